@@ -1,0 +1,28 @@
+# `make quickstart` and `make test` start from nothing: each sets up the virtualenv it needs.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest
+
+.PHONY: quickstart test test-slow lint
+
+quickstart: $(READY)  ## learn from verifiable rewards, a few minutes on two cores
+	JAX_PLATFORMS=cpu $(BIN)/python -m rlvr_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
+
+test: $(READY)  ## the ordinary tests
+	$(PYTEST)
+
+test-slow: $(READY)  ## the long ones
+	$(PYTEST) -m slow
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+$(READY): setup.py
+	$(PYTHON) -c 'import sys; sys.exit("rlvr_jax needs Python 3.11 or newer; set PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[dev,plot]'
+	touch $@

@@ -1,0 +1,109 @@
+"""The shared base of all recipes: every field there is, with its unit and default.
+
+A recipe starts from `base.get_config()` and states only its difference. `python -m rlvr_jax.main
+--config=configs/base.py` alone is GRPO on two-number sums.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+  c = ConfigDict()
+  c.seed = 0  # of parameters, data order and sampling
+  c.num_updates = 200  # of the policy, in all
+
+  c.task = dict(
+    name="reasoning_gym",
+    kwargs=dict(
+      dataset="chain_sum",
+      settings=dict(min_terms=2, max_terms=2, min_digits=2, max_digits=2),
+      train_size=1_000_000,  # problems; generated when drawn
+      warm_start_size=256,
+      held_out_size=256,
+      train_seed=1,
+      warm_start_seed=2_000_000,
+      held_out_seed=3_000_000,
+      prompt="{question}",
+      solution="{answer}",
+    ),
+  )
+  c.tokenizer = "bytes"
+  c.max_prompt_length = 96  # tokens; longer prompts are an error
+  c.max_response_length = 16  # tokens, stop token included
+
+  c.model = dict(preset="tiny", overrides=ConfigDict())
+
+  c.batch = dict(
+    prompts=32,  # P, per update
+    group_size=8,  # G, rollouts per prompt
+    micro_batches=1,  # an update's prompts are split into this many
+  )
+  c.schedule = dict(
+    batches_per_refresh=1,  # batches of rollouts drawn from one behaviour policy
+    epochs_per_refresh=1,  # passes over them; updates per refresh μ = batches · epochs
+  )
+  c.sampling = dict(temperature=1.0, top_k=0, top_p=1.0)  # of the behaviour policy; 0, 1.0: off
+  c.allow_truncated_behavior = False  # train although top-k or top-p bias the ratio
+  c.policy_temperature = 1.0  # of the target policy
+
+  c.advantage = dict(name="grpo", kwargs=dict(epsilon=1e-6))
+  c.reweighting = dict(name="none", kwargs=ConfigDict())
+  c.loss = dict(
+    name="ppo_clip",
+    kwargs=dict(epsilon_low=0.2, epsilon_high=0.2),
+    aggregation="token_mean",  # token_mean, sequence_mean, sequence_sum, constant
+  )
+  c.reference = dict(  # KL to the policy before the first update
+    kl_coefficient=0.0,
+    estimator="k3",  # k1, k2, k3
+  )
+  c.entropy_bonus = 0.0
+
+  c.optimizer = _adamw(learning_rate=3e-4)
+  c.max_skipped_in_a_row = 5  # non-finite updates until the run stops
+
+  c.mesh = dict(data=1, fsdp=1, tensor=1)  # devices along each axis
+
+  c.warm_start = dict(  # supervised, on the task's worked solutions
+    num_steps=200,
+    batch_size=64,  # problems
+    optimizer=_adamw(learning_rate=1e-3),
+  )
+  c.evaluation = dict(
+    every=50,  # updates; before the first and after the last one in any case
+    num_samples=4,  # per problem
+    ks=(1, 4),  # of pass@k
+    batch_prompts=64,  # problems generated for at once
+    sampling=dict(temperature=1.0, top_k=0, top_p=1.0),
+    seed=12345,
+  )
+  c.grading = dict(
+    num_workers=1,  # processes
+    timeout_s=5.0,  # per completion, wall-clock
+    # outcome → reward: a number, "score" (the grader's), "mask" (out of the loss), "stop"
+    outcomes=dict(correct="score", wrong=0.0, unparseable=0.0, timeout=0.0, crashed="mask"),
+  )
+  c.checkpoint = dict(every=10, keep=2)  # updates; the latest, and the best in addition
+  c.logging = dict(
+    print_every=1,  # updates
+    rollouts_every=10,  # updates, into rollouts.jsonl
+    rollouts_per_refresh=8,
+  )
+  c.permute_rewards = False  # control: rewards are dealt out anew over the batch
+  return c
+
+
+def _adamw(learning_rate: float) -> ConfigDict:
+  return ConfigDict(
+    dict(
+      learning_rate=learning_rate,  # peak
+      warmup_updates=10,
+      decay="constant",  # constant, linear, cosine
+      final_fraction=0.1,  # of the peak, at the end of a decay
+      b1=0.9,
+      b2=0.999,
+      epsilon=1e-8,
+      weight_decay=0.0,
+      max_gradient_norm=1.0,
+    )
+  )

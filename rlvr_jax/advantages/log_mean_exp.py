@@ -1,0 +1,30 @@
+"""Risk-sensitive advantages: the gradient of log-mean-exp of the reward."""
+
+from __future__ import annotations
+
+import jax
+
+from rlvr_jax.advantages.base import Advantage, as_group, stateless, zero_if_constant
+from rlvr_jax.ops.checks import check_between
+from rlvr_jax.types import Array
+
+
+def log_mean_exp_advantages(rewards: Array, *, eta: float) -> Array:
+  """A = (e^{ηr}/mean e^{ηr} − 1)/η.
+
+  Args:
+    rewards: f32[P, G].
+    eta: η > 0, in units of 1/reward; larger seeks the best rollouts.
+  Returns:
+    f32[P, G]; gradient masses pq(e^η − 1)/(η(p·e^η + q)) and the same.
+  Source: arXiv 2509.24261.
+  """
+  rewards = as_group("log_mean_exp", rewards)
+  shares = jax.nn.softmax(eta * rewards, axis=1)
+  return zero_if_constant((rewards.shape[1] * shares - 1) / eta, rewards)
+
+
+def log_mean_exp(*, eta: float = 1.0) -> Advantage:
+  """A = (e^{ηr}/mean e^{ηr} − 1)/η; see `log_mean_exp_advantages`."""
+  check_between("log_mean_exp", "eta", eta, low=0.0, open_low=True)
+  return stateless(lambda batch: log_mean_exp_advantages(batch.rewards, eta=eta))

@@ -1,0 +1,41 @@
+"""Gradient masses: how much an estimator pushes on successes and on failures."""
+
+from __future__ import annotations
+
+import chex
+import jax.numpy as jnp
+
+from rlvr_jax.ops.masked import upcast
+from rlvr_jax.ops.ratios import effective_sample_size
+from rlvr_jax.types import Array, Mean, Metrics
+
+
+def gradient_masses(coefficients: Array, rewards: Array, correct: Array) -> Metrics:
+  """mS = mean of max(A, 0)·1[r = 1] and mF = mean of max(−A, 0)·1[r = 0], over a batch.
+
+  In a group whose rewards are not its correctness (a shaped reward), the sign of A alone decides.
+
+  Args:
+    coefficients: f32[P, G], A.
+    rewards: f32[P, G].
+    correct: f32[P, G] in {0, 1}.
+  Returns:
+    advantage/mass_success, advantage/mass_failure, advantage/mass_ratio = mS/mF (the pair of sums;
+    its weight is 0 when no failure has mass), advantage/ess of |A|, in [1/B, 1].
+  Source: FADE, arXiv 2607.01490.
+  """
+  chex.assert_rank([coefficients, rewards, correct], 2)
+  chex.assert_equal_shape([coefficients, rewards, correct])
+  coefficients = upcast(coefficients)
+  binary = jnp.all(rewards == correct, axis=1, keepdims=True)
+  success = jnp.sum(jnp.maximum(coefficients, 0) * (~binary | (correct > 0)))
+  failure = jnp.sum(jnp.maximum(-coefficients, 0) * (~binary | (correct <= 0)))
+  rollouts = jnp.full_like(success, coefficients.size)
+  return {
+      "advantage/mass_success": Mean(total=success, weight=rollouts),
+      "advantage/mass_failure": Mean(total=failure, weight=rollouts),
+      "advantage/mass_ratio": Mean(total=success, weight=failure),
+      "advantage/ess": effective_sample_size(
+          jnp.abs(coefficients), jnp.ones_like(coefficients)
+      ),
+  }

@@ -1,0 +1,37 @@
+"""MaxRL: divide by the solve rate, which follows the likelihood of success."""
+
+from __future__ import annotations
+
+import chex
+import jax.numpy as jnp
+
+from rlvr_jax.advantages.base import Advantage, as_group, group_mean, stateless, zero_if_constant
+from rlvr_jax.ops.masked import upcast
+from rlvr_jax.types import Array
+
+
+def maxrl_advantages(rewards: Array, correct: Array) -> Array:
+  """A = (r − r̄)/(mean correctness), 0 where nothing is correct.
+
+  Args:
+    rewards: f32[P, G].
+    correct: f32[P, G] in {0, 1}.
+  Returns:
+    f32[P, G]; gradient masses q and q.
+  Source: arXiv 2602.02710.
+  """
+  rewards = as_group("maxrl", rewards)
+  chex.assert_equal_shape([rewards, correct])
+  solve_rate = group_mean(upcast(correct))
+  solved = solve_rate > 0
+  centred = rewards - group_mean(rewards)
+  return zero_if_constant(
+      jnp.where(solved, centred / jnp.where(solved, solve_rate, 1.0), 0.0), rewards
+  )
+
+
+def maxrl() -> Advantage:
+  """A = (r − r̄)/r̄; see `maxrl_advantages`."""
+  return stateless(
+      lambda batch: maxrl_advantages(batch.rewards, batch.correct), needs_binary=True
+  )

@@ -1,0 +1,78 @@
+"""Focal prefactors (1−r̄)^(α−1) and suppressed failures 1/δ, alone and together."""
+
+from __future__ import annotations
+
+import chex
+import jax.numpy as jnp
+
+from rlvr_jax.advantages.base import Advantage, as_group, group_mean, stateless, zero_if_constant
+from rlvr_jax.ops.checks import check_between
+from rlvr_jax.ops.masked import upcast
+from rlvr_jax.types import Array
+
+
+def asym_advantages(rewards: Array, *, delta: Array | float, name: str = "asym") -> Array:
+  """A = r − r̄ if r ≥ r̄ else (r − r̄)/δ.
+
+  Args:
+    rewards: f32[P, G].
+    delta: δ > 0; below 1 failures weigh more, and more so the smaller it is.
+    name: of the estimator, for its error.
+  Returns:
+    f32[P, G]; gradient masses pq and pq/δ.
+  Source: FADE, arXiv 2607.01490.
+  """
+  rewards = as_group(name, rewards)
+  centred = rewards - group_mean(rewards)
+  return zero_if_constant(jnp.where(centred >= 0, centred, centred / delta), rewards)
+
+
+def power_asym_advantages(
+    rewards: Array,
+    correct: Array,
+    *,
+    alpha: Array | float,
+    delta: Array | float,
+    name: str = "power_asym",
+) -> Array:
+  """A = (1 − mean correctness)^(α−1) × `asym_advantages`.
+
+  Args:
+    rewards: f32[P, G].
+    correct: f32[P, G] in {0, 1}.
+    alpha: α ≥ 1; above 1 hard prompts dominate.
+    delta, name: as for `asym_advantages`.
+  Returns:
+    f32[P, G]; gradient masses p·q^α and p·q^α/δ.
+  Source: FADE, arXiv 2607.01490.
+  """
+  chex.assert_equal_shape([rewards, correct])
+  fail_rate = group_mean(1 - upcast(correct))
+  return fail_rate ** (alpha - 1) * asym_advantages(rewards, delta=delta, name=name)
+
+
+def power(*, alpha: float = 2.0) -> Advantage:
+  """A = (1−r̄)^(α−1)·(r − r̄), α ≥ 1; masses p·q^α and p·q^α."""
+  check_between("power", "alpha", alpha, low=1.0)
+  return stateless(
+      lambda batch: power_asym_advantages(
+          batch.rewards, batch.correct, alpha=alpha, delta=1.0, name="power"
+      ),
+      needs_binary=True,
+  )
+
+
+def asym(*, delta: float = 0.5) -> Advantage:
+  """A = r − r̄ if r ≥ r̄ else (r − r̄)/δ, δ > 0; masses pq and pq/δ."""
+  check_between("asym", "delta", delta, low=0.0, open_low=True)
+  return stateless(lambda batch: asym_advantages(batch.rewards, delta=delta))
+
+
+def power_asym(*, alpha: float = 2.0, delta: float = 0.5) -> Advantage:
+  """`power` and `asym` together; masses p·q^α and p·q^α/δ."""
+  check_between("power_asym", "alpha", alpha, low=1.0)
+  check_between("power_asym", "delta", delta, low=0.0, open_low=True)
+  return stateless(
+      lambda batch: power_asym_advantages(batch.rewards, batch.correct, alpha=alpha, delta=delta),
+      needs_binary=True,
+  )

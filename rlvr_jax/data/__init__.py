@@ -1,0 +1,10 @@
+"""Problems, tokenizers, and batches of problems with a restorable position."""
+
+from rlvr_jax.data.batches import encode_prompts as encode_prompts
+from rlvr_jax.data.batches import encode_solutions as encode_solutions
+from rlvr_jax.data.batches import problem_batches as problem_batches
+from rlvr_jax.data.problems import Problem as Problem
+from rlvr_jax.data.problems import ProblemSource as ProblemSource
+from rlvr_jax.data.problems import Task as Task
+from rlvr_jax.data.tokenizer import ByteTokenizer as ByteTokenizer
+from rlvr_jax.data.tokenizer import Tokenizer as Tokenizer

@@ -1,0 +1,102 @@
+"""Batches of problems in a restorable order, and their token arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import grain
+import numpy as np
+
+from rlvr_jax.data.problems import Problem, ProblemSource
+from rlvr_jax.data.tokenizer import Tokenizer
+from rlvr_jax.types import Prompts
+
+
+def problem_batches(
+  source: ProblemSource, *, batch_size: int, seed: int
+) -> grain.DatasetIterator[list[Problem]]:
+  """Batches for ever: every epoch is a new permutation of the source, batches run across epochs.
+
+  Works in this process, without threads. The position is a counter: `get_state()` gives a small
+  JSON-able dict, and `set_state()` on a new iterator goes on from there without replaying.
+
+  Args:
+    source: not empty.
+    batch_size: problems per batch.
+    seed: of the order.
+  """
+  if batch_size < 1:
+    raise ValueError(f"batch_size is {batch_size}, must be at least 1")
+  if not len(source):
+    raise ValueError("the source of problems is empty: make it at least one problem large")
+  dataset = grain.MapDataset.source(source).seed(seed).shuffle().repeat()
+  batches = dataset.batch(batch_size, batch_fn=list)
+  in_process = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+  return iter(batches.to_iter_dataset(in_process))
+
+
+def encode_prompts(
+  problems: Sequence[Problem], tokenizer: Tokenizer, max_prompt_length: int
+) -> Prompts:
+  """The questions as token ids, left-padded.
+
+  Args:
+    problems: P of them.
+    tokenizer: gives ids and `pad_id`.
+    max_prompt_length: S, tokens.
+  Returns:
+    Prompts of NumPy arrays: tokens i32[P, S], lengths i32[P].
+  Raises:
+    ValueError: a question of no tokens, or of more than S.
+  """
+  rows = [tokenizer.encode(problem.question) for problem in problems]
+  for problem, row in zip(problems, rows, strict=True):
+    if not row:
+      raise ValueError("a prompt is empty: give the task a prompt template with some text")
+    if len(row) > max_prompt_length:
+      raise ValueError(
+        f"a prompt has {len(row)} tokens but max_prompt_length is {max_prompt_length}: raise "
+        "max_prompt_length in the config, or make the task's prompts shorter (its kwargs, such as "
+        f"`prompt` and `settings`). It begins {problem.question[:80]!r}"
+      )
+  tokens = np.full((len(rows), max_prompt_length), tokenizer.pad_id, np.int32)
+  for target, row in zip(tokens, rows, strict=True):
+    target[max_prompt_length - len(row) :] = row
+  # NumPy arrays stand for jax arrays until they are placed on devices.
+  return Prompts(tokens=tokens, lengths=_lengths(rows))  # type: ignore[call-arg,arg-type,unused-ignore]
+
+
+def encode_solutions(
+  problems: Sequence[Problem], tokenizer: Tokenizer, max_response_length: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """The worked solutions as token ids, each ended by the stop token, right-padded.
+
+  Args:
+    problems: P of them.
+    tokenizer: gives ids, `pad_id` and `stop_ids`, of which the first is appended.
+    max_response_length: T, tokens; the stop token counts.
+  Returns:
+    tokens i32[P, T], lengths i32[P] (stop token included).
+  Raises:
+    ValueError: a problem without a worked solution, or one of more than T tokens.
+  """
+  for problem in problems:
+    if not problem.solution:
+      raise ValueError(f"the problem {problem.question[:80]!r} has no worked solution to train on")
+  rows = [[*tokenizer.encode(problem.solution), tokenizer.stop_ids[0]] for problem in problems]
+  for problem, row in zip(problems, rows, strict=True):
+    if len(row) > max_response_length:
+      raise ValueError(
+        f"a worked solution has {len(row)} tokens, stop token included, but max_response_length is "
+        f"{max_response_length}: raise max_response_length in the config, or make the solutions "
+        "shorter (the task's kwargs, such as `solution` and `settings`). It begins "
+        f"{problem.solution[:80]!r}"
+      )
+  tokens = np.full((len(rows), max_response_length), tokenizer.pad_id, np.int32)
+  for target, row in zip(tokens, rows, strict=True):
+    target[: len(row)] = row
+  return tokens, _lengths(rows)
+
+
+def _lengths(rows: list[list[int]]) -> np.ndarray:
+  return np.array([len(row) for row in rows], np.int32)

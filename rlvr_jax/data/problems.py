@@ -1,0 +1,40 @@
+"""What a task is made of."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+  question: str  # the prompt, as the policy reads it
+  answer: str  # the reference answer; "" where the problem has many and names none
+  solution: str  # worked solution that the warm start trains on, in the form of a completion
+  reference: Mapping[str, Any]  # what the grader needs; JSON-able
+
+
+class ProblemSource(Protocol):
+  """Random access to problems; the same index always gives the same problem."""
+
+  def __len__(self) -> int: ...
+
+  def __getitem__(self, index: int, /) -> Problem: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+  """Problems for each phase. No question of `held_out` is in `train` or `warm_start`."""
+
+  name: str
+  train: ProblemSource
+  warm_start: ProblemSource  # a small, fixed set with worked solutions
+  held_out: ProblemSource
+  grader: str  # import path, "package.module:function"
+
+  def most_common_answer_share(self) -> float:
+    """Share of the held-out problems that the best constant guess would solve, in [0, 1]."""
+    answers = [self.held_out[index].answer for index in range(len(self.held_out))]
+    return max(collections.Counter(answers).values()) / len(answers)

@@ -1,0 +1,38 @@
+"""Text to token ids and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+
+class Tokenizer(Protocol):
+  """What the rest of the package asks of a tokenizer."""
+
+  vocab_size: int  # V, as the model has it
+  pad_id: int
+  stop_ids: tuple[int, ...]  # generation ends at any of them; the first ends a worked solution
+
+  def encode(self, text: str) -> list[int]: ...
+
+  def decode(self, ids: Iterable[int]) -> str: ...
+
+
+class ByteTokenizer:
+  """UTF-8 bytes as ids 0..255, then padding (256) and end of text (257).
+
+  The vocabulary is rounded up to a multiple of 8, so that it can be sharded; the ids beyond end of
+  text are never produced by `encode`.
+  """
+
+  vocab_size = 264
+  pad_id = 256
+  stop_ids = (257,)
+
+  def encode(self, text: str) -> list[int]:
+    """The bytes of the text; no special token is added."""
+    return list(text.encode("utf-8"))
+
+  def decode(self, ids: Iterable[int]) -> str:
+    """The text of the byte ids, other ids dropped; invalid UTF-8 becomes U+FFFD."""
+    return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")

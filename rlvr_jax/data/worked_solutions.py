@@ -1,0 +1,71 @@
+"""Step-by-step solutions of reasoning-gym problems, which come with bare answers only.
+
+Each function is named after its dataset and writes the solution of one entry, ending with
+"#### answer". The text is terse, because its tokens are what a policy has to generate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["chain_sum", "gcd", "letter_counting", "number_sorting", "spell_backward"]
+
+Entry = Mapping[str, Any]  # "question", "answer" and "metadata", as reasoning-gym gives them
+
+
+def _finish(steps: list[str], entry: Entry) -> str:
+  return "\n".join([*steps, f"#### {entry['answer']}"])
+
+
+def chain_sum(entry: Entry) -> str:
+  """Running totals: 4 - 1 - 7 is "4-1=3", "3-7=-4"."""
+  first, *rest = entry["metadata"]["expression"].split()
+  total = int(first)
+  steps = []
+  for operator, term in zip(rest[::2], rest[1::2], strict=True):
+    result = total + int(term) if operator == "+" else total - int(term)
+    steps.append(f"{total}{operator}{term}={result}")
+    total = result
+  return _finish(steps, entry)
+
+
+def gcd(entry: Entry) -> str:
+  """Euclid's algorithm, number by number: "856%174=160", "174%160=14", ..."""
+  first, *rest = entry["metadata"]["numbers"]
+  steps = []
+  divisor = first
+  for number in rest:
+    left, right = divisor, number
+    while right:
+      steps.append(f"{left}%{right}={left % right}")
+      left, right = right, left % right
+    divisor = left
+  return _finish(steps, entry)
+
+
+def letter_counting(entry: Entry) -> str:
+  """Word by word, with the running count: "hundred 1", "thousand 2", ..."""
+  letter = entry["metadata"]["target_letter"]
+  steps = []
+  count = 0
+  for word in entry["metadata"]["span"]:
+    count += word.lower().count(letter)
+    steps.append(f"{word} {count}")
+  return _finish(steps, entry)
+
+
+def number_sorting(entry: Entry) -> str:
+  """Selection sort, a line per number: the one taken, then those left in their first order."""
+  left = list(entry["metadata"]["original_numbers"])
+  steps = []
+  for number in entry["metadata"]["sorted_numbers"]:
+    left.remove(number)
+    steps.append(f"{number} | {' '.join(left)}".rstrip())
+  return _finish(steps, entry)
+
+
+def spell_backward(entry: Entry) -> str:
+  """The letters one by one, forward, then backward."""
+  word = entry["metadata"]["word"]
+  return _finish([" ".join(word), " ".join(reversed(word))], entry)

@@ -1,0 +1,11 @@
+"""pass@k and friends."""
+
+from rlvr_jax.evaluate.pass_at_k import (
+  bootstrap_interval,
+  majority_at_n,
+  mean_at_n,
+  pass_at_k,
+  summarize,
+)
+
+__all__ = ["bootstrap_interval", "majority_at_n", "mean_at_n", "pass_at_k", "summarize"]

@@ -1,0 +1,149 @@
+"""pass@k, mean@n, majority@n and bootstrap intervals over problems: NumPy, float64."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+
+def pass_at_k(num_samples: npt.ArrayLike, num_correct: npt.ArrayLike, k: int) -> Floats:
+  """Unbiased pass@k = 1 − C(n−c, k) / C(n, k): chance that k of the n samples hold a correct one.
+
+  The ratio of binomials is the product over i = 0..k−1 of (n−c−i)/(n−i): no factorial, no
+  cancellation, exact to rounding for n up to the thousands.
+
+  Args:
+    num_samples: i[...], n ≥ 1, samples drawn per problem.
+    num_correct: i[...], 0 ≤ c ≤ n, correct ones among them; broadcast against `num_samples`.
+    k: 1 ≤ k ≤ n.
+  Returns:
+    f64[...], in [0, 1].
+  Raises:
+    ValueError: if k is outside [1, n] or c outside [0, n].
+  Source: Chen et al. 2021, arXiv 2107.03374, eq. 1.
+  """
+  n, c = np.broadcast_arrays(np.asarray(num_samples), np.asarray(num_correct))
+  if n.size and not 1 <= k <= n.min():
+    raise ValueError(
+      f"pass@k with k = {k} and n = {n.min()} samples: k must be between 1 and n; "
+      "draw more samples per problem or ask for a smaller k."
+    )
+  if np.any((c < 0) | (c > n)):
+    raise ValueError("num_correct must lie between 0 and num_samples.")
+  i = np.arange(k, dtype=np.float64)
+  n, c = n[..., None].astype(np.float64), c[..., None].astype(np.float64)
+  # A numerator that reaches 0 makes the whole product 0; past it the terms would turn negative.
+  all_wrong = np.prod(np.maximum(n - c - i, 0.0) / (n - i), axis=-1)
+  return 1.0 - all_wrong
+
+
+def mean_at_n(correct: npt.ArrayLike) -> Floats:
+  """Mean correctness of the n samples of each problem: [problems, n] → f64[problems]."""
+  return np.asarray(correct, np.float64).mean(axis=-1)
+
+
+def majority_at_n(answers: Sequence[Sequence[Hashable]], correct: npt.ArrayLike) -> Floats:
+  """Correctness of the most frequent answer of each problem.
+
+  Ties are broken at random, and this is the expected value over the tied answers. `None` stands
+  for a sample without an answer: it does not vote; a problem without votes counts as wrong.
+
+  Args:
+    answers: [problems][n], hashable answers, in a normal form (equal answers compare equal).
+    correct: bool[problems, n].
+  Returns:
+    f64[problems], in [0, 1].
+  Raises:
+    ValueError: if the shapes differ, or equal answers were graded differently.
+  """
+  correct = np.asarray(correct, bool)
+  if correct.shape[:1] != (len(answers),) or any(len(row) != correct.shape[1] for row in answers):
+    raise ValueError(f"answers must have the shape of correct, {correct.shape}.")
+  return np.array([_majority(row, graded) for row, graded in zip(answers, correct, strict=True)])
+
+
+def _majority(answers: Sequence[Hashable], correct: npt.NDArray[np.bool_]) -> float:
+  votes: dict[Hashable, int] = {}
+  grade: dict[Hashable, bool] = {}
+  for answer, is_correct in zip(answers, correct, strict=True):
+    if answer is None:
+      continue
+    votes[answer] = votes.get(answer, 0) + 1
+    if grade.setdefault(answer, bool(is_correct)) != bool(is_correct):
+      raise ValueError(f"the answer {answer!r} is graded both correct and wrong for one problem.")
+  most = max(votes.values(), default=0)
+  tied = [grade[answer] for answer, count in votes.items() if count == most]
+  return float(np.mean(tied)) if tied else 0.0
+
+
+def bootstrap_interval(
+  values_per_problem: npt.ArrayLike,
+  *,
+  confidence: float = 0.95,
+  num_resamples: int = 2000,
+  seed: int,
+) -> tuple[float, float]:
+  """Percentile bootstrap interval of the mean over problems.
+
+  Problems are resampled, not samples: the samples of one problem are not independent draws from
+  the benchmark.
+
+  Args:
+    values_per_problem: f[problems].
+    confidence: coverage, in (0, 1).
+    num_resamples: number of bootstrap means.
+    seed: of the resampling; the same seed gives the same interval.
+  Returns:
+    (low, high).
+  Source: Efron & Tibshirani 1993, ch. 13.
+  """
+  data = np.asarray(values_per_problem, np.float64)
+  if data.ndim != 1 or not data.size:
+    raise ValueError(f"values_per_problem must be one number per problem, got shape {data.shape}.")
+  if not 0 < confidence < 1:
+    raise ValueError(f"confidence must lie in (0, 1), got {confidence}.")
+  rng = np.random.default_rng(seed)
+  # One resample at a time keeps memory at one row whatever the number of problems.
+  means = np.array(
+    [data[rng.integers(data.size, size=data.size)].mean() for _ in range(num_resamples)]
+  )
+  tail = 100 * (1 - confidence) / 2
+  low, high = np.percentile(means, [tail, 100 - tail])
+  return float(low), float(high)
+
+
+def summarize(
+  correct: npt.ArrayLike,
+  *,
+  ks: Sequence[int],
+  seed: int,
+  answers: Sequence[Sequence[Hashable]] | None = None,
+) -> dict[str, float]:
+  """pass@k for each k, mean@n and, given answers, majority@n, each with its 95 % interval.
+
+  Args:
+    correct: bool[problems, n].
+    ks: the k of pass@k, each ≤ n.
+    seed: of the bootstrap.
+    answers: [problems][n], see `majority_at_n`; None leaves majority@n out.
+  Returns:
+    {"pass@1": …, "pass@1_low": …, "pass@1_high": …, …, "mean": …, "majority": …}; `mean` and
+    `majority` carry `_low` and `_high` too.
+  """
+  correct = np.asarray(correct, bool)
+  if correct.ndim != 2 or not correct.size:
+    raise ValueError(f"correct must be a non-empty [problems, n], got shape {correct.shape}.")
+  count, n = correct.sum(axis=1), correct.shape[1]
+  per_problem = {f"pass@{k}": pass_at_k(n, count, k) for k in ks}
+  per_problem["mean"] = mean_at_n(correct)
+  if answers is not None:
+    per_problem["majority"] = majority_at_n(answers, correct)
+  summary: dict[str, float] = {}
+  for name, scores in per_problem.items():
+    summary[name] = float(scores.mean())
+    summary[f"{name}_low"], summary[f"{name}_high"] = bootstrap_interval(scores, seed=seed)
+  return summary

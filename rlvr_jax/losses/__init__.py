@@ -1,0 +1,26 @@
+"""Log-probabilities + coefficients → per-token loss. One factory per loss, looked up by name."""
+
+from rlvr_jax.losses.base import Loss as Loss
+from rlvr_jax.losses.cispo import cispo as cispo
+from rlvr_jax.losses.decoupled_ppo import decoupled_ppo as decoupled_ppo
+from rlvr_jax.losses.gmpo import gmpo as gmpo
+from rlvr_jax.losses.gspo import gspo as gspo
+from rlvr_jax.losses.m2po import m2po as m2po
+from rlvr_jax.losses.p3o import p3o as p3o
+from rlvr_jax.losses.ppo_clip import ppo_clip as ppo_clip
+from rlvr_jax.losses.reinforce import reinforce as reinforce
+from rlvr_jax.losses.sapo import sapo as sapo
+from rlvr_jax.losses.topr import topr as topr
+
+__all__ = [
+    "cispo",
+    "decoupled_ppo",
+    "gmpo",
+    "gspo",
+    "m2po",
+    "p3o",
+    "ppo_clip",
+    "reinforce",
+    "sapo",
+    "topr",
+]

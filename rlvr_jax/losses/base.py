@@ -1,0 +1,91 @@
+"""What a policy loss is, and what all of them do first and report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from rlvr_jax.ops.masked import masked_fill, mean_metric, upcast
+from rlvr_jax.ops.ratios import log_ratios
+from rlvr_jax.types import Array, Metrics, TrainBatch
+
+
+class Loss(NamedTuple):
+  """A policy loss on log-probabilities; it never sees a model.
+
+  Attributes:
+    per_token: (policy_logprobs f32[P, G, T], batch, coefficients f32[P, G], statistics) →
+      (losses f32[P, G, T], metrics). `batch` may be one micro-batch of the global batch. Losses of
+      masked tokens are finite and mean nothing; the aggregation drops them.
+    statistics: (policy_logprobs, batch, coefficients) of the *global* batch → what `per_token`
+      takes as `statistics`, constant for differentiation; None when no such statistic is needed.
+  """
+
+  per_token: Callable[[Array, TrainBatch, Array, Any], tuple[Array, Metrics]]
+  statistics: Callable[[Array, TrainBatch, Array], Any] | None = None
+
+
+class Tokens(NamedTuple):
+  """A loss's inputs in at least float32, with nothing left under the mask."""
+
+  policy_logprobs: Array  # f32[P, G, T], nats; 0 where masked
+  log_ratios: Array  # f32[P, G, T], log π − log β, nats; 0 where masked
+  coefficients: Array  # f32[P, G, 1], constant for differentiation
+  mask: Array  # [P, G, T]
+
+  @property
+  def ratios(self) -> Array:
+    return jnp.exp(self.log_ratios)
+
+
+def prepare(policy_logprobs: Array, batch: TrainBatch, coefficients: Array) -> Tokens:
+  """Checks shapes, raises precision, and clears what lies under the mask."""
+  chex.assert_rank([policy_logprobs, coefficients], [3, 2])
+  chex.assert_equal_shape_prefix([policy_logprobs, coefficients], 2)
+  return Tokens(
+      policy_logprobs=masked_fill(policy_logprobs, batch.mask),
+      log_ratios=log_ratios(policy_logprobs, batch.behavior_logprobs, batch.mask),
+      coefficients=jax.lax.stop_gradient(upcast(coefficients))[..., None],
+      mask=batch.mask,
+  )
+
+
+def clip_metrics(clipped: Array, tokens: Tokens) -> Metrics:
+  """Share of loss tokens whose ratio was clipped or capped: of all, of A > 0, of A < 0.
+
+  Args:
+    clipped: [P, G, T] or [P, G, 1], 1 where the bound took effect.
+  """
+  clipped = jnp.broadcast_to(upcast(clipped), tokens.mask.shape)
+  signs = {
+      "": True,
+      "_positive": tokens.coefficients > 0,
+      "_negative": tokens.coefficients < 0,
+  }
+  return {
+      f"loss/clip_fraction{suffix}": mean_metric(clipped, (tokens.mask > 0) & sign)
+      for suffix, sign in signs.items()
+  }
+
+
+def score_function(weights: Array | float, tokens: Tokens) -> Array:
+  """−sg(w)·A·log π, whose gradient is −w·A·∇log π; f32[P, G, T]."""
+  return -jax.lax.stop_gradient(weights) * tokens.coefficients * tokens.policy_logprobs
+
+
+def follow(values: Array, log_terms: Array) -> Array:
+  """`values` at every token, with gradient `values`·∇log_terms.
+
+  The token form sg(v)·exp(x − sg(x)) of a quantity of the whole response: its sum over the tokens
+  has the response's value and gradient times the token count, and dropping a token from the loss
+  drops exactly that token's gradient.
+
+  Args:
+    values: f32[P, G, 1], constant for differentiation.
+    log_terms: f32[P, G, T], each token's own contribution.
+  """
+  return jax.lax.stop_gradient(values) * jnp.exp(log_terms - jax.lax.stop_gradient(log_terms))

@@ -1,0 +1,34 @@
+"""CISPO: clipped importance weights, gradient through every token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from rlvr_jax.losses.base import Loss, clip_metrics, prepare, score_function
+from rlvr_jax.ops.checks import check_between
+from rlvr_jax.types import Array, Metrics, TrainBatch
+
+
+def cispo(*, epsilon_low: float = 0.2, epsilon_high: float = 0.2) -> Loss:
+  """ℓ = −sg(clip(ρ, 1−ε_low, 1+ε_high))·A·log π.
+
+  Args:
+    epsilon_low: in [0, 1]; 1 leaves small ratios alone, as the paper does.
+    epsilon_high: ≥ 0.
+  Source: arXiv 2506.13585. **open**: the paper tunes ε_high and does not give it; the defaults are
+    GRPO's.
+  """
+  check_between("cispo", "epsilon_low", epsilon_low, low=0.0, high=1.0)
+  check_between("cispo", "epsilon_high", epsilon_high, low=0.0)
+
+  def per_token(
+      policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any = None
+  ) -> tuple[Array, Metrics]:
+    del statistics
+    tokens = prepare(policy_logprobs, batch, coefficients)
+    weights = jnp.clip(tokens.ratios, 1 - epsilon_low, 1 + epsilon_high)
+    return score_function(weights, tokens), clip_metrics(weights != tokens.ratios, tokens)
+
+  return Loss(per_token)

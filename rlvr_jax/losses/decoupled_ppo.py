@@ -1,0 +1,62 @@
+"""Decoupled PPO: clip around a recent policy, correct for the one that sampled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlvr_jax.losses.base import Loss, clip_metrics, prepare
+from rlvr_jax.losses.ppo_clip import clipped_surrogate
+from rlvr_jax.ops.checks import check_between
+from rlvr_jax.ops.masked import mean_metric
+from rlvr_jax.ops.ratios import log_ratios
+from rlvr_jax.types import Array, Metrics, TrainBatch
+
+
+def decoupled_ppo(
+    *, epsilon_low: float = 0.2, epsilon_high: float = 0.2, behavior_weight_cap: float = 2.0
+) -> Loss:
+  """ℓ = min(π_prox/β, cap)·`ppo_clip` on π/π_prox.
+
+  π_prox, `batch.proximal_logprobs`, is taken when a batch is first trained on, or every so many
+  updates; the step provides it.
+
+  Args:
+    epsilon_low: in [0, 1].
+    epsilon_high: ≥ 0.
+    behavior_weight_cap: > 0.
+  Raises:
+    ValueError: at trace time, without `proximal_logprobs` in the batch.
+  Source: arXiv 2110.00641.
+  """
+  check_between("decoupled_ppo", "epsilon_low", epsilon_low, low=0.0, high=1.0)
+  check_between("decoupled_ppo", "epsilon_high", epsilon_high, low=0.0)
+  check_between(
+      "decoupled_ppo", "behavior_weight_cap", behavior_weight_cap, low=0.0, open_low=True
+  )
+
+  def per_token(
+      policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any = None
+  ) -> tuple[Array, Metrics]:
+    del statistics
+    if batch.proximal_logprobs is None:
+      raise ValueError(
+          "loss 'decoupled_ppo' needs batch.proximal_logprobs f32[P, G, T], got None; take the"
+          " policy's log-probabilities when the batch is first trained on"
+      )
+    proximal_logprobs = jax.lax.stop_gradient(batch.proximal_logprobs)
+    tokens = prepare(policy_logprobs, batch, coefficients)
+    ratios = jnp.exp(log_ratios(policy_logprobs, proximal_logprobs, batch.mask))
+    surrogate, clipped = clipped_surrogate(
+        ratios, tokens.coefficients, low=1 - epsilon_low, high=1 + epsilon_high
+    )
+    behavior_weights = jnp.exp(log_ratios(proximal_logprobs, batch.behavior_logprobs, batch.mask))
+    capped = jnp.where(behavior_weights > behavior_weight_cap, 1.0, 0.0)
+    return jnp.minimum(behavior_weights, behavior_weight_cap) * surrogate, {
+        **clip_metrics(clipped, tokens),
+        "loss/behavior_weight_capped": mean_metric(capped, batch.mask),
+    }
+
+  return Loss(per_token)

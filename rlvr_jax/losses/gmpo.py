@@ -1,0 +1,43 @@
+"""GMPO: the geometric mean of clipped token ratios."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from rlvr_jax.losses.base import Loss, clip_metrics, follow, prepare
+from rlvr_jax.ops.checks import check_between
+from rlvr_jax.ops.ratios import mean_log_ratios
+from rlvr_jax.types import Array, Metrics, TrainBatch
+
+
+def gmpo(*, epsilon_low: float = 0.4, epsilon_high: float = 0.4) -> Loss:
+  """ℓ = −A·exp(mean_t d̃), d̃ = s·min(s·d, s·clip(d, −ε_low, ε_high)), d = log ρ, s = sign(A).
+
+  Every token of a rollout has the rollout's value; its gradient is written so that a token's own
+  log-probability is reached through its own ℓ only (`follow`). Under any aggregation this is the
+  gradient of the formula, and a vetoed token takes exactly its own gradient away.
+  Made for the aggregation `sequence_mean`.
+
+  Args:
+    epsilon_low, epsilon_high: ≥ 0, nats: bounds of log ρ.
+  Source: arXiv 2507.20673.
+  """
+  check_between("gmpo", "epsilon_low", epsilon_low, low=0.0)
+  check_between("gmpo", "epsilon_high", epsilon_high, low=0.0)
+
+  def per_token(
+      policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any = None
+  ) -> tuple[Array, Metrics]:
+    del statistics
+    tokens = prepare(policy_logprobs, batch, coefficients)
+    sign = jnp.sign(tokens.coefficients)
+    bound = jnp.clip(tokens.log_ratios, -epsilon_low, epsilon_high)
+    clipped = sign * bound < sign * tokens.log_ratios
+    log_ratios = jnp.where(clipped, bound, tokens.log_ratios)
+    geometric_mean = jnp.exp(mean_log_ratios(log_ratios, tokens.mask))
+    losses = -tokens.coefficients * follow(geometric_mean, log_ratios)
+    return losses, clip_metrics(clipped, tokens)
+
+  return Loss(per_token)

@@ -1,0 +1,111 @@
+"""M2PO: a clip interval that a budget on the second moment of log ρ sets for the batch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rlvr_jax.losses.base import Loss, Tokens, clip_metrics, prepare
+from rlvr_jax.losses.ppo_clip import clipped_surrogate
+from rlvr_jax.ops.checks import check_between
+from rlvr_jax.ops.masked import masked_mean
+from rlvr_jax.types import Array, Mean, Metrics, TrainBatch
+
+
+class Interval(NamedTuple):
+  """The clip interval of ρ for a whole batch."""
+
+  low: Array  # f32[], 0 where nothing is clipped
+  high: Array  # f32[], inf where nothing is clipped
+  second_moment: Array  # f32[], mean (log ρ)² of harmful tokens, nats²
+
+
+def second_moment_threshold(squares: Array, harmful: Array, *, budget: float) -> Array:
+  """t² = the largest Δ² with Σ min(Δ², t²) < τn over the n harmful tokens; 0 if there is none.
+
+  Args:
+    squares: f32[...], Δ² = (log ρ)², nats².
+    harmful: bool[...], the tokens that are counted.
+    budget: τ, nats².
+  Returns:
+    f32[], nats².
+  """
+  kept = jnp.sort(jnp.where(harmful, squares, jnp.inf), axis=None)
+  count = jnp.sum(harmful)
+  rank = jnp.arange(1, kept.size + 1)
+  kept = jnp.where(rank <= count, kept, 0.0)
+  bounded_sum = jnp.cumsum(kept) + (count - rank) * kept
+  fits = (rank <= count) & (bounded_sum < budget * count)
+  return jnp.max(jnp.where(fits, kept, 0.0))
+
+
+def clip_interval(
+    tokens: Tokens, *, budget: float, min_epsilon_low: float, min_epsilon_high: float
+) -> Interval:
+  """The interval of M2PO from all tokens of a batch; see `m2po`."""
+  harmful = (tokens.mask > 0) & (tokens.coefficients * tokens.log_ratios > 0)
+  squares = jnp.square(tokens.log_ratios)
+  second_moment = masked_mean(squares, harmful)
+  threshold = second_moment_threshold(squares, harmful, budget=budget)
+  # Just below t², so that the token that sets it is clipped whatever the rounding, as it is in the
+  # authors' code, which subtracts 1e-12.
+  margin = jnp.maximum(1e-12, 64 * jnp.finfo(threshold.dtype).eps * threshold)
+  bound = jnp.sqrt(jnp.maximum(threshold - margin, 0.0))
+  within_budget = second_moment <= budget  # also without a harmful token
+  return Interval(
+      low=jnp.where(within_budget, 0.0, jnp.minimum(jnp.exp(-bound), 1 - min_epsilon_low)),
+      high=jnp.where(within_budget, jnp.inf, jnp.maximum(jnp.exp(bound), 1 + min_epsilon_high)),
+      second_moment=second_moment,
+  )
+
+
+def m2po(
+    *, budget: float = 0.04, min_epsilon_low: float = 0.3, min_epsilon_high: float = 0.5
+) -> Loss:
+  """`ppo_clip` whose interval keeps the second moment of harmful tokens within a budget.
+
+  Harmful tokens have A > 0 and ρ > 1, or A < 0 and ρ < 1; Δ² = (log ρ)². With mean Δ² ≤ τ nothing
+  is clipped; else the interval is [min(e^−t, 1−0.3), max(e^t, 1+0.5)], t² as in
+  `second_moment_threshold`. Sorted over the global batch.
+
+  Args:
+    budget: τ > 0, nats².
+    min_epsilon_low: in [0, 1]; the interval never has its lower end above 1 − this.
+    min_epsilon_high: ≥ 0; nor its upper end below 1 + this.
+  Source: arXiv 2510.01161.
+  """
+  check_between("m2po", "budget", budget, low=0.0, open_low=True)
+  check_between("m2po", "min_epsilon_low", min_epsilon_low, low=0.0, high=1.0)
+  check_between("m2po", "min_epsilon_high", min_epsilon_high, low=0.0)
+
+  def statistics(policy_logprobs: Array, batch: TrainBatch, coefficients: Array) -> Interval:
+    tokens = prepare(jax.lax.stop_gradient(policy_logprobs), batch, coefficients)
+    return clip_interval(
+        tokens,
+        budget=budget,
+        min_epsilon_low=min_epsilon_low,
+        min_epsilon_high=min_epsilon_high,
+    )
+
+  def per_token(
+      policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Interval
+  ) -> tuple[Array, Metrics]:
+    tokens = prepare(policy_logprobs, batch, coefficients)
+    interval = jax.lax.stop_gradient(statistics)
+    losses, clipped = clipped_surrogate(
+        tokens.ratios, tokens.coefficients, low=interval.low, high=interval.high
+    )
+    active = jnp.isfinite(interval.high)
+    one = jnp.ones_like(interval.low)
+    return losses, {
+        **clip_metrics(clipped, tokens),
+        "loss/second_moment": Mean(total=interval.second_moment, weight=one),
+        "loss/clip_active": Mean(total=one * active, weight=one),
+        # The mean interval of the updates that have one.
+        "loss/clip_low": Mean(total=interval.low * active, weight=one * active),
+        "loss/clip_high": Mean(total=jnp.where(active, interval.high, 0.0), weight=one * active),
+    }
+
+  return Loss(per_token, statistics)

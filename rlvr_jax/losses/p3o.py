@@ -1,0 +1,87 @@
+"""P3O: the effective sample size of the batch caps the weights and sets the pull towards β."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlvr_jax.losses.base import Loss, clip_metrics, prepare, score_function
+from rlvr_jax.ops import kl
+from rlvr_jax.ops.checks import check_choice
+from rlvr_jax.ops.masked import mean_metric
+from rlvr_jax.ops.ratios import log_ratios, normalized_ess
+from rlvr_jax.types import Array, Metrics, TrainBatch
+
+# The authors clip log(β/π) to this inside the exponential of k3, nats.
+K3_LOG_RATIO_BOUND = 10.0
+
+
+def ess_of_ratios(log_ratio: Array, mask: Array, axis: int | None = None) -> Array:
+  """e = (Σ mρ)²/((Σ m)·(Σ mρ²)) over the tokens, in [1/n, 1]; 1 without a token.
+
+  NaN when a ratio is not finite, so that the update is skipped and counted, never repaired.
+
+  Args:
+    log_ratio: f32[P, G, T], nats.
+    mask: [P, G, T].
+    axis: None for the whole batch, f32[]; −1 for each response, f32[P, G, 1].
+  """
+  ess = normalized_ess(log_ratio, mask, axis=axis)
+  finite = jnp.all(jnp.isfinite(jnp.exp(log_ratio)), axis=axis, keepdims=axis is not None)
+  return jax.lax.stop_gradient(jnp.where(finite, ess, jnp.nan))
+
+
+def p3o(*, ess: str = "batch", cap: str = "ess", kl_term: bool = True) -> Loss:
+  """ℓ = −sg(min(ρ, e))·A·log π + (1 − e)·k3.
+
+  e is the normalised effective sample size of the batch's token ratios and
+  k3 = log π − log β + exp(clip(log β − log π, −10, 10)) − 1, on β's samples, where it is not an
+  unbiased KL(π‖β). No clip range, no snapshot policy, no coefficient. Made for `token_mean`.
+
+  The arguments are the ablations: cap only `kl_term=False`, KL only `cap="none"`, per-sequence ESS
+  `ess="sequence"`, e frozen at 1 `ess="one"`, cap 1/e `cap="inverse_ess"`.
+
+  Args:
+    ess: what e is taken over: "batch" (global), "sequence" (each response), "one" (e = 1).
+    cap: the weight is min(ρ, e) for "ess", min(ρ, 1/e) for "inverse_ess", ρ for "none".
+    kl_term: whether (1 − e)·k3 is added.
+  Source: arXiv 2605.12380 and the authors' code.
+  """
+  check_choice("p3o", "ess", ess, ("batch", "sequence", "one"))
+  check_choice("p3o", "cap", cap, ("ess", "inverse_ess", "none"))
+  check_choice("p3o", "kl_term", kl_term, (True, False))
+
+  def batch_ess(policy_logprobs: Array, batch: TrainBatch, coefficients: Array) -> Array:
+    del coefficients
+    policy_logprobs = jax.lax.stop_gradient(policy_logprobs)
+    return ess_of_ratios(
+        log_ratios(policy_logprobs, batch.behavior_logprobs, batch.mask), batch.mask
+    )
+
+  def per_token(
+      policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any = None
+  ) -> tuple[Array, Metrics]:
+    tokens = prepare(policy_logprobs, batch, coefficients)
+    ratios = jax.lax.stop_gradient(tokens.ratios)
+    if ess == "batch":
+      e = jax.lax.stop_gradient(statistics)
+    elif ess == "sequence":
+      e = ess_of_ratios(tokens.log_ratios, tokens.mask, axis=-1)
+    else:
+      e = jnp.ones((), ratios.dtype)
+    limit = {"ess": e, "inverse_ess": 1 / e, "none": jnp.inf}[cap]
+    losses = score_function(jnp.minimum(ratios, limit), tokens)
+    k3 = kl.k3(
+        policy_logprobs, batch.behavior_logprobs, batch.mask, log_ratio_bound=K3_LOG_RATIO_BOUND
+    )
+    if kl_term:
+      losses += (1 - e) * k3
+    return losses, {
+        **clip_metrics(ratios > limit, tokens),
+        "loss/ess": mean_metric(jnp.broadcast_to(e, ratios.shape), tokens.mask),
+        "loss/k3_behavior": mean_metric(jax.lax.stop_gradient(k3), tokens.mask),
+    }
+
+  return Loss(per_token, batch_ess if ess == "batch" else None)

@@ -1,0 +1,64 @@
+"""PPO's clipped surrogate, the loss of GRPO, DAPO and Dr. GRPO."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from rlvr_jax.losses.base import Loss, clip_metrics, prepare
+from rlvr_jax.ops.checks import check_between
+from rlvr_jax.types import Array, Metrics, TrainBatch
+
+
+def clipped_surrogate(
+    ratios: Array, coefficients: Array, *, low: Array | float, high: Array | float
+) -> tuple[Array, Array]:
+  """max(−Aρ, −A·clip(ρ, low, high)).
+
+  Args:
+    ratios: f32[P, G, T], ρ.
+    coefficients: f32[P, G, 1], A.
+    low, high: the interval of ρ within which nothing is clipped.
+  Returns:
+    The losses, and bool[P, G, T], where the second term is the larger: no gradient flows there.
+  """
+  unclipped = -coefficients * ratios
+  bound = -coefficients * jnp.clip(ratios, low, high)
+  clipped = bound > unclipped
+  return jnp.where(clipped, bound, unclipped), clipped
+
+
+def ppo_clip(
+    *, epsilon_low: float = 0.2, epsilon_high: float = 0.2, dual_clip: float | None = None
+) -> Loss:
+  """ℓ = max(−Aρ, −A·clip(ρ, 1−ε_low, 1+ε_high)), and min(ℓ, −A·c) where A < 0.
+
+  GRPO takes 0.2/0.2, DAPO 0.2/0.28; μ-GRPO's relaxed interval [0, 5] is 1.0/4.0.
+
+  Args:
+    epsilon_low: in [0, 1].
+    epsilon_high: ≥ 0.
+    dual_clip: c > 1, usually 3; None leaves the loss of large ratios with A < 0 unbounded.
+  Source: arXiv 1707.06347; arXiv 2402.03300; dual clip arXiv 1912.09729.
+  """
+  check_between("ppo_clip", "epsilon_low", epsilon_low, low=0.0, high=1.0)
+  check_between("ppo_clip", "epsilon_high", epsilon_high, low=0.0)
+  if dual_clip is not None:
+    check_between("ppo_clip", "dual_clip", dual_clip, low=1.0, open_low=True)
+
+  def per_token(
+      policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any = None
+  ) -> tuple[Array, Metrics]:
+    del statistics
+    tokens = prepare(policy_logprobs, batch, coefficients)
+    losses, clipped = clipped_surrogate(
+        tokens.ratios, tokens.coefficients, low=1 - epsilon_low, high=1 + epsilon_high
+    )
+    if dual_clip is not None:
+      ceiling = -tokens.coefficients * dual_clip
+      capped = (tokens.coefficients < 0) & (losses > ceiling)
+      losses, clipped = jnp.where(capped, ceiling, losses), clipped | capped
+    return losses, clip_metrics(clipped, tokens)
+
+  return Loss(per_token)

@@ -1,0 +1,43 @@
+"""SAPO: a soft gate on the ratio instead of a clip."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlvr_jax.losses.base import Loss, clip_metrics, prepare
+from rlvr_jax.ops.checks import check_between
+from rlvr_jax.types import Array, Metrics, TrainBatch
+
+
+def sapo(*, temperature_positive: float = 1.0, temperature_negative: float = 1.05) -> Loss:
+  """ℓ = −A·(4/τ)·σ(τ(ρ−1)), τ by the sign of A.
+
+  Its gradient is ρ·A·∇log π times the gate 4σ(1−σ) ∈ (0, 1], 1 at ρ = 1. As clip fraction it
+  reports the mean of 1 − gate, the share that the gate takes away.
+
+  Args:
+    temperature_positive: τ > 0 where A > 0.
+    temperature_negative: τ > 0 elsewhere; larger fades off-policy failures faster.
+  Source: arXiv 2511.20347.
+  """
+  check_between(
+      "sapo", "temperature_positive", temperature_positive, low=0.0, open_low=True
+  )
+  check_between(
+      "sapo", "temperature_negative", temperature_negative, low=0.0, open_low=True
+  )
+
+  def per_token(
+      policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any = None
+  ) -> tuple[Array, Metrics]:
+    del statistics
+    tokens = prepare(policy_logprobs, batch, coefficients)
+    temperature = jnp.where(tokens.coefficients > 0, temperature_positive, temperature_negative)
+    sigmoid = jax.nn.sigmoid(temperature * (tokens.ratios - 1))
+    gate = 4 * sigmoid * (1 - sigmoid)
+    return -tokens.coefficients * (4 / temperature) * sigmoid, clip_metrics(1 - gate, tokens)
+
+  return Loss(per_token)

@@ -1,0 +1,112 @@
+"""Model shapes by name: small ones for a laptop, and the published ones.
+
+Source of the published shapes: the models' own `config.json` files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any
+
+from rlvr_jax.models.transformer import RopeScaling, TransformerConfig
+
+_SMALL = dict(activation="silu", qk_norm=True, rope_theta=10_000.0, tied_head=True)
+_QWEN2 = dict(qkv_bias=True, rope_theta=1_000_000.0, norm_epsilon=1e-6, head_dim=128)
+_QWEN3 = dict(
+  qk_norm=True, rope_theta=1_000_000.0, norm_epsilon=1e-6, head_dim=128, vocab_size=151_936
+)
+_LLAMA3 = dict(
+  vocab_size=128_256,
+  rope_theta=500_000.0,
+  norm_epsilon=1e-5,
+  rope_scaling=RopeScaling(
+    factor=32.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=8192
+  ),
+)
+_GEMMA = dict(
+  activation="gelu_tanh",
+  norm_epsilon=1e-6,
+  scaled_embedding=True,
+  zero_centered_norm=True,
+  post_norm=True,
+  tied_head=True,
+)
+
+# Accelerator presets compute in bfloat16 and keep matrix products only; masters are float32.
+_LARGE = dict(compute_dtype="bfloat16", remat="dots")
+
+
+def _shape(vocab_size, width, num_layers, num_heads, num_kv_heads, mlp_width, **rest):
+  return dict(
+    vocab_size=vocab_size,
+    width=width,
+    num_layers=num_layers,
+    num_heads=num_heads,
+    num_kv_heads=num_kv_heads,
+    mlp_width=mlp_width,
+    **rest,
+  )
+
+
+_PRESETS: dict[str, dict[str, Any]] = {
+  # From scratch over bytes; 264 = 256 bytes and the special tokens, rounded up.
+  "tiny": dict(_shape(264, 128, 4, 4, 2, 384, head_dim=32, unroll_layers=4), **_SMALL),
+  "small": dict(_shape(264, 256, 4, 4, 2, 768, head_dim=64, unroll_layers=4), **_SMALL),
+  "base": dict(_shape(264, 512, 8, 8, 4, 1536, head_dim=64), **_SMALL),
+  "qwen2.5_0.5b": dict(
+    _QWEN2 | _LARGE | _shape(151_936, 896, 24, 14, 2, 4864, head_dim=64), tied_head=True
+  ),
+  "qwen2.5_1.5b": dict(_QWEN2 | _LARGE | _shape(151_936, 1536, 28, 12, 2, 8960), tied_head=True),
+  "qwen2.5_7b": dict(_QWEN2 | _LARGE | _shape(152_064, 3584, 28, 28, 4, 18_944), tied_head=False),
+  "qwen3_4b": dict(_QWEN3 | _LARGE | _shape(151_936, 2560, 36, 32, 8, 9728), tied_head=True),
+  "qwen3_8b": dict(_QWEN3 | _LARGE | _shape(151_936, 4096, 36, 32, 8, 12_288), tied_head=False),
+  "llama3.2_1b": dict(
+    _LLAMA3 | _LARGE | _shape(128_256, 2048, 16, 32, 8, 8192, head_dim=64), tied_head=True
+  ),
+  "llama3.2_3b": dict(
+    _LLAMA3 | _LARGE | _shape(128_256, 3072, 28, 24, 8, 8192, head_dim=128), tied_head=True
+  ),
+  "gemma2_2b": _GEMMA
+  | _LARGE
+  | _shape(256_000, 2304, 26, 8, 4, 9216, head_dim=256)
+  | dict(
+    attention_soft_cap=50.0,
+    final_soft_cap=30.0,
+    sliding_window=4096,
+    sliding_layers=(True, False) * 13,
+    query_scale=256**-0.5,
+  ),
+  "gemma3_1b": _GEMMA
+  | _LARGE
+  | _shape(262_144, 1152, 26, 4, 1, 6912, head_dim=256)
+  | dict(
+    qk_norm=True,
+    rope_theta=1_000_000.0,
+    sliding_rope_theta=10_000.0,
+    sliding_window=512,
+    sliding_layers=((True,) * 5 + (False,)) * 4 + (True, True),
+    query_scale=256**-0.5,
+  ),
+}
+
+
+def preset(name: str, **overrides: Any) -> TransformerConfig:
+  """The settings of a named model, with fields replaced.
+
+  Raises:
+    ValueError: unknown name or field, with the near names.
+  """
+  if name not in _PRESETS:
+    near = difflib.get_close_matches(name, _PRESETS) or sorted(_PRESETS)
+    raise ValueError(f"config.model.preset = {name!r} is unknown; did you mean one of {near}?")
+  fields = [field.name for field in dataclasses.fields(TransformerConfig)]
+  for field in overrides:
+    if field not in fields:
+      near = difflib.get_close_matches(field, fields) or fields
+      raise ValueError(f"config.model.overrides.{field} is no field; did you mean one of {near}?")
+  return TransformerConfig(**{**_PRESETS[name], **overrides})
+
+
+def preset_names() -> list[str]:
+  return sorted(_PRESETS)

@@ -1,0 +1,376 @@
+"""The policy: one decoder-only transformer whose settings span Qwen 2/2.5/3, Llama 3 and Gemma 2/3.
+
+Everything but attention is per token, so a prompt and its G responses travel as one packed row,
+[P, S + G·T]: the prompt is computed once per prompt, in training as in sampling.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from rlvr_jax.ops.attention import Keys, attention
+from rlvr_jax.types import Array, Head, Prompts
+
+_ACTIVATIONS = {
+  'silu': jax.nn.silu,
+  'gelu_tanh': lambda x: jax.nn.gelu(x, approximate=True),
+}
+_REMAT = ('none', 'dots', 'full')
+_NO_WINDOW = 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+  """Context extension of the rotary frequencies.
+
+  With only `factor`, all frequencies are divided by it (Gemma 3). With `low_frequency_factor`,
+  Llama 3's rule: long wavelengths are divided, short ones kept, those between interpolated.
+  """
+
+  factor: float
+  low_frequency_factor: float | None = None
+  high_frequency_factor: float | None = None
+  original_length: int | None = None  # tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+  vocab_size: int
+  width: int
+  num_layers: int
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  mlp_width: int
+  activation: str = 'silu'  # of the gate: silu (SwiGLU) or gelu_tanh (GeGLU)
+  norm_epsilon: float = 1e-6
+  rope_theta: float = 10_000.0
+  rope_scaling: RopeScaling | None = None
+  tied_head: bool = True
+  qk_norm: bool = False  # RMSNorm on each head's queries and keys (Qwen 3, Gemma 3)
+  qkv_bias: bool = False  # Qwen 2
+  query_scale: float | None = None  # on the scores; None is 1/√head_dim
+  attention_soft_cap: float | None = None
+  final_soft_cap: float | None = None
+  sliding_window: int | None = None  # tokens, of the sliding layers
+  sliding_layers: tuple[bool, ...] | None = None  # one per layer; None: no layer slides
+  sliding_rope_theta: float | None = None  # of the sliding layers, unscaled; None: as the others
+  scaled_embedding: bool = False  # embeddings times √width (Gemma)
+  zero_centered_norm: bool = False  # norm weights are stored as w, applied as 1 + w (Gemma)
+  post_norm: bool = False  # a norm after attention and after the MLP as well (Gemma)
+  compute_dtype: str = 'float32'
+  param_dtype: str = 'float32'
+  remat: str = 'none'  # kept for the backward pass: none: all; dots: matrix products; full: inputs
+  unroll_layers: int = 1  # layers per iteration of the layer scan; num_layers unrolls it whole
+
+  def __post_init__(self):
+    def require(condition, message):
+      if not condition:
+        raise ValueError(f'TransformerConfig: {message}')
+
+    require(self.activation in _ACTIVATIONS, f'activation={self.activation!r}; allowed: {sorted(_ACTIVATIONS)}')
+    require(self.remat in _REMAT, f'remat={self.remat!r}; allowed: {list(_REMAT)}')
+    require(
+      self.num_heads % self.num_kv_heads == 0,
+      f'num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}',
+    )
+    require(self.head_dim % 2 == 0, f'head_dim={self.head_dim} must be even for rotary embeddings')
+    for name in ('compute_dtype', 'param_dtype'):
+      require(
+        getattr(self, name) in ('float32', 'bfloat16', 'float64'),
+        f"{name}={getattr(self, name)!r}; allowed: 'float32', 'bfloat16', 'float64'",
+      )
+    if self.sliding_layers is not None:
+      require(
+        len(self.sliding_layers) == self.num_layers,
+        f'sliding_layers names {len(self.sliding_layers)} layers, num_layers={self.num_layers}',
+      )
+      require(
+        self.sliding_window is not None or not any(self.sliding_layers),
+        'sliding_layers are set but sliding_window is None',
+      )
+
+
+def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Array:
+  """Rotary angular frequencies θ^(−2i/H), f32[H/2], with context extension applied."""
+  frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+  if scaling is None:
+    return frequencies
+  if scaling.low_frequency_factor is None:
+    return frequencies / scaling.factor
+  rotations = scaling.original_length * frequencies / (2 * math.pi)  # within the original context
+  low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+  keep = jnp.clip((rotations - low) / (high - low), 0.0, 1.0)
+  return keep * frequencies + (1 - keep) * frequencies / scaling.factor
+
+
+def rotary_tables(positions: Array, frequencies: Array) -> tuple[Array, Array]:
+  """Cosine and sine of position times frequency, each f32[..., L, 1, H/2]."""
+  angles = jnp.maximum(positions, 0)[..., None, None].astype(jnp.float32) * frequencies
+  return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: Array, tables: tuple[Array, Array]) -> Array:
+  """Rotates the two halves of each head, [..., L, N, H], by the tables' angles."""
+  cosine, sine = tables
+  first, second = jnp.split(x.astype(cosine.dtype), 2, axis=-1)
+  out = jnp.concatenate(
+    [first * cosine - second * sine, second * cosine + first * sine], axis=-1
+  )
+  return out.astype(x.dtype)
+
+
+def dense(x: Array, kernel: nnx.Param, bias: nnx.Param | None = None) -> Array:
+  """x @ kernel in x's dtype, over flattened tokens: XLA's CPU backward pass is 3× faster so."""
+  out = x.reshape(-1, x.shape[-1]) @ kernel[...].astype(x.dtype)
+  if bias is not None:
+    out = out + bias[...].astype(x.dtype)
+  return out.reshape(*x.shape[:-1], -1)
+
+
+class RMSNorm(nnx.Module):
+  def __init__(self, config: TransformerConfig, width: int):
+    self.epsilon = config.norm_epsilon
+    self.offset = 1.0 if config.zero_centered_norm else 0.0
+    initial = jnp.zeros if config.zero_centered_norm else jnp.ones
+    self.scale = nnx.Param(initial((width,), config.param_dtype))
+
+  def __call__(self, x: Array) -> Array:
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    scale = self.scale[...].astype(wide.dtype) + self.offset
+    return (wide * jax.lax.rsqrt(mean_square + self.epsilon) * scale).astype(x.dtype)
+
+
+def _kernel(rngs: nnx.Rngs, config: TransformerConfig, shape: tuple[int, int], gain: float = 1.0):
+  initializer = jax.nn.initializers.variance_scaling(gain, 'fan_in', 'normal')
+  return nnx.Param(initializer(rngs.params(), shape, jnp.dtype(config.param_dtype)))
+
+
+class Block(nnx.Module):
+  """One layer: attention and a gated MLP, each behind a norm and added to the residual stream."""
+
+  def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+    c = self.config = config
+    queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    residual_gain = 1.0 / (2 * c.num_layers)  # the residual stream's variance stays near 1
+    self.attention_norm = RMSNorm(c, c.width)
+    self.query = _kernel(rngs, c, (c.width, queries))
+    self.key = _kernel(rngs, c, (c.width, keys))
+    self.value = _kernel(rngs, c, (c.width, keys))
+    self.output = _kernel(rngs, c, (queries, c.width), residual_gain)
+    self.mlp_norm = RMSNorm(c, c.width)
+    self.gate = _kernel(rngs, c, (c.width, c.mlp_width))
+    self.up = _kernel(rngs, c, (c.width, c.mlp_width))
+    self.down = _kernel(rngs, c, (c.mlp_width, c.width), residual_gain)
+    if c.qkv_bias:
+      self.query_bias = nnx.Param(jnp.zeros((queries,), c.param_dtype))
+      self.key_bias = nnx.Param(jnp.zeros((keys,), c.param_dtype))
+      self.value_bias = nnx.Param(jnp.zeros((keys,), c.param_dtype))
+    if c.qk_norm:
+      self.query_norm = RMSNorm(c, c.head_dim)
+      self.key_norm = RMSNorm(c, c.head_dim)
+    if c.post_norm:
+      self.post_attention_norm = RMSNorm(c, c.width)
+      self.post_mlp_norm = RMSNorm(c, c.width)
+
+  def __call__(self, x: Array, tables, attend) -> tuple[Array, tuple]:
+    """Applies the layer to x[..., L, D]; `attend(q, k, v)` mixes tokens and returns (out, carry)."""
+    c = self.config
+    bias = lambda name: getattr(self, name) if c.qkv_bias else None
+    normed = self.attention_norm(x)
+    heads = lambda y: y.reshape(*y.shape[:-1], -1, c.head_dim)
+    query = heads(dense(normed, self.query, bias('query_bias')))
+    key = heads(dense(normed, self.key, bias('key_bias')))
+    value = heads(dense(normed, self.value, bias('value_bias')))
+    if c.qk_norm:
+      query, key = self.query_norm(query), self.key_norm(key)
+    mixed, carry = attend(rotate(query, tables), rotate(key, tables), value)
+    mixed = dense(mixed.reshape(*mixed.shape[:-2], -1), self.output)
+    x = x + (self.post_attention_norm(mixed) if c.post_norm else mixed)
+
+    normed = self.mlp_norm(x)
+    gated = _ACTIVATIONS[c.activation](dense(normed, self.gate)) * dense(normed, self.up)
+    gated = dense(gated, self.down)
+    return x + (self.post_mlp_norm(gated) if c.post_norm else gated), carry
+
+
+class Transformer(nnx.Module):
+  def __init__(
+    self,
+    config: TransformerConfig,
+    rngs: nnx.Rngs,
+    constrain: Callable[[Array], Array] = lambda x: x,
+  ):
+    c = self.config = config
+    self.constrain = constrain  # keeps the residual stream [P, ...] sharded on prompts
+    embedding = jax.random.normal(rngs.params(), (c.vocab_size, c.width), jnp.float32)
+    # Tied: rows are also the head's, so they start with the head's fan-in variance.
+    scale = c.width**-0.5 if c.tied_head else 1.0
+    self.embedding = nnx.Param((embedding * scale).astype(c.param_dtype))
+    keys = jax.random.split(rngs.params(), c.num_layers)
+    self.blocks = jax.vmap(lambda key: Block(c, nnx.Rngs(key)))(keys)
+    self.final_norm = RMSNorm(c, c.width)
+    if not c.tied_head:
+      self.head_kernel = _kernel(rngs, c, (c.width, c.vocab_size))
+
+  # What the rest of the project calls, through functional.py.
+
+  def head(self) -> Head:
+    """The output head, kernel [D, V] in the parameters' dtype."""
+    kernel = self.embedding[...].T if self.config.tied_head else self.head_kernel[...]
+    return Head(kernel, 1.0, self.config.final_soft_cap)
+
+  def response_hidden(self, prompts: Prompts, tokens: Array) -> Array:
+    """Final hidden states that predict each response token.
+
+    Args:
+      prompts: the P prompts, left-padded to S.
+      tokens: i32[P, G, T], right-padded responses.
+    Returns:
+      [P, G, T, D] in the compute dtype; [..., t, :] predicts tokens[..., t].
+    """
+    P, G, T = tokens.shape
+    S = prompts.tokens.shape[1]
+    inputs = tokens[:, :, :-1].reshape(P, -1)  # the last token predicts nothing
+    positions = _prompt_positions(prompts)
+    response_positions = prompts.lengths[:, None, None] + jnp.arange(T - 1)
+    response_positions = jnp.broadcast_to(response_positions, (P, G, T - 1))
+    packed_positions = jnp.concatenate([positions, response_positions.reshape(P, -1)], axis=1)
+    x = self._embed(jnp.concatenate([prompts.tokens, inputs], axis=1))
+
+    def attend(window):
+      def mix(query, key, value):
+        own = lambda y: y[:, S:].reshape(P, G, T - 1, *y.shape[2:])
+        shared = lambda y: y[:, None, :S]
+        prompt = Keys(shared(key), shared(value), positions[:, None])
+        response = Keys(own(key), own(value), response_positions)
+        settings = self._attention_settings(window)
+        of_prompt = attention(shared(query), positions[:, None], (prompt,), **settings)[:, 0]
+        of_response = attention(
+          own(query), response_positions, (prompt, response), **settings
+        ).reshape(P, -1, *query.shape[2:])
+        return jnp.concatenate([of_prompt, of_response], axis=1), None
+
+      return mix
+
+    x = self._scan_blocks(x, packed_positions, attend)
+    hidden = self.final_norm(jnp.concatenate([x[:, S - 1 : S], x[:, S:]], axis=1))
+    first = jnp.broadcast_to(hidden[:, None, :1], (P, G, 1, hidden.shape[-1]))
+    return jnp.concatenate([first, hidden[:, 1:].reshape(P, G, T - 1, -1)], axis=2)
+
+  def start_decoding(self, prompts: Prompts, group_size: int, max_new_tokens: int):
+    """Encodes the prompts once and prepares cached decoding of G responses to each.
+
+    Returns:
+      hidden: [P, D], predicts the first response token.
+      cache: per layer the response's keys and values, [P, G, T, K, H].
+      step: (cache, tokens i32[P, G], t i32[]) → (hidden [P, G, D] that predicts token t + 1,
+        cache). It closes over the prompts' keys and over the weights, cast to the compute dtype
+        and split by layer here so that no decoding step repeats it.
+    """
+    c = self.config
+    P = prompts.tokens.shape[0]
+    positions = _prompt_positions(prompts)[:, None]  # [P, 1, S]
+    blocks, windows, sliding = self._unstacked_blocks()
+    tables = self._layer_tables(positions[:, 0])
+    x = self._embed(prompts.tokens)
+    shared = []
+    for block, window, slides in zip(blocks, windows, sliding, strict=True):
+
+      def mix(query, key, value, window=window):
+        prompt = Keys(key[:, None], value[:, None], positions)
+        out = attention(query[:, None], positions, (prompt,), **self._attention_settings(window))
+        return out[:, 0], prompt
+
+      x, prompt_keys = block(x, tables(slides), mix)
+      shared.append(prompt_keys)
+    hidden = self.final_norm(x[:, -1])
+
+    shape = (P, group_size, max_new_tokens, c.num_kv_heads, c.head_dim)
+    empty = lambda: jnp.zeros(shape, c.compute_dtype)
+    cache = tuple((empty(), empty()) for _ in blocks)
+    cache_positions = prompts.lengths[:, None, None] + jnp.arange(max_new_tokens)
+    cache_positions = jnp.broadcast_to(cache_positions, shape[:3])
+
+    def step(cache, tokens, t):
+      x = self._embed(tokens[:, :, None])  # [P, G, 1, D]
+      position = prompts.lengths[:, None, None] + jnp.broadcast_to(t, (P, group_size, 1))
+      tables = self._layer_tables(position)
+      updated = []
+      for block, window, slides, prompt, (keys, values) in zip(
+        blocks, windows, sliding, shared, cache, strict=True
+      ):
+
+        def mix(query, key, value, keys=keys, values=values, prompt=prompt, window=window):
+          keys = jax.lax.dynamic_update_slice_in_dim(keys, key, t, axis=2)
+          values = jax.lax.dynamic_update_slice_in_dim(values, value, t, axis=2)
+          own = Keys(keys, values, cache_positions)
+          out = attention(query, position, (prompt, own), **self._attention_settings(window))
+          return out, (keys, values)
+
+        x, keys_values = block(x, tables(slides), mix)
+        updated.append(keys_values)
+      return self.final_norm(x[:, :, 0]), tuple(updated)
+
+    return hidden, cache, step
+
+  def _embed(self, tokens: Array) -> Array:
+    x = self.embedding[...][tokens].astype(self.config.compute_dtype)
+    if self.config.scaled_embedding:
+      # The factor itself is rounded to the compute dtype, as the published models do.
+      x = x * jnp.asarray(self.config.width**0.5, x.dtype)
+    return self.constrain(x)
+
+  def _attention_settings(self, window):
+    c = self.config
+    scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
+    return dict(scale=scale, window=window, soft_cap=c.attention_soft_cap)
+
+  def _layer_tables(self, positions: Array):
+    """A function: does the layer slide? → its rotary tables at these positions."""
+    c = self.config
+    full = rotary_tables(positions, inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling))
+    if c.sliding_rope_theta is None:
+      return lambda slides: full
+    near = rotary_tables(positions, inverse_frequencies(c.head_dim, c.sliding_rope_theta, None))
+    return lambda slides: jax.tree.map(lambda n, f: jnp.where(slides, n, f), near, full)
+
+  def _layer_kinds(self) -> tuple[list[int], list[bool]]:
+    """Window and kind of every layer."""
+    c = self.config
+    sliding = list(c.sliding_layers or [False] * c.num_layers)
+    return [c.sliding_window if slides else _NO_WINDOW for slides in sliding], sliding
+
+  def _unstacked_blocks(self):
+    cast = lambda w: w.astype(self.config.compute_dtype)
+    layer = lambda i: jax.tree.map(lambda w: cast(w[i]), self.blocks)
+    return [layer(i) for i in range(self.config.num_layers)], *self._layer_kinds()
+
+  def _scan_blocks(self, x: Array, positions: Array, attend) -> Array:
+    c = self.config
+    tables = self._layer_tables(positions)
+    windows, sliding = self._layer_kinds()
+
+    def body(x, layer):
+      block, window, slides = layer
+      return self.constrain(block(x, tables(slides), attend(window))[0]), None
+
+    if c.remat == 'full':
+      body = jax.checkpoint(body)
+    elif c.remat == 'dots':
+      body = jax.checkpoint(body, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+    layers = (self.blocks, jnp.asarray(windows), jnp.asarray(sliding))
+    return jax.lax.scan(body, x, layers, unroll=min(c.unroll_layers, c.num_layers))[0]
+
+
+def _prompt_positions(prompts: Prompts) -> Array:
+  """i32[P, S]: 0 at a prompt's first real token, negative on its left padding."""
+  S = prompts.tokens.shape[1]
+  return jnp.arange(S) - (S - prompts.lengths[:, None])

@@ -1,0 +1,1 @@
+"""Pure array mathematics: no state, no configuration."""

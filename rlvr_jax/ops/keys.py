@@ -1,0 +1,21 @@
+"""Every random key is the seed, a purpose and a counter, so that resuming repeats nothing."""
+
+from __future__ import annotations
+
+import jax
+
+from rlvr_jax.types import Array
+
+# The numbers are part of the record: changing one changes every run.
+_PURPOSES = {"init": 0, "rollout": 1, "evaluation": 2, "warm_start": 3, "control": 4}
+
+
+def key_for(seed: int, purpose: str, counter: int | Array = 0) -> Array:
+  """The key of the `counter`-th use of randomness for `purpose`.
+
+  Raises:
+    ValueError: unknown purpose.
+  """
+  if purpose not in _PURPOSES:
+    raise ValueError(f"purpose = {purpose!r} is unknown; choose one of {sorted(_PURPOSES)}")
+  return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _PURPOSES[purpose]), counter)

@@ -1,0 +1,52 @@
+"""Per-token estimators of KL(p‖q) = E_p[log p − log q] from tokens drawn from p.
+
+Source: Schulman, "Approximating KL divergence", 2020.
+"""
+
+from __future__ import annotations
+
+import chex
+import jax.numpy as jnp
+
+from rlvr_jax.ops.masked import masked_fill
+from rlvr_jax.types import Array
+
+
+def _log_ratio(p_logprobs: Array, q_logprobs: Array, mask: Array) -> Array:
+  """log q − log p, 0 where masked."""
+  chex.assert_equal_shape([p_logprobs, q_logprobs, mask])
+  return masked_fill(q_logprobs, mask) - masked_fill(p_logprobs, mask)
+
+
+def k1(p_logprobs: Array, q_logprobs: Array, mask: Array) -> Array:
+  """log p − log q: unbiased, of high variance, of either sign.
+
+  Args:
+    p_logprobs: f32[...], nats, under the distribution that the tokens were drawn from.
+    q_logprobs: f32[...], nats, under the other distribution.
+    mask: [...], entries to keep.
+  Returns:
+    f32[...], nats; 0 where masked.
+  """
+  return -_log_ratio(p_logprobs, q_logprobs, mask)
+
+
+def k2(p_logprobs: Array, q_logprobs: Array, mask: Array) -> Array:
+  """(log p − log q)²/2: biased, never negative; its gradient is KL's. Arguments as for `k1`."""
+  return jnp.square(_log_ratio(p_logprobs, q_logprobs, mask)) / 2
+
+
+def k3(
+    p_logprobs: Array, q_logprobs: Array, mask: Array, *, log_ratio_bound: float | None = None
+) -> Array:
+  """q/p − 1 − log(q/p): unbiased, never negative. Arguments as for `k1`.
+
+  Args:
+    log_ratio_bound: log(q/p) is clipped to ± this inside the exponential (P3O takes 10);
+      None does not clip.
+  """
+  log_ratio = _log_ratio(p_logprobs, q_logprobs, mask)
+  exponent = log_ratio
+  if log_ratio_bound is not None:
+    exponent = jnp.clip(log_ratio, -log_ratio_bound, log_ratio_bound)
+  return jnp.expm1(exponent) - log_ratio

@@ -1,0 +1,55 @@
+"""Reductions over the entries that a mask keeps.
+
+Masked entries may hold anything, NaN and ±inf included: they are replaced *before* any arithmetic,
+so that they reach neither the value nor the gradient. An empty mask sums to 0.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from rlvr_jax.types import Array, Mean
+
+Axis = int | tuple[int, ...] | None
+
+
+def upcast(x: Array) -> Array:
+  """`x` in at least float32; float64 stays float64."""
+  x = jnp.asarray(x)
+  return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def masked_fill(x: Array, mask: Array, fill: float = 0.0) -> Array:
+  """`x` in at least float32 where mask > 0, `fill` elsewhere; shapes broadcast."""
+  x = upcast(x)
+  return jnp.where(mask > 0, x, jnp.asarray(fill, x.dtype))
+
+
+def masked_count(mask: Array, axis: Axis = None) -> Array:
+  """Number of kept entries, in at least float32."""
+  return jnp.sum(upcast(mask > 0), axis=axis)
+
+
+def masked_sum(x: Array, mask: Array, axis: Axis = None) -> Array:
+  """Σ of the kept entries; 0 where none is kept."""
+  return jnp.sum(masked_fill(x, mask), axis=axis)
+
+
+def masked_mean(x: Array, mask: Array, axis: Axis = None) -> Array:
+  """Mean of the kept entries of `x`, whose shape is the mask's; 0 where none is kept."""
+  return masked_sum(x, mask, axis) / jnp.maximum(masked_count(mask, axis), 1)
+
+
+def masked_max(x: Array, mask: Array, axis: Axis = None, *, initial: float) -> Array:
+  """Largest of `initial` and the kept entries; `initial` is also the value of an empty mask."""
+  return jnp.max(masked_fill(x, mask, initial), axis=axis, initial=initial)
+
+
+def masked_min(x: Array, mask: Array, axis: Axis = None, *, initial: float) -> Array:
+  """Smallest of `initial` and the kept entries; `initial` is also the value of an empty mask."""
+  return jnp.min(masked_fill(x, mask, initial), axis=axis, initial=initial)
+
+
+def mean_metric(x: Array, mask: Array) -> Mean:
+  """The undivided mean of the kept entries of `x`, broadcast to the mask's shape."""
+  return Mean(total=masked_sum(x, mask), weight=masked_count(mask))

@@ -1,0 +1,44 @@
+"""DAPO's two treatments of responses that run into the length limit, arXiv 2503.14476."""
+
+from __future__ import annotations
+
+import chex
+import jax.numpy as jnp
+
+from rlvr_jax.ops.masked import upcast
+from rlvr_jax.types import Array
+
+
+def overlong_penalty(lengths: Array, *, max_response_length: int, overlong_buffer: int) -> Array:
+  """What to subtract from the reward: 0 up to the buffer, then linear to 1 at the limit.
+
+  Args:
+    lengths: [P, G], response tokens.
+    max_response_length: tokens, the sampler's limit.
+    overlong_buffer: tokens before the limit over which the penalty rises, 1 to the limit.
+  Returns:
+    f32[P, G], in [0, 1], in units of reward.
+  Raises:
+    ValueError: a buffer of another size.
+  Source: DAPO, arXiv 2503.14476, soft overlong punishment.
+  """
+  if not 1 <= overlong_buffer <= max_response_length:
+    raise ValueError(
+        f"overlong_buffer = {overlong_buffer} tokens is not in [1, {max_response_length}], the"
+        " maximum response length; set it within, or turn overlong shaping off"
+    )
+  over = upcast(lengths) - (max_response_length - overlong_buffer)
+  return jnp.clip(over / overlong_buffer, 0.0, 1.0)
+
+
+def overlong_filter(mask: Array, stopped: Array) -> Array:
+  """The loss mask without responses that were cut off by the length limit.
+
+  Args:
+    mask: [P, G, T].
+    stopped: bool[P, G], True where a stop token ended the response.
+  Returns:
+    [P, G, T], in the mask's dtype.
+  """
+  chex.assert_rank([mask, stopped], [3, 2])
+  return mask * stopped[..., None].astype(mask.dtype)

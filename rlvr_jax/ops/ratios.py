@@ -1,0 +1,95 @@
+"""Policy ratios ρ = π/β of tokens and of whole responses, and how far they are from 1."""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from rlvr_jax.ops import kl
+from rlvr_jax.ops.masked import masked_count, masked_fill, masked_max, masked_sum, mean_metric
+from rlvr_jax.types import Array, EffectiveSampleSize, Max, Metrics, TrainBatch
+
+
+def log_ratios(logprobs: Array, other_logprobs: Array, mask: Array) -> Array:
+  """log of the token ratio, log π − log β.
+
+  Args:
+    logprobs: f32[..., T], nats, of the numerator.
+    other_logprobs: f32[..., T], nats, of the denominator.
+    mask: [..., T], response tokens.
+  Returns:
+    f32[..., T], nats; exactly 0 where masked, hence a ratio of 1, whatever the inputs hold there.
+  """
+  chex.assert_equal_shape([logprobs, other_logprobs, mask])
+  return masked_fill(logprobs, mask) - masked_fill(other_logprobs, mask)
+
+
+def sequence_log_ratios(log_ratios: Array, mask: Array) -> Array:
+  """log Π_t ρ_t of each response: f32[..., T] → f32[..., 1]; 0 without a token."""
+  return jnp.sum(masked_fill(log_ratios, mask), axis=-1, keepdims=True)
+
+
+def mean_log_ratios(log_ratios: Array, mask: Array) -> Array:
+  """log of the geometric mean of ρ over each response: f32[..., T] → f32[..., 1]."""
+  tokens = masked_count(mask, axis=-1)[..., None]
+  return sequence_log_ratios(log_ratios, mask) / jnp.maximum(tokens, 1)
+
+
+def effective_sample_size(weights: Array, mask: Array) -> EffectiveSampleSize:
+  """The three sums of (Σ w)²/(n·Σ w²) over the kept entries, to be added across micro-batches."""
+  return EffectiveSampleSize(
+      total=masked_sum(weights, mask),
+      total_squares=masked_sum(jnp.square(masked_fill(weights, mask)), mask),
+      count=masked_count(mask),
+  )
+
+
+def normalized_ess(log_weights: Array, mask: Array, axis: int | None = None) -> Array:
+  """(Σ w)²/(n·Σ w²) from log w, in [1/n, 1]; 1 where nothing is kept.
+
+  The largest weight is divided out first, so that squares neither overflow nor vanish.
+
+  Args:
+    log_weights: f32[...], nats.
+    mask: [...], entries to keep.
+    axis: reduced axis, kept with size 1; None reduces all to a scalar.
+  Source: Kong 1992.
+  """
+  keepdims = axis is not None
+  kept = mask > 0
+  log_weights = masked_fill(log_weights, mask)
+  largest = jnp.max(log_weights, axis=axis, keepdims=True, where=kept, initial=-jnp.inf)
+  # An empty mask has largest = −inf; its entries are dropped below.
+  weights = jnp.where(kept, jnp.exp(log_weights - jnp.where(kept, largest, 0.0)), 0.0)
+  count = jnp.sum(kept, axis=axis, keepdims=keepdims).astype(weights.dtype)
+  total = jnp.sum(weights, axis=axis, keepdims=keepdims)
+  squares = jnp.sum(jnp.square(weights), axis=axis, keepdims=keepdims)
+  empty = count == 0
+  return jnp.where(empty, 1.0, jnp.square(total) / jnp.where(empty, 1.0, count * squares))
+
+
+def behavior_metrics(policy_logprobs: Array, batch: TrainBatch) -> Metrics:
+  """How far the policy has moved from β, over the loss tokens of a batch or micro-batch.
+
+  The tokens come from β, so the KL is KL(β‖π), of which k1 and k3 are unbiased estimates.
+
+  Args:
+    policy_logprobs: f32[P, G, T], nats, under the parameters being updated.
+  Returns:
+    behavior/ratio_mean, ratio_max, ess (in [1/n, 1]), kl_k1 and kl_k3 (nats per token).
+  """
+  chex.assert_rank(policy_logprobs, 3)
+  mask = batch.mask
+  policy_logprobs = jax.lax.stop_gradient(policy_logprobs)
+  ratios = jnp.exp(log_ratios(policy_logprobs, batch.behavior_logprobs, mask))
+  estimates = {
+      f"behavior/kl_{name}": mean_metric(k(batch.behavior_logprobs, policy_logprobs, mask), mask)
+      for name, k in (("k1", kl.k1), ("k3", kl.k3))
+  }
+  return {
+      "behavior/ratio_mean": mean_metric(ratios, mask),
+      "behavior/ratio_max": Max(value=masked_max(ratios, mask, initial=0.0)),
+      "behavior/ess": effective_sample_size(ratios, mask),
+      **estimates,
+  }

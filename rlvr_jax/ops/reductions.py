@@ -1,0 +1,81 @@
+"""How metric records add up over micro-batches, devices, steps; and what they come to.
+
+A metric carries its own reduction (see `types.py`), so records are merged first and divided once.
+Every function is pure and works under jit.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+
+from rlvr_jax.types import Array, EffectiveSampleSize, Max, Mean, Metric, Metrics, Min, Sum
+
+
+def _merger(kind: type, *, binary: bool):
+  """The reduction of each field of `kind`: of two records, or over a leading axis."""
+  if kind is Max:
+    return jnp.maximum if binary else functools.partial(jnp.max, axis=0)
+  if kind is Min:
+    return jnp.minimum if binary else functools.partial(jnp.min, axis=0)
+  if kind in (Mean, Sum, EffectiveSampleSize):
+    return operator.add if binary else functools.partial(jnp.sum, axis=0)
+  allowed = "Mean, Max, Min, Sum, EffectiveSampleSize"
+  raise TypeError(f"{kind.__name__} is not a metric; use one of {allowed} from rlvr_jax.types.")
+
+
+def merge(a: Metric, b: Metric) -> Metric:
+  """The record of two disjoint parts of the data: sums add, Max and Min compare.
+
+  Raises:
+    TypeError: if `a` and `b` are of different kinds, or not metrics.
+  """
+  if type(a) is not type(b):
+    raise TypeError(
+      f"cannot merge {type(a).__name__} with {type(b).__name__}: a metric keeps its kind."
+    )
+  return jax.tree.map(_merger(type(a), binary=True), a, b)
+
+
+def value(metric: Metric) -> Array:
+  """The number a record comes to.
+
+  Mean: total / weight, 0 where the weight is 0 (nothing was averaged).
+  EffectiveSampleSize: (Σw)² / (n·Σw²), in [1/n, 1]; 1 where n is 0, as methods.md §5 asks, and
+  where all weights are 0.
+  """
+  match metric:
+    case Mean(total=total, weight=weight):
+      return jnp.where(weight == 0, 0.0, total / jnp.where(weight == 0, 1.0, weight))
+    case EffectiveSampleSize(total=total, total_squares=squares, count=count):
+      empty = (count == 0) | (squares == 0)
+      # Divide before multiplying: Σw² alone may be near the end of float32's range.
+      ratio = (total / jnp.where(empty, 1.0, squares)) * (total / jnp.where(empty, 1.0, count))
+      return jnp.where(empty, 1.0, ratio)
+    case Max(value=result) | Min(value=result) | Sum(value=result):
+      return result
+  raise TypeError(f"{type(metric).__name__} is not a metric of rlvr_jax.types.")
+
+
+def merge_metrics(a: Metrics, b: Metrics) -> Metrics:
+  """`merge` name by name; a name in only one of the two is kept as it is."""
+  return {
+    name: merge(a[name], b[name]) if name in a and name in b else a.get(name, b.get(name))
+    for name in sorted(a.keys() | b.keys())
+  }
+
+
+def stacked(metrics: Metrics) -> Metrics:
+  """Reduces records stacked on a leading axis, as `jax.lax.scan` returns them."""
+  return {
+    name: jax.tree.map(_merger(type(metric), binary=False), metric)
+    for name, metric in metrics.items()
+  }
+
+
+def values(metrics: Metrics) -> dict[str, Array]:
+  """`value` of every record."""
+  return {name: value(metric) for name, metric in metrics.items()}

@@ -1,0 +1,114 @@
+"""Negative-advantage veto: leave out what the current policy would no longer have written.
+
+A stage-based run trains on responses of an old policy. In a rollout with A < 0, a token whose ratio
+shows that the current policy has left the prefix (a *trigger*) makes the tokens after it
+meaningless to push down. Source: μ-GRPO, arXiv 2605.17570.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from rlvr_jax.ops.checks import check_between, check_choice
+from rlvr_jax.ops.masked import masked_max, masked_min, mean_metric
+from rlvr_jax.ops.ratios import log_ratios
+from rlvr_jax.types import Array, Max, Metrics, Min, TrainBatch
+
+SCOPES = ("suffix", "trigger", "trigger_and_suffix", "response")
+TRIGGERS = ("below", "above")
+
+# (losses f32[P, G, T], policy_logprobs f32[P, G, T], batch, coefficients f32[P, G]) →
+# (losses, mask for the aggregation, metrics)
+Veto = Callable[[Array, Array, TrainBatch, Array], tuple[Array, Array, Metrics]]
+
+
+def trigger_tokens(
+    ratios: Array, mask: Array, coefficients: Array, *, threshold: float, trigger: str
+) -> Array:
+  """m·1[A < 0]·1[ρ < κ], or 1[ρ > κ] for `above`.
+
+  Args:
+    ratios: f32[P, G, T], ρ = π/β at the current parameters.
+    mask: [P, G, T].
+    coefficients: f32[P, G], A as the loss takes it, after reweighting.
+    threshold: κ.
+    trigger: one of `TRIGGERS`.
+  Returns:
+    bool[P, G, T].
+  """
+  crossed = ratios < threshold if trigger == "below" else ratios > threshold
+  return (mask > 0) & (coefficients < 0)[..., None] & crossed
+
+
+def vetoed_tokens(triggers: Array, mask: Array, *, scope: str) -> Array:
+  """Which loss tokens the triggers take out: bool[P, G, T] → bool[P, G, T].
+
+  With after_t = max_{s<t} trigger_s: `suffix` after·(1 − trigger), `trigger` the triggers alone,
+  `trigger_and_suffix` both, `response` all tokens of a response with a trigger.
+  """
+  seen = jax.lax.cummax(triggers.astype(jnp.int32), axis=triggers.ndim - 1) > 0
+  after = jnp.pad(seen[..., :-1], [(0, 0)] * (triggers.ndim - 1) + [(1, 0)])
+  vetoed = {
+      "suffix": after & ~triggers,
+      "trigger": triggers,
+      "trigger_and_suffix": after | triggers,
+      "response": jnp.broadcast_to(seen[..., -1:], seen.shape),
+  }[scope]
+  return vetoed & (mask > 0)
+
+
+def negative_advantage_veto(
+    *,
+    scope: str = "suffix",
+    threshold: float = 0.01,
+    trigger: str = "below",
+    renormalise: bool = False,
+) -> Veto:
+  """A transform of any loss that takes tokens of negative-advantage rollouts out of it.
+
+  Args:
+    scope: what is vetoed, one of `SCOPES`; the default keeps the triggers themselves.
+    threshold: κ > 0, a ratio. **open**.
+    trigger: "below" triggers where ρ < κ, "above" where ρ > κ. **open**.
+    renormalise: whether vetoed tokens also leave the aggregation's denominator, which up-weights
+      the survivors. **open**; by default the mask stays m.
+  Returns:
+    (losses, policy_logprobs, batch, coefficients) → (losses with 0 at vetoed tokens, the mask to
+    aggregate with, metrics). Metrics: veto/token_fraction of loss tokens, veto/trigger_rate of
+    negative-advantage tokens, and their ratios: veto/negative_ratio_mean, negative_ratio_max (at
+    least 0) and negative_ratio_min (at most 1).
+  Source: μ-GRPO, arXiv 2605.17570.
+  """
+  check_choice("negative_advantage_veto", "scope", scope, SCOPES)
+  check_between(
+      "negative_advantage_veto", "threshold", threshold, low=0.0, open_low=True
+  )
+  check_choice("negative_advantage_veto", "trigger", trigger, TRIGGERS)
+  check_choice("negative_advantage_veto", "renormalise", renormalise, (True, False))
+
+  def veto(
+      losses: Array, policy_logprobs: Array, batch: TrainBatch, coefficients: Array
+  ) -> tuple[Array, Array, Metrics]:
+    chex.assert_rank([losses, policy_logprobs, coefficients], [3, 3, 2])
+    policy_logprobs = jax.lax.stop_gradient(policy_logprobs)
+    ratios = jnp.exp(log_ratios(policy_logprobs, batch.behavior_logprobs, batch.mask))
+    triggers = trigger_tokens(
+        ratios, batch.mask, coefficients, threshold=threshold, trigger=trigger
+    )
+    vetoed = vetoed_tokens(triggers, batch.mask, scope=scope)
+    negative = (batch.mask > 0) & (coefficients < 0)[..., None]
+    metrics: Metrics = {
+        "veto/token_fraction": mean_metric(vetoed, batch.mask),
+        "veto/trigger_rate": mean_metric(triggers, negative),
+        "veto/negative_ratio_mean": mean_metric(ratios, negative),
+        "veto/negative_ratio_max": Max(value=masked_max(ratios, negative, initial=0.0)),
+        "veto/negative_ratio_min": Min(value=masked_min(ratios, negative, initial=1.0)),
+    }
+    mask = jnp.where(vetoed, 0, batch.mask) if renormalise else batch.mask
+    return jnp.where(vetoed, 0.0, losses), mask, metrics
+
+  return veto

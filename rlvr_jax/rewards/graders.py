@@ -1,0 +1,102 @@
+"""Graders: `grade(completion, reference) -> Grade`, pure functions run in the pool's workers.
+
+A grader is named by import path, "package.module:function", so a user's own needs no registration.
+If its module also has `<function>_self_test()`, each worker calls that once at start-up: it should
+raise when the grader cannot work here, and it pays slow imports outside any item's time limit.
+"""
+
+from __future__ import annotations
+
+import decimal
+import functools
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rlvr_jax.rewards.outcome import Grade, Outcome
+
+ANSWER_MARK = "####"  # GSM8K's convention: the final answer follows the last one
+
+# Commas only as thousands separators; sign and $ in either order; a minus that follows a word or
+# another number ("3-4") is an operator or a dash.
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
+_SIGN = r"(?:(?<![\w)])[-+]\$?|\$[-+]?)?"
+_NUMBER = rf"{_SIGN}(?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)"
+_ANY_NUMBER = re.compile(_NUMBER)
+_MARKED_NUMBER = re.compile(rf"{ANSWER_MARK}\s*({_NUMBER})")
+
+
+def final_answer(completion: str) -> str:
+  """The stripped text after the last "####", or the whole stripped text where there is none."""
+  return completion.rpartition(ANSWER_MARK)[2].strip()
+
+
+@functools.lru_cache(maxsize=64)
+def _reasoning_gym_scorer(dataset: str, settings: str) -> Callable[[str, dict], float]:
+  # Imported here: the import takes a second, which the parent process and other graders do not owe.
+  from reasoning_gym.factory import create_dataset
+
+  return create_dataset(dataset, **json.loads(settings)).score_answer
+
+
+def reasoning_gym(completion: str, reference: Mapping[str, Any]) -> Grade:
+  """Scores a completion by the dataset's own `score_answer`.
+
+  Args:
+    completion: the answer is what follows the last "####", otherwise the whole text.
+    reference: "dataset" (name), "settings" (its configuration fields; scoring reads some of them),
+      "answer" and "metadata" (of the problem's entry).
+  Returns:
+    correct at score ≥ 1 (within 1e-9), wrong below, with the score kept; unparseable if empty.
+  """
+  answer = final_answer(completion)
+  if not answer:
+    return Grade(Outcome.UNPARSEABLE, detail="empty answer")
+  settings = json.dumps(reference.get("settings", {}), sort_keys=True)
+  score_answer = _reasoning_gym_scorer(reference["dataset"], settings)
+  entry = {"answer": reference["answer"], "metadata": reference["metadata"]}
+  score = float(score_answer(answer, entry))
+  outcome = Outcome.CORRECT if score >= 1 - 1e-9 else Outcome.WRONG
+  return Grade(outcome, score, detail=answer)
+
+
+def reasoning_gym_self_test() -> None:
+  """Raises unless reasoning_gym is installed and tells a right answer from a wrong one."""
+  reference = {"dataset": "gcd", "answer": "6", "metadata": {}}
+  got = [reasoning_gym(text, reference).outcome for text in ("#### 6", "7")]
+  if got != [Outcome.CORRECT, Outcome.WRONG]:
+    raise RuntimeError(f"reasoning_gym graded the answers '6' and '7' to gcd = 6 as {got}")
+
+
+def parse_number(text: str) -> decimal.Decimal:
+  """A number as GSM8K writes it ("-$1,234.50") as an exact decimal.
+
+  Raises:
+    ValueError: the text is not one number.
+  """
+  if not _ANY_NUMBER.fullmatch(text):
+    raise ValueError(f"{text!r} is not a number such as '72', '-1,234' or '$3.50'")
+  return decimal.Decimal(text.replace(",", "").replace("$", ""))
+
+
+def _last_number(text: str) -> str | None:
+  found = _MARKED_NUMBER.findall(text) or _ANY_NUMBER.findall(text)
+  return found[-1] if found else None
+
+
+def gsm8k(completion: str, reference: Mapping[str, Any]) -> Grade:
+  """Compares the final number of a completion with the published one, exactly.
+
+  Args:
+    completion: its number is the last "#### number", otherwise the last number in the text.
+    reference: "answer", the final number as published (commas, sign and $ allowed).
+  Returns:
+    correct (score 1), wrong (0), or unparseable where the text has no number.
+  """
+  number = _last_number(completion)
+  if number is None:
+    return Grade(Outcome.UNPARSEABLE, detail="no number")
+  if parse_number(number) == parse_number(reference["answer"]):
+    return Grade(Outcome.CORRECT, 1.0, detail=number)
+  return Grade(Outcome.WRONG, detail=number)

@@ -1,0 +1,139 @@
+"""What grading a completion can come to, and what each outcome is worth."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Outcome(enum.StrEnum):
+  CORRECT = "correct"
+  WRONG = "wrong"
+  UNPARSEABLE = "unparseable"  # the completion holds no answer
+  TIMEOUT = "timeout"  # grading took longer than the limit
+  CRASHED = "crashed"  # the grader failed; says nothing about the completion
+
+
+@dataclasses.dataclass(frozen=True)
+class Grade:
+  """The verdict on one completion.
+
+  Attributes:
+    outcome: what happened.
+    score: the grader's own score, normally in [0, 1]; 0 where there is none.
+    detail: for a person to read, such as the extracted answer or the exception.
+  """
+
+  outcome: Outcome
+  score: float = 0.0
+  detail: str = ""
+
+
+class GradingStoppedError(RuntimeError):
+  """An outcome whose policy is "stop" occurred."""
+
+
+OutcomePolicy = Mapping[Outcome, float | str]
+
+SCORE = "score"  # the reward is the grade's score
+MASK = "mask"  # the rollout is left out of the loss
+STOP = "stop"  # the run ends with a message
+_ACTIONS = (SCORE, MASK, STOP)
+
+_DEFAULTS: dict[Outcome, float | str] = {
+  Outcome.CORRECT: SCORE,
+  Outcome.WRONG: 0.0,
+  Outcome.UNPARSEABLE: 0.0,
+  Outcome.TIMEOUT: 0.0,
+  # A crash is the grader's fault, not the policy's: it must not teach anything.
+  Outcome.CRASHED: MASK,
+}
+
+
+def outcome_policy(overrides: Mapping[str, float | str] | None = None) -> OutcomePolicy:
+  """What each outcome is worth: a number, "score", "mask" or "stop".
+
+  Args:
+    overrides: outcome name → a finite number (the reward), "score" (the grade's score), "mask"
+      (leave the rollout out of the loss) or "stop" (end the run). The others keep the default:
+      correct "score", wrong 0, unparseable 0, timeout 0, crashed "mask".
+  Returns:
+    The complete table, read-only.
+  Raises:
+    ValueError: unknown outcome or action, or a number that is not finite.
+  """
+  table = dict(_DEFAULTS)
+  names = [outcome.value for outcome in Outcome]
+  for name, action in (overrides or {}).items():
+    if name not in names:
+      near = difflib.get_close_matches(str(name), names, n=1)
+      hint = f"; did you mean {near[0]!r}?" if near else ""
+      raise ValueError(f"unknown outcome {name!r} in the reward policy, allowed: {names}{hint}")
+    table[Outcome(name)] = _checked_action(name, action)
+  return MappingProxyType(table)
+
+
+def _checked_action(name: str, action: float | str) -> float | str:
+  if isinstance(action, str) and action in _ACTIONS:
+    return action
+  is_number = isinstance(action, numbers.Real) and not isinstance(action, bool)
+  if is_number and math.isfinite(float(action)):
+    return float(action)
+  raise ValueError(
+    f"reward policy of outcome {name!r} is {action!r}, allowed: a finite number, or one of "
+    f"{list(_ACTIONS)}"
+  )
+
+
+def reward_of(grade: Grade, policy: OutcomePolicy) -> float | None:
+  """The reward of one grade; None where the rollout is to be left out of the loss.
+
+  Raises:
+    GradingStoppedError: the policy of this outcome is "stop".
+  """
+  action = policy[grade.outcome]
+  if action == MASK:
+    return None
+  if action == STOP:
+    raise GradingStoppedError(
+      f"a completion was graded {grade.outcome.value!r} ({grade.detail or 'no detail'}) and the "
+      f"reward policy of {grade.outcome.value!r} is 'stop'. Mend the grader, or set that policy to "
+      "a number or 'mask'."
+    )
+  return grade.score if action == SCORE else float(action)
+
+
+class Rewards(NamedTuple):
+  """Grades as arrays; B rollouts in the order of the grades."""
+
+  rewards: np.ndarray  # f32[B]; 0 where not kept
+  keep: np.ndarray  # bool[B], False: leave the rollout out of the loss
+  correct: np.ndarray  # f32[B] in {0, 1}
+  counts: dict[str, int]  # outcome → how many; every outcome is there; sums to B
+
+
+def rewards_from_grades(grades: Sequence[Grade], policy: OutcomePolicy) -> Rewards:
+  """Turns grades into rewards by the table of `outcome_policy`.
+
+  Raises:
+    GradingStoppedError: a grade's policy is "stop".
+  """
+  values = [reward_of(grade, policy) for grade in grades]
+  correct = [grade.outcome is Outcome.CORRECT for grade in grades]
+  counts = {outcome.value: 0 for outcome in Outcome}
+  for grade in grades:
+    counts[grade.outcome.value] += 1
+  return Rewards(
+    rewards=np.array([value or 0.0 for value in values], np.float32),
+    keep=np.array([value is not None for value in values], bool),
+    correct=np.array(correct, np.float32),
+    counts=counts,
+  )

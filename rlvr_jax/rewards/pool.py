@@ -1,0 +1,419 @@
+"""A pool of grading processes with a wall-clock limit on every item."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import math
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from rlvr_jax.rewards.outcome import Grade, Outcome
+
+# Items handed to a worker at a time, at most: enough to hide the round trip.
+_MAX_CHUNK = 32
+_MAX_REPLY = 2**20  # bytes; longer than any real reply, so a runaway one is caught
+_KILL_WAIT_S = 5.0  # for the kernel to take down a process after SIGKILL
+_SINGLE_THREADED = {
+  name: "1"
+  for name in (
+    "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+  )
+}  # fmt: skip
+
+
+class GraderStartError(RuntimeError):
+  """A grading worker could not be started."""
+
+
+class _WorkerDiedError(Exception):
+  """The worker's process ended, or sent what no worker sends."""
+
+
+class GradingFuture(Future[list[Grade]]):
+  """Grades to come; `result(timeout)` gives them in the order of the inputs.
+
+  Without a timeout `result` still ends: the pool has a deadline on everything that it waits for.
+  """
+
+  def __init__(self, size: int):
+    super().__init__()
+    self._grades: list[Grade | None] = [None] * size
+    self._missing = size
+    self._count_lock = threading.Lock()
+    self.set_running_or_notify_cancel()  # cannot be cancelled: workers may be at it already
+    if not size:
+      self.set_result([])
+
+  def deliver(self, index: int, grade: Grade) -> None:
+    """Takes the grade of one item; the last one completes the future."""
+    with self._count_lock:
+      self._grades[index] = grade
+      self._missing -= 1
+      if not self._missing and not self.done():
+        self.set_result(self._grades)  # type: ignore[arg-type]
+
+  def fail(self, error: Exception) -> None:
+    """Gives up on the grades still missing."""
+    with self._count_lock:
+      if not self.done():
+        self.set_exception(error)
+
+
+class _Item(NamedTuple):
+  future: GradingFuture
+  position: int
+  line: bytes
+
+
+class _Worker:
+  """One grading process and the two pipes to it. Used by one thread, except for `kill`."""
+
+  def __init__(self, settings: Mapping[str, Any]):
+    self._grader = settings["grader"]
+    self._stderr = tempfile.TemporaryFile()
+    # sys.path goes along: the worker imports a user's grader exactly as this process would. The
+    # hash seed makes graders that iterate over sets give the same grade every time.
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    environment = os.environ | _SINGLE_THREADED | {"PYTHONPATH": path, "PYTHONHASHSEED": "0"}
+    command = [sys.executable, "-P", "-m", "rlvr_jax.rewards.worker", json.dumps(settings)]
+    self._process = subprocess.Popen(
+      command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr,
+      env=environment, start_new_session=True, bufsize=0,
+    )  # fmt: skip
+    assert self._process.stdin and self._process.stdout
+    self._stdin, self._stdout = self._process.stdin, self._process.stdout
+    os.set_blocking(self._stdin.fileno(), False)
+    os.set_blocking(self._stdout.fileno(), False)
+    self._selector = selectors.DefaultSelector()
+    self._selector.register(self._stdout, selectors.EVENT_READ)
+    self._outgoing = b""
+    self._incoming = bytearray()
+
+  @property
+  def pid(self) -> int:
+    return self._process.pid
+
+  def alive(self) -> bool:
+    return self._process.poll() is None
+
+  def wait_ready(self, timeout_s: float) -> None:
+    """Waits for the worker to have loaded its grader.
+
+    Raises:
+      GraderStartError: it could not, or not in time; the worker is then gone.
+    """
+    try:
+      message = json.loads(self._next_line(time.monotonic() + timeout_s))
+      problem = message.get("error")
+    except TimeoutError:
+      problem = f"it was not ready within startup_timeout_s = {timeout_s:g} s"
+    except (_WorkerDiedError, ValueError) as error:
+      self._stderr.seek(0)
+      last_words = self._stderr.read().decode(errors="replace").strip()[-2000:]
+      problem = f"{error}\n{last_words}".strip()
+    if problem is not None:
+      self.close()
+      raise GraderStartError(
+        f"the grading worker for {self._grader!r} did not start: {problem}. The grader is given as "
+        "'package.module:function', importable with this process's sys.path."
+      )
+
+  def grades(self, lines: Sequence[bytes], timeout_s: float) -> Iterator[Grade]:
+    """Yields grades of the items in order, each as soon as it is known.
+
+    Ends early, after a `timeout` or `crashed` grade, when an item cost the worker its life: the
+    items after that one have not been graded.
+    """
+    self._outgoing = b"".join(lines)
+    for _ in lines:
+      # The worker goes from one item to the next without a pause, so an item's time starts when
+      # the reply before it was seen: never before it really started.
+      try:
+        grade = _parse_reply(self._next_line(time.monotonic() + timeout_s))
+      except TimeoutError:
+        grade = Grade(Outcome.TIMEOUT, detail=f"no grade within {timeout_s:g} s")
+        self.kill()
+      except _WorkerDiedError as error:
+        grade = Grade(Outcome.CRASHED, detail=str(error))
+        self.kill()
+      yield grade
+      if not self.alive():
+        return
+
+  def _next_line(self, deadline: float) -> bytes:
+    """Waits for a line, sending what there is to send meanwhile.
+
+    Raises:
+      TimeoutError: the deadline has passed and nothing lies in the pipe.
+      _WorkerDiedError: the process has ended, or has sent a line beyond any limit.
+    """
+    while (end := self._incoming.find(b"\n")) < 0:
+      if len(self._incoming) > _MAX_REPLY:
+        raise _WorkerDiedError(f"the grader's process sent a reply of over {_MAX_REPLY} bytes")
+      self._watch_stdin(bool(self._outgoing))
+      ready = self._selector.select(max(0.0, deadline - time.monotonic()))
+      if not ready:
+        raise TimeoutError
+      for key, _ in ready:
+        if key.fileobj is self._stdin:
+          self._send_some()
+        else:
+          self._receive_some()
+    line = bytes(self._incoming[:end])
+    del self._incoming[: end + 1]
+    return line
+
+  def _watch_stdin(self, watch: bool) -> None:
+    watched = self._stdin in self._selector.get_map()
+    if watch and not watched:
+      self._selector.register(self._stdin, selectors.EVENT_WRITE)
+    elif watched and not watch:
+      self._selector.unregister(self._stdin)
+
+  def _send_some(self) -> None:
+    try:
+      sent = os.write(self._stdin.fileno(), self._outgoing[:65536])
+    except BlockingIOError:
+      return
+    except BrokenPipeError:
+      sent = len(self._outgoing)  # it has died, or is about to: reading will tell
+    self._outgoing = self._outgoing[sent:]
+
+  def _receive_some(self) -> None:
+    data = os.read(self._stdout.fileno(), 65536)
+    if not data:
+      self.kill()
+      raise _WorkerDiedError(f"the grader's process ended: {_exit_reason(self._process)}")
+    self._incoming += data
+
+  def kill(self) -> None:
+    """Kills the worker's whole process group; safe at any time, from any thread."""
+    if self._process.returncode is None:  # not yet reaped, so the number is still its own
+      with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(self._process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+      self._process.wait(_KILL_WAIT_S)
+
+  def close(self) -> None:
+    """Kills the worker and gives back its pipes."""
+    self.kill()
+    self._selector.close()
+    for stream in (self._stdin, self._stdout, self._stderr):
+      stream.close()
+
+
+def _exit_reason(process: subprocess.Popen) -> str:
+  code = process.returncode
+  if code is None:
+    return "still running"
+  if code < 0:
+    return f"signal {signal.Signals(-code).name}"
+  return f"exit status {code}"
+
+
+def _parse_reply(line: bytes) -> Grade:
+  try:
+    reply = json.loads(line)
+    return Grade(Outcome(reply["outcome"]), float(reply["score"]), str(reply["detail"]))
+  except (ValueError, KeyError, TypeError) as error:
+    raise _WorkerDiedError(f"the grader's process sent a broken reply {line[:200]!r}") from error
+
+
+class GraderPool:
+  """Grades completions in separate processes, each item under a wall-clock limit.
+
+  A worker that exceeds the limit is killed with its whole process group and replaced, and its item
+  is graded `timeout`; a worker that dies is replaced, and its item is `crashed`. An exception in
+  the grader, or a return value that is no grade, is `crashed` too and costs no worker. Workers are
+  fresh interpreters (never forks of this process), without jax. They end when this process does.
+
+  Args:
+    grader: import path "package.module:function" of `grade(completion, reference) -> Grade`.
+    num_workers: processes.
+    timeout_s: wall-clock limit per item, seconds.
+    startup_timeout_s: limit for a worker to start and load the grader, seconds.
+    memory_mib: limit on each worker's address space, MiB; None for no limit.
+  Raises:
+    ValueError: an argument out of range.
+    GraderStartError: the grader cannot be loaded, or its self-test fails.
+  """
+
+  def __init__(
+    self,
+    grader: str,
+    *,
+    num_workers: int = 1,
+    timeout_s: float = 5.0,
+    startup_timeout_s: float = 60.0,
+    memory_mib: int | None = None,
+  ):
+    _check_arguments(grader, num_workers, timeout_s, startup_timeout_s, memory_mib)
+    self._settings = {"grader": grader, "timeout_s": timeout_s, "memory_mib": memory_mib}
+    self._timeout_s = timeout_s
+    self._startup_timeout_s = startup_timeout_s
+    self._changed = threading.Condition()  # guards everything below
+    self._queue: collections.deque[_Item] = collections.deque()
+    self._in_progress: set[GradingFuture] = set()
+    self._failure: Exception | None = None
+    self._workers = [_Worker(self._settings) for _ in range(num_workers)]
+    try:
+      for worker in self._workers:
+        worker.wait_ready(startup_timeout_s)
+    except BaseException:
+      for worker in self._workers:
+        worker.close()
+      raise
+    self._threads = [
+      threading.Thread(target=self._dispatch, args=(slot,), name=f"grading-{slot}", daemon=True)
+      for slot in range(num_workers)
+    ]
+    for thread in self._threads:
+      thread.start()
+
+  def submit(
+    self, completions: Sequence[str], references: Sequence[Mapping[str, Any]]
+  ) -> GradingFuture:
+    """Hands over completions to grade and returns at once.
+
+    Args:
+      completions: texts.
+      references: what the grader needs to judge each one; JSON-able.
+    Returns:
+      A future of the grades, in the order of the completions.
+    Raises:
+      ValueError: the two differ in length.
+      TypeError: a reference that JSON cannot hold.
+      RuntimeError: the pool is closed, or has failed.
+    """
+    if len(completions) != len(references):
+      raise ValueError(f"{len(completions)} completions but {len(references)} references")
+    lines = [_request(*pair) for pair in zip(completions, references, strict=True)]
+    future = GradingFuture(len(lines))
+    with self._changed:
+      if self._failure is not None:
+        raise self._failure
+      if lines:
+        self._in_progress.add(future)
+        self._queue.extend(_Item(future, position, line) for position, line in enumerate(lines))
+        self._changed.notify_all()
+    return future
+
+  def grade(
+    self, completions: Sequence[str], references: Sequence[Mapping[str, Any]]
+  ) -> list[Grade]:
+    """Grades completions and waits for it; see `submit`."""
+    return self.submit(completions, references).result()
+
+  def worker_pids(self) -> list[int]:
+    """Process ids of the present workers; each is the leader of its own session."""
+    with self._changed:
+      return [worker.pid for worker in self._workers]
+
+  def close(self) -> None:
+    """Kills the workers; grades still missing fail their future. Closing twice is harmless."""
+    self._fail(RuntimeError("the grader pool is closed"))
+    for thread in self._threads:
+      thread.join(_KILL_WAIT_S)
+    for worker in self._workers:
+      worker.close()
+
+  def __enter__(self) -> GraderPool:
+    return self
+
+  def __exit__(self, *exception: object) -> None:
+    self.close()
+
+  def _fail(self, error: Exception) -> None:
+    """Ends the pool: no more grading, every dispatcher thread returns."""
+    with self._changed:
+      self._failure = self._failure or error
+      self._queue.clear()
+      futures, self._in_progress = self._in_progress, set()
+      for worker in self._workers:
+        worker.kill()  # its thread sees the end of the pipe
+      self._changed.notify_all()
+    for future in futures:
+      future.fail(self._failure)
+
+  def _dispatch(self, slot: int) -> None:
+    """The life of a thread: feeds one worker, and replaces it when it is gone."""
+    try:
+      while (items := self._take(slot)) is not None:
+        grades = self._workers[slot].grades([item.line for item in items], self._timeout_s)
+        graded = 0
+        for item, grade in zip(items, grades, strict=False):
+          graded += 1
+          self._deliver(item, grade)
+        with self._changed:
+          if self._failure is None:
+            self._queue.extendleft(reversed(items[graded:]))
+            self._changed.notify_all()
+    except Exception as error:  # else those who wait for a result would wait for ever
+      self._fail(error)
+
+  def _take(self, slot: int) -> list[_Item] | None:
+    """Waits for items and a living worker; None when the pool has ended."""
+    with self._changed:
+      while not self._queue and self._failure is None:
+        self._changed.wait()
+    if not self._workers[slot].alive():
+      self._replace(slot)
+    with self._changed:
+      if self._failure is not None:
+        return None
+      # A share of what is left, so that no worker sits on slow items while others are idle.
+      share = math.ceil(len(self._queue) / (2 * len(self._workers)))
+      return [self._queue.popleft() for _ in range(min(share, _MAX_CHUNK))]
+
+  def _replace(self, slot: int) -> None:
+    with self._changed:
+      if self._failure is not None:
+        return
+      self._workers[slot].close()
+      self._workers[slot] = _Worker(self._settings)
+    self._workers[slot].wait_ready(self._startup_timeout_s)
+
+  def _deliver(self, item: _Item, grade: Grade) -> None:
+    item.future.deliver(item.position, grade)
+    if item.future.done():
+      with self._changed:
+        self._in_progress.discard(item.future)
+
+
+def _request(completion: str, reference: Mapping[str, Any]) -> bytes:
+  try:
+    return json.dumps({"completion": completion, "reference": reference}).encode() + b"\n"
+  except (TypeError, ValueError) as error:
+    raise TypeError(
+      f"a grader's reference must be JSON-able ({error}): {reference!r:.300}"
+    ) from error
+
+
+def _check_arguments(
+  grader: str, num_workers: int, timeout_s: float, startup_timeout_s: float, memory_mib: int | None
+) -> None:
+  module, colon, function = grader.partition(":")
+  if not (module and colon and function):
+    raise ValueError(
+      f"grader is {grader!r}, expected an import path 'package.module:function', such as "
+      "'rlvr_jax.rewards.graders:gsm8k'"
+    )
+  if num_workers < 1:
+    raise ValueError(f"num_workers is {num_workers}, must be at least 1")
+  for name, value in (("timeout_s", timeout_s), ("startup_timeout_s", startup_timeout_s)):
+    if not (math.isfinite(value) and value > 0):
+      raise ValueError(f"{name} is {value}, must be a positive, finite number of seconds")
+  if memory_mib is not None and memory_mib < 1:
+    raise ValueError(f"memory_mib is {memory_mib}, must be at least 1, or None for no limit")

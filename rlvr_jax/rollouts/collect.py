@@ -1,0 +1,125 @@
+"""From prompts to graded groups: generate, decode for grading only, grade, and pack for training."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rlvr_jax.types import Array, Params, Prompts, Rollouts, TrainBatch
+
+
+class Generation(NamedTuple):
+  """Rollouts on their way: dispatched to the devices, not yet waited for."""
+
+  problems: Sequence[Any]
+  prompts: Prompts  # NumPy
+  rollouts: Rollouts  # device arrays
+  version: int  # updates behind the parameters that generate
+
+
+class Graded(NamedTuple):
+  """A batch ready for training and what there is to tell of it."""
+
+  batch: TrainBatch  # NumPy
+  lengths: np.ndarray  # i32[P, G], tokens generated
+  statistics: dict[str, float]  # outcome fractions, share of responses cut at the limit
+  samples: list[dict[str, Any]]  # one JSON-able record per rollout, in order
+
+
+@dataclasses.dataclass(frozen=True)
+class Collector:
+  """What collection needs; every part is given, so that this module imports none of them.
+
+  Attributes:
+    generate: jitted (params, prompts on devices, key) → Rollouts.
+    encode: problems → Prompts of NumPy arrays.
+    decode: token ids → text.
+    submit: (completions, references) → a future of grades.
+    rewards_from_grades: grades → (rewards, keep, correct, counts).
+    to_devices, to_host: the way of arrays to the mesh and back.
+  """
+
+  generate: Callable[[Params, Prompts, Array], Rollouts]
+  encode: Callable[[Sequence[Any]], Prompts]
+  decode: Callable[[Sequence[int]], str]
+  submit: Callable[[list[str], list[dict[str, Any]]], Any]
+  rewards_from_grades: Callable[[list[Any]], Any]
+  to_devices: Callable[[Any], Any]
+  to_host: Callable[[Any], Any]
+
+  def start(
+    self, params: Params, problems: Sequence[Any], key: Array, version: int
+  ) -> Generation:
+    """Dispatches generation and returns at once."""
+    prompts = self.encode(problems)
+    rollouts = self.generate(params, self.to_devices(prompts), key)
+    return Generation(problems, prompts, rollouts, version)
+
+  def submit_grading(self, generation: Generation) -> tuple[Rollouts, list[str], Any]:
+    """Waits for the rollouts and hands them to the graders; returns before they are graded."""
+    rollouts = self.to_host(generation.rollouts)
+    completions = completion_texts(rollouts, self.decode)
+    group_size = rollouts.tokens.shape[1]
+    references = [p.reference for p in generation.problems for _ in range(group_size)]
+    return rollouts, completions, self.submit(completions, references)
+
+  def finish(
+    self, generation: Generation, rollouts: Rollouts, completions: list[str], grading: Any
+  ) -> Graded:
+    """Waits for the grades and packs the batch."""
+    grades = grading.result()
+    rewards, keep, correct, counts = self.rewards_from_grades(grades)
+    P, G, T = rollouts.tokens.shape
+    shape = (P, G)
+    mask = np.arange(T) < rollouts.lengths[..., None]
+    mask = mask & np.reshape(keep, shape)[..., None]
+    batch = TrainBatch(
+      prompts=generation.prompts,
+      tokens=rollouts.tokens,
+      mask=mask.astype(np.float32),
+      behavior_logprobs=rollouts.behavior_logprobs,
+      rewards=np.reshape(rewards, shape),
+      correct=np.reshape(correct, shape),
+    )
+    statistics = {f"outcome/{name}": count / (P * G) for name, count in counts.items()}
+    statistics["response/truncated"] = float(1 - rollouts.stopped.mean())
+    samples = [
+      {
+        "version": generation.version,
+        "prompt": generation.problems[i // G].question,
+        "completion": completion,
+        "answer": generation.problems[i // G].answer,
+        "outcome": grade.outcome.value,
+        "reward": float(reward),
+        "tokens": int(length),
+        "stopped": bool(stopped),
+      }
+      for i, (completion, grade, reward, length, stopped) in enumerate(
+        zip(
+          completions, grades, rewards, rollouts.lengths.flat, rollouts.stopped.flat, strict=True
+        )
+      )
+    ]
+    return Graded(batch, rollouts.lengths, statistics, samples)
+
+
+def completion_texts(rollouts: Rollouts, decode: Callable[[Sequence[int]], str]) -> list[str]:
+  """The B responses as text, rollouts of a prompt adjacent; padding left out by length."""
+  tokens = rollouts.tokens.reshape(-1, rollouts.tokens.shape[-1])
+  return [
+    decode(row[:length].tolist()) for row, length in zip(tokens, rollouts.lengths.flat, strict=True)
+  ]
+
+
+def batch_to_arrays(batch: TrainBatch) -> dict[str, Any]:
+  """Nested dict of the arrays that are there, for a checkpoint."""
+  fields = {k: v for k, v in vars(batch).items() if v is not None and k != "prompts"}
+  return {"prompts": dict(vars(batch.prompts)), **fields}
+
+
+def batch_from_arrays(arrays: dict[str, Any]) -> TrainBatch:
+  """The inverse of `batch_to_arrays`."""
+  return TrainBatch(**{**arrays, "prompts": Prompts(**arrays["prompts"])})

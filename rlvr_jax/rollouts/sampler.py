@@ -1,0 +1,95 @@
+"""Generation: prefill once per prompt, then one cached decode loop for all its rollouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlvr_jax.ops.logprobs import distribution, head_logits
+from rlvr_jax.types import Array, Params, Prompts, Rollouts, Sampling
+
+
+def generate(
+  params: Params,
+  prompts: Prompts,
+  key: Array,
+  *,
+  model: Any,
+  group_size: int,
+  max_new_tokens: int,
+  sampling: Sampling,
+  stop_tokens: tuple[int, ...],
+  pad_token: int,
+) -> Rollouts:
+  """Draws G rollouts for every prompt; pure, to be jitted with all keyword arguments static.
+
+  Ends as soon as every row has stopped. Row (p, g) draws from its own key, so its tokens depend on
+  neither the mesh nor the batch's other rows.
+
+  Args:
+    params: the behaviour policy's parameters.
+    prompts: P left-padded prompts.
+    key: one PRNG key for this call.
+    model: provides `start_decoding` and `head`.
+    group_size: G.
+    max_new_tokens: T.
+    sampling: the distribution to draw from.
+    stop_tokens: any of them ends a response; it is part of the response.
+    pad_token: fills the response behind its end.
+  Returns:
+    Rollouts, with exact log-probabilities under the distribution drawn from.
+  """
+  P, G, T = prompts.tokens.shape[0], group_size, max_new_tokens
+  hidden, cache, step = model.start_decoding(params, prompts, G, T)
+  head = model.head(params)
+  head = head._replace(kernel=head.kernel.astype(hidden.dtype))
+  stops = jnp.asarray(stop_tokens, jnp.int32)
+  row_keys = jax.random.split(key, (P, G))
+
+  def draw(hidden, t):
+    """Tokens i32[P, G] and their log-probabilities f32[P, G] from hidden [P, G, D]."""
+    logprobs = distribution(head_logits(hidden, head), sampling)
+    if sampling.temperature == 0:
+      tokens = jnp.argmax(logprobs, axis=-1)
+    else:
+      noise = lambda row: jax.random.gumbel(jax.random.fold_in(row, t), logprobs.shape[-1:])
+      tokens = jnp.argmax(logprobs + jax.vmap(jax.vmap(noise))(row_keys), axis=-1)
+    chosen = jnp.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0]
+    return tokens.astype(jnp.int32), chosen
+
+  def write(state, token, logprob, t):
+    """Records position t for the rows still running."""
+    tokens, logprobs, lengths, running, cache = state
+    token = jnp.where(running, token, pad_token)
+    tokens = jax.lax.dynamic_update_slice_in_dim(tokens, token[..., None], t, axis=2)
+    logprob = jnp.where(running, logprob, 0.0)[..., None].astype(logprobs.dtype)
+    logprobs = jax.lax.dynamic_update_slice_in_dim(logprobs, logprob, t, axis=2)
+    lengths = lengths + running
+    running = running & ~jnp.any(token[..., None] == stops, axis=-1)
+    return tokens, logprobs, lengths, running, cache
+
+  state = (
+    jnp.full((P, G, T), pad_token, jnp.int32),
+    jnp.zeros((P, G, T), jnp.promote_types(hidden.dtype, jnp.float32)),
+    jnp.zeros((P, G), jnp.int32),
+    jnp.ones((P, G), bool),
+    cache,
+  )
+  # All rollouts of a prompt share its last hidden state, but each draws its own first token.
+  first = draw(jnp.broadcast_to(hidden[:, None], (P, G, hidden.shape[-1])), 0)
+  state = write(state, *first, 0)
+
+  def body(loop):
+    t, (tokens, logprobs, lengths, running, cache) = loop
+    last = jax.lax.dynamic_index_in_dim(tokens, t - 1, axis=2, keepdims=False)
+    hidden, cache = step(cache, last, t - 1)
+    return t + 1, write((tokens, logprobs, lengths, running, cache), *draw(hidden, t), t)
+
+  def unfinished(loop):
+    t, (_, _, _, running, _) = loop
+    return (t < T) & jnp.any(running)
+
+  _, (tokens, logprobs, lengths, running, _) = jax.lax.while_loop(unfinished, body, (1, state))
+  return Rollouts(tokens=tokens, lengths=lengths, stopped=~running, behavior_logprobs=logprobs)

@@ -1,0 +1,339 @@
+"""From a configuration to the parts of a run; every mistake is found here, before compilation."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import optax
+from jax.sharding import Mesh
+
+from rlvr_jax import advantages, losses, reweighting
+from rlvr_jax.advantages.masses import gradient_masses
+from rlvr_jax.data import (
+  ByteTokenizer,
+  Problem,
+  Task,
+  Tokenizer,
+  encode_prompts,
+  encode_solutions,
+  problem_batches,
+  tasks,
+)
+from rlvr_jax.models.functional import Model, transformer
+from rlvr_jax.models.presets import preset
+from rlvr_jax.ops.aggregate import AGGREGATIONS
+from rlvr_jax.ops.checks import check_between, check_choice
+from rlvr_jax.ops.keys import key_for
+from rlvr_jax.ops.logprobs import check_sampling
+from rlvr_jax.rewards.outcome import OutcomePolicy, outcome_policy
+from rlvr_jax.rollouts.sampler import generate
+from rlvr_jax.train import optimizer, sharding
+from rlvr_jax.train.step import (
+  REFERENCE_KL_ESTIMATORS,
+  Method,
+  initial_state,
+  policy_logprobs,
+  train_step,
+)
+from rlvr_jax.train.warm_start import supervised_step
+from rlvr_jax.types import Array, Params, Prompts, Sampling, TrainBatch, TrainState
+
+TOKENIZERS = {"bytes": ByteTokenizer}
+
+
+def pick(package: types.ModuleType, field: str, choice: Mapping[str, Any]) -> Any:
+  """The component `choice.name` among a package's exports, made with `choice.kwargs`.
+
+  Args:
+    package: its `__all__` lists the factories.
+    field: name of the configuration field, for the message.
+    choice: {"name": …, "kwargs": {…}}.
+  Raises:
+    ValueError: an unknown name, or hyper-parameters that the component does not take or lacks.
+  """
+  name, kwargs = choice["name"], dict(choice["kwargs"])
+  if name not in package.__all__:
+    near = difflib.get_close_matches(name, package.__all__) or sorted(package.__all__)
+    raise ValueError(f"config.{field}.name = {name!r} is unknown; did you mean one of {near}?")
+  factory = getattr(package, name)
+  signature = inspect.signature(factory)
+  try:
+    signature.bind(**kwargs)
+  except TypeError as error:
+    raise ValueError(
+      f"config.{field}.kwargs = {kwargs}: {error}; {name} takes {sorted(signature.parameters)}"
+    ) from error
+  return factory(**kwargs)
+
+
+def make_sampling(settings: Mapping[str, Any], vocab_size: int) -> Sampling:
+  sampling = Sampling(
+    temperature=settings["temperature"], top_k=settings["top_k"], top_p=settings["top_p"]
+  )
+  check_sampling(sampling, vocab_size)
+  return sampling
+
+
+def check_training_sampling(config: ml_collections.ConfigDict) -> None:
+  """Raises where rollouts could not be trained on: without density, or truncated unasked."""
+  sampling = config.sampling
+  if sampling.temperature == 0:
+    raise ValueError(
+      "config.sampling.temperature = 0: greedy rollouts have no density to train on; set it > 0"
+    )
+  truncated = sampling.top_k > 0 or sampling.top_p < 1
+  if truncated and not config.allow_truncated_behavior:
+    raise ValueError(
+      f"config.sampling.top_k = {sampling.top_k}, top_p = {sampling.top_p}: training on truncated"
+      " sampling biases the ratio (its mean is the kept mass). Set top_k = 0 and top_p = 1, or"
+      " config.allow_truncated_behavior = True to do it knowingly"
+    )
+
+
+def make_tokenizer(config: ml_collections.ConfigDict) -> Tokenizer:
+  check_choice("config", "tokenizer", config.tokenizer, TOKENIZERS)
+  return TOKENIZERS[config.tokenizer]()
+
+
+def make_model(config: ml_collections.ConfigDict, mesh: Mesh, vocab_size: int) -> Model:
+  settings = preset(config.model.preset, **config.model.overrides)
+  if settings.vocab_size < vocab_size:
+    raise ValueError(
+      f"config.model: vocab_size = {settings.vocab_size} is smaller than the tokenizer's"
+      f" {vocab_size}; set config.model.overrides.vocab_size = {vocab_size}"
+    )
+  return transformer(settings, sharding.batch_constraint(mesh))
+
+
+def make_method(config: ml_collections.ConfigDict, model: Model) -> Method:
+  schedule, transformation = make_optimizer(config.optimizer, config.num_updates)
+  check_choice("config.loss", "aggregation", config.loss.aggregation, AGGREGATIONS)
+  check_choice(
+    "config.reference", "estimator", config.reference.estimator, REFERENCE_KL_ESTIMATORS
+  )
+  check_between("config.reference", "kl_coefficient", config.reference.kl_coefficient, low=0.0)
+  check_between("config", "policy_temperature", config.policy_temperature, low=0.0, open_low=True)
+  return Method(
+    model=model,
+    optimizer=transformation,
+    schedule=schedule,
+    advantage=pick(advantages, "advantage", config.advantage),
+    coefficient_metrics=gradient_masses,
+    reweighting=pick(reweighting, "reweighting", config.reweighting),
+    loss=pick(losses, "loss", {"name": config.loss.name, "kwargs": config.loss.kwargs}),
+    aggregation=config.loss.aggregation,
+    max_response_length=config.max_response_length,
+    temperature=config.policy_temperature,
+    reference_kl=config.reference.kl_coefficient,
+    reference_kl_estimator=config.reference.estimator,
+    entropy_bonus=config.entropy_bonus,
+    num_micro_batches=config.batch.micro_batches,
+  )
+
+
+def make_optimizer(
+  settings: ml_collections.ConfigDict, num_updates: int
+) -> tuple[optax.Schedule, optax.GradientTransformation]:
+  """The learning rate and the optimizer that follows it."""
+  names = ("learning_rate", "warmup_updates", "decay", "final_fraction")
+  schedule = optimizer.learning_rate_schedule(
+    num_updates=num_updates, **{name: settings[name] for name in names}
+  )
+  rest = {name: value for name, value in settings.items() if name not in names}
+  return schedule, optimizer.adamw(schedule, **rest)
+
+
+def abstract_batch(config: ml_collections.ConfigDict) -> TrainBatch:
+  """Shapes and dtypes of a training batch."""
+  P, G = config.batch.prompts, config.batch.group_size
+  S, T = config.max_prompt_length, config.max_response_length
+  of = jax.ShapeDtypeStruct
+  return TrainBatch(
+    prompts=Prompts(tokens=of((P, S), jnp.int32), lengths=of((P,), jnp.int32)),
+    tokens=of((P, G, T), jnp.int32),
+    mask=of((P, G, T), jnp.float32),
+    behavior_logprobs=of((P, G, T), jnp.float32),
+    rewards=of((P, G), jnp.float32),
+    correct=of((P, G), jnp.float32),
+    reference_logprobs=of((P, G, T), jnp.float32) if config.reference.kl_coefficient else None,
+  )
+
+
+def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
+  """Raises where sizes do not fit together."""
+  for name in ("max_prompt_length", "max_response_length", "num_updates"):
+    minimum = 0 if name == "num_updates" else 1
+    check_between("config", name, config[name], low=minimum)
+  check_between("config.batch", "group_size", config.batch.group_size, low=1)
+  check_between("config.batch", "micro_batches", config.batch.micro_batches, low=1)
+  for name in ("batches_per_refresh", "epochs_per_refresh"):
+    check_between("config.schedule", name, config.schedule[name], low=1)
+  sharding.check_batch("config.batch.prompts", config.batch.prompts, mesh, config.batch.micro_batches)
+  sharding.check_batch("config.evaluation.batch_prompts", config.evaluation.batch_prompts, mesh)
+  if config.warm_start.num_steps:
+    sharding.check_batch("config.warm_start.batch_size", config.warm_start.batch_size, mesh)
+  too_large = [k for k in config.evaluation.ks if not 1 <= k <= config.evaluation.num_samples]
+  if too_large:
+    raise ValueError(
+      f"config.evaluation.ks = {list(config.evaluation.ks)}: pass@{too_large[0]} needs 1 ≤ k ≤"
+      f" config.evaluation.num_samples = {config.evaluation.num_samples}"
+    )
+
+
+def check_texts(config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer) -> None:
+  """Raises where a held-out prompt or a worked solution is longer than its limit."""
+  encode_prompts(task.held_out, tokenizer, config.max_prompt_length)
+  if config.warm_start.num_steps:
+    if not len(task.warm_start):
+      raise ValueError(
+        "config.warm_start.num_steps > 0 but the task has no worked solutions; set the task's"
+        " warm_start_size, or config.warm_start.num_steps = 0"
+      )
+    encode_prompts(task.warm_start, tokenizer, config.max_prompt_length)
+    encode_solutions(task.warm_start, tokenizer, config.max_response_length)
+
+
+def abstract_state(method: Method, mesh: Mesh) -> TrainState:
+  """Shapes, dtypes and shardings of the train state."""
+
+  def build(key):
+    return initial_state(method, method.model.init(key), jnp.zeros(()))
+
+  shapes = jax.eval_shape(build, jax.random.key(0))
+  place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+  return jax.tree.map(place, shapes, sharding.state_shardings(shapes, mesh))
+
+
+def check_update(config: ml_collections.ConfigDict, method: Method, state: TrainState) -> None:
+  """Traces one update on shapes alone, so that a component's own errors come before compilation."""
+  jax.eval_shape(functools.partial(train_step, method=method), state, abstract_batch(config))
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+  """What a run consists of, before any of it has touched a device."""
+
+  config: ml_collections.ConfigDict
+  mesh: Mesh
+  task: Task
+  tokenizer: Tokenizer
+  model: Model
+  method: Method
+  outcome_policy: OutcomePolicy
+  abstract_state: TrainState  # shapes, dtypes, shardings
+  train_step: Callable  # jitted (state, batch) → (state, metrics); the state is donated
+  warm_start_optimizer: optax.GradientTransformation
+  supervised_step: Callable  # jitted, see `train.warm_start.supervised_step`
+  generate: Callable  # jitted (params, prompts, key) → Rollouts
+  generate_held_out: Callable  # the same with the evaluation's samples and sampling
+  score: Callable  # jitted (params, batch) → (log-probabilities, entropies) [P, G, T]
+
+  def encode(self, problems: Sequence[Problem]) -> Prompts:
+    return encode_prompts(problems, self.tokenizer, self.config.max_prompt_length)
+
+  def to_devices(self, tree: Any) -> Any:
+    return sharding.to_devices(tree, sharding.batch_sharding(self.mesh))
+
+
+def build(config: ml_collections.ConfigDict) -> Parts:
+  """All parts of the run that `config` describes.
+
+  Raises:
+    ValueError: what cannot work, with the field, its value, what is allowed and the remedy.
+  """
+  mesh = sharding.make_mesh(**config.mesh)
+  check_shapes(config, mesh)
+  check_training_sampling(config)
+  policy = outcome_policy(config.grading.outcomes)
+  tokenizer = make_tokenizer(config)
+  model = make_model(config, mesh, tokenizer.vocab_size)
+  sampling = make_sampling(config.sampling, model.config.vocab_size)
+  held_out_sampling = make_sampling(config.evaluation.sampling, model.config.vocab_size)
+  method = make_method(config, model)
+  state = abstract_state(method, mesh)
+  check_update(config, method, state)
+  task = pick(tasks, "task", config.task.to_dict())
+  check_texts(config, task, tokenizer)
+
+  shardings = jax.tree.map(lambda x: x.sharding, state)
+  batch, whole = sharding.batch_sharding(mesh), sharding.replicated(mesh)
+  _, warm_start_optimizer = make_optimizer(config.warm_start.optimizer, config.warm_start.num_steps)
+  jit_generate = lambda group_size, sampling: jax.jit(
+    functools.partial(
+      generate,
+      model=model,
+      group_size=group_size,
+      max_new_tokens=config.max_response_length,
+      sampling=sampling,
+      stop_tokens=tokenizer.stop_ids,
+      pad_token=tokenizer.pad_id,
+    ),
+    out_shardings=batch,
+  )
+  return Parts(
+    config=config,
+    mesh=mesh,
+    task=task,
+    tokenizer=tokenizer,
+    model=model,
+    method=method,
+    outcome_policy=policy,
+    abstract_state=state,
+    train_step=jax.jit(
+      functools.partial(train_step, method=method),
+      donate_argnums=0,
+      out_shardings=(shardings, whole),
+    ),
+    warm_start_optimizer=warm_start_optimizer,
+    supervised_step=jax.jit(
+      functools.partial(supervised_step, model=model, optimizer=warm_start_optimizer),
+      donate_argnums=0,
+    ),
+    generate=jit_generate(config.batch.group_size, sampling),
+    generate_held_out=jit_generate(config.evaluation.num_samples, held_out_sampling),
+    score=jax.jit(functools.partial(policy_logprobs, method=method), out_shardings=batch),
+  )
+
+
+def initial_params(parts: Parts) -> Params:
+  """Freshly drawn parameters, sharded."""
+  shardings = jax.tree.map(lambda x: x.sharding, parts.abstract_state.params)
+  init = jax.jit(parts.model.init, out_shardings=shardings)
+  return init(key_for(parts.config.seed, "init"))
+
+
+def first_state(parts: Parts, params: Params) -> TrainState:
+  """The train state before the first update."""
+  shardings = jax.tree.map(lambda x: x.sharding, parts.abstract_state)
+  build_state = jax.jit(functools.partial(initial_state, parts.method), out_shardings=shardings)
+  return build_state(params, jnp.zeros(()))
+
+
+def supervised_state(parts: Parts) -> tuple[Params, Any]:
+  """Parameters and optimizer state before the warm start."""
+  params = initial_params(parts)
+  shapes = jax.eval_shape(parts.warm_start_optimizer.init, params)
+  init = jax.jit(
+    parts.warm_start_optimizer.init, out_shardings=sharding.state_shardings(shapes, parts.mesh)
+  )
+  return params, init(params)
+
+
+def supervised_batches(parts: Parts) -> Iterator[tuple[Prompts, Array, Array]]:
+  """Warm-start batches on the devices, for ever: prompts, solutions i32[P, T], lengths i32[P]."""
+  config = parts.config
+  batches = problem_batches(
+    parts.task.warm_start, batch_size=config.warm_start.batch_size, seed=config.seed
+  )
+  for problems in batches:
+    solutions = encode_solutions(problems, parts.tokenizer, config.max_response_length)
+    yield parts.to_devices((parts.encode(problems), *solutions))

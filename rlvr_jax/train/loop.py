@@ -1,0 +1,353 @@
+"""The host's loop: warm start, then collect, grade, update, log, evaluate, save.
+
+Nothing numerical happens here. The order within a step is fixed, so that a killed and resumed run
+repeats the uninterrupted one bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import ml_collections
+import numpy as np
+
+from rlvr_jax.data import problem_batches
+from rlvr_jax.evaluate.held_out import evaluate
+from rlvr_jax.ops.keys import key_for
+from rlvr_jax.rewards.outcome import rewards_from_grades
+from rlvr_jax.rewards.pool import GraderPool
+from rlvr_jax.rollouts.collect import Collector, Graded, batch_from_arrays, batch_to_arrays
+from rlvr_jax.train import components, sharding
+from rlvr_jax.train.checkpoint import Checkpointer, Restored, WorkdirLock, check_config
+from rlvr_jax.train.host import termination_signals
+from rlvr_jax.train.metrics import MetricWriter, compact_line, progress, say
+from rlvr_jax.train.report import write_report
+from rlvr_jax.train.warm_start import warm_start
+from rlvr_jax.types import Params, TrainBatch
+
+
+class NonFiniteError(FloatingPointError):
+  """Too many updates in a row had a loss or gradient that was not finite."""
+
+
+def train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict[str, float]:
+  """Runs, or goes on with, the training that `config` describes.
+
+  Args:
+    config: see `configs/base.py`; every field of it is needed.
+    workdir: holds all that the run writes; the same command continues there after a kill.
+  Returns:
+    The last evaluation's values.
+  Raises:
+    ValueError: a configuration that cannot work, before anything is compiled or written.
+    WorkdirError: the workdir belongs to another configuration or process.
+    NonFiniteError: `config.max_skipped_in_a_row` updates in a row were skipped.
+  """
+  parts = components.build(config)
+  workdir = Path(workdir)
+  with contextlib.ExitStack() as stack:
+    enter = lambda resource: stack.enter_context(contextlib.closing(resource))
+    enter(WorkdirLock(workdir))
+    check_config(workdir, config.to_json_best_effort())
+    warm_starts = enter(Checkpointer(workdir / "warm_start", keep=1))
+    warm = warm_starts.restore(parts.abstract_state.params)
+    checkpointer = enter(Checkpointer(workdir / "checkpoints", keep=config.checkpoint.keep))
+    restored = checkpointer.restore(parts.abstract_state)
+    resume_step = restored.step if restored else None
+    writer = enter(MetricWriter(workdir, resume_step, keep_warm_start=warm is not None))
+    pool = enter(
+      GraderPool(
+        parts.task.grader,
+        num_workers=config.grading.num_workers,
+        timeout_s=config.grading.timeout_s,
+      )
+    )
+    termination = stack.enter_context(termination_signals())
+    params = warm.state if warm else _warm_start(parts, writer, warm_starts)
+    trainer = Trainer(parts, writer, checkpointer, pool, reference=params)
+    trainer.resume(restored) if restored else trainer.begin(params)
+    trainer.run(termination)
+  say(write_report(workdir))
+  return trainer.evaluation
+
+
+def _warm_start(
+  parts: components.Parts, writer: MetricWriter, checkpointer: Checkpointer
+) -> Params:
+  """The initial parameters after the supervised phase, kept as a checkpoint of their own."""
+  num_steps = parts.config.warm_start.num_steps
+  with progress(num_steps, "warm start", unit="step") as bar:
+
+    def report(index: int, loss: float) -> None:
+      bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+      bar.update(index - bar.n)
+      writer.write(index, "warm_start", {"warm_start/loss": loss})
+
+    params = warm_start(
+      components.supervised_state(parts),
+      components.supervised_batches(parts),
+      parts.supervised_step,
+      num_steps=num_steps,
+      report=report,
+    )
+  checkpointer.save(num_steps, params, host={})
+  checkpointer.wait()
+  return params
+
+
+@dataclasses.dataclass
+class Refresh:
+  """The rollouts of one behaviour policy, and how many updates have used them."""
+
+  batches: list[TrainBatch]  # NumPy
+  version: int  # updates behind the behaviour policy
+  statistics: dict[str, float]  # of the collection, reported with each of its updates
+  used: int = 0
+
+
+class Update(NamedTuple):
+  """A dispatched update whose metrics have not been read yet."""
+
+  step: int
+  dispatched: float  # seconds, of the host's clock
+  metrics: dict[str, jax.Array]
+  host: dict[str, float]
+  batch: TrainBatch
+
+
+class Trainer:
+  """The loop's state and its phases."""
+
+  def __init__(
+    self,
+    parts: components.Parts,
+    writer: MetricWriter,
+    checkpointer: Checkpointer,
+    pool: GraderPool,
+    *,
+    reference: Params,
+  ):
+    c = self.config = parts.config
+    self.parts, self.writer, self.checkpointer = parts, writer, checkpointer
+    self.reference = reference
+    self.collector = Collector(
+      generate=parts.generate,
+      encode=parts.encode,
+      decode=parts.tokenizer.decode,
+      submit=pool.submit,
+      rewards_from_grades=lambda grades: rewards_from_grades(grades, parts.outcome_policy),
+      to_devices=parts.to_devices,
+      to_host=sharding.to_host,
+    )
+    self.problems = problem_batches(parts.task.train, batch_size=c.batch.prompts, seed=c.seed)
+    self.step = 0
+    self.counters = {"batches": 0, "tokens_generated": 0, "tokens_trained": 0}
+    self.refresh: Refresh | None = None
+    self.unread: Update | None = None
+    self.evaluation: dict[str, float] = {}
+    self.devices_free = 0.0  # seconds, of the host's clock: when the last update ended
+
+  def begin(self, params: Params) -> None:
+    """Evaluates and saves step 0."""
+    self.state = components.first_state(self.parts, params)
+    self.evaluate()
+    self.save()
+
+  def resume(self, restored: Restored) -> None:
+    """Takes up a checkpoint where it was left."""
+    self.state, self.step, host = restored.state, restored.step, restored.host
+    self.problems.set_state(host["problems"])
+    self.counters, self.evaluation = host["counters"], host["evaluation"]
+    if restored.arrays is not None:
+      batches = [batch_from_arrays(arrays) for arrays in restored.arrays]
+      self.refresh = Refresh(batches, **host["refresh"])
+    pending = len(self.refresh.batches) if self.refresh else 0
+    say(
+      f"resumed at update {self.step}: parameters, optimizer and algorithm state,"
+      f" {self.counters['batches']} batches of prompts drawn, {pending} batches of rollouts pending"
+    )
+
+  def run(self, termination: Any) -> None:
+    """Updates until the last one, or until the process is asked to end."""
+    c = self.config
+    with progress(c.num_updates, "updates", unit="update", initial=self.step) as bar:
+      while self.step < c.num_updates and not termination.requested:
+        timings = {}
+        if self.refresh is None:
+          self.refresh, timings = self.collect()
+        self.update(timings)
+        bar.update()
+        last = self.step == c.num_updates
+        evaluate_now = last or self.step % c.evaluation.every == 0
+        if evaluate_now:
+          self.evaluate()
+        if evaluate_now or termination.requested or self.step % c.checkpoint.every == 0:
+          self.save()
+    if termination.requested:
+      say(f"asked to end: saved after update {self.step}; rerun the same command to go on")
+
+  def collect(self) -> tuple[Refresh, dict[str, float]]:
+    """All rollouts of one refresh, and how long they took.
+
+    A batch is graded by the workers while the devices generate the next one.
+    """
+    c = self.config
+    began = time.perf_counter()
+    graded: list[Graded] = []
+    generating = grading = None
+    for index in range(c.schedule.batches_per_refresh + 1):
+      previous, generating = generating, None
+      if index < c.schedule.batches_per_refresh:
+        key = key_for(c.seed, "rollout", self.counters["batches"])
+        generating = self.collector.start(self.state.params, next(self.problems), key, self.step)
+        self.counters["batches"] += 1
+      if index == 0:
+        self.read_metrics()  # the last update ends here; the devices go on to generate
+        began = max(began, self.devices_free)
+      if previous is not None:
+        if grading is not None:
+          graded.append(self.collector.finish(*grading))
+        grading = (previous, *self.collector.submit_grading(previous))
+    generated = time.perf_counter()
+    graded.append(self.collector.finish(*grading))
+    tokens = int(sum(g.lengths.sum() for g in graded))
+    self.counters["tokens_generated"] += tokens
+    timings = {
+      "time/rollout_seconds": generated - began,
+      "time/grading_seconds": time.perf_counter() - generated,
+      "time/rollout_tokens_per_second": tokens / (generated - began),
+    }
+    self.write_samples(graded)
+    names = graded[0].statistics
+    statistics = {name: float(np.mean([g.statistics[name] for g in graded])) for name in names}
+    batches = [self.prepare(g.batch, index) for index, g in enumerate(graded)]
+    return Refresh(batches, self.step, statistics), timings
+
+  def prepare(self, batch: TrainBatch, index: int) -> TrainBatch:
+    """The batch as it is trained on: permuted in a control run, scored by the reference policy."""
+    c = self.config
+    if c.permute_rewards:
+      batch = permute_rewards(batch, np.random.default_rng([c.seed, self.step, index]))
+    if c.reference.kl_coefficient:
+      logprobs, _ = self.parts.score(self.reference, self.parts.to_devices(batch))
+      batch = dataclasses.replace(batch, reference_logprobs=sharding.to_host(logprobs))
+    return batch
+
+  def update(self, timings: dict[str, float]) -> None:
+    """Dispatches one update, then reads the metrics of the one before."""
+    refresh = self.refresh
+    batch = refresh.batches[refresh.used % len(refresh.batches)]
+    dispatched = time.perf_counter()
+    self.state, metrics = self.parts.train_step(self.state, self.parts.to_devices(batch))
+    self.counters["tokens_trained"] += int(batch.mask.sum())
+    host = {
+      **refresh.statistics,
+      **{f"counter/{name}": value for name, value in self.counters.items()},
+      "staleness/mean": self.step - refresh.version,
+      **timings,
+    }
+    self.step += 1
+    refresh.used += 1
+    if refresh.used == len(refresh.batches) * self.config.schedule.epochs_per_refresh:
+      self.refresh = None
+    self.read_metrics()
+    self.unread = Update(self.step, dispatched, metrics, host, batch)
+
+  def read_metrics(self) -> None:
+    """Waits for the update last dispatched, writes its metrics, stops on repeated non-finiteness."""
+    if self.unread is None:
+      return
+    update, self.unread = self.unread, None
+    values = {name: float(value) for name, value in jax.device_get(update.metrics).items()}
+    done = time.perf_counter()
+    seconds = done - max(update.dispatched, self.devices_free)
+    self.devices_free = done
+    tokens = float(update.batch.prompts.lengths.sum() + update.batch.mask.sum())
+    timings = {
+      "time/update_seconds": seconds,
+      "time/update_tokens_per_second": tokens / seconds,
+    }
+    values |= update.host | timings
+    self.writer.write(update.step, "train", values)
+    if update.step % self.config.logging.print_every == 0 or update.step == self.config.num_updates:
+      say(compact_line(update.step, self.config.num_updates, values))
+    if values["update/skipped_in_a_row"] >= self.config.max_skipped_in_a_row:
+      path = self.writer.workdir / f"nonfinite_batch_{update.step}.npz"
+      arrays = batch_to_arrays(update.batch)
+      prompts = {f"prompts.{name}": value for name, value in arrays.pop("prompts").items()}
+      np.savez(path, **prompts, **arrays)
+      raise NonFiniteError(
+        f"{values['update/skipped_in_a_row']:.0f} updates in a row, the last being {update.step},"
+        f" had a loss or gradient that was not finite; its batch is in {path}. Lower"
+        " config.optimizer.learning_rate, or look into that batch; the last checkpoint is good"
+      )
+
+  def evaluate(self) -> None:
+    """Held-out accuracy under the present parameters."""
+    self.read_metrics()
+    c = self.config
+    began = time.perf_counter()
+    values, samples = evaluate(
+      self.state.params,
+      self.parts.task.held_out,
+      collector=dataclasses.replace(self.collector, generate=self.parts.generate_held_out),
+      batch_size=c.evaluation.batch_prompts,
+      ks=c.evaluation.ks,
+      seed=c.evaluation.seed,
+      version=self.step,
+    )
+    self.devices_free = time.perf_counter()
+    timings = {"time/evaluation_seconds": self.devices_free - began}
+    self.writer.write(self.step, "eval", values | timings)
+    first = samples[:: c.evaluation.num_samples]
+    self.writer.write_rollouts(self.step, first[: c.logging.rollouts_per_refresh], phase="eval")
+    self.evaluation = values
+    accuracy = ", ".join(
+      f"{name} {values[f'eval/{name}']:.3f}"
+      f" [{values[f'eval/{name}_low']:.3f}, {values[f'eval/{name}_high']:.3f}]"
+      for name in (f"pass@{k}" for k in c.evaluation.ks)
+    )
+    say(f"held-out after update {self.step}: {accuracy}")
+
+  def save(self) -> None:
+    """A checkpoint of everything that determines the future."""
+    self.read_metrics()
+    refresh = self.refresh
+    host = {
+      "problems": self.problems.get_state(),
+      "counters": self.counters,
+      "evaluation": self.evaluation,
+    }
+    if refresh is not None:
+      fields = ("version", "statistics", "used")
+      host["refresh"] = {name: getattr(refresh, name) for name in fields}
+    evaluated = self.step % self.config.evaluation.every == 0
+    self.checkpointer.save(
+      self.step,
+      self.state,
+      host=host,
+      arrays=[batch_to_arrays(batch) for batch in refresh.batches] if refresh else None,
+      metric=self.evaluation[f"eval/pass@{self.config.evaluation.ks[0]}"] if evaluated else None,
+    )
+
+  def write_samples(self, graded: list[Graded]) -> None:
+    """One rollout of each of the first prompts, under the number of the update that uses it."""
+    logging = self.config.logging
+    if self.step % logging.rollouts_every == 0:
+      samples = graded[0].samples[:: self.config.batch.group_size]
+      self.writer.write_rollouts(self.step + 1, samples[: logging.rollouts_per_refresh])
+
+
+def permute_rewards(batch: TrainBatch, rng: np.random.Generator) -> TrainBatch:
+  """Rewards, and correctness with them, dealt out anew over all rollouts: a control.
+
+  The batch keeps its distribution of rewards, but they no longer say anything of the rollouts.
+  """
+  order = rng.permutation(batch.rewards.size)
+  deal = lambda x: x.reshape(-1)[order].reshape(x.shape)
+  return dataclasses.replace(batch, rewards=deal(batch.rewards), correct=deal(batch.correct))

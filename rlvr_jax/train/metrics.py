@@ -1,0 +1,276 @@
+"""What a run writes and shows: metrics.jsonl, rollouts.jsonl, TensorBoard, lines, progress bars."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import tensorboardX
+import tqdm
+
+TIMINGS = "time/"  # prefix of every value measured with a clock: the only ones a rerun may change
+METRICS_FILE = "metrics.jsonl"
+ROLLOUTS_FILE = "rollouts.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+
+_LINE = (  # label, key, format
+  ("reward", "reward/mean", "{:.3f}"),
+  ("pass", "reward/pass_rate", "{:.1%}"),
+  ("groups", "groups/effective", "{:g}"),
+  ("entropy", "policy/entropy", "{:.3f}"),
+  ("kl", "behavior/kl_k3", "{:.1e}"),
+  ("clip", "loss/clip_fraction", "{:.1%}"),
+  ("grad", "update/gradient_norm", "{:.3g}"),
+  ("rollout tok/s", "time/rollout_tokens_per_second", "{:,.0f}"),
+  ("update tok/s", "time/update_tokens_per_second", "{:,.0f}"),
+  ("stale", "staleness/mean", "{:.1f}"),
+)
+
+
+class DiskFullError(OSError):
+  """No space left for what a run has to write."""
+
+
+class MetricWriter:
+  """Appends the records of a run, so that a killed and resumed run ends with the same files.
+
+  Write every record of step N before the checkpoint of step N is saved: resuming from it keeps
+  the records up to N, drops later ones and a torn last line, and goes on.
+  """
+
+  def __init__(
+    self,
+    workdir: str | os.PathLike[str],
+    resume_step: int | None,
+    *,
+    keep_warm_start: bool = False,
+  ):
+    """Opens the files of `workdir`.
+
+    Args:
+      workdir: created if needed.
+      resume_step: the restored step; None where the run begins, which drops every record.
+      keep_warm_start: keep the records of phase "warm_start" though the run begins: its result is
+        cached. They are always kept when `resume_step` is given.
+    """
+    self.workdir = pathlib.Path(workdir)
+    self.workdir.mkdir(parents=True, exist_ok=True)
+    self._purge_step = 0 if resume_step is None else resume_step + 1
+    self._keep_warm_start = keep_warm_start or resume_step is not None
+
+    def kept(record: Mapping[str, Any]) -> bool:
+      if record["phase"] == "warm_start":
+        return self._keep_warm_start
+      return record["step"] < self._purge_step and resume_step is not None
+
+    for name in (METRICS_FILE, ROLLOUTS_FILE):
+      _truncate(self.workdir / name, kept)
+    self._metrics = _JsonLines(self.workdir / METRICS_FILE)
+    self._rollouts = _JsonLines(self.workdir / ROLLOUTS_FILE)
+    self._boards: dict[str, tensorboardX.SummaryWriter] = {}
+
+  def write(self, step: int, phase: str, values: Mapping[str, Any]) -> None:
+    """One record: {"step", "phase", values…}, flushed; numbers go to TensorBoard too.
+
+    Args:
+      step: of the phase's own counter.
+      phase: "train", "eval" or "warm_start".
+      values: numbers (also 0-d arrays) or strings; a float reads back exactly, and a non-finite
+        one is written as "nan", "inf" or "-inf".
+    Raises:
+      DiskFullError: no space is left.
+    """
+    values = {name: _plain(value) for name, value in values.items()}
+    self._metrics.append([{"step": step, "phase": phase, **values}])
+    board = self._board(phase)
+    for name, value in values.items():
+      if not isinstance(value, str):
+        board.add_scalar(name, value, step)
+    board.flush()
+
+  def write_rollouts(
+    self, step: int, rollouts: Sequence[Mapping[str, Any]], *, phase: str = "train"
+  ) -> None:
+    """One line per rollout: {"step", "phase", fields…}; fields are JSON values."""
+    self._rollouts.append([{"step": step, "phase": phase, **rollout} for rollout in rollouts])
+
+  def close(self) -> None:
+    """Closes the files."""
+    self._metrics.close()
+    self._rollouts.close()
+    for board in self._boards.values():
+      board.close()
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.close()
+
+  def _board(self, phase: str) -> tensorboardX.SummaryWriter:
+    """One TensorBoard run per phase: a purge in one must not touch another's step counter."""
+    if phase not in self._boards:
+      keep_all = phase == "warm_start" and self._keep_warm_start
+      self._boards[phase] = tensorboardX.SummaryWriter(
+        str(self.workdir / TENSORBOARD_FOLDER / phase),
+        purge_step=None if keep_all else self._purge_step,
+      )
+    return self._boards[phase]
+
+
+class _JsonLines:
+  """Appends JSON lines; each call ends with everything handed to the operating system."""
+
+  def __init__(self, path: pathlib.Path):
+    self._path = path
+    self._file = open(path, "a", encoding="utf-8")
+
+  def append(self, records: Iterable[Mapping[str, Any]]) -> None:
+    text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
+    with _reporting_full_disk(self._path):
+      self._file.write(text)
+      self._file.flush()
+
+  def close(self) -> None:
+    self._file.close()
+
+
+@contextlib.contextmanager
+def _reporting_full_disk(path: pathlib.Path) -> Iterator[None]:
+  """Turns the operating system's error into one that says what to do."""
+  try:
+    yield
+  except OSError as error:
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+      raise
+    raise DiskFullError(
+      error.errno,
+      f"no space left to write {path}. Free some space and rerun the same command: it goes on "
+      "from the last checkpoint.",
+    ) from error
+
+
+def _plain(value: Any) -> Any:
+  """A JSON value: exact int or float, text for what JSON has no number for."""
+  if isinstance(value, str):
+    return value
+  if hasattr(value, "item"):
+    value = value.item()
+  if isinstance(value, float) and not math.isfinite(value):
+    return str(value)
+  if not isinstance(value, (bool, int, float)):
+    raise TypeError(f"a metric must be a number or text, got {type(value).__name__}: {value!r}")
+  return value
+
+
+def read_metrics(workdir: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+  """The records of metrics.jsonl, floats exactly as written."""
+  for record in read_records(pathlib.Path(workdir) / METRICS_FILE):
+    yield {key: float(v) if v in ("nan", "inf", "-inf") else v for key, v in record.items()}
+
+
+def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+  """The records of a .jsonl file; a torn last line is left out.
+
+  Raises:
+    ValueError: if a whole line is not JSON.
+  """
+  with open(path, encoding="utf-8", errors="replace") as lines:
+    for number, line in enumerate(lines, start=1):
+      if not line.endswith("\n"):
+        return
+      try:
+        yield json.loads(line)
+      except ValueError:
+        raise ValueError(f"{path}, line {number} is not JSON; remove that line.") from None
+
+
+def without_timings(record: Mapping[str, Any]) -> dict[str, Any]:
+  """The record without what depends on the clock: equal for every rerun."""
+  return {name: value for name, value in record.items() if not name.startswith(TIMINGS)}
+
+
+def _truncate(path: pathlib.Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:
+  """Rewrites the file with the records to keep, atomically; lines are kept byte for byte."""
+  if not path.exists():
+    return
+  data = path.read_bytes()
+  # What follows the last newline is a line torn by a kill.
+  lines = data.splitlines(keepends=True) if data.endswith(b"\n") else data.splitlines(True)[:-1]
+  records = read_records(path)
+  kept = b"".join(line for line, record in zip(lines, records, strict=True) if keep(record))
+  if kept == data:
+    return
+  temporary = path.with_name(path.name + ".tmp")
+  with _reporting_full_disk(path), open(temporary, "wb") as file:
+    file.write(kept)
+    file.flush()
+    os.fsync(file.fileno())
+  temporary.replace(path)
+
+
+# --- what a person sees ---------------------------------------------------------------------------
+
+
+def compact_line(step: int, total: int, values: Mapping[str, Any]) -> str:
+  """The line of one step; values that are missing are left out."""
+  parts = [f"step {step:>{len(str(total))}}/{total}"]
+  parts += [
+    f"{label} {form.format(float(values[key]))}" for label, key, form in _LINE if key in values
+  ]
+  return "  ".join(parts)
+
+
+def say(line: str) -> None:
+  """Prints a line, above the progress bars if there are any."""
+  tqdm.tqdm.write(line, file=sys.stdout)
+  sys.stdout.flush()
+
+
+def progress(
+  iterable_or_total: Iterable[Any] | int, description: str, *, unit: str = "it", initial: int = 0
+) -> tqdm.tqdm:
+  """A progress bar; plain lines, at most one in ten seconds, where stderr is no terminal.
+
+  Args:
+    iterable_or_total: what to iterate over, or the number of units announced with `update(n)`.
+    description: name of the phase.
+    unit: name of what is counted.
+    initial: units already done, of a resumed phase.
+  """
+  kind = tqdm.tqdm if sys.stderr.isatty() else _PlainProgress
+  known = {"desc": description, "unit": unit, "initial": initial, "dynamic_ncols": True}
+  if isinstance(iterable_or_total, int):
+    return kind(total=iterable_or_total, **known)
+  return kind(iterable_or_total, **known)
+
+
+class _PlainProgress(tqdm.tqdm):
+  """Prints "warm start: 20/60 it, 3.1 s" as lines, for logs."""
+
+  def __init__(self, *args: Any, **kwargs: Any):
+    self._last_line: tuple[float, str] = (-math.inf, "")
+    super().__init__(*args, **kwargs, mininterval=10, leave=False)
+
+  def display(self, msg: str | None = None, pos: int | None = None) -> None:  # type: ignore[override]
+    del pos
+    if msg == "":  # tqdm clears the bar
+      return
+    of = f"/{self.total}" if self.total is not None else ""
+    line = f"{self.desc}: {self.n}{of} {self.unit}"
+    if line != self._last_line[1]:
+      self._last_line = (time.monotonic(), line)
+      print(f"{line}, {self.format_dict['elapsed']:.1f} s", file=self.fp, flush=True)
+
+  def close(self) -> None:
+    if not self.disable:
+      self.display()
+    super().close()

@@ -1,0 +1,112 @@
+"""Where arrays live: one mesh, one table of rules, and the way between host and devices.
+
+Axes: `data` replicates parameters, `fsdp` shards them along one dimension, `tensor` along the
+other. The batch is sharded on prompts over data and fsdp together, so a group stays whole.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from rlvr_jax.types import Array
+
+AXES = ("data", "fsdp", "tensor")
+BATCH = PartitionSpec(("data", "fsdp"))
+
+# First match wins; kernels of the scanned blocks carry the layer axis first.
+RULES: tuple[tuple[str, PartitionSpec], ...] = (
+  (r"embedding$", PartitionSpec("tensor", "fsdp")),
+  (r"head_kernel$", PartitionSpec("fsdp", "tensor")),
+  (r"blocks/(query|key|value|gate|up)$", PartitionSpec(None, "fsdp", "tensor")),
+  (r"blocks/(output|down)$", PartitionSpec(None, "tensor", "fsdp")),
+  (r"blocks/\w+_bias$", PartitionSpec(None, "tensor")),
+  (r".*", PartitionSpec()),
+)
+
+
+def make_mesh(*, data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
+  """A mesh over the first data·fsdp·tensor devices.
+
+  Raises:
+    ValueError: sizes below 1, or more devices than there are.
+  """
+  sizes = (data, fsdp, tensor)
+  if any(size < 1 for size in sizes):
+    raise ValueError(f"config.mesh: {dict(zip(AXES, sizes, strict=True))}; every axis is at least 1")
+  needed, available = math.prod(sizes), jax.device_count()
+  if needed > available or (jax.process_count() > 1 and needed != available):
+    raise ValueError(
+      f"config.mesh: data·fsdp·tensor = {data}·{fsdp}·{tensor} = {needed} devices, but there are"
+      f" {available}; choose sizes whose product is {available} (on a CPU, more devices come from"
+      f" XLA_FLAGS=--xla_force_host_platform_device_count={needed})"
+    )
+  devices = jax.devices()[:needed]
+  # Under the default explicit axes sharded contractions raise.
+  return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def state_shardings(abstract: Any, mesh: Mesh) -> Any:
+  """A NamedSharding for every leaf, from `RULES` by its path; optimizer moments follow suit.
+
+  A dimension that its axis does not divide is replicated.
+  """
+
+  def sharding(path, leaf):
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    spec = next(spec for pattern, spec in RULES if re.search(pattern, name))
+    fits = [
+      axis if axis and i < leaf.ndim and leaf.shape[i] % mesh.shape[axis] == 0 else None
+      for i, axis in enumerate(spec)
+    ]
+    return NamedSharding(mesh, PartitionSpec(*fits[: leaf.ndim]))
+
+  return jax.tree_util.tree_map_with_path(sharding, abstract)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+  return NamedSharding(mesh, BATCH)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+  return NamedSharding(mesh, PartitionSpec())
+
+
+def batch_constraint(mesh: Mesh) -> Callable[[Array], Array]:
+  """Keeps an activation [P, ...] sharded on prompts, so that weights travel and activations stay."""
+  if mesh.size == 1:
+    return lambda x: x
+  return lambda x: jax.lax.with_sharding_constraint(x, batch_sharding(mesh))
+
+
+def check_batch(name: str, prompts: int, mesh: Mesh, num_micro_batches: int = 1) -> None:
+  """Raises unless `prompts` splits evenly over micro-batches and devices."""
+  devices = mesh.shape["data"] * mesh.shape["fsdp"]
+  unit = devices * num_micro_batches
+  if prompts < 1 or prompts % unit:
+    raise ValueError(
+      f"{name} = {prompts} prompts do not split evenly over {num_micro_batches} micro-batches"
+      f" (config.batch.micro_batches) times {devices} batch devices (config.mesh.data ="
+      f" {mesh.shape['data']} · config.mesh.fsdp = {mesh.shape['fsdp']}); set {name} to a multiple"
+      f" of {unit}, for example {max(1, round(prompts / unit)) * unit}"
+    )
+
+
+def to_devices(tree: Any, sharding: NamedSharding) -> Any:
+  """Host arrays, the same on every process, as global arrays."""
+  put = lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+  return jax.tree.map(lambda x: put(np.asarray(x)), tree)
+
+
+def to_host(tree: Any) -> Any:
+  """Global arrays as NumPy arrays, whole on every process."""
+  if jax.process_count() == 1:
+    return jax.device_get(tree)
+  return multihost_utils.process_allgather(tree, tiled=True)

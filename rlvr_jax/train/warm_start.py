@@ -1,0 +1,87 @@
+"""A short supervised phase on worked solutions, so that a from-scratch policy can begin RL."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from rlvr_jax.ops.aggregate import aggregate
+from rlvr_jax.ops.logprobs import token_logprobs
+from rlvr_jax.types import Array, Params, Prompts
+
+
+def supervised_step(
+  state: tuple[Params, Any],
+  prompts: Prompts,
+  solutions: Array,
+  lengths: Array,
+  *,
+  model: Any,
+  optimizer: optax.GradientTransformation,
+) -> tuple[tuple[Params, Any], Array]:
+  """One update of the mean negative log-likelihood of the solutions' tokens; pure.
+
+  Args:
+    state: parameters and optimizer state.
+    prompts: P prompts.
+    solutions: i32[P, T], right-padded, stop token included.
+    lengths: i32[P], tokens of each solution.
+  Returns:
+    The next (params, opt_state), and the loss f32[] in nats per token.
+  """
+  params, opt_state = state
+  tokens = solutions[:, None]  # a group of one
+  mask = (jnp.arange(solutions.shape[1]) < lengths[:, None])[:, None].astype(jnp.float32)
+
+  def loss(params):
+    hidden = model.response_hidden(params, prompts, tokens)
+    logprobs, _ = token_logprobs(hidden, model.head(params), tokens)
+    pair = aggregate(-logprobs, mask, how="token_mean", max_response_length=mask.shape[-1])
+    return pair.total / pair.weight
+
+  value, gradient = jax.value_and_grad(loss)(params)
+  updates, opt_state = optimizer.update(gradient, opt_state, params)
+  return (optax.apply_updates(params, updates), opt_state), value
+
+
+def warm_start(
+  state: tuple[Params, Any],
+  batches: Iterator[tuple[Prompts, Array, Array]],
+  step: Callable[..., tuple[tuple[Params, Any], Array]],
+  *,
+  num_steps: int,
+  report: Callable[[int, float], None],
+  report_every: int = 10,
+) -> Params:
+  """Runs `num_steps` of `step` (jitted, donating its state) and returns the parameters.
+
+  `report` gets the step's number and loss; it is read one report late, behind later dispatches.
+
+  Raises:
+    FloatingPointError: the loss is not finite.
+  """
+  unread: list[tuple[int, Array]] = []
+
+  def read():
+    index, value = unread.pop()
+    if not math.isfinite(value := float(value)):
+      raise FloatingPointError(
+        f"warm start: the loss of step {index} is {value}; lower"
+        " config.warm_start.optimizer.learning_rate"
+      )
+    report(index, value)
+
+  for index in range(1, num_steps + 1):
+    state, value = step(state, *next(batches))
+    if index % report_every == 0 or index == num_steps:
+      if unread:
+        read()
+      unread.append((index, value))
+  if unread:
+    read()
+  return state[0]

@@ -1,0 +1,120 @@
+"""One frozen record per stage of the pipeline, a shape on every field. No logic.
+
+Axis legend, used in comments and as suffixes throughout the package:
+
+  P  prompts in a batch                     G  rollouts per prompt (the group)
+  B  rollouts, B = P·G                      S  prompt length after left-padding
+  T  response length after right-padding    V  vocabulary
+  D  model width                            N  attention heads
+  K  key/value heads                        H  width of a head
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+
+Array = jax.Array
+Params = Any  # nested dict of arrays
+
+
+def _record(cls):
+  """A frozen dataclass whose fields are the leaves of a pytree."""
+  return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+  """The distribution tokens are drawn from; static under jit."""
+
+  temperature: float = 1.0  # 0 is greedy decoding
+  top_k: int = 0  # keep the k most probable tokens; 0 keeps all
+  top_p: float = 1.0  # keep the smallest set of tokens with this much mass; 1 keeps all
+
+
+class Head(NamedTuple):
+  """Output head: logits = soft_cap(hidden @ kernel · scale)."""
+
+  kernel: Array  # [D, V]
+  scale: float = 1.0
+  soft_cap: float | None = None  # c·tanh(z/c)
+
+
+@_record
+class Prompts:
+  tokens: Array  # i32[P, S], left-padded
+  lengths: Array  # i32[P], number of real tokens, 1 ≤ length ≤ S
+
+
+@_record
+class Rollouts:
+  """What the sampler returns; token ids are the record, text is decoded for grading only."""
+
+  tokens: Array  # i32[P, G, T], right-padded; the stop token is included
+  lengths: Array  # i32[P, G], 1 ≤ length ≤ T
+  stopped: Array  # bool[P, G], True: ended by a stop token, False: ended by the length limit
+  behavior_logprobs: Array  # f32[P, G, T], under the distribution sampled from; 0 where padded
+
+
+@_record
+class TrainBatch:
+  """Graded rollouts, ready for an update."""
+
+  prompts: Prompts
+  tokens: Array  # i32[P, G, T]
+  mask: Array  # f32[P, G, T], 1 on response tokens that count in the loss (stop token included)
+  behavior_logprobs: Array  # f32[P, G, T]
+  rewards: Array  # f32[P, G]
+  correct: Array  # f32[P, G] in {0, 1}
+  reference_logprobs: Array | None = None  # f32[P, G, T], None without a reference policy
+  proximal_logprobs: Array | None = None  # f32[P, G, T], None unless the loss is decoupled
+
+
+@_record
+class TrainState:
+  """Everything an update reads and writes; checkpointed whole."""
+
+  params: Params
+  opt_state: Any
+  advantage_state: Any  # () for stateless estimators
+  step: Array  # i32[], updates tried
+  skipped: Array  # i32[], updates skipped because a gradient was not finite
+  skipped_in_a_row: Array  # i32[]
+
+
+@_record
+class Mean:
+  """A metric that averages: Σ total / Σ weight."""
+
+  total: Array
+  weight: Array
+
+
+@_record
+class Max:
+  value: Array
+
+
+@_record
+class Min:
+  value: Array
+
+
+@_record
+class Sum:
+  value: Array
+
+
+@_record
+class EffectiveSampleSize:
+  """(Σ w)² / (n·Σ w²) of importance weights w, from its three sums."""
+
+  total: Array
+  total_squares: Array
+  count: Array
+
+
+Metric = Mean | Max | Min | Sum | EffectiveSampleSize
+Metrics = dict[str, Metric]

@@ -1,0 +1,52 @@
+"""Package metadata. Commands are run from a checkout: pip install -e ".[dev,plot]"."""
+
+import pathlib
+
+import setuptools
+
+EXTRAS = {
+  "tpu": ["jax[tpu]>=0.10.2"],
+  "cuda13": ["jax[cuda13]>=0.10.2"],
+  "hf": ["transformers>=5.23.0", "safetensors>=0.8.0", "tokenizers>=0.22"],
+  "math": ["math-verify>=0.9.0"],
+  "plot": ["matplotlib>=3.11.2"],
+  "dev": [
+    "hypothesis>=6.170.15",
+    "matplotlib>=3.11.2",
+    "mypy>=2.4.1",
+    "pytest>=9.2.0",
+    "ruff>=0.17.5",
+    "safetensors>=0.8.0",
+  ],
+}
+
+README = pathlib.Path(__file__).parent / "README.md"
+
+setuptools.setup(
+  name="rlvr_jax",
+  version="0.1.0",
+  description="Reinforcement learning from verifiable rewards, in JAX, readable end to end",
+  long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+  long_description_content_type="text/markdown",
+  license="Apache-2.0",
+  python_requires=">=3.11",
+  packages=setuptools.find_packages(include=["rlvr_jax", "rlvr_jax.*"]),
+  package_data={"rlvr_jax": ["py.typed"]},
+  install_requires=[
+    "absl-py>=2.5.1",
+    "chex>=0.1.92",
+    "flax>=0.12.8",
+    "grain>=0.2.18",
+    "importlib_resources>=7.1.0",  # tensorflow-datasets imports it and does not always ask for it
+    "jax>=0.10.2",
+    "ml-collections>=1.1.0",
+    "numpy>=2.4.6",
+    "optax>=0.2.8",
+    "orbax-checkpoint>=0.12.8",
+    "reasoning-gym>=0.1.25",
+    "tensorboardX>=2.6.5",
+    "tensorflow-datasets>=4.9.10",
+    "tqdm>=4.70.1",
+  ],
+  extras_require=EXTRAS,
+)

@@ -1,0 +1,206 @@
+"""Values and gradients of the authors' own published code, float64."""
+
+import dataclasses
+import json
+import os
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+from oracles.batches import make_batch
+
+from rlvr_jax import advantages, losses
+from rlvr_jax.ops.aggregate import aggregate
+
+RTOL, ATOL = 1e-6, 1e-7
+SHARED = os.environ.get("RLVR_SHARED")
+GOLDEN = pathlib.Path(SHARED or ".") / "golden"
+# Checked where the Gram matrix and SALT are.
+ELSEWHERE = ("salt_", "lm_head_gram_")
+AGGREGATIONS = {
+    "token-mean": "token_mean",
+    "seq-mean-token-mean": "sequence_mean",
+    "seq-mean-token-sum": "sequence_sum",
+    "seq-mean-token-sum-norm": "constant",
+    "mean over rollouts": "sequence_mean",
+}
+
+if SHARED is None:
+  pytest.skip("set RLVR_SHARED to the folder that holds golden/", allow_module_level=True)
+
+
+def _cases(*prefixes):
+  cases = json.loads((GOLDEN / "manifest.json").read_text())
+  return [
+      pytest.param(case, id=case["name"]) for case in cases if case["name"].startswith(prefixes)
+  ]
+
+
+def _arrays(case):
+  """The case's arrays, checked against the shapes that the manifest gives."""
+  with np.load(GOLDEN / f"{case['name']}.npz") as file:
+    arrays = dict(file)
+  for name, shape in case["arrays"].items():
+    assert list(arrays[name].shape) == shape, (case["name"], name)
+  return arrays
+
+
+def _clip_range(params):
+  return {"epsilon_low": params["clip_low"], "epsilon_high": params["clip_high"]}
+
+
+def _make_loss(case):
+  """The loss and its keyword arguments, from the case's name and parameters."""
+  name, params = case["name"], case["params"]
+  if name.startswith("loss_p3o"):
+    return losses.p3o, {}
+  if name.startswith("loss_m2po"):
+    return losses.m2po, {
+        "budget": params["m2_budget"],
+        "min_epsilon_low": params["min_clip_low"],
+        "min_epsilon_high": params["min_clip_high"],
+    }
+  if name.startswith("loss_decoupled_ppo"):
+    cap = {"behavior_weight_cap": params["behavior_weight_cap"]}
+    return losses.decoupled_ppo, _clip_range(params) | cap
+  if name.startswith("loss_dualclip"):
+    return losses.ppo_clip, _clip_range(params) | {"dual_clip": params["dual_clip"]}
+  for prefix, factory in (
+      ("loss_ppo_clip", losses.ppo_clip),
+      ("loss_cispo", losses.cispo),
+      ("loss_gspo", losses.gspo),
+      ("loss_geo_mean", losses.gmpo),
+  ):
+    if name.startswith(prefix):
+      return factory, _clip_range(params)
+  raise ValueError(f"golden case {name!r} has no loss here; add it to _make_loss")
+
+
+def _run(case, loss, statistics=None):
+  """(value, weight, gradient) of a loss on a case's arrays."""
+  arrays = _arrays(case)
+  group = lambda name: arrays[name][:, None] if name in arrays else None  # every rollout a prompt
+  batch = make_batch(
+      group("mask"), group("behavior_logprobs"), proximal_logprobs=group("proximal_logprobs")
+  )
+  coefficients = group("advantages")
+  policy_logprobs = jax.numpy.asarray(group("logprobs"))
+  if loss.statistics is not None and statistics is None:
+    statistics = loss.statistics(policy_logprobs, batch, coefficients)
+  how = AGGREGATIONS[case["params"].get("aggregation", "token-mean")]
+
+  def value(policy_logprobs):
+    per_token, _ = loss.per_token(policy_logprobs, batch, coefficients, statistics)
+    pair = aggregate(
+        per_token, batch.mask, how=how, max_response_length=batch.mask.shape[-1]
+    )
+    summed = "reduction" in case["params"]
+    return (pair.total if summed else pair.total / pair.weight), pair.weight
+
+  (value, weight), gradient = jax.value_and_grad(value, has_aux=True)(policy_logprobs)
+  return value, weight, gradient[:, 0]
+
+
+def _assert_matches(case, result):
+  arrays, (value, weight, gradient) = _arrays(case), result
+  expected = arrays["loss_sum"] if "loss_sum" in arrays else arrays["loss"]
+  np.testing.assert_allclose(value, expected, rtol=RTOL, atol=ATOL)
+  np.testing.assert_allclose(gradient, arrays["grad_logprobs"], rtol=RTOL, atol=ATOL)
+  if "num_tokens" in arrays:
+    assert weight == arrays["num_tokens"]
+
+
+def test_every_case_of_the_manifest_has_a_test():
+  names = [case["name"] for case in json.loads((GOLDEN / "manifest.json").read_text())]
+  assert [n for n in names if not n.startswith(("loss_", "adv_", *ELSEWHERE))] == []
+
+
+@pytest.mark.parametrize("case", _cases("loss_"))
+def test_loss(case):
+  with jax.enable_x64(True):
+    factory, kwargs = _make_loss(case)
+    _assert_matches(case, _run(case, factory(**kwargs)))
+
+
+@pytest.mark.parametrize("case", _cases("loss_p3o"))
+def test_p3o_effective_sample_size_and_kl(case):
+  with jax.enable_x64(True):
+    arrays = _arrays(case)
+    batch = make_batch(arrays["mask"][:, None], arrays["behavior_logprobs"][:, None])
+    policy_logprobs = jax.numpy.asarray(arrays["logprobs"][:, None])
+    coefficients = arrays["advantages"][:, None]
+    loss = losses.p3o()
+    ess = loss.statistics(policy_logprobs, batch, coefficients)
+    np.testing.assert_allclose(ess, arrays["ess"], rtol=RTOL)
+    _, metrics = loss.per_token(policy_logprobs, batch, coefficients, ess)
+    k3 = metrics["loss/k3_behavior"]
+    if "kl_behavior_mean" in arrays:
+      np.testing.assert_allclose(k3.total / k3.weight, arrays["kl_behavior_mean"], rtol=RTOL)
+
+
+@pytest.mark.parametrize("case", _cases("loss_m2po"))
+def test_m2po_interval(case):
+  with jax.enable_x64(True):
+    arrays, (factory, kwargs) = _arrays(case), _make_loss(case)
+    batch = make_batch(arrays["mask"][:, None], arrays["behavior_logprobs"][:, None])
+    interval = factory(**kwargs).statistics(
+        jax.numpy.asarray(arrays["logprobs"][:, None]), batch, arrays["advantages"][:, None]
+    )
+    np.testing.assert_allclose(1 - interval.low, arrays["clip_low"], rtol=RTOL)
+    if arrays["clip_high"] > 1e4:  # the authors' "no bound"
+      assert np.isinf(interval.high)
+    else:
+      np.testing.assert_allclose(interval.high - 1, arrays["clip_high"], rtol=RTOL)
+
+
+def _without_each_bound(case):
+  """(what is missing, loss, statistics) for every bound of a case's loss."""
+  factory, kwargs = _make_loss(case)
+  if factory is losses.p3o:
+    for missing in ({"cap": "none"}, {"kl_term": False}, {"ess": "one"}):
+      yield missing, factory(**missing), None
+  elif factory is losses.m2po:
+    yield "budget", factory(**kwargs | {"budget": 1e6}), None
+    arrays, loss = _arrays(case), factory(**kwargs)
+    interval = loss.statistics(
+        jax.numpy.asarray(arrays["logprobs"][:, None]),
+        make_batch(arrays["mask"][:, None], arrays["behavior_logprobs"][:, None]),
+        arrays["advantages"][:, None],
+    )
+    yield "low", loss, interval._replace(low=0.0)
+    yield "high", loss, interval._replace(high=np.inf)
+  else:
+    low = 1e6 if factory is losses.gmpo else 1.0  # log ρ there, 1 − ε elsewhere
+    bounds = {"epsilon_low": low, "epsilon_high": 1e6, "dual_clip": None}
+    for name in kwargs:
+      yield name, factory(**kwargs | {name: bounds[name]}), None
+
+
+@pytest.mark.parametrize("case", [c for c in _cases("loss_") if "_active_" in c.id])
+def test_an_active_case_fails_without_any_of_its_bounds(case):
+  with jax.enable_x64(True):
+    for missing, loss, statistics in _without_each_bound(case):
+      result = _run(case, loss, statistics)
+      with pytest.raises(AssertionError):
+        _assert_matches(case, result)
+        print(f"{case['name']} passes without {missing}")
+
+
+@pytest.mark.parametrize("case", _cases("adv_"))
+def test_advantage(case):
+  name, params = case["name"], case["params"]
+  if name.startswith("adv_grpo_std"):
+    estimator = advantages.grpo(epsilon=params["epsilon"])
+  elif name.startswith("adv_grpo_mean_only"):
+    estimator = advantages.grpo_mean()
+  elif name.startswith("adv_rloo"):
+    estimator = advantages.rloo()
+  else:
+    raise ValueError(f"golden case {name!r} has no estimator here; add it to test_advantage")
+  with jax.enable_x64(True):
+    arrays = _arrays(case)
+    batch = make_batch(np.ones((*arrays["rewards"].shape, 1)), np.zeros((1, 1, 1)))
+    batch = dataclasses.replace(batch, rewards=jax.numpy.asarray(arrays["rewards"]))
+    result = estimator.apply(estimator.init(0.0), batch)
+    np.testing.assert_allclose(result, arrays["advantages"], rtol=RTOL, atol=ATOL)

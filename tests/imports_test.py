@@ -1,0 +1,149 @@
+"""Enforces the import table of the design: who may import whom."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import rlvr_jax
+
+PACKAGE = pathlib.Path(rlvr_jax.__file__).parent
+STAGES = {"advantages", "reweighting", "geometry", "losses"}
+BELOW_THE_LOOP = {"types", "ops", "models", "data", "rewards", "rollouts"} | STAGES
+
+# Room → rooms it may import, itself apart. `train.step` is stricter than the rest of train.
+ALLOWED = {
+  "": set(),  # rlvr_jax/__init__.py
+  "types": set(),
+  "ops": {"types"},
+  **{stage: {"types", "ops"} for stage in STAGES},
+  "models": {"types", "ops"},
+  "data": {"types"},
+  "rewards": set(),
+  "rollouts": {"types", "ops"},
+  "train.step": {"types", "ops"},
+  "train": BELOW_THE_LOOP | {"evaluate", "train.step"},
+  "evaluate": BELOW_THE_LOOP | {"train", "train.step"},
+  "main": BELOW_THE_LOOP | {"evaluate", "train", "train.step"},
+}
+JAX = {"jax", "jaxlib", "chex", "flax", "optax", "orbax"}
+NNX = {"Module", "Param", "Rngs", "split", "merge", "to_pure_dict"}
+NEVER = {"configs", "experiments", "colabs", "tests", "tensorflow", "torch"}
+
+
+def imported_names(tree, module, is_package):
+  """Dotted names a module imports, relative ones resolved; `from a import b` gives a and a.b."""
+  for node in ast.walk(tree):
+    if isinstance(node, ast.Import):
+      yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+      base = node.module or ""
+      if node.level:
+        parts = module.split(".")
+        parts = parts[: len(parts) - node.level + is_package]
+        base = ".".join(parts + ([base] if base else []))
+      yield base
+      yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def room(name):
+  """The room of a dotted name in rlvr_jax; "" for the package itself."""
+  parts = name.split(".")[1:]
+  return "train.step" if parts[:2] == ["train", "step"] else (parts or [""])[0]
+
+
+def violations(root):
+  """What breaks the table under `root`, a folder laid out as the package rlvr_jax."""
+  found = []
+  for path in sorted(root.rglob("*.py")):
+    relative = path.relative_to(root).with_suffix("")
+    is_package = relative.name == "__init__"
+    module = ".".join(("rlvr_jax", *(relative.parts[:-1] if is_package else relative.parts)))
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    names = set(imported_names(tree, module, is_package))
+    here = room(module)
+    if here not in ALLOWED:
+      found.append(f"{module} is in no room of the design")
+      continue
+    for name in sorted(names):
+      top = name.split(".")[0]
+      there = room(name)
+      if here == "" and top != "__future__":
+        found.append(f"{module} imports {name}")
+      elif top == "rlvr_jax" and there and there != here and there not in ALLOWED[here]:
+        found.append(f"{module} imports {name}")
+      elif top in NEVER:
+        found.append(f"{module} imports {name}")
+      elif here == "rewards" and top in JAX:
+        found.append(f"{module} imports {name}: grading workers never load jax")
+      elif top == "flax" and here != "models":
+        found.append(f"{module} imports {name}: flax stays in models")
+    for node in ast.walk(tree):
+      is_nnx = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+      if is_nnx and node.value.id == "nnx" and node.attr not in NNX:
+        found.append(f"{module} uses nnx.{node.attr}")
+  return found
+
+
+def test_imports_keep_to_the_table():
+  assert violations(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+  ("path", "code", "reported"),
+  [
+    ("__init__.py", "import os", "imports os"),
+    ("ops/a.py", "from rlvr_jax.losses import b", "imports rlvr_jax.losses"),
+    ("ops/a.py", "from rlvr_jax import losses", "imports rlvr_jax.losses"),
+    ("ops/a.py", "from ..losses import b", "imports rlvr_jax.losses"),
+    ("ops/__init__.py", "from .. import losses", "imports rlvr_jax.losses"),
+    ("losses/a.py", "def f():\n  import rlvr_jax.advantages.grpo", "imports rlvr_jax.advantages"),
+    ("rewards/a.py", "import jax.numpy as jnp", "never load jax"),
+    ("rewards/a.py", "from rlvr_jax.types import Array", "imports rlvr_jax.types"),
+    ("train/step.py", "from rlvr_jax.train import optimizer", "imports rlvr_jax.train.optimizer"),
+    ("train/loop.py", "from flax import nnx", "flax stays in models"),
+    ("train/loop.py", "import configs.base", "imports configs.base"),
+    ("train/loop.py", "import rlvr_jax.main", "imports rlvr_jax.main"),
+    ("models/a.py", "from flax import nnx\nnnx.jit(f)", "uses nnx.jit"),
+    ("tricks/a.py", "", "in no room"),
+  ],
+)
+def test_the_checker_sees_a_violation(tmp_path, path, code, reported):
+  file = tmp_path / path
+  file.parent.mkdir(exist_ok=True)
+  file.write_text(code)
+  found = violations(tmp_path)
+  assert found and any(reported in line for line in found), found
+
+
+@pytest.mark.parametrize(
+  ("path", "code"),
+  [
+    ("ops/a.py", "import jax\nfrom rlvr_jax.types import Array\nfrom . import b"),
+    ("train/loop.py", "from rlvr_jax.train.step import train_step\nfrom rlvr_jax import evaluate"),
+    ("models/a.py", "from flax import nnx\nclass A(nnx.Module): pass"),
+    ("main.py", "from rlvr_jax.train import loop"),
+  ],
+)
+def test_the_checker_allows_what_is_allowed(tmp_path, path, code):
+  file = tmp_path / path
+  file.parent.mkdir(exist_ok=True)
+  file.write_text(code)
+  assert violations(tmp_path) == []
+
+
+def test_rewards_do_not_load_jax_through_others():
+  modules = [
+    ".".join(("rlvr_jax", *path.relative_to(PACKAGE).with_suffix("").parts))
+    for path in sorted((PACKAGE / "rewards").glob("*.py"))
+    if path.stem not in ("__init__", "__main__")
+  ]
+  code = (
+    "import importlib, sys\n"
+    f"for name in {['rlvr_jax.rewards', *modules]!r}: importlib.import_module(name)\n"
+    f"print(sorted({JAX!r} & sys.modules.keys()))"
+  )
+  result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+  assert result.stdout.strip() == "[]"

@@ -1,0 +1,159 @@
+"""Each loss against its oracle, and what is each loss's own."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles.batches import evaluate, make_batch, metric_value, random_case
+from oracles.loss_oracles import LOSSES
+
+from rlvr_jax import losses
+
+VARIANTS = [
+    ("cispo", {}),
+    ("cispo", {"epsilon_low": 1.0, "epsilon_high": 0.6}),
+    ("decoupled_ppo", {}),
+    ("decoupled_ppo", {"behavior_weight_cap": 0.9, "epsilon_high": 0.05}),
+    ("gmpo", {}),
+    ("gmpo", {"epsilon_low": 0.1, "epsilon_high": 0.7}),
+    ("gspo", {}),
+    ("gspo", {"epsilon_low": 0.1, "epsilon_high": 0.3}),
+    ("m2po", {}),
+    ("m2po", {"budget": 0.3}),
+    ("m2po", {"budget": 1e-9, "min_epsilon_low": 0.1, "min_epsilon_high": 0.2}),
+    ("m2po", {"budget": 50.0}),
+    ("p3o", {}),
+    ("p3o", {"ess": "sequence"}),
+    ("p3o", {"ess": "one"}),
+    ("p3o", {"cap": "inverse_ess"}),
+    ("p3o", {"cap": "none"}),
+    ("p3o", {"kl_term": False}),
+    ("ppo_clip", {}),
+    ("ppo_clip", {"epsilon_high": 0.28, "dual_clip": 1.2}),
+    ("ppo_clip", {"epsilon_low": 1.0, "epsilon_high": 4.0}),
+    ("reinforce", {}),
+    ("reinforce", {"truncation": 1.1}),
+    ("sapo", {}),
+    ("sapo", {"temperature_positive": 2.0, "temperature_negative": 0.5}),
+    ("topr", {}),
+]
+
+
+def _named(variant):
+  name, hyper = variant
+  return "-".join([name, *(f"{key}={value}" for key, value in hyper.items())])
+
+
+def test_every_loss_has_an_oracle_and_a_variant():
+  assert set(LOSSES) == set(losses.__all__) == {name for name, _ in VARIANTS}
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=_named)
+@pytest.mark.parametrize("seed, spread", [(0, 0.05), (1, 0.6), (2, 6.0)])
+def test_loss_and_gradient_equal_the_oracle(variant, seed, spread):
+  name, hyper = variant
+  with jax.enable_x64(True):
+    policy, batch, coefficients = random_case(seed, spread=spread)
+    loss = getattr(losses, name)(**hyper)
+    flat = lambda x: np.asarray(x).reshape(-1, x.shape[-1])
+    expected, expected_gradients = LOSSES[name](
+        *map(flat, (policy, batch.behavior_logprobs, batch.proximal_logprobs)),
+        np.asarray(coefficients).reshape(-1),
+        flat(batch.mask),
+        **hyper,
+    )
+
+    @jax.jit
+    def run(policy):
+      statistics = loss.statistics and loss.statistics(policy, batch, coefficients)
+
+      def total(policy):
+        per_token, _ = loss.per_token(policy, batch, coefficients, statistics)
+        return jnp.sum(per_token * batch.mask), per_token * batch.mask
+
+      return jax.grad(total, has_aux=True)(policy)
+
+    gradients, per_token = run(policy)
+    np.testing.assert_allclose(flat(per_token), expected, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(flat(gradients), expected_gradients, rtol=1e-9, atol=1e-12)
+
+
+def test_oracle_cases_reach_every_bound():
+  """The random cases would not notice a missing bound unless they cross it."""
+  policy, batch, coefficients = random_case(2, spread=6.0)
+  log_ratio = np.abs(np.asarray(policy - batch.behavior_logprobs))[np.asarray(batch.mask) > 0]
+  assert log_ratio.max() > 10  # k3's bound in p3o
+  for name in ("cispo", "decoupled_ppo", "gmpo", "gspo", "m2po", "p3o", "ppo_clip", "topr"):
+    (_, metrics), _ = evaluate(getattr(losses, name)(), policy, batch, coefficients)
+    signs = [] if name == "topr" else ["_positive"]
+    for sign in ["", *signs, "_negative"]:
+      fraction = metric_value(metrics[f"loss/clip_fraction{sign}"])
+      assert fraction > 0, (name, sign)
+
+
+def test_clip_fractions_by_sign_of_hand_counted_tokens():
+  # One prompt, two rollouts: A = 1 with ratios 1, 1.3, 0.5; A = -1 with ratios 0.7, 1.5, (masked).
+  mask = np.array([[[1.0, 1, 1], [1, 1, 0]]])
+  ratios = np.array([[[1.0, 1.3, 0.5], [0.7, 1.5, np.nan]]])
+  batch = make_batch(mask, np.zeros(mask.shape))
+  _, metrics = losses.ppo_clip().per_token(
+      jnp.log(ratios), batch, jnp.array([[1.0, -1.0]]), None
+  )
+  assert metric_value(metrics["loss/clip_fraction"]) == pytest.approx(2 / 5)
+  assert metric_value(metrics["loss/clip_fraction_positive"]) == pytest.approx(1 / 3)
+  assert metric_value(metrics["loss/clip_fraction_negative"]) == pytest.approx(1 / 2)
+
+
+def test_p3o_is_not_finite_when_a_ratio_overflows():
+  policy, batch, coefficients = random_case(0, spread=0.1, dtype=np.float32)
+  policy = policy.at[0, 0, 0].set(200.0)
+  for ess in ("batch", "sequence"):
+    (value, _), gradient = evaluate(losses.p3o(ess=ess), policy, batch, coefficients)
+    assert not np.isfinite(value)
+    assert not np.all(np.isfinite(gradient))
+
+
+def test_p3o_ess_neither_overflows_nor_vanishes():
+  policy, batch, coefficients = random_case(0, spread=0.1, dtype=np.float32)
+  loss = losses.p3o()
+  plain = loss.statistics(policy, batch, coefficients)
+  for shift in (-60.0, 60.0):  # ρ is finite in float32, ρ² is not
+    shifted = loss.statistics(policy + shift, batch, coefficients)
+    np.testing.assert_allclose(shifted, plain, rtol=1e-4)
+
+
+def test_decoupled_ppo_without_proximal_logprobs_says_what_to_do():
+  policy, batch, coefficients = random_case(0)
+  batch = dataclasses.replace(batch, proximal_logprobs=None)
+  with pytest.raises(ValueError, match="proximal_logprobs"):
+    losses.decoupled_ppo().per_token(policy, batch, coefficients, None)
+
+
+@pytest.mark.parametrize(
+    "name, hyper",
+    [
+        ("cispo", {"epsilon_low": 1.5}),
+        ("decoupled_ppo", {"behavior_weight_cap": 0.0}),
+        ("gmpo", {"epsilon_high": -0.1}),
+        ("gspo", {"epsilon_low": "0.1"}),
+        ("m2po", {"budget": 0.0}),
+        ("p3o", {"ess": "token"}),
+        ("p3o", {"cap": None}),
+        ("ppo_clip", {"epsilon_high": float("nan")}),
+        ("ppo_clip", {"dual_clip": 1.0}),
+        ("reinforce", {"truncation": -1.0}),
+        ("sapo", {"temperature_positive": 0}),
+    ],
+)
+def test_a_bad_hyper_parameter_is_named_with_its_value(name, hyper):
+  [(field, value)] = hyper.items()
+  with pytest.raises(ValueError) as error:
+    getattr(losses, name)(**hyper)
+  assert name in str(error.value) and field in str(error.value) and repr(value) in str(error.value)
+
+
+def test_an_unknown_hyper_parameter_fails_when_the_loss_is_made():
+  with pytest.raises(TypeError, match="epsilon"):
+    losses.ppo_clip(epsilon=0.2)

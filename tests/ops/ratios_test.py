@@ -1,0 +1,80 @@
+"""Ratios, effective sample size and the distance to the behaviour policy."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles.batches import metric_value, poison, random_case
+
+from rlvr_jax.ops import ratios
+
+
+def test_behavior_metrics_equal_numpy():
+  policy, batch, _ = random_case(0)
+  kept = np.asarray(batch.mask) > 0
+  d = np.asarray(policy, np.float64)[kept] - np.asarray(batch.behavior_logprobs)[kept]
+  rho = np.exp(d)
+  metrics = {k: metric_value(v) for k, v in ratios.behavior_metrics(policy, batch).items()}
+  assert metrics == pytest.approx(
+      {
+          "behavior/ratio_mean": rho.mean(),
+          "behavior/ratio_max": rho.max(),
+          "behavior/ess": rho.sum() ** 2 / (rho.size * (rho**2).sum()),
+          "behavior/kl_k1": -d.mean(),
+          "behavior/kl_k3": (rho - 1 - d).mean(),
+      },
+      rel=1e-5,
+  )
+
+
+@pytest.mark.parametrize("fill", [np.nan, np.inf, -np.inf])
+def test_behavior_metrics_ignore_what_is_masked(fill):
+  policy, batch, _ = random_case(1)
+  clean = ratios.behavior_metrics(policy, batch)
+  spoilt = ratios.behavior_metrics(*poison(policy, batch, fill))
+  jax.tree.map(np.testing.assert_array_equal, clean, spoilt)
+
+
+def test_behavior_metrics_without_a_token_are_finite():
+  policy, batch, _ = random_case(1)
+  batch = dataclasses.replace(batch, mask=jnp.zeros_like(batch.mask))
+  metrics = ratios.behavior_metrics(policy, batch)
+  assert all(np.isfinite(metric_value(m)) for m in metrics.values())
+
+
+def test_sequence_ratios_of_hand_sized_numbers():
+  mask = jnp.array([[1.0, 1, 0], [0, 0, 0]])
+  log_ratio = ratios.log_ratios(jnp.log(jnp.array([[2.0, 8, 5], [3, 3, 3]])), jnp.zeros((2, 3)), mask)
+  np.testing.assert_allclose(
+      np.exp(ratios.sequence_log_ratios(log_ratio, mask)), [[16.0], [1.0]], rtol=1e-6
+  )
+  np.testing.assert_allclose(
+      np.exp(ratios.mean_log_ratios(log_ratio, mask)), [[4.0], [1.0]], rtol=1e-6
+  )
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    st.lists(st.floats(-30, 30, width=32), min_size=8, max_size=8),
+    st.lists(st.booleans(), min_size=8, max_size=8),
+    st.floats(-20, 20, width=32),
+)
+def test_normalized_ess_is_bounded_and_ignores_a_common_factor(log_weights, kept, shift):
+  log_weights, mask = jnp.asarray(log_weights), jnp.asarray(kept, jnp.float32)
+  count = sum(kept)
+  ess = ratios.normalized_ess(log_weights, mask)
+  if count == 0:
+    assert ess == 1
+    return
+  assert 1 / count - 1e-6 <= ess <= 1 + 1e-6
+  np.testing.assert_allclose(ratios.normalized_ess(log_weights + shift, mask), ess, rtol=1e-4)
+
+
+def test_normalized_ess_per_response_has_ones_for_empty_responses():
+  log_weights = jnp.log(jnp.array([[1.0, 3.0], [jnp.nan, jnp.inf]]))
+  ess = ratios.normalized_ess(log_weights, jnp.array([[1.0, 1], [0, 0]]), axis=-1)
+  np.testing.assert_allclose(ess, [[0.8], [1.0]], rtol=1e-6)

@@ -1,0 +1,133 @@
+"""The negative-advantage veto: scopes by hand, an oracle, and its company with every loss."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles.batches import evaluate, make_batch, metric_value, poison, random_case
+
+from rlvr_jax import losses
+from rlvr_jax.ops.veto import SCOPES, negative_advantage_veto
+
+# One rollout of five tokens, A < 0, ρ small at 1 and 3; the last position is padding.
+RATIOS = np.array([1.0, 0.001, 1.0, 0.002, 1.0, 1e-9])
+MASK = np.array([1.0, 1, 1, 1, 1, 0])
+
+
+def _case(ratios=RATIOS, mask=MASK, coefficient=-1.0):
+  batch = make_batch(mask[None, None], np.zeros((1, 1, mask.size)))
+  return jnp.log(jnp.asarray(ratios))[None, None], batch, jnp.full((1, 1), coefficient)
+
+
+def _kept(case, **hyper):
+  policy, batch, coefficients = case
+  kept, _, metrics = negative_advantage_veto(**hyper)(
+      jnp.ones_like(policy), policy, batch, coefficients
+  )
+  return np.asarray(kept)[0, 0], metrics
+
+
+@pytest.mark.parametrize(
+    "scope, expected",
+    [
+        ("suffix", [1, 1, 0, 1, 0, 1]),
+        ("trigger", [1, 0, 1, 0, 1, 1]),
+        ("trigger_and_suffix", [1, 0, 0, 0, 0, 1]),
+        ("response", [0, 0, 0, 0, 0, 1]),
+    ],
+)
+def test_scopes(scope, expected):
+  kept, metrics = _kept(_case(), scope=scope)
+  np.testing.assert_array_equal(kept, expected)
+  assert metric_value(metrics["veto/token_fraction"]) == pytest.approx(np.mean(1 - kept[:5]))
+  assert metric_value(metrics["veto/trigger_rate"]) == pytest.approx(2 / 5)
+  assert metric_value(metrics["veto/negative_ratio_mean"]) == pytest.approx(3.003 / 5)
+  assert metric_value(metrics["veto/negative_ratio_max"]) == 1.0
+  assert metric_value(metrics["veto/negative_ratio_min"]) == pytest.approx(0.001)
+
+
+def test_threshold_and_direction():
+  assert _kept(_case(), threshold=0.0015)[0].sum() == 3  # position 1 only: 2, 3 and 4 go
+  assert _kept(_case(), threshold=1e-4)[0].sum() == 6
+  above = _kept(_case(ratios=1 / RATIOS), trigger="above", threshold=100.0)[0]
+  np.testing.assert_array_equal(above, _kept(_case())[0])
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 2.0])
+@pytest.mark.parametrize("scope", SCOPES)
+def test_only_negative_advantages_are_vetoed(scope, coefficient):
+  kept, metrics = _kept(_case(coefficient=coefficient), scope=scope)
+  assert np.all(kept == 1)
+  assert all(np.isfinite(metric_value(m)) for m in metrics.values())
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("trigger", ["below", "above"])
+def test_random_cases_against_loops(scope, trigger):
+  policy, batch, coefficients = random_case(5, (4, 4, 8), spread=1.0)
+  kept, mask, _ = negative_advantage_veto(scope=scope, threshold=0.7, trigger=trigger)(
+      jnp.ones_like(policy), policy, batch, coefficients
+  )
+  ratio = np.exp(np.asarray(policy - batch.behavior_logprobs))
+  for i, j, t in np.ndindex(kept.shape):
+    crossed = ratio[i, j] < 0.7 if trigger == "below" else ratio[i, j] > 0.7
+    triggers = crossed & (np.asarray(batch.mask)[i, j] > 0) & (float(coefficients[i, j]) < 0)
+    after = any(triggers[:t])
+    vetoed = {
+        "suffix": after and not triggers[t],
+        "trigger": triggers[t],
+        "trigger_and_suffix": after or triggers[t],
+        "response": any(triggers),
+    }[scope] and batch.mask[i, j, t] > 0
+    assert kept[i, j, t] == (not vetoed)
+  np.testing.assert_array_equal(mask, batch.mask)
+
+
+def test_renormalise_takes_vetoed_tokens_out_of_the_denominator():
+  policy, batch, coefficients = _case()
+  loss = losses.reinforce()
+  value = lambda **hyper: evaluate(
+      loss, policy, batch, coefficients, veto=negative_advantage_veto(**hyper)
+  )[0][0]
+  np.testing.assert_allclose(5 * value(), 3 * value(renormalise=True), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", losses.__all__)
+def test_a_vetoed_token_loses_its_gradient_and_no_other_changes(name):
+  policy, batch, coefficients = random_case(6, (4, 4, 8), spread=1.0)
+  loss = getattr(losses, name)()
+  for scope in SCOPES:
+    veto = negative_advantage_veto(scope=scope, threshold=0.6)
+    kept, _, _ = veto(jnp.ones_like(policy), policy, batch, coefficients)
+    (value, metrics), gradient = evaluate(loss, policy, batch, coefficients, veto=veto)
+    _, plain = evaluate(loss, policy, batch, coefficients)
+    assert 0 < metric_value(metrics["veto/token_fraction"]) < 1
+    assert np.isfinite(value)
+    np.testing.assert_allclose(gradient, plain * kept, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("fill", [np.nan, np.inf, -np.inf])
+def test_what_is_masked_does_not_trigger(fill):
+  policy, batch, coefficients = random_case(7, spread=1.0)
+  veto = negative_advantage_veto(threshold=0.6, scope="response")
+  clean = veto(jnp.ones_like(policy), policy, batch, coefficients)
+  spoilt = veto(jnp.ones_like(policy), *poison(policy, batch, fill), coefficients)
+  jax.tree.map(np.testing.assert_array_equal, clean, spoilt)
+
+
+def test_metrics_without_a_token_are_finite():
+  policy, batch, coefficients = random_case(7)
+  batch = dataclasses.replace(batch, mask=jnp.zeros_like(batch.mask))
+  *_, metrics = negative_advantage_veto()(policy, policy, batch, coefficients)
+  assert all(np.isfinite(metric_value(m)) for m in metrics.values())
+
+
+@pytest.mark.parametrize(
+    "hyper", [{"scope": "prefix"}, {"threshold": 0.0}, {"trigger": "over"}, {"renormalise": 2}]
+)
+def test_a_bad_hyper_parameter_is_named_with_its_value(hyper):
+  [(field, value)] = hyper.items()
+  with pytest.raises(ValueError, match=f"{field} = {value!r}"):
+    negative_advantage_veto(**hyper)

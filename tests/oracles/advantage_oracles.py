@@ -1,0 +1,117 @@
+"""Every estimator of methods.md §1 for one group, in plain Python from its formula.
+
+`ESTIMATORS[name](rewards, lengths, hyper-parameters…) → coefficients` of one group of binary
+rewards; `MASSES[name](p, hyper-parameters…) → (mS, mF)`, the infinite-group limits.
+"""
+
+import itertools
+import math
+
+import numpy as np
+
+
+def _mean(values):
+  return math.fsum(values) / len(values)
+
+
+def _centred(rewards):
+  mean = _mean(rewards)
+  return [r - mean for r in rewards]
+
+
+def _asym(rewards, delta):
+  return [a if a >= 0 else a / delta for a in _centred(rewards)]
+
+
+def grpo(rewards, lengths, epsilon=1e-6):
+  centred = _centred(rewards)
+  std = math.sqrt(math.fsum(a * a for a in centred) / (len(rewards) - 1))
+  return [a / (std + epsilon) for a in centred]
+
+
+def rloo(rewards, lengths):
+  others = lambda i: rewards[:i] + rewards[i + 1 :]
+  return [r - _mean(others(i)) for i, r in enumerate(rewards)]
+
+
+def maxrl(rewards, lengths):
+  mean = _mean(rewards)
+  return [(r - mean) / mean if mean else 0.0 for r in rewards]
+
+
+def pass_at_k(rewards, lengths, k=4):
+  """w by enumeration of all sets of k−1 other rollouts."""
+  weights = []
+  for i in range(len(rewards)):
+    others = rewards[:i] + rewards[i + 1 :]
+    chosen = itertools.combinations(others, k - 1)
+    weights.append(_mean([max((rewards[i], *others)) for others in chosen]))
+  return [k * (w - _mean(weights)) for w in weights]
+
+
+def power(rewards, lengths, alpha=2.0):
+  return [(1 - _mean(rewards)) ** (alpha - 1) * a for a in _centred(rewards)]
+
+
+def power_asym(rewards, lengths, alpha=2.0, delta=0.5):
+  return [(1 - _mean(rewards)) ** (alpha - 1) * a for a in _asym(rewards, delta)]
+
+
+def log_mean_exp(rewards, lengths, eta=1.0):
+  mean = _mean([math.exp(eta * r) for r in rewards])
+  return [(math.exp(eta * r) / mean - 1) / eta for r in rewards]
+
+
+def asymmetric_reinforce(rewards, lengths, baseline_shift=-0.1):
+  return [r - (_mean(rewards) + baseline_shift) for r in rewards]
+
+
+def opo(rewards, lengths):
+  baseline = sum(l * r for l, r in zip(lengths, rewards, strict=True)) / sum(lengths)
+  return [r - baseline for r in rewards]
+
+
+ESTIMATORS = {
+    "asym": lambda rewards, lengths, delta=0.5: _asym(rewards, delta),
+    "asymmetric_reinforce": asymmetric_reinforce,
+    "grpo": grpo,
+    "grpo_mean": lambda rewards, lengths: _centred(rewards),
+    "log_mean_exp": log_mean_exp,
+    "maxrl": maxrl,
+    "opo": opo,
+    "pass_at_k": pass_at_k,
+    "power": power,
+    "power_asym": power_asym,
+    "reinforce": lambda rewards, lengths: rewards,
+    "reinforce_signed": lambda rewards, lengths: [2 * r - 1 for r in rewards],
+    "rloo": rloo,
+    "weighted_reinforce": lambda rewards, lengths, success_weight=0.1: [
+        success_weight if r == 1 else -1.0 for r in rewards
+    ],
+}
+
+
+def _same(mass):
+  return mass, mass
+
+
+MASSES = {
+    "asym": lambda p, q, delta=0.5: (p * q, p * q / delta),
+    "asymmetric_reinforce": lambda p, q, baseline_shift=-0.1: (
+        p * (q - baseline_shift),
+        q * max(p + baseline_shift, 0),
+    ),
+    "grpo": lambda p, q, epsilon=1e-6: _same(p * q / (np.sqrt(p * q) + epsilon)),
+    "grpo_mean": lambda p, q: _same(p * q),
+    "log_mean_exp": lambda p, q, eta=1.0: _same(
+        p * q * (np.exp(eta) - 1) / (eta * (p * np.exp(eta) + q))
+    ),
+    "maxrl": lambda p, q: _same(q),
+    "pass_at_k": lambda p, q, k=4: _same(k * p * q**k),
+    "power": lambda p, q, alpha=2.0: _same(p * q**alpha),
+    "power_asym": lambda p, q, alpha=2.0, delta=0.5: (p * q**alpha, p * q**alpha / delta),
+    "reinforce": lambda p, q: (p, 0.0),
+    "reinforce_signed": lambda p, q: (p, q),
+    "rloo": lambda p, q: _same(p * q),
+    "weighted_reinforce": lambda p, q, success_weight=0.1: (success_weight * p, q),
+}

@@ -1,0 +1,84 @@
+"""Random batches, metric values, and one way to run a loss, for all tests."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlvr_jax.ops.aggregate import aggregate
+from rlvr_jax.types import EffectiveSampleSize, Max, Mean, Min, Prompts, Sum, TrainBatch
+
+
+def make_batch(mask, behavior_logprobs, rewards=None, proximal_logprobs=None):
+  """A TrainBatch whose unnamed fields are as plain as they can be."""
+  prompts, group, _ = mask.shape
+  rewards = np.zeros((prompts, group)) if rewards is None else rewards
+  optional = lambda x: None if x is None else jnp.asarray(x)
+  return TrainBatch(
+      prompts=Prompts(tokens=jnp.ones((prompts, 2), jnp.int32), lengths=jnp.full((prompts,), 2)),
+      tokens=jnp.ones(mask.shape, jnp.int32),
+      mask=jnp.asarray(mask),
+      behavior_logprobs=jnp.asarray(behavior_logprobs),
+      rewards=jnp.asarray(rewards),
+      correct=jnp.asarray(rewards),
+      proximal_logprobs=optional(proximal_logprobs),
+  )
+
+
+def random_case(seed, shape=(3, 4, 6), *, spread=0.5, dtype=np.float64, full=False):
+  """(policy_logprobs, batch, coefficients); responses of random length, one of them empty."""
+  rng = np.random.default_rng(seed)
+  prompts, group, length = shape
+  behavior = -rng.exponential(1.0, shape)
+  policy = behavior + spread * rng.standard_normal(shape)
+  proximal = behavior + spread / 2 * rng.standard_normal(shape)
+  lengths = rng.integers(1, length + 1, (prompts, group))
+  lengths[-1, -1] = 0
+  mask = np.arange(length) < (np.full_like(lengths, length) if full else lengths)[..., None]
+  rewards = rng.integers(0, 2, (prompts, group))
+  coefficients = rng.standard_normal((prompts, group))
+  coefficients[0, 0] = 0.0
+  batch = make_batch(
+      mask.astype(dtype), behavior.astype(dtype), rewards.astype(dtype), proximal.astype(dtype)
+  )
+  return jnp.asarray(policy.astype(dtype)), batch, jnp.asarray(coefficients.astype(dtype))
+
+
+def poison(policy_logprobs, batch, fill):
+  """The same case with `fill` at every masked position of every log-probability array."""
+  spoil = lambda x: None if x is None else jnp.where(batch.mask > 0, x, fill).astype(x.dtype)
+  return spoil(policy_logprobs), dataclasses.replace(
+      batch,
+      behavior_logprobs=spoil(batch.behavior_logprobs),
+      proximal_logprobs=spoil(batch.proximal_logprobs),
+  )
+
+
+def evaluate(loss, policy_logprobs, batch, coefficients, *, how="token_mean", veto=None):
+  """One update's loss as the step computes it: ((value, metrics), gradient)."""
+  statistics = loss.statistics and loss.statistics(policy_logprobs, batch, coefficients)
+
+  def value(policy_logprobs):
+    losses, metrics = loss.per_token(policy_logprobs, batch, coefficients, statistics)
+    mask = batch.mask
+    if veto is not None:
+      losses, mask, more = veto(losses, policy_logprobs, batch, coefficients)
+      metrics = {**metrics, **more}
+    pair = aggregate(losses, mask, how=how, max_response_length=mask.shape[-1])
+    return pair.total / jnp.maximum(pair.weight, 1), metrics
+
+  return jax.value_and_grad(value, has_aux=True)(policy_logprobs)
+
+
+def metric_value(metric):
+  """What a metric says once its sums are complete; 0 where it has no weight."""
+  divide = lambda a, b: float(a) / float(b) if float(b) else 0.0
+  match metric:
+    case Mean():
+      return divide(metric.total, metric.weight)
+    case Max() | Min() | Sum():
+      return float(metric.value)
+    case EffectiveSampleSize():
+      return divide(float(metric.total) ** 2, float(metric.count) * float(metric.total_squares))
+  raise TypeError(f"{metric!r} is not a metric")

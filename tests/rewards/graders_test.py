@@ -1,0 +1,92 @@
+"""The graders' verdicts on texts."""
+
+import pytest
+
+from rlvr_jax.rewards import Outcome, graders
+
+
+@pytest.mark.parametrize(
+  ("completion", "answer"),
+  [
+    ("6 * 12 = 72\n#### 72", "72"),
+    ("#### 1,234,567", "1234567"),
+    ("#### 1234567", "1,234,567"),
+    ("#### $72.00.", "72"),
+    ("####-5", "-5"),
+    ("#### -$1,000.50", "-1000.5"),
+    ("#### $-5 apples", "-5"),
+    ("#### 7, no: #### 8 (or 9)", "8"),  # the last mark wins over a later number
+    ("#### unknown. Perhaps 5", "5"),  # a mark without a number does not count
+    ("She has 3 and then 72.", "72"),
+    ("from 3-4", "4"),  # a dash
+    ("(12)-4", "4"),
+    ("x=-4", "-4"),
+    (".5", "0.50"),
+    ("0.1000000000000000000001", "0.1000000000000000000001"),
+    ("1" * 5000, "1" * 5000),
+  ],
+)
+def test_gsm8k_correct(completion, answer):
+  grade = graders.gsm8k(completion, {"answer": answer})
+  assert (grade.outcome, grade.score) == (Outcome.CORRECT, 1.0), grade
+
+
+@pytest.mark.parametrize(
+  ("completion", "answer"),
+  [
+    ("#### 72", "-72"),
+    ("#### 72.01", "72"),
+    ("#### 1,2345", "12345"),  # not a thousands separator
+    ("72 #### 73", "72"),
+    ("0.1000000000000000000001", "0.1"),  # equal as floats
+  ],
+)
+def test_gsm8k_wrong(completion, answer):
+  grade = graders.gsm8k(completion, {"answer": answer})
+  assert (grade.outcome, grade.score) == (Outcome.WRONG, 0.0), grade
+
+
+@pytest.mark.parametrize("completion", ["", "####", "no number here", "٣"])
+def test_gsm8k_unparseable(completion):
+  assert graders.gsm8k(completion, {"answer": "3"}).outcome is Outcome.UNPARSEABLE
+
+
+def test_gsm8k_bad_reference():
+  with pytest.raises(ValueError, match="'seven' is not a number"):
+    graders.gsm8k("7", {"answer": "seven"})
+
+
+def _spell_backward(completion, **settings):
+  reference = {"dataset": "spell_backward", "answer": "tac", "metadata": {"word": "cat"}}
+  return graders.reasoning_gym(completion, reference | {"settings": settings})
+
+
+@pytest.mark.parametrize("completion", ["tac", "  tac\n", "c a t\nt a c\n#### tac", "#### x #### tac "])
+def test_reasoning_gym_correct(completion):
+  grade = _spell_backward(completion, min_word_len=3)
+  assert (grade.outcome, grade.score, grade.detail) == (Outcome.CORRECT, 1.0, "tac")
+
+
+def test_reasoning_gym_keeps_the_partial_score():
+  grade = _spell_backward("#### tab")
+  assert grade.outcome is Outcome.WRONG
+  assert grade.score == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("completion", ["", "  \n", "tac ####", "tac #### \n"])
+def test_reasoning_gym_unparseable(completion):
+  assert _spell_backward(completion).outcome is Outcome.UNPARSEABLE
+
+
+def test_reasoning_gym_scores_with_the_settings():
+  """puzzle24 checks an answer against operators that are a setting of the dataset."""
+  reference = {
+    "dataset": "puzzle24", "answer": "6*4*1*1", "metadata": {"numbers": [6, 4, 1, 1]},
+  }  # fmt: skip
+  allowed = graders.reasoning_gym("6*4*1*1", reference | {"settings": {}})
+  refused = graders.reasoning_gym("6*4*1*1", reference | {"settings": {"operators": ["+", "-"]}})
+  assert (allowed.outcome, refused.outcome) == (Outcome.CORRECT, Outcome.WRONG)
+
+
+def test_self_test():
+  graders.reasoning_gym_self_test()

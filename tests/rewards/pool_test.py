@@ -1,0 +1,268 @@
+"""The pool of grading processes, and graders that do their worst to it."""
+
+import contextlib
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from rlvr_jax.rewards import GraderPool, GraderStartError, Outcome
+
+FAULTY = "faulty_graders:faulty"
+HERE = pathlib.Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def _graders_importable(monkeypatch):
+  monkeypatch.syspath_prepend(HERE)
+
+
+def _pool(grader=FAULTY, *, timeout_s=0.4, **kwargs):
+  return GraderPool(grader, timeout_s=timeout_s, **kwargs)
+
+
+def _outcomes(grades):
+  return [grade.outcome.value for grade in grades]
+
+
+def _exists(pid):
+  """Whether a process is there, as a zombie at least."""
+  try:
+    os.kill(pid, 0)
+  except ProcessLookupError:
+    return False
+  return True
+
+
+def _wait_until(condition, timeout_s):
+  deadline = time.monotonic() + timeout_s
+  while not condition():
+    assert time.monotonic() < deadline, "waited in vain"
+    time.sleep(0.02)
+
+
+@pytest.mark.parametrize("fault", ["hang", "spin", "child 60"])
+def test_timeout_kills_and_replaces_the_worker(fault):
+  with _pool() as pool:
+    (before,) = pool.worker_pids()
+    started = time.monotonic()
+    grades = pool.grade(["ok a", fault, "ok b", fault, "ok c"], [{}] * 5)
+    assert _outcomes(grades) == ["correct", "timeout", "correct", "timeout", "correct"]
+    assert [grade.detail for grade in grades[::2]] == ["a", "b", "c"]
+    assert 0.8 <= time.monotonic() - started < 5
+    assert pool.worker_pids() != [before]
+    assert not _exists(before)
+
+
+def test_timeout_kills_the_graders_own_children():
+  marker = "61.4142"  # a sleep that no one else is sleeping
+  with _pool() as pool:
+    assert _outcomes(pool.grade([f"child {marker}"], [{}])) == ["timeout"]
+  pattern = f"^sleep {marker}"
+  _wait_until(lambda: subprocess.run(["pgrep", "-f", pattern], capture_output=True).returncode, 5)
+
+
+def test_limit_is_per_item():
+  with _pool(timeout_s=0.4) as pool:
+    grades = pool.grade(["sleep 0.1"] * 8 + ["sleep 0.7"], [{}] * 9)
+  assert _outcomes(grades) == ["correct"] * 8 + ["timeout"]
+
+
+@pytest.mark.parametrize(
+  ("fault", "detail"), [("exit 3", "exit status 3"), ("flood", "reply of over|broken reply")]
+)
+def test_death_of_a_worker_costs_only_its_item(fault, detail):
+  with _pool(timeout_s=2) as pool:
+    grades = pool.grade(["ok", fault, "ok"], [{}] * 3)
+    assert _outcomes(grades) == ["correct", "crashed", "correct"]
+  assert re.search(detail, grades[1].detail), grades[1].detail
+
+
+@pytest.mark.parametrize(
+  ("completion", "reference", "detail"),
+  [
+    ("raise boom", {}, "ValueError: boom"),
+    ("sys.exit 0", {}, "SystemExit: 0"),
+    ("garbage", {"return": None}, "returned None, expected a Grade"),
+    ("garbage", {"return": ["correct", 1.0]}, "expected a Grade"),
+    ("garbage", {}, "KeyError: 'return'"),
+  ],
+)
+def test_fault_inside_a_grader_costs_no_worker(completion, reference, detail):
+  with _pool(timeout_s=5) as pool:
+    before = pool.worker_pids()
+    grades = pool.grade([completion, "ok"], [reference, {}])
+    assert _outcomes(grades) == ["crashed", "correct"]
+    assert detail in grades[0].detail
+    assert pool.worker_pids() == before
+
+
+def test_printing_and_reading_do_not_reach_the_protocol():
+  with _pool(timeout_s=5) as pool:
+    grades = pool.grade(["print", "ok"], [{}] * 2)
+  assert _outcomes(grades) == ["correct", "correct"]
+  assert grades[0].detail == "read ''"
+
+
+def test_long_details_are_cut():
+  with _pool(timeout_s=5) as pool:
+    (grade,) = pool.grade(["detail"], [{}])
+  assert (grade.outcome, grade.score, len(grade.detail)) == (Outcome.WRONG, 0.5, 1000)
+
+
+def test_memory_limit():
+  with _pool(timeout_s=5, memory_mib=2048) as pool:
+    grades = pool.grade(["eat", "ok"], [{}] * 2)
+  assert _outcomes(grades) == ["crashed", "correct"]
+  assert "MemoryError" in grades[0].detail
+
+
+def test_worker_has_no_jax_and_one_thread():
+  with _pool(timeout_s=5) as pool:
+    modules, threads = pool.grade(["modules", "environment OMP_NUM_THREADS"], [{}] * 2)
+  assert (modules.detail, threads.detail) == ("[]", "1")
+  with GraderPool("rlvr_jax.rewards.graders:gsm8k") as pool:
+    assert _outcomes(pool.grade(["#### 7", "8"], [{"answer": "7"}] * 2)) == ["correct", "wrong"]
+
+
+def test_results_are_in_the_order_of_the_inputs():
+  delays = [0.1, 0.0, 0.05, 0.0, 0.0, 0.02] * 5
+  with _pool(num_workers=2, timeout_s=5) as pool:
+    first = pool.submit([f"sleep {delay}" for delay in delays], [{}] * 30)
+    second = pool.submit([f"ok {i}" for i in range(200)], [{}] * 200)
+    assert not first.done()  # submit does not wait
+    assert [grade.detail for grade in second.result(10)] == [str(i) for i in range(200)]
+    assert [grade.detail for grade in first.result(10)] == [str(delay) for delay in delays]
+    assert pool.submit([], []).result(0) == []
+
+
+def test_large_completions_do_not_block_on_a_stuck_worker():
+  text = "ok " + "z" * 200_000
+  with _pool(timeout_s=1) as pool:
+    grades = pool.grade(["hang", text, text, text], [{}] * 4)
+  assert _outcomes(grades) == ["timeout", "correct", "correct", "correct"]
+
+
+def test_worker_killed_while_idle_is_replaced_at_no_items_cost():
+  with _pool(timeout_s=5) as pool:
+    (pid,) = pool.worker_pids()
+    os.killpg(pid, signal.SIGKILL)
+    time.sleep(0.1)
+    assert _outcomes(pool.grade(["ok", "ok"], [{}] * 2)) == ["correct", "correct"]
+    assert pool.worker_pids() != [pid]
+
+
+def test_close_ends_everything():
+  with _pool(num_workers=2, timeout_s=30) as pool:
+    pids = pool.worker_pids()
+    future = pool.submit(["hang"] * 10, [{}] * 10)
+    time.sleep(0.1)
+    started = time.monotonic()
+    pool.close()
+    assert time.monotonic() - started < 3
+    with pytest.raises(RuntimeError, match="closed"):
+      future.result(1)
+    pool.close()
+    with pytest.raises(RuntimeError, match="closed"):
+      pool.submit(["ok"], [{}])
+  assert not any(_exists(pid) for pid in pids)
+
+
+@pytest.mark.parametrize(
+  ("grader", "message"),
+  [
+    ("no_such_module:grade", "no_such_module:grade' did not start: .*No module named"),
+    ("faulty_graders:no_such", "AttributeError: .*no_such"),
+    ("faulty_graders:os", "is a module, not a function"),
+    ("faulty_graders:untestable", "no licence for this grader"),
+    ("faulty_graders:stuck_at_start", "not ready within startup_timeout_s = 1 s"),
+    ("faulty_graders:dead_at_start", r"exit status 7\nlast words"),
+  ],
+)
+def test_start_errors(grader, message):
+  with pytest.raises(GraderStartError, match=message):
+    GraderPool(grader, startup_timeout_s=1 if "stuck" in grader else 60)
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "message"),
+  [
+    ({"grader": "faulty_graders.faulty"}, "expected an import path 'package.module:function'"),
+    ({"num_workers": 0}, "num_workers is 0"),
+    ({"timeout_s": 0}, "timeout_s is 0"),
+    ({"startup_timeout_s": float("inf")}, "startup_timeout_s is inf"),
+    ({"memory_mib": 0}, "memory_mib is 0"),
+  ],
+)
+def test_bad_arguments(kwargs, message):
+  with pytest.raises(ValueError, match=message):
+    GraderPool(**{"grader": FAULTY, **kwargs})
+
+
+def test_bad_items():
+  with _pool() as pool:
+    with pytest.raises(ValueError, match="2 completions but 1 references"):
+      pool.submit(["ok", "ok"], [{}])
+    with pytest.raises(TypeError, match="JSON-able"):
+      pool.submit(["ok"], [{"answer": {1, 2}}])
+    assert _outcomes(pool.grade(["ok"], [{}])) == ["correct"]
+
+
+def test_a_grader_that_can_no_longer_start_fails_the_future(tmp_path, monkeypatch):
+  monkeypatch.syspath_prepend(tmp_path)
+  module = tmp_path / "fragile_grader.py"
+  module.write_text("import os\ndef grade(completion, reference):\n  os._exit(1)\n")
+  with GraderPool("fragile_grader:grade") as pool:
+    module.unlink()
+    with pytest.raises(GraderStartError, match="fragile_grader"):
+      pool.submit(["a", "b"], [{}] * 2).result(10)
+
+
+@pytest.mark.parametrize("completion", ["ok", "hang", "spin"])
+def test_workers_die_with_a_killed_parent(completion):
+  script = (
+    "import time\nfrom rlvr_jax.rewards import GraderPool\n"
+    f"pool = GraderPool({FAULTY!r}, timeout_s=0.5)\n"
+    "print(*pool.worker_pids(), flush=True)\n"
+    f"pool.submit([{completion!r}], [{{}}])\n"
+    "time.sleep(0.2)\nprint('ready', flush=True)\ntime.sleep(60)\n"
+  )
+  root = str(HERE.parent.parent)
+  environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, str(HERE)])}
+  parent = subprocess.Popen(
+    [sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment, text=True
+  )
+  pid = int(parent.stdout.readline())
+  assert parent.stdout.readline() == "ready\n"
+  parent.kill()
+  parent.wait(5)
+  parent.stdout.close()
+  try:
+    _wait_until(lambda: _gone(pid), 4)
+  finally:
+    with contextlib.suppress(ProcessLookupError):
+      os.kill(pid, signal.SIGKILL)
+
+
+def _gone(pid):
+  """Whether an orphan has ended: init may leave it a zombie for a while."""
+  try:
+    return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+  except OSError:
+    return True
+
+
+def test_a_cheap_batch_takes_milliseconds():
+  """256 items, a step of the quickstart, best of 5: the machine may be busy."""
+  with GraderPool("rlvr_jax.rewards.graders:gsm8k") as pool:
+    seconds = []
+    for _ in range(5):
+      started = time.perf_counter()
+      pool.grade(["1 + 1 = 2\n#### 2"] * 256, [{"answer": "2"}] * 256)
+      seconds.append(time.perf_counter() - started)
+  assert min(seconds) < 0.05, seconds

@@ -1,0 +1,493 @@
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from rlvr_jax.train import checkpoint
+from rlvr_jax.train.metrics import DiskFullError
+from rlvr_jax.types import TrainState
+
+# Reading a damaged file leaves tensorstore's other reads unfinished; their complaints are not ours.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+def make_state(step, width=8):
+  """A state with every kind of leaf, all values depending on the step."""
+  kernel = jnp.sin(jnp.arange(4.0 * width).reshape(4, width) + step)
+  params = {
+    "layers": {"kernel": kernel, "scale": jnp.arange(4, dtype=jnp.bfloat16) / 3 + step},
+    "flag": jnp.array([True, False, step % 2 == 0]),
+    "empty": jnp.zeros((0, 3)),
+  }
+  opt_state = optax.adamw(1e-3).init({"w": kernel})
+  return TrainState(
+    params=params,
+    opt_state=opt_state,
+    advantage_state=(),
+    step=jnp.int32(step),
+    skipped=jnp.int32(0),
+    skipped_in_a_row=jnp.int32(0),
+  )
+
+
+def assert_same_bits(a, b):
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    x, y = np.asarray(x), np.asarray(y)
+    assert (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())
+
+
+@pytest.fixture
+def checkpointer(tmp_path):
+  opened = checkpoint.Checkpointer(tmp_path / "checkpoints", keep=2)
+  yield opened
+  opened.close()
+
+
+def save_one(directory, step=3, **kwargs):
+  saver = checkpoint.Checkpointer(directory)
+  saver.save(step, make_state(step), host={"position": step}, **kwargs)
+  saver.close()
+
+
+def restore(directory, state=None):
+  opened = checkpoint.Checkpointer(directory)
+  try:
+    return opened.restore(make_state(0) if state is None else state)
+  finally:
+    opened.close()
+
+
+# --- round trip -----------------------------------------------------------------------------------
+
+
+def test_round_trip_is_bit_exact(checkpointer):
+  state = make_state(5)
+  special = jnp.array([jnp.nan, -0.0, jnp.inf, 1e-42])
+  state.params["special"] = special
+  host = {"position": [1, {"seed": 2**60}], "loss": 0.1 + 0.2, "text": "é\n", "none": None}
+  assert checkpointer.save(5, state, host=host)
+  restored = checkpointer.restore(jax.eval_shape(lambda: state))
+  assert restored.step == 5
+  assert restored.host == host
+  assert restored.arrays is None
+  assert jax.tree.structure(restored.state) == jax.tree.structure(state)
+  assert_same_bits(restored.state, state)
+
+
+def test_nothing_saved_restores_nothing(checkpointer):
+  assert checkpointer.restore(make_state(0)) is None
+  assert checkpointer.latest() is None and checkpointer.best() is None
+
+
+def test_arrays_come_and_go_between_steps(checkpointer):
+  pending = [
+    {"tokens": np.arange(6, dtype=np.int32).reshape(2, 3), "mask": np.array([True, False])},
+    {"tokens": np.zeros((0, 3), np.int32), "rewards": np.float32([0.5, np.nan])},
+  ]
+  checkpointer.save(1, make_state(1), host={}, arrays={"pending": pending, "none": None})
+  found = checkpointer.restore(make_state(0)).arrays
+  assert found.keys() == {"pending", "none"} and found["none"] is None
+  assert_same_bits(found["pending"], pending)
+  checkpointer.save(2, make_state(2), host={})
+  assert checkpointer.restore(make_state(0)).arrays is None
+
+
+def test_caller_may_change_everything_after_save(checkpointer):
+  """Donated buffers and NumPy arrays are reused while the files are still being written."""
+  update = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
+  state = {str(i): jnp.zeros((256, 1024)) for i in range(8)}
+  abstract = jax.eval_shape(lambda: state)
+  rollouts, host = np.zeros(1000), {"count": [0]}
+  for step in (1, 2, 3):
+    state = update(state)
+    checkpointer.save(step, state, host=host, arrays=rollouts)
+    rollouts += 1
+    host["count"][0] += 1
+    for _ in range(4):
+      state = update(state)
+    restored = checkpointer.restore(abstract)
+    expected = 5 * (step - 1) + 1
+    assert all(np.all(np.asarray(x) == expected) for x in restored.state.values())
+    assert np.all(restored.arrays == step - 1)
+    assert restored.host == {"count": [step - 1]}
+
+
+def test_state_moves_between_meshes(checkpointer):
+  values = jnp.arange(64.0).reshape(8, 8)
+
+  def on_mesh(shape, spec):
+    mesh = jax.make_mesh(shape, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    return NamedSharding(mesh, spec)
+
+  before = on_mesh((2, 4), PartitionSpec("data", "fsdp"))
+  after = on_mesh((4, 2), PartitionSpec(None, "data"))
+  checkpointer.save(1, {"w": jax.device_put(values, before)}, host={})
+  abstract = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=after)}
+  restored = checkpointer.restore(abstract).state["w"]
+  assert restored.sharding.is_equivalent_to(after, 2)
+  np.testing.assert_array_equal(restored, values)
+
+
+def test_saved_step_is_not_saved_again(checkpointer):
+  assert checkpointer.save(1, make_state(1), host={"n": 1})
+  assert not checkpointer.save(1, make_state(1), host={"n": 2})
+  assert checkpointer.restore(make_state(0)).host == {"n": 1}
+
+
+@pytest.mark.parametrize("bad", [{"a": "text"}, {1: np.zeros(2)}, [jnp.zeros(2)], {1, 2}])
+def test_arrays_of_another_kind_are_refused(checkpointer, bad):
+  with pytest.raises(TypeError, match="text goes into `host`"):
+    checkpointer.save(1, make_state(1), host={}, arrays=bad)
+  assert checkpointer.latest() is None
+
+
+def test_host_values_in_the_state_are_refused(checkpointer):
+  with pytest.raises(TypeError, match=r"'a\.b' is int"):
+    checkpointer.save(1, {"a": {"b": 1}}, host={})
+
+
+# --- retention ------------------------------------------------------------------------------------
+
+
+def test_keeps_the_latest_and_the_best_also_over_a_restart(tmp_path):
+  metrics = {1: 0.1, 2: 0.9, 3: None, 4: 0.9, 5: float("nan"), 6: 0.2}
+  for step, metric in metrics.items():
+    saver = checkpoint.Checkpointer(tmp_path, keep=2)
+    saver.save(step, make_state(step), host={}, metric=metric)
+    saver.close()
+    assert saver.latest() == step
+  assert saver.steps() == [2, 5, 6]
+  assert saver.best() == 2  # the earlier of two equals
+  assert_same_bits(restore(tmp_path).state, make_state(6))
+
+
+def test_a_better_one_replaces_the_best(checkpointer):
+  for step, metric in enumerate([0.5, 0.6, 0.1, 0.2, 0.3]):
+    checkpointer.save(step, make_state(step), host={}, metric=metric)
+    checkpointer.wait()
+  assert checkpointer.steps() == [1, 3, 4]
+
+
+def test_keeping_nothing_is_refused(tmp_path):
+  with pytest.raises(ValueError, match="keep = 0"):
+    checkpoint.Checkpointer(tmp_path, keep=0)
+
+
+# --- damage ---------------------------------------------------------------------------------------
+
+
+def files_of(step_directory):
+  return sorted(p for p in step_directory.rglob("*") if p.is_file() and p.stat().st_size)
+
+
+def outcome(directory, expected):
+  """"refused", or "intact" if what was restored is exactly what was saved."""
+  try:
+    found = restore(directory)
+  except checkpoint.TornCheckpointError as error:
+    assert f"{directory / '3'} is damaged" in str(error)
+    assert "Remove that directory and rerun to fall back to step 2." in str(error)
+    return "refused"
+  assert found.step == 3 and found.host == {"position": 3}
+  assert_same_bits(found.state, make_state(3))
+  assert_same_bits(found.arrays, expected)
+  return "intact"
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory):
+  directory = tmp_path_factory.mktemp("pristine")
+  arrays = {"tokens": np.arange(500, dtype=np.int32)}
+  save_one(directory, 2)
+  save_one(directory, 3, arrays=arrays)
+  return directory, arrays
+
+
+def damage(kind, path, rng):
+  data = bytearray(path.read_bytes())
+  if kind == "cut":
+    data = data[: len(data) // 2]
+  elif kind == "flip":
+    data[rng.integers(len(data))] ^= 1 << rng.integers(8)
+  elif kind == "remove":
+    path.unlink()
+    return
+  path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("kind", ["cut", "flip", "remove"])
+def test_damage_to_any_file_is_refused_or_harmless(pristine, tmp_path, kind):
+  source, arrays = pristine
+  rng = np.random.default_rng(0)
+  outcomes = {}
+  for path in files_of(source / "3"):
+    directory = tmp_path / "copy"
+    shutil.rmtree(directory, ignore_errors=True)
+    shutil.copytree(source, directory)
+    damage(kind, directory / path.relative_to(source), rng)
+    if path.parent.name == "manifest" and kind == "remove":
+      continue  # see the test of foreign directories
+    outcomes[path] = outcome(directory, arrays)
+  # The files that hold the values: damage there must not go unseen.
+  largest = max(outcomes, key=lambda p: p.stat().st_size)
+  assert outcomes[largest] == "refused"
+  if kind != "remove":
+    assert outcomes[source / "3" / "manifest" / "metadata"] == "refused"
+
+
+def test_values_that_changed_behind_valid_files_are_refused(pristine, tmp_path):
+  """The checksum alone must see it: the files are whole, of another save."""
+  source, _ = pristine
+  shutil.copytree(source, tmp_path / "copy")
+  shutil.rmtree(tmp_path / "copy" / "3" / "arrays")
+  save_one(tmp_path / "other", 4, arrays={"tokens": np.arange(500, dtype=np.int32)})
+  shutil.copytree(tmp_path / "other" / "4" / "arrays", tmp_path / "copy" / "3" / "arrays")
+  with pytest.raises(checkpoint.TornCheckpointError, match=r"leaf 'params\.\S+' has checksum"):
+    restore(tmp_path / "copy")
+
+
+def test_the_remedy_of_the_message_works(pristine, tmp_path):
+  source, _ = pristine
+  shutil.copytree(source, tmp_path / "copy")
+  for path in files_of(tmp_path / "copy" / "3" / "arrays"):
+    path.write_bytes(b"")
+  with pytest.raises(checkpoint.TornCheckpointError, match="fall back to step 2"):
+    restore(tmp_path / "copy")
+  shutil.rmtree(tmp_path / "copy" / "3")
+  assert_same_bits(restore(tmp_path / "copy").state, make_state(2))
+  shutil.rmtree(tmp_path / "copy" / "2" / "arrays")
+  with pytest.raises(checkpoint.TornCheckpointError, match="rerun to start afresh"):
+    restore(tmp_path / "copy")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32, jnp.int8, jnp.bool_])
+def test_checksum_sees_a_changed_bit_and_a_changed_order(dtype):
+  x = (np.arange(24).reshape(2, 3, 4) % 2).astype(dtype)
+  y, swapped = x.copy(), x.copy()
+  y[1, 2, 3] = 0
+  swapped[0, 0, [0, 1]] = swapped[0, 0, [1, 0]]
+  arrays = {"x": x, "y": y, "swapped": swapped}
+  sums = checkpoint._device_checksums(jax.tree.map(jnp.asarray, arrays))
+  assert len(set(sums.values())) == 3
+
+
+def test_checksum_by_hand(x64):
+  leaves = {"i": jnp.array([[5, 7], [11, 13]], jnp.int32), "d": jnp.array([1.0, -2.0])}
+  high, low = np.array([1.0, -2.0]).view(np.uint32).reshape(2, 2).T[::-1]
+  words = [int(w) for pair in zip(low, high, strict=True) for w in pair]
+  assert checkpoint._device_checksums(leaves) == {
+    "i": 5 * 1 + 7 * 3 + 11 * 5 + 13 * 7,
+    "d": sum(w * (2 * i + 1) for i, w in enumerate(words)) % 2**32,
+  }
+
+
+# --- foreign --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    (
+      lambda s: s.params["layers"].update(bias=jnp.zeros(2)),
+      r"'params\.layers\.bias' is absent in it and float32\[2\] in this run",
+    ),
+    (lambda s: s.params["layers"].pop("scale"), r"scale' is bfloat16\[4\] in it and absent in"),
+    (
+      lambda s: s.params["layers"].update(kernel=jnp.zeros((4, 9))),
+      r"'params\.layers\.kernel' is float32\[4, 8\] in it and float32\[4, 9\] in this run",
+    ),
+    (
+      lambda s: s.params["layers"].update(scale=jnp.zeros(4)),
+      r"'params\.layers\.scale' is bfloat16\[4\] in it and float32\[4\] in this run",
+    ),
+  ],
+)
+def test_another_state_is_refused_naming_the_leaf(pristine, change, message):
+  state = make_state(0)
+  change(state)
+  with pytest.raises(checkpoint.ForeignCheckpointError, match=message) as caught:
+    restore(pristine[0], state)
+  assert "another --workdir" in str(caught.value)
+
+
+def test_a_directory_of_another_program_is_refused(tmp_path):
+  (tmp_path / "7").mkdir()
+  (tmp_path / "7" / "model.bin").write_bytes(b"weights")
+  with pytest.raises(checkpoint.ForeignCheckpointError, match="no checkpoint of rlvr_jax"):
+    restore(tmp_path)
+
+
+def test_another_format_is_refused(pristine, tmp_path):
+  shutil.copytree(pristine[0], tmp_path / "copy")
+  path = tmp_path / "copy" / "3" / "manifest" / "metadata"
+  manifest = json.loads(path.read_text())["manifest"] | {"marker": "rlvr_jax checkpoint 9"}
+  path.write_text(json.dumps(checkpoint._sealed(manifest)))
+  with pytest.raises(checkpoint.ForeignCheckpointError, match="rlvr_jax checkpoint 9"):
+    restore(tmp_path / "copy")
+
+
+# --- kills and full disks -------------------------------------------------------------------------
+
+SAVER = """
+  import resource, signal, sys
+  import jax, jax.numpy as jnp
+  from rlvr_jax.train import checkpoint
+
+  def make_state(step):
+    return {f"leaf-{i}": jnp.sin(jnp.arange(200_000.0) * (i + 1) + step) for i in range(4)}
+"""
+
+
+def run_saver(body, directory):
+  code = textwrap.dedent(SAVER) + textwrap.dedent(body)
+  return subprocess.Popen(
+    [sys.executable, "-c", code, str(directory)],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+
+
+def big_state(step):
+  return {f"leaf-{i}": jnp.sin(jnp.arange(200_000.0) * (i + 1) + step) for i in range(4)}
+
+
+def test_killed_in_the_middle_of_saves(tmp_path):
+  """Whatever the moment, the last committed step is whole and the next run goes on from it."""
+  body = """
+    saver = checkpoint.Checkpointer(sys.argv[1], keep=1)
+    start = saver.latest() or 0
+    for step in range(start + 1, 10_000):
+      saver.save(step, make_state(step), host={"step": step})
+      print(step, flush=True)
+  """
+  rng = np.random.default_rng(0)
+  last = 0
+  for _ in range(4):
+    process = run_saver(body, tmp_path)
+    started = [int(process.stdout.readline()) for _ in range(3)][-1]
+    time.sleep(rng.uniform(0, 0.15))
+    process.send_signal(signal.SIGKILL)
+    started = max([started, *map(int, process.stdout.read().split())])
+    process.communicate()
+    opened = checkpoint.Checkpointer(tmp_path, keep=1)
+    restored = opened.restore(jax.eval_shape(lambda: big_state(0)))
+    opened.close()
+    # A save begins only when the one before is committed; the last may be, too.
+    assert started - 1 <= restored.step <= started + 1 and restored.step > last
+    assert restored.host == {"step": restored.step}
+    assert_same_bits(restored.state, big_state(restored.step))
+    last = restored.step
+    leftovers = [p.name for p in tmp_path.iterdir() if not p.name.isdigit()]
+    assert leftovers == []
+
+
+def test_disk_that_fills_while_writing(tmp_path):
+  """A file size limit stands in for a full disk: writing fails in the middle of the data."""
+  body = """
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    saver = checkpoint.Checkpointer(sys.argv[1], keep=1)
+    saver.save(1, make_state(1), host={})
+    saver.wait()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    try:
+      saver.save(2, make_state(2), host={})
+      saver.wait()
+    except checkpoint.DiskFullError as error:
+      print(error)
+    else:
+      print("not noticed")
+  """
+  process = run_saver(body, tmp_path)
+  out, err = process.communicate()
+  assert "no space for a checkpoint" in out and "goes on from step 1" in out, (out, err)
+  assert process.returncode == 0, err
+  restored = restore(tmp_path, jax.eval_shape(lambda: big_state(0)))
+  assert restored.step == 1
+  assert_same_bits(restored.state, big_state(1))
+
+
+def test_too_little_space_is_seen_before_writing(checkpointer, monkeypatch):
+  checkpointer.save(1, make_state(1), host={})
+  checkpointer.wait()
+  usage = shutil.disk_usage(checkpointer.directory)
+  monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+  with pytest.raises(DiskFullError, match=r"0\.0 MiB free, 4\.0 MiB needed.*from step 1"):
+    checkpointer.save(2, make_state(2), host={})
+  monkeypatch.undo()
+  assert checkpointer.steps() == [1]
+  assert checkpointer.save(2, make_state(2), host={})
+
+
+def test_orbax_is_silent(tmp_path):
+  body = """
+    saver = checkpoint.Checkpointer(sys.argv[1], keep=1)
+    for step in (1, 2, 3):
+      saver.save(step, make_state(step), host={})
+    saver.restore(make_state(0))
+    saver.close()
+  """
+  process = run_saver(body, tmp_path)
+  assert process.communicate() == ("", "")
+
+
+# --- the workdir ----------------------------------------------------------------------------------
+
+
+def test_a_workdir_is_held_by_one_process(tmp_path):
+  body = """
+    lock = checkpoint.WorkdirLock(sys.argv[1])
+    print("held", flush=True)
+    sys.stdin.read()
+  """
+  process = run_saver(body, tmp_path / "run")
+  assert process.stdout.readline() == "held\n"
+  holder = rf"in use by process {process.pid}\b.*--workdir"
+  with pytest.raises(checkpoint.WorkdirError, match=holder):
+    checkpoint.WorkdirLock(tmp_path / "run")
+  process.kill()
+  process.communicate()
+  with checkpoint.WorkdirLock(tmp_path / "run"):  # the kernel freed it
+    with pytest.raises(checkpoint.WorkdirError):
+      checkpoint.WorkdirLock(tmp_path / "run")
+  checkpoint.WorkdirLock(tmp_path / "run").close()
+
+
+def test_config_of_the_workdir(tmp_path):
+  loss = {"name": "ppo_clip", "kwargs": {}}
+  config = {"seed": 1, "loss": loss, "ks": [1, 8], "mesh": {"data": 1}}
+  workdir = tmp_path / "run"
+  checkpoint.check_config(workdir, json.dumps(config))
+  assert json.loads((workdir / "config.json").read_text()) == config
+  checkpoint.check_config(workdir, json.dumps(config))
+  other = {**config, "seed": 2, "loss": {"name": "gspo", "kwargs": {"eps": 0.1}}}
+  with pytest.raises(checkpoint.WorkdirError) as caught:
+    checkpoint.check_config(workdir, json.dumps(other))
+  message = str(caught.value)
+  assert "  seed: 1 in the workdir, 2 now\n" in message
+  assert '  loss.name: "ppo_clip" in the workdir, "gspo" now\n' in message
+  assert "  loss.kwargs.eps: absent in the workdir, 0.1 now\n" in message
+  assert "ks" not in message and "another --workdir" in message
+  assert json.loads((workdir / "config.json").read_text()) == config
+
+  wider = {**config, "mesh": {"data": 8}}
+  checkpoint.check_config(workdir, json.dumps(wider), may_differ=["mesh"])
+  with pytest.raises(checkpoint.WorkdirError, match=r"mesh\.data"):
+    checkpoint.check_config(workdir, json.dumps(wider), may_differ=["mes"])
+
+
+def test_config_that_is_not_json(tmp_path):
+  (tmp_path / "config.json").write_text("{")
+  with pytest.raises(checkpoint.WorkdirError, match="not JSON"):
+    checkpoint.check_config(tmp_path, "{}")
