@@ -80,8 +80,8 @@ def get_config() -> ConfigDict:
   c.grading = dict(
     num_workers=1,  # processes
     timeout_s=5.0,  # per completion, wall-clock
-    # outcome → reward: a number, "score" (the grader's), "mask" (out of the loss), "stop"
-    outcomes=dict(correct="score", wrong=0.0, unparseable=0.0, timeout=0.0, crashed="mask"),
+    # outcome → reward, as text: a number, "score" (the grader's), "mask" (out of the loss), "stop"
+    outcomes=dict(correct="score", wrong="0", unparseable="0", timeout="0", crashed="mask"),
   )
   c.checkpoint = dict(every=10, keep=2)  # updates; the latest, and the best in addition
   c.logging = dict(

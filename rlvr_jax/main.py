@@ -25,14 +25,27 @@ def main(argv: list[str]) -> None:
   from rlvr_jax.train.host import keep_freed_memory
 
   keep_freed_memory()  # before jax allocates anything
-  from rlvr_jax.train.loop import train
+  from rlvr_jax.rewards import GraderStartError, GradingStoppedError
+  from rlvr_jax.train.checkpoint import CheckpointError, WorkdirError
+  from rlvr_jax.train.components import build
+  from rlvr_jax.train.loop import NonFiniteError, train
+  from rlvr_jax.train.metrics import DiskFullError
 
   try:
-    train(_CONFIG.value, _WORKDIR.value)
-  except (ValueError, OSError, RuntimeError) as error:
-    if "--debug" in sys.argv:
-      raise
-    sys.exit(f"{type(error).__name__}: {error}")
+    parts = build(_CONFIG.value)
+  except (ValueError, OSError) as error:
+    sys.exit(f"error: {error}")
+  try:
+    train(parts, str(_WORKDIR.value))
+  except (
+    CheckpointError,
+    DiskFullError,
+    GraderStartError,
+    GradingStoppedError,
+    NonFiniteError,
+    WorkdirError,
+  ) as error:
+    sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

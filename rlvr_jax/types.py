@@ -20,11 +20,6 @@ Array = jax.Array
 Params = Any  # nested dict of arrays
 
 
-def _record(cls):
-  """A frozen dataclass whose fields are the leaves of a pytree."""
-  return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
   """The distribution tokens are drawn from; static under jit."""
@@ -42,13 +37,15 @@ class Head(NamedTuple):
   soft_cap: float | None = None  # c·tanh(z/c)
 
 
-@_record
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Prompts:
   tokens: Array  # i32[P, S], left-padded
   lengths: Array  # i32[P], number of real tokens, 1 ≤ length ≤ S
 
 
-@_record
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Rollouts:
   """What the sampler returns; token ids are the record, text is decoded for grading only."""
 
@@ -58,7 +55,8 @@ class Rollouts:
   behavior_logprobs: Array  # f32[P, G, T], under the distribution sampled from; 0 where padded
 
 
-@_record
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class TrainBatch:
   """Graded rollouts, ready for an update."""
 
@@ -72,7 +70,8 @@ class TrainBatch:
   proximal_logprobs: Array | None = None  # f32[P, G, T], None unless the loss is decoupled
 
 
-@_record
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class TrainState:
   """Everything an update reads and writes; checkpointed whole."""
 
@@ -84,7 +83,8 @@ class TrainState:
   skipped_in_a_row: Array  # i32[]
 
 
-@_record
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Mean:
   """A metric that averages: Σ total / Σ weight."""
 
@@ -92,22 +92,26 @@ class Mean:
   weight: Array
 
 
-@_record
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Max:
   value: Array
 
 
-@_record
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Min:
   value: Array
 
 
-@_record
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Sum:
   value: Array
 
 
-@_record
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class EffectiveSampleSize:
   """(Σ w)² / (n·Σ w²) of importance weights w, from its three sums."""
 

@@ -19,11 +19,11 @@ GOLDEN = pathlib.Path(SHARED or ".") / "golden"
 # Checked where the Gram matrix and SALT are.
 ELSEWHERE = ("salt_", "lm_head_gram_")
 AGGREGATIONS = {
-    "token-mean": "token_mean",
-    "seq-mean-token-mean": "sequence_mean",
-    "seq-mean-token-sum": "sequence_sum",
-    "seq-mean-token-sum-norm": "constant",
-    "mean over rollouts": "sequence_mean",
+  "token-mean": "token_mean",
+  "seq-mean-token-mean": "sequence_mean",
+  "seq-mean-token-sum": "sequence_sum",
+  "seq-mean-token-sum-norm": "constant",
+  "mean over rollouts": "sequence_mean",
 }
 
 if SHARED is None:
@@ -33,7 +33,7 @@ if SHARED is None:
 def _cases(*prefixes):
   cases = json.loads((GOLDEN / "manifest.json").read_text())
   return [
-      pytest.param(case, id=case["name"]) for case in cases if case["name"].startswith(prefixes)
+    pytest.param(case, id=case["name"]) for case in cases if case["name"].startswith(prefixes)
   ]
 
 
@@ -57,9 +57,9 @@ def _make_loss(case):
     return losses.p3o, {}
   if name.startswith("loss_m2po"):
     return losses.m2po, {
-        "budget": params["m2_budget"],
-        "min_epsilon_low": params["min_clip_low"],
-        "min_epsilon_high": params["min_clip_high"],
+      "budget": params["m2_budget"],
+      "min_epsilon_low": params["min_clip_low"],
+      "min_epsilon_high": params["min_clip_high"],
     }
   if name.startswith("loss_decoupled_ppo"):
     cap = {"behavior_weight_cap": params["behavior_weight_cap"]}
@@ -67,10 +67,10 @@ def _make_loss(case):
   if name.startswith("loss_dualclip"):
     return losses.ppo_clip, _clip_range(params) | {"dual_clip": params["dual_clip"]}
   for prefix, factory in (
-      ("loss_ppo_clip", losses.ppo_clip),
-      ("loss_cispo", losses.cispo),
-      ("loss_gspo", losses.gspo),
-      ("loss_geo_mean", losses.gmpo),
+    ("loss_ppo_clip", losses.ppo_clip),
+    ("loss_cispo", losses.cispo),
+    ("loss_gspo", losses.gspo),
+    ("loss_geo_mean", losses.gmpo),
   ):
     if name.startswith(prefix):
       return factory, _clip_range(params)
@@ -82,23 +82,21 @@ def _run(case, loss, statistics=None):
   arrays = _arrays(case)
   group = lambda name: arrays[name][:, None] if name in arrays else None  # every rollout a prompt
   batch = make_batch(
-      group("mask"), group("behavior_logprobs"), proximal_logprobs=group("proximal_logprobs")
+    group("mask"), group("behavior_logprobs"), proximal_logprobs=group("proximal_logprobs")
   )
   coefficients = group("advantages")
   policy_logprobs = jax.numpy.asarray(group("logprobs"))
   if loss.statistics is not None and statistics is None:
-    statistics = loss.statistics(policy_logprobs, batch, coefficients)
+    statistics = jax.jit(loss.statistics)(policy_logprobs, batch, coefficients)
   how = AGGREGATIONS[case["params"].get("aggregation", "token-mean")]
 
   def value(policy_logprobs):
     per_token, _ = loss.per_token(policy_logprobs, batch, coefficients, statistics)
-    pair = aggregate(
-        per_token, batch.mask, how=how, max_response_length=batch.mask.shape[-1]
-    )
+    pair = aggregate(per_token, batch.mask, how=how, max_response_length=batch.mask.shape[-1])
     summed = "reduction" in case["params"]
     return (pair.total if summed else pair.total / pair.weight), pair.weight
 
-  (value, weight), gradient = jax.value_and_grad(value, has_aux=True)(policy_logprobs)
+  (value, weight), gradient = jax.jit(jax.value_and_grad(value, has_aux=True))(policy_logprobs)
   return value, weight, gradient[:, 0]
 
 
@@ -145,7 +143,7 @@ def test_m2po_interval(case):
     arrays, (factory, kwargs) = _arrays(case), _make_loss(case)
     batch = make_batch(arrays["mask"][:, None], arrays["behavior_logprobs"][:, None])
     interval = factory(**kwargs).statistics(
-        jax.numpy.asarray(arrays["logprobs"][:, None]), batch, arrays["advantages"][:, None]
+      jax.numpy.asarray(arrays["logprobs"][:, None]), batch, arrays["advantages"][:, None]
     )
     np.testing.assert_allclose(1 - interval.low, arrays["clip_low"], rtol=RTOL)
     if arrays["clip_high"] > 1e4:  # the authors' "no bound"
@@ -164,9 +162,9 @@ def _without_each_bound(case):
     yield "budget", factory(**kwargs | {"budget": 1e6}), None
     arrays, loss = _arrays(case), factory(**kwargs)
     interval = loss.statistics(
-        jax.numpy.asarray(arrays["logprobs"][:, None]),
-        make_batch(arrays["mask"][:, None], arrays["behavior_logprobs"][:, None]),
-        arrays["advantages"][:, None],
+      jax.numpy.asarray(arrays["logprobs"][:, None]),
+      make_batch(arrays["mask"][:, None], arrays["behavior_logprobs"][:, None]),
+      arrays["advantages"][:, None],
     )
     yield "low", loss, interval._replace(low=0.0)
     yield "high", loss, interval._replace(high=np.inf)

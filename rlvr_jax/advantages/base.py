@@ -32,9 +32,7 @@ class Advantage(NamedTuple):
   needs_binary: bool = False
 
 
-def stateless(
-    function: Callable[[TrainBatch], Array], *, needs_binary: bool = False
-) -> Advantage:
+def stateless(function: Callable[[TrainBatch], Array], *, needs_binary: bool = False) -> Advantage:
   """An estimator that looks at nothing but the batch."""
 
   def update(state: Any, batch: TrainBatch, entropy: Array, solve_rate: Array | None = None) -> Any:
@@ -42,11 +40,11 @@ def stateless(
     return state
 
   return Advantage(
-      init=lambda initial_entropy: (),
-      apply=lambda state, batch: function(batch),
-      update=update,
-      metrics=lambda state: {},
-      needs_binary=needs_binary,
+    init=lambda initial_entropy: (),
+    apply=lambda state, batch: function(batch),
+    update=update,
+    metrics=lambda state: {},
+    needs_binary=needs_binary,
   )
 
 
@@ -59,8 +57,8 @@ def as_group(name: str, rewards: Array) -> Array:
   chex.assert_rank(rewards, 2)
   if rewards.shape[1] < 2:
     raise ValueError(
-        f"advantage {name!r} compares the rollouts of one prompt, but the group size G ="
-        f" {rewards.shape[1]}; set at least 2 rollouts per prompt, or use 'reinforce'"
+      f"advantage {name!r} compares the rollouts of one prompt, but the group size G ="
+      f" {rewards.shape[1]}; set at least 2 rollouts per prompt, or use 'reinforce'"
     )
   return upcast(rewards)
 

@@ -30,14 +30,12 @@ class Exponents(NamedTuple):
   delta: Array  # f32[], δ in (0, 1]
 
 
-def adaptive_exponents(
-    state: FadeState, *, alpha_max: float, delta_min: float
-) -> Exponents:
+def adaptive_exponents(state: FadeState, *, alpha_max: float, delta_min: float) -> Exponents:
   """α = clip(3(1−p̂)/(2p̂), 1, α_max), δ = clip(1 + Ĥ − H*, δ_min, 1)."""
   return Exponents(
-      # At p̂ = 0 the quotient is +inf, clipped to α_max.
-      alpha=jnp.clip(3 * (1 - state.solve_rate) / (2 * state.solve_rate), 1.0, alpha_max),
-      delta=jnp.clip(1 + state.entropy - state.target_entropy, delta_min, 1.0),
+    # At p̂ = 0 the quotient is +inf, clipped to α_max.
+    alpha=jnp.clip(3 * (1 - state.solve_rate) / (2 * state.solve_rate), 1.0, alpha_max),
+    delta=jnp.clip(1 + state.entropy - state.target_entropy, delta_min, 1.0),
   )
 
 
@@ -51,12 +49,12 @@ def entropy_exponents(state: FadeState, *, alpha_max: float, delta_min: float) -
   # A target at or above the start has been passed already: α = 1.
   left = jnp.where(span > 0, excess / jnp.where(span > 0, span, 1.0), 0.0)
   return adaptive_exponents(state, alpha_max=alpha_max, delta_min=delta_min)._replace(
-      alpha=1 + (alpha_max - 1) * jnp.clip(left, 0.0, 1.0)
+    alpha=1 + (alpha_max - 1) * jnp.clip(left, 0.0, 1.0)
   )
 
 
 def logarithmic_exponents(
-    state: FadeState, *, alpha_max: float, delta_min: float, decay_updates: int
+  state: FadeState, *, alpha_max: float, delta_min: float, decay_updates: int
 ) -> Exponents:
   """α falls from α_max to 1, δ from 1 to δ_min, with log(1+t)/log(1+T), t updates, T the decay.
 
@@ -68,14 +66,14 @@ def logarithmic_exponents(
 
 
 def fade(
-    *,
-    alpha_max: float = 3.0,
-    delta_min: float = 0.3,
-    smoothing: float = 0.02,
-    target_entropy: float = 0.5,
-    target_is_relative: bool = True,
-    schedule: str = "adaptive",
-    decay_updates: int = 1000,
+  *,
+  alpha_max: float = 3.0,
+  delta_min: float = 0.3,
+  smoothing: float = 0.02,
+  target_entropy: float = 0.5,
+  target_is_relative: bool = True,
+  schedule: str = "adaptive",
+  decay_updates: int = 1000,
 ) -> Advantage:
   """A = (1−r̄)^(α−1)·(r − r̄ if r ≥ r̄ else (r − r̄)/δ), with α and δ from the run so far.
 
@@ -108,7 +106,7 @@ def fade(
   def exponents(state: FadeState) -> Exponents:
     if schedule == "logarithmic":
       return logarithmic_exponents(
-          state, alpha_max=alpha_max, delta_min=delta_min, decay_updates=decay_updates
+        state, alpha_max=alpha_max, delta_min=delta_min, decay_updates=decay_updates
       )
     rule = adaptive_exponents if schedule == "adaptive" else entropy_exponents
     return rule(state, alpha_max=alpha_max, delta_min=delta_min)
@@ -117,40 +115,40 @@ def fade(
     entropy = upcast(initial_entropy)
     target = target_entropy * entropy if target_is_relative else target_entropy
     return FadeState(
-        solve_rate=jnp.full_like(entropy, 0.5),
-        entropy=entropy,
-        initial_entropy=entropy,
-        target_entropy=jnp.broadcast_to(target, entropy.shape).astype(entropy.dtype),
-        updates=jnp.zeros((), jnp.int32),
+      solve_rate=jnp.full_like(entropy, 0.5),
+      entropy=entropy,
+      initial_entropy=entropy,
+      target_entropy=jnp.broadcast_to(target, entropy.shape).astype(entropy.dtype),
+      updates=jnp.zeros((), jnp.int32),
     )
 
   def apply(state: FadeState, batch: TrainBatch) -> Array:
     alpha, delta = exponents(state)
     return power_asym_advantages(
-        batch.rewards, batch.correct, alpha=alpha, delta=delta, name="fade"
+      batch.rewards, batch.correct, alpha=alpha, delta=delta, name="fade"
     )
 
   def update(
-      state: FadeState, batch: TrainBatch, entropy: Array, solve_rate: Array | None = None
+    state: FadeState, batch: TrainBatch, entropy: Array, solve_rate: Array | None = None
   ) -> FadeState:
     if solve_rate is None:
       solve_rate = jnp.mean(upcast(batch.correct))
     return state._replace(
-        solve_rate=_moving_average(state.solve_rate, solve_rate, smoothing),
-        entropy=_moving_average(state.entropy, entropy, smoothing),
-        updates=state.updates + 1,
+      solve_rate=_moving_average(state.solve_rate, solve_rate, smoothing),
+      entropy=_moving_average(state.entropy, entropy, smoothing),
+      updates=state.updates + 1,
     )
 
   def metrics(state: FadeState) -> Metrics:
     values = {
-        **exponents(state)._asdict(),
-        "solve_rate": state.solve_rate,
-        "entropy": state.entropy,
-        "target_entropy": state.target_entropy,
+      **exponents(state)._asdict(),
+      "solve_rate": state.solve_rate,
+      "entropy": state.entropy,
+      "target_entropy": state.target_entropy,
     }
     return {
-        f"advantage/fade_{name}": Mean(total=value, weight=jnp.ones_like(value))
-        for name, value in values.items()
+      f"advantage/fade_{name}": Mean(total=value, weight=jnp.ones_like(value))
+      for name, value in values.items()
     }
 
   return Advantage(init, apply, update, metrics, needs_binary=True)

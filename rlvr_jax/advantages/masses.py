@@ -32,10 +32,8 @@ def gradient_masses(coefficients: Array, rewards: Array, correct: Array) -> Metr
   failure = jnp.sum(jnp.maximum(-coefficients, 0) * (~binary | (correct <= 0)))
   rollouts = jnp.full_like(success, coefficients.size)
   return {
-      "advantage/mass_success": Mean(total=success, weight=rollouts),
-      "advantage/mass_failure": Mean(total=failure, weight=rollouts),
-      "advantage/mass_ratio": Mean(total=success, weight=failure),
-      "advantage/ess": effective_sample_size(
-          jnp.abs(coefficients), jnp.ones_like(coefficients)
-      ),
+    "advantage/mass_success": Mean(total=success, weight=rollouts),
+    "advantage/mass_failure": Mean(total=failure, weight=rollouts),
+    "advantage/mass_ratio": Mean(total=success, weight=failure),
+    "advantage/ess": effective_sample_size(jnp.abs(coefficients), jnp.ones_like(coefficients)),
   }

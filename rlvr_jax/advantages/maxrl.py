@@ -26,12 +26,10 @@ def maxrl_advantages(rewards: Array, correct: Array) -> Array:
   solved = solve_rate > 0
   centred = rewards - group_mean(rewards)
   return zero_if_constant(
-      jnp.where(solved, centred / jnp.where(solved, solve_rate, 1.0), 0.0), rewards
+    jnp.where(solved, centred / jnp.where(solved, solve_rate, 1.0), 0.0), rewards
   )
 
 
 def maxrl() -> Advantage:
   """A = (r − r̄)/r̄; see `maxrl_advantages`."""
-  return stateless(
-      lambda batch: maxrl_advantages(batch.rewards, batch.correct), needs_binary=True
-  )
+  return stateless(lambda batch: maxrl_advantages(batch.rewards, batch.correct), needs_binary=True)

@@ -29,7 +29,5 @@ def opo_advantages(rewards: Array, lengths: Array) -> Array:
 
 
 def opo() -> Advantage:
-  """A = r − Σ len·r/Σ len, lengths in loss tokens: a filtered rollout has no say in the baseline."""
-  return stateless(
-      lambda batch: opo_advantages(batch.rewards, masked_count(batch.mask, axis=-1))
-  )
+  """A = r − Σ len·r/Σ len, len in loss tokens: a filtered rollout has no say in the baseline."""
+  return stateless(lambda batch: opo_advantages(batch.rewards, masked_count(batch.mask, axis=-1)))

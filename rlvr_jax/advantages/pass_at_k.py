@@ -33,8 +33,8 @@ def pass_at_k_advantages(rewards: Array, correct: Array, *, k: int) -> Array:
   size = rewards.shape[1]
   if k > size:
     raise ValueError(
-        f"advantage 'pass_at_k' with k = {k} needs at least k rollouts per prompt, got G = {size};"
-        f" lower k or raise the group size"
+      f"advantage 'pass_at_k' with k = {k} needs at least k rollouts per prompt, got G = {size};"
+      f" lower k or raise the group size"
     )
   correct = upcast(correct)
   others_wrong = size - 1 - jnp.sum(correct, axis=1, keepdims=True)
@@ -62,7 +62,7 @@ def pass_at_k(*, k: int = 4, form: str = "unbiased") -> Advantage:
 
   def plug_in(batch: TrainBatch) -> Array:
     return k * power_asym_advantages(
-        batch.rewards, batch.correct, alpha=float(k), delta=1.0, name="pass_at_k"
+      batch.rewards, batch.correct, alpha=float(k), delta=1.0, name="pass_at_k"
     )
 
   return stateless(unbiased if form == "unbiased" else plug_in, needs_binary=True)

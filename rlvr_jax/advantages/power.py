@@ -28,12 +28,12 @@ def asym_advantages(rewards: Array, *, delta: Array | float, name: str = "asym")
 
 
 def power_asym_advantages(
-    rewards: Array,
-    correct: Array,
-    *,
-    alpha: Array | float,
-    delta: Array | float,
-    name: str = "power_asym",
+  rewards: Array,
+  correct: Array,
+  *,
+  alpha: Array | float,
+  delta: Array | float,
+  name: str = "power_asym",
 ) -> Array:
   """A = (1 − mean correctness)^(α−1) × `asym_advantages`.
 
@@ -55,10 +55,10 @@ def power(*, alpha: float = 2.0) -> Advantage:
   """A = (1−r̄)^(α−1)·(r − r̄), α ≥ 1; masses p·q^α and p·q^α."""
   check_between("power", "alpha", alpha, low=1.0)
   return stateless(
-      lambda batch: power_asym_advantages(
-          batch.rewards, batch.correct, alpha=alpha, delta=1.0, name="power"
-      ),
-      needs_binary=True,
+    lambda batch: power_asym_advantages(
+      batch.rewards, batch.correct, alpha=alpha, delta=1.0, name="power"
+    ),
+    needs_binary=True,
   )
 
 
@@ -73,6 +73,6 @@ def power_asym(*, alpha: float = 2.0, delta: float = 0.5) -> Advantage:
   check_between("power_asym", "alpha", alpha, low=1.0)
   check_between("power_asym", "delta", delta, low=0.0, open_low=True)
   return stateless(
-      lambda batch: power_asym_advantages(batch.rewards, batch.correct, alpha=alpha, delta=delta),
-      needs_binary=True,
+    lambda batch: power_asym_advantages(batch.rewards, batch.correct, alpha=alpha, delta=delta),
+    needs_binary=True,
   )

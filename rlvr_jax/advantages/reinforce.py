@@ -46,7 +46,7 @@ def weighted_reinforce(*, success_weight: float = 0.1) -> Advantage:
   """A = λ if r = 1 else −1, λ = `success_weight` ≥ 0; see `weighted_reinforce_advantages`."""
   check_between("weighted_reinforce", "success_weight", success_weight, low=0.0)
   return stateless(
-      lambda batch: weighted_reinforce_advantages(batch.rewards, success_weight=success_weight)
+    lambda batch: weighted_reinforce_advantages(batch.rewards, success_weight=success_weight)
   )
 
 
@@ -54,5 +54,5 @@ def asymmetric_reinforce(*, baseline_shift: float = -0.1) -> Advantage:
   """A = r − (r̄ + δV), δV = `baseline_shift` ≤ 0; see `asymmetric_reinforce_advantages`."""
   check_between("asymmetric_reinforce", "baseline_shift", baseline_shift, high=0.0)
   return stateless(
-      lambda batch: asymmetric_reinforce_advantages(batch.rewards, baseline_shift=baseline_shift)
+    lambda batch: asymmetric_reinforce_advantages(batch.rewards, baseline_shift=baseline_shift)
   )

@@ -30,7 +30,9 @@ def problem_batches(
   if not len(source):
     raise ValueError("the source of problems is empty: make it at least one problem large")
   dataset = grain.MapDataset.source(source).seed(seed).shuffle().repeat()
-  batches = dataset.batch(batch_size, batch_fn=list)
+  # The stream has no end, so there is no remainder to drop; it keeps grain's count of batches, for
+  # batch_size = 1, within the integers that a length may have.
+  batches = dataset.batch(batch_size, drop_remainder=True, batch_fn=list)
   in_process = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
   return iter(batches.to_iter_dataset(in_process))
 

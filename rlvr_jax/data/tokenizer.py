@@ -27,7 +27,7 @@ class ByteTokenizer:
 
   vocab_size = 264
   pad_id = 256
-  stop_ids = (257,)
+  stop_ids: tuple[int, ...] = (257,)
 
   def encode(self, text: str) -> list[int]:
     """The bytes of the text; no special token is added."""

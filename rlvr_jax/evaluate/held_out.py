@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rlvr_jax.data import ProblemSource
 from rlvr_jax.evaluate.pass_at_k import summarize
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.rollouts.collect import Collector
@@ -15,7 +16,7 @@ from rlvr_jax.types import Params
 
 def evaluate(
   params: Params,
-  problems: Sequence[Any],
+  problems: ProblemSource,
   *,
   collector: Collector,
   batch_size: int,

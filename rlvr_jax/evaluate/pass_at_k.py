@@ -36,8 +36,8 @@ def pass_at_k(num_samples: npt.ArrayLike, num_correct: npt.ArrayLike, k: int) ->
     raise ValueError("num_correct must lie between 0 and num_samples.")
   i = np.arange(k, dtype=np.float64)
   n, c = n[..., None].astype(np.float64), c[..., None].astype(np.float64)
-  # A numerator that reaches 0 makes the whole product 0; past it the terms would turn negative.
-  all_wrong = np.prod(np.maximum(n - c - i, 0.0) / (n - i), axis=-1)
+  # Fewer than k wrong samples: one of the integers n−c−i is 0, and so is the product.
+  all_wrong = np.prod((n - c - i) / (n - i), axis=-1)
   return 1.0 - all_wrong
 
 

@@ -13,14 +13,14 @@ from rlvr_jax.losses.sapo import sapo as sapo
 from rlvr_jax.losses.topr import topr as topr
 
 __all__ = [
-    "cispo",
-    "decoupled_ppo",
-    "gmpo",
-    "gspo",
-    "m2po",
-    "p3o",
-    "ppo_clip",
-    "reinforce",
-    "sapo",
-    "topr",
+  "cispo",
+  "decoupled_ppo",
+  "gmpo",
+  "gspo",
+  "m2po",
+  "p3o",
+  "ppo_clip",
+  "reinforce",
+  "sapo",
+  "topr",
 ]

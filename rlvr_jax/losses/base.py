@@ -47,10 +47,10 @@ def prepare(policy_logprobs: Array, batch: TrainBatch, coefficients: Array) -> T
   chex.assert_rank([policy_logprobs, coefficients], [3, 2])
   chex.assert_equal_shape_prefix([policy_logprobs, coefficients], 2)
   return Tokens(
-      policy_logprobs=masked_fill(policy_logprobs, batch.mask),
-      log_ratios=log_ratios(policy_logprobs, batch.behavior_logprobs, batch.mask),
-      coefficients=jax.lax.stop_gradient(upcast(coefficients))[..., None],
-      mask=batch.mask,
+    policy_logprobs=masked_fill(policy_logprobs, batch.mask),
+    log_ratios=log_ratios(policy_logprobs, batch.behavior_logprobs, batch.mask),
+    coefficients=jax.lax.stop_gradient(upcast(coefficients))[..., None],
+    mask=batch.mask,
   )
 
 
@@ -62,13 +62,13 @@ def clip_metrics(clipped: Array, tokens: Tokens) -> Metrics:
   """
   clipped = jnp.broadcast_to(upcast(clipped), tokens.mask.shape)
   signs = {
-      "": True,
-      "_positive": tokens.coefficients > 0,
-      "_negative": tokens.coefficients < 0,
+    "": jnp.ones_like(tokens.coefficients, bool),
+    "_positive": tokens.coefficients > 0,
+    "_negative": tokens.coefficients < 0,
   }
   return {
-      f"loss/clip_fraction{suffix}": mean_metric(clipped, (tokens.mask > 0) & sign)
-      for suffix, sign in signs.items()
+    f"loss/clip_fraction{suffix}": mean_metric(clipped, (tokens.mask > 0) & sign)
+    for suffix, sign in signs.items()
   }
 
 

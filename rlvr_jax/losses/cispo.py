@@ -24,7 +24,7 @@ def cispo(*, epsilon_low: float = 0.2, epsilon_high: float = 0.2) -> Loss:
   check_between("cispo", "epsilon_high", epsilon_high, low=0.0)
 
   def per_token(
-      policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any = None
+    policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any = None
   ) -> tuple[Array, Metrics]:
     del statistics
     tokens = prepare(policy_logprobs, batch, coefficients)

@@ -16,7 +16,7 @@ from rlvr_jax.types import Array, Metrics, TrainBatch
 
 
 def decoupled_ppo(
-    *, epsilon_low: float = 0.2, epsilon_high: float = 0.2, behavior_weight_cap: float = 2.0
+  *, epsilon_low: float = 0.2, epsilon_high: float = 0.2, behavior_weight_cap: float = 2.0
 ) -> Loss:
   """ℓ = min(π_prox/β, cap)·`ppo_clip` on π/π_prox.
 
@@ -33,30 +33,28 @@ def decoupled_ppo(
   """
   check_between("decoupled_ppo", "epsilon_low", epsilon_low, low=0.0, high=1.0)
   check_between("decoupled_ppo", "epsilon_high", epsilon_high, low=0.0)
-  check_between(
-      "decoupled_ppo", "behavior_weight_cap", behavior_weight_cap, low=0.0, open_low=True
-  )
+  check_between("decoupled_ppo", "behavior_weight_cap", behavior_weight_cap, low=0.0, open_low=True)
 
   def per_token(
-      policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any = None
+    policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any = None
   ) -> tuple[Array, Metrics]:
     del statistics
     if batch.proximal_logprobs is None:
       raise ValueError(
-          "loss 'decoupled_ppo' needs batch.proximal_logprobs f32[P, G, T], got None; take the"
-          " policy's log-probabilities when the batch is first trained on"
+        "loss 'decoupled_ppo' needs batch.proximal_logprobs f32[P, G, T], got None; take the"
+        " policy's log-probabilities when the batch is first trained on"
       )
     proximal_logprobs = jax.lax.stop_gradient(batch.proximal_logprobs)
     tokens = prepare(policy_logprobs, batch, coefficients)
     ratios = jnp.exp(log_ratios(policy_logprobs, proximal_logprobs, batch.mask))
     surrogate, clipped = clipped_surrogate(
-        ratios, tokens.coefficients, low=1 - epsilon_low, high=1 + epsilon_high
+      ratios, tokens.coefficients, low=1 - epsilon_low, high=1 + epsilon_high
     )
     behavior_weights = jnp.exp(log_ratios(proximal_logprobs, batch.behavior_logprobs, batch.mask))
     capped = jnp.where(behavior_weights > behavior_weight_cap, 1.0, 0.0)
     return jnp.minimum(behavior_weights, behavior_weight_cap) * surrogate, {
-        **clip_metrics(clipped, tokens),
-        "loss/behavior_weight_capped": mean_metric(capped, batch.mask),
+      **clip_metrics(clipped, tokens),
+      "loss/behavior_weight_capped": mean_metric(capped, batch.mask),
     }
 
   return Loss(per_token)

@@ -28,7 +28,7 @@ def gmpo(*, epsilon_low: float = 0.4, epsilon_high: float = 0.4) -> Loss:
   check_between("gmpo", "epsilon_high", epsilon_high, low=0.0)
 
   def per_token(
-      policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any = None
+    policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any = None
   ) -> tuple[Array, Metrics]:
     del statistics
     tokens = prepare(policy_logprobs, batch, coefficients)

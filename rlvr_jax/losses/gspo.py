@@ -27,16 +27,16 @@ def gspo(*, epsilon_low: float = 3e-4, epsilon_high: float = 4e-4) -> Loss:
   check_between("gspo", "epsilon_high", epsilon_high, low=0.0)
 
   def per_token(
-      policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any = None
+    policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any = None
   ) -> tuple[Array, Metrics]:
     del statistics
     tokens = prepare(policy_logprobs, batch, coefficients)
     sequence_ratios = jnp.exp(mean_log_ratios(tokens.log_ratios, tokens.mask))
     losses, clipped = clipped_surrogate(
-        follow(sequence_ratios, tokens.policy_logprobs),
-        tokens.coefficients,
-        low=1 - epsilon_low,
-        high=1 + epsilon_high,
+      follow(sequence_ratios, tokens.policy_logprobs),
+      tokens.coefficients,
+      low=1 - epsilon_low,
+      high=1 + epsilon_high,
     )
     return losses, clip_metrics(clipped, tokens)
 

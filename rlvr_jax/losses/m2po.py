@@ -42,7 +42,7 @@ def second_moment_threshold(squares: Array, harmful: Array, *, budget: float) ->
 
 
 def clip_interval(
-    tokens: Tokens, *, budget: float, min_epsilon_low: float, min_epsilon_high: float
+  tokens: Tokens, *, budget: float, min_epsilon_low: float, min_epsilon_high: float
 ) -> Interval:
   """The interval of M2PO from all tokens of a batch; see `m2po`."""
   harmful = (tokens.mask > 0) & (tokens.coefficients * tokens.log_ratios > 0)
@@ -55,14 +55,14 @@ def clip_interval(
   bound = jnp.sqrt(jnp.maximum(threshold - margin, 0.0))
   within_budget = second_moment <= budget  # also without a harmful token
   return Interval(
-      low=jnp.where(within_budget, 0.0, jnp.minimum(jnp.exp(-bound), 1 - min_epsilon_low)),
-      high=jnp.where(within_budget, jnp.inf, jnp.maximum(jnp.exp(bound), 1 + min_epsilon_high)),
-      second_moment=second_moment,
+    low=jnp.where(within_budget, 0.0, jnp.minimum(jnp.exp(-bound), 1 - min_epsilon_low)),
+    high=jnp.where(within_budget, jnp.inf, jnp.maximum(jnp.exp(bound), 1 + min_epsilon_high)),
+    second_moment=second_moment,
   )
 
 
 def m2po(
-    *, budget: float = 0.04, min_epsilon_low: float = 0.3, min_epsilon_high: float = 0.5
+  *, budget: float = 0.04, min_epsilon_low: float = 0.3, min_epsilon_high: float = 0.5
 ) -> Loss:
   """`ppo_clip` whose interval keeps the second moment of harmful tokens within a budget.
 
@@ -83,29 +83,29 @@ def m2po(
   def statistics(policy_logprobs: Array, batch: TrainBatch, coefficients: Array) -> Interval:
     tokens = prepare(jax.lax.stop_gradient(policy_logprobs), batch, coefficients)
     return clip_interval(
-        tokens,
-        budget=budget,
-        min_epsilon_low=min_epsilon_low,
-        min_epsilon_high=min_epsilon_high,
+      tokens,
+      budget=budget,
+      min_epsilon_low=min_epsilon_low,
+      min_epsilon_high=min_epsilon_high,
     )
 
   def per_token(
-      policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Interval
+    policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Interval
   ) -> tuple[Array, Metrics]:
     tokens = prepare(policy_logprobs, batch, coefficients)
     interval = jax.lax.stop_gradient(statistics)
     losses, clipped = clipped_surrogate(
-        tokens.ratios, tokens.coefficients, low=interval.low, high=interval.high
+      tokens.ratios, tokens.coefficients, low=interval.low, high=interval.high
     )
     active = jnp.isfinite(interval.high)
     one = jnp.ones_like(interval.low)
     return losses, {
-        **clip_metrics(clipped, tokens),
-        "loss/second_moment": Mean(total=interval.second_moment, weight=one),
-        "loss/clip_active": Mean(total=one * active, weight=one),
-        # The mean interval of the updates that have one.
-        "loss/clip_low": Mean(total=interval.low * active, weight=one * active),
-        "loss/clip_high": Mean(total=jnp.where(active, interval.high, 0.0), weight=one * active),
+      **clip_metrics(clipped, tokens),
+      "loss/second_moment": Mean(total=interval.second_moment, weight=one),
+      "loss/clip_active": Mean(total=one * active, weight=one),
+      # The mean interval of the updates that have one.
+      "loss/clip_low": Mean(total=interval.low * active, weight=one * active),
+      "loss/clip_high": Mean(total=jnp.where(active, interval.high, 0.0), weight=one * active),
     }
 
   return Loss(per_token, statistics)

@@ -18,27 +18,13 @@ from rlvr_jax.types import Array, Metrics, TrainBatch
 K3_LOG_RATIO_BOUND = 10.0
 
 
-def ess_of_ratios(log_ratio: Array, mask: Array, axis: int | None = None) -> Array:
-  """e = (Σ mρ)²/((Σ m)·(Σ mρ²)) over the tokens, in [1/n, 1]; 1 without a token.
-
-  NaN when a ratio is not finite, so that the update is skipped and counted, never repaired.
-
-  Args:
-    log_ratio: f32[P, G, T], nats.
-    mask: [P, G, T].
-    axis: None for the whole batch, f32[]; −1 for each response, f32[P, G, 1].
-  """
-  ess = normalized_ess(log_ratio, mask, axis=axis)
-  finite = jnp.all(jnp.isfinite(jnp.exp(log_ratio)), axis=axis, keepdims=axis is not None)
-  return jax.lax.stop_gradient(jnp.where(finite, ess, jnp.nan))
-
-
 def p3o(*, ess: str = "batch", cap: str = "ess", kl_term: bool = True) -> Loss:
   """ℓ = −sg(min(ρ, e))·A·log π + (1 − e)·k3.
 
   e is the normalised effective sample size of the batch's token ratios and
   k3 = log π − log β + exp(clip(log β − log π, −10, 10)) − 1, on β's samples, where it is not an
   unbiased KL(π‖β). No clip range, no snapshot policy, no coefficient. Made for `token_mean`.
+  A ratio that is not finite makes the loss NaN, so that the update is skipped, not repaired.
 
   The arguments are the ablations: cap only `kl_term=False`, KL only `cap="none"`, per-sequence ESS
   `ess="sequence"`, e frozen at 1 `ess="one"`, cap 1/e `cap="inverse_ess"`.
@@ -56,32 +42,34 @@ def p3o(*, ess: str = "batch", cap: str = "ess", kl_term: bool = True) -> Loss:
   def batch_ess(policy_logprobs: Array, batch: TrainBatch, coefficients: Array) -> Array:
     del coefficients
     policy_logprobs = jax.lax.stop_gradient(policy_logprobs)
-    return ess_of_ratios(
-        log_ratios(policy_logprobs, batch.behavior_logprobs, batch.mask), batch.mask
-    )
+    log_ratio = log_ratios(policy_logprobs, batch.behavior_logprobs, batch.mask)
+    return normalized_ess(log_ratio, batch.mask)
 
   def per_token(
-      policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any = None
+    policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any = None
   ) -> tuple[Array, Metrics]:
     tokens = prepare(policy_logprobs, batch, coefficients)
     ratios = jax.lax.stop_gradient(tokens.ratios)
     if ess == "batch":
-      e = jax.lax.stop_gradient(statistics)
+      e = statistics
     elif ess == "sequence":
-      e = ess_of_ratios(tokens.log_ratios, tokens.mask, axis=-1)
+      e = normalized_ess(tokens.log_ratios, tokens.mask, axis=-1)
     else:
       e = jnp.ones((), ratios.dtype)
+    e = jax.lax.stop_gradient(e)
     limit = {"ess": e, "inverse_ess": 1 / e, "none": jnp.inf}[cap]
-    losses = score_function(jnp.minimum(ratios, limit), tokens)
+    # min(∞, e) = e would hide an overflow; the update has to be skipped and counted.
+    weights = jnp.where(jnp.isfinite(ratios), jnp.minimum(ratios, limit), jnp.nan)
+    losses = score_function(weights, tokens)
     k3 = kl.k3(
-        policy_logprobs, batch.behavior_logprobs, batch.mask, log_ratio_bound=K3_LOG_RATIO_BOUND
+      policy_logprobs, batch.behavior_logprobs, batch.mask, log_ratio_bound=K3_LOG_RATIO_BOUND
     )
     if kl_term:
       losses += (1 - e) * k3
     return losses, {
-        **clip_metrics(ratios > limit, tokens),
-        "loss/ess": mean_metric(jnp.broadcast_to(e, ratios.shape), tokens.mask),
-        "loss/k3_behavior": mean_metric(jax.lax.stop_gradient(k3), tokens.mask),
+      **clip_metrics(ratios > limit, tokens),
+      "loss/ess": mean_metric(jnp.broadcast_to(e, ratios.shape), tokens.mask),
+      "loss/k3_behavior": mean_metric(jax.lax.stop_gradient(k3), tokens.mask),
     }
 
   return Loss(per_token, batch_ess if ess == "batch" else None)

@@ -12,7 +12,7 @@ from rlvr_jax.types import Array, Metrics, TrainBatch
 
 
 def clipped_surrogate(
-    ratios: Array, coefficients: Array, *, low: Array | float, high: Array | float
+  ratios: Array, coefficients: Array, *, low: Array | float, high: Array | float
 ) -> tuple[Array, Array]:
   """max(−Aρ, −A·clip(ρ, low, high)).
 
@@ -30,7 +30,7 @@ def clipped_surrogate(
 
 
 def ppo_clip(
-    *, epsilon_low: float = 0.2, epsilon_high: float = 0.2, dual_clip: float | None = None
+  *, epsilon_low: float = 0.2, epsilon_high: float = 0.2, dual_clip: float | None = None
 ) -> Loss:
   """ℓ = max(−Aρ, −A·clip(ρ, 1−ε_low, 1+ε_high)), and min(ℓ, −A·c) where A < 0.
 
@@ -48,12 +48,12 @@ def ppo_clip(
     check_between("ppo_clip", "dual_clip", dual_clip, low=1.0, open_low=True)
 
   def per_token(
-      policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any = None
+    policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any = None
   ) -> tuple[Array, Metrics]:
     del statistics
     tokens = prepare(policy_logprobs, batch, coefficients)
     losses, clipped = clipped_surrogate(
-        tokens.ratios, tokens.coefficients, low=1 - epsilon_low, high=1 + epsilon_high
+      tokens.ratios, tokens.coefficients, low=1 - epsilon_low, high=1 + epsilon_high
     )
     if dual_clip is not None:
       ceiling = -tokens.coefficients * dual_clip

@@ -22,7 +22,7 @@ def reinforce(*, truncation: float | None = None) -> Loss:
     check_between("reinforce", "truncation", truncation, low=0.0, open_low=True)
 
   def per_token(
-      policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any = None
+    policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any = None
   ) -> tuple[Array, Metrics]:
     del statistics
     tokens = prepare(policy_logprobs, batch, coefficients)

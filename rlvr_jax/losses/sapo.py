@@ -23,15 +23,11 @@ def sapo(*, temperature_positive: float = 1.0, temperature_negative: float = 1.0
     temperature_negative: τ > 0 elsewhere; larger fades off-policy failures faster.
   Source: arXiv 2511.20347.
   """
-  check_between(
-      "sapo", "temperature_positive", temperature_positive, low=0.0, open_low=True
-  )
-  check_between(
-      "sapo", "temperature_negative", temperature_negative, low=0.0, open_low=True
-  )
+  check_between("sapo", "temperature_positive", temperature_positive, low=0.0, open_low=True)
+  check_between("sapo", "temperature_negative", temperature_negative, low=0.0, open_low=True)
 
   def per_token(
-      policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any = None
+    policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any = None
   ) -> tuple[Array, Metrics]:
     del statistics
     tokens = prepare(policy_logprobs, batch, coefficients)

@@ -18,7 +18,7 @@ def topr() -> Loss:
   """
 
   def per_token(
-      policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any = None
+    policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any = None
   ) -> tuple[Array, Metrics]:
     del statistics
     tokens = prepare(policy_logprobs, batch, coefficients)

@@ -35,8 +35,8 @@ class RopeScaling:
 
   factor: float
   low_frequency_factor: float | None = None
-  high_frequency_factor: float | None = None
-  original_length: int | None = None  # tokens
+  high_frequency_factor: float = 4.0
+  original_length: int = 8192  # tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,10 @@ class TransformerConfig:
       if not condition:
         raise ValueError(f'TransformerConfig: {message}')
 
-    require(self.activation in _ACTIVATIONS, f'activation={self.activation!r}; allowed: {sorted(_ACTIVATIONS)}')
+    require(
+      self.activation in _ACTIVATIONS,
+      f'activation={self.activation!r}; allowed: {sorted(_ACTIVATIONS)}',
+    )
     require(self.remat in _REMAT, f'remat={self.remat!r}; allowed: {list(_REMAT)}')
     require(
       self.num_heads % self.num_kv_heads == 0,
@@ -97,9 +100,11 @@ class TransformerConfig:
       )
 
 
-def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Array:
-  """Rotary angular frequencies θ^(−2i/H), f32[H/2], with context extension applied."""
-  frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+def inverse_frequencies(
+  head_dim: int, theta: float, scaling: RopeScaling | None, dtype=jnp.float32
+) -> Array:
+  """Rotary angular frequencies θ^(−2i/H), [H/2], with context extension applied."""
+  frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=dtype) / head_dim)
   if scaling is None:
     return frequencies
   if scaling.low_frequency_factor is None:
@@ -111,8 +116,8 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
 
 
 def rotary_tables(positions: Array, frequencies: Array) -> tuple[Array, Array]:
-  """Cosine and sine of position times frequency, each f32[..., L, 1, H/2]."""
-  angles = jnp.maximum(positions, 0)[..., None, None].astype(jnp.float32) * frequencies
+  """Cosine and sine of position times frequency, each [..., L, 1, H/2]."""
+  angles = jnp.maximum(positions, 0)[..., None, None].astype(frequencies.dtype) * frequencies
   return jnp.cos(angles), jnp.sin(angles)
 
 
@@ -181,7 +186,7 @@ class Block(nnx.Module):
       self.post_mlp_norm = RMSNorm(c, c.width)
 
   def __call__(self, x: Array, tables, attend) -> tuple[Array, tuple]:
-    """Applies the layer to x[..., L, D]; `attend(q, k, v)` mixes tokens and returns (out, carry)."""
+    """Applies the layer to x[..., L, D]; `attend(q, k, v)` mixes tokens: (out, carry)."""
     c = self.config
     bias = lambda name: getattr(self, name) if c.qkv_bias else None
     normed = self.attention_norm(x)
@@ -336,17 +341,23 @@ class Transformer(nnx.Module):
   def _layer_tables(self, positions: Array):
     """A function: does the layer slide? → its rotary tables at these positions."""
     c = self.config
-    full = rotary_tables(positions, inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling))
+    dtype = jnp.promote_types(c.compute_dtype, jnp.float32)
+
+    def table(theta, scaling):
+      return rotary_tables(positions, inverse_frequencies(c.head_dim, theta, scaling, dtype))
+
+    full = table(c.rope_theta, c.rope_scaling)
     if c.sliding_rope_theta is None:
       return lambda slides: full
-    near = rotary_tables(positions, inverse_frequencies(c.head_dim, c.sliding_rope_theta, None))
+    near = table(c.sliding_rope_theta, None)
     return lambda slides: jax.tree.map(lambda n, f: jnp.where(slides, n, f), near, full)
 
   def _layer_kinds(self) -> tuple[list[int], list[bool]]:
     """Window and kind of every layer."""
     c = self.config
     sliding = list(c.sliding_layers or [False] * c.num_layers)
-    return [c.sliding_window if slides else _NO_WINDOW for slides in sliding], sliding
+    window = c.sliding_window or _NO_WINDOW
+    return [window if slides else _NO_WINDOW for slides in sliding], sliding
 
   def _unstacked_blocks(self):
     cast = lambda w: w.astype(self.config.compute_dtype)

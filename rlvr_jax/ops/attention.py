@@ -55,7 +55,8 @@ def attention(
   num_queries = queries.shape[2]
 
   def block(args):
-    return _attend(*args, segments, scale=scale, window=window, soft_cap=soft_cap)
+    queries, positions = args
+    return _attend(queries, positions, segments, scale=scale, window=window, soft_cap=soft_cap)
 
   if num_queries <= _QUERY_BLOCK:
     return block((queries, positions))

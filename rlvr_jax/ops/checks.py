@@ -8,13 +8,13 @@ from typing import Any
 
 
 def check_between(
-    owner: str,
-    name: str,
-    value: float,
-    *,
-    low: float = -math.inf,
-    high: float = math.inf,
-    open_low: bool = False,
+  owner: str,
+  name: str,
+  value: float,
+  *,
+  low: float = -math.inf,
+  high: float = math.inf,
+  open_low: bool = False,
 ) -> None:
   """Raises unless low ≤ value ≤ high (low < value with `open_low`) and value is a real number."""
   number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -22,8 +22,8 @@ def check_between(
     bracket = "(" if open_low or low == -math.inf else "["
     close = ")" if high == math.inf else "]"
     raise ValueError(
-        f"{owner}: {name} = {value!r} is not a number in {bracket}{low:g}, {high:g}{close};"
-        f" set {name} within it"
+      f"{owner}: {name} = {value!r} is not a number in {bracket}{low:g}, {high:g}{close};"
+      f" set {name} within it"
     )
 
 

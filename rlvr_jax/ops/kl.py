@@ -37,7 +37,7 @@ def k2(p_logprobs: Array, q_logprobs: Array, mask: Array) -> Array:
 
 
 def k3(
-    p_logprobs: Array, q_logprobs: Array, mask: Array, *, log_ratio_bound: float | None = None
+  p_logprobs: Array, q_logprobs: Array, mask: Array, *, log_ratio_bound: float | None = None
 ) -> Array:
   """q/p − 1 − log(q/p): unbiased, never negative. Arguments as for `k1`.
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from rlvr_jax.types import Array, Head, Sampling
 
-GREEDY = Sampling(temperature=0.0)
+_PLAIN = Sampling()
 _CHUNK_ELEMENTS = 2**24  # logits alive at once: 64 MiB of float32
 
 
@@ -69,7 +69,7 @@ def token_logprobs(
   hidden: Array,
   head: Head,
   tokens: Array,
-  sampling: Sampling = Sampling(),
+  sampling: Sampling = _PLAIN,
   *,
   chunk_elements: int = _CHUNK_ELEMENTS,
 ) -> tuple[Array, Array]:

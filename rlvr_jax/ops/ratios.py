@@ -39,9 +39,9 @@ def mean_log_ratios(log_ratios: Array, mask: Array) -> Array:
 def effective_sample_size(weights: Array, mask: Array) -> EffectiveSampleSize:
   """The three sums of (Σ w)²/(n·Σ w²) over the kept entries, to be added across micro-batches."""
   return EffectiveSampleSize(
-      total=masked_sum(weights, mask),
-      total_squares=masked_sum(jnp.square(masked_fill(weights, mask)), mask),
-      count=masked_count(mask),
+    total=masked_sum(weights, mask),
+    total_squares=masked_sum(jnp.square(masked_fill(weights, mask)), mask),
+    count=masked_count(mask),
   )
 
 
@@ -84,12 +84,12 @@ def behavior_metrics(policy_logprobs: Array, batch: TrainBatch) -> Metrics:
   policy_logprobs = jax.lax.stop_gradient(policy_logprobs)
   ratios = jnp.exp(log_ratios(policy_logprobs, batch.behavior_logprobs, mask))
   estimates = {
-      f"behavior/kl_{name}": mean_metric(k(batch.behavior_logprobs, policy_logprobs, mask), mask)
-      for name, k in (("k1", kl.k1), ("k3", kl.k3))
+    f"behavior/kl_{name}": mean_metric(k(batch.behavior_logprobs, policy_logprobs, mask), mask)
+    for name, k in (("k1", kl.k1), ("k3", kl.k3))
   }
   return {
-      "behavior/ratio_mean": mean_metric(ratios, mask),
-      "behavior/ratio_max": Max(value=masked_max(ratios, mask, initial=0.0)),
-      "behavior/ess": effective_sample_size(ratios, mask),
-      **estimates,
+    "behavior/ratio_mean": mean_metric(ratios, mask),
+    "behavior/ratio_max": Max(value=masked_max(ratios, mask, initial=0.0)),
+    "behavior/ess": effective_sample_size(ratios, mask),
+    **estimates,
   }

@@ -62,10 +62,7 @@ def value(metric: Metric) -> Array:
 
 def merge_metrics(a: Metrics, b: Metrics) -> Metrics:
   """`merge` name by name; a name in only one of the two is kept as it is."""
-  return {
-    name: merge(a[name], b[name]) if name in a and name in b else a.get(name, b.get(name))
-    for name in sorted(a.keys() | b.keys())
-  }
+  return a | {name: merge(a[name], metric) if name in a else metric for name, metric in b.items()}
 
 
 def stacked(metrics: Metrics) -> Metrics:

@@ -27,7 +27,7 @@ Veto = Callable[[Array, Array, TrainBatch, Array], tuple[Array, Array, Metrics]]
 
 
 def trigger_tokens(
-    ratios: Array, mask: Array, coefficients: Array, *, threshold: float, trigger: str
+  ratios: Array, mask: Array, coefficients: Array, *, threshold: float, trigger: str
 ) -> Array:
   """m·1[A < 0]·1[ρ < κ], or 1[ρ > κ] for `above`.
 
@@ -53,20 +53,20 @@ def vetoed_tokens(triggers: Array, mask: Array, *, scope: str) -> Array:
   seen = jax.lax.cummax(triggers.astype(jnp.int32), axis=triggers.ndim - 1) > 0
   after = jnp.pad(seen[..., :-1], [(0, 0)] * (triggers.ndim - 1) + [(1, 0)])
   vetoed = {
-      "suffix": after & ~triggers,
-      "trigger": triggers,
-      "trigger_and_suffix": after | triggers,
-      "response": jnp.broadcast_to(seen[..., -1:], seen.shape),
+    "suffix": after & ~triggers,
+    "trigger": triggers,
+    "trigger_and_suffix": after | triggers,
+    "response": jnp.broadcast_to(seen[..., -1:], seen.shape),
   }[scope]
   return vetoed & (mask > 0)
 
 
 def negative_advantage_veto(
-    *,
-    scope: str = "suffix",
-    threshold: float = 0.01,
-    trigger: str = "below",
-    renormalise: bool = False,
+  *,
+  scope: str = "suffix",
+  threshold: float = 0.01,
+  trigger: str = "below",
+  renormalise: bool = False,
 ) -> Veto:
   """A transform of any loss that takes tokens of negative-advantage rollouts out of it.
 
@@ -84,29 +84,27 @@ def negative_advantage_veto(
   Source: μ-GRPO, arXiv 2605.17570.
   """
   check_choice("negative_advantage_veto", "scope", scope, SCOPES)
-  check_between(
-      "negative_advantage_veto", "threshold", threshold, low=0.0, open_low=True
-  )
+  check_between("negative_advantage_veto", "threshold", threshold, low=0.0, open_low=True)
   check_choice("negative_advantage_veto", "trigger", trigger, TRIGGERS)
   check_choice("negative_advantage_veto", "renormalise", renormalise, (True, False))
 
   def veto(
-      losses: Array, policy_logprobs: Array, batch: TrainBatch, coefficients: Array
+    losses: Array, policy_logprobs: Array, batch: TrainBatch, coefficients: Array
   ) -> tuple[Array, Array, Metrics]:
     chex.assert_rank([losses, policy_logprobs, coefficients], [3, 3, 2])
     policy_logprobs = jax.lax.stop_gradient(policy_logprobs)
     ratios = jnp.exp(log_ratios(policy_logprobs, batch.behavior_logprobs, batch.mask))
     triggers = trigger_tokens(
-        ratios, batch.mask, coefficients, threshold=threshold, trigger=trigger
+      ratios, batch.mask, coefficients, threshold=threshold, trigger=trigger
     )
     vetoed = vetoed_tokens(triggers, batch.mask, scope=scope)
     negative = (batch.mask > 0) & (coefficients < 0)[..., None]
     metrics: Metrics = {
-        "veto/token_fraction": mean_metric(vetoed, batch.mask),
-        "veto/trigger_rate": mean_metric(triggers, negative),
-        "veto/negative_ratio_mean": mean_metric(ratios, negative),
-        "veto/negative_ratio_max": Max(value=masked_max(ratios, negative, initial=0.0)),
-        "veto/negative_ratio_min": Min(value=masked_min(ratios, negative, initial=1.0)),
+      "veto/token_fraction": mean_metric(vetoed, batch.mask),
+      "veto/trigger_rate": mean_metric(triggers, negative),
+      "veto/negative_ratio_mean": mean_metric(ratios, negative),
+      "veto/negative_ratio_max": Max(value=masked_max(ratios, negative, initial=0.0)),
+      "veto/negative_ratio_min": Min(value=masked_min(ratios, negative, initial=1.0)),
     }
     mask = jnp.where(vetoed, 0, batch.mask) if renormalise else batch.mask
     return jnp.where(vetoed, 0.0, losses), mask, metrics

@@ -44,17 +44,22 @@ class _WorkerDiedError(Exception):
 class GradingFuture(Future[list[Grade]]):
   """Grades to come; `result(timeout)` gives them in the order of the inputs.
 
-  Without a timeout `result` still ends: the pool has a deadline on everything that it waits for.
+  Without a timeout `result` waits `limit_s` seconds at most, longer than grading can take: every
+  item, and every replacement of a worker, has a limit of its own.
   """
 
-  def __init__(self, size: int):
+  def __init__(self, size: int, limit_s: float):
     super().__init__()
+    self._limit_s = limit_s
     self._grades: list[Grade | None] = [None] * size
     self._missing = size
     self._count_lock = threading.Lock()
     self.set_running_or_notify_cancel()  # cannot be cancelled: workers may be at it already
     if not size:
       self.set_result([])
+
+  def result(self, timeout: float | None = None) -> list[Grade]:
+    return super().result(self._limit_s if timeout is None else timeout)
 
   def deliver(self, index: int, grade: Grade) -> None:
     """Takes the grade of one item; the last one completes the future."""
@@ -300,10 +305,12 @@ class GraderPool:
     if len(completions) != len(references):
       raise ValueError(f"{len(completions)} completions but {len(references)} references")
     lines = [_request(*pair) for pair in zip(completions, references, strict=True)]
-    future = GradingFuture(len(lines))
     with self._changed:
       if self._failure is not None:
         raise self._failure
+      # Each item, ahead of us, in progress or ours, costs at most its limit and a new worker.
+      waiting = len(self._queue) + len(lines) + _MAX_CHUNK * len(self._workers)
+      future = GradingFuture(len(lines), waiting * (self._timeout_s + self._startup_timeout_s))
       if lines:
         self._in_progress.add(future)
         self._queue.extend(_Item(future, position, line) for position, line in enumerate(lines))

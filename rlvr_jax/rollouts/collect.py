@@ -1,4 +1,4 @@
-"""From prompts to graded groups: generate, decode for grading only, grade, and pack for training."""
+"""From prompts to graded groups: generate, decode for grading only, grade, pack for training."""
 
 from __future__ import annotations
 

@@ -59,9 +59,10 @@ def generate(
     chosen = jnp.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0]
     return tokens.astype(jnp.int32), chosen
 
-  def write(state, token, logprob, t):
+  def write(state, drawn, t):
     """Records position t for the rows still running."""
     tokens, logprobs, lengths, running, cache = state
+    token, logprob = drawn
     token = jnp.where(running, token, pad_token)
     tokens = jax.lax.dynamic_update_slice_in_dim(tokens, token[..., None], t, axis=2)
     logprob = jnp.where(running, logprob, 0.0)[..., None].astype(logprobs.dtype)
@@ -79,13 +80,13 @@ def generate(
   )
   # All rollouts of a prompt share its last hidden state, but each draws its own first token.
   first = draw(jnp.broadcast_to(hidden[:, None], (P, G, hidden.shape[-1])), 0)
-  state = write(state, *first, 0)
+  state = write(state, first, 0)
 
   def body(loop):
     t, (tokens, logprobs, lengths, running, cache) = loop
     last = jax.lax.dynamic_index_in_dim(tokens, t - 1, axis=2, keepdims=False)
     hidden, cache = step(cache, last, t - 1)
-    return t + 1, write((tokens, logprobs, lengths, running, cache), *draw(hidden, t), t)
+    return t + 1, write((tokens, logprobs, lengths, running, cache), draw(hidden, t), t)
 
   def unfinished(loop):
     t, (_, _, _, running, _) = loop

@@ -71,12 +71,13 @@ class Checkpointer:
       raise ValueError(f"keep = {keep}: at least one checkpoint must be kept; set keep >= 1.")
     _silence_orbax()
     self.directory = pathlib.Path(directory).absolute()
+    if jax.process_index() == 0:
+      _remove_unfinished(self.directory)
     self._policy = _LatestAndBest(keep, _read_scores(self.directory))
     self._manager = ocp.CheckpointManager(
       self.directory,
       options=ocp.CheckpointManagerOptions(
         preservation_policy=self._policy,
-        cleanup_tmp_directories=True,
         save_root_metadata=False,
       ),
       item_handlers={
@@ -342,7 +343,7 @@ def _device_checksums(leaves: Mapping[str, jax.Array]) -> dict[str, int]:
 
 
 def _host_checksum(array: np.ndarray) -> int:
-  return zlib.crc32(np.ascontiguousarray(array).view(np.uint8))
+  return zlib.crc32(array.tobytes())
 
 
 def _check_sums(found: Mapping[str, int], entries: Mapping[str, dict[str, Any]]) -> None:
@@ -365,7 +366,7 @@ def _take_out_arrays(tree: Any) -> tuple[Any, dict[str, np.ndarray]]:
         return {"list": [visit(child) for child in node]}
       case np.ndarray() | np.generic() if np.asarray(node).dtype.kind not in "OSUMm":
         name = f"extra-{len(found)}"
-        found[name] = np.array(node)  # a copy: the caller may go on writing into its own
+        found[name] = np.asarray(node)
         return {"array": name}
     raise TypeError(
       f"`arrays` holds {type(node).__name__}; it takes dicts with string keys, lists and numeric "
@@ -417,6 +418,12 @@ def _read_manifest(directory: pathlib.Path) -> dict[str, Any]:
 
 def _step_directories(directory: pathlib.Path) -> list[int]:
   return [int(p.name) for p in directory.glob("*") if p.name.isdigit()]
+
+
+def _remove_unfinished(directory: pathlib.Path) -> None:
+  """Removes what killed saves left. Orbax's own option does it in the background, unwaited for."""
+  for path in directory.glob("*.orbax-checkpoint-tmp*"):
+    shutil.rmtree(path)
 
 
 def _read_scores(directory: pathlib.Path) -> dict[int, float | None]:

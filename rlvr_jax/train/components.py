@@ -152,6 +152,14 @@ def make_optimizer(
   return schedule, optimizer.adamw(schedule, **rest)
 
 
+def _as_number(text: str) -> float | str:
+  """A locked configuration field has one type, so numbers beside names are written as text."""
+  try:
+    return float(text)
+  except ValueError:
+    return text
+
+
 def abstract_batch(config: ml_collections.ConfigDict) -> TrainBatch:
   """Shapes and dtypes of a training batch."""
   P, G = config.batch.prompts, config.batch.group_size
@@ -177,7 +185,8 @@ def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
   check_between("config.batch", "micro_batches", config.batch.micro_batches, low=1)
   for name in ("batches_per_refresh", "epochs_per_refresh"):
     check_between("config.schedule", name, config.schedule[name], low=1)
-  sharding.check_batch("config.batch.prompts", config.batch.prompts, mesh, config.batch.micro_batches)
+  batch = config.batch
+  sharding.check_batch("config.batch.prompts", batch.prompts, mesh, batch.micro_batches)
   sharding.check_batch("config.evaluation.batch_prompts", config.evaluation.batch_prompts, mesh)
   if config.warm_start.num_steps:
     sharding.check_batch("config.warm_start.batch_size", config.warm_start.batch_size, mesh)
@@ -244,24 +253,33 @@ class Parts:
     return sharding.to_devices(tree, sharding.batch_sharding(self.mesh))
 
 
-def build(config: ml_collections.ConfigDict) -> Parts:
+def build(
+  config: ml_collections.ConfigDict,
+  *,
+  task: Task | None = None,
+  tokenizer: Tokenizer | None = None,
+) -> Parts:
   """All parts of the run that `config` describes.
 
+  Args:
+    config: see `configs/base.py`.
+    task: instead of `config.task`, for problems made by the caller.
+    tokenizer: instead of `config.tokenizer`.
   Raises:
     ValueError: what cannot work, with the field, its value, what is allowed and the remedy.
   """
   mesh = sharding.make_mesh(**config.mesh)
   check_shapes(config, mesh)
   check_training_sampling(config)
-  policy = outcome_policy(config.grading.outcomes)
-  tokenizer = make_tokenizer(config)
+  policy = outcome_policy({k: _as_number(v) for k, v in config.grading.outcomes.items()})
+  tokenizer = tokenizer or make_tokenizer(config)
   model = make_model(config, mesh, tokenizer.vocab_size)
   sampling = make_sampling(config.sampling, model.config.vocab_size)
   held_out_sampling = make_sampling(config.evaluation.sampling, model.config.vocab_size)
   method = make_method(config, model)
   state = abstract_state(method, mesh)
   check_update(config, method, state)
-  task = pick(tasks, "task", config.task.to_dict())
+  task = task or pick(tasks, "task", config.task.to_dict())
   check_texts(config, task, tokenizer)
 
   shardings = jax.tree.map(lambda x: x.sharding, state)

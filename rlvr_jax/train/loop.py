@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import ml_collections
 import numpy as np
 
 from rlvr_jax.data import problem_batches
@@ -21,7 +20,13 @@ from rlvr_jax.evaluate.held_out import evaluate
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.rewards.outcome import rewards_from_grades
 from rlvr_jax.rewards.pool import GraderPool
-from rlvr_jax.rollouts.collect import Collector, Graded, batch_from_arrays, batch_to_arrays
+from rlvr_jax.rollouts.collect import (
+  Collector,
+  Generation,
+  Graded,
+  batch_from_arrays,
+  batch_to_arrays,
+)
 from rlvr_jax.train import components, sharding
 from rlvr_jax.train.checkpoint import Checkpointer, Restored, WorkdirLock, check_config
 from rlvr_jax.train.host import termination_signals
@@ -35,21 +40,19 @@ class NonFiniteError(FloatingPointError):
   """Too many updates in a row had a loss or gradient that was not finite."""
 
 
-def train(config: ml_collections.ConfigDict, workdir: str | Path) -> dict[str, float]:
-  """Runs, or goes on with, the training that `config` describes.
+def train(parts: components.Parts, workdir: str | Path) -> dict[str, float]:
+  """Runs, or goes on with, the training of `components.build(config)`.
 
   Args:
-    config: see `configs/base.py`; every field of it is needed.
-    workdir: holds all that the run writes; the same command continues there after a kill.
+    parts: of the run.
+    workdir: holds all that the run writes; the same call continues there after a kill.
   Returns:
     The last evaluation's values.
   Raises:
-    ValueError: a configuration that cannot work, before anything is compiled or written.
     WorkdirError: the workdir belongs to another configuration or process.
     NonFiniteError: `config.max_skipped_in_a_row` updates in a row were skipped.
   """
-  parts = components.build(config)
-  workdir = Path(workdir)
+  config, workdir = parts.config, Path(workdir)
   with contextlib.ExitStack() as stack:
     enter = lambda resource: stack.enter_context(contextlib.closing(resource))
     enter(WorkdirLock(workdir))
@@ -177,10 +180,10 @@ class Trainer:
     c = self.config
     with progress(c.num_updates, "updates", unit="update", initial=self.step) as bar:
       while self.step < c.num_updates and not termination.requested:
-        timings = {}
+        timings: dict[str, float] = {}
         if self.refresh is None:
           self.refresh, timings = self.collect()
-        self.update(timings)
+        self.update(self.refresh, timings)
         bar.update()
         last = self.step == c.num_updates
         evaluate_now = last or self.step % c.evaluation.every == 0
@@ -199,7 +202,8 @@ class Trainer:
     c = self.config
     began = time.perf_counter()
     graded: list[Graded] = []
-    generating = grading = None
+    generating: Generation | None = None
+    grading: tuple[Any, ...] = ()
     for index in range(c.schedule.batches_per_refresh + 1):
       previous, generating = generating, None
       if index < c.schedule.batches_per_refresh:
@@ -210,7 +214,7 @@ class Trainer:
         self.read_metrics()  # the last update ends here; the devices go on to generate
         began = max(began, self.devices_free)
       if previous is not None:
-        if grading is not None:
+        if grading:
           graded.append(self.collector.finish(*grading))
         grading = (previous, *self.collector.submit_grading(previous))
     generated = time.perf_counter()
@@ -238,9 +242,8 @@ class Trainer:
       batch = dataclasses.replace(batch, reference_logprobs=sharding.to_host(logprobs))
     return batch
 
-  def update(self, timings: dict[str, float]) -> None:
+  def update(self, refresh: Refresh, timings: dict[str, float]) -> None:
     """Dispatches one update, then reads the metrics of the one before."""
-    refresh = self.refresh
     batch = refresh.batches[refresh.used % len(refresh.batches)]
     dispatched = time.perf_counter()
     self.state, metrics = self.parts.train_step(self.state, self.parts.to_devices(batch))
@@ -259,7 +262,7 @@ class Trainer:
     self.unread = Update(self.step, dispatched, metrics, host, batch)
 
   def read_metrics(self) -> None:
-    """Waits for the update last dispatched, writes its metrics, stops on repeated non-finiteness."""
+    """Waits for the update last dispatched and writes its metrics; stops on repeated NaN."""
     if self.unread is None:
       return
     update, self.unread = self.unread, None

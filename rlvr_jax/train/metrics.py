@@ -13,8 +13,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
-import tensorboardX
 import tqdm
+from tensorboardX import summary
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 TIMINGS = "time/"  # prefix of every value measured with a clock: the only ones a rerun may change
 METRICS_FILE = "metrics.jsonl"
@@ -75,7 +77,7 @@ class MetricWriter:
       _truncate(self.workdir / name, kept)
     self._metrics = _JsonLines(self.workdir / METRICS_FILE)
     self._rollouts = _JsonLines(self.workdir / ROLLOUTS_FILE)
-    self._boards: dict[str, tensorboardX.SummaryWriter] = {}
+    self._boards: dict[str, _Board] = {}
 
   def write(self, step: int, phase: str, values: Mapping[str, Any]) -> None:
     """One record: {"step", "phase", values…}, flushed; numbers go to TensorBoard too.
@@ -90,11 +92,9 @@ class MetricWriter:
     """
     values = {name: _plain(value) for name, value in values.items()}
     self._metrics.append([{"step": step, "phase": phase, **values}])
-    board = self._board(phase)
-    for name, value in values.items():
-      if not isinstance(value, str):
-        board.add_scalar(name, value, step)
-    board.flush()
+    numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
+    with _reporting_full_disk(self.workdir / TENSORBOARD_FOLDER):
+      self._board(phase).append(step, numbers)
 
   def write_rollouts(
     self, step: int, rollouts: Sequence[Mapping[str, Any]], *, phase: str = "train"
@@ -115,15 +115,43 @@ class MetricWriter:
   def __exit__(self, *_: object) -> None:
     self.close()
 
-  def _board(self, phase: str) -> tensorboardX.SummaryWriter:
+  def _board(self, phase: str) -> _Board:
     """One TensorBoard run per phase: a purge in one must not touch another's step counter."""
     if phase not in self._boards:
       keep_all = phase == "warm_start" and self._keep_warm_start
-      self._boards[phase] = tensorboardX.SummaryWriter(
-        str(self.workdir / TENSORBOARD_FOLDER / phase),
-        purge_step=None if keep_all else self._purge_step,
+      self._boards[phase] = _Board(
+        self.workdir / TENSORBOARD_FOLDER / phase, None if keep_all else self._purge_step
       )
     return self._boards[phase]
+
+
+class _Board:
+  """A TensorBoard event file, written at once.
+
+  `tensorboardX.SummaryWriter` hands events to a thread that dies on a full disk, and the next
+  caller waits for it for ever; here the error arrives where it happened.
+  """
+
+  def __init__(self, folder: pathlib.Path, purge_step: int | None):
+    """Opens a new file; `purge_step` hides earlier files' events from that step on."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # File names have a resolution of one second; a quick restart must not overwrite.
+    self._writer = EventsWriter(str(folder / "events"), f".from-{purge_step}")
+    if purge_step is not None:
+      session = SessionLog(status=SessionLog.START)
+      self._writer.write_event(
+        Event(wall_time=time.time(), step=purge_step, session_log=session)
+      )
+
+  def append(self, step: int, values: Mapping[str, float]) -> None:
+    event = Event(wall_time=time.time(), step=step)
+    for name, value in values.items():
+      event.summary.MergeFrom(summary.scalar(name, value))
+    self._writer.write_event(event)
+    self._writer.flush()
+
+  def close(self) -> None:
+    self._writer.close()
 
 
 class _JsonLines:
@@ -260,7 +288,7 @@ class _PlainProgress(tqdm.tqdm):
     self._last_line: tuple[float, str] = (-math.inf, "")
     super().__init__(*args, **kwargs, mininterval=10, leave=False)
 
-  def display(self, msg: str | None = None, pos: int | None = None) -> None:  # type: ignore[override]
+  def display(self, msg: str | None = None, pos: int | None = None) -> None:
     del pos
     if msg == "":  # tqdm clears the bar
       return

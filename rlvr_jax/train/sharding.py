@@ -40,7 +40,8 @@ def make_mesh(*, data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
   """
   sizes = (data, fsdp, tensor)
   if any(size < 1 for size in sizes):
-    raise ValueError(f"config.mesh: {dict(zip(AXES, sizes, strict=True))}; every axis is at least 1")
+    given = dict(zip(AXES, sizes, strict=True))
+    raise ValueError(f"config.mesh = {given}: every axis must be at least 1")
   needed, available = math.prod(sizes), jax.device_count()
   if needed > available or (jax.process_count() > 1 and needed != available):
     raise ValueError(
@@ -80,7 +81,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def batch_constraint(mesh: Mesh) -> Callable[[Array], Array]:
-  """Keeps an activation [P, ...] sharded on prompts, so that weights travel and activations stay."""
+  """Keeps activations [P, ...] sharded on prompts, so that weights travel and they stay."""
   if mesh.size == 1:
     return lambda x: x
   return lambda x: jax.lax.with_sharding_constraint(x, batch_sharding(mesh))

@@ -97,7 +97,7 @@ def train_step(
   metrics |= method.advantage.metrics(state.advantage_state)
   values = reductions.values(metrics)
 
-  norm = optax.global_norm(gradient)
+  norm = optax.tree.norm(gradient)
   finite = jnp.isfinite(surrogate) & jnp.isfinite(norm)
   updates, opt_state = method.optimizer.update(gradient, state.opt_state, state.params)
   proposed = (

@@ -16,29 +16,29 @@ from rlvr_jax import advantages
 from rlvr_jax.types import TrainBatch
 
 ZERO_WHEN_CONSTANT = (
-    "grpo",
-    "grpo_mean",
-    "rloo",
-    "maxrl",
-    "pass_at_k",
-    "power",
-    "asym",
-    "power_asym",
-    "log_mean_exp",
-    "opo",
-    "fade",
+  "grpo",
+  "grpo_mean",
+  "rloo",
+  "maxrl",
+  "pass_at_k",
+  "power",
+  "asym",
+  "power_asym",
+  "log_mean_exp",
+  "opo",
+  "fade",
 )
 VARIANTS = [
-    *((name, {}) for name in ESTIMATORS),
-    ("asym", {"delta": 0.3}),
-    ("asymmetric_reinforce", {"baseline_shift": -0.4}),
-    ("grpo", {"epsilon": 0.1}),
-    ("log_mean_exp", {"eta": 3.0}),
-    ("pass_at_k", {"k": 1}),
-    ("pass_at_k", {"k": 6}),
-    ("power", {"alpha": 1.0}),
-    ("power_asym", {"alpha": 2.5, "delta": 0.7}),
-    ("weighted_reinforce", {"success_weight": 0.7}),
+  *((name, {}) for name in ESTIMATORS),
+  ("asym", {"delta": 0.3}),
+  ("asymmetric_reinforce", {"baseline_shift": -0.4}),
+  ("grpo", {"epsilon": 0.1}),
+  ("log_mean_exp", {"eta": 3.0}),
+  ("pass_at_k", {"k": 1}),
+  ("pass_at_k", {"k": 6}),
+  ("power", {"alpha": 1.0}),
+  ("power_asym", {"alpha": 2.5, "delta": 0.7}),
+  ("weighted_reinforce", {"success_weight": 0.7}),
 ]
 
 
@@ -142,7 +142,7 @@ def test_a_group_of_one(name):
 
 
 def test_pass_at_k_beyond_the_group_says_so():
-  with pytest.raises(ValueError, match="k = 5.*G = 4"):
+  with pytest.raises(ValueError, match=r"k = 5.*G = 4"):
     _coefficients("pass_at_k", _batch(np.eye(4, dtype=np.float32)), k=5)
 
 
@@ -159,10 +159,10 @@ def test_opo_baseline_weighs_by_loss_tokens():
 
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(
-    st.sampled_from(advantages.__all__),
-    st.lists(st.lists(st.integers(0, 1), min_size=5, max_size=5), min_size=3, max_size=3),
-    st.permutations(range(5)),
-    st.permutations(range(3)),
+  st.sampled_from(advantages.__all__),
+  st.lists(st.lists(st.integers(0, 1), min_size=5, max_size=5), min_size=3, max_size=3),
+  st.permutations(range(5)),
+  st.permutations(range(3)),
 )
 def test_permuting_rollouts_and_prompts_permutes_the_coefficients(name, rewards, order, prompts):
   rewards = np.asarray(rewards, np.float32)
@@ -175,9 +175,9 @@ def test_permuting_rollouts_and_prompts_permutes_the_coefficients(name, rewards,
 
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(
-    st.lists(st.floats(-4, 4, width=16), min_size=6, max_size=6),
-    st.floats(-2, 2, width=16),
-    st.floats(0.25, 8, width=16),
+  st.lists(st.floats(-4, 4, width=16), min_size=6, max_size=6),
+  st.floats(-2, 2, width=16),
+  st.floats(0.25, 8, width=16),
 )
 def test_scaling_laws(rewards, shift, scale):
   """Centred estimators ignore a shift; linear ones scale; GRPO without ε ignores the scale."""
@@ -194,24 +194,24 @@ def test_scaling_laws(rewards, shift, scale):
 
 
 @pytest.mark.parametrize(
-    "name, hyper",
-    [
-        ("asym", {"delta": 0.0}),
-        ("asymmetric_reinforce", {"baseline_shift": 0.1}),
-        ("fade", {"alpha_max": 0.5}),
-        ("fade", {"delta_min": 1.5}),
-        ("fade", {"smoothing": 0.0}),
-        ("fade", {"target_entropy": -1.0}),
-        ("fade", {"schedule": "cosine"}),
-        ("fade", {"decay_updates": 0}),
-        ("grpo", {"epsilon": -1e-6}),
-        ("log_mean_exp", {"eta": 0.0}),
-        ("pass_at_k", {"k": 0}),
-        ("pass_at_k", {"k": 2.5}),
-        ("pass_at_k", {"form": "biased"}),
-        ("power", {"alpha": 0.5}),
-        ("weighted_reinforce", {"success_weight": -1.0}),
-    ],
+  "name, hyper",
+  [
+    ("asym", {"delta": 0.0}),
+    ("asymmetric_reinforce", {"baseline_shift": 0.1}),
+    ("fade", {"alpha_max": 0.5}),
+    ("fade", {"delta_min": 1.5}),
+    ("fade", {"smoothing": 0.0}),
+    ("fade", {"target_entropy": -1.0}),
+    ("fade", {"schedule": "cosine"}),
+    ("fade", {"decay_updates": 0}),
+    ("grpo", {"epsilon": -1e-6}),
+    ("log_mean_exp", {"eta": 0.0}),
+    ("pass_at_k", {"k": 0}),
+    ("pass_at_k", {"k": 2.5}),
+    ("pass_at_k", {"form": "biased"}),
+    ("power", {"alpha": 0.5}),
+    ("weighted_reinforce", {"success_weight": -1.0}),
+  ],
 )
 def test_a_bad_hyper_parameter_is_named_with_its_value(name, hyper):
   [(field, value)] = hyper.items()

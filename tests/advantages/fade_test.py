@@ -1,5 +1,6 @@
 """FADE's state: what enters when, its schedules and its ablations."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ def test_a_run_follows_the_equations():
     delta = min(max(1 + entropy - target, 0.3), 1.0)
     mean = rewards.mean(axis=1, keepdims=True)
     expected = (1 - mean) ** (alpha - 1) * np.where(
-        rewards >= mean, rewards - mean, (rewards - mean) / delta
+      rewards >= mean, rewards - mean, (rewards - mean) / delta
     )
     result = estimator.apply(state, _batch(rewards))
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
@@ -79,7 +80,7 @@ def test_frozen_exponents():
   for hyper, index in (({"alpha_max": 1.0}, 0), ({"delta_min": 1.0}, 1)):
     estimator = advantages.fade(**hyper)
     state = estimator.init(jnp.float32(2.0))._replace(
-        solve_rate=jnp.float32(0.1), entropy=jnp.float32(0.1)
+      solve_rate=jnp.float32(0.1), entropy=jnp.float32(0.1)
     )
     exponents = _exponents(estimator, state)
     assert exponents[index] == 1.0
@@ -91,7 +92,7 @@ def test_the_entropy_schedule_drives_both_exponents():
   state = estimator.init(jnp.float32(2.0))  # H* = 1
   for entropy, expected in [(2.0, [3.0, 1.0]), (1.5, [2.0, 1.0]), (1.0, [1, 1]), (0.5, [1, 0.5])]:
     assert _exponents(estimator, state._replace(entropy=jnp.float32(entropy))) == pytest.approx(
-        expected
+      expected
     )
 
 
@@ -113,8 +114,11 @@ def test_the_logarithmic_schedule_ignores_what_is_measured():
 
 
 def test_state_keeps_its_dtypes_through_an_update():
+  """A state of another dtype would compile the train step again."""
   estimator = advantages.fade()
-  state = estimator.init(jnp.bfloat16(1.0))
-  updated = estimator.update(state, _batch(REWARDS.astype(jnp.bfloat16)), jnp.bfloat16(0.5))
-  assert [x.dtype for x in updated] == [x.dtype for x in state]
-  assert all(x.shape == () for x in updated)
+  with jax.enable_x64(True):
+    for initial, later in ((jnp.bfloat16, jnp.float32), (jnp.float32, jnp.float64)):
+      state = estimator.init(initial(1.0))
+      updated = estimator.update(state, _batch(REWARDS.astype(later)), later(0.5))
+      assert [x.dtype for x in updated] == [x.dtype for x in state]
+      assert all(x.shape == () for x in updated)

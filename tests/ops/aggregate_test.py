@@ -14,13 +14,13 @@ LOSSES = jnp.array([[[1.0, 2, 6], [5, 9, 9]], [[2, 4, 9], [9, 9, 9]]])
 
 
 @pytest.mark.parametrize(
-    "how, total, weight",
-    [
-        ("token_mean", 20.0, 6.0),
-        ("sequence_mean", 3.0 + 5.0 + 3.0, 3.0),
-        ("sequence_sum", 20.0, 3.0),
-        ("constant", 20.0, 4 * 7.0),
-    ],
+  "how, total, weight",
+  [
+    ("token_mean", 20.0, 6.0),
+    ("sequence_mean", 3.0 + 5.0 + 3.0, 3.0),
+    ("sequence_sum", 20.0, 3.0),
+    ("constant", 20.0, 4 * 7.0),
+  ],
 )
 def test_hand_sized_numbers(how, total, weight):
   pair = aggregate(LOSSES, MASK, how=how, max_response_length=7)
@@ -32,8 +32,8 @@ def test_micro_batches_add_up(how):
   losses, batch, _ = random_case(4, (4, 3, 5))
   whole = aggregate(losses, batch.mask, how=how, max_response_length=5)
   parts = [
-      aggregate(losses[i : i + 1], batch.mask[i : i + 1], how=how, max_response_length=5)
-      for i in range(4)
+    aggregate(losses[i : i + 1], batch.mask[i : i + 1], how=how, max_response_length=5)
+    for i in range(4)
   ]
   np.testing.assert_allclose(sum(p.total for p in parts), whole.total, rtol=1e-5)
   assert sum(p.weight for p in parts) == whole.weight
@@ -62,5 +62,5 @@ def test_a_large_constant_weight_does_not_overflow_an_integer():
 
 
 def test_an_unknown_aggregation_lists_the_known_ones():
-  with pytest.raises(ValueError, match="'mean'.*sequence_mean"):
+  with pytest.raises(ValueError, match=r"'mean'.*sequence_mean"):
     aggregate(LOSSES, MASK, how="mean", max_response_length=7)

@@ -13,13 +13,13 @@ VALUES = jnp.array([[2.0, 5.0, 4.0], [1.0, 1.0, 1.0]])
 
 @pytest.mark.parametrize("fill", [jnp.nan, jnp.inf, -jnp.inf, 1e30])
 @pytest.mark.parametrize(
-    "reduce, expected",
-    [
-        (lambda x: masked.masked_sum(x, MASK, -1), [6.0, 0.0]),
-        (lambda x: masked.masked_mean(x, MASK, -1), [3.0, 0.0]),
-        (lambda x: masked.masked_max(x, MASK, -1, initial=-1.0), [4.0, -1.0]),
-        (lambda x: masked.masked_min(x, MASK, -1, initial=9.0), [2.0, 9.0]),
-    ],
+  "reduce, expected",
+  [
+    (lambda x: masked.masked_sum(x, MASK, -1), [6.0, 0.0]),
+    (lambda x: masked.masked_mean(x, MASK, -1), [3.0, 0.0]),
+    (lambda x: masked.masked_max(x, MASK, -1, initial=-1.0), [4.0, -1.0]),
+    (lambda x: masked.masked_min(x, MASK, -1, initial=9.0), [2.0, 9.0]),
+  ],
 )
 def test_value_and_gradient_ignore_what_is_masked(reduce, expected, fill):
   def total(x):

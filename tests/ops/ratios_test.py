@@ -20,14 +20,14 @@ def test_behavior_metrics_equal_numpy():
   rho = np.exp(d)
   metrics = {k: metric_value(v) for k, v in ratios.behavior_metrics(policy, batch).items()}
   assert metrics == pytest.approx(
-      {
-          "behavior/ratio_mean": rho.mean(),
-          "behavior/ratio_max": rho.max(),
-          "behavior/ess": rho.sum() ** 2 / (rho.size * (rho**2).sum()),
-          "behavior/kl_k1": -d.mean(),
-          "behavior/kl_k3": (rho - 1 - d).mean(),
-      },
-      rel=1e-5,
+    {
+      "behavior/ratio_mean": rho.mean(),
+      "behavior/ratio_max": rho.max(),
+      "behavior/ess": rho.sum() ** 2 / (rho.size * (rho**2).sum()),
+      "behavior/kl_k1": -d.mean(),
+      "behavior/kl_k3": (rho - 1 - d).mean(),
+    },
+    rel=1e-5,
   )
 
 
@@ -48,20 +48,22 @@ def test_behavior_metrics_without_a_token_are_finite():
 
 def test_sequence_ratios_of_hand_sized_numbers():
   mask = jnp.array([[1.0, 1, 0], [0, 0, 0]])
-  log_ratio = ratios.log_ratios(jnp.log(jnp.array([[2.0, 8, 5], [3, 3, 3]])), jnp.zeros((2, 3)), mask)
-  np.testing.assert_allclose(
-      np.exp(ratios.sequence_log_ratios(log_ratio, mask)), [[16.0], [1.0]], rtol=1e-6
+  log_ratio = ratios.log_ratios(
+    jnp.log(jnp.array([[2.0, 8, 5], [3, 3, 3]])), jnp.zeros((2, 3)), mask
   )
   np.testing.assert_allclose(
-      np.exp(ratios.mean_log_ratios(log_ratio, mask)), [[4.0], [1.0]], rtol=1e-6
+    np.exp(ratios.sequence_log_ratios(log_ratio, mask)), [[16.0], [1.0]], rtol=1e-6
+  )
+  np.testing.assert_allclose(
+    np.exp(ratios.mean_log_ratios(log_ratio, mask)), [[4.0], [1.0]], rtol=1e-6
   )
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(
-    st.lists(st.floats(-30, 30, width=32), min_size=8, max_size=8),
-    st.lists(st.booleans(), min_size=8, max_size=8),
-    st.floats(-20, 20, width=32),
+  st.lists(st.floats(-30, 30, width=32), min_size=8, max_size=8),
+  st.lists(st.booleans(), min_size=8, max_size=8),
+  st.floats(-20, 20, width=32),
 )
 def test_normalized_ess_is_bounded_and_ignores_a_common_factor(log_weights, kept, shift):
   log_weights, mask = jnp.asarray(log_weights), jnp.asarray(kept, jnp.float32)

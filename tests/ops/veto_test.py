@@ -24,19 +24,19 @@ def _case(ratios=RATIOS, mask=MASK, coefficient=-1.0):
 def _kept(case, **hyper):
   policy, batch, coefficients = case
   kept, _, metrics = negative_advantage_veto(**hyper)(
-      jnp.ones_like(policy), policy, batch, coefficients
+    jnp.ones_like(policy), policy, batch, coefficients
   )
   return np.asarray(kept)[0, 0], metrics
 
 
 @pytest.mark.parametrize(
-    "scope, expected",
-    [
-        ("suffix", [1, 1, 0, 1, 0, 1]),
-        ("trigger", [1, 0, 1, 0, 1, 1]),
-        ("trigger_and_suffix", [1, 0, 0, 0, 0, 1]),
-        ("response", [0, 0, 0, 0, 0, 1]),
-    ],
+  "scope, expected",
+  [
+    ("suffix", [1, 1, 0, 1, 0, 1]),
+    ("trigger", [1, 0, 1, 0, 1, 1]),
+    ("trigger_and_suffix", [1, 0, 0, 0, 0, 1]),
+    ("response", [0, 0, 0, 0, 0, 1]),
+  ],
 )
 def test_scopes(scope, expected):
   kept, metrics = _kept(_case(), scope=scope)
@@ -68,7 +68,7 @@ def test_only_negative_advantages_are_vetoed(scope, coefficient):
 def test_random_cases_against_loops(scope, trigger):
   policy, batch, coefficients = random_case(5, (4, 4, 8), spread=1.0)
   kept, mask, _ = negative_advantage_veto(scope=scope, threshold=0.7, trigger=trigger)(
-      jnp.ones_like(policy), policy, batch, coefficients
+    jnp.ones_like(policy), policy, batch, coefficients
   )
   ratio = np.exp(np.asarray(policy - batch.behavior_logprobs))
   for i, j, t in np.ndindex(kept.shape):
@@ -76,10 +76,10 @@ def test_random_cases_against_loops(scope, trigger):
     triggers = crossed & (np.asarray(batch.mask)[i, j] > 0) & (float(coefficients[i, j]) < 0)
     after = any(triggers[:t])
     vetoed = {
-        "suffix": after and not triggers[t],
-        "trigger": triggers[t],
-        "trigger_and_suffix": after or triggers[t],
-        "response": any(triggers),
+      "suffix": after and not triggers[t],
+      "trigger": triggers[t],
+      "trigger_and_suffix": after or triggers[t],
+      "response": any(triggers),
     }[scope] and batch.mask[i, j, t] > 0
     assert kept[i, j, t] == (not vetoed)
   np.testing.assert_array_equal(mask, batch.mask)
@@ -89,23 +89,22 @@ def test_renormalise_takes_vetoed_tokens_out_of_the_denominator():
   policy, batch, coefficients = _case()
   loss = losses.reinforce()
   value = lambda **hyper: evaluate(
-      loss, policy, batch, coefficients, veto=negative_advantage_veto(**hyper)
+    loss, policy, batch, coefficients, veto=negative_advantage_veto(**hyper)
   )[0][0]
   np.testing.assert_allclose(5 * value(), 3 * value(renormalise=True), rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", losses.__all__)
 def test_a_vetoed_token_loses_its_gradient_and_no_other_changes(name):
-  policy, batch, coefficients = random_case(6, (4, 4, 8), spread=1.0)
-  loss = getattr(losses, name)()
-  for scope in SCOPES:
-    veto = negative_advantage_veto(scope=scope, threshold=0.6)
-    kept, _, _ = veto(jnp.ones_like(policy), policy, batch, coefficients)
-    (value, metrics), gradient = evaluate(loss, policy, batch, coefficients, veto=veto)
-    _, plain = evaluate(loss, policy, batch, coefficients)
-    assert 0 < metric_value(metrics["veto/token_fraction"]) < 1
-    assert np.isfinite(value)
-    np.testing.assert_allclose(gradient, plain * kept, rtol=1e-5, atol=1e-8)
+  case = random_case(6, (4, 4, 8), spread=1.0)
+  policy, loss = case[0], getattr(losses, name)()
+  veto = negative_advantage_veto(threshold=0.6)
+  kept, _, _ = veto(jnp.ones_like(policy), *case)
+  (value, metrics), gradient = evaluate(loss, *case, veto=veto)
+  _, plain = evaluate(loss, *case)
+  assert 0 < metric_value(metrics["veto/token_fraction"]) < 1
+  assert np.isfinite(value)
+  np.testing.assert_allclose(gradient, plain * kept, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize("fill", [np.nan, np.inf, -np.inf])
@@ -125,7 +124,7 @@ def test_metrics_without_a_token_are_finite():
 
 
 @pytest.mark.parametrize(
-    "hyper", [{"scope": "prefix"}, {"threshold": 0.0}, {"trigger": "over"}, {"renormalise": 2}]
+  "hyper", [{"scope": "prefix"}, {"threshold": 0.0}, {"trigger": "over"}, {"renormalise": 2}]
 )
 def test_a_bad_hyper_parameter_is_named_with_its_value(hyper):
   [(field, value)] = hyper.items()

@@ -72,22 +72,22 @@ def opo(rewards, lengths):
 
 
 ESTIMATORS = {
-    "asym": lambda rewards, lengths, delta=0.5: _asym(rewards, delta),
-    "asymmetric_reinforce": asymmetric_reinforce,
-    "grpo": grpo,
-    "grpo_mean": lambda rewards, lengths: _centred(rewards),
-    "log_mean_exp": log_mean_exp,
-    "maxrl": maxrl,
-    "opo": opo,
-    "pass_at_k": pass_at_k,
-    "power": power,
-    "power_asym": power_asym,
-    "reinforce": lambda rewards, lengths: rewards,
-    "reinforce_signed": lambda rewards, lengths: [2 * r - 1 for r in rewards],
-    "rloo": rloo,
-    "weighted_reinforce": lambda rewards, lengths, success_weight=0.1: [
-        success_weight if r == 1 else -1.0 for r in rewards
-    ],
+  "asym": lambda rewards, lengths, delta=0.5: _asym(rewards, delta),
+  "asymmetric_reinforce": asymmetric_reinforce,
+  "grpo": grpo,
+  "grpo_mean": lambda rewards, lengths: _centred(rewards),
+  "log_mean_exp": log_mean_exp,
+  "maxrl": maxrl,
+  "opo": opo,
+  "pass_at_k": pass_at_k,
+  "power": power,
+  "power_asym": power_asym,
+  "reinforce": lambda rewards, lengths: rewards,
+  "reinforce_signed": lambda rewards, lengths: [2 * r - 1 for r in rewards],
+  "rloo": rloo,
+  "weighted_reinforce": lambda rewards, lengths, success_weight=0.1: [
+    success_weight if r == 1 else -1.0 for r in rewards
+  ],
 }
 
 
@@ -96,22 +96,22 @@ def _same(mass):
 
 
 MASSES = {
-    "asym": lambda p, q, delta=0.5: (p * q, p * q / delta),
-    "asymmetric_reinforce": lambda p, q, baseline_shift=-0.1: (
-        p * (q - baseline_shift),
-        q * max(p + baseline_shift, 0),
-    ),
-    "grpo": lambda p, q, epsilon=1e-6: _same(p * q / (np.sqrt(p * q) + epsilon)),
-    "grpo_mean": lambda p, q: _same(p * q),
-    "log_mean_exp": lambda p, q, eta=1.0: _same(
-        p * q * (np.exp(eta) - 1) / (eta * (p * np.exp(eta) + q))
-    ),
-    "maxrl": lambda p, q: _same(q),
-    "pass_at_k": lambda p, q, k=4: _same(k * p * q**k),
-    "power": lambda p, q, alpha=2.0: _same(p * q**alpha),
-    "power_asym": lambda p, q, alpha=2.0, delta=0.5: (p * q**alpha, p * q**alpha / delta),
-    "reinforce": lambda p, q: (p, 0.0),
-    "reinforce_signed": lambda p, q: (p, q),
-    "rloo": lambda p, q: _same(p * q),
-    "weighted_reinforce": lambda p, q, success_weight=0.1: (success_weight * p, q),
+  "asym": lambda p, q, delta=0.5: (p * q, p * q / delta),
+  "asymmetric_reinforce": lambda p, q, baseline_shift=-0.1: (
+    p * (q - baseline_shift),
+    q * max(p + baseline_shift, 0),
+  ),
+  "grpo": lambda p, q, epsilon=1e-6: _same(p * q / (np.sqrt(p * q) + epsilon)),
+  "grpo_mean": lambda p, q: _same(p * q),
+  "log_mean_exp": lambda p, q, eta=1.0: _same(
+    p * q * (np.exp(eta) - 1) / (eta * (p * np.exp(eta) + q))
+  ),
+  "maxrl": lambda p, q: _same(q),
+  "pass_at_k": lambda p, q, k=4: _same(k * p * q**k),
+  "power": lambda p, q, alpha=2.0: _same(p * q**alpha),
+  "power_asym": lambda p, q, alpha=2.0, delta=0.5: (p * q**alpha, p * q**alpha / delta),
+  "reinforce": lambda p, q: (p, 0.0),
+  "reinforce_signed": lambda p, q: (p, q),
+  "rloo": lambda p, q: _same(p * q),
+  "weighted_reinforce": lambda p, q, success_weight=0.1: (success_weight * p, q),
 }

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlvr_jax.ops import reductions
 from rlvr_jax.ops.aggregate import aggregate
-from rlvr_jax.types import EffectiveSampleSize, Max, Mean, Min, Prompts, Sum, TrainBatch
+from rlvr_jax.types import Prompts, TrainBatch
 
 
 def make_batch(mask, behavior_logprobs, rewards=None, proximal_logprobs=None):
@@ -16,13 +17,13 @@ def make_batch(mask, behavior_logprobs, rewards=None, proximal_logprobs=None):
   rewards = np.zeros((prompts, group)) if rewards is None else rewards
   optional = lambda x: None if x is None else jnp.asarray(x)
   return TrainBatch(
-      prompts=Prompts(tokens=jnp.ones((prompts, 2), jnp.int32), lengths=jnp.full((prompts,), 2)),
-      tokens=jnp.ones(mask.shape, jnp.int32),
-      mask=jnp.asarray(mask),
-      behavior_logprobs=jnp.asarray(behavior_logprobs),
-      rewards=jnp.asarray(rewards),
-      correct=jnp.asarray(rewards),
-      proximal_logprobs=optional(proximal_logprobs),
+    prompts=Prompts(tokens=jnp.ones((prompts, 2), jnp.int32), lengths=jnp.full((prompts,), 2)),
+    tokens=jnp.ones(mask.shape, jnp.int32),
+    mask=jnp.asarray(mask),
+    behavior_logprobs=jnp.asarray(behavior_logprobs),
+    rewards=jnp.asarray(rewards),
+    correct=jnp.asarray(rewards),
+    proximal_logprobs=optional(proximal_logprobs),
   )
 
 
@@ -40,7 +41,7 @@ def random_case(seed, shape=(3, 4, 6), *, spread=0.5, dtype=np.float64, full=Fal
   coefficients = rng.standard_normal((prompts, group))
   coefficients[0, 0] = 0.0
   batch = make_batch(
-      mask.astype(dtype), behavior.astype(dtype), rewards.astype(dtype), proximal.astype(dtype)
+    mask.astype(dtype), behavior.astype(dtype), rewards.astype(dtype), proximal.astype(dtype)
   )
   return jnp.asarray(policy.astype(dtype)), batch, jnp.asarray(coefficients.astype(dtype))
 
@@ -49,17 +50,16 @@ def poison(policy_logprobs, batch, fill):
   """The same case with `fill` at every masked position of every log-probability array."""
   spoil = lambda x: None if x is None else jnp.where(batch.mask > 0, x, fill).astype(x.dtype)
   return spoil(policy_logprobs), dataclasses.replace(
-      batch,
-      behavior_logprobs=spoil(batch.behavior_logprobs),
-      proximal_logprobs=spoil(batch.proximal_logprobs),
+    batch,
+    behavior_logprobs=spoil(batch.behavior_logprobs),
+    proximal_logprobs=spoil(batch.proximal_logprobs),
   )
 
 
 def evaluate(loss, policy_logprobs, batch, coefficients, *, how="token_mean", veto=None):
-  """One update's loss as the step computes it: ((value, metrics), gradient)."""
-  statistics = loss.statistics and loss.statistics(policy_logprobs, batch, coefficients)
+  """One update's loss as the step computes it: ((value, metrics), gradient), in one program."""
 
-  def value(policy_logprobs):
+  def value(policy_logprobs, batch, coefficients, statistics):
     losses, metrics = loss.per_token(policy_logprobs, batch, coefficients, statistics)
     mask = batch.mask
     if veto is not None:
@@ -68,17 +68,14 @@ def evaluate(loss, policy_logprobs, batch, coefficients, *, how="token_mean", ve
     pair = aggregate(losses, mask, how=how, max_response_length=mask.shape[-1])
     return pair.total / jnp.maximum(pair.weight, 1), metrics
 
-  return jax.value_and_grad(value, has_aux=True)(policy_logprobs)
+  @jax.jit
+  def run(*case):
+    statistics = loss.statistics and loss.statistics(*case)
+    return jax.value_and_grad(value, has_aux=True)(*case, statistics)
+
+  return run(policy_logprobs, batch, coefficients)
 
 
 def metric_value(metric):
-  """What a metric says once its sums are complete; 0 where it has no weight."""
-  divide = lambda a, b: float(a) / float(b) if float(b) else 0.0
-  match metric:
-    case Mean():
-      return divide(metric.total, metric.weight)
-    case Max() | Min() | Sum():
-      return float(metric.value)
-    case EffectiveSampleSize():
-      return divide(float(metric.total) ** 2, float(metric.count) * float(metric.total_squares))
-  raise TypeError(f"{metric!r} is not a metric")
+  """What a metric says once its sums are complete."""
+  return float(reductions.value(metric))

@@ -26,7 +26,7 @@ def _per_token(formula):
     for i, positions in _rollouts(mask):
       for t in positions:
         losses[i, t], gradients[i, t] = formula(
-            coefficients[i], policy[i, t], behavior[i, t], proximal[i, t], **hyper
+          coefficients[i], policy[i, t], behavior[i, t], proximal[i, t], **hyper
         )
     return losses, gradients
 
@@ -80,7 +80,7 @@ def gspo(policy, behavior, proximal, coefficients, mask, epsilon_low=3e-4, epsil
     s = math.exp(np.mean([policy[i, t] - behavior[i, t] for t in positions]))
     for t in positions:
       losses[i, t], gradients[i, t] = _clipped(
-          coefficients[i], s, 1 - epsilon_low, 1 + epsilon_high
+        coefficients[i], s, 1 - epsilon_low, 1 + epsilon_high
       )
   return losses, gradients
 
@@ -113,14 +113,14 @@ def topr(policy, behavior, proximal, coefficients, mask):
 
 
 def m2po(
-    policy,
-    behavior,
-    proximal,
-    coefficients,
-    mask,
-    budget=0.04,
-    min_epsilon_low=0.3,
-    min_epsilon_high=0.5,
+  policy,
+  behavior,
+  proximal,
+  coefficients,
+  mask,
+  budget=0.04,
+  min_epsilon_low=0.3,
+  min_epsilon_high=0.5,
 ):
   squares = []
   for i, positions in _rollouts(mask):
@@ -130,9 +130,7 @@ def m2po(
         squares.append(d * d)
   low, high = 0.0, math.inf
   if squares and np.mean(squares) > budget:
-    fitting = [
-        s for s in squares if sum(min(x, s) for x in squares) < budget * len(squares)
-    ]
+    fitting = [s for s in squares if sum(min(x, s) for x in squares) < budget * len(squares)]
     bound = math.sqrt(max(max(fitting, default=0.0) - 1e-12, 0.0))
     low = min(math.exp(-bound), 1 - min_epsilon_low)
     high = max(math.exp(bound), 1 + min_epsilon_high)
@@ -144,9 +142,7 @@ def _ess(ratios):
   return sum(ratios) ** 2 / (len(ratios) * sum(r * r for r in ratios)) if ratios else 1.0
 
 
-def p3o(
-    policy, behavior, proximal, coefficients, mask, ess="batch", cap="ess", kl_term=True
-):
+def p3o(policy, behavior, proximal, coefficients, mask, ess="batch", cap="ess", kl_term=True):
   ratio = lambda i, t: math.exp(policy[i, t] - behavior[i, t])
   of_batch = _ess([ratio(i, t) for i, ts in _rollouts(mask) for t in ts])
   losses, gradients = np.zeros(mask.shape), np.zeros(mask.shape)
@@ -155,9 +151,7 @@ def p3o(
     e = {"batch": of_batch, "sequence": of_sequence, "one": 1.0}[ess]
     for t in positions:
       limit = {"ess": e, "inverse_ess": 1 / e, "none": math.inf}[cap]
-      losses[i, t], gradients[i, t] = _score(
-          min(ratio(i, t), limit), coefficients[i], policy[i, t]
-      )
+      losses[i, t], gradients[i, t] = _score(min(ratio(i, t), limit), coefficients[i], policy[i, t])
       if kl_term:
         d = behavior[i, t] - policy[i, t]
         exponential = math.exp(min(max(d, -10.0), 10.0))
@@ -167,14 +161,14 @@ def p3o(
 
 
 LOSSES = {
-    "cispo": _per_token(_cispo),
-    "decoupled_ppo": _per_token(_decoupled),
-    "gmpo": gmpo,
-    "gspo": gspo,
-    "m2po": m2po,
-    "p3o": p3o,
-    "ppo_clip": _per_token(_ppo_clip),
-    "reinforce": _per_token(_reinforce),
-    "sapo": _per_token(_sapo),
-    "topr": topr,
+  "cispo": _per_token(_cispo),
+  "decoupled_ppo": _per_token(_decoupled),
+  "gmpo": gmpo,
+  "gspo": gspo,
+  "m2po": m2po,
+  "p3o": p3o,
+  "ppo_clip": _per_token(_ppo_clip),
+  "reinforce": _per_token(_reinforce),
+  "sapo": _per_token(_sapo),
+  "topr": topr,
 }

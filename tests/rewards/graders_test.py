@@ -61,7 +61,9 @@ def _spell_backward(completion, **settings):
   return graders.reasoning_gym(completion, reference | {"settings": settings})
 
 
-@pytest.mark.parametrize("completion", ["tac", "  tac\n", "c a t\nt a c\n#### tac", "#### x #### tac "])
+@pytest.mark.parametrize(
+  "completion", ["tac", "  tac\n", "c a t\nt a c\n#### tac", "#### x #### tac "]
+)
 def test_reasoning_gym_correct(completion):
   grade = _spell_backward(completion, min_word_len=3)
   assert (grade.outcome, grade.score, grade.detail) == (Outcome.CORRECT, 1.0, "tac")
@@ -79,13 +81,12 @@ def test_reasoning_gym_unparseable(completion):
 
 
 def test_reasoning_gym_scores_with_the_settings():
-  """puzzle24 checks an answer against operators that are a setting of the dataset."""
-  reference = {
-    "dataset": "puzzle24", "answer": "6*4*1*1", "metadata": {"numbers": [6, 4, 1, 1]},
-  }  # fmt: skip
-  allowed = graders.reasoning_gym("6*4*1*1", reference | {"settings": {}})
-  refused = graders.reasoning_gym("6*4*1*1", reference | {"settings": {"operators": ["+", "-"]}})
-  assert (allowed.outcome, refused.outcome) == (Outcome.CORRECT, Outcome.WRONG)
+  """decimal_arithmetic tolerates one unit in the last place, and the places are a setting."""
+  reference = {"dataset": "decimal_arithmetic", "answer": "1.500", "metadata": {}}
+  for places, outcome in ((2, Outcome.CORRECT), (4, Outcome.WRONG)):
+    settings = {"min_num_decimal_places": 1, "max_num_decimal_places": places}
+    grade = graders.reasoning_gym("1.505", reference | {"settings": settings})
+    assert grade.outcome is outcome, (places, grade)
 
 
 def test_self_test():

@@ -1,0 +1,19 @@
+"""The quickstart with its rewards dealt out at random: what is learned without a signal.
+
+Each batch of rollouts keeps its rewards, but they are permuted over the batch, so they no longer
+say which answer was right. Held-out pass@1 must not rise.
+
+  python -m rlvr_jax.main --config=configs/quickstart_control.py --workdir=runs/quickstart_control
+
+Hardware and time as configs/quickstart.py. Expected held-out pass@1: TODO.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import quickstart
+
+
+def get_config() -> ConfigDict:
+  c = quickstart.get_config()
+  c.permute_rewards = True
+  return c

@@ -1,0 +1,167 @@
+"""One GRPO step, timed: rollout and update, as the training loop itself does them.
+
+  python experiments/benchmarks/grpo_step.py --workload=w1 --steps=8
+
+Model: Qwen 3 architecture, width 256, 4 layers, 4 heads, 2 key/value heads of 64, MLP 768,
+vocabulary 512, tied, float32, 3.28 M parameters. w1: 16 prompts × 8 rollouts of 64 tokens; w2:
+4 prompts × 32 rollouts of 128; prompts of 24 to 32 tokens, every response exactly that long (the
+stop token lies outside the vocabulary). One AdamW update per batch, no reference policy, a grader
+in constant time. What a step includes: data, rollout, decoding to text, grading in its worker
+process, update, metrics to metrics.jsonl and TensorBoard.
+
+The last line is one JSON object; seconds are medians over the steps after two warm-up steps. Quote
+ratios against another system measured beside it, not single times.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import resource
+import statistics
+import string
+import sys
+import tempfile
+import time
+
+_STARTED = time.perf_counter()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))  # the repository's root
+
+from absl import app, flags
+
+from rlvr_jax.train.host import keep_freed_memory
+
+keep_freed_memory()
+
+import jax
+import numpy as np
+
+from configs import base
+from rlvr_jax.data import ByteTokenizer, Problem, Task
+from rlvr_jax.rewards.outcome import Grade, Outcome
+from rlvr_jax.rewards.pool import GraderPool
+from rlvr_jax.train import components
+from rlvr_jax.train.checkpoint import Checkpointer
+from rlvr_jax.train.loop import Trainer
+from rlvr_jax.train.metrics import MetricWriter
+
+_WORKLOADS = {
+  "w1": dict(prompts=16, group_size=8, response_length=64),
+  "w2": dict(prompts=4, group_size=32, response_length=128),
+}
+_PROMPT_LENGTH = 32
+_WARMUP_STEPS = 2
+
+_WORKLOAD = flags.DEFINE_enum("workload", "w1", sorted(_WORKLOADS), "Which shapes.")
+_STEPS = flags.DEFINE_integer("steps", 8, "Measured steps.", lower_bound=1)
+_MICRO_BATCHES = flags.DEFINE_integer("micro_batches", 4, "Per update; fewer take more memory.")
+
+
+class EndlessTokenizer(ByteTokenizer):
+  """Its stop token is outside the model's vocabulary, so that every response has full length."""
+
+  vocab_size = 512
+  stop_ids = (512,)
+
+
+def count_e(completion: str, reference: dict) -> Grade:
+  """A reward in constant time that differs between rollouts."""
+  del reference
+  share = completion.count("e") / max(len(completion), 1)
+  return Grade(Outcome.WRONG, share)
+
+
+def make_config(workload: str, micro_batches: int):
+  shape = _WORKLOADS[workload]
+  c = base.get_config()
+  c.model.preset = "small"
+  c.model.overrides = dict(vocab_size=512, rope_theta=1_000_000.0)
+  c.max_prompt_length, c.max_response_length = _PROMPT_LENGTH, shape["response_length"]
+  c.batch = dict(
+    prompts=shape["prompts"], group_size=shape["group_size"], micro_batches=micro_batches
+  )
+  c.optimizer.learning_rate = 1e-5
+  c.optimizer.warmup_updates = 0
+  c.warm_start.num_steps = 0
+  c.grading.outcomes.wrong = "score"
+  c.logging.print_every = 10**9
+  return c
+
+
+def make_task() -> Task:
+  rng = np.random.default_rng(0)
+  letters = list(string.ascii_lowercase + " ")
+
+  def problem(index: int) -> Problem:
+    length = _PROMPT_LENGTH if index % 4 == 0 else int(rng.integers(24, _PROMPT_LENGTH + 1))
+    question = "".join(rng.choice(letters, size=length))
+    return Problem(question=question, answer="", solution="", reference={})
+
+  problems = [problem(index) for index in range(64)]
+  return Task(
+    name="letters",
+    train=problems,
+    warm_start=(),
+    held_out=tuple(problems[:4]),
+    grader="experiments.benchmarks.grpo_step:count_e",
+  )
+
+
+def main(argv: list[str]) -> None:
+  del argv
+  imported = time.perf_counter() - _STARTED
+  config = make_config(_WORKLOAD.value, _MICRO_BATCHES.value)
+  parts = components.build(config, task=make_task(), tokenizer=EndlessTokenizer())
+  num_steps = _WARMUP_STEPS + _STEPS.value
+  with (
+    tempfile.TemporaryDirectory() as workdir,
+    GraderPool(parts.task.grader) as pool,
+    MetricWriter(workdir, None) as writer,
+  ):
+    checkpointer = Checkpointer(os.path.join(workdir, "checkpoints"))
+    params = components.initial_params(parts)
+    trainer = Trainer(parts, writer, checkpointer, pool, reference=params)
+    trainer.state = jax.block_until_ready(components.first_state(parts, params))
+    steps, rollouts, updates = [], [], []
+    for _ in range(num_steps):
+      began = time.perf_counter()
+      refresh, timings = trainer.collect()
+      updating = time.perf_counter()
+      trainer.update(refresh, timings)
+      trainer.read_metrics()
+      ended = time.perf_counter()
+      steps.append(ended - began)
+      rollouts.append(timings["time/rollout_seconds"])
+      updates.append(ended - updating)
+    checkpointer.close()
+  shape = _WORKLOADS[_WORKLOAD.value]
+  count = shape["prompts"] * shape["group_size"]
+  median = lambda values: statistics.median(values[_WARMUP_STEPS:])
+  result = {
+    "workload": _WORKLOAD.value,
+    "steps": _STEPS.value,
+    "micro_batches": _MICRO_BATCHES.value,
+    "parameters": sum(x.size for x in jax.tree.leaves(trainer.state.params)),
+    "jax": jax.__version__,
+    "device": jax.devices()[0].device_kind,
+    "step_s_median": round(median(steps), 4),
+    "rollout_s_median": round(median(rollouts), 4),
+    "update_s_median": round(median(updates), 4),
+    "first_step_s": round(steps[0], 3),
+    "import_s": round(imported, 3),
+    "rollout_new_tokens_per_s": round(count * shape["response_length"] / median(rollouts), 1),
+    "update_sequence_tokens_per_s": round(
+      count * (_PROMPT_LENGTH + shape["response_length"]) / median(updates), 1
+    ),
+    "peak_rss_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
+    "all_step_s": [round(s, 3) for s in steps],
+    "all_rollout_s": [round(s, 3) for s in rollouts],
+    "all_update_s": [round(s, 3) for s in updates],
+  }
+  print(json.dumps(result))
+
+
+if __name__ == "__main__":
+  app.run(main)

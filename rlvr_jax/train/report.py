@@ -1,0 +1,160 @@
+"""What is left at the end of a run: a table, the learning curves, and where the files lie."""
+
+from __future__ import annotations
+
+import math
+import os
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rlvr_jax.train.metrics import (
+  METRICS_FILE,
+  ROLLOUTS_FILE,
+  TENSORBOARD_FOLDER,
+  TIMINGS,
+  read_metrics,
+)
+
+CURVES_FILE = "learning_curves.png"
+
+Record = dict[str, Any]
+
+
+def write_report(workdir: str | os.PathLike[str]) -> str:
+  """Draws `learning_curves.png` and returns the final table, from the workdir's metrics.jsonl.
+
+  Without matplotlib (extra `plot`) the drawing is left out and the text says so.
+
+  Raises:
+    FileNotFoundError: if the workdir has no metrics.jsonl.
+  """
+  workdir = pathlib.Path(workdir)
+  records = list(read_metrics(workdir))
+  train = [record for record in records if record["phase"] == "train"]
+  held_out = [record for record in records if record["phase"] == "eval"]
+  lines = [*_table(train, held_out), ""]
+  try:
+    _draw(train, held_out, workdir / CURVES_FILE)
+    lines.append(f"learning curves  {workdir / CURVES_FILE}")
+  except ImportError:
+    lines.append('learning curves  not drawn, matplotlib is missing: pip install -e ".[plot]"')
+  lines.append(f"every metric     {workdir / METRICS_FILE}")
+  lines.append(f"rollouts         {workdir / ROLLOUTS_FILE}")
+  lines.append(f"TensorBoard      {workdir / TENSORBOARD_FOLDER}")
+  return "\n".join(lines)
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def _table(train: Sequence[Record], held_out: Sequence[Record]) -> list[str]:
+  rows = [("", "start", "best", "final")]
+  ks = sorted(
+    {int(name.removeprefix("eval/pass@")) for r in held_out for name in r if _is_pass_at_k(name)}
+  )
+  for k in ks:
+    rows.append(_row(f"held-out pass@{k}", held_out, f"eval/pass@{k}", max, "{:.3f}"))
+  rows.append(_row("train reward", train, "reward/mean", max, "{:.3f}"))
+  rows.append(_row("entropy (nats/token)", train, "policy/entropy", None, "{:.3f}"))
+  rows = [row for row in rows if any(row[1:])]
+  widths = [max(len(row[column]) for row in rows) for column in range(4)]
+  lines = [
+    "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    for row in rows
+  ]
+  if train:
+    lines.append(f"updates: {train[-1]['step']}{_time_spent([*train, *held_out])}")
+  return lines
+
+
+def _time_spent(records: Sequence[Record]) -> str:
+  """Seconds by activity, from the keys "time/<activity>_seconds"; activities may overlap."""
+  spent: dict[str, float] = {}
+  for record in records:
+    for name, value in record.items():
+      if name.startswith(TIMINGS) and name.endswith("_seconds"):
+        activity = name.removeprefix(TIMINGS).removesuffix("_seconds")
+        spent[activity] = spent.get(activity, 0.0) + value
+  return "".join(f", {activity} {seconds:.0f} s" for activity, seconds in spent.items())
+
+
+def _is_pass_at_k(name: str) -> bool:
+  return name.startswith("eval/pass@") and name.removeprefix("eval/pass@").isdigit()
+
+
+def _row(
+  label: str,
+  records: Sequence[Record],
+  key: str,
+  best: Callable[..., Record] | None,
+  form: str,
+) -> tuple[str, str, str, str]:
+  """Start, best and final value of `key`, each with its interval where it has one."""
+  having = [record for record in records if key in record]
+  if not having:
+    return (label, "", "", "")
+
+  def show(record: Record, at_step: bool = False) -> str:
+    text = form.format(record[key])
+    if f"{key}_low" in record:
+      text += f" [{form.format(record[f'{key}_low'])}, {form.format(record[f'{key}_high'])}]"
+    return f"{text} at {record['step']}" if at_step else text
+
+  finite = [record for record in having if math.isfinite(record[key])]
+  top = show(best(finite, key=lambda record: record[key]), at_step=True) if best and finite else ""
+  return (label, show(having[0]), top, show(having[-1]))
+
+
+# --- the curves -----------------------------------------------------------------------------------
+
+
+def _draw(train: Sequence[Record], held_out: Sequence[Record], path: pathlib.Path) -> None:
+  # An own figure on the file backend: no window, no global state, no import without the extra.
+  from matplotlib.backends.backend_agg import FigureCanvasAgg
+  from matplotlib.figure import Figure
+
+  figure = Figure(figsize=(10, 7), layout="constrained")
+  FigureCanvasAgg(figure)
+  accuracy, entropy, shift, gradient = figure.subplots(2, 2).flat
+
+  _plot(accuracy, train, "reward/pass_rate", "train rollouts", color="0.6", linewidth=1)
+  _plot(accuracy, held_out, "eval/pass@1", "held-out pass@1, 95 % interval", marker="o")
+  steps, low = _series(held_out, "eval/pass@1_low")
+  _, high = _series(held_out, "eval/pass@1_high")
+  if len(low) == len(high):
+    accuracy.fill_between(steps, low, high, alpha=0.2)
+  accuracy.set(title="Accuracy", ylabel="fraction solved", ylim=(0, 1))
+  if accuracy.lines:
+    accuracy.legend(loc="lower right")
+
+  _plot(entropy, train, "policy/entropy")
+  entropy.set(title="Policy entropy", ylabel="nats per token")
+
+  _plot(shift, train, "behavior/kl_k3", color="C0")
+  shift.set(title="Distance from the behaviour policy")
+  shift.set_ylabel("KL estimate k3, nats per token", color="C0")
+  clip = shift.twinx()
+  _plot(clip, train, "loss/clip_fraction", color="C1")
+  clip.set_ylabel("clipped fraction of tokens", color="C1")
+
+  _plot(gradient, train, "update/gradient_norm")
+  gradient.set(title="Gradient norm before clipping", ylabel="global L2 norm")
+
+  for axes in (entropy, shift, clip, gradient):
+    axes.set_ylim(bottom=0)
+  for axes in (accuracy, entropy, shift, gradient):
+    axes.set_xlabel("update")
+    axes.grid(alpha=0.3)
+  figure.savefig(path, dpi=120)
+
+
+def _plot(axes: Any, records: Sequence[Record], key: str, label: str = "", **style: Any) -> None:
+  steps, values = _series(records, key)
+  if steps:
+    axes.plot(steps, values, label=label, **style)
+
+
+def _series(records: Sequence[Record], key: str) -> tuple[list[int], list[float]]:
+  having = [record for record in records if key in record]
+  return [record["step"] for record in having], [record[key] for record in having]

@@ -1,0 +1,254 @@
+"""What every exported estimator, loss and reweighting must do, found by walking the exports."""
+
+import collections
+import dataclasses
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles.batches import evaluate, poison, random_case
+
+from rlvr_jax import advantages, losses, reweighting
+from rlvr_jax.ops import reductions
+from rlvr_jax.ops.aggregate import aggregate
+from rlvr_jax.ops.veto import negative_advantage_veto
+
+# Components beside their defaults, so that every branch meets the contract.
+LOSSES = {name: getattr(losses, name)() for name in losses.__all__} | {
+  "ppo_clip-dual": losses.ppo_clip(epsilon_high=0.28, dual_clip=3.0),
+  "reinforce-truncated": losses.reinforce(truncation=2.0),
+  "p3o-sequence": losses.p3o(ess="sequence"),
+  "p3o-one": losses.p3o(ess="one"),
+  "p3o-inverse": losses.p3o(cap="inverse_ess"),
+  "p3o-kl_only": losses.p3o(cap="none"),
+}
+ESTIMATORS = {name: getattr(advantages, name)() for name in advantages.__all__} | {
+  "fade-entropy": advantages.fade(schedule="entropy"),
+  "fade-logarithmic": advantages.fade(schedule="logarithmic"),
+  "pass_at_k-plug_in": advantages.pass_at_k(form="plug_in"),
+}
+TRACES = collections.Counter()  # how often each component was traced, or run without jit
+each_loss = pytest.mark.parametrize("name", LOSSES)
+each_estimator = pytest.mark.parametrize("name", ESTIMATORS)
+
+
+def _finite(tree):
+  return all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(tree))
+
+
+def _loss_run(name, **kwargs):
+  def run(policy, batch, coefficients):
+    TRACES[name] += 1
+    (value, metrics), gradient = evaluate(LOSSES[name], policy, batch, coefficients, **kwargs)
+    return value, gradient, reductions.values(metrics)
+
+  return run
+
+
+@functools.cache
+def _loss_jit(name):
+  return jax.jit(_loss_run(name))
+
+
+@pytest.mark.parametrize("package", [advantages, losses, reweighting])
+def test_exports_are_documented_factories_with_keyword_only_arguments(package):
+  for name in package.__all__:
+    factory = getattr(package, name)
+    assert inspect.isfunction(factory) and factory.__name__ == name and factory.__doc__
+    kinds = {p.kind for p in inspect.signature(factory).parameters.values()}
+    assert kinds <= {inspect.Parameter.KEYWORD_ONLY}
+
+
+@each_loss
+def test_loss_under_jit(name):
+  """jit equals no jit; a second batch does not compile again."""
+  first, second = (random_case(seed, dtype=np.float32) for seed in range(2))
+  compiled = _loss_jit(name)(*first)
+  traces = TRACES[name]
+  _loss_jit(name)(*second)
+  assert TRACES[name] == traces
+  with jax.disable_jit():
+    plain = _loss_run(name)(*first)
+  near = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+  jax.tree.map(near, compiled, plain)
+
+
+@each_loss
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_loss_dtypes(name, dtype):
+  """Statistics in float32, the gradient in the dtype of what came in, all finite."""
+  policy, batch, coefficients = random_case(3, dtype=np.float32)
+  cast = lambda tree: jax.tree.map(lambda x: x.astype(dtype), tree)
+  value, gradient, metrics = _loss_jit(name)(cast(policy), cast(batch), cast(coefficients))
+  assert value.dtype == jnp.float32
+  assert gradient.dtype == dtype
+  assert _finite((value, gradient, metrics))
+
+
+@each_loss
+def test_loss_of_degenerate_batches_is_finite(name):
+  policy, batch, coefficients = random_case(4, dtype=np.float32)
+  run = _loss_jit(name)
+  empty = dataclasses.replace(batch, mask=jnp.zeros_like(batch.mask))
+  on_policy = dataclasses.replace(batch, behavior_logprobs=policy, proximal_logprobs=policy)
+  one_token = dataclasses.replace(batch, mask=jnp.zeros_like(batch.mask).at[0, 1, 0].set(1.0))
+  for degenerate in (batch, empty, on_policy, one_token):
+    for a in (coefficients, jnp.zeros_like(coefficients), jnp.abs(coefficients)):
+      value, gradient, metrics = run(policy, degenerate, a)
+      assert _finite((value, gradient, metrics))
+      if degenerate is empty:
+        assert value == 0 and np.all(gradient == 0)
+
+
+@each_loss
+def test_what_is_masked_changes_neither_value_nor_gradient(name):
+  policy, batch, coefficients = random_case(5, dtype=np.float32)
+  run = jax.jit(_loss_run(name, veto=negative_advantage_veto(threshold=0.8)))
+  clean = run(policy, batch, coefficients)
+  for fill in (np.nan, np.inf, -np.inf, 1e30):
+    spoilt = run(*poison(policy, batch, fill), coefficients)
+    jax.tree.map(np.testing.assert_array_equal, clean, spoilt)
+  assert np.all(np.asarray(clean[1])[np.asarray(batch.mask) == 0] == 0)
+
+
+@each_loss
+def test_micro_batches_with_the_batch_s_statistics_equal_one_batch(name):
+  with jax.enable_x64(True):
+    policy, batch, coefficients = random_case(6, (4, 3, 5), spread=0.8)
+    loss = LOSSES[name]
+    statistics = loss.statistics and loss.statistics(policy, batch, coefficients)
+
+    @jax.jit
+    def run(policy, batch, coefficients):
+      def total(policy):
+        per_token, metrics = loss.per_token(policy, batch, coefficients, statistics)
+        pair = aggregate(per_token, batch.mask, how="sequence_mean", max_response_length=5)
+        return pair.total, (pair.weight, metrics)
+
+      (total, (weight, metrics)), gradient = jax.value_and_grad(total, has_aux=True)(policy)
+      return gradient, total, weight, metrics
+
+    gradient, total, weight, metrics = run(policy, batch, coefficients)
+    parts = [
+      run(*jax.tree.map(lambda x, i=i: x[i : i + 2], (policy, batch, coefficients))) for i in (0, 2)
+    ]
+    gradients, totals, weights, part_metrics = zip(*parts, strict=True)
+    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)
+    near(np.concatenate(gradients), gradient)
+    near(sum(totals), total)
+    near(sum(weights), weight)
+    merged = reductions.values(reductions.merge_metrics(*part_metrics))
+    jax.tree.map(near, merged, reductions.values(metrics))
+
+
+@each_loss
+def test_coefficients_and_statistics_are_constants_for_differentiation(name):
+  policy, batch, coefficients = random_case(7, dtype=np.float32)
+  loss = LOSSES[name]
+
+  def total(policy, coefficients):
+    statistics = loss.statistics and loss.statistics(policy, batch, coefficients)
+    return jnp.sum(loss.per_token(policy, batch, coefficients, statistics)[0])
+
+  inside, to_coefficients = jax.grad(total, argnums=(0, 1))(policy, coefficients)
+  assert np.all(to_coefficients == 0)
+  statistics = loss.statistics and loss.statistics(policy, batch, coefficients)
+  outside = jax.grad(
+    lambda policy: jnp.sum(loss.per_token(policy, batch, coefficients, statistics)[0])
+  )(policy)
+  np.testing.assert_array_equal(inside, outside)
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(st.sampled_from(list(LOSSES)), st.permutations(range(12)))
+def test_permuting_rollouts_permutes_the_gradient(name, order):
+  """Any rollout may stand anywhere: no loss looks at the group."""
+  policy, batch, coefficients = random_case(8, dtype=np.float32)
+  value, gradient, _ = _loss_jit(name)(policy, batch, coefficients)
+
+  def move(x):
+    return x.reshape(-1, *x.shape[2:])[np.asarray(order)].reshape(x.shape)
+
+  fields = ("mask", "behavior_logprobs", "proximal_logprobs")
+  moved = dataclasses.replace(batch, **{f: move(getattr(batch, f)) for f in fields})
+  moved_value, moved_gradient, _ = _loss_jit(name)(move(policy), moved, move(coefficients))
+  np.testing.assert_allclose(moved_value, value, rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(moved_gradient, move(gradient), rtol=1e-4, atol=1e-6)
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(st.sampled_from([n for n in LOSSES if not n.startswith("p3o")]), st.floats(0.1, 10))
+def test_losses_scale_with_the_coefficients(name, scale):
+  """All but P3O, whose KL term has no coefficient."""
+  policy, batch, coefficients = random_case(9, dtype=np.float32)
+  value, gradient, _ = _loss_jit(name)(policy, batch, coefficients)
+  scaled, scaled_gradient, _ = _loss_jit(name)(policy, batch, scale * coefficients)
+  np.testing.assert_allclose(scaled, scale * value, rtol=1e-4, atol=1e-6)
+  np.testing.assert_allclose(scaled_gradient, scale * gradient, rtol=1e-4, atol=1e-6)
+
+
+@functools.cache
+def _estimator_jit(name):
+  return jax.jit(_estimator_run(name))
+
+
+def _estimator_run(name):
+  estimator = ESTIMATORS[name]
+
+  def run(state, batch, entropy):
+    TRACES[name] += 1
+    coefficients = estimator.apply(state, batch)
+    metrics = advantages.gradient_masses(coefficients, batch.rewards, batch.correct)
+    metrics |= estimator.metrics(state)
+    return coefficients, reductions.values(metrics), estimator.update(state, batch, entropy)
+
+  return run
+
+
+@each_estimator
+def test_estimator_under_jit(name):
+  """jit equals no jit; an update and a batch later it does not compile again."""
+  first, second = (random_case(seed, (4, 4, 3), dtype=np.float32)[1] for seed in range(2))
+  entropy = jnp.float32(0.4)
+  state = ESTIMATORS[name].init(jnp.float32(0.7))
+  compiled = _estimator_jit(name)(state, first, entropy)
+  traces = TRACES[name]
+  _estimator_jit(name)(compiled[-1], second, entropy)
+  assert TRACES[name] == traces
+  near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+  jax.tree.map(near, compiled, _estimator_run(name)(state, first, entropy))
+
+
+@each_estimator
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_estimator_is_finite_in_float32_on_any_group(name, dtype):
+  """All wrong, all right, one right, one wrong; every response empty."""
+  rewards = np.array([[0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 0, 0], [1, 1, 0, 1]])
+  _, batch, _ = random_case(0, (4, 4, 3), dtype=np.float32)
+  batch = dataclasses.replace(
+    batch,
+    rewards=jnp.asarray(rewards, dtype),
+    correct=jnp.asarray(rewards, dtype),
+    mask=jnp.zeros_like(batch.mask, dtype),
+  )
+  estimator = ESTIMATORS[name]
+  state = estimator.init(jnp.asarray(0.0, dtype))
+  for _ in range(3):
+    coefficients, metrics, state = _estimator_jit(name)(state, batch, jnp.asarray(0.0, dtype))
+    assert coefficients.shape == (4, 4) and coefficients.dtype == jnp.float32
+    assert _finite((coefficients, metrics, state))
+
+
+@each_estimator
+def test_solving_is_never_worse_than_failing(name):
+  _, batch, _ = random_case(1, (16, 8, 2), dtype=np.float32)
+  estimator = ESTIMATORS[name]
+  coefficients = np.asarray(estimator.apply(estimator.init(jnp.float32(1.0)), batch))
+  for group, rewards in zip(coefficients, np.asarray(batch.rewards), strict=True):
+    if 0 < rewards.mean() < 1:
+      assert group[rewards == 1].min() >= group[rewards == 0].max()

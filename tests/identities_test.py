@@ -1,0 +1,186 @@
+"""The methods pin one another: what must coincide where two of them meet."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles.batches import evaluate, make_batch, random_case
+
+from rlvr_jax import advantages, losses, reweighting
+from rlvr_jax.ops.veto import SCOPES, negative_advantage_veto
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+def _assert_same(one, other, case, *, value=True):
+  """Equal gradients of two losses on a case, and equal values unless told otherwise."""
+  (value_one, _), gradient_one = evaluate(one, *case)
+  (value_other, _), gradient_other = evaluate(other, *case)
+  np.testing.assert_allclose(gradient_one, gradient_other, rtol=1e-10, atol=1e-14)
+  if value:
+    np.testing.assert_allclose(value_one, value_other, rtol=1e-10, atol=1e-14)
+
+
+def _on_policy(seed=0):
+  policy, batch, coefficients = random_case(seed)
+  batch = dataclasses.replace(batch, behavior_logprobs=policy, proximal_logprobs=policy)
+  return policy, batch, coefficients
+
+
+def test_p3o_on_policy_is_reinforce():
+  _assert_same(losses.p3o(), losses.reinforce(), _on_policy())
+
+
+@pytest.mark.parametrize("name", [n for n in losses.__all__ if n != "reinforce"])
+def test_every_loss_on_policy_has_the_gradient_of_reinforce(name):
+  _assert_same(getattr(losses, name)(), losses.reinforce(), _on_policy(), value=False)
+
+
+def test_gspo_of_single_tokens_is_ppo_clip():
+  case = random_case(1, (6, 4, 1), spread=0.4, full=True)
+  clip = {"epsilon_low": 0.2, "epsilon_high": 0.3}
+  _assert_same(losses.gspo(**clip), losses.ppo_clip(**clip), case)
+
+
+def test_gmpo_of_single_tokens_is_ppo_clip_with_bounds_of_the_log_ratio():
+  case = random_case(1, (6, 4, 1), spread=0.8, full=True)
+  gmpo = losses.gmpo(epsilon_low=-np.log(0.8).item(), epsilon_high=np.log(1.3).item())
+  _assert_same(gmpo, losses.ppo_clip(epsilon_low=0.2, epsilon_high=0.3), case)
+
+
+def test_cispo_without_a_lower_bound_is_truncated_reinforce():
+  cispo = losses.cispo(epsilon_low=1.0, epsilon_high=0.5)
+  _assert_same(cispo, losses.reinforce(truncation=1.5), random_case(2))
+
+
+def test_decoupled_ppo_is_ppo_clip_where_the_proximal_policy_sampled():
+  policy, batch, coefficients = random_case(3)
+  batch = dataclasses.replace(batch, proximal_logprobs=batch.behavior_logprobs)
+  _assert_same(losses.decoupled_ppo(), losses.ppo_clip(), (policy, batch, coefficients))
+
+
+def test_dual_clip_beyond_every_ratio_is_ppo_clip():
+  _assert_same(losses.ppo_clip(dual_clip=1e9), losses.ppo_clip(), random_case(4))
+
+
+def test_m2po_within_its_budget_is_unclipped_and_p3o_bare_is_its_gradient():
+  unclipped = losses.ppo_clip(epsilon_low=1.0, epsilon_high=1e9)
+  _assert_same(losses.m2po(budget=100.0), unclipped, random_case(5))
+  _assert_same(losses.p3o(cap="none", kl_term=False), unclipped, random_case(5), value=False)
+
+
+def test_m2po_of_a_tiny_budget_is_ppo_clip_with_the_smallest_interval():
+  _assert_same(
+    losses.m2po(budget=1e-12), losses.ppo_clip(epsilon_low=0.3, epsilon_high=0.5), random_case(6)
+  )
+
+
+def test_topr_of_positive_coefficients_is_reinforce():
+  policy, batch, coefficients = random_case(7)
+  _assert_same(losses.topr(), losses.reinforce(), (policy, batch, jnp.abs(coefficients)))
+
+
+def test_p3o_frozen_at_one_is_reinforce_truncated_at_one():
+  _assert_same(losses.p3o(ess="one"), losses.reinforce(truncation=1.0), random_case(8))
+
+
+def test_p3o_per_sequence_is_per_batch_for_one_rollout():
+  case = random_case(9, (1, 1, 6), full=True)
+  case = (*case[:2], jnp.ones((1, 1)))  # the first rollout's coefficient is 0
+  _assert_same(losses.p3o(ess="sequence"), losses.p3o(), case)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_veto_that_nothing_triggers_changes_nothing(scope):
+  case = random_case(10)
+  veto = negative_advantage_veto(scope=scope, threshold=1e-12)
+  (value, _), gradient = evaluate(losses.ppo_clip(), *case, veto=veto)
+  (plain_value, _), plain_gradient = evaluate(losses.ppo_clip(), *case)
+  np.testing.assert_allclose(value, plain_value, rtol=1e-12)
+  np.testing.assert_allclose(gradient, plain_gradient, rtol=1e-12)
+
+
+def _coefficients(name, rewards, lengths=None, **hyper):
+  lengths = np.full(rewards.shape, 3) if lengths is None else lengths
+  mask = (np.arange(lengths.max()) < lengths[..., None]).astype(float)
+  estimator = getattr(advantages, name)(**hyper)
+  return np.asarray(
+    estimator.apply(estimator.init(jnp.asarray(1.0)), make_batch(mask, np.zeros(1), rewards))
+  )
+
+
+def _rewards(group=8, seed=0):
+  rng = np.random.default_rng(seed)
+  return (rng.random((16, group)) < rng.random((16, 1))).astype(float)
+
+
+@pytest.mark.parametrize(
+  "name, hyper",
+  [
+    ("fade", {"alpha_max": 1.0, "delta_min": 1.0}),
+    ("power", {"alpha": 1.0}),
+    ("asym", {"delta": 1.0}),
+    ("power_asym", {"alpha": 1.0, "delta": 1.0}),
+    ("pass_at_k", {"k": 1}),
+    ("pass_at_k", {"k": 1, "form": "plug_in"}),
+    ("opo", {}),  # all responses are of one length here
+    ("log_mean_exp", {"eta": 1e-9}),
+  ],
+)
+def test_these_are_grpo_mean(name, hyper):
+  rewards = _rewards()
+  expected = _coefficients("grpo_mean", rewards)
+  np.testing.assert_allclose(_coefficients(name, rewards, **hyper), expected, atol=1e-6)
+
+
+def test_group_estimators_are_multiples_of_grpo_mean():
+  rewards = _rewards()
+  centred = _coefficients("grpo_mean", rewards)
+  mean = rewards.mean(axis=1, keepdims=True)
+  std = rewards.std(axis=1, keepdims=True, ddof=1)
+  mixed = std > 0
+  np.testing.assert_allclose(_coefficients("rloo", rewards), 8 / 7 * centred, rtol=1e-12)
+  np.testing.assert_allclose(
+    _coefficients("maxrl", rewards), np.where(mixed, centred / np.where(mixed, mean, 1), 0)
+  )
+  np.testing.assert_allclose(
+    _coefficients("grpo", rewards, epsilon=0.0),
+    np.where(mixed, centred / np.where(mixed, std, 1), 0),
+    rtol=1e-12,
+  )
+
+
+def test_power_is_pass_at_k_up_to_k():
+  rewards = _rewards()
+  for k in (2, 3, 5):
+    plug_in = _coefficients("pass_at_k", rewards, k=k, form="plug_in")
+    np.testing.assert_allclose(plug_in, k * _coefficients("power", rewards, alpha=k), rtol=1e-12)
+
+
+def test_unbiased_pass_at_k_approaches_the_plug_in_form_in_large_groups():
+  rewards = _rewards(group=4096)[:4]
+  unbiased = _coefficients("pass_at_k", rewards, k=4)
+  plug_in = _coefficients("pass_at_k", rewards, k=4, form="plug_in")
+  np.testing.assert_allclose(unbiased, plug_in, atol=0.01)
+
+
+def test_power_asym_joins_power_and_asym():
+  rewards = _rewards()
+  np.testing.assert_allclose(
+    _coefficients("power_asym", rewards, alpha=1.0, delta=0.3),
+    _coefficients("asym", rewards, delta=0.3),
+  )
+  np.testing.assert_allclose(
+    _coefficients("power_asym", rewards, alpha=3.0, delta=1.0),
+    _coefficients("power", rewards, alpha=3.0),
+  )
+
+
+def test_no_reweighting_returns_what_it_gets():
+  rule = reweighting.none()
+  coefficients = jnp.arange(6.0).reshape(2, 3)
+  result, metrics = rule.apply(coefficients, None)
+  assert result is coefficients
+  assert metrics == {}
+  assert not rule.needs_gram

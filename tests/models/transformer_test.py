@@ -1,0 +1,160 @@
+"""The network's structure: causality, padding, the shared prompt, options."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.presets import preset, preset_names
+from rlvr_jax.models.transformer import RopeScaling, TransformerConfig, inverse_frequencies
+from rlvr_jax.types import Prompts
+
+SMALL = TransformerConfig(
+  vocab_size=40, width=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_width=24
+)
+P, G, S, T = 2, 3, 6, 5
+
+
+def _setup(config=SMALL, seed=0):
+  model = transformer(config)
+  params = model.init(jax.random.key(seed))
+  rng = np.random.default_rng(seed)
+  prompts = Prompts(
+    tokens=jnp.asarray(rng.integers(0, 40, (P, S))), lengths=jnp.asarray([S, 3], jnp.int32)
+  )
+  return model, params, prompts, jnp.asarray(rng.integers(0, 40, (P, G, T)))
+
+
+def test_a_hidden_state_depends_on_earlier_tokens_only():
+  model, params, prompts, tokens = _setup()
+  base = model.response_hidden(params, prompts, tokens)
+  for t in range(T):
+    changed = model.response_hidden(params, prompts, tokens.at[:, 1, t].add(1) % 40)
+    same = jnp.all(base == changed, axis=-1)  # [P, G, T]
+    assert bool(same[:, [0, 2]].all())  # other rollouts never see it
+    assert bool(same[:, 1, : t + 1].all())
+    assert not bool(same[:, 1, t + 1 :].any())
+
+
+def test_left_padding_changes_nothing():
+  model, params, prompts, tokens = _setup()
+  wider = Prompts(
+    tokens=jnp.pad(prompts.tokens, [(0, 0), (4, 0)], constant_values=7), lengths=prompts.lengths
+  )
+  other = Prompts(tokens=prompts.tokens.at[1, :3].set(9), lengths=prompts.lengths)  # padding only
+  base = model.response_hidden(params, prompts, tokens)
+  np.testing.assert_allclose(model.response_hidden(params, wider, tokens), base, atol=2e-6)
+  np.testing.assert_array_equal(model.response_hidden(params, other, tokens), base)
+
+
+def test_the_shared_prompt_equals_one_prompt_per_rollout(x64):
+  config = dataclasses.replace(SMALL, compute_dtype="float64", param_dtype="float64")
+  model, params, prompts, tokens = _setup(config)
+  repeated = jax.tree.map(lambda x: jnp.repeat(x, G, axis=0), prompts)
+
+  def shared(params):
+    return model.response_hidden(params, prompts, tokens)
+
+  def separate(params):
+    return model.response_hidden(params, repeated, tokens.reshape(P * G, 1, T)).reshape(P, G, T, -1)
+
+  np.testing.assert_allclose(shared(params), separate(params), rtol=1e-10, atol=1e-12)
+  loss = lambda f: jax.grad(lambda p: jnp.sum(jnp.sin(f(p))))(params)
+  for a, b in zip(jax.tree.leaves(loss(shared)), jax.tree.leaves(loss(separate)), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("unroll_layers", [1, 2])
+def test_remat_and_unrolling_change_no_gradient(x64, remat, unroll_layers):
+  config = dataclasses.replace(SMALL, compute_dtype="float64", param_dtype="float64")
+  variant = dataclasses.replace(config, remat=remat, unroll_layers=unroll_layers)
+
+  def gradient(config):
+    model, params, prompts, tokens = _setup(config)
+    return jax.grad(lambda p: jnp.sum(jnp.sin(model.response_hidden(p, prompts, tokens))))(params)
+
+  for a, b in zip(
+    jax.tree.leaves(gradient(config)), jax.tree.leaves(gradient(variant)), strict=True
+  ):
+    np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11)
+
+
+def test_bfloat16_compute_is_near_float32():
+  model, params, prompts, tokens = _setup()
+  low = transformer(dataclasses.replace(SMALL, compute_dtype="bfloat16"))
+  hidden = low.response_hidden(params, prompts, tokens)
+  assert hidden.dtype == jnp.bfloat16
+  exact = model.response_hidden(params, prompts, tokens)
+  np.testing.assert_allclose(hidden.astype(jnp.float32), exact, atol=0.15)
+
+
+def test_sliding_layers_forget_what_lies_outside_the_window():
+  config = dataclasses.replace(SMALL, sliding_window=2, sliding_layers=(True, True))
+  model, params, prompts, tokens = _setup(config)
+  base = model.response_hidden(params, prompts, tokens)
+  changed = model.response_hidden(params, prompts, tokens.at[:, :, 0].add(1) % 40)
+  same = jnp.all(base == changed, axis=-1)
+  # Two layers that look back one token each: token 0 reaches the states of inputs 0, 1 and 2.
+  assert not bool(same[:, :, 1:4].any()) and bool(same[:, :, 4:].all())
+
+
+def test_llama3_scaling_keeps_short_and_stretches_long_wavelengths():
+  scaling = RopeScaling(
+    factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=8192
+  )
+  plain = inverse_frequencies(128, 500_000.0, None)
+  scaled = inverse_frequencies(128, 500_000.0, scaling)
+  wavelength = 2 * np.pi / plain
+  np.testing.assert_allclose(scaled[wavelength < 8192 / 4], plain[wavelength < 8192 / 4])
+  np.testing.assert_allclose(scaled[wavelength > 8192], plain[wavelength > 8192] / 8, rtol=1e-6)
+  between = (wavelength > 8192 / 4) & (wavelength < 8192)
+  assert between.any() and bool(
+    ((scaled < plain) & (scaled > plain / 8))[between].all()
+  )
+
+
+def test_presets_have_the_published_sizes():
+  published = {  # millions of parameters, from the models' cards and their checkpoints
+    "qwen2.5_0.5b": 494.0,
+    "qwen2.5_1.5b": 1543.7,
+    "qwen2.5_7b": 7615.6,
+    "qwen3_4b": 4022.5,
+    "qwen3_8b": 8190.7,
+    "llama3.2_1b": 1235.8,
+    "llama3.2_3b": 3212.7,
+    "gemma2_2b": 2614.3,
+    "gemma3_1b": 999.9,
+  }
+  for name in preset_names():
+    shapes = jax.eval_shape(transformer(preset(name)).init, jax.random.key(0))
+    millions = sum(np.prod(x.shape) for x in jax.tree.leaves(shapes)) / 1e6
+    if name in published:
+      assert millions == pytest.approx(published[name], abs=0.06), name
+  assert set(published) < set(preset_names())
+
+
+@pytest.mark.parametrize(
+  ("overrides", "message"),
+  [
+    ({"activation": "relu"}, "activation='relu'"),
+    ({"remat": "some"}, "allowed: .'none', 'dots', 'full'"),
+    ({"num_heads": 5}, "num_heads=5"),
+    ({"head_dim": 7}, "even"),
+    ({"compute_dtype": "float16"}, "float16"),
+    ({"sliding_layers": (True,), "sliding_window": 4}, "names 1 layers"),
+    ({"sliding_layers": (True,) * 4}, "sliding_window is None"),
+    ({"widht": 3}, "did you mean one of .'width'"),
+  ],
+)
+def test_impossible_settings_are_refused(overrides, message):
+  with pytest.raises(ValueError, match=message):
+    preset("tiny", **overrides)
+
+
+def test_an_unknown_preset_names_the_near_ones():
+  with pytest.raises(ValueError, match="qwen3_8b"):
+    preset("qwen3_8")

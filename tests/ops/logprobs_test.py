@@ -1,0 +1,152 @@
+"""Token log-probabilities against full logits: value, gradient, memory, every sampling setting."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlvr_jax.ops.logprobs import check_sampling, distribution, head_logits, token_logprobs
+from rlvr_jax.types import Head, Sampling
+
+SAMPLINGS = [
+  Sampling(),
+  Sampling(temperature=0.6),
+  Sampling(top_k=5),
+  Sampling(temperature=1.3, top_p=0.8),
+  Sampling(temperature=0.9, top_k=7, top_p=0.9),
+]
+
+
+def _inputs(seed=0, B=3, T=7, D=8, V=23, dtype=np.float32):
+  rng = np.random.default_rng(seed)
+  hidden = rng.normal(size=(B, T, D)).astype(dtype)
+  kernel = rng.normal(size=(D, V)).astype(dtype)
+  return jnp.asarray(hidden), jnp.asarray(kernel), jnp.asarray(rng.integers(0, V, size=(B, T)))
+
+
+def _numpy_distribution(logits, sampling):
+  """By sorting one row at a time."""
+  out = np.full(logits.shape, -np.inf)
+  for index in np.ndindex(logits.shape[:-1]):
+    row = logits[index] / sampling.temperature
+    order = np.argsort(-row, kind="stable")
+    kept = order[: sampling.top_k] if sampling.top_k else order
+    p = np.exp(row[kept] - row[kept].max())
+    p /= p.sum()
+    before = np.cumsum(p) - p
+    kept = kept[before < sampling.top_p] if sampling.top_p < 1 else kept
+    out[index][kept] = row[kept] - row[kept].max()
+    out[index][kept] -= np.log(np.exp(out[index][kept]).sum())
+  return out
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_distribution_equals_a_row_by_row_oracle(x64, sampling):
+  logits = np.random.default_rng(1).normal(size=(4, 6, 30)) * 2
+  ours = np.asarray(distribution(jnp.asarray(logits), sampling))
+  np.testing.assert_allclose(ours, _numpy_distribution(logits, sampling), rtol=1e-12, atol=1e-12)
+  np.testing.assert_allclose(np.exp(ours).sum(-1), 1.0, rtol=1e-12)
+
+
+def test_greedy_distribution_puts_all_mass_on_the_first_largest():
+  logits = jnp.asarray([[1.0, 3.0, 3.0, 0.0]])
+  out = distribution(logits, Sampling(temperature=0.0))
+  np.testing.assert_array_equal(out, [[-np.inf, 0.0, -np.inf, -np.inf]])
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("chunk_elements", [1, 3 * 2 * 23, 10**9])
+def test_value_and_gradient_equal_those_of_full_logits(x64, sampling, chunk_elements):
+  hidden, kernel, tokens = _inputs(dtype=np.float64)
+  weights = jnp.asarray(np.random.default_rng(2).normal(size=(2, *tokens.shape)))
+  # Tokens that the settings can draw; others have no finite log-probability.
+  tokens = jnp.argmax(head_logits(hidden, Head(kernel, 0.7, 5.0)), axis=-1)
+
+  def ours(hidden, kernel):
+    head = Head(kernel, 0.7, 5.0)
+    logprobs, entropy = token_logprobs(
+      hidden, head, tokens, sampling, chunk_elements=chunk_elements
+    )
+    return jnp.sum(weights[0] * logprobs + weights[1] * entropy), (logprobs, entropy)
+
+  def full(hidden, kernel):
+    logits = 5.0 * jnp.tanh(hidden @ kernel * 0.7 / 5.0)
+    kept = jax.lax.stop_gradient(distribution(logits, sampling)) > -jnp.inf
+    p = jax.nn.softmax(jnp.where(kept, logits / sampling.temperature, -jnp.inf))
+    logp = jnp.log(jnp.where(kept, p, 1.0))
+    logprobs = jnp.take_along_axis(logp, tokens[..., None], axis=-1)[..., 0]
+    entropy = -jnp.sum(p * logp, axis=-1)
+    return jnp.sum(weights[0] * logprobs + weights[1] * entropy), (logprobs, entropy)
+
+  grad = lambda f: jax.value_and_grad(f, argnums=(0, 1), has_aux=True)(hidden, kernel)
+  (value, parts), gradients = grad(ours)
+  (expected, expected_parts), expected_gradients = grad(full)
+  np.testing.assert_allclose(value, expected, rtol=1e-10)
+  for a, b in zip((*parts, *gradients), (*expected_parts, *expected_gradients), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-10)
+
+
+def test_bfloat16_inputs_give_float32_statistics_near_the_float32_ones():
+  hidden, kernel, tokens = _inputs()
+  low = token_logprobs(hidden.astype(jnp.bfloat16), Head(kernel), tokens)
+  high = token_logprobs(hidden, Head(kernel), tokens)
+  for a, b in zip(low, high, strict=True):
+    assert a.dtype == jnp.float32
+    np.testing.assert_allclose(a, b, atol=0.1)
+
+
+def test_no_array_of_tokens_times_vocabulary_at_a_large_vocabulary():
+  """Forward and backward at V = 151,936 allocate far less than one [B, T, V] float32."""
+  B, T, D, V = 4, 256, 64, 151_936
+  of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+  def loss(hidden, kernel, tokens):
+    logprobs, entropy = token_logprobs(hidden, Head(kernel), tokens)
+    return jnp.sum(logprobs) + jnp.sum(entropy)
+
+  compiled = (
+    jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+    .lower(of(B, T, D), of(D, V), jax.ShapeDtypeStruct((B, T), jnp.int32))
+    .compile()
+  )
+  full = 4 * B * T * V  # bytes: 593 MiB
+  kernel = 4 * D * V  # its float32 gradient: 37 MiB
+  chunk = 4 * 2**24
+  assert compiled.memory_analysis().temp_size_in_bytes < 3 * kernel + 4 * chunk < 0.7 * full
+
+
+@pytest.mark.parametrize(
+  ("settings", "message"),
+  [
+    ({"temperature": -1.0}, "temperature=-1.0"),
+    ({"top_k": -1}, "top_k=-1"),
+    ({"top_k": 24}, "0 .off. … 23"),
+    ({"top_p": 0.0}, "top_p=0.0"),
+    ({"top_p": 1.5}, "top_p=1.5"),
+  ],
+)
+def test_settings_that_name_no_distribution_are_refused(settings, message):
+  with pytest.raises(ValueError, match=message):
+    check_sampling(Sampling(**settings), vocab_size=23)
+
+
+def test_greedy_has_no_density_to_train_on():
+  hidden, kernel, tokens = _inputs()
+  with pytest.raises(ValueError, match="greedy"):
+    token_logprobs(hidden, Head(kernel), tokens, Sampling(temperature=0.0))
+
+
+def test_vmap_of_grad_gives_each_rows_gradient(x64):
+  hidden, kernel, tokens = _inputs(dtype=np.float64)
+
+  def loss(kernel, hidden, tokens):
+    return jnp.sum(token_logprobs(hidden, Head(kernel), tokens)[0])
+
+  rows = jax.vmap(jax.grad(loss), in_axes=(None, 0, 0))(kernel, hidden, tokens)
+  each = functools.reduce(
+    jnp.add, [jax.grad(loss)(kernel, h, t) for h, t in zip(hidden, tokens, strict=True)]
+  )
+  np.testing.assert_allclose(rows.sum(0), each, rtol=1e-10)
+  np.testing.assert_allclose(rows.sum(0), jax.grad(loss)(kernel, hidden, tokens), rtol=1e-10)

@@ -1,0 +1,207 @@
+import json
+import math
+import struct
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+from rlvr_jax.train import metrics
+
+
+def write_run(workdir, steps, resume_step=None, clock=0.0):
+  """A run that writes three kinds of record per step; warm start before the first."""
+  with metrics.MetricWriter(workdir, resume_step) as writer:
+    if resume_step is None:
+      for step in (1, 2, 50):
+        writer.write(step, "warm_start", {"loss": 1 / step})
+    for step in steps:
+      values = {"reward/mean": np.float32(math.sin(step)), "time/seconds": clock + step}
+      writer.write(step, "train", values)
+      if step % 2 == 0:
+        writer.write(step, "eval", {"eval/pass@1": 0.1 * step})
+      writer.write_rollouts(step, [{"completion": f"answer {step}\n", "reward": 1.0}] * 2)
+
+
+def content(workdir):
+  names = (metrics.METRICS_FILE, metrics.ROLLOUTS_FILE)
+  return {name: (workdir / name).read_bytes() for name in names}
+
+
+def scalars(folder):
+  """{tag: [(step, value)]} as TensorBoard shows them: a session start purges what it overlaps."""
+  found = {}
+  for path in sorted(folder.iterdir(), key=lambda p: p.stat().st_mtime_ns):
+    data, position = path.read_bytes(), 0
+    while position < len(data):
+      (size,) = struct.unpack_from("<Q", data, position)
+      event = Event.FromString(data[position + 12 : position + 12 + size])
+      position += 16 + size
+      if event.session_log.status == SessionLog.START:
+        found = {tag: [p for p in points if p[0] < event.step] for tag, points in found.items()}
+      for value in event.summary.value:
+        found.setdefault(value.tag, []).append((event.step, value.simple_value))
+  return found
+
+
+@pytest.mark.parametrize("value", [0.1 + 0.2, 1e-320, -0.0, 2**53 + 1, np.float32(0.1), 7, True])
+def test_numbers_read_back_exactly(tmp_path, value):
+  with metrics.MetricWriter(tmp_path, None) as writer:
+    writer.write(1, "train", {"x": value})
+  (record,) = metrics.read_metrics(tmp_path)
+  assert record["x"] == value and math.copysign(1, record["x"]) == math.copysign(1, value)
+
+
+def test_non_finite_values_keep_the_file_valid_json(tmp_path):
+  values = {"a": float("nan"), "b": jnp.float32(jnp.inf), "c": np.float64(-np.inf)}
+  with metrics.MetricWriter(tmp_path, None) as writer:
+    writer.write(1, "train", values)
+  line = (tmp_path / metrics.METRICS_FILE).read_text()
+
+  def refuse(constant):
+    raise AssertionError(constant)
+
+  record = json.loads(line, parse_constant=refuse)
+  assert record == {"step": 1, "phase": "train", "a": "nan", "b": "inf", "c": "-inf"}
+  (read,) = metrics.read_metrics(tmp_path)
+  assert math.isnan(read["a"]) and read["b"] == math.inf and read["c"] == -math.inf
+
+
+def test_a_completion_that_spells_nan_stays_text(tmp_path):
+  with metrics.MetricWriter(tmp_path, None) as writer:
+    writer.write_rollouts(3, [{"completion": "nan"}], phase="eval")
+  (record,) = metrics.read_records(tmp_path / metrics.ROLLOUTS_FILE)
+  assert record == {"step": 3, "phase": "eval", "completion": "nan"}
+
+
+def test_arrays_with_an_axis_are_refused(tmp_path):
+  with metrics.MetricWriter(tmp_path, None) as writer, pytest.raises((TypeError, ValueError)):
+    writer.write(1, "train", {"x": np.zeros(3)})
+
+
+@pytest.mark.parametrize("reached", [4, 5, 9])
+@pytest.mark.parametrize("torn", [b"", b'{"step": 10, "ph', b"{", b'{"step": 4, "phase": "train"}'])
+def test_resumed_run_ends_with_the_same_bytes(tmp_path, reached, torn):
+  write_run(tmp_path / "whole", range(1, 11))
+  killed = tmp_path / "killed"
+  write_run(killed, range(1, reached + 1))
+  for name in content(killed):
+    with open(killed / name, "ab") as file:
+      file.write(torn)
+  write_run(killed, range(5, 11), resume_step=4)
+  assert content(killed) == content(tmp_path / "whole")
+
+
+def test_only_timings_differ_between_runs(tmp_path):
+  write_run(tmp_path / "a", range(1, 4))
+  write_run(tmp_path / "b", range(1, 4), clock=100.0)
+  a, b = list(metrics.read_metrics(tmp_path / "a")), list(metrics.read_metrics(tmp_path / "b"))
+  assert a != b
+  assert [*map(metrics.without_timings, a)] == [*map(metrics.without_timings, b)]
+  assert "reward/mean" in metrics.without_timings(a[-1])
+
+
+def test_beginning_again_drops_everything_but_a_cached_warm_start(tmp_path):
+  write_run(tmp_path, range(1, 4))
+  metrics.MetricWriter(tmp_path, None, keep_warm_start=True).close()
+  kept = [(r["phase"], r["step"]) for r in metrics.read_metrics(tmp_path)]
+  assert kept == [("warm_start", 1), ("warm_start", 2), ("warm_start", 50)]
+  assert (tmp_path / metrics.ROLLOUTS_FILE).read_bytes() == b""
+  metrics.MetricWriter(tmp_path, None).close()
+  assert content(tmp_path) == {metrics.METRICS_FILE: b"", metrics.ROLLOUTS_FILE: b""}
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path):
+  (tmp_path / metrics.METRICS_FILE).write_text('{"step": 1, "phase": "train"}\n{"st\n{}\n')
+  with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 is not JSON"):
+    metrics.MetricWriter(tmp_path, 1)
+
+
+def test_each_record_is_in_the_file_at_once(tmp_path):
+  writer = metrics.MetricWriter(tmp_path, None)
+  writer.write(1, "train", {"x": 1})
+  writer.write_rollouts(1, [{"y": 2}])
+  assert len(list(metrics.read_metrics(tmp_path))) == 1
+  assert len(list(metrics.read_records(tmp_path / metrics.ROLLOUTS_FILE))) == 1
+  writer.close()
+
+
+def test_tensorboard_holds_the_values_and_the_purge(tmp_path):
+  write_run(tmp_path, range(1, 6))
+  write_run(tmp_path, range(3, 5), resume_step=2)
+  board = tmp_path / metrics.TENSORBOARD_FOLDER
+  found = scalars(board / "train")
+  assert found["reward/mean"] == [(s, pytest.approx(math.sin(s))) for s in (1, 2, 3, 4)]
+  assert scalars(board / "warm_start")["loss"] == [(1, 1.0), (2, 0.5), (50, pytest.approx(0.02))]
+  assert [step for step, _ in scalars(board / "eval")["eval/pass_1"]] == [2, 4]
+
+
+@pytest.mark.parametrize("kind", ["rollouts", "metrics"])
+def test_a_full_disk_has_a_message(tmp_path, kind):
+  """A file size limit stands in for a full disk."""
+  code = """
+import resource, signal, sys
+from rlvr_jax.train import metrics
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+writer = metrics.MetricWriter(sys.argv[1], None)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+try:
+  for step in range(100):
+    if sys.argv[2] == "rollouts":
+      writer.write_rollouts(step, [{"completion": "x" * 100}])
+    else:  # TensorBoard needs more bytes for this than the text file
+      writer.write(step, "train", {f"{i}": 0 for i in range(9)})
+except metrics.DiskFullError as error:
+  print(error)
+"""
+  command = [sys.executable, "-c", code, tmp_path, kind]
+  done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+  assert "no space left to write" in done.stdout and "rerun the same command" in done.stdout
+  whole = list(metrics.read_records(tmp_path / f"{kind}.jsonl"))
+  assert len(whole) >= 3  # what was written before is readable, the torn line left out
+
+
+# --- what a person sees ---------------------------------------------------------------------------
+
+
+def test_compact_line():
+  values = {
+    "reward/mean": 0.41234,
+    "reward/pass_rate": 0.4,
+    "groups/effective": 7.0,
+    "policy/entropy": np.float32(0.25),
+    "behavior/kl_k3": 0.000123,
+    "loss/clip_fraction": 0.0012,
+    "update/gradient_norm": 0.51239,
+    "time/rollout_tokens_per_second": 12345.6,
+    "time/update_tokens_per_second": 2345.6,
+    "staleness/mean": 1.5,
+    "something/else": 3.0,
+  }
+  assert metrics.compact_line(3, 120, values) == (
+    "step   3/120  reward 0.412  pass 40.0%  groups 7  entropy 0.250  kl 1.2e-04  clip 0.1%"
+    "  grad 0.512  rollout tok/s 12,346  update tok/s 2,346  stale 1.5"
+  )
+  assert metrics.compact_line(3, 120, {"reward/mean": 1}) == "step   3/120  reward 1.000"
+  assert "reward nan" in metrics.compact_line(1, 1, {"reward/mean": math.nan})
+
+
+def test_progress_without_a_terminal_is_plain_lines(capsys):
+  bar = metrics.progress(20, "rollouts", unit="token", initial=4)
+  bar.update(8)
+  bar.update(8)
+  bar.close()
+  bar.close()
+  assert list(metrics.progress(iter("ab"), "warm start")) == ["a", "b"]
+  out, err = capsys.readouterr()
+  lines = [line.split(", ")[0] for line in err.splitlines()]
+  assert lines == ["rollouts: 4/20 token", "rollouts: 20/20 token", *lines[2:]]
+  assert lines[-1] == "warm start: 2 it" and "\r" not in err and out == ""
+
+
+def test_say_goes_to_stdout(capsys):
+  metrics.say("a line")
+  assert capsys.readouterr().out == "a line\n"

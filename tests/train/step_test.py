@@ -1,0 +1,288 @@
+"""The update: micro-batches, meshes, phases, terms, non-finite gradients."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from rlvr_jax import advantages, losses, reweighting
+from rlvr_jax.advantages.masses import gradient_masses
+from rlvr_jax.losses.base import Loss
+from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.ops.reductions import values
+from rlvr_jax.train import sharding
+from rlvr_jax.train.step import (
+  Method,
+  initial_state,
+  policy_logprobs,
+  surrogate_gradient,
+  train_step,
+)
+from rlvr_jax.types import Prompts, TrainBatch
+
+P, G, S, T, V = 8, 4, 5, 6, 32
+CONFIG = TransformerConfig(
+  vocab_size=V, width=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_width=32
+)
+
+
+def make_method(dtype="float32", mesh=None, **changes):
+  config = dataclasses.replace(CONFIG, compute_dtype=dtype, param_dtype=dtype)
+  constrain = sharding.batch_constraint(mesh) if mesh else lambda x: x
+  fields = dict(
+    model=transformer(config, constrain),
+    optimizer=optax.adamw(1e-2),
+    schedule=optax.constant_schedule(1e-2),
+    advantage=advantages.grpo(),
+    coefficient_metrics=gradient_masses,
+    reweighting=reweighting.none(),
+    loss=losses.ppo_clip(),
+    aggregation="token_mean",
+    max_response_length=T,
+  )
+  return Method(**{**fields, **changes})
+
+
+def make_batch(dtype=np.float32, seed=0):
+  rng = np.random.default_rng(seed)
+  lengths = rng.integers(1, T + 1, (P, G))
+  tokens = rng.integers(0, V, (P, G, T)).astype(np.int32)
+  # As real rewards do, they depend on the tokens: gradients of pure noise cancel in float32.
+  correct = (tokens[..., 0] < V // 2).astype(dtype)
+  correct[0] = 1  # a group without signal
+  return TrainBatch(
+    prompts=Prompts(
+      tokens=rng.integers(0, V, (P, S)).astype(np.int32),
+      lengths=rng.integers(1, S + 1, P).astype(np.int32),
+    ),
+    tokens=tokens,
+    mask=(np.arange(T) < lengths[..., None]).astype(dtype),
+    behavior_logprobs=(rng.normal(size=(P, G, T)) * 0.3 - 3.4).astype(dtype),
+    rewards=correct,
+    correct=correct,
+    reference_logprobs=(rng.normal(size=(P, G, T)) * 0.3 - 3.4).astype(dtype),
+  )
+
+
+def gradient_of(method, batch, params, statistics=None):
+  coefficients = method.advantage.apply((), batch)
+  return jax.jit(functools.partial(surrogate_gradient, method=method))(
+    params, batch, coefficients, statistics
+  )
+
+
+def relative_distance(a, b):
+  difference = jax.tree.map(lambda x, y: np.asarray(x) - np.asarray(y), a, b)
+  return float(optax.tree.norm(difference) / optax.tree.norm(b))
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum", "constant"])
+@pytest.mark.parametrize("k", [8])
+def test_micro_batches_add_up_to_one_batch(aggregation, k):
+  terms = dict(aggregation=aggregation, reference_kl=0.1, entropy_bonus=0.01)
+  whole = make_method(**terms)
+  split = make_method(num_micro_batches=k, **terms)
+  params = whole.model.init(jax.random.key(0))
+  (loss, metrics), gradient = gradient_of(whole, make_batch(), params)
+  (split_loss, split_metrics), split_gradient = gradient_of(split, make_batch(), params)
+  assert relative_distance(split_gradient, gradient) < 1e-6
+  np.testing.assert_allclose(split_loss, loss, rtol=1e-5)
+  for name, value in values(metrics).items():
+    np.testing.assert_allclose(values(split_metrics)[name], value, rtol=1e-5, err_msg=name)
+
+
+def test_micro_batches_add_up_in_float64(x64):
+  whole, split = make_method("float64"), make_method("float64", num_micro_batches=4)
+  params = whole.model.init(jax.random.key(0))
+  (_, _), gradient = gradient_of(whole, make_batch(np.float64), params)
+  (_, _), split_gradient = gradient_of(split, make_batch(np.float64), params)
+  assert relative_distance(split_gradient, gradient) < 1e-12
+
+
+MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (1, 2, 4)]
+
+
+def _sharded_gradient(shape, dtype, num_micro_batches=1):
+  mesh = sharding.make_mesh(**dict(zip(sharding.AXES, shape, strict=True)))
+  terms = dict(reference_kl=0.1, entropy_bonus=0.01, num_micro_batches=num_micro_batches)
+  method = make_method(dtype, mesh=mesh, **terms)
+  params = make_method(dtype).model.init(jax.random.key(0))
+  shardings = sharding.state_shardings(jax.eval_shape(lambda: params), mesh)
+  batch = sharding.to_devices(make_batch(np.dtype(dtype)), sharding.batch_sharding(mesh))
+  (loss, metrics), gradient = gradient_of(method, batch, jax.device_put(params, shardings))
+  (expected, expected_metrics), expected_gradient = gradient_of(
+    make_method(dtype, **terms), make_batch(np.dtype(dtype)), params
+  )
+  np.testing.assert_allclose(loss, expected, rtol=1e-5)
+  for name, value in values(expected_metrics).items():
+    np.testing.assert_allclose(values(metrics)[name], value, rtol=1e-5, err_msg=name)
+  return relative_distance(gradient, expected_gradient)
+
+
+@pytest.mark.parametrize("shape", MESHES)
+def test_every_mesh_gives_the_single_devices_gradient(shape):
+  assert _sharded_gradient(shape, "float32") < 1e-6
+
+
+def test_mesh_and_micro_batches_in_float64(x64):
+  assert _sharded_gradient((2, 2, 2), "float64", num_micro_batches=2) < 1e-12
+
+
+def test_parameters_are_sharded_by_the_rules():
+  mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+  method = make_method()
+  state = jax.eval_shape(
+    lambda: initial_state(method, method.model.init(jax.random.key(0)), jnp.zeros(()))
+  )
+  shardings = sharding.state_shardings(state, mesh)
+  spec = lambda tree, name: tuple(tree["blocks"][name].spec)
+  assert spec(shardings.params, "query") == (None, "fsdp", "tensor")
+  assert spec(shardings.params, "down") == (None, "tensor", "fsdp")
+  assert tuple(shardings.params["embedding"].spec) == ("tensor", "fsdp")
+  moments = shardings.opt_state[0].mu
+  assert spec(moments, "query") == spec(shardings.params, "query")
+  norm = shardings.params["final_norm"]["scale"]
+  assert norm.is_fully_replicated
+
+
+def test_the_gradient_on_policy_is_the_policy_gradient(x64):
+  """At ρ = 1 the surrogate's gradient is −Σ m A ∇log π / Σ m, by plain autodiff."""
+  method = make_method("float64")
+  params = method.model.init(jax.random.key(1))
+  batch = make_batch(np.float64)
+  logprobs, _ = policy_logprobs(params, batch, method=method)
+  batch = dataclasses.replace(batch, behavior_logprobs=logprobs)
+  (_, _), gradient = gradient_of(method, batch, params)
+
+  def plain(params):
+    logprobs, _ = policy_logprobs(params, batch, method=method)
+    rewards = batch.rewards
+    deviation = rewards.std(axis=1, keepdims=True, ddof=1)
+    coefficients = (rewards - rewards.mean(axis=1, keepdims=True)) / (deviation + 1e-6)
+    return -jnp.sum(batch.mask * coefficients[..., None] * logprobs) / batch.mask.sum()
+
+  assert relative_distance(gradient, jax.grad(plain)(params)) < 1e-10
+
+
+def test_terms_add_their_gradients(x64):
+  """Loss with KL and entropy terms = surrogate + β·KL − c·H, each from its definition."""
+  batch = make_batch(np.float64)
+  params = make_method("float64").model.init(jax.random.key(1))
+  with_terms = make_method("float64", reference_kl=0.3, entropy_bonus=0.05)
+  (loss, metrics), _ = gradient_of(with_terms, batch, params)
+  (surrogate, _), _ = gradient_of(make_method("float64"), batch, params)
+  logprobs, entropy = policy_logprobs(params, batch, method=with_terms)
+  log_ratio = batch.reference_logprobs - logprobs
+  mean = lambda x: float(np.sum(batch.mask * x) / batch.mask.sum())
+  kl = mean(np.exp(log_ratio) - 1 - log_ratio)
+  np.testing.assert_allclose(loss, surrogate + 0.3 * kl - 0.05 * mean(entropy), rtol=1e-10)
+  np.testing.assert_allclose(values(metrics)["reference/kl"], kl, rtol=1e-10)
+
+
+def _centred_loss():
+  """A loss whose statistic spans the whole batch: the mean log-probability is taken off."""
+
+  def statistics(logprobs, batch, coefficients):
+    del coefficients
+    return jnp.sum(logprobs * batch.mask) / jnp.sum(batch.mask)
+
+  def per_token(logprobs, batch, coefficients, mean):
+    return -coefficients[..., None] * (logprobs - mean) ** 2, {}
+
+  return Loss(per_token, statistics)
+
+
+def test_statistics_are_those_of_the_whole_batch_under_micro_batches(x64):
+  whole = make_method("float64", loss=_centred_loss())
+  split = make_method("float64", loss=_centred_loss(), num_micro_batches=4)
+  state = lambda method: initial_state(method, params, jnp.zeros(()))
+  params = whole.model.init(jax.random.key(0))
+  step = lambda method: jax.jit(functools.partial(train_step, method=method))
+  expected, expected_values = step(whole)(state(whole), make_batch(np.float64))
+  found, found_values = step(split)(state(split), make_batch(np.float64))
+  assert relative_distance(found.params, expected.params) < 1e-11
+  np.testing.assert_allclose(
+    found_values["loss/surrogate"], expected_values["loss/surrogate"], rtol=1e-11
+  )
+
+
+def test_a_nonfinite_gradient_is_skipped_and_counted():
+  method = make_method()
+  step = jax.jit(functools.partial(train_step, method=method))
+  state = initial_state(method, method.model.init(jax.random.key(0)), jnp.zeros(()))
+  batch = make_batch()
+  poisoned = dataclasses.replace(batch, behavior_logprobs=np.full((P, G, T), -np.inf, np.float32))
+  after, metrics = step(state, poisoned)
+  assert (int(after.step), int(after.skipped), int(after.skipped_in_a_row)) == (1, 1, 1)
+  assert float(metrics["update/skipped_in_a_row"]) == 1
+  for a, b in zip(jax.tree.leaves(after.params), jax.tree.leaves(state.params), strict=True):
+    np.testing.assert_array_equal(a, b)
+  for a, b in zip(jax.tree.leaves(after.opt_state), jax.tree.leaves(state.opt_state), strict=True):
+    np.testing.assert_array_equal(a, b)
+  again, _ = step(after, batch)
+  assert (int(again.step), int(again.skipped), int(again.skipped_in_a_row)) == (2, 1, 0)
+  clean, _ = step(state, batch)
+  for a, b in zip(jax.tree.leaves(again.params), jax.tree.leaves(clean.params), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_a_batch_without_loss_tokens_changes_nothing():
+  method = make_method(optimizer=optax.sgd(1.0))
+  state = initial_state(method, method.model.init(jax.random.key(0)), jnp.zeros(()))
+  batch = dataclasses.replace(make_batch(), mask=np.zeros((P, G, T), np.float32))
+  after, metrics = jax.jit(functools.partial(train_step, method=method))(state, batch)
+  assert float(metrics["loss/surrogate"]) == 0 and int(after.skipped) == 0
+  for a, b in zip(jax.tree.leaves(after.params), jax.tree.leaves(state.params), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_padding_tokens_and_width_change_nothing(x64):
+  method = make_method("float64")
+  params = method.model.init(jax.random.key(0))
+  batch = make_batch(np.float64)
+  (_, _), gradient = gradient_of(method, batch, params)
+  wide = lambda x, fill: np.pad(x, [(0, 0), (0, 0), (0, 3)], constant_values=fill)
+  other = dataclasses.replace(
+    batch,
+    tokens=wide(np.where(batch.mask > 0, batch.tokens, 7), 9),
+    mask=wide(batch.mask, 0),
+    behavior_logprobs=wide(np.where(batch.mask > 0, batch.behavior_logprobs, np.nan), np.inf),
+    reference_logprobs=None,
+  )
+  (_, _), other_gradient = gradient_of(method, other, params)
+  assert relative_distance(other_gradient, gradient) < 1e-12
+
+
+def test_the_order_of_prompts_and_rollouts_does_not_matter(x64):
+  method = make_method("float64")
+  params = method.model.init(jax.random.key(0))
+  batch = make_batch(np.float64)
+  rng = np.random.default_rng(3)
+  prompts, rollouts = rng.permutation(P), rng.permutation(G)
+  permuted = jax.tree.map(lambda x: x[prompts][:, rollouts] if x.ndim > 1 else x[prompts], batch)
+  permuted = dataclasses.replace(
+    permuted, prompts=jax.tree.map(lambda x: x[prompts], batch.prompts)
+  )
+  (_, _), gradient = gradient_of(method, batch, params)
+  (_, _), other = gradient_of(method, permuted, params)
+  assert relative_distance(other, gradient) < 1e-11
+
+
+@pytest.mark.parametrize(
+  ("prompts", "micro_batches", "message"),
+  [(6, 1, "multiple of 4"), (8, 4, "multiple of 16"), (0, 1, "multiple of 4")],
+)
+def test_uneven_batches_are_refused_with_the_remedy(prompts, micro_batches, message):
+  mesh = sharding.make_mesh(data=2, fsdp=2)
+  with pytest.raises(ValueError, match=message):
+    sharding.check_batch("config.batch.prompts", prompts, mesh, micro_batches)
+
+
+def test_a_mesh_larger_than_the_machine_is_refused():
+  with pytest.raises(ValueError, match="16 devices, but there are 8"):
+    sharding.make_mesh(data=4, fsdp=2, tensor=2)
