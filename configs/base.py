@@ -41,6 +41,15 @@ def get_config() -> ConfigDict:
   c.schedule = dict(
     batches_per_refresh=1,  # batches of rollouts drawn from one behaviour policy
     epochs_per_refresh=1,  # passes over them; updates per refresh μ = batches · epochs
+    proximal_every=0,  # updates until decoupled_ppo scores a batch again; 0: only at its first
+  )
+  c.dynamic_sampling = dict(  # replace groups that are all right or all wrong (DAPO)
+    enabled=False,
+    max_batches=8,  # drawn for one batch, until it is full
+  )
+  c.overlong = dict(  # responses at the length limit (DAPO)
+    buffer=0,  # tokens before the limit over which the reward falls by up to 1; 0: off
+    filter=False,  # leave responses without a stop token out of the loss
   )
   c.sampling = dict(temperature=1.0, top_k=0, top_p=1.0)  # of the behaviour policy; 0, 1.0: off
   c.allow_truncated_behavior = False  # train although top-k or top-p bias the ratio
@@ -52,6 +61,13 @@ def get_config() -> ConfigDict:
     name="ppo_clip",
     kwargs=dict(epsilon_low=0.2, epsilon_high=0.2),
     aggregation="token_mean",  # token_mean, sequence_mean, sequence_sum, constant
+  )
+  c.veto = dict(  # takes tokens of negative-advantage rollouts out of the loss (μ-GRPO)
+    enabled=False,
+    scope="suffix",  # suffix, trigger, trigger_and_suffix, response
+    threshold=0.01,  # κ, of the ratio
+    trigger="below",  # below, above
+    renormalise=False,  # vetoed tokens leave the aggregation's denominator as well
   )
   c.reference = dict(  # KL to the policy before the first update
     kl_coefficient=0.0,

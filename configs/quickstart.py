@@ -1,9 +1,10 @@
 """GRPO teaches a from-scratch policy to add up three digits in its head.
 
 A 0.8 M-parameter transformer over bytes sees "7 - 4 + 9 = " and answers "12", without steps. The
-warm start, 150 steps on 1024 worked sums, leaves it right about one time in four, and right at least once in four
-tries on more than half of the problems. Reinforcement learning on fresh sums, from nothing but "right" or "wrong",
-turns that into nine times in ten on 256 held-out sums that neither phase has seen.
+warm start, 150 steps on 1024 worked sums, leaves it right one time in four, and right at least once
+in four tries on more than half of the problems. Reinforcement learning on further sums, told only
+"right" or "wrong", makes that more than four times in five, on 256 held-out sums that neither phase
+has seen.
 
   python -m rlvr_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
 

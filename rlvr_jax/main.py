@@ -28,7 +28,7 @@ def main(argv: list[str]) -> None:
   from rlvr_jax.rewards import GraderStartError, GradingStoppedError
   from rlvr_jax.train.checkpoint import CheckpointError, WorkdirError
   from rlvr_jax.train.components import build
-  from rlvr_jax.train.loop import NonFiniteError, train
+  from rlvr_jax.train.loop import DynamicSamplingError, NonFiniteError, train
   from rlvr_jax.train.metrics import DiskFullError
 
   try:
@@ -40,6 +40,7 @@ def main(argv: list[str]) -> None:
   except (
     CheckpointError,
     DiskFullError,
+    DynamicSamplingError,
     GraderStartError,
     GradingStoppedError,
     NonFiniteError,

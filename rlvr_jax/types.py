@@ -68,6 +68,7 @@ class TrainBatch:
   correct: Array  # f32[P, G] in {0, 1}
   reference_logprobs: Array | None = None  # f32[P, G, T], None without a reference policy
   proximal_logprobs: Array | None = None  # f32[P, G, T], None unless the loss is decoupled
+  solve_rate: Array | None = None  # f32[P], all alike: mean correctness before any filter of groups
 
 
 @jax.tree_util.register_dataclass

@@ -23,10 +23,12 @@ class Loss(NamedTuple):
       masked tokens are finite and mean nothing; the aggregation drops them.
     statistics: (policy_logprobs, batch, coefficients) of the *global* batch → what `per_token`
       takes as `statistics`, constant for differentiation; None when no such statistic is needed.
+    needs_proximal: whether the batch must hold `proximal_logprobs`.
   """
 
   per_token: Callable[[Array, TrainBatch, Array, Any], tuple[Array, Metrics]]
   statistics: Callable[[Array, TrainBatch, Array], Any] | None = None
+  needs_proximal: bool = False
 
 
 class Tokens(NamedTuple):

@@ -57,4 +57,4 @@ def decoupled_ppo(
       "loss/behavior_weight_capped": mean_metric(capped, batch.mask),
     }
 
-  return Loss(per_token)
+  return Loss(per_token, needs_proximal=True)

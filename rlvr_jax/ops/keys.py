@@ -7,7 +7,7 @@ import jax
 from rlvr_jax.types import Array
 
 # The numbers are part of the record: changing one changes every run.
-_PURPOSES = {"init": 0, "rollout": 1, "evaluation": 2, "warm_start": 3, "control": 4}
+_PURPOSES = {"init": 0, "rollout": 1, "evaluation": 2, "initial_entropy": 3}
 
 
 def key_for(seed: int, purpose: str, counter: int | Array = 0) -> Array:

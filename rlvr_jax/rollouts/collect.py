@@ -6,8 +6,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
+from rlvr_jax.ops.overlong import overlong_filter, overlong_penalty
 from rlvr_jax.types import Array, Params, Prompts, Rollouts, TrainBatch
 
 
@@ -24,7 +26,8 @@ class Graded(NamedTuple):
   """A batch ready for training and what there is to tell of it."""
 
   batch: TrainBatch  # NumPy
-  lengths: np.ndarray  # i32[P, G], tokens generated
+  tokens: int  # generated for it
+  prompts: int  # drawn for it
   statistics: dict[str, float]  # outcome fractions, share of responses cut at the limit
   samples: list[dict[str, Any]]  # one JSON-able record per rollout, in order
 
@@ -40,6 +43,8 @@ class Collector:
     submit: (completions, references) → a future of grades.
     rewards_from_grades: grades → (rewards, keep, correct, counts).
     to_devices, to_host: the way of arrays to the mesh and back.
+    overlong_buffer: tokens before the limit over which the reward falls; 0 leaves it as it is.
+    overlong_filter: whether responses without a stop token are left out of the loss.
   """
 
   generate: Callable[[Params, Prompts, Array], Rollouts]
@@ -49,6 +54,8 @@ class Collector:
   rewards_from_grades: Callable[[list[Any]], Any]
   to_devices: Callable[[Any], Any]
   to_host: Callable[[Any], Any]
+  overlong_buffer: int = 0
+  overlong_filter: bool = False
 
   def start(
     self, params: Params, problems: Sequence[Any], key: Array, version: int
@@ -75,14 +82,24 @@ class Collector:
     P, G, T = rollouts.tokens.shape
     shape = (P, G)
     mask = np.arange(T) < rollouts.lengths[..., None]
-    mask = mask & np.reshape(keep, shape)[..., None]
+    mask = (mask & np.reshape(keep, shape)[..., None]).astype(np.float32)
+    if self.overlong_filter:
+      mask = np.asarray(overlong_filter(mask, rollouts.stopped))
+    shaped = np.reshape(rewards, shape)
+    if self.overlong_buffer:
+      shaped = shaped - np.asarray(
+        overlong_penalty(
+          rollouts.lengths, max_response_length=T, overlong_buffer=self.overlong_buffer
+        )
+      )
     batch = TrainBatch(
       prompts=generation.prompts,
       tokens=rollouts.tokens,
-      mask=mask.astype(np.float32),
+      mask=mask,
       behavior_logprobs=rollouts.behavior_logprobs,
-      rewards=np.reshape(rewards, shape),
+      rewards=shaped,
       correct=np.reshape(correct, shape),
+      solve_rate=np.full(P, np.mean(correct), np.float32),
     )
     statistics = {f"outcome/{name}": count / (P * G) for name, count in counts.items()}
     statistics["response/truncated"] = float(1 - rollouts.stopped.mean())
@@ -103,7 +120,40 @@ class Collector:
         )
       )
     ]
-    return Graded(batch, rollouts.lengths, statistics, samples)
+    return Graded(batch, int(rollouts.lengths.sum()), P, statistics, samples)
+
+
+def keep_mixed_groups(parts: Sequence[Graded], num_prompts: int) -> Graded | None:
+  """DAPO's filter: a full batch of groups that are neither all right nor all wrong, or None.
+
+  Whole groups, on correctness (not on a shaped reward), in the order drawn; what is left over once
+  the batch is full is dropped. Tokens and prompts count what was spent, dropped groups included.
+
+  Args:
+    parts: batches drawn so far for one batch of training.
+    num_prompts: P, groups of a full batch.
+  Source: arXiv 2503.14476, dynamic sampling.
+  """
+  batch = jax.tree.map(lambda *x: np.concatenate(x), *[part.batch for part in parts])
+  solved = batch.correct.mean(axis=1)
+  mixed = np.flatnonzero((solved > 0) & (solved < 1))
+  if len(mixed) < num_prompts:
+    return None
+  kept = jax.tree.map(lambda x: x[mixed[:num_prompts]], batch)
+  group_size = batch.correct.shape[1]
+  drawn = sum(part.prompts for part in parts)
+  statistics = {
+    name: float(np.mean([part.statistics[name] for part in parts])) for name in parts[0].statistics
+  }
+  statistics["dynamic_sampling/prompts_per_group"] = drawn / num_prompts
+  samples = [sample for part in parts for sample in part.samples]
+  return Graded(
+    dataclasses.replace(kept, solve_rate=np.full(num_prompts, solved.mean(), np.float32)),
+    sum(part.tokens for part in parts),
+    drawn,
+    statistics,
+    [samples[p * group_size + g] for p in mixed[:num_prompts] for g in range(group_size)],
+  )
 
 
 def completion_texts(rollouts: Rollouts, decode: Callable[[Sequence[int]], str]) -> list[str]:

@@ -34,6 +34,7 @@ from rlvr_jax.ops.aggregate import AGGREGATIONS
 from rlvr_jax.ops.checks import check_between, check_choice
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.ops.logprobs import check_sampling
+from rlvr_jax.ops.veto import Veto, negative_advantage_veto
 from rlvr_jax.rewards.outcome import OutcomePolicy, outcome_policy
 from rlvr_jax.rollouts.sampler import generate
 from rlvr_jax.train import optimizer, sharding
@@ -135,9 +136,46 @@ def make_method(config: ml_collections.ConfigDict, model: Model) -> Method:
     temperature=config.policy_temperature,
     reference_kl=config.reference.kl_coefficient,
     reference_kl_estimator=config.reference.estimator,
+    veto=make_veto(config),
     entropy_bonus=config.entropy_bonus,
     num_micro_batches=config.batch.micro_batches,
   )
+
+
+def make_veto(config: ml_collections.ConfigDict) -> Veto | None:
+  settings = config.veto.to_dict()
+  return negative_advantage_veto(**settings) if settings.pop("enabled") else None
+
+
+def check_rewards(config: ml_collections.ConfigDict, method: Method, policy: OutcomePolicy) -> None:
+  """Raises where the advantage, the filters and the rewards do not go together."""
+  check_between("config.overlong", "buffer", config.overlong.buffer, low=0)
+  if config.overlong.buffer > config.max_response_length:
+    raise ValueError(
+      f"config.overlong.buffer = {config.overlong.buffer} tokens is more than"
+      f" config.max_response_length = {config.max_response_length}"
+    )
+  name = config.advantage.name
+  if method.advantage.needs_binary and config.overlong.buffer:
+    raise ValueError(
+      f"config.advantage.name = {name!r} needs rewards that are 0 or 1, but"
+      f" config.overlong.buffer = {config.overlong.buffer} shapes them; set it to 0, or choose"
+      " another advantage"
+    )
+  shaped = {k.value: v for k, v in policy.items() if v not in ("score", "mask", "stop", 0.0, 1.0)}
+  if method.advantage.needs_binary and shaped:
+    raise ValueError(
+      f"config.advantage.name = {name!r} needs rewards that are 0 or 1, but"
+      f" config.grading.outcomes has {shaped}"
+    )
+  if config.dynamic_sampling.enabled:
+    limit = config.dynamic_sampling.max_batches
+    check_between("config.dynamic_sampling", "max_batches", limit, low=1)
+    if config.batch.group_size < 2:
+      raise ValueError(
+        "config.dynamic_sampling.enabled with config.batch.group_size = 1: a group of one is always"
+        " all right or all wrong, so nothing would ever be kept; set group_size ≥ 2"
+      )
 
 
 def make_optimizer(
@@ -160,7 +198,9 @@ def _as_number(text: str) -> float | str:
     return text
 
 
-def abstract_batch(config: ml_collections.ConfigDict) -> TrainBatch:
+def abstract_batch(
+  config: ml_collections.ConfigDict, *, needs_proximal: bool = False
+) -> TrainBatch:
   """Shapes and dtypes of a training batch."""
   P, G = config.batch.prompts, config.batch.group_size
   S, T = config.max_prompt_length, config.max_response_length
@@ -173,6 +213,8 @@ def abstract_batch(config: ml_collections.ConfigDict) -> TrainBatch:
     rewards=of((P, G), jnp.float32),
     correct=of((P, G), jnp.float32),
     reference_logprobs=of((P, G, T), jnp.float32) if config.reference.kl_coefficient else None,
+    proximal_logprobs=of((P, G, T), jnp.float32) if needs_proximal else None,
+    solve_rate=of((P,), jnp.float32),
   )
 
 
@@ -224,7 +266,8 @@ def abstract_state(method: Method, mesh: Mesh) -> TrainState:
 
 def check_update(config: ml_collections.ConfigDict, method: Method, state: TrainState) -> None:
   """Traces one update on shapes alone, so that a component's own errors come before compilation."""
-  jax.eval_shape(functools.partial(train_step, method=method), state, abstract_batch(config))
+  batch = abstract_batch(config, needs_proximal=method.loss.needs_proximal)
+  jax.eval_shape(functools.partial(train_step, method=method), state, batch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,6 +322,7 @@ def build(
   method = make_method(config, model)
   state = abstract_state(method, mesh)
   check_update(config, method, state)
+  check_rewards(config, method, policy)
   task = task or pick(tasks, "task", config.task.to_dict())
   check_texts(config, task, tokenizer)
 
@@ -329,11 +373,11 @@ def initial_params(parts: Parts) -> Params:
   return init(key_for(parts.config.seed, "init"))
 
 
-def first_state(parts: Parts, params: Params) -> TrainState:
-  """The train state before the first update."""
+def first_state(parts: Parts, params: Params, initial_entropy: float) -> TrainState:
+  """The train state before the first update; the entropy is in nats per token."""
   shardings = jax.tree.map(lambda x: x.sharding, parts.abstract_state)
   build_state = jax.jit(functools.partial(initial_state, parts.method), out_shardings=shardings)
-  return build_state(params, jnp.zeros(()))
+  return build_state(params, jnp.float32(initial_entropy))
 
 
 def supervised_state(parts: Parts) -> tuple[Params, Any]:

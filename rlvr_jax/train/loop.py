@@ -26,6 +26,7 @@ from rlvr_jax.rollouts.collect import (
   Graded,
   batch_from_arrays,
   batch_to_arrays,
+  keep_mixed_groups,
 )
 from rlvr_jax.train import components, sharding
 from rlvr_jax.train.checkpoint import Checkpointer, Restored, WorkdirLock, check_config
@@ -34,6 +35,10 @@ from rlvr_jax.train.metrics import MetricWriter, compact_line, progress, say
 from rlvr_jax.train.report import write_report
 from rlvr_jax.train.warm_start import warm_start
 from rlvr_jax.types import Params, TrainBatch
+
+
+class DynamicSamplingError(RuntimeError):
+  """A batch could not be filled with groups that carry a signal."""
 
 
 class NonFiniteError(FloatingPointError):
@@ -111,6 +116,7 @@ class Refresh:
   version: int  # updates behind the behaviour policy
   statistics: dict[str, float]  # of the collection, reported with each of its updates
   used: int = 0
+  scored: dict[str, int] = dataclasses.field(default_factory=dict)  # batch → update of π_prox
 
 
 class Update(NamedTuple):
@@ -146,10 +152,13 @@ class Trainer:
       rewards_from_grades=lambda grades: rewards_from_grades(grades, parts.outcome_policy),
       to_devices=parts.to_devices,
       to_host=sharding.to_host,
+      overlong_buffer=c.overlong.buffer,
+      overlong_filter=c.overlong.filter,
     )
     self.problems = problem_batches(parts.task.train, batch_size=c.batch.prompts, seed=c.seed)
     self.step = 0
-    self.counters = {"batches": 0, "tokens_generated": 0, "tokens_trained": 0}
+    counted = ("batches", "prompts_drawn", "tokens_generated", "tokens_trained")
+    self.counters = dict.fromkeys(counted, 0)
     self.refresh: Refresh | None = None
     self.unread: Update | None = None
     self.evaluation: dict[str, float] = {}
@@ -157,9 +166,25 @@ class Trainer:
 
   def begin(self, params: Params) -> None:
     """Evaluates and saves step 0."""
-    self.state = components.first_state(self.parts, params)
+    self.state = components.first_state(self.parts, params, self.initial_entropy(params))
     self.evaluate()
     self.save()
+
+  def initial_entropy(self, params: Params) -> float:
+    """Mean entropy of the initial policy, nats per token; 0 where no estimator asks for it.
+
+    On responses to the first training prompts, drawn with keys of their own.
+    """
+    if not jax.tree.leaves(self.parts.abstract_state.advantage_state):
+      return 0.0
+    c = self.config
+    problems = next(problem_batches(self.parts.task.train, batch_size=c.batch.prompts, seed=c.seed))
+    key = key_for(c.seed, "initial_entropy")
+    generation = self.collector.start(params, problems, key, 0)
+    graded = self.collector.finish(generation, *self.collector.submit_grading(generation))
+    _, entropy = self.parts.score(params, self.parts.to_devices(graded.batch))
+    mask = graded.batch.mask
+    return float(np.sum(sharding.to_host(entropy) * mask) / max(mask.sum(), 1))
 
   def resume(self, restored: Restored) -> None:
     """Takes up a checkpoint where it was left."""
@@ -195,42 +220,62 @@ class Trainer:
       say(f"asked to end: saved after update {self.step}; rerun the same command to go on")
 
   def collect(self) -> tuple[Refresh, dict[str, float]]:
-    """All rollouts of one refresh, and how long they took.
-
-    A batch is graded by the workers while the devices generate the next one.
-    """
+    """All rollouts of one refresh, and how long they took."""
     c = self.config
+    timings = {"time/rollout_seconds": 0.0, "time/grading_seconds": 0.0}
+    if c.dynamic_sampling.enabled:
+      graded = [self.draw_mixed_groups(timings) for _ in range(c.schedule.batches_per_refresh)]
+    else:
+      graded = self.draw(c.schedule.batches_per_refresh, timings)
+    tokens = sum(g.tokens for g in graded)
+    self.counters["tokens_generated"] += tokens
+    self.counters["prompts_drawn"] += sum(g.prompts for g in graded)
+    timings["time/rollout_tokens_per_second"] = tokens / timings["time/rollout_seconds"]
+    self.write_samples(graded)
+    names = graded[0].statistics
+    statistics = {name: float(np.mean([g.statistics[name] for g in graded])) for name in names}
+    batches = [self.prepare(g.batch, index) for index, g in enumerate(graded)]
+    return Refresh(batches, self.step, statistics), timings
+
+  def draw(self, num_batches: int, timings: dict[str, float]) -> list[Graded]:
+    """Graded batches; one is graded by the workers while the devices generate the next."""
     began = time.perf_counter()
     graded: list[Graded] = []
     generating: Generation | None = None
     grading: tuple[Any, ...] = ()
-    for index in range(c.schedule.batches_per_refresh + 1):
+    for index in range(num_batches + 1):
       previous, generating = generating, None
-      if index < c.schedule.batches_per_refresh:
-        key = key_for(c.seed, "rollout", self.counters["batches"])
+      if index < num_batches:
+        key = key_for(self.config.seed, "rollout", self.counters["batches"])
         generating = self.collector.start(self.state.params, next(self.problems), key, self.step)
         self.counters["batches"] += 1
-      if index == 0:
-        self.read_metrics()  # the last update ends here; the devices go on to generate
-        began = max(began, self.devices_free)
+      self.read_metrics()  # the last update ends here; the devices go on to generate
       if previous is not None:
         if grading:
           graded.append(self.collector.finish(*grading))
         grading = (previous, *self.collector.submit_grading(previous))
     generated = time.perf_counter()
     graded.append(self.collector.finish(*grading))
-    tokens = int(sum(g.lengths.sum() for g in graded))
-    self.counters["tokens_generated"] += tokens
-    timings = {
-      "time/rollout_seconds": generated - began,
-      "time/grading_seconds": time.perf_counter() - generated,
-      "time/rollout_tokens_per_second": tokens / (generated - began),
-    }
-    self.write_samples(graded)
-    names = graded[0].statistics
-    statistics = {name: float(np.mean([g.statistics[name] for g in graded])) for name in names}
-    batches = [self.prepare(g.batch, index) for index, g in enumerate(graded)]
-    return Refresh(batches, self.step, statistics), timings
+    timings["time/rollout_seconds"] += generated - max(began, self.devices_free)
+    timings["time/grading_seconds"] += time.perf_counter() - generated
+    return graded
+
+  def draw_mixed_groups(self, timings: dict[str, float]) -> Graded:
+    """One batch of groups that are neither all right nor all wrong."""
+    limit = self.config.dynamic_sampling.max_batches
+    drawn: list[Graded] = []
+    while len(drawn) < limit:
+      drawn += self.draw(1, timings)
+      kept = keep_mixed_groups(drawn, self.config.batch.prompts)
+      if kept is not None:
+        return kept
+    solved = np.mean([g.batch.correct.mean() for g in drawn])
+    raise DynamicSamplingError(
+      f"dynamic sampling: {limit} batches of {self.config.batch.prompts} prompts at update"
+      f" {self.step} hold too few groups that are neither all right nor all wrong (solve rate"
+      f" {solved:.3f}). Raise config.dynamic_sampling.max_batches or config.batch.group_size, or"
+      " choose problems nearer to what the policy can do"
+    )
 
   def prepare(self, batch: TrainBatch, index: int) -> TrainBatch:
     """The batch as it is trained on: permuted in a control run, scored by the reference policy."""
@@ -238,13 +283,30 @@ class Trainer:
     if c.permute_rewards:
       batch = permute_rewards(batch, np.random.default_rng([c.seed, self.step, index]))
     if c.reference.kl_coefficient:
-      logprobs, _ = self.parts.score(self.reference, self.parts.to_devices(batch))
-      batch = dataclasses.replace(batch, reference_logprobs=sharding.to_host(logprobs))
+      batch = dataclasses.replace(batch, reference_logprobs=self.score(self.reference, batch))
     return batch
+
+  def score(self, params: Params, batch: TrainBatch) -> Any:
+    """f32[P, G, T], the responses' log-probabilities at the policy's temperature."""
+    # Without what the update alone reads, so that every call has the same shapes.
+    plain = dataclasses.replace(batch, reference_logprobs=None, proximal_logprobs=None)
+    return sharding.to_host(self.parts.score(params, self.parts.to_devices(plain))[0])
+
+  def refresh_proximal(self, refresh: Refresh, index: int) -> None:
+    """Scores a batch by the present policy at its first update, and again when that is old."""
+    every, taken = self.config.schedule.proximal_every, refresh.scored.get(str(index))
+    if taken is None or (every and self.step - taken >= every):
+      batch = refresh.batches[index]
+      logprobs = self.score(self.state.params, batch)
+      refresh.batches[index] = dataclasses.replace(batch, proximal_logprobs=logprobs)
+      refresh.scored[str(index)] = self.step
 
   def update(self, refresh: Refresh, timings: dict[str, float]) -> None:
     """Dispatches one update, then reads the metrics of the one before."""
-    batch = refresh.batches[refresh.used % len(refresh.batches)]
+    index = refresh.used % len(refresh.batches)
+    if self.parts.method.loss.needs_proximal:
+      self.refresh_proximal(refresh, index)
+    batch = refresh.batches[index]
     dispatched = time.perf_counter()
     self.state, metrics = self.parts.train_step(self.state, self.parts.to_devices(batch))
     self.counters["tokens_trained"] += int(batch.mask.sum())
@@ -327,7 +389,7 @@ class Trainer:
       "evaluation": self.evaluation,
     }
     if refresh is not None:
-      fields = ("version", "statistics", "used")
+      fields = ("version", "statistics", "used", "scored")
       host["refresh"] = {name: getattr(refresh, name) for name in fields}
     evaluated = self.step % self.config.evaluation.every == 0
     self.checkpointer.save(

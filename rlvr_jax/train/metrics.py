@@ -146,7 +146,8 @@ class _Board:
   def append(self, step: int, values: Mapping[str, float]) -> None:
     event = Event(wall_time=time.time(), step=step)
     for name, value in values.items():
-      event.summary.MergeFrom(summary.scalar(name, value))
+      # TensorBoard allows no "@" in a name, and would log a line at every one.
+      event.summary.MergeFrom(summary.scalar(name.replace("@", "_at_"), value))
     self._writer.write_event(event)
     self._writer.flush()
 

@@ -39,6 +39,7 @@ class Method(NamedTuple):
     temperature: of the target policy π.
     reference_kl: coefficient of KL(π‖π_reference); 0 leaves the term out.
     reference_kl_estimator: k1, k2 or k3.
+    veto: takes tokens of negative-advantage rollouts out of the loss, see `ops.veto`; or None.
     entropy_bonus: coefficient of the policy's entropy; 0 leaves the term out.
     num_micro_batches: the prompts of a batch are split into this many.
   """
@@ -55,6 +56,7 @@ class Method(NamedTuple):
   temperature: float = 1.0
   reference_kl: float = 0.0
   reference_kl_estimator: str = "k3"
+  veto: Callable[[Array, Array, TrainBatch, Array], tuple[Array, Array, Metrics]] | None = None
   entropy_bonus: float = 0.0
   num_micro_batches: int = 1
 
@@ -100,10 +102,11 @@ def train_step(
   norm = optax.tree.norm(gradient)
   finite = jnp.isfinite(surrogate) & jnp.isfinite(norm)
   updates, opt_state = method.optimizer.update(gradient, state.opt_state, state.params)
+  solve_rate = None if batch.solve_rate is None else jnp.mean(batch.solve_rate)
   proposed = (
     optax.apply_updates(state.params, updates),
     opt_state,
-    method.advantage.update(state.advantage_state, batch, values["policy/entropy"]),
+    method.advantage.update(state.advantage_state, batch, values["policy/entropy"], solve_rate),
   )
   current = (state.params, state.opt_state, state.advantage_state)
   keep = lambda new, old: jnp.where(finite, new, old)
@@ -193,8 +196,12 @@ def _surrogate_total(params, batch, coefficients, statistics, *, method):
     constant = jax.lax.stop_gradient(logprobs)
     statistics = method.loss.statistics(constant, batch, coefficients)
   losses, metrics = method.loss.per_token(logprobs, batch, coefficients, statistics)
+  mask, veto_metrics = batch.mask, {}
+  if method.veto is not None:
+    losses, mask, veto_metrics = method.veto(losses, logprobs, batch, coefficients)
   metrics = {
     **metrics,
+    **veto_metrics,
     **behavior_metrics(logprobs, batch),
     "policy/entropy": mean_metric(entropy, batch.mask),
   }
@@ -207,7 +214,7 @@ def _surrogate_total(params, batch, coefficients, statistics, *, method):
     losses -= method.entropy_bonus * entropy
   pair = aggregate(
     losses,
-    batch.mask,
+    mask,
     how=method.aggregation,
     max_response_length=method.max_response_length,
   )

@@ -136,7 +136,7 @@ def test_tensorboard_holds_the_values_and_the_purge(tmp_path):
   found = scalars(board / "train")
   assert found["reward/mean"] == [(s, pytest.approx(math.sin(s))) for s in (1, 2, 3, 4)]
   assert scalars(board / "warm_start")["loss"] == [(1, 1.0), (2, 0.5), (50, pytest.approx(0.02))]
-  assert [step for step, _ in scalars(board / "eval")["eval/pass_1"]] == [2, 4]
+  assert [step for step, _ in scalars(board / "eval")["eval/pass_at_1"]] == [2, 4]
 
 
 @pytest.mark.parametrize("kind", ["rollouts", "metrics"])

@@ -1,0 +1,164 @@
+"""Collection: masks, shaping, DAPO's filter, and the way into a checkpoint."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from rlvr_jax.data import ByteTokenizer, Problem, encode_prompts
+from rlvr_jax.rewards import Grade, Outcome, outcome_policy, rewards_from_grades
+from rlvr_jax.rollouts.collect import (
+  Collector,
+  Graded,
+  batch_from_arrays,
+  batch_to_arrays,
+  completion_texts,
+  keep_mixed_groups,
+)
+from rlvr_jax.types import Prompts, Rollouts, TrainBatch
+
+P, G, T = 2, 2, 5
+
+
+class _Done:
+  """A grading that is already over."""
+
+  def __init__(self, grades):
+    self._grades = grades
+
+  def result(self):
+    return self._grades
+
+
+def _rollouts():
+  text = lambda s: [*s.encode(), *[256] * (T - len(s))]
+  return Rollouts(
+    tokens=np.array([[text("12"), text("abcde")], [text("7"), text("")]], np.int32),
+    lengths=np.array([[3, 5], [2, 1]], np.int32),  # the stop token is counted
+    stopped=np.array([[True, False], [True, True]]),
+    behavior_logprobs=np.full((P, G, T), -1.0, np.float32),
+  )
+
+
+def _collect(grades, **settings):
+  tokenizer = ByteTokenizer()
+  problems = [Problem(q, a, "", {"answer": a}) for q, a in (("5+7=", "12"), ("3+4=", "7"))]
+  seen = {}
+
+  def submit(completions, references):
+    seen["completions"], seen["references"] = completions, references
+    return _Done(grades)
+
+  collector = Collector(
+    generate=lambda params, prompts, key: _rollouts(),
+    encode=lambda problems: encode_prompts(problems, tokenizer, 6),
+    decode=tokenizer.decode,
+    submit=submit,
+    rewards_from_grades=lambda g: rewards_from_grades(g, outcome_policy()),
+    to_devices=lambda x: x,
+    to_host=lambda x: x,
+    **settings,
+  )
+  generation = collector.start(None, problems, None, version=3)
+  return collector.finish(generation, *collector.submit_grading(generation)), seen
+
+
+GRADES = [
+  Grade(Outcome.CORRECT, 1.0),
+  Grade(Outcome.WRONG, 0.2),
+  Grade(Outcome.CRASHED, 0.0, "boom"),
+  Grade(Outcome.UNPARSEABLE),
+]
+
+
+def test_a_batch_holds_what_was_generated_and_graded():
+  graded, seen = _collect(GRADES)
+  assert seen["completions"] == ["12", "abcde", "7", ""]
+  assert seen["references"] == [{"answer": "12"}] * 2 + [{"answer": "7"}] * 2
+  batch = graded.batch
+  np.testing.assert_array_equal(batch.rewards, [[1, 0], [0, 0]])
+  np.testing.assert_array_equal(batch.correct, [[1, 0], [0, 0]])
+  # The crashed grader's rollout is left out of the loss; the others count to their stop token.
+  np.testing.assert_array_equal(batch.mask.sum(-1), [[3, 5], [0, 1]])
+  np.testing.assert_array_equal(batch.solve_rate, [0.25, 0.25])
+  assert graded.tokens == 11 and graded.prompts == 2
+  assert graded.statistics["outcome/crashed"] == 0.25
+  assert graded.statistics["response/truncated"] == 0.25
+  assert graded.samples[1] == {
+    "version": 3,
+    "prompt": "5+7=",
+    "completion": "abcde",
+    "answer": "12",
+    "outcome": "wrong",
+    "reward": 0.0,
+    "tokens": 5,
+    "stopped": False,
+  }
+
+
+def test_overlong_responses_are_shaped_in_tokens_and_filtered():
+  graded, _ = _collect(GRADES, overlong_buffer=4, overlong_filter=True)
+  # T = 5: the penalty is (length − 1)/4.
+  np.testing.assert_allclose(graded.batch.rewards, [[1 - 0.5, -1.0], [-0.25, 0.0]])
+  np.testing.assert_array_equal(graded.batch.correct, [[1, 0], [0, 0]])
+  np.testing.assert_array_equal(graded.batch.mask.sum(-1), [[3, 0], [0, 1]])
+
+
+def _drawn(correct, first):
+  correct = np.array(correct, np.float32)
+  groups, size = correct.shape
+  ids = np.arange(first, first + groups)
+  return Graded(
+    TrainBatch(
+      prompts=Prompts(tokens=ids[:, None], lengths=np.ones(groups, np.int32)),
+      tokens=np.zeros((groups, size, 1), np.int32),
+      mask=np.ones((groups, size, 1), np.float32),
+      behavior_logprobs=np.zeros((groups, size, 1), np.float32),
+      rewards=correct - 0.5,
+      correct=correct,
+      solve_rate=np.full(groups, correct.mean(), np.float32),
+    ),
+    tokens=groups * size,
+    prompts=groups,
+    statistics={"outcome/correct": float(correct.mean())},
+    samples=[{"prompt": int(i), "rollout": g} for i in ids for g in range(size)],
+  )
+
+
+def test_dynamic_sampling_keeps_whole_mixed_groups_in_order():
+  first = _drawn([[1, 1], [1, 0], [0, 0]], first=10)
+  assert keep_mixed_groups([first], 2) is None
+  second = _drawn([[0, 1], [1, 1], [1, 0]], first=20)
+  kept = keep_mixed_groups([first, second], 2)
+  np.testing.assert_array_equal(kept.batch.prompts.tokens[:, 0], [11, 20])
+  np.testing.assert_array_equal(kept.batch.correct, [[1, 0], [0, 1]])
+  np.testing.assert_allclose(kept.batch.solve_rate, 7 / 12)  # before the filter
+  assert (kept.tokens, kept.prompts) == (12, 6)
+  assert kept.statistics["dynamic_sampling/prompts_per_group"] == 3.0
+  assert [s["prompt"] for s in kept.samples] == [11, 11, 20, 20]
+
+
+def test_dynamic_sampling_looks_at_correctness_not_at_the_shaped_reward():
+  shaped = _drawn([[1, 1], [0, 0]], first=0)
+  shaped = shaped._replace(
+    batch=dataclasses.replace(shaped.batch, rewards=np.array([[0.9, 0.3], [0.0, -0.5]]))
+  )
+  assert keep_mixed_groups([shaped], 1) is None
+
+
+def test_a_batch_survives_the_way_through_nested_dicts():
+  graded, _ = _collect(GRADES)
+  again = batch_from_arrays(batch_to_arrays(graded.batch))
+  assert again.reference_logprobs is None
+  for field in ("tokens", "mask", "behavior_logprobs", "rewards", "correct", "solve_rate"):
+    np.testing.assert_array_equal(getattr(again, field), getattr(graded.batch, field))
+  np.testing.assert_array_equal(again.prompts.tokens, graded.batch.prompts.tokens)
+
+
+def test_texts_end_where_the_lengths_say():
+  assert completion_texts(_rollouts(), ByteTokenizer().decode) == ["12", "abcde", "7", ""]
+
+
+def test_a_stop_policy_ends_the_run():
+  with pytest.raises(RuntimeError, match="stop"):
+    rewards_from_grades(GRADES, outcome_policy({"crashed": "stop"}))
