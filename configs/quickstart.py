@@ -19,7 +19,7 @@ from configs import base
 
 def get_config() -> ConfigDict:
   c = base.get_config()
-  c.num_updates = 400
+  c.num_updates = 300
 
   # 4000 different questions; the most common answer is right for 5.5 % of the held-out ones.
   c.task.kwargs.settings = dict(min_terms=3, max_terms=3, min_digits=1, max_digits=1)

@@ -1,9 +1,13 @@
-"""The quickstart's time spent on more of its warm start, and none on reinforcement learning.
+"""The quickstart's time spent on more of its warm start, and none of it on reinforcement learning.
+
+The 1024 worked sums are learned by heart: held-out pass@1 peaks early, near 0.35 at about 350 steps,
+and has fallen below the quickstart's start when the time is over.
 
   python -m rlvr_jax.main --config=configs/quickstart_longer_warm_start.py \\
     --workdir=runs/quickstart_longer_warm_start
 
-TODO
+Hardware and time as configs/quickstart.py. Expected held-out pass@1: TODO.
+Seeds: experiments/quickstart/README.md.
 """
 
 from ml_collections import ConfigDict
@@ -14,5 +18,5 @@ from configs import quickstart
 def get_config() -> ConfigDict:
   c = quickstart.get_config()
   c.num_updates = 0
-  c.warm_start.num_steps = 3000
+  c.warm_start.num_steps = 2200  # about as long as 150 steps and 300 updates take
   return c

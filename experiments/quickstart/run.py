@@ -118,9 +118,9 @@ def main(argv: list[str]) -> None:
     raise app.UsageError(f"--seeds={_SEEDS.value}: at most {max(T_QUANTILES) + 1}")
   root = pathlib.Path(_WORKDIR.value)
   results = []
-  for seed in range(_SEEDS.value):
-    for label in RUNS:
-      folder = label.replace(":", "").replace(",", "").replace(" ", "_")
+  for label in RUNS:
+    folder = label.replace(":", "").replace(",", "").replace(" ", "_")
+    for seed in range(_SEEDS.value):
       results.append(run(label, seed, root / f"{folder}_{seed}"))
   (HERE / "results.json").write_text("\n".join(["[", ",\n".join(map(json.dumps, results)), "]\n"]))
   plot(results, HERE / "curves.png")

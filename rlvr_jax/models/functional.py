@@ -19,11 +19,14 @@ class Model(NamedTuple):
   init: Callable[[Array], Params]  # key → parameters, layers stacked on their first axis
   head: Callable[[Params], Head]
   response_hidden: Callable[[Params, Prompts, Array], Array]
+  decoding_params: Callable[[Params], Params]  # as `start_decoding` and `head` best take them
   start_decoding: Callable  # (params, prompts, group_size, max_new_tokens), see Transformer
 
 
 def transformer(
-  config: TransformerConfig, constrain: Callable[[Array], Array] = lambda x: x
+  config: TransformerConfig,
+  constrain: Callable[[Array], Array] = lambda x: x,
+  constrain_weights: Callable[[Params], Params] = lambda params: params,
 ) -> Model:
   """The transformer of `config` as pure functions; see `Transformer` for shapes.
 
@@ -31,15 +34,24 @@ def transformer(
     config: the network's settings.
     constrain: applied to the residual stream [P, ...] after every layer; on a mesh it keeps
       activations sharded on prompts.
+    constrain_weights: applied to the parameters before a decoding loop; on a mesh it gathers them
+      once, instead of at every token.
   """
   build = lambda key: Transformer(config, nnx.Rngs(key), constrain)
   # Splitting off `Param` alone raises if the module holds any other state.
   graph, _ = nnx.split(jax.eval_shape(build, jax.random.key(0)), nnx.Param)
   bind = lambda params: nnx.merge(graph, params)
+
+  def decoding_params(params):
+    # Norm scales stay as they are: training applies them in at least float32.
+    cast = lambda path, w: w if path[-1].key == 'scale' else w.astype(config.compute_dtype)
+    return constrain_weights(jax.tree_util.tree_map_with_path(cast, params))
+
   return Model(
     config=config,
     init=lambda key: nnx.to_pure_dict(nnx.split(build(key), nnx.Param)[1]),
     head=lambda params: bind(params).head(),
     response_hidden=lambda params, *args: bind(params).response_hidden(*args),
+    decoding_params=decoding_params,
     start_decoding=lambda params, *args: bind(params).start_decoding(*args),
   )

@@ -277,8 +277,8 @@ class Transformer(nnx.Module):
       hidden: [P, D], predicts the first response token.
       cache: per layer the response's keys and values, [P, G, T, K, H].
       step: (cache, tokens i32[P, G], t i32[]) → (hidden [P, G, D] that predicts token t + 1,
-        cache). It closes over the prompts' keys and over the weights, cast to the compute dtype
-        and split by layer here so that no decoding step repeats it.
+        cache). It closes over the prompts' keys and over the weights, split by layer here so that
+        no decoding step repeats it.
     """
     c = self.config
     P = prompts.tokens.shape[0]
@@ -360,8 +360,7 @@ class Transformer(nnx.Module):
     return [window if slides else _NO_WINDOW for slides in sliding], sliding
 
   def _unstacked_blocks(self):
-    cast = lambda w: w.astype(self.config.compute_dtype)
-    layer = lambda i: jax.tree.map(lambda w: cast(w[i]), self.blocks)
+    layer = lambda i: jax.tree.map(lambda w: w[i], self.blocks)
     return [layer(i) for i in range(self.config.num_layers)], *self._layer_kinds()
 
   def _scan_blocks(self, x: Array, positions: Array, attend) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -168,6 +169,21 @@ def batch_to_arrays(batch: TrainBatch) -> dict[str, Any]:
   """Nested dict of the arrays that are there, for a checkpoint."""
   fields = {k: v for k, v in vars(batch).items() if v is not None and k != "prompts"}
   return {"prompts": dict(vars(batch.prompts)), **fields}
+
+
+def write_batch(path: str | os.PathLike[str], batch: TrainBatch) -> None:
+  """One batch as .npz: an array per field, prompts as `prompts.tokens` and `prompts.lengths`."""
+  arrays = batch_to_arrays(batch)
+  prompts = {f"prompts.{name}": value for name, value in arrays.pop("prompts").items()}
+  np.savez(path, **prompts, **arrays)
+
+
+def read_batch(path: str | os.PathLike[str]) -> TrainBatch:
+  """The inverse of `write_batch`."""
+  with np.load(path) as file:
+    arrays: dict[str, Any] = {name: file[name] for name in file.files}
+  prompts = {name: arrays.pop(f"prompts.{name}") for name in ("tokens", "lengths")}
+  return batch_from_arrays({"prompts": prompts, **arrays})
 
 
 def batch_from_arrays(arrays: dict[str, Any]) -> TrainBatch:

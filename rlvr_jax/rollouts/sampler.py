@@ -32,7 +32,7 @@ def generate(
     params: the behaviour policy's parameters.
     prompts: P left-padded prompts.
     key: one PRNG key for this call.
-    model: provides `start_decoding` and `head`.
+    model: provides `decoding_params`, `start_decoding` and `head`.
     group_size: G.
     max_new_tokens: T.
     sampling: the distribution to draw from.
@@ -42,9 +42,9 @@ def generate(
     Rollouts, with exact log-probabilities under the distribution drawn from.
   """
   P, G, T = prompts.tokens.shape[0], group_size, max_new_tokens
+  params = model.decoding_params(params)
   hidden, cache, step = model.start_decoding(params, prompts, G, T)
   head = model.head(params)
-  head = head._replace(kernel=head.kernel.astype(hidden.dtype))
   stops = jnp.asarray(stop_tokens, jnp.int32)
   row_keys = jax.random.split(key, (P, G))
 

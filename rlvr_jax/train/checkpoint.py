@@ -26,6 +26,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from rlvr_jax.train.metrics import DiskFullError
+from rlvr_jax.train.sharding import to_host
 
 MARKER = "rlvr_jax checkpoint 1"
 _SPARE_BYTES = 4 * 2**20  # room for the manifest and orbax's own files
@@ -338,7 +339,7 @@ def _checksums(leaves: list[jax.Array]) -> list[jax.Array]:
 
 
 def _device_checksums(leaves: Mapping[str, jax.Array]) -> dict[str, int]:
-  sums = jax.device_get(_checksums(list(leaves.values())))
+  sums = to_host(_checksums(list(leaves.values())))
   return {name: int(s) for name, s in zip(leaves, sums, strict=True)}
 
 

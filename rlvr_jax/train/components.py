@@ -50,6 +50,16 @@ from rlvr_jax.types import Array, Params, Prompts, Sampling, TrainBatch, TrainSt
 
 TOKENIZERS = {"bytes": ByteTokenizer}
 
+_AT_LEAST_ONE = {
+  "": "max_prompt_length max_skipped_in_a_row",
+  "batch": "prompts group_size micro_batches",
+  "schedule": "batches_per_refresh epochs_per_refresh",
+  "evaluation": "every num_samples batch_prompts",
+  "grading": "num_workers",
+  "checkpoint": "every keep",
+  "logging": "print_every rollouts_every rollouts_per_refresh",
+}
+
 
 def pick(package: types.ModuleType, field: str, choice: Mapping[str, Any]) -> Any:
   """The component `choice.name` among a package's exports, made with `choice.kwargs`.
@@ -63,7 +73,8 @@ def pick(package: types.ModuleType, field: str, choice: Mapping[str, Any]) -> An
   """
   name, kwargs = choice["name"], dict(choice["kwargs"])
   if name not in package.__all__:
-    near = difflib.get_close_matches(name, package.__all__) or sorted(package.__all__)
+    near = [full for full in package.__all__ if name and name in full]
+    near = near or difflib.get_close_matches(name, package.__all__) or sorted(package.__all__)
     raise ValueError(f"config.{field}.name = {name!r} is unknown; did you mean one of {near}?")
   factory = getattr(package, name)
   signature = inspect.signature(factory)
@@ -112,7 +123,7 @@ def make_model(config: ml_collections.ConfigDict, mesh: Mesh, vocab_size: int) -
       f"config.model: vocab_size = {settings.vocab_size} is smaller than the tokenizer's"
       f" {vocab_size}; set config.model.overrides.vocab_size = {vocab_size}"
     )
-  return transformer(settings, sharding.batch_constraint(mesh))
+  return transformer(settings, sharding.batch_constraint(mesh), sharding.gather_over_fsdp(mesh))
 
 
 def make_method(config: ml_collections.ConfigDict, model: Model) -> Method:
@@ -220,13 +231,15 @@ def abstract_batch(
 
 def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
   """Raises where sizes do not fit together."""
-  for name in ("max_prompt_length", "max_response_length", "num_updates"):
-    minimum = 0 if name == "num_updates" else 1
-    check_between("config", name, config[name], low=minimum)
-  check_between("config.batch", "group_size", config.batch.group_size, low=1)
-  check_between("config.batch", "micro_batches", config.batch.micro_batches, low=1)
-  for name in ("batches_per_refresh", "epochs_per_refresh"):
-    check_between("config.schedule", name, config.schedule[name], low=1)
+  for group, names in _AT_LEAST_ONE.items():
+    section = config[group] if group else config
+    for name in names.split():
+      check_between(f"config.{group}".rstrip("."), name, section[name], low=1)
+  check_between("config", "num_updates", config.num_updates, low=0)
+  check_between("config.warm_start", "num_steps", config.warm_start.num_steps, low=0)
+  check_between("config.grading", "timeout_s", config.grading.timeout_s, low=0, open_low=True)
+  # A stop token alone answers nothing.
+  check_between("config", "max_response_length", config.max_response_length, low=2)
   batch = config.batch
   sharding.check_batch("config.batch.prompts", batch.prompts, mesh, batch.micro_batches)
   sharding.check_batch("config.evaluation.batch_prompts", config.evaluation.batch_prompts, mesh)
@@ -256,10 +269,10 @@ def check_texts(config: ml_collections.ConfigDict, task: Task, tokenizer: Tokeni
 def abstract_state(method: Method, mesh: Mesh) -> TrainState:
   """Shapes, dtypes and shardings of the train state."""
 
-  def build(key):
-    return initial_state(method, method.model.init(key), jnp.zeros(()))
+  def build():
+    return initial_state(method, method.model.init(jax.random.key(0)), jnp.zeros(()))
 
-  shapes = jax.eval_shape(build, jax.random.key(0))
+  shapes = jax.eval_shape(build)
   place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
   return jax.tree.map(place, shapes, sharding.state_shardings(shapes, mesh))
 
@@ -327,7 +340,7 @@ def build(
   check_texts(config, task, tokenizer)
 
   shardings = jax.tree.map(lambda x: x.sharding, state)
-  batch, whole = sharding.batch_sharding(mesh), sharding.replicated(mesh)
+  for_host, whole = sharding.host_result_sharding(mesh), sharding.replicated(mesh)
   _, warm_start_optimizer = make_optimizer(config.warm_start.optimizer, config.warm_start.num_steps)
   jit_generate = lambda group_size, sampling: jax.jit(
     functools.partial(
@@ -339,7 +352,7 @@ def build(
       stop_tokens=tokenizer.stop_ids,
       pad_token=tokenizer.pad_id,
     ),
-    out_shardings=batch,
+    out_shardings=for_host,
   )
   return Parts(
     config=config,
@@ -362,7 +375,7 @@ def build(
     ),
     generate=jit_generate(config.batch.group_size, sampling),
     generate_held_out=jit_generate(config.evaluation.num_samples, held_out_sampling),
-    score=jax.jit(functools.partial(policy_logprobs, method=method), out_shardings=batch),
+    score=jax.jit(functools.partial(policy_logprobs, method=method), out_shardings=for_host),
   )
 
 

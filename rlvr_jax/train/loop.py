@@ -27,8 +27,9 @@ from rlvr_jax.rollouts.collect import (
   batch_from_arrays,
   batch_to_arrays,
   keep_mixed_groups,
+  write_batch,
 )
-from rlvr_jax.train import components, sharding
+from rlvr_jax.train import components, multihost, sharding
 from rlvr_jax.train.checkpoint import Checkpointer, Restored, WorkdirLock, check_config
 from rlvr_jax.train.host import termination_signals
 from rlvr_jax.train.metrics import MetricWriter, compact_line, progress, say
@@ -55,36 +56,48 @@ def train(parts: components.Parts, workdir: str | Path) -> dict[str, float]:
     The last evaluation's values.
   Raises:
     WorkdirError: the workdir belongs to another configuration or process.
+    OtherProcessError: another process of the run failed with one of these.
     NonFiniteError: `config.max_skipped_in_a_row` updates in a row were skipped.
   """
   config, workdir = parts.config, Path(workdir)
   with contextlib.ExitStack() as stack:
     enter = lambda resource: stack.enter_context(contextlib.closing(resource))
-    enter(WorkdirLock(workdir))
-    check_config(workdir, config.to_json_best_effort())
+    stack.enter_context(multihost.only_the_first_speaks())
+    multihost.on_first(lambda: _claim(workdir, config, enter), None)
     warm_starts = enter(Checkpointer(workdir / "warm_start", keep=1))
     warm = warm_starts.restore(parts.abstract_state.params)
     checkpointer = enter(Checkpointer(workdir / "checkpoints", keep=config.checkpoint.keep))
     restored = checkpointer.restore(parts.abstract_state)
     resume_step = restored.step if restored else None
-    writer = enter(MetricWriter(workdir, resume_step, keep_warm_start=warm is not None))
-    pool = enter(
-      GraderPool(
-        parts.task.grader,
-        num_workers=config.grading.num_workers,
-        timeout_s=config.grading.timeout_s,
+    writer = multihost.on_first(
+      lambda: enter(MetricWriter(workdir, resume_step, keep_warm_start=warm is not None)),
+      multihost.NoWriter(workdir),
+    )
+    pool = multihost.together(
+      lambda: enter(
+        GraderPool(
+          parts.task.grader,
+          num_workers=config.grading.num_workers,
+          timeout_s=config.grading.timeout_s,
+        )
       )
     )
     termination = stack.enter_context(termination_signals())
-    params = warm.state if warm else _warm_start(parts, writer, warm_starts)
+    params = warm.state if warm else warm_started(parts, writer, warm_starts)
     trainer = Trainer(parts, writer, checkpointer, pool, reference=params)
     trainer.resume(restored) if restored else trainer.begin(params)
     trainer.run(termination)
-  say(write_report(workdir))
+  if multihost.is_first():
+    say(write_report(workdir))
   return trainer.evaluation
 
 
-def _warm_start(
+def _claim(workdir: Path, config: Any, enter: Any) -> None:
+  enter(WorkdirLock(workdir))
+  check_config(workdir, config.to_json_best_effort())
+
+
+def warm_started(
   parts: components.Parts, writer: MetricWriter, checkpointer: Checkpointer
 ) -> Params:
   """The initial parameters after the supervised phase, kept as a checkpoint of their own."""
@@ -148,7 +161,7 @@ class Trainer:
       generate=parts.generate,
       encode=parts.encode,
       decode=parts.tokenizer.decode,
-      submit=pool.submit,
+      submit=pool.submit if jax.process_count() == 1 else multihost.SharedGrader(pool).submit,
       rewards_from_grades=lambda grades: rewards_from_grades(grades, parts.outcome_policy),
       to_devices=parts.to_devices,
       to_host=sharding.to_host,
@@ -171,12 +184,15 @@ class Trainer:
     self.save()
 
   def initial_entropy(self, params: Params) -> float:
-    """Mean entropy of the initial policy, nats per token; 0 where no estimator asks for it.
+    """`measure_entropy` of the initial policy; 0, without measuring, where nothing reads it."""
+    stateful = jax.tree.leaves(self.parts.abstract_state.advantage_state)
+    return self.measure_entropy(params) if stateful else 0.0
 
-    On responses to the first training prompts, drawn with keys of their own.
+  def measure_entropy(self, params: Params) -> float:
+    """Mean entropy, nats per token, on responses to the first training prompts.
+
+    They are drawn with keys of their own, so that measuring changes nothing else.
     """
-    if not jax.tree.leaves(self.parts.abstract_state.advantage_state):
-      return 0.0
     c = self.config
     problems = next(problem_batches(self.parts.task.train, batch_size=c.batch.prompts, seed=c.seed))
     key = key_for(c.seed, "initial_entropy")
@@ -203,8 +219,9 @@ class Trainer:
   def run(self, termination: Any) -> None:
     """Updates until the last one, or until the process is asked to end."""
     c = self.config
+    ending = multihost.anywhere(termination.requested)
     with progress(c.num_updates, "updates", unit="update", initial=self.step) as bar:
-      while self.step < c.num_updates and not termination.requested:
+      while self.step < c.num_updates and not ending:
         timings: dict[str, float] = {}
         if self.refresh is None:
           self.refresh, timings = self.collect()
@@ -214,9 +231,10 @@ class Trainer:
         evaluate_now = last or self.step % c.evaluation.every == 0
         if evaluate_now:
           self.evaluate()
-        if evaluate_now or termination.requested or self.step % c.checkpoint.every == 0:
+        ending = multihost.anywhere(termination.requested)
+        if evaluate_now or ending or self.step % c.checkpoint.every == 0:
           self.save()
-    if termination.requested:
+    if ending:
       say(f"asked to end: saved after update {self.step}; rerun the same command to go on")
 
   def collect(self) -> tuple[Refresh, dict[str, float]]:
@@ -251,9 +269,10 @@ class Trainer:
         self.counters["batches"] += 1
       self.read_metrics()  # the last update ends here; the devices go on to generate
       if previous is not None:
+        submitted = (previous, *self.collector.submit_grading(previous))
         if grading:
           graded.append(self.collector.finish(*grading))
-        grading = (previous, *self.collector.submit_grading(previous))
+        grading = submitted
     generated = time.perf_counter()
     graded.append(self.collector.finish(*grading))
     timings["time/rollout_seconds"] += generated - max(began, self.devices_free)
@@ -343,13 +362,13 @@ class Trainer:
       say(compact_line(update.step, self.config.num_updates, values))
     if values["update/skipped_in_a_row"] >= self.config.max_skipped_in_a_row:
       path = self.writer.workdir / f"nonfinite_batch_{update.step}.npz"
-      arrays = batch_to_arrays(update.batch)
-      prompts = {f"prompts.{name}": value for name, value in arrays.pop("prompts").items()}
-      np.savez(path, **prompts, **arrays)
+      if multihost.is_first():
+        write_batch(path, update.batch)
       raise NonFiniteError(
         f"{values['update/skipped_in_a_row']:.0f} updates in a row, the last being {update.step},"
         f" had a loss or gradient that was not finite; its batch is in {path}. Lower"
-        " config.optimizer.learning_rate, or look into that batch; the last checkpoint is good"
+        " config.optimizer.learning_rate (in another --workdir), or look into that batch; skipped"
+        " updates have not changed the parameters"
       )
 
   def evaluate(self) -> None:
@@ -391,7 +410,8 @@ class Trainer:
     if refresh is not None:
       fields = ("version", "statistics", "used", "scored")
       host["refresh"] = {name: getattr(refresh, name) for name in fields}
-    evaluated = self.step % self.config.evaluation.every == 0
+    last = self.step == self.config.num_updates
+    evaluated = last or self.step % self.config.evaluation.every == 0
     self.checkpointer.save(
       self.step,
       self.state,

@@ -6,9 +6,12 @@ other. The batch is sharded on prompts over data and fsdp together, so a group s
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import math
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -16,10 +19,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from rlvr_jax.types import Array
+from rlvr_jax.types import Array, Params
 
 AXES = ("data", "fsdp", "tensor")
 BATCH = PartitionSpec(("data", "fsdp"))
+DEADLINE_S = 3600.0  # seconds a process waits for the others; longer than any one program runs
 
 # First match wins; kernels of the scanned blocks carry the layer axis first.
 RULES: tuple[tuple[str, PartitionSpec], ...] = (
@@ -87,6 +91,31 @@ def batch_constraint(mesh: Mesh) -> Callable[[Array], Array]:
   return lambda x: jax.lax.with_sharding_constraint(x, batch_sharding(mesh))
 
 
+def gather_over_fsdp(mesh: Mesh) -> Callable[[Params], Params]:
+  """Makes parameters whole along fsdp, still split along tensor: for loops that use them often."""
+  if mesh.shape["fsdp"] == 1:
+    return lambda params: params
+
+  def gathered(sharding: NamedSharding) -> NamedSharding:
+    kept = [None if axis == "fsdp" else axis for axis in sharding.spec]
+    return NamedSharding(mesh, PartitionSpec(*kept))
+
+  def gather(params: Params) -> Params:
+    shardings = jax.tree.map(gathered, state_shardings(params, mesh))
+    return jax.lax.with_sharding_constraint(params, shardings)
+
+  return gather
+
+
+def host_result_sharding(mesh: Mesh) -> NamedSharding:
+  """For batch-sized results that the host reads: whole where other processes hold a part.
+
+  So the program itself gathers them; a gathering of its own would wait in the devices' queue behind
+  programs dispatched in the meantime.
+  """
+  return batch_sharding(mesh) if jax.process_count() == 1 else replicated(mesh)
+
+
 def check_batch(name: str, prompts: int, mesh: Mesh, num_micro_batches: int = 1) -> None:
   """Raises unless `prompts` splits evenly over micro-batches and devices."""
   devices = mesh.shape["data"] * mesh.shape["fsdp"]
@@ -110,4 +139,22 @@ def to_host(tree: Any) -> Any:
   """Global arrays as NumPy arrays, whole on every process."""
   if jax.process_count() == 1:
     return jax.device_get(tree)
-  return multihost_utils.process_allgather(tree, tiled=True)
+  whole = lambda x: not isinstance(x, jax.Array) or x.is_fully_replicated or x.is_fully_addressable
+  fetch = lambda x: (
+    jax.device_get(x) if whole(x) else multihost_utils.process_allgather(x, tiled=True)
+  )
+  with deadline():
+    return jax.tree.map(fetch, tree)
+
+
+@contextlib.contextmanager
+def deadline() -> Iterator[None]:
+  """Ends the process, with every thread's traceback, where a wait exceeds `DEADLINE_S`.
+
+  No collective has a limit of its own; a process that died is noticed earlier, by its heartbeat.
+  """
+  faulthandler.dump_traceback_later(DEADLINE_S, exit=True, file=sys.__stderr__)
+  try:
+    yield
+  finally:
+    faulthandler.cancel_dump_traceback_later()

@@ -1,0 +1,27 @@
+"""Decoupled PPO: clip around a recent policy, correct by a capped weight for the one that sampled.
+
+Source: arXiv 2110.00641. π_prox is the policy when a batch is first trained on. A first pass
+therefore has π/π_prox = 1, and the clip takes hold in the second one: hence two epochs over the 4
+batches of a refresh. Differs from the paper: its π_prox is a moving average of the parameters, and
+its advantages come from a critic.
+
+  python -m rlvr_jax.main --config=configs/decoupled_ppo.py --workdir=runs/decoupled_ppo
+
+What is not set below is the quickstart's. Card: docs/methods/decoupled_ppo.md.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import quickstart
+
+
+def get_config() -> ConfigDict:
+  c = quickstart.get_config()
+  c.loss = dict(
+    name="decoupled_ppo",
+    kwargs=dict(epsilon_low=0.2, epsilon_high=0.2, behavior_weight_cap=2.0),
+    aggregation="token_mean",
+  )
+  c.schedule.batches_per_refresh = 4
+  c.schedule.epochs_per_refresh = 2
+  return c

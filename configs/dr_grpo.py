@@ -1,0 +1,24 @@
+"""Dr. GRPO: GRPO without the two divisions that bias it, by the deviation and by the length.
+
+Source: arXiv 2503.20783. A = r − r̄, and token losses are summed over the batch and divided by the
+constant B·max_response_length. No KL term, as in the paper.
+
+  python -m rlvr_jax.main --config=configs/dr_grpo.py --workdir=runs/dr_grpo
+
+What is not set below is the quickstart's. Card: docs/methods/dr_grpo.md.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import quickstart
+
+
+def get_config() -> ConfigDict:
+  c = quickstart.get_config()
+  c.advantage = dict(name="grpo_mean", kwargs=dict())
+  c.loss = dict(
+    name="ppo_clip",
+    kwargs=dict(epsilon_low=0.2, epsilon_high=0.2),
+    aggregation="constant",
+  )
+  return c

@@ -1,0 +1,35 @@
+"""FADE: hard prompts first, and failures pushed down harder once entropy is below a target.
+
+Source: arXiv 2607.01490. H* is half of the initial entropy, the paper's default. Where that entropy
+is a few tenths of a nat, 1 + Ĥ − H* stays near 1 and δ hardly acts, so sweep an absolute H*
+(0.25, 0.5, 1.0 nats):
+
+  --config.advantage.kwargs.target_is_relative=False --config.advantage.kwargs.target_entropy=0.5
+
+Ablations: `.alpha_max=1.0`, `.delta_min=1.0`, `.schedule=entropy`, `.schedule=logarithmic`.
+
+  python -m rlvr_jax.main --config=configs/fade.py --workdir=runs/fade
+
+What is not set below is the quickstart's. Card: docs/methods/fade.md.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import quickstart
+
+
+def get_config() -> ConfigDict:
+  c = quickstart.get_config()
+  c.advantage = dict(
+    name="fade",
+    kwargs=dict(
+      alpha_max=3.0,
+      delta_min=0.3,
+      smoothing=0.02,  # weight of the new value; open
+      target_entropy=0.5,  # H*, of the initial entropy, or nats per token
+      target_is_relative=True,
+      schedule="adaptive",  # adaptive, entropy, logarithmic
+      decay_updates=400,  # of "logarithmic"
+    ),
+  )
+  return c

@@ -1,0 +1,24 @@
+"""GMPO: the geometric mean of a response's token ratios, each clipped before.
+
+Source: arXiv 2507.20673. The paper's interval [e^−0.4, e^0.4], far wider than GRPO's, because a
+geometric mean is hardly moved by one token.
+
+  python -m rlvr_jax.main --config=configs/gmpo.py --workdir=runs/gmpo
+
+What is not set below is the quickstart's. Card: docs/methods/gmpo.md.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import quickstart
+
+
+def get_config() -> ConfigDict:
+  c = quickstart.get_config()
+  c.loss = dict(
+    name="gmpo",
+    kwargs=dict(epsilon_low=0.4, epsilon_high=0.4),
+    aggregation="sequence_mean",
+  )
+  c.schedule.batches_per_refresh = 4
+  return c

@@ -1,0 +1,32 @@
+"""GRPO as published: clipped ratios, group-normalised rewards, KL to the first policy.
+
+Source: DeepSeekMath, arXiv 2402.03300. One update per refresh, as in the paper, so that the clip
+interval is there but nothing reaches it. The average is over each response, then over responses
+(the 1/|o| of the paper), and β = 0.04 with the estimator k3 is kept, although most later recipes
+leave the KL term out: this file is what the others are compared with. Differs from the paper in
+scale only: groups of 8 instead of 64, and a learning rate for a small network.
+
+  python -m rlvr_jax.main --config=configs/grpo.py --workdir=runs/grpo
+
+What is not set below is the quickstart's. Card: docs/methods/grpo.md.
+"""
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+from configs import quickstart
+
+
+def get_config() -> ConfigDict:
+  c = quickstart.get_config()
+  c.loss = dict(
+    name="ppo_clip",
+    kwargs=dict(
+      epsilon_low=0.2,
+      epsilon_high=0.2,
+      dual_clip=placeholder(float),  # c, usually 3; unset: off
+    ),
+    aggregation="sequence_mean",
+  )
+  c.reference.kl_coefficient = 0.04
+  return c

@@ -1,0 +1,25 @@
+"""GSPO: one ratio per response, the geometric mean over its tokens, clipped as a whole.
+
+Source: arXiv 2507.18071. The paper's interval of 3e-4 and 4e-4 and its 4 updates per refresh.
+Differs from the paper: responses of 2 to 4 tokens instead of thousands, over which log ρ averages
+out far less, so that the same interval clips far more.
+
+  python -m rlvr_jax.main --config=configs/gspo.py --workdir=runs/gspo
+
+What is not set below is the quickstart's. Card: docs/methods/gspo.md.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import quickstart
+
+
+def get_config() -> ConfigDict:
+  c = quickstart.get_config()
+  c.loss = dict(
+    name="gspo",
+    kwargs=dict(epsilon_low=3e-4, epsilon_high=4e-4),
+    aggregation="sequence_mean",
+  )
+  c.schedule.batches_per_refresh = 4
+  return c

@@ -1,0 +1,24 @@
+"""M2PO: the clip interval follows from a budget on the second moment of log ρ.
+
+Source: arXiv 2510.01161. The paper's budget, 0.04. Differs from the paper: rollouts of one refresh
+serve 16 updates; there they are up to 256 updates old.
+
+  python -m rlvr_jax.main --config=configs/m2po.py --workdir=runs/m2po
+
+What is not set below is the quickstart's. Card: docs/methods/m2po.md.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import quickstart
+
+
+def get_config() -> ConfigDict:
+  c = quickstart.get_config()
+  c.loss = dict(
+    name="m2po",
+    kwargs=dict(budget=0.04, min_epsilon_low=0.3, min_epsilon_high=0.5),
+    aggregation="token_mean",
+  )
+  c.schedule.batches_per_refresh = 16
+  return c

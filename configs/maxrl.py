@@ -1,0 +1,18 @@
+"""MaxRL: rewards divided by the solve rate, which follows the likelihood of success.
+
+Source: arXiv 2602.02710. Only the coefficients change, A = (r − r̄)/r̄; the loss is the quickstart's.
+
+  python -m rlvr_jax.main --config=configs/maxrl.py --workdir=runs/maxrl
+
+What is not set below is the quickstart's. Card: docs/methods/maxrl.md.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import quickstart
+
+
+def get_config() -> ConfigDict:
+  c = quickstart.get_config()
+  c.advantage = dict(name="maxrl", kwargs=dict())
+  return c

@@ -1,0 +1,25 @@
+"""REINFORCE, bare: A = r, no baseline, no ratio.
+
+Source: Williams, 1992, Machine Learning 8. With rewards of 0 and 1 only correct rollouts push, and
+they push alike on easy and on hard prompts: the reference point for every baseline.
+
+  python -m rlvr_jax.main --config=configs/reinforce.py --workdir=runs/reinforce
+
+What is not set below is the quickstart's. Card: docs/methods/reinforce.md.
+"""
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+from configs import quickstart
+
+
+def get_config() -> ConfigDict:
+  c = quickstart.get_config()
+  c.advantage = dict(name="reinforce", kwargs=dict())
+  c.loss = dict(
+    name="reinforce",
+    kwargs=dict(truncation=placeholder(float)),  # c, of min(ρ, c); unset: no ratio
+    aggregation="sequence_sum",
+  )
+  return c

@@ -1,0 +1,26 @@
+"""RLOO: REINFORCE whose baseline is the mean reward of the other rollouts.
+
+Source: arXiv 2402.14740. The response is one action: its token losses are summed, and there is no
+ratio and no clip. Differs from the paper: no KL penalty in the reward, which is verified here and
+not learned; groups of 8 instead of 2 or 4.
+
+  python -m rlvr_jax.main --config=configs/rloo.py --workdir=runs/rloo
+
+What is not set below is the quickstart's. Card: docs/methods/rloo.md.
+"""
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+from configs import quickstart
+
+
+def get_config() -> ConfigDict:
+  c = quickstart.get_config()
+  c.advantage = dict(name="rloo", kwargs=dict())
+  c.loss = dict(
+    name="reinforce",
+    kwargs=dict(truncation=placeholder(float)),  # c, of min(ρ, c); unset: no ratio
+    aggregation="sequence_sum",
+  )
+  return c

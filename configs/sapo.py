@@ -1,0 +1,23 @@
+"""SAPO: a soft gate on the ratio instead of a clip.
+
+Source: arXiv 2511.20347. The paper's temperatures: the gate closes faster for A < 0.
+
+  python -m rlvr_jax.main --config=configs/sapo.py --workdir=runs/sapo
+
+What is not set below is the quickstart's. Card: docs/methods/sapo.md.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import quickstart
+
+
+def get_config() -> ConfigDict:
+  c = quickstart.get_config()
+  c.loss = dict(
+    name="sapo",
+    kwargs=dict(temperature_positive=1.0, temperature_negative=1.05),
+    aggregation="sequence_mean",
+  )
+  c.schedule.batches_per_refresh = 4
+  return c

@@ -1,0 +1,21 @@
+"""TOPR: off-policy REINFORCE that tapers failures only, by the ratio of the whole response.
+
+Source: arXiv 2503.14286. Rewards of ±1 without a baseline, token losses summed over the response.
+Differs from the paper, which collects a data set per iteration: 4 updates per refresh.
+
+  python -m rlvr_jax.main --config=configs/topr.py --workdir=runs/topr
+
+What is not set below is the quickstart's. Card: docs/methods/topr.md.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import quickstart
+
+
+def get_config() -> ConfigDict:
+  c = quickstart.get_config()
+  c.advantage = dict(name="reinforce_signed", kwargs=dict())
+  c.loss = dict(name="topr", kwargs=dict(), aggregation="sequence_sum")
+  c.schedule.batches_per_refresh = 4
+  return c

@@ -1,0 +1,121 @@
+"""Every recipe builds, is a note that can be run, and states a difference; every method has one."""
+
+import importlib
+import json
+import pathlib
+import re
+
+import pytest
+from ml_collections import ConfigDict
+
+import configs.base
+from rlvr_jax import advantages, losses
+from rlvr_jax.train.components import build
+
+ROOT = pathlib.Path(__file__).parents[1]
+NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
+CARDS = ROOT / "docs" / "methods"
+
+# Estimators to name on the command line, --config.advantage.name=…; their cards say how.
+WITHOUT_RECIPE = {
+  "asym",
+  "asymmetric_reinforce",
+  "log_mean_exp",
+  "opo",
+  "power",
+  "power_asym",
+  "weighted_reinforce",
+}
+LONGEST_CARD = 60  # lines
+each_config = pytest.mark.parametrize("name", NAMES)
+
+
+def _module(name):
+  return importlib.import_module(f"configs.{name}")
+
+
+def _flat(config: ConfigDict) -> dict:
+  """Leaves by dotted path."""
+  flat = {}
+  for key, value in config.items():
+    if isinstance(value, ConfigDict):
+      flat |= {f"{key}.{path}": leaf for path, leaf in _flat(value).items()}
+    else:
+      flat[key] = value
+  return flat
+
+
+def _changes(name):
+  """Leaves that a recipe sets otherwise than the one it starts from, or has beside it."""
+  module = _module(name)
+  parents = {getattr(v, "__name__", "") for v in vars(module).values()} & {
+    f"configs.{other}" for other in NAMES if other != name
+  }
+  assert len(parents) == 1, f"configs/{name}.py starts from {sorted(parents)}, not from one recipe"
+  before = _flat(importlib.import_module(parents.pop()).get_config())
+  after = _flat(module.get_config())
+  missing = object()
+  return {path: v for path, v in after.items() if before.get(path, missing) != v}
+
+
+def _with_sample_data(config, folder):
+  """Puts three problems in place of a data set that is not in the repository."""
+  if config.task.name == "gsm8k":
+    lines = [
+      json.dumps({"question": f"1 and {n}?", "answer": f"1+{n}={n + 1}\n#### {n + 1}"})
+      for n in range(3)
+    ]
+    (folder / "train.jsonl").write_text("\n".join(lines[:2]) + "\n")
+    (folder / "test.jsonl").write_text(lines[2] + "\n")
+    config.task.kwargs.data_dir = str(folder)
+    config.task.kwargs.prepared_dir = str(folder / "prepared")
+    config.task.kwargs.held_out_size = 1
+    config.task.kwargs.warm_start_size = min(config.task.kwargs.warm_start_size, 1)
+  return config
+
+
+@each_config
+def test_builds_with_locked_fields(name, tmp_path):
+  config = _with_sample_data(_module(name).get_config(), tmp_path).lock()
+  parts = build(config)
+  assert parts.method.loss is not None and len(parts.task.held_out) > 0
+
+
+@each_config
+def test_docstring_has_the_command(name):
+  assert f"--config=configs/{name}.py" in _module(name).__doc__
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "base"])
+def test_states_a_difference(name):
+  changes = _changes(name)
+  assert changes
+  fields = set(_flat(configs.base.get_config()))
+  free = ("advantage.kwargs.", "loss.kwargs.", "reweighting.kwargs.", "task.kwargs.", "model.over")
+  unknown = {path for path in changes if path not in fields and not path.startswith(free)}
+  assert not unknown, f"configs/{name}.py sets fields that base.py does not have: {unknown}"
+
+
+def test_named_cards_exist():
+  named = {n: re.findall(r"docs/methods/(\w+\.md)", _module(n).__doc__) for n in NAMES}
+  assert sum(map(len, named.values())) >= 17
+  assert not {n: c for n, cards in named.items() for c in cards if not (CARDS / c).exists()}
+
+
+@pytest.mark.parametrize("card", sorted(path.name for path in CARDS.glob("*.md")))
+def test_card_is_short_and_its_links_lead_somewhere(card):
+  text = (CARDS / card).read_text(encoding="utf-8")
+  links = re.findall(r"\]\(([^)#]+)\)", text)
+  assert links and not [x for x in links if ":" not in x and not (CARDS / x).exists()]
+  assert card == "README.md" or len(text.splitlines()) <= LONGEST_CARD
+
+
+@pytest.mark.parametrize("package", [advantages, losses])
+def test_every_method_has_a_recipe_or_is_listed_without(package):
+  field = {advantages: "advantage", losses: "loss"}[package]
+  used = {_module(name).get_config()[field].name for name in NAMES}
+  listed = WITHOUT_RECIPE if package is advantages else set()
+  assert used | listed == set(package.__all__)
+  assert not used & listed
+  index = (CARDS / "README.md").read_text(encoding="utf-8")
+  assert not [name for name in package.__all__ if f"`{name}`" not in index]

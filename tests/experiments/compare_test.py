@@ -1,0 +1,53 @@
+"""The comparison on a tiny policy: what must hold by construction."""
+
+import importlib.util
+import pathlib
+
+import numpy as np
+import pytest
+
+from configs import base
+
+_FILE = pathlib.Path(__file__).parents[2] / "experiments" / "compare" / "__main__.py"
+
+
+@pytest.fixture(scope="module")
+def module():
+  spec = importlib.util.spec_from_file_location("compare_program", _FILE)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+def _config():
+  c = base.get_config()
+  c.model.overrides = dict(width=32, num_layers=1, mlp_width=64)
+  c.task.kwargs.prompt = "{expression}="
+  c.task.kwargs.settings = dict(min_terms=2, max_terms=2, min_digits=1, max_digits=1)
+  c.task.kwargs.held_out_size = c.task.kwargs.warm_start_size = 16
+  c.task.kwargs.solution = "{answer}"
+  c.max_prompt_length, c.max_response_length = 8, 4
+  c.warm_start.num_steps, c.warm_start.batch_size = 60, 16
+  c.batch.prompts = 16
+  c.optimizer.learning_rate = 3e-3
+  return c
+
+
+def test_methods_agree_and_differ_where_they_must(module, tmp_path):
+  recipes = ["dr_grpo", "rloo", "cispo", "decoupled_ppo", "fade"]
+  numbers = module.compare(tmp_path, base=_config(), recipes=recipes, before=2, lags=[0, 3])
+  now, stale = numbers[0], numbers[3]
+  assert set(now) == {"grpo", *recipes}
+  for rows in (now, stale):
+    assert rows["grpo"]["cosine"] == pytest.approx(1.0)
+    for row in rows.values():
+      assert np.isfinite(list(row.values())).all() and -1 - 1e-9 <= row["cosine"] <= 1 + 1e-9
+  # On the policy that sampled, nothing is clipped, all weights are 1.
+  for row in now.values():
+    assert row["loss/clip_fraction"] == 0 and row["behavior/ess"] == pytest.approx(1.0, abs=1e-5)
+  assert stale["grpo"]["behavior/ess"] < 1 - 1e-6
+  assert now["dr_grpo"]["advantage/mass_ratio"] == pytest.approx(1.0, rel=1e-4)
+  for name in ("compare.md", "compare.json", "cosines_lag_0.png", "cosines_lag_3.png"):
+    assert (tmp_path / name).stat().st_size > 0
+  again = module.read_batch(tmp_path / "rollouts.npz")
+  assert again.tokens.shape == (16, 8, 4)

@@ -1,0 +1,255 @@
+"""Bad inputs and broken surroundings: each ends with a message, or costs only itself."""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import pathlib
+import re
+import resource
+import signal
+import time
+
+import jax
+import numpy as np
+import pytest
+from train import tiny
+
+from rlvr_jax.rewards import Grade, Outcome
+from rlvr_jax.train.components import build
+from rlvr_jax.train.loop import train
+
+# --- mistakes in the configuration ----------------------------------------------------------------
+
+MISTAKES = [
+  # sizes
+  (dict(batch__prompts=7, mesh__data=2), r"config\.batch\.prompts = 7 .* 2 batch devices .* multiple of 2, for example 8"),
+  (dict(batch__prompts=8, batch__micro_batches=3), r"config\.batch\.prompts = 8 .* 3 micro-batches .* multiple of 3, for example 9"),
+  (dict(evaluation__batch_prompts=5, mesh__fsdp=2), r"config\.evaluation\.batch_prompts = 5"),
+  (dict(warm_start__batch_size=9, mesh__data=2), r"config\.warm_start\.batch_size = 9"),
+  (dict(mesh__data=16), r"16·1·1 = 16 devices, but there are 8"),
+  (dict(mesh__tensor=0), r"config\.mesh = .*'tensor': 0.* at least 1"),
+  (dict(batch__group_size=1), r"(?s)grpo.*group.*\b1\b"),
+  (dict(batch__group_size=0), r"config\.batch: group_size = 0"),
+  (dict(evaluation__ks=(1, 4)), r"pass@4 needs 1 ≤ k ≤ config\.evaluation\.num_samples = 2"),
+  (dict(schedule__epochs_per_refresh=0), r"config\.schedule: epochs_per_refresh = 0"),
+  (dict(checkpoint__every=0), r"config\.checkpoint: every = 0"),
+  (dict(checkpoint__keep=0), r"config\.checkpoint: keep = 0"),
+  (dict(evaluation__every=0), r"config\.evaluation: every = 0"),
+  (dict(logging__print_every=0), r"config\.logging: print_every = 0"),
+  (dict(max_skipped_in_a_row=0), r"config: max_skipped_in_a_row = 0"),
+  (dict(grading__num_workers=0), r"config\.grading: num_workers = 0"),
+  (dict(grading__timeout_s=-1.0), r"config\.grading: timeout_s = -1\.0"),
+  # texts
+  (dict(max_prompt_length=4), r"a prompt has \d tokens but max_prompt_length is 4: raise"),
+  (dict(max_response_length=2), r"a worked solution has \d tokens, .* max_response_length is 2"),
+  (dict(max_response_length=1), r"config: max_response_length = 1 is not a number in \[2"),
+  (dict(task__kwargs__warm_start_size=0), r"no worked solutions; set the task's warm_start_size"),
+  # names
+  (dict(task__name="reasoning_gim"), r"config\.task\.name = 'reasoning_gim' .* \['reasoning_gym'\]"),
+  (dict(task__kwargs__dataset="chain_sums"), r"unknown reasoning_gym dataset 'chain_sums'.*'chain_sum'"),
+  (dict(task__kwargs__settings={"max_term": 2}), r"no setting 'max_term'; near names: \['max_terms'"),
+  (dict(tokenizer="byte"), r"tokenizer = 'byte' is unknown; choose one of \['bytes'\]"),
+  (dict(model__preset="tinny"), r"(?s)tinny.*tiny"),
+  (dict(model__overrides={"widht": 3}), r"(?s)widht.*width"),
+  (dict(advantage__name="grop"), r"config\.advantage\.name = 'grop' .*'grpo'"),
+  (dict(loss__name="ppo"), r"config\.loss\.name = 'ppo' .*'ppo_clip'"),
+  (dict(loss__aggregation="mean"), r"aggregation = 'mean' .*'token_mean'"),
+  (dict(reference__estimator="k4"), r"estimator = 'k4' .*'k3'"),
+  (dict(optimizer__decay="cosin"), r"decay = 'cosin' .*'cosine'"),
+  (dict(grading__outcomes={"wrogn": "0"}), r"unknown outcome 'wrogn'.*did you mean 'wrong'"),
+  (dict(grading__outcomes={"wrong": "half"}), r"'wrong' is 'half', allowed: a finite number"),
+  # hyper-parameters
+  (dict(advantage__kwargs={"epsilom": 1e-6}), r"config\.advantage\.kwargs = .*epsilom.* takes \['epsilon'"),
+  (dict(loss__kwargs={"epsilon_low": 2.0}), r"epsilon_low = 2\.0 is not a number in"),
+  (dict(optimizer__learning_rate=-1.0), r"learning_rate = -1\.0 is not a number in \[0"),
+  (dict(optimizer__learning_rate=float("nan")), r"learning_rate = nan"),
+  (dict(reference__kl_coefficient=-0.1), r"kl_coefficient = -0\.1"),
+  (dict(sampling__temperature=0.0), r"temperature = 0: greedy rollouts have no density to train on; set it > 0"),
+  (dict(sampling__temperature=-1.0), r"temperature"),
+  (dict(sampling__top_p=0.9), r"top_p = 0\.9: .* config\.allow_truncated_behavior = True"),
+  (dict(sampling__top_k=5), r"top_k = 5, .* config\.allow_truncated_behavior = True"),
+  (dict(evaluation__sampling__top_p=1.5), r"top_p"),
+]  # fmt: skip
+
+
+def compiled(log):
+  """Names of the functions compiled; the key that stands for any other in shapes is none."""
+  return set(re.findall(r"Compiling jit\((.*?)\)", log)) - {"stage", "_threefry_seed"}
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"), MISTAKES, ids=["-".join(fields) for fields, _ in MISTAKES]
+)
+def test_a_mistake_has_a_message_before_anything_is_compiled(fields, message, caplog):
+  config = tiny.get_config()
+  flat = {name.replace("__", "."): value for name, value in fields.items()}
+  with config.unlocked():
+    config.update_from_flattened_dict(flat)
+  with jax.log_compiles(), caplog.at_level(logging.WARNING), pytest.raises(ValueError) as error:
+    build(config)
+  assert re.search(message, str(error.value)), str(error.value)
+  assert not compiled(caplog.text)
+
+
+def test_a_right_configuration_compiles_nothing_either(caplog):
+  with jax.log_compiles(), caplog.at_level(logging.WARNING):
+    build(tiny.get_config())
+  assert "tracing train_step" in caplog.text and not compiled(caplog.text)
+
+
+def assert_error(output, message):
+  """The last line is the message, and no traceback frightens anyone."""
+  last = output.strip().splitlines()[-1]
+  assert last.startswith("error: ") and re.search(message, last), output[-3000:]
+  assert "Traceback" not in output
+
+
+def test_a_misspelt_field_lists_the_near_one(tmp_path):
+  output = tiny.run(tmp_path / "run", "--config.batch.promtps=3", expect=1)
+  assert_error(output, "no field 'promtps'; did you mean \"prompts\"")
+  assert not (tmp_path / "run").exists()
+
+
+def test_unreadable_data(tmp_path):
+  output = tiny.run(
+    tmp_path / "run",
+    f"--config.task.kwargs.data_dir={tmp_path / 'nowhere'}",
+    config_file=GSM8K,
+    expect=1,
+  )
+  assert_error(output, "cannot read the GSM8K file .* train.jsonl")
+
+
+# --- a disk that fills, numbers that blow up ------------------------------------------------------
+
+
+def test_no_disk_space_then_some(tmp_path):
+  """A limit on the size of files stands for the disk; the message comes, and a rerun mends it."""
+  workdir = tmp_path / "run"
+  limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2**15, resource.RLIM_INFINITY))
+  # A half-written entry of the compile cache would be met by other tests.
+  output = tiny.run(workdir, preexec_fn=limit, expect=1, JAX_ENABLE_COMPILATION_CACHE="false")
+  assert_error(output, "no space for a checkpoint in .* Free some space .* rerun: it starts afresh")
+  tiny.run(workdir)
+  assert tiny.records(workdir)[-1]["step"] == 12
+
+
+def test_nonfinite_updates_are_skipped_and_too_many_end_the_run(tmp_path):
+  workdir = tmp_path / "run"
+  flags = ("--config.optimizer.learning_rate=1e30", "--config.max_skipped_in_a_row=2")
+  output = tiny.run(workdir, *flags, expect=1)
+  assert_error(output, r"2 updates in a row.* not finite; its batch is in .*npz.*learning_rate")
+  train_records = tiny.records(workdir, "train")
+  skipped = [record["update/skipped_in_a_row"] for record in train_records]
+  assert skipped[0] == 0 and skipped[-2:] == [1, 2]
+  saved = np.load(workdir / f"nonfinite_batch_{train_records[-1]['step']}.npz")
+  assert saved["tokens"].shape == (8, 4, 4) and saved["prompts.tokens"].shape == (8, 8)
+  assert {"mask", "behavior_logprobs", "rewards", "correct"} <= set(saved.files)
+
+
+def test_a_warm_start_that_blows_up(tmp_path):
+  output = tiny.run(
+    tmp_path / "run", "--config.warm_start.optimizer.learning_rate=1e30", expect=1
+  )
+  assert_error(output, r"warm start: the loss of step \d+ is nan; lower config\.warm_start")
+
+
+# --- graders that misbehave -----------------------------------------------------------------------
+
+
+def first_hangs_second_dies(completion, reference):
+  """Marks on disk tell which item comes first, whatever its text."""
+  folder = reference["folder"]
+  for kind in ("hang", "die"):
+    with contextlib.suppress(FileExistsError):
+      open(os.path.join(folder or "", kind), "x").close() if folder else None
+      if folder:
+        time.sleep(1000) if kind == "hang" else os._exit(3)
+  return Grade(Outcome.CORRECT if len(completion) % 2 else Outcome.WRONG, float(len(completion) % 2))
+
+
+def test_a_hanging_and_a_dying_grader_cost_one_rollout_each(tmp_path):
+  config = tiny.config(num_updates=1, warm_start__num_steps=0, reference__kl_coefficient=0.0)
+  config.schedule.batches_per_refresh = 1
+  config.grading.timeout_s = 2.0
+  parts = build(config)
+  on_training = [
+    dataclasses.replace(parts.task.train[i], reference={"folder": str(tmp_path)}) for i in range(8)
+  ]
+  on_held_out = [dataclasses.replace(p, reference={"folder": ""}) for p in parts.task.held_out]
+  task = dataclasses.replace(
+    parts.task, train=on_training, held_out=on_held_out, grader="main_test:first_hangs_second_dies"
+  )
+  train(build(config, task=task), tmp_path / "run")
+  (record,) = tiny.records(tmp_path / "run", "train")
+  assert record["outcome/timeout"] == record["outcome/crashed"] == 1 / 32
+  assert record["outcome/correct"] + record["outcome/wrong"] == 30 / 32
+  # The crash is masked out of the loss, all else is in it.
+  masked = record["counter/tokens_generated"] - record["counter/tokens_trained"]
+  assert 1 <= masked <= 4
+  (line,) = [
+    json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    if '"train"' in line
+  ]  # fmt: skip
+  assert line["time/grading_seconds"] > 1.5  # the limit was waited for
+  assert line["time/grading_seconds"] < 30  # once
+
+
+# --- GSM8K ----------------------------------------------------------------------------------------
+
+GSM8K = str(tiny.ROOT / "configs" / "gsm8k.py")
+SHARED = os.environ.get("RLVR_SHARED")
+
+
+def sample_of_gsm8k(folder):
+  """Files as published, with questions of our own."""
+  def row(i):
+    answer = f"Each of the {i} boxes holds 3 pens.\nSo there are {i} * 3 = <<{i}*3={3 * i}>>{3 * i}."
+    return {"question": f"There are {i} boxes of 3 pens. How many pens?",
+            "answer": f"{answer}\n#### {3 * i}"}  # fmt: skip
+
+  for split, numbers in (("train", range(1, 41)), ("test", range(41, 51))):
+    rows = [json.dumps(row(i)) for i in numbers]
+    (folder / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
+  return folder
+
+
+@pytest.mark.parametrize("data", ["sample", "published"])
+def test_gsm8k_is_graded_and_resumed(data, tmp_path):
+  if data == "published" and not SHARED:
+    pytest.skip("RLVR_SHARED is not set: no published GSM8K here")
+  data_dir = pathlib.Path(SHARED) / "data/gsm8k" if data == "published" else None
+  lengths = dict(prompt=992, response=768) if data_dir else dict(prompt=64, response=128)
+  flags = [
+    f"--config.task.kwargs.data_dir={data_dir or sample_of_gsm8k(tmp_path)}",
+    f"--config.task.kwargs.prepared_dir={tmp_path / 'prepared'}",
+    "--config.task.kwargs.warm_start_size=8",
+    "--config.task.kwargs.held_out_size=4",
+    f"--config.max_prompt_length={lengths['prompt']}",
+    f"--config.max_response_length={lengths['response']}",
+    "--config.num_updates=3",
+    "--config.batch.prompts=2",
+    "--config.batch.group_size=2",
+    "--config.warm_start.num_steps=4",
+    "--config.warm_start.batch_size=4",
+    "--config.evaluation.batch_prompts=4",
+  ]
+  workdir = tmp_path / "run"
+  with tiny.started(workdir, *flags, config_file=GSM8K) as process:
+    tiny.wait_for(tiny.has_record(workdir, 1, "train"), process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(tiny.TIMEOUT_S) == 0
+  output = tiny.run(workdir, *flags, config_file=GSM8K)
+  assert re.search(r"resumed at update [12]: ", output)
+  records = tiny.records(workdir, "train")
+  assert [record["step"] for record in records] == [1, 2, 3]
+  for record in records:
+    assert sum(v for name, v in record.items() if name.startswith("outcome/")) == pytest.approx(1)
+    assert record["outcome/timeout"] == record["outcome/crashed"] == 0
+  shown = [json.loads(line) for line in tiny.rollouts(workdir).splitlines()]
+  for record in shown:
+    assert record["prompt"].endswith("?\n") or data == "published"
+    assert re.fullmatch(r"-?[\d,.]+", record["answer"])
+    assert record["outcome"] in ("correct", "wrong", "unparseable")

@@ -1,0 +1,220 @@
+"""The whole program on a run of seconds: what it writes, how often it compiles, on a mesh."""
+
+import collections
+import json
+import re
+
+import numpy as np
+import pytest
+from train import tiny
+
+from rlvr_jax.train.loop import permute_rewards
+from rlvr_jax.types import Prompts, TrainBatch
+
+MESH = ("--config.mesh.data=2", "--config.mesh.fsdp=2", "--config.mesh.tensor=2")
+
+
+@pytest.fixture(scope="module")
+def workdirs(tmp_path_factory):
+  return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def run(workdirs):
+  """(workdir, output) of the tiny run, with every compilation logged."""
+  workdir = workdirs / "run"
+  return workdir, tiny.run(workdir, JAX_LOG_COMPILES="1")
+
+
+@pytest.fixture(scope="module")
+def mesh_run(workdirs):
+  workdir = workdirs / "mesh"
+  return workdir, tiny.run(workdir, *MESH, JAX_LOG_COMPILES="1")
+
+
+# --- what a run leaves ----------------------------------------------------------------------------
+
+
+def test_metrics_have_what_a_person_needs(run):
+  train = tiny.records(run[0], "train")
+  assert [record["step"] for record in train] == list(range(1, 13))
+  for record in train:
+    assert record.keys() >= {
+      "reward/mean", "reward/pass_rate", "groups/effective", "policy/entropy", "behavior/kl_k3",
+      "loss/clip_fraction", "update/gradient_norm", "update/learning_rate", "staleness/mean",
+      "outcome/correct", "outcome/wrong", "outcome/unparseable", "outcome/timeout",
+      "outcome/crashed", "response/truncated", "counter/tokens_generated",
+    }  # fmt: skip
+    shares = [value for name, value in record.items() if name.startswith("outcome/")]
+    assert sum(shares) == pytest.approx(1)
+    assert np.isfinite([value for value in record.values() if not isinstance(value, str)]).all()
+  # Something is learned from, so that the other tests of this file compare more than zeros.
+  assert max(record["update/gradient_norm"] for record in train) > 0.01
+  assert max(record["groups/effective"] for record in train) > 0
+  assert len({record["policy/entropy"] for record in train}) == 12
+
+
+def test_timings_are_there(run):
+  for line in (run[0] / "metrics.jsonl").read_text().splitlines():
+    record = json.loads(line)
+    if record["phase"] != "train":
+      continue
+    assert record["time/update_tokens_per_second"] > 0
+    first_of_refresh = record["step"] % 4 == 1
+    assert ("time/rollout_tokens_per_second" in record) == first_of_refresh
+
+
+def test_staleness_counts_the_updates_behind(run):
+  train = tiny.records(run[0], "train")
+  assert [record["staleness/mean"] for record in train] == [0, 1, 2, 3] * 3
+  # The first update on a fresh batch is on-policy; later ones have moved away from it.
+  for record in train:
+    if record["staleness/mean"] == 0:
+      assert record["behavior/kl_k3"] < 1e-9
+    else:
+      assert record["behavior/kl_k3"] > 1e-7
+
+
+def test_batches_are_drawn_once_per_refresh(run):
+  counted = [record["counter/batches"] for record in tiny.records(run[0], "train")]
+  assert counted == [2] * 4 + [4] * 4 + [6] * 4
+
+
+def test_reference_kl_starts_at_zero_and_grows(run):
+  values = [record["reference/kl"] for record in tiny.records(run[0], "train")]
+  assert abs(values[0]) < 1e-9
+  assert values[1] > 1e-7
+  assert values[-1] > 100 * abs(values[0])
+
+
+def test_evaluation_before_during_and_after(run):
+  held_out = tiny.records(run[0], "eval")
+  assert [record["step"] for record in held_out] == [0, 5, 10, 12]
+  for record in held_out:
+    for name in ("pass@1", "pass@2", "mean"):
+      low, high = record[f"eval/{name}_low"], record[f"eval/{name}_high"]
+      assert 0 <= low <= record[f"eval/{name}"] <= high <= 1
+
+
+def test_rollouts_are_recorded(run):
+  found = [json.loads(line) for line in tiny.rollouts(run[0]).splitlines()]
+  assert {(r["phase"], r["step"], r["version"]) for r in found} == {
+    ("eval", 0, 0), ("eval", 5, 5), ("eval", 10, 10), ("eval", 12, 12),
+    ("train", 1, 0), ("train", 5, 4), ("train", 9, 8),
+  }  # fmt: skip
+  for record in found:
+    left, sign, right = record["prompt"].removesuffix("=").split()
+    right = int(right) if sign == "+" else -int(right)
+    assert int(record["answer"]) == int(left) + right
+    assert record["reward"] == (record["outcome"] == "correct")
+    assert (record["completion"].strip() == record["answer"]) <= (record["outcome"] == "correct")
+    assert 1 <= record["tokens"] <= 4
+    assert record["stopped"] or record["tokens"] == 4
+
+
+def test_report_and_files(run):
+  workdir, output = run
+  assert "held-out pass@1" in output and "learning curves" in output
+  for name in ("learning_curves.png", "metrics.jsonl", "rollouts.jsonl", "tensorboard"):
+    assert str(workdir / name) in output
+  assert (workdir / "learning_curves.png").read_bytes().startswith(b"\x89PNG")
+  for phase in ("train", "eval", "warm_start"):
+    assert next((workdir / "tensorboard" / phase).glob("events*")).stat().st_size > 200
+  for step in range(1, 13):
+    assert re.search(rf"^step +{step}/12  reward ", output, re.MULTILINE)
+  assert "is illegal" not in output and "Traceback" not in output
+
+
+# --- the same again -------------------------------------------------------------------------------
+
+
+def test_the_seed_decides_everything(run, workdirs):
+  tiny.run(workdirs / "again")
+  assert tiny.outcome(workdirs / "again") == tiny.outcome(run[0])
+
+
+def test_another_seed_is_another_run(run, workdirs):
+  workdir = workdirs / "seed"
+  tiny.run(workdir, "--config.seed=1")
+  ours, other = tiny.records(run[0], "train"), tiny.records(workdir, "train")
+  for a, b in zip(ours, other, strict=True):
+    assert a["policy/entropy"] != b["policy/entropy"]
+  assert tiny.rollouts(workdir) != tiny.rollouts(run[0])
+
+
+def test_a_mesh_gives_the_metrics_of_one_device(run, mesh_run):
+  ours, theirs = tiny.records(run[0]), tiny.records(mesh_run[0])
+  assert [r["step"] for r in ours] == [r["step"] for r in theirs]
+  early = lambda records: [r for r in records if r["phase"] == "warm_start" or r["step"] <= 4]
+  for a, b in zip(early(ours), early(theirs), strict=True):
+    assert a.pop("phase") == b.pop("phase")
+    assert b == pytest.approx(a, rel=1e-3, abs=1e-5), a["step"]
+  assert tiny.rollouts(run[0]).splitlines()[:18] == tiny.rollouts(mesh_run[0]).splitlines()[:18]
+
+
+# --- compilation ----------------------------------------------------------------------------------
+
+
+def compilations(output):
+  """(position in the output, function, its shapes and placements) of every compilation."""
+  pattern = r"Compiling jit\((.*?)\) with global shapes and types (.*)"
+  return [(m.start(), m[1], m[2]) for m in re.finditer(pattern, output)]
+
+
+def assert_compiled_once(output, expected):
+  found = compilations(output)
+  twice = [key for key, n in collections.Counter(key[1:] for key in found).items() if n > 1]
+  assert not twice
+  counts = collections.Counter(name for _, name, _ in found)
+  assert {name: counts[name] for name in expected} == expected
+  # Nothing on the host's path compiles later either: no stray operation at the seventh step.
+  second = re.search(r"^step +2/12 ", output, re.MULTILINE).start()
+  assert [key for key in found if key[0] > second] == []
+
+
+def test_each_function_compiles_once(run):
+  # `generate`: for training, and with the evaluation's shapes; `_checksums`: of the warm start's
+  # parameters, and of the state.
+  assert_compiled_once(
+    run[1],
+    dict(supervised_step=1, generate=2, train_step=1, policy_logprobs=1, _checksums=2),
+  )
+
+
+def test_each_function_compiles_once_on_a_mesh(mesh_run):
+  assert_compiled_once(
+    mesh_run[1],
+    dict(supervised_step=1, generate=2, train_step=1, policy_logprobs=1, _checksums=2),
+  )
+
+
+# --- control --------------------------------------------------------------------------------------
+
+
+def test_permuted_rewards_keep_their_multiset_and_their_correctness():
+  rng = np.random.default_rng(0)
+  rewards = rng.integers(0, 2, (6, 4)) + rng.random((6, 4)).astype(np.float32) / 10
+  empty = np.zeros(0)
+  batch = TrainBatch(
+    prompts=Prompts(tokens=empty, lengths=empty),
+    tokens=empty,
+    mask=empty,
+    behavior_logprobs=empty,
+    rewards=rewards,
+    correct=np.floor(rewards),
+  )
+  dealt = permute_rewards(batch, np.random.default_rng(1))
+  assert not np.array_equal(dealt.rewards, rewards)
+  np.testing.assert_array_equal(np.sort(dealt.rewards, axis=None), np.sort(rewards, axis=None))
+  np.testing.assert_array_equal(dealt.correct, np.floor(dealt.rewards))
+  repeated = permute_rewards(batch, np.random.default_rng(1))
+  np.testing.assert_array_equal(dealt.rewards, repeated.rewards)
+
+
+def test_a_control_run_has_the_same_rewards_on_other_rollouts(run, workdirs):
+  workdir = workdirs / "control"
+  tiny.run(workdir, "--config.permute_rewards=True")
+  ours, control = tiny.records(run[0], "train")[0], tiny.records(workdir, "train")[0]
+  for name in ("reward/mean", "reward/pass_rate", "outcome/correct", "policy/entropy"):
+    assert control[name] == ours[name]
+  assert control["update/gradient_norm"] != ours["update/gradient_norm"]

@@ -1,0 +1,229 @@
+"""Two processes with four devices each, over loopback, as one run; and what they agree on."""
+
+import contextlib
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+from train import tiny
+
+from rlvr_jax.train import multihost
+from rlvr_jax.train.checkpoint import WorkdirLock
+
+MESH = [f"--config.mesh.{axis}=2" for axis in ("data", "fsdp", "tensor")]
+FLAGS = [*MESH, "--config.num_updates=6"]
+TIMEOUT_S = 240
+
+
+def free_port():
+  with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    return probe.getsockname()[1]
+
+
+class Pair:
+  """Two processes of one program, given what tells them apart; `outputs` once they have ended."""
+
+  def __init__(self, command_of, devices):
+    port = free_port()
+    variables = dict(XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}")
+    self.processes = [
+      subprocess.Popen(
+        command_of(f"127.0.0.1:{port}", process),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=tiny.ROOT,
+        env=tiny.environment(**variables),
+      )
+      for process in range(2)
+    ]
+
+  def signal_all(self, number):
+    for process in self.processes:
+      process.send_signal(number)
+
+  def ended(self):
+    """Waits for both; their exit statuses and what they printed."""
+    outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in self.processes]
+    return [process.returncode for process in self.processes], outputs
+
+
+@contextlib.contextmanager
+def training(workdir, *flags):
+  """The program as a pair."""
+
+  def command_of(coordinator, process):
+    place = [f"--coordinator={coordinator}", "--num_processes=2", f"--process_id={process}"]
+    return tiny.command(workdir, *FLAGS, *flags, *place)
+
+  pair = Pair(command_of, devices=4)
+  try:
+    yield pair
+  finally:
+    pair.signal_all(signal.SIGKILL)
+
+
+def train_to_the_end(workdir):
+  with training(workdir) as pair:
+    statuses, outputs = pair.ended()
+  assert statuses == [0, 0], "\n".join(outputs)[-5000:]
+  return outputs
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+  """(workdir, outputs) of the pair's run from beginning to end."""
+  workdir = tmp_path_factory.mktemp("pair") / "run"
+  return workdir, train_to_the_end(workdir)
+
+
+def test_only_the_first_process_speaks(undisturbed):
+  first, second = undisturbed[1]
+  assert "held-out after update 6" in first and "learning_curves.png" in first
+  assert not re.search(r"update|step|held-out", re.sub(r"(?m)^(W\d|\[Gloo\]).*$", "", second))
+
+
+def test_equals_one_process(undisturbed, tmp_path):
+  """To float tolerance: sums over eight devices are taken in another order between processes."""
+  tiny.run(tmp_path / "run", *FLAGS)
+  found, expected = tiny.records(undisturbed[0]), tiny.records(tmp_path / "run")
+  assert len(expected) == 4 + 3 + 6
+  for record, other in zip(found, expected, strict=True):
+    assert record.keys() == other.keys()
+    for name, value in other.items():
+      close = record[name] == value or abs(record[name] - value) <= 1e-3 * abs(value) + 1e-5
+      assert close, (other["phase"], other["step"], name, value, record[name])
+  texts = lambda workdir: [
+    (r["prompt"], r["completion"], r["outcome"])
+    for r in map(json.loads, tiny.rollouts(workdir).splitlines())
+  ]
+  assert texts(undisturbed[0]) == texts(tmp_path / "run")
+  # One process reads the checkpoint that two have written, with its checksums.
+  (step, _, arrays), (step0, _, arrays0) = map(
+    tiny.last_checkpoint, (undisturbed[0], tmp_path / "run")
+  )
+  assert step == step0 == 6
+  assert [path for path, _ in arrays] == [path for path, _ in arrays0]
+  # What is compared has learned something.
+  assert any(r.get("update/gradient_norm", 0) > 0.01 for r in expected)
+
+
+@pytest.mark.slow
+def test_stopped_and_killed_pair_ends_identically(undisturbed, tmp_path):
+  workdir = tmp_path / "run"
+  with training(workdir) as pair:
+    first, second = pair.processes
+    tiny.wait_for(tiny.has_record(workdir, 1, "train"), first)
+    second.send_signal(signal.SIGTERM)  # one of them is asked; both end, after the same update
+    statuses, outputs = pair.ended()
+  assert statuses == [0, 0], "\n".join(outputs)[-5000:]
+  assert "asked to end: saved after update" in outputs[0]
+  with training(workdir) as pair:
+    tiny.wait_for(tiny.has_record(workdir, 4, "train"), pair.processes[0])
+  outputs = train_to_the_end(workdir)
+  assert "resumed at update" in outputs[0]
+  assert tiny.outcome(workdir) == tiny.outcome(undisturbed[0])
+
+
+def test_both_end_where_the_first_refuses(tmp_path):
+  workdir = tmp_path / "run"
+  lock = WorkdirLock(workdir)
+  with training(workdir) as pair:
+    began = time.monotonic()
+    statuses, outputs = pair.ended()
+  lock.close()
+  assert statuses == [1, 1]
+  assert all("is in use by process" in output for output in outputs)
+  assert "process 0 of 2 failed: WorkdirError" in outputs[1]
+  assert time.monotonic() - began < TIMEOUT_S / 2
+
+
+# --- agreement ------------------------------------------------------------------------------------
+
+PROGRAM = """
+  import json, sys
+  from rlvr_jax.train import multihost
+
+  me = int(sys.argv[2])
+  multihost.initialize(sys.argv[1], 2, me)
+  from rlvr_jax.rewards.pool import GraderPool
+
+  def report(name, value):
+    print(f"{name}={json.dumps(value)}", flush=True)
+
+  def failing():
+    if me == 1:
+      raise ValueError("the disk is full")
+    return "fine"
+
+  with multihost.failing_at_once():
+    report("exchanged", multihost.exchange({"process": me, "text": "é" * 50 * me, "x": 0.1 + me}))
+    report("anywhere", [multihost.anywhere(me == 1), multihost.anywhere(False)])
+    report("on_first", multihost.on_first(lambda: "written", "nothing"))
+    try:
+      report("together", multihost.together(failing))
+    except Exception as error:
+      report("together", f"{type(error).__name__}: {error}")
+    with GraderPool("rewards.faulty_graders:faulty", num_workers=1, timeout_s=1.0) as pool:
+      texts = ["ok 1", "hang", "ok 2", "raise it", "exit 3"]  # the second process meets the hanging
+      grades = multihost.SharedGrader(pool).submit(texts, [{}] * 5).result()
+      report("grades", [[g.outcome, g.score] for g in grades])
+    if me == 1:
+      raise RuntimeError("out of the blue")
+    multihost.exchange("the other one is gone")
+"""
+
+
+def test_agreement():
+  program = textwrap.dedent(PROGRAM)
+  command_of = lambda coordinator, i: [sys.executable, "-c", program, coordinator, str(i)]
+  pair = Pair(command_of, devices=1)
+  began = time.monotonic()
+  statuses, outputs = pair.ended()
+  assert all(statuses), outputs
+  assert time.monotonic() - began < 100, "the first waited for a process that had ended"
+  found = []
+  for output in outputs:
+    lines = [line.partition("=") for line in output.splitlines()]
+    found.append({name: json.loads(value) for name, _, value in lines if name.isidentifier()})
+  first, second = found
+  for report in found:
+    assert report["exchanged"] == [
+      {"process": 0, "text": "", "x": 0.1},
+      {"process": 1, "text": "é" * 50, "x": 1.1},
+    ]
+    assert report["anywhere"] == [True, False]
+    outcomes = [outcome for outcome, _ in report["grades"]]
+    assert outcomes == ["correct", "timeout", "correct", "crashed", "crashed"]
+  assert (first["on_first"], second["on_first"]) == ("written", "nothing")
+  elsewhere = "OtherProcessError: process 1 of 2 failed: ValueError: the disk is full"
+  assert first["together"] == elsewhere
+  assert second["together"] == "ValueError: the disk is full"
+  assert first["grades"] == second["grades"]
+  assert "out of the blue" in outputs[1]
+
+
+def test_one_process_exchanges_nothing():
+  value = object()
+  assert multihost.exchange(value) == [value]
+  assert multihost.together(lambda: value) is value
+  assert multihost.is_first() and not multihost.anywhere(np.False_)
+  with pytest.raises(ValueError, match="here"):
+    multihost.together(lambda: (_ for _ in ()).throw(ValueError("here")))
+
+
+@pytest.mark.parametrize("given", [dict(coordinator="a:1"), dict(num_processes=2, process_id=0)])
+def test_half_a_place_is_refused(given):
+  with pytest.raises(ValueError, match="go together: add"):
+    multihost.initialize(**given)

@@ -1,0 +1,161 @@
+"""Killed, stopped and damaged runs end as the uninterrupted one, to the bit."""
+
+import shutil
+import signal
+import subprocess
+import time
+
+import numpy as np
+import pytest
+from train import tiny
+
+from rlvr_jax.train.checkpoint import WorkdirError
+from rlvr_jax.train.components import build
+from rlvr_jax.train.loop import train
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+  """(workdir, outcome) of the run that nothing disturbed."""
+  workdir = tmp_path_factory.mktemp("uninterrupted") / "run"
+  tiny.run(workdir)
+  found = tiny.outcome(workdir)
+  assert found["checkpoint"][0] == 12 and len(found["metrics"]) == 4 + 4 + 12
+  # Something is learned, so that equal bits mean something.
+  norms = [r["update/gradient_norm"] for r in found["metrics"] if r["phase"] == "train"]
+  assert max(norms) > 0.01
+  return workdir, found
+
+
+def assert_same(workdir, expected):
+  found = tiny.outcome(workdir)
+  assert found["metrics"] == expected["metrics"]
+  assert found["rollouts"] == expected["rollouts"]
+  (step, host, arrays), (step0, host0, arrays0) = found["checkpoint"], expected["checkpoint"]
+  assert (step, host) == (step0, host0)
+  assert [path for path, _ in arrays] == [path for path, _ in arrays0]
+  assert [path for (path, a), (_, b) in zip(arrays, arrays0, strict=True) if a != b] == []
+
+
+# --- kills ----------------------------------------------------------------------------------------
+
+
+def test_killed_at_chosen_points(uninterrupted, tmp_path):
+  workdir = tmp_path / "run"
+  points = [
+    (20, "warm_start"),  # in the warm start
+    (0, "eval"),  # before the first checkpoint is whole
+    (3, "train"),  # inside a refresh, with rollouts pending
+    (10, "eval"),  # evaluated, not saved
+  ]
+  for point in points:
+    with tiny.started(workdir) as process:
+      tiny.wait_for(tiny.has_record(workdir, *point), process)
+  tiny.run(workdir)
+  assert_same(workdir, uninterrupted[1])
+
+
+@pytest.mark.slow
+def test_killed_at_random_points(uninterrupted, tmp_path):
+  """At least ten kills, at times spread over the whole run, each run ending identically."""
+  rng = np.random.default_rng(0)
+  began = time.monotonic()
+  tiny.run(tmp_path / "timed")
+  duration = time.monotonic() - began
+  kills = 0
+  for number in range(100):
+    workdir = tmp_path / f"run{number}"
+    for after in rng.uniform(0.2, 1.0, 2) * duration:
+      with tiny.started(workdir) as process:
+        try:
+          process.wait(after)
+        except subprocess.TimeoutExpired:
+          process.kill()
+          kills += 1
+          print(f"kill {kills} after {after:.2f} s of {duration:.2f}: {where(workdir)}")
+    tiny.run(workdir)
+    assert_same(workdir, uninterrupted[1])
+    if kills >= 12:
+      return
+  raise AssertionError(f"only {kills} kills found the program running")
+
+
+def where(workdir):
+  """The last record, for a person to see how the kills are spread."""
+  try:
+    last = tiny.records(workdir)[-1]
+    return f"{last['phase']} {last['step']}"
+  except (FileNotFoundError, IndexError):
+    return "nothing written yet"
+
+
+# --- orderly ends ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+  """(workdir, output of a second process) of a run that SIGTERM ended within a refresh.
+
+  It is held still meanwhile, so that the second process finds it running.
+  """
+  workdir = tmp_path_factory.mktemp("stopped") / "run"
+  with tiny.started(workdir) as process:
+    tiny.wait_for(tiny.has_record(workdir, 6, "train"), process)
+    process.send_signal(signal.SIGSTOP)
+    second = tiny.run(workdir, expect=1)
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGCONT)
+    assert process.wait(tiny.TIMEOUT_S) == 0
+  return workdir, second
+
+
+def copy_of(workdir, tmp_path):
+  return shutil.copytree(workdir, tmp_path / "copy")
+
+
+def test_sigterm_saves_and_the_rerun_goes_on(stopped, uninterrupted, tmp_path):
+  workdir = copy_of(stopped[0], tmp_path)
+  step, host, _ = tiny.last_checkpoint(workdir)
+  assert 6 <= step < 12
+  assert host["refresh"]["used"] == (step - host["refresh"]["version"])
+  log = stopped[0].with_name("run.log")
+  assert f"asked to end: saved after update {step}; rerun the same command" in log.read_text()
+  output = tiny.run(workdir)
+  assert f"resumed at update {step}: " in output
+  assert_same(workdir, uninterrupted[1])
+
+
+def test_a_second_process_is_refused(stopped):
+  message = stopped[1].splitlines()[-1]
+  assert message.startswith("error: ") and "is in use by process" in message
+  assert "Traceback" not in stopped[1]
+
+
+def test_another_configuration_is_refused_and_named(stopped, tmp_path):
+  workdir = copy_of(stopped[0], tmp_path)
+  parts = build(tiny.config(seed=7, optimizer__learning_rate=1e-4))
+  with pytest.raises(WorkdirError) as refusal:
+    train(parts, workdir)
+  lines = str(refusal.value).splitlines()
+  assert lines[1:-1] == [
+    "  optimizer.learning_rate: 0.003 in the workdir, 0.0001 now",
+    "  seed: 0 in the workdir, 7 now",
+  ]
+  assert "another --workdir" in lines[-1]
+
+
+def test_a_torn_checkpoint_is_refused_and_removing_it_falls_back(stopped, uninterrupted, tmp_path):
+  workdir = copy_of(stopped[0], tmp_path)
+  steps = sorted(int(path.name) for path in (workdir / "checkpoints").iterdir())
+  last = workdir / "checkpoints" / str(steps[-1])
+  data = max(last.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+  data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
+
+  message = tiny.run(workdir, expect=1).splitlines()[-1]
+  assert f"{last} is damaged" in message
+  assert f"Remove that directory and rerun to fall back to step {steps[-2]}" in message
+
+  shutil.rmtree(last)
+  output = tiny.run(workdir)
+  assert f"resumed at update {steps[-2]}: " in output
+  assert_same(workdir, uninterrupted[1])

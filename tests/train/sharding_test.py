@@ -1,0 +1,192 @@
+"""Meshes, the table of shardings, the way to the devices and back."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.rollouts.sampler import generate
+from rlvr_jax.train import sharding
+from rlvr_jax.types import Prompts, Sampling
+
+P, G, S, T, V = 8, 3, 5, 6, 64
+CONFIG = TransformerConfig(
+  vocab_size=V,
+  width=48,
+  num_layers=2,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=16,
+  mlp_width=96,
+  qkv_bias=True,
+)
+
+
+def specs(tree, mesh):
+  shardings = sharding.state_shardings(tree, mesh)
+  path = lambda p: jax.tree_util.keystr(p, simple=True, separator="/")
+  leaves = jax.tree_util.tree_leaves_with_path(shardings)
+  return {path(p): leaf.spec for p, leaf in leaves}
+
+
+# --- meshes ---------------------------------------------------------------------------------------
+
+
+def test_mesh_has_the_sizes_asked_for():
+  mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+  assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 2}
+  assert sharding.make_mesh().size == 1
+
+
+@pytest.mark.parametrize(
+  ("sizes", "message"),
+  [
+    (dict(data=0), "at least 1"),
+    (dict(fsdp=-1), "at least 1"),
+    (dict(data=3, tensor=4), r"3·1·4 = 12 devices, but there are 8.*device_count=12"),
+  ],
+)
+def test_mesh_that_cannot_be(sizes, message):
+  with pytest.raises(ValueError, match=f"config.mesh.*{message}"):
+    sharding.make_mesh(**sizes)
+
+
+def test_batch_that_does_not_split():
+  mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+  sharding.check_batch("config.batch.prompts", 8, mesh, num_micro_batches=2)
+  with pytest.raises(ValueError, match=r"config.batch.prompts = 12 .* multiple of 8, for example"):
+    sharding.check_batch("config.batch.prompts", 12, mesh, num_micro_batches=2)
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def test_every_kernel_is_sharded_along_both_axes():
+  mesh = sharding.make_mesh(fsdp=4, tensor=2)
+  found = specs(jax.eval_shape(transformer(CONFIG).init, jax.random.key(0)), mesh)
+  for name in ("query", "key", "value", "gate", "up"):
+    assert found[f"blocks/{name}"] == PartitionSpec(None, "fsdp", "tensor"), name
+  for name in ("output", "down"):
+    assert found[f"blocks/{name}"] == PartitionSpec(None, "tensor", "fsdp"), name
+  assert found["embedding"] == PartitionSpec("tensor", "fsdp")
+  assert found["blocks/query_bias"] == PartitionSpec(None, "tensor")
+  assert not any(found["final_norm/scale"])
+
+
+def test_optimizer_moments_follow_their_parameters():
+  mesh = sharding.make_mesh(fsdp=4, tensor=2)
+  params = jax.eval_shape(transformer(CONFIG).init, jax.random.key(0))
+  found = specs(jax.eval_shape(optax.adamw(1e-3).init, params), mesh)
+  moments = {name: spec for name, spec in found.items() if name.endswith("blocks/down")}
+  assert len(moments) == 2
+  assert set(moments.values()) == {PartitionSpec(None, "tensor", "fsdp")}
+
+
+def test_dimension_that_does_not_divide_is_replicated():
+  mesh = sharding.make_mesh(fsdp=4, tensor=2)
+  of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+  blocks = {"query": of(2, 6, 8), "down": of(2, 3, 5)}
+  found = specs({"embedding": of(7, 12), "blocks": blocks}, mesh)
+  assert found["embedding"] == PartitionSpec(None, "fsdp")
+  assert found["blocks/query"] == PartitionSpec(None, None, "tensor")
+  assert not any(found["blocks/down"])
+
+
+# --- to the devices and back ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [dict(data=8), dict(fsdp=2, tensor=4), dict()])
+def test_round_trip(sizes):
+  mesh = sharding.make_mesh(**sizes)
+  tree = {
+    "tokens": np.arange(P * S, dtype=np.int32).reshape(P, S),
+    "nested": [np.linspace(0, 1, P, dtype=np.float32), np.arange(P) % 2 == 0],
+  }
+  placed = sharding.to_devices(tree, sharding.batch_sharding(mesh))
+  shards = mesh.shape["data"] * mesh.shape["fsdp"]
+  assert placed["tokens"].addressable_shards[0].data.shape == (P // shards, S)
+  back = sharding.to_host(placed)
+  jax.tree.map(np.testing.assert_array_equal, back, tree)
+  assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(back))
+
+
+# --- generation -----------------------------------------------------------------------------------
+
+
+def lowered_generation(sizes, config=CONFIG):
+  """The jitted sampler on a mesh, and its arguments as shapes with shardings."""
+  mesh = sharding.make_mesh(**sizes)
+  model = transformer(config, sharding.batch_constraint(mesh), sharding.gather_over_fsdp(mesh))
+  run = jax.jit(
+    functools.partial(
+      generate,
+      model=model,
+      group_size=G,
+      max_new_tokens=T,
+      sampling=Sampling(),
+      stop_tokens=(1,),
+      pad_token=0,
+    ),
+    out_shardings=sharding.batch_sharding(mesh),
+  )
+  params = jax.eval_shape(model.init, jax.random.key(0))
+  place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+  params = jax.tree.map(place, params, sharding.state_shardings(params, mesh))
+  ints = lambda *shape: jax.ShapeDtypeStruct(
+    shape, jnp.int32, sharding=sharding.batch_sharding(mesh)
+  )
+  return run, (params, Prompts(tokens=ints(P, S), lengths=ints(P))), mesh
+
+
+def gathers(hlo):
+  """(Shape, whether within the decoding loop) of every all-gather of an HLO text."""
+  of_op = re.findall(r'= (\w+\[[\d,]*\])\S* all-gather(?:-start)?\(.*op_name="([^"]*)"', hlo)
+  return [(shape, "/while/body" in name) for shape, name in of_op]
+
+
+@pytest.mark.parametrize(
+  ("sizes", "tied_head"), [(dict(fsdp=8), False), (dict(fsdp=4, tensor=2), True)]
+)
+def test_decoding_gathers_each_weight_once_before_its_loop(sizes, tied_head):
+  """The name of an operation tells where it was traced: what XLA moved out of the loop counts too.
+
+  Only the tokens' own small integers may cross the tensor axis at every step.
+  """
+  config = CONFIG if tied_head else TransformerConfig(**vars(CONFIG) | {"tied_head": False})
+  run, (params, prompts), _ = lowered_generation(sizes, config)
+  hlo = run.lower(params, prompts, jax.random.key(0)).compile().as_text()
+  found = gathers(hlo)
+  size = lambda shape: np.prod([int(n) for n in re.findall(r"\d+", shape.split("[")[1])])
+  largest_activation = P * G * 4
+  in_loop = [shape for shape, looped in found if looped and size(shape) > largest_activation]
+  assert in_loop == []
+  before = [shape for shape, looped in found if not looped and size(shape) > P * S]
+  matrices = 8 if tied_head else 9
+  assert len(before) == matrices, before
+
+
+@pytest.mark.parametrize("sizes", [dict(data=2, fsdp=2, tensor=2)])
+def test_generation_is_that_of_one_device(sizes):
+  rng = np.random.default_rng(0)
+  prompts = Prompts(
+    tokens=rng.integers(2, V, (P, S)).astype(np.int32),
+    lengths=rng.integers(1, S + 1, P).astype(np.int32),
+  )
+  results = []
+  for mesh_sizes in (dict(), sizes):
+    run, (abstract, _), mesh = lowered_generation(mesh_sizes)
+    params = jax.jit(
+      transformer(CONFIG).init, out_shardings=jax.tree.map(lambda x: x.sharding, abstract)
+    )(jax.random.key(0))
+    placed = sharding.to_devices(prompts, sharding.batch_sharding(mesh))
+    results.append(sharding.to_host(run(params, placed, jax.random.key(1))))
+  one, many = results
+  np.testing.assert_array_equal(many.tokens, one.tokens)
+  np.testing.assert_allclose(many.behavior_logprobs, one.behavior_logprobs, atol=1e-5)

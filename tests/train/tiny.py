@@ -1,0 +1,158 @@
+"""A run of seconds, and how tests start, stop and compare such runs; also a configuration file."""
+
+import contextlib
+import functools
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+
+from configs import base
+from rlvr_jax.train import metrics
+from rlvr_jax.train.checkpoint import Checkpointer
+from rlvr_jax.train.components import build
+
+ROOT = pathlib.Path(__file__).parents[2]
+TIMEOUT_S = 300
+
+
+def get_config():
+  """Sums of two digits; four updates per refresh, so that checkpoints hold pending rollouts."""
+  c = base.get_config()
+  c.num_updates = 12
+  c.task.kwargs.settings = dict(min_terms=2, max_terms=2, min_digits=1, max_digits=1)
+  c.task.kwargs.prompt = "{expression}="
+  c.task.kwargs.warm_start_size = 80
+  c.task.kwargs.held_out_size = 10
+  c.max_prompt_length = 8
+  c.max_response_length = 4
+  c.model.overrides = dict(num_layers=1, width=32, mlp_width=64, unroll_layers=1)
+  c.warm_start.num_steps = 40
+  c.warm_start.batch_size = 16
+  c.warm_start.optimizer.learning_rate = 1e-2
+  c.batch = dict(prompts=8, group_size=4, micro_batches=1)
+  c.schedule = dict(batches_per_refresh=2, epochs_per_refresh=2)
+  c.reference.kl_coefficient = 0.1
+  c.optimizer.learning_rate = 3e-3
+  c.optimizer.warmup_updates = 3
+  c.optimizer.decay = "linear"
+  c.optimizer.weight_decay = 0.1
+  c.evaluation.every = 5
+  c.evaluation.num_samples = 2
+  c.evaluation.ks = (1, 2)
+  c.evaluation.batch_prompts = 4
+  c.checkpoint.every = 1
+  c.logging.rollouts_every = 4
+  return c
+
+
+def config(**fields):
+  """The tiny configuration with fields changed; `__` stands for the dot of a field's path."""
+  c = get_config()
+  c.update_from_flattened_dict({name.replace("__", "."): v for name, v in fields.items()})
+  return c
+
+
+# --- the program ----------------------------------------------------------------------------------
+
+
+def command(workdir, *flags, config_file=__file__):
+  program = [sys.executable, "-m", "rlvr_jax.main", f"--config={config_file}"]
+  return [*program, f"--workdir={workdir}", *flags]
+
+
+def environment(**variables):
+  path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+  return os.environ | {"PYTHONPATH": path} | variables
+
+
+def run(workdir, *flags, expect=0, config_file=__file__, preexec_fn=None, **variables):
+  """Runs the program to its end and returns what it printed, both streams in order."""
+  done = subprocess.run(
+    command(workdir, *flags, config_file=config_file),
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+    cwd=ROOT,
+    env=environment(**variables),
+    timeout=TIMEOUT_S,
+    preexec_fn=preexec_fn,
+  )
+  assert done.returncode == expect, done.stdout[-5000:]
+  return done.stdout
+
+
+@contextlib.contextmanager
+def started(workdir, *flags, config_file=__file__):
+  """The program in the background; killed at the end if it is still there."""
+  with open(f"{workdir}.log", "ab") as log:
+    process = subprocess.Popen(
+      command(workdir, *flags, config_file=config_file),
+      stdout=log,
+      stderr=log,
+      cwd=ROOT,
+      env=environment(),
+    )
+  try:
+    yield process
+  finally:
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def wait_for(condition, process):
+  """Polls `condition()` while the process runs."""
+  deadline = time.monotonic() + TIMEOUT_S
+  while not condition():
+    assert process.poll() is None, "the program ended before the condition was met"
+    assert time.monotonic() < deadline, "the condition was not met in time"
+    time.sleep(0.002)
+
+
+def has_record(workdir, step, phase):
+  """Whether metrics.jsonl has the record, as a condition to wait for."""
+  start = f'{{"step": {step}, "phase": "{phase}"'
+  path = pathlib.Path(workdir) / metrics.METRICS_FILE
+  return lambda: path.exists() and start in path.read_text()
+
+
+# --- what it left ---------------------------------------------------------------------------------
+
+
+def records(workdir, phase=None):
+  """The records of metrics.jsonl without what a clock measured."""
+  found = [metrics.without_timings(record) for record in metrics.read_metrics(workdir)]
+  return [record for record in found if phase in (None, record["phase"])]
+
+
+def rollouts(workdir):
+  return (pathlib.Path(workdir) / metrics.ROLLOUTS_FILE).read_text()
+
+
+@functools.cache
+def abstract_state():
+  return build(get_config()).abstract_state
+
+
+def last_checkpoint(workdir):
+  """The last checkpoint of a tiny run: step, host values, and every array as (path, bytes)."""
+  checkpointer = Checkpointer(pathlib.Path(workdir) / "checkpoints")
+  with contextlib.closing(checkpointer):
+    restored = checkpointer.restore(abstract_state())
+  leaves = jax.tree_util.tree_leaves_with_path((restored.state, restored.arrays))
+  arrays = [(jax.tree_util.keystr(path), np.asarray(leaf).tobytes()) for path, leaf in leaves]
+  return restored.step, restored.host, arrays
+
+
+def outcome(workdir):
+  """All that two runs of one configuration have in common, to the bit."""
+  return {
+    "metrics": records(workdir),
+    "rollouts": rollouts(workdir),
+    "checkpoint": last_checkpoint(workdir),
+  }
