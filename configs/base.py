@@ -55,11 +55,12 @@ def get_config() -> ConfigDict:
   c.allow_truncated_behavior = False  # train although top-k or top-p bias the ratio
   c.policy_temperature = 1.0  # of the target policy
 
-  c.advantage = dict(name="grpo", kwargs=dict(epsilon=1e-6))
+  # Components by name; kwargs left out have the defaults that the component itself states.
+  c.advantage = dict(name="grpo", kwargs=ConfigDict())
   c.reweighting = dict(name="none", kwargs=ConfigDict())
   c.loss = dict(
     name="ppo_clip",
-    kwargs=dict(epsilon_low=0.2, epsilon_high=0.2),
+    kwargs=ConfigDict(),
     aggregation="token_mean",  # token_mean, sequence_mean, sequence_sum, constant
   )
   c.veto = dict(  # takes tokens of negative-advantage rollouts out of the loss (μ-GRPO)

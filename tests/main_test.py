@@ -100,10 +100,11 @@ def test_a_right_configuration_compiles_nothing_either(caplog):
 
 
 def assert_error(output, message):
-  """The last line is the message, and no traceback frightens anyone."""
+  """The last line is the message, and no traceback of ours frightens anyone."""
   last = output.strip().splitlines()[-1]
   assert last.startswith("error: ") and re.search(message, last), output[-3000:]
-  assert "Traceback" not in output
+  # On a full disk tensorstore's threads may complain on their own; that is not our code.
+  assert "rlvr_jax/" not in "".join(re.findall(r'  File "(.*?)", line', output))
 
 
 def test_a_misspelt_field_lists_the_near_one(tmp_path):
@@ -216,32 +217,45 @@ def sample_of_gsm8k(folder):
   return folder
 
 
-@pytest.mark.parametrize("data", ["sample", "published"])
-def test_gsm8k_is_graded_and_resumed(data, tmp_path):
-  if data == "published" and not SHARED:
-    pytest.skip("RLVR_SHARED is not set: no published GSM8K here")
-  data_dir = pathlib.Path(SHARED) / "data/gsm8k" if data == "published" else None
-  lengths = dict(prompt=992, response=768) if data_dir else dict(prompt=64, response=128)
-  flags = [
-    f"--config.task.kwargs.data_dir={data_dir or sample_of_gsm8k(tmp_path)}",
+@pytest.fixture
+def gsm8k_program(tmp_path):
+  """Configuration file and flags: the published questions where they are, else a sample."""
+  lengths = (992, 768) if SHARED else (64, 128)
+  small = tmp_path / "small_gsm8k.py"
+  small.write_text(SMALL_GSM8K.format(lengths=lengths))
+  data_dir = pathlib.Path(SHARED) / "data/gsm8k" if SHARED else sample_of_gsm8k(tmp_path)
+  flags = (
+    f"--config.task.kwargs.data_dir={data_dir}",
     f"--config.task.kwargs.prepared_dir={tmp_path / 'prepared'}",
-    "--config.task.kwargs.warm_start_size=8",
-    "--config.task.kwargs.held_out_size=4",
-    f"--config.max_prompt_length={lengths['prompt']}",
-    f"--config.max_response_length={lengths['response']}",
-    "--config.num_updates=3",
-    "--config.batch.prompts=2",
-    "--config.batch.group_size=2",
-    "--config.warm_start.num_steps=4",
-    "--config.warm_start.batch_size=4",
-    "--config.evaluation.batch_prompts=4",
-  ]
+  )
+  return str(small), flags
+
+
+SMALL_GSM8K = """
+from configs import gsm8k
+
+def get_config():
+  c = gsm8k.get_config()
+  c.model.overrides = dict(num_layers=1, width=32, mlp_width=64, unroll_layers=1)
+  c.task.kwargs.warm_start_size = 8
+  c.task.kwargs.held_out_size = 4
+  c.max_prompt_length, c.max_response_length = {lengths}
+  c.num_updates = 3
+  c.batch.prompts = c.batch.group_size = 2
+  c.warm_start.num_steps = c.warm_start.batch_size = 4
+  c.evaluation.batch_prompts = 4
+  return c
+"""
+
+
+def test_gsm8k_is_graded_and_resumed(gsm8k_program, tmp_path):
+  config_file, flags = gsm8k_program
   workdir = tmp_path / "run"
-  with tiny.started(workdir, *flags, config_file=GSM8K) as process:
+  with tiny.started(workdir, *flags, config_file=config_file) as process:
     tiny.wait_for(tiny.has_record(workdir, 1, "train"), process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(tiny.TIMEOUT_S) == 0
-  output = tiny.run(workdir, *flags, config_file=GSM8K)
+  output = tiny.run(workdir, *flags, config_file=config_file)
   assert re.search(r"resumed at update [12]: ", output)
   records = tiny.records(workdir, "train")
   assert [record["step"] for record in records] == [1, 2, 3]
@@ -249,7 +263,8 @@ def test_gsm8k_is_graded_and_resumed(data, tmp_path):
     assert sum(v for name, v in record.items() if name.startswith("outcome/")) == pytest.approx(1)
     assert record["outcome/timeout"] == record["outcome/crashed"] == 0
   shown = [json.loads(line) for line in tiny.rollouts(workdir).splitlines()]
+  assert {(record["phase"], record["step"]) for record in shown} >= {("train", 1), ("train", 3)}
   for record in shown:
-    assert record["prompt"].endswith("?\n") or data == "published"
+    assert record["prompt"].endswith("\n") and len(record["prompt"]) > 20
     assert re.fullmatch(r"-?[\d,.]+", record["answer"])
     assert record["outcome"] in ("correct", "wrong", "unparseable")

@@ -133,6 +133,7 @@ def make_method(config: ml_collections.ConfigDict, model: Model) -> Method:
     "config.reference", "estimator", config.reference.estimator, REFERENCE_KL_ESTIMATORS
   )
   check_between("config.reference", "kl_coefficient", config.reference.kl_coefficient, low=0.0)
+  check_between("config", "entropy_bonus", config.entropy_bonus, low=0.0)
   check_between("config", "policy_temperature", config.policy_temperature, low=0.0, open_low=True)
   return Method(
     model=model,
@@ -236,6 +237,7 @@ def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
     for name in names.split():
       check_between(f"config.{group}".rstrip("."), name, section[name], low=1)
   check_between("config", "num_updates", config.num_updates, low=0)
+  check_between("config.schedule", "proximal_every", config.schedule.proximal_every, low=0)
   check_between("config.warm_start", "num_steps", config.warm_start.num_steps, low=0)
   check_between("config.grading", "timeout_s", config.grading.timeout_s, low=0, open_low=True)
   # A stop token alone answers nothing.

@@ -130,10 +130,11 @@ def test_each_loss_with_all_estimators(loss, veto):
     for name in ("micro-batches", "mesh"):
       (value, other_metrics), other = updates[name](coefficients)
       assert_close(other, gradient, (advantage, name))
-      np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-6, err_msg=f"{advantage} {name}")
+      what = f"{advantage} {name}"
+      np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-6, err_msg=what)
       for metric, number in values(other_metrics).items():
         np.testing.assert_allclose(
-          number, numbers[metric], rtol=1e-4, atol=1e-5, err_msg=f"{advantage} {name} {metric}"
+          number, numbers[metric], rtol=1e-4, atol=1e-5, err_msg=f"{what} {metric}"
         )
 
 

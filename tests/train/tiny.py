@@ -36,7 +36,7 @@ def get_config():
   c.warm_start.batch_size = 16
   c.warm_start.optimizer.learning_rate = 1e-2
   c.batch = dict(prompts=8, group_size=4, micro_batches=1)
-  c.schedule = dict(batches_per_refresh=2, epochs_per_refresh=2)
+  c.schedule.batches_per_refresh = c.schedule.epochs_per_refresh = 2
   c.reference.kl_coefficient = 0.1
   c.optimizer.learning_rate = 3e-3
   c.optimizer.warmup_updates = 3
