@@ -19,13 +19,17 @@ from train import tiny
 from rlvr_jax.rewards import Grade, Outcome
 from rlvr_jax.train.components import build
 from rlvr_jax.train.loop import train
+from rlvr_jax.train.metrics import read_metrics
+
+GSM8K = str(tiny.ROOT / "configs" / "gsm8k.py")
+SHARED = os.environ.get("RLVR_SHARED")
 
 # --- mistakes in the configuration ----------------------------------------------------------------
 
 MISTAKES = [
   # sizes
-  (dict(batch__prompts=7, mesh__data=2), r"config\.batch\.prompts = 7 .* 2 batch devices .* multiple of 2, for example 8"),
-  (dict(batch__prompts=8, batch__micro_batches=3), r"config\.batch\.prompts = 8 .* 3 micro-batches .* multiple of 3, for example 9"),
+  (dict(batch__prompts=7, mesh__data=2), r"batch\.prompts = 7 .* 2 batch devices .* example 8"),
+  (dict(batch__micro_batches=3), r"batch\.prompts = 8 .* 3 micro-batches .* for example 9"),
   (dict(evaluation__batch_prompts=5, mesh__fsdp=2), r"config\.evaluation\.batch_prompts = 5"),
   (dict(warm_start__batch_size=9, mesh__data=2), r"config\.warm_start\.batch_size = 9"),
   (dict(mesh__data=16), r"16·1·1 = 16 devices, but there are 8"),
@@ -47,9 +51,9 @@ MISTAKES = [
   (dict(max_response_length=1), r"config: max_response_length = 1 is not a number in \[2"),
   (dict(task__kwargs__warm_start_size=0), r"no worked solutions; set the task's warm_start_size"),
   # names
-  (dict(task__name="reasoning_gim"), r"config\.task\.name = 'reasoning_gim' .* \['reasoning_gym'\]"),
-  (dict(task__kwargs__dataset="chain_sums"), r"unknown reasoning_gym dataset 'chain_sums'.*'chain_sum'"),
-  (dict(task__kwargs__settings={"max_term": 2}), r"no setting 'max_term'; near names: \['max_terms'"),
+  (dict(task__name="reasoning_gim"), r"task\.name = 'reasoning_gim' .* \['reasoning_gym'\]"),
+  (dict(task__kwargs__dataset="chain_sums"), r"unknown .* dataset 'chain_sums'.*'chain_sum'"),
+  (dict(task__kwargs__settings={"max_term": 2}), r"no setting 'max_term'; .*'max_terms'"),
   (dict(tokenizer="byte"), r"tokenizer = 'byte' is unknown; choose one of \['bytes'\]"),
   (dict(model__preset="tinny"), r"(?s)tinny.*tiny"),
   (dict(model__overrides={"widht": 3}), r"(?s)widht.*width"),
@@ -61,12 +65,12 @@ MISTAKES = [
   (dict(grading__outcomes={"wrogn": "0"}), r"unknown outcome 'wrogn'.*did you mean 'wrong'"),
   (dict(grading__outcomes={"wrong": "half"}), r"'wrong' is 'half', allowed: a finite number"),
   # hyper-parameters
-  (dict(advantage__kwargs={"epsilom": 1e-6}), r"config\.advantage\.kwargs = .*epsilom.* takes \['epsilon'"),
+  (dict(advantage__kwargs={"epsilom": 1e-6}), r"advantage\.kwargs = .*epsilom.* takes .*'epsilon'"),
   (dict(loss__kwargs={"epsilon_low": 2.0}), r"epsilon_low = 2\.0 is not a number in"),
   (dict(optimizer__learning_rate=-1.0), r"learning_rate = -1\.0 is not a number in \[0"),
   (dict(optimizer__learning_rate=float("nan")), r"learning_rate = nan"),
   (dict(reference__kl_coefficient=-0.1), r"kl_coefficient = -0\.1"),
-  (dict(sampling__temperature=0.0), r"temperature = 0: greedy rollouts have no density to train on; set it > 0"),
+  (dict(sampling__temperature=0.0), r"temperature = 0: greedy .* set it > 0"),
   (dict(sampling__temperature=-1.0), r"temperature"),
   (dict(sampling__top_p=0.9), r"top_p = 0\.9: .* config\.allow_truncated_behavior = True"),
   (dict(sampling__top_k=5), r"top_k = 5, .* config\.allow_truncated_behavior = True"),
@@ -162,13 +166,12 @@ def test_a_warm_start_that_blows_up(tmp_path):
 
 def first_hangs_second_dies(completion, reference):
   """Marks on disk tell which item comes first, whatever its text."""
-  folder = reference["folder"]
-  for kind in ("hang", "die"):
+  for kind in ("hang", "die") if reference["folder"] else ():
     with contextlib.suppress(FileExistsError):
-      open(os.path.join(folder or "", kind), "x").close() if folder else None
-      if folder:
-        time.sleep(1000) if kind == "hang" else os._exit(3)
-  return Grade(Outcome.CORRECT if len(completion) % 2 else Outcome.WRONG, float(len(completion) % 2))
+      open(os.path.join(reference["folder"], kind), "x").close()
+      time.sleep(1000) if kind == "hang" else os._exit(3)
+  solved = len(completion) % 2
+  return Grade(Outcome.CORRECT if solved else Outcome.WRONG, float(solved))
 
 
 def test_a_hanging_and_a_dying_grader_cost_one_rollout_each(tmp_path):
@@ -190,30 +193,24 @@ def test_a_hanging_and_a_dying_grader_cost_one_rollout_each(tmp_path):
   # The crash is masked out of the loss, all else is in it.
   masked = record["counter/tokens_generated"] - record["counter/tokens_trained"]
   assert 1 <= masked <= 4
-  (line,) = [
-    json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    if '"train"' in line
-  ]  # fmt: skip
-  assert line["time/grading_seconds"] > 1.5  # the limit was waited for
-  assert line["time/grading_seconds"] < 30  # once
+  (timed,) = [r for r in read_metrics(tmp_path / "run") if r["phase"] == "train"]
+  assert 1.5 < timed["time/grading_seconds"] < 30  # the limit was waited for, once
 
 
 # --- GSM8K ----------------------------------------------------------------------------------------
 
-GSM8K = str(tiny.ROOT / "configs" / "gsm8k.py")
-SHARED = os.environ.get("RLVR_SHARED")
 
 
 def sample_of_gsm8k(folder):
   """Files as published, with questions of our own."""
+
   def row(i):
-    answer = f"Each of the {i} boxes holds 3 pens.\nSo there are {i} * 3 = <<{i}*3={3 * i}>>{3 * i}."
-    return {"question": f"There are {i} boxes of 3 pens. How many pens?",
-            "answer": f"{answer}\n#### {3 * i}"}  # fmt: skip
+    question = f"There are {i} boxes of 3 pens. How many pens?"
+    solution = f"Each box holds 3 pens.\nThat is {i} * 3 = <<{i}*3={3 * i}>>{3 * i} pens."
+    return json.dumps({"question": question, "answer": f"{solution}\n#### {3 * i}"})
 
   for split, numbers in (("train", range(1, 41)), ("test", range(41, 51))):
-    rows = [json.dumps(row(i)) for i in numbers]
-    (folder / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
+    (folder / f"{split}.jsonl").write_text("".join(row(i) + "\n" for i in numbers))
   return folder
 
 

@@ -256,8 +256,13 @@ def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
 
 
 def check_texts(config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer) -> None:
-  """Raises where a held-out prompt or a worked solution is longer than its limit."""
+  """Raises where a prompt or a worked solution is longer than its limit.
+
+  Of the training problems, which may be generated when drawn, the first ones stand for all.
+  """
   encode_prompts(task.held_out, tokenizer, config.max_prompt_length)
+  first = [task.train[index] for index in range(min(len(task.train), 100))]
+  encode_prompts(first, tokenizer, config.max_prompt_length)
   if config.warm_start.num_steps:
     if not len(task.warm_start):
       raise ValueError(

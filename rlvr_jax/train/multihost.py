@@ -22,6 +22,7 @@ from jax.experimental import multihost_utils
 
 from rlvr_jax.rewards.outcome import Grade, Outcome
 from rlvr_jax.rewards.pool import GraderPool
+from rlvr_jax.train.metrics import MetricWriter
 from rlvr_jax.train.sharding import deadline
 
 T = TypeVar("T")
@@ -144,13 +145,13 @@ class _SharedGrades:
     return grades
 
 
-class NoWriter:
-  """Stands for the `MetricWriter` of a process that writes nothing."""
+class NoWriter(MetricWriter):
+  """For the processes that write nothing."""
 
   def __init__(self, workdir: Path):
     self.workdir = workdir
 
-  def write(self, *args: Any) -> None:
+  def write(self, *args: Any, **kwargs: Any) -> None:
     pass
 
   def write_rollouts(self, *args: Any, **kwargs: Any) -> None:

@@ -10,7 +10,6 @@ import contextlib
 import faulthandler
 import math
 import re
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -153,7 +152,8 @@ def deadline() -> Iterator[None]:
 
   No collective has a limit of its own; a process that died is noticed earlier, by its heartbeat.
   """
-  faulthandler.dump_traceback_later(DEADLINE_S, exit=True, file=sys.__stderr__)
+  stderr = 2  # the descriptor: the stream may be silenced
+  faulthandler.dump_traceback_later(DEADLINE_S, exit=True, file=stderr)
   try:
     yield
   finally:

@@ -56,37 +56,44 @@ def test_killed_at_chosen_points(uninterrupted, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_at_random_points(uninterrupted, tmp_path):
+def test_killed_at_random_points(tmp_path):
   """At least ten kills, at times spread over the whole run, each run ending identically."""
+  flag = "--config.num_updates=48"
+  tiny.run(tmp_path / "first", flag)  # compiles what the others find in their cache
+  with tiny.started(tmp_path / "undisturbed", flag) as process:
+    tiny.wait_for(holding(tmp_path / "undisturbed", process), process)
+    began = time.monotonic()
+    assert process.wait(tiny.TIMEOUT_S) == 0
+    duration = time.monotonic() - began
+  expected = tiny.outcome(tmp_path / "undisturbed")
   rng = np.random.default_rng(0)
-  began = time.monotonic()
-  tiny.run(tmp_path / "timed")
-  duration = time.monotonic() - began
   kills = 0
-  for number in range(100):
-    workdir = tmp_path / f"run{number}"
-    for after in rng.uniform(0.2, 1.0, 2) * duration:
-      with tiny.started(workdir) as process:
+  while kills < 12:
+    workdir = tmp_path / f"after{kills}"
+    for after in rng.uniform(0, duration, 3):
+      with tiny.started(workdir, flag) as process:
+        tiny.wait_for(holding(workdir, process), process)
         try:
-          process.wait(after)
+          assert process.wait(after) == 0
+          break  # it was faster than the kill
         except subprocess.TimeoutExpired:
           process.kill()
           kills += 1
-          print(f"kill {kills} after {after:.2f} s of {duration:.2f}: {where(workdir)}")
-    tiny.run(workdir)
-    assert_same(workdir, uninterrupted[1])
-    if kills >= 12:
-      return
-  raise AssertionError(f"only {kills} kills found the program running")
+          print(f"kill {kills}: {after:.2f} s of {duration:.2f}, last record {where(workdir)}")
+    tiny.run(workdir, flag)
+    assert_same(workdir, expected)
+
+
+def holding(workdir, process):
+  """Whether the process has the workdir, as a condition to wait for: the run proper begins."""
+  lock = workdir / ".lock"
+  return lambda: lock.exists() and lock.read_text() == f"{process.pid}\n"
 
 
 def where(workdir):
-  """The last record, for a person to see how the kills are spread."""
-  try:
-    last = tiny.records(workdir)[-1]
-    return f"{last['phase']} {last['step']}"
-  except (FileNotFoundError, IndexError):
-    return "nothing written yet"
+  """For a person to see how the kills are spread."""
+  records = tiny.records(workdir) if (workdir / "metrics.jsonl").exists() else []
+  return f"{records[-1]['phase']} {records[-1]['step']}" if records else "none"
 
 
 # --- orderly ends ---------------------------------------------------------------------------------
