@@ -3,13 +3,14 @@
 A 0.8 M-parameter transformer over bytes sees "7 - 4 + 9 = " and answers "12", without steps. The
 warm start, 150 steps on 1024 worked sums, leaves it right one time in four, and right at least once
 in four tries on more than half of the problems. Reinforcement learning on further sums, told only
-"right" or "wrong", makes that more than four times in five, on 256 held-out sums that neither phase
+"right" or "wrong", makes that about three times in four, on 256 held-out sums that neither phase
 has seen.
 
   python -m rlvr_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
 
-Hardware: 2 CPU cores, about 2 minutes. Expected held-out pass@1: TODO.
-Controls and seeds: experiments/quickstart/README.md.
+Hardware: 2 CPU cores. Time: 1.5 to 2.5 minutes in all; 3.5 on cores that others keep busy.
+Expected held-out pass@1, start to end: 0.25 to 0.79, 0.28 to 0.80, 0.22 to 0.70 (seeds 0, 1, 2).
+Controls: experiments/quickstart/README.md.
 """
 
 from ml_collections import ConfigDict

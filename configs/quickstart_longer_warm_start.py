@@ -1,13 +1,13 @@
 """The quickstart's time spent on more of its warm start, and none of it on reinforcement learning.
 
-The 1024 worked sums are learned by heart: held-out pass@1 peaks early, near 0.35 at about 350 steps,
-and has fallen below the quickstart's start when the time is over.
+The 1024 worked sums are learned by heart: held-out pass@1 peaks early, near 0.36 at about 350
+steps, and has fallen below the quickstart's start when the time is over.
 
   python -m rlvr_jax.main --config=configs/quickstart_longer_warm_start.py \\
     --workdir=runs/quickstart_longer_warm_start
 
-Hardware and time as configs/quickstart.py. Expected held-out pass@1: TODO.
-Seeds: experiments/quickstart/README.md.
+Hardware and time as configs/quickstart.py. Expected held-out pass@1 at the end: 0.20
+(mean of seeds 0, 1, 2; experiments/quickstart/README.md).
 """
 
 from ml_collections import ConfigDict
