@@ -20,7 +20,7 @@ class Model(NamedTuple):
   head: Callable[[Params], Head]
   response_hidden: Callable[[Params, Prompts, Array], Array]
   decoding_params: Callable[[Params], Params]  # as `start_decoding` and `head` best take them
-  start_decoding: Callable  # (params, prompts, group_size, max_new_tokens), see Transformer
+  start_decoding: Callable  # (params, prompts, group_size, length), see Transformer
 
 
 def transformer(

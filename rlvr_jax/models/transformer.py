@@ -254,8 +254,8 @@ class Transformer(nnx.Module):
       def mix(query, key, value):
         own = lambda y: y[:, S:].reshape(P, G, T - 1, *y.shape[2:])
         shared = lambda y: y[:, None, :S]
-        prompt = Keys(shared(key), shared(value), positions[:, None])
-        response = Keys(own(key), own(value), response_positions)
+        prompt = Keys.of(shared(key), shared(value), positions[:, None])
+        response = Keys.of(own(key), own(value), response_positions)
         settings = self._attention_settings(window)
         of_prompt = attention(shared(query), positions[:, None], (prompt,), **settings)[:, 0]
         of_response = attention(
@@ -270,12 +270,16 @@ class Transformer(nnx.Module):
     first = jnp.broadcast_to(hidden[:, None, :1], (P, G, 1, hidden.shape[-1]))
     return jnp.concatenate([first, hidden[:, 1:].reshape(P, G, T - 1, -1)], axis=2)
 
-  def start_decoding(self, prompts: Prompts, group_size: int, max_new_tokens: int):
+  def start_decoding(self, prompts: Prompts, group_size: int, length: int):
     """Encodes the prompts once and prepares cached decoding of G responses to each.
 
+    Args:
+      prompts: P of them.
+      group_size: G.
+      length: tokens that the cache has room for; `Keys.grown` makes more.
     Returns:
       hidden: [P, D], predicts the first response token.
-      cache: per layer the response's keys and values, [P, G, T, K, H].
+      cache: per layer the response's `Keys`, to be filled.
       step: (cache, tokens i32[P, G], t i32[]) → (hidden [P, G, D] that predicts token t + 1,
         cache). It closes over the prompts' keys and over the weights, split by layer here so that
         no decoding step repeats it.
@@ -290,7 +294,7 @@ class Transformer(nnx.Module):
     for block, window, slides in zip(blocks, windows, sliding, strict=True):
 
       def mix(query, key, value, window=window):
-        prompt = Keys(key[:, None], value[:, None], positions)
+        prompt = Keys.of(key[:, None], value[:, None], positions)
         out = attention(query[:, None], positions, (prompt,), **self._attention_settings(window))
         return out[:, 0], prompt
 
@@ -298,30 +302,32 @@ class Transformer(nnx.Module):
       shared.append(prompt_keys)
     hidden = self.final_norm(x[:, -1])
 
-    shape = (P, group_size, max_new_tokens, c.num_kv_heads, c.head_dim)
-    empty = lambda: jnp.zeros(shape, c.compute_dtype)
-    cache = tuple((empty(), empty()) for _ in blocks)
-    cache_positions = prompts.lengths[:, None, None] + jnp.arange(max_new_tokens)
-    cache_positions = jnp.broadcast_to(cache_positions, shape[:3])
+    own_positions = prompts.lengths[:, None, None] + jnp.arange(length)
+    own_positions = jnp.broadcast_to(own_positions, (P, group_size, length))
+
+    def empty(*shape):
+      return jnp.zeros((P, group_size, c.num_kv_heads, *shape), c.compute_dtype)
+
+    cache = tuple(
+      Keys(empty(c.head_dim, length), empty(length, c.head_dim), own_positions) for _ in blocks
+    )
 
     def step(cache, tokens, t):
       x = self._embed(tokens[:, :, None])  # [P, G, 1, D]
       position = prompts.lengths[:, None, None] + jnp.broadcast_to(t, (P, group_size, 1))
       tables = self._layer_tables(position)
       updated = []
-      for block, window, slides, prompt, (keys, values) in zip(
+      for block, window, slides, prompt, own in zip(
         blocks, windows, sliding, shared, cache, strict=True
       ):
 
-        def mix(query, key, value, keys=keys, values=values, prompt=prompt, window=window):
-          keys = jax.lax.dynamic_update_slice_in_dim(keys, key, t, axis=2)
-          values = jax.lax.dynamic_update_slice_in_dim(values, value, t, axis=2)
-          own = Keys(keys, values, cache_positions)
+        def mix(query, key, value, own=own, prompt=prompt, window=window):
+          own = own.put(Keys.of(key, value, position), t)
           out = attention(query, position, (prompt, own), **self._attention_settings(window))
-          return out, (keys, values)
+          return out, own
 
-        x, keys_values = block(x, tables(slides), mix)
-        updated.append(keys_values)
+        x, own = block(x, tables(slides), mix)
+        updated.append(own)
       return self.final_norm(x[:, :, 0]), tuple(updated)
 
     return hidden, cache, step

@@ -6,6 +6,7 @@ from positions alone, so there is one masking rule: padding has a negative posit
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import chex
@@ -19,11 +20,35 @@ _QUERY_BLOCK = 512  # longer responses are processed in checkpointed blocks of t
 
 
 class Keys(NamedTuple):
-  """Keys and values of one segment; G is 1 where all rollouts of a prompt share the segment."""
+  """Keys and values of one segment; G is 1 where all rollouts of a prompt share the segment.
 
-  keys: Array  # [P, G or 1, J, K, H]
-  values: Array  # [P, G or 1, J, K, H]
+  In the layout in which products of small matrices take them as they lie: a decoding step that
+  had to transpose its cache would copy all of it.
+  """
+
+  keys: Array  # [P, G or 1, K, H, J]
+  values: Array  # [P, G or 1, K, J, H]
   positions: Array  # i32[P, G or 1, J], negative where padded
+
+  @classmethod
+  def of(cls, keys: Array, values: Array, positions: Array) -> Keys:
+    """From keys and values as a layer computes them, both [P, G or 1, J, K, H]."""
+    return cls(jnp.transpose(keys, (0, 1, 3, 4, 2)), jnp.swapaxes(values, 2, 3), positions)
+
+  def put(self, one: Keys, index: Array) -> Keys:
+    """With the one key and value of `one` at `index`; positions stay."""
+    put = jax.lax.dynamic_update_slice_in_dim
+    keys = put(self.keys, one.keys, index, axis=4)
+    return self._replace(keys=keys, values=put(self.values, one.values, index, axis=3))
+
+  def grown(self, length: int) -> Keys:
+    """With room for `length` keys at consecutive positions."""
+    more = length - self.positions.shape[2]
+    return Keys(
+      keys=jnp.pad(self.keys, [(0, 0)] * 4 + [(0, more)]),
+      values=jnp.pad(self.values, [(0, 0)] * 3 + [(0, more), (0, 0)]),
+      positions=self.positions[:, :, :1] + jnp.arange(length),
+    )
 
 
 def attention(
@@ -74,41 +99,39 @@ def attention(
 
 def _attend(queries, positions, segments, *, scale, window, soft_cap):
   P, G, Q, N, H = queries.shape
-  K = segments[0].keys.shape[3]
+  K = segments[0].keys.shape[2]
   dtype = jnp.promote_types(queries.dtype, jnp.float32)
-  queries = queries.reshape(P, G, Q, K, N // K, H)
+  # The queries that share a key head become the rows of one matrix: [P, G, K, Q·n, H], n = N/K.
+  rows = jnp.transpose(queries.reshape(P, G, Q, K, N // K, H), (0, 1, 3, 2, 4, 5))
+  rows = rows.reshape(P, G, K, -1, H)
 
   scores = []
   for segment in segments:
-    if segment.keys.shape[1] == 1 and G > 1:
-      score = jnp.einsum(
-        'pgqknh,pjkh->pgknqj', queries, segment.keys[:, 0], preferred_element_type=dtype
-      )
-    else:
-      score = jnp.einsum(
-        'pgqknh,pgjkh->pgknqj', queries, segment.keys, preferred_element_type=dtype
-      )
-    score = score * scale
+    score = _product(rows, segment.keys, dtype).reshape(P, G, K, Q, N // K, -1) * scale
     if soft_cap is not None:
       score = soft_cap * jnp.tanh(score / soft_cap)
     distance = positions[:, :, :, None] - segment.positions[:, :, None, :]
     visible = (segment.positions[:, :, None, :] >= 0) & (distance >= 0) & (distance < window)
-    scores.append(jnp.where(visible[:, :, None, None], score, _MASKED))
+    scores.append(jnp.where(visible[:, :, None, :, None], score, _MASKED))
 
   # The softmax over all segments, without concatenating them.
   peak = jnp.max(jnp.stack([jnp.max(s, axis=-1) for s in scores]), axis=0)[..., None]
   weights = [jnp.exp(s - jax.lax.stop_gradient(peak)) for s in scores]
-  normalizer = sum(jnp.sum(w, axis=-1) for w in weights)  # [P, G, K, n, Q]
-  out = 0.0
-  for weight, segment in zip(weights, segments, strict=True):
-    weight = weight.astype(segment.values.dtype)
-    if segment.values.shape[1] == 1 and G > 1:
-      out += jnp.einsum(
-        'pgknqj,pjkh->pgqknh', weight, segment.values[:, 0], preferred_element_type=dtype
-      )
-    else:
-      out += jnp.einsum(
-        'pgknqj,pgjkh->pgqknh', weight, segment.values, preferred_element_type=dtype
-      )
-  out = out / jnp.transpose(normalizer, (0, 1, 4, 2, 3))[..., None]
-  return out.reshape(P, G, Q, N, H).astype(queries.dtype)
+  sums = [jnp.sum(w, axis=-1) for w in weights]
+  normalizer = functools.reduce(jnp.add, sums)  # [P, G, K, Q, n]
+  mixed = [
+    _product(w.astype(s.values.dtype).reshape(P, G, K, Q * N // K, -1), s.values, dtype)
+    for w, s in zip(weights, segments, strict=True)
+  ]
+  out = functools.reduce(jnp.add, mixed).reshape(P, G, K, Q, N // K, H) / normalizer[..., None]
+  return jnp.transpose(out, (0, 1, 3, 2, 4, 5)).reshape(P, G, Q, N, H).astype(queries.dtype)
+
+
+def _product(rows: Array, matrices: Array, dtype: jnp.dtype) -> Array:
+  """[P, G, K, R, X] @ [P, G or 1, K, X, Y]; a matrix shared by the group is multiplied once."""
+  P, G, K, R, X = rows.shape
+  if matrices.shape[1] == G:
+    return jnp.matmul(rows, matrices, preferred_element_type=dtype)
+  rows = jnp.swapaxes(rows, 1, 2).reshape(P, K, G * R, X)
+  product = jnp.matmul(rows, matrices[:, 0], preferred_element_type=dtype)
+  return jnp.swapaxes(product.reshape(P, K, G, R, -1), 1, 2)

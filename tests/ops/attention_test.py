@@ -18,13 +18,13 @@ def _oracle(q, q_positions, segments, scale, window, soft_cap):
     keys, values = [], []
     for segment in segments:
       shared = 0 if segment.keys.shape[1] == 1 else g
-      for j in range(segment.keys.shape[2]):
+      for j in range(segment.keys.shape[-1]):
         position = int(segment.positions[p, shared, j])
         distance = int(q_positions[p, g, t]) - position
         if position >= 0 and 0 <= distance < window:
-          head = n // (q.shape[3] // segment.keys.shape[3])
-          keys.append(np.asarray(segment.keys)[p, shared, j, head])
-          values.append(np.asarray(segment.values)[p, shared, j, head])
+          head = n // (q.shape[3] // segment.keys.shape[2])
+          keys.append(np.asarray(segment.keys)[p, shared, head, :, j])
+          values.append(np.asarray(segment.values)[p, shared, head, j])
     score = np.stack(keys) @ np.asarray(q)[p, g, t, n] * scale
     if soft_cap is not None:
       score = soft_cap * np.tanh(score / soft_cap)
@@ -40,8 +40,8 @@ def _inputs(length=T, dtype=np.float64):
   prompt_positions = np.arange(S) - (S - lengths[:, None])
   response = np.broadcast_to(lengths[:, None, None] + np.arange(length), (P, G, length))
   prompt_positions = jnp.asarray(prompt_positions[:, None])
-  prompt = Keys(normal(P, 1, S, K, H), normal(P, 1, S, K, H), prompt_positions)
-  own = Keys(normal(P, G, length, K, H), normal(P, G, length, K, H), jnp.asarray(response))
+  prompt = Keys.of(normal(P, 1, S, K, H), normal(P, 1, S, K, H), prompt_positions)
+  own = Keys.of(normal(P, G, length, K, H), normal(P, G, length, K, H), jnp.asarray(response))
   return normal(P, G, length, N, H), jnp.asarray(response), (prompt, own)
 
 
@@ -83,7 +83,7 @@ def test_long_responses_keep_no_square_of_scores():
   length = 4096
   shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
   integer = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.int32)
-  own = Keys(shape(1, 1, length, K, H), shape(1, 1, length, K, H), integer(1, 1, length))
+  own = Keys(shape(1, 1, K, H, length), shape(1, 1, K, length, H), integer(1, 1, length))
 
   def loss(queries, positions, own):
     return jnp.sum(attention(queries, positions, (own,), scale=1.0, window=2**30))
@@ -94,3 +94,15 @@ def test_long_responses_keep_no_square_of_scores():
     .compile()
   )
   assert compiled.memory_analysis().temp_size_in_bytes < 4 * N * length * length / 1.5
+
+
+def test_a_cache_is_filled_one_key_at_a_time_and_grows():
+  _, positions, (_, own) = _inputs(dtype=np.float32)
+  start = Keys(own.keys[..., :2] * 0, own.values[..., :2, :] * 0, positions[:, :, :2])
+  for t in range(T):
+    if t == 2:
+      start = start.grown(T)
+    one = Keys(own.keys[..., t : t + 1], own.values[..., t : t + 1, :], positions[:, :, t : t + 1])
+    start = start.put(one, t)
+  for found, expected in zip(start, own, strict=True):
+    np.testing.assert_array_equal(found, expected)
