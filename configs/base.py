@@ -107,7 +107,7 @@ def get_config() -> ConfigDict:
     rollouts_per_refresh=8,
   )
   c.permute_rewards = False  # control: rewards are dealt out anew over the batch
-  return c
+  return c.lock()  # a misspelt field in a recipe is an error
 
 
 def _adamw(learning_rate: float) -> ConfigDict:
