@@ -71,17 +71,21 @@ def environment(**variables):
   return os.environ | {"PYTHONPATH": path} | variables
 
 
-def run(workdir, *flags, expect=0, config_file=__file__, preexec_fn=None, **variables):
-  """Runs the program to its end and returns what it printed, both streams in order."""
+def run(workdir, *flags, expect=0, config_file=__file__, file_kib=None, **variables):
+  """Runs the program to its end and returns what it printed, both streams in order.
+
+  With `file_kib` no file can grow beyond that, as if the disk were full.
+  """
+  # Through a shell: a function to run after the fork could deadlock, this process has threads.
+  limit = ["bash", "-c", 'ulimit -S -f "$0" && exec "$@"', str(file_kib)] if file_kib else []
   done = subprocess.run(
-    command(workdir, *flags, config_file=config_file),
+    [*limit, *command(workdir, *flags, config_file=config_file)],
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
     text=True,
     cwd=ROOT,
     env=environment(**variables),
     timeout=TIMEOUT_S,
-    preexec_fn=preexec_fn,
   )
   assert done.returncode == expect, done.stdout[-5000:]
   return done.stdout
