@@ -46,28 +46,15 @@ def main(argv: list[str]) -> None:
 
 def run() -> None:
   """Builds and trains; a mistake ends the process with a message."""
-  from rlvr_jax.rewards import GraderStartError, GradingStoppedError
-  from rlvr_jax.train.checkpoint import CheckpointError, WorkdirError
-  from rlvr_jax.train.components import build
-  from rlvr_jax.train.loop import DynamicSamplingError, train
-  from rlvr_jax.train.multihost import OtherProcessError
+  from rlvr_jax.train import components, loop
 
   try:
-    parts = build(_CONFIG.value)
+    parts = components.build(_CONFIG.value)
   except (ValueError, OSError) as error:
     sys.exit(f"error: {error}")
   try:
-    train(parts, str(_WORKDIR.value))
-  except (
-    CheckpointError,
-    DynamicSamplingError,
-    FloatingPointError,
-    GraderStartError,
-    GradingStoppedError,
-    OSError,
-    OtherProcessError,
-    WorkdirError,
-  ) as error:
+    loop.train(parts, str(_WORKDIR.value))
+  except loop.FAILURES as error:
     sys.exit(f"error: {error}")
 
 

@@ -18,8 +18,8 @@ import numpy as np
 from rlvr_jax.data import problem_batches
 from rlvr_jax.evaluate.held_out import evaluate
 from rlvr_jax.ops.keys import key_for
-from rlvr_jax.rewards.outcome import rewards_from_grades
-from rlvr_jax.rewards.pool import GraderPool
+from rlvr_jax.rewards.outcome import GradingStoppedError, rewards_from_grades
+from rlvr_jax.rewards.pool import GraderPool, GraderStartError
 from rlvr_jax.rollouts.collect import (
   Collector,
   Generation,
@@ -30,7 +30,14 @@ from rlvr_jax.rollouts.collect import (
   write_batch,
 )
 from rlvr_jax.train import components, multihost, sharding
-from rlvr_jax.train.checkpoint import Checkpointer, Restored, WorkdirLock, check_config
+from rlvr_jax.train.checkpoint import (
+  CheckpointError,
+  Checkpointer,
+  Restored,
+  WorkdirError,
+  WorkdirLock,
+  check_config,
+)
 from rlvr_jax.train.host import termination_signals
 from rlvr_jax.train.metrics import MetricWriter, compact_line, progress, say
 from rlvr_jax.train.report import write_report
@@ -44,6 +51,19 @@ class DynamicSamplingError(RuntimeError):
 
 class NonFiniteError(FloatingPointError):
   """Too many updates in a row had a loss or gradient that was not finite."""
+
+
+# What ends a run with a message that says what to do, not with a traceback.
+FAILURES = (
+  CheckpointError,
+  DynamicSamplingError,
+  FloatingPointError,
+  GraderStartError,
+  GradingStoppedError,
+  OSError,
+  WorkdirError,
+  multihost.OtherProcessError,
+)
 
 
 def train(parts: components.Parts, workdir: str | Path) -> dict[str, float]:
