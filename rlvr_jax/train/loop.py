@@ -31,8 +31,8 @@ from rlvr_jax.rollouts.collect import (
 )
 from rlvr_jax.train import components, multihost, sharding
 from rlvr_jax.train.checkpoint import (
-  CheckpointError,
   Checkpointer,
+  CheckpointError,
   Restored,
   WorkdirError,
   WorkdirLock,
