@@ -103,7 +103,7 @@ def get_config() -> ConfigDict:
   c.checkpoint = dict(every=10, keep=2)  # updates; the latest, and the best in addition
   c.logging = dict(
     print_every=1,  # updates
-    rollouts_every=10,  # updates, into rollouts.jsonl
+    rollouts_every=10,  # updates; at refreshes on a multiple of it, into rollouts.jsonl
     rollouts_per_refresh=8,
   )
   c.permute_rewards = False  # control: rewards are dealt out anew over the batch

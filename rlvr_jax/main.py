@@ -56,6 +56,8 @@ def run() -> None:
     loop.train(parts, str(_WORKDIR.value))
   except loop.FAILURES as error:
     sys.exit(f"error: {error}")
+  except KeyboardInterrupt:
+    sys.exit("interrupted; rerun the same command to go on")
 
 
 def parse_flags(argv: list[str]) -> list[str]:

@@ -34,6 +34,7 @@ from rlvr_jax.rewards.pool import GraderPool
 from rlvr_jax.rollouts.collect import read_batch, write_batch
 from rlvr_jax.train import components, loop
 from rlvr_jax.train.checkpoint import Checkpointer
+from rlvr_jax.train.host import Termination
 from rlvr_jax.train.metrics import MetricWriter, progress, say
 from rlvr_jax.train.step import Method, policy_logprobs, surrogate_gradient
 from rlvr_jax.types import Params, TrainBatch
@@ -85,7 +86,7 @@ def train_and_record(
     first = enter(Checkpointer(workdir / "training" / "warm_start", keep=1))
     unused = enter(Checkpointer(workdir / "training" / "checkpoints", keep=1))
     restored = first.restore(parts.abstract_state.params)
-    start = restored.state if restored else loop.warm_started(parts, writer, first)
+    start = restored.state if restored else loop.warm_started(parts, writer, first, Termination())
     trainer = loop.Trainer(parts, writer, unused, pool, reference=copy(start))
     entropy = trainer.measure_entropy(start)
     trainer.state = components.first_state(parts, start, entropy)

@@ -41,7 +41,7 @@ def evaluate(
   """
   correct: list[np.ndarray] = []
   samples: list[dict[str, Any]] = []
-  statistics: list[dict[str, float]] = []
+  outcomes: list[str] = []
   starts = range(0, len(problems), batch_size)
   generation = None
   for index, start in enumerate([*starts, None]):
@@ -54,10 +54,11 @@ def evaluate(
       graded = collector.finish(previous, *collector.submit_grading(previous))
       correct.append(graded.batch.correct)
       samples += graded.samples
-      statistics.append(graded.statistics)
+      outcomes = [name for name in graded.statistics if name.startswith("outcome/")]
   verdicts = np.concatenate(correct)[: len(problems)]
   summary = summarize(verdicts, ks=ks, seed=seed)
-  for name in statistics[0]:
-    summary[name] = float(np.mean([record[name] for record in statistics]))
-  values = {f"eval/{name}": value for name, value in summary.items()}
-  return values, samples[: verdicts.size]
+  samples = samples[: verdicts.size]
+  for outcome in outcomes:
+    summary[outcome] = np.mean([f"outcome/{s['outcome']}" == outcome for s in samples]).item()
+  summary["response/truncated"] = np.mean([not s["stopped"] for s in samples]).item()
+  return {f"eval/{name}": value for name, value in summary.items()}, samples

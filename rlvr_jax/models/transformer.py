@@ -79,6 +79,9 @@ class TransformerConfig:
       f'activation={self.activation!r}; allowed: {sorted(_ACTIVATIONS)}',
     )
     require(self.remat in _REMAT, f'remat={self.remat!r}; allowed: {list(_REMAT)}')
+    sizes = "vocab_size width num_layers num_heads num_kv_heads head_dim mlp_width unroll_layers"
+    for name in sizes.split():
+      require(getattr(self, name) >= 1, f'{name}={getattr(self, name)} must be at least 1')
     require(
       self.num_heads % self.num_kv_heads == 0,
       f'num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}',
@@ -88,6 +91,11 @@ class TransformerConfig:
       require(
         getattr(self, name) in ('float32', 'bfloat16', 'float64'),
         f"{name}={getattr(self, name)!r}; allowed: 'float32', 'bfloat16', 'float64'",
+      )
+      wide = jnp.dtype(jax.dtypes.canonicalize_dtype('float64')) == jnp.dtype('float64')
+      require(
+        getattr(self, name) != 'float64' or wide,
+        f'{name}=float64 needs jax_enable_x64; set the variable JAX_ENABLE_X64=1',
       )
     if self.sliding_layers is not None:
       require(

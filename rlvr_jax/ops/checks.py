@@ -17,7 +17,7 @@ def check_between(
   open_low: bool = False,
 ) -> None:
   """Raises unless low ≤ value ≤ high (low < value with `open_low`) and value is a real number."""
-  number = isinstance(value, (int, float)) and not isinstance(value, bool)
+  number = isinstance(value, (int, float)) and not isinstance(value, bool) and value < math.inf
   if not number or not low <= value <= high or (open_low and value == low):
     bracket = "(" if open_low or low == -math.inf else "["
     close = ")" if high == math.inf else "]"

@@ -16,8 +16,10 @@ _CHUNK_ELEMENTS = 2**24  # logits alive at once: 64 MiB of float32
 
 def check_sampling(sampling: Sampling, vocab_size: int) -> None:
   """Raises ValueError where the settings name no distribution."""
-  if not sampling.temperature >= 0:
-    raise ValueError(f'sampling.temperature={sampling.temperature}; it must be ≥ 0 (0: greedy)')
+  if not 0 <= sampling.temperature < float('inf'):
+    raise ValueError(
+      f'sampling.temperature={sampling.temperature}; it must be finite and ≥ 0 (0: greedy)'
+    )
   if not 0 <= sampling.top_k <= vocab_size:
     raise ValueError(f'sampling.top_k={sampling.top_k}; allowed: 0 (off) … {vocab_size}')
   if not 0 < sampling.top_p <= 1:

@@ -86,7 +86,9 @@ class Collector:
     mask = (mask & np.reshape(keep, shape)[..., None]).astype(np.float32)
     if self.overlong_filter:
       mask = np.asarray(overlong_filter(mask, rollouts.stopped))
-    shaped = np.reshape(rewards, shape)
+    rewards, correct, kept = (np.reshape(x, shape) for x in (rewards, correct, keep))
+    rewards, correct = fill_left_out(rewards, kept), fill_left_out(correct, kept)
+    shaped = rewards
     if self.overlong_buffer:
       shaped = shaped - np.asarray(
         overlong_penalty(
@@ -99,11 +101,12 @@ class Collector:
       mask=mask,
       behavior_logprobs=rollouts.behavior_logprobs,
       rewards=shaped,
-      correct=np.reshape(correct, shape),
+      correct=correct,
       solve_rate=np.full(P, np.mean(correct), np.float32),
     )
     statistics = {f"outcome/{name}": count / (P * G) for name, count in counts.items()}
     statistics["response/truncated"] = float(1 - rollouts.stopped.mean())
+    per_rollout = (rewards.flat, rollouts.lengths.flat, rollouts.stopped.flat)
     samples = [
       {
         "version": generation.version,
@@ -116,12 +119,26 @@ class Collector:
         "stopped": bool(stopped),
       }
       for i, (completion, grade, reward, length, stopped) in enumerate(
-        zip(
-          completions, grades, rewards, rollouts.lengths.flat, rollouts.stopped.flat, strict=True
-        )
+        zip(completions, grades, *per_rollout, strict=True)
       )
     ]
     return Graded(batch, int(rollouts.lengths.sum()), P, statistics, samples)
+
+
+def fill_left_out(values: np.ndarray, keep: np.ndarray) -> np.ndarray:
+  """Rollouts left out of the loss get the mean of their group's others, so that they say nothing.
+
+  Args:
+    values: f32[P, G], rewards or correctness.
+    keep: bool[P, G]; a group without any is left as it is.
+  """
+  filled = values.copy()
+  for row, kept in zip(filled, keep, strict=True):
+    if kept.any() and not kept.all():
+      others = row[kept]
+      # The value itself where all agree: the mean of equal numbers need not equal them.
+      row[~kept] = others[0] if (others == others[0]).all() else others.mean()
+  return filled
 
 
 def keep_mixed_groups(parts: Sequence[Graded], num_prompts: int) -> Graded | None:

@@ -481,6 +481,8 @@ class WorkdirLock:
   def __init__(self, workdir: str | os.PathLike[str]):
     """Raises WorkdirError if another process holds it."""
     path = pathlib.Path(workdir) / ".lock"
+    if path.parent.exists() and not path.parent.is_dir():
+      raise WorkdirError(f"--workdir={path.parent} is a file; choose a folder.")
     path.parent.mkdir(parents=True, exist_ok=True)
     self._file = open(path, "a+")
     try:

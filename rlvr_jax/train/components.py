@@ -95,6 +95,14 @@ def make_sampling(settings: Mapping[str, Any], vocab_size: int) -> Sampling:
   return sampling
 
 
+def may_differ(config: ml_collections.ConfigDict) -> list[str]:
+  """Fields that may change when a run is taken up again: they change no number of it."""
+  fields = ["checkpoint", "logging", "grading.num_workers", "grading.timeout_s"]
+  fields.append("dynamic_sampling.max_batches")
+  # A learning rate that decays depends on where the run ends.
+  return [*fields, "num_updates"] if config.optimizer.decay == "constant" else fields
+
+
 def check_training_sampling(config: ml_collections.ConfigDict) -> None:
   """Raises where rollouts could not be trained on: without density, or truncated unasked."""
   sampling = config.sampling
@@ -238,6 +246,8 @@ def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
       check_between(f"config.{group}".rstrip("."), name, section[name], low=1)
   check_between("config", "num_updates", config.num_updates, low=0)
   check_between("config.schedule", "proximal_every", config.schedule.proximal_every, low=0)
+  for owner, section in (("config", config), ("config.evaluation", config.evaluation)):
+    check_between(owner, "seed", section.seed, low=0, high=2**32 - 1)
   check_between("config.warm_start", "num_steps", config.warm_start.num_steps, low=0)
   check_between("config.grading", "timeout_s", config.grading.timeout_s, low=0, open_low=True)
   # A stop token alone answers nothing.
@@ -247,11 +257,12 @@ def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
   sharding.check_batch("config.evaluation.batch_prompts", config.evaluation.batch_prompts, mesh)
   if config.warm_start.num_steps:
     sharding.check_batch("config.warm_start.batch_size", config.warm_start.batch_size, mesh)
-  too_large = [k for k in config.evaluation.ks if not 1 <= k <= config.evaluation.num_samples]
-  if too_large:
+  ks, limit = list(config.evaluation.ks), config.evaluation.num_samples
+  wrong = [k for k in ks if not isinstance(k, int) or not 1 <= k <= limit]
+  if wrong or not ks:
     raise ValueError(
-      f"config.evaluation.ks = {list(config.evaluation.ks)}: pass@{too_large[0]} needs 1 ≤ k ≤"
-      f" config.evaluation.num_samples = {config.evaluation.num_samples}"
+      f"config.evaluation.ks = {ks}: pass@k needs at least one whole number k, 1 ≤ k ≤"
+      f" config.evaluation.num_samples = {limit}"
     )
 
 
@@ -333,12 +344,12 @@ def build(
   """
   mesh = sharding.make_mesh(**config.mesh)
   check_shapes(config, mesh)
-  check_training_sampling(config)
   policy = outcome_policy({k: _as_number(v) for k, v in config.grading.outcomes.items()})
   tokenizer = tokenizer or make_tokenizer(config)
   model = make_model(config, mesh, tokenizer.vocab_size)
   sampling = make_sampling(config.sampling, model.config.vocab_size)
   held_out_sampling = make_sampling(config.evaluation.sampling, model.config.vocab_size)
+  check_training_sampling(config)
   method = make_method(config, model)
   state = abstract_state(method, mesh)
   check_update(config, method, state)

@@ -27,22 +27,28 @@ def keep_freed_memory() -> None:
 
 
 class Termination:
-  """Whether the process has been asked to end; a preempted machine sends SIGTERM first."""
+  """Whether the process has been asked to end: by SIGTERM, as before a preemption, or by Ctrl-C."""
 
   def __init__(self):
     self.requested = False
 
   def request(self, signum, frame) -> None:
-    del signum, frame
+    """Takes note; a second request is not waited for."""
+    del frame
+    if self.requested:
+      signal.signal(signum, signal.SIG_DFL)
+      signal.raise_signal(signum)
     self.requested = True
 
 
 @contextlib.contextmanager
 def termination_signals() -> Iterator[Termination]:
-  """Within it SIGTERM asks for an orderly end instead of killing; works in the main thread."""
+  """Within it SIGTERM and SIGINT ask for an orderly end; works in the main thread."""
   termination = Termination()
-  before = signal.signal(signal.SIGTERM, termination.request)
+  signals = (signal.SIGTERM, signal.SIGINT)
+  before = [signal.signal(number, termination.request) for number in signals]
   try:
     yield termination
   finally:
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in zip(signals, before, strict=True):
+      signal.signal(number, handler)

@@ -38,11 +38,15 @@ from rlvr_jax.train.checkpoint import (
   WorkdirLock,
   check_config,
 )
-from rlvr_jax.train.host import termination_signals
-from rlvr_jax.train.metrics import MetricWriter, compact_line, progress, say
+from rlvr_jax.train.host import Termination, termination_signals
+from rlvr_jax.train.metrics import DamagedFileError, MetricWriter, compact_line, progress, say
 from rlvr_jax.train.report import write_report
 from rlvr_jax.train.warm_start import warm_start
 from rlvr_jax.types import Params, TrainBatch
+
+
+class EndRequestedError(Exception):
+  """The process was asked to end before there was anything to save."""
 
 
 class DynamicSamplingError(RuntimeError):
@@ -56,6 +60,7 @@ class NonFiniteError(FloatingPointError):
 # What ends a run with a message that says what to do, not with a traceback.
 FAILURES = (
   CheckpointError,
+  DamagedFileError,
   DynamicSamplingError,
   FloatingPointError,
   GraderStartError,
@@ -73,7 +78,7 @@ def train(parts: components.Parts, workdir: str | Path) -> dict[str, float]:
     parts: of the run.
     workdir: holds all that the run writes; the same call continues there after a kill.
   Returns:
-    The last evaluation's values.
+    The last evaluation's values; none if asked to end before the first.
   Raises:
     WorkdirError: the workdir belongs to another configuration or process.
     OtherProcessError: another process of the run failed with one of these.
@@ -103,7 +108,11 @@ def train(parts: components.Parts, workdir: str | Path) -> dict[str, float]:
       )
     )
     termination = stack.enter_context(termination_signals())
-    params = warm.state if warm else warm_started(parts, writer, warm_starts)
+    try:
+      params = warm.state if warm else warm_started(parts, writer, warm_starts, termination)
+    except EndRequestedError:
+      say("asked to end during the warm start; rerun the same command to begin it again")
+      return {}
     trainer = Trainer(parts, writer, checkpointer, pool, reference=params)
     trainer.resume(restored) if restored else trainer.begin(params)
     trainer.run(termination)
@@ -114,13 +123,21 @@ def train(parts: components.Parts, workdir: str | Path) -> dict[str, float]:
 
 def _claim(workdir: Path, config: Any, enter: Any) -> None:
   enter(WorkdirLock(workdir))
-  check_config(workdir, config.to_json_best_effort())
+  allowed = components.may_differ(config)
+  check_config(workdir, config.to_json_best_effort(), may_differ=allowed)
 
 
 def warm_started(
-  parts: components.Parts, writer: MetricWriter, checkpointer: Checkpointer
+  parts: components.Parts,
+  writer: MetricWriter,
+  checkpointer: Checkpointer,
+  termination: Termination,
 ) -> Params:
-  """The initial parameters after the supervised phase, kept as a checkpoint of their own."""
+  """The initial parameters after the supervised phase, kept as a checkpoint of their own.
+
+  Raises:
+    EndRequestedError: the process was asked to end meanwhile.
+  """
   num_steps = parts.config.warm_start.num_steps
   with progress(num_steps, "warm start", unit="step") as bar:
 
@@ -128,6 +145,8 @@ def warm_started(
       bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
       bar.update(index - bar.n)
       writer.write(index, "warm_start", {"warm_start/loss": loss})
+      if multihost.anywhere(termination.requested):
+        raise EndRequestedError
 
     params = warm_start(
       components.supervised_state(parts),
@@ -236,7 +255,7 @@ class Trainer:
       f" {self.counters['batches']} batches of prompts drawn, {pending} batches of rollouts pending"
     )
 
-  def run(self, termination: Any) -> None:
+  def run(self, termination: Termination) -> None:
     """Updates until the last one, or until the process is asked to end."""
     c = self.config
     ending = multihost.anywhere(termination.requested)

@@ -37,6 +37,10 @@ _LINE = (  # label, key, format
 )
 
 
+class DamagedFileError(ValueError):
+  """A file of records has a line that is none."""
+
+
 class DiskFullError(OSError):
   """No space left for what a run has to write."""
 
@@ -210,7 +214,7 @@ def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
   """The records of a .jsonl file; a torn last line is left out.
 
   Raises:
-    ValueError: if a whole line is not JSON.
+    DamagedFileError: if a whole line is not JSON.
   """
   with open(path, encoding="utf-8", errors="replace") as lines:
     for number, line in enumerate(lines, start=1):
@@ -219,7 +223,7 @@ def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
       try:
         yield json.loads(line)
       except ValueError:
-        raise ValueError(f"{path}, line {number} is not JSON; remove that line.") from None
+        raise DamagedFileError(f"{path}, line {number} is not JSON; remove that line.") from None
 
 
 def without_timings(record: Mapping[str, Any]) -> dict[str, Any]:

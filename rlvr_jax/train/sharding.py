@@ -119,10 +119,11 @@ def check_batch(name: str, prompts: int, mesh: Mesh, num_micro_batches: int = 1)
   """Raises unless `prompts` splits evenly over micro-batches and devices."""
   devices = mesh.shape["data"] * mesh.shape["fsdp"]
   unit = devices * num_micro_batches
+  parts = f"{num_micro_batches} micro-batches (config.batch.micro_batches) times "
   if prompts < 1 or prompts % unit:
     raise ValueError(
-      f"{name} = {prompts} prompts do not split evenly over {num_micro_batches} micro-batches"
-      f" (config.batch.micro_batches) times {devices} batch devices (config.mesh.data ="
+      f"{name} = {prompts} prompts do not split evenly over"
+      f" {parts if num_micro_batches > 1 else ''}{devices} batch devices (config.mesh.data ="
       f" {mesh.shape['data']} · config.mesh.fsdp = {mesh.shape['fsdp']}); set {name} to a multiple"
       f" of {unit}, for example {max(1, round(prompts / unit)) * unit}"
     )

@@ -13,6 +13,7 @@ from rlvr_jax.rollouts.collect import (
   batch_from_arrays,
   batch_to_arrays,
   completion_texts,
+  fill_left_out,
   keep_mixed_groups,
 )
 from rlvr_jax.types import Prompts, Rollouts, TrainBatch
@@ -94,6 +95,19 @@ def test_a_batch_holds_what_was_generated_and_graded():
     "tokens": 5,
     "stopped": False,
   }
+
+
+def test_a_rollout_left_out_does_not_move_its_groups_baseline():
+  grades = [Grade(Outcome.CORRECT, 1.0), Grade(Outcome.CRASHED), *GRADES[1:2], GRADES[2]]
+  graded, _ = _collect(grades)
+  np.testing.assert_array_equal(graded.batch.rewards, [[1, 1], [0, 0]])
+  np.testing.assert_array_equal(graded.batch.correct, [[1, 1], [0, 0]])
+  np.testing.assert_array_equal(graded.batch.mask.sum(-1), [[3, 0], [2, 0]])
+  values = np.array([[0.1, 0.1, 0.1, 0.0], [1.0, 0.0, 0.5, 0.9]], np.float32)
+  keep = np.array([[True, True, True, False], [True, True, False, False]])
+  filled = fill_left_out(values, keep)
+  assert (filled[0] == np.float32(0.1)).all()  # exactly constant still
+  np.testing.assert_array_equal(filled[1], [1.0, 0.0, 0.5, 0.5])
 
 
 def test_overlong_responses_are_shaped_in_tokens_and_filtered():

@@ -116,6 +116,15 @@ def stopped(tmp_path_factory):
   return workdir, second
 
 
+def test_ctrl_c_in_the_warm_start_ends_in_order(tmp_path):
+  workdir = tmp_path / "run"
+  with tiny.started(workdir, "--config.warm_start.num_steps=100000") as process:
+    tiny.wait_for(tiny.has_record(workdir, 10, "warm_start"), process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(tiny.TIMEOUT_S) == 0
+  assert "asked to end during the warm start" in workdir.with_name("run.log").read_text()
+
+
 def copy_of(workdir, tmp_path):
   return shutil.copytree(workdir, tmp_path / "copy")
 
