@@ -101,18 +101,22 @@ def on_mesh(batch, params):
 
 @pytest.mark.parametrize("veto", VETOES)
 @pytest.mark.parametrize("loss", losses.__all__)
-def test_each_loss_with_all_estimators(loss, veto):
-  """The update's two phases, compiled once per loss and fed with every estimator's coefficients.
+def test_all_pairs(loss, veto):
+  """A subset that covers every pair of estimator, loss, veto and way of splitting the batch.
 
-  Against micro-batches without the veto, and with it against a mesh and micro-batches together;
-  the slow test below has the whole product.
+  The update's two phases, compiled once per loss: without the veto, against micro-batches, fed with
+  every estimator's coefficients; with it, against a mesh and micro-batches together, with two
+  estimators per loss, in turn, so that all have theirs. The slow test has the whole product.
   """
   batch, params = make_batch_and_params()
   single = make_method("grpo", loss, veto)
   other = (single._replace(num_micro_batches=4), batch, params)
+  estimators = list(advantages.__all__)
   if veto == "veto":
     model, *placed = on_mesh(batch, params)
     other = (single._replace(model=model, num_micro_batches=2), *placed)
+    turn = losses.__all__.index(loss)
+    estimators = [estimators[(turn + i) % len(estimators)] for i in (0, len(losses.__all__))]
 
   def run(method, batch, params):
     @jax.jit
@@ -123,7 +127,7 @@ def test_each_loss_with_all_estimators(loss, veto):
     return functools.partial(update, params, batch)
 
   update_single, update_other = run(single, batch, params), run(*other)
-  for advantage in advantages.__all__:
+  for advantage in estimators:
     estimator = getattr(advantages, advantage)()
     coefficients = estimator.apply(estimator.init(jnp.float32(0.7)), batch)
     (expected, metrics), gradient = update_single(coefficients)
