@@ -11,6 +11,7 @@ cluster does not tell who is who, with --coordinator, --num_processes and --proc
 
 from __future__ import annotations
 
+import os
 import sys
 
 from absl import app, flags
@@ -55,7 +56,11 @@ def run() -> None:
   try:
     loop.train(parts, str(_WORKDIR.value))
   except loop.FAILURES as error:
-    sys.exit(f"error: {error}")
+    # The message comes last: libraries' complaints at the interpreter's end would bury it, and all
+    # that was open is closed by now.
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(1)
   except KeyboardInterrupt:
     sys.exit("interrupted; rerun the same command to go on")
 
