@@ -16,7 +16,8 @@ import pytest
 from train import tiny
 
 from rlvr_jax.rewards import Grade, Outcome
-from rlvr_jax.train.components import build
+from rlvr_jax.train.checkpoint import WorkdirError, check_config
+from rlvr_jax.train.components import build, may_differ
 from rlvr_jax.train.loop import train
 from rlvr_jax.train.metrics import read_metrics
 
@@ -272,3 +273,14 @@ def test_gsm8k_is_graded_and_resumed(gsm8k_program, tmp_path):
     assert record["prompt"].endswith("\n") and len(record["prompt"]) > 20
     assert re.fullmatch(r"-?[\d,.]+", record["answer"])
     assert record["outcome"] in ("correct", "wrong", "unparseable")
+
+
+def test_only_fields_that_change_no_number_may_change_on_resume(tmp_path):
+  first = tiny.config(optimizer__decay="constant")
+  check_config(tmp_path, first.to_json(), may_differ=may_differ(first))
+  more = tiny.config(optimizer__decay="constant", checkpoint__keep=5, num_updates=20)
+  check_config(tmp_path, more.to_json(), may_differ=may_differ(more))
+  assert "num_updates" not in may_differ(tiny.config())  # its learning rate decays
+  with pytest.raises(WorkdirError, match=r"batch\.group_size: 4 in the workdir, 8 now"):
+    other = tiny.config(optimizer__decay="constant", batch__group_size=8)
+    check_config(tmp_path, other.to_json(), may_differ=may_differ(other))

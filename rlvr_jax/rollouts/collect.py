@@ -83,10 +83,10 @@ class Collector:
     P, G, T = rollouts.tokens.shape
     shape = (P, G)
     mask = np.arange(T) < rollouts.lengths[..., None]
-    mask = (mask & np.reshape(keep, shape)[..., None]).astype(np.float32)
+    rewards, correct, kept = (np.reshape(x, shape) for x in (rewards, correct, keep))
+    mask = (mask & kept[..., None]).astype(np.float32)
     if self.overlong_filter:
       mask = np.asarray(overlong_filter(mask, rollouts.stopped))
-    rewards, correct, kept = (np.reshape(x, shape) for x in (rewards, correct, keep))
     rewards, correct = fill_left_out(rewards, kept), fill_left_out(correct, kept)
     shaped = rewards
     if self.overlong_buffer:
@@ -141,6 +141,12 @@ def fill_left_out(values: np.ndarray, keep: np.ndarray) -> np.ndarray:
   return filled
 
 
+def mean_statistics(parts: Sequence[Graded]) -> dict[str, float]:
+  """The mean over batches of what `Graded.statistics` holds."""
+  names = parts[0].statistics
+  return {name: float(np.mean([part.statistics[name] for part in parts])) for name in names}
+
+
 def keep_mixed_groups(parts: Sequence[Graded], num_prompts: int) -> Graded | None:
   """DAPO's filter: a full batch of groups that are neither all right nor all wrong, or None.
 
@@ -160,9 +166,7 @@ def keep_mixed_groups(parts: Sequence[Graded], num_prompts: int) -> Graded | Non
   kept = jax.tree.map(lambda x: x[mixed[:num_prompts]], batch)
   group_size = batch.correct.shape[1]
   drawn = sum(part.prompts for part in parts)
-  statistics = {
-    name: float(np.mean([part.statistics[name] for part in parts])) for name in parts[0].statistics
-  }
+  statistics = mean_statistics(parts)
   statistics["dynamic_sampling/prompts_per_group"] = drawn / num_prompts
   samples = [sample for part in parts for sample in part.samples]
   return Graded(

@@ -27,6 +27,7 @@ from rlvr_jax.rollouts.collect import (
   batch_from_arrays,
   batch_to_arrays,
   keep_mixed_groups,
+  mean_statistics,
   write_batch,
 )
 from rlvr_jax.train import components, multihost, sharding
@@ -289,10 +290,8 @@ class Trainer:
     self.counters["prompts_drawn"] += sum(g.prompts for g in graded)
     timings["time/rollout_tokens_per_second"] = tokens / timings["time/rollout_seconds"]
     self.write_samples(graded)
-    names = graded[0].statistics
-    statistics = {name: float(np.mean([g.statistics[name] for g in graded])) for name in names}
     batches = [self.prepare(g.batch, index) for index, g in enumerate(graded)]
-    return Refresh(batches, self.step, statistics), timings
+    return Refresh(batches, self.step, mean_statistics(graded)), timings
 
   def draw(self, num_batches: int, timings: dict[str, float]) -> list[Graded]:
     """Graded batches; one is graded by the workers while the devices generate the next."""
@@ -331,8 +330,8 @@ class Trainer:
     raise DynamicSamplingError(
       f"dynamic sampling: {limit} batches of {self.config.batch.prompts} prompts at update"
       f" {self.step} hold too few groups that are neither all right nor all wrong (solve rate"
-      f" {solved:.3f}). Raise config.dynamic_sampling.max_batches or config.batch.group_size, or"
-      " choose problems nearer to what the policy can do"
+      f" {solved:.3f}). Raise config.dynamic_sampling.max_batches, or choose, in another"
+      " --workdir, a larger config.batch.group_size or problems nearer to what the policy can do"
     )
 
   def prepare(self, batch: TrainBatch, index: int) -> TrainBatch:
