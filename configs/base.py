@@ -58,6 +58,7 @@ def get_config() -> ConfigDict:
   # Components by name; kwargs left out have the defaults that the component itself states.
   c.advantage = dict(name="grpo", kwargs=ConfigDict())
   c.reweighting = dict(name="none", kwargs=ConfigDict())
+  c.gram = dict(name="streaming", kwargs=ConfigDict())  # streaming, sketch, per_rollout
   c.loss = dict(
     name="ppo_clip",
     kwargs=ConfigDict(),
@@ -99,6 +100,10 @@ def get_config() -> ConfigDict:
     timeout_s=5.0,  # per completion, wall-clock
     # outcome → reward, as text: a number, "score" (the grader's), "mask" (out of the loss), "stop"
     outcomes=dict(correct="score", wrong="0", unparseable="0", timeout="0", crashed="mask"),
+  )
+  c.diagnostics = dict(  # of the gradient geometry; each takes about as long as an update
+    every=0,  # updates, the first included; 0: never
+    compared="",  # parameters whose Gram is compared with config.gram's: last_block, all, a pattern
   )
   c.checkpoint = dict(every=10, keep=2)  # updates; the latest, and the best in addition
   c.logging = dict(

@@ -71,6 +71,14 @@ class TrainBatch:
   solve_rate: Array | None = None  # f32[P], all alike: mean correctness before any filter of groups
 
 
+class Forward(NamedTuple):
+  """What an update's own forward pass leaves behind for a Gram matrix of the head's gradients."""
+
+  hidden: Array  # [P, G, T, D], final hidden states, in the model's compute dtype
+  log_normalizers: Array  # f32[P, G, T], log Σ_v exp(z_v/τ)
+  projected: Array | None  # f32[P, G, T, R], Σ_v d_v·R_v, see `geometry.GramRoute.projection`
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:

@@ -32,9 +32,15 @@ ESTIMATORS = {name: getattr(advantages, name)() for name in advantages.__all__} 
   "fade-logarithmic": advantages.fade(schedule="logarithmic"),
   "pass_at_k-plug_in": advantages.pass_at_k(form="plug_in"),
 }
+REWEIGHTINGS = {name: getattr(reweighting, name)() for name in reweighting.__all__} | {
+  "salt-shared": reweighting.salt(channels="shared"),
+  "salt-residual": reweighting.salt(channels="residual", positive_part=False),
+  "salt-random": reweighting.salt(random_subspace=True),
+}
 TRACES = collections.Counter()  # how often each component was traced, or run without jit
 each_loss = pytest.mark.parametrize("name", LOSSES)
 each_estimator = pytest.mark.parametrize("name", ESTIMATORS)
+each_reweighting = pytest.mark.parametrize("name", REWEIGHTINGS)
 
 
 def _finite(tree):
@@ -252,3 +258,64 @@ def test_solving_is_never_worse_than_failing(name):
   for group, rewards in zip(coefficients, np.asarray(batch.rewards), strict=True):
     if 0 < rewards.mean() < 1:
       assert group[rewards == 1].min() >= group[rewards == 0].max()
+
+
+def _reweighting_case(seed, dtype=np.float32):
+  """Coefficients [N, b] and Gram matrices [N, b, b] of rollouts that share a direction."""
+  rng = np.random.default_rng(seed)
+  features = rng.normal(size=(3, 6, 8)) * rng.uniform(0.3, 2, (3, 6, 1)) + 0.7
+  coefficients = rng.normal(size=(3, 6))
+  gram = np.einsum("nid,njd->nij", features, features)
+  return jnp.asarray(coefficients, dtype), jnp.asarray(gram, dtype)
+
+
+def _reweighting_run(name):
+  def run(coefficients, gram, key):
+    TRACES[name] += 1
+    result, metrics = REWEIGHTINGS[name].apply(coefficients, gram, key)
+    return result, reductions.values(metrics)
+
+  return run
+
+
+@functools.cache
+def _reweighting_jit(name):
+  return jax.jit(_reweighting_run(name))
+
+
+@each_reweighting
+def test_reweighting_under_jit(name):
+  """jit equals no jit; another batch and key do not compile again."""
+  first, second = (_reweighting_case(seed) for seed in range(2))
+  compiled = _reweighting_jit(name)(*first, jax.random.key(0))
+  traces = TRACES[name]
+  _reweighting_jit(name)(*second, jax.random.key(1))
+  assert TRACES[name] == traces
+  near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+  jax.tree.map(near, compiled, _reweighting_run(name)(*first, jax.random.key(0)))
+
+
+@each_reweighting
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_reweighting_of_degenerate_batches_is_finite(name, dtype):
+  """Gram: none, not finite, identical and orthogonal rollouts. Coefficients: none, of one sign."""
+  coefficients, gram = _reweighting_case(2, dtype)
+  identical, orthogonal = jnp.ones_like(gram), jnp.broadcast_to(jnp.eye(6, dtype=dtype), gram.shape)
+  for k in (gram, 0 * gram, jnp.full_like(gram, jnp.nan), identical, orthogonal):
+    for a in (coefficients, jnp.zeros_like(coefficients), jnp.abs(coefficients)):
+      result, metrics = _reweighting_jit(name)(a, k, jax.random.key(0))
+      assert result.shape == coefficients.shape
+      assert name == "none" or result.dtype == jnp.float32
+      assert _finite((result, metrics))
+      if not jnp.any(a):
+        assert not jnp.any(result)
+
+
+@each_reweighting
+def test_reweighting_acts_on_each_block_alone(name):
+  """Blocks elsewhere change nothing here."""
+  coefficients, gram = _reweighting_case(3)
+  result, _ = _reweighting_jit(name)(coefficients, gram, jax.random.key(0))
+  others = coefficients.at[1:].multiply(-2.0), gram.at[1:].multiply(3.0)
+  changed, _ = _reweighting_jit(name)(*others, jax.random.key(0))
+  np.testing.assert_allclose(changed[0], result[0], rtol=1e-6)

@@ -1,23 +1,27 @@
 """Values and gradients of the authors' own published code, float64."""
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 from oracles.batches import make_batch
 
-from rlvr_jax import advantages, losses
+from rlvr_jax import advantages, geometry, losses
+from rlvr_jax.ops import spectral
 from rlvr_jax.ops.aggregate import aggregate
+from rlvr_jax.reweighting.salt import salt_coefficients
+from rlvr_jax.train import sharding
+from rlvr_jax.types import Forward, Head
 
 RTOL, ATOL = 1e-6, 1e-7
 SHARED = os.environ.get("RLVR_SHARED")
 GOLDEN = pathlib.Path(SHARED or ".") / "golden"
-# Checked where the Gram matrix and SALT are.
-ELSEWHERE = ("salt_", "lm_head_gram_")
 AGGREGATIONS = {
   "token-mean": "token_mean",
   "seq-mean-token-mean": "sequence_mean",
@@ -111,7 +115,8 @@ def _assert_matches(case, result):
 
 def test_every_case_of_the_manifest_has_a_test():
   names = [case["name"] for case in json.loads((GOLDEN / "manifest.json").read_text())]
-  assert [n for n in names if not n.startswith(("loss_", "adv_", *ELSEWHERE))] == []
+  tested = ("loss_", "adv_", "salt_", "lm_head_gram_")
+  assert [n for n in names if not n.startswith(tested)] == []
 
 
 @pytest.mark.parametrize("case", _cases("loss_"))
@@ -202,3 +207,100 @@ def test_advantage(case):
     batch = dataclasses.replace(batch, rewards=jax.numpy.asarray(arrays["rewards"]))
     result = estimator.apply(estimator.init(0.0), batch)
     np.testing.assert_allclose(result, arrays["advantages"], rtol=RTOL, atol=ATOL)
+
+
+def _salt(case, **changed):
+  """(SaltResult, eigenvalues) of a case, with its parameters or changed ones."""
+  arrays, params = _arrays(case), case["params"]
+  gram = jax.numpy.asarray(arrays["features"] @ arrays["features"].T)
+  if params["gram"] != "G G^T / B":
+    raise ValueError(f"golden case {case['name']!r} has a Gram unknown here; add it to _salt")
+  gram /= gram.shape[0]
+  hyper = {
+    "rank_scale": params["rho"],
+    "min_rank": params["k_min"],
+    "max_rank": params["k_max"],
+    "alpha_min": params["alpha_min"],
+    "alpha_max": params["alpha_max"],
+    "positive_part": params["positive_part"],
+    "channels": "both",
+    "random_subspace": False,
+  } | changed
+
+  @jax.jit
+  def run(a, gram):
+    result = salt_coefficients(a, gram, jax.random.key(0), **hyper)
+    return result, spectral.spectrum(gram).eigenvalues
+
+  return run(arrays["advantages"], gram)
+
+
+def _assert_salt_matches(case, result, eigenvalues):
+  arrays = _arrays(case)
+  for name, value in (
+    ("eigenvalues", eigenvalues[::-1]),  # the authors' are ascending
+    ("participation_ratio", result.participation_ratio),
+    ("k", result.rank),
+    ("n_eff", result.effective_rollouts),
+    ("alpha", result.alpha),
+    ("main", result.shared),
+    ("residual", result.residual),
+    ("reweighted", result.coefficients),
+  ):
+    np.testing.assert_allclose(value, arrays[name], rtol=RTOL, atol=ATOL, err_msg=name)
+
+
+@pytest.mark.parametrize("case", _cases("salt_"))
+def test_salt(case):
+  with jax.enable_x64(True):
+    _assert_salt_matches(case, *_salt(case))
+
+
+def test_a_salt_case_at_a_bound_fails_without_it():
+  without = {"alpha_min": -np.inf, "max_rank": 1_000_000}
+  seen = set()
+  with jax.enable_x64(True):
+    for (case,) in (param.values for param in _cases("salt_")):
+      arrays, params = _arrays(case), case["params"]
+      at = {"alpha_min": arrays["alpha"] == params["alpha_min"]}
+      at |= {"max_rank": arrays["k"] == params["k_max"]}
+      for name in (name for name in at if at[name]):
+        result = _salt(case, **{name: without[name]})
+        with pytest.raises(AssertionError):
+          _assert_salt_matches(case, *result)
+          print(f"{case['name']} passes without {name}")
+        seen.add(name)
+  assert seen == set(without)
+
+
+@pytest.mark.parametrize("case", _cases("lm_head_gram_"))
+def test_lm_head_gram(case):
+  """Every exact way: the features themselves, differentiation, streaming, in chunks, on a mesh."""
+  with jax.enable_x64(True):
+    arrays = {name: jax.numpy.asarray(array) for name, array in _arrays(case).items()}
+    hidden, kernel, mask = (arrays[name] for name in ("hidden", "kernel", "mask"))
+    batch = make_batch(mask[:, None], mask[:, None])
+    of_rollout = dataclasses.replace(
+      batch.prompts, tokens=jax.numpy.arange(len(mask))[:, None].astype("int32")
+    )
+    batch = dataclasses.replace(batch, prompts=of_rollout, tokens=arrays["labels"][:, None])
+    model = SimpleNamespace(
+      head=lambda params: Head(params["kernel"]),
+      response_hidden=lambda params, prompts, _: params["hidden"][prompts.tokens],
+    )
+    params, setting = {"hidden": hidden, "kernel": kernel}, geometry.Setting(model)
+    features = geometry.per_rollout_features(params, batch, setting)
+    np.testing.assert_allclose(features, arrays["features"], rtol=RTOL, atol=ATOL)
+
+    log_normalizers = jax.nn.logsumexp(hidden @ kernel, axis=-1)
+    forward = Forward(hidden[:, None], log_normalizers[:, None], None)
+    mesh = sharding.make_mesh(fsdp=2, tensor=2)
+    for route, where in (
+      (geometry.per_rollout(), None),
+      (geometry.streaming(), None),
+      (geometry.streaming(gather_chunks=2), None),
+      (geometry.streaming(), mesh),
+    ):
+      run = functools.partial(route.gram, setting=setting._replace(mesh=where))
+      gram = jax.jit(run)(params, batch, forward)
+      np.testing.assert_allclose(gram, arrays["gram"], rtol=RTOL, atol=ATOL)

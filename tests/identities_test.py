@@ -1,7 +1,9 @@
 """The methods pin one another: what must coincide where two of them meet."""
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -180,7 +182,58 @@ def test_power_asym_joins_power_and_asym():
 def test_no_reweighting_returns_what_it_gets():
   rule = reweighting.none()
   coefficients = jnp.arange(6.0).reshape(2, 3)
-  result, metrics = rule.apply(coefficients, None)
+  result, metrics = rule.apply(coefficients, None, jax.random.key(0))
   assert result is coefficients
   assert metrics == {}
   assert not rule.needs_gram
+
+
+@functools.cache
+def _salt_jit(**hyper):
+  return jax.jit(reweighting.salt(**hyper).apply)
+
+
+def _salt(coefficients, features, **hyper):
+  """A' of one block, from its rollouts' gradient features [b, D]."""
+  gram = features @ features.T
+  result, _ = _salt_jit(**hyper)(coefficients[None], gram[None], jax.random.key(0))
+  return np.asarray(result[0])
+
+
+def _block(seed, size=6, width=5):
+  rng = np.random.default_rng(seed)
+  return rng.normal(size=size), rng.normal(size=(size, width)) * rng.uniform(0.1, 3, (size, 1))
+
+
+@pytest.mark.parametrize("random_subspace", [False, True])
+def test_salt_with_all_of_the_whole_residual_returns_what_it_gets(random_subspace):
+  whole = {"alpha_min": 1.0, "alpha_max": 1.0, "positive_part": False}
+  for seed, width in enumerate((1, 2, 5, 20)):  # for any K
+    coefficients, features = _block(seed, width=width)
+    result = _salt(coefficients, features, **whole, random_subspace=random_subspace)
+    np.testing.assert_allclose(result, coefficients, atol=1e-12)
+
+
+def test_salt_without_a_residual_is_a_projection():
+  coefficients, features = _block(0)
+  once = _salt(coefficients, features, alpha_max=0.0)
+  assert np.abs(once - coefficients).max() > 0.1
+  np.testing.assert_allclose(_salt(once, features, alpha_max=0.0), once, atol=1e-12)
+  np.testing.assert_allclose(_salt(coefficients, features, channels="shared"), once, atol=1e-14)
+
+
+def test_salt_of_both_channels_is_their_sum():
+  coefficients, features = _block(1)
+  parts = [_salt(coefficients, features, channels=name) for name in ("shared", "residual")]
+  np.testing.assert_allclose(_salt(coefficients, features), sum(parts), atol=1e-14)
+
+
+def test_salt_of_gradients_along_one_direction_has_its_closed_form():
+  """g_i = c_i·u: A' = ĉĉᵀA + α(A⁺ − ĉĉᵀA⁺), α = 1 − (c·A)²/Σ A²c²."""
+  for seed in range(4):
+    rng = np.random.default_rng(seed)
+    a, c, u = rng.normal(size=6), rng.normal(size=6), rng.normal(size=9)
+    alpha = np.clip(1 - (c @ a) ** 2 / np.sum(a**2 * c**2), 0, 1)
+    unit, positive = c / np.linalg.norm(c), np.maximum(a, 0)
+    expected = unit * (unit @ a) + alpha * (positive - unit * (unit @ positive))
+    np.testing.assert_allclose(_salt(a, np.outer(c, u)), expected, atol=1e-12)

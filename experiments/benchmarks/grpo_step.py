@@ -122,7 +122,7 @@ def main(argv: list[str]) -> None:
   ):
     checkpointer = Checkpointer(os.path.join(workdir, "checkpoints"))
     params = components.initial_params(parts)
-    trainer = Trainer(parts, writer, checkpointer, pool, reference=params)
+    trainer = Trainer(parts, writer, checkpointer, pool, initial=params)
     trainer.state = jax.block_until_ready(components.first_state(parts, params, 0.0))
     steps, rollouts, updates = [], [], []
     for _ in range(num_steps):

@@ -30,13 +30,14 @@ import numpy as np
 from absl import app, flags
 
 from rlvr_jax.ops import reductions
+from rlvr_jax.ops.keys import key_for
 from rlvr_jax.rewards.pool import GraderPool
 from rlvr_jax.rollouts.collect import read_batch, write_batch
 from rlvr_jax.train import components, loop
 from rlvr_jax.train.checkpoint import Checkpointer
 from rlvr_jax.train.host import Termination
 from rlvr_jax.train.metrics import MetricWriter, progress, say
-from rlvr_jax.train.step import Method, policy_logprobs, surrogate_gradient
+from rlvr_jax.train.step import Method, policy_logprobs, update_gradient
 from rlvr_jax.types import Params, TrainBatch
 
 RECIPES = (
@@ -83,11 +84,14 @@ def train_and_record(
       )
     )
     writer = enter(MetricWriter(workdir / "training", None))
-    first = enter(Checkpointer(workdir / "training" / "warm_start", keep=1))
+    warm_starts = enter(Checkpointer(workdir / "training" / "warm_start", keep=1))
     unused = enter(Checkpointer(workdir / "training" / "checkpoints", keep=1))
-    restored = first.restore(parts.abstract_state.params)
-    start = restored.state if restored else loop.warm_started(parts, writer, first, Termination())
-    trainer = loop.Trainer(parts, writer, unused, pool, reference=copy(start))
+    restored = warm_starts.restore(parts.abstract_state.params)
+    start = restored.state if restored else loop.warm_started(
+      parts, writer, warm_starts, Termination()
+    )
+    first = copy(start)
+    trainer = loop.Trainer(parts, writer, unused, pool, initial=first)
     entropy = trainer.measure_entropy(start)
     trainer.state = components.first_state(parts, start, entropy)
     params: dict[int, Params] = {}
@@ -100,7 +104,7 @@ def train_and_record(
         params[lag] = copy(trainer.state.params)
       trainer.update(refresh, timings)
     trainer.read_metrics()
-  return parts, recorded, params, trainer.reference, entropy
+  return parts, recorded, params, first, entropy
 
 
 def directions(
@@ -112,7 +116,7 @@ def directions(
   entropy: float,
 ) -> dict[int, tuple[dict[str, float], np.ndarray]]:
   """By lag, a recipe's metrics on the batch and its gradient as one vector."""
-  method: Method = components.make_method(recipe(name), parts.model)
+  method: Method = components.make_method(recipe(name), parts.model, parts.mesh)
   limit = parts.config.max_response_length
   method = method._replace(num_micro_batches=1, max_response_length=limit)
   logprobs = jax.jit(lambda p, b: policy_logprobs(p, b, method=method)[0])
@@ -122,13 +126,14 @@ def directions(
   state = method.advantage.init(jnp.float32(entropy))
   coefficients = method.advantage.apply(state, batch)
   masses = method.coefficient_metrics(coefficients, batch.rewards, batch.correct)
-  gradient_of = jax.jit(functools.partial(surrogate_gradient, method=method))
+  key = key_for(parts.config.seed, "reweighting")
+  gradient_of = jax.jit(functools.partial(update_gradient, method=method))
   found = {}
   for lag, at in params.items():
     # π_prox is the policy when the batch is first trained on, which is now.
     proximal = logprobs(at, batch) if method.loss.needs_proximal else None
     now = dataclasses.replace(batch, proximal_logprobs=proximal)
-    (value, metrics), gradient = gradient_of(at, now, coefficients, None)
+    (value, metrics), gradient = gradient_of(at, now, coefficients, key)
     vector = np.concatenate([np.ravel(x) for x in jax.tree.leaves(jax.device_get(gradient))])
     numbers = {k: float(v) for k, v in reductions.values({**masses, **metrics}).items()}
     norm = float(np.linalg.norm(vector.astype(np.float64)))

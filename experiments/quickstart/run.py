@@ -8,13 +8,7 @@ curves.png beside this file. Finished runs are not repeated.
 
 from __future__ import annotations
 
-import json
-import os
 import pathlib
-import statistics
-import subprocess
-import sys
-import time
 
 import matplotlib
 
@@ -23,13 +17,12 @@ import numpy as np
 from absl import app, flags
 from matplotlib import pyplot as plt
 
-from rlvr_jax.train.metrics import read_metrics
+from experiments.runs import check_seeds, interval, mean_and_half_width, run, write_results
 
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds 0, 1, ... of each run.", lower_bound=2)
 _WORKDIR = flags.DEFINE_string("workdir", "runs/experiment_quickstart", "Holds the runs' workdirs.")
 
 HERE = pathlib.Path(__file__).parent
-METRIC = "eval/pass@1"
 RUNS = {  # label → command line
   "quickstart": ["--config=configs/quickstart.py"],
   "control: rewards permuted": ["--config=configs/quickstart_control.py"],
@@ -39,31 +32,6 @@ RUNS = {  # label → command line
     "--config.warm_start.num_steps=350",
   ],
 }
-# Two-sided 95 % quantiles of Student's t, by degrees of freedom.
-T_QUANTILES = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306}
-
-
-def run(label: str, seed: int, workdir: pathlib.Path) -> dict:
-  """One run as a process of its own; its curve, and the seconds that it took in all."""
-  result_file = workdir / "result.json"
-  if result_file.exists():
-    return json.loads(result_file.read_text())
-  command = [sys.executable, "-m", "rlvr_jax.main", *RUNS[label], f"--config.seed={seed}"]
-  print(f"{label}, seed {seed}", file=sys.stderr, flush=True)
-  began = time.perf_counter()
-  subprocess.run(
-    [*command, f"--workdir={workdir}"],
-    check=True,
-    stdout=subprocess.DEVNULL,
-    env={"JAX_PLATFORMS": "cpu", **os.environ},
-  )
-  seconds = time.perf_counter() - began
-  evaluations = [record for record in read_metrics(workdir) if record["phase"] == "eval"]
-  fields = {"updates": "step", "pass@1": METRIC, "low": f"{METRIC}_low", "high": f"{METRIC}_high"}
-  result = {name: [record[field] for record in evaluations] for name, field in fields.items()}
-  result |= {"label": label, "seed": seed, "seconds": round(seconds, 1)}
-  result_file.write_text(json.dumps(result))
-  return result
 
 
 def table(results: list[dict]) -> str:
@@ -80,16 +48,11 @@ def table(results: list[dict]) -> str:
         f"| {label} | {result['seed']} | {interval(start, 0)} | {interval(result, -1)}"
         f" | {rises[-1]:+.3f} | {result['seconds']:.0f} |"
       )
-    half = T_QUANTILES[len(rises) - 1] * statistics.stdev(rises) / len(rises) ** 0.5
-    mean = statistics.mean(rises)
+    mean, half = mean_and_half_width(rises)
     lines.append(
       f"| **{label}** | mean | | | **{mean:+.3f}** [{mean - half:+.3f}, {mean + half:+.3f}] | |"
     )
   return "\n".join(lines)
-
-
-def interval(result: dict, index: int) -> str:
-  return f"{result['pass@1'][index]:.3f} [{result['low'][index]:.3f}, {result['high'][index]:.3f}]"
 
 
 def plot(results: list[dict], path: pathlib.Path) -> None:
@@ -114,15 +77,14 @@ def plot(results: list[dict], path: pathlib.Path) -> None:
 def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-  if _SEEDS.value - 1 not in T_QUANTILES:
-    raise app.UsageError(f"--seeds={_SEEDS.value}: at most {max(T_QUANTILES) + 1}")
+  check_seeds(_SEEDS.value)
   root = pathlib.Path(_WORKDIR.value)
   results = []
   for label in RUNS:
     folder = label.replace(":", "").replace(",", "").replace(" ", "_")
     for seed in range(_SEEDS.value):
-      results.append(run(label, seed, root / f"{folder}_{seed}"))
-  (HERE / "results.json").write_text("\n".join(["[", ",\n".join(map(json.dumps, results)), "]\n"]))
+      results.append(run(label, RUNS[label], seed=seed, workdir=root / f"{folder}_{seed}"))
+  write_results(HERE / "results.json", results)
   plot(results, HERE / "curves.png")
   print(table(results))
 

@@ -7,7 +7,14 @@ import jax
 from rlvr_jax.types import Array
 
 # The numbers are part of the record: changing one changes every run.
-_PURPOSES = {"init": 0, "rollout": 1, "evaluation": 2, "initial_entropy": 3}
+_PURPOSES = {
+  "init": 0,
+  "rollout": 1,
+  "evaluation": 2,
+  "initial_entropy": 3,
+  "reweighting": 4,
+  "diagnostics": 5,
+}
 
 
 def key_for(seed: int, purpose: str, counter: int | Array = 0) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import chex
 import jax
@@ -67,6 +68,15 @@ def distribution(logits: Array, sampling: Sampling) -> Array:
   return jax.nn.log_softmax(logits, axis=-1)
 
 
+class TokenStatistics(NamedTuple):
+  """Of the distribution that each token was drawn from; all at least float32."""
+
+  logprobs: Array  # [..., T], of the token
+  entropy: Array  # [..., T], nats
+  log_normalizers: Array  # [..., T], log Σ_v exp(z_v/temperature); a constant
+  projected: Array | None  # [..., T, R], Σ_v R_v·∂(−log p[token])/∂z_v; a constant
+
+
 def token_logprobs(
   hidden: Array,
   head: Head,
@@ -89,6 +99,24 @@ def token_logprobs(
   Returns:
     log-probabilities and entropies (nats), each [..., T], float32 (float64 for float64 inputs).
   """
+  statistics = token_statistics(hidden, head, tokens, sampling, chunk_elements=chunk_elements)
+  return statistics.logprobs, statistics.entropy
+
+
+def token_statistics(
+  hidden: Array,
+  head: Head,
+  tokens: Array,
+  sampling: Sampling = _PLAIN,
+  *,
+  projection: Array | None = None,
+  chunk_elements: int = _CHUNK_ELEMENTS,
+) -> TokenStatistics:
+  """`token_logprobs`, and what the Gram matrix of the head's gradients needs of the same pass.
+
+  Args:
+    projection: [V, R], rows R_v; None leaves `projected` out. Only without top-k and top-p.
+  """
   chex.assert_shape(hidden, (*tokens.shape, None))
   if sampling.temperature == 0:
     raise ValueError('token_logprobs of greedy decoding (temperature=0): it has no density')
@@ -102,22 +130,46 @@ def token_logprobs(
     x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
     return jnp.moveaxis(x.reshape(x.shape[0], chunks, length, *x.shape[2:]), 1, 0)
 
+  def join(x):
+    x = jnp.moveaxis(x, 0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :T].reshape(*lead, T, *x.shape[3:])
+
   static = (sampling, float(head.scale), head.soft_cap)
-  logprobs, entropy = _chunked(static, split(hidden), head.kernel, split(tokens))
-  join = lambda x: jnp.moveaxis(x, 0, 1).reshape(*lead, -1)[..., :T]
-  return join(logprobs), join(entropy)
+  found = _chunked(static, split(hidden), head.kernel, split(tokens), projection)
+  return jax.tree.map(join, found)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunked(static, hidden, kernel, tokens):
-  """([C, B, c, D], [D, V], [C, B, c]) → log-probabilities and entropies, each [C, B, c]."""
-  return _map(lambda args: _chunk_forward(static, args[0], kernel, args[1]), (hidden, tokens))
+def _chunked(static, hidden, kernel, tokens, projection):
+  """([C, B, c, D], [D, V], [C, B, c], [V, R]) → statistics [C, B, c]."""
+  return _map(
+    lambda args: _chunk_forward(static, args[0], kernel, args[1], projection), (hidden, tokens)
+  )
 
 
-def _chunk_forward(static, hidden, kernel, tokens):
+def _chunk_forward(static, hidden, kernel, tokens, projection):
   sampling, scale, soft_cap = static
-  logprobs = distribution(head_logits(hidden, Head(kernel, scale, soft_cap)), sampling)
-  return _select(logprobs, tokens), _entropy(logprobs)
+  logits = head_logits(hidden, Head(kernel, scale, soft_cap))
+  logprobs = distribution(logits, sampling)
+  chosen = _select(logprobs, tokens)
+  normalizers = _select(logits, tokens) / sampling.temperature - chosen
+  projected = None
+  if projection is not None:
+    hit = jnp.arange(logits.shape[-1]) == tokens[..., None]
+    towards = _into_product(static, logits, jnp.exp(logprobs) - hit)
+    flat = towards.astype(hidden.dtype).reshape(-1, logits.shape[-1])
+    rows = jnp.dot(flat, projection.astype(hidden.dtype), preferred_element_type=logits.dtype)
+    projected = rows.reshape(*tokens.shape, -1)
+  return TokenStatistics(chosen, _entropy(logprobs), normalizers, projected)
+
+
+def _into_product(static, logits, gradient):
+  """The gradient with respect to the log-softmax's input → to hidden @ kernel."""
+  sampling, scale, soft_cap = static
+  gradient *= scale / sampling.temperature
+  if soft_cap is not None:
+    gradient *= 1 - (logits / soft_cap) ** 2
+  return gradient
 
 
 def _select(values, tokens):
@@ -137,8 +189,8 @@ def _map(function, chunks):
   return jax.lax.map(function, chunks)
 
 
-def _chunked_forward(static, hidden, kernel, tokens):
-  return _chunked(static, hidden, kernel, tokens), (hidden, kernel, tokens)
+def _chunked_forward(static, hidden, kernel, tokens, projection):
+  return _chunked(static, hidden, kernel, tokens, projection), (hidden, kernel, tokens)
 
 
 def _chunked_backward(static, saved, cotangents):
@@ -156,22 +208,20 @@ def _chunked_backward(static, saved, cotangents):
     surprise = jnp.where(logprobs == -jnp.inf, 0.0, logprobs) + _entropy(logprobs)[..., None]
     gradient = of_logprob[..., None] * (hit - probabilities)
     gradient -= of_entropy[..., None] * probabilities * surprise
-    gradient *= scale / sampling.temperature
-    if soft_cap is not None:
-      gradient *= 1 - (logits / soft_cap) ** 2
+    gradient = _into_product(static, logits, gradient)
     flat = gradient.astype(hidden.dtype).reshape(-1, logits.shape[-1])
     into_hidden = jnp.dot(flat, kernel.astype(hidden.dtype).T).reshape(hidden.shape)
     rows = hidden.reshape(-1, hidden.shape[-1])
     return kernel_gradient + jnp.dot(rows.T, flat, preferred_element_type=dtype), into_hidden
 
   start = jnp.zeros(kernel.shape, dtype)
-  args = (hidden, tokens, *cotangents)
+  args = (hidden, tokens, cotangents.logprobs, cotangents.entropy)
   if hidden.shape[0] == 1:
     kernel_gradient, into_hidden = chunk(start, jax.tree.map(lambda x: x[0], args))
     into_hidden = into_hidden[None]
   else:
     kernel_gradient, into_hidden = jax.lax.scan(chunk, start, args)
-  return into_hidden, kernel_gradient.astype(kernel.dtype), None
+  return into_hidden, kernel_gradient.astype(kernel.dtype), None, None
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)

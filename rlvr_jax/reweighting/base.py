@@ -7,14 +7,21 @@ from typing import NamedTuple
 
 from rlvr_jax.types import Array, Metrics
 
+SCOPES = ("batch", "microbatch", "group")
+
 
 class Reweighting(NamedTuple):
   """Coefficients and the Gram matrix of the rollouts' gradient features → coefficients.
 
+  It acts on N blocks of b rollouts, each with its own Gram matrix: the whole batch (N = 1), the
+  micro-batches of an update, or its groups.
+
   Attributes:
-    apply: (coefficients f32[P, G], gram f32[B, B] or None) → (f32[P, G], metrics).
+    apply: (coefficients f32[N, b], gram f32[N, b, b] or None, key) → (f32[N, b], metrics).
     needs_gram: whether `apply` reads the Gram matrix; None may be passed where it does not.
+    scope: "batch", "microbatch" or "group": what a block is.
   """
 
-  apply: Callable[[Array, Array | None], tuple[Array, Metrics]]
+  apply: Callable[[Array, Array | None, Array], tuple[Array, Metrics]]
   needs_gram: bool = False
+  scope: str = "batch"

@@ -7,4 +7,4 @@ from rlvr_jax.reweighting.base import Reweighting
 
 def none() -> Reweighting:
   """Coefficients go through as they are."""
-  return Reweighting(apply=lambda coefficients, gram: (coefficients, {}), needs_gram=False)
+  return Reweighting(apply=lambda coefficients, gram, key: (coefficients, {}), needs_gram=False)

@@ -16,7 +16,7 @@ import ml_collections
 import optax
 from jax.sharding import Mesh
 
-from rlvr_jax import advantages, losses, reweighting
+from rlvr_jax import advantages, geometry, losses, reweighting
 from rlvr_jax.advantages.masses import gradient_masses
 from rlvr_jax.data import (
   ByteTokenizer,
@@ -38,6 +38,7 @@ from rlvr_jax.ops.veto import Veto, negative_advantage_veto
 from rlvr_jax.rewards.outcome import OutcomePolicy, outcome_policy
 from rlvr_jax.rollouts.sampler import generate
 from rlvr_jax.train import optimizer, sharding
+from rlvr_jax.train.geometry import mean_entropy, measure
 from rlvr_jax.train.step import (
   REFERENCE_KL_ESTIMATORS,
   Method,
@@ -134,7 +135,7 @@ def make_model(config: ml_collections.ConfigDict, mesh: Mesh, vocab_size: int) -
   return transformer(settings, sharding.batch_constraint(mesh), sharding.gather_over_fsdp(mesh))
 
 
-def make_method(config: ml_collections.ConfigDict, model: Model) -> Method:
+def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> Method:
   schedule, transformation = make_optimizer(config.optimizer, config.num_updates)
   check_choice("config.loss", "aggregation", config.loss.aggregation, AGGREGATIONS)
   check_choice(
@@ -143,14 +144,17 @@ def make_method(config: ml_collections.ConfigDict, model: Model) -> Method:
   check_between("config.reference", "kl_coefficient", config.reference.kl_coefficient, low=0.0)
   check_between("config", "entropy_bonus", config.entropy_bonus, low=0.0)
   check_between("config", "policy_temperature", config.policy_temperature, low=0.0, open_low=True)
+  reweighter = pick(reweighting, "reweighting", config.reweighting)
   return Method(
     model=model,
     optimizer=transformation,
     schedule=schedule,
     advantage=pick(advantages, "advantage", config.advantage),
     coefficient_metrics=gradient_masses,
-    reweighting=pick(reweighting, "reweighting", config.reweighting),
+    reweighting=reweighter,
     loss=pick(losses, "loss", {"name": config.loss.name, "kwargs": config.loss.kwargs}),
+    gram=pick(geometry, "gram", config.gram) if reweighter.needs_gram else None,
+    gram_setting=gram_setting(config, model, mesh),
     aggregation=config.loss.aggregation,
     max_response_length=config.max_response_length,
     temperature=config.policy_temperature,
@@ -159,6 +163,24 @@ def make_method(config: ml_collections.ConfigDict, model: Model) -> Method:
     veto=make_veto(config),
     entropy_bonus=config.entropy_bonus,
     num_micro_batches=config.batch.micro_batches,
+    seed=config.seed,
+  )
+
+
+def gram_setting(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> geometry.Setting:
+  """What a route to the Gram matrix needs to know of the run."""
+  unconstrained = transformer(model.config)  # single rollouts do not split over devices
+  return geometry.Setting(unconstrained, config.policy_temperature, mesh)
+
+
+def make_measure(config: ml_collections.ConfigDict, method: Method) -> Callable:
+  """`train.geometry.measure` with everything bound but (state, initial parameters, batch)."""
+  check_between("config.diagnostics", "every", config.diagnostics.every, low=0)
+  return functools.partial(
+    measure,
+    method=method,
+    gram=pick(geometry, "gram", config.gram),
+    compared=config.diagnostics.compared,
   )
 
 
@@ -318,6 +340,8 @@ class Parts:
   supervised_step: Callable  # jitted, see `train.warm_start.supervised_step`
   generate: Callable  # jitted (params, prompts, key) → Rollouts
   generate_held_out: Callable  # the same with the evaluation's samples and sampling
+  measure: Callable  # jitted, see `train.geometry.measure`
+  mean_entropy: Callable  # jitted (params, batch) → f32[], nats per token
   score: Callable  # jitted (params, batch) → (log-probabilities, entropies) [P, G, T]
 
   def encode(self, problems: Sequence[Problem]) -> Prompts:
@@ -350,7 +374,7 @@ def build(
   sampling = make_sampling(config.sampling, model.config.vocab_size)
   held_out_sampling = make_sampling(config.evaluation.sampling, model.config.vocab_size)
   check_training_sampling(config)
-  method = make_method(config, model)
+  method = make_method(config, model, mesh)
   state = abstract_state(method, mesh)
   check_update(config, method, state)
   check_rewards(config, method, policy)
@@ -393,6 +417,8 @@ def build(
     ),
     generate=jit_generate(config.batch.group_size, sampling),
     generate_held_out=jit_generate(config.evaluation.num_samples, held_out_sampling),
+    measure=jax.jit(make_measure(config, method), out_shardings=whole),
+    mean_entropy=jax.jit(functools.partial(mean_entropy, method=method), out_shardings=whole),
     score=jax.jit(functools.partial(policy_logprobs, method=method), out_shardings=for_host),
   )
 

@@ -94,9 +94,9 @@ def train(parts: components.Parts, workdir: str | Path) -> dict[str, float]:
     warm = warm_starts.restore(parts.abstract_state.params)
     checkpointer = enter(Checkpointer(workdir / "checkpoints", keep=config.checkpoint.keep))
     restored = checkpointer.restore(parts.abstract_state)
-    resume_step = restored.step if restored else None
+    resume_step, was_warm = restored.step if restored else None, warm is not None
     writer = multihost.on_first(
-      lambda: enter(MetricWriter(workdir, resume_step, keep_warm_start=warm is not None)),
+      lambda: enter(MetricWriter(workdir, resume_step, keep_warm_start=was_warm)),
       multihost.NoWriter(workdir),
     )
     pool = multihost.together(
@@ -114,8 +114,9 @@ def train(parts: components.Parts, workdir: str | Path) -> dict[str, float]:
     except EndRequestedError:
       say("asked to end during the warm start; rerun the same command to begin it again")
       return {}
-    trainer = Trainer(parts, writer, checkpointer, pool, reference=params)
+    trainer = Trainer(parts, writer, checkpointer, pool, initial=params)
     trainer.resume(restored) if restored else trainer.begin(params)
+    del params, warm, restored  # the trainer keeps what it needs
     trainer.run(termination)
   if multihost.is_first():
     say(write_report(workdir))
@@ -180,6 +181,7 @@ class Update(NamedTuple):
   metrics: dict[str, jax.Array]
   host: dict[str, float]
   batch: TrainBatch
+  geometry: dict[str, jax.Array]  # arrays of a measurement before it, or none
 
 
 class Trainer:
@@ -192,11 +194,13 @@ class Trainer:
     checkpointer: Checkpointer,
     pool: GraderPool,
     *,
-    reference: Params,
+    initial: Params,
   ):
     c = self.config = parts.config
     self.parts, self.writer, self.checkpointer = parts, writer, checkpointer
-    self.reference = reference
+    # Kept only where something reads them: they take as much memory as the policy.
+    keep = c.reference.kl_coefficient or c.diagnostics.every
+    self.initial = initial if keep else None
     self.collector = Collector(
       generate=parts.generate,
       encode=parts.encode,
@@ -340,7 +344,7 @@ class Trainer:
     if c.permute_rewards:
       batch = permute_rewards(batch, np.random.default_rng([c.seed, self.step, index]))
     if c.reference.kl_coefficient:
-      batch = dataclasses.replace(batch, reference_logprobs=self.score(self.reference, batch))
+      batch = dataclasses.replace(batch, reference_logprobs=self.score(self.initial, batch))
     return batch
 
   def score(self, params: Params, batch: TrainBatch) -> Any:
@@ -365,7 +369,12 @@ class Trainer:
       self.refresh_proximal(refresh, index)
     batch = refresh.batches[index]
     dispatched = time.perf_counter()
-    self.state, metrics = self.parts.train_step(self.state, self.parts.to_devices(batch))
+    on_devices = self.parts.to_devices(batch)
+    measured, arrays = self.measure(on_devices)
+    self.state, metrics = self.parts.train_step(self.state, on_devices)
+    if measured:
+      entropy = self.parts.mean_entropy(self.state.params, on_devices)
+      metrics |= measured | {"policy/entropy_change": entropy - metrics["policy/entropy"]}
     self.counters["tokens_trained"] += int(batch.mask.sum())
     host = {
       **refresh.statistics,
@@ -378,7 +387,14 @@ class Trainer:
     if refresh.used == len(refresh.batches) * self.config.schedule.epochs_per_refresh:
       self.refresh = None
     self.read_metrics()
-    self.unread = Update(self.step, dispatched, metrics, host, batch)
+    self.unread = Update(self.step, dispatched, metrics, host, batch, arrays)
+
+  def measure(self, batch: TrainBatch) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """Scalars and arrays of the gradient geometry, at the updates that the configuration names."""
+    every = self.config.diagnostics.every
+    if not every or self.step % every:
+      return {}, {}
+    return self.parts.measure(self.state, self.initial, batch)
 
   def read_metrics(self) -> None:
     """Waits for the update last dispatched and writes its metrics; stops on repeated NaN."""
@@ -396,6 +412,8 @@ class Trainer:
     }
     values |= update.host | timings
     self.writer.write(update.step, "train", values)
+    if update.geometry:
+      self.writer.write_geometry(update.step - 1, jax.device_get(update.geometry))
     if update.step % self.config.logging.print_every == 0 or update.step == self.config.num_updates:
       say(compact_line(update.step, self.config.num_updates, values))
     if values["update/skipped_in_a_row"] >= self.config.max_skipped_in_a_row:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
+import numpy as np
 import tqdm
 from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
@@ -22,6 +23,7 @@ TIMINGS = "time/"  # prefix of every value measured with a clock: the only ones 
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
+GEOMETRY_FOLDER = "geometry"  # one .npz per measurement, by the number of updates before it
 
 _LINE = (  # label, key, format
   ("reward", "reward/mean", "{:.3f}"),
@@ -105,6 +107,19 @@ class MetricWriter:
   ) -> None:
     """One line per rollout: {"step", "phase", fields…}; fields are JSON values."""
     self._rollouts.append([{"step": step, "phase": phase, **rollout} for rollout in rollouts])
+
+  def write_geometry(self, step: int, arrays: Mapping[str, Any]) -> None:
+    """The arrays of one measurement as geometry/STEP.npz; the file is whole, or not there.
+
+    Raises:
+      DiskFullError: no space is left.
+    """
+    path = self.workdir / GEOMETRY_FOLDER / f"{step:06d}.npz"
+    path.parent.mkdir(exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    with _reporting_full_disk(path), open(temporary, "wb") as file:
+      np.savez(file, **arrays)
+    temporary.replace(path)
 
   def close(self) -> None:
     """Closes the files."""

@@ -157,6 +157,9 @@ class NoWriter(MetricWriter):
   def write_rollouts(self, *args: Any, **kwargs: Any) -> None:
     pass
 
+  def write_geometry(self, *args: Any, **kwargs: Any) -> None:
+    pass
+
   def close(self) -> None:
     pass
 

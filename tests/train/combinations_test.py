@@ -19,11 +19,10 @@ from rlvr_jax.ops.veto import negative_advantage_veto
 from rlvr_jax.train import sharding
 from rlvr_jax.train.step import (
   Method,
-  batch_statistics,
   initial_state,
   policy_logprobs,
-  surrogate_gradient,
   train_step,
+  update_gradient,
 )
 from rlvr_jax.types import Prompts, TrainBatch
 
@@ -121,8 +120,7 @@ def test_all_pairs(loss, veto):
   def run(method, batch, params):
     @jax.jit
     def update(params, batch, coefficients):
-      statistics = batch_statistics(params, batch, coefficients, method=method)
-      return surrogate_gradient(params, batch, coefficients, statistics, method=method)
+      return update_gradient(params, batch, coefficients, jax.random.key(0), method=method)
 
     return functools.partial(update, params, batch)
 

@@ -188,6 +188,46 @@ def test_each_function_compiles_once_on_a_mesh(mesh_run):
   )
 
 
+# --- geometry -------------------------------------------------------------------------------------
+
+
+def test_salt_with_diagnostics_compiles_once_and_survives_a_kill(workdirs):
+  flags = (
+    "--config.reweighting.name=salt",
+    "--config.diagnostics.every=5",
+    "--config.diagnostics.compared=last_block",
+  )
+  whole, killed = workdirs / "salt", workdirs / "salt_killed"
+  output = tiny.run(whole, *flags, JAX_LOG_COMPILES="1")
+  assert_compiled_once(output, dict(train_step=1, measure=1, mean_entropy=1))
+  train = tiny.records(whole, "train")
+  # A batch whose groups are all constant has no coefficients to change.
+  changed = [record["reweighting/coefficient_change"] > 0 for record in train]
+  assert changed == [record["advantage/mass_success"] > 0 for record in train]
+  assert sum(changed) > 4
+  assert all(record["gram/forward_only_passes"] == 0 for record in train)
+  measured = [record["step"] for record in train if "geometry/participation_ratio" in record]
+  assert measured == [1, 6, 11]
+  for record in (train[step - 1] for step in measured):
+    with np.load(whole / "geometry" / f"{record['step'] - 1:06d}.npz") as file:
+      arrays = dict(file)
+    gram, reweighted = arrays["gram"], arrays["reweighted"].ravel()
+    assert gram.shape == arrays["gram_compared"].shape == (32, 32)
+    norm = np.sqrt(reweighted @ gram @ reweighted) / 32
+    assert norm == pytest.approx(record["geometry/update_norm_reweighted"], rel=1e-3)
+    assert abs(record["policy/entropy_change"]) > 0
+  assert train[0]["geometry/head_share"] == 0  # nothing has moved before the first update
+  assert 0 < train[5]["geometry/head_share"] < 1
+
+  with tiny.started(killed, *flags) as process:
+    tiny.wait_for(tiny.has_record(killed, 6, "train"), process)
+  tiny.run(killed, *flags)
+  assert tiny.records(killed) == tiny.records(whole)
+  for path in sorted((whole / "geometry").iterdir()):
+    with np.load(path) as expected, np.load(killed / "geometry" / path.name) as found:
+      assert all(np.array_equal(found[name], expected[name]) for name in expected.files)
+
+
 # --- control --------------------------------------------------------------------------------------
 
 

@@ -20,8 +20,8 @@ from rlvr_jax.train.step import (
   Method,
   initial_state,
   policy_logprobs,
-  surrogate_gradient,
   train_step,
+  update_gradient,
 )
 from rlvr_jax.types import Prompts, TrainBatch
 
@@ -69,10 +69,10 @@ def make_batch(dtype=np.float32, seed=0):
   )
 
 
-def gradient_of(method, batch, params, statistics=None):
+def gradient_of(method, batch, params):
   coefficients = method.advantage.apply((), batch)
-  return jax.jit(functools.partial(surrogate_gradient, method=method))(
-    params, batch, coefficients, statistics
+  return jax.jit(functools.partial(update_gradient, method=method))(
+    params, batch, coefficients, jax.random.key(0)
   )
 
 

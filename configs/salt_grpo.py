@@ -1,0 +1,43 @@
+"""SALT on GRPO: full weight on the directions that the batch's gradients share, less on the rest.
+
+Source: arXiv 2606.05800 and the authors' code, whose ρ_s = 1, 1 ≤ k ≤ 64 and 0 ≤ α ≤ 1 these are.
+The Gram matrix is that of the output head's per-rollout gradients, exact, over the whole batch of
+512 rollouts, where the paper's is over a mini-batch. Differs from configs/grpo.py in the
+reweighting alone.
+
+Ablations: a fixed α is `--config.reweighting.kwargs.alpha_min=0.5
+--config.reweighting.kwargs.alpha_max=0.5`, a fixed k sets `min_rank` and `max_rank` alike;
+`.positive_part=False`, `.channels=shared`, `.channels=residual`, `.random_subspace=True`,
+`.scope=group`. The nearly free estimate: `--config.gram.name=sketch`.
+
+  python -m rlvr_jax.main --config=configs/salt_grpo.py --workdir=runs/salt_grpo
+
+What is not set below is GRPO's. Card: docs/methods/salt.md.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import grpo
+
+
+def get_config() -> ConfigDict:
+  c = grpo.get_config()
+  add_salt(c)
+  return c
+
+
+def add_salt(c: ConfigDict) -> None:
+  c.reweighting = dict(
+    name="salt",
+    kwargs=dict(
+      rank_scale=1.0,  # ρ_s
+      min_rank=1,  # k, at least
+      max_rank=64,  # k, at most
+      alpha_min=0.0,
+      alpha_max=1.0,
+      positive_part=True,  # the residual is of max(A, 0)
+      channels="both",  # both, shared, residual
+      random_subspace=False,
+      scope="batch",  # batch, microbatch, group
+    ),
+  )

@@ -1,0 +1,453 @@
+"""What a Gram matrix of per-rollout gradients, and an update, say about a batch.
+
+A Gram matrix here holds the plain inner products g_i · g_j, f32[B, B], as a `GramRoute` gives them:
+not divided by B. Only `update_norms` depends on that; everything else is free of scale. Rollouts
+are in the order of reshape(B) of [P, G], so that the rollouts of a prompt are neighbours.
+A number that is not defined (no pair to compare, coefficients all 0, a Gram that is 0 or not
+finite) is 0, never NaN.
+
+Sources: SALT, arXiv 2606.05800; FADE, arXiv 2607.01490.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from rlvr_jax.ops import spectral
+from rlvr_jax.ops.masked import masked_count, masked_mean, upcast
+from rlvr_jax.types import Array, Params
+
+_EDGES = (0.5, 1.0, 2.0, 4.0)
+_SHARES = ("below_0.5", "0.5_to_1", "1_to_2", "2_to_4", "from_4")
+
+
+class Redundancy(NamedTuple):
+  within: Array  # f32[], mean cosine of pairs of rollouts of one prompt, in [−1, 1]
+  within_positive: Array  # f32[], the same of max(cosine, 0), in [0, 1]
+  between: Array  # f32[], mean cosine of pairs of prompts' mean gradients, in [−1, 1]
+  between_positive: Array  # f32[], the same of max(cosine, 0), in [0, 1]
+
+
+class Agreement(NamedTuple):
+  correlation: Array  # f32[], in [−1, 1]
+  permutation_mean: Array  # f32[], of the correlation when rollouts are matched at random
+  permutation_quantile: Array  # f32[], 95 % of those correlations are below
+  noise_mean: Array  # f32[], of the correlation with Gaussian features
+  noise_quantile: Array  # f32[], 95 % of those correlations are below
+
+
+def diagnose(
+  gram: Array,
+  coefficients: Array,
+  reweighted: Array,
+  num_prompts: int,
+  *,
+  rank_scale: float = 1.0,
+  min_rank: int = 1,
+  max_rank: int = 64,
+) -> dict[str, Array]:
+  """Everything that one Gram matrix and the coefficients say, as scalars for a log.
+
+  Args:
+    gram: f32[B, B], g_i · g_j, not divided by B.
+    coefficients: f32[P, G] or f32[B], A as the advantage estimator gives it.
+    reweighted: the same shape, A' as the loss takes it; A itself without a reweighting.
+    num_prompts: P.
+    rank_scale, min_rank, max_rank: ρ_s, k_min and k_max of the shared subspace, as SALT's.
+  Returns:
+    f32[] each, all finite:
+      geometry/gram_usable: 0 where the Gram is zero or not finite; all below is meaningless then.
+      geometry/participation_ratio: directions that the batch's gradients span, in [1, B]. Near 1:
+        all rollouts teach one thing, whatever their number.
+      geometry/group_participation_ratio: its mean over groups, in [1, G].
+      geometry/effective_rollouts, …_reweighted: n_eff under A and under A', in [0, B]. Below 1 the
+        weighted gradients cancel, and more rollouts buy little; about 1 is what independent
+        rollouts give; far above 1 they push together.
+      geometry/group_effective_rollouts/…: see `effective_rollouts_histogram`; and the mean.
+      geometry/redundancy_within, …_between, each with and without …_positive: see `redundancy`.
+      geometry/rank: k, the dimension of the shared subspace.
+      geometry/shared_energy, geometry/residual_energy: see `energies`, under A.
+      geometry/update_norm, …_reweighted, geometry/update_norm_bound: see `update_norms`; the bound
+        is under A.
+  """
+  coefficients, reweighted = coefficients.reshape(-1), reweighted.reshape(-1)
+  chex.assert_shape([coefficients, reweighted], gram.shape[:1])
+  spectrum = spectral.spectrum(gram)
+  ratio = spectral.participation_ratio(gram)
+  rank = spectral.subspace_rank(
+    spectrum.eigenvalues, ratio, scale=rank_scale, minimum=min_rank, maximum=max_rank
+  )
+  shared, residual = energies(coefficients, spectrum, rank)
+  norm, bound = update_norms(coefficients, spectrum, rank)
+  norm_reweighted, _ = update_norms(reweighted, spectrum, rank)
+  group_ratios, groups_usable = group_participation_ratios(gram, num_prompts)
+  of_groups, counted = group_effective_rollouts(coefficients, gram, num_prompts)
+  pairs = redundancy(gram, num_prompts)
+  values = {
+    "gram_usable": spectrum.usable,
+    "participation_ratio": ratio,
+    "group_participation_ratio": masked_mean(group_ratios, groups_usable),
+    "effective_rollouts": spectral.effective_rollouts(coefficients, gram),
+    "effective_rollouts_reweighted": spectral.effective_rollouts(reweighted, gram),
+    "group_effective_rollouts/mean": masked_mean(of_groups, counted),
+    "rank": jnp.where(spectrum.usable, rank, 0),
+    "shared_energy": shared,
+    "residual_energy": residual,
+    "update_norm": norm,
+    "update_norm_reweighted": norm_reweighted,
+    "update_norm_bound": bound,
+  }
+  values |= effective_rollouts_histogram(of_groups, counted)
+  values |= {f"redundancy_{name}": value for name, value in pairs._asdict().items()}
+  return {f"geometry/{name}": upcast(value) for name, value in values.items()}
+
+
+def cosine_gram(gram: Array) -> Array:
+  """cos(g_i, g_j), f32[B, B] in [−1, 1]; row, column and diagonal are 0 where a gradient is 0.
+
+  I for a Gram that is zero or not finite.
+  """
+  gram = spectral.or_identity(gram)
+  norms = jnp.sqrt(jnp.maximum(jnp.diagonal(gram), 0.0))
+  alive = norms > 0
+  safe = jnp.where(alive, norms, 1.0)
+  cosines = jnp.clip(gram / safe[:, None] / safe, -1.0, 1.0)
+  return jnp.where(alive[:, None] & alive, cosines, 0.0)
+
+
+def redundancy(gram: Array, num_prompts: int) -> Redundancy:
+  """Mean pairwise cosine of gradients within a prompt, and between the prompts' mean gradients.
+
+  Within a prompt, 0 is what independent rollouts give and 1 says that G rollouts carry the
+  information of one. The mean of max(cosine, 0) counts agreement alone (**open**: our reading of
+  mean positive cosine); where it stands well above the mean, prompts hold opposed rollouts, for
+  instance successes against failures. Between prompts, values near 1 say that prompts teach one
+  thing (a format, a length), values below 0 that they undo each other.
+
+  Args:
+    gram: f32[B, B].
+    num_prompts: P; B is a multiple.
+  Returns:
+    Means over pairs of two different rollouts (prompts) whose gradients are not zero. A mean
+    gradient counts as zero where its squared norm is within rounding (1e-6) of cancelling.
+  Source: SALT, arXiv 2606.05800.
+  """
+  gram = spectral.or_identity(gram)
+  blocks = _blocks(gram, num_prompts)
+  prompt = jnp.repeat(jnp.arange(num_prompts), blocks.shape[1])
+  own_norms = jnp.diagonal(gram).reshape(num_prompts, -1).mean(axis=1)
+  of_means = blocks.mean(axis=(1, 3))
+  cancelled = jnp.diagonal(of_means) <= spectral.NULL * own_norms
+  of_means = jnp.where(cancelled[:, None] | cancelled, 0.0, of_means)
+  return Redundancy(
+    *_mean_cosines(gram, prompt[:, None] == prompt), *_mean_cosines(of_means, True)
+  )
+
+
+def energies(coefficients: Array, spectrum: spectral.Spectrum, rank: Array) -> tuple[Array, Array]:
+  """Shares of the update's squared norm AᵀKA inside and outside the top-k eigenvectors of K.
+
+  P_k is made of eigenvectors of K and commutes with it, so that AᵀP_kKP_kA/(AᵀKA) and the same with
+  I − P_k add up to 1 (**open**: our reading of shared and residual energy). A shared energy near 1
+  says that the update goes along the few directions in which all rollouts agree; near 0, that A
+  weighs those away, as centred coefficients do with a common direction.
+
+  Args:
+    coefficients: f32[B], A.
+    spectrum: of the Gram matrix, `ops.spectral.spectrum`.
+    rank: i32[], k.
+  Returns:
+    shared and residual energy, f32[] in [0, 1]. Both 0 where AᵀKA is zero, to within rounding:
+    under 1e-6·λ_1‖A‖².
+  Source: SALT, arXiv 2606.05800.
+  """
+  energy, unit, _ = _energy(coefficients, spectrum)
+  total = jnp.sum(energy)
+  defined = spectrum.usable & (total > spectral.NULL * jnp.sum(unit**2))
+  shared = jnp.sum(jnp.where(jnp.arange(energy.size) < rank, energy, 0.0))
+  shared = shared / jnp.where(defined, total, 1.0)
+  return jnp.where(defined, shared, 0.0), jnp.where(defined, 1 - shared, 0.0)
+
+
+def update_norms(
+  coefficients: Array, spectrum: spectral.Spectrum, rank: Array
+) -> tuple[Array, Array]:
+  """Norm ‖Σ A_i g_i‖/B of the update, and a bound on the part of it outside the top-k subspace.
+
+  With K = (g_i · g_j)/B, ‖Σ A_i g_i‖/B = √(AᵀKA/B), and the residual part is at most
+  √(λ_{k+1}(K)/B)·‖(I − P_k)A‖. The spectrum here is that of B·K, whose eigenvalues are B times
+  larger: √(λ_{k+1}(B·K))/B·‖(I − P_k)A‖ is the same number. A bound far below the norm says that
+  the update is shared; a norm far below the bound, that A cancels in the shared directions and the
+  residual rollouts cancel one another too. The norm is that of the policy gradient on the
+  parameters that the Gram is of, at ratio 1, summed over tokens and averaged over rollouts.
+
+  Args:
+    coefficients: f32[B], A.
+    spectrum: of the Gram matrix g_i · g_j, not divided by B, `ops.spectral.spectrum`.
+    rank: i32[], k.
+  Returns:
+    norm and bound, f32[] ≥ 0, in units of a gradient; the bound is on the residual part only.
+  Source: SALT, arXiv 2606.05800 (**open**).
+  """
+  energy, unit, scale = _energy(coefficients, spectrum)
+  outside = jnp.arange(energy.size) >= rank
+  # The largest eigenvalue left out; 0 where none is.
+  following = jnp.max(jnp.where(outside, _relative(spectrum.eigenvalues), 0.0))
+  bound = jnp.sqrt(following) * jnp.linalg.norm(jnp.where(outside, unit, 0.0))
+  norms = jnp.stack([jnp.sqrt(jnp.sum(energy)), bound]) * scale / energy.size
+  norm, bound = jnp.where(spectrum.usable, norms, 0.0)
+  return norm, bound
+
+
+def group_participation_ratios(gram: Array, num_prompts: int) -> tuple[Array, Array]:
+  """Participation ratio of every group's own Gram matrix, and whether it has one.
+
+  Args:
+    gram: f32[B, B].
+    num_prompts: P.
+  Returns:
+    f32[P] in [1, G], near 1 where a prompt's rollouts all push along one line; and bool[P], False
+    where all gradients of a group are zero.
+  """
+  grams = _group_grams(gram, num_prompts)
+  return jax.vmap(spectral.participation_ratio)(grams), jax.vmap(spectral.is_usable)(grams)
+
+
+def group_effective_rollouts(
+  coefficients: Array, gram: Array, num_prompts: int
+) -> tuple[Array, Array]:
+  """n_eff of every group alone, and whether it has one.
+
+  Args:
+    coefficients: f32[P, G] or f32[B], A.
+    gram: f32[B, B].
+    num_prompts: P.
+  Returns:
+    f32[P] in [0, G], below 1 where a group's weighted gradients cancel; and bool[P], False where
+    no rollout of a group has both a coefficient and a gradient, as in groups of equal rewards.
+  Source: SALT, arXiv 2606.05800.
+  """
+  grams = _group_grams(gram, num_prompts)
+  coefficients = coefficients.reshape(num_prompts, -1)
+  counted = jax.vmap(spectral.carries_gradient)(coefficients, grams)
+  return jax.vmap(spectral.effective_rollouts)(coefficients, grams), counted
+
+
+def effective_rollouts_histogram(values: Array, counted: Array) -> dict[str, Array]:
+  """Shares of groups by their n_eff: [0, .5), [.5, 1), [1, 2), [2, 4), [4, ∞).
+
+  Args:
+    values: f32[P], n_eff of every group.
+    counted: bool[P], the groups to count, as `group_effective_rollouts` gives them.
+  Returns:
+    group_effective_rollouts/below_0.5, …/0.5_to_1, …/1_to_2, …/2_to_4, …/from_4: f32[] in [0, 1],
+    that add up to 1, or all 0 where no group counts. Much mass below 0.5: most groups undo
+    themselves, and larger groups will not help.
+  """
+  bins = jnp.sum(values[:, None] >= jnp.array(_EDGES), axis=1)
+  hits = bins[:, None] == jnp.arange(len(_SHARES))
+  shares = masked_mean(hits, jnp.broadcast_to(counted[:, None], hits.shape), axis=0)
+  names = (f"group_effective_rollouts/{name}" for name in _SHARES)
+  return dict(zip(names, shares, strict=True))
+
+
+def gram_agreement(
+  gram_a: Array, gram_b: Array, key: Array, *, feature_dim: int, num_permutations: int = 200
+) -> Agreement:
+  """Whether two subsets of the parameters see the same geometry, for instance head and last block.
+
+  Pearson correlation of the off-diagonal cosines of two Gram matrices of the same rollouts, over
+  pairs whose gradients are not zero. 1: the cheap subset stands for the other; a correlation below
+  the 95 % quantile of either null is no evidence of agreement at all.
+
+  The permutation null matches the rollouts of `b` with those of `a` at random, which keeps both
+  spectra. The noise null puts Gaussian features with the row norms of `b` in its place. Cosines do
+  not see the norms, except that zero stays zero, so that those features need not exist: their
+  triangular factor is drawn from its own law (Bartlett), exact at every dimension for B²/2 numbers
+  rather than B·feature_dim. The correlation hardly depends on the dimension once it is well above
+  B: cosines then shrink as 1/√dimension, all alike.
+
+  Args:
+    gram_a, gram_b: f32[B, B].
+    key: random key.
+    feature_dim: number of parameters of subset `b`.
+    num_permutations: draws of each null.
+  Returns:
+    See `Agreement`. A correlation is 0 where the cosines of one side do not differ (standard
+    deviation under 1e-6), as for identical gradients.
+  Source: SALT, arXiv 2606.05800.
+  """
+  chex.assert_equal_shape([gram_a, gram_b])
+  a, b = cosine_gram(gram_a), cosine_gram(gram_b)
+  alive = jnp.diagonal(b) > 0
+  permutation_key, noise_key = jax.random.split(key)
+
+  def permuted(key):
+    order = jax.random.permutation(key, b.shape[0])
+    return _correlation(a, b[order][:, order])
+
+  def with_noise(key):
+    noise = _gaussian_cosines(key, b.shape[0], feature_dim, b.dtype)
+    return _correlation(a, jnp.where(alive[:, None] & alive, noise, 0.0))
+
+  def null(draw, key):
+    draws = jax.lax.map(draw, jax.random.split(key, num_permutations))
+    return jnp.mean(draws), jnp.quantile(draws, 0.95)
+
+  of_permutations, of_noise = null(permuted, permutation_key), null(with_noise, noise_key)
+  return Agreement(_correlation(a, b), *of_permutations, *of_noise)
+
+
+def rank_one_fraction(update: Array) -> Array:
+  """σ₁²/Σσ² of a matrix, the share of an update that one outer product holds.
+
+  For the accumulated update W_t − W_0 of the output head. A value that climbs towards 1 as training
+  goes on says that the updates repeat one direction, the collapse that FADE reports under
+  failure-heavy mass; 1/min(D, V) is the least possible.
+
+  Args:
+    update: [D, V] or [V, D]; the eigenvalues are those of its smaller Gram, never an SVD.
+  Returns:
+    f32[], in [1/min(D, V), 1]; 0 for an update that is zero or not finite.
+  Source: FADE, arXiv 2607.01490.
+  """
+  chex.assert_rank(update, 2)
+  update = upcast(update)
+  update = update / _largest(update)
+  wide = update if update.shape[0] <= update.shape[1] else update.T
+  gram = jnp.matmul(wide, wide.T, precision=spectral.EXACT)
+  largest = jnp.linalg.eigvalsh(spectral.or_identity(gram))[-1] / gram.shape[0]
+  return jnp.where(spectral.is_usable(gram), jnp.clip(largest, 0.0, 1.0), 0.0)
+
+
+def head_share(update: Params, head_path: str) -> Array:
+  """Share of ‖ΔW‖² that sits in the output head.
+
+  Compare it with the head's share of the parameters: far above, the update goes into the last
+  projection, which moves token frequencies rather than what the network computes.
+
+  Args:
+    update: nested dict of arrays, parameters_t − parameters_0.
+    head_path: the path of the head's kernel, its keys joined by "/": "head_kernel", or "embedding"
+      with tied embeddings, which then counts the updates of the input lookup too.
+  Returns:
+    f32[], in [0, 1]; 0 for an update that is zero or not finite.
+  Raises:
+    ValueError: no parameter has that path.
+  Source: FADE, arXiv 2607.01490.
+  """
+  named = {
+    jax.tree_util.keystr(path, simple=True, separator="/"): upcast(leaf)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(update)
+  }
+  if head_path not in named:
+    raise ValueError(f"head_share: no parameter {head_path!r}; choose one of {sorted(named)}")
+  largest = _largest(jnp.stack([jnp.max(jnp.abs(leaf)) for leaf in named.values()]))
+  squares = {name: jnp.sum((leaf / largest) ** 2) for name, leaf in named.items()}
+  total = sum(squares.values())
+  defined = jnp.isfinite(total) & (total > 0)
+  return jnp.where(defined, squares[head_path] / jnp.where(defined, total, 1.0), 0.0)
+
+
+def advantage_logprob_covariance(coefficients: Array, logprobs: Array, mask: Array) -> Array:
+  """−Cov(A, log π) over loss tokens, a sign of where entropy is heading.
+
+  Negative: likely tokens are pushed up or unlikely ones down, and entropy tends to fall; positive:
+  it tends to rise. A reading, not a prediction: compare with the measured change of entropy.
+
+  Args:
+    coefficients: f32[P, G], A, the same for all tokens of a rollout.
+    logprobs: f32[P, G, T], nats, under the policy.
+    mask: [P, G, T], loss tokens.
+  Returns:
+    f32[], nats times the unit of A; 0 without loss tokens.
+  Source: FADE, arXiv 2607.01490; Cui et al., arXiv 2505.22617.
+  """
+  chex.assert_rank([coefficients, logprobs, mask], [2, 3, 3])
+  per_token = jnp.broadcast_to(upcast(coefficients)[..., None], mask.shape)
+  centred = per_token - masked_mean(per_token, mask)
+  return -masked_mean(centred * (logprobs - masked_mean(logprobs, mask)), mask)
+
+
+def _blocks(gram: Array, num_prompts: int) -> Array:
+  """[B, B] → [P, G, P, G]."""
+  chex.assert_rank(gram, 2)
+  if gram.shape[0] % num_prompts:
+    raise ValueError(f"a Gram of {gram.shape[0]} rollouts is not of {num_prompts} equal groups")
+  group_size = gram.shape[0] // num_prompts
+  return upcast(gram).reshape(num_prompts, group_size, num_prompts, group_size)
+
+
+def _group_grams(gram: Array, num_prompts: int) -> Array:
+  """The Gram of each group alone, f32[P, G, G]."""
+  prompts = jnp.arange(num_prompts)
+  return _blocks(gram, num_prompts)[prompts, :, prompts]
+
+
+def _mean_cosines(gram: Array, pairs: Array | bool) -> tuple[Array, Array]:
+  """Mean of the cosines and of their positive parts over distinct `pairs` that are not zero."""
+  cosines = cosine_gram(gram)
+  kept = _distinct(jnp.diagonal(cosines) > 0) & pairs
+  return masked_mean(cosines, kept), masked_mean(jnp.maximum(cosines, 0.0), kept)
+
+
+def _distinct(alive: Array) -> Array:
+  """bool[B, B]: pairs of two different rollouts that are both alive."""
+  return alive[:, None] & alive & ~jnp.eye(alive.size, dtype=bool)
+
+
+def _correlation(a: Array, b: Array) -> Array:
+  """Pearson correlation of the off-diagonal entries of two cosine Grams."""
+  kept = _distinct((jnp.diagonal(a) > 0) & (jnp.diagonal(b) > 0))
+  centred = lambda x: jnp.where(kept, x - masked_mean(x, kept), 0.0)
+  a, b = centred(a), centred(b)
+  norms = jnp.stack([jnp.sqrt(jnp.sum(a**2)), jnp.sqrt(jnp.sum(b**2))])
+  defined = jnp.all(norms > spectral.NULL * jnp.sqrt(masked_count(kept)))
+  unit_a, unit_b = a / jnp.where(defined, norms[0], 1.0), b / jnp.where(defined, norms[1], 1.0)
+  return jnp.where(defined, jnp.clip(jnp.sum(unit_a * unit_b), -1.0, 1.0), 0.0)
+
+
+def _gaussian_cosines(key: Array, rollouts: int, dim: int, dtype) -> Array:
+  """Cosine Gram of Gaussian features [rollouts, dim], without the features.
+
+  Features = L·Q with Q orthonormal: below its diagonal L is normal, and its i-th diagonal entry
+  (from 0) is χ with dim − i degrees of freedom. Source: Bartlett, 1933.
+  """
+  below_key, diagonal_key = jax.random.split(key)
+  width = min(rollouts, dim)
+  below = jnp.tril(jax.random.normal(below_key, (rollouts, width), dtype), -1)
+  freedom = float(dim) - jnp.arange(width, dtype=dtype)
+  diagonal = jax.random.chisquare(diagonal_key, freedom, dtype=dtype)
+  factor = below + jnp.pad(jnp.diag(jnp.sqrt(diagonal)), [(0, rollouts - width), (0, 0)])
+  factor = factor / jnp.linalg.norm(factor, axis=1, keepdims=True)
+  return jnp.matmul(factor, factor.T, precision=spectral.EXACT)
+
+
+def _energy(coefficients: Array, spectrum: spectral.Spectrum) -> tuple[Array, Array, Array]:
+  """AᵀKA by eigenvectors, in units that keep float32 in range.
+
+  Returns:
+    energy f32[B], (λ_j/λ_1)·u_j²; u = VᵀA/max|A|, f32[B]; and √λ_1·max|A|, f32[], whose square
+    times the sum of the energies is AᵀKA.
+  """
+  coefficients = upcast(coefficients)
+  largest = _largest(coefficients)
+  unit = jnp.matmul(spectrum.vectors.T, coefficients / largest, precision=spectral.EXACT)
+  return (
+    _relative(spectrum.eigenvalues) * unit**2, unit, jnp.sqrt(spectrum.eigenvalues[0]) * largest
+  )
+
+
+def _relative(eigenvalues: Array) -> Array:
+  """λ_j/λ_1."""
+  return eigenvalues / jnp.where(eigenvalues[0] > 0, eigenvalues[0], 1.0)
+
+
+def _largest(x: Array) -> Array:
+  """max|x|, or 1 where x is all zero: a divisor."""
+  largest = jnp.max(jnp.abs(x))
+  return jnp.where(largest > 0, largest, 1.0)

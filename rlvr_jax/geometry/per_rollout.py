@@ -1,0 +1,153 @@
+"""Per-rollout gradients by differentiating each rollout: the reference, for any parameters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from rlvr_jax.geometry.base import GramRoute, Setting
+from rlvr_jax.ops.logprobs import token_logprobs
+from rlvr_jax.ops.masked import upcast
+from rlvr_jax.types import Array, Forward, Head, Params, Prompts, Sampling, TrainBatch
+
+_PATTERNS = {"last_block": r"^blocks/", "all": ""}
+
+
+def per_rollout(*, parameters: str = "head") -> GramRoute:
+  """Gram matrix of the gradients of each rollout's −Σ_t m log π, differentiated one by one.
+
+  Holds the features of all rollouts at once, [B, N] for N parameters: for small models, small
+  subsets and tests. Runs the model again.
+
+  With tied embeddings the feature is the derivative through the output use of the embedding alone.
+
+  Args:
+    parameters: "head": the output head's kernel, hidden states held fixed; "last_block": the last
+      transformer block; "all"; anything else is a regular expression that is searched for in the
+      parameters' paths, such as "blocks/(query|key)$".
+  Raises:
+    ValueError: not a regular expression; when called, one that no path matches.
+  Source: SALT, arXiv 2606.05800, §3.
+  """
+  try:
+    re.compile(parameters)
+  except re.error as error:
+    raise ValueError(
+      f"per_rollout: parameters={parameters!r} is neither 'head', 'last_block', 'all' nor a regular"
+      f" expression: {error}"
+    ) from error
+
+  def gram(params: Params, batch: TrainBatch, forward: Forward | None, setting: Setting) -> Array:
+    del forward
+    total = 0.0
+    for leaf in _gradients(params, batch, setting, parameters):
+      rows = leaf.reshape(*leaf.shape[:2], -1)
+      highest = jax.lax.Precision.HIGHEST
+      total += jnp.einsum("gpn,hqn->pgqh", rows, rows, precision=highest)
+    B = batch.tokens.shape[0] * batch.tokens.shape[1]
+    return jnp.reshape(total, (B, B))
+
+  return GramRoute(gram, needs_forward=False)
+
+
+def per_rollout_features(
+  params: Params, batch: TrainBatch, setting: Setting, *, parameters: str = "head"
+) -> Array:
+  """The features themselves, f32[B, N]: for small models.
+
+  Args:
+    parameters: as for `per_rollout`.
+  Returns:
+    Rollouts in the order of batch.tokens.reshape(B, T); N parameters, leaf after leaf in the order
+    of the parameters' tree, each in row-major order.
+  """
+  leaves = _gradients(params, batch, setting, parameters)
+  rows = [leaf.swapaxes(0, 1).reshape(batch.mask[..., 0].size, -1) for leaf in leaves]
+  return jnp.concatenate(rows, axis=1)
+
+
+def _gradients(
+  params: Params, batch: TrainBatch, setting: Setting, parameters: str
+) -> list[Array]:
+  """Per-rollout gradients of the selected leaves, each f32[G, P, *leaf]."""
+  model = setting.model
+  selected, network = _subset(params, setting, parameters)
+
+  def loss(selected, prompts, tokens, mask):
+    trunk, head = network(selected)
+    one = Prompts(tokens=prompts.tokens[None], lengths=prompts.lengths[None])
+    hidden = model.response_hidden(trunk, one, tokens[None, None])[0, 0]
+    # Before the product: zero times NaN is NaN, in the gradient too.
+    hidden = jnp.where(mask[:, None] > 0, hidden, jnp.zeros((), hidden.dtype))
+    sampling = Sampling(temperature=setting.temperature)
+    logprobs, _ = token_logprobs(hidden, head, tokens, sampling)
+    return -jnp.sum(jnp.where(mask > 0, logprobs, 0.0))
+
+  def of_one_rollout_per_prompt(rollouts):
+    gradient = jax.vmap(jax.grad(loss), in_axes=(None, 0, 0, 0))
+    return gradient(selected, batch.prompts, *rollouts)
+
+  # Prompts side by side, as they are sharded; the rollouts of a group in turn, to save memory.
+  rollouts = (batch.tokens.swapaxes(0, 1), batch.mask.swapaxes(0, 1))
+  return jax.lax.map(of_one_rollout_per_prompt, rollouts)
+
+
+def num_selected(params: Params, setting: Setting, *, parameters: str = "head") -> int:
+  """N, the number of parameters that `per_rollout` with these `parameters` differentiates by."""
+  selected, _ = _subset(params, setting, parameters)
+  return sum(leaf.size for leaf in selected)
+
+
+def _subset(
+  params: Params, setting: Setting, parameters: str
+) -> tuple[list[Array], Callable[[list[Array]], tuple[Params, Head]]]:
+  """The selected leaves, and the way from them to the trunk's parameters and the head."""
+  model = setting.model
+  if parameters == "head":
+    fixed = model.head(params)
+    return [upcast(fixed.kernel)], lambda selected: (params, fixed._replace(kernel=selected[0]))
+  leaves, insert = _select(params, parameters)
+
+  def network(selected):
+    whole = insert(selected)
+    trunk = _cut_input_lookup(whole) if model.config.tied_head else whole
+    return trunk, model.head(whole)
+
+  return leaves, network
+
+
+def _select(
+  params: Params, parameters: str
+) -> tuple[list[Array], Callable[[list[Array]], Params]]:
+  """The leaves that `parameters` names, in at least float32, and the way to put them back."""
+  pattern = _PATTERNS.get(parameters, parameters)
+  leaves, tree = jax.tree_util.tree_flatten_with_path(params)
+  paths = [_name(path) for path, _ in leaves]
+  chosen = [i for i, path in enumerate(paths) if re.search(pattern, path)]
+  if not chosen:
+    raise ValueError(
+      f"per_rollout: parameters={parameters!r} matches none of the parameters' paths:"
+      f" {', '.join(paths)}"
+    )
+  last = parameters == "last_block"  # layers are stacked on the first axis
+
+  def insert(selected):
+    values = [leaf for _, leaf in leaves]
+    for i, value in zip(chosen, selected, strict=True):
+      values[i] = upcast(values[i]).at[-1].set(value) if last else value
+    return jax.tree.unflatten(tree, values)
+
+  whole = [upcast(leaves[i][1]) for i in chosen]
+  return [leaf[-1] for leaf in whole] if last else whole, insert
+
+
+def _cut_input_lookup(params: Params) -> Params:
+  cut = lambda path, x: jax.lax.stop_gradient(x) if _name(path) == "embedding" else x
+  return jax.tree_util.tree_map_with_path(cut, params)
+
+
+def _name(path) -> str:
+  return jax.tree_util.keystr(path, simple=True, separator="/")

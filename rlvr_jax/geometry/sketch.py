@@ -1,0 +1,105 @@
+"""The output head's Gram matrix from random projections of both of its gradient's factors."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from rlvr_jax.geometry.base import GramRoute, Setting
+from rlvr_jax.ops.masked import masked_fill
+from rlvr_jax.types import Array, Forward, Params, TrainBatch
+
+
+def sketch(
+  *, copies: int = 4, hidden_size: int = 64, vocabulary_size: int = 64, seed: int = 0
+) -> GramRoute:
+  """Unbiased estimate of the Gram matrix of g_i = Σ_t h[i,t] ⊗ d[i,t], nearly free.
+
+  Each of s independent copies projects both factors with random signs, R_h [D, a] and R_v [V, b],
+
+      g̃_i = Σ_t (R_hᵀ h[i,t]) ⊗ (R_vᵀ d[i,t]) / √(ab),      K̂ = mean over copies of (g̃_i · g̃_j).
+
+  The error of one copy goes as √(1/a + 1/b), that of the mean as 1/√s. The forward pass accumulates
+  R_vᵀd as it goes through the vocabulary, in s·b/D products of the size of the head's; the rest is
+  s·a/V of one.
+
+  Args:
+    copies: s.
+    hidden_size: a.
+    vocabulary_size: b.
+    seed: of the signs, the same for every batch.
+  Raises:
+    ValueError: a size below 1.
+  Source: methods of SALT, arXiv 2606.05800, §3; Kronecker sketches: Pham and Pagh 2013.
+  """
+  sizes = dict(copies=copies, hidden_size=hidden_size, vocabulary_size=vocabulary_size)
+  for name, size in sizes.items():
+    if size < 1:
+      raise ValueError(f"sketch: {name}={size} must be at least 1")
+  estimate = functools.partial(
+    sketch_with_error,
+    copies=copies,
+    hidden_size=hidden_size,
+    vocabulary_size=vocabulary_size,
+    seed=seed,
+  )
+
+  def cost(hidden: Array, kernel: Array, setting: Setting) -> dict[str, float]:
+    del setting
+    P, G, T, D = hidden.shape
+    V, pairs = kernel.shape[1], hidden_size * vocabulary_size
+    products = copies * (vocabulary_size / D + hidden_size / V + pairs * (1 + P * G / T) / (D * V))
+    return {"gram/head_products": products}
+
+  return GramRoute(
+    gram=lambda *args: estimate(*args)[0],
+    cost=cost,
+    error=lambda *args: estimate(*args)[1],
+    projection=lambda V: _signs(seed, "vocabulary", (V, copies * vocabulary_size)),
+  )
+
+
+def sketch_with_error(
+  params: Params,
+  batch: TrainBatch,
+  forward: Forward | None,
+  setting: Setting,
+  *,
+  copies: int,
+  hidden_size: int,
+  vocabulary_size: int,
+  seed: int,
+) -> tuple[Array, Array]:
+  """The estimate of `sketch` with the same arguments, and its own relative error.
+
+  Args:
+    forward: `projected` with the projection of that route.
+  Returns:
+    f32[B, B], K̂; f32[], ‖K̂ − K‖_F/‖K‖_F estimated from the spread between copies as
+    √(Σ_c ‖K_c − K̂‖²_F / (s(s−1))) / ‖K̂‖_F; NaN for one copy.
+  """
+  del params, setting
+  assert forward is not None and forward.projected is not None
+  P, G, T, D = forward.hidden.shape
+  kept = batch.mask.reshape(P * G, T, 1) > 0
+  hidden = forward.hidden.reshape(P * G, T, D)
+  hidden = jnp.where(kept, hidden, jnp.zeros((), hidden.dtype))
+  dtype = jnp.promote_types(hidden.dtype, jnp.float32)
+  signs = _signs(seed, "hidden", (D, copies * hidden_size)).astype(hidden.dtype)
+  left = jnp.dot(hidden.reshape(-1, D), signs, preferred_element_type=dtype)
+  left = left.reshape(P * G, T, copies, hidden_size)
+  right = masked_fill(forward.projected.reshape(P * G, T, -1), kept)
+  right = right.reshape(P * G, T, copies, vocabulary_size)
+  features = jnp.einsum("itca,itcb->ciab", left, right)
+  grams = jnp.einsum("ciab,cjab->cij", features, features) / (hidden_size * vocabulary_size)
+  gram = jnp.mean(grams, axis=0)
+  spread = jnp.sqrt(jnp.sum((grams - gram) ** 2) / (copies * (copies - 1.0)))
+  return gram, spread / jnp.linalg.norm(gram)
+
+
+def _signs(seed: int, factor: str, shape: tuple[int, int]) -> Array:
+  """±1 in float32, exact in every dtype."""
+  key = jax.random.fold_in(jax.random.key(seed), ("hidden", "vocabulary").index(factor))
+  return jax.random.rademacher(key, shape, jnp.float32)

@@ -1,0 +1,145 @@
+"""What the eigenvalues of a Gram matrix of per-rollout gradients say, and projections onto them.
+
+A Gram matrix here is K = (g_i · g_j)/B of the B rollouts of a batch: symmetric, positive
+semidefinite. Its eigenvectors are directions in the space of rollouts. Scaling all gradients by one
+number changes nothing below but the eigenvalues themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from rlvr_jax.ops.masked import upcast
+from rlvr_jax.types import Array
+
+NULL = 1e-6  # eigenvalues below this times the largest are rounding errors
+# Accelerators multiply float32 matrices in bfloat16 or TF32 unless told otherwise.
+EXACT = jax.lax.Precision.HIGHEST
+
+
+class Spectrum(NamedTuple):
+  eigenvalues: Array  # f32[B], descending
+  vectors: Array  # f32[B, B], columns, in the same order
+  usable: Array  # bool[], False where the Gram was zero or not finite: then the spectrum is of I
+
+
+def is_usable(gram: Array) -> Array:
+  """bool[]: whether a Gram matrix f32[B, B] is finite and not all zero, and its trace so too."""
+  gram = upcast(gram)
+  trace = jnp.trace(gram)
+  normal = (trace >= jnp.finfo(gram.dtype).tiny) & jnp.isfinite(trace)
+  return normal & jnp.all(jnp.isfinite(gram))
+
+
+def or_identity(gram: Array) -> Array:
+  """The symmetrised Gram with a mean diagonal of one, or I where it is not usable; f32[B, B]."""
+  chex.assert_rank(gram, 2)
+  gram = upcast(gram)
+  # Divide by the trace first: a small trace over B may be no normal number.
+  scaled = gram / jnp.trace(gram) * gram.shape[0]
+  identity = jnp.eye(gram.shape[0], dtype=gram.dtype)
+  return jnp.where(is_usable(gram), (scaled + scaled.T) / 2, identity)
+
+
+def spectrum(gram: Array) -> Spectrum:
+  """Eigenvalues and eigenvectors of a Gram matrix f32[B, B]; of I where it is not usable."""
+  usable = is_usable(gram)
+  eigenvalues, vectors = jnp.linalg.eigh(or_identity(gram))
+  mean_diagonal = jnp.where(usable, jnp.trace(upcast(gram)) / gram.shape[0], 1.0)
+  return Spectrum(jnp.maximum(eigenvalues[::-1], 0.0) * mean_diagonal, vectors[:, ::-1], usable)
+
+
+def participation_ratio(gram: Array) -> Array:
+  """Effective number of gradient directions in a batch, (tr K)² / ‖K‖_F².
+
+  1 when all rollouts push the same way, B when they are orthogonal and of equal norm.
+
+  Args:
+    gram: f32[B, B], inner products of per-rollout gradient features; symmetric.
+  Returns:
+    f32[], in [1, B]; 0 for a Gram that is all zero or not finite.
+  Source: SALT, arXiv 2606.05800, §3; Recanatesi et al. 2022.
+  """
+  scaled = or_identity(gram)
+  return jnp.where(is_usable(gram), gram.shape[0] ** 2 / jnp.sum(scaled**2), 0.0)
+
+
+def _energies(coefficients: Array, gram: Array) -> tuple[Array, Array]:
+  """(‖Σ A_i g_i‖², Σ A_i² ‖g_i‖²), in units of max A² · mean K_ii; zeros for an unusable Gram."""
+  chex.assert_rank([coefficients, gram], [1, 2])
+  chex.assert_equal_shape_prefix([coefficients, gram], 1)
+  coefficients, scaled = upcast(coefficients), or_identity(gram)
+  # The squares of A itself may leave float32's range.
+  largest = jnp.max(jnp.abs(coefficients))
+  unit = coefficients / jnp.where(largest > 0, largest, 1.0)
+  together = unit @ jnp.matmul(scaled, unit, precision=EXACT)
+  separate = jnp.sum(unit**2 * jnp.diagonal(scaled))
+  usable = is_usable(gram)
+  return jnp.where(usable, jnp.maximum(together, 0.0), 0.0), jnp.where(usable, separate, 0.0)
+
+
+def carries_gradient(coefficients: Array, gram: Array) -> Array:
+  """bool[]: whether Σ A_i² K_ii > 0, for A f32[B] and a usable Gram f32[B, B].
+
+  Where not, A and K say nothing about the update: n_eff and what follows from it are undefined.
+  """
+  return _energies(coefficients, gram)[1] > 0
+
+
+def effective_rollouts(coefficients: Array, gram: Array) -> Array:
+  """n_eff = ‖Σ A_i g_i‖² / Σ A_i² ‖g_i‖² = AᵀKA / Σ A_i² K_ii.
+
+  1 when the weighted gradients are orthogonal, 0 when they cancel, B when all are the same.
+
+  Args:
+    coefficients: f32[B], A.
+    gram: f32[B, B].
+  Returns:
+    f32[], in [0, B]; 0 where the denominator is 0 or the Gram is not finite.
+  Source: SALT, arXiv 2606.05800, §3.
+  """
+  together, separate = _energies(coefficients, gram)
+  return jnp.where(separate > 0, together / jnp.where(separate > 0, separate, 1.0), 0.0)
+
+
+def subspace_rank(
+  eigenvalues: Array, ratio: Array, *, scale: float, minimum: int, maximum: int
+) -> Array:
+  """k = clip(round(scale·PR), minimum, min(maximum, B−1, eigenvalues above 1e-6·λ_max)).
+
+  Where the bounds cross, the upper one holds.
+
+  Args:
+    eigenvalues: f32[B], descending.
+    ratio: f32[], the participation ratio.
+  Returns:
+    i32[], data-dependent; at least 1 and at most B − 1 for B ≥ 2.
+  Source: SALT, arXiv 2606.05800, §3, and the authors' code.
+  """
+  positive = jnp.sum(eigenvalues > NULL * eigenvalues[0])
+  ceiling = jnp.clip(positive, 1, min(maximum, eigenvalues.shape[0] - 1))
+  # Bounded as a float: a large scale would leave the range of i32.
+  wanted = jnp.maximum(jnp.round(scale * ratio), minimum)
+  return jnp.minimum(wanted, ceiling).astype(jnp.int32)
+
+
+def project(vectors: Array, rank: Array, x: Array) -> Array:
+  """P_k x = V_k V_kᵀ x, f32[B].
+
+  Args:
+    vectors: f32[B, B], orthonormal columns; the first `rank` of them span the subspace.
+    rank: i32[], may be data-dependent: columns are chosen by a mask, not by a slice.
+    x: f32[B].
+  """
+  kept = jnp.arange(vectors.shape[1]) < rank
+  along = jnp.where(kept, jnp.matmul(vectors.T, x, precision=EXACT), 0.0)
+  return jnp.matmul(vectors, along, precision=EXACT)
+
+
+def random_basis(key: Array, size: int, dtype: Any) -> Array:
+  """Orthonormal columns [size, size], uniform among all such bases up to sign."""
+  return jnp.linalg.qr(jax.random.normal(key, (size, size), dtype))[0]

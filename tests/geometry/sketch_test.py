@@ -1,0 +1,109 @@
+"""The sketch: unbiased, with the error that its design predicts and that it reports itself."""
+
+import functools
+import importlib.util
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles.gram_cases import V, make_case, make_forward
+
+from rlvr_jax.geometry import sketch, sketch_with_error, streaming
+from rlvr_jax.types import Forward
+
+_FILE = pathlib.Path(__file__).parents[2] / "experiments" / "benchmarks" / "flops.py"
+_spec = importlib.util.spec_from_file_location("flops", _FILE)
+flops = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(flops)
+
+CASE = dict(dtype="float32", soft_cap=2.0, scale=0.7, temperature=1.3)
+
+
+@functools.cache
+def exact_case():
+  *case, setting = make_case(**CASE)
+  exact = jax.jit(lambda *args: streaming().gram(*args, setting))(*case)
+  return np.asarray(exact, np.float64), *case, setting
+
+
+@functools.cache
+def estimates(copies, a, b, num_seeds):
+  """(exact Gram, estimates [N, B, B], reported relative errors [N], true ones [N])."""
+  sizes = dict(copies=copies, hidden_size=a, vocabulary_size=b)
+  exact, params, batch, _, setting = exact_case()
+
+  def one(seed):
+    projection = sketch(**sizes, seed=seed).projection(V)
+    forward = make_forward(params, batch, setting, projection)
+    return sketch_with_error(params, batch, forward, setting, **sizes, seed=seed)
+
+  found, reported = jax.jit(jax.vmap(one))(jnp.arange(num_seeds))
+  found = np.asarray(found, np.float64)
+  true = np.linalg.norm(found - exact, axis=(1, 2)) / np.linalg.norm(exact)
+  return exact, found, np.asarray(reported), true
+
+
+def rms(x):
+  return np.sqrt(np.mean(np.square(x)))
+
+
+def test_is_unbiased():
+  exact, found, _, _ = estimates(1, 4, 4, 2000)
+  standard_error = found.std(axis=0, ddof=1) / np.sqrt(len(found))
+  assert standard_error.max() < 0.05 * exact.max()
+  assert np.all(np.abs(found.mean(axis=0) - exact) <= 4 * standard_error)
+  assert np.all(found[:, 3] == 0)  # the rollout whose mask is empty
+
+
+def test_error_falls_as_designed():
+  error = lambda *sizes: rms(estimates(*sizes)[3])
+  one = error(1, 4, 4, 2000)
+  assert error(9, 4, 4, 300) == pytest.approx(one / 3, rel=0.1)
+  for a, b in ((16, 4), (4, 16), (16, 16)):
+    predicted = one * np.sqrt(1 / a + 1 / b) / np.sqrt(1 / 4 + 1 / 4)
+    assert predicted / 1.3 < error(1, a, b, 300) < 1.3 * predicted, (a, b)
+
+
+def test_reports_its_own_error():
+  _, _, reported, true = estimates(9, 4, 4, 300)
+  assert rms(reported) == pytest.approx(rms(true), rel=0.15)
+  # Each batch's own figure, which rests on nine copies.
+  assert np.mean((reported > true / 2) & (reported < 2 * true)) > 0.9
+  assert np.all(np.isnan(estimates(1, 4, 4, 2000)[2]))
+
+
+def test_seed_alone_decides():
+  _, params, batch, _, setting = exact_case()
+
+  def run(seed, spoil=lambda x, mask: x):
+    route = sketch(copies=2, hidden_size=4, vocabulary_size=4, seed=seed)
+    forward = make_forward(params, batch, setting, route.projection(V))
+    mask = batch.mask[..., None]
+    forward = Forward(spoil(forward.hidden, mask), None, spoil(forward.projected, mask))
+    return np.asarray(route.gram(params, batch, forward, setting))
+
+  np.testing.assert_array_equal(run(5), run(5))
+  assert np.abs(run(5) - run(6)).max() > 0.01
+  np.testing.assert_array_equal(run(5), run(5, lambda x, mask: jnp.where(mask > 0, x, jnp.nan)))
+
+
+def test_costs_a_fifth_of_a_head_product():
+  P, G, T, D, vocabulary = 8, 8, 128, 1536, 151_936
+  route = sketch()
+  projection = jax.eval_shape(lambda: route.projection(vocabulary))
+  abstract = jax.ShapeDtypeStruct
+  batch = jax.tree.map(lambda x: abstract((P, G, T), x.dtype), exact_case()[2])
+  projected = abstract((P, G, T, projection.shape[1]), jnp.float32)
+  forward = Forward(abstract((P, G, T, D), jnp.bfloat16), None, projected)
+  jaxpr = jax.make_jaxpr(lambda *args: route.gram(None, *args, None))(batch, forward)
+  accumulated = 2 * P * G * T * vocabulary * projection.shape[1]
+  head_product = 2 * P * G * T * D * vocabulary
+  assert flops.product_flops(jaxpr) + accumulated < 0.2 * head_product
+
+
+def test_sizes_are_positive():
+  for name in ("copies", "hidden_size", "vocabulary_size"):
+    with pytest.raises(ValueError, match=f"sketch: {name}=0"):
+      sketch(**{name: 0})

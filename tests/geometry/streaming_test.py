@@ -1,0 +1,205 @@
+"""The streaming Gram matrix: the same numbers as differentiation, at its price, on any mesh."""
+
+import dataclasses
+import importlib.util
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from oracles.gram_cases import D, G, P, make_batch, make_case, make_transformer
+
+from rlvr_jax.geometry import Setting, bytes_moved, per_rollout, streaming
+from rlvr_jax.ops.masked import upcast
+from rlvr_jax.train import sharding
+from rlvr_jax.types import Forward, Head
+
+_FILE = pathlib.Path(__file__).parents[2] / "experiments" / "benchmarks" / "flops.py"
+_spec = importlib.util.spec_from_file_location("flops", _FILE)
+flops = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(flops)
+
+
+def assert_close(found, expected, tolerance=1e-10):
+  difference = np.linalg.norm(np.asarray(found, np.float64) - expected)
+  assert difference < tolerance * np.linalg.norm(expected)
+
+
+def streamed(args, setting, **route):
+  return jax.jit(lambda *args: streaming(**route).gram(*args, setting))(*args)
+
+
+@pytest.mark.parametrize(
+  ("case", "routes"),
+  [
+    (dict(make=make_transformer, final_soft_cap=1.5), [dict()]),
+    (dict(make=make_transformer, tied_head=False, temperature=0.6), [dict(gather_chunks=2)]),
+    (dict(soft_cap=2.0, scale=0.3, temperature=1.7), [dict(gather_chunks=4), dict()]),
+    # Blocks of 128, the last of them narrower; 256 and a last one; the whole; the same in chunks.
+    (
+      dict(vocab_size=300, temperature=0.9),
+      [
+        dict(block_elements=1),
+        dict(block_elements=P * G * D * 256),
+        dict(),
+        dict(block_elements=1, gather_chunks=8),
+      ],
+    ),
+  ],
+)
+def test_equals_differentiation(x64, case, routes):
+  params, batch, forward, setting = make_case(**case)
+  expected = jax.jit(lambda *args: per_rollout().gram(*args, None, setting))(params, batch)
+  for route in routes:
+    found = streamed((params, batch, forward), setting, **route)
+    assert found.dtype == jnp.float64
+    assert_close(found, expected)
+    assert np.all(found[3] == 0)  # the rollout whose mask is empty
+    np.testing.assert_allclose(found, found.T, rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_masked_does_not_matter():
+  params, batch, forward, setting = make_case(dtype="float32")
+  spoil = lambda x, mask: jnp.where(mask > 0, x, jnp.nan)
+  spoilt = Forward(
+    spoil(forward.hidden, batch.mask[..., None]), spoil(forward.log_normalizers, batch.mask), None
+  )
+  other = dataclasses.replace(batch, tokens=jnp.where(batch.mask > 0, batch.tokens, -1))
+  np.testing.assert_array_equal(
+    streamed((params, other, spoilt), setting), streamed((params, batch, forward), setting)
+  )
+
+
+def test_bfloat16_is_near_float32():
+  *args, setting = make_case(dtype="bfloat16")
+  found = streamed(args, setting)
+  assert found.dtype == jnp.float32
+  exact = streamed(jax.tree.map(upcast, args), setting)  # the same rounded parameters
+  assert_close(found, exact, 0.01)
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    (dict(block_elements=0), "block_elements=0"),
+    (dict(gather_chunks=0), "gather_chunks=0"),
+    (dict(gather_chunks=3), "gather_chunks=3 does not divide the 8 rollouts of a device"),
+  ],
+)
+def test_what_cannot_be(arguments, message):
+  with pytest.raises(ValueError, match=message):
+    streaming(**arguments).gram(*make_case(dtype="float32"))
+
+
+# --- price ----------------------------------------------------------------------------------------
+
+
+class _HeadOnly:
+  """A model of which only the head exists."""
+
+  @staticmethod
+  def head(params):
+    return Head(params.T, 1.0, None)
+
+
+def abstract_case(prompts, group, length, width, vocabulary, dtype=jnp.bfloat16, place=None):
+  place = place or (lambda shape, dtype, _: jax.ShapeDtypeStruct(shape, dtype))
+  batch = jax.eval_shape(lambda: make_batch(0, prompts=prompts, group=group))
+  tokens = place((prompts, group, length), jnp.int32, "batch")
+  mask = place((prompts, group, length), jnp.float32, "batch")
+  batch = dataclasses.replace(batch, tokens=tokens, mask=mask)
+  hidden = place((prompts, group, length, width), dtype, "batch")
+  forward = Forward(hidden, mask, None)
+  return place((vocabulary, width), dtype, "kernel"), batch, forward
+
+
+@pytest.mark.parametrize("vocabulary", [12_800, 9_999])
+def test_costs_two_head_products_and_the_inner_products(vocabulary):
+  P, G, length, width = 8, 8, 256, 512
+  args = abstract_case(P, G, length, width, vocabulary)
+  run = lambda *args: streaming().gram(*args, Setting(_HeadOnly))
+  head_product = 2 * P * G * length * width * vocabulary
+  counted = flops.product_flops(jax.make_jaxpr(run)(*args)) / head_product
+  assert counted == pytest.approx(2 + P * G / length, rel=1e-3)
+  mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+  run = lambda *args: streaming().gram(*args, Setting(_HeadOnly, mesh=mesh))
+  counted = flops.product_flops(jax.make_jaxpr(run)(*args)) / head_product
+  assert counted == pytest.approx(2 + P * G / length, rel=2e-3)
+
+
+def test_memory_is_that_of_a_block():
+  """Beside a clean copy of the hidden states: neither [B, D, V], [B, T, V] nor another kernel."""
+  P, G, length, width, vocabulary = 4, 2, 64, 32, 65_536
+  args = abstract_case(P, G, length, width, vocabulary, jnp.float32)
+  block = 2**17
+  run = lambda *args: streaming(block_elements=block).gram(*args, Setting(_HeadOnly))
+  memory = jax.jit(run).lower(*args).compile().memory_analysis()
+  hidden = P * G * length * width
+  assert memory.temp_size_in_bytes < 4 * (4 * block + 2 * hidden)
+  assert memory.temp_size_in_bytes < 4 * width * vocabulary / 2
+
+
+# --- meshes ---------------------------------------------------------------------------------------
+
+
+def on_mesh(sizes, params, *trees):
+  """Laid out as training has them."""
+  mesh = sharding.make_mesh(**sizes)
+  placed = [jax.device_put(tree, sharding.batch_sharding(mesh)) for tree in trees]
+  return mesh, jax.device_put(params, sharding.state_shardings(params, mesh)), *placed
+
+
+@pytest.mark.parametrize(
+  ("sizes", "case", "route"),
+  [
+    (dict(data=8), dict(), dict(gather_chunks=2)),
+    (dict(data=2, fsdp=2, tensor=2), dict(make=make_transformer), dict()),
+    (dict(data=2, fsdp=2, tensor=2), dict(soft_cap=2.0, width=7), dict(gather_chunks=2)),
+    (dict(fsdp=2, tensor=4), dict(vocab_size=1061, temperature=0.7), dict(block_elements=1)),
+    (dict(fsdp=4, tensor=2), dict(vocab_size=64, temperature=0.7), dict(gather_chunks=4)),
+  ],
+)
+def test_sharded_equals_unsharded(x64, sizes, case, route):
+  """Vocabularies of 19 and 1061 tokens, which eight devices cannot share evenly, and of 64."""
+  *args, setting = make_case(batch=make_batch(2, prompts=8), **case)
+  expected = streamed(args, setting)
+  mesh, *args = on_mesh(sizes, *args)
+  found = streamed(args, setting._replace(mesh=mesh), **route)
+  assert found.is_fully_replicated
+  assert_close(found, expected, 1e-12)
+
+
+def received_bytes(hlo):
+  """Name → bytes that a device receives in the collectives of an HLO text, as by rings."""
+  widths, found = {"pred": 1, "s32": 4, "f32": 4}, {}
+  for line in hlo.splitlines():
+    match = re.search(r"= (.*?) (all-[a-z-]+|reduce-scatter|collective-[a-z]+)\(", line)
+    if match:
+      shape, name = match.groups()
+      groups = re.search(r"replica_groups=(?:\{\{([\d,]+)|\[\d+,(\d+)\])", line)
+      size = len(groups[1].split(",")) if groups[1] else int(groups[2])
+      arrays = re.findall(r"(\w+)\[([\d,]*)\]", shape)
+      sizes = [np.prod([int(n) for n in dims.split(",")]) for _, dims in arrays]
+      total = sum(widths[kind] * n for (kind, _), n in zip(arrays, sizes, strict=True))
+      rounds = 2 if name == "all-reduce" else 1
+      found[name] = found.get(name, 0) + rounds * int(total) * (size - 1) // size
+  return found
+
+
+def test_bytes_moved_are_those_of_the_compiled_program():
+  mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+  layouts = {"batch": sharding.BATCH, "kernel": PartitionSpec("tensor", "fsdp")}
+  place = lambda shape, dtype, what: jax.ShapeDtypeStruct(
+    shape, dtype, sharding=NamedSharding(mesh, layouts[what])
+  )
+  args = abstract_case(8, 2, 16, 32, 4096, jnp.float32, place)
+  run = lambda *args: streaming().gram(*args, Setting(_HeadOnly, mesh=mesh))
+  found = received_bytes(jax.jit(run).lower(*args).compile().as_text())
+  kernel = jax.ShapeDtypeStruct((32, 4096), jnp.float32)
+  assert sum(found.values()) == bytes_moved(args[2].hidden, kernel, mesh), found
+  thrice = bytes_moved(args[2].hidden, kernel, mesh, gather_chunks=3)
+  assert thrice - bytes_moved(args[2].hidden, kernel, mesh) == 2 * found["all-gather"]
+  assert bytes_moved(args[2].hidden, kernel, None) == 0

@@ -1,0 +1,105 @@
+"""Random models with rollouts, and what the update's forward pass leaves behind, in plain jnp."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlvr_jax.geometry import Setting
+from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.types import Forward, Head, Prompts, TrainBatch
+
+P, G, S, T, D, V = 4, 2, 3, 5, 8, 19
+
+
+def make_batch(seed, *, prompts=P, group=G, length=T, vocabulary=V):
+  """Masks with holes, and one rollout with nothing left of it."""
+  rng = np.random.default_rng(seed)
+  shape = (prompts, group, length)
+  mask = (rng.random(shape) < 0.7).astype(np.float32)
+  mask[1, 1] = 0
+  zeros = np.zeros(shape[:2], np.float32)
+  batch = TrainBatch(
+    prompts=Prompts(
+      tokens=rng.integers(0, vocabulary, (prompts, S)).astype(np.int32),
+      lengths=rng.integers(1, S + 1, prompts).astype(np.int32),
+    ),
+    tokens=rng.integers(0, vocabulary, shape).astype(np.int32),
+    mask=mask,
+    behavior_logprobs=np.zeros(shape, np.float32),
+    rewards=zeros,
+    correct=zeros,
+  )
+  return jax.tree.map(jnp.asarray, batch)
+
+
+def make_transformer(*, dtype="float64", scale=1.0, **config):
+  """(model, params) of a small transformer with a scaled head; any parameter may be any number."""
+  defaults = dict(
+    vocab_size=V, width=D, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, mlp_width=8
+  )
+  config = TransformerConfig(**{**defaults, **config}, compute_dtype=dtype, param_dtype=dtype)
+  model = transformer(config)
+  rng = np.random.default_rng(1)
+  draw = lambda leaf: jnp.asarray(0.5 * rng.standard_normal(leaf.shape), leaf.dtype)
+  params = jax.tree.map(draw, jax.eval_shape(model.init, jax.random.key(0)))
+  return model._replace(head=lambda params: model.head(params)._replace(scale=scale)), params
+
+
+def make_lookup(*, dtype="float64", scale=1.0, soft_cap=None, vocab_size=V, width=D):
+  """(model, params) of a network that looks its hidden states up by prompt and own token."""
+  rng = np.random.default_rng(1)
+  params = {
+    "table": jnp.asarray(rng.standard_normal((vocab_size, vocab_size, width)), dtype),
+    "kernel": jnp.asarray(0.5 * rng.standard_normal((width, vocab_size)), dtype),
+  }
+  model = SimpleNamespace(
+    config=SimpleNamespace(tied_head=False),
+    head=lambda params: Head(params["kernel"], scale, soft_cap),
+    response_hidden=lambda params, prompts, tokens: params["table"][
+      prompts.tokens[:, -1, None, None], tokens
+    ],
+  )
+  return model, params
+
+
+def logits_of(hidden, head):
+  hidden = hidden.astype(jnp.promote_types(hidden.dtype, jnp.float32))
+  logits = hidden @ head.kernel.astype(hidden.dtype) * head.scale
+  return logits if head.soft_cap is None else head.soft_cap * jnp.tanh(logits / head.soft_cap)
+
+
+def make_forward(params, batch, setting, projection=None):
+  hidden = setting.model.response_hidden(params, batch.prompts, batch.tokens)
+  head = setting.model.head(params)
+  logits = logits_of(hidden, head)
+  log_normalizers = jax.nn.logsumexp(logits / setting.temperature, axis=-1)
+  projected = None
+  if projection is not None:
+    d = jax.nn.softmax(logits / setting.temperature)
+    d = (d - jax.nn.one_hot(batch.tokens, logits.shape[-1])) * head.scale / setting.temperature
+    if head.soft_cap is not None:
+      d *= 1 - (logits / head.soft_cap) ** 2
+    projected = d @ projection.astype(d.dtype)
+  return Forward(hidden, log_normalizers, projected)
+
+
+def make_case(make=make_lookup, *, temperature=1.0, batch=None, **model):
+  """(params, batch, forward, setting)."""
+  model, params = make(**model)
+  setting = Setting(model, temperature)
+  batch = make_batch(0) if batch is None else batch
+  return params, batch, make_forward(params, batch, setting), setting
+
+
+def rollout_loss(params, batch, setting, i, *, head_params=None):
+  """−Σ_t m log π of rollout i in the order of tokens.reshape(B, T), with plain log_softmax."""
+  p, g = i // batch.tokens.shape[1], i % batch.tokens.shape[1]
+  one = Prompts(tokens=batch.prompts.tokens[p][None], lengths=batch.prompts.lengths[p][None])
+  tokens = batch.tokens[p, g]
+  hidden = setting.model.response_hidden(params, one, tokens[None, None])[0, 0]
+  head = setting.model.head(params if head_params is None else head_params)
+  logprobs = jax.nn.log_softmax(logits_of(hidden, head) / setting.temperature)
+  return -jnp.sum(batch.mask[p, g] * jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0])

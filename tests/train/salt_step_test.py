@@ -1,0 +1,181 @@
+"""SALT in the update: one trunk pass, micro-batches, scopes, meshes; and what is measured."""
+
+import collections
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from train.step_test import G, P, T, make_batch, make_method, relative_distance
+
+from rlvr_jax import geometry, reweighting
+from rlvr_jax.geometry.per_rollout import per_rollout_features
+from rlvr_jax.models.functional import transformer
+from rlvr_jax.ops.reductions import values
+from rlvr_jax.train import sharding
+from rlvr_jax.train.geometry import mean_entropy, measure
+from rlvr_jax.train.step import initial_state, policy_logprobs, train_step, update_gradient
+
+ROUTES = {
+  "streaming": geometry.streaming(),
+  "sketch": geometry.sketch(copies=2, hidden_size=8, vocabulary_size=8),
+  "per_rollout": geometry.per_rollout(),
+}
+
+
+def make_salt_method(dtype="float64", *, mesh=None, route="streaming", scope="batch", **changes):
+  method = make_method(dtype, mesh=mesh, reweighting=reweighting.salt(scope=scope), **changes)
+  setting = geometry.Setting(transformer(method.model.config), method.temperature, mesh)
+  return method._replace(gram=ROUTES[route], gram_setting=setting)
+
+
+def gradient_of(method, batch, params):
+  coefficients = method.advantage.apply((), batch)
+  return jax.jit(functools.partial(update_gradient, method=method))(
+    params, batch, coefficients, jax.random.key(0)
+  )
+
+
+def salt_by_hand(features, coefficients):
+  """§3 of the paper in NumPy, from features [b, N]."""
+  gram = features @ features.T / len(features)
+  ratio = np.trace(gram) ** 2 / np.sum(gram**2)
+  eigenvalues, vectors = np.linalg.eigh(gram)
+  ceiling = min(64, len(gram) - 1, np.sum(eigenvalues > 1e-6 * eigenvalues[-1]))
+  rank = int(np.clip(round(ratio), 1, ceiling))
+  top = vectors[:, ::-1][:, :rank]
+  separate = np.sum(coefficients**2 * np.diag(gram))
+  n_eff = coefficients @ gram @ coefficients / separate if separate else 0.0
+  alpha = np.clip(1 - n_eff, 0, 1)
+  positive = np.maximum(coefficients, 0)
+  if not separate:
+    return coefficients
+  return top @ (top.T @ coefficients) + alpha * (positive - top @ (top.T @ positive))
+
+
+def blocks_of(scope, k):
+  """Index sets of [P, G] rollouts that share a Gram matrix, under k micro-batches."""
+  rollouts = np.arange(P * G).reshape(P, G)
+  if scope == "group":
+    return list(rollouts)
+  if scope == "microbatch":  # prompts j, j + k, …
+    return [rollouts[j::k].ravel() for j in range(k)]
+  return [rollouts.ravel()]
+
+
+@pytest.mark.parametrize(
+  ("scope", "k"), [("batch", 1), ("batch", 4), ("microbatch", 4), ("group", 1), ("group", 4)]
+)
+def test_the_update_is_that_of_coefficients_reweighted_by_hand(x64, scope, k):
+  batch = make_batch(np.float64)
+  plain = make_method("float64", num_micro_batches=k)
+  method = make_salt_method(scope=scope, num_micro_batches=k)
+  params = plain.model.init(jax.random.key(0))
+  features = np.asarray(per_rollout_features(params, batch, method.gram_setting))
+  coefficients = np.asarray(plain.advantage.apply((), batch)).ravel()
+  by_hand = np.empty_like(coefficients)
+  for block in blocks_of(scope, k):
+    by_hand[block] = salt_by_hand(features[block], coefficients[block])
+  assert np.abs(by_hand - coefficients).max() > 0.1
+  (_, metrics), gradient = gradient_of(method, batch, params)
+  (_, _), expected = jax.jit(functools.partial(update_gradient, method=plain))(
+    params, batch, jnp.asarray(by_hand.reshape(P, G)), jax.random.key(0)
+  )
+  assert relative_distance(gradient, expected) < 1e-9
+  assert values(metrics)["gram/forward_only_passes"] == (k > 1)
+  of_gram = P * G // k if scope == "microbatch" or (scope == "group" and k > 1) else P * G
+  np.testing.assert_allclose(values(metrics)["gram/head_products"], 2 + of_gram / T)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("shape", [(2, 2, 2)])
+def test_meshes_and_micro_batches_give_the_same_update(x64, route, shape):
+  mesh = sharding.make_mesh(**dict(zip(sharding.AXES, shape, strict=True)))
+  single = make_salt_method(route=route)
+  batch = make_batch(np.float64)
+  params = single.model.init(jax.random.key(0))
+  (loss, _), expected = gradient_of(single, batch, params)
+  placed = sharding.to_devices(batch, sharding.batch_sharding(mesh))
+  shardings = sharding.state_shardings(jax.eval_shape(lambda: params), mesh)
+  method = make_salt_method(mesh=mesh, route=route, num_micro_batches=2)
+  (found, _), gradient = gradient_of(method, placed, jax.device_put(params, shardings))
+  np.testing.assert_allclose(found, loss, rtol=1e-9)
+  assert relative_distance(gradient, expected) < 1e-9
+
+
+@pytest.mark.parametrize(("k", "passes"), [(1, 1), (4, 2)])
+def test_the_trunk_runs_once_where_the_batch_is_one_micro_batch(k, passes):
+  traced = collections.Counter()
+  method = make_salt_method("float32", num_micro_batches=k)
+
+  def counting(*args):
+    traced["trunk"] += 1
+    return method.model.response_hidden(*args)
+
+  batch, params = make_batch(), method.model.init(jax.random.key(0))
+  counted = method._replace(model=method.model._replace(response_hidden=counting))
+  state = initial_state(counted, params, jnp.float32(0.0))
+  jax.eval_shape(functools.partial(train_step, method=counted), state, batch)
+  assert traced["trunk"] == passes
+
+
+def test_stale_hidden_states_of_padding_change_nothing(x64):
+  """Tokens behind a response's end differ; the Gram matrix and the update do not."""
+  method = make_salt_method()
+  batch = make_batch(np.float64)
+  params = method.model.init(jax.random.key(0))
+  other = dataclasses.replace(batch, tokens=np.where(batch.mask > 0, batch.tokens, 1))
+  (_, _), gradient = gradient_of(method, batch, params)
+  (_, _), found = gradient_of(method, other, params)
+  assert relative_distance(found, gradient) < 1e-12
+
+
+def test_a_batch_without_gradients_passes_unchanged():
+  """All masked: the Gram is zero, SALT steps aside, and the update is skipped by nobody."""
+  method = make_salt_method("float32")
+  batch = make_batch()
+  batch = dataclasses.replace(batch, mask=np.zeros_like(batch.mask))
+  params = method.model.init(jax.random.key(0))
+  (_, metrics), gradient = gradient_of(method, batch, params)
+  assert values(metrics)["reweighting/unusable_gram"] == 1
+  assert optax.tree.norm(gradient) == 0
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_measure_sees_the_coefficients_of_the_update(x64, k):
+  method = make_salt_method(num_micro_batches=k)
+  batch = make_batch(np.float64)
+  params = method.model.init(jax.random.key(0))
+  moved = jax.tree.map(lambda p: p + 0.1 * jnp.sin(jnp.arange(p.size)).reshape(p.shape), params)
+  state = initial_state(method, moved, jnp.float64(0.0))
+  scalars, arrays = jax.jit(
+    functools.partial(measure, method=method, gram=geometry.streaming(), compared="last_block")
+  )(state, params, batch)
+  features = np.asarray(per_rollout_features(moved, batch, method.gram_setting))
+  coefficients = np.asarray(arrays["coefficients"]).ravel()
+  np.testing.assert_allclose(arrays["gram"], features @ features.T, rtol=1e-9, atol=1e-12)
+  np.testing.assert_allclose(
+    np.ravel(arrays["reweighted"]), salt_by_hand(features, coefficients), rtol=1e-8, atol=1e-10
+  )
+  blocks = per_rollout_features(moved, batch, method.gram_setting, parameters="last_block")
+  np.testing.assert_allclose(arrays["gram_compared"], blocks @ blocks.T, rtol=1e-8, atol=1e-12)
+  norm = np.linalg.norm(coefficients @ features) / (P * G)
+  np.testing.assert_allclose(scalars["geometry/update_norm"], norm, rtol=1e-9)
+  change = np.asarray(method.model.head(moved).kernel - method.model.head(params).kernel)
+  singular = np.linalg.svd(change, compute_uv=False)
+  np.testing.assert_allclose(
+    scalars["geometry/head_rank_one_fraction"], singular[0] ** 2 / np.sum(singular**2), rtol=1e-6
+  )
+  logprobs, entropy = policy_logprobs(moved, batch, method=method)
+  kept = np.asarray(batch.mask) > 0
+  tokens = np.broadcast_to(coefficients.reshape(P, G, 1), kept.shape)[kept]
+  covariance = np.cov(tokens, np.asarray(logprobs)[kept], bias=True)[0, 1]
+  np.testing.assert_allclose(
+    scalars["geometry/advantage_logprob_covariance"], -covariance, rtol=1e-9
+  )
+  np.testing.assert_allclose(
+    mean_entropy(moved, batch, method=method), np.asarray(entropy)[kept].mean(), rtol=1e-9
+  )
