@@ -22,11 +22,6 @@ from configs import grpo
 
 def get_config() -> ConfigDict:
   c = grpo.get_config()
-  add_salt(c)
-  return c
-
-
-def add_salt(c: ConfigDict) -> None:
   c.reweighting = dict(
     name="salt",
     kwargs=dict(
@@ -41,3 +36,4 @@ def add_salt(c: ConfigDict) -> None:
       scope="batch",  # batch, microbatch, group
     ),
   )
+  return c

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import shutil
 import statistics
 import subprocess
 import sys
@@ -18,14 +19,27 @@ METRIC = "eval/pass@1"
 T_QUANTILES = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306}
 
 
-def run(label: str, arguments: Sequence[str], *, seed: int, workdir: pathlib.Path) -> dict:
+def run(
+  label: str,
+  arguments: Sequence[str],
+  *,
+  seed: int,
+  workdir: pathlib.Path,
+  warm_start_of: pathlib.Path | None = None,
+) -> dict:
   """One run as a process of its own; its held-out curve, and the seconds that it took in all.
 
   A finished run is not repeated: its result lies in WORKDIR/result.json.
+
+  Args:
+    warm_start_of: the workdir of a run with the same seed and the same warm start, which is taken
+      from there.
   """
   result_file = workdir / "result.json"
   if result_file.exists():
     return json.loads(result_file.read_text())
+  if warm_start_of is not None and warm_start_of.exists() and not workdir.exists():
+    shutil.copytree(warm_start_of / "warm_start", workdir / "warm_start")
   command = [sys.executable, "-m", "rlvr_jax.main", *arguments, f"--config.seed={seed}"]
   print(f"{label}, seed {seed}", file=sys.stderr, flush=True)
   began = time.perf_counter()

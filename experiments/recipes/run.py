@@ -9,7 +9,6 @@ README.md, and writes results.json beside this file. Finished runs are not repea
 from __future__ import annotations
 
 import pathlib
-import shutil
 
 from absl import app, flags
 
@@ -18,19 +17,13 @@ from experiments.runs import check_seeds, interval, mean_and_half_width, run, wr
 RECIPES = (
   *("grpo", "dr_grpo", "dapo", "rloo", "maxrl", "reinforce", "pass_at_k", "gspo", "cispo", "gmpo"),
   *("sapo", "topr", "m2po", "decoupled_ppo", "p3o", "fade", "mu_grpo"),
+  *("salt_grpo", "salt_dapo"),
 )
 HERE = pathlib.Path(__file__).parent
 
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds 0, 1, ... of each recipe.", lower_bound=2)
 _UPDATES = flags.DEFINE_integer("updates", 64, "Updates of each run.", lower_bound=1)
 _WORKDIR = flags.DEFINE_string("workdir", "runs/experiment_recipes", "Holds the runs' workdirs.")
-
-
-def share_warm_start(root: pathlib.Path, seed: int, workdir: pathlib.Path) -> None:
-  """Gives a new run the warm start of the first recipe with the same seed: they are all alike."""
-  made = root / f"{RECIPES[0]}_{seed}" / "warm_start"
-  if made.exists() and not workdir.exists():
-    shutil.copytree(made, workdir / "warm_start")
 
 
 def standard_error(result: dict, index: int) -> float:
@@ -76,8 +69,8 @@ def main(argv: list[str]) -> None:
     arguments = [f"--config=configs/{recipe}.py", f"--config.num_updates={_UPDATES.value}"]
     for seed in range(_SEEDS.value):
       workdir = root / f"{recipe}_{seed}"
-      share_warm_start(root, seed, workdir)
-      results.append(run(recipe, arguments, seed=seed, workdir=workdir))
+      first = root / f"{RECIPES[0]}_{seed}"
+      results.append(run(recipe, arguments, seed=seed, workdir=workdir, warm_start_of=first))
   write_results(HERE / "results.json", results)
   print(table(results))
 
