@@ -3,7 +3,8 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
-PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest
+# A module stays in one process, for what its tests share.
+PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadscope --no-loadscope-reorder
 
 .PHONY: quickstart test test-slow lint
 

@@ -12,9 +12,12 @@ EXTRAS = {
   "plot": ["matplotlib>=3.11.2"],
   "dev": [
     "hypothesis>=6.170.15",
+    "ipykernel>=7.4.0",
     "matplotlib>=3.11.2",
     "mypy>=2.4.1",
+    "nbclient>=0.11.0",
     "pytest>=9.2.0",
+    "pytest-xdist>=3.8.0",
     "ruff>=0.17.5",
     "safetensors>=0.8.0",
   ],

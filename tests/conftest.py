@@ -27,7 +27,7 @@ def x64():
 
 def pytest_collection_modifyitems(items):
   """Quick folders first: a mistake in a formula shows before runs of the whole program start."""
-  programs = ("main_test.py", "loop_test.py", "resume_test.py", "quickstart_test.py")
+  programs = ("main_test.py", "loop_test.py", "resume_test.py", "geometry_test.py")
 
   def order(item):
     return (item.path.name in programs, "train" in item.path.parts)

@@ -9,6 +9,7 @@ README.md, and writes results.json beside this file. Finished runs are not repea
 from __future__ import annotations
 
 import pathlib
+import re
 
 from absl import app, flags
 
@@ -19,6 +20,13 @@ RECIPES = (
   *("sapo", "topr", "m2po", "decoupled_ppo", "p3o", "fade", "mu_grpo"),
   *("salt_grpo", "salt_dapo"),
 )
+RUNS = {name: [f"--config=configs/{name}.py"] for name in RECIPES}
+for nats in (0.25, 0.5, 1.0):  # where the initial entropy is small, half of it leaves δ at 1
+  RUNS[f"fade, H* = {nats} nats"] = [
+    *RUNS["fade"],
+    "--config.advantage.kwargs.target_is_relative=False",
+    f"--config.advantage.kwargs.target_entropy={nats}",
+  ]
 HERE = pathlib.Path(__file__).parent
 
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds 0, 1, ... of each recipe.", lower_bound=2)
@@ -47,13 +55,13 @@ def table(results: list[dict]) -> str:
     "|---" * (len(seeds) + 4) + "|",
     "| start, all | " + " | ".join(interval(r, 0) for r in first) + " | | | |",
   ]
-  for recipe in RECIPES:
-    of_recipe = [r for r in results if r["label"] == recipe]
+  for label in RUNS:
+    of_recipe = [r for r in results if r["label"] == label]
     mean, half = mean_and_half_width([r["pass@1"][-1] - r["pass@1"][0] for r in of_recipe])
     smallest = min(rise_in_standard_errors(r) for r in of_recipe)
     seconds = sum(r["seconds"] for r in of_recipe) / len(of_recipe)
     lines.append(
-      f"| {recipe} | {' | '.join(interval(r, -1) for r in of_recipe)}"
+      f"| {label} | {' | '.join(interval(r, -1) for r in of_recipe)}"
       f" | {mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}] | {smallest:.1f} | {seconds:.0f} |"
     )
   return "\n".join(lines)
@@ -65,12 +73,12 @@ def main(argv: list[str]) -> None:
   check_seeds(_SEEDS.value)
   root = pathlib.Path(_WORKDIR.value)
   results = []
-  for recipe in RECIPES:
-    arguments = [f"--config=configs/{recipe}.py", f"--config.num_updates={_UPDATES.value}"]
+  folder = lambda label, seed: root / f"{re.sub(r'[^a-z0-9.]+', '_', label.lower())}_{seed}"
+  for label, recipe in RUNS.items():
+    arguments = [*recipe, f"--config.num_updates={_UPDATES.value}"]
     for seed in range(_SEEDS.value):
-      workdir = root / f"{recipe}_{seed}"
-      first = root / f"{RECIPES[0]}_{seed}"
-      results.append(run(recipe, arguments, seed=seed, workdir=workdir, warm_start_of=first))
+      first, workdir = folder(RECIPES[0], seed), folder(label, seed)
+      results.append(run(label, arguments, seed=seed, workdir=workdir, warm_start_of=first))
   write_results(HERE / "results.json", results)
   print(table(results))
 

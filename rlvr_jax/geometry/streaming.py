@@ -41,7 +41,7 @@ class _Columns(NamedTuple):
   vocabulary: int  # V; columns at or past it are padding
 
 
-def streaming(*, block_elements: int = 2**24, gather_chunks: int = 1) -> GramRoute:
+def streaming(*, block_elements: int = 2**22, gather_chunks: int = 1) -> GramRoute:
   """Exact output-head Gram at the cost of 2 + B/T products of the size of the head's own.
 
   One product rebuilds a block's logits, whose normaliser is known, one forms the block of g, and
@@ -52,7 +52,7 @@ def streaming(*, block_elements: int = 2**24, gather_chunks: int = 1) -> GramRou
   is split over all devices, and one sum over devices of [B, B] ends it; see `bytes_moved`.
 
   Args:
-    block_elements: numbers in the largest array of a block, [B, D, v] or [B, T, v]; it sets the
+    block_elements: numbers in the largest array of a block, [B, v, D] or [B, T, v]; it sets the
       block's width v, of 128 columns at least.
     gather_chunks: C > 1 cuts each device's rollouts into C chunks and takes the chunks two by two,
       for where [B, T, D] does not fit on a device. The first two products are then done C times.
@@ -190,7 +190,7 @@ def _sum_over_blocks(
     indices = columns.first + start + jnp.arange(width)
     g = [_gradients(chunk, head, indices, columns.vocabulary, temperature) for chunk in chunks]
     dtype = jnp.promote_types(g[0].dtype, jnp.float32)
-    return jnp.einsum("idv,jdv->ij", g[0], g[-1], preferred_element_type=dtype)
+    return jnp.einsum("ivd,jvd->ij", g[0], g[-1], preferred_element_type=dtype)
 
   num_blocks, rest = divmod(num_columns, width)
   zeros = jnp.zeros((n, n), jnp.promote_types(chunks[0].hidden.dtype, jnp.float32))
@@ -206,7 +206,7 @@ def _block_width(elements_per_column: int, block_elements: int) -> int:
 def _gradients(
   rollouts: _Rollouts, head: Head, indices: Array, vocabulary: int, temperature: float
 ) -> Array:
-  """Σ_t h[i,t] ⊗ d[i,t] for the columns `indices` of the vocabulary, [n, D, v].
+  """Σ_t h[i,t] ⊗ d[i,t] for the columns `indices` of the vocabulary, [n, v, D].
 
   d = scale/τ · (1 − (z/c)²) · (softmax(z/τ) − onehot(y)) for logits z, soft cap c, temperature τ.
   """
@@ -217,5 +217,5 @@ def _gradients(
   if head.soft_cap is not None:
     d *= 1 - (logits / head.soft_cap) ** 2
   d = jnp.where(rollouts.mask[..., None] & (indices < vocabulary), d, 0.0)
-  g = jnp.einsum("itd,itv->idv", hidden, d.astype(hidden.dtype), preferred_element_type=d.dtype)
+  g = jnp.einsum("itv,itd->ivd", d.astype(hidden.dtype), hidden, preferred_element_type=d.dtype)
   return g.astype(hidden.dtype)

@@ -183,18 +183,18 @@ def first_phase(
   params: Params, batch: TrainBatch, coefficients: Array, key: Array, *, method: Method
 ) -> Constants:
   """Phase 1 under accumulation: a forward pass of its own, where anything needs one."""
-  logprobs, gram_metrics = None, {}
+  logprobs = None
   if method.reweighting.needs_gram and method.reweighting.scope != "batch":
-    logprobs, coefficients, gram_metrics = _reweight_by_micro_batch(
+    logprobs, coefficients, metrics = _reweight_by_micro_batch(
       params, batch, coefficients, key, method=method
     )
   else:
     forward = None
     if method.reweighting.needs_gram or method.loss.statistics is not None:
       logprobs, forward = batch_forward(params, batch, method=method)
-    coefficients, gram_metrics = reweight(params, batch, forward, coefficients, key, method=method)
+    coefficients, metrics = reweight(params, batch, forward, coefficients, key, method=method)
   statistics = loss_statistics(logprobs, batch, coefficients, method)
-  return Constants(coefficients, statistics, gram_metrics)
+  return Constants(coefficients, statistics, metrics)
 
 
 def batch_forward(
@@ -235,6 +235,8 @@ def second_phase(
   The sums Σ total and Σ weight are divided once, at the end, so that k micro-batches give the
   gradient of one batch.
   """
+
+  method = method._replace(gram=None)  # it has done its work
 
   def accumulate(gradient, micro):
     batch, coefficients = micro

@@ -1,0 +1,365 @@
+"""Pictures of a run's gradient geometry: what its measurements say, and how that is drawn.
+
+A measurement is what a run writes every `config.diagnostics.every` updates. Functions without
+`axes` compute, on arrays; those that take a matplotlib `axes` draw what the former return. Here A
+is a measurement's coefficients, and A' what SALT would make of them, whatever the run itself did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pathlib
+import tempfile
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+
+from rlvr_jax.advantages import Advantage
+from rlvr_jax.geometry import diagnostics
+from rlvr_jax.ops import reductions, spectral
+from rlvr_jax.reweighting import Reweighting
+from rlvr_jax.train import components, loop
+from rlvr_jax.train.metrics import GEOMETRY_FOLDER
+from rlvr_jax.types import Array, TrainBatch
+
+_spectrum = jax.jit(spectral.spectrum)
+_cosine_gram = jax.jit(diagnostics.cosine_gram)
+_energies = jax.jit(diagnostics.energies)
+_update_norms = jax.jit(diagnostics.update_norms)
+
+REWARD_COLORS = "coolwarm_r"  # failures red, successes blue
+
+
+class Measurement(NamedTuple):
+  """One batch of a run, as the update that follows is about to see it; NumPy arrays."""
+
+  update: int  # updates before it
+  gram: Array  # f32[B, B], g_i · g_j, not divided by B; rollouts of a prompt are neighbours
+  coefficients: Array  # f32[P, G], A
+  reweighted: Array  # f32[P, G], as the run trained with; A itself without a reweighting
+  rewards: Array  # f32[P, G]
+  lengths: Array  # f32[P, G], tokens
+  gram_compared: Array | None = None  # f32[B, B], of config.diagnostics.compared
+
+
+def load_geometry(workdir: str | os.PathLike[str]) -> list[Measurement]:
+  """The measurements of a run, in the order of its updates.
+
+  Raises:
+    FileNotFoundError: there is no such workdir, or the run did not measure.
+  """
+  workdir = pathlib.Path(workdir)
+  if not workdir.is_dir():
+    raise FileNotFoundError(f"there is no workdir {str(workdir)!r}")
+  paths = sorted((workdir / GEOMETRY_FOLDER).glob("*.npz"))
+  if not paths:
+    raise FileNotFoundError(
+      f"{str(workdir)!r} holds no {GEOMETRY_FOLDER}/*.npz: the run did not measure its gradient"
+      " geometry. Train in another --workdir with --config.diagnostics.every=10 (updates; 0, the"
+      " default, is never)"
+    )
+  return [_read(path) for path in paths]
+
+
+def _read(path: pathlib.Path) -> Measurement:
+  with np.load(path) as file:
+    return Measurement(update=int(path.stem), **file)
+
+
+def fresh_geometry(config: ml_collections.ConfigDict) -> list[Measurement]:
+  """The measurements of a run made for them, silently, in a folder that is deleted again.
+
+  Args:
+    config: see `configs/base.py`, with `config.diagnostics.every` set.
+  Raises:
+    ValueError: `config.diagnostics.every` is 0, or what `train.components.build` raises.
+  """
+  if not config.diagnostics.every:
+    raise ValueError("config.diagnostics.every = 0: the run would not measure; set 1 or more")
+  silent = io.StringIO()
+  with (
+    tempfile.TemporaryDirectory() as workdir,
+    contextlib.redirect_stdout(silent),
+    contextlib.redirect_stderr(silent),
+  ):
+    loop.train(components.build(config), workdir)
+    return load_geometry(workdir)
+
+
+# --- what a measurement says ----------------------------------------------------------------------
+
+
+class Salted(NamedTuple):
+  """What SALT makes of one batch."""
+
+  coefficients: Array  # f32[P, G], A'
+  participation_ratio: float  # in [1, B]
+  rank: int  # k, of the shared subspace; 0 for a Gram that is zero or not finite
+  effective_rollouts: float  # n_eff under A, in [0, B]
+  alpha: float  # weight of the residual
+
+
+def salted(measurement: Measurement, salt: Reweighting) -> Salted:
+  """A' = P_k A + α (I − P_k) A⁺ over the whole batch, `salt` being `reweighting.salt(...)`."""
+  A = measurement.coefficients
+  # The key is of a random subspace, an ablation.
+  key = jax.random.key(measurement.update)
+  reweighted, metrics = jax.jit(salt.apply)(A.reshape(1, -1), measurement.gram[None], key)
+  value = lambda name: reductions.value(metrics[f"reweighting/{name}"]).item()
+  return Salted(
+    reweighted.reshape(A.shape),
+    value("participation_ratio"),
+    round(value("rank")),
+    value("effective_rollouts"),
+    value("alpha"),
+  )
+
+
+def eigenvalue_shares(gram: Array) -> Array:
+  """λ_i/Σλ of a Gram matrix f32[B, B], descending, f32[B]; 1/B each where it is not usable."""
+  eigenvalues = _spectrum(gram).eigenvalues
+  return eigenvalues / eigenvalues.sum()
+
+
+class OrderedCosines(NamedTuple):
+  """cos(g_i, g_j) with the rollouts of a group together, best reward first."""
+
+  cosines: Array  # f32[B, B] in [−1, 1]
+  rewards: Array  # f32[B], in the same order
+  order: Array  # i32[B], indices into reshape(B)
+
+
+def ordered_cosines(measurement: Measurement) -> OrderedCosines:
+  """See `OrderedCosines`; rollouts of equal reward keep their order."""
+  P, G = measurement.rewards.shape
+  within = jnp.argsort(-measurement.rewards, axis=1)
+  order = (within + G * jnp.arange(P)[:, None]).reshape(-1)
+  cosines = _cosine_gram(measurement.gram)
+  return OrderedCosines(cosines[order][:, order], measurement.rewards.reshape(-1)[order], order)
+
+
+class Band(NamedTuple):
+  """A mean and where 95 % of the draws lie, one entry per size; NaN where nothing is defined."""
+
+  mean: np.ndarray  # f64[S]
+  low: np.ndarray  # f64[S]
+  high: np.ndarray  # f64[S]
+
+
+class GroupSizes(NamedTuple):
+  """What a batch with fewer rollouts per prompt would have shown."""
+
+  sizes: np.ndarray  # i64[S], rollouts per prompt, G last
+  participation_ratio: Band
+  effective_rollouts: Band
+
+
+def group_sizes(
+  measurement: Measurement, advantage: Advantage, *, num_draws: int = 100, seed: int = 0
+) -> GroupSizes:
+  """PR and n_eff of subsamples of every group, at sizes 2, 4, 8, … and G.
+
+  Each draw keeps as many rollouts of every prompt, without replacement, and gives them the
+  coefficients that `advantage` would have given to groups of that size. At G all draws are the
+  batch itself. The spread is that of choosing among these rollouts; another batch differs by more.
+
+  Args:
+    measurement: of P groups of G ≥ 2.
+    advantage: the run's estimator; its state, if any, is taken at entropy 0.
+    num_draws: per size.
+    seed: of the draws.
+  """
+  G = measurement.rewards.shape[1]
+  sizes = np.array([*(2**n for n in range(1, 64) if 2**n < G), G])
+  bands = [_subsampled(measurement, advantage, g, num_draws, seed) for g in sizes]
+  ratios, n_effs = (Band(*np.transpose(rows)) for rows in zip(*bands, strict=True))
+  return GroupSizes(sizes, ratios, n_effs)
+
+
+def _subsampled(
+  measurement: Measurement, advantage: Advantage, size: int, num_draws: int, seed: int
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+  """(mean, low, high) of PR and of n_eff over the draws in which they are defined."""
+  P, G = measurement.rewards.shape
+  rng = np.random.default_rng([seed, size])
+  everyone = np.broadcast_to(np.arange(G), (num_draws, P, G))
+  chosen = rng.permuted(everyone, axis=-1)[..., :size] + G * np.arange(P)[:, None]
+  gram = jnp.asarray(measurement.gram)
+  rewards, lengths = (jnp.ravel(x) for x in (measurement.rewards, measurement.lengths))
+  positions = jnp.arange(int(measurement.lengths.max()))
+  unread: Any = None  # by any estimator
+
+  def of_draw(indices):
+    mask = (positions < lengths[indices][..., None]).astype(jnp.float32)
+    r = rewards[indices]
+    batch = TrainBatch(unread, unread, mask, unread, rewards=r, correct=r)
+    A = advantage.apply(advantage.init(jnp.zeros(())), batch).reshape(-1)
+    K = gram[indices.reshape(-1)][:, indices.reshape(-1)]
+    ratio, n_eff = spectral.participation_ratio(K), spectral.effective_rollouts(A, K)
+    return ratio, spectral.is_usable(K), n_eff, spectral.carries_gradient(A, K)
+
+  ratio, usable, n_eff, counted = map(np.asarray, jax.jit(jax.vmap(of_draw))(chosen))
+  return _band(ratio[usable]), _band(n_eff[counted])
+
+
+def _band(values: np.ndarray) -> tuple[float, ...]:
+  if not values.size:
+    return (np.nan,) * 3
+  return (values.mean(dtype=np.float64), *np.quantile(values, [0.025, 0.975]))
+
+
+class Energies(NamedTuple):
+  """Share of ‖Σ A_i g_i‖² inside the top k eigenvectors, for k = 0 … B; f32[B + 1] each."""
+
+  even: Array  # of coefficients without a preference: (λ_1 + … + λ_k)/Σλ
+  coefficients: Array  # of A
+  reweighted: Array  # of A'
+  rank: int  # SALT's k: there the share is the shared energy, and 1 − it the residual
+
+
+def energies(measurement: Measurement, salt: Reweighting) -> Energies:
+  """See `Energies`; all 0 for coefficients without a gradient."""
+  result = salted(measurement, salt)
+  spectrum = _spectrum(measurement.gram)
+  ranks = jnp.arange(measurement.gram.shape[0] + 1)
+  shared = jax.vmap(lambda A, k: _energies(A, spectrum, k)[0], (None, 0))
+  return Energies(
+    jnp.cumsum(jnp.pad(eigenvalue_shares(measurement.gram), (1, 0))),
+    shared(measurement.coefficients.reshape(-1), ranks),
+    shared(result.coefficients.reshape(-1), ranks),
+    result.rank,
+  )
+
+
+class UpdateNorms(NamedTuple):
+  """Norms over the measurements of a run, in units of a gradient; f64[M] each."""
+
+  updates: np.ndarray
+  norm: np.ndarray  # ‖Σ A_i g_i‖/B
+  reweighted: np.ndarray  # the same of A'
+  residual: np.ndarray  # of the part of Σ A_i g_i outside the top k eigenvectors
+  bound: np.ndarray  # √(λ_{k+1}/B)·‖(I − P_k)A‖ ≥ residual
+
+
+def update_norms(measurements: Sequence[Measurement], salt: Reweighting) -> UpdateNorms:
+  """See `UpdateNorms`."""
+  rows = []
+  for measurement in measurements:
+    A, result = measurement.coefficients.reshape(-1), salted(measurement, salt)
+    spectrum, rank = _spectrum(measurement.gram), jnp.int32(result.rank)
+    norm, bound = _update_norms(A, spectrum, rank)
+    reweighted, _ = _update_norms(result.coefficients.reshape(-1), spectrum, rank)
+    _, residual = _energies(A, spectrum, rank)
+    rows.append((measurement.update, norm, reweighted, norm * residual**0.5, bound))
+  return UpdateNorms(*np.array(rows, float).T)
+
+
+# --- drawing --------------------------------------------------------------------------------------
+
+
+def plot_eigenspectrum(axes: Any, measurement: Measurement, salt: Reweighting) -> None:
+  """λ_i/Σλ on a logarithmic scale, with PR, k, and the level of B orthogonal rollouts."""
+  result, size = salted(measurement, salt), measurement.gram.shape[0]
+  of = {"per-rollout gradients": measurement.gram, "compared parameters": measurement.gram_compared}
+  for label, gram in of.items():
+    if gram is not None:
+      axes.plot(np.arange(size) + 1, eigenvalue_shares(gram), ".-", markersize=4, label=label)
+  axes.axvline(
+    result.participation_ratio, color="C3", label=f"PR = {result.participation_ratio:.1f}"
+  )
+  axes.axvline(result.rank + 0.5, color="0.4", linestyle="--", label=f"shared: i ≤ {result.rank}")
+  axes.axhline(1 / size, color="0.7", linestyle=":", label="B orthogonal gradients")
+  axes.set(title=_title(measurement), xlabel="eigenvalue i", ylabel="share of the trace, λ_i/Σλ")
+  axes.set(yscale="log", ylim=(1e-6, 1))
+  axes.legend(fontsize="small")
+
+
+def plot_cosine_gram(axes: Any, measurement: Measurement) -> Any:
+  """cos(g_i, g_j) as an image, which is returned for a colour bar; rewards left of it."""
+  P, G = measurement.rewards.shape
+  cosines, rewards, _ = ordered_cosines(measurement)
+  image = axes.imshow(cosines, vmin=-1, vmax=1, cmap="RdBu", interpolation="nearest")
+  for border in np.arange(1, P) * G - 0.5:
+    axes.axhline(border, color="k", linewidth=0.5)
+    axes.axvline(border, color="k", linewidth=0.5)
+  beside = axes.inset_axes((-0.05, 0, 0.03, 1), sharey=axes)
+  beside.imshow(rewards[:, None], vmin=0, vmax=1, cmap=REWARD_COLORS, aspect="auto")
+  middles = np.arange(P) * G + (G - 1) / 2
+  beside.set_xticks([])
+  beside.set_yticks(middles, [f"prompt {p + 1}" for p in range(P)])
+  beside.tick_params(axis="y", length=0)
+  axes.set_xticks([])
+  axes.tick_params(axis="y", left=False, labelleft=False)
+  axes.set_title(_title(measurement))
+  return image
+
+
+def plot_group_sizes(axes: Any, measurement: Measurement, advantage: Advantage) -> None:
+  """PR and n_eff against the group size, with the range of 95 % of the subsamples."""
+  result = group_sizes(measurement, advantage)
+  prompts = measurement.rewards.shape[0]
+  axes.plot(result.sizes, prompts * result.sizes, ":", color="0.5", label="rollouts, P·G")
+  for name, band in (("PR", result.participation_ratio), ("n_eff", result.effective_rollouts)):
+    (line,) = axes.plot(result.sizes, band.mean, "o-", label=f"{name}, mean of subsamples")
+    axes.fill_between(result.sizes, band.low, band.high, color=line.get_color(), alpha=0.2)
+  axes.axhline(1, color="0.7", linewidth=1)
+  axes.set_xscale("log", base=2)
+  axes.set_yscale("log", base=2)
+  axes.set_xticks(result.sizes, map(str, result.sizes))
+  axes.set(title=_title(measurement), xlabel="rollouts per prompt, G", ylabel="rollouts")
+  axes.legend(fontsize="small")
+
+
+def plot_energies(axes: Any, measurement: Measurement, salt: Reweighting) -> None:
+  """Share of the update's energy inside the top k eigenvectors, against k, under A and A'."""
+  result = energies(measurement, salt)
+  ranks = np.arange(result.even.size)
+  axes.plot(ranks, result.even, ":", color="0.5", label="no preference")
+  for label, shares in (("A", result.coefficients), ("A'", result.reweighted)):
+    shared = float(shares[result.rank])
+    axes.plot(ranks, shares, label=f"{label}: shared {shared:.2f}, residual {1 - shared:.2f}")
+  axes.axvline(result.rank, color="0.4", linestyle="--", label=f"SALT's k = {result.rank}")
+  axes.set(title=_title(measurement), xlabel="k", ylabel="share of ‖Σ A_i g_i‖² in the top k")
+  axes.set(ylim=(0, 1.02))
+  axes.legend(fontsize="small", loc="lower right")
+
+
+def plot_update_norms(
+  axes: Any, measurements: Sequence[Measurement], salt: Reweighting
+) -> None:
+  """‖Σ A_i g_i‖/B over a run, under A and A', its residual part, and the bound on that part."""
+  norms = update_norms(measurements, salt)
+  axes.plot(norms.updates, norms.norm, "o-", markersize=4, label="update norm, A")
+  axes.plot(norms.updates, norms.reweighted, "o-", markersize=4, label="update norm, A'")
+  axes.plot(norms.updates, norms.residual, "s-", markersize=4, label="residual part of A's")
+  axes.plot(norms.updates, norms.bound, "k--", label="bound on the residual part")
+  axes.set(xlabel="updates before the measurement", ylabel="‖Σ A_i g_i‖/B")
+  axes.set_ylim(bottom=0)
+  axes.legend(fontsize="small")
+
+
+def plot_coefficients(axes: Any, measurement: Measurement, salt: Reweighting) -> None:
+  """A' against A, one point per rollout, coloured by reward."""
+  result = salted(measurement, salt)
+  A = measurement.coefficients
+  axes.axline((0, 0), slope=1, color="0.6", linestyle="--", linewidth=1, label="A' = A")
+  axes.axhline(0, color="0.8", linewidth=1, zorder=0)
+  points = axes.scatter(
+    A, result.coefficients, c=measurement.rewards, cmap=REWARD_COLORS, vmin=0, vmax=1,
+    s=20, edgecolors="k", linewidths=0.3, zorder=2,
+  )  # fmt: skip
+  axes.figure.colorbar(points, ax=axes, label="reward", ticks=[0, 1])
+  axes.set(xlabel="A", ylabel="A'", title=f"{_title(measurement)}: k = {result.rank}, "
+    f"n_eff = {result.effective_rollouts:.2f}, α = {result.alpha:.2f}")  # fmt: skip
+  axes.legend(fontsize="small")
+
+
+def _title(measurement: Measurement) -> str:
+  usable = bool(_spectrum(measurement.gram).usable)
+  return f"before update {measurement.update + 1}" + ("" if usable else " (Gram not usable)")
