@@ -101,7 +101,7 @@ def get_config() -> ConfigDict:
     # outcome → reward, as text: a number, "score" (the grader's), "mask" (out of the loss), "stop"
     outcomes=dict(correct="score", wrong="0", unparseable="0", timeout="0", crashed="mask"),
   )
-  c.diagnostics = dict(  # of the gradient geometry; each takes about as long as an update
+  c.diagnostics = dict(  # of the gradient geometry; costs: docs/methods/README.md
     every=0,  # updates, the first included; 0: never
     compared="",  # parameters whose Gram is compared with config.gram's: last_block, all, a pattern
   )

@@ -8,7 +8,11 @@ reweighting alone.
 Ablations: a fixed α is `--config.reweighting.kwargs.alpha_min=0.5
 --config.reweighting.kwargs.alpha_max=0.5`, a fixed k sets `min_rank` and `max_rank` alike;
 `.positive_part=False`, `.channels=shared`, `.channels=residual`, `.random_subspace=True`,
-`.scope=group`. The nearly free estimate: `--config.gram.name=sketch`.
+`.scope=group`. An estimate of the Gram matrix, nearly free at the head of a large model though not
+at this one: `--config.gram.name=sketch`.
+
+Expected here, after 64 updates: see experiments/recipes/README.md. Answers of four bytes make n_eff
+larger than 1 and α zero, where SALT learns less than GRPO (experiments/salt_geometry/README.md).
 
   python -m rlvr_jax.main --config=configs/salt_grpo.py --workdir=runs/salt_grpo
 

@@ -84,6 +84,21 @@ MISTAKES = [
   (dict(sampling__top_p=0.9), r"top_p = 0\.9: .* config\.allow_truncated_behavior = True"),
   (dict(sampling__top_k=5), r"top_k = 5, .* config\.allow_truncated_behavior = True"),
   (dict(evaluation__sampling__top_p=1.5), r"top_p"),
+  # geometry
+  (dict(gram__name="stream", reweighting__name="salt"), r"gram\.name = 'stream' .*'streaming'"),
+  (dict(reweighting__name="salt", reweighting__kwargs={"alpha_min": 2.0}),
+   r"alpha_min = 2\.0 is above alpha_max = 1\.0; lower alpha_min or raise alpha_max"),
+  (dict(reweighting__name="salt", reweighting__kwargs={"scope": "group"}, batch__group_size=1,
+        advantage__name="reinforce"),
+   r"blocks of 1 rollout, .* set scope to 'batch'"),
+  (dict(reweighting__name="salt", gram__kwargs={"gather_chunks": 5}),
+   r"gather_chunks = 5 does not divide the 32 rollouts of a device; set it"),
+  (dict(reweighting__name="salt", gram__kwargs={"gather_chunks": "2"}),
+   r"gather_chunks = '2' is not a whole number; set gather_chunks to 1 or more"),
+  (dict(diagnostics__every=1, diagnostics__compared="no_such"), r"'no_such' matches none of the"),
+  (dict(diagnostics__compared="("), r"parameters='\(' is neither .* nor a regular expression"),
+  (dict(veto__scope="sufix"), r"scope = 'sufix' is unknown; choose one of .*'suffix'"),
+  (dict(schedule__proximal_every=2), r"proximal_every = 2, but .* no proximal policy; set it to 0"),
 ]  # fmt: skip
 
 
@@ -278,7 +293,9 @@ def test_gsm8k_is_graded_and_resumed(gsm8k_program, tmp_path):
 def test_only_fields_that_change_no_number_may_change_on_resume(tmp_path):
   first = tiny.config(optimizer__decay="constant")
   check_config(tmp_path, first.to_json(), may_differ=may_differ(first))
-  more = tiny.config(optimizer__decay="constant", checkpoint__keep=5, num_updates=20)
+  more = tiny.config(
+    optimizer__decay="constant", checkpoint__keep=5, num_updates=20, diagnostics__every=5
+  )
   check_config(tmp_path, more.to_json(), may_differ=may_differ(more))
   assert "num_updates" not in may_differ(tiny.config())  # its learning rate decays
   with pytest.raises(WorkdirError, match=r"batch\.group_size: 4 in the workdir, 8 now"):

@@ -43,6 +43,7 @@ COLUMNS = {  # heading → metric, averaged over the updates that report it
   "shared share of A": "reweighting/shared_share",
   "residual energy": "geometry/residual_energy",
   "redundancy within": "geometry/redundancy_within",
+  "longest tenth": "longest_tenth",
   "entropy": "policy/entropy",
   "clip fraction": "loss/clip_fraction",
 }
@@ -90,8 +91,18 @@ def curves(workdir: pathlib.Path) -> dict[str, list[tuple[int, float]]]:
   """Metric → (update, value) pairs of a finished run, of the metrics of both tables."""
   train = [record for record in read_metrics(workdir) if record["phase"] == "train"]
   names = [*COLUMNS.values(), *AGREEMENT.values()]
-  pairs = {name: [(r["step"], r[name]) for r in train if name in r] for name in names}
+  pairs = {name: [(r["step"], round(r[name], 5)) for r in train if name in r] for name in names}
+  pairs["longest_tenth"] = [
+    (int(path.stem) + 1, longest_tenth(path)) for path in sorted(workdir.glob("geometry/*.npz"))
+  ]
   return {name: found for name, found in pairs.items() if found}
+
+
+def longest_tenth(path: pathlib.Path) -> float:
+  """Share of Σ‖g_i‖² that is in the tenth of the rollouts with the longest gradients."""
+  with np.load(path) as file:
+    squares = np.sort(np.diagonal(file["gram"]))[::-1]
+  return round(float(squares[: len(squares) // 10].sum() / squares.sum()), 5)
 
 
 def average(result: dict, metric: str) -> float | None:
@@ -170,13 +181,13 @@ def plot_scaling(results: Sequence[dict], path: pathlib.Path) -> None:
   }
   figure, row = plt.subplots(1, len(panels), figsize=(16, 3.3), layout="constrained")
   for axes, (title, value) in zip(row, panels.items(), strict=True):
-    for name in ("GRPO", "SALT"):
+    for color, name in (("C0", "GRPO"), ("C1", "SALT")):
       found = [of_label(results, f"{name}, G = {group_size}") for group_size in GROUP_SIZES]
       if any(value(result) is None for of_size in found for result in of_size):
         continue
       points = [mean_and_half_width([value(result) for result in of_size]) for of_size in found]
       means, halves = np.array(points).T
-      axes.errorbar(GROUP_SIZES, means, halves, marker="o", capsize=3, label=name)
+      axes.errorbar(GROUP_SIZES, means, halves, color=color, marker="o", capsize=3, label=name)
     axes.set_xscale("log", base=2)
     axes.set(xlabel=f"group size G, {BUDGET} rollouts in all", title=title)
   row[0].legend()

@@ -20,8 +20,9 @@ def gradient_masses(coefficients: Array, rewards: Array, correct: Array) -> Metr
     rewards: f32[P, G].
     correct: f32[P, G] in {0, 1}.
   Returns:
-    advantage/mass_success, advantage/mass_failure, advantage/mass_ratio = mS/mF (the pair of sums;
-    its weight is 0 when no failure has mass), advantage/ess of |A|, in [1/B, 1].
+    advantage/mass_success, advantage/mass_failure, advantage/mass_difference = mS − mF,
+    advantage/mass_ratio = mS/mF (the pair of sums; its weight is 0 when no failure has mass),
+    advantage/ess of |A|, in [1/B, 1].
   Source: FADE, arXiv 2607.01490.
   """
   chex.assert_rank([coefficients, rewards, correct], 2)
@@ -34,6 +35,7 @@ def gradient_masses(coefficients: Array, rewards: Array, correct: Array) -> Metr
   return {
     "advantage/mass_success": Mean(total=success, weight=rollouts),
     "advantage/mass_failure": Mean(total=failure, weight=rollouts),
+    "advantage/mass_difference": Mean(total=success - failure, weight=rollouts),
     "advantage/mass_ratio": Mean(total=success, weight=failure),
     "advantage/ess": effective_sample_size(jnp.abs(coefficients), jnp.ones_like(coefficients)),
   }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from rlvr_jax.types import Array, Forward, Params, TrainBatch
+from rlvr_jax.types import Array, Forward, Metrics, Params, TrainBatch
 
 
 class Setting(NamedTuple):
@@ -29,12 +29,12 @@ class GramRoute(NamedTuple):
     projection: V → f32[V, R], the rows R_v of a random projection of the vocabulary that the
       forward pass is to accumulate, or None.
     cost: (hidden [P, G, T, D], kernel [D, V], setting) → what one Gram matrix costs, by the name of
-      the metric, from shapes and dtypes alone.
+      the metric, as metrics, from shapes and dtypes alone.
     error: as `gram` → f32[], the estimated ‖K̂ − K‖_F/‖K‖_F of a route that is not exact; or None.
   """
 
   gram: Callable[[Params, TrainBatch, Forward | None, Setting], Array]
   needs_forward: bool = True
   projection: Callable[[int], Array] | None = None
-  cost: Callable[[Array, Array, Setting], dict[str, float]] = lambda hidden, kernel, setting: {}
+  cost: Callable[[Array, Array, Setting], Metrics] = lambda hidden, kernel, setting: {}
   error: Callable[[Params, TrainBatch, Forward | None, Setting], Array] | None = None

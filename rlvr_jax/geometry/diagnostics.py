@@ -11,7 +11,8 @@ Sources: SALT, arXiv 2606.05800; FADE, arXiv 2607.01490.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -57,9 +58,10 @@ def diagnose(
     coefficients: f32[P, G] or f32[B], A as the advantage estimator gives it.
     reweighted: the same shape, A' as the loss takes it; A itself without a reweighting.
     num_prompts: P.
-    rank_scale, min_rank, max_rank: ρ_s, k_min and k_max of the shared subspace, as SALT's.
+    rank_scale, min_rank, max_rank: ρ_s, k_min and k_max of the shared subspace. A run measures
+      with SALT's defaults, whatever it reweights by, so that runs compare.
   Returns:
-    f32[] each, all finite:
+    f32[] each, all finite where A and A' are:
       geometry/gram_usable: 0 where the Gram is zero or not finite; all below is meaningless then.
       geometry/participation_ratio: directions that the batch's gradients span, in [1, B]. Near 1:
         all rollouts teach one thing, whatever their number.
@@ -71,21 +73,25 @@ def diagnose(
       geometry/redundancy_within, …_between, each with and without …_positive: see `redundancy`.
       geometry/rank: k, the dimension of the shared subspace.
       geometry/shared_energy, geometry/residual_energy: see `energies`, under A.
+      geometry/group_shared_energy: its mean over groups, each with its own Gram matrix and k.
       geometry/update_norm, …_reweighted, geometry/update_norm_bound: see `update_norms`; the bound
         is under A.
   """
   coefficients, reweighted = coefficients.reshape(-1), reweighted.reshape(-1)
   chex.assert_shape([coefficients, reweighted], gram.shape[:1])
+  bounds: dict[str, Any] = dict(scale=rank_scale, minimum=min_rank, maximum=max_rank)
   spectrum = spectral.spectrum(gram)
   ratio = spectral.participation_ratio(gram)
-  rank = spectral.subspace_rank(
-    spectrum.eigenvalues, ratio, scale=rank_scale, minimum=min_rank, maximum=max_rank
-  )
+  rank = spectral.subspace_rank(spectrum.eigenvalues, ratio, **bounds)
   shared, residual = energies(coefficients, spectrum, rank)
   norm, bound = update_norms(coefficients, spectrum, rank)
   norm_reweighted, _ = update_norms(reweighted, spectrum, rank)
   group_ratios, groups_usable = group_participation_ratios(gram, num_prompts)
   of_groups, counted = group_effective_rollouts(coefficients, gram, num_prompts)
+  of_group = functools.partial(_shared_energy, bounds=bounds)
+  group_shared = jax.vmap(of_group)(
+    coefficients.reshape(num_prompts, -1), _group_grams(gram, num_prompts)
+  )
   pairs = redundancy(gram, num_prompts)
   values = {
     "gram_usable": spectrum.usable,
@@ -97,6 +103,7 @@ def diagnose(
     "rank": jnp.where(spectrum.usable, rank, 0),
     "shared_energy": shared,
     "residual_energy": residual,
+    "group_shared_energy": masked_mean(group_shared, counted),
     "update_norm": norm,
     "update_norm_reweighted": norm_reweighted,
     "update_norm_bound": bound,
@@ -371,6 +378,16 @@ def advantage_logprob_covariance(coefficients: Array, logprobs: Array, mask: Arr
   per_token = jnp.broadcast_to(upcast(coefficients)[..., None], mask.shape)
   centred = per_token - masked_mean(per_token, mask)
   return -masked_mean(centred * (logprobs - masked_mean(logprobs, mask)), mask)
+
+
+def _shared_energy(coefficients: Array, gram: Array, bounds: dict[str, Any]) -> Array:
+  """Shared energy of one group alone, 0 for a group of one rollout."""
+  if gram.shape[0] < 2:
+    return jnp.zeros(())
+  spectrum = spectral.spectrum(gram)
+  ratio = spectral.participation_ratio(gram)
+  rank = spectral.subspace_rank(spectrum.eigenvalues, ratio, **bounds)
+  return energies(coefficients, spectrum, rank)[0]
 
 
 def _blocks(gram: Array, num_prompts: int) -> Array:

@@ -34,7 +34,7 @@ def per_rollout(*, parameters: str = "head") -> GramRoute:
   """
   try:
     re.compile(parameters)
-  except re.error as error:
+  except (re.error, TypeError) as error:
     raise ValueError(
       f"per_rollout: parameters={parameters!r} is neither 'head', 'last_block', 'all' nor a regular"
       f" expression: {error}"

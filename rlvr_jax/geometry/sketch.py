@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from rlvr_jax.geometry.base import GramRoute, Setting
+from rlvr_jax.ops.checks import check_whole
 from rlvr_jax.ops.masked import masked_fill
-from rlvr_jax.types import Array, Forward, Params, TrainBatch
+from rlvr_jax.ops.spectral import EXACT
+from rlvr_jax.types import Array, Forward, Mean, Metrics, Params, TrainBatch
 
 
 def sketch(
@@ -23,7 +25,8 @@ def sketch(
 
   The error of one copy goes as √(1/a + 1/b), that of the mean as 1/√s. The forward pass accumulates
   R_vᵀd as it goes through the vocabulary, in s·b/D products of the size of the head's; the rest is
-  s·a/V of one.
+  s·a/V + s·a·b·(1 + B/T)/(D·V) of one. That is nearly free at the head of a large model; with a
+  small width or vocabulary, or many more rollouts than tokens in each, `streaming` may cost less.
 
   Args:
     copies: s.
@@ -36,8 +39,7 @@ def sketch(
   """
   sizes = dict(copies=copies, hidden_size=hidden_size, vocabulary_size=vocabulary_size)
   for name, size in sizes.items():
-    if size < 1:
-      raise ValueError(f"sketch: {name}={size} must be at least 1")
+    check_whole("sketch", name, size, low=1)
   estimate = functools.partial(
     sketch_with_error,
     copies=copies,
@@ -46,17 +48,17 @@ def sketch(
     seed=seed,
   )
 
-  def cost(hidden: Array, kernel: Array, setting: Setting) -> dict[str, float]:
+  def cost(hidden: Array, kernel: Array, setting: Setting) -> Metrics:
     del setting
     P, G, T, D = hidden.shape
     V, pairs = kernel.shape[1], hidden_size * vocabulary_size
     products = copies * (vocabulary_size / D + hidden_size / V + pairs * (1 + P * G / T) / (D * V))
-    return {"gram/head_products": products}
+    return {"gram/head_products": Mean(total=jnp.float32(products), weight=jnp.float32(1))}
 
   return GramRoute(
     gram=lambda *args: estimate(*args)[0],
     cost=cost,
-    error=lambda *args: estimate(*args)[1],
+    error=(lambda *args: estimate(*args)[1]) if copies > 1 else None,
     projection=lambda V: _signs(seed, "vocabulary", (V, copies * vocabulary_size)),
   )
 
@@ -67,7 +69,7 @@ def sketch_with_error(
   forward: Forward | None,
   setting: Setting,
   *,
-  copies: int,
+  copies: int,  # two or more for an error
   hidden_size: int,
   vocabulary_size: int,
   seed: int,
@@ -78,7 +80,7 @@ def sketch_with_error(
     forward: `projected` with the projection of that route.
   Returns:
     f32[B, B], K̂; f32[], ‖K̂ − K‖_F/‖K‖_F estimated from the spread between copies as
-    √(Σ_c ‖K_c − K̂‖²_F / (s(s−1))) / ‖K̂‖_F; NaN for one copy.
+    √(Σ_c ‖K_c − K̂‖²_F / (s(s−1))) / ‖K̂‖_F; 0 where K̂ is 0.
   """
   del params, setting
   assert forward is not None and forward.projected is not None
@@ -92,11 +94,13 @@ def sketch_with_error(
   left = left.reshape(P * G, T, copies, hidden_size)
   right = masked_fill(forward.projected.reshape(P * G, T, -1), kept)
   right = right.reshape(P * G, T, copies, vocabulary_size)
-  features = jnp.einsum("itca,itcb->ciab", left, right)
-  grams = jnp.einsum("ciab,cjab->cij", features, features) / (hidden_size * vocabulary_size)
+  features = jnp.einsum("itca,itcb->ciab", left, right, precision=EXACT)
+  grams = jnp.einsum("ciab,cjab->cij", features, features, precision=EXACT)
+  grams /= (hidden_size * vocabulary_size)
   gram = jnp.mean(grams, axis=0)
   spread = jnp.sqrt(jnp.sum((grams - gram) ** 2) / (copies * (copies - 1.0)))
-  return gram, spread / jnp.linalg.norm(gram)
+  size = jnp.linalg.norm(gram)
+  return gram, jnp.where(size > 0, spread / jnp.where(size > 0, size, 1.0), 0.0)
 
 
 def _signs(seed: int, factor: str, shape: tuple[int, int]) -> Array:

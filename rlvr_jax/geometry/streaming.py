@@ -16,8 +16,10 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from rlvr_jax.geometry.base import GramRoute, Setting
+from rlvr_jax.ops.checks import check_whole
 from rlvr_jax.ops.logprobs import head_logits
-from rlvr_jax.types import Array, Forward, Head, Params, TrainBatch
+from rlvr_jax.ops.spectral import EXACT
+from rlvr_jax.types import Array, Forward, Head, Mean, Metrics, Params, Sum, TrainBatch
 
 _LANES = 128  # columns that an accelerator multiplies at once
 _BATCH_AXES = ("data", "fsdp")
@@ -60,10 +62,8 @@ def streaming(*, block_elements: int = 2**22, gather_chunks: int = 1) -> GramRou
     ValueError: an argument below 1; when called, C does not divide a device's rollouts.
   Source: methods of SALT, arXiv 2606.05800, §3, without its [B, D·V] matrix.
   """
-  if block_elements < 1:
-    raise ValueError(f"streaming: block_elements={block_elements} must be at least 1")
-  if gather_chunks < 1:
-    raise ValueError(f"streaming: gather_chunks={gather_chunks} must be at least 1")
+  check_whole("streaming", "block_elements", block_elements, low=1)
+  check_whole("streaming", "gather_chunks", gather_chunks, low=1)
 
   def gram(params: Params, batch: TrainBatch, forward: Forward | None, setting: Setting) -> Array:
     assert forward is not None
@@ -104,11 +104,14 @@ def streaming(*, block_elements: int = 2**22, gather_chunks: int = 1) -> GramRou
       check_vma=False,  # a loop that starts from zeros on every device counts as replicated
     )(rollouts, kernel)
 
-  def cost(hidden: Array, kernel: Array, setting: Setting) -> dict[str, float]:
+  def cost(hidden: Array, kernel: Array, setting: Setting) -> Metrics:
     P, G, T, _ = hidden.shape
     moved = bytes_moved(hidden, kernel, setting.mesh, gather_chunks=gather_chunks)
-    products = 2 * gather_chunks + P * G / T
-    return {"gram/head_products": products, "gram/megabytes_moved": moved / 1e6}
+    products, one = jnp.float32(2 * gather_chunks + P * G / T), jnp.float32(1)
+    return {
+      "gram/head_products": Mean(total=products, weight=one),
+      "gram/megabytes_moved": Sum(jnp.float32(moved / 1e6)),
+    }
 
   return GramRoute(gram, cost=cost)
 
@@ -156,7 +159,8 @@ def _over_chunks(
   local = rollouts.tokens.shape[0] * rollouts.tokens.shape[1]
   if local % num_chunks:
     raise ValueError(
-      f"streaming: gather_chunks={num_chunks} does not divide the {local} rollouts of a device"
+      f"streaming: gather_chunks = {num_chunks} does not divide the {local} rollouts of a device;"
+      " set it (config.gram.kwargs.gather_chunks) to a divisor"
     )
   cut = jax.tree.map(lambda x: x.reshape(num_chunks, -1, *x.shape[2:]), rollouts)
   load = lambda chunk: jax.tree.map(lambda x: gather(x[chunk]), cut)
@@ -190,7 +194,9 @@ def _sum_over_blocks(
     indices = columns.first + start + jnp.arange(width)
     g = [_gradients(chunk, head, indices, columns.vocabulary, temperature) for chunk in chunks]
     dtype = jnp.promote_types(g[0].dtype, jnp.float32)
-    return jnp.einsum("ivd,jvd->ij", g[0], g[-1], preferred_element_type=dtype)
+    return jnp.einsum(
+      "ivd,jvd->ij", g[0], g[-1], precision=EXACT, preferred_element_type=dtype
+    )
 
   num_blocks, rest = divmod(num_columns, width)
   zeros = jnp.zeros((n, n), jnp.promote_types(chunks[0].hidden.dtype, jnp.float32))
@@ -217,5 +223,6 @@ def _gradients(
   if head.soft_cap is not None:
     d *= 1 - (logits / head.soft_cap) ** 2
   d = jnp.where(rollouts.mask[..., None] & (indices < vocabulary), d, 0.0)
-  g = jnp.einsum("itv,itd->ivd", d.astype(hidden.dtype), hidden, preferred_element_type=d.dtype)
+  d = d.astype(hidden.dtype)
+  g = jnp.einsum("itv,itd->ivd", d, hidden, precision=EXACT, preferred_element_type=logits.dtype)
   return g.astype(hidden.dtype)

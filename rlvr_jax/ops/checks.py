@@ -27,6 +27,23 @@ def check_between(
     )
 
 
+def check_whole(owner: str, name: str, value: int, *, low: int) -> None:
+  """Raises unless value is a whole number of at least `low`."""
+  if isinstance(value, bool) or not isinstance(value, int) or value < low:
+    raise ValueError(
+      f"{owner}: {name} = {value!r} is not a whole number; set {name} to {low} or more"
+    )
+
+
+def check_order(owner: str, low: tuple[str, float], high: tuple[str, float]) -> None:
+  """Raises unless the first (name, value) is at most the second."""
+  if low[1] > high[1]:
+    raise ValueError(
+      f"{owner}: {low[0]} = {low[1]!r} is above {high[0]} = {high[1]!r};"
+      f" lower {low[0]} or raise {high[0]}"
+    )
+
+
 def check_choice(owner: str, name: str, value: Any, allowed: Collection[Any]) -> None:
   """Raises unless `value` is one of `allowed`."""
   if value not in allowed:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from rlvr_jax.ops import spectral
-from rlvr_jax.ops.checks import check_between, check_choice
+from rlvr_jax.ops.checks import check_between, check_choice, check_order, check_whole
 from rlvr_jax.ops.masked import mean_metric, upcast
 from rlvr_jax.reweighting.base import SCOPES, Reweighting
 from rlvr_jax.types import Array, Metrics
@@ -92,7 +92,10 @@ def salt_metrics(coefficients: Array, result: SaltResult) -> Metrics:
   What describes the Gram is averaged over the blocks in which it is usable, what describes A over
   those in which SALT acts: a group without a signal does not dilute them.
   """
-  norm = functools.partial(jnp.linalg.norm, axis=-1)
+  # In units of the largest coefficient, whose square may leave float32's range.
+  largest = jnp.max(jnp.abs(coefficients), axis=-1, keepdims=True)
+  unit = jnp.where(largest > 0, largest, 1.0)
+  norm = lambda x: jnp.linalg.norm(x / unit, axis=-1)
   size = jnp.where(result.acts, norm(coefficients), 1.0)
   of_gram = {
     "participation_ratio": result.participation_ratio,
@@ -141,20 +144,19 @@ def salt(
     positive_part: whether the residual is of A⁺, or of A itself.
     channels: "both"; "shared": P_k A alone; "residual": α (I − P_k) A⁺ alone.
     random_subspace: P_k projects onto k random directions, drawn from the key anew in each call
-      and block.
+      and block; with scope "group" they depend on how many micro-batches there are.
     scope: what shares a Gram matrix: "batch", "microbatch" or "group".
   Raises:
     ValueError: a hyper-parameter out of range; blocks of one rollout, at trace time.
   Source: arXiv 2606.05800, §3, and the authors' code.
   """
   check_between("salt", "rank_scale", rank_scale, low=0.0, open_low=True)
-  check_between("salt", "min_rank", min_rank, low=1)
-  check_between("salt", "max_rank", max_rank, low=min_rank)
-  for name, rank in (("min_rank", min_rank), ("max_rank", max_rank)):
-    if rank != int(rank):
-      raise ValueError(f"salt: {name} = {rank!r} is not a whole number; set {name} to 1 or more")
+  check_whole("salt", "min_rank", min_rank, low=1)
+  check_whole("salt", "max_rank", max_rank, low=1)
+  check_order("salt", ("min_rank", min_rank), ("max_rank", max_rank))
   check_between("salt", "alpha_min", alpha_min, low=0.0)
-  check_between("salt", "alpha_max", alpha_max, low=alpha_min)
+  check_between("salt", "alpha_max", alpha_max, low=0.0)
+  check_order("salt", ("alpha_min", alpha_min), ("alpha_max", alpha_max))
   check_choice("salt", "positive_part", positive_part, (True, False))
   check_choice("salt", "channels", channels, CHANNELS)
   check_choice("salt", "random_subspace", random_subspace, (True, False))

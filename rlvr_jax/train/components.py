@@ -98,7 +98,7 @@ def make_sampling(settings: Mapping[str, Any], vocab_size: int) -> Sampling:
 
 def may_differ(config: ml_collections.ConfigDict) -> list[str]:
   """Fields that may change when a run is taken up again: they change no number of it."""
-  fields = ["checkpoint", "logging", "grading.num_workers", "grading.timeout_s"]
+  fields = ["checkpoint", "logging", "grading.num_workers", "grading.timeout_s", "diagnostics"]
   fields.append("dynamic_sampling.max_batches")
   # A learning rate that decays depends on where the run ends.
   return [*fields, "num_updates"] if config.optimizer.decay == "constant" else fields
@@ -176,6 +176,8 @@ def gram_setting(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) ->
 def make_measure(config: ml_collections.ConfigDict, method: Method) -> Callable:
   """`train.geometry.measure` with everything bound but (state, initial parameters, batch)."""
   check_between("config.diagnostics", "every", config.diagnostics.every, low=0)
+  if config.diagnostics.compared:
+    geometry.per_rollout(parameters=config.diagnostics.compared)  # raises what is no pattern
   return functools.partial(
     measure,
     method=method,
@@ -186,7 +188,9 @@ def make_measure(config: ml_collections.ConfigDict, method: Method) -> Callable:
 
 def make_veto(config: ml_collections.ConfigDict) -> Veto | None:
   settings = config.veto.to_dict()
-  return negative_advantage_veto(**settings) if settings.pop("enabled") else None
+  enabled = settings.pop("enabled")
+  veto = negative_advantage_veto(**settings)  # a mistake shows also where it is off
+  return veto if enabled else None
 
 
 def check_rewards(config: ml_collections.ConfigDict, method: Method, policy: OutcomePolicy) -> None:
@@ -196,6 +200,11 @@ def check_rewards(config: ml_collections.ConfigDict, method: Method, policy: Out
     raise ValueError(
       f"config.overlong.buffer = {config.overlong.buffer} tokens is more than"
       f" config.max_response_length = {config.max_response_length}"
+    )
+  if config.schedule.proximal_every and not method.loss.needs_proximal:
+    raise ValueError(
+      f"config.schedule.proximal_every = {config.schedule.proximal_every}, but config.loss.name ="
+      f" {config.loss.name!r} has no proximal policy; set it to 0, or choose decoupled_ppo"
     )
   name = config.advantage.name
   if method.advantage.needs_binary and config.overlong.buffer:
@@ -321,6 +330,8 @@ def check_update(config: ml_collections.ConfigDict, method: Method, state: Train
   """Traces one update on shapes alone, so that a component's own errors come before compilation."""
   batch = abstract_batch(config, needs_proximal=method.loss.needs_proximal)
   jax.eval_shape(functools.partial(train_step, method=method), state, batch)
+  if config.diagnostics.every:
+    jax.eval_shape(make_measure(config, method), state, state.params, batch)
 
 
 @dataclasses.dataclass(frozen=True)

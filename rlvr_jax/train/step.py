@@ -322,13 +322,12 @@ def reweight(
 
 def _gram_metrics(forward: Forward | None, params: Params, method: Method) -> Metrics:
   """What the Gram matrix costs: known before the run, reported with it."""
-  own_forward = method.num_micro_batches > 1
-  numbers = {"gram/forward_only_passes": float(own_forward)}
+  own_forward = jnp.float32(method.num_micro_batches > 1)
+  metrics: Metrics = {"gram/forward_only_passes": Mean(total=own_forward, weight=jnp.float32(1))}
   if forward is not None:
     kernel = method.model.head(params).kernel
-    numbers |= method.gram.cost(forward.hidden, kernel, method.gram_setting)
-  one = jnp.ones((), jnp.float32)
-  return {name: Mean(total=number * one, weight=one) for name, number in numbers.items()}
+    metrics |= method.gram.cost(forward.hidden, kernel, method.gram_setting)
+  return metrics
 
 
 def loss_statistics(

@@ -101,6 +101,7 @@ def test_gradient_masses_are_those_of_the_formula():
   failure = np.mean(np.maximum(-a, 0) * (rewards == 0))
   assert metric_value(metrics["advantage/mass_success"]) == pytest.approx(success)
   assert metric_value(metrics["advantage/mass_failure"]) == pytest.approx(failure)
+  assert metric_value(metrics["advantage/mass_difference"]) == pytest.approx(success - failure)
   assert metric_value(metrics["advantage/mass_ratio"]) == pytest.approx(success / failure)
   ess = np.abs(a).sum() ** 2 / (a.size * (a**2).sum())
   assert metric_value(metrics["advantage/ess"]) == pytest.approx(ess)

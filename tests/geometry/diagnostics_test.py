@@ -304,6 +304,15 @@ def test_covariance_is_over_loss_tokens(x64):
   np.testing.assert_allclose(likely, -coefficients.var())
 
 
+def group_shared_energy(A, features):
+  """‖the update's projection onto the group's own top right-singular vectors‖² / ‖the update‖²."""
+  _, singular, directions = np.linalg.svd(features, full_matrices=False)
+  ratio = np.sum(singular**2) ** 2 / np.sum(singular**4)
+  rank = int(np.clip(round(ratio), 1, len(A) - 1))
+  update = A @ features
+  return np.sum((directions[:rank] @ update) ** 2) / np.sum(update**2)
+
+
 def test_diagnose_says_what_its_parts_say(batch):
   features, coefficients = batch
   reweighted = np.maximum(coefficients, 0)
@@ -315,7 +324,8 @@ def test_diagnose_says_what_its_parts_say(batch):
   assert 1 < rank < DIM
   modes = modes_of(gram)
   A = coefficients.ravel()
-  n_eff = [effective_rollouts(A[p], features[p]) for p in np.arange(B).reshape(P, G)]
+  groups = np.arange(B).reshape(P, G)
+  n_eff = [effective_rollouts(A[p], features[p]) for p in groups]
   shares = np.histogram(n_eff, [0, 0.5, 1, 2, 4, np.inf])[0] / P
   expected = {
     "gram_usable": 1,
@@ -325,6 +335,7 @@ def test_diagnose_says_what_its_parts_say(batch):
     "effective_rollouts_reweighted": effective_rollouts(reweighted.ravel(), features),
     "group_effective_rollouts/mean": np.mean(n_eff),
     "rank": rank,
+    "group_shared_energy": np.mean([group_shared_energy(A[p], features[p]) for p in groups]),
     "update_norm_reweighted": np.linalg.norm(features.T @ reweighted.ravel()) / B,
   }
   parts = {
@@ -343,7 +354,7 @@ def test_diagnose_says_what_its_parts_say(batch):
     np.testing.assert_allclose(found[name], value, rtol=1e-9, err_msg=name)
   # Flat coefficients, and a chosen rank, on which only the energies and the bound depend.
   chosen = diagnose(gram, A, reweighted.ravel(), P, min_rank=3, max_rank=3)
-  of_rank = ("rank", "shared_energy", "residual_energy", "update_norm_bound")
+  of_rank = ("rank", "shared_energy", "group_shared_energy", "residual_energy", "update_norm_bound")
   for name, value in chosen.items():
     same = bool(np.isclose(value, found[name], rtol=1e-9))
     assert same != name.removeprefix("geometry/").startswith(of_rank), name

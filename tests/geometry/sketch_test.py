@@ -105,5 +105,5 @@ def test_costs_a_fifth_of_a_head_product():
 
 def test_sizes_are_positive():
   for name in ("copies", "hidden_size", "vocabulary_size"):
-    with pytest.raises(ValueError, match=f"sketch: {name}=0"):
+    with pytest.raises(ValueError, match=f"sketch: {name} = 0"):
       sketch(**{name: 0})

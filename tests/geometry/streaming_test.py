@@ -84,9 +84,9 @@ def test_bfloat16_is_near_float32():
 @pytest.mark.parametrize(
   ("arguments", "message"),
   [
-    (dict(block_elements=0), "block_elements=0"),
-    (dict(gather_chunks=0), "gather_chunks=0"),
-    (dict(gather_chunks=3), "gather_chunks=3 does not divide the 8 rollouts of a device"),
+    (dict(block_elements=0), "block_elements = 0"),
+    (dict(gather_chunks=0), "gather_chunks = 0"),
+    (dict(gather_chunks=3), "gather_chunks = 3 does not divide the 8 rollouts of a device"),
   ],
 )
 def test_what_cannot_be(arguments, message):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rlvr_jax.ops.checks import check_between, check_choice
+from rlvr_jax.ops.checks import check_between, check_choice, check_order, check_whole
 
 
 @pytest.mark.parametrize("value", [1.1, -0.1, math.nan, "0.5", None, True])
@@ -23,3 +23,16 @@ def test_a_choice_lists_the_allowed():
   check_choice("loss", "cap", "a", ("a", "b"))
   with pytest.raises(ValueError, match=r"cap = 'c'.*\['a', 'b'\]"):
     check_choice("loss", "cap", "c", ("a", "b"))
+
+
+@pytest.mark.parametrize("value", [0, 1.0, 1.5, "2", None, True])
+def test_what_is_not_a_whole_number_is_refused(value):
+  check_whole("sketch", "copies", 1, low=1)
+  with pytest.raises(ValueError, match=r"sketch: copies = .* is not a whole number; .* 1 or more"):
+    check_whole("sketch", "copies", value, low=1)
+
+
+def test_bounds_that_cross_name_both():
+  check_order("salt", ("low", 1), ("high", 1))
+  with pytest.raises(ValueError, match=r"low = 2 is above high = 1; lower low or raise high"):
+    check_order("salt", ("low", 2), ("high", 1))

@@ -123,11 +123,11 @@ def check_updates(single, others, estimators):
 @pytest.mark.parametrize("veto", VETOES)
 @pytest.mark.parametrize("loss", losses.__all__)
 def test_all_pairs(x64, loss, veto):
-  """A subset that covers every pair of estimator, loss, veto, reweighting and way of splitting.
+  """A subset of the product, which the slow test has whole.
 
   The update's two phases, compiled once per loss. Without veto and SALT: against micro-batches, fed
   with every estimator's coefficients. With both: against a mesh and micro-batches together, with
-  two estimators per loss, in turn, so that all have theirs. The slow test has the whole product.
+  two estimators per loss, in turn, so that all have theirs.
   """
   if veto == "plain":
     single, other = updater(loss, veto, "none"), updater(loss, veto, "none", num_micro_batches=4)

@@ -133,6 +133,25 @@ def test_stale_hidden_states_of_padding_change_nothing(x64):
   assert relative_distance(found, gradient) < 1e-12
 
 
+def test_measure_reports_the_error_of_a_route_that_is_not_exact(x64):
+  """Near the true error; 0, not NaN, where there is no gradient; left out of the exact route."""
+  method = make_salt_method()
+  batch = make_batch(np.float64)
+  params = method.model.init(jax.random.key(0))
+  state = initial_state(method, params, jnp.float64(0.0))
+  run = lambda route, batch: jax.jit(
+    functools.partial(measure, method=method, gram=route, compared="")
+  )(state, params, batch)
+  sketched = geometry.sketch(copies=8, hidden_size=16, vocabulary_size=16)
+  exact, found = run(geometry.streaming(), batch), run(sketched, batch)
+  assert "geometry/gram_relative_error" not in exact[0]
+  difference = np.linalg.norm(found[1]["gram"] - exact[1]["gram"])
+  error = difference / np.linalg.norm(exact[1]["gram"])
+  assert 0.5 * error < found[0]["geometry/gram_relative_error"] < 2 * error
+  empty = dataclasses.replace(batch, mask=np.zeros_like(batch.mask))
+  assert run(sketched, empty)[0]["geometry/gram_relative_error"] == 0
+
+
 def test_a_batch_without_gradients_passes_unchanged():
   """All masked: the Gram is zero, SALT steps aside, and the update is skipped by nobody."""
   method = make_salt_method("float32")
