@@ -43,6 +43,7 @@ from rlvr_jax.types import Params, TrainBatch
 RECIPES = (
   *("grpo", "dr_grpo", "dapo", "rloo", "maxrl", "reinforce", "pass_at_k", "gspo", "cispo", "gmpo"),
   *("sapo", "topr", "m2po", "decoupled_ppo", "p3o", "fade", "mu_grpo"),
+  *("salt_grpo", "salt_dapo"),
 )
 COLUMNS = {  # heading → metric
   "loss": "loss",
