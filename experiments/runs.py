@@ -1,19 +1,25 @@
-"""What the experiments share: one run as a process, its held-out curve, intervals over seeds."""
+"""What the experiments share: recipes, runs as processes, held-out curves, intervals over seeds."""
 
 from __future__ import annotations
 
 import json
 import os
 import pathlib
+import re
 import shutil
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rlvr_jax.train.metrics import read_metrics
 
+RECIPES = (
+  *("grpo", "dr_grpo", "dapo", "rloo", "maxrl", "reinforce", "pass_at_k", "gspo", "cispo", "gmpo"),
+  *("sapo", "topr", "m2po", "decoupled_ppo", "p3o", "fade", "mu_grpo"),
+  *("salt_grpo", "salt_dapo"),
+)
 METRIC = "eval/pass@1"
 # Two-sided 95 % quantiles of Student's t, by degrees of freedom.
 T_QUANTILES = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306}
@@ -56,6 +62,37 @@ def run(
   result |= {"label": label, "seed": seed, "seconds": round(seconds, 1)}
   result_file.write_text(json.dumps(result))
   return result
+
+
+def run_all(
+  runs: Mapping[str, Sequence[str]],
+  root: pathlib.Path,
+  *,
+  num_seeds: int,
+  same_warm_start: bool = False,
+) -> list[dict]:
+  """Every run with seeds 0, 1, …, one after another, each in a folder of its own under `root`.
+
+  Args:
+    runs: label → command line.
+    same_warm_start: whether all runs of a seed have the warm start of the first of them.
+  Raises:
+    ValueError: a number of seeds for which there is no t interval.
+  """
+  check_seeds(num_seeds)
+  results, first = [], next(iter(runs))
+  for label, arguments in runs.items():
+    for seed in range(num_seeds):
+      given = workdir_of(root, first, seed) if same_warm_start else None
+      workdir = workdir_of(root, label, seed)
+      result = run(label, arguments, seed=seed, workdir=workdir, warm_start_of=given)
+      results.append(result)
+  return results
+
+
+def workdir_of(root: pathlib.Path, label: str, seed: int) -> pathlib.Path:
+  """Where `run_all` puts a run."""
+  return root / f"{re.sub(r'[^a-z0-9.]+', '_', label.lower())}_{seed}"
 
 
 def mean_and_half_width(values: Sequence[float]) -> tuple[float, float]:

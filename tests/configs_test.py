@@ -9,6 +9,7 @@ import pytest
 from ml_collections import ConfigDict
 
 import configs.base
+from experiments.runs import RECIPES
 from rlvr_jax import advantages, losses
 from rlvr_jax.train.components import build
 
@@ -108,6 +109,12 @@ def test_card_is_short_and_its_links_lead_somewhere(card):
   links = re.findall(r"\]\(([^)#]+)\)", text)
   assert links and not [x for x in links if ":" not in x and not (CARDS / x).exists()]
   assert card == "README.md" or len(text.splitlines()) <= LONGEST_CARD
+
+
+def test_the_experiments_run_every_recipe():
+  """All but the shared base, the quickstart with its controls, and what needs data."""
+  others = {name for name in NAMES if name.startswith(("base", "quickstart", "gsm8k"))}
+  assert set(RECIPES) == set(NAMES) - others
 
 
 @pytest.mark.parametrize("package", [advantages, losses])

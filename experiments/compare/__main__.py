@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
+from experiments.runs import RECIPES
 from rlvr_jax.ops import reductions
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.rewards.pool import GraderPool
@@ -40,11 +41,6 @@ from rlvr_jax.train.metrics import MetricWriter, progress, say
 from rlvr_jax.train.step import Method, policy_logprobs, update_gradient
 from rlvr_jax.types import Params, TrainBatch
 
-RECIPES = (
-  *("grpo", "dr_grpo", "dapo", "rloo", "maxrl", "reinforce", "pass_at_k", "gspo", "cispo", "gmpo"),
-  *("sapo", "topr", "m2po", "decoupled_ppo", "p3o", "fade", "mu_grpo"),
-  *("salt_grpo", "salt_dapo"),
-)
 COLUMNS = {  # heading → metric
   "loss": "loss",
   "gradient norm": "gradient_norm",

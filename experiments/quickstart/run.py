@@ -17,7 +17,7 @@ import numpy as np
 from absl import app, flags
 from matplotlib import pyplot as plt
 
-from experiments.runs import check_seeds, interval, mean_and_half_width, run, write_results
+from experiments.runs import interval, mean_and_half_width, run_all, write_results
 
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds 0, 1, ... of each run.", lower_bound=2)
 _WORKDIR = flags.DEFINE_string("workdir", "runs/experiment_quickstart", "Holds the runs' workdirs.")
@@ -77,13 +77,7 @@ def plot(results: list[dict], path: pathlib.Path) -> None:
 def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-  check_seeds(_SEEDS.value)
-  root = pathlib.Path(_WORKDIR.value)
-  results = []
-  for label in RUNS:
-    folder = label.replace(":", "").replace(",", "").replace(" ", "_")
-    for seed in range(_SEEDS.value):
-      results.append(run(label, RUNS[label], seed=seed, workdir=root / f"{folder}_{seed}"))
+  results = run_all(RUNS, pathlib.Path(_WORKDIR.value), num_seeds=_SEEDS.value)
   write_results(HERE / "results.json", results)
   plot(results, HERE / "curves.png")
   print(table(results))

@@ -9,17 +9,11 @@ README.md, and writes results.json beside this file. Finished runs are not repea
 from __future__ import annotations
 
 import pathlib
-import re
 
 from absl import app, flags
 
-from experiments.runs import check_seeds, interval, mean_and_half_width, run, write_results
+from experiments.runs import RECIPES, interval, mean_and_half_width, run_all, write_results
 
-RECIPES = (
-  *("grpo", "dr_grpo", "dapo", "rloo", "maxrl", "reinforce", "pass_at_k", "gspo", "cispo", "gmpo"),
-  *("sapo", "topr", "m2po", "decoupled_ppo", "p3o", "fade", "mu_grpo"),
-  *("salt_grpo", "salt_dapo"),
-)
 RUNS = {name: [f"--config=configs/{name}.py"] for name in RECIPES}
 for nats in (0.25, 0.5, 1.0):  # where the initial entropy is small, half of it leaves δ at 1
   RUNS[f"fade, H* = {nats} nats"] = [
@@ -70,15 +64,10 @@ def table(results: list[dict]) -> str:
 def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-  check_seeds(_SEEDS.value)
+  shorter = [f"--config.num_updates={_UPDATES.value}"]
+  runs = {label: [*recipe, *shorter] for label, recipe in RUNS.items()}
   root = pathlib.Path(_WORKDIR.value)
-  results = []
-  folder = lambda label, seed: root / f"{re.sub(r'[^a-z0-9.]+', '_', label.lower())}_{seed}"
-  for label, recipe in RUNS.items():
-    arguments = [*recipe, f"--config.num_updates={_UPDATES.value}"]
-    for seed in range(_SEEDS.value):
-      first, workdir = folder(RECIPES[0], seed), folder(label, seed)
-      results.append(run(label, arguments, seed=seed, workdir=workdir, warm_start_of=first))
+  results = run_all(runs, root, num_seeds=_SEEDS.value, same_warm_start=True)
   write_results(HERE / "results.json", results)
   print(table(results))
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from rlvr_jax.geometry.base import GramRoute, Setting
 from rlvr_jax.ops.checks import check_whole
-from rlvr_jax.ops.logprobs import head_logits
+from rlvr_jax.ops.logprobs import head_logits, through_head
 from rlvr_jax.ops.spectral import EXACT
 from rlvr_jax.types import Array, Forward, Head, Mean, Metrics, Params, Sum, TrainBatch
 
@@ -219,9 +219,7 @@ def _gradients(
   hidden = rollouts.hidden
   logits = head_logits(hidden, head)
   d = jnp.exp(logits / temperature - rollouts.log_normalizers[..., None])
-  d = (d - (indices == rollouts.tokens[..., None])) * (head.scale / temperature)
-  if head.soft_cap is not None:
-    d *= 1 - (logits / head.soft_cap) ** 2
+  d = through_head(d - (indices == rollouts.tokens[..., None]), logits, head, temperature)
   d = jnp.where(rollouts.mask[..., None] & (indices < vocabulary), d, 0.0)
   d = d.astype(hidden.dtype)
   g = jnp.einsum("itv,itd->ivd", d, hidden, precision=EXACT, preferred_element_type=logits.dtype)

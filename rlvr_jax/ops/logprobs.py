@@ -38,6 +38,23 @@ def head_logits(hidden: Array, head: Head) -> Array:
   return logits
 
 
+def through_head(gradient: Array, logits: Array, head: Head, temperature: float) -> Array:
+  """∂/∂(logits/temperature) → ∂/∂(hidden @ kernel): times scale/temperature · (1 − (z/c)²).
+
+  Args:
+    gradient: f32[..., V], with respect to logits/temperature.
+    logits: f32[..., V], z, as `head_logits` gives them.
+    head: its scale and soft cap c are read.
+    temperature: of the distribution, > 0.
+  Returns:
+    f32[..., V], with respect to the head's plain product.
+  """
+  gradient = gradient * (head.scale / temperature)
+  if head.soft_cap is not None:
+    gradient *= 1 - (logits / head.soft_cap) ** 2
+  return gradient
+
+
 def distribution(logits: Array, sampling: Sampling) -> Array:
   """Log-probabilities of the distribution that `sampling` draws from.
 
@@ -149,27 +166,19 @@ def _chunked(static, hidden, kernel, tokens, projection):
 
 def _chunk_forward(static, hidden, kernel, tokens, projection):
   sampling, scale, soft_cap = static
-  logits = head_logits(hidden, Head(kernel, scale, soft_cap))
+  head = Head(kernel, scale, soft_cap)
+  logits = head_logits(hidden, head)
   logprobs = distribution(logits, sampling)
   chosen = _select(logprobs, tokens)
   normalizers = _select(logits, tokens) / sampling.temperature - chosen
   projected = None
   if projection is not None:
     hit = jnp.arange(logits.shape[-1]) == tokens[..., None]
-    towards = _into_product(static, logits, jnp.exp(logprobs) - hit)
+    towards = through_head(jnp.exp(logprobs) - hit, logits, head, sampling.temperature)
     flat = towards.astype(hidden.dtype).reshape(-1, logits.shape[-1])
     rows = jnp.dot(flat, projection.astype(hidden.dtype), preferred_element_type=logits.dtype)
     projected = rows.reshape(*tokens.shape, -1)
   return TokenStatistics(chosen, _entropy(logprobs), normalizers, projected)
-
-
-def _into_product(static, logits, gradient):
-  """The gradient with respect to the log-softmax's input → to hidden @ kernel."""
-  sampling, scale, soft_cap = static
-  gradient *= scale / sampling.temperature
-  if soft_cap is not None:
-    gradient *= 1 - (logits / soft_cap) ** 2
-  return gradient
 
 
 def _select(values, tokens):
@@ -196,11 +205,12 @@ def _chunked_forward(static, hidden, kernel, tokens, projection):
 def _chunked_backward(static, saved, cotangents):
   hidden, kernel, tokens = saved
   sampling, scale, soft_cap = static
+  head = Head(kernel, scale, soft_cap)
   dtype = jnp.promote_types(hidden.dtype, jnp.float32)
 
   def chunk(kernel_gradient, args):
     hidden, tokens, of_logprob, of_entropy = args
-    logits = head_logits(hidden, Head(kernel, scale, soft_cap))
+    logits = head_logits(hidden, head)
     logprobs = distribution(logits, sampling)
     probabilities = jnp.exp(logprobs)
     hit = jnp.arange(logits.shape[-1]) == tokens[..., None]
@@ -208,7 +218,7 @@ def _chunked_backward(static, saved, cotangents):
     surprise = jnp.where(logprobs == -jnp.inf, 0.0, logprobs) + _entropy(logprobs)[..., None]
     gradient = of_logprob[..., None] * (hit - probabilities)
     gradient -= of_entropy[..., None] * probabilities * surprise
-    gradient = _into_product(static, logits, gradient)
+    gradient = through_head(gradient, logits, head, sampling.temperature)
     flat = gradient.astype(hidden.dtype).reshape(-1, logits.shape[-1])
     into_hidden = jnp.dot(flat, kernel.astype(hidden.dtype).T).reshape(hidden.shape)
     rows = hidden.reshape(-1, hidden.shape[-1])

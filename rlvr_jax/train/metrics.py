@@ -11,7 +11,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import numpy as np
 import tqdm
@@ -115,11 +115,10 @@ class MetricWriter:
       DiskFullError: no space is left.
     """
     path = self.workdir / GEOMETRY_FOLDER / f"{step:06d}.npz"
-    path.parent.mkdir(exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    with _reporting_full_disk(path), open(temporary, "wb") as file:
+    with _reporting_full_disk(path):
+      path.parent.mkdir(exist_ok=True)
+    with _replacing(path) as file:
       np.savez(file, **arrays)
-    temporary.replace(path)
 
   def close(self) -> None:
     """Closes the files."""
@@ -257,9 +256,16 @@ def _truncate(path: pathlib.Path, keep: Callable[[Mapping[str, Any]], bool]) -> 
   kept = b"".join(line for line, record in zip(lines, records, strict=True) if keep(record))
   if kept == data:
     return
+  with _replacing(path) as file:
+    file.write(kept)
+
+
+@contextlib.contextmanager
+def _replacing(path: pathlib.Path) -> Iterator[IO[bytes]]:
+  """A file to write in place of `path`, which is the old one or the whole new one at any time."""
   temporary = path.with_name(path.name + ".tmp")
   with _reporting_full_disk(path), open(temporary, "wb") as file:
-    file.write(kept)
+    yield file
     file.flush()
     os.fsync(file.fileno())
   temporary.replace(path)

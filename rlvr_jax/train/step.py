@@ -235,7 +235,6 @@ def second_phase(
   The sums Σ total and Σ weight are divided once, at the end, so that k micro-batches give the
   gradient of one batch.
   """
-
   method = method._replace(gram=None)  # it has done its work
 
   def accumulate(gradient, micro):

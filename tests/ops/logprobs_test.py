@@ -7,7 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlvr_jax.ops.logprobs import check_sampling, distribution, head_logits, token_logprobs
+from rlvr_jax.ops.logprobs import (
+  check_sampling,
+  distribution,
+  head_logits,
+  token_logprobs,
+  token_statistics,
+)
 from rlvr_jax.types import Head, Sampling
 
 SAMPLINGS = [
@@ -95,6 +101,35 @@ def test_bfloat16_inputs_give_float32_statistics_near_the_float32_ones():
   for a, b in zip(low, high, strict=True):
     assert a.dtype == jnp.float32
     np.testing.assert_allclose(a, b, atol=0.1)
+
+
+@pytest.mark.parametrize("chunk_elements", [1, 10**9])
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+def test_what_the_gram_matrix_needs_of_the_same_pass(x64, soft_cap, chunk_elements):
+  """Normalisers and projected derivatives, by differentiating through the full logits."""
+  hidden, kernel, tokens = _inputs(dtype=np.float64)
+  scale, temperature = 0.5, 0.7
+  projection = jnp.asarray(np.random.default_rng(5).normal(size=(kernel.shape[1], 4)))
+
+  def capped(product):
+    z = scale * product
+    return z if soft_cap is None else soft_cap * jnp.tanh(z / soft_cap)
+
+  def negative_logprob(product, token):
+    return -jax.nn.log_softmax(capped(product) / temperature)[token]
+
+  product = hidden @ kernel
+  derivatives = jax.vmap(jax.vmap(jax.grad(negative_logprob)))(product, tokens)
+  head, sampling = Head(kernel, scale, soft_cap), Sampling(temperature=temperature)
+  found = token_statistics(
+    hidden, head, tokens, sampling, projection=projection, chunk_elements=chunk_elements
+  )
+  near = functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-12)
+  near(found.log_normalizers, jax.nn.logsumexp(capped(product) / temperature, axis=-1))
+  near(found.projected, derivatives @ projection)
+  logprobs, entropy = token_logprobs(hidden, head, tokens, sampling)
+  near(found.logprobs, logprobs)
+  near(found.entropy, entropy)
 
 
 def test_no_array_of_tokens_times_vocabulary_at_a_large_vocabulary():
