@@ -37,6 +37,7 @@ setuptools.setup(
   package_data={"rlvr_jax": ["py.typed"]},
   install_requires=[
     "absl-py>=2.5.1",
+    "array-record>=0.8.2",
     "chex>=0.1.92",
     "flax>=0.12.8",
     "grain>=0.2.18",
@@ -46,6 +47,7 @@ setuptools.setup(
     "numpy>=2.4.6",
     "optax>=0.2.8",
     "orbax-checkpoint>=0.12.8",
+    "qwix>=0.1.8",
     "reasoning-gym>=0.1.25",
     "tensorboardX>=2.6.5",
     "tensorflow-datasets>=4.9.10",

@@ -38,11 +38,20 @@ def get_config() -> ConfigDict:
     group_size=8,  # G, rollouts per prompt
     micro_batches=1,  # an update's prompts are split into this many
   )
-  c.schedule = dict(
-    batches_per_refresh=1,  # batches of rollouts drawn from one behaviour policy
-    epochs_per_refresh=1,  # passes over them; updates per refresh μ = batches · epochs
+  c.schedule = dict(  # which policy draws which rollouts; docs/staleness.md
+    # on_policy, updates_per_refresh, stages, fixed_lag, simulated_asynchronous, asynchronous
+    name="updates_per_refresh",
+    # Batches drawn from one policy, passes over them; μ = batches · epochs updates per refresh.
+    kwargs=dict(batches=1, epochs=1),
     proximal_every=0,  # updates until decoupled_ppo scores a batch again; 0: only at its first
   )
+  c.sources = dict(  # of whole groups of every batch; the policy draws what is left
+    temperature=dict(fraction=0.0, temperature=1.5),  # the policy at another temperature
+    quantized=dict(fraction=0.0, format="int8"),  # a copy of it; int8, float8_e4m3fn
+    checkpoint=dict(fraction=0.0, workdir="", step=-1),  # another run's policy; −1: its last
+    recorded=dict(fraction=0.0, store=""),  # a run's WORKDIR/rollouts
+  )
+  c.max_behavior_gap = 0.0  # mean nats per token, sampler against trainer; 0: by the precision
   c.dynamic_sampling = dict(  # replace groups that are all right or all wrong (DAPO)
     enabled=False,
     max_batches=8,  # drawn for one batch, until it is full
@@ -81,6 +90,7 @@ def get_config() -> ConfigDict:
   c.max_skipped_in_a_row = 5  # non-finite updates until the run stops
 
   c.mesh = dict(data=1, fsdp=1, tensor=1)  # devices along each axis
+  c.generation_mesh = dict(data=0, fsdp=0, tensor=0)  # devices of its own; all 0: those of mesh
 
   c.warm_start = dict(  # supervised, on the task's worked solutions
     num_steps=200,
@@ -106,6 +116,7 @@ def get_config() -> ConfigDict:
     compared="",  # parameters whose Gram is compared with config.gram's: last_block, all, a pattern
   )
   c.checkpoint = dict(every=10, keep=2)  # updates; the latest, and the best in addition
+  c.store = dict(keep_used=True)  # rollouts on which no update trains any more
   c.logging = dict(
     print_every=1,  # updates
     rollouts_every=10,  # updates; at refreshes on a multiple of it, into rollouts.jsonl

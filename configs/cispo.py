@@ -21,5 +21,5 @@ def get_config() -> ConfigDict:
     kwargs=dict(epsilon_low=1.0, epsilon_high=0.2),
     aggregation="token_mean",
   )
-  c.schedule.batches_per_refresh = 4
+  c.schedule.kwargs.batches = 4
   return c

@@ -22,7 +22,7 @@ def get_config() -> ConfigDict:
     kwargs=dict(epsilon_low=0.2, epsilon_high=0.28),
     aggregation="token_mean",
   )
-  c.schedule.batches_per_refresh = 4
+  c.schedule.kwargs.batches = 4
   c.dynamic_sampling.enabled = True
   c.max_response_length = 5  # bytes; the quickstart's 4 and the buffer
   c.overlong.buffer = 1  # tokens

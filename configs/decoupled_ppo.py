@@ -22,6 +22,6 @@ def get_config() -> ConfigDict:
     kwargs=dict(epsilon_low=0.2, epsilon_high=0.2, behavior_weight_cap=2.0),
     aggregation="token_mean",
   )
-  c.schedule.batches_per_refresh = 4
-  c.schedule.epochs_per_refresh = 2
+  c.schedule.kwargs.batches = 4
+  c.schedule.kwargs.epochs = 2
   return c

@@ -20,5 +20,5 @@ def get_config() -> ConfigDict:
     kwargs=dict(epsilon_low=0.4, epsilon_high=0.4),
     aggregation="sequence_mean",
   )
-  c.schedule.batches_per_refresh = 4
+  c.schedule.kwargs.batches = 4
   return c

@@ -20,5 +20,5 @@ def get_config() -> ConfigDict:
     kwargs=dict(budget=0.04, min_epsilon_low=0.3, min_epsilon_high=0.5),
     aggregation="token_mean",
   )
-  c.schedule.batches_per_refresh = 16
+  c.schedule.kwargs.batches = 16
   return c

@@ -1,12 +1,13 @@
-"""μ-GRPO's loss: a relaxed interval, and a veto on what the policy would no longer have written.
+"""μ-GRPO: four stages of stale rollouts, a relaxed interval, and a veto on what went stale.
 
-Source: arXiv 2605.17570. For now the schedule is 16 updates per refresh; the paper's stages, four
-per run with all rollouts of a stage drawn at its start, come with the staleness schedules.
-**open**: the veto's threshold; sweep `--config.veto.threshold` over 1e-4, 1e-3, 1e-2, 1e-1.
+Source: arXiv 2605.17570. At the start of each stage the policy is frozen and draws all rollouts
+that the stage trains on, so that the lag grows from 0 to μ − 1 within it; the paper has 4096
+updates, μ = 1024. **open**: the veto's threshold κ; experiments/mu_grpo sweeps it.
 
   python -m rlvr_jax.main --config=configs/mu_grpo.py --workdir=runs/mu_grpo
 
-What is not set below is the quickstart's. Card: docs/methods/mu_grpo.md.
+What is not set below is the quickstart's: 300 updates, hence μ = 75. A stage's rollouts are in
+WORKDIR/rollouts as soon as they are graded. Card: docs/methods/mu_grpo.md.
 """
 
 from ml_collections import ConfigDict
@@ -22,5 +23,5 @@ def get_config() -> ConfigDict:
     aggregation="token_mean",
   )
   c.veto.enabled = True
-  c.schedule.batches_per_refresh = 16
+  c.schedule = dict(name="stages", kwargs=dict(count=4), proximal_every=0)
   return c

@@ -21,5 +21,5 @@ def get_config() -> ConfigDict:
     kwargs=dict(ess="batch", cap="ess", kl_term=True),
     aggregation="token_mean",
   )
-  c.schedule.batches_per_refresh = 4
+  c.schedule.kwargs.batches = 4
   return c

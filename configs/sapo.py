@@ -19,5 +19,5 @@ def get_config() -> ConfigDict:
     kwargs=dict(temperature_positive=1.0, temperature_negative=1.05),
     aggregation="sequence_mean",
   )
-  c.schedule.batches_per_refresh = 4
+  c.schedule.kwargs.batches = 4
   return c

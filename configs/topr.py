@@ -17,5 +17,5 @@ def get_config() -> ConfigDict:
   c = quickstart.get_config()
   c.advantage = dict(name="reinforce_signed", kwargs=dict())
   c.loss = dict(name="topr", kwargs=dict(), aggregation="sequence_sum")
-  c.schedule.batches_per_refresh = 4
+  c.schedule.kwargs.batches = 4
   return c

@@ -56,9 +56,10 @@ def run() -> None:
   try:
     loop.train(parts, str(_WORKDIR.value))
   except loop.FAILURES as error:
-    # The message comes last: libraries' complaints at the interpreter's end would bury it, and all
-    # that was open is closed by now.
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    # The message comes last: complaints of libraries' threads, or at the interpreter's end, would
+    # bury it, and all that was open is closed by now.
+    stderr, sys.stderr = sys.stderr, open(os.devnull, "w", encoding="utf-8")
+    print(f"error: {error}", file=stderr, flush=True)
     sys.stdout.flush()
     os._exit(1)
   except KeyboardInterrupt:

@@ -69,6 +69,8 @@ class TrainBatch:
   reference_logprobs: Array | None = None  # f32[P, G, T], None without a reference policy
   proximal_logprobs: Array | None = None  # f32[P, G, T], None unless the loss is decoupled
   solve_rate: Array | None = None  # f32[P], all alike: mean correctness before any filter of groups
+  lags: Array | None = None  # i32[P, G], updates since the behaviour policy; −1: not of this run
+  sources: Array | None = None  # i32[P], number of the source that drew the group
 
 
 class Forward(NamedTuple):

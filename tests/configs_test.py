@@ -92,7 +92,8 @@ def test_states_a_difference(name):
   changes = _changes(name)
   assert changes
   fields = set(_flat(configs.base.get_config()))
-  free = ("advantage.kwargs.", "loss.kwargs.", "reweighting.kwargs.", "task.kwargs.", "model.over")
+  components = ("advantage", "loss", "reweighting", "schedule", "task")
+  free = ("model.over", *(f"{component}.kwargs." for component in components))
   unknown = {path for path in changes if path not in fields and not path.startswith(free)}
   assert not unknown, f"configs/{name}.py sets fields that base.py does not have: {unknown}"
 
@@ -112,8 +113,9 @@ def test_card_is_short_and_its_links_lead_somewhere(card):
 
 
 def test_the_experiments_run_every_recipe():
-  """All but the shared base, the quickstart with its controls, and what needs data."""
+  """All but the shared base, the quickstart with its controls, what needs data, and schedules."""
   others = {name for name in NAMES if name.startswith(("base", "quickstart", "gsm8k"))}
+  others |= {"fixed_lag", "simulated_asynchronous", "asynchronous"}
   assert set(RECIPES) == set(NAMES) - others
 
 

@@ -199,7 +199,7 @@ def first_hangs_second_dies(completion, reference):
 
 def test_a_hanging_and_a_dying_grader_cost_one_rollout_each(tmp_path):
   config = tiny.config(num_updates=1, warm_start__num_steps=0, reference__kl_coefficient=0.0)
-  config.schedule.batches_per_refresh = 1
+  config.schedule.kwargs.batches = 1
   config.grading.timeout_s = 2.0
   parts = build(config)
   on_training = [

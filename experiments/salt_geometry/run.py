@@ -63,7 +63,7 @@ def arguments(recipe: str, group_size: int, *more: str) -> list[str]:
     f"--config.num_updates={_UPDATES.value}",
     f"--config.batch.group_size={group_size}",
     f"--config.batch.prompts={BUDGET // group_size}",
-    "--config.schedule.batches_per_refresh=4",
+    "--config.schedule.kwargs.batches=4",
     "--config.diagnostics.every=10",
     *more,
   ]

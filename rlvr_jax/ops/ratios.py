@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import chex
 import jax
 import jax.numpy as jnp
 
 from rlvr_jax.ops import kl
-from rlvr_jax.ops.masked import masked_count, masked_fill, masked_max, masked_sum, mean_metric
-from rlvr_jax.types import Array, EffectiveSampleSize, Max, Metrics, TrainBatch
+from rlvr_jax.ops.masked import (
+  masked_count,
+  masked_fill,
+  masked_max,
+  masked_min,
+  masked_sum,
+  mean_metric,
+)
+from rlvr_jax.types import Array, EffectiveSampleSize, Max, Metrics, Min, TrainBatch
 
 
 def log_ratios(logprobs: Array, other_logprobs: Array, mask: Array) -> Array:
@@ -93,3 +102,67 @@ def behavior_metrics(policy_logprobs: Array, batch: TrainBatch) -> Metrics:
     "behavior/ess": effective_sample_size(ratios, mask),
     **estimates,
   }
+
+
+def ratios_by_sign(policy_logprobs: Array, batch: TrainBatch, coefficients: Array) -> Metrics:
+  """ρ of loss tokens by the sign of their coefficient: mean, max (at least 0), min (at most 1).
+
+  Args:
+    policy_logprobs: f32[P, G, T], nats, under the parameters being updated.
+    coefficients: f32[P, G], A as the loss takes it.
+  Returns:
+    behavior/ratio_mean_positive, _max_positive, _min_positive, and the same of _negative.
+  """
+  chex.assert_rank([policy_logprobs, coefficients], [3, 2])
+  policy_logprobs = jax.lax.stop_gradient(policy_logprobs)
+  ratios = jnp.exp(log_ratios(policy_logprobs, batch.behavior_logprobs, batch.mask))
+  metrics: Metrics = {}
+  for sign, chosen in (("positive", coefficients > 0), ("negative", coefficients < 0)):
+    kept = (batch.mask > 0) & chosen[..., None]
+    metrics |= {
+      f"behavior/ratio_mean_{sign}": mean_metric(ratios, kept),
+      f"behavior/ratio_max_{sign}": Max(value=masked_max(ratios, kept, initial=0.0)),
+      f"behavior/ratio_min_{sign}": Min(value=masked_min(ratios, kept, initial=1.0)),
+    }
+  return metrics
+
+
+def lag_metrics(batch: TrainBatch) -> Metrics:
+  """staleness/mean and staleness/max: updates behind, over the loss tokens of this run's policies.
+
+  Both are 0 without such a token.
+  """
+  lags = jnp.broadcast_to(jnp.asarray(batch.lags)[..., None], batch.mask.shape)
+  own, lags = (batch.mask > 0) & (lags >= 0), lags.astype(jnp.float32)
+  return {
+    "staleness/mean": mean_metric(lags, own),
+    "staleness/max": Max(value=masked_max(lags, own, initial=0.0)),
+  }
+
+
+def source_metrics(policy_logprobs: Array, batch: TrainBatch, names: Sequence[str]) -> Metrics:
+  """By source: the share of loss tokens, mean correctness, and how far the policy is from it.
+
+  Args:
+    policy_logprobs: f32[P, G, T], nats, under the parameters being updated.
+    names: of the sources that `batch.sources` numbers.
+  Returns:
+    source/NAME/token_share, pass_rate, ratio_mean, ess and kl_k3 (nats per token).
+  """
+  policy_logprobs = jax.lax.stop_gradient(policy_logprobs)
+  log_ratio = log_ratios(policy_logprobs, batch.behavior_logprobs, batch.mask)
+  divergence = kl.k3(batch.behavior_logprobs, policy_logprobs, batch.mask)
+  metrics: Metrics = {}
+  for number, name in enumerate(names):
+    groups = jnp.asarray(batch.sources) == number
+    kept = (batch.mask > 0) & groups[:, None, None]
+    metrics |= {
+      f"source/{name}/token_share": mean_metric(kept, batch.mask),
+      f"source/{name}/pass_rate": mean_metric(
+        batch.correct, jnp.broadcast_to(groups[:, None], batch.correct.shape)
+      ),
+      f"source/{name}/ratio_mean": mean_metric(jnp.exp(log_ratio), kept),
+      f"source/{name}/ess": effective_sample_size(jnp.exp(log_ratio), kept),
+      f"source/{name}/kl_k3": mean_metric(divergence, kept),
+    }
+  return metrics

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from rlvr_jax.ops.checks import check_between, check_choice
-from rlvr_jax.ops.masked import masked_max, masked_min, mean_metric
+from rlvr_jax.ops.masked import mean_metric
 from rlvr_jax.ops.ratios import log_ratios
-from rlvr_jax.types import Array, Max, Metrics, Min, TrainBatch
+from rlvr_jax.types import Array, Metrics, TrainBatch
 
 SCOPES = ("suffix", "trigger", "trigger_and_suffix", "response")
 TRIGGERS = ("below", "above")
@@ -79,8 +79,7 @@ def negative_advantage_veto(
   Returns:
     (losses, policy_logprobs, batch, coefficients) → (losses with 0 at vetoed tokens, the mask to
     aggregate with, metrics). Metrics: veto/token_fraction of loss tokens, veto/trigger_rate of
-    negative-advantage tokens, and their ratios: veto/negative_ratio_mean, negative_ratio_max (at
-    least 0) and negative_ratio_min (at most 1).
+    negative-advantage tokens; `ratios.ratios_by_sign` tells of their ratios.
   Source: μ-GRPO, arXiv 2605.17570.
   """
   check_choice("negative_advantage_veto", "scope", scope, SCOPES)
@@ -102,9 +101,6 @@ def negative_advantage_veto(
     metrics: Metrics = {
       "veto/token_fraction": mean_metric(vetoed, batch.mask),
       "veto/trigger_rate": mean_metric(triggers, negative),
-      "veto/negative_ratio_mean": mean_metric(ratios, negative),
-      "veto/negative_ratio_max": Max(value=masked_max(ratios, negative, initial=0.0)),
-      "veto/negative_ratio_min": Min(value=masked_min(ratios, negative, initial=1.0)),
     }
     mask = jnp.where(vetoed, 0, batch.mask) if renormalise else batch.mask
     return jnp.where(vetoed, 0.0, losses), mask, metrics

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from rlvr_jax.ops.overlong import overlong_filter, overlong_penalty
-from rlvr_jax.types import Array, Params, Prompts, Rollouts, TrainBatch
+from rlvr_jax.types import Prompts, Rollouts, TrainBatch
 
 
 class Generation(NamedTuple):
@@ -19,8 +19,8 @@ class Generation(NamedTuple):
 
   problems: Sequence[Any]
   prompts: Prompts  # NumPy
-  rollouts: Rollouts  # device arrays
-  version: int  # updates behind the parameters that generate
+  rollouts: Sequence[Rollouts]  # device arrays, of one source after the other
+  versions: Sequence[int]  # of each prompt: updates behind the policy that generates; −1: unknown
 
 
 class Graded(NamedTuple):
@@ -38,37 +38,43 @@ class Collector:
   """What collection needs; every part is given, so that this module imports none of them.
 
   Attributes:
-    generate: jitted (params, prompts on devices, key) → Rollouts.
     encode: problems → Prompts of NumPy arrays.
     decode: token ids → text.
     submit: (completions, references) → a future of grades.
     rewards_from_grades: grades → (rewards, keep, correct, counts).
-    to_devices, to_host: the way of arrays to the mesh and back.
+    to_host: the way of arrays from the mesh.
     overlong_buffer: tokens before the limit over which the reward falls; 0 leaves it as it is.
     overlong_filter: whether responses without a stop token are left out of the loss.
   """
 
-  generate: Callable[[Params, Prompts, Array], Rollouts]
   encode: Callable[[Sequence[Any]], Prompts]
   decode: Callable[[Sequence[int]], str]
   submit: Callable[[list[str], list[dict[str, Any]]], Any]
   rewards_from_grades: Callable[[list[Any]], Any]
-  to_devices: Callable[[Any], Any]
   to_host: Callable[[Any], Any]
   overlong_buffer: int = 0
   overlong_filter: bool = False
 
   def start(
-    self, params: Params, problems: Sequence[Any], key: Array, version: int
+    self,
+    problems: Sequence[Any],
+    generate: Callable[[Prompts], Sequence[Rollouts]],
+    versions: Sequence[int],
   ) -> Generation:
-    """Dispatches generation and returns at once."""
+    """Dispatches generation and returns at once.
+
+    Args:
+      problems: P of them.
+      generate: dispatches; NumPy prompts → rollouts of consecutive prompts, P in all.
+      versions: P numbers, see `Generation`.
+    """
     prompts = self.encode(problems)
-    rollouts = self.generate(params, self.to_devices(prompts), key)
-    return Generation(problems, prompts, rollouts, version)
+    return Generation(problems, prompts, generate(prompts), versions)
 
   def submit_grading(self, generation: Generation) -> tuple[Rollouts, list[str], Any]:
     """Waits for the rollouts and hands them to the graders; returns before they are graded."""
-    rollouts = self.to_host(generation.rollouts)
+    parts = self.to_host(list(generation.rollouts))
+    rollouts = jax.tree.map(lambda *x: np.concatenate(x), *parts)
     completions = completion_texts(rollouts, self.decode)
     group_size = rollouts.tokens.shape[1]
     references = [p.reference for p in generation.problems for _ in range(group_size)]
@@ -109,7 +115,7 @@ class Collector:
     per_rollout = (rewards.flat, rollouts.lengths.flat, rollouts.stopped.flat)
     samples = [
       {
-        "version": generation.version,
+        "version": int(generation.versions[i // G]),
         "prompt": generation.problems[i // G].question,
         "completion": completion,
         "answer": generation.problems[i // G].answer,
@@ -142,12 +148,18 @@ def fill_left_out(values: np.ndarray, keep: np.ndarray) -> np.ndarray:
 
 
 def mean_statistics(parts: Sequence[Graded]) -> dict[str, float]:
-  """The mean over batches of what `Graded.statistics` holds."""
-  names = parts[0].statistics
-  return {name: float(np.mean([part.statistics[name] for part in parts])) for name in names}
+  """The mean of what `Graded.statistics` holds, over the batches that have it."""
+  names = dict.fromkeys(name for part in parts for name in part.statistics)
+  having = lambda name: [p.statistics[name] for p in parts if name in p.statistics]
+  return {name: float(np.mean(having(name))) for name in names}
 
 
-def keep_mixed_groups(parts: Sequence[Graded], num_prompts: int) -> Graded | None:
+def join(parts: Sequence[TrainBatch]) -> TrainBatch:
+  """The groups of several batches as one."""
+  return jax.tree.map(lambda *x: np.concatenate(x), *parts)
+
+
+def keep_mixed_groups(parts: Sequence[Graded], quotas: Sequence[int]) -> Graded | None:
   """DAPO's filter: a full batch of groups that are neither all right nor all wrong, or None.
 
   Whole groups, on correctness (not on a shaped reward), in the order drawn; what is left over once
@@ -155,15 +167,20 @@ def keep_mixed_groups(parts: Sequence[Graded], num_prompts: int) -> Graded | Non
 
   Args:
     parts: batches drawn so far for one batch of training.
-    num_prompts: P, groups of a full batch.
+    quotas: groups of a full batch, by source; P in all.
   Source: arXiv 2503.14476, dynamic sampling.
   """
-  batch = jax.tree.map(lambda *x: np.concatenate(x), *[part.batch for part in parts])
+  batch = join([part.batch for part in parts])
   solved = batch.correct.mean(axis=1)
-  mixed = np.flatnonzero((solved > 0) & (solved < 1))
-  if len(mixed) < num_prompts:
+  mixed = (solved > 0) & (solved < 1)
+  found = [
+    np.flatnonzero(mixed & (batch.sources == source))[:quota]
+    for source, quota in enumerate(quotas)
+  ]
+  if any(len(groups) < quota for groups, quota in zip(found, quotas, strict=True)):
     return None
-  kept = jax.tree.map(lambda x: x[mixed[:num_prompts]], batch)
+  mixed, num_prompts = np.concatenate(found), sum(quotas)
+  kept = jax.tree.map(lambda x: x[mixed], batch)
   group_size = batch.correct.shape[1]
   drawn = sum(part.prompts for part in parts)
   statistics = mean_statistics(parts)
@@ -174,7 +191,7 @@ def keep_mixed_groups(parts: Sequence[Graded], num_prompts: int) -> Graded | Non
     sum(part.tokens for part in parts),
     drawn,
     statistics,
-    [samples[p * group_size + g] for p in mixed[:num_prompts] for g in range(group_size)],
+    [samples[p * group_size + g] for p in mixed for g in range(group_size)],
   )
 
 
@@ -187,26 +204,24 @@ def completion_texts(rollouts: Rollouts, decode: Callable[[Sequence[int]], str])
 
 
 def batch_to_arrays(batch: TrainBatch) -> dict[str, Any]:
-  """Nested dict of the arrays that are there, for a checkpoint."""
-  fields = {k: v for k, v in vars(batch).items() if v is not None and k != "prompts"}
-  return {"prompts": dict(vars(batch.prompts)), **fields}
+  """The arrays that are there by name; of the prompts, `prompts.tokens` and `prompts.lengths`."""
+  prompts = {f"prompts.{name}": value for name, value in vars(batch.prompts).items()}
+  return prompts | {k: v for k, v in vars(batch).items() if v is not None and k != "prompts"}
+
+
+def batch_from_arrays(arrays: Mapping[str, Any]) -> TrainBatch:
+  """The inverse of `batch_to_arrays`."""
+  fields = dict(arrays)
+  prompts = {name: fields.pop(f"prompts.{name}") for name in ("tokens", "lengths")}
+  return TrainBatch(prompts=Prompts(**prompts), **fields)
 
 
 def write_batch(path: str | os.PathLike[str], batch: TrainBatch) -> None:
-  """One batch as .npz: an array per field, prompts as `prompts.tokens` and `prompts.lengths`."""
-  arrays = batch_to_arrays(batch)
-  prompts = {f"prompts.{name}": value for name, value in arrays.pop("prompts").items()}
-  np.savez(path, **prompts, **arrays)
+  """One batch as .npz, an array per field."""
+  np.savez(path, **batch_to_arrays(batch))
 
 
 def read_batch(path: str | os.PathLike[str]) -> TrainBatch:
   """The inverse of `write_batch`."""
   with np.load(path) as file:
-    arrays: dict[str, Any] = {name: file[name] for name in file.files}
-  prompts = {name: arrays.pop(f"prompts.{name}") for name in ("tokens", "lengths")}
-  return batch_from_arrays({"prompts": prompts, **arrays})
-
-
-def batch_from_arrays(arrays: dict[str, Any]) -> TrainBatch:
-  """The inverse of `batch_to_arrays`."""
-  return TrainBatch(**{**arrays, "prompts": Prompts(**arrays["prompts"])})
+    return batch_from_arrays(dict(file))

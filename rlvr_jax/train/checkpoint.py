@@ -25,8 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from rlvr_jax.train.metrics import DiskFullError
+from rlvr_jax.files import DiskFullError, is_disk_full, json_crc32, replacing, shortage
 from rlvr_jax.train.sharding import to_host
+from rlvr_jax.types import Params
 
 MARKER = "rlvr_jax checkpoint 1"
 _SPARE_BYTES = 4 * 2**20  # room for the manifest and orbax's own files
@@ -66,7 +67,8 @@ class Checkpointer:
 
     Args:
       directory: holds one directory per saved step, and nothing else.
-      keep: number of latest checkpoints kept, ≥ 1; the one with the highest `metric` is kept too.
+      keep: number of latest checkpoints kept, ≥ 1; the one with the highest `metric` is kept too,
+        and the one that `save` is told to keep.
     """
     if keep < 1:
       raise ValueError(f"keep = {keep}: at least one checkpoint must be kept; set keep >= 1.")
@@ -74,7 +76,7 @@ class Checkpointer:
     self.directory = pathlib.Path(directory).absolute()
     if jax.process_index() == 0:
       _remove_unfinished(self.directory)
-    self._policy = _LatestAndBest(keep, _read_scores(self.directory))
+    self._policy = _Preservation(keep, _read_scores(self.directory))
     self._manager = ocp.CheckpointManager(
       self.directory,
       options=ocp.CheckpointManagerOptions(
@@ -107,6 +109,7 @@ class Checkpointer:
     host: Mapping[str, Any],
     arrays: Any = None,
     metric: float | None = None,
+    keep_at_or_before: int | None = None,
   ) -> bool:
     """Starts saving and returns when everything is copied; the files are written behind.
 
@@ -120,6 +123,8 @@ class Checkpointer:
       arrays: nested dicts and lists of NumPy arrays, of a structure that may change from step to
         step (rollouts collected and not yet used); None for nothing.
       metric: what `best` ranks by, higher is better; None where it was not measured.
+      keep_at_or_before: the greatest saved step ≤ this one is kept, too, until a save says
+        otherwise; to go back to it later.
     Returns:
       False if the step is already saved (and nothing is done), else True.
     Raises:
@@ -144,6 +149,7 @@ class Checkpointer:
       "metric": metric,
     }
     self._policy.scores[step] = metric
+    self._policy.keep_at_or_before = keep_at_or_before
     # Orbax refuses arrays without elements; the manifest says all there is to know of them.
     stored = {name: value for name, value in (leaves | extra).items() if value.size}
     with self._reporting_failures():
@@ -156,36 +162,36 @@ class Checkpointer:
       )
     return True
 
-  def restore(self, abstract_state: Any) -> Restored | None:
-    """The latest checkpoint, checked leaf by leaf; None where there is none.
+  def restore(self, abstract_state: Any, *, step: int | None = None) -> Restored | None:
+    """A checkpoint, checked leaf by leaf; None where there is none and no step is asked for.
 
     Args:
       abstract_state: the state's structure: a pytree of `jax.ShapeDtypeStruct` with shardings
         (or of arrays), which need not be the shardings that were saved.
+      step: which of `steps()`; None for the latest.
     Raises:
+      CheckpointError: the step asked for is not there.
       TornCheckpointError: files are cut, changed or missing.
       ForeignCheckpointError: not a checkpoint of ours, or of another state.
     """
     self.wait()
-    step = self.latest()
-    if step is None:
+    if step is None and self.latest() is None:
       return None
+    step = _chosen_step(self.directory, self.steps(), step)
     directory = self.directory / str(step)
     wanted = _named_leaves(abstract_state)
     try:
       manifest = _read_manifest(directory)
-      _check_same_leaves(directory, wanted, manifest["leaves"])
-      stored = self._read_arrays(step, wanted, manifest)
-      leaves = {name: stored[name] for name in wanted}
-      extra = {name: stored[name] for name in manifest["extra"]}
-      _check_sums(_device_checksums(leaves), manifest["leaves"])
-      _check_sums({name: _host_checksum(x) for name, x in extra.items()}, manifest["extra"])
+      remedy = "Use the configuration it was made with, or another --workdir."
+      _check_same_leaves(directory, wanted, manifest["leaves"], remedy)
+      stored = _read_arrays(directory, wanted, manifest["leaves"] | manifest["extra"])
     except ForeignCheckpointError:
       raise
     except Exception as error:
       raise TornCheckpointError(self._torn_message(step, error)) from error
-    state = jax.tree.unflatten(jax.tree.structure(abstract_state), leaves.values())
-    return Restored(step, state, manifest["host"], _put_back_arrays(manifest["arrays"], extra))
+    leaves = [stored[name] for name in wanted]
+    state = jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
+    return Restored(step, state, manifest["host"], _put_back_arrays(manifest["arrays"], stored))
 
   def wait(self) -> None:
     """Blocks until the save under way is committed; raises its error."""
@@ -201,31 +207,10 @@ class Checkpointer:
       with self._reporting_failures():
         self._manager.close()
 
-  def _read_arrays(self, step: int, wanted: dict[str, Any], manifest: dict[str, Any]):
-    entries = manifest["leaves"] | manifest["extra"]
-    target, how = {}, {}
-    for name, entry in entries.items():
-      if 0 in entry["shape"]:
-        continue
-      target[name] = jax.ShapeDtypeStruct(entry["shape"], jnp.dtype(entry["dtype"]))
-      if name in wanted:
-        how[name] = ocp.ArrayRestoreArgs(sharding=_sharding(wanted[name]))
-      else:
-        how[name] = ocp.RestoreArgs(restore_type=np.ndarray)
-    composite = ocp.args.Composite(arrays=ocp.args.PyTreeRestore(item=target, restore_args=how))
-    stored = dict(self._manager.restore(step, args=composite)["arrays"])
-    for name, entry in entries.items():
-      if name not in stored:
-        empty = np.zeros(entry["shape"], jnp.dtype(entry["dtype"]))
-        stored[name] = jax.device_put(empty, _sharding(wanted[name])) if name in wanted else empty
-    return stored
-
   def _check_space(self, leaves: dict[str, jax.Array], extra: dict[str, np.ndarray]) -> None:
     need = sum(x.nbytes for x in leaves.values()) + sum(x.nbytes for x in extra.values())
     need += _SPARE_BYTES
-    free = shutil.disk_usage(self.directory).free
-    if free < need:
-      what = f"{_mib(free)} free, {_mib(need)} needed"
+    if what := shortage(self.directory, need):
       raise DiskFullError(errno.ENOSPC, self._full_message(what))
 
   @contextlib.contextmanager
@@ -234,7 +219,7 @@ class Checkpointer:
     try:
       yield
     except Exception as error:
-      if _is_disk_full(error):
+      if is_disk_full(error):
         message = self._full_message("the disk became full while a checkpoint was written")
         raise DiskFullError(errno.ENOSPC, message) from error
       raise CheckpointError(f"saving to {self.directory} failed: {_short(error)}") from error
@@ -256,11 +241,13 @@ class Checkpointer:
     )
 
 
-class _LatestAndBest(ocp.checkpoint_managers.PreservationPolicy):
-  """Keeps the last `keep` steps and the one with the highest score (the earliest of equals)."""
+class _Preservation(ocp.checkpoint_managers.PreservationPolicy):
+  """Keeps the last `keep` steps, the one with the highest score (the earliest of equals), and the
+  last one at or before a given step."""
 
   def __init__(self, keep: int, scores: dict[int, float | None]):
     self.keep, self.scores = keep, scores
+    self.keep_at_or_before: int | None = None  # of the last save; nothing is removed without one
 
   def best(self, steps: Sequence[int]) -> int | None:
     scores = ((self.scores.get(step), step) for step in steps)
@@ -271,7 +258,74 @@ class _LatestAndBest(ocp.checkpoint_managers.PreservationPolicy):
     del context
     steps = [info.step for info in checkpoints]
     kept = {*sorted(steps)[-self.keep :], self.best(steps)}
+    if self.keep_at_or_before is not None:
+      kept.add(max((step for step in steps if step <= self.keep_at_or_before), default=None))
     return [step in kept for step in steps]
+
+
+def read_params(
+  directory: str | os.PathLike[str], abstract_params: Params, *, step: int | None = None
+) -> tuple[int, Params]:
+  """The parameters out of a checkpoint of any run, also of one that goes on; changes nothing there.
+
+  Args:
+    directory: holds one directory per step: "checkpoints" or "warm_start" of a run's workdir.
+    abstract_params: their structure, as `Checkpointer.restore` takes a state's.
+    step: which one; None for the latest. On several hosts name it: a run that goes on may save
+      another between their looks.
+  Returns:
+    The step, and the parameters with the shardings asked for.
+  Raises:
+    CheckpointError: no such checkpoint.
+    TornCheckpointError: files are cut, changed or missing.
+    ForeignCheckpointError: of another program, or parameters of another structure.
+  """
+  _silence_orbax()
+  directory = pathlib.Path(directory).absolute()
+  has_manifest = lambda step: (directory / str(step) / "manifest").exists()
+  steps = lambda: list(filter(has_manifest, _step_directories(directory)))
+  while True:
+    found = _chosen_step(directory, steps(), step)
+    try:
+      return found, _read_params(directory / str(found), abstract_params)
+    except CheckpointError:
+      # A run that goes on removes what newer checkpoints replace, also while it is read.
+      if step is not None or max(steps(), default=found) == found:
+        raise
+
+
+def _read_params(directory: pathlib.Path, abstract_params: Params) -> Params:
+  """Those of a step directory, whether it holds a whole `TrainState` or them alone."""
+  leaves = _named_leaves(abstract_params)
+  try:
+    saved = _read_manifest(directory)["leaves"]
+    of_state = {name: entry for name, entry in saved.items() if name.startswith("params.")}
+    saved = of_state or saved
+    prefix = "params." if of_state else ""
+    wanted = {prefix + name: leaf for name, leaf in leaves.items()}
+    remedy = "Name a checkpoint of a policy of this run's shape, or give this run that shape."
+    _check_same_leaves(directory, wanted, saved, remedy)
+    stored = _read_arrays(directory, wanted, saved)
+  except ForeignCheckpointError:
+    raise
+  except Exception as error:
+    message = f"the checkpoint {directory} is damaged: {_short(error)}. Name another step or run."
+    raise TornCheckpointError(message) from error
+  return jax.tree.unflatten(jax.tree.structure(abstract_params), [stored[n] for n in wanted])
+
+
+def _chosen_step(directory: pathlib.Path, steps: Collection[int], step: int | None) -> int:
+  """`step`, or the latest of `steps`; raises CheckpointError if it is not there."""
+  if not steps:
+    raise CheckpointError(
+      f'{directory} holds no checkpoint; name the folder "checkpoints" or "warm_start" in the '
+      "workdir of a run that has saved one."
+    )
+  if step is not None and step not in steps:
+    raise CheckpointError(
+      f"{directory} holds no checkpoint of step {step}; choose one of {sorted(steps)}."
+    )
+  return max(steps) if step is None else step
 
 
 # --- leaves ---------------------------------------------------------------------------------------
@@ -303,7 +357,10 @@ def _describe(leaves: Mapping[str, Any], sums: Mapping[str, int]) -> dict[str, d
 
 
 def _check_same_leaves(
-  directory: pathlib.Path, wanted: Mapping[str, Any], saved: Mapping[str, dict[str, Any]]
+  directory: pathlib.Path,
+  wanted: Mapping[str, Any],
+  saved: Mapping[str, dict[str, Any]],
+  remedy: str,
 ) -> None:
   """Raises ForeignCheckpointError naming the first leaf that differs."""
   now = {n: f"{jnp.dtype(x.dtype).name}{list(x.shape)}" for n, x in wanted.items()}
@@ -312,9 +369,37 @@ def _check_same_leaves(
     if now.get(name) != then.get(name):
       raise ForeignCheckpointError(
         f"the checkpoint {directory} is of another state: leaf {name!r} is "
-        f"{then.get(name, 'absent')} in it and {now.get(name, 'absent')} in this run. "
-        "Use the configuration it was made with, or another --workdir."
+        f"{then.get(name, 'absent')} in it and {now.get(name, 'absent')} in this run. {remedy}"
       )
+
+
+def _read_arrays(
+  directory: pathlib.Path, wanted: Mapping[str, Any], entries: Mapping[str, dict[str, Any]]
+) -> dict[str, Any]:
+  """The arrays of `entries` in a step directory, those wanted as jax arrays, the rest as NumPy's.
+
+  Raises an error of any kind if files are missing or cut, or values not those that were saved.
+  """
+  target, how = {}, {}
+  for name, entry in entries.items():
+    if 0 in entry["shape"]:
+      continue
+    target[name] = jax.ShapeDtypeStruct(entry["shape"], jnp.dtype(entry["dtype"]))
+    if name in wanted:
+      how[name] = ocp.ArrayRestoreArgs(sharding=_sharding(wanted[name]))
+    else:
+      how[name] = ocp.RestoreArgs(restore_type=np.ndarray)
+  args = ocp.args.PyTreeRestore(item=target, restore_args=how, partial_restore=True)
+  with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+    stored = dict(handler.restore(directory / "arrays", args=args))
+  for name, entry in entries.items():
+    if name not in stored:
+      empty = np.zeros(entry["shape"], jnp.dtype(entry["dtype"]))
+      stored[name] = jax.device_put(empty, _sharding(wanted[name])) if name in wanted else empty
+  device = {name: stored[name] for name in wanted}
+  host = {name: _host_checksum(stored[name]) for name in entries if name not in wanted}
+  _check_sums(_device_checksums(device) | host, entries)
+  return stored
 
 
 @jax.jit
@@ -336,6 +421,11 @@ def _checksums(leaves: list[jax.Array]) -> list[jax.Array]:
     return jnp.sum(bits * weight, dtype=jnp.uint32)
 
   return [checksum(x) for x in leaves]
+
+
+def parameter_checksums(params: Any) -> jax.Array:
+  """`_checksums` of all leaves, u32[leaves]: tells parameters apart, whatever their sharding."""
+  return jnp.stack(_checksums(jax.tree.leaves(params)))
 
 
 def _device_checksums(leaves: Mapping[str, jax.Array]) -> dict[str, int]:
@@ -394,8 +484,7 @@ def _put_back_arrays(skeleton: Any, arrays: Mapping[str, np.ndarray]) -> Any:
 
 
 def _sealed(manifest: dict[str, Any]) -> dict[str, Any]:
-  text = json.dumps(manifest, sort_keys=True)
-  return {"crc32": zlib.crc32(text.encode()), "manifest": json.loads(text)}
+  return {"crc32": json_crc32(manifest), "manifest": json.loads(json.dumps(manifest))}
 
 
 def _read_manifest(directory: pathlib.Path) -> dict[str, Any]:
@@ -436,25 +525,10 @@ def _read_scores(directory: pathlib.Path) -> dict[int, float | None]:
   return scores
 
 
-def _is_disk_full(error: BaseException | None) -> bool:
-  """True if the error or one of its causes is of a full disk (tensorstore only says so in text)."""
-  full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-  while error is not None:
-    text = str(error)
-    if getattr(error, "errno", None) in full or any(os.strerror(code) in text for code in full):
-      return True
-    error = error.__cause__ or error.__context__
-  return False
-
-
 def _short(error: BaseException) -> str:
   """The error without the pages of settings that tensorstore adds; they stay in the cause."""
   text = " ".join(f"{type(error).__name__}: {error}".split())
   return text if len(text) <= 200 else f"{text[:200]}…"
-
-
-def _mib(size: int) -> str:
-  return f"{size / 2**20:.1f} MiB"
 
 
 def _silence_orbax() -> None:
@@ -526,9 +600,8 @@ def check_config(
   new = json.loads(config_json)
   if not path.exists():
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".json.tmp")
-    temporary.write_text(json.dumps(new, indent=2, sort_keys=True) + "\n")
-    temporary.replace(path)
+    with replacing(path) as file:
+      file.write((json.dumps(new, indent=2, sort_keys=True) + "\n").encode())
     return
   try:
     old = json.loads(path.read_text())

@@ -36,9 +36,12 @@ from rlvr_jax.ops.keys import key_for
 from rlvr_jax.ops.logprobs import check_sampling
 from rlvr_jax.ops.veto import Veto, negative_advantage_veto
 from rlvr_jax.rewards.outcome import OutcomePolicy, outcome_policy
+from rlvr_jax.rollouts import schedules
 from rlvr_jax.rollouts.sampler import generate
 from rlvr_jax.train import optimizer, sharding
+from rlvr_jax.train.checkpoint import parameter_checksums
 from rlvr_jax.train.geometry import mean_entropy, measure
+from rlvr_jax.train.sources import Source, behavior_gap, make_sources
 from rlvr_jax.train.step import (
   REFERENCE_KL_ESTIMATORS,
   Method,
@@ -54,7 +57,6 @@ TOKENIZERS = {"bytes": ByteTokenizer}
 _AT_LEAST_ONE = {
   "": "max_prompt_length max_skipped_in_a_row",
   "batch": "prompts group_size micro_batches",
-  "schedule": "batches_per_refresh epochs_per_refresh",
   "evaluation": "every num_samples batch_prompts",
   "grading": "num_workers",
   "checkpoint": "every keep",
@@ -62,13 +64,16 @@ _AT_LEAST_ONE = {
 }
 
 
-def pick(package: types.ModuleType, field: str, choice: Mapping[str, Any]) -> Any:
+def pick(
+  package: types.ModuleType, field: str, choice: Mapping[str, Any], **of_run: Any
+) -> Any:
   """The component `choice.name` among a package's exports, made with `choice.kwargs`.
 
   Args:
     package: its `__all__` lists the factories.
     field: name of the configuration field, for the message.
     choice: {"name": …, "kwargs": {…}}.
+    of_run: what the run knows, given to a factory that names it.
   Raises:
     ValueError: an unknown name, or hyper-parameters that the component does not take or lacks.
   """
@@ -79,6 +84,7 @@ def pick(package: types.ModuleType, field: str, choice: Mapping[str, Any]) -> An
     raise ValueError(f"config.{field}.name = {name!r} is unknown; did you mean one of {near}?")
   factory = getattr(package, name)
   signature = inspect.signature(factory)
+  kwargs |= {name: value for name, value in of_run.items() if name in signature.parameters}
   try:
     signature.bind(**kwargs)
   except TypeError as error:
@@ -96,12 +102,13 @@ def make_sampling(settings: Mapping[str, Any], vocab_size: int) -> Sampling:
   return sampling
 
 
-def may_differ(config: ml_collections.ConfigDict) -> list[str]:
+def may_differ(config: ml_collections.ConfigDict, schedule: schedules.Schedule) -> list[str]:
   """Fields that may change when a run is taken up again: they change no number of it."""
   fields = ["checkpoint", "logging", "grading.num_workers", "grading.timeout_s", "diagnostics"]
-  fields.append("dynamic_sampling.max_batches")
-  # A learning rate that decays depends on where the run ends.
-  return [*fields, "num_updates"] if config.optimizer.decay == "constant" else fields
+  fields += ["dynamic_sampling.max_batches", "store", "max_behavior_gap"]
+  # A learning rate that decays, and some schedules, depend on where the run ends.
+  may_end_elsewhere = config.optimizer.decay == "constant" and schedule.open_ended
+  return [*fields, "num_updates"] if may_end_elsewhere else fields
 
 
 def check_training_sampling(config: ml_collections.ConfigDict) -> None:
@@ -133,6 +140,38 @@ def make_model(config: ml_collections.ConfigDict, mesh: Mesh, vocab_size: int) -
       f" {vocab_size}; set config.model.overrides.vocab_size = {vocab_size}"
     )
   return transformer(settings, sharding.batch_constraint(mesh), sharding.gather_over_fsdp(mesh))
+
+
+def make_schedule(config: ml_collections.ConfigDict) -> schedules.Schedule:
+  """Which policy draws which rollouts."""
+  choice = {"name": config.schedule.name, "kwargs": config.schedule.kwargs}
+  of_run = dict(num_updates=config.num_updates, seed=config.seed)
+  schedule = pick(schedules, "schedule", choice, **of_run)
+  if schedule.real_time and jax.process_count() > 1:
+    raise ValueError(
+      f"config.schedule.name = {config.schedule.name!r} needs all devices in one process, this run"
+      f" has {jax.process_count()}; choose simulated_asynchronous, or run one process"
+    )
+  return schedule
+
+
+def make_generation_mesh(config: ml_collections.ConfigDict, mesh: Mesh) -> Mesh:
+  """Where rollouts are generated: on devices of their own if the configuration says so."""
+  sizes = config.generation_mesh.to_dict()
+  if not any(sizes.values()):
+    return mesh
+  return sharding.make_mesh(**sizes, field="generation_mesh", skipped=mesh.size)
+
+
+def make_hand_over(mesh: Mesh, own: Mesh, shardings: Params, real_time: bool) -> Callable:
+  """Parameters of the trainer → parameters that rollouts are drawn from."""
+  if own is not mesh:
+    moved = jax.tree.map(lambda s: jax.sharding.NamedSharding(own, s.spec), shardings)
+    return lambda params: jax.device_put(params, moved)
+  if real_time:
+    # An update donates its parameters; what is drawn from meanwhile must outlive it.
+    return jax.jit(lambda params: jax.tree.map(jnp.copy, params))
+  return lambda params: params
 
 
 def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> Method:
@@ -263,6 +302,8 @@ def abstract_batch(
     behavior_logprobs=of((P, G, T), jnp.float32),
     rewards=of((P, G), jnp.float32),
     correct=of((P, G), jnp.float32),
+    lags=of((P, G), jnp.int32),
+    sources=of((P,), jnp.int32),
     reference_logprobs=of((P, G, T), jnp.float32) if config.reference.kl_coefficient else None,
     proximal_logprobs=of((P, G, T), jnp.float32) if needs_proximal else None,
     solve_rate=of((P,), jnp.float32),
@@ -345,12 +386,18 @@ class Parts:
   model: Model
   method: Method
   outcome_policy: OutcomePolicy
+  schedule: schedules.Schedule
+  sources: tuple[Source, ...]  # of the rollouts of every batch
+  generation_mesh: Mesh
   abstract_state: TrainState  # shapes, dtypes, shardings
   train_step: Callable  # jitted (state, batch) → (state, metrics); the state is donated
   warm_start_optimizer: optax.GradientTransformation
   supervised_step: Callable  # jitted, see `train.warm_start.supervised_step`
-  generate: Callable  # jitted (params, prompts, key) → Rollouts
+  generate: Callable  # jitted (params, prompts, key) → Rollouts of the policy
   generate_held_out: Callable  # the same with the evaluation's samples and sampling
+  hand_over: Callable  # the trainer's parameters → those that rollouts are drawn from
+  checksums: Callable  # jitted params → u32[leaves]
+  behavior_gap: Callable  # jitted, see `train.sources.behavior_gap`; sampling is static
   measure: Callable  # jitted, see `train.geometry.measure`
   mean_entropy: Callable  # jitted (params, batch) → f32[], nats per token
   score: Callable  # jitted (params, batch) → (log-probabilities, entropies) [P, G, T]
@@ -360,6 +407,15 @@ class Parts:
 
   def to_devices(self, tree: Any) -> Any:
     return sharding.to_devices(tree, sharding.batch_sharding(self.mesh))
+
+  def to_generation(self, tree: Any) -> Any:
+    """As `to_devices`, where rollouts are generated."""
+    return sharding.to_devices(tree, sharding.batch_sharding(self.generation_mesh))
+
+  @property
+  def gap_prompts(self) -> int:
+    """Groups of a source on which log-probabilities are compared."""
+    return self.generation_mesh.shape["data"] * self.generation_mesh.shape["fsdp"]
 
 
 def build(
@@ -385,7 +441,26 @@ def build(
   sampling = make_sampling(config.sampling, model.config.vocab_size)
   held_out_sampling = make_sampling(config.evaluation.sampling, model.config.vocab_size)
   check_training_sampling(config)
+  schedule = make_schedule(config)
+  own_mesh = make_generation_mesh(config, mesh)
+  own_model = model if own_mesh is mesh else make_model(config, own_mesh, tokenizer.vocab_size)
+
+  def jit_generate(model: Model, sampling: Sampling, group_size: int, mesh: Mesh) -> Callable:
+    of_run = functools.partial(
+      generate,
+      model=model,
+      group_size=group_size,
+      max_new_tokens=config.max_response_length,
+      sampling=sampling,
+      stop_tokens=tokenizer.stop_ids,
+      pad_token=tokenizer.pad_id,
+    )
+    return jax.jit(of_run, out_shardings=sharding.host_result_sharding(mesh))
+
+  of_groups = functools.partial(jit_generate, group_size=config.batch.group_size, mesh=own_mesh)
+  sources = make_sources(config, own_model, own_mesh, tokenizer.vocab_size, of_groups)
   method = make_method(config, model, mesh)
+  method = method._replace(sources=tuple(source.name for source in sources))
   state = abstract_state(method, mesh)
   check_update(config, method, state)
   check_rewards(config, method, policy)
@@ -395,18 +470,6 @@ def build(
   shardings = jax.tree.map(lambda x: x.sharding, state)
   for_host, whole = sharding.host_result_sharding(mesh), sharding.replicated(mesh)
   _, warm_start_optimizer = make_optimizer(config.warm_start.optimizer, config.warm_start.num_steps)
-  jit_generate = lambda group_size, sampling: jax.jit(
-    functools.partial(
-      generate,
-      model=model,
-      group_size=group_size,
-      max_new_tokens=config.max_response_length,
-      sampling=sampling,
-      stop_tokens=tokenizer.stop_ids,
-      pad_token=tokenizer.pad_id,
-    ),
-    out_shardings=for_host,
-  )
   return Parts(
     config=config,
     mesh=mesh,
@@ -415,6 +478,9 @@ def build(
     model=model,
     method=method,
     outcome_policy=policy,
+    schedule=schedule,
+    sources=sources,
+    generation_mesh=own_mesh,
     abstract_state=state,
     train_step=jax.jit(
       functools.partial(train_step, method=method),
@@ -426,8 +492,17 @@ def build(
       functools.partial(supervised_step, model=model, optimizer=warm_start_optimizer),
       donate_argnums=0,
     ),
-    generate=jit_generate(config.batch.group_size, sampling),
-    generate_held_out=jit_generate(config.evaluation.num_samples, held_out_sampling),
+    generate=(
+      sources[0].generate
+      if sources[0].name == "policy" and own_mesh is mesh
+      else jit_generate(model, sampling, config.batch.group_size, mesh)
+    ),
+    generate_held_out=jit_generate(model, held_out_sampling, config.evaluation.num_samples, mesh),
+    hand_over=make_hand_over(mesh, own_mesh, shardings.params, schedule.real_time),
+    checksums=jax.jit(parameter_checksums),
+    behavior_gap=jax.jit(
+      functools.partial(behavior_gap, model=own_model), static_argnames="sampling"
+    ),
     measure=jax.jit(make_measure(config, method), out_shardings=whole),
     mean_entropy=jax.jit(functools.partial(mean_entropy, method=method), out_shardings=whole),
     score=jax.jit(functools.partial(policy_logprobs, method=method), out_shardings=for_host),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,19 +18,14 @@ import numpy as np
 
 from rlvr_jax.data import problem_batches
 from rlvr_jax.evaluate.held_out import evaluate
+from rlvr_jax.files import DamagedFileError
+from rlvr_jax.models.flops import forward_flops, update_flops
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.rewards.outcome import GradingStoppedError, rewards_from_grades
 from rlvr_jax.rewards.pool import GraderPool, GraderStartError
-from rlvr_jax.rollouts.collect import (
-  Collector,
-  Generation,
-  Graded,
-  batch_from_arrays,
-  batch_to_arrays,
-  keep_mixed_groups,
-  mean_statistics,
-  write_batch,
-)
+from rlvr_jax.rollouts.collect import Collector, write_batch
+from rlvr_jax.rollouts.drawn import Drawn, from_shard
+from rlvr_jax.rollouts.store import RolloutStore, StoreError, TornShardError
 from rlvr_jax.train import components, multihost, sharding
 from rlvr_jax.train.checkpoint import (
   Checkpointer,
@@ -39,19 +35,45 @@ from rlvr_jax.train.checkpoint import (
   WorkdirLock,
   check_config,
 )
+from rlvr_jax.train.generator import (
+  AgreementError,
+  Behavior,
+  DynamicSamplingError,
+  Generator,
+  fingerprint,
+)
 from rlvr_jax.train.host import Termination, termination_signals
-from rlvr_jax.train.metrics import DamagedFileError, MetricWriter, compact_line, progress, say
+from rlvr_jax.train.metrics import (
+  METRICS_FILE,
+  MetricWriter,
+  compact_line,
+  progress,
+  read_metrics,
+  say,
+)
 from rlvr_jax.train.report import write_report
 from rlvr_jax.train.warm_start import warm_start
+from rlvr_jax.train.worker import GeneratorStoppedError, GeneratorWorker
 from rlvr_jax.types import Params, TrainBatch
+
+ROLLOUTS_FOLDER = "rollouts"
+COUNTERS = (
+  *("batches", "prompts_drawn", "tokens_generated", "tokens_trained"),
+  *("flops_generate", "flops_score", "flops_optimise", "flops_evaluate"),
+)
+_OF_GENERATION = ("time/generate_seconds", "time/grade_seconds")
+_PHASES = (
+  *_OF_GENERATION,
+  *("time/hand_over_seconds", "time/optimise_seconds", "time/evaluate_seconds"),
+)
 
 
 class EndRequestedError(Exception):
   """The process was asked to end before there was anything to save."""
 
 
-class DynamicSamplingError(RuntimeError):
-  """A batch could not be filled with groups that carry a signal."""
+class FingerprintError(RuntimeError):
+  """Rollouts are not of the policy whose version they bear."""
 
 
 class NonFiniteError(FloatingPointError):
@@ -60,13 +82,18 @@ class NonFiniteError(FloatingPointError):
 
 # What ends a run with a message that says what to do, not with a traceback.
 FAILURES = (
+  AgreementError,
   CheckpointError,
   DamagedFileError,
   DynamicSamplingError,
+  FingerprintError,
   FloatingPointError,
+  GeneratorStoppedError,
   GraderStartError,
   GradingStoppedError,
   OSError,
+  StoreError,
+  TornShardError,
   WorkdirError,
   multihost.OtherProcessError,
 )
@@ -89,11 +116,15 @@ def train(parts: components.Parts, workdir: str | Path) -> dict[str, float]:
   with contextlib.ExitStack() as stack:
     enter = lambda resource: stack.enter_context(contextlib.closing(resource))
     stack.enter_context(multihost.only_the_first_speaks())
-    multihost.on_first(lambda: _claim(workdir, config, enter), None)
+    multihost.on_first(lambda: _claim(workdir, parts, enter), None)
     warm_starts = enter(Checkpointer(workdir / "warm_start", keep=1))
     warm = warm_starts.restore(parts.abstract_state.params)
     checkpointer = enter(Checkpointer(workdir / "checkpoints", keep=config.checkpoint.keep))
-    restored = checkpointer.restore(parts.abstract_state)
+    folder = workdir / ROLLOUTS_FOLDER
+    # The first process repairs what a kill has left before the others look.
+    first = multihost.on_first(lambda: RolloutStore(folder, writable=True), None)
+    store = first or RolloutStore(folder, writable=False)
+    restored = resumable(checkpointer, parts, store)
     resume_step, was_warm = restored.step if restored else None, warm is not None
     writer = multihost.on_first(
       lambda: enter(MetricWriter(workdir, resume_step, keep_warm_start=was_warm)),
@@ -114,7 +145,9 @@ def train(parts: components.Parts, workdir: str | Path) -> dict[str, float]:
     except EndRequestedError:
       say("asked to end during the warm start; rerun the same command to begin it again")
       return {}
-    trainer = Trainer(parts, writer, checkpointer, pool, initial=params)
+    trainer = Trainer(
+      parts, writer, checkpointer, pool, store, initial=params, elapsed=elapsed_seconds(workdir)
+    )
     trainer.resume(restored) if restored else trainer.begin(params)
     del params, warm, restored  # the trainer keeps what it needs
     trainer.run(termination)
@@ -123,10 +156,49 @@ def train(parts: components.Parts, workdir: str | Path) -> dict[str, float]:
   return trainer.evaluation
 
 
-def _claim(workdir: Path, config: Any, enter: Any) -> None:
+def _claim(workdir: Path, parts: components.Parts, enter: Any) -> None:
   enter(WorkdirLock(workdir))
-  allowed = components.may_differ(config)
-  check_config(workdir, config.to_json_best_effort(), may_differ=allowed)
+  allowed = components.may_differ(parts.config, parts.schedule)
+  check_config(workdir, parts.config.to_json_best_effort(), may_differ=allowed)
+
+
+def resumable(
+  checkpointer: Checkpointer, parts: components.Parts, store: RolloutStore
+) -> Restored | None:
+  """The latest checkpoint whose pending rollouts are whole; None where there is no checkpoint.
+
+  A damaged batch is set aside. From an earlier checkpoint the run repeats itself to the bit, draws
+  that batch again with the policy that drew it, and reads the others from the store.
+
+  Raises:
+    StoreError: no checkpoint is old enough for that.
+  """
+  for step in reversed(checkpointer.steps()):
+    restored = checkpointer.restore(parts.abstract_state, step=step)
+    assert restored is not None  # the step is there
+    damaged = [number for number in restored.host["pending"] if not store.whole(number)]
+    # In real time any policy may draw a batch, see `Trainer.resume`.
+    if not damaged or parts.schedule.real_time:
+      return restored
+    say(
+      f"rollouts {damaged} of {store.directory} are damaged or missing: going back to before update"
+      f" {step} to draw them again"
+    )
+  if checkpointer.steps():
+    raise StoreError(
+      f"rollouts of {store.directory} that are still to be trained on are damaged or missing, and"
+      " no checkpoint is old enough to draw them again. Put them back, or begin anew in another"
+      " --workdir"
+    )
+  return None
+
+
+def elapsed_seconds(workdir: Path) -> float:
+  """What a run has taken up to its last record; 0 before the first."""
+  if not (workdir / METRICS_FILE).exists():
+    return 0.0
+  times = [record.get("time/elapsed_seconds", 0.0) for record in read_metrics(workdir)]
+  return max(times, default=0.0)
 
 
 def warm_started(
@@ -163,14 +235,12 @@ def warm_started(
 
 
 @dataclasses.dataclass
-class Refresh:
-  """The rollouts of one behaviour policy, and how many updates have used them."""
+class Pending:
+  """A drawn batch that updates will train on, or train on again."""
 
-  batches: list[TrainBatch]  # NumPy
-  version: int  # updates behind the behaviour policy
-  statistics: dict[str, float]  # of the collection, reported with each of its updates
-  used: int = 0
-  scored: dict[str, int] = dataclasses.field(default_factory=dict)  # batch → update of π_prox
+  drawn: Drawn
+  batch: TrainBatch  # NumPy, as it is trained on
+  scored_at: int | None = None  # update at which the proximal policy's log-probabilities were taken
 
 
 class Update(NamedTuple):
@@ -193,37 +263,54 @@ class Trainer:
     writer: MetricWriter,
     checkpointer: Checkpointer,
     pool: GraderPool,
+    store: RolloutStore,
     *,
     initial: Params,
+    elapsed: float = 0.0,
   ):
+    """Prepares the phases.
+
+    Args:
+      initial: parameters before the first update.
+      elapsed: seconds that the run has taken before.
+    """
     c = self.config = parts.config
-    self.parts, self.writer, self.checkpointer = parts, writer, checkpointer
+    self.parts, self.writer, self.checkpointer, self.store = parts, writer, checkpointer, store
+    self.schedule = parts.schedule
     # Kept only where something reads them: they take as much memory as the policy.
     keep = c.reference.kl_coefficient or c.diagnostics.every
     self.initial = initial if keep else None
     self.collector = Collector(
-      generate=parts.generate,
       encode=parts.encode,
       decode=parts.tokenizer.decode,
       submit=pool.submit if jax.process_count() == 1 else multihost.SharedGrader(pool).submit,
       rewards_from_grades=lambda grades: rewards_from_grades(grades, parts.outcome_policy),
-      to_devices=parts.to_devices,
       to_host=sharding.to_host,
       overlong_buffer=c.overlong.buffer,
       overlong_filter=c.overlong.filter,
     )
-    self.problems = problem_batches(parts.task.train, batch_size=c.batch.prompts, seed=c.seed)
+    self.generator = Generator(parts, self.collector, store)
+    if not self.schedule.real_time:
+      # The last update ends where its metrics are read; the devices go on to generate.
+      self.generator.on_dispatch = self.read_metrics
+    self.worker: GeneratorWorker | None = None
     self.step = 0
-    counted = ("batches", "prompts_drawn", "tokens_generated", "tokens_trained")
-    self.counters = dict.fromkeys(counted, 0)
-    self.refresh: Refresh | None = None
+    self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
+    self.pending: dict[int, Pending] = {}
+    self.after = self.generator.state()  # of the last batch taken
+    self.records: dict[int, Any] = {}  # version → fingerprint, or the checksums it is made of
+    self.timings: dict[str, float] = {}  # of what came before the next update
+    self.fresh_tokens = 0  # drawn since the last update
     self.unread: Update | None = None
     self.evaluation: dict[str, float] = {}
     self.devices_free = 0.0  # seconds, of the host's clock: when the last update ended
+    self.began = time.perf_counter() - elapsed
+    self.cycle_began = time.perf_counter()
 
   def begin(self, params: Params) -> None:
     """Evaluates and saves step 0."""
     self.state = components.first_state(self.parts, params, self.initial_entropy(params))
+    self.record()
     self.evaluate()
     self.save()
 
@@ -240,134 +327,190 @@ class Trainer:
     c = self.config
     problems = next(problem_batches(self.parts.task.train, batch_size=c.batch.prompts, seed=c.seed))
     key = key_for(c.seed, "initial_entropy")
-    generation = self.collector.start(params, problems, key, 0)
+    generate = lambda prompts: [
+      self.parts.generate(params, self.parts.to_devices(prompts), key)
+    ]
+    generation = self.collector.start(problems, generate, [0] * len(problems))
     graded = self.collector.finish(generation, *self.collector.submit_grading(generation))
-    _, entropy = self.parts.score(params, self.parts.to_devices(graded.batch))
+    _, entropy = self.parts.score(params, self.parts.to_devices(plain(graded.batch)))
     mask = graded.batch.mask
     return float(np.sum(sharding.to_host(entropy) * mask) / max(mask.sum(), 1))
 
   def resume(self, restored: Restored) -> None:
     """Takes up a checkpoint where it was left."""
     self.state, self.step, host = restored.state, restored.step, restored.host
-    self.problems.set_state(host["problems"])
-    self.counters, self.evaluation = host["counters"], host["evaluation"]
-    if restored.arrays is not None:
-      batches = [batch_from_arrays(arrays) for arrays in restored.arrays]
-      self.refresh = Refresh(batches, **host["refresh"])
-    pending = len(self.refresh.batches) if self.refresh else 0
+    self.evaluation = host["evaluation"]
+    self.records = {int(version): found for version, found in host["records"].items()}
+    self.after = host["after"]
+    self.record()
+    proximal = restored.arrays or {}
+    for number in host["pending"]:
+      if self.schedule.real_time and not self.store.whole(number):
+        # Any policy may draw it; what was drawn after it is told to `start_worker`.
+        self.after = self.store.info(number - 1)["after"] if number else self.generator.state()
+        break
+      pending = self.prepared(from_shard(number, *self.store.read(number)))
+      if str(number) in proximal:
+        logprobs = proximal[str(number)]
+        pending.batch = dataclasses.replace(pending.batch, proximal_logprobs=logprobs)
+        pending.scored_at = host["scored_at"][str(number)]
+      self.pending[number] = pending
+    self.counters = host["counters"]  # these batches are counted already
+    self.generator.set_state(self.after)
     say(
       f"resumed at update {self.step}: parameters, optimizer and algorithm state,"
-      f" {self.counters['batches']} batches of prompts drawn, {pending} batches of rollouts pending"
+      f" {self.counters['batches']} batches of prompts drawn, {len(self.pending)} batches of"
+      " rollouts pending"
     )
 
   def run(self, termination: Termination) -> None:
     """Updates until the last one, or until the process is asked to end."""
     c = self.config
     ending = multihost.anywhere(termination.requested)
-    with progress(c.num_updates, "updates", unit="update", initial=self.step) as bar:
+    with (
+      contextlib.ExitStack() as stack,
+      progress(c.num_updates, "updates", unit="update", initial=self.step) as bar,
+    ):
+      if self.schedule.real_time:
+        self.worker = stack.enter_context(contextlib.closing(self.start_worker()))
       while self.step < c.num_updates and not ending:
-        timings: dict[str, float] = {}
-        if self.refresh is None:
-          self.refresh, timings = self.collect()
-        self.update(self.refresh, timings)
+        try:
+          self.collect()
+        except GeneratorStoppedError:
+          self.save()
+          raise
+        self.update()
         bar.update()
         last = self.step == c.num_updates
         evaluate_now = last or self.step % c.evaluation.every == 0
         if evaluate_now:
           self.evaluate()
         ending = multihost.anywhere(termination.requested)
-        if evaluate_now or ending or self.step % c.checkpoint.every == 0:
+        if evaluate_now or ending or self.step % c.checkpoint.every == 0 or self.at_long_refresh():
           self.save()
     if ending:
       say(f"asked to end: saved after update {self.step}; rerun the same command to go on")
 
-  def collect(self) -> tuple[Refresh, dict[str, float]]:
-    """All rollouts of one refresh, and how long they took."""
-    c = self.config
-    timings = {"time/rollout_seconds": 0.0, "time/grading_seconds": 0.0}
-    if c.dynamic_sampling.enabled:
-      graded = [self.draw_mixed_groups(timings) for _ in range(c.schedule.batches_per_refresh)]
-    else:
-      graded = self.draw(c.schedule.batches_per_refresh, timings)
-    tokens = sum(g.tokens for g in graded)
-    self.counters["tokens_generated"] += tokens
-    self.counters["prompts_drawn"] += sum(g.prompts for g in graded)
-    timings["time/rollout_tokens_per_second"] = tokens / timings["time/rollout_seconds"]
-    self.write_samples(graded)
-    batches = [self.prepare(g.batch, index) for index, g in enumerate(graded)]
-    return Refresh(batches, self.step, mean_statistics(graded)), timings
-
-  def draw(self, num_batches: int, timings: dict[str, float]) -> list[Graded]:
-    """Graded batches; one is graded by the workers while the devices generate the next."""
-    began = time.perf_counter()
-    graded: list[Graded] = []
-    generating: Generation | None = None
-    grading: tuple[Any, ...] = ()
-    for index in range(num_batches + 1):
-      previous, generating = generating, None
-      if index < num_batches:
-        key = key_for(self.config.seed, "rollout", self.counters["batches"])
-        generating = self.collector.start(self.state.params, next(self.problems), key, self.step)
-        self.counters["batches"] += 1
-      self.read_metrics()  # the last update ends here; the devices go on to generate
-      if previous is not None:
-        submitted = (previous, *self.collector.submit_grading(previous))
-        if grading:
-          graded.append(self.collector.finish(*grading))
-        grading = submitted
-    generated = time.perf_counter()
-    graded.append(self.collector.finish(*grading))
-    timings["time/rollout_seconds"] += generated - max(began, self.devices_free)
-    timings["time/grading_seconds"] += time.perf_counter() - generated
-    return graded
-
-  def draw_mixed_groups(self, timings: dict[str, float]) -> Graded:
-    """One batch of groups that are neither all right nor all wrong."""
-    limit = self.config.dynamic_sampling.max_batches
-    drawn: list[Graded] = []
-    while len(drawn) < limit:
-      drawn += self.draw(1, timings)
-      kept = keep_mixed_groups(drawn, self.config.batch.prompts)
-      if kept is not None:
-        return kept
-    solved = np.mean([g.batch.correct.mean() for g in drawn])
-    raise DynamicSamplingError(
-      f"dynamic sampling: {limit} batches of {self.config.batch.prompts} prompts at update"
-      f" {self.step} hold too few groups that are neither all right nor all wrong (solve rate"
-      f" {solved:.3f}). Raise config.dynamic_sampling.max_batches, or choose, in another"
-      " --workdir, a larger config.batch.group_size or problems nearer to what the policy can do"
+  def start_worker(self) -> GeneratorWorker:
+    """The thread that generates, after whatever batches the store has already."""
+    while (drawn := self.generator.recall()) is not None:
+      self.take(drawn)
+    # Behind a gap nothing can be trusted: a batch drawn anew makes other policies.
+    for number in self.store.numbers():
+      if number >= self.generator.number:
+        self.generator.set_aside(number, f"rollouts {number} came after a damaged batch")
+    assert self.schedule.max_lag is not None  # every schedule in real time has one
+    worker = GeneratorWorker(
+      self.generator,
+      max_lag=self.schedule.max_lag,
+      deadline_s=self.schedule.deadline_s,
+      num_batches=self.config.num_updates,
     )
+    worker.offer(self.hand_over())
+    return worker
 
-  def prepare(self, batch: TrainBatch, index: int) -> TrainBatch:
+  def hand_over(self) -> Behavior:
+    """The present policy, to draw rollouts from."""
+    began = time.perf_counter()
+    behavior = self.generator.hand_over(self.state.params, self.step)
+    self.spent("time/hand_over_seconds", time.perf_counter() - began)
+    return behavior
+
+  def spent(self, phase: str, seconds: float) -> None:
+    """Adds to what the next update's record says of a phase."""
+    self.timings[phase] = self.timings.get(phase, 0.0) + seconds
+
+  def at_long_refresh(self) -> bool:
+    """Whether more rollouts are drawn now than updates pass between checkpoints.
+
+    So that what is damaged of them can be drawn again without going back further.
+    """
+    if self.schedule.real_time or self.step == self.config.num_updates:
+      return False
+    return self.schedule.draws(self.step) > self.config.checkpoint.every
+
+  def collect(self) -> None:
+    """The batches that the schedule draws now."""
+    if self.worker is not None:
+      while self.schedule.batch(self.step) not in self.pending:
+        self.take(self.worker.take())
+      return
+    count = self.schedule.draws(self.step)
+    if count:
+      behaviors = iter([self.hand_over()] * count)
+      for drawn in self.generator.batches(lambda wait: next(behaviors, None)):
+        self.take(drawn)
+
+  def take(self, drawn: Drawn) -> None:
+    """Makes a drawn batch ready for its updates."""
+    graded = drawn.graded
+    self.counters["batches"] += drawn.draws
+    self.counters["prompts_drawn"] += graded.prompts
+    self.counters["tokens_generated"] += graded.tokens
+    self.counters["flops_generate"] += drawn.flops
+    self.after = drawn.after
+    self.pending[drawn.number] = self.prepared(drawn)
+    for phase, seconds in drawn.timings.items():
+      self.spent(phase, seconds)
+    self.fresh_tokens += graded.tokens if drawn.timings else 0
+    self.write_samples(drawn)
+
+  def prepared(self, drawn: Drawn) -> Pending:
     """The batch as it is trained on: permuted in a control run, scored by the reference policy."""
-    c = self.config
+    c, batch = self.config, drawn.graded.batch
     if c.permute_rewards:
-      batch = permute_rewards(batch, np.random.default_rng([c.seed, self.step, index]))
+      batch = permute_rewards(batch, np.random.default_rng([c.seed, drawn.number]))
     if c.reference.kl_coefficient:
       batch = dataclasses.replace(batch, reference_logprobs=self.score(self.initial, batch))
-    return batch
+    return Pending(drawn, batch)
 
   def score(self, params: Params, batch: TrainBatch) -> Any:
     """f32[P, G, T], the responses' log-probabilities at the policy's temperature."""
-    # Without what the update alone reads, so that every call has the same shapes.
-    plain = dataclasses.replace(batch, reference_logprobs=None, proximal_logprobs=None)
-    return sharding.to_host(self.parts.score(params, self.parts.to_devices(plain))[0])
+    self.counters["flops_score"] += self.flops(batch)
+    return sharding.to_host(self.parts.score(params, self.parts.to_devices(plain(batch)))[0])
 
-  def refresh_proximal(self, refresh: Refresh, index: int) -> None:
+  def flops(self, batch: TrainBatch) -> float:
+    """Model FLOPs of one forward pass over the batch."""
+    return forward_flops(self.parts.model.config, batch.prompts.lengths, response_lengths(batch))
+
+  def refresh_proximal(self, pending: Pending) -> None:
     """Scores a batch by the present policy at its first update, and again when that is old."""
-    every, taken = self.config.schedule.proximal_every, refresh.scored.get(str(index))
+    every, taken = self.config.schedule.proximal_every, pending.scored_at
     if taken is None or (every and self.step - taken >= every):
-      batch = refresh.batches[index]
-      logprobs = self.score(self.state.params, batch)
-      refresh.batches[index] = dataclasses.replace(batch, proximal_logprobs=logprobs)
-      refresh.scored[str(index)] = self.step
+      logprobs = self.score(self.state.params, pending.batch)
+      pending.batch = dataclasses.replace(pending.batch, proximal_logprobs=logprobs)
+      pending.scored_at = self.step
 
-  def update(self, refresh: Refresh, timings: dict[str, float]) -> None:
+  def record(self) -> None:
+    """Takes down the fingerprint of the present parameters, if they are to draw rollouts.
+
+    Before anything else can touch them: what is handed over later has to match it.
+    """
+    if self.schedule.real_time or self.schedule.draws(self.step):
+      self.records[self.step] = self.parts.checksums(self.state.params)
+
+  def check_fingerprint(self, drawn: Drawn) -> None:
+    """Raises FingerprintError unless the batch is of the policy whose version it bears."""
+    known = self.records.get(drawn.version)
+    if known is not None and not isinstance(known, str):
+      known = self.records[drawn.version] = fingerprint(known)
+    if known != drawn.fingerprint:
+      raise FingerprintError(
+        f"rollouts {drawn.number} bear version {drawn.version} and were drawn by parameters with"
+        f" fingerprint {drawn.fingerprint}; the trainer's of that version have {known}. Parameters"
+        " changed without a hand-over, or the rollouts are of another run; nothing was trained on"
+        f" them. They are in {self.store.directory}"
+      )
+
+  def update(self) -> None:
     """Dispatches one update, then reads the metrics of the one before."""
-    index = refresh.used % len(refresh.batches)
+    pending = self.pending[self.schedule.batch(self.step)]
+    self.check_fingerprint(pending.drawn)
     if self.parts.method.loss.needs_proximal:
-      self.refresh_proximal(refresh, index)
-    batch = refresh.batches[index]
+      self.refresh_proximal(pending)
+    behind = np.where(pending.drawn.versions >= 0, self.step - pending.drawn.versions, -1)
+    lags: Any = np.broadcast_to(behind[:, None], pending.batch.rewards.shape).astype(np.int32)
+    batch = dataclasses.replace(pending.batch, lags=lags)
     dispatched = time.perf_counter()
     on_devices = self.parts.to_devices(batch)
     measured, arrays = self.measure(on_devices)
@@ -376,18 +519,35 @@ class Trainer:
       entropy = self.parts.mean_entropy(self.state.params, on_devices)
       metrics |= measured | {"policy/entropy_change": entropy - metrics["policy/entropy"]}
     self.counters["tokens_trained"] += int(batch.mask.sum())
-    host = {
-      **refresh.statistics,
-      **{f"counter/{name}": value for name, value in self.counters.items()},
-      "staleness/mean": self.step - refresh.version,
-      **timings,
-    }
+    self.counters["flops_optimise"] += update_flops(
+      self.parts.model.config, batch.prompts.lengths, response_lengths(batch)
+    )
+    host = pending.drawn.graded.statistics | self.counted() | self.timings
+    if seconds := self.timings.get("time/generate_seconds"):
+      host["time/rollout_tokens_per_second"] = self.fresh_tokens / seconds
+    if self.schedule.stage_length:
+      host["stage/number"], host["stage/age"] = divmod(self.step, self.schedule.stage_length)
+    self.timings, self.fresh_tokens = {}, 0
     self.step += 1
-    refresh.used += 1
-    if refresh.used == len(refresh.batches) * self.config.schedule.epochs_per_refresh:
-      self.refresh = None
+    self.record()
+    if self.worker is not None and self.step < self.config.num_updates:
+      self.worker.offer(self.hand_over())
+    self.forget()
     self.read_metrics()
     self.unread = Update(self.step, dispatched, metrics, host, batch, arrays)
+
+  def counted(self) -> dict[str, float]:
+    """What the run has cost until now."""
+    return {f"counter/{name}": value for name, value in self.counters.items()}
+
+  def forget(self) -> None:
+    """Drops batches and records that no later update needs."""
+    first = self.schedule.first(self.step)
+    self.pending = {number: p for number, p in self.pending.items() if number >= first}
+    # Batches that a worker has ready are as old as they may be, at most.
+    oldest = self.step - (self.schedule.max_lag or 0)
+    oldest = min([oldest, *(p.drawn.version for p in self.pending.values())])
+    self.records = {version: found for version, found in self.records.items() if version >= oldest}
 
   def measure(self, batch: TrainBatch) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """Scalars and arrays of the gradient geometry, at the updates that the configuration names."""
@@ -404,18 +564,22 @@ class Trainer:
     values = {name: float(value) for name, value in jax.device_get(update.metrics).items()}
     done = time.perf_counter()
     seconds = done - max(update.dispatched, self.devices_free)
-    self.devices_free = done
+    self.set_devices_free(done)
     tokens = float(update.batch.prompts.lengths.sum() + update.batch.mask.sum())
-    timings = {
-      "time/update_seconds": seconds,
+    values |= update.host | {
+      "time/optimise_seconds": seconds,
       "time/update_tokens_per_second": tokens / seconds,
     }
-    values |= update.host | timings
+    values |= self.clock(values)
     self.writer.write(update.step, "train", values)
     if update.geometry:
       self.writer.write_geometry(update.step - 1, jax.device_get(update.geometry))
     if update.step % self.config.logging.print_every == 0 or update.step == self.config.num_updates:
       say(compact_line(update.step, self.config.num_updates, values))
+    stage = self.schedule.stage_length
+    if stage and update.step % stage == 0 and multihost.is_first():
+      summary = stage_summary(self.writer.workdir, update.step, stage)
+      self.writer.write(update.step, "stage", summary)
     if values["update/skipped_in_a_row"] >= self.config.max_skipped_in_a_row:
       path = self.writer.workdir / f"nonfinite_batch_{update.step}.npz"
       if multihost.is_first():
@@ -427,23 +591,42 @@ class Trainer:
         " updates have not changed the parameters"
       )
 
+  def set_devices_free(self, now: float) -> None:
+    """Takes down when the trainer's devices ended what they were doing."""
+    self.devices_free = now
+    if not self.schedule.real_time:
+      self.generator.free_from = now  # they are the same devices, or wait for each other
+
+  def clock(self, phases: dict[str, Any]) -> dict[str, float]:
+    """The run's seconds until now, and those since the last record that no phase accounts for."""
+    now = time.perf_counter()
+    cycle, self.cycle_began = now - self.cycle_began, now
+    names = [name for name in _PHASES if name in phases]
+    if self.schedule.real_time:
+      names = [name for name in names if name not in _OF_GENERATION]  # beside the trainer's
+    idle = cycle - sum(phases[name] for name in names)
+    return {"time/idle_seconds": max(idle, 0.0), "time/elapsed_seconds": now - self.began}
+
   def evaluate(self) -> None:
     """Held-out accuracy under the present parameters."""
     self.read_metrics()
     c = self.config
     began = time.perf_counter()
-    values, samples = evaluate(
-      self.state.params,
+    values, samples, lengths = evaluate(
+      functools.partial(self.parts.generate_held_out, self.state.params),
       self.parts.task.held_out,
-      collector=dataclasses.replace(self.collector, generate=self.parts.generate_held_out),
+      collector=self.collector,
+      to_devices=self.parts.to_devices,
       batch_size=c.evaluation.batch_prompts,
       ks=c.evaluation.ks,
       seed=c.evaluation.seed,
       version=self.step,
     )
-    self.devices_free = time.perf_counter()
-    timings = {"time/evaluation_seconds": self.devices_free - began}
-    self.writer.write(self.step, "eval", values | timings)
+    self.set_devices_free(time.perf_counter())
+    self.counters["flops_evaluate"] += forward_flops(self.parts.model.config, *lengths)
+    timings = {"time/evaluate_seconds": self.devices_free - began}
+    timings |= self.clock(timings)
+    self.writer.write(self.step, "eval", values | self.counted() | timings)
     first = samples[:: c.evaluation.num_samples]
     self.writer.write_rollouts(self.step, first[: c.logging.rollouts_per_refresh], phase="eval")
     self.evaluation = values
@@ -455,33 +638,76 @@ class Trainer:
     say(f"held-out after update {self.step}: {accuracy}")
 
   def save(self) -> None:
-    """A checkpoint of everything that determines the future."""
+    """A checkpoint of everything that determines the future, but the rollouts in the store."""
     self.read_metrics()
-    refresh = self.refresh
+    scored = {str(n): p for n, p in self.pending.items() if p.scored_at is not None}
+    as_text = lambda found: found if isinstance(found, str) else fingerprint(found)
+    self.records = {version: as_text(found) for version, found in self.records.items()}
     host = {
-      "problems": self.problems.get_state(),
+      "after": self.after,
       "counters": self.counters,
       "evaluation": self.evaluation,
+      "pending": sorted(self.pending),
+      "scored_at": {number: pending.scored_at for number, pending in scored.items()},
+      "records": {str(version): found for version, found in self.records.items()},
     }
-    if refresh is not None:
-      fields = ("version", "statistics", "used", "scored")
-      host["refresh"] = {name: getattr(refresh, name) for name in fields}
     last = self.step == self.config.num_updates
     evaluated = last or self.step % self.config.evaluation.every == 0
     self.checkpointer.save(
       self.step,
       self.state,
       host=host,
-      arrays=[batch_to_arrays(batch) for batch in refresh.batches] if refresh else None,
+      arrays={n: p.batch.proximal_logprobs for n, p in scored.items()} if scored else None,
       metric=self.evaluation[f"eval/pass@{self.config.evaluation.ks[0]}"] if evaluated else None,
+      keep_at_or_before=min((p.drawn.version for p in self.pending.values()), default=None),
     )
+    if not self.config.store.keep_used:
+      # What the oldest checkpoint may still have to train on stays.
+      needed = self.schedule.first(min(self.checkpointer.steps()))
+      multihost.on_first(lambda: self.remove_used(needed), None)
 
-  def write_samples(self, graded: list[Graded]) -> None:
-    """One rollout of each of the first prompts, under the number of the update that uses it."""
+  def remove_used(self, needed: int) -> None:
+    """Removes the batches before `needed` from the store."""
+    for number in self.store.numbers():
+      if number < needed:
+        self.store.remove(number)
+
+  def write_samples(self, drawn: Drawn) -> None:
+    """One rollout of each of the first prompts, under the number of the update that comes next."""
     logging = self.config.logging
     if self.step % logging.rollouts_every == 0:
-      samples = graded[0].samples[:: self.config.batch.group_size]
+      samples = drawn.graded.samples[:: self.config.batch.group_size]
       self.writer.write_rollouts(self.step + 1, samples[: logging.rollouts_per_refresh])
+
+
+def plain(batch: TrainBatch) -> TrainBatch:
+  """Without what an update alone reads, so that every scoring has the same shapes."""
+  return dataclasses.replace(
+    batch, reference_logprobs=None, proximal_logprobs=None, lags=None, sources=None
+  )
+
+
+def response_lengths(batch: TrainBatch) -> np.ndarray:
+  """i32[P, G], tokens up to the last that counts in the loss."""
+  positions = np.arange(1, batch.mask.shape[-1] + 1)
+  return np.max((batch.mask > 0) * positions, axis=-1)
+
+
+def stage_summary(workdir: Path, step: int, length: int) -> dict[str, float]:
+  """Means over a stage's updates of what its records say; largest and smallest where named so."""
+  records = [
+    record
+    for record in read_metrics(workdir)
+    if record["phase"] == "train" and step - length < record["step"] <= step
+  ]
+  chosen = ("veto/", "behavior/", "staleness/", "loss/", "policy/", "reward/", "stage/number")
+  reduce = {"max": max, "min": min}
+  summary = {}
+  for name in records[-1]:
+    if name.startswith(chosen):
+      how = next((reduce[part] for part in name.split("_") if part in reduce), np.mean)
+      summary[name] = float(how([record[name] for record in records]))
+  return summary
 
 
 def permute_rewards(batch: TrainBatch, rng: np.random.Generator) -> TrainBatch:

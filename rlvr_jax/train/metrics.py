@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import json
 import math
 import os
 import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import tqdm
 from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+from rlvr_jax.files import JsonLines, read_records, replacing, reporting_full_disk
 
 TIMINGS = "time/"  # prefix of every value measured with a clock: the only ones a rerun may change
 METRICS_FILE = "metrics.jsonl"
@@ -37,14 +36,6 @@ _LINE = (  # label, key, format
   ("update tok/s", "time/update_tokens_per_second", "{:,.0f}"),
   ("stale", "staleness/mean", "{:.1f}"),
 )
-
-
-class DamagedFileError(ValueError):
-  """A file of records has a line that is none."""
-
-
-class DiskFullError(OSError):
-  """No space left for what a run has to write."""
 
 
 class MetricWriter:
@@ -81,8 +72,8 @@ class MetricWriter:
 
     for name in (METRICS_FILE, ROLLOUTS_FILE):
       _truncate(self.workdir / name, kept)
-    self._metrics = _JsonLines(self.workdir / METRICS_FILE)
-    self._rollouts = _JsonLines(self.workdir / ROLLOUTS_FILE)
+    self._metrics = JsonLines(self.workdir / METRICS_FILE)
+    self._rollouts = JsonLines(self.workdir / ROLLOUTS_FILE)
     self._boards: dict[str, _Board] = {}
 
   def write(self, step: int, phase: str, values: Mapping[str, Any]) -> None:
@@ -99,7 +90,7 @@ class MetricWriter:
     values = {name: _plain(value) for name, value in values.items()}
     self._metrics.append([{"step": step, "phase": phase, **values}])
     numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
-    with _reporting_full_disk(self.workdir / TENSORBOARD_FOLDER):
+    with reporting_full_disk(self.workdir / TENSORBOARD_FOLDER):
       self._board(phase).append(step, numbers)
 
   def write_rollouts(
@@ -115,9 +106,9 @@ class MetricWriter:
       DiskFullError: no space is left.
     """
     path = self.workdir / GEOMETRY_FOLDER / f"{step:06d}.npz"
-    with _reporting_full_disk(path):
+    with reporting_full_disk(path):
       path.parent.mkdir(exist_ok=True)
-    with _replacing(path) as file:
+    with replacing(path) as file:
       np.savez(file, **arrays)
 
   def close(self) -> None:
@@ -173,38 +164,6 @@ class _Board:
     self._writer.close()
 
 
-class _JsonLines:
-  """Appends JSON lines; each call ends with everything handed to the operating system."""
-
-  def __init__(self, path: pathlib.Path):
-    self._path = path
-    self._file = open(path, "a", encoding="utf-8")
-
-  def append(self, records: Iterable[Mapping[str, Any]]) -> None:
-    text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
-    with _reporting_full_disk(self._path):
-      self._file.write(text)
-      self._file.flush()
-
-  def close(self) -> None:
-    self._file.close()
-
-
-@contextlib.contextmanager
-def _reporting_full_disk(path: pathlib.Path) -> Iterator[None]:
-  """Turns the operating system's error into one that says what to do."""
-  try:
-    yield
-  except OSError as error:
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-      raise
-    raise DiskFullError(
-      error.errno,
-      f"no space left to write {path}. Free some space and rerun the same command: it goes on "
-      "from the last checkpoint.",
-    ) from error
-
-
 def _plain(value: Any) -> Any:
   """A JSON value: exact int or float, text for what JSON has no number for."""
   if isinstance(value, str):
@@ -224,22 +183,6 @@ def read_metrics(workdir: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     yield {key: float(v) if v in ("nan", "inf", "-inf") else v for key, v in record.items()}
 
 
-def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-  """The records of a .jsonl file; a torn last line is left out.
-
-  Raises:
-    DamagedFileError: if a whole line is not JSON.
-  """
-  with open(path, encoding="utf-8", errors="replace") as lines:
-    for number, line in enumerate(lines, start=1):
-      if not line.endswith("\n"):
-        return
-      try:
-        yield json.loads(line)
-      except ValueError:
-        raise DamagedFileError(f"{path}, line {number} is not JSON; remove that line.") from None
-
-
 def without_timings(record: Mapping[str, Any]) -> dict[str, Any]:
   """The record without what depends on the clock: equal for every rerun."""
   return {name: value for name, value in record.items() if not name.startswith(TIMINGS)}
@@ -256,19 +199,8 @@ def _truncate(path: pathlib.Path, keep: Callable[[Mapping[str, Any]], bool]) -> 
   kept = b"".join(line for line, record in zip(lines, records, strict=True) if keep(record))
   if kept == data:
     return
-  with _replacing(path) as file:
+  with replacing(path) as file:
     file.write(kept)
-
-
-@contextlib.contextmanager
-def _replacing(path: pathlib.Path) -> Iterator[IO[bytes]]:
-  """A file to write in place of `path`, which is the old one or the whole new one at any time."""
-  temporary = path.with_name(path.name + ".tmp")
-  with _reporting_full_disk(path), open(temporary, "wb") as file:
-    yield file
-    file.flush()
-    os.fsync(file.fileno())
-  temporary.replace(path)
 
 
 # --- what a person sees ---------------------------------------------------------------------------

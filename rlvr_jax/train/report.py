@@ -8,15 +8,14 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rlvr_jax.train.metrics import (
-  METRICS_FILE,
-  ROLLOUTS_FILE,
-  TENSORBOARD_FOLDER,
-  TIMINGS,
-  read_metrics,
-)
+from rlvr_jax.evaluate.curves import phase_seconds
+from rlvr_jax.train.metrics import METRICS_FILE, ROLLOUTS_FILE, TENSORBOARD_FOLDER, read_metrics
 
 CURVES_FILE = "learning_curves.png"
+_COUNTERS = (  # label, prefix of the keys, format
+  ("tokens", "counter/tokens_", "{:,.0f}"),
+  ("model FLOPs", "counter/flops_", "{:.3g}"),
+)
 
 Record = dict[str, Any]
 
@@ -64,19 +63,23 @@ def _table(train: Sequence[Record], held_out: Sequence[Record]) -> list[str]:
     for row in rows
   ]
   if train:
-    lines.append(f"updates: {train[-1]['step']}{_time_spent([*train, *held_out])}")
+    records = [*train, *held_out]
+    seconds = [f", {phase} {value:.0f} s" for phase, value in phase_seconds(records).items()]
+    lines.append(f"updates: {train[-1]['step']}{''.join(seconds)}")
+    lines += _totals(records)
   return lines
 
 
-def _time_spent(records: Sequence[Record]) -> str:
-  """Seconds by activity, from the keys "time/<activity>_seconds"; activities may overlap."""
-  spent: dict[str, float] = {}
-  for record in records:
-    for name, value in record.items():
-      if name.startswith(TIMINGS) and name.endswith("_seconds"):
-        activity = name.removeprefix(TIMINGS).removesuffix("_seconds")
-        spent[activity] = spent.get(activity, 0.0) + value
-  return "".join(f", {activity} {seconds:.0f} s" for activity, seconds in spent.items())
+def _totals(records: Sequence[Record]) -> list[str]:
+  """A line each of tokens and of model FLOPs; counters only grow, so the largest is the total."""
+  lines = []
+  for title, prefix, form in _COUNTERS:
+    names = dict.fromkeys(name for r in records for name in r if name.startswith(prefix))
+    totals = [(name, max(r[name] for r in records if name in r)) for name in names]
+    if totals:
+      parts = [f"{name.removeprefix(prefix)} {form.format(total)}" for name, total in totals]
+      lines.append(f"{title}: {', '.join(parts)}")
+  return lines
 
 
 def _is_pass_at_k(name: str) -> bool:

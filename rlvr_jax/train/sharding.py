@@ -35,24 +35,30 @@ RULES: tuple[tuple[str, PartitionSpec], ...] = (
 )
 
 
-def make_mesh(*, data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
-  """A mesh over the first data·fsdp·tensor devices.
+def make_mesh(
+  *, data: int = 1, fsdp: int = 1, tensor: int = 1, field: str = "mesh", skipped: int = 0
+) -> Mesh:
+  """A mesh over the first data·fsdp·tensor devices after those that are skipped.
 
+  Args:
+    field: of the configuration, for the message.
+    skipped: devices that belong to another mesh.
   Raises:
     ValueError: sizes below 1, or more devices than there are.
   """
   sizes = (data, fsdp, tensor)
   if any(size < 1 for size in sizes):
     given = dict(zip(AXES, sizes, strict=True))
-    raise ValueError(f"config.mesh = {given}: every axis must be at least 1")
-  needed, available = math.prod(sizes), jax.device_count()
+    raise ValueError(f"config.{field} = {given}: every axis must be at least 1")
+  needed, available = math.prod(sizes), jax.device_count() - skipped
   if needed > available or (jax.process_count() > 1 and needed != available):
+    beside = f" beside the {skipped} of config.mesh" if skipped else ""
     raise ValueError(
-      f"config.mesh: data·fsdp·tensor = {data}·{fsdp}·{tensor} = {needed} devices, but there are"
-      f" {available}; choose sizes whose product is {available} (on a CPU, more devices come from"
-      f" XLA_FLAGS=--xla_force_host_platform_device_count={needed})"
+      f"config.{field}: data·fsdp·tensor = {data}·{fsdp}·{tensor} = {needed} devices, but there are"
+      f" {available}{beside}; choose sizes whose product is {available} (on a CPU, more devices"
+      f" come from XLA_FLAGS=--xla_force_host_platform_device_count={needed + skipped})"
     )
-  devices = jax.devices()[:needed]
+  devices = jax.devices()[skipped : skipped + needed]
   # Under the default explicit axes sharded contractions raise.
   return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
 

@@ -20,7 +20,7 @@ from rlvr_jax.ops.aggregate import aggregate
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.ops.logprobs import token_logprobs, token_statistics
 from rlvr_jax.ops.masked import mean_metric
-from rlvr_jax.ops.ratios import behavior_metrics
+from rlvr_jax.ops.ratios import behavior_metrics, lag_metrics, ratios_by_sign, source_metrics
 from rlvr_jax.types import (
   Array,
   Forward,
@@ -57,6 +57,7 @@ class Method(NamedTuple):
     entropy_bonus: coefficient of the policy's entropy; 0 leaves the term out.
     num_micro_batches: the prompts of a batch are split into this many.
     seed: of the randomness within an update.
+    sources: names of the policies that draw rollouts; several are reported one by one.
   """
 
   model: Any
@@ -77,6 +78,7 @@ class Method(NamedTuple):
   gram: Any = None
   gram_setting: Any = None
   seed: int = 0
+  sources: tuple[str, ...] = ("policy",)
 
 
 class Constants(NamedTuple):
@@ -372,8 +374,13 @@ def _surrogate_total(logprobs, entropy, batch, constants, *, method):
     **veto_metrics,
     **constants.metrics,
     **behavior_metrics(logprobs, batch),
+    **ratios_by_sign(logprobs, batch, coefficients),
     "policy/entropy": mean_metric(entropy, batch.mask),
   }
+  if batch.lags is not None:
+    metrics |= lag_metrics(batch)
+  if len(method.sources) > 1:
+    metrics |= source_metrics(logprobs, batch, method.sources)
   if method.reference_kl:
     estimate = getattr(kl, method.reference_kl_estimator)
     divergence = estimate(logprobs, batch.reference_logprobs, batch.mask)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
@@ -51,16 +52,15 @@ def _collect(grades, **settings):
     return _Done(grades)
 
   collector = Collector(
-    generate=lambda params, prompts, key: _rollouts(),
     encode=lambda problems: encode_prompts(problems, tokenizer, 6),
     decode=tokenizer.decode,
     submit=submit,
     rewards_from_grades=lambda g: rewards_from_grades(g, outcome_policy()),
-    to_devices=lambda x: x,
     to_host=lambda x: x,
     **settings,
   )
-  generation = collector.start(None, problems, None, version=3)
+  parts = lambda prompts: [jax.tree.map(lambda x, p=p: x[p : p + 1], _rollouts()) for p in range(P)]
+  generation = collector.start(problems, parts, [3, 5])
   return collector.finish(generation, *collector.submit_grading(generation)), seen
 
 
@@ -118,7 +118,7 @@ def test_overlong_responses_are_shaped_in_tokens_and_filtered():
   np.testing.assert_array_equal(graded.batch.mask.sum(-1), [[3, 0], [0, 1]])
 
 
-def _drawn(correct, first):
+def _drawn(correct, first, sources=None):
   correct = np.array(correct, np.float32)
   groups, size = correct.shape
   ids = np.arange(first, first + groups)
@@ -131,6 +131,7 @@ def _drawn(correct, first):
       rewards=correct - 0.5,
       correct=correct,
       solve_rate=np.full(groups, correct.mean(), np.float32),
+      sources=np.array(sources or [0] * groups, np.int32),
     ),
     tokens=groups * size,
     prompts=groups,
@@ -141,9 +142,9 @@ def _drawn(correct, first):
 
 def test_dynamic_sampling_keeps_whole_mixed_groups_in_order():
   first = _drawn([[1, 1], [1, 0], [0, 0]], first=10)
-  assert keep_mixed_groups([first], 2) is None
+  assert keep_mixed_groups([first], [2]) is None
   second = _drawn([[0, 1], [1, 1], [1, 0]], first=20)
-  kept = keep_mixed_groups([first, second], 2)
+  kept = keep_mixed_groups([first, second], [2])
   np.testing.assert_array_equal(kept.batch.prompts.tokens[:, 0], [11, 20])
   np.testing.assert_array_equal(kept.batch.correct, [[1, 0], [0, 1]])
   np.testing.assert_allclose(kept.batch.solve_rate, 7 / 12)  # before the filter
@@ -157,7 +158,16 @@ def test_dynamic_sampling_looks_at_correctness_not_at_the_shaped_reward():
   shaped = shaped._replace(
     batch=dataclasses.replace(shaped.batch, rewards=np.array([[0.9, 0.3], [0.0, -0.5]]))
   )
-  assert keep_mixed_groups([shaped], 1) is None
+  assert keep_mixed_groups([shaped], [1]) is None
+
+
+def test_dynamic_sampling_keeps_the_sources_shares():
+  first = _drawn([[1, 0], [1, 0], [0, 0]], first=10, sources=[0, 0, 1])
+  assert keep_mixed_groups([first], [1, 1]) is None
+  second = _drawn([[0, 1], [1, 1], [1, 0]], first=20, sources=[0, 0, 1])
+  kept = keep_mixed_groups([first, second], [1, 1])
+  np.testing.assert_array_equal(kept.batch.prompts.tokens[:, 0], [10, 22])
+  np.testing.assert_array_equal(kept.batch.sources, [0, 1])
 
 
 def test_a_batch_survives_the_way_through_nested_dicts():

@@ -1,3 +1,4 @@
+import concurrent.futures
 import gc
 import json
 import shutil
@@ -14,8 +15,8 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from rlvr_jax.files import DiskFullError
 from rlvr_jax.train import checkpoint
-from rlvr_jax.train.metrics import DiskFullError
 from rlvr_jax.types import TrainState
 
 # Reading a damaged file leaves tensorstore's other reads unfinished; their complaints are not ours.
@@ -186,6 +187,32 @@ def test_a_better_one_replaces_the_best(checkpointer):
   assert checkpointer.steps() == [1, 3, 4]
 
 
+def test_keeps_the_last_at_or_before_a_step_while_told_to(tmp_path):
+  def save(step, keep_at_or_before):
+    """Opens the folder anew, as after a restart; the steps left."""
+    saver = checkpoint.Checkpointer(tmp_path, keep=1)
+    saver.save(step, make_state(step), host={}, keep_at_or_before=keep_at_or_before)
+    saver.close()
+    return saver.steps()
+
+  assert save(2, 3) == [2]
+  assert save(4, 3) == [2, 4]  # 3 was not saved, the greatest before it is kept
+  assert save(6, 4) == [4, 6]
+  assert save(8, 1) == [8]  # nothing that early is left
+  assert save(10, 9) == [8, 10]
+  assert save(12, None) == [12]
+
+
+def test_a_step_of_choice_is_restored(checkpointer):
+  for step in (1, 2):
+    checkpointer.save(step, make_state(step), host={"n": step}, arrays=np.full(2, step))
+  restored = checkpointer.restore(make_state(0), step=1)
+  assert (restored.step, restored.host, restored.arrays.tolist()) == (1, {"n": 1}, [1, 1])
+  assert_same_bits(restored.state, make_state(1))
+  with pytest.raises(checkpoint.CheckpointError, match=r"no checkpoint of step 3.*\[1, 2\]"):
+    checkpointer.restore(make_state(0), step=3)
+
+
 def test_keeping_nothing_is_refused(tmp_path):
   with pytest.raises(ValueError, match="keep = 0"):
     checkpoint.Checkpointer(tmp_path, keep=0)
@@ -304,6 +331,76 @@ def test_checksum_by_hand(x64):
     "i": 5 * 1 + 7 * 3 + 11 * 5 + 13 * 7,
     "d": sum(w * (2 * i + 1) for i, w in enumerate(words)) % 2**32,
   }
+
+
+# --- parameters alone -----------------------------------------------------------------------------
+
+
+def test_parameters_are_read_out_of_a_run_changing_nothing_there(pristine, tmp_path):
+  shutil.copytree(pristine[0], tmp_path / "checkpoints")
+  (tmp_path / "checkpoints" / "4.orbax-checkpoint-tmp-0").mkdir()  # a save under way
+  saver = checkpoint.Checkpointer(tmp_path / "warm_start")
+  saver.save(9, make_state(9).params, host={})
+  saver.close()
+  contents = lambda: {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+  before = contents()
+  abstract = jax.eval_shape(lambda: make_state(0).params)
+  cases = [("checkpoints", None, 3), ("checkpoints", 2, 2), ("warm_start", None, 9)]
+  for folder, asked, step in cases:
+    found, params = checkpoint.read_params(tmp_path / folder, abstract, step=asked)
+    assert found == step
+    assert_same_bits(params, make_state(step).params)
+  assert contents() == before
+
+
+def test_parameters_are_read_while_their_run_goes_on(pristine, tmp_path):
+  """Each new checkpoint removes the one before it, often in the middle of being read."""
+  folder = tmp_path / "checkpoints"
+  shutil.copytree(pristine[0] / "3", folder / "3")
+
+  def go_on():
+    for step in range(4, 60):
+      shutil.copytree(pristine[0] / "3", tmp_path / "unfinished")
+      (tmp_path / "unfinished").rename(folder / str(step))
+      shutil.rmtree(folder / str(step - 1))
+
+  steps = []
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    run = pool.submit(go_on)
+    while not run.done():
+      step, params = checkpoint.read_params(folder, make_state(0).params)
+      steps.append(step)
+      assert_same_bits(params, make_state(3).params)
+    run.result()
+  assert steps == sorted(steps)
+  assert checkpoint.read_params(folder, make_state(0).params)[0] == 59
+
+
+def test_parameters_that_are_not_there_are_refused(pristine, tmp_path):
+  params = make_state(0).params
+  with pytest.raises(checkpoint.CheckpointError, match=r"no checkpoint of step 7.*\[2, 3\]"):
+    checkpoint.read_params(pristine[0], params, step=7)
+  with pytest.raises(checkpoint.CheckpointError, match=r"no checkpoint; name the folder"):
+    checkpoint.read_params(tmp_path, params)
+  assert not any(tmp_path.iterdir())
+
+
+def test_parameters_of_another_shape_are_refused_naming_the_leaf(pristine):
+  message = r"'params\.layers\.kernel' is float32\[4, 8\] in it and float32\[4, 9\] in this run"
+  with pytest.raises(checkpoint.ForeignCheckpointError, match=message):
+    checkpoint.read_params(pristine[0], make_state(0, width=9).params)
+
+
+@pytest.mark.parametrize("what", ["arrays", "manifest"])
+def test_damaged_parameters_are_refused(pristine, tmp_path, what):
+  """Also where all files are whole, but the values are of another save."""
+  shutil.copytree(pristine[0], tmp_path / "copy")
+  path = tmp_path / "copy" / "3" / what
+  shutil.rmtree(path)
+  shutil.copytree(pristine[0] / "2" / what, path)
+  with pytest.raises(checkpoint.TornCheckpointError, match=r"'params\.\S+' has checksum"):
+    checkpoint.read_params(tmp_path / "copy", make_state(0).params)
+  assert checkpoint.read_params(tmp_path / "copy", make_state(0).params, step=2)[0] == 2
 
 
 # --- foreign --------------------------------------------------------------------------------------

@@ -144,6 +144,7 @@ def test_a_full_disk_has_a_message(tmp_path, kind):
   """A file size limit stands in for a full disk."""
   code = """
 import resource, signal, sys
+from rlvr_jax import files
 from rlvr_jax.train import metrics
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 writer = metrics.MetricWriter(sys.argv[1], None)
@@ -154,7 +155,7 @@ try:
       writer.write_rollouts(step, [{"completion": "x" * 100}])
     else:  # TensorBoard needs more bytes for this than the text file
       writer.write(step, "train", {f"{i}": 0 for i in range(9)})
-except metrics.DiskFullError as error:
+except files.DiskFullError as error:
   print(error)
 """
   command = [sys.executable, "-c", code, tmp_path, kind]

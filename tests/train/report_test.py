@@ -21,12 +21,18 @@ def workdir(tmp_path):
             "behavior/kl_k3": 1e-4 if train_step != 3 else float("nan"),
             "loss/clip_fraction": 0.01,
             "update/gradient_norm": 0.4,
-            "time/rollout_seconds": 2.0,
+            "counter/tokens_generated": 1500 * train_step,
+            "counter/tokens_trained": 1000 * train_step,
+            "counter/flops_optimise": 2e12 * train_step,
+            "counter/flops_evaluate": 3e9 * (train_step - 1),
+            "time/elapsed_seconds": 5.0 * train_step,
+            "time/generate_seconds": 2.0,
           },
         )
       interval = {"eval/pass@1_low": solved - 0.05, "eval/pass@1_high": solved + 0.05}
-      values = {"eval/pass@1": solved, "eval/pass@8": solved + 0.2, "time/evaluation_seconds": 7}
-      writer.write(step, "eval", values | interval)
+      values = {"eval/pass@1": solved, "eval/pass@8": solved + 0.2, "time/evaluate_seconds": 7}
+      counters = {"counter/flops_evaluate": 3e9 * step, "time/elapsed_seconds": 6.0 * step}
+      writer.write(step, "eval", values | interval | counters)
   return tmp_path
 
 
@@ -41,7 +47,9 @@ def test_table_and_places(workdir):
   assert lines[2].split() == ["held-out", "pass@8", "0.500", "0.900", "at", "5", "0.800"]
   assert lines[3].split() == ["train", "reward", "0.260", "0.350", "at", "10", "0.350"]
   assert lines[4].split() == ["entropy", "(nats/token)", "0.480", "0.300"]
-  assert lines[5] == "updates: 10, rollout 20 s, evaluation 21 s"
+  assert lines[5] == "updates: 10, generate 20 s, evaluate 21 s"
+  assert lines[6] == "tokens: generated 15,000, trained 10,000"
+  assert lines[7] == "model FLOPs: optimise 2e+13, evaluate 3e+10"
   for name in ("learning_curves.png", "metrics.jsonl", "rollouts.jsonl", "tensorboard"):
     assert str(workdir / name) in text
 

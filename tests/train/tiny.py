@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import os
 import pathlib
 import signal
@@ -21,8 +22,11 @@ ROOT = pathlib.Path(__file__).parents[2]
 TIMEOUT_S = 300
 
 
-def get_config():
-  """Sums of two digits; four updates per refresh, so that checkpoints hold pending rollouts."""
+def get_config(scheduled_as=""):
+  """Sums of two digits; four updates per refresh, so that checkpoints leave rollouts pending.
+
+  `tiny.py:NAME` on the command line takes the schedule of configs/NAME.py instead.
+  """
   c = base.get_config()
   c.num_updates = 12
   c.task.kwargs.settings = dict(min_terms=2, max_terms=2, min_digits=1, max_digits=1)
@@ -36,7 +40,7 @@ def get_config():
   c.warm_start.batch_size = 16
   c.warm_start.optimizer.learning_rate = 1e-2
   c.batch = dict(prompts=8, group_size=4, micro_batches=1)
-  c.schedule.batches_per_refresh = c.schedule.epochs_per_refresh = 2
+  c.schedule.kwargs = dict(batches=2, epochs=2)
   c.reference.kl_coefficient = 0.1
   c.optimizer.learning_rate = 3e-3
   c.optimizer.warmup_updates = 3
@@ -48,6 +52,8 @@ def get_config():
   c.evaluation.batch_prompts = 4
   c.checkpoint.every = 1
   c.logging.rollouts_every = 4
+  if scheduled_as:
+    c.schedule = importlib.import_module(f"configs.{scheduled_as}").get_config().schedule
   return c
 
 

@@ -1,0 +1,239 @@
+"""Learning curves over any axis: updates, tokens, model FLOPs, seconds; and where the time went.
+
+Read from the records of metrics.jsonl. What was spent stands in every record of the phases "train"
+and "eval" as totals since the run began, resumed runs included.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from scipy import special
+
+from rlvr_jax.ops.checks import check_choice
+from rlvr_jax.train.metrics import TIMINGS, read_metrics
+
+Floats = npt.NDArray[np.float64]
+Record = Mapping[str, Any]
+
+ELAPSED = f"{TIMINGS}elapsed_seconds"  # wall-clock of the run so far
+# Axis → its label, and the fields that add up to it. Evaluation is no cost of training.
+AXES: dict[str, tuple[str, tuple[str, ...]]] = {
+  "updates": ("updates", ("step",)),
+  "generated_tokens": ("generated tokens", ("counter/tokens_generated",)),
+  "trained_tokens": ("trained tokens", ("counter/tokens_trained",)),
+  "flops": (
+    "model FLOPs of generation, scoring and updates",
+    ("counter/flops_generate", "counter/flops_score", "counter/flops_optimise"),
+  ),
+  "seconds": ("wall-clock seconds", (ELAPSED,)),
+}
+
+
+def curve(
+  records: Iterable[Record], metric: str, over: str = "updates", phase: str = "eval"
+) -> tuple[Floats, Floats]:
+  """The values of a metric, and what had been spent at each.
+
+  Args:
+    records: as `read_metrics` gives them.
+    metric: for example "eval/pass@1"; records without it are left out.
+    over: one of `AXES`.
+    phase: whose records to take, "train" or "eval".
+  Returns:
+    x, y: both f64[records].
+  Raises:
+    ValueError: an unknown axis; no record has the metric; one that does lacks the axis.
+  """
+  check_choice("curve", "over", over, AXES)
+  of_phase = [record for record in records if record["phase"] == phase]
+  having = [record for record in of_phase if metric in record]
+  if not having:
+    names = sorted({name for record in of_phase for name in record})
+    raise ValueError(
+      f"curve: none of the {len(of_phase)} records of phase {phase!r} has the metric {metric!r};"
+      f" they have {names}"
+    )
+  return _spent(having, over), np.array([record[metric] for record in having], np.float64)
+
+
+def _spent(records: Sequence[Record], over: str) -> Floats:
+  """x of each record."""
+  for record in records:
+    missing = [field for field in AXES[over][1] if field not in record]
+    if missing:
+      known = [axis for axis, (_, fields) in AXES.items() if all(f in record for f in fields)]
+      raise ValueError(
+        f"curve: over = {over!r} needs {missing}, which the {record['phase']} record of step"
+        f" {record['step']} lacks: the run is older than this axis. Choose one of {known}, or run"
+        " it again in another --workdir"
+      )
+  return np.array([[r[field] for field in AXES[over][1]] for r in records], np.float64).sum(axis=1)
+
+
+class MeanCurve(NamedTuple):
+  """Mean over seeds with its 95 % interval by Student's t; f64[num] each."""
+
+  x: Floats
+  mean: Floats
+  low: Floats
+  high: Floats
+
+
+def mean_curve(curves: Sequence[tuple[npt.ArrayLike, npt.ArrayLike]], num: int = 200) -> MeanCurve:
+  """Mean over seeds on a common grid, by linear interpolation within the range that all share.
+
+  Args:
+    curves: (x, y) of each seed, x ascending; of several points with the same x the last counts.
+    num: points of the grid.
+  Raises:
+    ValueError: fewer than two curves, or they share no range of x.
+  """
+  checked = [_checked(x, y) for x, y in curves]
+  if len(checked) < 2:
+    raise ValueError(f"mean_curve: {len(checked)} curves have no interval; run two seeds or more")
+  first, last = max(x[0] for x, _ in checked), min(x[-1] for x, _ in checked)
+  if first > last:
+    ranges = ", ".join(f"{x[0]:g} to {x[-1]:g}" for x, _ in checked)
+    raise ValueError(f"mean_curve: the curves share no range of x: {ranges}; run them for longer")
+  grid = np.linspace(first, last, num)
+  values = np.stack([np.interp(grid, x, y) for x, y in checked])
+  n = len(values)
+  mean = values.mean(axis=0)
+  half = special.stdtrit(n - 1, 0.975) * values.std(axis=0, ddof=1) / np.sqrt(n)
+  return MeanCurve(grid, mean, mean - half, mean + half)
+
+
+def reaching(x: npt.ArrayLike, y: npt.ArrayLike, level: float) -> float:
+  """The first x at which y reaches the level, points joined by lines; NaN if it never does.
+
+  Args:
+    x: f[points], ascending.
+    y: f[points]; those that are not finite are left out.
+    level: in y's unit.
+  """
+  x, y = _checked(x, y)
+  x, y = x[np.isfinite(y)], y[np.isfinite(y)]
+  reached = np.flatnonzero(y >= level)
+  if not reached.size:
+    return float("nan")
+  i = reached[0]
+  if i == 0:
+    return float(x[0])
+  share = (level - y[i - 1]) / (y[i] - y[i - 1])
+  return float(x[i - 1] + share * (x[i] - x[i - 1]))
+
+
+def _checked(x: npt.ArrayLike, y: npt.ArrayLike) -> tuple[Floats, Floats]:
+  x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+  if x.ndim != 1 or x.shape != y.shape or not x.size:
+    raise ValueError(f"a curve needs as many x as y, one at least; got {x.shape} and {y.shape}")
+  if np.any(np.diff(x) < 0) or not np.isfinite(x).all():
+    raise ValueError("a curve's x must be finite and ascend; sort its points")
+  return x, y
+
+
+# --- the time ------------------------------------------------------------------------------------
+
+
+def phase_seconds(records: Iterable[Record]) -> dict[str, float]:
+  """Seconds by phase of the run, from the fields "time/<phase>_seconds"; phases may overlap."""
+  spent: dict[str, float] = {}
+  for record in records:
+    for name, value in record.items():
+      if name.startswith(TIMINGS) and name.endswith("_seconds") and name != ELAPSED:
+        phase = name.removeprefix(TIMINGS).removesuffix("_seconds")
+        spent[phase] = spent.get(phase, 0.0) + value
+  return spent
+
+
+def time_table(records: Iterable[Record]) -> dict[str, tuple[float, float]]:
+  """Phase → its seconds, and their share of the run's wall-clock.
+
+  Shares add up to more than 1 where phases overlap, and to less where the run did what no phase
+  names.
+
+  Raises:
+    ValueError: no record has the wall-clock.
+  """
+  records = list(records)
+  elapsed = max((record[ELAPSED] for record in records if ELAPSED in record), default=0.0)
+  if elapsed <= 0:
+    raise ValueError(
+      f"time_table: none of the {len(records)} records has {ELAPSED}: the run is older than this"
+      " field; run it again in another --workdir"
+    )
+  return {
+    phase: (seconds, seconds / elapsed) for phase, seconds in phase_seconds(records).items()
+  }
+
+
+# --- drawing --------------------------------------------------------------------------------------
+
+
+def plot(
+  axes: Any,
+  runs: Mapping[str, Sequence[str | os.PathLike[str]]],
+  metric: str,
+  over: str,
+  *,
+  phase: str = "eval",
+) -> None:
+  """On matplotlib axes, per label the curves of its seeds, and their mean with its interval.
+
+  Args:
+    runs: label → the workdirs of its seeds.
+    metric, over, phase: as for `curve`.
+  Raises:
+    ValueError: see `curve`; the message begins with the workdir.
+  """
+  for index, (label, workdirs) in enumerate(runs.items()):
+    curves = [_curve_of(workdir, metric, over, phase) for workdir in workdirs]
+    color = f"C{index}"
+    if len(curves) == 1:
+      axes.plot(*curves[0], color=color, label=label)
+      continue
+    for x, y in curves:
+      axes.plot(x, y, color=color, alpha=0.3, linewidth=0.8)
+    x, mean, low, high = mean_curve(curves)
+    axes.plot(x, mean, color=color, label=f"{label}, {len(curves)} seeds")
+    axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
+  axes.set(xlabel=AXES[over][0], ylabel=metric)
+  axes.grid(alpha=0.3)
+  axes.legend(fontsize="small")
+
+
+def draw(
+  runs: Mapping[str, Sequence[str | os.PathLike[str]]],
+  metric: str,
+  over: str,
+  path: str | os.PathLike[str],
+  *,
+  phase: str = "eval",
+) -> None:
+  """Writes what `plot` draws as a picture, in the format of the path's ending.
+
+  Raises:
+    ImportError: matplotlib, the extra `plot`, is missing.
+  """
+  # An own figure on the file backend: no window, no global state, no import without the extra.
+  from matplotlib.backends.backend_agg import FigureCanvasAgg
+  from matplotlib.figure import Figure
+
+  figure = Figure(figsize=(6.4, 4), layout="constrained")
+  FigureCanvasAgg(figure)
+  plot(figure.subplots(), runs, metric, over, phase=phase)
+  figure.savefig(path, dpi=120)
+
+
+def _curve_of(
+  workdir: str | os.PathLike[str], metric: str, over: str, phase: str
+) -> tuple[Floats, Floats]:
+  try:
+    return curve(read_metrics(workdir), metric, over, phase)
+  except ValueError as error:
+    raise ValueError(f"{workdir}: {error}") from error

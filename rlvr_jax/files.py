@@ -1,0 +1,177 @@
+"""Files that survive kills and full disks: whole or absent, appended line by line, checksummed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import pathlib
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import IO, Any
+
+TEMPORARY = ".tmp"  # ends the name of a file that is being written
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class DamagedFileError(ValueError):
+  """A file of records has a line that is none."""
+
+
+class DiskFullError(OSError):
+  """No space left for what a run has to write."""
+
+
+# --- full disks -----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def reporting_full_disk(path: pathlib.Path) -> Iterator[None]:
+  """Turns any library's error of a full disk into one that says what to do."""
+  try:
+    yield
+  except Exception as error:
+    if isinstance(error, DiskFullError) or not is_disk_full(error):
+      raise
+    raise disk_full(path) from error
+
+
+def disk_full(path: pathlib.Path, detail: str = "") -> DiskFullError:
+  """The error of a run that cannot write `path`."""
+  return DiskFullError(
+    errno.ENOSPC,
+    f"no space left to write {path}{detail and f' ({detail})'}. Free some space and rerun the same "
+    "command: it goes on from the last checkpoint.",
+  )
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+  """True if the error or one of its causes is of a full disk; some libraries say so in text."""
+  while error is not None:
+    text = str(error)
+    if getattr(error, "errno", None) in _FULL or any(os.strerror(code) in text for code in _FULL):
+      return True
+    error = error.__cause__ or error.__context__
+  return False
+
+
+def shortage(folder: pathlib.Path, need: int) -> str | None:
+  """What to tell where fewer than `need` bytes are free; None where there is enough."""
+  free = shutil.disk_usage(folder).free
+  if free >= need:
+    return None
+  return f"{free / 2**20:.1f} MiB free, {need / 2**20:.1f} MiB needed"
+
+
+# --- whole files ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def replacing(path: pathlib.Path) -> Iterator[IO[bytes]]:
+  """A file to write in place of `path`, which is the old one or the whole new one at any time."""
+  with replacing_path(path) as temporary, open(temporary, "wb") as file:
+    yield file
+
+
+@contextlib.contextmanager
+def replacing_path(path: pathlib.Path) -> Iterator[pathlib.Path]:
+  """`replacing` for what wants a name to write at; on an error nothing is left there.
+
+  When it returns, the new file is on the disk under its name, whatever happens to the machine.
+  """
+  temporary = path.with_name(path.name + TEMPORARY)
+  try:
+    with reporting_full_disk(path):
+      yield temporary
+      with open(temporary, "rb+") as file:
+        os.fsync(file.fileno())
+      temporary.replace(path)
+      sync_folder(path.parent)
+  except BaseException:
+    temporary.unlink(missing_ok=True)
+    raise
+
+
+def sync_folder(folder: pathlib.Path) -> None:
+  """Makes the names in a folder durable: a renamed file is on the disk, its new name is not yet."""
+  descriptor = os.open(folder, os.O_RDONLY)
+  try:
+    os.fsync(descriptor)
+  finally:
+    os.close(descriptor)
+
+
+# --- lines of JSON --------------------------------------------------------------------------------
+
+
+class JsonLines:
+  """Appends JSON lines; each call ends with everything handed to the operating system."""
+
+  def __init__(self, path: pathlib.Path, *, fsync: bool = False):
+    """Opens `path`, created if needed; with `fsync` each call ends with everything on the disk."""
+    self._path, self._fsync = path, fsync
+    # Unbuffered: a buffer would keep the bytes of a failed write and try them again at closing.
+    self._file = open(path, "ab", buffering=0)
+
+  def append(self, records: Iterable[Mapping[str, Any]]) -> None:
+    """One line per record.
+
+    Raises:
+      DiskFullError: no space is left; none of the records is in the file.
+    """
+    text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
+    rest = memoryview(text.encode())
+    size = os.fstat(self.fileno()).st_size
+    try:
+      with reporting_full_disk(self._path):
+        while rest:
+          rest = rest[self._file.write(rest) :]
+        if self._fsync:
+          os.fsync(self.fileno())
+    except OSError:
+      with contextlib.suppress(OSError):
+        self._file.truncate(size)
+      raise
+
+  def fileno(self) -> int:
+    """The file's descriptor."""
+    return self._file.fileno()
+
+  def close(self) -> None:
+    """Closes the file."""
+    self._file.close()
+
+
+def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+  """The records of a .jsonl file; a torn last line is left out.
+
+  Raises:
+    DamagedFileError: if a whole line is not JSON.
+  """
+  with open(path, encoding="utf-8", errors="replace") as lines:
+    for number, line in enumerate(lines, start=1):
+      if not line.endswith("\n"):
+        return
+      try:
+        yield json.loads(line)
+      except ValueError:
+        raise DamagedFileError(f"{path}, line {number} is not JSON; remove that line.") from None
+
+
+# --- checksums ------------------------------------------------------------------------------------
+
+
+def json_crc32(value: Any) -> int:
+  """Checksum of a JSON value, the same after it was written and read."""
+  return zlib.crc32(json.dumps(json.loads(json.dumps(value)), sort_keys=True).encode())
+
+
+def file_crc32(path: pathlib.Path) -> int:
+  """Checksum of a file's bytes."""
+  checksum = 0
+  with open(path, "rb") as file:
+    while block := file.read(2**20):
+      checksum = zlib.crc32(block, checksum)
+  return checksum

@@ -1,0 +1,98 @@
+"""Model FLOPs: what a policy's arithmetic has to cost, whatever the program wastes.
+
+Counted are the products of matrices, 2·M·N·K each, over tokens that exist and keys that are
+attended to. Not counted are padding, the masked part of the scores, what rematerialisation
+computes again, and everything elementwise.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from rlvr_jax.models.transformer import TransformerConfig
+
+_BACKWARD_PER_FORWARD = 2  # of y = x·w: the gradient of x and that of w
+
+
+def forward_flops(
+  config: TransformerConfig,
+  prompt_lengths: npt.ArrayLike,
+  response_lengths: npt.ArrayLike,
+  *,
+  shared_prompt: bool = True,
+) -> float:
+  """FLOPs of the logits of every response token: of generating them, or of scoring them.
+
+  A prompt of s tokens and a response of t take s and t − 1 tokens through the layers, for the last
+  predicts nothing, and the head at t positions. Generation with a cache costs the same, token by
+  token.
+
+  Args:
+    config: the network's settings.
+    prompt_lengths: i32[P], tokens, at least 1.
+    response_lengths: i32[P, G], tokens; a response of none costs nothing.
+    shared_prompt: whether a prompt is computed once for its G responses, as this package does, or
+      once for each.
+  Returns:
+    FLOPs, of all P·G responses together.
+  Raises:
+    ValueError: the lengths have other shapes, or are too small.
+  """
+  s, t = np.asarray(prompt_lengths, np.int64), np.asarray(response_lengths, np.int64)
+  if s.ndim != 1 or t.ndim != 2 or s.shape != t.shape[:1]:
+    raise ValueError(
+      f"forward_flops: prompt_lengths{list(s.shape)} and response_lengths{list(t.shape)} must be"
+      " [P] and [P, G]"
+    )
+  shortest = s.min(initial=1), t.min(initial=0)
+  if shortest[0] < 1 or shortest[1] < 0:
+    raise ValueError(
+      f"forward_flops: the shortest prompt has {shortest[0]} tokens and the shortest response"
+      f" {shortest[1]}; allowed are at least 1 and 0"
+    )
+  copies = 1 if shared_prompt else t.shape[1]
+  prompts = s[:, None]
+  ends = prompts + np.maximum(t - 1, 0)
+  tokens = copies * s.sum() + np.sum(ends - prompts)
+
+  def attended(window):
+    own = _attended(ends, window) - _attended(prompts, window)
+    return copies * _attended(s, window).sum() + own.sum()
+
+  c = config
+  per_key = 4 * c.num_heads * c.head_dim  # q·k and the weighted sum of v
+  attention = sum(per_key * float(attended(window)) for window in _windows(c))
+  head = 2.0 * c.width * c.vocab_size * float(t.sum())
+  return c.num_layers * _layer_flops_per_token(c) * float(tokens) + attention + head
+
+
+def update_flops(
+  config: TransformerConfig,
+  prompt_lengths: npt.ArrayLike,
+  response_lengths: npt.ArrayLike,
+  *,
+  shared_prompt: bool = True,
+) -> float:
+  """FLOPs of one pass of gradients: forward, and twice that backward; see `forward_flops`."""
+  forward = forward_flops(config, prompt_lengths, response_lengths, shared_prompt=shared_prompt)
+  return (1 + _BACKWARD_PER_FORWARD) * forward
+
+
+def _layer_flops_per_token(c: TransformerConfig) -> float:
+  """Of the projections of one layer."""
+  queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+  attention = c.width * (2 * queries + 2 * keys)  # query, output; key, value
+  return 2.0 * (attention + 3 * c.width * c.mlp_width)
+
+
+def _attended(lengths: npt.NDArray[np.int64], window: int | None) -> npt.NDArray[np.int64]:
+  """Σ over the first n tokens of the keys that each sees, itself and up to window − 1 before."""
+  near = lengths if window is None else np.minimum(lengths, window)
+  return near * (near + 1) // 2 + (lengths - near) * near
+
+
+def _windows(c: TransformerConfig) -> list[int | None]:
+  """Tokens that each layer's queries look back; None without a limit."""
+  sliding = c.sliding_layers or [False] * c.num_layers
+  return [c.sliding_window if slides else None for slides in sliding]

@@ -1,0 +1,208 @@
+"""Who draws the rollouts of a batch: the policy, and other policies a fraction of its groups."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+from jax.sharding import Mesh
+
+from rlvr_jax.models import quantized
+from rlvr_jax.models.functional import Model, transformer
+from rlvr_jax.models.presets import preset
+from rlvr_jax.ops.checks import check_between, check_choice
+from rlvr_jax.ops.logprobs import check_sampling, token_logprobs
+from rlvr_jax.train import sharding
+from rlvr_jax.train.checkpoint import read_params
+from rlvr_jax.types import Array, Params, Prompts, Sampling
+
+# Mean |Δ log p| in nats per token at temperature 1 that the two ways of computing one
+# log-probability (cached decoding, one forward pass) may differ by. Measured on the tiny models:
+# 1e-6 in float32, 4e-3 in bfloat16.
+MAX_GAP = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+
+RECORDED = "recorded"
+
+
+class Source(NamedTuple):
+  """A policy that draws some groups of every batch."""
+
+  name: str
+  prompts: int  # groups of every batch
+  sampling: Sampling  # that its log-probabilities are of
+  generate: Callable | None = None  # jitted (params, prompts, key) → Rollouts; None: recorded
+  params_of: Callable[[Params], Params] = lambda params: params  # the policy's → those it samples
+  of_this_run: bool = True  # whether its parameters are made of the policy's
+  exact: bool = False  # whether they are the policy's: its log-probabilities must agree
+
+
+def counts(fractions: Mapping[str, float], num_prompts: int) -> dict[str, int]:
+  """Groups of a batch by source, the policy's own first; sources without any are left out.
+
+  Args:
+    fractions: by name, of the groups of a batch.
+    num_prompts: P.
+  Raises:
+    ValueError: fractions that do not give whole groups, or are more than 1 together.
+  """
+  groups = {}
+  for name, fraction in fractions.items():
+    check_between(f"config.sources.{name}", "fraction", fraction, low=0.0, high=1.0)
+    groups[name] = round(fraction * num_prompts)
+    if abs(fraction * num_prompts - groups[name]) > 1e-6:
+      raise ValueError(
+        f"config.sources.{name}.fraction = {fraction} of config.batch.prompts = {num_prompts} is"
+        f" {fraction * num_prompts:g} groups; set it to a multiple of 1/{num_prompts}, for example"
+        f" {groups[name] / num_prompts:g}"
+      )
+  own = num_prompts - sum(groups.values())
+  if own < 0:
+    raise ValueError(
+      f"config.sources: the fractions {dict(fractions)} are more than 1 together; lower one"
+    )
+  return {name: number for name, number in {"policy": own, **groups}.items() if number}
+
+
+def make_sources(
+  config: ml_collections.ConfigDict,
+  model: Model,
+  mesh: Mesh,
+  vocab_size: int,
+  jit_generate: Callable[[Model, Sampling], Callable],
+) -> tuple[Source, ...]:
+  """The sources that `config.sources` names, every mistake found before compilation.
+
+  Args:
+    model: the policy's, as functions on `mesh`.
+    mesh: where rollouts are generated.
+    vocab_size: of the tokenizer.
+    jit_generate: (model, sampling) → a jitted (params, prompts, key) → Rollouts.
+  Raises:
+    ValueError: with the field, its value, what is allowed and the remedy.
+  """
+  settings, sampling = config.sources, Sampling(**config.sampling)
+  check_choice("config.sources.quantized", "format", settings.quantized.format, quantized.FORMATS)
+  shifted = Sampling(**{**config.sampling, "temperature": settings.temperature.temperature})
+  check_sampling(shifted, model.config.vocab_size)
+  check_between(
+    "config.sources.temperature", "temperature", shifted.temperature, low=0.0, open_low=True
+  )
+
+  def temperature(name: str, prompts: int) -> Source:
+    return Source(name, prompts, shifted, jit_generate(model, shifted), exact=True)
+
+  def policy(name: str, prompts: int) -> Source:
+    return Source(name, prompts, sampling, jit_generate(model, sampling), exact=True)
+
+  def rounded(name: str, prompts: int) -> Source:
+    copy = jax.jit(functools.partial(quantized.quantized, format=settings.quantized.format))
+    generate = jit_generate(quantized.for_quantized(model), sampling)
+    return Source(name, prompts, sampling, generate, params_of=copy)
+
+  def checkpoint(name: str, prompts: int) -> Source:
+    other, params = other_policy(settings.checkpoint, mesh, vocab_size)
+    return Source(
+      name,
+      prompts,
+      sampling,
+      jit_generate(other, sampling),
+      params_of=lambda _: params(),
+      of_this_run=False,
+    )
+
+  def recorded(name: str, prompts: int) -> Source:
+    # What it was sampled with is not known here; its gap is that of the target policy.
+    target = Sampling(temperature=config.policy_temperature)
+    return Source(name, prompts, target, of_this_run=False)
+
+  make = dict(
+    policy=policy,
+    temperature=temperature,
+    quantized=rounded,
+    checkpoint=checkpoint,
+    recorded=recorded,
+  )
+  fractions = {name: settings[name].fraction for name in make if name != "policy"}
+  found = counts(fractions, config.batch.prompts)
+  for name, prompts in found.items():
+    sharding.check_batch(f"groups of config.sources.{name}", prompts, mesh)
+  return tuple(make[name](name, prompts) for name, prompts in found.items())
+
+
+def other_policy(
+  settings: ml_collections.ConfigDict, mesh: Mesh, vocab_size: int
+) -> tuple[Model, Callable[[], Params]]:
+  """Another run's model, and a function that reads its parameters once.
+
+  Args:
+    settings: `workdir` of the run, and `step` of its checkpoint, −1 for the last one.
+  Raises:
+    ValueError: no run there, or one whose tokens are not this run's.
+  """
+  workdir = Path(settings.workdir)
+  try:
+    theirs = json.loads((workdir / "config.json").read_text())
+  except (OSError, ValueError) as error:
+    raise ValueError(
+      f"config.sources.checkpoint.workdir = {settings.workdir!r} holds no run with a config.json"
+      f" ({error}); set it to the --workdir of a run"
+    ) from error
+  model_config = preset(theirs["model"]["preset"], **theirs["model"]["overrides"])
+  if model_config.vocab_size < vocab_size:
+    raise ValueError(
+      f"config.sources.checkpoint.workdir = {settings.workdir!r}: its model has"
+      f" {model_config.vocab_size} tokens, this run's tokenizer {vocab_size}; choose a run with the"
+      " same tokenizer"
+    )
+  other = transformer(
+    model_config, sharding.batch_constraint(mesh), sharding.gather_over_fsdp(mesh)
+  )
+  shapes = jax.eval_shape(other.init, jax.random.key(0))
+  place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+  abstract = jax.tree.map(place, shapes, sharding.state_shardings(shapes, mesh))
+  step = None if settings.step < 0 else settings.step
+  read = lambda: read_params(workdir / "checkpoints", abstract, step=step)[1]
+  return other, functools.cache(read)
+
+
+def behavior_gap(
+  params: Params,
+  prompts: Prompts,
+  tokens: Array,
+  mask: Array,
+  behavior_logprobs: Array,
+  *,
+  model: Model,
+  sampling: Sampling,
+) -> tuple[Array, Array]:
+  """(mean, largest) |log p − recorded log p| over the tokens of some rollouts, f32[] nats; pure.
+
+  p is the trainer's: one forward pass over prompt and response. Under truncated sampling a token on
+  the edge of what is kept may count as never drawn; such tokens are left out.
+
+  Args:
+    params: that the rollouts are said to come from.
+    tokens, mask, behavior_logprobs: [P, G, T].
+    sampling: the distribution they are said to be drawn from.
+  """
+  hidden = model.response_hidden(params, prompts, tokens)
+  logprobs, _ = token_logprobs(hidden, model.head(params), tokens, sampling)
+  truncated = sampling.top_k > 0 or sampling.top_p < 1
+  kept = (mask > 0) & (jnp.isfinite(logprobs) if truncated else True)
+  gaps = jnp.where(kept, jnp.abs(logprobs - behavior_logprobs), 0.0)
+  return gaps.sum() / jnp.maximum(kept.sum(), 1), gaps.max()
+
+
+def max_gap(config: ml_collections.ConfigDict, compute_dtype: Any, source: Source) -> float:
+  """The mean gap, nats per token, beyond which a run stops.
+
+  Dividing logits by a low temperature magnifies their differences as much.
+  """
+  bound = config.max_behavior_gap or MAX_GAP[jnp.dtype(compute_dtype).name]
+  return bound / min(1.0, source.sampling.temperature)

@@ -1,0 +1,98 @@
+"""Generation in a thread of its own, at most so many updates ahead of the trainer."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from typing import Any
+
+from rlvr_jax.rollouts.drawn import Drawn
+from rlvr_jax.train.generator import Behavior, Generator
+
+
+class GeneratorStoppedError(RuntimeError):
+  """The generating thread gave no batch within its deadline, or died."""
+
+
+class GeneratorWorker:
+  """Draws batches with the newest policy it was offered, and hands them over in their order.
+
+  Back-pressure: batch b is begun once the policy is at most `max_lag` updates behind the one that
+  trains on it, b − version ≤ max_lag. No more than max_lag + 1 batches are ever drawn and untaken,
+  and no batch is older when it is trained on.
+  """
+
+  def __init__(self, generator: Generator, *, max_lag: int, deadline_s: float, num_batches: int):
+    """Starts the thread; it waits for the first `offer`.
+
+    Args:
+      generator: used by the thread alone from now on.
+      max_lag: updates.
+      deadline_s: seconds that `take` waits for one batch.
+      num_batches: the run's; none is drawn beyond.
+    """
+    self._generator = generator
+    self._max_lag, self._deadline_s, self._num_batches = max_lag, deadline_s, num_batches
+    self._changed = threading.Condition()
+    self._newest: Behavior | None = None
+    self._closing = False
+    self._ready: queue.Queue[Drawn | BaseException] = queue.Queue()
+    # A daemon: a thread that hangs in a device must not keep the process from ending.
+    self._thread = threading.Thread(target=self._run, name="generator", daemon=True)
+    self._thread.start()
+
+  def offer(self, behavior: Behavior) -> None:
+    """The trainer's newest policy; earlier ones are drawn from no more."""
+    with self._changed:
+      self._newest = behavior
+      self._changed.notify_all()
+
+  def take(self) -> Drawn:
+    """The next batch.
+
+    Raises:
+      GeneratorStoppedError: it did not come within the deadline, or the thread died.
+    """
+    began = time.monotonic()
+    try:
+      found: Any = self._ready.get(timeout=self._deadline_s)
+    except queue.Empty:
+      raise GeneratorStoppedError(
+        f"the generator gave no batch within {time.monotonic() - began:.0f} s; look whether it or"
+        " the grader hangs, or raise config.schedule.kwargs.deadline_s, then rerun the same"
+        " command: it goes on from here"
+      ) from None
+    if isinstance(found, BaseException):
+      raise GeneratorStoppedError(
+        f"the generator died ({type(found).__name__}: {found}); mend that and rerun the same"
+        " command: it goes on from here"
+      ) from found
+    return found
+
+  def close(self) -> None:
+    """Lets the thread end after the batch under way; waits for it, no longer than a deadline."""
+    with self._changed:
+      self._closing = True
+      self._changed.notify_all()
+    self._thread.join(timeout=min(self._deadline_s, 60.0))
+
+  def _run(self) -> None:
+    try:
+      for drawn in self._generator.batches(self._next_behavior):
+        self._ready.put(drawn)
+    except BaseException as error:  # the trainer has to hear of it, whatever it is
+      self._ready.put(error)
+
+  def _next_behavior(self, wait: bool) -> Behavior | None:
+    with self._changed:
+      if wait:
+        self._changed.wait_for(lambda: self._ended() or self._may_begin())
+      return self._newest if self._may_begin() and not self._ended() else None
+
+  def _ended(self) -> bool:
+    return self._closing or self._generator.number >= self._num_batches
+
+  def _may_begin(self) -> bool:
+    newest = self._newest
+    return newest is not None and self._generator.number - newest.version <= self._max_lag

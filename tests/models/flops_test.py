@@ -1,0 +1,127 @@
+"""Model FLOPs against the programs' own products, a mask counted key by key, and the 6·N rule."""
+
+import dataclasses
+import importlib.util
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlvr_jax.models.flops import forward_flops, update_flops
+from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.presets import preset
+from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.ops.logprobs import head_logits
+from rlvr_jax.types import Prompts
+
+_FILE = pathlib.Path(__file__).parents[2] / "experiments" / "benchmarks" / "flops.py"
+_spec = importlib.util.spec_from_file_location("product_flops", _FILE)
+programs = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(programs)
+
+FULL = TransformerConfig(
+  vocab_size=40, width=16, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=6, mlp_width=28
+)
+SLIDING = dataclasses.replace(FULL, sliding_layers=(True, True, False), sliding_window=3)
+CONFIGS = pytest.mark.parametrize("config", [FULL, SLIDING], ids=["full", "sliding"])
+P, G, S, T = 2, 3, 6, 5
+PER_KEY = 2 * 2 * FULL.num_heads * FULL.head_dim  # two products with each key and value
+
+
+def product_flops(function, *args):
+  return programs.product_flops(jax.make_jaxpr(function)(*args))
+
+
+def setup(config):
+  model = transformer(config)
+  params = jax.eval_shape(model.init, jax.random.key(0))
+  prompts = Prompts(tokens=jnp.ones((P, S), jnp.int32), lengths=jnp.full(P, S))
+  return model, params, prompts, jnp.ones((P, G, T), jnp.int32)
+
+
+def visible(config, length):
+  """bool[layers, length, length], by the rule of attention: not later, not too far back."""
+  distance = np.arange(length)[:, None] - np.arange(length)
+  windows = [
+    config.sliding_window if slides else length + 1
+    for slides in config.sliding_layers or [False] * config.num_layers
+  ]
+  return np.stack([(distance >= 0) & (distance < window) for window in windows])
+
+
+@CONFIGS
+def test_a_training_pass_differs_by_the_masked_scores_that_it_computes(config):
+  model, params, prompts, tokens = setup(config)
+
+  def logits(params):
+    hidden = model.response_hidden(params, prompts, tokens)
+    return head_logits(hidden, model.head(params))
+
+  seen = visible(config, S + T - 1)
+  masked = np.sum(~seen[:, :S, :S]) + G * np.sum(~seen[:, S:])
+  assert masked > 50
+  lengths = np.full(P, S), np.full((P, G), T)
+  wasted = P * PER_KEY * masked
+  assert product_flops(logits, params) == forward_flops(config, *lengths) + wasted
+  gradient = jax.grad(lambda params: jnp.sum(logits(params)))
+  assert product_flops(gradient, params) == update_flops(config, *lengths) + 3 * wasted
+
+
+@CONFIGS
+def test_generation_with_a_cache_costs_the_same(config):
+  model, params, prompts, tokens = setup(config)
+
+  def generate(params):
+    head = model.head(params)
+    hidden, cache, step = model.start_decoding(params, prompts, G, T - 1)
+    # The sampler, too, has a row of logits for each response from the start.
+    logits = [head_logits(jnp.repeat(hidden, G, axis=0), head)]
+    for t in range(T - 1):
+      hidden, cache = step(cache, tokens[:, :, t], t)
+      logits.append(head_logits(hidden, head))
+    return logits
+
+  seen = visible(config, S + T - 1)
+  masked = np.sum(~seen[:, :S, :S]) + G * np.sum(~seen[:, S:])  # the cache has its full length
+  expected = forward_flops(config, np.full(P, S), np.full((P, G), T)) + P * PER_KEY * masked
+  assert product_flops(generate, params) == expected
+
+
+@CONFIGS
+def test_lengths_count_as_they_are(config):
+  """Token by token, key by key."""
+  prompt_lengths, response_lengths = [4, 1], [[5, 1, 2], [7, 3, 0]]
+  weights = 2 * 16 * (4 * 6) + 2 * 16 * (2 * 6) + 3 * 16 * 28  # of a layer
+  of_prompts = of_responses = 0
+  for s, group in zip(prompt_lengths, response_lengths, strict=True):
+    of_prompts += 3 * 2 * weights * s + PER_KEY * np.sum(visible(config, s))
+    for t in group:
+      inside = max(t - 1, 0)
+      of_responses += 3 * 2 * weights * inside + 2 * 16 * 40 * t
+      of_responses += PER_KEY * np.sum(visible(config, s + inside)[:, s:])
+  lengths = prompt_lengths, response_lengths
+  assert forward_flops(config, *lengths) == of_prompts + of_responses
+  assert forward_flops(config, *lengths, shared_prompt=False) == G * of_prompts + of_responses
+
+
+@pytest.mark.parametrize("name", ["qwen2.5_7b", "qwen3_4b", "llama3.2_1b", "gemma3_1b"])
+def test_a_large_model_at_short_context_follows_six_n(name):
+  config = preset(name)
+  params = jax.eval_shape(transformer(config).init, jax.random.key(0))
+  num_params = sum(x.size for x in jax.tree.leaves(params))
+  if not config.tied_head:  # rows of the embedding are looked up, not multiplied
+    num_params -= params["embedding"].size
+  lengths = np.full(2, 8), np.full((2, 16), 128)
+  tokens = lengths[0].sum() + lengths[1].sum()
+  assert update_flops(config, *lengths) == pytest.approx(6 * num_params * tokens, rel=0.03)
+
+
+def test_lengths_that_are_none():
+  with pytest.raises(ValueError, match=r"\[3\] and response_lengths\[2, 2\] must be \[P\] and"):
+    forward_flops(FULL, [1, 2, 3], [[1, 2], [3, 4]])
+  with pytest.raises(ValueError, match=r"shortest prompt has 0 .* shortest response 0; allowed"):
+    forward_flops(FULL, [0], [[1, 2]])
+  with pytest.raises(ValueError, match="shortest response -1"):
+    forward_flops(FULL, [1], [[1, -1]])

@@ -1,0 +1,154 @@
+"""Rounding against a NumPy search over the formats' values, and sampling from a rounded policy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.quantized import FORMATS, dequantized, for_quantized, quantized
+from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.ops.logprobs import token_logprobs
+from rlvr_jax.rollouts.sampler import generate
+from rlvr_jax.types import Prompts, Sampling
+
+V, P, G, T = 24, 3, 4, 9
+CASES = list(zip(FORMATS, (True, False), strict=True))  # format, whether the head is tied
+CONTRACTED = {"embedding": 1, "head_kernel": 0}  # of the others, kernels under their layer: 1
+
+jitted = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+quantize = jitted(quantized, static_argnums=1)
+
+
+@functools.cache
+def make_model(tied_head, num_layers):
+  config = TransformerConfig(
+    vocab_size=V,
+    width=64,
+    num_layers=num_layers,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    mlp_width=96,
+    qkv_bias=True,
+    tied_head=tied_head,
+  )
+  return transformer(config)
+
+
+@functools.cache
+def make_params(tied_head, num_layers=2):
+  """Random parameters; one channel is all zeros, another has its extremes on both sides."""
+  rng = np.random.default_rng(0)
+  shapes = jax.eval_shape(make_model(tied_head, num_layers).init, jax.random.key(0))
+  draw = lambda x: np.asarray(rng.normal(size=x.shape) * x.shape[-1] ** -0.5, np.float32)
+  params = jax.tree.map(draw, shapes)
+  params["blocks"]["gate"][-1, :, 3] = 0.0
+  params["blocks"]["gate"][0, :2, 5] = 4.0, -4.0
+  return jax.tree.map(jnp.asarray, params)
+
+
+def leaves(tree):
+  return {
+    jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  }
+
+
+def values_of(format):
+  """Every finite value of the format in ascending order, and the bound that it is scaled to."""
+  if format == "int8":
+    return np.arange(-128.0, 128.0), 127.5
+  normal = [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)][:-1]  # 4, 3 bits
+  positive = np.array([m / 8 * 2.0**-6 for m in range(1, 8)] + normal)
+  return np.concatenate([-positive[::-1], [0.0], positive]), 448.0
+
+
+@pytest.mark.parametrize(("format", "tied_head"), CASES)
+def test_every_matrix_is_rounded_to_the_nearest_values(format, tied_head):
+  params = make_params(tied_head)
+  copy = quantize(params, format)
+  found, restored = leaves(copy), leaves(jitted(dequantized)(copy))
+  grid, bound = values_of(format)
+  assert restored.keys() == leaves(params).keys()
+  size = lambda arrays: sum(x.nbytes for x in arrays.values())
+  assert size(found) < 0.3 * size(leaves(params))
+  matrices = 0
+  for name, weights in leaves(params).items():
+    if name.endswith(("/scale", "_bias")):
+      np.testing.assert_array_equal(found[name], weights)
+      continue
+    matrices += 1
+    weights = weights.astype(np.float64)
+    largest = np.abs(weights).max(CONTRACTED.get(name, 1), keepdims=True)
+    scale = np.where(largest > 0, largest / bound, 1.0)
+    np.testing.assert_allclose(found[f"{name}/scale"], scale, rtol=1e-6)
+    q = found[f"{name}/qvalue"]
+    assert q.dtype == format and q.shape == weights.shape
+    exact, q = weights / scale, q.astype(np.float64)
+    above = np.clip(np.searchsorted(grid, exact), 1, len(grid) - 1)
+    nearest = np.minimum(np.abs(exact - grid[above - 1]), np.abs(exact - grid[above]))
+    # Between two equally near values the float32 quotient may fall on either side.
+    assert np.isin(q, grid).all()
+    assert (np.abs(exact - q) <= nearest + 1e-6 * np.abs(exact)).all()
+    # Half a step: of the integers, or of three mantissa bits and at least of the subnormals.
+    half = 0.5 if format == "int8" else np.maximum(np.abs(exact) / 16, 2.0**-10)
+    assert (np.abs(restored[name] - weights) <= scale * (half + 1e-6 * np.abs(exact))).all()
+    assert np.abs(restored[name] - weights).max() > 0
+  assert matrices == (8 if tied_head else 9)
+
+
+def test_a_copy_repeats_and_outlives_the_original():
+  """Also without jit and from bfloat16, whose values are rounded in float32."""
+  values = jnp.sin(jnp.arange(24.0)).reshape(4, 6).astype(jnp.bfloat16)
+  wide = {"embedding": values.astype(jnp.float32), "final_norm": {"scale": jnp.ones(6)}}
+  expected = leaves(quantize(wide, "int8"))
+  for original in (wide, {**wide, "embedding": values}):
+    original = jax.tree.map(jnp.copy, original)
+    copy = quantized(original, "int8")
+    jax.tree.map(lambda x: x.delete(), original)  # as donation does
+    for name, found in leaves(copy).items():
+      assert (found.dtype, found.tobytes()) == (expected[name].dtype, expected[name].tobytes())
+
+
+def test_an_unknown_format_is_refused():
+  with pytest.raises(ValueError, match=r"format = 'int4' is unknown; choose one of \['float8_e4m"):
+    quantized(make_params(True), "int4")
+
+
+@pytest.mark.parametrize(("format", "tied_head"), CASES)
+def test_recorded_logprobs_are_those_of_the_rounded_policy(format, tied_head):
+  model, params = for_quantized(make_model(tied_head, 1)), make_params(tied_head, 1)
+  copy = quantize(params, format)
+  rng = np.random.default_rng(0)
+  prompts = Prompts(
+    tokens=jnp.asarray(rng.integers(0, V, (P, 6)), jnp.int32),
+    lengths=jnp.asarray([6, 2, 4], jnp.int32),
+  )
+  sample = functools.partial(
+    generate,
+    model=model,
+    group_size=G,
+    max_new_tokens=T,
+    sampling=Sampling(),
+    stop_tokens=(3,),
+    pad_token=0,
+  )
+  rollouts = jitted(sample)(copy, prompts, jax.random.key(0))
+  mask = np.arange(T) < np.asarray(rollouts.lengths)[..., None]
+  assert mask.sum() > 40
+
+  @jitted
+  def trainer_logprobs(params):
+    hidden = model.response_hidden(params, prompts, rollouts.tokens)
+    return token_logprobs(hidden, model.head(params), rollouts.tokens)[0]
+
+  def gap(params):
+    difference = trainer_logprobs(params) - rollouts.behavior_logprobs
+    return np.abs(np.asarray(difference))[mask].max()
+
+  assert gap(jitted(dequantized)(copy)) < 1e-5
+  assert gap(params) > 1e-3
+  np.testing.assert_array_equal(model.head(copy).kernel, model.head(dequantized(copy)).kernel)
