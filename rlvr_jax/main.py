@@ -31,7 +31,6 @@ def main(argv: list[str]) -> None:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}; write --config.field=value")
   # Imported here, so that --help and a misspelt field answer at once.
   from rlvr_jax.train.host import keep_freed_memory
-
   keep_freed_memory()  # before jax allocates anything
   from rlvr_jax.train import multihost
 
@@ -56,8 +55,7 @@ def run() -> None:
   try:
     loop.train(parts, str(_WORKDIR.value))
   except loop.FAILURES as error:
-    # The message comes last: complaints of libraries' threads, or at the interpreter's end, would
-    # bury it, and all that was open is closed by now.
+    # Libraries' complaints would bury the message; all that was open is closed by now.
     stderr, sys.stderr = sys.stderr, open(os.devnull, "w", encoding="utf-8")
     print(f"error: {error}", file=stderr, flush=True)
     sys.stdout.flush()

@@ -106,6 +106,7 @@ def may_differ(config: ml_collections.ConfigDict, schedule: schedules.Schedule) 
   """Fields that may change when a run is taken up again: they change no number of it."""
   fields = ["checkpoint", "logging", "grading.num_workers", "grading.timeout_s", "diagnostics"]
   fields += ["dynamic_sampling.max_batches", "store", "max_behavior_gap"]
+  fields += ["schedule.kwargs.deadline_s"]
   # A learning rate that decays, and some schedules, depend on where the run ends.
   may_end_elsewhere = config.optimizer.decay == "constant" and schedule.open_ended
   return [*fields, "num_updates"] if may_end_elsewhere else fields
@@ -160,18 +161,20 @@ def make_generation_mesh(config: ml_collections.ConfigDict, mesh: Mesh) -> Mesh:
   sizes = config.generation_mesh.to_dict()
   if not any(sizes.values()):
     return mesh
+  sizes = {axis: size or 1 for axis, size in sizes.items()}
   return sharding.make_mesh(**sizes, field="generation_mesh", skipped=mesh.size)
 
 
-def make_hand_over(mesh: Mesh, own: Mesh, shardings: Params, real_time: bool) -> Callable:
-  """Parameters of the trainer → parameters that rollouts are drawn from."""
+def make_hand_over(mesh: Mesh, own: Mesh, shardings: Params) -> Callable:
+  """(parameters of the trainer, whether to outlive them) → parameters to draw rollouts from.
+
+  An update donates its parameters: what is drawn from meanwhile must outlive them.
+  """
   if own is not mesh:
     moved = jax.tree.map(lambda s: jax.sharding.NamedSharding(own, s.spec), shardings)
-    return lambda params: jax.device_put(params, moved)
-  if real_time:
-    # An update donates its parameters; what is drawn from meanwhile must outlive it.
-    return jax.jit(lambda params: jax.tree.map(jnp.copy, params))
-  return lambda params: params
+    return lambda params, outlive: jax.device_put(params, moved)
+  copied = jax.jit(lambda params: jax.tree.map(jnp.copy, params))
+  return lambda params, outlive: copied(params) if outlive else params
 
 
 def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> Method:
@@ -395,7 +398,7 @@ class Parts:
   supervised_step: Callable  # jitted, see `train.warm_start.supervised_step`
   generate: Callable  # jitted (params, prompts, key) → Rollouts of the policy
   generate_held_out: Callable  # the same with the evaluation's samples and sampling
-  hand_over: Callable  # the trainer's parameters → those that rollouts are drawn from
+  hand_over: Callable  # see `make_hand_over`
   checksums: Callable  # jitted params → u32[leaves]
   behavior_gap: Callable  # jitted, see `train.sources.behavior_gap`; sampling is static
   measure: Callable  # jitted, see `train.geometry.measure`
@@ -458,7 +461,7 @@ def build(
     return jax.jit(of_run, out_shardings=sharding.host_result_sharding(mesh))
 
   of_groups = functools.partial(jit_generate, group_size=config.batch.group_size, mesh=own_mesh)
-  sources = make_sources(config, own_model, own_mesh, tokenizer.vocab_size, of_groups)
+  sources = make_sources(config, own_model, own_mesh, tokenizer, of_groups)
   method = make_method(config, model, mesh)
   method = method._replace(sources=tuple(source.name for source in sources))
   state = abstract_state(method, mesh)
@@ -498,7 +501,7 @@ def build(
       else jit_generate(model, sampling, config.batch.group_size, mesh)
     ),
     generate_held_out=jit_generate(model, held_out_sampling, config.evaluation.num_samples, mesh),
-    hand_over=make_hand_over(mesh, own_mesh, shardings.params, schedule.real_time),
+    hand_over=make_hand_over(mesh, own_mesh, shardings.params),
     checksums=jax.jit(parameter_checksums),
     behavior_gap=jax.jit(
       functools.partial(behavior_gap, model=own_model), static_argnames="sampling"

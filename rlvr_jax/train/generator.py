@@ -15,11 +15,11 @@ from rlvr_jax.data import problem_batches
 from rlvr_jax.models.flops import forward_flops
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.rollouts.collect import Collector, Generation, Graded, join, keep_mixed_groups
-from rlvr_jax.rollouts.drawn import FOREIGN, Drawn, RecordedGroups, from_shard, to_shard
+from rlvr_jax.rollouts.drawn import FOREIGN, Drawn, from_shard, to_shard
 from rlvr_jax.rollouts.store import RolloutStore, TornShardError
 from rlvr_jax.train import components, multihost
 from rlvr_jax.train.metrics import say
-from rlvr_jax.train.sources import RECORDED, Source, max_gap
+from rlvr_jax.train.sources import Source, max_gap
 from rlvr_jax.types import Array, Params, Prompts, Rollouts
 
 
@@ -79,10 +79,11 @@ class Generator:
   def __init__(self, parts: components.Parts, collector: Collector, store: RolloutStore):
     c = self.config = parts.config
     self.parts, self.collector, self.store = parts, collector, store
-    self.live = [source for source in parts.sources if source.name != RECORDED]
-    self.num_recorded = sum(s.prompts for s in parts.sources if s.name == RECORDED)
-    self.recorded = recorded_groups(parts) if self.num_recorded else None
+    self.live = [source for source in parts.sources if source.recorded is None]
     self.num_live = sum(source.prompts for source in self.live)
+    recorded = [source for source in parts.sources if source.recorded is not None]
+    self.num_recorded = sum(source.prompts for source in recorded)
+    self.recorded = recorded[0].recorded if recorded else None
     # One problem at a time where all are recorded: its position is there, and is not used.
     self.problems = problem_batches(
       parts.task.train, batch_size=max(self.num_live, 1), seed=c.seed
@@ -109,7 +110,7 @@ class Generator:
 
   def hand_over(self, params: Params, version: int) -> Behavior:
     """The policy after `version` updates, as what rollouts are drawn from."""
-    params = self.parts.hand_over(params)
+    params = self.parts.hand_over(params, self.parts.schedule.real_time)
     of_source = tuple(source.params_of(params) for source in self.live)
     return Behavior(params, version, self.parts.checksums(params), of_source)
 
@@ -129,7 +130,12 @@ class Generator:
       started = None
       if behavior is not None:
         known = self.recall(behavior)
-        if known is not None:
+        if known is not None:  # after those that are on their way: batches come in their order
+          if grading is not None:
+            yield self.keep(self.finish(grading))
+          if generating is not None:
+            yield self.keep(self.finish(self.submit(generating)))
+          generating = grading = None
           yield known
           continue
         if self.config.dynamic_sampling.enabled:
@@ -340,16 +346,3 @@ def with_recorded(graded: Graded, recorded: Graded) -> Graded:
     dataclasses.replace(part.batch, sources=None, solve_rate=None) for part in (graded, recorded)
   ]
   return graded._replace(batch=join(parts), samples=graded.samples + recorded.samples)
-
-
-def recorded_groups(parts: components.Parts) -> RecordedGroups:
-  """The store that `config.sources.recorded` names."""
-  c = parts.config
-  return RecordedGroups(
-    c.sources.recorded.store,
-    tokenizer=c.tokenizer,
-    pad_token=parts.tokenizer.pad_id,
-    group_size=c.batch.group_size,
-    max_prompt_length=c.max_prompt_length,
-    max_response_length=c.max_response_length,
-  )

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,8 +123,8 @@ def train(parts: components.Parts, workdir: str | Path) -> dict[str, float]:
     checkpointer = enter(Checkpointer(workdir / "checkpoints", keep=config.checkpoint.keep))
     folder = workdir / ROLLOUTS_FOLDER
     # The first process repairs what a kill has left before the others look.
-    first = multihost.on_first(lambda: RolloutStore(folder, writable=True), None)
-    store = first or RolloutStore(folder, writable=False)
+    first = multihost.on_first(lambda: enter(RolloutStore(folder, writable=True)), None)
+    store = first or enter(RolloutStore(folder, writable=False))
     restored = resumable(checkpointer, parts, store)
     resume_step, was_warm = restored.step if restored else None, warm is not None
     writer = multihost.on_first(
@@ -181,8 +182,8 @@ def resumable(
     if not damaged or parts.schedule.real_time:
       return restored
     say(
-      f"rollouts {damaged} of {store.directory} are damaged or missing: going back to before update"
-      f" {step} to draw them again"
+      f"rollouts {damaged} of {store.directory}, pending at update {step}, are damaged or missing:"
+      " going back to an earlier checkpoint, to draw them again"
     )
   if checkpointer.steps():
     raise StoreError(
@@ -301,6 +302,7 @@ class Trainer:
     self.records: dict[int, Any] = {}  # version → fingerprint, or the checksums it is made of
     self.timings: dict[str, float] = {}  # of what came before the next update
     self.fresh_tokens = 0  # drawn since the last update
+    self.sampled_at = -1  # update before which rollouts were last written out for a person
     self.unread: Update | None = None
     self.evaluation: dict[str, float] = {}
     self.devices_free = 0.0  # seconds, of the host's clock: when the last update ended
@@ -375,10 +377,14 @@ class Trainer:
         self.worker = stack.enter_context(contextlib.closing(self.start_worker()))
       while self.step < c.num_updates and not ending:
         try:
-          self.collect()
+          self.collect(lambda: termination.requested)
         except GeneratorStoppedError:
           self.save()
           raise
+        if self.schedule.batch(self.step) not in self.pending:  # asked to end while it waited
+          ending = True
+          self.save()
+          break
         self.update()
         bar.update()
         last = self.step == c.num_updates
@@ -429,11 +435,14 @@ class Trainer:
       return False
     return self.schedule.draws(self.step) > self.config.checkpoint.every
 
-  def collect(self) -> None:
-    """The batches that the schedule draws now."""
+  def collect(self, give_up: Callable[[], bool]) -> None:
+    """The batches that the schedule draws now; fewer once `give_up` says so."""
     if self.worker is not None:
       while self.schedule.batch(self.step) not in self.pending:
-        self.take(self.worker.take())
+        drawn = self.worker.take(give_up)
+        if drawn is None:
+          return
+        self.take(drawn)
       return
     count = self.schedule.draws(self.step)
     if count:
@@ -675,7 +684,8 @@ class Trainer:
   def write_samples(self, drawn: Drawn) -> None:
     """One rollout of each of the first prompts, under the number of the update that comes next."""
     logging = self.config.logging
-    if self.step % logging.rollouts_every == 0:
+    if self.step % logging.rollouts_every == 0 and self.sampled_at != self.step:
+      self.sampled_at = self.step  # once, however many batches are drawn
       samples = drawn.graded.samples[:: self.config.batch.group_size]
       self.writer.write_rollouts(self.step + 1, samples[: logging.rollouts_per_refresh])
 

@@ -13,11 +13,14 @@ import jax.numpy as jnp
 import ml_collections
 from jax.sharding import Mesh
 
+from rlvr_jax.data import Tokenizer
 from rlvr_jax.models import quantized
 from rlvr_jax.models.functional import Model, transformer
 from rlvr_jax.models.presets import preset
 from rlvr_jax.ops.checks import check_between, check_choice
 from rlvr_jax.ops.logprobs import check_sampling, token_logprobs
+from rlvr_jax.rollouts.drawn import RecordedGroups
+from rlvr_jax.rollouts.store import StoreError
 from rlvr_jax.train import sharding
 from rlvr_jax.train.checkpoint import read_params
 from rlvr_jax.types import Array, Params, Prompts, Sampling
@@ -27,8 +30,6 @@ from rlvr_jax.types import Array, Params, Prompts, Sampling
 # 1e-6 in float32, 4e-3 in bfloat16.
 MAX_GAP = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 
-RECORDED = "recorded"
-
 
 class Source(NamedTuple):
   """A policy that draws some groups of every batch."""
@@ -36,7 +37,8 @@ class Source(NamedTuple):
   name: str
   prompts: int  # groups of every batch
   sampling: Sampling  # that its log-probabilities are of
-  generate: Callable | None = None  # jitted (params, prompts, key) → Rollouts; None: recorded
+  generate: Callable | None = None  # jitted (params, prompts, key) → Rollouts
+  recorded: RecordedGroups | None = None  # in place of `generate`
   params_of: Callable[[Params], Params] = lambda params: params  # the policy's → those it samples
   of_this_run: bool = True  # whether its parameters are made of the policy's
   exact: bool = False  # whether they are the policy's: its log-probabilities must agree
@@ -73,7 +75,7 @@ def make_sources(
   config: ml_collections.ConfigDict,
   model: Model,
   mesh: Mesh,
-  vocab_size: int,
+  tokenizer: Tokenizer,
   jit_generate: Callable[[Model, Sampling], Callable],
 ) -> tuple[Source, ...]:
   """The sources that `config.sources` names, every mistake found before compilation.
@@ -81,7 +83,7 @@ def make_sources(
   Args:
     model: the policy's, as functions on `mesh`.
     mesh: where rollouts are generated.
-    vocab_size: of the tokenizer.
+    tokenizer: the run's.
     jit_generate: (model, sampling) → a jitted (params, prompts, key) → Rollouts.
   Raises:
     ValueError: with the field, its value, what is allowed and the remedy.
@@ -106,7 +108,7 @@ def make_sources(
     return Source(name, prompts, sampling, generate, params_of=copy)
 
   def checkpoint(name: str, prompts: int) -> Source:
-    other, params = other_policy(settings.checkpoint, mesh, vocab_size)
+    other, params = other_policy(settings.checkpoint, mesh, tokenizer.vocab_size)
     return Source(
       name,
       prompts,
@@ -119,7 +121,8 @@ def make_sources(
   def recorded(name: str, prompts: int) -> Source:
     # What it was sampled with is not known here; its gap is that of the target policy.
     target = Sampling(temperature=config.policy_temperature)
-    return Source(name, prompts, target, of_this_run=False)
+    groups = recorded_groups(config, tokenizer)
+    return Source(name, prompts, target, recorded=groups, of_this_run=False)
 
   make = dict(
     policy=policy,
@@ -133,6 +136,25 @@ def make_sources(
   for name, prompts in found.items():
     sharding.check_batch(f"groups of config.sources.{name}", prompts, mesh)
   return tuple(make[name](name, prompts) for name, prompts in found.items())
+
+
+def recorded_groups(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> RecordedGroups:
+  """The groups of the store that `config.sources.recorded` names.
+
+  Raises:
+    ValueError: there is none, or its rollouts do not fit this run.
+  """
+  try:
+    return RecordedGroups(
+      config.sources.recorded.store,
+      tokenizer=config.tokenizer,
+      pad_token=tokenizer.pad_id,
+      group_size=config.batch.group_size,
+      max_prompt_length=config.max_prompt_length,
+      max_response_length=config.max_response_length,
+    )
+  except StoreError as error:
+    raise ValueError(f"config.sources.recorded.store: {error}") from error
 
 
 def other_policy(

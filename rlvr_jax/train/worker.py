@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from rlvr_jax.rollouts.drawn import Drawn
@@ -13,6 +14,10 @@ from rlvr_jax.train.generator import Behavior, Generator
 
 class GeneratorStoppedError(RuntimeError):
   """The generating thread gave no batch within its deadline, or died."""
+
+
+_LOOK_EVERY_S = 0.2  # a wait looks that often whether the run is to end
+_CLOSING_S = 10.0  # a batch under way is waited for no longer
 
 
 class GeneratorWorker:
@@ -48,34 +53,37 @@ class GeneratorWorker:
       self._newest = behavior
       self._changed.notify_all()
 
-  def take(self) -> Drawn:
-    """The next batch.
+  def take(self, give_up: Callable[[], bool]) -> Drawn | None:
+    """The next batch; None once `give_up` says so.
 
     Raises:
       GeneratorStoppedError: it did not come within the deadline, or the thread died.
     """
-    began = time.monotonic()
-    try:
-      found: Any = self._ready.get(timeout=self._deadline_s)
-    except queue.Empty:
-      raise GeneratorStoppedError(
-        f"the generator gave no batch within {time.monotonic() - began:.0f} s; look whether it or"
-        " the grader hangs, or raise config.schedule.kwargs.deadline_s, then rerun the same"
-        " command: it goes on from here"
-      ) from None
+    deadline = time.monotonic() + self._deadline_s
+    found: Any = None
+    while found is None and not give_up():
+      try:
+        found = self._ready.get(timeout=min(_LOOK_EVERY_S, self._deadline_s))
+      except queue.Empty:
+        if time.monotonic() >= deadline:
+          raise GeneratorStoppedError(
+            f"the generator gave no batch within {self._deadline_s:g} s; look whether it or the"
+            " grader hangs, or raise config.schedule.kwargs.deadline_s. All that was drawn is kept:"
+            " rerun the same command, and it goes on from here"
+          ) from None
     if isinstance(found, BaseException):
       raise GeneratorStoppedError(
-        f"the generator died ({type(found).__name__}: {found}); mend that and rerun the same"
-        " command: it goes on from here"
+        f"the generator died ({type(found).__name__}: {found}). All that was drawn is kept: mend"
+        " that and rerun the same command, and it goes on from here"
       ) from found
     return found
 
   def close(self) -> None:
-    """Lets the thread end after the batch under way; waits for it, no longer than a deadline."""
+    """Lets the thread end after the batch under way; waits a while for it."""
     with self._changed:
       self._closing = True
       self._changed.notify_all()
-    self._thread.join(timeout=min(self._deadline_s, 60.0))
+    self._thread.join(timeout=_CLOSING_S)
 
   def _run(self) -> None:
     try:

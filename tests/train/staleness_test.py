@@ -1,0 +1,409 @@
+"""Schedules, sources and the store in whole runs: what is trained on, and what survives."""
+
+import dataclasses
+import json
+import shutil
+import time
+
+import jax
+import numpy as np
+import pytest
+from train import tiny
+
+from rlvr_jax.rollouts import schedules
+from rlvr_jax.rollouts.store import RolloutStore
+from rlvr_jax.train import components, loop
+from rlvr_jax.train.generator import AgreementError
+from rlvr_jax.train.host import Termination
+from rlvr_jax.train.sources import Source, recorded_groups
+from rlvr_jax.types import Sampling
+
+UPDATES = 8
+
+
+def build(**fields):
+  """The tiny run, shorter, with every third checkpoint kept."""
+  settings = dict(
+    num_updates=UPDATES,
+    evaluation__every=UPDATES,
+    checkpoint__every=3,
+    checkpoint__keep=9,
+    reference__kl_coefficient=0.0,
+    logging__print_every=UPDATES,
+  )
+  return components.build(tiny.config(**settings | fields))
+
+
+@pytest.fixture(scope="module")
+def parts():
+  """Compiled once for all schedules of this file."""
+  return build()
+
+
+@pytest.fixture(scope="module")
+def on_policy(parts, tmp_path_factory):
+  """The workdir of a finished run; others take its warm start."""
+  workdir = tmp_path_factory.mktemp("runs") / "on_policy"
+  loop.train(dataclasses.replace(parts, schedule=schedules.on_policy()), workdir)
+  return workdir
+
+
+@pytest.fixture
+def train(parts, on_policy, tmp_path):
+  """(schedule or None, name, parts) → the workdir of a run."""
+
+  def run(schedule, name="run", these=parts):
+    workdir = tmp_path / name
+    if not workdir.exists():
+      shutil.copytree(on_policy / "warm_start", workdir / "warm_start")
+    loop.train(dataclasses.replace(these, schedule=schedule or these.schedule), workdir)
+    return workdir
+
+  return run
+
+
+def updates(workdir, without=()):
+  """The records of the updates without the fields that begin so."""
+  records = tiny.records(workdir, "train")
+  return [{k: v for k, v in r.items() if not k.startswith(tuple(without))} for r in records]
+
+
+def versions(workdir):
+  store = RolloutStore(workdir / "rollouts", writable=False)
+  return [store.info(number)["version"] for number in store.numbers()]
+
+
+def assert_same_run(workdir, expected):
+  assert updates(workdir) == updates(expected)
+  assert tiny.rollouts(workdir) == tiny.rollouts(expected)
+  assert tiny.last_checkpoint(workdir) == tiny.last_checkpoint(expected)
+
+
+# --- schedules ------------------------------------------------------------------------------------
+
+
+def test_stages_of_one_update_are_on_policy(train, on_policy):
+  workdir = train(schedules.stages(count=UPDATES, num_updates=UPDATES))
+  assert updates(workdir, without=["stage/"]) == updates(on_policy)
+  assert tiny.last_checkpoint(workdir) == tiny.last_checkpoint(on_policy)
+  norms = [record["update/gradient_norm"] for record in updates(on_policy)]
+  assert max(norms) > 0.01
+
+
+def test_a_fixed_lag_is_exactly_that(train):
+  workdir = train(schedules.fixed_lag(lag=3, num_updates=UPDATES))
+  records = updates(workdir)
+  assert [r["staleness/mean"] for r in records] == [0, 1, 2, 3, 3, 3, 3, 3]
+  assert [r["staleness/max"] for r in records] == [0, 1, 2, 3, 3, 3, 3, 3]
+  assert versions(workdir) == [0, 0, 0, 0, 1, 2, 3, 4]
+  # Old rollouts are off-policy; fresh ones are not.
+  assert records[0]["behavior/kl_k3"] < 1e-9 < 1e-7 < records[4]["behavior/kl_k3"]
+
+
+def test_stages_are_summarised(train):
+  workdir = train(schedules.stages(count=2, num_updates=UPDATES))
+  records = updates(workdir)
+  assert [(r["stage/number"], r["stage/age"]) for r in records] == [
+    (stage, age) for stage in range(2) for age in range(4)
+  ]
+  assert [r["staleness/mean"] for r in records] == [0, 1, 2, 3] * 2
+  summaries = tiny.records(workdir, "stage")
+  assert [(r["step"], r["stage/number"]) for r in summaries] == [(4, 0), (8, 1)]
+  for first, summary in zip((0, 4), summaries, strict=True):
+    stage = records[first : first + 4]
+    largest = max(r["behavior/ratio_max_negative"] for r in stage)
+    assert summary["behavior/ratio_max_negative"] == largest
+    mean = np.mean([r["behavior/kl_k3"] for r in stage])
+    assert summary["behavior/kl_k3"] == pytest.approx(mean) and mean > 0
+
+
+def test_an_asynchronous_run_keeps_its_bound_and_is_replayed_to_the_bit(train):
+  real = train(schedules.asynchronous(max_lag=2), "real")
+  drawn = versions(real)
+  assert all(0 <= number - version <= 2 for number, version in enumerate(drawn))
+  assert [r["staleness/max"] for r in updates(real)] == [n - v for n, v in enumerate(drawn)]
+  simulated = lambda: schedules.simulated_asynchronous(
+    recorded=str(real), num_updates=UPDATES, seed=0
+  )
+  first, second = train(simulated(), "first"), train(simulated(), "second")
+  assert versions(first) == drawn
+  counted = ["counter/"]  # a worker's batches are counted when they are taken
+  assert updates(first, without=counted) == updates(real, without=counted)
+  assert_same_run(second, first)
+
+
+# --- what is damaged ------------------------------------------------------------------------------
+
+
+def cut(path):
+  path.write_bytes(path.read_bytes()[:1000])
+
+
+def flip(path):
+  data = bytearray(path.read_bytes())
+  data[900] ^= 4
+  path.write_bytes(data)
+
+
+@pytest.fixture(scope="module")
+def staged(parts, on_policy, tmp_path_factory):
+  """A finished run of two stages."""
+  workdir = tmp_path_factory.mktemp("staged") / "run"
+  shutil.copytree(on_policy / "warm_start", workdir / "warm_start")
+  schedule = schedules.stages(count=2, num_updates=UPDATES)
+  loop.train(dataclasses.replace(parts, schedule=schedule), workdir)
+  return workdir
+
+
+def as_after(update, staged, tmp_path):
+  """A copy of the run as if it had been killed after the checkpoint of this update."""
+  workdir = shutil.copytree(staged, tmp_path / "run")
+  for path in (workdir / "checkpoints").iterdir():
+    if int(path.name) > update:
+      shutil.rmtree(path)
+  return workdir
+
+
+def shard(workdir, number):
+  return workdir / "rollouts" / f"{number:08d}.array_record"
+
+
+@pytest.mark.parametrize(
+  ("damage", "number", "said"),
+  [
+    (cut, 7, "resumed at update 4"),  # drawn at 4, not trained on at 6
+    (flip, 6, "resumed at update 4"),
+    (lambda path: path.unlink(), 7, "resumed at update 4"),
+    (lambda path: None, 7, "resumed at update 6"),
+  ],
+)
+def test_a_damaged_batch_is_drawn_again(damage, number, said, staged, train, tmp_path, capsys):
+  workdir = as_after(6, staged, tmp_path)
+  before = {n: shard(workdir, n).read_bytes() for n in range(UPDATES)}
+  damage(shard(workdir, number))
+  capsys.readouterr()
+  train(schedules.stages(count=2, num_updates=UPDATES))
+  assert said in capsys.readouterr().out
+  assert_same_run(workdir, staged)
+  assert {n: shard(workdir, n).read_bytes() for n in range(UPDATES)} == before
+  store = RolloutStore(workdir / "rollouts", writable=False)
+  assert store.numbers() == list(range(UPDATES))
+
+
+def test_a_batch_after_the_checkpoint_is_read_or_drawn_again(staged, train, tmp_path, capsys):
+  workdir = as_after(3, staged, tmp_path)
+  cut(shard(workdir, 5))  # drawn at update 4
+  written = {n: shard(workdir, n).stat().st_mtime_ns for n in (4, 6, 7)}
+  train(schedules.stages(count=2, num_updates=UPDATES))
+  assert "00000005.array_record" in capsys.readouterr().out
+  assert {n: shard(workdir, n).stat().st_mtime_ns for n in (4, 6, 7)} == written
+  assert_same_run(workdir, staged)
+
+
+# --- what does not fit together -------------------------------------------------------------------
+
+
+@pytest.fixture
+def trainer(parts, on_policy, tmp_path):
+  """A trainer of the on-policy run before its first update, and the parts to change it."""
+
+  def make(schedule, these=parts):
+    workdir = tmp_path / f"trainer{len(opened)}"
+    writer = loop.MetricWriter(workdir, None)
+    saved = loop.Checkpointer(workdir / "checkpoints")
+    warm = loop.Checkpointer(on_policy / "warm_start").restore(these.abstract_state.params)
+    pool = loop.GraderPool(these.task.grader, num_workers=1, timeout_s=5.0)
+    store = RolloutStore(workdir / "rollouts", writable=True)
+    made = loop.Trainer(
+      dataclasses.replace(these, schedule=schedule), writer, saved, pool, store, initial=warm.state
+    )
+    made.begin(warm.state)
+    opened.extend([writer, saved, pool, store])
+    return made
+
+  opened = []
+  yield make
+  for resource in opened:
+    resource.close()
+
+
+def never():
+  return False
+
+
+def test_parameters_changed_without_a_hand_over_trip_the_fingerprint(trainer):
+  made = trainer(schedules.on_policy())
+  for _ in range(2):
+    made.collect(never)
+    made.update()
+  bias = lambda x: x.at[(0,) * x.ndim].add(1e-6)
+  params = dict(made.state.params)
+  params["embedding"] = bias(params["embedding"])
+  made.state = dataclasses.replace(made.state, params=params)
+  made.collect(never)
+  with pytest.raises(loop.FingerprintError, match=r"rollouts 2 bear version 2 .* hand-over"):
+    made.update()
+  assert made.step == 2
+
+
+def test_a_sampler_that_computes_something_else_trips_the_gate(trainer, parts):
+  source = parts.sources[0]
+  slightly_off = lambda params, *rest: source.generate(
+    jax.tree.map(lambda x: x * 1.002, params), *rest
+  )
+  made = trainer(
+    schedules.on_policy(),
+    dataclasses.replace(parts, sources=(source._replace(generate=slightly_off),)),
+  )
+  with pytest.raises(AgreementError, match=r"policy source recorded under version 0 .* off by"):
+    made.collect(never)
+  assert made.store.numbers() == []  # nothing of it is kept
+  plain = trainer(schedules.on_policy())
+  plain.collect(never)
+  assert plain.pending[0].drawn.graded.statistics["agreement/policy_mean"] < 1e-5
+
+
+def test_rollouts_of_other_parameters_are_not_taken_for_these(trainer):
+  made = trainer(schedules.updates_per_refresh(batches=2))
+  made.collect(never)
+  strange = made.pending[1].drawn._replace(fingerprint="0123456789abcdef")
+  made.pending[1].drawn = strange
+  made.update()
+  with pytest.raises(loop.FingerprintError, match="0123456789abcdef"):
+    made.update()
+
+
+# --- in real time ---------------------------------------------------------------------------------
+
+
+def test_a_stalled_trainer_bounds_what_is_drawn(trainer):
+  made = trainer(schedules.asynchronous(max_lag=2))
+  worker = made.worker = made.start_worker()
+  deadline = time.monotonic() + 60
+  while len(made.store.numbers()) < 3 and time.monotonic() < deadline:
+    time.sleep(0.01)
+  time.sleep(0.5)  # time for a fourth, if there were no bound
+  assert made.store.numbers() == [0, 1, 2]
+  made.collect(never)
+  made.update()
+  while len(made.store.numbers()) < 4 and time.monotonic() < deadline:
+    time.sleep(0.01)
+  assert made.store.numbers() == [0, 1, 2, 3]
+  worker.close()
+
+
+def test_a_generator_that_stalls_or_dies_ends_the_run_with_everything_saved(trainer, parts):
+  class Sleeping:
+    def result(self):
+      time.sleep(3)
+      raise OSError("a graders' host is gone")
+
+  made = trainer(schedules.asynchronous(max_lag=0, deadline_s=1.0))
+  submit = made.collector.submit
+  slow = lambda *work: submit(*work) if made.step < 2 else Sleeping()
+  made.generator.collector = dataclasses.replace(made.collector, submit=slow)
+  began = time.monotonic()
+  with pytest.raises(loop.GeneratorStoppedError, match="no batch within 1 s"):
+    made.run(Termination())
+  assert time.monotonic() - began < 30
+  made.checkpointer.wait()
+  assert made.step == made.checkpointer.latest() == 2
+  with pytest.raises(loop.GeneratorStoppedError, match=r"died.*host is gone"):
+    made.collect(never)
+
+
+# --- sources --------------------------------------------------------------------------------------
+
+
+def test_sources_share_a_batch(on_policy, train):
+  quarter, eighth = 2 / 8, 1 / 8
+  mixed = build(
+    sources__temperature=dict(fraction=quarter, temperature=1.5),
+    sources__quantized=dict(fraction=quarter, format="int8"),
+    sources__checkpoint=dict(fraction=eighth, workdir=str(on_policy), step=-1),
+    sources__recorded=dict(fraction=eighth, store=str(on_policy / "rollouts")),
+  )
+  names = ["policy", "temperature", "quantized", "checkpoint", "recorded"]
+  assert [source.name for source in mixed.sources] == names
+  workdir = train(schedules.fixed_lag(lag=1, num_updates=UPDATES), "mixed", mixed)
+  store = RolloutStore(workdir / "rollouts", writable=False)
+  recorded = RolloutStore(on_policy / "rollouts", writable=False)
+  for number in range(3):
+    arrays, info = store.read(number)
+    version = max(number - 1, 0)
+    np.testing.assert_array_equal(arrays["sources"], [0, 0, 1, 1, 2, 2, 3, 4])
+    np.testing.assert_array_equal(arrays["versions"], [version] * 6 + [-1, -1])
+    assert info["version"] == version
+    theirs, _ = recorded.read(0)
+    for name in ("tokens", "behavior_logprobs", "rewards", "prompts.tokens"):
+      np.testing.assert_array_equal(arrays[name][7], theirs[name][number])
+  first, second, *_ = updates(workdir)
+  for record in (first, second):
+    assert record["staleness/max"] == record["staleness/mean"]
+    shares = [record[f"source/{name}/token_share"] for name in names]
+    assert sum(shares) == pytest.approx(1) and min(shares) > 0
+  # One policy, three ways to sample from it: exact log-probabilities, so that ratios tell them.
+  assert first["source/policy/kl_k3"] < 1e-9
+  assert first["source/quantized/kl_k3"] > 1e-7
+  assert first["source/temperature/kl_k3"] > 1e-3
+  assert first["agreement/policy_mean"] < 1e-5 and first["agreement/temperature_mean"] < 1e-5
+  assert 1e-4 < first["agreement/quantized_mean"] < 0.3
+  assert first["agreement/checkpoint_mean"] > 1e-3
+
+
+def test_training_on_a_store_alone(on_policy, train, parts):
+  whole = tiny.config(sources__recorded=dict(fraction=1.0, store=str(on_policy / "rollouts")))
+  # The update is the same program; the batches come from elsewhere.
+  groups = recorded_groups(whole, parts.tokenizer)
+  source = Source("recorded", 8, Sampling(), recorded=groups, of_this_run=False)
+  offline = dataclasses.replace(parts, sources=(source,))
+  workdir = train(schedules.on_policy(), "offline", offline)
+  # The recorded run began with the same parameters and trained on the same batches.
+  left_out = ("counter/", "agreement/", "outcome/", "response/truncated")
+  assert updates(workdir, left_out) == updates(on_policy, left_out)
+  last = updates(workdir)[-1]
+  assert last["counter/tokens_generated"] == 0 < last["counter/tokens_trained"]
+  versions = RolloutStore(workdir / "rollouts", writable=False).read(0)[0]["versions"]
+  np.testing.assert_array_equal(versions, [-1] * 8)
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    (dict(sources__temperature__fraction=0.3), "fraction = 0.3 .* for example 0.25"),
+    (
+      dict(sources__temperature__fraction=0.75, sources__quantized__fraction=0.5),
+      "more than 1 together",
+    ),
+    (
+      dict(sources__quantized=dict(fraction=0.5, format="int3")),
+      "format = 'int3' .*float8_e4m3fn.*int8",
+    ),
+    (dict(sources__temperature=dict(fraction=0.5, temperature=0.0)), "temperature = 0.0"),
+    (dict(sources__checkpoint__fraction=0.5), "workdir = '' holds no run"),
+    (dict(schedule__name="fixed_lag"), "fixed_lag"),
+    (dict(generation_mesh__data=9), r"config.generation_mesh: .*9 devices"),
+  ],
+)
+def test_mistakes_are_named_before_anything_runs(fields, message):
+  with pytest.raises(ValueError, match=message):
+    build(**fields)
+
+
+def test_a_store_of_other_shapes_is_refused(on_policy):
+  store = str(on_policy / "rollouts")
+  with pytest.raises(ValueError, match=r"group_size = .4., this run has 2"):
+    build(batch__group_size=2, sources__recorded=dict(fraction=0.5, store=store))
+  with pytest.raises(ValueError, match="elsewhere is not there"):
+    build(sources__recorded=dict(fraction=0.5, store=store + "/elsewhere"))
+
+
+def test_what_is_used_may_be_removed(train, parts):
+  tidy = dataclasses.replace(parts, config=parts.config.copy_and_resolve_references())
+  tidy.config.store.keep_used = False
+  tidy.config.checkpoint.keep = 1
+  workdir = train(schedules.on_policy(), "tidy", tidy)
+  kept = [int(path.name.split(".")[0]) for path in (workdir / "rollouts").glob("*.array_record")]
+  steps = sorted(int(path.name) for path in (workdir / "checkpoints").iterdir())
+  assert sorted(kept) == list(range(steps[0], UPDATES))
+  assert json.loads((workdir / "config.json").read_text())["store"]["keep_used"] is False
