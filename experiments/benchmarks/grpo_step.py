@@ -42,6 +42,7 @@ from configs import base
 from rlvr_jax.data import ByteTokenizer, Problem, Task
 from rlvr_jax.rewards.outcome import Grade, Outcome
 from rlvr_jax.rewards.pool import GraderPool
+from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.train import components
 from rlvr_jax.train.checkpoint import Checkpointer
 from rlvr_jax.train.loop import Trainer
@@ -119,21 +120,22 @@ def main(argv: list[str]) -> None:
     tempfile.TemporaryDirectory() as workdir,
     GraderPool(parts.task.grader) as pool,
     MetricWriter(workdir, None) as writer,
+    RolloutStore(os.path.join(workdir, "rollouts"), writable=True) as store,
   ):
     checkpointer = Checkpointer(os.path.join(workdir, "checkpoints"))
     params = components.initial_params(parts)
-    trainer = Trainer(parts, writer, checkpointer, pool, initial=params)
-    trainer.state = jax.block_until_ready(components.first_state(parts, params, 0.0))
+    trainer = Trainer(parts, writer, checkpointer, pool, store, initial=params)
+    trainer.start(jax.block_until_ready(components.first_state(parts, params, 0.0)))
     steps, rollouts, updates = [], [], []
     for _ in range(num_steps):
       began = time.perf_counter()
-      refresh, timings = trainer.collect()
+      trainer.collect()
       updating = time.perf_counter()
-      trainer.update(refresh, timings)
+      rollouts.append(trainer.timings["time/generate_seconds"])
+      trainer.update()
       trainer.read_metrics()
       ended = time.perf_counter()
       steps.append(ended - began)
-      rollouts.append(timings["time/rollout_seconds"])
       updates.append(ended - updating)
     checkpointer.close()
   shape = _WORKLOADS[_WORKLOAD.value]

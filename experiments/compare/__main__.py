@@ -34,6 +34,7 @@ from rlvr_jax.ops import reductions
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.rewards.pool import GraderPool
 from rlvr_jax.rollouts.collect import read_batch, write_batch
+from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.train import components, loop
 from rlvr_jax.train.checkpoint import Checkpointer
 from rlvr_jax.train.host import Termination
@@ -88,18 +89,19 @@ def train_and_record(
       parts, writer, warm_starts, Termination()
     )
     first = copy(start)
-    trainer = loop.Trainer(parts, writer, unused, pool, initial=first)
+    store = enter(RolloutStore(workdir / "training" / "rollouts", writable=True))
+    trainer = loop.Trainer(parts, writer, unused, pool, store, initial=first)
     entropy = trainer.measure_entropy(start)
-    trainer.state = components.first_state(parts, start, entropy)
+    trainer.start(components.first_state(parts, start, entropy))
     params: dict[int, Params] = {}
     for update in progress(range(before + max(lags) + 1), "training"):
-      refresh, timings = trainer.collect()
+      trainer.collect()
       lag = update - before
       if lag == 0:
-        recorded = refresh.batches[0]
+        recorded = trainer.pending[update].batch
       if lag in lags:
         params[lag] = copy(trainer.state.params)
-      trainer.update(refresh, timings)
+      trainer.update()
     trainer.read_metrics()
   return parts, recorded, params, first, entropy
 

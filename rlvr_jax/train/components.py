@@ -320,6 +320,7 @@ def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
     for name in names.split():
       check_between(f"config.{group}".rstrip("."), name, section[name], low=1)
   check_between("config", "num_updates", config.num_updates, low=0)
+  check_between("config", "max_behavior_gap", config.max_behavior_gap, low=0.0)
   check_between("config.schedule", "proximal_every", config.schedule.proximal_every, low=0)
   for owner, section in (("config", config), ("config.evaluation", config.evaluation)):
     check_between(owner, "seed", section.seed, low=0, high=2**32 - 1)

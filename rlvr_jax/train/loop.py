@@ -55,7 +55,7 @@ from rlvr_jax.train.metrics import (
 from rlvr_jax.train.report import write_report
 from rlvr_jax.train.warm_start import warm_start
 from rlvr_jax.train.worker import GeneratorStoppedError, GeneratorWorker
-from rlvr_jax.types import Params, TrainBatch
+from rlvr_jax.types import Params, TrainBatch, TrainState
 
 ROLLOUTS_FOLDER = "rollouts"
 COUNTERS = (
@@ -311,10 +311,14 @@ class Trainer:
 
   def begin(self, params: Params) -> None:
     """Evaluates and saves step 0."""
-    self.state = components.first_state(self.parts, params, self.initial_entropy(params))
-    self.record()
+    self.start(components.first_state(self.parts, params, self.initial_entropy(params)))
     self.evaluate()
     self.save()
+
+  def start(self, state: TrainState) -> None:
+    """Takes the state that the next update begins with."""
+    self.state = state
+    self.record()
 
   def initial_entropy(self, params: Params) -> float:
     """`measure_entropy` of the initial policy; 0, without measuring, where nothing reads it."""
@@ -340,11 +344,11 @@ class Trainer:
 
   def resume(self, restored: Restored) -> None:
     """Takes up a checkpoint where it was left."""
-    self.state, self.step, host = restored.state, restored.step, restored.host
+    self.step, host = restored.step, restored.host
     self.evaluation = host["evaluation"]
     self.records = {int(version): found for version, found in host["records"].items()}
     self.after = host["after"]
-    self.record()
+    self.start(restored.state)
     proximal = restored.arrays or {}
     for number in host["pending"]:
       if self.schedule.real_time and not self.store.whole(number):
@@ -435,7 +439,7 @@ class Trainer:
       return False
     return self.schedule.draws(self.step) > self.config.checkpoint.every
 
-  def collect(self, give_up: Callable[[], bool]) -> None:
+  def collect(self, give_up: Callable[[], bool] = lambda: False) -> None:
     """The batches that the schedule draws now; fewer once `give_up` says so."""
     if self.worker is not None:
       while self.schedule.batch(self.step) not in self.pending:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from train import tiny
 
+from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.train.checkpoint import WorkdirError
 from rlvr_jax.train.components import build
 from rlvr_jax.train.loop import train
@@ -56,32 +57,116 @@ def test_killed_at_chosen_points(uninterrupted, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_at_random_points(tmp_path):
-  """At least ten kills, at times spread over the whole run, each run ending identically."""
-  flag = "--config.num_updates=48"
-  tiny.run(tmp_path / "first", flag)  # compiles what the others find in their cache
-  with tiny.started(tmp_path / "undisturbed", flag) as process:
-    tiny.wait_for(holding(tmp_path / "undisturbed", process), process)
-    began = time.monotonic()
-    assert process.wait(tiny.TIMEOUT_S) == 0
-    duration = time.monotonic() - began
-  expected = tiny.outcome(tmp_path / "undisturbed")
+@pytest.mark.parametrize("schedule", ["", "mu_grpo", "simulated_asynchronous"])
+def test_killed_at_random_points(schedule, tmp_path):
+  """Twenty kills, spread over the whole run, between which files of the store are damaged.
+
+  Each run ends as the undisturbed one, and every rollout is there, once.
+  """
+  flags = ("--config.num_updates=48", "--config.checkpoint.every=4")
+  program = dict(config_file=f"{tiny.__file__}:{schedule}" if schedule else tiny.__file__)
+  undisturbed = tmp_path / "undisturbed"
+  tiny.run(tmp_path / "first", *flags, **program)  # compiles what the others find in their cache
+  duration = duration_of(undisturbed, *flags, **program)
+  expected, stored = tiny.outcome(undisturbed), shards(undisturbed)
   rng = np.random.default_rng(0)
   kills = 0
-  while kills < 10:
-    workdir = tmp_path / f"after{kills}"
-    for after in rng.uniform(0, duration, 3):
-      with tiny.started(workdir, flag) as process:
-        tiny.wait_for(holding(workdir, process), process)
-        try:
-          assert process.wait(after) == 0
-          break  # it was faster than the kill
-        except subprocess.TimeoutExpired:
-          process.kill()
-          kills += 1
-          print(f"kill {kills}: {after:.2f} s of {duration:.2f}, last record {where(workdir)}")
-    tiny.run(workdir, flag)
+  while kills < 20:
+    workdir, damaged = tmp_path / f"after{kills}", set()
+    for after in rng.uniform(0, duration, 4):
+      intact = shards(workdir, without=damaged)
+      if not killed(workdir, after, *flags, **program):
+        break  # it was faster than the kill
+      kills += 1
+      assert intact.items() <= shards(workdir, without=damaged).items() <= stored.items()
+      found = shards(workdir)
+      print(f"kill {kills}: {after:.2f} s of {duration:.2f}, {where(workdir)}, {len(found)} drawn")
+      if found:
+        victim = workdir / "rollouts" / rng.choice(sorted(found))
+        damage = rng.choice(DAMAGES)
+        print(f"  {damage.__name__} {victim.name}")
+        damage(victim)
+        damaged.add(victim.name)
+    tiny.run(workdir, *flags, **program)
     assert_same(workdir, expected)
+    # What was damaged after it was last needed stays so; the rest is there, once.
+    store = RolloutStore(workdir / "rollouts", writable=False)
+    whole = {f"{n:08d}.array_record" for n in store.numbers() if store.whole(n)}
+    assert whole | damaged == set(stored)
+    kept = shards(workdir)
+    assert {name: kept[name] for name in whole} == {name: stored[name] for name in whole}
+
+
+@pytest.mark.slow
+def test_an_asynchronous_run_killed_at_random_points(tmp_path):
+  """Rollouts drawn before a kill survive it and are trained on, and lags stay within the bound."""
+  flags = ("--config.num_updates=48", "--config.checkpoint.every=4")
+  program = dict(config_file=f"{tiny.__file__}:asynchronous")
+  duration = duration_of(tmp_path / "first", *flags, **program)
+  rng, kills = np.random.default_rng(0), 0
+  while kills < 20:
+    workdir = tmp_path / f"after{kills}"
+    for after in rng.uniform(0, duration, 4):
+      before = shards(workdir)
+      if not killed(workdir, after, *flags, **program):
+        break
+      kills += 1
+      found = shards(workdir)
+      assert before.items() <= found.items()
+      print(f"kill {kills}: {after:.2f} s of {duration:.2f}, {where(workdir)}, {len(found)} drawn")
+    tiny.run(workdir, *flags, **program)
+    assert found.items() <= shards(workdir).items()
+    store = RolloutStore(workdir / "rollouts", writable=False)
+    assert store.numbers() == list(range(48))
+    lags = [number - store.info(number)["version"] for number in range(48)]
+    assert 0 <= min(lags) <= max(lags) <= 2
+    train = tiny.records(workdir, "train")
+    assert [record["staleness/max"] for record in train] == lags
+
+
+def duration_of(workdir, *flags, **program):
+  """Seconds of an undisturbed run from when it holds its workdir."""
+  with tiny.started(workdir, *flags, **program) as process:
+    tiny.wait_for(holding(workdir, process), process)
+    began = time.monotonic()
+    assert process.wait(tiny.TIMEOUT_S) == 0
+  return time.monotonic() - began
+
+
+def killed(workdir, after, *flags, **program):
+  """Starts the program and kills it so many seconds into the run; False if it ended before."""
+  with tiny.started(workdir, *flags, **program) as process:
+    tiny.wait_for(holding(workdir, process), process)
+    try:
+      assert process.wait(after) == 0
+      return False
+    except subprocess.TimeoutExpired:
+      process.kill()
+      process.wait()
+      return True
+
+
+def shards(workdir, without=()):
+  """Name → bytes of the rollouts in the store."""
+  paths = workdir.glob("rollouts/*.array_record")
+  return {path.name: path.read_bytes() for path in paths if path.name not in without}
+
+
+def cut(path):
+  path.write_bytes(path.read_bytes()[:1000])
+
+
+def flip(path):
+  data = bytearray(path.read_bytes())
+  data[900] ^= 4
+  path.write_bytes(data)
+
+
+def remove(path):
+  path.unlink()
+
+
+DAMAGES = (cut, flip, remove)
 
 
 def holding(workdir, process):

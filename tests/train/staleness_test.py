@@ -227,20 +227,16 @@ def trainer(parts, on_policy, tmp_path):
     resource.close()
 
 
-def never():
-  return False
-
-
 def test_parameters_changed_without_a_hand_over_trip_the_fingerprint(trainer):
   made = trainer(schedules.on_policy())
   for _ in range(2):
-    made.collect(never)
+    made.collect()
     made.update()
   bias = lambda x: x.at[(0,) * x.ndim].add(1e-6)
   params = dict(made.state.params)
   params["embedding"] = bias(params["embedding"])
   made.state = dataclasses.replace(made.state, params=params)
-  made.collect(never)
+  made.collect()
   with pytest.raises(loop.FingerprintError, match=r"rollouts 2 bear version 2 .* hand-over"):
     made.update()
   assert made.step == 2
@@ -256,16 +252,16 @@ def test_a_sampler_that_computes_something_else_trips_the_gate(trainer, parts):
     dataclasses.replace(parts, sources=(source._replace(generate=slightly_off),)),
   )
   with pytest.raises(AgreementError, match=r"policy source recorded under version 0 .* off by"):
-    made.collect(never)
+    made.collect()
   assert made.store.numbers() == []  # nothing of it is kept
   plain = trainer(schedules.on_policy())
-  plain.collect(never)
+  plain.collect()
   assert plain.pending[0].drawn.graded.statistics["agreement/policy_mean"] < 1e-5
 
 
 def test_rollouts_of_other_parameters_are_not_taken_for_these(trainer):
   made = trainer(schedules.updates_per_refresh(batches=2))
-  made.collect(never)
+  made.collect()
   strange = made.pending[1].drawn._replace(fingerprint="0123456789abcdef")
   made.pending[1].drawn = strange
   made.update()
@@ -284,7 +280,7 @@ def test_a_stalled_trainer_bounds_what_is_drawn(trainer):
     time.sleep(0.01)
   time.sleep(0.5)  # time for a fourth, if there were no bound
   assert made.store.numbers() == [0, 1, 2]
-  made.collect(never)
+  made.collect()
   made.update()
   while len(made.store.numbers()) < 4 and time.monotonic() < deadline:
     time.sleep(0.01)
@@ -309,7 +305,7 @@ def test_a_generator_that_stalls_or_dies_ends_the_run_with_everything_saved(trai
   made.checkpointer.wait()
   assert made.step == made.checkpointer.latest() == 2
   with pytest.raises(loop.GeneratorStoppedError, match=r"died.*host is gone"):
-    made.collect(never)
+    made.collect()
 
 
 # --- sources --------------------------------------------------------------------------------------
