@@ -381,12 +381,11 @@ class Trainer:
         self.worker = stack.enter_context(contextlib.closing(self.start_worker()))
       while self.step < c.num_updates and not ending:
         try:
-          self.collect(lambda: termination.requested)
+          ending = not self.collect(lambda: multihost.anywhere(termination.requested))
         except GeneratorStoppedError:
           self.save()
           raise
-        if self.schedule.batch(self.step) not in self.pending:  # asked to end while it waited
-          ending = True
+        if ending:
           self.save()
           break
         self.update()
@@ -439,20 +438,32 @@ class Trainer:
       return False
     return self.schedule.draws(self.step) > self.config.checkpoint.every
 
-  def collect(self, give_up: Callable[[], bool] = lambda: False) -> None:
-    """The batches that the schedule draws now; fewer once `give_up` says so."""
+  def collect(self, give_up: Callable[[], bool] = lambda: False) -> bool:
+    """The batches that the schedule draws now.
+
+    Args:
+      give_up: whether to begin no more of them; asked by every process at the same points.
+    Returns:
+      Whether they are all there. If not, what was drawn is in the store, to be read again.
+    """
     if self.worker is not None:
       while self.schedule.batch(self.step) not in self.pending:
         drawn = self.worker.take(give_up)
         if drawn is None:
-          return
+          return False
         self.take(drawn)
-      return
+      return True
     count = self.schedule.draws(self.step)
-    if count:
-      behaviors = iter([self.hand_over()] * count)
-      for drawn in self.generator.batches(lambda wait: next(behaviors, None)):
-        self.take(drawn)
+    if not count:
+      return True
+    before = (dict(self.counters), self.after, dict(self.pending))
+    behaviors, last = iter([self.hand_over()] * count), self.generator.number + count
+    for drawn in self.generator.batches(lambda wait: None if give_up() else next(behaviors, None)):
+      self.take(drawn)
+    if self.generator.number < last:
+      self.counters, self.after, self.pending = before
+      return False
+    return True
 
   def take(self, drawn: Drawn) -> None:
     """Makes a drawn batch ready for its updates."""

@@ -80,3 +80,44 @@ def test_normalized_ess_per_response_has_ones_for_empty_responses():
   log_weights = jnp.log(jnp.array([[1.0, 3.0], [jnp.nan, jnp.inf]]))
   ess = ratios.normalized_ess(log_weights, jnp.array([[1.0, 1], [0, 0]]), axis=-1)
   np.testing.assert_allclose(ess, [[0.8], [1.0]], rtol=1e-6)
+
+
+def test_metrics_by_sign_by_lag_and_by_source():
+  mask = np.array([[[1, 1, 0], [1, 1, 1]], [[1, 0, 0], [1, 1, 1]]], np.float32)
+  policy, batch, _ = random_case(11, mask.shape, spread=1.0)
+  batch = dataclasses.replace(
+    batch,
+    mask=jnp.asarray(mask),
+    lags=jnp.array([[3, 3], [-1, -1]]),
+    sources=jnp.array([0, 1]),
+    correct=jnp.array([[1.0, 0.0], [1.0, 1.0]]),
+  )
+  coefficients = jnp.array([[1.0, -2.0], [0.0, -1.0]])
+  ratio = np.exp(np.asarray(policy - batch.behavior_logprobs))
+  value = lambda metrics, name: float(metric_value(metrics[name]))
+
+  signed = ratios.ratios_by_sign(policy, batch, coefficients)
+  negative = np.concatenate([ratio[0, 1], ratio[1, 1]])
+  assert value(signed, "behavior/ratio_mean_negative") == pytest.approx(negative.mean(), rel=1e-5)
+  assert value(signed, "behavior/ratio_max_negative") == pytest.approx(negative.max(), rel=1e-6)
+  assert value(signed, "behavior/ratio_min_negative") == pytest.approx(
+    min(negative.min(), 1), rel=1e-6
+  )
+  assert value(signed, "behavior/ratio_mean_positive") == pytest.approx(
+    ratio[0, 0, :2].mean(), rel=1e-5
+  )
+
+  lags = ratios.lag_metrics(batch)  # rollouts of no policy of this run do not count
+  assert value(lags, "staleness/mean") == value(lags, "staleness/max") == 3
+  fresh = ratios.lag_metrics(dataclasses.replace(batch, lags=jnp.array([[0, 3], [-1, 1]])))
+  assert value(fresh, "staleness/mean") == pytest.approx((0 * 2 + 3 * 3 + 1 * 3) / 8)
+
+  found = ratios.source_metrics(policy, batch, ["a", "b"])
+  theirs = np.concatenate([ratio[1, 0, :1], ratio[1, 1]])
+  assert value(found, "source/a/token_share") == pytest.approx(5 / 9)
+  assert value(found, "source/b/ratio_mean") == pytest.approx(theirs.mean(), rel=1e-5)
+  expected = theirs.sum() ** 2 / (4 * (theirs**2).sum())
+  assert value(found, "source/b/ess") == pytest.approx(expected, rel=1e-5)
+  assert value(found, "source/a/pass_rate") == 0.5 and value(found, "source/b/pass_rate") == 1
+  k3 = theirs - 1 - np.log(theirs)
+  assert value(found, "source/b/kl_k3") == pytest.approx(k3.mean(), rel=1e-4)

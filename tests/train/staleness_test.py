@@ -403,3 +403,33 @@ def test_what_is_used_may_be_removed(train, parts):
   steps = sorted(int(path.name) for path in (workdir / "checkpoints").iterdir())
   assert sorted(kept) == list(range(steps[0], UPDATES))
   assert json.loads((workdir / "config.json").read_text())["store"]["keep_used"] is False
+
+
+def test_asked_to_end_while_a_stage_is_drawn(trainer, parts, on_policy, staged, tmp_path, train):
+  """What was drawn is kept and not drawn again; the run ends as the undisturbed one."""
+  schedule = schedules.stages(count=2, num_updates=UPDATES)
+  made = trainer(schedule)
+  asked = iter([False, False, True])
+  assert not made.collect(lambda: next(asked, True))
+  made.save()
+  made.checkpointer.wait()
+  assert made.store.numbers() == [0, 1]
+  written = {n: shard(made.writer.workdir, n).stat().st_mtime_ns for n in (0, 1)}
+  made.store.close()  # there is one writer at a time
+  workdir = made.writer.workdir.rename(tmp_path / "run")
+  shutil.copytree(on_policy / "warm_start", workdir / "warm_start")
+  train(schedule)
+  assert {n: shard(workdir, n).stat().st_mtime_ns for n in (0, 1)} == written
+  assert updates(workdir) == updates(staged)
+  assert tiny.last_checkpoint(workdir) == tiny.last_checkpoint(staged)
+
+
+def test_generation_on_devices_of_its_own(train, on_policy):
+  apart = build(generation_mesh=dict(data=2, fsdp=1, tensor=1))
+  assert apart.generation_mesh.devices.size == 2
+  assert not set(apart.generation_mesh.devices.flat) & set(apart.mesh.devices.flat)
+  workdir = train(schedules.on_policy(), "apart", apart)
+  for ours, theirs in zip(updates(workdir)[:3], updates(on_policy), strict=False):
+    ours.pop("phase"), theirs.pop("phase")
+    assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+  assert versions(train(schedules.asynchronous(max_lag=1), "real", apart))[-1] >= UPDATES - 2
