@@ -49,6 +49,7 @@ setuptools.setup(
     "orbax-checkpoint>=0.12.8",
     "qwix>=0.1.8",
     "reasoning-gym>=0.1.25",
+    "scipy>=1.15",
     "tensorboardX>=2.6.5",
     "tensorflow-datasets>=4.9.10",
     "tqdm>=4.70.1",

@@ -129,15 +129,17 @@ class Generator:
         return
       started = None
       if behavior is not None:
-        known = self.recall(behavior)
-        if known is not None:  # after those that are on their way: batches come in their order
+        if self.number in self.store.numbers():
+          # First those that are on their way: batches come in their order.
           if grading is not None:
             yield self.keep(self.finish(grading))
           if generating is not None:
             yield self.keep(self.finish(self.submit(generating)))
           generating = grading = None
-          yield known
-          continue
+          known = self.recall(behavior)
+          if known is not None:
+            yield known
+            continue
         if self.config.dynamic_sampling.enabled:
           yield self.draw_mixed_groups(behavior)
           continue

@@ -59,7 +59,7 @@ from rlvr_jax.types import Params, TrainBatch, TrainState
 
 ROLLOUTS_FOLDER = "rollouts"
 COUNTERS = (
-  *("batches", "prompts_drawn", "tokens_generated", "tokens_trained"),
+  *("batches", "prompts_drawn", "tokens_generated", "tokens_trained", "tokens_evaluated"),
   *("flops_generate", "flops_score", "flops_optimise", "flops_evaluate"),
 )
 _OF_GENERATION = ("time/generate_seconds", "time/grade_seconds")
@@ -647,6 +647,7 @@ class Trainer:
       version=self.step,
     )
     self.set_devices_free(time.perf_counter())
+    self.counters["tokens_evaluated"] += int(lengths[1].sum())
     self.counters["flops_evaluate"] += forward_flops(self.parts.model.config, *lengths)
     timings = {"time/evaluate_seconds": self.devices_free - began}
     timings |= self.clock(timings)

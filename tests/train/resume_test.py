@@ -105,7 +105,7 @@ def test_an_asynchronous_run_killed_at_random_points(tmp_path):
   duration = duration_of(tmp_path / "first", *flags, **program)
   rng, kills = np.random.default_rng(0), 0
   while kills < 20:
-    workdir = tmp_path / f"after{kills}"
+    workdir, found = tmp_path / f"after{kills}", {}
     for after in rng.uniform(0, duration, 4):
       before = shards(workdir)
       if not killed(workdir, after, *flags, **program):

@@ -190,13 +190,17 @@ def test_a_damaged_batch_is_drawn_again(damage, number, said, staged, train, tmp
   assert store.numbers() == list(range(UPDATES))
 
 
-def test_a_batch_after_the_checkpoint_is_read_or_drawn_again(staged, train, tmp_path, capsys):
+@pytest.mark.parametrize("damaged", [4, 6])
+def test_a_batch_after_the_checkpoint_is_read_or_drawn_again(
+  damaged, staged, train, tmp_path, capsys
+):
   workdir = as_after(3, staged, tmp_path)
-  cut(shard(workdir, 5))  # drawn at update 4
-  written = {n: shard(workdir, n).stat().st_mtime_ns for n in (4, 6, 7)}
+  cut(shard(workdir, damaged))  # all four are drawn at update 4
+  others = {4, 5, 6, 7} - {damaged}
+  written = {n: shard(workdir, n).stat().st_mtime_ns for n in others}
   train(schedules.stages(count=2, num_updates=UPDATES))
-  assert "00000005.array_record" in capsys.readouterr().out
-  assert {n: shard(workdir, n).stat().st_mtime_ns for n in (4, 6, 7)} == written
+  assert f"0000000{damaged}.array_record" in capsys.readouterr().out
+  assert {n: shard(workdir, n).stat().st_mtime_ns for n in others} == written
   assert_same_run(workdir, staged)
 
 
