@@ -9,8 +9,9 @@ gradient norm, cosine of the update direction (the negative gradient, before the
 GRPO's, share of clipped or capped tokens, ESS, ratio of the gradient masses mS/mF. Writes
 compare.md, compare.json and one heat-map of all pairwise cosines per lag.
 
-With `--rollouts=FILE.npz` (as this program or a non-finite stop writes it) the batch is taken from
-there instead, and its lag is measured from the trained policy as it is.
+With `--rollouts=FILE.npz` (as this program or a non-finite stop writes it), or with a run's store
+and the number of a batch, `--rollouts=RUN/rollouts:NUMBER`, the batch is taken from there instead,
+and its lag is measured from the trained policy as it is.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from rlvr_jax.ops import reductions
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.rewards.pool import GraderPool
 from rlvr_jax.rollouts.collect import read_batch, write_batch
+from rlvr_jax.rollouts.drawn import from_shard
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.train import components, loop
 from rlvr_jax.train.checkpoint import Checkpointer
@@ -104,6 +106,18 @@ def train_and_record(
       trainer.update()
     trainer.read_metrics()
   return parts, recorded, params, first, entropy
+
+
+def recorded_batch(place: str) -> TrainBatch:
+  """A batch of FILE.npz, or of STORE:NUMBER."""
+  if place.endswith(".npz"):
+    return read_batch(place)
+  directory, _, number = place.rpartition(":")
+  if not number.isdigit():
+    raise app.UsageError(f"--rollouts={place}: give FILE.npz, or a store and a batch, STORE:NUMBER")
+  store = RolloutStore(directory, writable=False)
+  batch = from_shard(int(number), *store.read(int(number))).graded.batch
+  return dataclasses.replace(batch, sources=None)
 
 
 def directions(
@@ -195,7 +209,7 @@ def compare(
     base, workdir, before=before, lags=lags
   )
   if rollouts is not None:
-    batch = read_batch(rollouts)
+    batch = recorded_batch(rollouts)
   write_batch(workdir / "rollouts.npz", batch)
   names = ["grpo", *(name for name in recipes if name != "grpo")]
   found = {

@@ -51,3 +51,6 @@ def test_methods_agree_and_differ_where_they_must(module, tmp_path):
     assert (tmp_path / name).stat().st_size > 0
   again = module.read_batch(tmp_path / "rollouts.npz")
   assert again.tokens.shape == (16, 8, 4)
+  stored = module.recorded_batch(f"{tmp_path}/training/rollouts:2")  # two updates came before
+  np.testing.assert_array_equal(stored.tokens, again.tokens)
+  np.testing.assert_array_equal(stored.behavior_logprobs, again.behavior_logprobs)

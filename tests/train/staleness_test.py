@@ -413,17 +413,20 @@ def test_asked_to_end_while_a_stage_is_drawn(trainer, parts, on_policy, staged, 
   """What was drawn is kept and not drawn again; the run ends as the undisturbed one."""
   schedule = schedules.stages(count=2, num_updates=UPDATES)
   made = trainer(schedule)
+  for _ in range(4):
+    assert made.collect()
+    made.update()
   asked = iter([False, False, True])
   assert not made.collect(lambda: next(asked, True))
   made.save()
   made.checkpointer.wait()
-  assert made.store.numbers() == [0, 1]
-  written = {n: shard(made.writer.workdir, n).stat().st_mtime_ns for n in (0, 1)}
+  assert made.store.numbers() == [0, 1, 2, 3, 4, 5]
+  written = {n: shard(made.writer.workdir, n).stat().st_mtime_ns for n in range(6)}
   made.store.close()  # there is one writer at a time
   workdir = made.writer.workdir.rename(tmp_path / "run")
   shutil.copytree(on_policy / "warm_start", workdir / "warm_start")
   train(schedule)
-  assert {n: shard(workdir, n).stat().st_mtime_ns for n in (0, 1)} == written
+  assert {n: shard(workdir, n).stat().st_mtime_ns for n in range(6)} == written
   assert updates(workdir) == updates(staged)
   assert tiny.last_checkpoint(workdir) == tiny.last_checkpoint(staged)
 
