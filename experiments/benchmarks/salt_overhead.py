@@ -27,7 +27,6 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import pathlib
 import statistics
 import sys
@@ -47,6 +46,7 @@ import ml_collections
 from absl import app, flags
 
 from configs import base
+from experiments.benchmarks.tables import Row, hardware, table
 from rlvr_jax.geometry import GramRoute, Setting
 from rlvr_jax.models.functional import Model, transformer
 from rlvr_jax.models.presets import preset
@@ -54,8 +54,6 @@ from rlvr_jax.ops.logprobs import head_logits
 from rlvr_jax.train import components, sharding
 from rlvr_jax.train.step import Method, initial_state, policy_forward, train_step
 from rlvr_jax.types import Array, Forward, Head, Params, Prompts, TrainBatch, TrainState
-
-Row = dict[str, Any]
 
 ROUTES = ("plain", "streaming", "sketch", "materialised")
 PUBLISHED = ("qwen2.5_1.5b", "qwen2.5_7b")
@@ -483,21 +481,6 @@ def report(results: Mapping[str, Any]) -> str:
   return "\n\n".join(parts) + "\n"
 
 
-def table(rows: Sequence[Row]) -> str:
-  columns = list(dict.fromkeys(column for row in rows for column in row))
-  lines = [columns, ["---"] * len(columns)]
-  lines += [[cell(row.get(column)) for column in columns] for row in rows]
-  return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def cell(value: Any) -> str:
-  if value is None:
-    return "–"
-  if isinstance(value, str) or (isinstance(value, int) and value < 10**6):
-    return str(value)
-  return f"{value:.4f}" if abs(value) < 100 else f"{value:.4g}"
-
-
 def write(folder: pathlib.Path, sections: Mapping[str, list[Row]]) -> str:
   """Puts the sections in place of their last versions; those of other conditions go."""
   folder.mkdir(parents=True, exist_ok=True)
@@ -515,13 +498,7 @@ def write(folder: pathlib.Path, sections: Mapping[str, list[Row]]) -> str:
 
 
 def conditions() -> dict[str, str]:
-  hardware = jax.devices()[0].device_kind
-  if jax.default_backend() == "cpu":
-    info = pathlib.Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    hardware = f"{os.cpu_count()} cores of {(models or ['a CPU'])[0]}, no accelerator"
-  return {"hardware": hardware, "jax": jax.__version__, "compute dtype": compute_dtype()}
+  return {"hardware": hardware(), "jax": jax.__version__, "compute dtype": compute_dtype()}
 
 
 def main(argv: list[str]) -> None:

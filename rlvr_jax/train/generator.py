@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
@@ -114,17 +115,23 @@ class Generator:
     of_source = tuple(source.params_of(params) for source in self.live)
     return Behavior(params, version, self.parts.checksums(params), of_source)
 
-  def batches(self, next_behavior: Callable[[bool], Behavior | None]) -> Iterator[Drawn]:
+  def batches(
+    self, next_behavior: Callable[[bool, Future | None], Behavior | None]
+  ) -> Iterator[Drawn]:
     """Batches as they are graded; workers grade one while the devices generate the next.
 
     Args:
       next_behavior: the policy of the next batch; None where there is none to draw now, which ends
-        the iteration if the argument is True: it may then wait for one.
+        the iteration if nothing is on its way. The arguments: whether it may wait for one, and
+        grades at whose arrival it waits no longer.
     """
     generating: _Draw | None = None
     grading: _Grading | None = None
     while True:
-      behavior = next_behavior(generating is None and grading is None)
+      # A policy may come before the grades are there: graders need not run out of work.
+      until = grading.submitted[-1] if grading is not None and grading.submitted else None
+      wait = generating is None and (grading is None or until is not None)
+      behavior = next_behavior(wait, until)
       if behavior is None and generating is None and grading is None:
         return
       started = None
@@ -145,9 +152,10 @@ class Generator:
           continue
         started = self.start(behavior)
       submitted = self.submit(generating) if generating else None
-      if grading is not None:
+      if grading is not None and (submitted is not None or started is None):
         yield self.keep(self.finish(grading))
-      generating, grading = started, submitted
+        grading = None
+      generating, grading = started, submitted or grading
 
   def recall(self, behavior: Behavior | None = None) -> Drawn | None:
     """The next batch, if the store has it; a damaged one is set aside.

@@ -448,6 +448,8 @@ class Trainer:
     """
     if self.worker is not None:
       while self.schedule.batch(self.step) not in self.pending:
+        if not self.worker.has_ready():
+          self.read_metrics()  # the update ends before the wait begins: waiting is idle time
         drawn = self.worker.take(give_up)
         if drawn is None:
           return False
@@ -458,7 +460,7 @@ class Trainer:
       return True
     before = (dict(self.counters), self.after, dict(self.pending))
     behaviors, last = iter([self.hand_over()] * count), self.generator.number + count
-    for drawn in self.generator.batches(lambda wait: None if give_up() else next(behaviors, None)):
+    for drawn in self.generator.batches(lambda *_: None if give_up() else next(behaviors, None)):
       self.take(drawn)
     if self.generator.number < last:
       self.counters, self.after, self.pending = before

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from rlvr_jax.rollouts.drawn import Drawn
@@ -78,6 +79,10 @@ class GeneratorWorker:
       ) from found
     return found
 
+  def has_ready(self) -> bool:
+    """Whether `take` would return at once."""
+    return not self._ready.empty()
+
   def close(self) -> None:
     """Lets the thread end after the batch under way; waits a while for it."""
     with self._changed:
@@ -92,11 +97,18 @@ class GeneratorWorker:
     except BaseException as error:  # the trainer has to hear of it, whatever it is
       self._ready.put(error)
 
-  def _next_behavior(self, wait: bool) -> Behavior | None:
+  def _next_behavior(self, wait: bool, until: Future | None) -> Behavior | None:
+    graded = lambda: until is not None and until.done()
+    if wait and until is not None:
+      until.add_done_callback(lambda _: self._wake())
     with self._changed:
       if wait:
-        self._changed.wait_for(lambda: self._ended() or self._may_begin())
+        self._changed.wait_for(lambda: self._ended() or self._may_begin() or graded())
       return self._newest if self._may_begin() and not self._ended() else None
+
+  def _wake(self) -> None:
+    with self._changed:
+      self._changed.notify_all()
 
   def _ended(self) -> bool:
     return self._closing or self._generator.number >= self._num_batches

@@ -1,5 +1,6 @@
 """Schedules, sources and the store in whole runs: what is trained on, and what survives."""
 
+import concurrent.futures
 import dataclasses
 import json
 import shutil
@@ -293,8 +294,8 @@ def test_a_stalled_trainer_bounds_what_is_drawn(trainer):
 
 
 def test_a_generator_that_stalls_or_dies_ends_the_run_with_everything_saved(trainer, parts):
-  class Sleeping:
-    def result(self):
+  class Sleeping(concurrent.futures.Future):
+    def result(self, timeout=None):
       time.sleep(3)
       raise OSError("a graders' host is gone")
 

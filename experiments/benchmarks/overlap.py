@@ -1,0 +1,295 @@
+"""What overlapping generation and updates gains; what hand-over and compilation cost over a run.
+
+  python experiments/benchmarks/overlap.py
+  python experiments/benchmarks/overlap.py --updates=12 --repeats=1 --run_updates=8 --run_repeats=1
+
+The model is the quickstart's, from scratch: 8 prompts × 8 rollouts of at most 32 tokens in the
+first section, the quickstart's own shapes in the second. Two tables, printed and written to
+results/overlap_BACKEND.md, with every repeat in the .json beside it:
+
+  overlap  seconds per update, on-policy and asynchronous, in turn. Grading sleeps: --stretch times
+           what generation and update take together in an on-policy run without sleep
+  run      hand-overs, agreement checks and compilation over whole runs: ordinary GRPO and μ-GRPO,
+           each built anew, after jax has forgotten what it had compiled
+
+Seconds of phases are those of the runs' own metrics.jsonl, means over the updates but the first
+`_SKIPPED`, which compile, and the last. In an on-policy run phases and idle time add up to the
+whole; in an asynchronous one generation and grading go on beside the trainer's phases, and of
+grading only what was waited for is written. Ratios are taken within each repeat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))  # the repository's root
+
+from absl import app, flags
+
+from rlvr_jax.train.host import keep_freed_memory
+
+keep_freed_memory()
+
+import jax
+import ml_collections
+
+from configs import mu_grpo, quickstart
+from experiments.benchmarks import slow_grader
+from experiments.benchmarks.tables import Row, hardware, table
+from rlvr_jax.rollouts import schedules
+from rlvr_jax.train import components, loop
+from rlvr_jax.train.metrics import read_metrics
+
+PHASES = ("generate", "grade", "hand_over", "optimise", "idle")
+SEQUENTIAL = "on-policy"
+SCHEDULES = {
+  SEQUENTIAL: schedules.on_policy(),
+  "asynchronous, max_lag 1": schedules.asynchronous(max_lag=1),
+  "asynchronous, max_lag 2": schedules.asynchronous(max_lag=2),
+}
+RUNS = {
+  "GRPO, on-policy": (quickstart, dict(name="on_policy", kwargs={})),
+  "GRPO, 4 updates per refresh": (
+    quickstart,
+    dict(name="updates_per_refresh", kwargs=dict(batches=4, epochs=1)),
+  ),
+  "μ-GRPO, 4 stages": (mu_grpo, dict(name="stages", kwargs=dict(count=4))),
+}
+_SKIPPED = 4  # updates
+_COMPILATION = "/jax/core/compile/backend_compile_duration"
+_TIMED_HAND_OVERS = 20
+
+_NOTES = {
+  "overlap": """Seconds per update. `of sequential`: ratio to the on-policy schedule in the same
+repeat. `longest phase alone`: that ratio if the on-policy run's longest phase hid all others. `of
+the saving`: (1 − of sequential) / (1 − longest phase alone). `lag`: mean, updates.""",
+  "run": """Seconds. `hand-over, in all`: as the runs' records have it, dispatched and not waited
+for, the first compiles; `one hand-over`: waited for on idle devices, with the fingerprint.
+`agreement checks`: from the call to its result, with what the devices were still at; the first
+compiles. `compiling`: within XLA. `first update`: until it has ended, all that was drawn for it
+included.""",
+}
+
+_REPEATS = flags.DEFINE_integer("repeats", 3, "Of `overlap`; medians are shown.", lower_bound=1)
+_UPDATES = flags.DEFINE_integer(
+  "updates", 20, "Of each run of `overlap`.", lower_bound=_SKIPPED + 3
+)
+_RUN_UPDATES = flags.DEFINE_integer(
+  "run_updates", 32, "Of each run of `run`; a multiple of 4.", lower_bound=4
+)
+_RUN_REPEATS = flags.DEFINE_integer("run_repeats", 2, "Of `run`.", lower_bound=1)
+_STRETCH = flags.DEFINE_float("stretch", 1.5, "See above.", lower_bound=0.0)
+_OWN_DEVICE = flags.DEFINE_bool(
+  "own_device", False, "Rollouts are drawn on a device of their own, the second there is."
+)
+_FOLDER = flags.DEFINE_string(
+  "folder", str(pathlib.Path(__file__).parent / "results"), "Of the tables."
+)
+
+
+def make_config(
+  recipe: Any, schedule: Mapping[str, Any], num_updates: int, *, own_device: bool
+) -> ml_collections.ConfigDict:
+  """A recipe from scratch that does nothing between updates but what every update needs."""
+  c = recipe.get_config()
+  c.schedule = dict(schedule, proximal_every=0)
+  c.num_updates = num_updates
+  c.warm_start.num_steps = 0
+  c.task.kwargs.held_out_size = c.evaluation.batch_prompts = 8
+  c.evaluation.every = c.checkpoint.every = num_updates
+  c.logging.print_every = num_updates
+  c.generation_mesh.data = int(own_device)
+  return c
+
+
+def run(parts: components.Parts) -> list[dict[str, Any]]:
+  """Trains; the records of the updates."""
+  with tempfile.TemporaryDirectory() as workdir, contextlib.redirect_stdout(sys.stderr):
+    loop.train(parts, workdir)
+    return [record for record in read_metrics(workdir) if record["phase"] == "train"]
+
+
+def seconds_of(records: Sequence[Mapping[str, Any]]) -> Row:
+  """Means per update between the first ones and the last: in all, by phase, and the lag."""
+  # A record is written when the next update begins; the last one is not, it would count as short.
+  first, *rest = records[_SKIPPED - 1 : -1]
+  mean = lambda name: statistics.mean(record.get(name, 0.0) for record in rest)
+  elapsed = rest[-1]["time/elapsed_seconds"] - first["time/elapsed_seconds"]
+  by_phase = {phase: mean(f"time/{phase}_seconds") for phase in PHASES}
+  return {"s per update": elapsed / len(rest)} | by_phase | {"lag": mean("staleness/mean")}
+
+
+def with_ratios(row: Row, sequential: Row) -> Row:
+  """What the schedule takes against the sequential one, and what the longest phase would."""
+  alone = max(sequential[phase] for phase in PHASES) / sum(sequential[phase] for phase in PHASES)
+  ratio = row["s per update"] / sequential["s per update"]
+  saving = None if row is sequential else (1 - ratio) / (1 - alone)
+  return row | {"of sequential": ratio, "longest phase alone": alone, "of the saving": saving}
+
+
+def overlap_section(
+  num_updates: int, repeats: int, stretch: float, own_device: bool
+) -> dict[str, list[Row]]:
+  """By schedule, a row of each repeat."""
+  config = make_config(
+    quickstart, dict(name="on_policy", kwargs={}), num_updates, own_device=own_device
+  )
+  config.batch.prompts, config.max_response_length = 8, 32
+  parts = components.build(config)
+  grader = f"{slow_grader.__name__}:slow"
+  parts = dataclasses.replace(parts, task=dataclasses.replace(parts.task, grader=grader))
+  os.environ[slow_grader.SECONDS] = "0"
+  alone = seconds_of(run(parts))
+  items = config.batch.prompts * config.batch.group_size / config.grading.num_workers
+  wanted = stretch * (alone["generate"] + alone["optimise"])
+  os.environ[slow_grader.SECONDS] = str(wanted / items)
+  timed = lambda name: seconds_of(run(dataclasses.replace(parts, schedule=SCHEDULES[name])))
+  found = in_turn(SCHEDULES, timed, repeats)
+  return {
+    name: [with_ratios(*pair) for pair in zip(rows, found[SEQUENTIAL], strict=True)]
+    for name, rows in found.items()
+  }
+
+
+def run_section(num_updates: int, repeats: int, own_device: bool) -> dict[str, list[Row]]:
+  """By kind of run, a row of each repeat."""
+  config = lambda name: make_config(*RUNS[name], num_updates, own_device=own_device)
+  return in_turn(RUNS, lambda name: costs(config(name)), repeats)
+
+
+def in_turn(
+  names: Iterable[str], measure: Callable[[str], Row], repeats: int
+) -> dict[str, list[Row]]:
+  """Measures all, then all again from the last to the first, and so on; a row of each repeat."""
+  found: dict[str, list[Row]] = {name: [] for name in names}
+  for repeat in range(repeats):
+    for name in list(found)[:: -1 if repeat % 2 else 1]:
+      print(f"# {name}, repeat {repeat}", file=sys.stderr, flush=True)
+      found[name].append(measure(name))
+  return found
+
+
+def costs(config: ml_collections.ConfigDict) -> Row:
+  """Hand-overs, agreement checks and compilation of one run, nothing compiled beforehand."""
+  jax.clear_caches()
+  began = time.perf_counter()
+  with compilations() as compiling:
+    parts = components.build(config)
+    check = Timed(parts.behavior_gap)
+    records = run(dataclasses.replace(parts, behavior_gap=check))
+  in_all = time.perf_counter() - began
+  handed_over = [record.get("time/hand_over_seconds") for record in records]
+  handed_over = [seconds for seconds in handed_over if seconds is not None]
+  return {
+    "updates": len(records),
+    "hand-overs": len(handed_over),
+    "hand-over, in all": sum(handed_over),
+    "one hand-over": seconds_of_hand_over(parts),
+    "agreement checks": len(check.seconds),
+    "the first": check.seconds[0],
+    "the others, in all": sum(check.seconds[1:]),
+    "compilations": len(compiling),
+    "compiling": sum(compiling),
+    "first update": records[0]["time/elapsed_seconds"],
+    "whole run": in_all,
+  }
+
+
+def seconds_of_hand_over(parts: components.Parts) -> float:
+  """Median of one hand-over with its fingerprint, while the devices do nothing else."""
+  params = jax.block_until_ready(components.initial_params(parts))
+
+  def hand_over() -> Any:
+    given = parts.hand_over(params, parts.schedule.real_time)
+    return given, parts.checksums(given)
+
+  timed = Timed(hand_over)
+  for _ in range(_TIMED_HAND_OVERS + 1):
+    timed()
+  return statistics.median(timed.seconds[1:])
+
+
+class Timed:
+  """A function whose calls are waited for; `seconds` of each."""
+
+  def __init__(self, function: Callable):
+    self.function = function
+    self.seconds: list[float] = []
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    began = time.perf_counter()
+    result = jax.block_until_ready(self.function(*args, **kwargs))
+    self.seconds.append(time.perf_counter() - began)
+    return result
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[float]]:
+  """A list that grows by the seconds of every compilation within."""
+  seconds: list[float] = []
+
+  def listen(event: str, duration: float, **_: Any) -> None:
+    if event == _COMPILATION:
+      seconds.append(duration)
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  try:
+    yield seconds
+  finally:
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def medians(found: Mapping[str, Sequence[Row]], label: str) -> list[Row]:
+  """One row per name: the median of every column over its repeats."""
+
+  def median(values: list) -> Any:
+    return values[0] if len(set(values)) == 1 else statistics.median(values)
+
+  return [
+    {label: name} | {column: median([row[column] for row in rows]) for column in rows[0]}
+    for name, rows in found.items()
+  ]
+
+
+def write(folder: pathlib.Path, found: Mapping[str, Mapping[str, list[Row]]], command: str) -> str:
+  """Writes every repeat and the tables of medians; the tables."""
+  folder.mkdir(parents=True, exist_ok=True)
+  path = folder / f"overlap_{jax.default_backend()}"
+  setting = {"hardware": hardware(), "jax": jax.__version__, "command": command}
+  results = {"conditions": setting, "repeats": found}
+  path.with_suffix(".json").write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+  told = "; ".join(f"{name}: {value}" for name, value in setting.items())
+  parts = ["# Overlap of generation and updates; hand-over and compilation over a run"]
+  parts += [f"Conditions: {told}."]
+  for section, rows in found.items():
+    label = "schedule" if section == "overlap" else "run"
+    parts += [f"## {section}", _NOTES[section], table(medians(rows, label))]
+  text = "\n\n".join(parts) + "\n"
+  path.with_suffix(".md").write_text(text)
+  return text
+
+
+def main(argv: list[str]) -> None:
+  del argv
+  own_device = _OWN_DEVICE.value
+  found = {
+    "overlap": overlap_section(_UPDATES.value, _REPEATS.value, _STRETCH.value, own_device),
+    "run": run_section(_RUN_UPDATES.value, _RUN_REPEATS.value, own_device),
+  }
+  command = " ".join(["python experiments/benchmarks/overlap.py", *sys.argv[1:]])
+  print(write(pathlib.Path(_FOLDER.value), found, command))
+
+
+if __name__ == "__main__":
+  app.run(main)

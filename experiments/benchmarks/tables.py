@@ -1,0 +1,38 @@
+"""What the benchmarks share: Markdown tables, and what to call the hardware."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+Row = dict[str, Any]
+
+
+def table(rows: Sequence[Row]) -> str:
+  """Markdown; a column for every key that there is."""
+  columns = list(dict.fromkeys(column for row in rows for column in row))
+  lines = [columns, ["---"] * len(columns)]
+  lines += [[cell(row.get(column)) for column in columns] for row in rows]
+  return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def cell(value: Any) -> str:
+  if value is None:
+    return "–"
+  if isinstance(value, str) or (isinstance(value, int) and value < 10**6):
+    return str(value)
+  return f"{value:.4f}" if abs(value) < 100 else f"{value:.4g}"
+
+
+def hardware() -> str:
+  """Of the first device; on a CPU how many cores, of which kind."""
+  if jax.default_backend() != "cpu":
+    return jax.devices()[0].device_kind
+  info = pathlib.Path("/proc/cpuinfo")
+  lines = info.read_text().splitlines() if info.exists() else []
+  models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+  return f"{os.cpu_count()} cores of {(models or ['a CPU'])[0]}, no accelerator"
