@@ -100,7 +100,7 @@ def train_and_record(
       trainer.collect()
       lag = update - before
       if lag == 0:
-        recorded = trainer.pending[update].batch
+        recorded = trainer.drawn(update).graded.batch
       if lag in lags:
         params[lag] = copy(trainer.state.params)
       trainer.update()

@@ -62,6 +62,8 @@ COUNTERS = (
   *("batches", "prompts_drawn", "tokens_generated", "tokens_trained", "tokens_evaluated"),
   *("flops_generate", "flops_score", "flops_optimise", "flops_evaluate"),
 )
+_SCORES = ("reference_logprobs", "proximal_logprobs")
+_HELD = 16  # batches kept in memory; a long stage's others are read when their time comes
 _OF_GENERATION = ("time/generate_seconds", "time/grade_seconds")
 _PHASES = (
   *_OF_GENERATION,
@@ -177,7 +179,7 @@ def resumable(
   for step in reversed(checkpointer.steps()):
     restored = checkpointer.restore(parts.abstract_state, step=step)
     assert restored is not None  # the step is there
-    damaged = [number for number in restored.host["pending"] if not store.whole(number)]
+    damaged = [number for number in restored.host["pending"] if not store.whole(int(number))]
     # In real time any policy may draw a batch, see `Trainer.resume`.
     if not damaged or parts.schedule.real_time:
       return restored
@@ -237,11 +239,13 @@ def warm_started(
 
 @dataclasses.dataclass
 class Pending:
-  """A drawn batch that updates will train on, or train on again."""
+  """A drawn batch that updates will train on, or train on again; its rollouts are in the store."""
 
-  drawn: Drawn
-  batch: TrainBatch  # NumPy, as it is trained on
-  scored_at: int | None = None  # update at which the proximal policy's log-probabilities were taken
+  version: int
+  fingerprint: str
+  reference_logprobs: np.ndarray | None = None  # f32[P, G, T], once they are needed
+  proximal_logprobs: np.ndarray | None = None  # the same
+  scored_at: int | None = None  # update at which the proximal policy's were taken
 
 
 class Update(NamedTuple):
@@ -298,6 +302,7 @@ class Trainer:
     self.step = 0
     self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
     self.pending: dict[int, Pending] = {}
+    self.held: dict[int, Drawn] = {}  # some of them, in memory
     self.after = self.generator.state()  # of the last batch taken
     self.records: dict[int, Any] = {}  # version → fingerprint, or the checksums it is made of
     self.timings: dict[str, float] = {}  # of what came before the next update
@@ -349,19 +354,15 @@ class Trainer:
     self.records = {int(version): found for version, found in host["records"].items()}
     self.after = host["after"]
     self.start(restored.state)
-    proximal = restored.arrays or {}
-    for number in host["pending"]:
-      if self.schedule.real_time and not self.store.whole(number):
+    self.counters = host["counters"]
+    for number, of_host in host["pending"].items():
+      if self.schedule.real_time and not self.store.whole(int(number)):
         # Any policy may draw it; what was drawn after it is told to `start_worker`.
-        self.after = self.store.info(number - 1)["after"] if number else self.generator.state()
+        first = int(number) == 0
+        self.after = self.generator.state() if first else self.store.info(int(number) - 1)["after"]
         break
-      pending = self.prepared(from_shard(number, *self.store.read(number)))
-      if str(number) in proximal:
-        logprobs = proximal[str(number)]
-        pending.batch = dataclasses.replace(pending.batch, proximal_logprobs=logprobs)
-        pending.scored_at = host["scored_at"][str(number)]
-      self.pending[number] = pending
-    self.counters = host["counters"]  # these batches are counted already
+      arrays = (restored.arrays or {}).get(number, {})
+      self.pending[int(number)] = Pending(**of_host, **arrays)
     self.generator.set_state(self.after)
     say(
       f"resumed at update {self.step}: parameters, optimizer and algorithm state,"
@@ -468,27 +469,43 @@ class Trainer:
     return True
 
   def take(self, drawn: Drawn) -> None:
-    """Makes a drawn batch ready for its updates."""
+    """Counts a drawn batch among those that updates will train on."""
     graded = drawn.graded
     self.counters["batches"] += drawn.draws
     self.counters["prompts_drawn"] += graded.prompts
     self.counters["tokens_generated"] += graded.tokens
     self.counters["flops_generate"] += drawn.flops
     self.after = drawn.after
-    self.pending[drawn.number] = self.prepared(drawn)
+    self.pending[drawn.number] = Pending(drawn.version, drawn.fingerprint)
+    if len(self.held) < _HELD:  # the first ones drawn are the first ones trained on
+      self.held[drawn.number] = drawn
     for phase, seconds in drawn.timings.items():
       self.spent(phase, seconds)
     self.fresh_tokens += graded.tokens if drawn.timings else 0
     self.write_samples(drawn)
 
-  def prepared(self, drawn: Drawn) -> Pending:
-    """The batch as it is trained on: permuted in a control run, scored by the reference policy."""
-    c, batch = self.config, drawn.graded.batch
+  def drawn(self, number: int) -> Drawn:
+    """A pending batch, from memory or from the store.
+
+    Raises:
+      TornShardError: it was damaged since it was written.
+    """
+    held = self.held.get(number)
+    return from_shard(number, *self.store.read(number)) if held is None else held
+
+  def prepared(self, drawn: Drawn) -> TrainBatch:
+    """The batch as the next update takes it: permuted in a control run, scored, with its lags."""
+    c, batch, pending = self.config, drawn.graded.batch, self.pending[drawn.number]
     if c.permute_rewards:
       batch = permute_rewards(batch, np.random.default_rng([c.seed, drawn.number]))
-    if c.reference.kl_coefficient:
-      batch = dataclasses.replace(batch, reference_logprobs=self.score(self.initial, batch))
-    return Pending(drawn, batch)
+    if c.reference.kl_coefficient and pending.reference_logprobs is None:
+      pending.reference_logprobs = self.score(self.initial, batch)
+    if self.parts.method.loss.needs_proximal:
+      self.refresh_proximal(pending, batch)
+    behind = np.where(drawn.versions >= 0, self.step - drawn.versions, -1)
+    lags: Any = np.broadcast_to(behind[:, None], batch.rewards.shape).astype(np.int32)
+    of_policies: Any = {name: getattr(pending, name) for name in _SCORES}
+    return dataclasses.replace(batch, lags=lags, **of_policies)
 
   def score(self, params: Params, batch: TrainBatch) -> Any:
     """f32[P, G, T], the responses' log-probabilities at the policy's temperature."""
@@ -499,12 +516,11 @@ class Trainer:
     """Model FLOPs of one forward pass over the batch."""
     return forward_flops(self.parts.model.config, batch.prompts.lengths, response_lengths(batch))
 
-  def refresh_proximal(self, pending: Pending) -> None:
+  def refresh_proximal(self, pending: Pending, batch: TrainBatch) -> None:
     """Scores a batch by the present policy at its first update, and again when that is old."""
     every, taken = self.config.schedule.proximal_every, pending.scored_at
     if taken is None or (every and self.step - taken >= every):
-      logprobs = self.score(self.state.params, pending.batch)
-      pending.batch = dataclasses.replace(pending.batch, proximal_logprobs=logprobs)
+      pending.proximal_logprobs = self.score(self.state.params, batch)
       pending.scored_at = self.step
 
   def record(self) -> None:
@@ -515,28 +531,26 @@ class Trainer:
     if self.schedule.real_time or self.schedule.draws(self.step):
       self.records[self.step] = self.parts.checksums(self.state.params)
 
-  def check_fingerprint(self, drawn: Drawn) -> None:
+  def check_fingerprint(self, number: int) -> None:
     """Raises FingerprintError unless the batch is of the policy whose version it bears."""
-    known = self.records.get(drawn.version)
+    pending = self.pending[number]
+    known = self.records.get(pending.version)
     if known is not None and not isinstance(known, str):
-      known = self.records[drawn.version] = fingerprint(known)
-    if known != drawn.fingerprint:
+      known = self.records[pending.version] = fingerprint(known)
+    if known != pending.fingerprint:
       raise FingerprintError(
-        f"rollouts {drawn.number} bear version {drawn.version} and were drawn by parameters with"
-        f" fingerprint {drawn.fingerprint}; the trainer's of that version have {known}. Parameters"
-        " changed without a hand-over, or the rollouts are of another run; nothing was trained on"
-        f" them. They are in {self.store.directory}"
+        f"rollouts {number} bear version {pending.version} and were drawn by parameters with"
+        f" fingerprint {pending.fingerprint}; the trainer's of that version have {known}."
+        " Parameters changed without a hand-over, or the rollouts are of another run; nothing was"
+        f" trained on them. They are in {self.store.directory}"
       )
 
   def update(self) -> None:
     """Dispatches one update, then reads the metrics of the one before."""
-    pending = self.pending[self.schedule.batch(self.step)]
-    self.check_fingerprint(pending.drawn)
-    if self.parts.method.loss.needs_proximal:
-      self.refresh_proximal(pending)
-    behind = np.where(pending.drawn.versions >= 0, self.step - pending.drawn.versions, -1)
-    lags: Any = np.broadcast_to(behind[:, None], pending.batch.rewards.shape).astype(np.int32)
-    batch = dataclasses.replace(pending.batch, lags=lags)
+    number = self.schedule.batch(self.step)
+    self.check_fingerprint(number)
+    drawn = self.drawn(number)
+    batch = self.prepared(drawn)
     dispatched = time.perf_counter()
     on_devices = self.parts.to_devices(batch)
     measured, arrays = self.measure(on_devices)
@@ -548,7 +562,7 @@ class Trainer:
     self.counters["flops_optimise"] += update_flops(
       self.parts.model.config, batch.prompts.lengths, response_lengths(batch)
     )
-    host = pending.drawn.graded.statistics | self.counted() | self.timings
+    host = drawn.graded.statistics | self.counted() | self.timings
     if seconds := self.timings.get("time/generate_seconds"):
       host["time/rollout_tokens_per_second"] = self.fresh_tokens / seconds
     if self.schedule.stage_length:
@@ -570,9 +584,10 @@ class Trainer:
     """Drops batches and records that no later update needs."""
     first = self.schedule.first(self.step)
     self.pending = {number: p for number, p in self.pending.items() if number >= first}
+    self.held = {number: drawn for number, drawn in self.held.items() if number >= first}
     # Batches that a worker has ready are as old as they may be, at most.
     oldest = self.step - (self.schedule.max_lag or 0)
-    oldest = min([oldest, *(p.drawn.version for p in self.pending.values())])
+    oldest = min([oldest, *(p.version for p in self.pending.values())])
     self.records = {version: found for version, found in self.records.items() if version >= oldest}
 
   def measure(self, batch: TrainBatch) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
@@ -667,15 +682,20 @@ class Trainer:
   def save(self) -> None:
     """A checkpoint of everything that determines the future, but the rollouts in the store."""
     self.read_metrics()
-    scored = {str(n): p for n, p in self.pending.items() if p.scored_at is not None}
+    arrays: dict[str, dict[str, np.ndarray]] = {}
+    of_host: dict[str, dict[str, Any]] = {}
+    for number, pending in sorted(self.pending.items()):
+      fields = dict(vars(pending))
+      scores = {name: fields.pop(name) for name in _SCORES}
+      arrays[str(number)] = {name: x for name, x in scores.items() if x is not None}
+      of_host[str(number)] = fields
     as_text = lambda found: found if isinstance(found, str) else fingerprint(found)
     self.records = {version: as_text(found) for version, found in self.records.items()}
     host = {
       "after": self.after,
       "counters": self.counters,
       "evaluation": self.evaluation,
-      "pending": sorted(self.pending),
-      "scored_at": {number: pending.scored_at for number, pending in scored.items()},
+      "pending": of_host,
       "records": {str(version): found for version, found in self.records.items()},
     }
     last = self.step == self.config.num_updates
@@ -684,9 +704,9 @@ class Trainer:
       self.step,
       self.state,
       host=host,
-      arrays={n: p.batch.proximal_logprobs for n, p in scored.items()} if scored else None,
+      arrays=arrays,
       metric=self.evaluation[f"eval/pass@{self.config.evaluation.ks[0]}"] if evaluated else None,
-      keep_at_or_before=min((p.drawn.version for p in self.pending.values()), default=None),
+      keep_at_or_before=min((p.version for p in self.pending.values()), default=None),
     )
     if not self.config.store.keep_used:
       # What the oldest checkpoint may still have to train on stays.

@@ -12,7 +12,7 @@ import pytest
 from train import tiny
 
 from rlvr_jax.rollouts import schedules
-from rlvr_jax.rollouts.store import RolloutStore
+from rlvr_jax.rollouts.store import RolloutStore, TornShardError
 from rlvr_jax.train import components, loop
 from rlvr_jax.train.generator import AgreementError
 from rlvr_jax.train.host import Termination
@@ -191,6 +191,20 @@ def test_a_damaged_batch_is_drawn_again(damage, number, said, staged, train, tmp
   assert store.numbers() == list(range(UPDATES))
 
 
+def test_a_long_stage_is_read_from_the_store(staged, train, trainer, monkeypatch):
+  monkeypatch.setattr(loop, "_HELD", 1)
+  schedule = schedules.stages(count=2, num_updates=UPDATES)
+  assert_same_run(train(schedule), staged)
+  made = trainer(schedule)
+  made.collect()
+  assert list(made.held) == [0] and list(made.pending) == [0, 1, 2, 3]
+  cut(shard(made.writer.workdir, 1))
+  made.update()
+  with pytest.raises(TornShardError, match=r"00000001\.array_record"):
+    made.update()
+  assert made.step == 1
+
+
 @pytest.mark.parametrize("damaged", [4, 6])
 def test_a_batch_after_the_checkpoint_is_read_or_drawn_again(
   damaged, staged, train, tmp_path, capsys
@@ -261,14 +275,13 @@ def test_a_sampler_that_computes_something_else_trips_the_gate(trainer, parts):
   assert made.store.numbers() == []  # nothing of it is kept
   plain = trainer(schedules.on_policy())
   plain.collect()
-  assert plain.pending[0].drawn.graded.statistics["agreement/policy_mean"] < 1e-5
+  assert plain.drawn(0).graded.statistics["agreement/policy_mean"] < 1e-5
 
 
 def test_rollouts_of_other_parameters_are_not_taken_for_these(trainer):
   made = trainer(schedules.updates_per_refresh(batches=2))
   made.collect()
-  strange = made.pending[1].drawn._replace(fingerprint="0123456789abcdef")
-  made.pending[1].drawn = strange
+  made.pending[1].fingerprint = "0123456789abcdef"
   made.update()
   with pytest.raises(loop.FingerprintError, match="0123456789abcdef"):
     made.update()
