@@ -1,5 +1,6 @@
 """Killed, stopped and damaged runs end as the uninterrupted one, to the bit."""
 
+import pathlib
 import shutil
 import signal
 import subprocess
@@ -152,21 +153,7 @@ def shards(workdir, without=()):
   return {path.name: path.read_bytes() for path in paths if path.name not in without}
 
 
-def cut(path):
-  path.write_bytes(path.read_bytes()[:1000])
-
-
-def flip(path):
-  data = bytearray(path.read_bytes())
-  data[900] ^= 4
-  path.write_bytes(data)
-
-
-def remove(path):
-  path.unlink()
-
-
-DAMAGES = (cut, flip, remove)
+DAMAGES = (tiny.cut, tiny.flip, pathlib.Path.unlink)
 
 
 def holding(workdir, process):

@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import json
+import pathlib
 import shutil
 import time
 
@@ -136,16 +137,6 @@ def test_an_asynchronous_run_keeps_its_bound_and_is_replayed_to_the_bit(train):
 # --- what is damaged ------------------------------------------------------------------------------
 
 
-def cut(path):
-  path.write_bytes(path.read_bytes()[:1000])
-
-
-def flip(path):
-  data = bytearray(path.read_bytes())
-  data[900] ^= 4
-  path.write_bytes(data)
-
-
 @pytest.fixture(scope="module")
 def staged(parts, on_policy, tmp_path_factory):
   """A finished run of two stages."""
@@ -172,9 +163,9 @@ def shard(workdir, number):
 @pytest.mark.parametrize(
   ("damage", "number", "said"),
   [
-    (cut, 7, "resumed at update 4"),  # drawn at 4, not trained on at 6
-    (flip, 6, "resumed at update 4"),
-    (lambda path: path.unlink(), 7, "resumed at update 4"),
+    (tiny.cut, 7, "resumed at update 4"),  # drawn at 4, not trained on at 6
+    (tiny.flip, 6, "resumed at update 4"),
+    (pathlib.Path.unlink, 7, "resumed at update 4"),
     (lambda path: None, 7, "resumed at update 6"),
   ],
 )
@@ -198,7 +189,7 @@ def test_a_long_stage_is_read_from_the_store(staged, train, trainer, monkeypatch
   made = trainer(schedule)
   made.collect()
   assert list(made.held) == [0] and list(made.pending) == [0, 1, 2, 3]
-  cut(shard(made.writer.workdir, 1))
+  tiny.cut(shard(made.writer.workdir, 1))
   made.update()
   with pytest.raises(TornShardError, match=r"00000001\.array_record"):
     made.update()
@@ -210,7 +201,7 @@ def test_a_batch_after_the_checkpoint_is_read_or_drawn_again(
   damaged, staged, train, tmp_path, capsys
 ):
   workdir = as_after(3, staged, tmp_path)
-  cut(shard(workdir, damaged))  # all four are drawn at update 4
+  tiny.cut(shard(workdir, damaged))  # all four are drawn at update 4
   others = {4, 5, 6, 7} - {damaged}
   written = {n: shard(workdir, n).stat().st_mtime_ns for n in others}
   train(schedules.stages(count=2, num_updates=UPDATES))

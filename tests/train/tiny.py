@@ -131,6 +131,21 @@ def has_record(workdir, step, phase):
   return lambda: path.exists() and start in path.read_text()
 
 
+# --- damage ---------------------------------------------------------------------------------------
+
+
+def cut(path):
+  """Leaves the first kilobyte of a file, as a kill in the middle of writing would."""
+  path.write_bytes(path.read_bytes()[:1000])
+
+
+def flip(path):
+  """Flips one bit of a file."""
+  data = bytearray(path.read_bytes())
+  data[900] ^= 4
+  path.write_bytes(data)
+
+
 # --- what it left ---------------------------------------------------------------------------------
 
 
