@@ -14,6 +14,7 @@ _PURPOSES = {
   "initial_entropy": 3,
   "reweighting": 4,
   "diagnostics": 5,
+  "source": 6,
 }
 
 

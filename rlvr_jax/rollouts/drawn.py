@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -62,12 +62,19 @@ def from_shard(number: int, arrays: Mapping[str, np.ndarray], info: Mapping[str,
 
 
 class RecordedGroups:
-  """The groups of a store as a source of rollouts: in its order, over and over."""
+  """The groups of a store as a source of rollouts: in its order, over and over.
+
+  Attributes:
+    numbers: of the batches.
+    truncated: whether top-k or top-p cut a distribution that they were drawn from.
+    shaped: whether their rewards may be other than 0 and 1.
+  """
 
   def __init__(
     self,
     directory: str | os.PathLike[str],
     *,
+    numbers: Sequence[int] | None = None,
     tokenizer: str,
     pad_token: int,
     group_size: int,
@@ -78,6 +85,7 @@ class RecordedGroups:
 
     Args:
       directory: WORKDIR/rollouts of the run that drew them.
+      numbers: of the batches to take; None takes those that are there now.
       tokenizer: name of the tokenizer whose tokens the rollouts must be.
       pad_token: fills what shorter prompts and responses leave.
       group_size: G.
@@ -88,11 +96,15 @@ class RecordedGroups:
     self._store = RolloutStore(directory, writable=False)
     self._pad_token = pad_token
     self._lengths = (max_prompt_length, max_response_length)
-    numbers = self._store.numbers()
-    if not numbers:
+    there = self._store.numbers()
+    if not there:
       raise StoreError(f"the store {directory} holds no rollouts: let the run that fills it begin")
-    infos = [self._store.info(number) for number in numbers]
-    self._numbers = numbers
+    self.numbers = there if numbers is None else list(numbers)
+    if gone := sorted(set(self.numbers) - set(there)):
+      raise StoreError(f"the store {directory} has lost the batches {gone}; put them back")
+    infos = [self._store.info(number) for number in self.numbers]
+    self.truncated = any(info["truncated"] for info in infos)
+    self.shaped = any(info["shaped"] for info in infos)
     self._ends = list(itertools.accumulate(info["groups"] for info in infos))
     self._read: tuple[int, Graded] | None = None  # the shard read last
     wanted = {"tokenizer": tokenizer, "group_size": group_size}
@@ -131,7 +143,7 @@ class RecordedGroups:
     """One group, its arrays without the axis of the prompts."""
     shard = bisect.bisect_right(self._ends, index)
     if self._read is None or self._read[0] != shard:
-      number = self._numbers[shard]
+      number = self.numbers[shard]
       drawn = from_shard(number, *self._store.read(number))
       self._read = (shard, drawn.graded)
     graded = self._read[1]

@@ -415,8 +415,8 @@ def _entry_of(path: pathlib.Path, number: int) -> dict[str, Any] | None:
 
 def _torn(path: pathlib.Path, number: int, what: str) -> TornShardError:
   return TornShardError(
-    f"batch {number}, {path}, is not there as it was written: {what}. Set it aside and draw the "
-    "batch again, or put back a copy of the file."
+    f"batch {number}, {path}, is not there as it was written: {what}. Rerun the run that it "
+    "belongs to, which draws it again if it is still needed, or put back a copy of the file."
   )
 
 

@@ -193,6 +193,12 @@ class Checkpointer:
     state = jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
     return Restored(step, state, manifest["host"], _put_back_arrays(manifest["arrays"], stored))
 
+  def discard_after(self, step: int) -> None:
+    """Removes the checkpoints later than `step`, the last one first."""
+    with self._reporting_failures():
+      for later in [s for s in reversed(self.steps()) if s > step]:
+        self._manager.delete(later)
+
   def wait(self) -> None:
     """Blocks until the save under way is committed; raises its error."""
     with self._reporting_failures():

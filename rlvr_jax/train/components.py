@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import math
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -38,6 +39,7 @@ from rlvr_jax.ops.veto import Veto, negative_advantage_veto
 from rlvr_jax.rewards.outcome import OutcomePolicy, outcome_policy
 from rlvr_jax.rollouts import schedules
 from rlvr_jax.rollouts.sampler import generate
+from rlvr_jax.rollouts.store import StoreError
 from rlvr_jax.train import optimizer, sharding
 from rlvr_jax.train.checkpoint import parameter_checksums
 from rlvr_jax.train.geometry import mean_entropy, measure
@@ -147,11 +149,22 @@ def make_schedule(config: ml_collections.ConfigDict) -> schedules.Schedule:
   """Which policy draws which rollouts."""
   choice = {"name": config.schedule.name, "kwargs": config.schedule.kwargs}
   of_run = dict(num_updates=config.num_updates, seed=config.seed)
-  schedule = pick(schedules, "schedule", choice, **of_run)
+  try:
+    schedule = pick(schedules, "schedule", choice, **of_run)
+  except StoreError as error:
+    raise ValueError(f"config.schedule.kwargs = {dict(choice['kwargs'])}: {error}") from error
   if schedule.real_time and jax.process_count() > 1:
     raise ValueError(
       f"config.schedule.name = {config.schedule.name!r} needs all devices in one process, this run"
       f" has {jax.process_count()}; choose simulated_asynchronous, or run one process"
+    )
+  apart = any(config.generation_mesh.to_dict().values())
+  if schedule.real_time and math.prod(config.mesh.to_dict().values()) > 1 and not apart:
+    # Two threads could begin programs that wait for each other on the same devices.
+    raise ValueError(
+      f"config.schedule.name = {config.schedule.name!r} on config.mesh ="
+      f" {config.mesh.to_dict()} needs devices of its own for generation; set"
+      " config.generation_mesh, for example config.generation_mesh.data = 1"
     )
   return schedule
 
@@ -235,7 +248,12 @@ def make_veto(config: ml_collections.ConfigDict) -> Veto | None:
   return veto if enabled else None
 
 
-def check_rewards(config: ml_collections.ConfigDict, method: Method, policy: OutcomePolicy) -> None:
+def check_rewards(
+  config: ml_collections.ConfigDict,
+  method: Method,
+  policy: OutcomePolicy,
+  sources: Sequence[Source],
+) -> None:
   """Raises where the advantage, the filters and the rewards do not go together."""
   check_between("config.overlong", "buffer", config.overlong.buffer, low=0)
   if config.overlong.buffer > config.max_response_length:
@@ -255,7 +273,13 @@ def check_rewards(config: ml_collections.ConfigDict, method: Method, policy: Out
       f" config.overlong.buffer = {config.overlong.buffer} shapes them; set it to 0, or choose"
       " another advantage"
     )
-  shaped = {k.value: v for k, v in policy.items() if v not in ("score", "mask", "stop", 0.0, 1.0)}
+  if method.advantage.needs_binary and any(source.shaped for source in sources):
+    raise ValueError(
+      f"config.advantage.name = {name!r} needs rewards that are 0 or 1, but those of"
+      f" config.sources.recorded.store = {config.sources.recorded.store!r} are shaped; choose"
+      " another store or another advantage"
+    )
+  shaped = shaped_outcomes(policy)
   if method.advantage.needs_binary and shaped:
     raise ValueError(
       f"config.advantage.name = {name!r} needs rewards that are 0 or 1, but"
@@ -269,6 +293,12 @@ def check_rewards(config: ml_collections.ConfigDict, method: Method, policy: Out
         "config.dynamic_sampling.enabled with config.batch.group_size = 1: a group of one is always"
         " all right or all wrong, so nothing would ever be kept; set group_size ≥ 2"
       )
+
+
+def shaped_outcomes(policy: OutcomePolicy) -> dict[str, Any]:
+  """Outcomes whose reward is another than 0, 1 or the grader's own."""
+  plain = ("score", "mask", "stop", 0.0, 1.0)
+  return {outcome.value: reward for outcome, reward in policy.items() if reward not in plain}
 
 
 def make_optimizer(
@@ -392,6 +422,7 @@ class Parts:
   outcome_policy: OutcomePolicy
   schedule: schedules.Schedule
   sources: tuple[Source, ...]  # of the rollouts of every batch
+  sources_of: Callable  # pins → the sources as they were when a run began, see `Source.pin`
   generation_mesh: Mesh
   abstract_state: TrainState  # shapes, dtypes, shardings
   train_step: Callable  # jitted (state, batch) → (state, metrics); the state is donated
@@ -462,12 +493,15 @@ def build(
     return jax.jit(of_run, out_shardings=sharding.host_result_sharding(mesh))
 
   of_groups = functools.partial(jit_generate, group_size=config.batch.group_size, mesh=own_mesh)
-  sources = make_sources(config, own_model, own_mesh, tokenizer, of_groups)
+  sources_of = functools.partial(
+    make_sources, config, own_model, own_mesh, tokenizer, of_groups
+  )
+  sources = sources_of({})
   method = make_method(config, model, mesh)
   method = method._replace(sources=tuple(source.name for source in sources))
   state = abstract_state(method, mesh)
   check_update(config, method, state)
-  check_rewards(config, method, policy)
+  check_rewards(config, method, policy, sources)
   task = task or pick(tasks, "task", config.task.to_dict())
   check_texts(config, task, tokenizer)
 
@@ -484,6 +518,7 @@ def build(
     outcome_policy=policy,
     schedule=schedule,
     sources=sources,
+    sources_of=sources_of,
     generation_mesh=own_mesh,
     abstract_state=state,
     train_step=jax.jit(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -22,6 +23,8 @@ from rlvr_jax.train import components, multihost
 from rlvr_jax.train.metrics import say
 from rlvr_jax.train.sources import Source, max_gap
 from rlvr_jax.types import Array, Params, Prompts, Rollouts
+
+_ABSENT, _WHOLE = "", "whole"  # states of a batch in the store
 
 
 class DynamicSamplingError(RuntimeError):
@@ -73,6 +76,7 @@ class Generator:
 
   Attributes:
     number: of the next batch.
+    version: of the policy that drew the last one.
     free_from: seconds of the host's clock: when the devices last ended something else.
     on_dispatch: called when the devices have got something to generate.
   """
@@ -89,7 +93,7 @@ class Generator:
     self.problems = problem_batches(
       parts.task.train, batch_size=max(self.num_live, 1), seed=c.seed
     )
-    self.number = self.draws = 0
+    self.number = self.draws = self.version = 0
     self.checked_version = -1  # whose log-probabilities were last compared
     self.free_from = 0.0
     self.on_dispatch: Callable[[], None] = lambda: None
@@ -129,21 +133,21 @@ class Generator:
     grading: _Grading | None = None
     while True:
       # A policy may come before the grades are there: graders need not run out of work.
-      until = grading.submitted[-1] if grading is not None and grading.submitted else None
+      until = grades_of(grading)
       wait = generating is None and (grading is None or until is not None)
       behavior = next_behavior(wait, until)
       if behavior is None and generating is None and grading is None:
         return
       started = None
       if behavior is not None:
-        if self.number in self.store.numbers():
+        if (state := self.stored()) != _ABSENT:
           # First those that are on their way: batches come in their order.
           if grading is not None:
             yield self.keep(self.finish(grading))
           if generating is not None:
             yield self.keep(self.finish(self.submit(generating)))
           generating = grading = None
-          known = self.recall(behavior)
+          known = self.recall(state, behavior)
           if known is not None:
             yield known
             continue
@@ -151,26 +155,39 @@ class Generator:
           yield self.draw_mixed_groups(behavior)
           continue
         started = self.start(behavior)
+      # Nothing that is graded waits for the devices.
+      if grading is not None and until is not None and until.done():
+        yield self.keep(self.finish(grading))
+        grading = None
       submitted = self.submit(generating) if generating else None
       if grading is not None and (submitted is not None or started is None):
         yield self.keep(self.finish(grading))
         grading = None
       generating, grading = started, submitted or grading
 
-  def recall(self, behavior: Behavior | None = None) -> Drawn | None:
-    """The next batch, if the store has it; a damaged one is set aside.
+  def stored(self) -> str:
+    """Of the next batch: `_ABSENT`, `_WHOLE`, or what is wrong with it; the first process looks."""
+    state = _ABSENT
+    if multihost.is_first() and self.number in self.store.numbers():
+      try:
+        self.store.read(self.number)
+        state = _WHOLE
+      except TornShardError as error:
+        state = str(error)
+    return multihost.exchange(state)[0]
+
+  def recall(self, state: str, behavior: Behavior | None = None) -> Drawn | None:
+    """The next batch from the store; a damaged one is set aside.
 
     Args:
+      state: of it, see `stored`.
       behavior: the policy that must have drawn it; None takes it whichever it was.
     """
     number = self.number
-    if number not in self.store.numbers():
+    if state != _WHOLE:
+      self.set_aside(number, state)
       return None
-    try:
-      drawn = from_shard(number, *self.store.read(number))
-    except TornShardError as error:
-      self.set_aside(number, str(error))
-      return None
+    drawn = from_shard(number, *self.store.read(number))
     if behavior is not None:
       found, wanted = (drawn.version, drawn.fingerprint), (behavior.version, behavior.fingerprint)
       if found != wanted:
@@ -181,6 +198,7 @@ class Generator:
         )
         return None
     self.set_state(drawn.after)
+    self.version = drawn.version
     return drawn
 
   def set_aside(self, number: int, why: str) -> None:
@@ -193,32 +211,33 @@ class Generator:
     index, number = self.draws, self.number
     self.draws += 1
     self.number += 1
+    self.version = behavior.version
     dispatched = time.perf_counter()
     generation = recorded = None
     if self.num_live:
-      key = key_for(self.config.seed, "rollout", index)
       versions = [
         behavior.version if source.of_this_run else FOREIGN
         for source in self.live
         for _ in range(source.prompts)
       ]
       generation = self.collector.start(
-        next(self.problems), lambda prompts: self.generate(behavior, prompts, key), versions
+        next(self.problems), lambda prompts: self.generate(behavior, prompts, index), versions
       )
     self.on_dispatch()
     if self.recorded is not None:
       recorded = self.recorded.take(index * self.num_recorded, self.num_recorded)
     return _Draw(behavior, number, generation, recorded, self.state(), dispatched)
 
-  def generate(self, behavior: Behavior, prompts: Prompts, key: Array) -> list[Rollouts]:
-    """Dispatches every source's share of the prompts."""
+  def generate(self, behavior: Behavior, prompts: Prompts, draw: int) -> list[Rollouts]:
+    """Dispatches every source's share of the prompts; `draw` counts the calls."""
+    first, others = (key_for(self.config.seed, purpose, draw) for purpose in ("rollout", "source"))
     rollouts, start = [], 0
     for index, (source, params) in enumerate(zip(self.live, behavior.of_source, strict=True)):
       assert source.generate is not None
       share = slice(start, start + source.prompts)
       mine = self.parts.to_generation(jax.tree.map(lambda x, share=share: x[share], prompts))
-      own_key = jax.random.fold_in(key, index) if index else key
-      rollouts.append(source.generate(params, mine, own_key))
+      key = jax.random.fold_in(others, index) if index else first
+      rollouts.append(source.generate(params, mine, key))
       start += source.prompts
     return rollouts
 
@@ -235,12 +254,15 @@ class Generator:
   def finish(self, grading: _Grading) -> Drawn:
     """Waits for the grades and puts the batch together."""
     draw, timings, graded = grading.draw, grading.timings, grading.draw.recorded
+    drawn_tokens = [] if draw.recorded is None else [draw.recorded.batch.mask]
     began = time.perf_counter()
     flops = 0.0
     if draw.generation is not None:
       own = self.collector.finish(draw.generation, *grading.submitted)
       timings["time/grade_seconds"] = time.perf_counter() - began
       lengths = draw.generation.prompts.lengths, grading.submitted[0].lengths
+      positions = np.arange(own.batch.mask.shape[-1])
+      drawn_tokens.insert(0, (positions < lengths[1][..., None]).astype(np.float32))
       flops = forward_flops(self.parts.model.config, *lengths)
       graded = with_recorded(own, draw.recorded) if draw.recorded else own
     assert graded is not None  # there are live or recorded groups, or both
@@ -254,7 +276,9 @@ class Generator:
       number=draw.number,
       version=draw.behavior.version,
       fingerprint=draw.behavior.fingerprint,
-      graded=self.with_gaps(graded._replace(batch=batch), draw.behavior),
+      graded=self.with_gaps(
+        graded._replace(batch=batch), np.concatenate(drawn_tokens), draw.behavior
+      ),
       versions=np.asarray(versions, np.int32),
       draws=1,
       flops=flops,
@@ -295,9 +319,11 @@ class Generator:
       " --workdir, a larger config.batch.group_size or problems nearer to what the policy can do"
     )
 
-  def with_gaps(self, graded: Graded, behavior: Behavior) -> Graded:
+  def with_gaps(self, graded: Graded, mask: np.ndarray, behavior: Behavior) -> Graded:
     """Compares log-probabilities on a few groups of every source, once per version.
 
+    Args:
+      mask: f32[P, G, T], every token that was drawn, whether or not it counts in the loss.
     Raises:
       AgreementError: a source that samples with the policy's own parameters is too far off.
     """
@@ -310,7 +336,7 @@ class Generator:
       batch = graded.batch
       few = slice(start, start + min(source.prompts, self.parts.gap_prompts))
       start += source.prompts
-      rollouts = (batch.prompts, batch.tokens, batch.mask, batch.behavior_logprobs)
+      rollouts = (batch.prompts, batch.tokens, mask, batch.behavior_logprobs)
       here = self.parts.to_generation(jax.tree.map(lambda x, few=few: x[few], rollouts))
       mean, largest = jax.device_get(
         self.parts.behavior_gap(behavior.params, *here, sampling=source.sampling)
@@ -326,7 +352,7 @@ class Generator:
     """Raises AgreementError where the source must agree with the trainer and does not."""
     dtype = self.parts.model.config.compute_dtype
     bound = max_gap(self.config, dtype, source)
-    if source.exact and not gap <= bound:
+    if not gap <= (bound if source.exact else sys.float_info.max):
       raise AgreementError(
         f"sampler and trainer disagree: the log-probabilities that the {source.name} source"
         f" recorded under version {version} of the policy are off by {gap:.2g} nats per token in"
@@ -339,6 +365,10 @@ class Generator:
     c = self.config
     about = dict(
       tokenizer=c.tokenizer,
+      truncated=any(source.truncated for source in self.parts.sources),
+      shaped=bool(c.overlong.buffer)
+      or bool(components.shaped_outcomes(self.parts.outcome_policy))
+      or any(source.shaped for source in self.parts.sources),
       group_size=c.batch.group_size,
       max_prompt_length=c.max_prompt_length,
       max_response_length=c.max_response_length,
@@ -347,6 +377,13 @@ class Generator:
     arrays, info = to_shard(drawn, **about)
     multihost.on_first(lambda: self.store.append(drawn.number, arrays, info), None)
     return drawn
+
+
+def grades_of(grading: _Grading | None) -> Future | None:
+  """The grades that are waited for, where this process alone decides what comes first."""
+  if grading is None or not grading.submitted or jax.process_count() > 1:
+    return None
+  return grading.submitted[-1]
 
 
 def with_recorded(graded: Graded, recorded: Graded) -> Graded:

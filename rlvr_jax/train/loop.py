@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +21,7 @@ import numpy as np
 
 from rlvr_jax.data import problem_batches
 from rlvr_jax.evaluate.held_out import evaluate
-from rlvr_jax.files import DamagedFileError
+from rlvr_jax.files import DamagedFileError, replacing
 from rlvr_jax.models.flops import forward_flops, update_flops
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.rewards.outcome import GradingStoppedError, rewards_from_grades
@@ -120,6 +122,7 @@ def train(parts: components.Parts, workdir: str | Path) -> dict[str, float]:
     enter = lambda resource: stack.enter_context(contextlib.closing(resource))
     stack.enter_context(multihost.only_the_first_speaks())
     multihost.on_first(lambda: _claim(workdir, parts, enter), None)
+    parts = as_begun(parts, workdir)
     warm_starts = enter(Checkpointer(workdir / "warm_start", keep=1))
     warm = warm_starts.restore(parts.abstract_state.params)
     checkpointer = enter(Checkpointer(workdir / "checkpoints", keep=config.checkpoint.keep))
@@ -165,6 +168,32 @@ def _claim(workdir: Path, parts: components.Parts, enter: Any) -> None:
   check_config(workdir, parts.config.to_json_best_effort(), may_differ=allowed)
 
 
+def as_begun(parts: components.Parts, workdir: Path) -> components.Parts:
+  """The parts with the checkpoint and the batches of other runs that this one began with.
+
+  Raises:
+    StoreError: they are there no more.
+  """
+  path = workdir / "sources.json"
+  pins = {source.name: source.pin for source in parts.sources if source.pin is not None}
+  if not pins:
+    return parts
+
+  def write() -> None:
+    if not path.exists():
+      with replacing(path) as file:
+        file.write(json.dumps(pins).encode())
+
+  multihost.on_first(write, None)
+  pinned = json.loads(path.read_text())
+  if pinned == pins:
+    return parts
+  try:
+    return dataclasses.replace(parts, sources=parts.sources_of(pinned))
+  except ValueError as error:
+    raise StoreError(f"{error} (this run began with what {path} names)") from error
+
+
 def resumable(
   checkpointer: Checkpointer, parts: components.Parts, store: RolloutStore
 ) -> Restored | None:
@@ -180,8 +209,11 @@ def resumable(
     restored = checkpointer.restore(parts.abstract_state, step=step)
     assert restored is not None  # the step is there
     damaged = [number for number in restored.host["pending"] if not store.whole(int(number))]
+    damaged = multihost.exchange(damaged)[0]
     # In real time any policy may draw a batch, see `Trainer.resume`.
     if not damaged or parts.schedule.real_time:
+      # Later ones would be taken up by the next resume, although their records are gone.
+      checkpointer.discard_after(step)
       return restored
     say(
       f"rollouts {damaged} of {store.directory}, pending at update {step}, are damaged or missing:"
@@ -355,14 +387,13 @@ class Trainer:
     self.after = host["after"]
     self.start(restored.state)
     self.counters = host["counters"]
-    for number, of_host in host["pending"].items():
-      if self.schedule.real_time and not self.store.whole(int(number)):
+    for number in sorted(map(int, host["pending"])):
+      if self.schedule.real_time and not self.store.whole(number):
         # Any policy may draw it; what was drawn after it is told to `start_worker`.
-        first = int(number) == 0
-        self.after = self.generator.state() if first else self.store.info(int(number) - 1)["after"]
+        self.after = self.store.info(number - 1)["after"] if number else self.generator.state()
         break
-      arrays = (restored.arrays or {}).get(number, {})
-      self.pending[int(number)] = Pending(**of_host, **arrays)
+      arrays = (restored.arrays or {}).get(str(number), {})
+      self.pending[number] = Pending(**host["pending"][str(number)], **arrays)
     self.generator.set_state(self.after)
     say(
       f"resumed at update {self.step}: parameters, optimizer and algorithm state,"
@@ -383,7 +414,8 @@ class Trainer:
       while self.step < c.num_updates and not ending:
         try:
           ending = not self.collect(lambda: multihost.anywhere(termination.requested))
-        except GeneratorStoppedError:
+        except GeneratorStoppedError as error:
+          say(f"{error}; saving")  # should the devices hang too
           self.save()
           raise
         if ending:
@@ -403,7 +435,7 @@ class Trainer:
 
   def start_worker(self) -> GeneratorWorker:
     """The thread that generates, after whatever batches the store has already."""
-    while (drawn := self.generator.recall()) is not None:
+    while (state := self.generator.stored()) and (drawn := self.generator.recall(state)):
       self.take(drawn)
     # Behind a gap nothing can be trusted: a batch drawn anew makes other policies.
     for number in self.store.numbers():
@@ -491,7 +523,9 @@ class Trainer:
       TornShardError: it was damaged since it was written.
     """
     held = self.held.get(number)
-    return from_shard(number, *self.store.read(number)) if held is None else held
+    if held is not None:
+      return held
+    return multihost.together(lambda: from_shard(number, *self.store.read(number)))
 
   def prepared(self, drawn: Drawn) -> TrainBatch:
     """The batch as the next update takes it: permuted in a control run, scored, with its lags."""
@@ -542,7 +576,8 @@ class Trainer:
         f"rollouts {number} bear version {pending.version} and were drawn by parameters with"
         f" fingerprint {pending.fingerprint}; the trainer's of that version have {known}."
         " Parameters changed without a hand-over, or the rollouts are of another run; nothing was"
-        f" trained on them. They are in {self.store.directory}"
+        f" trained on them. They are in {self.store.directory}; where a run was taken up on another"
+        " kind of machine, move that batch and later ones elsewhere and rerun: they are drawn again"
       )
 
   def update(self) -> None:
@@ -709,8 +744,9 @@ class Trainer:
       keep_at_or_before=min((p.version for p in self.pending.values()), default=None),
     )
     if not self.config.store.keep_used:
-      # What the oldest checkpoint may still have to train on stays.
-      needed = self.schedule.first(min(self.checkpointer.steps()))
+      # What the last checkpoints may still have to train on stays.
+      last_steps = self.checkpointer.steps()[-self.config.checkpoint.keep :]
+      needed = self.schedule.first(last_steps[0])
       multihost.on_first(lambda: self.remove_used(needed), None)
 
   def remove_used(self, needed: int) -> None:
@@ -751,10 +787,10 @@ def stage_summary(workdir: Path, step: int, length: int) -> dict[str, float]:
   chosen = ("veto/", "behavior/", "staleness/", "loss/", "policy/", "reward/", "stage/number")
   reduce = {"max": max, "min": min}
   summary = {}
-  for name in records[-1]:
+  for name in dict.fromkeys(name for record in records for name in record):
     if name.startswith(chosen):
-      how = next((reduce[part] for part in name.split("_") if part in reduce), np.mean)
-      summary[name] = float(how([record[name] for record in records]))
+      how = next((reduce[part] for part in re.split("[/_]", name) if part in reduce), np.mean)
+      summary[name] = float(how([record[name] for record in records if name in record]))
   return summary
 
 

@@ -81,7 +81,7 @@ class MetricWriter:
 
     Args:
       step: of the phase's own counter.
-      phase: "train", "eval" or "warm_start".
+      phase: "train", "eval", "stage" or "warm_start".
       values: numbers (also 0-d arrays) or strings; a float reads back exactly, and a non-finite
         one is written as "nan", "inf" or "-inf".
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from rlvr_jax.data import Tokenizer
 from rlvr_jax.models import quantized
 from rlvr_jax.models.functional import Model, transformer
 from rlvr_jax.models.presets import preset
-from rlvr_jax.ops.checks import check_between, check_choice
+from rlvr_jax.ops.checks import check_between, check_choice, check_whole
 from rlvr_jax.ops.logprobs import check_sampling, token_logprobs
 from rlvr_jax.rollouts.drawn import RecordedGroups
 from rlvr_jax.rollouts.store import StoreError
@@ -28,7 +28,7 @@ from rlvr_jax.types import Array, Params, Prompts, Sampling
 # Mean |Δ log p| in nats per token at temperature 1 that the two ways of computing one
 # log-probability (cached decoding, one forward pass) may differ by. Measured on the tiny models:
 # 1e-6 in float32, 4e-3 in bfloat16.
-MAX_GAP = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+MAX_GAP = {"float64": 1e-4, "float32": 1e-4, "bfloat16": 5e-2}
 
 
 class Source(NamedTuple):
@@ -40,6 +40,10 @@ class Source(NamedTuple):
   generate: Callable | None = None  # jitted (params, prompts, key) → Rollouts
   recorded: RecordedGroups | None = None  # in place of `generate`
   params_of: Callable[[Params], Params] = lambda params: params  # the policy's → those it samples
+  truncated: bool = False  # whether top-k or top-p cut the distribution that was sampled
+  shaped: bool = False  # whether rewards other than 0 and 1 are recorded
+  # Which checkpoint or which batches these are, if others may be added there; JSON.
+  pin: Any = None
   of_this_run: bool = True  # whether its parameters are made of the policy's
   exact: bool = False  # whether they are the policy's: its log-probabilities must agree
 
@@ -77,6 +81,7 @@ def make_sources(
   mesh: Mesh,
   tokenizer: Tokenizer,
   jit_generate: Callable[[Model, Sampling], Callable],
+  pins: Mapping[str, Any],
 ) -> tuple[Source, ...]:
   """The sources that `config.sources` names, every mistake found before compilation.
 
@@ -85,10 +90,12 @@ def make_sources(
     mesh: where rollouts are generated.
     tokenizer: the run's.
     jit_generate: (model, sampling) → a jitted (params, prompts, key) → Rollouts.
+    pins: by name, what sources had for `pin` when the run began; none where it begins.
   Raises:
     ValueError: with the field, its value, what is allowed and the remedy.
   """
   settings, sampling = config.sources, Sampling(**config.sampling)
+  truncated = sampling.top_k > 0 or sampling.top_p < 1
   check_choice("config.sources.quantized", "format", settings.quantized.format, quantized.FORMATS)
   shifted = Sampling(**{**config.sampling, "temperature": settings.temperature.temperature})
   check_sampling(shifted, model.config.vocab_size)
@@ -97,32 +104,45 @@ def make_sources(
   )
 
   def temperature(name: str, prompts: int) -> Source:
-    return Source(name, prompts, shifted, jit_generate(model, shifted), exact=True)
+    generate = jit_generate(model, shifted)
+    return Source(name, prompts, shifted, generate, truncated=truncated, exact=True)
 
   def policy(name: str, prompts: int) -> Source:
-    return Source(name, prompts, sampling, jit_generate(model, sampling), exact=True)
+    generate = jit_generate(model, sampling)
+    return Source(name, prompts, sampling, generate, truncated=truncated, exact=True)
 
   def rounded(name: str, prompts: int) -> Source:
     copy = jax.jit(functools.partial(quantized.quantized, format=settings.quantized.format))
     generate = jit_generate(quantized.for_quantized(model), sampling)
-    return Source(name, prompts, sampling, generate, params_of=copy)
+    return Source(name, prompts, sampling, generate, truncated=truncated, params_of=copy)
 
   def checkpoint(name: str, prompts: int) -> Source:
-    other, params = other_policy(settings.checkpoint, mesh, tokenizer.vocab_size)
+    other, step, params = other_policy(config, model, mesh, pins.get(name))
     return Source(
       name,
       prompts,
       sampling,
       jit_generate(other, sampling),
+      truncated=truncated,
       params_of=lambda _: params(),
+      pin=step,
       of_this_run=False,
     )
 
   def recorded(name: str, prompts: int) -> Source:
     # What it was sampled with is not known here; its gap is that of the target policy.
     target = Sampling(temperature=config.policy_temperature)
-    groups = recorded_groups(config, tokenizer)
-    return Source(name, prompts, target, recorded=groups, of_this_run=False)
+    groups = recorded_groups(config, tokenizer, pins.get(name))
+    return Source(
+      name,
+      prompts,
+      target,
+      recorded=groups,
+      truncated=groups.truncated,
+      shaped=groups.shaped,
+      pin=groups.numbers,
+      of_this_run=False,
+    )
 
   make = dict(
     policy=policy,
@@ -138,15 +158,23 @@ def make_sources(
   return tuple(make[name](name, prompts) for name, prompts in found.items())
 
 
-def recorded_groups(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> RecordedGroups:
+def recorded_groups(
+  config: ml_collections.ConfigDict, tokenizer: Tokenizer, numbers: Sequence[int] | None = None
+) -> RecordedGroups:
   """The groups of the store that `config.sources.recorded` names.
 
+  Args:
+    numbers: of the batches to take; None takes those that are there now.
   Raises:
     ValueError: there is none, or its rollouts do not fit this run.
   """
+  store = config.sources.recorded.store
+  if not store:
+    raise ValueError("config.sources.recorded.store is empty; set it to WORKDIR/rollouts of a run")
   try:
-    return RecordedGroups(
-      config.sources.recorded.store,
+    groups = RecordedGroups(
+      store,
+      numbers=numbers,
       tokenizer=config.tokenizer,
       pad_token=tokenizer.pad_id,
       group_size=config.batch.group_size,
@@ -155,32 +183,50 @@ def recorded_groups(config: ml_collections.ConfigDict, tokenizer: Tokenizer) -> 
     )
   except StoreError as error:
     raise ValueError(f"config.sources.recorded.store: {error}") from error
+  if groups.truncated and not config.allow_truncated_behavior:
+    raise ValueError(
+      f"config.sources.recorded.store = {store!r} has rollouts of truncated sampling, which bias"
+      " the ratio; choose another, or set config.allow_truncated_behavior = True to do it knowingly"
+    )
+  return groups
 
 
 def other_policy(
-  settings: ml_collections.ConfigDict, mesh: Mesh, vocab_size: int
-) -> tuple[Model, Callable[[], Params]]:
-  """Another run's model, and a function that reads its parameters once.
+  config: ml_collections.ConfigDict, model: Model, mesh: Mesh, step: int | None
+) -> tuple[Model, int, Callable[[], Params]]:
+  """Another run's model, the step of its checkpoint, and a function that reads its parameters once.
 
   Args:
-    settings: `workdir` of the run, and `step` of its checkpoint, −1 for the last one.
+    config: `sources.checkpoint` has the `workdir` of the run, and the `step`, −1 for the last one.
+    model: this run's.
+    step: that was taken when this run began; None where it begins.
   Raises:
-    ValueError: no run there, or one whose tokens are not this run's.
+    ValueError: no run there, no such checkpoint, or tokens that are not this run's.
   """
+  settings = config.sources.checkpoint
   workdir = Path(settings.workdir)
   try:
     theirs = json.loads((workdir / "config.json").read_text())
-  except (OSError, ValueError) as error:
+    model_config = preset(theirs["model"]["preset"], **theirs["model"]["overrides"])
+    tokens = (theirs["tokenizer"], model_config.vocab_size)
+  except (OSError, ValueError, KeyError, TypeError) as error:
     raise ValueError(
       f"config.sources.checkpoint.workdir = {settings.workdir!r} holds no run with a config.json"
       f" ({error}); set it to the --workdir of a run"
     ) from error
-  model_config = preset(theirs["model"]["preset"], **theirs["model"]["overrides"])
-  if model_config.vocab_size < vocab_size:
+  if tokens != (config.tokenizer, model.config.vocab_size):
     raise ValueError(
-      f"config.sources.checkpoint.workdir = {settings.workdir!r}: its model has"
-      f" {model_config.vocab_size} tokens, this run's tokenizer {vocab_size}; choose a run with the"
-      " same tokenizer"
+      f"config.sources.checkpoint.workdir = {settings.workdir!r}: its tokenizer and vocab_size are"
+      f" {tokens}, this run's {(config.tokenizer, model.config.vocab_size)}; choose a run with the"
+      " same"
+    )
+  check_whole("config.sources.checkpoint", "step", settings.step, low=-1)
+  steps = sorted(int(p.name) for p in (workdir / "checkpoints").glob("*") if p.name.isdigit())
+  if step is None and steps:
+    step = steps[-1] if settings.step == -1 else settings.step
+  if step not in steps:
+    raise ValueError(
+      f"config.sources.checkpoint: {workdir} has no checkpoint of step {step}; it has {steps}"
     )
   other = transformer(
     model_config, sharding.batch_constraint(mesh), sharding.gather_over_fsdp(mesh)
@@ -188,9 +234,8 @@ def other_policy(
   shapes = jax.eval_shape(other.init, jax.random.key(0))
   place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
   abstract = jax.tree.map(place, shapes, sharding.state_shardings(shapes, mesh))
-  step = None if settings.step < 0 else settings.step
   read = lambda: read_params(workdir / "checkpoints", abstract, step=step)[1]
-  return other, functools.cache(read)
+  return other, step, functools.cache(read)
 
 
 def behavior_gap(

@@ -114,5 +114,11 @@ class GeneratorWorker:
     return self._closing or self._generator.number >= self._num_batches
 
   def _may_begin(self) -> bool:
-    newest = self._newest
-    return newest is not None and self._generator.number - newest.version <= self._max_lag
+    """Whether the newest policy may draw: new enough, and not older than that of the last batch.
+
+    It is older after a resume, while the trainer goes over batches that were drawn before.
+    """
+    newest, generator = self._newest, self._generator
+    if newest is None or newest.version < generator.version:
+      return False
+    return generator.number - newest.version <= self._max_lag

@@ -1,6 +1,7 @@
 """Schedules, sources and the store in whole runs: what is trained on, and what survives."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -117,6 +118,12 @@ def test_stages_are_summarised(train):
     assert summary["behavior/ratio_max_negative"] == largest
     mean = np.mean([r["behavior/kl_k3"] for r in stage])
     assert summary["behavior/kl_k3"] == pytest.approx(mean) and mean > 0
+    assert (summary["staleness/mean"], summary["staleness/max"]) == (1.5, 3)
+  lines = [dict(r, phase="train") for r in records]
+  del lines[2]["behavior/kl_k3"]  # as what is measured at some updates alone
+  workdir.joinpath("metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
+  some = loop.stage_summary(workdir, 4, 4)["behavior/kl_k3"]
+  assert some == pytest.approx(np.mean([records[i]["behavior/kl_k3"] for i in (0, 1, 3)]))
 
 
 def test_an_asynchronous_run_keeps_its_bound_and_is_replayed_to_the_bit(train):
@@ -194,6 +201,18 @@ def test_a_long_stage_is_read_from_the_store(staged, train, trainer, monkeypatch
   with pytest.raises(TornShardError, match=r"00000001\.array_record"):
     made.update()
   assert made.step == 1
+
+
+def test_going_back_leaves_no_later_checkpoint(staged, parts, tmp_path):
+  """Their records are gone with it: a second kill must not take one of them up."""
+  workdir = as_after(6, staged, tmp_path)
+  tiny.cut(shard(workdir, 7))
+  with (
+    contextlib.closing(loop.Checkpointer(workdir / "checkpoints", keep=9)) as saved,
+    RolloutStore(workdir / "rollouts", writable=True) as store,
+  ):
+    assert saved.steps()[-2:] == [4, 6]
+    assert loop.resumable(saved, parts, store).step == saved.latest() == 4
 
 
 @pytest.mark.parametrize("damaged", [4, 6])
@@ -386,6 +405,15 @@ def test_training_on_a_store_alone(on_policy, train, parts):
     ),
     (dict(sources__temperature=dict(fraction=0.5, temperature=0.0)), "temperature = 0.0"),
     (dict(sources__checkpoint__fraction=0.5), "workdir = '' holds no run"),
+    (dict(sources__recorded__fraction=0.5), "recorded.store is empty; set it to"),
+    (
+      dict(
+        schedule__name="simulated_asynchronous",
+        schedule__kwargs=dict(batches=1, epochs=1),
+      ),
+      "simulated_asynchronous takes",
+    ),
+    (dict(schedule__name="asynchronous", schedule__kwargs={}, mesh__data=2), "generation_mesh"),
     (dict(schedule__name="fixed_lag"), "fixed_lag"),
     (dict(generation_mesh__data=9), r"config.generation_mesh: .*9 devices"),
   ],
@@ -395,12 +423,58 @@ def test_mistakes_are_named_before_anything_runs(fields, message):
     build(**fields)
 
 
-def test_a_store_of_other_shapes_is_refused(on_policy):
+def test_what_another_run_has_must_fit(on_policy, tmp_path):
   store = str(on_policy / "rollouts")
+  workdir = str(on_policy)
+  with pytest.raises(ValueError, match=r"no checkpoint of step 77; it has \[0, 3, 6, 8\]"):
+    build(sources__checkpoint=dict(fraction=0.5, workdir=workdir, step=77))
+  with pytest.raises(ValueError, match=r"vocab_size are \('bytes', 264\), .* 512"):
+    build(
+      sources__checkpoint=dict(fraction=0.5, workdir=workdir, step=-1),
+      model__overrides=dict(vocab_size=512),
+    )
+  foreign = tmp_path / "foreign"
+  foreign.mkdir()
+  (foreign / "config.json").write_text("{}")
+  with pytest.raises(ValueError, match="foreign' holds no run"):
+    build(sources__checkpoint=dict(fraction=0.5, workdir=str(foreign), step=-1))
+  for name, message in (("truncated", "truncated sampling"), ("shaped", "are shaped")):
+    other = tmp_path / name
+    arrays, info = RolloutStore(store, writable=False).read(0)
+    with RolloutStore(other, writable=True) as writer:
+      writer.append(0, arrays, info | {name: True})
+    with pytest.raises(ValueError, match=message):
+      build(
+        sources__recorded=dict(fraction=0.5, store=str(other)),
+        advantage=dict(name="maxrl", kwargs={}),
+      )
   with pytest.raises(ValueError, match=r"group_size = .4., this run has 2"):
     build(batch__group_size=2, sources__recorded=dict(fraction=0.5, store=store))
   with pytest.raises(ValueError, match="elsewhere is not there"):
     build(sources__recorded=dict(fraction=0.5, store=store + "/elsewhere"))
+
+
+def test_a_resumed_run_keeps_to_what_it_began_with(on_policy, parts, tmp_path):
+  """The other run may have gone on meanwhile."""
+  theirs = shutil.copytree(on_policy, tmp_path / "theirs")
+  fields = dict(
+    sources__checkpoint=dict(fraction=0.5, workdir=str(theirs), step=-1),
+    sources__recorded=dict(fraction=0.5, store=str(theirs / "rollouts")),
+  )
+  pins = lambda these: {source.name: source.pin for source in these.sources}
+  before = build(**fields)
+  (tmp_path / "run").mkdir()
+  begun = loop.as_begun(before, tmp_path / "run")
+  assert pins(begun) == {"checkpoint": UPDATES, "recorded": list(range(UPDATES))}
+  store = RolloutStore(theirs / "rollouts", writable=True)
+  store.append(UPDATES, *store.read(0))
+  shutil.copytree(theirs / "checkpoints" / "8", theirs / "checkpoints" / "9")
+  after = build(**fields)
+  assert pins(after) == {"checkpoint": 9, "recorded": list(range(UPDATES + 1))}
+  assert pins(loop.as_begun(after, tmp_path / "run")) == pins(begun)
+  store.remove(3)
+  with pytest.raises(loop.StoreError, match=r"has lost the batches \[3\].*sources.json"):
+    loop.as_begun(build(**fields), tmp_path / "run")
 
 
 def test_what_is_used_may_be_removed(train, parts):
