@@ -13,6 +13,8 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
+from scipy import special
+
 from rlvr_jax.train.metrics import read_metrics
 
 RECIPES = (
@@ -21,8 +23,6 @@ RECIPES = (
   *("salt_grpo", "salt_dapo"),
 )
 METRIC = "eval/pass@1"
-# Two-sided 95 % quantiles of Student's t, by degrees of freedom.
-T_QUANTILES = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306}
 
 
 def run(
@@ -76,10 +76,7 @@ def run_all(
   Args:
     runs: label → command line.
     same_warm_start: whether all runs of a seed have the warm start of the first of them.
-  Raises:
-    ValueError: a number of seeds for which there is no t interval.
   """
-  check_seeds(num_seeds)
   results, first = [], next(iter(runs))
   for label, arguments in runs.items():
     for seed in range(num_seeds):
@@ -98,13 +95,19 @@ def workdir_of(root: pathlib.Path, label: str, seed: int) -> pathlib.Path:
 def mean_and_half_width(values: Sequence[float]) -> tuple[float, float]:
   """Mean over seeds, and half of its 95 % interval by Student's t."""
   spread = statistics.stdev(values) / len(values) ** 0.5
-  return statistics.mean(values), T_QUANTILES[len(values) - 1] * spread
+  return statistics.mean(values), float(special.stdtrit(len(values) - 1, 0.975)) * spread
 
 
-def check_seeds(num_seeds: int) -> None:
-  """Raises where the t interval has no quantile."""
-  if num_seeds - 1 not in T_QUANTILES:
-    raise ValueError(f"--seeds={num_seeds}: allowed are 2 to {max(T_QUANTILES) + 1}")
+def cell(values: Sequence[float]) -> str:
+  """Mean over seeds with half of its 95 % interval, for a table."""
+  mean, half = mean_and_half_width(values)
+  return f"{mean:.3g} ± {half:.1g}"
+
+
+def markdown(header: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
+  """A table with one row per run."""
+  lines = [f"| run | {' | '.join(header)} |", "|---" * (len(header) + 1) + "|"]
+  return "\n".join(lines + [f"| {label} | {' | '.join(cells)} |" for label, cells in rows.items()])
 
 
 def interval(result: dict, index: int) -> str:

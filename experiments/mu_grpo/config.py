@@ -1,0 +1,47 @@
+"""A small policy that writes out its sums, and all rollouts of 96 updates drawn at once.
+
+The quickstart's sums of three digits, answered step by step ("4-1=3", "3-7=-4", "#### -4"; 19 to 25
+bytes), so that a response has a suffix to veto. The policy has 0.14 M parameters.
+
+  --config=experiments/mu_grpo/config.py:stages   two stages, the interval [0, 5], no veto
+  --config=experiments/mu_grpo/config.py:refresh  GRPO: four updates per refresh, clip 0.2
+
+Nothing else differs between the two. What is not set below is the recipe's of μ-GRPO.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import mu_grpo
+from rlvr_jax.ops.checks import check_choice
+
+
+def get_config(schedule: str = "stages") -> ConfigDict:
+  check_choice("get_config", "schedule", schedule, ("stages", "refresh"))
+  c = mu_grpo.get_config()
+  c.veto.enabled = False
+  if schedule == "refresh":
+    c.schedule = dict(
+      name="updates_per_refresh", kwargs=dict(batches=4, epochs=1), proximal_every=0
+    )
+    c.loss.kwargs.epsilon_low = c.loss.kwargs.epsilon_high = 0.2
+  else:
+    c.schedule.kwargs.count = 2
+  c.num_updates = 192
+
+  with c.unlocked():
+    c.model.overrides = dict(width=64, num_layers=2, mlp_width=192, unroll_layers=2)
+  c.task.kwargs.solution = "steps"
+  c.max_response_length = 26  # bytes, such as "4-9=-5\n-5-8=-13\n#### -13" and the stop token
+  c.warm_start.num_steps = 200
+  c.warm_start.optimizer.learning_rate = 3e-3
+  c.batch.prompts = 16
+  c.optimizer.learning_rate = 3e-4
+  c.optimizer.decay = "constant"
+
+  c.evaluation.every = 24
+  c.evaluation.num_samples = 2
+  c.evaluation.ks = (1,)
+  c.checkpoint.every = 1000
+  c.logging.print_every = 1000
+  c.logging.rollouts_every = 1000
+  return c

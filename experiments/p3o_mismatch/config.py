@@ -1,0 +1,45 @@
+"""GRPO's clip and P3O on the same batches, for rollouts that are not the policy's own.
+
+The quickstart's sums of three digits, by a policy of 0.20 M parameters. The two methods differ in
+the loss alone: same advantages, optimizer and aggregation, and no KL to a reference (P3O has its
+own pull, towards β; GRPO's towards the first policy would blur what the clip does).
+
+  --config=experiments/p3o_mismatch/config.py:METHOD,SCHEDULE
+
+METHOD is grpo (ppo_clip) or p3o; SCHEDULE is refresh (four updates per refresh, as the recipes have
+it) or lag (rollouts that are exactly so many updates old).
+"""
+
+from ml_collections import ConfigDict
+
+from configs import p3o, quickstart
+from rlvr_jax.ops.checks import check_choice
+
+
+def get_config(choice: str = "p3o,refresh") -> ConfigDict:
+  method, _, schedule = choice.partition(",")
+  check_choice("get_config", "method", method, ("grpo", "p3o"))
+  check_choice("get_config", "schedule", schedule, ("refresh", "lag"))
+  c = {"grpo": quickstart, "p3o": p3o}[method].get_config()
+  if method == "grpo":
+    c.loss.kwargs = dict(epsilon_low=0.2, epsilon_high=0.2)
+  c.schedule = dict(
+    refresh=dict(name="updates_per_refresh", kwargs=dict(batches=4, epochs=1), proximal_every=0),
+    lag=dict(name="fixed_lag", kwargs=dict(lag=1), proximal_every=0),
+  )[schedule]
+  c.num_updates = 80
+
+  with c.unlocked():
+    c.model.overrides = dict(width=64, num_layers=3, mlp_width=192, unroll_layers=3)
+    c.model.overrides.compute_dtype = "float32"
+  c.warm_start.num_steps = 250
+  c.warm_start.optimizer.learning_rate = 3e-3
+  c.batch.prompts = 32
+  c.optimizer.learning_rate = 4e-4
+  c.optimizer.decay = "constant"
+
+  c.evaluation.every = 20
+  c.checkpoint.every = 1000
+  c.logging.print_every = 1000
+  c.logging.rollouts_every = 1000
+  return c
