@@ -269,39 +269,20 @@ class _Preservation(ocp.checkpoint_managers.PreservationPolicy):
     return [step in kept for step in steps]
 
 
-def read_params(
-  directory: str | os.PathLike[str], abstract_params: Params, *, step: int | None = None
-) -> tuple[int, Params]:
-  """The parameters out of a checkpoint of any run, also of one that goes on; changes nothing there.
+def read_params(directory: pathlib.Path, abstract_params: Params) -> Params:
+  """The parameters out of a checkpoint of any run; changes nothing there.
 
   Args:
-    directory: holds one directory per step: "checkpoints" or "warm_start" of a run's workdir.
+    directory: of one step, whether it holds a whole `TrainState` or parameters alone.
     abstract_params: their structure, as `Checkpointer.restore` takes a state's.
-    step: which one; None for the latest. On several hosts name it: a run that goes on may save
-      another between their looks.
   Returns:
-    The step, and the parameters with the shardings asked for.
+    The parameters, with the shardings asked for.
   Raises:
-    CheckpointError: no such checkpoint.
     TornCheckpointError: files are cut, changed or missing.
     ForeignCheckpointError: of another program, or parameters of another structure.
   """
   _silence_orbax()
-  directory = pathlib.Path(directory).absolute()
-  has_manifest = lambda step: (directory / str(step) / "manifest").exists()
-  steps = lambda: list(filter(has_manifest, _step_directories(directory)))
-  while True:
-    found = _chosen_step(directory, steps(), step)
-    try:
-      return found, _read_params(directory / str(found), abstract_params)
-    except CheckpointError:
-      # A run that goes on removes what newer checkpoints replace, also while it is read.
-      if step is not None or max(steps(), default=found) == found:
-        raise
-
-
-def _read_params(directory: pathlib.Path, abstract_params: Params) -> Params:
-  """Those of a step directory, whether it holds a whole `TrainState` or them alone."""
+  directory = directory.absolute()
   leaves = _named_leaves(abstract_params)
   try:
     saved = _read_manifest(directory)["leaves"]

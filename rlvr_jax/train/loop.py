@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +19,7 @@ import numpy as np
 
 from rlvr_jax.data import problem_batches
 from rlvr_jax.evaluate.held_out import evaluate
-from rlvr_jax.files import DamagedFileError, replacing
+from rlvr_jax.files import DamagedFileError
 from rlvr_jax.models.flops import forward_flops, update_flops
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.rewards.outcome import GradingStoppedError, rewards_from_grades
@@ -47,14 +45,14 @@ from rlvr_jax.train.generator import (
 )
 from rlvr_jax.train.host import Termination, termination_signals
 from rlvr_jax.train.metrics import (
-  METRICS_FILE,
   MetricWriter,
   compact_line,
   progress,
-  read_metrics,
   say,
+  stage_summary,
 )
 from rlvr_jax.train.report import write_report
+from rlvr_jax.train.resuming import as_begun, elapsed_seconds, resumable
 from rlvr_jax.train.warm_start import warm_start
 from rlvr_jax.train.worker import GeneratorStoppedError, GeneratorWorker
 from rlvr_jax.types import Params, TrainBatch, TrainState
@@ -166,74 +164,6 @@ def _claim(workdir: Path, parts: components.Parts, enter: Any) -> None:
   enter(WorkdirLock(workdir))
   allowed = components.may_differ(parts.config, parts.schedule)
   check_config(workdir, parts.config.to_json_best_effort(), may_differ=allowed)
-
-
-def as_begun(parts: components.Parts, workdir: Path) -> components.Parts:
-  """The parts with the checkpoint and the batches of other runs that this one began with.
-
-  Raises:
-    StoreError: they are there no more.
-  """
-  path = workdir / "sources.json"
-  pins = {source.name: source.pin for source in parts.sources if source.pin is not None}
-  if not pins:
-    return parts
-
-  def write() -> None:
-    if not path.exists():
-      with replacing(path) as file:
-        file.write(json.dumps(pins).encode())
-
-  multihost.on_first(write, None)
-  pinned = json.loads(path.read_text())
-  if pinned == pins:
-    return parts
-  try:
-    return dataclasses.replace(parts, sources=parts.sources_of(pinned))
-  except ValueError as error:
-    raise StoreError(f"{error} (this run began with what {path} names)") from error
-
-
-def resumable(
-  checkpointer: Checkpointer, parts: components.Parts, store: RolloutStore
-) -> Restored | None:
-  """The latest checkpoint whose pending rollouts are whole; None where there is no checkpoint.
-
-  A damaged batch is set aside. From an earlier checkpoint the run repeats itself to the bit, draws
-  that batch again with the policy that drew it, and reads the others from the store.
-
-  Raises:
-    StoreError: no checkpoint is old enough for that.
-  """
-  for step in reversed(checkpointer.steps()):
-    restored = checkpointer.restore(parts.abstract_state, step=step)
-    assert restored is not None  # the step is there
-    damaged = [number for number in restored.host["pending"] if not store.whole(int(number))]
-    damaged = multihost.exchange(damaged)[0]
-    # In real time any policy may draw a batch, see `Trainer.resume`.
-    if not damaged or parts.schedule.real_time:
-      # Later ones would be taken up by the next resume, although their records are gone.
-      checkpointer.discard_after(step)
-      return restored
-    say(
-      f"rollouts {damaged} of {store.directory}, pending at update {step}, are damaged or missing:"
-      " going back to an earlier checkpoint, to draw them again"
-    )
-  if checkpointer.steps():
-    raise StoreError(
-      f"rollouts of {store.directory} that are still to be trained on are damaged or missing, and"
-      " no checkpoint is old enough to draw them again. Put them back, or begin anew in another"
-      " --workdir"
-    )
-  return None
-
-
-def elapsed_seconds(workdir: Path) -> float:
-  """What a run has taken up to its last record; 0 before the first."""
-  if not (workdir / METRICS_FILE).exists():
-    return 0.0
-  times = [record.get("time/elapsed_seconds", 0.0) for record in read_metrics(workdir)]
-  return max(times, default=0.0)
 
 
 def warm_started(
@@ -775,23 +705,6 @@ def response_lengths(batch: TrainBatch) -> np.ndarray:
   """i32[P, G], tokens up to the last that counts in the loss."""
   positions = np.arange(1, batch.mask.shape[-1] + 1)
   return np.max((batch.mask > 0) * positions, axis=-1)
-
-
-def stage_summary(workdir: Path, step: int, length: int) -> dict[str, float]:
-  """Means over a stage's updates of what its records say; largest and smallest where named so."""
-  records = [
-    record
-    for record in read_metrics(workdir)
-    if record["phase"] == "train" and step - length < record["step"] <= step
-  ]
-  chosen = ("veto/", "behavior/", "staleness/", "loss/", "policy/", "reward/", "stage/number")
-  reduce = {"max": max, "min": min}
-  summary = {}
-  for name in dict.fromkeys(name for record in records for name in record):
-    if name.startswith(chosen):
-      how = next((reduce[part] for part in re.split("[/_]", name) if part in reduce), np.mean)
-      summary[name] = float(how([record[name] for record in records if name in record]))
-  return summary
 
 
 def permute_rewards(batch: TrainBatch, rng: np.random.Generator) -> TrainBatch:

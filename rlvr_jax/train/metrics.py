@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import pathlib
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -181,6 +182,23 @@ def read_metrics(workdir: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
   """The records of metrics.jsonl, floats exactly as written."""
   for record in read_records(pathlib.Path(workdir) / METRICS_FILE):
     yield {key: float(v) if v in ("nan", "inf", "-inf") else v for key, v in record.items()}
+
+
+def stage_summary(workdir: str | os.PathLike[str], step: int, length: int) -> dict[str, float]:
+  """Means over a stage's updates of what its records say; largest and smallest where named so."""
+  records = [
+    record
+    for record in read_metrics(workdir)
+    if record["phase"] == "train" and step - length < record["step"] <= step
+  ]
+  chosen = ("veto/", "behavior/", "staleness/", "loss/", "policy/", "reward/", "stage/number")
+  reduce = {"max": max, "min": min}
+  summary = {}
+  for name in dict.fromkeys(name for record in records for name in record):
+    if name.startswith(chosen):
+      how = next((reduce[part] for part in re.split("[/_]", name) if part in reduce), np.mean)
+      summary[name] = float(how([record[name] for record in records if name in record]))
+  return summary
 
 
 def without_timings(record: Mapping[str, Any]) -> dict[str, Any]:

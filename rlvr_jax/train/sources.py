@@ -234,7 +234,7 @@ def other_policy(
   shapes = jax.eval_shape(other.init, jax.random.key(0))
   place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
   abstract = jax.tree.map(place, shapes, sharding.state_shardings(shapes, mesh))
-  read = lambda: read_params(workdir / "checkpoints", abstract, step=step)[1]
+  read = lambda: read_params(workdir / "checkpoints" / str(step), abstract)
   return other, step, functools.cache(read)
 
 

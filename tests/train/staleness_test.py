@@ -15,9 +15,10 @@ from train import tiny
 
 from rlvr_jax.rollouts import schedules
 from rlvr_jax.rollouts.store import RolloutStore, TornShardError
-from rlvr_jax.train import components, loop
+from rlvr_jax.train import components, loop, resuming
 from rlvr_jax.train.generator import AgreementError
 from rlvr_jax.train.host import Termination
+from rlvr_jax.train.metrics import stage_summary
 from rlvr_jax.train.sources import Source, recorded_groups
 from rlvr_jax.types import Sampling
 
@@ -122,7 +123,7 @@ def test_stages_are_summarised(train):
   lines = [dict(r, phase="train") for r in records]
   del lines[2]["behavior/kl_k3"]  # as what is measured at some updates alone
   workdir.joinpath("metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
-  some = loop.stage_summary(workdir, 4, 4)["behavior/kl_k3"]
+  some = stage_summary(workdir, 4, 4)["behavior/kl_k3"]
   assert some == pytest.approx(np.mean([records[i]["behavior/kl_k3"] for i in (0, 1, 3)]))
 
 
@@ -212,7 +213,7 @@ def test_going_back_leaves_no_later_checkpoint(staged, parts, tmp_path):
     RolloutStore(workdir / "rollouts", writable=True) as store,
   ):
     assert saved.steps()[-2:] == [4, 6]
-    assert loop.resumable(saved, parts, store).step == saved.latest() == 4
+    assert resuming.resumable(saved, parts, store).step == saved.latest() == 4
 
 
 @pytest.mark.parametrize("damaged", [4, 6])
@@ -464,17 +465,17 @@ def test_a_resumed_run_keeps_to_what_it_began_with(on_policy, parts, tmp_path):
   pins = lambda these: {source.name: source.pin for source in these.sources}
   before = build(**fields)
   (tmp_path / "run").mkdir()
-  begun = loop.as_begun(before, tmp_path / "run")
+  begun = resuming.as_begun(before, tmp_path / "run")
   assert pins(begun) == {"checkpoint": UPDATES, "recorded": list(range(UPDATES))}
   store = RolloutStore(theirs / "rollouts", writable=True)
   store.append(UPDATES, *store.read(0))
   shutil.copytree(theirs / "checkpoints" / "8", theirs / "checkpoints" / "9")
   after = build(**fields)
   assert pins(after) == {"checkpoint": 9, "recorded": list(range(UPDATES + 1))}
-  assert pins(loop.as_begun(after, tmp_path / "run")) == pins(begun)
+  assert pins(resuming.as_begun(after, tmp_path / "run")) == pins(begun)
   store.remove(3)
   with pytest.raises(loop.StoreError, match=r"has lost the batches \[3\].*sources.json"):
-    loop.as_begun(build(**fields), tmp_path / "run")
+    resuming.as_begun(build(**fields), tmp_path / "run")
 
 
 def test_what_is_used_may_be_removed(train, parts):
