@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from scipy import special
 
@@ -70,12 +70,14 @@ def run_all(
   *,
   num_seeds: int,
   same_warm_start: bool = False,
+  measure: Callable[[pathlib.Path], dict] = lambda workdir: {},
 ) -> list[dict]:
   """Every run with seeds 0, 1, …, one after another, each in a folder of its own under `root`.
 
   Args:
     runs: label → command line.
     same_warm_start: whether all runs of a seed have the warm start of the first of them.
+    measure: a finished run's workdir → what joins its result.
   """
   results, first = [], next(iter(runs))
   for label, arguments in runs.items():
@@ -83,8 +85,14 @@ def run_all(
       given = workdir_of(root, first, seed) if same_warm_start else None
       workdir = workdir_of(root, label, seed)
       result = run(label, arguments, seed=seed, workdir=workdir, warm_start_of=given)
-      results.append(result)
+      results.append(result | measure(workdir))
   return results
+
+
+def by_label(results: Sequence[dict]) -> dict[str, list[dict]]:
+  """The results of every label, in the order of the runs."""
+  labels = dict.fromkeys(result["label"] for result in results)
+  return {label: [r for r in results if r["label"] == label] for label in labels}
 
 
 def workdir_of(root: pathlib.Path, label: str, seed: int) -> pathlib.Path:

@@ -20,7 +20,7 @@ import numpy as np
 from absl import app, flags
 from matplotlib import pyplot as plt
 
-from experiments.runs import METRIC, cell, markdown, run_all, workdir_of, write_results
+from experiments.runs import METRIC, by_label, cell, markdown, run_all, workdir_of, write_results
 from rlvr_jax.evaluate import curves
 from rlvr_jax.train.metrics import read_metrics
 
@@ -208,11 +208,11 @@ def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}")
   root = pathlib.Path(_WORKDIR.value)
-  results = run_all(RUNS, root, num_seeds=_SEEDS.value, same_warm_start=True)
-  for result in results:
-    result |= measured(workdir_of(root, result["label"], result["seed"]))
+  results = run_all(
+    RUNS, root, num_seeds=_SEEDS.value, same_warm_start=True, measure=measured
+  )
   write_results(HERE / "results.json", results)
-  found = {label: [r for r in results if r["label"] == label] for label in RUNS}
+  found = by_label(results)
   plot(found, root, HERE / "curves.png")
   print(learning_table(found), veto_table(found), cost_table(found), sep="\n\n")
 

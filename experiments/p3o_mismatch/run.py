@@ -19,7 +19,16 @@ matplotlib.use("Agg")
 from absl import app, flags
 from matplotlib import pyplot as plt
 
-from experiments.runs import METRIC, cell, markdown, run, run_all, workdir_of, write_results
+from experiments.runs import (
+  METRIC,
+  by_label,
+  cell,
+  markdown,
+  run,
+  run_all,
+  workdir_of,
+  write_results,
+)
 from rlvr_jax.evaluate import curves
 from rlvr_jax.train.metrics import read_metrics
 
@@ -89,7 +98,7 @@ def measured(workdir: pathlib.Path) -> dict:
   return found | {
     "entropy": train[-1]["policy/entropy"],
     "largest_ratio": max(r["behavior/ratio_max"] for r in train),
-    "skipped": sum(r["update/skipped"] for r in train),
+    "skipped": train[-1]["update/skipped"],
   }
 
 
@@ -158,11 +167,11 @@ def main(argv: list[str]) -> None:
   root = pathlib.Path(_WORKDIR.value)
   other = root / "other_policy"
   run("other policy", arguments("grpo", "refresh"), seed=OTHER_SEED, workdir=other)
-  results = run_all(all_runs(other), root, num_seeds=_SEEDS.value, same_warm_start=True)
-  for result in results:
-    result |= measured(workdir_of(root, result["label"], result["seed"]))
+  results = run_all(
+    all_runs(other), root, num_seeds=_SEEDS.value, same_warm_start=True, measure=measured
+  )
   write_results(HERE / "results.json", results)
-  found = {label: [r for r in results if r["label"] == label] for label in all_runs(other)}
+  found = by_label(results)
   plot(found, root, HERE / "curves.png")
   print(learning_table(found), cost_table(found), sep="\n\n")
   for name in ("ess", "clip", "entropy"):

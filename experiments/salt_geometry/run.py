@@ -20,7 +20,7 @@ import numpy as np
 from absl import app, flags
 from matplotlib import pyplot as plt
 
-from experiments.runs import mean_and_half_width, run_all, workdir_of, write_results
+from experiments.runs import mean_and_half_width, run_all, write_results
 from rlvr_jax.train.metrics import read_metrics
 
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds 0, 1, ... of each run.", lower_bound=2)
@@ -199,9 +199,13 @@ def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}")
   root = pathlib.Path(_WORKDIR.value)
-  results = run_all(all_runs(), root, num_seeds=_SEEDS.value, same_warm_start=True)
-  for result in results:
-    result["curves"] = curves(workdir_of(root, result["label"], result["seed"]))
+  results = run_all(
+    all_runs(),
+    root,
+    num_seeds=_SEEDS.value,
+    same_warm_start=True,
+    measure=lambda workdir: {"curves": curves(workdir)},
+  )
   write_results(HERE / "results.json", results)
   plot_training(results, HERE / "training.png")
   plot_scaling(results, HERE / "scaling.png")

@@ -27,6 +27,11 @@ def check_sampling(sampling: Sampling, vocab_size: int) -> None:
     raise ValueError(f'sampling.top_p={sampling.top_p}; allowed: 0 < top_p ≤ 1 (1: off)')
 
 
+def is_truncated(sampling: Sampling) -> bool:
+  """Whether top-k or top-p leave tokens out, so that the ratio to it is biased."""
+  return sampling.top_k > 0 or sampling.top_p < 1
+
+
 def head_logits(hidden: Array, head: Head) -> Array:
   """soft_cap(hidden @ kernel · scale), at least float32, [..., V] from [..., D]."""
   dtype = jnp.promote_types(hidden.dtype, jnp.float32)

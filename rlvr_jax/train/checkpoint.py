@@ -175,9 +175,12 @@ class Checkpointer:
       ForeignCheckpointError: not a checkpoint of ours, or of another state.
     """
     self.wait()
-    if step is None and self.latest() is None:
+    steps = self.steps()
+    if step is None and not steps:
       return None
-    step = _chosen_step(self.directory, self.steps(), step)
+    if step is not None and step not in steps:
+      raise CheckpointError(f"{self.directory} holds no checkpoint of step {step}; it has {steps}.")
+    step = steps[-1] if step is None else step
     directory = self.directory / str(step)
     wanted = _named_leaves(abstract_state)
     try:
@@ -299,20 +302,6 @@ def read_params(directory: pathlib.Path, abstract_params: Params) -> Params:
     message = f"the checkpoint {directory} is damaged: {_short(error)}. Name another step or run."
     raise TornCheckpointError(message) from error
   return jax.tree.unflatten(jax.tree.structure(abstract_params), [stored[n] for n in wanted])
-
-
-def _chosen_step(directory: pathlib.Path, steps: Collection[int], step: int | None) -> int:
-  """`step`, or the latest of `steps`; raises CheckpointError if it is not there."""
-  if not steps:
-    raise CheckpointError(
-      f'{directory} holds no checkpoint; name the folder "checkpoints" or "warm_start" in the '
-      "workdir of a run that has saved one."
-    )
-  if step is not None and step not in steps:
-    raise CheckpointError(
-      f"{directory} holds no checkpoint of step {step}; choose one of {sorted(steps)}."
-    )
-  return max(steps) if step is None else step
 
 
 # --- leaves ---------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from rlvr_jax.models.presets import preset
 from rlvr_jax.ops.aggregate import AGGREGATIONS
 from rlvr_jax.ops.checks import check_between, check_choice
 from rlvr_jax.ops.keys import key_for
-from rlvr_jax.ops.logprobs import check_sampling
+from rlvr_jax.ops.logprobs import check_sampling, is_truncated
 from rlvr_jax.ops.veto import Veto, negative_advantage_veto
 from rlvr_jax.rewards.outcome import OutcomePolicy, outcome_policy
 from rlvr_jax.rollouts import schedules
@@ -121,8 +121,7 @@ def check_training_sampling(config: ml_collections.ConfigDict) -> None:
     raise ValueError(
       "config.sampling.temperature = 0: greedy rollouts have no density to train on; set it > 0"
     )
-  truncated = sampling.top_k > 0 or sampling.top_p < 1
-  if truncated and not config.allow_truncated_behavior:
+  if is_truncated(sampling) and not config.allow_truncated_behavior:
     raise ValueError(
       f"config.sampling.top_k = {sampling.top_k}, top_p = {sampling.top_p}: training on truncated"
       " sampling biases the ratio (its mean is the kept mass). Set top_k = 0 and top_p = 1, or"
@@ -396,9 +395,7 @@ def abstract_state(method: Method, mesh: Mesh) -> TrainState:
   def build():
     return initial_state(method, method.model.init(jax.random.key(0)), jnp.zeros(()))
 
-  shapes = jax.eval_shape(build)
-  place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-  return jax.tree.map(place, shapes, sharding.state_shardings(shapes, mesh))
+  return sharding.placed(jax.eval_shape(build), mesh)
 
 
 def check_update(config: ml_collections.ConfigDict, method: Method, state: TrainState) -> None:

@@ -84,11 +84,12 @@ class Generator:
   def __init__(self, parts: components.Parts, collector: Collector, store: RolloutStore):
     c = self.config = parts.config
     self.parts, self.collector, self.store = parts, collector, store
+    self.quotas = [source.prompts for source in parts.sources]  # groups of every batch
+    # Recorded groups, where there are any, are the last of a batch.
     self.live = [source for source in parts.sources if source.recorded is None]
     self.num_live = sum(source.prompts for source in self.live)
-    recorded = [source for source in parts.sources if source.recorded is not None]
-    self.num_recorded = sum(source.prompts for source in recorded)
-    self.recorded = recorded[0].recorded if recorded else None
+    self.num_recorded = sum(self.quotas) - self.num_live
+    self.recorded = parts.sources[-1].recorded
     # One problem at a time where all are recorded: its position is there, and is not used.
     self.problems = problem_batches(
       parts.task.train, batch_size=max(self.num_live, 1), seed=c.seed
@@ -215,11 +216,7 @@ class Generator:
     dispatched = time.perf_counter()
     generation = recorded = None
     if self.num_live:
-      versions = [
-        behavior.version if source.of_this_run else FOREIGN
-        for source in self.live
-        for _ in range(source.prompts)
-      ]
+      versions = self.versions(behavior)[: self.num_live].tolist()
       generation = self.collector.start(
         next(self.problems), lambda prompts: self.generate(behavior, prompts, index), versions
       )
@@ -227,6 +224,11 @@ class Generator:
     if self.recorded is not None:
       recorded = self.recorded.take(index * self.num_recorded, self.num_recorded)
     return _Draw(behavior, number, generation, recorded, self.state(), dispatched)
+
+  def versions(self, behavior: Behavior) -> np.ndarray:
+    """i32[P], of every group of a batch; `FOREIGN` where no policy of this run draws it."""
+    of_sources = [behavior.version if s.of_this_run else FOREIGN for s in self.parts.sources]
+    return np.repeat(np.asarray(of_sources, np.int32), self.quotas)
 
   def generate(self, behavior: Behavior, prompts: Prompts, draw: int) -> list[Rollouts]:
     """Dispatches every source's share of the prompts; `draw` counts the calls."""
@@ -266,12 +268,9 @@ class Generator:
       flops = forward_flops(self.parts.model.config, *lengths)
       graded = with_recorded(own, draw.recorded) if draw.recorded else own
     assert graded is not None  # there are live or recorded groups, or both
-    quotas = [source.prompts for source in self.parts.sources]
-    sources: Any = np.repeat(np.arange(len(quotas), dtype=np.int32), quotas)
+    sources: Any = np.repeat(np.arange(len(self.quotas), dtype=np.int32), self.quotas)
     solve_rate: Any = np.full(sources.shape, graded.batch.correct.mean(), np.float32)
     batch = dataclasses.replace(graded.batch, sources=sources, solve_rate=solve_rate)
-    versions = list(draw.generation.versions) if draw.generation else []
-    versions += [FOREIGN] * self.num_recorded
     return Drawn(
       number=draw.number,
       version=draw.behavior.version,
@@ -279,7 +278,7 @@ class Generator:
       graded=self.with_gaps(
         graded._replace(batch=batch), np.concatenate(drawn_tokens), draw.behavior
       ),
-      versions=np.asarray(versions, np.int32),
+      versions=self.versions(draw.behavior),
       draws=1,
       flops=flops,
       after=draw.after | {"checked_version": draw.behavior.version},
@@ -289,22 +288,19 @@ class Generator:
   def draw_mixed_groups(self, behavior: Behavior) -> Drawn:
     """One batch of groups that are neither all right nor all wrong."""
     limit = self.config.dynamic_sampling.max_batches
-    quotas = [source.prompts for source in self.parts.sources]
     number = self.number
     drawn: list[Drawn] = []
     while len(drawn) < limit:
       drawn.append(self.finish(self.submit(self.start(behavior))))
-      kept = keep_mixed_groups([d.graded for d in drawn], quotas)
+      kept = keep_mixed_groups([d.graded for d in drawn], self.quotas)
       if kept is not None:
         self.number = number + 1
         phases = dict.fromkeys(phase for d in drawn for phase in d.timings)
         timings = {phase: sum(d.timings[phase] for d in drawn) for phase in phases}
-        versions = [behavior.version if s.of_this_run else FOREIGN for s in self.parts.sources]
         return self.keep(
           drawn[-1]._replace(
             number=number,
             graded=kept,
-            versions=np.repeat(np.asarray(versions, np.int32), quotas),
             draws=len(drawn),
             flops=sum(d.flops for d in drawn),
             after=drawn[-1].after | {"number": number + 1},

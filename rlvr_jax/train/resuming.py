@@ -44,8 +44,8 @@ def resumable(
 ) -> Restored | None:
   """The latest checkpoint whose pending rollouts are whole; None where there is no checkpoint.
 
-  A damaged batch is set aside. From an earlier checkpoint the run repeats itself to the bit, draws
-  that batch again with the policy that drew it, and reads the others from the store.
+  Later ones are removed. From an earlier checkpoint the run repeats itself to the bit, draws what
+  is damaged again with the policy that drew it, and reads the rest from the store.
 
   Raises:
     StoreError: no checkpoint is old enough for that.

@@ -81,6 +81,12 @@ def state_shardings(abstract: Any, mesh: Mesh) -> Any:
   return jax.tree_util.tree_map_with_path(sharding, abstract)
 
 
+def placed(shapes: Any, mesh: Mesh) -> Any:
+  """`jax.ShapeDtypeStruct`s with the shardings of `state_shardings`."""
+  place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+  return jax.tree.map(place, shapes, state_shardings(shapes, mesh))
+
+
 def batch_sharding(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, BATCH)
 

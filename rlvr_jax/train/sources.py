@@ -18,7 +18,7 @@ from rlvr_jax.models import quantized
 from rlvr_jax.models.functional import Model, transformer
 from rlvr_jax.models.presets import preset
 from rlvr_jax.ops.checks import check_between, check_choice, check_whole
-from rlvr_jax.ops.logprobs import check_sampling, token_logprobs
+from rlvr_jax.ops.logprobs import check_sampling, is_truncated, token_logprobs
 from rlvr_jax.rollouts.drawn import RecordedGroups
 from rlvr_jax.rollouts.store import StoreError
 from rlvr_jax.train import sharding
@@ -26,8 +26,8 @@ from rlvr_jax.train.checkpoint import read_params
 from rlvr_jax.types import Array, Params, Prompts, Sampling
 
 # Mean |Δ log p| in nats per token at temperature 1 that the two ways of computing one
-# log-probability (cached decoding, one forward pass) may differ by. Measured on the tiny models:
-# 1e-6 in float32, 4e-3 in bfloat16.
+# log-probability (cached decoding, one forward pass) may differ by. Networks of up to four layers
+# of width 128 report `agreement/policy_mean` of 3e-7 in float32 and 2e-3 in bfloat16.
 MAX_GAP = {"float64": 1e-4, "float32": 1e-4, "bfloat16": 5e-2}
 
 
@@ -40,15 +40,23 @@ class Source(NamedTuple):
   generate: Callable | None = None  # jitted (params, prompts, key) → Rollouts
   recorded: RecordedGroups | None = None  # in place of `generate`
   params_of: Callable[[Params], Params] = lambda params: params  # the policy's → those it samples
-  truncated: bool = False  # whether top-k or top-p cut the distribution that was sampled
-  shaped: bool = False  # whether rewards other than 0 and 1 are recorded
   # Which checkpoint or which batches these are, if others may be added there; JSON.
   pin: Any = None
   of_this_run: bool = True  # whether its parameters are made of the policy's
   exact: bool = False  # whether they are the policy's: its log-probabilities must agree
 
+  @property
+  def truncated(self) -> bool:
+    """Whether top-k or top-p cut the distribution that was sampled."""
+    return is_truncated(self.sampling) if self.recorded is None else self.recorded.truncated
 
-def counts(fractions: Mapping[str, float], num_prompts: int) -> dict[str, int]:
+  @property
+  def shaped(self) -> bool:
+    """Whether rewards other than 0 and 1 may be recorded."""
+    return self.recorded is not None and self.recorded.shaped
+
+
+def groups_by_source(fractions: Mapping[str, float], num_prompts: int) -> dict[str, int]:
   """Groups of a batch by source, the policy's own first; sources without any are left out.
 
   Args:
@@ -95,7 +103,6 @@ def make_sources(
     ValueError: with the field, its value, what is allowed and the remedy.
   """
   settings, sampling = config.sources, Sampling(**config.sampling)
-  truncated = sampling.top_k > 0 or sampling.top_p < 1
   check_choice("config.sources.quantized", "format", settings.quantized.format, quantized.FORMATS)
   shifted = Sampling(**{**config.sampling, "temperature": settings.temperature.temperature})
   check_sampling(shifted, model.config.vocab_size)
@@ -104,17 +111,15 @@ def make_sources(
   )
 
   def temperature(name: str, prompts: int) -> Source:
-    generate = jit_generate(model, shifted)
-    return Source(name, prompts, shifted, generate, truncated=truncated, exact=True)
+    return Source(name, prompts, shifted, jit_generate(model, shifted), exact=True)
 
   def policy(name: str, prompts: int) -> Source:
-    generate = jit_generate(model, sampling)
-    return Source(name, prompts, sampling, generate, truncated=truncated, exact=True)
+    return Source(name, prompts, sampling, jit_generate(model, sampling), exact=True)
 
   def rounded(name: str, prompts: int) -> Source:
     copy = jax.jit(functools.partial(quantized.quantized, format=settings.quantized.format))
     generate = jit_generate(quantized.for_quantized(model), sampling)
-    return Source(name, prompts, sampling, generate, truncated=truncated, params_of=copy)
+    return Source(name, prompts, sampling, generate, params_of=copy)
 
   def checkpoint(name: str, prompts: int) -> Source:
     other, step, params = other_policy(config, model, mesh, pins.get(name))
@@ -123,7 +128,6 @@ def make_sources(
       prompts,
       sampling,
       jit_generate(other, sampling),
-      truncated=truncated,
       params_of=lambda _: params(),
       pin=step,
       of_this_run=False,
@@ -138,8 +142,6 @@ def make_sources(
       prompts,
       target,
       recorded=groups,
-      truncated=groups.truncated,
-      shaped=groups.shaped,
       pin=groups.numbers,
       of_this_run=False,
     )
@@ -152,7 +154,7 @@ def make_sources(
     recorded=recorded,
   )
   fractions = {name: settings[name].fraction for name in make if name != "policy"}
-  found = counts(fractions, config.batch.prompts)
+  found = groups_by_source(fractions, config.batch.prompts)
   for name, prompts in found.items():
     sharding.check_batch(f"groups of config.sources.{name}", prompts, mesh)
   return tuple(make[name](name, prompts) for name, prompts in found.items())
@@ -231,9 +233,7 @@ def other_policy(
   other = transformer(
     model_config, sharding.batch_constraint(mesh), sharding.gather_over_fsdp(mesh)
   )
-  shapes = jax.eval_shape(other.init, jax.random.key(0))
-  place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-  abstract = jax.tree.map(place, shapes, sharding.state_shardings(shapes, mesh))
+  abstract = sharding.placed(jax.eval_shape(other.init, jax.random.key(0)), mesh)
   read = lambda: read_params(workdir / "checkpoints" / str(step), abstract)
   return other, step, functools.cache(read)
 
@@ -260,8 +260,7 @@ def behavior_gap(
   """
   hidden = model.response_hidden(params, prompts, tokens)
   logprobs, _ = token_logprobs(hidden, model.head(params), tokens, sampling)
-  truncated = sampling.top_k > 0 or sampling.top_p < 1
-  kept = (mask > 0) & (jnp.isfinite(logprobs) if truncated else True)
+  kept = (mask > 0) & (jnp.isfinite(logprobs) if is_truncated(sampling) else True)
   gaps = jnp.where(kept, jnp.abs(logprobs - behavior_logprobs), 0.0)
   return gaps.sum() / jnp.maximum(kept.sum(), 1), gaps.max()
 

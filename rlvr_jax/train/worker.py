@@ -12,13 +12,12 @@ from typing import Any
 from rlvr_jax.rollouts.drawn import Drawn
 from rlvr_jax.train.generator import Behavior, Generator
 
+_LOOK_EVERY_S = 0.2  # a wait looks that often whether the run is to end
+_CLOSING_S = 10.0  # a batch under way is waited for no longer
+
 
 class GeneratorStoppedError(RuntimeError):
   """The generating thread gave no batch within its deadline, or died."""
-
-
-_LOOK_EVERY_S = 0.2  # a wait looks that often whether the run is to end
-_CLOSING_S = 10.0  # a batch under way is waited for no longer
 
 
 class GeneratorWorker:

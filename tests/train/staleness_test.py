@@ -204,6 +204,26 @@ def test_a_long_stage_is_read_from_the_store(staged, train, trainer, monkeypatch
   assert made.step == 1
 
 
+@pytest.mark.parametrize("damaged", [[4], [4, 5, 6, 7]])
+def test_in_real_time_the_newest_policy_draws_again(damaged, train):
+  """A batch that is cut, and what follows it; or batches that were moved elsewhere."""
+  schedule = schedules.asynchronous(max_lag=2)
+  workdir = train(schedule)
+  for path in (workdir / "checkpoints").iterdir():
+    if int(path.name) > 3:
+      shutil.rmtree(path)
+  before = {n: shard(workdir, n).read_bytes() for n in range(4)}
+  for number in damaged:
+    tiny.cut(shard(workdir, number)) if len(damaged) == 1 else shard(workdir, number).unlink()
+  train(schedule)
+  assert {n: shard(workdir, n).read_bytes() for n in range(4)} == before
+  aside = {int(path.name.split(".")[0]) for path in (workdir / "rollouts").glob("torn/*")}
+  assert aside == ({4, 5, 6, 7} if len(damaged) == 1 else set())
+  lags = [number - version for number, version in enumerate(versions(workdir))]
+  assert len(lags) == UPDATES and 0 <= min(lags) <= max(lags) <= 2
+  assert [record["staleness/max"] for record in updates(workdir)] == lags
+
+
 def test_going_back_leaves_no_later_checkpoint(staged, parts, tmp_path):
   """Their records are gone with it: a second kill must not take one of them up."""
   workdir = as_after(6, staged, tmp_path)
