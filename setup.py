@@ -7,12 +7,15 @@ import setuptools
 EXTRAS = {
   "tpu": ["jax[tpu]>=0.10.2"],
   "cuda13": ["jax[cuda13]>=0.10.2"],
-  "hf": ["transformers>=5.23.0", "safetensors>=0.8.0", "tokenizers>=0.22"],
+  "hf": ["jinja2>=3.1.6", "tokenizers>=0.22", "transformers>=5.23.0"],
+  "gcs": ["gcsfs>=2026.9.0"],
   "math": ["math-verify>=0.9.0"],
   "plot": ["matplotlib>=3.11.2"],
   "dev": [
     "hypothesis>=6.170.15",
     "ipykernel>=7.4.0",
+    "jinja2>=3.1.6",
+    "math-verify>=0.9.0",
     "matplotlib>=3.11.2",
     "mypy>=2.4.1",
     "nbclient>=0.11.0",
@@ -20,6 +23,8 @@ EXTRAS = {
     "pytest-xdist>=3.8.0",
     "ruff>=0.17.5",
     "safetensors>=0.8.0",
+    "tokenizers>=0.22",
+    "transformers>=5.23.0",
   ],
 }
 
@@ -40,6 +45,7 @@ setuptools.setup(
     "array-record>=0.8.2",
     "chex>=0.1.92",
     "flax>=0.12.8",
+    "fsspec>=2026.9.0",
     "grain>=0.2.18",
     "importlib_resources>=7.1.0",  # tensorflow-datasets imports it and does not always ask for it
     "jax>=0.10.2",

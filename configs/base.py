@@ -27,11 +27,19 @@ def get_config() -> ConfigDict:
       solution="{answer}",
     ),
   )
-  c.tokenizer = "bytes"
-  c.max_prompt_length = 96  # tokens; longer prompts are an error
+  c.tokenizer = "bytes"  # "checkpoint": that of model.checkpoint; or a folder with tokenizer.json
+  c.prompts = dict(
+    format="plain",  # plain; chat: through the tokenizer's chat template
+    system="",  # message of the chat format
+    template="",  # file with a Jinja chat template, in place of the tokenizer's
+    too_long="error",  # or drop, from data sets of a fixed size
+  )
+  c.max_prompt_length = 96  # tokens
   c.max_response_length = 16  # tokens, stop token included
 
-  c.model = dict(preset="tiny", overrides=ConfigDict())
+  # checkpoint: folder of Hugging Face's layout, local or gs://, for the weights, and for the shape
+  # where preset is "". The overrides are of either.
+  c.model = dict(preset="tiny", checkpoint="", overrides=ConfigDict())
 
   c.batch = dict(
     prompts=32,  # P, per update
@@ -108,6 +116,12 @@ def get_config() -> ConfigDict:
   c.grading = dict(
     num_workers=1,  # processes
     timeout_s=5.0,  # per completion, wall-clock
+    memory_mib=2048,  # address space of a worker
+    grader="",  # import path "package.module:function", in place of the task's
+    # Pairs (import path, weight): graders whose scores are added. For wrong answers too, set
+    # outcomes.wrong and .unparseable to "score".
+    extra=(),
+    unsandboxed_code="",  # what has to be said here, the refusal of a missing sandbox tells
     # outcome → reward, as text: a number, "score" (the grader's), "mask" (out of the loss), "stop"
     outcomes=dict(correct="score", wrong="0", unparseable="0", timeout="0", crashed="mask"),
   )

@@ -24,10 +24,11 @@ def get_config() -> ConfigDict:
   c.num_updates = 20
 
   c.task = dict(
-    name="gsm8k",
+    name="published",
     kwargs=dict(
+      dataset="gsm8k",
       data_dir="",  # to be given
-      prepared_dir="~/.cache/rlvr_jax/gsm8k",  # for records prepared from them
+      prepared_dir="~/.cache/rlvr_jax/published",  # for records prepared from them
       warm_start_size=128,
       held_out_size=64,
       prompt="{question}\n",

@@ -9,8 +9,10 @@ import os
 import pathlib
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import IO, Any
+
+import fsspec
 
 TEMPORARY = ".tmp"  # ends the name of a file that is being written
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -22,6 +24,27 @@ class DamagedFileError(ValueError):
 
 class DiskFullError(OSError):
   """No space left for what a run has to write."""
+
+
+# --- other file systems ---------------------------------------------------------------------------
+
+
+def located(path: str | os.PathLike[str]) -> tuple[fsspec.AbstractFileSystem, str]:
+  """The file system that holds `path`, and the path in it.
+
+  Args:
+    path: local (~ is the home folder), or a URL such as gs://bucket/folder.
+  Raises:
+    ValueError: no such kind of URL, or its library is not installed.
+  """
+  text = os.fspath(path)
+  try:
+    return fsspec.url_to_fs(text if "://" in text else os.path.expanduser(text))
+  except (ImportError, ValueError) as error:
+    raise ValueError(
+      f"{text!r} cannot be opened: {error}. Paths are local, or URLs that fsspec knows; for gs:// "
+      'install pip install -e ".[gcs]"'
+    ) from error
 
 
 # --- full disks -----------------------------------------------------------------------------------
@@ -158,6 +181,21 @@ def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
         yield json.loads(line)
       except ValueError:
         raise DamagedFileError(f"{path}, line {number} is not JSON; remove that line.") from None
+
+
+def keep_records(path: pathlib.Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:
+  """Rewrites the file with the records to keep, atomically; lines are kept byte for byte."""
+  if not path.exists():
+    return
+  data = path.read_bytes()
+  # What follows the last newline is a line torn by a kill.
+  lines = data.splitlines(keepends=True) if data.endswith(b"\n") else data.splitlines(True)[:-1]
+  records = read_records(path)
+  kept = b"".join(line for line, record in zip(lines, records, strict=True) if keep(record))
+  if kept == data:
+    return
+  with replacing(path) as file:
+    file.write(kept)
 
 
 # --- checksums ------------------------------------------------------------------------------------

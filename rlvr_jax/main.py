@@ -1,9 +1,9 @@
-"""Trains the policy that a configuration describes.
+"""Trains the policy that a configuration describes, evaluates or exports one, or tells if it fits.
 
   python -m rlvr_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
 
-Any field can be set on the command line, --config.seed=1; a misspelt one is an error that names
-the near ones. The same command on the same workdir goes on where it was stopped or killed.
+Any field can be set on the command line, --config.seed=1. The same command on the same workdir goes
+on where it was stopped or killed. What --mode=eval, export and fits need: docs/models.md.
 
 On several hosts, with a workdir that all of them see, run it on each with --distributed; where the
 cluster does not tell who is who, with --coordinator, --num_processes and --process_id instead.
@@ -11,29 +11,32 @@ cluster does not tell who is who, with --coordinator, --num_processes and --proc
 
 from __future__ import annotations
 
-import os
 import sys
 
 from absl import app, flags
 from ml_collections import config_flags
 
+_MODE = flags.DEFINE_enum("mode", "train", ["train", "eval", "export", "fits"], "What to do.")
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
-_WORKDIR = flags.DEFINE_string("workdir", None, "Folder for all that the run writes.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder for all that is written.")
+_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A run, or RUN/checkpoints/STEP of it.")
+_TOPOLOGY = flags.DEFINE_string("topology", None, "TPUs to compile for, such as v5e:4x4.")
 _DISTRIBUTED = flags.DEFINE_bool("distributed", False, "One of several processes (TPU pod, SLURM).")
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port, a free port of process 0.")
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes of the run.", 1)
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which of them this is.", 0)
-flags.mark_flags_as_required(["config", "workdir"])
+flags.mark_flags_as_required(["config"])
 
 
 def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}; write --config.field=value")
+  if _WORKDIR.value is None and _MODE.value != "fits":
+    raise app.UsageError("--workdir is missing")
   # Imported here, so that --help and a misspelt field answer at once.
   from rlvr_jax.train.host import keep_freed_memory
   keep_freed_memory()  # before jax allocates anything
   from rlvr_jax.train import multihost
-
   place = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
   if _DISTRIBUTED.value or place != (None, None, None):
     try:
@@ -45,21 +48,18 @@ def main(argv: list[str]) -> None:
 
 
 def run() -> None:
-  """Builds and trains; a mistake ends the process with a message."""
-  from rlvr_jax.train import components, loop
+  """Does it; a mistake ends the process with a message."""
+  from rlvr_jax.train import host, modes
 
   try:
-    parts = components.build(_CONFIG.value)
+    given = (_WORKDIR.value, _CHECKPOINT.value, _TOPOLOGY.value)
+    action = modes.prepared(_MODE.value, _CONFIG.value, *given)
   except (ValueError, OSError) as error:
     sys.exit(f"error: {error}")
   try:
-    loop.train(parts, str(_WORKDIR.value))
-  except loop.FAILURES as error:
-    # Libraries' complaints would bury the message; all that was open is closed by now.
-    stderr, sys.stderr = sys.stderr, open(os.devnull, "w", encoding="utf-8")
-    print(f"error: {error}", file=stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(1)
+    action()
+  except modes.FAILURES as error:
+    host.end_at_once(f"error: {error}")
   except KeyboardInterrupt:
     sys.exit("interrupted; rerun the same command to go on")
 

@@ -20,7 +20,7 @@ ALLOWED = {
   "files": set(),
   "ops": {"types"},
   **{stage: {"types", "ops"} for stage in STAGES},
-  "models": {"types", "ops"},
+  "models": {"types", "ops", "files"},
   "data": {"types", "files"},
   "rewards": set(),
   "rollouts": {"types", "ops", "files"},

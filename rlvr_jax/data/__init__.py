@@ -3,6 +3,7 @@
 from rlvr_jax.data.batches import encode_prompts as encode_prompts
 from rlvr_jax.data.batches import encode_solutions as encode_solutions
 from rlvr_jax.data.batches import problem_batches as problem_batches
+from rlvr_jax.data.huggingface_tokenizer import HuggingFaceTokenizer as HuggingFaceTokenizer
 from rlvr_jax.data.problems import Problem as Problem
 from rlvr_jax.data.problems import ProblemSource as ProblemSource
 from rlvr_jax.data.problems import Task as Task

@@ -40,20 +40,20 @@ def problem_batches(
 def encode_prompts(
   problems: Sequence[Problem], tokenizer: Tokenizer, max_prompt_length: int
 ) -> Prompts:
-  """The questions as token ids, left-padded.
+  """The questions as prompts of token ids, left-padded.
 
   Args:
     problems: P of them.
-    tokenizer: gives ids and `pad_id`.
+    tokenizer: gives prompts and `pad_id`.
     max_prompt_length: S, tokens.
   Returns:
     Prompts of NumPy arrays: tokens i32[P, S], lengths i32[P].
   Raises:
-    ValueError: a question of no tokens, or of more than S.
+    ValueError: an empty question, or a prompt of no tokens or of more than S.
   """
-  rows = [tokenizer.encode(problem.question) for problem in problems]
+  rows = [tokenizer.encode_prompt(problem.question) for problem in problems]
   for problem, row in zip(problems, rows, strict=True):
-    if not row:
+    if not (problem.question and row):
       raise ValueError("a prompt is empty: give the task a prompt template with some text")
     if len(row) > max_prompt_length:
       raise ValueError(

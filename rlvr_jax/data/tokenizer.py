@@ -7,13 +7,23 @@ from typing import Protocol
 
 
 class Tokenizer(Protocol):
-  """What the rest of the package asks of a tokenizer."""
+  """What the rest of the package asks of a tokenizer.
 
-  vocab_size: int  # V, as the model has it
+  Text becomes ids once, here; the ids of a completion become text for graders and readers, and that
+  text never becomes ids again.
+  """
+
+  vocab_size: int  # ids are below it; the model's V is at least this
   pad_id: int
   stop_ids: tuple[int, ...]  # generation ends at any of them; the first ends a worked solution
 
-  def encode(self, text: str) -> list[int]: ...
+  def encode(self, text: str) -> list[int]:
+    """The text alone, no special token added: a worked solution."""
+    ...
+
+  def encode_prompt(self, text: str) -> list[int]:
+    """The text in the form in which the policy reads prompts."""
+    ...
 
   def decode(self, ids: Iterable[int]) -> str: ...
 
@@ -32,6 +42,10 @@ class ByteTokenizer:
   def encode(self, text: str) -> list[int]:
     """The bytes of the text; no special token is added."""
     return list(text.encode("utf-8"))
+
+  def encode_prompt(self, text: str) -> list[int]:
+    """The bytes of the text, as `encode`."""
+    return self.encode(text)
 
   def decode(self, ids: Iterable[int]) -> str:
     """The text of the byte ids, other ids dropped; invalid UTF-8 becomes U+FFFD."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,62 +13,82 @@ from rlvr_jax.ops.keys import key_for
 from rlvr_jax.rollouts.collect import Collector
 from rlvr_jax.types import Array, Prompts, Rollouts
 
+Sample = Mapping[str, Any]  # a record of `rollouts.collect.Graded.samples`
 
-def evaluate(
+
+class Evaluated(NamedTuple):
+  """A batch of problems with its graded samples."""
+
+  samples: list[list[Sample]]  # [problems][samples]; problems that only fill the batch are left out
+  prompt_lengths: np.ndarray  # i32[batch_size], those included
+  response_lengths: np.ndarray  # i32[batch_size, samples]
+
+
+def evaluated(
   generate: Callable[[Prompts, Array], Rollouts],
   problems: ProblemSource,
   *,
   collector: Collector,
   to_devices: Callable[[Any], Any],
   batch_size: int,
-  ks: Sequence[int],
   seed: int,
   version: int,
-) -> tuple[dict[str, float], list[dict[str, Any]], tuple[np.ndarray, np.ndarray]]:
-  """pass@k and mean accuracy with 95 % bootstrap intervals over problems.
+  first_batch: int = 0,
+) -> Iterator[Evaluated]:
+  """Batches of problems in their order, each graded while the devices generate the next.
 
-  Every evaluation draws with the same keys, so that two of them differ by the parameters alone.
+  Every evaluation draws with the same keys, so that two of them differ by the parameters alone,
+  and one that goes on from a later batch draws what it would have drawn.
 
   Args:
     generate: the policy, (prompts on devices, key) → rollouts of each, as many samples.
-    problems: all of them are used; the last batch is filled up with repeats, which do not count.
+    problems: all of them are used; the last batch is filled up with repeats.
     collector: encodes, decodes and grades.
     to_devices: the way of arrays to the policy.
     batch_size: problems per generated batch.
-    ks: the k of pass@k.
-    seed: of sampling and of the bootstrap.
+    seed: of sampling.
     version: updates behind the parameters, for the sample records.
-  Returns:
-    {"eval/pass@1": …, "eval/pass@1_low": …, …} with outcome fractions; one record per sample; and
-    the lengths of prompts and responses, i32[problems] and i32[problems, samples], repeats counted.
+    first_batch: number of the batch to begin with.
   """
-  correct: list[np.ndarray] = []
-  samples: list[dict[str, Any]] = []
-  outcomes: list[str] = []
-  lengths: list[tuple[np.ndarray, np.ndarray]] = []
-  starts = range(0, len(problems), batch_size)
-  generation = None
-  for index, start in enumerate([*starts, None]):
-    previous, generation = generation, None
+  starts = range(0, len(problems), batch_size)[first_batch:]
+  generation, size = None, 0
+  for index, start in enumerate([*starts, None], start=first_batch):
+    previous, previous_size, generation = generation, size, None
     if start is not None:
-      indices = [i % len(problems) for i in range(start, start + batch_size)]
-      batch = [problems[i] for i in indices]
+      batch = [problems[i % len(problems)] for i in range(start, start + batch_size)]
+      size = min(batch_size, len(problems) - start)
       key = key_for(seed, "evaluation", index)
       draw = lambda prompts, key=key: [generate(to_devices(prompts), key)]
       generation = collector.start(batch, draw, [version] * len(batch))
-    if previous is not None:  # graded while the devices generate the next batch
+    if previous is not None:
       rollouts, *grading = collector.submit_grading(previous)
-      graded = collector.finish(previous, rollouts, *grading)
-      lengths.append((previous.prompts.lengths, rollouts.lengths))
-      correct.append(graded.batch.correct)
-      samples += graded.samples
-      outcomes = [name for name in graded.statistics if name.startswith("outcome/")]
-  verdicts = np.concatenate(correct)[: len(problems)]
-  summary = summarize(verdicts, ks=ks, seed=seed)
-  samples = samples[: verdicts.size]
-  for outcome in outcomes:
-    summary[outcome] = np.mean([f"outcome/{s['outcome']}" == outcome for s in samples]).item()
-  summary["response/truncated"] = np.mean([not s["stopped"] for s in samples]).item()
-  prompt_lengths, response_lengths = map(np.concatenate, zip(*lengths, strict=True))
-  values = {f"eval/{name}": value for name, value in summary.items()}
-  return values, samples, (prompt_lengths, response_lengths)
+      samples = collector.finish(previous, rollouts, *grading).samples
+      each = len(samples) // batch_size
+      by_problem = [samples[p * each : (p + 1) * each] for p in range(previous_size)]
+      yield Evaluated(by_problem, previous.prompts.lengths, rollouts.lengths)
+
+
+def accuracy(
+  samples: Sequence[Sequence[Sample]], *, ks: Sequence[int], seed: int
+) -> dict[str, float]:
+  """pass@k, mean and, where graders tell answers, majority, with 95 % bootstrap intervals.
+
+  A sample is correct if its grade is: one that the grader failed on is not.
+
+  Args:
+    samples: [problems][n].
+    ks: the k of pass@k.
+    seed: of the bootstrap.
+  Returns:
+    {"eval/pass@1": …, "eval/pass@1_low": …, …}, the fractions of outcomes, and the fraction of
+    responses that were cut at the limit.
+  """
+  every = [sample for row in samples for sample in row]
+  correct = [[sample["outcome"] == "correct" for sample in row] for row in samples]
+  answers = [[sample["extracted"] or None for sample in row] for row in samples]
+  has_answers = any(sample["extracted"] for sample in every)
+  summary = summarize(correct, ks=ks, seed=seed, answers=answers if has_answers else None)
+  for outcome in ("correct", "wrong", "unparseable", "timeout", "crashed"):
+    summary[f"outcome/{outcome}"] = np.mean([s["outcome"] == outcome for s in every]).item()
+  summary["response/truncated"] = np.mean([not s["stopped"] for s in every]).item()
+  return {f"eval/{name}": value for name, value in summary.items()}

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Mapping
 from typing import Any
 
+from rlvr_jax.models.huggingface import checkpoint_config
 from rlvr_jax.models.transformer import RopeScaling, TransformerConfig
 
 _SMALL = dict(activation="silu", qk_norm=True, rope_theta=10_000.0, tied_head=True)
 _QWEN2 = dict(qkv_bias=True, rope_theta=1_000_000.0, norm_epsilon=1e-6, head_dim=128)
+_SHORT = dict(rope_theta=10_000.0)  # Qwen2.5-Math, and what was distilled into it
 _QWEN3 = dict(
   qk_norm=True, rope_theta=1_000_000.0, norm_epsilon=1e-6, head_dim=128, vocab_size=151_936
 )
@@ -59,6 +62,12 @@ _PRESETS: dict[str, dict[str, Any]] = {
   ),
   "qwen2.5_1.5b": dict(_QWEN2 | _LARGE | _shape(151_936, 1536, 28, 12, 2, 8960), tied_head=True),
   "qwen2.5_7b": dict(_QWEN2 | _LARGE | _shape(152_064, 3584, 28, 28, 4, 18_944), tied_head=False),
+  "qwen2.5_math_7b": dict(
+    _QWEN2 | _LARGE | _shape(152_064, 3584, 28, 28, 4, 18_944) | _SHORT, tied_head=False
+  ),
+  "deepseek_r1_distill_qwen_7b": dict(
+    _QWEN2 | _LARGE | _shape(152_064, 3584, 28, 28, 4, 18_944) | _SHORT, tied_head=False
+  ),
   "qwen3_4b": dict(_QWEN3 | _LARGE | _shape(151_936, 2560, 36, 32, 8, 9728), tied_head=True),
   "qwen3_8b": dict(_QWEN3 | _LARGE | _shape(151_936, 4096, 36, 32, 8, 12_288), tied_head=False),
   "llama3.2_1b": dict(
@@ -91,6 +100,10 @@ _PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+# How a network is computed and kept, not which function it is.
+_OF_COMPUTING = ("compute_dtype", "param_dtype", "remat", "unroll_layers")
+
+
 def preset(name: str, **overrides: Any) -> TransformerConfig:
   """The settings of a named model, with fields replaced.
 
@@ -100,12 +113,52 @@ def preset(name: str, **overrides: Any) -> TransformerConfig:
   if name not in _PRESETS:
     near = difflib.get_close_matches(name, _PRESETS) or sorted(_PRESETS)
     raise ValueError(f"config.model.preset = {name!r} is unknown; did you mean one of {near}?")
+  _check_overrides(overrides)
+  return TransformerConfig(**{**_PRESETS[name], **overrides})
+
+
+def _check_overrides(overrides: Mapping[str, Any]) -> None:
   fields = [field.name for field in dataclasses.fields(TransformerConfig)]
   for field in overrides:
     if field not in fields:
       near = difflib.get_close_matches(field, fields) or fields
       raise ValueError(f"config.model.overrides.{field} is no field; did you mean one of {near}?")
-  return TransformerConfig(**{**_PRESETS[name], **overrides})
+
+
+def model_settings(model: Mapping[str, Any]) -> TransformerConfig:
+  """The network that a configuration's `model` section describes.
+
+  Args:
+    model: `preset`, the name of a shape, "" for that of the checkpoint; `checkpoint`, a folder of
+      Hugging Face's layout, "" for none; `overrides`, fields replaced in either.
+  Raises:
+    ValueError: an unknown name or field, a checkpoint that cannot be read, or a preset of another
+      shape.
+  """
+  name, checkpoint, overrides = model["preset"], model["checkpoint"], dict(model["overrides"])
+  if not checkpoint:
+    return preset(name, **overrides)
+  _check_overrides(overrides)
+  try:
+    found = checkpoint_config(checkpoint, **overrides)
+  except (OSError, ValueError) as error:
+    raise ValueError(f"config.model.checkpoint = {checkpoint!r}: {error}") from error
+  if not name:
+    return found
+  chosen = preset(name, **overrides)
+  differing = {
+    field.name: (getattr(chosen, field.name), getattr(found, field.name))
+    for field in dataclasses.fields(TransformerConfig)
+    if field.name not in _OF_COMPUTING
+    and getattr(chosen, field.name) != getattr(found, field.name)
+  }
+  if differing:
+    raise ValueError(
+      f"config.model.preset = {name!r} is of another shape than config.model.checkpoint ="
+      f" {checkpoint!r}: {differing} (preset, checkpoint). Set config.model.preset = '' to take the"
+      " checkpoint's, or choose another of the two"
+    )
+  return chosen
 
 
 def preset_names() -> list[str]:

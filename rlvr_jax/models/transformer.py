@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from rlvr_jax.ops.attention import Keys, attention
 from rlvr_jax.types import Array, Head, Prompts
@@ -20,8 +22,10 @@ from rlvr_jax.types import Array, Head, Prompts
 _ACTIVATIONS = {
   'silu': jax.nn.silu,
   'gelu_tanh': lambda x: jax.nn.gelu(x, approximate=True),
+  'gelu': lambda x: jax.nn.gelu(x, approximate=False),
 }
 _REMAT = ('none', 'dots', 'full')
+_PRODUCT = 'product'  # of activations and a kernel; of a `LowRank`, the sum and not its terms
 _NO_WINDOW = 2**30
 
 
@@ -40,6 +44,22 @@ class RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+  """Context extension by YaRN (Peng et al. 2023, arXiv 2309.00071).
+
+  Frequencies that turn more than `fast_rotations` times within the original context are kept, those
+  below `slow_rotations` are divided by `factor`, those between interpolated by their index.
+  """
+
+  factor: float
+  original_length: int  # tokens
+  fast_rotations: float = 32.0
+  slow_rotations: float = 1.0
+  whole_indices: bool = True  # the range between begins and ends at whole indices
+  attention_factor: float | None = None  # on cosines and sines; None is 0.1·ln(factor) + 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
   vocab_size: int
   width: int
@@ -48,13 +68,15 @@ class TransformerConfig:
   num_kv_heads: int
   head_dim: int
   mlp_width: int
-  activation: str = 'silu'  # of the gate: silu (SwiGLU) or gelu_tanh (GeGLU)
+  activation: str = 'silu'  # of the gate: silu (SwiGLU), gelu_tanh (GeGLU) or gelu
   norm_epsilon: float = 1e-6
   rope_theta: float = 10_000.0
-  rope_scaling: RopeScaling | None = None
+  rope_scaling: RopeScaling | YarnScaling | None = None
   tied_head: bool = True
   qk_norm: bool = False  # RMSNorm on each head's queries and keys (Qwen 3, Gemma 3)
   qkv_bias: bool = False  # Qwen 2
+  output_bias: bool = False  # of the projection after attention
+  mlp_bias: bool = False
   query_scale: float | None = None  # on the scores; None is 1/√head_dim
   attention_soft_cap: float | None = None
   final_soft_cap: float | None = None
@@ -109,24 +131,49 @@ class TransformerConfig:
 
 
 def inverse_frequencies(
-  head_dim: int, theta: float, scaling: RopeScaling | None, dtype=jnp.float32
+  head_dim: int, theta: float, scaling: RopeScaling | YarnScaling | None, dtype=jnp.float32
 ) -> Array:
   """Rotary angular frequencies θ^(−2i/H), [H/2], with context extension applied."""
   frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=dtype) / head_dim)
   if scaling is None:
     return frequencies
-  if scaling.low_frequency_factor is None:
+  if isinstance(scaling, YarnScaling):
+    low, high = _yarn_indices(head_dim, theta, scaling)
+    keep = 1 - jnp.clip((jnp.arange(head_dim // 2, dtype=dtype) - low) / (high - low), 0.0, 1.0)
+  elif scaling.low_frequency_factor is None:
     return frequencies / scaling.factor
-  rotations = scaling.original_length * frequencies / (2 * math.pi)  # within the original context
-  low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-  keep = jnp.clip((rotations - low) / (high - low), 0.0, 1.0)
+  else:
+    rotations = scaling.original_length * frequencies / (2 * math.pi)  # in the original context
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    keep = jnp.clip((rotations - low) / (high - low), 0.0, 1.0)
   return keep * frequencies + (1 - keep) * frequencies / scaling.factor
 
 
-def rotary_tables(positions: Array, frequencies: Array) -> tuple[Array, Array]:
+def _yarn_indices(head_dim: int, theta: float, scaling: YarnScaling) -> tuple[float, float]:
+  """Where interpolation begins and where it is complete, as indices of frequencies."""
+
+  def index(rotations: float) -> float:
+    wavelength = scaling.original_length / (2 * math.pi * rotations)
+    return head_dim * math.log(wavelength) / (2 * math.log(theta))
+
+  low, high = index(scaling.fast_rotations), index(scaling.slow_rotations)
+  if scaling.whole_indices:
+    low, high = math.floor(low), math.ceil(high)
+  low, high = max(low, 0), min(high, head_dim - 1)
+  return low, high if high != low else low + 1e-3
+
+
+def rotary_tables(
+  positions: Array, frequencies: Array, scaling: RopeScaling | YarnScaling | None = None
+) -> tuple[Array, Array]:
   """Cosine and sine of position times frequency, each [..., L, 1, H/2]."""
   angles = jnp.maximum(positions, 0)[..., None, None].astype(frequencies.dtype) * frequencies
-  return jnp.cos(angles), jnp.sin(angles)
+  if not isinstance(scaling, YarnScaling):
+    return jnp.cos(angles), jnp.sin(angles)
+  factor = scaling.attention_factor
+  if factor is None:
+    factor = 0.1 * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0
+  return factor * jnp.cos(angles), factor * jnp.sin(angles)
 
 
 def rotate(x: Array, tables: tuple[Array, Array]) -> Array:
@@ -139,12 +186,27 @@ def rotate(x: Array, tables: tuple[Array, Array]) -> Array:
   return out.astype(x.dtype)
 
 
+class LowRank(NamedTuple):
+  """A kernel beside a change of low rank, W + A·B, whose sum is never formed; see `models.lora`."""
+
+  kernel: Array  # [D, E]
+  a: Array  # [D, R]
+  b: Array  # [R, E]
+
+
 def dense(x: Array, kernel: nnx.Param, bias: nnx.Param | None = None) -> Array:
   """x @ kernel in x's dtype, over flattened tokens: XLA's CPU backward pass is 3× faster so."""
-  out = x.reshape(-1, x.shape[-1]) @ kernel[...].astype(x.dtype)
+  out = _product(x.reshape(-1, x.shape[-1]), kernel.get_value())
+  out = checkpoint_name(out, _PRODUCT)
   if bias is not None:
     out = out + bias[...].astype(x.dtype)
   return out.reshape(*x.shape[:-1], -1)
+
+
+def _product(x: Array, weights: Array | LowRank) -> Array:
+  if isinstance(weights, LowRank):
+    return _product(x, weights.kernel) + _product(_product(x, weights.a), weights.b)
+  return x @ weights.astype(x.dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -186,6 +248,12 @@ class Block(nnx.Module):
       self.query_bias = nnx.Param(jnp.zeros((queries,), c.param_dtype))
       self.key_bias = nnx.Param(jnp.zeros((keys,), c.param_dtype))
       self.value_bias = nnx.Param(jnp.zeros((keys,), c.param_dtype))
+    if c.output_bias:
+      self.output_bias = nnx.Param(jnp.zeros((c.width,), c.param_dtype))
+    if c.mlp_bias:
+      self.gate_bias = nnx.Param(jnp.zeros((c.mlp_width,), c.param_dtype))
+      self.up_bias = nnx.Param(jnp.zeros((c.mlp_width,), c.param_dtype))
+      self.down_bias = nnx.Param(jnp.zeros((c.width,), c.param_dtype))
     if c.qk_norm:
       self.query_norm = RMSNorm(c, c.head_dim)
       self.key_norm = RMSNorm(c, c.head_dim)
@@ -196,7 +264,7 @@ class Block(nnx.Module):
   def __call__(self, x: Array, tables, attend) -> tuple[Array, tuple]:
     """Applies the layer to x[..., L, D]; `attend(q, k, v)` mixes tokens: (out, carry)."""
     c = self.config
-    bias = lambda name: getattr(self, name) if c.qkv_bias else None
+    bias = lambda name: getattr(self, name, None)
     normed = self.attention_norm(x)
     heads = lambda y: y.reshape(*y.shape[:-1], -1, c.head_dim)
     query = heads(dense(normed, self.query, bias('query_bias')))
@@ -205,12 +273,13 @@ class Block(nnx.Module):
     if c.qk_norm:
       query, key = self.query_norm(query), self.key_norm(key)
     mixed, carry = attend(rotate(query, tables), rotate(key, tables), value)
-    mixed = dense(mixed.reshape(*mixed.shape[:-2], -1), self.output)
+    mixed = dense(mixed.reshape(*mixed.shape[:-2], -1), self.output, bias('output_bias'))
     x = x + (self.post_attention_norm(mixed) if c.post_norm else mixed)
 
     normed = self.mlp_norm(x)
-    gated = _ACTIVATIONS[c.activation](dense(normed, self.gate)) * dense(normed, self.up)
-    gated = dense(gated, self.down)
+    gated = _ACTIVATIONS[c.activation](dense(normed, self.gate, bias('gate_bias')))
+    gated = gated * dense(normed, self.up, bias('up_bias'))
+    gated = dense(gated, self.down, bias('down_bias'))
     return x + (self.post_mlp_norm(gated) if c.post_norm else gated), carry
 
 
@@ -358,7 +427,8 @@ class Transformer(nnx.Module):
     dtype = jnp.promote_types(c.compute_dtype, jnp.float32)
 
     def table(theta, scaling):
-      return rotary_tables(positions, inverse_frequencies(c.head_dim, theta, scaling, dtype))
+      frequencies = inverse_frequencies(c.head_dim, theta, scaling, dtype)
+      return rotary_tables(positions, frequencies, scaling)
 
     full = table(c.rope_theta, c.rope_scaling)
     if c.sliding_rope_theta is None:
@@ -389,7 +459,7 @@ class Transformer(nnx.Module):
     if c.remat == 'full':
       body = jax.checkpoint(body)
     elif c.remat == 'dots':
-      body = jax.checkpoint(body, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+      body = jax.checkpoint(body, policy=jax.checkpoint_policies.save_only_these_names(_PRODUCT))
     layers = (self.blocks, jnp.asarray(windows), jnp.asarray(sliding))
     return jax.lax.scan(body, x, layers, unroll=min(c.unroll_layers, c.num_layers))[0]
 

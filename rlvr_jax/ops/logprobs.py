@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from rlvr_jax.types import Array, Head, Sampling
 
 _PLAIN = Sampling()
-_CHUNK_ELEMENTS = 2**24  # logits alive at once: 64 MiB of float32
+CHUNK_ELEMENTS = 2**24  # logits alive at once: 64 MiB of float32
 
 
 def check_sampling(sampling: Sampling, vocab_size: int) -> None:
@@ -105,7 +105,7 @@ def token_logprobs(
   tokens: Array,
   sampling: Sampling = _PLAIN,
   *,
-  chunk_elements: int = _CHUNK_ELEMENTS,
+  chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[Array, Array]:
   """Log-probability of each token and entropy of the distribution it was drawn from.
 
@@ -132,7 +132,7 @@ def token_statistics(
   sampling: Sampling = _PLAIN,
   *,
   projection: Array | None = None,
-  chunk_elements: int = _CHUNK_ELEMENTS,
+  chunk_elements: int = CHUNK_ELEMENTS,
 ) -> TokenStatistics:
   """`token_logprobs`, and what the Gram matrix of the head's gradients needs of the same pass.
 

@@ -1,8 +1,18 @@
 """Graders: `grade(completion, reference) -> Grade`, pure functions run in the pool's workers.
 
-A grader is named by import path, "package.module:function", so a user's own needs no registration.
+A grader is named by import path, "package.module:function", so a user's own needs no registration:
+
+    def grade(completion: str, reference: Mapping[str, Any]) -> Grade | float | bool: ...
+
+It is called with the completion's text and the problem's JSON-able reference, by position. A number
+(or bool) returned in place of a Grade is the score: correct at 1 or more, wrong below. An
+exception, a number that is not finite, or anything else returned is a crash of that item.
+Coroutines, generators and functions that cannot take two arguments are refused at start-up.
+
 If its module also has `<function>_self_test()`, each worker calls that once at start-up: it should
 raise when the grader cannot work here, and it pays slow imports outside any item's time limit.
+
+Here are the graders of reasoning_gym and GSM8K; mathematics, formats and combined hold the others.
 """
 
 from __future__ import annotations
@@ -20,11 +30,11 @@ ANSWER_MARK = "####"  # GSM8K's convention: the final answer follows the last on
 
 # Commas only as thousands separators; sign and $ in either order; a minus that follows a word or
 # another number ("3-4") is an operator or a dash.
-_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
+DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _SIGN = r"(?:(?<![\w)])[-+]\$?|\$[-+]?)?"
-_NUMBER = rf"{_SIGN}(?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)"
-_ANY_NUMBER = re.compile(_NUMBER)
-_MARKED_NUMBER = re.compile(rf"{ANSWER_MARK}\s*({_NUMBER})")
+NUMBER = rf"{_SIGN}(?:{DIGITS}(?:\.[0-9]+)?|\.[0-9]+)"
+_ANY_NUMBER = re.compile(NUMBER)
+_MARKED_NUMBER = re.compile(rf"{ANSWER_MARK}\s*({NUMBER})")
 
 
 def final_answer(completion: str) -> str:
@@ -49,6 +59,7 @@ def reasoning_gym(completion: str, reference: Mapping[str, Any]) -> Grade:
       "answer" and "metadata" (of the problem's entry).
   Returns:
     correct at score ≥ 1 (within 1e-9), wrong below, with the score kept; unparseable if empty.
+    `answer` is the stripped text.
   """
   answer = final_answer(completion)
   if not answer:
@@ -58,7 +69,7 @@ def reasoning_gym(completion: str, reference: Mapping[str, Any]) -> Grade:
   entry = {"answer": reference["answer"], "metadata": reference["metadata"]}
   score = float(score_answer(answer, entry))
   outcome = Outcome.CORRECT if score >= 1 - 1e-9 else Outcome.WRONG
-  return Grade(outcome, score, detail=answer)
+  return Grade(outcome, score, detail=answer, answer=answer)
 
 
 def reasoning_gym_self_test() -> None:
@@ -80,6 +91,14 @@ def parse_number(text: str) -> decimal.Decimal:
   return decimal.Decimal(text.replace(",", "").replace("$", ""))
 
 
+def plain_decimal(value: decimal.Decimal) -> str:
+  """The digits of a number, the same for equal ones: "72" of 72, 072 and 72.00."""
+  text = format(value, "f")
+  if "." in text:
+    text = text.rstrip("0").removesuffix(".")
+  return "0" if text == "-0" else text
+
+
 def _last_number(text: str) -> str | None:
   found = _MARKED_NUMBER.findall(text) or _ANY_NUMBER.findall(text)
   return found[-1] if found else None
@@ -92,11 +111,13 @@ def gsm8k(completion: str, reference: Mapping[str, Any]) -> Grade:
     completion: its number is the last "#### number", otherwise the last number in the text.
     reference: "answer", the final number as published (commas, sign and $ allowed).
   Returns:
-    correct (score 1), wrong (0), or unparseable where the text has no number.
+    correct (score 1), wrong (0), or unparseable where the text has no number; `answer` is the
+    number's digits, without commas, $, or zeros at the end of a fraction.
   """
   number = _last_number(completion)
   if number is None:
     return Grade(Outcome.UNPARSEABLE, detail="no number")
-  if parse_number(number) == parse_number(reference["answer"]):
-    return Grade(Outcome.CORRECT, 1.0, detail=number)
-  return Grade(Outcome.WRONG, detail=number)
+  value = parse_number(number)
+  outcome = Outcome.CORRECT if value == parse_number(reference["answer"]) else Outcome.WRONG
+  score = float(outcome is Outcome.CORRECT)
+  return Grade(outcome, score, detail=number, answer=plain_decimal(value))

@@ -30,11 +30,14 @@ class Grade:
     outcome: what happened.
     score: the grader's own score, normally in [0, 1]; 0 where there is none.
     detail: for a person to read, such as the extracted answer or the exception.
+    answer: normal form of the extracted answer, for majority votes; "" where there is none. For
+      one reference, equal answers have equal outcomes.
   """
 
   outcome: Outcome
   score: float = 0.0
   detail: str = ""
+  answer: str = ""
 
 
 class GradingStoppedError(RuntimeError):

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rlvr_jax.rewards.outcome import Grade, Outcome
@@ -24,6 +25,7 @@ from rlvr_jax.rewards.outcome import Grade, Outcome
 _MAX_CHUNK = 32
 _MAX_REPLY = 2**20  # bytes; longer than any real reply, so a runaway one is caught
 _KILL_WAIT_S = 5.0  # for the kernel to take down a process after SIGKILL
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 _SINGLE_THREADED = {
   name: "1"
   for name in (
@@ -85,13 +87,14 @@ class _Item(NamedTuple):
 class _Worker:
   """One grading process and the two pipes to it. Used by one thread, except for `kill`."""
 
-  def __init__(self, settings: Mapping[str, Any]):
+  def __init__(self, settings: Mapping[str, Any], environment: Mapping[str, str]):
     self._grader = settings["grader"]
     self._stderr = tempfile.TemporaryFile()
     # sys.path goes along: the worker imports a user's grader exactly as this process would. The
     # hash seed makes graders that iterate over sets give the same grade every time.
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    environment = os.environ | _SINGLE_THREADED | {"PYTHONPATH": path, "PYTHONHASHSEED": "0"}
+    fixed = {"PYTHONPATH": path, "PYTHONHASHSEED": "0"}
+    environment = os.environ | _SINGLE_THREADED | dict(environment) | fixed
     command = [sys.executable, "-P", "-m", "rlvr_jax.rewards.worker", json.dumps(settings)]
     self._process = subprocess.Popen(
       command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr,
@@ -231,7 +234,8 @@ def _exit_reason(process: subprocess.Popen) -> str:
 def _parse_reply(line: bytes) -> Grade:
   try:
     reply = json.loads(line)
-    return Grade(Outcome(reply["outcome"]), float(reply["score"]), str(reply["detail"]))
+    texts = str(reply["detail"]), str(reply["answer"])
+    return Grade(Outcome(reply["outcome"]), float(reply["score"]), *texts)
   except (ValueError, KeyError, TypeError) as error:
     raise _WorkerDiedError(f"the grader's process sent a broken reply {line[:200]!r}") from error
 
@@ -250,8 +254,11 @@ class GraderPool:
     timeout_s: wall-clock limit per item, seconds.
     startup_timeout_s: limit for a worker to start and load the grader, seconds.
     memory_mib: limit on each worker's address space, MiB; None for no limit.
+    environment: variables added to the workers' environment.
+    preload: import paths of further graders that each worker loads and tests at its start: those
+      that only references name (see `combined`), which else do so in an item's time.
   Raises:
-    ValueError: an argument out of range.
+    ValueError: an argument out of range, or an environment that is not text.
     GraderStartError: the grader cannot be loaded, or its self-test fails.
   """
 
@@ -263,16 +270,24 @@ class GraderPool:
     timeout_s: float = 5.0,
     startup_timeout_s: float = 60.0,
     memory_mib: int | None = None,
+    environment: Mapping[str, str] = _NOTHING,
+    preload: Sequence[str] = (),
   ):
-    _check_arguments(grader, num_workers, timeout_s, startup_timeout_s, memory_mib)
-    self._settings = {"grader": grader, "timeout_s": timeout_s, "memory_mib": memory_mib}
+    _check_arguments(num_workers, timeout_s, startup_timeout_s, memory_mib)
+    _check_environment(environment)
+    for path in (grader, *preload):
+      _check_path(path)
+    self._settings = {
+      "grader": grader, "timeout_s": timeout_s, "memory_mib": memory_mib, "preload": [*preload],
+    }  # fmt: skip
+    self._environment = dict(environment)
     self._timeout_s = timeout_s
     self._startup_timeout_s = startup_timeout_s
     self._changed = threading.Condition()  # guards everything below
     self._queue: collections.deque[_Item] = collections.deque()
     self._in_progress: set[GradingFuture] = set()
     self._failure: Exception | None = None
-    self._workers = [_Worker(self._settings) for _ in range(num_workers)]
+    self._workers = [_Worker(self._settings, self._environment) for _ in range(num_workers)]
     try:
       for worker in self._workers:
         worker.wait_ready(startup_timeout_s)
@@ -389,7 +404,7 @@ class GraderPool:
       if self._failure is not None:
         return
       self._workers[slot].close()
-      self._workers[slot] = _Worker(self._settings)
+      self._workers[slot] = _Worker(self._settings, self._environment)
     self._workers[slot].wait_ready(self._startup_timeout_s)
 
   def _deliver(self, item: _Item, grade: Grade) -> None:
@@ -408,15 +423,28 @@ def _request(completion: str, reference: Mapping[str, Any]) -> bytes:
     ) from error
 
 
-def _check_arguments(
-  grader: str, num_workers: int, timeout_s: float, startup_timeout_s: float, memory_mib: int | None
-) -> None:
+def _check_path(grader: str) -> None:
   module, colon, function = grader.partition(":")
   if not (module and colon and function):
     raise ValueError(
       f"grader is {grader!r}, expected an import path 'package.module:function', such as "
       "'rlvr_jax.rewards.graders:gsm8k'"
     )
+
+
+def _check_environment(environment: Mapping[str, str]) -> None:
+  for name, value in environment.items():
+    texts = isinstance(name, str) and isinstance(value, str)
+    if not texts or not name or "=" in name or "\0" in name + value:
+      raise ValueError(
+        f"environment has {name!r}: {value!r}, expected a name without '=' and a text, such as "
+        "{'NAME': '1'}"
+      )
+
+
+def _check_arguments(
+  num_workers: int, timeout_s: float, startup_timeout_s: float, memory_mib: int | None
+) -> None:
   if num_workers < 1:
     raise ValueError(f"num_workers is {num_workers}, must be at least 1")
   for name, value in (("timeout_s", timeout_s), ("startup_timeout_s", startup_timeout_s)):

@@ -120,6 +120,7 @@ class Collector:
         "completion": completion,
         "answer": generation.problems[i // G].answer,
         "outcome": grade.outcome.value,
+        "extracted": grade.answer,
         "reward": float(reward),
         "tokens": int(length),
         "stopped": bool(stopped),

@@ -20,7 +20,6 @@ from jax.sharding import Mesh
 from rlvr_jax import advantages, geometry, losses, reweighting
 from rlvr_jax.advantages.masses import gradient_masses
 from rlvr_jax.data import (
-  ByteTokenizer,
   Problem,
   Task,
   Tokenizer,
@@ -30,7 +29,8 @@ from rlvr_jax.data import (
   tasks,
 )
 from rlvr_jax.models.functional import Model, transformer
-from rlvr_jax.models.presets import preset
+from rlvr_jax.models.huggingface import load_params
+from rlvr_jax.models.presets import model_settings
 from rlvr_jax.ops.aggregate import AGGREGATIONS
 from rlvr_jax.ops.checks import check_between, check_choice
 from rlvr_jax.ops.keys import key_for
@@ -51,16 +51,15 @@ from rlvr_jax.train.step import (
   policy_logprobs,
   train_step,
 )
+from rlvr_jax.train.texts import fitting, make_tokenizer, with_graders
 from rlvr_jax.train.warm_start import supervised_step
 from rlvr_jax.types import Array, Params, Prompts, Sampling, TrainBatch, TrainState
-
-TOKENIZERS = {"bytes": ByteTokenizer}
 
 _AT_LEAST_ONE = {
   "": "max_prompt_length max_skipped_in_a_row",
   "batch": "prompts group_size micro_batches",
   "evaluation": "every num_samples batch_prompts",
-  "grading": "num_workers",
+  "grading": "num_workers memory_mib",
   "checkpoint": "every keep",
   "logging": "print_every rollouts_every rollouts_per_refresh",
 }
@@ -107,6 +106,7 @@ def make_sampling(settings: Mapping[str, Any], vocab_size: int) -> Sampling:
 def may_differ(config: ml_collections.ConfigDict, schedule: schedules.Schedule) -> list[str]:
   """Fields that may change when a run is taken up again: they change no number of it."""
   fields = ["checkpoint", "logging", "grading.num_workers", "grading.timeout_s", "diagnostics"]
+  fields += ["grading.memory_mib", "grading.unsandboxed_code"]
   fields += ["dynamic_sampling.max_batches", "store", "max_behavior_gap"]
   fields += ["schedule.kwargs.deadline_s"]
   # A learning rate that decays, and some schedules, depend on where the run ends.
@@ -129,13 +129,8 @@ def check_training_sampling(config: ml_collections.ConfigDict) -> None:
     )
 
 
-def make_tokenizer(config: ml_collections.ConfigDict) -> Tokenizer:
-  check_choice("config", "tokenizer", config.tokenizer, TOKENIZERS)
-  return TOKENIZERS[config.tokenizer]()
-
-
 def make_model(config: ml_collections.ConfigDict, mesh: Mesh, vocab_size: int) -> Model:
-  settings = preset(config.model.preset, **config.model.overrides)
+  settings = model_settings(config.model)
   if settings.vocab_size < vocab_size:
     raise ValueError(
       f"config.model: vocab_size = {settings.vocab_size} is smaller than the tokenizer's"
@@ -278,6 +273,11 @@ def check_rewards(
       f" config.sources.recorded.store = {config.sources.recorded.store!r} are shaped; choose"
       " another store or another advantage"
     )
+  if method.advantage.needs_binary and config.grading.extra:
+    raise ValueError(
+      f"config.advantage.name = {name!r} needs rewards that are 0 or 1, but config.grading.extra ="
+      f" {tuple(config.grading.extra)} adds to them; set it to (), or choose another advantage"
+    )
   shaped = shaped_outcomes(policy)
   if method.advantage.needs_binary and shaped:
     raise ValueError(
@@ -295,9 +295,10 @@ def check_rewards(
 
 
 def shaped_outcomes(policy: OutcomePolicy) -> dict[str, Any]:
-  """Outcomes whose reward is another than 0, 1 or the grader's own."""
-  plain = ("score", "mask", "stop", 0.0, 1.0)
-  return {outcome.value: reward for outcome, reward in policy.items() if reward not in plain}
+  """Outcomes whose reward may be another than 0 or 1: only a right answer's own score is 1."""
+  plain = ("mask", "stop", 0.0, 1.0)
+  binary = lambda outcome, reward: reward in plain or (outcome, reward) == ("correct", "score")
+  return {o.value: reward for o, reward in policy.items() if not binary(o.value, reward)}
 
 
 def make_optimizer(
@@ -371,24 +372,6 @@ def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
     )
 
 
-def check_texts(config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer) -> None:
-  """Raises where a prompt or a worked solution is longer than its limit.
-
-  Of the training problems, which may be generated when drawn, the first ones stand for all.
-  """
-  encode_prompts(task.held_out, tokenizer, config.max_prompt_length)
-  first = [task.train[index] for index in range(min(len(task.train), 100))]
-  encode_prompts(first, tokenizer, config.max_prompt_length)
-  if config.warm_start.num_steps:
-    if not len(task.warm_start):
-      raise ValueError(
-        "config.warm_start.num_steps > 0 but the task has no worked solutions; set the task's"
-        " warm_start_size, or config.warm_start.num_steps = 0"
-      )
-    encode_prompts(task.warm_start, tokenizer, config.max_prompt_length)
-    encode_solutions(task.warm_start, tokenizer, config.max_response_length)
-
-
 def abstract_state(method: Method, mesh: Mesh) -> TrainState:
   """Shapes, dtypes and shardings of the train state."""
 
@@ -455,6 +438,7 @@ def build(
   *,
   task: Task | None = None,
   tokenizer: Tokenizer | None = None,
+  mesh: Mesh | None = None,
 ) -> Parts:
   """All parts of the run that `config` describes.
 
@@ -462,10 +446,11 @@ def build(
     config: see `configs/base.py`.
     task: instead of `config.task`, for problems made by the caller.
     tokenizer: instead of `config.tokenizer`.
+    mesh: instead of one over the devices that are there, for shapes and for compiling alone.
   Raises:
     ValueError: what cannot work, with the field, its value, what is allowed and the remedy.
   """
-  mesh = sharding.make_mesh(**config.mesh)
+  mesh = mesh or sharding.make_mesh(**config.mesh)
   check_shapes(config, mesh)
   policy = outcome_policy({k: _as_number(v) for k, v in config.grading.outcomes.items()})
   tokenizer = tokenizer or make_tokenizer(config)
@@ -499,8 +484,8 @@ def build(
   state = abstract_state(method, mesh)
   check_update(config, method, state)
   check_rewards(config, method, policy, sources)
-  task = task or pick(tasks, "task", config.task.to_dict())
-  check_texts(config, task, tokenizer)
+  task = with_graders(config, task or pick(tasks, "task", config.task.to_dict()))
+  task = fitting(config, task, tokenizer)
 
   shardings = jax.tree.map(lambda x: x.sharding, state)
   for_host, whole = sharding.host_result_sharding(mesh), sharding.replicated(mesh)
@@ -546,7 +531,9 @@ def build(
 
 
 def initial_params(parts: Parts) -> Params:
-  """Freshly drawn parameters, sharded."""
+  """The parameters of `config.model.checkpoint`, or else freshly drawn ones, sharded."""
+  if parts.config.model.checkpoint:
+    return load_params(parts.config.model.checkpoint, parts.abstract_state.params)
   shardings = jax.tree.map(lambda x: x.sharding, parts.abstract_state.params)
   init = jax.jit(parts.model.init, out_shardings=shardings)
   return init(key_for(parts.config.seed, "init"))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import platform
 import signal
+import sys
 from collections.abc import Iterator
+from typing import NoReturn
 
 # glibc's <malloc.h>
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
@@ -24,6 +27,17 @@ def keep_freed_memory() -> None:
   libc.mallopt(_M_MMAP_MAX, 0)
   libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
   libc.mallopt(_M_TOP_PAD, 2**26)
+
+
+def end_at_once(message: str) -> NoReturn:
+  """Ends the process with the message alone, when all that was open is closed.
+
+  Libraries' complaints at an orderly end would bury it.
+  """
+  stderr, sys.stderr = sys.stderr, open(os.devnull, "w", encoding="utf-8")
+  print(message, file=stderr, flush=True)
+  sys.stdout.flush()
+  os._exit(1)
 
 
 class Termination:

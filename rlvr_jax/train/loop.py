@@ -18,13 +18,13 @@ import jax
 import numpy as np
 
 from rlvr_jax.data import problem_batches
-from rlvr_jax.evaluate.held_out import evaluate
+from rlvr_jax.evaluate.held_out import accuracy, evaluated
 from rlvr_jax.files import DamagedFileError
 from rlvr_jax.models.flops import forward_flops, update_flops
 from rlvr_jax.ops.keys import key_for
-from rlvr_jax.rewards.outcome import GradingStoppedError, rewards_from_grades
+from rlvr_jax.rewards.outcome import GradingStoppedError
 from rlvr_jax.rewards.pool import GraderPool, GraderStartError
-from rlvr_jax.rollouts.collect import Collector, write_batch
+from rlvr_jax.rollouts.collect import write_batch
 from rlvr_jax.rollouts.drawn import Drawn, from_shard
 from rlvr_jax.rollouts.store import RolloutStore, StoreError, TornShardError
 from rlvr_jax.train import components, multihost, sharding
@@ -53,6 +53,7 @@ from rlvr_jax.train.metrics import (
 )
 from rlvr_jax.train.report import write_report
 from rlvr_jax.train.resuming import as_begun, elapsed_seconds, resumable
+from rlvr_jax.train.texts import grader_pool, make_collector
 from rlvr_jax.train.warm_start import warm_start
 from rlvr_jax.train.worker import GeneratorStoppedError, GeneratorWorker
 from rlvr_jax.types import Params, TrainBatch, TrainState
@@ -134,18 +135,15 @@ def train(parts: components.Parts, workdir: str | Path) -> dict[str, float]:
       lambda: enter(MetricWriter(workdir, resume_step, keep_warm_start=was_warm)),
       multihost.NoWriter(workdir),
     )
-    pool = multihost.together(
-      lambda: enter(
-        GraderPool(
-          parts.task.grader,
-          num_workers=config.grading.num_workers,
-          timeout_s=config.grading.timeout_s,
-        )
-      )
-    )
+    pool = multihost.together(lambda: enter(grader_pool(config, parts.task.grader)))
     termination = stack.enter_context(termination_signals())
     try:
-      params = warm.state if warm else warm_started(parts, writer, warm_starts, termination)
+      if warm:
+        params = warm.state
+      elif config.warm_start.num_steps:
+        params = warm_started(parts, writer, warm_starts, termination)
+      else:  # nothing that a file of its own would save
+        params = components.initial_params(parts)
     except EndRequestedError:
       say("asked to end during the warm start; rerun the same command to begin it again")
       return {}
@@ -247,15 +245,7 @@ class Trainer:
     # Kept only where something reads them: they take as much memory as the policy.
     keep = c.reference.kl_coefficient or c.diagnostics.every
     self.initial = initial if keep else None
-    self.collector = Collector(
-      encode=parts.encode,
-      decode=parts.tokenizer.decode,
-      submit=pool.submit if jax.process_count() == 1 else multihost.SharedGrader(pool).submit,
-      rewards_from_grades=lambda grades: rewards_from_grades(grades, parts.outcome_policy),
-      to_host=sharding.to_host,
-      overlong_buffer=c.overlong.buffer,
-      overlong_filter=c.overlong.filter,
-    )
+    self.collector = make_collector(parts, pool)
     self.generator = Generator(parts, self.collector, store)
     if not self.schedule.real_time:
       # The last update ends where its metrics are read; the devices go on to generate.
@@ -618,31 +608,35 @@ class Trainer:
     self.read_metrics()
     c = self.config
     began = time.perf_counter()
-    values, samples, lengths = evaluate(
-      functools.partial(self.parts.generate_held_out, self.state.params),
-      self.parts.task.held_out,
-      collector=self.collector,
-      to_devices=self.parts.to_devices,
-      batch_size=c.evaluation.batch_prompts,
-      ks=c.evaluation.ks,
-      seed=c.evaluation.seed,
-      version=self.step,
+    batches = list(
+      evaluated(
+        functools.partial(self.parts.generate_held_out, self.state.params),
+        self.parts.task.held_out,
+        collector=self.collector,
+        to_devices=self.parts.to_devices,
+        batch_size=c.evaluation.batch_prompts,
+        seed=c.evaluation.seed,
+        version=self.step,
+      )
     )
+    samples = [row for batch in batches for row in batch.samples]
+    values = accuracy(samples, ks=c.evaluation.ks, seed=c.evaluation.seed)
+    lengths = [np.concatenate(x) for x in zip(*(batch[1:] for batch in batches), strict=True)]
     self.set_devices_free(time.perf_counter())
     self.counters["tokens_evaluated"] += int(lengths[1].sum())
     self.counters["flops_evaluate"] += forward_flops(self.parts.model.config, *lengths)
     timings = {"time/evaluate_seconds": self.devices_free - began}
     timings |= self.clock(timings)
     self.writer.write(self.step, "eval", values | self.counted() | timings)
-    first = samples[:: c.evaluation.num_samples]
-    self.writer.write_rollouts(self.step, first[: c.logging.rollouts_per_refresh], phase="eval")
+    first = [row[0] for row in samples[: c.logging.rollouts_per_refresh]]
+    self.writer.write_rollouts(self.step, first, phase="eval")
     self.evaluation = values
-    accuracy = ", ".join(
+    shown = ", ".join(
       f"{name} {values[f'eval/{name}']:.3f}"
       f" [{values[f'eval/{name}_low']:.3f}, {values[f'eval/{name}_high']:.3f}]"
       for name in (f"pass@{k}" for k in c.evaluation.ks)
     )
-    say(f"held-out after update {self.step}: {accuracy}")
+    say(f"held-out after update {self.step}: {shown}")
 
   def save(self) -> None:
     """A checkpoint of everything that determines the future, but the rollouts in the store."""

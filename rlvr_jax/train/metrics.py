@@ -8,7 +8,7 @@ import pathlib
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -17,7 +17,7 @@ from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from rlvr_jax.files import JsonLines, read_records, replacing, reporting_full_disk
+from rlvr_jax.files import JsonLines, keep_records, read_records, replacing, reporting_full_disk
 
 TIMINGS = "time/"  # prefix of every value measured with a clock: the only ones a rerun may change
 METRICS_FILE = "metrics.jsonl"
@@ -72,7 +72,7 @@ class MetricWriter:
       return record["step"] < self._purge_step and resume_step is not None
 
     for name in (METRICS_FILE, ROLLOUTS_FILE):
-      _truncate(self.workdir / name, kept)
+      keep_records(self.workdir / name, kept)
     self._metrics = JsonLines(self.workdir / METRICS_FILE)
     self._rollouts = JsonLines(self.workdir / ROLLOUTS_FILE)
     self._boards: dict[str, _Board] = {}
@@ -204,21 +204,6 @@ def stage_summary(workdir: str | os.PathLike[str], step: int, length: int) -> di
 def without_timings(record: Mapping[str, Any]) -> dict[str, Any]:
   """The record without what depends on the clock: equal for every rerun."""
   return {name: value for name, value in record.items() if not name.startswith(TIMINGS)}
-
-
-def _truncate(path: pathlib.Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:
-  """Rewrites the file with the records to keep, atomically; lines are kept byte for byte."""
-  if not path.exists():
-    return
-  data = path.read_bytes()
-  # What follows the last newline is a line torn by a kill.
-  lines = data.splitlines(keepends=True) if data.endswith(b"\n") else data.splitlines(True)[:-1]
-  records = read_records(path)
-  kept = b"".join(line for line, record in zip(lines, records, strict=True) if keep(record))
-  if kept == data:
-    return
-  with replacing(path) as file:
-    file.write(kept)
 
 
 # --- what a person sees ---------------------------------------------------------------------------

@@ -8,6 +8,7 @@ has an effect. With one process nothing here does anything.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -136,11 +137,11 @@ class _SharedGrades:
 
   def result(self) -> list[Grade]:
     own = together(self._own.result)
-    shares = exchange([[grade.outcome.value, grade.score, grade.detail] for grade in own])
+    shares = exchange([dataclasses.astuple(grade) for grade in own])
     grades: list[Any] = [None] * self._size
     for process, share in enumerate(shares):
       grades[process :: len(shares)] = [
-        Grade(Outcome(outcome), score, detail) for outcome, score, detail in share
+        Grade(Outcome(outcome), *rest) for outcome, *rest in share
       ]
     return grades
 

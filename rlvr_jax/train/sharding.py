@@ -30,6 +30,11 @@ RULES: tuple[tuple[str, PartitionSpec], ...] = (
   (r"head_kernel$", PartitionSpec("fsdp", "tensor")),
   (r"blocks/(query|key|value|gate|up)$", PartitionSpec(None, "fsdp", "tensor")),
   (r"blocks/(output|down)$", PartitionSpec(None, "tensor", "fsdp")),
+  (r"blocks/(query|key|value|gate|up)/a$", PartitionSpec(None, "fsdp")),  # of LoRA; ranks are small
+  (r"blocks/(query|key|value|gate|up)/b$", PartitionSpec(None, None, "tensor")),
+  (r"blocks/(output|down)/a$", PartitionSpec(None, "tensor")),
+  (r"blocks/(output|down)/b$", PartitionSpec(None, None, "fsdp")),
+  (r"blocks/(output|down)_bias$", PartitionSpec(None, "fsdp")),
   (r"blocks/\w+_bias$", PartitionSpec(None, "tensor")),
   (r".*", PartitionSpec()),
 )

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from rlvr_jax.data import Tokenizer
 from rlvr_jax.models import quantized
 from rlvr_jax.models.functional import Model, transformer
-from rlvr_jax.models.presets import preset
+from rlvr_jax.models.presets import model_settings
 from rlvr_jax.ops.checks import check_between, check_choice, check_whole
 from rlvr_jax.ops.logprobs import check_sampling, is_truncated, token_logprobs
 from rlvr_jax.rollouts.drawn import RecordedGroups
@@ -209,7 +209,7 @@ def other_policy(
   workdir = Path(settings.workdir)
   try:
     theirs = json.loads((workdir / "config.json").read_text())
-    model_config = preset(theirs["model"]["preset"], **theirs["model"]["overrides"])
+    model_config = model_settings(theirs["model"])
     tokens = (theirs["tokenizer"], model_config.vocab_size)
   except (OSError, ValueError, KeyError, TypeError) as error:
     raise ValueError(

@@ -112,6 +112,22 @@ def test_encode_prompts():
   assert prompts.tokens.dtype == prompts.lengths.dtype == np.int32
 
 
+class AskingTokenizer(ByteTokenizer):
+  """Asks in another form than it answers."""
+
+  def encode_prompt(self, text):
+    return self.encode(f"Q: {text}\nA:")
+
+
+def test_prompts_and_solutions_have_their_own_form():
+  problem = _problem("a", "b")
+  prompts = encode_prompts([problem], AskingTokenizer(), 10)
+  np.testing.assert_array_equal(prompts.tokens, [[256, 256, 256, *b"Q: a\nA:"]])
+  np.testing.assert_array_equal(prompts.lengths, [7])
+  tokens, _ = encode_solutions([problem], AskingTokenizer(), 2)
+  np.testing.assert_array_equal(tokens, [[98, 257]])
+
+
 def test_encode_solutions():
   problems = [_problem("q", "ab"), _problem("q", "abc")]
   tokens, lengths = encode_solutions(problems, TOKENIZER, 4)
@@ -132,5 +148,7 @@ def test_too_long_texts_name_lengths_and_remedy():
 def test_empty_texts():
   with pytest.raises(ValueError, match="a prompt is empty"):
     encode_prompts([_problem("")], TOKENIZER, 4)
+  with pytest.raises(ValueError, match="a prompt is empty"):
+    encode_prompts([_problem("")], AskingTokenizer(), 10)
   with pytest.raises(ValueError, match="no worked solution"):
     encode_solutions([_problem("q", "")], TOKENIZER, 4)

@@ -5,7 +5,6 @@ import logging
 import os
 import pathlib
 import random
-import shutil
 import subprocess
 import sys
 
@@ -153,119 +152,198 @@ def test_most_common_answer_share(caplog):
   assert "one answer is right for" in caplog.text
 
 
-# ---- GSM8K
+# ---- published data sets
 
 
-def _write_gsm8k(folder, train=20, test=8):
-  for split, size, offset in (("train", train, 0), ("test", test, 10_000)):
-    rows = [
-      {
-        "question": f"Ann’s {i} hens lay 2 eggs each. How many?",
-        "answer": f"She has {i}*2=<<{i}*2={2 * i}>>{2 * i} eggs.\n#### {2 * i:,}",
-      }
-      for i in range(offset, offset + size)
-    ]
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    (folder / f"{split}.jsonl").write_text(lines)
+def _gsm8k_rows(numbers):
+  return [
+    {
+      "question": f"Ann’s {i} hens lay 2 eggs each. How many?",
+      "answer": f"She has {i}*2=<<{i}*2={2 * i}>>{2 * i} eggs.\n#### {2 * i:,}",
+    }
+    for i in numbers
+  ]
+
+
+def _write(folder, **splits):
+  for split, rows in splits.items():
+    (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
   return folder
 
 
-def _gsm8k(source, prepared, **kwargs) -> Task:
-  sizes = {"warm_start_size": 5, "held_out_size": 6}
-  return tasks.gsm8k(data_dir=source, prepared_dir=prepared, **(sizes | kwargs))
+def _published(source, **kwargs) -> Task:
+  settings = {"dataset": "gsm8k", "data_dir": source, "prepared_dir": source.parent / "prepared"}
+  return tasks.published(**(settings | kwargs))
+
+
+def _all(source):
+  return [source[index] for index in range(len(source))]
 
 
 @pytest.fixture(name="source")
 def _source(tmp_path):
   folder = tmp_path / "source"
   folder.mkdir()
-  return _write_gsm8k(folder)
+  return _write(folder, train=_gsm8k_rows(range(20)), test=_gsm8k_rows(range(10_000, 10_008)))
 
 
-def test_gsm8k(source, tmp_path):
-  task = _gsm8k(source, tmp_path / "prepared")
+@pytest.fixture(name="math")
+def _math(tmp_path):
+  """Levels 1 to 5 and one unknown; every other one has a solution of its own."""
+  folder = tmp_path / "math"
+  folder.mkdir()
+  rows = [
+    {
+      "problem": f"Problem {n}{'!' * 10 * n}", "level": f"Level {n or '?'}", "answer": str(n),
+      "solution": f"\\boxed{{{n}}}" if n % 2 else "", "type": "Algebra",
+    }
+    for n in range(6)
+  ]  # fmt: skip
+  return _write(folder, train=rows, test=[row | {"problem": "T" + row["problem"]} for row in rows])
+
+
+def test_published(source):
+  task = _published(source, warm_start_size=5, held_out_size=6)
   assert (len(task.warm_start), len(task.train), len(task.held_out)) == (5, 15, 6)
   problem = task.held_out[1]
   assert problem.question == "Ann’s 10001 hens lay 2 eggs each. How many?\n"
   assert problem.solution == "She has 10001*2=20002 eggs.\n#### 20,002"
-  assert (problem.answer, problem.reference) == ("20,002", {"answer": "20,002"})
+  assert problem.answer == "20,002"
+  assert problem.reference == {"answer": "20,002", "dataset": "gsm8k"}
+  assert (task.name, task.grader) == ("gsm8k", "rlvr_jax.rewards.graders:gsm8k")
   # The order is the published one, the second time (from the prepared records) as the first.
-  numbers = [int(p.question.split()[1]) for p in (*task.warm_start, *task.train)]
-  assert numbers == list(range(20))
-  assert _gsm8k(source, tmp_path / "prepared") == task
+  problems = _all(task.warm_start) + _all(task.train)
+  assert [int(problem.question.split()[1]) for problem in problems] == list(range(20))
+  again = _published(source, warm_start_size=5, held_out_size=6)
+  assert _all(again.warm_start) + _all(again.train) == problems
+  for index in (-1, 15):
+    with pytest.raises(IndexError, match="out of range for 15"):
+      task.train[index]
 
 
-def test_gsm8k_leaves_out_held_out_questions(source, tmp_path):
-  train, test = source / "train.jsonl", source / "test.jsonl"
-  train.write_text(test.read_text().splitlines()[2] + "\n" + train.read_text())
-  task = _gsm8k(source, tmp_path / "prepared")
+def test_published_leaves_out_held_out_questions(source, caplog):
+  taken = _gsm8k_rows([10_002])[0]
+  taken["question"] = taken["question"].replace(" ", "  ")  # but for white space
+  _write(source, train=[taken, *_gsm8k_rows(range(20))])
+  with caplog.at_level(logging.INFO):
+    task = _published(source, warm_start_size=5)
+  assert "gsm8k/train: 20 of 21 problems; not 1 held out" in caplog.text
   assert len(task.train) + len(task.warm_start) == 20
-  held_out = set(_questions(task.held_out))
-  assert not held_out & set(_questions(task.train) + _questions(task.warm_start))
+  questions = {" ".join(q.split()) for q in _questions(task.train) + _questions(task.warm_start)}
+  assert not questions & {" ".join(q.split()) for q in _questions(task.held_out)}
 
 
-def test_gsm8k_prepares_anew_when_the_source_changes(source, tmp_path):
-  _gsm8k(source, tmp_path / "prepared")
-  _write_gsm8k(source, train=30)
-  assert len(_gsm8k(source, tmp_path / "prepared").train) == 25
+def test_published_of_one_split_held_out_of_anothers_training(math, tmp_path):
+  rows = [{"ID": f"2024-I-{n}", "Problem": f"Problem {n}{'!' * 10 * n}", "Answer": n}
+          for n in (2, 4, 7)]  # fmt: skip
+  aime = tmp_path / "aime"
+  aime.mkdir()
+  held_out = {"held_out_dataset": "aime_2024", "held_out_data_dir": _write(aime, test=rows)}
+  task = _published(math, dataset="math", **held_out)
+  assert [p.answer for p in _all(task.train)] == ["0", "1", "3", "5"]
+  assert [p.reference for p in _all(task.held_out)] == [
+    {"answer": answer, "dataset": "aime_2024"} for answer in ("2", "4", "7")
+  ]
+  assert task.grader == "rlvr_jax.rewards.mathematics:mathematics"
+  assert task.train[0].question.endswith("put your final answer within \\boxed{}.")
 
 
-@pytest.mark.parametrize("damage", ["truncate", "remove"])
-def test_gsm8k_damaged_prepared_records(source, tmp_path, damage):
-  _gsm8k(source, tmp_path / "prepared")
-  (records,) = (tmp_path / "prepared").rglob("*train.array_record*")
-  records.unlink() if damage == "remove" else os.truncate(records, 40_000)
-  with pytest.raises(ValueError, match=r"prepared GSM8K records in .* are damaged.*delete that"):
-    _gsm8k(source, tmp_path / "prepared")
+def test_published_names_the_grader_where_the_held_out_one_differs(source, math):
+  task = _published(source, held_out_dataset="math", held_out_data_dir=math)
+  assert task.grader == "rlvr_jax.rewards.combined:by_reference"
+  assert task.train[0].reference == {
+    "grader": "rlvr_jax.rewards.graders:gsm8k",
+    "reference": {"answer": "0", "dataset": "gsm8k"},
+    "dataset": "gsm8k",
+  }
+  assert task.held_out[1].reference["grader"] == "rlvr_jax.rewards.mathematics:mathematics"
+  own = _published(source, held_out_dataset="math", held_out_data_dir=math, grader="a.b:c")
+  assert (own.grader, own.train[0].reference["answer"]) == ("a.b:c", "0")
 
 
-@pytest.mark.parametrize(
-  ("line", "message"),
-  [
-    (b'{"question": "How ma', r"train.jsonl, line 21 is torn or not JSON .*'{\"question\": \"How"),
-    (b"\xff\xfe", "line 21 is torn or not JSON"),
-    (b"[1]", "line 21 is not a JSON object"),
-    (b'{"question": "q"}', "line 21 has answer = None, expected a text"),
-    (b'{"question": "q", "answer": "no mark"}', "line 21 has an answer ending in 'no mark'"),
-  ],
-)
-def test_gsm8k_bad_line(source, tmp_path, line, message):
-  path = source / "train.jsonl"
-  path.write_bytes(path.read_bytes() + line)
-  with pytest.raises(ValueError, match=message):
-    _gsm8k(source, tmp_path / "prepared")
+def test_published_held_out_problems_alone(math):
+  task = _published(math, dataset="math", split="")
+  assert (len(task.train), len(task.warm_start), len(task.held_out)) == (0, 0, 6)
 
 
-def test_gsm8k_missing_or_empty_file(source, tmp_path):
-  (source / "test.jsonl").write_text("")
-  with pytest.raises(ValueError, match=r"test.jsonl is empty"):
-    _gsm8k(source, tmp_path / "prepared")
-  (source / "test.jsonl").unlink()
-  with pytest.raises(FileNotFoundError, match=r"to hold train.jsonl and test.jsonl.*test.jsonl'"):
-    _gsm8k(source, tmp_path / "prepared")
-  (source / "test.jsonl").mkdir()
-  with pytest.raises(IsADirectoryError, match="cannot read the GSM8K file"):
-    _gsm8k(source, tmp_path / "prepared")
+def test_published_filters(math, caplog):
+  with caplog.at_level(logging.INFO):
+    task = _published(
+      math, dataset="math", min_difficulty=2, max_difficulty=4, max_question_characters=40
+    )
+  assert "2 of 6 problems; not 3 of a difficulty not known to be in [2, 4]" in caplog.text
+  assert ", 2 of more than 40 characters" in caplog.text
+  assert [p.answer for p in _all(task.train)] == ["2", "3"]
+  assert len(task.held_out) == 6  # held-out sets stay comparable
+  assert len(_published(math, dataset="math").train) == 6
+  with pytest.raises(ValueError, match=r"none of the 6 problems of math/train.*6 of a diff"):
+    _published(math, dataset="math", min_difficulty=6.0)
+
+
+def test_published_warm_start_takes_problems_with_solutions(math):
+  task = _published(math, dataset="math", warm_start_size=2)
+  assert [p.answer for p in _all(task.warm_start)] == ["1", "3"]
+  assert [p.answer for p in _all(task.train)] == ["0", "2", "4", "5"]
+  with pytest.raises(ValueError, match="warm_start_size is 4, but there are only 3"):
+    _published(math, dataset="math", warm_start_size=4)
+
+
+def test_published_prompt_templates(source, math):
+  task = _published(math, dataset="math", prompt="{subject} {difficulty} {id}: {question}")
+  assert task.train[1].question == "Algebra 1 train/2: Problem 1" + "!" * 10
+  assert _published(source, prompt="{interface}{question}").train[0].question.startswith("Ann")
+
+
+def test_published_programs(tmp_path):
+  row = {"text": "Write f.", "code": "def f(): return 1", "test_list": ["assert f() == 1"]}
+  (tmp_path / "source").mkdir()
+  source = _write(tmp_path / "source", mbpp=[row | {"task_id": 11}, row | {"task_id": 601}])
+  with pytest.raises(ValueError, match=r"none of the 1 problems of mbpp/train.*1 held out"):
+    _published(source, dataset="mbpp")  # one question twice
+  _write(source, mbpp=[row | {"task_id": 11}, row | {"task_id": 601, "text": "Write f now."}])
+  task = _published(source, dataset="mbpp")
+  assert task.grader == "rlvr_jax.rewards.code:code"
+  assert "Write f now.\n\nYour code should pass these tests:\n\nassert f() == 1\n" in (
+    task.train[0].question
+  )
+  assert "reward" not in task.train[0].reference
+  assert task.most_common_answer_share() == 0  # none is named
+  fraction = _published(source, dataset="mbpp", code_reward="fraction")
+  assert fraction.train[0].reference["reward"] == "fraction"
 
 
 @pytest.mark.parametrize(
   ("kwargs", "message"),
   [
     ({"held_out_size": 9}, "held_out_size is 9, but there are only 8"),
+    ({"held_out_size": -1}, "held_out_size is -1, must be at least 0"),
     ({"warm_start_size": 20}, "warm_start_size is 20, but there are only 19"),
-    ({"prompt": "{answer}"}, "prompt is '{answer}', a template whose fields may be .'question'"),
+    ({"warm_start_size": -1}, "warm_start_size is -1"),
+    ({"max_question_characters": -1}, "max_question_characters is -1"),
+    ({"split": "", "warm_start_size": 1}, "warm_start_size is given but split is \"\""),
+    ({"split": "test"}, "split and held_out_split are both 'test' of gsm8k: nothing would be left"),
+    ({"split": "validation"}, r"gsm8k has no split 'validation' .*only \['test', 'train'\]"),
+    ({"dataset": "gsm"}, "unknown data set 'gsm'; choose one of"),
+    ({"data_dir": ""}, "data_dir is empty: give the folder"),
+    ({"code_reward": "some"}, "code_reward is 'some', choose 'all' or 'fraction'"),
+    ({"code_reward": "fraction"}, "code_reward is 'fraction', but gsm8k has no tests"),
+    (
+      {"prompt": "{answer}"},
+      r"prompt is '{answer}', a template whose fields may be .'difficulty', 'id', .*'question'",
+    ),
   ],
 )
-def test_gsm8k_bad_arguments(source, tmp_path, kwargs, message):
+def test_published_bad_arguments(source, kwargs, message):
   with pytest.raises(ValueError, match=message):
-    _gsm8k(source, tmp_path / "prepared", **kwargs)
+    _published(source, **kwargs)
 
 
-def test_gsm8k_does_not_import_tensorflow(source, tmp_path):
+def test_published_does_not_import_tensorflow(source, tmp_path):
   script = (
     "import sys\nfrom rlvr_jax.data import tasks\n"
-    f"tasks.gsm8k(data_dir={str(source)!r}, prepared_dir={str(tmp_path / 'prepared')!r}, "
-    "warm_start_size=1, held_out_size=1)\n"
+    "assert 'tensorflow_datasets' not in sys.modules\n"
+    f"tasks.published(dataset='gsm8k', data_dir={str(source)!r}, "
+    f"prepared_dir={str(tmp_path / 'prepared')!r})\n"
     "assert 'tensorflow_datasets' in sys.modules and 'tensorflow' not in sys.modules\n"
   )
   root = pathlib.Path(__file__).parent.parent.parent
@@ -273,16 +351,62 @@ def test_gsm8k_does_not_import_tensorflow(source, tmp_path):
   subprocess.run([sys.executable, "-c", script], check=True, env=environment, timeout=60)
 
 
-@pytest.mark.skipif("RLVR_SHARED" not in os.environ, reason="RLVR_SHARED is not set")
-def test_gsm8k_as_published(tmp_path):
-  source = pathlib.Path(os.environ["RLVR_SHARED"]) / "data" / "gsm8k"
-  task = _gsm8k(source, tmp_path, warm_start_size=100, held_out_size=1319)
-  problems = [*task.warm_start, *task.train, *task.held_out]
-  assert len(problems) == 8792
-  for problem in problems:
+# ---- the published files themselves
+
+shared = pytest.mark.skipif("RLVR_SHARED" not in os.environ, reason="RLVR_SHARED is not set")
+
+
+@pytest.fixture(name="as_published", scope="module")
+def _as_published(tmp_path_factory):
+  """The task of a published data set; prepared records are shared by the tests here."""
+  data = pathlib.Path(os.environ["RLVR_SHARED"]) / "data"
+  prepared = tmp_path_factory.mktemp("prepared")
+  return lambda name, **kwargs: tasks.published(
+    dataset=name, data_dir=data / name, prepared_dir=prepared, **kwargs
+  )
+
+
+@shared
+def test_gsm8k_as_published(as_published):
+  task = as_published("gsm8k", warm_start_size=100)
+  assert (len(task.warm_start), len(task.train), len(task.held_out)) == (100, 7373, 1319)
+  trained = _all(task.warm_start) + _all(task.train)
+  held_out = _all(task.held_out)
+  assert not {problem.question for problem in trained} & {problem.question for problem in held_out}
+  for problem in trained + held_out:
     assert graders.gsm8k(problem.solution, problem.reference).outcome is Outcome.CORRECT
     perturbed = problem.solution + "1"  # the final number, with a digit more
     assert graders.gsm8k(perturbed, problem.reference).outcome is Outcome.WRONG
     assert "<<" not in problem.solution
-  assert task.warm_start[0].solution.endswith("clips altogether in April and May.\n#### 72")
-  shutil.rmtree(tmp_path)
+  assert trained[0].solution.endswith("clips altogether in April and May.\n#### 72")
+
+
+@shared
+@pytest.mark.filterwarnings("ignore:invalid escape sequence")
+def test_mbpp_as_published(as_published):
+  sizes = {"prompt": 10, "test": 500, "validation": 90, "train": 374}
+  tasks_of = {split: as_published("mbpp", split="", held_out_split=split) for split in sizes}
+  assert {split: len(task.held_out) for split, task in tasks_of.items()} == sizes
+  train = as_published("mbpp").train
+  test_questions = {p.question.partition("\n\n")[0] for p in _all(tasks_of["test"].held_out)}
+  assert not test_questions & {p.question.partition("\n\n")[0] for p in _all(train)}
+  assert 350 < len(train) < 374  # some questions stand in both splits, with other tests
+  for task in tasks_of.values():
+    for problem in _all(task.held_out):
+      reference = json.loads(json.dumps(problem.reference))
+      assert reference["style"] == "asserts" and len(reference["tests"]) == 3
+      code = problem.solution.removeprefix("```python\n").removesuffix("\n```")
+      compile(code, "solution", "exec")
+  first = tasks_of["prompt"].held_out[0]
+  assert "minimum cost path" in first.question and "def min_cost" in first.solution
+
+
+@shared
+def test_humaneval_as_published(as_published):
+  held_out = _all(as_published("humaneval", split="").held_out)
+  assert len(held_out) == 164
+  for problem in held_out:
+    assert problem.reference["prompt"] in problem.question
+    code = problem.solution.removeprefix("```python\n").removesuffix("\n```")
+    compile(code + "\n" + problem.reference["test"], "solution", "exec")
+  assert held_out[0].reference["entry_point"] == "has_close_elements"

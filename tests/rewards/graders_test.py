@@ -46,6 +46,20 @@ def test_gsm8k_wrong(completion, answer):
   assert (grade.outcome, grade.score) == (Outcome.WRONG, 0.0), grade
 
 
+@pytest.mark.parametrize(
+  ("texts", "answer"),
+  [
+    (["72", "#### $72.00.", "072", "+72"], "72"),
+    (["-1,234.50", "-$1234.5"], "-1234.5"),
+    (["0", "-0.00", ".0"], "0"),
+    (["1" * 5000], "1" * 5000),
+    (["0.1000000000000000000001"], "0.1000000000000000000001"),
+  ],
+)
+def test_gsm8k_answers_for_votes(texts, answer):
+  assert [graders.gsm8k(text, {"answer": "5"}).answer for text in texts] == [answer] * len(texts)
+
+
 @pytest.mark.parametrize("completion", ["", "####", "no number here", "٣"])
 def test_gsm8k_unparseable(completion):
   assert graders.gsm8k(completion, {"answer": "3"}).outcome is Outcome.UNPARSEABLE
@@ -67,6 +81,7 @@ def _spell_backward(completion, **settings):
 def test_reasoning_gym_correct(completion):
   grade = _spell_backward(completion, min_word_len=3)
   assert (grade.outcome, grade.score, grade.detail) == (Outcome.CORRECT, 1.0, "tac")
+  assert grade.answer == "tac"
 
 
 def test_reasoning_gym_keeps_the_partial_score():

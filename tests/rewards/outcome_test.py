@@ -62,6 +62,12 @@ def test_bad_policy(table, message):
     outcome_policy(table)
 
 
+def test_grades_by_position():
+  grade = Grade(Outcome.WRONG, 0.5, "said 6", "6")
+  assert (grade.score, grade.detail, grade.answer) == (0.5, "said 6", "6")
+  assert Grade(Outcome.TIMEOUT).answer == ""
+
+
 def test_empty():
   result = rewards_from_grades([], outcome_policy())
   assert result.rewards.shape == (0,) and sum(result.counts.values()) == 0

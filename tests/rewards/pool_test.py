@@ -88,8 +88,9 @@ def test_death_of_a_worker_costs_only_its_item(fault, detail):
   [
     ("raise boom", {}, "ValueError: boom"),
     ("sys.exit 0", {}, "SystemExit: 0"),
-    ("garbage", {"return": None}, "returned None, expected a Grade"),
-    ("garbage", {"return": ["correct", 1.0]}, "expected a Grade"),
+    ("garbage", {"return": None}, "returned None, expected a Grade or a number"),
+    ("garbage", {"return": ["correct", 1.0]}, "expected a Grade or a number"),
+    ("garbage", {"return": float("nan")}, "returned score nan, expected a finite number"),
     ("garbage", {}, "KeyError: 'return'"),
   ],
 )
@@ -113,6 +114,53 @@ def test_long_details_are_cut():
   with _pool(timeout_s=5) as pool:
     (grade,) = pool.grade(["detail"], [{}])
   assert (grade.outcome, grade.score, len(grade.detail)) == (Outcome.WRONG, 0.5, 1000)
+
+
+def test_answers_come_back_and_long_ones_stay_different():
+  long = "9" * 5000
+  answers = ["72", long, long + "1"]
+  with GraderPool("rlvr_jax.rewards.graders:gsm8k") as pool:
+    grades = pool.grade(answers, [{"answer": long}] * 3)
+  assert _outcomes(grades) == ["wrong", "correct", "wrong"]
+  assert grades[0].answer == "72"
+  assert grades[1].answer[:100] == grades[2].answer[:100] == "9" * 100
+  assert grades[1].answer != grades[2].answer
+  assert max(len(grade.answer) for grade in grades) < 1000
+
+
+def test_a_plain_number_is_a_score():
+  scores = [True, False, 1, 0.75, -2.5]
+  with _pool(timeout_s=5) as pool:
+    grades = pool.grade(["score"] * 5, [{"return": score} for score in scores])
+  assert [grade.score for grade in grades] == [1.0, 0.0, 1.0, 0.75, -2.5]
+  assert _outcomes(grades) == ["correct", "wrong", "correct", "wrong", "wrong"]
+
+
+def test_environment_reaches_the_workers_also_new_ones():
+  completions = ["environment OWN_SWITCH", "exit 1", "environment OWN_SWITCH"]
+  with _pool(timeout_s=5, environment={"OWN_SWITCH": "on"}) as pool:
+    grades = pool.grade(completions, [{}] * 3)
+    (hash_seed,) = pool.grade(["environment PYTHONHASHSEED"], [{}])
+  assert [grade.detail for grade in grades[::2]] == ["on", "on"]
+  assert hash_seed.detail == "0"
+  assert "OWN_SWITCH" not in os.environ
+
+
+@pytest.mark.parametrize(
+  ("code", "message"),
+  [
+    ("async def grade(completion, reference): return 1", "is a coroutine or generator function"),
+    ("def grade(completion, reference): yield 1", "is a coroutine or generator function"),
+    ("def grade(completion): return 1", r"signature \(completion\), but is called as \(compl"),
+    ("def grade(completion, reference, judge): return 1", "missing a required argument: 'judge'"),
+    ("def grade(*, completion, reference): return 1", "too many positional arguments"),
+  ],
+)
+def test_functions_that_are_no_graders_do_not_start(tmp_path, monkeypatch, code, message):
+  monkeypatch.syspath_prepend(tmp_path)
+  (tmp_path / "own_grader.py").write_text(code)
+  with pytest.raises(GraderStartError, match=f"own_grader:grade' did not start: .*{message}"):
+    GraderPool("own_grader:grade")
 
 
 def test_memory_limit():
@@ -197,6 +245,9 @@ def test_start_errors(grader, message):
     ({"timeout_s": 0}, "timeout_s is 0"),
     ({"startup_timeout_s": float("inf")}, "startup_timeout_s is inf"),
     ({"memory_mib": 0}, "memory_mib is 0"),
+    ({"preload": ["no path"]}, "grader is 'no path', expected an import path"),
+    ({"environment": {"A": 1}}, "environment has 'A': 1, expected a name without '=' and a text"),
+    ({"environment": {"A=B": "1"}}, "environment has 'A=B'"),
   ],
 )
 def test_bad_arguments(kwargs, message):

@@ -1,0 +1,44 @@
+"""FADE at its paper's size: Qwen2.5-7B writing programs, trained on MBPP, 16 rollouts per problem.
+
+Source: arXiv 2607.01490, whose 7B policy learns to program and is judged on LiveCodeBench; α_max
+= 3, δ_min = 0.3 and H* of half the initial entropy are the paper's. **open**, as the paper's own
+could not be looked up: 32 problems and 16 rollouts per update, responses up to 2048 tokens, AdamW
+at 1e-6. MBPP has 374 problems of training, so that 1000 updates see each 85 times.
+
+  python -m rlvr_jax.main --config=configs/fade_qwen25_7b.py --workdir=gs_mount/runs/fade \\
+    --config.model.checkpoint=gs://BUCKET/Qwen2.5-7B \\
+    --config.task.kwargs.data_dir=gs://BUCKET/mbpp
+
+Generated programs run in a sandbox on the hosts (docs/models.md). Card: docs/methods/fade.md.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import full_size
+
+
+def get_config() -> ConfigDict:
+  c = full_size.get_config()
+  c.num_updates = 1000
+  c.task = dict(
+    name="published",
+    kwargs=dict(
+      dataset="mbpp",
+      data_dir="",  # to be given
+    ),
+  )
+  c.max_prompt_length = 1024
+  c.max_response_length = 2048
+  c.batch.micro_batches = 1
+  c.advantage = dict(
+    name="fade",
+    kwargs=dict(
+      alpha_max=3.0,
+      delta_min=0.3,
+      smoothing=0.02,
+      target_entropy=0.5,  # H*, of the initial entropy
+      target_is_relative=True,
+      schedule="adaptive",
+    ),
+  )
+  return c

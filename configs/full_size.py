@@ -1,0 +1,55 @@
+"""What the full-size recipes share: a published checkpoint, chat prompts, 16 chips, graders beside.
+
+Not a recipe of its own. The four that start from it are the settings of four papers at their own
+size: salt_qwen25_math_7b, p3o_qwen3_4b, fade_qwen25_7b, mu_grpo_r1_distill_7b. What a paper or its
+authors' code does not say is marked **open** there. None has been trained with here: no
+accelerator was at hand. What they take per chip, without any chip:
+
+  python -m rlvr_jax.main --mode=fits --config=configs/full_size.py --topology=v5p:2x2x4
+
+Begin with shapes alone (random weights) by leaving `model.checkpoint` empty in that command; to
+train, give the checkpoint, the data, and a workdir that all hosts see:
+
+  python -m rlvr_jax.main --distributed --config=configs/salt_qwen25_math_7b.py \\
+    --config.model.checkpoint=gs://BUCKET/Qwen2.5-Math-7B --workdir=gs_mount/runs/salt \\
+    --config.task.kwargs.data_dir=gs://BUCKET/MATH \\
+    --config.task.kwargs.held_out_data_dir=gs://BUCKET/MATH-500
+
+On 256 chips: --config.mesh.fsdp=32 --config.mesh.tensor=8.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import base
+
+
+def get_config() -> ConfigDict:
+  c = base.get_config()
+  c.model = dict(
+    preset="qwen2.5_7b",
+    checkpoint="",  # to be given
+    overrides=dict(remat="full"),  # keeps the layers' inputs only
+  )
+  c.tokenizer = "checkpoint"
+  c.prompts.format = "chat"
+  c.prompts.too_long = "drop"
+  c.max_prompt_length = 1024
+  c.max_response_length = 8192
+  c.warm_start.num_steps = 0
+
+  c.mesh = dict(data=1, fsdp=16, tensor=1)  # chips
+  c.batch = dict(prompts=32, group_size=16, micro_batches=2)
+  c.optimizer.learning_rate = 1e-6
+  c.optimizer.warmup_updates = 10
+  c.optimizer.weight_decay = 0.1
+
+  c.grading.num_workers = 16
+  c.grading.timeout_s = 10.0
+  c.evaluation.every = 100
+  c.evaluation.num_samples = 8
+  c.evaluation.ks = (1, 8)
+  c.evaluation.batch_prompts = 64
+  c.evaluation.sampling = dict(temperature=0.6, top_k=0, top_p=0.95)
+  c.checkpoint.every = 20
+  c.store.keep_used = False
+  return c

@@ -1,0 +1,41 @@
+"""μ-GRPO at its paper's size: DeepSeek-R1-Distill-Qwen-7B on DeepScaleR in four stages.
+
+Source: arXiv 2605.17570: 4096 updates in four stages, hence μ = 1024, ratios within [0, 5], the
+veto. **open**, taken from the DeepScaleR recipe's first phase where the paper's could not be looked
+up: responses up to 8192 tokens, 8 rollouts per problem, AdamW at 1e-6; 16 problems per update and
+the veto's κ are ours.
+
+  python -m rlvr_jax.main --config=configs/mu_grpo_r1_distill_7b.py \\
+    --workdir=gs_mount/runs/mu_grpo \\
+    --config.model.checkpoint=gs://BUCKET/DeepSeek-R1-Distill-Qwen-7B \\
+    --config.task.kwargs.data_dir=gs://BUCKET/deepscaler \\
+    --config.task.kwargs.held_out_data_dir=gs://BUCKET/aime_2024
+
+A stage's rollouts, 1024 batches, lie in the workdir's store. Card: docs/methods/mu_grpo.md.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import full_size
+
+
+def get_config() -> ConfigDict:
+  c = full_size.get_config()
+  c.num_updates = 4096
+  c.model.preset = "deepseek_r1_distill_qwen_7b"
+  c.task = dict(
+    name="published",
+    kwargs=dict(
+      dataset="deepscaler",
+      data_dir="",  # to be given
+      held_out_dataset="aime_2024",
+      held_out_data_dir="",  # to be given
+    ),
+  )
+  c.max_response_length = 8192
+  c.batch = dict(prompts=16, group_size=8, micro_batches=1)
+  c.schedule = dict(name="stages", kwargs=dict(count=4), proximal_every=0)
+  c.loss.kwargs = dict(epsilon_low=1.0, epsilon_high=4.0)  # the interval [0, 5]
+  c.veto.enabled = True
+  c.evaluation.every = 256
+  return c

@@ -1,0 +1,52 @@
+"""P3O at its paper's size: Qwen3-4B-Thinking-2507 on DeepScaleR, 64 problems per refresh.
+
+Source: arXiv 2605.12380 and the settings beside the authors' code: 256 rollouts per refresh, 4 to a
+problem, 32 rollouts per update, hence 8 updates; responses up to 2048 tokens, prompts up to 4096;
+AdamW at 1e-5 with β 0.9 and 0.95, decay 0.01, gradients clipped at 0.5, warm-up over a tenth of the
+run, then a cosine; 500 refreshes. No clip range, no coefficient.
+
+  python -m rlvr_jax.main --config=configs/p3o_qwen3_4b.py --workdir=gs_mount/runs/p3o \\
+    --config.model.checkpoint=gs://BUCKET/Qwen3-4B-Thinking-2507 \\
+    --config.task.kwargs.data_dir=gs://BUCKET/deepscaler \\
+    --config.task.kwargs.held_out_data_dir=gs://BUCKET/aime_2024
+
+The 8 problems of an update split over 8 of the 16 chips' groups, so `tensor` is 2. Rollouts from an
+8-bit copy: --config.sources.quantized.fraction=1.0. Card: docs/methods/p3o.md.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import full_size
+
+
+def get_config() -> ConfigDict:
+  c = full_size.get_config()
+  c.num_updates = 4000
+  c.model.preset = "qwen3_4b"
+  c.model.overrides.rope_theta = 5_000_000.0  # of the 2507 release
+  c.task = dict(
+    name="published",
+    kwargs=dict(
+      dataset="deepscaler",
+      data_dir="",  # to be given
+      held_out_dataset="aime_2024",
+      held_out_data_dir="",  # to be given
+    ),
+  )
+  c.max_prompt_length = 4096
+  c.max_response_length = 2048
+  c.mesh = dict(data=1, fsdp=8, tensor=2)
+  c.batch = dict(prompts=8, group_size=4, micro_batches=1)
+  c.schedule.kwargs.batches = 8
+  c.loss = dict(
+    name="p3o",
+    kwargs=dict(ess="batch", cap="ess", kl_term=True),
+    aggregation="token_mean",
+  )
+  c.optimizer.learning_rate = 1e-5
+  c.optimizer.b2 = 0.95
+  c.optimizer.weight_decay = 0.01
+  c.optimizer.max_gradient_norm = 0.5
+  c.optimizer.warmup_updates = 400
+  c.optimizer.decay = "cosine"
+  return c

@@ -1,0 +1,46 @@
+"""SALT at its paper's size: Qwen2.5-Math-7B on MATH, 16 rollouts each of 512 problems per refresh.
+
+Source: arXiv 2606.05800; the authors' repository trains by the DAPO 7B recipe of verl with SALT
+switched on (ρ_s = 1, 1 ≤ k ≤ 64, 0 ≤ α ≤ 1): 512 problems × 16 rollouts per refresh, 32 problems
+per update, hence 16 updates; AdamW at 1e-6 after 10 warm-up updates, decay 0.1; clip 0.2 and 0.28;
+prompts up to 2048 tokens, responses up to 8192, a linear penalty over their last 4096. **open**:
+the number of updates, here 100 refreshes.
+
+  python -m rlvr_jax.main --config=configs/salt_qwen25_math_7b.py --workdir=gs_mount/runs/salt \\
+    --config.model.checkpoint=gs://BUCKET/Qwen2.5-Math-7B \\
+    --config.task.kwargs.data_dir=gs://BUCKET/MATH \\
+    --config.task.kwargs.held_out_data_dir=gs://BUCKET/MATH-500
+
+Without SALT: --config.reweighting.name=none with empty kwargs is DAPO's update. Card:
+docs/methods/salt.md; memory per chip: docs/models.md.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import full_size
+
+
+def get_config() -> ConfigDict:
+  c = full_size.get_config()
+  c.num_updates = 1600
+  c.model.preset = "qwen2.5_math_7b"
+  c.task = dict(
+    name="published",
+    kwargs=dict(
+      dataset="math",
+      data_dir="",  # to be given
+      held_out_dataset="math_500",
+      held_out_data_dir="",  # to be given
+    ),
+  )
+  c.max_prompt_length = 2048
+  c.max_response_length = 8192
+  c.schedule.kwargs.batches = 16
+  c.overlong.buffer = 4096
+  c.loss.kwargs = dict(epsilon_low=0.2, epsilon_high=0.28)
+  c.reweighting = dict(
+    name="salt",
+    kwargs=dict(rank_scale=1.0, min_rank=1, max_rank=64, alpha_min=0.0, alpha_max=1.0),
+  )
+  c.gram.name = "streaming"
+  return c

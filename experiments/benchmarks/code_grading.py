@@ -1,0 +1,164 @@
+"""Grades the published reference solutions of MBPP and HumanEval, and spoilt copies of them.
+
+  python experiments/benchmarks/code_grading.py --data=FOLDER
+  python experiments/benchmarks/code_grading.py --data=FOLDER --workers=1 --sample=100
+
+FOLDER holds mbpp/mbpp.jsonl and humaneval/HumanEval.jsonl.gz as published. Every reference has to
+be graded correct and every spoilt copy wrong: the program ends with an error otherwise. Rates are
+of the pool with so many workers, from hand-over to the last grade, divided by the cores they can
+use. The table is printed and written to results/code_grading.md, its numbers to the .json beside.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import pathlib
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))  # the repository's root
+
+from absl import app, flags
+
+from experiments.benchmarks.tables import Row, hardware, table
+from rlvr_jax.rewards import GraderPool, Outcome, code
+
+_DATA = flags.DEFINE_string("data", None, "Folder of the data sets.", required=True)
+_WORKERS = flags.DEFINE_integer("workers", os.cpu_count(), "Grading processes.", lower_bound=1)
+_SAMPLE = flags.DEFINE_integer("sample", None, "So many of each set, evenly spread; default all.")
+_FOLDER = flags.DEFINE_string(
+  "folder", str(pathlib.Path(__file__).parent / "results"), "Of the table."
+)
+GRADER = "rlvr_jax.rewards.code:code"
+LIMIT_S = 60.0  # generous: rates are measured, not deadlines
+
+_WRONG = '''
+
+def _wrong_value(value):
+  if value is None:
+    return 0
+  if isinstance(value, bool):
+    return not value
+  if isinstance(value, (int, float, complex)):
+    return value + 1 if value + 1 != value else 0
+  if isinstance(value, (str, list, tuple, bytes)):
+    return value + type(value)("x" if isinstance(value, str) else [120])
+  if isinstance(value, (dict, set, frozenset)):
+    return type(value)() if value else type(value)([("x", "x")])
+  return "wrong"
+
+def _wrongly(function):
+  return lambda *args, **kwargs: _wrong_value(function(*args, **kwargs))
+
+{name} = _wrongly({name})
+'''
+
+
+class Problem(NamedTuple):
+  """A published problem: its solution, the function it is about, and a grader's reference."""
+
+  name: str
+  solution: str
+  function: str
+  reference: Mapping[str, Any]
+
+
+def mbpp(path: pathlib.Path) -> list[Problem]:
+  """The problems of MBPP's JSON lines."""
+  return [_mbpp_problem(json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def _mbpp_problem(row: Mapping[str, Any]) -> Problem:
+  tests = [*row["test_list"], *row["challenge_test_list"]]
+  functions = re.findall(r"^def\s+(\w+)", row["code"], re.M)
+  (function,) = set(functions) & set(code.names_used(tuple(tests))[0])
+  reference = {"style": "asserts", "tests": tests, "setup": row["test_setup_code"]}
+  return Problem(f"MBPP/{row['task_id']}", row["code"], function, reference)
+
+
+def humaneval(path: pathlib.Path) -> list[Problem]:
+  """The problems of HumanEval's compressed JSON lines."""
+  with gzip.open(path, "rt") as lines:
+    return [_humaneval_problem(json.loads(line)) for line in lines]
+
+
+def _humaneval_problem(row: Mapping[str, Any]) -> Problem:
+  entry, prompt = row["entry_point"], row["prompt"]
+  reference = {"style": "check", "entry_point": entry, "test": row["test"], "prompt": prompt}
+  return Problem(row["task_id"], row["canonical_solution"], entry, reference)
+
+
+def spoilt(problem: Problem) -> str:
+  """The solution, with another value in place of each that its function returns."""
+  start = problem.reference.get("prompt", "")
+  return start + problem.solution + _WRONG.format(name=problem.function)
+
+
+def spread(problems: Sequence[Problem], size: int | None) -> list[Problem]:
+  """So many of the problems, evenly spread over all; all of them for None."""
+  step = 1 if size is None else max(1, len(problems) // size)
+  return list(problems[::step])
+
+
+def load(folder: pathlib.Path) -> dict[str, list[Problem]]:
+  """The data sets there are in a folder."""
+  return {
+    "MBPP": mbpp(folder / "mbpp" / "mbpp.jsonl"),
+    "HumanEval": humaneval(folder / "humaneval" / "HumanEval.jsonl.gz"),
+  }
+
+
+def measure(
+  pool: GraderPool, texts: Sequence[str], problems: Sequence[Problem], cores: int
+) -> tuple[Row, list[str]]:
+  """Counts and rate of grading the texts; and what was graded, problem by problem."""
+  references = [dict(problem.reference, time_limit_s=LIMIT_S / 2) for problem in problems]
+  began = time.perf_counter()
+  grades = pool.grade(texts, references)
+  seconds = time.perf_counter() - began
+  count = lambda outcome: sum(grade.outcome is outcome for grade in grades)
+  row = {"items": len(texts), "correct": count(Outcome.CORRECT), "wrong": count(Outcome.WRONG)}
+  row |= {"seconds": seconds, "items/s": len(texts) / seconds}
+  row |= {"items/s per core": len(texts) / seconds / cores}
+  pairs = zip(problems, grades, strict=True)
+  return row, [f"{problem.name}: {grade.outcome} ({grade.detail})" for problem, grade in pairs]
+
+
+def main(argv: list[str]) -> None:
+  del argv
+  cores = min(_WORKERS.value, len(os.sched_getaffinity(0)))
+  rows, unexpected = [], []
+  with GraderPool(GRADER, num_workers=_WORKERS.value, timeout_s=LIMIT_S) as pool:
+    for name, problems in load(pathlib.Path(_DATA.value)).items():
+      problems = spread(problems, _SAMPLE.value)
+      solutions = [problem.solution for problem in problems]
+      for kind, texts in (("reference", solutions), ("spoilt", list(map(spoilt, problems)))):
+        row, graded = measure(pool, texts, problems, cores)
+        rows.append({"set": name, "solutions": kind} | row)
+        wanted = Outcome.CORRECT if kind == "reference" else Outcome.WRONG
+        unexpected += [f"{kind} {text}" for text in graded if f": {wanted} (" not in text]
+  conditions = {"hardware": hardware(), "python": sys.version.split()[0], "workers": _WORKERS.value}
+  conditions["command"] = " ".join(["python experiments/benchmarks/code_grading.py", *sys.argv[1:]])
+  write(pathlib.Path(_FOLDER.value), rows, conditions)
+  if unexpected:
+    sys.exit("not graded as they should be:\n" + "\n".join(unexpected))
+
+
+def write(folder: pathlib.Path, rows: Sequence[Row], conditions: Mapping[str, Any]) -> None:
+  """Prints the table and writes it, and the numbers beside it."""
+  folder.mkdir(parents=True, exist_ok=True)
+  results = {"conditions": conditions, "rows": rows}
+  (folder / "code_grading.json").write_text(json.dumps(results, indent=1) + "\n")
+  told = "; ".join(f"{name}: {value}" for name, value in conditions.items())
+  text = f"# Grading programs in the sandbox\n\nConditions: {told}.\n\n{table(rows)}\n"
+  (folder / "code_grading.md").write_text(text)
+  print(text)
+
+
+if __name__ == "__main__":
+  app.run(main)

@@ -1,0 +1,197 @@
+"""Seconds and host memory of loading a checkpoint directory of published shape, random weights.
+
+  python experiments/benchmarks/load_checkpoint.py
+  python experiments/benchmarks/load_checkpoint.py --overrides='{"num_layers": 2}' --folder=/tmp/out
+
+Written in bfloat16, as one file and in shards, then loaded to float32 parameters, each time by a
+process of its own: from the disk, its pages dropped from the system's cache, and once more from
+that cache. On a CPU parameters are themselves host memory, so what counts is the peak of the
+process's private memory (RssAnon, sampled) beyond what it had before and the final parameters;
+pages of mapped files are the system's to drop. At most twice the largest tensor of the file is
+allowed.
+The table is printed and written to results/load_checkpoint_BACKEND.md, with the .json beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))  # the repository's root
+
+from absl import app, flags
+
+from rlvr_jax.train.host import keep_freed_memory
+
+keep_freed_memory()
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from experiments.benchmarks.tables import Row, hardware, table
+from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.huggingface import (
+  checkpoint_config,
+  load_params,
+  published_config,
+  published_shapes,
+)
+from rlvr_jax.models.presets import preset
+from rlvr_jax.models.safetensors import (
+  new_directory,
+  open_checkpoint,
+  write_bytes,
+  write_checkpoint,
+)
+from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.train.sharding import make_mesh, placed
+from rlvr_jax.types import Params
+
+_LIMIT = 2.0  # largest tensors
+_SAMPLED_S = 0.002
+_POOL = 2**24  # random numbers that all tensors are cut from
+
+_PRESET = flags.DEFINE_string("preset", "qwen2.5_1.5b", "Of rlvr_jax.models.presets.")
+_OVERRIDES = flags.DEFINE_string("overrides", "{}", "JSON: fields of the preset to replace.")
+_SHARD_MIB = flags.DEFINE_integer("shard_mib", 1024, "Of the sharded checkpoint.", lower_bound=1)
+_SCRATCH = flags.DEFINE_string("scratch", None, "Where checkpoints are written.")
+_LOAD = flags.DEFINE_string("load", None, "Load this directory and print what it took; no table.")
+_FOLDER = flags.DEFINE_string(
+  "folder", str(pathlib.Path(__file__).parent / "results"), "Of the table."
+)
+
+
+def abstract_params(config: TransformerConfig) -> Params:
+  shapes = jax.eval_shape(transformer(config).init, jax.random.key(0))
+  return placed(shapes, make_mesh())
+
+
+def write(directory: pathlib.Path, config: TransformerConfig, max_shard_bytes: int) -> None:
+  """A checkpoint of random weights, a block at a time."""
+  shapes = published_shapes(abstract_params(config))
+  pool = np.random.default_rng(0).standard_normal(_POOL, np.float32).astype(ml_dtypes.bfloat16)
+
+  def blocks() -> Iterator[np.ndarray]:
+    for shape in shapes.values():
+      rest = int(np.prod(shape))
+      while rest:
+        yield pool[:rest]
+        rest -= min(rest, _POOL)
+
+  with new_directory(directory) as (system, folder):
+    write_checkpoint(
+      system, folder, shapes, pool.dtype, blocks(), max_shard_bytes=max_shard_bytes
+    )
+    text = json.dumps(published_config(config, "bfloat16", None))
+    write_bytes(system, f"{folder}/config.json", text.encode())
+
+
+def private_bytes() -> int:
+  """Memory of this process that no file backs."""
+  for line in pathlib.Path("/proc/self/status").read_text().splitlines():
+    if line.startswith("RssAnon:"):
+      return int(line.split()[1]) * 1024
+  raise OSError("/proc/self/status tells no RssAnon; this runs on Linux only")
+
+
+def load(directory: str) -> Row:
+  """Loads to float32; seconds and bytes."""
+  abstract = abstract_params(checkpoint_config(directory))
+  jax.block_until_ready(jax.numpy.zeros(8) + 1)  # the backend is up
+  before = peak = private_bytes()
+  done = threading.Event()
+
+  def sample() -> None:
+    nonlocal peak
+    while not done.wait(_SAMPLED_S):
+      peak = max(peak, private_bytes())
+
+  sampler = threading.Thread(target=sample)
+  sampler.start()
+  started = time.perf_counter()
+  params = jax.block_until_ready(load_params(directory, abstract))
+  seconds = time.perf_counter() - started
+  done.set()
+  sampler.join()
+  sizes = [tensor.nbytes for tensor in open_checkpoint(directory).values()]
+  kept = sum(x.nbytes for x in jax.tree.leaves(params))
+  beyond = peak - before - kept
+  return {
+    "seconds": seconds,
+    "GB/s": sum(sizes) / seconds / 1e9,
+    "checkpoint GB": sum(sizes) / 1e9,
+    "parameters GB": kept / 1e9,
+    "peak beyond GB": beyond / 1e9,
+    "largest tensor GB": max(sizes) / 1e9,
+    "in largest tensors": beyond / max(sizes),
+  }
+
+
+def drop_from_cache(directory: pathlib.Path) -> None:
+  """Of written and synchronised files, so that the next reading is from the disk."""
+  for path in directory.iterdir():
+    with open(path, "rb") as file:
+      os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def measure(config: TransformerConfig, shard_mib: int, scratch: pathlib.Path) -> list[Row]:
+  rows: list[Row] = []
+  layouts = {"one file": 2**50, f"shards of {shard_mib} MiB": shard_mib * 2**20}
+  for layout, max_shard_bytes in layouts.items():
+    directory = scratch / layout.replace(" ", "_")
+    write(directory, config, max_shard_bytes)
+    for where in ("disk", "cache"):
+      if where == "disk":
+        drop_from_cache(directory)
+      command = [sys.executable, __file__, f"--load={directory}"]
+      done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+      found = json.loads(done.stdout.splitlines()[-1])
+      rows.append({"layout": layout, "from": where} | found)
+    for file in directory.iterdir():
+      file.unlink()
+  return rows
+
+
+def report(rows: list[Row], folder: pathlib.Path, command: str) -> str:
+  """Writes the table and the numbers; the table."""
+  folder.mkdir(parents=True, exist_ok=True)
+  path = folder / f"load_checkpoint_{jax.default_backend()}"
+  setting = {"hardware": hardware(), "jax": jax.__version__, "command": command}
+  results = {"conditions": setting, "rows": rows}
+  path.with_suffix(".json").write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+  told = "; ".join(f"{name}: {value}" for name, value in setting.items())
+  notes = """bfloat16 files to float32 parameters. `peak beyond`: of private memory, without what
+the process had before and without the final parameters; `in largest tensors`: the same, in sizes of
+the checkpoint's largest tensor as it is in the file; at most 2 are allowed."""
+  parts = ["# Loading a checkpoint", f"Conditions: {told}.", notes, table(rows)]
+  text = "\n\n".join(parts) + "\n"
+  path.with_suffix(".md").write_text(text)
+  return text
+
+
+def main(argv: list[str]) -> None:
+  del argv
+  if _LOAD.value:
+    print(json.dumps(load(_LOAD.value)))
+    return
+  config = preset(_PRESET.value, **json.loads(_OVERRIDES.value))
+  with tempfile.TemporaryDirectory(dir=_SCRATCH.value) as scratch:
+    rows = measure(config, _SHARD_MIB.value, pathlib.Path(scratch))
+  command = " ".join(["python experiments/benchmarks/load_checkpoint.py", *sys.argv[1:]])
+  print(report(rows, pathlib.Path(_FOLDER.value), command))
+  most = max(row["in largest tensors"] for row in rows)
+  if most > _LIMIT:
+    sys.exit(f"peak private memory beyond the parameters is {most:.2f} largest tensors, above 2")
+
+
+if __name__ == "__main__":
+  app.run(main)

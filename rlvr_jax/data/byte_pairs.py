@@ -1,0 +1,185 @@
+"""Trains a byte-level byte-pair encoding on files of text, for runs from scratch.
+
+  python -m rlvr_jax.data.byte_pairs --input train.jsonl --field question --field answer \\
+    --vocab_size 1024 --output tokenizers/gsm8k
+
+The folder it writes is in Hugging Face's layout, with a chat template: `HuggingFaceTokenizer` and
+`transformers` load it. The same texts give the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rlvr_jax.files import located
+
+if TYPE_CHECKING:
+  import tokenizers
+
+END_OF_TEXT, TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+SPECIAL = (END_OF_TEXT, TURN, END_OF_TURN)  # ids 0, 1, 2
+SMALLEST = -(-(256 + len(SPECIAL)) // 8) * 8
+# What pairs are merged within: a word with the space before it, one digit, other signs with the
+# space before them, white space. Digits stay apart, so that every number is spelt the same way.
+_PIECES = r" ?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+|\s+(?!\S)|\s+"
+# ChatML, the form of the Qwen models.
+_TEMPLATE = (
+  "{% for message in messages %}"
+  f"{{{{ '{TURN}' + message.role + '\\n' + message.content + '{END_OF_TURN}\\n' }}}}"
+  "{% endfor %}"
+  f"{{% if add_generation_prompt %}}{{{{ '{TURN}assistant\\n' }}}}{{% endif %}}"
+)
+_BLOCK = 2**20  # characters read at once
+
+
+def train_byte_pairs(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
+  """The encoding of `vocab_size` tokens: special ones, the 256 bytes, and the most frequent pairs.
+
+  Any text is encoded, and decoded to itself. Nothing is normalized, and every digit is a token.
+
+  Args:
+    texts: read once; no pair spans two of them.
+    vocab_size: exact; a multiple of 8, so that it can be sharded.
+  Raises:
+    ValueError: a size that is no multiple of 8, below 264, or more than the texts give.
+    ImportError: tokenizers is not installed.
+  Source: byte-pair encoding, Sennrich et al. 2016, arXiv 1508.07909; of bytes, Radford et al. 2019.
+  """
+  tokenizers = _library()
+  if vocab_size % 8 or vocab_size < SMALLEST:
+    raise ValueError(
+      f"vocab_size = {vocab_size} is no multiple of 8 of at least {SMALLEST} (256 bytes and"
+      f" {len(SPECIAL)} special tokens); set it to {max(SMALLEST, -(-vocab_size // 8) * 8)}"
+    )
+  bytes_of = tokenizers.pre_tokenizers.ByteLevel
+  pieces = tokenizers.pre_tokenizers.Split(tokenizers.Regex(_PIECES), "isolated")
+  tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+    [pieces, bytes_of(add_prefix_space=False, use_regex=False)]
+  )
+  tokenizer.decoder = tokenizers.decoders.ByteLevel()
+  trainer = tokenizers.trainers.BpeTrainer(
+    vocab_size=vocab_size,
+    special_tokens=list(SPECIAL),
+    initial_alphabet=sorted(bytes_of.alphabet()),
+    show_progress=False,
+  )
+  tokenizer.train_from_iterator(texts, trainer)
+  if tokenizer.get_vocab_size() < vocab_size:
+    raise ValueError(
+      f"the texts give only {tokenizer.get_vocab_size()} tokens, vocab_size is {vocab_size}; give"
+      " more text, or lower it"
+    )
+  return tokenizer
+
+
+def save(tokenizer: tokenizers.Tokenizer, directory: str | os.PathLike[str]) -> None:
+  """Writes tokenizer.json, tokenizer_config.json and generation_config.json.
+
+  Args:
+    tokenizer: of `train_byte_pairs`.
+    directory: local or a URL; made if needed.
+  Raises:
+    ValueError: it holds a tokenizer already.
+  """
+  filesystem, folder = _free_folder(directory)
+  config = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "eos_token": END_OF_TURN,
+    "pad_token": END_OF_TEXT,
+    "clean_up_tokenization_spaces": False,
+    "chat_template": _TEMPLATE,
+  }
+  generation = {
+    "eos_token_id": [tokenizer.token_to_id(token) for token in (END_OF_TURN, END_OF_TEXT)],
+    "pad_token_id": tokenizer.token_to_id(END_OF_TEXT),
+  }
+  filesystem.makedirs(folder, exist_ok=True)
+  _write_json(filesystem, f"{folder}/tokenizer_config.json", config)
+  _write_json(filesystem, f"{folder}/generation_config.json", generation)
+  filesystem.write_text(f"{folder}/tokenizer.json", tokenizer.to_str(pretty=True), encoding="utf-8")
+
+
+def read_texts(paths: Iterable[str | os.PathLike[str]], fields: Sequence[str]) -> Iterator[str]:
+  """The texts of files, and of all files of folders in the order of their names.
+
+  Args:
+    paths: local or URLs; files of UTF-8 text, or .jsonl, either also as .gz.
+    fields: whose texts are taken from each line of .jsonl.
+  Raises:
+    ValueError: a file that is not UTF-8 text, or a line of .jsonl without a text in each field.
+    OSError: a file is not there or cannot be read.
+  """
+  for path in paths:
+    filesystem, name = located(path)
+    for file in sorted(filesystem.find(name)) if filesystem.isdir(name) else [name]:
+      try:
+        with filesystem.open(file, "rt", encoding="utf-8", newline="", compression="infer") as text:
+          if file.removesuffix(".gz").endswith(".jsonl"):
+            yield from _read_fields(text, fields, file)
+          else:
+            while block := text.read(_BLOCK):
+              yield block
+      except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 text: {error}") from error
+
+
+def _read_fields(lines: Iterable[str], fields: Sequence[str], file: str) -> Iterator[str]:
+  if not fields:
+    raise ValueError(f"{file} is .jsonl: name the fields to read, such as --field question")
+  for number, line in enumerate(lines, start=1):
+    try:
+      texts = [json.loads(line)[field] for field in fields]
+    except (ValueError, KeyError, TypeError) as error:
+      raise ValueError(
+        f"{file}, line {number} is no JSON object with {list(fields)} ({error!r}): {line[:80]!r}"
+      ) from error
+    for text in texts:
+      if not isinstance(text, str):
+        raise ValueError(f"{file}, line {number} has {text!r} where a text is expected")
+      yield text
+
+
+def _free_folder(directory: str | os.PathLike[str]) -> tuple[Any, str]:
+  filesystem, folder = located(directory)
+  if filesystem.exists(f"{folder}/tokenizer.json"):
+    raise ValueError(f"{os.fspath(directory)} holds a tokenizer already; choose another folder")
+  return filesystem, folder
+
+
+def _write_json(filesystem: Any, path: str, value: dict[str, Any]) -> None:
+  filesystem.write_text(path, json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _library() -> Any:
+  try:
+    import tokenizers
+  except ImportError as error:
+    raise ImportError('training a tokenizer needs tokenizers: pip install -e ".[hf]"') from error
+  return tokenizers
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+  parser = argparse.ArgumentParser(prog="python -m rlvr_jax.data.byte_pairs", description=__doc__)
+  parser.formatter_class = argparse.RawDescriptionHelpFormatter
+  parser.add_argument("--input", nargs="+", required=True, help="files or folders")
+  parser.add_argument("--field", action="append", default=[], help="of .jsonl; may be repeated")
+  parser.add_argument("--vocab_size", type=int, default=1024)
+  parser.add_argument("--output", required=True, help="folder to write")
+  arguments = parser.parse_args(argv)
+  try:
+    _free_folder(arguments.output)  # before the long part
+    texts = read_texts(arguments.input, arguments.field)
+    save(train_byte_pairs(texts, arguments.vocab_size), arguments.output)
+  except (ValueError, OSError, ImportError) as error:
+    sys.exit(f"error: {error}")
+  print(f"{arguments.output}: {arguments.vocab_size} tokens")
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,170 @@
+"""Problems of published data sets."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+import numpy as np
+from absl import logging
+
+from rlvr_jax.data.making import check_size, fill_template, graded_alike, warn_of_common_answer
+from rlvr_jax.data.problems import Problem, Task
+from rlvr_jax.data.sources import Chosen
+
+if TYPE_CHECKING:
+  from rlvr_jax.data.published import Records
+
+
+def published(
+  *,
+  dataset: str,
+  data_dir: str | os.PathLike[str],
+  split: str = "train",
+  held_out_dataset: str = "",
+  held_out_data_dir: str | os.PathLike[str] = "",
+  held_out_split: str = "test",
+  warm_start_size: int = 0,
+  held_out_size: int = 0,
+  min_difficulty: float = -math.inf,
+  max_difficulty: float = math.inf,
+  max_question_characters: int = 0,
+  prompt: str = "",
+  grader: str = "",
+  code_reward: str = "all",
+  prepared_dir: str | os.PathLike[str] = "~/.cache/rlvr_jax/published",
+) -> Task:
+  """A published data set from its files, in the published order.
+
+  Warm start is the first `warm_start_size` chosen problems of the split that have a published
+  solution, train the other chosen ones, held-out the first `held_out_size` of the held-out split.
+  Questions that are held out, but for white space, are left out of train and warm start. Records
+  are read when they are asked for.
+
+  Args:
+    dataset: name, one of `rlvr_jax.data.published.DATASETS`.
+    data_dir: folder or file as published, local or a URL such as gs://bucket/folder.
+    split: of the data set; "" for a task of held-out problems only.
+    held_out_dataset: name; "" for `dataset`.
+    held_out_data_dir: its files; "" for `data_dir`.
+    held_out_split: of it.
+    warm_start_size: problems; may be 0.
+    held_out_size: problems; 0 for all.
+    min_difficulty: of train and warm start, in the data set's own measure (MATH: levels 1 to 5,
+      LiveCodeBench: 1 easy to 3 hard). With it or `max_difficulty` given, problems of unknown
+      difficulty are left out.
+    max_difficulty: likewise.
+    max_question_characters: of train and warm start, before the prompt template; 0 for any.
+    prompt: template over {question}, {interface} (how a program will be called; "" for
+      mathematics), {subject}, {difficulty} and {id}; "" for the data set's own.
+    grader: import path; "" for the data set's own.
+    code_reward: "all" tests passed, or the "fraction" of them; for programs only.
+    prepared_dir: local, for the records prepared from the files; made where it is missing.
+  Raises:
+    OSError: a file is missing or cannot be read, or the prepared records cannot be written.
+    ValueError: a file is not as published (names the file, and the line or record), the prepared
+      records are damaged, an unknown name or template field, sizes out of range, or no problem is
+      left.
+  """
+  held_out_dataset, held_out_data_dir = held_out_dataset or dataset, held_out_data_dir or data_dir
+  check_size("warm_start_size", warm_start_size)
+  check_size("held_out_size", held_out_size)
+  check_size("max_question_characters", max_question_characters)
+  if code_reward not in ("all", "fraction"):
+    raise ValueError(f"code_reward is {code_reward!r}, choose 'all' or 'fraction'")
+  if (dataset, str(data_dir), split) == (held_out_dataset, str(held_out_data_dir), held_out_split):
+    raise ValueError(
+      f"split and held_out_split are both {split!r} of {dataset}: nothing would be left to train "
+      'on; choose another, or split = "" for a task of held-out problems only'
+    )
+  # Imported here: tensorflow-datasets takes a while to import and other tasks do without.
+  from rlvr_jax.data.published import prepare
+
+  def problems(records: Records, indices: np.ndarray) -> Chosen:
+    read = lambda index: _problem(records, index, prompt, code_reward)
+    return Chosen(read, indices, records.keys[indices])
+
+  held_out_set = prepare(held_out_dataset, held_out_data_dir, prepared_dir)
+  records = held_out_set.records(held_out_split)
+  check_size("held_out_size", held_out_size, maximum=len(records))
+  held_out = problems(records, np.arange(held_out_size or len(records)))
+  held_out[0]  # checks the template
+  train = warm_start = Chosen.of(())
+  train_grader = held_out_grader = grader or records.dataset.grader
+  if split:
+    same = (held_out_dataset, held_out_data_dir) == (dataset, data_dir)
+    train_set = held_out_set if same else prepare(dataset, data_dir, prepared_dir)
+    records = train_set.records(split)
+    chosen = _choose(
+      records, min_difficulty, max_difficulty, max_question_characters, held_out.keys()
+    )
+    solved = chosen[records.has_solution[chosen]]
+    check_size("warm_start_size", warm_start_size, maximum=min(len(solved), len(chosen) - 1))
+    warm_start = problems(records, solved[:warm_start_size])
+    train = problems(records, chosen[~np.isin(chosen, solved[:warm_start_size])])
+    train_grader = grader or records.dataset.grader
+  elif warm_start_size:
+    raise ValueError('warm_start_size is given but split is "": there is nothing to train on')
+  graders = [train_grader, train_grader, held_out_grader]
+  grader, changes = graded_alike(graders)
+  train, warm_start, held_out = (
+    source.changed(change)
+    for source, change in zip((train, warm_start, held_out), changes, strict=True)
+  )
+  task = Task(dataset, train=train, warm_start=warm_start, held_out=held_out, grader=grader)
+  return warn_of_common_answer(task)
+
+
+def _choose(
+  records: Records,
+  min_difficulty: float,
+  max_difficulty: float,
+  max_characters: int,
+  held_out_keys: Collection[str],
+) -> np.ndarray:
+  """Indices of the records to train on, i64[n], n ≥ 1."""
+  name = f"{records.dataset.name}/{records.split}"
+  left_out = {}
+  if (min_difficulty, max_difficulty) != (-math.inf, math.inf):
+    suits = (records.difficulty >= min_difficulty) & (records.difficulty <= max_difficulty)
+    reason = f"of a difficulty not known to be in [{min_difficulty:g}, {max_difficulty:g}]"
+    left_out[reason] = ~suits
+  if max_characters:
+    left_out[f"of more than {max_characters} characters"] = records.characters > max_characters
+  left_out["held out"] = np.isin(records.keys, list(held_out_keys))
+  chosen = np.flatnonzero(~np.any(list(left_out.values()), axis=0))
+  reasons = ", ".join(f"{np.sum(out)} {reason}" for reason, out in left_out.items() if np.any(out))
+  if reasons:
+    logging.info("%s: %d of %d problems; not %s", name, len(chosen), len(records), reasons)
+  if not len(chosen):
+    raise ValueError(
+      f"none of the {len(records)} problems of {name} is left to train on ({reasons}): widen the "
+      "difficulty or the length"
+    )
+  return chosen
+
+
+def _problem(records: Records, index: int, prompt: str, code_reward: str) -> Problem:
+  from rlvr_jax.data.published import interface
+
+  record = records[index]
+  fields = {
+    "question": record.question,
+    "interface": interface(record.reference),
+    "subject": record.subject,
+    "difficulty": f"{record.difficulty:g}",
+    "id": record.id,
+  }
+  reference = {**record.reference, "dataset": records.dataset.name}
+  if code_reward != "all":
+    if "style" not in reference:
+      raise ValueError(f"code_reward is {code_reward!r}, but {records.dataset.name} has no tests")
+    reference["reward"] = code_reward
+  return Problem(
+    question=fill_template("prompt", prompt or records.dataset.prompt, fields),
+    answer=record.answer,
+    solution=record.solution,
+    reference=reference,
+  )

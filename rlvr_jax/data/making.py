@@ -1,0 +1,63 @@
+"""What the makers of tasks share: checks, templates, and one grader for several."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from absl import logging
+
+from rlvr_jax.data.problems import Problem, Task
+from rlvr_jax.data.sources import Change
+
+BY_REFERENCE = "rlvr_jax.rewards.combined:by_reference"  # the grader that a reference names
+_COMMON_ANSWER_SHARE = 0.1
+
+
+def fill_template(what: str, template: str, fields: Mapping[str, Any]) -> str:
+  """`template.format(**fields)`, with an error that lists the fields there are."""
+  try:
+    return template.format_map(fields)
+  except (KeyError, ValueError, IndexError, AttributeError) as error:
+    raise ValueError(
+      f"{what} is {template!r}, a template whose fields may be {sorted(fields)}: "
+      f"{type(error).__name__} {error}"
+    ) from error
+
+
+def check_size(name: str, size: int, *, minimum: int = 0, maximum: int | None = None) -> None:
+  """Raises unless minimum ≤ size ≤ maximum."""
+  if size < minimum:
+    raise ValueError(f"{name} is {size}, must be at least {minimum}")
+  if maximum is not None and size > maximum:
+    raise ValueError(f"{name} is {size}, but there are only {maximum} problems to take it from")
+
+
+def graded_alike(graders: Sequence[str]) -> tuple[str, list[Change]]:
+  """One grader for all, and for each what its problems become for it."""
+  if len(set(graders)) == 1:
+    return graders[0], [lambda problem: problem] * len(graders)
+  return BY_REFERENCE, [functools.partial(_naming_grader, grader=grader) for grader in graders]
+
+
+def _naming_grader(problem: Problem, grader: str) -> Problem:
+  """The problem with its grader named in its reference."""
+  if grader == BY_REFERENCE:
+    return problem
+  named = {
+    "grader": grader, "reference": problem.reference, "dataset": problem.reference["dataset"]
+  }  # fmt: skip
+  return dataclasses.replace(problem, reference=named)
+
+
+def warn_of_common_answer(task: Task) -> Task:
+  """The task; it says where a constant guess would score."""
+  share = task.most_common_answer_share()
+  if share > _COMMON_ANSWER_SHARE:
+    logging.warning(
+      "task %s: one answer is right for %.0f %% of the held-out problems; a policy that always "
+      "gives it scores that much", task.name, 100 * share,
+    )  # fmt: skip
+  return task

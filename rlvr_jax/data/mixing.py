@@ -1,0 +1,91 @@
+"""Several tasks in one."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rlvr_jax.data.from_files import published
+from rlvr_jax.data.generated import reasoning_gym
+from rlvr_jax.data.making import check_size, graded_alike, warn_of_common_answer
+from rlvr_jax.data.problems import Task
+from rlvr_jax.data.sources import Concatenated, Mixed, QuestionKeys
+
+_FACTORIES: dict[str, Callable[..., Task]] = {
+  "published": published, "reasoning_gym": reasoning_gym
+}  # fmt: skip
+
+
+def mixture(
+  *,
+  parts: Mapping[str, Mapping[str, Any]],
+  weights: Mapping[str, float],
+  size: int = 0,
+  seed: int,
+) -> Task:
+  """Several tasks in one; every stretch of train holds them in the proportion of their weights.
+
+  Each part is gone through in a random order without repetition until it is exhausted, then again
+  in another order. Warm starts and held-out problems follow one another in the order of the parts;
+  what one part holds out no other part trains on. Where the parts' graders differ, a problem's
+  reference says which is its own.
+
+  Args:
+    parts: label → {"name": of a task here, "kwargs": its arguments}.
+    weights: label → how often, relative to the others, > 0; kept to 1 % of the smallest.
+    size: problems in an epoch of training; 0 for about as many as it takes to go through each part.
+    seed: of the parts' orders; a part's order depends on its label, not on the other parts.
+  Raises:
+    ValueError: labels that do not agree, a weight that is no positive number, a part that is no
+      task or with nothing left to train on; and what the parts' tasks raise.
+  """
+  if not parts or set(parts) != set(weights):
+    raise ValueError(f"weights are for {sorted(weights)} but the parts are {sorted(parts)}")
+  for label, weight in weights.items():
+    if not 0 < weight < math.inf:
+      raise ValueError(f"the weight of part {label!r} is {weight}, must be above 0 and finite")
+  check_size("size", size)
+  tasks = {label: _make_part(label, part) for label, part in parts.items()}
+  grader, changes = graded_alike([task.grader for task in tasks.values()])
+
+  def each(phase: str) -> list[Any]:
+    sources = (getattr(task, phase) for task in tasks.values())
+    return [source.changed(change) for source, change in zip(sources, changes, strict=True)]
+
+  held_out = each("held_out")
+  held_out_questions = QuestionKeys(frozenset().union(*(source.keys() for source in held_out)))
+  train, warm_start = (
+    [source.without(held_out_questions) for source in each(phase)]
+    for phase in ("train", "warm_start")
+  )
+  for label, source in zip(tasks, train, strict=True):
+    if not len(source):
+      raise ValueError(f"part {label!r} of the mixture has no problem to train on")
+  shares = [weights[label] / sum(weights.values()) for label in tasks]
+  once = max(math.ceil(len(s) / share) for s, share in zip(train, shares, strict=True))
+  seeds = [zlib.crc32(f"{seed} {label}".encode()) for label in tasks]
+  task = Task(
+    name="+".join(tasks),
+    train=Mixed(train, shares, seeds, size or once),
+    warm_start=Concatenated(warm_start),
+    held_out=Concatenated(held_out),
+    grader=grader,
+  )
+  return warn_of_common_answer(task)
+
+
+def _make_part(label: str, part: Mapping[str, Any]) -> Task:
+  if set(part) != {"name", "kwargs"} or part["name"] not in _FACTORIES:
+    raise ValueError(
+      f"part {label!r} of the mixture is {dict(part)}, expected a name, one of {list(_FACTORIES)}, "
+      "and its kwargs"
+    )
+  factory = _FACTORIES[part["name"]]
+  try:
+    inspect.signature(factory).bind(**part["kwargs"])
+  except TypeError as error:
+    raise ValueError(f"part {label!r} of the mixture: {part['name']}: {error}") from error
+  return factory(**part["kwargs"])

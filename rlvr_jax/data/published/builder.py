@@ -1,0 +1,232 @@
+"""The tensorflow-datasets builder of all published data sets, and its records."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any, ClassVar, NoReturn
+
+import numpy as np
+import tensorflow_datasets as tfds
+from absl import logging
+
+from rlvr_jax.data.published import mathematics, programs
+from rlvr_jax.data.published.dataset import Dataset
+from rlvr_jax.data.published.files import PublishedFiles
+from rlvr_jax.data.published.rows import Record
+from rlvr_jax.data.sources import question_key
+from rlvr_jax.files import reporting_full_disk
+
+DATASETS: dict[str, Dataset] = {
+  dataset.name: dataset
+  for dataset in (
+    mathematics.GSM8K,
+    mathematics.MATH,
+    mathematics.MATH_500,
+    mathematics.AIME_2024,
+    mathematics.AIME_2025,
+    mathematics.AMC,
+    mathematics.DEEPSCALER,
+    programs.MBPP,
+    programs.HUMANEVAL,
+    programs.LIVECODEBENCH,
+  )
+}
+
+
+class Published(tfds.core.GeneratorBasedBuilder):
+  """Published data sets, one configuration each, in the published order.
+
+  Args:
+    source: the published files.
+    paths: split → those of its files; "" for all where rows say their split.
+    config: name of the data set.
+    data_dir: for the prepared records.
+  """
+
+  VERSION = tfds.core.Version("1.0.0")  # raise it when the same file gives other records
+  BUILDER_CONFIGS: ClassVar = list(DATASETS.values())
+
+  def __init__(self, *, source: PublishedFiles, paths: dict[str, list[str]], **kwargs):
+    self._source, self._paths = source, paths
+    super().__init__(file_format="array_record", **kwargs)
+
+  def _info(self) -> tfds.core.DatasetInfo:
+    texts = ("id", "question", "answer", "solution", "reference", "subject")
+    return self.dataset_info_from_configs(
+      features=tfds.features.FeaturesDict(
+        {name: tfds.features.Text() for name in texts}
+        | {"difficulty": tfds.features.Scalar(np.float32)}
+      ),
+      metadata=tfds.core.MetadataDict(),  # split → columns by which problems are chosen unread
+      disable_shuffling=True,  # the order as published: "the first N" means what it says
+    )
+
+  def _split_generators(self, dl_manager):
+    del dl_manager  # nothing is downloaded
+    split_of = self.builder_config.split_of
+    splits = self._paths
+    if split_of:
+      splits = dict.fromkeys(split_of(row) for row in self._source.rows(self._paths[""]))
+    return {split: self._generate_examples(split) for split in splits}
+
+  def _generate_examples(self, split: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    dataset = self.builder_config
+    columns: dict[str, list] = {"key": [], "difficulty": [], "characters": [], "has_solution": []}
+    self.info.metadata[split] = columns
+    rows = self._source.rows(self._paths[split if split in self._paths else ""])
+    if dataset.split_of:
+      rows = (row for row in rows if dataset.split_of(row) == split)
+    for number, row in enumerate(rows):
+      record = dataset.read(row)
+      columns["key"].append(question_key(record.question))
+      columns["difficulty"].append(record.difficulty)
+      columns["characters"].append(len(record.question))
+      columns["has_solution"].append(bool(record.solution))
+      yield number, vars(record) | {"reference": json.dumps(record.reference)}
+
+
+class Records:
+  """The records of one split, read when they are asked for.
+
+  Attributes:
+    dataset: their data set.
+    keys: U16[N], `question_key` of each.
+    difficulty: f64[N]; NaN where unknown.
+    characters: i64[N], of the question.
+    has_solution: bool[N].
+  """
+
+  def __init__(self, builder: Published, split: str):
+    self.dataset: Dataset = builder.builder_config
+    self.split = split
+    self._folder = builder.data_dir
+    with self._reporting_damage():
+      columns = builder.info.metadata[split]
+      self.keys = np.array(columns["key"])
+      self.difficulty = np.array(columns["difficulty"], float)
+      self.characters = np.array(columns["characters"])
+      self.has_solution = np.array(columns["has_solution"], bool)
+      self._source = builder.as_data_source(split)
+      if len(self._source) != len(self.keys):
+        _damaged(f"{len(self._source)} records instead of {len(self.keys)}")
+    for index in {0, len(self) - 1}:
+      self[index]
+
+  def __len__(self) -> int:
+    return len(self.keys)
+
+  def __getitem__(self, index: int) -> Record:
+    with self._reporting_damage():
+      fields = dict(self._source[index])
+      difficulty = float(fields.pop("difficulty"))
+      texts = {name: text.decode() for name, text in fields.items()}
+      if question_key(texts["question"]) != self.keys[index]:
+        _damaged(f"record {index} is another one")
+      reference = json.loads(texts.pop("reference"))
+      return Record(**texts, reference=reference, difficulty=difficulty)
+
+  @contextlib.contextmanager
+  def _reporting_damage(self) -> Iterator[None]:
+    with reporting_damage(self.dataset.name, self._folder):
+      yield
+
+
+def _damaged(problem: str) -> NoReturn:
+  raise ValueError(problem)
+
+
+@contextlib.contextmanager
+def reporting_damage(dataset: str, folder: str | os.PathLike[str]) -> Iterator[None]:
+  """Turns any error of reading prepared records into one that says what to do."""
+  try:
+    yield
+  except (AssertionError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+    raise ValueError(
+      f"the prepared {dataset} records in {folder} are damaged ({type(error).__name__}: {error}): "
+      "delete that folder, and the next run prepares them again"
+    ) from error
+
+
+class Prepared:
+  """A published data set, prepared for random access."""
+
+  def __init__(self, builder: Published, data_dir: str | os.PathLike[str]):
+    self.dataset: Dataset = builder.builder_config
+    self._builder, self._data_dir = builder, data_dir
+
+  def records(self, split: str) -> Records:
+    """Those of one split.
+
+    Raises:
+      ValueError: there is no such split, or the prepared records are damaged.
+    """
+    splits = sorted(self._builder.info.splits)
+    if split in splits:
+      return Records(self._builder, split)
+    named = self.dataset.files.get(split)
+    remedy = f"its files are to be named {' or '.join(named)}" if named else "choose one of those"
+    raise ValueError(
+      f"{self.dataset.name} has no split {split!r} in {self._data_dir}, only {splits}: {remedy}"
+    )
+
+
+def prepare(
+  name: str, data_dir: str | os.PathLike[str], prepared_dir: str | os.PathLike[str]
+) -> Prepared:
+  """Prepares a published data set where that has not been done yet.
+
+  Args:
+    name: one of `DATASETS`.
+    data_dir: folder or file as published, local or a URL such as gs://bucket/folder.
+    prepared_dir: local; for the prepared records, one folder per content of the files, so that
+      changed files are never mistaken for the prepared ones. Several processes may share it.
+  Raises:
+    OSError: a file is missing or cannot be read, or the records cannot be written.
+    ValueError: an unknown name; a file is not as published (names it, and the line or record); the
+      prepared records are damaged.
+  """
+  if name not in DATASETS:
+    raise ValueError(f"unknown data set {name!r}; choose one of {sorted(DATASETS)}")
+  source = PublishedFiles(data_dir)
+  files = DATASETS[name].files
+  if source.is_one and len(files) == 1:  # then its name says nothing
+    files = dict.fromkeys(files, ("*",))
+  found = {split: source.matching(patterns) for split, patterns in files.items()}
+  paths = {split: of_split for split, of_split in found.items() if of_split}
+  if not paths:
+    wanted = [pattern for patterns in files.values() for pattern in patterns]
+    raise FileNotFoundError(
+      errno.ENOENT,
+      f"no file of {name} there: expected {' or '.join(wanted)}, found {source.names()[:20]}",
+      os.fspath(data_dir),
+    )
+  digest = source.digest([path for split in sorted(paths) for path in paths[split]])
+  folder = pathlib.Path(os.path.expanduser(prepared_dir)) / digest
+  tfds.disable_progress_bar()
+
+  def make_builder() -> Published:
+    with reporting_damage(name, folder):
+      return Published(source=source, paths=paths, config=name, data_dir=folder)
+
+  builder = make_builder()
+  if not builder.data_path.exists():
+    logging.info("preparing %s from %s in %s", name, data_dir, folder)
+    with reporting_full_disk(folder), _locked(folder):
+      builder = make_builder()  # another process may have prepared it meanwhile
+      builder.download_and_prepare()
+  return Prepared(builder, data_dir)
+
+
+@contextlib.contextmanager
+def _locked(folder: pathlib.Path) -> Iterator[None]:
+  """One process at a time; a killed one leaves no lock behind."""
+  folder.mkdir(parents=True, exist_ok=True)
+  with open(folder / "lock", "w") as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    yield

@@ -1,0 +1,201 @@
+"""Published files: which there are in a folder or bucket, what identifies them, and their rows."""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import gzip
+import hashlib
+import io
+import itertools
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fsspec.implementations.local import LocalFileSystem
+
+from rlvr_jax.data.published.rows import Row
+from rlvr_jax.files import located
+
+# Of one file published in several formats, the first is read.
+FORMATS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
+_DEPTH = 4  # folders that are looked into: MATH/train/algebra/1.json
+_NO_PROBLEMS = ("dataset_info", "dataset_infos", "dataset_dict", "metadata", "state")
+_FETCHED_AT_ONCE = 128  # small files; object stores answer many requests as fast as one
+_TORN = (EOFError, gzip.BadGzipFile, zlib.error)
+
+
+class PublishedFiles:
+  """The data files of one folder, or one file by itself, on any file system.
+
+  Attributes:
+    is_one: the second.
+  """
+
+  def __init__(self, data_dir: str | os.PathLike[str]):
+    """Lists them.
+
+    Args:
+      data_dir: folder or file, local or a URL such as gs://bucket/folder.
+    Raises:
+      FileNotFoundError: there is none of them.
+      ValueError: an empty name, or no such kind of URL.
+    """
+    if not os.fspath(data_dir):
+      raise ValueError("data_dir is empty: give the folder that holds the published files")
+    self.data_dir = data_dir
+    self._filesystem, root = located(data_dir)
+    root = root.rstrip("/")
+    self.is_one = self._filesystem.isfile(root)
+    if self.is_one:
+      found = {root: self._filesystem.info(root)}
+      root = os.path.dirname(root)
+    else:
+      found = self._filesystem.find(root, maxdepth=_DEPTH, detail=True)
+    self._details: Mapping[str, Mapping[str, Any]] = found
+    self._paths: dict[str, str] = {}  # by name below the folder, without the format
+    for path in sorted(filter(_format_of, found), key=lambda path: FORMATS.index(_format_of(path))):
+      stem = path.removeprefix(root).lstrip("/").removesuffix(_format_of(path))
+      if not _is_hidden(stem):
+        self._paths.setdefault(stem, path)
+    self._stems = {path: stem for stem, path in self._paths.items()}
+    if not self._paths:
+      raise FileNotFoundError(
+        errno.ENOENT, f"no file of problems ({', '.join(FORMATS)}) is there", os.fspath(data_dir)
+      )
+
+  def names(self) -> list[str]:
+    """Of all data files, below the folder and without their formats."""
+    return sorted(self._paths, key=_natural)
+
+  def matching(self, patterns: Sequence[str]) -> list[str]:
+    """Paths of the files whose name fits the first pattern that any fits, numbers in order.
+
+    Args:
+      patterns: in lower case, over names below the folder without their format; * also fits "/".
+    """
+    for pattern in patterns:
+      stems = [stem for stem in self.names() if fnmatch.fnmatchcase(stem.lower(), pattern)]
+      if stems:
+        return [self._paths[stem] for stem in stems]
+    return []
+
+  def digest(self, paths: Sequence[str]) -> str:
+    """What changes with the files: their bytes; of remote ones, what the listing says of them."""
+    digest = hashlib.sha256()
+    for path in paths:
+      digest.update(f"{self._stems[path]}\n".encode())
+      if isinstance(self._filesystem, LocalFileSystem):
+        with open(path, "rb") as file:
+          digest.update(hashlib.file_digest(file, "sha256").digest())
+      else:
+        digest.update(json.dumps(self._details[path], sort_keys=True, default=str).encode())
+    return digest.hexdigest()[:16]
+
+  def rows(self, paths: Sequence[str]) -> Iterator[Row]:
+    """The rows of some files, one after another.
+
+    Raises:
+      OSError: a file cannot be read.
+      ValueError: a file is empty, torn or of another form; names the file and the line or record.
+    """
+    for whole, group in itertools.groupby(paths, lambda path: _format_of(path) == ".json"):
+      for path, stream in self._fetched(list(group)) if whole else self._opened(group):
+        yield from self._rows_of(path, stream)
+
+  def _rows_of(self, path: str, stream: Any) -> Iterator[Row]:
+    shown = path if isinstance(self._filesystem, LocalFileSystem) else f"{self.data_dir} {path}"
+    number = 0
+    try:
+      with stream:
+        for number, (where, value) in enumerate(_values(path, stream), start=1):
+          where = f"{shown}, {where}" if where else shown
+          if isinstance(value, ValueError):
+            raise ValueError(f"{where} is torn or not JSON ({value}). Fetch the file again.")
+          if not isinstance(value, dict):
+            raise ValueError(f"{where} is not a JSON object: {str(value)[:80]!r}")
+          yield Row(value, where=where, name=f"{self._stems[path]}/{number}")
+    except _TORN as error:
+      raise ValueError(f"{shown} is torn ({error}). Fetch the file again.") from error
+    if not number:
+      raise ValueError(f"{shown} is empty. Fetch the file again.")
+
+  def _fetched(self, paths: list[str]) -> Iterator[tuple[str, Any]]:
+    for start in range(0, len(paths), _FETCHED_AT_ONCE):
+      some = paths[start : start + _FETCHED_AT_ONCE]
+      contents = self._filesystem.cat(some)
+      yield from ((path, io.BytesIO(contents[path])) for path in some)
+
+  def _opened(self, paths: Iterator[str]) -> Iterator[tuple[str, Any]]:
+    for path in paths:
+      compression = "gzip" if path.endswith(".gz") else None
+      yield path, self._filesystem.open(path, "rb", compression=compression)
+
+
+def _format_of(path: str) -> str:
+  """Of a file of problems; "" of another."""
+  return next((ending for ending in FORMATS if path.endswith(ending)), "")
+
+
+def _is_hidden(stem: str) -> bool:
+  parts = stem.split("/")
+  return parts[-1] in _NO_PROBLEMS or any(part.startswith(".") for part in parts)
+
+
+def _natural(stem: str) -> list[str | int]:
+  """Orders algebra/2 before algebra/10, and test before test2."""
+  return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", stem)]
+
+
+def _values(path: str, stream: Any) -> Iterator[tuple[str, Any]]:
+  """(where in the file, value or the error of reading it)."""
+  if _format_of(path) == ".parquet":
+    yield from _parquet_values(path, stream)
+  elif ".jsonl" in _format_of(path):
+    yield from _line_values(stream)
+  else:
+    yield from _json_values(stream.read())
+
+
+def _json_values(data: bytes) -> Iterator[tuple[str, Any]]:
+  if not data.strip():
+    return
+  value = _parsed(data)
+  if isinstance(value, list):
+    yield from ((f"record {n}", record) for n, record in enumerate(value, start=1))
+  elif isinstance(value, json.JSONDecodeError) and value.msg == "Extra data":
+    yield from _line_values(io.BytesIO(data))  # lines of JSON under another name
+  else:
+    yield "", value
+
+
+def _line_values(lines: Any) -> Iterator[tuple[str, Any]]:
+  for number, line in enumerate(lines, start=1):
+    if line.strip():
+      yield f"line {number}", _parsed(line)
+
+
+def _parsed(data: bytes) -> Any:
+  try:
+    return json.loads(data)
+  except ValueError as error:  # not JSON, or not UTF-8
+    return error
+
+
+def _parquet_values(path: str, stream: Any) -> Iterator[tuple[str, Any]]:
+  try:
+    from pyarrow import parquet
+  except ImportError as error:
+    raise ValueError(
+      f"{path}: reading Parquet needs pyarrow, which is not installed; install it (pip install "
+      "pyarrow), or convert the file to .jsonl, one JSON object per line"
+    ) from error
+  try:
+    batches = parquet.ParquetFile(stream).iter_batches()
+    rows = (row for batch in batches for row in batch.to_pylist())
+    yield from ((f"record {n}", row) for n, row in enumerate(rows, start=1))
+  except (OSError, ValueError) as error:
+    raise ValueError(f"{path} is torn or not Parquet ({error}). Fetch the file again.") from error

@@ -1,0 +1,144 @@
+"""Published mathematics: problems with a final answer."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+from rlvr_jax.data.published.dataset import Dataset, split_files
+from rlvr_jax.data.published.rows import Record, Row
+
+_GRADER = "rlvr_jax.rewards.mathematics:mathematics"
+_PROMPT = (
+  "{question}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+)
+_ONLY_FILE = (*split_files("test"), *split_files("train"))  # of a data set with one split
+_CALCULATOR_MARK = re.compile(r"<<[^>]*>>")
+_MARKED_ANSWER = re.compile(r"#### (\S+)\s*$")
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
+_BARE_BOXED = re.compile(r"\\?[^\s$\\{}]+")  # \boxed 2
+_AIME_ANSWER = re.compile(r"\$?0*(\d{1,3})(?:\^\\circ|\^\{\\circ\})?\$?")
+
+
+def last_boxed(text: str) -> str | None:
+  """What the last \\boxed{…} of a text holds, inner braces balanced; None where there is none."""
+  boxes = list(_BOX.finditer(text))
+  if not boxes:
+    return None
+  start = boxes[-1].end()
+  if text[start : start + 1] != "{":
+    bare = _BARE_BOXED.match(text, start)
+    return bare.group() if bare else None
+  depth = 0
+  for brace in re.finditer(r"\\.|[{}]", text[start:], re.DOTALL):  # \{ and \} do not nest
+    depth += {"{": 1, "}": -1}.get(brace.group(), 0)
+    if depth == 0:
+      return text[start + 1 : start + brace.start()].strip()
+  return None
+
+
+def _gsm8k(row: Row) -> Record:
+  solution = row.text("answer")
+  marked = _MARKED_ANSWER.search(solution)
+  if not marked:
+    raise row.error(f"has an answer ending in {solution[-40:]!r}, expected '#### number' there")
+  return Record(
+    id=row.text("id", default=row.name),
+    question=row.text("question"),
+    answer=marked[1],
+    solution=_CALCULATOR_MARK.sub("", solution).strip(),
+    reference={"answer": marked[1]},
+  )
+
+
+def _boxed_problem(row: Row) -> Record:
+  """A problem whose answer is a field of its own, or the last box of its solution."""
+  solution = row.text("solution", default="")
+  boxed = last_boxed(solution)
+  answer = row.text("answer", "final_answer", default=boxed or "").strip()
+  if not answer:
+    raise row.error("has neither an answer nor a solution with \\boxed{answer}")
+  if solution and boxed is None:
+    solution += f"\n\nThe final answer is $\\boxed{{{answer}}}$."
+  return Record(
+    id=row.text("unique_id", "id", "problem_id", default=row.name),
+    question=row.text("problem", "question"),
+    answer=answer,
+    solution=solution,
+    reference={"answer": answer},
+    difficulty=row.level("level", "difficulty"),
+    subject=row.text("subject", "type", default=""),
+  )
+
+
+def _aime(row: Row, year: int) -> Record:
+  """AIME answers are whole numbers from 0 to 999."""
+  record = _boxed_problem(row)
+  answer = _AIME_ANSWER.fullmatch(record.answer)
+  if not answer:
+    raise row.error(f"has answer = {record.answer!r}, expected a whole number from 0 to 999")
+  if row.text("year", default=str(year)) != str(year):
+    raise row.error(f"is of {row.text('year')}, not {year}: keep only that year's rows in the file")
+  return Record(**{**vars(record), "answer": answer[1], "reference": {"answer": answer[1]}})
+
+
+def _aime_of(year: int) -> Dataset:
+  short = str(year)[2:]
+  return Dataset(
+    name=f"aime_{year}",
+    description=f"American Invitational Mathematics Examination {year}, I and II.",
+    files={"test": (f"*{year}*", f"*aime{short}*", f"*aime_{short}*", *_ONLY_FILE)},
+    read=functools.partial(_aime, year=year),
+    grader=_GRADER,
+    prompt=_PROMPT,
+  )
+
+
+GSM8K = Dataset(
+  name="gsm8k",
+  description="Grade-school word problems. Cobbe et al. 2021, arXiv 2110.14168.",
+  files={split: (split, f"main/{split}-*", *split_files(split)) for split in ("train", "test")},
+  read=_gsm8k,
+  grader="rlvr_jax.rewards.graders:gsm8k",
+  prompt="{question}\n",
+)
+MATH = Dataset(
+  name="math",
+  description=(
+    "Competition mathematics, levels 1 to 5. Hendrycks et al. 2021, arXiv 2103.03874. As folders "
+    "of one file per problem by subject, or as rows."
+  ),
+  files={split: split_files(split) for split in ("train", "test")},
+  read=_boxed_problem,
+  grader=_GRADER,
+  prompt=_PROMPT,
+)
+MATH_500 = Dataset(
+  name="math_500",
+  description="500 test problems of MATH. Lightman et al. 2023, arXiv 2305.20050.",
+  files={"test": ("*500*", *_ONLY_FILE)},
+  read=_boxed_problem,
+  grader=_GRADER,
+  prompt=_PROMPT,
+)
+AIME_2024 = _aime_of(2024)
+AIME_2025 = _aime_of(2025)
+AMC = Dataset(
+  name="amc",
+  description="American Mathematics Competitions 10 and 12, with answers as numbers.",
+  files={"test": ("*amc*", *_ONLY_FILE)},
+  read=_boxed_problem,
+  grader=_GRADER,
+  prompt=_PROMPT,
+)
+DEEPSCALER = Dataset(
+  name="deepscaler",
+  description=(
+    "Competition mathematics with answers, collected for training. Luo et al. 2025, DeepScaleR. "
+    "Any JSON array or lines of {problem, answer, solution} will do."
+  ),
+  files={"train": ("*deepscaler*", *split_files("train"), "*")},
+  read=_boxed_problem,
+  grader=_GRADER,
+  prompt=_PROMPT,
+)

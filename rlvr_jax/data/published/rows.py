@@ -1,0 +1,93 @@
+"""A published row, and the record that every data set is brought to."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_MISSING = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+  """One problem of a published data set."""
+
+  id: str
+  question: str  # as published, before any prompt template
+  answer: str  # "" where the grader needs more than a text
+  solution: str  # in the form of a completion; "" where none is published
+  reference: Mapping[str, Any]  # what the grader needs; JSON-able
+  difficulty: float = math.nan  # as published: a level or a rate; NaN where unknown
+  subject: str = ""
+
+
+class Row:
+  """A published row: its fields by any of their published names, in upper or lower case."""
+
+  def __init__(self, fields: Mapping[str, Any], *, where: str, name: str):
+    """Takes the fields.
+
+    Args:
+      fields: as published.
+      where: file and line or record, for messages.
+      name: identifies the row where the publisher does not.
+    """
+    self._fields = {field.lower(): value for field, value in fields.items()}
+    self.where, self.name = where, name
+
+  def error(self, message: str) -> ValueError:
+    """An error that says where the row is."""
+    return ValueError(f"{self.where} {message}")
+
+  def get(self, *names: str, default: Any = _MISSING) -> Any:
+    """The value of the first of the fields that is there and not null.
+
+    Raises:
+      ValueError: none is, and there is no default.
+    """
+    for name in names:
+      if self._fields.get(name) is not None:
+        return self._fields[name]
+    if default is _MISSING:
+      raise self.error(f"has no field {' or '.join(map(repr, names))}, only {sorted(self._fields)}")
+    return default
+
+  def text(self, *names: str, default: str | None = None) -> str:
+    """The text of the first of the fields that is there; numbers as one writes them.
+
+    Raises:
+      ValueError: none is there, it is blank (unless there is a default), or no text.
+    """
+    value = self.get(*names, default=_MISSING if default is None else default)
+    if isinstance(value, float) and value.is_integer():
+      value = int(value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+      return str(value)
+    if isinstance(value, str) and (value.strip() or default is not None):
+      return value if value.strip() else default or ""
+    raise self.error(f"has {names[0]} = {str(value)[:80]!r}, expected a text")
+
+  def texts(self, *names: str, default: list[str] | None = None) -> list[str]:
+    """The list of texts in the first of the fields that is there.
+
+    Raises:
+      ValueError: none is there, or it is something else.
+    """
+    value = self.get(*names, default=_MISSING if default is None else default)
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+      raise self.error(f"has {names[0]} = {str(value)[:80]!r}, expected a list of texts")
+    return value
+
+  def level(self, *names: str) -> float:
+    """A number, or that of "Level 3"; NaN where the field is missing or says "?".
+
+    Raises:
+      ValueError: it is something else.
+    """
+    text = self.text(*names, default="?").removeprefix("Level ")
+    if text != "?" and not re.fullmatch(r"-?\d+(\.\d+)?(e-?\d+)?", text):
+      raise self.error(f"has {names[0]} = {text[:80]!r}, expected a number or 'Level N'")
+    return math.nan if text == "?" else float(text)

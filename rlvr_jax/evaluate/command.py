@@ -1,0 +1,117 @@
+"""Evaluation as a command: any checkpoint on any data set, problem by problem, resumable."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from rlvr_jax.evaluate.held_out import Sample, accuracy, evaluated
+from rlvr_jax.files import JsonLines, keep_records, read_records, replacing
+from rlvr_jax.train import components, multihost
+from rlvr_jax.train.checkpoint import WorkdirLock, check_config
+from rlvr_jax.train.metrics import progress, say
+from rlvr_jax.train.policies import chosen_params
+from rlvr_jax.train.texts import grader_pool, make_collector
+
+PROBLEMS_FILE = "problems.jsonl"
+RESULT_FILE = "evaluation.json"
+# What an evaluation may differ in when it is taken up again: it changes no number.
+_MAY_DIFFER = ("grading.num_workers", "grading.timeout_s", "grading.memory_mib", "evaluation.ks")
+
+
+def evaluate_checkpoint(
+  parts: components.Parts, workdir: str | Path, folder: Path | None
+) -> dict[str, float]:
+  """Samples, grades and sums up; what is done already is not done again.
+
+  Writes `problems.jsonl`, one line per problem with all its samples, and `evaluation.json`.
+
+  Args:
+    parts: of `components.build(config)`; `config.evaluation` says how often and how to sample.
+    workdir: of the evaluation.
+    folder: see `train.policies.chosen_params`.
+  Returns:
+    Accuracies with intervals, see `accuracy`; on the first of several processes only.
+  """
+  c, workdir, num_problems = parts.config.evaluation, Path(workdir), len(parts.task.held_out)
+  with contextlib.ExitStack() as stack:
+    enter = lambda resource: stack.enter_context(contextlib.closing(resource))
+    stack.enter_context(multihost.only_the_first_speaks())
+    multihost.on_first(lambda: enter(_claimed(workdir, parts, folder)), None)
+    done = multihost.exchange(_whole(workdir, num_problems, c.batch_prompts))[0]
+    if done < num_problems:
+      pool = multihost.together(lambda: enter(grader_pool(parts.config, parts.task.grader)))
+      lines = multihost.on_first(lambda: enter(_continued(workdir, done)), None)
+      params, step = chosen_params(parts, folder)
+      batches = evaluated(
+        functools.partial(parts.generate_held_out, params),
+        parts.task.held_out,
+        collector=make_collector(parts, pool),
+        to_devices=parts.to_devices,
+        batch_size=c.batch_prompts,
+        seed=c.seed,
+        version=step,
+        first_batch=done // c.batch_prompts,
+      )
+      with progress(num_problems, "problems", unit="problem", initial=done) as bar:
+        for batch in batches:
+          if lines is not None:
+            lines.append(_record(done + i, row) for i, row in enumerate(batch.samples))
+          done += len(batch.samples)
+          bar.update(len(batch.samples))
+    if not multihost.is_first():
+      return {}
+    samples = [record["samples"] for record in read_records(workdir / PROBLEMS_FILE)]
+    values = accuracy(samples, ks=c.ks, seed=c.seed)
+    with replacing(workdir / RESULT_FILE) as file:
+      file.write((json.dumps(values, indent=2) + "\n").encode())
+    say(_table(values, num_problems, c.num_samples, workdir))
+    return values
+
+
+def _claimed(workdir: Path, parts: components.Parts, folder: Path | None) -> WorkdirLock:
+  """The workdir, which must be of this very evaluation or new."""
+  lock = WorkdirLock(workdir)
+  about = json.loads(parts.config.to_json_best_effort()) | {"evaluated": str(folder or "")}
+  check_config(workdir, json.dumps(about), may_differ=_MAY_DIFFER)
+  return lock
+
+
+def _whole(workdir: Path, num_problems: int, batch_size: int) -> int:
+  """Problems whose batch is whole; a batch that a kill has torn is drawn again."""
+  path = workdir / PROBLEMS_FILE
+  found = sum(1 for _ in read_records(path)) if path.exists() else 0
+  return found if found == num_problems else found // batch_size * batch_size
+
+
+def _continued(workdir: Path, done: int) -> JsonLines:
+  """The file of problems with the first `done` of them."""
+  keep_records(workdir / PROBLEMS_FILE, lambda record: record["problem"] < done)
+  return JsonLines(workdir / PROBLEMS_FILE)
+
+
+def _record(number: int, samples: list[Sample]) -> dict[str, Any]:
+  """What problems.jsonl says of a problem; its texts once, what differs in lists."""
+  first = samples[0]
+  of_each = ("completion", "outcome", "extracted", "reward", "tokens", "stopped")
+  return {
+    "problem": number,
+    "prompt": first["prompt"],
+    "answer": first["answer"],
+    "samples": [{name: sample[name] for name in of_each} for sample in samples],
+  }
+
+
+def _table(values: dict[str, float], num_problems: int, num_samples: int, workdir: Path) -> str:
+  names = [name for name in values if f"{name}_low" in values]
+  rows = [
+    f"{name.removeprefix('eval/'):<12} {values[name]:.4f}"
+    f"  [{values[f'{name}_low']:.4f}, {values[f'{name}_high']:.4f}]"
+    for name in names
+  ]
+  title = f"{num_problems} problems, {num_samples} samples each; 95 % intervals over problems"
+  files = f"{workdir / RESULT_FILE}, {workdir / PROBLEMS_FILE}"
+  return "\n".join([title, *rows, files])

@@ -1,0 +1,155 @@
+"""LoRA: a trained change of low rank beside frozen kernels, W + (α/R)·A·B.
+
+The trained parameters are the adapters alone, a nested dict that mirrors the adapted kernels,
+{"blocks": {"query": {"a": [L, D, R], "b": [L, R, E]}}}. The base is an argument of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlvr_jax.models.functional import Model
+from rlvr_jax.models.transformer import LowRank
+from rlvr_jax.ops.checks import check_between, check_whole
+from rlvr_jax.types import Array, Head, Params
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraSettings:
+  """Which kernels are adapted, and how.
+
+  Attributes:
+    rank: R.
+    alpha: α; a change counts α/R times.
+    targets: regular expression that is searched for in the paths of the layers' kernels, such as
+      "blocks/(query|value)$".
+  Raises:
+    ValueError: a rank below 1, an α that is not positive, no regular expression.
+  """
+
+  rank: int
+  alpha: float
+  targets: str = r"blocks/(query|key|value|output|gate|up|down)$"
+
+  def __post_init__(self):
+    check_whole("LoraSettings", "rank", self.rank, low=1)
+    check_between("LoraSettings", "alpha", self.alpha, low=0.0, open_low=True)
+    try:
+      re.compile(self.targets)
+    except (re.error, TypeError) as error:
+      raise ValueError(
+        f"LoraSettings: targets = {self.targets!r} is no regular expression ({error}); give one"
+        ' such as "blocks/(query|value)$"'
+      ) from error
+
+  @property
+  def scale(self) -> float:
+    return self.alpha / self.rank
+
+
+def init(key: Array, base: Params, settings: LoraSettings) -> Params:
+  """Adapters that change nothing yet: A uniform within ±1/√D, B zero.
+
+  Args:
+    key: one PRNG key.
+    base: the parameters to be adapted, or their shapes.
+    settings: rank and targets.
+  Returns:
+    {"blocks": {name: {"a": [L, D, R], "b": [L, R, E]}}}, at least float32.
+  Raises:
+    ValueError: no kernel is targeted, or one is too small for the rank.
+  Source: LoRA, arXiv 2106.09685, §4.1; A as the PEFT library draws it.
+  """
+
+  def pair(key, kernel):
+    L, D, E = kernel.shape
+    dtype = jnp.promote_types(kernel.dtype, jnp.float32)
+    a = jax.random.uniform(key, (L, D, settings.rank), dtype, -(D**-0.5), D**-0.5)
+    return {"a": a, "b": jnp.zeros((L, settings.rank, E), dtype)}
+
+  kernels = target_kernels(base, settings)
+  keys = jax.random.split(key, len(kernels))
+  pairs = map(pair, keys, kernels.values())
+  return {"blocks": dict(zip(kernels, pairs, strict=True))}
+
+
+def target_kernels(base: Params, settings: LoraSettings) -> dict[str, Any]:
+  """The kernels [L, D, E] of the layers that `settings` names, by name, in alphabetical order.
+
+  Args:
+    base: parameters, or their shapes.
+  Raises:
+    ValueError: there is none, or one is too small for the rank.
+  """
+  blocks = base["blocks"]
+  kernels = {name: blocks[name] for name in sorted(blocks) if getattr(blocks[name], "ndim", 0) == 3}
+  found = {k: w for k, w in kernels.items() if re.search(settings.targets, f"blocks/{k}")}
+  if not found:
+    raise ValueError(
+      f"LoraSettings: targets = {settings.targets!r} matches no kernel of the layers; they are"
+      f" {[f'blocks/{name}' for name in kernels]}"
+    )
+  for name, kernel in found.items():
+    if settings.rank > min(kernel.shape[1:]):
+      raise ValueError(
+        f"LoraSettings: rank = {settings.rank} exceeds the rank of blocks/{name}, a"
+        f" {kernel.shape[1]}×{kernel.shape[2]} kernel; set rank to at most"
+        f" {min(kernel.shape[1:])}, or leave that kernel out of targets"
+      )
+  return found
+
+
+def with_base(model: Model, base: Params, settings: LoraSettings) -> Model:
+  """`model` as functions of adapters alone, the base held fixed.
+
+  Scoring adds (α/R)·(x·A)·B to each targeted product and never forms a merged kernel, so that a
+  gradient is as small as the adapters. Decoding runs on the merged kernels.
+
+  Args:
+    model: functions of whole parameters.
+    base: the frozen parameters. Within a jitted function it has to be one of the arguments, lest it
+      be compiled in.
+    settings: that the adapters were made with.
+  """
+
+  def adapted(adapters):
+    beside = lambda kernel, a, b: LowRank(kernel, a, b * settings.scale)
+    return _replaced(base, adapters, beside)
+
+  def head(params: Params) -> Head:
+    # Of adapters, the base's; of what `decoding_params` returns, its own, which is cast already.
+    return model.head({**base, **params, "blocks": base["blocks"]})
+
+  return model._replace(
+    init=lambda key: init(key, base, settings),
+    head=head,
+    response_hidden=lambda adapters, *args: model.response_hidden(adapted(adapters), *args),
+    decoding_params=lambda adapters: model.decoding_params(merged(base, adapters, settings)),
+  )
+
+
+def merged(base: Params, adapters: Params, settings: LoraSettings) -> Params:
+  """The parameters of the same policy without adapters, W + (α/R)·A·B; to be jitted.
+
+  Returns:
+    The base's nested dict. Adapted kernels are at least float32: rounded to fewer bits, small
+    changes would be lost.
+  """
+
+  def added(kernel, a, b):
+    change = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+    return kernel.astype(change.dtype) + settings.scale * change
+
+  return _replaced(base, adapters, added)
+
+
+def _replaced(base: Params, adapters: Params, replace: Any) -> Params:
+  """The base with `replace(kernel, a, b)` for each adapted kernel."""
+  blocks = base["blocks"]
+  new = {name: replace(blocks[name], **pair) for name, pair in adapters["blocks"].items()}
+  return {**base, "blocks": {**blocks, **new}}

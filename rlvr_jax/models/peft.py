@@ -1,0 +1,225 @@
+"""Adapters in the files of the PEFT library: adapter_model.safetensors and adapter_config.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import posixpath
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from rlvr_jax.files import located
+from rlvr_jax.models import lora, safetensors
+from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.lora import LoraSettings
+from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.types import Params
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+
+# Our kernels by the names of Hugging Face's modules, which are the same in every family.
+_MODULES = {
+  "query": "self_attn.q_proj",
+  "key": "self_attn.k_proj",
+  "value": "self_attn.v_proj",
+  "output": "self_attn.o_proj",
+  "gate": "mlp.gate_proj",
+  "up": "mlp.up_proj",
+  "down": "mlp.down_proj",
+}
+_KERNELS = {module: name for name, module in _MODULES.items()}
+_MATRICES = {"a": "lora_A", "b": "lora_B"}
+_TENSOR = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.([\w.]+)\.lora_[AB]\.weight")
+
+# Fields of a configuration that leave W + (α/R)·A·B what it is, whatever they hold: who made it,
+# how it was trained, and what the tensors' names say again.
+_WITHOUT_EFFECT = {
+  *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+  *("inference_mode", "lora_dropout", "eva_config", "loftq_config", "ensure_weight_tying"),
+  *("megatron_core", "qalora_group_size", "r", "lora_alpha"),
+  *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+}
+_ALLOWED = {
+  "peft_type": ("LORA",),
+  "bias": ("none",),
+  # Starts of A and B that leave the base as it is; PiSSA and others change it.
+  "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
+}
+_UNSET: tuple[Any, ...] = (None, False, [], {})
+
+
+def save_adapters(
+  directory: str | os.PathLike[str],
+  adapters: Params,
+  settings: LoraSettings,
+  config: TransformerConfig,
+  *,
+  base_model: str = "",
+) -> None:
+  """Writes adapters as `peft.PeftModel.from_pretrained` reads them.
+
+  Args:
+    directory: to be made; local or a URL.
+    adapters: as `lora.init` makes them, whole on this host.
+    settings: that they were made with.
+    config: of the base.
+    base_model: folder or name of the base's checkpoint, for whoever loads the adapters.
+  Raises:
+    ValueError: the adapters' shapes are not those of `settings` and `config`.
+    FileExistsError: there is something in `directory`.
+  """
+  check_adapters(adapters, settings, config)
+  tensors: dict[str, npt.NDArray[Any]] = {}
+  for name, pair in adapters["blocks"].items():
+    for letter, stack in pair.items():
+      for layer, matrix in enumerate(np.asarray(stack)):
+        # Transposed: PEFT multiplies from the left.
+        tensors[_tensor_name(layer, name, letter)] = matrix.T.astype(np.float32)
+  description = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "base_model_name_or_path": base_model or None,
+    "r": settings.rank,
+    "lora_alpha": settings.alpha,
+    "lora_dropout": 0.0,
+    "target_modules": [_MODULES[name].split(".")[-1] for name in adapters["blocks"]],
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+    "init_lora_weights": True,
+    "modules_to_save": None,
+    "use_dora": False,
+    "use_rslora": False,
+  }
+  shapes = {name: matrix.shape for name, matrix in tensors.items()}
+  with safetensors.new_directory(directory) as (system, folder):
+    weights = posixpath.join(folder, WEIGHTS_FILE)
+    matrices = iter(tensors.values())
+    safetensors.write_file(system, weights, shapes, np.dtype(np.float32), matrices)
+    text = json.dumps(description, indent=2).encode()
+    safetensors.write_bytes(system, posixpath.join(folder, CONFIG_FILE), text)
+
+
+def load_adapters(
+  directory: str | os.PathLike[str], config: TransformerConfig
+) -> tuple[Params, LoraSettings]:
+  """Adapters that `save_adapters` or the PEFT library wrote, and the settings they belong to.
+
+  Args:
+    directory: local or a URL.
+    config: of the base.
+  Returns:
+    Adapters as `lora.init` makes them, NumPy arrays of at least float32.
+  Raises:
+    ValueError: of another model, or of a kind other than W + (α/R)·A·B on every layer alike.
+    FileNotFoundError: one of the two files is missing.
+  """
+  system, folder = located(directory)
+  path, weights = (posixpath.join(folder, name) for name in (CONFIG_FILE, WEIGHTS_FILE))
+  for file in (path, weights):
+    if not system.exists(file):
+      raise FileNotFoundError(
+        f"{file} is missing; adapters are read as PEFT's save_pretrained writes them, into"
+        f" {CONFIG_FILE} and {WEIGHTS_FILE}, never pickled"
+      )
+  description = _checked(safetensors.read_json(system, path), path)
+  tensors = safetensors.read_header(system, weights)
+  names = _adapted_kernels(tensors, config.num_layers, weights)
+
+  def stacked(name, letter):
+    layers = [tensors[_tensor_name(i, name, letter)] for i in range(config.num_layers)]
+    matrices = [tensor.rows(0, tensor.shape[0]).T for tensor in layers]
+    return np.stack(matrices).astype(np.promote_types(layers[0].dtype, np.float32))
+
+  adapters = {
+    "blocks": {name: {letter: stacked(name, letter) for letter in _MATRICES} for name in names}
+  }
+  try:
+    settings = LoraSettings(
+      rank=description.get("r"),  # type: ignore[arg-type]  # checked there
+      alpha=description.get("lora_alpha"),  # type: ignore[arg-type]
+      targets=rf"blocks/({'|'.join(names)})$",
+    )
+    check_adapters(adapters, settings, config)
+  except ValueError as error:
+    raise ValueError(f"{folder}: r and lora_alpha of {CONFIG_FILE}, or shapes: {error}") from error
+  return adapters, settings
+
+
+def check_adapters(adapters: Params, settings: LoraSettings, config: TransformerConfig) -> None:
+  """Raises ValueError unless the adapters' shapes are those of `settings` on a base of `config`."""
+  key = jax.random.key(0)
+  base = jax.eval_shape(transformer(config).init, key)
+  needed = _shapes(jax.eval_shape(lambda key: lora.init(key, base, settings), key))
+  found = _shapes(adapters)
+  differing = {
+    name: (found.get(name), needed.get(name))
+    for name in sorted(found | needed)
+    if found.get(name) != needed.get(name)
+  }
+  if differing:
+    raise ValueError(
+      f"adapters do not fit the model with rank = {settings.rank} and targets ="
+      f" {settings.targets!r}: {differing} (found, needed; the first axis is the layer's). Take the"
+      " base and the settings that they were trained with"
+    )
+
+
+def _shapes(tree: Params) -> dict[str, tuple[int, ...]]:
+  return {
+    jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  }
+
+
+def _checked(description: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+  if "peft_type" not in description:
+    raise ValueError(f"{path} has no peft_type: it is no configuration of the PEFT library")
+  unsupported = {
+    field: value
+    for field, value in description.items()
+    if field not in _WITHOUT_EFFECT and value not in _ALLOWED.get(field, _UNSET)
+  }
+  if unsupported:
+    raise ValueError(
+      f"{path}: {unsupported} is not supported; adapters have to be W + (α/R)·A·B with one R and"
+      " one α (peft_type LORA), and nothing beside them trained. Merge these into their base by"
+      " PEFT's merge_and_unload, and load that"
+    )
+  return description
+
+
+def _adapted_kernels(tensors: Mapping[str, Any], num_layers: int, path: str) -> list[str]:
+  """Names of the kernels that the file adapts, each in every layer."""
+  parsed = {name: _TENSOR.fullmatch(name) for name in tensors}
+  unknown = [name for name, found in parsed.items() if not found or found[2] not in _KERNELS]
+  if unknown or not parsed:
+    raise ValueError(
+      f"{path} holds {unknown[:3] or 'nothing'}, no adapter of a layer's kernel; those are"
+      f" base_model.model.model.layers.N.MODULE.lora_A.weight and lora_B.weight for MODULE of"
+      f" {sorted(_KERNELS)}"
+    )
+  names = sorted({_KERNELS[found[2]] for found in parsed.values() if found})
+  needed = {
+    _tensor_name(i, name, letter)
+    for name in names
+    for letter in _MATRICES
+    for i in range(num_layers)
+  }
+  if needed != set(tensors):
+    raise ValueError(
+      f"{path}: a model of {num_layers} layers has each of {names} adapted in all of them; missing"
+      f" are {sorted(needed - set(tensors))[:3]}, too many {sorted(set(tensors) - needed)[:3]}"
+    )
+  return names
+
+
+def _tensor_name(layer: int, name: str, letter: str) -> str:
+  module, matrix = _MODULES[name], _MATRICES[letter]
+  return f"base_model.model.model.layers.{layer}.{module}.{matrix}.weight"

@@ -1,0 +1,345 @@
+"""The safetensors format, by slices: tensors are read by rows, from disks and object stores alike.
+
+A file is the length of its header (8 bytes, little-endian), the header (JSON: name → dtype, shape,
+data_offsets), and the tensors' bytes in the header's order, without gaps. A checkpoint is one such
+file, or shards and an index that says which tensor is in which.
+Source: huggingface.co/docs/safetensors.
+"""
+
+# Not by the safetensors library: it opens local files only, where this reads byte ranges of remote
+# ones, and it writes a file from tensors that are in memory all at once.
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import os
+import pathlib
+import posixpath
+import shutil
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import fsspec
+import ml_dtypes
+import numpy as np
+from fsspec.implementations.local import LocalFileSystem
+
+from rlvr_jax.files import TEMPORARY, located, reporting_full_disk, sync_folder
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_SHARD_BYTES = 2 * 2**30
+DTYPES: dict[str, np.dtype] = {
+  "F64": np.dtype(np.float64),
+  "F32": np.dtype(np.float32),
+  "F16": np.dtype(np.float16),
+  "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_MAX_HEADER = 100_000_000  # bytes; the format's own limit
+_ALIGNMENT = 8  # bytes, of where the tensors begin
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+  """Where one tensor lies; nothing of it is in memory."""
+
+  name: str
+  dtype_name: str  # the format's, such as BF16
+  shape: tuple[int, ...]
+  start: int  # of its first byte, from the file's beginning
+  system: fsspec.AbstractFileSystem = dataclasses.field(repr=False)
+  path: str  # in the file system
+
+  @property
+  def dtype(self) -> np.dtype:
+    """Raises ValueError where the numbers are not plain floating-point ones."""
+    if self.dtype_name not in DTYPES:
+      raise ValueError(
+        f"{self.path}: tensor {self.name!r} holds {self.dtype_name}, only {', '.join(DTYPES)} can"
+        " be read; quantized checkpoints have to be converted to one of these first"
+      )
+    return DTYPES[self.dtype_name]
+
+  @property
+  def nbytes(self) -> int:
+    return math.prod(self.shape) * self.dtype.itemsize
+
+  def rows(self, start: int, stop: int) -> np.ndarray:
+    """Rows start to stop of the first axis, read-only.
+
+    Local files are mapped: their pages are the system's to drop. Of remote ones these rows alone
+    are fetched.
+    """
+    row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+    begin, end = self.start + start * row_bytes, self.start + stop * row_bytes
+    if isinstance(self.system, LocalFileSystem):
+      raw = np.memmap(self.path, np.uint8, mode="r", offset=begin, shape=end - begin)
+    else:
+      raw = np.frombuffer(self.system.cat_file(self.path, start=begin, end=end), np.uint8)
+    if raw.nbytes != end - begin:
+      raise ValueError(f"{self.path} ends within tensor {self.name!r}: the file is torn")
+    return np.asarray(raw).view(self.dtype).reshape(stop - start, *self.shape[1:])
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def open_checkpoint(directory: str | os.PathLike[str]) -> dict[str, Tensor]:
+  """The tensors of a checkpoint directory by name; headers are read and checked, nothing else.
+
+  Args:
+    directory: with model.safetensors, or model.safetensors.index.json and its shards; local or a
+      URL such as gs://bucket/folder.
+  Raises:
+    FileNotFoundError: no such directory, no weights in it, or a shard is missing.
+    ValueError: weights that are pickled, a torn file, or one whose header does not describe it.
+  """
+  system, folder = located(directory)
+  names = listing(directory)
+  if SINGLE in names:
+    return read_header(system, posixpath.join(folder, SINGLE))
+  if INDEX in names:
+    return _open_shards(system, folder)
+  pickled = [name for name in names if name.endswith(_PICKLED)]
+  if pickled:
+    raise ValueError(
+      f"{directory} has its weights pickled only ({', '.join(pickled[:3])}): unpickling runs code"
+      " out of the file, so they are not read. Convert them to safetensors (transformers'"
+      " save_pretrained writes it) and load that"
+    )
+  raise FileNotFoundError(
+    f"{directory} has neither {SINGLE} nor {INDEX}; it has {names[:8] or 'nothing'}"
+  )
+
+
+def listing(directory: str | os.PathLike[str]) -> list[str]:
+  """Names of the files of a directory, sorted; FileNotFoundError if it is none."""
+  system, folder = located(directory)
+  if not system.isdir(folder):
+    raise FileNotFoundError(f"{directory} is no directory")
+  files = system.ls(folder, detail=True)
+  return sorted(
+    posixpath.basename(file["name"].rstrip("/")) for file in files if file["type"] == "file"
+  )
+
+
+def _open_shards(system: fsspec.AbstractFileSystem, folder: str) -> dict[str, Tensor]:
+  index_path = posixpath.join(folder, INDEX)
+  placed = read_json(system, index_path).get("weight_map")
+  if not isinstance(placed, dict) or not placed:
+    raise ValueError(f"{index_path} has no weight_map of tensor names to files")
+  shards = {}
+  for file in sorted(set(map(str, placed.values()))):
+    if posixpath.basename(file) != file or not file.endswith(".safetensors"):
+      raise ValueError(f"{index_path} names {file!r}, which is no safetensors file beside it")
+    path = posixpath.join(folder, file)
+    if not system.exists(path):
+      raise FileNotFoundError(f"{path}, named by {INDEX}, is missing: download it again")
+    shards[file] = read_header(system, path)
+  for name, file in placed.items():
+    if name not in shards[file]:
+      raise ValueError(f"{posixpath.join(folder, file)} lacks {name!r}, which {INDEX} says it has")
+  return {name: shards[file][name] for name, file in placed.items()}
+
+
+def read_header(system: fsspec.AbstractFileSystem, path: str) -> dict[str, Tensor]:
+  """The tensors of one safetensors file; ValueError where the header does not describe the file."""
+  size = system.size(path)
+
+  def require(condition: bool, what: str) -> None:
+    if not condition:
+      raise ValueError(f"{path} is no whole safetensors file: {what}; download or write it again")
+
+  require(size >= 8, f"it has {size} bytes, its header's length alone takes 8")
+  (length,) = struct.unpack("<Q", system.cat_file(path, start=0, end=8))
+  require(
+    length <= min(size - 8, _MAX_HEADER),
+    f"its header is said to have {length} bytes, the file has {size}",
+  )
+  try:
+    header = json.loads(
+      system.cat_file(path, start=8, end=8 + length), object_pairs_hook=_without_repeats
+    )
+    header.pop("__metadata__", None)
+    entries = {name: _parsed(entry) for name, entry in header.items()}
+  except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    require(False, f"its header cannot be read ({type(error).__name__}: {error})")
+  free = 0  # the first byte that no tensor has taken
+  for name, (dtype, shape, begin, end) in sorted(entries.items(), key=lambda item: item[1][2:]):
+    require(
+      begin == free and begin <= end,
+      f"tensor {name!r} is said to lie at {begin}:{end}, the last one before it ends at {free}",
+    )
+    free = end
+    need = math.prod(shape) * DTYPES[dtype].itemsize if dtype in DTYPES else end - begin
+    require(
+      end - begin == need,
+      f"tensor {name!r}, {dtype} of shape {shape}, takes {need} bytes, not {end - begin}",
+    )
+  require(
+    size == 8 + length + free,
+    f"its tensors take {free} bytes, the file has {size - 8 - length} for them",
+  )
+  return {
+    name: Tensor(name, dtype, shape, 8 + length + begin, system, path)
+    for name, (dtype, shape, begin, _) in entries.items()
+  }
+
+
+def _parsed(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+  """A tensor's dtype and shape, and its first byte and the one past its last after the header."""
+  dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+  natural = lambda x: isinstance(x, int) and not isinstance(x, bool) and x >= 0
+  if not isinstance(dtype, str) or not all(map(natural, [*shape, begin, end])):
+    raise ValueError(f"an entry is {entry!r}")
+  return dtype, tuple(shape), begin, end
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  found = dict(pairs)
+  if len(found) != len(pairs):
+    raise ValueError("a name occurs twice")
+  return found
+
+
+def read_json(system: fsspec.AbstractFileSystem, path: str) -> dict[str, Any]:
+  """An object of a JSON file; ValueError if it is not that."""
+  try:
+    value = json.loads(system.cat_file(path))
+  except (ValueError, RecursionError) as error:
+    raise ValueError(f"{path} is not JSON: {error}") from error
+  if not isinstance(value, dict):
+    raise ValueError(f"{path} holds a {type(value).__name__}, not a JSON object")
+  return value
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def write_checkpoint(
+  system: fsspec.AbstractFileSystem,
+  folder: str,
+  shapes: Mapping[str, tuple[int, ...]],
+  dtype: np.dtype,
+  blocks: Iterable[np.ndarray],
+  *,
+  max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+  """Writes model.safetensors, or shards and their index, holding one block at a time.
+
+  Args:
+    system: that of the folder.
+    folder: exists.
+    shapes: of the tensors, in the order in which they are written.
+    dtype: of all of them.
+    blocks: the tensors' rows in that order, in pieces of any size within a tensor.
+    max_shard_bytes: a larger tensor has a shard of its own.
+  """
+  sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
+  shards: list[dict[str, tuple[int, ...]]] = [{}]
+  room = max_shard_bytes
+  for name, shape in shapes.items():
+    if shards[-1] and sizes[name] > room:
+      shards.append({})
+      room = max_shard_bytes
+    shards[-1][name] = shape
+    room -= sizes[name]
+  count = len(shards)
+  files = [SINGLE] if count == 1 else [
+    f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)
+  ]
+  rest = iter(blocks)
+  for file, shard in zip(files, shards, strict=True):
+    write_file(system, posixpath.join(folder, file), shard, dtype, rest)
+  if count > 1:
+    placed = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": placed}
+    write_bytes(system, posixpath.join(folder, INDEX), json.dumps(index, indent=2).encode())
+
+
+def write_file(
+  system: fsspec.AbstractFileSystem,
+  path: str,
+  shapes: Mapping[str, tuple[int, ...]],
+  dtype: np.dtype,
+  blocks: Iterator[np.ndarray],
+) -> None:
+  """One safetensors file; takes from `blocks` what its tensors need."""
+  sizes = [math.prod(shape) * dtype.itemsize for shape in shapes.values()]
+  ends = list(itertools.accumulate(sizes))
+  header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+  for (name, shape), size, end in zip(shapes.items(), sizes, ends, strict=True):
+    header[name] = dict(dtype=_NAMES[dtype], shape=list(shape), data_offsets=[end - size, end])
+  text = json.dumps(header).encode()
+  text += b" " * (-len(text) % _ALIGNMENT)
+  with _opened(system, path) as file:
+    file.write(struct.pack("<Q", len(text)) + text)
+    for name, size in zip(shapes, sizes, strict=True):
+      while size > 0:
+        block = next(blocks)
+        assert block.dtype == dtype and block.nbytes <= size, name
+        file.write(np.ascontiguousarray(block).view(np.uint8).data)
+        size -= block.nbytes
+
+
+def write_bytes(system: fsspec.AbstractFileSystem, path: str, content: bytes) -> None:
+  """A small file."""
+  with _opened(system, path) as file:
+    file.write(content)
+
+
+@contextlib.contextmanager
+def _opened(system: fsspec.AbstractFileSystem, path: str):
+  local = isinstance(system, LocalFileSystem)
+  with reporting_full_disk(pathlib.Path(path)), system.open(path, "wb") as file:
+    yield file
+    if local:
+      file.flush()
+      os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def new_directory(
+  directory: str | os.PathLike[str],
+) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
+  """A file system and a folder in it to fill; a local `directory` appears when all is written.
+
+  Object stores cannot rename: there, what says that the directory is whole is to be written last.
+
+  Raises:
+    FileExistsError: there is something in `directory`.
+  """
+  check_vacant(directory)
+  system, path = located(directory)
+  if not isinstance(system, LocalFileSystem):
+    system.makedirs(path, exist_ok=True)
+    yield system, path
+    return
+  target = pathlib.Path(path)
+  temporary = target.with_name(target.name + TEMPORARY)
+  shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+  temporary.mkdir(parents=True)
+  try:
+    yield system, str(temporary)
+    sync_folder(temporary)
+    temporary.rename(target)
+    sync_folder(target.parent)
+  except BaseException:
+    shutil.rmtree(temporary, ignore_errors=True)
+    raise
+
+
+def check_vacant(directory: str | os.PathLike[str]) -> None:
+  """FileExistsError unless `directory` is absent or empty."""
+  system, path = located(directory)
+  if system.exists(path) and (not system.isdir(path) or system.ls(path, detail=False)):
+    raise FileExistsError(
+      f"{directory} is there and not empty; a checkpoint is written into a new directory: name"
+      " another, or remove this one"
+    )

@@ -1,0 +1,273 @@
+r"""The normal form of a mathematical answer: text → Answer → text.
+
+The normal form is LaTeX without dressing: plain numbers as exact fractions ("0.50", r"$\dfrac12$"
+and "50/100" are "1/2"), thousands separators, currencies, degrees and full stops dropped, words in
+lower case in \text{}, lists and sets sorted. Formulas stay as they are written, without spaces.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from fractions import Fraction
+from typing import NamedTuple
+
+from rlvr_jax.rewards.graders import DIGITS
+
+FUNCTIONS = "sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|pi|max|min"  # words that are formulas
+TEXT = r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}"
+SET = r"\{\}"
+
+# What only dresses an answer, in the order of removal. A matrix's "\\" before a space is no space.
+_DRESSING = [
+  (re.compile(pattern, re.DOTALL), replacement)
+  for pattern, replacement in (
+    ("[−–]", "-"), ("π", r"\\pi "), ("∞", r"\\infty "), ("≤", r"\\leq "), ("≥", r"\\geq "),
+    ("∪", r"\\cup "), ("∅", r"\\emptyset "), ("√", r"\\sqrt "), ("×", r"\\times "),
+    ("[·⋅]", r"\\cdot "), ("²", "^2"), ("³", "^3"),
+    (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle)(?![a-zA-Z])", ""),
+    (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"), (r"\\le(?:qslant)?(?![a-zA-Z])", r"\\leq"),
+    (r"\\ge(?:qslant)?(?![a-zA-Z])", r"\\geq"), (r"\\ne(?![a-zA-Z])", r"\\neq"),
+    (r"\\f?box(?:ed)?\s*(?=\{)", ""), (r"(?<!\\)\\!", ""), (r"\{,\}", ","),
+    (r"(?<=\d)(?:\\,|\\ |~)(?=\d{3}(?!\d))", ","),
+    (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-zA-Z])", " "), (r"\\?\$|[€£]", ""),
+    (r"(?<!\\)\\[()\[\]]", ""), (r"\\varnothing(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset "),
+    (r"\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})|°|\\degree(?![a-zA-Z])", ""),
+    (r"\s*(?:\\text(?:rm)?\s*\{\s*,?\s*(?:and|or)\s*\}|(?:,\s*|\s)(?:and|or)\s)\s*", ","),
+    (r"\\frac\s*(\w)\s*(?=[\w{])", r"\\frac{\1}"),
+    (r"\\frac\s*(\{[^{}]*\})\s*(\w)", r"\\frac\1{\2}"),
+    (r"\\sqrt\s*(\w)", r"\\sqrt{\1}"), (r"([_^])\s*\{\s*(\w)\s*\}", r"\1\2"), (r"\s+", " "),
+  )
+]  # fmt: skip
+
+_DECIMAL = rf"(?:{DIGITS}(?:\.[0-9]*)?|\.[0-9]+)"
+_TERM = rf"\{{\s?(-?\s?{_DECIMAL})\s?\}}"
+_SIGN = r"([+-]?)\s?"
+_PLAIN = re.compile(rf"{_SIGN}({_DECIMAL}(?:[eE][+-]?[0-9]{{1,3}})?)")
+_QUOTIENT = re.compile(rf"{_SIGN}(?:\\frac\s?{_TERM}\s?{_TERM}|({_DECIMAL})\s?/\s?({_DECIMAL}))")
+_MIXED = re.compile(rf"{_SIGN}([0-9]+)(?:\s?(?=\\frac)|\s)([^-].*)")
+_PERIODIC = re.compile(rf"{_SIGN}([0-9]*)\.([0-9]*)\\(?:overline|bar)\s?\{{?([0-9]+)\}}?")
+_IN_BASE = re.compile(r"([0-9]+)_\{?([0-9]+)\}?")
+
+_UNIT_NAMES = {
+  "mm": "millimeter millimetre", "cm": "centimeter centimetre", "m": "meter metre",
+  "km": "kilometer kilometre", "in": "inch", "ft": "foot feet", "yd": "yard", "mi": "mile",
+  "mg": "milligram", "g": "gram", "kg": "kilogram", "lb": "pound", "oz": "ounce",
+  "ml": "milliliter millilitre", "l": "liter litre", "gal": "gallon",
+  "s": "sec second", "min": "minute", "h": "hr hour", "day": "", "week": "", "month": "",
+  "year": "yr", "%": "percent", "cent": "", "rad": "radian", "square": "sq",
+  "cubic": "cu", "/": "per",
+}  # fmt: skip
+_UNITS = {alias: unit for unit, names in _UNIT_NAMES.items() for alias in (unit, *names.split())}
+_POWERS = {"square": "^2", "cubic": "^3"}
+_UNIT_TEXT = re.compile(r"\s*([A-Za-z][A-Za-z /().-]*?)\s?(\^[23])?[\s.]*")
+_WRAPPED_UNIT = re.compile(rf"(.*[^\s\\])\s?{TEXT}\s?((?:\^[23])?)")
+_PERCENT = re.compile(r"(.*[^\s\\])\s?\\?%")
+_BARE_UNIT = re.compile(r"(.*[\d}.])(\s?)([A-Za-z][A-Za-z /]*(?:\^[23])?)")
+_NO_UNIT = re.compile(rf"\b(?:{FUNCTIONS}|to|if|for|when|is|not)\b|(?<![A-Za-z])[A-Za-z]{{1,2}}\b")
+
+_CHOICE = re.compile(r"\(([A-J])\)|([A-J])[).:]?")
+_LETTERS = re.compile(r"[A-Za-z][A-Za-z' .-]*")
+_WORDS = re.compile(
+  rf"(?i:yes|no)\Z|(?=.*[A-Za-z]{{4}}|.*[A-Za-z]{{2,}} [A-Za-z]{{2,}})(?!{FUNCTIONS})"
+)
+_CLOCK = re.compile(
+  r"([0-9]{1,2}(?::[0-9]{2})?)\s?(?:\\text\s*\{)?\s?([ap])\.?\s?m[.}]*", re.IGNORECASE
+)
+_MEMBER_OF = re.compile(r"[A-Za-z]\s?\\in(?![A-Za-z])\s?(.+)")
+_NAME = re.compile(
+  r"([A-Za-z](?:_\w|_\{\w+\})?'?(?:\([a-z](?:,\s?[a-z])*\))?|\\[a-z]+|[A-Za-z][A-Za-z ]{1,20}?)\s?="
+  r"(?:[^=<>]*=)?([^=<>]+)"
+)
+_BRACKET = re.compile(r"\\.|[()\[\]{},;]")
+_OPEN, _CLOSE = ("(", "[", "{", r"\{"), (")", "]", "}", r"\}")
+
+
+class Answer(NamedTuple):
+  r"""An answer in its parts; `str` gives the normal form.
+
+  Attributes:
+    value: a formula without spaces, or words; "" for a number or a list.
+    number: of a plain number.
+    words: `value` is text, to be compared as such.
+    items: of a list, set, tuple or interval, at least two.
+    brackets: around the items, "()", "[)", …, or SET; "" for a bare list.
+    unit: such as "%", "cm", "m^2", "base 2"; "" where there is none, or none that we know.
+    name: what stood before "=".
+  """
+
+  value: str = ""
+  number: Fraction | None = None
+  words: bool = False
+  items: tuple[Answer, ...] = ()
+  brackets: str = ""
+  unit: str = ""
+  name: str = ""
+
+  @property
+  def ordered(self) -> bool:
+    return self.brackets not in ("", SET)
+
+  def __str__(self) -> str:
+    text = self.value
+    if self.items:
+      texts = [str(item) for item in self.items]
+      half = len(self.brackets) // 2
+      inner = ", ".join(texts if self.ordered else sorted(texts))
+      text = self.brackets[:half] + inner + self.brackets[half:]
+    elif self.number is not None:
+      text = str(self.number)
+    elif self.words:
+      text = rf"\text{{{self.value}}}"
+    if self.unit.startswith("base "):
+      text += f"_{{{self.unit[5:]}}}"
+    elif self.unit:
+      text += r"\%" if self.unit == "%" else rf"\text{{ {self.unit}}}"
+    return f"{self.name}={text}" if self.name else text
+
+
+def undressed(text: str) -> str:
+  r"""LaTeX without what changes only its looks: \left, \dfrac, $, thin spaces, Unicode signs …"""
+  for pattern, replacement in _DRESSING:
+    text = pattern.sub(replacement, text)
+  return text.strip(" *`\"").rstrip(" .,;:*`\"\\").lstrip(" :")
+
+
+def parse_answer(text: str) -> Answer:
+  """The parts of an answer; any text has some, a formula nobody can read is its own value."""
+  return _parse(undressed(text))
+
+
+def _parse(text: str) -> Answer:
+  text, wrapped = text.strip(), False
+  while match := re.fullmatch(TEXT, text):
+    text, wrapped = match[1].strip(), True
+  if match := _CHOICE.fullmatch(text):
+    return Answer(value=match[1] or match[2], words=True)
+  if match := _CLOCK.fullmatch(text):
+    return Answer(value=f"{match[1]} {match[2].lower()}m", words=True)
+  if (number := parse_plain_number(text)) is not None:
+    return Answer(number=number)
+  if match := _IN_BASE.fullmatch(text):
+    return Answer(number=Fraction(match[1]), unit=f"base {match[2]}")
+  before, unit = _split_unit(text)
+  if before != text:
+    return _parse(before)._replace(unit=unit)
+  if _LETTERS.fullmatch(text) and (wrapped or _WORDS.match(text)):
+    return Answer(value=" ".join(text.casefold().split()), words=True)
+  brackets, elements = _split_list(text)
+  if len(elements) > 1:
+    return Answer(items=tuple(map(_parse, elements)), brackets=brackets)
+  if elements[0] != text:
+    return _parse(elements[0])
+  if match := _MEMBER_OF.fullmatch(text):
+    return _parse(match[1])
+  if match := _NAME.fullmatch(text):
+    return _parse(match[2])._replace(name=_compact(match[1]))
+  return Answer(value=_compact(text))
+
+
+def parse_plain_number(text: str) -> Fraction | None:
+  r"""The value of "-1,234.5", "3/4", r"\frac{3}{4}", "2 1/2", r"0.\overline{3}"; None of others."""
+  if match := _PLAIN.fullmatch(text):
+    value = _decimal(match[2])
+  elif match := _QUOTIENT.fullmatch(text):
+    top, bottom = (_decimal(term) for term in match.groups()[1:] if term is not None)
+    if not bottom:
+      return None
+    value = top / bottom
+  elif (match := _MIXED.fullmatch(text)) and _QUOTIENT.fullmatch(match[3]):
+    value = Fraction(match[2]) + (parse_plain_number(match[3]) or 0)
+  elif match := _PERIODIC.fullmatch(text):
+    _, whole, start, period = match.groups()
+    ninths = 10 ** len(start) * (10 ** len(period) - 1)
+    value = _decimal(f"{whole}.{start}0") + Fraction(int(period), ninths)
+  else:
+    return None
+  return -value if match[1] == "-" else value
+
+
+def _decimal(text: str) -> Fraction:
+  return Fraction(re.sub(r"[,\s]", "", text).rstrip("."))
+
+
+def _split_unit(text: str) -> tuple[str, str]:
+  r"""(what stands before the unit, the unit), or (text, "") without one.
+
+  Words behind a plain number are dropped where they are no unit that we know ("5 apples"). A single
+  letter right behind a number is a variable ("5m"), after a space or in \text{} it may be a unit.
+  """
+  if match := _PERCENT.fullmatch(text):
+    return match[1], "%"
+  if match := _WRAPPED_UNIT.fullmatch(text):
+    unit = _unit(match[2] + match[3])
+    if unit or (unit is not None and parse_plain_number(match[1]) is not None):
+      return match[1], unit
+  if (match := _BARE_UNIT.fullmatch(text)) and parse_plain_number(match[1]) is not None:
+    unit = _unit(match[3])
+    if unit and (match[2] or len(match[3]) > 1):
+      return match[1], unit
+    if unit is not None and match[2] and not _NO_UNIT.search(match[3]):
+      return match[1], ""
+  return text, ""
+
+
+def _unit(text: str) -> str | None:
+  """ "square inches" → "in^2"; "" for words that are no unit we know, None for what is no words."""
+  match = _UNIT_TEXT.fullmatch(text)
+  if not match:
+    return None
+  words = re.findall("[a-z]+|/", match[1].lower())
+  stems = ((word, word.removesuffix("s"), word.removesuffix("es")) for word in words)
+  units = [next((_UNITS[stem] for stem in three if stem in _UNITS), "") for three in stems]
+  if not all(units):
+    return ""
+  power = match[2] or ""
+  if units[0] in _POWERS:
+    power = _POWERS[units.pop(0)]
+  return " ".join(units) + power
+
+
+def _split_list(text: str) -> tuple[str, list[str]]:
+  """(brackets, elements): a bracket around one element is taken off, apart from [ ]."""
+  if r"\begin" in text:
+    return "", [text]
+  opening, inner, closing = _inside(text)
+  elements = _at_commas(inner)
+  if len(elements) > 1:
+    braces = opening in ("{", r"\{")
+    return SET if braces else opening + closing, elements
+  return "", [text if "[" in opening or "]" in closing else inner]
+
+
+def _inside(text: str) -> tuple[str, str, str]:
+  """(opening bracket, inside, closing bracket) where one pair holds the whole text."""
+  depth, first = 0, ""
+  for token in _BRACKET.finditer(text):
+    depth += (token[0] in _OPEN) - (token[0] in _CLOSE)
+    if not first:
+      first = token[0]
+      if token.start() or first not in _OPEN:
+        break
+    elif depth == 0:
+      if token.end() == len(text):
+        return first, text[len(first) : token.start()].strip(), token[0]
+      break
+  return "", text, ""
+
+
+def _at_commas(text: str) -> list[str]:
+  """Splits at the commas and semicolons outside all brackets; [text] where an element is empty."""
+  depth, cuts = 0, [-1]
+  for token in _BRACKET.finditer(text):
+    depth += (token[0] in _OPEN) - (token[0] in _CLOSE)
+    if depth == 0 and token[0] in (",", ";"):
+      cuts.append(token.start())
+  ends: Iterable[int] = [*cuts[1:], len(text)]
+  elements = [text[start + 1 : end].strip() for start, end in zip(cuts, ends, strict=True)]
+  return elements if all(elements) else [text]
+
+
+def _compact(text: str) -> str:
+  r"""Without spaces, but for the one that ends a command before a letter ("\pi r")."""
+  return re.sub(r"(\\[A-Za-z]+) (?=[A-Za-z])|\s", lambda m: f"{m[1]} " if m[1] else "", text)

@@ -1,0 +1,192 @@
+"""Grades programs by running them against tests, in a sandbox."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rlvr_jax.rewards import sandbox as sandboxes
+from rlvr_jax.rewards.outcome import Grade, Outcome
+
+TIME_LIMIT_S = 4.0  # below the pool's default limit, so that a slow program costs no worker
+MEMORY_MIB = 1024
+LEAST_MEMORY_MIB = 64  # what an interpreter needs for itself
+STYLES = ("asserts", "check", "function", "stdin")
+REWARDS = ("all", "fraction")
+
+_THOUGHT_END = "</think>"
+# The info string is python, py, python3 or nothing; a block that is never closed runs to the end.
+_BLOCK = re.compile(r"^```(?:python3?|py)?[ \t]*\n(.*?)(?:^```[ \t]*$|\Z)", re.M | re.S | re.I)
+
+
+def program_text(completion: str) -> str:
+  """The last Python block of a completion, after its thoughts; the whole text if there is none."""
+  answer = completion.rpartition(_THOUGHT_END)[2].replace("\r\n", "\n")
+  blocks = _BLOCK.findall(answer)
+  return blocks[-1] if blocks else answer
+
+
+def code(completion: str, reference: Mapping[str, Any]) -> Grade:
+  """Runs a program against its tests.
+
+  Args:
+    completion: the program is its last ```python block (or unnamed block), else the whole text.
+    reference: "style" with its fields:
+      "asserts": "tests", texts to execute one by one; "setup", executed after the program.
+      "check": "test", a text that defines check(candidate); "entry_point", the candidate's name;
+        "prompt", what the completion goes on from where it does not define the entry point itself.
+      "function": "entry_point", a function's name or "Class.method"; "cases", each with "input", a
+        list of arguments, and "output"; "setup", executed before the program.
+      "stdin": "cases", each with "input" and "output", texts.
+      Optional: "reward", "all" (default) or "fraction"; "time_limit_s", wall clock for all tests;
+      "memory_mib", of all its processes together.
+  Returns:
+    correct (score 1) if all tests pass; wrong, with score 0 or the share of tests that passed
+    ("fraction"); timeout; or unparseable where there is no program.
+  Raises:
+    SandboxError: the sandbox does not work; nothing is known of the program.
+    ValueError, KeyError: the reference is not as above.
+  """
+  _check_reference(reference)
+  source = program_text(completion)
+  if not source.strip():
+    return Grade(Outcome.UNPARSEABLE, detail="no code")
+  program, task = _PREPARED[reference["style"]](source, reference)
+  task |= {"style": reference["style"], "stop": reference.get("reward", "all") == "all"}
+  verdict = _run(
+    program,
+    task,
+    time_limit_s=reference.get("time_limit_s", TIME_LIMIT_S),
+    memory_mib=reference.get("memory_mib") or MEMORY_MIB,
+  )
+  return _grade(verdict, task)
+
+
+def _grade(verdict: Mapping[str, Any], task: Mapping[str, Any]) -> Grade:
+  if "timeout" in verdict:
+    return Grade(Outcome.TIMEOUT, detail="time over")
+  if "memory" in verdict:
+    return Grade(Outcome.WRONG, detail="more memory than allowed")
+  if "died" in verdict:
+    return Grade(Outcome.WRONG, detail=f"the program broke its judge (status {verdict['died']})")
+  if verdict["passed"] == task["total"]:
+    return Grade(Outcome.CORRECT, 1.0)
+  score = 0.0 if task["stop"] else verdict["passed"] / task["total"]
+  return Grade(Outcome.WRONG, score, verdict["failure"])
+
+
+def _check_reference(reference: Mapping[str, Any]) -> None:
+  style, reward = reference["style"], reference.get("reward", "all")
+  if style not in STYLES:
+    raise ValueError(f"style is {style!r}, allowed: {list(STYLES)}")
+  if reward not in REWARDS:
+    raise ValueError(f"reward is {reward!r}, allowed: {list(REWARDS)}")
+  tests = {"asserts": "tests", "check": "test"}.get(style, "cases")
+  if not reference[tests]:
+    raise ValueError(f"{tests!r} is empty: every program would pass")
+  seconds, memory = reference.get("time_limit_s", TIME_LIMIT_S), reference.get("memory_mib")
+  if not (isinstance(seconds, (int, float)) and math.isfinite(seconds) and seconds > 0):
+    raise ValueError(f"time_limit_s is {seconds!r}, must be a positive, finite number of seconds")
+  if memory is not None and not (isinstance(memory, int) and memory >= LEAST_MEMORY_MIB):
+    raise ValueError(f"memory_mib is {memory!r}, must be a whole number ≥ {LEAST_MEMORY_MIB}")
+
+
+_Prepared = tuple[dict[str, Any], dict[str, Any]]  # the program, and the task apart from "style"
+
+
+def _asserts(source: str, reference: Mapping[str, Any]) -> _Prepared:
+  tests = list(reference["tests"])
+  names, modules = names_used(tuple(tests))
+  sources = [source, reference.get("setup", "")]
+  task = {"tests": tests, "names": names, "modules": modules, "prelude": [], "total": len(tests)}
+  return {"mode": "calls", "sources": sources}, task
+
+
+def _check(source: str, reference: Mapping[str, Any]) -> _Prepared:
+  entry, prompt = reference["entry_point"], reference.get("prompt", "")
+  alone = re.search(rf"^(async\s+def|def|class)\s+{entry}\b|^{entry}\s*=", source, re.M)
+  # Imports and helpers of the prompt are there for a program that stands alone, too.
+  sources = [prompt, source] if alone else [_lines(prompt) + source]
+  task = {
+    "entry_point": entry, "test": reference["test"], "names": [entry], "modules": [],
+    "prelude": [prompt], "total": 1,
+  }  # fmt: skip
+  return {"mode": "calls", "sources": sources}, task
+
+
+def _lines(text: str) -> str:
+  return text if text.endswith("\n") or not text else text + "\n"
+
+
+def _function(source: str, reference: Mapping[str, Any]) -> _Prepared:
+  cases = list(reference["cases"])
+  task = {"entry_point": reference["entry_point"], "cases": cases, "total": len(cases)}
+  return {"mode": "calls", "sources": [reference.get("setup", ""), source]}, task
+
+
+def _stdin(source: str, reference: Mapping[str, Any]) -> _Prepared:
+  cases = list(reference["cases"])
+  return {"mode": "cases", "sources": [source]}, {"cases": cases, "total": len(cases)}
+
+
+_PREPARED: dict[str, Callable[[str, Mapping[str, Any]], _Prepared]] = {
+  "asserts": _asserts, "check": _check, "function": _function, "stdin": _stdin,
+}  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def names_used(tests: Sequence[str]) -> tuple[list[str], list[str]]:
+  """Names that tests want from the program, and modules that they use without importing them.
+
+  A builtin is never the program's, lest `set` or `abs` in a test be the program's own; only where
+  tests name nothing else is what they call the program's (one of MBPP's functions is called `sum`).
+  """
+  nodes = [node for test in tests for node in ast.walk(ast.parse(test))]
+  names = [node for node in nodes if isinstance(node, ast.Name)]
+  own = {node.id for node in names if not isinstance(node.ctx, ast.Load)}
+  own |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+  own |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+  own |= {(node.asname or node.name).split(".")[0] for node in nodes if isinstance(node, ast.alias)}
+  free = {node.id for node in names} - own
+  bases = {
+    node.value.id
+    for node in nodes
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+  }
+  modules = free & bases & sys.stdlib_module_names
+  wanted = {name for name in free - modules if not hasattr(builtins, name)}
+  if not wanted:
+    called = [node.func for node in nodes if isinstance(node, ast.Call)]
+    wanted = {function.id for function in called if isinstance(function, ast.Name)} & free
+  return sorted(wanted), sorted(modules)
+
+
+_sandbox: sandboxes.Sandbox | None = None  # of this process; opened when first needed
+
+
+def _run(program: Mapping[str, Any], task: Mapping[str, Any], **limits: Any) -> dict[str, Any]:
+  global _sandbox
+  if _sandbox is None:
+    _sandbox = sandboxes.open_sandbox()
+  try:
+    return _sandbox.run(program, task, **limits)
+  except sandboxes.SandboxError:
+    _sandbox.close()
+    _sandbox = None  # the next item gets a new one
+    raise
+
+
+def code_self_test() -> None:
+  """Opens this process's sandbox; raises unless its walls hold and it tells right from wrong."""
+  cases = [{"input": [2], "output": 3}]
+  reference = {"style": "function", "entry_point": "f", "cases": cases, "time_limit_s": 10.0}
+  programs = ("def f(x):\n  return x + 1", "def f(x):\n  return x")
+  got = [code(program, reference).outcome for program in programs]
+  if got != [Outcome.CORRECT, Outcome.WRONG]:
+    raise RuntimeError(f"a right and a wrong program were graded {got}")

@@ -1,0 +1,61 @@
+"""Graders of a completion's form: correct (score 1) where it has the form, else wrong (0).
+
+Alone they say nothing about the answer; `combined.weighted` adds them to a grader that does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from rlvr_jax.rewards.mathematics import THINK_CLOSE, THINK_OPEN, after_thinking, boxes
+from rlvr_jax.rewards.outcome import Grade, Outcome
+
+
+def _grade(problem: str) -> Grade:
+  if problem:
+    return Grade(Outcome.WRONG, detail=problem)
+  return Grade(Outcome.CORRECT, 1.0)
+
+
+def boxed(completion: str, reference: Mapping[str, Any]) -> Grade:
+  r"""Exactly one \boxed{…} or \fbox{…}, closed and not empty, behind any "</think>"."""
+  del reference
+  text = after_thinking(completion)
+  if text is None:
+    return _grade(f"no {THINK_CLOSE}")
+  found, unclosed = boxes(text)
+  if len(found) != 1 or unclosed:
+    return _grade(f"{len(found)} boxes{' and one never closed' if unclosed else ''}, not one")
+  return _grade("" if found[0].content.strip() else "an empty box")
+
+
+def think_answer(completion: str, reference: Mapping[str, Any]) -> Grade:
+  """One "<think>…</think>" at the start, not empty, then an answer.
+
+  Args:
+    completion: text.
+    reference: "think_opened" (false where missing): the prompt ends with "<think>" already, as some
+      chat templates do, and the completion must not open it again.
+  """
+  opening = "" if reference.get("think_opened", False) else THINK_OPEN
+  text = completion.strip()
+  if not text.startswith(opening):
+    return _grade(f"does not start with {opening}")
+  thought, closing, answer = text[len(opening) :].partition(THINK_CLOSE)
+  if not closing:
+    return _grade(f"no {THINK_CLOSE}")
+  if THINK_OPEN in thought + answer or THINK_CLOSE in answer:
+    return _grade("more than one thought")
+  return _grade("" if thought.strip() and answer.strip() else "an empty thought or answer")
+
+
+def pattern(completion: str, reference: Mapping[str, Any]) -> Grade:
+  """The regular expression reference["pattern"] is found in the completion ("." matches newlines).
+
+  Anchor it with \\A and \\Z to have it match the whole. One that backtracks without end costs the
+  item's time limit.
+  """
+  found = re.search(reference["pattern"], completion, re.DOTALL)
+  return _grade("" if found else f"no match of {reference['pattern']!r:.200}")

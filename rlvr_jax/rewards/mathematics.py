@@ -1,0 +1,313 @@
+r"""The mathematics grader: extracts a completion's final answer and compares it with the gold one.
+
+Plain numbers, words, and the structure of lists, tuples, sets and intervals are compared here,
+exactly and without sympy; formulas by math-verify (pip install -e ".[math]"), whose clock is off:
+the pool has one for the whole item. Units are compared by name where both answers have one.
+
+A grade is a function of the answer's normal form (`Grade.answer`, see `answers`) and the gold
+answer, nothing else, so samples that vote for the same answer are graded alike. Names ("x = 5") and
+units are part of it only where the gold answer has some. Formulas that are equal but written
+differently ("x+1", "1+x") are two votes.
+
+No completion can make this grader crash, which would mask it out of the loss: what is too long or
+nests too deeply is unparseable, what math-verify cannot read is wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from rlvr_jax.rewards.answers import FUNCTIONS, SET, TEXT, Answer, parse_answer
+from rlvr_jax.rewards.graders import ANSWER_MARK, DIGITS, NUMBER
+from rlvr_jax.rewards.outcome import Grade, Outcome
+
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+
+MAX_ANSWER = 1000  # characters; longer ones are no answers, and cost sympy dearly
+_TAIL = 100_000  # characters at a completion's end that are searched for a box or a mark
+_PROSE = 10_000  # … for an answer in running text
+_DECIMALS = 6  # plain numbers are compared to so many places, as by math-verify
+_RELATIVE = Fraction(1, 10_000)  # … and to this, or 1e-7 would equal 0
+
+_BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
+_BETWEEN_BOXES = re.compile(r"[\s$]*(?:,|;|,?\s*and|,?\s*or(?:[\s$]*[A-Za-z]\s*=)?)[\s$]*")
+_ANSWER_IS = re.compile(r"\banswers?\b[^\n.]{0,60}?(?:\bis\b|\bare\b|[:=])[\s*:]*", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n")
+_MATH = re.compile(
+  r"\$\$.{1,1000}?\$\$|\$[^$\n]{1,1000}\$|\\\(.{1,1000}?\\\)|\\\[.{1,1000}?\\\]", re.DOTALL
+)
+_NUMBER = re.compile(rf"{NUMBER}(?:\s?/\s?{DIGITS})?(?:\s?\\?%)?")
+_WORD = re.compile(rf"(?<![\\A-Za-z])(?!(?:and|or|{FUNCTIONS})\b)[A-Za-z]{{2,}}")
+_RELATION = re.compile(r"[=<>]|\\[lgn]eq")
+
+
+class Box(NamedTuple):
+  start: int
+  end: int
+  content: str
+
+
+def boxes(text: str) -> tuple[list[Box], bool]:
+  r"""Outermost \boxed{…} and \fbox{…} in order, and whether one is never closed."""
+  closed: list[Box] = []
+  stack: list[tuple[int, int | None]] = []  # open braces: where; where a box's content begins
+  for token in _BOX_TOKEN.finditer(text):
+    if token[0] == "}" and stack:
+      start, content = stack.pop()
+      if content is not None:
+        while closed and closed[-1].start > start:
+          closed.pop()
+        closed.append(Box(start, token.end(), text[content : token.start()]))
+    elif token[0] == "{":
+      stack.append((token.start(), None))
+    elif token[0].endswith("{") and token[0] != r"\{":
+      stack.append((token.start(), token.end()))
+  return closed, any(content is not None for _, content in stack)
+
+
+def after_thinking(completion: str) -> str | None:
+  """What follows the last "</think>" (all, where there is none); None while it still thinks."""
+  rest = completion.rpartition(THINK_CLOSE)[2]
+  return None if THINK_OPEN in rest else rest
+
+
+def stated_answer(text: str) -> str | None:
+  r"""The last \boxed{…}, else the line after the last "####"; None where there is neither.
+
+  Boxes joined by commas, "and" or "or" are one answer, a list. Where no box is ever closed the
+  answer is empty.
+  """
+  found, unclosed = boxes(text)
+  if found:
+    parts = found[-1:]
+    for box in reversed(found[:-1]):
+      if not _BETWEEN_BOXES.fullmatch(text, box.end, parts[0].start):
+        break
+      parts.insert(0, box)
+    return ", ".join(box.content for box in parts)
+  if unclosed:
+    return ""
+  _, mark, rest = text.rpartition(ANSWER_MARK)
+  return rest.strip().partition("\n")[0] if mark else None
+
+
+def _has_words(text: str) -> bool:
+  return bool(_WORD.search(re.sub(TEXT, " ", _MATH.sub(" ", text))))
+
+
+def _last_expression(text: str) -> str | None:
+  """The formula in $…$, \\(…\\) or \\[…\\], or the number, that ends last."""
+  found = [(m.end(), m[0]) for m in (*_NUMBER.finditer(text), *_MATH.finditer(text))]
+  return max(found)[1] if found else None
+
+
+def _phrase_answer(phrase: str) -> str | None:
+  """The answer in "x + 1", "5 apples", "therefore $5$", "Tuesday"; None in longer prose."""
+  if not _has_words(phrase) or parse_answer(phrase[:MAX_ANSWER]).number is not None:
+    return phrase
+  return _last_expression(phrase) or (phrase if len(phrase.split()) <= 5 else None)
+
+
+def _prose_answer(text: str) -> str | None:
+  text = text[-_PROSE:].strip()
+  announced = list(_ANSWER_IS.finditer(text))
+  if announced:
+    return _phrase_answer(_SENTENCE_END.split(text[announced[-1].end() :], maxsplit=1)[0])
+  if "\n" not in text and (not _has_words(text) or len(text.split()) == 1):
+    return text
+  return _last_expression(text)
+
+
+def extract(completion: str) -> str | None:
+  r"""The text of a completion's final answer, or None.
+
+  In this order: the last \boxed{…}; the line after the last "####"; what follows the last "answer
+  is"; the whole text where it is one formula or word; the formula or number that ends last. Only
+  what follows a "</think>" counts, and nothing while a "<think>" is open.
+  """
+  text = after_thinking(completion)
+  if text is None:
+    return None
+  stated = stated_answer(text[-_TAIL:])
+  answer = _prose_answer(text) if stated is None else stated
+  return (answer or "").strip() or None
+
+
+class UnparseableGoldError(ValueError):
+  """A gold answer that cannot be compared with anything."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _gold(text: str) -> Answer:
+  stated = stated_answer(text)
+  answer = (text if stated is None else stated).strip()
+  if not answer or len(answer) > MAX_ANSWER:
+    raise UnparseableGoldError(
+      f"the gold answer {text!r:.200} is empty or has over {MAX_ANSWER} characters"
+    )
+  return parse_answer(answer)
+
+
+def as_seen_by(gold: Answer, answer: Answer) -> Answer:
+  """The answer without what the gold one does not ask for: names, units, brackets of a list."""
+  whole = str(gold)
+  has_unit = any(part.unit not in ("", "%") for part in (gold, *gold.items))
+  return _reduced(answer, bool(_RELATION.search(whole)), has_unit)._replace(
+    brackets=_brackets(gold, answer)
+  )
+
+
+def _reduced(answer: Answer, names: bool, units: bool) -> Answer:
+  return answer._replace(
+    name=answer.name if names else "",
+    unit=answer.unit if units or answer.unit == "%" else "",
+    items=tuple(_reduced(item, names, units) for item in answer.items),
+  )
+
+
+def _brackets(gold: Answer, answer: Answer) -> str:
+  """A list may be bare, and a vector have square brackets; but a pair is neither set nor [ , ]."""
+  same = (
+    bool(gold.items and answer.items)
+    and (not answer.brackets or (not gold.brackets and answer.brackets in ("()", SET)))
+  ) or (len(gold.items) > 2 and {gold.brackets, answer.brackets} == {"()", "[]"})
+  return gold.brackets if same else answer.brackets
+
+
+def equal(gold: Answer, answer: Answer) -> bool:
+  """Whether an answer, as seen by the gold one, says the same.
+
+  Raises:
+    UnparseableGoldError: math-verify is needed and cannot read the gold answer.
+  """
+  names = gold.name and answer.name and gold.name != answer.name
+  units = gold.unit and answer.unit and gold.unit != answer.unit
+  if names or units:
+    return False
+  if gold.number is not None and answer.number is not None:
+    return _equal_numbers(gold, answer)
+  if gold.words or answer.words:
+    return _letters(gold.value) == _letters(answer.value) != ""
+  if gold.items and answer.items:
+    return _equal_lists(gold, answer)
+  if not (gold.items or answer.items) and gold.value == answer.value != "":
+    return True
+  return _equal_formulas(str(gold._replace(unit="")), str(answer._replace(unit="")))
+
+
+def _letters(text: str) -> str:
+  return re.sub(r"[\s.]", "", text.casefold())
+
+
+def _equal_numbers(gold: Answer, answer: Answer) -> bool:
+  assert gold.number is not None and answer.number is not None
+  pairs = [(gold.number, answer.number)]  # 5 % may be meant by 5 …
+  if gold.unit == "%" != answer.unit:
+    pairs.append((gold.number / 100, answer.number))  # … and by 0.05
+  if answer.unit == "%" != gold.unit:
+    pairs.append((gold.number, answer.number / 100))
+  return any(_close(a, b) for a, b in pairs)
+
+
+def _close(a: Fraction, b: Fraction) -> bool:
+  if a == b or (a.denominator == b.denominator == 1):
+    return a == b
+  return round(a, _DECIMALS) == round(b, _DECIMALS) and abs(a - b) <= _RELATIVE * abs(a)
+
+
+def _equal_lists(gold: Answer, answer: Answer) -> bool:
+  if gold.brackets != answer.brackets or len(gold.items) != len(answer.items):
+    return False
+  if gold.ordered:
+    return all(map(equal, gold.items, answer.items))
+  rest = list(answer.items)
+  for item in gold.items:
+    match = next((i for i, other in enumerate(rest) if equal(item, other)), None)
+    if match is None:
+      return False
+    del rest[match]
+  return True
+
+
+@functools.cache
+def _math_verify() -> tuple[Callable[[str], list], Callable[[list, list], bool]]:
+  # GMP ends the whole process when memory runs out; Python's own integers raise MemoryError.
+  os.environ.setdefault("SYMPY_GROUND_TYPES", "python")
+  os.environ.setdefault("MPMATH_NOGMPY", "1")
+  try:
+    import math_verify
+    from latex2sympy2_extended import NormalizationConfig
+  except ImportError as error:
+    raise ImportError(
+      'the mathematics grader needs math-verify: pip install -e ".[math]"'
+    ) from error
+  logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its clock is off
+  # Units are ours: math-verify's would read the variable of "5m" as one.
+  normalization = NormalizationConfig(
+    basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none",
+    equations=False,
+  )  # fmt: skip
+  config = math_verify.LatexExtractionConfig(normalization_config=normalization)
+
+  def parse(latex: str) -> list:
+    return math_verify.parse(
+      f"${latex}$", [config], fallback_mode="no_fallback", parsing_timeout=None
+    )
+
+  def verify(gold: list, answer: list) -> bool:
+    return math_verify.verify(gold, answer, allow_set_relation_comp=True, timeout_seconds=None)
+
+  return functools.lru_cache(maxsize=512)(parse), verify
+
+
+def _equal_formulas(gold: str, answer: str) -> bool:
+  parse, verify = _math_verify()
+  parsed_gold = parse(gold)
+  if not parsed_gold:
+    raise UnparseableGoldError(f"math-verify cannot read the gold answer {gold!r:.200}")
+  return verify(parsed_gold, parse(answer))
+
+
+def mathematics(completion: str, reference: Mapping[str, Any]) -> Grade:
+  r"""Compares the final answer of a completion with the gold one; see `extract` and `equal`.
+
+  Args:
+    completion: text.
+    reference: "answer", the gold answer: bare LaTeX or a number, or a text with a \boxed{…} or a
+      "####" that holds it.
+  Returns:
+    correct (score 1) or wrong (0) with the extracted answer's normal form as `answer` and `detail`;
+    unparseable without an answer, or with one over MAX_ANSWER characters or nested too deeply;
+    crashed where the gold answer cannot be read.
+  """
+  text = extract(completion)
+  if text is None:
+    return Grade(Outcome.UNPARSEABLE, detail="no answer")
+  if len(text) > MAX_ANSWER:
+    return Grade(Outcome.UNPARSEABLE, detail=f"an answer of {len(text)} characters")
+  try:
+    gold = _gold(str(reference["answer"]))
+    answer = as_seen_by(gold, parse_answer(text))
+    normal = str(answer)
+    is_correct = equal(gold, answer)
+  except UnparseableGoldError as error:
+    return Grade(Outcome.CRASHED, detail=str(error))
+  except (RecursionError, MemoryError) as error:
+    return Grade(Outcome.UNPARSEABLE, detail=f"{type(error).__name__} in comparing the answer")
+  outcome = Outcome.CORRECT if is_correct else Outcome.WRONG
+  return Grade(outcome, float(is_correct), detail=normal, answer=normal)
+
+
+def mathematics_self_test() -> None:
+  """Raises unless math-verify is installed and tells a right answer from a wrong one."""
+  reference = {"answer": r"\frac{\sqrt{2}}{2}"}
+  texts = (r"so \boxed{\frac{1}{\sqrt{2}}}", r"\boxed{\sqrt{2}}")
+  got = [mathematics(text, reference).outcome for text in texts]
+  if got != [Outcome.CORRECT, Outcome.WRONG]:
+    raise RuntimeError(f"mathematics graded a right and a wrong answer to √2/2 as {got}")

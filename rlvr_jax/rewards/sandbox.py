@@ -1,0 +1,272 @@
+"""Runs generated code where it can do no harm: no network, no files but its own, bounded, killed.
+
+`harness.py` is what runs inside, and says who is who in there. The outer walls are bubblewrap's
+where it is installed, otherwise namespaces that the harness enters itself, which takes a Linux
+(5.12 or later) that lets an ordinary user, or root, make them. What is around an item either way:
+
+* no network but an empty one; no environment variables; the rights of an ordinary user at most
+* of the file system only the system's programs and libraries and the interpreter's own, read-only;
+  no home, no working directory; /tmp and /dev/shm are empty, small, and gone with the item
+* its own processes only, and those limited in number, time, address space and file size
+* a deadline, at which everything is killed; likewise when the process that waits for it dies
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import pathlib
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rlvr_jax.rewards import harness
+
+MECHANISMS = ("bubblewrap", "namespaces")
+NONE = "none"  # processes of their own and limits, but no walls
+
+# The one way to run generated code without walls: this variable, with these words.
+UNSANDBOXED = "RLVR_JAX_UNSANDBOXED_CODE"
+ACCEPTED = "I accept that generated code runs with my rights"
+
+_START_S = 20.0  # for the launcher
+_MARGIN_S = 5.0  # past an item's deadline, for its end to be seen
+_LAST_WORDS = 1000  # characters of what a launcher says that does not start
+
+
+class SandboxError(RuntimeError):
+  """The sandbox does not work; says nothing about the code that was to run in it."""
+
+
+class Sandbox:
+  """A launcher behind walls; runs one item at a time, each in a world of its own.
+
+  Args:
+    mechanism: "bubblewrap", "namespaces", or "none".
+  Raises:
+    SandboxError: it does not work here.
+  """
+
+  def __init__(self, mechanism: str):
+    self.mechanism = mechanism
+    self._control, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with tempfile.TemporaryFile() as stderr, far_end:
+      self._process = subprocess.Popen(
+        _command(mechanism, far_end.fileno()),
+        pass_fds=[far_end.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        stderr=stderr, cwd="/", env={"LANG": "C.UTF-8", "PATH": "/usr/bin:/bin", "HOME": "/tmp",
+                                     "PYTHONHASHSEED": "0"},
+      )  # fmt: skip
+      far_end.close()
+      problem = self._wait_ready()
+      if problem is not None:
+        self.close()
+        stderr.seek(0)
+        last_words = stderr.read().decode(errors="replace").strip()[-_LAST_WORDS:]
+        raise SandboxError(f"{mechanism}: {problem} {last_words}".strip())
+
+  def _wait_ready(self) -> str | None:
+    self._control.settimeout(_START_S)
+    try:
+      message = self._control.recv(2**16)
+    except OSError as error:
+      return str(error)
+    return json.loads(message).get("error") if message else "the launcher ended."
+
+  def run(
+    self,
+    program: Mapping[str, Any],
+    task: Mapping[str, Any],
+    *,
+    time_limit_s: float,
+    memory_mib: int,
+  ) -> dict[str, Any]:
+    """Judges one program.
+
+    Args:
+      program: "mode" ("calls" or "cases") and "sources", see `harness`.
+      task: the tests, see `harness.judge`; they never come near the program.
+      time_limit_s: wall-clock limit, seconds.
+      memory_mib: address space of each process, and memory of all together, MiB.
+    Returns:
+      the judge's verdict; or {"timeout": true}; or {"memory": true} where all processes together
+      took more than `memory_mib`; or {"died": status} where the judge was brought down.
+    Raises:
+      SandboxError: it does not work any more.
+    """
+    settings = {
+      "time_limit_s": time_limit_s,
+      "memory_mib": memory_mib,
+      "isolated": self.mechanism != NONE,
+    }
+    deadline = time.monotonic() + time_limit_s + _MARGIN_S
+    item, far_end = socket.socketpair()
+    with item:
+      try:
+        with far_end:
+          socket.send_fds(self._control, [json.dumps(settings).encode()], [far_end.fileno()])
+        item.settimeout(time_limit_s + _MARGIN_S)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # killed before it read
+          harness.send(item, program)
+          harness.send(item, task)
+        verdict = harness.receive(item)
+        item.settimeout(max(0.001, deadline - time.monotonic()))
+        with contextlib.suppress(ConnectionResetError):  # killed before it had read its tests
+          while item.recv(2**12):  # until nothing of the item is left
+            pass
+      except (OSError, EOFError, ValueError) as error:
+        self.close()
+        raise SandboxError(f"{self.mechanism}: no verdict came ({error!r})") from error
+    if "broken" in verdict:
+      raise SandboxError(f"{self.mechanism}: {verdict['broken']}")
+    return verdict
+
+  def close(self) -> None:
+    """Ends the launcher and whatever it runs."""
+    self._control.close()
+    self._process.kill()
+    self._process.wait()
+
+
+def _command(mechanism: str, control: int) -> list[str]:
+  interpreter = os.path.realpath(sys.executable)
+  # -P -s -S: nothing but the standard library, wherever the interpreter comes from.
+  arguments = [str(control), mechanism]
+  python = [interpreter, "-P", "-s", "-S", "-B"]
+  if mechanism == "bubblewrap":
+    return [*_bubblewrap(), *python, "/harness.py", *arguments]
+  devices = [f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom")]
+  return [*python, harness.__file__, *arguments, *visible_paths(), *devices]
+
+
+def _bubblewrap() -> list[str]:
+  binds = []
+  for path in visible_paths():
+    for parent in reversed(pathlib.Path(path).parents[:-1]):
+      binds += ["--dir", str(parent)]  # else with the rights it has outside, of root's home none
+    link = os.path.islink(path)
+    binds += ["--symlink", os.readlink(path), path] if link else ["--ro-bind", path, path]
+  # Root gets no user namespace; the harness mounts /proc, as bwrap's hides parts, becomes nobody.
+  as_root = os.geteuid() == 0
+  kept = ("CAP_SETUID", "CAP_SETGID", "CAP_SYS_ADMIN") if as_root else ()
+  rights = [word for name in kept for word in ("--cap-add", name)] or ["--unshare-user"]
+  return [
+    "bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", *rights,
+    "--die-with-parent", *binds, "--ro-bind", harness.__file__, "/harness.py",
+    "--dir" if as_root else "--proc", "/proc", "--dev", "/dev", "--dir", "/tmp",
+    "--remount-ro", "/", "--chdir", "/",
+  ]  # fmt: skip
+
+
+@functools.cache
+def visible_paths() -> tuple[str, ...]:
+  """What generated code may read: the system's programs and libraries, and the interpreter."""
+  names = ("bin", "lib", "lib32", "lib64", "libx32")
+  system = [*(f"/usr/{name}" for name in names), *(f"/{name}" for name in names)]
+  system += ["/usr/share/zoneinfo", "/etc/ld.so.cache"]
+  prefix = pathlib.Path(os.path.realpath(sys.base_prefix))
+  own = [prefix / "lib", prefix / sys.platlibdir, pathlib.Path(os.path.realpath(sys.executable))]
+  own = [path for path in dict.fromkeys(own) if not any(map(path.is_relative_to, system))]
+  return tuple(path for path in [*system, *map(str, own)] if os.path.lexists(path))
+
+
+_PROBE = """
+import os, socket, time
+
+def holes(hidden, address):
+  found = [f"{path} is visible" for path in hidden if os.path.lexists(path)]
+  for path in ("/probe", "/usr/probe", "/etc/probe", os.path.dirname(os.__file__) + "/probe"):
+    try:
+      open(path, "w").close()
+      found.append(f"{path} can be written")
+    except OSError:
+      pass
+  for kind, name in ((socket.AF_INET, ("192.0.2.1", 9)), (socket.AF_UNIX, address)):
+    try:
+      with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+        probe.connect(name)
+      found.append(f"{name!r} can be reached")
+    except OSError:
+      pass
+  children = []
+  try:
+    while len(children) <= 64:
+      if not (child := os.fork()):
+        os._exit(time.sleep(60))
+      children.append(child)
+    found.append("processes are not limited")
+  except OSError:
+    pass
+  for child in children:
+    os.kill(child, 9)
+  return found
+"""
+_PROBE_S = 10.0
+
+
+def probe(sandbox: Sandbox) -> None:
+  """Runs a program that tries the walls.
+
+  Raises:
+    SandboxError: one is missing, which the message names; the sandbox is then closed.
+  """
+  with (
+    tempfile.NamedTemporaryFile() as marker,
+    socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as outside,
+  ):
+    outside.bind("")  # an abstract address, which the kernel chooses
+    address = outside.getsockname().decode()
+    case = {"input": [[marker.name, *_hidden_paths()], address], "output": []}
+    task = {"style": "function", "entry_point": "holes", "cases": [case], "total": 1, "stop": True}
+    program = {"mode": "calls", "sources": [_PROBE]}
+    verdict = sandbox.run(program, task, time_limit_s=_PROBE_S, memory_mib=1024)
+  if verdict.get("passed") != 1:
+    sandbox.close()
+    raise SandboxError(f"{sandbox.mechanism}: {verdict.get('failure', verdict)}")
+
+
+def _hidden_paths() -> list[str]:
+  """Some of what no program may see: what is at home and where we are, apart from interpreters."""
+  visible = [pathlib.Path(os.path.realpath(path)) for path in visible_paths()]
+
+  def leads_in(path: pathlib.Path) -> bool:
+    return any(shown.is_relative_to(path) or path.is_relative_to(shown) for shown in visible)
+
+  places = {pathlib.Path.home().resolve(), pathlib.Path.cwd().resolve()} - {pathlib.Path("/")}
+  found = [path for place in places if os.access(place, os.R_OK) for path in place.iterdir()]
+  return ["/etc/shadow", *(str(path) for path in found if not leads_in(path))][:100]
+
+
+def open_sandbox() -> Sandbox:
+  """The first mechanism that works here, its walls tried.
+
+  Raises:
+    SandboxError: none does, and `UNSANDBOXED` does not say that none is needed.
+  """
+  problems = []
+  for mechanism in MECHANISMS:
+    if mechanism == "bubblewrap" and shutil.which("bwrap") is None:
+      problems.append("bubblewrap: bwrap is not installed")
+      continue
+    try:
+      sandbox = Sandbox(mechanism)
+      probe(sandbox)
+      return sandbox
+    except SandboxError as error:
+      problems.append(str(error))
+  if os.environ.get(UNSANDBOXED) == ACCEPTED:
+    return Sandbox(NONE)
+  raise SandboxError(
+    "generated code is not run here, because no sandbox works:\n  "
+    + "\n  ".join(problems)
+    + "\nInstall bubblewrap, or allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
+    "kernel.apparmor_restrict_unprivileged_userns=0, user.max_user_namespaces > 0; in a container, "
+    f"a seccomp profile that lets unshare pass). To do without: {UNSANDBOXED}={ACCEPTED!r}"
+  )

@@ -1,0 +1,46 @@
+"""What the program does with a configuration: train, evaluate, export, or tell whether it fits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import ml_collections
+
+from rlvr_jax.evaluate.command import evaluate_checkpoint
+from rlvr_jax.train import components, loop, memory, policies
+
+FAILURES = loop.FAILURES
+
+
+def prepared(
+  mode: str,
+  config: ml_collections.ConfigDict,
+  workdir: str | None,
+  checkpoint: str | None,
+  topology: str | None,
+) -> Callable[[], object]:
+  """Finds every mistake in the configuration; returns what does the work.
+
+  Args:
+    mode: train, eval, export, fits.
+    config: see `configs/base.py`.
+    workdir: for all that is written; None for fits, which writes nothing.
+    checkpoint: of eval and export, see `policies.checkpoint_folder`.
+    topology: of fits, see `memory.report`.
+  Raises:
+    ValueError: what cannot work, with the field, its value, what is allowed and the remedy.
+    OSError: a file of the data or of the model cannot be read.
+  """
+  if checkpoint is not None and mode not in ("eval", "export"):
+    raise ValueError(f"--checkpoint goes with --mode=eval and --mode=export, not with {mode}")
+  if topology is not None and mode != "fits":
+    raise ValueError(f"--topology goes with --mode=fits, not with {mode}")
+  if mode == "fits":
+    return functools.partial(memory.report, config, topology)
+  parts = components.build(config)
+  if mode == "train":
+    return functools.partial(loop.train, parts, str(workdir))
+  folder = policies.checkpoint_folder(checkpoint) if checkpoint else None
+  action = evaluate_checkpoint if mode == "eval" else policies.export
+  return functools.partial(action, parts, str(workdir), folder)

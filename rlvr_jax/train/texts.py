@@ -1,0 +1,234 @@
+"""The text side of a run: tokenizer, problems that fit, and the graders of its completions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import ml_collections
+from absl import logging
+
+from rlvr_jax.data import (
+  ByteTokenizer,
+  Problem,
+  ProblemSource,
+  Task,
+  Tokenizer,
+  encode_prompts,
+  encode_solutions,
+)
+from rlvr_jax.data.huggingface_tokenizer import HuggingFaceTokenizer
+from rlvr_jax.ops.checks import check_between, check_choice
+from rlvr_jax.rewards.combined import weighted_reference
+from rlvr_jax.rewards.outcome import rewards_from_grades
+from rlvr_jax.rewards.pool import GraderPool
+from rlvr_jax.rewards.sandbox import ACCEPTED, UNSANDBOXED
+from rlvr_jax.rollouts.collect import Collector
+from rlvr_jax.train import multihost, sharding
+
+WEIGHTED = "rlvr_jax.rewards.combined:weighted"
+_MOST_MEASURED = 1_000_000  # problems whose length may have to be known before a run begins
+
+
+def make_tokenizer(config: ml_collections.ConfigDict) -> Tokenizer:
+  """The tokenizer that `config.tokenizer` names.
+
+  Raises:
+    ValueError: it is not there, or has no chat template where one is asked for.
+  """
+  settings, name = config.prompts, config.tokenizer
+  check_choice("config.prompts", "format", settings.format, ("plain", "chat"))
+  if name == "bytes":
+    for field, plain in (("format", "plain"), ("system", ""), ("template", "")):
+      if settings[field] != plain:
+        raise ValueError(
+          f"config.prompts.{field} = {settings[field]!r} needs a chat template, which"
+          f" config.tokenizer = 'bytes' has not; set it to {plain!r}, or choose another tokenizer"
+        )
+    return ByteTokenizer()
+  if name == "checkpoint" and not config.model.checkpoint:
+    raise ValueError(
+      "config.tokenizer = 'checkpoint', but config.model.checkpoint is empty; set it to a folder"
+      " of Hugging Face's layout, or config.tokenizer = 'bytes'"
+    )
+  try:
+    return HuggingFaceTokenizer(
+      config.model.checkpoint if name == "checkpoint" else name,
+      prompt_format=settings.format,
+      system_prompt=settings.system,
+      chat_template=settings.template,
+    )
+  except (ImportError, OSError, ValueError) as error:
+    raise ValueError(
+      f"config.tokenizer = {name!r} is none of 'bytes', 'checkpoint' and the folder of a tokenizer"
+      f" that can be used with config.prompts = {settings.to_dict()}: {error}"
+    ) from error
+
+
+# --- problems -------------------------------------------------------------------------------------
+
+
+class _Chosen:
+  """Some problems of a source, by their indices."""
+
+  def __init__(self, source: ProblemSource, indices: Sequence[int]):
+    self._source, self._indices = source, indices
+
+  def __len__(self) -> int:
+    return len(self._indices)
+
+  def __getitem__(self, index: int) -> Problem:
+    return self._source[self._indices[index]]
+
+
+def fitting(
+  config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer
+) -> Task:
+  """The task without what is longer than the limits, if the configuration says to drop it.
+
+  Raises:
+    ValueError: a prompt or a worked solution is too long and is not to be dropped, or none fits.
+      Of training problems that may be dropped by nobody, the first ones stand for all: they may be
+      generated when drawn.
+  """
+  choice, limit = config.prompts.too_long, config.max_prompt_length
+  check_choice("config.prompts", "too_long", choice, ("error", "drop"))
+  if choice == "drop":
+    fits = lambda problem: 0 < len(tokenizer.encode_prompt(problem.question)) <= limit
+    kept = lambda name: _kept(name, getattr(task, name), fits, limit)
+    task = dataclasses.replace(
+      task, train=kept("train"), warm_start=kept("warm_start"), held_out=kept("held_out")
+    )
+  encode_prompts(_all(task.held_out), tokenizer, limit)
+  encode_prompts(_first(task.train, 100), tokenizer, limit)
+  if config.warm_start.num_steps:
+    if not len(task.warm_start):
+      raise ValueError(
+        "config.warm_start.num_steps > 0 but the task has no worked solutions; set the task's"
+        " warm_start_size, or config.warm_start.num_steps = 0"
+      )
+    encode_prompts(_all(task.warm_start), tokenizer, limit)
+    encode_solutions(_all(task.warm_start), tokenizer, config.max_response_length)
+  return task
+
+
+def _all(source: ProblemSource) -> list[Problem]:
+  return [source[index] for index in range(len(source))]
+
+
+def _first(source: ProblemSource, count: int) -> list[Problem]:
+  return [source[index] for index in range(min(len(source), count))]
+
+
+def _kept(
+  name: str, source: ProblemSource, fits: Callable[[Problem], bool], limit: int
+) -> ProblemSource:
+  if len(source) > _MOST_MEASURED:
+    raise ValueError(
+      f"config.prompts.too_long = 'drop' would have to measure {len(source)} problems of {name}"
+      f" before the run; at most {_MOST_MEASURED} are; set it to 'error'"
+    )
+  indices = [index for index in range(len(source)) if fits(source[index])]
+  if len(source) and not indices:
+    raise ValueError(
+      f"none of the {len(source)} prompts of {name} has at most config.max_prompt_length = {limit}"
+      " tokens; raise it"
+    )
+  if len(indices) < len(source):
+    logging.info(
+      "%d of %d problems of %s are left out: their prompts have more than %d tokens",
+      len(source) - len(indices), len(source), name, limit,
+    )  # fmt: skip
+    return _Chosen(source, indices)
+  return source
+
+
+# --- graders --------------------------------------------------------------------------------------
+
+
+class _Regraded:
+  """A source whose problems carry the references of a combined grader."""
+
+  def __init__(self, source: ProblemSource, grader: str, extra: Sequence[tuple[str, float]]):
+    self._source, self._grader, self._extra = source, grader, extra
+
+  def __len__(self) -> int:
+    return len(self._source)
+
+  def __getitem__(self, index: int) -> Problem:
+    problem = self._source[index]
+    reference = weighted_reference(self._grader, problem.reference, self._extra)
+    return dataclasses.replace(problem, reference=reference)
+
+
+def with_graders(config: ml_collections.ConfigDict, task: Task) -> Task:
+  """The task with the grader and the further graders that the configuration names.
+
+  Raises:
+    ValueError: an import path or a weight that is none.
+  """
+  grader = config.grading.grader or task.grader
+  extra = [_checked(pair) for pair in config.grading.extra]
+  if not extra:
+    return dataclasses.replace(task, grader=grader)
+  regraded = lambda source: _Regraded(source, grader, extra)
+  return dataclasses.replace(
+    task,
+    grader=WEIGHTED,
+    train=regraded(task.train),
+    warm_start=regraded(task.warm_start),
+    held_out=regraded(task.held_out),
+  )
+
+
+def _checked(pair) -> tuple[str, float]:
+  try:
+    path, weight = pair
+    weight = float(weight)
+  except (TypeError, ValueError) as error:
+    raise ValueError(
+      f"config.grading.extra has {pair!r}, expected pairs such as"
+      " ('rlvr_jax.rewards.formats:boxed', 0.1)"
+    ) from error
+  check_between("config.grading.extra", str(path), weight)
+  return str(path), weight
+
+
+def grader_pool(config: ml_collections.ConfigDict, grader: str) -> GraderPool:
+  """The processes that grade.
+
+  Raises:
+    ValueError: `config.grading.unsandboxed_code` says something else than it has to.
+    GraderStartError: the grader cannot work here.
+  """
+  settings = config.grading
+  said = settings.unsandboxed_code
+  if said not in ("", ACCEPTED):
+    raise ValueError(
+      f"config.grading.unsandboxed_code = {said!r}: leave it empty, or say {ACCEPTED!r} to have"
+      " generated programs run without a sandbox"
+    )
+  return GraderPool(
+    grader,
+    num_workers=settings.num_workers,
+    timeout_s=settings.timeout_s,
+    memory_mib=settings.memory_mib,
+    environment={UNSANDBOXED: said} if said else {},
+    preload=[path for path, _ in settings.extra],
+  )
+
+
+def make_collector(parts: Any, pool: GraderPool) -> Collector:
+  """Encodes, decodes and grades as the configuration of a run's `components.Parts` says."""
+  c = parts.config
+  return Collector(
+    encode=parts.encode,
+    decode=parts.tokenizer.decode,
+    submit=pool.submit if jax.process_count() == 1 else multihost.SharedGrader(pool).submit,
+    rewards_from_grades=lambda grades: rewards_from_grades(grades, parts.outcome_policy),
+    to_host=sharding.to_host,
+    overlong_buffer=c.overlong.buffer,
+    overlong_filter=c.overlong.filter,
+  )

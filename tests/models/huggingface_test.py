@@ -1,0 +1,637 @@
+"""Checkpoint directories: their settings, their weights onto meshes, and back out."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import textwrap
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from oracles.checkpoints import old_style
+from safetensors.numpy import load_file, save_file
+
+from rlvr_jax.files import located
+from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.huggingface import (
+  checkpoint_config,
+  config_fields,
+  load_params,
+  published_config,
+  save_checkpoint,
+)
+from rlvr_jax.models.safetensors import SINGLE
+from rlvr_jax.models.transformer import RopeScaling, TransformerConfig, YarnScaling
+from rlvr_jax.train.sharding import make_mesh, placed
+
+_ROOT = pathlib.Path(__file__).parents[2]
+_SHARED = os.environ.get("RLVR_SHARED")
+_FOLDERS = sorted(pathlib.Path(_SHARED, "golden", "hf").iterdir()) if _SHARED else []
+
+# Of the smallest shapes in which no two lengths of a tensor are the same.
+SETTINGS = dict(
+  model_type="llama",
+  architectures=["LlamaForCausalLM"],
+  vocab_size=24,
+  hidden_size=16,
+  intermediate_size=40,
+  num_hidden_layers=2,
+  num_attention_heads=4,
+  num_key_value_heads=2,
+  head_dim=8,
+  attention_bias=True,
+  mlp_bias=True,
+)
+
+
+def published_tensors(settings, seed=0, dtype=np.float32):
+  """Random tensors of a llama as a checkpoint has them."""
+  rng = np.random.default_rng(seed)
+  width, mlp = settings["hidden_size"], settings["intermediate_size"]
+  queries = settings["num_attention_heads"] * settings["head_dim"]
+  keys = settings["num_key_value_heads"] * settings["head_dim"]
+  shapes = {"model.embed_tokens.weight": (settings["vocab_size"], width)}
+  for i in range(settings["num_hidden_layers"]):
+    layer = f"model.layers.{i}."
+    for name, fan_out, fan_in in (
+      ("self_attn.q_proj", queries, width),
+      ("self_attn.k_proj", keys, width),
+      ("self_attn.v_proj", keys, width),
+      ("self_attn.o_proj", width, queries),
+      ("mlp.gate_proj", mlp, width),
+      ("mlp.up_proj", mlp, width),
+      ("mlp.down_proj", width, mlp),
+    ):
+      shapes[f"{layer}{name}.weight"] = (fan_out, fan_in)
+      shapes[f"{layer}{name}.bias"] = (fan_out,)
+    shapes[f"{layer}input_layernorm.weight"] = (width,)
+    shapes[f"{layer}post_attention_layernorm.weight"] = (width,)
+  shapes["model.norm.weight"] = (width,)
+  shapes["lm_head.weight"] = (settings["vocab_size"], width)
+  return {name: rng.normal(size=shape).astype(dtype) for name, shape in shapes.items()}
+
+
+def write(folder, tensors, settings=SETTINGS):
+  folder.mkdir(exist_ok=True)
+  (folder / "config.json").write_text(json.dumps(settings))
+  save_file(tensors, folder / SINGLE)
+  return folder
+
+
+@functools.cache
+def shapes_of(config):
+  return jax.eval_shape(transformer(config).init, jax.random.key(0))
+
+
+def load(directory, mesh=None, block_bytes=2**20, **overrides):
+  shapes = shapes_of(checkpoint_config(directory, **overrides))
+  mesh = make_mesh() if mesh is None else mesh
+  return load_params(directory, placed(shapes, mesh), block_bytes=block_bytes)
+
+
+def assert_equal(found, expected):
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+# --- settings -------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not _SHARED, reason="RLVR_SHARED is not set")
+@pytest.mark.parametrize("folder", _FOLDERS, ids=lambda folder: folder.name)
+def test_old_style_settings_are_the_same_network(folder, tmp_path):
+  published = json.loads((folder / "config.json").read_text())
+  (tmp_path / "config.json").write_text(json.dumps(old_style(published)))
+  assert checkpoint_config(tmp_path) == checkpoint_config(folder)
+
+
+def transformers_view(config):
+  """Fields of ours from a configuration object of transformers, whatever its file left out."""
+  rope = config.rope_parameters
+  full = rope.get("full_attention", rope)
+  gemma = config.model_type.startswith("gemma")
+  layers = tuple(kind == "sliding_attention" for kind in getattr(config, "layer_types", []))
+  head_dim = getattr(config, "head_dim", None)
+  return dict(
+    vocab_size=config.vocab_size,
+    width=config.hidden_size,
+    num_layers=config.num_hidden_layers,
+    num_heads=config.num_attention_heads,
+    num_kv_heads=config.num_key_value_heads,
+    head_dim=head_dim or config.hidden_size // config.num_attention_heads,
+    mlp_width=config.intermediate_size,
+    norm_epsilon=config.rms_norm_eps,
+    tied_head=config.tie_word_embeddings,
+    rope_theta=full["rope_theta"],
+    qkv_bias=config.model_type == "qwen2" or config.attention_bias,
+    output_bias=config.model_type != "qwen2" and config.attention_bias,
+    mlp_bias=getattr(config, "mlp_bias", False),
+    query_scale=config.query_pre_attn_scalar**-0.5 if gemma else None,
+    attention_soft_cap=config.attn_logit_softcapping if config.model_type == "gemma2" else None,
+    final_soft_cap=getattr(config, "final_logit_softcapping", None),
+    sliding_layers=layers if any(layers) else None,
+    sliding_window=config.sliding_window if any(layers) else None,
+    sliding_rope_theta=rope["sliding_attention"]["rope_theta"]
+    if "sliding_attention" in rope and any(layers)
+    else None,
+  )
+
+
+_OPTIONAL = {  # of every family
+  "vocab_size": st.integers(8, 99),
+  "hidden_size": st.sampled_from([320, 640]),
+  "intermediate_size": st.integers(8, 99),
+  "num_hidden_layers": st.integers(1, 9),
+  "rms_norm_eps": st.sampled_from([1e-5, 1e-6]),
+  "tie_word_embeddings": st.booleans(),
+  "rope_theta": st.sampled_from([1e4, 5e5]),
+  "attention_bias": st.booleans(),
+}
+_OF_FAMILY = {
+  "qwen2": {
+    "num_attention_heads": st.sampled_from([32, 64]),
+    "use_sliding_window": st.booleans(),
+    "sliding_window": st.sampled_from([3, 5]),
+    "max_window_layers": st.integers(0, 9),
+  },
+  "qwen3": {
+    "num_attention_heads": st.sampled_from([32, 64]),
+    "head_dim": st.sampled_from([8, 12]),
+    "use_sliding_window": st.booleans(),
+    "sliding_window": st.sampled_from([3, 5]),
+    "max_window_layers": st.integers(0, 9),
+  },
+  "llama": {
+    "num_attention_heads": st.sampled_from([32, 16]),
+    "num_key_value_heads": st.sampled_from([4, None]),
+    "head_dim": st.sampled_from([8, None]),
+    "mlp_bias": st.booleans(),
+  },
+  "gemma2": {
+    "head_dim": st.sampled_from([8, 12]),
+    "query_pre_attn_scalar": st.sampled_from([100, 144]),
+    "sliding_window": st.sampled_from([3, 5]),
+    "attn_logit_softcapping": st.sampled_from([20.0, None]),
+    "final_logit_softcapping": st.sampled_from([20.0, None]),
+  },
+  "gemma3_text": {
+    "head_dim": st.sampled_from([8, 12]),
+    "query_pre_attn_scalar": st.sampled_from([100, 168]),
+    "sliding_window": st.sampled_from([3, 5]),
+    "sliding_window_pattern": st.integers(1, 6),
+    "rope_local_base_freq": st.sampled_from([1e3, 1e4]),
+  },
+}
+
+
+@pytest.mark.parametrize("family", _OF_FAMILY)
+def test_settings_are_as_transformers_reads_them_whatever_is_left_out(family):
+  transformers = pytest.importorskip("transformers")
+  optional = _OPTIONAL | _OF_FAMILY[family]
+
+  @hypothesis.settings(max_examples=10, deadline=None, derandomize=True, database=None)
+  @hypothesis.given(st.fixed_dictionaries({}, optional=optional))
+  def check(given):
+    view = transformers_view(transformers.AutoConfig.for_model(family, **given))
+    found = config_fields({"model_type": family, **given}, "config.json")
+    assert {name: found[name] for name in view} == view
+
+  check()
+
+
+def test_rotary_settings_per_kind_of_layer_are_read():
+  fields = config_fields(
+    {
+      "model_type": "gemma3_text",
+      "max_position_embeddings": 64,
+      "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 3e3},
+      },
+    },
+    "",
+  )
+  assert fields["rope_theta"] == 5e5 and fields["rope_scaling"] == RopeScaling(factor=8.0)
+  assert fields["sliding_rope_theta"] == 3e3
+
+
+def test_the_text_model_of_a_gemma3_is_read():
+  text = dict(model_type="gemma3_text", hidden_size=64, num_hidden_layers=2, head_dim=16)
+  scaling = {"rope_type": "linear", "factor": 8.0}
+  fields = config_fields(
+    {"model_type": "gemma3", "text_config": text | {"rope_scaling": scaling}}, ""
+  )
+  assert (fields["width"], fields["num_layers"], fields["num_heads"]) == (64, 2, 8)
+  assert fields["tied_head"] and fields["rope_scaling"] == RopeScaling(factor=8.0)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    (dict(model_type="mistral"), "model_type = 'mistral' is unknown; .*gemma2.*llama.*qwen3"),
+    (dict(model_type=None), "model_type = None"),
+    (dict(architectures=["LlamaForSequenceClassification"]), "architectures = 'LlamaForSeq"),
+    (dict(hidden_act="relu2"), "hidden activation = 'relu2'"),
+    (dict(rope_scaling={"type": "dynamic", "factor": 2.0}), "rope_type = 'dynamic'.*yarn"),
+    (dict(rope_scaling={"rope_type": "longrope"}), "rope_type = 'longrope'"),
+    (dict(rope_scaling={"rope_type": "linear"}), "rotary factor = None"),
+    (dict(rope_scaling=[1]), r"rope_scaling = \[1\]"),
+    (dict(partial_rotary_factor=0.5), "partial_rotary_factor"),
+    (dict(hidden_size="64"), "hidden_size = '64'"),
+    (dict(num_hidden_layers=0), "num_hidden_layers = 0"),
+    (dict(num_key_value_heads=3), "num_heads=4 is not a multiple of num_kv_heads=3"),
+    (dict(quantization_config={"quant_method": "fp8"}), "quantized weights"),
+    (dict(model_type="gemma2", architectures=None, hidden_act=None, layer_types=["full_attention"]),
+     "1 layer_types for num_hidden_layers = 2"),
+    (dict(model_type="qwen3", architectures=None, layer_types=["chunked_attention"] * 2),
+     "layer_types = 'chunked_attention'"),
+    (dict(model_type="qwen3", architectures=None, layer_types=["sliding_attention"] * 2),
+     "use_sliding_window"),
+    (dict(model_type="gemma3_text", architectures=None, use_bidirectional_attention=True),
+     "use_bidirectional_attention"),
+    (dict(model_type="gemma3_text", architectures=None,
+          rope_parameters={"sliding_attention": {"rope_type": "linear", "factor": 2.0}}),
+     "sliding layers are scaled"),
+  ],
+)  # fmt: skip
+def test_settings_that_are_not_implemented_are_refused(tmp_path, changes, message):
+  (tmp_path / "config.json").write_text(json.dumps(SETTINGS | changes))
+  with pytest.raises(ValueError, match=message):
+    checkpoint_config(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_a_config_that_is_no_json_object_is_refused(tmp_path, text):
+  (tmp_path / "config.json").write_text(text)
+  with pytest.raises(ValueError, match=r"config\.json"):
+    checkpoint_config(tmp_path)
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path):
+  with pytest.raises(FileNotFoundError, match=r"no config\.json"):
+    checkpoint_config(tmp_path)
+
+
+def test_remote_code_that_a_config_names_is_never_run(tmp_path):
+  auto_map = {"AutoModelForCausalLM": "modeling_x.X"}
+  (tmp_path / "config.json").write_text(json.dumps(SETTINGS | {"auto_map": auto_map}))
+  (tmp_path / "modeling_x.py").write_text("raise SystemExit('run')")
+  assert checkpoint_config(tmp_path).width == 16
+
+
+def test_overrides_replace_what_was_found(tmp_path):
+  (tmp_path / "config.json").write_text(json.dumps(SETTINGS))
+  found = checkpoint_config(tmp_path, compute_dtype="bfloat16", remat="full")
+  assert (found.compute_dtype, found.remat) == ("bfloat16", "full")
+
+
+# --- in -------------------------------------------------------------------------------------------
+
+
+def expected_params(tensors):
+  """By hand: layers stacked, kernels transposed."""
+  stack = lambda name: np.stack([tensors[f"model.layers.{i}.{name}"] for i in range(2)])
+  kernels = dict(
+    query="self_attn.q_proj",
+    key="self_attn.k_proj",
+    value="self_attn.v_proj",
+    output="self_attn.o_proj",
+    gate="mlp.gate_proj",
+    up="mlp.up_proj",
+    down="mlp.down_proj",
+  )
+  blocks = {name: stack(f"{theirs}.weight").swapaxes(1, 2) for name, theirs in kernels.items()}
+  blocks |= {f"{name}_bias": stack(f"{theirs}.bias") for name, theirs in kernels.items()}
+  blocks["attention_norm"] = {"scale": stack("input_layernorm.weight")}
+  blocks["mlp_norm"] = {"scale": stack("post_attention_layernorm.weight")}
+  return {
+    "embedding": tensors["model.embed_tokens.weight"],
+    "blocks": blocks,
+    "final_norm": {"scale": tensors["model.norm.weight"]},
+    "head_kernel": tensors["lm_head.weight"].T,
+  }
+
+
+@pytest.mark.parametrize("block_bytes", [1, 300, 2**20])
+def test_weights_are_stacked_and_transposed_whatever_the_block(tmp_path, block_bytes):
+  tensors = published_tensors(SETTINGS)
+  assert_equal(load(write(tmp_path, tensors), block_bytes=block_bytes), expected_params(tensors))
+
+
+@pytest.mark.parametrize(
+  ("sizes", "block_bytes"),
+  [
+    (dict(data=2, fsdp=2, tensor=2), 2**20),
+    (dict(data=2, fsdp=4), 2**20),
+    (dict(data=2, tensor=2), 3000),  # below what kernels take: they are put together on devices
+  ],
+)
+def test_a_mesh_holds_the_same_bits_in_the_wanted_shardings(tmp_path, sizes, block_bytes):
+  tensors = published_tensors(SETTINGS)
+  write(tmp_path, tensors)
+  mesh = make_mesh(**sizes)
+  params = load(tmp_path, mesh, block_bytes=block_bytes)
+  assert_equal(params, expected_params(tensors))
+  shardings = lambda tree: jax.tree.map(lambda x: x.sharding, tree)
+  assert shardings(params) == shardings(placed(params, mesh))
+  assert not params["blocks"]["gate"].is_fully_replicated
+
+
+@pytest.mark.parametrize("file_dtype", [ml_dtypes.bfloat16, np.float16, np.float64])
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_weights_are_cast_to_the_parameters_dtype(tmp_path, file_dtype, param_dtype):
+  tensors = published_tensors(SETTINGS, dtype=file_dtype)
+  params = load(write(tmp_path, tensors), param_dtype=param_dtype)
+  cast = jax.tree.map(lambda x: x.astype(np.float32).astype(param_dtype), expected_params(tensors))
+  assert_equal(params, cast)
+  assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(param_dtype)}
+
+
+def renamed(tensors, change):
+  return {change(name): value for name, value in tensors.items()}
+
+
+def without_prefix(name):
+  return name.removeprefix("model.")
+
+
+def nested(name):
+  return f"language_model.{name}"
+
+
+def nested_anew(name):
+  return name.replace("model.", "model.language_model.", 1)
+
+
+@pytest.mark.parametrize("change", [without_prefix, nested, nested_anew])
+def test_other_names_of_the_same_tensors_are_understood(tmp_path, change):
+  tensors = published_tensors(SETTINGS)
+  found = load(write(tmp_path, renamed(tensors, change)))
+  assert_equal(found, expected_params(tensors))
+
+
+def test_tables_that_old_versions_saved_are_left_out(tmp_path):
+  tensors = published_tensors(SETTINGS)
+  tables = {
+    f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32) for i in range(2)
+  }
+  write(tmp_path, tensors | tables | {"vision_tower.x": np.ones(3, np.int64)})
+  assert_equal(load(tmp_path), expected_params(tensors))
+
+
+@pytest.mark.parametrize("kept", ["both", "embedding", "head"])
+def test_a_tied_head_is_the_embedding_under_either_name(tmp_path, kept):
+  tensors = published_tensors(SETTINGS)
+  expected = expected_params(tensors)
+  del expected["head_kernel"]
+  tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+  dropped = {"both": [], "embedding": ["lm_head.weight"], "head": ["model.embed_tokens.weight"]}
+  for name in dropped[kept]:
+    del tensors[name]
+  write(tmp_path, tensors, SETTINGS | {"tie_word_embeddings": True})
+  assert_equal(load(tmp_path), expected)
+
+
+def test_a_head_of_its_own_is_not_taken_for_a_tied_one(tmp_path):
+  write(tmp_path, published_tensors(SETTINGS), SETTINGS | {"tie_word_embeddings": True})
+  with pytest.raises(ValueError, match=r"'lm_head.weight' is not.*tie_word_embeddings"):
+    load(tmp_path)
+  assert "head_kernel" in load(tmp_path, tied_head=False)
+
+
+def changed(**tensors):
+  return lambda original: original | tensors
+
+
+def without(*names):
+  return lambda original: {k: v for k, v in original.items() if k not in names}
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    (without("model.norm.weight"), "1 missing: model.norm.weight"),
+    (without("lm_head.weight"), r"1 missing: lm_head.weight \(tied embeddings have none"),
+    (changed(**{"model.layers.2.mlp.up_proj.weight": np.ones((40, 16), np.float32)}),
+     "1 unknown: model.layers.2.mlp.up_proj.weight"),
+    (changed(**{"model.layers.1.mlp.up_proj.weight": np.ones((16, 40), np.float32)}),
+     r"layers.1.mlp.up_proj.weight' in .*model.safetensors has shape \(16, 40\), .*\(40, 16\)"),
+    (changed(**{"model.embed_tokens.weight": np.ones((32, 16), np.float32)}),
+     r"embed_tokens.weight' in .* has shape \(32, 16\), the model's \(24, 16\)"),
+    (changed(**{"model.norm.weight": np.ones(16, np.int8)}), "'model.norm.weight' holds I8"),
+    (changed(**{"norm.weight": np.ones(16, np.float32)}), "are one tensor's names"),
+  ],
+)  # fmt: skip
+def test_tensors_that_are_not_the_models_are_named(tmp_path, change, message):
+  with pytest.raises(ValueError, match=message):
+    load(write(tmp_path, change(published_tensors(SETTINGS))))
+
+
+def test_of_many_missing_tensors_a_few_are_named(tmp_path):
+  write(tmp_path, {"model.norm.weight": np.ones(16, np.float32)})
+  with pytest.raises(ValueError, match=r"34 missing: model.embed_tokens.weight, .*…") as error:
+    load(tmp_path)
+  assert len(str(error.value)) < 600
+
+
+def test_parameters_that_no_checkpoint_has_are_refused(tmp_path):
+  write(tmp_path, published_tensors(SETTINGS))
+  with pytest.raises(ValueError, match="blocks/query/a is in no published checkpoint"):
+    load_params(tmp_path, {"blocks": {"query": {"a": jax.ShapeDtypeStruct((2, 3), jnp.float32)}}})
+
+
+# --- out ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def loaded(tmp_path):
+  folder = write(tmp_path / "source", published_tensors(SETTINGS))
+  return folder, load(folder, make_mesh(fsdp=2, tensor=2)), checkpoint_config(folder)
+
+
+@pytest.mark.parametrize(
+  ("max_shard_bytes", "remote"), [(2**30, False), (3000, False), (3000, True)]
+)
+def test_exported_weights_load_with_the_same_bits(tmp_path, loaded, max_shard_bytes, remote):
+  _, params, config = loaded
+  target = f"memory://{tmp_path}/out" if remote else tmp_path / "out"
+  save_checkpoint(
+    target, params, config, dtype="float32", max_shard_bytes=max_shard_bytes, block_bytes=200
+  )
+  assert checkpoint_config(target) == config
+  assert_equal(load(target), params)
+  system, folder = located(target)
+  shards = [name for name in system.ls(folder, detail=False) if name.endswith(".safetensors")]
+  assert (len(shards) > 1) == (max_shard_bytes == 3000)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_exported_tensors_are_the_published_ones(tmp_path, loaded, dtype):
+  folder, params, config = loaded
+  save_checkpoint(tmp_path / "out", params, config, dtype=dtype)
+  found = load_file(tmp_path / "out" / SINGLE)
+  expected = load_file(folder / SINGLE)
+  assert found.keys() == expected.keys()
+  for name, value in expected.items():
+    np.testing.assert_array_equal(found[name], value.astype(jnp.dtype(dtype)))
+  assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
+
+
+def test_settings_and_tokenizer_of_the_source_are_taken_over(tmp_path, loaded):
+  folder, params, config = loaded
+  settings = SETTINGS | dict(eos_token_id=[3, 4], max_position_embeddings=99, auto_map={"A": "b.C"})
+  (folder / "config.json").write_text(json.dumps(settings))
+  for name in ("tokenizer.json", "generation_config.json", "modeling_b.py", "README.md"):
+    (folder / name).write_text(f'{{"name": "{name}"}}')
+  save_checkpoint(tmp_path / "out", params, config, source=folder)
+  published = json.loads((tmp_path / "out" / "config.json").read_text())
+  assert published["eos_token_id"] == [3, 4] and published["max_position_embeddings"] == 99
+  assert "auto_map" not in published
+  assert {file.name for file in (tmp_path / "out").iterdir()} == {
+    "config.json", SINGLE, "tokenizer.json", "generation_config.json"
+  }  # fmt: skip
+  assert "tokenizer.json" in (tmp_path / "out" / "tokenizer.json").read_text()
+
+
+def test_a_directory_with_a_model_is_not_overwritten(tmp_path, loaded):
+  folder, params, config = loaded
+  before = (folder / SINGLE).read_bytes()
+  with pytest.raises(FileExistsError, match="not empty"):
+    save_checkpoint(folder, params, config)
+  assert (folder / SINGLE).read_bytes() == before
+
+
+_BASE = TransformerConfig(
+  vocab_size=24, width=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_width=40
+)
+_GEMMA = dict(
+  activation="gelu_tanh", scaled_embedding=True, zero_centered_norm=True, post_norm=True,
+  query_scale=144**-0.5,
+)  # fmt: skip
+_SLIDING = dict(sliding_layers=(False, True), sliding_window=3)
+
+
+@pytest.mark.parametrize(
+  ("family", "changes"),
+  [
+    ("llama", dict(qkv_bias=True, output_bias=True, mlp_bias=True, tied_head=False)),
+    ("llama", dict(rope_scaling=RopeScaling(factor=4.0))),
+    ("llama", dict(rope_scaling=RopeScaling(factor=8.0, low_frequency_factor=1.0))),
+    ("llama", dict(activation="gelu", query_scale=8**-0.5)),
+    ("qwen2", dict(qkv_bias=True, **_SLIDING)),
+    ("qwen3", dict(qk_norm=True, rope_scaling=YarnScaling(factor=4.0, original_length=64))),
+    ("qwen3", dict(qk_norm=True, qkv_bias=True, output_bias=True, **_SLIDING)),
+    ("gemma2", dict(**_GEMMA, **_SLIDING, attention_soft_cap=20.0)),
+    ("gemma3_text", dict(**_GEMMA, **_SLIDING, qk_norm=True, sliding_rope_theta=1e3)),
+    ("gemma3_text", dict(**_GEMMA, qk_norm=True, tied_head=False)),
+  ],
+)
+def test_exported_settings_read_back(family, changes):
+  config = dataclasses.replace(_BASE, **changes)
+  published = published_config(config, "bfloat16", None)
+  assert published["model_type"] == family
+  # JSON has one kind of number; query_scale None is what 1/√head_dim comes to.
+  found = TransformerConfig(**config_fields(json.loads(json.dumps(published)), ""))
+  same = lambda c: dataclasses.replace(c, query_scale=c.query_scale or c.head_dim**-0.5)
+  assert same(found) == same(config)
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    (_SLIDING, "nearest, llama, differs in .*sliding_layers"),
+    (dict(scaled_embedding=True), "scaled_embedding"),
+    (dict(qkv_bias=True, mlp_bias=True), "nearest, qwen2, differs in .*mlp_bias"),
+    (_GEMMA | dict(query_scale=0.3), "query_scale"),
+    (_GEMMA | _SLIDING | dict(qk_norm=True), "sliding_rope_theta"),
+    (_GEMMA | dict(qk_norm=True, attention_soft_cap=9.0), "attention_soft_cap"),
+  ],
+)
+def test_networks_of_no_family_are_not_exported(tmp_path, changes, message):
+  config = dataclasses.replace(_BASE, **changes)
+  params = jax.eval_shape(transformer(config).init, jax.random.key(0))
+  with pytest.raises(ValueError, match=message):
+    save_checkpoint(tmp_path / "out", params, config)
+  assert not (tmp_path / "out").exists()
+
+
+def test_a_source_of_another_family_is_refused(tmp_path):
+  (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma2"}))
+  with pytest.raises(ValueError, match=r"model_type = 'gemma2'.*'llama'"):
+    published_config(_BASE, "float32", tmp_path)
+
+
+# --- processes and memory -------------------------------------------------------------------------
+
+_TWO_PROCESSES = """
+  import sys
+  import jax
+  import numpy as np
+  from jax.experimental import multihost_utils
+  from rlvr_jax.models.functional import transformer
+  from rlvr_jax.models.huggingface import checkpoint_config, load_params, save_checkpoint
+  from rlvr_jax.train.sharding import make_mesh, placed, to_host
+
+  coordinator, process, source, out = sys.argv[1:]
+  jax.distributed.initialize(coordinator, 2, int(process))
+  model = transformer(checkpoint_config(source))
+  shapes = jax.eval_shape(model.init, jax.random.key(0))
+  params = load_params(source, placed(shapes, make_mesh(fsdp=2, tensor=2)), block_bytes=3000)
+  assert not params["blocks"]["gate"].is_fully_addressable
+  save_checkpoint(out, params, model.config, dtype="float32", source=source, block_bytes=200)
+  again = load_params(out, placed(shapes, make_mesh(fsdp=4)))
+  jax.tree.map(np.testing.assert_array_equal, to_host(params), to_host(again))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_load_their_shards_and_write_one_checkpoint(tmp_path):
+  source = write(tmp_path / "source", published_tensors(SETTINGS))
+  with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+  flags = "--xla_force_host_platform_device_count=2"
+  environment = os.environ | dict(XLA_FLAGS=flags, PYTHONPATH=str(_ROOT))
+  code = textwrap.dedent(_TWO_PROCESSES)
+  command = [sys.executable, "-c", code, coordinator]
+  processes = [
+    subprocess.Popen(
+      [*command, str(i), str(source), str(tmp_path / "out")],
+      env=environment,
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+    for i in range(2)
+  ]
+  try:
+    errors = [process.communicate(timeout=240)[1] for process in processes]
+  finally:
+    for process in processes:
+      process.kill()
+  assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)[-4000:]
+  assert_equal(load_file(tmp_path / "out" / SINGLE), load_file(source / SINGLE))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
+def test_beyond_the_parameters_loading_takes_at_most_two_of_the_largest_tensor(tmp_path):
+  overrides = dict(num_layers=6, width=512, num_heads=4, mlp_width=1408)  # 10⁸ parameters
+  program = _ROOT / "experiments" / "benchmarks" / "load_checkpoint.py"
+  flags = [f"--overrides={json.dumps(overrides)}", f"--folder={tmp_path}", f"--scratch={tmp_path}"]
+  subprocess.run([sys.executable, program, *flags, "--shard_mib=64"], check=True)
+  (result,) = tmp_path.glob("load_checkpoint_*.json")
+  rows = json.loads(result.read_text())["rows"]
+  assert {row["layout"] for row in rows} == {"one file", "shards of 64 MiB"}
+  for row in rows:
+    assert row["parameters GB"] > 0.37
+    assert row["in largest tensors"] <= 2.0, row

@@ -1,0 +1,320 @@
+"""LoRA against the chain rule of merged kernels; sampling, updates, meshes and memory."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from train.step_test import make_batch, make_method, relative_distance
+
+from rlvr_jax import geometry, reweighting
+from rlvr_jax.geometry.per_rollout import per_rollout_features
+from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.lora import LoraSettings, init, merged, target_kernels, with_base
+from rlvr_jax.ops.logprobs import head_logits, token_logprobs
+from rlvr_jax.rollouts.sampler import generate
+from rlvr_jax.train import sharding
+from rlvr_jax.train.checkpoint import parameter_checksums
+from rlvr_jax.train.step import initial_state, train_step, update_gradient
+from rlvr_jax.types import Sampling
+
+SETTINGS = LoraSettings(rank=3, alpha=7.5, targets="blocks/(query|value|down)$")
+EVERYTHING = LoraSettings(rank=2, alpha=4.0)
+
+# Many programs, each run on little: compiled quickly rather than well.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@functools.cache
+def setup(dtype="float64", settings=SETTINGS, **changes):
+  """(model, base, adapters, new adapters): the first ones are random and change the logits."""
+  config = make_method(dtype).model.config
+  model = transformer(dataclasses.replace(config, qkv_bias=True, **changes))
+  base = jit(model.init)(jax.random.key(0))
+  new = jit(functools.partial(init, settings=settings))(jax.random.key(1), base)
+  rng = np.random.default_rng(0)
+  adapters = jax.tree.map(lambda x: np.asarray(rng.normal(size=x.shape) * 0.3, x.dtype), new)
+  return model, base, adapters, new
+
+
+def names(tree):
+  return {
+    jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  }
+
+
+# --- what is adapted ------------------------------------------------------------------------------
+
+
+def test_adapters_begin_as_published_and_mirror_their_kernels():
+  """A uniform within ±1/√D: its variance is 1/(3·D); B zero."""
+  model = transformer(dataclasses.replace(make_method().model.config, width=64, mlp_width=96))
+  shapes = jax.eval_shape(model.init, jax.random.key(0))
+  settings = LoraSettings(rank=16, alpha=1.0)
+  adapters = jit(lambda key: init(key, shapes, settings))(jax.random.key(0))
+  assert adapters["blocks"].keys() == target_kernels(shapes, settings).keys()
+  assert len(adapters["blocks"]) == 7
+  drawn = []
+  for name, pair in adapters["blocks"].items():
+    L, D, E = shapes["blocks"][name].shape
+    assert pair["a"].shape == (L, D, 16) and pair["b"].shape == (L, 16, E)
+    assert not np.any(pair["b"]) and pair["a"].dtype == pair["b"].dtype == jnp.float32
+    a = np.asarray(pair["a"])
+    assert 0.95 * D**-0.5 < np.abs(a).max() <= D**-0.5
+    np.testing.assert_allclose(a.var(), 1 / (3 * D), rtol=0.1)
+    drawn += list(a[:, :10].reshape(L, -1))
+  assert len({x.tobytes() for x in drawn}) == len(drawn)  # no two layers or kernels alike
+  half = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), shapes)
+  found = jax.eval_shape(lambda key: init(key, half, settings), jax.random.key(0))
+  assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    (dict(rank=0), "rank = 0 is not a whole number; set rank to 1 or more"),
+    (dict(rank=2.0), "rank = 2.0 is not a whole number"),
+    (dict(rank=17), r"rank = 17 exceeds the rank of blocks/\w+, a \d+×\d+ kernel; set rank"),
+    (dict(alpha=0.0), r"alpha = 0.0 is not a number in \(0, inf\)"),
+    (dict(targets="blocks/(query"), "no regular expression"),
+    (dict(targets="embedding"), r"matches no kernel of the layers; they are \['blocks/down', "),
+    (dict(targets="blocks/query_bias"), "matches no kernel of the layers"),
+  ],
+)
+def test_impossible_settings_are_refused(fields, message):
+  config = dataclasses.replace(make_method().model.config, qkv_bias=True)
+  shapes = jax.eval_shape(transformer(config).init, jax.random.key(0))
+  with pytest.raises(ValueError, match=message):
+    init(jax.random.key(0), shapes, LoraSettings(**{"rank": 2, "alpha": 1.0, **fields}))
+
+
+# --- what it computes -----------------------------------------------------------------------------
+
+
+def test_new_adapters_change_nothing():
+  model, base, _, new = setup("float32", EVERYTHING)
+  batch = make_batch()
+  adapted = with_base(model, base, EVERYTHING)
+  score = lambda m: jit(lambda p: m.response_hidden(p, batch.prompts, batch.tokens))
+  np.testing.assert_array_equal(score(adapted)(new), score(model)(base))
+  np.testing.assert_array_equal(adapted.head(new).kernel, model.head(base).kernel)
+  jax.tree.map(np.testing.assert_array_equal, merged(base, new, EVERYTHING), base)
+
+
+def test_gradients_are_the_chain_rule_of_merged_kernels(x64):
+  """dA = s·dW·Bᵀ and dB = s·Aᵀ·dW at W + s·A·B, formed here in NumPy; so are the logits."""
+  model, base, adapters, _ = setup(remat="dots", tied_head=False, final_soft_cap=15.0)
+  adapted = with_base(model, base, SETTINGS)
+  batch = make_batch(np.float64)
+  scale = SETTINGS.alpha / SETTINGS.rank
+  whole = jax.tree.map(np.array, base)
+  for name, pair in adapters["blocks"].items():
+    whole["blocks"][name] += scale * np.einsum("ldr,lre->lde", pair["a"], pair["b"])
+  found = jit(functools.partial(merged, settings=SETTINGS))(base, adapters)
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-13), found, whole)
+
+  def gradient(model, params):
+    def loss(params):
+      hidden = model.response_hidden(params, batch.prompts, batch.tokens)
+      logits = head_logits(hidden, model.head(params))
+      return jnp.sum(jnp.sin(logits) * batch.mask[..., None]), logits
+
+    return jit(jax.grad(loss, has_aux=True))(params)
+
+  dense, expected = gradient(model, whole)
+  low, logits = gradient(adapted, adapters)
+  np.testing.assert_allclose(logits, expected, rtol=1e-10, atol=1e-12)
+  assert jax.tree.structure(low) == jax.tree.structure(adapters)
+  for name, pair in adapters["blocks"].items():
+    dW = np.asarray(dense["blocks"][name])
+    by_hand = {
+      "a": scale * np.einsum("lde,lre->ldr", dW, pair["b"]),
+      "b": scale * np.einsum("ldr,lde->lre", pair["a"], dW),
+    }
+    for letter, values in by_hand.items():
+      assert np.abs(values).max() > 0.01
+      np.testing.assert_allclose(low["blocks"][name][letter], values, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+  ("dtype", "tied_head", "bound"),
+  [
+    ("float32", True, 1e-5),
+    pytest.param("bfloat16", False, 5e-2, marks=pytest.mark.slow),
+  ],
+)
+def test_merged_sampling_agrees_with_unmerged_scoring(dtype, tied_head, bound):
+  changes = dict(compute_dtype=dtype, tied_head=tied_head)
+  model, base, adapters, _ = setup("float32", EVERYTHING, **changes)
+  adapted = with_base(model, base, EVERYTHING)
+  prompts = jax.tree.map(jnp.asarray, make_batch().prompts)
+  sample = functools.partial(
+    generate,
+    model=adapted,
+    group_size=4,
+    max_new_tokens=8,
+    sampling=Sampling(),
+    stop_tokens=(3,),
+    pad_token=0,
+  )
+  rollouts = jit(sample)(adapters, prompts, jax.random.key(0))
+  mask = np.arange(8) < np.asarray(rollouts.lengths)[..., None]
+  assert mask.sum() > 100
+
+  def gap(model, params):
+    @jit
+    def score(params):
+      hidden = model.response_hidden(params, prompts, rollouts.tokens)
+      return token_logprobs(hidden, model.head(params), rollouts.tokens)[0]
+
+    return np.abs(np.asarray(score(params) - rollouts.behavior_logprobs))[mask]
+
+  assert gap(adapted, adapters).mean() < bound
+  assert gap(model, base).mean() > 0.3
+
+
+def test_decoding_casts_the_head_before_its_loop_as_without_adapters():
+  model = transformer(dataclasses.replace(make_method().model.config, compute_dtype="bfloat16"))
+  base = jax.eval_shape(model.init, jax.random.key(0))
+
+  def heads(base, key):
+    adapted = with_base(model, base, EVERYTHING)
+    adapters = adapted.init(key)
+    return adapted.head(adapters).kernel, adapted.head(adapted.decoding_params(adapters)).kernel
+
+  scoring, decoding = jax.eval_shape(heads, base, jax.random.key(0))
+  assert (scoring.dtype, decoding.dtype) == (jnp.float32, jnp.bfloat16)
+
+
+# --- updates --------------------------------------------------------------------------------------
+
+
+def lora_method(base, dtype="float64", mesh=None, **changes):
+  """An update of adapters by GRPO and SALT, as a function of the base."""
+  method = make_method(dtype, mesh=mesh, reweighting=reweighting.salt(), **changes)
+  config = dataclasses.replace(method.model.config, qkv_bias=True)
+  constrain = sharding.batch_constraint(mesh) if mesh else lambda x: x
+  single = with_base(transformer(config), base, SETTINGS)
+  return method._replace(
+    model=with_base(transformer(config, constrain), base, SETTINGS),
+    gram=geometry.streaming(),
+    gram_setting=geometry.Setting(single, method.temperature, mesh),
+  )
+
+
+def test_an_update_moves_adapters_alone():
+  """The base is an argument that comes out of nothing; B moves first, A with the second update."""
+  _, base, _, adapters = setup("float32")
+  batch = jax.tree.map(jnp.asarray, make_batch())
+
+  @jit
+  def step(state, batch, base):
+    return train_step(state, batch, method=lora_method(base, dtype="float32"))
+
+  state = jit(functools.partial(initial_state, lora_method(base, dtype="float32")))(
+    adapters, jnp.float32(0.0)
+  )
+  moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
+  assert sum(x.size for x in moments) == 2 * sum(x.size for x in jax.tree.leaves(adapters))
+  checksums = jit(parameter_checksums)
+  first, metrics = step(state, batch, base)
+  assert metrics["update/gradient_norm"] > 0 and metrics["gram/head_products"] > 0
+  for name, leaf in names(first.params).items():
+    change = np.abs(np.asarray(leaf - names(adapters)[name])).max()
+    # Weight decay alone moves an A whose B is still zero: optax.adamw(1e-2) decays by 1e-4.
+    assert change > 5e-3 if name.endswith("/b") else change < 1e-5, name
+  assert np.sum(np.asarray(checksums(first.params)) != np.asarray(checksums(adapters))) >= 3
+  second, _ = step(first, batch, base)
+  for name, leaf in names(second.params).items():
+    assert np.abs(np.asarray(leaf - names(first.params)[name])).max() > 1e-3, name
+  other, _ = step(state, batch, jax.tree.map(lambda x: 1.1 * np.asarray(x), base))
+  assert relative_distance(other.params, first.params) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)])
+def test_meshes_and_micro_batches_give_the_same_update(x64, shape):
+  _, base, adapters, _ = setup()
+  batch = make_batch(np.float64)
+  coefficients = make_method("float64").advantage.apply((), batch)
+
+  def gradient(base, adapters, batch, **how):
+    run = lambda base, params, batch: update_gradient(
+      params, batch, coefficients, jax.random.key(0), method=lora_method(base, **how)
+    )
+    (loss, _), gradient = jit(run)(base, adapters, batch)
+    return loss, gradient
+
+  loss, expected = gradient(base, adapters, batch)
+  mesh = sharding.make_mesh(**dict(zip(sharding.AXES, shape, strict=True)))
+  place = lambda tree: jax.device_put(tree, sharding.state_shardings(tree, mesh))
+  placed = sharding.to_devices(batch, sharding.batch_sharding(mesh))
+  how = dict(mesh=mesh, num_micro_batches=4)
+  found, other = gradient(place(base), place(adapters), placed, **how)
+  np.testing.assert_allclose(found, loss, rtol=1e-9)
+  assert relative_distance(other, expected) < 1e-9
+
+
+@pytest.mark.slow
+def test_per_rollout_gradients_add_up_to_the_batchs(x64):
+  _, base, adapters, _ = setup()
+  batch = make_batch(np.float64)
+  setting = lora_method(base).gram_setting
+  features = jit(lambda p: per_rollout_features(p, batch, setting, parameters="all"))(adapters)
+
+  def total(adapters):
+    hidden = setting.model.response_hidden(adapters, batch.prompts, batch.tokens)
+    logprobs, _ = token_logprobs(hidden, setting.model.head(adapters), batch.tokens)
+    return -jnp.sum(logprobs * batch.mask)
+
+  leaves = jax.tree.leaves(jit(jax.grad(total))(adapters))
+  expected = np.concatenate([np.ravel(leaf) for leaf in leaves])
+  assert features.shape == (batch.rewards.size, expected.size)
+  np.testing.assert_allclose(np.sum(features, axis=0), expected, rtol=1e-8, atol=1e-10)
+
+
+def test_adapters_are_sharded_as_their_kernels():
+  """A along the kernel's rows, B along its columns; so are the optimizer's moments."""
+  mesh = sharding.make_mesh(fsdp=4, tensor=2)
+  base = jax.eval_shape(make_method().model.init, jax.random.key(0))
+  adapters = jax.eval_shape(lambda key: init(key, base, EVERYTHING), jax.random.key(0))
+  of_kernels = sharding.state_shardings(base, mesh)["blocks"]
+  both = (adapters, optax.adamw(1e-3).init(adapters)[0].mu)
+  for found in (sharding.state_shardings(tree, mesh)["blocks"] for tree in both):
+    assert len(found) == 7
+    for name, pair in found.items():
+      _, rows, columns = of_kernels[name].spec
+      assert {rows, columns} == {"fsdp", "tensor"}
+      assert tuple(pair["a"].spec) in {(None, rows), (None, rows, None)}, name
+      assert tuple(pair["b"].spec) == (None, None, columns), name
+
+
+def test_a_gradient_holds_neither_gradients_of_kernels_nor_low_rank_products():
+  """As the program's products say, and its memory under remat beside that of a full gradient."""
+  shape = dict(width=64, mlp_width=256, num_layers=4, head_dim=16, remat="dots")
+  model = transformer(dataclasses.replace(make_method().model.config, **shape))
+  base = jax.eval_shape(model.init, jax.random.key(0))
+  adapters = jax.eval_shape(lambda key: init(key, base, EVERYTHING), jax.random.key(0))
+  batch = make_batch()
+
+  def loss(model, params):
+    return jnp.sum(jnp.sin(model.response_hidden(params, batch.prompts, batch.tokens)))
+
+  full = jax.grad(functools.partial(loss, model))
+  low = jax.grad(lambda a, base: loss(with_base(model, base, EVERYTHING), a))
+  products = lambda program: set(re.findall(r"f32\[([\d,]+)\] = dot_general", str(program)))
+  sizes = [w.shape[1:] for w in target_kernels(base, EVERYTHING).values()]
+  kernels = {f"{D},{E}" for pair in sizes for D, E in (pair, pair[::-1])}
+  assert products(jax.make_jaxpr(full)(base)) & kernels
+  assert not products(jax.make_jaxpr(low)(adapters, base)) & kernels
+
+  memory = lambda function, *shapes: jit(function).lower(*shapes).compile().memory_analysis()
+  of_full, of_low = memory(full, base), memory(low, adapters, base)
+  size = sum(4 * x.size for x in jax.tree.leaves(adapters))
+  assert of_low.output_size_in_bytes < 1.1 * size < 0.1 * of_full.output_size_in_bytes
+  assert of_low.temp_size_in_bytes < 1.25 * of_full.temp_size_in_bytes

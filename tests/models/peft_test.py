@@ -1,0 +1,242 @@
+"""Adapters in PEFT's files: round trips, what is refused, and the library on golden models."""
+
+import dataclasses
+import json
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlvr_jax.files import located
+from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.huggingface import checkpoint_config, load_params
+from rlvr_jax.models.lora import LoraSettings, init, with_base
+from rlvr_jax.models.peft import CONFIG_FILE, WEIGHTS_FILE, load_adapters, save_adapters
+from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.ops.logprobs import head_logits
+from rlvr_jax.train import sharding
+from rlvr_jax.types import Prompts
+
+CONFIG = TransformerConfig(
+  vocab_size=8, width=6, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, mlp_width=10
+)
+SETTINGS = LoraSettings(rank=2, alpha=5.0, targets="blocks/(query|output|down)$")
+
+_SHARED = os.environ.get("RLVR_SHARED")
+_FOLDERS = sorted(pathlib.Path(_SHARED, "golden", "hf").iterdir()) if _SHARED else []
+
+
+def random_adapters(config=CONFIG, settings=SETTINGS):
+  key = jax.random.key(0)
+  base = jax.eval_shape(transformer(config).init, key)
+  shapes = jax.eval_shape(lambda key: init(key, base, settings), key)
+  rng = np.random.default_rng(0)
+  return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32) * 0.2, shapes)
+
+
+def saved(folder, **description):
+  """A folder of adapters whose configuration has fields changed."""
+  save_adapters(folder, random_adapters(), SETTINGS, CONFIG)
+  path = folder / CONFIG_FILE
+  path.write_text(json.dumps(json.loads(path.read_text()) | description))
+  return folder
+
+
+def rewrite(folder, change):
+  """Changes the tensors of a folder by the safetensors library."""
+  numpy = pytest.importorskip("safetensors.numpy")
+  numpy.save_file(change(numpy.load_file(folder / WEIGHTS_FILE)), folder / WEIGHTS_FILE)
+
+
+# --- round trips ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("url", ["", "memory://adapters/of/a run"])
+def test_what_is_saved_is_loaded(tmp_path, url):
+  """Settings too, to the function: the pattern may be written in another way."""
+  folder, adapters = url or tmp_path / "new" / "run", random_adapters()
+  save_adapters(folder, adapters, SETTINGS, CONFIG, base_model="some/base")
+  found, settings = load_adapters(folder, CONFIG)
+  jax.tree.map(np.testing.assert_array_equal, found, adapters)
+  assert (settings.rank, settings.alpha) == (2, 5.0)
+  base = jax.eval_shape(transformer(CONFIG).init, jax.random.key(0))
+  again = jax.eval_shape(lambda key: init(key, base, settings), jax.random.key(0))
+  assert jax.tree.structure(again) == jax.tree.structure(adapters)
+  system, path = located(folder)
+  assert json.loads(system.cat_file(f"{path}/{CONFIG_FILE}"))["base_model_name_or_path"] == (
+    "some/base"
+  )
+  with pytest.raises(FileExistsError, match="not empty"):
+    save_adapters(folder, adapters, SETTINGS, CONFIG)
+
+
+def test_tensors_have_pefts_names_and_orientation(tmp_path):
+  safetensors = pytest.importorskip("safetensors.numpy")
+  adapters = random_adapters()
+  save_adapters(tmp_path / "run", adapters, SETTINGS, CONFIG)
+  tensors = safetensors.load_file(tmp_path / "run" / WEIGHTS_FILE)
+  assert len(tensors) == 2 * 3 * CONFIG.num_layers
+  layer = "base_model.model.model.layers.1"
+  query, down = adapters["blocks"]["query"], adapters["blocks"]["down"]
+  np.testing.assert_array_equal(tensors[f"{layer}.self_attn.q_proj.lora_A.weight"], query["a"][1].T)
+  np.testing.assert_array_equal(tensors[f"{layer}.mlp.down_proj.lora_B.weight"], down["b"][1].T)
+  assert tensors[f"{layer}.mlp.down_proj.lora_A.weight"].shape == (2, CONFIG.mlp_width)
+  description = json.loads((tmp_path / "run" / CONFIG_FILE).read_text())
+  assert sorted(description["target_modules"]) == ["down_proj", "o_proj", "q_proj"]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
+def test_half_precision_is_read_as_float32(tmp_path, dtype):
+  folder = saved(tmp_path / "run")
+  rewrite(folder, lambda tensors: {name: x.astype(dtype) for name, x in tensors.items()})
+  found, _ = load_adapters(folder, CONFIG)
+  for loaded, exact in zip(
+    jax.tree.leaves(found), jax.tree.leaves(random_adapters()), strict=True
+  ):
+    assert loaded.dtype == np.float32
+    np.testing.assert_array_equal(loaded, exact.astype(dtype).astype(np.float32))
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  "description",
+  [
+    dict(peft_type="IA3"),
+    dict(use_rslora=True),
+    dict(use_dora=True),
+    dict(bias="all"),
+    dict(lora_bias=True),
+    dict(modules_to_save=["lm_head"]),
+    dict(rank_pattern={"q_proj": 4}),
+    dict(alpha_pattern={"q_proj": 4}),
+    dict(layer_replication=[[0, 2]]),
+    dict(fan_in_fan_out=True),
+    dict(init_lora_weights="pissa_niter_16"),
+    dict(an_option_of_tomorrow=0.5),
+  ],
+  ids=lambda description: next(iter(description)),
+)
+def test_other_kinds_of_adapters_are_refused(tmp_path, description):
+  ((field, value),) = description.items()
+  with pytest.raises(ValueError, match=rf"'{field}': .*not supported.*merge_and_unload") as error:
+    load_adapters(saved(tmp_path / "run", **description), CONFIG)
+  assert repr(value) in str(error.value)
+
+
+@pytest.mark.parametrize(
+  "description",
+  [
+    dict(lora_dropout=0.1),
+    dict(init_lora_weights="gaussian"),
+    dict(use_dora=None),
+    dict(revision="x"),
+  ],
+  ids=lambda description: next(iter(description)),
+)
+def test_what_does_not_change_the_function_is_accepted(tmp_path, description):
+  found, _ = load_adapters(saved(tmp_path / "run", **description), CONFIG)
+  jax.tree.map(np.testing.assert_array_equal, found, random_adapters())
+
+
+@pytest.mark.parametrize(
+  ("description", "message"),
+  [
+    (dict(r=3), r"rank = 3 .*'blocks/down/a': \(\(2, 10, 2\), \(2, 10, 3\)\).*trained with"),
+    (dict(r="two"), "rank = 'two' is not a whole number"),
+    (dict(lora_alpha=0), "alpha = 0 is not a number"),
+  ],
+)
+def test_settings_that_do_not_fit_are_refused(tmp_path, description, message):
+  with pytest.raises(ValueError, match=message):
+    load_adapters(saved(tmp_path / "run", **description), CONFIG)
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    (dict(num_layers=3), r"3 layers .* missing are \['base_model.model.model.layers.2"),
+    (dict(num_layers=1), r"too many \['base_model.model.model.layers.1"),
+    (dict(width=8, head_dim=4), r"'blocks/query/a': \(\(2, 6, 2\), \(2, 8, 2\)\)"),
+  ],
+)
+def test_another_base_is_refused(tmp_path, change, message):
+  with pytest.raises(ValueError, match=message):
+    load_adapters(saved(tmp_path / "run"), dataclasses.replace(CONFIG, **change))
+  with pytest.raises(ValueError, match="do not fit the model"):
+    save_adapters(
+      tmp_path / "x", random_adapters(), SETTINGS, dataclasses.replace(CONFIG, **change)
+    )
+  assert not (tmp_path / "x").exists()
+
+
+def test_tensors_of_other_modules_are_refused(tmp_path):
+  folder = saved(tmp_path / "run")
+  extra = {"base_model.model.lm_head.lora_A.weight": np.zeros((2, 6), np.float32)}
+  rewrite(folder, lambda tensors: tensors | extra)
+  with pytest.raises(ValueError, match=r"\['base_model.model.lm_head.lora_A.weight'\], no adapter"):
+    load_adapters(folder, CONFIG)
+
+
+def test_pickled_and_missing_files_are_refused(tmp_path):
+  folder = saved(tmp_path / "run")
+  (folder / WEIGHTS_FILE).rename(folder / "adapter_model.bin")
+  with pytest.raises(FileNotFoundError, match=r"adapter_model\.safetensors is missing.*never pick"):
+    load_adapters(folder, CONFIG)
+  with pytest.raises(FileNotFoundError, match=r"adapter_config\.json is missing"):
+    load_adapters(tmp_path, CONFIG)
+
+
+# --- the library itself ---------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not _SHARED, reason="RLVR_SHARED is not set")
+@pytest.mark.parametrize("folder", _FOLDERS, ids=lambda folder: folder.name)
+def test_the_peft_library_computes_the_same_logits(tmp_path, folder):
+  """With adapters that we wrote, and with those that the library writes."""
+  torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+  transformers = pytest.importorskip("transformers")
+  config = dataclasses.replace(checkpoint_config(folder), compute_dtype="float32", remat="none")
+  model = transformer(config)
+  shapes = jax.eval_shape(model.init, jax.random.key(0))
+  base = load_params(folder, sharding.placed(shapes, sharding.make_mesh()))
+  ids = np.load(folder / "expected.npz")["input_ids"]
+  load_base = lambda: transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+  def theirs(network):
+    with torch.no_grad():
+      return network(torch.tensor(ids)).logits.numpy()
+
+  def ours(adapters, settings):
+    adapted = with_base(model, base, settings)
+    prompts = Prompts(jnp.asarray(ids[:, :1]), jnp.ones(len(ids), jnp.int32))
+    responses = jnp.asarray(np.pad(ids[:, 1:], [(0, 0), (0, 1)]))[:, None]
+    hidden = adapted.response_hidden(adapters, prompts, responses)[:, 0]
+    return np.asarray(head_logits(hidden, adapted.head(adapters)))
+
+  settings = LoraSettings(rank=3, alpha=7.5)
+  adapters = random_adapters(config, settings)
+  save_adapters(tmp_path / "ours", adapters, settings, config, base_model=str(folder))
+  loaded = peft.PeftModel.from_pretrained(load_base(), str(tmp_path / "ours"))
+  logits = theirs(loaded)
+  np.testing.assert_allclose(ours(adapters, settings), logits, atol=1e-4, rtol=1e-4)
+  assert np.abs(logits - theirs(load_base())).max() > 0.1
+
+  torch.manual_seed(0)
+  choice = peft.LoraConfig(
+    r=4,
+    lora_alpha=6,
+    target_modules=["q_proj", "up_proj"],
+    init_lora_weights=False,
+    task_type="CAUSAL_LM",
+  )
+  made = peft.get_peft_model(load_base(), choice)
+  made.save_pretrained(tmp_path / "theirs")
+  adapters, settings = load_adapters(tmp_path / "theirs", config)
+  assert settings == LoraSettings(rank=4, alpha=6, targets="blocks/(query|up)$")
+  np.testing.assert_allclose(ours(adapters, settings), theirs(made), atol=1e-4, rtol=1e-4)

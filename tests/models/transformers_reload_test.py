@@ -1,0 +1,277 @@
+"""Checkpoints to and from `transformers` itself, which needs torch: pip install torch (CPU)."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles.checkpoints import old_style
+
+from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.huggingface import (
+  checkpoint_config,
+  config_fields,
+  load_params,
+  save_checkpoint,
+)
+from rlvr_jax.models.safetensors import INDEX
+from rlvr_jax.models.transformer import inverse_frequencies, rotary_tables
+from rlvr_jax.ops.logprobs import head_logits
+from rlvr_jax.train.sharding import make_mesh, placed
+from rlvr_jax.types import Prompts
+
+torch = pytest.importorskip("torch", reason="transformers computes with torch, not installed")
+transformers = pytest.importorskip("transformers")
+ROPE_INIT_FUNCTIONS = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS
+
+_SHARED = os.environ.get("RLVR_SHARED")
+_FOLDERS = sorted(pathlib.Path(_SHARED, "golden", "hf").iterdir()) if _SHARED else []
+_FAMILIES = ("qwen2", "qwen3", "llama", "gemma2", "gemma3_text")
+_PROMPT, _LENGTH = 6, 20  # tokens
+
+
+def loaded(directory):
+  model = transformer(checkpoint_config(directory))
+  shapes = jax.eval_shape(model.init, jax.random.key(0))
+  return model, load_params(directory, placed(shapes, make_mesh()))
+
+
+def their_logits(directory, ids, mask):
+  model = transformers.AutoModelForCausalLM.from_pretrained(
+    directory, dtype=torch.float32, attn_implementation="eager"
+  ).eval()
+  ids, mask = torch.as_tensor(ids), torch.as_tensor(mask)
+  positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+  with torch.no_grad():
+    return model(input_ids=ids, attention_mask=mask, position_ids=positions).logits.numpy()
+
+
+def our_logits(directory, ids, mask):
+  """Of all tokens from the prompts' last on."""
+  model, params = loaded(directory)
+  prompts = Prompts(
+    tokens=jnp.asarray(ids[:, :_PROMPT], jnp.int32),
+    lengths=jnp.asarray(mask[:, :_PROMPT].sum(axis=1), jnp.int32),
+  )
+  responses = jnp.asarray(np.pad(ids[:, _PROMPT:], [(0, 0), (0, 1)]), jnp.int32)[:, None]
+  hidden = model.response_hidden(params, prompts, responses)[:, 0]
+  return np.asarray(head_logits(hidden, model.head(params)))
+
+
+def batch(vocab_size):
+  """Left-padded prompts and their responses."""
+  ids = np.random.default_rng(1).integers(0, vocab_size, (3, _LENGTH))
+  mask = np.ones_like(ids)
+  mask[1, :3], mask[2, : _PROMPT - 1] = 0, 0
+  return ids, mask
+
+
+@pytest.mark.skipif(not _SHARED, reason="RLVR_SHARED is not set")
+@pytest.mark.parametrize("folder", _FOLDERS, ids=lambda folder: folder.name)
+def test_exports_of_the_golden_checkpoints_reload_with_the_same_logits(folder, tmp_path):
+  model, params = loaded(folder)
+  save_checkpoint(tmp_path / "out", params, model.config, dtype="float32", source=folder)
+  expected = np.load(folder / "expected.npz")
+  found = their_logits(tmp_path / "out", expected["input_ids"], expected["attention_mask"])
+  real = expected["attention_mask"] == 1
+  np.testing.assert_allclose(found[real], expected["logits"][real], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  "settings",
+  [
+    dict(rope_type="linear", factor=3.0),
+    dict(
+      rope_type="llama3",
+      factor=8.0,
+      low_freq_factor=1.0,
+      high_freq_factor=4.0,
+      original_max_position_embeddings=32,
+    ),
+    dict(rope_type="yarn", factor=4.0),
+    dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32, truncate=False),
+    dict(rope_type="yarn", factor=4.0, beta_fast=8, beta_slow=2),
+    dict(rope_type="yarn", factor=1.0, original_max_position_embeddings=4096, beta_fast=1),
+    dict(rope_type="yarn", factor=4.0, attention_factor=0.7),
+    dict(rope_type="yarn", factor=4.0, mscale=0.5, mscale_all_dim=0.8),
+    dict(rope_type="yarn", factor=None, original_max_position_embeddings=32),
+  ],
+  ids=str,
+)
+def test_rotary_tables_are_transformers(settings):
+  published = dict(
+    max_position_embeddings=128,
+    head_dim=24,
+    hidden_size=48,
+    num_attention_heads=2,
+    rope_parameters=settings | dict(rope_theta=5e3),
+  )
+  config = transformers.AutoConfig.for_model("qwen3", **published)
+  theirs, factor = ROPE_INIT_FUNCTIONS[settings["rope_type"]](config)
+  ours = config_fields(dict(model_type="qwen3", **published), "")
+  scaling = ours["rope_scaling"]
+  frequencies = inverse_frequencies(24, ours["rope_theta"], scaling)
+  np.testing.assert_allclose(frequencies, theirs.numpy(), rtol=1e-5)
+  cosine, sine = rotary_tables(jnp.arange(5), frequencies, scaling)
+  angles = np.arange(5)[:, None] * theirs.numpy()
+  np.testing.assert_allclose(cosine[:, 0], factor * np.cos(angles), rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(sine[:, 0], factor * np.sin(angles), rtol=1e-5, atol=1e-6)
+
+
+# --- random checkpoints as transformers makes them ------------------------------------------------
+
+
+def random_settings(family, rng):
+  pick = lambda *options: options[rng.integers(len(options))]
+  heads = pick(2, 4, 6)
+  layers = pick(2, 3, 4)
+  c = dict(
+    vocab_size=pick(40, 67),
+    hidden_size=heads * pick(6, 10),
+    intermediate_size=pick(20, 56),
+    num_hidden_layers=layers,
+    num_attention_heads=heads,
+    num_key_value_heads=pick(*(k for k in (1, 2, 3, 6) if heads % k == 0)),
+    head_dim=pick(8, 12, 16),
+    rms_norm_eps=pick(1e-5, 1e-6),
+    tie_word_embeddings=pick(True, False),
+    attention_bias=pick(True, False),
+    max_position_embeddings=pick(32, 64),
+    pad_token_id=None,
+    bos_token_id=1,
+    eos_token_id=2,
+  )
+  scaling = pick(
+    dict(rope_type="default"),
+    dict(rope_type="linear", factor=pick(2.0, 5.0)),
+    dict(
+      rope_type="llama3",
+      factor=8.0,
+      low_freq_factor=1.0,
+      high_freq_factor=pick(2.0, 4.0),
+      original_max_position_embeddings=16,
+    ),
+    dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=pick(4, 32)),
+  )
+  rope = dict(rope_theta=pick(100.0, 5e5)) | scaling
+  window = pick(3, 7)  # shorter than the sequence
+  if family == "llama":
+    c |= dict(mlp_bias=pick(True, False), hidden_act=pick("silu", "gelu", "gelu_pytorch_tanh"))
+  if family.startswith("qwen"):
+    c |= dict(use_sliding_window=pick(True, False), sliding_window=window, max_window_layers=1)
+  if family == "qwen2":
+    del c["attention_bias"], c["head_dim"]
+  if family.startswith("gemma"):
+    c |= dict(query_pre_attn_scalar=pick(9, 30), sliding_window=window)
+    c |= dict(final_logit_softcapping=pick(2.0, None), attn_logit_softcapping=pick(3.0, None))
+    kinds = pick(None, ["full_attention", *["sliding_attention"] * (layers - 1)])
+    c |= dict(layer_types=kinds)
+  if family == "gemma3_text":
+    near = dict(rope_type="default", rope_theta=pick(30.0, 1e4))
+    rope = dict(full_attention=rope, sliding_attention=near)
+  return c | dict(rope_parameters=rope)
+
+
+def randomise(model, seed):
+  """Weights under which every one of them moves the logits: fresh models have no biases."""
+  generator = torch.Generator().manual_seed(seed)
+  with torch.no_grad():
+    for weight in model.parameters():
+      noise = torch.randn(weight.shape, generator=generator)
+      if weight.ndim == 1:
+        weight.add_(0.3 * noise)
+      else:
+        weight.copy_(noise * weight.shape[1] ** -0.5)
+
+
+def save_random(directory, family, rng, seed, *, older):
+  config = transformers.AutoConfig.for_model(family, **random_settings(family, rng))
+  model = transformers.AutoModelForCausalLM.from_config(config)
+  randomise(model, seed)
+  model = model.to(torch.bfloat16 if rng.integers(2) else torch.float32)
+  model.save_pretrained(directory, max_shard_size="20KB" if rng.integers(2) else "1GB")
+  if older:
+    path = directory / "config.json"
+    published = json.loads(path.read_text())
+    kinds = published.get("layer_types")
+    rewritten = old_style(published)
+    if kinds is not None:
+      rewritten["layer_types"] = kinds
+    path.write_text(json.dumps(rewritten))
+  return config
+
+
+def check_random(folder, family, seed):
+  rng = np.random.default_rng([seed, _FAMILIES.index(family)])
+  config = save_random(folder, family, rng, seed, older=bool(seed % 2))
+  ids, mask = batch(config.vocab_size)
+  theirs = their_logits(folder, ids, mask)[:, _PROMPT - 1 :]
+  assert theirs.std() > 0.3
+  np.testing.assert_allclose(our_logits(folder, ids, mask), theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", _FAMILIES)
+def test_a_random_checkpoint_has_transformers_logits(tmp_path, family):
+  check_random(tmp_path, family, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 9))
+@pytest.mark.parametrize("family", _FAMILIES)
+def test_random_checkpoints_have_transformers_logits(tmp_path, family, seed):
+  check_random(tmp_path, family, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", _FAMILIES)
+def test_random_checkpoints_survive_the_way_through_here(tmp_path, family):
+  rng = np.random.default_rng(_FAMILIES.index(family))
+  config = save_random(tmp_path / "in", family, rng, 0, older=False)
+  model, params = loaded(tmp_path / "in")
+  save_checkpoint(
+    tmp_path / "out", params, model.config, dtype="float32", max_shard_bytes=20_000
+  )
+  assert (tmp_path / "out" / INDEX).exists()
+  ids, mask = batch(config.vocab_size)
+  expected = their_logits(tmp_path / "in", ids, mask)
+  found = their_logits(tmp_path / "out", ids, mask)
+  np.testing.assert_allclose(found[mask == 1], expected[mask == 1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_text_model_of_a_saved_gemma3_has_its_logits(tmp_path):
+  rng = np.random.default_rng(0)
+  text = random_settings("gemma3_text", rng) | dict(vocab_size=40)
+  vision = dict(
+    hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+    image_size=28, patch_size=14,
+  )  # fmt: skip
+  config = transformers.Gemma3Config(
+    text_config=text,
+    vision_config=dict(model_type="siglip_vision_model", **vision),
+    image_token_index=39,
+    boi_token_index=37,
+    eoi_token_index=38,
+    mm_tokens_per_image=4,
+    tie_word_embeddings=text["tie_word_embeddings"],
+  )
+  model = transformers.Gemma3ForConditionalGeneration(config).eval()
+  randomise(model, 0)
+  model.save_pretrained(tmp_path)
+  ids, mask = batch(36)
+  reference = transformers.Gemma3ForConditionalGeneration.from_pretrained(
+    tmp_path, attn_implementation="eager"
+  ).eval()
+  positions = torch.as_tensor((mask.cumsum(axis=1) - 1).clip(min=0))
+  with torch.no_grad():
+    theirs = reference(
+      input_ids=torch.as_tensor(ids),
+      attention_mask=torch.as_tensor(mask),
+      position_ids=positions,
+    ).logits.numpy()[:, _PROMPT - 1 :]
+  np.testing.assert_allclose(our_logits(tmp_path, ids, mask), theirs, atol=1e-4, rtol=1e-4)

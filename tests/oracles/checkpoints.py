@@ -1,0 +1,34 @@
+"""Checkpoints as older versions of `transformers` wrote them."""
+
+
+def old_style(published):
+  """A config.json as versions before rope_parameters and layer_types wrote it."""
+  c = dict(published)
+  family = c["model_type"]
+  rope = c.pop("rope_parameters")
+  full = rope.get("full_attention", rope)
+  c["rope_theta"] = full["rope_theta"]
+  if "sliding_attention" in rope:
+    c["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+  if full["rope_type"] != "default":
+    scaling = {name: value for name, value in full.items() if name != "rope_theta"}
+    key = "type" if full["rope_type"] == "linear" else "rope_type"
+    c["rope_scaling"] = {key: scaling.pop("rope_type")} | scaling
+  else:
+    c["rope_scaling"] = None
+  layers = c.pop("layer_types", [])
+  if family == "gemma3_text":
+    c["sliding_window_pattern"] = [*layers, "full_attention"].index("full_attention") + 1
+  c["torch_dtype"] = c.pop("dtype")
+  if c["tie_word_embeddings"] == family.startswith("gemma"):
+    del c["tie_word_embeddings"]
+  if family in ("llama", "qwen2") and c["head_dim" if "head_dim" in c else "hidden_size"] == (
+    c["hidden_size"] // c["num_attention_heads"]
+  ):
+    c.pop("head_dim", None)
+  for name in ("attention_bias", "mlp_bias"):
+    if not c.get(name, True):
+      del c[name]
+  if c["rms_norm_eps"] == 1e-6:
+    del c["rms_norm_eps"]
+  return c

@@ -1,0 +1,366 @@
+"""Grading of programs: styles of tests, what crosses over to the program, published solutions."""
+
+import importlib
+import os
+import pathlib
+
+import pytest
+
+from experiments.benchmarks import code_grading
+from rlvr_jax.rewards import GraderPool, Outcome
+from rlvr_jax.rewards.code import code, names_used, program_text
+
+ADD = "def add(a, b):\n  return a + b\n"
+
+
+def _asserts(*tests, **more):
+  return {"style": "asserts", "tests": list(tests)} | more
+
+
+def _stdin(*cases, **more):
+  return {"style": "stdin", "cases": [{"input": i, "output": o} for i, o in cases]} | more
+
+
+def _function(entry_point, *cases, **more):
+  cases = [{"input": i, "output": o} for i, o in cases]
+  return {"style": "function", "entry_point": entry_point, "cases": cases} | more
+
+
+def _passes(program, *tests, **more):
+  grade = code(program, _asserts(*tests, **more))
+  assert grade.outcome in (Outcome.CORRECT, Outcome.WRONG), grade
+  return grade.outcome is Outcome.CORRECT
+
+
+@pytest.mark.parametrize(
+  ("completion", "program"),
+  [
+    ("x = 1", "x = 1"),
+    ("so:\n```python\nx = 1\n```\nand", "x = 1\n"),
+    ("```python\nx = 1\n```\n```\nx = 2\n```", "x = 2\n"),
+    ("```python\nx = 1\n```\n```text\nx = 2\n```", "x = 1\n"),
+    ("```py\r\nx = 1\r\n```\r\n", "x = 1\n"),
+    ("<think>```python\nx = 1\n```</think> x = 2", " x = 2"),
+    ("```python\n  return 1\n", "  return 1\n"),
+    ("```python\ns = '''\n a ``` b\n'''\n```", "s = '''\n a ``` b\n'''\n"),
+  ],
+)
+def test_program_text(completion, program):
+  assert program_text(completion) == program
+
+
+def test_asserts():
+  tests = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"]
+  assert code(ADD, _asserts(*tests)).score == 1.0
+  grade = code(ADD, _asserts(*tests, "assert add(1, 1) == 3", "assert add(2, 2) == 4"))
+  assert (grade.outcome, grade.score) == (Outcome.WRONG, 0.0)
+  assert "test 3 of 4" in grade.detail and "add(1, 1) == 3" in grade.detail
+  share = _asserts(*tests, "assert add(1, 1) == 3", "assert add(2, 2) == 4", reward="fraction")
+  assert (code(ADD, share).outcome, code(ADD, share).score) == (Outcome.WRONG, 0.75)
+
+
+def test_setup_runs_after_the_program():
+  program = "class Node:\n  def __init__(self, v): self.v = v\ndef f(n): return n.v"
+  assert _passes(program, "assert f(root) == 7", setup="root = Node(7)")
+
+
+@pytest.mark.parametrize(
+  ("program", "detail"),
+  [
+    ("def add(a, b: return", "program: SyntaxError"),
+    ("raise ValueError('at once')", "program: ValueError: at once"),
+    ("def sub(a, b): return a - b", "NameError: name 'add' is not defined"),
+    ("def add(a, b): return a / 0", "ZeroDivisionError"),
+    ("class Odd(Exception): pass\ndef add(a, b): raise Odd('so')", "Odd: so"),
+    ("def add(a, b): exit(0)", "SystemExit"),
+    ("import os\ndef add(a, b): os._exit(0)", "the program has ended"),
+    ("def add(a, b): return 'x' * 2**25", "unusable"),
+    ("add = 5", "not callable"),
+  ],
+)
+def test_what_went_wrong(program, detail):
+  grade = code(program, _asserts("assert add(1, 2) == 3"))
+  assert (grade.outcome, grade.score) == (Outcome.WRONG, 0.0)
+  assert detail in grade.detail
+
+
+def test_no_code_and_no_time():
+  assert code(" \n", _asserts("assert True")).outcome is Outcome.UNPARSEABLE
+  assert code("```python\n```", _asserts("assert True")).outcome is Outcome.UNPARSEABLE
+  slow = "def add(a, b):\n  while True: pass"
+  assert code(slow, _asserts("assert add(1, 2)", time_limit_s=0.3)).outcome is Outcome.TIMEOUT
+
+
+PROMPT = '''import math
+from typing import List
+
+def helper(x):
+  return x + 1
+
+def area(r: float) -> float:
+    """Area of a circle."""
+'''
+CHECK = """
+def check(candidate):
+  assert abs(candidate(1) - 3.14159) < 1e-4
+  assert helper(1) == 2
+"""
+
+
+@pytest.mark.parametrize(
+  ("completion", "right"),
+  [
+    ("    return math.pi * r * r\n", True),
+    ("```python\n    return math.pi * r * r\n```", True),
+    ("def area(r: float) -> float:\n    return math.pi * r ** 2", True),
+    ("from math import pi\narea = lambda r: pi * r * r", True),
+    ("    return 3 * r * r\n", False),
+    ("def other(r):\n    return math.pi * r * r\n", False),
+    # The helper that the test uses is the prompt's own, not what a program makes of it.
+    ("def helper(x):\n  return 7\ndef area(r):\n  return math.pi * r * r", True),
+  ],
+)
+def test_check(completion, right):
+  reference = {"style": "check", "entry_point": "area", "test": CHECK, "prompt": PROMPT}
+  assert code(completion, reference).outcome is (Outcome.CORRECT if right else Outcome.WRONG)
+
+
+@pytest.mark.parametrize(
+  ("program", "entry_point", "case", "right"),
+  [
+    (ADD, "add", ([1, 2], 3), True),
+    (ADD, "add", ([1, 2], 4), False),
+    (ADD, "add", ([0.1, 0.2], 0.3), True),
+    ("def f(): return (1, [2, (3,)])", "f", ([], [1, [2, [3]]]), True),
+    ("def f(): return {1: (2,)}", "f", ([], {"1": [2]}), True),
+    ("def f(): return 10**16", "f", ([], 10**16 + 1), False),
+    ("def f(): return None", "f", ([], 0), False),
+    ("class S:\n  n = 0\n  def g(self, x): self.n += x; return self.n", "S.g", ([2], 2), True),
+    ("def g(x): return x", "S.g", ([2], 2), True),
+    ("x = 1", "g", ([2], 2), False),
+  ],
+)
+def test_function(program, entry_point, case, right):
+  grade = code(program, _function(entry_point, case, case))
+  assert grade.outcome is (Outcome.CORRECT if right else Outcome.WRONG), grade
+
+
+def test_function_setup_runs_before_the_program():
+  reference = _function("f", ([4.0], 2.0), setup="from math import *\nfrom typing import *")
+  assert code("def f(x: List) -> float: return sqrt(x)", reference).outcome is Outcome.CORRECT
+
+
+@pytest.mark.parametrize(
+  ("program", "case", "right"),
+  [
+    ("print(int(input()) + int(input()))", ("1\n2\n", "3\n"), True),
+    ("print('a  ')\nprint('b')", ("", "a\nb"), True),
+    ("print(1.50, 2)", ("", "1.5 2.0"), True),
+    ("print(1.5001, 2)", ("", "1.5 2.0"), False),
+    ("print(10**17)", ("", str(10**17 + 1)), False),
+    ("print('a'); print()", ("", "a"), True),
+    ("print('a'); print('b')", ("", "a"), False),
+    ("print('a b')", ("", "a  b"), False),
+    ("import sys\nfor line in sys.stdin: sys.stdout.write(line)", ("x\ny\n", "x\ny"), True),
+    ("print(open(0).read())", ("é", "é"), True),
+    ("print(open('/dev/stdin').read())", ("x", "x"), True),
+    ("import sys\nsys.stdout.buffer.write(sys.stdin.buffer.read())", ("é", "é"), True),
+    ("if __name__ == '__main__': print(1)", ("", "1"), True),
+    ("print(1)\nexit()", ("", "1"), True),
+    ("print(1)\nexit(3)", ("", "1"), False),
+    ("print(1)\nraise ValueError('odd')", ("", "1"), False),
+    ("import os\nos.write(1, b'1'); os._exit(0)", ("", "1"), True),
+    ("import atexit\natexit.register(print, 2)\nprint(1)", ("", "1\n2"), True),
+    (
+      "import threading, time\n"
+      "threading.Thread(target=lambda: (time.sleep(0.05), print(2))).start()\nprint(1)",
+      ("", "1\n2"),
+      True,
+    ),
+    ("import subprocess\nsubprocess.run(['echo', '1'])", ("", "1"), True),
+  ],
+)
+def test_stdin(program, case, right):
+  grade = code(program, _stdin(case))
+  assert grade.outcome is (Outcome.CORRECT if right else Outcome.WRONG), grade
+
+
+def test_stdin_cases_are_processes_of_their_own():
+  program = "import os, sys\nprint(len(getattr(sys, 'seen', [])) + int(input()))\nsys.seen = [1]"
+  reference = _stdin(("1", "1"), ("2", "2"), ("3", "4"), ("4", "4"), reward="fraction")
+  grade = code(program, reference)
+  assert grade.score == 0.75 and "got '3\\n', expected '4'" in grade.detail
+
+
+@pytest.mark.parametrize(
+  "value",
+  [
+    "None", "True", "1", "-2**70", "10**5000", "1.5", "float('inf')", "1j", "'é\\ud800'",
+    "b'\\xff'", "bytearray(b'a')", "[1, [2]]", "(1, (2,))", "{1, 2}", "frozenset({1})",
+    "{(1, 2): [3], None: {}}", "range(2, 9, 3)", "collections.deque([1])", "int", "type(None)",
+    "fractions.Fraction(1, 3)", "decimal.Decimal('0.1')", "[True, 1, 1.0]",
+  ],
+)  # fmt: skip
+def test_values_cross_over_both_ways(value):
+  """Asked of the program: is what came the very value, and of the very type, that was sent."""
+  program = (
+    "import collections, decimal, fractions\n"
+    f"def same(x): return repr(x) == repr({value}) and type(x) == type({value})\n"
+    "def echo(x): return x"
+  )
+  setup = "import collections, decimal, fractions, sys; sys.set_int_max_str_digits(0)\n"
+  test = f"{setup}v = echo({value})\nassert repr(v) == repr({value}) and type(v) == type({value})"
+  program = "import sys; sys.set_int_max_str_digits(0)\n" + program
+  assert _passes(program, f"{setup}assert same({value})", test)
+
+
+@pytest.mark.parametrize(
+  ("returned", "test"),
+  [
+    ("collections.namedtuple('P', 'x y')(1, 2)", "assert f() == (1, 2) and type(f()) is tuple"),
+    ("collections.Counter('aab')", "assert f() == {'a': 2, 'b': 1}"),
+    ("collections.defaultdict(list, a=[1])", "assert f() == {'a': [1]}"),
+    ("collections.OrderedDict(a=1)", "assert f() == {'a': 1}"),
+    ("enum.IntEnum('E', 'a b').b", "assert f() == 2 and type(f()) is int"),
+    ("enum.StrEnum('E', {'a': 'x'}).a", "assert f() == 'x' and type(f()) is str"),
+    ("type('L', (list,), {})([1])", "assert f() == [1] and type(f()) is list"),
+  ],
+)
+def test_subclasses_come_as_their_base(returned, test):
+  assert _passes(f"import collections, enum\ndef f(): return {returned}", test)
+
+
+OBJECTS = """
+class Stack:
+  def __init__(self, items=()): self.items = list(items)
+  def push(self, x): self.items.append(x); return self
+  def __len__(self): return len(self.items)
+  def __getitem__(self, i): return self.items[i]
+  def __setitem__(self, i, x): self.items[i] = x
+  def __str__(self): return "Stack" + str(self.items)
+  def __eq__(self, other): return True
+  __hash__ = None
+def total(stack): return sum(stack.items)
+def countdown(n):
+  while n:
+    yield n
+    n -= 1
+def adder(n): return lambda x: x + n
+"""
+
+
+@pytest.mark.parametrize(
+  "test",
+  [
+    "s = Stack([1, 2])\nassert s.push(5).push(6).items == [1, 2, 5, 6]\nassert len(s) == 4",
+    "s = Stack()\nassert not s\ns.push(3)\nassert s and s[0] == 3 and list(s) == [3]",
+    "s = Stack([1])\ns[0] = 9\ns.name = 'n'\nassert (s.items, s.name) == ([9], 'n')",
+    "assert str(Stack([9])) == f'{Stack([9])}' == 'Stack[9]'",
+    "assert total(Stack([1, 2])) == 3 and total(stack=Stack([4])) == 4",
+    "s = Stack()\nassert s.push(1) is s and s != Stack([1])",
+    "assert list(countdown(3)) == [3, 2, 1] and 2 in countdown(3) and sum(countdown(2)) == 3",
+    "assert adder(2)(3) == 5",
+    "try:\n  Stack()[0]\nexcept IndexError:\n  pass\nelse:\n  assert False",
+  ],
+)
+def test_objects_of_the_program(test):
+  assert _passes(OBJECTS, test)
+
+
+def test_arguments_changed_in_place():
+  program = (
+    "def turn(m):\n  m[:] = [list(r) for r in zip(*m[::-1])]\n"
+    "def put(d, s, q): d['k'] = 1; s.add(2); q.appendleft(3)\n"
+  )
+  first = "m = [[1, 2], [3, 4]]\nassert turn(m) is None\nassert m == [[3, 1], [4, 2]]"
+  second = (
+    "import collections\nd, s, q = {}, set(), collections.deque()\nput(d, s, q)\n"
+    "assert (d, s, list(q)) == ({'k': 1}, {2}, [3])"
+  )
+  assert _passes(program, first, second)
+
+
+def test_functions_of_tests_as_arguments():
+  program = (
+    "def twice(f, x): return f(f(x))\ndef best(xs, key): return max(xs, key=key)\n"
+    "def inc(x): return x + 1\n"
+  )
+  assert _passes(
+    program,
+    "assert twice(lambda x: 2 * x, 3) == 12",
+    "assert twice(lambda x: inc(x) * 2, 3) == 18",
+    "assert best(['a', 'bcd', 'ef'], len) == 'bcd'",
+    "assert best(iter([1, -5]), abs) == -5",
+    "try:\n  twice(lambda x: 1 // x, 0)\nexcept ZeroDivisionError:\n  pass\nelse:\n  assert False",
+  )
+  with pytest.raises(RuntimeError, match="hands a module to the program"):
+    code(program, _asserts("import math\nassert twice(math, 1)"))
+
+
+@pytest.mark.parametrize(
+  ("tests", "names", "modules"),
+  [
+    (["assert f(1) == 2"], ["f"], []),
+    (["assert set(f(1)) == {int(g(2))}"], ["f", "g"], []),
+    (["assert math.isclose(f(1), 2)"], ["f"], ["math"]),
+    (["import math as m\nassert m.isclose(f(1), 2)"], ["f"], []),
+    (["assert sum(1, 2) == 3"], ["sum"], []),
+    (["def h(x): return f(x)", "y = 3", "assert h(y) and [z for z in f(1)]"], ["f"], []),
+    (["assert bisect([1], 1) == 1"], ["bisect"], []),
+  ],
+)
+def test_names_of_the_program(tests, names, modules):
+  assert names_used(tuple(tests)) == (names, modules)
+
+
+@pytest.mark.parametrize(
+  ("reference", "message"),
+  [
+    (_asserts(), "'tests' is empty"),
+    (_stdin(), "'cases' is empty"),
+    ({"style": "check", "entry_point": "f", "test": ""}, "'test' is empty"),
+    ({"style": "pytest"}, "style is 'pytest', allowed"),
+    (_asserts("assert f()", reward="some"), "reward is 'some', allowed"),
+    (_asserts("assert f()", time_limit_s=0), "time_limit_s is 0"),
+    (_asserts("assert f()", memory_mib=16), "memory_mib is 16, must be a whole number ≥ 64"),
+  ],
+)
+def test_bad_references(reference, message):
+  with pytest.raises(ValueError, match=message):
+    code("x = 1", reference)
+
+
+def _published():
+  folder = os.environ.get("RLVR_SHARED")
+  if folder is None:
+    pytest.skip("RLVR_SHARED, the folder of published data, is not set")
+  return code_grading.load(pathlib.Path(folder) / "data")
+
+
+def _grade_published(size):
+  limit_s = 30.0
+  with GraderPool("rlvr_jax.rewards.code:code", num_workers=2, timeout_s=2 * limit_s) as pool:
+    for problems in _published().values():
+      problems = code_grading.spread(problems, size)
+      assert len(problems) >= (size or 100)
+      references = [dict(problem.reference, time_limit_s=limit_s) for problem in problems]
+      right = pool.grade([problem.solution for problem in problems], references)
+      wrong = pool.grade([code_grading.spoilt(problem) for problem in problems], references)
+      for problem, good, bad in zip(problems, right, wrong, strict=True):
+        assert good.outcome is Outcome.CORRECT, (problem.name, good)
+        assert bad.outcome is Outcome.WRONG, (problem.name, bad)
+        assert "program:" not in bad.detail and "NameError" not in bad.detail, (problem.name, bad)
+
+
+def test_published_solutions_pass_and_spoilt_copies_fail():
+  _grade_published(15)
+
+
+@pytest.mark.slow
+def test_all_published_solutions_pass_and_all_spoilt_copies_fail():
+  _grade_published(None)
+
+
+def test_the_grader_is_found_by_its_path():
+  module = importlib.import_module("rlvr_jax.rewards.code")
+  module.code_self_test()

@@ -1,0 +1,69 @@
+"""Graders of a completion's form."""
+
+import re
+
+import pytest
+
+from rlvr_jax.rewards import GraderPool, Outcome
+from rlvr_jax.rewards.formats import boxed, pattern, think_answer
+
+FORMATS = "rlvr_jax.rewards.formats"
+
+
+def _check(grade, good, said=""):
+  assert (grade.outcome, grade.score) == (
+    (Outcome.CORRECT, 1.0) if good else (Outcome.WRONG, 0.0)
+  ), grade
+  assert said in grade.detail
+
+
+@pytest.mark.parametrize(
+  ("completion", "problem"),
+  [
+    (r"so \boxed{5}", ""),
+    (r"\fbox{\{1\}}", ""),
+    (r"<think>\boxed{1}</think> \boxed{2}", ""),
+    (r"\boxed{\boxed{2}}", ""),
+    ("5", "0 boxes"),
+    (r"\boxed{1} \boxed{2}", "2 boxes"),
+    (r"\boxed{1} \boxed{2", "never closed"),
+    (r"\boxed{ }", "an empty box"),
+    (r"<think>\boxed{1}", "no </think>"),
+  ],
+)
+def test_boxed(completion, problem):
+  _check(boxed(completion, {}), not problem, problem)
+
+
+@pytest.mark.parametrize(
+  ("completion", "opened", "problem"),
+  [
+    ("<think>hm</think>5", False, ""),
+    (" <think>\nhm\n</think>\n\nThe answer is 5", False, ""),
+    ("hm</think>5", True, ""),
+    ("hm</think>5", False, "does not start with <think>"),
+    ("<think>hm</think>5", True, "more than one thought"),
+    ("<think>hm", False, "no </think>"),
+    ("<think> </think>5", False, "empty"),
+    ("<think>hm</think> ", False, "empty"),
+    ("<think>hm</think>5</think>6", False, "more than one"),
+    ("<think>a<think>hm</think>5", False, "more than one"),
+  ],
+)
+def test_think_answer(completion, opened, problem):
+  _check(think_answer(completion, {"think_opened": opened}), not problem, problem)
+
+
+def test_pattern():
+  reference = {"pattern": r"\A<a>.+</a>\Z"}
+  _check(pattern("<a>x\ny</a>", reference), True)
+  _check(pattern("<a>x</a>.", reference), False, "no match")
+  with pytest.raises(re.error):
+    pattern("", {"pattern": "("})
+
+
+def test_an_endless_pattern_costs_its_limit():
+  references = [{"pattern": "(a|a)*b"}, {"pattern": "a+"}]
+  with GraderPool(f"{FORMATS}:pattern", timeout_s=0.5) as pool:
+    grades = pool.grade(["a" * 64] * 2, references)
+  assert [grade.outcome for grade in grades] == [Outcome.TIMEOUT, Outcome.CORRECT]

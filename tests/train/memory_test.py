@@ -1,0 +1,87 @@
+"""Full-size recipes as shapes on 16 and 256 chips, and what they take on each."""
+
+import importlib
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from train import tiny
+
+from rlvr_jax.train import memory, sharding
+from rlvr_jax.train.components import abstract_batch
+
+RECIPES = ("salt_qwen25_math_7b", "p3o_qwen3_4b", "fade_qwen25_7b", "mu_grpo_r1_distill_7b")
+PARAMETERS = {  # of the published models, from their own index files
+  "salt_qwen25_math_7b": 7_615_616_512,
+  "p3o_qwen3_4b": 4_022_468_096,
+  "fade_qwen25_7b": 7_615_616_512,
+  "mu_grpo_r1_distill_7b": 7_615_616_512,
+}
+
+
+def shapes(name, **mesh):
+  config = importlib.import_module(f"configs.{name}").get_config()
+  if mesh:
+    config.mesh = mesh
+  return memory.shapes_only(config, memory.mesh_of(config, None))
+
+
+@pytest.mark.parametrize("chips", [16, 256])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_full_size_recipe_is_initialised_and_sharded_as_shapes(name, chips):
+  batch_devices = shapes(name).mesh.shape["fsdp"]
+  parts = shapes(name, data=1, fsdp=batch_devices, tensor=chips // batch_devices)
+  params = jax.tree.leaves(parts.abstract_state.params)
+  assert sum(math.prod(x.shape) for x in params) == PARAMETERS[name]
+  # All but norms and biases is split over every chip that its dimensions allow.
+  of_matrices = [x for x in params if x.ndim > 1 and math.prod(x.shape) > 1e7]
+  for x in of_matrices:
+    share = math.prod(x.sharding.shard_shape(x.shape)) / math.prod(x.shape)
+    assert share == 1 / chips
+  assert sum(math.prod(x.shape) for x in of_matrices) > 0.99 * PARAMETERS[name]
+
+
+def test_the_estimate_counts_what_is_there():
+  """Against arrays that exist: the parts of a tiny run, on one device."""
+  config = tiny.config(batch__micro_batches=2)
+  parts = memory.shapes_only(config, sharding.make_mesh())
+  state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), parts.abstract_state)
+  size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
+  tables = memory.estimated(parts)
+  update, generation = tables["update, estimated"], tables["generation, estimated"]
+  assert update["parameters"] == generation["parameters"] == size(state.params)
+  assert update["optimizer"] == size(state.opt_state)
+  assert update["gradients"] == 2 * size(state.params)
+  assert generation["parameters to decode with"] == size(state.params)
+  c, P, G = parts.model.config, config.batch.prompts, config.batch.group_size
+  prompts = abstract_batch(config).prompts
+  empty = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), prompts)
+  _, cache, _ = parts.model.start_decoding(state.params, empty, G, config.max_response_length)
+  own = sum(keys.keys.nbytes + keys.values.nbytes for keys in cache)
+  of_prompts = P * config.max_prompt_length * c.num_layers * c.num_kv_heads * c.head_dim * 2 * 4
+  assert generation["keys and values"] == own + of_prompts
+
+
+def test_the_compiler_s_figures_are_read(capsys):
+  """On devices that are there; a topology of TPUs goes the same way."""
+  parts = memory.shapes_only(tiny.config(mesh__data=2), sharding.make_mesh(data=2))
+  tables = memory.compiled(parts)
+  state = parts.abstract_state
+  held = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
+  assert tables["update, compiled"]["arguments"] >= held
+  assert tables["update, compiled"]["temporary"] > 0
+  resident = tables["generation, compiled"]["optimizer, resident"]
+  assert resident == pytest.approx(held * 2 / 3, rel=0.01)  # two moments beside the parameters
+
+
+def test_a_topology_that_cannot_be_compiled_for_says_what_can():
+  with pytest.raises(ValueError, match=r"--topology=v5e:0x0 cannot be compiled for: .*\[tpu\]"):
+    memory.topology_devices("v5e:0x0")
+
+
+def test_the_command_prints_a_table(tmp_path):
+  output = tiny.run(tmp_path, "--mode=fits", expect=0, config_file=tiny.__file__)
+  assert "update, estimated: " in output and "keys and values" in output
+  assert not list(tmp_path.iterdir())
