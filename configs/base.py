@@ -41,6 +41,13 @@ def get_config() -> ConfigDict:
   # where preset is "". The overrides are of either.
   c.model = dict(preset="tiny", checkpoint="", overrides=ConfigDict())
 
+  c.lora = dict(  # trains adapters of low rank beside the frozen network
+    rank=0,  # 0: off, all parameters are trained
+    alpha=32.0,  # the change counts alpha / rank times
+    targets="blocks/(query|key|value|output|gate|up|down)$",  # regular expression, of kernels
+    adapters="",  # folder of PEFT's layout to begin with
+  )
+
   c.batch = dict(
     prompts=32,  # P, per update
     group_size=8,  # G, rollouts per prompt

@@ -4,12 +4,16 @@ import os
 import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = (
-  os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-)
 
 import jax
 import pytest
+
+# Here and in the programs that tests start, which inherit it, nearly all the time is compilation:
+# compiled quickly rather than well. XLA reads it when a device is first asked for.
+_flags = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
+if jax.__version_info__ < (0, 11):  # later ones have no other emitter
+  _flags.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_flags])
 
 # After jax has read its environment: this process compiles everything itself, as tests of memory
 # and of compilation counts need; the programs that tests start reuse one another's work.

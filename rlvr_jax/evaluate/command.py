@@ -45,6 +45,7 @@ def evaluate_checkpoint(
     if done < num_problems:
       pool = multihost.together(lambda: enter(grader_pool(parts.config, parts.task.grader)))
       lines = multihost.on_first(lambda: enter(_continued(workdir, done)), None)
+      components.load_base(parts)
       params, step = chosen_params(parts, folder)
       batches = evaluated(
         functools.partial(parts.generate_held_out, params),

@@ -41,6 +41,7 @@ from rlvr_jax.rollouts import schedules
 from rlvr_jax.rollouts.sampler import generate
 from rlvr_jax.rollouts.store import StoreError
 from rlvr_jax.train import optimizer, sharding
+from rlvr_jax.train.adapters import Programs, first_adapters, make_lora
 from rlvr_jax.train.checkpoint import parameter_checksums
 from rlvr_jax.train.geometry import mean_entropy, measure
 from rlvr_jax.train.sources import Source, behavior_gap, make_sources
@@ -381,12 +382,38 @@ def abstract_state(method: Method, mesh: Mesh) -> TrainState:
   return sharding.placed(jax.eval_shape(build), mesh)
 
 
-def check_update(config: ml_collections.ConfigDict, method: Method, state: TrainState) -> None:
-  """Traces one update on shapes alone, so that a component's own errors come before compilation."""
-  batch = abstract_batch(config, needs_proximal=method.loss.needs_proximal)
-  jax.eval_shape(functools.partial(train_step, method=method), state, batch)
+def trained_method(method: Method, trained: Callable[[Model], Model]) -> Method:
+  """The method whose model, and that of the route to the Gram matrix, are of what is trained."""
+  setting = method.gram_setting
+  setting = setting._replace(model=trained(setting.model))
+  return method._replace(model=trained(method.model), gram_setting=setting)
+
+
+def check_update(
+  config: ml_collections.ConfigDict,
+  method_of: Callable[[Callable[[Model], Model]], Method],
+  state: TrainState,
+  programs: Programs,
+  base: Params,
+) -> None:
+  """Traces one update on shapes alone, so that a component's own errors come before compilation.
+
+  Args:
+    method_of: see `Programs.jit`.
+    base: shapes of all parameters.
+  """
+
+  def update(state, batch, base):
+    return train_step(state, batch, method=method_of(programs.adapting(base)))
+
+  def measured(state, batch, base):
+    return make_measure(config, method_of(programs.adapting(base)))(state, state.params, batch)
+
+  needs_proximal = method_of(lambda model: model).loss.needs_proximal
+  batch = abstract_batch(config, needs_proximal=needs_proximal)
+  jax.eval_shape(update, state, batch, base)
   if config.diagnostics.every:
-    jax.eval_shape(make_measure(config, method), state, state.params, batch)
+    jax.eval_shape(measured, state, batch, base)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -405,6 +432,8 @@ class Parts:
   sources_of: Callable  # pins → the sources as they were when a run began, see `Source.pin`
   generation_mesh: Mesh
   abstract_state: TrainState  # shapes, dtypes, shardings
+  programs: Programs  # holds the frozen base, where adapters are trained
+  abstract_base: Params  # all parameters of the network, as `abstract_state`
   train_step: Callable  # jitted (state, batch) → (state, metrics); the state is donated
   warm_start_optimizer: optax.GradientTransformation
   supervised_step: Callable  # jitted, see `train.warm_start.supervised_step`
@@ -461,28 +490,38 @@ def build(
   schedule = make_schedule(config)
   own_mesh = make_generation_mesh(config, mesh)
   own_model = model if own_mesh is mesh else make_model(config, own_mesh, tokenizer.vocab_size)
+  programs = Programs(make_lora(config))
+  abstract_base = sharding.placed(jax.eval_shape(model.init, jax.random.key(0)), mesh)
 
-  def jit_generate(model: Model, sampling: Sampling, group_size: int, mesh: Mesh) -> Callable:
-    of_run = functools.partial(
-      generate,
-      model=model,
-      group_size=group_size,
-      max_new_tokens=config.max_response_length,
-      sampling=sampling,
-      stop_tokens=tokenizer.stop_ids,
-      pad_token=tokenizer.pad_id,
-    )
-    return jax.jit(of_run, out_shardings=sharding.host_result_sharding(mesh))
+  def jit_generate(drawn: Model, sampling: Sampling, group_size: int, mesh: Mesh) -> Callable:
+    def make(trained: Callable[[Model], Model]) -> Callable:
+      return functools.partial(
+        generate,
+        model=trained(drawn),
+        group_size=group_size,
+        max_new_tokens=config.max_response_length,
+        sampling=sampling,
+        stop_tokens=tokenizer.stop_ids,
+        pad_token=tokenizer.pad_id,
+      )
+
+    for_host = sharding.host_result_sharding(mesh)
+    if drawn is model or drawn is own_model:
+      return programs.jit(mesh, make, out_shardings=for_host)
+    # Another policy, or a rounded one, comes with all its parameters.
+    return jax.jit(make(lambda model: model), out_shardings=for_host)
 
   of_groups = functools.partial(jit_generate, group_size=config.batch.group_size, mesh=own_mesh)
   sources_of = functools.partial(
-    make_sources, config, own_model, own_mesh, tokenizer, of_groups
+    make_sources, config, own_model, own_mesh, tokenizer, of_groups, programs.whole(own_mesh)
   )
   sources = sources_of({})
-  method = make_method(config, model, mesh)
-  method = method._replace(sources=tuple(source.name for source in sources))
+  full_method = make_method(config, model, mesh)
+  full_method = full_method._replace(sources=tuple(source.name for source in sources))
+  method_of = functools.partial(trained_method, full_method)
+  method = method_of(programs.adapting(abstract_base))
   state = abstract_state(method, mesh)
-  check_update(config, method, state)
+  check_update(config, method_of, state, programs, abstract_base)
   check_rewards(config, method, policy, sources)
   task = with_graders(config, task or pick(tasks, "task", config.task.to_dict()))
   task = fitting(config, task, tokenizer)
@@ -503,14 +542,20 @@ def build(
     sources_of=sources_of,
     generation_mesh=own_mesh,
     abstract_state=state,
-    train_step=jax.jit(
-      functools.partial(train_step, method=method),
+    programs=programs,
+    abstract_base=abstract_base,
+    train_step=programs.jit(
+      mesh,
+      lambda trained: functools.partial(train_step, method=method_of(trained)),
       donate_argnums=0,
       out_shardings=(shardings, whole),
     ),
     warm_start_optimizer=warm_start_optimizer,
-    supervised_step=jax.jit(
-      functools.partial(supervised_step, model=model, optimizer=warm_start_optimizer),
+    supervised_step=programs.jit(
+      mesh,
+      lambda trained: functools.partial(
+        supervised_step, model=trained(model), optimizer=warm_start_optimizer
+      ),
       donate_argnums=0,
     ),
     generate=(
@@ -521,22 +566,52 @@ def build(
     generate_held_out=jit_generate(model, held_out_sampling, config.evaluation.num_samples, mesh),
     hand_over=make_hand_over(mesh, own_mesh, shardings.params),
     checksums=jax.jit(parameter_checksums),
-    behavior_gap=jax.jit(
-      functools.partial(behavior_gap, model=own_model), static_argnames="sampling"
+    behavior_gap=programs.jit(
+      own_mesh,
+      lambda trained: functools.partial(behavior_gap, model=trained(own_model)),
+      static_argnames="sampling",
     ),
-    measure=jax.jit(make_measure(config, method), out_shardings=whole),
-    mean_entropy=jax.jit(functools.partial(mean_entropy, method=method), out_shardings=whole),
-    score=jax.jit(functools.partial(policy_logprobs, method=method), out_shardings=for_host),
+    measure=programs.jit(
+      mesh, lambda trained: make_measure(config, method_of(trained)), out_shardings=whole
+    ),
+    mean_entropy=programs.jit(
+      mesh,
+      lambda trained: functools.partial(mean_entropy, method=method_of(trained)),
+      out_shardings=whole,
+    ),
+    score=programs.jit(
+      mesh,
+      lambda trained: functools.partial(policy_logprobs, method=method_of(trained)),
+      out_shardings=for_host,
+    ),
   )
 
 
-def initial_params(parts: Parts) -> Params:
-  """The parameters of `config.model.checkpoint`, or else freshly drawn ones, sharded."""
+def network_params(parts: Parts) -> Params:
+  """All parameters: those of `config.model.checkpoint`, or else freshly drawn ones, sharded."""
   if parts.config.model.checkpoint:
-    return load_params(parts.config.model.checkpoint, parts.abstract_state.params)
-  shardings = jax.tree.map(lambda x: x.sharding, parts.abstract_state.params)
+    return load_params(parts.config.model.checkpoint, parts.abstract_base)
+  shardings = jax.tree.map(lambda x: x.sharding, parts.abstract_base)
   init = jax.jit(parts.model.init, out_shardings=shardings)
   return init(key_for(parts.config.seed, "init"))
+
+
+def load_base(parts: Parts) -> None:
+  """Puts the frozen parameters where the programs find them; before any of these is called."""
+  if parts.programs.settings is None:
+    return
+  base = network_params(parts)
+  parts.programs.base.put(parts.mesh, base)
+  if parts.generation_mesh is not parts.mesh:
+    own = jax.tree.map(lambda x: x.sharding, sharding.placed(base, parts.generation_mesh))
+    parts.programs.base.put(parts.generation_mesh, jax.device_put(base, own))
+
+
+def initial_params(parts: Parts) -> Params:
+  """What is trained, before the first step: all parameters, or adapters beside them."""
+  if parts.programs.settings is None:
+    return network_params(parts)
+  return first_adapters(parts.config, parts.model.config, parts.abstract_base, parts.mesh)
 
 
 def first_state(parts: Parts, params: Params, initial_entropy: float) -> TrainState:

@@ -69,9 +69,11 @@ def measure(
 
 def accumulated_update(params: Params, initial: Params, method: Method) -> dict[str, Array]:
   """How the update since the first parameters is shaped: W_t − W_0 of the head, and its share."""
+  path = "embedding" if method.model.config.tied_head else "head_kernel"
+  if path not in params:
+    return {}  # adapters leave the head as it is
   change = jax.tree.map(jnp.subtract, params, initial)
   head = method.model.head(params).kernel - method.model.head(initial).kernel
-  path = "embedding" if method.model.config.tied_head else "head_kernel"
   return {
     "geometry/head_rank_one_fraction": diagnostics.rank_one_fraction(head),
     "geometry/head_share": diagnostics.head_share(change, path),

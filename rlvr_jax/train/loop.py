@@ -122,6 +122,7 @@ def train(parts: components.Parts, workdir: str | Path) -> dict[str, float]:
     stack.enter_context(multihost.only_the_first_speaks())
     multihost.on_first(lambda: _claim(workdir, parts, enter), None)
     parts = as_begun(parts, workdir)
+    components.load_base(parts)
     warm_starts = enter(Checkpointer(workdir / "warm_start", keep=1))
     warm = warm_starts.restore(parts.abstract_state.params)
     checkpointer = enter(Checkpointer(workdir / "checkpoints", keep=config.checkpoint.keep))

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax
+
 from rlvr_jax.models.huggingface import save_checkpoint
-from rlvr_jax.train import components
+from rlvr_jax.models.peft import save_adapters
+from rlvr_jax.train import components, multihost, sharding
 from rlvr_jax.train.checkpoint import read_params
 from rlvr_jax.train.metrics import say
 from rlvr_jax.types import Params
+
+ADAPTER = "adapter"
 
 
 def checkpoint_folder(checkpoint: str) -> Path:
@@ -46,19 +51,33 @@ def chosen_params(parts: components.Parts, folder: Path | None) -> tuple[Params,
 def export(parts: components.Parts, directory: str, folder: Path | None) -> None:
   """Writes a policy as a folder that `transformers` loads, in its compute dtype.
 
+  Trained adapters are merged into it, and written as they are, in PEFT's format, to its folder
+  `adapter`.
+
   Args:
     parts: as for `chosen_params`.
     directory: to be made; local or a URL.
     folder: as for `chosen_params`.
   """
+  components.load_base(parts)
   params, step = chosen_params(parts, folder)
   source = parts.config.model.checkpoint or None
   dtype = parts.model.config.compute_dtype
   save_checkpoint(
     directory,
-    params,
+    parts.programs.whole(parts.mesh)(params),
     parts.model.config,
     dtype="float32" if dtype == "float64" else dtype,
     source=source,
   )
+  if parts.programs.settings is not None:
+    adapters = jax.tree.map(sharding.to_host, params)
+    if multihost.is_first():
+      save_adapters(
+        f"{directory.rstrip('/')}/{ADAPTER}",
+        adapters,
+        parts.programs.settings,
+        parts.model.config,
+        base_model=source or "",
+      )
   say(f"the policy after {step} updates is in {directory}")

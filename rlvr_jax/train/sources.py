@@ -89,6 +89,7 @@ def make_sources(
   mesh: Mesh,
   tokenizer: Tokenizer,
   jit_generate: Callable[[Model, Sampling], Callable],
+  whole: Callable[[Params], Params],
   pins: Mapping[str, Any],
 ) -> tuple[Source, ...]:
   """The sources that `config.sources` names, every mistake found before compilation.
@@ -98,6 +99,7 @@ def make_sources(
     mesh: where rollouts are generated.
     tokenizer: the run's.
     jit_generate: (model, sampling) → a jitted (params, prompts, key) → Rollouts.
+    whole: trained parameters → all parameters of the network.
     pins: by name, what sources had for `pin` when the run began; none where it begins.
   Raises:
     ValueError: with the field, its value, what is allowed and the remedy.
@@ -119,7 +121,7 @@ def make_sources(
   def rounded(name: str, prompts: int) -> Source:
     copy = jax.jit(functools.partial(quantized.quantized, format=settings.quantized.format))
     generate = jit_generate(quantized.for_quantized(model), sampling)
-    return Source(name, prompts, sampling, generate, params_of=copy)
+    return Source(name, prompts, sampling, generate, params_of=lambda params: copy(whole(params)))
 
   def checkpoint(name: str, prompts: int) -> Source:
     other, step, params = other_policy(config, model, mesh, pins.get(name))

@@ -18,8 +18,7 @@ V, P, G, T = 24, 3, 4, 9
 CASES = list(zip(FORMATS, (True, False), strict=True))  # format, whether the head is tied
 CONTRACTED = {"embedding": 1, "head_kernel": 0}  # of the others, kernels under their layer: 1
 
-jitted = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-quantize = jitted(quantized, static_argnums=1)
+quantize = jax.jit(quantized, static_argnums=1)
 
 
 @functools.cache
@@ -70,7 +69,7 @@ def values_of(format):
 def test_every_matrix_is_rounded_to_the_nearest_values(format, tied_head):
   params = make_params(tied_head)
   copy = quantize(params, format)
-  found, restored = leaves(copy), leaves(jitted(dequantized)(copy))
+  found, restored = leaves(copy), leaves(jax.jit(dequantized)(copy))
   grid, bound = values_of(format)
   assert restored.keys() == leaves(params).keys()
   size = lambda arrays: sum(x.nbytes for x in arrays.values())
@@ -136,11 +135,11 @@ def test_recorded_logprobs_are_those_of_the_rounded_policy(format, tied_head):
     stop_tokens=(3,),
     pad_token=0,
   )
-  rollouts = jitted(sample)(copy, prompts, jax.random.key(0))
+  rollouts = jax.jit(sample)(copy, prompts, jax.random.key(0))
   mask = np.arange(T) < np.asarray(rollouts.lengths)[..., None]
   assert mask.sum() > 40
 
-  @jitted
+  @jax.jit
   def trainer_logprobs(params):
     hidden = model.response_hidden(params, prompts, rollouts.tokens)
     return token_logprobs(hidden, model.head(params), rollouts.tokens)[0]
@@ -149,6 +148,6 @@ def test_recorded_logprobs_are_those_of_the_rounded_policy(format, tied_head):
     difference = trainer_logprobs(params) - rollouts.behavior_logprobs
     return np.abs(np.asarray(difference))[mask].max()
 
-  assert gap(jitted(dequantized)(copy)) < 1e-5
+  assert gap(jax.jit(dequantized)(copy)) < 1e-5
   assert gap(params) > 1e-3
   np.testing.assert_array_equal(model.head(copy).kernel, model.head(dequantized(copy)).kernel)

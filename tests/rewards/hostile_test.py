@@ -193,7 +193,8 @@ def test_eaters_of_time(pool, name):
 )
 def test_output_without_end(pool, program):
   reference = {"style": "stdin", "cases": [{"input": "", "output": "3"}]}
-  assert _grade(pool, program, reference).outcome is Outcome.WRONG
+  grade = _grade(pool, program, reference)
+  assert grade.outcome is Outcome.WRONG and "more than the output limit" in grade.detail, grade
 
 
 def test_a_daemon_does_not_hold_up_a_script(pool):
@@ -304,18 +305,17 @@ FAKES = {
     "sys.settrace(trace)\ndef f(x): return x"
   ),
   "garbage collector": (
-    "import gc\ndef f(x):\n  ints = [i for o in gc.get_objects() if isinstance(o, (list, tuple))\n"
-    "          for i in o if type(i) is int and i > 10**17]\n"
-    "  texts = [o for o in gc.get_objects() if isinstance(o, dict) and 'tests' in o]\n"
-    "  return max(ints, default=texts)"
+    "import gc, re\ndef f(x):\n  seen, new = set(), [gc.get_objects()]\n"
+    "  while new:\n    o = new.pop()\n    if id(o) in seen: continue\n    seen.add(id(o))\n"
+    "    if type(o) is str:\n      found = re.search('assert f.2. == ([0-9]+)', o)\n"
+    "      if found: return int(found[1])\n    new += gc.get_referents(o)"
   ),
   "own memory": (
-    "import re\ndef f(x):\n  needle = b'assert f(2) ' + b'== '\n"
-    "  for line in open('/proc/self/maps'):\n"
-    "    a, b = (int(n, 16) for n in line.split()[0].split('-'))\n"
-    "    try:\n      memory = open('/proc/self/mem', 'rb'); memory.seek(a)\n"
-    "      found = re.search(needle + rb'([0-9]+)', memory.read(b - a))\n"
-    "    except (OSError, OverflowError, ValueError, MemoryError): continue\n"
+    "import ctypes, re\nneedle = re.compile(b'assert f.2. ==' + b' ([0-9]+)')\ndef f(x):\n"
+    "  for line in open('/proc/self/maps').read().splitlines():\n"
+    "    place, rights, *_ = line.split()\n    if rights[0] != 'r' or '[v' in line: continue\n"
+    "    a, b = (int(n, 16) for n in place.split('-'))\n"
+    "    found = needle.search((ctypes.c_char * (b - a)).from_address(a))\n"
     "    if found: return int(found[1])"
   ),
   "memory of others": (
@@ -381,8 +381,12 @@ def test_fakes_do_not_pass(pool, name):
     ),
     ("class L:\n  def __lt__(s, x): return True\n  __gt__ = __lt__\ndef f(x): return L()",
      "assert f(1) < 5"),
-    # What a program lends is not run by the judge.
-    ("f = eval", "assert f('5') == 5 and f('__name__') == 'tests'"),
+    # What a program names is not run by the judge.
+    (
+      "import sys\ndef f(x): return 5\nh = sys.modules['__main__']\nencode = h.encode\n"
+      "h.encode = lambda v, r: ['builtin', 'eval'] if v is f else encode(v, r)",
+      "assert f('__name__') == 'tests'",
+    ),
   ],
 )  # fmt: skip
 def test_tests_cannot_be_talked_round(pool, program, tests):

@@ -93,9 +93,7 @@ def updater(loss, veto, reweighter, *, on_mesh=False, num_micro_batches=1):
     params = jax.device_put(params, sharding.state_shardings(params, mesh))
     batch = sharding.to_devices(batch, sharding.batch_sharding(mesh))
   method = make_method(loss, veto, reweighter, mesh, num_micro_batches=num_micro_batches)
-  # Many programs, each run on little: compile them quickly rather than well.
-  options = {"xla_backend_optimization_level": 0}
-  update = jax.jit(functools.partial(update_gradient, method=method), compiler_options=options)
+  update = jax.jit(functools.partial(update_gradient, method=method))
   return lambda coefficients: update(params, batch, coefficients, jax.random.key(0))
 
 

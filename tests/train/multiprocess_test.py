@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import signal
 import socket
@@ -33,7 +34,7 @@ class Pair:
 
   def __init__(self, command_of, devices):
     port = free_port()
-    variables = dict(XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}")
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
     self.processes = [
       subprocess.Popen(
         command_of(f"127.0.0.1:{port}", process),
@@ -41,7 +42,7 @@ class Pair:
         stderr=subprocess.STDOUT,
         text=True,
         cwd=tiny.ROOT,
-        env=tiny.environment(**variables),
+        env=tiny.environment(XLA_FLAGS=flags),
       )
       for process in range(2)
     ]

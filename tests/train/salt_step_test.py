@@ -26,10 +26,6 @@ ROUTES = {
 }
 
 
-# Many programs, each run on little: compiled quickly rather than well.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-
 def make_salt_method(dtype="float64", *, mesh=None, route="streaming", scope="batch", **changes):
   method = make_method(dtype, mesh=mesh, reweighting=reweighting.salt(scope=scope), **changes)
   setting = geometry.Setting(transformer(method.model.config), method.temperature, mesh)
@@ -38,7 +34,7 @@ def make_salt_method(dtype="float64", *, mesh=None, route="streaming", scope="ba
 
 def gradient_of(method, batch, params):
   coefficients = method.advantage.apply((), batch)
-  return jit(functools.partial(update_gradient, method=method))(
+  return jax.jit(functools.partial(update_gradient, method=method))(
     params, batch, coefficients, jax.random.key(0)
   )
 
@@ -85,7 +81,7 @@ def test_the_update_is_that_of_coefficients_reweighted_by_hand(x64, scope, k):
     by_hand[block] = salt_by_hand(features[block], coefficients[block])
   assert np.abs(by_hand - coefficients).max() > 0.1
   (_, metrics), gradient = gradient_of(method, batch, params)
-  (_, _), expected = jit(functools.partial(update_gradient, method=plain))(
+  (_, _), expected = jax.jit(functools.partial(update_gradient, method=plain))(
     params, batch, jnp.asarray(by_hand.reshape(P, G)), jax.random.key(0)
   )
   assert relative_distance(gradient, expected) < 1e-9
@@ -143,7 +139,7 @@ def test_measure_reports_the_error_of_a_route_that_is_not_exact(x64):
   batch = make_batch(np.float64)
   params = method.model.init(jax.random.key(0))
   state = initial_state(method, params, jnp.float64(0.0))
-  run = lambda route, batch: jit(
+  run = lambda route, batch: jax.jit(
     functools.partial(measure, method=method, gram=route, compared="")
   )(state, params, batch)
   sketched = geometry.sketch(copies=8, hidden_size=16, vocabulary_size=16)
@@ -174,7 +170,7 @@ def test_measure_sees_the_coefficients_of_the_update(x64, k):
   params = method.model.init(jax.random.key(0))
   moved = jax.tree.map(lambda p: p + 0.1 * jnp.sin(jnp.arange(p.size)).reshape(p.shape), params)
   state = initial_state(method, moved, jnp.float64(0.0))
-  scalars, arrays = jit(
+  scalars, arrays = jax.jit(
     functools.partial(measure, method=method, gram=geometry.streaming(), compared="last_block")
   )(state, params, batch)
   features = np.asarray(per_rollout_features(moved, batch, method.gram_setting))

@@ -74,10 +74,7 @@ def command(workdir, *flags, config_file=__file__):
 
 def environment(**variables):
   path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-  found = os.environ | {"PYTHONPATH": path} | variables
-  # These programs compile for longer than they run.
-  found["XLA_FLAGS"] = found.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
-  return found
+  return os.environ | {"PYTHONPATH": path} | variables
 
 
 def run(workdir, *flags, expect=0, config_file=__file__, file_kib=None, **variables):

@@ -1,0 +1,66 @@
+"""Evaluation as a command: the loop's own numbers, problem by problem, resumed bit for bit."""
+
+import json
+
+import pytest
+from train import tiny
+
+from rlvr_jax.evaluate.command import PROBLEMS_FILE, RESULT_FILE, evaluate_checkpoint
+from rlvr_jax.evaluate.held_out import accuracy
+from rlvr_jax.train.checkpoint import WorkdirError
+from rlvr_jax.train.components import build
+from rlvr_jax.train.loop import train
+
+FIELDS = dict(num_updates=1, warm_start__num_steps=100, optimizer__warmup_updates=0)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp("run")
+  return workdir, train(build(tiny.config(**FIELDS)), workdir)
+
+
+def test_a_checkpoint_has_the_accuracy_that_the_loop_found(run, tmp_path):
+  workdir, of_loop = run
+  folder = workdir / "checkpoints" / "1"
+  values = evaluate_checkpoint(build(tiny.config(**FIELDS)), tmp_path, folder)
+  assert values == of_loop
+  assert 0 < values["eval/pass@1"] < 1
+  assert json.loads((tmp_path / RESULT_FILE).read_text()) == values
+  lines = (tmp_path / PROBLEMS_FILE).read_text().splitlines()
+  records = [json.loads(line) for line in lines]
+  assert [record["problem"] for record in records] == list(range(10))
+  assert accuracy([record["samples"] for record in records], ks=(1, 2), seed=12345) == values
+  # Killed in the second batch: the first stays as it is, the rest is drawn again, the same.
+  (tmp_path / PROBLEMS_FILE).write_text("\n".join(lines[:6]) + '\n{"problem": 6, "pro')
+  assert evaluate_checkpoint(build(tiny.config(**FIELDS)), tmp_path, folder) == values
+  assert (tmp_path / PROBLEMS_FILE).read_text().splitlines() == lines
+  # Another policy, or another question, is another evaluation.
+  with pytest.raises(WorkdirError, match="evaluated"):
+    evaluate_checkpoint(build(tiny.config(**FIELDS)), tmp_path, workdir / "checkpoints" / "0")
+  with pytest.raises(WorkdirError, match=r"evaluation\.seed"):
+    evaluate_checkpoint(build(tiny.config(**FIELDS, evaluation__seed=1)), tmp_path, folder)
+
+
+def sample(outcome, extracted):
+  return {"outcome": outcome, "extracted": extracted, "stopped": True}
+
+
+def test_accuracy_counts_outcomes_and_majorities():
+  rows = [
+    [sample("correct", "7"), sample("correct", "7"), sample("wrong", "8")],
+    [sample("wrong", "1"), sample("crashed", ""), sample("wrong", "1")],
+  ]
+  values = accuracy(rows, ks=(1, 3), seed=0)
+  assert values["eval/mean"] == pytest.approx(1 / 3)
+  assert values["eval/pass@1"] == pytest.approx(1 / 3)
+  assert values["eval/pass@3"] == pytest.approx(1 / 2)
+  assert values["eval/majority"] == pytest.approx(1 / 2)
+  assert values["eval/outcome/crashed"] == pytest.approx(1 / 6)
+  without = [[{**s, "extracted": ""} for s in row] for row in rows]
+  assert "eval/majority" not in accuracy(without, ks=(1,), seed=0)
+
+
+def test_the_command_says_what_it_lacks(tmp_path):
+  said = tiny.run(tmp_path / "a", "--mode=eval", f"--checkpoint={tmp_path}", expect=1)
+  assert "holds no checkpoint; give the --workdir of a run" in said
