@@ -6,7 +6,7 @@ READY := $(VENV)/ready
 # A module stays in one process, for what its tests share.
 PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadscope --no-loadscope-reorder
 
-.PHONY: quickstart test test-slow lint
+.PHONY: quickstart test test-slow test-torch lint
 
 quickstart: $(READY)  ## learn from verifiable rewards, a few minutes on two cores
 	JAX_PLATFORMS=cpu $(BIN)/python -m rlvr_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
@@ -16,6 +16,10 @@ test: $(READY)  ## the ordinary tests
 
 test-slow: $(READY)  ## the long ones
 	$(PYTEST) -m slow
+
+test-torch: $(READY)  ## what needs torch: exported checkpoints and adapters in the libraries they are for
+	$(BIN)/python -m pip install --quiet --editable '.[torch]'
+	$(PYTEST) tests/models/transformers_reload_test.py tests/models/peft_test.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

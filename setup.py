@@ -10,6 +10,7 @@ EXTRAS = {
   "hf": ["jinja2>=3.1.6", "tokenizers>=0.22", "transformers>=5.23.0"],
   "gcs": ["gcsfs>=2026.9.0"],
   "math": ["math-verify>=0.9.0"],
+  "torch": ["peft>=0.21", "torch==2.13.0"],  # tests against transformers' own networks
   "plot": ["matplotlib>=3.11.2"],
   "dev": [
     "hypothesis>=6.170.15",

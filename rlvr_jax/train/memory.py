@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -92,7 +94,9 @@ def shapes_only(config: ml_collections.ConfigDict, mesh: Mesh) -> components.Par
   nothing = Task(name="none", train=(), warm_start=(), held_out=(), grader="none:none")
   config = ml_collections.ConfigDict(config)
   config.warm_start.num_steps = 0
-  return components.build(config, task=nothing, tokenizer=ByteTokenizer(), mesh=mesh)
+  parts = components.build(config, task=nothing, tokenizer=ByteTokenizer(), mesh=mesh)
+  parts.programs.base.put(mesh, parts.abstract_base)
+  return parts
 
 
 # --- by the compiler ------------------------------------------------------------------------------
@@ -109,11 +113,17 @@ def compiled(parts: components.Parts) -> dict[str, Table]:
   key = place(jax.eval_shape(lambda: key_for(0, "rollout", 0)), sharding.replicated(mesh))
   # The optimizer's state stays where it is while rollouts are drawn.
   resident = {"optimizer, resident": _bytes(state.opt_state)}
-  return {
-    "update, compiled": _compiled(parts.train_step, state, batch),
-    "generation, compiled": resident
+  programs: dict[str, Callable[[], Table]] = {
+    "update, compiled": lambda: _compiled(parts.train_step, state, batch),
+    "generation, compiled": lambda: resident
     | _compiled(parts.generate, state.params, batch.prompts, key),
   }
+  tables = {}
+  for name, program in programs.items():
+    began = time.perf_counter()
+    tables[name] = program()
+    say(f"{name} in {time.perf_counter() - began:.0f} s")
+  return tables
 
 
 def _compiled(jitted: Any, *shapes: Any) -> Table:
@@ -139,6 +149,8 @@ def estimated(parts: components.Parts) -> dict[str, Table]:
   """Bytes per chip by arithmetic: what has to be there, without the compiler's own needs."""
   config, state = parts.config, parts.abstract_state
   of_state = {"parameters": _bytes(state.params), "optimizer": _bytes(state.opt_state)}
+  if parts.programs.settings is not None:
+    of_state["frozen base"] = _bytes(parts.abstract_base)
   accumulated = 2 if config.batch.micro_batches > 1 else 1  # the sum and the newest
   return {
     "update, estimated": of_state
@@ -178,7 +190,7 @@ def _decoding_parameters(parts: components.Parts) -> float:
     whole = jax.sharding.NamedSharding(parts.mesh, jax.sharding.PartitionSpec(*spec))
     return math.prod(whole.shard_shape(x.shape)) * size
 
-  return float(sum(map(leaf, jax.tree.leaves(parts.abstract_state.params))))
+  return float(sum(map(leaf, jax.tree.leaves(parts.abstract_base))))
 
 
 def _keys_and_values(parts: components.Parts) -> float:

@@ -189,7 +189,6 @@ _OF_FAMILY = {
     "query_pre_attn_scalar": st.sampled_from([100, 168]),
     "sliding_window": st.sampled_from([3, 5]),
     "sliding_window_pattern": st.integers(1, 6),
-    "attn_logit_softcapping": st.sampled_from([20.0, None]),  # read, and used by nothing
     "rope_local_base_freq": st.sampled_from([1e3, 1e4]),
   },
 }
@@ -224,6 +223,12 @@ def test_rotary_settings_per_kind_of_layer_are_read():
   )
   assert fields["rope_theta"] == 5e5 and fields["rope_scaling"] == RopeScaling(factor=8.0)
   assert fields["sliding_rope_theta"] == 3e3
+
+
+def test_a_cap_on_scores_that_transformers_ignores_is_ignored():
+  capped = dict(attn_logit_softcapping=20.0)
+  cap = lambda family: config_fields({"model_type": family, **capped}, "")["attention_soft_cap"]
+  assert (cap("gemma2"), cap("gemma3_text")) == (20.0, None)
 
 
 def test_the_text_model_of_a_gemma3_is_read():

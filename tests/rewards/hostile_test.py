@@ -6,6 +6,7 @@ graded right.
 
 import os
 import pathlib
+import shutil
 import tempfile
 import time
 
@@ -25,11 +26,27 @@ WRONG, TIMEOUT, CORRECT = {Outcome.WRONG}, {Outcome.TIMEOUT}, {Outcome.CORRECT}
 STOPPED = WRONG | TIMEOUT
 
 
-@pytest.fixture(scope="module")
-def pool():
-  # The pool's own limit is far off: deadlines are the grader's affair, and cost no worker.
-  with GraderPool("rlvr_jax.rewards.code:code", timeout_s=30.0) as opened:
-    yield opened
+HAS_BUBBLEWRAP = shutil.which("bwrap") is not None
+MECHANISMS = [
+  "namespaces",
+  pytest.param(
+    "bubblewrap",
+    marks=[
+      pytest.mark.slow,
+      pytest.mark.skipif(not HAS_BUBBLEWRAP, reason="bwrap is not installed"),
+    ],
+  ),
+]
+
+
+@pytest.fixture(scope="module", params=MECHANISMS)
+def pool(request):
+  with pytest.MonkeyPatch.context() as patch:
+    if request.param == "namespaces":
+      patch.setenv("PATH", "/nowhere")  # no bwrap is found
+    # The pool's own limit is far off: deadlines are the grader's affair, and cost no worker.
+    with GraderPool("rlvr_jax.rewards.code:code", timeout_s=30.0) as opened:
+      yield opened
 
 
 @pytest.fixture(scope="module")

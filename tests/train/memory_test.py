@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +83,8 @@ def test_a_topology_that_cannot_be_compiled_for_says_what_can():
 
 
 def test_the_command_prints_a_table(tmp_path):
-  output = tiny.run(tmp_path, "--mode=fits", expect=0, config_file=tiny.__file__)
+  """With adapters, whose base stands beside them."""
+  output = tiny.run(tmp_path, "--mode=fits", "--config.lora.rank=2")
+  assert re.search(r"frozen base +0\.00 GiB", output)
   assert "update, estimated: " in output and "keys and values" in output
   assert not list(tmp_path.iterdir())
