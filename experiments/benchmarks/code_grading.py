@@ -30,7 +30,7 @@ from rlvr_jax.rewards import GraderPool, Outcome, code
 
 _DATA = flags.DEFINE_string("data", None, "Folder of the data sets.", required=True)
 _WORKERS = flags.DEFINE_integer("workers", os.cpu_count(), "Grading processes.", lower_bound=1)
-_SAMPLE = flags.DEFINE_integer("sample", None, "So many of each set, evenly spread; default all.")
+_SAMPLE = flags.DEFINE_integer("sample", None, "Of each set; default all.", lower_bound=1)
 _FOLDER = flags.DEFINE_string(
   "folder", str(pathlib.Path(__file__).parent / "results"), "Of the table."
 )
@@ -101,8 +101,8 @@ def spoilt(problem: Problem) -> str:
 
 def spread(problems: Sequence[Problem], size: int | None) -> list[Problem]:
   """So many of the problems, evenly spread over all; all of them for None."""
-  step = 1 if size is None else max(1, len(problems) // size)
-  return list(problems[::step])
+  size = len(problems) if size is None else min(size, len(problems))
+  return [problems[index * len(problems) // size] for index in range(size)]
 
 
 def load(folder: pathlib.Path) -> dict[str, list[Problem]]:

@@ -53,6 +53,7 @@ from typing import Any
 PRELOADED = ("bisect", "copy", "datetime", "heapq", "random", "re", "string")
 
 MAX_MESSAGE = 16 * 2**20  # bytes from a program: one answer, or one case's output
+MAX_OUTPUT = MAX_MESSAGE // 8  # bytes of a case: in JSON a byte may take six
 MAX_TEXT = 500  # characters of a text that is there for a person
 PROCESSES = 32  # of one item, threads included
 OPEN_FILES = 128
@@ -654,9 +655,6 @@ def run_case(text: str, sources: Sequence[str]) -> dict[str, Any]:
     "status": status,
     "stderr": complained[-MAX_TEXT:].decode(errors="replace"),
   }
-
-
-MAX_OUTPUT = MAX_MESSAGE // 8  # bytes of a case: in JSON a byte may take six
 
 
 def _read_until_exit(process: int, output: int, error: int) -> tuple[bytes, bytes]:

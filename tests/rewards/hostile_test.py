@@ -330,7 +330,8 @@ FAKES = {
   "own memory": (
     "import ctypes, re\nneedle = re.compile(b'assert f.2. ==' + b' ([0-9]+)')\ndef f(x):\n"
     "  for line in open('/proc/self/maps').read().splitlines():\n"
-    "    place, rights, *_ = line.split()\n    if rights[0] != 'r' or '[v' in line: continue\n"
+    "    place, rights, _, _, _, *name = line.split()\n"
+    "    if rights[0] != 'r' or name not in ([], ['[heap]']): continue\n"
     "    a, b = (int(n, 16) for n in place.split('-'))\n"
     "    found = needle.search((ctypes.c_char * (b - a)).from_address(a))\n"
     "    if found: return int(found[1])"
