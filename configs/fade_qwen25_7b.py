@@ -25,6 +25,7 @@ def get_config() -> ConfigDict:
     kwargs=dict(
       dataset="mbpp",
       data_dir="",  # to be given
+      split="train",  # "": nothing to train on, for --mode=eval
     ),
   )
   c.max_prompt_length = 1024

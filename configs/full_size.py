@@ -28,7 +28,11 @@ def get_config() -> ConfigDict:
   c.model = dict(
     preset="qwen2.5_7b",
     checkpoint="",  # to be given
-    overrides=dict(remat="full"),  # keeps the layers' inputs only
+    overrides=dict(
+      compute_dtype="bfloat16",
+      param_dtype="float32",
+      remat="full",  # keeps the layers' inputs only
+    ),
   )
   c.tokenizer = "checkpoint"
   c.prompts.format = "chat"

@@ -28,6 +28,7 @@ def get_config() -> ConfigDict:
     kwargs=dict(
       dataset="gsm8k",
       data_dir="",  # to be given
+      split="train",  # "": nothing to train on, for --mode=eval
       prepared_dir="~/.cache/rlvr_jax/published",  # for records prepared from them
       warm_start_size=128,
       held_out_size=64,

@@ -29,6 +29,7 @@ def get_config() -> ConfigDict:
     kwargs=dict(
       dataset="deepscaler",
       data_dir="",  # to be given
+      split="train",  # "": nothing to train on, for --mode=eval
       held_out_dataset="aime_2024",
       held_out_data_dir="",  # to be given
     ),

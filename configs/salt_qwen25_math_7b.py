@@ -29,6 +29,7 @@ def get_config() -> ConfigDict:
     kwargs=dict(
       dataset="math",
       data_dir="",  # to be given
+      split="train",  # "": nothing to train on, for --mode=eval
       held_out_dataset="math_500",
       held_out_data_dir="",  # to be given
     ),

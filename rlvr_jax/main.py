@@ -16,6 +16,8 @@ import sys
 from absl import app, flags
 from ml_collections import config_flags
 
+from rlvr_jax.train import host
+
 _MODE = flags.DEFINE_enum("mode", "train", ["train", "eval", "export", "fits"], "What to do.")
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for all that is written.")
@@ -33,10 +35,10 @@ def main(argv: list[str]) -> None:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}; write --config.field=value")
   if _WORKDIR.value is None and _MODE.value != "fits":
     raise app.UsageError("--workdir is missing")
+  host.keep_freed_memory()  # before jax allocates anything
   # Imported here, so that --help and a misspelt field answer at once.
-  from rlvr_jax.train.host import keep_freed_memory
-  keep_freed_memory()  # before jax allocates anything
   from rlvr_jax.train import multihost
+
   place = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
   if _DISTRIBUTED.value or place != (None, None, None):
     try:
@@ -49,7 +51,7 @@ def main(argv: list[str]) -> None:
 
 def run() -> None:
   """Does it; a mistake ends the process with a message."""
-  from rlvr_jax.train import host, modes
+  from rlvr_jax.train import modes
 
   try:
     given = (_WORKDIR.value, _CHECKPOINT.value, _TOPOLOGY.value)
@@ -64,16 +66,5 @@ def run() -> None:
     sys.exit("interrupted; rerun the same command to go on")
 
 
-def parse_flags(argv: list[str]) -> list[str]:
-  """Parses all flags; a field that the configuration lacks ends the process with a message."""
-  try:
-    return app.parse_flags_with_usage(argv)
-  except (AttributeError, KeyError) as error:
-    cause = error.args[0]
-    text = str(cause.args[0] if isinstance(cause, KeyError) else cause)
-    near = text.replace("\nDid", "; did")
-    sys.exit(f"error: the configuration has no field {near} (configs/base.py lists them)")
-
-
 if __name__ == "__main__":
-  app.run(main, flags_parser=parse_flags)
+  app.run(main, flags_parser=host.parse_flags)

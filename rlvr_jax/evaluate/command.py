@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from rlvr_jax.train.texts import grader_pool, make_collector
 PROBLEMS_FILE = "problems.jsonl"
 RESULT_FILE = "evaluation.json"
 # What an evaluation may differ in when it is taken up again: it changes no number.
-_MAY_DIFFER = ("grading.num_workers", "grading.timeout_s", "grading.memory_mib", "evaluation.ks")
+_MAY_DIFFER = ("grading.num_workers", "evaluation.ks")
 
 
 def evaluate_checkpoint(
@@ -43,7 +44,7 @@ def evaluate_checkpoint(
     multihost.on_first(lambda: enter(_claimed(workdir, parts, folder)), None)
     done = multihost.exchange(_whole(workdir, num_problems, c.batch_prompts))[0]
     if done < num_problems:
-      pool = multihost.together(lambda: enter(grader_pool(parts.config, parts.task.grader)))
+      pool = multihost.together(lambda: enter(grader_pool(parts.config, parts.task)))
       lines = multihost.on_first(lambda: enter(_continued(workdir, done)), None)
       components.load_base(parts)
       params, step = chosen_params(parts, folder)
@@ -84,13 +85,15 @@ def _claimed(workdir: Path, parts: components.Parts, folder: Path | None) -> Wor
 def _whole(workdir: Path, num_problems: int, batch_size: int) -> int:
   """Problems whose batch is whole; a batch that a kill has torn is drawn again."""
   path = workdir / PROBLEMS_FILE
-  found = sum(1 for _ in read_records(path)) if path.exists() else 0
+  records = enumerate(read_records(path)) if path.exists() else iter(())
+  found = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1]["problem"], records))
   return found if found == num_problems else found // batch_size * batch_size
 
 
 def _continued(workdir: Path, done: int) -> JsonLines:
   """The file of problems with the first `done` of them."""
-  keep_records(workdir / PROBLEMS_FILE, lambda record: record["problem"] < done)
+  numbers = itertools.count()
+  keep_records(workdir / PROBLEMS_FILE, lambda record: next(numbers) < done)
   return JsonLines(workdir / PROBLEMS_FILE)
 
 
@@ -113,6 +116,12 @@ def _table(values: dict[str, float], num_problems: int, num_samples: int, workdi
     f"  [{values[f'{name}_low']:.4f}, {values[f'{name}_high']:.4f}]"
     for name in names
   ]
+  outcomes = [
+    f"{name.removeprefix('eval/outcome/')} {value:.1%}"
+    for name, value in values.items()
+    if name.startswith("eval/outcome/")
+  ]
+  rows.append("graded       " + ", ".join(outcomes))
   title = f"{num_problems} problems, {num_samples} samples each; 95 % intervals over problems"
   files = f"{workdir / RESULT_FILE}, {workdir / PROBLEMS_FILE}"
   return "\n".join([title, *rows, files])

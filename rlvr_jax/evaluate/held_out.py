@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from absl import logging
 
 from rlvr_jax.data import ProblemSource
 from rlvr_jax.evaluate.pass_at_k import summarize
@@ -73,7 +74,8 @@ def accuracy(
 ) -> dict[str, float]:
   """pass@k, mean and, where graders tell answers, majority, with 95 % bootstrap intervals.
 
-  A sample is correct if its grade is: one that the grader failed on is not.
+  A sample is correct if its grade is: one that the grader failed on is not. A grader that gives one
+  answer different grades has its majorities left out, with a warning.
 
   Args:
     samples: [problems][n].
@@ -85,10 +87,24 @@ def accuracy(
   """
   every = [sample for row in samples for sample in row]
   correct = [[sample["outcome"] == "correct" for sample in row] for row in samples]
-  answers = [[sample["extracted"] or None for sample in row] for row in samples]
-  has_answers = any(sample["extracted"] for sample in every)
-  summary = summarize(correct, ks=ks, seed=seed, answers=answers if has_answers else None)
+  summary = summarize(correct, ks=ks, seed=seed, answers=_votes(samples))
   for outcome in ("correct", "wrong", "unparseable", "timeout", "crashed"):
     summary[f"outcome/{outcome}"] = np.mean([s["outcome"] == outcome for s in every]).item()
   summary["response/truncated"] = np.mean([not s["stopped"] for s in every]).item()
   return {f"eval/{name}": value for name, value in summary.items()}
+
+
+def _votes(samples: Sequence[Sequence[Sample]]) -> list[list[str | None]] | None:
+  """The answers of [problems][n], None where there is none; None in all where they cannot vote."""
+  for number, row in enumerate(samples):
+    verdicts: dict[str, str] = {}
+    for sample in row:
+      answer, outcome = sample["extracted"], sample["outcome"]
+      if answer and verdicts.setdefault(answer, outcome) != outcome:
+        logging.warning(
+          "no majorities: the grader calls the answer %r of problem %d both %s and %s",
+          answer[:100], number, verdicts[answer], outcome,
+        )  # fmt: skip
+        return None
+  answers = [[sample["extracted"] or None for sample in row] for row in samples]
+  return answers if any(answer for row in answers for answer in row) else None

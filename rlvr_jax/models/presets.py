@@ -139,8 +139,14 @@ def model_settings(model: Mapping[str, Any]) -> TransformerConfig:
   if not checkpoint:
     return preset(name, **overrides)
   _check_overrides(overrides)
+  of_computing = {field: value for field, value in overrides.items() if field in _OF_COMPUTING}
+  if not name and len(of_computing) < len(overrides):
+    raise ValueError(
+      f"config.model.overrides = {overrides} would make another function of config.model.checkpoint"
+      f" = {checkpoint!r}; beside a checkpoint only {list(_OF_COMPUTING)} may be set"
+    )
   try:
-    found = checkpoint_config(checkpoint, **overrides)
+    found = checkpoint_config(checkpoint, **of_computing)
   except (OSError, ValueError) as error:
     raise ValueError(f"config.model.checkpoint = {checkpoint!r}: {error}") from error
   if not name:

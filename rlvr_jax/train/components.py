@@ -42,7 +42,7 @@ from rlvr_jax.rollouts.sampler import generate
 from rlvr_jax.rollouts.store import StoreError
 from rlvr_jax.train import optimizer, sharding
 from rlvr_jax.train.adapters import Programs, first_adapters, make_lora
-from rlvr_jax.train.checkpoint import parameter_checksums
+from rlvr_jax.train.checkpoint import CheckpointError, parameter_checksums
 from rlvr_jax.train.geometry import mean_entropy, measure
 from rlvr_jax.train.sources import Source, behavior_gap, make_sources
 from rlvr_jax.train.step import (
@@ -132,12 +132,26 @@ def check_training_sampling(config: ml_collections.ConfigDict) -> None:
 
 def make_model(config: ml_collections.ConfigDict, mesh: Mesh, vocab_size: int) -> Model:
   settings = model_settings(config.model)
+  if settings.vocab_size < vocab_size and config.model.checkpoint:
+    raise ValueError(
+      f"config.tokenizer = {config.tokenizer!r} has {vocab_size} tokens, config.model.checkpoint ="
+      f" {config.model.checkpoint!r} only {settings.vocab_size}; they do not belong together: set"
+      " config.tokenizer = 'checkpoint', or to the folder of its tokenizer"
+    )
   if settings.vocab_size < vocab_size:
     raise ValueError(
       f"config.model: vocab_size = {settings.vocab_size} is smaller than the tokenizer's"
       f" {vocab_size}; set config.model.overrides.vocab_size = {vocab_size}"
     )
   return transformer(settings, sharding.batch_constraint(mesh), sharding.gather_over_fsdp(mesh))
+
+
+def make_task(config: ml_collections.ConfigDict) -> Task:
+  """The problems."""
+  try:
+    return pick(tasks, "task", config.task.to_dict())
+  except OSError as error:
+    raise ValueError(f"config.task.kwargs = {config.task.kwargs.to_dict()}: {error}") from error
 
 
 def make_schedule(config: ml_collections.ConfigDict) -> schedules.Schedule:
@@ -523,7 +537,7 @@ def build(
   state = abstract_state(method, mesh)
   check_update(config, method_of, state, programs, abstract_base)
   check_rewards(config, method, policy, sources)
-  task = with_graders(config, task or pick(tasks, "task", config.task.to_dict()))
+  task = with_graders(config, task or make_task(config))
   task = fitting(config, task, tokenizer)
 
   shardings = jax.tree.map(lambda x: x.sharding, state)
@@ -589,8 +603,12 @@ def build(
 
 def network_params(parts: Parts) -> Params:
   """All parameters: those of `config.model.checkpoint`, or else freshly drawn ones, sharded."""
-  if parts.config.model.checkpoint:
-    return load_params(parts.config.model.checkpoint, parts.abstract_base)
+  checkpoint = parts.config.model.checkpoint
+  if checkpoint:
+    try:
+      return load_params(checkpoint, parts.abstract_base)
+    except ValueError as error:
+      raise CheckpointError(f"config.model.checkpoint = {checkpoint!r}: {error}") from error
   shardings = jax.tree.map(lambda x: x.sharding, parts.abstract_base)
   init = jax.jit(parts.model.init, out_shardings=shardings)
   return init(key_for(parts.config.seed, "init"))
@@ -611,7 +629,10 @@ def initial_params(parts: Parts) -> Params:
   """What is trained, before the first step: all parameters, or adapters beside them."""
   if parts.programs.settings is None:
     return network_params(parts)
-  return first_adapters(parts.config, parts.model.config, parts.abstract_base, parts.mesh)
+  try:
+    return first_adapters(parts.config, parts.model.config, parts.abstract_base, parts.mesh)
+  except ValueError as error:
+    raise CheckpointError(str(error)) from error
 
 
 def first_state(parts: Parts, params: Params, initial_entropy: float) -> TrainState:

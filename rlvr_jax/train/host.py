@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
+from absl import app
+
 # glibc's <malloc.h>
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 
@@ -27,6 +29,21 @@ def keep_freed_memory() -> None:
   libc.mallopt(_M_MMAP_MAX, 0)
   libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
   libc.mallopt(_M_TOP_PAD, 2**26)
+
+
+def parse_flags(argv: list[str]) -> list[str]:
+  """Parses all flags; a configuration that is not there, or lacks a field, ends the process."""
+  try:
+    return app.parse_flags_with_usage(argv)
+  except FileNotFoundError as error:
+    sys.exit(f"error: --config: {error}")
+  except (AttributeError, KeyError) as error:
+    cause = error.args[0]
+    text = str(cause.args[0] if isinstance(cause, KeyError) else cause)
+    near = text.replace("\nDid", "; did")
+    sys.exit(
+      f"error: the configuration has no field {near} (configs/base.py and the recipe list them)"
+    )
 
 
 def end_at_once(message: str) -> NoReturn:

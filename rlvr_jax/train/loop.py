@@ -136,7 +136,7 @@ def train(parts: components.Parts, workdir: str | Path) -> dict[str, float]:
       lambda: enter(MetricWriter(workdir, resume_step, keep_warm_start=was_warm)),
       multihost.NoWriter(workdir),
     )
-    pool = multihost.together(lambda: enter(grader_pool(config, parts.task.grader)))
+    pool = multihost.together(lambda: enter(grader_pool(config, parts.task)))
     termination = stack.enter_context(termination_signals())
     try:
       if warm:

@@ -30,7 +30,7 @@ _GIB = 2**30
 Table = dict[str, float]  # what → bytes per chip
 
 
-def report(config: ml_collections.ConfigDict, topology: str | None) -> dict[str, Table]:
+def report(parts: components.Parts, topology: str | None) -> dict[str, Table]:
   """Prints what a configuration takes on every chip, and whether it fits.
 
   With a topology whose compiler is installed (extra `tpu`; no TPU is needed) the update and the
@@ -38,17 +38,12 @@ def report(config: ml_collections.ConfigDict, topology: str | None) -> dict[str,
   stands an estimate by arithmetic, labelled as such.
 
   Args:
-    config: `mesh` says how the chips are used.
-    topology: kind and shape of the slice, such as "v5e:4x4"; None for the estimate alone, on a
-      mesh of as many chips as `config.mesh` has.
+    parts: of `shapes_only`, on the mesh of that topology.
+    topology: kind and shape of the slice, such as "v5e:4x4"; None for the estimate alone.
   Returns:
     The tables that were printed, by their titles.
-  Raises:
-    ValueError: an unknown topology, or a mesh of another size.
   """
-  devices = topology_devices(topology) if topology else None
-  parts = shapes_only(config, mesh_of(config, devices))
-  tables = estimated(parts) | (compiled(parts) if devices is not None else {})
+  tables = estimated(parts) | (compiled(parts) if topology else {})
   limit = CHIP_GIB.get(topology.partition(":")[0]) if topology else None
   title = f"{topology or 'a mesh'} of {dict(parts.mesh.shape)} ({parts.mesh.size} chips)"
   say(_text(title, tables, limit))
@@ -73,12 +68,17 @@ def topology_devices(name: str) -> list[Any]:
     ) from error
 
 
-def mesh_of(config: ml_collections.ConfigDict, devices: list[Any] | None) -> Any:
-  """The mesh of `config.mesh` over chips that need not be there."""
+def mesh_of(config: ml_collections.ConfigDict, topology: str | None) -> Any:
+  """The mesh of `config.mesh` over chips that need not be there.
+
+  Raises:
+    ValueError: an unknown topology, or a mesh of another size.
+  """
   sizes = tuple(config.mesh[axis] for axis in sharding.AXES)
   needed = math.prod(sizes)
-  if devices is None:
+  if topology is None:
     return jax.sharding.AbstractMesh(sizes, sharding.AXES, axis_types=(AxisType.Auto,) * 3)
+  devices = topology_devices(topology)
   if needed != len(devices):
     raise ValueError(
       f"config.mesh = {dict(zip(sharding.AXES, sizes, strict=True))} is {needed} chips, the"

@@ -37,8 +37,11 @@ def prepared(
   if topology is not None and mode != "fits":
     raise ValueError(f"--topology goes with --mode=fits, not with {mode}")
   if mode == "fits":
-    return functools.partial(memory.report, config, topology)
+    parts = memory.shapes_only(config, memory.mesh_of(config, topology))
+    return functools.partial(memory.report, parts, topology)
   parts = components.build(config)
+  if mode == "train" and not len(parts.task.train):
+    raise ValueError("config.task has nothing to train on; choose a split, or --mode=eval")
   if mode == "train":
     return functools.partial(loop.train, parts, str(workdir))
   folder = policies.checkpoint_folder(checkpoint) if checkpoint else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import jax
@@ -9,7 +10,7 @@ import jax
 from rlvr_jax.models.huggingface import save_checkpoint
 from rlvr_jax.models.peft import save_adapters
 from rlvr_jax.train import components, multihost, sharding
-from rlvr_jax.train.checkpoint import read_params
+from rlvr_jax.train.checkpoint import CheckpointError, read_params
 from rlvr_jax.train.metrics import say
 from rlvr_jax.types import Params
 
@@ -23,9 +24,10 @@ def checkpoint_folder(checkpoint: str) -> Path:
     ValueError: there is none.
   """
   folder = Path(checkpoint)
-  if not folder.name.isdigit():
-    steps = [path for path in (folder / "checkpoints").glob("*") if path.name.isdigit()]
-    folder = max(steps, key=lambda path: int(path.name), default=folder / "checkpoints")
+  of_run = folder if folder.name == "checkpoints" else folder / "checkpoints"
+  if of_run.is_dir():
+    steps = [path for path in of_run.glob("*") if path.name.isdigit()]
+    folder = max(steps, key=lambda path: int(path.name), default=of_run)
   if not folder.name.isdigit() or not folder.is_dir():
     raise ValueError(
       f"--checkpoint={checkpoint} holds no checkpoint; give the --workdir of a run, or one of its"
@@ -41,11 +43,29 @@ def chosen_params(parts: components.Parts, folder: Path | None) -> tuple[Params,
     parts: of a configuration with that policy's shape.
     folder: of `checkpoint_folder`; None for the policy that training would begin with.
   Raises:
-    CheckpointError: it is damaged or of another shape.
+    CheckpointError: it is damaged, or of a run whose parameters mean something else here.
   """
   if folder is None:
     return components.initial_params(parts), 0
+  _check_same_policy(parts, folder.parent.parent / "config.json")
   return read_params(folder, parts.abstract_state.params), int(folder.name)
+
+
+def _check_same_policy(parts: components.Parts, path: Path) -> None:
+  """Raises where a run's parameters would be another function under this configuration."""
+  if not path.exists():
+    return  # a checkpoint alone, moved away from its run
+  theirs, ours = json.loads(path.read_text()), json.loads(parts.config.to_json_best_effort())
+  fields = [("model", name) for name in ("preset", "checkpoint", "overrides")]
+  fields += [("lora", name) for name in ("rank", "alpha", "targets")]
+  found = {f"{a}.{b}": (theirs.get(a, {}).get(b), ours[a][b]) for a, b in fields}
+  found["tokenizer"] = (theirs["tokenizer"], ours["tokenizer"])
+  differing = {name: pair for name, pair in found.items() if pair[0] != pair[1]}
+  if differing:
+    raise CheckpointError(
+      f"the run of {path.parent} had another network or other adapters: {differing} (of the run, of"
+      " this configuration); set config to what the run had"
+    )
 
 
 def export(parts: components.Parts, directory: str, folder: Path | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,8 @@ from rlvr_jax.rollouts.collect import Collector
 from rlvr_jax.train import multihost, sharding
 
 WEIGHTED = "rlvr_jax.rewards.combined:weighted"
+BY_REFERENCE = "rlvr_jax.rewards.combined:by_reference"
+_GRADERS_SHOW_IN = 100  # problems of a source, whose references name the graders of them all
 _MOST_MEASURED = 1_000_000  # problems whose length may have to be known before a run begins
 
 
@@ -86,7 +88,9 @@ class _Chosen:
 def fitting(
   config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer
 ) -> Task:
-  """The task without what is longer than the limits, if the configuration says to drop it.
+  """The task without training prompts beyond the limit, if the configuration says to drop them.
+
+  Held-out problems are never dropped: a benchmark is all of it.
 
   Raises:
     ValueError: a prompt or a worked solution is too long and is not to be dropped, or none fits.
@@ -98,9 +102,7 @@ def fitting(
   if choice == "drop":
     fits = lambda problem: 0 < len(tokenizer.encode_prompt(problem.question)) <= limit
     kept = lambda name: _kept(name, getattr(task, name), fits, limit)
-    task = dataclasses.replace(
-      task, train=kept("train"), warm_start=kept("warm_start"), held_out=kept("held_out")
-    )
+    task = dataclasses.replace(task, train=kept("train"), warm_start=kept("warm_start"))
   encode_prompts(_all(task.held_out), tokenizer, limit)
   encode_prompts(_first(task.train, 100), tokenizer, limit)
   if config.warm_start.num_steps:
@@ -159,8 +161,23 @@ class _Regraded:
 
   def __getitem__(self, index: int) -> Problem:
     problem = self._source[index]
-    reference = weighted_reference(self._grader, problem.reference, self._extra)
+    reference = problem.reference
+    if self._extra:
+      # The main part gets the wrapping of a mixture, if it is that of the task; the others do not.
+      reference = weighted_reference(self._grader, self._given(reference), self._extra)
+      for part in reference["parts"][1:]:
+        part["reference"] = _unwrapped(part["reference"])
+    else:
+      reference = self._given(reference)
     return dataclasses.replace(problem, reference=reference)
+
+  def _given(self, reference: Mapping[str, Any]) -> Mapping[str, Any]:
+    return reference if self._grader == BY_REFERENCE else _unwrapped(reference)
+
+
+def _unwrapped(reference: Mapping[str, Any]) -> Mapping[str, Any]:
+  """What the grader of a mixture's part gets; any other reference as it is."""
+  return reference["reference"] if reference.keys() >= {"grader", "reference"} else reference
 
 
 def with_graders(config: ml_collections.ConfigDict, task: Task) -> Task:
@@ -169,14 +186,21 @@ def with_graders(config: ml_collections.ConfigDict, task: Task) -> Task:
   Raises:
     ValueError: an import path or a weight that is none.
   """
+  said = config.grading.unsandboxed_code
+  if said not in ("", ACCEPTED):
+    raise ValueError(
+      f"config.grading.unsandboxed_code = {said!r}: leave it empty, or say {ACCEPTED!r} to have"
+      " generated programs run without a sandbox"
+    )
   grader = config.grading.grader or task.grader
+  check_grader("config.grading.grader", grader)
   extra = [_checked(pair) for pair in config.grading.extra]
-  if not extra:
-    return dataclasses.replace(task, grader=grader)
+  if not extra and grader == task.grader:
+    return task
   regraded = lambda source: _Regraded(source, grader, extra)
   return dataclasses.replace(
     task,
-    grader=WEIGHTED,
+    grader=WEIGHTED if extra else grader,
     train=regraded(task.train),
     warm_start=regraded(task.warm_start),
     held_out=regraded(task.held_out),
@@ -192,32 +216,47 @@ def _checked(pair) -> tuple[str, float]:
       f"config.grading.extra has {pair!r}, expected pairs such as"
       " ('rlvr_jax.rewards.formats:boxed', 0.1)"
     ) from error
+  check_grader("config.grading.extra", str(path))
   check_between("config.grading.extra", str(path), weight)
   return str(path), weight
 
 
-def grader_pool(config: ml_collections.ConfigDict, grader: str) -> GraderPool:
-  """The processes that grade.
+def check_grader(field: str, path: str) -> None:
+  """Raises unless the path has the form of a grader's."""
+  module, colon, function = path.partition(":")
+  if not (module and colon and function):
+    raise ValueError(
+      f"{field} names {path!r}, expected 'package.module:function', such as"
+      " 'rlvr_jax.rewards.mathematics:mathematics'"
+    )
+
+
+def grader_pool(config: ml_collections.ConfigDict, task: Task) -> GraderPool:
+  """The processes that grade; each tries all of the task's graders before the first completion.
 
   Raises:
-    ValueError: `config.grading.unsandboxed_code` says something else than it has to.
-    GraderStartError: the grader cannot work here.
+    GraderStartError: a grader cannot work here.
   """
   settings = config.grading
   said = settings.unsandboxed_code
-  if said not in ("", ACCEPTED):
-    raise ValueError(
-      f"config.grading.unsandboxed_code = {said!r}: leave it empty, or say {ACCEPTED!r} to have"
-      " generated programs run without a sandbox"
-    )
+  sources = (task.train, task.held_out)
+  some = [problem for source in sources for problem in _first(source, _GRADERS_SHOW_IN)]
+  inner = [path for problem in some for path in _graders_in(problem.reference)]
   return GraderPool(
-    grader,
+    task.grader,
     num_workers=settings.num_workers,
     timeout_s=settings.timeout_s,
     memory_mib=settings.memory_mib,
     environment={UNSANDBOXED: said} if said else {},
-    preload=[path for path, _ in settings.extra],
+    preload=[*dict.fromkeys(inner)],
   )
+
+
+def _graders_in(reference: Mapping[str, Any]) -> list[str]:
+  """The graders that a reference names, of a combined grader's parts or of a mixture's."""
+  found = [str(reference["grader"])] if reference.keys() >= {"grader", "reference"} else []
+  parts = [*reference.get("parts", ()), *([reference["reference"]] if found else ())]
+  return found + [path for part in parts for path in _graders_in(part)]
 
 
 def make_collector(parts: Any, pool: GraderPool) -> Collector:

@@ -7,9 +7,10 @@ from train import tiny
 
 from rlvr_jax.evaluate.command import PROBLEMS_FILE, RESULT_FILE, evaluate_checkpoint
 from rlvr_jax.evaluate.held_out import accuracy
-from rlvr_jax.train.checkpoint import WorkdirError
+from rlvr_jax.train.checkpoint import CheckpointError, WorkdirError
 from rlvr_jax.train.components import build
 from rlvr_jax.train.loop import train
+from rlvr_jax.train.policies import checkpoint_folder, chosen_params
 
 FIELDS = dict(num_updates=1, warm_start__num_steps=100, optimizer__warmup_updates=0)
 
@@ -35,6 +36,10 @@ def test_a_checkpoint_has_the_accuracy_that_the_loop_found(run, tmp_path):
   (tmp_path / PROBLEMS_FILE).write_text("\n".join(lines[:6]) + '\n{"problem": 6, "pro')
   assert evaluate_checkpoint(build(tiny.config(**FIELDS)), tmp_path, folder) == values
   assert (tmp_path / PROBLEMS_FILE).read_text().splitlines() == lines
+  # Whole lines that are missing in between count as much as torn ones.
+  (tmp_path / PROBLEMS_FILE).write_text("\n".join(lines[:5] + lines[6:]) + "\n")
+  assert evaluate_checkpoint(build(tiny.config(**FIELDS)), tmp_path, folder) == values
+  assert (tmp_path / PROBLEMS_FILE).read_text().splitlines() == lines
   # Another policy, or another question, is another evaluation.
   with pytest.raises(WorkdirError, match="evaluated"):
     evaluate_checkpoint(build(tiny.config(**FIELDS)), tmp_path, workdir / "checkpoints" / "0")
@@ -57,8 +62,20 @@ def test_accuracy_counts_outcomes_and_majorities():
   assert values["eval/pass@3"] == pytest.approx(1 / 2)
   assert values["eval/majority"] == pytest.approx(1 / 2)
   assert values["eval/outcome/crashed"] == pytest.approx(1 / 6)
+  contradicted = [[sample("correct", "7"), sample("wrong", "7")]]
+  assert "eval/majority" not in accuracy(contradicted, ks=(1,), seed=0)  # and nothing is raised
   without = [[{**s, "extracted": ""} for s in row] for row in rows]
   assert "eval/majority" not in accuracy(without, ks=(1,), seed=0)
+
+
+def test_a_run_is_evaluated_as_the_network_it_was(run):
+  workdir, _ = run
+  overrides = {**tiny.get_config().model.overrides, "rope_theta": 5.0}
+  other = build(tiny.config(**FIELDS, model__overrides=overrides))
+  with pytest.raises(CheckpointError, match=r"another network .*rope_theta"):
+    chosen_params(other, workdir / "checkpoints" / "1")
+  folder = checkpoint_folder(str(workdir))
+  assert folder == checkpoint_folder(str(workdir / "checkpoints")) == workdir / "checkpoints" / "1"
 
 
 def test_the_command_says_what_it_lacks(tmp_path):

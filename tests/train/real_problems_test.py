@@ -47,7 +47,7 @@ def get_config(arguments):
   c.prompts.format = "chat"
   c.prompts.too_long = "drop"
   c.model = dict(preset="", checkpoint=checkpoint, overrides={})
-  c.max_prompt_length, c.max_response_length = 300, 16
+  c.max_prompt_length, c.max_response_length = 500, 16
   c.warm_start.num_steps = 0
   c.batch = dict(prompts=4, group_size=4, micro_batches=1)
   c.evaluation.num_samples = 2
