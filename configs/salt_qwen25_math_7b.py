@@ -34,6 +34,8 @@ def get_config() -> ConfigDict:
       held_out_data_dir="",  # to be given
     ),
   )
+  c.mesh = dict(data=1, fsdp=8, tensor=2)
+  c.batch.micro_batches = 4
   c.max_prompt_length = 2048
   c.max_response_length = 8192
   c.schedule.kwargs.batches = 16

@@ -32,7 +32,7 @@ _DATA = flags.DEFINE_string("data", None, "Folder of the data sets.", required=T
 _WORKERS = flags.DEFINE_integer("workers", os.cpu_count(), "Grading processes.", lower_bound=1)
 _SAMPLE = flags.DEFINE_integer("sample", None, "Of each set; default all.", lower_bound=1)
 _FOLDER = flags.DEFINE_string(
-  "folder", str(pathlib.Path(__file__).parent / "results"), "Of the table."
+  "results_folder", str(pathlib.Path(__file__).parent / "results"), "Of the table."
 )
 GRADER = "rlvr_jax.rewards.code:code"
 LIMIT_S = 60.0  # generous: rates are measured, not deadlines

@@ -18,6 +18,9 @@ FUNCTIONS = "sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|pi|max|min"  # words that a
 TEXT = r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}"
 SET = r"\{\}"
 
+_NTH = "(?:st|nd|rd|th)"
+_NTH_TEXT = rf"\\(?:text|textrm|textnormal|mathrm)\s*\{{\s*{_NTH}\s*\}}"
+
 # What only dresses an answer, in the order of removal. A matrix's "\\" before a space is no space.
 _DRESSING = [
   (re.compile(pattern, re.DOTALL), replacement)
@@ -28,7 +31,10 @@ _DRESSING = [
     (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle)(?![a-zA-Z])", ""),
     (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"), (r"\\le(?:qslant)?(?![a-zA-Z])", r"\\leq"),
     (r"\\ge(?:qslant)?(?![a-zA-Z])", r"\\geq"), (r"\\ne(?![a-zA-Z])", r"\\neq"),
-    (r"\\f?box(?:ed)?\s*(?=\{)", ""), (r"(?<!\\)\\!", ""), (r"\{,\}", ","),
+    (r"\\f?box(?:ed)?\s*(?=[{\d+-])", ""), (r"(?<!\\)\\!", ""), (r"\{([,:])\}", r"\1"),
+    (rf"(?<=\d){_NTH}(?![A-Za-z])", ""),
+    (rf"(?<=\d)\s*\^\s*(?:{_NTH_TEXT}|\{{\s*(?:{_NTH_TEXT}|{_NTH})\s*\}})", ""),
+    (r"(?<=\d)\s*\\[lc]?dots\s*\Z", ""),
     (r"(?<=\d)(?:\\,|\\ |~)(?=\d{3}(?!\d))", ","),
     (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-zA-Z])", " "), (r"\\?\$|[€£]", ""),
     (r"(?<!\\)\\[()\[\]]", ""), (r"\\varnothing(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset "),
@@ -41,10 +47,14 @@ _DRESSING = [
 ]  # fmt: skip
 
 _DECIMAL = rf"(?:{DIGITS}(?:\.[0-9]*)?|\.[0-9]+)"
-_TERM = rf"\{{\s?(-?\s?{_DECIMAL})\s?\}}"
+_TERM = rf"\{{\s?([+-]?\s?{_DECIMAL})\s?\}}"
 _SIGN = r"([+-]?)\s?"
 _PLAIN = re.compile(rf"{_SIGN}({_DECIMAL}(?:[eE][+-]?[0-9]{{1,3}})?)")
 _QUOTIENT = re.compile(rf"{_SIGN}(?:\\frac\s?{_TERM}\s?{_TERM}|({_DECIMAL})\s?/\s?({_DECIMAL}))")
+_SCIENTIFIC = re.compile(
+  rf"{_SIGN}(?:({_DECIMAL})\s?(?:\\times|\\cdot|\*)\s?)?"
+  r"10\s?\^\s?(?:([0-9]{1,3})|\{\s?([+-]?\s?[0-9]{1,3})\s?\})"
+)
 _MIXED = re.compile(rf"{_SIGN}([0-9]+)(?:\s?(?=\\frac)|\s)([^-].*)")
 _PERIODIC = re.compile(rf"{_SIGN}([0-9]*)\.([0-9]*)\\(?:overline|bar)\s?\{{?([0-9]+)\}}?")
 _IN_BASE = re.compile(r"([0-9]+)_\{?([0-9]+)\}?")
@@ -62,11 +72,22 @@ _UNITS = {alias: unit for unit, names in _UNIT_NAMES.items() for alias in (unit,
 _POWERS = {"square": "^2", "cubic": "^3"}
 _UNIT_TEXT = re.compile(r"\s*([A-Za-z][A-Za-z /().-]*?)\s?(\^[23])?[\s.]*")
 _WRAPPED_UNIT = re.compile(rf"(.*[^\s\\])\s?{TEXT}\s?((?:\^[23])?)")
-_PERCENT = re.compile(r"(.*[^\s\\])\s?\\?%")
+_PERCENT = re.compile(r"(.*[^\s\\%])(?:\s?\\?%)+")
 _BARE_UNIT = re.compile(r"(.*[\d}.])(\s?)([A-Za-z][A-Za-z /]*(?:\^[23])?)")
 _NO_UNIT = re.compile(rf"\b(?:{FUNCTIONS}|to|if|for|when|is|not)\b|(?<![A-Za-z])[A-Za-z]{{1,2}}\b")
 
 _CHOICE = re.compile(r"\(([A-J])\)|([A-J])[).:]?")
+_CHOICE_AND_VALUE = re.compile(
+  r"\\(?:text|textbf|textrm|textnormal|mathrm|mathbf|mbox)\s*\{\s*\(?([A-J])\)\s*\}\s*(\S.*)"
+  r"|\(?([A-J])\)\s+((?:-?[0-9.]|\\frac|\\sqrt|\\text).*)"
+)
+_SAME_WORDS = {
+  **dict.fromkeys(("dne", "limit does not exist"), "does not exist"),
+  **dict.fromkeys(
+    ("none", "no solution", "no solutions", "no real solution", "no real solutions", "empty set",
+     "the empty set"), r"\emptyset",
+  ),
+}  # fmt: skip
 _LETTERS = re.compile(r"[A-Za-z][A-Za-z' .-]*")
 _WORDS = re.compile(
   rf"(?i:yes|no)\Z|(?=.*[A-Za-z]{{4}}|.*[A-Za-z]{{2,}} [A-Za-z]{{2,}})(?!{FUNCTIONS})"
@@ -79,6 +100,7 @@ _NAME = re.compile(
   r"([A-Za-z](?:_\w|_\{\w+\})?'?(?:\([a-z](?:,\s?[a-z])*\))?|\\[a-z]+|[A-Za-z][A-Za-z ]{1,20}?)\s?="
   r"(?:[^=<>]*=)?([^=<>]+)"
 )
+_COLUMN = re.compile(r"\\begin\s?\{([pb])matrix\}([^&]*)\\end\s?\{\1matrix\}")
 _BRACKET = re.compile(r"\\.|[()\[\]{},;]")
 _OPEN, _CLOSE = ("(", "[", "{", r"\{"), (")", "]", "}", r"\}")
 
@@ -94,6 +116,7 @@ class Answer(NamedTuple):
     brackets: around the items, "()", "[)", …, or SET; "" for a bare list.
     unit: such as "%", "cm", "m^2", "base 2"; "" where there is none, or none that we know.
     name: what stood before "=".
+    choice: the letter of "(B) 5", A to J.
   """
 
   value: str = ""
@@ -103,6 +126,7 @@ class Answer(NamedTuple):
   brackets: str = ""
   unit: str = ""
   name: str = ""
+  choice: str = ""
 
   @property
   def ordered(self) -> bool:
@@ -123,7 +147,8 @@ class Answer(NamedTuple):
       text += f"_{{{self.unit[5:]}}}"
     elif self.unit:
       text += r"\%" if self.unit == "%" else rf"\text{{ {self.unit}}}"
-    return f"{self.name}={text}" if self.name else text
+    text = f"{self.name}={text}" if self.name else text
+    return rf"\text{{({self.choice}) }}{text}" if self.choice else text
 
 
 def undressed(text: str) -> str:
@@ -144,6 +169,8 @@ def _parse(text: str) -> Answer:
     text, wrapped = match[1].strip(), True
   if match := _CHOICE.fullmatch(text):
     return Answer(value=match[1] or match[2], words=True)
+  if match := _CHOICE_AND_VALUE.fullmatch(text):
+    return _parse(match[2] or match[4])._replace(choice=match[1] or match[3])
   if match := _CLOCK.fullmatch(text):
     return Answer(value=f"{match[1]} {match[2].lower()}m", words=True)
   if (number := parse_plain_number(text)) is not None:
@@ -153,8 +180,17 @@ def _parse(text: str) -> Answer:
   before, unit = _split_unit(text)
   if before != text:
     return _parse(before)._replace(unit=unit)
-  if _LETTERS.fullmatch(text) and (wrapped or _WORDS.match(text)):
-    return Answer(value=" ".join(text.casefold().split()), words=True)
+  if _LETTERS.fullmatch(text):
+    words = " ".join(text.casefold().split())
+    if words in _SAME_WORDS:
+      words = _SAME_WORDS[words]
+      return Answer(value=words, words=not words.startswith("\\"))
+    if wrapped or _WORDS.match(text):
+      return Answer(value=words if len(text) > 1 else text, words=True)
+  if match := _COLUMN.fullmatch(text):
+    entries = [entry for entry in map(str.strip, match[2].split(r"\\")) if entry]
+    if len(entries) > 1:
+      return Answer(items=tuple(map(_parse, entries)), brackets="()")
   brackets, elements = _split_list(text)
   if len(elements) > 1:
     return Answer(items=tuple(map(_parse, elements)), brackets=brackets)
@@ -168,7 +204,7 @@ def _parse(text: str) -> Answer:
 
 
 def parse_plain_number(text: str) -> Fraction | None:
-  r"""The value of "-1,234.5", "3/4", r"\frac{3}{4}", "2 1/2", r"0.\overline{3}"; None of others."""
+  r"""The value of "-1,234.5", "3/4", r"\frac{3}{4}", "2 1/2", r"3\times10^8" …; None of others."""
   if match := _PLAIN.fullmatch(text):
     value = _decimal(match[2])
   elif match := _QUOTIENT.fullmatch(text):
@@ -176,6 +212,9 @@ def parse_plain_number(text: str) -> Fraction | None:
     if not bottom:
       return None
     value = top / bottom
+  elif match := _SCIENTIFIC.fullmatch(text):
+    power = int((match[3] or match[4]).replace(" ", ""))
+    value = _decimal(match[2] or "1") * Fraction(10) ** power
   elif (match := _MIXED.fullmatch(text)) and _QUOTIENT.fullmatch(match[3]):
     value = Fraction(match[2]) + (parse_plain_number(match[3]) or 0)
   elif match := _PERIODIC.fullmatch(text):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
+import io
 import math
 import re
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,29 +23,76 @@ STYLES = ("asserts", "check", "function", "stdin")
 REWARDS = ("all", "fraction")
 
 _THOUGHT_END = "</think>"
-# The info string is python, py, python3 or nothing; a block that is never closed runs to the end.
-_BLOCK = re.compile(r"^```(?:python3?|py)?[ \t]*\n(.*?)(?:^```[ \t]*$|\Z)", re.M | re.S | re.I)
+_PYTHON = ("python", "python3", "py")
+# Indentation, with a list's marker if the fence stands on its line; fence; info string.
+_OPENING = re.compile(r"([ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(`{3,}(?!.*`)|~{3,})[ \t]*(\S*)")
 
 
 def program_text(completion: str) -> str:
-  """The last Python block of a completion, after its thoughts; the whole text if there is none."""
+  """The program in a completion, after its thoughts.
+
+  Returns:
+    the last block that is called Python; else, of those without a name, the last that is Python,
+    or the last; else the whole text, also where fences are but in its strings.
+  """
   answer = completion.rpartition(_THOUGHT_END)[2].replace("\r\n", "\n")
-  blocks = _BLOCK.findall(answer)
-  return blocks[-1] if blocks else answer
+  blocks = _blocks(answer)
+  called = [text for info, text in blocks if info in _PYTHON]
+  unnamed = [text for info, text in blocks if not info]
+  if not called + unnamed or _is_python(answer):
+    return answer
+  if called or len(unnamed) == 1:
+    return (called or unnamed)[-1]
+  return next(filter(_is_python, reversed(unnamed)), unnamed[-1])
+
+
+def _blocks(text: str) -> list[tuple[str, str]]:
+  """Info string and text of each fenced block; one that is never closed runs to the end."""
+  blocks: list[tuple[str, list[str]]] = []
+  fence: re.Match[str] | None = None
+  for line in io.StringIO(text):
+    if fence is None:
+      if fence := _OPENING.match(line):
+        blocks.append((fence[3].lower(), []))
+    elif _closes(line, fence):
+      fence = None
+    else:
+      blocks[-1][1].append(line[min(len(fence[1]), _indentation(line)) :])
+  return [(info, "".join(lines)) for info, lines in blocks]
+
+
+def _closes(line: str, fence: re.Match[str]) -> bool:
+  """As in CommonMark: as long at least, without a name, and not indented like code."""
+  mark = line.strip()
+  bare = len(mark) >= len(fence[2]) and set(mark) == {fence[2][0]}
+  return bare and _indentation(line) <= len(fence[1]) + 3
+
+
+def _indentation(line: str) -> int:
+  return len(line) - len(line.lstrip(" \t"))
+
+
+def _is_python(text: str) -> bool:
+  try:
+    with warnings.catch_warnings(action="ignore"):  # of odd escapes in texts
+      ast.parse(text)
+    return bool(text.strip())
+  except (SyntaxError, ValueError, RecursionError, MemoryError):
+    return False
 
 
 def code(completion: str, reference: Mapping[str, Any]) -> Grade:
   """Runs a program against its tests.
 
   Args:
-    completion: the program is its last ```python block (or unnamed block), else the whole text.
+    completion: the program is its last ```python block (or unnamed block), see `program_text`.
     reference: "style" with its fields:
       "asserts": "tests", texts to execute one by one; "setup", executed after the program.
       "check": "test", a text that defines check(candidate); "entry_point", the candidate's name;
         "prompt", what the completion goes on from where it does not define the entry point itself.
       "function": "entry_point", a function's name or "Class.method"; "cases", each with "input", a
         list of arguments, and "output"; "setup", executed before the program.
-      "stdin": "cases", each with "input" and "output", texts.
+      "stdin": "cases", each with "input" and "output", texts; "setup", executed before the program.
       Optional: "reward", "all" (default) or "fraction"; "time_limit_s", wall clock for all tests;
       "memory_mib", of all its processes together.
   Returns:
@@ -126,13 +175,18 @@ def _lines(text: str) -> str:
 
 def _function(source: str, reference: Mapping[str, Any]) -> _Prepared:
   cases = list(reference["cases"])
-  task = {"entry_point": reference["entry_point"], "cases": cases, "total": len(cases)}
-  return {"mode": "calls", "sources": [reference.get("setup", ""), source]}, task
+  entry, setup = reference["entry_point"], reference.get("setup", "")
+  owner, _, name = entry.rpartition(".")
+  if not (owner and re.search(rf"^class\s+{owner}\b", source, re.M)):
+    setup = f"{_lines(setup)}globals().pop({name!r}, None)\n"  # the setup's own is no answer
+  task = {"entry_point": entry, "cases": cases, "total": len(cases)}
+  return {"mode": "calls", "sources": [setup, source]}, task
 
 
 def _stdin(source: str, reference: Mapping[str, Any]) -> _Prepared:
   cases = list(reference["cases"])
-  return {"mode": "cases", "sources": [source]}, {"cases": cases, "total": len(cases)}
+  task = {"cases": cases, "total": len(cases)}
+  return {"mode": "cases", "sources": [reference.get("setup", ""), source]}, task
 
 
 _PREPARED: dict[str, Callable[[str, Mapping[str, Any]], _Prepared]] = {

@@ -7,9 +7,9 @@ Started by `sandbox.py`, under an interpreter with the standard library only. Wh
     └ supervisor one per item, like all below: fresh user, process, mount and IPC namespaces, an
       │          empty /tmp; kills everything in them when time is over or the caller has gone
       └ judge    first process in there. It holds the tests and the only way to a verdict
-        └ program  the generated code, forked before the judge reads a test: it never has tests,
-                 expected values or the verdict's socket in its memory or among its descriptors,
-                 and may neither trace the judge nor look into it
+        └ program  the generated code, forked before the judge reads a test and started after: it
+                 never has tests, expected values or the verdict's socket in its memory or among
+                 its descriptors, and may neither trace the judge nor look into it
 
 The judge evaluates tests itself. A name of the program that a test uses is a `Handle`; a call is
 sent to the program, and what comes back is plain data, built anew here (`decode`). What is not
@@ -26,6 +26,7 @@ import collections
 import collections.abc
 import contextlib
 import ctypes
+import datetime
 import decimal
 import fractions
 import gc
@@ -50,7 +51,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 # What programs import most: loaded once here, instead of in every program.
-PRELOADED = ("bisect", "copy", "datetime", "heapq", "random", "re", "string")
+PRELOADED = ("bisect", "copy", "heapq", "random", "re", "statistics", "string", "typing")
 
 MAX_MESSAGE = 16 * 2**20  # bytes from a program: one answer, or one case's output
 MAX_OUTPUT = MAX_MESSAGE // 8  # bytes of a case: in JSON a byte may take six
@@ -106,7 +107,17 @@ _SEQUENCES: dict[str, type] = {
   kind.__name__: kind for kind in (list, tuple, set, frozenset, collections.deque)
 }
 _BYTES: dict[str, type] = {kind.__name__: kind for kind in (bytes, bytearray)}
-_AS_TEXT: dict[str, type] = {kind.__name__: kind for kind in (fractions.Fraction, decimal.Decimal)}
+_AS_TEXT: dict[str, type] = {
+  kind.__name__: kind
+  for kind in (
+    fractions.Fraction, decimal.Decimal, datetime.date, datetime.time, datetime.datetime
+  )
+}  # fmt: skip
+_AS_PARTS: dict[str, tuple[type, tuple[str, ...]]] = {
+  "range": (range, ("start", "stop", "step")),
+  "slice": (slice, ("start", "stop", "step")),
+  "timedelta": (datetime.timedelta, ("days", "seconds", "microseconds")),
+}
 _MUTABLE = ("list", "set", "deque", "dict", "bytearray")
 _PLAIN: tuple[type, ...] = (
   types.NoneType, bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset,
@@ -143,8 +154,8 @@ def encode(value: Any, refer: Callable[[Any], list]) -> Any:
     return [name, str(value)]
   if kind is complex:
     return ["complex", [value.real, value.imag]]
-  if kind is range:
-    return ["range", [encode(part, refer) for part in (value.start, value.stop, value.step)]]
+  if name in _AS_PARTS and _AS_PARTS[name][0] is kind:
+    return [name, [encode(getattr(value, part), refer) for part in _AS_PARTS[name][1]]]
   if kind is type and value in _TYPE_NAMES:
     return ["type", _TYPE_NAMES[value]]
   for base in _BASES:
@@ -173,11 +184,11 @@ def decode(data: Any, resolve: Callable[[str, Any], Any]) -> Any:
   if tag in _BYTES:
     return _BYTES[tag](content.encode("latin-1"))
   if tag in _AS_TEXT:
-    return _AS_TEXT[tag](content)
+    return getattr(_AS_TEXT[tag], "fromisoformat", _AS_TEXT[tag])(content)
   if tag == "complex":
     return complex(*content)
-  if tag == "range":
-    return range(*[decode(part, resolve) for part in content])
+  if tag in _AS_PARTS:
+    return _AS_PARTS[tag][0](*[decode(part, resolve) for part in content])
   if tag == "type":
     return _TYPES[content]
   return resolve(tag, content)
@@ -251,6 +262,7 @@ class Program:
   def __init__(self, channel: socket.socket):
     self._channel: socket.socket | None = channel
     self._handles: dict[int, Handle] = {}
+    self._entries: set[int] = set()  # of handles: what tests name
     self._lent: list[Callable] = []
 
   def started(self) -> None:
@@ -259,17 +271,22 @@ class Program:
 
   def define(self, names: Sequence[str]) -> dict[str, Any]:
     """What those of the names stand for that the program defines."""
-    return {name: value for name, value in self.ask("define", list(names)).items() if name in names}
+    found = self.ask("define", list(names))
+    values = {name: value for name, value in found.items() if name in names}
+    self._entries |= {value._number for value in values.values() if isinstance(value, Handle)}
+    return values
 
   def ask(self, operation: str, *operands: Any) -> Any:
     """One request; plain data or a `Handle`. Raises what it raised in the program."""
-    self._send({"operation": operation, "operands": self._encode(operands)})
+    self._send({"operation": operation, "operands": self._sendable(operands)})
     return self._decode(self._answer()["value"])
 
   def call(self, function: Handle, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """As `ask`; what the call changed in its mutable arguments is changed in `args`, too."""
-    operands = self._encode([function, list(args), dict(kwargs)])
-    self._send({"operation": "call", "operands": operands})
+    operands = [function, list(args), dict(kwargs)]
+    named = function._number in self._entries
+    sendable = self._encode(operands) if named else self._sendable(operands)
+    self._send({"operation": "call", "operands": sendable})
     answer = self._answer()
     for index, data in answer["changed"]:
       _assign(args[index], self._decode(data))
@@ -321,6 +338,13 @@ class Program:
 
   def _encode(self, value: Any) -> Any:
     return encode(value, self._refer)
+
+  def _sendable(self, operands: Any) -> Any:
+    """As `_encode`, for what a program has returned: had it been data, nothing would be sent."""
+    try:
+      return self._encode(operands)
+    except UnsupportedTestError as error:
+      raise TypeError(f"the program returned no plain data, and {error}") from error
 
   def _refer(self, value: Any) -> list:
     if isinstance(value, Handle):
@@ -468,7 +492,10 @@ def _call_check(entry: Callable[..., Any], case: Mapping[str, Any]) -> Callable[
 
 
 def _same(got: Any, expected: Any) -> bool:
-  """Equality of JSON values; a tuple counts as a list, floats may differ by rounding (1e-9)."""
+  """Equality of JSON values; a tuple counts as a list, floats may differ by rounding.
+
+  That is by 1e-9 of what is expected, or by 1e-9 from 0.
+  """
   if isinstance(got, (list, tuple)) and isinstance(expected, list):
     return len(got) == len(expected) and all(map(_same, got, expected))
   if isinstance(got, dict) and isinstance(expected, dict):
@@ -476,7 +503,7 @@ def _same(got: Any, expected: Any) -> bool:
     got = {key if isinstance(key, str) else json.dumps(key): value for key, value in got.items()}
     return got.keys() == expected.keys() and all(_same(got[key], expected[key]) for key in got)
   if isinstance(got, float) and isinstance(expected, (int, float)):
-    return math.isclose(got, expected, rel_tol=1e-9, abs_tol=1e-9) or got == expected
+    return math.isclose(got, expected, rel_tol=1e-9, abs_tol=0.0 if expected else 1e-9)
   return got == expected
 
 
@@ -695,16 +722,32 @@ def _run_script(sources: Sequence[str]) -> None:
       _execute(source, "<solution>", module.__dict__)
   except SystemExit as stop:
     status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-  except BaseException:
-    traceback.print_exc(limit=-3)
+  except BaseException as error:
+    _print_error(error)
     status = 1
   for thread in threading.enumerate():
     if thread is not threading.current_thread() and not thread.daemon:
       thread.join()
   atexit._run_exitfuncs()
-  sys.stdout.flush()
-  sys.stderr.flush()
+  _flush()
+  module.__dict__.clear()  # files that the program has left open are written out
+  gc.collect()
+  _flush()
   os._exit(status & 0xFF)
+
+
+def _print_error(error: BaseException) -> None:
+  """The end of a traceback, without what of it is ours."""
+  trace = error.__traceback__
+  while trace is not None and trace.tb_frame.f_globals is globals():
+    trace = trace.tb_next
+  traceback.print_exception(type(error), error, trace, limit=-3)
+
+
+def _flush() -> None:
+  for stream in filter(None, (sys.stdout, sys.__stdout__, sys.stderr)):
+    with contextlib.suppress(Exception):  # it has been closed, or put out of order
+      stream.flush()
 
 
 def _take_streams(
@@ -909,7 +952,8 @@ def _limit(memory_mib: int, seconds: float) -> None:
   for kind, value in limits.items():
     hard = resource.getrlimit(kind)[1]
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(kind, (value, value))
+    # Programs may raise their stack's, as contestants do: it counts as address space.
+    resource.setrlimit(kind, (value, hard if kind == resource.RLIMIT_STACK else value))
   with contextlib.suppress(OSError):
     _write("/proc/self/oom_score_adj", "1000")  # where memory runs out, the first to go
   _prctl(_SET_NO_NEW_PRIVILEGES, 1)
@@ -921,7 +965,12 @@ def _limit(memory_mib: int, seconds: float) -> None:
 
 
 def _judge_item(item: socket.socket, settings: Mapping[str, Any]) -> None:
-  """Life of the judge: from the program's text to the verdict."""
+  """Life of the judge: from the program's text to the verdict.
+
+  The program can take memory from the judge. So once it runs, whatever goes wrong here counts
+  against it, and nothing is read any more.
+  """
+  started = False
   try:
     if settings["isolated"]:
       _isolate()
@@ -930,10 +979,16 @@ def _judge_item(item: socket.socket, settings: Mapping[str, Any]) -> None:
     channel, far_end = socket.socketpair()
     if not os.fork():
       with _never_returning():
+        _receive_exactly(far_end, 1)
         {"calls": serve_calls, "cases": serve_cases}[program["mode"]](far_end, program["sources"])
     far_end.close()
-    verdict = judge(Program(channel), receive(item))
+    task = receive(item)
+    started = True
+    channel.sendall(b"g")
+    verdict = judge(Program(channel), task)
   except BaseException as error:
+    if started and not isinstance(error, UnsupportedTestError):
+      os._exit(1)  # "died": a verdict that needs no memory
     verdict = {"broken": describe(error)}
   send(item, verdict)
 

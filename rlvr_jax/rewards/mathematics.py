@@ -9,8 +9,11 @@ answer, nothing else, so samples that vote for the same answer are graded alike.
 units are part of it only where the gold answer has some. Formulas that are equal but written
 differently ("x+1", "1+x") are two votes.
 
+To a gold answer that is a plain number only a number is equal, not a way to compute it: a policy
+could box the question. No answer may have a sum, an integral or a limit that the gold one has not.
+
 No completion can make this grader crash, which would mask it out of the loss: what is too long or
-nests too deeply is unparseable, what math-verify cannot read is wrong.
+nests too deeply is unparseable; what math-verify cannot read, or only at a high cost, is wrong.
 """
 
 from __future__ import annotations
@@ -35,7 +38,10 @@ _PROSE = 10_000  # … for an answer in running text
 _DECIMALS = 6  # plain numbers are compared to so many places, as by math-verify
 _RELATIVE = Fraction(1, 10_000)  # … and to this, or 1e-7 would equal 0
 
-_BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
+_BOX_TOKEN = re.compile(
+  rf"\\(?:boxed|fbox)\s*\{{|\\(?:boxed|fbox)\s*(?P<bare>[+-]?{NUMBER}(?:/{DIGITS})?)|\\.|[{{}}]",
+  re.DOTALL,
+)
 _BETWEEN_BOXES = re.compile(r"[\s$]*(?:,|;|,?\s*and|,?\s*or(?:[\s$]*[A-Za-z]\s*=)?)[\s$]*")
 _ANSWER_IS = re.compile(r"\banswers?\b[^\n.]{0,60}?(?:\bis\b|\bare\b|[:=])[\s*:]*", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n")
@@ -45,6 +51,13 @@ _MATH = re.compile(
 _NUMBER = re.compile(rf"{NUMBER}(?:\s?/\s?{DIGITS})?(?:\s?\\?%)?")
 _WORD = re.compile(rf"(?<![\\A-Za-z])(?!(?:and|or|{FUNCTIONS})\b)[A-Za-z]{{2,}}")
 _RELATION = re.compile(r"[=<>]|\\[lgn]eq")
+_EQUALS = re.compile(r"=|\\approx(?![A-Za-z])")
+_COMMAND = re.compile(r"\\[A-Za-z]+")
+_UNDONE = re.compile(r"\\(sum|prod|i{0,3}nt|oint|lim)(?![A-Za-z])")
+_COSTLY = re.compile(  # powers of powers or beyond 10,000, big factorials and binomials
+  r"\^\{?\(?-?\d+\^\{?\(?-?\d|\^\{?\(?-?\d{5}|\d{5}!|[\^!][^A-Za-z()]*\)!|!!"
+  r"|\\[dt]?binom\{?[^A-Za-z{}]*(?:\^|\d{5})"
+)
 
 
 class Box(NamedTuple):
@@ -54,11 +67,13 @@ class Box(NamedTuple):
 
 
 def boxes(text: str) -> tuple[list[Box], bool]:
-  r"""Outermost \boxed{…} and \fbox{…} in order, and whether one is never closed."""
+  r"""Outermost \boxed{…}, \fbox{…} and \boxed 5 in order, and whether one is never closed."""
   closed: list[Box] = []
   stack: list[tuple[int, int | None]] = []  # open braces: where; where a box's content begins
   for token in _BOX_TOKEN.finditer(text):
-    if token[0] == "}" and stack:
+    if token["bare"]:
+      closed.append(Box(token.start(), token.end(), token["bare"]))
+    elif token[0] == "}" and stack:
       start, content = stack.pop()
       if content is not None:
         while closed and closed[-1].start > start:
@@ -149,18 +164,34 @@ def _gold(text: str) -> Answer:
   answer = (text if stated is None else stated).strip()
   if not answer or len(answer) > MAX_ANSWER:
     raise UnparseableGoldError(
-      f"the gold answer {text!r:.200} is empty or has over {MAX_ANSWER} characters"
+      f"{text!r:.200} is empty or has over {MAX_ANSWER} characters"
     )
-  return parse_answer(answer)
+  gold = parse_answer(answer)
+  return _distinct(gold) if gold.brackets == SET else gold
+
+
+def _distinct(answer: Answer) -> Answer:
+  items = tuple({str(item): item for item in answer.items}.values())
+  return answer._replace(items=items) if len(items) > 1 else items[0]
 
 
 def as_seen_by(gold: Answer, answer: Answer) -> Answer:
-  """The answer without what the gold one does not ask for: names, units, brackets of a list."""
-  whole = str(gold)
+  """The answer without what the gold one does not ask for.
+
+  That is names, units, brackets of a list, the same element twice in a set, the letter of a choice
+  with its value, or the value with its letter.
+  """
+  if gold.words and answer.choice and re.fullmatch("[A-J]", gold.value):
+    return Answer(value=answer.choice, words=True)
+  if not gold.choice:
+    answer = answer._replace(choice="")
+  whole = str(gold._replace(choice=""))
   has_unit = any(part.unit not in ("", "%") for part in (gold, *gold.items))
-  return _reduced(answer, bool(_RELATION.search(whole)), has_unit)._replace(
+  answer = _reduced(answer, bool(_RELATION.search(whole)), has_unit)._replace(
     brackets=_brackets(gold, answer)
   )
+  as_set = answer.brackets == SET and (gold.brackets == SET or not gold.items)
+  return _distinct(answer) if as_set else answer
 
 
 def _reduced(answer: Answer, names: bool, units: bool) -> Answer:
@@ -181,24 +212,40 @@ def _brackets(gold: Answer, answer: Answer) -> str:
 
 
 def equal(gold: Answer, answer: Answer) -> bool:
-  """Whether an answer, as seen by the gold one, says the same.
-
-  Raises:
-    UnparseableGoldError: math-verify is needed and cannot read the gold answer.
-  """
+  """Whether an answer, as seen by the gold one, says the same."""
+  if gold.choice:
+    if answer.words and answer.value == gold.choice:
+      return True
+    if answer.choice not in ("", gold.choice):
+      return False
+    gold, answer = gold._replace(choice=""), answer._replace(choice="")
   names = gold.name and answer.name and gold.name != answer.name
   units = gold.unit and answer.unit and gold.unit != answer.unit
   if names or units:
     return False
   if gold.number is not None and answer.number is not None:
     return _equal_numbers(gold, answer)
+  if answer.words and not gold.words and len(gold.value) == 1:
+    return gold.value == answer.value  # a variable: b is not B
   if gold.words or answer.words:
     return _letters(gold.value) == _letters(answer.value) != ""
   if gold.items and answer.items:
     return _equal_lists(gold, answer)
   if not (gold.items or answer.items) and gold.value == answer.value != "":
     return True
+  if gold.number is not None:
+    return _ends_in_number(gold, answer)
   return _equal_formulas(str(gold._replace(unit="")), str(answer._replace(unit="")))
+
+
+def _ends_in_number(gold: Answer, answer: Answer) -> bool:
+  """Whether "2+3=5", "m+n=5" or "x \\approx 5" end in the gold number, and no side is another."""
+  *sides, last = _EQUALS.split(answer.value)
+  end = parse_answer(last)
+  if not sides or end.number is None or not _equal_numbers(gold, end._replace(unit=answer.unit)):
+    return False
+  computed = [side for side in sides if not re.search("[A-Za-z]", _COMMAND.sub("", side))]
+  return all(_equal_formulas(str(gold.number), side) for side in computed if side)
 
 
 def _letters(text: str) -> str:
@@ -267,11 +314,22 @@ def _math_verify() -> tuple[Callable[[str], list], Callable[[list, list], bool]]
 
 
 def _equal_formulas(gold: str, answer: str) -> bool:
+  if not set(_UNDONE.findall(answer)) <= set(_UNDONE.findall(gold)):
+    return False
+  if _COSTLY.search(answer) and not _COSTLY.search(gold):
+    return False
   parse, verify = _math_verify()
   parsed_gold = parse(gold)
-  if not parsed_gold:
-    raise UnparseableGoldError(f"math-verify cannot read the gold answer {gold!r:.200}")
-  return verify(parsed_gold, parse(answer))
+  return bool(parsed_gold) and verify(parsed_gold, parse(answer))
+
+
+def _unread(gold: Answer) -> str:
+  """The first formula of a gold answer that math-verify cannot read; "" where there is none."""
+  if gold.items:
+    return next(filter(None, map(_unread, gold.items)), "")
+  if gold.number is not None or gold.words or _math_verify()[0](gold.value):
+    return ""
+  return gold.value
 
 
 def mathematics(completion: str, reference: Mapping[str, Any]) -> Grade:
@@ -284,24 +342,30 @@ def mathematics(completion: str, reference: Mapping[str, Any]) -> Grade:
   Returns:
     correct (score 1) or wrong (0) with the extracted answer's normal form as `answer` and `detail`;
     unparseable without an answer, or with one over MAX_ANSWER characters or nested too deeply;
-    crashed where the gold answer cannot be read.
+    crashed where the gold answer is empty or too long, whatever the completion. Where math-verify
+    cannot read the gold answer only the same normal form is correct, and `detail` says so.
   """
-  text = extract(completion)
-  if text is None:
-    return Grade(Outcome.UNPARSEABLE, detail="no answer")
-  if len(text) > MAX_ANSWER:
-    return Grade(Outcome.UNPARSEABLE, detail=f"an answer of {len(text)} characters")
   try:
     gold = _gold(str(reference["answer"]))
+  except (UnparseableGoldError, RecursionError) as error:
+    return Grade(Outcome.CRASHED, detail=f"the gold answer: {error}")
+  try:
+    text = extract(completion)
+    if text is None:
+      return Grade(Outcome.UNPARSEABLE, detail="no answer")
+    if len(text) > MAX_ANSWER:
+      return Grade(Outcome.UNPARSEABLE, detail=f"an answer of {len(text)} characters")
     answer = as_seen_by(gold, parse_answer(text))
     normal = str(answer)
     is_correct = equal(gold, answer)
-  except UnparseableGoldError as error:
-    return Grade(Outcome.CRASHED, detail=str(error))
+    unread = "" if is_correct else _unread(gold)
   except (RecursionError, MemoryError) as error:
     return Grade(Outcome.UNPARSEABLE, detail=f"{type(error).__name__} in comparing the answer")
   outcome = Outcome.CORRECT if is_correct else Outcome.WRONG
-  return Grade(outcome, float(is_correct), detail=normal, answer=normal)
+  detail = normal
+  if unread:
+    detail += f" (only the same text counts: math-verify cannot read the gold {unread!r:.200})"
+  return Grade(outcome, float(is_correct), detail=detail, answer=normal)
 
 
 def mathematics_self_test() -> None:

@@ -18,6 +18,7 @@ from pyarrow import parquet
 from rlvr_jax.data import published
 from rlvr_jax.data.published import mathematics, programs
 from rlvr_jax.data.published.files import PublishedFiles
+from rlvr_jax.rewards.code import code
 
 
 def _bytes(name, rows):
@@ -198,12 +199,16 @@ def _encoded(cases, dumps=lambda cases: pickle.dumps(json.dumps(cases))):
   return base64.b64encode(zlib.compress(dumps(cases))).decode()
 
 
+STDIN_CASE = {"input": "1 2\n", "output": "3\n", "testtype": "stdin"}
+FUNCTION = "class Solution:\n    def total(self, l: List[int], n: int) -> int:\n        "
+
+
 def _livecodebench(private, **fields):
   case = {"input": "[1, 2]\n3", "output": "6", "testtype": "functional"}
   return {
     "question_id": "a1", "question_content": "Sum.", "platform": "leetcode", "difficulty": "medium",
     "contest_date": "2024-01-06T00:00:00", "metadata": json.dumps({"func_name": "total"}),
-    "starter_code": "class Solution:\n  def total(self, l: list, n: int) -> int:\n    ",
+    "starter_code": FUNCTION,
     "public_test_cases": json.dumps([case]), "private_test_cases": private,
   } | fields  # fmt: skip
 
@@ -225,19 +230,20 @@ def test_livecodebench_functions(tmp_path, private):
   files = {"test.jsonl": [_livecodebench(private)]}
   (record,) = _records("livecodebench", tmp_path, files, "test")
   assert (record.id, record.difficulty, record.subject) == ("a1", 2.0, "leetcode")
+  setup = record.reference.pop("setup")
+  assert "from typing import *\n" in setup and "Solution" not in setup
   assert record.reference == {
     "style": "function",
     "entry_point": "Solution.total",
     "cases": [{"input": [[1, 2], 3], "output": 6}, {"input": [[], 0], "output": None}],
-    "setup": "class Solution:\n  def total(self, l: list, n: int) -> int:\n    ",
+    "starter": FUNCTION,
     "contest_date": "2024-01-06T00:00:00",
   }
   assert "```python\nclass Solution" in programs.interface(record.reference)
 
 
 def test_livecodebench_programs_from_several_files(tmp_path):
-  case = {"input": "1 2\n", "output": "3\n", "testtype": "stdin"}
-  row = _livecodebench("", public_test_cases=[case], metadata="{}", starter_code="")
+  row = _livecodebench("", public_test_cases=[STDIN_CASE], metadata="{}", starter_code="")
   files = {"test2.jsonl": [row | {"question_id": "b"}], "test.jsonl": [row],
            "test10.jsonl": [row | {"question_id": "c", "difficulty": None}]}  # fmt: skip
   records = _records("livecodebench", tmp_path, files, "test")
@@ -246,6 +252,31 @@ def test_livecodebench_programs_from_several_files(tmp_path):
   assert records[0].reference["cases"] == [{"input": "1 2\n", "output": "3\n"}]
   assert math.isnan(records[2].difficulty)
   assert "standard input" in programs.interface(records[0].reference)
+
+
+@pytest.mark.parametrize(
+  ("name", "split", "row", "good", "bad"),
+  [
+    ("mbpp", "train", MBPP, "def f(): return 1", "def f(): return 2"),
+    ("mbpp", "test", SANITIZED, "def g(): return 1", "def g(): return 2"),
+    ("humaneval", "test", HUMANEVAL, "def f():\n  return 1", "def f():\n  return 2"),
+    ("livecodebench", "test", _livecodebench(""), FUNCTION + "return reduce(add, l) + n",
+     FUNCTION + "return sum(l)"),
+    ("livecodebench", "test",
+     _livecodebench("", metadata='{"func_name": "gcd"}', starter_code="",
+                    public_test_cases=[{"input": "4\n6", "output": "2", "testtype": "functional"}]),
+     "def gcd(a, b): return math.gcd(a, b)", "def gcd(a, b): return a"),
+    ("livecodebench", "test", _livecodebench("", public_test_cases=[STDIN_CASE], metadata="{}"),
+     "print(sum(map(int, sys.stdin.read().split())))", "print(sys.stdin.read())"),
+  ],
+)  # fmt: skip
+def test_from_row_to_grade(tmp_path, name, split, row, good, bad):
+  file = "sanitized-mbpp.json" if row is SANITIZED else "test.jsonl"
+  (record,) = _records(name, tmp_path, {file: [row]}, split)
+  reference = record.reference | {"time_limit_s": 30.0}
+  grades = [code(f"So:\n```python\n{program}\n```\n", reference) for program in (good, bad)]
+  assert [grade.score for grade in grades] == [1.0, 0.0], grades
+  assert not grades[1].detail.startswith("program:"), grades[1]
 
 
 class _Harmful:

@@ -37,14 +37,27 @@ def _passes(program, *tests, **more):
   [
     ("x = 1", "x = 1"),
     ("so:\n```python\nx = 1\n```\nand", "x = 1\n"),
-    ("```python\nx = 1\n```\n```\nx = 2\n```", "x = 2\n"),
+    ("```python\nx = 1\n```\n```\nx = 2\n```", "x = 1\n"),
+    ("```\nx = 1\n```\nprints\n```\n1 2 3\n```", "x = 1\n"),
+    ("```\n1 2\n```\n```\n3 4\n```", "3 4\n"),
+    ("```text\nx\n```\n```python\nx = 1\n```", "x = 1\n"),
+    ("```python\nx = 1\n```\n```bash\npython x.py\n```\n", "x = 1\n"),
+    ("Run `x`:\n```bash\nls\n```\nthen\n``` Python\nx = 1\n```", "x = 1\n"),
+    ("1. So:\n   ```python\n   if x:\n     y = 1\n   ```\n2. Done", "if x:\n  y = 1\n"),
+    ("1. ```python\n   x = 1\n   ```\n", "x = 1\n"),
+    ("~~~~py\nx = 1\n~~~\n~~~~~\nand", "x = 1\n~~~\n"),
+    ("````python\nx = '''\n```\n'''\n````", "x = '''\n```\n'''\n"),
+    ("```python\ndef f():\n    '''\n    ```\n    f()\n    ```\n    '''\n```",
+     "def f():\n    '''\n    ```\n    f()\n    ```\n    '''\n"),
+    ("def f():\n  '''\n  ```\n  f()\n  ```\n  '''", "def f():\n  '''\n  ```\n  f()\n  ```\n  '''"),
+    ("```x``` is\n```python\nx = 1", "x = 1"),
     ("```python\nx = 1\n```\n```text\nx = 2\n```", "x = 1\n"),
     ("```py\r\nx = 1\r\n```\r\n", "x = 1\n"),
     ("<think>```python\nx = 1\n```</think> x = 2", " x = 2"),
     ("```python\n  return 1\n", "  return 1\n"),
     ("```python\ns = '''\n a ``` b\n'''\n```", "s = '''\n a ``` b\n'''\n"),
   ],
-)
+)  # fmt: skip
 def test_program_text(completion, program):
   assert program_text(completion) == program
 
@@ -131,6 +144,9 @@ def test_check(completion, right):
     (ADD, "add", ([1, 2], 3), True),
     (ADD, "add", ([1, 2], 4), False),
     (ADD, "add", ([0.1, 0.2], 0.3), True),
+    (ADD, "add", ([0.1, -0.1 + 1e-12], 0), True),
+    (ADD, "add", ([1e-12, 1e-12], 1e-12), False),
+    (ADD, "add", ([2.0, 1e300], float("inf")), False),
     ("def f(): return (1, [2, (3,)])", "f", ([], [1, [2, [3]]]), True),
     ("def f(): return {1: (2,)}", "f", ([], {"1": [2]}), True),
     ("def f(): return 10**16", "f", ([], 10**16 + 1), False),
@@ -148,6 +164,14 @@ def test_function(program, entry_point, case, right):
 def test_function_setup_runs_before_the_program():
   reference = _function("f", ([4.0], 2.0), setup="from math import *\nfrom typing import *")
   assert code("def f(x: List) -> float: return sqrt(x)", reference).outcome is Outcome.CORRECT
+
+
+def test_what_the_setup_defines_is_no_answer():
+  for entry in ("gcd", "Solution.gcd"):
+    reference = _function(entry, ([4, 6], 2), setup="from math import *")
+    assert "NameError" in code("x = 1", reference).detail
+  program = "class Solution:\n  def gcd(self, a, b): return gcd(a, b)"
+  assert code(program, reference).outcome is Outcome.CORRECT
 
 
 @pytest.mark.parametrize(
@@ -178,11 +202,36 @@ def test_function_setup_runs_before_the_program():
       True,
     ),
     ("import subprocess\nsubprocess.run(['echo', '1'])", ("", "1"), True),
+    ("import sys\nprint(1)\nsys.stdout.close()", ("", "1"), True),
+    ("import os\nprint(1)\nout = os.fdopen(1, 'w')\nout.write('2')", ("", "1\n2"), True),
+    (
+      "import io, sys\nprint(1)\nsys.stdout = io.StringIO()\nprint(2)",
+      ("", "1"),
+      True,
+    ),
+    (
+      "import resource as r\nr.setrlimit(r.RLIMIT_STACK, (2**28, r.getrlimit(r.RLIMIT_STACK)[1]))\n"
+      "print(1)",
+      ("", "1"),
+      True,
+    ),
   ],
 )
 def test_stdin(program, case, right):
   grade = code(program, _stdin(case))
   assert grade.outcome is (Outcome.CORRECT if right else Outcome.WRONG), grade
+
+
+@pytest.mark.parametrize("program", ["def f(): return 1 / 0\nf()", "x = (", "import absent"])
+def test_failures_of_scripts_name_no_file_of_ours(program):
+  detail = code(program, _stdin(("", "1"))).detail
+  assert "Error" in detail and '"<solution>", line' in detail
+  assert "harness" not in detail and "_run_script" not in detail
+
+
+def test_stdin_setup_runs_before_the_program():
+  reference = _stdin(("4", "2.0"), setup="from math import *")
+  assert code("print(sqrt(int(input())))", reference).outcome is Outcome.CORRECT
 
 
 def test_stdin_cases_are_processes_of_their_own():
@@ -198,17 +247,20 @@ def test_stdin_cases_are_processes_of_their_own():
     "None", "True", "1", "-2**70", "10**5000", "1.5", "float('inf')", "1j", "'é\\ud800'",
     "b'\\xff'", "bytearray(b'a')", "[1, [2]]", "(1, (2,))", "{1, 2}", "frozenset({1})",
     "{(1, 2): [3], None: {}}", "range(2, 9, 3)", "collections.deque([1])", "int", "type(None)",
-    "fractions.Fraction(1, 3)", "decimal.Decimal('0.1')", "[True, 1, 1.0]",
+    "fractions.Fraction(1, 3)", "decimal.Decimal('0.1')", "[True, 1, 1.0]", "slice(1, None)",
+    "datetime.date(2024, 2, 29)", "datetime.datetime(2024, 2, 29, 1, 2, 3, 4)",
+    "datetime.datetime(1, 1, 1, tzinfo=datetime.timezone.utc)", "datetime.time(1, 2)",
+    "datetime.timedelta(-1, 2, 3)",
   ],
 )  # fmt: skip
 def test_values_cross_over_both_ways(value):
   """Asked of the program: is what came the very value, and of the very type, that was sent."""
   program = (
-    "import collections, decimal, fractions\n"
+    "import collections, datetime, decimal, fractions\n"
     f"def same(x): return repr(x) == repr({value}) and type(x) == type({value})\n"
     "def echo(x): return x"
   )
-  setup = "import collections, decimal, fractions, sys; sys.set_int_max_str_digits(0)\n"
+  setup = "import collections, datetime, decimal, fractions, sys; sys.set_int_max_str_digits(0)\n"
   test = f"{setup}v = echo({value})\nassert repr(v) == repr({value}) and type(v) == type({value})"
   program = "import sys; sys.set_int_max_str_digits(0)\n" + program
   assert _passes(program, f"{setup}assert same({value})", test)
@@ -295,6 +347,28 @@ def test_functions_of_tests_as_arguments():
   )
   with pytest.raises(RuntimeError, match="hands a module to the program"):
     code(program, _asserts("import math\nassert twice(math, 1)"))
+
+
+@pytest.mark.parametrize(
+  "test",
+  ["f(2)[:2]", "f(2)[math]", "f(2)(math)", "f(2).g(math)", "setattr(f(2), 'x', math)",
+   "f(2).__setitem__(0, math)", "[x for x in f(2)]"],
+)  # fmt: skip
+def test_an_object_where_data_were_expected_is_a_failure_of_the_program(test):
+  """Though the test asks of it what cannot cross over: for data it would not have had to."""
+  program = (
+    "class A:\n  def __call__(self, x): return self\n  def g(self, x): return x\n"
+    "def f(x): return A()"
+  )
+  grade = code(program, _asserts(f"import math\nassert {test} == [1, 2]"))
+  assert grade.outcome is Outcome.WRONG and "Error" in grade.detail, grade
+  if "math" in test:
+    assert "TypeError: the program returned no plain data, and a test hands a mod" in grade.detail
+
+
+def test_slices_of_objects():
+  program = "class A:\n  def __getitem__(self, k): return [1, 2, 3][k]\ndef f(): return A()"
+  assert _passes(program, "assert f()[:2] == [1, 2] and f()[::-2] == [3, 1]")
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ def _check(grade, good, said=""):
     (r"\fbox{\{1\}}", ""),
     (r"<think>\boxed{1}</think> \boxed{2}", ""),
     (r"\boxed{\boxed{2}}", ""),
+    (r"\boxed 5", ""),
     ("5", "0 boxes"),
     (r"\boxed{1} \boxed{2}", "2 boxes"),
     (r"\boxed{1} \boxed{2", "never closed"),

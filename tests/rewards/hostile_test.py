@@ -269,6 +269,18 @@ def test_killers(pool, name):
   assert _grade(pool, program, _asserts()).outcome is Outcome.WRONG
 
 
+def test_a_judge_without_memory_is_a_verdict(pool):
+  """The program takes it away at once, when there are many tests to read."""
+  program = (
+    "import resource\nresource.prlimit(1, resource.RLIMIT_AS, (0, 0))\n"
+    "def f(x): return [list(range(1000)) for _ in range(1000)]"
+  )
+  case = {"input": [list(range(1000))], "output": ANSWER}
+  reference = {"style": "function", "entry_point": "f", "cases": [case] * 400}
+  grade = _grade(pool, program, reference)
+  assert (grade.outcome, grade.score) == (Outcome.WRONG, 0.0), grade
+
+
 # --- programs that would rather not compute the answer --------------------------------------------
 
 FAKES = {

@@ -72,6 +72,49 @@ PAIRS = r"""
 3:2 | 3:2 | =
 3:2 | 2:3 | !
 \sqrt{4} | 2 | =
+300000000 | 3\times 10^8 | =
+0.0012 | 1.2\cdot10^{-3} | =
+-1500 | -1.5*10^{3} | =
+1000 | 10^3 | =
+5 | \frac{-10}{-2} | =
+0.333 | 0.333\ldots | =
+3 | 3^\text{rd} | =
+21 | 21^{st} | =
+22 | 22nd | =
+4 | 4^{\text{th}} | =
+4 | 5^{\text{th}} | !
+# no number but the way to one
+391 | 17\cdot 23 | !
+391 | 17 \times 23 | !
+391 | x = 17*23 | !
+391 | (17)(23) | !
+391 | 17\cdot 23 = 391 | =
+391 | 17\cdot 24 = 391 | !
+391\text{ cm} | 17\cdot 23\text{ cm} | !
+391,2 | 17\cdot 23, 2 | !
+5 | 2+3 | !
+5 | 7-2 | !
+5 | 6=5 | !
+5 | 2+3=6 | !
+5 | m+n=5 | =
+5 | m+n=6 | !
+5 | x \approx 5 | =
+5 | 5 \mod 7 | !
+5 | \sqrt{25} | !
+5 | \lfloor 5.5 \rfloor | !
+5 | 5,5 | !
+5050 | \sum_{n=1}^{100} n | !
+5040 | \prod_{n=1}^{7} n | !
+120 | \binom{10}{3} | !
+3628800 | 10! | !
+1024 | 2^{10} | !
+3 | \log_2 8 | !
+6 | \gcd(12, 18) | !
+\frac{1}{2} | \int_0^1 x dx | !
+\frac{17}{23} | \frac{17}{23} | =
+\frac{\pi}{2} | \int_{-1}^1 \sqrt{1-x^2} dx | !
+\sqrt{2} | \lim_{x\to 2} \sqrt{x} | !
+\sum_{k=1}^n k | \sum_{k=1}^{n} k | =
 # money, percent, units, degrees
 18 | $18 | =
 18 | \$18.00 | =
@@ -168,6 +211,15 @@ x=1,y=2 | x=2,y=1 | !
 (1,2),(3,4) | (2,1),(3,4) | !
 \emptyset | \{\} | =
 \emptyset | \{0\} | !
+\emptyset | \text{no solution} | =
+\emptyset | none | =
+\text{no solutions} | \varnothing | =
+\emptyset | \text{all} | !
+\{1,2\} | \{1,1,2\} | =
+\{1,1,2\} | \{2,1\} | =
+\{1,2\} | \{1,1\} | !
+1,1,2 | \{1,2\} | !
+1,1,2 | \{1,1,2\} | =
 # intervals
 [1,2] | [1, 2] | =
 [1,2] | (1,2) | !
@@ -185,7 +237,30 @@ x\in[1,2] | [1,2] | =
 \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} | \begin{pmatrix}1&2\\3&4\end{pmatrix} | =
 \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} | \begin{pmatrix}1&2\\4&3\end{pmatrix} | !
 \begin{pmatrix} 1/2 \\ 3 \end{pmatrix} | \begin{pmatrix} 0.5 \\ 3 \end{pmatrix} | =
+(1,2) | \begin{pmatrix}1\\2\end{pmatrix} | =
+\begin{pmatrix}1\\2\end{pmatrix} | (1, 2) | =
+\begin{pmatrix}1\\2\end{pmatrix} | (2, 1) | !
+\begin{pmatrix}1\\2\end{pmatrix} | \begin{pmatrix}1&2\end{pmatrix} | !
 # words and choices
+12:30 | 12{:}30 | =
+\text{does not exist} | DNE | =
+\text{does not exist} | \text{none} | !
+5 | \textbf{(A) }5 | =
+5 | \textbf{(A)}\ 6 | !
+5 | (A) 5 | =
+\text{(B) } 5 | B | =
+\text{(B) } 5 | \textbf{(B)} | =
+\text{(B) } 5 | 5 | =
+\text{(B) } 5 | \text{(B) }5 | =
+\text{(B) } 5 | \text{(A) }5 | !
+\text{(B) } 5 | C | !
+\text{(B) } 5 | \text{(B) }6 | !
+B | \textbf{(B) }5 | =
+B | \textbf{(A) }5 | !
+b | \text{B} | !
+b | \text{b} | =
+x | \text{X} | !
+\text{x} | X | =
 10:30 a.m. | \text{10:30 AM} | =
 10:30\text{ p.m.} | 10:30 am | !
 B | (B) | =
@@ -259,6 +334,11 @@ def test_pairs(gold, answer, equal):
     (r"\boxed{2} and \boxed{3", "2"),
     (r"\boxed{5", None),  # cut off
     (r"\boxed{}", None),
+    (r"so \boxed 5.", "5"),
+    (r"so $\boxed5$", "5"),
+    (r"so \boxed -1/2", "-1/2"),
+    (r"\boxed{\boxed 5}", r"\boxed 5"),
+    (r"put it in a \boxed and write 3", "3"),
     ("72 #### 18", "18"),
     ("####\n18 dollars\nbye", "18 dollars"),
     ("5 ####", None),
@@ -306,12 +386,20 @@ def test_gold_spellings(gold):
 
 @pytest.mark.parametrize(
   ("gold", "said"),
-  [("", "is empty"), (r"\boxed{}", "is empty"), ("1+" * 600, "empty or has over"),
-   (r"\frac{\sqrt{x}", "cannot read the gold answer")],
-)  # fmt: skip
+  [("", "is empty"), (r"\boxed{}", "is empty"), ("1+" * 600, "empty or has over")],
+)
 def test_unparseable_gold_is_the_graders_fault(gold, said):
-  grade = _grade(_boxed("x+5"), gold)
-  assert grade.outcome is Outcome.CRASHED and said in grade.detail and not grade.answer
+  for completion in (_boxed("x+5"), "no number here", "", _boxed("5" * 2 * MAX_ANSWER)):
+    grade = _grade(completion, gold)
+    assert grade.outcome is Outcome.CRASHED and said in grade.detail and not grade.answer
+
+
+@pytest.mark.parametrize("gold", [r"\frac{\sqrt{x}", r"k \in \mathbb Z", r"A \to B", r"2 \pm"])
+def test_a_gold_that_math_verify_cannot_read_is_compared_as_text(gold):
+  assert _grade(f"#### {gold}", gold).outcome is Outcome.CORRECT
+  for answer in ("5", "x+5", "1,2", r"\text{none of it}", r"\frac{1}{"):
+    grade = _grade(f"#### {answer}", gold)
+    assert grade.outcome is Outcome.WRONG and "only the same text counts" in grade.detail, grade
 
 
 def test_a_missing_reference_raises():
@@ -355,10 +443,12 @@ def test_equal_votes_have_equal_grades():
   """Of random texts, whose normal forms often coincide."""
   draw = random.Random(0)
   pieces = r"1 2 0.5 \frac12 , x = ( ) \{ \} % \text{~cm} - + $ \text{or} [ ] cm ~cm _2 ~and~ ~ ."
+  pieces += r" \text{(B)~} (B)~ B 5 =5 \text{b} th ^{st} \cdot \times10^2 \to none"
   pieces = [piece.replace("~", " ") for piece in pieces.split(" ")]
-  texts = ["".join(draw.choices(pieces, k=draw.randint(1, 6))) for _ in range(200)]
+  texts = ["".join(draw.choices(pieces, k=draw.randint(1, 6))) for _ in range(300)]
   shared = 0
-  for gold in ("1", "1,2", "(1,2)", "x=1", r"2\text{ cm}", r"50\%", "x+1", "1_2"):
+  for gold in ("1", "1,2", "(1,2)", "x=1", r"2\text{ cm}", r"50\%", "x+1", "1_2", "5",
+               r"\{1,2\}", r"\{1,1\}", r"\text{(B) }1", "B", "b", r"\emptyset", r"A \to B"):  # fmt: skip
     outcomes = {}
     for text in texts:
       grade = _grade(_boxed(text), gold)
@@ -443,17 +533,21 @@ QUICK = {
   "a nul": _boxed("\0"),
   "half a character": _boxed("\ud800"),
   "other digits": _boxed("٣"),
-}
-ENDLESS = {
+  "many percent signs": "The answer is apples" + "%" * 2000,
+  "many units in text": "The answer is apples" + r"\text{a}" * 2000,
   "a huge power": _boxed("10^{10^{10}}"),
-  "a tower": _boxed("9^{9^{9^9}}"),
+  "a tower": _boxed("9^{9^{9^{9}}}"),
   "a huge denominator": _boxed("10^{-10^{10}}"),
   "a huge sum": _boxed(r"\sum_{i=1}^{10^{8}} i!"),
   "a huge product": _boxed(r"\prod_{k=1}^{10^9} k"),
+  "a huge factorial": _boxed("(10^{8})!"),
   "a tower of factorials": _boxed("((((9!)!)!)!)!"),
   "a binomial": _boxed(r"\binom{10^9}{5\cdot 10^8}"),
-  "an integral": _boxed(r"\int_0^1 \frac{\sin(x^{100})}{e^{x^x}+\log x}dx"),
+  "an integral": _boxed(r"\int_0^\infty \frac{\sin(x^{100})}{e^{x^x}+\log x}dx"),
   "an expansion": _boxed("(x+1)^{100000}"),
+}
+ENDLESS = {
+  "an expansion": _boxed("(x+y+z+1)^{999}"),
   "400 powers": _boxed("^".join(["x"] * 400)),
   "900 bars": _boxed("|" * 900),
   "nested sums": _boxed("(" * 200 + "x+" + "1)" * 200),
@@ -486,7 +580,7 @@ def _mostly_slow(names):
 @pytest.mark.parametrize("name", _mostly_slow(ENDLESS))
 def test_endless_completions_cost_their_limit(pool, name):
   started = time.monotonic()
-  first, *others = _grades_after(pool, ENDLESS[name], "5")
+  first, *others = _grades_after(pool, ENDLESS[name], "x^2+5")
   seconds = time.monotonic() - started
   # Never crashed: that would be masked out of the loss, and a policy could learn to choose it.
   assert first.outcome in (Outcome.TIMEOUT, Outcome.WRONG, Outcome.UNPARSEABLE), first

@@ -91,6 +91,7 @@ def test_a_batch_holds_what_was_generated_and_graded():
     "completion": "abcde",
     "answer": "12",
     "outcome": "wrong",
+    "extracted": "",
     "reward": 0.0,
     "tokens": 5,
     "stopped": False,

@@ -47,7 +47,7 @@ def get_config(arguments):
   c.prompts.format = "chat"
   c.prompts.too_long = "drop"
   c.model = dict(preset="", checkpoint=checkpoint, overrides={})
-  c.max_prompt_length, c.max_response_length = 500, 16
+  c.max_prompt_length, c.max_response_length = 800, 16
   c.warm_start.num_steps = 0
   c.batch = dict(prompts=4, group_size=4, micro_batches=1)
   c.evaluation.num_samples = 2
@@ -79,19 +79,20 @@ def run(checkpoint, workdir, method, dataset, *flags):
   return [record for record in read_metrics(workdir) if record["phase"] == "train"]
 
 
-def check(records, workdir, method, checkpoint):
+def check(records, workdir, method):
   """Every update has finite numbers and graded completions; rewards that differ have an effect."""
   assert [record["step"] for record in records] == [1, 2, 3, 4]
   for record in records:
     outcomes = {name: v for name, v in record.items() if name.startswith("outcome/")}
     assert sum(outcomes.values()) == pytest.approx(1) and outcomes["outcome/crashed"] == 0
     assert all(np.isfinite(v) for v in record.values() if isinstance(v, float))
-  effective = sum(record["groups/effective"] for record in records)
-  assert (effective > 0) == (method != "fade")
-  assert all((record["update/gradient_norm"] > 0) == (method != "fade") for record in records)
+  if method != "fade":  # which has next to no right answers to learn from here
+    assert all(record["update/gradient_norm"] > 0 for record in records)
+    assert sum(record["groups/effective"] for record in records) > 0
   texts = (workdir / "rollouts.jsonl").read_text().splitlines()
   samples = [json.loads(line) for line in texts]
-  assert all("<|im_start|>user\n" in sample["prompt"] or sample["prompt"] for sample in samples)
+  trained = [sample for sample in samples if sample["phase"] == "train"]
+  assert trained and all(sample["prompt"] and sample["outcome"] for sample in trained)
 
 
 # The rest of the table is slow: each is a program of its own.
@@ -108,4 +109,4 @@ QUICK = {("salt_grpo", "gsm8k"), ("mu_grpo", "mbpp")}
 )
 def test_trains_from_a_checkpoint_folder(method, dataset, checkpoint, tmp_path):
   records = run(checkpoint, tmp_path / "run", method, dataset)
-  check(records, tmp_path / "run", method, checkpoint)
+  check(records, tmp_path / "run", method)

@@ -49,7 +49,7 @@ class Published(tfds.core.GeneratorBasedBuilder):
     data_dir: for the prepared records.
   """
 
-  VERSION = tfds.core.Version("1.0.0")  # raise it when the same file gives other records
+  VERSION = tfds.core.Version("1.1.0")  # raise it when the same file gives other records
   BUILDER_CONFIGS: ClassVar = list(DATASETS.values())
 
   def __init__(self, *, source: PublishedFiles, paths: dict[str, list[str]], **kwargs):

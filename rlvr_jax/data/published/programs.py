@@ -21,6 +21,15 @@ _GRADER = "rlvr_jax.rewards.code:code"
 _ANSWER = "Answer with the whole program in one Python code block (```python ... ```)."
 _PROMPT = f"{{question}}\n\n{{interface}}\n\n{_ANSWER}"
 _MBPP_SPLITS = {"prompt": (1, 10), "test": (11, 510), "validation": (511, 600), "train": (601, 974)}
+# What contest sites import for every program, as LiveCodeBench does.
+_LIBRARIES = (
+  "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random",
+  "statistics", "itertools", "functools", "operator", "io", "sys", "json", "typing",
+)  # fmt: skip
+_PRELUDE = (
+  "".join(f"from {name} import *\n" for name in _LIBRARIES)
+  + f"from builtins import *\nimport {', '.join(_LIBRARIES)}\nsys.setrecursionlimit(50_000)\n"
+)
 _LEVELS = {"easy": 1.0, "medium": 2.0, "hard": 3.0}
 _MAX_DECODED = 2**31  # bytes of one problem's tests
 # The opcodes of a pickle of one text; nothing is ever unpickled.
@@ -40,8 +49,8 @@ def interface(reference: Mapping[str, Any]) -> str:
   if style == "asserts":
     setup = [reference["setup"]] if reference["setup"] else []
     return "Your code should pass these tests:\n\n" + "\n".join([*setup, *reference["tests"]])
-  if style == "function" and reference["setup"]:
-    return f"Complete this starter code:\n\n```python\n{reference['setup'].rstrip()}\n```"
+  if style == "function" and reference.get("starter"):
+    return f"Complete this starter code:\n\n```python\n{reference['starter'].rstrip()}\n```"
   if style == "function":
     return f"Write the function `{reference['entry_point']}`."
   if style == "stdin":
@@ -171,6 +180,7 @@ def _stdin_reference(row: Row, cases: list[Mapping[str, Any]]) -> dict[str, Any]
   return {
     "style": "stdin",
     "cases": [{"input": case["input"], "output": case["output"]} for case in cases],
+    "setup": _PRELUDE,
   }
 
 
@@ -192,12 +202,13 @@ def _function_reference(row: Row, cases: list[Mapping[str, Any]]) -> dict[str, A
       "is to be a function, but its metadata name no func_name or a test case is not JSON: "
       f"{type(error).__name__} {error}"
     ) from error
-  setup = row.text("starter_code", default="")
+  starter = row.text("starter_code", default="")
   return {
     "style": "function",
-    "entry_point": f"Solution.{name}" if "class Solution" in setup else name,
+    "entry_point": f"Solution.{name}" if "class Solution" in starter else name,
     "cases": parsed,
-    "setup": setup,
+    "setup": _PRELUDE,
+    "starter": starter,
   }
 
 
