@@ -147,6 +147,8 @@ def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
   if c.get("head_dim") is None:
     c["head_dim"] = size("hidden_size") // heads
   activation = c["hidden_activation" if gemma else "hidden_act"]
+  if gemma and activation is None:  # early files say it in hidden_act, of which nothing was used
+    activation = "gelu_pytorch_tanh"
   check_choice(owner, "hidden activation", activation, tuple(_ACTIVATIONS))
   if gemma and c.get("use_bidirectional_attention"):
     raise ValueError(f"{owner}: use_bidirectional_attention is set; only causal models are read")
@@ -202,9 +204,10 @@ def _family(published: Mapping[str, Any], owner: str) -> tuple[str, dict[str, An
   check_choice(owner, "model_type", kind, tuple(_ARCHITECTURES))
   for architecture in published.get("architectures") or ():
     check_choice(owner, "architectures", architecture, _ARCHITECTURES[kind])
-  if published.get("quantization_config"):
+  quantized = [f for f in ("quantization_config", "compression_config") if published.get(f)]
+  if quantized:
     raise ValueError(
-      f"{owner}: quantization_config is set; quantized weights are not read. Load the checkpoint"
+      f"{owner}: {quantized[0]} is set; quantized weights are not read. Load the checkpoint"
       " that it was made from, or write it back as bfloat16"
     )
   if kind != "gemma3":
@@ -268,7 +271,7 @@ def _ropes(family: str, c: Mapping[str, Any], owner: str) -> list[dict[str, Any]
     if not isinstance(value, Mapping):
       raise ValueError(f"{owner}: {name} = {value!r} is no JSON object")
   if family != "gemma3_text":
-    return [{"rope_theta": c.get("rope_theta", 10_000.0)} | dict(old or new)]
+    return [{"rope_theta": c.get("rope_theta", 10_000.0)} | dict(new) | dict(old)]
   full, sliding = new.get("full_attention") or {}, new.get("sliding_attention") or {}
   return [
     {"rope_theta": c.get("rope_theta", 1_000_000.0)} | full | dict(old),
