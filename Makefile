@@ -19,7 +19,7 @@ test-slow: $(READY)  ## the long ones
 
 test-torch: $(READY)  ## what needs torch: exported checkpoints and adapters in the libraries they are for
 	$(BIN)/python -m pip install --quiet --editable '.[torch]'
-	$(PYTEST) tests/models/transformers_reload_test.py tests/models/peft_test.py
+	$(PYTEST) -m "" tests/models/transformers_reload_test.py tests/models/peft_test.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

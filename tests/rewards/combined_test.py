@@ -57,7 +57,7 @@ def test_weighted_needs_parts():
 def test_a_crashed_part_crashes_the_whole():
   reference = weighted_reference(BOXED, {"answer": ""}, [(MATHEMATICS, 1.0)])
   grade = weighted(r"\boxed{5}", reference)
-  assert grade.outcome is Outcome.CRASHED and "gold answer '' is empty" in grade.detail
+  assert grade.outcome is Outcome.CRASHED and "gold answer: '' is empty" in grade.detail
 
 
 def test_plain_numbers_and_exceptions_of_parts(own):
