@@ -135,6 +135,15 @@ class HuggingFaceTokenizer:
         f"{self._directory} has no chat template, neither chat_template.jinja nor chat_template in"
         ' tokenizer_config.json; set prompt_format to "plain", or chat_template to a file with one'
       )
+    first, second = (
+      self._apply_template(self._messages(text), add_generation_prompt=True, tokenize=False)
+      for text in ("1", "2")
+    )
+    if first == second:
+      raise ValueError(
+        f"the chat template of {self._directory} leaves out what the user says: {first!r}; set"
+        " chat_template to a file with another template"
+      )
     if "strftime_now" in str(self._tokenizer.chat_template):
       logging.warning(
         "the chat template of %s may write today's date, and a run that goes on tomorrow would"

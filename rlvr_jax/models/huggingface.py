@@ -338,7 +338,7 @@ class _Leaf(NamedTuple):
     return layers, own[::-1] if self.transposed else own
 
 
-_KERNELS = {
+KERNELS = {  # ours: the published module's name, the same in every family
   "query": "self_attn.q_proj",
   "key": "self_attn.k_proj",
   "value": "self_attn.v_proj",
@@ -367,8 +367,8 @@ def _leaves(params: Params) -> list[_Leaf]:
   blocks = params["blocks"]
   norms = _NORMS | (_FOUR_NORMS if "post_mlp_norm" in blocks else _TWO_NORMS)
   layer_tensors: dict[tuple[str, ...], str] = {
-    **{(name,): f"{theirs}.weight" for name, theirs in _KERNELS.items()},
-    **{(f"{name}_bias",): f"{theirs}.bias" for name, theirs in _KERNELS.items()},
+    **{(name,): f"{theirs}.weight" for name, theirs in KERNELS.items()},
+    **{(f"{name}_bias",): f"{theirs}.bias" for name, theirs in KERNELS.items()},
     **{(name, "scale"): f"{theirs}.weight" for name, theirs in norms.items()},
   }
   tensors: dict[tuple[str, ...], str] = {
@@ -386,7 +386,7 @@ def _leaves(params: Params) -> list[_Leaf]:
     if theirs is None:
       raise ValueError(f"parameter {'/'.join(path)} is in no published checkpoint")
     names = [f"model.layers.{i}.{theirs}" for i in range(leaf.shape[0])]
-    found.append(_Leaf(path, names, True, path[1] in _KERNELS))
+    found.append(_Leaf(path, names, True, path[1] in KERNELS))
   return sorted(found, key=lambda leaf: (leaf.stacked, leaf.path))
 
 

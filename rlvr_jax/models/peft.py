@@ -16,6 +16,7 @@ import numpy.typing as npt
 from rlvr_jax.files import located
 from rlvr_jax.models import lora, safetensors
 from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.huggingface import KERNELS
 from rlvr_jax.models.lora import LoraSettings
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.types import Params
@@ -23,17 +24,7 @@ from rlvr_jax.types import Params
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 
-# Our kernels by the names of Hugging Face's modules, which are the same in every family.
-_MODULES = {
-  "query": "self_attn.q_proj",
-  "key": "self_attn.k_proj",
-  "value": "self_attn.v_proj",
-  "output": "self_attn.o_proj",
-  "gate": "mlp.gate_proj",
-  "up": "mlp.up_proj",
-  "down": "mlp.down_proj",
-}
-_KERNELS = {module: name for name, module in _MODULES.items()}
+_NAMES = {module: name for name, module in KERNELS.items()}
 _MATRICES = {"a": "lora_A", "b": "lora_B"}
 _TENSOR = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.([\w.]+)\.lora_[AB]\.weight")
 
@@ -88,7 +79,7 @@ def save_adapters(
     "r": settings.rank,
     "lora_alpha": settings.alpha,
     "lora_dropout": 0.0,
-    "target_modules": [_MODULES[name].split(".")[-1] for name in adapters["blocks"]],
+    "target_modules": [KERNELS[name].split(".")[-1] for name in adapters["blocks"]],
     "bias": "none",
     "fan_in_fan_out": False,
     "inference_mode": True,
@@ -198,14 +189,14 @@ def _checked(description: Mapping[str, Any], path: str) -> Mapping[str, Any]:
 def _adapted_kernels(tensors: Mapping[str, Any], num_layers: int, path: str) -> list[str]:
   """Names of the kernels that the file adapts, each in every layer."""
   parsed = {name: _TENSOR.fullmatch(name) for name in tensors}
-  unknown = [name for name, found in parsed.items() if not found or found[2] not in _KERNELS]
+  unknown = [name for name, found in parsed.items() if not found or found[2] not in _NAMES]
   if unknown or not parsed:
     raise ValueError(
       f"{path} holds {unknown[:3] or 'nothing'}, no adapter of a layer's kernel; those are"
       f" base_model.model.model.layers.N.MODULE.lora_A.weight and lora_B.weight for MODULE of"
-      f" {sorted(_KERNELS)}"
+      f" {sorted(_NAMES)}"
     )
-  names = sorted({_KERNELS[found[2]] for found in parsed.values() if found})
+  names = sorted({_NAMES[found[2]] for found in parsed.values() if found})
   needed = {
     _tensor_name(i, name, letter)
     for name in names
@@ -221,5 +212,5 @@ def _adapted_kernels(tensors: Mapping[str, Any], num_layers: int, path: str) -> 
 
 
 def _tensor_name(layer: int, name: str, letter: str) -> str:
-  module, matrix = _MODULES[name], _MATRICES[letter]
+  module, matrix = KERNELS[name], _MATRICES[letter]
   return f"base_model.model.model.layers.{layer}.{module}.{matrix}.weight"

@@ -208,13 +208,13 @@ def test_a_spelt_control_token_is_reported(folder, caplog):
 def test_which_template_is_taken(folder, tmp_path, where):
   folder = folder()
   if where != "config":
-    (tmp_path / "chat_template.jinja").write_text("{{ 'file' }}")
+    (tmp_path / "chat_template.jinja").write_text("file {{ messages[0].content }}")
   if where == "argument":
-    fsspec.filesystem("memory").pipe("/templates/mine.jinja", b"{{ 'argument' }}")
+    fsspec.filesystem("memory").pipe("/templates/mine.jinja", b"argument {{ messages[0].content }}")
   given = "memory://templates/mine.jinja" if where == "argument" else ""
   ids = folder.chat(chat_template=given).encode_prompt("5")
   expected = ("<|im_start|>", "user\n5", "<|im_end|>", "\n", "<|im_start|>", "assistant\n")
-  assert ids == folder.ids(*(expected if where == "config" else (where,)))
+  assert ids == folder.ids(*(expected if where == "config" else (f"{where} 5",)))
 
 
 def test_settings_of_the_library_do_not_cut_or_pad(folder):
@@ -354,7 +354,8 @@ def test_no_code_of_the_folder_is_run(folder, tmp_path, tokenizer_class):
   ("template", "message"),
   [
     ("{% for %}", "fails on the messages of user"),
-    ("{{ messages[7].content }}", "fails on the messages of user and assistant"),
+    ("{{ messages[0].content }}{{ messages[1].content }}", "fails on the messages of user"),
+    ("hello", "leaves out what the user says: 'hello'; set chat_template to a file"),
     ("{{ 1 + messages[0].content }}", "unsupported operand"),
     ("{{ ''.__class__.__mro__ }}", "unsafe"),
     ("{{ raise_exception('only tools') }}", "only tools; set chat_template to a file with another"),

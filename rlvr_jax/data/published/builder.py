@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import json
 import os
 import pathlib
@@ -219,7 +220,8 @@ def prepare(
     logging.info("preparing %s from %s in %s", name, data_dir, folder)
     with reporting_full_disk(folder), _locked(folder):
       builder = make_builder()  # another process may have prepared it meanwhile
-      builder.download_and_prepare()
+      with contextlib.redirect_stdout(io.StringIO()):  # it says that it downloads; it does not
+        builder.download_and_prepare()
   return Prepared(builder, data_dir)
 
 
