@@ -123,10 +123,10 @@ def listing(directory: str | os.PathLike[str]) -> list[str]:
   system, folder = located(directory)
   if not system.isdir(folder):
     raise FileNotFoundError(f"{directory} is no directory")
-  files = system.ls(folder, detail=True)
-  return sorted(
-    posixpath.basename(file["name"].rstrip("/")) for file in files if file["type"] == "file"
-  )
+  entries = system.ls(folder, detail=True)
+  # Hubs' caches are folders of symbolic links, which a local listing calls neither file nor folder.
+  files = [e["name"] for e in entries if e["type"] == "file" or system.isfile(e["name"])]
+  return sorted(posixpath.basename(file.rstrip("/")) for file in files)
 
 
 def _open_shards(system: fsspec.AbstractFileSystem, folder: str) -> dict[str, Tensor]:

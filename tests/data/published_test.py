@@ -401,6 +401,16 @@ def test_one_file_of_any_name(tmp_path):
   assert records[0].answer == "1"
 
 
+def test_a_folder_of_links(tmp_path):
+  """As hubs' caches are."""
+  for folder in ("blobs", "snapshot/main"):
+    (tmp_path / folder).mkdir(parents=True)
+  blob = _write(tmp_path / "blobs", {"train.jsonl": _gsm8k_rows([1, 2])}) / "train.jsonl"
+  (tmp_path / "snapshot/main/train.jsonl").symlink_to(blob.rename(tmp_path / "blobs" / "4f1c"))
+  source = PublishedFiles(tmp_path / "snapshot")
+  assert len(list(source.rows(source.matching(["*train"])))) == 2
+
+
 def test_one_of_several_formats_and_no_hidden_files(tmp_path):
   files = {"train.jsonl": _gsm8k_rows([1, 2]), "train.parquet": _gsm8k_rows([3]),
            ".cache/train.jsonl": _gsm8k_rows([4])}  # fmt: skip

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import math
 import pathlib
 import re
 
@@ -172,6 +173,16 @@ def test_sharded_equals_unsharded(x64, sizes, case, route):
   assert_close(found, expected, 1e-12)
 
 
+def group_size(line):
+  """How many devices take part in a collective: listed, counted, or as axes of a mesh."""
+  groups = re.search(r"replica_groups=(?:\{\{([\d,]+)|\[\d+,(\d+)\]|mesh\[(.*?)\] \{(.*?)\})", line)
+  listed, counted, sizes, axes = groups.groups()
+  if axes is None:
+    return len(listed.split(",")) if listed else int(counted)
+  sizes = dict(re.findall(r"'(\w+)'=(\d+)", sizes))
+  return math.prod(int(sizes[axis]) for axis in re.findall(r"\w+", axes))
+
+
 def received_bytes(hlo):
   """Name → bytes that a device receives in the collectives of an HLO text, as by rings."""
   widths, found = {"pred": 1, "s32": 4, "f32": 4}, {}
@@ -179,8 +190,7 @@ def received_bytes(hlo):
     match = re.search(r"= (.*?) (all-[a-z-]+|reduce-scatter|collective-[a-z]+)\(", line)
     if match:
       shape, name = match.groups()
-      groups = re.search(r"replica_groups=(?:\{\{([\d,]+)|\[\d+,(\d+)\])", line)
-      size = len(groups[1].split(",")) if groups[1] else int(groups[2])
+      size = group_size(line)
       arrays = re.findall(r"(\w+)\[([\d,]*)\]", shape)
       sizes = [np.prod([int(n) for n in dims.split(",")]) for _, dims in arrays]
       total = sum(widths[kind] * n for (kind, _), n in zip(arrays, sizes, strict=True))

@@ -203,6 +203,18 @@ def test_shards_are_read_through_their_index(tmp_path):
   assert_same(whole(open_checkpoint(tmp_path)), _TENSORS)
 
 
+def test_a_folder_of_links_is_read(tmp_path):
+  """As hubs' caches are: the files lie elsewhere, under other names."""
+  for folder in ("blobs", "snapshot"):
+    (tmp_path / folder).mkdir()
+  write_shards(tmp_path / "blobs")
+  for file in (tmp_path / "blobs").iterdir():
+    renamed = file.rename(file.with_name(f"{hash(file.name)}"))
+    (tmp_path / "snapshot" / file.name).symlink_to(f"../blobs/{renamed.name}")
+  (tmp_path / "snapshot" / SINGLE).symlink_to("../blobs/absent")
+  assert_same(whole(open_checkpoint(tmp_path / "snapshot")), _TENSORS)
+
+
 def test_a_missing_shard_is_named(tmp_path):
   names, _ = write_shards(tmp_path)
   (tmp_path / names[1]).unlink()
