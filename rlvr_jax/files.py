@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import pathlib
+import posixpath
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -45,6 +46,30 @@ def located(path: str | os.PathLike[str]) -> tuple[fsspec.AbstractFileSystem, st
       f"{text!r} cannot be opened: {error}. Paths are local, or URLs that fsspec knows; for gs:// "
       'install pip install -e ".[gcs]"'
     ) from error
+
+
+def listing(directory: str | os.PathLike[str]) -> list[str]:
+  """Names of the files of a directory, sorted.
+
+  Raises:
+    FileNotFoundError: it is none.
+    OSError: it cannot be reached. What fsspec's isfile and exists answer then is no.
+  """
+  system, folder = located(directory)
+  try:
+    entries = system.ls(folder, detail=True)
+  except (FileNotFoundError, NotADirectoryError):
+    entries = [{"name": folder}]
+  except Exception as error:  # of the libraries for remote systems, of no narrower class
+    raise OSError(f"{directory} cannot be listed: {type(error).__name__}: {error}") from error
+  if [entry["name"].rstrip("/") for entry in entries] == [folder.rstrip("/")]:
+    raise FileNotFoundError(
+      f"{directory} is no directory: give a local one, or a URL such as gs://bucket/folder; nothing"
+      " is downloaded by a hub's name"
+    )
+  # Hubs' caches are folders of symbolic links, which a local listing calls neither file nor folder.
+  files = [e["name"] for e in entries if e["type"] == "file" or system.isfile(e["name"])]
+  return sorted(posixpath.basename(file) for file in files)
 
 
 # --- full disks -----------------------------------------------------------------------------------

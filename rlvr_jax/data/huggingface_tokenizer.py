@@ -13,7 +13,7 @@ from typing import Any
 
 from absl import logging
 
-from rlvr_jax.files import located
+from rlvr_jax.files import listing, located
 
 PROMPT_FORMATS = ("plain", "chat")
 # All that is read. No code of the folder, which a configuration may name, is there to be run.
@@ -59,6 +59,7 @@ class HuggingFaceTokenizer:
       chat_template: file with a Jinja template in place of the folder's, local or a URL. The place
         to set a template's variables too, as {% set enable_thinking = false %} in its first line.
     Raises:
+      OSError: no such folder, or it cannot be reached.
       ValueError: no tokenizer.json, or files that are not what they should be; no stop token; no
         chat template, or one that refuses the messages.
       ImportError: transformers or jinja2 is not installed.
@@ -219,9 +220,8 @@ def _read_folder(directory: str) -> tuple[Any, list[int | None]]:
   filesystem, source = located(directory)
   with tempfile.TemporaryDirectory() as temporary:
     folder = pathlib.Path(temporary)
-    for name in _FILES:
-      if filesystem.isfile(f"{source}/{name}"):
-        filesystem.get_file(f"{source}/{name}", str(folder / name))
+    for name in set(_FILES) & set(listing(directory)):
+      filesystem.get_file(f"{source}/{name}", str(folder / name))
     if not (folder / "tokenizer.json").exists():
       raise ValueError(
         f"{directory} holds no tokenizer.json; where it has a sentencepiece model or a vocabulary"

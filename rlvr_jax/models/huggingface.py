@@ -23,7 +23,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 
-from rlvr_jax.files import located
+from rlvr_jax.files import listing, located
 from rlvr_jax.models import safetensors
 from rlvr_jax.models.safetensors import Tensor
 from rlvr_jax.models.transformer import RopeScaling, TransformerConfig, YarnScaling
@@ -129,7 +129,7 @@ def checkpoint_config(directory: str | os.PathLike[str], **overrides: Any) -> Tr
       weights, or values that contradict one another.
   """
   system, folder = located(directory)
-  if CONFIG not in safetensors.listing(directory):
+  if CONFIG not in listing(directory):
     raise FileNotFoundError(f"{directory} has no {CONFIG}; name a checkpoint's own folder")
   path = posixpath.join(folder, CONFIG)
   return TransformerConfig(**(config_fields(safetensors.read_json(system, path), path) | overrides))
@@ -452,7 +452,8 @@ def load_params(
   Raises:
     FileNotFoundError: no weights there, or a shard is missing.
     ValueError: pickled or quantized weights, a damaged file, tensors that are missing, unknown or
-      of another shape than the parameters; before the weights are read.
+      of another shape than the parameters, before the weights are read; weights that are NaN or
+      infinite, after it.
   """
   tensors = _usual_names(safetensors.open_checkpoint(directory), directory)
   leaves = _leaves(abstract_params)
@@ -463,6 +464,7 @@ def load_params(
     inner = functools.reduce(lambda tree, key: tree[key], leaf.path[:-1], params)
     wanted = _value(abstract_params, leaf)
     inner[leaf.path[-1]] = _load_leaf(leaf, wanted, tensors, block_bytes)
+  _check_finite(params, leaves, directory)
   return params
 
 
@@ -505,6 +507,21 @@ def _check_tensors(
     )
   for name in shapes:
     _ = tensors[name].dtype  # raises if it cannot be read
+
+
+@jax.jit
+def _are_finite(params: Params) -> Params:
+  return jax.tree.map(lambda x: jnp.isfinite(x).all(), params)
+
+
+def _check_finite(params: Params, leaves: list[_Leaf], directory: Any) -> None:
+  """Raises for a checkpoint that its training has ruined."""
+  finite = jax.device_get(_are_finite(params))
+  if ruined := [leaf for leaf in leaves if not _value(finite, leaf)]:
+    raise ValueError(
+      f"{directory}: NaN or infinite weights in {len(ruined)} of {len(leaves)} parameters:"
+      f" {_some(['/'.join(leaf.path) for leaf in ruined])}. It is spoilt; take an earlier one"
+    )
 
 
 def _some(names: list[str]) -> str:
@@ -697,7 +714,7 @@ def _taking(stacked: bool, transposed: bool, dtype: np.dtype, replicated: Any):
 
 def _copy(source: str | os.PathLike[str], system: Any, folder: str) -> None:
   origin, origin_folder = located(source)
-  for name in sorted(set(COPIED) & set(safetensors.listing(source))):
+  for name in sorted(set(COPIED) & set(listing(source))):
     content = origin.cat_file(posixpath.join(origin_folder, name))
     safetensors.write_bytes(system, posixpath.join(folder, name), content)
 

@@ -21,7 +21,7 @@ import pathlib
 import posixpath
 import shutil
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import fsspec
@@ -29,7 +29,7 @@ import ml_dtypes
 import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
-from rlvr_jax.files import TEMPORARY, located, reporting_full_disk, sync_folder
+from rlvr_jax.files import TEMPORARY, listing, located, reporting_full_disk, sync_folder
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 2 * 2**30
@@ -98,6 +98,7 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> dict[str, Tensor]:
       URL such as gs://bucket/folder.
   Raises:
     FileNotFoundError: no such directory, no weights in it, or a shard is missing.
+    OSError: the directory cannot be reached.
     ValueError: weights that are pickled, a torn file, or one whose header does not describe it.
   """
   system, folder = located(directory)
@@ -105,7 +106,7 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> dict[str, Tensor]:
   if SINGLE in names:
     return read_header(system, posixpath.join(folder, SINGLE))
   if INDEX in names:
-    return _open_shards(system, folder)
+    return _open_shards(system, folder, names)
   pickled = [name for name in names if name.endswith(_PICKLED)]
   if pickled:
     raise ValueError(
@@ -118,18 +119,9 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> dict[str, Tensor]:
   )
 
 
-def listing(directory: str | os.PathLike[str]) -> list[str]:
-  """Names of the files of a directory, sorted; FileNotFoundError if it is none."""
-  system, folder = located(directory)
-  if not system.isdir(folder):
-    raise FileNotFoundError(f"{directory} is no directory")
-  entries = system.ls(folder, detail=True)
-  # Hubs' caches are folders of symbolic links, which a local listing calls neither file nor folder.
-  files = [e["name"] for e in entries if e["type"] == "file" or system.isfile(e["name"])]
-  return sorted(posixpath.basename(file.rstrip("/")) for file in files)
-
-
-def _open_shards(system: fsspec.AbstractFileSystem, folder: str) -> dict[str, Tensor]:
+def _open_shards(
+  system: fsspec.AbstractFileSystem, folder: str, names: Collection[str]
+) -> dict[str, Tensor]:
   index_path = posixpath.join(folder, INDEX)
   placed = read_json(system, index_path).get("weight_map")
   if not isinstance(placed, dict) or not placed:
@@ -139,7 +131,7 @@ def _open_shards(system: fsspec.AbstractFileSystem, folder: str) -> dict[str, Te
     if posixpath.basename(file) != file or not file.endswith(".safetensors"):
       raise ValueError(f"{index_path} names {file!r}, which is no safetensors file beside it")
     path = posixpath.join(folder, file)
-    if not system.exists(path):
+    if file not in names:
       raise FileNotFoundError(f"{path}, named by {INDEX}, is missing: download it again")
     shards[file] = read_header(system, path)
   for name, file in placed.items():

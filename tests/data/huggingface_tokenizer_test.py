@@ -420,7 +420,7 @@ def test_no_fast_tokenizer(folder, tmp_path):
   (tmp_path / "tokenizer.json").rename(tmp_path / "tokenizer.model")
   with pytest.raises(ValueError, match=r"holds no tokenizer\.json; where it has a sentencepiece"):
     folder.load()
-  with pytest.raises(ValueError, match=r"holds no tokenizer\.json"):
+  with pytest.raises(FileNotFoundError, match="none is no directory"):
     HuggingFaceTokenizer(tmp_path / "none")
 
 

@@ -453,6 +453,17 @@ def test_of_many_missing_tensors_a_few_are_named(tmp_path):
   assert len(str(error.value)) < 600
 
 
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+@pytest.mark.parametrize("mesh", [dict(), dict(fsdp=2, tensor=2)])
+def test_weights_that_are_not_finite_are_named(tmp_path, value, mesh):
+  tensors = published_tensors(SETTINGS)
+  name = "model.layers.1.mlp.up_proj.weight"
+  tensors[name][39, 15] = value
+  folder = write(tmp_path / "model", tensors)
+  with pytest.raises(ValueError, match=r"weights in 1 of \d+ parameters: blocks/up\. "):
+    load(folder, make_mesh(**mesh))
+
+
 def test_parameters_that_no_checkpoint_has_are_refused(tmp_path):
   write(tmp_path, published_tensors(SETTINGS))
   with pytest.raises(ValueError, match="blocks/query/a is in no published checkpoint"):
