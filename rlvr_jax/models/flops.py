@@ -7,12 +7,22 @@ computes again, and everything elementwise.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import jax
 import numpy as np
 import numpy.typing as npt
 
 from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.types import Params
 
-_BACKWARD_PER_FORWARD = 2  # of y = x·w: the gradient of x and that of w
+
+class _Forward(NamedTuple):
+  """FLOPs of a forward pass, by what the backward pass makes of them."""
+
+  kernels: float  # products with weights
+  attention: float  # of activations with one another
+  tokens: float  # through the layers, not FLOPs
 
 
 def forward_flops(
@@ -39,6 +49,39 @@ def forward_flops(
   Raises:
     ValueError: the lengths have other shapes, or are too small.
   """
+  forward = _forward(config, prompt_lengths, response_lengths, shared_prompt=shared_prompt)
+  return forward.kernels + forward.attention
+
+
+def update_flops(
+  config: TransformerConfig,
+  prompt_lengths: npt.ArrayLike,
+  response_lengths: npt.ArrayLike,
+  *,
+  adapters: Params | None = None,
+) -> float:
+  """FLOPs of one pass of gradients: forward, and its products' gradients backward.
+
+  A product has two, each as dear as itself. Of a frozen kernel only that of its input is taken.
+
+  Args:
+    config: as in `forward_flops`, as are the lengths.
+    adapters: pairs of low rank, or their shapes, where they are trained beside frozen kernels.
+  """
+  forward = _forward(config, prompt_lengths, response_lengths, shared_prompt=True)
+  if adapters is None:
+    return 3 * (forward.kernels + forward.attention)
+  low_rank = 2 * forward.tokens * sum(leaf.size for leaf in jax.tree.leaves(adapters))
+  return 2 * forward.kernels + 3 * (forward.attention + low_rank)
+
+
+def _forward(
+  config: TransformerConfig,
+  prompt_lengths: npt.ArrayLike,
+  response_lengths: npt.ArrayLike,
+  *,
+  shared_prompt: bool,
+) -> _Forward:
   s, t = np.asarray(prompt_lengths, np.int64), np.asarray(response_lengths, np.int64)
   if s.ndim != 1 or t.ndim != 2 or s.shape != t.shape[:1]:
     raise ValueError(
@@ -64,19 +107,8 @@ def forward_flops(
   per_key = 4 * c.num_heads * c.head_dim  # q·k and the weighted sum of v
   attention = sum(per_key * float(attended(window)) for window in _windows(c))
   head = 2.0 * c.width * c.vocab_size * float(t.sum())
-  return c.num_layers * _layer_flops_per_token(c) * float(tokens) + attention + head
-
-
-def update_flops(
-  config: TransformerConfig,
-  prompt_lengths: npt.ArrayLike,
-  response_lengths: npt.ArrayLike,
-  *,
-  shared_prompt: bool = True,
-) -> float:
-  """FLOPs of one pass of gradients: forward, and twice that backward; see `forward_flops`."""
-  forward = forward_flops(config, prompt_lengths, response_lengths, shared_prompt=shared_prompt)
-  return (1 + _BACKWARD_PER_FORWARD) * forward
+  kernels = c.num_layers * _layer_flops_per_token(c) * float(tokens) + head
+  return _Forward(kernels, attention, float(tokens))
 
 
 def _layer_flops_per_token(c: TransformerConfig) -> float:

@@ -516,7 +516,10 @@ class Trainer:
       metrics |= measured | {"policy/entropy_change": entropy - metrics["policy/entropy"]}
     self.counters["tokens_trained"] += int(batch.mask.sum())
     self.counters["flops_optimise"] += update_flops(
-      self.parts.model.config, batch.prompts.lengths, response_lengths(batch)
+      self.parts.model.config,
+      batch.prompts.lengths,
+      response_lengths(batch),
+      adapters=self.state.params if self.parts.programs.settings else None,
     )
     host = drawn.graded.statistics | self.counted() | self.timings
     if seconds := self.timings.get("time/generate_seconds"):

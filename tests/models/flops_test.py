@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rlvr_jax.models import lora
 from rlvr_jax.models.flops import forward_flops, update_flops
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.presets import preset
@@ -67,6 +68,24 @@ def test_a_training_pass_differs_by_the_masked_scores_that_it_computes(config):
   assert product_flops(logits, params) == forward_flops(config, *lengths) + wasted
   gradient = jax.grad(lambda params: jnp.sum(logits(params)))
   assert product_flops(gradient, params) == update_flops(config, *lengths) + 3 * wasted
+
+
+@pytest.mark.parametrize("targets", ["blocks", "(query|down)$"])
+def test_frozen_kernels_have_no_gradients(targets):
+  model, base, prompts, tokens = setup(FULL)
+  settings = lora.LoraSettings(rank=2, alpha=1.0, targets=targets)
+  adapters = jax.eval_shape(lambda base: lora.init(jax.random.key(0), base, settings), base)
+
+  def loss(adapters, base):
+    adapted = lora.with_base(model, base, settings)
+    return jnp.sum(head_logits(adapted.response_hidden(adapters, prompts, tokens),
+                               adapted.head(adapters)))  # fmt: skip
+
+  seen = visible(FULL, S + T - 1)
+  wasted = P * PER_KEY * (np.sum(~seen[:, :S, :S]) + G * np.sum(~seen[:, S:]))
+  expected = update_flops(FULL, np.full(P, S), np.full((P, G), T), adapters=adapters) + 3 * wasted
+  assert product_flops(jax.grad(loss), adapters, base) == expected
+  assert expected < update_flops(FULL, np.full(P, S), np.full((P, G), T))
 
 
 @CONFIGS
