@@ -511,7 +511,8 @@ def _check_tensors(
 
 @jax.jit
 def _are_finite(params: Params) -> Params:
-  return jax.tree.map(lambda x: jnp.isfinite(x).all(), params)
+  # Of the sum, which NaN and infinities spread to: isfinite(x) would be as large as all of them.
+  return jax.tree.map(lambda x: jnp.isfinite(jnp.sum(x)), params)
 
 
 def _check_finite(params: Params, leaves: list[_Leaf], directory: Any) -> None:
