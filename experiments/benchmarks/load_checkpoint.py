@@ -39,12 +39,8 @@ import numpy as np
 
 from experiments.benchmarks.tables import Row, hardware, table
 from rlvr_jax.models.functional import transformer
-from rlvr_jax.models.huggingface import (
-  checkpoint_config,
-  load_params,
-  published_config,
-  published_shapes,
-)
+from rlvr_jax.models.huggingface import load_params, published_shapes
+from rlvr_jax.models.huggingface_config import checkpoint_config, published_config
 from rlvr_jax.models.presets import preset
 from rlvr_jax.models.safetensors import (
   new_directory,

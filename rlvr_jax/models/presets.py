@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from rlvr_jax.models.huggingface import checkpoint_config
+from rlvr_jax.models.huggingface_config import checkpoint_config
 from rlvr_jax.models.transformer import RopeScaling, TransformerConfig
 
 _SMALL = dict(activation="silu", qk_norm=True, rope_theta=10_000.0, tied_head=True)

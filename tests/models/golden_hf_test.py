@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from rlvr_jax.models.functional import transformer
-from rlvr_jax.models.huggingface import checkpoint_config, load_params
+from rlvr_jax.models.huggingface import load_params
+from rlvr_jax.models.huggingface_config import checkpoint_config
 from rlvr_jax.ops.logprobs import head_logits
 from rlvr_jax.rollouts.sampler import generate
 from rlvr_jax.train.sharding import make_mesh, placed

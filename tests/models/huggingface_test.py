@@ -24,13 +24,8 @@ from safetensors.numpy import load_file, save_file
 
 from rlvr_jax.files import located
 from rlvr_jax.models.functional import transformer
-from rlvr_jax.models.huggingface import (
-  checkpoint_config,
-  config_fields,
-  load_params,
-  published_config,
-  save_checkpoint,
-)
+from rlvr_jax.models.huggingface import load_params, save_checkpoint
+from rlvr_jax.models.huggingface_config import checkpoint_config, config_fields, published_config
 from rlvr_jax.models.safetensors import SINGLE, Tensor
 from rlvr_jax.models.transformer import RopeScaling, TransformerConfig, YarnScaling
 from rlvr_jax.train.sharding import make_mesh, placed
@@ -599,7 +594,8 @@ _TWO_PROCESSES = """
   import numpy as np
   from jax.experimental import multihost_utils
   from rlvr_jax.models.functional import transformer
-  from rlvr_jax.models.huggingface import checkpoint_config, load_params, save_checkpoint
+  from rlvr_jax.models.huggingface import load_params, save_checkpoint
+  from rlvr_jax.models.huggingface_config import checkpoint_config
   from rlvr_jax.train.sharding import make_mesh, placed, to_host
 
   coordinator, process, source, out = sys.argv[1:]

@@ -12,7 +12,8 @@ import pytest
 
 from rlvr_jax.files import located
 from rlvr_jax.models.functional import transformer
-from rlvr_jax.models.huggingface import checkpoint_config, load_params
+from rlvr_jax.models.huggingface import load_params
+from rlvr_jax.models.huggingface_config import checkpoint_config
 from rlvr_jax.models.lora import LoraSettings, init, with_base
 from rlvr_jax.models.peft import CONFIG_FILE, WEIGHTS_FILE, load_adapters, save_adapters
 from rlvr_jax.models.transformer import TransformerConfig

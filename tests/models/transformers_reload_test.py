@@ -13,12 +13,8 @@ import pytest
 from oracles.checkpoints import old_style
 
 from rlvr_jax.models.functional import transformer
-from rlvr_jax.models.huggingface import (
-  checkpoint_config,
-  config_fields,
-  load_params,
-  save_checkpoint,
-)
+from rlvr_jax.models.huggingface import load_params, save_checkpoint
+from rlvr_jax.models.huggingface_config import checkpoint_config, config_fields
 from rlvr_jax.models.safetensors import INDEX
 from rlvr_jax.models.transformer import inverse_frequencies, rotary_tables
 from rlvr_jax.ops.logprobs import head_logits

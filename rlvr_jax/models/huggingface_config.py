@@ -1,0 +1,443 @@
+"""config.json of Hugging Face checkpoint directories: which network it describes, and the way back.
+
+Facts about the families, defaults included, are those of the `transformers` library's configuration
+classes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import posixpath
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rlvr_jax.files import listing, located
+from rlvr_jax.models import safetensors
+from rlvr_jax.models.transformer import RopeScaling, TransformerConfig, YarnScaling
+from rlvr_jax.ops.checks import check_between, check_choice, check_whole
+
+CONFIG = "config.json"
+
+_QWEN: dict[str, Any] = dict(
+  vocab_size=151_936,
+  hidden_size=4096,
+  intermediate_size=22_016,
+  num_hidden_layers=32,
+  num_attention_heads=32,
+  num_key_value_heads=32,
+  hidden_act="silu",
+  max_position_embeddings=32_768,
+  tie_word_embeddings=False,
+  use_sliding_window=False,
+  sliding_window=4096,
+  max_window_layers=28,
+)
+_GEMMA: dict[str, Any] = dict(
+  hidden_size=2304,
+  intermediate_size=9216,
+  num_hidden_layers=26,
+  num_attention_heads=8,
+  num_key_value_heads=4,
+  head_dim=256,
+  hidden_activation="gelu_pytorch_tanh",
+  tie_word_embeddings=True,
+  query_pre_attn_scalar=256,
+  sliding_window=4096,
+)
+# What a config.json may leave out; what no family's says has its default where it is read.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+  "qwen2": _QWEN,
+  "qwen3": _QWEN | dict(head_dim=128),
+  "llama": dict(
+    vocab_size=32_000,
+    hidden_size=4096,
+    intermediate_size=11_008,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    hidden_act="silu",
+    max_position_embeddings=2048,
+    tie_word_embeddings=False,
+  ),
+  "gemma2": _GEMMA
+  | dict(
+    vocab_size=256_000,
+    max_position_embeddings=8192,
+    attn_logit_softcapping=50.0,
+    final_logit_softcapping=30.0,
+  ),
+  "gemma3_text": _GEMMA | dict(vocab_size=262_208, max_position_embeddings=131_072),
+}
+_ARCHITECTURES = {
+  "qwen2": ("Qwen2ForCausalLM", "Qwen2Model"),
+  "qwen3": ("Qwen3ForCausalLM", "Qwen3Model"),
+  "llama": ("LlamaForCausalLM", "LlamaModel"),
+  "gemma2": ("Gemma2ForCausalLM", "Gemma2Model"),
+  "gemma3_text": ("Gemma3ForCausalLM", "Gemma3TextModel"),
+  "gemma3": ("Gemma3ForConditionalGeneration", "Gemma3Model"),  # around a gemma3_text
+}
+_ACTIVATIONS = {
+  "silu": "silu",
+  "swish": "silu",
+  "gelu_pytorch_tanh": "gelu_tanh",
+  "gelu_new": "gelu_tanh",
+  "gelu_fast": "gelu_tanh",
+  "gelu": "gelu",
+}
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+# --- in -------------------------------------------------------------------------------------------
+
+
+def checkpoint_config(directory: str | os.PathLike[str], **overrides: Any) -> TransformerConfig:
+  """The network that a directory's config.json describes.
+
+  Args:
+    directory: local or a URL such as gs://bucket/folder.
+    overrides: fields of `TransformerConfig` that replace what was found, such as the dtypes, which
+      are ours to choose and not taken from the file.
+  Raises:
+    FileNotFoundError: no config.json.
+    ValueError: a family, rotary embedding or activation that is not implemented, quantized
+      weights, or values that contradict one another.
+  """
+  system, folder = located(directory)
+  if CONFIG not in listing(directory):
+    raise FileNotFoundError(f"{directory} has no {CONFIG}; name a checkpoint's own folder")
+  path = posixpath.join(folder, CONFIG)
+  return TransformerConfig(**(config_fields(safetensors.read_json(system, path), path) | overrides))
+
+
+def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
+  """Fields of `TransformerConfig` from a config.json's content; `owner` names it in messages."""
+  family, given = _family(published, owner)
+  c = _DEFAULTS[family] | given
+  gemma = family.startswith("gemma")
+  size = lambda name: _size(owner, name, c[name])
+  heads = size("num_attention_heads")
+  if c.get("num_key_value_heads") is None:
+    c["num_key_value_heads"] = heads
+  if c.get("head_dim") is None:
+    c["head_dim"] = size("hidden_size") // heads
+  activation = c["hidden_activation" if gemma else "hidden_act"]
+  if gemma and activation is None:  # early files say it in hidden_act, of which nothing was used
+    activation = "gelu_pytorch_tanh"
+  check_choice(owner, "hidden activation", activation, tuple(_ACTIVATIONS))
+  if gemma and c.get("use_bidirectional_attention"):
+    raise ValueError(f"{owner}: use_bidirectional_attention is set; only causal models are read")
+  layers = _sliding_layers(family, c, owner)
+  ropes = _ropes(family, c, owner)
+  theta, scaling = _rope(ropes[0], c, owner)
+  near_theta = None
+  if family == "gemma3_text" and layers:
+    near_theta, near_scaling = _rope(ropes[1], c, owner)
+    if near_scaling is not None:
+      raise ValueError(
+        f"{owner}: rotary embeddings of sliding layers are scaled, which is not implemented; only"
+        " those of full_attention can be"
+      )
+  biased = family == "qwen2" or bool(c.get("attention_bias"))
+  return dict(
+    vocab_size=size("vocab_size"),
+    width=size("hidden_size"),
+    num_layers=size("num_hidden_layers"),
+    num_heads=heads,
+    num_kv_heads=size("num_key_value_heads"),
+    head_dim=size("head_dim"),
+    mlp_width=size("intermediate_size"),
+    activation=_ACTIVATIONS[activation],
+    norm_epsilon=_number(owner, "rms_norm_eps", c.get("rms_norm_eps", 1e-6)),
+    rope_theta=theta,
+    rope_scaling=scaling,
+    tied_head=bool(c["tie_word_embeddings"]),
+    qk_norm=family in ("qwen3", "gemma3_text"),
+    qkv_bias=biased,
+    output_bias=biased and family != "qwen2",
+    mlp_bias=family == "llama" and bool(c.get("mlp_bias")),
+    query_scale=_number(owner, "query_pre_attn_scalar", c["query_pre_attn_scalar"]) ** -0.5
+    if gemma
+    else None,
+    # Gemma 3 configurations have the field, its attention does not look at it.
+    attention_soft_cap=_soft_cap(c, "attn_logit_softcapping", owner)
+    if family == "gemma2"
+    else None,
+    final_soft_cap=_soft_cap(c, "final_logit_softcapping", owner) if gemma else None,
+    sliding_window=size("sliding_window") if layers else None,
+    sliding_layers=layers,
+    sliding_rope_theta=near_theta,
+    scaled_embedding=gemma,
+    zero_centered_norm=gemma,
+    post_norm=gemma,
+  )
+
+
+def _family(published: Mapping[str, Any], owner: str) -> tuple[str, dict[str, Any]]:
+  """The family's name, and the text model's own settings."""
+  kind: Any = published.get("model_type")
+  check_choice(owner, "model_type", kind, tuple(_ARCHITECTURES))
+  for architecture in published.get("architectures") or ():
+    check_choice(owner, "architectures", architecture, _ARCHITECTURES[kind])
+  quantized = [f for f in ("quantization_config", "compression_config") if published.get(f)]
+  if quantized:
+    raise ValueError(
+      f"{owner}: {quantized[0]} is set; quantized weights are not read. Load the checkpoint"
+      " that it was made from, or write it back as bfloat16"
+    )
+  if kind != "gemma3":
+    return kind, dict(published)
+  text = published.get("text_config") or {}
+  if not isinstance(text, Mapping) or text.get("model_type", "gemma3_text") != "gemma3_text":
+    raise ValueError(f"{owner}: text_config = {text!r} is not that of a gemma3_text")
+  tied = published.get("tie_word_embeddings", True)
+  return "gemma3_text", dict(text) | {"tie_word_embeddings": tied}
+
+
+def _size(owner: str, name: str, value: Any) -> int:
+  check_whole(owner, name, value, low=1)
+  return value
+
+
+def _number(owner: str, name: str, value: Any) -> float:
+  check_between(owner, name, value, low=0.0, open_low=True)
+  return value
+
+
+def _soft_cap(c: Mapping[str, Any], name: str, owner: str) -> float | None:
+  return None if c.get(name) is None else _number(owner, name, c[name])
+
+
+def _sliding_layers(family: str, c: Mapping[str, Any], owner: str) -> tuple[bool, ...] | None:
+  """Which layers slide; None if none does."""
+  count = _size(owner, "num_hidden_layers", c["num_hidden_layers"])
+  if family == "llama":
+    return None
+  window = c["sliding_window"]
+  if family.startswith("qwen") and not c["use_sliding_window"]:
+    window = None
+  kinds = c.get("layer_types")
+  if kinds is None:
+    slides: Callable[[int], bool]
+    if family.startswith("qwen"):
+      slides = lambda i: window is not None and i >= c["max_window_layers"]
+    else:
+      period = 2 if family == "gemma2" else c.get("sliding_window_pattern", 6)
+      _size(owner, "sliding_window_pattern", period)
+      slides = lambda i: (i + 1) % period != 0
+    layers = tuple(slides(i) for i in range(count))
+  else:
+    for kind in kinds:
+      check_choice(owner, "layer_types", kind, ("full_attention", "sliding_attention"))
+    if len(kinds) != count:
+      raise ValueError(f"{owner}: {len(kinds)} layer_types for num_hidden_layers = {count}")
+    layers = tuple(kind == "sliding_attention" for kind in kinds)
+  if not any(layers):
+    return None
+  if window is None:
+    raise ValueError(f"{owner}: layers slide, but sliding_window is null or use_sliding_window off")
+  return layers
+
+
+def _ropes(family: str, c: Mapping[str, Any], owner: str) -> list[dict[str, Any]]:
+  """Rotary settings of full layers and, of Gemma 3, of sliding ones, old style as new style."""
+  new, old = c.get("rope_parameters") or {}, c.get("rope_scaling") or {}
+  for name, value in (("rope_parameters", new), ("rope_scaling", old)):
+    if not isinstance(value, Mapping):
+      raise ValueError(f"{owner}: {name} = {value!r} is no JSON object")
+  if family != "gemma3_text":
+    return [{"rope_theta": c.get("rope_theta", 10_000.0)} | dict(new) | dict(old)]
+  full, sliding = new.get("full_attention") or {}, new.get("sliding_attention") or {}
+  return [
+    {"rope_theta": c.get("rope_theta", 1_000_000.0)} | full | dict(old),
+    {"rope_theta": c.get("rope_local_base_freq", 10_000.0)} | sliding,
+  ]
+
+
+def _rope(
+  rope: Mapping[str, Any], c: Mapping[str, Any], owner: str
+) -> tuple[float, RopeScaling | YarnScaling | None]:
+  """θ and the scaling of one kind of layer."""
+  number = lambda name: _number(owner, f"rotary {name}", rope.get(name))
+  kind = rope.get("rope_type", rope.get("type", "default"))
+  check_choice(owner, "rope_type", kind, _ROPE_TYPES)
+  if rope.get("partial_rotary_factor", c.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
+    raise ValueError(f"{owner}: partial_rotary_factor is set; heads are rotated as a whole only")
+  theta = number("rope_theta")
+  if kind == "default":
+    return theta, None
+  original = rope.get("original_max_position_embeddings", c["max_position_embeddings"])
+  if kind == "yarn":
+    original = _size(owner, "original_max_position_embeddings", original)
+    factor = number("factor") if rope.get("factor") else c["max_position_embeddings"] / original
+    return theta, YarnScaling(
+      factor=factor,
+      original_length=original,
+      fast_rotations=rope.get("beta_fast") or 32,
+      slow_rotations=rope.get("beta_slow") or 1,
+      whole_indices=bool(rope.get("truncate", True)),
+      attention_factor=_yarn_attention_factor(rope, factor),
+    )
+  if kind == "linear":
+    return theta, RopeScaling(factor=number("factor"))
+  return theta, RopeScaling(
+    factor=number("factor"),
+    low_frequency_factor=number("low_freq_factor"),
+    high_frequency_factor=number("high_freq_factor"),
+    original_length=_size(owner, "original_max_position_embeddings", original),
+  )
+
+
+def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float | None:
+  above, below = rope.get("mscale"), rope.get("mscale_all_dim")
+  if rope.get("attention_factor") is not None or not (above and below) or factor <= 1:
+    return rope.get("attention_factor")
+  grown = lambda scale: 0.1 * scale * math.log(factor) + 1.0
+  return grown(above) / grown(below)
+
+
+# --- out ------------------------------------------------------------------------------------------
+
+
+def published_config(
+  config: TransformerConfig, dtype: str, source: str | os.PathLike[str] | None
+) -> dict[str, Any]:
+  """The content of config.json, for transformers 5 and, with the older names beside them, 4.
+
+  Raises:
+    ValueError: no family computes what `config` says.
+  """
+  family = _family_of(config)
+  defaults = _DEFAULTS[family]
+  base: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+  base |= {"use_cache": True, "max_position_embeddings": defaults["max_position_embeddings"]}
+  if source is not None:
+    system, path = located(source)
+    path = posixpath.join(path, CONFIG)
+    source_family, settings = _family(safetensors.read_json(system, path), path)
+    check_choice(path, "model_type", source_family, (family,))
+    base |= {name: value for name, value in settings.items() if name not in _NOT_TAKEN_OVER}
+  elif config.rope_scaling is not None:
+    extended = round(config.rope_scaling.factor * config.rope_scaling.original_length)
+    base["max_position_embeddings"] = max(base["max_position_embeddings"], extended)
+  gemma = family.startswith("gemma")
+  sliding = config.sliding_layers or (False,) * config.num_layers
+  activations = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
+  published = base | _published_ropes(family, config) | {
+    "architectures": [_ARCHITECTURES[family][0]],
+    "model_type": family,
+    "dtype": dtype,
+    "torch_dtype": dtype,
+    "vocab_size": config.vocab_size,
+    "hidden_size": config.width,
+    "intermediate_size": config.mlp_width,
+    "num_hidden_layers": config.num_layers,
+    "num_attention_heads": config.num_heads,
+    "num_key_value_heads": config.num_kv_heads,
+    "head_dim": config.head_dim,
+    "hidden_activation" if gemma else "hidden_act": activations[config.activation],
+    "rms_norm_eps": config.norm_epsilon,
+    "tie_word_embeddings": config.tied_head,
+  }
+  if family != "qwen2":
+    published["attention_bias"] = config.qkv_bias
+  if family == "llama":
+    published["mlp_bias"] = config.mlp_bias
+  else:
+    published["layer_types"] = [
+      "sliding_attention" if slides else "full_attention" for slides in sliding
+    ]
+    published["sliding_window"] = config.sliding_window
+  if family.startswith("qwen"):
+    published["use_sliding_window"] = any(sliding)
+    published["max_window_layers"] = sliding.index(True) if any(sliding) else config.num_layers
+  if gemma:
+    scale = config.head_dim**-0.5 if config.query_scale is None else config.query_scale
+    published["query_pre_attn_scalar"] = round(scale**-2)
+    published["attn_logit_softcapping"] = config.attention_soft_cap if family == "gemma2" else None
+    published["final_logit_softcapping"] = config.final_soft_cap
+  _check_reads_back(published, config)
+  return published
+
+
+_NOT_TAKEN_OVER = (  # of the source's config.json
+  "auto_map",
+  "rope_theta",
+  "rope_scaling",
+  "rope_local_base_freq",
+  "sliding_window_pattern",
+  "_sliding_window_pattern",
+  "transformers_version",
+  "_name_or_path",
+)
+
+
+def _family_of(config: TransformerConfig) -> str:
+  if config.post_norm:
+    return "gemma3_text" if config.qk_norm else "gemma2"
+  if config.qk_norm:
+    return "qwen3"
+  return "qwen2" if config.qkv_bias and not config.output_bias else "llama"
+
+
+def _published_ropes(family: str, config: TransformerConfig) -> dict[str, Any]:
+  full = {"rope_theta": config.rope_theta} | _published_scaling(config.rope_scaling)
+  found: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_parameters": full}
+  if config.rope_scaling is not None:
+    found["rope_scaling"] = _published_scaling(config.rope_scaling)
+  if family == "gemma3_text":
+    near = config.sliding_rope_theta or 10_000.0  # without sliding layers none is used
+    found["rope_local_base_freq"] = near
+    found["rope_parameters"] = {
+      "full_attention": full,
+      "sliding_attention": {"rope_theta": near, "rope_type": "default"},
+    }
+  return found
+
+
+def _published_scaling(scaling: RopeScaling | YarnScaling | None) -> dict[str, Any]:
+  if scaling is None:
+    return {"rope_type": "default"}
+  if isinstance(scaling, YarnScaling):
+    found = {
+      "rope_type": "yarn",
+      "factor": scaling.factor,
+      "original_max_position_embeddings": scaling.original_length,
+      "beta_fast": scaling.fast_rotations,
+      "beta_slow": scaling.slow_rotations,
+      "truncate": scaling.whole_indices,
+    }
+    if scaling.attention_factor is not None:
+      found["attention_factor"] = scaling.attention_factor
+    return found
+  if scaling.low_frequency_factor is None:
+    return {"rope_type": "linear", "factor": scaling.factor}
+  return {
+    "rope_type": "llama3",
+    "factor": scaling.factor,
+    "low_freq_factor": scaling.low_frequency_factor,
+    "high_freq_factor": scaling.high_frequency_factor,
+    "original_max_position_embeddings": scaling.original_length,
+  }
+
+
+def _check_reads_back(published: Mapping[str, Any], config: TransformerConfig) -> None:
+  """Raises where the family's fields cannot say what `config` says."""
+  sliding = any(config.sliding_layers or ())
+  said = dataclasses.asdict(config) | dict(
+    rope_scaling=config.rope_scaling,
+    sliding_layers=config.sliding_layers if sliding else None,
+    sliding_window=config.sliding_window if sliding else None,
+    sliding_rope_theta=config.sliding_rope_theta if sliding else None,
+  )
+  found = config_fields(published, "the exported config.json")
+  for fields in (said, found):
+    fields["query_scale"] = fields["query_scale"] or config.head_dim**-0.5
+  differing = {
+    name: (said[name], value) for name, value in found.items() if value != said[name]
+  }
+  if differing:
+    raise ValueError(
+      f"no family among {', '.join(_DEFAULTS)} computes this network, so transformers cannot load"
+      f" it; the nearest, {published['model_type']}, differs in {differing} (ours, its)"
+    )
