@@ -5,6 +5,7 @@ A recipe starts from `base.get_config()` and states only its difference. `python
 """
 
 from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
 
 
 def get_config() -> ConfigDict:
@@ -38,8 +39,18 @@ def get_config() -> ConfigDict:
   c.max_response_length = 16  # tokens, stop token included
 
   # checkpoint: folder of Hugging Face's layout, local or gs://, for the weights, and for the shape
-  # where preset is "". The overrides are of either.
-  c.model = dict(preset="tiny", checkpoint="", overrides=ConfigDict())
+  # where preset is "". The overrides, fields of TransformerConfig, are of either; of a checkpoint
+  # only those below may be set; None leaves one as it is.
+  c.model = dict(
+    preset="tiny",
+    checkpoint="",
+    overrides=dict(
+      compute_dtype=placeholder(str),  # float32, bfloat16
+      param_dtype=placeholder(str),
+      remat=placeholder(str),  # none, dots, full
+      unroll_layers=placeholder(int),
+    ),
+  )
 
   c.lora = dict(  # trains adapters of low rank beside the frozen network
     rank=0,  # 0: off, all parameters are trained

@@ -125,6 +125,12 @@ def _check_overrides(overrides: Mapping[str, Any]) -> None:
       raise ValueError(f"config.model.overrides.{field} is no field; did you mean one of {near}?")
 
 
+def given_overrides(model: Mapping[str, Any]) -> dict[str, Any]:
+  """The fields that `model["overrides"]` sets; those of computing may be None there, unset."""
+  overrides = dict(model["overrides"])
+  return {k: v for k, v in overrides.items() if v is not None or k not in _OF_COMPUTING}
+
+
 def model_settings(model: Mapping[str, Any]) -> TransformerConfig:
   """The network that a configuration's `model` section describes.
 
@@ -135,7 +141,7 @@ def model_settings(model: Mapping[str, Any]) -> TransformerConfig:
     ValueError: an unknown name or field, a checkpoint that cannot be read, or a preset of another
       shape.
   """
-  name, checkpoint, overrides = model["preset"], model["checkpoint"], dict(model["overrides"])
+  name, checkpoint, overrides = model["preset"], model["checkpoint"], given_overrides(model)
   if not checkpoint:
     return preset(name, **overrides)
   _check_overrides(overrides)

@@ -9,6 +9,7 @@ import jax
 
 from rlvr_jax.models.huggingface import save_checkpoint
 from rlvr_jax.models.peft import save_adapters
+from rlvr_jax.models.presets import given_overrides
 from rlvr_jax.train import components, multihost, sharding
 from rlvr_jax.train.checkpoint import CheckpointError, read_params
 from rlvr_jax.train.metrics import say
@@ -56,10 +57,11 @@ def _check_same_policy(parts: components.Parts, path: Path) -> None:
   if not path.exists():
     return  # a checkpoint alone, moved away from its run
   theirs, ours = json.loads(path.read_text()), json.loads(parts.config.to_json_best_effort())
-  fields = [("model", name) for name in ("preset", "checkpoint", "overrides")]
+  fields = [("model", name) for name in ("preset", "checkpoint")]
   fields += [("lora", name) for name in ("rank", "alpha", "targets")]
   found = {f"{a}.{b}": (theirs.get(a, {}).get(b), ours[a][b]) for a, b in fields}
   found["tokenizer"] = (theirs["tokenizer"], ours["tokenizer"])
+  found["model.overrides"] = (given_overrides(theirs["model"]), given_overrides(ours["model"]))
   differing = {name: pair for name, pair in found.items() if pair[0] != pair[1]}
   if differing:
     raise CheckpointError(

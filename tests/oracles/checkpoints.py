@@ -12,7 +12,9 @@ def old_style(published):
     c["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
   if full["rope_type"] != "default":
     scaling = {name: value for name, value in full.items() if name != "rope_theta"}
-    key = "type" if full["rope_type"] == "linear" else "rope_type"
+    # Gemma 3 never had the oldest name, and transformers 5.23 takes it there for no scaling.
+    oldest = full["rope_type"] == "linear" and family != "gemma3_text"
+    key = "type" if oldest else "rope_type"
     c["rope_scaling"] = {key: scaling.pop("rope_type")} | scaling
   else:
     c["rope_scaling"] = None
