@@ -110,6 +110,21 @@ def checkpoint_config(directory: str | os.PathLike[str], **overrides: Any) -> Tr
   return TransformerConfig(**(config_fields(safetensors.read_json(system, path), path) | overrides))
 
 
+def longest_text(directory: str | os.PathLike[str]) -> int | None:
+  """Tokens that the network was made for, as its config.json says; None where it does not.
+
+  Longer ones can be computed; what comes out is another matter.
+  """
+  system, folder = located(directory)
+  path = posixpath.join(folder, CONFIG)
+  published = safetensors.read_json(system, path)
+  length = _family(published, path)[1].get("max_position_embeddings")
+  scaling = config_fields(published, path)["rope_scaling"]
+  if length is None or not isinstance(scaling, YarnScaling):
+    return length
+  return max(length, round(scaling.factor * scaling.original_length))
+
+
 def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
   """Fields of `TransformerConfig` from a config.json's content; `owner` names it in messages."""
   family, given = _family(published, owner)

@@ -52,7 +52,7 @@ from rlvr_jax.train.step import (
   policy_logprobs,
   train_step,
 )
-from rlvr_jax.train.texts import fitting, make_tokenizer, with_graders
+from rlvr_jax.train.texts import fitting, make_tokenizer, warn_of_long_texts, with_graders
 from rlvr_jax.train.warm_start import supervised_step
 from rlvr_jax.types import Array, Params, Prompts, Sampling, TrainBatch, TrainState
 
@@ -498,6 +498,7 @@ def build(
   policy = outcome_policy({k: _as_number(v) for k, v in config.grading.outcomes.items()})
   tokenizer = tokenizer or make_tokenizer(config)
   model = make_model(config, mesh, tokenizer.vocab_size)
+  warn_of_long_texts(config)
   sampling = make_sampling(config.sampling, model.config.vocab_size)
   held_out_sampling = make_sampling(config.evaluation.sampling, model.config.vocab_size)
   check_training_sampling(config)

@@ -20,6 +20,7 @@ from rlvr_jax.data import (
   encode_solutions,
 )
 from rlvr_jax.data.huggingface_tokenizer import HuggingFaceTokenizer
+from rlvr_jax.models.huggingface_config import longest_text
 from rlvr_jax.ops.checks import check_between, check_choice
 from rlvr_jax.rewards.combined import weighted_reference
 from rlvr_jax.rewards.outcome import rewards_from_grades
@@ -67,6 +68,21 @@ def make_tokenizer(config: ml_collections.ConfigDict) -> Tokenizer:
       f"config.tokenizer = {name!r} is none of 'bytes', 'checkpoint' and the folder of a tokenizer"
       f" that can be used with config.prompts = {settings.to_dict()}: {error}"
     ) from error
+
+
+def warn_of_long_texts(config: ml_collections.ConfigDict) -> None:
+  """Says it where prompts and responses may be longer than what the checkpoint was made for."""
+  longest = longest_text(config.model.checkpoint) if config.model.checkpoint else None
+  wanted = config.max_prompt_length + config.max_response_length
+  if longest is not None and wanted > longest:
+    logging.warning(
+      "config.model.checkpoint = %r was made for %d tokens (max_position_embeddings), but"
+      " config.max_prompt_length + config.max_response_length = %d. Lower them, or have its"
+      " config.json say otherwise, with the rotary settings to go with it",
+      config.model.checkpoint,
+      longest,
+      wanted,
+    )
 
 
 # --- problems -------------------------------------------------------------------------------------

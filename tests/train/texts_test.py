@@ -1,11 +1,20 @@
 """Prompts that fit, and which grader gets which reference."""
 
+import json
+import logging
+
 import pytest
 from train import tiny
 
 from rlvr_jax.data import ByteTokenizer, Problem, Task
 from rlvr_jax.rewards import GraderStartError
-from rlvr_jax.train.texts import BY_REFERENCE, fitting, grader_pool, with_graders
+from rlvr_jax.train.texts import (
+  BY_REFERENCE,
+  fitting,
+  grader_pool,
+  warn_of_long_texts,
+  with_graders,
+)
 
 GSM8K = "rlvr_jax.rewards.graders:gsm8k"
 DIGITS = "rewards.user_graders:digits"
@@ -61,3 +70,25 @@ def test_training_prompts_that_are_too_long_are_left_out_and_held_out_ones_never
   held_out = Task(name="t", train=(short,), warm_start=(), held_out=(long,), grader=GSM8K)
   with pytest.raises(ValueError, match="a prompt has 11 tokens but max_prompt_length is 8"):
     fitting(config, held_out, ByteTokenizer())
+
+
+@pytest.mark.parametrize(
+  ("scaling", "longest"),
+  [
+    (None, 40),
+    (dict(type="yarn", factor=2.0, original_max_position_embeddings=40), 80),
+    (dict(type="linear", factor=2.0), 40),  # whose files say the longer length already
+  ],
+)
+def test_longer_texts_than_the_checkpoint_was_made_for_are_told(tmp_path, caplog, scaling, longest):
+  settings = dict(model_type="qwen2", max_position_embeddings=40, rope_scaling=scaling)
+  (tmp_path / "config.json").write_text(json.dumps(settings))
+  lengths = dict(max_prompt_length=30, max_response_length=longest - 30)
+  fields = dict(model__checkpoint=str(tmp_path), model__preset="")
+  with caplog.at_level(logging.WARNING):
+    warn_of_long_texts(tiny.config(**fields, **lengths))
+    warn_of_long_texts(tiny.config(**lengths | dict(max_response_length=10**6)))
+    assert not caplog.text
+    lengths["max_response_length"] += 1
+    warn_of_long_texts(tiny.config(**fields, **lengths))
+  assert f"made for {longest} tokens" in caplog.text and f"= {longest + 1}." in caplog.text
