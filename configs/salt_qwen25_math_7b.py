@@ -4,7 +4,8 @@ Source: arXiv 2606.05800; the authors' repository trains by the DAPO 7B recipe o
 switched on (ρ_s = 1, 1 ≤ k ≤ 64, 0 ≤ α ≤ 1): 512 problems × 16 rollouts per refresh, 32 problems
 per update, hence 16 updates; AdamW at 1e-6 after 10 warm-up updates, decay 0.1; clip 0.2 and 0.28;
 prompts up to 2048 tokens, responses up to 8192, a linear penalty over their last 4096. **open**:
-the number of updates, here 100 refreshes.
+the number of updates, here 100 refreshes; and how the authors went beyond the 4096 tokens that
+Qwen2.5-Math-7B was made for (its config.json), of which the run warns.
 
   python -m rlvr_jax.main --config=configs/salt_qwen25_math_7b.py --workdir=gs_mount/runs/salt \\
     --config.model.checkpoint=gs://BUCKET/Qwen2.5-Math-7B \\
