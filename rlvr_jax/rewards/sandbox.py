@@ -1,8 +1,9 @@
 """Runs generated code where it can do no harm: no network, no files but its own, bounded, killed.
 
-`harness.py` is what runs inside, and says who is who in there. The outer walls are bubblewrap's
-where it is installed, otherwise namespaces that the harness enters itself, which takes a Linux
-(5.12 or later) that lets an ordinary user, or root, make them. What is around an item either way:
+The package `harness` is what runs inside, and says who is who in there. The outer walls are
+bubblewrap's where it is installed, otherwise namespaces that the harness enters itself, which takes
+a Linux (5.12 or later) that lets an ordinary user, or root, make them. What is around an item
+either way:
 
 * no network but an empty one; no environment variables; the rights of an ordinary user at most
 * of the file system only the system's programs and libraries and the interpreter's own, read-only;
@@ -27,7 +28,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from rlvr_jax.rewards import harness
+from rlvr_jax.rewards.harness import messages
 
 MECHANISMS = ("bubblewrap", "namespaces")
 NONE = "none"  # processes of their own and limits, but no walls
@@ -92,7 +93,7 @@ class Sandbox:
 
     Args:
       program: "mode" ("calls" or "cases") and "sources", see `harness`.
-      task: the tests, see `harness.judge`; they never come near the program.
+      task: the tests, see `harness.judge.judge`; they never come near the program.
       time_limit_s: wall-clock limit, seconds.
       memory_mib: address space of each process, and memory of all together, MiB.
     Returns:
@@ -114,9 +115,9 @@ class Sandbox:
           socket.send_fds(self._control, [json.dumps(settings).encode()], [far_end.fileno()])
         item.settimeout(time_limit_s + _MARGIN_S)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # killed before it read
-          harness.send(item, program)
-          harness.send(item, task)
-        verdict = harness.receive(item)
+          messages.send(item, program)
+          messages.send(item, task)
+        verdict = messages.receive(item)
         item.settimeout(max(0.001, deadline - time.monotonic()))
         with contextlib.suppress(ConnectionResetError):  # killed before it had read its tests
           while item.recv(2**12):  # until nothing of the item is left
@@ -135,15 +136,28 @@ class Sandbox:
     self._process.wait()
 
 
+# Starts the harness from its folder, the first argument. The package is made by hand (`__init__.py`
+# has nothing to run), so that nothing beside that folder is importable at any time.
+_START = """
+import sys
+harness = sys.modules["harness"] = type(sys)("harness")
+harness.__path__ = [sys.argv.pop(1)]
+from harness.launcher import main
+main()
+"""
+_FOLDER = os.path.dirname(messages.__file__)
+_FOLDER_INSIDE = "/harness"  # where bubblewrap shows it
+
+
 def _command(mechanism: str, control: int) -> list[str]:
   interpreter = os.path.realpath(sys.executable)
   # -P -s -S: nothing but the standard library, wherever the interpreter comes from.
   arguments = [str(control), mechanism]
-  python = [interpreter, "-P", "-s", "-S", "-B"]
+  python = [interpreter, "-P", "-s", "-S", "-B", "-c", _START]
   if mechanism == "bubblewrap":
-    return [*_bubblewrap(), *python, "/harness.py", *arguments]
+    return [*_bubblewrap(), *python, _FOLDER_INSIDE, *arguments]
   devices = [f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom")]
-  return [*python, harness.__file__, *arguments, *visible_paths(), *devices]
+  return [*python, _FOLDER, *arguments, *visible_paths(), *devices]
 
 
 def _bubblewrap() -> list[str]:
@@ -159,7 +173,7 @@ def _bubblewrap() -> list[str]:
   rights = [word for name in kept for word in ("--cap-add", name)] or ["--unshare-user"]
   return [
     "bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", *rights,
-    "--die-with-parent", *binds, "--ro-bind", harness.__file__, "/harness.py",
+    "--die-with-parent", *binds, "--ro-bind", _FOLDER, _FOLDER_INSIDE,
     "--dir" if as_root else "--proc", "/proc", "--dev", "/dev", "--dir", "/tmp",
     "--remount-ro", "/", "--chdir", "/",
   ]  # fmt: skip

@@ -13,7 +13,7 @@ import time
 import pytest
 from rewards.processes import descendants, wait_until
 
-from rlvr_jax.rewards import GraderPool, Outcome
+from rlvr_jax.rewards import GraderPool, Outcome, sandbox
 
 LIMIT_S = 0.7  # of programs that are to be stopped
 AMPLE_S = 10.0  # of those that are to end by themselves, on a busy machine
@@ -283,6 +283,40 @@ def test_a_judge_without_memory_is_a_verdict(pool):
 
 # --- programs that would rather not compute the answer --------------------------------------------
 
+# What a program can lay hands on of the harness, in its own process: no table leads there,
+# but the frames that it runs in do, and the functions that these name.
+GRASP = """
+import sys
+frame, spaces = sys._getframe(), {}
+while frame := frame.f_back:
+  for value in [*frame.f_globals.values()]:
+    for function in (value, getattr(value, '__init__', None)):
+      space = getattr(function, '__globals__', {})
+      if str(space.get('__name__')).startswith('harness.'):
+        spaces[space['__name__']] = space
+def put(name, value):
+  for space in spaces.values():
+    if name in space:
+      space[name] = value
+"""
+TARGETS = ("judge", "_same", "as_builtin", "_checks", "receive", "Program", "Handle")
+
+
+def test_programs_do_reach_the_harness_in_their_own_process(pool):
+  """Else nothing would be shown by those that change it."""
+  files = sorted(pathlib.Path(sandbox._FOLDER).glob("*.py"))
+  names = [f"harness.{file.stem}" for file in files if file.stem != "__init__"]
+  program = (
+    f"{GRASP}for n in {TARGETS[:2]}: put(n, put)\ndef f(targets):\n"
+    "  found = [n for n in targets if any(n in space for space in spaces.values())]\n"
+    "  return sorted(spaces), found, [spaces['harness.judge'][n] is put for n in targets[:2]]"
+  )
+  targets = [*TARGETS, "encode"]
+  case = {"input": [targets], "output": [names, targets, [True, True]]}
+  grade = _grade(pool, program, {"style": "function", "entry_point": "f", "cases": [case]})
+  assert grade.outcome is Outcome.CORRECT, grade
+
+
 FAKES = {
   "early exit": "import os\nos._exit(0)",
   "exit when called": "import os\ndef f(x): os._exit(0)",
@@ -311,17 +345,13 @@ FAKES = {
     "builtins.compile = builtins.exec = lambda *a, **k: None\ndef f(x): return x"
   ),
   "harness": (
-    "import sys\nh = sys.modules['__main__']\n"
-    "for n in ('judge', '_same', '_as_builtin', '_checks', 'receive', 'Program', 'Handle'):\n"
-    "  setattr(h, n, lambda *a, **k: True)\ndef f(x): return x"
+    f"{GRASP}for n in {TARGETS}:\n  put(n, lambda *a, **k: True)\ndef f(x): return x"
   ),
   "encoding": (
-    "import sys\nh = sys.modules['__main__']\n"
-    "h.encode = lambda value, refer: ['handle', {'passed': 1}]\ndef f(x): return x"
+    f"{GRASP}put('encode', lambda value, refer: ['handle', {{'passed': 1}}])\ndef f(x): return x"
   ),
   "unknown tags": (
-    "import sys\nh = sys.modules['__main__']\n"
-    "h.encode = lambda value, refer: ['builtin', 'eval']\ndef f(x): return x"
+    f"{GRASP}put('encode', lambda value, refer: ['builtin', 'eval'])\ndef f(x): return x"
   ),
   "frames": (
     "import sys\nframe = sys._getframe()\nfound = []\nwhile frame:\n"
@@ -413,8 +443,8 @@ def test_fakes_do_not_pass(pool, name):
      "assert f(1) < 5"),
     # What a program names is not run by the judge.
     (
-      "import sys\ndef f(x): return 5\nh = sys.modules['__main__']\nencode = h.encode\n"
-      "h.encode = lambda v, r: ['builtin', 'eval'] if v is f else encode(v, r)",
+      f"{GRASP}def f(x): return 5\nencode = spaces['harness.messages']['encode']\n"
+      "put('encode', lambda v, r: ['builtin', 'eval'] if v is f else encode(v, r))",
       "assert f('__name__') == 'tests'",
     ),
   ],

@@ -1,6 +1,7 @@
 """The walls around generated code, with every mechanism that this machine has."""
 
 import os
+import pathlib
 import shutil
 import signal
 import subprocess
@@ -70,6 +71,32 @@ def f():
   if sandbox.mechanism == "namespaces":
     names.remove("PWD")
   _passes(sandbox, program, expected=[names, [], "/tmp", "/tmp", [], [], True, True, 5])
+
+
+def test_the_harness_cannot_be_imported(sandbox):
+  """Neither it nor what lies beside it, by any name; nor does any table or path lead there."""
+  program = """
+import importlib, sys
+def f(names, places):
+  found = [name for name in sys.modules if name.startswith(("harness", "rlvr_jax"))]
+  found += [name for name in vars(sys.modules["__main__"]) if not name.startswith("__")]
+  paths = [*sys.path, *sys.path_importer_cache]
+  found += [path for path in paths if path.startswith(tuple(places)) or path in ("", "/")]
+  for name in names:
+    try:
+      importlib.import_module(name)
+      found.append(name)
+    except ImportError:
+      pass
+  return found
+"""
+  inside, beside = pathlib.Path(sandboxes._FOLDER), pathlib.Path(sandboxes.__file__).parent
+  modules = [file.stem for file in inside.glob("*.py")]
+  assert {"judge", "launcher"} <= set(modules)
+  names = {"harness", "rlvr_jax", "rlvr_jax.rewards", *modules, *(f"harness.{m}" for m in modules)}
+  names |= {file.stem for file in beside.glob("*.py")} - {"__init__"} - sys.stdlib_module_names
+  places = [str(beside), sandboxes._FOLDER_INSIDE]
+  _passes(sandbox, program, sorted(names), places, expected=[])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,217 @@
+"""Walls, rights and limits: what the kernel is told, of namespaces, mounts and processes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+import platform
+import resource
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+from .processes import never_returning
+
+PROCESSES = 32  # of one item, threads included
+OPEN_FILES = 128
+STACK_MIB = 64
+FILE_MIB = 16  # of one file
+SCRATCH_MIB = 32  # /tmp
+SHARED_MIB = 8  # /dev/shm
+UNPRIVILEGED = 65534  # the user and group called nobody
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_NEW_MOUNTS, _NEW_NAMES, _NEW_IPC = 0x00020000, 0x04000000, 0x08000000
+_NEW_USERS, _NEW_PROCESSES, _NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
+_RECURSIVE_BIND, _PRIVATE, _DETACH = 0x5000, 0x44000, 2
+_READ_ONLY, _NO_SETUID, _NO_DEVICES, _NO_PROGRAMS = 1, 2, 4, 8
+_SET_DEATH_SIGNAL, _SET_DUMPABLE, _SET_CHILD_SUBREAPER, _SET_NO_NEW_PRIVILEGES = 1, 4, 36, 38
+_CAPABILITIES_VERSION = 0x20080522
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_CAPSET = {"x86_64": 126, "aarch64": 91}
+_MOUNT_SETATTR = 442  # of every architecture
+_AT_RECURSIVE = 0x8000
+
+
+def _checked(result: int, action: str) -> None:
+  if result < 0:
+    number = ctypes.get_errno()
+    raise OSError(number, f"{action}: {os.strerror(number)}")
+
+
+def _system_call(number: int, action: str, *arguments: Any) -> None:
+  _checked(_LIBC.syscall(ctypes.c_long(number), *arguments), action)
+
+
+def _prctl(option: int, value: int) -> None:
+  rest = [ctypes.c_ulong(0)] * 3
+  _checked(_LIBC.prctl(option, ctypes.c_ulong(value), *rest), f"prctl {option}")
+
+
+def _unshare(flags: int) -> None:
+  _checked(_LIBC.unshare(flags), "unshare")
+
+
+def _mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
+  encoded = [text.encode() if text else None for text in (source, target, kind)]
+  arguments = (ctypes.c_ulong(flags), options.encode() or None)
+  _checked(_LIBC.mount(*encoded, *arguments), f"mount {source} on {target}")
+
+
+def mount_proc(target: str = "/proc") -> None:
+  _mount("proc", target, "proc", _NO_SETUID | _NO_DEVICES | _NO_PROGRAMS)
+
+
+def _mount_scratch(target: str, mebibytes: int) -> None:
+  options = f"size={mebibytes}m,nr_inodes=4096,mode=1777"
+  _mount("tmpfs", target, "tmpfs", _NO_SETUID | _NO_DEVICES, options)
+
+
+def die_with_parent() -> None:
+  """From here on; a change of user ends it."""
+  _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+  """Makes this process the parent of all that its descendants leave behind."""
+  _prctl(_SET_CHILD_SUBREAPER, 1)
+
+
+def _write(path: str, text: str) -> None:
+  with open(path, "w") as file:
+    file.write(text)
+
+
+def _new_user_namespace(flags: int, inside: int) -> None:
+  """Enters new namespaces in which the present user is called `inside`, with all rights there."""
+  user, group = os.geteuid(), os.getegid()
+  _unshare(_NEW_USERS | flags)
+  _write("/proc/self/setgroups", "deny")
+  _write("/proc/self/uid_map", f"{inside} {user} 1")
+  _write("/proc/self/gid_map", f"{inside} {group} 1")
+
+
+def become_nobody() -> None:
+  os.setgroups([])
+  os.setresgid(UNPRIVILEGED, UNPRIVILEGED, UNPRIVILEGED)
+  os.setresuid(UNPRIVILEGED, UNPRIVILEGED, UNPRIVILEGED)
+  _prctl(_SET_DUMPABLE, 1)  # lost with the user; /proc/self belongs to root without it
+
+
+def enter_namespaces(paths: Sequence[str]) -> None:
+  """Puts this process, as a fork of itself, into a small world of its own; returns in there.
+
+  No network, no other processes, an empty root with `paths` in it, all read-only, and the rights of
+  an ordinary user, also where started by root.
+  """
+  flags = _NEW_MOUNTS | _NEW_PROCESSES | _NEW_NETWORK | _NEW_IPC | _NEW_NAMES
+  as_root = os.geteuid() == 0
+  if as_root:
+    try:
+      _unshare(flags)
+    except PermissionError:  # root of a container, with few rights
+      as_root = False
+      become_nobody()
+  if not as_root:
+    _new_user_namespace(flags, os.geteuid())
+  first = os.fork()
+  if first:
+    with never_returning():
+      os._exit(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) & 0xFF)
+  die_with_parent()
+  _build_root(paths)
+  if as_root:
+    become_nobody()
+    die_with_parent()  # lost with the user
+
+
+def _build_root(paths: Sequence[str]) -> None:
+  """Makes an empty file system with `paths` of the present one the root, and drops the rest."""
+  root = "/sys"  # there everywhere, and not needed
+  _mount("none", "/", None, _PRIVATE)
+  _mount("tmpfs", root, "tmpfs", _NO_SETUID | _NO_DEVICES, "size=1m,mode=755")
+  for path in paths:
+    _show(path, root)
+  for directory in ("/proc", "/tmp", "/dev/shm"):
+    os.makedirs(root + directory, exist_ok=True)
+  for number, name in enumerate(("stdin", "stdout", "stderr")):
+    os.symlink(f"/proc/self/fd/{number}", f"{root}/dev/{name}")
+  mount_proc(root + "/proc")
+  os.chdir(root)
+  number = _PIVOT_ROOT.get(platform.machine())
+  if number is None:
+    raise OSError(f"pivot_root is not known for {platform.machine()!r}: {sorted(_PIVOT_ROOT)}")
+  _system_call(number, "pivot_root", b".", b".")
+  _checked(_LIBC.umount2(b".", _DETACH), "umount the old root")
+  os.chdir("/")
+  _set_mount_attributes("/", _READ_ONLY | _NO_SETUID, recursive=False)
+
+
+def _show(path: str, root: str) -> None:
+  """Makes one path of the present file system visible below `root`, read-only."""
+  target = root + path
+  os.makedirs(os.path.dirname(target), exist_ok=True)
+  if os.path.islink(path):
+    os.symlink(os.readlink(path), target)
+    return
+  if os.path.isdir(path):
+    os.makedirs(target, exist_ok=True)
+  else:
+    _write(target, "")
+  _mount(path, target, None, _RECURSIVE_BIND)
+  is_device = path.startswith("/dev/")
+  _set_mount_attributes(target, _NO_SETUID | (0 if is_device else _READ_ONLY | _NO_DEVICES))
+
+
+def _set_mount_attributes(path: str, attributes: int, recursive: bool = True) -> None:
+  """Adds attributes to a mount, and to all below it; Linux 5.12 and later."""
+  wanted = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
+  flags = _AT_RECURSIVE if recursive else 0
+  arguments = (ctypes.c_int(-100), path.encode(), ctypes.c_uint(flags), wanted)
+  _system_call(_MOUNT_SETATTR, "mount_setattr", *arguments, ctypes.c_size_t(32))
+
+
+def enter_item_namespaces() -> None:
+  """Enters those of one item; its first process is this one's next child, and calls `isolate`."""
+  _new_user_namespace(_NEW_MOUNTS | _NEW_PROCESSES | _NEW_IPC, UNPRIVILEGED)
+
+
+def isolate() -> None:
+  """For the first process in an item's own namespaces: nothing of other items is there."""
+  with contextlib.suppress(OSError):  # no namespaces within namespaces, where we have a say
+    _write("/proc/sys/user/max_user_namespaces", "0")
+  try:
+    mount_proc()
+  except OSError:  # not allowed where parts of the outer one are hidden
+    _mount("tmpfs", "/proc", "tmpfs", _READ_ONLY)
+  _mount_scratch("/tmp", SCRATCH_MIB)
+  _mount_scratch("/dev/shm", SHARED_MIB)
+  os.chdir("/tmp")
+
+
+def limit(memory_mib: int, seconds: float) -> None:
+  """Limits of each process from here on, and no way to more rights."""
+  limits = {
+    resource.RLIMIT_AS: memory_mib * 2**20,
+    resource.RLIMIT_CPU: math.ceil(seconds) + 1,
+    resource.RLIMIT_FSIZE: FILE_MIB * 2**20,
+    resource.RLIMIT_NPROC: PROCESSES,
+    resource.RLIMIT_NOFILE: OPEN_FILES,
+    resource.RLIMIT_STACK: STACK_MIB * 2**20,
+    resource.RLIMIT_CORE: 0,
+  }
+  for kind, value in limits.items():
+    hard = resource.getrlimit(kind)[1]
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    # Programs may raise their stack's, as contestants do: it counts as address space.
+    resource.setrlimit(kind, (value, hard if kind == resource.RLIMIT_STACK else value))
+  with contextlib.suppress(OSError):
+    _write("/proc/self/oom_score_adj", "1000")  # where memory runs out, the first to go
+  _prctl(_SET_NO_NEW_PRIVILEGES, 1)
+  header = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0)
+  _system_call(_CAPSET[platform.machine()], "capset", header, (ctypes.c_uint32 * 6)())
+  # Neither the program, forked from here, nor anything it starts can trace this process, read its
+  # memory, or open its descriptors.
+  _prctl(_SET_DUMPABLE, 0)

@@ -1,0 +1,189 @@
+"""The launcher, and each item's supervisor and judge: who starts, waits for and ends whom."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import gc
+import importlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .handles import Program, UnsupportedTestError
+from .isolation import (
+  adopt_orphans,
+  become_nobody,
+  die_with_parent,
+  enter_item_namespaces,
+  enter_namespaces,
+  isolate,
+  limit,
+  mount_proc,
+)
+from .judge import judge
+from .messages import describe, receive, receive_exactly, send
+from .processes import never_returning
+from .scripts import serve_cases
+from .serving import serve_calls
+
+# What programs import most: loaded once here, instead of in every program.
+PRELOADED = ("bisect", "copy", "heapq", "random", "re", "statistics", "string", "typing")
+
+WATCH_S = 0.05  # between looks at the memory that an item takes
+_MAX_SETTINGS = 4096  # bytes of what comes with an item's socket
+
+
+def launch(control: socket.socket, mechanism: str, paths: Sequence[str]) -> None:
+  """Life of the launcher: prepares, says so, and starts items until the caller has gone.
+
+  An item comes as its settings, a JSON object, with a socket for the program, the tests and the
+  verdict, in this order.
+  """
+  os.umask(0o022)
+  vars(builtins).update(exit=sys.exit, quit=sys.exit)  # usually there by the module site
+  for name in PRELOADED:
+    importlib.import_module(name)
+  if mechanism == "namespaces":
+    enter_namespaces(paths)
+  elif mechanism == "bubblewrap" and os.geteuid() == 0:
+    mount_proc()
+    become_nobody()
+  control.send(json.dumps({"ready": True}).encode())
+  for signal_number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(signal_number, signal.SIG_DFL)
+  signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors need not be waited for
+  gc.freeze()
+  while True:
+    message, descriptors, _, _ = socket.recv_fds(control, _MAX_SETTINGS, 1)
+    if not message:
+      return
+    with socket.socket(fileno=descriptors[0]) as item:
+      if not os.fork():
+        with never_returning():
+          control.close()
+          _supervise(item, json.loads(message))
+          os._exit(0)
+
+
+def _supervise(item: socket.socket, settings: Mapping[str, Any]) -> None:
+  """Starts an item's judge, and sees to it that nothing of it is left when this returns."""
+  signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+  if settings["isolated"]:
+    enter_item_namespaces()
+  else:
+    adopt_orphans()
+  die_with_parent()
+  first = os.fork()
+  if not first:
+    with never_returning():
+      die_with_parent()
+      os.setsid()
+      _judge_item(item, settings)
+      os._exit(0)
+  verdict = _watch(first, item, settings)
+  with contextlib.suppress(ProcessLookupError):
+    os.killpg(first, signal.SIGKILL)
+    os.kill(first, signal.SIGKILL)
+  # The first process of its namespace takes all others along, and is gone only after them.
+  status = os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
+  if not settings["isolated"]:
+    _kill_children()
+  if verdict is None and status:
+    verdict = {"died": status}
+  if verdict is not None:
+    send(item, verdict)
+
+
+def _watch(first: int, item: socket.socket, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+  """Waits until the judge ends or its caller hangs up; a verdict where neither comes in time."""
+  poll = select.poll()
+  poll.register(os.pidfd_open(first), select.POLLIN)
+  poll.register(item, 0)  # hanging up is always reported
+  deadline = time.monotonic() + settings["time_limit_s"]
+  while (left := deadline - time.monotonic()) > 0:
+    if poll.poll(1000 * min(left, WATCH_S)):
+      return None
+    if settings["isolated"] and _resident_mib() > settings["memory_mib"]:
+      return {"memory": True}
+  return {"timeout": True}
+
+
+def _judge_item(item: socket.socket, settings: Mapping[str, Any]) -> None:
+  """Life of the judge: from the program's text to the verdict.
+
+  The program can take memory from the judge. So once it runs, whatever goes wrong here counts
+  against it, and nothing is read any more.
+  """
+  started = False
+  try:
+    if settings["isolated"]:
+      isolate()
+    limit(settings["memory_mib"], settings["time_limit_s"])
+    program = receive(item)
+    channel, far_end = socket.socketpair()
+    if not os.fork():
+      with never_returning():
+        receive_exactly(far_end, 1)
+        {"calls": serve_calls, "cases": serve_cases}[program["mode"]](far_end, program["sources"])
+    far_end.close()
+    task = receive(item)
+    started = True
+    channel.sendall(b"g")
+    verdict = judge(Program(channel), task)
+  except BaseException as error:
+    if started and not isinstance(error, UnsupportedTestError):
+      os._exit(1)  # "died": a verdict that needs no memory
+    verdict = {"broken": describe(error)}
+  send(item, verdict)
+
+
+def _resident_mib() -> float:
+  """Memory of all processes that this one sees, that of files apart, MiB."""
+  pages = 0
+  for process in filter(str.isdigit, os.listdir("/proc")):
+    with contextlib.suppress(OSError):  # it has just ended
+      _, resident, shared, *_ = map(int, _read(f"/proc/{process}/statm").split())
+      pages += resident - shared
+  return pages * resource.getpagesize() / 2**20
+
+
+def _kill_children() -> None:
+  """Without a namespace of processes: kills those that have become children of this process."""
+  while children := _read(f"/proc/self/task/{os.getpid()}/children").split():
+    for child in map(int, children):
+      with contextlib.suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+      os.waitpid(child, 0)
+
+
+def _read(path: str) -> str:
+  with open(path) as file:
+    return file.read()
+
+
+def _forget_modules() -> None:
+  """Takes the harness out of the interpreter's tables: no program finds it there by any name."""
+  for name in [name for name in sys.modules if f"{name}.".startswith(f"{__package__}.")]:
+    del sys.modules[name]
+  sys.modules["__main__"] = types.ModuleType("__main__")
+  sys.path_importer_cache.pop(os.path.dirname(__file__), None)
+
+
+def main() -> None:
+  """The interpreter's whole life; its arguments are control's descriptor, mechanism and paths."""
+  _forget_modules()
+  descriptor, mechanism, *paths = sys.argv[1:]
+  control = socket.socket(fileno=int(descriptor))
+  try:
+    launch(control, mechanism, paths)
+  except Exception as error:
+    control.send(json.dumps({"error": describe(error)}).encode())

@@ -1,0 +1,50 @@
+"""Steps that processes of several kinds take: to end where they are to end, to run a text."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+SOLUTION = "<solution>"  # the file name that the program's own code has
+
+
+@contextlib.contextmanager
+def never_returning() -> Iterator[None]:
+  """A forked child's whole life is within: it never goes back into the code of its parent."""
+  try:
+    yield
+  except BaseException:
+    with contextlib.suppress(BaseException):
+      traceback.print_exc()
+  finally:
+    os._exit(1)
+
+
+def take_streams(
+  channel: socket.socket | None, stdin: int | None = None, output: int | None = None,
+  error: int | None = None,
+) -> None:  # fmt: skip
+  """Leaves only the given descriptors open: as standard streams (null for None), and a channel."""
+  os.setsid()
+  null = os.open(os.devnull, os.O_RDWR)
+  for number, descriptor in enumerate((stdin, output, error)):
+    os.dup2(null if descriptor is None else descriptor, number)
+  kept = 2 if channel is None else channel.fileno()
+  os.closerange(3, kept)
+  os.closerange(kept + 1, 1024)
+  sys.argv[:] = ["solution.py"]
+  for number, name in enumerate(("stdin", "stdout", "stderr")):
+    file = open(number, "wb" if number else "rb", closefd=False)
+    stream = io.TextIOWrapper(file, encoding="utf-8", errors="surrogateescape")
+    vars(sys).update({name: stream, f"__{name}__": stream})
+
+
+def execute(source: str, name: str, namespace: dict[str, Any]) -> None:
+  """Runs a text in a namespace; `name` is the file that tracebacks give for it."""
+  exec(compile(source, name, "exec", dont_inherit=True), namespace)
