@@ -196,7 +196,9 @@ def _decoding_parameters(parts: components.Parts) -> float:
 def _keys_and_values(parts: components.Parts) -> float:
   """The full cache and, when it grows for the last time, the one before it."""
   config, c = parts.config, parts.model.config
-  token = c.num_layers * c.num_kv_heads * c.head_dim * 2 * jnp.dtype(c.compute_dtype).itemsize
+  tensor = parts.mesh.shape["tensor"]  # over which the compiler splits heads, where they divide
+  heads = c.num_kv_heads // tensor if c.num_kv_heads % tensor == 0 else c.num_kv_heads
+  token = c.num_layers * heads * c.head_dim * 2 * jnp.dtype(c.compute_dtype).itemsize
   lengths = [0, *cache_lengths(config.max_response_length)]
   responses = config.batch.group_size * (lengths[-1] + lengths[-2])
   return float(_local_prompts(parts) * (config.max_prompt_length + responses) * token)

@@ -65,6 +65,20 @@ def test_the_estimate_counts_what_is_there():
   assert generation["keys and values"] == own + of_prompts
 
 
+@pytest.mark.parametrize(("num_kv_heads", "split"), [(2, 2), (1, 1)])
+def test_heads_that_divide_are_split_over_tensor(num_kv_heads, split):
+  overrides = dict(num_layers=1, num_heads=2, num_kv_heads=num_kv_heads)
+  whole, halves = (
+    memory.estimated(
+      memory.shapes_only(
+        tiny.config(model__overrides=overrides), sharding.make_mesh(tensor=tensor)
+      )
+    )["generation, estimated"]["keys and values"]
+    for tensor in (1, 2)
+  )
+  assert whole == split * halves
+
+
 def test_the_compiler_s_figures_are_read(capsys):
   """On devices that are there; a topology of TPUs goes the same way."""
   parts = memory.shapes_only(tiny.config(mesh__data=2), sharding.make_mesh(data=2))
