@@ -25,6 +25,7 @@ from rlvr_jax.train.metrics import say
 # GiB of memory of a chip that XLA may use, by the first part of a topology's name.
 # Source: the TPU system architecture pages of Google Cloud.
 CHIP_GIB = {"v4": 32, "v5e": 16, "v5p": 95, "v6e": 32, "tpu7x": 192}
+COMPILER_FACTOR = 1.5  # at most what it took beyond the estimates in docs/models.md
 _GIB = 2**30
 
 Table = dict[str, float]  # what → bytes per chip
@@ -225,12 +226,15 @@ def _text(title: str, tables: dict[str, Table], limit_gib: float | None) -> str:
   lines = [title]
   for name, table in tables.items():
     total = sum(table.values()) / _GIB
-    lines.append(f"{name}: {total:.2f} GiB per chip{_verdict(total, limit_gib)}")
+    needed = total * (COMPILER_FACTOR if name.endswith("estimated") else 1.0)
+    lines.append(f"{name}: {total:.2f} GiB per chip{_verdict(total, needed, limit_gib)}")
     lines += [f"  {what:<28}{size / _GIB:>10.2f} GiB" for what, size in table.items()]
+  lines.append(f"The compiler may take up to {COMPILER_FACTOR} times what is estimated.")
   return "\n".join(lines)
 
 
-def _verdict(total: float, limit_gib: float | None) -> str:
+def _verdict(total: float, needed: float, limit_gib: float | None) -> str:
   if limit_gib is None:
     return ""
-  return f" of {limit_gib}, {'fits' if total <= limit_gib else 'DOES NOT FIT'}"
+  fits = "fits" if needed <= limit_gib else "may fit" if total <= limit_gib else "DOES NOT FIT"
+  return f" of {limit_gib}, {fits}"

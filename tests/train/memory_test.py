@@ -91,6 +91,17 @@ def test_the_compiler_s_figures_are_read(capsys):
   assert resident == pytest.approx(held * 2 / 3, rel=0.01)  # two moments beside the parameters
 
 
+def test_an_estimate_just_below_the_limit_is_no_promise(monkeypatch, capsys):
+  parts = memory.shapes_only(tiny.config(), sharding.make_mesh())
+  gib = sum(memory.estimated(parts)["update, estimated"].values()) / 2**30
+  for share, verdict in ((2.0, "fits"), (1.2, "may fit"), (0.9, "DOES NOT FIT")):
+    monkeypatch.setitem(memory.CHIP_GIB, "small", share * gib)
+    monkeypatch.setattr(memory, "compiled", lambda parts: {})
+    memory.report(parts, "small:1")
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("update, estimated")]
+    assert line.endswith(f", {verdict}")
+
+
 def test_a_topology_that_cannot_be_compiled_for_says_what_can():
   with pytest.raises(ValueError, match=r"--topology=v5e:0x0 cannot be compiled for: .*\[tpu\]"):
     memory.topology_devices("v5e:0x0")
