@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlvr_jax.rewards import sandbox as sandboxes
+from rlvr_jax.rewards.harness.scripts import MAX_INPUT, MAX_OUTPUT
 from rlvr_jax.rewards.outcome import Grade, Outcome
 
 TIME_LIMIT_S = 4.0  # below the pool's default limit, so that a slow program costs no worker
@@ -35,7 +36,7 @@ def program_text(completion: str) -> str:
     the last block that is called Python; else, of those without a name, the last that is Python,
     or the last; else the whole text, also where fences are but in its strings.
   """
-  answer = completion.rpartition(_THOUGHT_END)[2].replace("\r\n", "\n")
+  answer = completion.rpartition(_THOUGHT_END)[2].replace("\r\n", "\n").replace("\ufeff", "")
   blocks = _blocks(answer)
   called = [text for info, text in blocks if info in _PYTHON]
   unnamed = [text for info, text in blocks if not info]
@@ -87,13 +88,16 @@ def code(completion: str, reference: Mapping[str, Any]) -> Grade:
   Args:
     completion: the program is its last ```python block (or unnamed block), see `program_text`.
     reference: "style" with its fields:
-      "asserts": "tests", texts to execute one by one; "setup", executed after the program.
+      "asserts": "tests", texts to execute one by one; "setup", executed after the program. Names
+        that it imports are the judge's own in tests; what else it defines is the program's.
       "check": "test", a text that defines check(candidate); "entry_point", the candidate's name;
         "prompt", what the completion goes on from where it does not define the entry point itself.
       "function": "entry_point", a function's name or "Class.method"; "cases", each with "input", a
         list of arguments, and "output"; "setup", executed before the program.
       "stdin": "cases", each with "input" and "output", texts; "setup", executed before the program.
-      Optional: "reward", "all" (default) or "fraction"; "time_limit_s", wall clock for all tests;
+      Tests import from the standard library only.
+      Optional: "reward", "all" (default) or "fraction"; "time_limit_s", wall clock for all tests,
+      and processor time of all its processes together;
       "memory_mib", of all its processes together.
   Returns:
     correct (score 1) if all tests pass; wrong, with score 0 or the share of tests that passed
@@ -139,11 +143,57 @@ def _check_reference(reference: Mapping[str, Any]) -> None:
   tests = {"asserts": "tests", "check": "test"}.get(style, "cases")
   if not reference[tests]:
     raise ValueError(f"{tests!r} is empty: every program would pass")
+  if style == "check":
+    _check_test(reference["test"], reference.get("prompt", ""))
+  if style == "asserts":
+    for test in reference["tests"]:
+      _check_imports(test)
+  if style == "stdin":
+    _check_sizes(reference["cases"])
   seconds, memory = reference.get("time_limit_s", TIME_LIMIT_S), reference.get("memory_mib")
   if not (isinstance(seconds, (int, float)) and math.isfinite(seconds) and seconds > 0):
     raise ValueError(f"time_limit_s is {seconds!r}, must be a positive, finite number of seconds")
   if memory is not None and not (isinstance(memory, int) and memory >= LEAST_MEMORY_MIB):
     raise ValueError(f"memory_mib is {memory!r}, must be a whole number ≥ {LEAST_MEMORY_MIB}")
+
+
+@functools.lru_cache(maxsize=1024)
+def _check_test(test: str, prompt: str) -> None:
+  """Raises for a test that no program can pass."""
+  defined = [getattr(node, "name", "") for node in _check_imports(test)]
+  if "check" not in defined and not re.search(r"^check\s*=", test, re.M):
+    raise ValueError(f"the test does not define check(candidate): {test[:80]!r}")
+  if prompt and not _is_python(_whole(prompt)):
+    raise ValueError(f"the prompt is no beginning of a program: {prompt[:80]!r}")
+
+
+@functools.lru_cache(maxsize=1024)
+def _check_imports(test: str) -> list[ast.stmt]:
+  """The statements of a test, which import nothing that is not there."""
+  try:
+    body = ast.parse(test).body
+  except SyntaxError as error:
+    raise ValueError(f"a test is no Python ({error}): {test[:80]!r}") from error
+  roots = [name.partition(".")[0] for node in body for name in _imported(node)]
+  if absent := [root for root in roots if root not in sys.stdlib_module_names]:
+    raise ValueError(
+      f"a test imports {absent[0]!r}, but the sandbox has the standard library only: {test[:80]!r}"
+    )
+  return body
+
+
+def _imported(node: ast.stmt) -> list[str]:
+  """The modules that an import statement names."""
+  if isinstance(node, ast.Import):
+    return [alias.name for alias in node.names]
+  return [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+
+
+def _check_sizes(cases: Sequence[Mapping[str, Any]]) -> None:
+  for case in cases:
+    for field, limit in (("input", MAX_INPUT), ("output", MAX_OUTPUT)):
+      if (size := len(case[field].encode())) > limit:
+        raise ValueError(f"an {field} has {size} bytes, allowed are {limit}: leave that case out")
 
 
 _Prepared = tuple[dict[str, Any], dict[str, Any]]  # the program, and the task apart from "style"
@@ -152,21 +202,51 @@ _Prepared = tuple[dict[str, Any], dict[str, Any]]  # the program, and the task a
 def _asserts(source: str, reference: Mapping[str, Any]) -> _Prepared:
   tests = list(reference["tests"])
   names, modules = names_used(tuple(tests))
-  sources = [source, reference.get("setup", "")]
-  task = {"tests": tests, "names": names, "modules": modules, "prelude": [], "total": len(tests)}
+  setup = reference.get("setup", "")
+  sources = [source, setup]
+  prelude, bound = _own_imports(setup)
+  task = {
+    "tests": tests, "names": [name for name in names if name not in bound], "modules": modules,
+    "prelude": [prelude], "total": len(tests),
+  }  # fmt: skip
   return {"mode": "calls", "sources": sources}, task
+
+
+@functools.lru_cache(maxsize=1024)
+def _own_imports(setup: str) -> tuple[str, frozenset[str]]:
+  """The import statements of a setup, and the names that they bind.
+
+  The judge executes them itself: a program could put anything in the place of what they import.
+  """
+  try:
+    body = ast.parse(setup).body
+  except SyntaxError:
+    return "", frozenset()
+  found = [node for node in body if isinstance(node, (ast.Import, ast.ImportFrom))]
+  found = [node for node in found if {name.partition(".")[0] for name in _imported(node)}
+           <= sys.stdlib_module_names]  # fmt: skip
+  bound = {(alias.asname or alias.name).partition(".")[0] for node in found for alias in node.names}
+  return "\n".join(map(ast.unparse, found)), frozenset(bound - {"*"})
 
 
 def _check(source: str, reference: Mapping[str, Any]) -> _Prepared:
   entry, prompt = reference["entry_point"], reference.get("prompt", "")
   alone = re.search(rf"^(async\s+def|def|class)\s+{entry}\b|^{entry}\s*=", source, re.M)
   # Imports and helpers of the prompt are there for a program that stands alone, too.
-  sources = [prompt, source] if alone else [_lines(prompt) + source]
+  sources = [_whole(prompt), source] if alone else [_lines(prompt) + source]
   task = {
     "entry_point": entry, "test": reference["test"], "names": [entry], "modules": [],
-    "prelude": [prompt], "total": 1,
+    "prelude": [_whole(prompt)], "total": 1,
   }  # fmt: skip
   return {"mode": "calls", "sources": sources}, task
+
+
+def _whole(prompt: str) -> str:
+  """A prompt as a program: where it ends with a header, that gets a body."""
+  if not prompt.strip() or _is_python(prompt):
+    return prompt
+  header = prompt.rstrip().rpartition("\n")[2]
+  return f"{prompt.rstrip()}\n{' ' * (_indentation(header) + 1)}pass\n"
 
 
 def _lines(text: str) -> str:

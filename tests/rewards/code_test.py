@@ -282,6 +282,101 @@ def test_subclasses_come_as_their_base(returned, test):
   assert _passes(f"import collections, enum\ndef f(): return {returned}", test)
 
 
+@pytest.mark.parametrize(
+  "argument",
+  ["operator.add", "str.upper", "math.hypot", "functools.partial(max, 0)", "[].append", "print"],
+)
+def test_what_can_be_called_may_be_handed_over(argument):
+  setup = "import functools, math, operator\n"
+  assert _passes("def f(g): return callable(g)", f"{setup}assert f({argument})")
+
+
+def test_functions_handed_over_are_called_in_the_test():
+  test = "import operator\nassert fold(operator.add, [1, 2, 3]) == 6"
+  program = "def fold(f, xs):\n  a = 0\n  for x in xs: a = f(a, x)\n  return a"
+  assert _passes(program, test)
+  assert _passes("def f(v): return sorted(v)", "d = {2: 1, 1: 1}\nassert f(d.keys()) == [1, 2]")
+
+
+def test_generators_are_stepped_through():
+  program = "def f():\n  yield 1\n  yield 2"
+  assert _passes(program, "g = f()\nassert (next(g), next(g), next(g, None)) == (1, 2, None)")
+  assert not _passes("def f(): return object()", "next(f())")
+
+
+def test_a_missing_key_is_the_one_that_was_missing():
+  test = "try:\n  f()\nexcept KeyError as error:\n  assert str(error) == repr('k')"
+  assert _passes("def f(): return {}['k']", test)
+
+
+@pytest.mark.parametrize(
+  ("program", "tests"),
+  [
+    ("Tree = object\ndef depth(t): return 1", ["t = Tree()\nassert depth(t) == 0"]),
+    ("Cart = dict\ndef total(x): return 1", ["c = Cart()\nassert total(c.items) == 0"]),
+    ("Cart = dict\ndef total(x): return 1", ["c = Cart()\nassert total(c.keys()) == 0"]),
+    ("def make(): return object\ndef use(x): return 1", ["assert use(make()()) == 0"]),
+  ],
+)
+def test_a_program_cannot_make_a_test_impossible(program, tests):
+  """A rollout that cannot be graded is masked, which a program must not choose."""
+  assert not _passes(program, *tests)
+
+
+@pytest.mark.parametrize(
+  ("program", "test", "setup"),
+  [
+    ("import math\nmath.isclose = lambda *a, **k: True\ndef f(x): return 0",
+     "assert isclose(f(1), 2.5)", "from math import isclose"),
+    ("import collections\ncollections.Counter = lambda x: {}\ndef f(x): return 0",
+     "assert Counter(f('ab')) == Counter('ab')", "from collections import Counter"),
+    ("import math\nmath.isclose = lambda *a, **k: True\ndef f(x): return 0",
+     "assert m.isclose(f(1), 2.5)", "class Node: pass\nimport math as m"),
+  ],
+)  # fmt: skip
+def test_what_a_setup_imports_is_the_judge_s_own(program, test, setup):
+  assert not _passes(program, test, setup=setup)
+  good = {"assert Counter": "def f(x): return x"}.get(test[:14], "def f(x): return 2.5")
+  assert _passes(good, test, setup=setup)
+
+
+@pytest.mark.parametrize(
+  ("reference", "message"),
+  [
+    (_asserts("import numpy as np\nassert f(1)"), "imports 'numpy', but .* standard library only"),
+    (_asserts("assert f(1"), "no Python"),
+    (dict(style="check", test="import numpy.linalg\ndef check(c): pass", entry_point="f"), "numpy"),
+    (dict(style="check", test="def check(c): assert (", entry_point="f"), "no Python"),
+    (dict(style="check", test="def test(c): pass", entry_point="f"), r"define check\(candidate"),
+    (dict(style="check", test="def check(c): pass", entry_point="f", prompt="def ("), "the prompt"),
+    (_stdin(("x" * (2**24 + 1), "")), "an input has 16777217 bytes, allowed are 16777216"),
+    (_stdin(("", "x" * (2**21 + 1))), "an output has 2097153 bytes"),
+  ],
+)  # fmt: skip
+def test_tests_that_no_program_can_pass_are_refused(reference, message):
+  with pytest.raises(ValueError, match=message):
+    code("def f(x): return 1", reference)
+
+
+def test_a_prompt_may_end_with_a_header():
+  reference = dict(style="check", test="def check(c): assert c(2) == 3", entry_point="f")
+  prompt = "import math\nclass A:\n  b = 1\n\ndef f(x):\n"
+  for program in ("  return x + A.b", "def f(x): return x + A.b"):
+    assert code(program, reference | dict(prompt=prompt)).outcome is Outcome.CORRECT
+
+
+def test_standard_streams_are_as_an_interpreter_has_them():
+  program = (
+    "import sys\nfor s in (sys.stdin, sys.stdout, sys.stderr):\n"
+    "  print(s.mode, s.name, s.errors == 'backslashreplace', s.isatty(), s.buffer.mode)\n"
+    "print(__builtins__.max(1, 2), sys.stdin.read())"
+  )
+  lines = ["r <stdin> False False rb", "w <stdout> False False wb", "w <stderr> True False wb"]
+  grade = code(program, _stdin(("a", "\n".join([*lines, "2 a"]))))
+  assert grade.outcome is Outcome.CORRECT, grade
+  assert code("\ufeffprint(1)", _stdin(("", "1"))).outcome is Outcome.CORRECT
+
+
 OBJECTS = """
 class Stack:
   def __init__(self, items=()): self.items = list(items)

@@ -105,6 +105,25 @@ EATERS = {
     WRONG,
   ),
   "shared memory": ("def f(x): open('/dev/shm/x', 'wb').write(bytes(2**28))", WRONG),
+  "memory of no process": (
+    "import os\nkept = []\ndef f(x):\n  for i in range(60):\n    n = os.memfd_create('m')\n"
+    f"    os.write(n, bytes(2**24 - 2**20)); kept.append(n)\n  time.sleep(1)\n  return {ANSWER}\n"
+    "import time",
+    WRONG,
+  ),
+  "memory of the system": (
+    "import ctypes, time\nc = ctypes.CDLL(None)\nc.shmat.restype = ctypes.c_void_p\ndef f(x):\n"
+    "  for _ in range(20):\n    n = c.shmget(0, 40 << 20, 0o1600)\n    a = c.shmat(n, None, 0)\n"
+    "    c.memset(ctypes.c_void_p(a), 1, 40 << 20); c.shmdt(ctypes.c_void_p(a))\n"
+    f"  time.sleep(1)\n  return {ANSWER}",
+    WRONG,
+  ),
+  "shared memory of many": (
+    "import mmap, os, time\ndef f(x):\n  for _ in range(10):\n    if not os.fork():\n"
+    "      m = mmap.mmap(-1, 60 << 20); m.write(bytes(60 << 20)); time.sleep(60)\n"
+    f"  time.sleep(1)\n  return {ANSWER}",
+    WRONG,
+  ),
   "threads": (
     "import threading, time\ndef f(x):\n  while True:\n"
     "    threading.Thread(target=time.sleep, args=(60,)).start()",
@@ -182,6 +201,16 @@ SLOW_EATERS = {
     STOPPED,
   ),
 }  # fmt: skip
+
+
+def test_processor_time_is_that_of_all_processes(pool):
+  """Lest one item's many processes take it from other items until their deadline."""
+  program = (
+    "import os, time\ndef f(x):\n  for _ in range(5):\n    if not os.fork():\n"
+    "      while time.process_time() < 1: pass\n      os._exit(0)\n"
+    f"  for _ in range(5): os.wait()\n  return {ANSWER}"
+  )
+  assert _grade(pool, program, _asserts(), 4.0).outcome is Outcome.TIMEOUT  # by then five seconds
 
 
 @pytest.mark.parametrize("name", EATERS)

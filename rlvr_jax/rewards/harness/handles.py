@@ -6,11 +6,12 @@ import builtins
 import collections
 import collections.abc
 import socket
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .messages import MAX_MESSAGE, as_builtin, decode, describe, encode, receive, send
+from .messages import MAX_MESSAGE, TYPES, as_builtin, decode, describe, encode, receive, send
+
+_VIEWS = (collections.abc.KeysView, collections.abc.ValuesView, collections.abc.ItemsView)
 
 
 class UnsupportedTestError(Exception):
@@ -50,6 +51,11 @@ class Handle:
     while more := self._program.ask("next", iterator):
       yield more[0]
 
+  def __next__(self) -> Any:
+    if more := self._program.ask("next", self):
+      return more[0]
+    raise StopIteration
+
   def __len__(self) -> int:
     return self._program.ask("len", self)
 
@@ -71,6 +77,7 @@ class Program:
     self._handles: dict[int, Handle] = {}
     self._entries: set[int] = set()  # of handles: what tests name
     self._lent: list[Callable] = []
+    self._has_given_types = False
 
   def started(self) -> None:
     """Waits until the program's own code has run; raises what it has raised."""
@@ -91,8 +98,9 @@ class Program:
   def call(self, function: Handle, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """As `ask`; what the call changed in its mutable arguments is changed in `args`, too."""
     operands = [function, list(args), dict(kwargs)]
-    named = function._number in self._entries
-    sendable = self._encode(operands) if named else self._sendable(operands)
+    # Of a type that the program gives, a test may make what cannot be sent back.
+    of_tests = function._number in self._entries and not self._has_given_types
+    sendable = self._encode(operands) if of_tests else self._sendable(operands)
     self._send({"operation": "call", "operands": sendable})
     answer = self._answer()
     for index, data in answer["changed"]:
@@ -156,23 +164,28 @@ class Program:
   def _refer(self, value: Any) -> list:
     if isinstance(value, Handle):
       return ["handle", value._number]
-    if isinstance(value, types.FunctionType):
-      self._lent.append(value)
-      return ["function", len(self._lent) - 1]
     if isinstance(value, collections.abc.Iterator):
       return ["iterator", [self._encode(element) for element in value]]
+    if isinstance(value, _VIEWS):
+      return ["list", [self._encode(element) for element in value]]
     name = getattr(value, "__name__", "")
-    if getattr(builtins, name, None) is value:
+    if isinstance(name, str) and getattr(builtins, name, None) is value:
       return ["builtin", name]
+    if callable(value):
+      self._lent.append(value)
+      return ["function", len(self._lent) - 1]
     raise UnsupportedTestError(
-      f"a test hands a {type(value).__name__} to the program; allowed are plain data, functions, "
-      "builtins and what the program itself has made"
+      f"a test hands a {type(value).__name__} to the program; allowed are plain data, what can "
+      "be called, and what the program itself has made"
     )
 
   def _decode(self, data: Any) -> Any:
     return decode(data, self._resolve)
 
-  def _resolve(self, tag: str, content: Any) -> Handle:
+  def _resolve(self, tag: str, content: Any) -> Handle | type:
+    if tag == "type":
+      self._has_given_types = True
+      return TYPES[content]
     if tag != "handle" or type(content) is not int:
       raise ValueError(f"the program's answer is unusable: {tag!r:.50}")
     return self._handles.setdefault(content, Handle(self, content))

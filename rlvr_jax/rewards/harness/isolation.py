@@ -28,10 +28,22 @@ _NEW_USERS, _NEW_PROCESSES, _NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
 _RECURSIVE_BIND, _PRIVATE, _DETACH = 0x5000, 0x44000, 2
 _READ_ONLY, _NO_SETUID, _NO_DEVICES, _NO_PROGRAMS = 1, 2, 4, 8
 _SET_DEATH_SIGNAL, _SET_DUMPABLE, _SET_CHILD_SUBREAPER, _SET_NO_NEW_PRIVILEGES = 1, 4, 36, 38
+_SET_SECCOMP, _BY_FILTER = 22, 2
 _CAPABILITIES_VERSION = 0x20080522
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _CAPSET = {"x86_64": 126, "aarch64": 91}
 _MOUNT_SETATTR = 442  # of every architecture
+# The kernel's number of the architecture, and its system calls that no program is allowed: memory
+# that belongs to no process (memfd_create, memfd_secret, shmget, msgget, semget), and ways into the
+# kernel that programs do without (ptrace, bpf, perf_event_open, userfaultfd, io_uring_setup,
+# add_key, request_key, keyctl).
+_FORBIDDEN = {
+  "x86_64": (0xC000003E, (319, 447, 29, 68, 64, 101, 321, 298, 323, 425, 248, 249, 250)),
+  "aarch64": (0xC00000B7, (279, 447, 194, 186, 190, 117, 280, 241, 282, 425, 217, 218, 219)),
+}
+_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06  # of the filter's machine
+_ALLOW, _REFUSE = 0x7FFF0000, 0x00050001  # the latter with EPERM
+_X32 = 0x40000000  # from here on, the numbers of another interface
 _AT_RECURSIVE = 0x8000
 
 
@@ -48,6 +60,33 @@ def _system_call(number: int, action: str, *arguments: Any) -> None:
 def _prctl(option: int, value: int) -> None:
   rest = [ctypes.c_ulong(0)] * 3
   _checked(_LIBC.prctl(option, ctypes.c_ulong(value), *rest), f"prctl {option}")
+
+
+class _Instruction(ctypes.Structure):
+  _fields_ = (
+    ("code", ctypes.c_uint16), ("if_true", ctypes.c_uint8), ("if_false", ctypes.c_uint8),
+    ("operand", ctypes.c_uint32),
+  )  # fmt: skip
+
+
+class _Filter(ctypes.Structure):
+  _fields_ = (("length", ctypes.c_uint16), ("instructions", ctypes.POINTER(_Instruction)))
+
+
+def _forbid_system_calls() -> None:
+  """For this process and all that come from it, `_FORBIDDEN` ones fail; so do other interfaces'."""
+  architecture, numbers = _FORBIDDEN[platform.machine()]
+  left = len(numbers)  # a jump is over that many instructions
+  steps = [
+    (_LOAD, 0, 0, 4), (_EQUAL, 0, left + 3, architecture),
+    (_LOAD, 0, 0, 0), (_AT_LEAST, left + 1, 0, _X32),
+    *((_EQUAL, left - i, 0, number) for i, number in enumerate(numbers)),
+    (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _REFUSE),
+  ]  # fmt: skip
+  program = (_Instruction * len(steps))(*(_Instruction(*step) for step in steps))
+  given = ctypes.byref(_Filter(len(steps), program))
+  rest = [ctypes.c_ulong(0)] * 2
+  _checked(_LIBC.prctl(_SET_SECCOMP, ctypes.c_ulong(_BY_FILTER), given, *rest), "seccomp")
 
 
 def _unshare(flags: int) -> None:
@@ -212,6 +251,7 @@ def limit(memory_mib: int, seconds: float) -> None:
   _prctl(_SET_NO_NEW_PRIVILEGES, 1)
   header = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0)
   _system_call(_CAPSET[platform.machine()], "capset", header, (ctypes.c_uint32 * 6)())
+  _forbid_system_calls()
   # Neither the program, forked from here, nor anything it starts can trace this process, read its
   # memory, or open its descriptors.
   _prctl(_SET_DUMPABLE, 0)

@@ -8,7 +8,7 @@ import gc
 import importlib
 import json
 import os
-import resource
+import re
 import select
 import signal
 import socket
@@ -38,7 +38,8 @@ from .serving import serve_calls
 # What programs import most: loaded once here, instead of in every program.
 PRELOADED = ("bisect", "copy", "heapq", "random", "re", "statistics", "string", "typing")
 
-WATCH_S = 0.05  # between looks at the memory that an item takes
+WATCH_S = 0.05  # between looks at what an item takes
+_OWN_OR_SHARED = re.compile(r"^Rss(?:Anon|Shmem):\s+(\d+)", re.MULTILINE)  # KiB
 _MAX_SETTINGS = 4096  # bytes of what comes with an item's socket
 
 
@@ -108,12 +109,15 @@ def _watch(first: int, item: socket.socket, settings: Mapping[str, Any]) -> dict
   poll = select.poll()
   poll.register(os.pidfd_open(first), select.POLLIN)
   poll.register(item, 0)  # hanging up is always reported
-  deadline = time.monotonic() + settings["time_limit_s"]
+  seconds = settings["time_limit_s"]
+  deadline, spent = time.monotonic() + seconds, _processor_seconds()
   while (left := deadline - time.monotonic()) > 0:
     if poll.poll(1000 * min(left, WATCH_S)):
       return None
-    if settings["isolated"] and _resident_mib() > settings["memory_mib"]:
+    if settings["isolated"] and _memory_mib() > settings["memory_mib"]:
       return {"memory": True}
+    if settings["isolated"] and _processor_seconds() - spent > seconds:
+      break  # many processes at once shall not hold up other items for as long
   return {"timeout": True}
 
 
@@ -146,14 +150,28 @@ def _judge_item(item: socket.socket, settings: Mapping[str, Any]) -> None:
   send(item, verdict)
 
 
-def _resident_mib() -> float:
-  """Memory of all processes that this one sees, that of files apart, MiB."""
-  pages = 0
-  for process in filter(str.isdigit, os.listdir("/proc")):
+def _processes() -> list[str]:
+  """Folders of all processes that this one sees."""
+  return [f"/proc/{name}" for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _memory_mib() -> float:
+  """Memory of all processes, files apart, MiB; what several share counts for each."""
+  kib = 0
+  for process in _processes():
     with contextlib.suppress(OSError):  # it has just ended
-      _, resident, shared, *_ = map(int, _read(f"/proc/{process}/statm").split())
-      pages += resident - shared
-  return pages * resource.getpagesize() / 2**20
+      kib += sum(map(int, _OWN_OR_SHARED.findall(_read(f"{process}/status"))))
+  return kib / 1024
+
+
+def _processor_seconds() -> float:
+  """Processor time of all processes, of those that have ended too."""
+  ticks = 0
+  for process in _processes():
+    with contextlib.suppress(OSError):
+      fields = _read(f"{process}/stat").rpartition(")")[2].split()
+      ticks += sum(map(int, fields[11:15]))  # its own and its ended children's, user and system
+  return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _kill_children() -> None:

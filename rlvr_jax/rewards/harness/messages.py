@@ -37,7 +37,7 @@ _PLAIN: tuple[type, ...] = (
   dict, range, object,
 )  # fmt: skip
 _TYPE_NAMES: dict[type, str] = {kind: kind.__name__ for kind in _PLAIN}
-_TYPES = {name: kind for kind, name in _TYPE_NAMES.items()}
+TYPES = {name: kind for kind, name in _TYPE_NAMES.items()}
 # Exact types first, so that a bool is no int; a subclass counts as the first it descends from.
 _BASES: tuple[type, ...] = (
   bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict,
@@ -110,6 +110,8 @@ def encode(value: Any, refer: Callable[[Any], list]) -> Any:
 def decode(data: Any, resolve: Callable[[str, Any], Any]) -> Any:
   """The value of `encode`'s JSON, made of exact plain types; `resolve` gives those of other tags.
 
+  A plain type itself has the tag "type", and is one of `TYPES`.
+
   Raises:
     ValueError, TypeError: not what `encode` makes.
   """
@@ -132,8 +134,6 @@ def decode(data: Any, resolve: Callable[[str, Any], Any]) -> Any:
     return complex(*content)
   if tag in _AS_PARTS:
     return _AS_PARTS[tag][0](*[decode(part, resolve) for part in content])
-  if tag == "type":
-    return _TYPES[content]
   return resolve(tag, content)
 
 
@@ -150,6 +150,8 @@ def error_message(error: BaseException) -> dict[str, Any]:
   """An exception for the other side, where `as_builtin` makes one of it again."""
   names = [kind.__name__ for kind in type(error).__mro__]
   name = next((name for name in names if hasattr(builtins, name)), names[0])
+  if name == "KeyError" and len(error.args) == 1 and isinstance(error.args[0], str):
+    return {"error": [name, error.args[0][:MAX_TEXT]]}  # whose text has quotation marks around it
   text = describe(error)
   return {"error": [name, text.removeprefix(f"{name}: ") if text != name else ""]}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import gc
 import os
@@ -16,9 +17,11 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
+from .isolation import FILE_MIB
 from .messages import MAX_MESSAGE, MAX_TEXT, receive, send
 from .processes import SOLUTION, execute, never_returning, take_streams
 
+MAX_INPUT = FILE_MIB * 2**20  # bytes of a case: it is a file of the program
 MAX_OUTPUT = MAX_MESSAGE // 8  # bytes of a case: in JSON a byte may take six
 
 
@@ -36,7 +39,7 @@ def run_case(text: str, sources: Sequence[str]) -> dict[str, Any]:
   Returns:
     "output": its standard output; "status": 0 if it ended well; "stderr": the end of that.
   """
-  stdin = os.memfd_create("stdin")
+  stdin = os.open("/tmp", os.O_RDWR | os.O_TMPFILE)
   with open(stdin, "wb", closefd=False) as file:
     file.write(text.encode())
   os.lseek(stdin, 0, os.SEEK_SET)
@@ -98,6 +101,7 @@ def _run_script(sources: Sequence[str]) -> None:
   """Runs sources as `__main__`, and ends the process as an interpreter would."""
   module = types.ModuleType("__main__")
   sys.modules["__main__"] = module
+  module.__dict__["__builtins__"] = builtins  # by itself it would be their dict
   status = 0
   try:
     for source in sources:

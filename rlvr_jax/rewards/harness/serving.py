@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import itertools
 import operator
 import socket
 import sys
@@ -11,7 +10,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .messages import as_builtin, decode, encode, error_message, receive, send
+from .messages import TYPES, as_builtin, decode, encode, error_message, receive, send
 from .processes import SOLUTION, execute, take_streams
 
 _MUTABLE = ("list", "set", "deque", "dict", "bytearray")
@@ -37,7 +36,10 @@ class Server:
     return {name: self._namespace[name] for name in names if name in self._namespace}
 
   def _next(self, iterator: Iterator[Any]) -> list[Any]:
-    return list(itertools.islice(iterator, 1))
+    try:
+      return [next(iterator)]
+    except StopIteration:
+      return []
 
   def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
     try:
@@ -80,6 +82,8 @@ class Server:
       return lambda *args: self._call_back(content, args)
     if tag == "builtin":
       return getattr(builtins, content)
+    if tag == "type":
+      return TYPES[content]
     if tag == "iterator":
       return iter([self._decode(element) for element in content])
     return self._objects[content]
