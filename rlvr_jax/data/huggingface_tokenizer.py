@@ -30,8 +30,8 @@ class HuggingFaceTokenizer:
   Prompts are "plain", the text with the special tokens that the tokenizer adds of itself (such as a
   first <bos>), or "chat": a user's turn in the chat template, up to where the assistant begins.
 
-  Control tokens, which are those marked special and the stop tokens, come from the tokenizer and
-  its template only. A text that spells one, such as "<|im_end|>", is encoded as the letters it is:
+  Control tokens, which are those marked special, the stop tokens and those that the template writes
+  around what is said, come from the tokenizer and its template only. A text that spells one, such as "<|im_end|>", is encoded as the letters it is:
   a problem cannot end its turn or begin another's. Other added tokens, such as the "<think>" of
   many models, are found in texts too.
 
@@ -187,17 +187,30 @@ class HuggingFaceTokenizer:
         f" tokenizer, whose ids end at {self.vocab_size - 1}, has no token; correct either file"
       )
 
+  def _of_template(self) -> list[str]:
+    """Added tokens that the folder's chat template writes around what is said, as <|user|>."""
+    if not self._tokenizer.chat_template:
+      return []
+    turns = [{"role": "assistant", "content": _ANSWER}, *self._messages("6 times 8?")[-1:]]
+    try:
+      text = self._apply_template([*self._messages("6 times 7?"), *turns], tokenize=False)
+    except ValueError:  # it knows one turn only
+      return []
+    added = [token.content for token in self._tokenizer.added_tokens_decoder.values()]
+    # Some tokenizers have words and line breaks among them.
+    return [name for name in added if name in text and name[0] == "<" and name[-1] == ">"]
+
   def _reserve_control_tokens(self) -> re.Pattern[str]:
-    """Makes the stop tokens special, as far as they are not; the pattern of all special ones."""
+    """Makes control tokens special, as far as they are not; the pattern of all special ones."""
     transformers, _ = _libraries()
-    stops = self._tokenizer.convert_ids_to_tokens(list(self.stop_ids))
+    control = self._tokenizer.convert_ids_to_tokens(list(self.stop_ids)) + self._of_template()
     self._tokenizer.add_tokens(
-      [transformers.AddedToken(stop, special=True, normalized=False) for stop in stops],
+      [transformers.AddedToken(name, special=True, normalized=False) for name in control],
       special_tokens=True,
     )
     self._tokenizer.chat_control_tokens = []  # none but the special ones
     added = self._tokenizer.added_tokens_decoder.values()
-    special = {*stops, *(token.content for token in added if token.special)}
+    special = {*control, *(token.content for token in added if token.special)}
     return re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
 
 
