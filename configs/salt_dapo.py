@@ -10,10 +10,23 @@ What is not set below is DAPO's. Card: docs/methods/salt.md.
 
 from ml_collections import ConfigDict
 
-from configs import dapo, salt_grpo
+from configs import dapo
 
 
 def get_config() -> ConfigDict:
   c = dapo.get_config()
-  c.reweighting = salt_grpo.get_config().reweighting
+  c.reweighting = dict(
+    name="salt",
+    kwargs=dict(
+      rank_scale=1.0,  # ρ_s
+      min_rank=1,  # k, at least
+      max_rank=64,  # k, at most
+      alpha_min=0.0,
+      alpha_max=1.0,
+      positive_part=True,  # the residual is of max(A, 0)
+      channels="both",  # both, shared, residual
+      random_subspace=False,
+      scope="batch",  # batch, microbatch, group
+    ),
+  )
   return c

@@ -31,9 +31,9 @@ class HuggingFaceTokenizer:
   first <bos>), or "chat": a user's turn in the chat template, up to where the assistant begins.
 
   Control tokens, which are those marked special, the stop tokens and those that the template writes
-  around what is said, come from the tokenizer and its template only. A text that spells one, such as "<|im_end|>", is encoded as the letters it is:
-  a problem cannot end its turn or begin another's. Other added tokens, such as the "<think>" of
-  many models, are found in texts too.
+  around what is said, come from the tokenizer and its template only. A text that spells one, such
+  as "<|im_end|>", is encoded as letters: a problem cannot end its turn or begin another's.
+  Other added tokens, such as the "<think>" of many models, are found in texts too.
 
   `stop_ids` are the tokenizer's end of text and those of generation_config.json. In the chat format
   the token that the template writes after an assistant's turn is one too, and the first, as it is

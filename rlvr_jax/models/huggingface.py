@@ -202,7 +202,7 @@ def _settle_tied_head(tensors: dict[str, Tensor], leaves: list[_Leaf], directory
     if not np.array_equal(head.rows(row, row + 1), embedding.rows(row, row + 1)):
       raise ValueError(
         f"{directory}: {head.name!r} is not {embedding.name!r}, though {CONFIG} says that they are"
-        " tied; set tie_word_embeddings to false there, or override tied_head=False"
+        " tied; if they are not, set tie_word_embeddings to false there"
       )
 
 

@@ -85,6 +85,8 @@ _ACTIVATIONS = {
   "gelu_fast": "gelu_tanh",
   "gelu": "gelu",
 }
+# What a multimodal model's config.json says outside of its text_config.
+_OF_OUTER = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -205,8 +207,8 @@ def _family(published: Mapping[str, Any], owner: str) -> tuple[str, dict[str, An
   text = published.get("text_config") or {}
   if not isinstance(text, Mapping) or text.get("model_type", "gemma3_text") != "gemma3_text":
     raise ValueError(f"{owner}: text_config = {text!r} is not that of a gemma3_text")
-  tied = published.get("tie_word_embeddings", True)
-  return "gemma3_text", dict(text) | {"tie_word_embeddings": tied}
+  outer = {name: published[name] for name in _OF_OUTER if published.get(name) is not None}
+  return "gemma3_text", dict(text) | {"tie_word_embeddings": True} | outer
 
 
 def _size(owner: str, name: str, value: Any) -> int:

@@ -236,6 +236,16 @@ def test_the_text_model_of_a_gemma3_is_read():
   assert fields["tied_head"] and fields["rope_scaling"] == RopeScaling(factor=8.0)
 
 
+def test_the_text_model_of_a_gemma3_is_exported_with_the_stop_tokens_of_the_whole(tmp_path):
+  text = dict(model_type="gemma3_text", vocab_size=40, hidden_size=8, num_hidden_layers=2)
+  text |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=4, intermediate_size=12)
+  whole = dict(model_type="gemma3", text_config=text, eos_token_id=[1, 106], bos_token_id=2)
+  (tmp_path / "config.json").write_text(json.dumps(whole))
+  published = published_config(checkpoint_config(tmp_path), "bfloat16", tmp_path)
+  assert (published["eos_token_id"], published["bos_token_id"]) == ([1, 106], 2)
+  assert published["pad_token_id"] is None and published["model_type"] == "gemma3_text"
+
+
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
