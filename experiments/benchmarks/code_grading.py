@@ -143,7 +143,8 @@ def main(argv: list[str]) -> None:
         wanted = Outcome.CORRECT if kind == "reference" else Outcome.WRONG
         unexpected += [f"{kind} {text}" for text in graded if f": {wanted} (" not in text]
   conditions = {"hardware": hardware(), "python": sys.version.split()[0], "workers": _WORKERS.value}
-  conditions["command"] = " ".join(["python experiments/benchmarks/code_grading.py", *sys.argv[1:]])
+  given = " ".join(sys.argv[1:]).replace(_DATA.value, "FOLDER")
+  conditions["command"] = f"python experiments/benchmarks/code_grading.py {given}"
   write(pathlib.Path(_FOLDER.value), rows, conditions)
   if unexpected:
     sys.exit("not graded as they should be:\n" + "\n".join(unexpected))
