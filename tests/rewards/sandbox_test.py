@@ -248,6 +248,7 @@ sandbox.run({{"mode": "calls", "sources": [program]}}, task, time_limit_s=600, m
 def test_a_launcher_that_has_died_is_an_error():
   sandbox = Sandbox("namespaces")
   sandbox._process.kill()
+  sandbox._process.wait()
   with pytest.raises(SandboxError, match="no verdict came"):
     _run(sandbox, "def f(): return 1", expected=1)
 
