@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 import configs.base
 from experiments.runs import RECIPES
 from rlvr_jax import advantages, losses
+from rlvr_jax.models.presets import model_settings
 from rlvr_jax.train.components import build
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -135,3 +136,10 @@ def test_every_method_has_a_recipe_or_is_listed_without(package):
   assert not used & listed
   index = (CARDS / "README.md").read_text(encoding="utf-8")
   assert not [name for name in package.__all__ if f"`{name}`" not in index]
+
+
+def test_fields_of_computing_can_be_set_where_a_recipe_says_nothing():
+  c = _module("grpo").get_config().lock()
+  unset = model_settings(c.model)
+  c.update_from_flattened_dict({"model.overrides.remat": "full"})
+  assert (unset.remat, model_settings(c.model).remat) == ("none", "full")

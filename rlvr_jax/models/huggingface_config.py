@@ -105,11 +105,16 @@ def checkpoint_config(directory: str | os.PathLike[str], **overrides: Any) -> Tr
     ValueError: a family, rotary embedding or activation that is not implemented, quantized
       weights, or values that contradict one another.
   """
-  system, folder = located(directory)
   if CONFIG not in listing(directory):
     raise FileNotFoundError(f"{directory} has no {CONFIG}; name a checkpoint's own folder")
+  return TransformerConfig(**(config_fields(*_read(directory)) | overrides))
+
+
+def _read(directory: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
+  """What config.json holds, and where it is, for messages."""
+  system, folder = located(directory)
   path = posixpath.join(folder, CONFIG)
-  return TransformerConfig(**(config_fields(safetensors.read_json(system, path), path) | overrides))
+  return safetensors.read_json(system, path), path
 
 
 def longest_text(directory: str | os.PathLike[str]) -> int | None:
@@ -117,9 +122,7 @@ def longest_text(directory: str | os.PathLike[str]) -> int | None:
 
   Longer ones can be computed; what comes out is another matter.
   """
-  system, folder = located(directory)
-  path = posixpath.join(folder, CONFIG)
-  published = safetensors.read_json(system, path)
+  published, path = _read(directory)
   length = _family(published, path)[1].get("max_position_embeddings")
   scaling = config_fields(published, path)["rope_scaling"]
   if length is None or not isinstance(scaling, YarnScaling):
@@ -329,9 +332,8 @@ def published_config(
   base: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
   base |= {"use_cache": True, "max_position_embeddings": defaults["max_position_embeddings"]}
   if source is not None:
-    system, path = located(source)
-    path = posixpath.join(path, CONFIG)
-    source_family, settings = _family(safetensors.read_json(system, path), path)
+    content, path = _read(source)
+    source_family, settings = _family(content, path)
     check_choice(path, "model_type", source_family, (family,))
     base |= {name: value for name, value in settings.items() if name not in _NOT_TAKEN_OVER}
   elif config.rope_scaling is not None:

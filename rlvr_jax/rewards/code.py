@@ -147,7 +147,7 @@ def _check_reference(reference: Mapping[str, Any]) -> None:
     _check_test(reference["test"], reference.get("prompt", ""))
   if style == "asserts":
     for test in reference["tests"]:
-      _check_imports(test)
+      _statements(test)
   if style == "stdin":
     _check_sizes(reference["cases"])
   seconds, memory = reference.get("time_limit_s", TIME_LIMIT_S), reference.get("memory_mib")
@@ -160,7 +160,7 @@ def _check_reference(reference: Mapping[str, Any]) -> None:
 @functools.lru_cache(maxsize=1024)
 def _check_test(test: str, prompt: str) -> None:
   """Raises for a test that no program can pass."""
-  defined = [getattr(node, "name", "") for node in _check_imports(test)]
+  defined = [getattr(node, "name", "") for node in _statements(test)]
   if "check" not in defined and not re.search(r"^check\s*=", test, re.M):
     raise ValueError(f"the test does not define check(candidate): {test[:80]!r}")
   if prompt and not _is_python(_whole(prompt)):
@@ -168,25 +168,25 @@ def _check_test(test: str, prompt: str) -> None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _check_imports(test: str) -> list[ast.stmt]:
-  """The statements of a test, which import nothing that is not there."""
+def _statements(test: str) -> list[ast.stmt]:
+  """Those of a test; raises where it is no Python, or imports what is not there."""
   try:
     body = ast.parse(test).body
   except SyntaxError as error:
     raise ValueError(f"a test is no Python ({error}): {test[:80]!r}") from error
-  roots = [name.partition(".")[0] for node in body for name in _imported(node)]
-  if absent := [root for root in roots if root not in sys.stdlib_module_names]:
+  imported = {root for node in body for root in _imported(node)}
+  if absent := sorted(imported - sys.stdlib_module_names):
     raise ValueError(
       f"a test imports {absent[0]!r}, but the sandbox has the standard library only: {test[:80]!r}"
     )
   return body
 
 
-def _imported(node: ast.stmt) -> list[str]:
-  """The modules that an import statement names."""
+def _imported(node: ast.stmt) -> set[str]:
+  """The packages that an import statement names; none of any other statement."""
   if isinstance(node, ast.Import):
-    return [alias.name for alias in node.names]
-  return [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+    return {alias.name.partition(".")[0] for alias in node.names}
+  return {(node.module or "").partition(".")[0]} if isinstance(node, ast.ImportFrom) else set()
 
 
 def _check_sizes(cases: Sequence[Mapping[str, Any]]) -> None:
@@ -222,9 +222,11 @@ def _own_imports(setup: str) -> tuple[str, frozenset[str]]:
     body = ast.parse(setup).body
   except SyntaxError:
     return "", frozenset()
-  found = [node for node in body if isinstance(node, (ast.Import, ast.ImportFrom))]
-  found = [node for node in found if {name.partition(".")[0] for name in _imported(node)}
-           <= sys.stdlib_module_names]  # fmt: skip
+  found = [
+    node
+    for node in body
+    if isinstance(node, (ast.Import, ast.ImportFrom)) and _imported(node) <= sys.stdlib_module_names
+  ]
   bound = {(alias.asname or alias.name).partition(".")[0] for node in found for alias in node.names}
   return "\n".join(map(ast.unparse, found)), frozenset(bound - {"*"})
 
@@ -233,14 +235,16 @@ def _check(source: str, reference: Mapping[str, Any]) -> _Prepared:
   entry, prompt = reference["entry_point"], reference.get("prompt", "")
   alone = re.search(rf"^(async\s+def|def|class)\s+{entry}\b|^{entry}\s*=", source, re.M)
   # Imports and helpers of the prompt are there for a program that stands alone, too.
-  sources = [_whole(prompt), source] if alone else [_lines(prompt) + source]
+  whole = _whole(prompt)
+  sources = [whole, source] if alone else [_lines(prompt) + source]
   task = {
     "entry_point": entry, "test": reference["test"], "names": [entry], "modules": [],
-    "prelude": [_whole(prompt)], "total": 1,
+    "prelude": [whole], "total": 1,
   }  # fmt: skip
   return {"mode": "calls", "sources": sources}, task
 
 
+@functools.lru_cache(maxsize=1024)
 def _whole(prompt: str) -> str:
   """A prompt as a program: where it ends with a header, that gets a body."""
   if not prompt.strip() or _is_python(prompt):

@@ -9,6 +9,7 @@ either way:
 * of the file system only the system's programs and libraries and the interpreter's own, read-only;
   no home, no working directory; /tmp and /dev/shm are empty, small, and gone with the item
 * its own processes only, and those limited in number, time, address space and file size
+* none of the system calls that make memory of no process, or that programs do without
 * a deadline, at which everything is killed; likewise when the process that waits for it dies
 """
 
@@ -94,7 +95,7 @@ class Sandbox:
     Args:
       program: "mode" ("calls" or "cases") and "sources", see `harness`.
       task: the tests, see `harness.judge.judge`; they never come near the program.
-      time_limit_s: wall-clock limit, seconds.
+      time_limit_s: limit of wall clock, and of processor time of all processes together, seconds.
       memory_mib: address space of each process, and memory of all together, MiB.
     Returns:
       the judge's verdict; or {"timeout": true}; or {"memory": true} where all processes together

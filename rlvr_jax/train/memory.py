@@ -25,7 +25,7 @@ from rlvr_jax.train.metrics import say
 # GiB of memory of a chip that XLA may use, by the first part of a topology's name.
 # Source: the TPU system architecture pages of Google Cloud.
 CHIP_GIB = {"v4": 32, "v5e": 16, "v5p": 95, "v6e": 32, "tpu7x": 192}
-COMPILER_FACTOR = 1.5  # at most what it took beyond the estimates in docs/models.md
+COMPILER_FACTOR = 1.5  # about the most that it took of an estimate in docs/models.md
 _GIB = 2**30
 
 Table = dict[str, float]  # what → bytes per chip
@@ -229,7 +229,7 @@ def _text(title: str, tables: dict[str, Table], limit_gib: float | None) -> str:
     needed = total * (COMPILER_FACTOR if name.endswith("estimated") else 1.0)
     lines.append(f"{name}: {total:.2f} GiB per chip{_verdict(total, needed, limit_gib)}")
     lines += [f"  {what:<28}{size / _GIB:>10.2f} GiB" for what, size in table.items()]
-  lines.append(f"The compiler may take up to {COMPILER_FACTOR} times what is estimated.")
+  lines.append(f"The compiler may take about {COMPILER_FACTOR} times what is estimated.")
   return "\n".join(lines)
 
 

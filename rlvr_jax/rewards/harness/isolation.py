@@ -33,14 +33,21 @@ _CAPABILITIES_VERSION = 0x20080522
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _CAPSET = {"x86_64": 126, "aarch64": 91}
 _MOUNT_SETATTR = 442  # of every architecture
-# The kernel's number of the architecture, and its system calls that no program is allowed: memory
-# that belongs to no process (memfd_create, memfd_secret, shmget, msgget, semget), and ways into the
-# kernel that programs do without (ptrace, bpf, perf_event_open, userfaultfd, io_uring_setup,
-# add_key, request_key, keyctl).
+_ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # by the kernel's <linux/audit.h>
+# System calls that no program is allowed: the first five make memory that belongs to no process,
+# the others are ways into the kernel that programs do without.
 _FORBIDDEN = {
-  "x86_64": (0xC000003E, (319, 447, 29, 68, 64, 101, 321, 298, 323, 425, 248, 249, 250)),
-  "aarch64": (0xC00000B7, (279, 447, 194, 186, 190, 117, 280, 241, 282, 425, 217, 218, 219)),
-}
+  "x86_64": dict(
+    memfd_create=319, memfd_secret=447, shmget=29, msgget=68, semget=64, ptrace=101, bpf=321,
+    perf_event_open=298, userfaultfd=323, io_uring_setup=425, add_key=248, request_key=249,
+    keyctl=250,
+  ),
+  "aarch64": dict(
+    memfd_create=279, memfd_secret=447, shmget=194, msgget=186, semget=190, ptrace=117, bpf=280,
+    perf_event_open=241, userfaultfd=282, io_uring_setup=425, add_key=217, request_key=218,
+    keyctl=219,
+  ),
+}  # fmt: skip
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06  # of the filter's machine
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050001  # the latter with EPERM
 _X32 = 0x40000000  # from here on, the numbers of another interface
@@ -75,7 +82,8 @@ class _Filter(ctypes.Structure):
 
 def _forbid_system_calls() -> None:
   """For this process and all that come from it, `_FORBIDDEN` ones fail; so do other interfaces'."""
-  architecture, numbers = _FORBIDDEN[platform.machine()]
+  architecture = _ARCHITECTURE[platform.machine()]
+  numbers = _FORBIDDEN[platform.machine()].values()
   left = len(numbers)  # a jump is over that many instructions
   steps = [
     (_LOAD, 0, 0, 4), (_EQUAL, 0, left + 3, architecture),

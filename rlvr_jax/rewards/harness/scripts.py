@@ -11,6 +11,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import traceback
 import types
@@ -39,10 +40,10 @@ def run_case(text: str, sources: Sequence[str]) -> dict[str, Any]:
   Returns:
     "output": its standard output; "status": 0 if it ended well; "stderr": the end of that.
   """
-  stdin = os.open("/tmp", os.O_RDWR | os.O_TMPFILE)
-  with open(stdin, "wb", closefd=False) as file:
+  with tempfile.TemporaryFile(dir="/tmp") as file:
     file.write(text.encode())
-  os.lseek(stdin, 0, os.SEEK_SET)
+    file.seek(0)
+    stdin = os.dup(file.fileno())
   output_end, output = os.pipe()
   error_end, error = os.pipe()
   process = os.fork()
