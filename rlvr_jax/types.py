@@ -78,7 +78,7 @@ class Forward(NamedTuple):
 
   hidden: Array  # [P, G, T, D], final hidden states, in the model's compute dtype
   log_normalizers: Array  # f32[P, G, T], log Σ_v exp(z_v/τ)
-  projected: Array | None  # f32[P, G, T, R], Σ_v d_v·R_v, see `geometry.GramRoute.projection`
+  projected: Array | None  # f32[P, G, T, R], Σ_v d_v·R_v, see `geometry.GramFn.projection`
 
 
 @jax.tree_util.register_dataclass

@@ -13,6 +13,7 @@ import pytest
 from oracles.batches import make_batch
 
 from rlvr_jax import advantages, geometry, losses
+from rlvr_jax.models.functional import all_trained
 from rlvr_jax.ops import spectral
 from rlvr_jax.ops.aggregate import aggregate
 from rlvr_jax.reweighting.salt import salt_coefficients
@@ -285,11 +286,12 @@ def test_lm_head_gram(case):
     )
     batch = dataclasses.replace(batch, prompts=of_rollout, tokens=arrays["labels"][:, None])
     model = SimpleNamespace(
+      combine=all_trained,
       head=lambda params: Head(params["kernel"]),
       response_hidden=lambda params, prompts, _: params["hidden"][prompts.tokens],
     )
-    params, setting = {"hidden": hidden, "kernel": kernel}, geometry.Setting(model)
-    features = geometry.per_rollout_features(params, batch, setting)
+    params, setting = {"hidden": hidden, "kernel": kernel}, geometry.GramContext(model)
+    features = geometry.per_rollout_features(params, {}, batch, setting)
     np.testing.assert_allclose(features, arrays["features"], rtol=RTOL, atol=ATOL)
 
     log_normalizers = jax.nn.logsumexp(hidden @ kernel, axis=-1)
@@ -301,6 +303,6 @@ def test_lm_head_gram(case):
       (geometry.streaming(gather_chunks=2), None),
       (geometry.streaming(), mesh),
     ):
-      run = functools.partial(route.gram, setting=setting._replace(mesh=where))
-      gram = jax.jit(run)(params, batch, forward)
+      run = functools.partial(route.gram, context=setting._replace(mesh=where))
+      gram = jax.jit(run)(params, {}, batch, forward)
       np.testing.assert_allclose(gram, arrays["gram"], rtol=RTOL, atol=ATOL)

@@ -124,7 +124,8 @@ def main(argv: list[str]) -> None:
   ):
     checkpointer = Checkpointer(os.path.join(workdir, "checkpoints"))
     params = components.initial_params(parts)
-    trainer = Trainer(parts, writer, checkpointer, pool, store, initial=params)
+    frozen = components.load_frozen(parts)
+    trainer = Trainer(parts, frozen, writer, checkpointer, pool, store, initial=params)
     trainer.start(jax.block_until_ready(components.first_state(parts, params, 0.0)))
     steps, rollouts, updates = [], [], []
     for _ in range(num_steps):

@@ -47,12 +47,13 @@ from absl import app, flags
 
 from configs import base
 from experiments.benchmarks.tables import Row, hardware, table
-from rlvr_jax.geometry import GramRoute, Setting
+from rlvr_jax.geometry import GramContext, GramFn
 from rlvr_jax.models.functional import Model, transformer
 from rlvr_jax.models.presets import preset
 from rlvr_jax.ops.logprobs import head_logits
 from rlvr_jax.train import components, sharding
-from rlvr_jax.train.step import Method, initial_state, policy_forward, train_step
+from rlvr_jax.train.objective import Method, policy_forward
+from rlvr_jax.train.step import initial_state, train_step
 from rlvr_jax.types import Array, Forward, Head, Params, Prompts, TrainBatch, TrainState
 
 ROUTES = ("plain", "streaming", "sketch", "materialised")
@@ -122,7 +123,7 @@ class Update(NamedTuple):
 
   @property
   def step(self) -> Callable:
-    return functools.partial(train_step, method=self.method)
+    return lambda state, batch: train_step(state, {}, batch, method=self.method)
 
   @property
   def flops(self) -> int:
@@ -135,15 +136,17 @@ class Update(NamedTuple):
     return 2 * self.batch.tokens.size * settings.width * settings.vocab_size
 
 
-def materialised() -> GramRoute:
+def materialised() -> GramFn:
   """The authors' way: every rollout's gradient of the head's kernel, f32[B, D·V], then F Fᵀ.
 
   As favourable to it as can be: hidden states are those of the update's own forward pass, and one
   rollout's logits exist at a time.
   """
 
-  def gram(params: Params, batch: TrainBatch, forward: Forward, setting: Setting) -> Array:
-    head = setting.model.head(params)
+  def gram(
+    trained: Params, frozen: Params, batch: TrainBatch, forward: Forward, setting: GramContext
+  ) -> Array:
+    head = setting.model.head(setting.model.combine(trained, frozen))
     flat = lambda x: x.reshape(-1, *x.shape[2:])
 
     def feature(rollout):
@@ -160,7 +163,7 @@ def materialised() -> GramRoute:
     features = jax.lax.map(feature, rollouts)
     return features @ features.T
 
-  return GramRoute(gram)
+  return GramFn(gram)
 
 
 def make_method(
@@ -391,7 +394,7 @@ def head_part(config: ml_collections.ConfigDict, route: str) -> Part:
   method, params, batch = without_trunk(config, route)
 
   def gradient(params, batch):
-    score = functools.partial(policy_forward, batch=batch, method=method)
+    score = functools.partial(policy_forward, frozen={}, batch=batch, method=method)
     found, pullback, forward = jax.vjp(score, params, has_aux=True)
     return pullback(found), forward
 
@@ -401,8 +404,9 @@ def head_part(config: ml_collections.ConfigDict, route: str) -> Part:
 def gram_part(config: ml_collections.ConfigDict, route: str) -> Part:
   """The Gram matrix, given what the forward pass left behind."""
   method, params, batch = without_trunk(config, route)
-  gram = lambda *args: method.gram.gram(*args, method.gram_setting)
-  _, forward = jax.eval_shape(functools.partial(policy_forward, method=method), params, batch)
+  gram = lambda params, *rest: method.gram.gram(params, {}, *rest, method.gram_context)
+  forward_pass = functools.partial(policy_forward, method=method)
+  _, forward = jax.eval_shape(forward_pass, params, {}, batch)
   return Part(gram, (params, batch, forward))
 
 
@@ -428,7 +432,7 @@ def without_trunk(
     "kernel": jax.ShapeDtypeStruct(shape, settings.param_dtype),
   }
   method = make_method(config, route, model)
-  return method._replace(gram_setting=Setting(model)), params, batch
+  return method._replace(gram_context=GramContext(model)), params, batch
 
 
 def concrete(part: Part) -> tuple[Any, ...]:

@@ -38,10 +38,11 @@ from rlvr_jax.rollouts.collect import read_batch, write_batch
 from rlvr_jax.rollouts.drawn import from_shard
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.train import components, loop
+from rlvr_jax.train.accumulate import update_gradient
 from rlvr_jax.train.checkpoint import Checkpointer
 from rlvr_jax.train.host import Termination
 from rlvr_jax.train.metrics import MetricWriter, progress, say
-from rlvr_jax.train.step import Method, policy_logprobs, update_gradient
+from rlvr_jax.train.objective import Method, policy_logprobs
 from rlvr_jax.types import Params, TrainBatch
 
 COLUMNS = {  # heading → metric
@@ -87,12 +88,13 @@ def train_and_record(
     warm_starts = enter(Checkpointer(workdir / "training" / "warm_start", keep=1))
     unused = enter(Checkpointer(workdir / "training" / "checkpoints", keep=1))
     restored = warm_starts.restore(parts.abstract_state.params)
+    frozen = components.load_frozen(parts)
     start = restored.state if restored else loop.warm_started(
-      parts, writer, warm_starts, Termination()
+      parts, frozen.trainer, writer, warm_starts, Termination()
     )
     first = copy(start)
     store = enter(RolloutStore(workdir / "training" / "rollouts", writable=True))
-    trainer = loop.Trainer(parts, writer, unused, pool, store, initial=first)
+    trainer = loop.Trainer(parts, frozen, writer, unused, pool, store, initial=first)
     entropy = trainer.measure_entropy(start)
     trainer.start(components.first_state(parts, start, entropy))
     params: dict[int, Params] = {}
@@ -132,7 +134,7 @@ def directions(
   method: Method = components.make_method(recipe(name), parts.model, parts.mesh)
   limit = parts.config.max_response_length
   method = method._replace(num_micro_batches=1, max_response_length=limit)
-  logprobs = jax.jit(lambda p, b: policy_logprobs(p, b, method=method)[0])
+  logprobs = jax.jit(lambda p, b: policy_logprobs(p, {}, b, method=method)[0])
   batch = dataclasses.replace(batch, reference_logprobs=None, proximal_logprobs=None)
   if method.reference_kl:
     batch = dataclasses.replace(batch, reference_logprobs=logprobs(reference, batch))
@@ -146,7 +148,7 @@ def directions(
     # π_prox is the policy when the batch is first trained on, which is now.
     proximal = logprobs(at, batch) if method.loss.needs_proximal else None
     now = dataclasses.replace(batch, proximal_logprobs=proximal)
-    (value, metrics), gradient = gradient_of(at, now, coefficients, key)
+    (value, metrics), gradient = gradient_of(at, {}, now, coefficients, key)
     vector = np.concatenate([np.ravel(x) for x in jax.tree.leaves(jax.device_get(gradient))])
     numbers = {k: float(v) for k, v in reductions.values({**masses, **metrics}).items()}
     norm = float(np.linalg.norm(vector.astype(np.float64)))

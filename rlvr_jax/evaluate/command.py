@@ -46,10 +46,10 @@ def evaluate_checkpoint(
     if done < num_problems:
       pool = multihost.together(lambda: enter(grader_pool(parts.config, parts.task)))
       lines = multihost.on_first(lambda: enter(_continued(workdir, done)), None)
-      components.load_base(parts)
+      frozen = components.load_frozen(parts).trainer
       params, step = chosen_params(parts, folder)
       batches = evaluated(
-        functools.partial(parts.generate_held_out, params),
+        functools.partial(parts.generate_held_out, params, frozen),
         parts.task.held_out,
         collector=make_collector(parts, pool),
         to_devices=parts.to_devices,

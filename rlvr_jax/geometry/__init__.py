@@ -1,7 +1,7 @@
 """Inner products of per-rollout gradient features. One factory per route, looked up by name."""
 
-from rlvr_jax.geometry.base import GramRoute as GramRoute
-from rlvr_jax.geometry.base import Setting as Setting
+from rlvr_jax.geometry.base import GramContext as GramContext
+from rlvr_jax.geometry.base import GramFn as GramFn
 from rlvr_jax.geometry.per_rollout import num_selected as num_selected
 from rlvr_jax.geometry.per_rollout import per_rollout as per_rollout
 from rlvr_jax.geometry.per_rollout import per_rollout_features as per_rollout_features

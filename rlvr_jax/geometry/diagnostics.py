@@ -1,6 +1,6 @@
 """What a Gram matrix of per-rollout gradients, and an update, say about a batch.
 
-A Gram matrix here holds the plain inner products g_i · g_j, f32[B, B], as a `GramRoute` gives them:
+A Gram matrix here holds the plain inner products g_i · g_j, f32[B, B], as a `GramFn` gives them:
 not divided by B. Only `update_norms` depends on that; everything else is free of scale. Rollouts
 are in the order of reshape(B) of [P, G], so that the rollouts of a prompt are neighbours.
 A number that is not defined (no pair to compare, coefficients all 0, a Gram that is 0 or not

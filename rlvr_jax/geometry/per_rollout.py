@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from rlvr_jax.geometry.base import GramRoute, Setting
+from rlvr_jax.geometry.base import GramContext, GramFn
 from rlvr_jax.ops.logprobs import token_logprobs
 from rlvr_jax.ops.masked import upcast
 from rlvr_jax.types import Array, Forward, Head, Params, Prompts, Sampling, TrainBatch
@@ -16,7 +16,7 @@ from rlvr_jax.types import Array, Forward, Head, Params, Prompts, Sampling, Trai
 _PATTERNS = {"last_block": r"^blocks/", "all": ""}
 
 
-def per_rollout(*, parameters: str = "head") -> GramRoute:
+def per_rollout(*, parameters: str = "head") -> GramFn:
   """Gram matrix of the gradients of each rollout's −Σ_t m log π, differentiated one by one.
 
   Holds the features of all rollouts at once, [B, N] for N parameters: for small models, small
@@ -40,21 +40,32 @@ def per_rollout(*, parameters: str = "head") -> GramRoute:
       f" expression: {error}"
     ) from error
 
-  def gram(params: Params, batch: TrainBatch, forward: Forward | None, setting: Setting) -> Array:
+  def gram(
+    trained: Params,
+    frozen: Params,
+    batch: TrainBatch,
+    forward: Forward | None,
+    context: GramContext,
+  ) -> Array:
     del forward
     total = 0.0
-    for leaf in _gradients(params, batch, setting, parameters):
+    for leaf in _gradients(trained, frozen, batch, context, parameters):
       rows = leaf.reshape(*leaf.shape[:2], -1)
       highest = jax.lax.Precision.HIGHEST
       total += jnp.einsum("gpn,hqn->pgqh", rows, rows, precision=highest)
     B = batch.tokens.shape[0] * batch.tokens.shape[1]
     return jnp.reshape(total, (B, B))
 
-  return GramRoute(gram, needs_forward=False)
+  return GramFn(gram, needs_forward=False)
 
 
 def per_rollout_features(
-  params: Params, batch: TrainBatch, setting: Setting, *, parameters: str = "head"
+  trained: Params,
+  frozen: Params,
+  batch: TrainBatch,
+  context: GramContext,
+  *,
+  parameters: str = "head",
 ) -> Array:
   """The features themselves, f32[B, N]: for small models.
 
@@ -64,17 +75,17 @@ def per_rollout_features(
     Rollouts in the order of batch.tokens.reshape(B, T); N parameters, leaf after leaf in the order
     of the parameters' tree, each in row-major order.
   """
-  leaves = _gradients(params, batch, setting, parameters)
+  leaves = _gradients(trained, frozen, batch, context, parameters)
   rows = [leaf.swapaxes(0, 1).reshape(batch.mask[..., 0].size, -1) for leaf in leaves]
   return jnp.concatenate(rows, axis=1)
 
 
 def _gradients(
-  params: Params, batch: TrainBatch, setting: Setting, parameters: str
+  trained: Params, frozen: Params, batch: TrainBatch, context: GramContext, parameters: str
 ) -> list[Array]:
   """Per-rollout gradients of the selected leaves, each f32[G, P, *leaf]."""
-  model = setting.model
-  selected, network = _subset(params, setting, parameters)
+  model = context.model
+  selected, network = _subset(trained, frozen, context, parameters)
 
   def loss(selected, prompts, tokens, mask):
     trunk, head = network(selected)
@@ -82,7 +93,7 @@ def _gradients(
     hidden = model.response_hidden(trunk, one, tokens[None, None])[0, 0]
     # Before the product: zero times NaN is NaN, in the gradient too.
     hidden = jnp.where(mask[:, None] > 0, hidden, jnp.zeros((), hidden.dtype))
-    sampling = Sampling(temperature=setting.temperature)
+    sampling = Sampling(temperature=context.temperature)
     logprobs, _ = token_logprobs(hidden, head, tokens, sampling)
     return -jnp.sum(jnp.where(mask > 0, logprobs, 0.0))
 
@@ -95,24 +106,27 @@ def _gradients(
   return jax.lax.map(of_one_rollout_per_prompt, rollouts)
 
 
-def num_selected(params: Params, setting: Setting, *, parameters: str = "head") -> int:
+def num_selected(
+  trained: Params, frozen: Params, context: GramContext, *, parameters: str = "head"
+) -> int:
   """N, the number of parameters that `per_rollout` with these `parameters` differentiates by."""
-  selected, _ = _subset(params, setting, parameters)
+  selected, _ = _subset(trained, frozen, context, parameters)
   return sum(leaf.size for leaf in selected)
 
 
 def _subset(
-  params: Params, setting: Setting, parameters: str
+  trained: Params, frozen: Params, context: GramContext, parameters: str
 ) -> tuple[list[Array], Callable[[list[Array]], tuple[Params, Head]]]:
   """The selected leaves, and the way from them to the trunk's parameters and the head."""
-  model = setting.model
+  model = context.model
   if parameters == "head":
+    params = model.combine(trained, frozen)
     fixed = model.head(params)
     return [upcast(fixed.kernel)], lambda selected: (params, fixed._replace(kernel=selected[0]))
-  leaves, insert = _select(params, parameters)
+  leaves, insert = _select(trained, parameters)
 
   def network(selected):
-    whole = insert(selected)
+    whole = model.combine(insert(selected), frozen)
     trunk = _cut_input_lookup(whole) if model.config.tied_head else whole
     return trunk, model.head(whole)
 

@@ -7,7 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from rlvr_jax.geometry.base import GramRoute, Setting
+from rlvr_jax.geometry.base import GramContext, GramFn
 from rlvr_jax.ops.checks import check_whole
 from rlvr_jax.ops.masked import masked_fill
 from rlvr_jax.ops.spectral import EXACT
@@ -16,7 +16,7 @@ from rlvr_jax.types import Array, Forward, Mean, Metrics, Params, TrainBatch
 
 def sketch(
   *, copies: int = 4, hidden_size: int = 64, vocabulary_size: int = 64, seed: int = 0
-) -> GramRoute:
+) -> GramFn:
   """Unbiased estimate of the Gram matrix of g_i = Σ_t h[i,t] ⊗ d[i,t], nearly free.
 
   Each of s independent copies projects both factors with random signs, R_h [D, a] and R_v [V, b],
@@ -48,14 +48,14 @@ def sketch(
     seed=seed,
   )
 
-  def cost(hidden: Array, kernel: Array, setting: Setting) -> Metrics:
-    del setting
+  def cost(hidden: Array, kernel: Array, context: GramContext) -> Metrics:
+    del context
     P, G, T, D = hidden.shape
     V, pairs = kernel.shape[1], hidden_size * vocabulary_size
     products = copies * (vocabulary_size / D + hidden_size / V + pairs * (1 + P * G / T) / (D * V))
     return {"gram/head_products": Mean(total=jnp.float32(products), weight=jnp.float32(1))}
 
-  return GramRoute(
+  return GramFn(
     gram=lambda *args: estimate(*args)[0],
     cost=cost,
     error=(lambda *args: estimate(*args)[1]) if copies > 1 else None,
@@ -64,10 +64,11 @@ def sketch(
 
 
 def sketch_with_error(
-  params: Params,
+  trained: Params,
+  frozen: Params,
   batch: TrainBatch,
   forward: Forward | None,
-  setting: Setting,
+  context: GramContext,
   *,
   copies: int,  # two or more for an error
   hidden_size: int,
@@ -82,7 +83,7 @@ def sketch_with_error(
     f32[B, B], K̂; f32[], ‖K̂ − K‖_F/‖K‖_F estimated from the spread between copies as
     √(Σ_c ‖K_c − K̂‖²_F / (s(s−1))) / ‖K̂‖_F; 0 where K̂ is 0.
   """
-  del params, setting
+  del trained, frozen, context
   assert forward is not None and forward.projected is not None
   P, G, T, D = forward.hidden.shape
   kept = batch.mask.reshape(P * G, T, 1) > 0

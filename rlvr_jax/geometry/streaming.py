@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from rlvr_jax.geometry.base import GramRoute, Setting
+from rlvr_jax.geometry.base import GramContext, GramFn
 from rlvr_jax.ops.checks import check_whole
 from rlvr_jax.ops.logprobs import head_logits, through_head
 from rlvr_jax.ops.spectral import EXACT
@@ -43,7 +43,7 @@ class _Columns(NamedTuple):
   vocabulary: int  # V; columns at or past it are padding
 
 
-def streaming(*, block_elements: int = 2**22, gather_chunks: int = 1) -> GramRoute:
+def streaming(*, block_elements: int = 2**22, gather_chunks: int = 1) -> GramFn:
   """Exact output-head Gram at the cost of 2 + B/T products of the size of the head's own.
 
   One product rebuilds a block's logits, whose normaliser is known, one forms the block of g, and
@@ -65,26 +65,33 @@ def streaming(*, block_elements: int = 2**22, gather_chunks: int = 1) -> GramRou
   check_whole("streaming", "block_elements", block_elements, low=1)
   check_whole("streaming", "gather_chunks", gather_chunks, low=1)
 
-  def gram(params: Params, batch: TrainBatch, forward: Forward | None, setting: Setting) -> Array:
+  def gram(
+    trained: Params,
+    frozen: Params,
+    batch: TrainBatch,
+    forward: Forward | None,
+    context: GramContext,
+  ) -> Array:
     assert forward is not None
     kept = batch.mask > 0
     clean = jnp.where(kept[..., None], forward.hidden, jnp.zeros((), forward.hidden.dtype))
     rollouts = _Rollouts(clean, forward.log_normalizers, batch.tokens, kept)
-    head = setting.model.head(params)
+    params = context.model.combine(trained, frozen)
+    head = context.model.head(params)
     vocabulary = head.kernel.shape[1]
 
     def sum_over_blocks(chunks, columns):
-      return _sum_over_blocks(chunks, columns, setting.temperature, block_elements)
+      return _sum_over_blocks(chunks, columns, context.temperature, block_elements)
 
-    if setting.mesh is None or setting.mesh.size == 1:
-      columns = _Columns(lambda: setting.model.head(params), 0, vocabulary)
+    if context.mesh is None or context.mesh.size == 1:
+      columns = _Columns(lambda: context.model.head(params), 0, vocabulary)
       return _over_chunks(rollouts, columns, sum_over_blocks, gather_chunks, 1, lambda x: x)
 
-    devices = setting.mesh.size
-    shards = int(np.prod([setting.mesh.shape[axis] for axis in _BATCH_AXES]))
+    devices = context.mesh.size
+    shards = int(np.prod([context.mesh.shape[axis] for axis in _BATCH_AXES]))
     kernel = head.kernel.astype(clean.dtype)
     kernel = jnp.pad(kernel, [(0, 0), (0, -vocabulary % devices)])
-    rows_split = kernel.shape[0] % setting.mesh.shape["fsdp"] == 0
+    rows_split = kernel.shape[0] % context.mesh.shape["fsdp"] == 0
 
     def on_device(rollouts, kernel):
       if rows_split:  # for fewer columns, all of their rows
@@ -98,22 +105,22 @@ def streaming(*, block_elements: int = 2**22, gather_chunks: int = 1) -> GramRou
     where = ("fsdp", _COLUMN_AXES) if rows_split else (None, _VOCABULARY_AXES)
     return jax.shard_map(
       on_device,
-      mesh=setting.mesh,
+      mesh=context.mesh,
       in_specs=(PartitionSpec(_BATCH_AXES), PartitionSpec(*where)),
       out_specs=PartitionSpec(),
       check_vma=False,  # a loop that starts from zeros on every device counts as replicated
     )(rollouts, kernel)
 
-  def cost(hidden: Array, kernel: Array, setting: Setting) -> Metrics:
+  def cost(hidden: Array, kernel: Array, context: GramContext) -> Metrics:
     P, G, T, _ = hidden.shape
-    moved = bytes_moved(hidden, kernel, setting.mesh, gather_chunks=gather_chunks)
+    moved = bytes_moved(hidden, kernel, context.mesh, gather_chunks=gather_chunks)
     products, one = jnp.float32(2 * gather_chunks + P * G / T), jnp.float32(1)
     return {
       "gram/head_products": Mean(total=products, weight=one),
       "gram/megabytes_moved": Sum(jnp.float32(moved / 1e6)),
     }
 
-  return GramRoute(gram, cost=cost)
+  return GramFn(gram, cost=cost)
 
 
 def bytes_moved(hidden: Any, kernel: Any, mesh: Any, *, gather_chunks: int = 1) -> int:

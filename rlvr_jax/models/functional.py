@@ -8,8 +8,14 @@ from typing import NamedTuple
 import jax
 from flax import nnx
 
-from rlvr_jax.models.transformer import Transformer, TransformerConfig
+from rlvr_jax.models.transformer import Transformer, TransformerConfig, merged
 from rlvr_jax.types import Array, Head, Params, Prompts
+
+
+def all_trained(trained: Params, frozen: Params) -> Params:
+  """The parameters of a network that is trained whole: there are no frozen ones."""
+  del frozen
+  return trained
 
 
 class Model(NamedTuple):
@@ -21,6 +27,8 @@ class Model(NamedTuple):
   response_hidden: Callable[[Params, Prompts, Array], Array]
   decoding_params: Callable[[Params], Params]  # as `start_decoding` and `head` best take them
   start_decoding: Callable  # (params, prompts, group_size, length), see Transformer
+  # (trained, frozen) → the parameters that the functions above take; see `lora.adapted`.
+  combine: Callable[[Params, Params], Params] = all_trained
 
 
 def transformer(
@@ -45,7 +53,7 @@ def transformer(
   def decoding_params(params):
     # Norm scales stay as they are: training applies them in at least float32.
     cast = lambda path, w: w if path[-1].key == 'scale' else w.astype(config.compute_dtype)
-    return constrain_weights(jax.tree_util.tree_map_with_path(cast, params))
+    return constrain_weights(jax.tree_util.tree_map_with_path(cast, merged(params)))
 
   return Model(
     config=config,

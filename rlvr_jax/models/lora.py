@@ -7,6 +7,7 @@ The trained parameters are the adapters alone, a nested dict that mirrors the ad
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from rlvr_jax.models.functional import Model
 from rlvr_jax.models.transformer import LowRank
 from rlvr_jax.ops.checks import check_between, check_whole
-from rlvr_jax.types import Array, Head, Params
+from rlvr_jax.types import Array, Params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,52 +105,26 @@ def target_kernels(base: Params, settings: LoraSettings) -> dict[str, Any]:
   return found
 
 
-def with_base(model: Model, base: Params, settings: LoraSettings) -> Model:
-  """`model` as functions of adapters alone, the base held fixed.
+def combine(adapters: Params, base: Params, settings: LoraSettings) -> Params:
+  """The network's parameters: the base's, with a change of low rank beside each adapted kernel.
 
   Scoring adds (α/R)·(x·A)·B to each targeted product and never forms a merged kernel, so that a
-  gradient is as small as the adapters. Decoding runs on the merged kernels.
+  gradient is as small as the adapters. Decoding merges once, see `Model.decoding_params`.
 
   Args:
-    model: functions of whole parameters.
-    base: the frozen parameters. Within a jitted function it has to be one of the arguments, lest it
-      be compiled in.
+    adapters: what is trained.
+    base: the frozen parameters. Within a jitted function they have to be one of its arguments:
+      otherwise they are compiled in.
     settings: that the adapters were made with.
   """
-
-  def adapted(adapters):
-    beside = lambda kernel, a, b: LowRank(kernel, a, b * settings.scale)
-    return _replaced(base, adapters, beside)
-
-  def head(params: Params) -> Head:
-    # Of adapters, the base's; of what `decoding_params` returns, its own, which is cast already.
-    return model.head({**base, **params, "blocks": base["blocks"]})
-
-  return model._replace(
-    init=lambda key: init(key, base, settings),
-    head=head,
-    response_hidden=lambda adapters, *args: model.response_hidden(adapted(adapters), *args),
-    decoding_params=lambda adapters: model.decoding_params(merged(base, adapters, settings)),
-  )
-
-
-def merged(base: Params, adapters: Params, settings: LoraSettings) -> Params:
-  """The parameters of the same policy without adapters, W + (α/R)·A·B; to be jitted.
-
-  Returns:
-    The base's nested dict. Adapted kernels are at least float32: rounded to fewer bits, small
-    changes would be lost.
-  """
-
-  def added(kernel, a, b):
-    change = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
-    return kernel.astype(change.dtype) + settings.scale * change
-
-  return _replaced(base, adapters, added)
-
-
-def _replaced(base: Params, adapters: Params, replace: Any) -> Params:
-  """The base with `replace(kernel, a, b)` for each adapted kernel."""
   blocks = base["blocks"]
-  new = {name: replace(blocks[name], **pair) for name, pair in adapters["blocks"].items()}
+  beside = lambda kernel, a, b: LowRank(kernel, a, b * settings.scale)
+  new = {name: beside(blocks[name], **pair) for name, pair in adapters["blocks"].items()}
   return {**base, "blocks": {**blocks, **new}}
+
+
+def adapted(model: Model, settings: LoraSettings | None) -> Model:
+  """`model` with adapters as what is trained; as it is where `settings` is None."""
+  if settings is None:
+    return model
+  return model._replace(combine=functools.partial(combine, settings=settings))

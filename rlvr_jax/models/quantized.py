@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import qwix
 
-from rlvr_jax.models.functional import Model
+from rlvr_jax.models.functional import Model, all_trained
 from rlvr_jax.ops.checks import check_choice
 from rlvr_jax.types import Array, Params
 
@@ -60,9 +60,10 @@ def dequantized(params: Params) -> Params:
 
 
 def for_quantized(model: Model) -> Model:
-  """`model` as functions of parameters of which some, or none, are quantized."""
+  """`model` as functions of whole parameters of which some, or none, are quantized."""
   taking = lambda function: lambda params, *args: function(dequantized(params), *args)
   return model._replace(
+    combine=all_trained,
     head=taking(model.head),
     response_hidden=taking(model.response_hidden),
     decoding_params=taking(model.decoding_params),  # once, before the decoding loop

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from rlvr_jax.ops.attention import Keys, attention
-from rlvr_jax.types import Array, Head, Prompts
+from rlvr_jax.types import Array, Head, Params, Prompts
 
 _ACTIVATIONS = {
   'silu': jax.nn.silu,
@@ -192,6 +192,21 @@ class LowRank(NamedTuple):
   kernel: Array  # [D, E]
   a: Array  # [D, R]
   b: Array  # [R, E]
+
+
+def merged(params: Params) -> Params:
+  """The parameters with every `LowRank` kernel as one array, W + A·B.
+
+  It is at least float32: rounded to fewer bits, small changes would be lost.
+  """
+
+  def leaf(x):
+    if not isinstance(x, LowRank):
+      return x
+    change = jnp.matmul(x.a, x.b, precision=jax.lax.Precision.HIGHEST)
+    return x.kernel.astype(change.dtype) + change
+
+  return jax.tree.map(leaf, params, is_leaf=lambda x: isinstance(x, LowRank))
 
 
 def dense(x: Array, kernel: nnx.Param, bias: nnx.Param | None = None) -> Array:

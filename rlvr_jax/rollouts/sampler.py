@@ -12,7 +12,8 @@ from rlvr_jax.types import Array, Params, Prompts, Rollouts, Sampling
 
 
 def generate(
-  params: Params,
+  trained: Params,
+  frozen: Params,
   prompts: Prompts,
   key: Array,
   *,
@@ -29,10 +30,10 @@ def generate(
   neither the mesh nor the batch's other rows.
 
   Args:
-    params: the behaviour policy's parameters.
+    trained, frozen: the behavior policy's parameters, see `Model.combine`.
     prompts: P left-padded prompts.
     key: one PRNG key for this call.
-    model: provides `decoding_params`, `start_decoding` and `head`.
+    model: provides `combine`, `decoding_params`, `start_decoding` and `head`.
     group_size: G.
     max_new_tokens: T.
     sampling: the distribution to draw from.
@@ -42,7 +43,7 @@ def generate(
     Rollouts, with exact log-probabilities under the distribution drawn from.
   """
   P, G, T = prompts.tokens.shape[0], group_size, max_new_tokens
-  params = model.decoding_params(params)
+  params = model.decoding_params(model.combine(trained, frozen))
   lengths_of_cache = cache_lengths(T)
   hidden, cache, step = model.start_decoding(params, prompts, G, lengths_of_cache[0])
   head = model.head(params)

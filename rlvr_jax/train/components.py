@@ -9,7 +9,7 @@ import inspect
 import math
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +28,11 @@ from rlvr_jax.data import (
   problem_batches,
   tasks,
 )
+from rlvr_jax.models import lora
 from rlvr_jax.models.functional import Model, transformer
 from rlvr_jax.models.huggingface import load_params
 from rlvr_jax.models.presets import model_settings
+from rlvr_jax.models.transformer import merged
 from rlvr_jax.ops.aggregate import AGGREGATIONS
 from rlvr_jax.ops.checks import check_between, check_choice
 from rlvr_jax.ops.keys import key_for
@@ -41,17 +43,12 @@ from rlvr_jax.rollouts import schedules
 from rlvr_jax.rollouts.sampler import generate
 from rlvr_jax.rollouts.store import StoreError
 from rlvr_jax.train import optimizer, sharding
-from rlvr_jax.train.adapters import Programs, first_adapters, make_lora
+from rlvr_jax.train.adapters import first_adapters, make_lora
 from rlvr_jax.train.checkpoint import CheckpointError, parameter_checksums
 from rlvr_jax.train.geometry import mean_entropy, measure
+from rlvr_jax.train.objective import REFERENCE_KL_ESTIMATORS, Method, policy_logprobs
 from rlvr_jax.train.sources import Source, behavior_gap, make_sources
-from rlvr_jax.train.step import (
-  REFERENCE_KL_ESTIMATORS,
-  Method,
-  initial_state,
-  policy_logprobs,
-  train_step,
-)
+from rlvr_jax.train.step import initial_state, train_step
 from rlvr_jax.train.texts import fitting, make_tokenizer, warn_of_long_texts, with_graders
 from rlvr_jax.train.warm_start import supervised_step
 from rlvr_jax.types import Array, Params, Prompts, Sampling, TrainBatch, TrainState
@@ -143,7 +140,8 @@ def make_model(config: ml_collections.ConfigDict, mesh: Mesh, vocab_size: int) -
       f"config.model: vocab_size = {settings.vocab_size} is smaller than the tokenizer's"
       f" {vocab_size}; set config.model.overrides.vocab_size = {vocab_size}"
     )
-  return transformer(settings, sharding.batch_constraint(mesh), sharding.gather_over_fsdp(mesh))
+  model = transformer(settings, sharding.batch_constraint(mesh), sharding.gather_over_fsdp(mesh))
+  return lora.adapted(model, make_lora(config))
 
 
 def make_task(config: ml_collections.ConfigDict) -> Task:
@@ -218,7 +216,7 @@ def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> 
     reweighting=reweighter,
     loss=pick(losses, "loss", {"name": config.loss.name, "kwargs": config.loss.kwargs}),
     gram=pick(geometry, "gram", config.gram) if reweighter.needs_gram else None,
-    gram_setting=gram_setting(config, model, mesh),
+    gram_context=gram_context(config, model, mesh),
     aggregation=config.loss.aggregation,
     max_response_length=config.max_response_length,
     temperature=config.policy_temperature,
@@ -231,14 +229,17 @@ def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> 
   )
 
 
-def gram_setting(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> geometry.Setting:
+def gram_context(
+  config: ml_collections.ConfigDict, model: Model, mesh: Mesh
+) -> geometry.GramContext:
   """What a route to the Gram matrix needs to know of the run."""
   unconstrained = transformer(model.config)  # single rollouts do not split over devices
-  return geometry.Setting(unconstrained, config.policy_temperature, mesh)
+  unconstrained = unconstrained._replace(combine=model.combine)
+  return geometry.GramContext(unconstrained, config.policy_temperature, mesh)
 
 
 def make_measure(config: ml_collections.ConfigDict, method: Method) -> Callable:
-  """`train.geometry.measure` with everything bound but (state, initial parameters, batch)."""
+  """`train.geometry.measure` with everything bound but (state, frozen, initial, batch)."""
   check_between("config.diagnostics", "every", config.diagnostics.every, low=0)
   if config.diagnostics.compared:
     geometry.per_rollout(parameters=config.diagnostics.compared)  # raises what is no pattern
@@ -387,47 +388,28 @@ def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
     )
 
 
-def abstract_state(method: Method, mesh: Mesh) -> TrainState:
-  """Shapes, dtypes and shardings of the train state."""
+def abstract_state(
+  config: ml_collections.ConfigDict, method: Method, base: Params, mesh: Mesh
+) -> TrainState:
+  """Shapes, dtypes and shardings of the train state; `base` are shapes of the whole network."""
+  settings = make_lora(config)
 
-  def build():
-    return initial_state(method, method.model.init(jax.random.key(0)), jnp.zeros(()))
+  def build(key):
+    trained = base if settings is None else lora.init(key, base, settings)
+    zeros = lambda x: jnp.zeros(x.shape, x.dtype)
+    return initial_state(method, jax.tree.map(zeros, trained), jnp.zeros(()))
 
-  return sharding.placed(jax.eval_shape(build), mesh)
-
-
-def trained_method(method: Method, trained: Callable[[Model], Model]) -> Method:
-  """The method whose model, and that of the route to the Gram matrix, are of what is trained."""
-  setting = method.gram_setting
-  setting = setting._replace(model=trained(setting.model))
-  return method._replace(model=trained(method.model), gram_setting=setting)
+  return sharding.placed(jax.eval_shape(build, jax.random.key(0)), mesh)
 
 
 def check_update(
-  config: ml_collections.ConfigDict,
-  method_of: Callable[[Callable[[Model], Model]], Method],
-  state: TrainState,
-  programs: Programs,
-  base: Params,
+  config: ml_collections.ConfigDict, method: Method, state: TrainState, frozen: Params
 ) -> None:
-  """Traces one update on shapes alone, so that a component's own errors come before compilation.
-
-  Args:
-    method_of: see `Programs.jit`.
-    base: shapes of all parameters.
-  """
-
-  def update(state, batch, base):
-    return train_step(state, batch, method=method_of(programs.adapting(base)))
-
-  def measured(state, batch, base):
-    return make_measure(config, method_of(programs.adapting(base)))(state, state.params, batch)
-
-  needs_proximal = method_of(lambda model: model).loss.needs_proximal
-  batch = abstract_batch(config, needs_proximal=needs_proximal)
-  jax.eval_shape(update, state, batch, base)
+  """Traces one update on shapes alone, so that a component's own errors come before compilation."""
+  batch = abstract_batch(config, needs_proximal=method.loss.needs_proximal)
+  jax.eval_shape(functools.partial(train_step, method=method), state, frozen, batch)
   if config.diagnostics.every:
-    jax.eval_shape(measured, state, batch, base)
+    jax.eval_shape(make_measure(config, method), state, frozen, state.params, batch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -446,19 +428,20 @@ class Parts:
   sources_of: Callable  # pins → the sources as they were when a run began, see `Source.pin`
   generation_mesh: Mesh
   abstract_state: TrainState  # shapes, dtypes, shardings
-  programs: Programs  # holds the frozen base, where adapters are trained
+  lora: lora.LoraSettings | None  # of the adapters that are trained; None: all parameters are
   abstract_base: Params  # all parameters of the network, as `abstract_state`
-  train_step: Callable  # jitted (state, batch) → (state, metrics); the state is donated
+  train_step: Callable  # jitted (state, frozen, batch) → (state, metrics); the state is donated
   warm_start_optimizer: optax.GradientTransformation
   supervised_step: Callable  # jitted, see `train.warm_start.supervised_step`
-  generate: Callable  # jitted (params, prompts, key) → Rollouts of the policy
+  generate: Callable  # jitted (trained, frozen, prompts, key) → Rollouts of the policy
   generate_held_out: Callable  # the same with the evaluation's samples and sampling
   hand_over: Callable  # see `make_hand_over`
   checksums: Callable  # jitted params → u32[leaves]
   behavior_gap: Callable  # jitted, see `train.sources.behavior_gap`; sampling is static
   measure: Callable  # jitted, see `train.geometry.measure`
-  mean_entropy: Callable  # jitted (params, batch) → f32[], nats per token
-  score: Callable  # jitted (params, batch) → (log-probabilities, entropies) [P, G, T]
+  mean_entropy: Callable  # jitted (trained, frozen, batch) → f32[], nats per token
+  score: Callable  # jitted (trained, frozen, batch) → (log-probabilities, entropies) [P, G, T]
+  merge: Callable  # jitted (trained, frozen) → all parameters of the network as arrays
 
   def encode(self, problems: Sequence[Problem]) -> Prompts:
     return encode_prompts(problems, self.tokenizer, self.config.max_prompt_length)
@@ -469,6 +452,11 @@ class Parts:
   def to_generation(self, tree: Any) -> Any:
     """As `to_devices`, where rollouts are generated."""
     return sharding.to_devices(tree, sharding.batch_sharding(self.generation_mesh))
+
+  @property
+  def abstract_frozen(self) -> Params:
+    """Parameters that are not trained, as `abstract_state`; {} where all are."""
+    return {} if self.lora is None else self.abstract_base
 
   @property
   def gap_prompts(self) -> int:
@@ -505,38 +493,30 @@ def build(
   schedule = make_schedule(config)
   own_mesh = make_generation_mesh(config, mesh)
   own_model = model if own_mesh is mesh else make_model(config, own_mesh, tokenizer.vocab_size)
-  programs = Programs(make_lora(config))
   abstract_base = sharding.placed(jax.eval_shape(model.init, jax.random.key(0)), mesh)
 
-  def jit_generate(drawn: Model, sampling: Sampling, group_size: int, mesh: Mesh) -> Callable:
-    def make(trained: Callable[[Model], Model]) -> Callable:
-      return functools.partial(
-        generate,
-        model=trained(drawn),
-        group_size=group_size,
-        max_new_tokens=config.max_response_length,
-        sampling=sampling,
-        stop_tokens=tokenizer.stop_ids,
-        pad_token=tokenizer.pad_id,
-      )
-
-    for_host = sharding.host_result_sharding(mesh)
-    if drawn is model or drawn is own_model:
-      return programs.jit(mesh, make, out_shardings=for_host)
-    # Another policy, or a rounded one, comes with all its parameters.
-    return jax.jit(make(lambda model: model), out_shardings=for_host)
+  def jit_generate(model: Model, sampling: Sampling, group_size: int, mesh: Mesh) -> Callable:
+    bound = functools.partial(
+      generate,
+      model=model,
+      group_size=group_size,
+      max_new_tokens=config.max_response_length,
+      sampling=sampling,
+      stop_tokens=tokenizer.stop_ids,
+      pad_token=tokenizer.pad_id,
+    )
+    return jax.jit(bound, out_shardings=sharding.host_result_sharding(mesh))
 
   of_groups = functools.partial(jit_generate, group_size=config.batch.group_size, mesh=own_mesh)
   sources_of = functools.partial(
-    make_sources, config, own_model, own_mesh, tokenizer, of_groups, programs.whole(own_mesh)
+    make_sources, config, own_model, own_mesh, tokenizer, of_groups
   )
   sources = sources_of({})
-  full_method = make_method(config, model, mesh)
-  full_method = full_method._replace(sources=tuple(source.name for source in sources))
-  method_of = functools.partial(trained_method, full_method)
-  method = method_of(programs.adapting(abstract_base))
-  state = abstract_state(method, mesh)
-  check_update(config, method_of, state, programs, abstract_base)
+  method = make_method(config, model, mesh)
+  method = method._replace(sources=tuple(source.name for source in sources))
+  settings = make_lora(config)
+  state = abstract_state(config, method, abstract_base, mesh)
+  check_update(config, method, state, {} if settings is None else abstract_base)
   check_rewards(config, method, policy, sources)
   task = with_graders(config, task or make_task(config))
   task = fitting(config, task, tokenizer)
@@ -557,20 +537,16 @@ def build(
     sources_of=sources_of,
     generation_mesh=own_mesh,
     abstract_state=state,
-    programs=programs,
+    lora=settings,
     abstract_base=abstract_base,
-    train_step=programs.jit(
-      mesh,
-      lambda trained: functools.partial(train_step, method=method_of(trained)),
+    train_step=jax.jit(
+      functools.partial(train_step, method=method),
       donate_argnums=0,
       out_shardings=(shardings, whole),
     ),
     warm_start_optimizer=warm_start_optimizer,
-    supervised_step=programs.jit(
-      mesh,
-      lambda trained: functools.partial(
-        supervised_step, model=trained(model), optimizer=warm_start_optimizer
-      ),
+    supervised_step=jax.jit(
+      functools.partial(supervised_step, model=model, optimizer=warm_start_optimizer),
       donate_argnums=0,
     ),
     generate=(
@@ -581,24 +557,13 @@ def build(
     generate_held_out=jit_generate(model, held_out_sampling, config.evaluation.num_samples, mesh),
     hand_over=make_hand_over(mesh, own_mesh, shardings.params),
     checksums=jax.jit(parameter_checksums),
-    behavior_gap=programs.jit(
-      own_mesh,
-      lambda trained: functools.partial(behavior_gap, model=trained(own_model)),
-      static_argnames="sampling",
+    behavior_gap=jax.jit(
+      functools.partial(behavior_gap, model=own_model), static_argnames="sampling"
     ),
-    measure=programs.jit(
-      mesh, lambda trained: make_measure(config, method_of(trained)), out_shardings=whole
-    ),
-    mean_entropy=programs.jit(
-      mesh,
-      lambda trained: functools.partial(mean_entropy, method=method_of(trained)),
-      out_shardings=whole,
-    ),
-    score=programs.jit(
-      mesh,
-      lambda trained: functools.partial(policy_logprobs, method=method_of(trained)),
-      out_shardings=for_host,
-    ),
+    measure=jax.jit(make_measure(config, method), out_shardings=whole),
+    mean_entropy=jax.jit(functools.partial(mean_entropy, method=method), out_shardings=whole),
+    score=jax.jit(functools.partial(policy_logprobs, method=method), out_shardings=for_host),
+    merge=jax.jit(lambda trained, frozen: merged(model.combine(trained, frozen))),
   )
 
 
@@ -615,20 +580,27 @@ def network_params(parts: Parts) -> Params:
   return init(key_for(parts.config.seed, "init"))
 
 
-def load_base(parts: Parts) -> None:
-  """Puts the frozen parameters where the programs find them; before any of these is called."""
-  if parts.programs.settings is None:
-    return
+class Frozen(NamedTuple):
+  """The parameters that are not trained, on the devices; {} where all are trained."""
+
+  trainer: Params  # where updates are made
+  sampler: Params  # where rollouts are generated
+
+
+def load_frozen(parts: Parts) -> Frozen:
+  """Reads or initializes the frozen parameters, once for a run."""
+  if parts.lora is None:
+    return Frozen({}, {})
   base = network_params(parts)
-  parts.programs.base.put(parts.mesh, base)
-  if parts.generation_mesh is not parts.mesh:
-    own = jax.tree.map(lambda x: x.sharding, sharding.placed(base, parts.generation_mesh))
-    parts.programs.base.put(parts.generation_mesh, jax.device_put(base, own))
+  if parts.generation_mesh is parts.mesh:
+    return Frozen(base, base)
+  own = jax.tree.map(lambda x: x.sharding, sharding.placed(base, parts.generation_mesh))
+  return Frozen(base, jax.device_put(base, own))
 
 
 def initial_params(parts: Parts) -> Params:
   """What is trained, before the first step: all parameters, or adapters beside them."""
-  if parts.programs.settings is None:
+  if parts.lora is None:
     return network_params(parts)
   try:
     return first_adapters(parts.config, parts.model.config, parts.abstract_base, parts.mesh)

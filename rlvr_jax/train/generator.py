@@ -38,10 +38,10 @@ class AgreementError(RuntimeError):
 class Behavior(NamedTuple):
   """A policy as it was handed over for drawing rollouts."""
 
-  params: Params
+  params: Params  # the trained ones
   version: int  # updates behind it
   checksums: Array  # u32[leaves], on the devices, see `fingerprint`
-  of_source: tuple[Params, ...]  # what each source samples with
+  of_source: tuple[tuple[Params, Params], ...]  # (trained, frozen) that each source samples with
 
   @property
   def fingerprint(self) -> str:
@@ -81,9 +81,12 @@ class Generator:
     on_dispatch: called when the devices have got something to generate.
   """
 
-  def __init__(self, parts: components.Parts, collector: Collector, store: RolloutStore):
+  def __init__(
+    self, parts: components.Parts, frozen: Params, collector: Collector, store: RolloutStore
+  ):
     c = self.config = parts.config
     self.parts, self.collector, self.store = parts, collector, store
+    self.frozen = frozen  # where rollouts are generated
     self.quotas = [source.prompts for source in parts.sources]  # groups of every batch
     # Recorded groups, where there are any, are the last of a batch.
     self.live = [source for source in parts.sources if source.recorded is None]
@@ -117,7 +120,7 @@ class Generator:
   def hand_over(self, params: Params, version: int) -> Behavior:
     """The policy after `version` updates, as what rollouts are drawn from."""
     params = self.parts.hand_over(params, self.parts.schedule.real_time)
-    of_source = tuple(source.params_of(params) for source in self.live)
+    of_source = tuple(source.params_of(params, self.frozen) for source in self.live)
     return Behavior(params, version, self.parts.checksums(params), of_source)
 
   def batches(
@@ -234,12 +237,12 @@ class Generator:
     """Dispatches every source's share of the prompts; `draw` counts the calls."""
     first, others = (key_for(self.config.seed, purpose, draw) for purpose in ("rollout", "source"))
     rollouts, start = [], 0
-    for index, (source, params) in enumerate(zip(self.live, behavior.of_source, strict=True)):
+    for index, (source, policy) in enumerate(zip(self.live, behavior.of_source, strict=True)):
       assert source.generate is not None
       share = slice(start, start + source.prompts)
       mine = self.parts.to_generation(jax.tree.map(lambda x, share=share: x[share], prompts))
       key = jax.random.fold_in(others, index) if index else first
-      rollouts.append(source.generate(params, mine, key))
+      rollouts.append(source.generate(*policy, mine, key))
       start += source.prompts
     return rollouts
 
@@ -335,7 +338,7 @@ class Generator:
       rollouts = (batch.prompts, batch.tokens, mask, batch.behavior_logprobs)
       here = self.parts.to_generation(jax.tree.map(lambda x, few=few: x[few], rollouts))
       mean, largest = jax.device_get(
-        self.parts.behavior_gap(behavior.params, *here, sampling=source.sampling)
+        self.parts.behavior_gap(behavior.params, self.frozen, *here, sampling=source.sampling)
       )
       gaps |= {
         f"agreement/{source.name}_mean": float(mean),

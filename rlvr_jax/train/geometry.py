@@ -5,51 +5,48 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from rlvr_jax.geometry import GramRoute, diagnostics, num_selected, per_rollout
+from rlvr_jax.geometry import GramFn, diagnostics, num_selected, per_rollout
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.ops.masked import masked_mean
-from rlvr_jax.train.step import (
-  Method,
-  batch_forward,
-  first_phase,
-  policy_logprobs,
-  split_micro_batches,
-)
+from rlvr_jax.train.accumulate import batch_forward, first_phase, split_micro_batches
+from rlvr_jax.train.objective import Method, policy_logprobs
 from rlvr_jax.types import Array, Params, TrainBatch, TrainState
 
 
 def measure(
   state: TrainState,
+  frozen: Params,
   initial: Params,
   batch: TrainBatch,
   *,
   method: Method,
-  gram: GramRoute,
+  gram: GramFn,
   compared: str,
 ) -> tuple[dict[str, Array], dict[str, Array]]:
   """The diagnostics of the update that `state` is about to make on `batch`; changes nothing.
 
   Args:
-    initial: the parameters before the first update.
+    frozen: the parameters that are not trained; {} where all are.
+    initial: the trained parameters before the first update.
     gram: the route to the Gram matrix.
     compared: parameters whose Gram matrix is compared with it, as `per_rollout` takes them; or "".
   Returns:
     scalars, see `geometry.diagnostics`; and arrays: the Gram matrices f32[B, B] (g_i · g_j, not
     divided by B), coefficients before and after the reweighting, rewards and lengths, f32[P, G].
   """
-  params, setting = state.params, method.gram_setting
+  params, context = state.params, method.gram_context
   coefficients = method.advantage.apply(state.advantage_state, batch)
   key = key_for(method.seed, "reweighting", state.step)
-  reweighted = first_phase(params, batch, coefficients, key, method=method).coefficients
-  logprobs, forward = batch_forward(params, batch, method=method._replace(gram=gram))
-  matrix = gram.gram(params, batch, forward, setting)
+  reweighted = first_phase(params, frozen, batch, coefficients, key, method=method).coefficients
+  logprobs, forward = batch_forward(params, frozen, batch, method=method._replace(gram=gram))
+  matrix = gram.gram(params, frozen, batch, forward, context)
   scalars = diagnostics.diagnose(matrix, coefficients, reweighted, batch.rewards.shape[0])
   scalars["geometry/advantage_logprob_covariance"] = diagnostics.advantage_logprob_covariance(
     coefficients, logprobs, batch.mask
   )
   scalars |= accumulated_update(params, initial, method)
   if gram.error is not None:
-    scalars["geometry/gram_relative_error"] = gram.error(params, batch, forward, setting)
+    scalars["geometry/gram_relative_error"] = gram.error(params, frozen, batch, forward, context)
   arrays = {
     "gram": matrix,
     "coefficients": coefficients,
@@ -58,8 +55,8 @@ def measure(
     "lengths": batch.mask.sum(axis=-1),
   }
   if compared:
-    other = per_rollout(parameters=compared).gram(params, batch, None, setting)
-    size = num_selected(params, setting, parameters=compared)
+    other = per_rollout(parameters=compared).gram(params, frozen, batch, None, context)
+    size = num_selected(params, frozen, context, parameters=compared)
     key = key_for(method.seed, "diagnostics", state.step)
     agreement = diagnostics.gram_agreement(matrix, other, key, feature_dim=size)
     scalars |= {f"geometry/agreement_{k}": value for k, value in agreement._asdict().items()}
@@ -80,9 +77,11 @@ def accumulated_update(params: Params, initial: Params, method: Method) -> dict[
   }
 
 
-def mean_entropy(params: Params, batch: TrainBatch, *, method: Method) -> Array:
+def mean_entropy(
+  trained: Params, frozen: Params, batch: TrainBatch, *, method: Method
+) -> Array:
   """f32[], mean entropy over loss tokens, nats per token, micro-batch by micro-batch."""
-  score = lambda _, micro: (None, policy_logprobs(params, micro, method=method)[1])
+  score = lambda _, micro: (None, policy_logprobs(trained, frozen, micro, method=method)[1])
   micro_batches = split_micro_batches(batch, method.num_micro_batches)
   _, entropy = jax.lax.scan(score, None, micro_batches)
   mask = split_micro_batches(batch.mask, method.num_micro_batches)

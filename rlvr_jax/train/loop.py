@@ -122,7 +122,7 @@ def train(parts: components.Parts, workdir: str | Path) -> dict[str, float]:
     stack.enter_context(multihost.only_the_first_speaks())
     multihost.on_first(lambda: _claim(workdir, parts, enter), None)
     parts = as_begun(parts, workdir)
-    components.load_base(parts)
+    frozen = components.load_frozen(parts)
     warm_starts = enter(Checkpointer(workdir / "warm_start", keep=1))
     warm = warm_starts.restore(parts.abstract_state.params)
     checkpointer = enter(Checkpointer(workdir / "checkpoints", keep=config.checkpoint.keep))
@@ -142,14 +142,21 @@ def train(parts: components.Parts, workdir: str | Path) -> dict[str, float]:
       if warm:
         params = warm.state
       elif config.warm_start.num_steps:
-        params = warm_started(parts, writer, warm_starts, termination)
+        params = warm_started(parts, frozen.trainer, writer, warm_starts, termination)
       else:  # nothing that a file of its own would save
         params = components.initial_params(parts)
     except EndRequestedError:
       say("asked to end during the warm start; rerun the same command to begin it again")
       return {}
     trainer = Trainer(
-      parts, writer, checkpointer, pool, store, initial=params, elapsed=elapsed_seconds(workdir)
+      parts,
+      frozen,
+      writer,
+      checkpointer,
+      pool,
+      store,
+      initial=params,
+      elapsed=elapsed_seconds(workdir),
     )
     trainer.resume(restored) if restored else trainer.begin(params)
     del params, warm, restored  # the trainer keeps what it needs
@@ -167,6 +174,7 @@ def _claim(workdir: Path, parts: components.Parts, enter: Any) -> None:
 
 def warm_started(
   parts: components.Parts,
+  frozen: Params,
   writer: MetricWriter,
   checkpointer: Checkpointer,
   termination: Termination,
@@ -188,6 +196,7 @@ def warm_started(
 
     params = warm_start(
       components.supervised_state(parts),
+      frozen,
       components.supervised_batches(parts),
       parts.supervised_step,
       num_steps=num_steps,
@@ -226,6 +235,7 @@ class Trainer:
   def __init__(
     self,
     parts: components.Parts,
+    frozen: components.Frozen,
     writer: MetricWriter,
     checkpointer: Checkpointer,
     pool: GraderPool,
@@ -237,17 +247,18 @@ class Trainer:
     """Prepares the phases.
 
     Args:
-      initial: parameters before the first update.
+      frozen: of `components.load_frozen`.
+      initial: trained parameters before the first update.
       elapsed: seconds that the run has taken before.
     """
     c = self.config = parts.config
     self.parts, self.writer, self.checkpointer, self.store = parts, writer, checkpointer, store
-    self.schedule = parts.schedule
+    self.schedule, self.frozen = parts.schedule, frozen.trainer
     # Kept only where something reads them: they take as much memory as the policy.
     keep = c.reference.kl_coefficient or c.diagnostics.every
     self.initial = initial if keep else None
     self.collector = make_collector(parts, pool)
-    self.generator = Generator(parts, self.collector, store)
+    self.generator = Generator(parts, frozen.sampler, self.collector, store)
     if not self.schedule.real_time:
       # The last update ends where its metrics are read; the devices go on to generate.
       self.generator.on_dispatch = self.read_metrics
@@ -292,11 +303,12 @@ class Trainer:
     problems = next(problem_batches(self.parts.task.train, batch_size=c.batch.prompts, seed=c.seed))
     key = key_for(c.seed, "initial_entropy")
     generate = lambda prompts: [
-      self.parts.generate(params, self.parts.to_devices(prompts), key)
+      self.parts.generate(params, self.frozen, self.parts.to_devices(prompts), key)
     ]
     generation = self.collector.start(problems, generate, [0] * len(problems))
     graded = self.collector.finish(generation, *self.collector.submit_grading(generation))
-    _, entropy = self.parts.score(params, self.parts.to_devices(plain(graded.batch)))
+    scored = self.parts.to_devices(plain(graded.batch))
+    _, entropy = self.parts.score(params, self.frozen, scored)
     mask = graded.batch.mask
     return float(np.sum(sharding.to_host(entropy) * mask) / max(mask.sum(), 1))
 
@@ -465,7 +477,8 @@ class Trainer:
   def score(self, params: Params, batch: TrainBatch) -> Any:
     """f32[P, G, T], the responses' log-probabilities at the policy's temperature."""
     self.counters["flops_score"] += self.flops(batch)
-    return sharding.to_host(self.parts.score(params, self.parts.to_devices(plain(batch)))[0])
+    scored = self.parts.to_devices(plain(batch))
+    return sharding.to_host(self.parts.score(params, self.frozen, scored)[0])
 
   def flops(self, batch: TrainBatch) -> float:
     """Model FLOPs of one forward pass over the batch."""
@@ -510,16 +523,16 @@ class Trainer:
     dispatched = time.perf_counter()
     on_devices = self.parts.to_devices(batch)
     measured, arrays = self.measure(on_devices)
-    self.state, metrics = self.parts.train_step(self.state, on_devices)
+    self.state, metrics = self.parts.train_step(self.state, self.frozen, on_devices)
     if measured:
-      entropy = self.parts.mean_entropy(self.state.params, on_devices)
+      entropy = self.parts.mean_entropy(self.state.params, self.frozen, on_devices)
       metrics |= measured | {"policy/entropy_change": entropy - metrics["policy/entropy"]}
     self.counters["tokens_trained"] += int(batch.mask.sum())
     self.counters["flops_optimise"] += update_flops(
       self.parts.model.config,
       batch.prompts.lengths,
       response_lengths(batch),
-      adapters=self.state.params if self.parts.programs.settings else None,
+      adapters=self.state.params if self.parts.lora else None,
     )
     host = drawn.graded.statistics | self.counted() | self.timings
     if seconds := self.timings.get("time/generate_seconds"):
@@ -554,7 +567,7 @@ class Trainer:
     every = self.config.diagnostics.every
     if not every or self.step % every:
       return {}, {}
-    return self.parts.measure(self.state, self.initial, batch)
+    return self.parts.measure(self.state, self.frozen, self.initial, batch)
 
   def read_metrics(self) -> None:
     """Waits for the update last dispatched and writes its metrics; stops on repeated NaN."""
@@ -614,7 +627,7 @@ class Trainer:
     began = time.perf_counter()
     batches = list(
       evaluated(
-        functools.partial(self.parts.generate_held_out, self.state.params),
+        functools.partial(self.parts.generate_held_out, self.state.params, self.frozen),
         self.parts.task.held_out,
         collector=self.collector,
         to_devices=self.parts.to_devices,

@@ -95,9 +95,7 @@ def shapes_only(config: ml_collections.ConfigDict, mesh: Mesh) -> components.Par
   nothing = Task(name="none", train=(), warm_start=(), held_out=(), grader="none:none")
   config = ml_collections.ConfigDict(config)
   config.warm_start.num_steps = 0
-  parts = components.build(config, task=nothing, tokenizer=ByteTokenizer(), mesh=mesh)
-  parts.programs.base.put(mesh, parts.abstract_base)
-  return parts
+  return components.build(config, task=nothing, tokenizer=ByteTokenizer(), mesh=mesh)
 
 
 # --- by the compiler ------------------------------------------------------------------------------
@@ -106,6 +104,7 @@ def shapes_only(config: ml_collections.ConfigDict, mesh: Mesh) -> components.Par
 def compiled(parts: components.Parts) -> dict[str, Table]:
   """Bytes per chip of the update and of generation, as XLA compiles them for the mesh."""
   config, mesh, state = parts.config, parts.mesh, parts.abstract_state
+  frozen = parts.abstract_frozen
   place = lambda tree, s: jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree
   )
@@ -115,9 +114,9 @@ def compiled(parts: components.Parts) -> dict[str, Table]:
   # The optimizer's state stays where it is while rollouts are drawn.
   resident = {"optimizer, resident": _bytes(state.opt_state)}
   programs: dict[str, Callable[[], Table]] = {
-    "update, compiled": lambda: _compiled(parts.train_step, state, batch),
+    "update, compiled": lambda: _compiled(parts.train_step, state, frozen, batch),
     "generation, compiled": lambda: resident
-    | _compiled(parts.generate, state.params, batch.prompts, key),
+    | _compiled(parts.generate, state.params, frozen, batch.prompts, key),
   }
   tables = {}
   for name, program in programs.items():
@@ -150,8 +149,8 @@ def estimated(parts: components.Parts) -> dict[str, Table]:
   """Bytes per chip by arithmetic: what has to be there, without the compiler's own needs."""
   config, state = parts.config, parts.abstract_state
   of_state = {"parameters": _bytes(state.params), "optimizer": _bytes(state.opt_state)}
-  if parts.programs.settings is not None:
-    of_state["frozen base"] = _bytes(parts.abstract_base)
+  if parts.lora is not None:
+    of_state["frozen base"] = _bytes(parts.abstract_frozen)
   accumulated = 2 if config.batch.micro_batches > 1 else 1  # the sum and the newest
   return {
     "update, estimated": of_state

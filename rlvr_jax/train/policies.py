@@ -81,24 +81,24 @@ def export(parts: components.Parts, directory: str, folder: Path | None) -> None
     directory: to be made; local or a URL.
     folder: as for `chosen_params`.
   """
-  components.load_base(parts)
+  frozen = components.load_frozen(parts).trainer
   params, step = chosen_params(parts, folder)
   source = parts.config.model.checkpoint or None
   dtype = parts.model.config.compute_dtype
   save_checkpoint(
     directory,
-    parts.programs.whole(parts.mesh)(params),
+    parts.merge(params, frozen),
     parts.model.config,
     dtype="float32" if dtype == "float64" else dtype,
     source=source,
   )
-  if parts.programs.settings is not None:
+  if parts.lora is not None:
     adapters = jax.tree.map(sharding.to_host, params)
     if multihost.is_first():
       save_adapters(
         f"{directory.rstrip('/')}/{ADAPTER}",
         adapters,
-        parts.programs.settings,
+        parts.lora,
         parts.model.config,
         base_model=source or "",
       )

@@ -17,6 +17,7 @@ from rlvr_jax.data import Tokenizer
 from rlvr_jax.models import quantized
 from rlvr_jax.models.functional import Model, transformer
 from rlvr_jax.models.presets import model_settings
+from rlvr_jax.models.transformer import merged
 from rlvr_jax.ops.checks import check_between, check_choice, check_whole
 from rlvr_jax.ops.logprobs import check_sampling, is_truncated, token_logprobs
 from rlvr_jax.rollouts.drawn import RecordedGroups
@@ -37,9 +38,10 @@ class Source(NamedTuple):
   name: str
   prompts: int  # groups of every batch
   sampling: Sampling  # that its log-probabilities are of
-  generate: Callable | None = None  # jitted (params, prompts, key) → Rollouts
+  generate: Callable | None = None  # jitted (trained, frozen, prompts, key) → Rollouts
   recorded: RecordedGroups | None = None  # in place of `generate`
-  params_of: Callable[[Params], Params] = lambda params: params  # the policy's → those it samples
+  # (trained, frozen) of the policy → those it samples with
+  params_of: Callable[[Params, Params], tuple[Params, Params]] = lambda *policy: policy
   # Which checkpoint or which batches these are, if others may be added there; JSON.
   pin: Any = None
   of_this_run: bool = True  # whether its parameters are made of the policy's
@@ -89,7 +91,6 @@ def make_sources(
   mesh: Mesh,
   tokenizer: Tokenizer,
   jit_generate: Callable[[Model, Sampling], Callable],
-  whole: Callable[[Params], Params],
   pins: Mapping[str, Any],
 ) -> tuple[Source, ...]:
   """The sources that `config.sources` names, every mistake found before compilation.
@@ -98,8 +99,7 @@ def make_sources(
     model: the policy's, as functions on `mesh`.
     mesh: where rollouts are generated.
     tokenizer: the run's.
-    jit_generate: (model, sampling) → a jitted (params, prompts, key) → Rollouts.
-    whole: trained parameters → all parameters of the network.
+    jit_generate: (model, sampling) → a jitted (trained, frozen, prompts, key) → Rollouts.
     pins: by name, what sources had for `pin` when the run began; none where it begins.
   Raises:
     ValueError: with the field, its value, what is allowed and the remedy.
@@ -119,9 +119,12 @@ def make_sources(
     return Source(name, prompts, sampling, jit_generate(model, sampling), exact=True)
 
   def rounded(name: str, prompts: int) -> Source:
-    copy = jax.jit(functools.partial(quantized.quantized, format=settings.quantized.format))
+    @jax.jit
+    def copy(trained, frozen):
+      return quantized.quantized(merged(model.combine(trained, frozen)), settings.quantized.format)
+
     generate = jit_generate(quantized.for_quantized(model), sampling)
-    return Source(name, prompts, sampling, generate, params_of=lambda params: copy(whole(params)))
+    return Source(name, prompts, sampling, generate, params_of=lambda *policy: (copy(*policy), {}))
 
   def checkpoint(name: str, prompts: int) -> Source:
     other, step, params = other_policy(config, model, mesh, pins.get(name))
@@ -130,7 +133,7 @@ def make_sources(
       prompts,
       sampling,
       jit_generate(other, sampling),
-      params_of=lambda _: params(),
+      params_of=lambda *_: (params(), {}),
       pin=step,
       of_this_run=False,
     )
@@ -241,7 +244,8 @@ def other_policy(
 
 
 def behavior_gap(
-  params: Params,
+  trained: Params,
+  frozen: Params,
   prompts: Prompts,
   tokens: Array,
   mask: Array,
@@ -256,10 +260,11 @@ def behavior_gap(
   the edge of what is kept may count as never drawn; such tokens are left out.
 
   Args:
-    params: that the rollouts are said to come from.
+    trained, frozen: parameters that the rollouts are said to come from.
     tokens, mask, behavior_logprobs: [P, G, T].
     sampling: the distribution they are said to be drawn from.
   """
+  params = model.combine(trained, frozen)
   hidden = model.response_hidden(params, prompts, tokens)
   logprobs, _ = token_logprobs(hidden, model.head(params), tokens, sampling)
   kept = (mask > 0) & (jnp.isfinite(logprobs) if is_truncated(sampling) else True)

@@ -17,6 +17,7 @@ from rlvr_jax.types import Array, Params, Prompts
 
 def supervised_step(
   state: tuple[Params, Any],
+  frozen: Params,
   prompts: Prompts,
   solutions: Array,
   lengths: Array,
@@ -27,30 +28,33 @@ def supervised_step(
   """One update of the mean negative log-likelihood of the solutions' tokens; pure.
 
   Args:
-    state: parameters and optimizer state.
+    state: parameters that are trained, and optimizer state.
+    frozen: the others.
     prompts: P prompts.
     solutions: i32[P, T], right-padded, stop token included.
     lengths: i32[P], tokens of each solution.
   Returns:
     The next (params, opt_state), and the loss f32[] in nats per token.
   """
-  params, opt_state = state
+  trained, opt_state = state
   tokens = solutions[:, None]  # a group of one
   mask = (jnp.arange(solutions.shape[1]) < lengths[:, None])[:, None].astype(jnp.float32)
 
-  def loss(params):
+  def loss(trained):
+    params = model.combine(trained, frozen)
     hidden = model.response_hidden(params, prompts, tokens)
     logprobs, _ = token_logprobs(hidden, model.head(params), tokens)
     pair = aggregate(-logprobs, mask, how="token_mean", max_response_length=mask.shape[-1])
     return pair.total / pair.weight
 
-  value, gradient = jax.value_and_grad(loss)(params)
-  updates, opt_state = optimizer.update(gradient, opt_state, params)
-  return (optax.apply_updates(params, updates), opt_state), value
+  value, gradient = jax.value_and_grad(loss)(trained)
+  updates, opt_state = optimizer.update(gradient, opt_state, trained)
+  return (optax.apply_updates(trained, updates), opt_state), value
 
 
 def warm_start(
   state: tuple[Params, Any],
+  frozen: Params,
   batches: Iterator[tuple[Prompts, Array, Array]],
   step: Callable[..., tuple[tuple[Params, Any], Array]],
   *,
@@ -77,7 +81,7 @@ def warm_start(
     report(index, value)
 
   for index in range(1, num_steps + 1):
-    state, value = step(state, *next(batches))
+    state, value = step(state, frozen, *next(batches))
     if index % report_every == 0 or index == num_steps:
       if unread:
         read()

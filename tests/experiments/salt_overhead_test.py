@@ -66,8 +66,8 @@ def test_parts_add_up_to_the_update(module, route):
 
 def test_materialised_is_the_same_matrix(module, x64):
   params, batch, forward, setting = make_case(temperature=0.7)
-  found = module.materialised().gram(params, batch, forward, setting)
-  exact = streaming().gram(params, batch, forward, setting)
+  found = module.materialised().gram(params, {}, batch, forward, setting)
+  exact = streaming().gram(params, {}, batch, forward, setting)
   np.testing.assert_allclose(found, exact, rtol=1e-10, atol=1e-10)
 
 

@@ -15,7 +15,7 @@ from oracles.gram_cases import (
   rollout_loss,
 )
 
-from rlvr_jax.geometry import Setting, num_selected, per_rollout, per_rollout_features
+from rlvr_jax.geometry import GramContext, num_selected, per_rollout, per_rollout_features
 
 PATTERN = r"blocks/(query|down)$|embedding"
 
@@ -39,7 +39,7 @@ def looped(params, batch, setting):
 @pytest.mark.parametrize("tied_head", [True, False])
 def test_features_and_gram_of_any_parameters(x64, tied_head):
   model, params = make_transformer(tied_head=tied_head)
-  batch, setting = make_batch(0), Setting(model, 0.8)
+  batch, setting = make_batch(0), GramContext(model, 0.8)
   leaves, of_head = looped(params, batch, setting)
   kernel = of_head["embedding"].mT if tied_head else of_head["head_kernel"]
   if tied_head:
@@ -52,8 +52,8 @@ def test_features_and_gram_of_any_parameters(x64, tied_head):
 
   @jax.jit
   def run(params, batch):
-    gram = lambda name: per_rollout(parameters=name).gram(params, batch, None, setting)
-    features = per_rollout_features(params, batch, setting, parameters="all")
+    gram = lambda name: per_rollout(parameters=name).gram(params, {}, batch, None, setting)
+    features = per_rollout_features(params, {}, batch, setting, parameters="all")
     return features, {name: gram(name) for name in expected if name != "all"}
 
   features, grams = run(params, batch)
@@ -64,23 +64,23 @@ def test_features_and_gram_of_any_parameters(x64, tied_head):
   np.testing.assert_allclose(features, rows["all"], rtol=1e-9, atol=1e-11)
   assert np.all(features[3] == 0)  # the rollout whose mask is empty
   for name in expected:
-    assert num_selected(params, setting, parameters=name) == rows[name].shape[1]
+    assert num_selected(params, {}, setting, parameters=name) == rows[name].shape[1]
   for name, gram in grams.items():
     np.testing.assert_allclose(gram, rows[name] @ rows[name].T, rtol=1e-9, err_msg=name)
 
 
 def test_bfloat16_gradients_are_taken_in_float32():
   params, batch, _, setting = make_case(dtype="bfloat16")
-  features = per_rollout_features(params, batch, setting, parameters="kernel")
+  features = per_rollout_features(params, {}, batch, setting, parameters="kernel")
   assert features.dtype == np.float32
   exact = jax.tree.map(lambda p: p.astype(np.float32), params)
-  expected = per_rollout_features(exact, batch, setting, parameters="kernel")
+  expected = per_rollout_features(exact, {}, batch, setting, parameters="kernel")
   assert np.linalg.norm(features - expected) < 0.01 * np.linalg.norm(expected)
 
 
 def test_nothing_to_differentiate():
   model, params = make_lookup(dtype="float32")
   with pytest.raises(ValueError, match=r"'attn' matches none of the .*: kernel, table"):
-    per_rollout(parameters="attn").gram(params, make_batch(0), None, Setting(model))
+    per_rollout(parameters="attn").gram(params, {}, make_batch(0), None, GramContext(model))
   with pytest.raises(ValueError, match="nor a regular expression"):
     per_rollout(parameters="(")

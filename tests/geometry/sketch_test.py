@@ -24,7 +24,7 @@ CASE = dict(dtype="float32", soft_cap=2.0, scale=0.7, temperature=1.3)
 @functools.cache
 def exact_case():
   *case, setting = make_case(**CASE)
-  exact = jax.jit(lambda *args: streaming().gram(*args, setting))(*case)
+  exact = jax.jit(lambda params, *rest: streaming().gram(params, {}, *rest, setting))(*case)
   return np.asarray(exact, np.float64), *case, setting
 
 
@@ -37,7 +37,7 @@ def estimates(copies, a, b, num_seeds):
   def one(seed):
     projection = sketch(**sizes, seed=seed).projection(V)
     forward = make_forward(params, batch, setting, projection)
-    return sketch_with_error(params, batch, forward, setting, **sizes, seed=seed)
+    return sketch_with_error(params, {}, batch, forward, setting, **sizes, seed=seed)
 
   found, reported = jax.jit(jax.vmap(one))(jnp.arange(num_seeds))
   found = np.asarray(found, np.float64)
@@ -82,7 +82,7 @@ def test_seed_alone_decides():
     forward = make_forward(params, batch, setting, route.projection(V))
     mask = batch.mask[..., None]
     forward = Forward(spoil(forward.hidden, mask), None, spoil(forward.projected, mask))
-    return np.asarray(route.gram(params, batch, forward, setting))
+    return np.asarray(route.gram(params, {}, batch, forward, setting))
 
   np.testing.assert_array_equal(run(5), run(5))
   assert np.abs(run(5) - run(6)).max() > 0.01
@@ -97,7 +97,7 @@ def test_costs_a_fifth_of_a_head_product():
   batch = jax.tree.map(lambda x: abstract((P, G, T), x.dtype), exact_case()[2])
   projected = abstract((P, G, T, projection.shape[1]), jnp.float32)
   forward = Forward(abstract((P, G, T, D), jnp.bfloat16), None, projected)
-  jaxpr = jax.make_jaxpr(lambda *args: route.gram(None, *args, None))(batch, forward)
+  jaxpr = jax.make_jaxpr(lambda *args: route.gram(None, {}, *args, None))(batch, forward)
   accumulated = 2 * P * G * T * vocabulary * projection.shape[1]
   head_product = 2 * P * G * T * D * vocabulary
   assert flops.product_flops(jaxpr) + accumulated < 0.2 * head_product

@@ -13,7 +13,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from oracles.gram_cases import D, G, P, make_batch, make_case, make_transformer
 
-from rlvr_jax.geometry import Setting, bytes_moved, per_rollout, streaming
+from rlvr_jax.geometry import GramContext, bytes_moved, per_rollout, streaming
+from rlvr_jax.models.functional import all_trained
 from rlvr_jax.ops.masked import upcast
 from rlvr_jax.train import sharding
 from rlvr_jax.types import Forward, Head
@@ -30,7 +31,8 @@ def assert_close(found, expected, tolerance=1e-10):
 
 
 def streamed(args, setting, **route):
-  return jax.jit(lambda *args: streaming(**route).gram(*args, setting))(*args)
+  params, *rest = args
+  return jax.jit(lambda *args: streaming(**route).gram(*args, setting))(params, {}, *rest)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +55,7 @@ def streamed(args, setting, **route):
 )
 def test_equals_differentiation(x64, case, routes):
   params, batch, forward, setting = make_case(**case)
-  expected = jax.jit(lambda *args: per_rollout().gram(*args, None, setting))(params, batch)
+  expected = jax.jit(lambda *args: per_rollout().gram(*args, None, setting))(params, {}, batch)
   for route in routes:
     found = streamed((params, batch, forward), setting, **route)
     assert found.dtype == jnp.float64
@@ -92,7 +94,8 @@ def test_bfloat16_is_near_float32():
 )
 def test_what_cannot_be(arguments, message):
   with pytest.raises(ValueError, match=message):
-    streaming(**arguments).gram(*make_case(dtype="float32"))
+    params, *rest = make_case(dtype="float32")
+    streaming(**arguments).gram(params, {}, *rest)
 
 
 # --- price ----------------------------------------------------------------------------------------
@@ -100,6 +103,8 @@ def test_what_cannot_be(arguments, message):
 
 class _HeadOnly:
   """A model of which only the head exists."""
+
+  combine = staticmethod(all_trained)
 
   @staticmethod
   def head(params):
@@ -114,19 +119,19 @@ def abstract_case(prompts, group, length, width, vocabulary, dtype=jnp.bfloat16,
   batch = dataclasses.replace(batch, tokens=tokens, mask=mask)
   hidden = place((prompts, group, length, width), dtype, "batch")
   forward = Forward(hidden, mask, None)
-  return place((vocabulary, width), dtype, "kernel"), batch, forward
+  return place((vocabulary, width), dtype, "kernel"), {}, batch, forward
 
 
 @pytest.mark.parametrize("vocabulary", [12_800, 9_999])
 def test_costs_two_head_products_and_the_inner_products(vocabulary):
   P, G, length, width = 8, 8, 256, 512
   args = abstract_case(P, G, length, width, vocabulary)
-  run = lambda *args: streaming().gram(*args, Setting(_HeadOnly))
+  run = lambda *args: streaming().gram(*args, GramContext(_HeadOnly))
   head_product = 2 * P * G * length * width * vocabulary
   counted = flops.product_flops(jax.make_jaxpr(run)(*args)) / head_product
   assert counted == pytest.approx(2 + P * G / length, rel=1e-3)
   mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
-  run = lambda *args: streaming().gram(*args, Setting(_HeadOnly, mesh=mesh))
+  run = lambda *args: streaming().gram(*args, GramContext(_HeadOnly, mesh=mesh))
   counted = flops.product_flops(jax.make_jaxpr(run)(*args)) / head_product
   assert counted == pytest.approx(2 + P * G / length, rel=2e-3)
 
@@ -136,7 +141,7 @@ def test_memory_is_that_of_a_block():
   P, G, length, width, vocabulary = 4, 2, 64, 32, 65_536
   args = abstract_case(P, G, length, width, vocabulary, jnp.float32)
   block = 2**17
-  run = lambda *args: streaming(block_elements=block).gram(*args, Setting(_HeadOnly))
+  run = lambda *args: streaming(block_elements=block).gram(*args, GramContext(_HeadOnly))
   memory = jax.jit(run).lower(*args).compile().memory_analysis()
   hidden = P * G * length * width
   assert memory.temp_size_in_bytes < 4 * (4 * block + 2 * hidden)
@@ -206,10 +211,10 @@ def test_bytes_moved_are_those_of_the_compiled_program():
     shape, dtype, sharding=NamedSharding(mesh, layouts[what])
   )
   args = abstract_case(8, 2, 16, 32, 4096, jnp.float32, place)
-  run = lambda *args: streaming().gram(*args, Setting(_HeadOnly, mesh=mesh))
+  run = lambda *args: streaming().gram(*args, GramContext(_HeadOnly, mesh=mesh))
   found = received_bytes(jax.jit(run).lower(*args).compile().as_text())
   kernel = jax.ShapeDtypeStruct((32, 4096), jnp.float32)
-  assert sum(found.values()) == bytes_moved(args[2].hidden, kernel, mesh), found
-  thrice = bytes_moved(args[2].hidden, kernel, mesh, gather_chunks=3)
-  assert thrice - bytes_moved(args[2].hidden, kernel, mesh) == 2 * found["all-gather"]
-  assert bytes_moved(args[2].hidden, kernel, None) == 0
+  assert sum(found.values()) == bytes_moved(args[3].hidden, kernel, mesh), found
+  thrice = bytes_moved(args[3].hidden, kernel, mesh, gather_chunks=3)
+  assert thrice - bytes_moved(args[3].hidden, kernel, mesh) == 2 * found["all-gather"]
+  assert bytes_moved(args[3].hidden, kernel, None) == 0

@@ -77,9 +77,9 @@ def test_frozen_kernels_have_no_gradients(targets):
   adapters = jax.eval_shape(lambda base: lora.init(jax.random.key(0), base, settings), base)
 
   def loss(adapters, base):
-    adapted = lora.with_base(model, base, settings)
-    return jnp.sum(head_logits(adapted.response_hidden(adapters, prompts, tokens),
-                               adapted.head(adapters)))  # fmt: skip
+    params = lora.combine(adapters, base, settings)
+    hidden = model.response_hidden(params, prompts, tokens)
+    return jnp.sum(head_logits(hidden, model.head(params)))
 
   seen = visible(FULL, S + T - 1)
   wasted = P * PER_KEY * (np.sum(~seen[:, :S, :S]) + G * np.sum(~seen[:, S:]))

@@ -78,6 +78,7 @@ def test_greedy_cached_decoding_gives_the_published_models_tokens(case):
   new = greedy[:, ids.shape[1] :] if greedy.shape[1] > ids.shape[1] else greedy
   rollouts = generate(
     params,
+    {},
     Prompts(tokens=jnp.asarray(ids, jnp.int32), lengths=jnp.asarray(mask.sum(1), jnp.int32)),
     jax.random.key(0),
     model=model,

@@ -14,12 +14,14 @@ from train.step_test import make_batch, make_method, relative_distance
 from rlvr_jax import geometry, reweighting
 from rlvr_jax.geometry.per_rollout import per_rollout_features
 from rlvr_jax.models.functional import transformer
-from rlvr_jax.models.lora import LoraSettings, init, merged, target_kernels, with_base
+from rlvr_jax.models.lora import LoraSettings, adapted, combine, init, target_kernels
+from rlvr_jax.models.transformer import merged
 from rlvr_jax.ops.logprobs import head_logits, token_logprobs
 from rlvr_jax.rollouts.sampler import generate
 from rlvr_jax.train import sharding
+from rlvr_jax.train.accumulate import update_gradient
 from rlvr_jax.train.checkpoint import parameter_checksums
-from rlvr_jax.train.step import initial_state, train_step, update_gradient
+from rlvr_jax.train.step import initial_state, train_step
 from rlvr_jax.types import Sampling
 
 SETTINGS = LoraSettings(rank=3, alpha=7.5, targets="blocks/(query|value|down)$")
@@ -99,35 +101,35 @@ def test_impossible_settings_are_refused(fields, message):
 def test_new_adapters_change_nothing():
   model, base, _, new = setup("float32", EVERYTHING)
   batch = make_batch()
-  adapted = with_base(model, base, EVERYTHING)
-  score = lambda m: jit(lambda p: m.response_hidden(p, batch.prompts, batch.tokens))
-  np.testing.assert_array_equal(score(adapted)(new), score(model)(base))
-  np.testing.assert_array_equal(adapted.head(new).kernel, model.head(base).kernel)
-  jax.tree.map(np.testing.assert_array_equal, merged(base, new, EVERYTHING), base)
+  score = jit(lambda params: model.response_hidden(params, batch.prompts, batch.tokens))
+  params = combine(new, base, EVERYTHING)
+  np.testing.assert_array_equal(score(params), score(base))
+  np.testing.assert_array_equal(model.head(params).kernel, model.head(base).kernel)
+  jax.tree.map(np.testing.assert_array_equal, merged(params), base)
 
 
 def test_gradients_are_the_chain_rule_of_merged_kernels(x64):
   """dA = s·dW·Bᵀ and dB = s·Aᵀ·dW at W + s·A·B, formed here in NumPy; so are the logits."""
   model, base, adapters, _ = setup(remat="dots", tied_head=False, final_soft_cap=15.0)
-  adapted = with_base(model, base, SETTINGS)
   batch = make_batch(np.float64)
   scale = SETTINGS.alpha / SETTINGS.rank
   whole = jax.tree.map(np.array, base)
   for name, pair in adapters["blocks"].items():
     whole["blocks"][name] += scale * np.einsum("ldr,lre->lde", pair["a"], pair["b"])
-  found = jit(functools.partial(merged, settings=SETTINGS))(base, adapters)
+  found = jit(lambda *args: merged(combine(*args, SETTINGS)))(adapters, base)
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-13), found, whole)
 
-  def gradient(model, params):
-    def loss(params):
+  def gradient(network, trained):
+    def loss(trained):
+      params = network.combine(trained, base)
       hidden = model.response_hidden(params, batch.prompts, batch.tokens)
       logits = head_logits(hidden, model.head(params))
       return jnp.sum(jnp.sin(logits) * batch.mask[..., None]), logits
 
-    return jit(jax.grad(loss, has_aux=True))(params)
+    return jit(jax.grad(loss, has_aux=True))(trained)
 
   dense, expected = gradient(model, whole)
-  low, logits = gradient(adapted, adapters)
+  low, logits = gradient(adapted(model, SETTINGS), adapters)
   np.testing.assert_allclose(logits, expected, rtol=1e-10, atol=1e-12)
   assert jax.tree.structure(low) == jax.tree.structure(adapters)
   for name, pair in adapters["blocks"].items():
@@ -151,22 +153,21 @@ def test_gradients_are_the_chain_rule_of_merged_kernels(x64):
 def test_merged_sampling_agrees_with_unmerged_scoring(dtype, tied_head, bound):
   changes = dict(compute_dtype=dtype, tied_head=tied_head)
   model, base, adapters, _ = setup("float32", EVERYTHING, **changes)
-  adapted = with_base(model, base, EVERYTHING)
   prompts = jax.tree.map(jnp.asarray, make_batch().prompts)
   sample = functools.partial(
     generate,
-    model=adapted,
+    model=adapted(model, EVERYTHING),
     group_size=4,
     max_new_tokens=8,
     sampling=Sampling(),
     stop_tokens=(3,),
     pad_token=0,
   )
-  rollouts = jit(sample)(adapters, prompts, jax.random.key(0))
+  rollouts = jit(sample)(adapters, base, prompts, jax.random.key(0))
   mask = np.arange(8) < np.asarray(rollouts.lengths)[..., None]
   assert mask.sum() > 100
 
-  def gap(model, params):
+  def gap(params):
     @jit
     def score(params):
       hidden = model.response_hidden(params, prompts, rollouts.tokens)
@@ -174,8 +175,8 @@ def test_merged_sampling_agrees_with_unmerged_scoring(dtype, tied_head, bound):
 
     return np.abs(np.asarray(score(params) - rollouts.behavior_logprobs))[mask]
 
-  assert gap(adapted, adapters).mean() < bound
-  assert gap(model, base).mean() > 0.3
+  assert gap(combine(adapters, base, EVERYTHING)).mean() < bound
+  assert gap(base).mean() > 0.3
 
 
 def test_decoding_casts_the_head_before_its_loop_as_without_adapters():
@@ -183,9 +184,8 @@ def test_decoding_casts_the_head_before_its_loop_as_without_adapters():
   base = jax.eval_shape(model.init, jax.random.key(0))
 
   def heads(base, key):
-    adapted = with_base(model, base, EVERYTHING)
-    adapters = adapted.init(key)
-    return adapted.head(adapters).kernel, adapted.head(adapted.decoding_params(adapters)).kernel
+    params = combine(init(key, base, EVERYTHING), base, EVERYTHING)
+    return model.head(params).kernel, model.head(model.decoding_params(params)).kernel
 
   scoring, decoding = jax.eval_shape(heads, base, jax.random.key(0))
   assert (scoring.dtype, decoding.dtype) == (jnp.float32, jnp.bfloat16)
@@ -194,16 +194,16 @@ def test_decoding_casts_the_head_before_its_loop_as_without_adapters():
 # --- updates --------------------------------------------------------------------------------------
 
 
-def lora_method(base, dtype="float64", mesh=None, **changes):
-  """An update of adapters by GRPO and SALT, as a function of the base."""
+def lora_method(dtype="float64", mesh=None, **changes):
+  """An update of adapters by GRPO and SALT."""
   method = make_method(dtype, mesh=mesh, reweighting=reweighting.salt(), **changes)
   config = dataclasses.replace(method.model.config, qkv_bias=True)
   constrain = sharding.batch_constraint(mesh) if mesh else lambda x: x
-  single = with_base(transformer(config), base, SETTINGS)
+  single = adapted(transformer(config), SETTINGS)
   return method._replace(
-    model=with_base(transformer(config, constrain), base, SETTINGS),
+    model=adapted(transformer(config, constrain), SETTINGS),
     gram=geometry.streaming(),
-    gram_setting=geometry.Setting(single, method.temperature, mesh),
+    gram_context=geometry.GramContext(single, method.temperature, mesh),
   )
 
 
@@ -214,9 +214,9 @@ def test_an_update_moves_adapters_alone():
 
   @jit
   def step(state, batch, base):
-    return train_step(state, batch, method=lora_method(base, dtype="float32"))
+    return train_step(state, base, batch, method=lora_method(dtype="float32"))
 
-  state = jit(functools.partial(initial_state, lora_method(base, dtype="float32")))(
+  state = jit(functools.partial(initial_state, lora_method(dtype="float32")))(
     adapters, jnp.float32(0.0)
   )
   moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
@@ -245,7 +245,7 @@ def test_meshes_and_micro_batches_give_the_same_update(x64, shape):
 
   def gradient(base, adapters, batch, **how):
     run = lambda base, params, batch: update_gradient(
-      params, batch, coefficients, jax.random.key(0), method=lora_method(base, **how)
+      params, base, batch, coefficients, jax.random.key(0), method=lora_method(**how)
     )
     (loss, _), gradient = jit(run)(base, adapters, batch)
     return loss, gradient
@@ -264,12 +264,14 @@ def test_meshes_and_micro_batches_give_the_same_update(x64, shape):
 def test_per_rollout_gradients_add_up_to_the_batchs(x64):
   _, base, adapters, _ = setup()
   batch = make_batch(np.float64)
-  setting = lora_method(base).gram_setting
-  features = jit(lambda p: per_rollout_features(p, batch, setting, parameters="all"))(adapters)
+  setting = lora_method().gram_context
+  features = functools.partial(per_rollout_features, parameters="all")
+  features = jit(lambda p: features(p, base, batch, setting))(adapters)
 
   def total(adapters):
-    hidden = setting.model.response_hidden(adapters, batch.prompts, batch.tokens)
-    logprobs, _ = token_logprobs(hidden, setting.model.head(adapters), batch.tokens)
+    params = setting.model.combine(adapters, base)
+    hidden = setting.model.response_hidden(params, batch.prompts, batch.tokens)
+    logprobs, _ = token_logprobs(hidden, setting.model.head(params), batch.tokens)
     return -jnp.sum(logprobs * batch.mask)
 
   leaves = jax.tree.leaves(jit(jax.grad(total))(adapters))
@@ -302,11 +304,11 @@ def test_a_gradient_holds_neither_gradients_of_kernels_nor_low_rank_products():
   adapters = jax.eval_shape(lambda key: init(key, base, EVERYTHING), jax.random.key(0))
   batch = make_batch()
 
-  def loss(model, params):
+  def loss(params):
     return jnp.sum(jnp.sin(model.response_hidden(params, batch.prompts, batch.tokens)))
 
-  full = jax.grad(functools.partial(loss, model))
-  low = jax.grad(lambda a, base: loss(with_base(model, base, EVERYTHING), a))
+  full = jax.grad(loss)
+  low = jax.grad(lambda a, base: loss(combine(a, base, EVERYTHING)))
   products = lambda program: set(re.findall(r"f32\[([\d,]+)\] = dot_general", str(program)))
   sizes = [w.shape[1:] for w in target_kernels(base, EVERYTHING).values()]
   kernels = {f"{D},{E}" for pair in sizes for D, E in (pair, pair[::-1])}

@@ -14,7 +14,7 @@ from rlvr_jax.files import located
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.huggingface import load_params
 from rlvr_jax.models.huggingface_config import checkpoint_config
-from rlvr_jax.models.lora import LoraSettings, init, with_base
+from rlvr_jax.models.lora import LoraSettings, combine, init
 from rlvr_jax.models.peft import CONFIG_FILE, WEIGHTS_FILE, load_adapters, save_adapters
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.logprobs import head_logits
@@ -214,11 +214,11 @@ def test_the_peft_library_computes_the_same_logits(tmp_path, folder):
       return network(torch.tensor(ids)).logits.numpy()
 
   def ours(adapters, settings):
-    adapted = with_base(model, base, settings)
+    params = combine(adapters, base, settings)
     prompts = Prompts(jnp.asarray(ids[:, :1]), jnp.ones(len(ids), jnp.int32))
     responses = jnp.asarray(np.pad(ids[:, 1:], [(0, 0), (0, 1)]))[:, None]
-    hidden = adapted.response_hidden(adapters, prompts, responses)[:, 0]
-    return np.asarray(head_logits(hidden, adapted.head(adapters)))
+    hidden = model.response_hidden(params, prompts, responses)[:, 0]
+    return np.asarray(head_logits(hidden, model.head(params)))
 
   settings = LoraSettings(rank=3, alpha=7.5)
   adapters = random_adapters(config, settings)

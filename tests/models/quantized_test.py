@@ -135,7 +135,7 @@ def test_recorded_logprobs_are_those_of_the_rounded_policy(format, tied_head):
     stop_tokens=(3,),
     pad_token=0,
   )
-  rollouts = jax.jit(sample)(copy, prompts, jax.random.key(0))
+  rollouts = jax.jit(sample)(copy, {}, prompts, jax.random.key(0))
   mask = np.arange(T) < np.asarray(rollouts.lengths)[..., None]
   assert mask.sum() > 40
 

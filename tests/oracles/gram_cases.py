@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlvr_jax.geometry import Setting
-from rlvr_jax.models.functional import transformer
+from rlvr_jax.geometry import GramContext
+from rlvr_jax.models.functional import all_trained, transformer
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.types import Forward, Head, Prompts, TrainBatch
 
@@ -57,6 +57,7 @@ def make_lookup(*, dtype="float64", scale=1.0, soft_cap=None, vocab_size=V, widt
   }
   model = SimpleNamespace(
     config=SimpleNamespace(tied_head=False),
+    combine=all_trained,
     head=lambda params: Head(params["kernel"], scale, soft_cap),
     response_hidden=lambda params, prompts, tokens: params["table"][
       prompts.tokens[:, -1, None, None], tokens
@@ -89,7 +90,7 @@ def make_forward(params, batch, setting, projection=None):
 def make_case(make=make_lookup, *, temperature=1.0, batch=None, **model):
   """(params, batch, forward, setting)."""
   model, params = make(**model)
-  setting = Setting(model, temperature)
+  setting = GramContext(model, temperature)
   batch = make_batch(0) if batch is None else batch
   return params, batch, make_forward(params, batch, setting), setting
 

@@ -68,7 +68,7 @@ def _generate(sampling=SAMPLINGS[0], key=0, stop_tokens=(3, 11), prompts=None, g
       stop_tokens=stop_tokens,
       pad_token=PAD,
     )
-  )(_params(), prompts or _prompts(), jax.random.key(key))
+  )(_params(), {}, prompts or _prompts(), jax.random.key(key))
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -176,7 +176,7 @@ def test_the_cache_is_updated_in_place():
       stop_tokens=(3,),
       pad_token=PAD,
     )
-  ).lower(_params(), _prompts(), jax.random.key(0))
+  ).lower(_params(), {}, _prompts(), jax.random.key(0))
   program = lowered.compile().as_text()
   cache = rf"f32\[{P},{G},{CONFIG.num_kv_heads},({CONFIG.head_dim},{T}|{T},{CONFIG.head_dim})\]"
   computations = [c for c in program.split("\n\n") if not c.lstrip().startswith("ENTRY")]

@@ -36,7 +36,6 @@ def run(tmp_path_factory):
 
 def test_adapters_alone_are_trained_and_the_sampler_agrees(run):
   parts = components.build(tiny.config(**LORA))
-  components.load_base(parts)
   first = components.initial_params(parts)
   last, step = chosen_params(parts, run / "checkpoints" / "4")
   assert step == 4
@@ -67,7 +66,7 @@ def test_export_writes_the_merged_policy_and_the_adapters(run, tmp_path):
   folder = tmp_path / "out"
   export(parts, str(folder), run / "checkpoints" / "4")
   params, _ = chosen_params(parts, run / "checkpoints" / "4")
-  whole = parts.programs.whole(parts.mesh)(params)
+  whole = parts.merge(params, components.load_frozen(parts).trainer)
   loaded = load_params(folder, parts.abstract_base)
   jax.tree.map(np.testing.assert_array_equal, loaded, whole)
   adapters, settings = load_adapters(folder / "adapter", parts.model.config)

@@ -17,13 +17,9 @@ from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.reductions import values
 from rlvr_jax.ops.veto import negative_advantage_veto
 from rlvr_jax.train import sharding
-from rlvr_jax.train.step import (
-  Method,
-  initial_state,
-  policy_logprobs,
-  train_step,
-  update_gradient,
-)
+from rlvr_jax.train.accumulate import update_gradient
+from rlvr_jax.train.objective import Method, policy_logprobs
+from rlvr_jax.train.step import initial_state, train_step
 from rlvr_jax.types import Prompts, TrainBatch
 
 P, G, S, T, V = 8, 4, 3, 4, 16
@@ -46,7 +42,7 @@ def make_method(loss, veto, reweighter, mesh=None, **changes):
     coefficient_metrics=gradient_masses,
     reweighting=REWEIGHTINGS[reweighter],
     gram=geometry.streaming() if reweighter == "salt" else None,
-    gram_setting=geometry.Setting(transformer(config), mesh=mesh),
+    gram_context=geometry.GramContext(transformer(config), mesh=mesh),
     loss=getattr(losses, loss)(),
     aggregation="sequence_mean",
     max_response_length=T,
@@ -79,7 +75,7 @@ def make_batch_and_params():
   params = method.model.init(jax.random.key(0))
   near = jax.tree.map(lambda p: p + 0.2 * rng.normal(size=p.shape).astype(np.float64), params)
   nearer = jax.tree.map(lambda p, q: p + 0.3 * (q - p), params, near)
-  score = lambda p: np.asarray(policy_logprobs(p, batch, method=method)[0])
+  score = lambda p: np.asarray(policy_logprobs(p, {}, batch, method=method)[0])
   return dataclasses.replace(
     batch, behavior_logprobs=score(near), proximal_logprobs=score(nearer)
   ), params
@@ -94,7 +90,7 @@ def updater(loss, veto, reweighter, *, on_mesh=False, num_micro_batches=1):
     batch = sharding.to_devices(batch, sharding.batch_sharding(mesh))
   method = make_method(loss, veto, reweighter, mesh, num_micro_batches=num_micro_batches)
   update = jax.jit(functools.partial(update_gradient, method=method))
-  return lambda coefficients: update(params, batch, coefficients, jax.random.key(0))
+  return lambda coefficients: update(params, {}, batch, coefficients, jax.random.key(0))
 
 
 def check_updates(single, others, estimators):
@@ -160,7 +156,7 @@ def test_every_estimator_steps(x64, advantage):
   method = make_method("ppo_clip", "veto", "none")
   method = method._replace(advantage=getattr(advantages, advantage)(), num_micro_batches=2)
   state = initial_state(method, params, jnp.float64(0.7))
-  state, metrics = jax.jit(functools.partial(train_step, method=method))(state, batch)
+  state, metrics = jax.jit(functools.partial(train_step, method=method))(state, {}, batch)
   assert all(bool(jnp.isfinite(x)) for x in metrics.values()), metrics
   assert int(state.skipped) == 0
   assert int(state.step) == 1

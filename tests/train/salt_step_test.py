@@ -16,8 +16,10 @@ from rlvr_jax.geometry.per_rollout import per_rollout_features
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.ops.reductions import values
 from rlvr_jax.train import sharding
+from rlvr_jax.train.accumulate import update_gradient
 from rlvr_jax.train.geometry import mean_entropy, measure
-from rlvr_jax.train.step import initial_state, policy_logprobs, train_step, update_gradient
+from rlvr_jax.train.objective import policy_logprobs
+from rlvr_jax.train.step import initial_state, train_step
 
 ROUTES = {
   "streaming": geometry.streaming(),
@@ -28,14 +30,14 @@ ROUTES = {
 
 def make_salt_method(dtype="float64", *, mesh=None, route="streaming", scope="batch", **changes):
   method = make_method(dtype, mesh=mesh, reweighting=reweighting.salt(scope=scope), **changes)
-  setting = geometry.Setting(transformer(method.model.config), method.temperature, mesh)
-  return method._replace(gram=ROUTES[route], gram_setting=setting)
+  setting = geometry.GramContext(transformer(method.model.config), method.temperature, mesh)
+  return method._replace(gram=ROUTES[route], gram_context=setting)
 
 
 def gradient_of(method, batch, params):
   coefficients = method.advantage.apply((), batch)
   return jax.jit(functools.partial(update_gradient, method=method))(
-    params, batch, coefficients, jax.random.key(0)
+    params, {}, batch, coefficients, jax.random.key(0)
   )
 
 
@@ -74,7 +76,7 @@ def test_the_update_is_that_of_coefficients_reweighted_by_hand(x64, scope, k):
   plain = make_method("float64", num_micro_batches=k)
   method = make_salt_method(scope=scope, num_micro_batches=k)
   params = plain.model.init(jax.random.key(0))
-  features = np.asarray(per_rollout_features(params, batch, method.gram_setting))
+  features = np.asarray(per_rollout_features(params, {}, batch, method.gram_context))
   coefficients = np.asarray(plain.advantage.apply((), batch)).ravel()
   by_hand = np.empty_like(coefficients)
   for block in blocks_of(scope, k):
@@ -82,7 +84,7 @@ def test_the_update_is_that_of_coefficients_reweighted_by_hand(x64, scope, k):
   assert np.abs(by_hand - coefficients).max() > 0.1
   (_, metrics), gradient = gradient_of(method, batch, params)
   (_, _), expected = jax.jit(functools.partial(update_gradient, method=plain))(
-    params, batch, jnp.asarray(by_hand.reshape(P, G)), jax.random.key(0)
+    params, {}, batch, jnp.asarray(by_hand.reshape(P, G)), jax.random.key(0)
   )
   assert relative_distance(gradient, expected) < 1e-9
   assert values(metrics)["gram/forward_only_passes"] == (k > 1)
@@ -118,7 +120,7 @@ def test_the_trunk_runs_once_where_the_batch_is_one_micro_batch(k, passes):
   batch, params = make_batch(), method.model.init(jax.random.key(0))
   counted = method._replace(model=method.model._replace(response_hidden=counting))
   state = initial_state(counted, params, jnp.float32(0.0))
-  jax.eval_shape(functools.partial(train_step, method=counted), state, batch)
+  jax.eval_shape(functools.partial(train_step, method=counted), state, {}, batch)
   assert traced["trunk"] == passes
 
 
@@ -141,7 +143,7 @@ def test_measure_reports_the_error_of_a_route_that_is_not_exact(x64):
   state = initial_state(method, params, jnp.float64(0.0))
   run = lambda route, batch: jax.jit(
     functools.partial(measure, method=method, gram=route, compared="")
-  )(state, params, batch)
+  )(state, {}, params, batch)
   sketched = geometry.sketch(copies=8, hidden_size=16, vocabulary_size=16)
   exact, found = run(geometry.streaming(), batch), run(sketched, batch)
   assert "geometry/gram_relative_error" not in exact[0]
@@ -172,14 +174,14 @@ def test_measure_sees_the_coefficients_of_the_update(x64, k):
   state = initial_state(method, moved, jnp.float64(0.0))
   scalars, arrays = jax.jit(
     functools.partial(measure, method=method, gram=geometry.streaming(), compared="last_block")
-  )(state, params, batch)
-  features = np.asarray(per_rollout_features(moved, batch, method.gram_setting))
+  )(state, {}, params, batch)
+  features = np.asarray(per_rollout_features(moved, {}, batch, method.gram_context))
   coefficients = np.asarray(arrays["coefficients"]).ravel()
   np.testing.assert_allclose(arrays["gram"], features @ features.T, rtol=1e-9, atol=1e-12)
   np.testing.assert_allclose(
     np.ravel(arrays["reweighted"]), salt_by_hand(features, coefficients), rtol=1e-8, atol=1e-10
   )
-  blocks = per_rollout_features(moved, batch, method.gram_setting, parameters="last_block")
+  blocks = per_rollout_features(moved, {}, batch, method.gram_context, parameters="last_block")
   np.testing.assert_allclose(arrays["gram_compared"], blocks @ blocks.T, rtol=1e-8, atol=1e-12)
   norm = np.linalg.norm(coefficients @ features) / (P * G)
   np.testing.assert_allclose(scalars["geometry/update_norm"], norm, rtol=1e-9)
@@ -188,7 +190,7 @@ def test_measure_sees_the_coefficients_of_the_update(x64, k):
   np.testing.assert_allclose(
     scalars["geometry/head_rank_one_fraction"], singular[0] ** 2 / np.sum(singular**2), rtol=1e-6
   )
-  logprobs, entropy = policy_logprobs(moved, batch, method=method)
+  logprobs, entropy = policy_logprobs(moved, {}, batch, method=method)
   kept = np.asarray(batch.mask) > 0
   tokens = np.broadcast_to(coefficients.reshape(P, G, 1), kept.shape)[kept]
   covariance = np.cov(tokens, np.asarray(logprobs)[kept], bias=True)[0, 1]
@@ -196,5 +198,5 @@ def test_measure_sees_the_coefficients_of_the_update(x64, k):
     scalars["geometry/advantage_logprob_covariance"], -covariance, rtol=1e-9
   )
   np.testing.assert_allclose(
-    mean_entropy(moved, batch, method=method), np.asarray(entropy)[kept].mean(), rtol=1e-9
+    mean_entropy(moved, {}, batch, method=method), np.asarray(entropy)[kept].mean(), rtol=1e-9
   )

@@ -142,7 +142,7 @@ def lowered_generation(sizes, config=CONFIG):
   ints = lambda *shape: jax.ShapeDtypeStruct(
     shape, jnp.int32, sharding=sharding.batch_sharding(mesh)
   )
-  return run, (params, Prompts(tokens=ints(P, S), lengths=ints(P))), mesh
+  return run, (params, {}, Prompts(tokens=ints(P, S), lengths=ints(P))), mesh
 
 
 def gathers(hlo):
@@ -160,8 +160,8 @@ def test_decoding_gathers_each_weight_once_before_its_loop(sizes, tied_head):
   Only the tokens' own small integers may cross the tensor axis at every step.
   """
   config = CONFIG if tied_head else TransformerConfig(**vars(CONFIG) | {"tied_head": False})
-  run, (params, prompts), _ = lowered_generation(sizes, config)
-  hlo = run.lower(params, prompts, jax.random.key(0)).compile().as_text()
+  run, arguments, _ = lowered_generation(sizes, config)
+  hlo = run.lower(*arguments, jax.random.key(0)).compile().as_text()
   found = gathers(hlo)
   size = lambda shape: np.prod([int(n) for n in re.findall(r"\d+", shape.split("[")[1])])
   largest_activation = P * G * 4
@@ -181,12 +181,12 @@ def test_generation_is_that_of_one_device(sizes):
   )
   results = []
   for mesh_sizes in (dict(), sizes):
-    run, (abstract, _), mesh = lowered_generation(mesh_sizes)
+    run, (abstract, _, _), mesh = lowered_generation(mesh_sizes)
     params = jax.jit(
       transformer(CONFIG).init, out_shardings=jax.tree.map(lambda x: x.sharding, abstract)
     )(jax.random.key(0))
     placed = sharding.to_devices(prompts, sharding.batch_sharding(mesh))
-    results.append(sharding.to_host(run(params, placed, jax.random.key(1))))
+    results.append(sharding.to_host(run(params, {}, placed, jax.random.key(1))))
   one, many = results
   np.testing.assert_array_equal(many.tokens, one.tokens)
   np.testing.assert_allclose(many.behavior_logprobs, one.behavior_logprobs, atol=1e-5)

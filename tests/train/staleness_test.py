@@ -264,9 +264,9 @@ def trainer(parts, on_policy, tmp_path):
     warm = loop.Checkpointer(on_policy / "warm_start").restore(these.abstract_state.params)
     pool = loop.GraderPool(these.task.grader, num_workers=1, timeout_s=5.0)
     store = RolloutStore(workdir / "rollouts", writable=True)
-    made = loop.Trainer(
-      dataclasses.replace(these, schedule=schedule), writer, saved, pool, store, initial=warm.state
-    )
+    these = dataclasses.replace(these, schedule=schedule)
+    frozen = components.load_frozen(these)
+    made = loop.Trainer(these, frozen, writer, saved, pool, store, initial=warm.state)
     made.begin(warm.state)
     opened.extend([writer, saved, pool, store])
     return made

@@ -16,13 +16,9 @@ from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.reductions import values
 from rlvr_jax.train import sharding
-from rlvr_jax.train.step import (
-  Method,
-  initial_state,
-  policy_logprobs,
-  train_step,
-  update_gradient,
-)
+from rlvr_jax.train.accumulate import update_gradient
+from rlvr_jax.train.objective import Method, policy_logprobs
+from rlvr_jax.train.step import initial_state, train_step
 from rlvr_jax.types import Prompts, TrainBatch
 
 P, G, S, T, V = 8, 4, 5, 6, 32
@@ -72,7 +68,7 @@ def make_batch(dtype=np.float32, seed=0):
 def gradient_of(method, batch, params):
   coefficients = method.advantage.apply((), batch)
   return jax.jit(functools.partial(update_gradient, method=method))(
-    params, batch, coefficients, jax.random.key(0)
+    params, {}, batch, coefficients, jax.random.key(0)
   )
 
 
@@ -162,12 +158,12 @@ def test_the_gradient_on_policy_is_the_policy_gradient(x64):
   method = make_method("float64")
   params = method.model.init(jax.random.key(1))
   batch = make_batch(np.float64)
-  logprobs, _ = policy_logprobs(params, batch, method=method)
+  logprobs, _ = policy_logprobs(params, {}, batch, method=method)
   batch = dataclasses.replace(batch, behavior_logprobs=logprobs)
   (_, _), gradient = gradient_of(method, batch, params)
 
   def plain(params):
-    logprobs, _ = policy_logprobs(params, batch, method=method)
+    logprobs, _ = policy_logprobs(params, {}, batch, method=method)
     rewards = batch.rewards
     deviation = rewards.std(axis=1, keepdims=True, ddof=1)
     coefficients = (rewards - rewards.mean(axis=1, keepdims=True)) / (deviation + 1e-6)
@@ -183,7 +179,7 @@ def test_terms_add_their_gradients(x64):
   with_terms = make_method("float64", reference_kl=0.3, entropy_bonus=0.05)
   (loss, metrics), _ = gradient_of(with_terms, batch, params)
   (surrogate, _), _ = gradient_of(make_method("float64"), batch, params)
-  logprobs, entropy = policy_logprobs(params, batch, method=with_terms)
+  logprobs, entropy = policy_logprobs(params, {}, batch, method=with_terms)
   log_ratio = batch.reference_logprobs - logprobs
   mean = lambda x: float(np.sum(batch.mask * x) / batch.mask.sum())
   kl = mean(np.exp(log_ratio) - 1 - log_ratio)
@@ -210,8 +206,8 @@ def test_statistics_are_those_of_the_whole_batch_under_micro_batches(x64):
   state = lambda method: initial_state(method, params, jnp.zeros(()))
   params = whole.model.init(jax.random.key(0))
   step = lambda method: jax.jit(functools.partial(train_step, method=method))
-  expected, expected_values = step(whole)(state(whole), make_batch(np.float64))
-  found, found_values = step(split)(state(split), make_batch(np.float64))
+  expected, expected_values = step(whole)(state(whole), {}, make_batch(np.float64))
+  found, found_values = step(split)(state(split), {}, make_batch(np.float64))
   assert relative_distance(found.params, expected.params) < 1e-11
   np.testing.assert_allclose(
     found_values["loss/surrogate"], expected_values["loss/surrogate"], rtol=1e-11
@@ -224,16 +220,16 @@ def test_a_nonfinite_gradient_is_skipped_and_counted():
   state = initial_state(method, method.model.init(jax.random.key(0)), jnp.zeros(()))
   batch = make_batch()
   poisoned = dataclasses.replace(batch, behavior_logprobs=np.full((P, G, T), -np.inf, np.float32))
-  after, metrics = step(state, poisoned)
+  after, metrics = step(state, {}, poisoned)
   assert (int(after.step), int(after.skipped), int(after.skipped_in_a_row)) == (1, 1, 1)
   assert float(metrics["update/skipped_in_a_row"]) == 1
   for a, b in zip(jax.tree.leaves(after.params), jax.tree.leaves(state.params), strict=True):
     np.testing.assert_array_equal(a, b)
   for a, b in zip(jax.tree.leaves(after.opt_state), jax.tree.leaves(state.opt_state), strict=True):
     np.testing.assert_array_equal(a, b)
-  again, _ = step(after, batch)
+  again, _ = step(after, {}, batch)
   assert (int(again.step), int(again.skipped), int(again.skipped_in_a_row)) == (2, 1, 0)
-  clean, _ = step(state, batch)
+  clean, _ = step(state, {}, batch)
   for a, b in zip(jax.tree.leaves(again.params), jax.tree.leaves(clean.params), strict=True):
     np.testing.assert_array_equal(a, b)
 
@@ -242,7 +238,7 @@ def test_a_batch_without_loss_tokens_changes_nothing():
   method = make_method(optimizer=optax.sgd(1.0))
   state = initial_state(method, method.model.init(jax.random.key(0)), jnp.zeros(()))
   batch = dataclasses.replace(make_batch(), mask=np.zeros((P, G, T), np.float32))
-  after, metrics = jax.jit(functools.partial(train_step, method=method))(state, batch)
+  after, metrics = jax.jit(functools.partial(train_step, method=method))(state, {}, batch)
   assert float(metrics["loss/surrogate"]) == 0 and int(after.skipped) == 0
   for a, b in zip(jax.tree.leaves(after.params), jax.tree.leaves(state.params), strict=True):
     np.testing.assert_array_equal(a, b)
