@@ -1,6 +1,7 @@
 """Log-probabilities + coefficients → per-token loss. One factory per loss, looked up by name."""
 
 from rlvr_jax.losses.base import Loss as Loss
+from rlvr_jax.losses.base import token_loss as token_loss
 from rlvr_jax.losses.cispo import cispo as cispo
 from rlvr_jax.losses.decoupled_ppo import decoupled_ppo as decoupled_ppo
 from rlvr_jax.losses.gmpo import gmpo as gmpo

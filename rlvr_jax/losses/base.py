@@ -56,6 +56,24 @@ def prepare(policy_logprobs: Array, batch: TrainBatch, coefficients: Array) -> T
   )
 
 
+def token_loss(function: Callable[[Tokens], tuple[Array, Array]]) -> Loss:
+  """A loss that looks at nothing but the tokens' ratios and coefficients.
+
+  Args:
+    function: tokens → (losses f32[P, G, T], clipped [P, G, T] or [P, G, 1], see `clip_metrics`).
+  """
+
+  def per_token(
+    policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any = None
+  ) -> tuple[Array, Metrics]:
+    del statistics
+    tokens = prepare(policy_logprobs, batch, coefficients)
+    losses, clipped = function(tokens)
+    return losses, clip_metrics(clipped, tokens)
+
+  return Loss(per_token)
+
+
 def clip_metrics(clipped: Array, tokens: Tokens) -> Metrics:
   """Share of loss tokens whose ratio was clipped or capped: of all, of A > 0, of A < 0.
 

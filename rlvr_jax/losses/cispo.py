@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 
-from rlvr_jax.losses.base import Loss, clip_metrics, prepare, score_function
+from rlvr_jax.losses.base import Loss, Tokens, score_function, token_loss
 from rlvr_jax.ops.checks import check_between
-from rlvr_jax.types import Array, Metrics, TrainBatch
+from rlvr_jax.types import Array
 
 
 def cispo(*, epsilon_low: float = 0.2, epsilon_high: float = 0.2) -> Loss:
@@ -23,12 +21,8 @@ def cispo(*, epsilon_low: float = 0.2, epsilon_high: float = 0.2) -> Loss:
   check_between("cispo", "epsilon_low", epsilon_low, low=0.0, high=1.0)
   check_between("cispo", "epsilon_high", epsilon_high, low=0.0)
 
-  def per_token(
-    policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any = None
-  ) -> tuple[Array, Metrics]:
-    del statistics
-    tokens = prepare(policy_logprobs, batch, coefficients)
+  def per_token(tokens: Tokens) -> tuple[Array, Array]:
     weights = jnp.clip(tokens.ratios, 1 - epsilon_low, 1 + epsilon_high)
-    return score_function(weights, tokens), clip_metrics(weights != tokens.ratios, tokens)
+    return score_function(weights, tokens), weights != tokens.ratios
 
-  return Loss(per_token)
+  return token_loss(per_token)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 
-from rlvr_jax.losses.base import Loss, clip_metrics, follow, prepare
+from rlvr_jax.losses.base import Loss, Tokens, follow, token_loss
 from rlvr_jax.ops.checks import check_between
 from rlvr_jax.ops.ratios import mean_log_ratios
-from rlvr_jax.types import Array, Metrics, TrainBatch
+from rlvr_jax.types import Array
 
 
 def gmpo(*, epsilon_low: float = 0.4, epsilon_high: float = 0.4) -> Loss:
@@ -27,17 +25,13 @@ def gmpo(*, epsilon_low: float = 0.4, epsilon_high: float = 0.4) -> Loss:
   check_between("gmpo", "epsilon_low", epsilon_low, low=0.0)
   check_between("gmpo", "epsilon_high", epsilon_high, low=0.0)
 
-  def per_token(
-    policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any = None
-  ) -> tuple[Array, Metrics]:
-    del statistics
-    tokens = prepare(policy_logprobs, batch, coefficients)
+  def per_token(tokens: Tokens) -> tuple[Array, Array]:
     sign = jnp.sign(tokens.coefficients)
     bound = jnp.clip(tokens.log_ratios, -epsilon_low, epsilon_high)
     clipped = sign * bound < sign * tokens.log_ratios
     log_ratios = jnp.where(clipped, bound, tokens.log_ratios)
     geometric_mean = jnp.exp(mean_log_ratios(log_ratios, tokens.mask))
     losses = -tokens.coefficients * follow(geometric_mean, log_ratios)
-    return losses, clip_metrics(clipped, tokens)
+    return losses, clipped
 
-  return Loss(per_token)
+  return token_loss(per_token)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 
-from rlvr_jax.losses.base import Loss, clip_metrics, follow, prepare
+from rlvr_jax.losses.base import Loss, Tokens, follow, token_loss
 from rlvr_jax.losses.ppo_clip import clipped_surrogate
 from rlvr_jax.ops.checks import check_between
 from rlvr_jax.ops.ratios import mean_log_ratios
-from rlvr_jax.types import Array, Metrics, TrainBatch
+from rlvr_jax.types import Array
 
 
 def gspo(*, epsilon_low: float = 3e-4, epsilon_high: float = 4e-4) -> Loss:
@@ -26,11 +24,7 @@ def gspo(*, epsilon_low: float = 3e-4, epsilon_high: float = 4e-4) -> Loss:
   check_between("gspo", "epsilon_low", epsilon_low, low=0.0, high=1.0)
   check_between("gspo", "epsilon_high", epsilon_high, low=0.0)
 
-  def per_token(
-    policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any = None
-  ) -> tuple[Array, Metrics]:
-    del statistics
-    tokens = prepare(policy_logprobs, batch, coefficients)
+  def per_token(tokens: Tokens) -> tuple[Array, Array]:
     sequence_ratios = jnp.exp(mean_log_ratios(tokens.log_ratios, tokens.mask))
     losses, clipped = clipped_surrogate(
       follow(sequence_ratios, tokens.policy_logprobs),
@@ -38,6 +32,6 @@ def gspo(*, epsilon_low: float = 3e-4, epsilon_high: float = 4e-4) -> Loss:
       low=1 - epsilon_low,
       high=1 + epsilon_high,
     )
-    return losses, clip_metrics(clipped, tokens)
+    return losses, clipped
 
-  return Loss(per_token)
+  return token_loss(per_token)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 
-from rlvr_jax.losses.base import Loss, clip_metrics, prepare
+from rlvr_jax.losses.base import Loss, Tokens, token_loss
 from rlvr_jax.ops.checks import check_between
-from rlvr_jax.types import Array, Metrics, TrainBatch
+from rlvr_jax.types import Array
 
 
 def clipped_surrogate(
@@ -47,11 +45,7 @@ def ppo_clip(
   if dual_clip is not None:
     check_between("ppo_clip", "dual_clip", dual_clip, low=1.0, open_low=True)
 
-  def per_token(
-    policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any = None
-  ) -> tuple[Array, Metrics]:
-    del statistics
-    tokens = prepare(policy_logprobs, batch, coefficients)
+  def per_token(tokens: Tokens) -> tuple[Array, Array]:
     losses, clipped = clipped_surrogate(
       tokens.ratios, tokens.coefficients, low=1 - epsilon_low, high=1 + epsilon_high
     )
@@ -59,6 +53,6 @@ def ppo_clip(
       ceiling = -tokens.coefficients * dual_clip
       capped = (tokens.coefficients < 0) & (losses > ceiling)
       losses, clipped = jnp.where(capped, ceiling, losses), clipped | capped
-    return losses, clip_metrics(clipped, tokens)
+    return losses, clipped
 
-  return Loss(per_token)
+  return token_loss(per_token)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 
-from rlvr_jax.losses.base import Loss, clip_metrics, prepare, score_function
+from rlvr_jax.losses.base import Loss, Tokens, score_function, token_loss
 from rlvr_jax.ops.checks import check_between
-from rlvr_jax.types import Array, Metrics, TrainBatch
+from rlvr_jax.types import Array
 
 
 def reinforce(*, truncation: float | None = None) -> Loss:
@@ -21,16 +19,12 @@ def reinforce(*, truncation: float | None = None) -> Loss:
   if truncation is not None:
     check_between("reinforce", "truncation", truncation, low=0.0, open_low=True)
 
-  def per_token(
-    policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any = None
-  ) -> tuple[Array, Metrics]:
-    del statistics
-    tokens = prepare(policy_logprobs, batch, coefficients)
+  def per_token(tokens: Tokens) -> tuple[Array, Array]:
     ratios = tokens.ratios
     if truncation is None:
       weights, truncated = jnp.ones_like(ratios), jnp.zeros_like(ratios)
     else:
       weights, truncated = jnp.minimum(ratios, truncation), ratios > truncation
-    return score_function(weights, tokens), clip_metrics(truncated, tokens)
+    return score_function(weights, tokens), truncated
 
-  return Loss(per_token)
+  return token_loss(per_token)

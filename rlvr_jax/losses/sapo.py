@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from rlvr_jax.losses.base import Loss, clip_metrics, prepare
+from rlvr_jax.losses.base import Loss, Tokens, token_loss
 from rlvr_jax.ops.checks import check_between
-from rlvr_jax.types import Array, Metrics, TrainBatch
+from rlvr_jax.types import Array
 
 
 def sapo(*, temperature_positive: float = 1.0, temperature_negative: float = 1.05) -> Loss:
@@ -26,14 +24,10 @@ def sapo(*, temperature_positive: float = 1.0, temperature_negative: float = 1.0
   check_between("sapo", "temperature_positive", temperature_positive, low=0.0, open_low=True)
   check_between("sapo", "temperature_negative", temperature_negative, low=0.0, open_low=True)
 
-  def per_token(
-    policy_logprobs: Array, batch: TrainBatch, coefficients: Array, statistics: Any = None
-  ) -> tuple[Array, Metrics]:
-    del statistics
-    tokens = prepare(policy_logprobs, batch, coefficients)
+  def per_token(tokens: Tokens) -> tuple[Array, Array]:
     temperature = jnp.where(tokens.coefficients > 0, temperature_positive, temperature_negative)
     sigmoid = jax.nn.sigmoid(temperature * (tokens.ratios - 1))
     gate = 4 * sigmoid * (1 - sigmoid)
-    return -tokens.coefficients * (4 / temperature) * sigmoid, clip_metrics(1 - gate, tokens)
+    return -tokens.coefficients * (4 / temperature) * sigmoid, 1 - gate
 
-  return Loss(per_token)
+  return token_loss(per_token)
