@@ -26,7 +26,7 @@ ALLOWED = {
   "models": {"types", "ops", "files"},
   "data": {"types", "files"},
   "rewards": set(),
-  "rollouts": {"types", "ops", "files"},
+  "rollouts": {"types", "ops", "files", "data", "rewards"},
   "train.step": {"types", "ops"},
   "train": BELOW_THE_LOOP | {"evaluate", "train.step"},
   "evaluate": BELOW_THE_LOOP | {"train", "train.step"},

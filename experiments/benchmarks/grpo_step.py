@@ -132,7 +132,7 @@ def main(argv: list[str]) -> None:
       began = time.perf_counter()
       trainer.collect()
       updating = time.perf_counter()
-      rollouts.append(trainer.timings["time/generate_seconds"])
+      rollouts.append(trainer.log.timings["time/generate_seconds"])
       trainer.update()
       trainer.read_metrics()
       ended = time.perf_counter()

@@ -48,10 +48,11 @@ from configs import mu_grpo, quickstart
 from experiments.benchmarks import slow_grader
 from experiments.benchmarks.tables import Row, hardware, table
 from rlvr_jax.rollouts import schedules
-from rlvr_jax.train import components, loop
+from rlvr_jax.train import components
+from rlvr_jax.train import run as runs
 from rlvr_jax.train.metrics import read_metrics
 
-PHASES = ("generate", "grade", "hand_over", "optimise", "idle")
+PHASES = ("generate", "grade", "sync_weights", "optimise", "idle")
 SEQUENTIAL = "on-policy"
 SCHEDULES = {
   SEQUENTIAL: schedules.on_policy(),
@@ -116,7 +117,7 @@ def make_config(
 def run(parts: components.Parts) -> list[dict[str, Any]]:
   """Trains; the records of the updates."""
   with tempfile.TemporaryDirectory() as workdir, contextlib.redirect_stdout(sys.stderr):
-    loop.train(parts, workdir)
+    runs.train(parts, workdir)
     return [record for record in read_metrics(workdir) if record["phase"] == "train"]
 
 
@@ -189,7 +190,7 @@ def costs(config: ml_collections.ConfigDict) -> Row:
     check = Timed(parts.behavior_gap)
     records = run(dataclasses.replace(parts, behavior_gap=check))
   in_all = time.perf_counter() - began
-  handed_over = [record.get("time/hand_over_seconds") for record in records]
+  handed_over = [record.get("time/sync_weights_seconds") for record in records]
   handed_over = [seconds for seconds in handed_over if seconds is not None]
   return {
     "updates": len(records),
@@ -211,7 +212,7 @@ def seconds_of_hand_over(parts: components.Parts) -> float:
   params = jax.block_until_ready(components.initial_params(parts))
 
   def hand_over() -> Any:
-    given = parts.hand_over(params, parts.schedule.real_time)
+    given = parts.sync_weights(params, parts.schedule.real_time)
     return given, parts.checksums(given)
 
   timed = Timed(hand_over)

@@ -34,10 +34,9 @@ from experiments.runs import RECIPES
 from rlvr_jax.ops import reductions
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.rewards.pool import GraderPool
-from rlvr_jax.rollouts.collect import read_batch, write_batch
-from rlvr_jax.rollouts.drawn import from_shard
+from rlvr_jax.rollouts.batch import from_shard, read_batch, write_batch
 from rlvr_jax.rollouts.store import RolloutStore
-from rlvr_jax.train import components, loop
+from rlvr_jax.train import components, loop, run
 from rlvr_jax.train.accumulate import update_gradient
 from rlvr_jax.train.checkpoint import Checkpointer
 from rlvr_jax.train.host import Termination
@@ -89,7 +88,7 @@ def train_and_record(
     unused = enter(Checkpointer(workdir / "training" / "checkpoints", keep=1))
     restored = warm_starts.restore(parts.abstract_state.params)
     frozen = components.load_frozen(parts)
-    start = restored.state if restored else loop.warm_started(
+    start = restored.state if restored else run.warm_started(
       parts, frozen.trainer, writer, warm_starts, Termination()
     )
     first = copy(start)
@@ -102,7 +101,7 @@ def train_and_record(
       trainer.collect()
       lag = update - before
       if lag == 0:
-        recorded = trainer.drawn(update).graded.batch
+        recorded = trainer.queue.load(update).graded.train
       if lag in lags:
         params[lag] = copy(trainer.state.params)
       trainer.update()
@@ -118,7 +117,7 @@ def recorded_batch(place: str) -> TrainBatch:
   if not number.isdigit():
     raise app.UsageError(f"--rollouts={place}: give FILE.npz, or a store and a batch, STORE:NUMBER")
   store = RolloutStore(directory, writable=False)
-  batch = from_shard(int(number), *store.read(int(number))).graded.batch
+  batch = from_shard(int(number), *store.read(int(number))).graded.train
   return dataclasses.replace(batch, sources=None)
 
 

@@ -80,7 +80,7 @@ def measured(workdir: pathlib.Path) -> dict:
     "ess": mean("behavior/ess"),
     "clip": mean("loss/clip_fraction"),
     "negative_ratio": max(r["behavior/ratio_max_negative"] for r in train),
-    "hand_overs": sum("time/hand_over_seconds" in r for r in train),
+    "hand_overs": sum("time/sync_weights_seconds" in r for r in train),
     "first_update_seconds": optimise[0] - statistics.median(optimise),
     "phase_seconds": curves.phase_seconds(records),
     "elapsed_seconds": records[-1][curves.ELAPSED],
@@ -158,7 +158,7 @@ def cost_table(results: Mapping[str, Sequence[dict]]) -> str:
     scale = {"flops": 1e12}
     spent = lambda phase, runs=of_label: cell([r["phase_seconds"].get(phase, 0.0) for r in runs])
     rows[label] = [reached([r[over] for r in of_label], scale.get(over, 1)) for over in COSTS]
-    rows[label] += [f"{of_label[0]['hand_overs']}", spent("hand_over")]
+    rows[label] += [f"{of_label[0]['hand_overs']}", spent("sync_weights")]
     rows[label] += [" ".join(f"{r['first_update_seconds']:.1f}" for r in of_label)]
     rows[label] += [spent("generate"), spent("optimise")]
     rows[label] += [cell([r["elapsed_seconds"] for r in of_label])]

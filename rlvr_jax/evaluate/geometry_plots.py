@@ -24,7 +24,7 @@ from rlvr_jax.advantages import Advantage
 from rlvr_jax.geometry import diagnostics
 from rlvr_jax.ops import reductions, spectral
 from rlvr_jax.reweighting import Reweighting
-from rlvr_jax.train import components, loop
+from rlvr_jax.train import components, run
 from rlvr_jax.train.metrics import GEOMETRY_FOLDER
 from rlvr_jax.types import Array, TrainBatch
 
@@ -88,7 +88,7 @@ def fresh_geometry(config: ml_collections.ConfigDict) -> list[Measurement]:
     contextlib.redirect_stdout(silent),
     contextlib.redirect_stderr(silent),
   ):
-    loop.train(components.build(config), workdir)
+    run.train(components.build(config), workdir)
     return load_geometry(workdir)
 
 

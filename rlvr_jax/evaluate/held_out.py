@@ -14,7 +14,7 @@ from rlvr_jax.ops.keys import key_for
 from rlvr_jax.rollouts.collect import Collector
 from rlvr_jax.types import Array, Prompts, Rollouts
 
-Sample = Mapping[str, Any]  # a record of `rollouts.collect.Graded.samples`
+Sample = Mapping[str, Any]  # a record of `rollouts.batch.Graded.samples`
 
 
 class Evaluated(NamedTuple):
@@ -52,21 +52,21 @@ def evaluated(
     first_batch: number of the batch to begin with.
   """
   starts = range(0, len(problems), batch_size)[first_batch:]
-  generation, size = None, 0
+  flight, size = None, 0
   for index, start in enumerate([*starts, None], start=first_batch):
-    previous, previous_size, generation = generation, size, None
+    previous, previous_size, flight = flight, size, None
     if start is not None:
       batch = [problems[i % len(problems)] for i in range(start, start + batch_size)]
       size = min(batch_size, len(problems) - start)
       key = key_for(seed, "evaluation", index)
       draw = lambda prompts, key=key: [generate(to_devices(prompts), key)]
-      generation = collector.start(batch, draw, [version] * len(batch))
+      flight = collector.dispatch(batch, draw)
     if previous is not None:
-      rollouts, *grading = collector.submit_grading(previous)
-      samples = collector.finish(previous, rollouts, *grading).samples
+      previous = collector.submit_grading(previous)
+      samples = collector.finish(previous, [version] * batch_size).samples
       each = len(samples) // batch_size
       by_problem = [samples[p * each : (p + 1) * each] for p in range(previous_size)]
-      yield Evaluated(by_problem, previous.prompts.lengths, rollouts.lengths)
+      yield Evaluated(by_problem, previous.prompts.lengths, previous.rollouts.lengths)
 
 
 def accuracy(

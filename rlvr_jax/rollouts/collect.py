@@ -3,133 +3,127 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
+from rlvr_jax.data import Tokenizer, encode_prompts
 from rlvr_jax.ops.overlong import overlong_filter, overlong_penalty
+from rlvr_jax.rewards.outcome import OutcomePolicy, rewards_from_grades
+from rlvr_jax.rollouts.batch import Flight, Graded, completion_texts, join
 from rlvr_jax.types import Prompts, Rollouts, TrainBatch
-
-
-class Generation(NamedTuple):
-  """Rollouts on their way: dispatched to the devices, not yet waited for."""
-
-  problems: Sequence[Any]
-  prompts: Prompts  # NumPy
-  rollouts: Sequence[Rollouts]  # device arrays, of one source after the other
-  versions: Sequence[int]  # of each prompt: updates behind the policy that generates; −1: unknown
-
-
-class Graded(NamedTuple):
-  """A batch ready for training and what there is to tell of it."""
-
-  batch: TrainBatch  # NumPy
-  tokens: int  # generated for it
-  prompts: int  # drawn for it
-  statistics: dict[str, float]  # outcome fractions, share of responses cut at the limit
-  samples: list[dict[str, Any]]  # one JSON-able record per rollout, in order
 
 
 @dataclasses.dataclass(frozen=True)
 class Collector:
-  """What collection needs; every part is given, so that this module imports none of them.
+  """How prompts become graded rollouts, of a batch of training as of an evaluation.
 
   Attributes:
-    encode: problems → Prompts of NumPy arrays.
-    decode: token ids → text.
+    tokenizer: of the run.
+    max_prompt_length: S, tokens.
     submit: (completions, references) → a future of grades.
-    rewards_from_grades: grades → (rewards, keep, correct, counts).
-    to_host: the way of arrays from the mesh.
+    to_host: brings arrays from the mesh.
+    outcome_policy: what each outcome of grading is worth.
     overlong_buffer: tokens before the limit over which the reward falls; 0 leaves it as it is.
     overlong_filter: whether responses without a stop token are left out of the loss.
   """
 
-  encode: Callable[[Sequence[Any]], Prompts]
-  decode: Callable[[Sequence[int]], str]
-  submit: Callable[[list[str], list[dict[str, Any]]], Any]
-  rewards_from_grades: Callable[[list[Any]], Any]
+  tokenizer: Tokenizer
+  max_prompt_length: int
+  submit: Callable[[list[str], list[Mapping[str, Any]]], Any]
   to_host: Callable[[Any], Any]
+  outcome_policy: OutcomePolicy
   overlong_buffer: int = 0
   overlong_filter: bool = False
 
-  def start(
-    self,
-    problems: Sequence[Any],
-    generate: Callable[[Prompts], Sequence[Rollouts]],
-    versions: Sequence[int],
-  ) -> Generation:
+  def dispatch(
+    self, problems: Sequence[Any], generate: Callable[[Prompts], Sequence[Rollouts]]
+  ) -> Flight:
     """Dispatches generation and returns at once.
 
     Args:
       problems: P of them.
       generate: dispatches; NumPy prompts → rollouts of consecutive prompts, P in all.
-      versions: P numbers, see `Generation`.
     """
-    prompts = self.encode(problems)
-    return Generation(problems, prompts, generate(prompts), versions)
+    prompts = encode_prompts(problems, self.tokenizer, self.max_prompt_length)
+    return Flight(problems, prompts, generate(prompts))
 
-  def submit_grading(self, generation: Generation) -> tuple[Rollouts, list[str], Any]:
+  def submit_grading(self, flight: Flight) -> Flight:
     """Waits for the rollouts and hands them to the graders; returns before they are graded."""
-    parts = self.to_host(list(generation.rollouts))
+    parts = self.to_host(list(flight.rollouts))
     rollouts = jax.tree.map(lambda *x: np.concatenate(x), *parts)
-    completions = completion_texts(rollouts, self.decode)
+    completions = completion_texts(rollouts, self.tokenizer.decode)
     group_size = rollouts.tokens.shape[1]
-    references = [p.reference for p in generation.problems for _ in range(group_size)]
-    return rollouts, completions, self.submit(completions, references)
+    references = [p.reference for p in flight.problems for _ in range(group_size)]
+    grades = self.submit(completions, references)
+    return flight._replace(rollouts=rollouts, completions=completions, grades=grades)
 
-  def finish(
-    self, generation: Generation, rollouts: Rollouts, completions: list[str], grading: Any
-  ) -> Graded:
-    """Waits for the grades and packs the batch."""
-    grades = grading.result()
-    rewards, keep, correct, counts = self.rewards_from_grades(grades)
+  def finish(self, flight: Flight, versions: Sequence[int]) -> Graded:
+    """Waits for the grades and packs the batch.
+
+    Args:
+      flight: as `submit_grading` returned it.
+      versions: P numbers, see `RolloutBatch`; for the samples.
+    """
+    grades, rollouts = flight.grades.result(), flight.rollouts
+    rewards, keep, correct, counts = rewards_from_grades(grades, self.outcome_policy)
     P, G, T = rollouts.tokens.shape
-    shape = (P, G)
     mask = np.arange(T) < rollouts.lengths[..., None]
-    rewards, correct, kept = (np.reshape(x, shape) for x in (rewards, correct, keep))
+    rewards, correct, kept = (np.reshape(x, (P, G)) for x in (rewards, correct, keep))
     mask = (mask & kept[..., None]).astype(np.float32)
     if self.overlong_filter:
       mask = np.asarray(overlong_filter(mask, rollouts.stopped))
     rewards, correct = fill_left_out(rewards, kept), fill_left_out(correct, kept)
-    shaped = rewards
-    if self.overlong_buffer:
-      shaped = shaped - np.asarray(
-        overlong_penalty(
-          rollouts.lengths, max_response_length=T, overlong_buffer=self.overlong_buffer
-        )
-      )
     batch = TrainBatch(
-      prompts=generation.prompts,
+      prompts=flight.prompts,
       tokens=rollouts.tokens,
       mask=mask,
       behavior_logprobs=rollouts.behavior_logprobs,
-      rewards=shaped,
+      rewards=self._shaped(rewards, rollouts),
       correct=correct,
       solve_rate=np.full(P, np.mean(correct), np.float32),
     )
     statistics = {f"outcome/{name}": count / (P * G) for name, count in counts.items()}
     statistics["response/truncated"] = float(1 - rollouts.stopped.mean())
-    per_rollout = (rewards.flat, rollouts.lengths.flat, rollouts.stopped.flat)
-    samples = [
-      {
-        "version": int(generation.versions[i // G]),
-        "prompt": generation.problems[i // G].question,
-        "completion": completion,
-        "answer": generation.problems[i // G].answer,
-        "outcome": grade.outcome.value,
-        "extracted": grade.answer,
-        "reward": float(reward),
-        "tokens": int(length),
-        "stopped": bool(stopped),
-      }
-      for i, (completion, grade, reward, length, stopped) in enumerate(
-        zip(completions, grades, *per_rollout, strict=True)
-      )
-    ]
+    samples = _samples(flight, grades, rewards, versions)
     return Graded(batch, int(rollouts.lengths.sum()), P, statistics, samples)
+
+  def _shaped(self, rewards: np.ndarray, rollouts: Rollouts) -> Any:
+    if not self.overlong_buffer:
+      return rewards
+    return rewards - np.asarray(
+      overlong_penalty(
+        rollouts.lengths,
+        max_response_length=rollouts.tokens.shape[-1],
+        overlong_buffer=self.overlong_buffer,
+      )
+    )
+
+
+def _samples(
+  flight: Flight, grades: Sequence[Any], rewards: np.ndarray, versions: Sequence[int]
+) -> list[dict[str, Any]]:
+  """A record for a person of every rollout."""
+  rollouts, group_size = flight.rollouts, rewards.shape[1]
+  per_rollout = (rewards.flat, rollouts.lengths.flat, rollouts.stopped.flat)
+  return [
+    {
+      "version": int(versions[i // group_size]),
+      "prompt": flight.problems[i // group_size].question,
+      "completion": completion,
+      "answer": flight.problems[i // group_size].answer,
+      "outcome": grade.outcome.value,
+      "extracted": grade.answer,
+      "reward": float(reward),
+      "tokens": int(length),
+      "stopped": bool(stopped),
+    }
+    for i, (completion, grade, reward, length, stopped) in enumerate(
+      zip(flight.completions, grades, *per_rollout, strict=True)
+    )
+  ]
 
 
 def fill_left_out(values: np.ndarray, keep: np.ndarray) -> np.ndarray:
@@ -155,11 +149,6 @@ def mean_statistics(parts: Sequence[Graded]) -> dict[str, float]:
   return {name: float(np.mean(having(name))) for name in names}
 
 
-def join(parts: Sequence[TrainBatch]) -> TrainBatch:
-  """The groups of several batches as one."""
-  return jax.tree.map(lambda *x: np.concatenate(x), *parts)
-
-
 def keep_mixed_groups(parts: Sequence[Graded], quotas: Sequence[int]) -> Graded | None:
   """DAPO's filter: a full batch of groups that are neither all right nor all wrong, or None.
 
@@ -171,7 +160,7 @@ def keep_mixed_groups(parts: Sequence[Graded], quotas: Sequence[int]) -> Graded 
     quotas: groups of a full batch, by source; P in all.
   Source: arXiv 2503.14476, dynamic sampling.
   """
-  batch = join([part.batch for part in parts])
+  batch = join([part.train for part in parts])
   solved = batch.correct.mean(axis=1)
   mixed = (solved > 0) & (solved < 1)
   found = [
@@ -194,35 +183,3 @@ def keep_mixed_groups(parts: Sequence[Graded], quotas: Sequence[int]) -> Graded 
     statistics,
     [samples[p * group_size + g] for p in mixed for g in range(group_size)],
   )
-
-
-def completion_texts(rollouts: Rollouts, decode: Callable[[Sequence[int]], str]) -> list[str]:
-  """The B responses as text, rollouts of a prompt adjacent; padding left out by length."""
-  tokens = rollouts.tokens.reshape(-1, rollouts.tokens.shape[-1])
-  return [
-    decode(row[:length].tolist()) for row, length in zip(tokens, rollouts.lengths.flat, strict=True)
-  ]
-
-
-def batch_to_arrays(batch: TrainBatch) -> dict[str, Any]:
-  """The arrays that are there by name; of the prompts, `prompts.tokens` and `prompts.lengths`."""
-  prompts = {f"prompts.{name}": value for name, value in vars(batch.prompts).items()}
-  return prompts | {k: v for k, v in vars(batch).items() if v is not None and k != "prompts"}
-
-
-def batch_from_arrays(arrays: Mapping[str, Any]) -> TrainBatch:
-  """The inverse of `batch_to_arrays`."""
-  fields = dict(arrays)
-  prompts = {name: fields.pop(f"prompts.{name}") for name in ("tokens", "lengths")}
-  return TrainBatch(prompts=Prompts(**prompts), **fields)
-
-
-def write_batch(path: str | os.PathLike[str], batch: TrainBatch) -> None:
-  """One batch as .npz, an array per field."""
-  np.savez(path, **batch_to_arrays(batch))
-
-
-def read_batch(path: str | os.PathLike[str]) -> TrainBatch:
-  """The inverse of `write_batch`."""
-  with np.load(path) as file:
-    return batch_from_arrays(dict(file))

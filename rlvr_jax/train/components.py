@@ -185,7 +185,7 @@ def make_generation_mesh(config: ml_collections.ConfigDict, mesh: Mesh) -> Mesh:
   return sharding.make_mesh(**sizes, field="generation_mesh", skipped=mesh.size)
 
 
-def make_hand_over(mesh: Mesh, own: Mesh, shardings: Params) -> Callable:
+def make_sync_weights(mesh: Mesh, own: Mesh, shardings: Params) -> Callable:
   """(parameters of the trainer, whether to outlive them) → parameters to draw rollouts from.
 
   An update donates its parameters: what is drawn from meanwhile must outlive them.
@@ -435,7 +435,7 @@ class Parts:
   supervised_step: Callable  # jitted, see `train.warm_start.supervised_step`
   generate: Callable  # jitted (trained, frozen, prompts, key) → Rollouts of the policy
   generate_held_out: Callable  # the same with the evaluation's samples and sampling
-  hand_over: Callable  # see `make_hand_over`
+  sync_weights: Callable  # see `make_sync_weights`
   checksums: Callable  # jitted params → u32[leaves]
   behavior_gap: Callable  # jitted, see `train.sources.behavior_gap`; sampling is static
   measure: Callable  # jitted, see `train.geometry.measure`
@@ -555,7 +555,7 @@ def build(
       else jit_generate(model, sampling, config.batch.group_size, mesh)
     ),
     generate_held_out=jit_generate(model, held_out_sampling, config.evaluation.num_samples, mesh),
-    hand_over=make_hand_over(mesh, own_mesh, shardings.params),
+    sync_weights=make_sync_weights(mesh, own_mesh, shardings.params),
     checksums=jax.jit(parameter_checksums),
     behavior_gap=jax.jit(
       functools.partial(behavior_gap, model=own_model), static_argnames="sampling"

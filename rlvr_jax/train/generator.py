@@ -1,8 +1,9 @@
-"""Draws graded batches from a behaviour policy, keeps each in the store, and gives them on."""
+"""Samples graded batches from a behavior policy, and keeps each in the store."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import sys
 import time
@@ -16,15 +17,16 @@ import numpy as np
 from rlvr_jax.data import problem_batches
 from rlvr_jax.models.flops import forward_flops
 from rlvr_jax.ops.keys import key_for
-from rlvr_jax.rollouts.collect import Collector, Generation, Graded, join, keep_mixed_groups
-from rlvr_jax.rollouts.drawn import FOREIGN, Drawn, from_shard, to_shard
+from rlvr_jax.rollouts.batch import FOREIGN, Graded, RolloutBatch, from_shard, join, to_shard
+from rlvr_jax.rollouts.collect import Collector, keep_mixed_groups
 from rlvr_jax.rollouts.store import RolloutStore, TornShardError
 from rlvr_jax.train import components, multihost
 from rlvr_jax.train.metrics import say
+from rlvr_jax.train.run_log import DeviceClock
 from rlvr_jax.train.sources import Source, max_gap
 from rlvr_jax.types import Array, Params, Prompts, Rollouts
 
-_ABSENT, _WHOLE = "", "whole"  # states of a batch in the store
+_ABSENT, _INTACT = "", "intact"  # states of a batch in the store
 
 
 class DynamicSamplingError(RuntimeError):
@@ -35,40 +37,28 @@ class AgreementError(RuntimeError):
   """The sampler and the trainer compute different log-probabilities from the same parameters."""
 
 
-class Behavior(NamedTuple):
-  """A policy as it was handed over for drawing rollouts."""
+class PolicySnapshot(NamedTuple):
+  """A policy as it was handed over for sampling rollouts."""
 
   params: Params  # the trained ones
   version: int  # updates behind it
-  checksums: Array  # u32[leaves], on the devices, see `fingerprint`
+  fingerprint: Callable[[], str]  # of its parameters; waits for them
   of_source: tuple[tuple[Params, Params], ...]  # (trained, frozen) that each source samples with
 
-  @property
-  def fingerprint(self) -> str:
-    return fingerprint(self.checksums)
 
+def fingerprint_of(checksums: Array) -> Callable[[], str]:
+  """A function of sixteen hexadecimal digits that tell parameters apart.
 
-def fingerprint(checksums: Array) -> str:
-  """Sixteen hexadecimal digits that tell parameters apart, from `parts.checksums(params)`."""
-  data = np.asarray(components.sharding.to_host(checksums)).astype("<u4").tobytes()
-  return hashlib.sha256(data).hexdigest()[:16]
+  Args:
+    checksums: u32[leaves], of `parts.checksums(params)`; the function waits for them once.
+  """
 
+  @functools.cache
+  def fingerprint() -> str:
+    data = np.asarray(components.sharding.to_host(checksums)).astype("<u4").tobytes()
+    return hashlib.sha256(data).hexdigest()[:16]
 
-class _Draw(NamedTuple):
-  """A batch on its way."""
-
-  behavior: Behavior
-  number: int
-  generation: Generation | None  # None: all groups are recorded
-  recorded: Graded | None
-  after: dict[str, Any]
-  dispatched: float  # seconds, of the host's clock
-
-
-class _Grading(NamedTuple):
-  draw: _Draw
-  submitted: tuple[Any, ...]  # what `Collector.finish` takes after the generation
-  timings: dict[str, float]
+  return fingerprint
 
 
 class Generator:
@@ -77,7 +67,7 @@ class Generator:
   Attributes:
     number: of the next batch.
     version: of the policy that drew the last one.
-    free_from: seconds of the host's clock: when the devices last ended something else.
+    clock: of the devices that generate.
     on_dispatch: called when the devices have got something to generate.
   """
 
@@ -99,7 +89,7 @@ class Generator:
     )
     self.number = self.draws = self.version = 0
     self.checked_version = -1  # whose log-probabilities were last compared
-    self.free_from = 0.0
+    self.clock = DeviceClock()
     self.on_dispatch: Callable[[], None] = lambda: None
 
   def state(self) -> dict[str, Any]:
@@ -117,33 +107,35 @@ class Generator:
     self.checked_version = state["checked_version"]
     self.problems.set_state(state["problems"])
 
-  def hand_over(self, params: Params, version: int) -> Behavior:
-    """The policy after `version` updates, as what rollouts are drawn from."""
-    params = self.parts.hand_over(params, self.parts.schedule.real_time)
+  def sync_weights(self, params: Params, version: int) -> PolicySnapshot:
+    """The policy after `version` updates, as what rollouts are sampled from."""
+    params = self.parts.sync_weights(params, self.parts.schedule.real_time)
     of_source = tuple(source.params_of(params, self.frozen) for source in self.live)
-    return Behavior(params, version, self.parts.checksums(params), of_source)
+    return PolicySnapshot(
+      params, version, fingerprint_of(self.parts.checksums(params)), of_source
+    )
 
   def batches(
-    self, next_behavior: Callable[[bool, Future | None], Behavior | None]
-  ) -> Iterator[Drawn]:
+    self, next_policy: Callable[[bool, Future | None], PolicySnapshot | None]
+  ) -> Iterator[RolloutBatch]:
     """Batches as they are graded; workers grade one while the devices generate the next.
 
     Args:
-      next_behavior: the policy of the next batch; None where there is none to draw now, which ends
+      next_policy: the policy of the next batch; None where there is none to sample now, which ends
         the iteration if nothing is on its way. The arguments: whether it may wait for one, and
         grades at whose arrival it waits no longer.
     """
-    generating: _Draw | None = None
-    grading: _Grading | None = None
+    generating: RolloutBatch | None = None
+    grading: RolloutBatch | None = None
     while True:
       # A policy may come before the grades are there: graders need not run out of work.
       until = grades_of(grading)
       wait = generating is None and (grading is None or until is not None)
-      behavior = next_behavior(wait, until)
-      if behavior is None and generating is None and grading is None:
+      policy = next_policy(wait, until)
+      if policy is None and generating is None and grading is None:
         return
       started = None
-      if behavior is not None:
+      if policy is not None:
         if (state := self.stored()) != _ABSENT:
           # First those that are on their way: batches come in their order.
           if grading is not None:
@@ -151,14 +143,14 @@ class Generator:
           if generating is not None:
             yield self.keep(self.finish(self.submit(generating)))
           generating = grading = None
-          known = self.recall(state, behavior)
+          known = self.recall(state, policy)
           if known is not None:
             yield known
             continue
         if self.config.dynamic_sampling.enabled:
-          yield self.draw_mixed_groups(behavior)
+          yield self.sample_mixed_groups(policy)
           continue
-        started = self.start(behavior)
+        started = self.start(policy)
       # Nothing that is graded waits for the devices.
       if grading is not None and until is not None and until.done():
         yield self.keep(self.finish(grading))
@@ -170,181 +162,180 @@ class Generator:
       generating, grading = started, submitted or grading
 
   def stored(self) -> str:
-    """Of the next batch: `_ABSENT`, `_WHOLE`, or what is wrong with it; the first process looks."""
+    """Of the next batch: `_ABSENT`, `_INTACT`, or what is wrong; the first process looks."""
     state = _ABSENT
     if multihost.is_first() and self.number in self.store.numbers():
       try:
         self.store.read(self.number)
-        state = _WHOLE
+        state = _INTACT
       except TornShardError as error:
         state = str(error)
     return multihost.exchange(state)[0]
 
-  def recall(self, state: str, behavior: Behavior | None = None) -> Drawn | None:
+  def recall(self, state: str, policy: PolicySnapshot | None = None) -> RolloutBatch | None:
     """The next batch from the store; a damaged one is set aside.
 
     Args:
       state: of it, see `stored`.
-      behavior: the policy that must have drawn it; None takes it whichever it was.
+      policy: that must have sampled it; None takes it whichever it was.
     """
     number = self.number
-    if state != _WHOLE:
+    if state != _INTACT:
       self.set_aside(number, state)
       return None
-    drawn = from_shard(number, *self.store.read(number))
-    if behavior is not None:
-      found, wanted = (drawn.version, drawn.fingerprint), (behavior.version, behavior.fingerprint)
+    batch = from_shard(number, *self.store.read(number))
+    if policy is not None:
+      found, wanted = (batch.version, batch.fingerprint), (policy.version, policy.fingerprint())
       if found != wanted:
         self.set_aside(
           number,
-          f"rollouts {number} were drawn by version {found[0]} with fingerprint {found[1]}, not by"
-          f" version {wanted[0]} with {wanted[1]}",
+          f"rollouts {number} were sampled by version {found[0]} with fingerprint {found[1]}, not"
+          f" by version {wanted[0]} with {wanted[1]}",
         )
         return None
-    self.set_state(drawn.after)
-    self.version = drawn.version
-    return drawn
+    self.set_state(batch.after)
+    self.version = batch.version
+    return batch
 
   def set_aside(self, number: int, why: str) -> None:
-    """Takes a batch out of the store's order, so that it can be drawn again."""
-    say(f"{why}; set aside, to be drawn again")
+    """Takes a batch out of the store's order, so that it can be sampled again."""
+    say(f"{why}; set aside, to be sampled again")
     multihost.on_first(lambda: self.store.set_aside(number), None)
 
-  def start(self, behavior: Behavior) -> _Draw:
+  def start(self, policy: PolicySnapshot) -> RolloutBatch:
     """Dispatches the generation of one batch."""
     index, number = self.draws, self.number
     self.draws += 1
     self.number += 1
-    self.version = behavior.version
+    self.version = policy.version
     dispatched = time.perf_counter()
-    generation = recorded = None
+    flight = recorded = None
     if self.num_live:
-      versions = self.versions(behavior)[: self.num_live].tolist()
-      generation = self.collector.start(
-        next(self.problems), lambda prompts: self.generate(behavior, prompts, index), versions
-      )
+      generate = lambda prompts: self.generate(policy, prompts, index)
+      flight = self.collector.dispatch(next(self.problems), generate)
     self.on_dispatch()
     if self.recorded is not None:
       recorded = self.recorded.take(index * self.num_recorded, self.num_recorded)
-    return _Draw(behavior, number, generation, recorded, self.state(), dispatched)
+    return RolloutBatch(
+      number=number,
+      version=policy.version,
+      versions=self.versions(policy),
+      snapshot=policy,
+      flight=flight,
+      recorded=recorded,
+      after=self.state() | {"checked_version": policy.version},
+      dispatched=dispatched,
+    )
 
-  def versions(self, behavior: Behavior) -> np.ndarray:
-    """i32[P], of every group of a batch; `FOREIGN` where no policy of this run draws it."""
-    of_sources = [behavior.version if s.of_this_run else FOREIGN for s in self.parts.sources]
+  def versions(self, policy: PolicySnapshot) -> np.ndarray:
+    """i32[P], of every group of a batch; `FOREIGN` where no policy of this run samples it."""
+    of_sources = [policy.version if s.of_this_run else FOREIGN for s in self.parts.sources]
     return np.repeat(np.asarray(of_sources, np.int32), self.quotas)
 
-  def generate(self, behavior: Behavior, prompts: Prompts, draw: int) -> list[Rollouts]:
+  def generate(self, policy: PolicySnapshot, prompts: Prompts, draw: int) -> list[Rollouts]:
     """Dispatches every source's share of the prompts; `draw` counts the calls."""
     first, others = (key_for(self.config.seed, purpose, draw) for purpose in ("rollout", "source"))
     rollouts, start = [], 0
-    for index, (source, policy) in enumerate(zip(self.live, behavior.of_source, strict=True)):
+    for index, (source, params) in enumerate(zip(self.live, policy.of_source, strict=True)):
       assert source.generate is not None
       share = slice(start, start + source.prompts)
       mine = self.parts.to_generation(jax.tree.map(lambda x, share=share: x[share], prompts))
       key = jax.random.fold_in(others, index) if index else first
-      rollouts.append(source.generate(*policy, mine, key))
+      rollouts.append(source.generate(*params, mine, key))
       start += source.prompts
     return rollouts
 
-  def submit(self, draw: _Draw) -> _Grading:
+  def submit(self, batch: RolloutBatch) -> RolloutBatch:
     """Waits for the rollouts and hands them to the graders."""
-    if draw.generation is None:
-      return _Grading(draw, (), {})
-    submitted = self.collector.submit_grading(draw.generation)
-    now = time.perf_counter()
-    seconds = now - max(draw.dispatched, self.free_from)
-    self.free_from = now
-    return _Grading(draw, submitted, {"time/generate_seconds": seconds})
+    if batch.flight is not None:
+      batch.flight = self.collector.submit_grading(batch.flight)
+      now = time.perf_counter()
+      batch.timings["time/generate_seconds"] = now - max(batch.dispatched, self.clock.free_from)
+      self.clock.free_from = now
+    return batch
 
-  def finish(self, grading: _Grading) -> Drawn:
+  def finish(self, batch: RolloutBatch) -> RolloutBatch:
     """Waits for the grades and puts the batch together."""
-    draw, timings, graded = grading.draw, grading.timings, grading.draw.recorded
-    drawn_tokens = [] if draw.recorded is None else [draw.recorded.batch.mask]
-    began = time.perf_counter()
-    flops = 0.0
-    if draw.generation is not None:
-      own = self.collector.finish(draw.generation, *grading.submitted)
-      timings["time/grade_seconds"] = time.perf_counter() - began
-      lengths = draw.generation.prompts.lengths, grading.submitted[0].lengths
-      positions = np.arange(own.batch.mask.shape[-1])
-      drawn_tokens.insert(0, (positions < lengths[1][..., None]).astype(np.float32))
-      flops = forward_flops(self.parts.model.config, *lengths)
-      graded = with_recorded(own, draw.recorded) if draw.recorded else own
+    graded, flight, policy = batch.recorded, batch.flight, batch.snapshot
+    sampled = [] if graded is None else [graded.train.mask]
+    if flight is not None:
+      assert batch.versions is not None
+      began = time.perf_counter()
+      own = self.collector.finish(flight, batch.versions.tolist()[: self.num_live])
+      batch.timings["time/grade_seconds"] = time.perf_counter() - began
+      lengths = flight.prompts.lengths, flight.rollouts.lengths
+      positions = np.arange(own.train.mask.shape[-1])
+      sampled.insert(0, (positions < lengths[1][..., None]).astype(np.float32))
+      batch.flops = forward_flops(self.parts.model.config, *lengths)
+      graded = with_recorded(own, graded) if graded else own
     assert graded is not None  # there are live or recorded groups, or both
     sources: Any = np.repeat(np.arange(len(self.quotas), dtype=np.int32), self.quotas)
-    solve_rate: Any = np.full(sources.shape, graded.batch.correct.mean(), np.float32)
-    batch = dataclasses.replace(graded.batch, sources=sources, solve_rate=solve_rate)
-    return Drawn(
-      number=draw.number,
-      version=draw.behavior.version,
-      fingerprint=draw.behavior.fingerprint,
-      graded=self.with_gaps(
-        graded._replace(batch=batch), np.concatenate(drawn_tokens), draw.behavior
-      ),
-      versions=self.versions(draw.behavior),
-      draws=1,
-      flops=flops,
-      after=draw.after | {"checked_version": draw.behavior.version},
-      timings=timings,
-    )
+    solve_rate: Any = np.full(sources.shape, graded.train.correct.mean(), np.float32)
+    train = dataclasses.replace(graded.train, sources=sources, solve_rate=solve_rate)
+    batch.fingerprint = policy.fingerprint()
+    batch.graded = self.with_gaps(graded._replace(train=train), np.concatenate(sampled), policy)
+    batch.snapshot = batch.flight = batch.recorded = None
+    return batch
 
-  def draw_mixed_groups(self, behavior: Behavior) -> Drawn:
+  def sample_mixed_groups(self, policy: PolicySnapshot) -> RolloutBatch:
     """One batch of groups that are neither all right nor all wrong."""
     limit = self.config.dynamic_sampling.max_batches
     number = self.number
-    drawn: list[Drawn] = []
-    while len(drawn) < limit:
-      drawn.append(self.finish(self.submit(self.start(behavior))))
-      kept = keep_mixed_groups([d.graded for d in drawn], self.quotas)
+    sampled: list[RolloutBatch] = []
+    while len(sampled) < limit:
+      sampled.append(self.finish(self.submit(self.start(policy))))
+      parts = [batch.graded for batch in sampled if batch.graded is not None]
+      kept = keep_mixed_groups(parts, self.quotas)
       if kept is not None:
         self.number = number + 1
-        phases = dict.fromkeys(phase for d in drawn for phase in d.timings)
-        timings = {phase: sum(d.timings[phase] for d in drawn) for phase in phases}
+        phases = dict.fromkeys(phase for batch in sampled for phase in batch.timings)
+        timings = {phase: sum(batch.timings[phase] for batch in sampled) for phase in phases}
         return self.keep(
-          drawn[-1]._replace(
+          dataclasses.replace(
+            sampled[-1],
             number=number,
             graded=kept,
-            draws=len(drawn),
-            flops=sum(d.flops for d in drawn),
-            after=drawn[-1].after | {"number": number + 1},
+            draws=len(sampled),
+            flops=sum(batch.flops for batch in sampled),
+            after=sampled[-1].after | {"number": number + 1},
             timings=timings,
           )
         )
-    solved = np.mean([d.graded.batch.correct.mean() for d in drawn])
+    solved = np.mean([part.train.correct.mean() for part in parts])
     raise DynamicSamplingError(
       f"dynamic sampling: {limit} batches of {self.config.batch.prompts} prompts at update"
-      f" {behavior.version} hold too few groups that are neither all right nor all wrong (solve"
+      f" {policy.version} hold too few groups that are neither all right nor all wrong (solve"
       f" rate {solved:.3f}). Raise config.dynamic_sampling.max_batches, or choose, in another"
       " --workdir, a larger config.batch.group_size or problems nearer to what the policy can do"
     )
 
-  def with_gaps(self, graded: Graded, mask: np.ndarray, behavior: Behavior) -> Graded:
+  def with_gaps(self, graded: Graded, mask: np.ndarray, policy: PolicySnapshot) -> Graded:
     """Compares log-probabilities on a few groups of every source, once per version.
 
     Args:
-      mask: f32[P, G, T], every token that was drawn, whether or not it counts in the loss.
+      mask: f32[P, G, T], every token that was sampled, whether or not it counts in the loss.
     Raises:
       AgreementError: a source that samples with the policy's own parameters is too far off.
     """
-    if behavior.version == self.checked_version:
+    if policy.version == self.checked_version:
       return graded
-    self.checked_version = behavior.version
+    self.checked_version = policy.version
     gaps: dict[str, float] = {}
     start = 0
     for source in self.parts.sources:
-      batch = graded.batch
+      batch = graded.train
       few = slice(start, start + min(source.prompts, self.parts.gap_prompts))
       start += source.prompts
       rollouts = (batch.prompts, batch.tokens, mask, batch.behavior_logprobs)
       here = self.parts.to_generation(jax.tree.map(lambda x, few=few: x[few], rollouts))
       mean, largest = jax.device_get(
-        self.parts.behavior_gap(behavior.params, self.frozen, *here, sampling=source.sampling)
+        self.parts.behavior_gap(policy.params, self.frozen, *here, sampling=source.sampling)
       )
       gaps |= {
         f"agreement/{source.name}_mean": float(mean),
         f"agreement/{source.name}_max": float(largest),
       }
-      self.check_gap(source, float(mean), behavior.version)
+      self.check_gap(source, float(mean), policy.version)
     return graded._replace(statistics=graded.statistics | gaps)
 
   def check_gap(self, source: Source, gap: float, version: int) -> None:
@@ -359,7 +350,7 @@ class Generator:
         " than the model says; if the difference is rounding, raise config.max_behavior_gap"
       )
 
-  def keep(self, drawn: Drawn) -> Drawn:
+  def keep(self, batch: RolloutBatch) -> RolloutBatch:
     """Writes the batch into the store."""
     c = self.config
     about = dict(
@@ -373,22 +364,22 @@ class Generator:
       max_response_length=c.max_response_length,
       sources=[source.name for source in self.parts.sources],
     )
-    arrays, info = to_shard(drawn, **about)
-    multihost.on_first(lambda: self.store.append(drawn.number, arrays, info), None)
-    return drawn
+    arrays, info = to_shard(batch, **about)
+    multihost.on_first(lambda: self.store.append(batch.number, arrays, info), None)
+    return batch
 
 
-def grades_of(grading: _Grading | None) -> Future | None:
+def grades_of(batch: RolloutBatch | None) -> Future | None:
   """The grades that are waited for, where this process alone decides what comes first."""
-  if grading is None or not grading.submitted or jax.process_count() > 1:
+  if batch is None or batch.flight is None or jax.process_count() > 1:
     return None
-  return grading.submitted[-1]
+  return batch.flight.grades
 
 
 def with_recorded(graded: Graded, recorded: Graded) -> Graded:
   """A batch with recorded groups after its own; its statistics stay those of its own."""
-  # What is of the whole batch is set once it is whole.
+  # What is of the whole batch is set once it is complete.
   parts = [
-    dataclasses.replace(part.batch, sources=None, solve_rate=None) for part in (graded, recorded)
+    dataclasses.replace(part.train, sources=None, solve_rate=None) for part in (graded, recorded)
   ]
-  return graded._replace(batch=join(parts), samples=graded.samples + recorded.samples)
+  return graded._replace(train=join(parts), samples=graded.samples + recorded.samples)

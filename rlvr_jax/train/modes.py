@@ -8,9 +8,9 @@ from collections.abc import Callable
 import ml_collections
 
 from rlvr_jax.evaluate.command import evaluate_checkpoint
-from rlvr_jax.train import components, loop, memory, policies
+from rlvr_jax.train import components, memory, policies, run
 
-FAILURES = loop.FAILURES
+FAILURES = run.FAILURES
 
 
 def prepared(
@@ -43,7 +43,7 @@ def prepared(
   if mode == "train" and not len(parts.task.train):
     raise ValueError("config.task has nothing to train on; choose a split, or --mode=eval")
   if mode == "train":
-    return functools.partial(loop.train, parts, str(workdir))
+    return functools.partial(run.train, parts, str(workdir))
   folder = policies.checkpoint_folder(checkpoint) if checkpoint else None
   action = evaluate_checkpoint if mode == "eval" else policies.export
   return functools.partial(action, parts, str(workdir), folder)

@@ -20,7 +20,7 @@ from rlvr_jax.models.presets import model_settings
 from rlvr_jax.models.transformer import merged
 from rlvr_jax.ops.checks import check_between, check_choice, check_whole
 from rlvr_jax.ops.logprobs import check_sampling, is_truncated, token_logprobs
-from rlvr_jax.rollouts.drawn import RecordedGroups
+from rlvr_jax.rollouts.recorded import RecordedGroups
 from rlvr_jax.rollouts.store import StoreError
 from rlvr_jax.train import sharding
 from rlvr_jax.train.checkpoint import read_params

@@ -23,7 +23,6 @@ from rlvr_jax.data.huggingface_tokenizer import HuggingFaceTokenizer
 from rlvr_jax.models.huggingface_config import longest_text
 from rlvr_jax.ops.checks import check_between, check_choice
 from rlvr_jax.rewards.combined import weighted_reference
-from rlvr_jax.rewards.outcome import rewards_from_grades
 from rlvr_jax.rewards.pool import GraderPool
 from rlvr_jax.rewards.sandbox import ACCEPTED, UNSANDBOXED
 from rlvr_jax.rollouts.collect import Collector
@@ -279,11 +278,11 @@ def make_collector(parts: Any, pool: GraderPool) -> Collector:
   """Encodes, decodes and grades as the configuration of a run's `components.Parts` says."""
   c = parts.config
   return Collector(
-    encode=parts.encode,
-    decode=parts.tokenizer.decode,
+    tokenizer=parts.tokenizer,
+    max_prompt_length=c.max_prompt_length,
     submit=pool.submit if jax.process_count() == 1 else multihost.SharedGrader(pool).submit,
-    rewards_from_grades=lambda grades: rewards_from_grades(grades, parts.outcome_policy),
     to_host=sharding.to_host,
+    outcome_policy=parts.outcome_policy,
     overlong_buffer=c.overlong.buffer,
     overlong_filter=c.overlong.filter,
   )

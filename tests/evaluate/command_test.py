@@ -9,8 +9,8 @@ from rlvr_jax.evaluate.command import PROBLEMS_FILE, RESULT_FILE, evaluate_check
 from rlvr_jax.evaluate.held_out import accuracy
 from rlvr_jax.train.checkpoint import CheckpointError, WorkdirError
 from rlvr_jax.train.components import build
-from rlvr_jax.train.loop import train
 from rlvr_jax.train.policies import checkpoint_folder, chosen_params
+from rlvr_jax.train.run import train
 
 FIELDS = dict(num_updates=1, warm_start__num_steps=100, optimizer__warmup_updates=0)
 

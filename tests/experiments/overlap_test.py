@@ -39,7 +39,7 @@ def test_ratios_by_hand(module):
   phases = dict(generate=1.0, grade=3.0, optimise=1.0)
   sequential = module.seconds_of(records(module, **phases, between=5.0))
   assert sequential == pytest.approx(
-    {"s per update": 5.0, **phases, "hand_over": 0.0, "idle": 0.0, "lag": 1.0}
+    {"s per update": 5.0, **phases, "sync_weights": 0.0, "idle": 0.0, "lag": 1.0}
   )
   other = module.seconds_of(records(module, **phases, between=3.5))
   found = module.with_ratios(other, sequential)

@@ -6,17 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from rlvr_jax.data import ByteTokenizer, Problem, encode_prompts
+from rlvr_jax.data import ByteTokenizer, Problem
 from rlvr_jax.rewards import Grade, Outcome, outcome_policy, rewards_from_grades
-from rlvr_jax.rollouts.collect import (
-  Collector,
-  Graded,
-  batch_from_arrays,
-  batch_to_arrays,
-  completion_texts,
-  fill_left_out,
-  keep_mixed_groups,
-)
+from rlvr_jax.rollouts.batch import Graded, batch_from_arrays, batch_to_arrays, completion_texts
+from rlvr_jax.rollouts.collect import Collector, fill_left_out, keep_mixed_groups
 from rlvr_jax.types import Prompts, Rollouts, TrainBatch
 
 P, G, T = 2, 2, 5
@@ -52,16 +45,16 @@ def _collect(grades, **settings):
     return _Done(grades)
 
   collector = Collector(
-    encode=lambda problems: encode_prompts(problems, tokenizer, 6),
-    decode=tokenizer.decode,
+    tokenizer=tokenizer,
+    max_prompt_length=6,
     submit=submit,
-    rewards_from_grades=lambda g: rewards_from_grades(g, outcome_policy()),
     to_host=lambda x: x,
+    outcome_policy=outcome_policy(),
     **settings,
   )
   parts = lambda prompts: [jax.tree.map(lambda x, p=p: x[p : p + 1], _rollouts()) for p in range(P)]
-  generation = collector.start(problems, parts, [3, 5])
-  return collector.finish(generation, *collector.submit_grading(generation)), seen
+  flight = collector.submit_grading(collector.dispatch(problems, parts))
+  return collector.finish(flight, [3, 5]), seen
 
 
 GRADES = [
@@ -76,7 +69,7 @@ def test_a_batch_holds_what_was_generated_and_graded():
   graded, seen = _collect(GRADES)
   assert seen["completions"] == ["12", "abcde", "7", ""]
   assert seen["references"] == [{"answer": "12"}] * 2 + [{"answer": "7"}] * 2
-  batch = graded.batch
+  batch = graded.train
   np.testing.assert_array_equal(batch.rewards, [[1, 0], [0, 0]])
   np.testing.assert_array_equal(batch.correct, [[1, 0], [0, 0]])
   # The crashed grader's rollout is left out of the loss; the others count to their stop token.
@@ -101,9 +94,9 @@ def test_a_batch_holds_what_was_generated_and_graded():
 def test_a_rollout_left_out_does_not_move_its_groups_baseline():
   grades = [Grade(Outcome.CORRECT, 1.0), Grade(Outcome.CRASHED), *GRADES[1:2], GRADES[2]]
   graded, _ = _collect(grades)
-  np.testing.assert_array_equal(graded.batch.rewards, [[1, 1], [0, 0]])
-  np.testing.assert_array_equal(graded.batch.correct, [[1, 1], [0, 0]])
-  np.testing.assert_array_equal(graded.batch.mask.sum(-1), [[3, 0], [2, 0]])
+  np.testing.assert_array_equal(graded.train.rewards, [[1, 1], [0, 0]])
+  np.testing.assert_array_equal(graded.train.correct, [[1, 1], [0, 0]])
+  np.testing.assert_array_equal(graded.train.mask.sum(-1), [[3, 0], [2, 0]])
   values = np.array([[0.1, 0.1, 0.1, 0.0], [1.0, 0.0, 0.5, 0.9]], np.float32)
   keep = np.array([[True, True, True, False], [True, True, False, False]])
   filled = fill_left_out(values, keep)
@@ -114,9 +107,9 @@ def test_a_rollout_left_out_does_not_move_its_groups_baseline():
 def test_overlong_responses_are_shaped_in_tokens_and_filtered():
   graded, _ = _collect(GRADES, overlong_buffer=4, overlong_filter=True)
   # T = 5: the penalty is (length − 1)/4.
-  np.testing.assert_allclose(graded.batch.rewards, [[1 - 0.5, -1.0], [-0.25, 0.0]])
-  np.testing.assert_array_equal(graded.batch.correct, [[1, 0], [0, 0]])
-  np.testing.assert_array_equal(graded.batch.mask.sum(-1), [[3, 0], [0, 1]])
+  np.testing.assert_allclose(graded.train.rewards, [[1 - 0.5, -1.0], [-0.25, 0.0]])
+  np.testing.assert_array_equal(graded.train.correct, [[1, 0], [0, 0]])
+  np.testing.assert_array_equal(graded.train.mask.sum(-1), [[3, 0], [0, 1]])
 
 
 def _drawn(correct, first, sources=None):
@@ -146,9 +139,9 @@ def test_dynamic_sampling_keeps_whole_mixed_groups_in_order():
   assert keep_mixed_groups([first], [2]) is None
   second = _drawn([[0, 1], [1, 1], [1, 0]], first=20)
   kept = keep_mixed_groups([first, second], [2])
-  np.testing.assert_array_equal(kept.batch.prompts.tokens[:, 0], [11, 20])
-  np.testing.assert_array_equal(kept.batch.correct, [[1, 0], [0, 1]])
-  np.testing.assert_allclose(kept.batch.solve_rate, 7 / 12)  # before the filter
+  np.testing.assert_array_equal(kept.train.prompts.tokens[:, 0], [11, 20])
+  np.testing.assert_array_equal(kept.train.correct, [[1, 0], [0, 1]])
+  np.testing.assert_allclose(kept.train.solve_rate, 7 / 12)  # before the filter
   assert (kept.tokens, kept.prompts) == (12, 6)
   assert kept.statistics["dynamic_sampling/prompts_per_group"] == 3.0
   assert [s["prompt"] for s in kept.samples] == [11, 11, 20, 20]
@@ -157,7 +150,7 @@ def test_dynamic_sampling_keeps_whole_mixed_groups_in_order():
 def test_dynamic_sampling_looks_at_correctness_not_at_the_shaped_reward():
   shaped = _drawn([[1, 1], [0, 0]], first=0)
   shaped = shaped._replace(
-    batch=dataclasses.replace(shaped.batch, rewards=np.array([[0.9, 0.3], [0.0, -0.5]]))
+    train=dataclasses.replace(shaped.train, rewards=np.array([[0.9, 0.3], [0.0, -0.5]]))
   )
   assert keep_mixed_groups([shaped], [1]) is None
 
@@ -167,17 +160,17 @@ def test_dynamic_sampling_keeps_the_sources_shares():
   assert keep_mixed_groups([first], [1, 1]) is None
   second = _drawn([[0, 1], [1, 1], [1, 0]], first=20, sources=[0, 0, 1])
   kept = keep_mixed_groups([first, second], [1, 1])
-  np.testing.assert_array_equal(kept.batch.prompts.tokens[:, 0], [10, 22])
-  np.testing.assert_array_equal(kept.batch.sources, [0, 1])
+  np.testing.assert_array_equal(kept.train.prompts.tokens[:, 0], [10, 22])
+  np.testing.assert_array_equal(kept.train.sources, [0, 1])
 
 
 def test_a_batch_survives_the_way_through_nested_dicts():
   graded, _ = _collect(GRADES)
-  again = batch_from_arrays(batch_to_arrays(graded.batch))
+  again = batch_from_arrays(batch_to_arrays(graded.train))
   assert again.reference_logprobs is None
   for field in ("tokens", "mask", "behavior_logprobs", "rewards", "correct", "solve_rate"):
-    np.testing.assert_array_equal(getattr(again, field), getattr(graded.batch, field))
-  np.testing.assert_array_equal(again.prompts.tokens, graded.batch.prompts.tokens)
+    np.testing.assert_array_equal(getattr(again, field), getattr(graded.train, field))
+  np.testing.assert_array_equal(again.prompts.tokens, graded.train.prompts.tokens)
 
 
 def test_texts_end_where_the_lengths_say():

@@ -11,8 +11,8 @@ from train import tiny
 from rlvr_jax.models.huggingface import load_params
 from rlvr_jax.models.peft import load_adapters
 from rlvr_jax.train import components
-from rlvr_jax.train.loop import train
 from rlvr_jax.train.policies import chosen_params, export
+from rlvr_jax.train.run import train
 
 LORA = dict(
   lora__rank=2,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from train import tiny
 
-from rlvr_jax.train.loop import permute_rewards
+from rlvr_jax.rollouts.batch import permute_rewards
 from rlvr_jax.types import Prompts, TrainBatch
 
 MESH = ("--config.mesh.data=2", "--config.mesh.fsdp=2", "--config.mesh.tensor=2")

@@ -13,7 +13,7 @@ from train import tiny
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.train.checkpoint import WorkdirError
 from rlvr_jax.train.components import build
-from rlvr_jax.train.loop import train
+from rlvr_jax.train.run import train
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 from train import tiny
 
-from rlvr_jax.rollouts import schedules
+from rlvr_jax.rewards.pool import GraderPool
+from rlvr_jax.rollouts import queue, schedules
 from rlvr_jax.rollouts.store import RolloutStore, TornShardError
-from rlvr_jax.train import components, loop, resuming
+from rlvr_jax.train import components, loop, restore
+from rlvr_jax.train import run as runs
 from rlvr_jax.train.generator import AgreementError
 from rlvr_jax.train.host import Termination
 from rlvr_jax.train.metrics import stage_summary
@@ -48,7 +50,7 @@ def parts():
 def on_policy(parts, tmp_path_factory):
   """The workdir of a finished run; others take its warm start."""
   workdir = tmp_path_factory.mktemp("runs") / "on_policy"
-  loop.train(dataclasses.replace(parts, schedule=schedules.on_policy()), workdir)
+  runs.train(dataclasses.replace(parts, schedule=schedules.on_policy()), workdir)
   return workdir
 
 
@@ -60,7 +62,7 @@ def train(parts, on_policy, tmp_path):
     workdir = tmp_path / name
     if not workdir.exists():
       shutil.copytree(on_policy / "warm_start", workdir / "warm_start")
-    loop.train(dataclasses.replace(these, schedule=schedule or these.schedule), workdir)
+    runs.train(dataclasses.replace(these, schedule=schedule or these.schedule), workdir)
     return workdir
 
   return run
@@ -151,7 +153,7 @@ def staged(parts, on_policy, tmp_path_factory):
   workdir = tmp_path_factory.mktemp("staged") / "run"
   shutil.copytree(on_policy / "warm_start", workdir / "warm_start")
   schedule = schedules.stages(count=2, num_updates=UPDATES)
-  loop.train(dataclasses.replace(parts, schedule=schedule), workdir)
+  runs.train(dataclasses.replace(parts, schedule=schedule), workdir)
   return workdir
 
 
@@ -191,13 +193,15 @@ def test_a_damaged_batch_is_drawn_again(damage, number, said, staged, train, tmp
 
 
 def test_a_long_stage_is_read_from_the_store(staged, train, trainer, monkeypatch):
-  monkeypatch.setattr(loop, "_HELD", 1)
+  monkeypatch.setattr(queue, "_CACHED", 1)
   schedule = schedules.stages(count=2, num_updates=UPDATES)
   assert_same_run(train(schedule), staged)
   made = trainer(schedule)
   made.collect()
-  assert list(made.held) == [0] and list(made.pending) == [0, 1, 2, 3]
-  tiny.cut(shard(made.writer.workdir, 1))
+  batches = made.queue.batches
+  assert [n for n, batch in batches.items() if batch.graded] == [0]
+  assert list(batches) == [0, 1, 2, 3]
+  tiny.cut(shard(made.log.writer.workdir, 1))
   made.update()
   with pytest.raises(TornShardError, match=r"00000001\.array_record"):
     made.update()
@@ -229,11 +233,11 @@ def test_going_back_leaves_no_later_checkpoint(staged, parts, tmp_path):
   workdir = as_after(6, staged, tmp_path)
   tiny.cut(shard(workdir, 7))
   with (
-    contextlib.closing(loop.Checkpointer(workdir / "checkpoints", keep=9)) as saved,
+    contextlib.closing(runs.Checkpointer(workdir / "checkpoints", keep=9)) as saved,
     RolloutStore(workdir / "rollouts", writable=True) as store,
   ):
     assert saved.steps()[-2:] == [4, 6]
-    assert resuming.resumable(saved, parts, store).step == saved.latest() == 4
+    assert restore.resumable(saved, parts, store).step == saved.latest() == 4
 
 
 @pytest.mark.parametrize("damaged", [4, 6])
@@ -259,10 +263,10 @@ def trainer(parts, on_policy, tmp_path):
 
   def make(schedule, these=parts):
     workdir = tmp_path / f"trainer{len(opened)}"
-    writer = loop.MetricWriter(workdir, None)
-    saved = loop.Checkpointer(workdir / "checkpoints")
-    warm = loop.Checkpointer(on_policy / "warm_start").restore(these.abstract_state.params)
-    pool = loop.GraderPool(these.task.grader, num_workers=1, timeout_s=5.0)
+    writer = runs.MetricWriter(workdir, None)
+    saved = runs.Checkpointer(workdir / "checkpoints")
+    warm = runs.Checkpointer(on_policy / "warm_start").restore(these.abstract_state.params)
+    pool = GraderPool(these.task.grader, num_workers=1, timeout_s=5.0)
     store = RolloutStore(workdir / "rollouts", writable=True)
     these = dataclasses.replace(these, schedule=schedule)
     frozen = components.load_frozen(these)
@@ -287,7 +291,7 @@ def test_parameters_changed_without_a_hand_over_trip_the_fingerprint(trainer):
   params["embedding"] = bias(params["embedding"])
   made.state = dataclasses.replace(made.state, params=params)
   made.collect()
-  with pytest.raises(loop.FingerprintError, match=r"rollouts 2 bear version 2 .* hand-over"):
+  with pytest.raises(queue.FingerprintError, match=r"rollouts 2 bear version 2 .* handed over"):
     made.update()
   assert made.step == 2
 
@@ -303,18 +307,18 @@ def test_a_sampler_that_computes_something_else_trips_the_gate(trainer, parts):
   )
   with pytest.raises(AgreementError, match=r"policy source recorded under version 0 .* off by"):
     made.collect()
-  assert made.store.numbers() == []  # nothing of it is kept
+  assert made.queue.store.numbers() == []  # nothing of it is kept
   plain = trainer(schedules.on_policy())
   plain.collect()
-  assert plain.drawn(0).graded.statistics["agreement/policy_mean"] < 1e-5
+  assert plain.queue.load(0).graded.statistics["agreement/policy_mean"] < 1e-5
 
 
 def test_rollouts_of_other_parameters_are_not_taken_for_these(trainer):
   made = trainer(schedules.updates_per_refresh(batches=2))
   made.collect()
-  made.pending[1].fingerprint = "0123456789abcdef"
+  made.queue.batches[1].fingerprint = "0123456789abcdef"
   made.update()
-  with pytest.raises(loop.FingerprintError, match="0123456789abcdef"):
+  with pytest.raises(queue.FingerprintError, match="0123456789abcdef"):
     made.update()
 
 
@@ -323,18 +327,18 @@ def test_rollouts_of_other_parameters_are_not_taken_for_these(trainer):
 
 def test_a_stalled_trainer_bounds_what_is_drawn(trainer):
   made = trainer(schedules.asynchronous(max_lag=2))
-  worker = made.worker = made.start_worker()
+  background = made.background = made.start_background()
   deadline = time.monotonic() + 60
-  while len(made.store.numbers()) < 3 and time.monotonic() < deadline:
+  while len(made.queue.store.numbers()) < 3 and time.monotonic() < deadline:
     time.sleep(0.01)
   time.sleep(0.5)  # time for a fourth, if there were no bound
-  assert made.store.numbers() == [0, 1, 2]
+  assert made.queue.store.numbers() == [0, 1, 2]
   made.collect()
   made.update()
-  while len(made.store.numbers()) < 4 and time.monotonic() < deadline:
+  while len(made.queue.store.numbers()) < 4 and time.monotonic() < deadline:
     time.sleep(0.01)
-  assert made.store.numbers() == [0, 1, 2, 3]
-  worker.close()
+  assert made.queue.store.numbers() == [0, 1, 2, 3]
+  background.close()
 
 
 def test_a_generator_that_stalls_or_dies_ends_the_run_with_everything_saved(trainer, parts):
@@ -348,12 +352,12 @@ def test_a_generator_that_stalls_or_dies_ends_the_run_with_everything_saved(trai
   slow = lambda *work: submit(*work) if made.step < 2 else Sleeping()
   made.generator.collector = dataclasses.replace(made.collector, submit=slow)
   began = time.monotonic()
-  with pytest.raises(loop.GeneratorStoppedError, match="no batch within 1 s"):
+  with pytest.raises(runs.GeneratorStoppedError, match="no batch within 1 s"):
     made.run(Termination())
   assert time.monotonic() - began < 30
   made.checkpointer.wait()
   assert made.step == made.checkpointer.latest() == 2
-  with pytest.raises(loop.GeneratorStoppedError, match=r"died.*host is gone"):
+  with pytest.raises(runs.GeneratorStoppedError, match=r"died.*host is gone"):
     made.collect()
 
 
@@ -485,17 +489,17 @@ def test_a_resumed_run_keeps_to_what_it_began_with(on_policy, parts, tmp_path):
   pins = lambda these: {source.name: source.pin for source in these.sources}
   before = build(**fields)
   (tmp_path / "run").mkdir()
-  begun = resuming.as_begun(before, tmp_path / "run")
+  begun = restore.as_begun(before, tmp_path / "run")
   assert pins(begun) == {"checkpoint": UPDATES, "recorded": list(range(UPDATES))}
   store = RolloutStore(theirs / "rollouts", writable=True)
   store.append(UPDATES, *store.read(0))
   shutil.copytree(theirs / "checkpoints" / "8", theirs / "checkpoints" / "9")
   after = build(**fields)
   assert pins(after) == {"checkpoint": 9, "recorded": list(range(UPDATES + 1))}
-  assert pins(resuming.as_begun(after, tmp_path / "run")) == pins(begun)
+  assert pins(restore.as_begun(after, tmp_path / "run")) == pins(begun)
   store.remove(3)
-  with pytest.raises(loop.StoreError, match=r"has lost the batches \[3\].*sources.json"):
-    resuming.as_begun(build(**fields), tmp_path / "run")
+  with pytest.raises(runs.StoreError, match=r"has lost the batches \[3\].*sources.json"):
+    restore.as_begun(build(**fields), tmp_path / "run")
 
 
 def test_what_is_used_may_be_removed(train, parts):
@@ -520,10 +524,10 @@ def test_asked_to_end_while_a_stage_is_drawn(trainer, parts, on_policy, staged, 
   assert not made.collect(lambda: next(asked, True))
   made.save()
   made.checkpointer.wait()
-  assert made.store.numbers() == [0, 1, 2, 3, 4, 5]
-  written = {n: shard(made.writer.workdir, n).stat().st_mtime_ns for n in range(6)}
-  made.store.close()  # there is one writer at a time
-  workdir = made.writer.workdir.rename(tmp_path / "run")
+  assert made.queue.store.numbers() == [0, 1, 2, 3, 4, 5]
+  written = {n: shard(made.log.writer.workdir, n).stat().st_mtime_ns for n in range(6)}
+  made.queue.store.close()  # there is one writer at a time
+  workdir = made.log.writer.workdir.rename(tmp_path / "run")
   shutil.copytree(on_policy / "warm_start", workdir / "warm_start")
   train(schedule)
   assert {n: shard(workdir, n).stat().st_mtime_ns for n in range(6)} == written

@@ -1,64 +1,20 @@
-"""A drawn batch: graded rollouts with their origin, and its way into a store and back."""
+"""The groups of a store as a source of rollouts."""
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
 import itertools
-import json
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
-from rlvr_jax.rollouts.collect import Graded, batch_from_arrays, batch_to_arrays
+from rlvr_jax.rollouts.batch import Graded, from_shard
 from rlvr_jax.rollouts.store import RolloutStore, StoreError
 from rlvr_jax.types import Prompts
-
-FOREIGN = -1  # the version of rollouts that no policy of this run drew
-
-
-class Drawn(NamedTuple):
-  """One batch of rollouts and where it comes from."""
-
-  number: int  # of the batch, from 0
-  version: int  # updates behind the policy that was handed over for it
-  fingerprint: str  # of that policy's parameters
-  graded: Graded
-  versions: np.ndarray  # i32[P], of each group; FOREIGN where no policy of this run drew it
-  draws: int  # batches of prompts drawn for it, more than one under dynamic sampling
-  flops: float  # model FLOPs of generating it
-  after: dict[str, Any]  # state of the generator once it is drawn
-  timings: dict[str, float]  # seconds; none where it was read from a store
-
-
-_FIELDS = ("version", "fingerprint", "draws", "flops", "after")
-_OF_GRADED = ("tokens", "prompts", "statistics")
-
-
-def to_shard(drawn: Drawn, **about: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-  """(arrays, JSON values) for `RolloutStore.append`, without the timings.
-
-  Args:
-    about: JSON values about the run, for those who read the store as an input.
-  """
-  samples = np.frombuffer(json.dumps(drawn.graded.samples).encode(), np.uint8)
-  arrays = batch_to_arrays(drawn.graded.batch) | {"versions": drawn.versions, "samples": samples}
-  info = {name: getattr(drawn, name) for name in _FIELDS}
-  info |= {name: getattr(drawn.graded, name) for name in _OF_GRADED}
-  return arrays, info | {"groups": len(drawn.versions)} | about
-
-
-def from_shard(number: int, arrays: Mapping[str, np.ndarray], info: Mapping[str, Any]) -> Drawn:
-  """The inverse of `to_shard`."""
-  fields = dict(arrays)
-  versions, samples = fields.pop("versions"), json.loads(fields.pop("samples").tobytes())
-  batch = batch_from_arrays(fields)
-  graded = Graded(batch, samples=samples, **{name: info[name] for name in _OF_GRADED})
-  rest = {name: info[name] for name in _FIELDS}
-  return Drawn(number=number, graded=graded, versions=versions, timings={}, **rest)
 
 
 class RecordedGroups:
@@ -135,7 +91,7 @@ class RecordedGroups:
       TornShardError: one of them is in a shard that is damaged.
     """
     rows = [self._row(index % len(self)) for index in range(start, start + count)]
-    batch = jax.tree.map(lambda *x: np.stack(x), *[row.batch for row in rows])
+    batch = jax.tree.map(lambda *x: np.stack(x), *[row.train for row in rows])
     samples = [sample for row in rows for sample in row.samples]
     return Graded(batch, tokens=0, prompts=0, statistics={}, samples=samples)
 
@@ -144,10 +100,11 @@ class RecordedGroups:
     shard = bisect.bisect_right(self._ends, index)
     if self._read is None or self._read[0] != shard:
       number = self.numbers[shard]
-      drawn = from_shard(number, *self._store.read(number))
-      self._read = (shard, drawn.graded)
+      graded = from_shard(number, *self._store.read(number)).graded
+      assert graded is not None  # a store holds graded batches
+      self._read = (shard, graded)
     graded = self._read[1]
-    batch = graded.batch
+    batch = graded.train
     size = batch.rewards.shape[1]
     row = index - (self._ends[shard] - len(batch.rewards))
     group = jax.tree.map(lambda x: x[row], batch)

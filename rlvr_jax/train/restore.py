@@ -53,7 +53,8 @@ def resumable(
   for step in reversed(checkpointer.steps()):
     restored = checkpointer.restore(parts.abstract_state, step=step)
     assert restored is not None  # the step is there
-    damaged = [number for number in restored.host["pending"] if not store.whole(int(number))]
+    pending = restored.host["queue"]["pending"]
+    damaged = [number for number in pending if not store.whole(int(number))]
     damaged = multihost.exchange(damaged)[0]
     # In real time any policy may draw a batch, see `Trainer.resume`.
     if not damaged or parts.schedule.real_time:

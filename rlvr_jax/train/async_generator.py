@@ -9,8 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from rlvr_jax.rollouts.drawn import Drawn
-from rlvr_jax.train.generator import Behavior, Generator
+from rlvr_jax.rollouts.batch import RolloutBatch
+from rlvr_jax.train.generator import Generator, PolicySnapshot
 
 _LOOK_EVERY_S = 0.2  # a wait looks that often whether the run is to end
 _CLOSING_S = 10.0  # a batch under way is waited for no longer
@@ -20,7 +20,7 @@ class GeneratorStoppedError(RuntimeError):
   """The generating thread gave no batch within its deadline, or died."""
 
 
-class GeneratorWorker:
+class AsyncGenerator:
   """Draws batches with the newest policy it was offered, and hands them over in their order.
 
   Back-pressure: batch b is begun once the policy is at most `max_lag` updates behind the one that
@@ -40,20 +40,20 @@ class GeneratorWorker:
     self._generator = generator
     self._max_lag, self._deadline_s, self._num_batches = max_lag, deadline_s, num_batches
     self._changed = threading.Condition()
-    self._newest: Behavior | None = None
+    self._newest: PolicySnapshot | None = None
     self._closing = False
-    self._ready: queue.Queue[Drawn | BaseException] = queue.Queue()
+    self._ready: queue.Queue[RolloutBatch | BaseException] = queue.Queue()
     # A daemon: a thread that hangs in a device must not keep the process from ending.
     self._thread = threading.Thread(target=self._run, name="generator", daemon=True)
     self._thread.start()
 
-  def offer(self, behavior: Behavior) -> None:
+  def offer(self, policy: PolicySnapshot) -> None:
     """The trainer's newest policy; earlier ones are drawn from no more."""
     with self._changed:
-      self._newest = behavior
+      self._newest = policy
       self._changed.notify_all()
 
-  def take(self, give_up: Callable[[], bool]) -> Drawn | None:
+  def take(self, give_up: Callable[[], bool]) -> RolloutBatch | None:
     """The next batch; None once `give_up` says so.
 
     Raises:
@@ -91,12 +91,12 @@ class GeneratorWorker:
 
   def _run(self) -> None:
     try:
-      for drawn in self._generator.batches(self._next_behavior):
-        self._ready.put(drawn)
+      for batch in self._generator.batches(self._next_policy):
+        self._ready.put(batch)
     except BaseException as error:  # the trainer has to hear of it, whatever it is
       self._ready.put(error)
 
-  def _next_behavior(self, wait: bool, until: Future | None) -> Behavior | None:
+  def _next_policy(self, wait: bool, until: Future | None) -> PolicySnapshot | None:
     graded = lambda: until is not None and until.done()
     if wait and until is not None:
       until.add_done_callback(lambda _: self._wake())

@@ -1,0 +1,160 @@
+"""A run from its workdir to its report: opens what it needs, resumes or begins, and trains."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+from rlvr_jax.files import DamagedFileError
+from rlvr_jax.rewards.outcome import GradingStoppedError
+from rlvr_jax.rewards.pool import GraderStartError
+from rlvr_jax.rollouts.queue import FingerprintError
+from rlvr_jax.rollouts.store import RolloutStore, StoreError, TornShardError
+from rlvr_jax.train import components, multihost
+from rlvr_jax.train.async_generator import GeneratorStoppedError
+from rlvr_jax.train.checkpoint import (
+  Checkpointer,
+  CheckpointError,
+  WorkdirError,
+  WorkdirLock,
+  check_config,
+)
+from rlvr_jax.train.generator import AgreementError, DynamicSamplingError
+from rlvr_jax.train.host import Termination, termination_signals
+from rlvr_jax.train.loop import Trainer
+from rlvr_jax.train.metrics import MetricWriter, progress, say
+from rlvr_jax.train.report import write_report
+from rlvr_jax.train.restore import as_begun, elapsed_seconds, resumable
+from rlvr_jax.train.texts import grader_pool
+from rlvr_jax.train.warm_start import warm_start
+from rlvr_jax.types import Params
+
+ROLLOUTS_FOLDER = "rollouts"
+
+
+class EndRequestedError(Exception):
+  """The process was asked to end before there was anything to save."""
+
+
+# What ends a run with a message that says what to do, not with a traceback.
+FAILURES = (
+  AgreementError,
+  CheckpointError,
+  DamagedFileError,
+  DynamicSamplingError,
+  FingerprintError,
+  FloatingPointError,
+  GeneratorStoppedError,
+  GraderStartError,
+  GradingStoppedError,
+  OSError,
+  StoreError,
+  TornShardError,
+  WorkdirError,
+  multihost.OtherProcessError,
+)
+
+
+def train(parts: components.Parts, workdir: str | Path) -> dict[str, float]:
+  """Runs, or goes on with, the training of `components.build(config)`.
+
+  Args:
+    parts: of the run.
+    workdir: holds all that the run writes; the same call continues there after a kill.
+  Returns:
+    The last evaluation's values; none if asked to end before the first.
+  Raises:
+    WorkdirError: the workdir belongs to another configuration or process.
+    OtherProcessError: another process of the run failed with one of these.
+    NonFiniteError: `config.max_skipped_in_a_row` updates in a row were skipped.
+  """
+  config, workdir = parts.config, Path(workdir)
+  with contextlib.ExitStack() as stack:
+    enter = lambda resource: stack.enter_context(contextlib.closing(resource))
+    stack.enter_context(multihost.only_the_first_speaks())
+    multihost.on_first(lambda: _claim(workdir, parts, enter), None)
+    parts = as_begun(parts, workdir)
+    frozen = components.load_frozen(parts)
+    warm_starts = enter(Checkpointer(workdir / "warm_start", keep=1))
+    warm = warm_starts.restore(parts.abstract_state.params)
+    checkpointer = enter(Checkpointer(workdir / "checkpoints", keep=config.checkpoint.keep))
+    folder = workdir / ROLLOUTS_FOLDER
+    # The first process repairs what a kill has left before the others look.
+    first = multihost.on_first(lambda: enter(RolloutStore(folder, writable=True)), None)
+    store = first or enter(RolloutStore(folder, writable=False))
+    restored = resumable(checkpointer, parts, store)
+    resume_step, was_warm = restored.step if restored else None, warm is not None
+    writer = multihost.on_first(
+      lambda: enter(MetricWriter(workdir, resume_step, keep_warm_start=was_warm)),
+      multihost.NoWriter(workdir),
+    )
+    pool = multihost.together(lambda: enter(grader_pool(config, parts.task)))
+    termination = stack.enter_context(termination_signals())
+    try:
+      if warm:
+        params = warm.state
+      elif config.warm_start.num_steps:
+        params = warm_started(parts, frozen.trainer, writer, warm_starts, termination)
+      else:  # nothing that a file of its own would save
+        params = components.initial_params(parts)
+    except EndRequestedError:
+      say("asked to end during the warm start; rerun the same command to begin it again")
+      return {}
+    trainer = Trainer(
+      parts,
+      frozen,
+      writer,
+      checkpointer,
+      pool,
+      store,
+      initial=params,
+      elapsed=elapsed_seconds(workdir),
+    )
+    trainer.resume(restored) if restored else trainer.begin(params)
+    del params, warm, restored  # the trainer keeps what it needs
+    trainer.run(termination)
+  if multihost.is_first():
+    say(write_report(workdir))
+  return trainer.evaluation
+
+
+def _claim(workdir: Path, parts: components.Parts, enter: Any) -> None:
+  enter(WorkdirLock(workdir))
+  allowed = components.may_differ(parts.config, parts.schedule)
+  check_config(workdir, parts.config.to_json_best_effort(), may_differ=allowed)
+
+
+def warm_started(
+  parts: components.Parts,
+  frozen: Params,
+  writer: MetricWriter,
+  checkpointer: Checkpointer,
+  termination: Termination,
+) -> Params:
+  """The initial parameters after the supervised phase, kept as a checkpoint of their own.
+
+  Raises:
+    EndRequestedError: the process was asked to end meanwhile.
+  """
+  num_steps = parts.config.warm_start.num_steps
+  with progress(num_steps, "warm start", unit="step") as bar:
+
+    def report(index: int, loss: float) -> None:
+      bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+      bar.update(index - bar.n)
+      writer.write(index, "warm_start", {"warm_start/loss": loss})
+      if multihost.anywhere(termination.requested):
+        raise EndRequestedError
+
+    params = warm_start(
+      components.supervised_state(parts),
+      frozen,
+      components.supervised_batches(parts),
+      parts.supervised_step,
+      num_steps=num_steps,
+      report=report,
+    )
+  checkpointer.save(num_steps, params, host={})
+  checkpointer.wait()
+  return params

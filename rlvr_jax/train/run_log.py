@@ -1,0 +1,223 @@
+"""What a run reports: counters, seconds by phase, and the record of every update and evaluation."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import ml_collections
+import numpy as np
+
+from rlvr_jax.models.flops import forward_flops, update_flops
+from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.rollouts.batch import RolloutBatch, response_lengths, write_batch
+from rlvr_jax.rollouts.schedules import Schedule
+from rlvr_jax.train import multihost
+from rlvr_jax.train.metrics import MetricWriter, compact_line, say, stage_summary
+from rlvr_jax.types import Params, TrainBatch
+
+COUNTERS = (
+  *("batches", "prompts_sampled", "tokens_generated", "tokens_trained", "tokens_evaluated"),
+  *("flops_generate", "flops_score", "flops_optimise", "flops_evaluate"),
+)
+_OF_GENERATION = ("time/generate_seconds", "time/grade_seconds")
+_PHASES = (
+  *_OF_GENERATION,
+  *("time/sync_weights_seconds", "time/optimise_seconds", "time/evaluate_seconds"),
+)
+
+
+@dataclasses.dataclass
+class DeviceClock:
+  """When some devices last ended something, seconds of the host's clock."""
+
+  free_from: float = 0.0
+
+
+class DispatchedUpdate(NamedTuple):
+  """An update on the devices whose metrics have not been read yet."""
+
+  step: int  # updates made, this one included
+  dispatched: float  # seconds of the host's clock
+  metrics: dict[str, jax.Array]
+  host: dict[str, float]  # metrics that the host knows
+  batch: TrainBatch
+  geometry: dict[str, jax.Array]  # arrays of a measurement before it, or none
+
+
+class NonFiniteError(FloatingPointError):
+  """Too many updates in a row had a loss or gradient that was not finite."""
+
+
+class RunLog:
+  """Counts, times, and writes; nothing here changes what a run computes.
+
+  Attributes:
+    counters: of the run until now, by the names of `COUNTERS`.
+    timings: seconds by phase of what came before the next update.
+    clock: of the trainer's devices.
+  """
+
+  def __init__(
+    self,
+    config: ml_collections.ConfigDict,
+    network: TransformerConfig,
+    schedule: Schedule,
+    writer: MetricWriter,
+    *,
+    elapsed: float = 0.0,
+  ):
+    """Begins to count.
+
+    Args:
+      config: of the run.
+      network: of the policy, for its FLOPs.
+      schedule: of the run.
+      writer: of its records.
+      elapsed: seconds that the run has taken before.
+    """
+    self.writer = writer
+    self._config, self._network, self._schedule = config, network, schedule
+    self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
+    self.timings: dict[str, float] = {}
+    self.clock = DeviceClock()
+    self._fresh_tokens = 0  # sampled since the last update
+    self._samples_written_at = -1  # update before which rollouts were last written for a person
+    self._began = time.perf_counter() - elapsed
+    self._cycle_began = time.perf_counter()
+
+  # --- counting -----------------------------------------------------------------------------------
+
+  def spent(self, phase: str, seconds: float) -> None:
+    """Adds to what the next update's record says of a phase."""
+    self.timings[phase] = self.timings.get(phase, 0.0) + seconds
+
+  def count_sampled(self, batch: RolloutBatch, step: int) -> None:
+    """Counts a graded batch, and writes some rollouts for a person; `step`: updates made."""
+    graded = batch.graded
+    assert graded is not None
+    self.counters["batches"] += batch.draws
+    self.counters["prompts_sampled"] += graded.prompts
+    self.counters["tokens_generated"] += graded.tokens
+    self.counters["flops_generate"] += batch.flops
+    for phase, seconds in batch.timings.items():
+      self.spent(phase, seconds)
+    self._fresh_tokens += graded.tokens if batch.timings else 0
+    logging = self._config.logging
+    if step % logging.rollouts_every == 0 and self._samples_written_at != step:
+      self._samples_written_at = step  # once, however many batches are sampled
+      samples = graded.samples[:: self._config.batch.group_size]
+      self.writer.write_rollouts(step + 1, samples[: logging.rollouts_per_refresh])
+
+  def count_scored(self, batch: TrainBatch) -> None:
+    """Counts a forward pass over the batch."""
+    lengths = batch.prompts.lengths, response_lengths(batch)
+    self.counters["flops_score"] += forward_flops(self._network, *lengths)
+
+  def count_trained(self, batch: TrainBatch, adapters: Params | None) -> None:
+    """Counts an update on the batch; `adapters`: the trained parameters where others are frozen."""
+    lengths = batch.prompts.lengths, response_lengths(batch)
+    self.counters["tokens_trained"] += int(batch.mask.sum())
+    self.counters["flops_optimise"] += update_flops(self._network, *lengths, adapters=adapters)
+
+  def counted(self) -> dict[str, float]:
+    """What the run has cost until now."""
+    return {f"counter/{name}": value for name, value in self.counters.items()}
+
+  def times(self, phases: Mapping[str, Any]) -> dict[str, float]:
+    """The run's seconds until now, and those since the last record that no phase accounts for."""
+    now = time.perf_counter()
+    cycle, self._cycle_began = now - self._cycle_began, now
+    names = [name for name in _PHASES if name in phases]
+    if self._schedule.real_time:
+      names = [name for name in names if name not in _OF_GENERATION]  # in parallel to the trainer's
+    idle = cycle - sum(phases[name] for name in names)
+    return {"time/idle_seconds": max(idle, 0.0), "time/elapsed_seconds": now - self._began}
+
+  # --- records ------------------------------------------------------------------------------------
+
+  def host_metrics(self, statistics: Mapping[str, float], step: int) -> dict[str, float]:
+    """What the host knows of the update after `step` others; begins to time the next one."""
+    host = {**statistics, **self.counted(), **self.timings}
+    if seconds := self.timings.get("time/generate_seconds"):
+      host["time/rollout_tokens_per_second"] = self._fresh_tokens / seconds
+    if length := self._schedule.stage_length:
+      host["stage/number"], host["stage/age"] = divmod(step, length)
+    self.timings, self._fresh_tokens = {}, 0
+    return host
+
+  def write_update(self, update: DispatchedUpdate) -> dict[str, float]:
+    """Waits for the update's metrics and writes its record, which it returns."""
+    values = {name: float(value) for name, value in jax.device_get(update.metrics).items()}
+    done = time.perf_counter()
+    seconds = done - max(update.dispatched, self.clock.free_from)
+    self.clock.free_from = done
+    tokens = float(update.batch.prompts.lengths.sum() + update.batch.mask.sum())
+    values |= update.host | {
+      "time/optimise_seconds": seconds,
+      "time/update_tokens_per_second": tokens / seconds,
+    }
+    values |= self.times(values)
+    self.writer.write(update.step, "train", values)
+    if update.geometry:
+      self.writer.write_geometry(update.step - 1, jax.device_get(update.geometry))
+    last = update.step == self._config.num_updates
+    if update.step % self._config.logging.print_every == 0 or last:
+      say(compact_line(update.step, self._config.num_updates, values))
+    stage = self._schedule.stage_length
+    if stage and update.step % stage == 0 and multihost.is_first():
+      summary = stage_summary(self.writer.workdir, update.step, stage)
+      self.writer.write(update.step, "stage", summary)
+    return values
+
+  def write_evaluation(
+    self,
+    step: int,
+    values: Mapping[str, float],
+    samples: Sequence[Sequence[Mapping[str, Any]]],
+    lengths: Sequence[np.ndarray],
+    *,
+    began: float,
+  ) -> None:
+    """Writes the record of an evaluation, and some of its rollouts.
+
+    Args:
+      step: updates made.
+      values: of `evaluate.held_out.accuracy`.
+      samples: [problems][samples].
+      lengths: of prompts and of responses, tokens.
+      began: seconds of the host's clock.
+    """
+    self.clock.free_from = time.perf_counter()
+    self.counters["tokens_evaluated"] += int(lengths[1].sum())
+    self.counters["flops_evaluate"] += forward_flops(self._network, *lengths)
+    timings = {"time/evaluate_seconds": self.clock.free_from - began}
+    timings |= self.times(timings)
+    self.writer.write(step, "eval", {**values, **self.counted(), **timings})
+    first = [row[0] for row in samples[: self._config.logging.rollouts_per_refresh]]
+    self.writer.write_rollouts(step, first, phase="eval")
+    shown = ", ".join(
+      f"{name} {values[f'eval/{name}']:.3f}"
+      f" [{values[f'eval/{name}_low']:.3f}, {values[f'eval/{name}_high']:.3f}]"
+      for name in (f"pass@{k}" for k in self._config.evaluation.ks)
+    )
+    say(f"held-out after update {step}: {shown}")
+
+
+def raise_non_finite(
+  update: DispatchedUpdate, values: Mapping[str, float], workdir: pathlib.Path
+) -> NoReturn:
+  """Raises NonFiniteError; the update's batch goes into the workdir."""
+  path = workdir / f"nonfinite_batch_{update.step}.npz"
+  if multihost.is_first():
+    write_batch(path, update.batch)
+  raise NonFiniteError(
+    f"{values['update/skipped_in_a_row']:.0f} updates in a row, the last being {update.step}, had a"
+    f" loss or gradient that was not finite; its batch is in {path}. Lower"
+    " config.optimizer.learning_rate (in another --workdir), or look into that batch; skipped"
+    " updates have not changed the parameters"
+  )

@@ -1,0 +1,102 @@
+"""Forward passes of a run beside its updates: scores that a batch needs, entropy, diagnostics."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlvr_jax.data import problem_batches
+from rlvr_jax.ops.keys import key_for
+from rlvr_jax.rollouts.batch import RolloutBatch, permute_rewards, without_scores
+from rlvr_jax.rollouts.collect import Collector
+from rlvr_jax.train import components, sharding
+from rlvr_jax.train.run_log import RunLog
+from rlvr_jax.types import Params, TrainBatch, TrainState
+
+
+class Scorer:
+  """Scores batches by the policy and by the first policy."""
+
+  def __init__(
+    self, parts: components.Parts, frozen: Params, initial: Params, log: RunLog
+  ):
+    """Keeps what it needs.
+
+    Args:
+      parts: of the run.
+      frozen: the parameters that are not trained.
+      initial: the trained ones before the first update.
+      log: counts the forward passes.
+    """
+    c = self.config = parts.config
+    self.parts, self.frozen, self.log = parts, frozen, log
+    # Kept only where something reads them: they take as much memory as the policy.
+    keep = c.reference.kl_coefficient or c.diagnostics.every
+    self.initial = initial if keep else None
+
+  def initial_entropy(self, params: Params, collector: Collector) -> float:
+    """`measure_entropy` of the initial policy; 0, without measuring, where nothing reads it."""
+    stateful = jax.tree.leaves(self.parts.abstract_state.advantage_state)
+    return self.measure_entropy(params, collector) if stateful else 0.0
+
+  def measure_entropy(self, params: Params, collector: Collector) -> float:
+    """Mean entropy, nats per token, on responses to the first training prompts.
+
+    They are sampled with keys of their own, so that measuring changes nothing else.
+    """
+    c, parts = self.config, self.parts
+    problems = next(problem_batches(parts.task.train, batch_size=c.batch.prompts, seed=c.seed))
+    key = key_for(c.seed, "initial_entropy")
+    generate = lambda prompts: [
+      parts.generate(params, self.frozen, parts.to_devices(prompts), key)
+    ]
+    flight = collector.submit_grading(collector.dispatch(problems, generate))
+    batch = collector.finish(flight, [0] * len(problems)).train
+    _, entropy = parts.score(params, self.frozen, parts.to_devices(without_scores(batch)))
+    return float(np.sum(sharding.to_host(entropy) * batch.mask) / max(batch.mask.sum(), 1))
+
+  def prepared(self, rollouts: RolloutBatch, state: TrainState, step: int) -> TrainBatch:
+    """The batch as an update takes it: permuted in a control run, scored, with its lags.
+
+    Args:
+      rollouts: graded; keeps the scores.
+      state: that the update begins with.
+      step: updates made.
+    """
+    c, graded, versions = self.config, rollouts.graded, rollouts.versions
+    assert graded is not None and versions is not None
+    batch = graded.train
+    if c.permute_rewards:
+      batch = permute_rewards(batch, np.random.default_rng([c.seed, rollouts.number]))
+    if c.reference.kl_coefficient and rollouts.reference_logprobs is None:
+      rollouts.reference_logprobs = self.score(self.initial, batch)
+    if self.parts.method.loss.needs_proximal:
+      every, taken = c.schedule.proximal_every, rollouts.scored_at
+      # At its first update, and again when that is old.
+      if taken is None or (every and step - taken >= every):
+        rollouts.proximal_logprobs, rollouts.scored_at = self.score(state.params, batch), step
+    behind = np.where(versions >= 0, step - versions, -1)
+    lags: Any = np.broadcast_to(behind[:, None], batch.rewards.shape).astype(np.int32)
+    reference: Any = rollouts.reference_logprobs
+    proximal: Any = rollouts.proximal_logprobs
+    return dataclasses.replace(
+      batch, lags=lags, reference_logprobs=reference, proximal_logprobs=proximal
+    )
+
+  def score(self, params: Params, batch: TrainBatch) -> Any:
+    """f32[P, G, T], the responses' log-probabilities at the policy's temperature."""
+    self.log.count_scored(batch)
+    scored = self.parts.to_devices(without_scores(batch))
+    return sharding.to_host(self.parts.score(params, self.frozen, scored)[0])
+
+  def measure(
+    self, state: TrainState, batch: TrainBatch, step: int
+  ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """Scalars and arrays of the gradient geometry, at the updates that the configuration names."""
+    every = self.config.diagnostics.every
+    if not every or step % every:
+      return {}, {}
+    return self.parts.measure(state, self.frozen, self.initial, batch)
