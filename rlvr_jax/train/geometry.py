@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from rlvr_jax.geometry import GramRoute, diagnostics, num_selected, per_rollout
+from rlvr_jax.geometry import GramRoute, diagnostics, num_selected, per_rollout, updates
+from rlvr_jax.geometry.agreement import gram_agreement
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.ops.masked import masked_mean
 from rlvr_jax.train.step import (
@@ -44,7 +45,7 @@ def measure(
   logprobs, forward = batch_forward(params, batch, method=method._replace(gram=gram))
   matrix = gram.gram(params, batch, forward, setting)
   scalars = diagnostics.diagnose(matrix, coefficients, reweighted, batch.rewards.shape[0])
-  scalars["geometry/advantage_logprob_covariance"] = diagnostics.advantage_logprob_covariance(
+  scalars["geometry/advantage_logprob_covariance"] = updates.advantage_logprob_covariance(
     coefficients, logprobs, batch.mask
   )
   scalars |= accumulated_update(params, initial, method)
@@ -61,7 +62,7 @@ def measure(
     other = per_rollout(parameters=compared).gram(params, batch, None, setting)
     size = num_selected(params, setting, parameters=compared)
     key = key_for(method.seed, "diagnostics", state.step)
-    agreement = diagnostics.gram_agreement(matrix, other, key, feature_dim=size)
+    agreement = gram_agreement(matrix, other, key, feature_dim=size)
     scalars |= {f"geometry/agreement_{k}": value for k, value in agreement._asdict().items()}
     arrays["gram_compared"] = other
   return scalars, arrays
@@ -75,8 +76,8 @@ def accumulated_update(params: Params, initial: Params, method: Method) -> dict[
   change = jax.tree.map(jnp.subtract, params, initial)
   head = method.model.head(params).kernel - method.model.head(initial).kernel
   return {
-    "geometry/head_rank_one_fraction": diagnostics.rank_one_fraction(head),
-    "geometry/head_share": diagnostics.head_share(change, path),
+    "geometry/head_rank_one_fraction": updates.rank_one_fraction(head),
+    "geometry/head_share": updates.head_share(change, path),
   }
 
 
