@@ -15,8 +15,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from rlvr_jax.data import published
-from rlvr_jax.data.published import mathematics, programs
+from rlvr_jax.data.published import builder, mathematics, programs
 from rlvr_jax.data.published.files import PublishedFiles
 from rlvr_jax.rewards.code import code
 
@@ -42,7 +41,7 @@ def _write(folder, files):
 
 def _prepare(name, folder, files=None):
   source = _write(folder, files) if files else folder / "source"
-  return published.prepare(name, source, folder / "prepared")
+  return builder.prepare(name, source, folder / "prepared")
 
 
 def _records(name, folder, files, split):
@@ -183,7 +182,7 @@ def test_mbpp(tmp_path):
 def test_sanitized_mbpp_by_the_name_of_its_file(tmp_path):
   files = {"mbpp.jsonl": [MBPP], "sanitized-mbpp.json": [SANITIZED]}
   source = _write(tmp_path, files) / "sanitized-mbpp.json"
-  records = published.prepare("mbpp", source, tmp_path / "prepared").records("test")
+  records = builder.prepare("mbpp", source, tmp_path / "prepared").records("test")
   assert (len(records), records[0].question) == (1, "Write g.")
   assert records[0].reference["setup"] == "import math"
   assert "import math\nassert math.isclose" in programs.interface(records[0].reference)
@@ -379,7 +378,7 @@ def test_missing_files_and_splits(tmp_path):
   with pytest.raises(ValueError, match=r"unknown data set 'gsm'; choose one of \['aime_2024'"):
     _prepare("gsm", tmp_path)
   with pytest.raises(ValueError, match="data_dir is empty"):
-    published.prepare("gsm8k", "", tmp_path)
+    builder.prepare("gsm8k", "", tmp_path)
   with pytest.raises(FileNotFoundError, match=r"no file of problems \(.jsonl, .*is there.*source"):
     _prepare("gsm8k", tmp_path)
   expected = "expected train or main/train-00000-of-00001 or train-00000-of-00001; or test or main/"
@@ -421,7 +420,7 @@ def test_a_layout_of_several_files_is_read_as_a_whole(tmp_path):
 
 def test_one_file_of_any_name(tmp_path):
   source = _write(tmp_path, {"mine.jsonl": [{"question": "q", "answer": "1"}]}) / "mine.jsonl"
-  records = published.prepare("aime_2024", source, tmp_path / "prepared").records("test")
+  records = builder.prepare("aime_2024", source, tmp_path / "prepared").records("test")
   assert records[0].answer == "1"
 
 
@@ -501,7 +500,7 @@ def test_remote_files(tmp_path):
     file.write(_bytes("2.json", BOXED))
   with fsspec.open("memory://bucket/math/MATH/test/algebra/10.json", "wb") as file:
     file.write(_bytes("10.json", BOXED | {"problem": "Tenth?"}))
-  prepare = lambda: published.prepare("math", "memory://bucket/math", tmp_path).records("test")
+  prepare = lambda: builder.prepare("math", "memory://bucket/math", tmp_path).records("test")
   assert [prepare()[i].question for i in range(2)] == ["Half?", "Tenth?"]
   with fsspec.open("memory://bucket/math/MATH/test/algebra/10.json", "wb") as file:
     file.write(_bytes("10.json", {"problem": "torn"}))
@@ -509,6 +508,6 @@ def test_remote_files(tmp_path):
     prepare()
   with fsspec.open("memory://bucket/human/HumanEval.jsonl.gz", "wb") as file:
     file.write(_bytes("x.jsonl.gz", [HUMANEVAL]))
-  assert len(published.prepare("humaneval", "memory://bucket/human", tmp_path).records("test")) == 1
+  assert len(builder.prepare("humaneval", "memory://bucket/human", tmp_path).records("test")) == 1
   with pytest.raises(FileNotFoundError, match="memory://bucket/nothing"):
-    published.prepare("math", "memory://bucket/nothing", tmp_path)
+    builder.prepare("math", "memory://bucket/nothing", tmp_path)
