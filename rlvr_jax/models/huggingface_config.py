@@ -149,14 +149,7 @@ def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
   layers = _sliding_layers(family, c, owner)
   ropes = _ropes(family, c, owner)
   theta, scaling = _rope(ropes[0], c, owner)
-  near_theta = None
-  if family == "gemma3_text" and layers:
-    near_theta, near_scaling = _rope(ropes[1], c, owner)
-    if near_scaling is not None:
-      raise ValueError(
-        f"{owner}: rotary embeddings of sliding layers are scaled, which is not implemented; only"
-        " those of full_attention can be"
-      )
+  near_theta = _sliding_theta(ropes[1], c, owner) if family == "gemma3_text" and layers else None
   biased = family == "qwen2" or bool(c.get("attention_bias"))
   return dict(
     vocab_size=size("vocab_size"),
@@ -305,6 +298,17 @@ def _rope(
     high_frequency_factor=number("high_freq_factor"),
     original_length=_size(owner, "original_max_position_embeddings", original),
   )
+
+
+def _sliding_theta(rope: Mapping[str, Any], c: Mapping[str, Any], owner: str) -> float:
+  """θ of Gemma 3's sliding layers."""
+  theta, scaling = _rope(rope, c, owner)
+  if scaling is not None:
+    raise ValueError(
+      f"{owner}: rotary embeddings of sliding layers are scaled, which is not implemented; only"
+      " those of full_attention can be"
+    )
+  return theta
 
 
 def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float | None:

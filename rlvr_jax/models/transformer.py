@@ -302,9 +302,7 @@ class Transformer(nnx.Module):
     own_positions = prompts.lengths[:, None, None] + jnp.arange(length)
     own_positions = jnp.broadcast_to(own_positions, (P, group_size, length))
 
-    def empty(*shape):
-      return jnp.zeros((P, group_size, c.num_kv_heads, *shape), c.compute_dtype)
-
+    empty = lambda *shape: jnp.zeros((P, group_size, c.num_kv_heads, *shape), c.compute_dtype)
     cache = tuple(
       Keys(empty(c.head_dim, length), empty(length, c.head_dim), own_positions) for _ in blocks
     )
