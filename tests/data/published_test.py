@@ -248,7 +248,7 @@ def test_livecodebench_functions(tmp_path, private):
 def test_livecodebench_programs_from_several_files(tmp_path):
   row = _livecodebench("", public_test_cases=[STDIN_CASE], metadata="{}", starter_code="")
   files = {"test2.jsonl": [row | {"question_id": "b"}], "test.jsonl": [row],
-           "test3.jsonl": [row | {"question_id": "c", "difficulty": None}]}  # fmt: skip
+           "test10.jsonl": [row | {"question_id": "c", "difficulty": None}]}  # fmt: skip
   records = _records("livecodebench", tmp_path, files, "test")
   assert [record.id for record in records] == ["a1", "b", "c"]
   assert records[0].reference["style"] == "stdin"

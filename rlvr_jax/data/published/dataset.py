@@ -10,7 +10,8 @@ import tensorflow_datasets as tfds
 from rlvr_jax.data.published.rows import Record, Row
 
 # The ways in which a split is published: for each, the names of its files, all of which are read.
-# Names are below the folder and without format; one that ends in "/" is a folder of such files.
+# Names are below data_dir and without format; one that ends in "/" is a folder, all of whose files
+# are read, and "/" is data_dir itself.
 Layouts = tuple[tuple[str, ...], ...]
 
 
@@ -39,4 +40,5 @@ def hub_file(split: str, folder: str = "") -> str:
 
 def listed(layouts: Layouts) -> str:
   """Layouts in words, for messages."""
-  return " or ".join(" with ".join(layout) for layout in layouts)
+  short = [layout if len(layout) < 4 else (layout[0], "…", layout[-1]) for layout in layouts]
+  return " or ".join(" with ".join(layout) for layout in short)

@@ -80,7 +80,7 @@ class PublishedFiles:
 
   def _named(self, name: str) -> list[str]:
     if name.endswith("/"):
-      return [self._paths[stem] for stem in self.names() if stem.startswith(name)]
+      return [self._paths[stem] for stem in self.names() if stem.startswith(name.lstrip("/"))]
     return [self._paths[name]] if name in self._paths else []
 
   def digest(self, paths: Sequence[str]) -> str:

@@ -30,7 +30,6 @@ _PRELUDE = (
   "".join(f"from {name} import *\n" for name in _LIBRARIES)
   + f"from builtins import *\nimport {', '.join(_LIBRARIES)}\nsys.setrecursionlimit(50_000)\n"
 )
-_RELEASES = ("test", "test2", "test3", "test4", "test5", "test6")  # each adds to those before
 _LEVELS = {"easy": 1.0, "medium": 2.0, "hard": 3.0}
 _MAX_DECODED = 2**31  # bytes of one problem's tests
 # The opcodes of a pickle of one text; nothing is ever unpickled.
@@ -113,7 +112,10 @@ MBPP = Dataset(
     "": (
       ("mbpp",),
       ("sanitized-mbpp",),
-      *(tuple(hub_file(split, kind) for split in _MBPP_SPLITS) for kind in ("full", "sanitized")),
+      *(
+        tuple(hub_file(split, folder) for split in _MBPP_SPLITS)
+        for folder in ("full", "sanitized", "")
+      ),
     )
   },
   read=_mbpp,
@@ -272,7 +274,7 @@ LIVECODEBENCH = Dataset(
     "Contest problems with hidden tests; functions and programs. Jain et al. 2024, arXiv "
     "2403.07974. Any rows of the same form will do."
   ),
-  files={"test": tuple(_RELEASES[:number] for number in range(len(_RELEASES), 0, -1))},
+  files={"test": (("/",),)},  # a file for each release: test, test2, ...
   read=_livecodebench,
   grader=_GRADER,
   prompt=_PROMPT,
