@@ -39,8 +39,10 @@ import numpy as np
 
 from experiments.benchmarks.tables import Row, hardware, table
 from rlvr_jax.models.functional import transformer
-from rlvr_jax.models.huggingface import load_params, published_shapes
-from rlvr_jax.models.huggingface_config import checkpoint_config, published_config
+from rlvr_jax.models.huggingface import load_params
+from rlvr_jax.models.huggingface_config import checkpoint_config
+from rlvr_jax.models.huggingface_export import published_config
+from rlvr_jax.models.huggingface_tensors import published_shapes
 from rlvr_jax.models.presets import preset
 from rlvr_jax.models.safetensors import (
   new_directory,

@@ -88,6 +88,8 @@ def save(tokenizer: tokenizers.Tokenizer, directory: str | os.PathLike[str]) -> 
     ValueError: it holds a tokenizer already.
   """
   filesystem, folder = _free_folder(directory)
+  # Not by save_pretrained: that of transformers 5 names a class that 4 cannot load, and writes its
+  # version into the files, whose bytes then depend on it; both write to local folders only.
   config = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "eos_token": END_OF_TURN,

@@ -8,11 +8,11 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlvr_jax.data.from_files import published
-from rlvr_jax.data.generated import reasoning_gym
-from rlvr_jax.data.making import check_size, graded_alike, warn_of_common_answer
 from rlvr_jax.data.problems import Task
+from rlvr_jax.data.published.from_files import published
+from rlvr_jax.data.reasoning_gym import reasoning_gym
 from rlvr_jax.data.sources import Concatenated, Mixed, QuestionKeys
+from rlvr_jax.data.task_utils import check_size, graded_alike, warn_of_common_answer
 
 _FACTORIES: dict[str, Callable[..., Task]] = {
   "published": published, "reasoning_gym": reasoning_gym

@@ -1,7 +1,7 @@
 """Tasks by name: `getattr(tasks, name)(**kwargs)` gives a `Task`."""
 
-from rlvr_jax.data.from_files import published
-from rlvr_jax.data.generated import reasoning_gym
 from rlvr_jax.data.mixing import mixture
+from rlvr_jax.data.published.from_files import published
+from rlvr_jax.data.reasoning_gym import reasoning_gym
 
 __all__ = ["mixture", "published", "reasoning_gym"]

@@ -1,4 +1,4 @@
-"""What a Gram matrix of per-rollout gradients, and an update, say about a batch.
+"""What a Gram matrix of per-rollout gradients says about a batch.
 
 A Gram matrix here holds the plain inner products g_i · g_j, f32[B, B], as a `GramFn` gives them:
 not divided by B. Only `update_norms` depends on that; everything else is free of scale. Rollouts
@@ -6,7 +6,9 @@ are in the order of reshape(B) of [P, G], so that the rollouts of a prompt are n
 A number that is not defined (no pair to compare, coefficients all 0, a Gram that is 0 or not
 finite) is 0, never NaN.
 
-Sources: SALT, arXiv 2606.05800; FADE, arXiv 2607.01490.
+What two of them say about one another is in `agreement`, what an update says in `updates`.
+
+Source: SALT, arXiv 2606.05800.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ import jax
 import jax.numpy as jnp
 
 from rlvr_jax.ops import spectral
-from rlvr_jax.ops.masked import masked_count, masked_mean, upcast
-from rlvr_jax.types import Array, Params
+from rlvr_jax.ops.masked import masked_mean, upcast
+from rlvr_jax.types import Array
 
 _EDGES = (0.5, 1.0, 2.0, 4.0)
 _SHARES = ("below_0.5", "0.5_to_1", "1_to_2", "2_to_4", "from_4")
@@ -31,14 +33,6 @@ class Redundancy(NamedTuple):
   within_positive: Array  # f32[], the same of max(cosine, 0), in [0, 1]
   between: Array  # f32[], mean cosine of pairs of prompts' mean gradients, in [−1, 1]
   between_positive: Array  # f32[], the same of max(cosine, 0), in [0, 1]
-
-
-class Agreement(NamedTuple):
-  correlation: Array  # f32[], in [−1, 1]
-  permutation_mean: Array  # f32[], of the correlation when rollouts are matched at random
-  permutation_quantile: Array  # f32[], 95 % of those correlations are below
-  noise_mean: Array  # f32[], of the correlation with Gaussian features
-  noise_quantile: Array  # f32[], 95 % of those correlations are below
 
 
 def diagnose(
@@ -262,124 +256,6 @@ def effective_rollouts_histogram(values: Array, counted: Array) -> dict[str, Arr
   return dict(zip(names, shares, strict=True))
 
 
-def gram_agreement(
-  gram_a: Array, gram_b: Array, key: Array, *, feature_dim: int, num_permutations: int = 200
-) -> Agreement:
-  """Whether two subsets of the parameters see the same geometry, for instance head and last block.
-
-  Pearson correlation of the off-diagonal cosines of two Gram matrices of the same rollouts, over
-  pairs whose gradients are not zero. 1: the cheap subset stands for the other; a correlation below
-  the 95 % quantile of either null is no evidence of agreement at all.
-
-  The permutation null matches the rollouts of `b` with those of `a` at random, which keeps both
-  spectra. The noise null puts Gaussian features with the row norms of `b` in its place. Cosines do
-  not see the norms, except that zero stays zero, so that those features need not exist: their
-  triangular factor is drawn from its own law (Bartlett), exact at every dimension for B²/2 numbers
-  rather than B·feature_dim. The correlation hardly depends on the dimension once it is well above
-  B: cosines then shrink as 1/√dimension, all alike.
-
-  Args:
-    gram_a, gram_b: f32[B, B].
-    key: random key.
-    feature_dim: number of parameters of subset `b`.
-    num_permutations: draws of each null.
-  Returns:
-    See `Agreement`. A correlation is 0 where the cosines of one side do not differ (standard
-    deviation under 1e-6), as for identical gradients.
-  Source: SALT, arXiv 2606.05800.
-  """
-  chex.assert_equal_shape([gram_a, gram_b])
-  a, b = cosine_gram(gram_a), cosine_gram(gram_b)
-  alive = jnp.diagonal(b) > 0
-  permutation_key, noise_key = jax.random.split(key)
-
-  def permuted(key):
-    order = jax.random.permutation(key, b.shape[0])
-    return _correlation(a, b[order][:, order])
-
-  def with_noise(key):
-    noise = _gaussian_cosines(key, b.shape[0], feature_dim, b.dtype)
-    return _correlation(a, jnp.where(alive[:, None] & alive, noise, 0.0))
-
-  def null(draw, key):
-    draws = jax.lax.map(draw, jax.random.split(key, num_permutations))
-    return jnp.mean(draws), jnp.quantile(draws, 0.95)
-
-  of_permutations, of_noise = null(permuted, permutation_key), null(with_noise, noise_key)
-  return Agreement(_correlation(a, b), *of_permutations, *of_noise)
-
-
-def rank_one_fraction(update: Array) -> Array:
-  """σ₁²/Σσ² of a matrix, the share of an update that one outer product holds.
-
-  For the accumulated update W_t − W_0 of the output head. A value that climbs towards 1 as training
-  goes on says that the updates repeat one direction, the collapse that FADE reports under
-  failure-heavy mass; 1/min(D, V) is the least possible.
-
-  Args:
-    update: [D, V] or [V, D]; the eigenvalues are those of its smaller Gram, never an SVD.
-  Returns:
-    f32[], in [1/min(D, V), 1]; 0 for an update that is zero or not finite.
-  Source: FADE, arXiv 2607.01490.
-  """
-  chex.assert_rank(update, 2)
-  update = upcast(update)
-  update = update / _largest(update)
-  wide = update if update.shape[0] <= update.shape[1] else update.T
-  gram = jnp.matmul(wide, wide.T, precision=spectral.EXACT)
-  largest = jnp.linalg.eigvalsh(spectral.or_identity(gram))[-1] / gram.shape[0]
-  return jnp.where(spectral.is_usable(gram), jnp.clip(largest, 0.0, 1.0), 0.0)
-
-
-def head_share(update: Params, head_path: str) -> Array:
-  """Share of ‖ΔW‖² that sits in the output head.
-
-  Compare it with the head's share of the parameters: far above, the update goes into the last
-  projection, which moves token frequencies rather than what the network computes.
-
-  Args:
-    update: nested dict of arrays, parameters_t − parameters_0.
-    head_path: the path of the head's kernel, its keys joined by "/": "head_kernel", or "embedding"
-      with tied embeddings, which then counts the updates of the input lookup too.
-  Returns:
-    f32[], in [0, 1]; 0 for an update that is zero or not finite.
-  Raises:
-    ValueError: no parameter has that path.
-  Source: FADE, arXiv 2607.01490.
-  """
-  named = {
-    jax.tree_util.keystr(path, simple=True, separator="/"): upcast(leaf)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(update)
-  }
-  if head_path not in named:
-    raise ValueError(f"head_share: no parameter {head_path!r}; choose one of {sorted(named)}")
-  largest = _largest(jnp.stack([jnp.max(jnp.abs(leaf)) for leaf in named.values()]))
-  squares = {name: jnp.sum((leaf / largest) ** 2) for name, leaf in named.items()}
-  total = sum(squares.values())
-  defined = jnp.isfinite(total) & (total > 0)
-  return jnp.where(defined, squares[head_path] / jnp.where(defined, total, 1.0), 0.0)
-
-
-def advantage_logprob_covariance(coefficients: Array, logprobs: Array, mask: Array) -> Array:
-  """−Cov(A, log π) over loss tokens, a sign of where entropy is heading.
-
-  Negative: likely tokens are pushed up or unlikely ones down, and entropy tends to fall; positive:
-  it tends to rise. A reading, not a prediction: compare with the measured change of entropy.
-
-  Args:
-    coefficients: f32[P, G], A, the same for all tokens of a rollout.
-    logprobs: f32[P, G, T], nats, under the policy.
-    mask: [P, G, T], loss tokens.
-  Returns:
-    f32[], nats times the unit of A; 0 without loss tokens.
-  Source: FADE, arXiv 2607.01490; Cui et al., arXiv 2505.22617.
-  """
-  chex.assert_rank([coefficients, logprobs, mask], [2, 3, 3])
-  per_token = jnp.broadcast_to(upcast(coefficients)[..., None], mask.shape)
-  centred = per_token - masked_mean(per_token, mask)
-  return -masked_mean(centred * (logprobs - masked_mean(logprobs, mask)), mask)
-
-
 def _shared_energy(coefficients: Array, gram: Array, bounds: dict[str, Any]) -> Array:
   """Shared energy of one group alone, 0 for a group of one rollout."""
   if gram.shape[0] < 2:
@@ -408,40 +284,13 @@ def _group_grams(gram: Array, num_prompts: int) -> Array:
 def _mean_cosines(gram: Array, pairs: Array | bool) -> tuple[Array, Array]:
   """Mean of the cosines and of their positive parts over distinct `pairs` that are not zero."""
   cosines = cosine_gram(gram)
-  kept = _distinct(jnp.diagonal(cosines) > 0) & pairs
+  kept = distinct_pairs(jnp.diagonal(cosines) > 0) & pairs
   return masked_mean(cosines, kept), masked_mean(jnp.maximum(cosines, 0.0), kept)
 
 
-def _distinct(alive: Array) -> Array:
+def distinct_pairs(alive: Array) -> Array:
   """bool[B, B]: pairs of two different rollouts that are both alive."""
   return alive[:, None] & alive & ~jnp.eye(alive.size, dtype=bool)
-
-
-def _correlation(a: Array, b: Array) -> Array:
-  """Pearson correlation of the off-diagonal entries of two cosine Grams."""
-  kept = _distinct((jnp.diagonal(a) > 0) & (jnp.diagonal(b) > 0))
-  centred = lambda x: jnp.where(kept, x - masked_mean(x, kept), 0.0)
-  a, b = centred(a), centred(b)
-  norms = jnp.stack([jnp.sqrt(jnp.sum(a**2)), jnp.sqrt(jnp.sum(b**2))])
-  defined = jnp.all(norms > spectral.NULL * jnp.sqrt(masked_count(kept)))
-  unit_a, unit_b = a / jnp.where(defined, norms[0], 1.0), b / jnp.where(defined, norms[1], 1.0)
-  return jnp.where(defined, jnp.clip(jnp.sum(unit_a * unit_b), -1.0, 1.0), 0.0)
-
-
-def _gaussian_cosines(key: Array, rollouts: int, dim: int, dtype) -> Array:
-  """Cosine Gram of Gaussian features [rollouts, dim], without the features.
-
-  Features = L·Q with Q orthonormal: below its diagonal L is normal, and its i-th diagonal entry
-  (from 0) is χ with dim − i degrees of freedom. Source: Bartlett, 1933.
-  """
-  below_key, diagonal_key = jax.random.split(key)
-  width = min(rollouts, dim)
-  below = jnp.tril(jax.random.normal(below_key, (rollouts, width), dtype), -1)
-  freedom = float(dim) - jnp.arange(width, dtype=dtype)
-  diagonal = jax.random.chisquare(diagonal_key, freedom, dtype=dtype)
-  factor = below + jnp.pad(jnp.diag(jnp.sqrt(diagonal)), [(0, rollouts - width), (0, 0)])
-  factor = factor / jnp.linalg.norm(factor, axis=1, keepdims=True)
-  return jnp.matmul(factor, factor.T, precision=spectral.EXACT)
 
 
 def _energy(coefficients: Array, spectrum: spectral.Spectrum) -> tuple[Array, Array, Array]:
@@ -452,7 +301,7 @@ def _energy(coefficients: Array, spectrum: spectral.Spectrum) -> tuple[Array, Ar
     times the sum of the energies is AᵀKA.
   """
   coefficients = upcast(coefficients)
-  largest = _largest(coefficients)
+  largest = spectral.largest(coefficients)
   unit = jnp.matmul(spectrum.vectors.T, coefficients / largest, precision=spectral.EXACT)
   return (
     _relative(spectrum.eigenvalues) * unit**2, unit, jnp.sqrt(spectrum.eigenvalues[0]) * largest
@@ -462,9 +311,3 @@ def _energy(coefficients: Array, spectrum: spectral.Spectrum) -> tuple[Array, Ar
 def _relative(eigenvalues: Array) -> Array:
   """λ_j/λ_1."""
   return eigenvalues / jnp.where(eigenvalues[0] > 0, eigenvalues[0], 1.0)
-
-
-def _largest(x: Array) -> Array:
-  """max|x|, or 1 where x is all zero: a divisor."""
-  largest = jnp.max(jnp.abs(x))
-  return jnp.where(largest > 0, largest, 1.0)

@@ -1,6 +1,7 @@
 """Hugging Face checkpoint directories in and out, tensor by tensor, never through remote code.
 
-Safetensors files hold the weights; what network they are of, `huggingface_config` knows.
+Safetensors files hold the weights; what network they are of, `huggingface_config` knows, and which
+tensor is which parameter, `huggingface_tensors`.
 """
 
 from __future__ import annotations
@@ -10,9 +11,8 @@ import json
 import math
 import os
 import posixpath
-import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,17 @@ from jax.sharding import PartitionSpec
 
 from rlvr_jax.files import listing, located
 from rlvr_jax.models import safetensors
-from rlvr_jax.models.huggingface_config import CONFIG, published_config
+from rlvr_jax.models.huggingface_config import CONFIG
+from rlvr_jax.models.huggingface_export import published_config
+from rlvr_jax.models.huggingface_tensors import (
+  EMBEDDING,
+  HEAD,
+  Leaf,
+  leaves_of,
+  shapes_of,
+  usual_names,
+  value_of,
+)
 from rlvr_jax.models.safetensors import Tensor
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_choice
@@ -42,118 +52,6 @@ COPIED = (  # from the source of an export
   "chat_template.jinja",
   "chat_template.json",
 )
-
-
-# --- which tensor is which parameter --------------------------------------------------------------
-
-
-class _Leaf(NamedTuple):
-  """A parameter of ours, and the published tensors that it is made of."""
-
-  path: tuple[str, ...]
-  names: list[str]  # one per layer where layers are stacked on the first axis
-  stacked: bool
-  transposed: bool  # kernels are [in, out] here, [out, in] there
-
-  def published(self, index: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """A shape or index of ours as the layers it covers, and what it is of each published tensor."""
-    layers, own = (index[0], index[1:]) if self.stacked else (None, index)
-    return layers, own[::-1] if self.transposed else own
-
-
-KERNELS = {  # ours: the published module's name, the same in every family
-  "query": "self_attn.q_proj",
-  "key": "self_attn.k_proj",
-  "value": "self_attn.v_proj",
-  "output": "self_attn.o_proj",
-  "gate": "mlp.gate_proj",
-  "up": "mlp.up_proj",
-  "down": "mlp.down_proj",
-}
-_NORMS = {
-  "attention_norm": "input_layernorm",
-  "query_norm": "self_attn.q_norm",
-  "key_norm": "self_attn.k_norm",
-}
-# Gemma has a norm after attention, and calls the one before the MLP by another name.
-_TWO_NORMS = {"mlp_norm": "post_attention_layernorm"}
-_FOUR_NORMS = {
-  "post_attention_norm": "post_attention_layernorm",
-  "mlp_norm": "pre_feedforward_layernorm",
-  "post_mlp_norm": "post_feedforward_layernorm",
-}
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-
-
-def _leaves(params: Params) -> list[_Leaf]:
-  """One for each parameter, in the order in which they are written."""
-  blocks = params["blocks"]
-  norms = _NORMS | (_FOUR_NORMS if "post_mlp_norm" in blocks else _TWO_NORMS)
-  layer_tensors: dict[tuple[str, ...], str] = {
-    **{(name,): f"{theirs}.weight" for name, theirs in KERNELS.items()},
-    **{(f"{name}_bias",): f"{theirs}.bias" for name, theirs in KERNELS.items()},
-    **{(name, "scale"): f"{theirs}.weight" for name, theirs in norms.items()},
-  }
-  tensors: dict[tuple[str, ...], str] = {
-    ("embedding",): _EMBEDDING,
-    ("final_norm", "scale"): "model.norm.weight",
-    ("head_kernel",): _HEAD,
-  }
-  found = []
-  for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
-    path = tuple(key.key for key in keys)
-    if path in tensors:
-      found.append(_Leaf(path, [tensors[path]], False, path == ("head_kernel",)))
-      continue
-    theirs = layer_tensors.get(path[1:]) if path[0] == "blocks" else None
-    if theirs is None:
-      raise ValueError(f"parameter {'/'.join(path)} is in no published checkpoint")
-    names = [f"model.layers.{i}.{theirs}" for i in range(leaf.shape[0])]
-    found.append(_Leaf(path, names, True, path[1] in KERNELS))
-  return sorted(found, key=lambda leaf: (leaf.stacked, leaf.path))
-
-
-def published_shapes(params: Params) -> dict[str, tuple[int, ...]]:
-  """Name and shape of every tensor of these parameters' checkpoint, in the order of writing.
-
-  Raises:
-    ValueError: a parameter that no published checkpoint has.
-  """
-  return _shapes(_leaves(params), params)
-
-
-def _shapes(leaves: Iterable[_Leaf], params: Params) -> dict[str, tuple[int, ...]]:
-  return {
-    name: leaf.published(_value(params, leaf).shape)[1] for leaf in leaves for name in leaf.names
-  }
-
-
-def _value(params: Params, leaf: _Leaf) -> Any:
-  return functools.reduce(lambda tree, key: tree[key], leaf.path, params)
-
-
-_UNUSED = re.compile(  # tables that older versions saved; what is not the text model's
-  r"(^|\.)rotary_emb\.|^(model\.)?(vision_tower|multi_modal_projector)\."
-)
-_PREFIXES = (  # of a text model within another, and of one saved without its head
-  (re.compile(r"^(language_model\.model|model\.language_model)\."), "model."),
-  (re.compile(r"^language_model\.lm_head\."), "lm_head."),
-  (re.compile(r"^(?=(embed_tokens|layers|norm)\.)"), "model."),
-)
-
-
-def _usual_names(tensors: Mapping[str, Tensor], directory: Any) -> dict[str, Tensor]:
-  found: dict[str, Tensor] = {}
-  for name, tensor in tensors.items():
-    if _UNUSED.search(name):
-      continue
-    usual = name
-    for pattern, prefix in _PREFIXES:
-      usual = pattern.sub(prefix, usual)
-    if usual in found:
-      raise ValueError(f"{directory}: {name!r} and {found[usual].name!r} are one tensor's names")
-    found[usual] = tensor
-  return found
 
 
 # --- in -------------------------------------------------------------------------------------------
@@ -178,25 +76,25 @@ def load_params(
       of another shape than the parameters, before the weights are read; weights that are NaN or
       infinite, after it.
   """
-  tensors = _usual_names(safetensors.open_checkpoint(directory), directory)
-  leaves = _leaves(abstract_params)
+  tensors = usual_names(safetensors.open_checkpoint(directory), directory)
+  leaves = leaves_of(abstract_params)
   _settle_tied_head(tensors, leaves, directory)
   _check_tensors(tensors, leaves, abstract_params, directory)
   params = jax.tree.map(lambda _: None, abstract_params)
   for leaf in leaves:
     inner = functools.reduce(lambda tree, key: tree[key], leaf.path[:-1], params)
-    wanted = _value(abstract_params, leaf)
+    wanted = value_of(abstract_params, leaf)
     inner[leaf.path[-1]] = _load_leaf(leaf, wanted, tensors, block_bytes)
   _check_finite(params, leaves, directory)
   return params
 
 
-def _settle_tied_head(tensors: dict[str, Tensor], leaves: list[_Leaf], directory: Any) -> None:
+def _settle_tied_head(tensors: dict[str, Tensor], leaves: list[Leaf], directory: Any) -> None:
   """Drops a tied head that was saved beside the embedding, or in its place."""
-  if any(leaf.path == ("head_kernel",) for leaf in leaves) or _HEAD not in tensors:
+  if any(leaf.path == ("head_kernel",) for leaf in leaves) or HEAD not in tensors:
     return
-  head = tensors.pop(_HEAD)
-  embedding = tensors.setdefault(_EMBEDDING, head)
+  head = tensors.pop(HEAD)
+  embedding = tensors.setdefault(EMBEDDING, head)
   rows = min(head.shape[0], embedding.shape[0])
   for row in range(0, rows, max(1, rows // 16)):  # training moves every row of a head
     if not np.array_equal(head.rows(row, row + 1), embedding.rows(row, row + 1)):
@@ -207,13 +105,13 @@ def _settle_tied_head(tensors: dict[str, Tensor], leaves: list[_Leaf], directory
 
 
 def _check_tensors(
-  tensors: Mapping[str, Tensor], leaves: list[_Leaf], params: Params, directory: Any
+  tensors: Mapping[str, Tensor], leaves: list[Leaf], params: Params, directory: Any
 ) -> None:
   """Raises, before anything is read, unless the tensors are exactly those of the parameters."""
-  shapes = _shapes(leaves, params)
+  shapes = shapes_of(leaves, params)
   problems = []
   if missing := [name for name in shapes if name not in tensors]:
-    untied = " (tied embeddings have none: tie_word_embeddings)" if _HEAD in missing else ""
+    untied = " (tied embeddings have none: tie_word_embeddings)" if HEAD in missing else ""
     problems.append(f"{len(missing)} missing: {_some(missing)}{untied}")
   if unknown := [tensors[name].name for name in tensors if name not in shapes]:
     problems.append(f"{len(unknown)} unknown: {_some(unknown)}")
@@ -238,10 +136,10 @@ def _are_finite(params: Params) -> Params:
   return jax.tree.map(lambda x: jnp.isfinite(jnp.sum(x)), params)
 
 
-def _check_finite(params: Params, leaves: list[_Leaf], directory: Any) -> None:
+def _check_finite(params: Params, leaves: list[Leaf], directory: Any) -> None:
   """Raises for a checkpoint that its training has ruined."""
   finite = jax.device_get(_are_finite(params))
-  if ruined := [leaf for leaf in leaves if not _value(finite, leaf)]:
+  if ruined := [leaf for leaf in leaves if not value_of(finite, leaf)]:
     raise ValueError(
       f"{directory}: NaN or infinite weights in {len(ruined)} of {len(leaves)} parameters:"
       f" {_some(['/'.join(leaf.path) for leaf in ruined])}. It is spoilt; take an earlier one"
@@ -253,7 +151,7 @@ def _some(names: list[str]) -> str:
 
 
 def _load_leaf(
-  leaf: _Leaf, wanted: jax.ShapeDtypeStruct, tensors: Mapping[str, Tensor], block_bytes: int
+  leaf: Leaf, wanted: jax.ShapeDtypeStruct, tensors: Mapping[str, Tensor], block_bytes: int
 ) -> Array:
   shape, sharding = wanted.shape, wanted.sharding
   indices = sharding.addressable_devices_indices_map(shape)
@@ -279,7 +177,7 @@ def _load_leaf(
 
 
 def _pieces(
-  leaf: _Leaf,
+  leaf: Leaf,
   shards: Mapping[jax.Device, tuple[tuple[int, int], ...]],
   tensors: Mapping[str, Tensor],
   block_bytes: int,
@@ -375,21 +273,21 @@ def save_checkpoint(
   """
   check_choice("save_checkpoint", "dtype", dtype, ("bfloat16", "float16", "float32"))
   safetensors.check_vacant(directory)
-  leaves = _leaves(params)
+  leaves = leaves_of(params)
   published = published_config(config, dtype, source)
   file_dtype = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
   blocks = (
     block
     for leaf in leaves
     for layer in range(len(leaf.names))
-    for block in _fetched(_value(params, leaf), leaf, layer, file_dtype, block_bytes)
+    for block in _fetched(value_of(params, leaf), leaf, layer, file_dtype, block_bytes)
   )
   if jax.process_index() == 0:
     with safetensors.new_directory(directory) as (system, folder):
       safetensors.write_checkpoint(
         system,
         folder,
-        _shapes(leaves, params),
+        shapes_of(leaves, params),
         file_dtype,
         blocks,
         max_shard_bytes=max_shard_bytes,
@@ -406,7 +304,7 @@ def save_checkpoint(
 
 
 def _fetched(
-  value: Array, leaf: _Leaf, layer: int, dtype: np.dtype, block_bytes: int
+  value: Array, leaf: Leaf, layer: int, dtype: np.dtype, block_bytes: int
 ) -> Iterator[np.ndarray]:
   """Blocks of the rows of a published tensor, on the host."""
   shape = leaf.published(value.shape)[1]

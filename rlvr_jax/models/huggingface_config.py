@@ -1,12 +1,13 @@
-"""config.json of Hugging Face checkpoint directories: which network it describes, and the way back.
+"""config.json of Hugging Face checkpoint directories: which network it describes.
 
 Facts about the families, defaults included, are those of the `transformers` library's configuration
-classes.
+classes, to which a test compares them. They are not read through `AutoConfig`: a core install reads
+checkpoints too, version 4 takes a file of version 5 for one without rope_parameters, and neither
+refuses what is not implemented here.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import posixpath
@@ -15,7 +16,8 @@ from typing import Any
 
 from rlvr_jax.files import listing, located
 from rlvr_jax.models import safetensors
-from rlvr_jax.models.transformer import RopeScaling, TransformerConfig, YarnScaling
+from rlvr_jax.models.rotary import RopeScaling, YarnScaling
+from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_between, check_choice, check_whole
 
 CONFIG = "config.json"
@@ -47,7 +49,7 @@ _GEMMA: dict[str, Any] = dict(
   sliding_window=4096,
 )
 # What a config.json may leave out; what no family's says has its default where it is read.
-_DEFAULTS: dict[str, dict[str, Any]] = {
+DEFAULTS: dict[str, dict[str, Any]] = {
   "qwen2": _QWEN,
   "qwen3": _QWEN | dict(head_dim=128),
   "llama": dict(
@@ -69,7 +71,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
   ),
   "gemma3_text": _GEMMA | dict(vocab_size=262_208, max_position_embeddings=131_072),
 }
-_ARCHITECTURES = {
+ARCHITECTURES = {
   "qwen2": ("Qwen2ForCausalLM", "Qwen2Model"),
   "qwen3": ("Qwen3ForCausalLM", "Qwen3Model"),
   "llama": ("LlamaForCausalLM", "LlamaModel"),
@@ -77,7 +79,7 @@ _ARCHITECTURES = {
   "gemma3_text": ("Gemma3ForCausalLM", "Gemma3TextModel"),
   "gemma3": ("Gemma3ForConditionalGeneration", "Gemma3Model"),  # around a gemma3_text
 }
-_ACTIVATIONS = {
+ACTIVATIONS = {
   "silu": "silu",
   "swish": "silu",
   "gelu_pytorch_tanh": "gelu_tanh",
@@ -88,9 +90,6 @@ _ACTIVATIONS = {
 # What a multimodal model's config.json says outside of its text_config.
 _OF_OUTER = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-
-
-# --- in -------------------------------------------------------------------------------------------
 
 
 def checkpoint_config(directory: str | os.PathLike[str], **overrides: Any) -> TransformerConfig:
@@ -107,10 +106,10 @@ def checkpoint_config(directory: str | os.PathLike[str], **overrides: Any) -> Tr
   """
   if CONFIG not in listing(directory):
     raise FileNotFoundError(f"{directory} has no {CONFIG}; name a checkpoint's own folder")
-  return TransformerConfig(**(config_fields(*_read(directory)) | overrides))
+  return TransformerConfig(**(config_fields(*read_config(directory)) | overrides))
 
 
-def _read(directory: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
+def read_config(directory: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
   """What config.json holds, and where it is, for messages."""
   system, folder = located(directory)
   path = posixpath.join(folder, CONFIG)
@@ -122,8 +121,8 @@ def longest_text(directory: str | os.PathLike[str]) -> int | None:
 
   Longer ones can be computed; what comes out is another matter.
   """
-  published, path = _read(directory)
-  length = _family(published, path)[1].get("max_position_embeddings")
+  published, path = read_config(directory)
+  length = family_settings(published, path)[1].get("max_position_embeddings")
   scaling = config_fields(published, path)["rope_scaling"]
   if length is None or not isinstance(scaling, YarnScaling):
     return length
@@ -132,8 +131,8 @@ def longest_text(directory: str | os.PathLike[str]) -> int | None:
 
 def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
   """Fields of `TransformerConfig` from a config.json's content; `owner` names it in messages."""
-  family, given = _family(published, owner)
-  c = _DEFAULTS[family] | given
+  family, given = family_settings(published, owner)
+  c = DEFAULTS[family] | given
   gemma = family.startswith("gemma")
   size = lambda name: _size(owner, name, c[name])
   heads = size("num_attention_heads")
@@ -144,20 +143,13 @@ def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
   activation = c["hidden_activation" if gemma else "hidden_act"]
   if gemma and activation is None:  # early files say it in hidden_act, of which nothing was used
     activation = "gelu_pytorch_tanh"
-  check_choice(owner, "hidden activation", activation, tuple(_ACTIVATIONS))
+  check_choice(owner, "hidden activation", activation, tuple(ACTIVATIONS))
   if gemma and c.get("use_bidirectional_attention"):
     raise ValueError(f"{owner}: use_bidirectional_attention is set; only causal models are read")
   layers = _sliding_layers(family, c, owner)
   ropes = _ropes(family, c, owner)
   theta, scaling = _rope(ropes[0], c, owner)
-  near_theta = None
-  if family == "gemma3_text" and layers:
-    near_theta, near_scaling = _rope(ropes[1], c, owner)
-    if near_scaling is not None:
-      raise ValueError(
-        f"{owner}: rotary embeddings of sliding layers are scaled, which is not implemented; only"
-        " those of full_attention can be"
-      )
+  near_theta = _sliding_theta(ropes[1], c, owner) if family == "gemma3_text" and layers else None
   biased = family == "qwen2" or bool(c.get("attention_bias"))
   return dict(
     vocab_size=size("vocab_size"),
@@ -167,7 +159,7 @@ def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
     num_kv_heads=size("num_key_value_heads"),
     head_dim=size("head_dim"),
     mlp_width=size("intermediate_size"),
-    activation=_ACTIVATIONS[activation],
+    activation=ACTIVATIONS[activation],
     norm_epsilon=_number(owner, "rms_norm_eps", c.get("rms_norm_eps", 1e-6)),
     rope_theta=theta,
     rope_scaling=scaling,
@@ -193,12 +185,12 @@ def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
   )
 
 
-def _family(published: Mapping[str, Any], owner: str) -> tuple[str, dict[str, Any]]:
+def family_settings(published: Mapping[str, Any], owner: str) -> tuple[str, dict[str, Any]]:
   """The family's name, and the text model's own settings."""
   kind: Any = published.get("model_type")
-  check_choice(owner, "model_type", kind, tuple(_ARCHITECTURES))
+  check_choice(owner, "model_type", kind, tuple(ARCHITECTURES))
   for architecture in published.get("architectures") or ():
-    check_choice(owner, "architectures", architecture, _ARCHITECTURES[kind])
+    check_choice(owner, "architectures", architecture, ARCHITECTURES[kind])
   quantized = [f for f in ("quantization_config", "compression_config") if published.get(f)]
   if quantized:
     raise ValueError(
@@ -308,155 +300,20 @@ def _rope(
   )
 
 
+def _sliding_theta(rope: Mapping[str, Any], c: Mapping[str, Any], owner: str) -> float:
+  """θ of Gemma 3's sliding layers."""
+  theta, scaling = _rope(rope, c, owner)
+  if scaling is not None:
+    raise ValueError(
+      f"{owner}: rotary embeddings of sliding layers are scaled, which is not implemented; only"
+      " those of full_attention can be"
+    )
+  return theta
+
+
 def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float | None:
   above, below = rope.get("mscale"), rope.get("mscale_all_dim")
   if rope.get("attention_factor") is not None or not (above and below) or factor <= 1:
     return rope.get("attention_factor")
   grown = lambda scale: 0.1 * scale * math.log(factor) + 1.0
   return grown(above) / grown(below)
-
-
-# --- out ------------------------------------------------------------------------------------------
-
-
-def published_config(
-  config: TransformerConfig, dtype: str, source: str | os.PathLike[str] | None
-) -> dict[str, Any]:
-  """The content of config.json, for transformers 5 and, with the older names beside them, 4.
-
-  Raises:
-    ValueError: no family computes what `config` says.
-  """
-  family = _family_of(config)
-  defaults = _DEFAULTS[family]
-  base: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-  base |= {"use_cache": True, "max_position_embeddings": defaults["max_position_embeddings"]}
-  if source is not None:
-    content, path = _read(source)
-    source_family, settings = _family(content, path)
-    check_choice(path, "model_type", source_family, (family,))
-    base |= {name: value for name, value in settings.items() if name not in _NOT_TAKEN_OVER}
-  elif config.rope_scaling is not None:
-    extended = round(config.rope_scaling.factor * config.rope_scaling.original_length)
-    base["max_position_embeddings"] = max(base["max_position_embeddings"], extended)
-  gemma = family.startswith("gemma")
-  sliding = config.sliding_layers or (False,) * config.num_layers
-  activations = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
-  published = base | _published_ropes(family, config) | {
-    "architectures": [_ARCHITECTURES[family][0]],
-    "model_type": family,
-    "dtype": dtype,
-    "torch_dtype": dtype,
-    "vocab_size": config.vocab_size,
-    "hidden_size": config.width,
-    "intermediate_size": config.mlp_width,
-    "num_hidden_layers": config.num_layers,
-    "num_attention_heads": config.num_heads,
-    "num_key_value_heads": config.num_kv_heads,
-    "head_dim": config.head_dim,
-    "hidden_activation" if gemma else "hidden_act": activations[config.activation],
-    "rms_norm_eps": config.norm_epsilon,
-    "tie_word_embeddings": config.tied_head,
-  }
-  if family != "qwen2":
-    published["attention_bias"] = config.qkv_bias
-  if family == "llama":
-    published["mlp_bias"] = config.mlp_bias
-  else:
-    published["layer_types"] = [
-      "sliding_attention" if slides else "full_attention" for slides in sliding
-    ]
-    published["sliding_window"] = config.sliding_window
-  if family.startswith("qwen"):
-    published["use_sliding_window"] = any(sliding)
-    published["max_window_layers"] = sliding.index(True) if any(sliding) else config.num_layers
-  if gemma:
-    scale = config.head_dim**-0.5 if config.query_scale is None else config.query_scale
-    published["query_pre_attn_scalar"] = round(scale**-2)
-    published["attn_logit_softcapping"] = config.attention_soft_cap if family == "gemma2" else None
-    published["final_logit_softcapping"] = config.final_soft_cap
-  _check_reads_back(published, config)
-  return published
-
-
-_NOT_TAKEN_OVER = (  # of the source's config.json
-  "auto_map",
-  "rope_theta",
-  "rope_scaling",
-  "rope_local_base_freq",
-  "sliding_window_pattern",
-  "_sliding_window_pattern",
-  "transformers_version",
-  "_name_or_path",
-)
-
-
-def _family_of(config: TransformerConfig) -> str:
-  if config.post_norm:
-    return "gemma3_text" if config.qk_norm else "gemma2"
-  if config.qk_norm:
-    return "qwen3"
-  return "qwen2" if config.qkv_bias and not config.output_bias else "llama"
-
-
-def _published_ropes(family: str, config: TransformerConfig) -> dict[str, Any]:
-  full = {"rope_theta": config.rope_theta} | _published_scaling(config.rope_scaling)
-  found: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_parameters": full}
-  if config.rope_scaling is not None:
-    found["rope_scaling"] = _published_scaling(config.rope_scaling)
-  if family == "gemma3_text":
-    near = config.sliding_rope_theta or 10_000.0  # without sliding layers none is used
-    found["rope_local_base_freq"] = near
-    found["rope_parameters"] = {
-      "full_attention": full,
-      "sliding_attention": {"rope_theta": near, "rope_type": "default"},
-    }
-  return found
-
-
-def _published_scaling(scaling: RopeScaling | YarnScaling | None) -> dict[str, Any]:
-  if scaling is None:
-    return {"rope_type": "default"}
-  if isinstance(scaling, YarnScaling):
-    found = {
-      "rope_type": "yarn",
-      "factor": scaling.factor,
-      "original_max_position_embeddings": scaling.original_length,
-      "beta_fast": scaling.fast_rotations,
-      "beta_slow": scaling.slow_rotations,
-      "truncate": scaling.whole_indices,
-    }
-    if scaling.attention_factor is not None:
-      found["attention_factor"] = scaling.attention_factor
-    return found
-  if scaling.low_frequency_factor is None:
-    return {"rope_type": "linear", "factor": scaling.factor}
-  return {
-    "rope_type": "llama3",
-    "factor": scaling.factor,
-    "low_freq_factor": scaling.low_frequency_factor,
-    "high_freq_factor": scaling.high_frequency_factor,
-    "original_max_position_embeddings": scaling.original_length,
-  }
-
-
-def _check_reads_back(published: Mapping[str, Any], config: TransformerConfig) -> None:
-  """Raises where the family's fields cannot say what `config` says."""
-  sliding = any(config.sliding_layers or ())
-  said = dataclasses.asdict(config) | dict(
-    rope_scaling=config.rope_scaling,
-    sliding_layers=config.sliding_layers if sliding else None,
-    sliding_window=config.sliding_window if sliding else None,
-    sliding_rope_theta=config.sliding_rope_theta if sliding else None,
-  )
-  found = config_fields(published, "the exported config.json")
-  for fields in (said, found):
-    fields["query_scale"] = fields["query_scale"] or config.head_dim**-0.5
-  differing = {
-    name: (said[name], value) for name, value in found.items() if value != said[name]
-  }
-  if differing:
-    raise ValueError(
-      f"no family among {', '.join(_DEFAULTS)} computes this network, so transformers cannot load"
-      f" it; the nearest, {published['model_type']}, differs in {differing} (ours, its)"
-    )

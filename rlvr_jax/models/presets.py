@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlvr_jax.models.huggingface_config import checkpoint_config
-from rlvr_jax.models.transformer import RopeScaling, TransformerConfig
+from rlvr_jax.models.rotary import RopeScaling
+from rlvr_jax.models.transformer import TransformerConfig
 
 _SMALL = dict(activation="silu", qk_norm=True, rope_theta=10_000.0, tied_head=True)
 _QWEN2 = dict(qkv_bias=True, rope_theta=1_000_000.0, norm_epsilon=1e-6, head_dim=128)

@@ -143,3 +143,9 @@ def project(vectors: Array, rank: Array, x: Array) -> Array:
 def random_basis(key: Array, size: int, dtype: Any) -> Array:
   """Orthonormal columns [size, size], uniform among all such bases up to sign."""
   return jnp.linalg.qr(jax.random.normal(key, (size, size), dtype))[0]
+
+
+def largest(x: Array) -> Array:
+  """max|x|, or 1 where x is all zero: a divisor."""
+  largest = jnp.max(jnp.abs(x))
+  return jnp.where(largest > 0, largest, 1.0)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from rlvr_jax.geometry import GramFn, diagnostics, num_selected, per_rollout
+from rlvr_jax.geometry import GramFn, diagnostics, num_selected, per_rollout, updates
+from rlvr_jax.geometry.agreement import gram_agreement
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.ops.masked import masked_mean
 from rlvr_jax.train.accumulate import batch_forward, first_phase, split_micro_batches
@@ -41,7 +42,7 @@ def measure(
   logprobs, forward = batch_forward(params, frozen, batch, method=method._replace(gram=gram))
   matrix = gram.gram(params, frozen, batch, forward, context)
   scalars = diagnostics.diagnose(matrix, coefficients, reweighted, batch.rewards.shape[0])
-  scalars["geometry/advantage_logprob_covariance"] = diagnostics.advantage_logprob_covariance(
+  scalars["geometry/advantage_logprob_covariance"] = updates.advantage_logprob_covariance(
     coefficients, logprobs, batch.mask
   )
   scalars |= accumulated_update(params, initial, method)
@@ -58,7 +59,7 @@ def measure(
     other = per_rollout(parameters=compared).gram(params, frozen, batch, None, context)
     size = num_selected(params, frozen, context, parameters=compared)
     key = key_for(method.seed, "diagnostics", state.step)
-    agreement = diagnostics.gram_agreement(matrix, other, key, feature_dim=size)
+    agreement = gram_agreement(matrix, other, key, feature_dim=size)
     scalars |= {f"geometry/agreement_{k}": value for k, value in agreement._asdict().items()}
     arrays["gram_compared"] = other
   return scalars, arrays
@@ -72,8 +73,8 @@ def accumulated_update(params: Params, initial: Params, method: Method) -> dict[
   change = jax.tree.map(jnp.subtract, params, initial)
   head = method.model.head(params).kernel - method.model.head(initial).kernel
   return {
-    "geometry/head_rank_one_fraction": diagnostics.rank_one_fraction(head),
-    "geometry/head_share": diagnostics.head_share(change, path),
+    "geometry/head_rank_one_fraction": updates.rank_one_fraction(head),
+    "geometry/head_share": updates.head_share(change, path),
   }
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
 from rlvr_jax.data import HuggingFaceTokenizer
 from rlvr_jax.data.byte_pairs import main, read_texts, save, train_byte_pairs
@@ -46,6 +47,18 @@ def test_sizes_and_special_tokens(folder, tokenizer):
   assert generation == {"eos_token_id": [2, 0], "pad_token_id": 0}
   bytes_alone = sum(len(text.encode()) for text in TEXTS)
   assert sum(len(tokenizer.encode(text)) for text in TEXTS) < 0.65 * bytes_alone
+
+
+def test_any_version_of_transformers_loads_it(folder, tokenizer):
+  """By a class that versions 4 and 5 both have."""
+  config = json.loads((folder / "tokenizer_config.json").read_text())
+  assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+  theirs = AutoTokenizer.from_pretrained(folder)
+  text = "She sells 12 eggs.\n"
+  assert theirs.encode(text) == tokenizer.encode(text)
+  assert theirs.eos_token_id == 2 and theirs.pad_token_id == 0
+  turn = [{"role": "user", "content": "1+1?"}]
+  assert theirs.apply_chat_template(turn, tokenize=False) == "<|im_start|>user\n1+1?<|im_end|>\n"
 
 
 def test_pieces(folder):

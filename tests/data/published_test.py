@@ -15,8 +15,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from rlvr_jax.data import published
-from rlvr_jax.data.published import mathematics, programs
+from rlvr_jax.data.published import builder, mathematics, programs
 from rlvr_jax.data.published.files import PublishedFiles
 from rlvr_jax.rewards.code import code
 
@@ -42,7 +41,7 @@ def _write(folder, files):
 
 def _prepare(name, folder, files=None):
   source = _write(folder, files) if files else folder / "source"
-  return published.prepare(name, source, folder / "prepared")
+  return builder.prepare(name, source, folder / "prepared")
 
 
 def _records(name, folder, files, split):
@@ -53,6 +52,9 @@ def _records(name, folder, files, split):
 def _gsm8k_rows(numbers):
   return [{"question": f"Twice {n}?", "answer": f"2*{n}=<<2*{n}={2 * n}>>{2 * n}\n#### {2 * n:,}"}
           for n in numbers]  # fmt: skip
+
+
+FILES = {"mbpp": "mbpp.jsonl"}  # others of test.jsonl
 
 
 # --- mathematics ----------------------------------------------------------------------------------
@@ -76,7 +78,7 @@ BOXED = {"problem": "Half?", "level": "Level 3", "type": "Algebra",
        "id": "MATH/train/algebra/2/1"},
     ),
     ("math", {"test.jsonl": [BOXED | {"level": "Level ?"}]}, "test", {"difficulty": math.nan}),
-    ("math", {"algebra/test-00000-of-00001.parquet": [BOXED]}, "test", {"difficulty": 3.0}),
+    ("math", {"test-00000-of-00001.parquet": [BOXED]}, "test", {"difficulty": 3.0}),
     (
       "math_500",
       {"test.jsonl": [{"problem": "p", "solution": "\\boxed{0.50}", "answer": "0.5", "level": 2,
@@ -94,7 +96,8 @@ BOXED = {"problem": "Half?", "level": "Level 3", "type": "Algebra",
     ),
     (
       "aime_2024",
-      {"data/train-0-of-1.json": [{"id": 60, "problem": "p", "answer": "073", "year": "2024"}]},
+      {"data/train-00000-of-00001.json":
+       [{"id": 60, "problem": "p", "answer": "073", "year": "2024"}]},
       "test", {"answer": "73", "id": "60"},
     ),
     (
@@ -179,7 +182,7 @@ def test_mbpp(tmp_path):
 def test_sanitized_mbpp_by_the_name_of_its_file(tmp_path):
   files = {"mbpp.jsonl": [MBPP], "sanitized-mbpp.json": [SANITIZED]}
   source = _write(tmp_path, files) / "sanitized-mbpp.json"
-  records = published.prepare("mbpp", source, tmp_path / "prepared").records("test")
+  records = builder.prepare("mbpp", source, tmp_path / "prepared").records("test")
   assert (len(records), records[0].question) == (1, "Write g.")
   assert records[0].reference["setup"] == "import math"
   assert "import math\nassert math.isclose" in programs.interface(records[0].reference)
@@ -271,7 +274,7 @@ def test_livecodebench_programs_from_several_files(tmp_path):
   ],
 )  # fmt: skip
 def test_from_row_to_grade(tmp_path, name, split, row, good, bad):
-  file = "sanitized-mbpp.json" if row is SANITIZED else "test.jsonl"
+  file = "sanitized-mbpp.json" if row is SANITIZED else FILES.get(name, "test.jsonl")
   (record,) = _records(name, tmp_path, {file: [row]}, split)
   reference = record.reference | {"time_limit_s": 30.0}
   grades = [code(f"So:\n```python\n{program}\n```\n", reference) for program in (good, bad)]
@@ -343,9 +346,10 @@ def test_bad_rows_are_named_by_file_and_line(tmp_path, name, row, message):
           "aime_2024": {"problem": "p", "answer": "1"}, "livecodebench": _livecodebench("")}
   row = row if isinstance(row, bytes) else json.dumps(row).encode()
   content = json.dumps(good[name]).encode() + b"\n" + row
+  file = FILES.get(name, "test.jsonl")
   with pytest.raises(ValueError, match=message) as error:
-    _prepare(name, tmp_path, {"test.jsonl": content})
-  assert str(tmp_path / "source" / "test.jsonl") in str(error.value)
+    _prepare(name, tmp_path, {file: content})
+  assert str(tmp_path / "source" / file) in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -374,11 +378,12 @@ def test_missing_files_and_splits(tmp_path):
   with pytest.raises(ValueError, match=r"unknown data set 'gsm'; choose one of \['aime_2024'"):
     _prepare("gsm", tmp_path)
   with pytest.raises(ValueError, match="data_dir is empty"):
-    published.prepare("gsm8k", "", tmp_path)
+    builder.prepare("gsm8k", "", tmp_path)
   with pytest.raises(FileNotFoundError, match=r"no file of problems \(.jsonl, .*is there.*source"):
     _prepare("gsm8k", tmp_path)
-  with pytest.raises(FileNotFoundError, match=r"no file of gsm8k .*found \['other'\]"):
-    _prepare("gsm8k", tmp_path, {"other.jsonl": [{}], "dataset_infos.json": [{}]})
+  expected = "expected train or main/train-00000-of-00001 or train-00000-of-00001; or test or main/"
+  with pytest.raises(FileNotFoundError, match=f"no file of gsm8k .*{expected}.*found .'other'"):
+    _prepare("gsm8k", tmp_path, {"other.jsonl": [{}], "test.txt": b"no problems"})
   prepared = _prepare("gsm8k", tmp_path, {"train.jsonl": _gsm8k_rows([1])})
   with pytest.raises(ValueError, match=r"no split 'test' in .*only \['train'\]: its files are to"):
     prepared.records("test")
@@ -386,7 +391,8 @@ def test_missing_files_and_splits(tmp_path):
 
 def test_the_plain_gsm8k_of_two(tmp_path):
   """Its repository has another version of the same problems beside it."""
-  files = {"main/test-0-of-1.parquet": _gsm8k_rows([1]), "brief/test-0-of-1.parquet": [{"x": 1}]}
+  hub = "test-00000-of-00001.parquet"
+  files = {f"main/{hub}": _gsm8k_rows([1]), f"brief/{hub}": [{"x": 1}]}
   assert [record.answer for record in _records("gsm8k", tmp_path, files, "test")] == ["2"]
 
 
@@ -395,9 +401,26 @@ def test_another_years_file_is_not_taken(tmp_path):
     _prepare("aime_2024", tmp_path, {"aime25.jsonl": [{"question": "q", "answer": "1"}]})
 
 
+@pytest.mark.parametrize("name", ["math_500", "amc", "deepscaler", "mbpp", "humaneval"])
+def test_a_file_of_another_name_is_never_guessed_at(tmp_path, name):
+  """Such as the half that somebody set apart, or the answers of another benchmark."""
+  other = f"my_{name}_humaneval_mbpp_500_old.jsonl"
+  with pytest.raises(FileNotFoundError, match="rename them, or give the file itself as data_dir"):
+    _prepare(name, tmp_path, {other: [BOXED], "old/train.jsonl": [BOXED]})
+
+
+def test_a_layout_of_several_files_is_read_as_a_whole(tmp_path):
+  halves = {f"aime2025-{half}.jsonl": [{"question": half, "answer": "1"}] for half in ("I", "II")}
+  (tmp_path / "whole").mkdir()
+  assert len(_records("aime_2025", tmp_path / "whole", halves, "test")) == 2
+  del halves["aime2025-II.jsonl"]
+  with pytest.raises(FileNotFoundError, match=r"-I with aime2025-II or .*found .'aime2025-I'"):
+    _prepare("aime_2025", tmp_path, halves)
+
+
 def test_one_file_of_any_name(tmp_path):
   source = _write(tmp_path, {"mine.jsonl": [{"question": "q", "answer": "1"}]}) / "mine.jsonl"
-  records = published.prepare("aime_2024", source, tmp_path / "prepared").records("test")
+  records = builder.prepare("aime_2024", source, tmp_path / "prepared").records("test")
   assert records[0].answer == "1"
 
 
@@ -408,14 +431,14 @@ def test_a_folder_of_links(tmp_path):
   blob = _write(tmp_path / "blobs", {"train.jsonl": _gsm8k_rows([1, 2])}) / "train.jsonl"
   (tmp_path / "snapshot/main/train.jsonl").symlink_to(blob.rename(tmp_path / "blobs" / "4f1c"))
   source = PublishedFiles(tmp_path / "snapshot")
-  assert len(list(source.rows(source.matching(["*train"])))) == 2
+  assert len(list(source.rows(source.of_layout((("main/train",),))))) == 2
 
 
 def test_one_of_several_formats_and_no_hidden_files(tmp_path):
   files = {"train.jsonl": _gsm8k_rows([1, 2]), "train.parquet": _gsm8k_rows([3]),
            ".cache/train.jsonl": _gsm8k_rows([4])}  # fmt: skip
   source = PublishedFiles(_write(tmp_path, files))
-  assert [pathlib.Path(path).name for path in source.matching(["train"])] == ["train.jsonl"]
+  assert [pathlib.Path(p).name for p in source.of_layout((("train",),))] == ["train.jsonl"]
   assert source.names() == ["train"]
 
 
@@ -477,7 +500,7 @@ def test_remote_files(tmp_path):
     file.write(_bytes("2.json", BOXED))
   with fsspec.open("memory://bucket/math/MATH/test/algebra/10.json", "wb") as file:
     file.write(_bytes("10.json", BOXED | {"problem": "Tenth?"}))
-  prepare = lambda: published.prepare("math", "memory://bucket/math", tmp_path).records("test")
+  prepare = lambda: builder.prepare("math", "memory://bucket/math", tmp_path).records("test")
   assert [prepare()[i].question for i in range(2)] == ["Half?", "Tenth?"]
   with fsspec.open("memory://bucket/math/MATH/test/algebra/10.json", "wb") as file:
     file.write(_bytes("10.json", {"problem": "torn"}))
@@ -485,6 +508,6 @@ def test_remote_files(tmp_path):
     prepare()
   with fsspec.open("memory://bucket/human/HumanEval.jsonl.gz", "wb") as file:
     file.write(_bytes("x.jsonl.gz", [HUMANEVAL]))
-  assert len(published.prepare("humaneval", "memory://bucket/human", tmp_path).records("test")) == 1
+  assert len(builder.prepare("humaneval", "memory://bucket/human", tmp_path).records("test")) == 1
   with pytest.raises(FileNotFoundError, match="memory://bucket/nothing"):
-    published.prepare("math", "memory://bucket/nothing", tmp_path)
+    builder.prepare("math", "memory://bucket/nothing", tmp_path)

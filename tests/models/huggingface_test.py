@@ -25,9 +25,11 @@ from safetensors.numpy import load_file, save_file
 from rlvr_jax.files import located
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.huggingface import load_params, save_checkpoint
-from rlvr_jax.models.huggingface_config import checkpoint_config, config_fields, published_config
+from rlvr_jax.models.huggingface_config import checkpoint_config, config_fields
+from rlvr_jax.models.huggingface_export import published_config
+from rlvr_jax.models.rotary import RopeScaling, YarnScaling
 from rlvr_jax.models.safetensors import SINGLE, Tensor
-from rlvr_jax.models.transformer import RopeScaling, TransformerConfig, YarnScaling
+from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.train.sharding import make_mesh, placed
 
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -291,6 +293,15 @@ def test_a_config_that_is_no_json_object_is_refused(tmp_path, text):
 def test_a_folder_without_a_config_is_refused(tmp_path):
   with pytest.raises(FileNotFoundError, match=r"no config\.json"):
     checkpoint_config(tmp_path)
+
+
+def test_a_checkpoint_is_read_and_written_without_transformers(tmp_path, monkeypatch):
+  """As in a core install: only the tokenizers of such folders need the extra [hf]."""
+  for library in ("transformers", "tokenizers", "safetensors"):
+    monkeypatch.setitem(sys.modules, library, None)
+  folder = write(tmp_path / "in", published_tensors(SETTINGS))
+  save_checkpoint(tmp_path / "out", load(folder), checkpoint_config(folder), source=folder)
+  assert checkpoint_config(tmp_path / "out") == checkpoint_config(folder)
 
 
 def test_remote_code_that_a_config_names_is_never_run(tmp_path):

@@ -9,7 +9,8 @@ import pytest
 
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.presets import preset, preset_names
-from rlvr_jax.models.transformer import RopeScaling, TransformerConfig, inverse_frequencies
+from rlvr_jax.models.rotary import RopeScaling, inverse_frequencies
+from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.types import Prompts
 
 SMALL = TransformerConfig(

@@ -15,8 +15,8 @@ from oracles.checkpoints import old_style
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.huggingface import load_params, save_checkpoint
 from rlvr_jax.models.huggingface_config import checkpoint_config, config_fields
+from rlvr_jax.models.rotary import inverse_frequencies, rotary_tables
 from rlvr_jax.models.safetensors import INDEX
-from rlvr_jax.models.transformer import inverse_frequencies, rotary_tables
 from rlvr_jax.ops.logprobs import head_logits
 from rlvr_jax.train.sharding import make_mesh, placed
 from rlvr_jax.types import Prompts

@@ -17,8 +17,8 @@ import tensorflow_datasets as tfds
 from absl import logging
 
 from rlvr_jax.data.published import mathematics, programs
-from rlvr_jax.data.published.dataset import Dataset
-from rlvr_jax.data.published.files import PublishedFiles
+from rlvr_jax.data.published.dataset import Dataset, listed
+from rlvr_jax.data.published.files import FORMATS, PublishedFiles
 from rlvr_jax.data.published.rows import Record
 from rlvr_jax.data.sources import question_key
 from rlvr_jax.files import reporting_full_disk
@@ -171,7 +171,7 @@ class Prepared:
     if split in splits:
       return Records(self._builder, split)
     named = self.dataset.files.get(split)
-    remedy = f"its files are to be named {' or '.join(named)}" if named else "choose one of those"
+    remedy = f"its files are to be named {listed(named)}" if named else "choose one of those"
     raise ValueError(
       f"{self.dataset.name} has no split {split!r} in {self._data_dir}, only {splits}: {remedy}"
     )
@@ -197,14 +197,15 @@ def prepare(
   source = PublishedFiles(data_dir)
   files = DATASETS[name].files
   if source.is_one and len(files) == 1:  # then its name says nothing
-    files = dict.fromkeys(files, ("*",))
-  found = {split: source.matching(patterns) for split, patterns in files.items()}
+    files = dict.fromkeys(files, (tuple(source.names()),))
+  found = {split: source.of_layout(layouts) for split, layouts in files.items()}
   paths = {split: of_split for split, of_split in found.items() if of_split}
   if not paths:
-    wanted = [pattern for patterns in files.values() for pattern in patterns]
+    itself = ", or give the file itself as data_dir" if len(files) == 1 else ""
     raise FileNotFoundError(
       errno.ENOENT,
-      f"no file of {name} there: expected {' or '.join(wanted)}, found {source.names()[:20]}",
+      f"no file of {name} there: expected {'; or '.join(map(listed, files.values()))} (as"
+      f" {', '.join(FORMATS)}), found {source.names()[:20]}; rename them{itself}",
       os.fspath(data_dir),
     )
   digest = source.digest([path for split in sorted(paths) for path in paths[split]])

@@ -9,23 +9,36 @@ import tensorflow_datasets as tfds
 
 from rlvr_jax.data.published.rows import Record, Row
 
+# The ways in which a split is published: for each, the names of its files, all of which are read.
+# Names are below data_dir and without format; one that ends in "/" is a folder, all of whose files
+# are read, and "/" is data_dir itself.
+Layouts = tuple[tuple[str, ...], ...]
+
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Dataset(tfds.core.BuilderConfig):
   """Where the files of a published data set are and how a row of them is read."""
 
-  # Split → patterns of `PublishedFiles.matching`. Where rows themselves say their split, the files
-  # of all splits stand under "".
-  files: Mapping[str, tuple[str, ...]]
+  # Split → its layouts; the first that is there is read. Where rows themselves say their split,
+  # the files of all splits stand under "".
+  files: Mapping[str, Layouts]
   read: Callable[[Row], Record]
   split_of: Callable[[Row], str] | None = None
   grader: str  # import path
   prompt: str  # template of the completion's prompt, over the fields of `tasks.published`
 
 
-def split_files(split: str) -> tuple[str, ...]:
-  """Where a split's files usually are."""
-  return (
-    split, f"data/{split}-*", f"{split}-*", f"{split}/*", f"*/{split}", f"*/{split}-*",
-    f"*/{split}/*", f"*_{split}", f"*-{split}",
-  )  # fmt: skip
+def split_files(split: str, folder: str = "data") -> Layouts:
+  """A file named after the split, or a hub's Parquet file, from above its folder or in it."""
+  return (split,), (hub_file(split, folder),), (hub_file(split),)
+
+
+def hub_file(split: str, folder: str = "") -> str:
+  """A split's only Parquet file, as hubs name it."""
+  return f"{folder}/{split}-00000-of-00001".lstrip("/")
+
+
+def listed(layouts: Layouts) -> str:
+  """Layouts in words, for messages."""
+  short = [layout if len(layout) < 4 else (layout[0], "…", layout[-1]) for layout in layouts]
+  return " or ".join(" with ".join(layout) for layout in short)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fnmatch
 import gzip
 import hashlib
 import io
@@ -17,13 +16,13 @@ from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 
+from rlvr_jax.data.published.dataset import Layouts
 from rlvr_jax.data.published.rows import Row
 from rlvr_jax.files import located
 
 # Of one file published in several formats, the first is read.
 FORMATS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 _DEPTH = 4  # folders that are looked into: MATH/train/algebra/1.json
-_NO_PROBLEMS = ("dataset_info", "dataset_infos", "dataset_dict", "metadata", "state")
 _FETCHED_AT_ONCE = 128  # small files; object stores answer many requests as fast as one
 _TORN = (EOFError, gzip.BadGzipFile, zlib.error)
 
@@ -59,7 +58,7 @@ class PublishedFiles:
     self._paths: dict[str, str] = {}  # by name below the folder, without the format
     for path in sorted(filter(_format_of, found), key=lambda path: FORMATS.index(_format_of(path))):
       stem = path.removeprefix(root).lstrip("/").removesuffix(_format_of(path))
-      if not _is_hidden(stem):
+      if not any(part.startswith(".") for part in stem.split("/")):
         self._paths.setdefault(stem, path)
     self._stems = {path: stem for stem, path in self._paths.items()}
     if not self._paths:
@@ -71,17 +70,18 @@ class PublishedFiles:
     """Of all data files, below the folder and without their formats."""
     return sorted(self._paths, key=_natural)
 
-  def matching(self, patterns: Sequence[str]) -> list[str]:
-    """Paths of the files whose name fits the first pattern that any fits, numbers in order.
-
-    Args:
-      patterns: in lower case, over names below the folder without their format; * also fits "/".
-    """
-    for pattern in patterns:
-      stems = [stem for stem in self.names() if fnmatch.fnmatchcase(stem.lower(), pattern)]
-      if stems:
-        return [self._paths[stem] for stem in stems]
+  def of_layout(self, layouts: Layouts) -> list[str]:
+    """Paths of the files of the first layout of which nothing is missing; [] if there is none."""
+    for layout in layouts:
+      found = [self._named(name) for name in layout]
+      if all(found):
+        return [path for paths in found for path in paths]
     return []
+
+  def _named(self, name: str) -> list[str]:
+    if name.endswith("/"):
+      return [self._paths[stem] for stem in self.names() if stem.startswith(name.lstrip("/"))]
+    return [self._paths[name]] if name in self._paths else []
 
   def digest(self, paths: Sequence[str]) -> str:
     """What changes with the files: their bytes; of remote ones, what the listing says of them."""
@@ -138,11 +138,6 @@ class PublishedFiles:
 def _format_of(path: str) -> str:
   """Of a file of problems; "" of another."""
   return next((ending for ending in FORMATS if path.endswith(ending)), "")
-
-
-def _is_hidden(stem: str) -> bool:
-  parts = stem.split("/")
-  return parts[-1] in _NO_PROBLEMS or any(part.startswith(".") for part in parts)
 
 
 def _natural(stem: str) -> list[str | int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 
-from rlvr_jax.data.published.dataset import Dataset, split_files
+from rlvr_jax.data.published.dataset import Dataset, hub_file, split_files
 from rlvr_jax.data.published.rows import Record, Row
 
 _GRADER = "rlvr_jax.rewards.mathematics:mathematics"
@@ -13,6 +13,10 @@ _PROMPT = (
   "{question}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 )
 _ONLY_FILE = (*split_files("test"), *split_files("train"))  # of a data set with one split
+_SUBJECTS = (  # folders of MATH
+  "algebra", "counting_and_probability", "geometry", "intermediate_algebra", "number_theory",
+  "prealgebra", "precalculus",
+)  # fmt: skip
 _CALCULATOR_MARK = re.compile(r"<<[^>]*>>")
 _MARKED_ANSWER = re.compile(r"#### (\S+)\s*$")
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
@@ -83,11 +87,11 @@ def _aime(row: Row, year: int) -> Record:
 
 
 def _aime_of(year: int) -> Dataset:
-  short = str(year)[2:]
+  halves = (f"aime{year}-I", f"aime{year}-II")
   return Dataset(
     name=f"aime_{year}",
     description=f"American Invitational Mathematics Examination {year}, I and II.",
-    files={"test": (f"*{year}*", f"*aime{short}*", f"*aime_{short}*", *_ONLY_FILE)},
+    files={"test": ((f"aime_{year}_problems",), halves, (f"aime{year % 100}",), *_ONLY_FILE)},
     read=functools.partial(_aime, year=year),
     grader=_GRADER,
     prompt=_PROMPT,
@@ -97,7 +101,7 @@ def _aime_of(year: int) -> Dataset:
 GSM8K = Dataset(
   name="gsm8k",
   description="Grade-school word problems. Cobbe et al. 2021, arXiv 2110.14168.",
-  files={split: (split, f"main/{split}-*", *split_files(split)) for split in ("train", "test")},
+  files={split: split_files(split, "main") for split in ("train", "test")},
   read=_gsm8k,
   grader="rlvr_jax.rewards.graders:gsm8k",
   prompt="{question}\n",
@@ -108,7 +112,15 @@ MATH = Dataset(
     "Competition mathematics, levels 1 to 5. Hendrycks et al. 2021, arXiv 2103.03874. As folders "
     "of one file per problem by subject, or as rows."
   ),
-  files={split: split_files(split) for split in ("train", "test")},
+  files={
+    split: (
+      (f"MATH/{split}/",),
+      (f"{split}/",),
+      *split_files(split),
+      tuple(hub_file(split, subject) for subject in _SUBJECTS),
+    )
+    for split in ("train", "test")
+  },
   read=_boxed_problem,
   grader=_GRADER,
   prompt=_PROMPT,
@@ -116,7 +128,7 @@ MATH = Dataset(
 MATH_500 = Dataset(
   name="math_500",
   description="500 test problems of MATH. Lightman et al. 2023, arXiv 2305.20050.",
-  files={"test": ("*500*", *_ONLY_FILE)},
+  files={"test": split_files("test")},
   read=_boxed_problem,
   grader=_GRADER,
   prompt=_PROMPT,
@@ -126,7 +138,7 @@ AIME_2025 = _aime_of(2025)
 AMC = Dataset(
   name="amc",
   description="American Mathematics Competitions 10 and 12, with answers as numbers.",
-  files={"test": ("*amc*", *_ONLY_FILE)},
+  files={"test": _ONLY_FILE},
   read=_boxed_problem,
   grader=_GRADER,
   prompt=_PROMPT,
@@ -137,7 +149,7 @@ DEEPSCALER = Dataset(
     "Competition mathematics with answers, collected for training. Luo et al. 2025, DeepScaleR. "
     "Any JSON array or lines of {problem, answer, solution} will do."
   ),
-  files={"train": ("*deepscaler*", *split_files("train"), "*")},
+  files={"train": (("deepscaler",), *split_files("train"))},
   read=_boxed_problem,
   grader=_GRADER,
   prompt=_PROMPT,

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-from rlvr_jax.data.published.dataset import Dataset, split_files
+from rlvr_jax.data.published.dataset import Dataset, hub_file, split_files
 from rlvr_jax.data.published.rows import Record, Row
 
 _GRADER = "rlvr_jax.rewards.code:code"
@@ -108,7 +108,16 @@ MBPP = Dataset(
     "Mostly Basic Python Problems, whole or sanitized, split by task_id. Austin et al. 2021, arXiv "
     "2108.07732."
   ),
-  files={"": ("mbpp", "sanitized-mbpp", "full/*", "sanitized/*", "*mbpp*", "*")},
+  files={
+    "": (
+      ("mbpp",),
+      ("sanitized-mbpp",),
+      *(
+        tuple(hub_file(split, folder) for split in _MBPP_SPLITS)
+        for folder in ("full", "sanitized", "")
+      ),
+    )
+  },
   read=_mbpp,
   split_of=_mbpp_split,
   grader=_GRADER,
@@ -137,7 +146,7 @@ def _humaneval(row: Row) -> Record:
 HUMANEVAL = Dataset(
   name="humaneval",
   description="Functions to complete from signature and docstring. Chen et al. 2021, 2107.03374.",
-  files={"test": ("*humaneval*", *split_files("test"))},
+  files={"test": (("HumanEval",), *split_files("test", "openai_humaneval"))},
   read=_humaneval,
   grader=_GRADER,
   prompt=f"Complete this Python program.\n\n```python\n{{question}}\n```\n\n{_ANSWER}",
@@ -265,7 +274,7 @@ LIVECODEBENCH = Dataset(
     "Contest problems with hidden tests; functions and programs. Jain et al. 2024, arXiv "
     "2403.07974. Any rows of the same form will do."
   ),
-  files={"test": ("test*", *split_files("test"), "*")},
+  files={"test": (("/",),)},  # a file for each release: test, test2, ...
   read=_livecodebench,
   grader=_GRADER,
   prompt=_PROMPT,

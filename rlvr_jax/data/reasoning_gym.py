@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from rlvr_jax.data import worked_solutions
-from rlvr_jax.data.making import check_size, fill_template, warn_of_common_answer
 from rlvr_jax.data.problems import Problem, Task
 from rlvr_jax.data.sources import Chosen, Drawn, Draws
+from rlvr_jax.data.task_utils import check_size, fill_template, warn_of_common_answer
 
 STEPS = "steps"  # the `solution` that stands for the dataset's step-by-step writer
 # reasoning-gym 0.1.25 draws these by iterating over sets of strings.

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from absl import logging
 
-from rlvr_jax.data.making import check_size, fill_template, graded_alike, warn_of_common_answer
 from rlvr_jax.data.problems import Problem, Task
 from rlvr_jax.data.sources import Chosen
+from rlvr_jax.data.task_utils import check_size, fill_template, graded_alike, warn_of_common_answer
 
 if TYPE_CHECKING:
-  from rlvr_jax.data.published import Records
+  from rlvr_jax.data.published.builder import Records
 
 
 def published(
@@ -44,7 +44,7 @@ def published(
   are read when they are asked for.
 
   Args:
-    dataset: name, one of `rlvr_jax.data.published.DATASETS`.
+    dataset: name, one of `rlvr_jax.data.published.builder.DATASETS`.
     data_dir: folder or file as published, local or a URL such as gs://bucket/folder.
     split: of the data set; "" for a task of held-out problems only.
     held_out_dataset: name; "" for `dataset`.
@@ -80,7 +80,7 @@ def published(
       'on; choose another, or split = "" for a task of held-out problems only'
     )
   # Imported here: tensorflow-datasets takes a while to import and other tasks do without.
-  from rlvr_jax.data.published import prepare
+  from rlvr_jax.data.published.builder import prepare
 
   def problems(records: Records, indices: np.ndarray) -> Chosen:
     read = lambda index: _problem(records, index, prompt, code_reward)
@@ -147,7 +147,7 @@ def _choose(
 
 
 def _problem(records: Records, index: int, prompt: str, code_reward: str) -> Problem:
-  from rlvr_jax.data.published import interface
+  from rlvr_jax.data.published.programs import interface
 
   record = records[index]
   fields = {

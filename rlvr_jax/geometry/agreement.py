@@ -1,0 +1,96 @@
+"""Whether two Gram matrices of the same rollouts, of two subsets of the parameters, agree."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from rlvr_jax.geometry.diagnostics import cosine_gram, distinct_pairs
+from rlvr_jax.ops import spectral
+from rlvr_jax.ops.masked import masked_count, masked_mean
+from rlvr_jax.types import Array
+
+
+class Agreement(NamedTuple):
+  correlation: Array  # f32[], in [−1, 1]
+  permutation_mean: Array  # f32[], of the correlation when rollouts are matched at random
+  permutation_quantile: Array  # f32[], 95 % of those correlations are below
+  noise_mean: Array  # f32[], of the correlation with Gaussian features
+  noise_quantile: Array  # f32[], 95 % of those correlations are below
+
+
+def gram_agreement(
+  gram_a: Array, gram_b: Array, key: Array, *, feature_dim: int, num_permutations: int = 200
+) -> Agreement:
+  """Whether two subsets of the parameters see the same geometry, for instance head and last block.
+
+  Pearson correlation of the off-diagonal cosines of two Gram matrices of the same rollouts, over
+  pairs whose gradients are not zero. 1: the cheap subset stands for the other; a correlation below
+  the 95 % quantile of either null is no evidence of agreement at all.
+
+  The permutation null matches the rollouts of `b` with those of `a` at random, which keeps both
+  spectra. The noise null puts Gaussian features with the row norms of `b` in its place. Cosines do
+  not see the norms, except that zero stays zero, so that those features need not exist: their
+  triangular factor is drawn from its own law (Bartlett), exact at every dimension for B²/2 numbers
+  rather than B·feature_dim. The correlation hardly depends on the dimension once it is well above
+  B: cosines then shrink as 1/√dimension, all alike.
+
+  Args:
+    gram_a, gram_b: f32[B, B].
+    key: random key.
+    feature_dim: number of parameters of subset `b`.
+    num_permutations: draws of each null.
+  Returns:
+    See `Agreement`. A correlation is 0 where the cosines of one side do not differ (standard
+    deviation under 1e-6), as for identical gradients.
+  Source: SALT, arXiv 2606.05800.
+  """
+  chex.assert_equal_shape([gram_a, gram_b])
+  a, b = cosine_gram(gram_a), cosine_gram(gram_b)
+  alive = jnp.diagonal(b) > 0
+  permutation_key, noise_key = jax.random.split(key)
+
+  def permuted(key):
+    order = jax.random.permutation(key, b.shape[0])
+    return _correlation(a, b[order][:, order])
+
+  def with_noise(key):
+    noise = _gaussian_cosines(key, b.shape[0], feature_dim, b.dtype)
+    return _correlation(a, jnp.where(alive[:, None] & alive, noise, 0.0))
+
+  def null(draw, key):
+    draws = jax.lax.map(draw, jax.random.split(key, num_permutations))
+    return jnp.mean(draws), jnp.quantile(draws, 0.95)
+
+  of_permutations, of_noise = null(permuted, permutation_key), null(with_noise, noise_key)
+  return Agreement(_correlation(a, b), *of_permutations, *of_noise)
+
+
+def _correlation(a: Array, b: Array) -> Array:
+  """Pearson correlation of the off-diagonal entries of two cosine Grams."""
+  kept = distinct_pairs((jnp.diagonal(a) > 0) & (jnp.diagonal(b) > 0))
+  centred = lambda x: jnp.where(kept, x - masked_mean(x, kept), 0.0)
+  a, b = centred(a), centred(b)
+  norms = jnp.stack([jnp.sqrt(jnp.sum(a**2)), jnp.sqrt(jnp.sum(b**2))])
+  defined = jnp.all(norms > spectral.NULL * jnp.sqrt(masked_count(kept)))
+  unit_a, unit_b = a / jnp.where(defined, norms[0], 1.0), b / jnp.where(defined, norms[1], 1.0)
+  return jnp.where(defined, jnp.clip(jnp.sum(unit_a * unit_b), -1.0, 1.0), 0.0)
+
+
+def _gaussian_cosines(key: Array, rollouts: int, dim: int, dtype) -> Array:
+  """Cosine Gram of Gaussian features [rollouts, dim], without the features.
+
+  Features = L·Q with Q orthonormal: below its diagonal L is normal, and its i-th diagonal entry
+  (from 0) is χ with dim − i degrees of freedom. Source: Bartlett, 1933.
+  """
+  below_key, diagonal_key = jax.random.split(key)
+  width = min(rollouts, dim)
+  below = jnp.tril(jax.random.normal(below_key, (rollouts, width), dtype), -1)
+  freedom = float(dim) - jnp.arange(width, dtype=dtype)
+  diagonal = jax.random.chisquare(diagonal_key, freedom, dtype=dtype)
+  factor = below + jnp.pad(jnp.diag(jnp.sqrt(diagonal)), [(0, rollouts - width), (0, 0)])
+  factor = factor / jnp.linalg.norm(factor, axis=1, keepdims=True)
+  return jnp.matmul(factor, factor.T, precision=spectral.EXACT)

@@ -1,0 +1,85 @@
+"""What an update, and the coefficients behind it, say without a Gram matrix.
+
+A number that is not defined is 0, never NaN.
+"""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from rlvr_jax.ops import spectral
+from rlvr_jax.ops.masked import masked_mean, upcast
+from rlvr_jax.types import Array, Params
+
+
+def rank_one_fraction(update: Array) -> Array:
+  """σ₁²/Σσ² of a matrix, the share of an update that one outer product holds.
+
+  For the accumulated update W_t − W_0 of the output head. A value that climbs towards 1 as training
+  goes on says that the updates repeat one direction, the collapse that FADE reports under
+  failure-heavy mass; 1/min(D, V) is the least possible.
+
+  Args:
+    update: [D, V] or [V, D]; the eigenvalues are those of its smaller Gram, never an SVD.
+  Returns:
+    f32[], in [1/min(D, V), 1]; 0 for an update that is zero or not finite.
+  Source: FADE, arXiv 2607.01490.
+  """
+  chex.assert_rank(update, 2)
+  update = upcast(update)
+  update = update / spectral.largest(update)
+  wide = update if update.shape[0] <= update.shape[1] else update.T
+  gram = jnp.matmul(wide, wide.T, precision=spectral.EXACT)
+  largest = jnp.linalg.eigvalsh(spectral.or_identity(gram))[-1] / gram.shape[0]
+  return jnp.where(spectral.is_usable(gram), jnp.clip(largest, 0.0, 1.0), 0.0)
+
+
+def head_share(update: Params, head_path: str) -> Array:
+  """Share of ‖ΔW‖² that sits in the output head.
+
+  Compare it with the head's share of the parameters: far above, the update goes into the last
+  projection, which moves token frequencies rather than what the network computes.
+
+  Args:
+    update: nested dict of arrays, parameters_t − parameters_0.
+    head_path: the path of the head's kernel, its keys joined by "/": "head_kernel", or "embedding"
+      with tied embeddings, which then counts the updates of the input lookup too.
+  Returns:
+    f32[], in [0, 1]; 0 for an update that is zero or not finite.
+  Raises:
+    ValueError: no parameter has that path.
+  Source: FADE, arXiv 2607.01490.
+  """
+  named = {
+    jax.tree_util.keystr(path, simple=True, separator="/"): upcast(leaf)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(update)
+  }
+  if head_path not in named:
+    raise ValueError(f"head_share: no parameter {head_path!r}; choose one of {sorted(named)}")
+  largest = spectral.largest(jnp.stack([jnp.max(jnp.abs(leaf)) for leaf in named.values()]))
+  squares = {name: jnp.sum((leaf / largest) ** 2) for name, leaf in named.items()}
+  total = sum(squares.values())
+  defined = jnp.isfinite(total) & (total > 0)
+  return jnp.where(defined, squares[head_path] / jnp.where(defined, total, 1.0), 0.0)
+
+
+def advantage_logprob_covariance(coefficients: Array, logprobs: Array, mask: Array) -> Array:
+  """−Cov(A, log π) over loss tokens, a sign of where entropy is heading.
+
+  Negative: likely tokens are pushed up or unlikely ones down, and entropy tends to fall; positive:
+  it tends to rise. A reading, not a prediction: compare with the measured change of entropy.
+
+  Args:
+    coefficients: f32[P, G], A, the same for all tokens of a rollout.
+    logprobs: f32[P, G, T], nats, under the policy.
+    mask: [P, G, T], loss tokens.
+  Returns:
+    f32[], nats times the unit of A; 0 without loss tokens.
+  Source: FADE, arXiv 2607.01490; Cui et al., arXiv 2505.22617.
+  """
+  chex.assert_rank([coefficients, logprobs, mask], [2, 3, 3])
+  per_token = jnp.broadcast_to(upcast(coefficients)[..., None], mask.shape)
+  centred = per_token - masked_mean(per_token, mask)
+  return -masked_mean(centred * (logprobs - masked_mean(logprobs, mask)), mask)

@@ -1,0 +1,163 @@
+"""config.json of an exported policy: the way back from `huggingface_config`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from rlvr_jax.models.huggingface_config import (
+  ACTIVATIONS,
+  ARCHITECTURES,
+  DEFAULTS,
+  config_fields,
+  family_settings,
+  read_config,
+)
+from rlvr_jax.models.rotary import RopeScaling, YarnScaling
+from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.ops.checks import check_choice
+
+
+def published_config(
+  config: TransformerConfig, dtype: str, source: str | os.PathLike[str] | None
+) -> dict[str, Any]:
+  """The content of config.json, for transformers 5 and, with the older names beside them, 4.
+
+  Raises:
+    ValueError: no family computes what `config` says.
+  """
+  family = _family_of(config)
+  defaults = DEFAULTS[family]
+  base: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+  base |= {"use_cache": True, "max_position_embeddings": defaults["max_position_embeddings"]}
+  if source is not None:
+    content, path = read_config(source)
+    source_family, settings = family_settings(content, path)
+    check_choice(path, "model_type", source_family, (family,))
+    base |= {name: value for name, value in settings.items() if name not in _NOT_TAKEN_OVER}
+  elif config.rope_scaling is not None:
+    extended = round(config.rope_scaling.factor * config.rope_scaling.original_length)
+    base["max_position_embeddings"] = max(base["max_position_embeddings"], extended)
+  gemma = family.startswith("gemma")
+  sliding = config.sliding_layers or (False,) * config.num_layers
+  activations = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
+  published = base | _published_ropes(family, config) | {
+    "architectures": [ARCHITECTURES[family][0]],
+    "model_type": family,
+    "dtype": dtype,
+    "torch_dtype": dtype,
+    "vocab_size": config.vocab_size,
+    "hidden_size": config.width,
+    "intermediate_size": config.mlp_width,
+    "num_hidden_layers": config.num_layers,
+    "num_attention_heads": config.num_heads,
+    "num_key_value_heads": config.num_kv_heads,
+    "head_dim": config.head_dim,
+    "hidden_activation" if gemma else "hidden_act": activations[config.activation],
+    "rms_norm_eps": config.norm_epsilon,
+    "tie_word_embeddings": config.tied_head,
+  }
+  if family != "qwen2":
+    published["attention_bias"] = config.qkv_bias
+  if family == "llama":
+    published["mlp_bias"] = config.mlp_bias
+  else:
+    published["layer_types"] = [
+      "sliding_attention" if slides else "full_attention" for slides in sliding
+    ]
+    published["sliding_window"] = config.sliding_window
+  if family.startswith("qwen"):
+    published["use_sliding_window"] = any(sliding)
+    published["max_window_layers"] = sliding.index(True) if any(sliding) else config.num_layers
+  if gemma:
+    scale = config.head_dim**-0.5 if config.query_scale is None else config.query_scale
+    published["query_pre_attn_scalar"] = round(scale**-2)
+    published["attn_logit_softcapping"] = config.attention_soft_cap if family == "gemma2" else None
+    published["final_logit_softcapping"] = config.final_soft_cap
+  _check_reads_back(published, config)
+  return published
+
+
+_NOT_TAKEN_OVER = (  # of the source's config.json
+  "auto_map",
+  "rope_theta",
+  "rope_scaling",
+  "rope_local_base_freq",
+  "sliding_window_pattern",
+  "_sliding_window_pattern",
+  "transformers_version",
+  "_name_or_path",
+)
+
+
+def _family_of(config: TransformerConfig) -> str:
+  if config.post_norm:
+    return "gemma3_text" if config.qk_norm else "gemma2"
+  if config.qk_norm:
+    return "qwen3"
+  return "qwen2" if config.qkv_bias and not config.output_bias else "llama"
+
+
+def _published_ropes(family: str, config: TransformerConfig) -> dict[str, Any]:
+  full = {"rope_theta": config.rope_theta} | _published_scaling(config.rope_scaling)
+  found: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_parameters": full}
+  if config.rope_scaling is not None:
+    found["rope_scaling"] = _published_scaling(config.rope_scaling)
+  if family == "gemma3_text":
+    near = config.sliding_rope_theta or 10_000.0  # without sliding layers none is used
+    found["rope_local_base_freq"] = near
+    found["rope_parameters"] = {
+      "full_attention": full,
+      "sliding_attention": {"rope_theta": near, "rope_type": "default"},
+    }
+  return found
+
+
+def _published_scaling(scaling: RopeScaling | YarnScaling | None) -> dict[str, Any]:
+  if scaling is None:
+    return {"rope_type": "default"}
+  if isinstance(scaling, YarnScaling):
+    found = {
+      "rope_type": "yarn",
+      "factor": scaling.factor,
+      "original_max_position_embeddings": scaling.original_length,
+      "beta_fast": scaling.fast_rotations,
+      "beta_slow": scaling.slow_rotations,
+      "truncate": scaling.whole_indices,
+    }
+    if scaling.attention_factor is not None:
+      found["attention_factor"] = scaling.attention_factor
+    return found
+  if scaling.low_frequency_factor is None:
+    return {"rope_type": "linear", "factor": scaling.factor}
+  return {
+    "rope_type": "llama3",
+    "factor": scaling.factor,
+    "low_freq_factor": scaling.low_frequency_factor,
+    "high_freq_factor": scaling.high_frequency_factor,
+    "original_max_position_embeddings": scaling.original_length,
+  }
+
+
+def _check_reads_back(published: Mapping[str, Any], config: TransformerConfig) -> None:
+  """Raises where the family's fields cannot say what `config` says."""
+  sliding = any(config.sliding_layers or ())
+  said = dataclasses.asdict(config) | dict(
+    rope_scaling=config.rope_scaling,
+    sliding_layers=config.sliding_layers if sliding else None,
+    sliding_window=config.sliding_window if sliding else None,
+    sliding_rope_theta=config.sliding_rope_theta if sliding else None,
+  )
+  found = config_fields(published, "the exported config.json")
+  for fields in (said, found):
+    fields["query_scale"] = fields["query_scale"] or config.head_dim**-0.5
+  differing = {
+    name: (said[name], value) for name, value in found.items() if value != said[name]
+  }
+  if differing:
+    raise ValueError(
+      f"no family among {', '.join(DEFAULTS)} computes this network, so transformers cannot load"
+      f" it; the nearest, {published['model_type']}, differs in {differing} (ours, its)"
+    )

@@ -1,0 +1,125 @@
+"""Which published tensor is which parameter, in checkpoints of all families."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from rlvr_jax.models.safetensors import Tensor
+from rlvr_jax.types import Params
+
+
+class Leaf(NamedTuple):
+  """A parameter of ours, and the published tensors that it is made of."""
+
+  path: tuple[str, ...]
+  names: list[str]  # one per layer where layers are stacked on the first axis
+  stacked: bool
+  transposed: bool  # kernels are [in, out] here, [out, in] there
+
+  def published(self, index: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """A shape or index of ours as the layers it covers, and what it is of each published tensor."""
+    layers, own = (index[0], index[1:]) if self.stacked else (None, index)
+    return layers, own[::-1] if self.transposed else own
+
+
+KERNELS = {  # ours: the published module's name, the same in every family
+  "query": "self_attn.q_proj",
+  "key": "self_attn.k_proj",
+  "value": "self_attn.v_proj",
+  "output": "self_attn.o_proj",
+  "gate": "mlp.gate_proj",
+  "up": "mlp.up_proj",
+  "down": "mlp.down_proj",
+}
+_NORMS = {
+  "attention_norm": "input_layernorm",
+  "query_norm": "self_attn.q_norm",
+  "key_norm": "self_attn.k_norm",
+}
+# Gemma has a norm after attention, and calls the one before the MLP by another name.
+_TWO_NORMS = {"mlp_norm": "post_attention_layernorm"}
+_FOUR_NORMS = {
+  "post_attention_norm": "post_attention_layernorm",
+  "mlp_norm": "pre_feedforward_layernorm",
+  "post_mlp_norm": "post_feedforward_layernorm",
+}
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def leaves_of(params: Params) -> list[Leaf]:
+  """One for each parameter, in the order in which they are written."""
+  blocks = params["blocks"]
+  norms = _NORMS | (_FOUR_NORMS if "post_mlp_norm" in blocks else _TWO_NORMS)
+  layer_tensors: dict[tuple[str, ...], str] = {
+    **{(name,): f"{theirs}.weight" for name, theirs in KERNELS.items()},
+    **{(f"{name}_bias",): f"{theirs}.bias" for name, theirs in KERNELS.items()},
+    **{(name, "scale"): f"{theirs}.weight" for name, theirs in norms.items()},
+  }
+  tensors: dict[tuple[str, ...], str] = {
+    ("embedding",): EMBEDDING,
+    ("final_norm", "scale"): "model.norm.weight",
+    ("head_kernel",): HEAD,
+  }
+  found = []
+  for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
+    path = tuple(key.key for key in keys)
+    if path in tensors:
+      found.append(Leaf(path, [tensors[path]], False, path == ("head_kernel",)))
+      continue
+    theirs = layer_tensors.get(path[1:]) if path[0] == "blocks" else None
+    if theirs is None:
+      raise ValueError(f"parameter {'/'.join(path)} is in no published checkpoint")
+    names = [f"model.layers.{i}.{theirs}" for i in range(leaf.shape[0])]
+    found.append(Leaf(path, names, True, path[1] in KERNELS))
+  return sorted(found, key=lambda leaf: (leaf.stacked, leaf.path))
+
+
+def published_shapes(params: Params) -> dict[str, tuple[int, ...]]:
+  """Name and shape of every tensor of these parameters' checkpoint, in the order of writing.
+
+  Raises:
+    ValueError: a parameter that no published checkpoint has.
+  """
+  return shapes_of(leaves_of(params), params)
+
+
+def shapes_of(leaves: Iterable[Leaf], params: Params) -> dict[str, tuple[int, ...]]:
+  """Name and shape of every published tensor of these leaves."""
+  return {
+    name: leaf.published(value_of(params, leaf).shape)[1] for leaf in leaves for name in leaf.names
+  }
+
+
+def value_of(params: Params, leaf: Leaf) -> Any:
+  """What a tree of parameters, or of anything else per parameter, has at a leaf."""
+  return functools.reduce(lambda tree, key: tree[key], leaf.path, params)
+
+
+_UNUSED = re.compile(  # tables that older versions saved; what is not the text model's
+  r"(^|\.)rotary_emb\.|^(model\.)?(vision_tower|multi_modal_projector)\."
+)
+_PREFIXES = (  # of a text model within another, and of one saved without its head
+  (re.compile(r"^(language_model\.model|model\.language_model)\."), "model."),
+  (re.compile(r"^language_model\.lm_head\."), "lm_head."),
+  (re.compile(r"^(?=(embed_tokens|layers|norm)\.)"), "model."),
+)
+
+
+def usual_names(tensors: Mapping[str, Tensor], directory: Any) -> dict[str, Tensor]:
+  """The tensors by the names that most checkpoints give them, without those that are not used."""
+  found: dict[str, Tensor] = {}
+  for name, tensor in tensors.items():
+    if _UNUSED.search(name):
+      continue
+    usual = name
+    for pattern, prefix in _PREFIXES:
+      usual = pattern.sub(prefix, usual)
+    if usual in found:
+      raise ValueError(f"{directory}: {name!r} and {found[usual].name!r} are one tensor's names")
+    found[usual] = tensor
+  return found

@@ -1,0 +1,96 @@
+"""Rotary position embeddings, with the context extensions that published models use."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+
+from rlvr_jax.types import Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+  """Context extension of the rotary frequencies.
+
+  With only `factor`, all frequencies are divided by it (Gemma 3). With `low_frequency_factor`,
+  Llama 3's rule: long wavelengths are divided, short ones kept, those between interpolated.
+  """
+
+  factor: float
+  low_frequency_factor: float | None = None
+  high_frequency_factor: float = 4.0
+  original_length: int = 8192  # tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+  """Context extension by YaRN (Peng et al. 2023, arXiv 2309.00071).
+
+  Frequencies that turn more than `fast_rotations` times within the original context are kept, those
+  below `slow_rotations` are divided by `factor`, those between interpolated by their index.
+  """
+
+  factor: float
+  original_length: int  # tokens
+  fast_rotations: float = 32.0
+  slow_rotations: float = 1.0
+  whole_indices: bool = True  # the range between begins and ends at whole indices
+  attention_factor: float | None = None  # on cosines and sines; None is 0.1·ln(factor) + 1
+
+
+def inverse_frequencies(
+  head_dim: int, theta: float, scaling: RopeScaling | YarnScaling | None, dtype=jnp.float32
+) -> Array:
+  """Rotary angular frequencies θ^(−2i/H), [H/2], with context extension applied."""
+  frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=dtype) / head_dim)
+  if scaling is None:
+    return frequencies
+  if isinstance(scaling, YarnScaling):
+    low, high = _yarn_indices(head_dim, theta, scaling)
+    keep = 1 - jnp.clip((jnp.arange(head_dim // 2, dtype=dtype) - low) / (high - low), 0.0, 1.0)
+  elif scaling.low_frequency_factor is None:
+    return frequencies / scaling.factor
+  else:
+    rotations = scaling.original_length * frequencies / (2 * math.pi)  # in the original context
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    keep = jnp.clip((rotations - low) / (high - low), 0.0, 1.0)
+  return keep * frequencies + (1 - keep) * frequencies / scaling.factor
+
+
+def _yarn_indices(head_dim: int, theta: float, scaling: YarnScaling) -> tuple[float, float]:
+  """Where interpolation begins and where it is complete, as indices of frequencies."""
+
+  def index(rotations: float) -> float:
+    wavelength = scaling.original_length / (2 * math.pi * rotations)
+    return head_dim * math.log(wavelength) / (2 * math.log(theta))
+
+  low, high = index(scaling.fast_rotations), index(scaling.slow_rotations)
+  if scaling.whole_indices:
+    low, high = math.floor(low), math.ceil(high)
+  low, high = max(low, 0), min(high, head_dim - 1)
+  return low, high if high != low else low + 1e-3
+
+
+def rotary_tables(
+  positions: Array, frequencies: Array, scaling: RopeScaling | YarnScaling | None = None
+) -> tuple[Array, Array]:
+  """Cosine and sine of position times frequency, each [..., L, 1, H/2]."""
+  angles = jnp.maximum(positions, 0)[..., None, None].astype(frequencies.dtype) * frequencies
+  if not isinstance(scaling, YarnScaling):
+    return jnp.cos(angles), jnp.sin(angles)
+  factor = scaling.attention_factor
+  if factor is None:
+    factor = 0.1 * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0
+  return factor * jnp.cos(angles), factor * jnp.sin(angles)
+
+
+def rotate(x: Array, tables: tuple[Array, Array]) -> Array:
+  """Rotates the two halves of each head, [..., L, N, H], by the tables' angles."""
+  cosine, sine = tables
+  first, second = jnp.split(x.astype(cosine.dtype), 2, axis=-1)
+  out = jnp.concatenate(
+    [first * cosine - second * sine, second * cosine + first * sine], axis=-1
+  )
+  return out.astype(x.dtype)
