@@ -94,7 +94,7 @@ def train_and_record(
     first = copy(start)
     store = enter(RolloutStore(workdir / "training" / "rollouts", writable=True))
     trainer = loop.Trainer(parts, frozen, writer, unused, pool, store, initial=first)
-    entropy = trainer.measure_entropy(start)
+    entropy = trainer.scorer.measure_entropy(start, trainer.collector)
     trainer.start(components.first_state(parts, start, entropy))
     params: dict[int, Params] = {}
     for update in progress(range(before + max(lags) + 1), "training"):

@@ -73,8 +73,6 @@ class Trainer:
     self.unread: DispatchedUpdate | None = None
     self.evaluation: dict[str, float] = {}
 
-  # --- beginning ----------------------------------------------------------------------------------
-
   def begin(self, params: Params) -> None:
     """Evaluates and saves step 0."""
     entropy = self.scorer.initial_entropy(params, self.collector)
@@ -105,8 +103,6 @@ class Trainer:
       f" {self.log.counters['batches']} batches of prompts sampled, {len(self.queue)} batches of"
       " rollouts pending"
     )
-
-  # --- the loop -----------------------------------------------------------------------------------
 
   def run(self, termination: Termination) -> None:
     """Updates until the last one, or until the process is asked to end."""
@@ -148,8 +144,6 @@ class Trainer:
     if self.schedule.real_time or self.step == self.config.num_updates:
       return False
     return self.schedule.draws(self.step) > self.config.checkpoint.every
-
-  # --- collect and grade --------------------------------------------------------------------------
 
   def start_background(self) -> AsyncGenerator:
     """The thread that generates, after whatever batches the store has already."""
@@ -215,8 +209,6 @@ class Trainer:
     self.after = batch.after
     self.queue.put(batch)
 
-  # --- update -------------------------------------------------------------------------------------
-
   def update(self) -> None:
     """Dispatches one update, then reads the metrics of the one before."""
     number = self.schedule.batch(self.step)
@@ -251,8 +243,6 @@ class Trainer:
     """
     if self.schedule.real_time or self.schedule.draws(self.step):
       self.queue.record(self.step, fingerprint_of(self.parts.checksums(self.state.params)))
-
-  # --- log, evaluate, save ------------------------------------------------------------------------
 
   def read_metrics(self) -> None:
     """Waits for the update last dispatched and writes its metrics; stops on repeated NaN."""
