@@ -366,7 +366,7 @@ class Trainer:
     worker = GeneratorWorker(
       self.generator,
       max_lag=self.schedule.max_lag,
-      deadline_s=self.schedule.deadline_s,
+      deadline_s=self.config.generation_deadline_s,
       num_batches=self.config.num_updates,
     )
     worker.offer(self.hand_over())
@@ -473,7 +473,7 @@ class Trainer:
 
   def refresh_proximal(self, pending: Pending, batch: TrainBatch) -> None:
     """Scores a batch by the present policy at its first update, and again when that is old."""
-    every, taken = self.config.schedule.proximal_every, pending.scored_at
+    every, taken = self.config.proximal_every, pending.scored_at
     if taken is None or (every and self.step - taken >= every):
       pending.proximal_logprobs = self.score(self.state.params, batch)
       pending.scored_at = self.step
@@ -587,7 +587,7 @@ class Trainer:
       raise NonFiniteError(
         f"{values['update/skipped_in_a_row']:.0f} updates in a row, the last being {update.step},"
         f" had a loss or gradient that was not finite; its batch is in {path}. Lower"
-        " config.optimizer.learning_rate (in another --workdir), or look into that batch; skipped"
+        " config.learning_rate's peak (in another --workdir), or look into that batch; skipped"
         " updates have not changed the parameters"
       )
 
