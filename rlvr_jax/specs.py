@@ -70,7 +70,7 @@ def _literal(keyword: ast.keyword) -> Any:
     return ast.literal_eval(keyword.value)
   except (ValueError, TypeError) as error:
     value = keyword.value
-    hint = f", write {keyword.arg}={value.id!r}" if isinstance(value, ast.Name) else ""
+    hint = f" (is it {keyword.arg}={value.id!r}?)" if isinstance(value, ast.Name) else ""
     raise ValueError(f"the value of {keyword.arg} is not a literal{hint}") from error
 
 
@@ -175,10 +175,9 @@ def check_keywords(
     if keyword in of_run and keyword in parameters:
       raise ValueError(f"{owner}: {keyword} of {name} comes from the run; leave it out")
     if keyword not in settable:
-      hint = f"did you mean one of {near(keyword, settable)}? It" if settable else "it"
-      raise ValueError(
-        f"{owner}: {name} takes no {keyword!r}; {hint} takes {settable or 'no hyper-parameters'}"
-      )
+      alike = near(keyword, settable)
+      hint = f" did you mean one of {alike}?" if len(alike) < len(settable) else ""
+      raise ValueError(f"{owner}: {name} takes no {keyword!r};{hint} {name} takes {settable}")
 
 
 def near(name: str, allowed: Collection[str]) -> list[str]:

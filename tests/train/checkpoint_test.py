@@ -558,10 +558,24 @@ def test_config_of_the_workdir(tmp_path):
   assert "ks" not in message and "another --workdir" in message
   assert json.loads((workdir / "config.json").read_text()) == config
 
+  assert "earlier version" not in message
+
   wider = {**config, "mesh": {"data": 8}}
   checkpoint.check_config(workdir, json.dumps(wider), may_differ=["mesh"])
   with pytest.raises(checkpoint.WorkdirError, match=r"mesh\.data"):
     checkpoint.check_config(workdir, json.dumps(wider), may_differ=["mes"])
+
+
+def test_the_workdir_of_an_earlier_version(tmp_path):
+  """There, components were groups of fields."""
+  old = {"seed": 0, "loss": {"name": "ppo_clip", "kwargs": {}, "aggregation": "token_mean"}}
+  checkpoint.check_config(tmp_path, json.dumps(old))
+  new = json.dumps({"seed": 0, "loss": "ppo_clip", "aggregation": "token_mean"})
+  with pytest.raises(checkpoint.WorkdirError) as caught:
+    checkpoint.check_config(tmp_path, new)
+  last = str(caught.value).splitlines()[-1]
+  assert "of an earlier version" in last and "cannot be resumed" in last
+  assert "another --workdir" in last
 
 
 def test_config_that_is_not_json(tmp_path):
