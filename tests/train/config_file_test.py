@@ -12,7 +12,13 @@ from rlvr_jax.train.components import make_task
 
 # Of ml_collections' import of a configuration.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-RECIPE = "from configs import base\ndef get_config():\n\n  c = base.get_config()\n  {}\n  return c\n"
+RECIPE = """from configs import base
+
+def get_config():
+  c = base.get_config()
+  {}
+  return c
+"""
 
 
 def parsed(*arguments, recipe="configs/quickstart.py"):

@@ -203,7 +203,8 @@ def test_the_state_is_sharded_as_its_parameters_and_a_sharded_update_is_the_same
 @each_optimizer
 def test_adapters_can_be_trained(name):
   base, _ = case()
-  adapters = lora.init(jax.random.key(0), base, lora.LoraSettings(rank=2, alpha=4.0, targets="blocks/"))
+  settings = lora.LoraSettings(rank=2, alpha=4.0, targets="blocks/")
+  adapters = lora.init(jax.random.key(0), base, settings)
   gradient = random_like(adapters, seed=2)
   found = updated(made(name), adapters, gradient)
   for old, new in zip(jax.tree.leaves(adapters), jax.tree.leaves(found), strict=True):
