@@ -17,7 +17,7 @@ from ml_collections.config_flags import config_flags
 from rlvr_jax import specs
 from rlvr_jax.train import old_spellings
 
-_TYPES = {"bool": bool, "int": int, "float": float, "str": str}
+_TYPES = {kind.__name__: kind for kind in (bool, int, float, str, tuple)}
 
 
 class Parser(config_flags.ConfigFileFlagParser):
@@ -74,12 +74,12 @@ def open_task(config: ConfigDict, given: Mapping[str, Any]) -> None:
   Args:
     given: see `overrides`.
   Raises:
-    ValueError: the task is unknown, or takes no such keyword.
+    ValueError: the task is unknown or takes no such keyword, or a part of one is set alone.
   """
-  task, name = config.task, given.get("task.name", config.task.name)
+  task, name = config.task, str(given.get("task.name", config.task.name))
   another = name != task.name
-  paths = (path.split(".") for path in given if path.startswith("task.kwargs."))
-  missing = [keyword for _, _, keyword, *_ in paths if another or keyword not in task.kwargs]
+  paths = [path.split(".")[2:] for path in given if path.startswith("task.kwargs.")]
+  missing = [keyword for keyword, *_ in paths if another or keyword not in task.kwargs]
   if not missing and not another:
     return
   from rlvr_jax.data import tasks  # here, so that other command lines are answered at once
@@ -87,6 +87,12 @@ def open_task(config: ConfigDict, given: Mapping[str, Any]) -> None:
   owner = f"config.task.name = {name!r}"
   factory = specs.find(owner, tasks, name)
   specs.check_keywords(owner, name, factory, missing)
+  for keyword, *inner in paths:
+    if inner and keyword in missing:
+      raise ValueError(
+        f"config.task.kwargs.{keyword} has no field {inner[0]!r} yet; give it as one,"
+        f" --config.task.kwargs.{keyword}=\"{{{inner[0]!r}: …}}\""
+      )
   with config.unlocked():
     if another:
       task.kwargs = ConfigDict()
@@ -95,11 +101,12 @@ def open_task(config: ConfigDict, given: Mapping[str, Any]) -> None:
 
 
 def _type_of(factory: Callable[..., Any], keyword: str) -> type:
-  """Of a keyword, by its default or its annotation; object, any literal, where they do not say."""
+  """Of a keyword, by its default or else its annotation; object, any literal, if neither says."""
   parameter = inspect.signature(factory).parameters.get(keyword)
-  default = None if parameter is None else parameter.default
-  if parameter is None or (default is not parameter.empty and default is not None):
-    return object if parameter is None else type(default)
+  if parameter is None:  # one of **kwargs
+    return object
+  if parameter.default is not parameter.empty and parameter.default is not None:
+    return _TYPES.get(type(parameter.default).__name__, object)
   annotation = parameter.annotation
   text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
   return _TYPES.get(text.split(" | ")[0], object)

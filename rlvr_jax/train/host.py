@@ -34,7 +34,10 @@ def keep_freed_memory() -> None:
 
 
 def parse_flags(argv: list[str]) -> list[str]:
-  """Parses all flags; a configuration that is not there, or lacks a field, ends the process."""
+  """Parses all flags; a configuration that is not there, or lacks a field, ends the process.
+
+  The program's flag for it is called config.
+  """
   flags.FLAGS["config"].parser = config_file.Parser("config", argv)
   try:
     return app.parse_flags_with_usage(argv)

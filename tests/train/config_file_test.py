@@ -30,6 +30,12 @@ def parsed(*arguments, recipe="configs/quickstart.py"):
   return values.config
 
 
+def test_a_part_of_a_keyword_that_is_not_there():
+  told = refused("--config.task.name=train.config_file_test:own_task",
+                 "--config.task.kwargs.names.first=3")  # fmt: skip
+  assert "kwargs.names has no field 'first' yet; give it as one, " in told
+
+
 def refused(*arguments, **how):
   with pytest.raises(SystemExit) as ended:
     parsed(*arguments, **how)
@@ -70,6 +76,10 @@ def test_under_another_task_s_name_the_recipe_s_keywords_are_dropped():
   assert c.task.to_dict() == {"name": "published", "kwargs": {"dataset": "gsm8k", "data_dir": "7"}}
   with pytest.raises(ValueError, match=r"config\.task\.kwargs = .*no file of problems"):
     make_task(c)
+  settings = {"min_terms": 2, "max_terms": 2}
+  c = parsed("--config.task.name=reasoning_gym", f"--config.task.kwargs.settings={settings}",
+             "--config.task.kwargs.dataset=chain_sum", recipe="configs/gsm8k.py")  # fmt: skip
+  assert c.task.kwargs.to_dict() == {"settings": settings, "dataset": "chain_sum"}
   c = parsed("--config.task.name=reasoning_gym", "--config.task.kwargs.train_size=9")
   before = quickstart.get_config().task.kwargs.to_dict()
   assert c.task.kwargs.to_dict() == before | {"train_size": 9}
@@ -95,6 +105,7 @@ def own_task(*, size: int, scale: float = 1.0, names=None):
     (["--config.task.kwargs.promt=x"], "reasoning_gym takes no 'promt'; did you mean one of ['p"),
     (["--config.task.name=publishd"], "'publishd' is unknown; did you mean one of ['published']"),
     (["--config.task.name=published", "--config.task.kwargs.settings=3"], "takes no 'settings'"),
+    (["--config.task.name=3"], "'3' is unknown"),
   ],
 )
 def test_a_misspelt_keyword_names_the_near_one(arguments, message):
