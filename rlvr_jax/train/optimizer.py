@@ -114,7 +114,10 @@ def muon(
   of_others = adamw(
     learning_rate=learning_rate, b1=b1, b2=b2, epsilon=epsilon, weight_decay=weight_decay
   )
-  return optax.partition({True: of_matrices, False: of_others}, lambda p: _named(_MATRIX, p))
+  kinds = lambda params: jax.tree.map(
+    lambda matrix: "matrix" if matrix else "other", _named(_MATRIX, params)
+  )
+  return optax.partition({"matrix": of_matrices, "other": of_others}, kinds)
 
 
 def sgd(
