@@ -17,9 +17,5 @@ from configs import grpo
 
 def get_config() -> ConfigDict:
   c = grpo.get_config()
-  c.schedule = dict(
-    name="asynchronous",
-    kwargs=dict(max_lag=2, deadline_s=600.0),  # updates; seconds that one batch is waited for
-    proximal_every=0,
-  )
+  c.schedule = "asynchronous(max_lag=2)"  # updates
   return c

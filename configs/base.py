@@ -64,13 +64,11 @@ def get_config() -> ConfigDict:
     group_size=8,  # G, rollouts per prompt
     micro_batches=1,  # an update's prompts are split into this many
   )
-  c.schedule = dict(  # which policy draws which rollouts; docs/staleness.md
-    # on_policy, updates_per_refresh, stages, fixed_lag, simulated_asynchronous, asynchronous
-    name="updates_per_refresh",
-    # Batches drawn from one policy, passes over them; μ = batches · epochs updates per refresh.
-    kwargs=dict(batches=1, epochs=1),
-    proximal_every=0,  # updates until decoupled_ppo scores a batch again; 0: only at its first
-  )
+  # Which policy draws which rollouts: on_policy, updates_per_refresh, stages, fixed_lag,
+  # simulated_asynchronous, asynchronous; docs/staleness.md.
+  c.schedule = "updates_per_refresh"
+  c.generation_deadline_s = 600.0  # asynchronous: seconds that one batch is waited for
+  c.proximal_every = 0  # updates until decoupled_ppo scores a batch again; 0: only at its first
   c.sources = dict(  # of whole groups of every batch; the policy draws what is left
     temperature=dict(fraction=0.0, temperature=1.5),  # the policy at another temperature
     quantized=dict(fraction=0.0, format="int8"),  # a copy of it; int8, float8_e4m3fn
@@ -90,15 +88,14 @@ def get_config() -> ConfigDict:
   c.allow_truncated_behavior = False  # train although top-k or top-p bias the ratio
   c.policy_temperature = 1.0  # of the target policy
 
-  # Components by name; kwargs left out have the defaults that the component itself states.
-  c.advantage = dict(name="grpo", kwargs=ConfigDict())
-  c.reweighting = dict(name="none", kwargs=ConfigDict())
-  c.gram = dict(name="streaming", kwargs=ConfigDict())  # streaming, sketch, per_rollout
-  c.loss = dict(
-    name="ppo_clip",
-    kwargs=ConfigDict(),
-    aggregation="token_mean",  # token_mean, sequence_mean, sequence_sum, constant
-  )
+  # Components are strings, as schedule above and optimizer below: a name, "fade", or with
+  # hyper-parameters that differ from those the component itself states, "fade(alpha_max=2.0)". One
+  # of your own is "my_module:factory(keyword=1)". Every name: docs/methods/README.md.
+  c.advantage = "grpo"
+  c.reweighting = "none"  # none, salt
+  c.gram = "streaming"  # streaming, sketch, per_rollout
+  c.loss = "ppo_clip"
+  c.aggregation = "token_mean"  # of the loss: token_mean, sequence_mean, sequence_sum, constant
   c.veto = dict(  # takes tokens of negative-advantage rollouts out of the loss (μ-GRPO)
     enabled=False,
     scope="suffix",  # suffix, trigger, trigger_and_suffix, response
@@ -112,7 +109,9 @@ def get_config() -> ConfigDict:
   )
   c.entropy_bonus = 0.0
 
-  c.optimizer = _adamw(learning_rate=3e-4)
+  c.optimizer = "adamw"  # adamw, lion, muon, sgd, or one of optax's such as "optax:adafactor"
+  c.learning_rate = "constant(peak=3e-4)"  # constant, linear, cosine; with warmup in updates
+  c.max_gradient_norm = 1.0
   c.max_skipped_in_a_row = 5  # non-finite updates until the run stops
 
   c.mesh = dict(data=1, fsdp=1, tensor=1)  # devices along each axis
@@ -121,7 +120,9 @@ def get_config() -> ConfigDict:
   c.warm_start = dict(  # supervised, on the task's worked solutions
     num_steps=200,
     batch_size=64,  # problems
-    optimizer=_adamw(learning_rate=1e-3),
+    optimizer="adamw",
+    learning_rate="constant(peak=1e-3)",
+    max_gradient_norm=1.0,
   )
   c.evaluation = dict(
     every=50,  # updates; before the first and after the last one in any case
@@ -156,19 +157,3 @@ def get_config() -> ConfigDict:
   )
   c.permute_rewards = False  # control: rewards are dealt out anew over the batch
   return c.lock()  # a misspelt field in a recipe is an error
-
-
-def _adamw(learning_rate: float) -> ConfigDict:
-  return ConfigDict(
-    dict(
-      learning_rate=learning_rate,  # peak
-      warmup_updates=10,
-      decay="constant",  # constant, linear, cosine
-      final_fraction=0.1,  # of the peak, at the end of a decay
-      b1=0.9,
-      b2=0.999,
-      epsilon=1e-8,
-      weight_decay=0.0,
-      max_gradient_norm=1.0,
-    )
-  )

@@ -16,10 +16,6 @@ from configs import quickstart
 
 def get_config() -> ConfigDict:
   c = quickstart.get_config()
-  c.loss = dict(
-    name="cispo",
-    kwargs=dict(epsilon_low=1.0, epsilon_high=0.2),
-    aggregation="token_mean",
-  )
-  c.schedule.kwargs.batches = 4
+  c.loss = "cispo(epsilon_low=1.0)"
+  c.schedule = "updates_per_refresh(batches=4)"
   return c

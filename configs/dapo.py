@@ -17,12 +17,8 @@ from configs import quickstart
 
 def get_config() -> ConfigDict:
   c = quickstart.get_config()
-  c.loss = dict(
-    name="ppo_clip",
-    kwargs=dict(epsilon_low=0.2, epsilon_high=0.28),
-    aggregation="token_mean",
-  )
-  c.schedule.kwargs.batches = 4
+  c.loss = "ppo_clip(epsilon_high=0.28)"
+  c.schedule = "updates_per_refresh(batches=4)"
   c.dynamic_sampling.enabled = True
   c.max_response_length = 5  # bytes; the quickstart's 4 and the buffer
   c.overlong.buffer = 1  # tokens

@@ -17,11 +17,6 @@ from configs import quickstart
 
 def get_config() -> ConfigDict:
   c = quickstart.get_config()
-  c.loss = dict(
-    name="decoupled_ppo",
-    kwargs=dict(epsilon_low=0.2, epsilon_high=0.2, behavior_weight_cap=2.0),
-    aggregation="token_mean",
-  )
-  c.schedule.kwargs.batches = 4
-  c.schedule.kwargs.epochs = 2
+  c.loss = "decoupled_ppo"
+  c.schedule = "updates_per_refresh(batches=4, epochs=2)"
   return c

@@ -15,10 +15,6 @@ from configs import quickstart
 
 def get_config() -> ConfigDict:
   c = quickstart.get_config()
-  c.advantage = dict(name="grpo_mean", kwargs=dict())
-  c.loss = dict(
-    name="ppo_clip",
-    kwargs=dict(epsilon_low=0.2, epsilon_high=0.2),
-    aggregation="constant",
-  )
+  c.advantage = "grpo_mean"
+  c.aggregation = "constant"
   return c

@@ -4,9 +4,10 @@ Source: arXiv 2607.01490. H* is half of the initial entropy, the paper's default
 is a few tenths of a nat, 1 + Ĥ − H* stays near 1 and δ hardly acts, so sweep an absolute H*
 (0.25, 0.5, 1.0 nats):
 
-  --config.advantage.kwargs.target_is_relative=False --config.advantage.kwargs.target_entropy=0.5
+  --config.advantage="fade(target_is_relative=False, target_entropy=0.5)"
 
-Ablations: `.alpha_max=1.0`, `.delta_min=1.0`, `.schedule=entropy`, `.schedule=logarithmic`.
+Ablations: `fade(alpha_max=1.0)`, `fade(delta_min=1.0)`, `fade(schedule='entropy')` and
+`fade(schedule='logarithmic', decay_updates=…)`.
 
   python -m rlvr_jax.main --config=configs/fade.py --workdir=runs/fade
 
@@ -20,16 +21,5 @@ from configs import quickstart
 
 def get_config() -> ConfigDict:
   c = quickstart.get_config()
-  c.advantage = dict(
-    name="fade",
-    kwargs=dict(
-      alpha_max=3.0,
-      delta_min=0.3,
-      smoothing=0.02,  # weight of the new value; open
-      target_entropy=0.5,  # H*, of the initial entropy, or nats per token
-      target_is_relative=True,
-      schedule="adaptive",  # adaptive, entropy, logarithmic
-      decay_updates=400,  # of "logarithmic"
-    ),
-  )
+  c.advantage = "fade"
   return c

@@ -31,15 +31,5 @@ def get_config() -> ConfigDict:
   c.max_prompt_length = 1024
   c.max_response_length = 2048
   c.batch.micro_batches = 1
-  c.advantage = dict(
-    name="fade",
-    kwargs=dict(
-      alpha_max=3.0,
-      delta_min=0.3,
-      smoothing=0.02,
-      target_entropy=0.5,  # H*, of the initial entropy
-      target_is_relative=True,
-      schedule="adaptive",
-    ),
-  )
+  c.advantage = "fade"
   return c

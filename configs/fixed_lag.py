@@ -5,7 +5,7 @@ Update t trains on rollouts of the policy after update t − lag; `staleness/mea
 
   python -m rlvr_jax.main --config=configs/fixed_lag.py --workdir=runs/fixed_lag
 
-The lag in updates is --config.schedule.kwargs.lag=8.
+Another lag, in updates: --config.schedule="fixed_lag(lag=8)".
 
 What is not set below is the recipe's of GRPO. Guide: docs/staleness.md.
 """
@@ -17,5 +17,5 @@ from configs import grpo
 
 def get_config() -> ConfigDict:
   c = grpo.get_config()
-  c.schedule = dict(name="fixed_lag", kwargs=dict(lag=4), proximal_every=0)  # updates
+  c.schedule = "fixed_lag(lag=4)"  # updates
   return c

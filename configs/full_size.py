@@ -43,9 +43,8 @@ def get_config() -> ConfigDict:
 
   c.mesh = dict(data=1, fsdp=16, tensor=1)  # chips
   c.batch = dict(prompts=32, group_size=16, micro_batches=2)
-  c.optimizer.learning_rate = 1e-6
-  c.optimizer.warmup_updates = 10
-  c.optimizer.weight_decay = 0.1
+  c.optimizer = "adamw(weight_decay=0.1)"
+  c.learning_rate = "constant(peak=1e-6)"
 
   c.grading.num_workers = 16
   c.grading.timeout_s = 10.0

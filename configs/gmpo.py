@@ -15,10 +15,7 @@ from configs import quickstart
 
 def get_config() -> ConfigDict:
   c = quickstart.get_config()
-  c.loss = dict(
-    name="gmpo",
-    kwargs=dict(epsilon_low=0.4, epsilon_high=0.4),
-    aggregation="sequence_mean",
-  )
-  c.schedule.kwargs.batches = 4
+  c.loss = "gmpo"
+  c.aggregation = "sequence_mean"
+  c.schedule = "updates_per_refresh(batches=4)"
   return c

@@ -12,21 +12,12 @@ What is not set below is the quickstart's. Card: docs/methods/grpo.md.
 """
 
 from ml_collections import ConfigDict
-from ml_collections.config_dict import placeholder
 
 from configs import quickstart
 
 
 def get_config() -> ConfigDict:
   c = quickstart.get_config()
-  c.loss = dict(
-    name="ppo_clip",
-    kwargs=dict(
-      epsilon_low=0.2,
-      epsilon_high=0.2,
-      dual_clip=placeholder(float),  # c, usually 3; unset: off
-    ),
-    aggregation="sequence_mean",
-  )
+  c.aggregation = "sequence_mean"
   c.reference.kl_coefficient = 0.04
   return c

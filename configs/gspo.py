@@ -16,10 +16,7 @@ from configs import quickstart
 
 def get_config() -> ConfigDict:
   c = quickstart.get_config()
-  c.loss = dict(
-    name="gspo",
-    kwargs=dict(epsilon_low=3e-4, epsilon_high=4e-4),
-    aggregation="sequence_mean",
-  )
-  c.schedule.kwargs.batches = 4
+  c.loss = "gspo"
+  c.aggregation = "sequence_mean"
+  c.schedule = "updates_per_refresh(batches=4)"
   return c

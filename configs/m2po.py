@@ -15,10 +15,6 @@ from configs import quickstart
 
 def get_config() -> ConfigDict:
   c = quickstart.get_config()
-  c.loss = dict(
-    name="m2po",
-    kwargs=dict(budget=0.04, min_epsilon_low=0.3, min_epsilon_high=0.5),
-    aggregation="token_mean",
-  )
-  c.schedule.kwargs.batches = 16
+  c.loss = "m2po"
+  c.schedule = "updates_per_refresh(batches=16)"
   return c

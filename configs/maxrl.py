@@ -14,5 +14,5 @@ from configs import quickstart
 
 def get_config() -> ConfigDict:
   c = quickstart.get_config()
-  c.advantage = dict(name="maxrl", kwargs=dict())
+  c.advantage = "maxrl"
   return c

@@ -17,11 +17,7 @@ from configs import quickstart
 
 def get_config() -> ConfigDict:
   c = quickstart.get_config()
-  c.loss = dict(
-    name="ppo_clip",
-    kwargs=dict(epsilon_low=1.0, epsilon_high=4.0),  # the interval [0, 5]
-    aggregation="token_mean",
-  )
+  c.loss = "ppo_clip(epsilon_low=1.0, epsilon_high=4.0)"  # the interval [0, 5]
   c.veto.enabled = True
-  c.schedule = dict(name="stages", kwargs=dict(count=4), proximal_every=0)
+  c.schedule = "stages"
   return c

@@ -35,8 +35,8 @@ def get_config() -> ConfigDict:
   )
   c.max_response_length = 8192
   c.batch = dict(prompts=16, group_size=8, micro_batches=1)
-  c.schedule = dict(name="stages", kwargs=dict(count=4), proximal_every=0)
-  c.loss.kwargs = dict(epsilon_low=1.0, epsilon_high=4.0)  # the interval [0, 5]
+  c.schedule = "stages"
+  c.loss = "ppo_clip(epsilon_low=1.0, epsilon_high=4.0)"  # the interval [0, 5]
   c.veto.enabled = True
   c.evaluation.every = 256
   return c

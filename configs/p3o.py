@@ -1,8 +1,8 @@
 """P3O: the batch's effective sample size caps the weights and sets the pull towards β.
 
 Source: arXiv 2605.12380 and the authors' code. No clip range and no coefficient to choose. Its
-ablations are `--config.loss.kwargs.kl_term=False`, `.cap=none`, `.cap=inverse_ess`,
-`.ess=sequence` and `.ess=one`.
+ablations are `--config.loss="p3o(kl_term=False)"`, `p3o(cap='none')`, `p3o(cap='inverse_ess')`,
+`p3o(ess='sequence')` and `p3o(ess='one')`.
 
   python -m rlvr_jax.main --config=configs/p3o.py --workdir=runs/p3o
 
@@ -16,10 +16,6 @@ from configs import quickstart
 
 def get_config() -> ConfigDict:
   c = quickstart.get_config()
-  c.loss = dict(
-    name="p3o",
-    kwargs=dict(ess="batch", cap="ess", kl_term=True),
-    aggregation="token_mean",
-  )
-  c.schedule.kwargs.batches = 4
+  c.loss = "p3o"
+  c.schedule = "updates_per_refresh(batches=4)"
   return c

@@ -38,16 +38,9 @@ def get_config() -> ConfigDict:
   c.max_response_length = 2048
   c.mesh = dict(data=1, fsdp=8, tensor=2)
   c.batch = dict(prompts=8, group_size=4, micro_batches=1)
-  c.schedule.kwargs.batches = 8
-  c.loss = dict(
-    name="p3o",
-    kwargs=dict(ess="batch", cap="ess", kl_term=True),
-    aggregation="token_mean",
-  )
-  c.optimizer.learning_rate = 1e-5
-  c.optimizer.b2 = 0.95
-  c.optimizer.weight_decay = 0.01
-  c.optimizer.max_gradient_norm = 0.5
-  c.optimizer.warmup_updates = 400
-  c.optimizer.decay = "cosine"
+  c.schedule = "updates_per_refresh(batches=8)"
+  c.loss = "p3o"
+  c.optimizer = "adamw(b2=0.95, weight_decay=0.01)"
+  c.learning_rate = "cosine(peak=1e-5, warmup=400)"
+  c.max_gradient_norm = 0.5
   return c

@@ -33,8 +33,7 @@ def get_config() -> ConfigDict:
   c.warm_start.num_steps = 150
 
   c.batch.prompts = 64
-  c.optimizer.learning_rate = 2e-4
-  c.optimizer.decay = "linear"
+  c.learning_rate = "linear(peak=2e-4)"
 
   c.evaluation.batch_prompts = 256
   c.checkpoint.every = 100

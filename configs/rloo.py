@@ -10,17 +10,13 @@ What is not set below is the quickstart's. Card: docs/methods/rloo.md.
 """
 
 from ml_collections import ConfigDict
-from ml_collections.config_dict import placeholder
 
 from configs import quickstart
 
 
 def get_config() -> ConfigDict:
   c = quickstart.get_config()
-  c.advantage = dict(name="rloo", kwargs=dict())
-  c.loss = dict(
-    name="reinforce",
-    kwargs=dict(truncation=placeholder(float)),  # c, of min(ρ, c); unset: no ratio
-    aggregation="sequence_sum",
-  )
+  c.advantage = "rloo"
+  c.loss = "reinforce"
+  c.aggregation = "sequence_sum"
   return c

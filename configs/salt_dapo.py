@@ -15,18 +15,5 @@ from configs import dapo
 
 def get_config() -> ConfigDict:
   c = dapo.get_config()
-  c.reweighting = dict(
-    name="salt",
-    kwargs=dict(
-      rank_scale=1.0,  # ρ_s
-      min_rank=1,  # k, at least
-      max_rank=64,  # k, at most
-      alpha_min=0.0,
-      alpha_max=1.0,
-      positive_part=True,  # the residual is of max(A, 0)
-      channels="both",  # both, shared, residual
-      random_subspace=False,
-      scope="batch",  # batch, microbatch, group
-    ),
-  )
+  c.reweighting = "salt"
   return c

@@ -5,11 +5,10 @@ The Gram matrix is that of the output head's per-rollout gradients, exact, over 
 512 rollouts, where the paper's is over a mini-batch. Differs from configs/grpo.py in the
 reweighting alone.
 
-Ablations: a fixed α is `--config.reweighting.kwargs.alpha_min=0.5
---config.reweighting.kwargs.alpha_max=0.5`, a fixed k sets `min_rank` and `max_rank` alike;
-`.positive_part=False`, `.channels=shared`, `.channels=residual`, `.random_subspace=True`,
-`.scope=group`. An estimate of the Gram matrix, nearly free at the head of a large model though not
-at this one: `--config.gram.name=sketch`.
+Ablations: a fixed α is `--config.reweighting="salt(alpha_min=0.5, alpha_max=0.5)"`, a fixed k sets
+`min_rank` and `max_rank` alike; others are `salt(positive_part=False)`, `channels='shared'`,
+`channels='residual'`, `random_subspace=True` and `scope='group'`. An estimate of the Gram matrix,
+nearly free at the head of a large model though not at this one: `--config.gram=sketch`.
 
 Expected here, after 64 updates: see experiments/recipes/README.md. Answers of four bytes make n_eff
 larger than 1 and α zero, where SALT learns less than GRPO (experiments/salt_geometry/README.md).
@@ -26,18 +25,5 @@ from configs import grpo
 
 def get_config() -> ConfigDict:
   c = grpo.get_config()
-  c.reweighting = dict(
-    name="salt",
-    kwargs=dict(
-      rank_scale=1.0,  # ρ_s
-      min_rank=1,  # k, at least
-      max_rank=64,  # k, at most
-      alpha_min=0.0,
-      alpha_max=1.0,
-      positive_part=True,  # the residual is of max(A, 0)
-      channels="both",  # both, shared, residual
-      random_subspace=False,
-      scope="batch",  # batch, microbatch, group
-    ),
-  )
+  c.reweighting = "salt"
   return c

@@ -12,7 +12,7 @@ Qwen2.5-Math-7B was made for (its config.json), of which the run warns.
     --config.task.kwargs.data_dir=gs://BUCKET/MATH \\
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/MATH-500
 
-Without SALT: --config.reweighting.name=none with empty kwargs is DAPO's update. Card:
+Without SALT: --config.reweighting=none is DAPO's update. Card:
 docs/methods/salt.md; memory per chip: docs/models.md.
 """
 
@@ -39,12 +39,8 @@ def get_config() -> ConfigDict:
   c.batch.micro_batches = 4
   c.max_prompt_length = 2048
   c.max_response_length = 8192
-  c.schedule.kwargs.batches = 16
+  c.schedule = "updates_per_refresh(batches=16)"
   c.overlong.buffer = 4096
-  c.loss.kwargs = dict(epsilon_low=0.2, epsilon_high=0.28)
-  c.reweighting = dict(
-    name="salt",
-    kwargs=dict(rank_scale=1.0, min_rank=1, max_rank=64, alpha_min=0.0, alpha_max=1.0),
-  )
-  c.gram.name = "streaming"
+  c.loss = "ppo_clip(epsilon_high=0.28)"
+  c.reweighting = "salt"
   return c

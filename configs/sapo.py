@@ -14,10 +14,7 @@ from configs import quickstart
 
 def get_config() -> ConfigDict:
   c = quickstart.get_config()
-  c.loss = dict(
-    name="sapo",
-    kwargs=dict(temperature_positive=1.0, temperature_negative=1.05),
-    aggregation="sequence_mean",
-  )
-  c.schedule.kwargs.batches = 4
+  c.loss = "sapo"
+  c.aggregation = "sequence_mean"
+  c.schedule = "updates_per_refresh(batches=4)"
   return c

@@ -1,7 +1,7 @@
 """GRPO with the lags of an asynchronous run, drawn or replayed, and repeated bit for bit.
 
-Each batch is drawn by a policy of 0 to max_lag updates before; a recorded run's own sequence is
-replayed by --config.schedule.kwargs.recorded=WORKDIR.
+Each batch is drawn by a policy of 0 to 4 updates before (`max_lag`). A recorded run's own sequence
+is replayed by --config.schedule="simulated_asynchronous(recorded='WORKDIR')".
 
   python -m rlvr_jax.main --config=configs/simulated_asynchronous.py --workdir=runs/simulated
 
@@ -15,9 +15,5 @@ from configs import grpo
 
 def get_config() -> ConfigDict:
   c = grpo.get_config()
-  c.schedule = dict(
-    name="simulated_asynchronous",
-    kwargs=dict(max_lag=4, recorded=""),  # updates; the workdir of a run to replay
-    proximal_every=0,
-  )
+  c.schedule = "simulated_asynchronous"
   return c

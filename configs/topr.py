@@ -15,7 +15,8 @@ from configs import quickstart
 
 def get_config() -> ConfigDict:
   c = quickstart.get_config()
-  c.advantage = dict(name="reinforce_signed", kwargs=dict())
-  c.loss = dict(name="topr", kwargs=dict(), aggregation="sequence_sum")
-  c.schedule.kwargs.batches = 4
+  c.advantage = "reinforce_signed"
+  c.loss = "topr"
+  c.aggregation = "sequence_sum"
+  c.schedule = "updates_per_refresh(batches=4)"
   return c

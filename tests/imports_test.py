@@ -11,7 +11,8 @@ import rlvr_jax
 
 PACKAGE = pathlib.Path(rlvr_jax.__file__).parent
 STAGES = {"advantages", "reweighting", "geometry", "losses"}
-BELOW_THE_LOOP = {"types", "files", "ops", "models", "data", "rewards", "rollouts"} | STAGES
+LEAVES = {"types", "files", "specs"}
+BELOW_THE_LOOP = LEAVES | {"ops", "models", "data", "rewards", "rollouts"} | STAGES
 
 # What an update computes; stricter than the rest of train.
 STEP = ("step", "accumulate", "objective")
@@ -19,12 +20,11 @@ STEP = ("step", "accumulate", "objective")
 # Room → rooms it may import, itself apart.
 ALLOWED = {
   "": set(),  # rlvr_jax/__init__.py
-  "types": set(),
-  "files": set(),
+  **{leaf: set() for leaf in LEAVES},
   "ops": {"types"},
   **{stage: {"types", "ops"} for stage in STAGES},
   "models": {"types", "ops", "files"},
-  "data": {"types", "files"},
+  "data": LEAVES,
   "rewards": set(),
   "rollouts": {"types", "ops", "files", "data", "rewards"},
   "train.step": {"types", "ops"},

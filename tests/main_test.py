@@ -12,6 +12,7 @@ import time
 
 import jax
 import numpy as np
+import optax
 import pytest
 from train import tiny
 
@@ -47,9 +48,9 @@ MISTAKES = [
   (dict(sampling__temperature=float("inf")), r"temperature=inf; it must be finite"),
   (dict(model__overrides={"num_layers": 0}), r"num_layers=0 must be at least 1"),
   (dict(model__overrides={"compute_dtype": "float64"}), r"float64 needs jax_enable_x64"),
-  (dict(schedule__kwargs={"epochs": 0}), r"updates_per_refresh: epochs = 0 .* set epochs to 1"),
-  (dict(schedule__name="stage"), r"config\.schedule\.name = 'stage' .*'stages'"),
-  (dict(schedule__name="stages", schedule__kwargs={"count": 5}), r"count = 5 does not divide"),
+  (dict(schedule="updates_per_refresh(epochs=0)"), r"refresh: epochs = 0 .* set epochs to 1"),
+  (dict(schedule="stage"), r"config\.schedule = 'stage': 'stage' is unknown; .*\['stages'\]"),
+  (dict(schedule="stages(count=5)"), r"count = 5 does not divide"),
   (dict(max_behavior_gap=-1.0), r"config: max_behavior_gap = -1\.0 is not a number in \[0"),
   (dict(checkpoint__every=0), r"config\.checkpoint: every = 0"),
   (dict(checkpoint__keep=0), r"config\.checkpoint: keep = 0"),
@@ -64,7 +65,7 @@ MISTAKES = [
   (dict(max_response_length=1), r"config: max_response_length = 1 is not a number in \[2"),
   (dict(task__kwargs__warm_start_size=0), r"no worked solutions; set the task's warm_start_size"),
   # names
-  (dict(task__name="reasoning_gim"), r"task\.name = 'reasoning_gim' .* \['reasoning_gym'\]"),
+  (dict(task__name="reasoning_gim"), r"task\.name = 'reasoning_gim': .* \['reasoning_gym'\]"),
   (dict(task__kwargs__dataset="chain_sums"), r"unknown .* dataset 'chain_sums'.*'chain_sum'"),
   (dict(task__kwargs__settings={"max_term": 2}), r"no setting 'max_term'; .*'max_terms'"),
   (dict(tokenizer="byte"), r"tokenizer = 'byte' is none of 'bytes', .*byte is no directory"),
@@ -76,22 +77,30 @@ MISTAKES = [
   (dict(grading__grader="ug"), r"grading\.grader names 'ug', expected 'package\.module:function'"),
   (dict(grading__unsandboxed_code="yes"), r"unsandboxed_code = 'yes': leave it empty, or say"),
   (dict(grading__extra=(("a:b",),)), r"grading\.extra has \('a:b',\), expected pairs"),
-  (dict(grading__extra=(("a:b", 0.1),), advantage__name="fade"), r"'fade' .*grading\.extra"),
-  (dict(grading__outcomes={"wrong": "score"}, advantage__name="fade"), r"'wrong': 'score'"),
+  (dict(grading__extra=(("a:b", 0.1),), advantage="fade"), r"'fade' .*grading\.extra"),
+  (dict(grading__outcomes={"wrong": "score"}, advantage="fade"), r"'wrong': 'score'"),
   (dict(model__preset="tinny"), r"(?s)tinny.*tiny"),
   (dict(model__overrides={"widht": 3}), r"(?s)widht.*width"),
-  (dict(advantage__name="grop"), r"config\.advantage\.name = 'grop' .*'grpo'"),
-  (dict(loss__name="ppo"), r"config\.loss\.name = 'ppo' .*'ppo_clip'"),
-  (dict(loss__aggregation="mean"), r"aggregation = 'mean' .*'token_mean'"),
+  (dict(advantage="grop"), r"config\.advantage = 'grop': 'grop' is unknown; .*'grpo'"),
+  (dict(loss="ppo"), r"config\.loss = 'ppo': 'ppo' is unknown; .*'ppo_clip'"),
+  (dict(aggregation="mean"), r"aggregation = 'mean' .*'token_mean'"),
   (dict(reference__estimator="k4"), r"estimator = 'k4' .*'k3'"),
-  (dict(optimizer__decay="cosin"), r"decay = 'cosin' .*'cosine'"),
+  (dict(learning_rate="cosin(peak=1.0)"), r"'cosin' is unknown; .*\['cosine'\]"),
+  (dict(optimizer="adam"), r"config\.optimizer = 'adam': 'adam' is unknown; .*\['adamw'\]"),
   (dict(grading__outcomes={"wrogn": "0"}), r"unknown outcome 'wrogn'.*did you mean 'wrong'"),
   (dict(grading__outcomes={"wrong": "half"}), r"'wrong' is 'half', allowed: a finite number"),
   # hyper-parameters
-  (dict(advantage__kwargs={"epsilom": 1e-6}), r"advantage\.kwargs = .*epsilom.* takes .*'epsilon'"),
-  (dict(loss__kwargs={"epsilon_low": 2.0}), r"epsilon_low = 2\.0 is not a number in"),
-  (dict(optimizer__learning_rate=-1.0), r"learning_rate = -1\.0 is not a number in \[0"),
-  (dict(optimizer__learning_rate=float("nan")), r"learning_rate = nan"),
+  (dict(advantage="grpo(epsilom=1e-6)"), r"advantage = 'grpo\(epsilom.* takes .*'epsilon'"),
+  (dict(optimizer="adamw(learning_rate=1.0)"), r"learning_rate of adamw comes from the run"),
+  (dict(optimizer="main_test:fixed_rate()"), r"takes no learning_rate, .* config\.learning_rate"),
+  (dict(learning_rate="constant()"), r"config\.learning_rate = .* needs a value of peak"),
+  (dict(warm_start__learning_rate="linear(peak=-1.0)"), r"warm_start\.learning_rate = .*= -1"),
+  (dict(max_gradient_norm=0.0), r"config: max_gradient_norm = 0\.0 is not a number in \(0"),
+  (dict(generation_deadline_s=0.0), r"config: generation_deadline_s = 0\.0 is not a number in \("),
+  (dict(generation_deadline_s=float("inf")), r"config: generation_deadline_s = inf"),
+  (dict(loss="ppo_clip(epsilon_low=2.0)"), r"epsilon_low = 2\.0 is not a number in"),
+  (dict(learning_rate="constant(peak=-1.0)"), r"peak = -1\.0 is not a number in \[0"),
+  (dict(learning_rate="constant(peak=1e999)"), r"peak = inf"),
   (dict(reference__kl_coefficient=-0.1), r"kl_coefficient = -0\.1"),
   (dict(sampling__temperature=0.0), r"temperature = 0: greedy .* set it > 0"),
   (dict(sampling__temperature=-1.0), r"temperature"),
@@ -99,21 +108,25 @@ MISTAKES = [
   (dict(sampling__top_k=5), r"top_k = 5, .* config\.allow_truncated_behavior = True"),
   (dict(evaluation__sampling__top_p=1.5), r"top_p"),
   # geometry
-  (dict(gram__name="stream", reweighting__name="salt"), r"gram\.name = 'stream' .*'streaming'"),
-  (dict(reweighting__name="salt", reweighting__kwargs={"alpha_min": 2.0}),
+  (dict(gram="stream", reweighting="salt"), r"gram = 'stream': .* unknown; .*'streaming'"),
+  (dict(reweighting="salt(alpha_min=2.0)"),
    r"alpha_min = 2\.0 is above alpha_max = 1\.0; lower alpha_min or raise alpha_max"),
-  (dict(reweighting__name="salt", reweighting__kwargs={"scope": "group"}, batch__group_size=1,
-        advantage__name="reinforce"),
+  (dict(reweighting="salt(scope='group')", batch__group_size=1, advantage="reinforce"),
    r"blocks of 1 rollout, .* set scope to 'batch'"),
-  (dict(reweighting__name="salt", gram__kwargs={"gather_chunks": 5}),
+  (dict(reweighting="salt", gram="streaming(gather_chunks=5)"),
    r"gather_chunks = 5 does not divide the 32 rollouts of a device; set it"),
-  (dict(reweighting__name="salt", gram__kwargs={"gather_chunks": "2"}),
+  (dict(reweighting="salt", gram="streaming(gather_chunks='2')"),
    r"gather_chunks = '2' is not a whole number; set gather_chunks to 1 or more"),
   (dict(diagnostics__every=1, diagnostics__compared="no_such"), r"'no_such' matches none of the"),
   (dict(diagnostics__compared="("), r"parameters='\(' is neither .* nor a regular expression"),
   (dict(veto__scope="sufix"), r"scope = 'sufix' is unknown; choose one of .*'suffix'"),
-  (dict(schedule__proximal_every=2), r"proximal_every = 2, but .* no proximal policy; set it to 0"),
+  (dict(proximal_every=2), r"proximal_every = 2, but .* no proximal policy; set it to 0"),
 ]  # fmt: skip
+
+
+def fixed_rate():
+  """An optimizer that does not ask for the learning rate."""
+  return optax.sgd(0.1)
 
 
 def compiled(log):
@@ -180,7 +193,7 @@ def test_no_disk_space_then_some(tmp_path):
 
 def test_nonfinite_updates_are_skipped_and_too_many_end_the_run(tmp_path):
   workdir = tmp_path / "run"
-  flags = ("--config.optimizer.learning_rate=1e30", "--config.max_skipped_in_a_row=2")
+  flags = ("--config.learning_rate=linear(peak=1e30)", "--config.max_skipped_in_a_row=2")
   output = tiny.run(workdir, *flags, expect=1)
   assert_error(output, r"2 updates in a row.* not finite; its batch is in .*npz.*learning_rate")
   train_records = tiny.records(workdir, "train")
@@ -193,9 +206,9 @@ def test_nonfinite_updates_are_skipped_and_too_many_end_the_run(tmp_path):
 
 def test_a_warm_start_that_blows_up(tmp_path):
   output = tiny.run(
-    tmp_path / "run", "--config.warm_start.optimizer.learning_rate=1e30", expect=1
+    tmp_path / "run", "--config.warm_start.learning_rate=constant(peak=1e30)", expect=1
   )
-  assert_error(output, r"warm start: the loss of step \d+ is nan; lower config\.warm_start")
+  assert_error(output, r"warm start: the loss of step \d+ is nan; lower the peak of config")
 
 
 # --- graders that misbehave -----------------------------------------------------------------------
@@ -213,7 +226,7 @@ def first_hangs_second_dies(completion, reference):
 
 def test_a_hanging_and_a_dying_grader_cost_one_rollout_each(tmp_path):
   config = tiny.config(num_updates=1, warm_start__num_steps=0, reference__kl_coefficient=0.0)
-  config.schedule.kwargs.batches = 1
+  config.schedule = "updates_per_refresh(epochs=2)"
   config.grading.timeout_s = 2.0
   parts = build(config)
   on_training = [
@@ -305,15 +318,20 @@ def test_gsm8k_is_graded_and_resumed(gsm8k_program, tmp_path):
 
 
 def test_only_fields_that_change_no_number_may_change_on_resume(tmp_path):
-  first = tiny.config(optimizer__decay="constant")
+  constant = "constant(peak=3e-3)"
+  first = tiny.config(learning_rate=constant)
   schedule = updates_per_refresh()
   check_config(tmp_path, first.to_json(), may_differ=may_differ(first, schedule))
   more = tiny.config(
-    optimizer__decay="constant", checkpoint__keep=5, num_updates=20, diagnostics__every=5
+    learning_rate=constant,
+    checkpoint__keep=5,
+    num_updates=20,
+    diagnostics__every=5,
+    generation_deadline_s=1.0,
   )
   check_config(tmp_path, more.to_json(), may_differ=may_differ(more, schedule))
   assert "num_updates" not in may_differ(tiny.config(), schedule)  # its learning rate decays
   assert "num_updates" not in may_differ(more, stages(count=2, num_updates=20))
   with pytest.raises(WorkdirError, match=r"batch\.group_size: 4 in the workdir, 8 now"):
-    other = tiny.config(optimizer__decay="constant", batch__group_size=8)
+    other = tiny.config(learning_rate=constant, batch__group_size=8)
     check_config(tmp_path, other.to_json(), may_differ=may_differ(other, schedule))

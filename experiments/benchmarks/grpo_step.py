@@ -83,8 +83,7 @@ def make_config(workload: str, micro_batches: int):
   c.batch = dict(
     prompts=shape["prompts"], group_size=shape["group_size"], micro_batches=micro_batches
   )
-  c.optimizer.learning_rate = 1e-5
-  c.optimizer.warmup_updates = 0
+  c.learning_rate = "constant(peak=1e-5, warmup=0)"
   c.warm_start.num_steps = 0
   c.grading.outcomes.wrong = "score"
   c.logging.print_every = 10**9

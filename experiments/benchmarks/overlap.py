@@ -60,12 +60,12 @@ SCHEDULES = {
   "asynchronous, max_lag 2": schedules.asynchronous(max_lag=2),
 }
 RUNS = {
-  "GRPO, on-policy": (quickstart, dict(name="on_policy", kwargs={})),
+  "GRPO, on-policy": (quickstart, "on_policy"),
   "GRPO, 4 updates per refresh": (
     quickstart,
-    dict(name="updates_per_refresh", kwargs=dict(batches=4, epochs=1)),
+    "updates_per_refresh(batches=4)",
   ),
-  "μ-GRPO, 4 stages": (mu_grpo, dict(name="stages", kwargs=dict(count=4))),
+  "μ-GRPO, 4 stages": (mu_grpo, "stages(count=4)"),
 }
 _SKIPPED = 4  # updates
 _COMPILATION = "/jax/core/compile/backend_compile_duration"
@@ -100,11 +100,11 @@ _FOLDER = flags.DEFINE_string(
 
 
 def make_config(
-  recipe: Any, schedule: Mapping[str, Any], num_updates: int, *, own_device: bool
+  recipe: Any, schedule: str, num_updates: int, *, own_device: bool
 ) -> ml_collections.ConfigDict:
   """A recipe from scratch that does nothing between updates but what every update needs."""
   c = recipe.get_config()
-  c.schedule = dict(schedule, proximal_every=0)
+  c.schedule = schedule
   c.num_updates = num_updates
   c.warm_start.num_steps = 0
   c.task.kwargs.held_out_size = c.evaluation.batch_prompts = 8
@@ -144,7 +144,7 @@ def overlap_section(
 ) -> dict[str, list[Row]]:
   """By schedule, a row of each repeat."""
   config = make_config(
-    quickstart, dict(name="on_policy", kwargs={}), num_updates, own_device=own_device
+    quickstart, "on_policy", num_updates, own_device=own_device
   )
   config.batch.prompts, config.max_response_length = 8, 32
   parts = components.build(config)

@@ -171,8 +171,8 @@ def make_method(
 ) -> Method:
   """The method of `config` with SALT by a route, or plain; the model is the configured one."""
   config = ml_collections.ConfigDict(config)
-  config.reweighting.name = "none" if route == "plain" else "salt"
-  config.gram.name = "sketch" if route == "sketch" else "streaming"
+  config.reweighting = "none" if route == "plain" else "salt"
+  config.gram = "sketch" if route == "sketch" else "streaming"
   mesh = sharding.make_mesh(**config.mesh)
   method = components.make_method(config, model or components.make_model(config, mesh, 1), mesh)
   return method._replace(gram=materialised()) if route == "materialised" else method

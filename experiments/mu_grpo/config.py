@@ -20,12 +20,10 @@ def get_config(schedule: str = "stages") -> ConfigDict:
   c = mu_grpo.get_config()
   c.veto.enabled = False
   if schedule == "refresh":
-    c.schedule = dict(
-      name="updates_per_refresh", kwargs=dict(batches=4, epochs=1), proximal_every=0
-    )
-    c.loss.kwargs.epsilon_low = c.loss.kwargs.epsilon_high = 0.2
+    c.schedule = "updates_per_refresh(batches=4)"
+    c.loss = "ppo_clip(epsilon_low=0.2, epsilon_high=0.2)"
   else:
-    c.schedule.kwargs.count = 2
+    c.schedule = "stages(count=2)"
   c.num_updates = 192
 
   with c.unlocked():
@@ -33,10 +31,9 @@ def get_config(schedule: str = "stages") -> ConfigDict:
   c.task.kwargs.solution = "steps"
   c.max_response_length = 26  # bytes, such as "4-9=-5\n-5-8=-13\n#### -13" and the stop token
   c.warm_start.num_steps = 200
-  c.warm_start.optimizer.learning_rate = 3e-3
+  c.warm_start.learning_rate = "constant(peak=3e-3)"
   c.batch.prompts = 16
-  c.optimizer.learning_rate = 3e-4
-  c.optimizer.decay = "constant"
+  c.learning_rate = "constant(peak=3e-4)"
 
   c.evaluation.every = 24
   c.evaluation.num_samples = 2

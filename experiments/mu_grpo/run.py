@@ -55,8 +55,7 @@ GRPO, TIGHT, RELAXED = "GRPO, μ = 4", "tight clip", "relaxed clip"
 SUFFIX = veto_label("suffix")
 RUNS = {  # label → command line; all but the first in stages
   GRPO: [f"{CONFIG}:refresh"],
-  TIGHT: [f"{CONFIG}:stages"]
-  + [f"--config.loss.kwargs.epsilon_{side}=0.2" for side in ("low", "high")],
+  TIGHT: [f"{CONFIG}:stages", "--config.loss=ppo_clip(epsilon_low=0.2, epsilon_high=0.2)"],
   RELAXED: [f"{CONFIG}:stages"],
   **{veto_label(scope): veto(scope, THRESHOLD) for scope in SCOPES},
   **{veto_label("suffix", threshold): veto("suffix", threshold) for threshold in THRESHOLDS},
@@ -64,7 +63,7 @@ RUNS = {  # label → command line; all but the first in stages
 AT_HIGHER_RATE = (RELAXED, SUFFIX, veto_label("trigger"), veto_label("trigger_and_suffix"))
 HIGHER = ", higher rate"
 RUNS |= {
-  f"{label}{HIGHER}": [*RUNS[label], f"--config.optimizer.learning_rate={HIGHER_RATE}"]
+  f"{label}{HIGHER}": [*RUNS[label], f"--config.learning_rate=constant(peak={HIGHER_RATE})"]
   for label in AT_HIGHER_RATE
 }
 

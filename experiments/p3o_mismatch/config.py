@@ -22,21 +22,17 @@ def get_config(choice: str = "p3o,refresh") -> ConfigDict:
   check_choice("get_config", "schedule", schedule, ("refresh", "lag"))
   c = {"grpo": quickstart, "p3o": p3o}[method].get_config()
   if method == "grpo":
-    c.loss.kwargs = dict(epsilon_low=0.2, epsilon_high=0.2)
-  c.schedule = dict(
-    refresh=dict(name="updates_per_refresh", kwargs=dict(batches=4, epochs=1), proximal_every=0),
-    lag=dict(name="fixed_lag", kwargs=dict(lag=1), proximal_every=0),
-  )[schedule]
+    c.loss = "ppo_clip(epsilon_low=0.2, epsilon_high=0.2)"
+  c.schedule = {"refresh": "updates_per_refresh(batches=4)", "lag": "fixed_lag(lag=1)"}[schedule]
   c.num_updates = 80
 
   with c.unlocked():
     c.model.overrides = dict(width=64, num_layers=3, mlp_width=192, unroll_layers=3)
     c.model.overrides.compute_dtype = "float32"
   c.warm_start.num_steps = 250
-  c.warm_start.optimizer.learning_rate = 3e-3
+  c.warm_start.learning_rate = "constant(peak=3e-3)"
   c.batch.prompts = 32
-  c.optimizer.learning_rate = 4e-4
-  c.optimizer.decay = "constant"
+  c.learning_rate = "constant(peak=4e-4)"
 
   c.evaluation.every = 20
   c.checkpoint.every = 1000

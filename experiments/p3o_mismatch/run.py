@@ -42,7 +42,7 @@ METHODS = {
   **{
     f"GRPO, ε = {epsilon}": (
       "grpo",
-      [f"--config.loss.kwargs.epsilon_{side}={epsilon}" for side in ("low", "high")],
+      [f"--config.loss=ppo_clip(epsilon_low={epsilon}, epsilon_high={epsilon})"],
     )
     for epsilon in (0.2, 0.4, 0.6)
   },
@@ -65,8 +65,8 @@ def settings(other: pathlib.Path) -> dict[str, tuple[str, list[str]]]:
       "refresh",
       [f"{sources}.quantized.fraction=1.0", "--config.model.overrides.compute_dtype=bfloat16"],
     ),
-    "lag 1": ("lag", ["--config.schedule.kwargs.lag=1"]),
-    "lag 2": ("lag", ["--config.schedule.kwargs.lag=2"]),
+    "lag 1": ("lag", ["--config.schedule=fixed_lag(lag=1)"]),
+    "lag 2": ("lag", ["--config.schedule=fixed_lag(lag=2)"]),
     "half from another policy": (
       "refresh",
       [f"{sources}.checkpoint.fraction=0.5", f"{sources}.checkpoint.workdir={other}"],
@@ -86,7 +86,7 @@ def all_runs(other: pathlib.Path) -> dict[str, list[str]]:
     for label, (method, own) in METHODS.items()
   }
   schedule, changes = settings(other)[ABLATED]
-  cap_only = ["--config.loss.kwargs.kl_term=False"]
+  cap_only = ["--config.loss=p3o(kl_term=False)"]
   return runs | {CAP_ONLY: arguments("p3o", schedule, cap_only, changes)}
 
 

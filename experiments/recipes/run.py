@@ -18,8 +18,7 @@ RUNS = {name: [f"--config=configs/{name}.py"] for name in RECIPES}
 for nats in (0.25, 0.5, 1.0):  # where the initial entropy is small, half of it leaves δ at 1
   RUNS[f"fade, H* = {nats} nats"] = [
     *RUNS["fade"],
-    "--config.advantage.kwargs.target_is_relative=False",
-    f"--config.advantage.kwargs.target_entropy={nats}",
+    f"--config.advantage=fade(target_is_relative=False, target_entropy={nats})",
   ]
 HERE = pathlib.Path(__file__).parent
 

@@ -63,7 +63,7 @@ def arguments(recipe: str, group_size: int, *more: str) -> list[str]:
     f"--config.num_updates={_UPDATES.value}",
     f"--config.batch.group_size={group_size}",
     f"--config.batch.prompts={BUDGET // group_size}",
-    "--config.schedule.kwargs.batches=4",
+    "--config.schedule=updates_per_refresh(batches=4)",
     "--config.diagnostics.every=10",
     *more,
   ]
@@ -76,13 +76,12 @@ def all_runs() -> dict[str, list[str]]:
     compared = ["--config.diagnostics.compared=last_block"] if group_size == COMPARED else []
     for name, recipe in (("GRPO", "grpo"), ("SALT", "salt_grpo")):
       runs[f"{name}, G = {group_size}"] = arguments(recipe, group_size, *compared)
-  kwargs = "--config.reweighting.kwargs."
   for alpha in ALPHAS:
-    fixed = [f"{kwargs}alpha_min={alpha}", f"{kwargs}alpha_max={alpha}"]
-    runs[f"SALT, α = {alpha}, G = {MIDDLE}"] = arguments("salt_grpo", MIDDLE, *fixed)
+    fixed = f"--config.reweighting=salt(alpha_min={alpha}, alpha_max={alpha})"
+    runs[f"SALT, α = {alpha}, G = {MIDDLE}"] = arguments("salt_grpo", MIDDLE, fixed)
   bonus = f"--config.entropy_bonus={ENTROPY_BONUS}"
   runs[f"GRPO + entropy bonus, G = {MIDDLE}"] = arguments("grpo", MIDDLE, bonus)
-  random = f"{kwargs}random_subspace=True"
+  random = "--config.reweighting=salt(random_subspace=True)"
   runs[f"SALT, random subspace, G = {MIDDLE}"] = arguments("salt_grpo", MIDDLE, random)
   return runs
 

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from rlvr_jax import specs
 from rlvr_jax.data.problems import Task
-from rlvr_jax.data.published.from_files import published
-from rlvr_jax.data.reasoning_gym import reasoning_gym
-from rlvr_jax.data.sources import Concatenated, Mixed, QuestionKeys
+from rlvr_jax.data.sources import Chosen, Concatenated, Drawn, Mixed, QuestionKeys
 from rlvr_jax.data.task_utils import check_size, graded_alike, warn_of_common_answer
-
-_FACTORIES: dict[str, Callable[..., Task]] = {
-  "published": published, "reasoning_gym": reasoning_gym
-}  # fmt: skip
 
 
 def mixture(
@@ -34,7 +28,7 @@ def mixture(
   reference says which is its own.
 
   Args:
-    parts: label → {"name": of a task here, "kwargs": its arguments}.
+    parts: label → {"name": of a task, as `config.task.name`, "kwargs": its arguments}.
     weights: label → how often, relative to the others, > 0; kept to 1 % of the smallest.
     size: problems in an epoch of training; 0 for about as many as it takes to go through each part.
     seed: of the parts' orders; a part's order depends on its label, not on the other parts.
@@ -78,14 +72,17 @@ def mixture(
 
 
 def _make_part(label: str, part: Mapping[str, Any]) -> Task:
-  if set(part) != {"name", "kwargs"} or part["name"] not in _FACTORIES:
+  from rlvr_jax.data import tasks  # here, as it imports this module
+
+  owner = f"part {label!r} of the mixture"
+  if set(part) != {"name", "kwargs"} or part["name"] == "mixture":
     raise ValueError(
-      f"part {label!r} of the mixture is {dict(part)}, expected a name, one of {list(_FACTORIES)}, "
-      "and its kwargs"
+      f"{owner} is {dict(part)}, expected the name of a task, but not of a mixture, and its kwargs"
     )
-  factory = _FACTORIES[part["name"]]
-  try:
-    inspect.signature(factory).bind(**part["kwargs"])
-  except TypeError as error:
-    raise ValueError(f"part {label!r} of the mixture: {part['name']}: {error}") from error
-  return factory(**part["kwargs"])
+  task = specs.call(owner, tasks, specs.Spec(part["name"], part["kwargs"]), Task)
+  if not all(isinstance(s, Chosen | Drawn) for s in (task.train, task.warm_start, task.held_out)):
+    raise ValueError(
+      f"{owner}: the sources of {part['name']} do not tell their questions; make them Chosen or"
+      " Drawn of rlvr_jax.data.sources, such as Chosen.of(problems)"
+    )
+  return task

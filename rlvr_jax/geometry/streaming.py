@@ -167,7 +167,7 @@ def _over_chunks(
   if local % num_chunks:
     raise ValueError(
       f"streaming: gather_chunks = {num_chunks} does not divide the {local} rollouts of a device;"
-      " set it (config.gram.kwargs.gather_chunks) to a divisor"
+      " set it (config.gram = 'streaming(gather_chunks=…)') to a divisor"
     )
   cut = jax.tree.map(lambda x: x.reshape(num_chunks, -1, *x.shape[2:]), rollouts)
   load = lambda chunk: jax.tree.map(lambda x: gather(x[chunk]), cut)

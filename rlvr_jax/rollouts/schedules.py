@@ -7,14 +7,13 @@ The lag of an update is its own version less that of the policy its batch was dr
 from __future__ import annotations
 
 import itertools
-import math
 import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from rlvr_jax.ops.checks import check_between, check_whole
+from rlvr_jax.ops.checks import check_whole
 from rlvr_jax.rollouts.store import RolloutStore
 
 __all__ = [
@@ -35,7 +34,6 @@ class Schedule(NamedTuple):
   first: Callable[[int], int]  # t → lowest number that update t or a later one trains on
   max_lag: int | None = None  # with real_time: bound on the lag
   real_time: bool = False  # draws is not asked: a worker draws on its own, within max_lag
-  deadline_s: float = math.inf  # with real_time: seconds to wait for one batch
   stage_length: int | None = None  # updates per stage, for the stage metrics
   open_ended: bool = False  # the first updates' plan is the same for any num_updates
 
@@ -176,7 +174,7 @@ def simulated_asynchronous(
   return once_each(versions, open_ended=max_lag == 0)
 
 
-def asynchronous(*, max_lag: int = 4, deadline_s: float = 600.0) -> Schedule:
+def asynchronous(*, max_lag: int = 4) -> Schedule:
   """Generation and updates overlapped in real time: b(t) = t, and v(t) ≥ t − L as it happens.
 
   A worker draws batch after batch from the newest policy there is, and waits where batch b would
@@ -184,11 +182,9 @@ def asynchronous(*, max_lag: int = 4, deadline_s: float = 600.0) -> Schedule:
 
   Args:
     max_lag: L ≥ 0, updates; 0 leaves nothing to overlap.
-    deadline_s: > 0, seconds to wait for one batch before the run ends with a message.
   Source: AReaL's bound on staleness, arXiv 2505.24298.
   """
   check_whole("asynchronous", "max_lag", max_lag, low=0)
-  check_between("asynchronous", "deadline_s", deadline_s, low=0.0, open_low=True)
 
   def draws(update: int) -> int:
     raise RuntimeError(f"asynchronous: who draws before update {update} is up to the clock")
@@ -199,7 +195,6 @@ def asynchronous(*, max_lag: int = 4, deadline_s: float = 600.0) -> Schedule:
     first=same,
     max_lag=max_lag,
     real_time=True,
-    deadline_s=deadline_s,
     open_ended=True,
   )
 

@@ -68,7 +68,7 @@ class AsyncGenerator:
         if time.monotonic() >= deadline:
           raise GeneratorStoppedError(
             f"the generator gave no batch within {self._deadline_s:g} s; look whether it or the"
-            " grader hangs, or raise config.schedule.kwargs.deadline_s. All that was drawn is kept:"
+            " grader hangs, or raise config.generation_deadline_s. All that was drawn is kept:"
             " rerun the same command, and it goes on from here"
           ) from None
     if isinstance(found, BaseException):

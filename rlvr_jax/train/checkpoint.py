@@ -30,6 +30,10 @@ from rlvr_jax.train.sharding import to_host
 from rlvr_jax.types import Params
 
 MARKER = "rlvr_jax checkpoint 1"
+_EARLIER = (
+  "That run is of an earlier version, which gave components as name and kwargs; it cannot be"
+  " resumed by this one. "
+)
 _SPARE_BYTES = 4 * 2**20  # room for the manifest and orbax's own files
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
@@ -590,10 +594,13 @@ def check_config(
     if then.get(name) != now.get(name)
     and not any(name == field or name.startswith(f"{field}.") for field in may_differ)
   ]
+  # Groups of fields that have become one string.
+  earlier = any(isinstance(old.get(name), dict) for name, v in new.items() if isinstance(v, str))
   if lines:
     raise WorkdirError(
       f"{path.parent} belongs to a run of another configuration:\n" + "\n".join(lines) + "\n"
-      "Use another --workdir, or the configuration of the run that is there."
+      f"{_EARLIER if earlier else ''}Use another --workdir, or the configuration of the run that is"
+      " there."
     )
 
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
-import inspect
 import math
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +14,7 @@ import ml_collections
 import optax
 from jax.sharding import Mesh
 
-from rlvr_jax import advantages, geometry, losses, reweighting
+from rlvr_jax import advantages, geometry, losses, reweighting, specs
 from rlvr_jax.advantages.masses import gradient_masses
 from rlvr_jax.data import (
   Problem,
@@ -42,7 +39,7 @@ from rlvr_jax.rewards.outcome import OutcomePolicy, outcome_policy
 from rlvr_jax.rollouts import schedules
 from rlvr_jax.rollouts.sampler import generate
 from rlvr_jax.rollouts.store import StoreError
-from rlvr_jax.train import optimizer, sharding
+from rlvr_jax.train import learning_rate, optimizer, sharding
 from rlvr_jax.train.adapters import first_adapters, make_lora
 from rlvr_jax.train.checkpoint import CheckpointError, parameter_checksums
 from rlvr_jax.train.geometry import mean_entropy, measure
@@ -63,36 +60,6 @@ _AT_LEAST_ONE = {
 }
 
 
-def pick(
-  package: types.ModuleType, field: str, choice: Mapping[str, Any], **of_run: Any
-) -> Any:
-  """The component `choice.name` among a package's exports, made with `choice.kwargs`.
-
-  Args:
-    package: its `__all__` lists the factories.
-    field: name of the configuration field, for the message.
-    choice: {"name": …, "kwargs": {…}}.
-    of_run: what the run knows, given to a factory that names it.
-  Raises:
-    ValueError: an unknown name, or hyper-parameters that the component does not take or lacks.
-  """
-  name, kwargs = choice["name"], dict(choice["kwargs"])
-  if name not in package.__all__:
-    near = [full for full in package.__all__ if name and name in full]
-    near = near or difflib.get_close_matches(name, package.__all__) or sorted(package.__all__)
-    raise ValueError(f"config.{field}.name = {name!r} is unknown; did you mean one of {near}?")
-  factory = getattr(package, name)
-  signature = inspect.signature(factory)
-  kwargs |= {name: value for name, value in of_run.items() if name in signature.parameters}
-  try:
-    signature.bind(**kwargs)
-  except TypeError as error:
-    raise ValueError(
-      f"config.{field}.kwargs = {kwargs}: {error}; {name} takes {sorted(signature.parameters)}"
-    ) from error
-  return factory(**kwargs)
-
-
 def make_sampling(settings: Mapping[str, Any], vocab_size: int) -> Sampling:
   sampling = Sampling(
     temperature=settings["temperature"], top_k=settings["top_k"], top_p=settings["top_p"]
@@ -106,9 +73,12 @@ def may_differ(config: ml_collections.ConfigDict, schedule: schedules.Schedule) 
   fields = ["checkpoint", "logging", "grading.num_workers", "grading.timeout_s", "diagnostics"]
   fields += ["grading.memory_mib", "grading.unsandboxed_code"]
   fields += ["dynamic_sampling.max_batches", "store", "max_behavior_gap"]
-  fields += ["schedule.kwargs.deadline_s"]
+  fields += ["generation_deadline_s"]
   # A learning rate that decays, and some schedules, depend on where the run ends.
-  may_end_elsewhere = config.optimizer.decay == "constant" and schedule.open_ended
+  may_end_elsewhere = schedule.open_ended and not any(
+    specs.takes(f"config.{field}", package, config[field], "num_updates")
+    for field, package in (("learning_rate", learning_rate), ("optimizer", optimizer))
+  )
   return [*fields, "num_updates"] if may_end_elsewhere else fields
 
 
@@ -147,31 +117,34 @@ def make_model(config: ml_collections.ConfigDict, mesh: Mesh, vocab_size: int) -
 def make_task(config: ml_collections.ConfigDict) -> Task:
   """The problems."""
   try:
-    return pick(tasks, "task", config.task.to_dict())
+    name = config.task.name
+    spec = specs.Spec(name, config.task.kwargs.to_dict())
+    return specs.call(f"config.task.name = {name!r}", tasks, spec, Task)
   except OSError as error:
     raise ValueError(f"config.task.kwargs = {config.task.kwargs.to_dict()}: {error}") from error
 
 
 def make_schedule(config: ml_collections.ConfigDict) -> schedules.Schedule:
   """Which policy draws which rollouts."""
-  choice = {"name": config.schedule.name, "kwargs": config.schedule.kwargs}
+  told = f"config.schedule = {config.schedule!r}"
   of_run = dict(num_updates=config.num_updates, seed=config.seed)
   try:
-    schedule = pick(schedules, "schedule", choice, **of_run)
+    schedule = specs.make(
+      "config.schedule", schedules, config.schedule, schedules.Schedule, **of_run
+    )
   except StoreError as error:
-    raise ValueError(f"config.schedule.kwargs = {dict(choice['kwargs'])}: {error}") from error
+    raise ValueError(f"{told}: {error}") from error
   if schedule.real_time and jax.process_count() > 1:
     raise ValueError(
-      f"config.schedule.name = {config.schedule.name!r} needs all devices in one process, this run"
-      f" has {jax.process_count()}; choose simulated_asynchronous, or run one process"
+      f"{told} needs all devices in one process, this run has {jax.process_count()}; choose"
+      " simulated_asynchronous, or run one process"
     )
   apart = any(config.generation_mesh.to_dict().values())
   if schedule.real_time and math.prod(config.mesh.to_dict().values()) > 1 and not apart:
     # Two threads could begin programs that wait for each other on the same devices.
     raise ValueError(
-      f"config.schedule.name = {config.schedule.name!r} on config.mesh ="
-      f" {config.mesh.to_dict()} needs devices of its own for generation; set"
-      " config.generation_mesh, for example config.generation_mesh.data = 1"
+      f"{told} on config.mesh = {config.mesh.to_dict()} needs devices of its own for generation;"
+      " set config.generation_mesh, for example config.generation_mesh.data = 1"
     )
   return schedule
 
@@ -198,26 +171,27 @@ def make_sync_weights(mesh: Mesh, own: Mesh, shardings: Params) -> Callable:
 
 
 def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> Method:
-  schedule, transformation = make_optimizer(config.optimizer, config.num_updates)
-  check_choice("config.loss", "aggregation", config.loss.aggregation, AGGREGATIONS)
+  schedule, transformation = make_optimizer("config", config, config.num_updates)
+  check_choice("config", "aggregation", config.aggregation, AGGREGATIONS)
   check_choice(
     "config.reference", "estimator", config.reference.estimator, REFERENCE_KL_ESTIMATORS
   )
   check_between("config.reference", "kl_coefficient", config.reference.kl_coefficient, low=0.0)
   check_between("config", "entropy_bonus", config.entropy_bonus, low=0.0)
   check_between("config", "policy_temperature", config.policy_temperature, low=0.0, open_low=True)
-  reweighter = pick(reweighting, "reweighting", config.reweighting)
+  make = lambda field, package, kind: specs.make(f"config.{field}", package, config[field], kind)
+  reweighter = make("reweighting", reweighting, reweighting.Reweighting)
   return Method(
     model=model,
     optimizer=transformation,
     schedule=schedule,
-    advantage=pick(advantages, "advantage", config.advantage),
+    advantage=make("advantage", advantages, advantages.Advantage),
     coefficient_metrics=gradient_masses,
     reweighting=reweighter,
-    loss=pick(losses, "loss", {"name": config.loss.name, "kwargs": config.loss.kwargs}),
-    gram=pick(geometry, "gram", config.gram) if reweighter.needs_gram else None,
+    loss=make("loss", losses, losses.Loss),
+    gram=make_gram(config) if reweighter.needs_gram else None,
     gram_context=gram_context(config, model, mesh),
-    aggregation=config.loss.aggregation,
+    aggregation=config.aggregation,
     max_response_length=config.max_response_length,
     temperature=config.policy_temperature,
     reference_kl=config.reference.kl_coefficient,
@@ -227,6 +201,11 @@ def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> 
     num_micro_batches=config.batch.micro_batches,
     seed=config.seed,
   )
+
+
+def make_gram(config: ml_collections.ConfigDict) -> geometry.GramFn:
+  """The route to the Gram matrix."""
+  return specs.make("config.gram", geometry, config.gram, geometry.GramFn)
 
 
 def gram_context(
@@ -246,7 +225,7 @@ def make_measure(config: ml_collections.ConfigDict, method: Method) -> Callable:
   return functools.partial(
     measure,
     method=method,
-    gram=pick(geometry, "gram", config.gram),
+    gram=make_gram(config),
     compared=config.diagnostics.compared,
   )
 
@@ -271,35 +250,30 @@ def check_rewards(
       f"config.overlong.buffer = {config.overlong.buffer} tokens is more than"
       f" config.max_response_length = {config.max_response_length}"
     )
-  if config.schedule.proximal_every and not method.loss.needs_proximal:
+  if config.proximal_every and not method.loss.needs_proximal:
     raise ValueError(
-      f"config.schedule.proximal_every = {config.schedule.proximal_every}, but config.loss.name ="
-      f" {config.loss.name!r} has no proximal policy; set it to 0, or choose decoupled_ppo"
+      f"config.proximal_every = {config.proximal_every}, but config.loss = {config.loss!r} has no"
+      " proximal policy; set it to 0, or choose decoupled_ppo"
     )
-  name = config.advantage.name
+  needs = f"config.advantage = {config.advantage!r} needs rewards that are 0 or 1, but"
   if method.advantage.needs_binary and config.overlong.buffer:
     raise ValueError(
-      f"config.advantage.name = {name!r} needs rewards that are 0 or 1, but"
-      f" config.overlong.buffer = {config.overlong.buffer} shapes them; set it to 0, or choose"
-      " another advantage"
+      f"{needs} config.overlong.buffer = {config.overlong.buffer} shapes them; set it to 0, or"
+      " choose another advantage"
     )
   if method.advantage.needs_binary and any(source.shaped for source in sources):
     raise ValueError(
-      f"config.advantage.name = {name!r} needs rewards that are 0 or 1, but those of"
-      f" config.sources.recorded.store = {config.sources.recorded.store!r} are shaped; choose"
-      " another store or another advantage"
+      f"{needs} those of config.sources.recorded.store = {config.sources.recorded.store!r} are"
+      " shaped; choose another store or another advantage"
     )
   if method.advantage.needs_binary and config.grading.extra:
     raise ValueError(
-      f"config.advantage.name = {name!r} needs rewards that are 0 or 1, but config.grading.extra ="
-      f" {tuple(config.grading.extra)} adds to them; set it to (), or choose another advantage"
+      f"{needs} config.grading.extra = {tuple(config.grading.extra)} adds to them; set it to (),"
+      " or choose another advantage"
     )
   shaped = shaped_outcomes(policy)
   if method.advantage.needs_binary and shaped:
-    raise ValueError(
-      f"config.advantage.name = {name!r} needs rewards that are 0 or 1, but"
-      f" config.grading.outcomes has {shaped}"
-    )
+    raise ValueError(f"{needs} config.grading.outcomes has {shaped}")
   if config.dynamic_sampling.enabled:
     limit = config.dynamic_sampling.max_batches
     check_between("config.dynamic_sampling", "max_batches", limit, low=1)
@@ -318,15 +292,25 @@ def shaped_outcomes(policy: OutcomePolicy) -> dict[str, Any]:
 
 
 def make_optimizer(
-  settings: ml_collections.ConfigDict, num_updates: int
+  owner: str, settings: ml_collections.ConfigDict, num_updates: int
 ) -> tuple[optax.Schedule, optax.GradientTransformation]:
-  """The learning rate and the optimizer that follows it."""
-  names = ("learning_rate", "warmup_updates", "decay", "final_fraction")
-  schedule = optimizer.learning_rate_schedule(
-    num_updates=num_updates, **{name: settings[name] for name in names}
-  )
-  rest = {name: value for name, value in settings.items() if name not in names}
-  return schedule, optimizer.adamw(schedule, **rest)
+  """The learning rate and the optimizer that follows it, of the group of fields `owner`."""
+  field, name = f"{owner}.optimizer", settings.optimizer
+  schedule = specs.make(
+    f"{owner}.learning_rate", learning_rate, settings.learning_rate, Callable,
+    num_updates=num_updates,
+  )  # fmt: skip
+  if not specs.takes(field, optimizer, name, "learning_rate"):
+    raise ValueError(
+      f"{field} = {name!r} takes no learning_rate, so that {owner}.learning_rate would not count;"
+      " add that parameter, a function of the update"
+    )
+  of_run = dict(learning_rate=schedule, num_updates=num_updates)
+  made = specs.make(field, optimizer, name, optax.GradientTransformation, **of_run)
+  norm = settings.max_gradient_norm
+  if norm is not None:
+    check_between(owner, "max_gradient_norm", norm, low=0.0, open_low=True)
+  return schedule, optimizer.clipped(made, norm)
 
 
 def _as_number(text: str) -> float | str:
@@ -367,7 +351,9 @@ def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
       check_between(f"config.{group}".rstrip("."), name, section[name], low=1)
   check_between("config", "num_updates", config.num_updates, low=0)
   check_between("config", "max_behavior_gap", config.max_behavior_gap, low=0.0)
-  check_between("config.schedule", "proximal_every", config.schedule.proximal_every, low=0)
+  check_between("config", "proximal_every", config.proximal_every, low=0)
+  deadline = config.generation_deadline_s
+  check_between("config", "generation_deadline_s", deadline, low=0.0, open_low=True)
   for owner, section in (("config", config), ("config.evaluation", config.evaluation)):
     check_between(owner, "seed", section.seed, low=0, high=2**32 - 1)
   check_between("config.warm_start", "num_steps", config.warm_start.num_steps, low=0)
@@ -523,7 +509,8 @@ def build(
 
   shardings = jax.tree.map(lambda x: x.sharding, state)
   for_host, whole = sharding.host_result_sharding(mesh), sharding.replicated(mesh)
-  _, warm_start_optimizer = make_optimizer(config.warm_start.optimizer, config.warm_start.num_steps)
+  warm = config.warm_start
+  _, warm_start_optimizer = make_optimizer("config.warm_start", warm, warm.num_steps)
   return Parts(
     config=config,
     mesh=mesh,

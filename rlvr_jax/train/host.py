@@ -11,7 +11,9 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
-from absl import app
+from absl import app, flags
+
+from rlvr_jax.train import config_file
 
 # glibc's <malloc.h>
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
@@ -32,7 +34,11 @@ def keep_freed_memory() -> None:
 
 
 def parse_flags(argv: list[str]) -> list[str]:
-  """Parses all flags; a configuration that is not there, or lacks a field, ends the process."""
+  """Parses all flags; a configuration that is not there, or lacks a field, ends the process.
+
+  The program's flag for it is called config.
+  """
+  flags.FLAGS["config"].parser = config_file.Parser("config", argv)
   try:
     return app.parse_flags_with_usage(argv)
   except FileNotFoundError as error:

@@ -157,7 +157,7 @@ class Trainer:
     background = AsyncGenerator(
       self.generator,
       max_lag=self.schedule.max_lag,
-      deadline_s=self.schedule.deadline_s,
+      deadline_s=self.config.generation_deadline_s,
       num_batches=self.config.num_updates,
     )
     background.offer(self.sync_weights())

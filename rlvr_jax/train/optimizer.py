@@ -1,4 +1,8 @@
-"""The optimizer and its schedule, from the configuration."""
+"""Optimizers, looked up here by name: `config.optimizer`. Each is optax's, behind our defaults.
+
+`learning_rate` is that of `config.learning_rate`, a function of the update. Weight decay is
+decoupled, multiplied by the learning rate, and spares norms and biases.
+"""
 
 from __future__ import annotations
 
@@ -8,74 +12,152 @@ from typing import Any
 import jax
 import optax
 
-from rlvr_jax.ops.checks import check_between, check_choice
+from rlvr_jax.ops.checks import check_between, check_choice, check_whole
 
-DECAYS = ("constant", "linear", "cosine")
+__all__ = ["adamw", "lion", "muon", "sgd"]
 
-
-def learning_rate_schedule(
-  *,
-  learning_rate: float,
-  warmup_updates: int,
-  decay: str,
-  final_fraction: float,
-  num_updates: int,
-) -> optax.Schedule:
-  """Linear warm-up from 0, then constant, or linear or cosine decay to a fraction of the peak.
-
-  Args:
-    learning_rate: peak.
-    warmup_updates: updates until the peak.
-    decay: one of `DECAYS`, over the updates after the warm-up.
-    final_fraction: of the peak, reached at the last update; 1 for `constant`.
-    num_updates: of the whole run.
-  """
-  check_choice("optimizer", "decay", decay, DECAYS)
-  check_between("optimizer", "learning_rate", learning_rate, low=0.0)
-  check_between("optimizer", "warmup_updates", warmup_updates, low=0)
-  check_between("optimizer", "final_fraction", final_fraction, low=0.0, high=1.0)
-  rest = max(num_updates - warmup_updates, 1)
-  after = {
-    "constant": optax.constant_schedule(learning_rate),
-    "linear": optax.linear_schedule(learning_rate, learning_rate * final_fraction, rest),
-    "cosine": optax.cosine_decay_schedule(learning_rate, rest, alpha=final_fraction),
-  }[decay]
-  if not warmup_updates:
-    return after
-  # The first update already moves: step 0 uses 1/warmup of the peak.
-  warmup = optax.linear_schedule(
-    learning_rate / warmup_updates, learning_rate, max(warmup_updates - 1, 1)
-  )
-  return optax.join_schedules([warmup, after], [warmup_updates])
+# Kernels [L, D, E] of the blocks, and the factors of their adapters.
+_MATRIX = r"blocks/(query|key|value|output|gate|up|down)(/[ab])?$"
 
 
 def adamw(
-  schedule: optax.Schedule,
   *,
-  b1: float,
-  b2: float,
-  epsilon: float,
-  weight_decay: float,
-  max_gradient_norm: float | None,
+  learning_rate: optax.Schedule,
+  b1: float = 0.9,
+  b2: float = 0.999,
+  epsilon: float = 1e-8,
+  weight_decay: float = 0.0,
 ) -> optax.GradientTransformation:
-  """AdamW behind a clip of the global gradient norm; norms and biases are not decayed."""
-  check_between("optimizer", "b1", b1, low=0.0, high=1.0)
-  check_between("optimizer", "b2", b2, low=0.0, high=1.0)
-  check_between("optimizer", "epsilon", epsilon, low=0.0, open_low=True)
-  check_between("optimizer", "weight_decay", weight_decay, low=0.0)
-  parts = []
-  if max_gradient_norm is not None:
-    check_between("optimizer", "max_gradient_norm", max_gradient_norm, low=0.0, open_low=True)
-    parts.append(optax.clip_by_global_norm(max_gradient_norm))
-  parts.append(
-    optax.adamw(schedule, b1=b1, b2=b2, eps=epsilon, weight_decay=weight_decay, mask=decayed)
+  """Adam with decoupled weight decay.
+
+  Args:
+    learning_rate: of the run.
+    b1: in [0, 1], decay of the mean of the gradient.
+    b2: in [0, 1], decay of the mean of its square.
+    epsilon: > 0, added to the root of that.
+    weight_decay: ≥ 0.
+  Source: "Decoupled Weight Decay Regularization", arXiv 1711.05101.
+  """
+  _check("adamw", b1=b1, b2=b2, weight_decay=weight_decay)
+  check_between("adamw", "epsilon", epsilon, low=0.0, open_low=True)
+  return optax.adamw(
+    learning_rate, b1=b1, b2=b2, eps=epsilon, weight_decay=weight_decay, mask=decayed
   )
-  return optax.chain(*parts)
+
+
+def lion(
+  *,
+  learning_rate: optax.Schedule,
+  b1: float = 0.9,
+  b2: float = 0.99,
+  weight_decay: float = 0.0,
+) -> optax.GradientTransformation:
+  """The sign of an interpolated momentum; a third to a tenth of AdamW's learning rate.
+
+  Args:
+    learning_rate: of the run.
+    b1: in [0, 1], weight of the momentum in the step.
+    b2: in [0, 1], decay of the momentum.
+    weight_decay: ≥ 0.
+  Source: "Symbolic Discovery of Optimization Algorithms", arXiv 2302.06675.
+  """
+  _check("lion", b1=b1, b2=b2, weight_decay=weight_decay)
+  return optax.lion(learning_rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=decayed)
+
+
+def muon(
+  *,
+  learning_rate: optax.Schedule,
+  momentum: float = 0.95,
+  nesterov: bool = True,
+  steps: int = 5,
+  update_rms: float | None = 0.2,
+  b1: float = 0.9,
+  b2: float = 0.999,
+  epsilon: float = 1e-8,
+  weight_decay: float = 0.0,
+) -> optax.GradientTransformation:
+  """The momentum of each kernel, orthogonalised layer by layer; all else by `adamw`.
+
+  A layer's D×E matrix M becomes about UVᵀ of its singular value decomposition UΣVᵀ, by the quintic
+  Newton–Schulz iteration. Embedding, head, norms and biases are AdamW's.
+
+  Args:
+    learning_rate: of the run, for both.
+    momentum: in [0, 1], decay of the mean of the gradient.
+    nesterov: whether the step looks ahead along it.
+    steps: ≥ 1, Newton–Schulz iterations.
+    update_rms: factor, times √max(D, E); 0.2 makes steps as long as AdamW's, so that its learning
+      rate does for both. None: √max(1, E/D), of the original, whose learning rate is near 0.02.
+    b1: of `adamw`.
+    b2: of `adamw`.
+    epsilon: of `adamw`.
+    weight_decay: ≥ 0, for both.
+  Source: K. Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024; `update_rms`:
+    "Muon is Scalable for LLM Training", arXiv 2502.16982, §2.2.
+  """
+  _check("muon", momentum=momentum, b1=b1, b2=b2, weight_decay=weight_decay)
+  check_choice("muon", "nesterov", nesterov, (True, False))
+  check_whole("muon", "steps", steps, low=1)
+  if update_rms is not None:
+    check_between("muon", "update_rms", update_rms, low=0.0, open_low=True)
+  last_two = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
+  of_matrices = optax.contrib.muon(
+    learning_rate,
+    ns_steps=steps,
+    beta=momentum,
+    nesterov=nesterov,
+    consistent_rms=update_rms,
+    weight_decay=weight_decay,
+    muon_weight_dimension_numbers=lambda params: jax.tree.map(lambda _: last_two, params),
+  )
+  of_others = adamw(
+    learning_rate=learning_rate, b1=b1, b2=b2, epsilon=epsilon, weight_decay=weight_decay
+  )
+  kinds = lambda params: jax.tree.map(
+    lambda matrix: "matrix" if matrix else "other", _named(_MATRIX, params)
+  )
+  return optax.partition({"matrix": of_matrices, "other": of_others}, kinds)
+
+
+def sgd(
+  *, learning_rate: optax.Schedule, momentum: float = 0.0, nesterov: bool = False
+) -> optax.GradientTransformation:
+  """Gradient descent; without momentum it keeps no state.
+
+  Args:
+    learning_rate: of the run.
+    momentum: in [0, 1], decay of the sum of the gradients; 0: off.
+    nesterov: whether the step looks ahead along it.
+  """
+  _check("sgd", momentum=momentum)
+  check_choice("sgd", "nesterov", nesterov, (True, False))
+  return optax.sgd(learning_rate, momentum=momentum or None, nesterov=nesterov)
+
+
+def _check(owner: str, *, weight_decay: float = 0.0, **decays: float) -> None:
+  for name, value in decays.items():
+    check_between(owner, name, value, low=0.0, high=1.0)
+  check_between(owner, "weight_decay", weight_decay, low=0.0)
+
+
+def clipped(
+  transformation: optax.GradientTransformation, max_gradient_norm: float | None
+) -> optax.GradientTransformation:
+  """`transformation` behind a clip of the global gradient norm; None: no clip."""
+  if max_gradient_norm is None:
+    return transformation
+  return optax.chain(optax.clip_by_global_norm(max_gradient_norm), transformation)
 
 
 def decayed(params: Any) -> Any:
   """Which parameters weight decay applies to: all but norms and biases."""
+  return jax.tree.map(lambda spared: not spared, _named(r"norm|bias", params))
+
+
+def _named(pattern: str, params: Any) -> Any:
+  """Which parameters have a path that the regular expression finds."""
   name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
   return jax.tree_util.tree_map_with_path(
-    lambda path, _: re.search(r"norm|bias", name(path)) is None, params
+    lambda path, _: re.search(pattern, name(path)) is not None, params
   )

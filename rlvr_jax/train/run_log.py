@@ -218,6 +218,6 @@ def raise_non_finite(
   raise NonFiniteError(
     f"{values['update/skipped_in_a_row']:.0f} updates in a row, the last being {update.step}, had a"
     f" loss or gradient that was not finite; its batch is in {path}. Lower"
-    " config.optimizer.learning_rate (in another --workdir), or look into that batch; skipped"
+    " config.learning_rate's peak (in another --workdir), or look into that batch; skipped"
     " updates have not changed the parameters"
   )

@@ -74,7 +74,7 @@ class Scorer:
     if c.reference.kl_coefficient and rollouts.reference_logprobs is None:
       rollouts.reference_logprobs = self.score(self.initial, batch)
     if self.parts.method.loss.needs_proximal:
-      every, taken = c.schedule.proximal_every, rollouts.scored_at
+      every, taken = c.proximal_every, rollouts.scored_at
       # At its first update, and again when that is old.
       if taken is None or (every and step - taken >= every):
         rollouts.proximal_logprobs, rollouts.scored_at = self.score(state.params, batch), step

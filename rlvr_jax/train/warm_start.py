@@ -76,7 +76,7 @@ def warm_start(
     if not math.isfinite(value := float(value)):
       raise FloatingPointError(
         f"warm start: the loss of step {index} is {value}; lower"
-        " config.warm_start.optimizer.learning_rate"
+        " the peak of config.warm_start.learning_rate"
       )
     report(index, value)
 

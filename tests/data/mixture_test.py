@@ -8,7 +8,7 @@ import logging
 
 import pytest
 
-from rlvr_jax.data import problem_batches, tasks
+from rlvr_jax.data import Problem, Task, problem_batches, tasks
 from rlvr_jax.data.sources import Concatenated, question_key
 
 
@@ -28,6 +28,12 @@ def _folder(tmp_path_factory):
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
   return folder
+
+
+def listed():
+  """A task of a user's own, whose problems are plain lists."""
+  problems = [Problem(question="1?", answer="1", solution="1", reference={})]
+  return Task("own", train=problems, warm_start=(), held_out=problems, grader="a:b")
 
 
 def _all(source):
@@ -193,11 +199,23 @@ def test_concatenated_with_empty_sources():
     ({"size": -1}, "size is -1"),
     (
       {"parts": {"a": {"name": "mixture", "kwargs": {}}}, "weights": {"a": 1}},
-      r"part 'a' of the mixture .*expected a name, one of \['published', 'reasoning_gym'\]",
+      "part 'a' of the mixture is .*expected the name of a task, but not of a mixture",
     ),
     (
       {"parts": {"a": {"name": "published", "kwargs": {"dataset": "x"}}}, "weights": {"a": 1}},
-      "part 'a' of the mixture: published: missing a required argument: 'data_dir'",
+      "part 'a' of the mixture: published needs a value of data_dir",
+    ),
+    (
+      {"parts": {"a": {"name": "publish", "kwargs": {}}}, "weights": {"a": 1}},
+      r"part 'a' of the mixture: 'publish' is unknown; did you mean one of \['published'\]",
+    ),
+    (
+      {"parts": {"a": {"name": "published", "kwargs": {"data": "x"}}}, "weights": {"a": 1}},
+      r"published takes no 'data'; did you mean one of \['dataset', 'data_dir'",
+    ),
+    (
+      {"parts": {"a": {"name": f"{__name__}:listed", "kwargs": {}}}, "weights": {"a": 1}},
+      "listed do not tell their questions; make them Chosen or Drawn",
     ),
     ({"parts": {"a": {"name": "published"}}, "weights": {"a": 1}}, "and its kwargs"),
   ],

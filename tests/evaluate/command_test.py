@@ -12,7 +12,9 @@ from rlvr_jax.train.components import build
 from rlvr_jax.train.policies import checkpoint_folder, chosen_params
 from rlvr_jax.train.run import train
 
-FIELDS = dict(num_updates=1, warm_start__num_steps=100, optimizer__warmup_updates=0)
+FIELDS = dict(
+  num_updates=1, warm_start__num_steps=100, learning_rate="linear(peak=3e-3, warmup=0)"
+)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import pytest
 from absl import flags
 from ml_collections import config_flags
 
+from rlvr_jax import specs
 from rlvr_jax.train.components import build, make_veto
 
 
@@ -49,8 +50,9 @@ def test_every_command_line_is_a_run_of_its_own_and_builds(name, tmp_path):
   configs = {label: parsed(arguments) for label, arguments in runs_of(name, tmp_path).items()}
   assert len({config.to_json_best_effort() for config in configs.values()}) == len(configs)
   # Each source and schedule, each loss with and without veto; the rest differs in numbers only.
-  traced = {(str(c.sources), c.schedule.name): label for label, c in configs.items()}
-  traced |= {(c.loss.name, c.veto.enabled): label for label, c in configs.items()}
+  name = lambda c, field: specs.parse(field, c[field]).name
+  traced = {(str(c.sources), name(c, "schedule")): label for label, c in configs.items()}
+  traced |= {(name(c, "loss"), c.veto.enabled): label for label, c in configs.items()}
   for label in set(traced.values()):
     build(quick_to_build(configs[label]))
   for config in configs.values():

@@ -29,7 +29,7 @@ def _config():
   c.max_prompt_length, c.max_response_length = 8, 4
   c.warm_start.num_steps, c.warm_start.batch_size = 60, 16
   c.batch.prompts = 16
-  c.optimizer.learning_rate = 3e-3
+  c.learning_rate = "constant(peak=3e-3)"
   return c
 
 

@@ -229,8 +229,8 @@ def test_a_recorded_run_is_replayed_exactly(tmp_path):
 
 
 def test_asynchronous_is_left_to_the_clock():
-  schedule = schedules.asynchronous(max_lag=3, deadline_s=5.0)
-  assert schedule.real_time and schedule.max_lag == 3 and schedule.deadline_s == 5.0
+  schedule = schedules.asynchronous(max_lag=3)
+  assert schedule.real_time and schedule.max_lag == 3
   assert [schedule.batch(t) for t in range(3)] == [schedule.first(t) for t in range(3)] == [0, 1, 2]
   with pytest.raises(ValueError, match="real time has no plan"):
     plan(schedule, 1)
@@ -285,8 +285,6 @@ def test_a_run_may_be_prolonged_where_its_plan_does_not_depend_on_its_length():
     (lambda: simulated(max_lag=-1), "max_lag = -1 .* to 0 or more"),
     (lambda: simulated(seed=-1), "seed = -1 .* to 0 or more"),
     (lambda: schedules.asynchronous(max_lag=True), "max_lag = True"),
-    (lambda: schedules.asynchronous(deadline_s=0.0), "deadline_s = 0.0"),
-    (lambda: schedules.asynchronous(deadline_s=math.inf), "deadline_s = inf"),
   ],
 )
 def test_bad_hyper_parameters_are_refused(make, message):

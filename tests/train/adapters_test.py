@@ -20,7 +20,7 @@ LORA = dict(
   num_updates=4,
   warm_start__num_steps=0,
   entropy_bonus=0.1,  # moves a policy that is never right, too
-  reweighting__name="salt",
+  reweighting="salt",
   sources__quantized__fraction=0.25,
   diagnostics__every=3,
 )

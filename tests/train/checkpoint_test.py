@@ -542,26 +542,40 @@ def test_a_workdir_is_held_by_one_process(tmp_path):
 
 
 def test_config_of_the_workdir(tmp_path):
-  loss = {"name": "ppo_clip", "kwargs": {}}
+  loss = "ppo_clip"
   config = {"seed": 1, "loss": loss, "ks": [1, 8], "mesh": {"data": 1}}
   workdir = tmp_path / "run"
   checkpoint.check_config(workdir, json.dumps(config))
   assert json.loads((workdir / "config.json").read_text()) == config
   checkpoint.check_config(workdir, json.dumps(config))
-  other = {**config, "seed": 2, "loss": {"name": "gspo", "kwargs": {"eps": 0.1}}}
+  other = {**config, "seed": 2, "loss": "gspo", "mesh": {"data": 1, "fsdp": 2}}
   with pytest.raises(checkpoint.WorkdirError) as caught:
     checkpoint.check_config(workdir, json.dumps(other))
   message = str(caught.value)
   assert "  seed: 1 in the workdir, 2 now\n" in message
-  assert '  loss.name: "ppo_clip" in the workdir, "gspo" now\n' in message
-  assert "  loss.kwargs.eps: absent in the workdir, 0.1 now\n" in message
+  assert '  loss: "ppo_clip" in the workdir, "gspo" now\n' in message
+  assert "  mesh.fsdp: absent in the workdir, 2 now\n" in message
   assert "ks" not in message and "another --workdir" in message
   assert json.loads((workdir / "config.json").read_text()) == config
+
+  assert "earlier version" not in message
 
   wider = {**config, "mesh": {"data": 8}}
   checkpoint.check_config(workdir, json.dumps(wider), may_differ=["mesh"])
   with pytest.raises(checkpoint.WorkdirError, match=r"mesh\.data"):
     checkpoint.check_config(workdir, json.dumps(wider), may_differ=["mes"])
+
+
+def test_the_workdir_of_an_earlier_version(tmp_path):
+  """There, components were groups of fields."""
+  old = {"seed": 0, "loss": {"name": "ppo_clip", "kwargs": {}, "aggregation": "token_mean"}}
+  checkpoint.check_config(tmp_path, json.dumps(old))
+  new = json.dumps({"seed": 0, "loss": "ppo_clip", "aggregation": "token_mean"})
+  with pytest.raises(checkpoint.WorkdirError) as caught:
+    checkpoint.check_config(tmp_path, new)
+  last = str(caught.value).splitlines()[-1]
+  assert "of an earlier version" in last and "cannot be resumed" in last
+  assert "another --workdir" in last
 
 
 def test_config_that_is_not_json(tmp_path):

@@ -193,7 +193,7 @@ def test_each_function_compiles_once_on_a_mesh(mesh_run):
 
 def test_salt_with_diagnostics_compiles_once_and_survives_a_kill(workdirs):
   flags = (
-    "--config.reweighting.name=salt",
+    "--config.reweighting=salt",
     "--config.diagnostics.every=5",
     "--config.diagnostics.compared=last_block",
   )

@@ -21,7 +21,7 @@ SHARED = os.environ.get("RLVR_SHARED")
 pytestmark = pytest.mark.skipif(not SHARED, reason="RLVR_SHARED is not set")
 DATA = pathlib.Path(SHARED or "", "data")
 METHODS = ("salt_grpo", "p3o", "fade", "mu_grpo")
-SECTIONS = ("advantage", "reweighting", "gram", "loss", "veto", "schedule")
+SECTIONS = ("advantage", "reweighting", "gram", "loss", "aggregation", "veto", "schedule")
 VOCAB = 384
 
 

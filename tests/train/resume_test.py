@@ -224,12 +224,13 @@ def test_a_second_process_is_refused(stopped):
 
 def test_another_configuration_is_refused_and_named(stopped, tmp_path):
   workdir = copy_of(stopped[0], tmp_path)
-  parts = build(tiny.config(seed=7, optimizer__learning_rate=1e-4))
+  parts = build(tiny.config(seed=7, learning_rate="linear(peak=1e-4, warmup=3)"))
   with pytest.raises(WorkdirError) as refusal:
     train(parts, workdir)
   lines = str(refusal.value).splitlines()
   assert lines[1:-1] == [
-    "  optimizer.learning_rate: 0.003 in the workdir, 0.0001 now",
+    '  learning_rate: "linear(peak=3e-3, warmup=3)" in the workdir, "linear(peak=1e-4, warmup=3)"'
+    " now",
     "  seed: 0 in the workdir, 7 now",
   ]
   assert "another --workdir" in lines[-1]

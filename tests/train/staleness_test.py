@@ -347,7 +347,9 @@ def test_a_generator_that_stalls_or_dies_ends_the_run_with_everything_saved(trai
       time.sleep(3)
       raise OSError("a graders' host is gone")
 
-  made = trainer(schedules.asynchronous(max_lag=0, deadline_s=1.0))
+  config = parts.config.copy_and_resolve_references()
+  config.generation_deadline_s = 1.0
+  made = trainer(schedules.asynchronous(max_lag=0), dataclasses.replace(parts, config=config))
   submit = made.collector.submit
   slow = lambda *work: submit(*work) if made.step < 2 else Sleeping()
   made.generator.collector = dataclasses.replace(made.collector, submit=slow)
@@ -432,14 +434,11 @@ def test_training_on_a_store_alone(on_policy, train, parts):
     (dict(sources__checkpoint__fraction=0.5), "workdir = '' holds no run"),
     (dict(sources__recorded__fraction=0.5), "recorded.store is empty; set it to"),
     (
-      dict(
-        schedule__name="simulated_asynchronous",
-        schedule__kwargs=dict(batches=1, epochs=1),
-      ),
+      dict(schedule="simulated_asynchronous(batches=1, epochs=1)"),
       "simulated_asynchronous takes",
     ),
-    (dict(schedule__name="asynchronous", schedule__kwargs={}, mesh__data=2), "generation_mesh"),
-    (dict(schedule__name="fixed_lag"), "fixed_lag"),
+    (dict(schedule="asynchronous", mesh__data=2), "generation_mesh"),
+    (dict(schedule="fixed_lag"), "fixed_lag needs a value of lag"),
     (dict(generation_mesh__data=9), r"config.generation_mesh: .*9 devices"),
   ],
 )
@@ -471,7 +470,7 @@ def test_what_another_run_has_must_fit(on_policy, tmp_path):
     with pytest.raises(ValueError, match=message):
       build(
         sources__recorded=dict(fraction=0.5, store=str(other)),
-        advantage=dict(name="maxrl", kwargs={}),
+        advantage="maxrl",
       )
   with pytest.raises(ValueError, match=r"group_size = .4., this run has 2"):
     build(batch__group_size=2, sources__recorded=dict(fraction=0.5, store=store))

@@ -38,14 +38,12 @@ def get_config(scheduled_as=""):
   c.model.overrides = dict(num_layers=1, width=32, mlp_width=64, unroll_layers=1)
   c.warm_start.num_steps = 40
   c.warm_start.batch_size = 16
-  c.warm_start.optimizer.learning_rate = 1e-2
+  c.warm_start.learning_rate = "constant(peak=1e-2)"
   c.batch = dict(prompts=8, group_size=4, micro_batches=1)
-  c.schedule.kwargs = dict(batches=2, epochs=2)
+  c.schedule = "updates_per_refresh(batches=2, epochs=2)"
   c.reference.kl_coefficient = 0.1
-  c.optimizer.learning_rate = 3e-3
-  c.optimizer.warmup_updates = 3
-  c.optimizer.decay = "linear"
-  c.optimizer.weight_decay = 0.1
+  c.optimizer = "adamw(weight_decay=0.1)"
+  c.learning_rate = "linear(peak=3e-3, warmup=3)"
   c.evaluation.every = 5
   c.evaluation.num_samples = 2
   c.evaluation.ks = (1, 2)

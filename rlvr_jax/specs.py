@@ -1,0 +1,186 @@
+"""Components named by strings: "fade(alpha_max=3.0)", "my_package.module:factory(x=1)".
+
+The hyper-parameters are literals, read by `ast.literal_eval`: nothing in a string is evaluated. The
+standard library only.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import inspect
+import os
+import re
+import sys
+import types
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+_FORM = re.compile(r"\s*([A-Za-z_][\w.]*(?::[A-Za-z_]\w*)?)\s*(\(.*\))?\s*", re.DOTALL)
+_RULE = (
+  "write name, name(keyword=value, …) or my_module:factory(keyword=value, …), where the values are"
+  " literals: numbers, quoted text, True, None, tuples of them"
+)
+
+
+class Spec(NamedTuple):
+  """What a component is made of; `str` gives its string."""
+
+  name: str  # of a factory of the package, or "my_package.module:factory"
+  arguments: Mapping[str, Any]  # its hyper-parameters, literals
+
+  def __str__(self) -> str:
+    inner = ", ".join(f"{keyword}={value!r}" for keyword, value in self.arguments.items())
+    return f"{self.name}({inner})" if inner else self.name
+
+
+def parse(field: str, text: str) -> Spec:
+  """Reads a component's string; "name" and "name()" are the same.
+
+  Args:
+    field: of the configuration, such as "config.advantage", for messages.
+    text: the string.
+  Raises:
+    ValueError: it is not of that form.
+  """
+  found = _FORM.fullmatch(text) if isinstance(text, str) else None
+  if found is None:
+    raise ValueError(f"{field} = {text!r} is not a component: {_RULE}")
+  name, arguments = found.groups()
+  try:
+    call = ast.parse(f"f{arguments or '()'}", mode="eval").body
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+      raise ValueError("what stands in brackets is not a list of keyword=value")
+    given: dict[str, Any] = {}
+    for keyword in call.keywords:
+      if keyword.arg is None:
+        raise ValueError("** is not a keyword")
+      if keyword.arg in given:
+        raise ValueError(f"{keyword.arg} is given twice")
+      given[keyword.arg] = _literal(keyword)
+  except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    told = error.msg if isinstance(error, SyntaxError) else error
+    raise ValueError(f"{field} = {text!r}: {told or type(error).__name__}; {_RULE}") from error
+  return Spec(name, given)
+
+
+def _literal(keyword: ast.keyword) -> Any:
+  try:
+    return ast.literal_eval(keyword.value)
+  except (ValueError, TypeError) as error:
+    value = keyword.value
+    hint = f" (is it {keyword.arg}={value.id!r}?)" if isinstance(value, ast.Name) else ""
+    raise ValueError(f"the value of {keyword.arg} is not a literal{hint}") from error
+
+
+def make(field: str, package: types.ModuleType, text: str, kind: Any, **of_run: Any) -> Any:
+  """The component that a string names.
+
+  Args:
+    field: as in `parse`.
+    package: its `__all__` lists the factories that go by name.
+    text: the string.
+    kind: class of which the result has to be.
+    of_run: what the run knows; it is given to a factory that names it, and no string can set it.
+  Raises:
+    ValueError: not a component's string, an unknown name, hyper-parameters that the factory does
+      not take or lacks, or what the factory itself raises.
+  """
+  owner = f"{field} = {text!r}"
+  try:
+    return call(owner, package, parse(field, text), kind, **of_run)
+  except ValueError as error:
+    if str(error).startswith(owner):
+      raise
+    raise ValueError(f"{owner}: {error}") from error
+
+
+def call(owner: str, package: types.ModuleType, spec: Spec, kind: Any, **of_run: Any) -> Any:
+  """As `make`, of a name and arguments; `owner` begins the messages."""
+  factory = find(owner, package, spec.name)
+  parameters = inspect.signature(factory).parameters
+  check_keywords(owner, spec.name, factory, spec.arguments, of_run)
+  arguments = {**spec.arguments, **{k: v for k, v in of_run.items() if k in parameters}}
+  variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+  lacking = [
+    name
+    for name, parameter in parameters.items()
+    if name not in arguments and parameter.default is parameter.empty
+    and parameter.kind not in variable
+  ]  # fmt: skip
+  if lacking:
+    raise ValueError(f"{owner}: {spec.name} needs a value of {', '.join(lacking)}")
+  made = factory(**arguments)
+  if not isinstance(made, kind):
+    raise ValueError(
+      f"{owner}: {spec.name} returned {type(made).__name__}, expected {kind.__name__}"
+    )
+  return made
+
+
+def find(owner: str, package: types.ModuleType, name: str) -> Callable[..., Any]:
+  """The factory of a name, among a package's exports or in a module of the user's own.
+
+  Raises:
+    ValueError: there is none.
+  """
+  module_name, colon, function = name.partition(":")
+  if not colon:
+    if name not in package.__all__:
+      raise ValueError(
+        f"{owner}: {name!r} is unknown; did you mean one of {near(name, package.__all__)}? A"
+        " factory of your own is named my_module:factory"
+      )
+    return getattr(package, name)
+  if os.getcwd() not in sys.path:  # as where the program is started by python -m
+    sys.path.append(os.getcwd())
+  try:
+    module = importlib.import_module(module_name)
+  except ModuleNotFoundError as error:
+    if not f"{module_name}.".startswith(f"{error.name}."):
+      raise  # the module is there, and lacks another
+    raise ValueError(
+      f"{owner}: {error}; {module_name!r} has to be importable from the current directory or"
+      " installed"
+    ) from error
+  factory = getattr(module, function, None)
+  if not callable(factory):
+    raise ValueError(
+      f"{owner}: {module_name} has no function {function!r}; did you mean one of"
+      f" {near(function, [n for n in dir(module) if callable(getattr(module, n))])}?"
+    )
+  return factory
+
+
+def takes(field: str, package: types.ModuleType, text: str, parameter: str) -> bool:
+  """Whether the factory that a string names has that parameter."""
+  factory = find(f"{field} = {text!r}", package, parse(field, text).name)
+  return parameter in inspect.signature(factory).parameters
+
+
+def check_keywords(
+  owner: str,
+  name: str,
+  factory: Callable[..., Any],
+  given: Collection[str],
+  of_run: Collection[str] = (),
+) -> None:
+  """Raises ValueError for a keyword that the factory does not take, or that the run gives."""
+  parameters = inspect.signature(factory).parameters
+  if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+    return
+  settable = [parameter for parameter in parameters if parameter not in of_run]
+  for keyword in given:
+    if keyword in of_run and keyword in parameters:
+      raise ValueError(f"{owner}: {keyword} of {name} comes from the run; leave it out")
+    if keyword not in settable:
+      alike = near(keyword, settable)
+      hint = f" did you mean one of {alike}?" if len(alike) < len(settable) else ""
+      raise ValueError(f"{owner}: {name} takes no {keyword!r};{hint} {name} takes {settable}")
+
+
+def near(name: str, allowed: Collection[str]) -> list[str]:
+  """The allowed names that are most like `name`; all of them where none is."""
+  holding = [full for full in allowed if name and name in full]
+  return holding or difflib.get_close_matches(name, allowed) or sorted(allowed)

@@ -1,0 +1,112 @@
+"""The configuration file, and which of its fields the command line may set."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from absl import flags
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+from ml_collections.config_flags import config_flags
+
+from rlvr_jax import specs
+from rlvr_jax.train import old_spellings
+
+_TYPES = {kind.__name__: kind for kind in (bool, int, float, str, tuple)}
+
+
+class Parser(config_flags.ConfigFileFlagParser):
+  """Reads a recipe. Beside its fields every keyword of the task can be set.
+
+  A spelling of earlier versions, there or on the command line, ends the process with today's.
+  """
+
+  def __init__(self, name: str, argv: Sequence[str]):
+    """Takes the flag's name and the whole command line."""
+    super().__init__(name)
+    self._argv = argv
+
+  def parse(self, path: str) -> Any:
+    try:
+      config = super().parse(path)
+    except (AttributeError, TypeError, ValueError) as error:
+      if told := old_spellings.of_recipe(error):
+        sys.exit(f"error: {told}")
+      raise
+    if not isinstance(config, ConfigDict):  # not found; whoever uses it is told
+      return config
+    given = overrides(self.name, self._argv)
+    if told := old_spellings.of_flags(self.name, config, given):
+      sys.exit(f"error: {told}")
+    if "task" in config:
+      try:
+        open_task(config, given)
+      except ValueError as error:
+        sys.exit(f"error: {error}")
+    return config
+
+
+def overrides(name: str, argv: Sequence[str]) -> dict[str, Any]:
+  """Path of each field that a command line sets → its value, a literal or else text."""
+  argv = flags.FLAGS.read_flags_from_files(list(argv), force_gnu=False)
+  given = {}
+  for argument, following in zip(argv, [*argv[1:], ""], strict=True):
+    found = re.fullmatch(rf"--?{name}\.([\w.]+)(?:=(.*))?", argument, re.DOTALL)
+    if found:
+      text = following if found[2] is None else found[2]
+      try:
+        given[found[1]] = ast.literal_eval(text)
+      except (ValueError, SyntaxError):
+        given[found[1]] = text
+  return given
+
+
+def open_task(config: ConfigDict, given: Mapping[str, Any]) -> None:
+  """Makes room in `config.task.kwargs` for the keywords that a command line sets.
+
+  Under another task's name the recipe's keywords are dropped.
+
+  Args:
+    given: see `overrides`.
+  Raises:
+    ValueError: the task is unknown or takes no such keyword, or a part of one is set alone.
+  """
+  task, name = config.task, str(given.get("task.name", config.task.name))
+  another = name != task.name
+  paths = [path.split(".")[2:] for path in given if path.startswith("task.kwargs.")]
+  missing = [keyword for keyword, *_ in paths if another or keyword not in task.kwargs]
+  if not missing and not another:
+    return
+  from rlvr_jax.data import tasks  # here, so that other command lines are answered at once
+
+  owner = f"config.task.name = {name!r}"
+  factory = specs.find(owner, tasks, name)
+  specs.check_keywords(owner, name, factory, missing)
+  for keyword, *inner in paths:
+    if inner and keyword in missing:
+      raise ValueError(
+        f"config.task.kwargs.{keyword} has no field {inner[0]!r} yet; give it as one,"
+        f" --config.task.kwargs.{keyword}=\"{{{inner[0]!r}: …}}\""
+      )
+  with config.unlocked():
+    if another:
+      task.kwargs = ConfigDict()
+    for keyword in missing:
+      task.kwargs[keyword] = placeholder(_type_of(factory, keyword))
+
+
+def _type_of(factory: Callable[..., Any], keyword: str) -> type:
+  """Of a keyword, by its default or else its annotation; object, any literal, if neither says."""
+  parameter = inspect.signature(factory).parameters.get(keyword)
+  if parameter is None:  # one of **kwargs
+    return object
+  if parameter.default is not parameter.empty and parameter.default is not None:
+    return _TYPES.get(type(parameter.default).__name__, object)
+  annotation = parameter.annotation
+  text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+  return _TYPES.get(text.split(" | ")[0], object)

@@ -1,0 +1,136 @@
+"""What to write in place of a configuration's spellings of earlier versions.
+
+There, a component was a group of fields, `name` and `kwargs`; today it is one string.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+import linecache
+import re
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from rlvr_jax.specs import Spec, parse
+
+_MOVED = {
+  "loss.aggregation": "aggregation",
+  "schedule.proximal_every": "proximal_every",
+  "schedule.kwargs.deadline_s": "generation_deadline_s",
+  "optimizer.max_gradient_norm": "max_gradient_norm",
+  "warm_start.optimizer.max_gradient_norm": "warm_start.max_gradient_norm",
+}
+_COMPONENT = re.compile(r"(advantage|reweighting|gram|loss|schedule)\.(?:name|kwargs\.(\w+))")
+_OPTIMIZER = re.compile(r"((?:warm_start\.)?)optimizer\.(\w+)")
+_OF_RATE = {
+  "learning_rate": "peak", "warmup_updates": "warmup", "final_fraction": "final_fraction",
+  "decay": "",
+}  # fmt: skip
+_NAME = ""
+
+
+def of_flags(flag: str, config: ConfigDict, given: Mapping[str, Any]) -> str | None:
+  """A message, if fields that a command line sets are of earlier versions.
+
+  Args:
+    flag: name of the configuration's.
+    config: of the recipe.
+    given: path → value.
+  """
+  old = {path: value for path, value in given.items() if _place(path)}
+  new = [f'--{flag}.{field}="{value}"' for field, value in respelled(config, old).items()]
+  given_as = " ".join(f"--{flag}.{path}" for path in old)
+  return f"{given_as}: no longer in use; write {' '.join(new)}" if old else None
+
+
+def of_recipe(error: BaseException) -> str | None:
+  """A message, if `error` comes from a recipe that sets a field of earlier versions."""
+  raised: list[BaseException] = [error]
+  while (before := raised[-1].__context__) is not None:  # ml_collections raises others in its place
+    raised.append(before)
+  for frame, line in itertools.chain(*(traceback.walk_tb(e.__traceback__) for e in raised)):
+    file = frame.f_code.co_filename
+    for target, value in _assigned_at("".join(linecache.getlines(file)), line):
+      root, _, path = target.partition(".")
+      old = dict(_flat(path, value))
+      config = frame.f_locals.get(root)
+      if old and all(map(_place, old)) and isinstance(config, ConfigDict):
+        new = [
+          f'config.{field} = "{v}"' if isinstance(v, str | Spec) else f"config.{field} = {v!r}"
+          for field, v in respelled(config, old).items()
+        ]
+        told = f"config.{path} is no longer set like this; write {' and '.join(new)}"
+        return f"{file}, line {line}: {told}"
+  return None
+
+
+def respelled(config: ConfigDict, old: Mapping[str, Any]) -> dict[str, Any]:
+  """Today's fields that stand for fields of earlier versions.
+
+  Args:
+    config: today's; what `old` does not say is taken from there.
+    old: path → value.
+  Returns:
+    path → `Spec`, or the value of a field that is no component.
+  """
+  new: dict[str, Any] = {}
+  placed = [(*place, value) for path, value in old.items() if (place := _place(path))]
+  # Names first: they decide which of the recipe's hyper-parameters stay.
+  for field, keyword, value in sorted(placed, key=lambda entry: entry[1] != _NAME):
+    if keyword is None:
+      new[field] = value
+      continue
+    spec = new.get(field) or parse(field, functools.reduce(getattr, field.split("."), config))
+    if keyword == _NAME:
+      keep = value == spec.name or field.endswith("learning_rate")
+      new[field] = Spec(value, spec.arguments if keep else {})
+    elif value is not None and (spec.name, keyword) != ("constant", "final_fraction"):
+      new[field] = Spec(spec.name, {**spec.arguments, keyword: value})
+  return new
+
+
+def _place(path: str) -> tuple[str, str | None] | None:
+  """Today's field and the keyword of its component, if `path` is of earlier versions."""
+  if path in _MOVED:
+    return _MOVED[path], None
+  if found := _COMPONENT.fullmatch(path):
+    return found[1], found[2] or _NAME
+  if found := _OPTIMIZER.fullmatch(path):
+    field = "learning_rate" if found[2] in _OF_RATE else "optimizer"
+    return found[1] + field, _OF_RATE.get(found[2], found[2])
+  return None
+
+
+def _assigned_at(source: str, line: int) -> Iterator[tuple[str, Any]]:
+  """(target, value) of the assignments that a line of a program belongs to."""
+  try:
+    nodes = list(ast.walk(ast.parse(source)))
+  except SyntaxError:
+    return
+  for node in nodes:
+    if isinstance(node, ast.Assign) and node.lineno <= line <= (node.end_lineno or node.lineno):
+      for target in node.targets:
+        yield ast.unparse(target), _value(node.value)
+
+
+def _value(node: ast.expr) -> Any:
+  """A literal, or a call of dict; "…" stands for what is neither."""
+  if isinstance(node, ast.Call):
+    return {str(k.arg): _value(k.value) for k in node.keywords}
+  try:
+    return ast.literal_eval(node)
+  except ValueError:
+    return "…"
+
+
+def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+  if isinstance(value, Mapping):
+    for key, child in value.items():
+      yield from _flat(f"{path}.{key}", child)
+  else:
+    yield path, value
