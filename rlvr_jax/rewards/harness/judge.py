@@ -6,12 +6,16 @@ import decimal
 import importlib
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from .handles import Program, UnsupportedTestError
 from .messages import MAX_TEXT, describe
 from .processes import execute
+
+# Decimal itself also takes underscores, other scripts' digits, and words.
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d{1,6})?", re.ASCII | re.IGNORECASE)
 
 
 def judge(program: Program, task: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,15 +118,17 @@ def _call_check(entry: Callable[..., Any], case: Mapping[str, Any]) -> Callable[
 def _same(got: Any, expected: Any) -> bool:
   """Equality of JSON values; a tuple counts as a list, floats may differ by rounding.
 
-  That is by 1e-9 of what is expected, or by 1e-9 from 0.
+  That is by 1e-9 of an expected float, or by 1e-9 from 0.0; an expected int is met exactly.
   """
   if isinstance(got, (list, tuple)) and isinstance(expected, list):
     return len(got) == len(expected) and all(map(_same, got, expected))
   if isinstance(got, dict) and isinstance(expected, dict):
-    # JSON has text keys only
-    got = {key if isinstance(key, str) else json.dumps(key): value for key, value in got.items()}
-    return got.keys() == expected.keys() and all(_same(got[key], expected[key]) for key in got)
-  if isinstance(got, float) and isinstance(expected, (int, float)):
+    # JSON has text keys only, and two keys of a dictionary may have one text
+    named = {key if isinstance(key, str) else json.dumps(key): value for key, value in got.items()}
+    if len(got) != len(expected) or named.keys() != expected.keys():
+      return False
+    return all(_same(named[key], expected[key]) for key in named)
+  if isinstance(got, float) and isinstance(expected, float):
     return math.isclose(got, expected, rel_tol=1e-9, abs_tol=0.0 if expected else 1e-9)
   return got == expected
 
@@ -153,7 +159,5 @@ def _same_line(got: str, expected: str) -> bool:
 
 
 def _decimals(line: str) -> list[decimal.Decimal] | None:
-  try:
-    return [decimal.Decimal(word) for word in line.split()]
-  except decimal.InvalidOperation:
-    return None
+  words = line.split()
+  return [decimal.Decimal(word) for word in words] if all(map(_NUMBER.fullmatch, words)) else None
