@@ -95,7 +95,7 @@ def code(completion: str, reference: Mapping[str, Any]) -> Grade:
       "function": "entry_point", a function's name or "Class.method"; "cases", each with "input", a
         list of arguments, and "output"; "setup", executed before the program.
       "stdin": "cases", each with "input" and "output", texts; "setup", executed before the program.
-      Tests import from the standard library only.
+      Tests, setups and prompts import from the standard library only.
       Optional: "reward", "all" (default) or "fraction"; "time_limit_s", wall clock for all tests,
       and processor time of all its processes together;
       "memory_mib", of all its processes together.
@@ -147,7 +147,8 @@ def _check_reference(reference: Mapping[str, Any]) -> None:
     _check_test(reference["test"], reference.get("prompt", ""))
   if style == "asserts":
     for test in reference["tests"]:
-      _statements(test)
+      _statements("test", test)
+  _statements("setup", reference.get("setup", ""))
   if style == "stdin":
     _check_sizes(reference["cases"])
   seconds, memory = reference.get("time_limit_s", TIME_LIMIT_S), reference.get("memory_mib")
@@ -160,30 +161,35 @@ def _check_reference(reference: Mapping[str, Any]) -> None:
 @functools.lru_cache(maxsize=1024)
 def _check_test(test: str, prompt: str) -> None:
   """Raises for a test that no program can pass."""
-  defined = [getattr(node, "name", "") for node in _statements(test)]
+  defined = [getattr(node, "name", "") for node in _statements("test", test)]
   if "check" not in defined and not re.search(r"^check\s*=", test, re.M):
     raise ValueError(f"the test does not define check(candidate): {test[:80]!r}")
   if prompt and not _is_python(_whole(prompt)):
     raise ValueError(f"the prompt is no beginning of a program: {prompt[:80]!r}")
+  _statements("prompt", _whole(prompt))
 
 
 @functools.lru_cache(maxsize=1024)
-def _statements(test: str) -> list[ast.stmt]:
-  """Those of a test; raises where it is no Python, or imports what is not there."""
+def _statements(kind: str, text: str) -> list[ast.stmt]:
+  """Those of a text of the reference; raises where it is no Python, or imports what is not there.
+
+  A program could put a module of its own in the place of one that is not there.
+  """
   try:
-    body = ast.parse(test).body
+    tree = ast.parse(text)
   except SyntaxError as error:
-    raise ValueError(f"a test is no Python ({error}): {test[:80]!r}") from error
-  imported = {root for node in body for root in _imported(node)}
+    raise ValueError(f"a {kind} is no Python ({error}): {text[:80]!r}") from error
+  imported = {root for node in ast.walk(tree) for root in _imported(node)}
   if absent := sorted(imported - sys.stdlib_module_names):
     raise ValueError(
-      f"a test imports {absent[0]!r}, but the sandbox has the standard library only: {test[:80]!r}"
+      f"a {kind} imports {absent[0]!r}, but the sandbox has the standard library only: "
+      f"{text[:80]!r}"
     )
-  return body
+  return tree.body
 
 
-def _imported(node: ast.stmt) -> set[str]:
-  """The packages that an import statement names; none of any other statement."""
+def _imported(node: ast.AST) -> set[str]:
+  """The packages that an import statement names; none of any other node."""
   if isinstance(node, ast.Import):
     return {alias.name.partition(".")[0] for alias in node.names}
   return {(node.module or "").partition(".")[0]} if isinstance(node, ast.ImportFrom) else set()
@@ -204,31 +210,13 @@ def _asserts(source: str, reference: Mapping[str, Any]) -> _Prepared:
   names, modules = names_used(tuple(tests))
   setup = reference.get("setup", "")
   sources = [source, setup]
-  prelude, bound = _own_imports(setup)
+  # The judge executes these itself: a program could put anything in the place of what they import.
+  imports = [node for node in _statements("setup", setup) if _imported(node)]
+  prelude = "\n".join(map(ast.unparse, imports))
   task = {
-    "tests": tests, "names": [name for name in names if name not in bound], "modules": modules,
-    "prelude": [prelude], "total": len(tests),
+    "tests": tests, "names": names, "modules": modules, "prelude": prelude, "total": len(tests),
   }  # fmt: skip
   return {"mode": "calls", "sources": sources}, task
-
-
-@functools.lru_cache(maxsize=1024)
-def _own_imports(setup: str) -> tuple[str, frozenset[str]]:
-  """The import statements of a setup, and the names that they bind.
-
-  The judge executes them itself: a program could put anything in the place of what they import.
-  """
-  try:
-    body = ast.parse(setup).body
-  except SyntaxError:
-    return "", frozenset()
-  found = [
-    node
-    for node in body
-    if isinstance(node, (ast.Import, ast.ImportFrom)) and _imported(node) <= sys.stdlib_module_names
-  ]
-  bound = {(alias.asname or alias.name).partition(".")[0] for node in found for alias in node.names}
-  return "\n".join(map(ast.unparse, found)), frozenset(bound - {"*"})
 
 
 def _check(source: str, reference: Mapping[str, Any]) -> _Prepared:
@@ -239,7 +227,7 @@ def _check(source: str, reference: Mapping[str, Any]) -> _Prepared:
   sources = [whole, source] if alone else [_lines(prompt) + source]
   task = {
     "entry_point": entry, "test": reference["test"], "names": [entry], "modules": [],
-    "prelude": [whole], "total": 1,
+    "prelude": whole, "total": 1,
   }  # fmt: skip
   return {"mode": "calls", "sources": sources}, task
 

@@ -342,6 +342,8 @@ def test_a_program_cannot_make_a_test_impossible(program, tests):
      "assert Counter(f('ab')) == Counter('ab')", "from collections import Counter"),
     ("import math\nmath.isclose = lambda *a, **k: True\ndef f(x): return 0",
      "assert m.isclose(f(1), 2.5)", "class Node: pass\nimport math as m"),
+    ("import math\nmath.isclose = lambda *a, **k: True\ndef f(x): return 0",
+     "assert isclose(f(1), 2.5)", "from math import *"),
   ],
 )  # fmt: skip
 def test_what_a_setup_imports_is_the_judge_s_own(program, test, setup):
@@ -355,6 +357,15 @@ def test_what_a_setup_imports_is_the_judge_s_own(program, test, setup):
   [
     (_asserts("import numpy as np\nassert f(1)"), "imports 'numpy', but .* standard library only"),
     (_asserts("assert f(1"), "no Python"),
+    (_asserts("assert np.allclose(f(1), 2)", setup="import numpy as np"), "a setup imports 'nu"),
+    (_asserts("assert f(1)", setup="try: import numpy\nexcept ImportError: pass"), "a setup impo"),
+    (_asserts("assert f(1)", setup="from . import x"), "a setup imports ''"),
+    (_asserts("assert f(1)", setup="x = ("), "a setup is no Python"),
+    (_function("f", ([], 1), setup="import numpy"), "a setup imports 'numpy'"),
+    (_stdin(("", ""), setup="import numpy"), "a setup imports 'numpy'"),
+    (dict(style="check", test="def check(c): import numpy", entry_point="f"), "a test imports"),
+    (dict(style="check", test="def check(c): pass", entry_point="f",
+          prompt="import numpy\ndef f(x):"), "a prompt imports 'numpy'"),
     (dict(style="check", test="import numpy.linalg\ndef check(c): pass", entry_point="f"), "numpy"),
     (dict(style="check", test="def check(c): assert (", entry_point="f"), "no Python"),
     (dict(style="check", test="def test(c): pass", entry_point="f"), r"define check\(candidate"),

@@ -58,9 +58,9 @@ def _checks(program: Program, task: Mapping[str, Any]) -> list[tuple[str, Callab
   namespace: dict[str, Any] = {"__name__": "tests"}
   for module in task["modules"]:
     namespace[module] = importlib.import_module(module)
-  for text in task["prelude"]:
-    execute(text, "<prelude>", namespace)
-  namespace |= program.define(task["names"])
+  execute(task["prelude"], "<prelude>", namespace)
+  namespace.pop(task.get("entry_point", ""), None)  # a prompt begins it
+  namespace |= program.define([name for name in task["names"] if name not in namespace])
   if task["style"] == "asserts":
     return [(_short(text), _text_check(text, namespace)) for text in task["tests"]]
   return [(task["entry_point"], _candidate_check(task, namespace))]
