@@ -111,26 +111,26 @@ def code(completion: str, reference: Mapping[str, Any]) -> Grade:
   if not source.strip():
     return Grade(Outcome.UNPARSEABLE, detail="no code")
   program, task = _PREPARED[reference["style"]](source, reference)
-  task |= {"style": reference["style"], "stop": reference.get("reward", "all") == "all"}
+  task["style"] = reference["style"]
   verdict = _run(
     program,
     task,
     time_limit_s=reference.get("time_limit_s", TIME_LIMIT_S),
     memory_mib=reference.get("memory_mib") or MEMORY_MIB,
   )
-  return _grade(verdict, task)
+  return _grade(verdict, reference.get("reward", "all"))
 
 
-def _grade(verdict: Mapping[str, Any], task: Mapping[str, Any]) -> Grade:
+def _grade(verdict: Mapping[str, Any], reward: str) -> Grade:
   if "timeout" in verdict:
     return Grade(Outcome.TIMEOUT, detail="time over")
   if "memory" in verdict:
     return Grade(Outcome.WRONG, detail="more memory than allowed")
   if "died" in verdict:
     return Grade(Outcome.WRONG, detail=f"the program broke its judge (status {verdict['died']})")
-  if verdict["passed"] == task["total"]:
+  if verdict["passed"] == verdict["total"]:
     return Grade(Outcome.CORRECT, 1.0)
-  score = 0.0 if task["stop"] else verdict["passed"] / task["total"]
+  score = 0.0 if reward == "all" else verdict["passed"] / verdict["total"]
   return Grade(Outcome.WRONG, score, verdict["failure"])
 
 

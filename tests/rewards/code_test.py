@@ -104,6 +104,59 @@ def test_no_code_and_no_time():
   assert code(slow, _asserts("assert add(1, 2)", time_limit_s=0.3)).outcome is Outcome.TIMEOUT
 
 
+@pytest.mark.parametrize(
+  "reference",
+  [
+    _asserts("assert f(1) == 5", "assert f(2) == 6"),
+    _asserts("assert f(1) == 5\nassert f(2) == 6"),
+    _asserts("assert f(1) == 5 and (f(1) == 7 and f(2) == 6)"),
+    _asserts("assert all(f(x) == x + 4 for x in (1, 2))"),
+    _asserts("for x in (1, 2): assert f(x) == x + 4"),
+    _asserts("def g(x): assert f(x) == x + 4\ng(1)\ng(2)"),
+    _asserts("assert f(1).upper() == 'A'\nassert f(2) == 6"),
+    _asserts("try: f(1)\nexcept ValueError: pass\nelse: assert f(1) == 5\nassert f(2) == 6"),
+    {"style": "check", "entry_point": "f",
+     "test": "def check(c):\n  assert c(1) == 5, 'one'\n  assert c(2) == 6"},
+    _function("f", ([1], 5), ([2], 6)),
+    _stdin(("1", "5"), ("2", "6")),
+  ],
+)  # fmt: skip
+def test_all_calls_are_made_whatever_comes_back(reference):
+  """A program that is not asked again would know that it has failed."""
+  program = "def f(x):\n  while x == 2: pass\n  return 0"
+  if reference["style"] == "stdin":
+    program += "\nprint(f(int(input())))"
+  grade = code(program, reference | {"time_limit_s": 0.3})
+  assert grade.outcome is Outcome.TIMEOUT, grade  # in its second call
+
+
+@pytest.mark.parametrize("message", ["f(2)", "f'got {f(2)}'", "'got %s' % f(2)"])
+def test_a_failure_asks_nothing_of_the_program(message):
+  program = "def f(x):\n  while x == 2: pass\n  return 0"
+  grade = code(program, _asserts(f"assert f(1) == 5, {message}", time_limit_s=5.0))
+  assert grade.outcome is Outcome.WRONG, grade
+
+
+@pytest.mark.parametrize(
+  ("test", "passed"),
+  [
+    ("assert f(1) == 5, 'odd'\nassert f(2) == 2", "AssertionError: odd"),
+    ("assert f(1) == 1\nassert [][f(1)]\nassert f(1) == 5, 'odd'", "IndexError: list index"),
+    ("assert f(1) == 5, 'odd'\n[][0]", "AssertionError: odd"),
+    ("assert f(1) == 1 and (n := f(2)) == 2 and n", ""),
+    ("assert isinstance(f([]), list) and f([]) == []", ""),
+    ("assert isinstance(f(1), list) and f(1)[0] == 1", "AssertionError"),
+    ("try:\n  assert f(1) == 5\nexcept AssertionError: pass\nelse: assert False", ""),
+    ("try:\n  assert f(1) == 5\nfinally: pass", "AssertionError"),
+    ("exit()", "SystemExit"),
+  ],
+)
+def test_a_test_fails_with_its_first_failure(test, passed):
+  grade = code("def f(x): return x", _asserts(test, "assert f(3) == 3", reward="fraction"))
+  assert grade.score == (0.5 if passed else 1.0), grade
+  assert passed in grade.detail, grade
+
+
 PROMPT = '''import math
 from typing import List
 

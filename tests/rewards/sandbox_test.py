@@ -34,7 +34,7 @@ def sandbox(request):
 
 def _run(sandbox, program, *args, expected, time_limit_s=10.0, memory_mib=512):
   case = {"input": list(args), "output": expected}
-  task = {"style": "function", "entry_point": "f", "cases": [case], "total": 1, "stop": True}
+  task = {"style": "function", "entry_point": "f", "cases": [case], "total": 1}
   source = {"mode": "calls", "sources": [program]}
   return sandbox.run(source, task, time_limit_s=time_limit_s, memory_mib=memory_mib)
 
@@ -230,7 +230,7 @@ def f():
   time.sleep(600)
 '''
 task = {{"style": "function", "entry_point": "f", "cases": [{{"input": [], "output": 0}}],
-        "total": 1, "stop": True}}
+        "total": 1}}
 sandbox.run({{"mode": "calls", "sources": [program]}}, task, time_limit_s=600, memory_mib=512)
 """
   process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
