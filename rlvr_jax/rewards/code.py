@@ -13,11 +13,12 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rlvr_jax.rewards import deadlines
 from rlvr_jax.rewards import sandbox as sandboxes
 from rlvr_jax.rewards.harness.scripts import MAX_INPUT, MAX_OUTPUT
 from rlvr_jax.rewards.outcome import Grade, Outcome
 
-TIME_LIMIT_S = 4.0  # below the pool's default limit, so that a slow program costs no worker
+TIME_LIMIT_S = 6.0  # of processor time; of MBPP's solutions one takes nearly 3
 MEMORY_MIB = 1024
 LEAST_MEMORY_MIB = 64  # what an interpreter needs for itself
 STYLES = ("asserts", "check", "function", "stdin")
@@ -96,8 +97,8 @@ def code(completion: str, reference: Mapping[str, Any]) -> Grade:
         list of arguments, and "output"; "setup", executed before the program.
       "stdin": "cases", each with "input" and "output", texts; "setup", executed before the program.
       Tests, setups and prompts import from the standard library only.
-      Optional: "reward", "all" (default) or "fraction"; "time_limit_s", wall clock for all tests,
-      and processor time of all its processes together;
+      Optional: "reward", "all" (default) or "fraction"; "time_limit_s", processor time of all its
+      processes together for all tests, `sandbox.WALL_CLOCK_FACTOR` times that being its deadline;
       "memory_mib", of all its processes together.
   Returns:
     correct (score 1) if all tests pass; wrong, with score 0 or the share of tests that passed
@@ -296,12 +297,15 @@ def names_used(tests: Sequence[str]) -> tuple[list[str], list[str]]:
 _sandbox: sandboxes.Sandbox | None = None  # of this process; opened when first needed
 
 
-def _run(program: Mapping[str, Any], task: Mapping[str, Any], **limits: Any) -> dict[str, Any]:
+def _run(
+  program: Mapping[str, Any], task: Mapping[str, Any], *, time_limit_s: float, memory_mib: int
+) -> dict[str, Any]:
   global _sandbox
   if _sandbox is None:
     _sandbox = sandboxes.open_sandbox()
+  deadlines.announce(sandboxes.longest_s(time_limit_s))
   try:
-    return _sandbox.run(program, task, **limits)
+    return _sandbox.run(program, task, time_limit_s=time_limit_s, memory_mib=memory_mib)
   except sandboxes.SandboxError:
     _sandbox.close()
     _sandbox = None  # the next item gets a new one

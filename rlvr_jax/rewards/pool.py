@@ -24,6 +24,7 @@ from rlvr_jax.rewards.outcome import Grade, Outcome
 # Items handed to a worker at a time, at most: enough to hide the round trip.
 _MAX_CHUNK = 32
 _MAX_REPLY = 2**20  # bytes; longer than any real reply, so a runaway one is caught
+_MAX_LONGER_S = 600.0  # that a grader may announce for an item
 _KILL_WAIT_S = 5.0  # for the kernel to take down a process after SIGKILL
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 _SINGLE_THREADED = {
@@ -149,7 +150,7 @@ class _Worker:
       # The worker goes from one item to the next without a pause, so an item's time starts when
       # the reply before it was seen: never before it really started.
       try:
-        grade = _parse_reply(self._next_line(time.monotonic() + timeout_s))
+        grade = _parse_reply(self._next_reply(time.monotonic() + timeout_s))
       except TimeoutError:
         grade = Grade(Outcome.TIMEOUT, detail=f"no grade within {timeout_s:g} s")
         self.kill()
@@ -159,6 +160,13 @@ class _Worker:
       yield grade
       if not self.alive():
         return
+
+  def _next_reply(self, deadline: float) -> bytes:
+    """As `_next_line`, with the time that a grader announces to take by itself; see `deadlines`."""
+    last = deadline + _MAX_LONGER_S
+    while (line := self._next_line(deadline)).startswith(b'{"longer_s"'):
+      deadline = min(last, deadline + json.loads(line)["longer_s"])
+    return line
 
   def _next_line(self, deadline: float) -> bytes:
     """Waits for a line, sending what there is to send meanwhile.
@@ -251,7 +259,8 @@ class GraderPool:
   Args:
     grader: import path "package.module:function" of `grade(completion, reference) -> Grade`.
     num_workers: processes.
-    timeout_s: wall-clock limit per item, seconds.
+    timeout_s: wall-clock limit per item, seconds; on top of it comes what a grader announces that
+      ends its work by itself (`deadlines`), as that of programs does.
     startup_timeout_s: limit for a worker to start and load the grader, seconds.
     memory_mib: limit on each worker's address space, MiB; None for no limit.
     environment: variables added to the workers' environment.
@@ -325,7 +334,8 @@ class GraderPool:
         raise self._failure
       # Each item, ahead of us, in progress or ours, costs at most its limit and a new worker.
       waiting = len(self._queue) + len(lines) + _MAX_CHUNK * len(self._workers)
-      future = GradingFuture(len(lines), waiting * (self._timeout_s + self._startup_timeout_s))
+      item_s = self._timeout_s + _MAX_LONGER_S + self._startup_timeout_s
+      future = GradingFuture(len(lines), waiting * item_s)
       if lines:
         self._in_progress.add(future)
         self._queue.extend(_Item(future, position, line) for position, line in enumerate(lines))

@@ -10,7 +10,8 @@ either way:
   no home, no working directory; /tmp and /dev/shm are empty, small, and gone with the item
 * its own processes only, and those limited in number, time, address space and file size
 * none of the system calls that make memory of no process, or that programs do without
-* a deadline, at which everything is killed; likewise when the process that waits for it dies
+* a limit of processor time, and a deadline at `WALL_CLOCK_FACTOR` times that, at which everything
+  is killed; likewise when the process that waits for it dies
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ NONE = "none"  # processes of their own and limits, but no walls
 UNSANDBOXED = "RLVR_JAX_UNSANDBOXED_CODE"
 ACCEPTED = "I accept that generated code runs with my rights"
 
+# A deadline is so many times the limit of processor time: a busy machine shall change no grade, and
+# a program that sleeps shall end.
+WALL_CLOCK_FACTOR = 4.0
 _START_S = 20.0  # for the launcher
 _MARGIN_S = 5.0  # past an item's deadline, for its end to be seen
 _LAST_WORDS = 1000  # characters of what a launcher says that does not start
@@ -45,6 +49,11 @@ _LAST_WORDS = 1000  # characters of what a launcher says that does not start
 
 class SandboxError(RuntimeError):
   """The sandbox does not work; says nothing about the code that was to run in it."""
+
+
+def longest_s(time_limit_s: float) -> float:
+  """Seconds of wall clock after which an item of that limit without a verdict is an error."""
+  return WALL_CLOCK_FACTOR * time_limit_s + _MARGIN_S
 
 
 class Sandbox:
@@ -95,7 +104,8 @@ class Sandbox:
     Args:
       program: "mode" ("calls" or "cases") and "sources", see `harness`.
       task: the tests, see `harness.judge.judge`; they never come near the program.
-      time_limit_s: limit of wall clock, and of processor time of all processes together, seconds.
+      time_limit_s: processor time of all processes together, seconds. Wall clock may take
+        `WALL_CLOCK_FACTOR` times as long; without walls, where that time is not counted, as long.
       memory_mib: address space of each process, and memory of all together, MiB.
     Returns:
       the judge's verdict; or {"timeout": true}; or {"memory": true} where all processes together
@@ -103,18 +113,20 @@ class Sandbox:
     Raises:
       SandboxError: it does not work any more.
     """
+    isolated = self.mechanism != NONE
     settings = {
       "time_limit_s": time_limit_s,
+      "deadline_s": time_limit_s * (WALL_CLOCK_FACTOR if isolated else 1),
       "memory_mib": memory_mib,
-      "isolated": self.mechanism != NONE,
+      "isolated": isolated,
     }
-    deadline = time.monotonic() + time_limit_s + _MARGIN_S
+    deadline = time.monotonic() + longest_s(time_limit_s)
     item, far_end = socket.socketpair()
     with item:
       try:
         with far_end:
           socket.send_fds(self._control, [json.dumps(settings).encode()], [far_end.fileno()])
-        item.settimeout(time_limit_s + _MARGIN_S)
+        item.settimeout(longest_s(time_limit_s))
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # killed before it read
           messages.send(item, program)
           messages.send(item, task)

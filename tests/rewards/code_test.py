@@ -157,6 +157,18 @@ def test_a_test_fails_with_its_first_failure(test, passed):
   assert passed in grade.detail, grade
 
 
+def test_the_time_limit_is_of_processor_time():
+  """What a busy machine makes of a program that is not slow, here by sleeping."""
+  naps = "import time\ndef add(a, b):\n  time.sleep(0.6)\n  return a + b"
+  reference = _asserts("assert add(1, 2) == 3", time_limit_s=0.3)
+  assert code(naps, reference).outcome is Outcome.CORRECT
+  with GraderPool("rlvr_jax.rewards.code:code", timeout_s=0.5) as pool:  # for the rest of the item
+    before = pool.worker_pids()
+    (right, slept) = pool.grade([naps, naps.replace("0.6", "60")], [reference] * 2)
+    assert (right.outcome, slept.outcome) == (Outcome.CORRECT, Outcome.TIMEOUT), (right, slept)
+    assert pool.worker_pids() == before
+
+
 PROMPT = '''import math
 from typing import List
 
@@ -581,12 +593,11 @@ def _published():
 
 
 def _grade_published(size):
-  limit_s = 30.0
-  with GraderPool("rlvr_jax.rewards.code:code", num_workers=2, timeout_s=2 * limit_s) as pool:
+  with GraderPool("rlvr_jax.rewards.code:code", num_workers=2) as pool:
     for problems in _published().values():
       problems = code_grading.spread(problems, size)
       assert len(problems) >= (size or 100)
-      references = [dict(problem.reference, time_limit_s=limit_s) for problem in problems]
+      references = [problem.reference for problem in problems]
       right = pool.grade([problem.solution for problem in problems], references)
       wrong = pool.grade([code_grading.spoilt(problem) for problem in problems], references)
       for problem, good, bad in zip(problems, right, wrong, strict=True):
