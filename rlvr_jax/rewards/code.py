@@ -6,7 +6,6 @@ import ast
 import builtins
 import functools
 import io
-import math
 import re
 import sys
 import warnings
@@ -19,6 +18,7 @@ from rlvr_jax.rewards.harness.scripts import MAX_INPUT, MAX_OUTPUT
 from rlvr_jax.rewards.outcome import Grade, Outcome
 
 TIME_LIMIT_S = 6.0  # of processor time; of MBPP's solutions one takes nearly 3
+MAX_TIME_LIMIT_S = 120.0  # no item shall hold a worker for longer than some minutes
 MEMORY_MIB = 1024
 LEAST_MEMORY_MIB = 64  # what an interpreter needs for itself
 STYLES = ("asserts", "check", "function", "stdin")
@@ -153,8 +153,10 @@ def _check_reference(reference: Mapping[str, Any]) -> None:
   if style == "stdin":
     _check_sizes(reference["cases"])
   seconds, memory = reference.get("time_limit_s", TIME_LIMIT_S), reference.get("memory_mib")
-  if not (isinstance(seconds, (int, float)) and math.isfinite(seconds) and seconds > 0):
-    raise ValueError(f"time_limit_s is {seconds!r}, must be a positive, finite number of seconds")
+  if not (isinstance(seconds, (int, float)) and 0 < seconds <= MAX_TIME_LIMIT_S):
+    raise ValueError(
+      f"time_limit_s is {seconds!r}, must be a positive number of seconds ≤ {MAX_TIME_LIMIT_S:g}"
+    )
   if memory is not None and not (isinstance(memory, int) and memory >= LEAST_MEMORY_MIB):
     raise ValueError(f"memory_mib is {memory!r}, must be a whole number ≥ {LEAST_MEMORY_MIB}")
 

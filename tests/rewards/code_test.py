@@ -417,6 +417,12 @@ def test_what_a_setup_imports_is_the_judge_s_own(program, test, setup):
   assert _passes(good, test, setup=setup)
 
 
+@pytest.mark.parametrize("setup", ["from math import *", "from math import gcd"])
+def test_a_setup_that_imports_what_is_tested_is_refused(setup):
+  with pytest.raises(RuntimeError, match=r"imports all that tests use: \['gcd'\]"):
+    code("def gcd(a, b): return 0", _asserts("assert gcd(4, 6) == 2", setup=setup))
+
+
 @pytest.mark.parametrize(
   ("reference", "message"),
   [
@@ -577,6 +583,7 @@ def test_names_of_the_program(tests, names, modules):
     ({"style": "pytest"}, "style is 'pytest', allowed"),
     (_asserts("assert f()", reward="some"), "reward is 'some', allowed"),
     (_asserts("assert f()", time_limit_s=0), "time_limit_s is 0"),
+    (_asserts("assert f()", time_limit_s=float("inf")), "time_limit_s is inf, must be .* ≤ 120"),
     (_asserts("assert f()", memory_mib=16), "memory_mib is 16, must be a whole number ≥ 64"),
   ],
 )

@@ -73,6 +73,13 @@ def test_limit_is_per_item():
   assert _outcomes(grades) == ["correct"] * 8 + ["timeout"]
 
 
+def test_a_grader_may_announce_that_it_takes_longer():
+  completions = ["longer 1.0 0.7", "longer 0.2 5.0", "sleep 0.7"]
+  with _pool(timeout_s=0.4) as pool:
+    grades = pool.grade(completions, [{}] * 3)
+  assert _outcomes(grades) == ["correct", "timeout", "timeout"]
+
+
 @pytest.mark.parametrize(
   ("fault", "detail"), [("exit 3", "exit status 3"), ("flood", "reply of over|broken reply")]
 )

@@ -81,7 +81,10 @@ def _checks(program: Program, task: Mapping[str, Any]) -> list[tuple[str, _Check
     namespace[module] = importlib.import_module(module)
   execute(task["prelude"], "<prelude>", namespace)
   namespace.pop(task.get("entry_point", ""), None)  # a prompt begins it
-  namespace |= program.define([name for name in task["names"] if name not in namespace])
+  asked = [name for name in task["names"] if name not in namespace]
+  if task["names"] and not asked:
+    raise UnsupportedTestError(f"the setup imports all that tests use: {task['names']}")
+  namespace |= program.define(asked)
   if task["style"] == "asserts":
     return [(_short(text), _text_check(text, namespace)) for text in task["tests"]]
   namespace[_CANDIDATE] = _defined(namespace, task["entry_point"])  # of which tests may have one
