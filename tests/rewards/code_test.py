@@ -147,6 +147,7 @@ def test_a_failure_asks_nothing_of_the_program(message):
     ("assert isinstance(f([]), list) and f([]) == []", ""),
     ("assert isinstance(f(1), list) and f(1)[0] == 1", "AssertionError"),
     ("try:\n  assert f(1) == 5\nexcept AssertionError: pass\nelse: assert False", ""),
+    ("try:\n  assert f(1) == 5\nexcept* AssertionError: pass\nelse: assert False", ""),
     ("try:\n  assert f(1) == 5\nfinally: pass", "AssertionError"),
     ("exit()", "SystemExit"),
   ],

@@ -123,11 +123,13 @@ class _GoingOn(ast.NodeTransformer):
     message = node.msg if isinstance(node.msg, ast.Constant) else None
     return [ast.With([guard], [ast.Assert(part, message)]) for part in _conjuncts(node.test)]
 
-  def visit_Try(self, node: ast.Try) -> ast.AST:
+  def visit_Try(self, node: ast.Try | ast.TryStar) -> ast.AST:
     body, node.body = node.body, []
     self.generic_visit(node)
     node.body = body
     return node
+
+  visit_TryStar = visit_Try
 
 
 def _conjuncts(test: ast.expr) -> list[ast.expr]:
