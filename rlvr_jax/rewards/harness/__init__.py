@@ -16,5 +16,6 @@ The judge evaluates tests itself. A name of the program that a test uses is a `H
 sent to the program, and what comes back is plain data, built anew (`decode`). What is not plain
 data stays in the program, as a `Handle`, which equals nothing but itself. So all that a program can
 do is answer calls. An answer's type, its `__eq__`, a changed builtin, an early exit: none of these
-exist on the judge's side.
+exist on the judge's side. Nor does it learn from the calls whether its answers are right: all are
+made, and only then compared; within a test, an assert that fails ends nothing.
 """
