@@ -27,10 +27,8 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from rlvr_jax.rewards.answers import FUNCTIONS, SET, TEXT, Answer, parse_answer
-from rlvr_jax.rewards.graders import ANSWER_MARK, DIGITS, NUMBER
+from rlvr_jax.rewards.graders import ANSWER_MARK, DIGITS, NUMBER, after_thinking
 from rlvr_jax.rewards.outcome import Grade, Outcome
-
-THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
 MAX_ANSWER = 1000  # characters; longer ones are no answers, and cost sympy dearly
 _TAIL = 100_000  # characters at a completion's end that are searched for a box or a mark
@@ -84,12 +82,6 @@ def boxes(text: str) -> tuple[list[Box], bool]:
     elif token[0].endswith("{") and token[0] != r"\{":
       stack.append((token.start(), token.end()))
   return closed, any(content is not None for _, content in stack)
-
-
-def after_thinking(completion: str) -> str | None:
-  """What follows the last "</think>" (all, where there is none); None while it still thinks."""
-  rest = completion.rpartition(THINK_CLOSE)[2]
-  return None if THINK_OPEN in rest else rest
 
 
 def stated_answer(text: str) -> str | None:

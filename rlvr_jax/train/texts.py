@@ -23,6 +23,7 @@ from rlvr_jax.data.huggingface_tokenizer import HuggingFaceTokenizer
 from rlvr_jax.models.huggingface_config import longest_text
 from rlvr_jax.ops.checks import check_between, check_choice
 from rlvr_jax.rewards.combined import weighted_reference
+from rlvr_jax.rewards.graders import opened_thought
 from rlvr_jax.rewards.outcome import rewards_from_grades
 from rlvr_jax.rewards.pool import GraderPool
 from rlvr_jax.rewards.sandbox import ACCEPTED, UNSANDBOXED
@@ -284,6 +285,7 @@ def make_collector(parts: Any, pool: GraderPool) -> Collector:
     submit=pool.submit if jax.process_count() == 1 else multihost.SharedGrader(pool).submit,
     rewards_from_grades=lambda grades: rewards_from_grades(grades, parts.outcome_policy),
     to_host=sharding.to_host,
+    opening=opened_thought,
     overlong_buffer=c.overlong.buffer,
     overlong_filter=c.overlong.filter,
   )

@@ -343,6 +343,7 @@ def test_pairs(gold, answer, equal):
     ("####\n18 dollars\nbye", "18 dollars"),
     ("5 ####", None),
     (r"<think> \boxed{3}", None),
+    (r"<think>maybe \boxed{5}. Wait,", None),
     (r"<think>\boxed{3}</think> \boxed{4}", "4"),
     (r"\boxed{3}</think> The answer is 4.", "4"),
     (r"\boxed{3}</think>", None),
