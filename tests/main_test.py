@@ -74,6 +74,7 @@ MISTAKES = [
   (dict(prompts__too_long="drop", max_prompt_length=3), r"none of the .* prompts of train has"),
   (dict(model__checkpoint="nowhere"), r"model\.checkpoint = 'nowhere'"),
   (dict(grading__grader="ug"), r"grading\.grader names 'ug', expected 'package\.module:function'"),
+  (dict(evaluation__grader="ug"), r"evaluation\.grader names 'ug', expected 'package\.module:func"),
   (dict(grading__unsandboxed_code="yes"), r"unsandboxed_code = 'yes': leave it empty, or say"),
   (dict(grading__extra=(("a:b",),)), r"grading\.extra has \('a:b',\), expected pairs"),
   (dict(grading__extra=(("a:b", 0.1),), advantage__name="fade"), r"'fade' .*grading\.extra"),

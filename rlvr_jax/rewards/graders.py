@@ -4,9 +4,9 @@ A grader is named by import path, "package.module:function", so a user's own nee
 
     def grade(completion: str, reference: Mapping[str, Any]) -> Grade | float | bool: ...
 
-It is called with the completion's text and the problem's JSON-able reference, by position. Where the
-prompt ends with "<think>", as some chat templates have it, the text begins with that tag. A number
-(or bool) returned in place of a Grade is the score: correct at 1 or more, wrong below. An
+It is called with the completion's text and the problem's JSON-able reference, by position. Where
+the prompt ends with "<think>", as some chat templates have it, the text begins with that tag. A
+number (or bool) returned in place of a Grade is the score: correct at 1 or more, wrong below. An
 exception, a number that is not finite, or anything else returned is a crash of that item.
 Coroutines, generators and functions that cannot take two arguments are refused at start-up.
 
@@ -40,7 +40,7 @@ _MARKED_NUMBER = re.compile(rf"{ANSWER_MARK}\s*({NUMBER})")
 
 
 def opened_thought(prompt: str) -> str:
-  """"<think>" where a prompt ends with it: what completions of it have to be read after; else ""."""
+  """What graders read before a prompt's completions: "<think>" where it ends with that, else ""."""
   return THINK_OPEN if prompt.rstrip().endswith(THINK_OPEN) else ""
 
 

@@ -317,7 +317,7 @@ def test_the_tags_around_a_thought_are_kept(folder, special):
   folder.write()
   tokenizer = folder.chat()
   assert tokenizer.decode(tokenizer.encode_prompt("5")) == "user\n5\nassistant\n<think>\n"
-  ids = [*folder.letters("hm"), folder.id("</think>"), *folder.letters("5"), folder.id("<|im_end|>")]
+  ids = [*folder.letters("hm"), *folder.ids("</think>", "5", "<|im_end|>")]
   assert tokenizer.decode(ids) == "hm</think>5"
 
 

@@ -12,6 +12,7 @@ from rlvr_jax.rewards import GraderStartError
 from rlvr_jax.train.components import build
 from rlvr_jax.train.texts import (
   BY_REFERENCE,
+  WEIGHTED,
   fitting,
   grader_pool,
   make_collector,
@@ -40,17 +41,45 @@ WRAPPED = {"grader": GSM8K, "reference": {"answer": "7"}, "dataset": "gsm8k"}
 def test_a_replaced_grader_and_the_extra_ones_get_what_a_part_of_a_mixture_would():
   mixture = task(BY_REFERENCE, WRAPPED)
   assert with_graders(tiny.config(), mixture).train[0].reference == WRAPPED
-  replaced = with_graders(tiny.config(grading__grader=GSM8K), mixture)
+  both = dict(grading__grader=GSM8K, evaluation__grader=GSM8K)
+  replaced = with_graders(tiny.config(**both), mixture)
   assert (replaced.grader, replaced.train[0].reference) == (GSM8K, {"answer": "7"})
   extra = with_graders(tiny.config(grading__extra=((DIGITS, 0.5),)), mixture)
-  first, second = extra.held_out[0].reference["parts"]
+  named = extra.train[0].reference
+  first, second = named["reference"]["parts"]
+  assert (extra.grader, named["grader"]) == (BY_REFERENCE, WEIGHTED)
   assert (first["grader"], first["reference"]) == (BY_REFERENCE, WRAPPED)
   expected = {"grader": DIGITS, "weight": 0.5, "reference": {"answer": "7"}}
   assert second == expected
   with grader_pool(tiny.config(grading__extra=((DIGITS, 0.5),)), extra) as pool:
-    (grade,) = pool.grade(["#### 7"], [extra.held_out[0].reference])
+    (grade,) = pool.grade(["#### 7"], [named])
   assert grade.outcome == "correct" and grade.score == pytest.approx(1 + 0.25 / 6)
   assert grade.answer == "7"
+
+
+@pytest.mark.parametrize(
+  ("own", "given"), [(GSM8K, {"answer": "7"}), (BY_REFERENCE, WRAPPED)], ids=["task", "mixture"]
+)
+@pytest.mark.parametrize(
+  ("fields", "training", "held_out"),
+  [
+    (dict(grading__grader=DIGITS), ("wrong", 0.5), ("correct", 1.0)),
+    (dict(grading__extra=((DIGITS, 2.0),)), ("correct", 2.0), ("correct", 1.0)),
+    (dict(evaluation__grader=THINK), ("correct", 1.0), ("wrong", 0.0)),
+    (
+      dict(grading__grader=THINK, grading__extra=((DIGITS, 2.0),), evaluation__grader=DIGITS),
+      ("wrong", 1.0),
+      ("wrong", 0.5),
+    ),
+  ],
+)
+def test_held_out_problems_have_a_grader_of_their_own(own, given, fields, training, held_out):
+  config = tiny.config(**fields)
+  graded = with_graders(config, task(own, given))
+  with grader_pool(config, graded) as pool:
+    references = [graded.train[0].reference, graded.held_out[0].reference]
+    grades = pool.grade(["7", "7"], references)
+  assert [(grade.outcome, grade.score) for grade in grades] == [training, held_out]
 
 
 @pytest.mark.parametrize(
