@@ -133,7 +133,7 @@ def get_config() -> ConfigDict:
     grader="",  # import path "package.module:function", of held-out problems; "": the task's own
   )
   c.grading = dict(
-    num_workers=1,  # processes
+    num_workers=0,  # processes; 0: one for each core, at most 32
     timeout_s=5.0,  # per completion, wall-clock
     memory_mib=2048,  # address space of a worker
     grader="",  # the same, of the training rewards alone

@@ -56,7 +56,7 @@ MISTAKES = [
   (dict(evaluation__every=0), r"config\.evaluation: every = 0"),
   (dict(logging__print_every=0), r"config\.logging: print_every = 0"),
   (dict(max_skipped_in_a_row=0), r"config: max_skipped_in_a_row = 0"),
-  (dict(grading__num_workers=0), r"config\.grading: num_workers = 0"),
+  (dict(grading__num_workers=-1), r"config\.grading: num_workers = -1"),
   (dict(grading__timeout_s=-1.0), r"config\.grading: timeout_s = -1\.0"),
   # texts
   (dict(max_prompt_length=4), r"a prompt has \d tokens but max_prompt_length is 4: raise"),

@@ -25,7 +25,7 @@ from rlvr_jax.ops.checks import check_between, check_choice
 from rlvr_jax.rewards.combined import weighted_reference
 from rlvr_jax.rewards.graders import opened_thought
 from rlvr_jax.rewards.outcome import rewards_from_grades
-from rlvr_jax.rewards.pool import GraderPool
+from rlvr_jax.rewards.pool import GraderPool, default_workers
 from rlvr_jax.rewards.sandbox import ACCEPTED, UNSANDBOXED
 from rlvr_jax.rollouts.collect import Collector
 from rlvr_jax.train import multihost, sharding
@@ -284,7 +284,7 @@ def grader_pool(config: ml_collections.ConfigDict, task: Task) -> GraderPool:
   inner = [path for problem in some for path in _graders_in(problem.reference)]
   return GraderPool(
     task.grader,
-    num_workers=settings.num_workers,
+    num_workers=settings.num_workers or default_workers(),
     timeout_s=settings.timeout_s,
     memory_mib=settings.memory_mib,
     environment={UNSANDBOXED: said} if said else {},
