@@ -56,7 +56,7 @@ MISTAKES = [
   (dict(evaluation__every=0), r"config\.evaluation: every = 0"),
   (dict(logging__print_every=0), r"config\.logging: print_every = 0"),
   (dict(max_skipped_in_a_row=0), r"config: max_skipped_in_a_row = 0"),
-  (dict(grading__num_workers=0), r"config\.grading: num_workers = 0"),
+  (dict(grading__num_workers=-1), r"config\.grading: num_workers = -1"),
   (dict(grading__timeout_s=-1.0), r"config\.grading: timeout_s = -1\.0"),
   # texts
   (dict(max_prompt_length=4), r"a prompt has \d tokens but max_prompt_length is 4: raise"),
@@ -74,6 +74,7 @@ MISTAKES = [
   (dict(prompts__too_long="drop", max_prompt_length=3), r"none of the .* prompts of train has"),
   (dict(model__checkpoint="nowhere"), r"model\.checkpoint = 'nowhere'"),
   (dict(grading__grader="ug"), r"grading\.grader names 'ug', expected 'package\.module:function'"),
+  (dict(evaluation__grader="ug"), r"evaluation\.grader names 'ug', expected 'package\.module:func"),
   (dict(grading__unsandboxed_code="yes"), r"unsandboxed_code = 'yes': leave it empty, or say"),
   (dict(grading__extra=(("a:b",),)), r"grading\.extra has \('a:b',\), expected pairs"),
   (dict(grading__extra=(("a:b", 0.1),), advantage__name="fade"), r"'fade' .*grading\.extra"),

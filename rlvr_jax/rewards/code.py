@@ -14,6 +14,7 @@ from typing import Any
 
 from rlvr_jax.rewards import deadlines
 from rlvr_jax.rewards import sandbox as sandboxes
+from rlvr_jax.rewards.graders import THINK_CLOSE, THINK_OPEN
 from rlvr_jax.rewards.harness.scripts import MAX_INPUT, MAX_OUTPUT
 from rlvr_jax.rewards.outcome import Grade, Outcome
 
@@ -24,7 +25,6 @@ LEAST_MEMORY_MIB = 64  # what an interpreter needs for itself
 STYLES = ("asserts", "check", "function", "stdin")
 REWARDS = ("all", "fraction")
 
-_THOUGHT_END = "</think>"
 _PYTHON = ("python", "python3", "py")
 # Indentation, with a list's marker if the fence stands on its line; fence; info string.
 _OPENING = re.compile(r"([ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(`{3,}(?!.*`)|~{3,})[ \t]*(\S*)")
@@ -35,9 +35,13 @@ def program_text(completion: str) -> str:
 
   Returns:
     the last block that is called Python; else, of those without a name, the last that is Python,
-    or the last; else the whole text, also where fences are but in its strings.
+    or the last; else the whole text, also where fences are but in its strings. Nothing of a thought
+    that never ends; programs may have the tags in their strings.
   """
-  answer = completion.rpartition(_THOUGHT_END)[2].replace("\r\n", "\n").replace("\ufeff", "")
+  _, closed, answer = completion.rpartition(THINK_CLOSE)
+  if not closed and answer.lstrip().startswith(THINK_OPEN):
+    return ""
+  answer = answer.replace("\r\n", "\n").replace("\ufeff", "")
   blocks = _blocks(answer)
   called = [text for info, text in blocks if info in _PYTHON]
   unnamed = [text for info, text in blocks if not info]

@@ -43,6 +43,8 @@ class Collector:
     submit: (completions, references) → a future of grades.
     rewards_from_grades: grades → (rewards, keep, correct, counts).
     to_host: the way of arrays from the mesh.
+    opening: prompt → what graders read before each of its completions, such as a "<think>" with
+      which it ends.
     overlong_buffer: tokens before the limit over which the reward falls; 0 leaves it as it is.
     overlong_filter: whether responses without a stop token are left out of the loss.
   """
@@ -52,6 +54,7 @@ class Collector:
   submit: Callable[[list[str], list[dict[str, Any]]], Any]
   rewards_from_grades: Callable[[list[Any]], Any]
   to_host: Callable[[Any], Any]
+  opening: Callable[[str], str] = lambda prompt: ""
   overlong_buffer: int = 0
   overlong_filter: bool = False
 
@@ -78,7 +81,11 @@ class Collector:
     completions = completion_texts(rollouts, self.decode)
     group_size = rollouts.tokens.shape[1]
     references = [p.reference for p in generation.problems for _ in range(group_size)]
-    return rollouts, completions, self.submit(completions, references)
+    # Of the prompt that the policy reads: a chat template may have opened a thought.
+    real = zip(generation.prompts.tokens, generation.prompts.lengths, strict=True)
+    openings = [self.opening(self.decode(row[len(row) - n :].tolist())) for row, n in real]
+    texts = [openings[i // group_size] + text for i, text in enumerate(completions)]
+    return rollouts, completions, self.submit(texts, references)
 
   def finish(
     self, generation: Generation, rollouts: Rollouts, completions: list[str], grading: Any

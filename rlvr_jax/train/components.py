@@ -60,7 +60,7 @@ _AT_LEAST_ONE = {
   "": "max_prompt_length max_skipped_in_a_row",
   "batch": "prompts group_size micro_batches",
   "evaluation": "every num_samples batch_prompts",
-  "grading": "num_workers memory_mib",
+  "grading": "memory_mib",
   "checkpoint": "every keep",
   "logging": "print_every rollouts_every rollouts_per_refresh",
 }
@@ -370,6 +370,7 @@ def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
   for owner, section in (("config", config), ("config.evaluation", config.evaluation)):
     check_between(owner, "seed", section.seed, low=0, high=2**32 - 1)
   check_between("config.warm_start", "num_steps", config.warm_start.num_steps, low=0)
+  check_between("config.grading", "num_workers", config.grading.num_workers, low=0)
   check_between("config.grading", "timeout_s", config.grading.timeout_s, low=0, open_low=True)
   # A stop token alone answers nothing.
   check_between("config", "max_response_length", config.max_response_length, low=2)

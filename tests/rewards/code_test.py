@@ -54,6 +54,8 @@ def _passes(program, *tests, **more):
     ("```python\nx = 1\n```\n```text\nx = 2\n```", "x = 1\n"),
     ("```py\r\nx = 1\r\n```\r\n", "x = 1\n"),
     ("<think>```python\nx = 1\n```</think> x = 2", " x = 2"),
+    ("<think>maybe\n```python\nx = 1\n```\nno, wait", ""),
+    ("x = '<think>'", "x = '<think>'"),
     ("```python\n  return 1\n", "  return 1\n"),
     ("```python\ns = '''\n a ``` b\n'''\n```", "s = '''\n a ``` b\n'''\n"),
   ],

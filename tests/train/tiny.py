@@ -50,6 +50,7 @@ def get_config(scheduled_as=""):
   c.evaluation.num_samples = 2
   c.evaluation.ks = (1, 2)
   c.evaluation.batch_prompts = 4
+  c.grading.num_workers = 1
   c.checkpoint.every = 1
   c.logging.rollouts_every = 4
   if scheduled_as:
