@@ -387,6 +387,13 @@ def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
     )
 
 
+def longest_grading_s(config: ml_collections.ConfigDict) -> float:
+  """Seconds that the grading of a batch takes where every completion reaches its limit."""
+  trained = config.batch.prompts * config.batch.group_size
+  held_out = config.evaluation.batch_prompts * config.evaluation.num_samples
+  return max(trained, held_out) * config.grading.timeout_s / config.grading.num_workers
+
+
 def abstract_state(method: Method, mesh: Mesh) -> TrainState:
   """Shapes, dtypes and shardings of the train state."""
 

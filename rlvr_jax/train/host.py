@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import os
 import platform
 import signal
@@ -12,6 +13,8 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 from absl import app
+
+DEADLINE_S = 3600.0  # seconds without a sign of life; longer than any one program runs
 
 # glibc's <malloc.h>
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
@@ -55,6 +58,37 @@ def end_at_once(message: str) -> NoReturn:
   print(message, file=stderr, flush=True)
   sys.stdout.flush()
   os._exit(1)
+
+
+_limits: list[float] = []  # seconds, of the deadlines that are open
+
+
+@contextlib.contextmanager
+def deadline(beside_s: float = 0.0) -> Iterator[None]:
+  """Ends the process, with every thread's traceback, without a sign of life for `DEADLINE_S`.
+
+  No collective and no library's pool of threads has a limit of its own. Where deadlines are nested
+  the longest counts.
+
+  Args:
+    beside_s: seconds that are allowed in addition.
+  """
+  _limits.append(DEADLINE_S + beside_s)
+  alive()
+  try:
+    yield
+  finally:
+    _limits.pop()
+    alive()
+
+
+def alive() -> None:
+  """A sign of life: the deadline, if one is open, begins anew."""
+  if _limits:
+    # Not a thread of Python's: what hangs in native code may hold the interpreter's lock.
+    faulthandler.dump_traceback_later(max(_limits), exit=True, file=2)  # stderr may be silenced
+  else:
+    faulthandler.cancel_dump_traceback_later()
 
 
 class Termination:

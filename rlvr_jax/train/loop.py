@@ -43,7 +43,7 @@ from rlvr_jax.train.generator import (
   Generator,
   fingerprint,
 )
-from rlvr_jax.train.host import Termination, termination_signals
+from rlvr_jax.train.host import Termination, alive, deadline, termination_signals
 from rlvr_jax.train.metrics import (
   MetricWriter,
   compact_line,
@@ -138,6 +138,7 @@ def train(parts: components.Parts, workdir: str | Path) -> dict[str, float]:
     )
     pool = multihost.together(lambda: enter(grader_pool(config, parts.task)))
     termination = stack.enter_context(termination_signals())
+    stack.enter_context(deadline(components.longest_grading_s(config)))
     try:
       if warm:
         params = warm.state
@@ -612,17 +613,18 @@ class Trainer:
     self.read_metrics()
     c = self.config
     began = time.perf_counter()
-    batches = list(
-      evaluated(
-        functools.partial(self.parts.generate_held_out, self.state.params),
-        self.parts.task.held_out,
-        collector=self.collector,
-        to_devices=self.parts.to_devices,
-        batch_size=c.evaluation.batch_prompts,
-        seed=c.evaluation.seed,
-        version=self.step,
-      )
-    )
+    batches = []
+    for batch in evaluated(
+      functools.partial(self.parts.generate_held_out, self.state.params),
+      self.parts.task.held_out,
+      collector=self.collector,
+      to_devices=self.parts.to_devices,
+      batch_size=c.evaluation.batch_prompts,
+      seed=c.evaluation.seed,
+      version=self.step,
+    ):
+      batches.append(batch)
+      alive()
     samples = [row for batch in batches for row in batch.samples]
     values = accuracy(samples, ks=c.evaluation.ks, seed=c.evaluation.seed)
     lengths = [np.concatenate(x) for x in zip(*(batch[1:] for batch in batches), strict=True)]

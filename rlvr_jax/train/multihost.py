@@ -23,8 +23,8 @@ from jax.experimental import multihost_utils
 
 from rlvr_jax.rewards.outcome import Grade, Outcome
 from rlvr_jax.rewards.pool import GraderPool
+from rlvr_jax.train.host import alive, deadline
 from rlvr_jax.train.metrics import MetricWriter
-from rlvr_jax.train.sharding import deadline
 
 T = TypeVar("T")
 
@@ -69,6 +69,7 @@ def exchange(value: Any) -> list[Any]:
   Args:
     value: of JSON; floats arrive exactly.
   """
+  alive()
   if jax.process_count() == 1:
     return [value]
   text = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -92,6 +93,7 @@ def together(action: Callable[[], T]) -> T:
   Raises:
     OtherProcessError: where `action` did not raise but did elsewhere.
   """
+  alive()
   if jax.process_count() == 1:
     return action()
   result: Any = None
