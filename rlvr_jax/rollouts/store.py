@@ -158,6 +158,11 @@ class RolloutStore:
       return False
     return True
 
+  def removed(self, number: int) -> bool:
+    """Whether `remove` has deleted the batch."""
+    self._refresh()
+    return self._state(number) == "removed"
+
   def numbers(self) -> list[int]:
     """Numbers of the batches that the index lists at this moment, ascending."""
     with self._reading:

@@ -52,7 +52,7 @@ from rlvr_jax.train.metrics import (
   stage_summary,
 )
 from rlvr_jax.train.report import write_report
-from rlvr_jax.train.resuming import as_begun, elapsed_seconds, resumable
+from rlvr_jax.train.resuming import as_begun, elapsed_seconds, records_of, resumable
 from rlvr_jax.train.texts import grader_pool, make_collector
 from rlvr_jax.train.warm_start import warm_start
 from rlvr_jax.train.worker import GeneratorStoppedError, GeneratorWorker
@@ -131,10 +131,10 @@ def train(parts: components.Parts, workdir: str | Path) -> dict[str, float]:
     first = multihost.on_first(lambda: enter(RolloutStore(folder, writable=True)), None)
     store = first or enter(RolloutStore(folder, writable=False))
     restored = resumable(checkpointer, parts, store)
-    resume_step, was_warm = restored.step if restored else None, warm is not None
+    resume_step, written = records_of(restored, warm)
+    no_writer = multihost.NoWriter(workdir)
     writer = multihost.on_first(
-      lambda: enter(MetricWriter(workdir, resume_step, keep_warm_start=was_warm)),
-      multihost.NoWriter(workdir),
+      lambda: enter(MetricWriter(workdir, resume_step, written)), no_writer
     )
     pool = multihost.together(lambda: enter(grader_pool(config, parts.task)))
     termination = stack.enter_context(termination_signals())
@@ -143,7 +143,9 @@ def train(parts: components.Parts, workdir: str | Path) -> dict[str, float]:
       if warm:
         params = warm.state
       elif config.warm_start.num_steps:
-        params = warm_started(parts, writer, warm_starts, termination)
+        # A resumed run, whose folder of the warm start is gone, has the records of it.
+        first_writer = no_writer if restored else writer
+        params = warm_started(parts, first_writer, warm_starts, termination)
       else:  # nothing that a file of its own would save
         params = components.initial_params(parts)
     except EndRequestedError:
@@ -194,7 +196,7 @@ def warm_started(
       num_steps=num_steps,
       report=report,
     )
-  checkpointer.save(num_steps, params, host={})
+  checkpointer.save(num_steps, params, host={"written": writer.written()})
   checkpointer.wait()
   return params
 
@@ -662,6 +664,7 @@ class Trainer:
       "evaluation": self.evaluation,
       "pending": of_host,
       "records": {str(version): found for version, found in self.records.items()},
+      "written": self.writer.written(),
     }
     last = self.step == self.config.num_updates
     evaluated = last or self.step % self.config.evaluation.every == 0

@@ -163,6 +163,9 @@ class NoWriter(MetricWriter):
   def write_geometry(self, *args: Any, **kwargs: Any) -> None:
     pass
 
+  def written(self) -> dict[str, Any]:
+    return {}
+
   def close(self) -> None:
     pass
 
