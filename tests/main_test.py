@@ -155,6 +155,29 @@ def test_a_misspelt_field_lists_the_near_one(tmp_path):
   assert not (tmp_path / "run").exists()
 
 
+CONFIG_FILES = [  # get_config's body, what follows --config=FILE, the message
+  ("raise ValueError('an odd seed')", [""], r"wrong\.py: ValueError: an odd seed \(.*, line 3"),
+  ("return 1 / 0", [""], r"wrong\.py: ZeroDivisionError: division by zero \(.*, line 3"),
+  ("import no_such_module", [""], r"ModuleNotFoundError: No module named 'no_such_module' \("),
+  ("c.width = 3", [""], r"AttributeError: .*Key \"width\" does not exist .* \(.*, line 3"),
+  ("(", [""], r"SyntaxError: '\(' was never closed \(wrong\.py, line 3"),
+  ("", [":unknown"], r"wrong\.py:unknown: TypeError: get_config\(\) takes 0 .* 1 was given"),
+  ("", ["x"], r"wrong\.pyx: OSError: \[Errno 2\] No such file or directory: '.*wrong\.pyx'"),
+  ("", ["", "--config.batch.prompts=abc"], r"batch\.prompts=abc: invalid literal for int"),
+  ("", ["", "--config.model.overrides.width=3"], r"overrides\.width=3: .* no field 'width' "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "flags", "message"), CONFIG_FILES)
+def test_a_wrong_configuration_file_has_one_line(tmp_path, body, flags, message):
+  path = tmp_path / "wrong.py"
+  lines = ["from configs import base", "def get_config():", f"  c = base.get_config(); {body}"]
+  path.write_text("\n".join([*lines, "  return c\n"]))
+  output = tiny.run(tmp_path / "run", *flags[1:], config_file=f"{path}{flags[0]}", expect=1)
+  assert_error(output, message)
+  assert len(output.splitlines()) == 1
+
+
 def test_unreadable_data(tmp_path):
   output = tiny.run(
     tmp_path / "run",
