@@ -11,6 +11,7 @@ import signal
 import time
 
 import jax
+import ml_collections
 import numpy as np
 import pytest
 from train import tiny
@@ -146,6 +147,27 @@ def test_a_mistake_has_a_message_before_anything_is_compiled(fields, message, ca
     build(config)
   assert re.search(message, str(error.value)), str(error.value)
   assert not compiled(caplog.text)
+
+
+def numbers_of(section, prefix=""):
+  """Dotted names and values of a configuration's numbers."""
+  for name, value in section.items():
+    if isinstance(value, ml_collections.ConfigDict):
+      yield from numbers_of(value, f"{prefix}{name}.")
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+      yield f"{prefix}{name}", value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "value"), numbers_of(tiny.get_config()))
+def test_an_extreme_number_works_or_has_a_message(name, value):
+  extremes = (10**12, -1, 0) if isinstance(value, int) else (float("nan"), float("inf"), -1.0, 0.0)
+  for extreme in extremes:
+    config = tiny.get_config()
+    with config.unlocked():
+      config.update_from_flattened_dict({name: extreme})
+    with contextlib.suppress(ValueError):
+      build(config)
 
 
 def test_a_right_configuration_compiles_nothing_either(caplog):
