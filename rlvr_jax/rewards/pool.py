@@ -291,6 +291,7 @@ class GraderPool:
     environment: variables added to the workers' environment.
     preload: import paths of further graders that each worker loads and tests at its start: those
       that only references name (see `combined`), which else do so in an item's time.
+    on_grade: called by a thread of the pool at every grade: a sign that grading goes on.
   Raises:
     ValueError: an argument out of range, or an environment that is not text.
     GraderStartError: the grader cannot be loaded, or its self-test fails.
@@ -306,6 +307,7 @@ class GraderPool:
     memory_mib: int | None = None,
     environment: Mapping[str, str] = _NOTHING,
     preload: Sequence[str] = (),
+    on_grade: Callable[[], None] = lambda: None,
   ):
     _check_arguments(num_workers, timeout_s, startup_timeout_s, memory_mib)
     _check_environment(environment)
@@ -315,6 +317,7 @@ class GraderPool:
       "grader": grader, "timeout_s": timeout_s, "memory_mib": memory_mib, "preload": [*preload],
     }  # fmt: skip
     self._environment = dict(environment)
+    self._on_grade = on_grade
     self._timeout_s = timeout_s
     self._startup_timeout_s = startup_timeout_s
     self._changed = threading.Condition()  # guards everything below
@@ -459,6 +462,7 @@ class GraderPool:
     self._workers[slot].wait_ready(self._startup_timeout_s)
 
   def _deliver(self, item: _Item, grade: Grade) -> None:
+    self._on_grade()
     item.future.deliver(item.position, grade)
     if item.future.done():
       with self._changed:

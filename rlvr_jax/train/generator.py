@@ -20,6 +20,7 @@ from rlvr_jax.rollouts.collect import Collector, Generation, Graded, join, keep_
 from rlvr_jax.rollouts.drawn import FOREIGN, Drawn, from_shard, to_shard
 from rlvr_jax.rollouts.store import RolloutStore, TornShardError
 from rlvr_jax.train import components, multihost
+from rlvr_jax.train.host import alive
 from rlvr_jax.train.metrics import say
 from rlvr_jax.train.sources import Source, max_gap
 from rlvr_jax.types import Array, Params, Prompts, Rollouts
@@ -248,6 +249,7 @@ class Generator:
     if draw.generation is None:
       return _Grading(draw, (), {})
     submitted = self.collector.submit_grading(draw.generation)
+    alive()
     now = time.perf_counter()
     seconds = now - max(draw.dispatched, self.free_from)
     self.free_from = now

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import os
 import platform
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from typing import NoReturn
 
-from absl import app
+import ml_collections
+from absl import flags
+
+DEADLINE_S = 3600.0  # seconds without a sign of life; longer than any one program runs
+
+# Whose frames in a traceback are not of a configuration file.
+_LIBRARIES = (
+  *("<frozen", os.path.dirname(os.path.dirname(__file__))),
+  *(os.path.dirname(str(module.__file__)) for module in (os, ml_collections, flags)),
+)
 
 # glibc's <malloc.h>
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
@@ -32,18 +43,39 @@ def keep_freed_memory() -> None:
 
 
 def parse_flags(argv: list[str]) -> list[str]:
-  """Parses all flags; a configuration that is not there, or lacks a field, ends the process."""
+  """Parses all flags; what is wrong with one, or with the configuration, ends the process."""
   try:
-    return app.parse_flags_with_usage(argv)
-  except FileNotFoundError as error:
-    sys.exit(f"error: --config: {error}")
-  except (AttributeError, KeyError) as error:
-    cause = error.args[0]
-    text = str(cause.args[0] if isinstance(cause, KeyError) else cause)
-    near = text.replace("\nDid", "; did")
-    sys.exit(
-      f"error: the configuration has no field {near} (configs/base.py and the recipe list them)"
-    )
+    rest = flags.FLAGS(argv)
+    getattr(flags.FLAGS["config"].value, "seed", None)  # raises where the file was not loaded
+    return rest
+  except Exception as error:
+    sys.exit(f"error: {_flag_message(error, argv)}")
+
+
+def _flag_message(error: Exception, argv: list[str]) -> str:
+  """One line on a mistake in the flags or in the configuration file."""
+  chain: list[BaseException] = [error]  # the libraries wrap errors, with their tracebacks as text
+  while cause := chain[-1].__cause__ or chain[-1].__context__:
+    chain.append(cause)
+  for cause in reversed(chain):
+    frames = traceback.extract_tb(cause.__traceback__)
+    if any("config_module" in (frame.line or "") for frame in frames):
+      file = next(arg for arg in argv if arg.startswith("--config"))
+      own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+      place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+      text = str(cause).strip().splitlines() or [""]
+      text = text[-1 if isinstance(cause, OSError) else 0].strip()
+      return f"{file}: {type(cause).__name__}: {text[:200]}{place}; mend or change the file"
+  if not isinstance(error, (AttributeError, KeyError)):
+    return str(error).strip().partition("\n")[0]
+  cause = error.args[0]
+  near = str(cause.args[0] if isinstance(cause, KeyError) else cause).replace("\nDid", "; did")
+  name = near.partition("; ")[0].strip("'")
+  given = next((arg for arg in argv if arg.partition("=")[0].endswith(f".{name}")), "--config")
+  return (
+    f"{given}: the configuration has no field {near} (configs/base.py and the recipe list them;"
+    " what the recipe does not name under kwargs or overrides has to be added there)"
+  )
 
 
 def end_at_once(message: str) -> NoReturn:
@@ -55,6 +87,34 @@ def end_at_once(message: str) -> NoReturn:
   print(message, file=stderr, flush=True)
   sys.stdout.flush()
   os._exit(1)
+
+
+_open_deadlines = 0
+
+
+@contextlib.contextmanager
+def deadline() -> Iterator[None]:
+  """Ends the process, with every thread's traceback, without a sign of life for `DEADLINE_S`.
+
+  No collective and no library's pool of threads has a limit of its own.
+  """
+  global _open_deadlines
+  _open_deadlines += 1
+  alive()
+  try:
+    yield
+  finally:
+    _open_deadlines -= 1
+    alive()
+
+
+def alive() -> None:
+  """A sign of life: the deadline, if one is open, begins anew."""
+  if _open_deadlines:
+    # Not a thread of Python's: what hangs in native code may hold the interpreter's lock.
+    faulthandler.dump_traceback_later(DEADLINE_S, exit=True, file=2)  # stderr may be silenced
+  else:
+    faulthandler.cancel_dump_traceback_later()
 
 
 class Termination:

@@ -43,7 +43,7 @@ from rlvr_jax.train.generator import (
   Generator,
   fingerprint,
 )
-from rlvr_jax.train.host import Termination, termination_signals
+from rlvr_jax.train.host import Termination, alive, deadline, termination_signals
 from rlvr_jax.train.metrics import (
   MetricWriter,
   compact_line,
@@ -52,7 +52,7 @@ from rlvr_jax.train.metrics import (
   stage_summary,
 )
 from rlvr_jax.train.report import write_report
-from rlvr_jax.train.resuming import as_begun, elapsed_seconds, resumable
+from rlvr_jax.train.resuming import as_begun, elapsed_seconds, records_of, resumable
 from rlvr_jax.train.texts import grader_pool, make_collector
 from rlvr_jax.train.warm_start import warm_start
 from rlvr_jax.train.worker import GeneratorStoppedError, GeneratorWorker
@@ -131,18 +131,21 @@ def train(parts: components.Parts, workdir: str | Path) -> dict[str, float]:
     first = multihost.on_first(lambda: enter(RolloutStore(folder, writable=True)), None)
     store = first or enter(RolloutStore(folder, writable=False))
     restored = resumable(checkpointer, parts, store)
-    resume_step, was_warm = restored.step if restored else None, warm is not None
+    resume_step, written = records_of(restored, warm)
+    no_writer = multihost.NoWriter(workdir)
     writer = multihost.on_first(
-      lambda: enter(MetricWriter(workdir, resume_step, keep_warm_start=was_warm)),
-      multihost.NoWriter(workdir),
+      lambda: enter(MetricWriter(workdir, resume_step, written)), no_writer
     )
     pool = multihost.together(lambda: enter(grader_pool(config, parts.task)))
     termination = stack.enter_context(termination_signals())
+    stack.enter_context(deadline())
     try:
       if warm:
         params = warm.state
       elif config.warm_start.num_steps:
-        params = warm_started(parts, writer, warm_starts, termination)
+        # A resumed run, whose folder of the warm start is gone, has the records of it.
+        first_writer = no_writer if restored else writer
+        params = warm_started(parts, first_writer, warm_starts, termination)
       else:  # nothing that a file of its own would save
         params = components.initial_params(parts)
     except EndRequestedError:
@@ -193,7 +196,7 @@ def warm_started(
       num_steps=num_steps,
       report=report,
     )
-  checkpointer.save(num_steps, params, host={})
+  checkpointer.save(num_steps, params, host={"written": writer.written()})
   checkpointer.wait()
   return params
 
@@ -612,17 +615,18 @@ class Trainer:
     self.read_metrics()
     c = self.config
     began = time.perf_counter()
-    batches = list(
-      evaluated(
-        functools.partial(self.parts.generate_held_out, self.state.params),
-        self.parts.task.held_out,
-        collector=self.collector,
-        to_devices=self.parts.to_devices,
-        batch_size=c.evaluation.batch_prompts,
-        seed=c.evaluation.seed,
-        version=self.step,
-      )
-    )
+    batches = []
+    for batch in evaluated(
+      functools.partial(self.parts.generate_held_out, self.state.params),
+      self.parts.task.held_out,
+      collector=self.collector,
+      to_devices=self.parts.to_devices,
+      batch_size=c.evaluation.batch_prompts,
+      seed=c.evaluation.seed,
+      version=self.step,
+    ):
+      batches.append(batch)
+      alive()
     samples = [row for batch in batches for row in batch.samples]
     values = accuracy(samples, ks=c.evaluation.ks, seed=c.evaluation.seed)
     lengths = [np.concatenate(x) for x in zip(*(batch[1:] for batch in batches), strict=True)]
@@ -660,6 +664,7 @@ class Trainer:
       "evaluation": self.evaluation,
       "pending": of_host,
       "records": {str(version): found for version, found in self.records.items()},
+      "written": self.writer.written(),
     }
     last = self.step == self.config.num_updates
     evaluated = last or self.step % self.config.evaluation.every == 0

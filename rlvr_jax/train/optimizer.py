@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import optax
 
-from rlvr_jax.ops.checks import check_between, check_choice
+from rlvr_jax.ops.checks import check_between, check_choice, check_whole
 
 DECAYS = ("constant", "linear", "cosine")
 
@@ -32,7 +32,7 @@ def learning_rate_schedule(
   """
   check_choice("optimizer", "decay", decay, DECAYS)
   check_between("optimizer", "learning_rate", learning_rate, low=0.0)
-  check_between("optimizer", "warmup_updates", warmup_updates, low=0)
+  check_whole("optimizer", "warmup_updates", warmup_updates, low=0, high=2**31 - 1)
   check_between("optimizer", "final_fraction", final_fraction, low=0.0, high=1.0)
   rest = max(num_updates - warmup_updates, 1)
   after = {

@@ -29,6 +29,7 @@ from rlvr_jax.rewards.pool import GraderPool, default_workers
 from rlvr_jax.rewards.sandbox import ACCEPTED, UNSANDBOXED
 from rlvr_jax.rollouts.collect import Collector
 from rlvr_jax.train import multihost, sharding
+from rlvr_jax.train.host import alive
 
 WEIGHTED = "rlvr_jax.rewards.combined:weighted"
 BY_REFERENCE = "rlvr_jax.rewards.combined:by_reference"
@@ -289,6 +290,7 @@ def grader_pool(config: ml_collections.ConfigDict, task: Task) -> GraderPool:
     memory_mib=settings.memory_mib,
     environment={UNSANDBOXED: said} if said else {},
     preload=[*dict.fromkeys(inner)],
+    on_grade=alive,
   )
 
 
