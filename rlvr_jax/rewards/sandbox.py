@@ -8,8 +8,9 @@ around an item:
 * of the file system only the system's programs and libraries and the interpreter's own, read-only;
   no home, no working directory; /tmp and /dev/shm are empty, small, and gone with the item
 * its own processes only, and those limited in number, time, address space and file size
-* no system calls but those of a list (`harness.system_calls`), which leaves out what makes memory of
-  no process, what items could talk to each other by, and what programs do without
+* no system calls but those of a list (`harness.system_calls`), which leaves out what makes memory
+  of no process, what items could talk to each other by, and what programs do without
+* a control group, where one is to be had (`cgroups`), for memory, processes and one core in all
 * a deadline, at which everything is killed; likewise when the process that waits for it dies
 """
 
@@ -28,6 +29,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from rlvr_jax.rewards import cgroups
 from rlvr_jax.rewards.harness import messages
 
 NAMESPACES = "namespaces"
@@ -58,12 +60,16 @@ class Sandbox:
   def __init__(self, mechanism: str):
     self.mechanism = mechanism
     self._control, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = _command(mechanism, far_end.fileno())
+    self._group: cgroups.Group | None = None
+    with contextlib.suppress(cgroups.GroupError):  # of which the run was told at its start
+      self._group = cgroups.open_group()
+      command = self._group.entering(command)
     with tempfile.TemporaryFile() as stderr, far_end:
       self._process = subprocess.Popen(
-        _command(mechanism, far_end.fileno()),
-        pass_fds=[far_end.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-        stderr=stderr, cwd="/", env={"LANG": "C.UTF-8", "PATH": "/usr/bin:/bin", "HOME": "/tmp",
-                                     "PYTHONHASHSEED": "0"},
+        command, pass_fds=[far_end.fileno()], stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL, stderr=stderr, cwd="/",
+        env={"LANG": "C.UTF-8", "PATH": "/usr/bin:/bin", "HOME": "/tmp", "PYTHONHASHSEED": "0"},
       )  # fmt: skip
       far_end.close()
       problem = self._wait_ready()
@@ -108,6 +114,9 @@ class Sandbox:
       "isolated": self.mechanism != NONE,
     }
     deadline = time.monotonic() + time_limit_s + _MARGIN_S
+    if self._group is not None:
+      self._group.limit_memory(memory_mib)
+      killed = self._group.out_of_memory()
     item, far_end = socket.socketpair()
     with item:
       try:
@@ -125,6 +134,8 @@ class Sandbox:
       except (OSError, EOFError, ValueError) as error:
         self.close()
         raise SandboxError(f"{self.mechanism}: no verdict came ({error!r})") from error
+    if self._group is not None and self._group.out_of_memory() > killed:
+      return {"memory": True}
     if "broken" in verdict:
       raise SandboxError(f"{self.mechanism}: {verdict['broken']}")
     return verdict
@@ -134,6 +145,8 @@ class Sandbox:
     self._control.close()
     self._process.kill()
     self._process.wait()
+    if self._group is not None:
+      self._group.close()
 
 
 # Starts the harness from its folder, the first argument. The package is made by hand (`__init__.py`
