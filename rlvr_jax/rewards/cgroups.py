@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from rlvr_jax.rewards.harness.isolation import PROCESSES
 
 _PREFIX = "rlvr_jax-"  # of a group's name; the process that made it and a count follow
-_LAUNCHER_MIB = 32  # the launcher and an item's supervisor
+_LAUNCHER_MIB = 16  # the launcher and an item's supervisor
 _LAUNCHER_PROCESSES = 8
 _REMOVAL_S = 2.0  # for killed processes to be gone
 
