@@ -34,8 +34,11 @@ class Group:
 
   def __init__(self, parent: pathlib.Path):
     """Raises OSError where this is not delegated."""
+    needed, there = {"memory", "pids"}, (parent / "cgroup.controllers").read_text().split()
+    if not needed <= set(there):
+      raise OSError(f"has the controllers {there}, needs memory and pids")
     controllers = (parent / "cgroup.subtree_control").read_text().split()
-    if not {"memory", "pids"} <= set(controllers):
+    if not needed <= set(controllers):
       (parent / "cgroup.subtree_control").write_text("+memory +pids")
     if "cpu" not in controllers:
       with contextlib.suppress(OSError):
@@ -48,7 +51,7 @@ class Group:
       self._write("pids.max", PROCESSES + _LAUNCHER_PROCESSES)
     except (OSError, subprocess.CalledProcessError) as error:
       self.path.rmdir()
-      raise OSError(f"no process can be moved to {self.path} ({error})") from error
+      raise OSError(f"no process can be moved there ({error})") from error
     for name, value in (("memory.swap.max", "0"), ("cpu.max", "100000 100000")):
       with contextlib.suppress(OSError):  # no swap here, or no such controller
         self._write(name, value)
@@ -98,7 +101,7 @@ def open_group() -> Group:
     try:
       return Group(parent)
     except OSError as error:
-      reasons.append(str(error))
+      reasons.append(f"{parent}: {error}")
   raise GroupError("; ".join(reasons) or "no cgroup v2 is mounted here")
 
 
