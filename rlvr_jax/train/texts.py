@@ -22,6 +22,7 @@ from rlvr_jax.data import (
 from rlvr_jax.data.huggingface_tokenizer import HuggingFaceTokenizer
 from rlvr_jax.models.huggingface_config import longest_text
 from rlvr_jax.ops.checks import check_between, check_choice
+from rlvr_jax.rewards import cgroups
 from rlvr_jax.rewards.combined import weighted_reference
 from rlvr_jax.rewards.graders import opened_thought
 from rlvr_jax.rewards.outcome import rewards_from_grades
@@ -272,6 +273,9 @@ def check_grader(field: str, path: str) -> None:
     )
 
 
+_CODE = "rlvr_jax.rewards.code:code"
+
+
 def grader_pool(config: ml_collections.ConfigDict, task: Task) -> GraderPool:
   """The processes that grade; each tries all of the task's graders before the first completion.
 
@@ -283,6 +287,13 @@ def grader_pool(config: ml_collections.ConfigDict, task: Task) -> GraderPool:
   sources = (task.train, task.held_out)
   some = [problem for source in sources for problem in _first(source, _GRADERS_SHOW_IN)]
   inner = [path for problem in some for path in _graders_in(problem.reference)]
+  if _CODE in (task.grader, *inner) and (reason := cgroups.why_none()):
+    logging.warning(
+      "no control group is to be had for generated programs (%s): what memory and processor time"
+      " they take is only polled. For limits by the kernel start the run where cgroup v2 is"
+      " delegated, such as with systemd-run --user --scope",
+      reason,
+    )
   return GraderPool(
     task.grader,
     num_workers=settings.num_workers or default_workers(),

@@ -8,7 +8,7 @@ import pytest
 from train import tiny
 
 from rlvr_jax.data import ByteTokenizer, Problem, Task
-from rlvr_jax.rewards import GraderStartError
+from rlvr_jax.rewards import GraderStartError, cgroups
 from rlvr_jax.train.components import build
 from rlvr_jax.train.texts import (
   BY_REFERENCE,
@@ -122,6 +122,16 @@ def test_a_thought_that_the_prompt_opens_is_no_answer():
   assert [s["outcome"] for s in samples] == ["unparseable", "correct", "correct", "correct"]
   assert [s["reward"] for s in samples] == [0.0, 1.5, 1.0, 1.0]
   assert [s["completion"] for s in samples] == texts * 2
+
+
+def test_a_run_with_generated_programs_is_told_that_no_control_group_limits_them(caplog):
+  reference = {"style": "asserts", "tests": ["assert f() == 7"]}
+  wrapped = {"grader": "rlvr_jax.rewards.code:code", "reference": reference}
+  for grader, given in ((GSM8K, {"answer": "7"}), (BY_REFERENCE, wrapped)):
+    assert "control group" not in caplog.text
+    with caplog.at_level(logging.WARNING):
+      grader_pool(tiny.config(), with_graders(tiny.config(), task(grader, given))).close()
+  assert caplog.text.count("no control group") == (cgroups.why_none() is not None)
 
 
 def test_training_prompts_that_are_too_long_are_left_out_and_held_out_ones_never():

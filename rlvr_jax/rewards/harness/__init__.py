@@ -3,8 +3,8 @@
 Started by `sandbox.py`, under an interpreter with the standard library only: of rlvr_jax there is
 but this folder, whose modules import each other and that library. What `launcher` starts:
 
-    launcher     one per sandbox. It enters namespaces with a small read-only root, or finds itself
-    │            in those of bubblewrap, drops its rights and waits for items.
+    launcher     one per sandbox. It enters namespaces with a small read-only root, drops its rights
+    │            and waits for items.
     └ supervisor one per item, like all below: fresh user, process, mount and IPC namespaces, an
       │          empty /tmp; kills everything in them when time is over or the caller has gone
       └ judge    first process in there. It holds the tests and the only way to a verdict
