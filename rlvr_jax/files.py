@@ -163,14 +163,16 @@ class JsonLines:
     # Unbuffered: a buffer would keep the bytes of a failed write and try them again at closing.
     self._file = open(path, "ab", buffering=0)
 
-  def append(self, records: Iterable[Mapping[str, Any]]) -> None:
+  def append(self, records: Iterable[Mapping[str, Any]]) -> list[bytes]:
     """One line per record.
 
+    Returns:
+      The lines.
     Raises:
       DiskFullError: no space is left; none of the records is in the file.
     """
-    text = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records)
-    rest = memoryview(text.encode())
+    lines = [(json.dumps(record, allow_nan=False) + "\n").encode() for record in records]
+    rest = memoryview(b"".join(lines))
     size = os.fstat(self.fileno()).st_size
     try:
       with reporting_full_disk(self._path):
@@ -182,6 +184,7 @@ class JsonLines:
       with contextlib.suppress(OSError):
         self._file.truncate(size)
       raise
+    return lines
 
   def fileno(self) -> int:
     """The file's descriptor."""
@@ -196,16 +199,19 @@ def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
   """The records of a .jsonl file; a torn last line is left out.
 
   Raises:
-    DamagedFileError: if a whole line is not JSON.
+    DamagedFileError: if a whole line is not a JSON object.
   """
   with open(path, encoding="utf-8", errors="replace") as lines:
     for number, line in enumerate(lines, start=1):
       if not line.endswith("\n"):
         return
       try:
-        yield json.loads(line)
+        record = json.loads(line)
       except ValueError:
-        raise DamagedFileError(f"{path}, line {number} is not JSON; remove that line.") from None
+        record = None
+      if not isinstance(record, dict):
+        raise DamagedFileError(f"{path}, line {number} is not a JSON object; remove that line.")
+      yield record
 
 
 def keep_records(path: pathlib.Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:

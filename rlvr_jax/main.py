@@ -16,7 +16,7 @@ import sys
 from absl import app, flags
 from ml_collections import config_flags
 
-from rlvr_jax.train import host
+from rlvr_jax.train import config_file, host
 
 _MODE = flags.DEFINE_enum("mode", "train", ["train", "eval", "export", "fits"], "What to do.")
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
@@ -67,4 +67,4 @@ def run() -> None:
 
 
 if __name__ == "__main__":
-  app.run(main, flags_parser=host.parse_flags)
+  app.run(main, flags_parser=config_file.parse_flags)

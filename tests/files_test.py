@@ -91,7 +91,7 @@ def test_a_torn_last_line_is_left_out_and_a_damaged_one_named(tmp_path):
   path.write_text('{"x": 1}\n{"x": 2}\n{"x"')
   assert [record["x"] for record in files.read_records(path)] == [1, 2]
   path.write_text('{"x": 1}\n{"x\n{"x": 3}\n')
-  with pytest.raises(files.DamagedFileError, match=r"a\.jsonl, line 2 is not JSON; remove"):
+  with pytest.raises(files.DamagedFileError, match=r"a\.jsonl, line 2 is not a JSON object; rem"):
     list(files.read_records(path))
 
 

@@ -11,6 +11,7 @@ import signal
 import time
 
 import jax
+import ml_collections
 import numpy as np
 import optax
 import pytest
@@ -41,7 +42,7 @@ MISTAKES = [
   (dict(evaluation__ks=(1, 4)), r"1 ≤ k ≤ config\.evaluation\.num_samples = 2"),
   (dict(evaluation__ks=()), r"config\.evaluation\.ks = \[\]: pass@k needs at least one"),
   (dict(evaluation__ks=(1.5,)), r"config\.evaluation\.ks = \[1\.5\]"),
-  (dict(seed=-1), r"config: seed = -1 is not a number in \[0"),
+  (dict(seed=-1), r"config: seed = -1 is not a whole number in \[0"),
   (dict(evaluation__seed=2**32), r"config\.evaluation: seed = 4294967296"),
   (dict(grading__timeout_s=float("inf")), r"config\.grading: timeout_s = inf"),
   (dict(entropy_bonus=float("inf")), r"entropy_bonus = inf"),
@@ -57,12 +58,25 @@ MISTAKES = [
   (dict(evaluation__every=0), r"config\.evaluation: every = 0"),
   (dict(logging__print_every=0), r"config\.logging: print_every = 0"),
   (dict(max_skipped_in_a_row=0), r"config: max_skipped_in_a_row = 0"),
-  (dict(grading__num_workers=0), r"config\.grading: num_workers = 0"),
+  (dict(grading__num_workers=-1), r"config\.grading: num_workers = -1"),
   (dict(grading__timeout_s=-1.0), r"config\.grading: timeout_s = -1\.0"),
+  (dict(num_updates=10**12), r"num_updates = 10{12} is not a whole number in \[0, 10{7}\]"),
+  (dict(batch={"prompts": "8", "group_size": 4, "micro_batches": 1}),
+   r"config\.batch: prompts = '8' is not a whole number in \[1, "),
+  (dict(max_prompt_length=10**9), r"max_prompt_length = 10{9} .* 32000000128 tokens, a batch"),
+  (dict(max_response_length=10**9), r"max_response_length = 10{9} are .* tokens, a batch may have"),
+  (dict(evaluation__num_samples=10**9), r"num_samples = 4000000000 responses of .* lower"),
+  (dict(warm_start__optimizer__warmup_updates=2**31), r"warmup_updates = 2147483648 is not"),
+  (dict(model__overrides={"num_layers": "two"}), r"num_layers='two' must be .* a whole number"),
+  (dict(model__overrides={"vocab_size": 10**12}), r"vocab_size=1000000000000 must be .* below 2"),
+  (dict(advantage={"name": "grpo", "kwargs": 3}),
+   r"config\.advantage\.kwargs = 3 is not a dict; give the hyper-param"),
+  (dict(loss__name=None), r"config\.loss\.name = None is unknown; did you mean one of"),
+  (dict(task__kwargs__prompt="{expression:>3000000000}"), r"asks for 30+ characters; 100000"),
   # texts
   (dict(max_prompt_length=4), r"a prompt has \d tokens but max_prompt_length is 4: raise"),
   (dict(max_response_length=2), r"a worked solution has \d tokens, .* max_response_length is 2"),
-  (dict(max_response_length=1), r"config: max_response_length = 1 is not a number in \[2"),
+  (dict(max_response_length=1), r"config: max_response_length = 1 is not a whole number in \[2"),
   (dict(task__kwargs__warm_start_size=0), r"no worked solutions; set the task's warm_start_size"),
   # names
   (dict(task__name="reasoning_gim"), r"task\.name = 'reasoning_gim': .* \['reasoning_gym'\]"),
@@ -75,6 +89,7 @@ MISTAKES = [
   (dict(prompts__too_long="drop", max_prompt_length=3), r"none of the .* prompts of train has"),
   (dict(model__checkpoint="nowhere"), r"model\.checkpoint = 'nowhere'"),
   (dict(grading__grader="ug"), r"grading\.grader names 'ug', expected 'package\.module:function'"),
+  (dict(evaluation__grader="ug"), r"evaluation\.grader names 'ug', expected 'package\.module:func"),
   (dict(grading__unsandboxed_code="yes"), r"unsandboxed_code = 'yes': leave it empty, or say"),
   (dict(grading__extra=(("a:b",),)), r"grading\.extra has \('a:b',\), expected pairs"),
   (dict(grading__extra=(("a:b", 0.1),), advantage="fade"), r"'fade' .*grading\.extra"),
@@ -148,6 +163,27 @@ def test_a_mistake_has_a_message_before_anything_is_compiled(fields, message, ca
   assert not compiled(caplog.text)
 
 
+def numbers_of(section, prefix=""):
+  """Dotted names and values of a configuration's numbers."""
+  for name, value in section.items():
+    if isinstance(value, ml_collections.ConfigDict):
+      yield from numbers_of(value, f"{prefix}{name}.")
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+      yield f"{prefix}{name}", value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "value"), numbers_of(tiny.get_config()))
+def test_an_extreme_number_works_or_has_a_message(name, value):
+  extremes = (10**12, -1, 0) if isinstance(value, int) else (float("nan"), float("inf"), -1.0, 0.0)
+  for extreme in extremes:
+    config = tiny.get_config()
+    with config.unlocked():
+      config.update_from_flattened_dict({name: extreme})
+    with contextlib.suppress(ValueError):
+      build(config)
+
+
 def test_a_right_configuration_compiles_nothing_either(caplog):
   with jax.log_compiles(), caplog.at_level(logging.WARNING):
     build(tiny.get_config())
@@ -166,6 +202,29 @@ def test_a_misspelt_field_lists_the_near_one(tmp_path):
   output = tiny.run(tmp_path / "run", "--config.batch.promtps=3", expect=1)
   assert_error(output, "no field 'promtps'; did you mean \"prompts\"")
   assert not (tmp_path / "run").exists()
+
+
+CONFIG_FILES = [  # get_config's body, what follows --config=FILE, the message
+  ("raise ValueError('an odd seed')", [""], r"wrong\.py: ValueError: an odd seed \(.*, line 3"),
+  ("return 1 / 0", [""], r"wrong\.py: ZeroDivisionError: division by zero \(.*, line 3"),
+  ("import no_such_module", [""], r"ModuleNotFoundError: No module named 'no_such_module' \("),
+  ("c.width = 3", [""], r"AttributeError: .*Key \"width\" does not exist .* \(.*, line 3"),
+  ("(", [""], r"SyntaxError: '\(' was never closed \(wrong\.py, line 3"),
+  ("", [":unknown"], r"wrong\.py:unknown: TypeError: get_config\(\) takes 0 .* 1 was given"),
+  ("", ["x"], r"wrong\.pyx: OSError: \[Errno 2\] No such file or directory: '.*wrong\.pyx'"),
+  ("", ["", "--config.batch.prompts=abc"], r"batch\.prompts=abc: invalid literal for int"),
+  ("", ["", "--config.model.overrides.width=3"], r"overrides\.width=3: .* no field 'width' "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "flags", "message"), CONFIG_FILES)
+def test_a_wrong_configuration_file_has_one_line(tmp_path, body, flags, message):
+  path = tmp_path / "wrong.py"
+  lines = ["from configs import base", "def get_config():", f"  c = base.get_config(); {body}"]
+  path.write_text("\n".join([*lines, "  return c\n"]))
+  output = tiny.run(tmp_path / "run", *flags[1:], config_file=f"{path}{flags[0]}", expect=1)
+  assert_error(output, message)
+  assert len(output.splitlines()) == 1
 
 
 def test_unreadable_data(tmp_path):

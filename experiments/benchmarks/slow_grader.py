@@ -1,4 +1,4 @@
-"""A grader that sleeps, for overlap.py; in a file of its own: the grading process loads no jax."""
+"""Graders that sleep or never end; in a file of its own: the grading process loads no jax."""
 
 import os
 import time
@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlvr_jax.rewards import Grade, graders
+from rlvr_jax.rewards import mathematics as real
 
 SECONDS = "SLOW_GRADER_SECONDS"  # environment variable: how long one completion takes
+ENDLESS = "no end"  # the completion that `mathematics` never comes to the end of
 
 
 def slow(completion: str, reference: Mapping[str, Any]) -> Grade:
@@ -16,4 +18,12 @@ def slow(completion: str, reference: Mapping[str, Any]) -> Grade:
   return graders.reasoning_gym(completion, reference)
 
 
+def mathematics(completion: str, reference: Mapping[str, Any]) -> Grade:
+  """As the grader of that name, but for one completion."""
+  while completion == ENDLESS:
+    pass
+  return real.mathematics(completion, reference)
+
+
 slow_self_test = graders.reasoning_gym_self_test
+mathematics_self_test = real.mathematics_self_test

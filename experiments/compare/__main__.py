@@ -33,7 +33,6 @@ from absl import app, flags
 from experiments.runs import RECIPES
 from rlvr_jax.ops import reductions
 from rlvr_jax.ops.keys import key_for
-from rlvr_jax.rewards.pool import GraderPool
 from rlvr_jax.rollouts.batch import from_shard, read_batch, write_batch
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.train import components, loop, run
@@ -42,6 +41,7 @@ from rlvr_jax.train.checkpoint import Checkpointer
 from rlvr_jax.train.host import Termination
 from rlvr_jax.train.metrics import MetricWriter, progress, say
 from rlvr_jax.train.objective import Method, policy_logprobs
+from rlvr_jax.train.texts import grader_pool
 from rlvr_jax.types import Params, TrainBatch
 
 COLUMNS = {  # heading → metric
@@ -77,12 +77,7 @@ def train_and_record(
   copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params))
   with contextlib.ExitStack() as stack:
     enter = lambda resource: stack.enter_context(contextlib.closing(resource))
-    grading = base.grading
-    pool = enter(
-      GraderPool(
-        parts.task.grader, num_workers=grading.num_workers, timeout_s=grading.timeout_s
-      )
-    )
+    pool = enter(grader_pool(base, parts.task))
     writer = enter(MetricWriter(workdir / "training", None))
     warm_starts = enter(Checkpointer(workdir / "training" / "warm_start", keep=1))
     unused = enter(Checkpointer(workdir / "training" / "checkpoints", keep=1))

@@ -21,6 +21,7 @@ _FILES = (
   "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
   "generation_config.json",
 )  # fmt: skip
+_THOUGHTS = ("<think>", "</think>")  # graders look for them, special tokens or not
 _ANSWER = "The answer is 42."  # stands for an assistant's turn, to see what the template ends it by
 
 
@@ -88,6 +89,8 @@ class HuggingFaceTokenizer:
     pad = self._tokenizer.pad_token_id
     self.pad_id: int = self.stop_ids[0] if pad is None else pad
     self._control = self._reserve_control_tokens()
+    added = self._tokenizer.added_tokens_decoder.items()
+    self._silent = {i for i, t in added if t.special and t.content not in _THOUGHTS}
     self._warned = False
     if self.encode_prompt("1")[-1:] == [self._tokenizer.eos_token_id]:
       raise ValueError(
@@ -122,11 +125,13 @@ class HuggingFaceTokenizer:
     )
 
   def decode(self, ids: Iterable[int]) -> str:
-    """The text, for graders and readers; special tokens and ids of no token are dropped."""
-    kept = [int(i) for i in ids if i < self.vocab_size]  # a model may have more rows than tokens
-    return self._tokenizer.decode(
-      kept, skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
+    """The text, for graders and readers.
+
+    Special tokens are dropped, apart from those around a thought, and so are ids of no token.
+    """
+    # A model may have more rows than there are tokens.
+    kept = [int(i) for i in ids if i < self.vocab_size and i not in self._silent]
+    return self._tokenizer.decode(kept, clean_up_tokenization_spaces=False)
 
   def _choose_template(self, chat_template: str | os.PathLike[str]) -> None:
     if chat_template:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
+import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,11 +16,16 @@ from rlvr_jax.data.sources import Change
 
 BY_REFERENCE = "rlvr_jax.rewards.combined:by_reference"  # the grader that a reference names
 _COMMON_ANSWER_SHARE = 0.1
+_WIDEST = 100_000  # characters of a field; more is a mistake that would fill the memory
 
 
 def fill_template(what: str, template: str, fields: Mapping[str, Any]) -> str:
   """`template.format(**fields)`, with an error that lists the fields there are."""
   try:
+    specs = " ".join(spec or "" for _, _, spec, _ in string.Formatter().parse(template))
+    widest = max(map(int, re.findall(r"\d+", specs)), default=0)
+    if widest > _WIDEST:
+      raise ValueError(f"it asks for {widest} characters; {_WIDEST} are allowed")
     return template.format_map(fields)
   except (KeyError, ValueError, IndexError, AttributeError) as error:
     raise ValueError(

@@ -79,7 +79,12 @@ class TransformerConfig:
     require(self.remat in _REMAT, f'remat={self.remat!r}; allowed: {list(_REMAT)}')
     sizes = "vocab_size width num_layers num_heads num_kv_heads head_dim mlp_width unroll_layers"
     for name in sizes.split():
-      require(getattr(self, name) >= 1, f'{name}={getattr(self, name)} must be at least 1')
+      size = getattr(self, name)
+      whole = isinstance(size, int) and not isinstance(size, bool)
+      require(
+        whole and 1 <= size < 2**31,
+        f'{name}={size!r} must be at least 1, a whole number below 2**31',
+      )
     require(
       self.num_heads % self.num_kv_heads == 0,
       f'num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}',

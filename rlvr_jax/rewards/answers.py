@@ -1,12 +1,14 @@
 r"""The normal form of a mathematical answer: text → Answer → text.
 
 The normal form is LaTeX without dressing: plain numbers as exact fractions ("0.50", r"$\dfrac12$"
-and "50/100" are "1/2"), thousands separators, currencies, degrees and full stops dropped, words in
-lower case in \text{}, lists and sets sorted. Formulas stay as they are written, without spaces.
+and "50/100" are "1/2"; r"2^{10}" and r"\sqrt{16}" are numbers too), thousands separators,
+currencies, degrees and full stops dropped, words in lower case in \text{}, lists and sets sorted.
+Formulas stay as they are written, without spaces.
 """
 
 from __future__ import annotations
 
+import bisect
 import re
 from collections.abc import Iterable
 from fractions import Fraction
@@ -20,6 +22,9 @@ SET = r"\{\}"
 
 _NTH = "(?:st|nd|rd|th)"
 _NTH_TEXT = rf"\\(?:text|textrm|textnormal|mathrm)\s*\{{\s*{_NTH}\s*\}}"
+
+# Fullwidth digits, signs and brackets, as Chinese and Japanese texts have them, for ASCII's.
+_FULLWIDTH = {0xFF00 + code: 0x20 + code for code in range(1, 0x5F)}
 
 # What only dresses an answer, in the order of removal. A matrix's "\\" before a space is no space.
 _DRESSING = [
@@ -57,6 +62,12 @@ _SCIENTIFIC = re.compile(
 )
 _MIXED = re.compile(rf"{_SIGN}([0-9]+)(?:\s?(?=\\frac)|\s)([^-].*)")
 _PERIODIC = re.compile(rf"{_SIGN}([0-9]*)\.([0-9]*)\\(?:overline|bar)\s?\{{?([0-9]+)\}}?")
+_POWER = re.compile(
+  rf"{_SIGN}(?:({_DECIMAL})|\(\s?([^()]+)\s?\))\s?\^\s?(?:([0-9]+)|\{{\s?([+-]?\s?[0-9]+)\s?\}})"
+)
+_ROOT = re.compile(rf"{_SIGN}\\sqrt\s?(?:\[\s?([2-9])\s?\]\s?)?\{{(.+)\}}")
+_MAX_POWER_BITS = 3300  # of a power that is computed: 1000 digits
+_MAX_ROOT_BITS = 120  # of a number whose root is
 _IN_BASE = re.compile(r"([0-9]+)_\{?([0-9]+)\}?")
 
 _UNIT_NAMES = {
@@ -98,7 +109,7 @@ _CLOCK = re.compile(
 _MEMBER_OF = re.compile(r"[A-Za-z]\s?\\in(?![A-Za-z])\s?(.+)")
 _NAME = re.compile(
   r"([A-Za-z](?:_\w|_\{\w+\})?'?(?:\([a-z](?:,\s?[a-z])*\))?|\\[a-z]+|[A-Za-z][A-Za-z ]{1,20}?)\s?="
-  r"(?:[^=<>]*=)?([^=<>]+)"
+  r"([^<>]+)"
 )
 _COLUMN = re.compile(r"\\begin\s?\{([pb])matrix\}([^&]*)\\end\s?\{\1matrix\}")
 _BRACKET = re.compile(r"\\.|[()\[\]{},;]")
@@ -153,6 +164,7 @@ class Answer(NamedTuple):
 
 def undressed(text: str) -> str:
   r"""LaTeX without what changes only its looks: \left, \dfrac, $, thin spaces, Unicode signs …"""
+  text = text.translate(_FULLWIDTH)
   for pattern, replacement in _DRESSING:
     text = pattern.sub(replacement, text)
   return text.strip(" *`\"").rstrip(" .,;:*`\"\\").lstrip(" :")
@@ -204,7 +216,10 @@ def _parse(text: str) -> Answer:
 
 
 def parse_plain_number(text: str) -> Fraction | None:
-  r"""The value of "-1,234.5", "3/4", r"\frac{3}{4}", "2 1/2", r"3\times10^8" …; None of others."""
+  r"""The value of "-1,234.5", "3/4", r"\frac{3}{4}", "2 1/2", r"3\times10^8" …; None of others.
+
+  One power or root of a plain number is one itself where it is rational: r"2^{10}", r"\sqrt{16}".
+  """
   if match := _PLAIN.fullmatch(text):
     value = _decimal(match[2])
   elif match := _QUOTIENT.fullmatch(text):
@@ -221,9 +236,39 @@ def parse_plain_number(text: str) -> Fraction | None:
     _, whole, start, period = match.groups()
     ninths = 10 ** len(start) * (10 ** len(period) - 1)
     value = _decimal(f"{whole}.{start}0") + Fraction(int(period), ninths)
+  elif (match := _POWER.fullmatch(text)) or (match := _ROOT.fullmatch(text)):
+    computed = _power(match) if match.re is _POWER else _root(match)
+    if computed is None:
+      return None
+    value = computed
   else:
     return None
   return -value if match[1] == "-" else value
+
+
+def _power(match: re.Match[str]) -> Fraction | None:
+  base = parse_plain_number(match[2] or match[3])
+  exponent = int((match[4] or match[5]).replace(" ", ""))
+  if base is None or (not base and exponent <= 0):
+    return None
+  bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+  return base**exponent if bits * abs(exponent) <= _MAX_POWER_BITS else None
+
+
+def _root(match: re.Match[str]) -> Fraction | None:
+  inside = parse_plain_number(match[3])
+  if inside is None or inside < 0:
+    return None
+  degree, roots = int(match[2] or 2), []
+  for whole in (inside.numerator, inside.denominator):
+    if whole.bit_length() > _MAX_ROOT_BITS:
+      return None
+    candidates = range(2 << whole.bit_length() // degree)
+    root = bisect.bisect_left(candidates, whole, key=lambda x: x**degree)
+    if root**degree != whole:
+      return None
+    roots.append(root)
+  return Fraction(*roots)
 
 
 def _decimal(text: str) -> Fraction:

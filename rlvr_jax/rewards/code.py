@@ -6,24 +6,25 @@ import ast
 import builtins
 import functools
 import io
-import math
 import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rlvr_jax.rewards import deadlines
 from rlvr_jax.rewards import sandbox as sandboxes
+from rlvr_jax.rewards.graders import THINK_CLOSE, THINK_OPEN
 from rlvr_jax.rewards.harness.scripts import MAX_INPUT, MAX_OUTPUT
 from rlvr_jax.rewards.outcome import Grade, Outcome
 
-TIME_LIMIT_S = 4.0  # below the pool's default limit, so that a slow program costs no worker
+TIME_LIMIT_S = 6.0  # of processor time; of MBPP's solutions one takes nearly 3
+MAX_TIME_LIMIT_S = 120.0  # no item shall hold a worker for longer than some minutes
 MEMORY_MIB = 1024
 LEAST_MEMORY_MIB = 64  # what an interpreter needs for itself
 STYLES = ("asserts", "check", "function", "stdin")
 REWARDS = ("all", "fraction")
 
-_THOUGHT_END = "</think>"
 _PYTHON = ("python", "python3", "py")
 # Indentation, with a list's marker if the fence stands on its line; fence; info string.
 _OPENING = re.compile(r"([ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(`{3,}(?!.*`)|~{3,})[ \t]*(\S*)")
@@ -34,9 +35,13 @@ def program_text(completion: str) -> str:
 
   Returns:
     the last block that is called Python; else, of those without a name, the last that is Python,
-    or the last; else the whole text, also where fences are but in its strings.
+    or the last; else the whole text, also where fences are but in its strings. Nothing of a thought
+    that never ends; programs may have the tags in their strings.
   """
-  answer = completion.rpartition(_THOUGHT_END)[2].replace("\r\n", "\n").replace("\ufeff", "")
+  _, closed, answer = completion.rpartition(THINK_CLOSE)
+  if not closed and answer.lstrip().startswith(THINK_OPEN):
+    return ""
+  answer = answer.replace("\r\n", "\n").replace("\ufeff", "")
   blocks = _blocks(answer)
   called = [text for info, text in blocks if info in _PYTHON]
   unnamed = [text for info, text in blocks if not info]
@@ -95,9 +100,9 @@ def code(completion: str, reference: Mapping[str, Any]) -> Grade:
       "function": "entry_point", a function's name or "Class.method"; "cases", each with "input", a
         list of arguments, and "output"; "setup", executed before the program.
       "stdin": "cases", each with "input" and "output", texts; "setup", executed before the program.
-      Tests import from the standard library only.
-      Optional: "reward", "all" (default) or "fraction"; "time_limit_s", wall clock for all tests,
-      and processor time of all its processes together;
+      Tests, setups and prompts import from the standard library only.
+      Optional: "reward", "all" (default) or "fraction"; "time_limit_s", processor time of all its
+      processes together for all tests, `sandbox.WALL_CLOCK_FACTOR` times that being its deadline;
       "memory_mib", of all its processes together.
   Returns:
     correct (score 1) if all tests pass; wrong, with score 0 or the share of tests that passed
@@ -111,26 +116,26 @@ def code(completion: str, reference: Mapping[str, Any]) -> Grade:
   if not source.strip():
     return Grade(Outcome.UNPARSEABLE, detail="no code")
   program, task = _PREPARED[reference["style"]](source, reference)
-  task |= {"style": reference["style"], "stop": reference.get("reward", "all") == "all"}
+  task["style"] = reference["style"]
   verdict = _run(
     program,
     task,
     time_limit_s=reference.get("time_limit_s", TIME_LIMIT_S),
     memory_mib=reference.get("memory_mib") or MEMORY_MIB,
   )
-  return _grade(verdict, task)
+  return _grade(verdict, reference.get("reward", "all"))
 
 
-def _grade(verdict: Mapping[str, Any], task: Mapping[str, Any]) -> Grade:
+def _grade(verdict: Mapping[str, Any], reward: str) -> Grade:
   if "timeout" in verdict:
     return Grade(Outcome.TIMEOUT, detail="time over")
   if "memory" in verdict:
     return Grade(Outcome.WRONG, detail="more memory than allowed")
   if "died" in verdict:
     return Grade(Outcome.WRONG, detail=f"the program broke its judge (status {verdict['died']})")
-  if verdict["passed"] == task["total"]:
+  if verdict["passed"] == verdict["total"]:
     return Grade(Outcome.CORRECT, 1.0)
-  score = 0.0 if task["stop"] else verdict["passed"] / task["total"]
+  score = 0.0 if reward == "all" else verdict["passed"] / verdict["total"]
   return Grade(Outcome.WRONG, score, verdict["failure"])
 
 
@@ -147,12 +152,15 @@ def _check_reference(reference: Mapping[str, Any]) -> None:
     _check_test(reference["test"], reference.get("prompt", ""))
   if style == "asserts":
     for test in reference["tests"]:
-      _statements(test)
+      _statements("test", test)
+  _statements("setup", reference.get("setup", ""))
   if style == "stdin":
     _check_sizes(reference["cases"])
   seconds, memory = reference.get("time_limit_s", TIME_LIMIT_S), reference.get("memory_mib")
-  if not (isinstance(seconds, (int, float)) and math.isfinite(seconds) and seconds > 0):
-    raise ValueError(f"time_limit_s is {seconds!r}, must be a positive, finite number of seconds")
+  if not (isinstance(seconds, (int, float)) and 0 < seconds <= MAX_TIME_LIMIT_S):
+    raise ValueError(
+      f"time_limit_s is {seconds!r}, must be a positive number of seconds ≤ {MAX_TIME_LIMIT_S:g}"
+    )
   if memory is not None and not (isinstance(memory, int) and memory >= LEAST_MEMORY_MIB):
     raise ValueError(f"memory_mib is {memory!r}, must be a whole number ≥ {LEAST_MEMORY_MIB}")
 
@@ -160,30 +168,35 @@ def _check_reference(reference: Mapping[str, Any]) -> None:
 @functools.lru_cache(maxsize=1024)
 def _check_test(test: str, prompt: str) -> None:
   """Raises for a test that no program can pass."""
-  defined = [getattr(node, "name", "") for node in _statements(test)]
+  defined = [getattr(node, "name", "") for node in _statements("test", test)]
   if "check" not in defined and not re.search(r"^check\s*=", test, re.M):
     raise ValueError(f"the test does not define check(candidate): {test[:80]!r}")
   if prompt and not _is_python(_whole(prompt)):
     raise ValueError(f"the prompt is no beginning of a program: {prompt[:80]!r}")
+  _statements("prompt", _whole(prompt))
 
 
 @functools.lru_cache(maxsize=1024)
-def _statements(test: str) -> list[ast.stmt]:
-  """Those of a test; raises where it is no Python, or imports what is not there."""
+def _statements(kind: str, text: str) -> list[ast.stmt]:
+  """Those of a text of the reference; raises where it is no Python, or imports what is not there.
+
+  A program could put a module of its own in the place of one that is not there.
+  """
   try:
-    body = ast.parse(test).body
+    tree = ast.parse(text)
   except SyntaxError as error:
-    raise ValueError(f"a test is no Python ({error}): {test[:80]!r}") from error
-  imported = {root for node in body for root in _imported(node)}
+    raise ValueError(f"a {kind} is no Python ({error}): {text[:80]!r}") from error
+  imported = {root for node in ast.walk(tree) for root in _imported(node)}
   if absent := sorted(imported - sys.stdlib_module_names):
     raise ValueError(
-      f"a test imports {absent[0]!r}, but the sandbox has the standard library only: {test[:80]!r}"
+      f"a {kind} imports {absent[0]!r}, but the sandbox has the standard library only: "
+      f"{text[:80]!r}"
     )
-  return body
+  return tree.body
 
 
-def _imported(node: ast.stmt) -> set[str]:
-  """The packages that an import statement names; none of any other statement."""
+def _imported(node: ast.AST) -> set[str]:
+  """The packages that an import statement names; none of any other node."""
   if isinstance(node, ast.Import):
     return {alias.name.partition(".")[0] for alias in node.names}
   return {(node.module or "").partition(".")[0]} if isinstance(node, ast.ImportFrom) else set()
@@ -204,31 +217,13 @@ def _asserts(source: str, reference: Mapping[str, Any]) -> _Prepared:
   names, modules = names_used(tuple(tests))
   setup = reference.get("setup", "")
   sources = [source, setup]
-  prelude, bound = _own_imports(setup)
+  # The judge executes these itself: a program could put anything in the place of what they import.
+  imports = [node for node in _statements("setup", setup) if _imported(node)]
+  prelude = "\n".join(map(ast.unparse, imports))
   task = {
-    "tests": tests, "names": [name for name in names if name not in bound], "modules": modules,
-    "prelude": [prelude], "total": len(tests),
+    "tests": tests, "names": names, "modules": modules, "prelude": prelude, "total": len(tests),
   }  # fmt: skip
   return {"mode": "calls", "sources": sources}, task
-
-
-@functools.lru_cache(maxsize=1024)
-def _own_imports(setup: str) -> tuple[str, frozenset[str]]:
-  """The import statements of a setup, and the names that they bind.
-
-  The judge executes them itself: a program could put anything in the place of what they import.
-  """
-  try:
-    body = ast.parse(setup).body
-  except SyntaxError:
-    return "", frozenset()
-  found = [
-    node
-    for node in body
-    if isinstance(node, (ast.Import, ast.ImportFrom)) and _imported(node) <= sys.stdlib_module_names
-  ]
-  bound = {(alias.asname or alias.name).partition(".")[0] for node in found for alias in node.names}
-  return "\n".join(map(ast.unparse, found)), frozenset(bound - {"*"})
 
 
 def _check(source: str, reference: Mapping[str, Any]) -> _Prepared:
@@ -239,7 +234,7 @@ def _check(source: str, reference: Mapping[str, Any]) -> _Prepared:
   sources = [whole, source] if alone else [_lines(prompt) + source]
   task = {
     "entry_point": entry, "test": reference["test"], "names": [entry], "modules": [],
-    "prelude": [whole], "total": 1,
+    "prelude": whole, "total": 1,
   }  # fmt: skip
   return {"mode": "calls", "sources": sources}, task
 
@@ -308,12 +303,15 @@ def names_used(tests: Sequence[str]) -> tuple[list[str], list[str]]:
 _sandbox: sandboxes.Sandbox | None = None  # of this process; opened when first needed
 
 
-def _run(program: Mapping[str, Any], task: Mapping[str, Any], **limits: Any) -> dict[str, Any]:
+def _run(
+  program: Mapping[str, Any], task: Mapping[str, Any], *, time_limit_s: float, memory_mib: int
+) -> dict[str, Any]:
   global _sandbox
   if _sandbox is None:
     _sandbox = sandboxes.open_sandbox()
+  deadlines.announce(sandboxes.longest_s(time_limit_s))
   try:
-    return _sandbox.run(program, task, **limits)
+    return _sandbox.run(program, task, time_limit_s=time_limit_s, memory_mib=memory_mib)
   except sandboxes.SandboxError:
     _sandbox.close()
     _sandbox = None  # the next item gets a new one

@@ -9,7 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rlvr_jax.rewards.mathematics import THINK_CLOSE, THINK_OPEN, after_thinking, boxes
+from rlvr_jax.rewards.graders import THINK_CLOSE, THINK_OPEN, after_thinking
+from rlvr_jax.rewards.mathematics import boxes
 from rlvr_jax.rewards.outcome import Grade, Outcome
 
 
@@ -34,16 +35,14 @@ def boxed(completion: str, reference: Mapping[str, Any]) -> Grade:
 def think_answer(completion: str, reference: Mapping[str, Any]) -> Grade:
   """One "<think>…</think>" at the start, not empty, then an answer.
 
-  Args:
-    completion: text.
-    reference: "think_opened" (false where missing): the prompt ends with "<think>" already, as some
-      chat templates do, and the completion must not open it again.
+  Where the prompt ends with "<think>" already, graders get it as the text's beginning, and the
+  completion must not open it again.
   """
-  opening = "" if reference.get("think_opened", False) else THINK_OPEN
+  del reference
   text = completion.strip()
-  if not text.startswith(opening):
-    return _grade(f"does not start with {opening}")
-  thought, closing, answer = text[len(opening) :].partition(THINK_CLOSE)
+  if not text.startswith(THINK_OPEN):
+    return _grade(f"does not start with {THINK_OPEN}")
+  thought, closing, answer = text[len(THINK_OPEN) :].partition(THINK_CLOSE)
   if not closing:
     return _grade(f"no {THINK_CLOSE}")
   if THINK_OPEN in thought + answer or THINK_CLOSE in answer:

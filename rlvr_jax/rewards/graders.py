@@ -4,8 +4,9 @@ A grader is named by import path, "package.module:function", so a user's own nee
 
     def grade(completion: str, reference: Mapping[str, Any]) -> Grade | float | bool: ...
 
-It is called with the completion's text and the problem's JSON-able reference, by position. A number
-(or bool) returned in place of a Grade is the score: correct at 1 or more, wrong below. An
+It is called with the completion's text and the problem's JSON-able reference, by position. Where
+the prompt ends with "<think>", as some chat templates have it, the text begins with that tag. A
+number (or bool) returned in place of a Grade is the score: correct at 1 or more, wrong below. An
 exception, a number that is not finite, or anything else returned is a crash of that item.
 Coroutines, generators and functions that cannot take two arguments are refused at start-up.
 
@@ -26,6 +27,7 @@ from typing import Any
 
 from rlvr_jax.rewards.outcome import Grade, Outcome
 
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 ANSWER_MARK = "####"  # GSM8K's convention: the final answer follows the last one
 
 # Commas only as thousands separators; sign and $ in either order; a minus that follows a word or
@@ -37,9 +39,23 @@ _ANY_NUMBER = re.compile(NUMBER)
 _MARKED_NUMBER = re.compile(rf"{ANSWER_MARK}\s*({NUMBER})")
 
 
+def opened_thought(prompt: str) -> str:
+  """What graders read before a prompt's completions: "<think>" where it ends with that, else ""."""
+  return THINK_OPEN if prompt.rstrip().endswith(THINK_OPEN) else ""
+
+
+def after_thinking(completion: str) -> str | None:
+  """What follows the last "</think>" (all, where there is none); None while it still thinks."""
+  rest = completion.rpartition(THINK_CLOSE)[2]
+  return None if THINK_OPEN in rest else rest
+
+
 def final_answer(completion: str) -> str:
-  """The stripped text after the last "####", or the whole stripped text where there is none."""
-  return completion.rpartition(ANSWER_MARK)[2].strip()
+  """The stripped text after the last "####", or the whole stripped text where there is none.
+
+  Thoughts are no part of it; it is empty while a "<think>" is open.
+  """
+  return (after_thinking(completion) or "").rpartition(ANSWER_MARK)[2].strip()
 
 
 @functools.lru_cache(maxsize=64)
@@ -54,7 +70,7 @@ def reasoning_gym(completion: str, reference: Mapping[str, Any]) -> Grade:
   """Scores a completion by the dataset's own `score_answer`.
 
   Args:
-    completion: the answer is what follows the last "####", otherwise the whole text.
+    completion: the answer is what follows the last "####", otherwise all behind any "</think>".
     reference: "dataset" (name), "settings" (its configuration fields; scoring reads some of them),
       "answer" and "metadata" (of the problem's entry).
   Returns:
@@ -99,7 +115,8 @@ def plain_decimal(value: decimal.Decimal) -> str:
   return "0" if text == "-0" else text
 
 
-def _last_number(text: str) -> str | None:
+def _last_number(completion: str) -> str | None:
+  text = after_thinking(completion) or ""
   found = _MARKED_NUMBER.findall(text) or _ANY_NUMBER.findall(text)
   return found[-1] if found else None
 
@@ -108,7 +125,8 @@ def gsm8k(completion: str, reference: Mapping[str, Any]) -> Grade:
   """Compares the final number of a completion with the published one, exactly.
 
   Args:
-    completion: its number is the last "#### number", otherwise the last number in the text.
+    completion: its number is the last "#### number", otherwise the last number in the text; only
+      what follows a "</think>" counts, and nothing while a "<think>" is open.
     reference: "answer", the final number as published (commas, sign and $ allowed).
   Returns:
     correct (score 1), wrong (0), or unparseable where the text has no number; `answer` is the

@@ -9,8 +9,9 @@ answer, nothing else, so samples that vote for the same answer are graded alike.
 units are part of it only where the gold answer has some. Formulas that are equal but written
 differently ("x+1", "1+x") are two votes.
 
-To a gold answer that is a plain number only a number is equal, not a way to compute it: a policy
-could box the question. No answer may have a sum, an integral or a limit that the gold one has not.
+To a gold answer that is a plain number only a number is equal, or one power or root of a number,
+not another way to compute it: a policy could box the question. No answer may have a sum, an
+integral or a limit that the gold one has not.
 
 No completion can make this grader crash, which would mask it out of the loss: what is too long or
 nests too deeply is unparseable; what math-verify cannot read, or only at a high cost, is wrong.
@@ -27,10 +28,9 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from rlvr_jax.rewards.answers import FUNCTIONS, SET, TEXT, Answer, parse_answer
-from rlvr_jax.rewards.graders import ANSWER_MARK, DIGITS, NUMBER
+from rlvr_jax.rewards.formula_size import formula_size
+from rlvr_jax.rewards.graders import ANSWER_MARK, DIGITS, NUMBER, after_thinking
 from rlvr_jax.rewards.outcome import Grade, Outcome
-
-THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
 MAX_ANSWER = 1000  # characters; longer ones are no answers, and cost sympy dearly
 _TAIL = 100_000  # characters at a completion's end that are searched for a box or a mark
@@ -42,7 +42,10 @@ _BOX_TOKEN = re.compile(
   rf"\\(?:boxed|fbox)\s*\{{|\\(?:boxed|fbox)\s*(?P<bare>[+-]?{NUMBER}(?:/{DIGITS})?)|\\.|[{{}}]",
   re.DOTALL,
 )
-_BETWEEN_BOXES = re.compile(r"[\s$]*(?:,|;|,?\s*and|,?\s*or(?:[\s$]*[A-Za-z]\s*=)?)[\s$]*")
+# Without going back (*+): a completion may have as many spaces as it likes.
+_BETWEEN_BOXES = re.compile(
+  r"[\s$]*+(?:;|,(?!\s*+(?:and|or))|(?:,\s*+)?(?:and|or(?:[\s$]*+[A-Za-z]\s*+=)?))[\s$]*+"
+)
 _ANSWER_IS = re.compile(r"\banswers?\b[^\n.]{0,60}?(?:\bis\b|\bare\b|[:=])[\s*:]*", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n")
 _MATH = re.compile(
@@ -54,10 +57,8 @@ _RELATION = re.compile(r"[=<>]|\\[lgn]eq")
 _EQUALS = re.compile(r"=|\\approx(?![A-Za-z])")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _UNDONE = re.compile(r"\\(sum|prod|i{0,3}nt|oint|lim)(?![A-Za-z])")
-_COSTLY = re.compile(  # powers of powers or beyond 10,000, big factorials and binomials
-  r"\^\{?\(?-?\d+\^\{?\(?-?\d|\^\{?\(?-?\d{5}|\d{5}!|[\^!][^A-Za-z()]*\)!|!!"
-  r"|\\[dt]?binom\{?[^A-Za-z{}]*(?:\^|\d{5})"
-)
+_MAX_SIZE = 100  # terms of an answer multiplied out, see `formula_size`; more cost seconds
+_MAX_GOLD_SIZE = 10_000  # … where the gold answer has half as many
 
 
 class Box(NamedTuple):
@@ -68,28 +69,23 @@ class Box(NamedTuple):
 
 def boxes(text: str) -> tuple[list[Box], bool]:
   r"""Outermost \boxed{…}, \fbox{…} and \boxed 5 in order, and whether one is never closed."""
-  closed: list[Box] = []
+  closed: list[tuple[int, int, int, int]] = []  # of the box, of its content
   stack: list[tuple[int, int | None]] = []  # open braces: where; where a box's content begins
   for token in _BOX_TOKEN.finditer(text):
     if token["bare"]:
-      closed.append(Box(token.start(), token.end(), token["bare"]))
+      closed.append((*token.span(), *token.span("bare")))
     elif token[0] == "}" and stack:
       start, content = stack.pop()
       if content is not None:
-        while closed and closed[-1].start > start:
+        while closed and closed[-1][0] > start:
           closed.pop()
-        closed.append(Box(start, token.end(), text[content : token.start()]))
+        closed.append((start, token.end(), content, token.start()))
     elif token[0] == "{":
       stack.append((token.start(), None))
     elif token[0].endswith("{") and token[0] != r"\{":
       stack.append((token.start(), token.end()))
-  return closed, any(content is not None for _, content in stack)
-
-
-def after_thinking(completion: str) -> str | None:
-  """What follows the last "</think>" (all, where there is none); None while it still thinks."""
-  rest = completion.rpartition(THINK_CLOSE)[2]
-  return None if THINK_OPEN in rest else rest
+  found = [Box(start, end, text[first:last]) for start, end, first, last in closed]
+  return found, any(content is not None for _, content in stack)
 
 
 def stated_answer(text: str) -> str | None:
@@ -220,7 +216,7 @@ def equal(gold: Answer, answer: Answer) -> bool:
       return False
     gold, answer = gold._replace(choice=""), answer._replace(choice="")
   names = gold.name and answer.name and gold.name != answer.name
-  units = gold.unit and answer.unit and gold.unit != answer.unit
+  units = gold.unit != answer.unit and (answer.unit or gold.unit.startswith("base")) and gold.unit
   if names or units:
     return False
   if gold.number is not None and answer.number is not None:
@@ -233,19 +229,23 @@ def equal(gold: Answer, answer: Answer) -> bool:
     return _equal_lists(gold, answer)
   if not (gold.items or answer.items) and gold.value == answer.value != "":
     return True
-  if gold.number is not None:
-    return _ends_in_number(gold, answer)
+  of_gold = gold.number is not None or gold.name in ("", answer.name)
+  if of_gold and _EQUALS.search(answer.value) and not _RELATION.search(gold.value):
+    return _ends_in(gold, answer)
+  if gold.number is not None or gold.value == r"\emptyset":  # math-verify takes 0 < 1 for a set
+    return False
   return _equal_formulas(str(gold._replace(unit="")), str(answer._replace(unit="")))
 
 
-def _ends_in_number(gold: Answer, answer: Answer) -> bool:
-  """Whether "2+3=5", "m+n=5" or "x \\approx 5" end in the gold number, and no side is another."""
+def _ends_in(gold: Answer, answer: Answer) -> bool:
+  """Whether "2+3=5", "m+n=5" or "x \\approx 5" end in the gold answer, and no side is another."""
   *sides, last = _EQUALS.split(answer.value)
-  end = parse_answer(last)
-  if not sides or end.number is None or not _equal_numbers(gold, end._replace(unit=answer.unit)):
+  end = as_seen_by(gold, parse_answer(last))
+  if not equal(gold, end._replace(unit=end.unit or answer.unit)):
     return False
   computed = [side for side in sides if not re.search("[A-Za-z]", _COMMAND.sub("", side))]
-  return all(_equal_formulas(str(gold.number), side) for side in computed if side)
+  whole = str(gold._replace(name="", unit=""))
+  return all(_equal_formulas(whole, side) for side in computed if side)
 
 
 def _letters(text: str) -> str:
@@ -254,11 +254,13 @@ def _letters(text: str) -> str:
 
 def _equal_numbers(gold: Answer, answer: Answer) -> bool:
   assert gold.number is not None and answer.number is not None
-  pairs = [(gold.number, answer.number)]  # 5 % may be meant by 5 …
+  pairs = []
   if gold.unit == "%" != answer.unit:
-    pairs.append((gold.number / 100, answer.number))  # … and by 0.05
+    pairs.append((gold.number / 100, answer.number))
   if answer.unit == "%" != gold.unit:
     pairs.append((gold.number, answer.number / 100))
+  if not pairs or gold.unit == "%" or abs(gold.number) >= 1:
+    pairs.append((gold.number, answer.number))  # 5 % may be meant by 5, but not 0.05 % by 0.05
   return any(_close(a, b) for a, b in pairs)
 
 
@@ -316,7 +318,7 @@ def _math_verify() -> tuple[Callable[[str], list], Callable[[list, list], bool]]
 def _equal_formulas(gold: str, answer: str) -> bool:
   if not set(_UNDONE.findall(answer)) <= set(_UNDONE.findall(gold)):
     return False
-  if _COSTLY.search(answer) and not _COSTLY.search(gold):
+  if formula_size(answer) > max(_MAX_SIZE, min(2 * formula_size(gold), _MAX_GOLD_SIZE)):
     return False
   parse, verify = _math_verify()
   parsed_gold = parse(gold)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import json
 import math
 import os
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -24,7 +25,9 @@ from rlvr_jax.rewards.outcome import Grade, Outcome
 # Items handed to a worker at a time, at most: enough to hide the round trip.
 _MAX_CHUNK = 32
 _MAX_REPLY = 2**20  # bytes; longer than any real reply, so a runaway one is caught
+_MAX_LONGER_S = 600.0  # that a grader may announce for an item
 _KILL_WAIT_S = 5.0  # for the kernel to take down a process after SIGKILL
+_MOST_WORKERS = 32  # by default: each holds what its grader imports
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 _SINGLE_THREADED = {
   name: "1"
@@ -41,6 +44,13 @@ class GraderStartError(RuntimeError):
 
 class _WorkerDiedError(Exception):
   """The worker's process ended, or sent what no worker sends."""
+
+
+def default_workers() -> int:
+  """A grading process for each core that this process may use, at most 32."""
+  if hasattr(os, "sched_getaffinity"):
+    return min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
+  return min(os.cpu_count() or 1, _MOST_WORKERS)
 
 
 class GradingFuture(Future[list[Grade]]):
@@ -138,8 +148,12 @@ class _Worker:
         "'package.module:function', importable with this process's sys.path."
       )
 
-  def grades(self, lines: Sequence[bytes], timeout_s: float) -> Iterator[Grade]:
+  def grades(
+    self, lines: Sequence[bytes], timeout_s: float, slow: Callable[[], None]
+  ) -> Iterator[Grade]:
     """Yields grades of the items in order, each as soon as it is known.
+
+    Calls `slow` whenever an item has taken half its limit.
 
     Ends early, after a `timeout` or `crashed` grade, when an item cost the worker its life: the
     items after that one have not been graded.
@@ -149,7 +163,7 @@ class _Worker:
       # The worker goes from one item to the next without a pause, so an item's time starts when
       # the reply before it was seen: never before it really started.
       try:
-        grade = _parse_reply(self._next_line(time.monotonic() + timeout_s))
+        grade = _parse_reply(self._next_reply(timeout_s, slow))
       except TimeoutError:
         grade = Grade(Outcome.TIMEOUT, detail=f"no grade within {timeout_s:g} s")
         self.kill()
@@ -159,6 +173,23 @@ class _Worker:
       yield grade
       if not self.alive():
         return
+
+  def _next_reply(self, timeout_s: float, slow: Callable[[], None]) -> bytes:
+    """As `_next_line`, with the time that a grader announces to take by itself; see `deadlines`."""
+    deadline = time.monotonic() + timeout_s
+    last = deadline + _MAX_LONGER_S
+    while (line := self._reply_or_slow(deadline, timeout_s / 2, slow)).startswith(b'{"longer_s"'):
+      deadline = min(last, deadline + json.loads(line)["longer_s"])
+    return line
+
+  def _reply_or_slow(
+    self, deadline: float, second_half_s: float, slow: Callable[[], None]
+  ) -> bytes:
+    try:
+      return self._next_line(deadline - second_half_s)
+    except TimeoutError:
+      slow()
+      return self._next_line(deadline)
 
   def _next_line(self, deadline: float) -> bytes:
     """Waits for a line, sending what there is to send meanwhile.
@@ -247,16 +278,20 @@ class GraderPool:
   is graded `timeout`; a worker that dies is replaced, and its item is `crashed`. An exception in
   the grader, or a return value that is no grade, is `crashed` too and costs no worker. Workers are
   fresh interpreters (never forks of this process), without jax. They end when this process does.
+  A worker's successor is started when an item has taken half its limit, so that the others need not
+  wait for it to load its grader. It stays ready where that item ends in time after all.
 
   Args:
     grader: import path "package.module:function" of `grade(completion, reference) -> Grade`.
     num_workers: processes.
-    timeout_s: wall-clock limit per item, seconds.
+    timeout_s: wall-clock limit per item, seconds; on top of it comes what a grader announces that
+      ends its work by itself (`deadlines`), as that of programs does.
     startup_timeout_s: limit for a worker to start and load the grader, seconds.
     memory_mib: limit on each worker's address space, MiB; None for no limit.
     environment: variables added to the workers' environment.
     preload: import paths of further graders that each worker loads and tests at its start: those
       that only references name (see `combined`), which else do so in an item's time.
+    on_grade: called by a thread of the pool at every grade: a sign that grading goes on.
   Raises:
     ValueError: an argument out of range, or an environment that is not text.
     GraderStartError: the grader cannot be loaded, or its self-test fails.
@@ -272,6 +307,7 @@ class GraderPool:
     memory_mib: int | None = None,
     environment: Mapping[str, str] = _NOTHING,
     preload: Sequence[str] = (),
+    on_grade: Callable[[], None] = lambda: None,
   ):
     _check_arguments(num_workers, timeout_s, startup_timeout_s, memory_mib)
     _check_environment(environment)
@@ -281,6 +317,7 @@ class GraderPool:
       "grader": grader, "timeout_s": timeout_s, "memory_mib": memory_mib, "preload": [*preload],
     }  # fmt: skip
     self._environment = dict(environment)
+    self._on_grade = on_grade
     self._timeout_s = timeout_s
     self._startup_timeout_s = startup_timeout_s
     self._changed = threading.Condition()  # guards everything below
@@ -288,6 +325,7 @@ class GraderPool:
     self._in_progress: set[GradingFuture] = set()
     self._failure: Exception | None = None
     self._workers = [_Worker(self._settings, self._environment) for _ in range(num_workers)]
+    self._successors: dict[int, _Worker] = {}  # by slot
     try:
       for worker in self._workers:
         worker.wait_ready(startup_timeout_s)
@@ -325,7 +363,8 @@ class GraderPool:
         raise self._failure
       # Each item, ahead of us, in progress or ours, costs at most its limit and a new worker.
       waiting = len(self._queue) + len(lines) + _MAX_CHUNK * len(self._workers)
-      future = GradingFuture(len(lines), waiting * (self._timeout_s + self._startup_timeout_s))
+      item_s = self._timeout_s + _MAX_LONGER_S + self._startup_timeout_s
+      future = GradingFuture(len(lines), waiting * item_s)
       if lines:
         self._in_progress.add(future)
         self._queue.extend(_Item(future, position, line) for position, line in enumerate(lines))
@@ -348,7 +387,7 @@ class GraderPool:
     self._fail(RuntimeError("the grader pool is closed"))
     for thread in self._threads:
       thread.join(_KILL_WAIT_S)
-    for worker in self._workers:
+    for worker in self._all():
       worker.close()
 
   def __enter__(self) -> GraderPool:
@@ -357,13 +396,16 @@ class GraderPool:
   def __exit__(self, *exception: object) -> None:
     self.close()
 
+  def _all(self) -> list[_Worker]:
+    return [*self._workers, *self._successors.values()]
+
   def _fail(self, error: Exception) -> None:
     """Ends the pool: no more grading, every dispatcher thread returns."""
     with self._changed:
       self._failure = self._failure or error
       self._queue.clear()
       futures, self._in_progress = self._in_progress, set()
-      for worker in self._workers:
+      for worker in self._all():
         worker.kill()  # its thread sees the end of the pipe
       self._changed.notify_all()
     for future in futures:
@@ -373,7 +415,8 @@ class GraderPool:
     """The life of a thread: feeds one worker, and replaces it when it is gone."""
     try:
       while (items := self._take(slot)) is not None:
-        grades = self._workers[slot].grades([item.line for item in items], self._timeout_s)
+        lines, slow = [item.line for item in items], functools.partial(self._prepare, slot)
+        grades = self._workers[slot].grades(lines, self._timeout_s, slow)
         graded = 0
         for item, grade in zip(items, grades, strict=False):
           graded += 1
@@ -399,15 +442,27 @@ class GraderPool:
       share = math.ceil(len(self._queue) / (2 * len(self._workers)))
       return [self._queue.popleft() for _ in range(min(share, _MAX_CHUNK))]
 
+  def _prepare(self, slot: int) -> None:
+    """Starts the successor of a worker, if it has none."""
+    with self._changed:
+      if self._failure is None and slot not in self._successors:
+        self._successors[slot] = _Worker(self._settings, self._environment)
+
   def _replace(self, slot: int) -> None:
     with self._changed:
       if self._failure is not None:
         return
       self._workers[slot].close()
-      self._workers[slot] = _Worker(self._settings, self._environment)
+      successor = self._successors.pop(slot, None)
+      if successor is None or not successor.alive():
+        if successor is not None:
+          successor.close()
+        successor = _Worker(self._settings, self._environment)
+      self._workers[slot] = successor
     self._workers[slot].wait_ready(self._startup_timeout_s)
 
   def _deliver(self, item: _Item, grade: Grade) -> None:
+    self._on_grade()
     item.future.deliver(item.position, grade)
     if item.future.done():
       with self._changed:

@@ -1,16 +1,18 @@
 """Runs generated code where it can do no harm: no network, no files but its own, bounded, killed.
 
-The package `harness` is what runs inside, and says who is who in there. The outer walls are
-bubblewrap's where it is installed, otherwise namespaces that the harness enters itself, which takes
-a Linux (5.12 or later) that lets an ordinary user, or root, make them. What is around an item
-either way:
+The package `harness` is what runs inside, and says who is who in there. It enters namespaces, which
+takes libseccomp and a Linux (5.12 or later) that lets an ordinary user, or root, make them. What is
+around an item:
 
 * no network but an empty one; no environment variables; the rights of an ordinary user at most
 * of the file system only the system's programs and libraries and the interpreter's own, read-only;
   no home, no working directory; /tmp and /dev/shm are empty, small, and gone with the item
 * its own processes only, and those limited in number, time, address space and file size
-* none of the system calls that make memory of no process, or that programs do without
-* a deadline, at which everything is killed; likewise when the process that waits for it dies
+* no system calls but those of a list (`harness.system_calls`), which leaves out what makes memory
+  of no process, what items could talk to each other by, and what programs do without
+* a control group, where one is to be had (`cgroups`), for memory, processes and one core in all
+* a limit of processor time, and a deadline at `WALL_CLOCK_FACTOR` times that, at which everything
+  is killed; likewise when the process that waits for it dies
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ import functools
 import json
 import os
 import pathlib
-import shutil
 import socket
 import subprocess
 import sys
@@ -29,15 +30,19 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from rlvr_jax.rewards import cgroups
 from rlvr_jax.rewards.harness import messages
 
-MECHANISMS = ("bubblewrap", "namespaces")
+NAMESPACES = "namespaces"
 NONE = "none"  # processes of their own and limits, but no walls
 
 # The one way to run generated code without walls: this variable, with these words.
 UNSANDBOXED = "RLVR_JAX_UNSANDBOXED_CODE"
 ACCEPTED = "I accept that generated code runs with my rights"
 
+# A deadline is so many times the limit of processor time: a busy machine shall change no grade, and
+# a program that sleeps shall end.
+WALL_CLOCK_FACTOR = 4.0
 _START_S = 20.0  # for the launcher
 _MARGIN_S = 5.0  # past an item's deadline, for its end to be seen
 _LAST_WORDS = 1000  # characters of what a launcher says that does not start
@@ -47,11 +52,16 @@ class SandboxError(RuntimeError):
   """The sandbox does not work; says nothing about the code that was to run in it."""
 
 
+def longest_s(time_limit_s: float) -> float:
+  """Seconds of wall clock after which an item of that limit without a verdict is an error."""
+  return WALL_CLOCK_FACTOR * time_limit_s + _MARGIN_S
+
+
 class Sandbox:
   """A launcher behind walls; runs one item at a time, each in a world of its own.
 
   Args:
-    mechanism: "bubblewrap", "namespaces", or "none".
+    mechanism: "namespaces" or "none".
   Raises:
     SandboxError: it does not work here.
   """
@@ -59,12 +69,16 @@ class Sandbox:
   def __init__(self, mechanism: str):
     self.mechanism = mechanism
     self._control, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = _command(mechanism, far_end.fileno())
+    self._group: cgroups.Group | None = None
+    with contextlib.suppress(cgroups.GroupError):  # of which the run was told at its start
+      self._group = cgroups.open_group()
+      command = self._group.entering(command)
     with tempfile.TemporaryFile() as stderr, far_end:
       self._process = subprocess.Popen(
-        _command(mechanism, far_end.fileno()),
-        pass_fds=[far_end.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-        stderr=stderr, cwd="/", env={"LANG": "C.UTF-8", "PATH": "/usr/bin:/bin", "HOME": "/tmp",
-                                     "PYTHONHASHSEED": "0"},
+        command, pass_fds=[far_end.fileno()], stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL, stderr=stderr, cwd="/",
+        env={"LANG": "C.UTF-8", "PATH": "/usr/bin:/bin", "HOME": "/tmp", "PYTHONHASHSEED": "0"},
       )  # fmt: skip
       far_end.close()
       problem = self._wait_ready()
@@ -95,7 +109,8 @@ class Sandbox:
     Args:
       program: "mode" ("calls" or "cases") and "sources", see `harness`.
       task: the tests, see `harness.judge.judge`; they never come near the program.
-      time_limit_s: limit of wall clock, and of processor time of all processes together, seconds.
+      time_limit_s: processor time of all processes together, seconds. Wall clock may take
+        `WALL_CLOCK_FACTOR` times as long; without walls, where that time is not counted, as long.
       memory_mib: address space of each process, and memory of all together, MiB.
     Returns:
       the judge's verdict; or {"timeout": true}; or {"memory": true} where all processes together
@@ -103,18 +118,23 @@ class Sandbox:
     Raises:
       SandboxError: it does not work any more.
     """
+    isolated = self.mechanism != NONE
     settings = {
       "time_limit_s": time_limit_s,
+      "deadline_s": time_limit_s * (WALL_CLOCK_FACTOR if isolated else 1),
       "memory_mib": memory_mib,
-      "isolated": self.mechanism != NONE,
+      "isolated": isolated,
     }
-    deadline = time.monotonic() + time_limit_s + _MARGIN_S
+    deadline = time.monotonic() + longest_s(time_limit_s)
+    if self._group is not None:
+      self._group.limit_memory(memory_mib)
+      killed = self._group.out_of_memory()
     item, far_end = socket.socketpair()
     with item:
       try:
         with far_end:
           socket.send_fds(self._control, [json.dumps(settings).encode()], [far_end.fileno()])
-        item.settimeout(time_limit_s + _MARGIN_S)
+        item.settimeout(longest_s(time_limit_s))
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # killed before it read
           messages.send(item, program)
           messages.send(item, task)
@@ -126,6 +146,8 @@ class Sandbox:
       except (OSError, EOFError, ValueError) as error:
         self.close()
         raise SandboxError(f"{self.mechanism}: no verdict came ({error!r})") from error
+    if self._group is not None and self._group.out_of_memory() > killed:
+      return {"memory": True}
     if "broken" in verdict:
       raise SandboxError(f"{self.mechanism}: {verdict['broken']}")
     return verdict
@@ -135,6 +157,8 @@ class Sandbox:
     self._control.close()
     self._process.kill()
     self._process.wait()
+    if self._group is not None:
+      self._group.close()
 
 
 # Starts the harness from its folder, the first argument. The package is made by hand (`__init__.py`
@@ -147,37 +171,14 @@ from harness.launcher import main
 main()
 """
 _FOLDER = os.path.dirname(messages.__file__)
-_FOLDER_INSIDE = "/harness"  # where bubblewrap shows it
 
 
 def _command(mechanism: str, control: int) -> list[str]:
   interpreter = os.path.realpath(sys.executable)
   # -P -s -S: nothing but the standard library, wherever the interpreter comes from.
-  arguments = [str(control), mechanism]
   python = [interpreter, "-P", "-s", "-S", "-B", "-c", _START]
-  if mechanism == "bubblewrap":
-    return [*_bubblewrap(), *python, _FOLDER_INSIDE, *arguments]
-  devices = [f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom")]
-  return [*python, _FOLDER, *arguments, *visible_paths(), *devices]
-
-
-def _bubblewrap() -> list[str]:
-  binds = []
-  for path in visible_paths():
-    for parent in reversed(pathlib.Path(path).parents[:-1]):
-      binds += ["--dir", str(parent)]  # else with the rights it has outside, of root's home none
-    link = os.path.islink(path)
-    binds += ["--symlink", os.readlink(path), path] if link else ["--ro-bind", path, path]
-  # Root gets no user namespace; the harness mounts /proc, as bwrap's hides parts, becomes nobody.
-  as_root = os.geteuid() == 0
-  kept = ("CAP_SETUID", "CAP_SETGID", "CAP_SYS_ADMIN") if as_root else ()
-  rights = [word for name in kept for word in ("--cap-add", name)] or ["--unshare-user"]
-  return [
-    "bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", *rights,
-    "--die-with-parent", *binds, "--ro-bind", _FOLDER, _FOLDER_INSIDE,
-    "--dir" if as_root else "--proc", "/proc", "--dev", "/dev", "--dir", "/tmp",
-    "--remount-ro", "/", "--chdir", "/",
-  ]  # fmt: skip
+  devices = [f"/dev/{name}" for name in ("null", "full", "random", "urandom")]
+  return [*python, _FOLDER, str(control), mechanism, *visible_paths(), *devices]
 
 
 @functools.cache
@@ -203,9 +204,10 @@ def holes(hidden, address):
       found.append(f"{path} can be written")
     except OSError:
       pass
-  for kind, name in ((socket.AF_INET, ("192.0.2.1", 9)), (socket.AF_UNIX, address)):
+  inet = (socket.AF_INET, socket.SOCK_DGRAM)
+  for kind, name in ((inet, ("192.0.2.1", 9)), ((socket.AF_UNIX, socket.SOCK_STREAM), address)):
     try:
-      with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+      with socket.socket(*kind) as probe:
         probe.connect(name)
       found.append(f"{name!r} can be reached")
     except OSError:
@@ -234,12 +236,13 @@ def probe(sandbox: Sandbox) -> None:
   """
   with (
     tempfile.NamedTemporaryFile() as marker,
-    socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as outside,
+    socket.socket(socket.AF_UNIX) as outside,
   ):
     outside.bind("")  # an abstract address, which the kernel chooses
+    outside.listen()
     address = outside.getsockname().decode()
     case = {"input": [[marker.name, *_hidden_paths()], address], "output": []}
-    task = {"style": "function", "entry_point": "holes", "cases": [case], "total": 1, "stop": True}
+    task = {"style": "function", "entry_point": "holes", "cases": [case], "total": 1}
     program = {"mode": "calls", "sources": [_PROBE]}
     verdict = sandbox.run(program, task, time_limit_s=_PROBE_S, memory_mib=1024)
   if verdict.get("passed") != 1:
@@ -260,28 +263,22 @@ def _hidden_paths() -> list[str]:
 
 
 def open_sandbox() -> Sandbox:
-  """The first mechanism that works here, its walls tried.
+  """A sandbox whose walls have been tried.
 
   Raises:
-    SandboxError: none does, and `UNSANDBOXED` does not say that none is needed.
+    SandboxError: it does not work here, and `UNSANDBOXED` does not say that none is needed.
   """
-  problems = []
-  for mechanism in MECHANISMS:
-    if mechanism == "bubblewrap" and shutil.which("bwrap") is None:
-      problems.append("bubblewrap: bwrap is not installed")
-      continue
-    try:
-      sandbox = Sandbox(mechanism)
-      probe(sandbox)
-      return sandbox
-    except SandboxError as error:
-      problems.append(str(error))
-  if os.environ.get(UNSANDBOXED) == ACCEPTED:
-    return Sandbox(NONE)
-  raise SandboxError(
-    "generated code is not run here, because no sandbox works:\n  "
-    + "\n  ".join(problems)
-    + "\nInstall bubblewrap, or allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
-    "kernel.apparmor_restrict_unprivileged_userns=0, user.max_user_namespaces > 0; in a container, "
-    f"a seccomp profile that lets unshare pass). To do without: {UNSANDBOXED}={ACCEPTED!r}"
-  )
+  try:
+    sandbox = Sandbox(NAMESPACES)
+    probe(sandbox)
+    return sandbox
+  except SandboxError as error:
+    if os.environ.get(UNSANDBOXED) == ACCEPTED:
+      return Sandbox(NONE)
+    raise SandboxError(
+      f"generated code is not run here, because the sandbox does not work: {error}. Allow user "
+      "namespaces (sysctl kernel.unprivileged_userns_clone=1, "
+      "kernel.apparmor_restrict_unprivileged_userns=0, user.max_user_namespaces > 0; in a "
+      "container, a seccomp profile that lets unshare pass). To do without: "
+      f"{UNSANDBOXED}={ACCEPTED!r}"
+    ) from error

@@ -2,7 +2,8 @@
 
 Started by `GraderPool` as `python -m rlvr_jax.rewards.worker SETTINGS`. First it says
 {"ready": true} or {"error": text}; then {"completion", "reference"} lines are each answered, in
-order, by {"outcome", "score", "detail", "answer"}. It ends when its stdin does.
+order, by {"outcome", "score", "detail", "answer"}, before which {"longer_s"} lines may announce
+that it takes so many seconds more than the limit. It ends when its stdin does.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from rlvr_jax.rewards import deadlines
 from rlvr_jax.rewards.outcome import Grade, Outcome
 
 MAX_DETAIL = 1000  # characters; a detail is for a person to read
@@ -164,10 +166,19 @@ def main() -> int:
   os.dup2(1, 2)
   _send(replies, {"ready": True})
   limit_s = settings["timeout_s"] + _MARGIN_S
-  for line in requests:
+
+  def end_after(seconds: float) -> None:
     # The parent kills a worker at the limit. With the parent dead, this ends the worker: a thread
     # in C without the interpreter lock, so neither a sleeping nor a spinning grader holds it up.
-    faulthandler.dump_traceback_later(limit_s, file=2, exit=True)
+    faulthandler.dump_traceback_later(seconds, file=2, exit=True)
+
+  def announce(seconds: float) -> None:
+    end_after(limit_s + seconds)
+    _send(replies, {"longer_s": seconds})
+
+  deadlines.announce = announce
+  for line in requests:
+    end_after(limit_s)
     reply = _grade_line(grader, line)
     faulthandler.cancel_dump_traceback_later()
     _send(replies, reply)

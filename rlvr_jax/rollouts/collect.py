@@ -11,6 +11,7 @@ import numpy as np
 
 from rlvr_jax.data import Tokenizer, encode_prompts
 from rlvr_jax.ops.overlong import overlong_filter, overlong_penalty
+from rlvr_jax.rewards.graders import opened_thought
 from rlvr_jax.rewards.outcome import OutcomePolicy, rewards_from_grades
 from rlvr_jax.rollouts.batch import Flight, Graded, completion_texts, join
 from rlvr_jax.types import Prompts, Rollouts, TrainBatch
@@ -57,7 +58,11 @@ class Collector:
     completions = completion_texts(rollouts, self.tokenizer.decode)
     group_size = rollouts.tokens.shape[1]
     references = [p.reference for p in flight.problems for _ in range(group_size)]
-    grades = self.submit(completions, references)
+    # Of the prompt that the policy reads: a chat template may have opened a thought.
+    real = zip(flight.prompts.tokens, flight.prompts.lengths, strict=True)
+    prompts = [self.tokenizer.decode(row[len(row) - n :].tolist()) for row, n in real]
+    texts = [opened_thought(prompts[i // group_size]) + c for i, c in enumerate(completions)]
+    grades = self.submit(texts, references)
     return flight._replace(rollouts=rollouts, completions=completions, grades=grades)
 
   def finish(self, flight: Flight, versions: Sequence[int]) -> Graded:

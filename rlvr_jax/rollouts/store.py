@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import errno
 import fcntl
+import functools
 import itertools
 import json
 import os
@@ -46,7 +47,8 @@ INDEX = "index.jsonl"
 TORN_FOLDER = "torn"
 _SHARD = re.compile(r"(\d{8,})\.array_record")
 _WRITER_OPTIONS = "group_size:1,zstd:1"  # a chunk per record; faster than uncompressed
-_READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"  # no threads
+_READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
+_READER_THREADS = 64  # that the library starts at the first reader all the same
 _SPARE_BYTES = 2**20  # for the header, ArrayRecord's blocks and the index
 _DTYPES = {
   np.dtype(name)
@@ -155,6 +157,11 @@ class RolloutStore:
     except TornShardError:
       return False
     return True
+
+  def removed(self, number: int) -> bool:
+    """Whether `remove` has deleted the batch."""
+    self._refresh()
+    return self._state(number) == "removed"
 
   def numbers(self) -> list[int]:
     """Numbers of the batches that the index lists at this moment, ascending."""
@@ -373,6 +380,7 @@ def _read_shard(
     StoreError: it is of another format.
     Exception: of whatever kind, if the shard is not as it was written.
   """
+  _check_threads()
   reader = ArrayRecordReader(str(path), _READER_OPTIONS)
   try:
     records = reader.read_all()
@@ -391,6 +399,27 @@ def _read_shard(
     array = np.frombuffer(record, dtype.newbyteorder("<")).astype(dtype)
     arrays[field["name"]] = array.reshape(field["shape"])
   return header, arrays
+
+
+@functools.cache
+def _check_threads() -> None:
+  """Raises StoreError where ArrayRecord could not start its threads: it would wait for ever."""
+  ended = threading.Event()
+  started: list[threading.Thread] = []
+  try:
+    for _ in range(_READER_THREADS):
+      started.append(threading.Thread(target=ended.wait))
+      started[-1].start()
+  except (RuntimeError, MemoryError) as error:
+    del started[-1:]
+    raise StoreError(
+      f"rollouts cannot be read: of {_READER_THREADS} threads {len(started)} could be started"
+      f" ({error}). Allow the process more address space (ulimit -v) or threads (ulimit -u)"
+    ) from error
+  finally:
+    ended.set()
+    for thread in started:
+      thread.join()
 
 
 def _entry_of(path: pathlib.Path, number: int) -> dict[str, Any] | None:

@@ -34,6 +34,7 @@ _EARLIER = (
   "That run is of an earlier version, which gave components as name and kwargs; it cannot be"
   " resumed by this one. "
 )
+_REMOVED = "removed"  # folder of the checkpoints that are no longer kept; no name of a step
 _SPARE_BYTES = 4 * 2**20  # room for the manifest and orbax's own files
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
@@ -78,14 +79,16 @@ class Checkpointer:
       raise ValueError(f"keep = {keep}: at least one checkpoint must be kept; set keep >= 1.")
     _silence_orbax()
     self.directory = pathlib.Path(directory).absolute()
-    if jax.process_index() == 0:
-      _remove_unfinished(self.directory)
+    _remove_leftovers(self.directory)
     self._policy = _Preservation(keep, _read_scores(self.directory))
     self._manager = ocp.CheckpointManager(
       self.directory,
       options=ocp.CheckpointManagerOptions(
         preservation_policy=self._policy,
         save_root_metadata=False,
+        # A kill in the middle of removing would leave half a checkpoint that looks like a step:
+        # they are renamed in one go, and removed before the next save.
+        todelete_subdir=_REMOVED,
       ),
       item_handlers={
         "arrays": ocp.PyTreeCheckpointHandler(),
@@ -135,9 +138,7 @@ class Checkpointer:
       DiskFullError: too little space; earlier checkpoints are untouched.
       CheckpointError: the earlier save failed.
     """
-    with self._reporting_failures():
-      self._manager.wait_until_finished()
-      self._manager.check_for_errors()
+    self.wait()
     if step in self._manager.all_steps():
       return False
     leaves = _named_leaves(state)
@@ -205,12 +206,14 @@ class Checkpointer:
     with self._reporting_failures():
       for later in [s for s in reversed(self.steps()) if s > step]:
         self._manager.delete(later)
+    _remove_leftovers(self.directory)
 
   def wait(self) -> None:
     """Blocks until the save under way is committed; raises its error."""
     with self._reporting_failures():
       self._manager.wait_until_finished()
       self._manager.check_for_errors()
+    _remove_leftovers(self.directory)
 
   def close(self) -> None:
     """`wait`, then ends the background threads."""
@@ -490,10 +493,15 @@ def _step_directories(directory: pathlib.Path) -> list[int]:
   return [int(p.name) for p in directory.glob("*") if p.name.isdigit()]
 
 
-def _remove_unfinished(directory: pathlib.Path) -> None:
-  """Removes what killed saves left. Orbax's own option does it in the background, unwaited for."""
-  for path in directory.glob("*.orbax-checkpoint-tmp*"):
-    shutil.rmtree(path)
+def _remove_leftovers(directory: pathlib.Path) -> None:
+  """Removes checkpoints no longer kept, and what killed saves left; while nothing is being saved.
+
+  Orbax's own option for the latter does it in the background, unwaited for.
+  """
+  if jax.process_index() == 0:
+    for path in [directory / _REMOVED, *directory.glob("*.orbax-checkpoint-tmp*")]:
+      with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(path)
 
 
 def _read_scores(directory: pathlib.Path) -> dict[int, float | None]:

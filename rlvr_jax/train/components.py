@@ -31,7 +31,7 @@ from rlvr_jax.models.huggingface import load_params
 from rlvr_jax.models.presets import model_settings
 from rlvr_jax.models.transformer import merged
 from rlvr_jax.ops.aggregate import AGGREGATIONS
-from rlvr_jax.ops.checks import check_between, check_choice
+from rlvr_jax.ops.checks import check_between, check_choice, check_whole
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.ops.logprobs import check_sampling, is_truncated
 from rlvr_jax.ops.veto import Veto, negative_advantage_veto
@@ -50,11 +50,14 @@ from rlvr_jax.train.texts import fitting, make_tokenizer, warn_of_long_texts, wi
 from rlvr_jax.train.warm_start import supervised_step
 from rlvr_jax.types import Array, Params, Prompts, Sampling, TrainBatch, TrainState
 
+_MOST_UPDATES = 10_000_000  # schedules are planned ahead
+_MOST_WORKERS = 1024  # processes of grading
+_MOST = 2**31 - 1  # of indices and counters on the devices
 _AT_LEAST_ONE = {
   "": "max_prompt_length max_skipped_in_a_row",
   "batch": "prompts group_size micro_batches",
   "evaluation": "every num_samples batch_prompts",
-  "grading": "num_workers memory_mib",
+  "grading": "memory_mib",
   "checkpoint": "every keep",
   "logging": "print_every rollouts_every rollouts_per_refresh",
 }
@@ -348,23 +351,41 @@ def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
   for group, names in _AT_LEAST_ONE.items():
     section = config[group] if group else config
     for name in names.split():
-      check_between(f"config.{group}".rstrip("."), name, section[name], low=1)
-  check_between("config", "num_updates", config.num_updates, low=0)
+      check_whole(f"config.{group}".rstrip("."), name, section[name], low=1, high=_MOST)
+  check_whole("config", "num_updates", config.num_updates, low=0, high=_MOST_UPDATES)
   check_between("config", "max_behavior_gap", config.max_behavior_gap, low=0.0)
-  check_between("config", "proximal_every", config.proximal_every, low=0)
+  check_whole("config", "proximal_every", config.proximal_every, low=0, high=_MOST)
   deadline = config.generation_deadline_s
   check_between("config", "generation_deadline_s", deadline, low=0.0, open_low=True)
   for owner, section in (("config", config), ("config.evaluation", config.evaluation)):
-    check_between(owner, "seed", section.seed, low=0, high=2**32 - 1)
-  check_between("config.warm_start", "num_steps", config.warm_start.num_steps, low=0)
+    check_whole(owner, "seed", section.seed, low=0, high=2**32 - 1)
+  warm_start = config.warm_start
+  check_whole("config.warm_start", "num_steps", warm_start.num_steps, low=0, high=_MOST_UPDATES)
+  workers = config.grading.num_workers
+  check_whole("config.grading", "num_workers", workers, low=0, high=_MOST_WORKERS)
   check_between("config.grading", "timeout_s", config.grading.timeout_s, low=0, open_low=True)
   # A stop token alone answers nothing.
-  check_between("config", "max_response_length", config.max_response_length, low=2)
+  check_whole("config", "max_response_length", config.max_response_length, low=2, high=_MOST)
   batch = config.batch
   sharding.check_batch("config.batch.prompts", batch.prompts, mesh, batch.micro_batches)
   sharding.check_batch("config.evaluation.batch_prompts", config.evaluation.batch_prompts, mesh)
-  if config.warm_start.num_steps:
-    sharding.check_batch("config.warm_start.batch_size", config.warm_start.batch_size, mesh)
+  if warm_start.num_steps:
+    check_whole("config.warm_start", "batch_size", warm_start.batch_size, low=1, high=_MOST)
+    sharding.check_batch("config.warm_start.batch_size", warm_start.batch_size, mesh)
+  for field, responses in {
+    "config.batch.prompts · config.batch.group_size": batch.prompts * batch.group_size,
+    "config.evaluation.batch_prompts · config.evaluation.num_samples": (
+      config.evaluation.batch_prompts * config.evaluation.num_samples
+    ),
+    "config.warm_start.batch_size": warm_start.batch_size if warm_start.num_steps else 0,
+  }.items():
+    tokens = responses * (config.max_prompt_length + config.max_response_length)
+    if tokens > _MOST:
+      raise ValueError(
+        f"{field} = {responses} responses of config.max_prompt_length = {config.max_prompt_length}"
+        f" and config.max_response_length = {config.max_response_length} are {tokens} tokens, a"
+        f" batch may have {_MOST}; lower one of them"
+      )
   ks, limit = list(config.evaluation.ks), config.evaluation.num_samples
   wrong = [k for k in ks if not isinstance(k, int) or not 1 <= k <= limit]
   if wrong or not ks:

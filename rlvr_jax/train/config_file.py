@@ -1,14 +1,17 @@
-"""The configuration file, and which of its fields the command line may set."""
+"""The configuration file, what the command line may set of it, and what is said of mistakes."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import ml_collections
 from absl import flags
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
@@ -18,6 +21,53 @@ from rlvr_jax import specs
 from rlvr_jax.train import old_spellings
 
 _TYPES = {kind.__name__: kind for kind in (bool, int, float, str, tuple)}
+
+
+# Whose frames in a traceback are not of a configuration file.
+_LIBRARIES = (
+  *("<frozen", os.path.dirname(os.path.dirname(__file__))),
+  *(os.path.dirname(str(module.__file__)) for module in (os, ml_collections, flags)),
+)
+
+
+def parse_flags(argv: list[str]) -> list[str]:
+  """Parses all flags; what is wrong with one, or with the configuration, ends the process.
+
+  The program's flag for the configuration is called config.
+  """
+  flags.FLAGS["config"].parser = Parser("config", argv)
+  try:
+    rest = flags.FLAGS(argv)
+    getattr(flags.FLAGS["config"].value, "seed", None)  # raises where the file was not loaded
+    return rest
+  except Exception as error:
+    sys.exit(f"error: {_flag_message(error, argv)}")
+
+
+def _flag_message(error: Exception, argv: list[str]) -> str:
+  """One line on a mistake in the flags or in the configuration file."""
+  chain: list[BaseException] = [error]  # the libraries wrap errors, with their tracebacks as text
+  while cause := chain[-1].__cause__ or chain[-1].__context__:
+    chain.append(cause)
+  for cause in reversed(chain):
+    frames = traceback.extract_tb(cause.__traceback__)
+    if any("config_module" in (frame.line or "") for frame in frames):
+      file = next(arg for arg in argv if arg.startswith("--config"))
+      own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+      place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+      text = str(cause).strip().splitlines() or [""]
+      text = text[-1 if isinstance(cause, OSError) else 0].strip()
+      return f"{file}: {type(cause).__name__}: {text[:200]}{place}; mend or change the file"
+  if not isinstance(error, (AttributeError, KeyError)):
+    return str(error).strip().partition("\n")[0]
+  cause = error.args[0]
+  near = str(cause.args[0] if isinstance(cause, KeyError) else cause).replace("\nDid", "; did")
+  name = near.partition("; ")[0].strip("'")
+  given = next((arg for arg in argv if arg.partition("=")[0].endswith(f".{name}")), "--config")
+  return (
+    f"{given}: the configuration has no field {near} (configs/base.py and the recipe list them;"
+    " what the recipe does not name under kwargs or overrides has to be added there)"
+  )
 
 
 class Parser(config_flags.ConfigFileFlagParser):

@@ -21,6 +21,7 @@ from rlvr_jax.rollouts.batch import FOREIGN, Graded, RolloutBatch, from_shard, j
 from rlvr_jax.rollouts.collect import Collector, keep_mixed_groups
 from rlvr_jax.rollouts.store import RolloutStore, TornShardError
 from rlvr_jax.train import components, multihost
+from rlvr_jax.train.host import alive
 from rlvr_jax.train.metrics import say
 from rlvr_jax.train.run_log import DeviceClock
 from rlvr_jax.train.sources import Source, max_gap
@@ -249,6 +250,7 @@ class Generator:
     """Waits for the rollouts and hands them to the graders."""
     if batch.flight is not None:
       batch.flight = self.collector.submit_grading(batch.flight)
+      alive()
       now = time.perf_counter()
       batch.timings["time/generate_seconds"] = now - max(batch.dispatched, self.clock.free_from)
       self.clock.free_from = now

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import os
 import platform
 import signal
@@ -11,9 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
-from absl import app, flags
-
-from rlvr_jax.train import config_file
+DEADLINE_S = 3600.0  # seconds without a sign of life; longer than any one program runs
 
 # glibc's <malloc.h>
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
@@ -33,25 +32,6 @@ def keep_freed_memory() -> None:
   libc.mallopt(_M_TOP_PAD, 2**26)
 
 
-def parse_flags(argv: list[str]) -> list[str]:
-  """Parses all flags; a configuration that is not there, or lacks a field, ends the process.
-
-  The program's flag for it is called config.
-  """
-  flags.FLAGS["config"].parser = config_file.Parser("config", argv)
-  try:
-    return app.parse_flags_with_usage(argv)
-  except FileNotFoundError as error:
-    sys.exit(f"error: --config: {error}")
-  except (AttributeError, KeyError) as error:
-    cause = error.args[0]
-    text = str(cause.args[0] if isinstance(cause, KeyError) else cause)
-    near = text.replace("\nDid", "; did")
-    sys.exit(
-      f"error: the configuration has no field {near} (configs/base.py and the recipe list them)"
-    )
-
-
 def end_at_once(message: str) -> NoReturn:
   """Ends the process with the message alone, when all that was open is closed.
 
@@ -61,6 +41,34 @@ def end_at_once(message: str) -> NoReturn:
   print(message, file=stderr, flush=True)
   sys.stdout.flush()
   os._exit(1)
+
+
+_open_deadlines = 0
+
+
+@contextlib.contextmanager
+def deadline() -> Iterator[None]:
+  """Ends the process, with every thread's traceback, without a sign of life for `DEADLINE_S`.
+
+  No collective and no library's pool of threads has a limit of its own.
+  """
+  global _open_deadlines
+  _open_deadlines += 1
+  alive()
+  try:
+    yield
+  finally:
+    _open_deadlines -= 1
+    alive()
+
+
+def alive() -> None:
+  """A sign of life: the deadline, if one is open, begins anew."""
+  if _open_deadlines:
+    # Not a thread of Python's: what hangs in native code may hold the interpreter's lock.
+    faulthandler.dump_traceback_later(DEADLINE_S, exit=True, file=2)  # stderr may be silenced
+  else:
+    faulthandler.cancel_dump_traceback_later()
 
 
 class Termination:

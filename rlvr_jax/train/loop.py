@@ -26,7 +26,7 @@ from rlvr_jax.train import components, multihost
 from rlvr_jax.train.async_generator import AsyncGenerator, GeneratorStoppedError
 from rlvr_jax.train.checkpoint import Checkpointer, Restored
 from rlvr_jax.train.generator import Generator, PolicySnapshot, fingerprint_of
-from rlvr_jax.train.host import Termination
+from rlvr_jax.train.host import Termination, alive
 from rlvr_jax.train.metrics import MetricWriter, progress, say
 from rlvr_jax.train.run_log import DispatchedUpdate, RunLog, raise_non_finite
 from rlvr_jax.train.scoring import Scorer
@@ -258,17 +258,18 @@ class Trainer:
     self.read_metrics()
     c = self.config
     began = time.perf_counter()
-    batches = list(
-      evaluated(
-        functools.partial(self.parts.generate_held_out, self.state.params, self.frozen),
-        self.parts.task.held_out,
-        collector=self.collector,
-        to_devices=self.parts.to_devices,
-        batch_size=c.evaluation.batch_prompts,
-        seed=c.evaluation.seed,
-        version=self.step,
-      )
-    )
+    batches = []
+    for batch in evaluated(
+      functools.partial(self.parts.generate_held_out, self.state.params, self.frozen),
+      self.parts.task.held_out,
+      collector=self.collector,
+      to_devices=self.parts.to_devices,
+      batch_size=c.evaluation.batch_prompts,
+      seed=c.evaluation.seed,
+      version=self.step,
+    ):
+      batches.append(batch)
+      alive()
     samples = [row for batch in batches for row in batch.samples]
     self.evaluation = accuracy(samples, ks=c.evaluation.ks, seed=c.evaluation.seed)
     lengths = [np.concatenate(x) for x in zip(*(batch[1:] for batch in batches), strict=True)]
@@ -283,6 +284,7 @@ class Trainer:
       "counters": self.log.counters,
       "evaluation": self.evaluation,
       "queue": queue,
+      "written": self.log.writer.written(),
     }
     measured = self.step == c.num_updates or self.step % c.evaluation.every == 0
     self.checkpointer.save(

@@ -17,7 +17,8 @@ from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from rlvr_jax.files import JsonLines, keep_records, read_records, replacing, reporting_full_disk
+from rlvr_jax.files import DamagedFileError, read_records, replacing, reporting_full_disk
+from rlvr_jax.train.records import Records, names_until
 
 TIMINGS = "time/"  # prefix of every value measured with a clock: the only ones a rerun may change
 METRICS_FILE = "metrics.jsonl"
@@ -42,39 +43,42 @@ _LINE = (  # label, key, format
 class MetricWriter:
   """Appends the records of a run, so that a killed and resumed run ends with the same files.
 
-  Write every record of step N before the checkpoint of step N is saved: resuming from it keeps
-  the records up to N, drops later ones and a torn last line, and goes on.
+  Write every record of step N before the checkpoint of step N is saved, with what `written`
+  returns: resuming from it keeps these records, drops later ones and a torn last line, repairs
+  what was damaged since, says so, and goes on.
   """
 
   def __init__(
     self,
     workdir: str | os.PathLike[str],
     resume_step: int | None,
-    *,
-    keep_warm_start: bool = False,
+    written: Mapping[str, Sequence[str]] | None = None,
   ):
     """Opens the files of `workdir`.
 
     Args:
       workdir: created if needed.
-      resume_step: the restored step; None where the run begins, which drops every record.
-      keep_warm_start: keep the records of phase "warm_start" though the run begins: its result is
-        cached. They are always kept when `resume_step` is given.
+      resume_step: the restored step; None where the run begins.
+      written: what `written` returned when the checkpoint was saved, also that of a warm start with
+        which the run begins; None drops every record of a run that begins, and takes those of one
+        that is resumed as they are.
     """
     self.workdir = pathlib.Path(workdir)
     self.workdir.mkdir(parents=True, exist_ok=True)
     self._purge_step = 0 if resume_step is None else resume_step + 1
-    self._keep_warm_start = keep_warm_start or resume_step is not None
+    self._keep_warm_start = written is not None or resume_step is not None
 
-    def kept(record: Mapping[str, Any]) -> bool:
-      if record["phase"] == "warm_start":
-        return self._keep_warm_start
-      return record["step"] < self._purge_step and resume_step is not None
+    def opened(name: str) -> Records:
+      path = self.workdir / name
+      names = written[name] if written else []
+      if written is None and resume_step is not None:
+        names = names_until(path, resume_step)
+      records = Records(path, names)
+      for message in records.damage:
+        say(message)
+      return records
 
-    for name in (METRICS_FILE, ROLLOUTS_FILE):
-      keep_records(self.workdir / name, kept)
-    self._metrics = JsonLines(self.workdir / METRICS_FILE)
-    self._rollouts = JsonLines(self.workdir / ROLLOUTS_FILE)
+    self._metrics, self._rollouts = opened(METRICS_FILE), opened(ROLLOUTS_FILE)
     self._boards: dict[str, _Board] = {}
 
   def write(self, step: int, phase: str, values: Mapping[str, Any]) -> None:
@@ -111,6 +115,13 @@ class MetricWriter:
       path.parent.mkdir(exist_ok=True)
     with replacing(path) as file:
       np.savez(file, **arrays)
+
+  def written(self) -> dict[str, Any]:
+    """What a checkpoint has to know of the records until now, which are on the disk then; JSON."""
+    files = {METRICS_FILE: self._metrics, ROLLOUTS_FILE: self._rollouts}
+    for records in files.values():
+      records.sync()
+    return {name: list(records.names) for name, records in files.items()}
 
   def close(self) -> None:
     """Closes the files."""
@@ -179,8 +190,15 @@ def _plain(value: Any) -> Any:
 
 
 def read_metrics(workdir: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-  """The records of metrics.jsonl, floats exactly as written."""
-  for record in read_records(pathlib.Path(workdir) / METRICS_FILE):
+  """The records of metrics.jsonl, floats exactly as written.
+
+  Raises:
+    DamagedFileError: a whole line is no record.
+  """
+  path = pathlib.Path(workdir) / METRICS_FILE
+  for number, record in enumerate(read_records(path), start=1):
+    if type(record.get("step")) is not int or not isinstance(record.get("phase"), str):
+      raise DamagedFileError(f"{path}, line {number} has no step and phase; remove that line.")
     yield {key: float(v) if v in ("nan", "inf", "-inf") else v for key, v in record.items()}
 
 

@@ -8,10 +8,15 @@ has an effect. With one process nothing here does anything.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import json
 import os
+import signal
+import socket
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,14 +24,17 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax._src import distributed
 from jax.experimental import multihost_utils
 
 from rlvr_jax.rewards.outcome import Grade, Outcome
 from rlvr_jax.rewards.pool import GraderPool
+from rlvr_jax.train.host import alive, deadline
 from rlvr_jax.train.metrics import MetricWriter
-from rlvr_jax.train.sharding import deadline
 
 T = TypeVar("T")
+_ended = threading.Event()  # the run, in order
+_listening: list[socket.socket] = []
 
 
 class OtherProcessError(RuntimeError):
@@ -56,6 +64,43 @@ def initialize(
   # Its handler of SIGTERM would swallow the signal before ours is there; see `anywhere`.
   jax.config.update("jax_enable_preemption_service", False)
   jax.distributed.initialize(coordinator, num_processes, process_id)
+  _watch_first(distributed.global_state)
+
+
+def _watch_first(state: Any) -> None:
+  """Ends this process with a message when the first one is gone.
+
+  The kernel closes a connection to it then. jax's own thread aborts the process, with its stack
+  alone, and lets no other answer through any more.
+  """
+  key = "rlvr_jax/first"
+  if is_first():
+    # Connections that nobody accepts stay in the queue, and end with the process.
+    _listening.append(socket.create_server(("", 0), backlog=state.num_processes))
+    state.client.key_value_set(key, str(_listening[0].getsockname()[1]))
+    return
+  port = int(state.client.blocking_key_value_get(key, 60_000))
+  try:
+    connection = socket.create_connection((state.coordinator_address.rpartition(":")[0], port), 60)
+  except OSError:
+    return  # another port is not let through: without the message, then
+  connection.settimeout(None)
+
+  def watch() -> None:
+    with contextlib.suppress(OSError):
+      connection.recv(1)
+    if not _ended.wait(1.0):  # a message that arrives meanwhile says more
+      message = (
+        f"error: process 0 of {state.num_processes} has died or cannot be reached; see what it"
+        " printed. Rerun the same command on every host: it goes on from the last checkpoint\n"
+      )
+      os.write(2, message.encode())  # sys.stderr may be silenced
+      os._exit(1)
+
+  # The thread that aborts stays in this handler for as many seconds as the signal's number, six.
+  libc = ctypes.CDLL(None)
+  libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
+  threading.Thread(target=watch, daemon=True).start()
 
 
 def is_first() -> bool:
@@ -69,6 +114,7 @@ def exchange(value: Any) -> list[Any]:
   Args:
     value: of JSON; floats arrive exactly.
   """
+  alive()
   if jax.process_count() == 1:
     return [value]
   text = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -92,6 +138,7 @@ def together(action: Callable[[], T]) -> T:
   Raises:
     OtherProcessError: where `action` did not raise but did elsewhere.
   """
+  alive()
   if jax.process_count() == 1:
     return action()
   result: Any = None
@@ -161,6 +208,9 @@ class NoWriter(MetricWriter):
   def write_geometry(self, *args: Any, **kwargs: Any) -> None:
     pass
 
+  def written(self) -> dict[str, Any]:
+    return {}
+
   def close(self) -> None:
     pass
 
@@ -188,9 +238,12 @@ def failing_at_once() -> Iterator[None]:
   """
   try:
     yield
+    _ended.set()  # the first process may go from now on
   except BaseException as error:
     if jax.process_count() == 1:
       raise
+    if isinstance(error, Exception) and not is_first():
+      time.sleep(3.0)  # if it is because the first process died, `_watch_first` says so
     if isinstance(error, SystemExit):
       print(error, file=sys.stderr)
     else:

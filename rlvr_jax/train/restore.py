@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rlvr_jax.files import replacing
 from rlvr_jax.rollouts.store import RolloutStore, StoreError
 from rlvr_jax.train import components, multihost
 from rlvr_jax.train.checkpoint import Checkpointer, Restored
-from rlvr_jax.train.metrics import METRICS_FILE, read_metrics, say
+from rlvr_jax.train.metrics import METRICS_FILE, progress, read_metrics, say
 
 
 def as_begun(parts: components.Parts, workdir: Path) -> components.Parts:
@@ -60,6 +63,7 @@ def resumable(
     if not damaged or parts.schedule.real_time:
       # Later ones would be taken up by the next resume, although their records are gone.
       checkpointer.discard_after(step)
+      multihost.on_first(functools.partial(_report_damaged, store, restored.host), None)
       return restored
     say(
       f"rollouts {damaged} of {store.directory}, pending at update {step}, are damaged or missing:"
@@ -72,6 +76,24 @@ def resumable(
       " --workdir"
     )
   return None
+
+
+def records_of(restored: Restored | None, warm: Restored | None) -> tuple[int | None, Any]:
+  """(step, what `MetricWriter.written` returned) of that with which a run goes on, or begins."""
+  begun = restored or warm
+  return restored.step if restored else None, begun.host.get("written") if begun else None
+
+
+def _report_damaged(store: RolloutStore, host: Mapping[str, Any]) -> None:
+  """Says which used batches of the store are damaged; the run needs them no more."""
+  numbers = range(min(map(int, host["pending"]), default=host["after"]["number"]))
+  with progress(numbers, "checking the store", unit="batch") as bar:
+    damaged = [number for number in bar if not (store.removed(number) or store.whole(number))]
+  if damaged:
+    say(
+      f"rollouts {damaged} of {store.directory}, on which this run has trained, are damaged or"
+      " missing: put back a copy if they are still of use; the run goes on without them"
+    )
 
 
 def elapsed_seconds(workdir: Path) -> float:

@@ -21,11 +21,11 @@ from rlvr_jax.train.checkpoint import (
   check_config,
 )
 from rlvr_jax.train.generator import AgreementError, DynamicSamplingError
-from rlvr_jax.train.host import Termination, termination_signals
+from rlvr_jax.train.host import Termination, deadline, termination_signals
 from rlvr_jax.train.loop import Trainer
 from rlvr_jax.train.metrics import MetricWriter, progress, say
 from rlvr_jax.train.report import write_report
-from rlvr_jax.train.restore import as_begun, elapsed_seconds, resumable
+from rlvr_jax.train.restore import as_begun, elapsed_seconds, records_of, resumable
 from rlvr_jax.train.texts import grader_pool
 from rlvr_jax.train.warm_start import warm_start
 from rlvr_jax.types import Params
@@ -84,18 +84,21 @@ def train(parts: components.Parts, workdir: str | Path) -> dict[str, float]:
     first = multihost.on_first(lambda: enter(RolloutStore(folder, writable=True)), None)
     store = first or enter(RolloutStore(folder, writable=False))
     restored = resumable(checkpointer, parts, store)
-    resume_step, was_warm = restored.step if restored else None, warm is not None
+    resume_step, written = records_of(restored, warm)
+    no_writer = multihost.NoWriter(workdir)
     writer = multihost.on_first(
-      lambda: enter(MetricWriter(workdir, resume_step, keep_warm_start=was_warm)),
-      multihost.NoWriter(workdir),
+      lambda: enter(MetricWriter(workdir, resume_step, written)), no_writer
     )
     pool = multihost.together(lambda: enter(grader_pool(config, parts.task)))
     termination = stack.enter_context(termination_signals())
+    stack.enter_context(deadline())
     try:
       if warm:
         params = warm.state
       elif config.warm_start.num_steps:
-        params = warm_started(parts, frozen.trainer, writer, warm_starts, termination)
+        # A resumed run, whose folder of the warm start is gone, has the records of it.
+        first_writer = no_writer if restored else writer
+        params = warm_started(parts, frozen.trainer, first_writer, warm_starts, termination)
       else:  # nothing that a file of its own would save
         params = components.initial_params(parts)
     except EndRequestedError:
@@ -155,6 +158,6 @@ def warm_started(
       num_steps=num_steps,
       report=report,
     )
-  checkpointer.save(num_steps, params, host={})
+  checkpointer.save(num_steps, params, host={"written": writer.written()})
   checkpointer.wait()
   return params

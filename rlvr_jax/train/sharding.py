@@ -6,11 +6,9 @@ other. The batch is sharded on prompts over data and fsdp together, so a group s
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,11 +16,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from rlvr_jax.train.host import deadline
 from rlvr_jax.types import Array, Params
 
 AXES = ("data", "fsdp", "tensor")
 BATCH = PartitionSpec(("data", "fsdp"))
-DEADLINE_S = 3600.0  # seconds a process waits for the others; longer than any one program runs
 
 # First match wins; kernels of the scanned blocks carry the layer axis first.
 RULES: tuple[tuple[str, PartitionSpec], ...] = (
@@ -163,16 +161,3 @@ def to_host(tree: Any) -> Any:
   with deadline():
     return jax.tree.map(fetch, tree)
 
-
-@contextlib.contextmanager
-def deadline() -> Iterator[None]:
-  """Ends the process, with every thread's traceback, where a wait exceeds `DEADLINE_S`.
-
-  No collective has a limit of its own; a process that died is noticed earlier, by its heartbeat.
-  """
-  stderr = 2  # the descriptor: the stream may be silenced
-  faulthandler.dump_traceback_later(DEADLINE_S, exit=True, file=stderr)
-  try:
-    yield
-  finally:
-    faulthandler.cancel_dump_traceback_later()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import ml_collections
@@ -22,11 +22,13 @@ from rlvr_jax.data import (
 from rlvr_jax.data.huggingface_tokenizer import HuggingFaceTokenizer
 from rlvr_jax.models.huggingface_config import longest_text
 from rlvr_jax.ops.checks import check_between, check_choice
+from rlvr_jax.rewards import cgroups
 from rlvr_jax.rewards.combined import weighted_reference
-from rlvr_jax.rewards.pool import GraderPool
+from rlvr_jax.rewards.pool import GraderPool, default_workers
 from rlvr_jax.rewards.sandbox import ACCEPTED, UNSANDBOXED
 from rlvr_jax.rollouts.collect import Collector
 from rlvr_jax.train import multihost, sharding
+from rlvr_jax.train.host import alive
 
 WEIGHTED = "rlvr_jax.rewards.combined:weighted"
 BY_REFERENCE = "rlvr_jax.rewards.combined:by_reference"
@@ -166,28 +168,45 @@ def _kept(
 
 
 class _Regraded:
-  """A source whose problems carry the references of a combined grader."""
+  """A source whose problems carry the references of another grader."""
 
-  def __init__(self, source: ProblemSource, grader: str, extra: Sequence[tuple[str, float]]):
-    self._source, self._grader, self._extra = source, grader, extra
+  def __init__(self, source: ProblemSource, change: Callable[[Mapping[str, Any]], Any]):
+    self._source, self._change = source, change
 
   def __len__(self) -> int:
     return len(self._source)
 
   def __getitem__(self, index: int) -> Problem:
     problem = self._source[index]
-    reference = problem.reference
-    if self._extra:
-      # The main part gets the wrapping of a mixture, if it is that of the task; the others do not.
-      reference = weighted_reference(self._grader, self._given(reference), self._extra)
+    return dataclasses.replace(problem, reference=self._change(problem.reference))
+
+
+class _Graders(NamedTuple):
+  """What grades the problems of a phase."""
+
+  main: str
+  extra: tuple[tuple[str, float], ...] = ()
+
+  @property
+  def path(self) -> str:
+    return WEIGHTED if self.extra else self.main
+
+  def reference(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the grader at `path` gets in place of the task's reference."""
+    # A task's own wrapping, if it is a mixture, is for the grader that asked for it.
+    reference = given if self.main == BY_REFERENCE else _unwrapped(given)
+    if self.extra:
+      reference = weighted_reference(self.main, reference, self.extra)
       for part in reference["parts"][1:]:
         part["reference"] = _unwrapped(part["reference"])
-    else:
-      reference = self._given(reference)
-    return dataclasses.replace(problem, reference=reference)
+    return reference
 
-  def _given(self, reference: Mapping[str, Any]) -> Mapping[str, Any]:
-    return reference if self._grader == BY_REFERENCE else _unwrapped(reference)
+  def named(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same, for a pool whose grader is `BY_REFERENCE`."""
+    reference = self.reference(given)
+    if self.path == BY_REFERENCE:
+      return reference
+    return {"grader": self.path, "reference": reference}
 
 
 def _unwrapped(reference: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -196,7 +215,10 @@ def _unwrapped(reference: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def with_graders(config: ml_collections.ConfigDict, task: Task) -> Task:
-  """The task with the grader and the further graders that the configuration names.
+  """The task with the graders that the configuration names.
+
+  Those of `config.grading` are for training, that of `config.evaluation` for held-out problems.
+  Where the two differ the references name them, so that one pool serves both.
 
   Raises:
     ValueError: an import path or a weight that is none.
@@ -207,18 +229,21 @@ def with_graders(config: ml_collections.ConfigDict, task: Task) -> Task:
       f"config.grading.unsandboxed_code = {said!r}: leave it empty, or say {ACCEPTED!r} to have"
       " generated programs run without a sandbox"
     )
-  grader = config.grading.grader or task.grader
-  check_grader("config.grading.grader", grader)
-  extra = [_checked(pair) for pair in config.grading.extra]
-  if not extra and grader == task.grader:
+  for field in ("grading", "evaluation"):
+    check_grader(f"config.{field}.grader", config[field].grader or task.grader)
+  extra = tuple(_checked(pair) for pair in config.grading.extra)
+  training = _Graders(config.grading.grader or task.grader, extra)
+  held_out = _Graders(config.evaluation.grader or task.grader)
+  if training == held_out == _Graders(task.grader):
     return task
-  regraded = lambda source: _Regraded(source, grader, extra)
+  alike = training == held_out
+  change = lambda graders: graders.reference if alike else graders.named
   return dataclasses.replace(
     task,
-    grader=WEIGHTED if extra else grader,
-    train=regraded(task.train),
-    warm_start=regraded(task.warm_start),
-    held_out=regraded(task.held_out),
+    grader=training.path if alike else BY_REFERENCE,
+    train=_Regraded(task.train, change(training)),
+    warm_start=_Regraded(task.warm_start, change(training)),
+    held_out=_Regraded(task.held_out, change(held_out)),
   )
 
 
@@ -246,6 +271,9 @@ def check_grader(field: str, path: str) -> None:
     )
 
 
+_CODE = "rlvr_jax.rewards.code:code"
+
+
 def grader_pool(config: ml_collections.ConfigDict, task: Task) -> GraderPool:
   """The processes that grade; each tries all of the task's graders before the first completion.
 
@@ -257,13 +285,21 @@ def grader_pool(config: ml_collections.ConfigDict, task: Task) -> GraderPool:
   sources = (task.train, task.held_out)
   some = [problem for source in sources for problem in _first(source, _GRADERS_SHOW_IN)]
   inner = [path for problem in some for path in _graders_in(problem.reference)]
+  if _CODE in (task.grader, *inner) and (reason := cgroups.why_none()):
+    logging.warning(
+      "no control group is to be had for generated programs (%s): what memory and processor time"
+      " they take is only polled. For limits by the kernel start the run where cgroup v2 is"
+      " delegated, such as with systemd-run --user --scope",
+      reason,
+    )
   return GraderPool(
     task.grader,
-    num_workers=settings.num_workers,
+    num_workers=settings.num_workers or default_workers(),
     timeout_s=settings.timeout_s,
     memory_mib=settings.memory_mib,
     environment={UNSANDBOXED: said} if said else {},
     preload=[*dict.fromkeys(inner)],
+    on_grade=alive,
   )
 
 

@@ -308,6 +308,19 @@ def test_decode(folder):
   assert tokenizer.decode(first_byte_of_two) == "\ufffd"
 
 
+@pytest.mark.parametrize("special", [True, False])
+def test_the_tags_around_a_thought_are_kept(folder, special):
+  thinking = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+  folder = folder(chat_template=thinking)
+  tags = [AddedToken(tag, special=special, normalized=False) for tag in ("<think>", "</think>")]
+  folder.backend.add_tokens(tags)
+  folder.write()
+  tokenizer = folder.chat()
+  assert tokenizer.decode(tokenizer.encode_prompt("5")) == "user\n5\nassistant\n<think>\n"
+  ids = [*folder.letters("hm"), *folder.ids("</think>", "5", "<|im_end|>")]
+  assert tokenizer.decode(ids) == "hm</think>5"
+
+
 def test_vocabulary_with_holes(folder):
   folder = folder()
   state = json.loads(folder.backend.to_str())

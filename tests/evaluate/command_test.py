@@ -49,6 +49,17 @@ def test_a_checkpoint_has_the_accuracy_that_the_loop_found(run, tmp_path):
     evaluate_checkpoint(build(tiny.config(**FIELDS, evaluation__seed=1)), tmp_path, folder)
 
 
+def test_a_training_reward_is_no_measure_of_itself(run, tmp_path):
+  """Held-out problems keep the task's grader, unless the evaluation names another."""
+  workdir, of_loop = run
+  folder, digits = workdir / "checkpoints" / "1", "rewards.user_graders:digits"
+  rewarded = build(tiny.config(**FIELDS, grading__grader=digits, grading__extra=((digits, 1.0),)))
+  assert evaluate_checkpoint(rewarded, tmp_path / "own", folder) == of_loop
+  other = build(tiny.config(**FIELDS, evaluation__grader=digits))
+  values = evaluate_checkpoint(other, tmp_path / "other", folder)
+  assert values["eval/pass@1"] == 0 < of_loop["eval/pass@1"]
+
+
 def sample(outcome, extracted):
   return {"outcome": outcome, "extracted": extracted, "stopped": True}
 

@@ -30,6 +30,8 @@ def test_what_is_not_a_whole_number_is_refused(value):
   check_whole("sketch", "copies", 1, low=1)
   with pytest.raises(ValueError, match=r"sketch: copies = .* is not a whole number; .* 1 or more"):
     check_whole("sketch", "copies", value, low=1)
+  with pytest.raises(ValueError, match=r"copies = 8 is not a whole number in \[1, 7\]; set copies"):
+    check_whole("sketch", "copies", 8, low=1, high=7)
 
 
 def test_bounds_that_cross_name_both():

@@ -54,6 +54,8 @@ def _passes(program, *tests, **more):
     ("```python\nx = 1\n```\n```text\nx = 2\n```", "x = 1\n"),
     ("```py\r\nx = 1\r\n```\r\n", "x = 1\n"),
     ("<think>```python\nx = 1\n```</think> x = 2", " x = 2"),
+    ("<think>maybe\n```python\nx = 1\n```\nno, wait", ""),
+    ("x = '<think>'", "x = '<think>'"),
     ("```python\n  return 1\n", "  return 1\n"),
     ("```python\ns = '''\n a ``` b\n'''\n```", "s = '''\n a ``` b\n'''\n"),
   ],
@@ -104,6 +106,72 @@ def test_no_code_and_no_time():
   assert code(slow, _asserts("assert add(1, 2)", time_limit_s=0.3)).outcome is Outcome.TIMEOUT
 
 
+@pytest.mark.parametrize(
+  "reference",
+  [
+    _asserts("assert f(1) == 5", "assert f(2) == 6"),
+    _asserts("assert f(1) == 5\nassert f(2) == 6"),
+    _asserts("assert f(1) == 5 and (f(1) == 7 and f(2) == 6)"),
+    _asserts("assert all(f(x) == x + 4 for x in (1, 2))"),
+    _asserts("for x in (1, 2): assert f(x) == x + 4"),
+    _asserts("def g(x): assert f(x) == x + 4\ng(1)\ng(2)"),
+    _asserts("assert f(1).upper() == 'A'\nassert f(2) == 6"),
+    _asserts("try: f(1)\nexcept ValueError: pass\nelse: assert f(1) == 5\nassert f(2) == 6"),
+    {"style": "check", "entry_point": "f",
+     "test": "def check(c):\n  assert c(1) == 5, 'one'\n  assert c(2) == 6"},
+    _function("f", ([1], 5), ([2], 6)),
+    _stdin(("1", "5"), ("2", "6")),
+  ],
+)  # fmt: skip
+def test_all_calls_are_made_whatever_comes_back(reference):
+  """A program that is not asked again would know that it has failed."""
+  program = "def f(x):\n  while x == 2: pass\n  return 0"
+  if reference["style"] == "stdin":
+    program += "\nprint(f(int(input())))"
+  grade = code(program, reference | {"time_limit_s": 0.3})
+  assert grade.outcome is Outcome.TIMEOUT, grade  # in its second call
+
+
+@pytest.mark.parametrize("message", ["f(2)", "f'got {f(2)}'", "'got %s' % f(2)"])
+def test_a_failure_asks_nothing_of_the_program(message):
+  program = "def f(x):\n  while x == 2: pass\n  return 0"
+  grade = code(program, _asserts(f"assert f(1) == 5, {message}", time_limit_s=5.0))
+  assert grade.outcome is Outcome.WRONG, grade
+
+
+@pytest.mark.parametrize(
+  ("test", "passed"),
+  [
+    ("assert f(1) == 5, 'odd'\nassert f(2) == 2", "AssertionError: odd"),
+    ("assert f(1) == 1\nassert [][f(1)]\nassert f(1) == 5, 'odd'", "IndexError: list index"),
+    ("assert f(1) == 5, 'odd'\n[][0]", "AssertionError: odd"),
+    ("assert f(1) == 1 and (n := f(2)) == 2 and n", ""),
+    ("assert isinstance(f([]), list) and f([]) == []", ""),
+    ("assert isinstance(f(1), list) and f(1)[0] == 1", "AssertionError"),
+    ("try:\n  assert f(1) == 5\nexcept AssertionError: pass\nelse: assert False", ""),
+    ("try:\n  assert f(1) == 5\nexcept* AssertionError: pass\nelse: assert False", ""),
+    ("try:\n  assert f(1) == 5\nfinally: pass", "AssertionError"),
+    ("exit()", "SystemExit"),
+  ],
+)
+def test_a_test_fails_with_its_first_failure(test, passed):
+  grade = code("def f(x): return x", _asserts(test, "assert f(3) == 3", reward="fraction"))
+  assert grade.score == (0.5 if passed else 1.0), grade
+  assert passed in grade.detail, grade
+
+
+def test_the_time_limit_is_of_processor_time():
+  """What a busy machine makes of a program that is not slow, here by sleeping."""
+  naps = "import time\ndef add(a, b):\n  time.sleep(0.6)\n  return a + b"
+  reference = _asserts("assert add(1, 2) == 3", time_limit_s=0.3)
+  assert code(naps, reference).outcome is Outcome.CORRECT
+  with GraderPool("rlvr_jax.rewards.code:code", timeout_s=0.5) as pool:  # for the rest of the item
+    before = pool.worker_pids()
+    (right, slept) = pool.grade([naps, naps.replace("0.6", "60")], [reference] * 2)
+    assert (right.outcome, slept.outcome) == (Outcome.CORRECT, Outcome.TIMEOUT), (right, slept)
+    assert pool.worker_pids() == before
+
+
 PROMPT = '''import math
 from typing import List
 
@@ -144,11 +212,17 @@ def test_check(completion, right):
     (ADD, "add", ([1, 2], 3), True),
     (ADD, "add", ([1, 2], 4), False),
     (ADD, "add", ([0.1, 0.2], 0.3), True),
-    (ADD, "add", ([0.1, -0.1 + 1e-12], 0), True),
+    (ADD, "add", ([0.1, -0.1 + 1e-12], 0.0), True),
+    (ADD, "add", ([0.1, -0.1 + 1e-12], 0), False),
+    (ADD, "add", ([1.0, 2.0], 3), True),
+    (ADD, "add", ([1000000005.0, 1.0], 1000000005), False),
+    (ADD, "add", ([0.0, 1e18], 10**18 + 123456789), False),
+    (ADD, "add", ([[1e9], [2]], [10**9 + 1, 2]), False),
     (ADD, "add", ([1e-12, 1e-12], 1e-12), False),
     (ADD, "add", ([2.0, 1e300], float("inf")), False),
     ("def f(): return (1, [2, (3,)])", "f", ([], [1, [2, [3]]]), True),
     ("def f(): return {1: (2,)}", "f", ([], {"1": [2]}), True),
+    ("def f(): return {1: 'bad', '1': 'ok'}", "f", ([], {"1": "ok"}), False),
     ("def f(): return 10**16", "f", ([], 10**16 + 1), False),
     ("def f(): return None", "f", ([], 0), False),
     ("class S:\n  n = 0\n  def g(self, x): self.n += x; return self.n", "S.g", ([2], 2), True),
@@ -182,6 +256,10 @@ def test_what_the_setup_defines_is_no_answer():
     ("print(1.50, 2)", ("", "1.5 2.0"), True),
     ("print(1.5001, 2)", ("", "1.5 2.0"), False),
     ("print(10**17)", ("", str(10**17 + 1)), False),
+    ("print('+.5e1 1E-2 7.')", ("", "5 0.01 7"), True),
+    ("print('1_0')", ("", "10"), False),
+    ("print('\u0661\u0660 \uff11')", ("", "10 1"), False),
+    ("print('Infinity')", ("", "inf"), False),
     ("print('a'); print()", ("", "a"), True),
     ("print('a'); print('b')", ("", "a"), False),
     ("print('a b')", ("", "a  b"), False),
@@ -332,6 +410,8 @@ def test_a_program_cannot_make_a_test_impossible(program, tests):
      "assert Counter(f('ab')) == Counter('ab')", "from collections import Counter"),
     ("import math\nmath.isclose = lambda *a, **k: True\ndef f(x): return 0",
      "assert m.isclose(f(1), 2.5)", "class Node: pass\nimport math as m"),
+    ("import math\nmath.isclose = lambda *a, **k: True\ndef f(x): return 0",
+     "assert isclose(f(1), 2.5)", "from math import *"),
   ],
 )  # fmt: skip
 def test_what_a_setup_imports_is_the_judge_s_own(program, test, setup):
@@ -340,11 +420,26 @@ def test_what_a_setup_imports_is_the_judge_s_own(program, test, setup):
   assert _passes(good, test, setup=setup)
 
 
+@pytest.mark.parametrize("setup", ["from math import *", "from math import gcd"])
+def test_a_setup_that_imports_what_is_tested_is_refused(setup):
+  with pytest.raises(RuntimeError, match=r"imports all that tests use: \['gcd'\]"):
+    code("def gcd(a, b): return 0", _asserts("assert gcd(4, 6) == 2", setup=setup))
+
+
 @pytest.mark.parametrize(
   ("reference", "message"),
   [
     (_asserts("import numpy as np\nassert f(1)"), "imports 'numpy', but .* standard library only"),
     (_asserts("assert f(1"), "no Python"),
+    (_asserts("assert np.allclose(f(1), 2)", setup="import numpy as np"), "a setup imports 'nu"),
+    (_asserts("assert f(1)", setup="try: import numpy\nexcept ImportError: pass"), "a setup impo"),
+    (_asserts("assert f(1)", setup="from . import x"), "a setup imports ''"),
+    (_asserts("assert f(1)", setup="x = ("), "a setup is no Python"),
+    (_function("f", ([], 1), setup="import numpy"), "a setup imports 'numpy'"),
+    (_stdin(("", ""), setup="import numpy"), "a setup imports 'numpy'"),
+    (dict(style="check", test="def check(c): import numpy", entry_point="f"), "a test imports"),
+    (dict(style="check", test="def check(c): pass", entry_point="f",
+          prompt="import numpy\ndef f(x):"), "a prompt imports 'numpy'"),
     (dict(style="check", test="import numpy.linalg\ndef check(c): pass", entry_point="f"), "numpy"),
     (dict(style="check", test="def check(c): assert (", entry_point="f"), "no Python"),
     (dict(style="check", test="def test(c): pass", entry_point="f"), r"define check\(candidate"),
@@ -491,6 +586,7 @@ def test_names_of_the_program(tests, names, modules):
     ({"style": "pytest"}, "style is 'pytest', allowed"),
     (_asserts("assert f()", reward="some"), "reward is 'some', allowed"),
     (_asserts("assert f()", time_limit_s=0), "time_limit_s is 0"),
+    (_asserts("assert f()", time_limit_s=float("inf")), "time_limit_s is inf, must be .* ≤ 120"),
     (_asserts("assert f()", memory_mib=16), "memory_mib is 16, must be a whole number ≥ 64"),
   ],
 )
@@ -507,12 +603,11 @@ def _published():
 
 
 def _grade_published(size):
-  limit_s = 30.0
-  with GraderPool("rlvr_jax.rewards.code:code", num_workers=2, timeout_s=2 * limit_s) as pool:
+  with GraderPool("rlvr_jax.rewards.code:code", num_workers=2) as pool:
     for problems in _published().values():
       problems = code_grading.spread(problems, size)
       assert len(problems) >= (size or 100)
-      references = [dict(problem.reference, time_limit_s=limit_s) for problem in problems]
+      references = [problem.reference for problem in problems]
       right = pool.grade([problem.solution for problem in problems], references)
       wrong = pool.grade([code_grading.spoilt(problem) for problem in problems], references)
       for problem, good, bad in zip(problems, right, wrong, strict=True):

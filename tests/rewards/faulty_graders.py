@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-from rlvr_jax.rewards import Grade, Outcome
+from rlvr_jax.rewards import Grade, Outcome, deadlines
 
 
 def faulty(completion, reference):
@@ -17,6 +17,11 @@ def faulty(completion, reference):
   if kind == "sleep":
     time.sleep(float(argument))
     return Grade(Outcome.CORRECT, 1.0, argument)
+  if kind == "longer":  # than the pool's limit, as announced; or longer still
+    announced, taken = map(float, argument.split())
+    deadlines.announce(announced)
+    time.sleep(taken)
+    return Grade(Outcome.CORRECT, 1.0)
   if kind == "hang":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while True:

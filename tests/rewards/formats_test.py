@@ -37,22 +37,21 @@ def test_boxed(completion, problem):
 
 
 @pytest.mark.parametrize(
-  ("completion", "opened", "problem"),
+  ("completion", "problem"),
   [
-    ("<think>hm</think>5", False, ""),
-    (" <think>\nhm\n</think>\n\nThe answer is 5", False, ""),
-    ("hm</think>5", True, ""),
-    ("hm</think>5", False, "does not start with <think>"),
-    ("<think>hm</think>5", True, "more than one thought"),
-    ("<think>hm", False, "no </think>"),
-    ("<think> </think>5", False, "empty"),
-    ("<think>hm</think> ", False, "empty"),
-    ("<think>hm</think>5</think>6", False, "more than one"),
-    ("<think>a<think>hm</think>5", False, "more than one"),
+    ("<think>hm</think>5", ""),
+    (" <think>\nhm\n</think>\n\nThe answer is 5", ""),
+    ("hm</think>5", "does not start with <think>"),
+    ("<think><think>hm</think>5", "more than one thought"),
+    ("<think>hm", "no </think>"),
+    ("<think> </think>5", "empty"),
+    ("<think>hm</think> ", "empty"),
+    ("<think>hm</think>5</think>6", "more than one"),
+    ("<think>a<think>hm</think>5", "more than one"),
   ],
 )
-def test_think_answer(completion, opened, problem):
-  _check(think_answer(completion, {"think_opened": opened}), not problem, problem)
+def test_think_answer(completion, problem):
+  _check(think_answer(completion, {}), not problem, problem)
 
 
 def test_pattern():

@@ -106,3 +106,35 @@ def test_reasoning_gym_scores_with_the_settings():
 
 def test_self_test():
   graders.reasoning_gym_self_test()
+
+
+@pytest.mark.parametrize(
+  ("prompt", "opened"),
+  [
+    ("<|user|>1+1?<|assistant|><think>\n", "<think>"),
+    ("Reason first.\n<think>", "<think>"),
+    ("assistant\n<think>\n\n</think>\n\n", ""),
+    ("Write <think> and </think> around your thoughts.", ""),
+    ("Begin with <think>.", ""),
+    ("1+1?", ""),
+  ],
+)
+def test_whether_a_prompt_has_opened_a_thought(prompt, opened):
+  assert graders.opened_thought(prompt) == opened
+
+
+@pytest.mark.parametrize(
+  ("completion", "outcome"),
+  [
+    ("<think>it is 7", Outcome.UNPARSEABLE),
+    ("<think>maybe 7\n#### 7\nWait,", Outcome.UNPARSEABLE),
+    ("<think>#### 7</think>", Outcome.UNPARSEABLE),
+    ("<think>#### 7</think> 8", Outcome.WRONG),
+    ("<think>#### 8</think> 7", Outcome.CORRECT),
+    ("<think>8</think> so\n#### 7", Outcome.CORRECT),
+  ],
+)
+def test_thoughts_are_no_answers(completion, outcome):
+  assert graders.gsm8k(completion, {"answer": "7"}).outcome is outcome
+  reference = {"dataset": "gcd", "answer": "7", "metadata": {}}
+  assert graders.reasoning_gym(completion, reference).outcome is outcome

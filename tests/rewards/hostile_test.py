@@ -4,9 +4,10 @@ After each, the pool has the worker it had, nothing of the program runs, and the
 graded right.
 """
 
+import contextlib
+import importlib
 import os
 import pathlib
-import shutil
 import tempfile
 import time
 
@@ -26,27 +27,10 @@ WRONG, TIMEOUT, CORRECT = {Outcome.WRONG}, {Outcome.TIMEOUT}, {Outcome.CORRECT}
 STOPPED = WRONG | TIMEOUT
 
 
-HAS_BUBBLEWRAP = shutil.which("bwrap") is not None
-MECHANISMS = [
-  "namespaces",
-  pytest.param(
-    "bubblewrap",
-    marks=[
-      pytest.mark.slow,
-      pytest.mark.skipif(not HAS_BUBBLEWRAP, reason="bwrap is not installed"),
-    ],
-  ),
-]
-
-
-@pytest.fixture(scope="module", params=MECHANISMS)
-def pool(request):
-  with pytest.MonkeyPatch.context() as patch:
-    if request.param == "namespaces":
-      patch.setenv("PATH", "/nowhere")  # no bwrap is found
-    # The pool's own limit is far off: deadlines are the grader's affair, and cost no worker.
-    with GraderPool("rlvr_jax.rewards.code:code", timeout_s=30.0) as opened:
-      yield opened
+@pytest.fixture(scope="module")
+def pool():
+  with GraderPool("rlvr_jax.rewards.code:code") as opened:
+    yield opened
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +51,7 @@ def _grade(pool, program, reference, limit_s=AMPLE_S):
   workers, before = pool.worker_pids(), descendants(*pool.worker_pids())
   began = time.monotonic()
   (grade,) = pool.grade([program], [reference | {"time_limit_s": limit_s}])
-  assert time.monotonic() - began < limit_s + SLACK_S
+  assert time.monotonic() - began < sandbox.WALL_CLOCK_FACTOR * limit_s + SLACK_S
   assert pool.worker_pids() == workers
   # Of the item before, something may have been about to end.
   wait_until(lambda: descendants(*workers) <= before, 2.0)
@@ -163,7 +147,7 @@ SLOW_EATERS = {
   "sleep": ("import time\ntime.sleep(10**6)", TIMEOUT),
   "no signal heard": (
     "import signal\n"
-    "for s in set(range(1, 65)) - {9, 19, 32, 33}: signal.signal(s, signal.SIG_IGN)\n"
+    "for s in set(range(1, 65)) - {9, 17, 19, 32, 33}: signal.signal(s, signal.SIG_IGN)\n"
     "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\ndef f(x):\n  while True: pass",
     TIMEOUT,
   ),
@@ -488,3 +472,47 @@ def test_tests_cannot_be_talked_round(pool, program, tests):
 def test_fakes_of_scripts_do_not_pass(pool, name):
   reference = {"style": "stdin", "cases": [{"input": "2", "output": str(ANSWER)}]}
   assert _grade(pool, FAKES[name], reference).outcome is Outcome.WRONG
+
+
+# --- programs that try their luck again and again -------------------------------------------------
+
+# Solves nothing: it guesses, and keeps what it has guessed where the next rollout finds it. A call
+# that comes after a guess is taken for a sign that the guess was right.
+GUESSER = """
+import json, os
+path, right, guess, calls = {path!r}, [], -1, 0
+if os.path.exists(path):
+  right, guess = json.load(open(path))
+def f(x):
+  global calls, guess, right
+  calls += 1
+  if calls <= len(right):
+    return right[calls - 1]
+  if calls == len(right) + 2:
+    right, guess = [*right, guess], -1
+  if calls == len(right) + 1:
+    guess += 1
+    json.dump([right, guess], open(path, "w"))
+  return guess
+"""
+
+
+@pytest.mark.parametrize(
+  "reference",
+  [
+    {"style": "asserts", "tests": ["assert f(1) == 3", "assert f(2) == 1", "assert f(3) == 4"]},
+    {"style": "asserts", "tests": ["assert f(1) == 3\nassert f(2) == 1 and f(3) == 4"]},
+    {"style": "check", "entry_point": "f",
+     "test": "def check(c):\n  for x, y in ((1, 3), (2, 1), (3, 4)): assert c(x) == y"},
+    {"style": "function", "entry_point": "f",
+     "cases": [{"input": [x], "output": y} for x, y in ((1, 3), (2, 1), (3, 4))]},
+  ],
+)  # fmt: skip
+def test_guesses_are_not_told_to_be_right(reference, tmp_path, monkeypatch):
+  """Without walls, so that nothing is left to them: a program finds the files of the one before."""
+  grader = importlib.import_module("rlvr_jax.rewards.code")
+  program = GUESSER.format(path=str(tmp_path / "guesses"))
+  with contextlib.closing(sandbox.Sandbox(sandbox.NONE)) as open_world:
+    monkeypatch.setattr(grader, "_sandbox", open_world)
+    outcomes = [grader.code(program, reference).outcome for _ in range(15)]
+  assert (tmp_path / "guesses").exists() and set(outcomes) == WRONG, outcomes

@@ -6,7 +6,6 @@ import os
 import pathlib
 import random
 import sys
-import time
 
 import pytest
 
@@ -67,7 +66,10 @@ PAIRS = r"""
 5! | 120 | =
 \binom{5}{2} | 10 | =
 101_2 | 101_{2} | =
-101_2 | 101 | =
+101_2 | 101 | !
+101 | 101_2 | =
+11_2 | 11 | !
+11_2 | 3 | !
 101_2 | 101_3 | !
 3:2 | 3:2 | =
 3:2 | 2:3 | !
@@ -83,6 +85,26 @@ PAIRS = r"""
 22 | 22nd | =
 4 | 4^{\text{th}} | =
 4 | 5^{\text{th}} | !
+5 | ５ | =
+-12.5 | －１２．５ | =
+(1,2) | （１，２） | =
+# powers and roots
+1024 | 2^{10} | =
+1024 | 2^10 | =
+1024 | 2^{11} | !
+1/8 | 2^{-3} | =
+\frac{8}{27} | \left(\frac{2}{3}\right)^3 | =
+4 | (-2)^2 | =
+4 | -2^2 | !
+4 | \sqrt{16} | =
+-4 | -\sqrt{16} | =
+3 | \sqrt[3]{27} | =
+\frac{1}{2} | \sqrt{\frac{1}{4}} | =
+5 | \sqrt{25} | =
+\sqrt{4},3 | 2, 3 | =
+\sqrt{2} | \sqrt{3} | !
+2^{9999} | 2^{9999} | =
+0 | 0^{-1} | !
 # no number but the way to one
 391 | 17\cdot 23 | !
 391 | 17 \times 23 | !
@@ -100,14 +122,15 @@ PAIRS = r"""
 5 | m+n=6 | !
 5 | x \approx 5 | =
 5 | 5 \mod 7 | !
-5 | \sqrt{25} | !
+5 | \sqrt{26} | !
+5 | \sqrt{16}+1 | !
+8 | 2^{10}/2^{7} | !
 5 | \lfloor 5.5 \rfloor | !
 5 | 5,5 | !
 5050 | \sum_{n=1}^{100} n | !
 5040 | \prod_{n=1}^{7} n | !
 120 | \binom{10}{3} | !
 3628800 | 10! | !
-1024 | 2^{10} | !
 3 | \log_2 8 | !
 6 | \gcd(12, 18) | !
 \frac{1}{2} | \int_0^1 x dx | !
@@ -127,6 +150,12 @@ PAIRS = r"""
 50\% | \frac12 | =
 50\% | 5 | !
 50\% | 60\% | !
+0.05 | 0.05\% | !
+0.05 | 5\% | =
+0.5\% | 0.5 | =
+12.5 | 12.5\% | =
+5 | 500\% | =
+5 | 5\% | =
 12 | 12 apples | =
 12 | 12 \text{ apples} | =
 5 \text{ cm} | 5 | =
@@ -180,6 +209,20 @@ y=2x+3 | y=3x+2 | !
 f(x)=x^2 | x^2 | =
 5 | 2+3=5 | =
 5 | x = 2 + 3 = 5 | =
+6 | x=5=6 | !
+x=6 | x=5=6 | !
+5 | x=2+4=5 | !
+5 | a=b=5 | =
+5\text{ cm} | x = 2+3 = 5\text{ cm} | =
+5\text{ cm} | x = 2+3 = 5\text{ m} | !
+2\sqrt{2} | x=5=2\sqrt{2} | !
+2\sqrt{2} | 3=2\sqrt{2} | !
+2\sqrt{2} | x=\sqrt{8}=2\sqrt{2} | =
+4\pi | A=\pi r^2=4\pi | =
+x+1 | y=5=x+1 | !
+y=2x+3 | y=2(x+1)+1=2x+3 | =
+x=1,y=2 | x=1=1,y=1+1=2 | =
+x=1,y=2 | x=1=1,y=1+2=2 | !
 x \le 5 | 5 \geq x | =
 x<5 | x>5 | !
 # lists, sets, tuples
@@ -215,6 +258,12 @@ x=1,y=2 | x=2,y=1 | !
 \emptyset | none | =
 \text{no solutions} | \varnothing | =
 \emptyset | \text{all} | !
+\emptyset | 0<1 | !
+\emptyset | 1<0 | !
+\emptyset | x<x+1 | !
+\mathbb{R} | 0<1 | !
+(0,1) | 0<1 | !
+(-\infty,\infty) | x<x+1 | !
 \{1,2\} | \{1,1,2\} | =
 \{1,1,2\} | \{2,1\} | =
 \{1,2\} | \{1,1\} | !
@@ -343,6 +392,7 @@ def test_pairs(gold, answer, equal):
     ("####\n18 dollars\nbye", "18 dollars"),
     ("5 ####", None),
     (r"<think> \boxed{3}", None),
+    (r"<think>maybe \boxed{5}. Wait,", None),
     (r"<think>\boxed{3}</think> \boxed{4}", "4"),
     (r"\boxed{3}</think> The answer is 4.", "4"),
     (r"\boxed{3}</think>", None),
@@ -546,13 +596,19 @@ QUICK = {
   "a binomial": _boxed(r"\binom{10^9}{5\cdot 10^8}"),
   "an integral": _boxed(r"\int_0^\infty \frac{\sin(x^{100})}{e^{x^x}+\log x}dx"),
   "an expansion": _boxed("(x+1)^{100000}"),
-}
-ENDLESS = {
-  "an expansion": _boxed("(x+y+z+1)^{999}"),
+  "an expansion of four": _boxed("(x+y+z+1)^{999}"),
+  "a smaller one": _boxed("(x+y+z+w)^{99}"),
+  "a power of a power": _boxed("(9^{9999})^{9999}=5"),
+  "an exponent of its own": _boxed(r"2^{\binom{9999}{5000}}"),
+  "nested radicals": _boxed(r"\sqrt{1+" * 40 + "x" + "}" * 40),
+  "nested sines": _boxed(r"\sin(" * 20 + "x" + ")" * 20),
+  "60 intervals": _boxed(r"\cup".join(f"({i},{i + 1}]" for i in range(0, 180, 3))),
   "400 powers": _boxed("^".join(["x"] * 400)),
   "900 bars": _boxed("|" * 900),
   "nested sums": _boxed("(" * 200 + "x+" + "1)" * 200),
   "nested fractions": _boxed(r"\frac{1}{1+" * 80 + "x" + "}" * 80),
+  "boxes far apart": r"\boxed{1}" + " " * 90_000 + r"\boxed{2}",
+  "boxes in boxes": r"\boxed{" * 10_000 + "1" + "}" * 10_000,
 }
 # A right answer by the quick way, and one by math-verify.
 RIGHT = [("#### 5", "5"), (_boxed(r"\frac{1}{\sqrt{2}}"), r"\frac{\sqrt{2}}{2}")]
@@ -571,22 +627,6 @@ def test_hostile_texts_cost_little(pool):
     assert first.outcome in (Outcome.WRONG, Outcome.UNPARSEABLE), (name, first)
     assert [grade.outcome for grade in others] == [Outcome.CORRECT] * 2, name
   assert pool.worker_pids() == before
-
-
-def _mostly_slow(names):
-  first, *others = names
-  return [first, *(pytest.param(name, marks=pytest.mark.slow) for name in others)]
-
-
-@pytest.mark.parametrize("name", _mostly_slow(ENDLESS))
-def test_endless_completions_cost_their_limit(pool, name):
-  started = time.monotonic()
-  first, *others = _grades_after(pool, ENDLESS[name], "x^2+5")
-  seconds = time.monotonic() - started
-  # Never crashed: that would be masked out of the loss, and a policy could learn to choose it.
-  assert first.outcome in (Outcome.TIMEOUT, Outcome.WRONG, Outcome.UNPARSEABLE), first
-  assert [grade.outcome for grade in others] == [Outcome.CORRECT] * 2
-  assert seconds < LIMIT_S + 8  # and a new worker
 
 
 def test_running_out_of_stack_is_the_completions_fault():

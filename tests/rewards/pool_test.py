@@ -10,8 +10,10 @@ import sys
 import time
 
 import pytest
+from rewards.processes import descendants, running, wait_until
 
 from rlvr_jax.rewards import GraderPool, GraderStartError, Outcome
+from rlvr_jax.rewards.pool import default_workers
 
 FAULTY = "faulty_graders:faulty"
 HERE = pathlib.Path(__file__).parent
@@ -71,6 +73,13 @@ def test_limit_is_per_item():
   with _pool(timeout_s=0.4) as pool:
     grades = pool.grade(["sleep 0.1"] * 8 + ["sleep 0.7"], [{}] * 9)
   assert _outcomes(grades) == ["correct"] * 8 + ["timeout"]
+
+
+def test_a_grader_may_announce_that_it_takes_longer():
+  completions = ["longer 1.0 0.7", "longer 0.2 5.0", "sleep 0.7"]
+  with _pool(timeout_s=0.4) as pool:
+    grades = pool.grade(completions, [{}] * 3)
+  assert _outcomes(grades) == ["correct", "timeout", "timeout"]
 
 
 @pytest.mark.parametrize(
@@ -189,6 +198,44 @@ def test_results_are_in_the_order_of_the_inputs():
     assert pool.submit([], []).result(0) == []
 
 
+def test_a_hanging_workers_successor_starts_before_the_limit(tmp_path, monkeypatch):
+  """So that it is ready when the limit is over, or nearly; and it is there for the next time."""
+  monkeypatch.syspath_prepend(tmp_path)
+  (tmp_path / "telling_grader.py").write_text(
+    "import os, time\nfrom rlvr_jax.rewards import Grade, Outcome\n"
+    "def grade(completion, reference):\n"
+    "  time.sleep(float(completion))\n"
+    "  ticks = int(open('/proc/self/stat').read().rpartition(')')[2].split()[19])\n"
+    "  return Grade(Outcome.CORRECT, 1.0, str(ticks / os.sysconf('SC_CLK_TCK')))\n"
+  )
+  others = descendants(os.getpid())  # of other tests in this process
+  with GraderPool("telling_grader:grade", timeout_s=4) as pool:
+    began = time.clock_gettime(time.CLOCK_BOOTTIME)  # of which processes tell their start
+    hung, after, slow = pool.grade(["60", "0", "2.5"], [{}] * 3)
+    assert (hung.outcome, after.outcome, slow.outcome) == ("timeout", "correct", "correct")
+    assert began + 1.9 <= float(after.detail) < began + 4
+    assert slow.detail == after.detail  # half the limit alone costs no worker
+    workers = pool.worker_pids()
+    both = descendants(os.getpid()) - others
+    assert len(both) == 2  # the successor of the slow one stays
+    os.killpg(*workers, signal.SIGKILL)
+    wait_until(lambda: not running(set(workers)))
+    (next_one,) = pool.grade(["0"], [{}])
+    assert began + 5.9 < float(next_one.detail) and set(pool.worker_pids()) < both
+  wait_until(lambda: not running(both))
+
+
+def test_a_successor_that_died_is_no_successor():
+  with _pool(timeout_s=4) as pool:
+    before = descendants(os.getpid())
+    assert _outcomes(pool.grade(["sleep 2.2"], [{}])) == ["correct"]
+    (successor,) = descendants(os.getpid()) - before
+    os.killpg(successor, signal.SIGKILL)
+    wait_until(lambda: not running({successor}))
+    assert _outcomes(pool.grade(["exit 3", "ok"], [{}] * 2)) == ["crashed", "correct"]
+    assert successor not in pool.worker_pids()
+
+
 def test_large_completions_do_not_block_on_a_stuck_worker():
   text = "ok " + "z" * 200_000
   with _pool(timeout_s=1) as pool:
@@ -253,6 +300,16 @@ def test_start_errors(grader, message):
 def test_bad_arguments(kwargs, message):
   with pytest.raises(ValueError, match=message):
     GraderPool(**{"grader": FAULTY, **kwargs})
+
+
+def test_by_default_there_is_a_worker_for_each_core():
+  cores = len(os.sched_getaffinity(0))
+  assert default_workers() == min(cores, 32)
+  one = f"os.sched_setaffinity(0, [{min(os.sched_getaffinity(0))}])"
+  script = f"import os; {one}; from rlvr_jax.rewards.pool import default_workers as d; print(d())"
+  environment = os.environ | {"PYTHONPATH": str(HERE.parent.parent)}
+  command = [sys.executable, "-c", script]
+  assert subprocess.check_output(command, env=environment, text=True) == "1\n"
 
 
 def test_bad_items():

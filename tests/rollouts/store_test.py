@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -459,3 +460,24 @@ def test_a_removed_batch_stays_known(filled):
     filled.remove(1)
   filled.append(1, *make_batch(1))
   assert filled.numbers() == [0, 1, 2, 3] and "removed" not in filled.info(1)
+
+
+def test_threads_that_cannot_be_started_are_an_error_not_a_wait(tmp_path):
+  """ArrayRecord waits for ever where its pool of threads does not come to be."""
+  code = """
+import pathlib, resource, sys
+import numpy as np
+from rlvr_jax.rollouts.store import RolloutStore, StoreError
+store = RolloutStore(sys.argv[1], writable=True)
+size = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + 300 * 2**20,) * 2)
+try:
+  store.append(0, {"x": np.zeros(3)}, {})
+except StoreError as error:
+  print(error)
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+"""
+  command = [sys.executable, "-c", code, tmp_path / "store"]
+  done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+  expected = r"of 64 threads \d+ could be started \(.*\)\. Allow .* address space \(ulimit -v\)"
+  assert re.search(expected, done.stdout), done.stderr

@@ -470,6 +470,37 @@ def test_killed_in_the_middle_of_saves(tmp_path):
     assert leftovers == []
 
 
+def test_killed_while_an_old_checkpoint_is_removed(tmp_path):
+  """Half a checkpoint is never offered, and is gone after the next start."""
+  body = """
+    import os
+    def kill_at_second(event, args, seen=[]):
+      if event == "os.remove" and sys.argv[1] in os.readlink(f"/proc/self/fd/{args[1]}"):
+        seen.append(args[0])
+        if len(seen) == 2:
+          os.kill(os.getpid(), signal.SIGKILL)
+    saver = checkpoint.Checkpointer(sys.argv[1], keep=1)
+    saver.save(1, make_state(1), host={})
+    saver.wait()
+    whole = {str(path.relative_to(saver.directory)) for path in saver.directory.rglob("*")}
+    print(len(whole), flush=True)
+    sys.addaudithook(kill_at_second)
+    for step in (2, 3):
+      saver.save(step, make_state(step), host={})
+    saver.close()
+  """
+  process = run_saver(body, tmp_path)
+  whole = int(process.communicate()[0])
+  assert process.returncode == -signal.SIGKILL
+  half = [path for path in tmp_path.rglob("*") if path.name == "arrays" and "1" in path.parts]
+  assert half and 0 < len(list(half[0].parent.rglob("*"))) < whole - 1
+  opened = checkpoint.Checkpointer(tmp_path, keep=1)
+  assert opened.steps() and 1 not in opened.steps()
+  assert opened.restore(jax.eval_shape(lambda: big_state(0))).step == opened.latest()
+  assert {path.name for path in tmp_path.iterdir()} == set(map(str, opened.steps()))
+  opened.close()
+
+
 def test_disk_that_fills_while_writing(tmp_path):
   """A file size limit stands in for a full disk: writing fails in the middle of the data."""
   body = """

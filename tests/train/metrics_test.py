@@ -1,5 +1,6 @@
 import json
 import math
+import re
 import struct
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
+from rlvr_jax.files import DamagedFileError
 from rlvr_jax.train import metrics
 
 
@@ -106,7 +108,12 @@ def test_only_timings_differ_between_runs(tmp_path):
 
 def test_beginning_again_drops_everything_but_a_cached_warm_start(tmp_path):
   write_run(tmp_path, range(1, 4))
-  metrics.MetricWriter(tmp_path, None, keep_warm_start=True).close()
+  with metrics.MetricWriter(tmp_path, None) as writer:
+    for step in (1, 2, 50):
+      writer.write(step, "warm_start", {"loss": 1 / step})
+    written = writer.written()
+    writer.write(1, "train", {"x": 1})
+  metrics.MetricWriter(tmp_path, None, written).close()
   kept = [(r["phase"], r["step"]) for r in metrics.read_metrics(tmp_path)]
   assert kept == [("warm_start", 1), ("warm_start", 2), ("warm_start", 50)]
   assert (tmp_path / metrics.ROLLOUTS_FILE).read_bytes() == b""
@@ -114,10 +121,80 @@ def test_beginning_again_drops_everything_but_a_cached_warm_start(tmp_path):
   assert content(tmp_path) == {metrics.METRICS_FILE: b"", metrics.ROLLOUTS_FILE: b""}
 
 
-def test_a_damaged_line_in_the_middle_is_named(tmp_path):
-  (tmp_path / metrics.METRICS_FILE).write_text('{"step": 1, "phase": "train"}\n{"st\n{}\n')
-  with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 is not JSON"):
-    metrics.MetricWriter(tmp_path, 1)
+@pytest.mark.parametrize("line", ['{"st', "[1]", "1", '{"step": "1", "phase": "train"}', "{}"])
+def test_a_line_that_is_no_record_is_named(tmp_path, line):
+  (tmp_path / metrics.METRICS_FILE).write_text('{"step": 1, "phase": "train"}\n' + line + "\n")
+  with pytest.raises(DamagedFileError, match=r"metrics\.jsonl, line 2 .*; remove that line"):
+    list(metrics.read_metrics(tmp_path))
+
+
+def without(line):
+  return lambda lines: [other for number, other in enumerate(lines) if number != line]
+
+
+# What happens to the lines of metrics.jsonl, and what is said: three of the warm start, then train
+# 1, train 2, eval 2, train 3, train 4, eval 4 (saved), train 5.
+DAMAGES = {
+  "cut": (lambda lines: [*lines[:5], lines[5][:9]],
+          r"changed: 4 \(eval 2, 4; train 3-4\); lines that are none of its records: 1\)"),
+  "emptied": (lambda lines: [], r"or changed: 9 \(warm_start 1-2, 50; train 1-4; eval 2, 4"),
+  "missing": (without(4), r"or changed: 1 \(train 2\)\)"),
+  "doubled": (lambda lines: [*lines[:5], *lines[3:]], r"\(records doubled: 2 \(train 1-2\)\)"),
+  "changed": (lambda lines: [line.replace(b'p": 1,', b'p": 7,') for line in lines],
+              r"or changed: 2 \(warm_start 1; train 1\)"),
+  "digit": (lambda lines: [*lines[:4], lines[4].replace(b"0.9", b"0.8"), *lines[5:]],
+            r"changed: 1 \(train 2\); lines that are none of its records: 1\)"),
+  "foreign": (lambda lines: [*lines[:2], b"[1]\n", b"no\n", *lines[2:]],
+              r"\(lines that are none of its records: 2\)"),
+  "turned": (lambda lines: lines[::-1], r"records in another order"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damage_before_the_checkpoint_is_said_and_repaired(tmp_path, capsys, kind, lost):
+  """Also where the copy has gone: what no longer is anywhere is listed."""
+  write_run(tmp_path, range(1, 5))
+  saved = content(tmp_path)
+  with metrics.MetricWriter(tmp_path, 4) as writer:
+    written = writer.written()
+    writer.write(5, "train", {"x": 1})
+  path = tmp_path / metrics.METRICS_FILE
+  damage, message = DAMAGES[kind]
+  damaged = b"".join(damage(path.read_bytes().splitlines(keepends=True)))
+  path.write_bytes(damaged)
+  if lost:
+    (tmp_path / f".{path.name}").unlink()
+  metrics.MetricWriter(tmp_path, 4, written).close()
+  (said,) = capsys.readouterr().out.splitlines()
+  assert re.search(message, said), said
+  assert path.with_name("metrics.jsonl.damaged-1").read_bytes() == damaged
+  whole = saved[path.name].splitlines()
+  if lost and "changed:" in message:
+    gone = re.search(r"missing or changed: (\d+ \(.*?\))", said)[1]
+    assert f"lost for good: {gone}" in said
+    assert path.read_bytes().splitlines() == [x for x in whole if x in damaged.splitlines()]
+  else:
+    assert content(tmp_path) == saved and "put back" in said
+  # What is lost is not missed again, and the repaired file is not damaged.
+  with metrics.MetricWriter(tmp_path, 4, written) as writer:
+    again = writer.written()
+  capsys.readouterr()
+  metrics.MetricWriter(tmp_path, 4, again).close()
+  assert capsys.readouterr().out == ""
+
+
+def test_rollouts_that_are_alike_are_not_taken_for_doubled(tmp_path, capsys):
+  write_run(tmp_path, [1])  # twice the same rollout
+  with metrics.MetricWriter(tmp_path, 1) as writer:
+    written = writer.written()
+  metrics.MetricWriter(tmp_path, 1, written).close()
+  assert capsys.readouterr().out == "" and len(written[metrics.ROLLOUTS_FILE]) == 2
+  path = tmp_path / metrics.ROLLOUTS_FILE
+  path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
+  metrics.MetricWriter(tmp_path, 1, written).close()
+  assert "rollouts.jsonl was not as" in capsys.readouterr().out
+  assert path.read_text().count("answer 1") == 2
 
 
 def test_each_record_is_in_the_file_at_once(tmp_path):

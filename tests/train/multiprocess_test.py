@@ -150,7 +150,37 @@ def test_both_end_where_the_first_refuses(tmp_path):
   assert time.monotonic() - began < TIMEOUT_S / 2
 
 
+def test_the_death_of_the_first_process_is_named(tmp_path):
+  """Found while the second waits in a collective, and while it computes on its own."""
+  program = textwrap.dedent(DEATH)
+  for waiting in ("in a collective", "alone"):
+    command_of = lambda coordinator, i, how=waiting: [
+      *(sys.executable, "-c", program, coordinator, str(i), how)
+    ]
+    statuses, outputs = Pair(command_of, devices=1).ended()
+    assert statuses == [-signal.SIGKILL, 1], outputs
+    last = outputs[1].strip().splitlines()[-1]
+    assert re.match("error: process 0 of 2 has died .* Rerun the same command", last), outputs[1]
+    assert "Traceback" not in outputs[1] and "most recent call" not in outputs[1]
+
+
 # --- agreement ------------------------------------------------------------------------------------
+
+DEATH = """
+  import os, signal, sys, time
+  from rlvr_jax.train import multihost
+
+  me = int(sys.argv[2])
+  multihost.initialize(sys.argv[1], 2, me)
+  with multihost.failing_at_once(), multihost.only_the_first_speaks():
+    multihost.exchange("both are there")
+    if me == 0:
+      time.sleep(1)
+      os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[3] == "alone":
+      time.sleep(60)
+    multihost.exchange("the other one is gone")
+"""
 
 PROGRAM = """
   import json, sys

@@ -1,6 +1,7 @@
 """Killed, stopped and damaged runs end as the uninterrupted one, to the bit."""
 
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -213,6 +214,20 @@ def test_sigterm_saves_and_the_rerun_goes_on(stopped, uninterrupted, tmp_path):
   assert f"asked to end: saved after update {step}; rerun the same command" in log.read_text()
   output = tiny.run(workdir)
   assert f"resumed at update {step}: " in output
+  assert_same(workdir, uninterrupted[1])
+
+
+def test_what_lies_behind_the_checkpoint_is_checked_and_repaired(stopped, uninterrupted, tmp_path):
+  workdir = copy_of(stopped[0], tmp_path)
+  shutil.rmtree(workdir / "warm_start")  # done again, for the reference policy; not recorded again
+  tiny.cut(workdir / "metrics.jsonl")
+  (workdir / "rollouts.jsonl").write_bytes(b"")
+  tiny.flip(workdir / "rollouts" / "00000001.array_record")
+  (workdir / "rollouts" / "00000000.array_record").unlink()
+  output = tiny.run(workdir)
+  assert re.search(r"metrics\.jsonl was not as .*train 1-\d.* put back from a copy", output)
+  assert re.search(r"rollouts\.jsonl was not as .*train 1, 5.* put back from a copy", output)
+  assert re.search(r"rollouts \[0, 1\] of .*, on which this run has trained, are damaged", output)
   assert_same(workdir, uninterrupted[1])
 
 

@@ -3,20 +3,26 @@
 import json
 import logging
 
+import numpy as np
 import pytest
 from train import tiny
 
 from rlvr_jax.data import ByteTokenizer, Problem, Task
-from rlvr_jax.rewards import GraderStartError
+from rlvr_jax.rewards import GraderStartError, cgroups
+from rlvr_jax.train.components import build
 from rlvr_jax.train.texts import (
   BY_REFERENCE,
+  WEIGHTED,
   fitting,
   grader_pool,
+  make_collector,
   warn_of_long_texts,
   with_graders,
 )
+from rlvr_jax.types import Rollouts
 
 GSM8K = "rlvr_jax.rewards.graders:gsm8k"
+THINK = "rlvr_jax.rewards.formats:think_answer"
 DIGITS = "rewards.user_graders:digits"
 
 
@@ -35,17 +41,45 @@ WRAPPED = {"grader": GSM8K, "reference": {"answer": "7"}, "dataset": "gsm8k"}
 def test_a_replaced_grader_and_the_extra_ones_get_what_a_part_of_a_mixture_would():
   mixture = task(BY_REFERENCE, WRAPPED)
   assert with_graders(tiny.config(), mixture).train[0].reference == WRAPPED
-  replaced = with_graders(tiny.config(grading__grader=GSM8K), mixture)
+  both = dict(grading__grader=GSM8K, evaluation__grader=GSM8K)
+  replaced = with_graders(tiny.config(**both), mixture)
   assert (replaced.grader, replaced.train[0].reference) == (GSM8K, {"answer": "7"})
   extra = with_graders(tiny.config(grading__extra=((DIGITS, 0.5),)), mixture)
-  first, second = extra.held_out[0].reference["parts"]
+  named = extra.train[0].reference
+  first, second = named["reference"]["parts"]
+  assert (extra.grader, named["grader"]) == (BY_REFERENCE, WEIGHTED)
   assert (first["grader"], first["reference"]) == (BY_REFERENCE, WRAPPED)
   expected = {"grader": DIGITS, "weight": 0.5, "reference": {"answer": "7"}}
   assert second == expected
   with grader_pool(tiny.config(grading__extra=((DIGITS, 0.5),)), extra) as pool:
-    (grade,) = pool.grade(["#### 7"], [extra.held_out[0].reference])
+    (grade,) = pool.grade(["#### 7"], [named])
   assert grade.outcome == "correct" and grade.score == pytest.approx(1 + 0.25 / 6)
   assert grade.answer == "7"
+
+
+@pytest.mark.parametrize(
+  ("own", "given"), [(GSM8K, {"answer": "7"}), (BY_REFERENCE, WRAPPED)], ids=["task", "mixture"]
+)
+@pytest.mark.parametrize(
+  ("fields", "training", "held_out"),
+  [
+    (dict(grading__grader=DIGITS), ("wrong", 0.5), ("correct", 1.0)),
+    (dict(grading__extra=((DIGITS, 2.0),)), ("correct", 2.0), ("correct", 1.0)),
+    (dict(evaluation__grader=THINK), ("correct", 1.0), ("wrong", 0.0)),
+    (
+      dict(grading__grader=THINK, grading__extra=((DIGITS, 2.0),), evaluation__grader=DIGITS),
+      ("wrong", 1.0),
+      ("wrong", 0.5),
+    ),
+  ],
+)
+def test_held_out_problems_have_a_grader_of_their_own(own, given, fields, training, held_out):
+  config = tiny.config(**fields)
+  graded = with_graders(config, task(own, given))
+  with grader_pool(config, graded) as pool:
+    references = [graded.train[0].reference, graded.held_out[0].reference]
+    grades = pool.grade(["7", "7"], references)
+  assert [(grade.outcome, grade.score) for grade in grades] == [training, held_out]
 
 
 @pytest.mark.parametrize(
@@ -59,6 +93,45 @@ def test_a_grader_that_only_references_name_is_tried_at_the_start(grader, refere
   config = tiny.config(grading__extra=extra)
   with pytest.raises(GraderStartError, match="nothere"):
     grader_pool(config, with_graders(config, task(grader, reference)))
+
+
+def test_a_thought_that_the_prompt_opens_is_no_answer():
+  """Whichever graders there are: extra ones, and those of a mixture, get the same text."""
+  config = tiny.config(
+    max_prompt_length=20, max_response_length=24, batch__prompts=2, batch__group_size=2,
+    warm_start__num_steps=0, grading__extra=((THINK, 0.5),),
+    grading__outcomes__wrong="score", grading__outcomes__unparseable="score",
+  )  # fmt: skip
+  problems = tuple(problem(q, WRAPPED) for q in ("1 and 6? <think>\n", "1 and 6? "))
+  mixture = Task("t", train=problems, warm_start=(), held_out=problems, grader=BY_REFERENCE)
+  parts = build(config, task=mixture)
+  texts = ["so 7. Wait, ", "so 6</think>#### 7"]
+  rows = [np.resize([*text.encode(), 257] + [256] * 24, 24) for text in texts]
+  lengths = np.array([[len(text) for text in texts]], np.int32)
+  rollouts = Rollouts(
+    tokens=np.array([rows], np.int32),
+    lengths=lengths,
+    stopped=np.ones((1, 2), bool),
+    behavior_logprobs=np.zeros((1, 2, 24), np.float32),
+  )
+  with grader_pool(config, parts.task) as pool:
+    collector = make_collector(parts, pool)
+    drawn = [parts.task.train[0], parts.task.train[1]]
+    flight = collector.dispatch(drawn, lambda prompts: [rollouts, rollouts])
+    samples = collector.finish(collector.submit_grading(flight), [0, 0]).samples
+  assert [s["outcome"] for s in samples] == ["unparseable", "correct", "correct", "correct"]
+  assert [s["reward"] for s in samples] == [0.0, 1.5, 1.0, 1.0]
+  assert [s["completion"] for s in samples] == texts * 2
+
+
+def test_a_run_with_generated_programs_is_told_that_no_control_group_limits_them(caplog):
+  reference = {"style": "asserts", "tests": ["assert f() == 7"]}
+  wrapped = {"grader": "rlvr_jax.rewards.code:code", "reference": reference}
+  for grader, given in ((GSM8K, {"answer": "7"}), (BY_REFERENCE, wrapped)):
+    assert "control group" not in caplog.text
+    with caplog.at_level(logging.WARNING):
+      grader_pool(tiny.config(), with_graders(tiny.config(), task(grader, given))).close()
+  assert caplog.text.count("no control group") == (cgroups.why_none() is not None)
 
 
 def test_training_prompts_that_are_too_long_are_left_out_and_held_out_ones_never():

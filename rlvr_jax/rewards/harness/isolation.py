@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import glob
 import math
 import os
-import platform
 import resource
 import signal
 from collections.abc import Sequence
 from typing import Any
 
 from .processes import never_returning
+from .system_calls import call_number, prctl
 
 PROCESSES = 32  # of one item, threads included
 OPEN_FILES = 128
+PENDING_SIGNALS = 128
 STACK_MIB = 64
 FILE_MIB = 16  # of one file
 SCRATCH_MIB = 32  # /tmp
@@ -28,29 +30,8 @@ _NEW_USERS, _NEW_PROCESSES, _NEW_NETWORK = 0x10000000, 0x20000000, 0x40000000
 _RECURSIVE_BIND, _PRIVATE, _DETACH = 0x5000, 0x44000, 2
 _READ_ONLY, _NO_SETUID, _NO_DEVICES, _NO_PROGRAMS = 1, 2, 4, 8
 _SET_DEATH_SIGNAL, _SET_DUMPABLE, _SET_CHILD_SUBREAPER, _SET_NO_NEW_PRIVILEGES = 1, 4, 36, 38
-_SET_SECCOMP, _BY_FILTER = 22, 2
 _CAPABILITIES_VERSION = 0x20080522
-_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-_CAPSET = {"x86_64": 126, "aarch64": 91}
 _MOUNT_SETATTR = 442  # of every architecture
-_ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # by the kernel's <linux/audit.h>
-# System calls that no program is allowed: the first five make memory that belongs to no process,
-# the others are ways into the kernel that programs do without.
-_FORBIDDEN = {
-  "x86_64": dict(
-    memfd_create=319, memfd_secret=447, shmget=29, msgget=68, semget=64, ptrace=101, bpf=321,
-    perf_event_open=298, userfaultfd=323, io_uring_setup=425, add_key=248, request_key=249,
-    keyctl=250,
-  ),
-  "aarch64": dict(
-    memfd_create=279, memfd_secret=447, shmget=194, msgget=186, semget=190, ptrace=117, bpf=280,
-    perf_event_open=241, userfaultfd=282, io_uring_setup=425, add_key=217, request_key=218,
-    keyctl=219,
-  ),
-}  # fmt: skip
-_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06  # of the filter's machine
-_ALLOW, _REFUSE = 0x7FFF0000, 0x00050001  # the latter with EPERM
-_X32 = 0x40000000  # from here on, the numbers of another interface
 _AT_RECURSIVE = 0x8000
 
 
@@ -64,39 +45,6 @@ def _system_call(number: int, action: str, *arguments: Any) -> None:
   _checked(_LIBC.syscall(ctypes.c_long(number), *arguments), action)
 
 
-def _prctl(option: int, value: int) -> None:
-  rest = [ctypes.c_ulong(0)] * 3
-  _checked(_LIBC.prctl(option, ctypes.c_ulong(value), *rest), f"prctl {option}")
-
-
-class _Instruction(ctypes.Structure):
-  _fields_ = (
-    ("code", ctypes.c_uint16), ("if_true", ctypes.c_uint8), ("if_false", ctypes.c_uint8),
-    ("operand", ctypes.c_uint32),
-  )  # fmt: skip
-
-
-class _Filter(ctypes.Structure):
-  _fields_ = (("length", ctypes.c_uint16), ("instructions", ctypes.POINTER(_Instruction)))
-
-
-def _forbid_system_calls() -> None:
-  """For this process and all that come from it, `_FORBIDDEN` ones fail; so do other interfaces'."""
-  architecture = _ARCHITECTURE[platform.machine()]
-  numbers = _FORBIDDEN[platform.machine()].values()
-  left = len(numbers)  # a jump is over that many instructions
-  steps = [
-    (_LOAD, 0, 0, 4), (_EQUAL, 0, left + 3, architecture),
-    (_LOAD, 0, 0, 0), (_AT_LEAST, left + 1, 0, _X32),
-    *((_EQUAL, left - i, 0, number) for i, number in enumerate(numbers)),
-    (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _REFUSE),
-  ]  # fmt: skip
-  program = (_Instruction * len(steps))(*(_Instruction(*step) for step in steps))
-  given = ctypes.byref(_Filter(len(steps), program))
-  rest = [ctypes.c_ulong(0)] * 2
-  _checked(_LIBC.prctl(_SET_SECCOMP, ctypes.c_ulong(_BY_FILTER), given, *rest), "seccomp")
-
-
 def _unshare(flags: int) -> None:
   _checked(_LIBC.unshare(flags), "unshare")
 
@@ -107,8 +55,8 @@ def _mount(source: str, target: str, kind: str | None, flags: int, options: str 
   _checked(_LIBC.mount(*encoded, *arguments), f"mount {source} on {target}")
 
 
-def mount_proc(target: str = "/proc") -> None:
-  _mount("proc", target, "proc", _NO_SETUID | _NO_DEVICES | _NO_PROGRAMS)
+def _mount_proc(target: str, flags: int = 0, options: str = "") -> None:
+  _mount("proc", target, "proc", flags | _NO_SETUID | _NO_DEVICES | _NO_PROGRAMS, options)
 
 
 def _mount_scratch(target: str, mebibytes: int) -> None:
@@ -118,12 +66,12 @@ def _mount_scratch(target: str, mebibytes: int) -> None:
 
 def die_with_parent() -> None:
   """From here on; a change of user ends it."""
-  _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+  prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
   """Makes this process the parent of all that its descendants leave behind."""
-  _prctl(_SET_CHILD_SUBREAPER, 1)
+  prctl(_SET_CHILD_SUBREAPER, 1)
 
 
 def _write(path: str, text: str) -> None:
@@ -140,11 +88,11 @@ def _new_user_namespace(flags: int, inside: int) -> None:
   _write("/proc/self/gid_map", f"{inside} {group} 1")
 
 
-def become_nobody() -> None:
+def _become_nobody() -> None:
   os.setgroups([])
   os.setresgid(UNPRIVILEGED, UNPRIVILEGED, UNPRIVILEGED)
   os.setresuid(UNPRIVILEGED, UNPRIVILEGED, UNPRIVILEGED)
-  _prctl(_SET_DUMPABLE, 1)  # lost with the user; /proc/self belongs to root without it
+  prctl(_SET_DUMPABLE, 1)  # lost with the user; /proc/self belongs to root without it
 
 
 def enter_namespaces(paths: Sequence[str]) -> None:
@@ -160,7 +108,7 @@ def enter_namespaces(paths: Sequence[str]) -> None:
       _unshare(flags)
     except PermissionError:  # root of a container, with few rights
       as_root = False
-      become_nobody()
+      _become_nobody()
   if not as_root:
     _new_user_namespace(flags, os.geteuid())
   first = os.fork()
@@ -170,7 +118,7 @@ def enter_namespaces(paths: Sequence[str]) -> None:
   die_with_parent()
   _build_root(paths)
   if as_root:
-    become_nobody()
+    _become_nobody()
     die_with_parent()  # lost with the user
 
 
@@ -181,16 +129,15 @@ def _build_root(paths: Sequence[str]) -> None:
   _mount("tmpfs", root, "tmpfs", _NO_SETUID | _NO_DEVICES, "size=1m,mode=755")
   for path in paths:
     _show(path, root)
+    for packages in glob.glob(f"{root}{path}/python3*/*-packages"):  # not the standard library's
+      _mount("tmpfs", packages, "tmpfs", _READ_ONLY, "size=4k")
   for directory in ("/proc", "/tmp", "/dev/shm"):
     os.makedirs(root + directory, exist_ok=True)
   for number, name in enumerate(("stdin", "stdout", "stderr")):
     os.symlink(f"/proc/self/fd/{number}", f"{root}/dev/{name}")
-  mount_proc(root + "/proc")
+  _mount_proc(root + "/proc")
   os.chdir(root)
-  number = _PIVOT_ROOT.get(platform.machine())
-  if number is None:
-    raise OSError(f"pivot_root is not known for {platform.machine()!r}: {sorted(_PIVOT_ROOT)}")
-  _system_call(number, "pivot_root", b".", b".")
+  _system_call(call_number("pivot_root"), "pivot_root", b".", b".")
   _checked(_LIBC.umount2(b".", _DETACH), "umount the old root")
   os.chdir("/")
   _set_mount_attributes("/", _READ_ONLY | _NO_SETUID, recursive=False)
@@ -208,8 +155,9 @@ def _show(path: str, root: str) -> None:
   else:
     _write(target, "")
   _mount(path, target, None, _RECURSIVE_BIND)
+  # A device, too, can be written to where its mount is read-only; only its times stay as they are.
   is_device = path.startswith("/dev/")
-  _set_mount_attributes(target, _NO_SETUID | (0 if is_device else _READ_ONLY | _NO_DEVICES))
+  _set_mount_attributes(target, _READ_ONLY | _NO_SETUID | (0 if is_device else _NO_DEVICES))
 
 
 def _set_mount_attributes(path: str, attributes: int, recursive: bool = True) -> None:
@@ -222,15 +170,21 @@ def _set_mount_attributes(path: str, attributes: int, recursive: bool = True) ->
 
 def enter_item_namespaces() -> None:
   """Enters those of one item; its first process is this one's next child, and calls `isolate`."""
-  _new_user_namespace(_NEW_MOUNTS | _NEW_PROCESSES | _NEW_IPC, UNPRIVILEGED)
+  _new_user_namespace(_NEW_PROCESSES | _NEW_IPC, UNPRIVILEGED)
+
+
+def die_first() -> None:
+  """Where memory runs out, this process and all that come from it go first."""
+  with contextlib.suppress(OSError):
+    _write("/proc/self/oom_score_adj", "1000")
 
 
 def isolate() -> None:
   """For the first process in an item's own namespaces: nothing of other items is there."""
-  with contextlib.suppress(OSError):  # no namespaces within namespaces, where we have a say
-    _write("/proc/sys/user/max_user_namespaces", "0")
+  _unshare(_NEW_MOUNTS)  # here, lest whoever watches loses sight of the launcher's /proc
   try:
-    mount_proc()
+    # Read-only, or it could take back `die_first`; without what tells of the rest of the machine.
+    _mount_proc("/proc", _READ_ONLY, "subset=pid")
   except OSError:  # not allowed where parts of the outer one are hidden
     _mount("tmpfs", "/proc", "tmpfs", _READ_ONLY)
   _mount_scratch("/tmp", SCRATCH_MIB)
@@ -246,6 +200,7 @@ def limit(memory_mib: int, seconds: float) -> None:
     resource.RLIMIT_FSIZE: FILE_MIB * 2**20,
     resource.RLIMIT_NPROC: PROCESSES,
     resource.RLIMIT_NOFILE: OPEN_FILES,
+    resource.RLIMIT_SIGPENDING: PENDING_SIGNALS,
     resource.RLIMIT_STACK: STACK_MIB * 2**20,
     resource.RLIMIT_CORE: 0,
   }
@@ -254,12 +209,9 @@ def limit(memory_mib: int, seconds: float) -> None:
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     # Programs may raise their stack's, as contestants do: it counts as address space.
     resource.setrlimit(kind, (value, hard if kind == resource.RLIMIT_STACK else value))
-  with contextlib.suppress(OSError):
-    _write("/proc/self/oom_score_adj", "1000")  # where memory runs out, the first to go
-  _prctl(_SET_NO_NEW_PRIVILEGES, 1)
+  prctl(_SET_NO_NEW_PRIVILEGES, 1)
   header = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0)
-  _system_call(_CAPSET[platform.machine()], "capset", header, (ctypes.c_uint32 * 6)())
-  _forbid_system_calls()
+  _system_call(call_number("capset"), "capset", header, (ctypes.c_uint32 * 6)())
   # Neither the program, forked from here, nor anything it starts can trace this process, read its
   # memory, or open its descriptors.
-  _prctl(_SET_DUMPABLE, 0)
+  prctl(_SET_DUMPABLE, 0)

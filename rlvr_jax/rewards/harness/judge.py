@@ -2,24 +2,48 @@
 
 from __future__ import annotations
 
+import ast
 import decimal
 import importlib
 import json
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 from .handles import Program, UnsupportedTestError
 from .messages import MAX_TEXT, describe
 from .processes import execute
 
+# Makes its calls, yields, and then raises where the program has failed; or raises at once.
+_Check: TypeAlias = Iterator[None]
+
+_FAILURES, _CANDIDATE = "__failures__", "__candidate__"  # what tests know them by
+# Decimal itself also takes underscores, other scripts' digits, and words.
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d{1,6})?", re.ASCII | re.IGNORECASE)
+
+
+class Failures:
+  """Keeps the first exception of the blocks that it guards, and lets what follows them go on."""
+
+  first: BaseException | None = None
+
+  def __enter__(self) -> Failures:
+    return self
+
+  def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+    self.first = error if self.first is None else self.first
+    return not isinstance(error, UnsupportedTestError)
+
 
 def judge(program: Program, task: Mapping[str, Any]) -> dict[str, Any]:
-  """Runs the tests of one item.
+  """Runs the tests of one item: first all their calls, whatever comes back, then the comparisons.
+
+  Did a wrong answer end the calls, a program could learn from their number which guess is right.
 
   Args:
     program: freshly started.
-    task: "style" and its fields, see `_checks`; "stop": whether the first failure ends it.
+    task: "style" and its fields, see `_checks`.
   Returns:
     "passed" and "total" tests, and "failure", a text on the first failure.
   """
@@ -30,22 +54,23 @@ def judge(program: Program, task: Mapping[str, Any]) -> dict[str, Any]:
     raise
   except Exception as error:
     return {"passed": 0, "total": task["total"], "failure": f"program: {describe(error)}"}
-  passed, failure = 0, ""
-  for number, (label, check) in enumerate(checks, 1):
-    try:
-      check()
-      passed += 1
-    except UnsupportedTestError:
-      raise
-    except BaseException as error:  # a test that exits has not passed
-      failure = failure or f"test {number} of {task['total']}, {label}: {describe(error)}"
-      if task["stop"]:
-        break
-  return {"passed": passed, "total": task["total"], "failure": failure}
+  results = [Failures() for _ in checks]
+  for _ in ("calls", "comparisons"):
+    for (_, check), failures in zip(checks, results, strict=True):
+      with failures:  # also of a test that exits, which has not passed
+        next(check, None)
+  failed = [
+    f"test {number} of {task['total']}, {label}: {describe(failures.first)}"
+    for number, ((label, _), failures) in enumerate(zip(checks, results, strict=True), 1)
+    if failures.first is not None
+  ]
+  return {
+    "passed": len(checks) - len(failed), "total": task["total"], "failure": "".join(failed[:1])
+  }  # fmt: skip
 
 
-def _checks(program: Program, task: Mapping[str, Any]) -> list[tuple[str, Callable[[], None]]]:
-  """Label and function of each test; the function raises where the program fails."""
+def _checks(program: Program, task: Mapping[str, Any]) -> list[tuple[str, _Check]]:
+  """Label and check of each test."""
   if task["style"] == "stdin":
     return [(_label(case), _stdin_check(program, case)) for case in task["cases"]]
   if task["style"] == "function":
@@ -54,12 +79,16 @@ def _checks(program: Program, task: Mapping[str, Any]) -> list[tuple[str, Callab
   namespace: dict[str, Any] = {"__name__": "tests"}
   for module in task["modules"]:
     namespace[module] = importlib.import_module(module)
-  for text in task["prelude"]:
-    execute(text, "<prelude>", namespace)
-  namespace |= program.define(task["names"])
+  execute(task["prelude"], "<prelude>", namespace)
+  namespace.pop(task.get("entry_point", ""), None)  # a prompt begins it
+  asked = [name for name in task["names"] if name not in namespace]
+  if task["names"] and not asked:
+    raise UnsupportedTestError(f"the setup imports all that tests use: {task['names']}")
+  namespace |= program.define(asked)
   if task["style"] == "asserts":
     return [(_short(text), _text_check(text, namespace)) for text in task["tests"]]
-  return [(task["entry_point"], _candidate_check(task, namespace))]
+  namespace[_CANDIDATE] = _defined(namespace, task["entry_point"])  # of which tests may have one
+  return [(task["entry_point"], _text_check(f"{task['test']}\ncheck({_CANDIDATE})", namespace))]
 
 
 def _label(case: Mapping[str, Any]) -> str:
@@ -71,17 +100,45 @@ def _short(value: Any) -> str:
   return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "…"
 
 
-def _text_check(text: str, namespace: dict[str, Any]) -> Callable[[], None]:
-  return lambda: execute(text, "<test>", namespace)
+def _text_check(text: str, namespace: dict[str, Any]) -> _Check:
+  namespace[_FAILURES] = failures = Failures()
+  with failures:
+    test = ast.fix_missing_locations(_GoingOn().visit(ast.parse(text)))
+    execute(test, "<test>", namespace)
+  yield
+  if failures.first is not None:
+    raise failures.first
 
 
-def _candidate_check(task: Mapping[str, Any], namespace: dict[str, Any]) -> Callable[[], None]:
-  def check() -> None:
-    candidate = _defined(namespace, task["entry_point"])
-    execute(task["test"], "<test>", namespace)
-    namespace["check"](candidate)
+class _GoingOn(ast.NodeTransformer):
+  """Makes a test go on behind an assert that fails: `Failures` keep it.
 
-  return check
+  Parts of a conjunction, and elements of `all`, are tried even where the first is false. A message
+  is left out where it is not a constant, as it could call the program. An assert within `try`
+  stays as it is, since what it raises may be for the handlers.
+  """
+
+  def visit_Assert(self, node: ast.Assert) -> list[ast.With]:
+    guard = ast.withitem(ast.Name(_FAILURES, ast.Load()))
+    message = node.msg if isinstance(node.msg, ast.Constant) else None
+    return [ast.With([guard], [ast.Assert(part, message)]) for part in _conjuncts(node.test)]
+
+  def visit_Try(self, node: ast.Try | ast.TryStar) -> ast.AST:
+    body, node.body = node.body, []
+    self.generic_visit(node)
+    node.body = body
+    return node
+
+  visit_TryStar = visit_Try
+
+
+def _conjuncts(test: ast.expr) -> list[ast.expr]:
+  match test:
+    case ast.BoolOp(ast.And(), parts):
+      return [conjunct for part in parts for conjunct in _conjuncts(part)]
+    case ast.Call(ast.Name("all"), [ast.GeneratorExp() as elements], []):
+      test.args = [ast.ListComp(elements.elt, elements.generators)]
+  return [test]
 
 
 def _defined(values: Mapping[str, Any], name: str) -> Any:
@@ -102,41 +159,39 @@ def _entry(program: Program, entry_point: str) -> Callable[..., Any]:
   return _defined(values, method)
 
 
-def _call_check(entry: Callable[..., Any], case: Mapping[str, Any]) -> Callable[[], None]:
-  def check() -> None:
-    got = entry(*json.loads(json.dumps(case["input"])))  # a copy: a program may change its input
-    if not _same(got, case["output"]):
-      raise AssertionError(f"got {_short(got)}, expected {_short(case['output'])}")
-
-  return check
+def _call_check(entry: Callable[..., Any], case: Mapping[str, Any]) -> _Check:
+  got = entry(*json.loads(json.dumps(case["input"])))  # a copy: a program may change its input
+  yield
+  if not _same(got, case["output"]):
+    raise AssertionError(f"got {_short(got)}, expected {_short(case['output'])}")
 
 
 def _same(got: Any, expected: Any) -> bool:
   """Equality of JSON values; a tuple counts as a list, floats may differ by rounding.
 
-  That is by 1e-9 of what is expected, or by 1e-9 from 0.
+  That is by 1e-9 of an expected float, or by 1e-9 from 0.0; an expected int is met exactly.
   """
   if isinstance(got, (list, tuple)) and isinstance(expected, list):
     return len(got) == len(expected) and all(map(_same, got, expected))
   if isinstance(got, dict) and isinstance(expected, dict):
-    # JSON has text keys only
-    got = {key if isinstance(key, str) else json.dumps(key): value for key, value in got.items()}
-    return got.keys() == expected.keys() and all(_same(got[key], expected[key]) for key in got)
-  if isinstance(got, float) and isinstance(expected, (int, float)):
+    # JSON has text keys only, and two keys of a dictionary may have one text
+    named = {key if isinstance(key, str) else json.dumps(key): value for key, value in got.items()}
+    if len(got) != len(expected) or named.keys() != expected.keys():
+      return False
+    return all(_same(named[key], expected[key]) for key in named)
+  if isinstance(got, float) and isinstance(expected, float):
     return math.isclose(got, expected, rel_tol=1e-9, abs_tol=0.0 if expected else 1e-9)
   return got == expected
 
 
-def _stdin_check(program: Program, case: Mapping[str, Any]) -> Callable[[], None]:
-  def check() -> None:
-    result = program.case(case["input"])
-    got, status = str(result["output"]), result["status"]
-    if status != 0:
-      raise RuntimeError(f"exit status {status}: {str(result['stderr']).strip()}")
-    if not same_output(got, case["output"]):
-      raise AssertionError(f"got {_short(got)!r}, expected {_short(case['output'])!r}")
-
-  return check
+def _stdin_check(program: Program, case: Mapping[str, Any]) -> _Check:
+  result = program.case(case["input"])
+  yield
+  got, status = str(result["output"]), result["status"]
+  if status != 0:
+    raise RuntimeError(f"exit status {status}: {str(result['stderr']).strip()}")
+  if not same_output(got, case["output"]):
+    raise AssertionError(f"got {_short(got)!r}, expected {_short(case['output'])!r}")
 
 
 def same_output(got: str, expected: str) -> bool:
@@ -153,7 +208,5 @@ def _same_line(got: str, expected: str) -> bool:
 
 
 def _decimals(line: str) -> list[decimal.Decimal] | None:
-  try:
-    return [decimal.Decimal(word) for word in line.split()]
-  except decimal.InvalidOperation:
-    return None
+  words = line.split()
+  return [decimal.Decimal(word) for word in words] if all(map(_NUMBER.fullmatch, words)) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -21,25 +22,26 @@ from typing import Any
 from .handles import Program, UnsupportedTestError
 from .isolation import (
   adopt_orphans,
-  become_nobody,
+  die_first,
   die_with_parent,
   enter_item_namespaces,
   enter_namespaces,
   isolate,
   limit,
-  mount_proc,
 )
 from .judge import judge
 from .messages import describe, receive, receive_exactly, send
 from .processes import never_returning
 from .scripts import serve_cases
 from .serving import serve_calls
+from .system_calls import filter_system_calls, prepared_filter
 
 # What programs import most: loaded once here, instead of in every program.
 PRELOADED = ("bisect", "copy", "heapq", "random", "re", "statistics", "string", "typing")
 
 WATCH_S = 0.05  # between looks at what an item takes
-_OWN_OR_SHARED = re.compile(r"^Rss(?:Anon|Shmem):\s+(\d+)", re.MULTILINE)  # KiB
+# KiB: what lies in memory, is swapped out, and what it takes to find both.
+_HELD = re.compile(r"^(?:RssAnon|RssShmem|VmSwap|VmPTE):\s+(\d+)", re.MULTILINE)
 _MAX_SETTINGS = 4096  # bytes of what comes with an item's socket
 
 
@@ -53,11 +55,9 @@ def launch(control: socket.socket, mechanism: str, paths: Sequence[str]) -> None
   vars(builtins).update(exit=sys.exit, quit=sys.exit)  # usually there by the module site
   for name in PRELOADED:
     importlib.import_module(name)
+  prepared_filter()
   if mechanism == "namespaces":
     enter_namespaces(paths)
-  elif mechanism == "bubblewrap" and os.geteuid() == 0:
-    mount_proc()
-    become_nobody()
   control.send(json.dumps({"ready": True}).encode())
   for signal_number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(signal_number, signal.SIG_DFL)
@@ -109,15 +109,15 @@ def _watch(first: int, item: socket.socket, settings: Mapping[str, Any]) -> dict
   poll = select.poll()
   poll.register(os.pidfd_open(first), select.POLLIN)
   poll.register(item, 0)  # hanging up is always reported
-  seconds = settings["time_limit_s"]
-  deadline, spent = time.monotonic() + seconds, _processor_seconds()
+  deadline = time.monotonic() + settings["deadline_s"]
+  spent, held = _processor_seconds(), _memory_mib()  # before the item: the launcher's and its own
   while (left := deadline - time.monotonic()) > 0:
     if poll.poll(1000 * min(left, WATCH_S)):
       return None
-    if settings["isolated"] and _memory_mib() > settings["memory_mib"]:
+    if settings["isolated"] and _memory_mib() - held > settings["memory_mib"]:
       return {"memory": True}
-    if settings["isolated"] and _processor_seconds() - spent > seconds:
-      break  # many processes at once shall not hold up other items for as long
+    if settings["isolated"] and _processor_seconds() - spent > settings["time_limit_s"]:
+      break
   return {"timeout": True}
 
 
@@ -129,9 +129,11 @@ def _judge_item(item: socket.socket, settings: Mapping[str, Any]) -> None:
   """
   started = False
   try:
+    die_first()
     if settings["isolated"]:
       isolate()
     limit(settings["memory_mib"], settings["time_limit_s"])
+    filter_system_calls()
     program = receive(item)
     channel, far_end = socket.socketpair()
     if not os.fork():
@@ -156,12 +158,23 @@ def _processes() -> list[str]:
 
 
 def _memory_mib() -> float:
-  """Memory of all processes, files apart, MiB; what several share counts for each."""
+  """Memory of all processes and sockets, files apart, MiB.
+
+  What several share counts for each, and every socket as full, also those that no process has: they
+  wait to be accepted, or are on their way to another process.
+  """
   kib = 0
   for process in _processes():
     with contextlib.suppress(OSError):  # it has just ended
-      kib += sum(map(int, _OWN_OR_SHARED.findall(_read(f"{process}/status"))))
-  return kib / 1024
+      kib += sum(map(int, _HELD.findall(_read(f"{process}/status"))))
+  return kib / 1024 + (_read("/proc/net/unix").count("\n") - 1) * _socket_mib()
+
+
+@functools.cache
+def _socket_mib() -> float:
+  """What a full socket holds: the last message may be of half its size, and is taken in whole."""
+  with socket.socket(socket.AF_UNIX) as any_socket:
+    return 1.5 * any_socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) / 2**20
 
 
 def _processor_seconds() -> float:
@@ -184,7 +197,7 @@ def _kill_children() -> None:
 
 
 def _read(path: str) -> str:
-  with open(path) as file:
+  with open(path, errors="replace") as file:  # names in there may be of any bytes
     return file.read()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import os
@@ -49,6 +50,6 @@ def take_streams(
     vars(sys).update({name: stream, f"__{name}__": stream})
 
 
-def execute(source: str, name: str, namespace: dict[str, Any]) -> None:
+def execute(source: str | ast.Module, name: str, namespace: dict[str, Any]) -> None:
   """Runs a text in a namespace; `name` is the file that tracebacks give for it."""
   exec(compile(source, name, "exec", dont_inherit=True), namespace)

@@ -1,0 +1,127 @@
+"""Grades mathematics, with and without completions that mean harm.
+
+  python experiments/benchmarks/math_grading.py
+  python experiments/benchmarks/math_grading.py --workers=1 --sections=innocent,bombs
+
+Sections are of --items completions each, in a pool of their own that has graded a few before:
+`innocent` has numbers, formulas, lists and words; in `bombs` one of 20 is a formula that sympy
+could take hours over; in `endless` one of 20 keeps its grader busy for ever, so that its worker is
+replaced. Innocent ones have to be graded correct, bombs wrong or timeout, endless ones timeout: the
+program ends with an error otherwise. Rates are from hand-over to the last grade. The table is
+printed and written to results/math_grading.md, its numbers to the .json beside.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))  # the repository's root
+
+from absl import app, flags
+
+from experiments.benchmarks import slow_grader
+from experiments.benchmarks.tables import Row, hardware, table
+from rlvr_jax.rewards import GraderPool, Outcome, pool
+
+_SECTIONS = flags.DEFINE_list("sections", ["innocent", "bombs", "endless"], "Which to run.")
+_ITEMS = flags.DEFINE_integer("items", 1000, "Completions of a section.", lower_bound=100)
+_WORKERS = flags.DEFINE_integer("workers", None, "Processes; default a run's.", lower_bound=1)
+_LIMIT_S = flags.DEFINE_float("timeout_s", 5.0, "Limit of a completion.", lower_bound=0.1)
+_FOLDER = flags.DEFINE_string(
+  "results_folder", str(pathlib.Path(__file__).parent / "results"), "Of the table."
+)
+_EVERY = 20  # one item of so many is hostile
+
+# A gold answer and another way to write it, with a number that makes each item another.
+_INNOCENT = (
+  ("{n}", "{n}.0"),
+  (r"\frac{{{n}}}{{7}}", "{n}/7"),
+  (r"{n}\sqrt{{2}}", r"\sqrt{{2}}\cdot {n}"),
+  ("x^2+{n}x", "x(x+{n})"),
+  ("(-\\infty,{n})", "x<{n}"),
+  ("{n},-1", "-1, {n}"),
+  (r"\text{{Monday}}", "monday"),
+  (r"\frac{{\pi}}{{{n}}}", r"\pi/{n}"),
+)
+_BOMBS = (
+  "(9^{9999})^{9999}=5",
+  r"2^{\binom{9999}{5000}}",
+  "(x+y+z+w)^{99}",
+  r"\sqrt{1+" * 40 + "x" + "}" * 40,
+  r"\sin(" * 20 + "x" + ")" * 20,
+  r"\cup".join(f"({i},{i + 1}]" for i in range(0, 180, 3)),
+)
+
+
+def items(section: str, size: int) -> list[tuple[str, str, tuple[Outcome, ...]]]:
+  """Completions, gold answers and the outcomes that are right."""
+  found = []
+  for i in range(size):
+    gold, answer = (text.format(n=i + 8) for text in _INNOCENT[i % len(_INNOCENT)])
+    item = (rf"So it is $\boxed{{{answer}}}$.", gold, (Outcome.CORRECT,))
+    if i % _EVERY == _EVERY - 1 and section == "bombs":
+      bomb = _BOMBS[i // _EVERY % len(_BOMBS)]
+      item = (rf"\boxed{{{bomb}}}", "x^2+5", (Outcome.WRONG, Outcome.TIMEOUT))
+    elif i % _EVERY == _EVERY - 1 and section == "endless":
+      item = (slow_grader.ENDLESS, gold, (Outcome.TIMEOUT,))
+    found.append(item)
+  return found
+
+
+def measure(section: str, workers: int) -> tuple[Row, list[str]]:
+  """Counts and rate of a section; and what was graded otherwise than it should be."""
+  warm, measured = items("innocent", 8 * workers), items(section, _ITEMS.value)
+  settings = dict(num_workers=workers, timeout_s=_LIMIT_S.value, memory_mib=2048)
+  with GraderPool(f"{slow_grader.__name__}:mathematics", **settings) as graders:
+    graders.grade([text for text, *_ in warm], [{"answer": gold} for _, gold, _ in warm])
+    began = time.perf_counter()
+    grades = graders.grade(
+      [text for text, *_ in measured], [{"answer": gold} for _, gold, _ in measured]
+    )
+    seconds = time.perf_counter() - began
+  row: Row = {"section": section, "items": len(measured)}
+  row |= {"timeouts": sum(g.outcome is Outcome.TIMEOUT for g in grades)}
+  row |= {"seconds": seconds, "items/s": len(measured) / seconds}
+  others = [
+    f"{text}: {graded.outcome} ({graded.detail})"
+    for (text, _, right), graded in zip(measured, grades, strict=True)
+    if graded.outcome not in right
+  ]
+  return row, others
+
+
+def main(argv: list[str]) -> None:
+  del argv
+  workers = _WORKERS.value or pool.default_workers()
+  rows, unexpected = [], []
+  for section in _SECTIONS.value:
+    row, others = measure(section, workers)
+    rows.append(row)
+    unexpected += others
+  conditions = {"hardware": hardware(), "python": sys.version.split()[0], "workers": workers}
+  conditions |= {"limit": f"{_LIMIT_S.value:g} s", "load": f"{os.getloadavg()[0]:.1f}"}
+  given = " ".join(["python experiments/benchmarks/math_grading.py", *sys.argv[1:]])
+  write(pathlib.Path(_FOLDER.value), rows, conditions | {"command": given})
+  if unexpected:
+    sys.exit("not graded as they should be:\n" + "\n".join(unexpected))
+
+
+def write(folder: pathlib.Path, rows: Sequence[Row], conditions: Mapping[str, Any]) -> None:
+  """Prints the table and writes it, and the numbers beside it."""
+  folder.mkdir(parents=True, exist_ok=True)
+  results = {"conditions": conditions, "rows": rows}
+  (folder / "math_grading.json").write_text(json.dumps(results, indent=1) + "\n")
+  told = "; ".join(f"{name}: {value}" for name, value in conditions.items())
+  text = f"# Grading mathematics\n\nConditions: {told}.\n\n{table(rows)}\n"
+  (folder / "math_grading.md").write_text(text)
+  print(text)
+
+
+if __name__ == "__main__":
+  app.run(main)
