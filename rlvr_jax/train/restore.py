@@ -86,7 +86,7 @@ def records_of(restored: Restored | None, warm: Restored | None) -> tuple[int | 
 
 def _report_damaged(store: RolloutStore, host: Mapping[str, Any]) -> None:
   """Says which used batches of the store are damaged; the run needs them no more."""
-  numbers = range(min(map(int, host["pending"]), default=host["after"]["number"]))
+  numbers = range(min(map(int, host["queue"]["pending"]), default=host["after"]["number"]))
   with progress(numbers, "checking the store", unit="batch") as bar:
     damaged = [number for number in bar if not (store.removed(number) or store.whole(number))]
   if damaged:

@@ -209,7 +209,7 @@ def test_sigterm_saves_and_the_rerun_goes_on(stopped, uninterrupted, tmp_path):
   # Two batches are drawn every four updates, and the rollouts are in the store alone.
   first = step // 4 * 2
   still_used = {0: [], 1: [first, first + 1], 2: [first, first + 1], 3: [first + 1]}
-  assert [int(number) for number in host["pending"]] == still_used[step % 4]
+  assert [int(number) for number in host["queue"]["pending"]] == still_used[step % 4]
   log = stopped[0].with_name("run.log")
   assert f"asked to end: saved after update {step}; rerun the same command" in log.read_text()
   output = tiny.run(workdir)
