@@ -180,7 +180,8 @@ def make_method(
 
 def abstract_update(config: ml_collections.ConfigDict, route: str) -> Update:
   method = make_method(config, route)
-  state = components.abstract_state(method, sharding.make_mesh(**config.mesh))
+  base = jax.eval_shape(method.model.init, jax.random.key(0))
+  state = components.abstract_state(config, method, base, sharding.make_mesh(**config.mesh))
   return Update(method, state, components.abstract_batch(config))
 
 
