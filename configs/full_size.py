@@ -20,7 +20,7 @@ On 256 chips: --config.mesh.fsdp=32 --config.mesh.tensor=8.
 
 from ml_collections import ConfigDict
 
-from configs import base
+from rlvr_jax.configs import base
 
 
 def get_config() -> ConfigDict:

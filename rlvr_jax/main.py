@@ -51,13 +51,15 @@ def main(argv: list[str]) -> None:
 
 def run() -> None:
   """Does it; a mistake ends the process with a message."""
-  from rlvr_jax.train import modes
-
   try:
+    from rlvr_jax.train import modes
+
     given = (_WORKDIR.value, _CHECKPOINT.value, _TOPOLOGY.value)
     action = modes.prepared(_MODE.value, _CONFIG.value, *given)
-  except (ValueError, OSError) as error:
+  except (ImportError, ValueError, OSError) as error:
     sys.exit(f"error: {error}")
+  if _MODE.value in ("train", "eval"):  # the workdir of an export is for others
+    host.keep_compiled(str(_WORKDIR.value))
   try:
     action()
   except modes.FAILURES as error:

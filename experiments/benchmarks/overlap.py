@@ -44,9 +44,9 @@ keep_freed_memory()
 import jax
 import ml_collections
 
-from configs import mu_grpo, quickstart
 from experiments.benchmarks import slow_grader
 from experiments.benchmarks.tables import Row, hardware, table
+from rlvr_jax.configs import mu_grpo, quickstart
 from rlvr_jax.rollouts import schedules
 from rlvr_jax.train import components, loop
 from rlvr_jax.train.metrics import read_metrics
