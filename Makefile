@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 LOWEST := $(VENV)-lowest
 TESTS ?=
+# What tensorflow-datasets 4.9.9 needs and does not ask for.
+OF_THEN := 'protobuf>=5.29,<7'
 # A module stays in one process, for what its tests share.
 PYTEST = JAX_PLATFORMS=cpu $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadscope --no-loadscope-reorder
 
@@ -41,5 +43,5 @@ $(READY): setup.py
 $(LOWEST)/ready: setup.py  # by uv: pip installs the newest alone
 	$(PYTHON) -m venv $(LOWEST)
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --resolution lowest-direct --editable '.[dev,plot]'
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --resolution lowest-direct --editable '.[dev,plot]' $(OF_THEN)
 	touch $@
