@@ -22,7 +22,7 @@ _MODE = flags.DEFINE_enum("mode", "train", ["train", "eval", "export", "fits"], 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for all that is written.")
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A run, or RUN/checkpoints/STEP of it.")
-_TOPOLOGY = flags.DEFINE_string("topology", None, "TPUs to compile for, such as v5e:4x4.")
+_TOPOLOGY = flags.DEFINE_string("topology", None, "TPUs to compile for, v5e:4x4 for 16.")
 _DISTRIBUTED = flags.DEFINE_bool("distributed", False, "One of several processes (TPU pod, SLURM).")
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port, a free port of process 0.")
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes of the run.", 1)
