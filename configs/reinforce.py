@@ -11,7 +11,7 @@ What is not set below is the quickstart's. Card: docs/methods/reinforce.md.
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
-from configs import quickstart
+from rlvr_jax.configs import quickstart
 
 
 def get_config() -> ConfigDict:
