@@ -3,10 +3,14 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+LOWEST := $(VENV)-lowest
+TESTS ?=
+# tensorflow-datasets 4.9.9 does not run with protobuf 7, nor its metadata with less than 6.31.
+OF_THEN := 'protobuf>=6.31.1,<7'
 # A module stays in one process, for what its tests share.
-PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadscope --no-loadscope-reorder
+PYTEST = JAX_PLATFORMS=cpu $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadscope --no-loadscope-reorder
 
-.PHONY: quickstart test test-slow test-torch lint
+.PHONY: quickstart test test-slow test-lowest test-torch lint
 
 quickstart: $(READY)  ## learn from verifiable rewards, a few minutes on two cores
 	JAX_PLATFORMS=cpu $(BIN)/python -m rlvr_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
@@ -16,6 +20,10 @@ test: $(READY)  ## the ordinary tests
 
 test-slow: $(READY)  ## the long ones
 	$(PYTEST) -m slow
+
+test-lowest: BIN := $(LOWEST)/bin
+test-lowest: $(LOWEST)/ready  ## the ordinary tests, or TESTS, with the lowest versions that setup.py admits
+	$(PYTEST) $(TESTS)
 
 test-torch: $(READY)  ## what needs torch: exported checkpoints and adapters in the libraries they are for
 	$(BIN)/python -m pip install --quiet --editable '.[torch]'
@@ -30,4 +38,10 @@ $(READY): setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable '.[dev,plot]'
+	touch $@
+
+$(LOWEST)/ready: setup.py  # by uv: pip installs the newest alone
+	$(PYTHON) -m venv $(LOWEST)
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --resolution lowest-direct --editable '.[dev,plot]' $(OF_THEN)
 	touch $@

@@ -12,7 +12,7 @@ What is not set below is the quickstart's. Card: docs/methods/dapo.md.
 
 from ml_collections import ConfigDict
 
-from configs import quickstart
+from rlvr_jax.configs import quickstart
 
 
 def get_config() -> ConfigDict:

@@ -14,7 +14,7 @@ Generated programs run in a sandbox on the hosts (docs/models.md). Card: docs/me
 
 from ml_collections import ConfigDict
 
-from configs import full_size
+from rlvr_jax.configs import full_size
 
 
 def get_config() -> ConfigDict:

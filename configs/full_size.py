@@ -3,7 +3,8 @@
 Not a recipe of its own. The four that start from it are the settings of four papers at their own
 size: salt_qwen25_math_7b, p3o_qwen3_4b, fade_qwen25_7b, mu_grpo_r1_distill_7b. What a paper or its
 authors' code does not say is marked **open** there. None has been trained with here: no
-accelerator was at hand. What they take per chip, without any chip:
+accelerator was at hand. What they take per chip, without any chip (v5p:2x2x4 is 16,
+v5p-32 in Cloud's names):
 
   python -m rlvr_jax.main --mode=fits --config=configs/full_size.py --topology=v5p:2x2x4
 
@@ -20,7 +21,7 @@ On 256 chips: --config.mesh.fsdp=32 --config.mesh.tensor=8.
 
 from ml_collections import ConfigDict
 
-from configs import base
+from rlvr_jax.configs import base
 
 
 def get_config() -> ConfigDict:

@@ -16,7 +16,7 @@ Hardware: 2 CPU cores. Expected held-out pass@1: near zero.
 
 from ml_collections import ConfigDict
 
-from configs import base
+from rlvr_jax.configs import base
 
 
 def get_config() -> ConfigDict:

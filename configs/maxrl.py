@@ -9,7 +9,7 @@ What is not set below is the quickstart's. Card: docs/methods/maxrl.md.
 
 from ml_collections import ConfigDict
 
-from configs import quickstart
+from rlvr_jax.configs import quickstart
 
 
 def get_config() -> ConfigDict:

@@ -12,7 +12,7 @@ WORKDIR/rollouts as soon as they are graded. Card: docs/methods/mu_grpo.md.
 
 from ml_collections import ConfigDict
 
-from configs import quickstart
+from rlvr_jax.configs import quickstart
 
 
 def get_config() -> ConfigDict:

@@ -16,7 +16,7 @@ A stage's rollouts, 1024 batches, lie in the workdir's store. Card: docs/methods
 
 from ml_collections import ConfigDict
 
-from configs import full_size
+from rlvr_jax.configs import full_size
 
 
 def get_config() -> ConfigDict:

@@ -11,7 +11,7 @@ What is not set below is the quickstart's. Card: docs/methods/p3o.md.
 
 from ml_collections import ConfigDict
 
-from configs import quickstart
+from rlvr_jax.configs import quickstart
 
 
 def get_config() -> ConfigDict:

@@ -16,7 +16,7 @@ The 8 problems of an update split over 8 of the 16 chips' groups, so `tensor` is
 
 from ml_collections import ConfigDict
 
-from configs import full_size
+from rlvr_jax.configs import full_size
 
 
 def get_config() -> ConfigDict:

@@ -15,7 +15,7 @@ Controls: experiments/quickstart/README.md.
 
 from ml_collections import ConfigDict
 
-from configs import base
+from rlvr_jax.configs import base
 
 
 def get_config() -> ConfigDict:

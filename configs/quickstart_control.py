@@ -11,7 +11,7 @@ Hardware and time as configs/quickstart.py. Expected held-out pass@1, start to e
 
 from ml_collections import ConfigDict
 
-from configs import quickstart
+from rlvr_jax.configs import quickstart
 
 
 def get_config() -> ConfigDict:

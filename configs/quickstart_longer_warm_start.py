@@ -12,7 +12,7 @@ Hardware and time as configs/quickstart.py. Expected held-out pass@1 at the end:
 
 from ml_collections import ConfigDict
 
-from configs import quickstart
+from rlvr_jax.configs import quickstart
 
 
 def get_config() -> ConfigDict:

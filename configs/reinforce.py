@@ -10,7 +10,7 @@ What is not set below is the quickstart's. Card: docs/methods/reinforce.md.
 
 from ml_collections import ConfigDict
 
-from configs import quickstart
+from rlvr_jax.configs import quickstart
 
 
 def get_config() -> ConfigDict:

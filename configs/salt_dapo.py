@@ -10,7 +10,7 @@ What is not set below is DAPO's. Card: docs/methods/salt.md.
 
 from ml_collections import ConfigDict
 
-from configs import dapo
+from rlvr_jax.configs import dapo
 
 
 def get_config() -> ConfigDict:

@@ -20,7 +20,7 @@ What is not set below is GRPO's. Card: docs/methods/salt.md.
 
 from ml_collections import ConfigDict
 
-from configs import grpo
+from rlvr_jax.configs import grpo
 
 
 def get_config() -> ConfigDict:

@@ -18,7 +18,7 @@ docs/methods/salt.md; memory per chip: docs/models.md.
 
 from ml_collections import ConfigDict
 
-from configs import full_size
+from rlvr_jax.configs import full_size
 
 
 def get_config() -> ConfigDict:

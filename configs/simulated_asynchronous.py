@@ -10,7 +10,7 @@ What is not set below is the recipe's of GRPO. Guide: docs/staleness.md.
 
 from ml_collections import ConfigDict
 
-from configs import grpo
+from rlvr_jax.configs import grpo
 
 
 def get_config() -> ConfigDict:

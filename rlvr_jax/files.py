@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import posixpath
+import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -46,6 +47,23 @@ def located(path: str | os.PathLike[str]) -> tuple[fsspec.AbstractFileSystem, st
       f"{text!r} cannot be opened: {error}. Paths are local, or URLs that fsspec knows; for gs:// "
       'install pip install -e ".[gcs]"'
     ) from error
+
+
+def local_path(owner: str, path: str | os.PathLike[str]) -> pathlib.Path:
+  """`path`, which must not be a URL: pathlib would take gs://bucket for a folder named "gs:".
+
+  Args:
+    owner: the flag or field that gives it, for the message.
+  Raises:
+    ValueError: it is a URL, or was one before pathlib took a slash out of it.
+  """
+  text = os.fspath(path)
+  if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", text):
+    raise ValueError(
+      f"{owner} = {text!r} is a URL, and only a local folder will do: mount the bucket (for gs://"
+      " with gcsfuse) and give the folder where it is mounted"
+    )
+  return pathlib.Path(text)
 
 
 def listing(directory: str | os.PathLike[str]) -> list[str]:

@@ -22,7 +22,7 @@ _MODE = flags.DEFINE_enum("mode", "train", ["train", "eval", "export", "fits"], 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for all that is written.")
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A run, or RUN/checkpoints/STEP of it.")
-_TOPOLOGY = flags.DEFINE_string("topology", None, "TPUs to compile for, such as v5e:4x4.")
+_TOPOLOGY = flags.DEFINE_string("topology", None, "TPUs to compile for, v5e:4x4 for 16.")
 _DISTRIBUTED = flags.DEFINE_bool("distributed", False, "One of several processes (TPU pod, SLURM).")
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port, a free port of process 0.")
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes of the run.", 1)
@@ -51,13 +51,15 @@ def main(argv: list[str]) -> None:
 
 def run() -> None:
   """Does it; a mistake ends the process with a message."""
-  from rlvr_jax.train import modes
-
   try:
+    from rlvr_jax.train import modes
+
     given = (_WORKDIR.value, _CHECKPOINT.value, _TOPOLOGY.value)
     action = modes.prepared(_MODE.value, _CONFIG.value, *given)
-  except (ValueError, OSError) as error:
+  except (ImportError, ValueError, OSError) as error:
     sys.exit(f"error: {error}")
+  if _MODE.value in ("train", "eval"):  # the workdir of an export is for others
+    host.keep_compiled(str(_WORKDIR.value))
   try:
     action()
   except modes.FAILURES as error:

@@ -8,14 +8,14 @@ import re
 import pytest
 from ml_collections import ConfigDict
 
-import configs.base
 from experiments.runs import RECIPES
 from rlvr_jax import advantages, losses, specs
+from rlvr_jax.configs import base
 from rlvr_jax.models.presets import model_settings
 from rlvr_jax.train.components import build
 
 ROOT = pathlib.Path(__file__).parents[1]
-NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
+NAMES = sorted(path.stem for path in (ROOT / "configs").glob("[!_]*.py"))
 CARDS = ROOT / "docs" / "methods"
 
 # Estimators to name on the command line, --config.advantage=…; their cards say how.
@@ -33,7 +33,7 @@ each_config = pytest.mark.parametrize("name", NAMES)
 
 
 def _module(name):
-  return importlib.import_module(f"configs.{name}")
+  return importlib.import_module(f"rlvr_jax.configs.{name}")
 
 
 def _flat(config: ConfigDict) -> dict:
@@ -51,7 +51,7 @@ def _changes(name):
   """Leaves that a recipe sets otherwise than the one it starts from, or has beside it."""
   module = _module(name)
   parents = {getattr(v, "__name__", "") for v in vars(module).values()} & {
-    f"configs.{other}" for other in NAMES if other != name
+    f"rlvr_jax.configs.{other}" for other in NAMES if other != name
   }
   assert len(parents) == 1, f"configs/{name}.py starts from {sorted(parents)}, not from one recipe"
   before = _flat(importlib.import_module(parents.pop()).get_config())
@@ -98,7 +98,7 @@ def test_docstring_has_the_command(name):
 def test_states_a_difference(name):
   changes = _changes(name)
   assert changes
-  fields = set(_flat(configs.base.get_config()))
+  fields = set(_flat(base.get_config()))
   free = ("model.over", "task.kwargs.")
   unknown = {path for path in changes if path not in fields and not path.startswith(free)}
   assert not unknown, f"configs/{name}.py sets fields that base.py does not have: {unknown}"

@@ -6,7 +6,11 @@ import tempfile
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
+import jax.experimental
 import pytest
+
+if not hasattr(jax, "enable_x64"):  # before jax 0.8
+  jax.enable_x64 = jax.experimental.enable_x64
 
 # Here and in the programs that tests start, which inherit it, nearly all the time is compilation:
 # compiled quickly rather than well. XLA reads it when a device is first asked for.

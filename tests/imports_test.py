@@ -113,6 +113,7 @@ def test_imports_keep_to_the_table():
     ("train/objective.py", "from rlvr_jax import losses", "imports rlvr_jax.losses"),
     ("train/loop.py", "from flax import nnx", "flax stays in models"),
     ("train/loop.py", "import configs.base", "imports configs.base"),
+    ("train/loop.py", "from rlvr_jax.configs import base", "imports rlvr_jax.configs"),
     ("train/loop.py", "import rlvr_jax.main", "imports rlvr_jax.main"),
     ("models/a.py", "from flax import nnx\nnnx.jit(f)", "uses nnx.jit"),
     ("tricks/a.py", "", "in no room"),

@@ -338,7 +338,7 @@ def gsm8k_program(tmp_path):
 
 
 SMALL_GSM8K = """
-from configs import gsm8k
+from rlvr_jax.configs import gsm8k
 
 def get_config():
   c = gsm8k.get_config()

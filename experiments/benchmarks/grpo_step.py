@@ -38,7 +38,7 @@ keep_freed_memory()
 import jax
 import numpy as np
 
-from configs import base
+from rlvr_jax.configs import base
 from rlvr_jax.data import ByteTokenizer, Problem, Task
 from rlvr_jax.rewards.outcome import Grade, Outcome
 from rlvr_jax.rewards.pool import GraderPool

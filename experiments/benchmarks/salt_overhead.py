@@ -45,8 +45,8 @@ import jax.numpy as jnp
 import ml_collections
 from absl import app, flags
 
-from configs import base
 from experiments.benchmarks.tables import Row, hardware, table
+from rlvr_jax.configs import base
 from rlvr_jax.geometry import GramContext, GramFn
 from rlvr_jax.models.functional import Model, transformer
 from rlvr_jax.models.presets import preset

@@ -63,7 +63,7 @@ _ROLLOUTS = flags.DEFINE_string("rollouts", None, "A recorded batch, .npz, to ta
 
 def recipe(name: str) -> Any:
   """The configuration of a recipe by name."""
-  return importlib.import_module(f"configs.{name}").get_config()
+  return importlib.import_module(f"rlvr_jax.configs.{name}").get_config()
 
 
 def train_and_record(

@@ -11,7 +11,7 @@ Nothing else differs between the two. What is not set below is the recipe's of Î
 
 from ml_collections import ConfigDict
 
-from configs import mu_grpo
+from rlvr_jax.configs import mu_grpo
 from rlvr_jax.ops.checks import check_choice
 
 

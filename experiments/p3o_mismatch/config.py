@@ -12,7 +12,7 @@ it) or lag (rollouts that are exactly so many updates old).
 
 from ml_collections import ConfigDict
 
-from configs import p3o, quickstart
+from rlvr_jax.configs import p3o, quickstart
 from rlvr_jax.ops.checks import check_choice
 
 

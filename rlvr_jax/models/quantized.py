@@ -6,11 +6,11 @@ biases stay. A copy is a policy of its own: what it samples has log-probabilitie
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import qwix
 
 from rlvr_jax.models.functional import Model, all_trained
 from rlvr_jax.ops.checks import check_choice
@@ -37,11 +37,13 @@ def quantized(params: Params, format: str) -> Params:
     shape; scale at least float32, of length 1 along the contracted axis.
   Raises:
     ValueError: unknown format.
+    ImportError: qwix, the extra `quantized`, is missing.
   Source: absmax rounding, LLM.int8(), arXiv 2208.07339, §2, there with the bound 127 for int8.
   """
   check_choice("quantized", "format", format, FORMATS)
+  qwix = _qwix()
 
-  def rounded(path: Any, weights: Array) -> Array | qwix.QArray:
+  def rounded(path: Any, weights: Array) -> Any:
     contracted = _contracted_axis(path, weights)
     if contracted is None:
       return jnp.copy(weights)  # an update may donate the original
@@ -54,13 +56,19 @@ def quantized(params: Params, format: str) -> Params:
 
 def dequantized(params: Params) -> Params:
   """The arrays that `quantized` stands for, s·q in the scale's dtype; other leaves as they are."""
+  qwix = _qwix()
   is_matrix = lambda leaf: isinstance(leaf, qwix.QArray)
   plain = lambda leaf: qwix.dequantize(leaf) if is_matrix(leaf) else leaf
   return jax.tree.map(plain, params, is_leaf=is_matrix)
 
 
 def for_quantized(model: Model) -> Model:
-  """`model` as functions of whole parameters of which some, or none, are quantized."""
+  """`model` as functions of whole parameters of which some, or none, are quantized.
+
+  Raises:
+    ImportError: qwix, the extra `quantized`, is missing.
+  """
+  _qwix()  # told before anything is compiled
   taking = lambda function: lambda params, *args: function(dequantized(params), *args)
   return model._replace(
     combine=all_trained,
@@ -69,6 +77,16 @@ def for_quantized(model: Model) -> Model:
     decoding_params=taking(model.decoding_params),  # once, before the decoding loop
     start_decoding=taking(model.start_decoding),
   )
+
+
+def _qwix() -> ModuleType:
+  try:
+    import qwix
+  except ImportError as error:
+    raise ImportError(
+      'config.sources.quantized needs qwix: pip install -e ".[quantized]"'
+    ) from error
+  return qwix
 
 
 def _contracted_axis(path: Any, weights: Array) -> int | None:

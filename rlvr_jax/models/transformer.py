@@ -136,7 +136,9 @@ def merged(params: Params) -> Params:
 
 def dense(x: Array, kernel: nnx.Param, bias: nnx.Param | None = None) -> Array:
   """x @ kernel in x's dtype, over flattened tokens: XLA's CPU backward pass is 3× faster so."""
-  out = _product(x.reshape(-1, x.shape[-1]), kernel.get_value())
+  # `value` is deprecated since flax 0.12, which brought `get_value`; [...] is for arrays alone.
+  weights = kernel.get_value() if hasattr(kernel, 'get_value') else kernel.value
+  out = _product(x.reshape(-1, x.shape[-1]), weights)
   out = checkpoint_name(out, _PRODUCT)
   if bias is not None:
     out = out + bias[...].astype(x.dtype)

@@ -7,12 +7,12 @@ The lag of an update is its own version less that of the policy its batch was dr
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from rlvr_jax.files import local_path
 from rlvr_jax.ops.checks import check_whole
 from rlvr_jax.rollouts.store import RolloutStore
 
@@ -216,7 +216,9 @@ def drawn_lag(seed: int, batch: int, max_lag: int) -> int:
 
 def recorded_versions(workdir: str, num_batches: int) -> list[int]:
   """The versions of a run's batches 0 … num_batches − 1, those deleted since included."""
-  store = RolloutStore(os.path.join(workdir, "rollouts"), writable=False)
+  store = RolloutStore(
+    local_path("simulated_asynchronous: recorded", workdir) / "rollouts", writable=False
+  )
   infos = []
   for number in range(num_batches):
     try:

@@ -64,8 +64,8 @@ def topology_devices(name: str) -> list[Any]:
   except Exception as error:  # libtpu raises what it likes
     raise ValueError(
       f"--topology={name} cannot be compiled for: {str(error)[:300]}. Names are such as v5e:4x4 or"
-      ' v5p:2x2x4; the compiler comes with pip install -e ".[tpu]". Without --topology an estimate'
-      " is given"
+      ' v5p:2x2x4 (16 chips each); the compiler comes with pip install -e ".[tpu]". Without'
+      " --topology an estimate is given"
     ) from error
 
 

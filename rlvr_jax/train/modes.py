@@ -8,6 +8,7 @@ from collections.abc import Callable
 import ml_collections
 
 from rlvr_jax.evaluate.command import evaluate_checkpoint
+from rlvr_jax.files import local_path
 from rlvr_jax.train import components, memory, policies, run
 
 FAILURES = run.FAILURES
@@ -39,11 +40,13 @@ def prepared(
   if mode == "fits":
     parts = memory.shapes_only(config, memory.mesh_of(config, topology))
     return functools.partial(memory.report, parts, topology)
+  if mode != "export":  # whose workdir is a folder for others, local or not
+    local_path("--workdir", str(workdir))
+  folder = policies.checkpoint_folder(checkpoint) if checkpoint else None
   parts = components.build(config)
   if mode == "train" and not len(parts.task.train):
     raise ValueError("config.task has nothing to train on; choose a split, or --mode=eval")
   if mode == "train":
     return functools.partial(run.train, parts, str(workdir))
-  folder = policies.checkpoint_folder(checkpoint) if checkpoint else None
   action = evaluate_checkpoint if mode == "eval" else policies.export
   return functools.partial(action, parts, str(workdir), folder)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 
+from rlvr_jax.files import local_path
 from rlvr_jax.models.huggingface import save_checkpoint
 from rlvr_jax.models.peft import save_adapters
 from rlvr_jax.models.presets import given_overrides
@@ -22,9 +23,9 @@ def checkpoint_folder(checkpoint: str) -> Path:
   """WORKDIR/checkpoints/STEP that is named, or the last one of the run that is named.
 
   Raises:
-    ValueError: there is none.
+    ValueError: there is none, or it is not local.
   """
-  folder = Path(checkpoint)
+  folder = local_path("--checkpoint", checkpoint)
   of_run = folder if folder.name == "checkpoints" else folder / "checkpoints"
   if of_run.is_dir():
     steps = [path for path in of_run.glob("*") if path.name.isdigit()]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +13,7 @@ import ml_collections
 from jax.sharding import Mesh
 
 from rlvr_jax.data import Tokenizer
+from rlvr_jax.files import local_path
 from rlvr_jax.models import quantized
 from rlvr_jax.models.functional import Model, transformer
 from rlvr_jax.models.presets import model_settings
@@ -180,7 +180,7 @@ def recorded_groups(
     raise ValueError("config.sources.recorded.store is empty; set it to WORKDIR/rollouts of a run")
   try:
     groups = RecordedGroups(
-      store,
+      local_path("config.sources.recorded.store", store),
       numbers=numbers,
       tokenizer=config.tokenizer,
       pad_token=tokenizer.pad_id,
@@ -211,7 +211,7 @@ def other_policy(
     ValueError: no run there, no such checkpoint, or tokens that are not this run's.
   """
   settings = config.sources.checkpoint
-  workdir = Path(settings.workdir)
+  workdir = local_path("config.sources.checkpoint.workdir", settings.workdir)
   try:
     theirs = json.loads((workdir / "config.json").read_text())
     model_config = model_settings(theirs["model"])

@@ -149,7 +149,7 @@ def test_it_imports_the_package_the_recipes_and_pyplot_alone():
       elif isinstance(node, ast.ImportFrom):
         assert node.level == 0
         modules.add(node.module.split(".")[0])
-  assert modules == {"sys", "matplotlib.pyplot", "configs", "rlvr_jax"}
+  assert modules == {"sys", "matplotlib.pyplot", "rlvr_jax"}
 
 
 def test_a_text_comes_before_every_picture():

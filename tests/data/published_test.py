@@ -27,7 +27,7 @@ def _bytes(name, rows):
     parquet.write_table(pyarrow.Table.from_pylist(rows), buffer)
     return buffer.getvalue().to_pybytes()
   text = json.dumps(rows) if ".jsonl" not in name else "\n".join(map(json.dumps, rows)) + "\n"
-  return gzip.compress(text.encode()) if name.endswith(".gz") else text.encode()
+  return gzip.compress(text.encode(), mtime=0) if name.endswith(".gz") else text.encode()
 
 
 def _write(folder, files):

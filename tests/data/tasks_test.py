@@ -325,6 +325,7 @@ def test_published_programs(tmp_path):
     ({"split": "validation"}, r"gsm8k has no split 'validation' .*only \['test', 'train'\]"),
     ({"dataset": "gsm"}, "unknown data set 'gsm'; choose one of"),
     ({"data_dir": ""}, "data_dir is empty: give the folder"),
+    ({"prepared_dir": "gs://bucket/p"}, "prepared_dir = 'gs://bucket/p' is a URL"),
     ({"code_reward": "some"}, "code_reward is 'some', choose 'all' or 'fraction'"),
     ({"code_reward": "fraction"}, "code_reward is 'fraction', but gsm8k has no tests"),
     (

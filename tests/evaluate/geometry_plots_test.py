@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from configs import base
 from rlvr_jax import advantages, reweighting
+from rlvr_jax.configs import base
 from rlvr_jax.evaluate import geometry_plots
 from rlvr_jax.evaluate.geometry_plots import Measurement
 from rlvr_jax.train.metrics import MetricWriter

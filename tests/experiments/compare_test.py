@@ -6,7 +6,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from configs import base
+from rlvr_jax.configs import base
 
 _FILE = pathlib.Path(__file__).parents[2] / "experiments" / "compare" / "__main__.py"
 

@@ -1,6 +1,7 @@
 """Rounding against a NumPy search over the formats' values, and sampling from a rounded policy."""
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -151,3 +152,10 @@ def test_recorded_logprobs_are_those_of_the_rounded_policy(format, tied_head):
   assert gap(jax.jit(dequantized)(copy)) < 1e-5
   assert gap(params) > 1e-3
   np.testing.assert_array_equal(model.head(copy).kernel, model.head(dequantized(copy)).kernel)
+
+
+def test_qwix_is_missing(monkeypatch):
+  model = make_model(True, 1)
+  monkeypatch.setitem(sys.modules, "qwix", None)
+  with pytest.raises(ImportError, match=r"config\.sources\.quantized needs qwix: .*\[quantized\]"):
+    for_quantized(model)  # as a run is built, with nothing compiled yet

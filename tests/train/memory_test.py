@@ -23,7 +23,7 @@ PARAMETERS = {  # of the published models, from their own index files
 
 
 def shapes(name, **mesh):
-  config = importlib.import_module(f"configs.{name}").get_config()
+  config = importlib.import_module(f"rlvr_jax.configs.{name}").get_config()
   if mesh:
     config.mesh = mesh
   return memory.shapes_only(config, memory.mesh_of(config, None))

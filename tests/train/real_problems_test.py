@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from train import tiny
 
-from configs import base
+from rlvr_jax.configs import base
 from rlvr_jax.data.byte_pairs import read_texts, save, train_byte_pairs
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.huggingface import save_checkpoint
@@ -29,7 +29,7 @@ def get_config(arguments):
   """`real_problems_test.py:METHOD,DATASET,CHECKPOINT,PREPARED`, as the program takes it."""
   method, dataset, checkpoint, prepared = arguments.split(",")
   c = base.get_config()
-  recipe = importlib.import_module(f"configs.{method}").get_config()
+  recipe = importlib.import_module(f"rlvr_jax.configs.{method}").get_config()
   for section in SECTIONS:
     c[section] = recipe[section]
   c.num_updates = 4

@@ -13,7 +13,7 @@ import time
 import jax
 import numpy as np
 
-from configs import base
+from rlvr_jax.configs import base
 from rlvr_jax.train import metrics
 from rlvr_jax.train.checkpoint import Checkpointer
 from rlvr_jax.train.components import build
@@ -52,7 +52,7 @@ def get_config(scheduled_as=""):
   c.checkpoint.every = 1
   c.logging.rollouts_every = 4
   if scheduled_as:
-    c.schedule = importlib.import_module(f"configs.{scheduled_as}").get_config().schedule
+    c.schedule = importlib.import_module(f"rlvr_jax.configs.{scheduled_as}").get_config().schedule
   return c
 
 

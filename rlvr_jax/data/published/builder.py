@@ -21,7 +21,7 @@ from rlvr_jax.data.published.dataset import Dataset, listed
 from rlvr_jax.data.published.files import FORMATS, PublishedFiles
 from rlvr_jax.data.published.rows import Record
 from rlvr_jax.data.sources import question_key
-from rlvr_jax.files import reporting_full_disk
+from rlvr_jax.files import local_path, reporting_full_disk
 
 DATASETS: dict[str, Dataset] = {
   dataset.name: dataset
@@ -209,7 +209,7 @@ def prepare(
       os.fspath(data_dir),
     )
   digest = source.digest([path for split in sorted(paths) for path in paths[split]])
-  folder = pathlib.Path(os.path.expanduser(prepared_dir)) / digest
+  folder = local_path("prepared_dir", os.path.expanduser(prepared_dir)) / digest
   tfds.disable_progress_bar()
 
   def make_builder() -> Published:

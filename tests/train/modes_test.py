@@ -1,0 +1,55 @@
+"""Paths that must be local: a URL is refused before anything is built, compiled or written."""
+
+import os
+import pathlib
+
+import pytest
+from train import tiny
+
+from rlvr_jax.files import local_path
+from rlvr_jax.rollouts import schedules
+from rlvr_jax.train import modes
+from rlvr_jax.train.components import build
+
+URL = "gs://bucket/run"
+
+
+@pytest.mark.parametrize("path", [URL, "s3://b", "file:///tmp/run", pathlib.Path(URL), "gs:/b"])
+def test_urls_are_no_local_paths(path):
+  with pytest.raises(ValueError, match=r"--workdir = '\w+:/.*' is a URL, .* mount the bucket"):
+    local_path("--workdir", path)
+
+
+@pytest.mark.parametrize("path", ["runs/a", "/tmp/a:b/c", "../runs", "a:b", pathlib.Path("~/x")])
+def test_local_paths_stay_as_they_are(path):
+  assert local_path("--workdir", path) == pathlib.Path(path)
+
+
+@pytest.mark.parametrize(
+  ("mode", "workdir", "checkpoint", "owner"),
+  [
+    ("train", URL, None, "--workdir"),
+    ("eval", URL, None, "--workdir"),
+    ("eval", "runs/x", URL, "--checkpoint"),
+    ("export", URL, URL, "--checkpoint"),  # its workdir may be remote
+  ],
+)
+def test_flags(mode, workdir, checkpoint, owner, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(ValueError, match=rf"{owner} = '{URL}' is a URL"):
+    modes.prepared(mode, tiny.get_config(), workdir, checkpoint, None)
+  assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("fields", [
+  dict(sources__checkpoint=dict(fraction=0.5, workdir=URL)),
+  dict(sources__recorded=dict(fraction=0.5, store=URL)),
+])  # fmt: skip
+def test_fields(fields):
+  with pytest.raises(ValueError, match=rf"config\.sources\..* = '{URL}' is a URL"):
+    build(tiny.config(**fields))
+
+
+def test_a_schedule_that_replays_another_run():
+  with pytest.raises(ValueError, match=rf"recorded = '{URL}' is a URL"):
+    schedules.simulated_asynchronous(recorded=URL, num_updates=2, seed=0)
