@@ -55,10 +55,10 @@ setuptools.setup(
     "absl-py>=1.4",
     "array-record>=0.8.1",
     "chex>=0.1.90",
-    "etils[epath]",  # tensorflow-datasets imports what it needs and does not always ask for it
     "flax>=0.11.2",
     "fsspec>=2025.3",
     "grain>=0.2.12",
+    "importlib_resources>=6.0",  # tensorflow-datasets imports it and does not always ask for it
     "jax>=0.7.2",
     "ml-collections>=1.1.0",
     "numpy>=2.1",
