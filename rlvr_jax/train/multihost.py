@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax._src import distributed
 from jax.experimental import multihost_utils
 
 from rlvr_jax.rewards.outcome import Grade, Outcome
@@ -64,26 +63,27 @@ def initialize(
   # Its handler of SIGTERM would swallow the signal before ours is there; see `anywhere`.
   jax.config.update("jax_enable_preemption_service", False)
   jax.distributed.initialize(coordinator, num_processes, process_id)
-  _watch_first(distributed.global_state)
+  _watch_first()
 
 
-def _watch_first(state: Any) -> None:
+def _watch_first() -> None:
   """Ends this process with a message when the first one is gone.
 
   The kernel closes a connection to it then. jax's own thread aborts the process, with its stack
   alone, and lets no other answer through any more.
   """
-  key = "rlvr_jax/first"
+  place = None
   if is_first():
     # Connections that nobody accepts stay in the queue, and end with the process.
-    _listening.append(socket.create_server(("", 0), backlog=state.num_processes))
-    state.client.key_value_set(key, str(_listening[0].getsockname()[1]))
+    _listening.append(socket.create_server(("", 0), backlog=jax.process_count()))
+    place = (socket.gethostname(), _listening[0].getsockname()[1])
+  host, port = exchange(place)[0]
+  if is_first():
     return
-  port = int(state.client.blocking_key_value_get(key, 60_000))
   try:
-    connection = socket.create_connection((state.coordinator_address.rpartition(":")[0], port), 60)
+    connection = socket.create_connection((host, port), 60)
   except OSError:
-    return  # another port is not let through: without the message, then
+    return  # another port is not let through, or the name is not known: without the message, then
   connection.settimeout(None)
 
   def watch() -> None:
@@ -91,7 +91,7 @@ def _watch_first(state: Any) -> None:
       connection.recv(1)
     if not _ended.wait(1.0):  # a message that arrives meanwhile says more
       message = (
-        f"error: process 0 of {state.num_processes} has died or cannot be reached; see what it"
+        f"error: process 0 of {jax.process_count()} has died or cannot be reached; see what it"
         " printed. Rerun the same command on every host: it goes on from the last checkpoint\n"
       )
       os.write(2, message.encode())  # sys.stderr may be silenced
