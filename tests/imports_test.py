@@ -25,10 +25,11 @@ ALLOWED = {
   **{stage: {"types", "ops"} for stage in STAGES},
   "models": {"types", "ops", "files"},
   "data": LEAVES,
-  "rewards": set(),
+  "codejudge": set(),
+  "rewards": {"codejudge"},
   "rollouts": {"types", "ops", "files", "data", "rewards"},
   "train.step": {"types", "ops"},
-  "train": BELOW_THE_LOOP | {"evaluate", "train.step"},
+  "train": BELOW_THE_LOOP | {"codejudge", "evaluate", "train.step"},
   "evaluate": BELOW_THE_LOOP | {"train", "train.step"},
   "main": BELOW_THE_LOOP | {"evaluate", "train", "train.step"},
 }
@@ -81,6 +82,8 @@ def violations(root):
         found.append(f"{module} imports {name}")
       elif top in NEVER:
         found.append(f"{module} imports {name}")
+      elif here == "codejudge" and top not in {"rlvr_jax", *sys.stdlib_module_names}:
+        found.append(f"{module} imports {name}: codejudge has the standard library only")
       elif here == "rewards" and top in JAX:
         found.append(f"{module} imports {name}: grading workers never load jax")
       elif top == "flax" and here != "models":
@@ -108,6 +111,11 @@ def test_imports_keep_to_the_table():
     ("losses/a.py", "def f():\n  import rlvr_jax.advantages.grpo", "imports rlvr_jax.advantages"),
     ("rewards/a.py", "import jax.numpy as jnp", "never load jax"),
     ("rewards/a.py", "from rlvr_jax.types import Array", "imports rlvr_jax.types"),
+    ("codejudge/a.py", "import numpy", "codejudge has the standard library only"),
+    ("codejudge/harness/a.py", "import absl.flags", "codejudge has the standard library only"),
+    ("codejudge/a.py", "from .. import files", "imports rlvr_jax.files"),
+    ("codejudge/harness/a.py", "from ...rewards import outcome", "imports rlvr_jax.rewards"),
+    ("evaluate/a.py", "from rlvr_jax.codejudge import cgroups", "imports rlvr_jax.codejudge"),
     ("train/step.py", "from rlvr_jax.train import optimizer", "imports rlvr_jax.train.optimizer"),
     ("train/accumulate.py", "from rlvr_jax.train import sharding", "imports rlvr_jax.train"),
     ("train/objective.py", "from rlvr_jax import losses", "imports rlvr_jax.losses"),
@@ -121,7 +129,7 @@ def test_imports_keep_to_the_table():
 )
 def test_the_checker_sees_a_violation(tmp_path, path, code, reported):
   file = tmp_path / path
-  file.parent.mkdir(exist_ok=True)
+  file.parent.mkdir(parents=True, exist_ok=True)
   file.write_text(code)
   found = violations(tmp_path)
   assert found and any(reported in line for line in found), found
@@ -135,12 +143,14 @@ def test_the_checker_sees_a_violation(tmp_path, path, code, reported):
     ("train/step.py", "from rlvr_jax.train.accumulate import update_gradient"),
     ("models/a.py", "from flax import nnx\nclass A(nnx.Module): pass"),
     ("rollouts/a.py", "from rlvr_jax import files"),
+    ("codejudge/a.py", "import json\nfrom . import cgroups\nfrom .harness import messages"),
+    ("rewards/a.py", "from rlvr_jax.codejudge import sandbox"),
     ("main.py", "from rlvr_jax.train import loop"),
   ],
 )
 def test_the_checker_allows_what_is_allowed(tmp_path, path, code):
   file = tmp_path / path
-  file.parent.mkdir(exist_ok=True)
+  file.parent.mkdir(parents=True, exist_ok=True)
   file.write_text(code)
   assert violations(tmp_path) == []
 

@@ -28,7 +28,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))  # the repository's r
 from absl import app, flags
 
 from experiments.benchmarks.tables import Row, hardware, table
-from rlvr_jax.rewards import GraderPool, Outcome, code
+from rlvr_jax.codejudge import tasks
+from rlvr_jax.rewards import GraderPool, Outcome
 
 _DATA = flags.DEFINE_string("data", None, "Folder of the data sets.", required=True)
 _WORKERS = flags.DEFINE_integer("workers", os.cpu_count(), "Grading processes.", lower_bound=1)
@@ -77,7 +78,7 @@ def mbpp(path: pathlib.Path) -> list[Problem]:
 def _mbpp_problem(row: Mapping[str, Any]) -> Problem:
   tests = [*row["test_list"], *row["challenge_test_list"]]
   functions = re.findall(r"^def\s+(\w+)", row["code"], re.M)
-  (function,) = set(functions) & set(code.names_used(tuple(tests))[0])
+  (function,) = set(functions) & set(tasks.names_used(tuple(tests))[0])
   reference = {"style": "asserts", "tests": tests, "setup": row["test_setup_code"]}
   return Problem(f"MBPP/{row['task_id']}", row["code"], function, reference)
 
@@ -143,7 +144,7 @@ def main(argv: list[str]) -> None:
         wanted = Outcome.CORRECT if kind == "reference" else Outcome.WRONG
         unexpected += [f"{kind} {text}" for text in graded if f": {wanted} (" not in text]
   conditions = {"hardware": hardware(), "python": sys.version.split()[0], "workers": _WORKERS.value}
-  conditions |= {"load": round(busy, 1), "limit": f"{code.TIME_LIMIT_S:g} s of processor time"}
+  conditions |= {"load": round(busy, 1), "limit": f"{tasks.TIME_LIMIT_S:g} s of processor time"}
   given = " ".join(sys.argv[1:]).replace(_DATA.value, "FOLDER")
   conditions["command"] = f"python experiments/benchmarks/code_grading.py {given}"
   write(pathlib.Path(_FOLDER.value), rows, conditions)

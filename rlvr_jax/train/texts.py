@@ -10,6 +10,8 @@ import jax
 import ml_collections
 from absl import logging
 
+from rlvr_jax.codejudge import cgroups
+from rlvr_jax.codejudge.sandbox import ACCEPTED, UNSANDBOXED
 from rlvr_jax.data import (
   ByteTokenizer,
   Problem,
@@ -22,10 +24,8 @@ from rlvr_jax.data import (
 from rlvr_jax.data.huggingface_tokenizer import HuggingFaceTokenizer
 from rlvr_jax.models.huggingface_config import longest_text
 from rlvr_jax.ops.checks import check_between, check_choice
-from rlvr_jax.rewards import cgroups
 from rlvr_jax.rewards.combined import weighted_reference
 from rlvr_jax.rewards.pool import GraderPool, default_workers
-from rlvr_jax.rewards.sandbox import ACCEPTED, UNSANDBOXED
 from rlvr_jax.rollouts.collect import Collector
 from rlvr_jax.train import multihost, sharding
 from rlvr_jax.train.host import alive

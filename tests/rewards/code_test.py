@@ -8,7 +8,7 @@ import pytest
 
 from experiments.benchmarks import code_grading
 from rlvr_jax.rewards import GraderPool, Outcome
-from rlvr_jax.rewards.code import code, names_used, program_text
+from rlvr_jax.rewards.code import code, program_text
 
 ADD = "def add(a, b):\n  return a + b\n"
 
@@ -559,22 +559,6 @@ def test_an_object_where_data_were_expected_is_a_failure_of_the_program(test):
 def test_slices_of_objects():
   program = "class A:\n  def __getitem__(self, k): return [1, 2, 3][k]\ndef f(): return A()"
   assert _passes(program, "assert f()[:2] == [1, 2] and f()[::-2] == [3, 1]")
-
-
-@pytest.mark.parametrize(
-  ("tests", "names", "modules"),
-  [
-    (["assert f(1) == 2"], ["f"], []),
-    (["assert set(f(1)) == {int(g(2))}"], ["f", "g"], []),
-    (["assert math.isclose(f(1), 2)"], ["f"], ["math"]),
-    (["import math as m\nassert m.isclose(f(1), 2)"], ["f"], []),
-    (["assert sum(1, 2) == 3"], ["sum"], []),
-    (["def h(x): return f(x)", "y = 3", "assert h(y) and [z for z in f(1)]"], ["f"], []),
-    (["assert bisect([1], 1) == 1"], ["bisect"], []),
-  ],
-)
-def test_names_of_the_program(tests, names, modules):
-  assert names_used(tuple(tests)) == (names, modules)
 
 
 @pytest.mark.parametrize(

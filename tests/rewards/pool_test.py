@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from rewards.processes import descendants, running, wait_until
+from codejudge.processes import descendants, running, wait_until
 
 from rlvr_jax.rewards import GraderPool, GraderStartError, Outcome
 from rlvr_jax.rewards.pool import default_workers

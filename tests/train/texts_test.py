@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from train import tiny
 
+from rlvr_jax.codejudge import cgroups
 from rlvr_jax.data import ByteTokenizer, Problem, Task
-from rlvr_jax.rewards import GraderStartError, cgroups
+from rlvr_jax.rewards import GraderStartError
 from rlvr_jax.train.components import build
 from rlvr_jax.train.texts import (
   BY_REFERENCE,

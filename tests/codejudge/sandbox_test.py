@@ -9,10 +9,17 @@ import sys
 import time
 
 import pytest
-from rewards.processes import descendants, running, wait_until
+from codejudge.processes import descendants, running, wait_until
 
-from rlvr_jax.rewards import sandbox as sandboxes
-from rlvr_jax.rewards.sandbox import ACCEPTED, NAMESPACES, NONE, UNSANDBOXED, Sandbox, SandboxError
+from rlvr_jax.codejudge import sandbox as sandboxes
+from rlvr_jax.codejudge.sandbox import (
+  ACCEPTED,
+  NAMESPACES,
+  NONE,
+  UNSANDBOXED,
+  Sandbox,
+  SandboxError,
+)
 
 ORDINARY_USER = ("setpriv", "--reuid=65533", "--regid=65533", "--clear-groups")
 SYSTEM_PYTHON = "/usr/bin/python3"  # root's own interpreter may lie where nobody else may look
@@ -103,8 +110,10 @@ def f(names, places):
   inside, beside = pathlib.Path(sandboxes._FOLDER), pathlib.Path(sandboxes.__file__).parent
   modules = [file.stem for file in inside.glob("*.py")]
   assert {"judge", "launcher"} <= set(modules)
-  names = {"harness", "rlvr_jax", "rlvr_jax.rewards", *modules, *(f"harness.{m}" for m in modules)}
-  names |= {file.stem for file in beside.glob("*.py")} - {"__init__"} - sys.stdlib_module_names
+  names = {"harness", "rlvr_jax", "rlvr_jax.codejudge", *modules}
+  names |= {f"harness.{module}" for module in modules}
+  beside_it = {file.stem for file in beside.glob("*.py")} - {"__init__", "__main__"}
+  names |= beside_it - sys.stdlib_module_names
   _passes(sandbox, program, sorted(names), [str(beside)], expected=[])
 
 
@@ -354,7 +363,7 @@ def test_nothing_outlives_the_process_that_waits():
   """SIGKILL to the process alone, not to its group, while generated code runs."""
   script = f"""
 import sys
-from rlvr_jax.rewards.sandbox import Sandbox
+from rlvr_jax.codejudge.sandbox import Sandbox
 sandbox = Sandbox({NAMESPACES!r})
 print("ready", flush=True)
 program = '''

@@ -30,8 +30,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from rlvr_jax.rewards import cgroups
-from rlvr_jax.rewards.harness import messages
+from . import cgroups
+from .harness import messages
 
 NAMESPACES = "namespaces"
 NONE = "none"  # processes of their own and limits, but no walls

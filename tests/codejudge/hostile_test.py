@@ -12,9 +12,10 @@ import tempfile
 import time
 
 import pytest
-from rewards.processes import descendants, wait_until
+from codejudge.processes import descendants, wait_until
 
-from rlvr_jax.rewards import GraderPool, Outcome, sandbox
+from rlvr_jax.codejudge import sandbox
+from rlvr_jax.rewards import GraderPool, Outcome
 
 LIMIT_S = 0.7  # of programs that are to be stopped
 AMPLE_S = 10.0  # of those that are to end by themselves, on a busy machine

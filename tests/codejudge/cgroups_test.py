@@ -4,11 +4,11 @@ import os
 import pathlib
 
 import pytest
-from rewards.processes import wait_until
-from rewards.sandbox_test import _run
+from codejudge.processes import wait_until
+from codejudge.sandbox_test import _run
 
-from rlvr_jax.rewards import cgroups
-from rlvr_jax.rewards.sandbox import NAMESPACES, NONE, Sandbox
+from rlvr_jax.codejudge import cgroups
+from rlvr_jax.codejudge.sandbox import NAMESPACES, NONE, Sandbox
 
 REASON = cgroups.why_none()
 delegated = pytest.mark.skipif(REASON is not None, reason=f"no cgroup v2 is delegated: {REASON}")

@@ -15,7 +15,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 
-from rlvr_jax.rewards.harness.isolation import PROCESSES
+from .harness.isolation import PROCESSES
 
 _PREFIX = "rlvr_jax-"  # of a group's name; the process that made it and a count follow
 _LAUNCHER_MIB = 16  # the launcher and an item's supervisor

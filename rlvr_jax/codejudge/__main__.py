@@ -1,0 +1,54 @@
+"""Judges one program: python -m rlvr_jax.codejudge PROGRAM TESTS
+
+PROGRAM is a file of Python source; TESTS is a JSON file, whose fields README.md lists. Prints the
+verdict as one line of JSON.
+
+Exit status: 0 if all tests pass, 1 if not, 2 where the arguments or the tests are unusable, 3 where
+there is no verdict, which says nothing about the program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import pathlib
+import sys
+
+from . import tasks
+from .sandbox import SandboxError, open_sandbox
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(
+    prog=f"{pathlib.Path(sys.executable).name} -m {__package__}",
+    description=__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+  )
+  parser.add_argument("program", metavar="PROGRAM", type=pathlib.Path)
+  parser.add_argument("tests", metavar="TESTS", type=pathlib.Path)
+  given = parser.parse_args()
+  try:
+    source, text = (path.read_text(encoding="utf-8") for path in (given.program, given.tests))
+  except (OSError, UnicodeDecodeError) as error:
+    parser.error(f"PROGRAM or TESTS cannot be read: {error}")
+  try:
+    tests = json.loads(text)
+    if not isinstance(tests, dict):
+      raise ValueError(f"is a JSON {type(tests).__name__}, must be an object with 'style'")
+    tasks.check(tests)
+    with contextlib.closing(open_sandbox()) as sandbox:
+      verdict = tasks.judge(sandbox, source, tests)
+  except KeyError as error:
+    parser.error(f"TESTS {given.tests}: the field {error} is missing")
+  except (AttributeError, TypeError, ValueError) as error:  # fields of other types, too
+    parser.error(f"TESTS {given.tests}: {error}")
+  except (OSError, SandboxError) as error:
+    print(f"no verdict: {error}", file=sys.stderr)
+    return 3
+  print(json.dumps(verdict))
+  return 0 if verdict.get("passed") == verdict.get("total", 0) else 1
+
+
+if __name__ == "__main__":
+  sys.exit(main())
