@@ -33,7 +33,7 @@ flags.mark_flags_as_required(["config"])
 def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}; write --config.field=value")
-  if _WORKDIR.value is None and _MODE.value != "fits":
+  if not _WORKDIR.value and _MODE.value != "fits":
     raise app.UsageError("--workdir is missing")
   host.keep_freed_memory()  # before jax allocates anything
   # Imported here, so that --help and a misspelt field answer at once.
