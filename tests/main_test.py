@@ -227,6 +227,11 @@ def test_a_wrong_configuration_file_has_one_line(tmp_path, body, flags, message)
   assert len(output.splitlines()) == 1
 
 
+def test_an_empty_workdir_is_none():
+  """It would be the folder that the program happens to be started in."""
+  assert "--workdir is missing" in tiny.run("", expect=1)
+
+
 def test_unreadable_data(tmp_path):
   output = tiny.run(
     tmp_path / "run",
