@@ -135,6 +135,7 @@ def test_a_mistake_has_a_message_before_anything_is_compiled(fields, message, ca
   assert not compiled(caplog.text)
 
 
+@tiny.needs_compile_log
 def test_a_right_configuration_compiles_nothing_either(caplog):
   with jax.log_compiles(), caplog.at_level(logging.WARNING):
     build(tiny.get_config())
