@@ -5,8 +5,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 LOWEST := $(VENV)-lowest
 TESTS ?=
-# tensorflow-datasets 4.9.9 does not run with protobuf 7, nor its metadata with less than 6.31.
-OF_THEN := 'protobuf>=6.31.1,<7'
+# What tensorflow-datasets 4.9.9 runs with; Colab has the same.
+OF_THEN := 'protobuf>=5.29.1,<6' 'tensorflow-metadata>=1.17,<1.18'
 # A module stays in one process, for what its tests share.
 PYTEST = JAX_PLATFORMS=cpu $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadscope --no-loadscope-reorder
 
@@ -37,7 +37,7 @@ $(READY): setup.py
 	$(PYTHON) -c 'import sys; sys.exit("rlvr_jax needs Python 3.11 or newer; set PYTHON=..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[dev,plot]'
+	$(BIN)/python -m pip install --quiet --editable '.[dev,plot,quantized]'
 	touch $@
 
 $(LOWEST)/ready: setup.py  # by uv: pip installs the newest alone

@@ -10,7 +10,6 @@ import setuptools
 HF = ["jinja2>=3.1.6", "tokenizers>=0.23.1", "transformers>=5.20"]
 MATH = ["math-verify>=0.9.0"]
 PLOT = ["matplotlib>=3.10"]
-QUANTIZED = ["qwix>=0.1.2"]
 
 EXTRAS = {
   "tpu": ["jax[tpu]>=0.7.2"],
@@ -19,14 +18,13 @@ EXTRAS = {
   "hf": HF,
   "gcs": ["gcsfs>=2025.3"],
   "math": MATH,
-  "quantized": QUANTIZED,
+  "quantized": ["qwix>=0.1.4"],  # needs flax 0.12; not in dev, for the tests with flax 0.11
   "torch": ["peft>=0.21", "torch==2.13.0"],  # tests against transformers' own networks
   "plot": PLOT,
   "dev": [
     *HF,
     *MATH,
     *PLOT,
-    *QUANTIZED,
     "hypothesis>=6.100",
     "ipykernel>=6.17.1",
     "mypy>=2.4.1",

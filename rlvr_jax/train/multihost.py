@@ -61,7 +61,8 @@ def initialize(
   if missing and len(missing) < len(given):
     raise ValueError(f"--coordinator, --num_processes and --process_id go together: add {missing}")
   # Its handler of SIGTERM would swallow the signal before ours is there; see `anywhere`.
-  jax.config.update("jax_enable_preemption_service", False)
+  if "jax_enable_preemption_service" in jax.config.values:  # not in jax 0.7
+    jax.config.update("jax_enable_preemption_service", False)
   jax.distributed.initialize(coordinator, num_processes, process_id)
   _watch_first()
 

@@ -15,6 +15,8 @@ from rlvr_jax.ops.logprobs import token_logprobs
 from rlvr_jax.rollouts.sampler import generate
 from rlvr_jax.types import Prompts, Sampling
 
+pytest.importorskip("qwix", reason="the extra `quantized` needs flax 0.12")
+
 V, P, G, T = 24, 3, 4, 9
 CASES = list(zip(FORMATS, (True, False), strict=True))  # format, whether the head is tied
 CONTRACTED = {"embedding": 1, "head_kernel": 0}  # of the others, kernels under their layer: 1

@@ -29,6 +29,7 @@ LORA = dict(
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
   """A finished run."""
+  pytest.importorskip("qwix", reason="the extra `quantized` needs flax 0.12")
   workdir = tmp_path_factory.mktemp("lora")
   train(components.build(tiny.config(**LORA)), workdir)
   return workdir

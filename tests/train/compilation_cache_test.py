@@ -28,6 +28,7 @@ def run(workdir, num_updates, **variables):
   return set(compiled) - BEFORE
 
 
+@tiny.needs_compile_log
 def test_a_rerun_compiles_nothing(tmp_path):
   assert {"generate", "train_step"} < run(tmp_path / "run", 2)
   assert run(tmp_path / "run", 4) <= OF_RESTORING

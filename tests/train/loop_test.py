@@ -172,6 +172,7 @@ def assert_compiled_once(output, expected):
   assert [key for key in found if key[0] > second] == []
 
 
+@tiny.needs_compile_log
 def test_each_function_compiles_once(run):
   # `generate`: for training, and with the evaluation's shapes; `_checksums`: of the warm start's
   # parameters, and of the state.
@@ -181,6 +182,7 @@ def test_each_function_compiles_once(run):
   )
 
 
+@tiny.needs_compile_log
 def test_each_function_compiles_once_on_a_mesh(mesh_run):
   assert_compiled_once(
     mesh_run[1],
@@ -191,6 +193,7 @@ def test_each_function_compiles_once_on_a_mesh(mesh_run):
 # --- geometry -------------------------------------------------------------------------------------
 
 
+@tiny.needs_compile_log
 def test_salt_with_diagnostics_compiles_once_and_survives_a_kill(workdirs):
   flags = (
     "--config.reweighting=salt",

@@ -367,6 +367,7 @@ def test_a_generator_that_stalls_or_dies_ends_the_run_with_everything_saved(trai
 
 
 def test_sources_share_a_batch(on_policy, train):
+  pytest.importorskip("qwix", reason="the extra `quantized` needs flax 0.12")
   quarter, eighth = 2 / 8, 1 / 8
   mixed = build(
     sources__temperature=dict(fraction=quarter, temperature=1.5),

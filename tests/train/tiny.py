@@ -12,6 +12,7 @@ import time
 
 import jax
 import numpy as np
+import pytest
 
 from rlvr_jax.configs import base
 from rlvr_jax.train import metrics
@@ -20,6 +21,9 @@ from rlvr_jax.train.components import build
 
 ROOT = pathlib.Path(__file__).parents[2]
 TIMEOUT_S = 300
+needs_compile_log = pytest.mark.skipif(
+  jax.__version_info__ < (0, 8), reason="jax 0.7 logs a compilation twice, and traces otherwise"
+)
 
 
 def get_config(scheduled_as=""):
