@@ -34,6 +34,8 @@ _EARLIER = (
   "That run is of an earlier version, which gave components as name and kwargs; it cannot be"
   " resumed by this one. "
 )
+# What a run writes after its configuration.
+_OF_A_RUN = ("checkpoints", "warm_start", "rollouts", "metrics.jsonl", "problems.jsonl")
 _REMOVED = "removed"  # folder of the checkpoints that are no longer kept; no name of a step
 _SPARE_BYTES = 4 * 2**20  # room for the manifest and orbax's own files
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
@@ -582,11 +584,17 @@ def check_config(
     config_json: the whole configuration, a JSON object.
     may_differ: dotted names of fields (or of groups of fields) that a resumed run may change.
   Raises:
-    WorkdirError: fields differ; the message lists each with both values.
+    WorkdirError: fields differ; the message lists each with both values. Or a run has written there
+      whose configuration is gone.
   """
   path = pathlib.Path(workdir) / "config.json"
   new = json.loads(config_json)
   if not path.exists():
+    if left := [name for name in _OF_A_RUN if (path.parent / name).exists()]:
+      raise WorkdirError(
+        f"{path} is gone, but {path.parent} has {', '.join(left)} of a run, whose configuration is"
+        " not known without it. Put it back, or use another --workdir."
+      )
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
       file.write((json.dumps(new, indent=2, sort_keys=True) + "\n").encode())

@@ -38,10 +38,27 @@ def parse_flags(argv: list[str]) -> list[str]:
   flags.FLAGS["config"].parser = Parser("config", argv)
   try:
     rest = flags.FLAGS(argv)
-    getattr(flags.FLAGS["config"].value, "seed", None)  # raises where the file was not loaded
-    return rest
+    config = flags.FLAGS["config"].value
+    getattr(config, "seed", None)  # raises where the file was not loaded
   except Exception as error:
     sys.exit(f"error: {_flag_message(error, argv)}")
+  _check_is_whole(config)
+  return rest
+
+
+def _check_is_whole(config: Any) -> None:
+  """Ends the process where get_config() returned something else than a changed base."""
+  if config is None:
+    return  # the flag is missing, which is said elsewhere
+  fields = ("seed", "num_updates", "task", "model", "batch", "schedule", "mesh", "evaluation")
+  is_one = isinstance(config, ConfigDict)
+  missing = [name for name in fields if not is_one or name not in config]
+  if missing:
+    what = f"has no {', '.join(missing)}" if is_one else f"is {config!r:.100}"
+    sys.exit(
+      f"error: what get_config() of --config returns {what}; start from"
+      " rlvr_jax.configs.base.get_config(), change that, and return it"
+    )
 
 
 def _flag_message(error: Exception, argv: list[str]) -> str:

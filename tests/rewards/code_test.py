@@ -223,6 +223,8 @@ def test_check(completion, right):
     ("def f(): return (1, [2, (3,)])", "f", ([], [1, [2, [3]]]), True),
     ("def f(): return {1: (2,)}", "f", ([], {"1": [2]}), True),
     ("def f(): return {1: 'bad', '1': 'ok'}", "f", ([], {"1": "ok"}), False),
+    ("def f(): return {(1, 2): 3}", "f", ([], {"[1, 2]": 3}), False),
+    ("def f(): return {b'a': 1}", "f", ([], {"a": 1}), False),
     ("def f(): return 10**16", "f", ([], 10**16 + 1), False),
     ("def f(): return None", "f", ([], 0), False),
     ("class S:\n  n = 0\n  def g(self, x): self.n += x; return self.n", "S.g", ([2], 2), True),

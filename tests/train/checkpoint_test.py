@@ -597,6 +597,14 @@ def test_config_of_the_workdir(tmp_path):
     checkpoint.check_config(workdir, json.dumps(wider), may_differ=["mes"])
 
 
+@pytest.mark.parametrize("left", ["checkpoints", "metrics.jsonl", "problems.jsonl"])
+def test_a_run_whose_configuration_is_gone_is_not_resumed_under_another(tmp_path, left):
+  (tmp_path / left).mkdir()
+  with pytest.raises(checkpoint.WorkdirError, match=rf"config\.json is gone, but .* has {left} of"):
+    checkpoint.check_config(tmp_path, json.dumps({"seed": 7}))
+  assert not (tmp_path / "config.json").exists()
+
+
 def test_the_workdir_of_an_earlier_version(tmp_path):
   """There, components were groups of fields."""
   old = {"seed": 0, "loss": {"name": "ppo_clip", "kwargs": {}, "aggregation": "token_mean"}}
