@@ -34,8 +34,8 @@ _EARLIER = (
   "That run is of an earlier version, which gave components as name and kwargs; it cannot be"
   " resumed by this one. "
 )
-# What a run writes after its configuration.
-_OF_A_RUN = ("checkpoints", "warm_start", "rollouts", "metrics.jsonl", "problems.jsonl")
+# What a run writes after its configuration. Another's warm_start may have been copied there.
+_OF_A_RUN = ("checkpoints", "rollouts", "metrics.jsonl", "problems.jsonl")
 _REMOVED = "removed"  # folder of the checkpoints that are no longer kept; no name of a step
 _SPARE_BYTES = 4 * 2**20  # room for the manifest and orbax's own files
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}

@@ -19,7 +19,8 @@ def no_cache_given(monkeypatch):
 
 def run(workdir, num_updates, **variables):
   """Names of the programs that were compiled, not loaded."""
-  flags = ("--config.learning_rate=constant(peak=0.003, warmup=3)", f"--config.num_updates={num_updates}")
+  rate = "--config.learning_rate=constant(peak=0.003, warmup=3)"  # that of a longer run, too
+  flags = (rate, f"--config.num_updates={num_updates}")
   output = tiny.run(workdir, *flags, **variables)
   hits = re.findall(r"compilation cache hit for 'jit_(\w+)'", output)
   compiled = re.findall(r"Finished XLA compilation of jit\((\w+)\)", output)

@@ -172,7 +172,7 @@ def last_checkpoint(workdir):
   checkpointer = Checkpointer(pathlib.Path(workdir) / "checkpoints")
   with contextlib.closing(checkpointer):
     restored = checkpointer.restore(abstract_state())
-  del restored.host["written"]  # names of records, which are compared themselves; they see the clock
+  del restored.host["written"]  # checksums of records, which are compared without their timings
   leaves = jax.tree_util.tree_leaves_with_path((restored.state, restored.arrays))
   arrays = [(jax.tree_util.keystr(path), np.asarray(leaf).tobytes()) for path, leaf in leaves]
   return restored.step, restored.host, arrays
