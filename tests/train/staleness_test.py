@@ -529,6 +529,7 @@ def test_asked_to_end_while_a_stage_is_drawn(trainer, parts, on_policy, staged, 
   made.queue.store.close()  # there is one writer at a time
   workdir = made.log.writer.workdir.rename(tmp_path / "run")
   shutil.copytree(on_policy / "warm_start", workdir / "warm_start")
+  shutil.copy(on_policy / "config.json", workdir)
   train(schedule)
   assert {n: shard(workdir, n).stat().st_mtime_ns for n in range(6)} == written
   assert updates(workdir) == updates(staged)
