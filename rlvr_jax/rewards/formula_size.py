@@ -18,7 +18,7 @@ _MAX_EXPONENT = 6  # digits; of binomials and factorials too …
 _MAX_PRODUCT = 1.3  # … and of those with symbols: sympy writes n!/(n-20)! as a product
 _MAX_ROOTED = 300  # digits of a number under a root, of which sympy looks for factors
 _FUNCTION, _ROOT, _DENOMINATOR, _INEQUALITY = 4, 2, 3, 4  # how many times what is in it
-_SOLVED_DEGREE = 5  # of an inequality that is solved at once; beyond, its cost grows with it
+_SOLVED_DEGREE = 3  # of an inequality that is solved at once; beyond, its cost grows with it
 
 _OPEN, _CLOSE = "open", "close"
 _TOKEN = re.compile(
