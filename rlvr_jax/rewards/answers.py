@@ -68,7 +68,9 @@ _POWER = re.compile(
 _ROOT = re.compile(rf"{_SIGN}\\sqrt\s?(?:\[\s?([2-9])\s?\]\s?)?\{{(.+)\}}")
 _MAX_POWER_BITS = 3300  # of a power that is computed: 1000 digits
 _MAX_ROOT_BITS = 120  # of a number whose root is
-_IN_BASE = re.compile(r"([0-9]+)_\{?([0-9]+)\}?")
+_IN_BASE = re.compile(
+  r"\(?([0-9]+)\)?(?:\s?_\s?\{?\s?\(?|\s?(?:in )?(?=base))(?:base )?([0-9]+|[a-z]+)\)?\s?\}?"
+)
 
 _UNIT_NAMES = {
   "mm": "millimeter millimetre", "cm": "centimeter centimetre", "m": "meter metre",
@@ -76,16 +78,38 @@ _UNIT_NAMES = {
   "mg": "milligram", "g": "gram", "kg": "kilogram", "lb": "pound", "oz": "ounce",
   "ml": "milliliter millilitre", "l": "liter litre", "gal": "gallon",
   "s": "sec second", "min": "minute", "h": "hr hour", "day": "", "week": "", "month": "",
-  "year": "yr", "%": "percent", "cent": "", "rad": "radian", "square": "sq",
-  "cubic": "cu", "/": "per",
+  "year": "yr", "%": "percent", "cent": "", "dollar": "", "degree": "", "rad": "radian",
+  "unit": "", "square": "sq", "cubic": "cu", "/": "per",
 }  # fmt: skip
 _UNITS = {alias: unit for unit, names in _UNIT_NAMES.items() for alias in (unit, *names.split())}
 _POWERS = {"square": "^2", "cubic": "^3"}
 _UNIT_TEXT = re.compile(r"\s*([A-Za-z][A-Za-z /().-]*?)\s?(\^[23])?[\s.]*")
 _WRAPPED_UNIT = re.compile(rf"(.*[^\s\\])\s?{TEXT}\s?((?:\^[23])?)")
 _PERCENT = re.compile(r"(.*[^\s\\%])(?:\s?\\?%)+")
-_BARE_UNIT = re.compile(r"(.*[\d}.])(\s?)([A-Za-z][A-Za-z /]*(?:\^[23])?)")
+_BARE_UNIT = re.compile(r"(.*[\d}.])(\s?)([A-Za-z][A-Za-z. /-]*(?:\^[23])?)")
+_UNIT_OF_FORMULA = re.compile(
+  r"(?=.*[\d\\])([^,;=<>]*?[^\s,;=<>])\s([A-Za-z]{2}[A-Za-z. /]*(?:\^[23])?)"
+)
 _NO_UNIT = re.compile(rf"\b(?:{FUNCTIONS}|to|if|for|when|is|not)\b|(?<![A-Za-z])[A-Za-z]{{1,2}}\b")
+_SCALES = {
+  "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12
+}  # fmt: skip
+_SCALED = re.compile(
+  rf"(.*[\d}}.])\s?((?:\\[a-z]+\s?\{{)?)\s?({'|'.join(_SCALES)})s?(?![A-Za-z])\s?(.*)",
+  re.IGNORECASE,
+)
+_NUMBER_WORDS = (
+  "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
+  " sixteen seventeen eighteen nineteen twenty"
+).split()
+_BASES = {word: str(number) for number, word in enumerate(_NUMBER_WORDS)}
+_CHANGES_VALUE = re.compile(
+  rf"\b(?:{'|'.join((*_NUMBER_WORDS, *_SCALES))}|thirty|forty|fifty|sixty|seventy|eighty|ninety"
+  rf"|(?:ten|{'|'.join(_SCALES)})ths?|(?:four|fif|six|seven|eigh|nin)ths|thirds|halves"
+  r"|half|over)\b(?!-)|\b(?:plus|minus|divided|modulo|factorial)"
+  r"|\A\s*(?:squared|cubed|doubled|tripled|halved)\b",
+  re.IGNORECASE,
+)
 
 _CHOICE = re.compile(r"\(([A-J])\)|([A-J])[).:]?")
 _CHOICE_AND_VALUE = re.compile(
@@ -108,9 +132,11 @@ _CLOCK = re.compile(
 )
 _MEMBER_OF = re.compile(r"[A-Za-z]\s?\\in(?![A-Za-z])\s?(.+)")
 _NAME = re.compile(
-  r"([A-Za-z](?:_\w|_\{\w+\})?'?(?:\([a-z](?:,\s?[a-z])*\))?|\\[a-z]+|[A-Za-z][A-Za-z ]{1,20}?)\s?="
-  r"([^<>]+)"
+  r"([A-Za-z](?:_\w|_\{\w+\})?'?(?:\([a-z](?:,\s?[a-z])*\))?|\\[a-z]+|[A-Za-z][A-Za-z ]{1,20}?)\s?"
+  r"(?:=|\\approx(?![A-Za-z]))([^<>]+)"
 )
+_NAME_LAST = re.compile(r"([^=<>]+)=\s?([A-Za-z](?:_\w|_\{\w+\})?)")
+_COMMAND = re.compile(r"\\[A-Za-z]+")
 _COLUMN = re.compile(r"\\begin\s?\{([pb])matrix\}([^&]*)\\end\s?\{\1matrix\}")
 _BRACKET = re.compile(r"\\.|[()\[\]{},;]")
 _OPEN, _CLOSE = ("(", "[", "{", r"\{"), (")", "]", "}", r"\}")
@@ -187,11 +213,15 @@ def _parse(text: str) -> Answer:
     return Answer(value=f"{match[1]} {match[2].lower()}m", words=True)
   if (number := parse_plain_number(text)) is not None:
     return Answer(number=number)
-  if match := _IN_BASE.fullmatch(text):
-    return Answer(number=Fraction(match[1]), unit=f"base {match[2]}")
+  if (scaled := _scaled(text)) is not None:
+    return _parse(scaled)
+  if match := _IN_BASE.fullmatch(re.sub(TEXT, r"\1", text)):
+    base = _BASES.get(match[2], match[2])
+    if base.isdecimal():
+      return Answer(number=Fraction(match[1]), unit=f"base {base}")
   before, unit = _split_unit(text)
   if before != text:
-    return _parse(before)._replace(unit=unit)
+    return _parse(before)._replace(unit="" if unit.startswith("unit") else unit)
   if _LETTERS.fullmatch(text):
     words = " ".join(text.casefold().split())
     if words in _SAME_WORDS:
@@ -212,6 +242,8 @@ def _parse(text: str) -> Answer:
     return _parse(match[1])
   if match := _NAME.fullmatch(text):
     return _parse(match[2])._replace(name=_compact(match[1]))
+  if (match := _NAME_LAST.fullmatch(text)) and is_computed(match[1]):
+    return _parse(match[1])._replace(name=_compact(match[2]))
   return Answer(value=_compact(text))
 
 
@@ -278,8 +310,9 @@ def _decimal(text: str) -> Fraction:
 def _split_unit(text: str) -> tuple[str, str]:
   r"""(what stands before the unit, the unit), or (text, "") without one.
 
-  Words behind a plain number are dropped where they are no unit that we know ("5 apples"). A single
-  letter right behind a number is a variable ("5m"), after a space or in \text{} it may be a unit.
+  Words behind a plain number are dropped where they are no unit that we know ("5 apples") and do
+  not change its value ("5 squared"). A single letter right behind a number is a variable ("5m"),
+  after a space or in \text{} it may be a unit; behind a formula a bare unit has two letters.
   """
   if match := _PERCENT.fullmatch(text):
     return match[1], "%"
@@ -293,13 +326,28 @@ def _split_unit(text: str) -> tuple[str, str]:
       return match[1], unit
     if unit is not None and match[2] and not _NO_UNIT.search(match[3]):
       return match[1], ""
+  if (match := _UNIT_OF_FORMULA.fullmatch(text)) and (unit := _unit(match[2])):
+    return match[1], unit
   return text, ""
 
 
+def _scaled(text: str) -> str | None:
+  """ "5 million people" → "5000000 people"; None without a plain number before such a word."""
+  match = _SCALED.fullmatch(text)
+  number = parse_plain_number(match[1].strip()) if match else None
+  if match is None or number is None:
+    return None
+  rest = match[4][1:] if match[4].startswith("}") else match[2] + match[4]
+  return f"{number * _SCALES[match[3].lower()]} {rest}"
+
+
 def _unit(text: str) -> str | None:
-  """ "square inches" → "in^2"; "" for words that are no unit we know, None for what is no words."""
+  """ "square inches" → "in^2"; "" for words that are no unit we know.
+
+  None for what is not words, or words that change the value of the number before them.
+  """
   match = _UNIT_TEXT.fullmatch(text)
-  if not match:
+  if not match or _CHANGES_VALUE.search(text):
     return None
   words = re.findall("[a-z]+|/", match[1].lower())
   stems = ((word, word.removesuffix("s"), word.removesuffix("es")) for word in words)
@@ -350,6 +398,11 @@ def _at_commas(text: str) -> list[str]:
   ends: Iterable[int] = [*cuts[1:], len(text)]
   elements = [text[start + 1 : end].strip() for start, end in zip(cuts, ends, strict=True)]
   return elements if all(elements) else [text]
+
+
+def is_computed(text: str) -> bool:
+  r"""Whether a formula has no variable: "2+3", "2\sqrt{2}"."""
+  return not re.search("[A-Za-z]", _COMMAND.sub("", text))
 
 
 def _compact(text: str) -> str:

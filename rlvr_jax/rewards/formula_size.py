@@ -18,6 +18,7 @@ _MAX_EXPONENT = 6  # digits; of binomials and factorials too …
 _MAX_PRODUCT = 1.3  # … and of those with symbols: sympy writes n!/(n-20)! as a product
 _MAX_ROOTED = 300  # digits of a number under a root, of which sympy looks for factors
 _FUNCTION, _ROOT, _DENOMINATOR, _INEQUALITY = 4, 2, 3, 4  # how many times what is in it
+_SOLVED_DEGREE = 3  # of an inequality that is solved at once; beyond, its cost grows with it
 
 _OPEN, _CLOSE = "open", "close"
 _TOKEN = re.compile(
@@ -39,7 +40,11 @@ _CONSTANTS = ("e", r"\pi")
 class _Size(NamedTuple):
   terms: float  # when multiplied out
   digits: float  # decimal logarithm, of the largest number on the way
-  has_symbols: bool = False
+  degree: float = 0  # at most, as of a polynomial in all names
+
+  @property
+  def has_symbols(self) -> bool:
+    return self.degree > 0
 
 
 _ONE = _Size(1, 0)
@@ -67,37 +72,40 @@ def formula_size(latex: str) -> float:
     return math.inf
   if size.digits > _MAX_DIGITS:
     return math.inf
-  # Bars pair with one another in as many ways; an inequality is solved.
+  # Bars pair with one another in as many ways; an inequality is solved: its roots are sought.
   ways = 2.0 ** (latex.count("|") / 2)
-  return size.terms * ways * (_INEQUALITY if _UNEQUAL.search(latex) else 1)
+  if _UNEQUAL.search(latex):
+    ways *= _INEQUALITY * max(1, size.degree / _SOLVED_DEGREE)
+  return size.terms * ways
 
 
 def _product(a: _Size, b: _Size) -> _Size:
-  return _Size(a.terms * b.terms, a.digits + b.digits, a.has_symbols or b.has_symbols)
+  return _Size(a.terms * b.terms, a.digits + b.digits, a.degree + b.degree)
 
 
 def _sum(a: _Size, b: _Size) -> _Size:
   digits = max(a.digits, b.digits) + math.log10(2)
-  return _Size(a.terms + b.terms, digits, a.has_symbols or b.has_symbols)
+  return _Size(a.terms + b.terms, digits, max(a.degree, b.degree))
 
 
 def _power(base: _Size, exponent: _Size) -> _Size:
   if exponent.digits > _MAX_EXPONENT or math.isinf(base.terms):
     return _ENDLESS
   times = round(10**exponent.digits)
-  digits, symbols = base.digits * times, base.has_symbols or exponent.has_symbols
+  digits = base.digits * times
   if exponent.has_symbols:
-    return _Size(_ROOT * base.terms * exponent.terms, digits, True)
+    return _Size(_ROOT * base.terms * exponent.terms, digits, base.degree + exponent.degree)
   # Monomials of that degree in as many unknowns, by the logarithm of the binomial coefficient.
   gammas = math.lgamma(base.terms + times), math.lgamma(times + 1), math.lgamma(base.terms)
   logarithm = gammas[0] - gammas[1] - gammas[2]
-  return _Size(math.exp(logarithm), digits, symbols) if logarithm < 99 else _ENDLESS
+  return _Size(math.exp(logarithm), digits, base.degree * times) if logarithm < 99 else _ENDLESS
 
 
 def _fraction(top: _Size, bottom: _Size) -> _Size:
   both = _sum(top, bottom)
   several = bottom.has_symbols and bottom.terms > 1
-  return both._replace(terms=(both.terms - 1) * (_DENOMINATOR if several else 1))
+  terms = (both.terms - 1) * (_DENOMINATOR if several else 1)
+  return both._replace(terms=terms, degree=top.degree + bottom.degree)
 
 
 def _factorial(size: _Size) -> _Size:
@@ -160,13 +168,15 @@ class _Reader:
       return self._root()
     if _FUNCTIONS.fullmatch(text):
       return self._function()
-    return _Size(1, 0.5 if text in _CONSTANTS else 0, True)
+    return _Size(1, 0.5 if text in _CONSTANTS else 0, 1)
 
   def _root(self) -> _Size:
     if self.left() and self._tokens[self._at][1] == "[":
       self._argument()
     inside = self._argument()
-    return inside._replace(terms=_ROOT * inside.terms) if inside.digits <= _MAX_ROOTED else _ENDLESS
+    if inside.digits > _MAX_ROOTED:
+      return _ENDLESS
+    return inside._replace(terms=_ROOT * inside.terms, degree=_ROOT * inside.degree)
 
   def _function(self) -> _Size:
     """A function with its exponent and its base, of the factor that follows."""

@@ -10,8 +10,8 @@ units are part of it only where the gold answer has some. Formulas that are equa
 differently ("x+1", "1+x") are two votes.
 
 To a gold answer that is a plain number only a number is equal, or one power or root of a number,
-not another way to compute it: a policy could box the question. No answer may have a sum, an
-integral or a limit that the gold one has not.
+not another way to compute it: a policy could box the question. A sum, an integral, a limit or a
+derivative in an answer is never evaluated: it is right where the gold answer has the same text.
 
 No completion can make this grader crash, which would mask it out of the loss: what is too long or
 nests too deeply is unparseable; what math-verify cannot read, or only at a high cost, is wrong.
@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from rlvr_jax.rewards.answers import FUNCTIONS, SET, TEXT, Answer, parse_answer
+from rlvr_jax.rewards.answers import FUNCTIONS, SET, TEXT, Answer, is_computed, parse_answer
 from rlvr_jax.rewards.formula_size import formula_size
 from rlvr_jax.rewards.graders import ANSWER_MARK, DIGITS, NUMBER, after_thinking
 from rlvr_jax.rewards.outcome import Grade, Outcome
@@ -46,7 +46,13 @@ _BOX_TOKEN = re.compile(
 _BETWEEN_BOXES = re.compile(
   r"[\s$]*+(?:;|,(?!\s*+(?:and|or))|(?:,\s*+)?(?:and|or(?:[\s$]*+[A-Za-z]\s*+=)?))[\s$]*+"
 )
-_ANSWER_IS = re.compile(r"\banswers?\b[^\n.]{0,60}?(?:\bis\b|\bare\b|[:=])[\s*:]*", re.IGNORECASE)
+_ANSWER_IS = re.compile(
+  r"\banswers?\b[^\n.]{0,60}?(?:\b(?:is|are)(?=\b|n['’]t)|[:=])[\s*:]*", re.IGNORECASE
+)
+_NOT_THIS = re.compile(
+  r"(?:\bnot|n['’]t|\bbetween)\b(?:(?!\b(?:but|is|are)\b|[.,;:]\s)[^\n])*\Z", re.IGNORECASE
+)
+_NOT_BEFORE = 60  # characters before a number that may say that it is not the answer
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n")
 _MATH = re.compile(
   r"\$\$.{1,1000}?\$\$|\$[^$\n]{1,1000}\$|\\\(.{1,1000}?\\\)|\\\[.{1,1000}?\\\]", re.DOTALL
@@ -55,8 +61,11 @@ _NUMBER = re.compile(rf"{NUMBER}(?:\s?/\s?{DIGITS})?(?:\s?\\?%)?")
 _WORD = re.compile(rf"(?<![\\A-Za-z])(?!(?:and|or|{FUNCTIONS})\b)[A-Za-z]{{2,}}")
 _RELATION = re.compile(r"[=<>]|\\[lgn]eq")
 _EQUALS = re.compile(r"=|\\approx(?![A-Za-z])")
-_COMMAND = re.compile(r"\\[A-Za-z]+")
-_UNDONE = re.compile(r"\\(sum|prod|i{0,3}nt|oint|lim)(?![A-Za-z])")
+_DIFFERENTIAL = r"(?:d|\\partial|\\mathrm\{d\})"
+_UNDONE = re.compile(  # but \frac{dy}{dx}, a name
+  r"\\(?:sum|prod|i{0,3}nt|oint|lim)(?![A-Za-z])"
+  rf"|\\frac\{{{_DIFFERENTIAL}(?![-+]|\w\}})[^{{}}]*\}}\{{{_DIFFERENTIAL} ?[A-Za-z]"
+)
 _MAX_SIZE = 100  # terms of an answer multiplied out, see `formula_size`; more cost seconds
 _MAX_GOLD_SIZE = 10_000  # … where the gold answer has half as many
 
@@ -113,9 +122,13 @@ def _has_words(text: str) -> bool:
 
 
 def _last_expression(text: str) -> str | None:
-  """The formula in $…$, \\(…\\) or \\[…\\], or the number, that ends last."""
-  found = [(m.end(), m[0]) for m in (*_NUMBER.finditer(text), *_MATH.finditer(text))]
-  return max(found)[1] if found else None
+  """The formula in $…$, \\(…\\) or \\[…\\], or the number, that ends last.
+
+  None where the text says that it is not the answer, or one end of a range.
+  """
+  found = [(m.end(), m.start()) for m in (*_NUMBER.finditer(text), *_MATH.finditer(text))]
+  end, start = max(found, default=(0, 0))
+  return None if start == end or _NOT_THIS.search(text[:start][-_NOT_BEFORE:]) else text[start:end]
 
 
 def _phrase_answer(phrase: str) -> str | None:
@@ -222,14 +235,14 @@ def equal(gold: Answer, answer: Answer) -> bool:
   if gold.number is not None and answer.number is not None:
     return _equal_numbers(gold, answer)
   if answer.words and not gold.words and len(gold.value) == 1:
-    return gold.value == answer.value  # a variable: b is not B
+    return gold.value == answer.value  # a name: b is not B
   if gold.words or answer.words:
     return _letters(gold.value) == _letters(answer.value) != ""
   if gold.items and answer.items:
     return _equal_lists(gold, answer)
   if not (gold.items or answer.items) and gold.value == answer.value != "":
     return True
-  of_gold = gold.number is not None or gold.name in ("", answer.name)
+  of_gold = gold.name in ("", answer.name)  # to x = 5 another equation, "5=5", is no answer
   if of_gold and _EQUALS.search(answer.value) and not _RELATION.search(gold.value):
     return _ends_in(gold, answer)
   if gold.number is not None or gold.value == r"\emptyset":  # math-verify takes 0 < 1 for a set
@@ -243,9 +256,8 @@ def _ends_in(gold: Answer, answer: Answer) -> bool:
   end = as_seen_by(gold, parse_answer(last))
   if not equal(gold, end._replace(unit=end.unit or answer.unit)):
     return False
-  computed = [side for side in sides if not re.search("[A-Za-z]", _COMMAND.sub("", side))]
   whole = str(gold._replace(name="", unit=""))
-  return all(_equal_formulas(whole, side) for side in computed if side)
+  return all(_equal_formulas(whole, side) for side in sides if side and is_computed(side))
 
 
 def _letters(text: str) -> str:
@@ -316,7 +328,7 @@ def _math_verify() -> tuple[Callable[[str], list], Callable[[list, list], bool]]
 
 
 def _equal_formulas(gold: str, answer: str) -> bool:
-  if not set(_UNDONE.findall(answer)) <= set(_UNDONE.findall(gold)):
+  if _UNDONE.search(answer):  # only the same text is right, and that has been seen by now
     return False
   if formula_size(answer) > max(_MAX_SIZE, min(2 * formula_size(gold), _MAX_GOLD_SIZE)):
     return False

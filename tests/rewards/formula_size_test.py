@@ -27,6 +27,8 @@ INTERVALS = r"\cup".join(f"({i},{i + 1}]" for i in range(0, 180, 3))
     (r"\sin^2x", 10),
     (r"\log_2(x+1)", 8),
     ("x<2", 8),
+    ("x^2-3x+2<0", 16),
+    ("x^{30}-3x^{21}+x-1<0", 200),
     (r"(1,2)\cup(3,4)", 4),
     (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", 4),
     (r"|x|", 2),
@@ -68,6 +70,8 @@ def test_size(formula, size):
     "+".join(f"x^{{{i}}}" for i in range(60)) + "<0",
     "".join(rf"(1+\sqrt{{{i}}})" for i in range(2, 12)),
     "|x+" * 8 + "1" + "|" * 8,
+    "x^{20}-3x^{11}+x-1<0",
+    r"\sqrt{x^{12}-3x+1}<x^5+1",
   ],
 )
 def test_what_takes_seconds_is_large(formula):

@@ -138,6 +138,15 @@ PAIRS = r"""
 \frac{\pi}{2} | \int_{-1}^1 \sqrt{1-x^2} dx | !
 \sqrt{2} | \lim_{x\to 2} \sqrt{x} | !
 \sum_{k=1}^n k | \sum_{k=1}^{n} k | =
+\sum_{k=1}^n k | \sum_{j=1}^{n} j | !
+\int x dx | \int e^{x^2}\sin(x^3)\ln(x) dx | !
+\int x dx | \int x\,dx | =
+2x | \frac{d}{dx}(x^2) | !
+2x | \frac{d(x^2)}{dx} | !
+2x | \frac{\mathrm{d}}{\mathrm{d}x}x^2 | !
+\frac{dy}{dx} = 2x | 2x=\frac{dy}{dx} | =
+\frac{d}{x+1} | \frac{d}{1+x} | =
+\frac{dy}{dx} = 2x | \frac{dy}{dx}=2x | =
 # money, percent, units, degrees
 18 | $18 | =
 18 | \$18.00 | =
@@ -174,6 +183,45 @@ PAIRS = r"""
 90 | 90 degrees | =
 90^\circ | 45^\circ | !
 5m | 5 | !
+16\sqrt{2} | 16\sqrt{2}\text{ units} | =
+16\sqrt{2} | 16\sqrt{2}\text{ square units} | =
+16\sqrt{2} | 16\sqrt{2}\text{ units}^2 | =
+16\sqrt{2} | 16\sqrt{2}\text{ dollars} | =
+16\sqrt2\text{ square units} | 16\sqrt{2} | =
+9\pi | 9\pi\text{ sq. units} | =
+9 | 9 sq. units | =
+2\sqrt{5} | 2\sqrt{5} meters | =
+12\pi | 12\pi\, cm^3 | =
+12\pi\text{ cm}^3 | 12\pi m^3 | !
+5\text{ cm} | 5\text{ units} | =
+# words that change a number
+5 | 5 \text{ million} | !
+5 | 5 hundred | !
+5 | 5\text{ squared} | !
+25 | 25 units squared | =
+5 | 5 factorial | !
+5 | 5 minus three | !
+5 | 5\text{ plus six} | !
+3 | 3 over four | !
+6 | 6\text{ hundredths} | !
+6 | 6 fourth graders | =
+6 | 6 times | =
+6 | 6 one-dollar bills | =
+4\text{ billion} | 4\text{ million} | !
+4\text{ billion} | 4000 million dollars | =
+5000000 | 5\text{ million} | =
+5\text{ million} | 5,000,000\text{ people} | =
+5\text{ million} | 5 | !
+2\sqrt{3} | 2\sqrt{3}\text{ million} | !
+# bases
+11_{\text{two}} | 11 | !
+11_{\text{two}} | 11_2 | =
+101_2 | 101_{\text{two}} | =
+1011_2 | (1011)_2 | =
+1011_2 | 1011_{(2)} | =
+1011_2 | 1011_{two} | =
+1011_2 | 1011_{three} | !
+1011_2 | 1011\text{ base two} | =
 5m | 5m | =
 # formulas
 \frac{\sqrt{2}}{2} | \frac{1}{\sqrt{2}} | =
@@ -201,6 +249,15 @@ e^{2x} | e^{x}e^{x} | =
 x = 5 | 5 | =
 x=5 | x = 5.0 | =
 x=5 | y=5 | !
+x=5 | 5=5 | !
+x=5 | 2+3=5 | !
+x=5 | m+n=5 | !
+x=5 | 5=x | =
+x=5 | 5=y | !
+x=5 | x \approx 5 | =
+5 | 5=x | =
+x=1,y=2 | 1=x,2=y | =
+2R | 2r | =
 x=5 | x=6 | !
 y = 2x+3 | 2x + 3 | =
 y=2x+3 | y-2x=3 | =
@@ -275,6 +332,8 @@ x=1,y=2 | x=2,y=1 | !
 [1,2) | [1,2] | !
 (-\infty,3] | \left(-\infty, 3\right] | =
 (-\infty, 3) | x<3 | =
+(-2,-1)\cup(1,2) | x^4-5x^2+4<0 | =
+(1,2)\cup(3,4) | (x-1)(x-2)(x-3)(x-4)<0 | =
 (1,2) | 1<x<2 | =
 x\in[1,2] | [1,2] | =
 (-\infty,1)\cup(2,\infty) | (2,\infty) \cup (-\infty,1) | =
@@ -401,6 +460,14 @@ def test_pairs(gold, answer, equal):
     ("The final answer is: $\\frac{1}{2}$. I hope it is correct.", "$\\frac{1}{2}$"),
     ("**Answer:** 12 apples\nThat was 3.", "12 apples"),
     ("The answer is therefore 7 apples in total.", "7"),
+    ("The answer is not 5", "not 5"),
+    ("The answer isn't 5.", "n't 5"),
+    ("The answer is 5, not 6.", "5, not 6"),
+    ("The answer is not 5 but 6.", "6"),
+    ("The answer is 5, which is not prime.", "5"),
+    ("The answer is between 3 and 5", "between 3 and 5"),
+    ("The answer is, as all of us have seen, surely not 5", None),
+    ("So the difference between 3 and 8 is 5.", "5"),
     ("The answer is the set $\\{1,2\\}$.", "$\\{1,2\\}$"),
     ("The answers are $x=1$ and $x=2$.", "$x=1$ and $x=2$"),
     ("The answer is 2\\sqrt{3}\\text{ cm}.", "2\\sqrt{3}\\text{ cm}"),
@@ -584,6 +651,9 @@ QUICK = {
   "a nul": _boxed("\0"),
   "half a character": _boxed("\ud800"),
   "other digits": _boxed("٣"),
+  "many scales": _boxed("5" + " million" * 120),
+  "an inequality of degree 40": _boxed("x^{40}-3x^{21}+x-1<0"),
+  "many negations": "not " * 2000 + "5",
   "many percent signs": "The answer is apples" + "%" * 2000,
   "many units in text": "The answer is apples" + r"\text{a}" * 2000,
   "a huge power": _boxed("10^{10^{10}}"),
