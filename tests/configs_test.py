@@ -12,7 +12,7 @@ from experiments.runs import RECIPES
 from rlvr_jax import advantages, losses, specs
 from rlvr_jax.configs import base
 from rlvr_jax.models.presets import model_settings
-from rlvr_jax.train.components import build
+from rlvr_jax.train.build import build
 
 ROOT = pathlib.Path(__file__).parents[1]
 NAMES = sorted(path.stem for path in (ROOT / "configs").glob("[!_]*.py"))

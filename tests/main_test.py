@@ -19,8 +19,9 @@ from train import tiny
 
 from rlvr_jax.rewards import Grade, Outcome
 from rlvr_jax.rollouts.schedules import stages, updates_per_refresh
+from rlvr_jax.train.build import build
 from rlvr_jax.train.checkpoint import WorkdirError, check_config
-from rlvr_jax.train.components import build, may_differ
+from rlvr_jax.train.checks import may_differ
 from rlvr_jax.train.metrics import read_metrics
 from rlvr_jax.train.run import train
 

@@ -43,7 +43,8 @@ from rlvr_jax.data import ByteTokenizer, Problem, Task
 from rlvr_jax.rewards.outcome import Grade, Outcome
 from rlvr_jax.rewards.pool import GraderPool
 from rlvr_jax.rollouts.store import RolloutStore
-from rlvr_jax.train import components
+from rlvr_jax.train import parameters
+from rlvr_jax.train.build import build
 from rlvr_jax.train.checkpoint import Checkpointer
 from rlvr_jax.train.loop import Trainer
 from rlvr_jax.train.metrics import MetricWriter
@@ -113,7 +114,7 @@ def main(argv: list[str]) -> None:
   del argv
   imported = time.perf_counter() - _STARTED
   config = make_config(_WORKLOAD.value, _MICRO_BATCHES.value)
-  parts = components.build(config, task=make_task(), tokenizer=EndlessTokenizer())
+  parts = build(config, task=make_task(), tokenizer=EndlessTokenizer())
   num_steps = _WARMUP_STEPS + _STEPS.value
   with (
     tempfile.TemporaryDirectory() as workdir,
@@ -122,10 +123,10 @@ def main(argv: list[str]) -> None:
     RolloutStore(os.path.join(workdir, "rollouts"), writable=True) as store,
   ):
     checkpointer = Checkpointer(os.path.join(workdir, "checkpoints"))
-    params = components.initial_params(parts)
-    frozen = components.load_frozen(parts)
+    params = parameters.initial_params(parts)
+    frozen = parameters.load_frozen(parts)
     trainer = Trainer(parts, frozen, writer, checkpointer, pool, store, initial=params)
-    trainer.start(jax.block_until_ready(components.first_state(parts, params, 0.0)))
+    trainer.start(jax.block_until_ready(parameters.first_state(parts, params, 0.0)))
     steps, rollouts, updates = [], [], []
     for _ in range(num_steps):
       began = time.perf_counter()

@@ -48,8 +48,9 @@ from experiments.benchmarks import slow_grader
 from experiments.benchmarks.tables import Row, hardware, table
 from rlvr_jax.configs import mu_grpo, quickstart
 from rlvr_jax.rollouts import schedules
-from rlvr_jax.train import components
+from rlvr_jax.train import parameters
 from rlvr_jax.train import run as runs
+from rlvr_jax.train.build import Parts, build
 from rlvr_jax.train.metrics import read_metrics
 
 PHASES = ("generate", "grade", "sync_weights", "optimise", "idle")
@@ -115,7 +116,7 @@ def make_config(
   return c
 
 
-def run(parts: components.Parts) -> list[dict[str, Any]]:
+def run(parts: Parts) -> list[dict[str, Any]]:
   """Trains; the records of the updates."""
   with tempfile.TemporaryDirectory() as workdir, contextlib.redirect_stdout(sys.stderr):
     runs.train(parts, workdir)
@@ -148,7 +149,7 @@ def overlap_section(
     quickstart, "on_policy", num_updates, own_device=own_device
   )
   config.batch.prompts, config.max_response_length = 8, 32
-  parts = components.build(config)
+  parts = build(config)
   grader = f"{slow_grader.__name__}:slow"
   parts = dataclasses.replace(parts, task=dataclasses.replace(parts.task, grader=grader))
   os.environ[slow_grader.SECONDS] = "0"
@@ -187,9 +188,9 @@ def costs(config: ml_collections.ConfigDict) -> Row:
   jax.clear_caches()
   began = time.perf_counter()
   with compilations() as compiling:
-    parts = components.build(config)
-    check = Timed(parts.behavior_gap)
-    records = run(dataclasses.replace(parts, behavior_gap=check))
+    parts = build(config)
+    check = Timed(parts.programs.behavior_gap)
+    records = run(dataclasses.replace(parts, programs=parts.programs._replace(behavior_gap=check)))
   in_all = time.perf_counter() - began
   handed_over = [record.get("time/sync_weights_seconds") for record in records]
   handed_over = [seconds for seconds in handed_over if seconds is not None]
@@ -208,13 +209,13 @@ def costs(config: ml_collections.ConfigDict) -> Row:
   }
 
 
-def seconds_of_hand_over(parts: components.Parts) -> float:
+def seconds_of_hand_over(parts: Parts) -> float:
   """Median of one hand-over with its fingerprint, while the devices do nothing else."""
-  params = jax.block_until_ready(components.initial_params(parts))
+  params = jax.block_until_ready(parameters.initial_params(parts))
 
   def hand_over() -> Any:
-    given = parts.sync_weights(params, parts.schedule.real_time)
-    return given, parts.checksums(given)
+    given = parts.programs.sync_weights(params, parts.schedule.real_time)
+    return given, parts.programs.checksums(given)
 
   timed = Timed(hand_over)
   for _ in range(_TIMED_HAND_OVERS + 1):

@@ -51,7 +51,7 @@ from rlvr_jax.geometry import GramContext, GramFn
 from rlvr_jax.models.functional import Model, transformer
 from rlvr_jax.models.presets import preset
 from rlvr_jax.ops.logprobs import head_logits
-from rlvr_jax.train import components, sharding
+from rlvr_jax.train import build, programs, sharding
 from rlvr_jax.train.objective import Method, policy_forward
 from rlvr_jax.train.step import initial_state, train_step
 from rlvr_jax.types import Array, Forward, Head, Params, Prompts, TrainBatch, TrainState
@@ -174,15 +174,15 @@ def make_method(
   config.reweighting = "none" if route == "plain" else "salt"
   config.gram = "sketch" if route == "sketch" else "streaming"
   mesh = sharding.make_mesh(**config.mesh)
-  method = components.make_method(config, model or components.make_model(config, mesh, 1), mesh)
+  method = build.make_method(config, model or build.make_model(config, mesh, 1), mesh)
   return method._replace(gram=materialised()) if route == "materialised" else method
 
 
 def abstract_update(config: ml_collections.ConfigDict, route: str) -> Update:
   method = make_method(config, route)
   base = jax.eval_shape(method.model.init, jax.random.key(0))
-  state = components.abstract_state(config, method, base, sharding.make_mesh(**config.mesh))
-  return Update(method, state, components.abstract_batch(config))
+  state = programs.abstract_state(config, method, base, sharding.make_mesh(**config.mesh))
+  return Update(method, state, programs.abstract_batch(config))
 
 
 def published_config(
@@ -259,7 +259,7 @@ def check_section() -> list[Row]:
 
 def wall_section(rounds: int) -> list[Row]:
   config = grpo_step.make_config("w1", micro_batches=1)
-  batch = random_batch(jax.random.key(0), components.abstract_batch(config), vocabulary=512)
+  batch = random_batch(jax.random.key(0), programs.abstract_batch(config), vocabulary=512)
   updates = {route: abstract_update(config, route) for route in ROUTES}
   calls = {route: stepping(update, batch) for route, update in updates.items()}
   times = interleaved(calls, rounds)
@@ -387,7 +387,7 @@ def block_part(config: ml_collections.ConfigDict) -> Part:
     return pullback(hidden)
 
   params = jax.eval_shape(model.init, jax.random.key(0))
-  return Part(gradient, (params, components.abstract_batch(config)))
+  return Part(gradient, (params, programs.abstract_batch(config)))
 
 
 def head_part(config: ml_collections.ConfigDict, route: str) -> Part:
@@ -425,7 +425,7 @@ def without_trunk(
     decoding_params=None,
     start_decoding=None,
   )
-  batch = components.abstract_batch(config)
+  batch = programs.abstract_batch(config)
   D, V = settings.width, settings.vocab_size
   shape = (V, D) if settings.tied_head else (D, V)
   params = {

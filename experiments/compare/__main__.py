@@ -35,8 +35,9 @@ from rlvr_jax.ops import reductions
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.rollouts.batch import from_shard, read_batch, write_batch
 from rlvr_jax.rollouts.store import RolloutStore
-from rlvr_jax.train import components, loop, run
+from rlvr_jax.train import loop, parameters, run
 from rlvr_jax.train.accumulate import update_gradient
+from rlvr_jax.train.build import Parts, build, make_method
 from rlvr_jax.train.checkpoint import Checkpointer
 from rlvr_jax.train.host import Termination
 from rlvr_jax.train.metrics import MetricWriter, progress, say
@@ -68,12 +69,12 @@ def recipe(name: str) -> Any:
 
 def train_and_record(
   base: Any, workdir: pathlib.Path, *, before: int, lags: Sequence[int]
-) -> tuple[components.Parts, TrainBatch, dict[int, Params], Params, float]:
+) -> tuple[Parts, TrainBatch, dict[int, Params], Params, float]:
   """Trains, and returns the parts, the batch, parameters by lag, the first ones and their entropy.
 
   The first parameters serve the recipes with a reference policy, their entropy FADE's state.
   """
-  parts = components.build(base)
+  parts = build(base)
   copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params))
   with contextlib.ExitStack() as stack:
     enter = lambda resource: stack.enter_context(contextlib.closing(resource))
@@ -82,7 +83,7 @@ def train_and_record(
     warm_starts = enter(Checkpointer(workdir / "training" / "warm_start", keep=1))
     unused = enter(Checkpointer(workdir / "training" / "checkpoints", keep=1))
     restored = warm_starts.restore(parts.abstract_state.params)
-    frozen = components.load_frozen(parts)
+    frozen = parameters.load_frozen(parts)
     start = restored.state if restored else run.warm_started(
       parts, frozen.trainer, writer, warm_starts, Termination()
     )
@@ -90,7 +91,7 @@ def train_and_record(
     store = enter(RolloutStore(workdir / "training" / "rollouts", writable=True))
     trainer = loop.Trainer(parts, frozen, writer, unused, pool, store, initial=first)
     entropy = trainer.scorer.measure_entropy(start, trainer.collector)
-    trainer.start(components.first_state(parts, start, entropy))
+    trainer.start(parameters.first_state(parts, start, entropy))
     params: dict[int, Params] = {}
     for update in progress(range(before + max(lags) + 1), "training"):
       trainer.collect()
@@ -118,14 +119,14 @@ def recorded_batch(place: str) -> TrainBatch:
 
 def directions(
   name: str,
-  parts: components.Parts,
+  parts: Parts,
   batch: TrainBatch,
   params: dict[int, Params],
   reference: Params,
   entropy: float,
 ) -> dict[int, tuple[dict[str, float], np.ndarray]]:
   """By lag, a recipe's metrics on the batch and its gradient as one vector."""
-  method: Method = components.make_method(recipe(name), parts.model, parts.mesh)
+  method: Method = make_method(recipe(name), parts.model, parts.mesh)
   limit = parts.config.max_response_length
   method = method._replace(num_micro_batches=1, max_response_length=limit)
   logprobs = jax.jit(lambda p, b: policy_logprobs(p, {}, b, method=method)[0])

@@ -11,7 +11,8 @@ from typing import Any
 
 from rlvr_jax.evaluate.held_out import Sample, accuracy, evaluated
 from rlvr_jax.files import JsonLines, keep_records, read_records, replacing
-from rlvr_jax.train import components, multihost
+from rlvr_jax.train import multihost, parameters
+from rlvr_jax.train.build import Parts
 from rlvr_jax.train.checkpoint import WorkdirLock, check_config
 from rlvr_jax.train.metrics import progress, say
 from rlvr_jax.train.policies import chosen_params
@@ -24,14 +25,14 @@ _MAY_DIFFER = ("grading.num_workers", "evaluation.ks")
 
 
 def evaluate_checkpoint(
-  parts: components.Parts, workdir: str | Path, folder: Path | None
+  parts: Parts, workdir: str | Path, folder: Path | None
 ) -> dict[str, float]:
   """Samples, grades and sums up; what is done already is not done again.
 
   Writes `problems.jsonl`, one line per problem with all its samples, and `evaluation.json`.
 
   Args:
-    parts: of `components.build(config)`; `config.evaluation` says how often and how to sample.
+    parts: of `build(config)`; `config.evaluation` says how often and how to sample.
     workdir: of the evaluation.
     folder: see `train.policies.chosen_params`.
   Returns:
@@ -46,10 +47,10 @@ def evaluate_checkpoint(
     if done < num_problems:
       pool = multihost.together(lambda: enter(grader_pool(parts.config, parts.task)))
       lines = multihost.on_first(lambda: enter(_continued(workdir, done)), None)
-      frozen = components.load_frozen(parts).trainer
+      frozen = parameters.load_frozen(parts).trainer
       params, step = chosen_params(parts, folder)
       batches = evaluated(
-        functools.partial(parts.generate_held_out, params, frozen),
+        functools.partial(parts.programs.generate_held_out, params, frozen),
         parts.task.held_out,
         collector=make_collector(parts, pool),
         to_devices=parts.to_devices,
@@ -74,7 +75,7 @@ def evaluate_checkpoint(
     return values
 
 
-def _claimed(workdir: Path, parts: components.Parts, folder: Path | None) -> WorkdirLock:
+def _claimed(workdir: Path, parts: Parts, folder: Path | None) -> WorkdirLock:
   """The workdir, which must be of this very evaluation or new."""
   lock = WorkdirLock(workdir)
   about = json.loads(parts.config.to_json_best_effort()) | {"evaluated": str(folder or "")}

@@ -24,7 +24,8 @@ from rlvr_jax.advantages import Advantage
 from rlvr_jax.geometry import diagnostics
 from rlvr_jax.ops import reductions, spectral
 from rlvr_jax.reweighting import Reweighting
-from rlvr_jax.train import components, run
+from rlvr_jax.train import run
+from rlvr_jax.train.build import build
 from rlvr_jax.train.metrics import GEOMETRY_FOLDER
 from rlvr_jax.types import Array, TrainBatch
 
@@ -78,7 +79,7 @@ def fresh_geometry(config: ml_collections.ConfigDict) -> list[Measurement]:
   Args:
     config: see `configs/base.py`, with `config.diagnostics.every` set.
   Raises:
-    ValueError: `config.diagnostics.every` is 0, or what `train.components.build` raises.
+    ValueError: `config.diagnostics.every` is 0, or what `train.build.build` raises.
   """
   if not config.diagnostics.every:
     raise ValueError("config.diagnostics.every = 0: the run would not measure; set 1 or more")
@@ -88,7 +89,7 @@ def fresh_geometry(config: ml_collections.ConfigDict) -> list[Measurement]:
     contextlib.redirect_stdout(silent),
     contextlib.redirect_stderr(silent),
   ):
-    run.train(components.build(config), workdir)
+    run.train(build(config), workdir)
     return load_geometry(workdir)
 
 

@@ -20,11 +20,14 @@ from rlvr_jax.ops.keys import key_for
 from rlvr_jax.rollouts.batch import FOREIGN, Graded, RolloutBatch, from_shard, join, to_shard
 from rlvr_jax.rollouts.collect import Collector, keep_mixed_groups
 from rlvr_jax.rollouts.store import RolloutStore, TornShardError
-from rlvr_jax.train import components, multihost
+from rlvr_jax.train import multihost, sharding
+from rlvr_jax.train.build import Parts
+from rlvr_jax.train.checks import shaped_outcomes
 from rlvr_jax.train.host import alive
 from rlvr_jax.train.metrics import say
 from rlvr_jax.train.run_log import DeviceClock
 from rlvr_jax.train.sources import Source, max_gap
+from rlvr_jax.train.texts import make_outcome_policy
 from rlvr_jax.types import Array, Params, Prompts, Rollouts
 
 _ABSENT, _INTACT = "", "intact"  # states of a batch in the store
@@ -51,12 +54,12 @@ def fingerprint_of(checksums: Array) -> Callable[[], str]:
   """A function of sixteen hexadecimal digits that tell parameters apart.
 
   Args:
-    checksums: u32[leaves], of `parts.checksums(params)`; the function waits for them once.
+    checksums: u32[leaves], of `Programs.checksums`; the function waits for them once.
   """
 
   @functools.cache
   def fingerprint() -> str:
-    data = np.asarray(components.sharding.to_host(checksums)).astype("<u4").tobytes()
+    data = np.asarray(sharding.to_host(checksums)).astype("<u4").tobytes()
     return hashlib.sha256(data).hexdigest()[:16]
 
   return fingerprint
@@ -73,7 +76,7 @@ class Generator:
   """
 
   def __init__(
-    self, parts: components.Parts, frozen: Params, collector: Collector, store: RolloutStore
+    self, parts: Parts, frozen: Params, collector: Collector, store: RolloutStore
   ):
     c = self.config = parts.config
     self.parts, self.collector, self.store = parts, collector, store
@@ -110,10 +113,10 @@ class Generator:
 
   def sync_weights(self, params: Params, version: int) -> PolicySnapshot:
     """The policy after `version` updates, as what rollouts are sampled from."""
-    params = self.parts.sync_weights(params, self.parts.schedule.real_time)
+    params = self.parts.programs.sync_weights(params, self.parts.schedule.real_time)
     of_source = tuple(source.params_of(params, self.frozen) for source in self.live)
     return PolicySnapshot(
-      params, version, fingerprint_of(self.parts.checksums(params)), of_source
+      params, version, fingerprint_of(self.parts.programs.checksums(params)), of_source
     )
 
   def batches(
@@ -330,8 +333,9 @@ class Generator:
       start += source.prompts
       rollouts = (batch.prompts, batch.tokens, mask, batch.behavior_logprobs)
       here = self.parts.to_generation(jax.tree.map(lambda x, few=few: x[few], rollouts))
+      behavior_gap = self.parts.programs.behavior_gap
       mean, largest = jax.device_get(
-        self.parts.behavior_gap(policy.params, self.frozen, *here, sampling=source.sampling)
+        behavior_gap(policy.params, self.frozen, *here, sampling=source.sampling)
       )
       gaps |= {
         f"agreement/{source.name}_mean": float(mean),
@@ -359,7 +363,7 @@ class Generator:
       tokenizer=c.tokenizer,
       truncated=any(source.truncated for source in self.parts.sources),
       shaped=bool(c.overlong.buffer)
-      or bool(components.shaped_outcomes(self.parts.outcome_policy))
+      or bool(shaped_outcomes(make_outcome_policy(self.config)))
       or any(source.shaped for source in self.parts.sources),
       group_size=c.batch.group_size,
       max_prompt_length=c.max_prompt_length,

@@ -22,8 +22,9 @@ from rlvr_jax.rewards.pool import GraderPool
 from rlvr_jax.rollouts.batch import RolloutBatch
 from rlvr_jax.rollouts.queue import RolloutQueue
 from rlvr_jax.rollouts.store import RolloutStore
-from rlvr_jax.train import components, multihost
+from rlvr_jax.train import multihost, parameters
 from rlvr_jax.train.async_generator import AsyncGenerator, GeneratorStoppedError
+from rlvr_jax.train.build import Parts
 from rlvr_jax.train.checkpoint import Checkpointer, Restored
 from rlvr_jax.train.generator import Generator, PolicySnapshot, fingerprint_of
 from rlvr_jax.train.host import Termination, alive
@@ -39,8 +40,8 @@ class Trainer:
 
   def __init__(
     self,
-    parts: components.Parts,
-    frozen: components.Frozen,
+    parts: Parts,
+    frozen: parameters.Frozen,
     writer: MetricWriter,
     checkpointer: Checkpointer,
     pool: GraderPool,
@@ -52,7 +53,7 @@ class Trainer:
     """Prepares the phases.
 
     Args:
-      frozen: of `components.load_frozen`.
+      frozen: of `parameters.load_frozen`.
       initial: trained parameters before the first update.
       elapsed: seconds that the run has taken before.
     """
@@ -76,7 +77,7 @@ class Trainer:
   def begin(self, params: Params) -> None:
     """Evaluates and saves step 0."""
     entropy = self.scorer.initial_entropy(params, self.collector)
-    self.start(components.first_state(self.parts, params, entropy))
+    self.start(parameters.first_state(self.parts, params, entropy))
     self.evaluate()
     self.save()
 
@@ -219,9 +220,9 @@ class Trainer:
     dispatched = time.perf_counter()
     on_devices = self.parts.to_devices(batch)
     measured, arrays = self.scorer.measure(self.state, on_devices, self.step)
-    self.state, metrics = self.parts.train_step(self.state, self.frozen, on_devices)
+    self.state, metrics = self.parts.programs.train_step(self.state, self.frozen, on_devices)
     if measured:
-      entropy = self.parts.mean_entropy(self.state.params, self.frozen, on_devices)
+      entropy = self.parts.programs.mean_entropy(self.state.params, self.frozen, on_devices)
       metrics |= measured | {"policy/entropy_change": entropy - metrics["policy/entropy"]}
     self.log.count_trained(batch, self.state.params if self.parts.lora else None)
     host = self.log.host_metrics(rollouts.graded.statistics, self.step)
@@ -242,7 +243,7 @@ class Trainer:
     Before anything else can touch them: the policy that is handed over later has to match it.
     """
     if self.schedule.real_time or self.schedule.draws(self.step):
-      self.queue.record(self.step, fingerprint_of(self.parts.checksums(self.state.params)))
+      self.queue.record(self.step, fingerprint_of(self.parts.programs.checksums(self.state.params)))
 
   def read_metrics(self) -> None:
     """Waits for the update last dispatched and writes its metrics; stops on repeated NaN."""
@@ -260,7 +261,7 @@ class Trainer:
     began = time.perf_counter()
     batches = []
     for batch in evaluated(
-      functools.partial(self.parts.generate_held_out, self.state.params, self.frozen),
+      functools.partial(self.parts.programs.generate_held_out, self.state.params, self.frozen),
       self.parts.task.held_out,
       collector=self.collector,
       to_devices=self.parts.to_devices,

@@ -19,8 +19,10 @@ from rlvr_jax.data import ByteTokenizer, Task
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.ops.logprobs import CHUNK_ELEMENTS
 from rlvr_jax.rollouts.sampler import cache_lengths
-from rlvr_jax.train import components, sharding
+from rlvr_jax.train import sharding
+from rlvr_jax.train.build import Parts, build
 from rlvr_jax.train.metrics import say
+from rlvr_jax.train.programs import abstract_batch
 
 # GiB of memory of a chip that XLA may use, by the first part of a topology's name.
 # Source: the TPU system architecture pages of Google Cloud.
@@ -31,7 +33,7 @@ _GIB = 2**30
 Table = dict[str, float]  # what → bytes per chip
 
 
-def report(parts: components.Parts, topology: str | None) -> dict[str, Table]:
+def report(parts: Parts, topology: str | None) -> dict[str, Table]:
   """Prints what a configuration takes on every chip, and whether it fits.
 
   With a topology whose compiler is installed (extra `tpu`; no TPU is needed) the update and the
@@ -90,33 +92,33 @@ def mesh_of(config: ml_collections.ConfigDict, topology: str | None) -> Any:
   )
 
 
-def shapes_only(config: ml_collections.ConfigDict, mesh: Mesh) -> components.Parts:
+def shapes_only(config: ml_collections.ConfigDict, mesh: Mesh) -> Parts:
   """The parts of a run on a mesh that need not be there, without its texts."""
   nothing = Task(name="none", train=(), warm_start=(), held_out=(), grader="none:none")
   config = ml_collections.ConfigDict(config)
   config.warm_start.num_steps = 0
-  return components.build(config, task=nothing, tokenizer=ByteTokenizer(), mesh=mesh)
+  return build(config, task=nothing, tokenizer=ByteTokenizer(), mesh=mesh)
 
 
 # --- by the compiler ------------------------------------------------------------------------------
 
 
-def compiled(parts: components.Parts) -> dict[str, Table]:
+def compiled(parts: Parts) -> dict[str, Table]:
   """Bytes per chip of the update and of generation, as XLA compiles them for the mesh."""
   config, mesh, state = parts.config, parts.mesh, parts.abstract_state
   frozen = parts.abstract_frozen
   place = lambda tree, s: jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree
   )
-  batch = components.abstract_batch(config, needs_proximal=parts.method.loss.needs_proximal)
+  batch = abstract_batch(config, needs_proximal=parts.method.loss.needs_proximal)
   batch = place(batch, sharding.batch_sharding(mesh))
   key = place(jax.eval_shape(lambda: key_for(0, "rollout", 0)), sharding.replicated(mesh))
   # The optimizer's state stays where it is while rollouts are drawn.
   resident = {"optimizer, resident": _bytes(state.opt_state)}
   programs: dict[str, Callable[[], Table]] = {
-    "update, compiled": lambda: _compiled(parts.train_step, state, frozen, batch),
+    "update, compiled": lambda: _compiled(parts.programs.train_step, state, frozen, batch),
     "generation, compiled": lambda: resident
-    | _compiled(parts.generate, state.params, frozen, batch.prompts, key),
+    | _compiled(parts.programs.generate, state.params, frozen, batch.prompts, key),
   }
   tables = {}
   for name, program in programs.items():
@@ -145,7 +147,7 @@ def _compiled(jitted: Any, *shapes: Any) -> Table:
 # --- by arithmetic --------------------------------------------------------------------------------
 
 
-def estimated(parts: components.Parts) -> dict[str, Table]:
+def estimated(parts: Parts) -> dict[str, Table]:
   """Bytes per chip by arithmetic: what has to be there, without the compiler's own needs."""
   config, state = parts.config, parts.abstract_state
   of_state = {"parameters": _bytes(state.params), "optimizer": _bytes(state.opt_state)}
@@ -176,12 +178,12 @@ def _bytes(tree: Any) -> float:
   ))
 
 
-def _local_prompts(parts: components.Parts) -> int:
+def _local_prompts(parts: Parts) -> int:
   batch_devices = parts.mesh.shape["data"] * parts.mesh.shape["fsdp"]
   return -(-parts.config.batch.prompts // batch_devices)
 
 
-def _decoding_parameters(parts: components.Parts) -> float:
+def _decoding_parameters(parts: Parts) -> float:
   """The copy that a decoding loop reads: in the compute dtype, whole along fsdp."""
   size = jnp.dtype(parts.model.config.compute_dtype).itemsize
 
@@ -193,7 +195,7 @@ def _decoding_parameters(parts: components.Parts) -> float:
   return float(sum(map(leaf, jax.tree.leaves(parts.abstract_base))))
 
 
-def _keys_and_values(parts: components.Parts) -> float:
+def _keys_and_values(parts: Parts) -> float:
   """The full cache and, when it grows for the last time, the one before it."""
   config, c = parts.config, parts.model.config
   tensor = parts.mesh.shape["tensor"]  # over which the compiler splits heads, where they divide
@@ -204,7 +206,7 @@ def _keys_and_values(parts: components.Parts) -> float:
   return float(_local_prompts(parts) * (config.max_prompt_length + responses) * token)
 
 
-def _activations(parts: components.Parts) -> float:
+def _activations(parts: Parts) -> float:
   """What the forward pass leaves for the backward pass, and the layer in hand twice over."""
   config, c = parts.config, parts.model.config
   tokens = config.max_prompt_length + config.batch.group_size * config.max_response_length

@@ -9,7 +9,8 @@ import ml_collections
 
 from rlvr_jax.evaluate.command import evaluate_checkpoint
 from rlvr_jax.files import local_path
-from rlvr_jax.train import components, memory, policies, run
+from rlvr_jax.train import memory, policies, run
+from rlvr_jax.train.build import build
 
 FAILURES = run.FAILURES
 
@@ -43,7 +44,7 @@ def prepared(
   if mode != "export":  # whose workdir is a folder for others, local or not
     local_path("--workdir", str(workdir))
   folder = policies.checkpoint_folder(checkpoint) if checkpoint else None
-  parts = components.build(config)
+  parts = build(config)
   if mode == "train" and not len(parts.task.train):
     raise ValueError("config.task has nothing to train on; choose a split, or --mode=eval")
   if mode == "train":

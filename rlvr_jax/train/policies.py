@@ -11,7 +11,8 @@ from rlvr_jax.files import local_path
 from rlvr_jax.models.huggingface import save_checkpoint
 from rlvr_jax.models.peft import save_adapters
 from rlvr_jax.models.presets import given_overrides
-from rlvr_jax.train import components, multihost, sharding
+from rlvr_jax.train import multihost, parameters, sharding
+from rlvr_jax.train.build import Parts
 from rlvr_jax.train.checkpoint import CheckpointError, read_params
 from rlvr_jax.train.metrics import say
 from rlvr_jax.types import Params
@@ -38,7 +39,7 @@ def checkpoint_folder(checkpoint: str) -> Path:
   return folder
 
 
-def chosen_params(parts: components.Parts, folder: Path | None) -> tuple[Params, int]:
+def chosen_params(parts: Parts, folder: Path | None) -> tuple[Params, int]:
   """Parameters of a policy, and the updates behind them.
 
   Args:
@@ -48,12 +49,12 @@ def chosen_params(parts: components.Parts, folder: Path | None) -> tuple[Params,
     CheckpointError: it is damaged, or of a run whose parameters mean something else here.
   """
   if folder is None:
-    return components.initial_params(parts), 0
+    return parameters.initial_params(parts), 0
   _check_same_policy(parts, folder.parent.parent / "config.json")
   return read_params(folder, parts.abstract_state.params), int(folder.name)
 
 
-def _check_same_policy(parts: components.Parts, path: Path) -> None:
+def _check_same_policy(parts: Parts, path: Path) -> None:
   """Raises where a run's parameters would be another function under this configuration."""
   if not path.exists():
     return  # a checkpoint alone, moved away from its run
@@ -71,7 +72,7 @@ def _check_same_policy(parts: components.Parts, path: Path) -> None:
     )
 
 
-def export(parts: components.Parts, directory: str, folder: Path | None) -> None:
+def export(parts: Parts, directory: str, folder: Path | None) -> None:
   """Writes a policy as a folder that `transformers` loads, in its compute dtype.
 
   Trained adapters are merged into it, and written as they are, in PEFT's format, to its folder
@@ -82,13 +83,13 @@ def export(parts: components.Parts, directory: str, folder: Path | None) -> None
     directory: to be made; local or a URL.
     folder: as for `chosen_params`.
   """
-  frozen = components.load_frozen(parts).trainer
+  frozen = parameters.load_frozen(parts).trainer
   params, step = chosen_params(parts, folder)
   source = parts.config.model.checkpoint or None
   dtype = parts.model.config.compute_dtype
   save_checkpoint(
     directory,
-    parts.merge(params, frozen),
+    parts.programs.merge(params, frozen),
     parts.model.config,
     dtype="float32" if dtype == "float64" else dtype,
     source=source,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 from collections.abc import Mapping
@@ -11,12 +10,13 @@ from typing import Any
 
 from rlvr_jax.files import replacing
 from rlvr_jax.rollouts.store import RolloutStore, StoreError
-from rlvr_jax.train import components, multihost
+from rlvr_jax.train import multihost
+from rlvr_jax.train.build import Parts, with_sources_as_begun
 from rlvr_jax.train.checkpoint import Checkpointer, Restored
 from rlvr_jax.train.metrics import METRICS_FILE, progress, read_metrics, say
 
 
-def as_begun(parts: components.Parts, workdir: Path) -> components.Parts:
+def as_begun(parts: Parts, workdir: Path) -> Parts:
   """The parts with the checkpoint and the batches of other runs that this one began with.
 
   Raises:
@@ -37,13 +37,13 @@ def as_begun(parts: components.Parts, workdir: Path) -> components.Parts:
   if pinned == pins:
     return parts
   try:
-    return dataclasses.replace(parts, sources=parts.sources_of(pinned))
+    return with_sources_as_begun(parts, pinned)
   except ValueError as error:
     raise StoreError(f"{error} (this run began with what {path} names)") from error
 
 
 def resumable(
-  checkpointer: Checkpointer, parts: components.Parts, store: RolloutStore
+  checkpointer: Checkpointer, parts: Parts, store: RolloutStore
 ) -> Restored | None:
   """The latest checkpoint whose pending rollouts are whole; None where there is no checkpoint.
 

@@ -11,8 +11,9 @@ from rlvr_jax.rewards.outcome import GradingStoppedError
 from rlvr_jax.rewards.pool import GraderStartError
 from rlvr_jax.rollouts.queue import FingerprintError
 from rlvr_jax.rollouts.store import RolloutStore, StoreError, TornShardError
-from rlvr_jax.train import components, multihost
+from rlvr_jax.train import checks, multihost, parameters
 from rlvr_jax.train.async_generator import GeneratorStoppedError
+from rlvr_jax.train.build import Parts
 from rlvr_jax.train.checkpoint import (
   Checkpointer,
   CheckpointError,
@@ -56,8 +57,8 @@ FAILURES = (
 )
 
 
-def train(parts: components.Parts, workdir: str | Path) -> dict[str, float]:
-  """Runs, or goes on with, the training of `components.build(config)`.
+def train(parts: Parts, workdir: str | Path) -> dict[str, float]:
+  """Runs, or goes on with, the training of `build(config)`.
 
   Args:
     parts: of the run.
@@ -75,7 +76,7 @@ def train(parts: components.Parts, workdir: str | Path) -> dict[str, float]:
     stack.enter_context(multihost.only_the_first_speaks())
     multihost.on_first(lambda: _claim(workdir, parts, enter), None)
     parts = as_begun(parts, workdir)
-    frozen = components.load_frozen(parts)
+    frozen = parameters.load_frozen(parts)
     warm_starts = enter(Checkpointer(workdir / "warm_start", keep=1))
     warm = warm_starts.restore(parts.abstract_state.params)
     checkpointer = enter(Checkpointer(workdir / "checkpoints", keep=config.checkpoint.keep))
@@ -100,7 +101,7 @@ def train(parts: components.Parts, workdir: str | Path) -> dict[str, float]:
         first_writer = no_writer if restored else writer
         params = warm_started(parts, frozen.trainer, first_writer, warm_starts, termination)
       else:  # nothing that a file of its own would save
-        params = components.initial_params(parts)
+        params = parameters.initial_params(parts)
     except EndRequestedError:
       say("asked to end during the warm start; rerun the same command to begin it again")
       return {}
@@ -122,14 +123,14 @@ def train(parts: components.Parts, workdir: str | Path) -> dict[str, float]:
   return trainer.evaluation
 
 
-def _claim(workdir: Path, parts: components.Parts, enter: Any) -> None:
+def _claim(workdir: Path, parts: Parts, enter: Any) -> None:
   enter(WorkdirLock(workdir))
-  allowed = components.may_differ(parts.config, parts.schedule)
+  allowed = checks.may_differ(parts.config, parts.schedule)
   check_config(workdir, parts.config.to_json_best_effort(), may_differ=allowed)
 
 
 def warm_started(
-  parts: components.Parts,
+  parts: Parts,
   frozen: Params,
   writer: MetricWriter,
   checkpointer: Checkpointer,
@@ -151,10 +152,10 @@ def warm_started(
         raise EndRequestedError
 
     params = warm_start(
-      components.supervised_state(parts),
+      parameters.supervised_state(parts),
       frozen,
-      components.supervised_batches(parts),
-      parts.supervised_step,
+      parameters.supervised_batches(parts),
+      parts.programs.supervised_step,
       num_steps=num_steps,
       report=report,
     )

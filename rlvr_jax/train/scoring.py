@@ -12,7 +12,8 @@ from rlvr_jax.data import problem_batches
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.rollouts.batch import RolloutBatch, permute_rewards, without_scores
 from rlvr_jax.rollouts.collect import Collector
-from rlvr_jax.train import components, sharding
+from rlvr_jax.train import sharding
+from rlvr_jax.train.build import Parts
 from rlvr_jax.train.run_log import RunLog
 from rlvr_jax.types import Params, TrainBatch, TrainState
 
@@ -21,7 +22,7 @@ class Scorer:
   """Scores batches by the policy and by the first policy."""
 
   def __init__(
-    self, parts: components.Parts, frozen: Params, initial: Params, log: RunLog
+    self, parts: Parts, frozen: Params, initial: Params, log: RunLog
   ):
     """Keeps what it needs.
 
@@ -51,11 +52,11 @@ class Scorer:
     problems = next(problem_batches(parts.task.train, batch_size=c.batch.prompts, seed=c.seed))
     key = key_for(c.seed, "initial_entropy")
     generate = lambda prompts: [
-      parts.generate(params, self.frozen, parts.to_devices(prompts), key)
+      parts.programs.generate(params, self.frozen, parts.to_devices(prompts), key)
     ]
     flight = collector.submit_grading(collector.dispatch(problems, generate))
     batch = collector.finish(flight, [0] * len(problems)).train
-    _, entropy = parts.score(params, self.frozen, parts.to_devices(without_scores(batch)))
+    _, entropy = parts.programs.score(params, self.frozen, parts.to_devices(without_scores(batch)))
     return float(np.sum(sharding.to_host(entropy) * batch.mask) / max(batch.mask.sum(), 1))
 
   def prepared(self, rollouts: RolloutBatch, state: TrainState, step: int) -> TrainBatch:
@@ -90,7 +91,7 @@ class Scorer:
     """f32[P, G, T], the responses' log-probabilities at the policy's temperature."""
     self.log.count_scored(batch)
     scored = self.parts.to_devices(without_scores(batch))
-    return sharding.to_host(self.parts.score(params, self.frozen, scored)[0])
+    return sharding.to_host(self.parts.programs.score(params, self.frozen, scored)[0])
 
   def measure(
     self, state: TrainState, batch: TrainBatch, step: int
@@ -99,4 +100,4 @@ class Scorer:
     every = self.config.diagnostics.every
     if not every or step % every:
       return {}, {}
-    return self.parts.measure(state, self.frozen, self.initial, batch)
+    return self.parts.programs.measure(state, self.frozen, self.initial, batch)

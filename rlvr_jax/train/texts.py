@@ -25,6 +25,7 @@ from rlvr_jax.data.huggingface_tokenizer import HuggingFaceTokenizer
 from rlvr_jax.models.huggingface_config import longest_text
 from rlvr_jax.ops.checks import check_between, check_choice
 from rlvr_jax.rewards.combined import weighted_reference
+from rlvr_jax.rewards.outcome import OutcomePolicy, outcome_policy
 from rlvr_jax.rewards.pool import GraderPool, default_workers
 from rlvr_jax.rollouts.collect import Collector
 from rlvr_jax.train import multihost, sharding
@@ -310,15 +311,28 @@ def _graders_in(reference: Mapping[str, Any]) -> list[str]:
   return found + [path for part in parts for path in _graders_in(part)]
 
 
+def make_outcome_policy(config: ml_collections.ConfigDict) -> OutcomePolicy:
+  """What `config.grading.outcomes` says of every outcome."""
+  return outcome_policy({k: _as_number(v) for k, v in config.grading.outcomes.items()})
+
+
+def _as_number(text: str) -> float | str:
+  """A locked configuration field has one type, so numbers beside names are written as text."""
+  try:
+    return float(text)
+  except ValueError:
+    return text
+
+
 def make_collector(parts: Any, pool: GraderPool) -> Collector:
-  """Encodes, decodes and grades as the configuration of a run's `components.Parts` says."""
+  """Encodes, decodes and grades as the configuration of a run's `build.Parts` says."""
   c = parts.config
   return Collector(
     tokenizer=parts.tokenizer,
     max_prompt_length=c.max_prompt_length,
     submit=pool.submit if jax.process_count() == 1 else multihost.SharedGrader(pool).submit,
     to_host=sharding.to_host,
-    outcome_policy=parts.outcome_policy,
+    outcome_policy=make_outcome_policy(c),
     overlong_buffer=c.overlong.buffer,
     overlong_filter=c.overlong.filter,
   )

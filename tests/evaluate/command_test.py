@@ -7,8 +7,8 @@ from train import tiny
 
 from rlvr_jax.evaluate.command import PROBLEMS_FILE, RESULT_FILE, evaluate_checkpoint
 from rlvr_jax.evaluate.held_out import accuracy
+from rlvr_jax.train.build import build
 from rlvr_jax.train.checkpoint import CheckpointError, WorkdirError
-from rlvr_jax.train.components import build
 from rlvr_jax.train.policies import checkpoint_folder, chosen_params
 from rlvr_jax.train.run import train
 

@@ -7,7 +7,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from rlvr_jax import specs
-from rlvr_jax.train.components import build, make_veto
+from rlvr_jax.train.build import build, make_veto
 
 
 def parsed(arguments):

@@ -10,7 +10,8 @@ from train import tiny
 
 from rlvr_jax.models.huggingface import load_params
 from rlvr_jax.models.peft import load_adapters
-from rlvr_jax.train import components
+from rlvr_jax.train import parameters
+from rlvr_jax.train.build import build
 from rlvr_jax.train.policies import chosen_params, export
 from rlvr_jax.train.run import train
 
@@ -31,13 +32,13 @@ def run(tmp_path_factory):
   """A finished run."""
   pytest.importorskip("qwix", reason="the extra `quantized` needs flax 0.12")
   workdir = tmp_path_factory.mktemp("lora")
-  train(components.build(tiny.config(**LORA)), workdir)
+  train(build(tiny.config(**LORA)), workdir)
   return workdir
 
 
 def test_adapters_alone_are_trained_and_the_sampler_agrees(run):
-  parts = components.build(tiny.config(**LORA))
-  first = components.initial_params(parts)
+  parts = build(tiny.config(**LORA))
+  first = parameters.initial_params(parts)
   last, step = chosen_params(parts, run / "checkpoints" / "4")
   assert step == 4
   paths = {jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(last)}
@@ -55,19 +56,19 @@ def test_a_run_goes_on_with_the_same_numbers(run, tmp_path):
   workdir = tmp_path / "again"
   shutil.copytree(run, workdir)
   shutil.rmtree(workdir / "checkpoints" / "4")
-  train(components.build(tiny.config(**LORA)), workdir)
+  train(build(tiny.config(**LORA)), workdir)
   assert tiny.records(workdir) == tiny.records(run)
-  parts = components.build(tiny.config(**LORA))
+  parts = build(tiny.config(**LORA))
   here, there = (chosen_params(parts, w / "checkpoints" / "4")[0] for w in (workdir, run))
   jax.tree.map(np.testing.assert_array_equal, here, there)
 
 
 def test_export_writes_the_merged_policy_and_the_adapters(run, tmp_path):
-  parts = components.build(tiny.config(**LORA))
+  parts = build(tiny.config(**LORA))
   folder = tmp_path / "out"
   export(parts, str(folder), run / "checkpoints" / "4")
   params, _ = chosen_params(parts, run / "checkpoints" / "4")
-  whole = parts.merge(params, components.load_frozen(parts).trainer)
+  whole = parts.programs.merge(params, parameters.load_frozen(parts).trainer)
   loaded = load_params(folder, parts.abstract_base)
   jax.tree.map(np.testing.assert_array_equal, loaded, whole)
   adapters, settings = load_adapters(folder / "adapter", parts.model.config)
@@ -76,5 +77,5 @@ def test_export_writes_the_merged_policy_and_the_adapters(run, tmp_path):
   assert json.loads((folder / "adapter" / "adapter_config.json").read_text())["r"] == 2
   # And a run begins with them.
   again = tiny.config(**LORA | dict(lora__adapters=str(folder / "adapter")))
-  first = components.initial_params(components.build(again))
+  first = parameters.initial_params(build(again))
   jax.tree.map(np.testing.assert_array_equal, first, params)

@@ -8,7 +8,7 @@ from train import tiny
 from configs import base, dapo, quickstart
 from rlvr_jax import specs
 from rlvr_jax.train import config_file, old_spellings
-from rlvr_jax.train.components import make_task
+from rlvr_jax.train.build import make_task
 
 # Of ml_collections' import of a configuration.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

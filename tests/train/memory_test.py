@@ -11,7 +11,7 @@ import pytest
 from train import tiny
 
 from rlvr_jax.train import memory, sharding
-from rlvr_jax.train.components import abstract_batch
+from rlvr_jax.train.programs import abstract_batch
 
 RECIPES = ("salt_qwen25_math_7b", "p3o_qwen3_4b", "fade_qwen25_7b", "mu_grpo_r1_distill_7b")
 PARAMETERS = {  # of the published models, from their own index files

@@ -9,7 +9,7 @@ from train import tiny
 from rlvr_jax.files import local_path
 from rlvr_jax.rollouts import schedules
 from rlvr_jax.train import modes
-from rlvr_jax.train.components import build
+from rlvr_jax.train.build import build
 
 URL = "gs://bucket/run"
 

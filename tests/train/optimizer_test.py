@@ -17,7 +17,7 @@ from rlvr_jax.models import lora
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.presets import preset
 from rlvr_jax.train import learning_rate, optimizer, sharding
-from rlvr_jax.train.components import build, make_optimizer
+from rlvr_jax.train.build import build, make_optimizer
 
 SHAPE = dict(num_layers=2, width=32, mlp_width=64, qkv_bias=True, tied_head=False)
 MODEL = transformer(preset("tiny", **SHAPE))

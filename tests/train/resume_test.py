@@ -12,8 +12,8 @@ import pytest
 from train import tiny
 
 from rlvr_jax.rollouts.store import RolloutStore
+from rlvr_jax.train.build import build
 from rlvr_jax.train.checkpoint import WorkdirError
-from rlvr_jax.train.components import build
 from rlvr_jax.train.run import train
 
 

@@ -16,7 +16,8 @@ from train import tiny
 from rlvr_jax.rewards.pool import GraderPool
 from rlvr_jax.rollouts import queue, schedules
 from rlvr_jax.rollouts.store import RolloutStore, TornShardError
-from rlvr_jax.train import components, loop, restore
+from rlvr_jax.train import build as building
+from rlvr_jax.train import loop, parameters, restore
 from rlvr_jax.train import run as runs
 from rlvr_jax.train.generator import AgreementError
 from rlvr_jax.train.host import Termination
@@ -37,7 +38,7 @@ def build(**fields):
     reference__kl_coefficient=0.0,
     logging__print_every=UPDATES,
   )
-  return components.build(tiny.config(**settings | fields))
+  return building.build(tiny.config(**settings | fields))
 
 
 @pytest.fixture(scope="module")
@@ -269,7 +270,7 @@ def trainer(parts, on_policy, tmp_path):
     pool = GraderPool(these.task.grader, num_workers=1, timeout_s=5.0)
     store = RolloutStore(workdir / "rollouts", writable=True)
     these = dataclasses.replace(these, schedule=schedule)
-    frozen = components.load_frozen(these)
+    frozen = parameters.load_frozen(these)
     made = loop.Trainer(these, frozen, writer, saved, pool, store, initial=warm.state)
     made.begin(warm.state)
     opened.extend([writer, saved, pool, store])

@@ -10,7 +10,7 @@ from train import tiny
 from rlvr_jax.codejudge import cgroups
 from rlvr_jax.data import ByteTokenizer, Problem, Task
 from rlvr_jax.rewards import GraderStartError
-from rlvr_jax.train.components import build
+from rlvr_jax.train.build import build
 from rlvr_jax.train.texts import (
   BY_REFERENCE,
   WEIGHTED,

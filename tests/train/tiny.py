@@ -16,8 +16,8 @@ import pytest
 
 from rlvr_jax.configs import base
 from rlvr_jax.train import metrics
+from rlvr_jax.train.build import build
 from rlvr_jax.train.checkpoint import Checkpointer
-from rlvr_jax.train.components import build
 
 ROOT = pathlib.Path(__file__).parents[2]
 TIMEOUT_S = 300

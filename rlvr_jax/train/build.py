@@ -1,0 +1,328 @@
+"""From a configuration to the parts of a run; every mistake is found here, before compilation."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import ml_collections
+import optax
+from jax.sharding import Mesh
+
+from rlvr_jax import advantages, geometry, losses, reweighting, specs
+from rlvr_jax.advantages.masses import gradient_masses
+from rlvr_jax.data import Problem, Task, Tokenizer, encode_prompts, tasks
+from rlvr_jax.models import lora
+from rlvr_jax.models.functional import Model, transformer
+from rlvr_jax.models.presets import model_settings
+from rlvr_jax.ops.aggregate import AGGREGATIONS
+from rlvr_jax.ops.checks import check_between, check_choice
+from rlvr_jax.ops.veto import Veto, negative_advantage_veto
+from rlvr_jax.rollouts import schedules
+from rlvr_jax.rollouts.store import StoreError
+from rlvr_jax.train import checks, learning_rate, optimizer, sharding
+from rlvr_jax.train.adapters import make_lora
+from rlvr_jax.train.objective import REFERENCE_KL_ESTIMATORS, Method
+from rlvr_jax.train.programs import (
+  Programs,
+  Sampler,
+  abstract_state,
+  jit_generate,
+  make_gram,
+  make_programs,
+)
+from rlvr_jax.train.sources import Source, make_sources
+from rlvr_jax.train.texts import (
+  fitting,
+  make_outcome_policy,
+  make_tokenizer,
+  warn_of_long_texts,
+  with_graders,
+)
+from rlvr_jax.types import Params, Prompts, TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+  """What a run consists of, before any of it has touched a device."""
+
+  config: ml_collections.ConfigDict
+  mesh: Mesh
+  task: Task
+  tokenizer: Tokenizer
+  model: Model
+  method: Method
+  schedule: schedules.Schedule
+  sources: tuple[Source, ...]  # of the rollouts of every batch
+  abstract_state: TrainState  # shapes, dtypes, shardings
+  programs: Programs
+
+  def encode(self, problems: Sequence[Problem]) -> Prompts:
+    return encode_prompts(problems, self.tokenizer, self.config.max_prompt_length)
+
+  def to_devices(self, tree: Any) -> Any:
+    return sharding.to_devices(tree, sharding.batch_sharding(self.mesh))
+
+  def to_generation(self, tree: Any) -> Any:
+    """As `to_devices`, where rollouts are generated."""
+    return sharding.to_devices(tree, sharding.batch_sharding(self.generation_mesh))
+
+  @functools.cached_property
+  def generation_mesh(self) -> Mesh:
+    """Where rollouts are generated; `mesh` itself unless they have devices of their own."""
+    return make_generation_mesh(self.config, self.mesh)
+
+  @functools.cached_property
+  def lora(self) -> lora.LoraSettings | None:
+    """Of the adapters that are trained; None where all parameters are."""
+    return make_lora(self.config)
+
+  @functools.cached_property
+  def abstract_base(self) -> Params:
+    """All parameters of the network, as `abstract_state`."""
+    return abstract_params(self.model, self.mesh)
+
+  @property
+  def abstract_frozen(self) -> Params:
+    """Parameters that are not trained, as `abstract_state`; {} where all are."""
+    return {} if self.lora is None else self.abstract_base
+
+  @property
+  def gap_prompts(self) -> int:
+    """Groups of a source on which log-probabilities are compared."""
+    return self.generation_mesh.shape["data"] * self.generation_mesh.shape["fsdp"]
+
+
+def build(
+  config: ml_collections.ConfigDict,
+  *,
+  task: Task | None = None,
+  tokenizer: Tokenizer | None = None,
+  mesh: Mesh | None = None,
+) -> Parts:
+  """All parts of the run that `config` describes.
+
+  Args:
+    config: see `configs/base.py`.
+    task: instead of `config.task`, for problems made by the caller.
+    tokenizer: instead of `config.tokenizer`.
+    mesh: instead of one over the devices that are there, for shapes and for compiling alone.
+  Raises:
+    ValueError: what cannot work, with the field, its value, what is allowed and the remedy.
+  """
+  mesh = mesh or sharding.make_mesh(**config.mesh)
+  checks.check_shapes(config, mesh)
+  policy = make_outcome_policy(config)
+  tokenizer = tokenizer or make_tokenizer(config)
+  model = make_model(config, mesh, tokenizer.vocab_size)
+  warn_of_long_texts(config)
+  checks.check_samplings(config, model.config.vocab_size)
+  schedule = make_schedule(config)
+  sampler = make_sampler(config, model, mesh, tokenizer)
+  sources = sources_of(config, sampler, tokenizer, pins={})
+  method = make_method(config, model, mesh)
+  method = method._replace(sources=tuple(source.name for source in sources))
+  base = abstract_params(model, mesh)
+  state = abstract_state(config, method, base, mesh)
+  checks.check_update(config, method, state, {} if make_lora(config) is None else base)
+  checks.check_rewards(config, method, policy, sources)
+  task = with_graders(config, task or make_task(config))
+  task = fitting(config, task, tokenizer)
+  programs = make_programs(
+    config,
+    tokenizer,
+    method,
+    sources,
+    state,
+    mesh=mesh,
+    sampler=sampler,
+    warm_start_optimizer=warm_start_optimizer(config),
+  )
+  return Parts(
+    config=config,
+    mesh=mesh,
+    task=task,
+    tokenizer=tokenizer,
+    model=model,
+    method=method,
+    schedule=schedule,
+    sources=sources,
+    abstract_state=state,
+    programs=programs,
+  )
+
+
+def make_sampler(
+  config: ml_collections.ConfigDict, model: Model, mesh: Mesh, tokenizer: Tokenizer
+) -> Sampler:
+  """Where rollouts are generated; on `mesh` by `model` unless they have devices of their own."""
+  own = make_generation_mesh(config, mesh)
+  return Sampler(model if own is mesh else make_model(config, own, tokenizer.vocab_size), own)
+
+
+def sources_of(
+  config: ml_collections.ConfigDict,
+  sampler: Sampler,
+  tokenizer: Tokenizer,
+  pins: Mapping[str, Any],
+) -> tuple[Source, ...]:
+  """The sources of the rollouts of every batch; see `make_sources`."""
+  group_size = config.batch.group_size
+  of_groups = functools.partial(
+    jit_generate, config, tokenizer, group_size=group_size, mesh=sampler.mesh
+  )
+  return make_sources(config, *sampler, tokenizer, of_groups, pins)
+
+
+def with_sources_as_begun(parts: Parts, pins: Mapping[str, Any]) -> Parts:
+  """The parts with the sources as they were when a run began, see `Source.pin`."""
+  config, tokenizer = parts.config, parts.tokenizer
+  sampler = make_sampler(config, parts.model, parts.mesh, tokenizer)
+  return dataclasses.replace(parts, sources=sources_of(config, sampler, tokenizer, pins))
+
+
+def abstract_params(model: Model, mesh: Mesh) -> Params:
+  """Shapes, dtypes and shardings of all parameters of the network."""
+  return sharding.placed(jax.eval_shape(model.init, jax.random.key(0)), mesh)
+
+
+def make_model(config: ml_collections.ConfigDict, mesh: Mesh, vocab_size: int) -> Model:
+  settings = model_settings(config.model)
+  if settings.vocab_size < vocab_size and config.model.checkpoint:
+    raise ValueError(
+      f"config.tokenizer = {config.tokenizer!r} has {vocab_size} tokens, config.model.checkpoint ="
+      f" {config.model.checkpoint!r} only {settings.vocab_size}; they do not belong together: set"
+      " config.tokenizer = 'checkpoint', or to the folder of its tokenizer"
+    )
+  if settings.vocab_size < vocab_size:
+    raise ValueError(
+      f"config.model: vocab_size = {settings.vocab_size} is smaller than the tokenizer's"
+      f" {vocab_size}; set config.model.overrides.vocab_size = {vocab_size}"
+    )
+  model = transformer(settings, sharding.batch_constraint(mesh), sharding.gather_over_fsdp(mesh))
+  return lora.adapted(model, make_lora(config))
+
+
+def make_task(config: ml_collections.ConfigDict) -> Task:
+  """The problems."""
+  try:
+    name = config.task.name
+    spec = specs.Spec(name, config.task.kwargs.to_dict())
+    return specs.call(f"config.task.name = {name!r}", tasks, spec, Task)
+  except OSError as error:
+    raise ValueError(f"config.task.kwargs = {config.task.kwargs.to_dict()}: {error}") from error
+
+
+def make_schedule(config: ml_collections.ConfigDict) -> schedules.Schedule:
+  """Which policy draws which rollouts."""
+  told = f"config.schedule = {config.schedule!r}"
+  of_run = dict(num_updates=config.num_updates, seed=config.seed)
+  try:
+    schedule = specs.make(
+      "config.schedule", schedules, config.schedule, schedules.Schedule, **of_run
+    )
+  except StoreError as error:
+    raise ValueError(f"{told}: {error}") from error
+  if schedule.real_time and jax.process_count() > 1:
+    raise ValueError(
+      f"{told} needs all devices in one process, this run has {jax.process_count()}; choose"
+      " simulated_asynchronous, or run one process"
+    )
+  apart = any(config.generation_mesh.to_dict().values())
+  if schedule.real_time and math.prod(config.mesh.to_dict().values()) > 1 and not apart:
+    # Two threads could begin programs that wait for each other on the same devices.
+    raise ValueError(
+      f"{told} on config.mesh = {config.mesh.to_dict()} needs devices of its own for generation;"
+      " set config.generation_mesh, for example config.generation_mesh.data = 1"
+    )
+  return schedule
+
+
+def make_generation_mesh(config: ml_collections.ConfigDict, mesh: Mesh) -> Mesh:
+  """Where rollouts are generated: on devices of their own if the configuration says so."""
+  sizes = config.generation_mesh.to_dict()
+  if not any(sizes.values()):
+    return mesh
+  sizes = {axis: size or 1 for axis, size in sizes.items()}
+  return sharding.make_mesh(**sizes, field="generation_mesh", skipped=mesh.size)
+
+
+def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> Method:
+  schedule, transformation = make_optimizer("config", config, config.num_updates)
+  check_choice("config", "aggregation", config.aggregation, AGGREGATIONS)
+  check_choice(
+    "config.reference", "estimator", config.reference.estimator, REFERENCE_KL_ESTIMATORS
+  )
+  check_between("config.reference", "kl_coefficient", config.reference.kl_coefficient, low=0.0)
+  check_between("config", "entropy_bonus", config.entropy_bonus, low=0.0)
+  check_between("config", "policy_temperature", config.policy_temperature, low=0.0, open_low=True)
+  make = lambda field, package, kind: specs.make(f"config.{field}", package, config[field], kind)
+  reweighter = make("reweighting", reweighting, reweighting.Reweighting)
+  return Method(
+    model=model,
+    optimizer=transformation,
+    schedule=schedule,
+    advantage=make("advantage", advantages, advantages.Advantage),
+    coefficient_metrics=gradient_masses,
+    reweighting=reweighter,
+    loss=make("loss", losses, losses.Loss),
+    gram=make_gram(config) if reweighter.needs_gram else None,
+    gram_context=gram_context(config, model, mesh),
+    aggregation=config.aggregation,
+    max_response_length=config.max_response_length,
+    temperature=config.policy_temperature,
+    reference_kl=config.reference.kl_coefficient,
+    reference_kl_estimator=config.reference.estimator,
+    veto=make_veto(config),
+    entropy_bonus=config.entropy_bonus,
+    num_micro_batches=config.batch.micro_batches,
+    seed=config.seed,
+  )
+
+
+def gram_context(
+  config: ml_collections.ConfigDict, model: Model, mesh: Mesh
+) -> geometry.GramContext:
+  """What a route to the Gram matrix needs to know of the run."""
+  unconstrained = transformer(model.config)  # single rollouts do not split over devices
+  unconstrained = unconstrained._replace(combine=model.combine)
+  return geometry.GramContext(unconstrained, config.policy_temperature, mesh)
+
+
+def make_veto(config: ml_collections.ConfigDict) -> Veto | None:
+  settings = config.veto.to_dict()
+  enabled = settings.pop("enabled")
+  veto = negative_advantage_veto(**settings)  # a mistake shows also where it is off
+  return veto if enabled else None
+
+
+def make_optimizer(
+  owner: str, settings: ml_collections.ConfigDict, num_updates: int
+) -> tuple[optax.Schedule, optax.GradientTransformation]:
+  """The learning rate and the optimizer that follows it, of the group of fields `owner`."""
+  field, name = f"{owner}.optimizer", settings.optimizer
+  schedule = specs.make(
+    f"{owner}.learning_rate", learning_rate, settings.learning_rate, Callable,
+    num_updates=num_updates,
+  )  # fmt: skip
+  if not specs.takes(field, optimizer, name, "learning_rate"):
+    raise ValueError(
+      f"{field} = {name!r} takes no learning_rate, so that {owner}.learning_rate would not count;"
+      " add that parameter, a function of the update"
+    )
+  of_run = dict(learning_rate=schedule, num_updates=num_updates)
+  made = specs.make(field, optimizer, name, optax.GradientTransformation, **of_run)
+  norm = settings.max_gradient_norm
+  if norm is not None:
+    check_between(owner, "max_gradient_norm", norm, low=0.0, open_low=True)
+  return schedule, optimizer.clipped(made, norm)
+
+
+def warm_start_optimizer(config: ml_collections.ConfigDict) -> optax.GradientTransformation:
+  """The optimizer of the supervised phase."""
+  settings = config.warm_start
+  return make_optimizer("config.warm_start", settings, settings.num_steps)[1]

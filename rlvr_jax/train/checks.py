@@ -1,0 +1,175 @@
+"""Checks of a configuration: what cannot work is refused here, before any compilation."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import ml_collections
+from jax.sharding import Mesh
+
+from rlvr_jax import specs
+from rlvr_jax.ops.checks import check_between, check_whole
+from rlvr_jax.ops.logprobs import check_sampling, is_truncated
+from rlvr_jax.rewards.outcome import OutcomePolicy
+from rlvr_jax.rollouts import schedules
+from rlvr_jax.train import learning_rate, optimizer, sharding
+from rlvr_jax.train.objective import Method
+from rlvr_jax.train.programs import abstract_batch, make_measure
+from rlvr_jax.train.sources import Source
+from rlvr_jax.train.step import train_step
+from rlvr_jax.types import Params, Sampling, TrainState
+
+_MOST_UPDATES = 10_000_000  # schedules are planned ahead
+_MOST_WORKERS = 1024  # processes of grading
+_MOST = 2**31 - 1  # of indices and counters on the devices
+_AT_LEAST_ONE = {
+  "": "max_prompt_length max_skipped_in_a_row",
+  "batch": "prompts group_size micro_batches",
+  "evaluation": "every num_samples batch_prompts",
+  "grading": "memory_mib",
+  "checkpoint": "every keep",
+  "logging": "print_every rollouts_every rollouts_per_refresh",
+}
+
+
+def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
+  """Raises where sizes do not fit together."""
+  for group, names in _AT_LEAST_ONE.items():
+    section = config[group] if group else config
+    for name in names.split():
+      check_whole(f"config.{group}".rstrip("."), name, section[name], low=1, high=_MOST)
+  check_whole("config", "num_updates", config.num_updates, low=0, high=_MOST_UPDATES)
+  check_between("config", "max_behavior_gap", config.max_behavior_gap, low=0.0)
+  check_whole("config", "proximal_every", config.proximal_every, low=0, high=_MOST)
+  deadline = config.generation_deadline_s
+  check_between("config", "generation_deadline_s", deadline, low=0.0, open_low=True)
+  for owner, section in (("config", config), ("config.evaluation", config.evaluation)):
+    check_whole(owner, "seed", section.seed, low=0, high=2**32 - 1)
+  warm_start = config.warm_start
+  check_whole("config.warm_start", "num_steps", warm_start.num_steps, low=0, high=_MOST_UPDATES)
+  workers = config.grading.num_workers
+  check_whole("config.grading", "num_workers", workers, low=0, high=_MOST_WORKERS)
+  check_between("config.grading", "timeout_s", config.grading.timeout_s, low=0, open_low=True)
+  # A stop token alone answers nothing.
+  check_whole("config", "max_response_length", config.max_response_length, low=2, high=_MOST)
+  batch = config.batch
+  sharding.check_batch("config.batch.prompts", batch.prompts, mesh, batch.micro_batches)
+  sharding.check_batch("config.evaluation.batch_prompts", config.evaluation.batch_prompts, mesh)
+  if warm_start.num_steps:
+    check_whole("config.warm_start", "batch_size", warm_start.batch_size, low=1, high=_MOST)
+    sharding.check_batch("config.warm_start.batch_size", warm_start.batch_size, mesh)
+  for field, responses in {
+    "config.batch.prompts · config.batch.group_size": batch.prompts * batch.group_size,
+    "config.evaluation.batch_prompts · config.evaluation.num_samples": (
+      config.evaluation.batch_prompts * config.evaluation.num_samples
+    ),
+    "config.warm_start.batch_size": warm_start.batch_size if warm_start.num_steps else 0,
+  }.items():
+    tokens = responses * (config.max_prompt_length + config.max_response_length)
+    if tokens > _MOST:
+      raise ValueError(
+        f"{field} = {responses} responses of config.max_prompt_length = {config.max_prompt_length}"
+        f" and config.max_response_length = {config.max_response_length} are {tokens} tokens, a"
+        f" batch may have {_MOST}; lower one of them"
+      )
+  ks, limit = list(config.evaluation.ks), config.evaluation.num_samples
+  wrong = [k for k in ks if not isinstance(k, int) or not 1 <= k <= limit]
+  if wrong or not ks:
+    raise ValueError(
+      f"config.evaluation.ks = {ks}: pass@k needs at least one whole number k, 1 ≤ k ≤"
+      f" config.evaluation.num_samples = {limit}"
+    )
+
+
+def check_samplings(config: ml_collections.ConfigDict, vocab_size: int) -> None:
+  """Raises where rollouts could not be trained on: without density, or truncated unasked."""
+  sampling = config.sampling
+  for settings in (sampling, config.evaluation.sampling):
+    check_sampling(Sampling(**settings), vocab_size)
+  if sampling.temperature == 0:
+    raise ValueError(
+      "config.sampling.temperature = 0: greedy rollouts have no density to train on; set it > 0"
+    )
+  if is_truncated(sampling) and not config.allow_truncated_behavior:
+    raise ValueError(
+      f"config.sampling.top_k = {sampling.top_k}, top_p = {sampling.top_p}: training on truncated"
+      " sampling biases the ratio (its mean is the kept mass). Set top_k = 0 and top_p = 1, or"
+      " config.allow_truncated_behavior = True to do it knowingly"
+    )
+
+
+def check_rewards(
+  config: ml_collections.ConfigDict,
+  method: Method,
+  policy: OutcomePolicy,
+  sources: Sequence[Source],
+) -> None:
+  """Raises where the advantage, the filters and the rewards do not go together."""
+  check_between("config.overlong", "buffer", config.overlong.buffer, low=0)
+  if config.overlong.buffer > config.max_response_length:
+    raise ValueError(
+      f"config.overlong.buffer = {config.overlong.buffer} tokens is more than"
+      f" config.max_response_length = {config.max_response_length}"
+    )
+  if config.proximal_every and not method.loss.needs_proximal:
+    raise ValueError(
+      f"config.proximal_every = {config.proximal_every}, but config.loss = {config.loss!r} has no"
+      " proximal policy; set it to 0, or choose decoupled_ppo"
+    )
+  shaped = shaped_outcomes(policy)
+  not_binary = {
+    f"config.overlong.buffer = {config.overlong.buffer} shapes them; set it to 0, or choose another"
+    " advantage": config.overlong.buffer,
+    f"those of config.sources.recorded.store = {config.sources.recorded.store!r} are shaped; choose"
+    " another store or another advantage": any(source.shaped for source in sources),
+    f"config.grading.extra = {tuple(config.grading.extra)} adds to them; set it to (), or choose"
+    " another advantage": config.grading.extra,
+    f"config.grading.outcomes has {shaped}": shaped,
+  }
+  for why, found in not_binary.items():
+    if method.advantage.needs_binary and found:
+      raise ValueError(
+        f"config.advantage = {config.advantage!r} needs rewards that are 0 or 1, but {why}"
+      )
+  if config.dynamic_sampling.enabled:
+    limit = config.dynamic_sampling.max_batches
+    check_between("config.dynamic_sampling", "max_batches", limit, low=1)
+    if config.batch.group_size < 2:
+      raise ValueError(
+        "config.dynamic_sampling.enabled with config.batch.group_size = 1: a group of one is always"
+        " all right or all wrong, so nothing would ever be kept; set group_size ≥ 2"
+      )
+
+
+def shaped_outcomes(policy: OutcomePolicy) -> dict[str, Any]:
+  """Outcomes whose reward may be another than 0 or 1: only a right answer's own score is 1."""
+  plain = ("mask", "stop", 0.0, 1.0)
+  binary = lambda outcome, reward: reward in plain or (outcome, reward) == ("correct", "score")
+  return {o.value: reward for o, reward in policy.items() if not binary(o.value, reward)}
+
+
+def check_update(
+  config: ml_collections.ConfigDict, method: Method, state: TrainState, frozen: Params
+) -> None:
+  """Traces one update on shapes alone, so that a component's own errors come before compilation."""
+  batch = abstract_batch(config, needs_proximal=method.loss.needs_proximal)
+  jax.eval_shape(functools.partial(train_step, method=method), state, frozen, batch)
+  if config.diagnostics.every:
+    jax.eval_shape(make_measure(config, method), state, frozen, state.params, batch)
+
+
+def may_differ(config: ml_collections.ConfigDict, schedule: schedules.Schedule) -> list[str]:
+  """Fields that may change when a run is taken up again: they change no number of it."""
+  fields = ["checkpoint", "logging", "grading.num_workers", "grading.timeout_s", "diagnostics"]
+  fields += ["grading.memory_mib", "grading.unsandboxed_code"]
+  fields += ["dynamic_sampling.max_batches", "store", "max_behavior_gap"]
+  fields += ["generation_deadline_s"]
+  # A learning rate that decays, and some schedules, depend on where the run ends.
+  may_end_elsewhere = schedule.open_ended and not any(
+    specs.takes(f"config.{field}", package, config[field], "num_updates")
+    for field, package in (("learning_rate", learning_rate), ("optimizer", optimizer))
+  )
+  return [*fields, "num_updates"] if may_end_elsewhere else fields

@@ -1,0 +1,194 @@
+"""The jitted functions of a run, and the shapes of what they take."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import optax
+from jax.sharding import Mesh
+
+from rlvr_jax import geometry, specs
+from rlvr_jax.data import Tokenizer
+from rlvr_jax.models import lora
+from rlvr_jax.models.functional import Model
+from rlvr_jax.models.transformer import merged
+from rlvr_jax.ops.checks import check_between
+from rlvr_jax.rollouts.sampler import generate
+from rlvr_jax.train import sharding
+from rlvr_jax.train.adapters import make_lora
+from rlvr_jax.train.checkpoint import parameter_checksums
+from rlvr_jax.train.geometry import mean_entropy, measure
+from rlvr_jax.train.objective import Method, policy_logprobs
+from rlvr_jax.train.sources import Source, behavior_gap
+from rlvr_jax.train.step import initial_state, train_step
+from rlvr_jax.train.warm_start import supervised_step
+from rlvr_jax.types import Params, Prompts, Sampling, TrainBatch, TrainState
+
+
+class Programs(NamedTuple):
+  """The jitted functions of a run, none of them compiled yet."""
+
+  train_step: Callable  # (state, frozen, batch) → (state, metrics); the state is donated
+  supervised_step: Callable  # see `train.warm_start.supervised_step`
+  generate: Callable  # (trained, frozen, prompts, key) → Rollouts of the policy
+  generate_held_out: Callable  # the same with the evaluation's samples and sampling
+  sync_weights: Callable  # see `make_sync_weights`
+  checksums: Callable  # params → u32[leaves]
+  behavior_gap: Callable  # see `train.sources.behavior_gap`; sampling is static
+  measure: Callable  # see `train.geometry.measure`
+  mean_entropy: Callable  # (trained, frozen, batch) → f32[], nats per token
+  score: Callable  # (trained, frozen, batch) → (log-probabilities, entropies) [P, G, T]
+  merge: Callable  # (trained, frozen) → all parameters of the network as arrays
+
+
+class Sampler(NamedTuple):
+  """Where rollouts are generated, and the policy's functions there."""
+
+  model: Model
+  mesh: Mesh
+
+
+def make_programs(
+  config: ml_collections.ConfigDict,
+  tokenizer: Tokenizer,
+  method: Method,
+  sources: Sequence[Source],
+  state: TrainState,
+  *,
+  mesh: Mesh,
+  sampler: Sampler,
+  warm_start_optimizer: optax.GradientTransformation,
+) -> Programs:
+  """Jits what a run needs.
+
+  Args:
+    state: of `abstract_state`.
+    mesh: of updates and of the evaluation.
+    sampler: on `mesh` itself, or on devices of its own.
+  """
+  model = method.model
+  shardings = jax.tree.map(lambda x: x.sharding, state)
+  for_host, whole = sharding.host_result_sharding(mesh), sharding.replicated(mesh)
+  generates = functools.partial(jit_generate, config, tokenizer, model, mesh=mesh)
+  held_out = config.evaluation
+  return Programs(
+    train_step=jax.jit(
+      functools.partial(train_step, method=method),
+      donate_argnums=0,
+      out_shardings=(shardings, whole),
+    ),
+    supervised_step=jax.jit(
+      functools.partial(supervised_step, model=model, optimizer=warm_start_optimizer),
+      donate_argnums=0,
+    ),
+    generate=(
+      sources[0].generate
+      if sources[0].name == "policy" and sampler.mesh is mesh
+      else generates(Sampling(**config.sampling), group_size=config.batch.group_size)
+    ),
+    generate_held_out=generates(
+      Sampling(**held_out.sampling), group_size=held_out.num_samples
+    ),
+    sync_weights=make_sync_weights(mesh, sampler.mesh, shardings.params),
+    checksums=jax.jit(parameter_checksums),
+    behavior_gap=jax.jit(
+      functools.partial(behavior_gap, model=sampler.model), static_argnames="sampling"
+    ),
+    measure=jax.jit(make_measure(config, method), out_shardings=whole),
+    mean_entropy=jax.jit(functools.partial(mean_entropy, method=method), out_shardings=whole),
+    score=jax.jit(functools.partial(policy_logprobs, method=method), out_shardings=for_host),
+    merge=jax.jit(lambda trained, frozen: merged(model.combine(trained, frozen))),
+  )
+
+
+def jit_generate(
+  config: ml_collections.ConfigDict,
+  tokenizer: Tokenizer,
+  model: Model,
+  sampling: Sampling,
+  *,
+  group_size: int,
+  mesh: Mesh,
+) -> Callable:
+  """Jitted (trained, frozen, prompts, key) → Rollouts."""
+  bound = functools.partial(
+    generate,
+    model=model,
+    group_size=group_size,
+    max_new_tokens=config.max_response_length,
+    sampling=sampling,
+    stop_tokens=tokenizer.stop_ids,
+    pad_token=tokenizer.pad_id,
+  )
+  return jax.jit(bound, out_shardings=sharding.host_result_sharding(mesh))
+
+
+def make_sync_weights(mesh: Mesh, own: Mesh, shardings: Params) -> Callable:
+  """(parameters of the trainer, whether to outlive them) → parameters to draw rollouts from.
+
+  An update donates its parameters: what is drawn from meanwhile must outlive them.
+  """
+  if own is not mesh:
+    moved = jax.tree.map(lambda s: jax.sharding.NamedSharding(own, s.spec), shardings)
+    return lambda params, outlive: jax.device_put(params, moved)
+  copied = jax.jit(lambda params: jax.tree.map(jnp.copy, params))
+  return lambda params, outlive: copied(params) if outlive else params
+
+
+def make_gram(config: ml_collections.ConfigDict) -> geometry.GramFn:
+  """The route to the Gram matrix."""
+  return specs.make("config.gram", geometry, config.gram, geometry.GramFn)
+
+
+def make_measure(config: ml_collections.ConfigDict, method: Method) -> Callable:
+  """`train.geometry.measure` with everything bound but (state, frozen, initial, batch)."""
+  check_between("config.diagnostics", "every", config.diagnostics.every, low=0)
+  if config.diagnostics.compared:
+    geometry.per_rollout(parameters=config.diagnostics.compared)  # raises what is no pattern
+  return functools.partial(
+    measure,
+    method=method,
+    gram=make_gram(config),
+    compared=config.diagnostics.compared,
+  )
+
+
+def abstract_batch(
+  config: ml_collections.ConfigDict, *, needs_proximal: bool = False
+) -> TrainBatch:
+  """Shapes and dtypes of a training batch."""
+  P, G = config.batch.prompts, config.batch.group_size
+  S, T = config.max_prompt_length, config.max_response_length
+  of = jax.ShapeDtypeStruct
+  return TrainBatch(
+    prompts=Prompts(tokens=of((P, S), jnp.int32), lengths=of((P,), jnp.int32)),
+    tokens=of((P, G, T), jnp.int32),
+    mask=of((P, G, T), jnp.float32),
+    behavior_logprobs=of((P, G, T), jnp.float32),
+    rewards=of((P, G), jnp.float32),
+    correct=of((P, G), jnp.float32),
+    lags=of((P, G), jnp.int32),
+    sources=of((P,), jnp.int32),
+    reference_logprobs=of((P, G, T), jnp.float32) if config.reference.kl_coefficient else None,
+    proximal_logprobs=of((P, G, T), jnp.float32) if needs_proximal else None,
+    solve_rate=of((P,), jnp.float32),
+  )
+
+
+def abstract_state(
+  config: ml_collections.ConfigDict, method: Method, base: Params, mesh: Mesh
+) -> TrainState:
+  """Shapes, dtypes and shardings of the train state; `base` are shapes of the whole network."""
+  settings = make_lora(config)
+
+  def build(key):
+    trained = base if settings is None else lora.init(key, base, settings)
+    zeros = lambda x: jnp.zeros(x.shape, x.dtype)
+    return initial_state(method, jax.tree.map(zeros, trained), jnp.zeros(()))
+
+  return sharding.placed(jax.eval_shape(build, jax.random.key(0)), mesh)
