@@ -238,7 +238,7 @@ class Trainer:
     self.unread = DispatchedUpdate(self.step, dispatched, metrics, host, batch, arrays)
 
   def record_fingerprint(self) -> None:
-    """Notes the present parameters' fingerprint, which the policy that samples later has to match."""
+    """Notes the present parameters' fingerprint, which the policy that samples has to match."""
     if self.schedule.real_time or self.schedule.draws(self.step):
       self.queue.record(self.step, fingerprint_of(self.parts.programs.checksums(self.state.params)))
 
