@@ -10,7 +10,7 @@ def _stats() -> dict[int, tuple[str, int]]:
   found = {}
   for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
     try:
-      text = stat.read_text()
+      text = stat.read_text(errors="replace")  # a process may call itself anything
     except OSError:  # it has just ended
       continue
     state, parent = text.rpartition(")")[2].split()[:2]
