@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from scipy import special
 
-from rlvr_jax.train.metrics import read_metrics
+from rlvr_jax.evaluate.run_files import read_metrics
 
 RECIPES = (
   *("grpo", "dr_grpo", "dapo", "rloo", "maxrl", "reinforce", "pass_at_k", "gspo", "cispo", "gmpo"),

@@ -52,17 +52,18 @@ def main(argv: list[str]) -> None:
 def run() -> None:
   """Does it; a mistake ends the process with a message."""
   try:
-    from rlvr_jax.train import modes
+    from rlvr_jax.commands import choose
+    from rlvr_jax.commands.train import FAILURES
 
     given = (_WORKDIR.value, _CHECKPOINT.value, _TOPOLOGY.value)
-    action = modes.prepared(_MODE.value, _CONFIG.value, *given)
+    action = choose.prepared(_MODE.value, _CONFIG.value, *given)
   except (ImportError, ValueError, OSError) as error:
     sys.exit(f"error: {error}")
   if _MODE.value in ("train", "eval"):  # the workdir of an export is for others
     host.keep_compiled(str(_WORKDIR.value))
   try:
     action()
-  except modes.FAILURES as error:
+  except FAILURES as error:
     host.end_at_once(f"error: {error}")
   except KeyboardInterrupt:
     sys.exit("interrupted; rerun the same command to go on")

@@ -83,7 +83,7 @@ def _with_sample_data(config, folder):
 @each_config
 def test_builds_with_locked_fields(name, tmp_path):
   if _is_full_size(name):
-    pytest.skip("has no checkpoint and no chips here; see train/memory_test.py")
+    pytest.skip("has no checkpoint and no chips here; see commands/fits_test.py")
   config = _with_sample_data(_module(name).get_config(), tmp_path).lock()
   parts = build(config)
   assert parts.method.loss is not None and len(parts.task.held_out) > 0

@@ -1,6 +1,7 @@
 """Enforces the import table of the design: who may import whom."""
 
 import ast
+import graphlib
 import pathlib
 import subprocess
 import sys
@@ -29,9 +30,10 @@ ALLOWED = {
   "rewards": {"codejudge"},
   "rollouts": {"types", "ops", "files", "data", "rewards"},
   "train.step": {"types", "ops"},
+  "evaluate": BELOW_THE_LOOP,
   "train": BELOW_THE_LOOP | {"codejudge", "evaluate", "train.step"},
-  "evaluate": BELOW_THE_LOOP | {"train", "train.step"},
-  "main": BELOW_THE_LOOP | {"evaluate", "train", "train.step"},
+  "commands": BELOW_THE_LOOP | {"evaluate", "train", "train.step"},
+  "main": {"commands", "train"},
 }
 JAX = {"jax", "jaxlib", "chex", "flax", "optax", "orbax"}
 NNX = {"Module", "Param", "Rngs", "split", "merge", "to_pure_dict"}
@@ -60,15 +62,38 @@ def room(name):
   return "train.step" if is_step else (parts or [""])[0]
 
 
-def violations(root):
-  """What breaks the table under `root`, a folder laid out as the package rlvr_jax."""
-  found = []
+def modules(root):
+  """(dotted name, syntax tree, names it imports) of all under `root`, laid out as rlvr_jax."""
   for path in sorted(root.rglob("*.py")):
     relative = path.relative_to(root).with_suffix("")
     is_package = relative.name == "__init__"
     module = ".".join(("rlvr_jax", *(relative.parts[:-1] if is_package else relative.parts)))
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    names = set(imported_names(tree, module, is_package))
+    yield module, tree, set(imported_names(tree, module, is_package))
+
+
+def imported_rooms(root):
+  """Room → the other rooms that its modules import."""
+  graph = {}
+  for module, _, names in modules(root):
+    here = graph.setdefault(room(module), set())
+    here |= {room(name) for name in names if name.split(".")[0] == "rlvr_jax"}
+  return {here: there - {here, ""} for here, there in graph.items()}
+
+
+def cycle(graph):
+  """Rooms that import one another in a circle, if there are any; [] if not."""
+  try:
+    graphlib.TopologicalSorter(graph).prepare()
+  except graphlib.CycleError as error:
+    return error.args[1]
+  return []
+
+
+def violations(root):
+  """What breaks the table under `root`, a folder laid out as the package rlvr_jax."""
+  found = []
+  for module, tree, names in modules(root):
     here = room(module)
     if here not in ALLOWED:
       found.append(f"{module} is in no room of the design")
@@ -99,6 +124,24 @@ def test_imports_keep_to_the_table():
   assert violations(PACKAGE) == []
 
 
+def test_no_rooms_import_one_another_in_a_circle():
+  assert cycle(ALLOWED) == []
+  assert cycle(imported_rooms(PACKAGE)) == []
+
+
+def test_a_circle_is_seen(tmp_path):
+  for path, code in {
+    "train/loop.py": "from rlvr_jax.evaluate import curves",
+    "evaluate/curves.py": "def f():\n  from ..files import names",
+    "files.py": "import rlvr_jax.train.loop",
+  }.items():
+    (tmp_path / path).parent.mkdir(exist_ok=True)
+    (tmp_path / path).write_text(code)
+  assert set(cycle(imported_rooms(tmp_path))) == {"train", "evaluate", "files"}
+  (tmp_path / "files.py").write_text("import rlvr_jax")
+  assert cycle(imported_rooms(tmp_path)) == []
+
+
 @pytest.mark.parametrize(
   ("path", "code", "reported"),
   [
@@ -123,6 +166,8 @@ def test_imports_keep_to_the_table():
     ("train/loop.py", "import configs.base", "imports configs.base"),
     ("train/loop.py", "from rlvr_jax.configs import base", "imports rlvr_jax.configs"),
     ("train/loop.py", "import rlvr_jax.main", "imports rlvr_jax.main"),
+    ("train/loop.py", "from rlvr_jax.commands import fits", "imports rlvr_jax.commands"),
+    ("evaluate/a.py", "from rlvr_jax.train import metrics", "imports rlvr_jax.train"),
     ("models/a.py", "from flax import nnx\nnnx.jit(f)", "uses nnx.jit"),
     ("tricks/a.py", "", "in no room"),
   ],
@@ -156,14 +201,14 @@ def test_the_checker_allows_what_is_allowed(tmp_path, path, code):
 
 
 def test_rewards_do_not_load_jax_through_others():
-  modules = [
+  names = [
     ".".join(("rlvr_jax", *path.relative_to(PACKAGE).with_suffix("").parts))
     for path in sorted((PACKAGE / "rewards").glob("*.py"))
     if path.stem not in ("__init__", "__main__")
   ]
   code = (
     "import importlib, sys\n"
-    f"for name in {['rlvr_jax.rewards', *modules]!r}: importlib.import_module(name)\n"
+    f"for name in {['rlvr_jax.rewards', *names]!r}: importlib.import_module(name)\n"
     f"print(sorted({JAX!r} & sys.modules.keys()))"
   )
   result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

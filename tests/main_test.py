@@ -17,13 +17,13 @@ import optax
 import pytest
 from train import tiny
 
+from rlvr_jax.commands.train import train
+from rlvr_jax.evaluate.run_files import read_metrics
 from rlvr_jax.rewards import Grade, Outcome
 from rlvr_jax.rollouts.schedules import stages, updates_per_refresh
 from rlvr_jax.train.build import build
 from rlvr_jax.train.checkpoint import WorkdirError, check_config
 from rlvr_jax.train.checks import may_differ
-from rlvr_jax.train.metrics import read_metrics
-from rlvr_jax.train.run import train
 
 GSM8K = str(tiny.ROOT / "configs" / "gsm8k.py")
 SHARED = os.environ.get("RLVR_SHARED")

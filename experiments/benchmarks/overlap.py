@@ -46,12 +46,12 @@ import ml_collections
 
 from experiments.benchmarks import slow_grader
 from experiments.benchmarks.tables import Row, hardware, table
+from rlvr_jax.commands import train as runs
 from rlvr_jax.configs import mu_grpo, quickstart
+from rlvr_jax.evaluate.run_files import read_metrics
 from rlvr_jax.rollouts import schedules
 from rlvr_jax.train import parameters
-from rlvr_jax.train import run as runs
 from rlvr_jax.train.build import Parts, build
-from rlvr_jax.train.metrics import read_metrics
 
 PHASES = ("generate", "grade", "sync_weights", "optimise", "idle")
 SEQUENTIAL = "on-policy"

@@ -31,11 +31,12 @@ import numpy as np
 from absl import app, flags
 
 from experiments.runs import RECIPES
+from rlvr_jax.commands.train import warm_started
 from rlvr_jax.ops import reductions
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.rollouts.batch import from_shard, read_batch, write_batch
 from rlvr_jax.rollouts.store import RolloutStore
-from rlvr_jax.train import loop, parameters, run
+from rlvr_jax.train import loop, parameters
 from rlvr_jax.train.accumulate import update_gradient
 from rlvr_jax.train.build import Parts, build, make_method
 from rlvr_jax.train.checkpoint import Checkpointer
@@ -84,7 +85,7 @@ def train_and_record(
     unused = enter(Checkpointer(workdir / "training" / "checkpoints", keep=1))
     restored = warm_starts.restore(parts.abstract_state.params)
     frozen = parameters.load_frozen(parts)
-    start = restored.state if restored else run.warm_started(
+    start = restored.state if restored else warm_started(
       parts, frozen.trainer, writer, warm_starts, Termination()
     )
     first = copy(start)

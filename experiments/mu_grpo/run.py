@@ -22,7 +22,7 @@ from matplotlib import pyplot as plt
 
 from experiments.runs import METRIC, by_label, cell, markdown, run_all, workdir_of, write_results
 from rlvr_jax.evaluate import curves
-from rlvr_jax.train.metrics import read_metrics
+from rlvr_jax.evaluate.run_files import read_metrics
 
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds 0, 1, ... of each run.", lower_bound=2)
 _WORKDIR = flags.DEFINE_string("workdir", "runs/experiment_mu_grpo", "Holds the runs' workdirs.")

@@ -21,7 +21,7 @@ from absl import app, flags
 from matplotlib import pyplot as plt
 
 from experiments.runs import mean_and_half_width, run_all, write_results
-from rlvr_jax.train.metrics import read_metrics
+from rlvr_jax.evaluate.run_files import read_metrics
 
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds 0, 1, ... of each run.", lower_bound=2)
 _UPDATES = flags.DEFINE_integer("updates", 100, "Updates of each run.", lower_bound=1)

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
+from rlvr_jax.evaluate.run_files import TIMINGS, read_metrics
 from rlvr_jax.ops.checks import check_choice
-from rlvr_jax.train.metrics import TIMINGS, read_metrics
 
 Floats = npt.NDArray[np.float64]
 Record = Mapping[str, Any]

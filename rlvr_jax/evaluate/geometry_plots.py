@@ -7,26 +7,20 @@ is a measurement's coefficients, and A' what SALT would make of them, whatever t
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import pathlib
-import tempfile
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 
 from rlvr_jax.advantages import Advantage
+from rlvr_jax.evaluate.run_files import GEOMETRY_FOLDER
 from rlvr_jax.geometry import diagnostics
 from rlvr_jax.ops import reductions, spectral
 from rlvr_jax.reweighting import Reweighting
-from rlvr_jax.train import run
-from rlvr_jax.train.build import build
-from rlvr_jax.train.metrics import GEOMETRY_FOLDER
 from rlvr_jax.types import Array, TrainBatch
 
 _spectrum = jax.jit(spectral.spectrum)
@@ -71,26 +65,6 @@ def load_geometry(workdir: str | os.PathLike[str]) -> list[Measurement]:
 def _read(path: pathlib.Path) -> Measurement:
   with np.load(path) as file:
     return Measurement(update=int(path.stem), **file)
-
-
-def fresh_geometry(config: ml_collections.ConfigDict) -> list[Measurement]:
-  """The measurements of a run made for them, silently, in a folder that is deleted again.
-
-  Args:
-    config: see `configs/base.py`, with `config.diagnostics.every` set.
-  Raises:
-    ValueError: `config.diagnostics.every` is 0, or what `train.build.build` raises.
-  """
-  if not config.diagnostics.every:
-    raise ValueError("config.diagnostics.every = 0: the run would not measure; set 1 or more")
-  silent = io.StringIO()
-  with (
-    tempfile.TemporaryDirectory() as workdir,
-    contextlib.redirect_stdout(silent),
-    contextlib.redirect_stderr(silent),
-  ):
-    run.train(build(config), workdir)
-    return load_geometry(workdir)
 
 
 # --- what a measurement says ----------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pathlib
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -17,14 +17,15 @@ from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from rlvr_jax.files import DamagedFileError, read_records, replacing, reporting_full_disk
+from rlvr_jax.evaluate.run_files import (
+  GEOMETRY_FOLDER,
+  METRICS_FILE,
+  ROLLOUTS_FILE,
+  TENSORBOARD_FOLDER,
+  read_metrics,
+)
+from rlvr_jax.files import replacing, reporting_full_disk
 from rlvr_jax.train.records import Records, names_until
-
-TIMINGS = "time/"  # prefix of every value measured with a clock: the only ones a rerun may change
-METRICS_FILE = "metrics.jsonl"
-ROLLOUTS_FILE = "rollouts.jsonl"
-TENSORBOARD_FOLDER = "tensorboard"
-GEOMETRY_FOLDER = "geometry"  # one .npz per measurement, by the number of updates before it
 
 _LINE = (  # label, key, format
   ("reward", "reward/mean", "{:.3f}"),
@@ -189,19 +190,6 @@ def _plain(value: Any) -> Any:
   return value
 
 
-def read_metrics(workdir: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-  """The records of metrics.jsonl, floats exactly as written.
-
-  Raises:
-    DamagedFileError: a whole line is no record.
-  """
-  path = pathlib.Path(workdir) / METRICS_FILE
-  for number, record in enumerate(read_records(path), start=1):
-    if type(record.get("step")) is not int or not isinstance(record.get("phase"), str):
-      raise DamagedFileError(f"{path}, line {number} has no step and phase; remove that line.")
-    yield {key: float(v) if v in ("nan", "inf", "-inf") else v for key, v in record.items()}
-
-
 def stage_summary(workdir: str | os.PathLike[str], step: int, length: int) -> dict[str, float]:
   """Means over a stage's updates of what its records say; largest and smallest where named so."""
   records = [
@@ -217,11 +205,6 @@ def stage_summary(workdir: str | os.PathLike[str], step: int, length: int) -> di
       how = next((reduce[part] for part in re.split("[/_]", name) if part in reduce), np.mean)
       summary[name] = float(how([record[name] for record in records if name in record]))
   return summary
-
-
-def without_timings(record: Mapping[str, Any]) -> dict[str, Any]:
-  """The record without what depends on the clock: equal for every rerun."""
-  return {name: value for name, value in record.items() if not name.startswith(TIMINGS)}
 
 
 # --- what a person sees ---------------------------------------------------------------------------

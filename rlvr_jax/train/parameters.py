@@ -1,21 +1,25 @@
-"""Parameters of a run before its first update: read, initialized, and placed on the devices."""
+"""Parameters on the devices: initialized, read from a model, or of a run's checkpoint."""
 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from rlvr_jax.data import encode_solutions, problem_batches
+from rlvr_jax.files import local_path
 from rlvr_jax.models.huggingface import load_params
+from rlvr_jax.models.presets import given_overrides
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.train import sharding
 from rlvr_jax.train.adapters import first_adapters
 from rlvr_jax.train.build import Parts, warm_start_optimizer
-from rlvr_jax.train.checkpoint import CheckpointError
+from rlvr_jax.train.checkpoint import CheckpointError, read_params
 from rlvr_jax.train.step import initial_state
 from rlvr_jax.types import Array, Params, Prompts, TrainState
 
@@ -86,3 +90,58 @@ def supervised_batches(parts: Parts) -> Iterator[tuple[Prompts, Array, Array]]:
   for problems in batches:
     solutions = encode_solutions(problems, parts.tokenizer, config.max_response_length)
     yield parts.to_devices((parts.encode(problems), *solutions))
+
+
+# --- of a checkpoint ------------------------------------------------------------------------------
+
+
+def checkpoint_folder(checkpoint: str) -> Path:
+  """WORKDIR/checkpoints/STEP that is named, or the last one of the run that is named.
+
+  Raises:
+    ValueError: there is none, or it is not local.
+  """
+  folder = local_path("--checkpoint", checkpoint)
+  of_run = folder if folder.name == "checkpoints" else folder / "checkpoints"
+  if of_run.is_dir():
+    steps = [path for path in of_run.glob("*") if path.name.isdigit()]
+    folder = max(steps, key=lambda path: int(path.name), default=of_run)
+  if not folder.name.isdigit() or not folder.is_dir():
+    raise ValueError(
+      f"--checkpoint={checkpoint} holds no checkpoint; give the --workdir of a run, or one of its"
+      " checkpoints, WORKDIR/checkpoints/STEP"
+    )
+  return folder
+
+
+def chosen_params(parts: Parts, folder: Path | None) -> tuple[Params, int]:
+  """Parameters of a policy, and the updates behind them.
+
+  Args:
+    parts: of a configuration with that policy's shape.
+    folder: of `checkpoint_folder`; None for the policy that training would begin with.
+  Raises:
+    CheckpointError: it is damaged, or of a run whose parameters mean something else here.
+  """
+  if folder is None:
+    return initial_params(parts), 0
+  _check_same_policy(parts, folder.parent.parent / "config.json")
+  return read_params(folder, parts.abstract_state.params), int(folder.name)
+
+
+def _check_same_policy(parts: Parts, path: Path) -> None:
+  """Raises where a run's parameters would be another function under this configuration."""
+  if not path.exists():
+    return  # a checkpoint alone, moved away from its run
+  theirs, ours = json.loads(path.read_text()), json.loads(parts.config.to_json_best_effort())
+  fields = [("model", name) for name in ("preset", "checkpoint")]
+  fields += [("lora", name) for name in ("rank", "alpha", "targets")]
+  found = {f"{a}.{b}": (theirs.get(a, {}).get(b), ours[a][b]) for a, b in fields}
+  found["tokenizer"] = (theirs["tokenizer"], ours["tokenizer"])
+  found["model.overrides"] = (given_overrides(theirs["model"]), given_overrides(ours["model"]))
+  differing = {name: pair for name, pair in found.items() if pair[0] != pair[1]}
+  if differing:
+    raise CheckpointError(
+      f"the run of {path.parent} had another network or other adapters: {differing} (of the run, of"
+      " this configuration); set config to what the run had"
+    )

@@ -9,7 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlvr_jax.evaluate.curves import phase_seconds
-from rlvr_jax.train.metrics import METRICS_FILE, ROLLOUTS_FILE, TENSORBOARD_FOLDER, read_metrics
+from rlvr_jax.evaluate.run_files import (
+  METRICS_FILE,
+  ROLLOUTS_FILE,
+  TENSORBOARD_FOLDER,
+  read_metrics,
+)
 
 CURVES_FILE = "learning_curves.png"
 _COUNTERS = (  # label, prefix of the keys, format

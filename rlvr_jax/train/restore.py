@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlvr_jax.evaluate.run_files import METRICS_FILE, read_metrics
 from rlvr_jax.files import replacing
 from rlvr_jax.rollouts.store import RolloutStore, StoreError
 from rlvr_jax.train import multihost
 from rlvr_jax.train.build import Parts, with_sources_as_begun
 from rlvr_jax.train.checkpoint import Checkpointer, Restored
-from rlvr_jax.train.metrics import METRICS_FILE, progress, read_metrics, say
+from rlvr_jax.train.metrics import progress, say
 
 
 def as_begun(parts: Parts, workdir: Path) -> Parts:

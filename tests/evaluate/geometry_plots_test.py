@@ -8,6 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from rlvr_jax import advantages, reweighting
+from rlvr_jax.commands.geometry import fresh_geometry
 from rlvr_jax.configs import base
 from rlvr_jax.evaluate import geometry_plots
 from rlvr_jax.evaluate.geometry_plots import Measurement
@@ -69,7 +70,7 @@ def test_a_workdir_without_measurements_says_what_to_set(tmp_path):
   with pytest.raises(FileNotFoundError, match=r"--config\.diagnostics\.every=10"):
     geometry_plots.load_geometry(tmp_path)
   with pytest.raises(ValueError, match=r"config\.diagnostics\.every = 0"):
-    geometry_plots.fresh_geometry(base.get_config())
+    fresh_geometry(base.get_config())
 
 
 # --- arrays ---------------------------------------------------------------------------------------

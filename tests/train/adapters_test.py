@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from train import tiny
 
+from rlvr_jax.commands.export import export
+from rlvr_jax.commands.train import train
 from rlvr_jax.models.huggingface import load_params
 from rlvr_jax.models.peft import load_adapters
 from rlvr_jax.train import parameters
 from rlvr_jax.train.build import build
-from rlvr_jax.train.policies import chosen_params, export
-from rlvr_jax.train.run import train
+from rlvr_jax.train.parameters import chosen_params
 
 LORA = dict(
   lora__rank=2,

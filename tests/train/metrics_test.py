@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
+from rlvr_jax.evaluate import run_files
 from rlvr_jax.files import DamagedFileError
 from rlvr_jax.train import metrics
 
@@ -29,7 +30,7 @@ def write_run(workdir, steps, resume_step=None, clock=0.0):
 
 
 def content(workdir):
-  names = (metrics.METRICS_FILE, metrics.ROLLOUTS_FILE)
+  names = (run_files.METRICS_FILE, run_files.ROLLOUTS_FILE)
   return {name: (workdir / name).read_bytes() for name in names}
 
 
@@ -53,7 +54,7 @@ def scalars(folder):
 def test_numbers_read_back_exactly(tmp_path, value):
   with metrics.MetricWriter(tmp_path, None) as writer:
     writer.write(1, "train", {"x": value})
-  (record,) = metrics.read_metrics(tmp_path)
+  (record,) = run_files.read_metrics(tmp_path)
   assert record["x"] == value and math.copysign(1, record["x"]) == math.copysign(1, value)
 
 
@@ -61,21 +62,21 @@ def test_non_finite_values_keep_the_file_valid_json(tmp_path):
   values = {"a": float("nan"), "b": jnp.float32(jnp.inf), "c": np.float64(-np.inf)}
   with metrics.MetricWriter(tmp_path, None) as writer:
     writer.write(1, "train", values)
-  line = (tmp_path / metrics.METRICS_FILE).read_text()
+  line = (tmp_path / run_files.METRICS_FILE).read_text()
 
   def refuse(constant):
     raise AssertionError(constant)
 
   record = json.loads(line, parse_constant=refuse)
   assert record == {"step": 1, "phase": "train", "a": "nan", "b": "inf", "c": "-inf"}
-  (read,) = metrics.read_metrics(tmp_path)
+  (read,) = run_files.read_metrics(tmp_path)
   assert math.isnan(read["a"]) and read["b"] == math.inf and read["c"] == -math.inf
 
 
 def test_a_completion_that_spells_nan_stays_text(tmp_path):
   with metrics.MetricWriter(tmp_path, None) as writer:
     writer.write_rollouts(3, [{"completion": "nan"}], phase="eval")
-  (record,) = metrics.read_records(tmp_path / metrics.ROLLOUTS_FILE)
+  (record,) = run_files.read_records(tmp_path / run_files.ROLLOUTS_FILE)
   assert record == {"step": 3, "phase": "eval", "completion": "nan"}
 
 
@@ -100,10 +101,10 @@ def test_resumed_run_ends_with_the_same_bytes(tmp_path, reached, torn):
 def test_only_timings_differ_between_runs(tmp_path):
   write_run(tmp_path / "a", range(1, 4))
   write_run(tmp_path / "b", range(1, 4), clock=100.0)
-  a, b = list(metrics.read_metrics(tmp_path / "a")), list(metrics.read_metrics(tmp_path / "b"))
+  a, b = list(run_files.read_metrics(tmp_path / "a")), list(run_files.read_metrics(tmp_path / "b"))
   assert a != b
-  assert [*map(metrics.without_timings, a)] == [*map(metrics.without_timings, b)]
-  assert "reward/mean" in metrics.without_timings(a[-1])
+  assert [*map(run_files.without_timings, a)] == [*map(run_files.without_timings, b)]
+  assert "reward/mean" in run_files.without_timings(a[-1])
 
 
 def test_beginning_again_drops_everything_but_a_cached_warm_start(tmp_path):
@@ -114,18 +115,18 @@ def test_beginning_again_drops_everything_but_a_cached_warm_start(tmp_path):
     written = writer.written()
     writer.write(1, "train", {"x": 1})
   metrics.MetricWriter(tmp_path, None, written).close()
-  kept = [(r["phase"], r["step"]) for r in metrics.read_metrics(tmp_path)]
+  kept = [(r["phase"], r["step"]) for r in run_files.read_metrics(tmp_path)]
   assert kept == [("warm_start", 1), ("warm_start", 2), ("warm_start", 50)]
-  assert (tmp_path / metrics.ROLLOUTS_FILE).read_bytes() == b""
+  assert (tmp_path / run_files.ROLLOUTS_FILE).read_bytes() == b""
   metrics.MetricWriter(tmp_path, None).close()
-  assert content(tmp_path) == {metrics.METRICS_FILE: b"", metrics.ROLLOUTS_FILE: b""}
+  assert content(tmp_path) == {run_files.METRICS_FILE: b"", run_files.ROLLOUTS_FILE: b""}
 
 
 @pytest.mark.parametrize("line", ['{"st', "[1]", "1", '{"step": "1", "phase": "train"}', "{}"])
 def test_a_line_that_is_no_record_is_named(tmp_path, line):
-  (tmp_path / metrics.METRICS_FILE).write_text('{"step": 1, "phase": "train"}\n' + line + "\n")
+  (tmp_path / run_files.METRICS_FILE).write_text('{"step": 1, "phase": "train"}\n' + line + "\n")
   with pytest.raises(DamagedFileError, match=r"metrics\.jsonl, line 2 .*; remove that line"):
-    list(metrics.read_metrics(tmp_path))
+    list(run_files.read_metrics(tmp_path))
 
 
 def without(line):
@@ -159,7 +160,7 @@ def test_damage_before_the_checkpoint_is_said_and_repaired(tmp_path, capsys, kin
   with metrics.MetricWriter(tmp_path, 4) as writer:
     written = writer.written()
     writer.write(5, "train", {"x": 1})
-  path = tmp_path / metrics.METRICS_FILE
+  path = tmp_path / run_files.METRICS_FILE
   damage, message = DAMAGES[kind]
   damaged = b"".join(damage(path.read_bytes().splitlines(keepends=True)))
   path.write_bytes(damaged)
@@ -189,8 +190,8 @@ def test_rollouts_that_are_alike_are_not_taken_for_doubled(tmp_path, capsys):
   with metrics.MetricWriter(tmp_path, 1) as writer:
     written = writer.written()
   metrics.MetricWriter(tmp_path, 1, written).close()
-  assert capsys.readouterr().out == "" and len(written[metrics.ROLLOUTS_FILE]) == 2
-  path = tmp_path / metrics.ROLLOUTS_FILE
+  assert capsys.readouterr().out == "" and len(written[run_files.ROLLOUTS_FILE]) == 2
+  path = tmp_path / run_files.ROLLOUTS_FILE
   path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
   metrics.MetricWriter(tmp_path, 1, written).close()
   assert "rollouts.jsonl was not as" in capsys.readouterr().out
@@ -201,8 +202,8 @@ def test_each_record_is_in_the_file_at_once(tmp_path):
   writer = metrics.MetricWriter(tmp_path, None)
   writer.write(1, "train", {"x": 1})
   writer.write_rollouts(1, [{"y": 2}])
-  assert len(list(metrics.read_metrics(tmp_path))) == 1
-  assert len(list(metrics.read_records(tmp_path / metrics.ROLLOUTS_FILE))) == 1
+  assert len(list(run_files.read_metrics(tmp_path))) == 1
+  assert len(list(run_files.read_records(tmp_path / run_files.ROLLOUTS_FILE))) == 1
   writer.close()
 
 
@@ -222,6 +223,7 @@ def test_a_full_disk_has_a_message(tmp_path, kind):
   code = """
 import resource, signal, sys
 from rlvr_jax import files
+from rlvr_jax.evaluate import run_files
 from rlvr_jax.train import metrics
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 writer = metrics.MetricWriter(sys.argv[1], None)
@@ -238,7 +240,7 @@ except files.DiskFullError as error:
   command = [sys.executable, "-c", code, tmp_path, kind]
   done = subprocess.run(command, capture_output=True, text=True, timeout=60)
   assert "no space left to write" in done.stdout and "rerun the same command" in done.stdout
-  whole = list(metrics.read_records(tmp_path / f"{kind}.jsonl"))
+  whole = list(run_files.read_records(tmp_path / f"{kind}.jsonl"))
   assert len(whole) >= 3  # what was written before is readable, the torn line left out
 
 

@@ -12,10 +12,10 @@ from train import tiny
 
 from rlvr_jax.configs import base
 from rlvr_jax.data.byte_pairs import read_texts, save, train_byte_pairs
+from rlvr_jax.evaluate.run_files import read_metrics
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.huggingface import save_checkpoint
 from rlvr_jax.models.presets import preset
-from rlvr_jax.train.metrics import read_metrics
 
 SHARED = os.environ.get("RLVR_SHARED")
 pytestmark = pytest.mark.skipif(not SHARED, reason="RLVR_SHARED is not set")

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from train import tiny
 
+from rlvr_jax.commands.train import train
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.train.build import build
 from rlvr_jax.train.checkpoint import WorkdirError
-from rlvr_jax.train.run import train
 
 
 @pytest.fixture(scope="module")

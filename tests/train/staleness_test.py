@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from train import tiny
 
+from rlvr_jax.commands import train as runs
 from rlvr_jax.rewards.pool import GraderPool
 from rlvr_jax.rollouts import queue, schedules
 from rlvr_jax.rollouts.store import RolloutStore, TornShardError
 from rlvr_jax.train import build as building
 from rlvr_jax.train import loop, parameters, restore
-from rlvr_jax.train import run as runs
 from rlvr_jax.train.generator import AgreementError
 from rlvr_jax.train.host import Termination
 from rlvr_jax.train.metrics import stage_summary

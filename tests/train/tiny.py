@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from rlvr_jax.configs import base
-from rlvr_jax.train import metrics
+from rlvr_jax.evaluate import run_files
 from rlvr_jax.train.build import build
 from rlvr_jax.train.checkpoint import Checkpointer
 
@@ -130,7 +130,7 @@ def wait_for(condition, process):
 def has_record(workdir, step, phase):
   """Whether metrics.jsonl has the record, as a condition to wait for."""
   start = f'{{"step": {step}, "phase": "{phase}"'
-  path = pathlib.Path(workdir) / metrics.METRICS_FILE
+  path = pathlib.Path(workdir) / run_files.METRICS_FILE
   return lambda: path.exists() and start in path.read_text()
 
 
@@ -154,12 +154,12 @@ def flip(path):
 
 def records(workdir, phase=None):
   """The records of metrics.jsonl without what a clock measured."""
-  found = [metrics.without_timings(record) for record in metrics.read_metrics(workdir)]
+  found = [run_files.without_timings(record) for record in run_files.read_metrics(workdir)]
   return [record for record in found if phase in (None, record["phase"])]
 
 
 def rollouts(workdir):
-  return (pathlib.Path(workdir) / metrics.ROLLOUTS_FILE).read_text()
+  return (pathlib.Path(workdir) / run_files.ROLLOUTS_FILE).read_text()
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from rlvr_jax.train.build import Parts
 from rlvr_jax.train.checkpoint import (
   Checkpointer,
   CheckpointError,
+  Restored,
   WorkdirError,
   WorkdirLock,
   check_config,
@@ -94,14 +95,9 @@ def train(parts: Parts, workdir: str | Path) -> dict[str, float]:
     termination = stack.enter_context(termination_signals())
     stack.enter_context(deadline())
     try:
-      if warm:
-        params = warm.state
-      elif config.warm_start.num_steps:
-        # A resumed run, whose folder of the warm start is gone, has the records of it.
-        first_writer = no_writer if restored else writer
-        params = warm_started(parts, frozen.trainer, first_writer, warm_starts, termination)
-      else:  # nothing that a file of its own would save
-        params = parameters.initial_params(parts)
+      # A resumed run, whose folder of the warm start is gone, has the records of it.
+      first_writer = no_writer if restored else writer
+      params = first_params(parts, frozen, warm, first_writer, warm_starts, termination)
     except EndRequestedError:
       say("asked to end during the warm start; rerun the same command to begin it again")
       return {}
@@ -127,6 +123,26 @@ def _claim(workdir: Path, parts: Parts, enter: Any) -> None:
   enter(WorkdirLock(workdir))
   allowed = checks.may_differ(parts.config, parts.schedule)
   check_config(workdir, parts.config.to_json_best_effort(), may_differ=allowed)
+
+
+def first_params(
+  parts: Parts,
+  frozen: parameters.Frozen,
+  warm: Restored | None,
+  writer: MetricWriter,
+  warm_starts: Checkpointer,
+  termination: Termination,
+) -> Params:
+  """The trained parameters before the first update; `warm` are those of a warm start made before.
+
+  Raises:
+    EndRequestedError: the process was asked to end meanwhile.
+  """
+  if warm:
+    return warm.state
+  if parts.config.warm_start.num_steps:
+    return warm_started(parts, frozen.trainer, writer, warm_starts, termination)
+  return parameters.initial_params(parts)  # nothing that a file of its own would save
 
 
 def warm_started(

@@ -6,9 +6,9 @@ import pathlib
 import pytest
 from train import tiny
 
+from rlvr_jax.commands import choose
 from rlvr_jax.files import local_path
 from rlvr_jax.rollouts import schedules
-from rlvr_jax.train import modes
 from rlvr_jax.train.build import build
 
 URL = "gs://bucket/run"
@@ -37,7 +37,7 @@ def test_local_paths_stay_as_they_are(path):
 def test_flags(mode, workdir, checkpoint, owner, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   with pytest.raises(ValueError, match=rf"{owner} = '{URL}' is a URL"):
-    modes.prepared(mode, tiny.get_config(), workdir, checkpoint, None)
+    choose.prepared(mode, tiny.get_config(), workdir, checkpoint, None)
   assert os.listdir(tmp_path) == []
 
 

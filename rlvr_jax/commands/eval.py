@@ -11,11 +11,11 @@ from typing import Any
 
 from rlvr_jax.evaluate.held_out import Sample, accuracy, evaluated
 from rlvr_jax.files import JsonLines, keep_records, read_records, replacing
-from rlvr_jax.train import multihost, parameters
+from rlvr_jax.train import multihost
 from rlvr_jax.train.build import Parts
 from rlvr_jax.train.checkpoint import WorkdirLock, check_config
 from rlvr_jax.train.metrics import progress, say
-from rlvr_jax.train.policies import chosen_params
+from rlvr_jax.train.parameters import chosen_params, load_frozen
 from rlvr_jax.train.texts import grader_pool, make_collector
 
 PROBLEMS_FILE = "problems.jsonl"
@@ -34,7 +34,7 @@ def evaluate_checkpoint(
   Args:
     parts: of `build(config)`; `config.evaluation` says how often and how to sample.
     workdir: of the evaluation.
-    folder: see `train.policies.chosen_params`.
+    folder: see `train.parameters.chosen_params`.
   Returns:
     Accuracies with intervals, see `accuracy`; on the first of several processes only.
   """
@@ -47,7 +47,7 @@ def evaluate_checkpoint(
     if done < num_problems:
       pool = multihost.together(lambda: enter(grader_pool(parts.config, parts.task)))
       lines = multihost.on_first(lambda: enter(_continued(workdir, done)), None)
-      frozen = parameters.load_frozen(parts).trainer
+      frozen = load_frozen(parts).trainer
       params, step = chosen_params(parts, folder)
       batches = evaluated(
         functools.partial(parts.programs.generate_held_out, params, frozen),

@@ -1,4 +1,4 @@
-"""What the program does with a configuration: train, evaluate, export, or tell whether it fits."""
+"""Which command does what was asked for, and every mistake in it before it begins."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Callable
 
 import ml_collections
 
-from rlvr_jax.evaluate.command import evaluate_checkpoint
+from rlvr_jax.commands import fits
+from rlvr_jax.commands.eval import evaluate_checkpoint
+from rlvr_jax.commands.export import export
+from rlvr_jax.commands.train import train
 from rlvr_jax.files import local_path
-from rlvr_jax.train import memory, policies, run
 from rlvr_jax.train.build import build
-
-FAILURES = run.FAILURES
+from rlvr_jax.train.parameters import checkpoint_folder
 
 
 def prepared(
@@ -28,8 +29,8 @@ def prepared(
     mode: train, eval, export, fits.
     config: see `configs/base.py`.
     workdir: for all that is written; None for fits, which writes nothing.
-    checkpoint: of eval and export, see `policies.checkpoint_folder`.
-    topology: of fits, see `memory.report`.
+    checkpoint: of eval and export, see `train.parameters.checkpoint_folder`.
+    topology: of fits, see `fits.report`.
   Raises:
     ValueError: what cannot work, with the field, its value, what is allowed and the remedy.
     OSError: a file of the data or of the model cannot be read.
@@ -39,15 +40,15 @@ def prepared(
   if topology is not None and mode != "fits":
     raise ValueError(f"--topology goes with --mode=fits, not with {mode}")
   if mode == "fits":
-    parts = memory.shapes_only(config, memory.mesh_of(config, topology))
-    return functools.partial(memory.report, parts, topology)
+    parts = fits.shapes_only(config, fits.mesh_of(config, topology))
+    return functools.partial(fits.report, parts, topology)
   if mode != "export":  # whose workdir is a folder for others, local or not
     local_path("--workdir", str(workdir))
-  folder = policies.checkpoint_folder(checkpoint) if checkpoint else None
+  folder = checkpoint_folder(checkpoint) if checkpoint else None
   parts = build(config)
   if mode == "train" and not len(parts.task.train):
     raise ValueError("config.task has nothing to train on; choose a split, or --mode=eval")
   if mode == "train":
-    return functools.partial(run.train, parts, str(workdir))
-  action = evaluate_checkpoint if mode == "eval" else policies.export
+    return functools.partial(train, parts, str(workdir))
+  action = evaluate_checkpoint if mode == "eval" else export
   return functools.partial(action, parts, str(workdir), folder)

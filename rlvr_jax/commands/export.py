@@ -1,0 +1,51 @@
+"""A policy as a checkpoint for other programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+
+from rlvr_jax.models.huggingface import save_checkpoint
+from rlvr_jax.models.peft import save_adapters
+from rlvr_jax.train import multihost, sharding
+from rlvr_jax.train.build import Parts
+from rlvr_jax.train.metrics import say
+from rlvr_jax.train.parameters import chosen_params, load_frozen
+
+ADAPTER = "adapter"
+
+
+def export(parts: Parts, directory: str, folder: Path | None) -> None:
+  """Writes a policy as a folder that `transformers` loads, in its compute dtype.
+
+  Trained adapters are merged into it, and written as they are, in PEFT's format, to its folder
+  `adapter`.
+
+  Args:
+    parts: as for `chosen_params`.
+    directory: to be made; local or a URL.
+    folder: as for `chosen_params`.
+  """
+  frozen = load_frozen(parts).trainer
+  params, step = chosen_params(parts, folder)
+  source = parts.config.model.checkpoint or None
+  dtype = parts.model.config.compute_dtype
+  save_checkpoint(
+    directory,
+    parts.programs.merge(params, frozen),
+    parts.model.config,
+    dtype="float32" if dtype == "float64" else dtype,
+    source=source,
+  )
+  if parts.lora is not None:
+    adapters = jax.tree.map(sharding.to_host, params)
+    if multihost.is_first():
+      save_adapters(
+        f"{directory.rstrip('/')}/{ADAPTER}",
+        adapters,
+        parts.lora,
+        parts.model.config,
+        base_model=source or "",
+      )
+  say(f"the policy after {step} updates is in {directory}")
