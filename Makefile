@@ -31,6 +31,7 @@ test-torch: $(READY)  ## what needs torch: exported checkpoints and adapters in 
 
 lint: $(READY)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 $(READY): setup.py

@@ -319,7 +319,6 @@ def test_a_hanging_and_a_dying_grader_cost_one_rollout_each(tmp_path):
 # --- GSM8K ----------------------------------------------------------------------------------------
 
 
-
 def sample_of_gsm8k(folder):
   """Files as published, with questions of our own."""
 

@@ -39,7 +39,7 @@ _FOLDER = flags.DEFINE_string(
 )
 GRADER = "rlvr_jax.rewards.code:code"
 
-_WRONG = '''
+_WRONG = """
 
 def _wrong_value(value):
   if value is None:
@@ -58,7 +58,7 @@ def _wrongly(function):
   return lambda *args, **kwargs: _wrong_value(function(*args, **kwargs))
 
 {name} = _wrongly({name})
-'''
+"""
 
 
 class Problem(NamedTuple):

@@ -86,9 +86,7 @@ def write(directory: pathlib.Path, config: TransformerConfig, max_shard_bytes: i
         rest -= min(rest, _POOL)
 
   with new_directory(directory) as (system, folder):
-    write_checkpoint(
-      system, folder, shapes, pool.dtype, blocks(), max_shard_bytes=max_shard_bytes
-    )
+    write_checkpoint(system, folder, shapes, pool.dtype, blocks(), max_shard_bytes=max_shard_bytes)
     text = json.dumps(published_config(config, "bfloat16", None))
     write_bytes(system, f"{folder}/config.json", text.encode())
 

@@ -145,9 +145,7 @@ def overlap_section(
   num_updates: int, repeats: int, stretch: float, own_device: bool
 ) -> dict[str, list[Row]]:
   """By schedule, a row of each repeat."""
-  config = make_config(
-    quickstart, "on_policy", num_updates, own_device=own_device
-  )
+  config = make_config(quickstart, "on_policy", num_updates, own_device=own_device)
   config.batch.prompts, config.max_response_length = 8, 32
   parts = build(config)
   grader = f"{slow_grader.__name__}:slow"

@@ -114,6 +114,7 @@ the peak lies elsewhere, in the trunk's backward pass, and what the route holds 
 then.""",
 }
 
+
 class Update(NamedTuple):
   """An update on shapes alone."""
 

@@ -85,8 +85,10 @@ def train_and_record(
     unused = enter(Checkpointer(workdir / "training" / "checkpoints", keep=1))
     restored = warm_starts.restore(parts.abstract_state.params)
     frozen = parameters.load_frozen(parts)
-    start = restored.state if restored else warm_started(
-      parts, frozen.trainer, writer, warm_starts, Termination()
+    start = (
+      restored.state
+      if restored
+      else warm_started(parts, frozen.trainer, writer, warm_starts, Termination())
     )
     first = copy(start)
     store = enter(RolloutStore(workdir / "training" / "rollouts", writable=True))

@@ -207,9 +207,7 @@ def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}")
   root = pathlib.Path(_WORKDIR.value)
-  results = run_all(
-    RUNS, root, num_seeds=_SEEDS.value, same_warm_start=True, measure=measured
-  )
+  results = run_all(RUNS, root, num_seeds=_SEEDS.value, same_warm_start=True, measure=measured)
   write_results(HERE / "results.json", results)
   found = by_label(results)
   plot(found, root, HERE / "curves.png")

@@ -79,7 +79,7 @@ def arguments(method: str, schedule: str, *changes: Sequence[str]) -> list[str]:
 
 
 def all_runs(other: pathlib.Path) -> dict[str, list[str]]:
-  """"setting: method" → command line."""
+  """ "setting: method" → command line."""
   runs = {
     f"{setting}: {label}": arguments(method, schedule, own, changes)
     for setting, (schedule, changes) in settings(other).items()
@@ -102,9 +102,7 @@ def measured(workdir: pathlib.Path) -> dict:
   }
 
 
-def by_setting(
-  results: Mapping[str, Sequence[dict]], of_run: Callable[[dict], float]
-) -> str:
+def by_setting(results: Mapping[str, Sequence[dict]], of_run: Callable[[dict], float]) -> str:
   """Markdown: settings down, methods across."""
   values = lambda setting, label: [of_run(r) for r in results[f"{setting}: {label}"]]
   rows = {

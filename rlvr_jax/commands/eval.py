@@ -24,9 +24,7 @@ RESULT_FILE = "evaluation.json"
 _MAY_DIFFER = ("grading.num_workers", "evaluation.ks")
 
 
-def evaluate_checkpoint(
-  parts: Parts, workdir: str | Path, folder: Path | None
-) -> dict[str, float]:
+def evaluate_checkpoint(parts: Parts, workdir: str | Path, folder: Path | None) -> dict[str, float]:
   """Samples, grades and sums up; what is done already is not done again.
 
   Writes `problems.jsonl`, one line per problem with all its samples, and `evaluation.json`.

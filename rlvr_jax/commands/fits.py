@@ -87,9 +87,7 @@ def mesh_of(config: ml_collections.ConfigDict, topology: str | None) -> Any:
       f"config.mesh = {dict(zip(sharding.AXES, sizes, strict=True))} is {needed} chips, the"
       f" topology has {len(devices)}; choose sizes whose product is {len(devices)}"
     )
-  return Mesh(
-    np.array(devices).reshape(sizes), sharding.AXES, axis_types=(AxisType.Auto,) * 3
-  )
+  return Mesh(np.array(devices).reshape(sizes), sharding.AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def shapes_only(config: ml_collections.ConfigDict, mesh: Mesh) -> Parts:
@@ -117,8 +115,9 @@ def compiled(parts: Parts) -> dict[str, Table]:
   resident = {"optimizer, resident": _bytes(state.opt_state)}
   programs: dict[str, Callable[[], Table]] = {
     "update, compiled": lambda: _compiled(parts.programs.train_step, state, frozen, batch),
-    "generation, compiled": lambda: resident
-    | _compiled(parts.programs.generate, state.params, frozen, batch.prompts, key),
+    "generation, compiled": lambda: (
+      resident | _compiled(parts.programs.generate, state.params, frozen, batch.prompts, key)
+    ),
   }
   tables = {}
   for name, program in programs.items():
@@ -165,17 +164,22 @@ def estimated(parts: Parts) -> dict[str, Table]:
     | {
       "parameters to decode with": _decoding_parameters(parts),
       "keys and values": _keys_and_values(parts),
-      "logits of a token": _local_prompts(parts) * config.batch.group_size
-      * parts.model.config.vocab_size * 4 * 2,
+      "logits of a token": _local_prompts(parts)
+      * config.batch.group_size
+      * parts.model.config.vocab_size
+      * 4
+      * 2,
     },
   }
 
 
 def _bytes(tree: Any) -> float:
   """Of every leaf's shard on one chip."""
-  return float(sum(
-    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
-  ))
+  return float(
+    sum(
+      math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
+  )
 
 
 def _local_prompts(parts: Parts) -> int:

@@ -167,9 +167,7 @@ def time_table(records: Iterable[Record]) -> dict[str, tuple[float, float]]:
       f"time_table: none of the {len(records)} records has {ELAPSED}: the run is older than this"
       " field; run it again in another --workdir"
     )
-  return {
-    phase: (seconds, seconds / elapsed) for phase, seconds in phase_seconds(records).items()
-  }
+  return {phase: (seconds, seconds / elapsed) for phase, seconds in phase_seconds(records).items()}
 
 
 # --- drawing --------------------------------------------------------------------------------------

@@ -305,9 +305,7 @@ def plot_energies(axes: Any, measurement: Measurement, salt: Reweighting) -> Non
   axes.legend(fontsize="small", loc="lower right")
 
 
-def plot_update_norms(
-  axes: Any, measurements: Sequence[Measurement], salt: Reweighting
-) -> None:
+def plot_update_norms(axes: Any, measurements: Sequence[Measurement], salt: Reweighting) -> None:
   """‖Σ A_i g_i‖/B over a run, under A and A', its residual part, and the bound on that part."""
   norms = update_norms(measurements, salt)
   axes.plot(norms.updates, norms.norm, "o-", markersize=4, label="update norm, A")

@@ -144,9 +144,7 @@ def redundancy(gram: Array, num_prompts: int) -> Redundancy:
   of_means = blocks.mean(axis=(1, 3))
   cancelled = jnp.diagonal(of_means) <= spectral.NULL * own_norms
   of_means = jnp.where(cancelled[:, None] | cancelled, 0.0, of_means)
-  return Redundancy(
-    *_mean_cosines(gram, prompt[:, None] == prompt), *_mean_cosines(of_means, True)
-  )
+  return Redundancy(*_mean_cosines(gram, prompt[:, None] == prompt), *_mean_cosines(of_means, True))
 
 
 def energies(coefficients: Array, spectrum: spectral.Spectrum, rank: Array) -> tuple[Array, Array]:
@@ -304,7 +302,9 @@ def _energy(coefficients: Array, spectrum: spectral.Spectrum) -> tuple[Array, Ar
   largest = spectral.largest(coefficients)
   unit = jnp.matmul(spectrum.vectors.T, coefficients / largest, precision=spectral.EXACT)
   return (
-    _relative(spectrum.eigenvalues) * unit**2, unit, jnp.sqrt(spectrum.eigenvalues[0]) * largest
+    _relative(spectrum.eigenvalues) * unit**2,
+    unit,
+    jnp.sqrt(spectrum.eigenvalues[0]) * largest,
   )
 
 

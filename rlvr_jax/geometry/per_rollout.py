@@ -133,9 +133,7 @@ def _subset(
   return leaves, network
 
 
-def _select(
-  params: Params, parameters: str
-) -> tuple[list[Array], Callable[[list[Array]], Params]]:
+def _select(params: Params, parameters: str) -> tuple[list[Array], Callable[[list[Array]], Params]]:
   """The leaves that `parameters` names, in at least float32, and the way to put them back."""
   pattern = _PATTERNS.get(parameters, parameters)
   leaves, tree = jax.tree_util.tree_flatten_with_path(params)

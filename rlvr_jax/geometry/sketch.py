@@ -97,7 +97,7 @@ def sketch_with_error(
   right = right.reshape(P * G, T, copies, vocabulary_size)
   features = jnp.einsum("itca,itcb->ciab", left, right, precision=EXACT)
   grams = jnp.einsum("ciab,cjab->cij", features, features, precision=EXACT)
-  grams /= (hidden_size * vocabulary_size)
+  grams /= hidden_size * vocabulary_size
   gram = jnp.mean(grams, axis=0)
   spread = jnp.sqrt(jnp.sum((grams - gram) ** 2) / (copies * (copies - 1.0)))
   size = jnp.linalg.norm(gram)

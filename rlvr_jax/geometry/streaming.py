@@ -201,9 +201,7 @@ def _sum_over_blocks(
     indices = columns.first + start + jnp.arange(width)
     g = [_gradients(chunk, head, indices, columns.vocabulary, temperature) for chunk in chunks]
     dtype = jnp.promote_types(g[0].dtype, jnp.float32)
-    return jnp.einsum(
-      "ivd,jvd->ij", g[0], g[-1], precision=EXACT, preferred_element_type=dtype
-    )
+    return jnp.einsum("ivd,jvd->ij", g[0], g[-1], precision=EXACT, preferred_element_type=dtype)
 
   num_blocks, rest = divmod(num_columns, width)
   zeros = jnp.zeros((n, n), jnp.promote_types(chunks[0].hidden.dtype, jnp.float32))

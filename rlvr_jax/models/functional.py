@@ -52,7 +52,7 @@ def transformer(
 
   def decoding_params(params):
     # Norm scales stay as they are: training applies them in at least float32.
-    cast = lambda path, w: w if path[-1].key == 'scale' else w.astype(config.compute_dtype)
+    cast = lambda path, w: w if path[-1].key == "scale" else w.astype(config.compute_dtype)
     return constrain_weights(jax.tree_util.tree_map_with_path(cast, merged(params)))
 
   return Model(

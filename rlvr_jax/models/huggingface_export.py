@@ -43,22 +43,26 @@ def published_config(
   gemma = family.startswith("gemma")
   sliding = config.sliding_layers or (False,) * config.num_layers
   activations = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
-  published = base | _published_ropes(family, config) | {
-    "architectures": [ARCHITECTURES[family][0]],
-    "model_type": family,
-    "dtype": dtype,
-    "torch_dtype": dtype,
-    "vocab_size": config.vocab_size,
-    "hidden_size": config.width,
-    "intermediate_size": config.mlp_width,
-    "num_hidden_layers": config.num_layers,
-    "num_attention_heads": config.num_heads,
-    "num_key_value_heads": config.num_kv_heads,
-    "head_dim": config.head_dim,
-    "hidden_activation" if gemma else "hidden_act": activations[config.activation],
-    "rms_norm_eps": config.norm_epsilon,
-    "tie_word_embeddings": config.tied_head,
-  }
+  published = (
+    base
+    | _published_ropes(family, config)
+    | {
+      "architectures": [ARCHITECTURES[family][0]],
+      "model_type": family,
+      "dtype": dtype,
+      "torch_dtype": dtype,
+      "vocab_size": config.vocab_size,
+      "hidden_size": config.width,
+      "intermediate_size": config.mlp_width,
+      "num_hidden_layers": config.num_layers,
+      "num_attention_heads": config.num_heads,
+      "num_key_value_heads": config.num_kv_heads,
+      "head_dim": config.head_dim,
+      "hidden_activation" if gemma else "hidden_act": activations[config.activation],
+      "rms_norm_eps": config.norm_epsilon,
+      "tie_word_embeddings": config.tied_head,
+    }
+  )
   if family != "qwen2":
     published["attention_bias"] = config.qkv_bias
   if family == "llama":
@@ -153,9 +157,7 @@ def _check_reads_back(published: Mapping[str, Any], config: TransformerConfig) -
   found = config_fields(published, "the exported config.json")
   for fields in (said, found):
     fields["query_scale"] = fields["query_scale"] or config.head_dim**-0.5
-  differing = {
-    name: (said[name], value) for name, value in found.items() if value != said[name]
-  }
+  differing = {name: (said[name], value) for name, value in found.items() if value != said[name]}
   if differing:
     raise ValueError(
       f"no family among {', '.join(DEFAULTS)} computes this network, so transformers cannot load"

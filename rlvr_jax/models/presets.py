@@ -162,8 +162,7 @@ def model_settings(model: Mapping[str, Any]) -> TransformerConfig:
   differing = {
     field.name: (getattr(chosen, field.name), getattr(found, field.name))
     for field in dataclasses.fields(TransformerConfig)
-    if field.name not in _OF_COMPUTING
-    and getattr(chosen, field.name) != getattr(found, field.name)
+    if field.name not in _OF_COMPUTING and getattr(chosen, field.name) != getattr(found, field.name)
   }
   if differing:
     raise ValueError(

@@ -90,7 +90,5 @@ def rotate(x: Array, tables: tuple[Array, Array]) -> Array:
   """Rotates the two halves of each head, [..., L, N, H], by the tables' angles."""
   cosine, sine = tables
   first, second = jnp.split(x.astype(cosine.dtype), 2, axis=-1)
-  out = jnp.concatenate(
-    [first * cosine - second * sine, second * cosine + first * sine], axis=-1
-  )
+  out = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
   return out.astype(x.dtype)

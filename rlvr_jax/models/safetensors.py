@@ -243,9 +243,11 @@ def write_checkpoint(
     shards[-1][name] = shape
     room -= sizes[name]
   count = len(shards)
-  files = [SINGLE] if count == 1 else [
-    f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)
-  ]
+  files = (
+    [SINGLE]
+    if count == 1
+    else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+  )
   rest = iter(blocks)
   for file, shard in zip(files, shards, strict=True):
     write_file(system, posixpath.join(folder, file), shard, dtype, rest)

@@ -26,12 +26,12 @@ from rlvr_jax.ops.attention import Keys, attention
 from rlvr_jax.types import Array, Head, Params, Prompts
 
 _ACTIVATIONS = {
-  'silu': jax.nn.silu,
-  'gelu_tanh': lambda x: jax.nn.gelu(x, approximate=True),
-  'gelu': lambda x: jax.nn.gelu(x, approximate=False),
+  "silu": jax.nn.silu,
+  "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+  "gelu": lambda x: jax.nn.gelu(x, approximate=False),
 }
-_REMAT = ('none', 'dots', 'full')
-_PRODUCT = 'product'  # of activations and a kernel; of a `LowRank`, the sum and not its terms
+_REMAT = ("none", "dots", "full")
+_PRODUCT = "product"  # of activations and a kernel; of a `LowRank`, the sum and not its terms
 _NO_WINDOW = 2**30
 
 
@@ -44,7 +44,7 @@ class TransformerConfig:
   num_kv_heads: int
   head_dim: int
   mlp_width: int
-  activation: str = 'silu'  # of the gate: silu (SwiGLU), gelu_tanh (GeGLU) or gelu
+  activation: str = "silu"  # of the gate: silu (SwiGLU), gelu_tanh (GeGLU) or gelu
   norm_epsilon: float = 1e-6
   rope_theta: float = 10_000.0
   rope_scaling: RopeScaling | YarnScaling | None = None
@@ -62,52 +62,52 @@ class TransformerConfig:
   scaled_embedding: bool = False  # embeddings times √width (Gemma)
   zero_centered_norm: bool = False  # norm weights are stored as w, applied as 1 + w (Gemma)
   post_norm: bool = False  # a norm after attention and after the MLP as well (Gemma)
-  compute_dtype: str = 'float32'
-  param_dtype: str = 'float32'
-  remat: str = 'none'  # kept for the backward pass: none: all; dots: matrix products; full: inputs
+  compute_dtype: str = "float32"
+  param_dtype: str = "float32"
+  remat: str = "none"  # kept for the backward pass: none: all; dots: matrix products; full: inputs
   unroll_layers: int = 1  # layers per iteration of the layer scan; num_layers unrolls it whole
 
   def __post_init__(self):
     def require(condition, message):
       if not condition:
-        raise ValueError(f'TransformerConfig: {message}')
+        raise ValueError(f"TransformerConfig: {message}")
 
     require(
       self.activation in _ACTIVATIONS,
-      f'activation={self.activation!r}; allowed: {sorted(_ACTIVATIONS)}',
+      f"activation={self.activation!r}; allowed: {sorted(_ACTIVATIONS)}",
     )
-    require(self.remat in _REMAT, f'remat={self.remat!r}; allowed: {list(_REMAT)}')
+    require(self.remat in _REMAT, f"remat={self.remat!r}; allowed: {list(_REMAT)}")
     sizes = "vocab_size width num_layers num_heads num_kv_heads head_dim mlp_width unroll_layers"
     for name in sizes.split():
       size = getattr(self, name)
       whole = isinstance(size, int) and not isinstance(size, bool)
       require(
         whole and 1 <= size < 2**31,
-        f'{name}={size!r} must be at least 1, a whole number below 2**31',
+        f"{name}={size!r} must be at least 1, a whole number below 2**31",
       )
     require(
       self.num_heads % self.num_kv_heads == 0,
-      f'num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}',
+      f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}",
     )
-    require(self.head_dim % 2 == 0, f'head_dim={self.head_dim} must be even for rotary embeddings')
-    for name in ('compute_dtype', 'param_dtype'):
+    require(self.head_dim % 2 == 0, f"head_dim={self.head_dim} must be even for rotary embeddings")
+    for name in ("compute_dtype", "param_dtype"):
       require(
-        getattr(self, name) in ('float32', 'bfloat16', 'float64'),
+        getattr(self, name) in ("float32", "bfloat16", "float64"),
         f"{name}={getattr(self, name)!r}; allowed: 'float32', 'bfloat16', 'float64'",
       )
-      wide = jnp.dtype(jax.dtypes.canonicalize_dtype('float64')) == jnp.dtype('float64')
+      wide = jnp.dtype(jax.dtypes.canonicalize_dtype("float64")) == jnp.dtype("float64")
       require(
-        getattr(self, name) != 'float64' or wide,
-        f'{name}=float64 needs jax_enable_x64; set the variable JAX_ENABLE_X64=1',
+        getattr(self, name) != "float64" or wide,
+        f"{name}=float64 needs jax_enable_x64; set the variable JAX_ENABLE_X64=1",
       )
     if self.sliding_layers is not None:
       require(
         len(self.sliding_layers) == self.num_layers,
-        f'sliding_layers names {len(self.sliding_layers)} layers, num_layers={self.num_layers}',
+        f"sliding_layers names {len(self.sliding_layers)} layers, num_layers={self.num_layers}",
       )
       require(
         self.sliding_window is not None or not any(self.sliding_layers),
-        'sliding_layers are set but sliding_window is None',
+        "sliding_layers are set but sliding_window is None",
       )
 
 
@@ -137,7 +137,7 @@ def merged(params: Params) -> Params:
 def dense(x: Array, kernel: nnx.Param, bias: nnx.Param | None = None) -> Array:
   """x @ kernel in x's dtype, over flattened tokens: XLA's CPU backward pass is 3× faster so."""
   # `value` is deprecated since flax 0.12, which brought `get_value`; [...] is for arrays alone.
-  weights = kernel.get_value() if hasattr(kernel, 'get_value') else kernel.value
+  weights = kernel.get_value() if hasattr(kernel, "get_value") else kernel.value
   out = _product(x.reshape(-1, x.shape[-1]), weights)
   out = checkpoint_name(out, _PRODUCT)
   if bias is not None:
@@ -166,7 +166,7 @@ class RMSNorm(nnx.Module):
 
 
 def _kernel(rngs: nnx.Rngs, config: TransformerConfig, shape: tuple[int, int], gain: float = 1.0):
-  initializer = jax.nn.initializers.variance_scaling(gain, 'fan_in', 'normal')
+  initializer = jax.nn.initializers.variance_scaling(gain, "fan_in", "normal")
   return nnx.Param(initializer(rngs.params(), shape, jnp.dtype(config.param_dtype)))
 
 
@@ -209,19 +209,19 @@ class Block(nnx.Module):
     bias = lambda name: getattr(self, name, None)
     normed = self.attention_norm(x)
     heads = lambda y: y.reshape(*y.shape[:-1], -1, c.head_dim)
-    query = heads(dense(normed, self.query, bias('query_bias')))
-    key = heads(dense(normed, self.key, bias('key_bias')))
-    value = heads(dense(normed, self.value, bias('value_bias')))
+    query = heads(dense(normed, self.query, bias("query_bias")))
+    key = heads(dense(normed, self.key, bias("key_bias")))
+    value = heads(dense(normed, self.value, bias("value_bias")))
     if c.qk_norm:
       query, key = self.query_norm(query), self.key_norm(key)
     mixed, carry = attend(rotate(query, tables), rotate(key, tables), value)
-    mixed = dense(mixed.reshape(*mixed.shape[:-2], -1), self.output, bias('output_bias'))
+    mixed = dense(mixed.reshape(*mixed.shape[:-2], -1), self.output, bias("output_bias"))
     x = x + (self.post_attention_norm(mixed) if c.post_norm else mixed)
 
     normed = self.mlp_norm(x)
-    gated = _ACTIVATIONS[c.activation](dense(normed, self.gate, bias('gate_bias')))
-    gated = gated * dense(normed, self.up, bias('up_bias'))
-    gated = dense(gated, self.down, bias('down_bias'))
+    gated = _ACTIVATIONS[c.activation](dense(normed, self.gate, bias("gate_bias")))
+    gated = gated * dense(normed, self.up, bias("up_bias"))
+    gated = dense(gated, self.down, bias("down_bias"))
     return x + (self.post_mlp_norm(gated) if c.post_norm else gated), carry
 
 
@@ -396,9 +396,9 @@ class Transformer(nnx.Module):
       block, window, slides = layer
       return self.constrain(block(x, tables(slides), attend(window))[0]), None
 
-    if c.remat == 'full':
+    if c.remat == "full":
       body = jax.checkpoint(body)
-    elif c.remat == 'dots':
+    elif c.remat == "dots":
       body = jax.checkpoint(body, policy=jax.checkpoint_policies.save_only_these_names(_PRODUCT))
     layers = (self.blocks, jnp.asarray(windows), jnp.asarray(sliding))
     return jax.lax.scan(body, x, layers, unroll=min(c.unroll_layers, c.num_layers))[0]

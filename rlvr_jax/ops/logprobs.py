@@ -17,14 +17,14 @@ CHUNK_ELEMENTS = 2**24  # logits alive at once: 64 MiB of float32
 
 def check_sampling(sampling: Sampling, vocab_size: int) -> None:
   """Raises ValueError where the settings name no distribution."""
-  if not 0 <= sampling.temperature < float('inf'):
+  if not 0 <= sampling.temperature < float("inf"):
     raise ValueError(
-      f'sampling.temperature={sampling.temperature}; it must be finite and ≥ 0 (0: greedy)'
+      f"sampling.temperature={sampling.temperature}; it must be finite and ≥ 0 (0: greedy)"
     )
   if not 0 <= sampling.top_k <= vocab_size:
-    raise ValueError(f'sampling.top_k={sampling.top_k}; allowed: 0 (off) … {vocab_size}')
+    raise ValueError(f"sampling.top_k={sampling.top_k}; allowed: 0 (off) … {vocab_size}")
   if not 0 < sampling.top_p <= 1:
-    raise ValueError(f'sampling.top_p={sampling.top_p}; allowed: 0 < top_p ≤ 1 (1: off)')
+    raise ValueError(f"sampling.top_p={sampling.top_p}; allowed: 0 < top_p ≤ 1 (1: off)")
 
 
 def is_truncated(sampling: Sampling) -> bool:
@@ -141,7 +141,7 @@ def token_statistics(
   """
   chex.assert_shape(hidden, (*tokens.shape, None))
   if sampling.temperature == 0:
-    raise ValueError('token_logprobs of greedy decoding (temperature=0): it has no density')
+    raise ValueError("token_logprobs of greedy decoding (temperature=0): it has no density")
   *lead, T, D = hidden.shape
   hidden, tokens = hidden.reshape(-1, T, D), tokens.reshape(-1, T)
   length = max(1, min(T, chunk_elements // (hidden.shape[0] * head.kernel.shape[1])))

@@ -193,7 +193,7 @@ def undressed(text: str) -> str:
   text = text.translate(_FULLWIDTH)
   for pattern, replacement in _DRESSING:
     text = pattern.sub(replacement, text)
-  return text.strip(" *`\"").rstrip(" .,;:*`\"\\").lstrip(" :")
+  return text.strip(' *`"').rstrip(' .,;:*`"\\').lstrip(" :")
 
 
 def parse_answer(text: str) -> Answer:

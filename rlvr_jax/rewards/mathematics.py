@@ -172,9 +172,7 @@ def _gold(text: str) -> Answer:
   stated = stated_answer(text)
   answer = (text if stated is None else stated).strip()
   if not answer or len(answer) > MAX_ANSWER:
-    raise UnparseableGoldError(
-      f"{text!r:.200} is empty or has over {MAX_ANSWER} characters"
-    )
+    raise UnparseableGoldError(f"{text!r:.200} is empty or has over {MAX_ANSWER} characters")
   gold = parse_answer(answer)
   return _distinct(gold) if gold.brackets == SET else gold
 

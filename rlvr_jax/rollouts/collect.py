@@ -169,8 +169,7 @@ def keep_mixed_groups(parts: Sequence[Graded], quotas: Sequence[int]) -> Graded 
   solved = batch.correct.mean(axis=1)
   mixed = (solved > 0) & (solved < 1)
   found = [
-    np.flatnonzero(mixed & (batch.sources == source))[:quota]
-    for source, quota in enumerate(quotas)
+    np.flatnonzero(mixed & (batch.sources == source))[:quota] for source, quota in enumerate(quotas)
   ]
   if any(len(groups) < quota for groups, quota in zip(found, quotas, strict=True)):
     return None

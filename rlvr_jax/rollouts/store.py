@@ -98,9 +98,7 @@ class RolloutStore:
         self._index = self._claim()
         self._repair()
 
-  def append(
-    self, number: int, arrays: Mapping[str, np.ndarray], info: Mapping[str, Any]
-  ) -> None:
+  def append(self, number: int, arrays: Mapping[str, np.ndarray], info: Mapping[str, Any]) -> None:
     """Writes one batch; when this returns it is on the disk.
 
     Args:
@@ -371,9 +369,7 @@ def _write_shard(
     writer.close()
 
 
-def _read_shard(
-  path: pathlib.Path, number: int
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def _read_shard(path: pathlib.Path, number: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
   """Header and arrays, all checked.
 
   Raises:

@@ -254,9 +254,7 @@ def make_generation_mesh(config: ml_collections.ConfigDict, mesh: Mesh) -> Mesh:
 def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> Method:
   schedule, transformation = make_optimizer("config", config, config.num_updates)
   check_choice("config", "aggregation", config.aggregation, AGGREGATIONS)
-  check_choice(
-    "config.reference", "estimator", config.reference.estimator, REFERENCE_KL_ESTIMATORS
-  )
+  check_choice("config.reference", "estimator", config.reference.estimator, REFERENCE_KL_ESTIMATORS)
   check_between("config.reference", "kl_coefficient", config.reference.kl_coefficient, low=0.0)
   check_between("config", "entropy_bonus", config.entropy_bonus, low=0.0)
   check_between("config", "policy_temperature", config.policy_temperature, low=0.0, open_low=True)

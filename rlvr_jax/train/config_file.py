@@ -158,7 +158,7 @@ def open_task(config: ConfigDict, given: Mapping[str, Any]) -> None:
     if inner and keyword in missing:
       raise ValueError(
         f"config.task.kwargs.{keyword} has no field {inner[0]!r} yet; give it as one,"
-        f" --config.task.kwargs.{keyword}=\"{{{inner[0]!r}: …}}\""
+        f' --config.task.kwargs.{keyword}="{{{inner[0]!r}: …}}"'
       )
   with config.unlocked():
     if another:

@@ -75,9 +75,7 @@ class Generator:
     on_dispatch: called when the devices have got something to generate.
   """
 
-  def __init__(
-    self, parts: Parts, frozen: Params, collector: Collector, store: RolloutStore
-  ):
+  def __init__(self, parts: Parts, frozen: Params, collector: Collector, store: RolloutStore):
     c = self.config = parts.config
     self.parts, self.collector, self.store = parts, collector, store
     self.frozen = frozen  # where rollouts are generated
@@ -88,9 +86,7 @@ class Generator:
     self.num_recorded = sum(self.quotas) - self.num_live
     self.recorded = parts.sources[-1].recorded
     # One problem at a time where all are recorded: its position is there, and is not used.
-    self.problems = problem_batches(
-      parts.task.train, batch_size=max(self.num_live, 1), seed=c.seed
-    )
+    self.problems = problem_batches(parts.task.train, batch_size=max(self.num_live, 1), seed=c.seed)
     self.number = self.draws = self.version = 0
     self.checked_version = -1  # whose log-probabilities were last compared
     self.clock = DeviceClock()

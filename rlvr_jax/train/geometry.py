@@ -78,9 +78,7 @@ def accumulated_update(params: Params, initial: Params, method: Method) -> dict[
   }
 
 
-def mean_entropy(
-  trained: Params, frozen: Params, batch: TrainBatch, *, method: Method
-) -> Array:
+def mean_entropy(trained: Params, frozen: Params, batch: TrainBatch, *, method: Method) -> Array:
   """f32[], mean entropy over loss tokens, nats per token, micro-batch by micro-batch."""
   score = lambda _, micro: (None, policy_logprobs(trained, frozen, micro, method=method)[1])
   micro_batches = split_micro_batches(batch, method.num_micro_batches)

@@ -161,9 +161,7 @@ class _Board:
     self._writer = EventsWriter(str(folder / "events"), f".from-{purge_step}")
     if purge_step is not None:
       session = SessionLog(status=SessionLog.START)
-      self._writer.write_event(
-        Event(wall_time=time.time(), step=purge_step, session_log=session)
-      )
+      self._writer.write_event(Event(wall_time=time.time(), step=purge_step, session_log=session))
 
   def append(self, step: int, values: Mapping[str, float]) -> None:
     event = Event(wall_time=time.time(), step=step)

@@ -91,9 +91,7 @@ def make_programs(
       if sources[0].name == "policy" and sampler.mesh is mesh
       else generates(Sampling(**config.sampling), group_size=config.batch.group_size)
     ),
-    generate_held_out=generates(
-      Sampling(**held_out.sampling), group_size=held_out.num_samples
-    ),
+    generate_held_out=generates(Sampling(**held_out.sampling), group_size=held_out.num_samples),
     sync_weights=make_sync_weights(mesh, sampler.mesh, shardings.params),
     checksums=jax.jit(parameter_checksums),
     behavior_gap=jax.jit(

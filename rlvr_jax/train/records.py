@@ -76,7 +76,7 @@ def _lines(path: pathlib.Path) -> list[bytes]:
 
 
 def _name(line: bytes) -> str:
-  """"phase step checksum" of a record's line; empty for a line that is none."""
+  """ "phase step checksum" of a record's line; empty for a line that is none."""
   try:
     record = json.loads(line)
     phase, step = record["phase"], record["step"]
@@ -115,7 +115,7 @@ def _label(name: str) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-  """"train 3-5, 8; eval 5": steps by phase."""
+  """ "train 3-5, 8; eval 5": steps by phase."""
   steps: dict[str, set[int]] = {}
   for phase, step, _ in (name.rsplit(" ", 2) for name in names):
     steps.setdefault(phase, set()).add(int(step))

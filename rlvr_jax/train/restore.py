@@ -43,9 +43,7 @@ def as_begun(parts: Parts, workdir: Path) -> Parts:
     raise StoreError(f"{error} (this run began with what {path} names)") from error
 
 
-def resumable(
-  checkpointer: Checkpointer, parts: Parts, store: RolloutStore
-) -> Restored | None:
+def resumable(checkpointer: Checkpointer, parts: Parts, store: RolloutStore) -> Restored | None:
   """The latest checkpoint whose pending rollouts are whole; None where there is no checkpoint.
 
   Later ones are removed. From an earlier checkpoint the run repeats itself to the bit, draws what

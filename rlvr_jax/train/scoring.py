@@ -21,9 +21,7 @@ from rlvr_jax.types import Params, TrainBatch, TrainState
 class Scorer:
   """Scores batches by the policy and by the first policy."""
 
-  def __init__(
-    self, parts: Parts, frozen: Params, initial: Params, log: RunLog
-  ):
+  def __init__(self, parts: Parts, frozen: Params, initial: Params, log: RunLog):
     """Keeps what it needs.
 
     Args:

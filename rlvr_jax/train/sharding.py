@@ -160,4 +160,3 @@ def to_host(tree: Any) -> Any:
   )
   with deadline():
     return jax.tree.map(fetch, tree)
-

@@ -53,12 +53,14 @@ def train_step(
   (surrogate, metrics), gradient = update_gradient(
     state.params, frozen, batch, coefficients, key, method=method
   )
-  values = reductions.values({
-    **method.coefficient_metrics(coefficients, batch.rewards, batch.correct),
-    **metrics,
-    **batch_metrics(batch),
-    **method.advantage.metrics(state.advantage_state),
-  })
+  values = reductions.values(
+    {
+      **method.coefficient_metrics(coefficients, batch.rewards, batch.correct),
+      **metrics,
+      **batch_metrics(batch),
+      **method.advantage.metrics(state.advantage_state),
+    }
+  )
 
   norm = optax.tree.norm(gradient)
   finite = jnp.isfinite(surrogate) & jnp.isfinite(norm)

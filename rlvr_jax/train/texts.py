@@ -103,9 +103,7 @@ class _Chosen:
     return self._source[self._indices[index]]
 
 
-def fitting(
-  config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer
-) -> Task:
+def fitting(config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer) -> Task:
   """The task without training prompts beyond the limit, if the configuration says to drop them.
 
   Held-out problems are never dropped: a benchmark is all of it.

@@ -412,9 +412,7 @@ def test_no_sandbox_no_run_unless_in_words(words):
   environment = {name: value for name, value in os.environ.items() if name != UNSANDBOXED}
   environment |= {} if words is None else {UNSANDBOXED: words}
   command = ["unshare", "--user", "--map-root-user", "sh", "-c", FORBIDDEN[0], sys.executable]
-  result = subprocess.run(
-    [*command, FORBIDDEN[1]], env=environment, capture_output=True, text=True
-  )
+  result = subprocess.run([*command, FORBIDDEN[1]], env=environment, capture_output=True, text=True)
   if words == ACCEPTED:
     assert (result.stdout, result.returncode) == ("none correct\n", 0), result.stderr
   else:

@@ -12,9 +12,7 @@ from rlvr_jax.train.build import build
 from rlvr_jax.train.checkpoint import CheckpointError, WorkdirError
 from rlvr_jax.train.parameters import checkpoint_folder, chosen_params
 
-FIELDS = dict(
-  num_updates=1, warm_start__num_steps=100, learning_rate="linear(peak=3e-3, warmup=0)"
-)
+FIELDS = dict(num_updates=1, warm_start__num_steps=100, learning_rate="linear(peak=3e-3, warmup=0)")
 
 
 @pytest.fixture(scope="module")

@@ -71,9 +71,7 @@ def test_heads_that_divide_are_split_over_tensor(num_kv_heads, split):
   overrides = dict(num_layers=1, num_heads=2, num_kv_heads=num_kv_heads)
   whole, halves = (
     fits.estimated(
-      fits.shapes_only(
-        tiny.config(model__overrides=overrides), sharding.make_mesh(tensor=tensor)
-      )
+      fits.shapes_only(tiny.config(model__overrides=overrides), sharding.make_mesh(tensor=tensor))
     )["generation, estimated"]["keys and values"]
     for tensor in (1, 2)
   )

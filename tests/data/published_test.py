@@ -154,10 +154,21 @@ def test_last_boxed(text, boxed):
 
 # --- programs -------------------------------------------------------------------------------------
 
-MBPP = {"task_id": 601, "text": "Write f.", "code": "def f():\r\n  return 1",
-        "test_list": ["assert f() == 1"], "test_setup_code": "", "challenge_test_list": []}
-SANITIZED = {"task_id": 11, "prompt": "Write g.", "code": "def g(): return 1",
-             "test_list": ["assert math.isclose(g(), 1)"], "test_imports": ["import math"]}
+MBPP = {
+  "task_id": 601,
+  "text": "Write f.",
+  "code": "def f():\r\n  return 1",
+  "test_list": ["assert f() == 1"],
+  "test_setup_code": "",
+  "challenge_test_list": [],
+}
+SANITIZED = {
+  "task_id": 11,
+  "prompt": "Write g.",
+  "code": "def g(): return 1",
+  "test_list": ["assert math.isclose(g(), 1)"],
+  "test_imports": ["import math"],
+}
 HUMANEVAL = {"task_id": "HumanEval/0", "entry_point": "f",
              "prompt": 'def f():\n  """One."""\n', "canonical_solution": "  return 1\n",
              "test": "\ndef check(candidate):\n  assert candidate() == 1\n"}  # fmt: skip
@@ -342,8 +353,14 @@ def test_a_pickle_of_anything_but_a_text_is_never_loaded(tmp_path, protocol):
   ],
 )
 def test_bad_rows_are_named_by_file_and_line(tmp_path, name, row, message):
-  good = {"gsm8k": _gsm8k_rows([1])[0], "math": BOXED, "mbpp": MBPP, "humaneval": HUMANEVAL,
-          "aime_2024": {"problem": "p", "answer": "1"}, "livecodebench": _livecodebench("")}
+  good = {
+    "gsm8k": _gsm8k_rows([1])[0],
+    "math": BOXED,
+    "mbpp": MBPP,
+    "humaneval": HUMANEVAL,
+    "aime_2024": {"problem": "p", "answer": "1"},
+    "livecodebench": _livecodebench(""),
+  }
   row = row if isinstance(row, bytes) else json.dumps(row).encode()
   content = json.dumps(good[name]).encode() + b"\n" + row
   file = FILES.get(name, "test.jsonl")

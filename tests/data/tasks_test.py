@@ -320,7 +320,7 @@ def test_published_programs(tmp_path):
     ({"warm_start_size": 20}, "warm_start_size is 20, but there are only 19"),
     ({"warm_start_size": -1}, "warm_start_size is -1"),
     ({"max_question_characters": -1}, "max_question_characters is -1"),
-    ({"split": "", "warm_start_size": 1}, "warm_start_size is given but split is \"\""),
+    ({"split": "", "warm_start_size": 1}, 'warm_start_size is given but split is ""'),
     ({"split": "test"}, "split and held_out_split are both 'test' of gsm8k: nothing would be left"),
     ({"split": "validation"}, r"gsm8k has no split 'validation' .*only \['test', 'train'\]"),
     ({"dataset": "gsm"}, "unknown data set 'gsm'; choose one of"),

@@ -69,7 +69,9 @@ def test_derivatives_count_what_is_computed_again():
 def test_devices_add_up():
   mesh = sharding.make_mesh(data=2, tensor=4)
   split = jax.shard_map(
-    lambda x, w: x @ w, mesh=mesh, in_specs=(PartitionSpec("data"), PartitionSpec()),
+    lambda x, w: x @ w,
+    mesh=mesh,
+    in_specs=(PartitionSpec("data"), PartitionSpec()),
     out_specs=PartitionSpec("data"),
   )
   x = jnp.ones((4, K))

@@ -10,9 +10,7 @@ import pytest
 from rlvr_jax.geometry import agreement as module
 
 B = 12
-gram_agreement = jax.jit(
-  module.gram_agreement, static_argnames=("feature_dim", "num_permutations")
-)
+gram_agreement = jax.jit(module.gram_agreement, static_argnames=("feature_dim", "num_permutations"))
 
 
 def agreement(a, b, feature_dim=40):

@@ -16,9 +16,7 @@ B = P * G
 PREFIX = "geometry/group_effective_rollouts/"
 SHARES = [f"{PREFIX}{name}" for name in ("below_0.5", "0.5_to_1", "1_to_2", "2_to_4", "from_4")]
 
-diagnose = jax.jit(
-  diagnostics.diagnose, static_argnums=3, static_argnames=("min_rank", "max_rank")
-)
+diagnose = jax.jit(diagnostics.diagnose, static_argnums=3, static_argnames=("min_rank", "max_rank"))
 group_participation_ratios = jax.jit(diagnostics.group_participation_ratios, static_argnums=1)
 group_effective_rollouts = jax.jit(diagnostics.group_effective_rollouts, static_argnums=2)
 redundancy = jax.jit(diagnostics.redundancy, static_argnums=1)
@@ -197,9 +195,7 @@ def test_diagnose_says_what_its_parts_say(batch):
   parts = {
     ("shared_energy", "residual_energy"): energies(A, modes, rank),
     ("update_norm", "update_norm_bound"): update_norms(A, modes, rank),
-    tuple(f"redundancy_{name}" for name in diagnostics.Redundancy._fields): (
-      redundancy(gram, P)
-    ),
+    tuple(f"redundancy_{name}" for name in diagnostics.Redundancy._fields): (redundancy(gram, P)),
   }
   for names, values in parts.items():
     expected |= dict(zip(names, values, strict=True))

@@ -35,9 +35,7 @@ def test_head_share(scale):
   tree = {"head_kernel": np.full((2, 3), 2.0), "blocks": {"head_kernel": np.full((4, 10), 0.5)}}
   tree = jax.tree.map(lambda x: jnp.float32(x * scale), tree)
   np.testing.assert_allclose(updates.head_share(tree, "head_kernel"), 24 / 34, rtol=1e-6)
-  np.testing.assert_allclose(
-    updates.head_share(tree, "blocks/head_kernel"), 10 / 34, rtol=1e-6
-  )
+  np.testing.assert_allclose(updates.head_share(tree, "blocks/head_kernel"), 10 / 34, rtol=1e-6)
 
 
 def test_head_share_of_no_update_and_of_no_such_head():

@@ -94,9 +94,7 @@ def test_half_precision_is_read_as_float32(tmp_path, dtype):
   folder = saved(tmp_path / "run")
   rewrite(folder, lambda tensors: {name: x.astype(dtype) for name, x in tensors.items()})
   found, _ = load_adapters(folder, CONFIG)
-  for loaded, exact in zip(
-    jax.tree.leaves(found), jax.tree.leaves(random_adapters()), strict=True
-  ):
+  for loaded, exact in zip(jax.tree.leaves(found), jax.tree.leaves(random_adapters()), strict=True):
     assert loaded.dtype == np.float32
     np.testing.assert_array_equal(loaded, exact.astype(dtype).astype(np.float32))
 

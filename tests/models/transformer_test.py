@@ -113,9 +113,7 @@ def test_llama3_scaling_keeps_short_and_stretches_long_wavelengths():
   np.testing.assert_allclose(scaled[wavelength < 8192 / 4], plain[wavelength < 8192 / 4])
   np.testing.assert_allclose(scaled[wavelength > 8192], plain[wavelength > 8192] / 8, rtol=1e-6)
   between = (wavelength > 8192 / 4) & (wavelength < 8192)
-  assert between.any() and bool(
-    ((scaled < plain) & (scaled > plain / 8))[between].all()
-  )
+  assert between.any() and bool(((scaled < plain) & (scaled > plain / 8))[between].all())
 
 
 def test_presets_have_the_published_sizes():

@@ -229,9 +229,7 @@ def test_random_checkpoints_survive_the_way_through_here(tmp_path, family):
   rng = np.random.default_rng(_FAMILIES.index(family))
   config = save_random(tmp_path / "in", family, rng, 0, older=False)
   model, params = loaded(tmp_path / "in")
-  save_checkpoint(
-    tmp_path / "out", params, model.config, dtype="float32", max_shard_bytes=20_000
-  )
+  save_checkpoint(tmp_path / "out", params, model.config, dtype="float32", max_shard_bytes=20_000)
   assert (tmp_path / "out" / INDEX).exists()
   ids, mask = batch(config.vocab_size)
   expected = their_logits(tmp_path / "in", ids, mask)

@@ -35,9 +35,7 @@ def test_participation_ratio_equals_that_of_the_singular_values(x64):
     features = _features(seed)
     energies = np.linalg.svd(features, compute_uv=False) ** 2
     expected = energies.sum() ** 2 / (energies**2).sum()
-    np.testing.assert_allclose(
-      participation_ratio(features @ features.T), expected, rtol=1e-12
-    )
+    np.testing.assert_allclose(participation_ratio(features @ features.T), expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("size", [1, 2, 7])

@@ -150,9 +150,7 @@ def test_fixed_lag_is_exact_after_its_first_updates(lag, updates):
 
 
 def simulated(seed=0, max_lag=4, updates=64, **kwargs):
-  return schedules.simulated_asynchronous(
-    max_lag=max_lag, num_updates=updates, seed=seed, **kwargs
-  )
+  return schedules.simulated_asynchronous(max_lag=max_lag, num_updates=updates, seed=seed, **kwargs)
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 8), st.integers(0, 30))

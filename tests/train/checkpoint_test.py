@@ -225,7 +225,7 @@ def files_of(step_directory):
 
 
 def outcome(directory, expected):
-  """"refused", or "intact" if what was restored is exactly what was saved."""
+  """ "refused", or "intact" if what was restored is exactly what was saved."""
   try:
     found = restore(directory)
   except checkpoint.TornCheckpointError as error:

@@ -98,9 +98,7 @@ def test_muon_orthogonalises_layer_by_layer_and_leaves_the_rest_to_adamw(update_
   second = jax.tree.map(lambda g: jnp.cos(3 * g), first)
   given = f"muon(weight_decay=0.1, update_rms={update_rms})"
   found = updated(made(given, max_gradient_norm=None), params, first, second)
-  adamw = updated(
-    made("adamw(weight_decay=0.1)", max_gradient_norm=None), params, first, second
-  )
+  adamw = updated(made("adamw(weight_decay=0.1)", max_gradient_norm=None), params, first, second)
   kernels = {"query", "key", "value", "output", "gate", "up", "down"}
   for name in kernels:
     for layer in range(2):

@@ -9,9 +9,7 @@ from rlvr_jax.data.published.dataset import Dataset, hub_file, split_files
 from rlvr_jax.data.published.rows import Record, Row
 
 _GRADER = "rlvr_jax.rewards.mathematics:mathematics"
-_PROMPT = (
-  "{question}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
-)
+_PROMPT = "{question}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 _ONLY_FILE = (*split_files("test"), *split_files("train"))  # of a data set with one split
 _SUBJECTS = (  # folders of MATH
   "algebra", "counting_and_probability", "geometry", "intermediate_algebra", "number_theory",
