@@ -46,13 +46,16 @@ def keep_compiled(workdir: str) -> None:
 
 
 def end_at_once(message: str) -> NoReturn:
-  """Ends the process with the message alone, when all that was open is closed.
+  """Ends the process when all that was open is closed, with the message as its last words.
 
-  Libraries' complaints at an orderly end would bury it.
+  Libraries' complaints would bury it: those of an orderly end, and those of threads that are
+  writing one now. Their descriptor leads nowhere before the message is written to another.
   """
-  stderr, sys.stderr = sys.stderr, open(os.devnull, "w", encoding="utf-8")
-  print(message, file=stderr, flush=True)
   sys.stdout.flush()
+  sys.stderr.flush()
+  terminal = os.dup(sys.stderr.fileno())
+  os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+  os.write(terminal, f"{message}\n".encode(errors="backslashreplace"))
   os._exit(1)
 
 

@@ -188,9 +188,7 @@ class _SharedGrades:
     shares = exchange([dataclasses.astuple(grade) for grade in own])
     grades: list[Any] = [None] * self._size
     for process, share in enumerate(shares):
-      grades[process :: len(shares)] = [
-        Grade(Outcome(outcome), *rest) for outcome, *rest in share
-      ]
+      grades[process :: len(shares)] = [Grade(Outcome(outcome), *rest) for outcome, *rest in share]
     return grades
 
 
