@@ -22,8 +22,8 @@ from rlvr_jax.evaluate.run_files import read_metrics
 from rlvr_jax.rewards import Grade, Outcome
 from rlvr_jax.rollouts.schedules import stages, updates_per_refresh
 from rlvr_jax.train.build import build
-from rlvr_jax.train.checkpoint import WorkdirError, check_config
 from rlvr_jax.train.checks import may_differ
+from rlvr_jax.train.workdir import WorkdirError, check_config
 
 GSM8K = str(tiny.ROOT / "configs" / "gsm8k.py")
 SHARED = os.environ.get("RLVR_SHARED")

@@ -21,7 +21,7 @@ from rlvr_jax.ops.checks import check_between
 from rlvr_jax.rollouts.sampler import generate
 from rlvr_jax.train import sharding
 from rlvr_jax.train.adapters import make_lora
-from rlvr_jax.train.checkpoint import parameter_checksums
+from rlvr_jax.train.checksums import parameter_checksums
 from rlvr_jax.train.geometry import mean_entropy, measure
 from rlvr_jax.train.objective import Method, policy_logprobs
 from rlvr_jax.train.sources import Source, behavior_gap

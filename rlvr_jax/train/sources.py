@@ -23,7 +23,7 @@ from rlvr_jax.ops.logprobs import check_sampling, is_truncated, token_logprobs
 from rlvr_jax.rollouts.recorded import RecordedGroups
 from rlvr_jax.rollouts.store import StoreError
 from rlvr_jax.train import sharding
-from rlvr_jax.train.checkpoint import read_params
+from rlvr_jax.train.checkpoint_files import read_params
 from rlvr_jax.types import Array, Params, Prompts, Sampling
 
 # Mean |Δ log p| in nats per token at temperature 1 that the two ways of computing one

@@ -20,7 +20,7 @@ from rlvr_jax.ops.logprobs import head_logits, token_logprobs
 from rlvr_jax.rollouts.sampler import generate
 from rlvr_jax.train import sharding
 from rlvr_jax.train.accumulate import update_gradient
-from rlvr_jax.train.checkpoint import parameter_checksums
+from rlvr_jax.train.checksums import parameter_checksums
 from rlvr_jax.train.step import initial_state, train_step
 from rlvr_jax.types import Sampling
 
