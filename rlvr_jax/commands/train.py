@@ -8,7 +8,7 @@ from typing import Any
 
 from rlvr_jax.files import DamagedFileError
 from rlvr_jax.rewards.outcome import GradingStoppedError
-from rlvr_jax.rewards.pool import GraderStartError
+from rlvr_jax.rewards.worker_process import GraderStartError
 from rlvr_jax.rollouts.queue import FingerprintError
 from rlvr_jax.rollouts.store import RolloutStore, StoreError, TornShardError
 from rlvr_jax.train import checks, multihost, parameters
