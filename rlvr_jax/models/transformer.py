@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
+from rlvr_jax.models.linear import PRODUCT, dense
 from rlvr_jax.models.rotary import (
   RopeScaling,
   YarnScaling,
@@ -23,7 +22,7 @@ from rlvr_jax.models.rotary import (
   rotate,
 )
 from rlvr_jax.ops.attention import Keys, attention
-from rlvr_jax.types import Array, Head, Params, Prompts
+from rlvr_jax.types import Array, Head, Prompts
 
 _ACTIVATIONS = {
   "silu": jax.nn.silu,
@@ -31,7 +30,6 @@ _ACTIVATIONS = {
   "gelu": lambda x: jax.nn.gelu(x, approximate=False),
 }
 _REMAT = ("none", "dots", "full")
-_PRODUCT = "product"  # of activations and a kernel; of a `LowRank`, the sum and not its terms
 _NO_WINDOW = 2**30
 
 
@@ -109,46 +107,6 @@ class TransformerConfig:
         self.sliding_window is not None or not any(self.sliding_layers),
         "sliding_layers are set but sliding_window is None",
       )
-
-
-class LowRank(NamedTuple):
-  """A kernel beside a change of low rank, W + A·B, whose sum is never formed; see `models.lora`."""
-
-  kernel: Array  # [D, E]
-  a: Array  # [D, R]
-  b: Array  # [R, E]
-
-
-def merged(params: Params) -> Params:
-  """The parameters with every `LowRank` kernel as one array, W + A·B.
-
-  It is at least float32: rounded to fewer bits, small changes would be lost.
-  """
-
-  def leaf(x):
-    if not isinstance(x, LowRank):
-      return x
-    change = jnp.matmul(x.a, x.b, precision=jax.lax.Precision.HIGHEST)
-    return x.kernel.astype(change.dtype) + change
-
-  return jax.tree.map(leaf, params, is_leaf=lambda x: isinstance(x, LowRank))
-
-
-def dense(x: Array, kernel: nnx.Param, bias: nnx.Param | None = None) -> Array:
-  """x @ kernel in x's dtype, over flattened tokens: XLA's CPU backward pass is 3× faster so."""
-  # `value` is deprecated since flax 0.12, which brought `get_value`; [...] is for arrays alone.
-  weights = kernel.get_value() if hasattr(kernel, "get_value") else kernel.value
-  out = _product(x.reshape(-1, x.shape[-1]), weights)
-  out = checkpoint_name(out, _PRODUCT)
-  if bias is not None:
-    out = out + bias[...].astype(x.dtype)
-  return out.reshape(*x.shape[:-1], -1)
-
-
-def _product(x: Array, weights: Array | LowRank) -> Array:
-  if isinstance(weights, LowRank):
-    return _product(x, weights.kernel) + _product(_product(x, weights.a), weights.b)
-  return x @ weights.astype(x.dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -399,7 +357,7 @@ class Transformer(nnx.Module):
     if c.remat == "full":
       body = jax.checkpoint(body)
     elif c.remat == "dots":
-      body = jax.checkpoint(body, policy=jax.checkpoint_policies.save_only_these_names(_PRODUCT))
+      body = jax.checkpoint(body, policy=jax.checkpoint_policies.save_only_these_names(PRODUCT))
     layers = (self.blocks, jnp.asarray(windows), jnp.asarray(sliding))
     return jax.lax.scan(body, x, layers, unroll=min(c.unroll_layers, c.num_layers))[0]
 

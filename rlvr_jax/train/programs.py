@@ -16,7 +16,7 @@ from rlvr_jax import geometry, specs
 from rlvr_jax.data import Tokenizer
 from rlvr_jax.models import lora
 from rlvr_jax.models.functional import Model
-from rlvr_jax.models.transformer import merged
+from rlvr_jax.models.linear import merged
 from rlvr_jax.ops.checks import check_between
 from rlvr_jax.rollouts.sampler import generate
 from rlvr_jax.train import sharding
