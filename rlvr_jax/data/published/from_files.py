@@ -68,6 +68,7 @@ def published(
       records are damaged, an unknown name or template field, sizes out of range, or no problem is
       left.
   """
+  # Over 60 lines: more than half is its arguments and what they mean.
   held_out_dataset, held_out_data_dir = held_out_dataset or dataset, held_out_data_dir or data_dir
   check_size("warm_start_size", warm_start_size)
   check_size("held_out_size", held_out_size)
