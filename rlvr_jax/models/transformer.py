@@ -7,7 +7,7 @@ Everything but attention is per token, so a prompt and its G responses travel as
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -66,47 +66,34 @@ class TransformerConfig:
   unroll_layers: int = 1  # layers per iteration of the layer scan; num_layers unrolls it whole
 
   def __post_init__(self):
-    def require(condition, message):
-      if not condition:
-        raise ValueError(f"TransformerConfig: {message}")
+    if mistake := next(self._mistakes(), None):
+      raise ValueError(f"TransformerConfig: {mistake}")
 
-    require(
-      self.activation in _ACTIVATIONS,
-      f"activation={self.activation!r}; allowed: {sorted(_ACTIVATIONS)}",
-    )
-    require(self.remat in _REMAT, f"remat={self.remat!r}; allowed: {list(_REMAT)}")
+  def _mistakes(self) -> Iterator[str]:
+    if self.activation not in _ACTIVATIONS:
+      yield f"activation={self.activation!r}; allowed: {sorted(_ACTIVATIONS)}"
+    if self.remat not in _REMAT:
+      yield f"remat={self.remat!r}; allowed: {list(_REMAT)}"
     sizes = "vocab_size width num_layers num_heads num_kv_heads head_dim mlp_width unroll_layers"
     for name in sizes.split():
       size = getattr(self, name)
-      whole = isinstance(size, int) and not isinstance(size, bool)
-      require(
-        whole and 1 <= size < 2**31,
-        f"{name}={size!r} must be at least 1, a whole number below 2**31",
-      )
-    require(
-      self.num_heads % self.num_kv_heads == 0,
-      f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}",
-    )
-    require(self.head_dim % 2 == 0, f"head_dim={self.head_dim} must be even for rotary embeddings")
+      if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size < 2**31:
+        yield f"{name}={size!r} must be at least 1, a whole number below 2**31"
+    if self.num_heads % self.num_kv_heads:
+      yield f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
+    if self.head_dim % 2:
+      yield f"head_dim={self.head_dim} must be even for rotary embeddings"
     for name in ("compute_dtype", "param_dtype"):
-      require(
-        getattr(self, name) in ("float32", "bfloat16", "float64"),
-        f"{name}={getattr(self, name)!r}; allowed: 'float32', 'bfloat16', 'float64'",
-      )
+      dtype = getattr(self, name)
+      if dtype not in ("float32", "bfloat16", "float64"):
+        yield f"{name}={dtype!r}; allowed: 'float32', 'bfloat16', 'float64'"
       wide = jnp.dtype(jax.dtypes.canonicalize_dtype("float64")) == jnp.dtype("float64")
-      require(
-        getattr(self, name) != "float64" or wide,
-        f"{name}=float64 needs jax_enable_x64; set the variable JAX_ENABLE_X64=1",
-      )
-    if self.sliding_layers is not None:
-      require(
-        len(self.sliding_layers) == self.num_layers,
-        f"sliding_layers names {len(self.sliding_layers)} layers, num_layers={self.num_layers}",
-      )
-      require(
-        self.sliding_window is not None or not any(self.sliding_layers),
-        "sliding_layers are set but sliding_window is None",
-      )
+      if dtype == "float64" and not wide:
+        yield f"{name}=float64 needs jax_enable_x64; set the variable JAX_ENABLE_X64=1"
+    if self.sliding_layers is not None and len(self.sliding_layers) != self.num_layers:
+      yield f"sliding_layers names {len(self.sliding_layers)} layers, num_layers={self.num_layers}"
+    if self.sliding_window is None and any(self.sliding_layers or ()):
+      yield "sliding_layers are set but sliding_window is None"
 
 
 class RMSNorm(nnx.Module):
