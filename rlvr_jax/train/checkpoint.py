@@ -76,14 +76,6 @@ class Checkpointer:
     """The saved steps, ascending."""
     return sorted(self._manager.all_steps())
 
-  def latest(self) -> int | None:
-    """The last saved step, None without one."""
-    return max(self.steps(), default=None)
-
-  def best(self) -> int | None:
-    """The kept step with the highest `metric`, None where none was saved with one."""
-    return self._policy.best(self.steps())
-
   def save(
     self,
     step: int,
@@ -105,7 +97,7 @@ class Checkpointer:
       host: JSON values (string keys, finite nesting) that restore exactly; data position, counters.
       arrays: nested dicts and lists of NumPy arrays, of a structure that may change from step to
         step (rollouts collected and not yet used); None for nothing.
-      metric: what `best` ranks by, higher is better; None where it was not measured.
+      metric: the step with the highest is kept; None where it was not measured.
       keep_at_or_before: the greatest saved step ≤ this one is kept, too, until a save says
         otherwise; to go back to it later.
     Returns:

@@ -268,7 +268,7 @@ def read_manifest(directory: pathlib.Path) -> dict[str, Any]:
   return sealed["manifest"]
 
 
-# --- orbax's words -----------------------------------------------------------------------------
+# --- orbax's words --------------------------------------------------------------------------------
 
 
 def short(error: BaseException) -> str:

@@ -7,7 +7,7 @@ import json
 import os
 import pathlib
 from collections.abc import Collection, Iterator
-from typing import Any, Self
+from typing import Any
 
 from rlvr_jax.files import replacing
 
@@ -24,7 +24,7 @@ class WorkdirError(RuntimeError):
 
 
 class WorkdirLock:
-  """Holds a workdir for one process, as a context manager; the kernel frees it when we die.
+  """Holds a workdir for one process until `close`; the kernel frees it when we die.
 
   Create the lock in one process per run (on several hosts: the first) and keep it until the end.
   """
@@ -53,12 +53,6 @@ class WorkdirLock:
   def close(self) -> None:
     """Frees the workdir."""
     self._file.close()
-
-  def __enter__(self) -> Self:
-    return self
-
-  def __exit__(self, *_: object) -> None:
-    self.close()
 
 
 def check_config(

@@ -238,7 +238,7 @@ def test_going_back_leaves_no_later_checkpoint(staged, parts, tmp_path):
     RolloutStore(workdir / "rollouts", writable=True) as store,
   ):
     assert saved.steps()[-2:] == [4, 6]
-    assert restore.resumable(saved, parts, store).step == saved.latest() == 4
+    assert restore.resumable(saved, parts, store).step == saved.steps()[-1] == 4
 
 
 @pytest.mark.parametrize("damaged", [4, 6])
@@ -359,7 +359,7 @@ def test_a_generator_that_stalls_or_dies_ends_the_run_with_everything_saved(trai
     made.run(Termination())
   assert time.monotonic() - began < 30
   made.checkpointer.wait()
-  assert made.step == made.checkpointer.latest() == 2
+  assert made.step == made.checkpointer.steps()[-1] == 2
   with pytest.raises(runs.GeneratorStoppedError, match=r"died.*host is gone"):
     made.collect()
 

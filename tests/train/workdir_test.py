@@ -1,3 +1,4 @@
+import contextlib
 import json
 import subprocess
 import sys
@@ -24,7 +25,7 @@ def test_a_workdir_is_held_by_one_process(tmp_path):
     WorkdirLock(tmp_path / "run")
   process.kill()
   process.communicate()
-  with WorkdirLock(tmp_path / "run"):  # the kernel freed it
+  with contextlib.closing(WorkdirLock(tmp_path / "run")):  # the kernel freed it
     with pytest.raises(WorkdirError):
       WorkdirLock(tmp_path / "run")
   WorkdirLock(tmp_path / "run").close()
