@@ -1,9 +1,9 @@
-"""The text side of a run: tokenizer, problems that fit, and the graders of its completions."""
+"""What grades a run's completions: graders, the pool of their processes, and outcomes' rewards."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,18 +12,9 @@ from absl import logging
 
 from rlvr_jax.codejudge import cgroups
 from rlvr_jax.codejudge.sandbox import ACCEPTED, UNSANDBOXED
-from rlvr_jax.data import (
-  ByteTokenizer,
-  Problem,
-  ProblemSource,
-  Task,
-  Tokenizer,
-  encode_prompts,
-  encode_solutions,
-)
-from rlvr_jax.data.huggingface_tokenizer import HuggingFaceTokenizer
-from rlvr_jax.models.huggingface_config import longest_text
-from rlvr_jax.ops.checks import check_between, check_choice
+from rlvr_jax.data import Problem, ProblemSource, Task
+from rlvr_jax.data.task_utils import BY_REFERENCE
+from rlvr_jax.ops.checks import check_between
 from rlvr_jax.rewards.combined import weighted_reference
 from rlvr_jax.rewards.outcome import OutcomePolicy, outcome_policy
 from rlvr_jax.rewards.pool import GraderPool, default_workers
@@ -32,138 +23,7 @@ from rlvr_jax.train import multihost, sharding
 from rlvr_jax.train.host import alive
 
 WEIGHTED = "rlvr_jax.rewards.combined:weighted"
-BY_REFERENCE = "rlvr_jax.rewards.combined:by_reference"
 _GRADERS_SHOW_IN = 100  # problems of a source, whose references name the graders of them all
-_MOST_MEASURED = 1_000_000  # problems whose length may have to be known before a run begins
-
-
-def make_tokenizer(config: ml_collections.ConfigDict) -> Tokenizer:
-  """The tokenizer that `config.tokenizer` names.
-
-  Raises:
-    ValueError: it is not there, or has no chat template where one is asked for.
-  """
-  settings, name = config.prompts, config.tokenizer
-  check_choice("config.prompts", "format", settings.format, ("plain", "chat"))
-  if name == "bytes":
-    for field, plain in (("format", "plain"), ("system", ""), ("template", "")):
-      if settings[field] != plain:
-        raise ValueError(
-          f"config.prompts.{field} = {settings[field]!r} needs a chat template, which"
-          f" config.tokenizer = 'bytes' has not; set it to {plain!r}, or choose another tokenizer"
-        )
-    return ByteTokenizer()
-  if name == "checkpoint" and not config.model.checkpoint:
-    raise ValueError(
-      "config.tokenizer = 'checkpoint', but config.model.checkpoint is empty; set it to a folder"
-      " of Hugging Face's layout, or config.tokenizer = 'bytes'"
-    )
-  try:
-    return HuggingFaceTokenizer(
-      config.model.checkpoint if name == "checkpoint" else name,
-      prompt_format=settings.format,
-      system_prompt=settings.system,
-      chat_template=settings.template,
-    )
-  except (ImportError, OSError, ValueError) as error:
-    raise ValueError(
-      f"config.tokenizer = {name!r} is none of 'bytes', 'checkpoint' and the folder of a tokenizer"
-      f" that can be used with config.prompts = {settings.to_dict()}: {error}"
-    ) from error
-
-
-def warn_of_long_texts(config: ml_collections.ConfigDict) -> None:
-  """Says it where prompts and responses may be longer than what the checkpoint was made for."""
-  longest = longest_text(config.model.checkpoint) if config.model.checkpoint else None
-  wanted = config.max_prompt_length + config.max_response_length
-  if longest is not None and wanted > longest:
-    logging.warning(
-      "config.model.checkpoint = %r was made for %d tokens (max_position_embeddings), but"
-      " config.max_prompt_length + config.max_response_length = %d. Lower them, or have its"
-      " config.json say otherwise, with the rotary settings to go with it",
-      config.model.checkpoint,
-      longest,
-      wanted,
-    )
-
-
-# --- problems -------------------------------------------------------------------------------------
-
-
-class _Chosen:
-  """Some problems of a source, by their indices."""
-
-  def __init__(self, source: ProblemSource, indices: Sequence[int]):
-    self._source, self._indices = source, indices
-
-  def __len__(self) -> int:
-    return len(self._indices)
-
-  def __getitem__(self, index: int) -> Problem:
-    return self._source[self._indices[index]]
-
-
-def fitting(config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer) -> Task:
-  """The task without training prompts beyond the limit, if the configuration says to drop them.
-
-  Held-out problems are never dropped: a benchmark is all of it.
-
-  Raises:
-    ValueError: a prompt or a worked solution is too long and is not to be dropped, or none fits.
-      Of training problems that may be dropped by nobody, the first ones stand for all: they may be
-      generated when drawn.
-  """
-  choice, limit = config.prompts.too_long, config.max_prompt_length
-  check_choice("config.prompts", "too_long", choice, ("error", "drop"))
-  if choice == "drop":
-    fits = lambda problem: 0 < len(tokenizer.encode_prompt(problem.question)) <= limit
-    kept = lambda name: _kept(name, getattr(task, name), fits, limit)
-    task = dataclasses.replace(task, train=kept("train"), warm_start=kept("warm_start"))
-  encode_prompts(_all(task.held_out), tokenizer, limit)
-  encode_prompts(_first(task.train, 100), tokenizer, limit)
-  if config.warm_start.num_steps:
-    if not len(task.warm_start):
-      raise ValueError(
-        "config.warm_start.num_steps > 0 but the task has no worked solutions; set the task's"
-        " warm_start_size, or config.warm_start.num_steps = 0"
-      )
-    encode_prompts(_all(task.warm_start), tokenizer, limit)
-    encode_solutions(_all(task.warm_start), tokenizer, config.max_response_length)
-  return task
-
-
-def _all(source: ProblemSource) -> list[Problem]:
-  return [source[index] for index in range(len(source))]
-
-
-def _first(source: ProblemSource, count: int) -> list[Problem]:
-  return [source[index] for index in range(min(len(source), count))]
-
-
-def _kept(
-  name: str, source: ProblemSource, fits: Callable[[Problem], bool], limit: int
-) -> ProblemSource:
-  if len(source) > _MOST_MEASURED:
-    raise ValueError(
-      f"config.prompts.too_long = 'drop' would have to measure {len(source)} problems of {name}"
-      f" before the run; at most {_MOST_MEASURED} are; set it to 'error'"
-    )
-  indices = [index for index in range(len(source)) if fits(source[index])]
-  if len(source) and not indices:
-    raise ValueError(
-      f"none of the {len(source)} prompts of {name} has at most config.max_prompt_length = {limit}"
-      " tokens; raise it"
-    )
-  if len(indices) < len(source):
-    logging.info(
-      "%d of %d problems of %s are left out: their prompts have more than %d tokens",
-      len(source) - len(indices), len(source), name, limit,
-    )  # fmt: skip
-    return _Chosen(source, indices)
-  return source
-
-
-# --- graders --------------------------------------------------------------------------------------
 
 
 class _Regraded:
@@ -282,7 +142,7 @@ def grader_pool(config: ml_collections.ConfigDict, task: Task) -> GraderPool:
   settings = config.grading
   said = settings.unsandboxed_code
   sources = (task.train, task.held_out)
-  some = [problem for source in sources for problem in _first(source, _GRADERS_SHOW_IN)]
+  some = [s[index] for s in sources for index in range(min(len(s), _GRADERS_SHOW_IN))]
   inner = [path for problem in some for path in _graders_in(problem.reference)]
   if _CODE in (task.grader, *inner) and (reason := cgroups.why_none()):
     logging.warning(
