@@ -16,13 +16,14 @@ from rlvr_jax.data import Problem, ProblemSource, Task
 from rlvr_jax.data.task_utils import BY_REFERENCE
 from rlvr_jax.ops.checks import check_between
 from rlvr_jax.rewards.combined import weighted_reference
+from rlvr_jax.rewards.loading import checked_grader
 from rlvr_jax.rewards.outcome import OutcomePolicy, outcome_policy
 from rlvr_jax.rewards.pool import GraderPool, default_workers
 from rlvr_jax.rollouts.collect import Collector
 from rlvr_jax.train import multihost, sharding
 from rlvr_jax.train.host import alive
 
-WEIGHTED = "rlvr_jax.rewards.combined:weighted"
+WEIGHTED, _CODE = "weighted", "code"  # by name
 _GRADERS_SHOW_IN = 100  # problems of a source, whose references name the graders of them all
 
 
@@ -47,11 +48,11 @@ class _Graders(NamedTuple):
   extra: tuple[tuple[str, float], ...] = ()
 
   @property
-  def path(self) -> str:
+  def grader(self) -> str:
     return WEIGHTED if self.extra else self.main
 
   def reference(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the grader at `path` gets in place of the task's reference."""
+    """What `grader` gets in place of the task's reference."""
     # A task's own wrapping, if it is a mixture, is for the grader that asked for it.
     reference = given if self.main == BY_REFERENCE else _unwrapped(given)
     if self.extra:
@@ -63,9 +64,9 @@ class _Graders(NamedTuple):
   def named(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
     """The same, for a pool whose grader is `BY_REFERENCE`."""
     reference = self.reference(given)
-    if self.path == BY_REFERENCE:
+    if self.grader == BY_REFERENCE:
       return reference
-    return {"grader": self.path, "reference": reference}
+    return {"grader": self.grader, "reference": reference}
 
 
 def _unwrapped(reference: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -80,7 +81,8 @@ def with_graders(config: ml_collections.ConfigDict, task: Task) -> Task:
   Where the two differ the references name them, so that one pool serves both.
 
   Raises:
-    ValueError: an import path or a weight that is none.
+    ValueError: an unknown grader, hyper-parameters that it does not take, or a weight that is
+      none. What a module of the user's own lacks is for the pool to say, which imports it.
   """
   said = config.grading.unsandboxed_code
   if said not in ("", ACCEPTED):
@@ -88,49 +90,42 @@ def with_graders(config: ml_collections.ConfigDict, task: Task) -> Task:
       f"config.grading.unsandboxed_code = {said!r}: leave it empty, or say {ACCEPTED!r} to have"
       " generated programs run without a sandbox"
     )
-  for field in ("grading", "evaluation"):
-    check_grader(f"config.{field}.grader", config[field].grader or task.grader)
-  extra = tuple(_checked(pair) for pair in config.grading.extra)
-  training = _Graders(config.grading.grader or task.grader, extra)
-  held_out = _Graders(config.evaluation.grader or task.grader)
-  if training == held_out == _Graders(task.grader):
+  own = _checked(f"grader of the task {task.name}", task.grader)
+  extra = tuple(_weighted(pair) for pair in config.grading.extra)
+  training = _Graders(_said(config, "grading") or own, extra)
+  held_out = _Graders(_said(config, "evaluation") or own)
+  if training == held_out == _Graders(own):
     return task
   alike = training == held_out
   change = lambda graders: graders.reference if alike else graders.named
   return dataclasses.replace(
     task,
-    grader=training.path if alike else BY_REFERENCE,
+    grader=training.grader if alike else BY_REFERENCE,
     train=_Regraded(task.train, change(training)),
     warm_start=_Regraded(task.warm_start, change(training)),
     held_out=_Regraded(task.held_out, change(held_out)),
   )
 
 
-def _checked(pair) -> tuple[str, float]:
+def _checked(field: str, text: str) -> str:
+  """A grader's string, the same for all ways to write it."""
+  return str(checked_grader(field, text))
+
+
+def _said(config: ml_collections.ConfigDict, phase: str) -> str:
+  text = config[phase].grader
+  return _checked(f"config.{phase}.grader", text) if text else ""
+
+
+def _weighted(pair: Any) -> tuple[str, float]:
+  field = "config.grading.extra"
   try:
-    path, weight = pair
+    text, weight = pair
     weight = float(weight)
   except (TypeError, ValueError) as error:
-    raise ValueError(
-      f"config.grading.extra has {pair!r}, expected pairs such as"
-      " ('rlvr_jax.rewards.formats:boxed', 0.1)"
-    ) from error
-  check_grader("config.grading.extra", str(path))
-  check_between("config.grading.extra", str(path), weight)
-  return str(path), weight
-
-
-def check_grader(field: str, path: str) -> None:
-  """Raises unless the path has the form of a grader's."""
-  module, colon, function = path.partition(":")
-  if not (module and colon and function):
-    raise ValueError(
-      f"{field} names {path!r}, expected 'package.module:function', such as"
-      " 'rlvr_jax.rewards.mathematics:mathematics'"
-    )
-
-
-_CODE = "rlvr_jax.rewards.code:code"
+    raise ValueError(f"{field} has {pair!r}, expected pairs such as ('boxed', 0.1)") from error
+  check_between(field, str(text), weight)
+  return _checked(field, text), weight
 
 
 def grader_pool(config: ml_collections.ConfigDict, task: Task) -> GraderPool:
@@ -143,8 +138,9 @@ def grader_pool(config: ml_collections.ConfigDict, task: Task) -> GraderPool:
   said = settings.unsandboxed_code
   sources = (task.train, task.held_out)
   some = [s[index] for s in sources for index in range(min(len(s), _GRADERS_SHOW_IN))]
-  inner = [path for problem in some for path in _graders_in(problem.reference)]
-  if _CODE in (task.grader, *inner) and (reason := cgroups.why_none()):
+  inner = [text for problem in some for text in _graders_in(problem.reference)]
+  names = {checked_grader("grader", text).name for text in (task.grader, *inner)}
+  if _CODE in names and (reason := cgroups.why_none()):
     logging.warning(
       "no control group is to be had for generated programs (%s): what memory and processor time"
       " they take is only polled. For limits by the kernel start the run where cgroup v2 is"
@@ -166,7 +162,7 @@ def _graders_in(reference: Mapping[str, Any]) -> list[str]:
   """The graders that a reference names, of a combined grader's parts or of a mixture's."""
   found = [str(reference["grader"])] if reference.keys() >= {"grader", "reference"} else []
   parts = [*reference.get("parts", ()), *([reference["reference"]] if found else ())]
-  return found + [path for part in parts for path in _graders_in(part)]
+  return found + [text for part in parts for text in _graders_in(part)]
 
 
 def make_outcome_policy(config: ml_collections.ConfigDict) -> OutcomePolicy:

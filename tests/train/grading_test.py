@@ -19,8 +19,8 @@ from rlvr_jax.train.grading import (
 )
 from rlvr_jax.types import Rollouts
 
-GSM8K = "rlvr_jax.rewards.graders:gsm8k"
-THINK = "rlvr_jax.rewards.formats:think_answer"
+GSM8K = "gsm8k"
+THINK = "think_answer"
 DIGITS = "rewards.user_graders:digits"
 
 
@@ -124,7 +124,7 @@ def test_a_thought_that_the_prompt_opens_is_no_answer():
 
 def test_a_run_with_generated_programs_is_told_that_no_control_group_limits_them(caplog):
   reference = {"style": "asserts", "tests": ["assert f() == 7"]}
-  wrapped = {"grader": "rlvr_jax.rewards.code:code", "reference": reference}
+  wrapped = {"grader": "code", "reference": reference}
   for grader, given in ((GSM8K, {"answer": "7"}), (BY_REFERENCE, wrapped)):
     assert "control group" not in caplog.text
     with caplog.at_level(logging.WARNING):
