@@ -28,7 +28,7 @@ ALLOWED = {
   "models": {"types", "ops", "files"},
   "data": LEAVES,
   "codejudge": set(),
-  "rewards": {"codejudge"},
+  "rewards": {"specs", "codejudge"},
   "rollouts": {"types", "ops", "files", "data", "rewards"},
   "train.step": {"types", "ops"},
   "evaluate": BELOW_THE_LOOP,

@@ -102,7 +102,7 @@ def reasoning_gym(
     train=Drawn(draws(train_seed, train_size), held_out_questions),
     warm_start=Chosen.of(warm_start),
     held_out=Chosen.of(held_out),
-    grader="rlvr_jax.rewards.graders:reasoning_gym",
+    grader="reasoning_gym",
   )
   return warn_of_common_answer(task)
 

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from rlvr_jax.rewards.loading import checked_grader
 from rlvr_jax.rewards.outcome import Grade
 from rlvr_jax.rewards.worker_process import KILL_WAIT_S, MAX_LONGER_S, WorkerProcess, request
 
@@ -80,18 +81,18 @@ class GraderPool:
   wait for it to load its grader. It stays ready where that item ends in time after all.
 
   Args:
-    grader: import path "package.module:function" of `grade(completion, reference) -> Grade`.
+    grader: string of a grader, "name(keyword=value)" or "my_module:function"; see `by_name`.
     num_workers: processes.
     timeout_s: wall-clock limit per item, seconds; on top of it comes what a grader announces that
       ends its work by itself (`deadlines`), as that of programs does.
     startup_timeout_s: limit for a worker to start and load the grader, seconds.
     memory_mib: limit on each worker's address space, MiB; None for no limit.
     environment: variables added to the workers' environment.
-    preload: import paths of further graders that each worker loads and tests at its start: those
+    preload: strings of further graders that each worker loads and tests at its start: those
       that only references name (see `combined`), which else do so in an item's time.
     on_grade: called by a thread of the pool at every grade: a sign that grading goes on.
   Raises:
-    ValueError: an argument out of range, or an environment that is not text.
+    ValueError: an argument out of range, an unknown grader, or an environment that is not text.
     GraderStartError: the grader cannot be loaded, or its self-test fails.
   """
 
@@ -109,8 +110,8 @@ class GraderPool:
   ):
     _check_arguments(num_workers, timeout_s, startup_timeout_s, memory_mib)
     _check_environment(environment)
-    for path in (grader, *preload):
-      _check_path(path)
+    for text in (grader, *preload):
+      checked_grader("grader", text)
     self._settings = {
       "grader": grader, "timeout_s": timeout_s, "memory_mib": memory_mib, "preload": [*preload],
     }  # fmt: skip
@@ -265,15 +266,6 @@ class GraderPool:
     if item.future.done():
       with self._changed:
         self._in_progress.discard(item.future)
-
-
-def _check_path(grader: str) -> None:
-  module, colon, function = grader.partition(":")
-  if not (module and colon and function):
-    raise ValueError(
-      f"grader is {grader!r}, expected an import path 'package.module:function', such as "
-      "'rlvr_jax.rewards.graders:gsm8k'"
-    )
 
 
 def _check_environment(environment: Mapping[str, str]) -> None:

@@ -93,8 +93,8 @@ class WorkerProcess:
     if problem is not None:
       self.close()
       raise GraderStartError(
-        f"the grading worker for {self._grader!r} did not start: {problem}. The grader is given as "
-        "'package.module:function', importable with this process's sys.path."
+        f"the grading worker for {self._grader!r} did not start: {problem}. One of your own is"
+        " named 'my_module:function', importable with this process's sys.path."
       )
 
   def grades(

@@ -19,10 +19,10 @@ from rlvr_jax.rollouts import queue, schedules
 from rlvr_jax.rollouts.store import RolloutStore, TornShardError
 from rlvr_jax.train import build as building
 from rlvr_jax.train import loop, parameters, restore
+from rlvr_jax.train.behavior_sources import Source, recorded_groups
 from rlvr_jax.train.generator import AgreementError
 from rlvr_jax.train.host import Termination
 from rlvr_jax.train.metrics import stage_summary
-from rlvr_jax.train.sources import Source, recorded_groups
 from rlvr_jax.types import Sampling
 
 UPDATES = 8
