@@ -1,1 +1,1 @@
-"""The recipes of four papers at their own size, over one base that is no recipe of its own."""
+"""The settings of four papers at their own size, and the base that they start from."""

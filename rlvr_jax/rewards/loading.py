@@ -49,8 +49,8 @@ def load_tested(text: str) -> Grader:
   """The grader that a string names, after its self-test, whose exceptions pass through.
 
   Raises:
-    ValueError: as `checked_grader`; and a module or function that is not there, or no plain
-      function of (completion, reference) and the hyper-parameters given.
+    ValueError: as `checked_grader`; and a module or function that is not there, or is not a
+      plain function of (completion, reference) and the hyper-parameters given.
   """
   spec = checked_grader("grader", text)
   function = _function(f"grader = {text!r}", spec)

@@ -82,7 +82,7 @@ def with_graders(config: ml_collections.ConfigDict, task: Task) -> Task:
 
   Raises:
     ValueError: an unknown grader, hyper-parameters that it does not take, or a weight that is
-      none. What a module of the user's own lacks is for the pool to say, which imports it.
+      not a number. A module of the user's own is checked by the pool, whose workers import it.
   """
   said = config.grading.unsandboxed_code
   if said not in ("", ACCEPTED):

@@ -93,6 +93,47 @@ def test_a_grader_that_only_references_name_is_tried_at_the_start(grader, refere
     grader_pool(config, with_graders(config, task(grader, reference)))
 
 
+OWN_TASK = """
+from rlvr_jax.data import Problem, Task
+
+def letters(*, size, letter="e"):
+  problems = [Problem(f"{i}", letter, f"{i % 7}{letter}", {"letter": letter}) for i in range(size)]
+  return Task("letters", problems[4:], (), problems[:4], grader="own_share:share(each=0.25)")
+"""
+OWN_GRADER = """
+def share(completion, reference, *, each):
+  return each * completion.count(reference["letter"])
+"""
+
+
+def test_a_task_with_its_grader_needs_files_of_the_user_s_alone(tmp_path, monkeypatch):
+  (tmp_path / "own_letters.py").write_text(OWN_TASK)
+  (tmp_path / "own_share.py").write_text(OWN_GRADER)
+  monkeypatch.chdir(tmp_path)
+  config = tiny.config(task__name="own_letters:letters", warm_start__num_steps=0)
+  config.task.kwargs = dict(size=12, letter="o")
+  parts = build(config)
+  with grader_pool(config, parts.task) as pool:
+    grades = pool.grade(["foo", "oooo"], [parts.task.train[0].reference] * 2)
+  assert [(grade.outcome, grade.score) for grade in grades] == [("wrong", 0.5), ("correct", 1.0)]
+
+
+def test_hyper_parameters_of_the_graders_of_a_phase():
+  fields = dict(grading__grader=DIGITS, evaluation__grader="pattern(regex='^7$')")
+  config = tiny.config(**fields, grading__extra=(("pattern(regex='8')", 2.0),))
+  graded = with_graders(config, task(GSM8K, {"answer": "7"}))
+  with grader_pool(config, graded) as pool:
+    references = [graded.train[0].reference, graded.held_out[0].reference]
+    scores = [[grade.score for grade in pool.grade([text] * 2, references)] for text in "78"]
+  assert scores == [[0.5, 1.0], [2.5, 0.0]]
+
+
+@pytest.mark.parametrize("text", ["gsm8k()", " gsm8k "])
+def test_the_task_s_own_grader_in_other_words_changes_nothing(text):
+  own = task(GSM8K, {"answer": "7"})
+  assert with_graders(tiny.config(grading__grader=text, evaluation__grader=text), own) is own
+
+
 def test_a_thought_that_the_prompt_opens_is_no_answer():
   """Whichever graders there are: extra ones, and those of a mixture, get the same text."""
   config = tiny.config(
