@@ -17,8 +17,8 @@ from scipy import special
 
 from rlvr_jax.evaluate.run_files import read_metrics
 
-# The recipes of methods: those that name a card and are not of a published model's size. GRPO is the
-# first; the others are compared with it.
+# The recipes of methods: those that name a card and are not of a published model's size. GRPO comes
+# first: the others are compared with it.
 RECIPES = sorted(
   (
     path.stem
