@@ -56,8 +56,13 @@ def _coefficients(name, batch, **hyper):
 
 
 def test_every_estimator_has_an_oracle_and_masses():
-  assert {*ESTIMATORS, "fade"} == set(advantages.__all__)
-  assert {*MASSES, "fade", "opo"} == set(advantages.__all__)
+  """FADE has a state, and tests of its own."""
+  expected = set(advantages.__all__) - {"fade"}
+  remedy = "in tests/oracles/advantage_oracles.py, for these names:"
+  different = expected ^ set(ESTIMATORS)
+  assert not different, f"write the formula in plain Python under ESTIMATORS {remedy} {different}"
+  different = expected ^ set(MASSES)
+  assert not different, f"write the gradient masses, or None, under MASSES {remedy} {different}"
 
 
 @pytest.mark.parametrize("name, hyper", VARIANTS, ids=str)
@@ -76,8 +81,8 @@ def test_coefficients_equal_the_oracle(name, hyper):
 @pytest.mark.parametrize("name, hyper", VARIANTS, ids=str)
 def test_masses_approach_the_infinite_group(name, hyper):
   """G = 4096: within 4 standard errors and 10/G of the table."""
-  if name == "opo":
-    pytest.skip("its masses depend on the lengths")
+  if MASSES[name] is None:
+    pytest.skip("its masses depend on more than the solve rate")
   size, groups = 4096, 64
   # Not at p = −δV = 0.1, the kink of asymmetric_reinforce, where the error falls as 1/√G.
   for p in (0.15, 0.5, 0.9):
