@@ -184,7 +184,7 @@ def test_what_is_masked_changes_neither_value_nor_gradient(name):
 @each_loss
 @remedy(
   "what depends on other prompts belongs in Loss.statistics, computed once per global batch and"
-  " given to per_token (see losses/p3o.py); metrics state their reduction (Mean, Max, … of types.py)"
+  " given to per_token (see losses/p3o.py); metrics carry a reduction (Mean, Max, … of types.py)"
 )
 def test_micro_batches_with_the_batch_s_statistics_equal_one_batch(name):
   with jax.enable_x64(True):

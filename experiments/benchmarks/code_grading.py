@@ -5,10 +5,11 @@
 
 FOLDER holds mbpp/mbpp.jsonl and humaneval/HumanEval.jsonl.gz as published. With the default limits
 every reference has to be graded correct and every corrupted copy wrong: the program ends with an
-error otherwise. Rates are of the pool with so many workers, from hand-over to the last grade, divided by
-the cores they can use. The table is printed and written to results/code_grading.md, its numbers to
-the .json beside. The load is the mean number of processes that ran or waited in the minute before
-the start: where it is not near 0, others took some of the cores, and rates are too low.
+error otherwise. Rates are of the pool with so many workers, from submission to the last grade,
+divided by the cores they can use. The table is printed and written to results/code_grading.md, its
+numbers to the .json beside. The load is the mean number of processes that ran or waited in the
+minute before the start: where it is not near 0, others took some of the cores, and rates are too
+low.
 """
 
 from __future__ import annotations

@@ -90,6 +90,14 @@ ESTIMATORS = {
   ],
 }
 
+# Those that do not compare the rollouts of a group: a constant one is not zero, one is enough.
+WITHOUT_GROUP = (
+  "asymmetric_reinforce",
+  "reinforce",
+  "reinforce_signed",
+  "weighted_reinforce",
+)
+
 
 def _same(mass):
   return mass, mass
