@@ -4,8 +4,12 @@ A recipe starts from `base.get_config()` and states only its difference. `python
 --config=configs/base.py` alone is GRPO on two-number sums.
 """
 
+import dataclasses
+
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
+
+from rlvr_jax.types import Sampling
 
 
 def get_config() -> ConfigDict:
@@ -85,7 +89,7 @@ def get_config() -> ConfigDict:
     buffer=0,  # tokens before the limit over which the reward falls by up to 1; 0: off
     filter=False,  # leave responses without a stop token out of the loss
   )
-  c.sampling = dict(temperature=1.0, top_k=0, top_p=1.0)  # of the behaviour policy; 0, 1.0: off
+  c.sampling = dataclasses.asdict(Sampling())  # of the behavior policy: rlvr_jax/types.py
   c.allow_truncated_behavior = False  # train although top-k or top-p bias the ratio
   c.policy_temperature = 1.0  # of the target policy
 
@@ -130,7 +134,7 @@ def get_config() -> ConfigDict:
     num_samples=4,  # per problem
     ks=(1, 4),  # of pass@k
     batch_prompts=64,  # problems generated for at once
-    sampling=dict(temperature=1.0, top_k=0, top_p=1.0),
+    sampling=dataclasses.asdict(Sampling()),
     seed=12345,
     grader="",  # of held-out problems, a component such as "mathematics"; "": the task's own
   )
