@@ -13,6 +13,7 @@ from rlvr_jax.types import Sampling
 
 
 def get_config() -> ConfigDict:
+  # Over 60 lines: it is the table of all fields.
   c = ConfigDict()
   c.seed = 0  # of parameters, data order and sampling
   c.num_updates = 200  # of the policy, in all
@@ -135,15 +136,15 @@ def get_config() -> ConfigDict:
     batch_prompts=64,  # problems generated for at once
     sampling=dataclasses.asdict(Sampling()),
     seed=12345,
-    grader="",  # import path "package.module:function", of held-out problems; "": the task's own
+    grader="",  # of held-out problems, a component such as "mathematics"; "": the task's own
   )
   c.grading = dict(
     num_workers=0,  # processes; 0: one for each core, at most 32
     timeout_s=5.0,  # per completion, wall-clock
     memory_mib=2048,  # address space of a worker
     grader="",  # the same, of the training rewards alone
-    # Pairs (import path, weight): graders whose scores are added to the training rewards. For
-    # wrong answers too, set outcomes.wrong and .unparseable to "score".
+    # Pairs (grader, weight), such as ("boxed", 0.1): their scores are added to the training
+    # rewards. For wrong answers too, set outcomes.wrong and .unparseable to "score".
     extra=(),
     unsandboxed_code="",  # what has to be said here, the refusal of a missing sandbox tells
     # outcome → reward, as text: a number, "score" (the grader's), "mask" (out of the loss), "stop"

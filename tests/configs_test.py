@@ -15,7 +15,11 @@ from rlvr_jax.models.presets import model_settings
 from rlvr_jax.train.build import build
 
 ROOT = pathlib.Path(__file__).parents[1]
-NAMES = sorted(path.stem for path in (ROOT / "configs").glob("[!_]*.py"))
+FOLDER = ROOT / "configs"
+# Below rlvr_jax.configs, such as "grpo" and "full_size.base".
+NAMES = sorted(
+  ".".join(path.relative_to(FOLDER).with_suffix("").parts) for path in FOLDER.rglob("[!_]*.py")
+)
 CARDS = ROOT / "docs" / "methods"
 
 LONGEST_CARD = 60  # lines
@@ -51,7 +55,7 @@ def _changes(name):
 
 
 def _is_full_size(name):
-  return name == "full_size" or hasattr(_module(name), "full_size")
+  return name.startswith("full_size.")
 
 
 def _with_sample_data(config, folder):
@@ -81,7 +85,7 @@ def test_builds_with_locked_fields(name, tmp_path):
 
 @each_config
 def test_docstring_has_the_command(name):
-  assert f"--config=configs/{name}.py" in _module(name).__doc__
+  assert f"--config=configs/{name.replace('.', '/')}.py" in _module(name).__doc__
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "base"])

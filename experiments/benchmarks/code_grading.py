@@ -38,7 +38,7 @@ _SAMPLE = flags.DEFINE_integer("sample", None, "Of each set; default all.", lowe
 _FOLDER = flags.DEFINE_string(
   "results_folder", str(pathlib.Path(__file__).parent / "results"), "Of the table."
 )
-GRADER = "rlvr_jax.rewards.code:code"
+GRADER = "code"
 
 _WRONG = """
 

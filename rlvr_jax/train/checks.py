@@ -16,9 +16,9 @@ from rlvr_jax.ops.logprobs import check_sampling, is_truncated
 from rlvr_jax.rewards.outcome import OutcomePolicy
 from rlvr_jax.rollouts import schedules
 from rlvr_jax.train import learning_rate, optimizer, sharding
+from rlvr_jax.train.behavior_sources import Source
 from rlvr_jax.train.objective import Method
 from rlvr_jax.train.programs import abstract_batch, make_measure
-from rlvr_jax.train.sources import Source
 from rlvr_jax.train.step import train_step
 from rlvr_jax.types import Params, Sampling, TrainState
 
