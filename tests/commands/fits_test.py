@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import pathlib
 import re
 
 import jax
@@ -14,13 +15,14 @@ from rlvr_jax.commands import fits
 from rlvr_jax.train import sharding
 from rlvr_jax.train.programs import abstract_batch
 
-RECIPES = ("salt_qwen25_math_7b", "p3o_qwen3_4b", "fade_qwen25_7b", "mu_grpo_r1_distill_7b")
 PARAMETERS = {  # of the published models, from their own index files
   "salt_qwen25_math_7b": 7_615_616_512,
   "p3o_qwen3_4b": 4_022_468_096,
   "fade_qwen25_7b": 7_615_616_512,
   "mu_grpo_r1_distill_7b": 7_615_616_512,
 }
+FOLDER = pathlib.Path(__file__).parents[2] / "configs" / "full_size"
+RECIPES = sorted({path.stem for path in FOLDER.glob("*.py")} - {"__init__", "base"})
 
 
 def shapes(name, **mesh):
