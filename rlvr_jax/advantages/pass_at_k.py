@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from rlvr_jax.advantages.base import Advantage, as_group, group_mean, stateless, zero_if_constant
 from rlvr_jax.advantages.power import power_asym_advantages
-from rlvr_jax.ops.checks import check_choice, check_whole
+from rlvr_jax.ops.checks import check_choice, check_integer
 from rlvr_jax.ops.masked import upcast
 from rlvr_jax.types import Array, TrainBatch
 
@@ -53,7 +53,7 @@ def pass_at_k(*, k: int = 4, form: str = "unbiased") -> Advantage:
     form: "unbiased", or "plug_in": k(1−r̄)^(k−1)·(r − r̄).
   """
   check_choice("pass_at_k", "form", form, ("unbiased", "plug_in"))
-  check_whole("pass_at_k", "k", k, low=1)
+  check_integer("pass_at_k", "k", k, low=1)
 
   def unbiased(batch: TrainBatch) -> Array:
     return pass_at_k_advantages(batch.rewards, batch.correct, k=k)

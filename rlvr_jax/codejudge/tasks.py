@@ -57,7 +57,7 @@ def check(tests: Mapping[str, Any]) -> None:
       f"time_limit_s is {seconds!r}, must be a positive number of seconds ≤ {MAX_TIME_LIMIT_S:g}"
     )
   if memory is not None and not (isinstance(memory, int) and memory >= LEAST_MEMORY_MIB):
-    raise ValueError(f"memory_mib is {memory!r}, must be a whole number ≥ {LEAST_MEMORY_MIB}")
+    raise ValueError(f"memory_mib is {memory!r}, must be an integer ≥ {LEAST_MEMORY_MIB}")
 
 
 @functools.lru_cache(maxsize=1024)

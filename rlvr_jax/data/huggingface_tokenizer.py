@@ -266,7 +266,7 @@ def _read_eos_ids(path: pathlib.Path) -> list[int]:
   ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
   ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
   if not all(type(i) is int for i in ids):
-    raise ValueError(f"eos_token_id in {path} is {ids}, expected whole numbers")
+    raise ValueError(f"eos_token_id in {path} is {ids}, expected integers")
   return ids
 
 

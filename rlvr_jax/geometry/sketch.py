@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from rlvr_jax.geometry.base import GramContext, GramFn
-from rlvr_jax.ops.checks import check_whole
+from rlvr_jax.ops.checks import check_integer
 from rlvr_jax.ops.masked import masked_fill
 from rlvr_jax.ops.spectral import EXACT
 from rlvr_jax.types import Array, Forward, Mean, Metrics, Params, TrainBatch
@@ -39,7 +39,7 @@ def sketch(
   """
   sizes = dict(copies=copies, hidden_size=hidden_size, vocabulary_size=vocabulary_size)
   for name, size in sizes.items():
-    check_whole("sketch", name, size, low=1)
+    check_integer("sketch", name, size, low=1)
   estimate = functools.partial(
     sketch_with_error,
     copies=copies,

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from rlvr_jax.geometry.base import GramContext, GramFn
-from rlvr_jax.ops.checks import check_whole
+from rlvr_jax.ops.checks import check_integer
 from rlvr_jax.ops.logprobs import head_logits, through_head
 from rlvr_jax.ops.spectral import EXACT
 from rlvr_jax.types import Array, Forward, Head, Mean, Metrics, Params, Sum, TrainBatch
@@ -62,8 +62,8 @@ def streaming(*, block_elements: int = 2**22, gather_chunks: int = 1) -> GramFn:
     ValueError: an argument below 1; when called, C does not divide a device's rollouts.
   Source: methods of SALT, arXiv 2606.05800, §3, without its [B, D·V] matrix.
   """
-  check_whole("streaming", "block_elements", block_elements, low=1)
-  check_whole("streaming", "gather_chunks", gather_chunks, low=1)
+  check_integer("streaming", "block_elements", block_elements, low=1)
+  check_integer("streaming", "gather_chunks", gather_chunks, low=1)
 
   def gram(
     trained: Params,

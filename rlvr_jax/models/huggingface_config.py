@@ -18,7 +18,7 @@ from rlvr_jax.files import listing, located
 from rlvr_jax.models import safetensors
 from rlvr_jax.models.rotary import RopeScaling, YarnScaling
 from rlvr_jax.models.transformer import TransformerConfig
-from rlvr_jax.ops.checks import check_between, check_choice, check_whole
+from rlvr_jax.ops.checks import check_between, check_choice, check_integer
 
 CONFIG = "config.json"
 
@@ -207,7 +207,7 @@ def family_settings(published: Mapping[str, Any], owner: str) -> tuple[str, dict
 
 
 def _size(owner: str, name: str, value: Any) -> int:
-  check_whole(owner, name, value, low=1)
+  check_integer(owner, name, value, low=1)
   return value
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from rlvr_jax.models.functional import Model
 from rlvr_jax.models.transformer import LowRank
-from rlvr_jax.ops.checks import check_between, check_whole
+from rlvr_jax.ops.checks import check_between, check_integer
 from rlvr_jax.types import Array, Params
 
 
@@ -38,7 +38,7 @@ class LoraSettings:
   targets: str = r"blocks/(query|key|value|output|gate|up|down)$"
 
   def __post_init__(self):
-    check_whole("LoraSettings", "rank", self.rank, low=1)
+    check_integer("LoraSettings", "rank", self.rank, low=1)
     check_between("LoraSettings", "alpha", self.alpha, low=0.0, open_low=True)
     try:
       re.compile(self.targets)

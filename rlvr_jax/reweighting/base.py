@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from rlvr_jax.types import Array, Metrics
 
-SCOPES = ("batch", "microbatch", "group")
+SCOPES = ("batch", "micro_batch", "group")
 
 
 class Reweighting(NamedTuple):
@@ -19,7 +19,7 @@ class Reweighting(NamedTuple):
   Attributes:
     apply: (coefficients f32[N, b], gram f32[N, b, b] or None, key) → (f32[N, b], metrics).
     needs_gram: whether `apply` reads the Gram matrix; None may be passed where it does not.
-    scope: "batch", "microbatch" or "group": what a block is.
+    scope: "batch", "micro_batch" or "group": what a block is.
   """
 
   apply: Callable[[Array, Array | None, Array], tuple[Array, Metrics]]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from rlvr_jax.ops import spectral
-from rlvr_jax.ops.checks import check_between, check_choice, check_order, check_whole
+from rlvr_jax.ops.checks import check_between, check_choice, check_integer, check_order
 from rlvr_jax.ops.masked import mean_metric, upcast
 from rlvr_jax.reweighting.base import SCOPES, Reweighting
 from rlvr_jax.types import Array, Metrics
@@ -145,14 +145,14 @@ def salt(
     channels: "both"; "shared": P_k A alone; "residual": α (I − P_k) A⁺ alone.
     random_subspace: P_k projects onto k random directions, drawn from the key anew in each call
       and block; with scope "group" they depend on how many micro-batches there are.
-    scope: what shares a Gram matrix: "batch", "microbatch" or "group".
+    scope: what shares a Gram matrix: "batch", "micro_batch" or "group".
   Raises:
     ValueError: a hyper-parameter out of range; blocks of one rollout, at trace time.
   Source: arXiv 2606.05800, §3, and the authors' code.
   """
   check_between("salt", "rank_scale", rank_scale, low=0.0, open_low=True)
-  check_whole("salt", "min_rank", min_rank, low=1)
-  check_whole("salt", "max_rank", max_rank, low=1)
+  check_integer("salt", "min_rank", min_rank, low=1)
+  check_integer("salt", "max_rank", max_rank, low=1)
   check_order("salt", ("min_rank", min_rank), ("max_rank", max_rank))
   check_between("salt", "alpha_min", alpha_min, low=0.0)
   check_between("salt", "alpha_max", alpha_max, low=0.0)

@@ -40,7 +40,7 @@ from rlvr_jax.files import (
   shortage,
   sync_folder,
 )
-from rlvr_jax.ops.checks import check_whole
+from rlvr_jax.ops.checks import check_integer
 
 MARKER = "rlvr_jax rollouts 1"
 INDEX = "index.jsonl"
@@ -109,7 +109,7 @@ class RolloutStore:
       ValueError, TypeError: the number is there already, or arrays or info are not as above.
       DiskFullError: no space is left; what was written before is untouched.
     """
-    check_whole("RolloutStore.append", "number", number, low=0)
+    check_integer("RolloutStore.append", "number", number, low=0)
     info = _checked_info(number, info)
     fields = [_describe(number, name, array) for name, array in arrays.items()]
     header = {"format": MARKER, "number": number, "info": info, "fields": fields}

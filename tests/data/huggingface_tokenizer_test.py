@@ -416,7 +416,7 @@ def test_bad_arguments(tmp_path, kwargs, message):
     ("tokenizer_config.json", "{", "cannot be read: "),
     ("generation_config.json", "[]", "cannot be read: "),
     ("generation_config.json", '{"eos_token_id": "2"}', r"in \S*/test_dam\S* is \['2'\], exp"),
-    ("generation_config.json", '{"eos_token_id": [true]}', "expected whole numbers"),
+    ("generation_config.json", '{"eos_token_id": [true]}', "expected integers"),
     ("generation_config.json", '{"eos_token_id": [2, -1]}', r"has \[-1\], of which"),
   ],
 )

@@ -330,7 +330,11 @@ def test_a_pickle_of_anything_but_a_text_is_never_loaded(tmp_path, protocol):
     ("math", {"problem": "p", "solution": "x"}, r"line 2 has neither an answer nor .*\\boxed"),
     ("math", BOXED | {"level": "hard"}, "line 2 has level = 'hard', expected a number"),
     ("math", BOXED | {"problem": ["p"]}, r"line 2 has problem = \"\['p'\]\", expected a text"),
-    ("aime_2024", {"problem": "p", "answer": "1/2"}, "line 2 has answer = '1/2', expected a whole"),
+    (
+      "aime_2024",
+      {"problem": "p", "answer": "1/2"},
+      "line 2 has answer = '1/2', expected an integer",
+    ),
     ("aime_2024", {"problem": "p", "answer": 1, "year": 2023}, "line 2 is of 2023, not 2024"),
     ("mbpp", MBPP | {"task_id": 975}, "line 2 has task_id = 975, expected .* 1 to 974"),
     ("mbpp", MBPP | {"test_list": []}, "line 2 has an empty test_list"),

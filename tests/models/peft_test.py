@@ -146,7 +146,7 @@ def test_what_does_not_change_the_function_is_accepted(tmp_path, description):
   ("description", "message"),
   [
     (dict(r=3), r"rank = 3 .*'blocks/down/a': \(\(2, 10, 2\), \(2, 10, 3\)\).*trained with"),
-    (dict(r="two"), "rank = 'two' is not a whole number"),
+    (dict(r="two"), "rank = 'two' is not an integer"),
     (dict(lora_alpha=0), "alpha = 0 is not a number"),
   ],
 )

@@ -573,7 +573,7 @@ def test_slices_of_objects():
     (_asserts("assert f()", reward="some"), "reward is 'some', allowed"),
     (_asserts("assert f()", time_limit_s=0), "time_limit_s is 0"),
     (_asserts("assert f()", time_limit_s=float("inf")), "time_limit_s is inf, must be .* ≤ 120"),
-    (_asserts("assert f()", memory_mib=16), "memory_mib is 16, must be a whole number ≥ 64"),
+    (_asserts("assert f()", memory_mib=16), "memory_mib is 16, must be an integer ≥ 64"),
   ],
 )
 def test_bad_references(reference, message):

@@ -74,11 +74,11 @@ def _boxed_problem(row: Row) -> Record:
 
 
 def _aime(row: Row, year: int) -> Record:
-  """AIME answers are whole numbers from 0 to 999."""
+  """AIME answers are integers from 0 to 999."""
   record = _boxed_problem(row)
   answer = _AIME_ANSWER.fullmatch(record.answer)
   if not answer:
-    raise row.error(f"has answer = {record.answer!r}, expected a whole number from 0 to 999")
+    raise row.error(f"has answer = {record.answer!r}, expected an integer from 0 to 999")
   if row.text("year", default=str(year)) != str(year):
     raise row.error(f"is of {row.text('year')}, not {year}: keep only that year's rows in the file")
   return Record(**{**vars(record), "answer": answer[1], "reference": {"answer": answer[1]}})

@@ -99,7 +99,7 @@ def _mbpp_split(row: Row) -> str:
   for split, (first, last) in _MBPP_SPLITS.items():
     if isinstance(number, int) and first <= number <= last:
       return split
-  raise row.error(f"has task_id = {number!r}, expected a whole number from 1 to 974")
+  raise row.error(f"has task_id = {number!r}, expected an integer from 1 to 974")
 
 
 MBPP = Dataset(
