@@ -101,7 +101,7 @@ def get_config() -> ConfigDict:
     scope="suffix",  # suffix, trigger, trigger_and_suffix, response
     threshold=0.01,  # κ, of the ratio
     trigger="below",  # below, above
-    renormalise=False,  # vetoed tokens leave the aggregation's denominator as well
+    renormalize=False,  # vetoed tokens leave the aggregation's denominator as well
   )
   c.reference = dict(  # KL to the policy before the first update
     kl_coefficient=0.0,
@@ -117,7 +117,7 @@ def get_config() -> ConfigDict:
   c.mesh = dict(data=1, fsdp=1, tensor=1)  # devices along each axis
   c.generation_mesh = dict(data=0, fsdp=0, tensor=0)  # devices of its own; all 0: those of mesh
 
-  c.warm_start = dict(  # supervised, on the task's worked solutions
+  c.warm_start = dict(  # supervised, on the task's demonstrations
     num_steps=200,
     batch_size=64,  # problems
     optimizer="adamw",

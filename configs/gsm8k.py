@@ -1,7 +1,7 @@
 """GRPO on GSM8K's own questions, from scratch over bytes: the path, not the score.
 
 Grade-school word problems (arXiv 2110.14168) as published: 7473 for training, 1319 held out, graded
-by the final number. The policy is a 0.8 M-parameter transformer that has read 128 worked solutions
+by the final number. The policy is a 0.8 M-parameter transformer that has read 128 demonstrations
 and nothing else, so that nearly all of its answers are wrong and most groups say nothing; what this
 recipe shows is that real questions go all the way through. For a score, begin with a pretrained
 policy.
