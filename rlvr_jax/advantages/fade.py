@@ -93,7 +93,7 @@ def fade(
     decay_updates: > 0, updates until "logarithmic" has ended; the others do not read it.
   Returns:
     An estimator with `FadeState`, for binary rewards.
-  Source: arXiv 2607.01490.
+  Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490).
   """
   check_between("fade", "alpha_max", alpha_max, low=1.0)
   check_between("fade", "delta_min", delta_min, low=0.0, high=1.0, open_low=True)

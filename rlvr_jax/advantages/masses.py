@@ -23,7 +23,7 @@ def gradient_masses(coefficients: Array, rewards: Array, correct: Array) -> Metr
     advantage/mass_success, advantage/mass_failure, advantage/mass_difference = mS − mF,
     advantage/mass_ratio = mS/mF (the pair of sums; its weight is 0 when no failure has mass),
     advantage/ess of |A|, in [1/B, 1].
-  Source: FADE, arXiv 2607.01490.
+  Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490).
   """
   chex.assert_rank([coefficients, rewards, correct], 2)
   chex.assert_equal_shape([coefficients, rewards, correct])

@@ -18,7 +18,7 @@ def maxrl_advantages(rewards: Array, correct: Array) -> Array:
     correct: f32[P, G] in {0, 1}.
   Returns:
     f32[P, G]; gradient masses q and q.
-  Source: arXiv 2602.02710.
+  Source: "Maximum Likelihood Reinforcement Learning" (arXiv:2602.02710).
   """
   rewards = as_group("maxrl", rewards)
   chex.assert_equal_shape([rewards, correct])

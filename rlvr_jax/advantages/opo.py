@@ -18,7 +18,7 @@ def opo_advantages(rewards: Array, lengths: Array) -> Array:
     lengths: [P, G], tokens; a group without any has the baseline 0.
   Returns:
     f32[P, G].
-  Source: arXiv 2505.23585.
+  Source: "On-Policy RL with Optimal Reward Baseline" (arXiv:2505.23585).
   """
   rewards = as_group("opo", rewards)
   chex.assert_equal_shape([rewards, lengths])

@@ -26,7 +26,9 @@ def pass_at_k_advantages(rewards: Array, correct: Array, *, k: int) -> Array:
     f32[P, G]; gradient masses k·p·q^k and the same as G → ∞.
   Raises:
     ValueError: k > G, at trace time.
-  Source: arXiv 2505.15201, 2508.10751.
+  Source: "Pass@K Policy Optimization: Solving Harder Reinforcement Learning Problems"
+    (arXiv:2505.15201); "Pass@k Training for Adaptively Balancing Exploration and Exploitation of
+    Large Reasoning Models" (arXiv:2508.10751).
   """
   rewards = as_group("pass_at_k", rewards)
   chex.assert_equal_shape([rewards, correct])

@@ -20,7 +20,7 @@ def asym_advantages(rewards: Array, *, delta: Array | float, name: str = "asym")
     name: of the estimator, for its error.
   Returns:
     f32[P, G]; gradient masses pq and pq/δ.
-  Source: FADE, arXiv 2607.01490.
+  Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490).
   """
   rewards = as_group(name, rewards)
   centred = rewards - group_mean(rewards)
@@ -44,7 +44,7 @@ def power_asym_advantages(
     delta, name: as for `asym_advantages`.
   Returns:
     f32[P, G]; gradient masses p·q^α and p·q^α/δ.
-  Source: FADE, arXiv 2607.01490.
+  Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490).
   """
   chex.assert_equal_shape([rewards, correct])
   fail_rate = group_mean(1 - upcast(correct))

@@ -13,7 +13,8 @@ def rloo_advantages(rewards: Array) -> Array:
     rewards: f32[P, G].
   Returns:
     f32[P, G]; gradient masses pq and pq in expectation at any G.
-  Source: arXiv 2402.14740.
+  Source: "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback
+    in LLMs" (arXiv:2402.14740).
   """
   rewards = as_group("rloo", rewards)
   size = rewards.shape[1]

@@ -24,7 +24,7 @@ def pass_at_k(num_samples: npt.ArrayLike, num_correct: npt.ArrayLike, k: int) ->
     f64[...], in [0, 1].
   Raises:
     ValueError: if k is outside [1, n] or c outside [0, n].
-  Source: Chen et al. 2021, arXiv 2107.03374, eq. 1.
+  Source: "Evaluating Large Language Models Trained on Code" (arXiv:2107.03374), eq. 1.
   """
   n, c = np.broadcast_arrays(np.asarray(num_samples), np.asarray(num_correct))
   if n.size and not 1 <= k <= n.min():

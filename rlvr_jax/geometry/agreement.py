@@ -46,7 +46,8 @@ def gram_agreement(
   Returns:
     See `Agreement`. A correlation is 0 where the cosines of one side do not differ (standard
     deviation under 1e-6), as for identical gradients.
-  Source: SALT, arXiv 2606.05800.
+  Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make
+    Them Matter" (arXiv:2606.05800).
   """
   chex.assert_equal_shape([gram_a, gram_b])
   a, b = cosine_gram(gram_a), cosine_gram(gram_b)

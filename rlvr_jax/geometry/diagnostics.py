@@ -8,7 +8,8 @@ finite) is 0, never NaN.
 
 What two of them say about one another is in `agreement`, what an update says in `updates`.
 
-Source: SALT, arXiv 2606.05800.
+Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make Them
+Matter" (arXiv:2606.05800).
 """
 
 from __future__ import annotations
@@ -135,7 +136,8 @@ def redundancy(gram: Array, num_prompts: int) -> Redundancy:
   Returns:
     Means over pairs of two different rollouts (prompts) whose gradients are not zero. A mean
     gradient counts as zero where its squared norm is within rounding (1e-6) of cancelling.
-  Source: SALT, arXiv 2606.05800.
+  Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make
+    Them Matter" (arXiv:2606.05800).
   """
   gram = spectral.or_identity(gram)
   blocks = _blocks(gram, num_prompts)
@@ -162,7 +164,8 @@ def energies(coefficients: Array, spectrum: spectral.Spectrum, rank: Array) -> t
   Returns:
     shared and residual energy, f32[] in [0, 1]. Both 0 where AᵀKA is zero, to within rounding:
     under 1e-6·λ_1‖A‖².
-  Source: SALT, arXiv 2606.05800.
+  Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make
+    Them Matter" (arXiv:2606.05800).
   """
   energy, unit, _ = _energy(coefficients, spectrum)
   total = jnp.sum(energy)
@@ -190,7 +193,8 @@ def update_norms(
     rank: i32[], k.
   Returns:
     norm and bound, f32[] ≥ 0, in units of a gradient; the bound is on the residual part only.
-  Source: SALT, arXiv 2606.05800 (**open**).
+  Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make
+    Them Matter" (arXiv:2606.05800) (**open**).
   """
   energy, unit, scale = _energy(coefficients, spectrum)
   outside = jnp.arange(energy.size) >= rank
@@ -228,7 +232,8 @@ def group_effective_rollouts(
   Returns:
     f32[P] in [0, G], below 1 where a group's weighted gradients cancel; and bool[P], False where
     no rollout of a group has both a coefficient and a gradient, as in groups of equal rewards.
-  Source: SALT, arXiv 2606.05800.
+  Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make
+    Them Matter" (arXiv:2606.05800).
   """
   grams = _group_grams(gram, num_prompts)
   coefficients = coefficients.reshape(num_prompts, -1)

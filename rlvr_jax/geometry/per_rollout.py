@@ -30,7 +30,8 @@ def per_rollout(*, parameters: str = "head") -> GramFn:
       parameters' paths, such as "blocks/(query|key)$".
   Raises:
     ValueError: not a regular expression; when called, one that no path matches.
-  Source: SALT, arXiv 2606.05800, §3.
+  Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make
+    Them Matter" (arXiv:2606.05800), §3.
   """
   try:
     re.compile(parameters)

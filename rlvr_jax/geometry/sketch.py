@@ -35,7 +35,8 @@ def sketch(
     seed: of the signs, the same for every batch.
   Raises:
     ValueError: a size below 1.
-  Source: methods of SALT, arXiv 2606.05800, §3; Kronecker sketches: Pham and Pagh 2013.
+  Source: methods of "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How
+    to Make Them Matter" (arXiv:2606.05800), §3; Kronecker sketches: Pham and Pagh 2013.
   """
   sizes = dict(copies=copies, hidden_size=hidden_size, vocabulary_size=vocabulary_size)
   for name, size in sizes.items():

@@ -60,7 +60,8 @@ def streaming(*, block_elements: int = 2**22, gather_chunks: int = 1) -> GramFn:
       for where [B, T, D] does not fit on a device. The first two products are then done C times.
   Raises:
     ValueError: an argument below 1; when called, C does not divide a device's rollouts.
-  Source: methods of SALT, arXiv 2606.05800, §3, without its [B, D·V] matrix.
+  Source: methods of "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How
+    to Make Them Matter" (arXiv:2606.05800), §3, without its [B, D·V] matrix.
   """
   check_integer("streaming", "block_elements", block_elements, low=1)
   check_integer("streaming", "gather_chunks", gather_chunks, low=1)

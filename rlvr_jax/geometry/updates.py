@@ -25,7 +25,7 @@ def rank_one_fraction(update: Array) -> Array:
     update: [D, V] or [V, D]; the eigenvalues are those of its smaller Gram, never an SVD.
   Returns:
     f32[], in [1/min(D, V), 1]; 0 for an update that is zero or not finite.
-  Source: FADE, arXiv 2607.01490.
+  Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490).
   """
   chex.assert_rank(update, 2)
   update = upcast(update)
@@ -50,7 +50,7 @@ def head_share(update: Params, head_path: str) -> Array:
     f32[], in [0, 1]; 0 for an update that is zero or not finite.
   Raises:
     ValueError: no parameter has that path.
-  Source: FADE, arXiv 2607.01490.
+  Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490).
   """
   named = {
     jax.tree_util.keystr(path, simple=True, separator="/"): upcast(leaf)
@@ -77,7 +77,9 @@ def advantage_logprob_covariance(coefficients: Array, logprobs: Array, mask: Arr
     mask: [P, G, T], loss tokens.
   Returns:
     f32[], nats times the unit of A; 0 without loss tokens.
-  Source: FADE, arXiv 2607.01490; Cui et al., arXiv 2505.22617.
+  Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490);
+    "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models"
+    (arXiv:2505.22617).
   """
   chex.assert_rank([coefficients, logprobs, mask], [2, 3, 3])
   per_token = jnp.broadcast_to(upcast(coefficients)[..., None], mask.shape)

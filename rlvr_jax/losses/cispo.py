@@ -15,7 +15,8 @@ def cispo(*, epsilon_low: float = 0.2, epsilon_high: float = 0.2) -> Loss:
   Args:
     epsilon_low: in [0, 1]; 1 leaves small ratios alone, as the paper does.
     epsilon_high: ≥ 0.
-  Source: arXiv 2506.13585. **open**: the paper tunes ε_high and does not give it; the defaults are
+  Source: "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention"
+    (arXiv:2506.13585). **open**: the paper tunes ε_high and does not give it; the defaults are
     GRPO's.
   """
   check_between("cispo", "epsilon_low", epsilon_low, low=0.0, high=1.0)

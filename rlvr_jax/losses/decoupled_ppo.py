@@ -29,7 +29,7 @@ def decoupled_ppo(
     behavior_weight_cap: > 0.
   Raises:
     ValueError: at trace time, without `proximal_logprobs` in the batch.
-  Source: arXiv 2110.00641.
+  Source: "Batch size-invariance for policy optimization" (arXiv:2110.00641).
   """
   check_between("decoupled_ppo", "epsilon_low", epsilon_low, low=0.0, high=1.0)
   check_between("decoupled_ppo", "epsilon_high", epsilon_high, low=0.0)

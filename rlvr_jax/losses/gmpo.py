@@ -20,7 +20,7 @@ def gmpo(*, epsilon_low: float = 0.4, epsilon_high: float = 0.4) -> Loss:
 
   Args:
     epsilon_low, epsilon_high: ≥ 0, nats: bounds of log ρ.
-  Source: arXiv 2507.20673.
+  Source: "Geometric-Mean Policy Optimization" (arXiv:2507.20673).
   """
   check_between("gmpo", "epsilon_low", epsilon_low, low=0.0)
   check_between("gmpo", "epsilon_high", epsilon_high, low=0.0)

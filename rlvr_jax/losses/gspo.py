@@ -19,7 +19,7 @@ def gspo(*, epsilon_low: float = 3e-4, epsilon_high: float = 4e-4) -> Loss:
   Args:
     epsilon_low: in [0, 1].
     epsilon_high: ≥ 0.
-  Source: arXiv 2507.18071.
+  Source: "Group Sequence Policy Optimization" (arXiv:2507.18071).
   """
   check_between("gspo", "epsilon_low", epsilon_low, low=0.0, high=1.0)
   check_between("gspo", "epsilon_high", epsilon_high, low=0.0)

@@ -74,7 +74,8 @@ def m2po(
     budget: τ > 0, nats².
     min_epsilon_low: in [0, 1]; the interval never has its lower end above 1 − this.
     min_epsilon_high: ≥ 0; nor its upper end below 1 + this.
-  Source: arXiv 2510.01161.
+  Source: "Prosperity before Collapse: How Far Can Off-Policy RL Reach with Stale Data on LLMs?"
+    (arXiv:2510.01161).
   """
   check_between("m2po", "budget", budget, low=0.0, open_low=True)
   check_between("m2po", "min_epsilon_low", min_epsilon_low, low=0.0, high=1.0)

@@ -33,7 +33,8 @@ def p3o(*, ess: str = "batch", cap: str = "ess", kl_term: bool = True) -> Loss:
     ess: what e is taken over: "batch" (global), "sequence" (each response), "one" (e = 1).
     cap: the weight is min(ρ, e) for "ess", min(ρ, 1/e) for "inverse_ess", ρ for "none".
     kl_term: whether (1 − e)·k3 is added.
-  Source: arXiv 2605.12380 and the authors' code.
+  Source: "Trust the Batch, On- or Off-Policy: Adaptive Policy Optimization for RL Post-Training"
+    (arXiv:2605.12380) and the authors' code.
   """
   check_choice("p3o", "ess", ess, ("batch", "sequence", "one"))
   check_choice("p3o", "cap", cap, ("ess", "inverse_ess", "none"))

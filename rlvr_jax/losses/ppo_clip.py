@@ -38,7 +38,9 @@ def ppo_clip(
     epsilon_low: in [0, 1].
     epsilon_high: ≥ 0.
     dual_clip: c > 1, usually 3; None leaves the loss of large ratios with A < 0 unbounded.
-  Source: arXiv 1707.06347; arXiv 2402.03300; dual clip arXiv 1912.09729.
+  Source: "Proximal Policy Optimization Algorithms" (arXiv:1707.06347); "DeepSeekMath: Pushing the
+    Limits of Mathematical Reasoning in Open Language Models" (arXiv:2402.03300); dual clip
+    "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning" (arXiv:1912.09729).
   """
   check_between("ppo_clip", "epsilon_low", epsilon_low, low=0.0, high=1.0)
   check_between("ppo_clip", "epsilon_high", epsilon_high, low=0.0)

@@ -19,7 +19,7 @@ def sapo(*, temperature_positive: float = 1.0, temperature_negative: float = 1.0
   Args:
     temperature_positive: τ > 0 where A > 0.
     temperature_negative: τ > 0 elsewhere; larger fades off-policy failures faster.
-  Source: arXiv 2511.20347.
+  Source: "Soft Adaptive Policy Optimization" (arXiv:2511.20347).
   """
   check_between("sapo", "temperature_positive", temperature_positive, low=0.0, open_low=True)
   check_between("sapo", "temperature_negative", temperature_negative, low=0.0, open_low=True)

@@ -64,7 +64,8 @@ def init(key: Array, base: Params, settings: LoraSettings) -> Params:
     {"blocks": {name: {"a": [L, D, R], "b": [L, R, E]}}}, at least float32.
   Raises:
     ValueError: no kernel is targeted, or one is too small for the rank.
-  Source: LoRA, arXiv 2106.09685, §4.1; A as the PEFT library draws it.
+  Source: "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685), §4.1; A as the
+    PEFT library draws it.
   """
 
   def pair(key, kernel):

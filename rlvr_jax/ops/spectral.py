@@ -62,7 +62,8 @@ def participation_ratio(gram: Array) -> Array:
     gram: f32[B, B], inner products of per-rollout gradient features; symmetric.
   Returns:
     f32[], in [1, B]; 0 for a Gram that is all zero or not finite.
-  Source: SALT (arXiv:2606.05800), §3; Recanatesi et al. 2022.
+  Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make
+    Them Matter" (arXiv:2606.05800), §3; Recanatesi et al. 2022.
   """
   scaled = or_identity(gram)
   return jnp.where(is_usable(gram), gram.shape[0] ** 2 / jnp.sum(scaled**2), 0.0)
@@ -100,7 +101,8 @@ def effective_rollouts(coefficients: Array, gram: Array) -> Array:
     gram: f32[B, B].
   Returns:
     f32[], in [0, B]; 0 where the denominator is 0 or the Gram is not finite.
-  Source: SALT (arXiv:2606.05800), §3.
+  Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make
+    Them Matter" (arXiv:2606.05800), §3.
   """
   together, separate = _energies(coefficients, gram)
   return jnp.where(separate > 0, together / jnp.where(separate > 0, separate, 1.0), 0.0)
@@ -118,7 +120,8 @@ def subspace_rank(
     ratio: f32[], the participation ratio.
   Returns:
     i32[], data-dependent; at least 1 and at most B − 1 for B ≥ 2.
-  Source: SALT (arXiv:2606.05800), §3, and the authors' code.
+  Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make
+    Them Matter" (arXiv:2606.05800), §3, and the authors' code.
   """
   positive = jnp.sum(eigenvalues > NULL * eigenvalues[0])
   ceiling = jnp.clip(positive, 1, min(maximum, eigenvalues.shape[0] - 1))

@@ -80,7 +80,8 @@ def negative_advantage_veto(
     (losses, policy_logprobs, batch, coefficients) → (losses with 0 at vetoed tokens, the mask to
     aggregate with, metrics). Metrics: veto/token_fraction of loss tokens, veto/trigger_rate of
     negative-advantage tokens; `ratios.ratios_by_sign` reports their ratios.
-  Source: μ-GRPO (arXiv:2605.17570).
+  Source: "How Off-Policy Can GRPO Be? Mu-GRPO for Efficient LLM Reinforcement Learning"
+    (arXiv:2605.17570).
   """
   check_choice("negative_advantage_veto", "scope", scope, SCOPES)
   check_between("negative_advantage_veto", "threshold", threshold, low=0.0, open_low=True)

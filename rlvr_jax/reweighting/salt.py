@@ -148,7 +148,8 @@ def salt(
     scope: what shares a Gram matrix: "batch", "micro_batch" or "group".
   Raises:
     ValueError: a hyper-parameter out of range; blocks of one rollout, at trace time.
-  Source: arXiv 2606.05800, §3, and the authors' code.
+  Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make
+    Them Matter" (arXiv:2606.05800), §3, and the authors' code.
   """
   check_between("salt", "rank_scale", rank_scale, low=0.0, open_low=True)
   check_integer("salt", "min_rank", min_rank, low=1)
