@@ -83,7 +83,7 @@ MISTAKES = [
   (dict(task__name="reasoning_gim"), r"task\.name = 'reasoning_gim': .* \['reasoning_gym'\]"),
   (dict(task__kwargs__dataset="chain_sums"), r"unknown .* dataset 'chain_sums'.*'chain_sum'"),
   (dict(task__kwargs__settings={"max_term": 2}), r"no setting 'max_term'; .*'max_terms'"),
-  (dict(tokenizer="byte"), r"tokenizer = 'byte' is none of 'bytes', .*byte is no directory"),
+  (dict(tokenizer="byte"), r"tokenizer = 'byte' is none of 'bytes', .*byte is not a directory"),
   (dict(tokenizer="checkpoint"), r"config\.model\.checkpoint is empty; set it to a folder"),
   (dict(prompts__format="chat"), r"prompts\.format = 'chat' needs a chat template"),
   (dict(prompts__too_long="cut"), r"too_long = 'cut' is unknown; choose one of \['drop'"),

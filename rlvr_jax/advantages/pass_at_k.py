@@ -15,8 +15,8 @@ from rlvr_jax.types import Array, TrainBatch
 def pass_at_k_advantages(rewards: Array, correct: Array, *, k: int) -> Array:
   """A = k(w − w̄), w = 1 if correct else 1 − C(G−1−c, k−1)/C(G−1, k−1): unbiased at finite G.
 
-  w is the chance that k rollouts, this one and k−1 others drawn without replacement, hold a correct
-  one; c is the number correct.
+  w is the probability that k rollouts, this one and k−1 others sampled without replacement, contain
+  a correct one; c is the number of correct rollouts.
 
   Args:
     rewards: f32[P, G].

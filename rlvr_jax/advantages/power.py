@@ -1,4 +1,4 @@
-"""Focal prefactors (1−r̄)^(α−1) and suppressed failures 1/δ, alone and together."""
+"""Focal prefactors (1−r̄)^(α−1) and weights 1/δ on failures, separately and together."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def asym_advantages(rewards: Array, *, delta: Array | float, name: str = "asym")
 
   Args:
     rewards: f32[P, G].
-    delta: δ > 0; below 1 failures weigh more, and more so the smaller it is.
-    name: of the estimator, for its error.
+    delta: δ > 0; smaller values weight failures more.
+    name: name of the estimator, for error messages.
   Returns:
     f32[P, G]; gradient masses pq and pq/δ.
   Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490).

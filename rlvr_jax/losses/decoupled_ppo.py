@@ -18,10 +18,10 @@ from rlvr_jax.types import Array, Metrics, TrainBatch
 def decoupled_ppo(
   *, epsilon_low: float = 0.2, epsilon_high: float = 0.2, behavior_weight_cap: float = 2.0
 ) -> Loss:
-  """ℓ = min(π_prox/β, cap)·`ppo_clip` on π/π_prox.
+  """ℓ = min(π_prox/β, cap)·`ppo_clip` on π/π_prox, for the behavior policy β.
 
-  π_prox, `batch.proximal_logprobs`, is taken when a batch is first trained on, or every so many
-  updates; the step provides it.
+  π_prox, `batch.proximal_logprobs`, is the policy when a batch is first trained on, or at regular
+  updates; the training step provides it.
 
   Args:
     epsilon_low: in [0, 1].

@@ -32,7 +32,8 @@ def ppo_clip(
 ) -> Loss:
   """ℓ = max(−Aρ, −A·clip(ρ, 1−ε_low, 1+ε_high)), and min(ℓ, −A·c) where A < 0.
 
-  GRPO takes 0.2/0.2, DAPO 0.2/0.28; μ-GRPO's relaxed interval [0, 5] is 1.0/4.0.
+  ρ = π/β. GRPO uses ε_low = ε_high = 0.2, DAPO 0.2 and 0.28; μ-GRPO's relaxed interval [0, 5] is
+  1.0 and 4.0.
 
   Args:
     epsilon_low: in [0, 1].

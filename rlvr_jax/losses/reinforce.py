@@ -10,10 +10,10 @@ from rlvr_jax.types import Array
 
 
 def reinforce(*, truncation: float | None = None) -> Loss:
-  """ℓ = −sg(w)·A·log π with w = min(ρ, c), or w = 1.
+  """ℓ = −sg(w)·A·log π with w = min(ρ, c), ρ = π/β, or w = 1.
 
   Args:
-    truncation: c > 0; None takes w = 1, which ignores how far π is from β.
+    truncation: c > 0; None uses w = 1, which ignores how far π is from β.
   Source: Williams 1992; truncated weights Ionides 2008, "IMPALA: Scalable Distributed Deep-RL with
     Importance Weighted Actor-Learner Architectures" (arXiv:1802.01561).
   """

@@ -330,7 +330,7 @@ def test_vocabulary_with_holes(folder):
   folder.write()
   assert folder.load().vocab_size == 301
   folder.write_json("generation_config", {"eos_token_id": [299]})
-  with pytest.raises(ValueError, match=r"has \[299\], of which .* whose ids end at 300"):
+  with pytest.raises(ValueError, match=r"has \[299\], which .* whose ids end at 300"):
     folder.load()
 
 
@@ -417,7 +417,7 @@ def test_bad_arguments(tmp_path, kwargs, message):
     ("generation_config.json", "[]", "cannot be read: "),
     ("generation_config.json", '{"eos_token_id": "2"}', r"in \S*/test_dam\S* is \['2'\], exp"),
     ("generation_config.json", '{"eos_token_id": [true]}', "expected integers"),
-    ("generation_config.json", '{"eos_token_id": [2, -1]}', r"has \[-1\], of which"),
+    ("generation_config.json", '{"eos_token_id": [2, -1]}', r"has \[-1\], which"),
   ],
 )
 def test_damaged_files(folder, tmp_path, name, content, message):
@@ -433,7 +433,7 @@ def test_no_fast_tokenizer(folder, tmp_path):
   (tmp_path / "tokenizer.json").rename(tmp_path / "tokenizer.model")
   with pytest.raises(ValueError, match=r"has no tokenizer\.json; if it has a sentencepiece"):
     folder.load()
-  with pytest.raises(FileNotFoundError, match="none is no directory"):
+  with pytest.raises(FileNotFoundError, match="none is not a directory"):
     HuggingFaceTokenizer(tmp_path / "none")
 
 

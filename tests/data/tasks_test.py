@@ -276,7 +276,7 @@ def test_published_filters(math, caplog):
   assert [p.answer for p in _all(task.train)] == ["2", "3"]
   assert len(task.held_out) == 6  # held-out sets stay comparable
   assert len(_published(math, dataset="math").train) == 6
-  with pytest.raises(ValueError, match=r"none of the 6 problems of math/train.*6 of a diff"):
+  with pytest.raises(ValueError, match=r"none of the 6 problems of math/train.*6 with a diff"):
     _published(math, dataset="math", min_difficulty=6.0)
 
 
