@@ -305,7 +305,7 @@ class _Harmful:
 def test_a_pickle_of_anything_but_a_text_is_never_loaded(tmp_path, protocol):
   mark = tmp_path / "harm"
   for value in (_Harmful(mark), [json.dumps(HIDDEN)], ("a", "b"), {"a": 1}, b"[]"):
-    with pytest.raises(ValueError, match="which is never loaded; .* convert it to JSON"):
+    with pytest.raises(ValueError, match=r"which is never loaded; .* convert it to JSON"):
       programs.pickled_text(pickle.dumps(value, protocol))
   harmful = _encoded(_Harmful(mark), lambda value: pickle.dumps(value, protocol))
   with pytest.raises(ValueError, match=r"test.jsonl, line 1 has private_test_cases.*never loaded"):
