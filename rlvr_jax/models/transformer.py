@@ -83,7 +83,7 @@ class TransformerConfig:
       whole = isinstance(size, int) and not isinstance(size, bool)
       require(
         whole and 1 <= size < 2**31,
-        f"{name}={size!r} must be an integer, at least 1 and below 2**31",
+        f"{name}={size!r} must be at least 1, a whole number below 2**31",
       )
     require(
       self.num_heads % self.num_kv_heads == 0,
