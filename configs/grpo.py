@@ -1,4 +1,4 @@
-"""GRPO as published: clipped ratios, group-normalised rewards, KL to the first policy.
+"""GRPO as published: clipped ratios, group-normalized rewards, KL to the first policy.
 
 Source: "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models"
 (arXiv:2402.03300). One update per refresh, as in the paper, so that the clip interval is there but

@@ -1,4 +1,4 @@
-"""TOPR: off-policy REINFORCE that tapers failures only, by the ratio of the full response.
+"""TOPR: off-policy REINFORCE that tapers failures only, by the ratio of the complete response.
 
 Source: "Tapered Off-Policy REINFORCE: Stable and efficient reinforcement learning for LLMs"
 (arXiv:2503.14286). Rewards of ±1 without a baseline, token losses summed over the response. Differs

@@ -40,10 +40,10 @@ from rlvr_jax.train import loop, parameters
 from rlvr_jax.train.accumulate import update_gradient
 from rlvr_jax.train.build import Parts, build, make_method
 from rlvr_jax.train.checkpoint import Checkpointer
+from rlvr_jax.train.grading import grader_pool
 from rlvr_jax.train.host import Termination
 from rlvr_jax.train.metrics import MetricWriter, progress, say
 from rlvr_jax.train.objective import Method, policy_logprobs
-from rlvr_jax.train.texts import grader_pool
 from rlvr_jax.types import Params, TrainBatch
 
 COLUMNS = {  # heading → metric

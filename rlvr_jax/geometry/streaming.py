@@ -64,6 +64,7 @@ def streaming(*, block_elements: int = 2**22, gather_chunks: int = 1) -> GramFn:
   Source: methods of "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How
     to Make Them Matter" (arXiv:2606.05800), §3, without its [B, D·V] matrix.
   """
+  # Over 60 lines: what a device does closes over how the head is split.
   check_integer("streaming", "block_elements", block_elements, low=1)
   check_integer("streaming", "gather_chunks", gather_chunks, low=1)
 

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import jax
 from flax import nnx
 
-from rlvr_jax.models.transformer import Transformer, TransformerConfig, merged
+from rlvr_jax.models.linear import merged
+from rlvr_jax.models.transformer import Transformer, TransformerConfig
 from rlvr_jax.types import Array, Head, Params, Prompts
 
 

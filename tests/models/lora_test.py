@@ -14,13 +14,13 @@ from train.step_test import make_batch, make_method, relative_distance
 from rlvr_jax import geometry, reweighting
 from rlvr_jax.geometry.per_rollout import per_rollout_features
 from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.linear import merged
 from rlvr_jax.models.lora import LoraSettings, adapted, combine, init, target_kernels
-from rlvr_jax.models.transformer import merged
 from rlvr_jax.ops.logprobs import head_logits, token_logprobs
 from rlvr_jax.rollouts.sampler import generate
 from rlvr_jax.train import sharding
 from rlvr_jax.train.accumulate import update_gradient
-from rlvr_jax.train.checkpoint import parameter_checksums
+from rlvr_jax.train.checksums import parameter_checksums
 from rlvr_jax.train.step import initial_state, train_step
 from rlvr_jax.types import Sampling
 
@@ -83,7 +83,7 @@ def test_adapters_begin_as_published_and_mirror_their_kernels():
     (dict(rank=2.0), "rank = 2.0 is not an integer"),
     (dict(rank=17), r"rank = 17 exceeds the rank of blocks/\w+, a \d+×\d+ kernel; set rank"),
     (dict(alpha=0.0), r"alpha = 0.0 is not a number in \(0, inf\)"),
-    (dict(targets="blocks/(query"), "no regular expression"),
+    (dict(targets="blocks/(query"), "not a regular expression"),
     (dict(targets="embedding"), r"matches no kernel of the layers; they are \['blocks/down', "),
     (dict(targets="blocks/query_bias"), "matches no kernel of the layers"),
   ],

@@ -226,8 +226,8 @@ def test_a_missing_shard_is_named(tmp_path):
   ("change", "message"),
   [
     (lambda placed: placed | {"d.weight": placed["a.weight"]}, "lacks 'd.weight'"),
-    (lambda placed: placed | {"a.weight": "../other.safetensors"}, "no safetensors file beside"),
-    (lambda placed: placed | {"a.weight": "pytorch_model.bin"}, "no safetensors file beside"),
+    (lambda placed: placed | {"a.weight": "../other.safetensors"}, "not a safetensors file in"),
+    (lambda placed: placed | {"a.weight": "pytorch_model.bin"}, "not a safetensors file in"),
     (lambda placed: {}, "no weight_map"),
     (lambda placed: [1], "no weight_map"),
   ],
@@ -257,7 +257,7 @@ def test_a_directory_without_weights_is_refused(tmp_path):
   (tmp_path / "config.json").write_text("{}")
   with pytest.raises(FileNotFoundError, match=r"neither model.safetensors nor.*config\.json"):
     open_checkpoint(tmp_path)
-  with pytest.raises(FileNotFoundError, match="no directory"):
+  with pytest.raises(FileNotFoundError, match="not a directory"):
     open_checkpoint(tmp_path / "nowhere")
 
 

@@ -6,12 +6,12 @@ nor its authors' code states is marked **open** there. None has been trained wit
 was available. This prints the memory per chip, and needs no chip (v5p:2x2x4 has 16 chips, and is
 v5p-32 in Cloud's names):
 
-  python -m rlvr_jax.main --mode=fits --config=configs/full_size.py --topology=v5p:2x2x4
+  python -m rlvr_jax.main --mode=fits --config=configs/full_size/base.py --topology=v5p:2x2x4
 
 Begin with shapes alone (random weights) by leaving `model.checkpoint` empty in that command; to
 train, give the checkpoint, the data, and a workdir that all hosts can access:
 
-  python -m rlvr_jax.main --distributed --config=configs/salt_qwen25_math_7b.py \\
+  python -m rlvr_jax.main --distributed --config=configs/full_size/salt_qwen25_math_7b.py \\
     --config.model.checkpoint=gs://BUCKET/Qwen2.5-Math-7B --workdir=gs_mount/runs/salt \\
     --config.task.kwargs.data_dir=gs://BUCKET/MATH \\
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/MATH-500
