@@ -18,7 +18,7 @@ def test_the_files_of_a_directory(tmp_path, remote):
     system.write_text(f"{path}/{name}", "{}")
   assert files.listing(folder) == ["a.json", "b.json"]
   for wrong in ("a.json", "absent"):
-    with pytest.raises(FileNotFoundError, match=f"{wrong} is no directory"):
+    with pytest.raises(FileNotFoundError, match=f"{wrong} is not a directory"):
       files.listing(f"{folder}/{wrong}")
 
 

@@ -1,4 +1,4 @@
-"""MaxRL: divide by the solve rate, which follows the likelihood of success."""
+"""MaxRL: division by the solve rate, which is the gradient of the log-likelihood of success."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rlvr_jax.types import Array
 
 
 def maxrl_advantages(rewards: Array, correct: Array) -> Array:
-  """A = (r − r̄)/(mean correctness), 0 where nothing is correct.
+  """A = (r − r̄)/(mean correctness), 0 in groups without a correct rollout.
 
   Args:
     rewards: f32[P, G].
     correct: f32[P, G] in {0, 1}.
   Returns:
     f32[P, G]; gradient masses q and q.
-  Source: arXiv 2602.02710.
+  Source: "Maximum Likelihood Reinforcement Learning" (arXiv:2602.02710).
   """
   rewards = as_group("maxrl", rewards)
   chex.assert_equal_shape([rewards, correct])

@@ -1,4 +1,4 @@
-"""Which command does what was asked for, and every mistake in it before it begins."""
+"""Chooses the command for a mode, and checks the configuration before it begins."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def prepared(
   checkpoint: str | None,
   topology: str | None,
 ) -> Callable[[], object]:
-  """Finds every mistake in the configuration; returns what does the work.
+  """Checks the configuration completely; returns a function that runs the command.
 
   Args:
     mode: train, eval, export, fits.
     config: see `configs/base.py`.
-    workdir: for all that is written; None for fits, which writes nothing.
-    checkpoint: of eval and export, see `train.parameters.checkpoint_folder`.
-    topology: of fits, see `fits.report`.
+    workdir: folder for all output files; None for fits, which writes nothing.
+    checkpoint: for eval and export, see `train.parameters.checkpoint_folder`.
+    topology: for fits, see `fits.report`.
   Raises:
-    ValueError: what cannot work, with the field, its value, what is allowed and the remedy.
+    ValueError: a field is invalid; the message has its value, what is allowed and the remedy.
     OSError: a file of the data or of the model cannot be read.
   """
   if checkpoint is not None and mode not in ("eval", "export"):
@@ -42,7 +42,7 @@ def prepared(
   if mode == "fits":
     parts = fits.shapes_only(config, fits.mesh_of(config, topology))
     return functools.partial(fits.report, parts, topology)
-  if mode != "export":  # whose workdir is a folder for others, local or not
+  if mode != "export":  # the workdir of an export may be remote
     local_path("--workdir", str(workdir))
   folder = checkpoint_folder(checkpoint) if checkpoint else None
   parts = build(config)

@@ -1,4 +1,4 @@
-"""Does it fit? Bytes per chip of a configuration, compiled for TPUs or by arithmetic."""
+"""The command fits: bytes per chip of a configuration, compiled for TPUs or estimated."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from rlvr_jax.train.build import Parts, build
 from rlvr_jax.train.metrics import say
 from rlvr_jax.train.programs import abstract_batch
 
-# GiB of memory of a chip that XLA may use, by the first part of a topology's name.
+# GiB of a chip's memory that XLA can use, by the first part of a topology's name.
 # Source: the TPU system architecture pages of Google Cloud.
 CHIP_GIB = {"v4": 32, "v5e": 16, "v5p": 95, "v6e": 32, "tpu7x": 192}
-COMPILER_FACTOR = 1.5  # about the most that it took of an estimate in docs/models.md
+COMPILER_FACTOR = 1.5  # about the largest ratio of compiled to estimated bytes in docs/models.md
 _GIB = 2**30
 
 Table = dict[str, float]  # what → bytes per chip
 
 
 def report(parts: Parts, topology: str | None) -> dict[str, Table]:
-  """Prints what a configuration takes on every chip, and whether it fits.
+  """Prints the memory that a configuration needs on every chip, and whether it fits.
 
-  With a topology whose compiler is installed (extra `tpu`; no TPU is needed) the update and the
-  generation are compiled for it and the compiler's own figures shown. Otherwise, and beside them,
-  stands an estimate by arithmetic, labelled as such.
+  An estimate by arithmetic is always printed. If a topology is given whose compiler is installed
+  (extra `tpu`; no TPU is needed), the update and generation are also compiled for it, and the
+  compiler's numbers are printed.
 
   Args:
-    parts: of `shapes_only`, on the mesh of that topology.
-    topology: kind and shape of the slice, such as "v5e:4x4"; None for the estimate alone.
+    parts: from `shapes_only`, on the mesh of that topology.
+    topology: kind and shape of the slice, such as "v5e:4x4"; None for the estimate only.
   Returns:
-    The tables that were printed, by their titles.
+    The tables that were printed, by title.
   """
   tables = estimated(parts) | (compiled(parts) if topology else {})
   limit = CHIP_GIB.get(topology.partition(":")[0]) if topology else None
@@ -54,28 +54,28 @@ def report(parts: Parts, topology: str | None) -> dict[str, Table]:
 
 
 def topology_devices(name: str) -> list[Any]:
-  """Descriptions of the chips of a TPU slice, which need not be there.
+  """Descriptions of the chips of a TPU slice, which need not be available.
 
   Raises:
-    ValueError: the compiler is not installed, or does not know the slice.
+    ValueError: the compiler is not installed, or the slice is unknown.
   """
-  # Without these libtpu asks a metadata server that is on Cloud TPU machines only.
+  # Without these libtpu queries a metadata server that exists on Cloud TPU machines only.
   os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
   try:
     return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
-  except Exception as error:  # libtpu raises what it likes
+  except Exception as error:  # libtpu has no common class of errors
     raise ValueError(
-      f"--topology={name} cannot be compiled for: {str(error)[:300]}. Names are such as v5e:4x4 or"
+      f"cannot compile for --topology={name}: {str(error)[:300]}. Names are such as v5e:4x4 or"
       ' v5p:2x2x4 (16 chips each); the compiler comes with pip install -e ".[tpu]". Without'
-      " --topology an estimate is given"
+      " --topology an estimate is printed"
     ) from error
 
 
 def mesh_of(config: ml_collections.ConfigDict, topology: str | None) -> Any:
-  """The mesh of `config.mesh` over chips that need not be there.
+  """The mesh of `config.mesh` over chips that need not be available.
 
   Raises:
-    ValueError: an unknown topology, or a mesh of another size.
+    ValueError: the topology is unknown, or the mesh has another size.
   """
   sizes = tuple(config.mesh[axis] for axis in sharding.AXES)
   needed = math.prod(sizes)
@@ -91,14 +91,14 @@ def mesh_of(config: ml_collections.ConfigDict, topology: str | None) -> Any:
 
 
 def shapes_only(config: ml_collections.ConfigDict, mesh: Mesh) -> Parts:
-  """The parts of a run on a mesh that need not be there, without its texts."""
+  """The parts of a run on a mesh whose devices need not be available, without problems."""
   nothing = Task(name="none", train=(), warm_start=(), held_out=(), grader="none:none")
   config = ml_collections.ConfigDict(config)
   config.warm_start.num_steps = 0
   return build(config, task=nothing, tokenizer=ByteTokenizer(), mesh=mesh)
 
 
-# --- by the compiler ------------------------------------------------------------------------------
+# --- compiled -------------------------------------------------------------------------------------
 
 
 def compiled(parts: Parts) -> dict[str, Table]:
@@ -111,7 +111,7 @@ def compiled(parts: Parts) -> dict[str, Table]:
   batch = abstract_batch(config, needs_proximal=parts.method.loss.needs_proximal)
   batch = place(batch, sharding.batch_sharding(mesh))
   key = place(jax.eval_shape(lambda: key_for(0, "rollout", 0)), sharding.replicated(mesh))
-  # The optimizer's state stays where it is while rollouts are drawn.
+  # The optimizer's state stays in memory while rollouts are sampled.
   resident = {"optimizer, resident": _bytes(state.opt_state)}
   programs: dict[str, Callable[[], Table]] = {
     "update, compiled": lambda: _compiled(parts.programs.train_step, state, frozen, batch),
@@ -143,11 +143,11 @@ def _compiled(jitted: Any, *shapes: Any) -> Table:
   }
 
 
-# --- by arithmetic --------------------------------------------------------------------------------
+# --- estimated ------------------------------------------------------------------------------------
 
 
 def estimated(parts: Parts) -> dict[str, Table]:
-  """Bytes per chip by arithmetic: what has to be there, without the compiler's own needs."""
+  """Bytes per chip by arithmetic, without the compiler's temporary buffers."""
   config, state = parts.config, parts.abstract_state
   of_state = {"parameters": _bytes(state.params), "optimizer": _bytes(state.opt_state)}
   if parts.lora is not None:
@@ -174,7 +174,7 @@ def estimated(parts: Parts) -> dict[str, Table]:
 
 
 def _bytes(tree: Any) -> float:
-  """Of every leaf's shard on one chip."""
+  """Bytes of every leaf's shard on one chip."""
   return float(
     sum(
       math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
@@ -188,7 +188,7 @@ def _local_prompts(parts: Parts) -> int:
 
 
 def _decoding_parameters(parts: Parts) -> float:
-  """The copy that a decoding loop reads: in the compute dtype, whole along fsdp."""
+  """Bytes of the copy for the decoding loop: in the compute dtype, not sharded along fsdp."""
   size = jnp.dtype(parts.model.config.compute_dtype).itemsize
 
   def leaf(x):
@@ -200,9 +200,9 @@ def _decoding_parameters(parts: Parts) -> float:
 
 
 def _keys_and_values(parts: Parts) -> float:
-  """The full cache and, when it grows for the last time, the one before it."""
+  """Bytes of the full cache and of the previous one, while the cache grows for the last time."""
   config, c = parts.config, parts.model.config
-  tensor = parts.mesh.shape["tensor"]  # over which the compiler splits heads, where they divide
+  tensor = parts.mesh.shape["tensor"]  # the compiler splits heads over it, if they divide
   heads = c.num_kv_heads // tensor if c.num_kv_heads % tensor == 0 else c.num_kv_heads
   token = c.num_layers * heads * c.head_dim * 2 * jnp.dtype(c.compute_dtype).itemsize
   lengths = [0, *cache_lengths(config.max_response_length)]
@@ -211,7 +211,7 @@ def _keys_and_values(parts: Parts) -> float:
 
 
 def _activations(parts: Parts) -> float:
-  """What the forward pass leaves for the backward pass, and the layer in hand twice over."""
+  """Bytes that the forward pass saves for the backward pass, and twice those of one layer."""
   config, c = parts.config, parts.model.config
   tokens = config.max_prompt_length + config.batch.group_size * config.max_response_length
   tokens *= -(-_local_prompts(parts) // config.batch.micro_batches)
@@ -224,7 +224,7 @@ def _activations(parts: Parts) -> float:
   return float(tokens * (c.num_layers * kept + 4 * layer) * size)
 
 
-# --- for a person ---------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------
 
 
 def _text(title: str, tables: dict[str, Table], limit_gib: float | None) -> str:
@@ -234,7 +234,7 @@ def _text(title: str, tables: dict[str, Table], limit_gib: float | None) -> str:
     needed = total * (COMPILER_FACTOR if name.endswith("estimated") else 1.0)
     lines.append(f"{name}: {total:.2f} GiB per chip{_verdict(total, needed, limit_gib)}")
     lines += [f"  {what:<28}{size / _GIB:>10.2f} GiB" for what, size in table.items()]
-  lines.append(f"The compiler may take about {COMPILER_FACTOR} times what is estimated.")
+  lines.append(f"The compiler may need about {COMPILER_FACTOR} times the estimate.")
   return "\n".join(lines)
 
 

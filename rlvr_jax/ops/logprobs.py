@@ -17,7 +17,7 @@ CHUNK_ELEMENTS = 2**24  # logits alive at once: 64 MiB of float32
 
 
 def check_sampling(sampling: Sampling, vocab_size: int) -> None:
-  """Raises ValueError where the settings name no distribution."""
+  """Raises ValueError if the settings do not define a distribution."""
   if not 0 <= sampling.temperature < float("inf"):
     raise ValueError(
       f"sampling.temperature={sampling.temperature}; it must be finite and ≥ 0 (0: greedy)"
@@ -29,7 +29,7 @@ def check_sampling(sampling: Sampling, vocab_size: int) -> None:
 
 
 def is_truncated(sampling: Sampling) -> bool:
-  """Whether settings such as top-k leave tokens out, so that the ratio to it is biased."""
+  """Whether settings such as top-k exclude tokens, which biases ratios to this distribution."""
   return dataclasses.replace(sampling, temperature=1.0) != _PLAIN
 
 
@@ -49,11 +49,11 @@ def through_head(gradient: Array, logits: Array, head: Head, temperature: float)
 
   Args:
     gradient: f32[..., V], with respect to logits/temperature.
-    logits: f32[..., V], z, as `head_logits` gives them.
-    head: its scale and soft cap c are read.
-    temperature: of the distribution, > 0.
+    logits: f32[..., V], z, from `head_logits`.
+    head: only its scale and soft cap c are used.
+    temperature: temperature of the distribution, > 0.
   Returns:
-    f32[..., V], with respect to the head's plain product.
+    f32[..., V], with respect to hidden @ kernel.
   """
   gradient = gradient * (head.scale / temperature)
   if head.soft_cap is not None:
@@ -62,17 +62,17 @@ def through_head(gradient: Array, logits: Array, head: Head, temperature: float)
 
 
 def distribution(logits: Array, sampling: Sampling) -> Array:
-  """Log-probabilities of the distribution that `sampling` draws from.
+  """Log-probabilities of the distribution that `sampling` describes.
 
   The one place where temperature, top-k and top-p act, for the sampler and the trainer alike:
   temperature first, then the k most probable tokens, then the smallest set of those whose
-  renormalised mass reaches top_p; tokens tied with the last one kept are kept too.
+  renormalized mass reaches top_p; tokens tied with the last one kept are kept too.
 
   Args:
     logits: f32[..., V].
     sampling: temperature 0 puts all mass on the first largest logit.
   Returns:
-    f32[..., V], −inf where a token is never drawn.
+    f32[..., V], −inf for a token that is never sampled.
   """
   if sampling.temperature == 0:
     first = jnp.argmax(logits, axis=-1, keepdims=True)
@@ -92,7 +92,7 @@ def distribution(logits: Array, sampling: Sampling) -> Array:
 
 
 class TokenStatistics(NamedTuple):
-  """Of the distribution that each token was drawn from; all at least float32."""
+  """Statistics of the distribution that each token was sampled from; all at least float32."""
 
   logprobs: Array  # [..., T], of the token
   entropy: Array  # [..., T], nats
@@ -108,7 +108,7 @@ def token_logprobs(
   *,
   chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[Array, Array]:
-  """Log-probability of each token and entropy of the distribution it was drawn from.
+  """Log-probability of each token and entropy of the distribution that it was sampled from.
 
   Works through T in chunks whose logits hold at most `chunk_elements` numbers (one position of all
   rows at least) and recomputes them in its own backward pass, so that no [B, T, V] array exists in
@@ -135,10 +135,10 @@ def token_statistics(
   projection: Array | None = None,
   chunk_elements: int = CHUNK_ELEMENTS,
 ) -> TokenStatistics:
-  """`token_logprobs`, and what the Gram matrix of the head's gradients needs of the same pass.
+  """`token_logprobs`, with the terms that the Gram matrix of the head's gradients needs.
 
   Args:
-    projection: [V, R], rows R_v; None leaves `projected` out. Only without top-k and top-p.
+    projection: [V, R], rows R_v; None omits `projected`. Only without top-k and top-p.
   """
   chex.assert_shape(hidden, (*tokens.shape, None))
   if sampling.temperature == 0:
@@ -198,7 +198,7 @@ def _entropy(logprobs):
 
 
 def _map(function, chunks):
-  """lax.map, without its loop where there is one chunk."""
+  """lax.map, without its loop if there is only one chunk."""
   if jax.tree.leaves(chunks)[0].shape[0] == 1:
     return jax.tree.map(lambda x: x[None], function(jax.tree.map(lambda x: x[0], chunks)))
   return jax.lax.map(function, chunks)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlvr_jax.files import local_path
-from rlvr_jax.ops.checks import check_whole
+from rlvr_jax.ops.checks import check_integer
 from rlvr_jax.rollouts.store import RolloutStore
 
 __all__ = [
@@ -84,8 +84,8 @@ def updates_per_refresh(*, batches: int = 1, epochs: int = 1) -> Schedule:
     epochs: ≥ 1.
   Source: PPO, arXiv 1707.06347, algorithm 1; GRPO, arXiv 2402.03300, algorithm 1.
   """
-  check_whole("updates_per_refresh", "batches", batches, low=1)
-  check_whole("updates_per_refresh", "epochs", epochs, low=1)
+  check_integer("updates_per_refresh", "batches", batches, low=1)
+  check_integer("updates_per_refresh", "epochs", epochs, low=1)
   length = batches * epochs
 
   def batch(update: int) -> int:
@@ -109,8 +109,8 @@ def stages(*, count: int = 4, num_updates: int) -> Schedule:
     num_updates: U, updates of the run.
   Source: arXiv 2605.17570 (4096 updates with μ = 1024, against GRPO's μ = 4).
   """
-  check_whole("stages", "count", count, low=1)
-  check_whole("stages", "num_updates", num_updates, low=0)
+  check_integer("stages", "count", count, low=1)
+  check_integer("stages", "num_updates", num_updates, low=0)
   if num_updates % count:
     divisors = [s for s in range(1, num_updates + 1) if num_updates % s == 0]
     below = max(s for s in divisors if s < count)
@@ -136,8 +136,8 @@ def fixed_lag(*, lag: int, num_updates: int) -> Schedule:
     num_updates: updates of the run.
   Source: one-step off-policy training, L = 1, is that of arXiv 2410.18252.
   """
-  check_whole("fixed_lag", "lag", lag, low=0)
-  check_whole("fixed_lag", "num_updates", num_updates, low=0)
+  check_integer("fixed_lag", "lag", lag, low=0)
+  check_integer("fixed_lag", "num_updates", num_updates, low=0)
   return once_each([max(0, b - lag) for b in range(num_updates)], open_ended=lag == 0)
 
 
@@ -162,9 +162,9 @@ def simulated_asynchronous(
     StoreError: the run has no rollouts.
   """
   owner = "simulated_asynchronous"
-  check_whole(owner, "max_lag", max_lag, low=0)
-  check_whole(owner, "num_updates", num_updates, low=0)
-  check_whole(owner, "seed", seed, low=0)
+  check_integer(owner, "max_lag", max_lag, low=0)
+  check_integer(owner, "num_updates", num_updates, low=0)
+  check_integer(owner, "seed", seed, low=0)
   if recorded:
     versions = recorded_versions(recorded, num_updates)
     check_versions(f"{owner}: recorded = {recorded!r}", versions, max_lag)
@@ -184,7 +184,7 @@ def asynchronous(*, max_lag: int = 4) -> Schedule:
     max_lag: L ≥ 0, updates; 0 leaves nothing to overlap.
   Source: AReaL's bound on staleness, arXiv 2505.24298.
   """
-  check_whole("asynchronous", "max_lag", max_lag, low=0)
+  check_integer("asynchronous", "max_lag", max_lag, low=0)
 
   def draws(update: int) -> int:
     raise RuntimeError(f"asynchronous: who draws before update {update} is up to the clock")

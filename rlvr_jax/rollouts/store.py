@@ -34,7 +34,7 @@ from rlvr_jax.files import (
   shortage,
   sync_folder,
 )
-from rlvr_jax.ops.checks import check_whole
+from rlvr_jax.ops.checks import check_integer
 from rlvr_jax.rollouts.shards import (
   StoreError,
   entry_of,
@@ -97,7 +97,7 @@ class RolloutStore:
       ValueError, TypeError: the number is there already, or arrays or info are not as above.
       DiskFullError: no space is left; what was written before is untouched.
     """
-    check_whole("RolloutStore.append", "number", number, low=0)
+    check_integer("RolloutStore.append", "number", number, low=0)
     header = header_of(number, arrays, info)
     with self._writing:
       index, path = self._writer(), self._path(number)

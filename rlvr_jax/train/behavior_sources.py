@@ -18,7 +18,7 @@ from rlvr_jax.models import quantized
 from rlvr_jax.models.functional import Model, transformer
 from rlvr_jax.models.linear import merged
 from rlvr_jax.models.presets import model_settings
-from rlvr_jax.ops.checks import check_between, check_choice, check_whole
+from rlvr_jax.ops.checks import check_between, check_choice, check_integer
 from rlvr_jax.ops.logprobs import check_sampling, is_truncated, token_logprobs
 from rlvr_jax.rollouts.recorded import RecordedGroups
 from rlvr_jax.rollouts.store import StoreError
@@ -214,7 +214,7 @@ def other_policy(
       f" {tokens}, this run's {(config.tokenizer, model.config.vocab_size)}; choose a run with the"
       " same"
     )
-  check_whole("config.sources.checkpoint", "step", settings.step, low=-1)
+  check_integer("config.sources.checkpoint", "step", settings.step, low=-1)
   steps = sorted(int(p.name) for p in (workdir / "checkpoints").glob("*") if p.name.isdigit())
   if step is None and steps:
     step = steps[-1] if settings.step == -1 else settings.step

@@ -11,7 +11,7 @@ import ml_collections
 from jax.sharding import Mesh
 
 from rlvr_jax import specs
-from rlvr_jax.ops.checks import check_between, check_whole
+from rlvr_jax.ops.checks import check_between, check_integer
 from rlvr_jax.ops.logprobs import check_sampling, is_truncated
 from rlvr_jax.rewards.outcome import OutcomePolicy
 from rlvr_jax.rollouts import schedules
@@ -40,26 +40,26 @@ def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
   for group, names in _AT_LEAST_ONE.items():
     section = config[group] if group else config
     for name in names.split():
-      check_whole(f"config.{group}".rstrip("."), name, section[name], low=1, high=_MOST)
-  check_whole("config", "num_updates", config.num_updates, low=0, high=_MOST_UPDATES)
+      check_integer(f"config.{group}".rstrip("."), name, section[name], low=1, high=_MOST)
+  check_integer("config", "num_updates", config.num_updates, low=0, high=_MOST_UPDATES)
   check_between("config", "max_behavior_gap", config.max_behavior_gap, low=0.0)
-  check_whole("config", "proximal_every", config.proximal_every, low=0, high=_MOST)
+  check_integer("config", "proximal_every", config.proximal_every, low=0, high=_MOST)
   deadline = config.generation_deadline_s
   check_between("config", "generation_deadline_s", deadline, low=0.0, open_low=True)
   for owner, section in (("config", config), ("config.evaluation", config.evaluation)):
-    check_whole(owner, "seed", section.seed, low=0, high=2**32 - 1)
+    check_integer(owner, "seed", section.seed, low=0, high=2**32 - 1)
   warm_start = config.warm_start
-  check_whole("config.warm_start", "num_steps", warm_start.num_steps, low=0, high=_MOST_UPDATES)
+  check_integer("config.warm_start", "num_steps", warm_start.num_steps, low=0, high=_MOST_UPDATES)
   workers = config.grading.num_workers
-  check_whole("config.grading", "num_workers", workers, low=0, high=_MOST_WORKERS)
+  check_integer("config.grading", "num_workers", workers, low=0, high=_MOST_WORKERS)
   check_between("config.grading", "timeout_s", config.grading.timeout_s, low=0, open_low=True)
   # A stop token alone answers nothing.
-  check_whole("config", "max_response_length", config.max_response_length, low=2, high=_MOST)
+  check_integer("config", "max_response_length", config.max_response_length, low=2, high=_MOST)
   batch = config.batch
   sharding.check_batch("config.batch.prompts", batch.prompts, mesh, batch.micro_batches)
   sharding.check_batch("config.evaluation.batch_prompts", config.evaluation.batch_prompts, mesh)
   if warm_start.num_steps:
-    check_whole("config.warm_start", "batch_size", warm_start.batch_size, low=1, high=_MOST)
+    check_integer("config.warm_start", "batch_size", warm_start.batch_size, low=1, high=_MOST)
     sharding.check_batch("config.warm_start.batch_size", warm_start.batch_size, mesh)
   for field, responses in {
     "config.batch.prompts · config.batch.group_size": batch.prompts * batch.group_size,
@@ -79,7 +79,7 @@ def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
   wrong = [k for k in ks if not isinstance(k, int) or not 1 <= k <= limit]
   if wrong or not ks:
     raise ValueError(
-      f"config.evaluation.ks = {ks}: pass@k needs at least one whole number k, 1 ≤ k ≤"
+      f"config.evaluation.ks = {ks}: pass@k needs at least one integer k, 1 ≤ k ≤"
       f" config.evaluation.num_samples = {limit}"
     )
 

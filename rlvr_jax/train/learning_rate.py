@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import optax
 
-from rlvr_jax.ops.checks import check_between, check_whole
+from rlvr_jax.ops.checks import check_between, check_integer
 
 __all__ = ["constant", "cosine", "linear"]
 
@@ -54,7 +54,7 @@ def cosine(
 
 def _check(owner: str, peak: float, warmup: int, final_fraction: float = 0.0) -> None:
   check_between(owner, "peak", peak, low=0.0)
-  check_whole(owner, "warmup", warmup, low=0, high=2**31 - 1)
+  check_integer(owner, "warmup", warmup, low=0, high=2**31 - 1)
   check_between(owner, "final_fraction", final_fraction, low=0.0, high=1.0)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import optax
 
-from rlvr_jax.ops.checks import check_between, check_choice, check_whole
+from rlvr_jax.ops.checks import check_between, check_choice, check_integer
 
 __all__ = ["adamw", "lion", "muon", "sgd"]
 
@@ -98,7 +98,7 @@ def muon(
   """
   _check("muon", momentum=momentum, b1=b1, b2=b2, weight_decay=weight_decay)
   check_choice("muon", "nesterov", nesterov, (True, False))
-  check_whole("muon", "steps", steps, low=1)
+  check_integer("muon", "steps", steps, low=1)
   if update_rms is not None:
     check_between("muon", "update_rms", update_rms, low=0.0, open_low=True)
   last_two = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rlvr_jax.data import encode_solutions, problem_batches
+from rlvr_jax.data import encode_demonstrations, problem_batches
 from rlvr_jax.files import local_path
 from rlvr_jax.models.huggingface import load_params
 from rlvr_jax.models.presets import given_overrides
@@ -88,7 +88,7 @@ def supervised_batches(parts: Parts) -> Iterator[tuple[Prompts, Array, Array]]:
     parts.task.warm_start, batch_size=config.warm_start.batch_size, seed=config.seed
   )
   for problems in batches:
-    solutions = encode_solutions(problems, parts.tokenizer, config.max_response_length)
+    solutions = encode_demonstrations(problems, parts.tokenizer, config.max_response_length)
     yield parts.to_devices((parts.encode(problems), *solutions))
 
 

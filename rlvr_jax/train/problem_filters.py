@@ -8,7 +8,14 @@ from collections.abc import Callable
 import ml_collections
 from absl import logging
 
-from rlvr_jax.data import Problem, ProblemSource, Task, Tokenizer, encode_prompts, encode_solutions
+from rlvr_jax.data import (
+  Problem,
+  ProblemSource,
+  Task,
+  Tokenizer,
+  encode_demonstrations,
+  encode_prompts,
+)
 from rlvr_jax.data.sources import Chosen
 from rlvr_jax.models.huggingface_config import longest_text
 from rlvr_jax.ops.checks import check_choice
@@ -37,7 +44,7 @@ def fitting(config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer)
   Held-out problems are never dropped: a benchmark is all of it.
 
   Raises:
-    ValueError: a prompt or a worked solution is too long and is not to be dropped, or none fits.
+    ValueError: a prompt or a demonstration is too long and is not to be dropped, or none fits.
       Of training problems that may be dropped by nobody, the first ones stand for all: they may be
       generated when drawn.
   """
@@ -52,11 +59,11 @@ def fitting(config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer)
   if config.warm_start.num_steps:
     if not len(task.warm_start):
       raise ValueError(
-        "config.warm_start.num_steps > 0 but the task has no worked solutions; set the task's"
+        "config.warm_start.num_steps > 0 but the task has no demonstrations; set the task's"
         " warm_start_size, or config.warm_start.num_steps = 0"
       )
     encode_prompts(_all(task.warm_start), tokenizer, limit)
-    encode_solutions(_all(task.warm_start), tokenizer, config.max_response_length)
+    encode_demonstrations(_all(task.warm_start), tokenizer, config.max_response_length)
   return task
 
 

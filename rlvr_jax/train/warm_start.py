@@ -1,4 +1,4 @@
-"""A short supervised phase on worked solutions, so that a from-scratch policy can begin RL."""
+"""A short supervised phase on demonstrations, so that a from-scratch policy can begin RL."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_an_estimate_just_below_the_limit_is_no_promise(monkeypatch, capsys):
 
 
 def test_a_topology_that_cannot_be_compiled_for_says_what_can():
-  with pytest.raises(ValueError, match=r"--topology=v5e:0x0 cannot be compiled for: .*\[tpu\]"):
+  with pytest.raises(ValueError, match=r"cannot compile for --topology=v5e:0x0: .*\[tpu\]"):
     fits.topology_devices("v5e:0x0")
 
 

@@ -215,7 +215,7 @@ def test_concatenated_with_empty_sources():
     ),
     (
       {"parts": {"a": {"name": f"{__name__}:listed", "kwargs": {}}}, "weights": {"a": 1}},
-      "listed do not tell their questions; make them Chosen or Drawn",
+      "listed do not list their questions; make them Chosen or Generated",
     ),
     ({"parts": {"a": {"name": "published"}}, "weights": {"a": 1}}, "and its kwargs"),
   ],

@@ -79,11 +79,11 @@ def test_adapters_begin_as_published_and_mirror_their_kernels():
 @pytest.mark.parametrize(
   ("fields", "message"),
   [
-    (dict(rank=0), "rank = 0 is not a whole number; set rank to 1 or more"),
-    (dict(rank=2.0), "rank = 2.0 is not a whole number"),
+    (dict(rank=0), "rank = 0 is not an integer ≥ 1; set rank to 1 or more"),
+    (dict(rank=2.0), "rank = 2.0 is not an integer"),
     (dict(rank=17), r"rank = 17 exceeds the rank of blocks/\w+, a \d+×\d+ kernel; set rank"),
     (dict(alpha=0.0), r"alpha = 0.0 is not a number in \(0, inf\)"),
-    (dict(targets="blocks/(query"), "no regular expression"),
+    (dict(targets="blocks/(query"), "not a regular expression"),
     (dict(targets="embedding"), r"matches no kernel of the layers; they are \['blocks/down', "),
     (dict(targets="blocks/query_bias"), "matches no kernel of the layers"),
   ],

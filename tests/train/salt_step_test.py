@@ -63,13 +63,13 @@ def blocks_of(scope, k):
   rollouts = np.arange(P * G).reshape(P, G)
   if scope == "group":
     return list(rollouts)
-  if scope == "microbatch":  # prompts j, j + k, …
+  if scope == "micro_batch":  # prompts j, j + k, …
     return [rollouts[j::k].ravel() for j in range(k)]
   return [rollouts.ravel()]
 
 
 @pytest.mark.parametrize(
-  ("scope", "k"), [("batch", 1), ("batch", 4), ("microbatch", 4), ("group", 1), ("group", 4)]
+  ("scope", "k"), [("batch", 1), ("batch", 4), ("micro_batch", 4), ("group", 1), ("group", 4)]
 )
 def test_the_update_is_that_of_coefficients_reweighted_by_hand(x64, scope, k):
   batch = make_batch(np.float64)
@@ -88,7 +88,7 @@ def test_the_update_is_that_of_coefficients_reweighted_by_hand(x64, scope, k):
   )
   assert relative_distance(gradient, expected) < 1e-9
   assert values(metrics)["gram/forward_only_passes"] == (k > 1)
-  of_gram = P * G // k if scope == "microbatch" or (scope == "group" and k > 1) else P * G
+  of_gram = P * G // k if scope == "micro_batch" or (scope == "group" and k > 1) else P * G
   np.testing.assert_allclose(values(metrics)["gram/head_products"], 2 + of_gram / T)
 
 
