@@ -71,6 +71,7 @@ def test_it_holds_every_module_and_recipe(installed):
   assert found == modules | recipes | {"rlvr_jax/py.typed"} and len(recipes) > 20
 
 
+@pytest.mark.slow
 def test_it_runs_a_config_of_ones_own_on_a_recipe(installed, tmp_path):
   config_file = tmp_path / "mine.py"
   config_file.write_text(OWN_CONFIG)
