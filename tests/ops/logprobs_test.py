@@ -132,6 +132,7 @@ def test_what_the_gram_matrix_needs_of_the_same_pass(x64, soft_cap, chunk_elemen
   near(found.entropy, entropy)
 
 
+@pytest.mark.usefixtures("no_compilation_cache")
 def test_no_array_of_tokens_times_vocabulary_at_a_large_vocabulary():
   """Forward and backward at V = 151,936 allocate far less than one [B, T, V] float32."""
   B, T, D, V = 4, 256, 64, 151_936

@@ -151,6 +151,7 @@ def gathers(hlo):
   return [(shape, "/while/body" in name) for shape, name in of_op]
 
 
+@pytest.mark.usefixtures("no_compilation_cache")
 @pytest.mark.parametrize(
   ("sizes", "tied_head"), [(dict(fsdp=8), False), (dict(fsdp=4, tensor=2), True)]
 )
