@@ -56,9 +56,7 @@ def end_at_once(message: str) -> NoReturn:
   sys.stderr.flush()
   terminal = os.dup(sys.stderr.fileno())
   os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
-  time.sleep(
-    0.2
-  )  # writes that have begun, as to a pipe that is full, still go where they were meant
+  time.sleep(0.2)  # writes that have begun still go where they were meant to
   os.write(terminal, f"{message}\n".encode(errors="backslashreplace"))
   os._exit(1)
 

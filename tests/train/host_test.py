@@ -35,7 +35,7 @@ def test_a_wait_without_a_sign_of_life_ends_the_process(body, ends):
   assert ("Timeout (0:00:03)!" in done.stderr and "<module>" in done.stderr) == ends
 
 
-def test_the_message_is_the_last_word():
+def test_the_message_is_the_last_word(tmp_path):
   """Threads are writing long complaints line by line when the process ends."""
   program = """
 import sys, threading, time
@@ -51,6 +51,8 @@ for _ in range(4):
 time.sleep(0.2)
 host.end_at_once("error: what to do")
 """.replace("\\\\", "\\")
-  done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, timeout=300)
+  complaints = tmp_path / "stderr"  # unlike a pipe it is never full
+  with complaints.open("wb") as stderr:
+    done = subprocess.run([sys.executable, "-c", program], stderr=stderr, timeout=300)
   assert done.returncode == 1
-  assert done.stderr.endswith(b"error: what to do\n")
+  assert complaints.read_bytes().endswith(b"error: what to do\n")
