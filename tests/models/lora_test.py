@@ -198,10 +198,9 @@ def lora_method(dtype="float64", mesh=None, **changes):
   """An update of adapters by GRPO and SALT."""
   method = make_method(dtype, mesh=mesh, reweighting=reweighting.salt(), **changes)
   config = dataclasses.replace(method.model.config, qkv_bias=True)
-  constrain = sharding.batch_constraint(mesh) if mesh else lambda x: x
   single = adapted(transformer(config), SETTINGS)
   return method._replace(
-    model=adapted(transformer(config, constrain), SETTINGS),
+    model=adapted(transformer(config, sharding.layout(mesh)), SETTINGS),
     gram=geometry.streaming(),
     gram_context=geometry.GramContext(single, method.temperature, mesh),
   )

@@ -32,10 +32,9 @@ MESH_SHAPE = dict(data=2, fsdp=2, tensor=2)
 
 
 def make_method(loss, veto, reweighter, mesh=None, **changes):
-  constrain = sharding.batch_constraint(mesh) if mesh else lambda x: x
   config = dataclasses.replace(CONFIG, compute_dtype="float64", param_dtype="float64")
   return Method(
-    model=transformer(config, constrain),
+    model=transformer(config, sharding.layout(mesh)),
     optimizer=optax.adam(1e-2),
     schedule=optax.constant_schedule(1e-2),
     advantage=advantages.grpo(),

@@ -123,7 +123,7 @@ def test_round_trip(sizes):
 def lowered_generation(sizes, config=CONFIG):
   """The jitted sampler on a mesh, and its arguments as shapes with shardings."""
   mesh = sharding.make_mesh(**sizes)
-  model = transformer(config, sharding.batch_constraint(mesh), sharding.gather_over_fsdp(mesh))
+  model = transformer(config, sharding.layout(mesh))
   run = jax.jit(
     functools.partial(
       generate,

@@ -29,9 +29,8 @@ CONFIG = TransformerConfig(
 
 def make_method(dtype="float32", mesh=None, **changes):
   config = dataclasses.replace(CONFIG, compute_dtype=dtype, param_dtype=dtype)
-  constrain = sharding.batch_constraint(mesh) if mesh else lambda x: x
   fields = dict(
-    model=transformer(config, constrain),
+    model=transformer(config, sharding.layout(mesh)),
     optimizer=optax.adamw(1e-2),
     schedule=optax.constant_schedule(1e-2),
     advantage=advantages.grpo(),
