@@ -1,9 +1,10 @@
-"""Trains the policy that a configuration describes, evaluates or exports one, or tells if it fits.
+"""Trains the policy that a configuration describes, evaluates or exports one, or tells its cost.
 
   python -m rlvr_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
 
 Any field can be set on the command line, --config.seed=1. The same command on the same workdir goes
-on where it was stopped or killed. What --mode=eval, export and fits need: docs/models.md.
+on where it was stopped or killed. What --mode=eval, export, fits and costs need:
+docs/models.md.
 
 On several hosts, with a workdir that all of them see, run it on each with --distributed; where the
 cluster does not tell who is who, with --coordinator, --num_processes and --process_id instead.
@@ -18,7 +19,9 @@ from ml_collections import config_flags
 
 from rlvr_jax.train import config_file, host
 
-_MODE = flags.DEFINE_enum("mode", "train", ["train", "eval", "export", "fits"], "What to do.")
+_MODE = flags.DEFINE_enum(
+  "mode", "train", ["train", "eval", "export", "fits", "costs"], "What to do."
+)
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for all that is written.")
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A run, or RUN/checkpoints/STEP of it.")
@@ -33,7 +36,7 @@ flags.mark_flags_as_required(["config"])
 def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}; write --config.field=value")
-  if not _WORKDIR.value and _MODE.value != "fits":
+  if not _WORKDIR.value and _MODE.value not in ("fits", "costs"):
     raise app.UsageError("--workdir is missing")
   host.keep_freed_memory()  # before jax allocates anything
   # Imported here, so that --help and a misspelt field answer at once.
