@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import json
+import pathlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -20,8 +21,15 @@ from rlvr_jax.models.flops import forward_flops, update_flops
 from rlvr_jax.train.build import Parts
 from rlvr_jax.train.metrics import say
 
-# The `jax.named_scope`s of the network, the head, the Gram matrix and the step.
-PARTS = ("layers", "attention", "head", "gram", "optimizer", "embedding")
+# By `jax.named_scope`s of the network, the head, the Gram matrix and the step, and by parameters.
+PARTS = {
+  "layers": "layers|blocks",
+  "attention": "attention",
+  "head": "head|head_kernel",
+  "gram": "gram",
+  "optimizer": "optimizer",
+  "embedding": "embedding",
+}
 
 # (FLOPs, HBM bytes) of one run of a Pallas kernel, from the shapes of its operands.
 KernelCost = Callable[[Item], tuple[float, float]]
@@ -51,26 +59,38 @@ def report(
     workdir: folder for costs_TOPOLOGY.json and .md; None writes nothing.
     kernels: pattern of an operation's name → analytic count of the Pallas kernel it names.
   Returns:
-    `cost` of each program, by its name.
+    `cost` of each program that the compiler has memory for, by its name.
   """
-  chip, useful = chip_of(topology), useful_flops(parts)
   costs = {}
-  for name, lower in programs(parts).items():
-    program, text = compiled_with_text(name, lower)
-    if program:
-      items = with_kernels(walk(text, PARTS), kernels or {})
-      costs[name] = cost(items, chip, useful_flops=useful[name], memory=memory(program))
+  for name in programs(parts):
+    if found := program_cost(parts, topology, name, kernels):
+      costs[name] = found
   conditions = _conditions(parts, topology)
-  text = markdown(conditions, costs)
-  say(text)
+  say(markdown(conditions, costs))
   if workdir is not None:
-    folder = local_path("--workdir", workdir)
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = f"costs_{topology.replace(':', '_')}"
-    found = {"conditions": conditions, "chip": chip._asdict(), "costs": costs}
-    (folder / f"{stem}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    (folder / f"{stem}.md").write_text(text + "\n", encoding="utf-8")
+    write(local_path("--workdir", workdir), conditions, costs)
   return costs
+
+
+def program_cost(
+  parts: Parts, topology: str, name: str, kernels: Mapping[str, KernelCost] | None = None
+) -> Cost | None:
+  """`cost` of the update or the generation; None where its memory does not suffice."""
+  program, text = compiled_with_text(name, programs(parts)[name])
+  if program is None:
+    return None
+  items = with_kernels(walk(text, PARTS), kernels or {})
+  useful = useful_flops(parts)[name]
+  return cost(items, chip_of(topology), useful_flops=useful, memory=memory(program))
+
+
+def write(folder: pathlib.Path, conditions: Mapping[str, Any], costs: Mapping[str, Cost]) -> None:
+  """Numbers as JSON and tables as Markdown, named by the topology."""
+  folder.mkdir(parents=True, exist_ok=True)
+  stem = f"costs_{conditions['topology'].replace(':', '_')}"
+  numbers = json.dumps({"conditions": dict(conditions), "costs": dict(costs)}, indent=1)
+  (folder / f"{stem}.json").write_text(numbers + "\n", encoding="utf-8")
+  (folder / f"{stem}.md").write_text(markdown(conditions, costs) + "\n", encoding="utf-8")
 
 
 def useful_flops(parts: Parts) -> dict[str, float]:
@@ -146,6 +166,7 @@ def _conditions(parts: Parts, topology: str) -> dict[str, Any]:
   config = parts.config
   return {
     "topology": topology,
+    "peaks of a chip": chip_of(topology)._asdict(),
     "mesh": dict(parts.mesh.shape),
     "model": config.model.checkpoint or config.model.preset,
     "layers": parts.model.config.num_layers,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from rlvr_jax.commands.hlo_text import (
@@ -52,7 +52,7 @@ _IN_PLACE = {"bitcast", "copy", "convert", "reshape"}  # seen through, for slice
 class Item(NamedTuple):
   """One instruction, as often as it runs; bytes and operations are those of all its runs."""
 
-  part: str  # the innermost of the asked-for named scopes around it; `OTHER`: none
+  part: str  # by the innermost of the scopes asked for; `OTHER`: it is in none
   opcode: str  # of a collective, one of COLLECTIVES
   name: str
   times: int
@@ -70,16 +70,23 @@ class Item(NamedTuple):
 _Values = list[int | None]
 
 
-def walk(text: str, parts: Iterable[str]) -> list[Item]:
+class _Loop(NamedTuple):
+  length: int  # iterations
+  inside: _Values  # of its tuple, what stays
+  ended: _Values  # of its tuple, when it has ended
+
+
+def walk(text: str, parts: Mapping[str, str]) -> list[Item]:
   """Every instruction of a program that costs anything.
 
   Args:
     text: optimised HLO, of one device.
-    parts: names of `jax.named_scope`s by which to tell instructions apart.
+    parts: of the program, by the pattern of a `jax.named_scope` or of a parameter's name.
   Raises:
     ValueError: the text holds no program, a loop of unknown length, or unknown replica groups.
   """
-  program = _Program(text, re.compile(rf"\b({'|'.join(map(re.escape, parts))})\b"))
+  scopes = "|".join(f"(?P<{part}>{pattern})" for part, pattern in parts.items())
+  program = _Program(text, re.compile(rf"\b(?:{scopes})\b"))
   return list(program.items(program.entry, 1, OTHER, None))
 
 
@@ -89,18 +96,18 @@ class _Program:
     self.parts = parts
     devices = re.search(r"num_partitions=(\d+)", text)
     self.devices = int(devices.group(1)) if devices else 1
-    self._first_iterations: dict[Any, tuple[_Values, _Values]] = {}
+    self.loops: dict[Any, _Loop] = {}
 
   # --- the walk -----------------------------------------------------------------------------------
 
   def items(self, computation: str, times: int, part: str, known: _Values | None) -> Iterator[Item]:
     """Of a computation that runs `times` times; `known` are elements of its tuple parameter."""
     for i in self.computations[computation].values():
-      scopes = self.parts.findall(i.op_name)
-      here = scopes[-1] if scopes else part
+      here = next((x.lastgroup for x in reversed([*self.parts.finditer(i.op_name)])), None) or part
       if i.opcode == "while":
-        length, inside = self._loop(computation, i, known)
-        yield from self.items(i.attribute(r"body=%?([\w.\-]+)"), times * length, here, inside)
+        loop = self._loop(computation, i, known)
+        body = i.attribute(r"body=%?([\w.\-]+)")
+        yield from self.items(body, times * loop.length, here, loop.inside)
       elif i.opcode == "conditional":
         listed = re.findall(r"[\w.\-]+", i.attribute(r"branch_computations=\{([^}]*)\}"))
         branches = listed or _BRANCH.findall(i.text)
@@ -253,25 +260,27 @@ class _Program:
 
   # --- loops --------------------------------------------------------------------------------------
 
-  def _loop(self, computation: str, i: Instruction, known: _Values | None) -> tuple[int, _Values]:
-    """(iterations, what of the loop's tuple is known and stays) of a `while`."""
-    before, after = self._first_iteration(computation, i, known)
-    inside = [a if a == b else None for a, b in zip(before, after, strict=True)]
+  def _loop(self, computation: str, i: Instruction, known: _Values | None) -> _Loop:
+    """Of a `while`; remembered, for loops that follow one another ask for the ones before."""
+    key = (computation, i.name, None if known is None else tuple(known))
+    if key not in self.loops:
+      before, after = self._first_iteration(computation, i, known)
+      length = self._length(i, before, after)
+      pairs = list(zip(before, after, strict=True))
+      ended = [None if a is None or b is None else a + (b - a) * length for a, b in pairs]
+      self.loops[key] = _Loop(length, [a if a == b else None for a, b in pairs], ended)
+    return self.loops[key]
+
+  def _length(self, i: Instruction, before: _Values, after: _Values) -> int:
     if known_count := i.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
-      return int(known_count), inside
+      return int(known_count)
     condition = i.attribute(r"condition=%?([\w.\-]+)")
-    for low, high, step in self._bounds(condition, before, after):
-      return max(0, -(-(high - low) // step)), inside
+    for first, limit, step in self._bounds(condition, before, after):
+      return max(0, -(-(limit - first) // step))
     raise ValueError(f"the loop {i.name} is of unknown length: {i.text[:200]}")
 
   def _first_iteration(self, computation, i, known) -> tuple[_Values, _Values]:
     """The known elements of a loop's tuple before and after its first iteration."""
-    cached = (computation, i.name, None if known is None else tuple(known))
-    if cached not in self._first_iterations:
-      self._first_iterations[cached] = self._iterated(computation, i, known)
-    return self._first_iterations[cached]
-
-  def _iterated(self, computation, i, known) -> tuple[_Values, _Values]:
     body = i.attribute(r"body=%?([\w.\-]+)")
     root = next(x for x in self.computations[body].values() if x.root)
     before = self._elements(computation, i.operands[0], known)
@@ -309,17 +318,8 @@ class _Program:
     if i.opcode == "parameter":
       return known or []
     if i.opcode == "while":
-      return self._last(computation, i, known)
+      return self._loop(computation, i, known).ended
     return self._elements(computation, i.operands[0], known) if i.opcode == "copy" else []
-
-  def _last(self, computation: str, i: Instruction, known: _Values | None) -> _Values:
-    """What is known of the tuple with which a loop ends."""
-    before, after = self._first_iteration(computation, i, known)
-    if before == after:
-      return before
-    length = self._loop(computation, i, known)[0]
-    pairs = zip(before, after, strict=True)
-    return [None if a is None or b is None else a + (b - a) * length for a, b in pairs]
 
   def _value(self, computation: str, name: str, known: _Values | None) -> int | None:
     """A scalar that does not depend on data, or None."""

@@ -10,6 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rlvr_jax.commands import hlo
 from rlvr_jax.train import sharding
 
+PARTS = {"layers": "layers|blocks", "attention": "attention"}
+
 
 def module(entry, *others, partitions=1):
   """The text of a program; computations are given as (header, lines)."""
@@ -19,7 +21,7 @@ def module(entry, *others, partitions=1):
   return "\n".join([f"HloModule m, num_partitions={partitions}", "", *written])
 
 
-def items(*args, parts=("layers", "attention"), **kwargs):
+def items(*args, parts=PARTS, **kwargs):
   return {item.name: item for item in hlo.walk(module(*args, **kwargs), parts)}
 
 
@@ -94,7 +96,7 @@ def test_a_loop_goes_on_where_the_one_before_ended():
   later = (header.replace("%condition", "%later"), lines)
   found = [
     item.times
-    for item in hlo.walk(module(entry, loop_body(1), loop_condition(5, "LT"), later), ["layers"])
+    for item in hlo.walk(module(entry, loop_body(1), loop_condition(5, "LT"), later), PARTS)
     if item.flops
   ]
   assert found == [5, 7]
@@ -109,7 +111,7 @@ def test_a_limit_that_the_data_sets_is_refused():
 
 def test_a_text_without_a_program_is_refused():
   with pytest.raises(ValueError, match="no ENTRY"):
-    hlo.walk("HloModule m", ["layers"])
+    hlo.walk("HloModule m", PARTS)
 
 
 def test_fused_slices_count_by_slice_and_fast_memory_does_not():
@@ -286,7 +288,7 @@ def test_a_compiled_scan_on_a_mesh():
 
   shapes = of((layers, width, width), None, "fsdp"), of((rows, width), "fsdp")
   compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes).compile()
-  found = hlo.walk(compiled.as_text(), ["layers"])
+  found = hlo.walk(compiled.as_text(), PARTS)
   product = 2 * (rows // devices) * width * width
   assert sum(item.flops for item in found if item.part == "layers") == 3 * layers * product
   received = collections.Counter()

@@ -1,0 +1,99 @@
+"""Budgets of what compiled programs cost on TPUs, for which libtpu compiles without one.
+
+What an update may move between chips and through HBM is asserted here, so that no change brings a
+collective of the weights' size back unseen.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from train import tiny
+
+from rlvr_jax.commands import ahead_of_time, costs, hlo
+from rlvr_jax.configs import fade_qwen25_7b
+from rlvr_jax.ops.logprobs import token_logprobs
+from rlvr_jax.train import sharding
+from rlvr_jax.types import Head
+
+pytest.importorskip("libtpu", reason='needs TPUs\' compiler: pip install -e ".[tpu]"')
+
+TOPOLOGY = "v5p:2x2x4"
+WIDTH, VOCABULARY = 3584, 152_064  # of Qwen2.5 7B
+
+
+def received(items):
+  return sum(item.received_bytes for item in items)
+
+
+def assert_no_weights_in_a_loop(items, kernel_bytes):
+  for item in items:
+    if item.times > 1:
+      assert item.received_bytes / item.times < 0.05 * kernel_bytes, item
+
+
+def test_a_mesh_is_built_as_a_run_builds_it():
+  """Neighbours along an axis are neighbours on the torus."""
+  config = tiny.config(mesh__fsdp=16)
+  mesh = ahead_of_time.mesh_of(config, TOPOLOGY)
+  coordinates = [device.coords for device in mesh.devices.flat]
+  distances = [
+    sum(min(abs(x - y), size - abs(x - y)) for x, y, size in zip(a, b, (2, 2, 4), strict=True))
+    for a, b in zip(coordinates, [*coordinates[1:], coordinates[0]], strict=True)
+  ]
+  assert max(distances) <= 2
+  named = jax.make_mesh((1, 16, 1), sharding.AXES, devices=ahead_of_time.topology_devices(TOPOLOGY))
+  assert (mesh.devices == named.devices).all()
+
+
+def test_the_head_gathers_its_kernel_once_and_reduces_its_gradient_once():
+  """At 7B, 32 × 16 responses of 2048 tokens on 16 chips, forward and back."""
+  devices = ahead_of_time.topology_devices(TOPOLOGY)
+  mesh = sharding.make_mesh(fsdp=16, devices=devices)
+  of = lambda shape, dtype, *spec: jax.ShapeDtypeStruct(
+    shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec))
+  )
+
+  def loss(hidden, kernel, tokens, weights):
+    logprobs, entropy = token_logprobs(hidden, Head(kernel, 1.0, None), tokens, mesh=mesh)
+    return jnp.sum(logprobs * weights) + 0.01 * jnp.sum(entropy)
+
+  shape = (32, 16, 2048)
+  arguments = (
+    of((*shape, WIDTH), jnp.bfloat16, "fsdp"),
+    of((WIDTH, VOCABULARY), jnp.float32, "fsdp"),
+    of(shape, jnp.int32, "fsdp"),
+    of(shape, jnp.float32, "fsdp"),
+  )
+  shardings = tuple(x.sharding for x in arguments[:2])
+  gradient = jax.jit(jax.grad(loss, argnums=(0, 1)), out_shardings=shardings)
+  _, text = ahead_of_time.compiled_with_text("head", lambda: gradient.lower(*arguments))
+  items = hlo.walk(text, costs.PARTS)
+  kernel = 2 * WIDTH * VOCABULARY
+  assert_no_weights_in_a_loop(items, kernel)
+  # A bfloat16 gather, and a float32 sum over devices, which is a reduce-scatter and a gather.
+  assert received(items) <= 5.3e9
+  assert sum(item.hbm_bytes for item in items) <= 600e9
+  rows = 32 * 16 * 2048 // 16
+  assert sum(item.flops for item in items) == 4 * 2 * rows * WIDTH * VOCABULARY
+
+
+@pytest.mark.slow
+def test_an_update_gathers_a_layer_twice_and_reduces_its_gradient_once():
+  """One layer of 7B, with responses so short that its weights travel and not its tokens."""
+  config = fade_qwen25_7b.get_config()
+  with config.unlocked():
+    config.model.overrides.num_layers = 1
+  config.batch = dict(prompts=16, group_size=8, micro_batches=1)
+  config.max_prompt_length, config.max_response_length = 256, 512
+  parts = ahead_of_time.shapes_only(config, ahead_of_time.mesh_of(config, TOPOLOGY))
+  found = {row["part"]: row for row in costs.program_cost(parts, TOPOLOGY, "update")["parts"]}
+  attention, mlp = WIDTH * (2 * 28 + 2 * 4) * 128, 3 * WIDTH * 18_944
+  layer = attention + mlp
+  # A device receives 15/16 of a whole: two gathers in bfloat16, a reduce-scatter in float32.
+  assert found["layers"]["received_bytes"] <= 1.5 * (2 + 2 + 4) * layer * 15 / 16
+  assert found["embedding"]["received_bytes"] < 1e9
+  assert found["optimizer"]["received_bytes"] + found["other"]["received_bytes"] < 1e7
+  tokens = 256 + 8 * 511  # of a chip's prompt
+  # Forward twice, back once; of the recomputed products the MLP's last has no use.
+  assert found["layers"]["flops"] == 2 * tokens * (4 * layer - mlp / 3)
