@@ -22,6 +22,13 @@ TOPOLOGY = "v5p:2x2x4"
 WIDTH, VOCABULARY = 3584, 152_064  # of Qwen2.5 7B
 
 
+@pytest.fixture(autouse=True)
+def without_flags_of_cpus(monkeypatch):
+  """libtpu ends the process at a flag of XLA that it does not know; jax has read its own by now."""
+  assert jax.devices()[0].platform == "cpu"
+  monkeypatch.delenv("XLA_FLAGS")
+
+
 def received(items):
   return sum(item.received_bytes for item in items)
 
@@ -33,17 +40,13 @@ def assert_no_weights_in_a_loop(items, kernel_bytes):
 
 
 def test_a_mesh_is_built_as_a_run_builds_it():
-  """Neighbours along an axis are neighbours on the torus."""
+  """In jax's order, in which neighbours along an axis are near on the torus; not in that of ids."""
   config = tiny.config(mesh__fsdp=16)
   mesh = ahead_of_time.mesh_of(config, TOPOLOGY)
-  coordinates = [device.coords for device in mesh.devices.flat]
-  distances = [
-    sum(min(abs(x - y), size - abs(x - y)) for x, y, size in zip(a, b, (2, 2, 4), strict=True))
-    for a, b in zip(coordinates, [*coordinates[1:], coordinates[0]], strict=True)
-  ]
-  assert max(distances) <= 2
-  named = jax.make_mesh((1, 16, 1), sharding.AXES, devices=ahead_of_time.topology_devices(TOPOLOGY))
-  assert (mesh.devices == named.devices).all()
+  devices = ahead_of_time.topology_devices(TOPOLOGY)
+  ids = lambda mesh: [device.id for device in mesh.devices.flat]
+  assert ids(mesh) == ids(jax.make_mesh((1, 16, 1), sharding.AXES, devices=devices))
+  assert ids(mesh) != [device.id for device in devices]
 
 
 def test_the_head_gathers_its_kernel_once_and_reduces_its_gradient_once():
@@ -66,7 +69,8 @@ def test_the_head_gathers_its_kernel_once_and_reduces_its_gradient_once():
     of(shape, jnp.float32, "fsdp"),
   )
   shardings = tuple(x.sharding for x in arguments[:2])
-  gradient = jax.jit(jax.grad(loss, argnums=(0, 1)), out_shardings=shardings)
+  both = jax.value_and_grad(loss, argnums=(0, 1))
+  gradient = jax.jit(both, out_shardings=(sharding.replicated(mesh), shardings))
   _, text = ahead_of_time.compiled_with_text("head", lambda: gradient.lower(*arguments))
   items = hlo.walk(text, costs.PARTS)
   kernel = 2 * WIDTH * VOCABULARY
