@@ -29,10 +29,6 @@ def without_flags_of_cpus(monkeypatch):
   monkeypatch.delenv("XLA_FLAGS")
 
 
-def received(items):
-  return sum(item.received_bytes for item in items)
-
-
 def assert_no_weights_in_a_loop(items, kernel_bytes):
   for item in items:
     if item.times > 1:
@@ -75,8 +71,10 @@ def test_the_head_gathers_its_kernel_once_and_reduces_its_gradient_once():
   items = hlo.walk(text, costs.PARTS)
   kernel = 2 * WIDTH * VOCABULARY
   assert_no_weights_in_a_loop(items, kernel)
-  # A bfloat16 gather, and a float32 sum over devices, which is a reduce-scatter and a gather.
-  assert received(items) <= 5.3e9
+  # A gather in bfloat16 and a sum in float32. The compiler makes that an all-reduce, even of a
+  # `psum_scatter`: a device receives nearly twice the array.
+  arrays = [item.received_bytes / (1 + (item.opcode == "all-reduce")) for item in items]
+  assert sum(arrays) <= 4e9
   assert sum(item.hbm_bytes for item in items) <= 600e9
   rows = 32 * 16 * 2048 // 16
   assert sum(item.flops for item in items) == 4 * 2 * rows * WIDTH * VOCABULARY
