@@ -203,15 +203,13 @@ class _Program:
       read, written = self._fused_bytes(i.calls)
       operands = [min(whole, read.get(n, whole)) for n, whole in enumerate(operands)]
       return sum(operands) + (result if written is None else min(result, written))
-    if i.opcode in ("dynamic-slice", "slice", "gather"):
-      return 2 * result
+    if i.opcode in ("dynamic-slice", "slice", "gather"):  # of what lies there
+      return min(operands[0], array_bytes(i.shape)) + result
     if i.opcode == "dynamic-update-slice":
-      return 2 * operands[1]
+      return operands[1] + min(result, array_bytes(self._shape(computation, i.operands[1])))
     if i.opcode == "scatter":
       return sum(operands[1:]) + 2 * operands[-1]
-    if i.opcode == "copy-start":  # its result is (destination, source, …)
-      return result
-    if i.opcode.endswith("-start"):  # their results hold their operands
+    if i.opcode.endswith("-start"):  # its result holds its operands
       return result
     return result + sum(operands)
 

@@ -151,6 +151,19 @@ def test_fused_slices_count_by_slice_and_fast_memory_does_not():
   assert found["far"].hbm_bytes == 0
 
 
+def test_slices_that_are_moved_into_fast_memory():
+  found = items([
+    "%x = f32[100,8]{1,0:T(8,128)} parameter(0)",
+    "%near = f32[1,8]{1,0:T(8,128)S(1)} slice(%x), slice={[0:1], [0:8]}",
+    "%i = s32[]{:S(6)} parameter(1)",
+    "%far = f32[100,8]{1,0:T(8,128)} dynamic-update-slice(%x, %near, %i, %i)",
+    "%whole = (f32[100,8]{1,0:S(1)}, f32[100,8]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%far)",
+    "ROOT %done = f32[100,8]{1,0:S(1)} copy-done(%whole)",
+  ])  # fmt: skip
+  assert (found["near"].hbm_bytes, found["far"].hbm_bytes) == (32, 32)
+  assert found["whole"].hbm_bytes == 100 * 8 * 4
+
+
 @pytest.mark.parametrize(
   "groups",
   ["{{0,1,2,3},{4,5,6,7}}", "[2,4]<=[8]", "mesh['a'=2,'b'=4] {'b'}", "mesh['a'=8] {'a':(1)4}"],
