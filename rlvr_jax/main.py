@@ -1,9 +1,9 @@
-"""Trains, evaluates or exports a policy, or reports whether a configuration fits on a device.
+"""Trains, evaluates or exports a policy, or reports what a configuration needs on a device.
 
   python -m rlvr_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
 
 Any field can be set on the command line, such as --config.seed=1. The same command on the same
-workdir resumes a run that was stopped or killed. For --mode=eval, export and fits see
+workdir resumes a run that was stopped or killed. For --mode=eval, export, fits and costs see
 docs/models.md.
 
 On several hosts, run it on each with --distributed and a workdir that all of them can access. If
@@ -19,7 +19,9 @@ from ml_collections import config_flags
 
 from rlvr_jax.train import config_file, host
 
-_MODE = flags.DEFINE_enum("mode", "train", ["train", "eval", "export", "fits"], "What to do.")
+_MODE = flags.DEFINE_enum(
+  "mode", "train", ["train", "eval", "export", "fits", "costs"], "What to do."
+)
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for all output files.")
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A run, or RUN/checkpoints/STEP.")
@@ -34,7 +36,7 @@ flags.mark_flags_as_required(["config"])
 def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}; write --config.field=value")
-  if not _WORKDIR.value and _MODE.value != "fits":
+  if not _WORKDIR.value and _MODE.value not in ("fits", "costs"):
     raise app.UsageError("--workdir is missing")
   host.keep_freed_memory()  # before jax allocates anything
   # Imported here, so that --help and a misspelled field answer immediately.

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import math
-import os
-import time
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_collections
-import numpy as np
-from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
 
-from rlvr_jax.data import ByteTokenizer, Task
-from rlvr_jax.ops.keys import key_for
+from rlvr_jax.commands import ahead_of_time
+from rlvr_jax.commands.ahead_of_time import device_bytes, memory
+from rlvr_jax.commands.chips import chip_of
 from rlvr_jax.ops.logprobs import default_chunk_rows
 from rlvr_jax.rollouts.sampler import cache_lengths
-from rlvr_jax.train import sharding
-from rlvr_jax.train.build import Parts, build
+from rlvr_jax.train.build import Parts
 from rlvr_jax.train.metrics import say
-from rlvr_jax.train.programs import abstract_batch
 
-# GiB of a chip's memory that XLA can use, by the first part of a topology's name.
-# Source: the TPU system architecture pages of Google Cloud.
-CHIP_GIB = {"v4": 32, "v5e": 16, "v5p": 95, "v6e": 32, "tpu7x": 192}
 COMPILER_FACTOR = 1.5  # about the largest ratio of compiled to estimated bytes in docs/models.md
 _GIB = 2**30
 
@@ -41,61 +29,16 @@ def report(parts: Parts, topology: str | None) -> dict[str, Table]:
   compiler's numbers are printed.
 
   Args:
-    parts: from `shapes_only`, on the mesh of that topology.
+    parts: from `ahead_of_time.shapes_only`, on the mesh of that topology.
     topology: kind and shape of the slice, such as "v5e:4x4"; None for the estimate only.
   Returns:
     The tables that were printed, by title.
   """
+  limit = chip_of(topology).hbm_gib if topology else None
   tables = estimated(parts) | (compiled(parts) if topology else {})
-  limit = CHIP_GIB.get(topology.partition(":")[0]) if topology else None
   title = f"{topology or 'a mesh'} of {dict(parts.mesh.shape)} ({parts.mesh.size} chips)"
   say(_text(title, tables, limit))
   return tables
-
-
-def topology_devices(name: str) -> list[Any]:
-  """Descriptions of the chips of a TPU slice, which need not be available.
-
-  Raises:
-    ValueError: the compiler is not installed, or the slice is unknown.
-  """
-  # Without these libtpu queries a metadata server that exists on Cloud TPU machines only.
-  os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-  try:
-    return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
-  except Exception as error:  # libtpu has no common class of errors
-    raise ValueError(
-      f"cannot compile for --topology={name}: {str(error)[:300]}. Names are such as v5e:4x4 or"
-      ' v5p:2x2x4 (16 chips each); the compiler comes with pip install -e ".[tpu]". Without'
-      " --topology an estimate is printed"
-    ) from error
-
-
-def mesh_of(config: ml_collections.ConfigDict, topology: str | None) -> Any:
-  """The mesh of `config.mesh` over chips that need not be available.
-
-  Raises:
-    ValueError: the topology is unknown, or the mesh has another size.
-  """
-  sizes = tuple(config.mesh[axis] for axis in sharding.AXES)
-  needed = math.prod(sizes)
-  if topology is None:
-    return jax.sharding.AbstractMesh(sizes, sharding.AXES, axis_types=(AxisType.Auto,) * 3)
-  devices = topology_devices(topology)
-  if needed != len(devices):
-    raise ValueError(
-      f"config.mesh = {dict(zip(sharding.AXES, sizes, strict=True))} is {needed} chips, the"
-      f" topology has {len(devices)}; choose sizes whose product is {len(devices)}"
-    )
-  return Mesh(np.array(devices).reshape(sizes), sharding.AXES, axis_types=(AxisType.Auto,) * 3)
-
-
-def shapes_only(config: ml_collections.ConfigDict, mesh: Mesh) -> Parts:
-  """The parts of a run on a mesh whose devices need not be available, without problems."""
-  nothing = Task(name="none", train=(), warm_start=(), held_out=(), grader="none:none")
-  config = ml_collections.ConfigDict(config)
-  config.warm_start.num_steps = 0
-  return build(config, task=nothing, tokenizer=ByteTokenizer(), mesh=mesh)
 
 
 # --- compiled -------------------------------------------------------------------------------------
@@ -103,44 +46,14 @@ def shapes_only(config: ml_collections.ConfigDict, mesh: Mesh) -> Parts:
 
 def compiled(parts: Parts) -> dict[str, Table]:
   """Bytes per chip of the update and of generation, as XLA compiles them for the mesh."""
-  config, mesh, state = parts.config, parts.mesh, parts.abstract_state
-  frozen = parts.abstract_frozen
-  place = lambda tree, s: jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree
-  )
-  batch = abstract_batch(config, needs_proximal=parts.method.loss.needs_proximal)
-  batch = place(batch, sharding.batch_sharding(mesh))
-  key = place(jax.eval_shape(lambda: key_for(0, "rollout", 0)), sharding.replicated(mesh))
   # The optimizer's state stays in memory while rollouts are sampled.
-  resident = {"optimizer, resident": _bytes(state.opt_state)}
-  programs: dict[str, Callable[[], Table]] = {
-    "update, compiled": lambda: _compiled(parts.programs.train_step, state, frozen, batch),
-    "generation, compiled": lambda: (
-      resident | _compiled(parts.programs.generate, state.params, frozen, batch.prompts, key)
-    ),
-  }
+  beside = {"generation": {"optimizer, resident": device_bytes(parts.abstract_state.opt_state)}}
   tables = {}
-  for name, program in programs.items():
-    began = time.perf_counter()
-    tables[name] = program()
-    say(f"{name} in {time.perf_counter() - began:.0f} s")
+  for name, lower in ahead_of_time.programs(parts).items():
+    program = ahead_of_time.compiled(name, lower)
+    taken = memory(program) if program else {"more than the compiler has": math.inf}
+    tables[f"{name}, compiled"] = beside.get(name, {}) | taken
   return tables
-
-
-def _compiled(jitted: Any, *shapes: Any) -> Table:
-  try:
-    used = jitted.lower(*shapes).compile().memory_analysis()
-  except jax.errors.JaxRuntimeError as error:
-    if "RESOURCE_EXHAUSTED" not in str(error):
-      raise
-    say(str(error)[:1000])
-    return {"more than the compiler has": math.inf}
-  return {
-    "arguments": used.argument_size_in_bytes,
-    "results beside them": used.output_size_in_bytes - used.alias_size_in_bytes,
-    "temporary": used.temp_size_in_bytes,
-    "program": used.generated_code_size_in_bytes,
-  }
 
 
 # --- estimated ------------------------------------------------------------------------------------
@@ -149,14 +62,14 @@ def _compiled(jitted: Any, *shapes: Any) -> Table:
 def estimated(parts: Parts) -> dict[str, Table]:
   """Bytes per chip by arithmetic, without the compiler's temporary buffers."""
   config, state = parts.config, parts.abstract_state
-  of_state = {"parameters": _bytes(state.params), "optimizer": _bytes(state.opt_state)}
+  of_state = {"parameters": device_bytes(state.params), "optimizer": device_bytes(state.opt_state)}
   if parts.lora is not None:
-    of_state["frozen base"] = _bytes(parts.abstract_frozen)
+    of_state["frozen base"] = device_bytes(parts.abstract_frozen)
   accumulated = 2 if config.batch.micro_batches > 1 else 1  # the sum and the newest
   return {
     "update, estimated": of_state
     | {
-      "gradients": accumulated * _bytes(state.params),
+      "gradients": accumulated * device_bytes(state.params),
       "activations": _activations(parts),
       "output head": _head(parts),
     },
@@ -171,15 +84,6 @@ def estimated(parts: Parts) -> dict[str, Table]:
       * 2,
     },
   }
-
-
-def _bytes(tree: Any) -> float:
-  """Bytes of every leaf's shard on one chip."""
-  return float(
-    sum(
-      math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
-    )
-  )
 
 
 def _local_prompts(parts: Parts) -> int:

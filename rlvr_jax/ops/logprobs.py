@@ -174,6 +174,7 @@ class _Setting(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@jax.named_scope("head")
 def _statistics(setting, hidden, kernel, tokens, projection):
   """([P, ..., D], [D, V], [P, ...], [V, R]) → statistics [P, ...]."""
 
@@ -193,6 +194,7 @@ def _statistics_forward(setting, hidden, kernel, tokens, projection):
   return _statistics(setting, hidden, kernel, tokens, projection), (hidden, kernel, tokens)
 
 
+@jax.named_scope("head")
 def _statistics_backward(setting, saved, cotangents):
   hidden, kernel, tokens = saved
   dtype = jnp.promote_types(hidden.dtype, jnp.float32)

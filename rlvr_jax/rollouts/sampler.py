@@ -53,7 +53,8 @@ def generate(
 
   def draw(hidden, t):
     """Tokens i32[P, G] and their log-probabilities f32[P, G] from hidden [P, G, D]."""
-    logprobs = distribution(head_logits(hidden, head), sampling)
+    with jax.named_scope("head"):
+      logprobs = distribution(head_logits(hidden, head), sampling)
     if sampling.temperature == 0:
       tokens = jnp.argmax(logprobs, axis=-1)
     else:

@@ -240,7 +240,7 @@ def make_schedule(config: ml_collections.ConfigDict) -> schedules.Schedule:
 
 def make_generation_mesh(config: ml_collections.ConfigDict, mesh: Mesh) -> Mesh:
   """Where rollouts are generated: on devices of their own if the configuration says so."""
-  sizes = config.generation_mesh.to_dict()
+  sizes: dict[str, Any] = config.generation_mesh.to_dict()
   if not any(sizes.values()):
     return mesh
   sizes = {axis: size or 1 for axis, size in sizes.items()}

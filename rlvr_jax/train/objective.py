@@ -119,7 +119,8 @@ def reweight(
   gram, metrics = None, {}
   if method.reweighting.needs_gram:
     forward = jax.lax.stop_gradient(forward)
-    gram = method.gram.gram(trained, frozen, batch, forward, method.gram_context)
+    with jax.named_scope("gram"):
+      gram = method.gram.gram(trained, frozen, batch, forward, method.gram_context)
     metrics = _gram_metrics(trained, frozen, forward, method)
     if by_group:
       gram = jnp.moveaxis(jnp.diagonal(gram.reshape(P, G, P, G), axis1=0, axis2=2), -1, 0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -40,13 +40,20 @@ RULES: tuple[tuple[str, PartitionSpec], ...] = (
 
 
 def make_mesh(
-  *, data: int = 1, fsdp: int = 1, tensor: int = 1, field: str = "mesh", skipped: int = 0
+  *,
+  data: int = 1,
+  fsdp: int = 1,
+  tensor: int = 1,
+  field: str = "mesh",
+  skipped: int = 0,
+  devices: Sequence[Any] | None = None,
 ) -> Mesh:
   """A mesh over the first data·fsdp·tensor devices after those that are skipped.
 
   Args:
     field: of the configuration, for the message.
     skipped: devices that belong to another mesh.
+    devices: to choose from, which need not be there; None: those that are.
   Raises:
     ValueError: sizes below 1, or more devices than there are.
   """
@@ -54,7 +61,8 @@ def make_mesh(
   if any(size < 1 for size in sizes):
     given = dict(zip(AXES, sizes, strict=True))
     raise ValueError(f"config.{field} = {given}: every axis must be at least 1")
-  needed, available = math.prod(sizes), jax.device_count() - skipped
+  devices = (jax.devices() if devices is None else devices)[skipped:]
+  needed, available = math.prod(sizes), len(devices)
   if needed > available or (jax.process_count() > 1 and needed != available):
     beside = f" beside the {skipped} of config.mesh" if skipped else ""
     raise ValueError(
@@ -62,9 +70,8 @@ def make_mesh(
       f" {available}{beside}; choose sizes whose product is {available} (on a CPU, more devices"
       f" come from XLA_FLAGS=--xla_force_host_platform_device_count={needed + skipped})"
     )
-  devices = jax.devices()[skipped : skipped + needed]
   # Under the default explicit axes sharded contractions raise.
-  return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+  return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:needed])
 
 
 def state_shardings(abstract: Any, mesh: Mesh) -> Any:

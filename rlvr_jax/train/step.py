@@ -62,18 +62,21 @@ def train_step(
     }
   )
 
-  norm = optax.tree.norm(gradient)
+  with jax.named_scope("optimizer"):
+    norm = optax.tree.norm(gradient)
+    updates, opt_state = method.optimizer.update(gradient, state.opt_state, state.params)
+    updated = optax.apply_updates(state.params, updates)
   finite = jnp.isfinite(surrogate) & jnp.isfinite(norm)
-  updates, opt_state = method.optimizer.update(gradient, state.opt_state, state.params)
   solve_rate = None if batch.solve_rate is None else jnp.mean(batch.solve_rate)
   proposed = (
-    optax.apply_updates(state.params, updates),
+    updated,
     opt_state,
     method.advantage.update(state.advantage_state, batch, values["policy/entropy"], solve_rate),
   )
   current = (state.params, state.opt_state, state.advantage_state)
   keep = lambda new, old: jnp.where(finite, new, old)
-  params, opt_state, advantage_state = jax.tree.map(keep, proposed, current)
+  with jax.named_scope("optimizer"):
+    params, opt_state, advantage_state = jax.tree.map(keep, proposed, current)
 
   skipped = 1 - finite.astype(jnp.int32)
   made = state.step - state.skipped  # updates that the optimizer has counted
