@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from train import tiny
 
 from rlvr_jax.commands import ahead_of_time, costs, hlo
-from rlvr_jax.configs import fade_qwen25_7b
+from rlvr_jax.configs.full_size import fade_qwen25_7b
 from rlvr_jax.ops.logprobs import token_logprobs
 from rlvr_jax.train import sharding
 from rlvr_jax.types import Head
