@@ -93,7 +93,7 @@ class Trainer:
     self.log.counters = host["counters"]
     store, real_time = self.queue.store, self.schedule.real_time
     # In real time any policy may sample a damaged batch; `start_background` hears of what is left.
-    keep = lambda number: not real_time or store.whole(number)
+    keep = lambda number: not real_time or store.is_intact(number)
     missing = self.queue.restore(host["queue"], restored.arrays or {}, keep)
     if missing is not None:
       self.after = store.info(missing - 1)["after"] if missing else self.generator.state()
@@ -144,7 +144,7 @@ class Trainer:
     """
     if self.schedule.real_time or self.step == self.config.num_updates:
       return False
-    return self.schedule.draws(self.step) > self.config.checkpoint.every
+    return self.schedule.samples(self.step) > self.config.checkpoint.every
 
   def start_background(self) -> AsyncGenerator:
     """The thread that generates, after whatever batches the store has already."""
@@ -181,7 +181,7 @@ class Trainer:
     """
     if self.background is not None:
       return self.collect_from(self.background, give_up)
-    count = self.schedule.draws(self.step)
+    count = self.schedule.samples(self.step)
     if not count:
       return True
     before = (dict(self.log.counters), self.after, dict(self.queue.batches))
@@ -239,7 +239,7 @@ class Trainer:
 
   def record_fingerprint(self) -> None:
     """Notes the present parameters' fingerprint, which the policy that samples has to match."""
-    if self.schedule.real_time or self.schedule.draws(self.step):
+    if self.schedule.real_time or self.schedule.samples(self.step):
       self.queue.record(self.step, fingerprint_of(self.parts.programs.checksums(self.state.params)))
 
   def read_metrics(self) -> None:

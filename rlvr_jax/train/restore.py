@@ -56,7 +56,7 @@ def resumable(checkpointer: Checkpointer, parts: Parts, store: RolloutStore) -> 
     restored = checkpointer.restore(parts.abstract_state, step=step)
     assert restored is not None  # the step is there
     pending = restored.host["queue"]["pending"]
-    damaged = [number for number in pending if not store.whole(int(number))]
+    damaged = [number for number in pending if not store.is_intact(int(number))]
     damaged = multihost.exchange(damaged)[0]
     # In real time any policy may draw a batch, see `Trainer.resume`.
     if not damaged or parts.schedule.real_time:
@@ -87,7 +87,7 @@ def _report_damaged(store: RolloutStore, host: Mapping[str, Any]) -> None:
   """Says which used batches of the store are damaged; the run needs them no more."""
   numbers = range(min(map(int, host["queue"]["pending"]), default=host["after"]["number"]))
   with progress(numbers, "checking the store", unit="batch") as bar:
-    damaged = [number for number in bar if not (store.removed(number) or store.whole(number))]
+    damaged = [number for number in bar if not (store.removed(number) or store.is_intact(number))]
   if damaged:
     say(
       f"rollouts {damaged} of {store.directory}, on which this run has trained, are damaged or"

@@ -160,7 +160,7 @@ def test_environment_reaches_the_workers_also_new_ones():
   [
     ("async def grade(completion, reference): return 1", "is a coroutine or generator function"),
     ("def grade(completion, reference): yield 1", "is a coroutine or generator function"),
-    ("def grade(completion): return 1", r"signature \(completion\), but is called as \(compl"),
+    ("def grade(completion): return 1", r"signature \(completion\), but is called with \(compl"),
     ("def grade(completion, reference, judge): return 1", "missing a required argument: 'judge'"),
     ("def grade(*, completion, reference): return 1", "too many positional arguments"),
   ],
@@ -316,7 +316,7 @@ def test_bad_items():
   with _pool() as pool:
     with pytest.raises(ValueError, match="2 completions but 1 references"):
       pool.submit(["ok", "ok"], [{}])
-    with pytest.raises(TypeError, match="JSON-able"):
+    with pytest.raises(TypeError, match="JSON-serializable"):
       pool.submit(["ok"], [{"answer": {1, 2}}])
     assert _outcomes(pool.grade(["ok"], [{}])) == ["correct"]
 

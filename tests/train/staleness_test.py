@@ -132,14 +132,14 @@ def test_stages_are_summarised(train):
 
 def test_an_asynchronous_run_keeps_its_bound_and_is_replayed_to_the_bit(train):
   real = train(schedules.asynchronous(max_lag=2), "real")
-  drawn = versions(real)
-  assert all(0 <= number - version <= 2 for number, version in enumerate(drawn))
-  assert [r["staleness/max"] for r in updates(real)] == [n - v for n, v in enumerate(drawn)]
+  sampled = versions(real)
+  assert all(0 <= number - version <= 2 for number, version in enumerate(sampled))
+  assert [r["staleness/max"] for r in updates(real)] == [n - v for n, v in enumerate(sampled)]
   simulated = lambda: schedules.simulated_asynchronous(
     recorded=str(real), num_updates=UPDATES, seed=0
   )
   first, second = train(simulated(), "first"), train(simulated(), "second")
-  assert versions(first) == drawn
+  assert versions(first) == sampled
   counted = ["counter/"]  # a worker's batches are counted when they are taken
   assert updates(first, without=counted) == updates(real, without=counted)
   assert_same_run(second, first)
@@ -174,13 +174,13 @@ def shard(workdir, number):
 @pytest.mark.parametrize(
   ("damage", "number", "said"),
   [
-    (tiny.cut, 7, "resumed at update 4"),  # drawn at 4, not trained on at 6
+    (tiny.cut, 7, "resumed at update 4"),  # sampled at 4, not trained on at 6
     (tiny.flip, 6, "resumed at update 4"),
     (pathlib.Path.unlink, 7, "resumed at update 4"),
     (lambda path: None, 7, "resumed at update 6"),
   ],
 )
-def test_a_damaged_batch_is_drawn_again(damage, number, said, staged, train, tmp_path, capsys):
+def test_a_damaged_batch_is_sampled_again(damage, number, said, staged, train, tmp_path, capsys):
   workdir = as_after(6, staged, tmp_path)
   before = {n: shard(workdir, n).read_bytes() for n in range(UPDATES)}
   damage(shard(workdir, number))
@@ -242,11 +242,11 @@ def test_going_back_leaves_no_later_checkpoint(staged, parts, tmp_path):
 
 
 @pytest.mark.parametrize("damaged", [4, 6])
-def test_a_batch_after_the_checkpoint_is_read_or_drawn_again(
+def test_a_batch_after_the_checkpoint_is_read_or_sampled_again(
   damaged, staged, train, tmp_path, capsys
 ):
   workdir = as_after(3, staged, tmp_path)
-  tiny.cut(shard(workdir, damaged))  # all four are drawn at update 4
+  tiny.cut(shard(workdir, damaged))  # all four are sampled at update 4
   others = {4, 5, 6, 7} - {damaged}
   written = {n: shard(workdir, n).stat().st_mtime_ns for n in others}
   train(schedules.stages(count=2, num_updates=UPDATES))
@@ -282,7 +282,7 @@ def trainer(parts, on_policy, tmp_path):
     resource.close()
 
 
-def test_parameters_changed_without_a_hand_over_trip_the_fingerprint(trainer):
+def test_parameters_changed_without_a_weight_sync_trip_the_fingerprint(trainer):
   made = trainer(schedules.on_policy())
   for _ in range(2):
     made.collect()
@@ -292,7 +292,7 @@ def test_parameters_changed_without_a_hand_over_trip_the_fingerprint(trainer):
   params["embedding"] = bias(params["embedding"])
   made.state = dataclasses.replace(made.state, params=params)
   made.collect()
-  with pytest.raises(queue.FingerprintError, match=r"rollouts 2 bear version 2 .* handed over"):
+  with pytest.raises(queue.FingerprintError, match=r"rollouts 2 of version 2 .* weight sync"):
     made.update()
   assert made.step == 2
 
@@ -326,7 +326,7 @@ def test_rollouts_of_other_parameters_are_not_taken_for_these(trainer):
 # --- in real time ---------------------------------------------------------------------------------
 
 
-def test_a_stalled_trainer_bounds_what_is_drawn(trainer):
+def test_a_stalled_trainer_bounds_what_is_sampled(trainer):
   made = trainer(schedules.asynchronous(max_lag=2))
   background = made.background = made.start_background()
   deadline = time.monotonic() + 60
@@ -476,7 +476,7 @@ def test_what_another_run_has_must_fit(on_policy, tmp_path):
       )
   with pytest.raises(ValueError, match=r"group_size = .4., this run has 2"):
     build(batch__group_size=2, sources__recorded=dict(fraction=0.5, store=store))
-  with pytest.raises(ValueError, match="elsewhere is not there"):
+  with pytest.raises(ValueError, match="elsewhere does not exist"):
     build(sources__recorded=dict(fraction=0.5, store=store + "/elsewhere"))
 
 
@@ -514,8 +514,8 @@ def test_what_is_used_may_be_removed(train, parts):
   assert json.loads((workdir / "config.json").read_text())["store"]["keep_used"] is False
 
 
-def test_asked_to_end_while_a_stage_is_drawn(trainer, parts, on_policy, staged, tmp_path, train):
-  """What was drawn is kept and not drawn again; the run ends as the undisturbed one."""
+def test_asked_to_end_while_a_stage_is_sampled(trainer, parts, on_policy, staged, tmp_path, train):
+  """What was sampled is kept and not sampled again; the run ends as the undisturbed one."""
   schedule = schedules.stages(count=2, num_updates=UPDATES)
   made = trainer(schedule)
   for _ in range(4):
