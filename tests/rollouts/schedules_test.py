@@ -230,7 +230,7 @@ def test_asynchronous_is_left_to_the_clock():
   schedule = schedules.asynchronous(max_lag=3)
   assert schedule.real_time and schedule.max_lag == 3
   assert [schedule.batch(t) for t in range(3)] == [schedule.first(t) for t in range(3)] == [0, 1, 2]
-  with pytest.raises(ValueError, match="real time has no plan"):
+  with pytest.raises(ValueError, match="real-time schedule has no plan"):
     plan(schedule, 1)
   with pytest.raises(RuntimeError, match="depend on the clock"):
     schedule.samples(0)

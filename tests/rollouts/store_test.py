@@ -421,7 +421,7 @@ def test_what_the_library_loses_in_silence_is_not_stored(filled, monkeypatch):
 def test_a_foreign_folder_is_refused_and_left_as_it_is(tmp_path, writable, name, text):
   (tmp_path / name).write_text(text)
   (tmp_path / "draft.tmp").write_text("unsaved")
-  with pytest.raises(StoreError, match=r"no store of rollouts.*another folder"):
+  with pytest.raises(StoreError, match=r"not a rollout store.*another folder"):
     RolloutStore(tmp_path, writable=writable)
   assert sorted(os.listdir(tmp_path)) == ["draft.tmp", name]
   assert (tmp_path / name).read_text() == text

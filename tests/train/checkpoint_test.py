@@ -154,7 +154,7 @@ def test_saved_step_is_not_saved_again(checkpointer):
 
 @pytest.mark.parametrize("bad", [{"a": "text"}, {1: np.zeros(2)}, [jnp.zeros(2)], {1, 2}])
 def test_arrays_of_another_kind_are_refused(checkpointer, bad):
-  with pytest.raises(TypeError, match="text goes into `host`"):
+  with pytest.raises(TypeError, match="pass text as `host`"):
     checkpointer.save(1, make_state(1), host={}, arrays=bad)
   assert checkpointer.steps() == []
 
@@ -306,7 +306,7 @@ def test_the_remedy_of_the_message_works(pristine, tmp_path):
   shutil.rmtree(tmp_path / "copy" / "3")
   assert_same_bits(restore(tmp_path / "copy").state, make_state(2))
   shutil.rmtree(tmp_path / "copy" / "2" / "arrays")
-  with pytest.raises(checkpoint_files.TornCheckpointError, match="rerun to start afresh"):
+  with pytest.raises(checkpoint_files.TornCheckpointError, match="rerun to start from the beginning"):
     restore(tmp_path / "copy")
 
 
@@ -498,7 +498,7 @@ def test_disk_that_fills_while_writing(tmp_path):
   """
   process = run_saver(body, tmp_path)
   out, err = process.communicate()
-  assert "no space for a checkpoint" in out and "goes on from step 1" in out, (out, err)
+  assert "no space for a checkpoint" in out and "resumes from step 1" in out, (out, err)
   assert process.returncode == 0, err
   restored = restore(tmp_path, jax.eval_shape(lambda: big_state(0)))
   assert restored.step == 1

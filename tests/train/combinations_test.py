@@ -37,7 +37,7 @@ def make_method(loss, veto, reweighter, mesh=None, **changes):
   return Method(
     model=transformer(config, constrain),
     optimizer=optax.adam(1e-2),
-    schedule=optax.constant_schedule(1e-2),
+    learning_rate=optax.constant_schedule(1e-2),
     advantage=advantages.grpo(),
     coefficient_metrics=gradient_masses,
     reweighting=REWEIGHTINGS[reweighter],

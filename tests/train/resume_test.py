@@ -229,8 +229,8 @@ def test_what_lies_behind_the_checkpoint_is_checked_and_repaired(stopped, uninte
   tiny.flip(workdir / "rollouts" / "00000001.array_record")
   (workdir / "rollouts" / "00000000.array_record").unlink()
   output = tiny.run(workdir)
-  assert re.search(r"metrics\.jsonl was not as .*train 1-\d.* put back from a copy", output)
-  assert re.search(r"rollouts\.jsonl was not as .*train 1, 5.* put back from a copy", output)
+  assert re.search(r"metrics\.jsonl differs from .*train 1-\d.* restored from a copy", output)
+  assert re.search(r"rollouts\.jsonl differs from .*train 1, 5.* restored from a copy", output)
   assert re.search(r"rollouts \[0, 1\] of .*, on which this run has trained, are damaged", output)
   assert_same(workdir, uninterrupted[1])
 
