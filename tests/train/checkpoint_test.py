@@ -306,7 +306,9 @@ def test_the_remedy_of_the_message_works(pristine, tmp_path):
   shutil.rmtree(tmp_path / "copy" / "3")
   assert_same_bits(restore(tmp_path / "copy").state, make_state(2))
   shutil.rmtree(tmp_path / "copy" / "2" / "arrays")
-  with pytest.raises(checkpoint_files.TornCheckpointError, match="rerun to start from the beginning"):
+  with pytest.raises(
+    checkpoint_files.TornCheckpointError, match="rerun to start from the beginning"
+  ):
     restore(tmp_path / "copy")
 
 

@@ -33,7 +33,7 @@ def parsed(*arguments, recipe="configs/quickstart.py"):
 def test_a_part_of_a_keyword_that_is_not_there():
   told = refused("--config.task.name=train.config_file_test:own_task",
                  "--config.task.kwargs.names.first=3")  # fmt: skip
-  assert "kwargs.names has no field 'first' yet; give it as one, " in told
+  assert "kwargs.names has no field 'first' yet; set it as a dict, " in told
 
 
 def refused(*arguments, **how):

@@ -49,7 +49,7 @@ def complain():
 for _ in range(4):
   threading.Thread(target=complain, daemon=True).start()
 time.sleep(0.2)
-host.end_at_once("error: what to do")
+host.exit_immediately("error: what to do")
 """.replace("\\\\", "\\")
   done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, timeout=60)
   assert done.returncode == 1

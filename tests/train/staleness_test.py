@@ -306,7 +306,7 @@ def test_a_sampler_that_computes_something_else_trips_the_gate(trainer, parts):
     schedules.on_policy(),
     dataclasses.replace(parts, sources=(source._replace(generate=slightly_off),)),
   )
-  with pytest.raises(AgreementError, match=r"policy source recorded under version 0 .* off by"):
+  with pytest.raises(AgreementError, match=r"policy source recorded under version 0 .* differ by"):
     made.collect()
   assert made.queue.store.numbers() == []  # nothing of it is kept
   plain = trainer(schedules.on_policy())
@@ -426,14 +426,14 @@ def test_training_on_a_store_alone(on_policy, train, parts):
     (dict(sources__temperature__fraction=0.3), "fraction = 0.3 .* for example 0.25"),
     (
       dict(sources__temperature__fraction=0.75, sources__quantized__fraction=0.5),
-      "more than 1 together",
+      "sum to more than 1",
     ),
     (
       dict(sources__quantized=dict(fraction=0.5, format="int3")),
       "format = 'int3' .*float8_e4m3fn.*int8",
     ),
     (dict(sources__temperature=dict(fraction=0.5, temperature=0.0)), "temperature = 0.0"),
-    (dict(sources__checkpoint__fraction=0.5), "workdir = '' holds no run"),
+    (dict(sources__checkpoint__fraction=0.5), "workdir = '' has no run"),
     (dict(sources__recorded__fraction=0.5), "recorded.store is empty; set it to"),
     (
       dict(schedule="simulated_asynchronous(batches=1, epochs=1)"),
@@ -462,7 +462,7 @@ def test_what_another_run_has_must_fit(on_policy, tmp_path):
   foreign = tmp_path / "foreign"
   foreign.mkdir()
   (foreign / "config.json").write_text("{}")
-  with pytest.raises(ValueError, match="foreign' holds no run"):
+  with pytest.raises(ValueError, match="foreign' has no run"):
     build(sources__checkpoint=dict(fraction=0.5, workdir=str(foreign), step=-1))
   for name, message in (("truncated", "truncated sampling"), ("shaped", "are shaped")):
     other = tmp_path / name
