@@ -213,7 +213,7 @@ def _reduced(answer: Answer, names: bool, units: bool) -> Answer:
 
 
 def _brackets(gold: Answer, answer: Answer) -> str:
-  """The answer's brackets, or the gold ones where they count as the same.
+  """The answer's brackets, or the gold ones if they count as the same.
 
   A list may be bare, and a vector may have square brackets; but a pair is neither a set nor [ , ].
   """

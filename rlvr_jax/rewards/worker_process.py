@@ -190,7 +190,7 @@ class WorkerProcess:
     self._incoming += data
 
   def kill(self) -> None:
-    """Kills the worker's whole process group; safe at any time, from any thread."""
+    """Kills the worker's process group; safe at any time, from any thread."""
     if self._process.returncode is None:  # not yet reaped, so the id cannot have been reused
       with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(self._process.pid, signal.SIGKILL)

@@ -268,7 +268,7 @@ class RolloutStore:
   # --- the index ------------------------------------------------------------------------------
 
   def _refresh(self) -> None:
-    """Reads what was appended to the index since the last time."""
+    """Reads the lines appended to the index since the last call."""
     with self._reading:
       with open(self.directory / INDEX, "rb") as file:
         file.seek(self._read_bytes)

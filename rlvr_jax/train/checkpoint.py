@@ -35,7 +35,7 @@ class Restored(NamedTuple):
   """What `Checkpointer.restore` returns."""
 
   step: int
-  state: Any  # as saved, with the shardings asked for
+  state: Any  # as saved, with the shardings of `abstract_state`
   host: dict[str, Any]
   arrays: Any  # the tree given to `save`, with tuples as lists; None if none was given
 

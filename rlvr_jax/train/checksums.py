@@ -19,8 +19,8 @@ _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 def _checksums(leaves: list[jax.Array]) -> list[jax.Array]:
   """Σ bits·(2·index + 1) mod 2³² of each leaf, index = row-major position; u32[] each.
 
-  Integer arithmetic is exact in any order, so the sums do not depend on the sharding. With odd,
-  distinct weights, they change if one element changes or elements change places.
+  Integer arithmetic is exact in any order, so the sums do not depend on the sharding. The weights
+  are odd, so that any change of one element changes the sum, and differ, so that order matters.
   """
 
   def checksum(x: jax.Array) -> jax.Array:

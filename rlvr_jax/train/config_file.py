@@ -39,7 +39,7 @@ def parse_flags(argv: list[str]) -> list[str]:
   try:
     rest = flags.FLAGS(argv)
     config = flags.FLAGS["config"].value
-    getattr(config, "seed", None)  # raises where the file was not loaded
+    getattr(config, "seed", None)  # raises if the file was not loaded
   except Exception as error:
     sys.exit(f"error: {_flag_message(error, argv)}")
   _check_is_complete(config)
@@ -94,7 +94,7 @@ class Parser(config_flags.ConfigFileFlagParser):
   """
 
   def __init__(self, name: str, argv: Sequence[str]):
-    """Args: the flag's name, and the complete command line."""
+    """`name` is the flag's name, `argv` the complete command line."""
     super().__init__(name)
     self._argv = argv
 

@@ -29,7 +29,7 @@ def linear(
     peak: ≥ 0.
     warmup: updates until the peak.
     final_fraction: of the peak, reached at the last update.
-    num_updates: of the whole run.
+    num_updates: of the run.
   """
   _check("linear", peak, warmup, final_fraction)
   rest = max(num_updates - warmup, 1)
@@ -45,7 +45,7 @@ def cosine(
     peak: ≥ 0.
     warmup: updates until the peak.
     final_fraction: of the peak, reached at the last update.
-    num_updates: of the whole run.
+    num_updates: of the run.
   """
   _check("cosine", peak, warmup, final_fraction)
   rest = max(num_updates - warmup, 1)

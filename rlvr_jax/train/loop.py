@@ -239,7 +239,7 @@ class Trainer:
     self.record_fingerprint()
     if self.background is not None and self.step < self.config.num_updates:
       self.background.offer(self.sync_weights())
-    # Batches that are ready in the background have at most this version.
+    # No batch that is ready in the background has an older version.
     oldest = self.step - (self.schedule.max_lag or 0)
     self.queue.forget(before=self.schedule.first(self.step), versions_before=oldest)
     self.read_metrics()

@@ -242,7 +242,7 @@ def exit_on_error() -> Iterator[None]:
     if jax.process_count() == 1:
       raise
     if isinstance(error, Exception) and not is_first():
-      time.sleep(3.0)  # if it is because the first process died, `_watch_first` says so
+      time.sleep(3.0)  # if the cause is the first process's death, `_watch_first` reports it
     if isinstance(error, SystemExit):
       print(error, file=sys.stderr)
     else:

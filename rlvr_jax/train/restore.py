@@ -78,7 +78,7 @@ def resumable(checkpointer: Checkpointer, parts: Parts, store: RolloutStore) -> 
 
 
 def records_of(restored: Restored | None, warm: Restored | None) -> tuple[int | None, Any]:
-  """(step, `MetricWriter.written`) of the checkpoint to resume, or of a new run's warm start."""
+  """(step, `MetricWriter.written`) of the checkpoint to resume, or (None, that of a warm start)."""
   begun = restored or warm
   return restored.step if restored else None, begun.host.get("written") if begun else None
 

@@ -194,7 +194,7 @@ def test_a_damaged_batch_is_sampled_again(damage, number, said, staged, train, t
 
 
 def test_a_long_stage_is_read_from_the_store(staged, train, trainer, monkeypatch):
-  monkeypatch.setattr(queue, "_CACHED", 1)
+  monkeypatch.setattr(queue, "_MAX_CACHED", 1)
   schedule = schedules.stages(count=2, num_updates=UPDATES)
   assert_same_run(train(schedule), staged)
   made = trainer(schedule)
