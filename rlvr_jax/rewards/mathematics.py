@@ -249,7 +249,7 @@ def equal(gold: Answer, answer: Answer) -> bool:
   of_gold = gold.name in ("", answer.name)  # to x = 5, another equation such as "5=5" is wrong
   if of_gold and _EQUALS.search(answer.value) and not _RELATION.search(gold.value):
     return _ends_in(gold, answer)
-  if gold.number is not None or gold.value == r"\emptyset":  # math-verify takes 0 < 1 for a set
+  if gold.number is not None or gold.value == r"\emptyset":  # math-verify reads 0 < 1 as a set
     return False
   return _equal_formulas(str(gold._replace(unit="")), str(answer._replace(unit="")))
 
@@ -276,7 +276,7 @@ def _equal_numbers(gold: Answer, answer: Answer) -> bool:
   if answer.unit == "%" != gold.unit:
     pairs.append((gold.number, answer.number / 100))
   if not pairs or gold.unit == "%" or abs(gold.number) >= 1:
-    pairs.append((gold.number, answer.number))  # 5 % may be meant by 5, but not 0.05 % by 0.05
+    pairs.append((gold.number, answer.number))  # 5 may mean 5 %, but 0.05 not 0.05 %
   return any(_close(a, b) for a, b in pairs)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 class Outcome(enum.StrEnum):
   CORRECT = "correct"
   WRONG = "wrong"
-  UNPARSEABLE = "unparseable"  # the completion holds no answer
+  UNPARSEABLE = "unparseable"  # the completion has no answer
   TIMEOUT = "timeout"  # grading took longer than the limit
   CRASHED = "crashed"  # the grader failed, which does not depend on the completion's quality
 

@@ -124,7 +124,7 @@ class GraderPool:
     self._in_progress: set[GradingFuture] = set()
     self._failure: Exception | None = None
     self._workers = [WorkerProcess(self._settings, self._environment) for _ in range(num_workers)]
-    self._successors: dict[int, WorkerProcess] = {}  # by slot
+    self._replacements: dict[int, WorkerProcess] = {}  # by slot
     try:
       for worker in self._workers:
         worker.wait_ready(startup_timeout_s)
@@ -196,7 +196,7 @@ class GraderPool:
     self.close()
 
   def _all(self) -> list[WorkerProcess]:
-    return [*self._workers, *self._successors.values()]
+    return [*self._workers, *self._replacements.values()]
 
   def _fail(self, error: Exception) -> None:
     """Ends the pool: nothing more is graded, and every dispatcher thread returns."""
@@ -244,20 +244,20 @@ class GraderPool:
   def _prepare(self, slot: int) -> None:
     """Starts the replacement of a worker, unless it has one already."""
     with self._changed:
-      if self._failure is None and slot not in self._successors:
-        self._successors[slot] = WorkerProcess(self._settings, self._environment)
+      if self._failure is None and slot not in self._replacements:
+        self._replacements[slot] = WorkerProcess(self._settings, self._environment)
 
   def _replace(self, slot: int) -> None:
     with self._changed:
       if self._failure is not None:
         return
       self._workers[slot].close()
-      successor = self._successors.pop(slot, None)
-      if successor is None or not successor.alive():
-        if successor is not None:
-          successor.close()
-        successor = WorkerProcess(self._settings, self._environment)
-      self._workers[slot] = successor
+      replacement = self._replacements.pop(slot, None)
+      if replacement is None or not replacement.alive():
+        if replacement is not None:
+          replacement.close()
+        replacement = WorkerProcess(self._settings, self._environment)
+      self._workers[slot] = replacement
     self._workers[slot].wait_ready(self._startup_timeout_s)
 
   def _deliver(self, item: _Item, grade: Grade) -> None:

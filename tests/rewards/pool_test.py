@@ -198,7 +198,7 @@ def test_results_are_in_the_order_of_the_inputs():
     assert pool.submit([], []).result(0) == []
 
 
-def test_a_hanging_workers_successor_starts_before_the_limit(tmp_path, monkeypatch):
+def test_a_hanging_workers_replacement_starts_before_the_limit(tmp_path, monkeypatch):
   """So that it is ready when the limit is over, or nearly; and it is there for the next time."""
   monkeypatch.syspath_prepend(tmp_path)
   (tmp_path / "telling_grader.py").write_text(
@@ -217,7 +217,7 @@ def test_a_hanging_workers_successor_starts_before_the_limit(tmp_path, monkeypat
     assert slow.detail == after.detail  # half the limit alone costs no worker
     workers = pool.worker_pids()
     both = descendants(os.getpid()) - others
-    assert len(both) == 2  # the successor of the slow one stays
+    assert len(both) == 2  # the replacement of the slow one stays
     os.killpg(*workers, signal.SIGKILL)
     wait_until(lambda: not running(set(workers)))
     (next_one,) = pool.grade(["0"], [{}])
@@ -225,15 +225,15 @@ def test_a_hanging_workers_successor_starts_before_the_limit(tmp_path, monkeypat
   wait_until(lambda: not running(both))
 
 
-def test_a_successor_that_died_is_no_successor():
+def test_a_replacement_that_died_is_no_replacement():
   with _pool(timeout_s=4) as pool:
     before = descendants(os.getpid())
     assert _outcomes(pool.grade(["sleep 2.2"], [{}])) == ["correct"]
-    (successor,) = descendants(os.getpid()) - before
-    os.killpg(successor, signal.SIGKILL)
-    wait_until(lambda: not running({successor}))
+    (replacement,) = descendants(os.getpid()) - before
+    os.killpg(replacement, signal.SIGKILL)
+    wait_until(lambda: not running({replacement}))
     assert _outcomes(pool.grade(["exit 3", "ok"], [{}] * 2)) == ["crashed", "correct"]
-    assert successor not in pool.worker_pids()
+    assert replacement not in pool.worker_pids()
 
 
 def test_large_completions_do_not_block_on_a_stuck_worker():

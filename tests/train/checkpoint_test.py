@@ -381,7 +381,7 @@ def test_another_state_is_refused_naming_the_leaf(pristine, change, message):
 def test_a_directory_of_another_program_is_refused(tmp_path):
   (tmp_path / "7").mkdir()
   (tmp_path / "7" / "model.bin").write_bytes(b"weights")
-  with pytest.raises(checkpoint_files.ForeignCheckpointError, match="no checkpoint of rlvr_jax"):
+  with pytest.raises(checkpoint_files.ForeignCheckpointError, match="not a checkpoint of rlvr_jax"):
     restore(tmp_path)
 
 
@@ -389,7 +389,7 @@ def test_another_format_is_refused(pristine, tmp_path):
   shutil.copytree(pristine[0], tmp_path / "copy")
   path = tmp_path / "copy" / "3" / "manifest" / "metadata"
   manifest = json.loads(path.read_text())["manifest"] | {"marker": "rlvr_jax checkpoint 9"}
-  path.write_text(json.dumps(checkpoint_files._sealed(manifest)))
+  path.write_text(json.dumps(checkpoint_files._with_checksum(manifest)))
   with pytest.raises(checkpoint_files.ForeignCheckpointError, match="rlvr_jax checkpoint 9"):
     restore(tmp_path / "copy")
 
