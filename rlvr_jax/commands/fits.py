@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh
 
 from rlvr_jax.data import ByteTokenizer, Task
 from rlvr_jax.ops.keys import key_for
-from rlvr_jax.ops.logprobs import CHUNK_ELEMENTS
+from rlvr_jax.ops.logprobs import default_chunk_rows
 from rlvr_jax.rollouts.sampler import cache_lengths
 from rlvr_jax.train import sharding
 from rlvr_jax.train.build import Parts, build
@@ -158,7 +158,7 @@ def estimated(parts: Parts) -> dict[str, Table]:
     | {
       "gradients": accumulated * _bytes(state.params),
       "activations": _activations(parts),
-      "logits of a chunk": 2 * 4 * CHUNK_ELEMENTS,  # float32, and their gradient
+      "output head": _head(parts),
     },
     "generation, estimated": of_state
     | {
@@ -197,6 +197,15 @@ def _decoding_parameters(parts: Parts) -> float:
     return math.prod(whole.shard_shape(x.shape)) * size
 
   return float(sum(map(leaf, jax.tree.leaves(parts.abstract_base))))
+
+
+def _head(parts: Parts) -> float:
+  """Of the output head: a chunk's float32 logits and their gradient, the kernel, its gradient."""
+  config, c = parts.config, parts.model.config
+  tokens = _local_prompts(parts) * config.batch.group_size * config.max_response_length
+  rows = min(default_chunk_rows(c.vocab_size), -(-tokens // config.batch.micro_batches))
+  kernel = c.width * (jnp.dtype(c.compute_dtype).itemsize + 4)
+  return float((2 * 4 * rows + kernel) * c.vocab_size / parts.mesh.shape["tensor"])
 
 
 def _keys_and_values(parts: Parts) -> float:

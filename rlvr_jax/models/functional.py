@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 from rlvr_jax.models.linear import merged
 from rlvr_jax.models.transformer import Transformer, TransformerConfig
@@ -17,6 +18,19 @@ def all_trained(trained: Params, frozen: Params) -> Params:
   """The parameters of a network without frozen parameters."""
   del frozen
   return trained
+
+
+class Layout(NamedTuple):
+  """How a network lies on devices; the default is one device. `train.sharding.layout` makes one."""
+
+  mesh: Mesh | None = None  # with axes (data, fsdp, tensor); batches are split over the first two
+  # Applied to the residual stream [P, ...] after every layer: keeps it sharded on prompts.
+  constrain: Callable[[Array], Array] = lambda x: x
+  # Applied to the parameters before a decoding loop: gathers them once, not at every token.
+  gather: Callable[[Params], Params] = lambda params: params
+
+
+_ONE_DEVICE = Layout()
 
 
 class Model(NamedTuple):
@@ -30,23 +44,12 @@ class Model(NamedTuple):
   start_decoding: Callable  # (params, prompts, group_size, length), see Transformer
   # (trained, frozen) → the parameters that the functions above take; see `lora.adapted`.
   combine: Callable[[Params, Params], Params] = all_trained
+  mesh: Mesh | None = None  # over which its batches are split
 
 
-def transformer(
-  config: TransformerConfig,
-  constrain: Callable[[Array], Array] = lambda x: x,
-  constrain_weights: Callable[[Params], Params] = lambda params: params,
-) -> Model:
-  """The transformer of `config` as pure functions; see `Transformer` for shapes.
-
-  Args:
-    config: the network's settings.
-    constrain: applied to the residual stream [P, ...] after every layer; on a mesh it keeps
-      activations sharded on prompts.
-    constrain_weights: applied to the parameters before a decoding loop; on a mesh it gathers them
-      once, instead of at every token.
-  """
-  build = lambda key: Transformer(config, nnx.Rngs(key), constrain)
+def transformer(config: TransformerConfig, layout: Layout = _ONE_DEVICE) -> Model:
+  """The transformer of `config` as pure functions; see `Transformer` for shapes."""
+  build = lambda key: Transformer(config, nnx.Rngs(key), layout.constrain)
   # Splitting off `Param` alone raises if the module holds any other state.
   graph, _ = nnx.split(jax.eval_shape(build, jax.random.key(0)), nnx.Param)
   bind = lambda params: nnx.merge(graph, params)
@@ -54,7 +57,7 @@ def transformer(
   def decoding_params(params):
     # Norm scales stay as they are: training applies them in at least float32.
     cast = lambda path, w: w if path[-1].key == "scale" else w.astype(config.compute_dtype)
-    return constrain_weights(jax.tree_util.tree_map_with_path(cast, merged(params)))
+    return layout.gather(jax.tree_util.tree_map_with_path(cast, merged(params)))
 
   return Model(
     config=config,
@@ -63,4 +66,5 @@ def transformer(
     response_hidden=lambda params, *args: bind(params).response_hidden(*args),
     decoding_params=decoding_params,
     start_decoding=lambda params, *args: bind(params).start_decoding(*args),
+    mesh=layout.mesh,
   )

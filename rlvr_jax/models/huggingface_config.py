@@ -131,14 +131,7 @@ def longest_text(directory: str | os.PathLike[str]) -> int | None:
 
 
 def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
-  """Converts the content of config.json to fields of `TransformerConfig`.
-
-  Args:
-    published: the content.
-    owner: names it in messages.
-  Raises:
-    ValueError: see `checkpoint_config`.
-  """
+  """Converts config.json's content to `TransformerConfig` fields; messages begin with `owner`."""
   family, given = family_settings(published, owner)
   c = DEFAULTS[family] | given
   gemma = family.startswith("gemma")

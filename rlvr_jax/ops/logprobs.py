@@ -9,11 +9,11 @@ from typing import NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rlvr_jax.types import Array, Head, Sampling
 
 _PLAIN = Sampling()
-CHUNK_ELEMENTS = 2**24  # logits alive at once: 64 MiB of float32
 
 
 def check_sampling(sampling: Sampling, vocab_size: int) -> None:
@@ -106,23 +106,29 @@ def token_logprobs(
   tokens: Array,
   sampling: Sampling = _PLAIN,
   *,
-  chunk_elements: int = CHUNK_ELEMENTS,
+  mesh: Mesh | None = None,
+  chunk_rows: int | None = None,
 ) -> tuple[Array, Array]:
   """Log-probability of each token and entropy of the distribution that it was sampled from.
 
-  Works through T in chunks whose logits hold at most `chunk_elements` numbers (one position of all
-  rows at least) and recomputes them in its own backward pass, so that no [B, T, V] array exists in
-  either direction. What top-k and top-p keep is a constant for differentiation.
+  Works through the tokens in chunks and recomputes their logits in its own backward pass, so that
+  no [B, T, V] array exists in either direction. What top-k and top-p keep is a constant for
+  differentiation.
+
+  On a mesh every device works through its own rows. It gathers the kernel over `fsdp` once for all
+  of its chunks, in the dtype of `hidden`, and adds to a float32 gradient that is reduced once.
 
   Args:
-    hidden: [..., T, D], any float dtype.
+    hidden: [P, ..., D], any float dtype; on a mesh, P is split over (data, fsdp).
     head: the output head, kernel [D, V].
-    tokens: i32[..., T].
+    tokens: i32[P, ...].
     sampling: the distribution; not greedy.
+    mesh: None or a mesh with axes (data, fsdp, tensor).
+    chunk_rows: tokens whose logits a device holds at once; default `default_chunk_rows`.
   Returns:
-    log-probabilities and entropies (nats), each [..., T], float32 (float64 for float64 inputs).
+    log-probabilities and entropies (nats), each [P, ...], float32 (float64 for float64 inputs).
   """
-  statistics = token_statistics(hidden, head, tokens, sampling, chunk_elements=chunk_elements)
+  statistics = token_statistics(hidden, head, tokens, sampling, mesh=mesh, chunk_rows=chunk_rows)
   return statistics.logprobs, statistics.entropy
 
 
@@ -133,7 +139,8 @@ def token_statistics(
   sampling: Sampling = _PLAIN,
   *,
   projection: Array | None = None,
-  chunk_elements: int = CHUNK_ELEMENTS,
+  mesh: Mesh | None = None,
+  chunk_rows: int | None = None,
 ) -> TokenStatistics:
   """`token_logprobs`, with the terms that the Gram matrix of the head's gradients needs.
 
@@ -143,36 +150,83 @@ def token_statistics(
   chex.assert_shape(hidden, (*tokens.shape, None))
   if sampling.temperature == 0:
     raise ValueError("token_logprobs of greedy decoding (temperature=0): it has no density")
-  *lead, T, D = hidden.shape
-  hidden, tokens = hidden.reshape(-1, T, D), tokens.reshape(-1, T)
-  length = max(1, min(T, chunk_elements // (hidden.shape[0] * head.kernel.shape[1])))
-  padding = -T % length
-  chunks = (T + padding) // length
+  rows = chunk_rows or default_chunk_rows(head.kernel.shape[1])
+  setting = _Setting(sampling, float(head.scale), head.soft_cap, rows, mesh)
+  return _statistics(setting, hidden, head.kernel, tokens, projection)
 
-  def split(x):
-    x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
-    return jnp.moveaxis(x.reshape(x.shape[0], chunks, length, *x.shape[2:]), 1, 0)
 
-  def join(x):
-    x = jnp.moveaxis(x, 0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :T].reshape(*lead, T, *x.shape[3:])
+def default_chunk_rows(vocab_size: int) -> int:
+  """Tokens per chunk: 64 MiB of float32 logits, but 2048 rows at least.
 
-  static = (sampling, float(head.scale), head.soft_cap)
-  found = _chunked(static, split(hidden), head.kernel, split(tokens), projection)
-  return jax.tree.map(join, found)
+  With fewer rows, reading the kernel and adding to its gradient take longer than the products.
+  """
+  return max(2048, 2**24 // vocab_size)
+
+
+class _Setting(NamedTuple):
+  """What is fixed when the pass is compiled."""
+
+  sampling: Sampling
+  scale: float
+  soft_cap: float | None
+  chunk_rows: int
+  mesh: Mesh | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunked(static, hidden, kernel, tokens, projection):
-  """([C, B, c, D], [D, V], [C, B, c], [V, R]) → statistics [C, B, c]."""
-  return _map(
-    lambda args: _chunk_forward(static, args[0], kernel, args[1], projection), (hidden, tokens)
-  )
+def _statistics(setting, hidden, kernel, tokens, projection):
+  """([P, ..., D], [D, V], [P, ...], [V, R]) → statistics [P, ...]."""
+
+  def on_device(hidden, tokens, kernel, projection):
+    chunk = lambda args: _chunk_forward(setting, args[0], kernel, args[1], projection)
+    rows = (hidden.reshape(-1, hidden.shape[-1]), tokens.reshape(-1))
+    found = _map(chunk, _split(setting, rows))
+    join = lambda x: x.reshape(-1, *x.shape[2:])[: tokens.size].reshape(*tokens.shape, *x.shape[2:])
+    return jax.tree.map(join, found)
+
+  kernel = _placed(setting, kernel.astype(hidden.dtype), None)
+  run = _over_devices(setting, on_device, (_ROWS, _ROWS, _WHOLE, _WHOLE))
+  return run(hidden, tokens, kernel, projection)
 
 
-def _chunk_forward(static, hidden, kernel, tokens, projection):
-  sampling, scale, soft_cap = static
-  head = Head(kernel, scale, soft_cap)
+def _statistics_forward(setting, hidden, kernel, tokens, projection):
+  return _statistics(setting, hidden, kernel, tokens, projection), (hidden, kernel, tokens)
+
+
+def _statistics_backward(setting, saved, cotangents):
+  hidden, kernel, tokens = saved
+  dtype = jnp.promote_types(hidden.dtype, jnp.float32)
+
+  def on_device(hidden, tokens, of_logprobs, of_entropy, kernel):
+    def chunk(total, args):
+      into_hidden, into_kernel = _chunk_backward(setting, kernel, *args)
+      return total + into_kernel, into_hidden
+
+    rows = (
+      hidden.reshape(-1, hidden.shape[-1]),
+      *map(jnp.ravel, (tokens, of_logprobs, of_entropy)),
+    )
+    total, into_hidden = _scan(chunk, jnp.zeros(kernel.shape, dtype), _split(setting, rows))
+    into_hidden = into_hidden.reshape(-1, hidden.shape[-1])[: tokens.size]
+    return into_hidden.reshape(hidden.shape), total[None]
+
+  full = _placed(setting, kernel.astype(hidden.dtype), None)
+  run = _over_devices(setting, on_device, (_ROWS, _ROWS, _ROWS, _ROWS, _WHOLE))
+  into_hidden, totals = run(hidden, tokens, cotangents.logprobs, cotangents.entropy, full)
+  into_kernel = _placed(setting, totals.sum(0), "fsdp").astype(kernel.dtype)
+  return into_hidden, into_kernel, None, None
+
+
+_statistics.defvjp(_statistics_forward, _statistics_backward)
+
+
+# --- one chunk ------------------------------------------------------------------------------------
+
+
+def _chunk_forward(setting, hidden, kernel, tokens, projection):
+  """([n, D], [D, V], [n], [V, R]) → statistics [n]."""
+  sampling = setting.sampling
+  head = Head(kernel, setting.scale, setting.soft_cap)
   logits = head_logits(hidden, head)
   logprobs = distribution(logits, sampling)
   chosen = _select(logprobs, tokens)
@@ -181,10 +235,29 @@ def _chunk_forward(static, hidden, kernel, tokens, projection):
   if projection is not None:
     hit = jnp.arange(logits.shape[-1]) == tokens[..., None]
     towards = through_head(jnp.exp(logprobs) - hit, logits, head, sampling.temperature)
-    flat = towards.astype(hidden.dtype).reshape(-1, logits.shape[-1])
-    rows = jnp.dot(flat, projection.astype(hidden.dtype), preferred_element_type=logits.dtype)
-    projected = rows.reshape(*tokens.shape, -1)
+    projected = jnp.dot(
+      towards.astype(hidden.dtype),
+      projection.astype(hidden.dtype),
+      preferred_element_type=logits.dtype,
+    )
   return TokenStatistics(chosen, _entropy(logprobs), normalizers, projected)
+
+
+def _chunk_backward(setting, kernel, hidden, tokens, of_logprob, of_entropy):
+  """Gradients of Σ of_logprob·log p[token] + of_entropy·entropy: [n, D] and [D, V]."""
+  head = Head(kernel, setting.scale, setting.soft_cap)
+  logits = head_logits(hidden, head)
+  logprobs = distribution(logits, setting.sampling)
+  probabilities = jnp.exp(logprobs)
+  hit = jnp.arange(logits.shape[-1]) == tokens[..., None]
+  # ∂ log p[y] = onehot − p;  ∂ entropy = −p (log p + entropy)
+  surprise = jnp.where(logprobs == -jnp.inf, 0.0, logprobs) + _entropy(logprobs)[..., None]
+  gradient = of_logprob[..., None] * (hit - probabilities)
+  gradient -= of_entropy[..., None] * probabilities * surprise
+  gradient = through_head(gradient, logits, head, setting.sampling.temperature)
+  gradient = gradient.astype(hidden.dtype)
+  into_kernel = jnp.dot(hidden.T, gradient, preferred_element_type=logits.dtype)
+  return jnp.dot(gradient, kernel.T), into_kernel
 
 
 def _select(values, tokens):
@@ -197,47 +270,54 @@ def _entropy(logprobs):
   return -jnp.sum(jnp.where(logprobs == -jnp.inf, 0.0, jnp.exp(logprobs) * logprobs), axis=-1)
 
 
+# --- chunks of a device's rows --------------------------------------------------------------------
+
+
+def _split(setting, rows):
+  """Arrays [N, ...] → [C, n, ...] with n ≤ chunk_rows, padded with as few rows as can be."""
+  N = rows[0].shape[0]
+  chunks = -(-N // setting.chunk_rows)
+  length = -(-N // chunks)
+  pad = lambda x: jnp.pad(x, [(0, chunks * length - N)] + [(0, 0)] * (x.ndim - 1))
+  return jax.tree.map(lambda x: pad(x).reshape(chunks, length, *x.shape[1:]), rows)
+
+
+def _scan(function, start, chunks):
+  """lax.scan, without its loop where there is one chunk."""
+  if jax.tree.leaves(chunks)[0].shape[0] > 1:
+    return jax.lax.scan(function, start, chunks)
+  carry, found = function(start, jax.tree.map(lambda x: x[0], chunks))
+  return carry, jax.tree.map(lambda x: x[None], found)
+
+
 def _map(function, chunks):
-  """lax.map, without its loop if there is only one chunk."""
-  if jax.tree.leaves(chunks)[0].shape[0] == 1:
-    return jax.tree.map(lambda x: x[None], function(jax.tree.map(lambda x: x[0], chunks)))
-  return jax.lax.map(function, chunks)
+  return _scan(lambda carry, chunk: (carry, function(chunk)), None, chunks)[1]
 
 
-def _chunked_forward(static, hidden, kernel, tokens, projection):
-  return _chunked(static, hidden, kernel, tokens, projection), (hidden, kernel, tokens)
+# --- devices --------------------------------------------------------------------------------------
+
+_ROWS = PartitionSpec(("data", "fsdp"))
+_WHOLE = PartitionSpec()
 
 
-def _chunked_backward(static, saved, cotangents):
-  hidden, kernel, tokens = saved
-  sampling, scale, soft_cap = static
-  head = Head(kernel, scale, soft_cap)
-  dtype = jnp.promote_types(hidden.dtype, jnp.float32)
-
-  def chunk(kernel_gradient, args):
-    hidden, tokens, of_logprob, of_entropy = args
-    logits = head_logits(hidden, head)
-    logprobs = distribution(logits, sampling)
-    probabilities = jnp.exp(logprobs)
-    hit = jnp.arange(logits.shape[-1]) == tokens[..., None]
-    # ∂ log p[y] = onehot − p;  ∂ entropy = −p (log p + entropy)
-    surprise = jnp.where(logprobs == -jnp.inf, 0.0, logprobs) + _entropy(logprobs)[..., None]
-    gradient = of_logprob[..., None] * (hit - probabilities)
-    gradient -= of_entropy[..., None] * probabilities * surprise
-    gradient = through_head(gradient, logits, head, sampling.temperature)
-    flat = gradient.astype(hidden.dtype).reshape(-1, logits.shape[-1])
-    into_hidden = jnp.dot(flat, kernel.astype(hidden.dtype).T).reshape(hidden.shape)
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    return kernel_gradient + jnp.dot(rows.T, flat, preferred_element_type=dtype), into_hidden
-
-  start = jnp.zeros(kernel.shape, dtype)
-  args = (hidden, tokens, cotangents.logprobs, cotangents.entropy)
-  if hidden.shape[0] == 1:
-    kernel_gradient, into_hidden = chunk(start, jax.tree.map(lambda x: x[0], args))
-    into_hidden = into_hidden[None]
-  else:
-    kernel_gradient, into_hidden = jax.lax.scan(chunk, start, args)
-  return into_hidden, kernel_gradient.astype(kernel.dtype), None, None
+def _over_devices(setting, function, in_specs):
+  """Each device its rows; along `tensor` the compiler splits the vocabulary of each chunk."""
+  if setting.mesh is None or setting.mesh.size == 1:
+    return function
+  return jax.shard_map(
+    function,
+    mesh=setting.mesh,
+    in_specs=in_specs,
+    out_specs=_ROWS,
+    axis_names={"data", "fsdp"},
+    check_vma=False,  # a loop that starts from zeros on every device counts as replicated
+  )
 
 
-_chunked.defvjp(_chunked_forward, _chunked_backward)
+def _placed(setting, kernel, rows_axis):
+  """A kernel [D, V] whose rows lie split over an axis, or are everywhere where that is None."""
+  if setting.mesh is None or setting.mesh.size == 1:
+    return kernel
+  fits = lambda size, axis: axis if axis and size % setting.mesh.shape[axis] == 0 else None
+  spec = PartitionSpec(fits(kernel.shape[0], rows_axis), fits(kernel.shape[1], "tensor"))
+  return jax.lax.with_sharding_constraint(kernel, NamedSharding(setting.mesh, spec))

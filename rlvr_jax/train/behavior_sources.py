@@ -223,9 +223,7 @@ def other_policy(
     raise ValueError(
       f"config.sources.checkpoint: {workdir} has no checkpoint of step {step}; it has {steps}"
     )
-  other = transformer(
-    model_config, sharding.batch_constraint(mesh), sharding.gather_over_fsdp(mesh)
-  )
+  other = transformer(model_config, sharding.layout(mesh))
   abstract = sharding.placed(jax.eval_shape(other.init, jax.random.key(0)), mesh)
   read = lambda: read_params(workdir / "checkpoints" / str(step), abstract)
   return other, step, functools.cache(read)
@@ -257,7 +255,7 @@ def behavior_gap(
   """
   params = model.combine(trained, frozen)
   hidden = model.response_hidden(params, prompts, tokens)
-  logprobs, _ = token_logprobs(hidden, model.head(params), tokens, sampling)
+  logprobs, _ = token_logprobs(hidden, model.head(params), tokens, sampling, mesh=model.mesh)
   kept = (mask > 0) & (jnp.isfinite(logprobs) if is_truncated(sampling) else True)
   gaps = jnp.where(kept, jnp.abs(logprobs - behavior_logprobs), 0.0)
   return gaps.sum() / jnp.maximum(kept.sum(), 1), gaps.max()

@@ -199,7 +199,7 @@ def make_model(config: ml_collections.ConfigDict, mesh: Mesh, vocab_size: int) -
       f"config.model: vocab_size = {settings.vocab_size} is smaller than the tokenizer's"
       f" {vocab_size}; set config.model.overrides.vocab_size = {vocab_size}"
     )
-  model = transformer(settings, sharding.batch_constraint(mesh), sharding.gather_over_fsdp(mesh))
+  model = transformer(settings, sharding.layout(mesh))
   return lora.adapted(model, make_lora(config))
 
 

@@ -9,6 +9,7 @@ import os
 import platform
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from typing import NoReturn
 
@@ -55,6 +56,7 @@ def exit_immediately(message: str) -> NoReturn:
   sys.stderr.flush()
   terminal = os.dup(sys.stderr.fileno())
   os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+  time.sleep(0.2)  # writes that have begun still go where they were meant to
   os.write(terminal, f"{message}\n".encode(errors="backslashreplace"))
   os._exit(1)
 

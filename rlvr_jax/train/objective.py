@@ -87,11 +87,12 @@ def policy_forward(
   params = method.model.combine(trained, frozen)
   hidden = method.model.response_hidden(params, batch.prompts, batch.tokens)
   head, sampling = method.model.head(params), Sampling(temperature=method.temperature)
+  mesh = method.model.mesh
   if method.gram is None or not method.gram.needs_forward:
-    return token_logprobs(hidden, head, batch.tokens, sampling), None
+    return token_logprobs(hidden, head, batch.tokens, sampling, mesh=mesh), None
   project = method.gram.projection
   projection = None if project is None else project(head.kernel.shape[1])
-  found = token_statistics(hidden, head, batch.tokens, sampling, projection=projection)
+  found = token_statistics(hidden, head, batch.tokens, sampling, projection=projection, mesh=mesh)
   forward = Forward(hidden, found.log_normalizers, found.projected)
   return (found.logprobs, found.entropy), forward
 

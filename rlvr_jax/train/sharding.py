@@ -16,6 +16,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from rlvr_jax.models.functional import Layout
 from rlvr_jax.train.host import deadline
 from rlvr_jax.types import Array, Params
 
@@ -97,6 +98,13 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 def replicated(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec())
+
+
+def layout(mesh: Mesh | None) -> Layout:
+  """How a network lies on a mesh; None: on one device."""
+  if mesh is None:
+    return Layout()
+  return Layout(mesh, batch_constraint(mesh), gather_over_fsdp(mesh))
 
 
 def batch_constraint(mesh: Mesh) -> Callable[[Array], Array]:

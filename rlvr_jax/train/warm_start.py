@@ -43,7 +43,7 @@ def supervised_step(
   def loss(trained):
     params = model.combine(trained, frozen)
     hidden = model.response_hidden(params, prompts, tokens)
-    logprobs, _ = token_logprobs(hidden, model.head(params), tokens)
+    logprobs, _ = token_logprobs(hidden, model.head(params), tokens, mesh=model.mesh)
     pair = aggregate(-logprobs, mask, how="token_mean", max_response_length=mask.shape[-1])
     return pair.total / pair.weight
 

@@ -32,8 +32,17 @@ def shapes(name, **mesh):
   return fits.shapes_only(config, fits.mesh_of(config, None))
 
 
-@pytest.mark.parametrize("chips", [16, 256])
-@pytest.mark.parametrize("name", RECIPES)
+QUICK = {("salt_qwen25_math_7b", 16), ("p3o_qwen3_4b", 256)}
+
+
+@pytest.mark.parametrize(
+  ("name", "chips"),
+  [
+    pytest.param(name, chips, marks=() if (name, chips) in QUICK else pytest.mark.slow)
+    for name in RECIPES
+    for chips in (16, 256)
+  ],
+)
 def test_a_full_size_recipe_is_initialised_and_sharded_as_shapes(name, chips):
   batch_devices = shapes(name).mesh.shape["fsdp"]
   parts = shapes(name, data=1, fsdp=batch_devices, tensor=chips // batch_devices)
@@ -80,6 +89,7 @@ def test_heads_that_divide_are_split_over_tensor(num_kv_heads, split):
   assert whole == split * halves
 
 
+@pytest.mark.usefixtures("no_compilation_cache")
 def test_the_compiler_s_figures_are_read(capsys):
   """On devices that are there; a topology of TPUs goes the same way."""
   parts = fits.shapes_only(tiny.config(mesh__data=2), sharding.make_mesh(data=2))

@@ -128,7 +128,7 @@ def test_prompts_and_solutions_have_their_own_form():
   np.testing.assert_array_equal(tokens, [[98, 257]])
 
 
-def test_encode_solutions():
+def test_encode_demonstrations():
   problems = [_problem("q", "ab"), _problem("q", "abc")]
   tokens, lengths = encode_demonstrations(problems, TOKENIZER, 4)
   np.testing.assert_array_equal(tokens, [[97, 98, 257, 256], [97, 98, 99, 257]])

@@ -651,7 +651,7 @@ def test_two_processes_load_their_shards_and_write_one_checkpoint(tmp_path):
     for i in range(2)
   ]
   try:
-    errors = [process.communicate(timeout=240)[1] for process in processes]
+    errors = [process.communicate(timeout=900)[1] for process in processes]
   finally:
     for process in processes:
       process.kill()

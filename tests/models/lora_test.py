@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from train.step_test import make_batch, make_method, relative_distance
+from oracles.updates import make_batch, make_method, relative_distance
 
 from rlvr_jax import geometry, reweighting
 from rlvr_jax.geometry.per_rollout import per_rollout_features
@@ -198,10 +198,9 @@ def lora_method(dtype="float64", mesh=None, **changes):
   """An update of adapters by GRPO and SALT."""
   method = make_method(dtype, mesh=mesh, reweighting=reweighting.salt(), **changes)
   config = dataclasses.replace(method.model.config, qkv_bias=True)
-  constrain = sharding.batch_constraint(mesh) if mesh else lambda x: x
   single = adapted(transformer(config), SETTINGS)
   return method._replace(
-    model=adapted(transformer(config, constrain), SETTINGS),
+    model=adapted(transformer(config, sharding.layout(mesh)), SETTINGS),
     gram=geometry.streaming(),
     gram_context=geometry.GramContext(single, method.temperature, mesh),
   )
@@ -296,6 +295,7 @@ def test_adapters_are_sharded_as_their_kernels():
       assert tuple(pair["b"].spec) == (None, None, columns), name
 
 
+@pytest.mark.usefixtures("no_compilation_cache")
 def test_a_gradient_holds_neither_gradients_of_kernels_nor_low_rank_products():
   """As the program's products say, and its memory under remat beside that of a full gradient."""
   shape = dict(width=64, mlp_width=256, num_layers=4, head_dim=16, remat="dots")

@@ -177,7 +177,8 @@ def test_tensors_of_other_modules_are_refused(tmp_path):
   folder = saved(tmp_path / "run")
   extra = {"base_model.model.lm_head.lora_A.weight": np.zeros((2, 6), np.float32)}
   rewrite(folder, lambda tensors: tensors | extra)
-  with pytest.raises(ValueError, match=r"\['base_model.model.lm_head.lora_A.weight'\], not only adapters"):
+  message = r"\['base_model.model.lm_head.lora_A.weight'\], not only adapters"
+  with pytest.raises(ValueError, match=message):
     load_adapters(folder, CONFIG)
 
 

@@ -1,11 +1,14 @@
 """Token log-probabilities against full logits: value, gradient, memory, every sampling setting."""
 
 import functools
+import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from rlvr_jax.ops.logprobs import (
   check_sampling,
@@ -14,6 +17,7 @@ from rlvr_jax.ops.logprobs import (
   token_logprobs,
   token_statistics,
 )
+from rlvr_jax.train import sharding
 from rlvr_jax.types import Head, Sampling
 
 SAMPLINGS = [
@@ -63,8 +67,8 @@ def test_greedy_distribution_puts_all_mass_on_the_first_largest():
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("chunk_elements", [1, 3 * 2 * 23, 10**9])
-def test_value_and_gradient_equal_those_of_full_logits(x64, sampling, chunk_elements):
+@pytest.mark.parametrize("chunk_rows", [1, 5, None])
+def test_value_and_gradient_equal_those_of_full_logits(x64, sampling, chunk_rows):
   hidden, kernel, tokens = _inputs(dtype=np.float64)
   weights = jnp.asarray(np.random.default_rng(2).normal(size=(2, *tokens.shape)))
   # Tokens that the settings can draw; others have no finite log-probability.
@@ -72,9 +76,7 @@ def test_value_and_gradient_equal_those_of_full_logits(x64, sampling, chunk_elem
 
   def ours(hidden, kernel):
     head = Head(kernel, 0.7, 5.0)
-    logprobs, entropy = token_logprobs(
-      hidden, head, tokens, sampling, chunk_elements=chunk_elements
-    )
+    logprobs, entropy = token_logprobs(hidden, head, tokens, sampling, chunk_rows=chunk_rows)
     return jnp.sum(weights[0] * logprobs + weights[1] * entropy), (logprobs, entropy)
 
   def full(hidden, kernel):
@@ -103,9 +105,9 @@ def test_bfloat16_inputs_give_float32_statistics_near_the_float32_ones():
     np.testing.assert_allclose(a, b, atol=0.1)
 
 
-@pytest.mark.parametrize("chunk_elements", [1, 10**9])
+@pytest.mark.parametrize("chunk_rows", [1, None])
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
-def test_what_the_gram_matrix_needs_of_the_same_pass(x64, soft_cap, chunk_elements):
+def test_what_the_gram_matrix_needs_of_the_same_pass(x64, soft_cap, chunk_rows):
   """Normalisers and projected derivatives, by differentiating through the full logits."""
   hidden, kernel, tokens = _inputs(dtype=np.float64)
   scale, temperature = 0.5, 0.7
@@ -122,7 +124,7 @@ def test_what_the_gram_matrix_needs_of_the_same_pass(x64, soft_cap, chunk_elemen
   derivatives = jax.vmap(jax.vmap(jax.grad(negative_logprob)))(product, tokens)
   head, sampling = Head(kernel, scale, soft_cap), Sampling(temperature=temperature)
   found = token_statistics(
-    hidden, head, tokens, sampling, projection=projection, chunk_elements=chunk_elements
+    hidden, head, tokens, sampling, projection=projection, chunk_rows=chunk_rows
   )
   near = functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-12)
   near(found.log_normalizers, jax.nn.logsumexp(capped(product) / temperature, axis=-1))
@@ -132,9 +134,10 @@ def test_what_the_gram_matrix_needs_of_the_same_pass(x64, soft_cap, chunk_elemen
   near(found.entropy, entropy)
 
 
+@pytest.mark.usefixtures("no_compilation_cache")
 def test_no_array_of_tokens_times_vocabulary_at_a_large_vocabulary():
   """Forward and backward at V = 151,936 allocate far less than one [B, T, V] float32."""
-  B, T, D, V = 4, 256, 64, 151_936
+  B, T, D, V = 8, 2048, 64, 151_936
   of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
   def loss(hidden, kernel, tokens):
@@ -146,9 +149,9 @@ def test_no_array_of_tokens_times_vocabulary_at_a_large_vocabulary():
     .lower(of(B, T, D), of(D, V), jax.ShapeDtypeStruct((B, T), jnp.int32))
     .compile()
   )
-  full = 4 * B * T * V  # bytes: 593 MiB
+  full = 4 * B * T * V  # bytes: 9.3 GiB
   kernel = 4 * D * V  # its float32 gradient: 37 MiB
-  chunk = 4 * 2**24
+  chunk = 4 * 2048 * V  # 1.2 GiB
   assert compiled.memory_analysis().temp_size_in_bytes < 3 * kernel + 4 * chunk < 0.7 * full
 
 
@@ -185,3 +188,60 @@ def test_vmap_of_grad_gives_each_rows_gradient(x64):
   )
   np.testing.assert_allclose(rows.sum(0), each, rtol=1e-10)
   np.testing.assert_allclose(rows.sum(0), jax.grad(loss)(kernel, hidden, tokens), rtol=1e-10)
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 4, 2), (1, 1, 8)])
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.7), Sampling(top_k=5, top_p=0.9)])
+@pytest.mark.parametrize("width", [16, 7])
+def test_a_mesh_gives_the_values_and_gradients_of_one_device(x64, sizes, sampling, width):
+  """Also where the axis `fsdp` does not divide the kernel's rows, nor `tensor` its columns."""
+  rng = np.random.default_rng(3)
+  hidden = jnp.asarray(rng.normal(size=(8, 2, 3, width)))
+  kernel = jnp.asarray(rng.normal(size=(width, 23)))
+  weights = jnp.asarray(rng.normal(size=(2, 8, 2, 3)))
+  tokens = jnp.argmax(hidden @ kernel, axis=-1)
+  mesh = sharding.make_mesh(**dict(zip(sharding.AXES, sizes, strict=True)))
+
+  def loss(hidden, kernel, mesh):
+    logprobs, entropy = token_logprobs(
+      hidden, Head(kernel), tokens, sampling, mesh=mesh, chunk_rows=2
+    )
+    return jnp.sum(weights[0] * logprobs + weights[1] * entropy), (logprobs, entropy)
+
+  of = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), static_argnums=2)
+  single = of(hidden, kernel, None)
+  rows = lambda axes: NamedSharding(mesh, PartitionSpec(*axes))
+  split = "fsdp" if width % sizes[1] == 0 else None
+  spread = of(
+    jax.device_put(hidden, sharding.batch_sharding(mesh)),
+    jax.device_put(kernel, rows((split,))),
+    mesh,
+  )
+  chex.assert_trees_all_close(spread, single, rtol=1e-12, atol=1e-12)
+
+
+def test_the_kernel_travels_once_whatever_the_number_of_chunks():
+  """No collective stands in a loop over chunks; the gradient is reduced in float32."""
+  mesh = sharding.make_mesh(fsdp=8)
+  of = lambda shape, dtype, spec: jax.ShapeDtypeStruct(
+    shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec))
+  )
+  rows = ("fsdp",)
+
+  def loss(hidden, kernel, tokens):
+    return jnp.sum(token_logprobs(hidden, Head(kernel), tokens, mesh=mesh, chunk_rows=4)[0])
+
+  arguments = (
+    of((64, 5, 16), jnp.bfloat16, rows),
+    of((16, 96), jnp.float32, rows),
+    of((64, 5), jnp.int32, rows),
+  )
+  text = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*arguments).compile().as_text()
+  computations = dict(re.findall(r"^%?([\w.\-]+) .*? \{\n(.*?)^\}", text, re.DOTALL | re.MULTILINE))
+  bodies = set(re.findall(r"body=%?([\w.\-]+)", text))
+  collective = re.compile(r" (?:all-gather|all-reduce|reduce-scatter|all-to-all)(?:-start)?\(")
+  found = {name: len(collective.findall(body)) for name, body in computations.items()}
+  assert len(bodies) == 2 and "dot" in "".join(computations[name] for name in bodies)
+  assert [found[name] for name in bodies] == [0, 0]
+  # The kernel there and its gradient back, and the sum that is the loss.
+  assert 2 <= sum(found.values()) <= 4

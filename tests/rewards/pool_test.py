@@ -41,13 +41,6 @@ def _exists(pid):
   return True
 
 
-def _wait_until(condition, timeout_s):
-  deadline = time.monotonic() + timeout_s
-  while not condition():
-    assert time.monotonic() < deadline, "waited in vain"
-    time.sleep(0.02)
-
-
 @pytest.mark.parametrize("fault", ["hang", "spin", "child 60"])
 def test_timeout_kills_and_replaces_the_worker(fault):
   with _pool() as pool:
@@ -56,7 +49,7 @@ def test_timeout_kills_and_replaces_the_worker(fault):
     grades = pool.grade(["ok a", fault, "ok b", fault, "ok c"], [{}] * 5)
     assert _outcomes(grades) == ["correct", "timeout", "correct", "timeout", "correct"]
     assert [grade.detail for grade in grades[::2]] == ["a", "b", "c"]
-    assert 0.8 <= time.monotonic() - started < 5
+    assert 0.8 <= time.monotonic() - started < 50  # the shortest fault would take 60
     assert pool.worker_pids() != [before]
     assert not _exists(before)
 
@@ -66,7 +59,7 @@ def test_timeout_kills_the_graders_own_children():
   with _pool() as pool:
     assert _outcomes(pool.grade([f"child {marker}"], [{}])) == ["timeout"]
   pattern = f"^sleep {marker}"
-  _wait_until(lambda: subprocess.run(["pgrep", "-f", pattern], capture_output=True).returncode, 5)
+  wait_until(lambda: subprocess.run(["pgrep", "-f", pattern], capture_output=True).returncode)
 
 
 def test_limit_is_per_item():
@@ -259,7 +252,7 @@ def test_close_ends_everything():
     time.sleep(0.1)
     started = time.monotonic()
     pool.close()
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 20  # not the limit of the first item
     with pytest.raises(RuntimeError, match="closed"):
       future.result(1)
     pool.close()
@@ -348,10 +341,10 @@ def test_workers_die_with_a_killed_parent(completion):
   pid = int(parent.stdout.readline())
   assert parent.stdout.readline() == "ready\n"
   parent.kill()
-  parent.wait(5)
+  parent.wait()
   parent.stdout.close()
   try:
-    _wait_until(lambda: _gone(pid), 4)
+    wait_until(lambda: _gone(pid))
   finally:
     with contextlib.suppress(ProcessLookupError):
       os.kill(pid, signal.SIGKILL)

@@ -5,12 +5,13 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from oracles.batches import make_host_batch
 
 from rlvr_jax.data import ByteTokenizer, Problem
 from rlvr_jax.rewards import Grade, Outcome, outcome_policy, rewards_from_grades
 from rlvr_jax.rollouts.batch import Graded, batch_from_arrays, batch_to_arrays, completion_texts
 from rlvr_jax.rollouts.collect import Collector, fill_masked, keep_mixed_groups
-from rlvr_jax.types import Prompts, Rollouts, TrainBatch
+from rlvr_jax.types import Prompts, Rollouts
 
 P, G, T = 2, 2, 5
 
@@ -117,13 +118,11 @@ def _sampled(correct, first, sources=None):
   groups, size = correct.shape
   ids = np.arange(first, first + groups)
   return Graded(
-    TrainBatch(
-      prompts=Prompts(tokens=ids[:, None], lengths=np.ones(groups, np.int32)),
-      tokens=np.zeros((groups, size, 1), np.int32),
-      mask=np.ones((groups, size, 1), np.float32),
-      behavior_logprobs=np.zeros((groups, size, 1), np.float32),
+    make_host_batch(
+      np.ones((groups, size, 1), np.float32),
       rewards=correct - 0.5,
       correct=correct,
+      prompts=Prompts(tokens=ids[:, None], lengths=np.ones(groups, np.int32)),
       solve_rate=np.full(groups, correct.mean(), np.float32),
       sources=np.array(sources or [0] * groups, np.int32),
     ),

@@ -117,7 +117,7 @@ def test_threads_share_a_store(store):
   reader.start()
   for number in range(20):
     store.append(number, *make_batch(number))
-  reader.join(timeout=30)
+  reader.join(timeout=300)
   assert not errors and sorted(seen) == list(range(20))
 
 
@@ -379,7 +379,7 @@ print(store.numbers())
 """
   folder = tmp_path / "rollouts"
   command = [sys.executable, "-c", code, folder, os.path.dirname(__file__)]
-  done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+  done = subprocess.run(command, capture_output=True, text=True, timeout=300)
   shard_line, index_line, numbers = done.stdout.splitlines()
   assert f"no space left to write {folder / '00000001.array_record'}. Free some" in shard_line
   assert f"no space left to write {folder / 'index.jsonl'}. Free some space and rerun" in index_line
@@ -478,7 +478,7 @@ except StoreError as error:
 resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
 """
   command = [sys.executable, "-c", code, tmp_path / "store"]
-  done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+  done = subprocess.run(command, capture_output=True, text=True, timeout=300)
   expected = (
     r"only \d+ of 64 threads could be started \(.*\)\. Allow .* address space \(ulimit -v\)"
   )

@@ -238,7 +238,7 @@ except files.DiskFullError as error:
   print(error)
 """
   command = [sys.executable, "-c", code, tmp_path, kind]
-  done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+  done = subprocess.run(command, capture_output=True, text=True, timeout=300)
   assert "no space left to write" in done.stdout and "rerun the same command" in done.stdout
   whole = list(run_files.read_records(tmp_path / f"{kind}.jsonl"))
   assert len(whole) >= 3  # what was written before is readable, the torn line left out

