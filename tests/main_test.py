@@ -205,7 +205,7 @@ def assert_error(output, message):
   assert "rlvr_jax/" not in "".join(re.findall(r'  File "(.*?)", line', output))
 
 
-def test_a_misspelt_field_lists_the_near_one(tmp_path):
+def test_a_misspelled_field_lists_the_near_one(tmp_path):
   output = tiny.run(tmp_path / "run", "--config.batch.promtps=3", expect=1)
   assert_error(output, "no field 'promtps'; did you mean \"prompts\"")
   assert not (tmp_path / "run").exists()

@@ -108,7 +108,7 @@ def own_task(*, size: int, scale: float = 1.0, names=None):
     (["--config.task.name=3"], "'3' is unknown"),
   ],
 )
-def test_a_misspelt_keyword_names_the_near_one(arguments, message):
+def test_a_misspelled_keyword_names_the_near_one(arguments, message):
   told = refused(*arguments)
   assert told.startswith("error: config.task.name = ") and message in told
 
