@@ -48,7 +48,7 @@ def main(argv: list[str]) -> None:
       multihost.initialize(*process)
     except (ValueError, RuntimeError) as error:
       sys.exit(f"error: {error}")
-  with multihost.failing_at_once():
+  with multihost.exit_on_error():
     run()
 
 
@@ -67,7 +67,7 @@ def run() -> None:
   try:
     action()
   except FAILURES as error:
-    host.end_at_once(f"error: {error}")
+    host.exit_immediately(f"error: {error}")
   except KeyboardInterrupt:
     sys.exit("interrupted; rerun the same command to resume")
 

@@ -84,7 +84,7 @@ MISTAKES = [
   (dict(task__name="reasoning_gim"), r"task\.name = 'reasoning_gim': .* \['reasoning_gym'\]"),
   (dict(task__kwargs__dataset="chain_sums"), r"unknown .* dataset 'chain_sums'.*'chain_sum'"),
   (dict(task__kwargs__settings={"max_term": 2}), r"no setting 'max_term'; .*'max_terms'"),
-  (dict(tokenizer="byte"), r"tokenizer = 'byte' is none of 'bytes', .*byte is not a directory"),
+  (dict(tokenizer="byte"), r"tokenizer = 'byte' is not 'bytes', .*byte is not a directory"),
   (dict(tokenizer="checkpoint"), r"config\.model\.checkpoint is empty; set it to a folder"),
   (dict(prompts__format="chat"), r"prompts\.format = 'chat' needs a chat template"),
   (dict(prompts__too_long="cut"), r"too_long = 'cut' is unknown; choose one of \['drop'"),
@@ -94,7 +94,7 @@ MISTAKES = [
   (dict(evaluation__grader="code(rewrd='all')"), r"evaluation\.grader = .*'rewrd'; .*'reward'"),
   (dict(grading__grader="pattern"), r"grading\.grader = 'pattern': .* required .* 'regex'"),
   (dict(grading__grader="rlvr_jax.rewards.code:code(reward='all')"),
-   r"grading\.grader = .* is no longer spelt like this; write \"code\(reward='all'\)\""),
+   r"grading\.grader = .* is an old spelling; write \"code\(reward='all'\)\""),
   (dict(grading__extra=(("boxd", 0.1),)), r"config\.grading\.extra = 'boxd': .*\['boxed'\]"),
   (dict(grading__unsandboxed_code="yes"), r"unsandboxed_code = 'yes': leave it empty, or say"),
   (dict(grading__extra=(("a:b",),)), r"grading\.extra has \('a:b',\), expected pairs"),
@@ -113,7 +113,7 @@ MISTAKES = [
   # hyper-parameters
   (dict(advantage="grpo(epsilom=1e-6)"), r"advantage = 'grpo\(epsilom.* takes .*'epsilon'"),
   (dict(optimizer="adamw(learning_rate=1.0)"), r"learning_rate of adamw comes from the run"),
-  (dict(optimizer="main_test:fixed_rate()"), r"takes no learning_rate, .* config\.learning_rate"),
+  (dict(optimizer="main_test:fixed_rate()"), r"has no parameter .*config\.learning_rate"),
   (dict(learning_rate="constant()"), r"config\.learning_rate = .* needs a value of peak"),
   (dict(warm_start__learning_rate="linear(peak=-1.0)"), r"warm_start\.learning_rate = .*= -1"),
   (dict(max_gradient_norm=0.0), r"config: max_gradient_norm = 0\.0 is not a number in \(0"),
@@ -205,7 +205,7 @@ def assert_error(output, message):
   assert "rlvr_jax/" not in "".join(re.findall(r'  File "(.*?)", line', output))
 
 
-def test_a_misspelt_field_lists_the_near_one(tmp_path):
+def test_a_misspelled_field_lists_the_near_one(tmp_path):
   output = tiny.run(tmp_path / "run", "--config.batch.promtps=3", expect=1)
   assert_error(output, "no field 'promtps'; did you mean \"prompts\"")
   assert not (tmp_path / "run").exists()
@@ -260,7 +260,7 @@ def test_no_disk_space_then_some(tmp_path):
   workdir = tmp_path / "run"
   # A half-written entry of the compile cache would be met by other tests.
   output = tiny.run(workdir, file_kib=32, expect=1, JAX_ENABLE_COMPILATION_CACHE="false")
-  assert_error(output, "no space for a checkpoint in .* Free some space .* rerun: it starts afresh")
+  assert_error(output, "no space for a checkpoint in .* rerun: it starts from the beginning")
   train(build(tiny.get_config()), workdir)
   assert tiny.records(workdir)[-1]["step"] == 12
 

@@ -40,7 +40,7 @@ def evaluate_checkpoint(parts: Parts, workdir: str | Path, folder: Path | None) 
   c, workdir, num_problems = parts.config.evaluation, Path(workdir), len(parts.task.held_out)
   with contextlib.ExitStack() as stack:
     enter = lambda resource: stack.enter_context(contextlib.closing(resource))
-    stack.enter_context(multihost.only_the_first_speaks())
+    stack.enter_context(multihost.only_first_prints())
     multihost.on_first(lambda: enter(_locked_workdir(workdir, parts, folder)), None)
     done = multihost.exchange(_complete_problems(workdir, num_problems, c.batch_prompts))[0]
     if done < num_problems:

@@ -69,7 +69,7 @@ def train(parts: Parts, workdir: str | Path) -> dict[str, float]:
   config, workdir = parts.config, Path(workdir)
   with contextlib.ExitStack() as stack:
     enter = lambda resource: stack.enter_context(contextlib.closing(resource))
-    stack.enter_context(multihost.only_the_first_speaks())
+    stack.enter_context(multihost.only_first_prints())
     multihost.on_first(lambda: _claim(workdir, parts, enter), None)
     parts = as_begun(parts, workdir)
     frozen = parameters.load_frozen(parts)

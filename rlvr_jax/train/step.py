@@ -1,8 +1,8 @@
-"""One update of the policy, as a pure function that reads as the method.
+"""One update of the policy, as a pure function.
 
-Rewards become coefficients. The loss and its gradient are those of the whole batch: `accumulate`
-adds up micro-batches, `objective` says what one contributes. The optimizer proposes new parameters,
-which are taken where the numbers are finite.
+Rewards become coefficients. The loss and its gradient are those of the full batch: `accumulate`
+sums over micro-batches, `objective` computes one micro-batch's part. The optimizer proposes new
+parameters, which are used if loss and gradient are finite.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlvr_jax.types import Array, Params, TrainBatch, TrainState
 
 def initial_state(method: Method, trained: Params, initial_entropy: Array) -> TrainState:
   """The state before the first update; `initial_entropy` f32[] in nats per token."""
-  # Distinct arrays: a donated buffer must not stand twice in one state.
+  # Distinct arrays: a state that is donated must not have the same buffer twice.
   zero = lambda: jnp.zeros((), jnp.int32)
   return TrainState(
     params=trained,
@@ -38,15 +38,16 @@ def train_step(
 ) -> tuple[TrainState, dict[str, Array]]:
   """One update on one batch; to be jitted with `method` bound and the state donated.
 
-  An update whose loss or gradient is not finite is skipped: parameters, optimizer and algorithm
-  state stay as they were, and the counters say so.
+  If the loss or gradient is not finite, the update is skipped: parameters, optimizer state and
+  advantage state keep their values, and the skip counters increase.
 
   Args:
-    state: `params` are those that are trained.
-    frozen: the network's other parameters; {} where all are trained.
+    state: `params` are the trained parameters.
+    frozen: the network's other parameters; {} if all are trained.
     batch: graded rollouts.
+    method: the components of the update.
   Returns:
-    The next state, and metrics as scalars.
+    The next state, and metrics, f32[] by name.
   """
   coefficients = jax.lax.stop_gradient(method.advantage.apply(state.advantage_state, batch))
   key = key_for(method.seed, "reweighting", state.step)
@@ -79,7 +80,7 @@ def train_step(
     params, opt_state, advantage_state = jax.tree.map(keep, proposed, current)
 
   skipped = 1 - finite.astype(jnp.int32)
-  made = state.step - state.skipped  # updates that the optimizer has counted
+  applied = state.step - state.skipped  # updates that the optimizer has counted
   state = TrainState(
     params=params,
     opt_state=opt_state,
@@ -91,7 +92,7 @@ def train_step(
   values |= {
     "loss/surrogate": surrogate,
     "update/gradient_norm": norm,
-    "update/learning_rate": jnp.asarray(method.schedule(made)),
+    "update/learning_rate": jnp.asarray(method.learning_rate(applied)),
     "update/skipped": state.skipped,
     "update/skipped_in_a_row": state.skipped_in_a_row,
   }

@@ -97,4 +97,4 @@ def test_a_run_is_evaluated_as_the_network_it_was(run):
 
 def test_the_command_says_what_it_lacks(tmp_path):
   said = tiny.run(tmp_path / "a", "--mode=eval", f"--checkpoint={tmp_path}", expect=1)
-  assert "holds no checkpoint; give the --workdir of a run" in said
+  assert "has no checkpoint; give the --workdir of a run" in said

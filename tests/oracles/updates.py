@@ -29,7 +29,7 @@ def make_method(dtype="float32", mesh=None, **changes):
   fields = dict(
     model=transformer(config, sharding.layout(mesh)),
     optimizer=optax.adamw(1e-2),
-    schedule=optax.constant_schedule(1e-2),
+    learning_rate=optax.constant_schedule(1e-2),
     advantage=advantages.grpo(),
     coefficient_metrics=gradient_masses,
     reweighting=reweighting.none(),

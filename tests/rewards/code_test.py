@@ -600,17 +600,17 @@ def _grade_published(size):
       assert len(problems) >= (size or 100)
       references = [problem.reference for problem in problems]
       right = pool.grade([problem.solution for problem in problems], references)
-      wrong = pool.grade([code_grading.spoilt(problem) for problem in problems], references)
+      wrong = pool.grade([code_grading.corrupted(problem) for problem in problems], references)
       for problem, good, bad in zip(problems, right, wrong, strict=True):
         assert good.outcome is Outcome.CORRECT, (problem.name, good)
         assert bad.outcome is Outcome.WRONG, (problem.name, bad)
         assert "program:" not in bad.detail and "NameError" not in bad.detail, (problem.name, bad)
 
 
-def test_published_solutions_pass_and_spoilt_copies_fail():
+def test_published_solutions_pass_and_corrupted_copies_fail():
   _grade_published(15)
 
 
 @pytest.mark.slow
-def test_all_published_solutions_pass_and_all_spoilt_copies_fail():
+def test_all_published_solutions_pass_and_all_corrupted_copies_fail():
   _grade_published(None)

@@ -153,7 +153,7 @@ def test_environment_reaches_the_workers_also_new_ones():
   [
     ("async def grade(completion, reference): return 1", "is a coroutine or generator function"),
     ("def grade(completion, reference): yield 1", "is a coroutine or generator function"),
-    ("def grade(completion): return 1", r"signature \(completion\), but is called as \(compl"),
+    ("def grade(completion): return 1", r"signature \(completion\), but is called with \(compl"),
     ("def grade(completion, reference, judge): return 1", "missing a required argument: 'judge'"),
     ("def grade(*, completion, reference): return 1", "too many positional arguments"),
   ],
@@ -191,7 +191,7 @@ def test_results_are_in_the_order_of_the_inputs():
     assert pool.submit([], []).result(0) == []
 
 
-def test_a_hanging_workers_successor_starts_before_the_limit(tmp_path, monkeypatch):
+def test_a_hanging_workers_replacement_starts_before_the_limit(tmp_path, monkeypatch):
   """So that it is ready when the limit is over, or nearly; and it is there for the next time."""
   monkeypatch.syspath_prepend(tmp_path)
   (tmp_path / "telling_grader.py").write_text(
@@ -210,7 +210,7 @@ def test_a_hanging_workers_successor_starts_before_the_limit(tmp_path, monkeypat
     assert slow.detail == after.detail  # half the limit alone costs no worker
     workers = pool.worker_pids()
     both = descendants(os.getpid()) - others
-    assert len(both) == 2  # the successor of the slow one stays
+    assert len(both) == 2  # the replacement of the slow one stays
     os.killpg(*workers, signal.SIGKILL)
     wait_until(lambda: not running(set(workers)))
     (next_one,) = pool.grade(["0"], [{}])
@@ -218,15 +218,15 @@ def test_a_hanging_workers_successor_starts_before_the_limit(tmp_path, monkeypat
   wait_until(lambda: not running(both))
 
 
-def test_a_successor_that_died_is_no_successor():
+def test_a_replacement_that_died_is_no_replacement():
   with _pool(timeout_s=4) as pool:
     before = descendants(os.getpid())
     assert _outcomes(pool.grade(["sleep 2.2"], [{}])) == ["correct"]
-    (successor,) = descendants(os.getpid()) - before
-    os.killpg(successor, signal.SIGKILL)
-    wait_until(lambda: not running({successor}))
+    (replacement,) = descendants(os.getpid()) - before
+    os.killpg(replacement, signal.SIGKILL)
+    wait_until(lambda: not running({replacement}))
     assert _outcomes(pool.grade(["exit 3", "ok"], [{}] * 2)) == ["crashed", "correct"]
-    assert successor not in pool.worker_pids()
+    assert replacement not in pool.worker_pids()
 
 
 def test_large_completions_do_not_block_on_a_stuck_worker():
@@ -309,7 +309,7 @@ def test_bad_items():
   with _pool() as pool:
     with pytest.raises(ValueError, match="2 completions but 1 references"):
       pool.submit(["ok", "ok"], [{}])
-    with pytest.raises(TypeError, match="JSON-able"):
+    with pytest.raises(TypeError, match="JSON-serializable"):
       pool.submit(["ok"], [{"answer": {1, 2}}])
     assert _outcomes(pool.grade(["ok"], [{}])) == ["correct"]
 

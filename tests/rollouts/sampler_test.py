@@ -127,7 +127,7 @@ def test_rows_end_at_a_stop_token_or_the_limit():
 
 
 def test_the_loop_ends_when_every_row_has_stopped():
-  """With all tokens as stop tokens one token is drawn; the decode loop is never entered."""
+  """With all tokens as stop tokens one token is sampled; the decode loop is never entered."""
   rollouts = _generate(stop_tokens=tuple(range(V)))
   np.testing.assert_array_equal(rollouts.lengths, 1)
   assert bool(rollouts.stopped.all())

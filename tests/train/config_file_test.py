@@ -33,7 +33,7 @@ def parsed(*arguments, recipe="configs/quickstart.py"):
 def test_a_part_of_a_keyword_that_is_not_there():
   told = refused("--config.task.name=train.config_file_test:own_task",
                  "--config.task.kwargs.names.first=3")  # fmt: skip
-  assert "kwargs.names has no field 'first' yet; give it as one, " in told
+  assert "kwargs.names has no field 'first' yet; set it as a dict, " in told
 
 
 def refused(*arguments, **how):
@@ -108,7 +108,7 @@ def own_task(*, size: int, scale: float = 1.0, names=None):
     (["--config.task.name=3"], "'3' is unknown"),
   ],
 )
-def test_a_misspelt_keyword_names_the_near_one(arguments, message):
+def test_a_misspelled_keyword_names_the_near_one(arguments, message):
   told = refused(*arguments)
   assert told.startswith("error: config.task.name = ") and message in told
 

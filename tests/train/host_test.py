@@ -48,7 +48,7 @@ def complain():
 for _ in range(16):
   threading.Thread(target=complain, daemon=True).start()
 time.sleep(0.2)
-host.end_at_once("error: what to do")
+host.exit_immediately("error: what to do")
 """
   complaints = tmp_path / "stderr"  # unlike a pipe it is never full
   with complaints.open("wb") as stderr:

@@ -84,7 +84,7 @@ def test_staleness_counts_the_updates_behind(run):
       assert record["behavior/kl_k3"] > 1e-7
 
 
-def test_batches_are_drawn_once_per_refresh(run):
+def test_batches_are_sampled_once_per_refresh(run):
   counted = [record["counter/batches"] for record in tiny.records(run[0], "train")]
   assert counted == [2] * 4 + [4] * 4 + [6] * 4
 

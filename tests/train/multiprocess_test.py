@@ -191,7 +191,7 @@ DEATH = """
 
   me = int(sys.argv[2])
   multihost.initialize(sys.argv[1], 2, me)
-  with multihost.failing_at_once(), multihost.only_the_first_speaks():
+  with multihost.exit_on_error(), multihost.only_first_prints():
     multihost.exchange("both are there")
     if me == 0:
       time.sleep(1)
@@ -217,7 +217,7 @@ PROGRAM = """
       raise ValueError("the disk is full")
     return "fine"
 
-  with multihost.failing_at_once():
+  with multihost.exit_on_error():
     report("exchanged", multihost.exchange({"process": me, "text": "é" * 50 * me, "x": 0.1 + me}))
     report("anywhere", [multihost.anywhere(me == 1), multihost.anywhere(False)])
     report("on_first", multihost.on_first(lambda: "written", "nothing"))

@@ -105,7 +105,9 @@ def test_killed_at_random_points(schedule, tmp_path):
       kills += 1
       assert intact.items() <= shards(workdir, without=damaged).items() <= stored.items()
       found = shards(workdir)
-      print(f"kill {kills}: {after:.2f} s of {duration:.2f}, {where(workdir)}, {len(found)} drawn")
+      print(
+        f"kill {kills}: {after:.2f} s of {duration:.2f}, {where(workdir)}, {len(found)} sampled"
+      )
       if found:
         victim = workdir / "rollouts" / rng.choice(sorted(found))
         damage = rng.choice(DAMAGES)
@@ -116,7 +118,7 @@ def test_killed_at_random_points(schedule, tmp_path):
     assert_same(workdir, expected)
     # What was damaged after it was last needed stays so; the rest is there, once.
     store = RolloutStore(workdir / "rollouts", writable=False)
-    whole = {f"{n:08d}.array_record" for n in store.numbers() if store.whole(n)}
+    whole = {f"{n:08d}.array_record" for n in store.numbers() if store.is_intact(n)}
     assert whole | damaged == set(stored)
     kept = shards(workdir)
     assert {name: kept[name] for name in whole} == {name: stored[name] for name in whole}
@@ -124,7 +126,7 @@ def test_killed_at_random_points(schedule, tmp_path):
 
 @pytest.mark.soak
 def test_an_asynchronous_run_killed_at_random_points(tmp_path):
-  """Rollouts drawn before a kill survive it and are trained on, and lags stay within the bound."""
+  """Rollouts sampled before a kill survive and are trained on, and lags stay within the bound."""
   flags = ("--config.num_updates=48", "--config.checkpoint.every=4")
   program = dict(config_file=f"{tiny.__file__}:asynchronous")
   duration = duration_of(tmp_path / "first", *flags, **program)
@@ -138,7 +140,9 @@ def test_an_asynchronous_run_killed_at_random_points(tmp_path):
       kills += 1
       found = shards(workdir)
       assert before.items() <= found.items()
-      print(f"kill {kills}: {after:.2f} s of {duration:.2f}, {where(workdir)}, {len(found)} drawn")
+      print(
+        f"kill {kills}: {after:.2f} s of {duration:.2f}, {where(workdir)}, {len(found)} sampled"
+      )
     tiny.run(workdir, *flags, **program)
     assert found.items() <= shards(workdir).items()
     store = RolloutStore(workdir / "rollouts", writable=False)
@@ -231,7 +235,7 @@ def test_sigterm_saves_and_the_rerun_goes_on(stopped, uninterrupted, resume, tmp
   workdir = copy_of(stopped[0], tmp_path)
   step, host, _ = tiny.last_checkpoint(workdir)
   assert 6 <= step < 12
-  # Two batches are drawn every four updates, and the rollouts are in the store alone.
+  # Two batches are sampled every four updates, and the rollouts are in the store alone.
   first = step // 4 * 2
   still_used = {0: [], 1: [first, first + 1], 2: [first, first + 1], 3: [first + 1]}
   assert [int(number) for number in host["queue"]["pending"]] == still_used[step % 4]
@@ -252,8 +256,8 @@ def test_what_lies_behind_the_checkpoint_is_checked_and_repaired(
   tiny.flip(workdir / "rollouts" / "00000001.array_record")
   (workdir / "rollouts" / "00000000.array_record").unlink()
   output = resume(workdir)
-  assert re.search(r"metrics\.jsonl was not as .*train 1-\d.* put back from a copy", output)
-  assert re.search(r"rollouts\.jsonl was not as .*train 1, 5.* put back from a copy", output)
+  assert re.search(r"metrics\.jsonl differs from .*train 1-\d.* restored from a copy", output)
+  assert re.search(r"rollouts\.jsonl differs from .*train 1, 5.* restored from a copy", output)
   assert re.search(r"rollouts \[0, 1\] of .*, on which this run has trained, are damaged", output)
   assert_same(workdir, uninterrupted[1])
 
