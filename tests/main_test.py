@@ -96,7 +96,7 @@ MISTAKES = [
   (dict(grading__grader="rlvr_jax.rewards.code:code(reward='all')"),
    r"grading\.grader = .* is an old spelling; write \"code\(reward='all'\)\""),
   (dict(grading__extra=(("boxd", 0.1),)), r"config\.grading\.extra = 'boxd': .*\['boxed'\]"),
-  (dict(grading__unsandboxed_code="yes"), r"unsandboxed_code = 'yes': leave it empty, or say"),
+  (dict(grading__unsandboxed_code="yes"), r"unsandboxed_code = 'yes': leave it empty, or set"),
   (dict(grading__extra=(("a:b",),)), r"grading\.extra has \('a:b',\), expected pairs"),
   (dict(grading__extra=(("a:b", 0.1),), advantage="fade"), r"'fade' .*grading\.extra"),
   (dict(grading__outcomes={"wrong": "score"}, advantage="fade"), r"'wrong': 'score'"),

@@ -38,8 +38,7 @@ def train_step(
 ) -> tuple[TrainState, dict[str, Array]]:
   """One update on one batch; to be jitted with `method` bound and the state donated.
 
-  If the loss or gradient is not finite, the update is skipped: parameters, optimizer state and
-  advantage state keep their values, and the skip counters increase.
+  If loss or gradient are not finite, the update is skipped: only its counters change.
 
   Args:
     state: `params` are the trained parameters.

@@ -72,7 +72,7 @@ def test_the_workdir_of_an_earlier_version(tmp_path):
   with pytest.raises(WorkdirError) as caught:
     check_config(tmp_path, new)
   last = str(caught.value).splitlines()[-1]
-  assert "of an earlier version" in last and "cannot be resumed" in last
+  assert "of an earlier version" in last and "cannot resume" in last
   assert "another --workdir" in last
 
 
