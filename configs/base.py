@@ -130,7 +130,7 @@ def get_config() -> ConfigDict:
     max_gradient_norm=1.0,
   )
   c.evaluation = dict(
-    every=50,  # updates; always before the first and after the last update
+    every=50,  # updates, at least 1; always before the first and after the last update
     num_samples=4,  # per problem
     ks=(1, 4),  # of pass@k
     batch_prompts=64,  # problems per generated batch

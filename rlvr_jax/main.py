@@ -62,6 +62,10 @@ def run() -> None:
     action = choose.prepared(_MODE.value, _CONFIG.value, *given)
   except (ImportError, ValueError, OSError) as error:
     sys.exit(f"error: {error}")
+  except (AttributeError, KeyError) as error:
+    if message := config_file.missing_field(error):
+      sys.exit(f"error: {message}")
+    raise
   if _MODE.value in ("train", "eval"):  # the workdir of an export is read by other programs
     host.keep_compiled(str(_WORKDIR.value))
   try:

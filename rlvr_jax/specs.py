@@ -1,6 +1,8 @@
 """Components named by strings: "fade(alpha_max=3.0)", "my_package.module:factory(x=1)".
 
-The hyper-parameters are literals, read by `ast.literal_eval`: no code in a string is evaluated.
+The hyper-parameters are literals, read by `ast.literal_eval`: no code in a string is evaluated. But
+the function that a string names is called, whatever module it is in: run only configurations that
+you trust.
 This module needs the standard library only.
 """
 
@@ -13,8 +15,9 @@ import inspect
 import os
 import re
 import sys
+import traceback
 import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 _FORM = re.compile(r"\s*([A-Za-z_][\w.]*(?::[A-Za-z_]\w*)?)\s*(\(.*\))?\s*", re.DOTALL)
@@ -112,7 +115,12 @@ def call(owner: str, package: types.ModuleType, spec: Spec, kind: Any, **of_run:
   ]  # fmt: skip
   if lacking:
     raise ValueError(f"{owner}: {spec.name} needs a value of {', '.join(lacking)}")
-  made = factory(**arguments)
+  try:
+    made = factory(**arguments)
+  except (ValueError, ImportError, OSError):
+    raise
+  except Exception as error:
+    raise ValueError(f"{owner}: {spec.name} raised {_one_line(error)}") from error
   if not isinstance(made, kind):
     raise ValueError(
       f"{owner}: {spec.name} returned {type(made).__name__}, expected {kind.__name__}"
@@ -130,26 +138,26 @@ def find(owner: str, package: types.ModuleType, name: str) -> Callable[..., Any]
   if not colon:
     if name not in package.__all__:
       raise ValueError(
-        f"{owner}: {name!r} is unknown; did you mean one of {near(name, package.__all__)}? One"
-        " of your own is named my_module:function"
+        f"{owner}: {name!r} is unknown; {_did_you_mean(near(name, package.__all__))} To use your"
+        " own, write my_module:function"
       )
     return getattr(package, name)
   if os.getcwd() not in sys.path:  # as it is for a program started by python -m
     sys.path.append(os.getcwd())
   try:
     module = importlib.import_module(module_name)
-  except ModuleNotFoundError as error:
-    if not f"{module_name}.".startswith(f"{error.name}."):
-      raise  # the module exists, and imports one that does not
-    raise ValueError(
-      f"{owner}: {error}; {module_name!r} has to be importable from the current directory or"
-      " installed"
-    ) from error
+  except Exception as error:
+    if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+      raise ValueError(
+        f"{owner}: {error}; {module_name!r} has to be importable from the current directory or"
+        " installed"
+      ) from error
+    raise ValueError(f"{owner}: importing {module_name} raised {_one_line(error)}") from error
   factory = getattr(module, function, None)
   if not callable(factory):
     raise ValueError(
-      f"{owner}: {module_name} has no function {function!r}; did you mean one of"
-      f" {near(function, [n for n in dir(module) if callable(getattr(module, n))])}?"
+      f"{owner}: {module_name} has no function {function!r};"
+      f" {_did_you_mean(near(function, [n for n in dir(module) if callable(getattr(module, n))]))}"
     )
   return factory
 
@@ -177,8 +185,23 @@ def check_keywords(
       raise ValueError(f"{owner}: {keyword} of {name} comes from the run; leave it out")
     if keyword not in settable:
       alike = near(keyword, settable)
-      hint = f" did you mean one of {alike}?" if len(alike) < len(settable) else ""
+      hint = f" {_did_you_mean(alike)}" if len(alike) < len(settable) else ""
       raise ValueError(f"{owner}: {name} takes no {keyword!r};{hint} {name} takes {settable}")
+
+
+def _one_line(error: Exception) -> str:
+  """The error, and the line of the program where it was raised."""
+  frames = traceback.extract_tb(error.__traceback__)
+  text = " ".join(str(error).split())
+  position = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+  return f"{type(error).__name__}: {text[:300]}{position}"
+
+
+def _did_you_mean(names: Sequence[str]) -> str:
+  """A question; ten names at most."""
+  if len(names) == 1:
+    return f"did you mean {names[0]!r}?"
+  return f"did you mean one of {list(names[:10])}{', …' if len(names) > 10 else ''}?"
 
 
 def near(name: str, allowed: Collection[str]) -> list[str]:

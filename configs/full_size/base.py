@@ -53,7 +53,8 @@ def get_config() -> ConfigDict:
   c.evaluation.num_samples = 8
   c.evaluation.ks = (1, 8)
   c.evaluation.batch_prompts = 64
-  c.evaluation.sampling = dict(temperature=0.6, top_k=0, top_p=0.95)
+  c.evaluation.sampling.temperature = 0.6
+  c.evaluation.sampling.top_p = 0.95
   c.checkpoint.every = 20
   c.store.keep_used = False
   return c

@@ -24,9 +24,9 @@ def maxrl_advantages(rewards: Array, correct: Array) -> Array:
   chex.assert_equal_shape([rewards, correct])
   solve_rate = group_mean(upcast(correct))
   solved = solve_rate > 0
-  centred = rewards - group_mean(rewards)
+  centered = rewards - group_mean(rewards)
   return zero_if_constant(
-    jnp.where(solved, centred / jnp.where(solved, solve_rate, 1.0), 0.0), rewards
+    jnp.where(solved, centered / jnp.where(solved, solve_rate, 1.0), 0.0), rewards
   )
 
 

@@ -23,8 +23,8 @@ def asym_advantages(rewards: Array, *, delta: Array | float, name: str = "asym")
   Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490).
   """
   rewards = as_group(name, rewards)
-  centred = rewards - group_mean(rewards)
-  return zero_if_constant(jnp.where(centred >= 0, centred, centred / delta), rewards)
+  centered = rewards - group_mean(rewards)
+  return zero_if_constant(jnp.where(centered >= 0, centered, centered / delta), rewards)
 
 
 def power_asym_advantages(

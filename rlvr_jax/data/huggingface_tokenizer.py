@@ -109,19 +109,19 @@ class HuggingFaceTokenizer:
       ValueError: the chat template rejects it.
     """
     messages = self._messages(text)
-    spelt = [self._control.search(message["content"]) for message in messages]
-    if any(spelt) and not self._warned:
+    spelled = [self._control.search(message["content"]) for message in messages]
+    if any(spelled) and not self._warned:
       self._warned = True
       logging.warning(
         "a prompt spells the control token %r: it is encoded as text. To put your own control"
         " tokens around problems, use the chat format with a chat_template.",
-        next(found.group() for found in spelt if found),
+        next(found.group() for found in spelled if found),
       )
     if not self._chat:
       return self._tokenizer.encode(text, split_special_tokens=True)
     # Sanitizing is slow with thousands of added tokens, and does nothing to other texts.
     return self._apply_template(
-      messages, add_generation_prompt=True, sanitize_control_tokens=any(spelt)
+      messages, add_generation_prompt=True, sanitize_control_tokens=any(spelled)
     )
 
   def decode(self, ids: Iterable[int]) -> str:

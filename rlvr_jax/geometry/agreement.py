@@ -73,8 +73,8 @@ def gram_agreement(
 def _correlation(a: Array, b: Array) -> Array:
   """Pearson correlation of the off-diagonal entries of two cosine Grams."""
   kept = distinct_pairs((jnp.diagonal(a) > 0) & (jnp.diagonal(b) > 0))
-  centred = lambda x: jnp.where(kept, x - masked_mean(x, kept), 0.0)
-  a, b = centred(a), centred(b)
+  centered = lambda x: jnp.where(kept, x - masked_mean(x, kept), 0.0)
+  a, b = centered(a), centered(b)
   norms = jnp.stack([jnp.sqrt(jnp.sum(a**2)), jnp.sqrt(jnp.sum(b**2))])
   defined = jnp.all(norms > spectral.NULL * jnp.sqrt(masked_count(kept)))
   unit_a, unit_b = a / jnp.where(defined, norms[0], 1.0), b / jnp.where(defined, norms[1], 1.0)

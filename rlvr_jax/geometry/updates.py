@@ -83,5 +83,5 @@ def advantage_logprob_covariance(coefficients: Array, logprobs: Array, mask: Arr
   """
   chex.assert_rank([coefficients, logprobs, mask], [2, 3, 3])
   per_token = jnp.broadcast_to(upcast(coefficients)[..., None], mask.shape)
-  centred = per_token - masked_mean(per_token, mask)
-  return -masked_mean(centred * (logprobs - masked_mean(logprobs, mask)), mask)
+  centered = per_token - masked_mean(per_token, mask)
+  return -masked_mean(centered * (logprobs - masked_mean(logprobs, mask)), mask)

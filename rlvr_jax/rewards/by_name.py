@@ -7,7 +7,8 @@ A grader is a plain function, run in the pool's workers:
 It is called with the completion's text and the problem's JSON-serializable reference, by position,
 and with the hyper-parameters from its string as keywords. If the prompt ends with "<think>", as in
 some chat templates, the text begins with that tag. A number (or bool) returned instead of a Grade
-is the score: correct at 1 or more, wrong below. An exception, a number that is not finite, or any
+is the score: correct at 1 or more, wrong below, where it counts only if
+`config.grading.outcomes.wrong` is "score". An exception, a number that is not finite, or any
 other return value is a crash of that item. Coroutines, generators and functions that cannot take
 two arguments are refused at start-up.
 

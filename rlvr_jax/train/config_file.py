@@ -20,6 +20,7 @@ from ml_collections.config_flags import config_flags
 from rlvr_jax import specs
 from rlvr_jax.train import old_spellings
 
+_COMPONENTS = "advantage reweighting gram loss schedule optimizer learning_rate grader".split()
 _TYPES = {kind.__name__: kind for kind in (bool, int, float, str, tuple)}
 
 
@@ -61,6 +62,19 @@ def _check_is_complete(config: Any) -> None:
     )
 
 
+def missing_field(error: AttributeError | KeyError) -> str | None:
+  """A message if the error is that a configuration has no such field, else None."""
+  frames = traceback.extract_tb(error.__traceback__)
+  if not frames[-1].filename.startswith(os.path.dirname(str(ml_collections.__file__))):
+    return None
+  name = str(error.args[0]).strip("\"'").partition("\n")[0].strip("\"'")
+  return (
+    f"the configuration has no field {name!r}; a recipe that sets a section as a dict, such as"
+    " c.batch = dict(…), replaces all of its fields: give all that configs/base.py has, or set only"
+    " those that change, c.batch.prompts = 8"
+  )
+
+
 def _flag_message(error: Exception, argv: list[str]) -> str:
   """A one-line message on an error in the flags or in the configuration file."""
   chain: list[BaseException] = [error]  # the libraries wrap errors, with their tracebacks as text
@@ -69,12 +83,17 @@ def _flag_message(error: Exception, argv: list[str]) -> str:
   for cause in reversed(chain):
     frames = traceback.extract_tb(cause.__traceback__)
     if any("config_module" in (frame.line or "") for frame in frames):
-      file = next(arg for arg in argv if arg.startswith("--config"))
+      file = _file_flag(argv)
       users = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
       position = f" ({users[-1].filename}, line {users[-1].lineno})" if users else ""
-      text = str(cause).strip().splitlines() or [""]
-      text = text[-1 if isinstance(cause, OSError) else 0].strip()
-      return f"{file}: {type(cause).__name__}: {text[:200]}{position}; fix or change the file"
+      lines = str(cause).strip().splitlines() or [""]
+      text = lines[-1 if isinstance(cause, OSError) else 0].strip()[:200]
+      if unknown := re.search(r'Key \\*"([^"\\]+)\\*" does not exist', str(cause)):
+        near = re.search(r'Did you mean \\*"([^"\\]+)', str(cause))
+        text = f"no field {unknown[1]!r}" + (f"; did you mean {near[1]!r}?" if near else "")
+      return f"{file}: {type(cause).__name__}: {text}{position}; fix or change the file"
+  if "in argv before a value for --config" in str(error):
+    return "--config=FILE must come before the fields that are set, such as --config.num_updates=2"
   if not isinstance(error, (AttributeError, KeyError)):
     return str(error).strip().partition("\n")[0]
   cause = error.args[0]
@@ -110,12 +129,42 @@ class Parser(config_flags.ConfigFileFlagParser):
     given = overrides(self.name, self._argv)
     if message := old_spellings.of_flags(self.name, config, given):
       sys.exit(f"error: {message}")
+    if message := _inside_a_string(self.name, config, given):
+      sys.exit(f"error: {message}")
     if "task" in config:
       try:
         open_task(config, given)
       except ValueError as error:
         sys.exit(f"error: {error}")
     return config
+
+
+def _file_flag(argv: Sequence[str]) -> str:
+  """The flag that names the configuration file, as the command line has it."""
+  for argument, following in zip(argv, [*argv[1:], ""], strict=True):
+    if re.fullmatch(r"--?config", argument):
+      return f"{argument}={following}"
+    if re.match(r"--?config=", argument):
+      return argument
+  return "--config"
+
+
+def _inside_a_string(flag: str, config: ConfigDict, given: Mapping[str, Any]) -> str | None:
+  """A message if a flag sets a field of a field that is a string, such as learning_rate.peak."""
+  for path, value in given.items():
+    node: Any = config
+    names = path.split(".")
+    for depth, name in enumerate(names[:-1], start=1):
+      node = node[name] if isinstance(node, ConfigDict) and name in node else None
+      if isinstance(node, str):
+        field, (keyword, *deeper) = ".".join(names[:depth]), names[depth:]
+        remedy = f"set it as one string, --{flag}.{field}=…"
+        if name in _COMPONENTS and not deeper:
+          old = specs.parse(field, node or "name")
+          new = specs.Spec(old.name, {**old.arguments, keyword: value})
+          remedy = f'write --{flag}.{field}="{value if keyword == "name" else new}"'
+        return f"--{flag}.{path}: config.{field} is a string, {node!r}; {remedy}"
+  return None
 
 
 def overrides(name: str, argv: Sequence[str]) -> dict[str, Any]:

@@ -102,6 +102,8 @@ def _new_field(path: str) -> tuple[str, str | None] | None:
   if found := _COMPONENT.fullmatch(path):
     return found[1], found[2] or _NAME
   if found := _OPTIMIZER.fullmatch(path):
+    if found[2] == "name":
+      return f"{found[1]}optimizer", _NAME
     field = "learning_rate" if found[2] in _OF_RATE else "optimizer"
     return found[1] + field, _OF_RATE.get(found[2], found[2])
   return None

@@ -44,7 +44,6 @@ def train_step(
     state: `params` are the trained parameters.
     frozen: the network's other parameters; {} if all are trained.
     batch: graded rollouts.
-    method: the components of the update.
   Returns:
     The next state, and metrics, f32[] by name.
   """
@@ -54,12 +53,10 @@ def train_step(
     state.params, frozen, batch, coefficients, key, method=method
   )
   values = reductions.values(
-    {
-      **method.coefficient_metrics(coefficients, batch.rewards, batch.correct),
-      **metrics,
-      **batch_metrics(batch),
-      **method.advantage.metrics(state.advantage_state),
-    }
+    method.coefficient_metrics(coefficients, batch.rewards, batch.correct)
+    | metrics
+    | batch_metrics(batch)
+    | method.advantage.metrics(state.advantage_state)
   )
 
   with jax.named_scope("optimizer"):

@@ -198,7 +198,7 @@ def test_other_added_tokens_are_found_in_texts(folder):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_a_spelt_control_token_is_reported(folder, caplog):
+def test_a_spelled_control_token_is_reported(folder, caplog):
   with caplog.at_level(logging.WARNING):
     folder().load().encode_prompt("<|im_start|>user")
   assert "a prompt spells the control token '<|im_start|>': it is encoded as text" in caplog.text

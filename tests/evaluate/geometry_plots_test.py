@@ -21,7 +21,7 @@ REWARDS = np.array([[0, 1, 1, 0, 0, 1], [0, 0, 0, 0, 0, 0], [1, 0, 1, 1, 1, 1]],
 
 
 def measurement(update=0, seed=0, common=3.0, **fields):
-  """A batch and its features [B, DIM], with a direction in common that centred A cancels."""
+  """A batch and its features [B, DIM], with a direction in common that centered A cancels."""
   rng = np.random.default_rng(seed)
   features = rng.normal(size=(B, DIM)) + common * np.eye(DIM)[0]
   arrays = {

@@ -64,7 +64,7 @@ def test_what_a_user_s_module_lacks_is_told_when_workers_start(own, text, messag
 @pytest.mark.parametrize(
   ("text", "message"),
   [
-    ("mathematic", r"unknown; did you mean one of \['mathematics'\]"),
+    ("mathematic", r"unknown; did you mean 'mathematics'"),
     ("Grade", "'Grade' is unknown"),
     ("code(reward=fraction)", r"the value of reward is not a literal \(is it reward='fraction'"),
     ("code('fraction')", "not a list of keyword=value"),

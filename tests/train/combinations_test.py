@@ -41,7 +41,7 @@ def method_of(loss, veto, reweighter, mesh=None, **changes):
 
 @functools.cache
 def batch_and_params():
-  """A stale batch: the behaviour policy is the policy with its parameters disturbed."""
+  """A stale batch: the behavior policy is the policy with its parameters disturbed."""
   rng = np.random.default_rng(0)
   batch = make_batch(np.float64)
   method = make_method("float64")

@@ -137,7 +137,7 @@ def test_terms_add_their_gradients(x64):
   np.testing.assert_allclose(values(metrics)["reference/kl"], kl, rtol=1e-10)
 
 
-def _centred_loss():
+def _centered_loss():
   """A loss whose statistic spans the whole batch: the mean log-probability is taken off."""
 
   def statistics(logprobs, batch, coefficients):
@@ -151,8 +151,8 @@ def _centred_loss():
 
 
 def test_statistics_are_those_of_the_whole_batch_under_micro_batches(x64):
-  whole = make_method("float64", loss=_centred_loss())
-  split = make_method("float64", loss=_centred_loss(), num_micro_batches=4)
+  whole = make_method("float64", loss=_centered_loss())
+  split = make_method("float64", loss=_centered_loss(), num_micro_batches=4)
   state = lambda method: initial_state(method, params, jnp.zeros(()))
   params = whole.model.init(jax.random.key(0))
   step = lambda method: jax.jit(functools.partial(train_step, method=method))
