@@ -39,6 +39,7 @@ ALLOWED = {
 JAX = {"jax", "jaxlib", "chex", "flax", "optax", "orbax"}
 NNX = {"Module", "Param", "Rngs", "split", "merge", "to_pure_dict"}
 MAX_FILE_LINES = 400
+MAX_LINES_OF = {"train/loop.py": 300, "train/step.py": 150}  # what a newcomer reads first
 MAX_FUNCTION_LINES = 60
 # Functions that may be longer; each says why in a comment that starts with LONG.
 LONG = "# Over 60 lines: "
@@ -242,8 +243,12 @@ def long_functions(path):
 
 
 def test_files_of_the_package_are_short():
-  lengths = {path: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
-  assert {path: n for path, n in lengths.items() if n > MAX_FILE_LINES} == {}
+  lengths = {
+    path.relative_to(PACKAGE).as_posix(): len(path.read_text().splitlines())
+    for path in PACKAGE.rglob("*.py")
+  }
+  limits = dict.fromkeys(lengths, MAX_FILE_LINES) | MAX_LINES_OF
+  assert {path: n for path, n in lengths.items() if n > limits[path]} == {}
 
 
 def test_long_functions_are_listed_and_say_why():

@@ -54,12 +54,7 @@ class Trainer:
     """Creates the objects of the phases.
 
     Args:
-      parts: of the run.
       frozen: from `parameters.load_frozen`.
-      writer: writes metrics and rollouts.
-      checkpointer: saves the state.
-      pool: grades completions.
-      store: for the sampled batches.
       initial: trained parameters before the first update.
       elapsed: seconds that the run had taken before it was resumed.
     """
@@ -189,8 +184,7 @@ class Trainer:
     """
     if self.background is not None:
       return self.collect_from(self.background, give_up)
-    count = self.schedule.samples(self.step)
-    if not count:
+    if not (count := self.schedule.samples(self.step)):
       return True
     before = (dict(self.log.counters), self.after, dict(self.queue.batches))
     policies, last = iter([self.sync_weights()] * count), self.generator.number + count
@@ -206,8 +200,7 @@ class Trainer:
     while self.schedule.batch(self.step) not in self.queue:
       if not background.has_ready():
         self.read_metrics()  # so that the time of the update does not include the wait
-      batch = background.take(give_up)
-      if batch is None:
+      if (batch := background.take(give_up)) is None:
         return False
       self.take(batch)
     return True
@@ -262,9 +255,7 @@ class Trainer:
   def evaluate(self) -> None:
     """Measures held-out accuracy with the current parameters."""
     self.read_metrics()
-    c = self.config
-    began = time.perf_counter()
-    batches = []
+    c, began, batches = self.config, time.perf_counter(), []
     for batch in evaluated(
       functools.partial(self.parts.programs.generate_held_out, self.state.params, self.frozen),
       self.parts.task.held_out,
