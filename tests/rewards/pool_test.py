@@ -280,7 +280,7 @@ def test_start_errors(grader, message):
 @pytest.mark.parametrize(
   ("kwargs", "message"),
   [
-    ({"grader": "faulty_graders.faulty"}, "is unknown; .* named my_module:function"),
+    ({"grader": "faulty_graders.faulty"}, "is unknown; .* write my_module:function"),
     ({"num_workers": 0}, "num_workers is 0"),
     ({"timeout_s": 0}, "timeout_s is 0"),
     ({"startup_timeout_s": float("inf")}, "startup_timeout_s is inf"),
