@@ -9,7 +9,7 @@ import dataclasses
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
-from rlvr_jax.types import Sampling
+from rlvr_jax.sampling import Sampling
 
 
 def get_config() -> ConfigDict:
@@ -89,7 +89,7 @@ def get_config() -> ConfigDict:
     buffer=0,  # tokens before the limit over which the reward falls by up to 1; 0: off
     filter=False,  # leave responses without a stop token out of the loss
   )
-  c.sampling = dataclasses.asdict(Sampling())  # of the behavior policy: rlvr_jax/types.py
+  c.sampling = dataclasses.asdict(Sampling())  # of the behavior policy: rlvr_jax/sampling.py
   c.allow_truncated_behavior = False  # train although top-k or top-p bias the ratio
   c.policy_temperature = 1.0  # of the target policy
 

@@ -16,17 +16,10 @@ from typing import Any, NamedTuple
 
 import jax
 
+from rlvr_jax.sampling import Sampling as Sampling
+
 Array = jax.Array
 Params = Any  # nested dict of arrays
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sampling:
-  """The distribution that tokens are sampled from; static under jit."""
-
-  temperature: float = 1.0  # 0 is greedy decoding
-  top_k: int = 0  # keep the k most probable tokens; 0 keeps all
-  top_p: float = 1.0  # keep the smallest set of tokens with this much mass; 1 keeps all
 
 
 class Head(NamedTuple):

@@ -13,7 +13,7 @@ import rlvr_jax
 PACKAGE = pathlib.Path(rlvr_jax.__file__).parent
 ROOT = pathlib.Path(__file__).parents[1]
 STAGES = {"advantages", "reweighting", "geometry", "losses"}
-LEAVES = {"types", "files", "specs"}
+LEAVES = {"types", "files", "specs", "sampling"}
 BELOW_THE_LOOP = LEAVES | {"ops", "models", "data", "rewards", "rollouts"} | STAGES
 
 # What an update computes; stricter than the rest of train.
@@ -23,6 +23,7 @@ STEP = ("step", "accumulate", "objective")
 ALLOWED = {
   "": set(),  # rlvr_jax/__init__.py
   **{leaf: set() for leaf in LEAVES},
+  "types": {"sampling"},
   "ops": {"types"},
   **{stage: {"types", "ops"} for stage in STAGES},
   "models": {"types", "ops", "files"},
@@ -225,6 +226,18 @@ def test_rewards_do_not_load_jax_through_others():
   code = (
     "import importlib, sys\n"
     f"for name in {['rlvr_jax.rewards', *names]!r}: importlib.import_module(name)\n"
+    f"print(sorted({JAX!r} & sys.modules.keys()))"
+  )
+  result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+  assert result.stdout.strip() == "[]"
+
+
+def test_a_configuration_and_its_mistakes_are_read_without_jax():
+  """So that --help and a misspelled field answer immediately."""
+  code = (
+    "import sys, rlvr_jax.main\n"
+    "from rlvr_jax.configs import quickstart\n"
+    "quickstart.get_config()\n"
     f"print(sorted({JAX!r} & sys.modules.keys()))"
   )
   result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
