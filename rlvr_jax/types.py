@@ -73,6 +73,31 @@ class TrainBatch:
   sources: Array | None = None  # i32[P], number of the source that drew the group
 
 
+class Rows(NamedTuple):
+  """How sequences lie in rows of L places; every field i32[..., R, L].
+
+  A query sees the keys before it, and itself, of its own rollout and of its own prompt. In between
+  lie other rollouts, and other prompts with theirs.
+  """
+
+  prompts: Array  # which prompt a token belongs to, −1 on padding
+  positions: Array  # of the token in its own sequence, where a rollout goes on from its prompt
+  starts: Array  # index in the row where its rollout begins; of a prompt's token, `prompt_ends`
+  prompt_ends: Array  # index in the row after the last token of its prompt
+
+
+class Packed(NamedTuple):
+  """A batch's rollouts in M micro-batches of R rows each, see `rollouts.packing`."""
+
+  tokens: Array  # i32[M, R, L], inputs
+  targets: Array  # i32[M, R, L], the response token that a place predicts; 0 where none
+  rows: Rows  # [M, R, L]
+  places: (
+    Array  # i32[P, G, T], of M·R·L, where a response token is predicted; −1 where there is none
+  )
+  num_micro_batches: Array  # i32[], those behind are empty
+
+
 class Forward(NamedTuple):
   """What an update's own forward pass leaves behind for a Gram matrix of the head's gradients."""
 
