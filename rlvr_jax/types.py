@@ -71,6 +71,7 @@ class TrainBatch:
   solve_rate: Array | None = None  # f32[P], all alike: mean correctness before any filter of groups
   lags: Array | None = None  # i32[P, G], updates since the behaviour policy; −1: not of this run
   sources: Array | None = None  # i32[P], number of the source that drew the group
+  packed: Packed | None = None  # where the rollouts lie in rows; None: padded, [P, G, S + T]
 
 
 class Rows(NamedTuple):

@@ -23,7 +23,8 @@ from rlvr_jax.models.rotary import (
   rotate,
 )
 from rlvr_jax.ops.attention import Keys, attention
-from rlvr_jax.types import Array, Head, Params, Prompts
+from rlvr_jax.ops.row_attention import row_attention
+from rlvr_jax.types import Array, Head, Params, Prompts, Rows
 
 _ACTIVATIONS = {
   "silu": jax.nn.silu,
@@ -288,6 +289,22 @@ class Transformer(nnx.Module):
     hidden = self.final_norm(jnp.concatenate([x[:, S - 1 : S], x[:, S:]], axis=1))
     first = jnp.broadcast_to(hidden[:, None, :1], (P, G, 1, hidden.shape[-1]))
     return jnp.concatenate([first, hidden[:, 1:].reshape(P, G, T - 1, -1)], axis=2)
+
+  def row_hidden(self, tokens: Array, rows: Rows) -> Array:
+    """Final hidden states of sequences that lie in rows.
+
+    Args:
+      tokens: i32[R, L].
+      rows: which of them belong together.
+    Returns:
+      [R, L, D] in the compute dtype.
+    """
+
+    def attend(window):
+      settings = self._attention_settings(window)
+      return lambda *qkv: (row_attention(*qkv, rows, **settings), None)
+
+    return self.final_norm(self._scan_blocks(self._embed(tokens), rows.positions, attend))
 
   def start_decoding(self, prompts: Prompts, group_size: int, length: int):
     """Encodes the prompts once and prepares cached decoding of G responses to each.

@@ -8,13 +8,24 @@ of a rollout predicts one of its tokens.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from rlvr_jax.types import Packed, Rows
+from rlvr_jax.types import Packed, Rows, TrainBatch
+
+
+class RowLayout(NamedTuple):
+  """How rows are cut; the same for every batch of a run."""
+
+  length: int  # places of a row
+  alignment: int  # a prompt ends, and a rollout begins, at a multiple of this
+  devices: int  # that the rows of a micro-batch are split over
+  rows_per_device: int  # of a micro-batch
+  max_micro_batches: int = 1  # that arrays have room for
 
 
 class Row(NamedTuple):
@@ -24,10 +35,37 @@ class Row(NamedTuple):
   used: int  # places, alignment included
 
 
-def row_length(max_prompt_length: int, max_response_length: int, at_least: int, multiple: int):
-  """Places of a row: the smallest multiple that holds any rollout with its prompt."""
-  needed = _up(max_prompt_length - 1, multiple) + max_response_length
-  return _up(max(needed, at_least), multiple)
+def row_layout(
+  *,
+  prompts: int,
+  group_size: int,
+  max_prompt_length: int,
+  max_response_length: int,
+  tokens_per_row: int,
+  tokens_per_micro_batch: int,
+  devices: int,
+  alignment: int,
+) -> RowLayout:
+  """The layout in which every batch of these sizes has room.
+
+  Args:
+    tokens_per_row: places of a row at least; it has as many as the longest rollout needs with its
+      prompt, rounded up to a multiple of 128.
+    tokens_per_micro_batch: places on each device, rounded down to whole rows, but one row at least.
+    devices: that rows are split over.
+    alignment: see `RowLayout`.
+  """
+  of_one = _up(max_prompt_length - 1, alignment) + _up(max_response_length, alignment)
+  length = _up(max(of_one, tokens_per_row), 128)
+  rows_per_device = max(1, tokens_per_micro_batch // length)
+  most = max_rows(prompts, group_size, places_of_one=of_one, length=length)
+  return RowLayout(
+    length=length,
+    alignment=alignment,
+    devices=devices,
+    rows_per_device=rows_per_device,
+    max_micro_batches=-(-most // (devices * rows_per_device)),
+  )
 
 
 def assign(
@@ -100,35 +138,46 @@ def deal(costs: Sequence[float], *, devices: int, rows_per_device: int) -> np.nd
   return np.ascontiguousarray(dealt.swapaxes(1, 2)).reshape(micro_batches, step)
 
 
+def with_rows(batch: TrainBatch, layout: RowLayout) -> TrainBatch:
+  """The batch with its rows; tokens that do not count in the loss have no place.
+
+  Args:
+    batch: NumPy arrays.
+  """
+  counts = np.asarray(batch.mask) > 0
+  lengths = np.where(counts.any(-1), counts.shape[-1] - np.argmax(counts[..., ::-1], axis=-1), 0)
+  prompts = batch.prompts
+  packed = pack(
+    np.asarray(prompts.tokens),
+    np.asarray(prompts.lengths),
+    np.asarray(batch.tokens),
+    lengths,
+    layout,
+  )
+  return dataclasses.replace(batch, packed=packed)
+
+
 def pack(
   prompt_tokens: np.ndarray,
   prompt_lengths: np.ndarray,
   tokens: np.ndarray,
   response_lengths: np.ndarray,
-  *,
-  length: int,
-  alignment: int,
-  devices: int,
-  rows_per_device: int,
-  max_micro_batches: int | None = None,
+  layout: RowLayout,
 ) -> Packed:
-  """The rows of a batch, in micro-batches of `devices · rows_per_device` rows each.
+  """The rows of a batch, in micro-batches of equal shape.
 
   Args:
     prompt_tokens: i32[P, S], left-padded.
     prompt_lengths: i32[P].
     tokens: i32[P, G, T], right-padded.
     response_lengths: i32[P, G].
-    length, alignment: see `assign`.
-    devices: that rows are split over.
-    rows_per_device: of a micro-batch.
-    max_micro_batches: pads the result to this many, whose last are empty; default: none is added.
   """
   P, G, T = tokens.shape
+  length, alignment, devices, rows_per_device, max_micro_batches = layout
   rows = assign(prompt_lengths, response_lengths, length=length, alignment=alignment)
   costs = [attention_cost(row, prompt_lengths, response_lengths) for row in rows]
   dealt = deal(costs, devices=devices, rows_per_device=rows_per_device)
-  shape = (max(max_micro_batches or 0, len(dealt)), dealt.shape[1], length)
+  shape = (max(max_micro_batches, len(dealt)), dealt.shape[1], length)
   empty = lambda value: np.full((shape[0] * shape[1], length), value, np.int32)
   inputs, targets, prompts, positions = empty(0), empty(0), empty(-1), empty(0)
   starts, prompt_ends = empty(0), empty(0)

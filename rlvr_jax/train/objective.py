@@ -11,10 +11,20 @@ import optax
 
 from rlvr_jax.ops import kl
 from rlvr_jax.ops.aggregate import aggregate
-from rlvr_jax.ops.logprobs import token_logprobs, token_statistics
+from rlvr_jax.ops.logprobs import token_statistics
 from rlvr_jax.ops.masked import mean_metric
 from rlvr_jax.ops.update_metrics import policy_metrics
-from rlvr_jax.types import Array, Forward, Mean, Metrics, Params, Sampling, TrainBatch
+from rlvr_jax.types import (
+  Array,
+  Forward,
+  Mean,
+  Metrics,
+  Packed,
+  Params,
+  Rows,
+  Sampling,
+  TrainBatch,
+)
 
 REFERENCE_KL_ESTIMATORS = ("k1", "k2", "k3")
 
@@ -37,7 +47,6 @@ class Method(NamedTuple):
     reference_kl_estimator: k1, k2 or k3.
     veto: takes tokens of negative-advantage rollouts out of the loss, see `ops.veto`; or None.
     entropy_bonus: coefficient of the policy's entropy; 0 leaves the term out.
-    num_micro_batches: the prompts of a batch are split into this many.
     gram: gives the Gram matrix that a reweighting reads, see `geometry.GramFn`; or None.
     gram_context: what `gram` needs to know of the run, see `geometry.GramContext`; or None.
     seed: of the randomness within an update.
@@ -58,11 +67,15 @@ class Method(NamedTuple):
   reference_kl_estimator: str = "k3"
   veto: Callable[[Array, Array, TrainBatch, Array], tuple[Array, Array, Metrics]] | None = None
   entropy_bonus: float = 0.0
-  num_micro_batches: int = 1
   gram: Any = None
   gram_context: Any = None
   seed: int = 0
   sources: tuple[str, ...] = ("policy",)
+
+
+def max_micro_batches(batch: TrainBatch) -> int:
+  """Micro-batches that a batch of these shapes may have."""
+  return 1 if batch.packed is None else batch.packed.tokens.shape[0]
 
 
 class Constants(NamedTuple):
@@ -73,28 +86,72 @@ class Constants(NamedTuple):
   metrics: Metrics
 
 
-def policy_logprobs(
-  trained: Params, frozen: Params, batch: TrainBatch, *, method: Method
-) -> tuple[Array, Array]:
-  """log π and entropy (nats) of every response token, each f32[P, G, T]."""
-  return policy_forward(trained, frozen, batch, method=method._replace(gram=None))[0]
-
-
 def policy_forward(
-  trained: Params, frozen: Params, batch: TrainBatch, *, method: Method
+  trained: Params,
+  frozen: Params,
+  batch: TrainBatch,
+  micro_batch: Array | int = 0,
+  *,
+  method: Method,
 ) -> tuple[tuple[Array, Array], Forward | None]:
-  """((log π, entropy) as `policy_logprobs`, what the Gram matrix needs, or None)."""
+  """One forward pass over one micro-batch; all that it returns is 0 for the others' tokens.
+
+  Args:
+    micro_batch: its number; a batch that is not packed is one micro-batch.
+  Returns:
+    (log π and entropy (nats) of every response token, each f32[P, G, T]); what the Gram matrix
+    needs, or None.
+  """
   params = method.model.combine(trained, frozen)
-  hidden = method.model.response_hidden(params, batch.prompts, batch.tokens)
+  if batch.packed is None:
+    hidden, targets = (
+      method.model.response_hidden(params, batch.prompts, batch.tokens),
+      batch.tokens,
+    )
+    by_rollout = lambda x: x
+  else:
+    tokens, targets, rows, by_rollout = rows_of(batch.packed, micro_batch)
+    hidden = method.model.row_hidden(params, tokens, rows)
   head, sampling = method.model.head(params), Sampling(temperature=method.temperature)
-  mesh = method.model.mesh
-  if method.gram is None or not method.gram.needs_forward:
-    return token_logprobs(hidden, head, batch.tokens, sampling, mesh=mesh), None
-  project = method.gram.projection
+  project = method.gram.projection if method.gram else None
   projection = None if project is None else project(head.kernel.shape[1])
-  found = token_statistics(hidden, head, batch.tokens, sampling, projection=projection, mesh=mesh)
-  forward = Forward(hidden, found.log_normalizers, found.projected)
-  return (found.logprobs, found.entropy), forward
+  found = token_statistics(
+    hidden, head, targets, sampling, projection=projection, mesh=method.model.mesh
+  )
+  forward = None
+  if method.gram is not None and method.gram.needs_forward:
+    projected = None if found.projected is None else by_rollout(found.projected)
+    forward = Forward(by_rollout(hidden), by_rollout(found.log_normalizers), projected)
+  return (by_rollout(found.logprobs), by_rollout(found.entropy)), forward
+
+
+def is_in(packed: Packed, micro_batch: Array | int) -> Array:
+  """bool[P, G, T], which response tokens a micro-batch predicts."""
+  _, R, L = packed.tokens.shape
+  return (packed.places >= 0) & (packed.places // (R * L) == micro_batch)
+
+
+def rows_of(
+  packed: Packed, micro_batch: Array | int
+) -> tuple[Array, Array, Rows, Callable[[Array], Array]]:
+  """Tokens, targets i32[R, L] and rows of one micro-batch.
+
+  Returns, last: what takes values [R, L, ...] to the response tokens that they belong to,
+  [P, G, T, ...], 0 where the token lies in another micro-batch.
+  """
+  tokens, targets, rows = jax.tree.map(
+    lambda x: jax.lax.dynamic_index_in_dim(x, micro_batch, keepdims=False),
+    (packed.tokens, packed.targets, packed.rows),
+  )
+  size = tokens.size
+  own = is_in(packed, micro_batch)
+  places = jnp.where(own, packed.places - micro_batch * size, size)
+
+  def by_rollout(values):
+    flat = values.reshape(size, *values.shape[2:])
+    return flat.at[places].get(mode="fill", fill_value=0)
+
+  return tokens, targets, rows, by_rollout
 
 
 def reweight(
@@ -106,13 +163,8 @@ def reweight(
   key: Array,
   *,
   method: Method,
-  index: Array | int = 0,
 ) -> tuple[Array, Metrics]:
-  """(coefficients f32[P, G], metrics), by blocks of the reweighting's scope.
-
-  Args:
-    index: of the micro-batch, where `batch` is one of several that have Gram matrices of their own.
-  """
+  """(coefficients f32[P, G], metrics), by blocks of the reweighting's scope."""
   P, G = coefficients.shape
   by_group = method.reweighting.scope == "group"
   blocks = coefficients if by_group else coefficients.reshape(1, P * G)
@@ -120,22 +172,21 @@ def reweight(
   if method.reweighting.needs_gram:
     forward = jax.lax.stop_gradient(forward)
     gram = method.gram.gram(trained, frozen, batch, forward, method.gram_context)
-    metrics = _gram_metrics(trained, frozen, forward, method)
+    metrics = _gram_metrics(trained, frozen, batch, forward, method)
     if by_group:
       gram = jnp.moveaxis(jnp.diagonal(gram.reshape(P, G, P, G), axis1=0, axis2=2), -1, 0)
     else:
       gram = gram[None]
-  key = jax.random.fold_in(key, index)
   reweighted, reweighting_metrics = method.reweighting.apply(blocks, gram, key)
   reweighted = jax.lax.stop_gradient(reweighted.reshape(P, G))
   return reweighted, {**metrics, **reweighting_metrics}
 
 
 def _gram_metrics(
-  trained: Params, frozen: Params, forward: Forward | None, method: Method
+  trained: Params, frozen: Params, batch: TrainBatch, forward: Forward | None, method: Method
 ) -> Metrics:
   """What the Gram matrix costs: known before the run, reported with it."""
-  own_forward = jnp.float32(method.num_micro_batches > 1)
+  own_forward = jnp.float32(max_micro_batches(batch) > 1)
   metrics: Metrics = {"gram/forward_only_passes": Mean(total=own_forward, weight=jnp.float32(1))}
   if forward is not None:
     kernel = method.model.head(method.model.combine(trained, frozen)).kernel

@@ -20,10 +20,11 @@ from rlvr_jax.models.transformer import merged
 from rlvr_jax.ops.checks import check_between
 from rlvr_jax.rollouts.sampler import generate
 from rlvr_jax.train import sharding
+from rlvr_jax.train.accumulate import policy_logprobs
 from rlvr_jax.train.adapters import make_lora
 from rlvr_jax.train.checkpoint import parameter_checksums
 from rlvr_jax.train.geometry import mean_entropy, measure
-from rlvr_jax.train.objective import Method, policy_logprobs
+from rlvr_jax.train.objective import Method
 from rlvr_jax.train.sources import Source, behavior_gap
 from rlvr_jax.train.step import initial_state, train_step
 from rlvr_jax.train.warm_start import supervised_step

@@ -6,6 +6,7 @@ other. The batch is sharded on prompts over data and fsdp together, so a group s
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rlvr_jax.models.functional import Layout
 from rlvr_jax.train.host import deadline
-from rlvr_jax.types import Array, Params
+from rlvr_jax.types import Array, Packed, Params, TrainBatch
 
 AXES = ("data", "fsdp", "tensor")
 BATCH = PartitionSpec(("data", "fsdp"))
@@ -156,6 +157,23 @@ def to_devices(tree: Any, sharding: NamedSharding) -> Any:
   """Host arrays, the same on every process, as global arrays."""
   put = lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
   return jax.tree.map(lambda x: put(np.asarray(x)), tree)
+
+
+def batch_shardings(batch: TrainBatch, mesh: Mesh) -> TrainBatch:
+  """A sharding for every leaf: the batch on prompts, each of its micro-batches on rows."""
+  of = lambda tree, spec: jax.tree.map(lambda _: NamedSharding(mesh, spec), tree)
+  packed = batch.packed
+  if packed is not None:
+    rows = PartitionSpec(None, *BATCH)
+    packed = Packed(
+      *(of(tree, rows) for tree in packed[:3]), of(packed.places, BATCH), replicated(mesh)
+    )
+  return dataclasses.replace(of(dataclasses.replace(batch, packed=None), BATCH), packed=packed)
+
+
+def batch_to_devices(batch: TrainBatch, mesh: Mesh) -> TrainBatch:
+  """A host's batch, the same on every process, as global arrays."""
+  return jax.tree.map(to_devices, batch, batch_shardings(batch, mesh))
 
 
 def to_host(tree: Any) -> Any:
