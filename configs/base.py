@@ -4,11 +4,16 @@ A recipe starts from `base.get_config()` and states only its difference. `python
 --config=configs/base.py` alone is GRPO on two-number sums.
 """
 
+import dataclasses
+
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
+from rlvr_jax.types import Sampling
+
 
 def get_config() -> ConfigDict:
+  # Over 60 lines: it is the table of all fields.
   c = ConfigDict()
   c.seed = 0  # of parameters, data order and sampling
   c.num_updates = 200  # of the policy, in all
@@ -84,7 +89,7 @@ def get_config() -> ConfigDict:
     buffer=0,  # tokens before the limit over which the reward falls by up to 1; 0: off
     filter=False,  # leave responses without a stop token out of the loss
   )
-  c.sampling = dict(temperature=1.0, top_k=0, top_p=1.0)  # of the behaviour policy; 0, 1.0: off
+  c.sampling = dataclasses.asdict(Sampling())  # of the behavior policy: rlvr_jax/types.py
   c.allow_truncated_behavior = False  # train although top-k or top-p bias the ratio
   c.policy_temperature = 1.0  # of the target policy
 
@@ -129,17 +134,17 @@ def get_config() -> ConfigDict:
     num_samples=4,  # per problem
     ks=(1, 4),  # of pass@k
     batch_prompts=64,  # problems generated for at once
-    sampling=dict(temperature=1.0, top_k=0, top_p=1.0),
+    sampling=dataclasses.asdict(Sampling()),
     seed=12345,
-    grader="",  # import path "package.module:function", of held-out problems; "": the task's own
+    grader="",  # of held-out problems, a component such as "mathematics"; "": the task's own
   )
   c.grading = dict(
     num_workers=0,  # processes; 0: one for each core, at most 32
     timeout_s=5.0,  # per completion, wall-clock
     memory_mib=2048,  # address space of a worker
     grader="",  # the same, of the training rewards alone
-    # Pairs (import path, weight): graders whose scores are added to the training rewards. For
-    # wrong answers too, set outcomes.wrong and .unparseable to "score".
+    # Pairs (grader, weight), such as ("boxed", 0.1): their scores are added to the training
+    # rewards. For wrong answers too, set outcomes.wrong and .unparseable to "score".
     extra=(),
     unsandboxed_code="",  # what has to be said here, the refusal of a missing sandbox tells
     # outcome → reward, as text: a number, "score" (the grader's), "mask" (out of the loss), "stop"

@@ -1,4 +1,4 @@
-"""GRPO as published: clipped ratios, group-normalised rewards, KL to the first policy.
+"""GRPO as published: clipped ratios, group-normalized rewards, KL to the first policy.
 
 Source: DeepSeekMath, arXiv 2402.03300. One update per refresh, as in the paper, so that the clip
 interval is there but nothing reaches it. The average is over each response, then over responses

@@ -1,4 +1,4 @@
-"""GSPO: one ratio per response, the geometric mean over its tokens, clipped as a whole.
+"""GSPO: one ratio per response, the geometric mean over its tokens, clipped once.
 
 Source: arXiv 2507.18071. The paper's interval of 3e-4 and 4e-4 and its 4 updates per refresh.
 Differs from the paper: responses of 2 to 4 tokens instead of thousands, over which log ρ averages

@@ -1,4 +1,4 @@
-"""P3O: the batch's effective sample size caps the weights and sets the pull towards β.
+"""P3O: the batch's effective sample size caps the weights and sets the pull to β, which sampled.
 
 Source: arXiv 2605.12380 and the authors' code. No clip range and no coefficient to choose. Its
 ablations are `--config.loss="p3o(kl_term=False)"`, `p3o(cap='none')`, `p3o(cap='inverse_ess')`,

@@ -1,4 +1,4 @@
-"""TOPR: off-policy REINFORCE that tapers failures only, by the ratio of the whole response.
+"""TOPR: off-policy REINFORCE that tapers failures only, by the ratio of the complete response.
 
 Source: arXiv 2503.14286. Rewards of ±1 without a baseline, token losses summed over the response.
 Differs from the paper, which collects a data set per iteration: 4 updates per refresh.

@@ -17,10 +17,16 @@ from scipy import special
 
 from rlvr_jax.evaluate.run_files import read_metrics
 
-RECIPES = (
-  *("grpo", "dr_grpo", "dapo", "rloo", "maxrl", "reinforce", "pass_at_k", "gspo", "cispo", "gmpo"),
-  *("sapo", "topr", "m2po", "decoupled_ppo", "p3o", "fade", "mu_grpo"),
-  *("salt_grpo", "salt_dapo"),
+# The recipes of methods: those that name a card and are not of a published model's size. GRPO comes
+# first: the others are compared with it.
+RECIPES = sorted(
+  (
+    path.stem
+    for path in (pathlib.Path(__file__).parents[1] / "configs").glob("*.py")
+    if "Card: docs/methods/" in (note := path.read_text(encoding="utf-8"))
+    and "import full_size" not in note
+  ),
+  key=lambda name: (name != "grpo", name),
 )
 METRIC = "eval/pass@1"
 

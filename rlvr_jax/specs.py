@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 _FORM = re.compile(r"\s*([A-Za-z_][\w.]*(?::[A-Za-z_]\w*)?)\s*(\(.*\))?\s*", re.DOTALL)
 _RULE = (
-  "write name, name(keyword=value, …) or my_module:factory(keyword=value, …), where the values are"
+  "write name, name(keyword=value, …) or my_module:function(keyword=value, …), where the values are"
   " literals: numbers, quoted text, True, None, tuples of them"
 )
 
@@ -129,8 +129,8 @@ def find(owner: str, package: types.ModuleType, name: str) -> Callable[..., Any]
   if not colon:
     if name not in package.__all__:
       raise ValueError(
-        f"{owner}: {name!r} is unknown; did you mean one of {near(name, package.__all__)}? A"
-        " factory of your own is named my_module:factory"
+        f"{owner}: {name!r} is unknown; did you mean one of {near(name, package.__all__)}? One"
+        " of your own is named my_module:function"
       )
     return getattr(package, name)
   if os.getcwd() not in sys.path:  # as where the program is started by python -m

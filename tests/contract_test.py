@@ -1,4 +1,7 @@
-"""What every exported estimator, loss and reweighting must do, found by walking the exports."""
+"""What every exported estimator, loss and reweighting must do, found by walking the exports.
+
+A failure says what to do about it.
+"""
 
 import collections
 import dataclasses
@@ -18,8 +21,55 @@ from rlvr_jax.ops import reductions
 from rlvr_jax.ops.aggregate import aggregate
 from rlvr_jax.ops.veto import negative_advantage_veto
 
-# Components beside their defaults, so that every branch meets the contract.
-LOSSES = {name: getattr(losses, name)() for name in losses.__all__} | {
+
+def _with_defaults(package):
+  """Every component that a package exports, by name."""
+  made = {}
+  for name in package.__all__:
+    try:
+      made[name] = getattr(package, name)()
+    except (AttributeError, TypeError) as error:
+      error.add_note(
+        f"Remedy: import {name} in {package.__name__}/__init__.py, and give every hyper-parameter"
+        " of its factory a default."
+      )
+      raise
+  return made
+
+
+def remedy(what_to_do):
+  """Adds to a failure of a test what the author of a new component has to do."""
+
+  def decorate(test):
+    @functools.wraps(test)
+    def run(*args, **kwargs):
+      try:
+        return test(*args, **kwargs)
+      except Exception as error:
+        error.add_note(f"Remedy: {what_to_do}")
+        raise
+
+    return run
+
+  return decorate
+
+
+COMPILES = remedy(
+  "compute with jnp alone: no if, float() or NumPy on values, and no shapes that depend on values."
+)
+DTYPES = remedy(
+  "begin a loss with losses.base.prepare and an estimator with advantages.base.as_group, or raise"
+  " inputs by ops.masked.upcast: statistics are float32, gradients have the dtype of the input."
+)
+FINITE = remedy(
+  "guard each division and logarithm, in the branch that jnp.where does not take as well, since its"
+  " gradient counts: ops/masked.py has means and counts that allow for an empty mask."
+)
+MASKED = remedy(
+  "read tokens from losses.base.prepare, which clears what is masked, and reduce by ops/masked.py."
+)
+# Components in addition to their defaults, so that every branch meets the contract.
+LOSSES = _with_defaults(losses) | {
   "ppo_clip-dual": losses.ppo_clip(epsilon_high=0.28, dual_clip=3.0),
   "reinforce-truncated": losses.reinforce(truncation=2.0),
   "p3o-sequence": losses.p3o(ess="sequence"),
@@ -27,16 +77,18 @@ LOSSES = {name: getattr(losses, name)() for name in losses.__all__} | {
   "p3o-inverse": losses.p3o(cap="inverse_ess"),
   "p3o-kl_only": losses.p3o(cap="none"),
 }
-ESTIMATORS = {name: getattr(advantages, name)() for name in advantages.__all__} | {
+ESTIMATORS = _with_defaults(advantages) | {
   "fade-entropy": advantages.fade(schedule="entropy"),
   "fade-logarithmic": advantages.fade(schedule="logarithmic"),
   "pass_at_k-plug_in": advantages.pass_at_k(form="plug_in"),
 }
-REWEIGHTINGS = {name: getattr(reweighting, name)() for name in reweighting.__all__} | {
+REWEIGHTINGS = _with_defaults(reweighting) | {
   "salt-shared": reweighting.salt(channels="shared"),
   "salt-residual": reweighting.salt(channels="residual", positive_part=False),
   "salt-random": reweighting.salt(random_subspace=True),
 }
+# Losses with a term that no coefficient multiplies.
+WITHOUT_COEFFICIENT = ("p3o",)
 TRACES = collections.Counter()  # how often each component was traced, or run without jit
 each_loss = pytest.mark.parametrize("name", LOSSES)
 each_estimator = pytest.mark.parametrize("name", ESTIMATORS)
@@ -62,6 +114,9 @@ def _loss_jit(name):
 
 
 @pytest.mark.parametrize("package", [advantages, losses, reweighting])
+@remedy(
+  "write def NAME(*, hyper_parameter=default), with a docstring of formula, symbols and source."
+)
 def test_exports_are_documented_factories_with_keyword_only_arguments(package):
   for name in package.__all__:
     factory = getattr(package, name)
@@ -71,6 +126,7 @@ def test_exports_are_documented_factories_with_keyword_only_arguments(package):
 
 
 @each_loss
+@COMPILES
 def test_loss_under_jit(name):
   """jit equals no jit; a second batch does not compile again."""
   first, second = (random_case(seed, dtype=np.float32) for seed in range(2))
@@ -86,6 +142,7 @@ def test_loss_under_jit(name):
 
 @each_loss
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@DTYPES
 def test_loss_dtypes(name, dtype):
   """Statistics in float32, the gradient in the dtype of what came in, all finite."""
   policy, batch, coefficients = random_case(3, dtype=np.float32)
@@ -97,6 +154,7 @@ def test_loss_dtypes(name, dtype):
 
 
 @each_loss
+@FINITE
 def test_loss_of_degenerate_batches_is_finite(name):
   policy, batch, coefficients = random_case(4, dtype=np.float32)
   run = _loss_jit(name)
@@ -112,6 +170,7 @@ def test_loss_of_degenerate_batches_is_finite(name):
 
 
 @each_loss
+@MASKED
 def test_what_is_masked_changes_neither_value_nor_gradient(name):
   policy, batch, coefficients = random_case(5, dtype=np.float32)
   run = jax.jit(_loss_run(name, veto=negative_advantage_veto(threshold=0.8)))
@@ -123,6 +182,10 @@ def test_what_is_masked_changes_neither_value_nor_gradient(name):
 
 
 @each_loss
+@remedy(
+  "what depends on other prompts belongs in Loss.statistics, computed once per global batch and"
+  " given to per_token (see losses/p3o.py); metrics carry a reduction (Mean, Max, … of types.py)"
+)
 def test_micro_batches_with_the_batch_s_statistics_equal_one_batch(name):
   with jax.enable_x64(True):
     policy, batch, coefficients = random_case(6, (4, 3, 5), spread=0.8)
@@ -153,6 +216,10 @@ def test_micro_batches_with_the_batch_s_statistics_equal_one_batch(name):
 
 
 @each_loss
+@remedy(
+  "wrap what Loss.statistics returns in jax.lax.stop_gradient; losses.base.prepare does it for the"
+  " coefficients."
+)
 def test_coefficients_and_statistics_are_constants_for_differentiation(name):
   policy, batch, coefficients = random_case(7, dtype=np.float32)
   loss = LOSSES[name]
@@ -172,6 +239,7 @@ def test_coefficients_and_statistics_are_constants_for_differentiation(name):
 
 @settings(max_examples=10, deadline=None, derandomize=True)
 @given(st.sampled_from(list(LOSSES)), st.permutations(range(12)))
+@remedy("what compares the rollouts of a group belongs in an advantage, not into a loss.")
 def test_permuting_rollouts_permutes_the_gradient(name, order):
   """Any rollout may stand anywhere: no loss looks at the group."""
   policy, batch, coefficients = random_case(8, dtype=np.float32)
@@ -188,9 +256,12 @@ def test_permuting_rollouts_permutes_the_gradient(name, order):
 
 
 @settings(max_examples=10, deadline=None, derandomize=True)
-@given(st.sampled_from([n for n in LOSSES if not n.startswith("p3o")]), st.floats(0.1, 10))
+@given(
+  st.sampled_from([n for n in LOSSES if n.split("-")[0] not in WITHOUT_COEFFICIENT]),
+  st.floats(0.1, 10),
+)
+@remedy("multiply every term by the coefficients, or name the loss in WITHOUT_COEFFICIENT here.")
 def test_losses_scale_with_the_coefficients(name, scale):
-  """All but P3O, whose KL term has no coefficient."""
   policy, batch, coefficients = random_case(9, dtype=np.float32)
   value, gradient, _ = _loss_jit(name)(policy, batch, coefficients)
   scaled, scaled_gradient, _ = _loss_jit(name)(policy, batch, scale * coefficients)
@@ -217,6 +288,7 @@ def _estimator_run(name):
 
 
 @each_estimator
+@COMPILES
 def test_estimator_under_jit(name):
   """jit equals no jit; an update and a batch later it does not compile again."""
   first, second = (random_case(seed, (4, 4, 3), dtype=np.float32)[1] for seed in range(2))
@@ -232,6 +304,7 @@ def test_estimator_under_jit(name):
 
 @each_estimator
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@FINITE
 def test_estimator_is_finite_in_float32_on_any_group(name, dtype):
   """All wrong, all right, one right, one wrong; every response empty."""
   rewards = np.array([[0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 0, 0], [1, 1, 0, 1]])
@@ -251,6 +324,7 @@ def test_estimator_is_finite_in_float32_on_any_group(name, dtype):
 
 
 @each_estimator
+@remedy("A of a success must be ≥ A of a failure in each mixed group; is the sign right?")
 def test_solving_is_never_worse_than_failing(name):
   _, batch, _ = random_case(1, (16, 8, 2), dtype=np.float32)
   estimator = ESTIMATORS[name]
@@ -284,6 +358,7 @@ def _reweighting_jit(name):
 
 
 @each_reweighting
+@COMPILES
 def test_reweighting_under_jit(name):
   """jit equals no jit; another batch and key do not compile again."""
   first, second = (_reweighting_case(seed) for seed in range(2))
@@ -297,6 +372,7 @@ def test_reweighting_under_jit(name):
 
 @each_reweighting
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@FINITE
 def test_reweighting_of_degenerate_batches_is_finite(name, dtype):
   """Gram: none, not finite, identical and orthogonal rollouts. Coefficients: none, of one sign."""
   coefficients, gram = _reweighting_case(2, dtype)
@@ -312,6 +388,9 @@ def test_reweighting_of_degenerate_batches_is_finite(name, dtype):
 
 
 @each_reweighting
+@remedy(
+  "reduce over the last axes of coefficients [N, b] and Gram matrices [N, b, b], never over N."
+)
 def test_reweighting_acts_on_each_block_alone(name):
   """Blocks elsewhere change nothing here."""
   coefficients, gram = _reweighting_case(3)

@@ -1,4 +1,4 @@
-"""Enforces the import table of the design: who may import whom."""
+"""Enforces the design: who may import whom, and how long files and functions may be."""
 
 import ast
 import graphlib
@@ -11,6 +11,7 @@ import pytest
 import rlvr_jax
 
 PACKAGE = pathlib.Path(rlvr_jax.__file__).parent
+ROOT = pathlib.Path(__file__).parents[1]
 STAGES = {"advantages", "reweighting", "geometry", "losses"}
 LEAVES = {"types", "files", "specs"}
 BELOW_THE_LOOP = LEAVES | {"ops", "models", "data", "rewards", "rollouts"} | STAGES
@@ -27,7 +28,7 @@ ALLOWED = {
   "models": {"types", "ops", "files"},
   "data": LEAVES,
   "codejudge": set(),
-  "rewards": {"codejudge"},
+  "rewards": {"specs", "codejudge"},
   "rollouts": {"types", "ops", "files", "data", "rewards"},
   "train.step": {"types", "ops"},
   "evaluate": BELOW_THE_LOOP,
@@ -37,6 +38,20 @@ ALLOWED = {
 }
 JAX = {"jax", "jaxlib", "chex", "flax", "optax", "orbax"}
 NNX = {"Module", "Param", "Rngs", "split", "merge", "to_pure_dict"}
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+# Functions that may be longer; each says why in a comment that starts with LONG.
+LONG = "# Over 60 lines: "
+LONG_FUNCTIONS = {
+  "configs/base.py: get_config",
+  "rlvr_jax/advantages/fade.py: fade",
+  "rlvr_jax/data/published/from_files.py: published",
+  "rlvr_jax/data/reasoning_gym.py: reasoning_gym",
+  "rlvr_jax/geometry/diagnostics.py: diagnose",
+  "rlvr_jax/geometry/streaming.py: streaming",
+  "rlvr_jax/reweighting/salt.py: salt",
+  "rlvr_jax/rollouts/sampler.py: generate",
+}
 NEVER = {"configs", "experiments", "colabs", "tests", "tensorflow", "torch"}
 
 
@@ -213,3 +228,40 @@ def test_rewards_do_not_load_jax_through_others():
   )
   result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
   assert result.stdout.strip() == "[]"
+
+
+def long_functions(path):
+  """(name, whether it says why) of the functions in a file with more lines than are allowed."""
+  text = path.read_text(encoding="utf-8")
+  lines = text.splitlines()
+  for node in ast.walk(ast.parse(text)):
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+      own = lines[node.lineno - 1 : node.end_lineno]
+      if len(own) > MAX_FUNCTION_LINES:
+        yield node.name, any(line.strip().startswith(LONG) for line in own)
+
+
+def test_files_of_the_package_are_short():
+  lengths = {path: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+  assert {path: n for path, n in lengths.items() if n > MAX_FILE_LINES} == {}
+
+
+def test_long_functions_are_listed_and_say_why():
+  found = {
+    f"{path.relative_to(ROOT)}: {name}": says_why
+    for folder in ("rlvr_jax", "configs", "experiments")
+    for path in (ROOT / folder).rglob("*.py")
+    for name, says_why in long_functions(path)
+  }
+  assert found == dict.fromkeys(LONG_FUNCTIONS, True)
+
+
+def test_a_long_function_is_seen(tmp_path):
+  path = tmp_path / "a.py"
+  body = [f"    x{i} = {i}" for i in range(MAX_FUNCTION_LINES - 1)]
+  path.write_text("\n".join(["class A:", "  def fits(self):", *body]))
+  assert list(long_functions(path)) == []
+  path.write_text("\n".join(["class A:", "  async def long(self):", "    y = 0", *body]))
+  assert list(long_functions(path)) == [("long", False)]
+  path.write_text("\n".join(["class A:", "  def long(self):", f"    {LONG}a table.", *body]))
+  assert list(long_functions(path)) == [("long", True)]

@@ -26,6 +26,7 @@ COLAB = {
   "orbax-checkpoint": "0.12.4",
   "tqdm": "4.67.1",
 }
+CONFIGS = tiny.ROOT / "configs"
 OWN_CONFIG = """
 from rlvr_jax.configs import base, quickstart
 
@@ -67,8 +68,9 @@ def installed(tmp_path_factory):
 def test_it_holds_every_module_and_recipe(installed):
   found = {str(path.relative_to(installed)) for path in installed.rglob("*.*")}
   modules = {str(path.relative_to(tiny.ROOT)) for path in (tiny.ROOT / "rlvr_jax").rglob("*.py")}
-  recipes = {f"rlvr_jax/configs/{path.name}" for path in (tiny.ROOT / "configs").glob("*.py")}
+  recipes = {f"rlvr_jax/{path.relative_to(tiny.ROOT)}" for path in CONFIGS.rglob("*.py")}
   assert found == modules | recipes | {"rlvr_jax/py.typed"} and len(recipes) > 20
+  assert "rlvr_jax/configs/full_size/base.py" in found
 
 
 def test_it_runs_a_config_of_ones_own_on_a_recipe(installed, tmp_path):
@@ -91,7 +93,7 @@ def test_a_flax_that_jax_has_left_behind(tmp_path):
   """As flax 0.12.8 with jax 0.11.1; the other pairs that fail raise ImportError instead."""
   (tmp_path / "flax").mkdir()
   (tmp_path / "flax" / "__init__.py").write_text("import jax\njax.experimental.NoSuchType")
-  recipe = str(tiny.ROOT / "configs" / "base.py")
+  recipe = str(CONFIGS / "base.py")
   path = f"{tmp_path}{os.pathsep}{tiny.environment()['PYTHONPATH']}"
   done = tiny.run(tmp_path / "run", config_file=recipe, expect=1, PYTHONPATH=path)
   last = done.strip().splitlines()[-1]

@@ -22,8 +22,8 @@ from rlvr_jax.evaluate.run_files import read_metrics
 from rlvr_jax.rewards import Grade, Outcome
 from rlvr_jax.rollouts.schedules import stages, updates_per_refresh
 from rlvr_jax.train.build import build
-from rlvr_jax.train.checkpoint import WorkdirError, check_config
 from rlvr_jax.train.checks import may_differ
+from rlvr_jax.train.workdir import WorkdirError, check_config
 
 GSM8K = str(tiny.ROOT / "configs" / "gsm8k.py")
 SHARED = os.environ.get("RLVR_SHARED")
@@ -89,8 +89,12 @@ MISTAKES = [
   (dict(prompts__too_long="cut"), r"too_long = 'cut' is unknown; choose one of \['drop'"),
   (dict(prompts__too_long="drop", max_prompt_length=3), r"none of the .* prompts of train has"),
   (dict(model__checkpoint="nowhere"), r"model\.checkpoint = 'nowhere'"),
-  (dict(grading__grader="ug"), r"grading\.grader names 'ug', expected 'package\.module:function'"),
-  (dict(evaluation__grader="ug"), r"evaluation\.grader names 'ug', expected 'package\.module:func"),
+  (dict(grading__grader="mathematic"), r"grading\.grader = 'mathematic': .*\['mathematics'\]"),
+  (dict(evaluation__grader="code(rewrd='all')"), r"evaluation\.grader = .*'rewrd'; .*'reward'"),
+  (dict(grading__grader="pattern"), r"grading\.grader = 'pattern': .* required .* 'regex'"),
+  (dict(grading__grader="rlvr_jax.rewards.code:code(reward='all')"),
+   r"grading\.grader = .* is no longer spelt like this; write \"code\(reward='all'\)\""),
+  (dict(grading__extra=(("boxd", 0.1),)), r"config\.grading\.extra = 'boxd': .*\['boxed'\]"),
   (dict(grading__unsandboxed_code="yes"), r"unsandboxed_code = 'yes': leave it empty, or say"),
   (dict(grading__extra=(("a:b",),)), r"grading\.extra has \('a:b',\), expected pairs"),
   (dict(grading__extra=(("a:b", 0.1),), advantage="fade"), r"'fade' .*grading\.extra"),

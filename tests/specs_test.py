@@ -79,7 +79,10 @@ def test_a_module_that_lacks_another_says_so_itself(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   ("text", "message"),
   [
-    ("scael", r"^config\.thing = 'scael': 'scael' is unknown; did you mean one of \['scale'\]\? A"),
+    (
+      "scael",
+      r"^config\.thing = 'scael': 'scael' is unknown; did you mean one of \['scale'\]\? One",
+    ),
     ("hidden", r"'hidden' is unknown; .*\['bare', 'raising', 'scale'\]"),
     ("", "is not a component: write name, name\\(keyword=value"),
     ("scale(", "is not a component"),

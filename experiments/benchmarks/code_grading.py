@@ -1,14 +1,15 @@
-"""Grades the published reference solutions of MBPP and HumanEval, and spoilt copies of them.
+"""Grades the published reference solutions of MBPP and HumanEval, and corrupted copies of them.
 
   python experiments/benchmarks/code_grading.py --data=FOLDER
   python experiments/benchmarks/code_grading.py --data=FOLDER --workers=1 --sample=100
 
 FOLDER holds mbpp/mbpp.jsonl and humaneval/HumanEval.jsonl.gz as published. With the default limits
-every reference has to be graded correct and every spoilt copy wrong: the program ends with an error
-otherwise. Rates are of the pool with so many workers, from hand-over to the last grade, divided by
-the cores they can use. The table is printed and written to results/code_grading.md, its numbers to
-the .json beside. The load is the mean number of processes that ran or waited in the minute before
-the start: where it is not near 0, others took some of the cores, and rates are too low.
+every reference has to be graded correct and every corrupted copy wrong: the program ends with an
+error otherwise. Rates are of the pool with so many workers, from submission to the last grade,
+divided by the cores they can use. The table is printed and written to results/code_grading.md, its
+numbers to the .json beside. The load is the mean number of processes that ran or waited in the
+minute before the start: where it is not near 0, others took some of the cores, and rates are too
+low.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _SAMPLE = flags.DEFINE_integer("sample", None, "Of each set; default all.", lowe
 _FOLDER = flags.DEFINE_string(
   "results_folder", str(pathlib.Path(__file__).parent / "results"), "Of the table."
 )
-GRADER = "rlvr_jax.rewards.code:code"
+GRADER = "code"
 
 _WRONG = """
 
@@ -95,7 +96,7 @@ def _humaneval_problem(row: Mapping[str, Any]) -> Problem:
   return Problem(row["task_id"], row["canonical_solution"], entry, reference)
 
 
-def spoilt(problem: Problem) -> str:
+def corrupted(problem: Problem) -> str:
   """The solution, with another value in place of each that its function returns."""
   start = problem.reference.get("prompt", "")
   return start + problem.solution + _WRONG.format(name=problem.function)
@@ -138,7 +139,7 @@ def main(argv: list[str]) -> None:
     for name, problems in load(pathlib.Path(_DATA.value)).items():
       problems = spread(problems, _SAMPLE.value)
       solutions = [problem.solution for problem in problems]
-      for kind, texts in (("reference", solutions), ("spoilt", list(map(spoilt, problems)))):
+      for kind, texts in (("reference", solutions), ("corrupted", list(map(corrupted, problems)))):
         row, graded = measure(pool, texts, problems, cores)
         rows.append({"set": name, "solutions": kind} | row)
         wanted = Outcome.CORRECT if kind == "reference" else Outcome.WRONG

@@ -165,9 +165,9 @@ def report(rows: list[Row], folder: pathlib.Path, command: str) -> str:
   results = {"conditions": setting, "rows": rows}
   path.with_suffix(".json").write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
   told = "; ".join(f"{name}: {value}" for name, value in setting.items())
-  notes = """bfloat16 files to float32 parameters. `peak beyond`: of private memory, without what
-the process had before and without the final parameters; `in largest tensors`: the same, in sizes of
-the checkpoint's largest tensor as it is in the file; at most 2 are allowed."""
+  notes = """bfloat16 files to float32 parameters. `peak beyond`: private memory at its peak,
+without what the process had before and without the final parameters. `in largest tensors`: the
+same, in sizes of the checkpoint's largest tensor as it is in the file. At most 2 are allowed."""
   parts = ["# Loading a checkpoint", f"Conditions: {told}.", notes, table(rows)]
   text = "\n\n".join(parts) + "\n"
   path.with_suffix(".md").write_text(text)

@@ -7,7 +7,7 @@ Sections are of --items completions each, in a pool of their own that has graded
 `innocent` has numbers, formulas, lists and words; in `bombs` one of 20 is a formula that sympy
 could take hours over; in `endless` one of 20 keeps its grader busy for ever, so that its worker is
 replaced. Innocent ones have to be graded correct, bombs wrong or timeout, endless ones timeout: the
-program ends with an error otherwise. Rates are from hand-over to the last grade. The table is
+program ends with an error otherwise. Rates are from submission to the last grade. The table is
 printed and written to results/math_grading.md, its numbers to the .json beside.
 """
 

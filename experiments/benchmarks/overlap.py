@@ -76,11 +76,11 @@ _NOTES = {
   "overlap": """Seconds per update. `of sequential`: ratio to the on-policy schedule in the same
 repeat. `longest phase alone`: that ratio if the on-policy run's longest phase hid all others. `of
 the saving`: (1 − of sequential) / (1 − longest phase alone). `lag`: mean, updates.""",
-  "run": """Seconds. `hand-over, in all`: as the runs' records have it, dispatched and not waited
-for, the first compiles; `one hand-over`: waited for on idle devices, with the fingerprint.
-`agreement checks`: from the call to its result, with what the devices were still at; the first
-compiles. `compiling`: within XLA. `first update`: until it has ended, all that was drawn for it
-included.""",
+  "run": """Seconds. `weight syncs, in all`: from the runs' records, dispatched and not waited
+for; the first compiles. `one weight sync`: waited for on idle devices, with the fingerprint.
+`agreement checks`: from the call to its result, including pending work of the devices; the first
+compiles. `compiling`: within XLA. `first update`: until it has ended, including all that was
+sampled for it.""",
 }
 
 _REPEATS = flags.DEFINE_integer("repeats", 3, "Of `overlap`; medians are shown.", lower_bound=1)
@@ -194,9 +194,9 @@ def costs(config: ml_collections.ConfigDict) -> Row:
   handed_over = [seconds for seconds in handed_over if seconds is not None]
   return {
     "updates": len(records),
-    "hand-overs": len(handed_over),
-    "hand-over, in all": sum(handed_over),
-    "one hand-over": seconds_of_hand_over(parts),
+    "weight syncs": len(handed_over),
+    "weight syncs, in all": sum(handed_over),
+    "one weight sync": seconds_of_hand_over(parts),
     "agreement checks": len(check.seconds),
     "the first": check.seconds[0],
     "the others, in all": sum(check.seconds[1:]),
@@ -208,7 +208,7 @@ def costs(config: ml_collections.ConfigDict) -> Row:
 
 
 def seconds_of_hand_over(parts: Parts) -> float:
-  """Median of one hand-over with its fingerprint, while the devices do nothing else."""
+  """Median of one weight sync with its fingerprint, while the devices do nothing else."""
   params = jax.block_until_ready(parameters.initial_params(parts))
 
   def hand_over() -> Any:
@@ -272,7 +272,7 @@ def write(folder: pathlib.Path, found: Mapping[str, Mapping[str, list[Row]]], co
   results = {"conditions": setting, "repeats": found}
   path.with_suffix(".json").write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
   told = "; ".join(f"{name}: {value}" for name, value in setting.items())
-  parts = ["# Overlap of generation and updates; hand-over and compilation over a run"]
+  parts = ["# Overlap of generation and updates; weight syncs and compilation over a run"]
   parts += [f"Conditions: {told}."]
   for section, rows in found.items():
     label = "schedule" if section == "overlap" else "run"

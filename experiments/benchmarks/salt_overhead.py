@@ -82,35 +82,35 @@ _RESULTS = flags.DEFINE_string(
 _NOTES = {
   "flops": """\
 Operations of all matrix products of one update, the trunk with its attention and the optimizer
-included, each times the lengths of the loops around it. What is no matrix product is not counted:
-work element by element, and the eigenvectors of a B×B matrix. B = `rollouts`, T = 1024; one head
+included, each times the lengths of the loops around it. What is not a matrix product is not
+counted: elementwise work, and the eigenvectors of a B×B matrix. B = `rollouts`, T = 1024; one head
 product is 2·B·T·D·V. `remat`: none; dots, which keeps most matrix products and is the presets'
 default; full, which the limits on the ratio are for. The authors' way takes the same products as
 streaming; what it costs is memory, below.""",
   "check": """\
 A small update (8 rollouts of 64 tokens, 2 layers unrolled, D = 256, V = 2048) in which every loop
-has one iteration, so that XLA counts all of it. `lowered` is XLA's count before optimisation: the
-same products, and 1 to 2 % of work element by element (for the sketch also its random signs, whose
-number does not grow with the batch). `compiled` is less by about one head product: with one chunk,
-the logits that the head's backward pass computes again are those of its forward pass, and the
-compiler merges them. With many chunks, as at the real shapes, it cannot.""",
+has one iteration, so that XLA counts all of it. `lowered` is XLA's count before optimization: the
+same products, and 1 to 2 % of elementwise work. For the sketch that includes its random signs,
+whose number does not grow with the batch. `compiled` is less by about one head product. With one
+chunk, the head's backward pass computes the logits of its forward pass again, and the compiler
+merges them. With many chunks, as at the real shapes, it cannot.""",
   "wall": """\
 W1: 16 prompts × 8 rollouts of 64 tokens, 3.28 M parameters, V = 512, one micro-batch. A harsh case:
 B/T is 2, so that streaming takes 4 head products. Routes in turn within every round; the ratio is
 of the two times of one round.""",
   "extrapolated": """\
-Seconds of a whole update of 64 rollouts of 1024 tokens, rematerialised in full, as L·t_block +
-t_head + t_gram. Each part is measured in the model's full width on less of what it loops over, and
-scaled by its counted operations: one layer on few tokens (attention's longer context is in the
-scale); log-probabilities and their gradient with all 64 rollouts and the full vocabulary, chunk by
-chunk as in the whole, on few positions; the Gram matrix with all rollouts and positions, block by
-block as in the whole, on few columns of the vocabulary. Left out are the optimizer, the embedding's
-lookup, the loss and SALT itself. The matrix of `materialised` would hold B·D·V numbers: 56 and
-130 GiB of float32; its seconds are those it would take where that fits.""",
+Seconds of a complete update of 64 rollouts of 1024 tokens, with full rematerialization, as
+L·t_block + t_head + t_gram. Each part is measured in the model's full width on less of what it
+loops over, and scaled by its counted operations. The block is one layer on few tokens; attention's
+longer context is in the scale. The head is log-probabilities and their gradient on few positions,
+chunk by chunk, with all 64 rollouts and the full vocabulary. The Gram matrix has all rollouts and
+positions, block by block, on few columns of the vocabulary. Left out are the optimizer, the
+embedding's lookup, the loss and SALT itself. The matrix of `materialised` would hold B·D·V numbers:
+56 and 130 GiB of float32. Its seconds are those it would take where that fits.""",
   "memory": """\
-Of the compiled update (its own analysis; nothing is allocated): buffers beside arguments and
-results. 64 rollouts of 1024 tokens rematerialised in full, and W1 as above. The growth is 0 where
-the peak lies elsewhere, in the trunk's backward pass, and what the route holds is gone by
+Of the compiled update (its own analysis; nothing is allocated): buffers in addition to arguments
+and results. 64 rollouts of 1024 tokens with full rematerialization, and W1 as above. The growth is
+0 where the peak is elsewhere, in the trunk's backward pass, and what the route holds is freed by
 then.""",
 }
 

@@ -150,7 +150,7 @@ def veto_table(results: Mapping[str, Sequence[dict]]) -> str:
 def cost_table(results: Mapping[str, Sequence[dict]]) -> str:
   """What a run took, and took until it reached the level."""
   header = [f"{name} to a rise of {RISE:g}" for name in COSTS.values()]
-  header += ["hand-overs", "their seconds", "first update's extra seconds, each seed"]
+  header += ["weight syncs", "their seconds", "first update's extra seconds, each seed"]
   header += ["generating", "updating", "in all, seconds"]
   rows = {}
   for label, of_label in results.items():

@@ -1,4 +1,4 @@
-"""Estimators that look at one rollout, or subtract a baseline without a group rule."""
+"""REINFORCE: the reward as it is, signed, weighted, or less a shifted baseline."""
 
 from __future__ import annotations
 

@@ -13,10 +13,10 @@ from rlvr_jax.evaluate.held_out import Sample, accuracy, evaluated
 from rlvr_jax.files import JsonLines, keep_records, read_records, replacing
 from rlvr_jax.train import multihost
 from rlvr_jax.train.build import Parts
-from rlvr_jax.train.checkpoint import WorkdirLock, check_config
+from rlvr_jax.train.grading import grader_pool, make_collector
 from rlvr_jax.train.metrics import progress, say
 from rlvr_jax.train.parameters import chosen_params, load_frozen
-from rlvr_jax.train.texts import grader_pool, make_collector
+from rlvr_jax.train.workdir import WorkdirLock, check_config
 
 PROBLEMS_FILE = "problems.jsonl"
 RESULT_FILE = "evaluation.json"

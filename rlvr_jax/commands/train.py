@@ -8,28 +8,23 @@ from typing import Any
 
 from rlvr_jax.files import DamagedFileError
 from rlvr_jax.rewards.outcome import GradingStoppedError
-from rlvr_jax.rewards.pool import GraderStartError
+from rlvr_jax.rewards.worker_process import GraderStartError
 from rlvr_jax.rollouts.queue import FingerprintError
 from rlvr_jax.rollouts.store import RolloutStore, StoreError, TornShardError
 from rlvr_jax.train import checks, multihost, parameters
 from rlvr_jax.train.async_generator import GeneratorStoppedError
 from rlvr_jax.train.build import Parts
-from rlvr_jax.train.checkpoint import (
-  Checkpointer,
-  CheckpointError,
-  Restored,
-  WorkdirError,
-  WorkdirLock,
-  check_config,
-)
+from rlvr_jax.train.checkpoint import Checkpointer, Restored
+from rlvr_jax.train.checkpoint_files import CheckpointError
 from rlvr_jax.train.generator import AgreementError, DynamicSamplingError
+from rlvr_jax.train.grading import grader_pool
 from rlvr_jax.train.host import Termination, deadline, termination_signals
 from rlvr_jax.train.loop import Trainer
 from rlvr_jax.train.metrics import MetricWriter, progress, say
 from rlvr_jax.train.report import write_report
 from rlvr_jax.train.restore import as_begun, elapsed_seconds, records_of, resumable
-from rlvr_jax.train.texts import grader_pool
 from rlvr_jax.train.warm_start import warm_start
+from rlvr_jax.train.workdir import WorkdirError, WorkdirLock, check_config
 from rlvr_jax.types import Params
 
 ROLLOUTS_FOLDER = "rollouts"

@@ -32,7 +32,7 @@ class Task:
   train: ProblemSource
   warm_start: ProblemSource  # a small, fixed set with worked solutions
   held_out: ProblemSource
-  grader: str  # import path, "package.module:function"
+  grader: str  # "name(keyword=value)", or "my_module:function" of one's own
 
   def most_common_answer_share(self) -> float:
     """Share of the held-out problems that the best constant guess would solve, in [0, 1]."""

@@ -56,6 +56,7 @@ def reasoning_gym(
     ValueError: an unknown dataset, setting or template field, equal seeds, sizes out of range, or
       too few distinct questions for the sizes.
   """
+  # Over 60 lines: half is its arguments and what they mean.
   settings = dict(settings or {})
   _check_seeds(train_seed, warm_start_seed, held_out_seed)
   check_size("train_size", train_size, minimum=1)
@@ -101,7 +102,7 @@ def reasoning_gym(
     train=Drawn(draws(train_seed, train_size), held_out_questions),
     warm_start=Chosen.of(warm_start),
     held_out=Chosen.of(held_out),
-    grader="rlvr_jax.rewards.graders:reasoning_gym",
+    grader="reasoning_gym",
   )
   return warn_of_common_answer(task)
 

@@ -71,8 +71,18 @@ class Chosen(_Indexed):
   @classmethod
   def of(cls, problems: Sequence[Problem]) -> Chosen:
     """All of a list."""
-    keys = np.array([question_key(problem.question) for problem in problems], str)
-    return cls(problems.__getitem__, np.arange(len(problems)), keys)
+    return cls.where(lambda problem: True, problems)
+
+  @classmethod
+  def where(cls, condition: Callable[[Problem], bool], source: ProblemSource) -> Chosen:
+    """Those of another source that meet a condition; each is read once for it."""
+    found = [
+      (index, question_key(problem.question))
+      for index in range(len(source))
+      if condition(problem := source[index])
+    ]
+    indices, keys = zip(*found, strict=True) if found else ((), ())
+    return cls(source.__getitem__, np.array(indices, np.int64), np.array(keys, str))
 
   def __len__(self) -> int:
     return len(self._indices)

@@ -14,7 +14,7 @@ from absl import logging
 from rlvr_jax.data.problems import Problem, Task
 from rlvr_jax.data.sources import Change
 
-BY_REFERENCE = "rlvr_jax.rewards.combined:by_reference"  # the grader that a reference names
+BY_REFERENCE = "by_reference"  # the grader that a reference names
 _COMMON_ANSWER_SHARE = 0.1
 _WIDEST = 100_000  # characters of a field; more is a mistake that would fill the memory
 

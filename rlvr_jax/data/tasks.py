@@ -1,6 +1,6 @@
 """Tasks by name: `getattr(tasks, name)(**kwargs)` gives a `Task`."""
 
-from rlvr_jax.data.mixing import mixture
+from rlvr_jax.data.mixture import mixture
 from rlvr_jax.data.published.from_files import published
 from rlvr_jax.data.reasoning_gym import reasoning_gym
 

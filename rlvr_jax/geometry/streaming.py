@@ -62,6 +62,7 @@ def streaming(*, block_elements: int = 2**22, gather_chunks: int = 1) -> GramFn:
     ValueError: an argument below 1; when called, C does not divide a device's rollouts.
   Source: methods of SALT, arXiv 2606.05800, §3, without its [B, D·V] matrix.
   """
+  # Over 60 lines: what a device does closes over how the head is split.
   check_whole("streaming", "block_elements", block_elements, low=1)
   check_whole("streaming", "gather_chunks", gather_chunks, low=1)
 

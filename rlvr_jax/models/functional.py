@@ -9,7 +9,8 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from rlvr_jax.models.transformer import Transformer, TransformerConfig, merged
+from rlvr_jax.models.linear import merged
+from rlvr_jax.models.transformer import Transformer, TransformerConfig
 from rlvr_jax.types import Array, Head, Params, Prompts, Rows
 
 

@@ -29,22 +29,11 @@ def published_config(
     ValueError: no family computes what `config` says.
   """
   family = _family_of(config)
-  defaults = DEFAULTS[family]
-  base: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-  base |= {"use_cache": True, "max_position_embeddings": defaults["max_position_embeddings"]}
-  if source is not None:
-    content, path = read_config(source)
-    source_family, settings = family_settings(content, path)
-    check_choice(path, "model_type", source_family, (family,))
-    base |= {name: value for name, value in settings.items() if name not in _NOT_TAKEN_OVER}
-  elif config.rope_scaling is not None:
-    extended = round(config.rope_scaling.factor * config.rope_scaling.original_length)
-    base["max_position_embeddings"] = max(base["max_position_embeddings"], extended)
   gemma = family.startswith("gemma")
   sliding = config.sliding_layers or (False,) * config.num_layers
   activations = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
   published = (
-    base
+    _taken_over(family, config, source)
     | _published_ropes(family, config)
     | {
       "architectures": [ARCHITECTURES[family][0]],
@@ -82,6 +71,24 @@ def published_config(
     published["final_logit_softcapping"] = config.final_soft_cap
   _check_reads_back(published, config)
   return published
+
+
+def _taken_over(
+  family: str, config: TransformerConfig, source: str | os.PathLike[str] | None
+) -> dict[str, Any]:
+  """Fields that say nothing of the network: the source's, or the family's defaults."""
+  base: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+  longest = DEFAULTS[family]["max_position_embeddings"]
+  base |= {"use_cache": True, "max_position_embeddings": longest}
+  if source is not None:
+    content, path = read_config(source)
+    source_family, settings = family_settings(content, path)
+    check_choice(path, "model_type", source_family, (family,))
+    base |= {name: value for name, value in settings.items() if name not in _NOT_TAKEN_OVER}
+  elif config.rope_scaling is not None:
+    extended = round(config.rope_scaling.factor * config.rope_scaling.original_length)
+    base["max_position_embeddings"] = max(longest, extended)
+  return base
 
 
 _NOT_TAKEN_OVER = (  # of the source's config.json

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from rlvr_jax.models.functional import Model
-from rlvr_jax.models.transformer import LowRank
+from rlvr_jax.models.linear import LowRank
 from rlvr_jax.ops.checks import check_between, check_whole
 from rlvr_jax.types import Array, Params
 

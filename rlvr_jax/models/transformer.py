@@ -7,14 +7,13 @@ Everything but attention is per token, so a prompt and its G responses travel as
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
+from rlvr_jax.models.linear import PRODUCT, dense
 from rlvr_jax.models.rotary import (
   RopeScaling,
   YarnScaling,
@@ -24,7 +23,7 @@ from rlvr_jax.models.rotary import (
 )
 from rlvr_jax.ops.attention import Keys, attention
 from rlvr_jax.ops.row_attention import row_attention
-from rlvr_jax.types import Array, Head, Params, Prompts, Rows
+from rlvr_jax.types import Array, Head, Prompts, Rows
 
 _ACTIVATIONS = {
   "silu": jax.nn.silu,
@@ -32,7 +31,6 @@ _ACTIVATIONS = {
   "gelu": lambda x: jax.nn.gelu(x, approximate=False),
 }
 _REMAT = ("none", "dots", "full")
-_PRODUCT = "product"  # of activations and a kernel; of a `LowRank`, the sum and not its terms
 _NO_WINDOW = 2**30
 
 
@@ -69,87 +67,34 @@ class TransformerConfig:
   unroll_layers: int = 1  # layers per iteration of the layer scan; num_layers unrolls it whole
 
   def __post_init__(self):
-    def require(condition, message):
-      if not condition:
-        raise ValueError(f"TransformerConfig: {message}")
+    if mistake := next(self._mistakes(), None):
+      raise ValueError(f"TransformerConfig: {mistake}")
 
-    require(
-      self.activation in _ACTIVATIONS,
-      f"activation={self.activation!r}; allowed: {sorted(_ACTIVATIONS)}",
-    )
-    require(self.remat in _REMAT, f"remat={self.remat!r}; allowed: {list(_REMAT)}")
+  def _mistakes(self) -> Iterator[str]:
+    if self.activation not in _ACTIVATIONS:
+      yield f"activation={self.activation!r}; allowed: {sorted(_ACTIVATIONS)}"
+    if self.remat not in _REMAT:
+      yield f"remat={self.remat!r}; allowed: {list(_REMAT)}"
     sizes = "vocab_size width num_layers num_heads num_kv_heads head_dim mlp_width unroll_layers"
     for name in sizes.split():
       size = getattr(self, name)
-      whole = isinstance(size, int) and not isinstance(size, bool)
-      require(
-        whole and 1 <= size < 2**31,
-        f"{name}={size!r} must be at least 1, a whole number below 2**31",
-      )
-    require(
-      self.num_heads % self.num_kv_heads == 0,
-      f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}",
-    )
-    require(self.head_dim % 2 == 0, f"head_dim={self.head_dim} must be even for rotary embeddings")
+      if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size < 2**31:
+        yield f"{name}={size!r} must be at least 1, a whole number below 2**31"
+    if self.num_heads % self.num_kv_heads:
+      yield f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
+    if self.head_dim % 2:
+      yield f"head_dim={self.head_dim} must be even for rotary embeddings"
     for name in ("compute_dtype", "param_dtype"):
-      require(
-        getattr(self, name) in ("float32", "bfloat16", "float64"),
-        f"{name}={getattr(self, name)!r}; allowed: 'float32', 'bfloat16', 'float64'",
-      )
+      dtype = getattr(self, name)
+      if dtype not in ("float32", "bfloat16", "float64"):
+        yield f"{name}={dtype!r}; allowed: 'float32', 'bfloat16', 'float64'"
       wide = jnp.dtype(jax.dtypes.canonicalize_dtype("float64")) == jnp.dtype("float64")
-      require(
-        getattr(self, name) != "float64" or wide,
-        f"{name}=float64 needs jax_enable_x64; set the variable JAX_ENABLE_X64=1",
-      )
-    if self.sliding_layers is not None:
-      require(
-        len(self.sliding_layers) == self.num_layers,
-        f"sliding_layers names {len(self.sliding_layers)} layers, num_layers={self.num_layers}",
-      )
-      require(
-        self.sliding_window is not None or not any(self.sliding_layers),
-        "sliding_layers are set but sliding_window is None",
-      )
-
-
-class LowRank(NamedTuple):
-  """A kernel beside a change of low rank, W + A·B, whose sum is never formed; see `models.lora`."""
-
-  kernel: Array  # [D, E]
-  a: Array  # [D, R]
-  b: Array  # [R, E]
-
-
-def merged(params: Params) -> Params:
-  """The parameters with every `LowRank` kernel as one array, W + A·B.
-
-  It is at least float32: rounded to fewer bits, small changes would be lost.
-  """
-
-  def leaf(x):
-    if not isinstance(x, LowRank):
-      return x
-    change = jnp.matmul(x.a, x.b, precision=jax.lax.Precision.HIGHEST)
-    return x.kernel.astype(change.dtype) + change
-
-  return jax.tree.map(leaf, params, is_leaf=lambda x: isinstance(x, LowRank))
-
-
-def dense(x: Array, kernel: nnx.Param, bias: nnx.Param | None = None) -> Array:
-  """x @ kernel in x's dtype, over flattened tokens: XLA's CPU backward pass is 3× faster so."""
-  # `value` is deprecated since flax 0.12, which brought `get_value`; [...] is for arrays alone.
-  weights = kernel.get_value() if hasattr(kernel, "get_value") else kernel.value
-  out = _product(x.reshape(-1, x.shape[-1]), weights)
-  out = checkpoint_name(out, _PRODUCT)
-  if bias is not None:
-    out = out + bias[...].astype(x.dtype)
-  return out.reshape(*x.shape[:-1], -1)
-
-
-def _product(x: Array, weights: Array | LowRank) -> Array:
-  if isinstance(weights, LowRank):
-    return _product(x, weights.kernel) + _product(_product(x, weights.a), weights.b)
-  return x @ weights.astype(x.dtype)
+      if dtype == "float64" and not wide:
+        yield f"{name}=float64 needs jax_enable_x64; set the variable JAX_ENABLE_X64=1"
+    if self.sliding_layers is not None and len(self.sliding_layers) != self.num_layers:
+      yield f"sliding_layers names {len(self.sliding_layers)} layers, num_layers={self.num_layers}"
+    if self.sliding_window is None and any(self.sliding_layers or ()):
+      yield "sliding_layers are set but sliding_window is None"
 
 
 class RMSNorm(nnx.Module):
@@ -416,7 +361,7 @@ class Transformer(nnx.Module):
     if c.remat == "full":
       body = jax.checkpoint(body)
     elif c.remat == "dots":
-      body = jax.checkpoint(body, policy=jax.checkpoint_policies.save_only_these_names(_PRODUCT))
+      body = jax.checkpoint(body, policy=jax.checkpoint_policies.save_only_these_names(PRODUCT))
     layers = (self.blocks, jnp.asarray(windows), jnp.asarray(sliding))
     return jax.lax.scan(body, x, layers, unroll=min(c.unroll_layers, c.num_layers))[0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -28,8 +29,8 @@ def check_sampling(sampling: Sampling, vocab_size: int) -> None:
 
 
 def is_truncated(sampling: Sampling) -> bool:
-  """Whether top-k or top-p leave tokens out, so that the ratio to it is biased."""
-  return sampling.top_k > 0 or sampling.top_p < 1
+  """Whether settings such as top-k leave tokens out, so that the ratio to it is biased."""
+  return dataclasses.replace(sampling, temperature=1.0) != _PLAIN
 
 
 def head_logits(hidden: Array, head: Head) -> Array:

@@ -8,5 +8,5 @@ from rlvr_jax.rewards.outcome import Rewards as Rewards
 from rlvr_jax.rewards.outcome import outcome_policy as outcome_policy
 from rlvr_jax.rewards.outcome import rewards_from_grades as rewards_from_grades
 from rlvr_jax.rewards.pool import GraderPool as GraderPool
-from rlvr_jax.rewards.pool import GraderStartError as GraderStartError
 from rlvr_jax.rewards.pool import GradingFuture as GradingFuture
+from rlvr_jax.rewards.worker_process import GraderStartError as GraderStartError

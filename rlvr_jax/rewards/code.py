@@ -64,21 +64,25 @@ def _closes(line: str, fence: re.Match[str]) -> bool:
   return bare and tasks.indentation(line) <= len(fence[1]) + 3
 
 
-def code(completion: str, reference: Mapping[str, Any]) -> Grade:
+def code(completion: str, reference: Mapping[str, Any], *, reward: str = "all") -> Grade:
   """Runs a program against its tests.
 
   Args:
     completion: the program is its last ```python block (or unnamed block), see `program_text`.
-    reference: the tests, see `codejudge.tasks`; optional "reward", "all" (default) or "fraction".
+    reference: the tests, see `codejudge.tasks`.
+    reward: of a program that does not pass them all: "all" for none, or the "fraction" passed.
   Returns:
     correct (score 1) if all tests pass; wrong, with score 0 or the share of tests that passed
     ("fraction"); timeout; or unparseable where there is no program.
   Raises:
     SandboxError: the sandbox does not work; nothing is known of the program.
-    ValueError, KeyError: the reference is not as above.
+    ValueError, KeyError: the reference or the reward is not as above.
   """
   tasks.check(reference)
-  reward = reference.get("reward", "all")
+  if "reward" in reference:
+    raise ValueError(
+      f"the reference has a reward; leave it out, and write code(reward={reference['reward']!r})"
+    )
   if reward not in REWARDS:
     raise ValueError(f"reward is {reward!r}, allowed: {list(REWARDS)}")
   source = program_text(completion)
@@ -116,11 +120,11 @@ def _verdict(source: str, tests: Mapping[str, Any]) -> dict[str, Any]:
     raise
 
 
-def code_self_test() -> None:
+def code_self_test(*, reward: str = "all") -> None:
   """Opens this process's sandbox; raises unless its walls hold and it tells right from wrong."""
   cases = [{"input": [2], "output": 3}]
   reference = {"style": "function", "entry_point": "f", "cases": cases, "time_limit_s": 10.0}
   programs = ("def f(x):\n  return x + 1", "def f(x):\n  return x")
-  got = [code(program, reference).outcome for program in programs]
+  got = [code(program, reference, reward=reward).outcome for program in programs]
   if got != [Outcome.CORRECT, Outcome.WRONG]:
     raise RuntimeError(f"a right and a wrong program were graded {got}")

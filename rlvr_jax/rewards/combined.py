@@ -1,4 +1,4 @@
-"""Graders made of others, which the reference names by import path.
+"""Graders made of others, which the reference names by their strings.
 
 A part is loaded, and its self-test run, when a worker first meets it, within that item's time; name
 it in the pool's `preload` and this happens at the worker's start.
@@ -10,16 +10,18 @@ worth 0, and the other parts would count for right answers only.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlvr_jax import specs
+from rlvr_jax.rewards.loading import Grader, load_tested
 from rlvr_jax.rewards.outcome import Grade, Outcome
-from rlvr_jax.rewards.worker import as_grade, load_tested
 
 
 @functools.cache
-def _part(path: str) -> Callable[..., Any]:
-  return load_tested(path)
+def _part(text: str) -> tuple[str, Grader]:
+  """The name of its function, for details, and the grader."""
+  return specs.parse("grader", text).name.rpartition(":")[2], load_tested(text)
 
 
 def by_reference(completion: str, reference: Mapping[str, Any]) -> Grade:
@@ -27,9 +29,10 @@ def by_reference(completion: str, reference: Mapping[str, Any]) -> Grade:
 
   Args:
     completion: text.
-    reference: "grader" (import path) and "reference" (what that grader gets).
+    reference: "grader" (its string) and "reference" (what that grader gets).
   """
-  return as_grade(_part(reference["grader"])(completion, reference["reference"]))
+  _, grader = _part(reference["grader"])
+  return grader(completion, reference["reference"])
 
 
 def weighted(completion: str, reference: Mapping[str, Any]) -> Grade:
@@ -37,7 +40,7 @@ def weighted(completion: str, reference: Mapping[str, Any]) -> Grade:
 
   Args:
     completion: text.
-    reference: "parts", at least one {"grader": import path, "weight": w, "reference": {…}}.
+    reference: "parts", at least one {"grader": its string, "weight": w, "reference": {…}}.
   Returns:
     The first part's outcome and answer, with the sum as score whatever the outcome; crashed where
     any part is, as the sum would then miss a term.
@@ -49,7 +52,7 @@ def weighted(completion: str, reference: Mapping[str, Any]) -> Grade:
   score = sum(part["weight"] * grade.score for part, grade in zip(parts, grades, strict=True))
   crashed = any(grade.outcome is Outcome.CRASHED for grade in grades)
   detail = "; ".join(
-    f"{part['grader'].partition(':')[2]}: {grade.outcome} {grade.score:g} {grade.detail}".rstrip()
+    f"{_part(part['grader'])[0]}: {grade.outcome} {grade.score:g} {grade.detail}".rstrip()
     for part, grade in zip(parts, grades, strict=True)
   )
   if crashed:
@@ -63,13 +66,13 @@ def weighted_reference(
   """The reference with which `weighted` adds w·score of each (grader, w) to a grader's own score.
 
   Args:
-    grader: import path of the main grader, of weight 1: it says what is correct.
+    grader: string of the main grader, of weight 1: it says what is correct.
     reference: of all of them.
-    extra: (import path, weight) of the others.
+    extra: (string, weight) of the others.
   """
   pairs = [(grader, 1.0), *extra]
   return {
     "parts": [
-      {"grader": path, "weight": weight, "reference": dict(reference)} for path, weight in pairs
+      {"grader": text, "weight": weight, "reference": dict(reference)} for text, weight in pairs
     ]
   }

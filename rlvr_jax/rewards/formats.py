@@ -50,11 +50,17 @@ def think_answer(completion: str, reference: Mapping[str, Any]) -> Grade:
   return _grade("" if thought.strip() and answer.strip() else "an empty thought or answer")
 
 
-def pattern(completion: str, reference: Mapping[str, Any]) -> Grade:
-  """The regular expression reference["pattern"] is found in the completion ("." matches newlines).
+def pattern(completion: str, reference: Mapping[str, Any], *, regex: str) -> Grade:
+  """A regular expression is found in the completion ("." matches newlines).
 
   Anchor it with \\A and \\Z to have it match the whole. One that backtracks without end costs the
   item's time limit.
   """
-  found = re.search(reference["pattern"], completion, re.DOTALL)
-  return _grade("" if found else f"no match of {reference['pattern']!r:.200}")
+  del reference
+  found = re.search(regex, completion, re.DOTALL)
+  return _grade("" if found else f"no match of {regex!r:.200}")
+
+
+def pattern_self_test(*, regex: str) -> None:
+  """Raises unless it is a regular expression."""
+  re.compile(regex)

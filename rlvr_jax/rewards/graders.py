@@ -1,20 +1,4 @@
-"""Graders: `grade(completion, reference) -> Grade`, pure functions run in the pool's workers.
-
-A grader is named by import path, "package.module:function", so a user's own needs no registration:
-
-    def grade(completion: str, reference: Mapping[str, Any]) -> Grade | float | bool: ...
-
-It is called with the completion's text and the problem's JSON-able reference, by position. Where
-the prompt ends with "<think>", as some chat templates have it, the text begins with that tag. A
-number (or bool) returned in place of a Grade is the score: correct at 1 or more, wrong below. An
-exception, a number that is not finite, or anything else returned is a crash of that item.
-Coroutines, generators and functions that cannot take two arguments are refused at start-up.
-
-If its module also has `<function>_self_test()`, each worker calls that once at start-up: it should
-raise when the grader cannot work here, and it pays slow imports outside any item's time limit.
-
-Here are the graders of reasoning_gym and GSM8K; mathematics, formats and combined hold the others.
-"""
+"""Graders of reasoning_gym and GSM8K, and what graders share: where answers are, numbers."""
 
 from __future__ import annotations
 

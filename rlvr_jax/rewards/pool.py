@@ -3,47 +3,23 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
-import json
 import math
 import os
-import selectors
-import signal
-import subprocess
-import sys
-import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from rlvr_jax.rewards.outcome import Grade, Outcome
+from rlvr_jax.rewards.loading import checked_grader
+from rlvr_jax.rewards.outcome import Grade
+from rlvr_jax.rewards.worker_process import KILL_WAIT_S, MAX_LONGER_S, WorkerProcess, request
 
 # Items handed to a worker at a time, at most: enough to hide the round trip.
 _MAX_CHUNK = 32
-_MAX_REPLY = 2**20  # bytes; longer than any real reply, so a runaway one is caught
-_MAX_LONGER_S = 600.0  # that a grader may announce for an item
-_KILL_WAIT_S = 5.0  # for the kernel to take down a process after SIGKILL
 _MOST_WORKERS = 32  # by default: each holds what its grader imports
 _NOTHING: Mapping[str, str] = MappingProxyType({})
-_SINGLE_THREADED = {
-  name: "1"
-  for name in (
-    "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS",
-    "VECLIB_MAXIMUM_THREADS",
-  )
-}  # fmt: skip
-
-
-class GraderStartError(RuntimeError):
-  """A grading worker could not be started."""
-
-
-class _WorkerDiedError(Exception):
-  """The worker's process ended, or sent what no worker sends."""
 
 
 def default_workers() -> int:
@@ -94,183 +70,6 @@ class _Item(NamedTuple):
   line: bytes
 
 
-class _Worker:
-  """One grading process and the two pipes to it. Used by one thread, except for `kill`."""
-
-  def __init__(self, settings: Mapping[str, Any], environment: Mapping[str, str]):
-    self._grader = settings["grader"]
-    self._stderr = tempfile.TemporaryFile()
-    # sys.path goes along: the worker imports a user's grader exactly as this process would. The
-    # hash seed makes graders that iterate over sets give the same grade every time.
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    fixed = {"PYTHONPATH": path, "PYTHONHASHSEED": "0"}
-    environment = os.environ | _SINGLE_THREADED | dict(environment) | fixed
-    command = [sys.executable, "-P", "-m", "rlvr_jax.rewards.worker", json.dumps(settings)]
-    self._process = subprocess.Popen(
-      command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr,
-      env=environment, start_new_session=True, bufsize=0,
-    )  # fmt: skip
-    assert self._process.stdin and self._process.stdout
-    self._stdin, self._stdout = self._process.stdin, self._process.stdout
-    os.set_blocking(self._stdin.fileno(), False)
-    os.set_blocking(self._stdout.fileno(), False)
-    self._selector = selectors.DefaultSelector()
-    self._selector.register(self._stdout, selectors.EVENT_READ)
-    self._outgoing = b""
-    self._incoming = bytearray()
-
-  @property
-  def pid(self) -> int:
-    return self._process.pid
-
-  def alive(self) -> bool:
-    return self._process.poll() is None
-
-  def wait_ready(self, timeout_s: float) -> None:
-    """Waits for the worker to have loaded its grader.
-
-    Raises:
-      GraderStartError: it could not, or not in time; the worker is then gone.
-    """
-    try:
-      message = json.loads(self._next_line(time.monotonic() + timeout_s))
-      problem = message.get("error")
-    except TimeoutError:
-      problem = f"it was not ready within startup_timeout_s = {timeout_s:g} s"
-    except (_WorkerDiedError, ValueError) as error:
-      self._stderr.seek(0)
-      last_words = self._stderr.read().decode(errors="replace").strip()[-2000:]
-      problem = f"{error}\n{last_words}".strip()
-    if problem is not None:
-      self.close()
-      raise GraderStartError(
-        f"the grading worker for {self._grader!r} did not start: {problem}. The grader is given as "
-        "'package.module:function', importable with this process's sys.path."
-      )
-
-  def grades(
-    self, lines: Sequence[bytes], timeout_s: float, slow: Callable[[], None]
-  ) -> Iterator[Grade]:
-    """Yields grades of the items in order, each as soon as it is known.
-
-    Calls `slow` whenever an item has taken half its limit.
-
-    Ends early, after a `timeout` or `crashed` grade, when an item cost the worker its life: the
-    items after that one have not been graded.
-    """
-    self._outgoing = b"".join(lines)
-    for _ in lines:
-      # The worker goes from one item to the next without a pause, so an item's time starts when
-      # the reply before it was seen: never before it really started.
-      try:
-        grade = _parse_reply(self._next_reply(timeout_s, slow))
-      except TimeoutError:
-        grade = Grade(Outcome.TIMEOUT, detail=f"no grade within {timeout_s:g} s")
-        self.kill()
-      except _WorkerDiedError as error:
-        grade = Grade(Outcome.CRASHED, detail=str(error))
-        self.kill()
-      yield grade
-      if not self.alive():
-        return
-
-  def _next_reply(self, timeout_s: float, slow: Callable[[], None]) -> bytes:
-    """As `_next_line`, with the time that a grader announces to take by itself; see `deadlines`."""
-    deadline = time.monotonic() + timeout_s
-    last = deadline + _MAX_LONGER_S
-    while (line := self._reply_or_slow(deadline, timeout_s / 2, slow)).startswith(b'{"longer_s"'):
-      deadline = min(last, deadline + json.loads(line)["longer_s"])
-    return line
-
-  def _reply_or_slow(
-    self, deadline: float, second_half_s: float, slow: Callable[[], None]
-  ) -> bytes:
-    try:
-      return self._next_line(deadline - second_half_s)
-    except TimeoutError:
-      slow()
-      return self._next_line(deadline)
-
-  def _next_line(self, deadline: float) -> bytes:
-    """Waits for a line, sending what there is to send meanwhile.
-
-    Raises:
-      TimeoutError: the deadline has passed and nothing lies in the pipe.
-      _WorkerDiedError: the process has ended, or has sent a line beyond any limit.
-    """
-    while (end := self._incoming.find(b"\n")) < 0:
-      if len(self._incoming) > _MAX_REPLY:
-        raise _WorkerDiedError(f"the grader's process sent a reply of over {_MAX_REPLY} bytes")
-      self._watch_stdin(bool(self._outgoing))
-      ready = self._selector.select(max(0.0, deadline - time.monotonic()))
-      if not ready:
-        raise TimeoutError
-      for key, _ in ready:
-        if key.fileobj is self._stdin:
-          self._send_some()
-        else:
-          self._receive_some()
-    line = bytes(self._incoming[:end])
-    del self._incoming[: end + 1]
-    return line
-
-  def _watch_stdin(self, watch: bool) -> None:
-    watched = self._stdin in self._selector.get_map()
-    if watch and not watched:
-      self._selector.register(self._stdin, selectors.EVENT_WRITE)
-    elif watched and not watch:
-      self._selector.unregister(self._stdin)
-
-  def _send_some(self) -> None:
-    try:
-      sent = os.write(self._stdin.fileno(), self._outgoing[:65536])
-    except BlockingIOError:
-      return
-    except BrokenPipeError:
-      sent = len(self._outgoing)  # it has died, or is about to: reading will tell
-    self._outgoing = self._outgoing[sent:]
-
-  def _receive_some(self) -> None:
-    data = os.read(self._stdout.fileno(), 65536)
-    if not data:
-      self.kill()
-      raise _WorkerDiedError(f"the grader's process ended: {_exit_reason(self._process)}")
-    self._incoming += data
-
-  def kill(self) -> None:
-    """Kills the worker's whole process group; safe at any time, from any thread."""
-    if self._process.returncode is None:  # not yet reaped, so the number is still its own
-      with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(self._process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-      self._process.wait(_KILL_WAIT_S)
-
-  def close(self) -> None:
-    """Kills the worker and gives back its pipes."""
-    self.kill()
-    self._selector.close()
-    for stream in (self._stdin, self._stdout, self._stderr):
-      stream.close()
-
-
-def _exit_reason(process: subprocess.Popen) -> str:
-  code = process.returncode
-  if code is None:
-    return "still running"
-  if code < 0:
-    return f"signal {signal.Signals(-code).name}"
-  return f"exit status {code}"
-
-
-def _parse_reply(line: bytes) -> Grade:
-  try:
-    reply = json.loads(line)
-    texts = str(reply["detail"]), str(reply["answer"])
-    return Grade(Outcome(reply["outcome"]), float(reply["score"]), *texts)
-  except (ValueError, KeyError, TypeError) as error:
-    raise _WorkerDiedError(f"the grader's process sent a broken reply {line[:200]!r}") from error
-
-
 class GraderPool:
   """Grades completions in separate processes, each item under a wall-clock limit.
 
@@ -282,18 +81,18 @@ class GraderPool:
   wait for it to load its grader. It stays ready where that item ends in time after all.
 
   Args:
-    grader: import path "package.module:function" of `grade(completion, reference) -> Grade`.
+    grader: string of a grader, "name(keyword=value)" or "my_module:function"; see `by_name`.
     num_workers: processes.
     timeout_s: wall-clock limit per item, seconds; on top of it comes what a grader announces that
       ends its work by itself (`deadlines`), as that of programs does.
     startup_timeout_s: limit for a worker to start and load the grader, seconds.
     memory_mib: limit on each worker's address space, MiB; None for no limit.
     environment: variables added to the workers' environment.
-    preload: import paths of further graders that each worker loads and tests at its start: those
+    preload: strings of further graders that each worker loads and tests at its start: those
       that only references name (see `combined`), which else do so in an item's time.
     on_grade: called by a thread of the pool at every grade: a sign that grading goes on.
   Raises:
-    ValueError: an argument out of range, or an environment that is not text.
+    ValueError: an argument out of range, an unknown grader, or an environment that is not text.
     GraderStartError: the grader cannot be loaded, or its self-test fails.
   """
 
@@ -311,8 +110,8 @@ class GraderPool:
   ):
     _check_arguments(num_workers, timeout_s, startup_timeout_s, memory_mib)
     _check_environment(environment)
-    for path in (grader, *preload):
-      _check_path(path)
+    for text in (grader, *preload):
+      checked_grader("grader", text)
     self._settings = {
       "grader": grader, "timeout_s": timeout_s, "memory_mib": memory_mib, "preload": [*preload],
     }  # fmt: skip
@@ -324,8 +123,8 @@ class GraderPool:
     self._queue: collections.deque[_Item] = collections.deque()
     self._in_progress: set[GradingFuture] = set()
     self._failure: Exception | None = None
-    self._workers = [_Worker(self._settings, self._environment) for _ in range(num_workers)]
-    self._successors: dict[int, _Worker] = {}  # by slot
+    self._workers = [WorkerProcess(self._settings, self._environment) for _ in range(num_workers)]
+    self._successors: dict[int, WorkerProcess] = {}  # by slot
     try:
       for worker in self._workers:
         worker.wait_ready(startup_timeout_s)
@@ -357,13 +156,13 @@ class GraderPool:
     """
     if len(completions) != len(references):
       raise ValueError(f"{len(completions)} completions but {len(references)} references")
-    lines = [_request(*pair) for pair in zip(completions, references, strict=True)]
+    lines = [request(*pair) for pair in zip(completions, references, strict=True)]
     with self._changed:
       if self._failure is not None:
         raise self._failure
       # Each item, ahead of us, in progress or ours, costs at most its limit and a new worker.
       waiting = len(self._queue) + len(lines) + _MAX_CHUNK * len(self._workers)
-      item_s = self._timeout_s + _MAX_LONGER_S + self._startup_timeout_s
+      item_s = self._timeout_s + MAX_LONGER_S + self._startup_timeout_s
       future = GradingFuture(len(lines), waiting * item_s)
       if lines:
         self._in_progress.add(future)
@@ -386,7 +185,7 @@ class GraderPool:
     """Kills the workers; grades still missing fail their future. Closing twice is harmless."""
     self._fail(RuntimeError("the grader pool is closed"))
     for thread in self._threads:
-      thread.join(_KILL_WAIT_S)
+      thread.join(KILL_WAIT_S)
     for worker in self._all():
       worker.close()
 
@@ -396,7 +195,7 @@ class GraderPool:
   def __exit__(self, *exception: object) -> None:
     self.close()
 
-  def _all(self) -> list[_Worker]:
+  def _all(self) -> list[WorkerProcess]:
     return [*self._workers, *self._successors.values()]
 
   def _fail(self, error: Exception) -> None:
@@ -446,7 +245,7 @@ class GraderPool:
     """Starts the successor of a worker, if it has none."""
     with self._changed:
       if self._failure is None and slot not in self._successors:
-        self._successors[slot] = _Worker(self._settings, self._environment)
+        self._successors[slot] = WorkerProcess(self._settings, self._environment)
 
   def _replace(self, slot: int) -> None:
     with self._changed:
@@ -457,7 +256,7 @@ class GraderPool:
       if successor is None or not successor.alive():
         if successor is not None:
           successor.close()
-        successor = _Worker(self._settings, self._environment)
+        successor = WorkerProcess(self._settings, self._environment)
       self._workers[slot] = successor
     self._workers[slot].wait_ready(self._startup_timeout_s)
 
@@ -467,24 +266,6 @@ class GraderPool:
     if item.future.done():
       with self._changed:
         self._in_progress.discard(item.future)
-
-
-def _request(completion: str, reference: Mapping[str, Any]) -> bytes:
-  try:
-    return json.dumps({"completion": completion, "reference": reference}).encode() + b"\n"
-  except (TypeError, ValueError) as error:
-    raise TypeError(
-      f"a grader's reference must be JSON-able ({error}): {reference!r:.300}"
-    ) from error
-
-
-def _check_path(grader: str) -> None:
-  module, colon, function = grader.partition(":")
-  if not (module and colon and function):
-    raise ValueError(
-      f"grader is {grader!r}, expected an import path 'package.module:function', such as "
-      "'rlvr_jax.rewards.graders:gsm8k'"
-    )
 
 
 def _check_environment(environment: Mapping[str, str]) -> None:

@@ -150,6 +150,7 @@ def salt(
     ValueError: a hyper-parameter out of range; blocks of one rollout, at trace time.
   Source: arXiv 2606.05800, §3, and the authors' code.
   """
+  # Over 60 lines: half is its arguments and what they mean.
   check_between("salt", "rank_scale", rank_scale, low=0.0, open_low=True)
   check_whole("salt", "min_rank", min_rank, low=1)
   check_whole("salt", "max_rank", max_rank, low=1)

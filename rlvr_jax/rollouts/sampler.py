@@ -42,6 +42,7 @@ def generate(
   Returns:
     Rollouts, with exact log-probabilities under the distribution drawn from.
   """
+  # Over 60 lines: the parts of one loop, which close over what a batch shares.
   P, G, T = prompts.tokens.shape[0], group_size, max_new_tokens
   params = model.decoding_params(model.combine(trained, frozen))
   lengths_of_cache = cache_lengths(T)

@@ -4,10 +4,9 @@ A shard is written under a temporary name, brought to the disk, read back and re
 in index.jsonl tells of it. So a kill loses at most the batch in flight, and whoever reads while
 another process writes sees whole batches only. Nothing that was written is ever overwritten.
 
-Shard NUMBER.array_record: record 0 is JSON (format, number, info and the fields' names, types,
-shapes and checksums, itself with a checksum), each further record one field's bytes, little-endian.
-Index line: {"crc32", "content": {"format", "number", "state", "file", "bytes", "crc32", "info"}};
-the last line of a batch counts. Damage of a line loses nothing: the shards say the same.
+A shard is NUMBER.array_record, see `shards`. Index line: {"crc32", "content": {"format", "number",
+"state", "file", "bytes", "crc32", "info"}}; the last line of a batch counts. Damage of a line loses
+nothing: the shards say the same.
 """
 
 from __future__ import annotations
@@ -15,52 +14,41 @@ from __future__ import annotations
 import copy
 import errno
 import fcntl
-import functools
 import itertools
-import json
 import os
 import pathlib
 import re
 import threading
-import zlib
 from collections.abc import Mapping
 from typing import Any, Self
 
 import numpy as np
-from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
 from rlvr_jax.files import (
   TEMPORARY,
   JsonLines,
   disk_full,
   file_crc32,
-  json_crc32,
   replacing_path,
   reporting_full_disk,
   shortage,
   sync_folder,
 )
 from rlvr_jax.ops.checks import check_whole
+from rlvr_jax.rollouts.shards import (
+  StoreError,
+  entry_of,
+  header_of,
+  read_shard,
+  sealed,
+  unsealed,
+  write_shard,
+)
 
-MARKER = "rlvr_jax rollouts 1"
 INDEX = "index.jsonl"
 TORN_FOLDER = "torn"
 _SHARD = re.compile(r"(\d{8,})\.array_record")
-_WRITER_OPTIONS = "group_size:1,zstd:1"  # a chunk per record; faster than uncompressed
-_READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
-_READER_THREADS = 64  # that the library starts at the first reader all the same
 _SPARE_BYTES = 2**20  # for the header, ArrayRecord's blocks and the index
-_DTYPES = {
-  np.dtype(name)
-  for name in (
-    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-    *("float16", "float32", "float64", "complex64", "complex128"),
-  )
-}
-
-
-class StoreError(RuntimeError):
-  """The folder is no store, one of another format, or in use by another writer."""
 
 
 class TornShardError(RuntimeError):
@@ -110,9 +98,7 @@ class RolloutStore:
       DiskFullError: no space is left; what was written before is untouched.
     """
     check_whole("RolloutStore.append", "number", number, low=0)
-    info = _checked_info(number, info)
-    fields = [_describe(number, name, array) for name, array in arrays.items()]
-    header = {"format": MARKER, "number": number, "info": info, "fields": fields}
+    header = header_of(number, arrays, info)
     with self._writing:
       index, path = self._writer(), self._path(number)
       if number in self.numbers() or path.exists():
@@ -121,11 +107,11 @@ class RolloutStore:
       if lacking := shortage(self.directory, need):
         raise disk_full(path, lacking)
       with replacing_path(path) as temporary:
-        _write_shard(temporary, header, arrays)
-        entry = _entry_of(temporary, number)  # what the library did not report shows here
+        write_shard(temporary, header, arrays)
+        entry = entry_of(temporary, number)  # what the library did not report shows here
         if entry is None:
           raise OSError(errno.EIO, f"{path} does not read back as written; is the disk failing?")
-      index.append([_sealed(entry | {"file": path.name})])
+      index.append([sealed(entry | {"file": path.name})])
 
   def read(self, number: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """The arrays and the info of a batch, bit for bit as they were given to `append`.
@@ -141,7 +127,7 @@ class RolloutStore:
         raise ValueError(f"it has {size} bytes and was written with {entry['bytes']}")
       if checksum != entry["crc32"]:
         raise ValueError(f"its bytes have checksum {checksum}, written with {entry['crc32']}")
-      header, arrays = _read_shard(path, number)
+      header, arrays = read_shard(path, number)
     except StoreError:
       raise
     except Exception as error:
@@ -271,8 +257,8 @@ class RolloutStore:
     for number, path in self._unlisted().items():
       if self._state(number) == "removed":
         path.unlink()
-      elif entry := _entry_of(path, number):
-        self._writer().append([_sealed(entry)])
+      elif entry := entry_of(path, number):
+        self._writer().append([sealed(entry)])
       else:
         self._move_away(path)
 
@@ -286,11 +272,11 @@ class RolloutStore:
         data = file.read()
       data = data[: data.rfind(b"\n") + 1]  # the rest is being written, or torn
       self._read_bytes += len(data)
-      entries = [_unsealed(line, self.directory) for line in data.splitlines()]
+      entries = [unsealed(line, self.directory) for line in data.splitlines()]
       self._entries.update((entry["number"], entry) for entry in entries if entry is not None)
       if None in entries and not self._writable:  # a writer lists them when it opens the store
         for number, path in self._unlisted().items():
-          if self._state(number) != "removed" and (found := _entry_of(path, number)):
+          if self._state(number) != "removed" and (found := entry_of(path, number)):
             self._entries[number] = found
 
   def _state(self, number: int) -> str:
@@ -309,7 +295,7 @@ class RolloutStore:
   def _retire(self, number: int, state: str) -> None:
     """A line that the batch is not there any more; none for a batch that was not."""
     if number in self.numbers():
-      self._writer().append([_sealed(self._entries[number] | {"state": state})])
+      self._writer().append([sealed(self._entries[number] | {"state": state})])
 
   def _writer(self) -> JsonLines:
     if self._index is None:
@@ -329,145 +315,8 @@ class RolloutStore:
     return target
 
 
-# --- lines and shards -----------------------------------------------------------------------------
-
-
-def _sealed(content: Mapping[str, Any]) -> dict[str, Any]:
-  return {"crc32": json_crc32(content), "content": content}
-
-
-def _unsealed(line: bytes, path: pathlib.Path) -> dict[str, Any] | None:
-  """What `_sealed` was given; None if the line, of `path`, is not as it was written.
-
-  Raises:
-    StoreError: it is of another format.
-  """
-  try:
-    sealed = json.loads(line)
-    content, checksum, marker = sealed["content"], sealed["crc32"], sealed["content"]["format"]
-  except (ValueError, KeyError, TypeError):
-    return None
-  if json_crc32(content) != checksum:
-    return None
-  if marker != MARKER:
-    raise StoreError(
-      f"{path} has the format {marker!r}, this version reads {MARKER!r}. Use the version of "
-      "rlvr_jax that wrote it, or another folder."
-    )
-  return content
-
-
-def _write_shard(
-  path: pathlib.Path, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
-) -> None:
-  writer = ArrayRecordWriter(str(path), _WRITER_OPTIONS)
-  try:
-    writer.write(json.dumps(_sealed(header)).encode())
-    for array in arrays.values():
-      writer.write(_little_endian(array))
-  finally:
-    writer.close()
-
-
-def _read_shard(path: pathlib.Path, number: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-  """Header and arrays, all checked.
-
-  Raises:
-    StoreError: it is of another format.
-    Exception: of whatever kind, if the shard is not as it was written.
-  """
-  _check_threads()
-  reader = ArrayRecordReader(str(path), _READER_OPTIONS)
-  try:
-    records = reader.read_all()
-  finally:
-    reader.close()
-  header = _unsealed(records[0], path) if records else None
-  if header is None:
-    raise ValueError("its header is damaged")
-  if header["number"] != number:
-    raise ValueError(f"it holds batch {header['number']}")
-  arrays = {}
-  for field, record in zip(header["fields"], records[1:], strict=True):
-    if zlib.crc32(record) != field["crc32"]:
-      raise ValueError(f"its field {field['name']!r} does not match its checksum")
-    dtype = np.dtype(field["dtype"])
-    array = np.frombuffer(record, dtype.newbyteorder("<")).astype(dtype)
-    arrays[field["name"]] = array.reshape(field["shape"])
-  return header, arrays
-
-
-@functools.cache
-def _check_threads() -> None:
-  """Raises StoreError where ArrayRecord could not start its threads: it would wait for ever."""
-  ended = threading.Event()
-  started: list[threading.Thread] = []
-  try:
-    for _ in range(_READER_THREADS):
-      started.append(threading.Thread(target=ended.wait))
-      started[-1].start()
-  except (RuntimeError, MemoryError) as error:
-    del started[-1:]
-    raise StoreError(
-      f"rollouts cannot be read: of {_READER_THREADS} threads {len(started)} could be started"
-      f" ({error}). Allow the process more address space (ulimit -v) or threads (ulimit -u)"
-    ) from error
-  finally:
-    ended.set()
-    for thread in started:
-      thread.join()
-
-
-def _entry_of(path: pathlib.Path, number: int) -> dict[str, Any] | None:
-  """What the index tells of a batch's shard, from the shard itself; None if it is not whole."""
-  try:
-    header, _ = _read_shard(path, number)
-    size, checksum = path.stat().st_size, file_crc32(path)
-  except StoreError:
-    raise
-  except Exception:
-    return None
-  return {
-    "format": MARKER,
-    "number": number,
-    "state": "stored",
-    "file": path.name,
-    "bytes": size,
-    "crc32": checksum,
-    "info": header["info"],
-  }
-
-
 def _torn(path: pathlib.Path, number: int, what: str) -> TornShardError:
   return TornShardError(
     f"batch {number}, {path}, is not there as it was written: {what}. Rerun the run that it "
     "belongs to, which draws it again if it is still needed, or put back a copy of the file."
   )
-
-
-def _describe(number: int, name: str, array: np.ndarray) -> dict[str, Any]:
-  """The header's words on one array."""
-  if not isinstance(array, np.ndarray) or array.dtype not in _DTYPES:
-    kind = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
-    raise TypeError(
-      f"batch {number}: {name!r} is of type {kind}; it takes NumPy arrays of "
-      f"{', '.join(sorted(map(str, _DTYPES)))}: convert it (bfloat16 to float32 loses nothing)"
-    )
-  checksum = zlib.crc32(_little_endian(array))
-  return {"name": name, "dtype": array.dtype.name, "shape": list(array.shape), "crc32": checksum}
-
-
-def _little_endian(array: np.ndarray) -> bytes:
-  return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
-
-
-def _checked_info(number: int, info: Mapping[str, Any]) -> dict[str, Any]:
-  """The info as it will be read."""
-  if taken := {"bytes", "removed"} & info.keys():
-    raise ValueError(f"batch {number}: info has {sorted(taken)}, which the store adds; rename it")
-  try:
-    return json.loads(json.dumps(dict(info), allow_nan=False))
-  except (TypeError, ValueError) as error:
-    raise type(error)(
-      f"batch {number}: info must be finite JSON values, {error}; arrays go among the arrays"
-    ) from error

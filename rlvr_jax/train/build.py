@@ -26,7 +26,10 @@ from rlvr_jax.rollouts import schedules
 from rlvr_jax.rollouts.store import StoreError
 from rlvr_jax.train import checks, learning_rate, optimizer, sharding
 from rlvr_jax.train.adapters import make_lora
+from rlvr_jax.train.behavior_sources import Source, make_sources
+from rlvr_jax.train.grading import make_outcome_policy, with_graders
 from rlvr_jax.train.objective import REFERENCE_KL_ESTIMATORS, Method
+from rlvr_jax.train.problem_filters import fitting, warn_of_long_texts
 from rlvr_jax.train.programs import (
   Programs,
   Sampler,
@@ -35,14 +38,7 @@ from rlvr_jax.train.programs import (
   make_gram,
   make_programs,
 )
-from rlvr_jax.train.sources import Source, make_sources
-from rlvr_jax.train.texts import (
-  fitting,
-  make_outcome_policy,
-  make_tokenizer,
-  warn_of_long_texts,
-  with_graders,
-)
+from rlvr_jax.train.tokenizers import make_tokenizer
 from rlvr_jax.types import Params, Prompts, TrainState
 
 

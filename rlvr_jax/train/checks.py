@@ -16,9 +16,9 @@ from rlvr_jax.ops.logprobs import check_sampling, is_truncated
 from rlvr_jax.rewards.outcome import OutcomePolicy
 from rlvr_jax.rollouts import schedules
 from rlvr_jax.train import learning_rate, optimizer, sharding
+from rlvr_jax.train.behavior_sources import Source
 from rlvr_jax.train.objective import Method
 from rlvr_jax.train.programs import abstract_batch, make_measure
-from rlvr_jax.train.sources import Source
 from rlvr_jax.train.step import train_step
 from rlvr_jax.types import Params, Sampling, TrainState
 
@@ -86,18 +86,19 @@ def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
 
 def check_samplings(config: ml_collections.ConfigDict, vocab_size: int) -> None:
   """Raises where rollouts could not be trained on: without density, or truncated unasked."""
-  sampling = config.sampling
-  for settings in (sampling, config.evaluation.sampling):
-    check_sampling(Sampling(**settings), vocab_size)
+  sampling = Sampling(**config.sampling)
+  for settings in (sampling, Sampling(**config.evaluation.sampling)):
+    check_sampling(settings, vocab_size)
   if sampling.temperature == 0:
     raise ValueError(
       "config.sampling.temperature = 0: greedy rollouts have no density to train on; set it > 0"
     )
   if is_truncated(sampling) and not config.allow_truncated_behavior:
+    named = lambda s: ", ".join(f"{k} = {v}" for k, v in vars(s).items() if k != "temperature")
     raise ValueError(
-      f"config.sampling.top_k = {sampling.top_k}, top_p = {sampling.top_p}: training on truncated"
-      " sampling biases the ratio (its mean is the kept mass). Set top_k = 0 and top_p = 1, or"
-      " config.allow_truncated_behavior = True to do it knowingly"
+      f"config.sampling.{named(sampling)}: training on truncated sampling biases the ratio (its"
+      f" mean is the kept mass). Set {named(Sampling())}, or config.allow_truncated_behavior = True"
+      " to do it knowingly"
     )
 
 

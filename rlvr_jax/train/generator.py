@@ -21,13 +21,13 @@ from rlvr_jax.rollouts.batch import FOREIGN, Graded, RolloutBatch, from_shard, j
 from rlvr_jax.rollouts.collect import Collector, keep_mixed_groups
 from rlvr_jax.rollouts.store import RolloutStore, TornShardError
 from rlvr_jax.train import multihost, sharding
+from rlvr_jax.train.behavior_sources import Source, max_gap
 from rlvr_jax.train.build import Parts
 from rlvr_jax.train.checks import shaped_outcomes
+from rlvr_jax.train.grading import make_outcome_policy
 from rlvr_jax.train.host import alive
 from rlvr_jax.train.metrics import say
 from rlvr_jax.train.run_log import DeviceClock
-from rlvr_jax.train.sources import Source, max_gap
-from rlvr_jax.train.texts import make_outcome_policy
 from rlvr_jax.types import Array, Params, Prompts, Rollouts
 
 _ABSENT, _INTACT = "", "intact"  # states of a batch in the store

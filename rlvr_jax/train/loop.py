@@ -27,11 +27,11 @@ from rlvr_jax.train.async_generator import AsyncGenerator, GeneratorStoppedError
 from rlvr_jax.train.build import Parts
 from rlvr_jax.train.checkpoint import Checkpointer, Restored
 from rlvr_jax.train.generator import Generator, PolicySnapshot, fingerprint_of
+from rlvr_jax.train.grading import make_collector
 from rlvr_jax.train.host import Termination, alive
 from rlvr_jax.train.metrics import MetricWriter, progress, say
 from rlvr_jax.train.run_log import DispatchedUpdate, RunLog, raise_non_finite
 from rlvr_jax.train.scoring import Scorer
-from rlvr_jax.train.texts import make_collector
 from rlvr_jax.types import Params, TrainState
 
 

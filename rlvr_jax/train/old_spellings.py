@@ -23,6 +23,7 @@ _MOVED = {
   "schedule.proximal_every": "proximal_every",
   "schedule.kwargs.deadline_s": "generation_deadline_s",
   "optimizer.max_gradient_norm": "max_gradient_norm",
+  "task.kwargs.code_reward": "task.kwargs.grader",
   "warm_start.optimizer.max_gradient_norm": "warm_start.max_gradient_norm",
 }
 _COMPONENT = re.compile(r"(advantage|reweighting|gram|loss|schedule)\.(?:name|kwargs\.(\w+))")
@@ -83,7 +84,7 @@ def respelled(config: ConfigDict, old: Mapping[str, Any]) -> dict[str, Any]:
   # Names first: they decide which of the recipe's hyper-parameters stay.
   for field, keyword, value in sorted(placed, key=lambda entry: entry[1] != _NAME):
     if keyword is None:
-      new[field] = value
+      new[field] = Spec("code", {"reward": value}) if field.endswith(".grader") else value
       continue
     spec = new.get(field) or parse(field, functools.reduce(getattr, field.split("."), config))
     if keyword == _NAME:

@@ -19,7 +19,7 @@ from rlvr_jax.ops.keys import key_for
 from rlvr_jax.train import sharding
 from rlvr_jax.train.adapters import first_adapters
 from rlvr_jax.train.build import Parts, warm_start_optimizer
-from rlvr_jax.train.checkpoint import CheckpointError, read_params
+from rlvr_jax.train.checkpoint_files import CheckpointError, read_params
 from rlvr_jax.train.step import initial_state
 from rlvr_jax.types import Array, Params, Prompts, TrainState
 

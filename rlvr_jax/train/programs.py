@@ -16,16 +16,16 @@ from rlvr_jax import geometry, specs
 from rlvr_jax.data import Tokenizer
 from rlvr_jax.models import lora
 from rlvr_jax.models.functional import Model
-from rlvr_jax.models.transformer import merged
+from rlvr_jax.models.linear import merged
 from rlvr_jax.ops.checks import check_between
 from rlvr_jax.rollouts.sampler import generate
 from rlvr_jax.train import sharding
 from rlvr_jax.train.accumulate import policy_logprobs
 from rlvr_jax.train.adapters import make_lora
-from rlvr_jax.train.checkpoint import parameter_checksums
+from rlvr_jax.train.behavior_sources import Source, behavior_gap
+from rlvr_jax.train.checksums import parameter_checksums
 from rlvr_jax.train.geometry import mean_entropy, measure
 from rlvr_jax.train.objective import Method
-from rlvr_jax.train.sources import Source, behavior_gap
 from rlvr_jax.train.step import initial_state, train_step
 from rlvr_jax.train.warm_start import supervised_step
 from rlvr_jax.types import Params, Prompts, Sampling, TrainBatch, TrainState
@@ -40,7 +40,7 @@ class Programs(NamedTuple):
   generate_held_out: Callable  # the same with the evaluation's samples and sampling
   sync_weights: Callable  # see `make_sync_weights`
   checksums: Callable  # params → u32[leaves]
-  behavior_gap: Callable  # see `train.sources.behavior_gap`; sampling is static
+  behavior_gap: Callable  # see `train.behavior_sources.behavior_gap`; sampling is static
   measure: Callable  # see `train.geometry.measure`
   mean_entropy: Callable  # (trained, frozen, batch) → f32[], nats per token
   score: Callable  # (trained, frozen, batch) → (log-probabilities, entropies) [P, G, T]

@@ -30,7 +30,7 @@ STOPPED = WRONG | TIMEOUT
 
 @pytest.fixture(scope="module")
 def pool():
-  with GraderPool("rlvr_jax.rewards.code:code") as opened:
+  with GraderPool("code") as opened:
     yield opened
 
 

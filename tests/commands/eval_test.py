@@ -9,8 +9,9 @@ from rlvr_jax.commands.eval import PROBLEMS_FILE, RESULT_FILE, evaluate_checkpoi
 from rlvr_jax.commands.train import train
 from rlvr_jax.evaluate.held_out import accuracy
 from rlvr_jax.train.build import build
-from rlvr_jax.train.checkpoint import CheckpointError, WorkdirError
+from rlvr_jax.train.checkpoint_files import CheckpointError
 from rlvr_jax.train.parameters import checkpoint_folder, chosen_params
+from rlvr_jax.train.workdir import WorkdirError
 
 FIELDS = dict(num_updates=1, warm_start__num_steps=100, learning_rate="linear(peak=3e-3, warmup=0)")
 

@@ -24,7 +24,7 @@ PARAMETERS = {  # of the published models, from their own index files
 
 
 def shapes(name, **mesh):
-  config = importlib.import_module(f"rlvr_jax.configs.{name}").get_config()
+  config = importlib.import_module(f"rlvr_jax.configs.full_size.{name}").get_config()
   if mesh:
     config.mesh = mesh
   return fits.shapes_only(config, fits.mesh_of(config, None))

@@ -138,10 +138,10 @@ def test_held_out_problems_follow_one_another_and_name_their_graders(folder):
   assert (task.name, len(task.held_out)) == ("words+contest+sums", 8)
   references = [problem.reference for problem in _all(task.held_out)]
   assert [r["dataset"] for r in references] == ["gsm8k"] * 3 + ["math"] * 2 + ["chain_sum"] * 3
-  assert task.grader == "rlvr_jax.rewards.combined:by_reference"
-  assert references[0]["grader"] == "rlvr_jax.rewards.graders:gsm8k"
+  assert task.grader == "by_reference"
+  assert references[0]["grader"] == "gsm8k"
   assert references[3]["reference"] == {"answer": "3", "dataset": "math"}
-  assert references[7]["grader"] == "rlvr_jax.rewards.graders:reasoning_gym"
+  assert references[7]["grader"] == "reasoning_gym"
   assert references[7]["reference"]["metadata"]
   assert [p.reference["dataset"] for p in _all(task.warm_start)] == ["chain_sum"] * 2
   json.dumps(references)
@@ -150,7 +150,7 @@ def test_held_out_problems_follow_one_another_and_name_their_graders(folder):
 def test_one_grader_for_all_parts_stays_as_it_is(folder):
   parts = {"easy": _part(folder, "math"), "again": _part(folder, "math")}
   task = _mixture(folder, parts=parts, weights={"easy": 1, "again": 1})
-  assert task.grader == "rlvr_jax.rewards.mathematics:mathematics"
+  assert task.grader == "mathematics"
   assert task.held_out[1].reference == {"answer": "101", "dataset": "math"}
 
 
@@ -159,7 +159,7 @@ def test_a_part_that_names_graders_is_not_wrapped_twice(folder):
                           held_out_data_dir=folder / "math"), "sums": SUMS}  # fmt: skip
   task = _mixture(folder, parts=parts, weights={"words": 1, "sums": 1})
   assert task.held_out[0].reference == {
-    "grader": "rlvr_jax.rewards.mathematics:mathematics",
+    "grader": "mathematics",
     "reference": {"answer": "3", "dataset": "math"},
     "dataset": "math",
   }

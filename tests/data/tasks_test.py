@@ -210,7 +210,7 @@ def test_published(source):
   assert problem.solution == "She has 10001*2=20002 eggs.\n#### 20,002"
   assert problem.answer == "20,002"
   assert problem.reference == {"answer": "20,002", "dataset": "gsm8k"}
-  assert (task.name, task.grader) == ("gsm8k", "rlvr_jax.rewards.graders:gsm8k")
+  assert (task.name, task.grader) == ("gsm8k", "gsm8k")
   # The order is the published one, the second time (from the prepared records) as the first.
   problems = _all(task.warm_start) + _all(task.train)
   assert [int(problem.question.split()[1]) for problem in problems] == list(range(20))
@@ -244,19 +244,19 @@ def test_published_of_one_split_held_out_of_anothers_training(math, tmp_path):
   assert [p.reference for p in _all(task.held_out)] == [
     {"answer": answer, "dataset": "aime_2024"} for answer in ("2", "4", "7")
   ]
-  assert task.grader == "rlvr_jax.rewards.mathematics:mathematics"
+  assert task.grader == "mathematics"
   assert task.train[0].question.endswith("put your final answer within \\boxed{}.")
 
 
 def test_published_names_the_grader_where_the_held_out_one_differs(source, math):
   task = _published(source, held_out_dataset="math", held_out_data_dir=math)
-  assert task.grader == "rlvr_jax.rewards.combined:by_reference"
+  assert task.grader == "by_reference"
   assert task.train[0].reference == {
-    "grader": "rlvr_jax.rewards.graders:gsm8k",
+    "grader": "gsm8k",
     "reference": {"answer": "0", "dataset": "gsm8k"},
     "dataset": "gsm8k",
   }
-  assert task.held_out[1].reference["grader"] == "rlvr_jax.rewards.mathematics:mathematics"
+  assert task.held_out[1].reference["grader"] == "mathematics"
   own = _published(source, held_out_dataset="math", held_out_data_dir=math, grader="a.b:c")
   assert (own.grader, own.train[0].reference["answer"]) == ("a.b:c", "0")
 
@@ -302,14 +302,13 @@ def test_published_programs(tmp_path):
     _published(source, dataset="mbpp")  # one question twice
   _write(source, mbpp=[row | {"task_id": 11}, row | {"task_id": 601, "text": "Write f now."}])
   task = _published(source, dataset="mbpp")
-  assert task.grader == "rlvr_jax.rewards.code:code"
+  assert task.grader == "code"
   assert "Write f now.\n\nYour code should pass these tests:\n\nassert f() == 1\n" in (
     task.train[0].question
   )
-  assert "reward" not in task.train[0].reference
   assert task.most_common_answer_share() == 0  # none is named
-  fraction = _published(source, dataset="mbpp", code_reward="fraction")
-  assert fraction.train[0].reference["reward"] == "fraction"
+  fraction = _published(source, dataset="mbpp", grader="code(reward='fraction')")
+  assert fraction.grader == "code(reward='fraction')"
 
 
 @pytest.mark.parametrize(
@@ -326,8 +325,6 @@ def test_published_programs(tmp_path):
     ({"dataset": "gsm"}, "unknown data set 'gsm'; choose one of"),
     ({"data_dir": ""}, "data_dir is empty: give the folder"),
     ({"prepared_dir": "gs://bucket/p"}, "prepared_dir = 'gs://bucket/p' is a URL"),
-    ({"code_reward": "some"}, "code_reward is 'some', choose 'all' or 'fraction'"),
-    ({"code_reward": "fraction"}, "code_reward is 'fraction', but gsm8k has no tests"),
     (
       {"prompt": "{answer}"},
       r"prompt is '{answer}', a template whose fields may be .'difficulty', 'id', .*'question'",

@@ -12,32 +12,23 @@ from oracles.loss_oracles import LOSSES
 from rlvr_jax import losses
 
 VARIANTS = [
-  ("cispo", {}),
+  *((name, {}) for name in LOSSES),
   ("cispo", {"epsilon_low": 1.0, "epsilon_high": 0.6}),
-  ("decoupled_ppo", {}),
   ("decoupled_ppo", {"behavior_weight_cap": 0.9, "epsilon_high": 0.05}),
-  ("gmpo", {}),
   ("gmpo", {"epsilon_low": 0.1, "epsilon_high": 0.7}),
-  ("gspo", {}),
   ("gspo", {"epsilon_low": 0.1, "epsilon_high": 0.3}),
-  ("m2po", {}),
   ("m2po", {"budget": 0.3}),
   ("m2po", {"budget": 1e-9, "min_epsilon_low": 0.1, "min_epsilon_high": 0.2}),
   ("m2po", {"budget": 50.0}),
-  ("p3o", {}),
   ("p3o", {"ess": "sequence"}),
   ("p3o", {"ess": "one"}),
   ("p3o", {"cap": "inverse_ess"}),
   ("p3o", {"cap": "none"}),
   ("p3o", {"kl_term": False}),
-  ("ppo_clip", {}),
   ("ppo_clip", {"epsilon_high": 0.28, "dual_clip": 1.2}),
   ("ppo_clip", {"epsilon_low": 1.0, "epsilon_high": 4.0}),
-  ("reinforce", {}),
   ("reinforce", {"truncation": 1.1}),
-  ("sapo", {}),
   ("sapo", {"temperature_positive": 2.0, "temperature_negative": 0.5}),
-  ("topr", {}),
 ]
 
 
@@ -46,8 +37,12 @@ def _named(variant):
   return "-".join([name, *(f"{key}={value}" for key, value in hyper.items())])
 
 
-def test_every_loss_has_an_oracle_and_a_variant():
-  assert set(LOSSES) == set(losses.__all__) == {name for name, _ in VARIANTS}
+def test_every_loss_has_an_oracle():
+  different = set(LOSSES) ^ set(losses.__all__)
+  assert not different, (
+    "write the formula in plain Python, with its gradient, under LOSSES in"
+    f" tests/oracles/loss_oracles.py, for these names: {different}"
+  )
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=_named)

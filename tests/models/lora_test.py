@@ -14,13 +14,13 @@ from train.step_test import make_batch, make_method, relative_distance
 from rlvr_jax import geometry, reweighting
 from rlvr_jax.geometry.per_rollout import per_rollout_features
 from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.linear import merged
 from rlvr_jax.models.lora import LoraSettings, adapted, combine, init, target_kernels
-from rlvr_jax.models.transformer import merged
 from rlvr_jax.ops.logprobs import head_logits, token_logprobs
 from rlvr_jax.rollouts.sampler import generate
 from rlvr_jax.train import sharding
 from rlvr_jax.train.accumulate import update_gradient
-from rlvr_jax.train.checkpoint import parameter_checksums
+from rlvr_jax.train.checksums import parameter_checksums
 from rlvr_jax.train.step import initial_state, train_step
 from rlvr_jax.types import Sampling
 

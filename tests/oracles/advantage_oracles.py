@@ -90,11 +90,20 @@ ESTIMATORS = {
   ],
 }
 
+# Those that do not compare the rollouts of a group: a constant one is not zero, one is enough.
+WITHOUT_GROUP = (
+  "asymmetric_reinforce",
+  "reinforce",
+  "reinforce_signed",
+  "weighted_reinforce",
+)
+
 
 def _same(mass):
   return mass, mass
 
 
+# At an infinite group; None: they depend on more than the solve rate.
 MASSES = {
   "asym": lambda p, q, delta=0.5: (p * q, p * q / delta),
   "asymmetric_reinforce": lambda p, q, baseline_shift=-0.1: (
@@ -107,6 +116,7 @@ MASSES = {
     p * q * (np.exp(eta) - 1) / (eta * (p * np.exp(eta) + q))
   ),
   "maxrl": lambda p, q: _same(q),
+  "opo": None,  # on the lengths
   "pass_at_k": lambda p, q, k=4: _same(k * p * q**k),
   "power": lambda p, q, alpha=2.0: _same(p * q**alpha),
   "power_asym": lambda p, q, alpha=2.0, delta=0.5: (p * q**alpha, p * q**alpha / delta),

@@ -1,13 +1,12 @@
 """Grading of programs: styles of tests, what crosses over to the program, published solutions."""
 
-import importlib
 import os
 import pathlib
 
 import pytest
 
 from experiments.benchmarks import code_grading
-from rlvr_jax.rewards import GraderPool, Outcome
+from rlvr_jax.rewards import GraderPool, GraderStartError, Outcome
 from rlvr_jax.rewards.code import code, program_text
 
 ADD = "def add(a, b):\n  return a + b\n"
@@ -70,8 +69,9 @@ def test_asserts():
   grade = code(ADD, _asserts(*tests, "assert add(1, 1) == 3", "assert add(2, 2) == 4"))
   assert (grade.outcome, grade.score) == (Outcome.WRONG, 0.0)
   assert "test 3 of 4" in grade.detail and "add(1, 1) == 3" in grade.detail
-  share = _asserts(*tests, "assert add(1, 1) == 3", "assert add(2, 2) == 4", reward="fraction")
-  assert (code(ADD, share).outcome, code(ADD, share).score) == (Outcome.WRONG, 0.75)
+  failing = _asserts(*tests, "assert add(1, 1) == 3", "assert add(2, 2) == 4")
+  share = code(ADD, failing, reward="fraction")
+  assert (share.outcome, share.score) == (Outcome.WRONG, 0.75)
 
 
 def test_setup_runs_after_the_program():
@@ -155,7 +155,7 @@ def test_a_failure_asks_nothing_of_the_program(message):
   ],
 )
 def test_a_test_fails_with_its_first_failure(test, passed):
-  grade = code("def f(x): return x", _asserts(test, "assert f(3) == 3", reward="fraction"))
+  grade = code("def f(x): return x", _asserts(test, "assert f(3) == 3"), reward="fraction")
   assert grade.score == (0.5 if passed else 1.0), grade
   assert passed in grade.detail, grade
 
@@ -165,7 +165,7 @@ def test_the_time_limit_is_of_processor_time():
   naps = "import time\ndef add(a, b):\n  time.sleep(0.6)\n  return a + b"
   reference = _asserts("assert add(1, 2) == 3", time_limit_s=0.3)
   assert code(naps, reference).outcome is Outcome.CORRECT
-  with GraderPool("rlvr_jax.rewards.code:code", timeout_s=0.5) as pool:  # for the rest of the item
+  with GraderPool("code", timeout_s=0.5) as pool:  # for the rest of the item
     before = pool.worker_pids()
     (right, slept) = pool.grade([naps, naps.replace("0.6", "60")], [reference] * 2)
     assert (right.outcome, slept.outcome) == (Outcome.CORRECT, Outcome.TIMEOUT), (right, slept)
@@ -316,8 +316,8 @@ def test_stdin_setup_runs_before_the_program():
 
 def test_stdin_cases_are_processes_of_their_own():
   program = "import os, sys\nprint(len(getattr(sys, 'seen', [])) + int(input()))\nsys.seen = [1]"
-  reference = _stdin(("1", "1"), ("2", "2"), ("3", "4"), ("4", "4"), reward="fraction")
-  grade = code(program, reference)
+  reference = _stdin(("1", "1"), ("2", "2"), ("3", "4"), ("4", "4"))
+  grade = code(program, reference, reward="fraction")
   assert grade.score == 0.75 and "got '3\\n', expected '4'" in grade.detail
 
 
@@ -570,7 +570,7 @@ def test_slices_of_objects():
     (_stdin(), "'cases' is empty"),
     ({"style": "check", "entry_point": "f", "test": ""}, "'test' is empty"),
     ({"style": "pytest"}, "style is 'pytest', allowed"),
-    (_asserts("assert f()", reward="some"), "reward is 'some', allowed"),
+    (_asserts("assert f()", reward="all"), r"leave it out, and write code\(reward='all'\)"),
     (_asserts("assert f()", time_limit_s=0), "time_limit_s is 0"),
     (_asserts("assert f()", time_limit_s=float("inf")), "time_limit_s is inf, must be .* ≤ 120"),
     (_asserts("assert f()", memory_mib=16), "memory_mib is 16, must be a whole number ≥ 64"),
@@ -581,6 +581,11 @@ def test_bad_references(reference, message):
     code("x = 1", reference)
 
 
+def test_an_unknown_reward_is_told_at_the_start():
+  with pytest.raises(GraderStartError, match="reward is 'some', allowed"):
+    GraderPool("code(reward='some')")
+
+
 def _published():
   folder = os.environ.get("RLVR_SHARED")
   if folder is None:
@@ -589,7 +594,7 @@ def _published():
 
 
 def _grade_published(size):
-  with GraderPool("rlvr_jax.rewards.code:code", num_workers=2) as pool:
+  with GraderPool("code", num_workers=2) as pool:
     for problems in _published().values():
       problems = code_grading.spread(problems, size)
       assert len(problems) >= (size or 100)
@@ -609,8 +614,3 @@ def test_published_solutions_pass_and_spoilt_copies_fail():
 @pytest.mark.slow
 def test_all_published_solutions_pass_and_all_spoilt_copies_fail():
   _grade_published(None)
-
-
-def test_the_grader_is_found_by_its_path():
-  module = importlib.import_module("rlvr_jax.rewards.code")
-  module.code_self_test()

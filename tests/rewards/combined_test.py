@@ -12,11 +12,11 @@ from rlvr_jax.rewards import (
 )
 from rlvr_jax.rewards.combined import by_reference, weighted, weighted_reference
 
-GSM8K = "rlvr_jax.rewards.graders:gsm8k"
-MATHEMATICS = "rlvr_jax.rewards.mathematics:mathematics"
-BOXED = "rlvr_jax.rewards.formats:boxed"
-WEIGHTED = "rlvr_jax.rewards.combined:weighted"
-BY_REFERENCE = "rlvr_jax.rewards.combined:by_reference"
+GSM8K = "gsm8k"
+MATHEMATICS = "mathematics"
+BOXED = "boxed"
+WEIGHTED = "weighted"
+BY_REFERENCE = "by_reference"
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_mixture_through_the_pool(own):
   assert [grade.outcome.value for grade in grades] == [
     "correct", "correct", "crashed", "crashed", "crashed", "correct",
   ]  # fmt: skip
-  said = ["No module named 'no_such'", "'no path' is no grader", "no licence"]
+  said = ["No module named 'no_such'", "grader = 'no path' is not a component", "no licence"]
   assert all(text in grade.detail for text, grade in zip(said, grades[2:5], strict=True)), grades
   with pytest.raises(GraderStartError, match="no licence"):
     GraderPool(BY_REFERENCE, preload=[name("untestable")])

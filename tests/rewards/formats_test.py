@@ -1,13 +1,9 @@
 """Graders of a completion's form."""
 
-import re
-
 import pytest
 
-from rlvr_jax.rewards import GraderPool, Outcome
+from rlvr_jax.rewards import GraderPool, GraderStartError, Outcome
 from rlvr_jax.rewards.formats import boxed, pattern, think_answer
-
-FORMATS = "rlvr_jax.rewards.formats"
 
 
 def _check(grade, good, said=""):
@@ -55,15 +51,14 @@ def test_think_answer(completion, problem):
 
 
 def test_pattern():
-  reference = {"pattern": r"\A<a>.+</a>\Z"}
-  _check(pattern("<a>x\ny</a>", reference), True)
-  _check(pattern("<a>x</a>.", reference), False, "no match")
-  with pytest.raises(re.error):
-    pattern("", {"pattern": "("})
+  regex = r"\A<a>.+</a>\Z"
+  _check(pattern("<a>x\ny</a>", {}, regex=regex), True)
+  _check(pattern("<a>x</a>.", {}, regex=regex), False, "no match")
+  with pytest.raises(GraderStartError, match="unterminated subpattern"):
+    GraderPool("pattern(regex='(')")
 
 
 def test_an_endless_pattern_costs_its_limit():
-  references = [{"pattern": "(a|a)*b"}, {"pattern": "a+"}]
-  with GraderPool(f"{FORMATS}:pattern", timeout_s=0.5) as pool:
-    grades = pool.grade(["a" * 64] * 2, references)
+  with GraderPool("pattern(regex='(a|a)*b')", timeout_s=0.5) as pool:
+    grades = pool.grade(["a" * 64, "ab"], [{}] * 2)
   assert [grade.outcome for grade in grades] == [Outcome.TIMEOUT, Outcome.CORRECT]

@@ -20,7 +20,7 @@ from rlvr_jax.rewards.mathematics import (
 )
 
 LIMIT_S = 2.0
-PATH = "rlvr_jax.rewards.mathematics:mathematics"
+PATH = "mathematics"
 
 # gold | answer | = or !
 PAIRS = r"""

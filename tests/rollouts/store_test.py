@@ -14,8 +14,8 @@ import pytest
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
 from rlvr_jax.files import DiskFullError, json_crc32
-from rlvr_jax.rollouts import store as store_lib
-from rlvr_jax.rollouts.store import RolloutStore, StoreError, TornShardError
+from rlvr_jax.rollouts import shards
+from rlvr_jax.rollouts.store import INDEX, RolloutStore, StoreError, TornShardError
 
 
 def make_batch(number, size=6):
@@ -56,7 +56,7 @@ def shard(store, number):
 
 
 def index_lines(store):
-  return (store.directory / store_lib.INDEX).read_bytes().splitlines(keepends=True)
+  return (store.directory / INDEX).read_bytes().splitlines(keepends=True)
 
 
 def damage(path, bit):
@@ -94,7 +94,7 @@ def test_a_second_instance_reads_while_the_first_writes(store):
     store.append(number, *make_batch(number))
     assert reader.numbers() == store.numbers() == sorted((5, 1, 3)[:count])
     assert_same(reader.read(number), make_batch(number))
-  with open(store.directory / store_lib.INDEX, "ab") as index:
+  with open(store.directory / INDEX, "ab") as index:
     index.write(b'{"crc32": 12')  # a line being written
   assert reader.numbers() == [1, 3, 5]
   with pytest.raises(StoreError, match="writable=True"):
@@ -146,7 +146,7 @@ def test_bad_input_is_refused_before_anything_is_written(
 ):
   with pytest.raises(error, match=message):
     store.append(number, {"x": array}, info)
-  assert os.listdir(store.directory) == [store_lib.INDEX] and store.numbers() == []
+  assert os.listdir(store.directory) == [INDEX] and store.numbers() == []
 
 
 # --- damage ---------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def test_a_damaged_line_of_the_index_loses_nothing(filled, kind):
   offset = lines[1].index(text) + len(text) if text else 0
   byte = start - 1 if kind == "newline" else start + offset
   filled.close()
-  damage(filled.directory / store_lib.INDEX, 8 * byte + 1)
+  damage(filled.directory / INDEX, 8 * byte + 1)
   for writable in (False, True, False):
     opened = RolloutStore(filled.directory, writable=writable)
     assert opened.numbers() == [0, 1, 2, 3]
@@ -241,7 +241,7 @@ def test_a_damaged_line_of_the_index_loses_nothing(filled, kind):
 
 
 def test_seeded_damage_anywhere_in_the_index(filled):
-  index = filled.directory / store_lib.INDEX
+  index = filled.directory / INDEX
   filled.close()
   whole = index.read_bytes()
   for bit in np.random.default_rng(0).integers(0, 8 * len(whole), 40):
@@ -254,7 +254,7 @@ def test_seeded_damage_anywhere_in_the_index(filled):
 
 def test_a_lost_index_is_made_again(filled):
   filled.close()
-  (filled.directory / store_lib.INDEX).unlink()
+  (filled.directory / INDEX).unlink()
   with pytest.raises(StoreError, match=r"index\.jsonl is not there"):
     RolloutStore(filled.directory, writable=False)
   opened = RolloutStore(filled.directory, writable=True)
@@ -282,7 +282,7 @@ def test_opening_repairs_what_a_kill_between_two_steps_leaves(filled):
   filled.append(4, *make_batch(4))
   filled.remove(4)
   filled.close()
-  index = filled.directory / store_lib.INDEX
+  index = filled.directory / INDEX
   lines = index_lines(filled)
   index.write_bytes(b"".join(lines[:3] + lines[4:]) + lines[3][:40])  # before 3's line was whole
   shard(filled, 4).write_bytes(b"before it was deleted")
@@ -340,7 +340,7 @@ def test_nothing_that_was_written_is_lost_or_doubled_by_kills(tmp_path):
   listed = [json.loads(line)["content"]["number"] for line in index_lines(store)]
   assert listed == found
   files = {path.name for path in store.directory.iterdir()}
-  assert files == {store_lib.INDEX} | {shard(store, number).name for number in found}
+  assert files == {INDEX} | {shard(store, number).name for number in found}
 
 
 def test_one_process_writes_at_a_time(store, tmp_path):
@@ -407,7 +407,7 @@ def test_what_the_library_loses_in_silence_is_not_stored(filled, monkeypatch):
       if len(record) != 100:
         super().write(record)
 
-  monkeypatch.setattr(store_lib, "ArrayRecordWriter", Forgetful)
+  monkeypatch.setattr(shards, "ArrayRecordWriter", Forgetful)
   with pytest.raises(OSError, match=r"00000004\.array_record does not read back as written"):
     filled.append(4, {"a": np.zeros(3), "lost": np.zeros(100, np.int8)}, {})
   assert filled.numbers() == [0, 1, 2, 3] and len(os.listdir(filled.directory)) == 5
@@ -438,7 +438,7 @@ def test_a_folder_that_is_not_there_is_not_made_for_reading(tmp_path):
 
 def test_another_format_is_named(filled, monkeypatch):
   filled.close()
-  monkeypatch.setattr(store_lib, "MARKER", "rlvr_jax rollouts 2")
+  monkeypatch.setattr(shards, "MARKER", "rlvr_jax rollouts 2")
   before = index_lines(filled)
   for writable in (False, True):
     with pytest.raises(StoreError, match=r"format 'rlvr_jax rollouts 1', this version reads .* 2'"):

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from rlvr_jax.files import DiskFullError
-from rlvr_jax.train import checkpoint
+from rlvr_jax.train import checkpoint, checkpoint_files
 from rlvr_jax.types import TrainState
 
 # Reading a damaged file leaves tensorstore's other reads unfinished; their complaints are not ours.
@@ -94,7 +94,7 @@ def test_round_trip_is_bit_exact(checkpointer):
 
 def test_nothing_saved_restores_nothing(checkpointer):
   assert checkpointer.restore(make_state(0)) is None
-  assert checkpointer.latest() is None and checkpointer.best() is None
+  assert checkpointer.steps() == []
 
 
 def test_arrays_come_and_go_between_steps(checkpointer):
@@ -156,7 +156,7 @@ def test_saved_step_is_not_saved_again(checkpointer):
 def test_arrays_of_another_kind_are_refused(checkpointer, bad):
   with pytest.raises(TypeError, match="text goes into `host`"):
     checkpointer.save(1, make_state(1), host={}, arrays=bad)
-  assert checkpointer.latest() is None
+  assert checkpointer.steps() == []
 
 
 def test_host_values_in_the_state_are_refused(checkpointer):
@@ -173,9 +173,8 @@ def test_keeps_the_latest_and_the_best_also_over_a_restart(tmp_path):
     saver = checkpoint.Checkpointer(tmp_path, keep=2)
     saver.save(step, make_state(step), host={}, metric=metric)
     saver.close()
-    assert saver.latest() == step
-  assert saver.steps() == [2, 5, 6]
-  assert saver.best() == 2  # the earlier of two equals
+    assert saver.steps()[-1] == step
+  assert saver.steps() == [2, 5, 6]  # of 2 and 4, which are equal, the earlier
   assert_same_bits(restore(tmp_path).state, make_state(6))
 
 
@@ -208,7 +207,7 @@ def test_a_step_of_choice_is_restored(checkpointer):
   restored = checkpointer.restore(make_state(0), step=1)
   assert (restored.step, restored.host, restored.arrays.tolist()) == (1, {"n": 1}, [1, 1])
   assert_same_bits(restored.state, make_state(1))
-  with pytest.raises(checkpoint.CheckpointError, match=r"no checkpoint of step 3.*\[1, 2\]"):
+  with pytest.raises(checkpoint_files.CheckpointError, match=r"no checkpoint of step 3.*\[1, 2\]"):
     checkpointer.restore(make_state(0), step=3)
 
 
@@ -228,7 +227,7 @@ def outcome(directory, expected):
   """ "refused", or "intact" if what was restored is exactly what was saved."""
   try:
     found = restore(directory)
-  except checkpoint.TornCheckpointError as error:
+  except checkpoint_files.TornCheckpointError as error:
     assert f"{directory / '3'} is damaged" in str(error)
     assert "Remove that directory and rerun to fall back to step 2." in str(error)
     return "refused"
@@ -293,7 +292,7 @@ def test_values_that_changed_behind_valid_files_are_refused(
   shutil.rmtree(tmp_path / "copy" / "3" / "arrays")
   save_one(tmp_path / "other", step, arrays={"tokens": tokens})
   shutil.copytree(tmp_path / "other" / str(step) / "arrays", tmp_path / "copy" / "3" / "arrays")
-  with pytest.raises(checkpoint.TornCheckpointError, match=rf"leaf '{leaf}' has checksum"):
+  with pytest.raises(checkpoint_files.TornCheckpointError, match=rf"leaf '{leaf}' has checksum"):
     restore(tmp_path / "copy")
 
 
@@ -302,34 +301,13 @@ def test_the_remedy_of_the_message_works(pristine, tmp_path):
   shutil.copytree(source, tmp_path / "copy")
   for path in files_of(tmp_path / "copy" / "3" / "arrays"):
     path.write_bytes(b"")
-  with pytest.raises(checkpoint.TornCheckpointError, match="fall back to step 2"):
+  with pytest.raises(checkpoint_files.TornCheckpointError, match="fall back to step 2"):
     restore(tmp_path / "copy")
   shutil.rmtree(tmp_path / "copy" / "3")
   assert_same_bits(restore(tmp_path / "copy").state, make_state(2))
   shutil.rmtree(tmp_path / "copy" / "2" / "arrays")
-  with pytest.raises(checkpoint.TornCheckpointError, match="rerun to start afresh"):
+  with pytest.raises(checkpoint_files.TornCheckpointError, match="rerun to start afresh"):
     restore(tmp_path / "copy")
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32, jnp.int8, jnp.bool_])
-def test_checksum_sees_a_changed_bit_and_a_changed_order(dtype):
-  x = (np.arange(24).reshape(2, 3, 4) % 2).astype(dtype)
-  y, swapped = x.copy(), x.copy()
-  y[1, 2, 3] = 0
-  swapped[0, 0, [0, 1]] = swapped[0, 0, [1, 0]]
-  arrays = {"x": x, "y": y, "swapped": swapped}
-  sums = checkpoint._device_checksums(jax.tree.map(jnp.asarray, arrays))
-  assert len(set(sums.values())) == 3
-
-
-def test_checksum_by_hand(x64):
-  leaves = {"i": jnp.array([[5, 7], [11, 13]], jnp.int32), "d": jnp.array([1.0, -2.0])}
-  high, low = np.array([1.0, -2.0]).view(np.uint32).reshape(2, 2).T[::-1]
-  words = [int(w) for pair in zip(low, high, strict=True) for w in pair]
-  assert checkpoint._device_checksums(leaves) == {
-    "i": 5 * 1 + 7 * 3 + 11 * 5 + 13 * 7,
-    "d": sum(w * (2 * i + 1) for i, w in enumerate(words)) % 2**32,
-  }
 
 
 # --- parameters alone -----------------------------------------------------------------------------
@@ -345,15 +323,15 @@ def test_parameters_are_read_out_of_a_run_changing_nothing_there(pristine, tmp_p
   before = contents()
   abstract = jax.eval_shape(lambda: make_state(0).params)
   for folder, step in (("checkpoints", 3), ("checkpoints", 2), ("warm_start", 9)):
-    params = checkpoint.read_params(tmp_path / folder / str(step), abstract)
+    params = checkpoint_files.read_params(tmp_path / folder / str(step), abstract)
     assert_same_bits(params, make_state(step).params)
   assert contents() == before
 
 
 def test_parameters_of_another_shape_are_refused_naming_the_leaf(pristine):
   message = r"'params\.layers\.kernel' is float32\[4, 8\] in it and float32\[4, 9\] in this run"
-  with pytest.raises(checkpoint.ForeignCheckpointError, match=message):
-    checkpoint.read_params(pristine[0] / "3", make_state(0, width=9).params)
+  with pytest.raises(checkpoint_files.ForeignCheckpointError, match=message):
+    checkpoint_files.read_params(pristine[0] / "3", make_state(0, width=9).params)
 
 
 @pytest.mark.parametrize("what", ["arrays", "manifest"])
@@ -363,9 +341,9 @@ def test_damaged_parameters_are_refused(pristine, tmp_path, what):
   path = tmp_path / "copy" / "3" / what
   shutil.rmtree(path)
   shutil.copytree(pristine[0] / "2" / what, path)
-  with pytest.raises(checkpoint.TornCheckpointError, match=r"'params\.\S+' has checksum"):
-    checkpoint.read_params(tmp_path / "copy" / "3", make_state(0).params)
-  params = checkpoint.read_params(tmp_path / "copy" / "2", make_state(0).params)
+  with pytest.raises(checkpoint_files.TornCheckpointError, match=r"'params\.\S+' has checksum"):
+    checkpoint_files.read_params(tmp_path / "copy" / "3", make_state(0).params)
+  params = checkpoint_files.read_params(tmp_path / "copy" / "2", make_state(0).params)
   assert_same_bits(params, make_state(2).params)
 
 
@@ -393,7 +371,7 @@ def test_damaged_parameters_are_refused(pristine, tmp_path, what):
 def test_another_state_is_refused_naming_the_leaf(pristine, change, message):
   state = make_state(0)
   change(state)
-  with pytest.raises(checkpoint.ForeignCheckpointError, match=message) as caught:
+  with pytest.raises(checkpoint_files.ForeignCheckpointError, match=message) as caught:
     restore(pristine[0], state)
   assert "another --workdir" in str(caught.value)
 
@@ -401,7 +379,7 @@ def test_another_state_is_refused_naming_the_leaf(pristine, change, message):
 def test_a_directory_of_another_program_is_refused(tmp_path):
   (tmp_path / "7").mkdir()
   (tmp_path / "7" / "model.bin").write_bytes(b"weights")
-  with pytest.raises(checkpoint.ForeignCheckpointError, match="no checkpoint of rlvr_jax"):
+  with pytest.raises(checkpoint_files.ForeignCheckpointError, match="no checkpoint of rlvr_jax"):
     restore(tmp_path)
 
 
@@ -409,8 +387,8 @@ def test_another_format_is_refused(pristine, tmp_path):
   shutil.copytree(pristine[0], tmp_path / "copy")
   path = tmp_path / "copy" / "3" / "manifest" / "metadata"
   manifest = json.loads(path.read_text())["manifest"] | {"marker": "rlvr_jax checkpoint 9"}
-  path.write_text(json.dumps(checkpoint._sealed(manifest)))
-  with pytest.raises(checkpoint.ForeignCheckpointError, match="rlvr_jax checkpoint 9"):
+  path.write_text(json.dumps(checkpoint_files._sealed(manifest)))
+  with pytest.raises(checkpoint_files.ForeignCheckpointError, match="rlvr_jax checkpoint 9"):
     restore(tmp_path / "copy")
 
 
@@ -419,6 +397,7 @@ def test_another_format_is_refused(pristine, tmp_path):
 SAVER = """
   import resource, signal, sys
   import jax, jax.numpy as jnp
+  from rlvr_jax.files import DiskFullError
   from rlvr_jax.train import checkpoint
 
   def make_state(step):
@@ -444,7 +423,7 @@ def test_killed_in_the_middle_of_saves(tmp_path):
   """Whatever the moment, the last committed step is whole and the next run goes on from it."""
   body = """
     saver = checkpoint.Checkpointer(sys.argv[1], keep=1)
-    start = saver.latest() or 0
+    start = max(saver.steps(), default=0)
     for step in range(start + 1, 10_000):
       saver.save(step, make_state(step), host={"step": step})
       print(step, flush=True)
@@ -496,7 +475,7 @@ def test_killed_while_an_old_checkpoint_is_removed(tmp_path):
   assert half and 0 < len(list(half[0].parent.rglob("*"))) < whole - 1
   opened = checkpoint.Checkpointer(tmp_path, keep=1)
   assert opened.steps() and 1 not in opened.steps()
-  assert opened.restore(jax.eval_shape(lambda: big_state(0))).step == opened.latest()
+  assert opened.restore(jax.eval_shape(lambda: big_state(0))).step == opened.steps()[-1]
   assert {path.name for path in tmp_path.iterdir()} == set(map(str, opened.steps()))
   opened.close()
 
@@ -512,7 +491,7 @@ def test_disk_that_fills_while_writing(tmp_path):
     try:
       saver.save(2, make_state(2), host={})
       saver.wait()
-    except checkpoint.DiskFullError as error:
+    except DiskFullError as error:
       print(error)
     else:
       print("not noticed")
@@ -548,76 +527,3 @@ def test_orbax_is_silent(tmp_path):
   """
   process = run_saver(body, tmp_path)
   assert process.communicate() == ("", "")
-
-
-# --- the workdir ----------------------------------------------------------------------------------
-
-
-def test_a_workdir_is_held_by_one_process(tmp_path):
-  body = """
-    lock = checkpoint.WorkdirLock(sys.argv[1])
-    print("held", flush=True)
-    sys.stdin.read()
-  """
-  process = run_saver(body, tmp_path / "run")
-  assert process.stdout.readline() == "held\n"
-  holder = rf"in use by process {process.pid}\b.*--workdir"
-  with pytest.raises(checkpoint.WorkdirError, match=holder):
-    checkpoint.WorkdirLock(tmp_path / "run")
-  process.kill()
-  process.communicate()
-  with checkpoint.WorkdirLock(tmp_path / "run"):  # the kernel freed it
-    with pytest.raises(checkpoint.WorkdirError):
-      checkpoint.WorkdirLock(tmp_path / "run")
-  checkpoint.WorkdirLock(tmp_path / "run").close()
-
-
-def test_config_of_the_workdir(tmp_path):
-  loss = "ppo_clip"
-  config = {"seed": 1, "loss": loss, "ks": [1, 8], "mesh": {"data": 1}}
-  workdir = tmp_path / "run"
-  checkpoint.check_config(workdir, json.dumps(config))
-  assert json.loads((workdir / "config.json").read_text()) == config
-  checkpoint.check_config(workdir, json.dumps(config))
-  other = {**config, "seed": 2, "loss": "gspo", "mesh": {"data": 1, "fsdp": 2}}
-  with pytest.raises(checkpoint.WorkdirError) as caught:
-    checkpoint.check_config(workdir, json.dumps(other))
-  message = str(caught.value)
-  assert "  seed: 1 in the workdir, 2 now\n" in message
-  assert '  loss: "ppo_clip" in the workdir, "gspo" now\n' in message
-  assert "  mesh.fsdp: absent in the workdir, 2 now\n" in message
-  assert "ks" not in message and "another --workdir" in message
-  assert json.loads((workdir / "config.json").read_text()) == config
-
-  assert "earlier version" not in message
-
-  wider = {**config, "mesh": {"data": 8}}
-  checkpoint.check_config(workdir, json.dumps(wider), may_differ=["mesh"])
-  with pytest.raises(checkpoint.WorkdirError, match=r"mesh\.data"):
-    checkpoint.check_config(workdir, json.dumps(wider), may_differ=["mes"])
-
-
-@pytest.mark.parametrize("left", ["checkpoints", "metrics.jsonl", "problems.jsonl"])
-def test_a_run_whose_configuration_is_gone_is_not_resumed_under_another(tmp_path, left):
-  (tmp_path / left).mkdir()
-  with pytest.raises(checkpoint.WorkdirError, match=rf"config\.json is gone, but .* has {left} of"):
-    checkpoint.check_config(tmp_path, json.dumps({"seed": 7}))
-  assert not (tmp_path / "config.json").exists()
-
-
-def test_the_workdir_of_an_earlier_version(tmp_path):
-  """There, components were groups of fields."""
-  old = {"seed": 0, "loss": {"name": "ppo_clip", "kwargs": {}, "aggregation": "token_mean"}}
-  checkpoint.check_config(tmp_path, json.dumps(old))
-  new = json.dumps({"seed": 0, "loss": "ppo_clip", "aggregation": "token_mean"})
-  with pytest.raises(checkpoint.WorkdirError) as caught:
-    checkpoint.check_config(tmp_path, new)
-  last = str(caught.value).splitlines()[-1]
-  assert "of an earlier version" in last and "cannot be resumed" in last
-  assert "another --workdir" in last
-
-
-def test_config_that_is_not_json(tmp_path):
-  (tmp_path / "config.json").write_text("{")
-  with pytest.raises(checkpoint.WorkdirError, match="not JSON"):
-    checkpoint.check_config(tmp_path, "{}")

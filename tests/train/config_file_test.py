@@ -177,6 +177,14 @@ def test_an_old_recipe_prints_the_new_line(lines, new, tmp_path):
   parsed(recipe=str(recipe))
 
 
+def test_the_reward_of_programs_is_a_hyper_parameter_of_their_grader():
+  told = refused("--config.task.kwargs.code_reward=fraction", recipe="configs/gsm8k.py")
+  new = "--config.task.kwargs.grader=\"code(reward='fraction')\""
+  assert told.startswith("error: --config.task.kwargs.code_reward: ") and told.endswith(new), told
+  c = parsed(new.replace('"', ""), recipe="configs/gsm8k.py")
+  assert c.task.kwargs.grader == "code(reward='fraction')"
+
+
 def test_other_mistakes_of_a_recipe_stay_as_they_are(tmp_path):
   recipe = tmp_path / "mine.py"
   recipe.write_text("def get_config():\n  return 1 + None\n")

@@ -16,7 +16,7 @@ import pytest
 from train import tiny
 
 from rlvr_jax.train import multihost
-from rlvr_jax.train.checkpoint import WorkdirLock
+from rlvr_jax.train.workdir import WorkdirLock
 
 MESH = [f"--config.mesh.{axis}=2" for axis in ("data", "fsdp", "tensor")]
 FLAGS = [*MESH, "--config.num_updates=6"]

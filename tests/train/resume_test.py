@@ -14,7 +14,7 @@ from train import tiny
 from rlvr_jax.commands.train import train
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.train.build import build
-from rlvr_jax.train.checkpoint import WorkdirError
+from rlvr_jax.train.workdir import WorkdirError
 
 
 @pytest.fixture(scope="module")

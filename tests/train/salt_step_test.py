@@ -16,9 +16,8 @@ from rlvr_jax.geometry.per_rollout import per_rollout_features
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.ops.reductions import values
 from rlvr_jax.train import sharding
-from rlvr_jax.train.accumulate import update_gradient
+from rlvr_jax.train.accumulate import policy_logprobs, update_gradient
 from rlvr_jax.train.geometry import mean_entropy, measure
-from rlvr_jax.train.accumulate import policy_logprobs
 from rlvr_jax.train.step import initial_state, train_step
 
 ROUTES = {

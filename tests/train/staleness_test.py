@@ -19,10 +19,10 @@ from rlvr_jax.rollouts import queue, schedules
 from rlvr_jax.rollouts.store import RolloutStore, TornShardError
 from rlvr_jax.train import build as building
 from rlvr_jax.train import loop, parameters, restore
+from rlvr_jax.train.behavior_sources import Source, recorded_groups
 from rlvr_jax.train.generator import AgreementError
 from rlvr_jax.train.host import Termination
 from rlvr_jax.train.metrics import stage_summary
-from rlvr_jax.train.sources import Source, recorded_groups
 from rlvr_jax.types import Sampling
 
 UPDATES = 8
@@ -238,7 +238,7 @@ def test_going_back_leaves_no_later_checkpoint(staged, parts, tmp_path):
     RolloutStore(workdir / "rollouts", writable=True) as store,
   ):
     assert saved.steps()[-2:] == [4, 6]
-    assert restore.resumable(saved, parts, store).step == saved.latest() == 4
+    assert restore.resumable(saved, parts, store).step == saved.steps()[-1] == 4
 
 
 @pytest.mark.parametrize("damaged", [4, 6])
@@ -359,7 +359,7 @@ def test_a_generator_that_stalls_or_dies_ends_the_run_with_everything_saved(trai
     made.run(Termination())
   assert time.monotonic() - began < 30
   made.checkpointer.wait()
-  assert made.step == made.checkpointer.latest() == 2
+  assert made.step == made.checkpointer.steps()[-1] == 2
   with pytest.raises(runs.GeneratorStoppedError, match=r"died.*host is gone"):
     made.collect()
 

@@ -16,8 +16,7 @@ from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.reductions import values
 from rlvr_jax.train import sharding
-from rlvr_jax.train.accumulate import update_gradient
-from rlvr_jax.train.accumulate import policy_logprobs
+from rlvr_jax.train.accumulate import policy_logprobs, update_gradient
 from rlvr_jax.train.objective import Method
 from rlvr_jax.train.step import initial_state, train_step
 from rlvr_jax.types import Prompts, TrainBatch

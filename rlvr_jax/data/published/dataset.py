@@ -24,7 +24,7 @@ class Dataset(tfds.core.BuilderConfig):
   files: Mapping[str, Layouts]
   read: Callable[[Row], Record]
   split_of: Callable[[Row], str] | None = None
-  grader: str  # import path
+  grader: str  # by its string
   prompt: str  # template of the completion's prompt, over the fields of `tasks.published`
 
 

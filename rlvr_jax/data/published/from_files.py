@@ -33,7 +33,6 @@ def published(
   max_question_characters: int = 0,
   prompt: str = "",
   grader: str = "",
-  code_reward: str = "all",
   prepared_dir: str | os.PathLike[str] = "~/.cache/rlvr_jax/published",
 ) -> Task:
   """A published data set from its files, in the published order.
@@ -59,8 +58,7 @@ def published(
     max_question_characters: of train and warm start, before the prompt template; 0 for any.
     prompt: template over {question}, {interface} (how a program will be called; "" for
       mathematics), {subject}, {difficulty} and {id}; "" for the data set's own.
-    grader: import path; "" for the data set's own.
-    code_reward: "all" tests passed, or the "fraction" of them; for programs only.
+    grader: its string, such as "code(reward='fraction')"; "" for the data set's own.
     prepared_dir: local, for the records prepared from the files; made where it is missing.
   Raises:
     OSError: a file is missing or cannot be read, or the prepared records cannot be written.
@@ -68,12 +66,11 @@ def published(
       records are damaged, an unknown name or template field, sizes out of range, or no problem is
       left.
   """
+  # Over 60 lines: more than half is its arguments and what they mean.
   held_out_dataset, held_out_data_dir = held_out_dataset or dataset, held_out_data_dir or data_dir
   check_size("warm_start_size", warm_start_size)
   check_size("held_out_size", held_out_size)
   check_size("max_question_characters", max_question_characters)
-  if code_reward not in ("all", "fraction"):
-    raise ValueError(f"code_reward is {code_reward!r}, choose 'all' or 'fraction'")
   if (dataset, str(data_dir), split) == (held_out_dataset, str(held_out_data_dir), held_out_split):
     raise ValueError(
       f"split and held_out_split are both {split!r} of {dataset}: nothing would be left to train "
@@ -83,7 +80,7 @@ def published(
   from rlvr_jax.data.published.builder import prepare
 
   def problems(records: Records, indices: np.ndarray) -> Chosen:
-    read = lambda index: _problem(records, index, prompt, code_reward)
+    read = lambda index: _problem(records, index, prompt)
     return Chosen(read, indices, records.keys[indices])
 
   held_out_set = prepare(held_out_dataset, held_out_data_dir, prepared_dir)
@@ -146,7 +143,7 @@ def _choose(
   return chosen
 
 
-def _problem(records: Records, index: int, prompt: str, code_reward: str) -> Problem:
+def _problem(records: Records, index: int, prompt: str) -> Problem:
   from rlvr_jax.data.published.programs import interface
 
   record = records[index]
@@ -158,10 +155,6 @@ def _problem(records: Records, index: int, prompt: str, code_reward: str) -> Pro
     "id": record.id,
   }
   reference = {**record.reference, "dataset": records.dataset.name}
-  if code_reward != "all":
-    if "style" not in reference:
-      raise ValueError(f"code_reward is {code_reward!r}, but {records.dataset.name} has no tests")
-    reference["reward"] = code_reward
   return Problem(
     question=fill_template("prompt", prompt or records.dataset.prompt, fields),
     answer=record.answer,

@@ -8,7 +8,7 @@ import re
 from rlvr_jax.data.published.dataset import Dataset, hub_file, split_files
 from rlvr_jax.data.published.rows import Record, Row
 
-_GRADER = "rlvr_jax.rewards.mathematics:mathematics"
+_GRADER = "mathematics"
 _PROMPT = "{question}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 _ONLY_FILE = (*split_files("test"), *split_files("train"))  # of a data set with one split
 _SUBJECTS = (  # folders of MATH
@@ -101,7 +101,7 @@ GSM8K = Dataset(
   description="Grade-school word problems. Cobbe et al. 2021, arXiv 2110.14168.",
   files={split: split_files(split, "main") for split in ("train", "test")},
   read=_gsm8k,
-  grader="rlvr_jax.rewards.graders:gsm8k",
+  grader="gsm8k",
   prompt="{question}\n",
 )
 MATH = Dataset(

@@ -17,7 +17,7 @@ from typing import Any
 from rlvr_jax.data.published.dataset import Dataset, hub_file, split_files
 from rlvr_jax.data.published.rows import Record, Row
 
-_GRADER = "rlvr_jax.rewards.code:code"
+_GRADER = "code"
 _ANSWER = "Answer with the whole program in one Python code block (```python ... ```)."
 _PROMPT = f"{{question}}\n\n{{interface}}\n\n{_ANSWER}"
 _MBPP_SPLITS = {"prompt": (1, 10), "test": (11, 510), "validation": (511, 600), "train": (601, 974)}

@@ -1,4 +1,4 @@
-"""What the full-size recipes share: a published checkpoint, chat prompts, 16 chips, graders beside.
+"""What these recipes share: a published checkpoint, chat prompts, 16 chips, grader processes.
 
 Not a recipe of its own. The four that start from it are the settings of four papers at their own
 size: salt_qwen25_math_7b, p3o_qwen3_4b, fade_qwen25_7b, mu_grpo_r1_distill_7b. What a paper or its
@@ -6,12 +6,12 @@ authors' code does not say is marked **open** there. None has been trained with 
 accelerator was at hand. What they take per chip, without any chip (v5p:2x2x4 is 16,
 v5p-32 in Cloud's names):
 
-  python -m rlvr_jax.main --mode=fits --config=configs/full_size.py --topology=v5p:2x2x4
+  python -m rlvr_jax.main --mode=fits --config=configs/full_size/base.py --topology=v5p:2x2x4
 
 Begin with shapes alone (random weights) by leaving `model.checkpoint` empty in that command; to
 train, give the checkpoint, the data, and a workdir that all hosts see:
 
-  python -m rlvr_jax.main --distributed --config=configs/salt_qwen25_math_7b.py \\
+  python -m rlvr_jax.main --distributed --config=configs/full_size/salt_qwen25_math_7b.py \\
     --config.model.checkpoint=gs://BUCKET/Qwen2.5-Math-7B --workdir=gs_mount/runs/salt \\
     --config.task.kwargs.data_dir=gs://BUCKET/MATH \\
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/MATH-500

@@ -1,6 +1,5 @@
-"""Prompts that fit, and which grader gets which reference."""
+"""Which grader gets which reference."""
 
-import json
 import logging
 
 import numpy as np
@@ -8,22 +7,20 @@ import pytest
 from train import tiny
 
 from rlvr_jax.codejudge import cgroups
-from rlvr_jax.data import ByteTokenizer, Problem, Task
+from rlvr_jax.data import Problem, Task
+from rlvr_jax.data.task_utils import BY_REFERENCE
 from rlvr_jax.rewards import GraderStartError
 from rlvr_jax.train.build import build
-from rlvr_jax.train.texts import (
-  BY_REFERENCE,
+from rlvr_jax.train.grading import (
   WEIGHTED,
-  fitting,
   grader_pool,
   make_collector,
-  warn_of_long_texts,
   with_graders,
 )
 from rlvr_jax.types import Rollouts
 
-GSM8K = "rlvr_jax.rewards.graders:gsm8k"
-THINK = "rlvr_jax.rewards.formats:think_answer"
+GSM8K = "gsm8k"
+THINK = "think_answer"
 DIGITS = "rewards.user_graders:digits"
 
 
@@ -96,6 +93,47 @@ def test_a_grader_that_only_references_name_is_tried_at_the_start(grader, refere
     grader_pool(config, with_graders(config, task(grader, reference)))
 
 
+OWN_TASK = """
+from rlvr_jax.data import Problem, Task
+
+def letters(*, size, letter="e"):
+  problems = [Problem(f"{i}", letter, f"{i % 7}{letter}", {"letter": letter}) for i in range(size)]
+  return Task("letters", problems[4:], (), problems[:4], grader="own_share:share(each=0.25)")
+"""
+OWN_GRADER = """
+def share(completion, reference, *, each):
+  return each * completion.count(reference["letter"])
+"""
+
+
+def test_a_task_with_its_grader_needs_files_of_the_user_s_alone(tmp_path, monkeypatch):
+  (tmp_path / "own_letters.py").write_text(OWN_TASK)
+  (tmp_path / "own_share.py").write_text(OWN_GRADER)
+  monkeypatch.chdir(tmp_path)
+  config = tiny.config(task__name="own_letters:letters", warm_start__num_steps=0)
+  config.task.kwargs = dict(size=12, letter="o")
+  parts = build(config)
+  with grader_pool(config, parts.task) as pool:
+    grades = pool.grade(["foo", "oooo"], [parts.task.train[0].reference] * 2)
+  assert [(grade.outcome, grade.score) for grade in grades] == [("wrong", 0.5), ("correct", 1.0)]
+
+
+def test_hyper_parameters_of_the_graders_of_a_phase():
+  fields = dict(grading__grader=DIGITS, evaluation__grader="pattern(regex='^7$')")
+  config = tiny.config(**fields, grading__extra=(("pattern(regex='8')", 2.0),))
+  graded = with_graders(config, task(GSM8K, {"answer": "7"}))
+  with grader_pool(config, graded) as pool:
+    references = [graded.train[0].reference, graded.held_out[0].reference]
+    scores = [[grade.score for grade in pool.grade([text] * 2, references)] for text in "78"]
+  assert scores == [[0.5, 1.0], [2.5, 0.0]]
+
+
+@pytest.mark.parametrize("text", ["gsm8k()", " gsm8k "])
+def test_the_task_s_own_grader_in_other_words_changes_nothing(text):
+  own = task(GSM8K, {"answer": "7"})
+  assert with_graders(tiny.config(grading__grader=text, evaluation__grader=text), own) is own
+
+
 def test_a_thought_that_the_prompt_opens_is_no_answer():
   """Whichever graders there are: extra ones, and those of a mixture, get the same text."""
   config = tiny.config(
@@ -127,42 +165,9 @@ def test_a_thought_that_the_prompt_opens_is_no_answer():
 
 def test_a_run_with_generated_programs_is_told_that_no_control_group_limits_them(caplog):
   reference = {"style": "asserts", "tests": ["assert f() == 7"]}
-  wrapped = {"grader": "rlvr_jax.rewards.code:code", "reference": reference}
+  wrapped = {"grader": "code", "reference": reference}
   for grader, given in ((GSM8K, {"answer": "7"}), (BY_REFERENCE, wrapped)):
     assert "control group" not in caplog.text
     with caplog.at_level(logging.WARNING):
       grader_pool(tiny.config(), with_graders(tiny.config(), task(grader, given))).close()
   assert caplog.text.count("no control group") == (cgroups.why_none() is not None)
-
-
-def test_training_prompts_that_are_too_long_are_left_out_and_held_out_ones_never():
-  short, long = problem("1+1=", {}), problem("11111+1111=", {})
-  mixed = Task(name="t", train=(long, short, long), warm_start=(), held_out=(short,), grader=GSM8K)
-  config = tiny.config(prompts__too_long="drop", warm_start__num_steps=0)
-  kept = fitting(config, mixed, ByteTokenizer()).train
-  assert [kept[i].question for i in range(len(kept))] == ["1+1="]
-  held_out = Task(name="t", train=(short,), warm_start=(), held_out=(long,), grader=GSM8K)
-  with pytest.raises(ValueError, match="a prompt has 11 tokens but max_prompt_length is 8"):
-    fitting(config, held_out, ByteTokenizer())
-
-
-@pytest.mark.parametrize(
-  ("scaling", "longest"),
-  [
-    (None, 40),
-    (dict(type="yarn", factor=2.0, original_max_position_embeddings=40), 80),
-    (dict(type="linear", factor=2.0), 40),  # whose files say the longer length already
-  ],
-)
-def test_longer_texts_than_the_checkpoint_was_made_for_are_told(tmp_path, caplog, scaling, longest):
-  settings = dict(model_type="qwen2", max_position_embeddings=40, rope_scaling=scaling)
-  (tmp_path / "config.json").write_text(json.dumps(settings))
-  lengths = dict(max_prompt_length=30, max_response_length=longest - 30)
-  fields = dict(model__checkpoint=str(tmp_path), model__preset="")
-  with caplog.at_level(logging.WARNING):
-    warn_of_long_texts(tiny.config(**fields, **lengths))
-    warn_of_long_texts(tiny.config(**lengths | dict(max_response_length=10**6)))
-    assert not caplog.text
-    lengths["max_response_length"] += 1
-    warn_of_long_texts(tiny.config(**fields, **lengths))
-  assert f"made for {longest} tokens" in caplog.text and f"= {longest + 1}." in caplog.text

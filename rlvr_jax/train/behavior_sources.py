@@ -16,14 +16,14 @@ from rlvr_jax.data import Tokenizer
 from rlvr_jax.files import local_path
 from rlvr_jax.models import quantized
 from rlvr_jax.models.functional import Model, transformer
+from rlvr_jax.models.linear import merged
 from rlvr_jax.models.presets import model_settings
-from rlvr_jax.models.transformer import merged
 from rlvr_jax.ops.checks import check_between, check_choice, check_whole
 from rlvr_jax.ops.logprobs import check_sampling, is_truncated, token_logprobs
 from rlvr_jax.rollouts.recorded import RecordedGroups
 from rlvr_jax.rollouts.store import StoreError
 from rlvr_jax.train import sharding
-from rlvr_jax.train.checkpoint import read_params
+from rlvr_jax.train.checkpoint_files import read_params
 from rlvr_jax.types import Array, Params, Prompts, Sampling
 
 # Mean |Δ log p| in nats per token at temperature 1 that the two ways of computing one
@@ -106,16 +106,9 @@ def make_sources(
   """
   settings, sampling = config.sources, Sampling(**config.sampling)
   check_choice("config.sources.quantized", "format", settings.quantized.format, quantized.FORMATS)
-  shifted = Sampling(**{**config.sampling, "temperature": settings.temperature.temperature})
-  check_sampling(shifted, model.config.vocab_size)
-  check_between(
-    "config.sources.temperature", "temperature", shifted.temperature, low=0.0, open_low=True
-  )
+  shifted = _at_other_temperature(config, model.config.vocab_size)
 
-  def temperature(name: str, prompts: int) -> Source:
-    return Source(name, prompts, shifted, jit_generate(model, shifted), exact=True)
-
-  def policy(name: str, prompts: int) -> Source:
+  def exact(name: str, prompts: int, sampling: Sampling) -> Source:
     return Source(name, prompts, sampling, jit_generate(model, sampling), exact=True)
 
   def rounded(name: str, prompts: int) -> Source:
@@ -128,32 +121,18 @@ def make_sources(
 
   def checkpoint(name: str, prompts: int) -> Source:
     other, step, params = other_policy(config, model, mesh, pins.get(name))
-    return Source(
-      name,
-      prompts,
-      sampling,
-      jit_generate(other, sampling),
-      params_of=lambda *_: (params(), {}),
-      pin=step,
-      of_this_run=False,
-    )
+    source = Source(name, prompts, sampling, jit_generate(other, sampling), of_this_run=False)
+    return source._replace(params_of=lambda *_: (params(), {}), pin=step)
 
   def recorded(name: str, prompts: int) -> Source:
     # What it was sampled with is not known here; its gap is that of the target policy.
     target = Sampling(temperature=config.policy_temperature)
     groups = recorded_groups(config, tokenizer, pins.get(name))
-    return Source(
-      name,
-      prompts,
-      target,
-      recorded=groups,
-      pin=groups.numbers,
-      of_this_run=False,
-    )
+    return Source(name, prompts, target, None, groups, pin=groups.numbers, of_this_run=False)
 
-  make = dict(
-    policy=policy,
-    temperature=temperature,
+  make: dict[str, Callable[..., Source]] = dict(
+    policy=functools.partial(exact, sampling=sampling),
+    temperature=functools.partial(exact, sampling=shifted),
     quantized=rounded,
     checkpoint=checkpoint,
     recorded=recorded,
@@ -163,6 +142,14 @@ def make_sources(
   for name, prompts in found.items():
     sharding.check_batch(f"groups of config.sources.{name}", prompts, mesh)
   return tuple(make[name](name, prompts) for name, prompts in found.items())
+
+
+def _at_other_temperature(config: ml_collections.ConfigDict, vocab_size: int) -> Sampling:
+  temperature = config.sources.temperature.temperature
+  sampling = Sampling(**{**config.sampling, "temperature": temperature})
+  check_sampling(sampling, vocab_size)
+  check_between("config.sources.temperature", "temperature", temperature, low=0.0, open_low=True)
+  return sampling
 
 
 def recorded_groups(

@@ -5,7 +5,8 @@ Source: arXiv 2607.01490, whose 7B policy learns to program and is judged on Liv
 could not be looked up: 32 problems and 16 rollouts per update, responses up to 2048 tokens, AdamW
 at 1e-6. MBPP has 374 problems of training, so that 1000 updates see each 85 times.
 
-  python -m rlvr_jax.main --config=configs/fade_qwen25_7b.py --workdir=gs_mount/runs/fade \\
+  python -m rlvr_jax.main --config=configs/full_size/fade_qwen25_7b.py \\
+    --workdir=gs_mount/runs/fade \\
     --config.model.checkpoint=gs://BUCKET/Qwen2.5-7B \\
     --config.task.kwargs.data_dir=gs://BUCKET/mbpp
 
@@ -14,11 +15,11 @@ Generated programs run in a sandbox on the hosts (docs/models.md). Card: docs/me
 
 from ml_collections import ConfigDict
 
-from rlvr_jax.configs import full_size
+from rlvr_jax.configs.full_size import base
 
 
 def get_config() -> ConfigDict:
-  c = full_size.get_config()
+  c = base.get_config()
   c.num_updates = 1000
   c.task = dict(
     name="published",

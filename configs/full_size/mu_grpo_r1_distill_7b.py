@@ -5,7 +5,7 @@ veto. **open**, taken from the DeepScaleR recipe's first phase where the paper's
 up: responses up to 8192 tokens, 8 rollouts per problem, AdamW at 1e-6; 16 problems per update and
 the veto's κ are ours.
 
-  python -m rlvr_jax.main --config=configs/mu_grpo_r1_distill_7b.py \\
+  python -m rlvr_jax.main --config=configs/full_size/mu_grpo_r1_distill_7b.py \\
     --workdir=gs_mount/runs/mu_grpo \\
     --config.model.checkpoint=gs://BUCKET/DeepSeek-R1-Distill-Qwen-7B \\
     --config.task.kwargs.data_dir=gs://BUCKET/deepscaler \\
@@ -16,11 +16,11 @@ A stage's rollouts, 1024 batches, lie in the workdir's store. Card: docs/methods
 
 from ml_collections import ConfigDict
 
-from rlvr_jax.configs import full_size
+from rlvr_jax.configs.full_size import base
 
 
 def get_config() -> ConfigDict:
-  c = full_size.get_config()
+  c = base.get_config()
   c.num_updates = 4096
   c.model.preset = "deepseek_r1_distill_qwen_7b"
   c.task = dict(

@@ -5,7 +5,7 @@ problem, 32 rollouts per update, hence 8 updates; responses up to 2048 tokens, p
 AdamW at 1e-5 with β 0.9 and 0.95, decay 0.01, gradients clipped at 0.5, warm-up over a tenth of the
 run, then a cosine; 500 refreshes. No clip range, no coefficient.
 
-  python -m rlvr_jax.main --config=configs/p3o_qwen3_4b.py --workdir=gs_mount/runs/p3o \\
+  python -m rlvr_jax.main --config=configs/full_size/p3o_qwen3_4b.py --workdir=gs_mount/runs/p3o \\
     --config.model.checkpoint=gs://BUCKET/Qwen3-4B-Thinking-2507 \\
     --config.task.kwargs.data_dir=gs://BUCKET/deepscaler \\
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/aime_2024
@@ -16,11 +16,11 @@ The 8 problems of an update split over 8 of the 16 chips' groups, so `tensor` is
 
 from ml_collections import ConfigDict
 
-from rlvr_jax.configs import full_size
+from rlvr_jax.configs.full_size import base
 
 
 def get_config() -> ConfigDict:
-  c = full_size.get_config()
+  c = base.get_config()
   c.num_updates = 4000
   c.model.preset = "qwen3_4b"
   c.model.overrides.rope_theta = 5_000_000.0  # of the 2507 release

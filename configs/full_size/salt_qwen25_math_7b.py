@@ -7,7 +7,8 @@ prompts up to 2048 tokens, responses up to 8192, a linear penalty over their las
 the number of updates, here 100 refreshes; and how the authors went beyond the 4096 tokens that
 Qwen2.5-Math-7B was made for (its config.json), of which the run warns.
 
-  python -m rlvr_jax.main --config=configs/salt_qwen25_math_7b.py --workdir=gs_mount/runs/salt \\
+  python -m rlvr_jax.main --config=configs/full_size/salt_qwen25_math_7b.py \\
+    --workdir=gs_mount/runs/salt \\
     --config.model.checkpoint=gs://BUCKET/Qwen2.5-Math-7B \\
     --config.task.kwargs.data_dir=gs://BUCKET/MATH \\
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/MATH-500
@@ -18,11 +19,11 @@ docs/methods/salt.md; memory per chip: docs/models.md.
 
 from ml_collections import ConfigDict
 
-from rlvr_jax.configs import full_size
+from rlvr_jax.configs.full_size import base
 
 
 def get_config() -> ConfigDict:
-  c = full_size.get_config()
+  c = base.get_config()
   c.num_updates = 1600
   c.model.preset = "qwen2.5_math_7b"
   c.task = dict(

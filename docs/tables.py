@@ -1,0 +1,143 @@
+"""Writes the table of methods into README.md and docs/methods/README.md, from the root:
+
+  python -m docs.tables
+
+A method is a card in docs/methods/, which names its paper and its recipes. What a recipe sets says
+which code the method uses, and the first line of the recipe's docstring what is new in it. A card
+without a recipe is named like an estimator, whose module says it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import operator
+import pathlib
+import re
+import types
+from collections.abc import Iterator
+
+from ml_collections import ConfigDict
+
+from experiments.runs import RECIPES
+from rlvr_jax import advantages, losses, reweighting, specs
+from rlvr_jax.configs import base
+
+ROOT = pathlib.Path(__file__).parents[1]
+CARDS = ROOT / "docs" / "methods"
+COMMAND = "python -m docs.tables"
+DOCUMENTS = {ROOT / "README.md": "", CARDS / "README.md": "../../"}  # to the way to the root
+HEADER = "| method | what is new in it | code | paper | recipe |\n|---|---|---|---|---|\n"
+_MARKED = re.compile(r"(<!-- methods:.*?-->\n).*?(<!-- end -->)", re.DOTALL)
+_ACROSS = re.DOTALL | re.MULTILINE
+
+# What a recipe sets beside its components: the field, how the table calls it ("" is by its value),
+# and the file that acts on it.
+FIELDS = (
+  ("aggregation", "", "rlvr_jax/ops/aggregate.py"),
+  ("veto.enabled", "veto", "rlvr_jax/ops/veto.py"),
+  ("dynamic_sampling.enabled", "dynamic sampling", "rlvr_jax/rollouts/collect.py"),
+  ("overlong.buffer", "overlong", "rlvr_jax/ops/overlong.py"),
+  ("reference.kl_coefficient", "KL", "rlvr_jax/ops/kl.py"),
+)
+
+
+def recipe_module(name: str) -> types.ModuleType:
+  return importlib.import_module(f"rlvr_jax.configs.{name}")
+
+
+def recipes_of(card: pathlib.Path) -> list[str]:
+  """Names of the recipes that a card links to under "Recipe"."""
+  paragraph = re.search(r"^\*\*Recipes?\.\*\*.*?\n\n", card.read_text(encoding="utf-8"), _ACROSS)
+  return re.findall(r"/configs/(\w+)\.py\)", paragraph[0]) if paragraph else []
+
+
+def paper_of(card: pathlib.Path) -> str:
+  """Title and number of a card's paper."""
+  found = re.search(r"^Papers?: (.*?)\.\n\n", card.read_text(encoding="utf-8"), _ACROSS)
+  if found is None:
+    raise ValueError(f"{card}: no paragraph of the form 'Paper: *title*, arXiv number.'")
+  return found[1].replace("\n", " ")
+
+
+def component(package: types.ModuleType, name: str) -> tuple[str, str]:
+  """(what stands in the table, the file of its factory)."""
+  path = pathlib.Path(inspect.getfile(getattr(package, name))).relative_to(ROOT)
+  return f"`{name}`", str(path)
+
+
+def used(config: ConfigDict) -> Iterator[tuple[str, str]]:
+  """What a recipe is made of, as (text, file)."""
+  default = base.get_config()
+  packages = {"advantage": advantages, "reweighting": reweighting, "loss": losses}
+  for field, package in packages.items():
+    name = specs.parse(field, config[field]).name
+    if name != "none":
+      yield component(package, name)
+  for path, label, file in FIELDS:
+    value, unset = (
+      functools.reduce(operator.getitem, path.split("."), c) for c in (config, default)
+    )
+    if value != unset:
+      yield label or f"`{value}`", file
+
+
+def without_recipe(card: str) -> list[str]:
+  """The estimators of a card that no recipe names: those of the module of its namesake."""
+  named = {specs.parse("advantage", recipe_module(r).get_config().advantage).name for r in RECIPES}
+  module = inspect.getmodule(getattr(advantages, card))
+  of_module = [n for n in advantages.__all__ if inspect.getmodule(getattr(advantages, n)) is module]
+  return [name for name in of_module if name not in named]
+
+
+def row(card: pathlib.Path, to_root: str) -> str:
+  """One line of the table."""
+  recipes = recipes_of(card)
+  if recipes:
+    described = recipe_module(recipes[0])
+    parts = list(used(described.get_config()))
+  else:
+    described = inspect.getmodule(getattr(advantages, card.stem))
+    parts = [component(advantages, name) for name in without_recipe(card.stem)]
+  new = described.__doc__.split("\n\n")[0].replace("\n", " ").split(": ", 1)[-1].rstrip(".")
+  link = lambda name, path: f"[{name}]({to_root}{path})"
+  cells = (
+    link(re.match(r"# ([^:\n]+)", card.read_text(encoding="utf-8"))[1], card.relative_to(ROOT)),
+    new[0].upper() + new[1:],
+    ", ".join(link(*part) for part in parts),
+    paper_of(card),
+    ", ".join(link(name, f"configs/{name}.py") for name in recipes) or "–",
+  )
+  return f"| {' | '.join(cells)} |\n"
+
+
+def year_and_month(card: pathlib.Path) -> str:
+  """What an arXiv number begins with; "" for older papers."""
+  number = re.search(r"arXiv (\d{4}\.\d{5})", paper_of(card))
+  return number[1] if number else ""
+
+
+def table(to_root: str) -> str:
+  """All methods in the order of their papers.
+
+  Args:
+    to_root: what leads from the document to the repository's root: "" or "../../".
+  """
+  cards = sorted((c for c in CARDS.glob("*.md") if c.stem != "README"), key=year_and_month)
+  return HEADER + "".join(row(card, to_root) for card in cards)
+
+
+def written(document: pathlib.Path) -> str:
+  """A document with its table as it has to be."""
+  text = document.read_text(encoding="utf-8")
+  return _MARKED.sub(lambda found: found[1] + table(DOCUMENTS[document]) + found[2], text)
+
+
+def main() -> None:
+  for document in DOCUMENTS:
+    document.write_text(written(document), encoding="utf-8")
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,286 @@
+"""The files of one checkpoint: what is saved of a state, and reading it back, checked.
+
+A checkpoint is one orbax step directory with two items: `arrays` (the state's leaves and the
+extra host arrays, by name) and `manifest` (JSON: format marker, name, shape, dtype and checksum of
+every leaf, the host's values).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from rlvr_jax.files import json_crc32
+from rlvr_jax.train.checksums import device_checksums, host_checksum
+from rlvr_jax.types import Params
+
+MARKER = "rlvr_jax checkpoint 1"
+
+
+class CheckpointError(RuntimeError):
+  """A checkpoint cannot be written or used."""
+
+
+class TornCheckpointError(CheckpointError):
+  """Files of a checkpoint are missing, cut or changed."""
+
+
+class ForeignCheckpointError(CheckpointError):
+  """The checkpoint is of another program, or of a state of another structure."""
+
+
+def items_to_save(
+  step: int, state: Any, *, host: Mapping[str, Any], arrays: Any, metric: float | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+  """The two items of a step directory; see `Checkpointer.save`.
+
+  Returns:
+    arrays by name, of jax and of NumPy, and the manifest.
+  """
+  leaves = _named_leaves(state)
+  skeleton, extra = _take_out_arrays(arrays)
+  manifest = {
+    "marker": MARKER,
+    "step": step,
+    "leaves": _describe(leaves, device_checksums(leaves)),
+    "extra": _describe(extra, {name: host_checksum(value) for name, value in extra.items()}),
+    "arrays": skeleton,
+    "host": dict(host),
+    "metric": metric,
+  }
+  return leaves | extra, _sealed(manifest)
+
+
+def read_state(
+  directory: pathlib.Path, abstract_state: Any, *, if_other: str, if_damaged: str
+) -> tuple[Any, dict[str, Any], Any]:
+  """What a step directory holds, checked leaf by leaf.
+
+  Args:
+    directory: of one step.
+    abstract_state: see `Checkpointer.restore`.
+    if_other, if_damaged: what to do then, a sentence for the message.
+  Returns:
+    The state, the host's values and the arrays that `Checkpointer.save` was given.
+  Raises:
+    TornCheckpointError: files are cut, changed or missing.
+    ForeignCheckpointError: not a checkpoint of ours, or of another state.
+  """
+  wanted = _named_leaves(abstract_state)
+  with _reporting_damage(directory, if_damaged):
+    manifest = read_manifest(directory)
+    _check_same_leaves(directory, wanted, manifest["leaves"], if_other)
+    stored = _read_arrays(directory, wanted, manifest["leaves"] | manifest["extra"])
+  state = jax.tree.unflatten(jax.tree.structure(abstract_state), [stored[n] for n in wanted])
+  return state, manifest["host"], _put_back_arrays(manifest["arrays"], stored)
+
+
+def read_params(directory: pathlib.Path, abstract_params: Params) -> Params:
+  """The parameters out of a checkpoint of any run; changes nothing there.
+
+  Args:
+    directory: of one step, whether it holds a whole `TrainState` or parameters alone.
+    abstract_params: their structure, as `Checkpointer.restore` takes a state's.
+  Returns:
+    The parameters, with the shardings asked for.
+  Raises:
+    TornCheckpointError: files are cut, changed or missing.
+    ForeignCheckpointError: of another program, or parameters of another structure.
+  """
+  silence_orbax()
+  directory = directory.absolute()
+  leaves = _named_leaves(abstract_params)
+  with _reporting_damage(directory, "Name another step or run."):
+    saved = read_manifest(directory)["leaves"]
+    of_state = {name: entry for name, entry in saved.items() if name.startswith("params.")}
+    saved = of_state or saved
+    prefix = "params." if of_state else ""
+    wanted = {prefix + name: leaf for name, leaf in leaves.items()}
+    remedy = "Name a checkpoint of a policy of this run's shape, or give this run that shape."
+    _check_same_leaves(directory, wanted, saved, remedy)
+    stored = _read_arrays(directory, wanted, saved)
+  return jax.tree.unflatten(jax.tree.structure(abstract_params), [stored[n] for n in wanted])
+
+
+@contextlib.contextmanager
+def _reporting_damage(directory: pathlib.Path, remedy: str) -> Iterator[None]:
+  """Turns whatever reading raises into the error of a damaged checkpoint."""
+  try:
+    yield
+  except ForeignCheckpointError:
+    raise
+  except Exception as error:
+    raise TornCheckpointError(
+      f"the checkpoint {directory} is damaged: {short(error)}. {remedy}"
+    ) from error
+
+
+# --- leaves ---------------------------------------------------------------------------------------
+
+
+def _named_leaves(tree: Any) -> dict[str, Any]:
+  """Leaves by path, in flattening order."""
+  named = {}
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    name = jax.tree_util.keystr(path, simple=True, separator=".")
+    if name in named or not isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
+      raise TypeError(
+        f"state leaf {name!r} is {'a duplicate' if name in named else type(leaf).__name__}; "
+        "every leaf must be a jax array with a path of its own (host values go into `host`)."
+      )
+    named[name] = leaf
+  return named
+
+
+def _sharding(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.sharding.Sharding:
+  return leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+
+def _describe(leaves: Mapping[str, Any], sums: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+  return {
+    name: {"shape": list(x.shape), "dtype": jnp.dtype(x.dtype).name, "checksum": sums[name]}
+    for name, x in leaves.items()
+  }
+
+
+def _check_same_leaves(
+  directory: pathlib.Path,
+  wanted: Mapping[str, Any],
+  saved: Mapping[str, dict[str, Any]],
+  remedy: str,
+) -> None:
+  """Raises ForeignCheckpointError naming the first leaf that differs."""
+  now = {n: f"{jnp.dtype(x.dtype).name}{list(x.shape)}" for n, x in wanted.items()}
+  then = {n: f"{e['dtype']}{e['shape']}" for n, e in saved.items()}
+  for name in [*now, *then]:
+    if now.get(name) != then.get(name):
+      raise ForeignCheckpointError(
+        f"the checkpoint {directory} is of another state: leaf {name!r} is "
+        f"{then.get(name, 'absent')} in it and {now.get(name, 'absent')} in this run. {remedy}"
+      )
+
+
+def _read_arrays(
+  directory: pathlib.Path, wanted: Mapping[str, Any], entries: Mapping[str, dict[str, Any]]
+) -> dict[str, Any]:
+  """The arrays of `entries` in a step directory, those wanted as jax arrays, the rest as NumPy's.
+
+  Raises an error of any kind if files are missing or cut, or values not those that were saved.
+  """
+  target, how = {}, {}
+  for name, entry in entries.items():
+    if 0 in entry["shape"]:
+      continue
+    target[name] = jax.ShapeDtypeStruct(entry["shape"], jnp.dtype(entry["dtype"]))
+    if name in wanted:
+      how[name] = ocp.ArrayRestoreArgs(sharding=_sharding(wanted[name]))
+    else:
+      how[name] = ocp.RestoreArgs(restore_type=np.ndarray)
+  args = ocp.args.PyTreeRestore(item=target, restore_args=how, partial_restore=True)
+  with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+    stored = dict(handler.restore(directory / "arrays", args=args))
+  for name, entry in entries.items():
+    if name not in stored:
+      empty = np.zeros(entry["shape"], jnp.dtype(entry["dtype"]))
+      stored[name] = jax.device_put(empty, _sharding(wanted[name])) if name in wanted else empty
+  device = {name: stored[name] for name in wanted}
+  host = {name: host_checksum(stored[name]) for name in entries if name not in wanted}
+  _check_sums(device_checksums(device) | host, entries)
+  return stored
+
+
+def _check_sums(found: Mapping[str, int], entries: Mapping[str, dict[str, Any]]) -> None:
+  for name, entry in entries.items():
+    if found[name] != entry["checksum"]:
+      raise ValueError(f"leaf {name!r} has checksum {found[name]}, saved with {entry['checksum']}")
+
+
+def _take_out_arrays(tree: Any) -> tuple[Any, dict[str, np.ndarray]]:
+  """A JSON skeleton of `tree` with {"array": name} in place of arrays, and the arrays by name."""
+  found: dict[str, np.ndarray] = {}
+
+  def visit(node: Any) -> Any:
+    match node:
+      case None:
+        return None
+      case dict() if all(isinstance(key, str) for key in node):
+        return {"dict": {key: visit(child) for key, child in node.items()}}
+      case list() | tuple():
+        return {"list": [visit(child) for child in node]}
+      case np.ndarray() | np.generic() if np.asarray(node).dtype.kind not in "OSUMm":
+        name = f"extra-{len(found)}"
+        found[name] = np.asarray(node)
+        return {"array": name}
+    raise TypeError(
+      f"`arrays` holds {type(node).__name__}; it takes dicts with string keys, lists and numeric "
+      "NumPy arrays (jax.device_get and dataclasses.asdict give those), text goes into `host`."
+    )
+
+  return visit(tree), found
+
+
+def _put_back_arrays(skeleton: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+  match skeleton:
+    case None:
+      return None
+    case {"array": name}:
+      return arrays[name]
+    case {"dict": children}:
+      return {key: _put_back_arrays(child, arrays) for key, child in children.items()}
+    case {"list": children}:
+      return [_put_back_arrays(child, arrays) for child in children]
+  raise ValueError(f"unknown node {skeleton!r} in the manifest")
+
+
+# --- manifest -------------------------------------------------------------------------------------
+
+
+def _sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+  return {"crc32": json_crc32(manifest), "manifest": json.loads(json.dumps(manifest))}
+
+
+def read_manifest(directory: pathlib.Path) -> dict[str, Any]:
+  """The manifest of a step directory, its own checksum verified."""
+  if not (directory / "manifest").exists():
+    raise ForeignCheckpointError(
+      f"{directory} is no checkpoint of rlvr_jax (it has no manifest). Use another --workdir, or "
+      "remove that directory if it is not needed."
+    )
+  sealed = ocp.JsonCheckpointHandler().restore(directory / "manifest", ocp.args.JsonRestore())
+  if _sealed(sealed["manifest"])["crc32"] != sealed["crc32"]:
+    raise ValueError("the manifest does not match its checksum")
+  marker = sealed["manifest"]["marker"]
+  if marker != MARKER:
+    raise ForeignCheckpointError(
+      f"{directory} has the format {marker!r}, this version reads {MARKER!r}. "
+      "Use the version of rlvr_jax that wrote it, or another --workdir."
+    )
+  return sealed["manifest"]
+
+
+# --- orbax's words --------------------------------------------------------------------------------
+
+
+def short(error: BaseException) -> str:
+  """The error without the pages of settings that tensorstore adds; they stay in the cause."""
+  text = " ".join(f"{type(error).__name__}: {error}".split())
+  return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+def silence_orbax() -> None:
+  """Drops orbax's log records: what a user must know is raised as an error of ours."""
+  logging.getLogger("absl").addFilter(_is_not_of_orbax)
+
+
+def _is_not_of_orbax(record: logging.LogRecord) -> bool:
+  return f"{os.sep}orbax{os.sep}" not in record.pathname

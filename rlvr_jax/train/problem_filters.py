@@ -1,0 +1,91 @@
+"""Which problems of a task fit a run's limits on length."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import ml_collections
+from absl import logging
+
+from rlvr_jax.data import Problem, ProblemSource, Task, Tokenizer, encode_prompts, encode_solutions
+from rlvr_jax.data.sources import Chosen
+from rlvr_jax.models.huggingface_config import longest_text
+from rlvr_jax.ops.checks import check_choice
+
+_MOST_MEASURED = 1_000_000  # problems whose length may have to be known before a run begins
+
+
+def warn_of_long_texts(config: ml_collections.ConfigDict) -> None:
+  """Says it where prompts and responses may be longer than what the checkpoint was made for."""
+  longest = longest_text(config.model.checkpoint) if config.model.checkpoint else None
+  wanted = config.max_prompt_length + config.max_response_length
+  if longest is not None and wanted > longest:
+    logging.warning(
+      "config.model.checkpoint = %r was made for %d tokens (max_position_embeddings), but"
+      " config.max_prompt_length + config.max_response_length = %d. Lower them, or have its"
+      " config.json say otherwise, with the rotary settings to go with it",
+      config.model.checkpoint,
+      longest,
+      wanted,
+    )
+
+
+def fitting(config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer) -> Task:
+  """The task without training prompts beyond the limit, if the configuration says to drop them.
+
+  Held-out problems are never dropped: a benchmark is all of it.
+
+  Raises:
+    ValueError: a prompt or a worked solution is too long and is not to be dropped, or none fits.
+      Of training problems that may be dropped by nobody, the first ones stand for all: they may be
+      generated when drawn.
+  """
+  choice, limit = config.prompts.too_long, config.max_prompt_length
+  check_choice("config.prompts", "too_long", choice, ("error", "drop"))
+  if choice == "drop":
+    fits = lambda problem: 0 < len(tokenizer.encode_prompt(problem.question)) <= limit
+    kept = lambda name: _kept(name, getattr(task, name), fits, limit)
+    task = dataclasses.replace(task, train=kept("train"), warm_start=kept("warm_start"))
+  encode_prompts(_all(task.held_out), tokenizer, limit)
+  encode_prompts(_first(task.train, 100), tokenizer, limit)
+  if config.warm_start.num_steps:
+    if not len(task.warm_start):
+      raise ValueError(
+        "config.warm_start.num_steps > 0 but the task has no worked solutions; set the task's"
+        " warm_start_size, or config.warm_start.num_steps = 0"
+      )
+    encode_prompts(_all(task.warm_start), tokenizer, limit)
+    encode_solutions(_all(task.warm_start), tokenizer, config.max_response_length)
+  return task
+
+
+def _all(source: ProblemSource) -> list[Problem]:
+  return [source[index] for index in range(len(source))]
+
+
+def _first(source: ProblemSource, count: int) -> list[Problem]:
+  return [source[index] for index in range(min(len(source), count))]
+
+
+def _kept(
+  name: str, source: ProblemSource, fits: Callable[[Problem], bool], limit: int
+) -> ProblemSource:
+  if len(source) > _MOST_MEASURED:
+    raise ValueError(
+      f"config.prompts.too_long = 'drop' would have to measure {len(source)} problems of {name}"
+      f" before the run; at most {_MOST_MEASURED} are; set it to 'error'"
+    )
+  kept = Chosen.where(fits, source)
+  if len(source) and not len(kept):
+    raise ValueError(
+      f"none of the {len(source)} prompts of {name} has at most config.max_prompt_length = {limit}"
+      " tokens; raise it"
+    )
+  if len(kept) < len(source):
+    logging.info(
+      "%d of %d problems of %s are left out: their prompts have more than %d tokens",
+      len(source) - len(kept), len(source), name, limit,
+    )  # fmt: skip
+    return kept
+  return source

@@ -1,0 +1,110 @@
+"""The guard of a workdir: one process at a time, one configuration for good."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pathlib
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from rlvr_jax.files import replacing
+
+_EARLIER = (
+  "That run is of an earlier version, which gave components as name and kwargs; it cannot be"
+  " resumed by this one. "
+)
+# What a run writes after its configuration. Another's warm_start may have been copied there.
+_OF_A_RUN = ("checkpoints", "rollouts", "metrics.jsonl", "problems.jsonl")
+
+
+class WorkdirError(RuntimeError):
+  """The workdir belongs to another configuration or to a running process."""
+
+
+class WorkdirLock:
+  """Holds a workdir for one process until `close`; the kernel frees it when we die.
+
+  Create the lock in one process per run (on several hosts: the first) and keep it until the end.
+  """
+
+  def __init__(self, workdir: str | os.PathLike[str]):
+    """Raises WorkdirError if another process holds it."""
+    path = pathlib.Path(workdir) / ".lock"
+    if path.parent.exists() and not path.parent.is_dir():
+      raise WorkdirError(f"--workdir={path.parent} is a file; choose a folder.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    self._file = open(path, "a+")
+    try:
+      fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      self._file.seek(0)
+      holder = self._file.read().strip() or "unknown"
+      self._file.close()
+      raise WorkdirError(
+        f"{path.parent} is in use by process {holder}. Wait for it, stop it, or use another "
+        "--workdir."
+      ) from None
+    self._file.truncate(0)
+    self._file.write(f"{os.getpid()}\n")
+    self._file.flush()
+
+  def close(self) -> None:
+    """Frees the workdir."""
+    self._file.close()
+
+
+def check_config(
+  workdir: str | os.PathLike[str], config_json: str, *, may_differ: Collection[str] = ()
+) -> None:
+  """Writes `workdir`/config.json on the first run; later runs must have the same configuration.
+
+  Args:
+    workdir: created if needed.
+    config_json: the whole configuration, a JSON object.
+    may_differ: dotted names of fields (or of groups of fields) that a resumed run may change.
+  Raises:
+    WorkdirError: fields differ; the message lists each with both values. Or a run has written there
+      whose configuration is gone.
+  """
+  path = pathlib.Path(workdir) / "config.json"
+  new = json.loads(config_json)
+  if not path.exists():
+    if left := [name for name in _OF_A_RUN if (path.parent / name).exists()]:
+      raise WorkdirError(
+        f"{path} is gone, but {path.parent} has {', '.join(left)} of a run, whose configuration is"
+        " not known without it. Put it back, or use another --workdir."
+      )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+      file.write((json.dumps(new, indent=2, sort_keys=True) + "\n").encode())
+    return
+  try:
+    old = json.loads(path.read_text())
+  except ValueError as error:
+    raise WorkdirError(f"{path} is not JSON ({error}). Use another --workdir.") from error
+  then, now = dict(_flatten(old)), dict(_flatten(new))
+  lines = [
+    f"  {name}: {then.get(name, 'absent')} in the workdir, {now.get(name, 'absent')} now"
+    for name in sorted(then.keys() | now.keys())
+    if then.get(name) != now.get(name)
+    and not any(name == field or name.startswith(f"{field}.") for field in may_differ)
+  ]
+  # Groups of fields that have become one string.
+  earlier = any(isinstance(old.get(name), dict) for name, v in new.items() if isinstance(v, str))
+  if lines:
+    raise WorkdirError(
+      f"{path.parent} belongs to a run of another configuration:\n" + "\n".join(lines) + "\n"
+      f"{_EARLIER if earlier else ''}Use another --workdir, or the configuration of the run that is"
+      " there."
+    )
+
+
+def _flatten(node: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+  """Dotted name and JSON text of every field; an empty group counts as a field."""
+  if isinstance(node, dict) and node:
+    for key, child in node.items():
+      yield from _flatten(child, f"{prefix}.{key}" if prefix else key)
+  else:
+    yield prefix, json.dumps(node)
