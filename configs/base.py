@@ -67,7 +67,9 @@ def get_config() -> ConfigDict:
   c.batch = dict(
     prompts=32,  # P, per update
     group_size=8,  # G, rollouts per prompt
-    micro_batches=1,  # an update's prompts are split into this many
+    # Rollouts are packed into rows of tokens, and rows into micro-batches whose gradients add up.
+    tokens_per_micro_batch=4096,  # on each device; rounded down to whole rows, one at least
+    tokens_per_row=0,  # at least; 0: the least multiple of 128 that holds a prompt and a response
   )
   # Which policy draws which rollouts: on_policy, updates_per_refresh, stages, fixed_lag,
   # simulated_asynchronous, asynchronous; docs/staleness.md.

@@ -108,8 +108,7 @@ def compiled(parts: Parts) -> dict[str, Table]:
   place = lambda tree, s: jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree
   )
-  batch = abstract_batch(config, needs_proximal=parts.method.loss.needs_proximal)
-  batch = place(batch, sharding.batch_sharding(mesh))
+  batch = abstract_batch(config, mesh, needs_proximal=parts.method.loss.needs_proximal)
   key = place(jax.eval_shape(lambda: key_for(0, "rollout", 0)), sharding.replicated(mesh))
   # The optimizer's state stays where it is while rollouts are drawn.
   resident = {"optimizer, resident": _bytes(state.opt_state)}
@@ -152,7 +151,7 @@ def estimated(parts: Parts) -> dict[str, Table]:
   of_state = {"parameters": _bytes(state.params), "optimizer": _bytes(state.opt_state)}
   if parts.lora is not None:
     of_state["frozen base"] = _bytes(parts.abstract_frozen)
-  accumulated = 2 if config.batch.micro_batches > 1 else 1  # the sum and the newest
+  accumulated = 2 if parts.row_layout.max_micro_batches > 1 else 1  # the sum and the newest
   return {
     "update, estimated": of_state
     | {
@@ -201,9 +200,8 @@ def _decoding_parameters(parts: Parts) -> float:
 
 def _head(parts: Parts) -> float:
   """Of the output head: a chunk's float32 logits and their gradient, the kernel, its gradient."""
-  config, c = parts.config, parts.model.config
-  tokens = _local_prompts(parts) * config.batch.group_size * config.max_response_length
-  rows = min(default_chunk_rows(c.vocab_size), -(-tokens // config.batch.micro_batches))
+  c, layout = parts.model.config, parts.row_layout
+  rows = min(default_chunk_rows(c.vocab_size), layout.rows_per_device * layout.length)
   kernel = c.width * (jnp.dtype(c.compute_dtype).itemsize + 4)
   return float((2 * 4 * rows + kernel) * c.vocab_size / parts.mesh.shape["tensor"])
 
@@ -221,9 +219,8 @@ def _keys_and_values(parts: Parts) -> float:
 
 def _activations(parts: Parts) -> float:
   """What the forward pass leaves for the backward pass, and the layer in hand twice over."""
-  config, c = parts.config, parts.model.config
-  tokens = config.max_prompt_length + config.batch.group_size * config.max_response_length
-  tokens *= -(-_local_prompts(parts) // config.batch.micro_batches)
+  c = parts.model.config
+  tokens = parts.row_layout.rows_per_device * parts.row_layout.length
   heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
   products = heads + 2 * c.width + 2 * c.mlp_width  # q, k, v; output, down; gate, up
   tensor = parts.mesh.shape["tensor"]

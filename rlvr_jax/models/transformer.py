@@ -247,7 +247,7 @@ class Transformer(nnx.Module):
 
     def attend(window):
       settings = self._attention_settings(window)
-      return lambda *qkv: (row_attention(*qkv, rows, **settings), None)
+      return lambda q, k, v: (row_attention(q, k, v, rows, **settings), None)
 
     return self.final_norm(self._scan_blocks(self._embed(tokens), rows.positions, attend))
 

@@ -20,12 +20,12 @@ from rlvr_jax.train.objective import (
   Method,
   is_in,
   loss_statistics,
-  max_micro_batches,
   policy_forward,
   reweight,
+  several_micro_batches,
   surrogate,
 )
-from rlvr_jax.types import Array, Forward, Metrics, Params, TrainBatch
+from rlvr_jax.types import Array, Forward, Metrics, Packed, Params, TrainBatch
 
 
 def update_gradient(
@@ -45,9 +45,12 @@ def update_gradient(
     coefficients: f32[P, G], before the reweighting.
     key: of the randomness of a reweighting.
   """
-  if max_micro_batches(batch) > 1:
+  packed = several_micro_batches(batch)
+  if packed is not None:
     constants = first_phase(trained, frozen, batch, coefficients, key, method=method)
-    (loss, metrics), gradient = second_phase(trained, frozen, batch, constants, method=method)
+    (loss, metrics), gradient = second_phase(
+      trained, frozen, batch, packed, constants, method=method
+    )
     return (loss, {**constants.metrics, **metrics}), gradient
 
   def constants_of(logprobs, forward):
@@ -94,16 +97,23 @@ def batch_forward(
 ) -> tuple[tuple[Array, Array], Forward | None]:
   """`policy_forward` of a whole batch, micro-batch by micro-batch."""
   forward = functools.partial(policy_forward, trained, frozen, batch, method=method)
-  if max_micro_batches(batch) == 1:
+  packed = several_micro_batches(batch)
+  if packed is None:
     return forward()
   # A token's values are 0 in every micro-batch but its own.
   add = lambda index, found: jax.tree.map(jnp.add, found, forward(index))
   nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(forward))
-  return jax.lax.fori_loop(0, batch.packed.num_micro_batches, add, nothing)
+  return jax.lax.fori_loop(0, packed.num_micro_batches, add, nothing)
 
 
 def second_phase(
-  trained: Params, frozen: Params, batch: TrainBatch, constants: Constants, *, method: Method
+  trained: Params,
+  frozen: Params,
+  batch: TrainBatch,
+  packed: Packed,
+  constants: Constants,
+  *,
+  method: Method,
 ) -> tuple[tuple[Array, Metrics], Params]:
   """Phase 2 under accumulation: ((surrogate loss f32[], metrics), its gradient).
 
@@ -114,7 +124,7 @@ def second_phase(
   here = constants._replace(metrics={})
 
   def micro(index):
-    own = jnp.where(is_in(batch.packed, index), batch.mask, 0)
+    own = jnp.where(is_in(packed, index), batch.mask, 0)
     masked = dataclasses.replace(batch, mask=own)
     return micro_gradient(trained, frozen, masked, index, lambda *_: here, method=method)
 
@@ -130,10 +140,10 @@ def second_phase(
   wide = lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32))
   start = (zeros(total), zeros(weight), reductions.empty(metrics))
   (total, weight, metrics), gradient = jax.lax.fori_loop(
-    0, batch.packed.num_micro_batches, accumulate, (start, jax.tree.map(wide, trained))
+    0, packed.num_micro_batches, accumulate, (start, jax.tree.map(wide, trained))
   )
   if method.aggregation == "constant":  # the whole batch's, whatever the mask
-    weight /= batch.packed.num_micro_batches
+    weight /= packed.num_micro_batches
   return divided(total, weight, metrics, gradient, trained)
 
 

@@ -27,7 +27,7 @@ _MOST_WORKERS = 1024  # processes of grading
 _MOST = 2**31 - 1  # of indices and counters on the devices
 _AT_LEAST_ONE = {
   "": "max_prompt_length max_skipped_in_a_row",
-  "batch": "prompts group_size micro_batches",
+  "batch": "prompts group_size tokens_per_micro_batch",
   "evaluation": "every num_samples batch_prompts",
   "grading": "memory_mib",
   "checkpoint": "every keep",
@@ -56,7 +56,7 @@ def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
   # A stop token alone answers nothing.
   check_whole("config", "max_response_length", config.max_response_length, low=2, high=_MOST)
   batch = config.batch
-  sharding.check_batch("config.batch.prompts", batch.prompts, mesh, batch.micro_batches)
+  sharding.check_batch("config.batch.prompts", batch.prompts, mesh)
   sharding.check_batch("config.evaluation.batch_prompts", config.evaluation.batch_prompts, mesh)
   if warm_start.num_steps:
     check_whole("config.warm_start", "batch_size", warm_start.batch_size, low=1, high=_MOST)
@@ -75,6 +75,7 @@ def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
         f" and config.max_response_length = {config.max_response_length} are {tokens} tokens, a"
         f" batch may have {_MOST}; lower one of them"
       )
+  check_whole("config.batch", "tokens_per_row", batch.tokens_per_row, low=0, high=_MOST)
   ks, limit = list(config.evaluation.ks), config.evaluation.num_samples
   wrong = [k for k in ks if not isinstance(k, int) or not 1 <= k <= limit]
   if wrong or not ks:
@@ -153,10 +154,14 @@ def shaped_outcomes(policy: OutcomePolicy) -> dict[str, Any]:
 
 
 def check_update(
-  config: ml_collections.ConfigDict, method: Method, state: TrainState, frozen: Params
+  config: ml_collections.ConfigDict,
+  mesh: Mesh,
+  method: Method,
+  state: TrainState,
+  frozen: Params,
 ) -> None:
   """Traces one update on shapes alone, so that a component's own errors come before compilation."""
-  batch = abstract_batch(config, needs_proximal=method.loss.needs_proximal)
+  batch = abstract_batch(config, mesh, needs_proximal=method.loss.needs_proximal)
   jax.eval_shape(functools.partial(train_step, method=method), state, frozen, batch)
   if config.diagnostics.every:
     jax.eval_shape(make_measure(config, method), state, frozen, state.params, batch)

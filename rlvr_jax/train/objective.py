@@ -73,9 +73,10 @@ class Method(NamedTuple):
   sources: tuple[str, ...] = ("policy",)
 
 
-def max_micro_batches(batch: TrainBatch) -> int:
-  """Micro-batches that a batch of these shapes may have."""
-  return 1 if batch.packed is None else batch.packed.tokens.shape[0]
+def several_micro_batches(batch: TrainBatch) -> Packed | None:
+  """The rows of a batch, where a batch of these shapes may have several micro-batches."""
+  packed = batch.packed
+  return packed if packed is not None and packed.tokens.shape[0] > 1 else None
 
 
 class Constants(NamedTuple):
@@ -186,7 +187,7 @@ def _gram_metrics(
   trained: Params, frozen: Params, batch: TrainBatch, forward: Forward | None, method: Method
 ) -> Metrics:
   """What the Gram matrix costs: known before the run, reported with it."""
-  own_forward = jnp.float32(max_micro_batches(batch) > 1)
+  own_forward = jnp.float32(several_micro_batches(batch) is not None)
   metrics: Metrics = {"gram/forward_only_passes": Mean(total=own_forward, weight=jnp.float32(1))}
   if forward is not None:
     kernel = method.model.head(method.model.combine(trained, frozen)).kernel

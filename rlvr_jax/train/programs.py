@@ -18,6 +18,7 @@ from rlvr_jax.models import lora
 from rlvr_jax.models.functional import Model
 from rlvr_jax.models.linear import merged
 from rlvr_jax.ops.checks import check_between
+from rlvr_jax.rollouts.packing import RowLayout, row_layout
 from rlvr_jax.rollouts.sampler import generate
 from rlvr_jax.train import sharding
 from rlvr_jax.train.accumulate import policy_logprobs
@@ -28,7 +29,7 @@ from rlvr_jax.train.geometry import mean_entropy, measure
 from rlvr_jax.train.objective import Method
 from rlvr_jax.train.step import initial_state, train_step
 from rlvr_jax.train.warm_start import supervised_step
-from rlvr_jax.types import Params, Prompts, Sampling, TrainBatch, TrainState
+from rlvr_jax.types import Packed, Params, Prompts, Rows, Sampling, TrainBatch, TrainState
 
 
 class Programs(NamedTuple):
@@ -157,14 +158,33 @@ def make_measure(config: ml_collections.ConfigDict, method: Method) -> Callable:
   )
 
 
+def make_row_layout(config: ml_collections.ConfigDict, mesh: Mesh) -> RowLayout:
+  """How the rollouts of a training batch lie in rows."""
+  batch = config.batch
+  return row_layout(
+    prompts=batch.prompts,
+    group_size=batch.group_size,
+    max_prompt_length=config.max_prompt_length,
+    max_response_length=config.max_response_length,
+    tokens_per_row=batch.tokens_per_row,
+    tokens_per_micro_batch=batch.tokens_per_micro_batch,
+    devices=mesh.shape["data"] * mesh.shape["fsdp"],
+    alignment=1,
+  )
+
+
 def abstract_batch(
-  config: ml_collections.ConfigDict, *, needs_proximal: bool = False
+  config: ml_collections.ConfigDict, mesh: Mesh, *, needs_proximal: bool = False
 ) -> TrainBatch:
-  """Shapes and dtypes of a training batch."""
+  """Shapes, dtypes and shardings of a training batch."""
   P, G = config.batch.prompts, config.batch.group_size
   S, T = config.max_prompt_length, config.max_response_length
   of = jax.ShapeDtypeStruct
-  return TrainBatch(
+  layout = make_row_layout(config, mesh)
+  rows = of(
+    (layout.max_micro_batches, layout.devices * layout.rows_per_device, layout.length), jnp.int32
+  )
+  shapes = TrainBatch(
     prompts=Prompts(tokens=of((P, S), jnp.int32), lengths=of((P,), jnp.int32)),
     tokens=of((P, G, T), jnp.int32),
     mask=of((P, G, T), jnp.float32),
@@ -176,7 +196,16 @@ def abstract_batch(
     reference_logprobs=of((P, G, T), jnp.float32) if config.reference.kl_coefficient else None,
     proximal_logprobs=of((P, G, T), jnp.float32) if needs_proximal else None,
     solve_rate=of((P,), jnp.float32),
+    packed=Packed(
+      tokens=rows,
+      targets=rows,
+      rows=Rows(rows, rows, rows, rows),
+      places=of((P, G, T), jnp.int32),
+      num_micro_batches=of((), jnp.int32),
+    ),
   )
+  place = lambda x, s: of(x.shape, x.dtype, sharding=s)
+  return jax.tree.map(place, shapes, sharding.batch_shardings(shapes, mesh))
 
 
 def abstract_state(

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rlvr_jax.models.functional import Layout
 from rlvr_jax.train.host import deadline
-from rlvr_jax.types import Array, Packed, Params, TrainBatch
+from rlvr_jax.types import Array, Params, TrainBatch
 
 AXES = ("data", "fsdp", "tensor")
 BATCH = PartitionSpec(("data", "fsdp"))
@@ -139,17 +139,14 @@ def host_result_sharding(mesh: Mesh) -> NamedSharding:
   return batch_sharding(mesh) if jax.process_count() == 1 else replicated(mesh)
 
 
-def check_batch(name: str, prompts: int, mesh: Mesh, num_micro_batches: int = 1) -> None:
-  """Raises unless `prompts` splits evenly over micro-batches and devices."""
+def check_batch(name: str, prompts: int, mesh: Mesh) -> None:
+  """Raises unless `prompts` splits evenly over devices."""
   devices = mesh.shape["data"] * mesh.shape["fsdp"]
-  unit = devices * num_micro_batches
-  parts = f"{num_micro_batches} micro-batches (config.batch.micro_batches) times "
-  if prompts < 1 or prompts % unit:
+  if prompts < 1 or prompts % devices:
     raise ValueError(
-      f"{name} = {prompts} prompts do not split evenly over"
-      f" {parts if num_micro_batches > 1 else ''}{devices} batch devices (config.mesh.data ="
-      f" {mesh.shape['data']} · config.mesh.fsdp = {mesh.shape['fsdp']}); set {name} to a multiple"
-      f" of {unit}, for example {max(1, round(prompts / unit)) * unit}"
+      f"{name} = {prompts} prompts do not split evenly over {devices} batch devices"
+      f" (config.mesh.data = {mesh.shape['data']} · config.mesh.fsdp = {mesh.shape['fsdp']}); set"
+      f" {name} to a multiple of {devices}, for example {max(1, round(prompts / devices)) * devices}"
     )
 
 
@@ -165,8 +162,8 @@ def batch_shardings(batch: TrainBatch, mesh: Mesh) -> TrainBatch:
   packed = batch.packed
   if packed is not None:
     rows = PartitionSpec(None, *BATCH)
-    packed = Packed(
-      *(of(tree, rows) for tree in packed[:3]), of(packed.places, BATCH), replicated(mesh)
+    packed = of(packed, rows)._replace(
+      places=of(packed.places, BATCH), num_micro_batches=replicated(mesh)
     )
   return dataclasses.replace(of(dataclasses.replace(batch, packed=None), BATCH), packed=packed)
 
