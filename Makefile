@@ -10,7 +10,7 @@ OF_THEN := 'protobuf>=5.29.1,<6' 'tensorflow-metadata>=1.17,<1.18'
 # A module stays in one process, for what its tests share.
 PYTEST = JAX_PLATFORMS=cpu $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadscope --no-loadscope-reorder
 
-.PHONY: quickstart test test-slow test-lowest test-torch lint
+.PHONY: quickstart test test-slow test-soak test-lowest test-torch test-tpu lint
 
 quickstart: $(READY)  ## learn from verifiable rewards, a few minutes on two cores
 	JAX_PLATFORMS=cpu $(BIN)/python -m rlvr_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
@@ -21,6 +21,10 @@ test: $(READY)  ## the ordinary tests
 test-slow: $(READY)  ## the long ones
 	$(PYTEST) -m slow
 
+test-soak: $(READY)  ## the longest ones; write what came out into tests/RESULTS.md
+	$(PYTEST) -m soak
+	$(MAKE) test-lowest
+
 test-lowest: BIN := $(LOWEST)/bin
 test-lowest: $(LOWEST)/ready  ## the ordinary tests, or TESTS, with the lowest versions that setup.py admits
 	$(PYTEST) $(TESTS)
@@ -28,6 +32,10 @@ test-lowest: $(LOWEST)/ready  ## the ordinary tests, or TESTS, with the lowest v
 test-torch: $(READY)  ## what needs torch: exported checkpoints and adapters in the libraries they are for
 	$(BIN)/python -m pip install --quiet --editable '.[torch]'
 	$(PYTEST) -m "" tests/models/transformers_reload_test.py tests/models/peft_test.py
+
+test-tpu: $(READY)  ## budgets of programs compiled for TPUs; `make test-slow` then runs the long ones too
+	$(BIN)/python -m pip install --quiet --editable '.[tpu]'
+	$(PYTEST) tests/commands/costs_tpu_test.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,13 +1,13 @@
-"""GRPO with generation and optimisation at the same time, the lag bounded.
+"""GRPO with generation and optimization at the same time, and a bounded lag.
 
-A thread draws rollouts with the newest policy it was handed while the trainer goes on; it waits
-where a batch would become more than max_lag updates old. Not repeatable: which policy draws a
-batch depends on the clock. Its lags can be replayed, see configs/simulated_asynchronous.py.
+A thread samples rollouts with the newest policy that it has received, while the trainer continues;
+it waits if a batch would become more than max_lag updates old. Not reproducible: which policy
+samples a batch depends on timing. Its lags can be replayed, see configs/simulated_asynchronous.py.
 
   python -m rlvr_jax.main --config=configs/asynchronous.py --workdir=runs/asynchronous
 
-With several devices, give generation its own: --config.generation_mesh.data=4 and so on. What is
-not set below is the recipe's of GRPO. Guide: docs/staleness.md.
+With several devices, generation can have its own: --config.generation_mesh.data=4 and so on. What
+is not set below is as in configs/grpo.py. Guide: docs/staleness.md.
 """
 
 from ml_collections import ConfigDict

@@ -1,6 +1,6 @@
-"""The shared base of all recipes: every field there is, with its unit and default.
+"""The shared base of all recipes: every field, with its unit and default.
 
-A recipe starts from `base.get_config()` and states only its difference. `python -m rlvr_jax.main
+A recipe starts from `base.get_config()` and states only what differs. `python -m rlvr_jax.main
 --config=configs/base.py` alone is GRPO on two-number sums.
 """
 
@@ -9,7 +9,7 @@ import dataclasses
 from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
-from rlvr_jax.types import Sampling
+from rlvr_jax.sampling import Sampling
 
 
 def get_config() -> ConfigDict:
@@ -23,7 +23,7 @@ def get_config() -> ConfigDict:
     kwargs=dict(
       dataset="chain_sum",
       settings=dict(min_terms=2, max_terms=2, min_digits=2, max_digits=2),
-      train_size=1_000_000,  # problems; generated when drawn
+      train_size=1_000_000,  # problems; generated on access
       warm_start_size=256,
       held_out_size=256,
       train_seed=1,
@@ -38,14 +38,14 @@ def get_config() -> ConfigDict:
     format="plain",  # plain; chat: through the tokenizer's chat template
     system="",  # message of the chat format
     template="",  # file with a Jinja chat template, in place of the tokenizer's
-    too_long="error",  # or drop, from data sets of a fixed size
+    too_long="error",  # error; drop: skip such problems of data sets with a fixed size
   )
   c.max_prompt_length = 96  # tokens
   c.max_response_length = 16  # tokens, stop token included
 
-  # checkpoint: folder of Hugging Face's layout, local or gs://, for the weights, and for the shape
-  # where preset is "". The overrides, fields of TransformerConfig, are of either; of a checkpoint
-  # only those below may be set; None leaves one as it is.
+  # checkpoint: folder in Hugging Face's layout, local or gs://, with the weights, and with the
+  # shape if preset is "". The overrides replace fields of TransformerConfig; with a checkpoint
+  # only the ones below may be set. None does not override.
   c.model = dict(
     preset="tiny",
     checkpoint="",
@@ -57,11 +57,11 @@ def get_config() -> ConfigDict:
     ),
   )
 
-  c.lora = dict(  # trains adapters of low rank beside the frozen network
+  c.lora = dict(  # trains low-rank adapters of a frozen network
     rank=0,  # 0: off, all parameters are trained
     alpha=32.0,  # the change counts alpha / rank times
-    targets="blocks/(query|key|value|output|gate|up|down)$",  # regular expression, of kernels
-    adapters="",  # folder of PEFT's layout to begin with
+    targets="blocks/(query|key|value|output|gate|up|down)$",  # regular expression on kernel paths
+    adapters="",  # folder in PEFT's layout to start from
   )
 
   c.batch = dict(
@@ -71,44 +71,44 @@ def get_config() -> ConfigDict:
     tokens_per_micro_batch=4096,  # on each device; rounded down to whole rows, one at least
     tokens_per_row=0,  # at least; 0: the least multiple of 128 that holds a prompt and a response
   )
-  # Which policy draws which rollouts: on_policy, updates_per_refresh, stages, fixed_lag,
+  # Which policy samples which rollouts: on_policy, updates_per_refresh, stages, fixed_lag,
   # simulated_asynchronous, asynchronous; docs/staleness.md.
   c.schedule = "updates_per_refresh"
-  c.generation_deadline_s = 600.0  # asynchronous: seconds that one batch is waited for
-  c.proximal_every = 0  # updates until decoupled_ppo scores a batch again; 0: only at its first
-  c.sources = dict(  # of whole groups of every batch; the policy draws what is left
+  c.generation_deadline_s = 600.0  # asynchronous: seconds to wait for a batch
+  c.proximal_every = 0  # updates until decoupled_ppo scores a batch again; 0: only once
+  c.sources = dict(  # fractions of a batch's groups; the policy samples the remaining groups
     temperature=dict(fraction=0.0, temperature=1.5),  # the policy at another temperature
     quantized=dict(fraction=0.0, format="int8"),  # a copy of it; int8, float8_e4m3fn
-    checkpoint=dict(fraction=0.0, workdir="", step=-1),  # another run's policy; −1: its last
+    checkpoint=dict(fraction=0.0, workdir="", step=-1),  # another run's policy; −1: the last step
     recorded=dict(fraction=0.0, store=""),  # a run's WORKDIR/rollouts
   )
   c.max_behavior_gap = 0.0  # mean nats per token, sampler against trainer; 0: by the precision
   c.dynamic_sampling = dict(  # replace groups that are all right or all wrong (DAPO)
     enabled=False,
-    max_batches=8,  # drawn for one batch, until it is full
+    max_batches=8,  # sampled at most to fill one batch
   )
   c.overlong = dict(  # responses at the length limit (DAPO)
     buffer=0,  # tokens before the limit over which the reward falls by up to 1; 0: off
     filter=False,  # leave responses without a stop token out of the loss
   )
-  c.sampling = dataclasses.asdict(Sampling())  # of the behavior policy: rlvr_jax/types.py
+  c.sampling = dataclasses.asdict(Sampling())  # of the behavior policy: rlvr_jax/sampling.py
   c.allow_truncated_behavior = False  # train although top-k or top-p bias the ratio
   c.policy_temperature = 1.0  # of the target policy
 
-  # Components are strings, as schedule above and optimizer below: a name, "fade", or with
-  # hyper-parameters that differ from those the component itself states, "fade(alpha_max=2.0)". One
-  # of your own is "my_module:factory(keyword=1)". Every name: docs/methods/README.md.
+  # Components are strings, like schedule above and optimizer below: a name, "fade", or a name with
+  # hyper-parameters that differ from the component's defaults, "fade(alpha_max=2.0)". Your own
+  # component is "my_module:factory(keyword=1)". All names: docs/methods/README.md.
   c.advantage = "grpo"
   c.reweighting = "none"  # none, salt
   c.gram = "streaming"  # streaming, sketch, per_rollout
   c.loss = "ppo_clip"
   c.aggregation = "token_mean"  # of the loss: token_mean, sequence_mean, sequence_sum, constant
-  c.veto = dict(  # takes tokens of negative-advantage rollouts out of the loss (μ-GRPO)
+  c.veto = dict(  # excludes tokens of negative-advantage rollouts from the loss (μ-GRPO)
     enabled=False,
     scope="suffix",  # suffix, trigger, trigger_and_suffix, response
-    threshold=0.01,  # κ, of the ratio
+    threshold=0.01,  # κ, a bound on the ratio
     trigger="below",  # below, above
-    renormalise=False,  # vetoed tokens leave the aggregation's denominator as well
+    renormalize=False,  # vetoed tokens leave the aggregation's denominator as well
   )
   c.reference = dict(  # KL to the policy before the first update
     kl_coefficient=0.0,
@@ -117,14 +117,14 @@ def get_config() -> ConfigDict:
   c.entropy_bonus = 0.0
 
   c.optimizer = "adamw"  # adamw, lion, muon, sgd, or one of optax's such as "optax:adafactor"
-  c.learning_rate = "constant(peak=3e-4)"  # constant, linear, cosine; with warmup in updates
+  c.learning_rate = "constant(peak=3e-4)"  # constant, linear, cosine; warmup is in updates
   c.max_gradient_norm = 1.0
   c.max_skipped_in_a_row = 5  # non-finite updates until the run stops
 
   c.mesh = dict(data=1, fsdp=1, tensor=1)  # devices along each axis
-  c.generation_mesh = dict(data=0, fsdp=0, tensor=0)  # devices of its own; all 0: those of mesh
+  c.generation_mesh = dict(data=0, fsdp=0, tensor=0)  # separate devices; all 0: those of mesh
 
-  c.warm_start = dict(  # supervised, on the task's worked solutions
+  c.warm_start = dict(  # supervised, on the task's demonstrations
     num_steps=200,
     batch_size=64,  # problems
     optimizer="adamw",
@@ -132,23 +132,23 @@ def get_config() -> ConfigDict:
     max_gradient_norm=1.0,
   )
   c.evaluation = dict(
-    every=50,  # updates; before the first and after the last one in any case
+    every=50,  # updates, at least 1; always before the first and after the last update
     num_samples=4,  # per problem
     ks=(1, 4),  # of pass@k
-    batch_prompts=64,  # problems generated for at once
+    batch_prompts=64,  # problems per generated batch
     sampling=dataclasses.asdict(Sampling()),
     seed=12345,
-    grader="",  # of held-out problems, a component such as "mathematics"; "": the task's own
+    grader="",  # for held-out problems, a component such as "mathematics"; "": the task's
   )
   c.grading = dict(
     num_workers=0,  # processes; 0: one for each core, at most 32
     timeout_s=5.0,  # per completion, wall-clock
     memory_mib=2048,  # address space of a worker
-    grader="",  # the same, of the training rewards alone
+    grader="",  # likewise, for the training rewards
     # Pairs (grader, weight), such as ("boxed", 0.1): their scores are added to the training
     # rewards. For wrong answers too, set outcomes.wrong and .unparseable to "score".
     extra=(),
-    unsandboxed_code="",  # what has to be said here, the refusal of a missing sandbox tells
+    unsandboxed_code="",  # the text that permits it; the error about a missing sandbox states it
     # outcome → reward, as text: a number, "score" (the grader's), "mask" (out of the loss), "stop"
     outcomes=dict(correct="score", wrong="0", unparseable="0", timeout="0", crashed="mask"),
   )
@@ -157,11 +157,11 @@ def get_config() -> ConfigDict:
     compared="",  # parameters whose Gram is compared with config.gram's: last_block, all, a pattern
   )
   c.checkpoint = dict(every=10, keep=2)  # updates; the latest, and the best in addition
-  c.store = dict(keep_used=True)  # rollouts on which no update trains any more
+  c.store = dict(keep_used=True)  # keep rollouts that no update will train on again
   c.logging = dict(
     print_every=1,  # updates
     rollouts_every=10,  # updates; at refreshes on a multiple of it, into rollouts.jsonl
     rollouts_per_refresh=8,
   )
-  c.permute_rewards = False  # control: rewards are dealt out anew over the batch
-  return c.lock()  # a misspelt field in a recipe is an error
+  c.permute_rewards = False  # control: rewards are shuffled over the batch
+  return c.lock()  # a misspelled field in a recipe is an error

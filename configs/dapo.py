@@ -1,9 +1,10 @@
 """DAPO: a higher upper clip, token mean, dynamic sampling, and care for overlong responses.
 
-Source: arXiv 2503.14476. All of its four parts and overlong filtering; no KL term. Differs from the
-paper: 4 updates per refresh instead of 16; lengths are scaled, 4 expected tokens and a buffer of 1
-instead of 16384 and 4096, so that the limit is 5 tokens and no correct answer is penalised; rewards
-are 0 and 1 instead of −1 and 1, so that the full penalty of 1 weighs twice as much against them.
+Source: "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (arXiv:2503.14476). All of
+its four parts and overlong filtering; no KL term. Differs from the paper: 4 updates per refresh
+instead of 16; lengths are scaled, 4 expected tokens and a buffer of 1 instead of 16384 and 4096, so
+that the limit is 5 tokens and no correct answer is penalized; rewards are 0 and 1 instead of −1 and
+1, so that the full penalty of 1 weighs twice as much against them.
 
   python -m rlvr_jax.main --config=configs/dapo.py --workdir=runs/dapo
 

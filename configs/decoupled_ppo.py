@@ -1,9 +1,9 @@
 """Decoupled PPO: clip around a recent policy, correct by a capped weight for the one that sampled.
 
-Source: arXiv 2110.00641. π_prox is the policy when a batch is first trained on. A first pass
-therefore has π/π_prox = 1, and the clip takes hold in the second one: hence two epochs over the 4
-batches of a refresh. Differs from the paper: its π_prox is a moving average of the parameters, and
-its advantages come from a critic.
+Source: "Batch size-invariance for policy optimization" (arXiv:2110.00641). π_prox is the policy
+when a batch is first trained on. In the first pass π/π_prox is therefore 1, and clipping can occur
+in the second pass only, so there are two epochs over the 4 batches of a refresh. Differs from the
+paper: its π_prox is a moving average of the parameters, and its advantages come from a critic.
 
   python -m rlvr_jax.main --config=configs/decoupled_ppo.py --workdir=runs/decoupled_ppo
 

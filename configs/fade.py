@@ -1,8 +1,8 @@
 """FADE: hard prompts first, and failures pushed down harder once entropy is below a target.
 
-Source: arXiv 2607.01490. H* is half of the initial entropy, the paper's default. Where that entropy
-is a few tenths of a nat, 1 + Ĥ − H* stays near 1 and δ hardly acts, so sweep an absolute H*
-(0.25, 0.5, 1.0 nats):
+Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490). H*
+is half of the initial entropy, the paper's default. If that entropy is a few tenths of a nat,
+δ = 1 + Ĥ − H* stays near 1 and has little effect, so sweep an absolute H* (0.25, 0.5, 1.0 nats):
 
   --config.advantage="fade(target_is_relative=False, target_entropy=0.5)"
 

@@ -1,7 +1,7 @@
-"""GRPO on rollouts that are exactly so many updates old: staleness as an independent variable.
+"""GRPO on rollouts that are a fixed number of updates old: staleness as an independent variable.
 
-Update t trains on rollouts of the policy after update t − lag; `staleness/mean` and
-`staleness/max` are the lag itself from update lag on.
+Update t trains on rollouts of the policy after update t − lag; from update `lag` on,
+`staleness/mean` and `staleness/max` equal the lag.
 
   python -m rlvr_jax.main --config=configs/fixed_lag.py --workdir=runs/fixed_lag
 

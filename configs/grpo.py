@@ -1,10 +1,11 @@
 """GRPO as published: clipped ratios, group-normalized rewards, KL to the first policy.
 
-Source: DeepSeekMath, arXiv 2402.03300. One update per refresh, as in the paper, so that the clip
-interval is there but nothing reaches it. The average is over each response, then over responses
-(the 1/|o| of the paper), and β = 0.04 with the estimator k3 is kept, although most later recipes
-leave the KL term out: this file is what the others are compared with. Differs from the paper in
-scale only: groups of 8 instead of 64, and a learning rate for a small network.
+Source: "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models"
+(arXiv:2402.03300). One update per refresh, as in the paper, so that the clip interval is there but
+nothing reaches it. The average is over each response, then over responses (the 1/|o| of the paper),
+and β = 0.04 with the estimator k3 is kept, although most later recipes leave the KL term out: this
+file is what the others are compared with. Differs from the paper in scale only: groups of 8 instead
+of 64, and a learning rate for a small network.
 
   python -m rlvr_jax.main --config=configs/grpo.py --workdir=runs/grpo
 

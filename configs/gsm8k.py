@@ -1,10 +1,10 @@
-"""GRPO on GSM8K's own questions, from scratch over bytes: the path, not the score.
+"""GRPO on the questions of GSM8K, from scratch over bytes: a test of the path, not of the score.
 
 Grade-school word problems (arXiv 2110.14168) as published: 7473 for training, 1319 held out, graded
-by the final number. The policy is a 0.8 M-parameter transformer that has read 128 worked solutions
-and nothing else, so that nearly all of its answers are wrong and most groups say nothing; what this
-recipe shows is that real questions go all the way through. For a score, begin with a pretrained
-policy.
+by the final number. The policy is a 0.8 M-parameter transformer that has read 128 demonstrations
+and nothing else, so that nearly all of its answers are wrong and most groups have no signal. The
+recipe shows that real questions pass through the whole pipeline. For a score, start from a
+pretrained policy.
 
   python -m rlvr_jax.main --config=configs/gsm8k.py --workdir=runs/gsm8k \\
     --config.task.kwargs.data_dir=DIR
@@ -27,7 +27,7 @@ def get_config() -> ConfigDict:
     name="published",
     kwargs=dict(
       dataset="gsm8k",
-      data_dir="",  # to be given
+      data_dir="",  # required
       split="train",  # "": nothing to train on, for --mode=eval
       prepared_dir="~/.cache/rlvr_jax/published",  # for records prepared from them
       warm_start_size=128,

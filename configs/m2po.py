@@ -1,7 +1,8 @@
 """M2PO: the clip interval follows from a budget on the second moment of log ρ.
 
-Source: arXiv 2510.01161. The paper's budget, 0.04. Differs from the paper: rollouts of one refresh
-serve 16 updates; there they are up to 256 updates old.
+Source: "Prosperity before Collapse: How Far Can Off-Policy RL Reach with Stale Data on LLMs?"
+(arXiv:2510.01161). The paper's budget, 0.04. Differs from the paper: rollouts of one refresh serve
+16 updates; there they are up to 256 updates old.
 
   python -m rlvr_jax.main --config=configs/m2po.py --workdir=runs/m2po
 

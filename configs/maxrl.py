@@ -1,6 +1,7 @@
 """MaxRL: rewards divided by the solve rate, which follows the likelihood of success.
 
-Source: arXiv 2602.02710. Only the coefficients change, A = (r − r̄)/r̄; the loss is the quickstart's.
+Source: "Maximum Likelihood Reinforcement Learning" (arXiv:2602.02710). Only the coefficients
+change, A = (r − r̄)/r̄; the loss is the quickstart's.
 
   python -m rlvr_jax.main --config=configs/maxrl.py --workdir=runs/maxrl
 

@@ -1,12 +1,13 @@
 """μ-GRPO: four stages of stale rollouts, a relaxed interval, and a veto on what went stale.
 
-Source: arXiv 2605.17570. At the start of each stage the policy is frozen and draws all rollouts
-that the stage trains on, so that the lag grows from 0 to μ − 1 within it; the paper has 4096
-updates, μ = 1024. **open**: the veto's threshold κ; experiments/mu_grpo sweeps it.
+Source: "How Off-Policy Can GRPO Be? Mu-GRPO for Efficient LLM Reinforcement Learning"
+(arXiv:2605.17570). At the start of each stage the policy is frozen and samples all rollouts of the
+stage, so that the lag grows from 0 to μ − 1 within the stage of μ updates; the paper has 4096
+updates and μ = 1024. **open**: the veto's threshold κ; experiments/mu_grpo sweeps it.
 
   python -m rlvr_jax.main --config=configs/mu_grpo.py --workdir=runs/mu_grpo
 
-What is not set below is the quickstart's: 300 updates, hence μ = 75. A stage's rollouts are in
+What is not set below is the quickstart's: 300 updates, so that μ = 75. A stage's rollouts are in
 WORKDIR/rollouts as soon as they are graded. Card: docs/methods/mu_grpo.md.
 """
 

@@ -2,9 +2,9 @@
 
 A 0.8 M-parameter transformer over bytes sees "7 - 4 + 9 = " and answers "12", without steps. The
 warm start, 150 steps on 1024 worked sums, leaves it right one time in four, and right at least once
-in four tries on more than half of the problems. Reinforcement learning on further sums, told only
-"right" or "wrong", makes that about three times in four, on 256 held-out sums that neither phase
-has seen.
+in four tries on more than half of the problems. Reinforcement learning on further sums, with only
+"right" or "wrong" as feedback, raises that to about three times in four, on 256 held-out sums that
+neither phase has seen.
 
   python -m rlvr_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
 

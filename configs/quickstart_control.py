@@ -1,7 +1,7 @@
-"""The quickstart with its rewards dealt out at random: what is learned without a signal.
+"""The quickstart with shuffled rewards: what is learned without a signal.
 
-Each batch of rollouts keeps its rewards, but they are permuted over the batch, so they no longer
-say which answer was right. Held-out pass@1 must not rise.
+The rewards of each batch are permuted over its rollouts, so that they no longer say which answer
+was right. Held-out pass@1 must not rise.
 
   python -m rlvr_jax.main --config=configs/quickstart_control.py --workdir=runs/quickstart_control
 

@@ -1,7 +1,7 @@
 """The quickstart's time spent on more of its warm start, and none of it on reinforcement learning.
 
-The 1024 worked sums are learned by heart: held-out pass@1 peaks early, near 0.36 at about 350
-steps, and has fallen below the quickstart's start when the time is over.
+The 1024 worked sums are memorized: held-out pass@1 peaks early, near 0.36 at about 350 steps, and
+ends below the quickstart's start.
 
   python -m rlvr_jax.main --config=configs/quickstart_longer_warm_start.py \\
     --workdir=runs/quickstart_longer_warm_start

@@ -1,6 +1,7 @@
 """RLOO: REINFORCE whose baseline is the mean reward of the other rollouts.
 
-Source: arXiv 2402.14740. The response is one action: its token losses are summed, and there is no
+Source: "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in
+LLMs" (arXiv:2402.14740). The response is one action: its token losses are summed, and there is no
 ratio and no clip. Differs from the paper: no KL penalty in the reward, which is verified here and
 not learned; groups of 8 instead of 2 or 4.
 

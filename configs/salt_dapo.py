@@ -1,7 +1,9 @@
 """SALT on DAPO: the same reweighting under token means, a higher clip and dynamic sampling.
 
-Source: arXiv 2606.05800 for SALT, arXiv 2503.14476 for DAPO. What differs from the papers is in
-configs/salt_grpo.py and configs/dapo.py.
+Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make Them
+Matter" (arXiv:2606.05800) and "DAPO: An Open-Source LLM Reinforcement Learning System at Scale"
+(arXiv:2503.14476). The differences from the papers are listed in configs/salt_grpo.py and
+configs/dapo.py.
 
   python -m rlvr_jax.main --config=configs/salt_dapo.py --workdir=runs/salt_dapo
 

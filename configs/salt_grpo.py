@@ -1,6 +1,7 @@
 """SALT on GRPO: full weight on the directions that the batch's gradients share, less on the rest.
 
-Source: arXiv 2606.05800 and the authors' code, whose ρ_s = 1, 1 ≤ k ≤ 64 and 0 ≤ α ≤ 1 these are.
+Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make Them
+Matter" (arXiv:2606.05800) and the authors' code, with their ρ_s = 1, 1 ≤ k ≤ 64 and 0 ≤ α ≤ 1.
 The Gram matrix is that of the output head's per-rollout gradients, exact, over the whole batch of
 512 rollouts, where the paper's is over a mini-batch. Differs from configs/grpo.py in the
 reweighting alone.

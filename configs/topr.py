@@ -1,7 +1,8 @@
 """TOPR: off-policy REINFORCE that tapers failures only, by the ratio of the complete response.
 
-Source: arXiv 2503.14286. Rewards of ±1 without a baseline, token losses summed over the response.
-Differs from the paper, which collects a data set per iteration: 4 updates per refresh.
+Source: "Tapered Off-Policy REINFORCE: Stable and efficient reinforcement learning for LLMs"
+(arXiv:2503.14286). Rewards of ±1 without a baseline, token losses summed over the response. Differs
+from the paper, which collects a data set per iteration: 4 updates per refresh.
 
   python -m rlvr_jax.main --config=configs/topr.py --workdir=runs/topr
 

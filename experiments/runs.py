@@ -17,14 +17,12 @@ from scipy import special
 
 from rlvr_jax.evaluate.run_files import read_metrics
 
-# The recipes of methods: those that name a card and are not of a published model's size. GRPO comes
-# first: the others are compared with it.
+# The recipes of methods: those that name a card. GRPO comes first: the others are compared with it.
 RECIPES = sorted(
   (
     path.stem
     for path in (pathlib.Path(__file__).parents[1] / "configs").glob("*.py")
-    if "Card: docs/methods/" in (note := path.read_text(encoding="utf-8"))
-    and "import full_size" not in note
+    if "Card: docs/methods/" in path.read_text(encoding="utf-8")
   ),
   key=lambda name: (name != "grpo", name),
 )

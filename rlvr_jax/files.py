@@ -1,4 +1,4 @@
-"""Files that survive kills and full disks: whole or absent, appended line by line, checksummed."""
+"""Files that survive kills and full disks: atomic replacement, appended lines, checksums."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class DamagedFileError(ValueError):
-  """A file of records has a line that is none."""
+  """A file of records has a line that is not a record."""
 
 
 class DiskFullError(OSError):
-  """No space left for what a run has to write."""
+  """No space is left for a file that a run has to write."""
 
 
 # --- other file systems ---------------------------------------------------------------------------
 
 
 def located(path: str | os.PathLike[str]) -> tuple[fsspec.AbstractFileSystem, str]:
-  """The file system that holds `path`, and the path in it.
+  """The file system that contains `path`, and the path in it.
 
   Args:
     path: local (~ is the home folder), or a URL such as gs://bucket/folder.
   Raises:
-    ValueError: no such kind of URL, or its library is not installed.
+    ValueError: the kind of URL is unknown, or its library is not installed.
   """
   text = os.fspath(path)
   try:
@@ -53,15 +53,15 @@ def local_path(owner: str, path: str | os.PathLike[str]) -> pathlib.Path:
   """`path`, which must not be a URL: pathlib would take gs://bucket for a folder named "gs:".
 
   Args:
-    owner: the flag or field that gives it, for the message.
+    owner: the flag or field that sets it, for the message.
   Raises:
-    ValueError: it is a URL, or was one before pathlib took a slash out of it.
+    ValueError: it is a URL, or was one before pathlib removed a slash.
   """
   text = os.fspath(path)
   if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", text):
     raise ValueError(
-      f"{owner} = {text!r} is a URL, and only a local folder will do: mount the bucket (for gs://"
-      " with gcsfuse) and give the folder where it is mounted"
+      f"{owner} = {text!r} is a URL, but must be a local folder: mount the bucket (for gs:// with"
+      " gcsfuse) and give the folder where it is mounted"
     )
   return pathlib.Path(text)
 
@@ -70,20 +70,20 @@ def listing(directory: str | os.PathLike[str]) -> list[str]:
   """Names of the files of a directory, sorted.
 
   Raises:
-    FileNotFoundError: it is none.
-    OSError: it cannot be reached. What fsspec's isfile and exists answer then is no.
+    FileNotFoundError: `directory` is not a directory.
+    OSError: it cannot be reached, in which case fsspec's isfile and exists would return False.
   """
   system, folder = located(directory)
   try:
     entries = system.ls(folder, detail=True)
   except (FileNotFoundError, NotADirectoryError):
     entries = [{"name": folder}]
-  except Exception as error:  # of the libraries for remote systems, of no narrower class
+  except Exception as error:  # libraries for remote systems raise errors without a common class
     raise OSError(f"{directory} cannot be listed: {type(error).__name__}: {error}") from error
   if [entry["name"].rstrip("/") for entry in entries] == [folder.rstrip("/")]:
     raise FileNotFoundError(
-      f"{directory} is no directory: give a local one, or a URL such as gs://bucket/folder; nothing"
-      " is downloaded by a hub's name"
+      f"{directory} is not a directory: give a local one, or a URL such as gs://bucket/folder;"
+      " models are not downloaded by their name on a hub"
     )
   # Hubs' caches are folders of symbolic links, which a local listing calls neither file nor folder.
   files = [e["name"] for e in entries if e["type"] == "file" or system.isfile(e["name"])]
@@ -95,7 +95,7 @@ def listing(directory: str | os.PathLike[str]) -> list[str]:
 
 @contextlib.contextmanager
 def reporting_full_disk(path: pathlib.Path) -> Iterator[None]:
-  """Turns any library's error of a full disk into one that says what to do."""
+  """Turns any library's error about a full disk into one that says how to fix it."""
   try:
     yield
   except Exception as error:
@@ -109,12 +109,12 @@ def disk_full(path: pathlib.Path, detail: str = "") -> DiskFullError:
   return DiskFullError(
     errno.ENOSPC,
     f"no space left to write {path}{detail and f' ({detail})'}. Free some space and rerun the same "
-    "command: it goes on from the last checkpoint.",
+    "command: it resumes from the last checkpoint.",
   )
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-  """True if the error or one of its causes is of a full disk; some libraries say so in text."""
+  """True if the error or one of its causes is a full disk; some libraries say so in text only."""
   while error is not None:
     text = str(error)
     if getattr(error, "errno", None) in _FULL or any(os.strerror(code) in text for code in _FULL):
@@ -124,28 +124,28 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 
 def shortage(folder: pathlib.Path, need: int) -> str | None:
-  """What to tell where fewer than `need` bytes are free; None where there is enough."""
+  """A message if fewer than `need` bytes are free; None if there is enough space."""
   free = shutil.disk_usage(folder).free
   if free >= need:
     return None
   return f"{free / 2**20:.1f} MiB free, {need / 2**20:.1f} MiB needed"
 
 
-# --- whole files ----------------------------------------------------------------------------------
+# --- atomic replacement ---------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def replacing(path: pathlib.Path) -> Iterator[IO[bytes]]:
-  """A file to write in place of `path`, which is the old one or the whole new one at any time."""
+  """A file to write that replaces `path` atomically: `path` is either the old or the new file."""
   with replacing_path(path) as temporary, open(temporary, "wb") as file:
     yield file
 
 
 @contextlib.contextmanager
 def replacing_path(path: pathlib.Path) -> Iterator[pathlib.Path]:
-  """`replacing` for what wants a name to write at; on an error nothing is left there.
+  """`replacing` for libraries that need a path; on an error the temporary file is removed.
 
-  When it returns, the new file is on the disk under its name, whatever happens to the machine.
+  When it returns, the new file is durable: it survives a crash of the machine.
   """
   temporary = path.with_name(path.name + TEMPORARY)
   try:
@@ -161,7 +161,7 @@ def replacing_path(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def sync_folder(folder: pathlib.Path) -> None:
-  """Makes the names in a folder durable: a renamed file is on the disk, its new name is not yet."""
+  """Makes the names in a folder durable; syncing a renamed file does not sync its new name."""
   descriptor = os.open(folder, os.O_RDONLY)
   try:
     os.fsync(descriptor)
@@ -173,19 +173,19 @@ def sync_folder(folder: pathlib.Path) -> None:
 
 
 class JsonLines:
-  """Appends JSON lines; each call ends with everything handed to the operating system."""
+  """Appends JSON lines; after each call the operating system has all of them."""
 
   def __init__(self, path: pathlib.Path, *, fsync: bool = False):
-    """Opens `path`, created if needed; with `fsync` each call ends with everything on the disk."""
+    """Opens `path`, created if needed; with `fsync` each call also waits for the disk."""
     self._path, self._fsync = path, fsync
-    # Unbuffered: a buffer would keep the bytes of a failed write and try them again at closing.
+    # Unbuffered: a buffer would keep the bytes of a failed write and write them again on close.
     self._file = open(path, "ab", buffering=0)
 
   def append(self, records: Iterable[Mapping[str, Any]]) -> list[bytes]:
-    """One line per record.
+    """Appends one line per record.
 
     Returns:
-      The lines.
+      The lines, as bytes.
     Raises:
       DiskFullError: no space is left; none of the records is in the file.
     """
@@ -214,10 +214,10 @@ class JsonLines:
 
 
 def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-  """The records of a .jsonl file; a torn last line is left out.
+  """The records of a .jsonl file; an incomplete last line is skipped.
 
   Raises:
-    DamagedFileError: if a whole line is not a JSON object.
+    DamagedFileError: if a complete line is not a JSON object.
   """
   with open(path, encoding="utf-8", errors="replace") as lines:
     for number, line in enumerate(lines, start=1):
@@ -237,7 +237,7 @@ def keep_records(path: pathlib.Path, keep: Callable[[Mapping[str, Any]], bool]) 
   if not path.exists():
     return
   data = path.read_bytes()
-  # What follows the last newline is a line torn by a kill.
+  # What follows the last newline is an incomplete line, written by a killed process.
   lines = data.splitlines(keepends=True) if data.endswith(b"\n") else data.splitlines(True)[:-1]
   records = read_records(path)
   kept = b"".join(line for line, record in zip(lines, records, strict=True) if keep(record))
@@ -251,7 +251,7 @@ def keep_records(path: pathlib.Path, keep: Callable[[Mapping[str, Any]], bool]) 
 
 
 def json_crc32(value: Any) -> int:
-  """Checksum of a JSON value, the same after it was written and read."""
+  """Checksum of a JSON value, which stays the same when the value is written and read back."""
   return zlib.crc32(json.dumps(json.loads(json.dumps(value)), sort_keys=True).encode())
 
 

@@ -1,12 +1,13 @@
-"""Trains the policy that a configuration describes, evaluates or exports one, or tells if it fits.
+"""Trains, evaluates or exports a policy, or reports what a configuration needs on a device.
 
   python -m rlvr_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
 
-Any field can be set on the command line, --config.seed=1. The same command on the same workdir goes
-on where it was stopped or killed. What --mode=eval, export and fits need: docs/models.md.
+Any field can be set on the command line, such as --config.seed=1. The same command on the same
+workdir resumes a run that was stopped or killed. For --mode=eval, export, fits and costs see
+docs/models.md.
 
-On several hosts, with a workdir that all of them see, run it on each with --distributed; where the
-cluster does not tell who is who, with --coordinator, --num_processes and --process_id instead.
+On several hosts, run it on each with --distributed and a workdir that all of them can access. If
+the cluster does not identify the processes, use --coordinator, --num_processes and --process_id.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from ml_collections import config_flags
 
 from rlvr_jax.train import config_file, host
 
-_MODE = flags.DEFINE_enum("mode", "train", ["train", "eval", "export", "fits"], "What to do.")
+_MODE = flags.DEFINE_enum(
+  "mode", "train", ["train", "eval", "export", "fits", "costs"], "What to do."
+)
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
-_WORKDIR = flags.DEFINE_string("workdir", None, "Folder for all that is written.")
-_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A run, or RUN/checkpoints/STEP of it.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder for all output files.")
+_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A run, or RUN/checkpoints/STEP.")
 _TOPOLOGY = flags.DEFINE_string("topology", None, "TPUs to compile for, v5e:4x4 for 16.")
 _DISTRIBUTED = flags.DEFINE_bool("distributed", False, "One of several processes (TPU pod, SLURM).")
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port, a free port of process 0.")
@@ -33,24 +36,24 @@ flags.mark_flags_as_required(["config"])
 def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}; write --config.field=value")
-  if not _WORKDIR.value and _MODE.value != "fits":
+  if not _WORKDIR.value and _MODE.value not in ("fits", "costs"):
     raise app.UsageError("--workdir is missing")
   host.keep_freed_memory()  # before jax allocates anything
-  # Imported here, so that --help and a misspelt field answer at once.
+  # Imported here, so that --help and a misspelled field answer immediately.
   from rlvr_jax.train import multihost
 
-  place = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
-  if _DISTRIBUTED.value or place != (None, None, None):
+  process = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+  if _DISTRIBUTED.value or process != (None, None, None):
     try:
-      multihost.initialize(*place)
+      multihost.initialize(*process)
     except (ValueError, RuntimeError) as error:
       sys.exit(f"error: {error}")
-  with multihost.failing_at_once():
+  with multihost.exit_on_error():
     run()
 
 
 def run() -> None:
-  """Does it; a mistake ends the process with a message."""
+  """Runs the chosen mode; an error in the configuration ends the process with a message."""
   try:
     from rlvr_jax.commands import choose
     from rlvr_jax.commands.train import FAILURES
@@ -59,14 +62,18 @@ def run() -> None:
     action = choose.prepared(_MODE.value, _CONFIG.value, *given)
   except (ImportError, ValueError, OSError) as error:
     sys.exit(f"error: {error}")
-  if _MODE.value in ("train", "eval"):  # the workdir of an export is for others
+  except (AttributeError, KeyError) as error:
+    if message := config_file.missing_field(error):
+      sys.exit(f"error: {message}")
+    raise
+  if _MODE.value in ("train", "eval"):  # the workdir of an export is read by other programs
     host.keep_compiled(str(_WORKDIR.value))
   try:
     action()
   except FAILURES as error:
-    host.end_at_once(f"error: {error}")
+    host.exit_immediately(f"error: {error}")
   except KeyboardInterrupt:
-    sys.exit("interrupted; rerun the same command to go on")
+    sys.exit("interrupted; rerun the same command to resume")
 
 
 if __name__ == "__main__":

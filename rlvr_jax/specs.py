@@ -1,7 +1,9 @@
 """Components named by strings: "fade(alpha_max=3.0)", "my_package.module:factory(x=1)".
 
-The hyper-parameters are literals, read by `ast.literal_eval`: nothing in a string is evaluated. The
-standard library only.
+The hyper-parameters are literals, read by `ast.literal_eval`: no code in a string is evaluated. But
+the function that a string names is called, whatever module it is in: run only configurations that
+you trust.
+This module needs the standard library only.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ import inspect
 import os
 import re
 import sys
+import traceback
 import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 _FORM = re.compile(r"\s*([A-Za-z_][\w.]*(?::[A-Za-z_]\w*)?)\s*(\(.*\))?\s*", re.DOTALL)
@@ -25,7 +28,7 @@ _RULE = (
 
 
 class Spec(NamedTuple):
-  """What a component is made of; `str` gives its string."""
+  """The name and the arguments of a component; `str` returns its string."""
 
   name: str  # of a factory of the package, or "my_package.module:factory"
   arguments: Mapping[str, Any]  # its hyper-parameters, literals
@@ -36,13 +39,13 @@ class Spec(NamedTuple):
 
 
 def parse(field: str, text: str) -> Spec:
-  """Reads a component's string; "name" and "name()" are the same.
+  """Parses a component's string; "name" and "name()" are the same.
 
   Args:
-    field: of the configuration, such as "config.advantage", for messages.
+    field: field of the configuration, such as "config.advantage", for messages.
     text: the string.
   Raises:
-    ValueError: it is not of that form.
+    ValueError: the string does not have this form.
   """
   found = _FORM.fullmatch(text) if isinstance(text, str) else None
   if found is None:
@@ -51,7 +54,7 @@ def parse(field: str, text: str) -> Spec:
   try:
     call = ast.parse(f"f{arguments or '()'}", mode="eval").body
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
-      raise ValueError("what stands in brackets is not a list of keyword=value")
+      raise ValueError("the text in parentheses is not a list of keyword=value")
     given: dict[str, Any] = {}
     for keyword in call.keywords:
       if keyword.arg is None:
@@ -60,8 +63,8 @@ def parse(field: str, text: str) -> Spec:
         raise ValueError(f"{keyword.arg} is given twice")
       given[keyword.arg] = _literal(keyword)
   except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-    told = error.msg if isinstance(error, SyntaxError) else error
-    raise ValueError(f"{field} = {text!r}: {told or type(error).__name__}; {_RULE}") from error
+    reason = error.msg if isinstance(error, SyntaxError) else error
+    raise ValueError(f"{field} = {text!r}: {reason or type(error).__name__}; {_RULE}") from error
   return Spec(name, given)
 
 
@@ -75,17 +78,18 @@ def _literal(keyword: ast.keyword) -> Any:
 
 
 def make(field: str, package: types.ModuleType, text: str, kind: Any, **of_run: Any) -> Any:
-  """The component that a string names.
+  """Makes the component that a string names.
 
   Args:
     field: as in `parse`.
-    package: its `__all__` lists the factories that go by name.
+    package: its `__all__` lists the factories that can be named.
     text: the string.
-    kind: class of which the result has to be.
-    of_run: what the run knows; it is given to a factory that names it, and no string can set it.
+    kind: required class of the result.
+    of_run: values of the run; a factory with a parameter of that name gets the value, and no string
+      can set it.
   Raises:
-    ValueError: not a component's string, an unknown name, hyper-parameters that the factory does
-      not take or lacks, or what the factory itself raises.
+    ValueError: the string or the name is invalid, hyper-parameters are unknown or missing, or the
+      factory raises it.
   """
   owner = f"{field} = {text!r}"
   try:
@@ -97,7 +101,7 @@ def make(field: str, package: types.ModuleType, text: str, kind: Any, **of_run: 
 
 
 def call(owner: str, package: types.ModuleType, spec: Spec, kind: Any, **of_run: Any) -> Any:
-  """As `make`, of a name and arguments; `owner` begins the messages."""
+  """As `make`, for a name and arguments; messages begin with `owner`."""
   factory = find(owner, package, spec.name)
   parameters = inspect.signature(factory).parameters
   check_keywords(owner, spec.name, factory, spec.arguments, of_run)
@@ -111,7 +115,12 @@ def call(owner: str, package: types.ModuleType, spec: Spec, kind: Any, **of_run:
   ]  # fmt: skip
   if lacking:
     raise ValueError(f"{owner}: {spec.name} needs a value of {', '.join(lacking)}")
-  made = factory(**arguments)
+  try:
+    made = factory(**arguments)
+  except (ValueError, ImportError, OSError):
+    raise
+  except Exception as error:
+    raise ValueError(f"{owner}: {spec.name} raised {_one_line(error)}") from error
   if not isinstance(made, kind):
     raise ValueError(
       f"{owner}: {spec.name} returned {type(made).__name__}, expected {kind.__name__}"
@@ -120,41 +129,41 @@ def call(owner: str, package: types.ModuleType, spec: Spec, kind: Any, **of_run:
 
 
 def find(owner: str, package: types.ModuleType, name: str) -> Callable[..., Any]:
-  """The factory of a name, among a package's exports or in a module of the user's own.
+  """Finds the factory of a name, among a package's exports or in the user's module.
 
   Raises:
-    ValueError: there is none.
+    ValueError: there is no such factory.
   """
   module_name, colon, function = name.partition(":")
   if not colon:
     if name not in package.__all__:
       raise ValueError(
-        f"{owner}: {name!r} is unknown; did you mean one of {near(name, package.__all__)}? One"
-        " of your own is named my_module:function"
+        f"{owner}: {name!r} is unknown; {_did_you_mean(near(name, package.__all__))} To use your"
+        " own, write my_module:function"
       )
     return getattr(package, name)
-  if os.getcwd() not in sys.path:  # as where the program is started by python -m
+  if os.getcwd() not in sys.path:  # as it is for a program started by python -m
     sys.path.append(os.getcwd())
   try:
     module = importlib.import_module(module_name)
-  except ModuleNotFoundError as error:
-    if not f"{module_name}.".startswith(f"{error.name}."):
-      raise  # the module is there, and lacks another
-    raise ValueError(
-      f"{owner}: {error}; {module_name!r} has to be importable from the current directory or"
-      " installed"
-    ) from error
+  except Exception as error:
+    if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+      raise ValueError(
+        f"{owner}: {error}; {module_name!r} has to be importable from the current directory or"
+        " installed"
+      ) from error
+    raise ValueError(f"{owner}: importing {module_name} raised {_one_line(error)}") from error
   factory = getattr(module, function, None)
   if not callable(factory):
     raise ValueError(
-      f"{owner}: {module_name} has no function {function!r}; did you mean one of"
-      f" {near(function, [n for n in dir(module) if callable(getattr(module, n))])}?"
+      f"{owner}: {module_name} has no function {function!r};"
+      f" {_did_you_mean(near(function, [n for n in dir(module) if callable(getattr(module, n))]))}"
     )
   return factory
 
 
 def takes(field: str, package: types.ModuleType, text: str, parameter: str) -> bool:
-  """Whether the factory that a string names has that parameter."""
+  """Whether the factory that a string names has the parameter."""
   factory = find(f"{field} = {text!r}", package, parse(field, text).name)
   return parameter in inspect.signature(factory).parameters
 
@@ -166,7 +175,7 @@ def check_keywords(
   given: Collection[str],
   of_run: Collection[str] = (),
 ) -> None:
-  """Raises ValueError for a keyword that the factory does not take, or that the run gives."""
+  """Raises ValueError for a keyword that the factory does not take, or that the run sets."""
   parameters = inspect.signature(factory).parameters
   if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
     return
@@ -176,11 +185,26 @@ def check_keywords(
       raise ValueError(f"{owner}: {keyword} of {name} comes from the run; leave it out")
     if keyword not in settable:
       alike = near(keyword, settable)
-      hint = f" did you mean one of {alike}?" if len(alike) < len(settable) else ""
+      hint = f" {_did_you_mean(alike)}" if len(alike) < len(settable) else ""
       raise ValueError(f"{owner}: {name} takes no {keyword!r};{hint} {name} takes {settable}")
 
 
+def _one_line(error: Exception) -> str:
+  """The error, and the line of the program where it was raised."""
+  frames = traceback.extract_tb(error.__traceback__)
+  text = " ".join(str(error).split())
+  position = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+  return f"{type(error).__name__}: {text[:300]}{position}"
+
+
+def _did_you_mean(names: Sequence[str]) -> str:
+  """A question; ten names at most."""
+  if len(names) == 1:
+    return f"did you mean {names[0]!r}?"
+  return f"did you mean one of {list(names[:10])}{', …' if len(names) > 10 else ''}?"
+
+
 def near(name: str, allowed: Collection[str]) -> list[str]:
-  """The allowed names that are most like `name`; all of them where none is."""
-  holding = [full for full in allowed if name and name in full]
-  return holding or difflib.get_close_matches(name, allowed) or sorted(allowed)
+  """The allowed names that are most similar to `name`; all of them if none is similar."""
+  containing = [full for full in allowed if name and name in full]
+  return containing or difflib.get_close_matches(name, allowed) or sorted(allowed)

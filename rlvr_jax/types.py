@@ -16,17 +16,10 @@ from typing import Any, NamedTuple
 
 import jax
 
+from rlvr_jax.sampling import Sampling as Sampling
+
 Array = jax.Array
 Params = Any  # nested dict of arrays
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sampling:
-  """The distribution tokens are drawn from; static under jit."""
-
-  temperature: float = 1.0  # 0 is greedy decoding
-  top_k: int = 0  # keep the k most probable tokens; 0 keeps all
-  top_p: float = 1.0  # keep the smallest set of tokens with this much mass; 1 keeps all
 
 
 class Head(NamedTuple):
@@ -47,7 +40,7 @@ class Prompts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rollouts:
-  """What the sampler returns; token ids are the record, text is decoded for grading only."""
+  """Output of the sampler; text is decoded from the token ids for grading only."""
 
   tokens: Array  # i32[P, G, T], right-padded; the stop token is included
   lengths: Array  # i32[P, G], 1 ≤ length ≤ T
@@ -68,10 +61,10 @@ class TrainBatch:
   correct: Array  # f32[P, G] in {0, 1}
   reference_logprobs: Array | None = None  # f32[P, G, T], None without a reference policy
   proximal_logprobs: Array | None = None  # f32[P, G, T], None unless the loss is decoupled
-  solve_rate: Array | None = None  # f32[P], all alike: mean correctness before any filter of groups
-  lags: Array | None = None  # i32[P, G], updates since the behaviour policy; −1: not of this run
-  sources: Array | None = None  # i32[P], number of the source that drew the group
-  packed: Packed | None = None  # where the rollouts lie in rows; None: padded, [P, G, S + T]
+  solve_rate: Array | None = None  # f32[P], all equal: mean correctness before any filter of groups
+  lags: Array | None = None  # i32[P, G], updates since the behavior policy; −1: not of this run
+  sources: Array | None = None  # i32[P], index of the source that sampled the group
+  packed: Packed | None = None  # the rollouts in rows; None: padded, [P, G, S + T]
 
 
 class Rows(NamedTuple):
@@ -100,7 +93,7 @@ class Packed(NamedTuple):
 
 
 class Forward(NamedTuple):
-  """What an update's own forward pass leaves behind for a Gram matrix of the head's gradients."""
+  """Results of an update's forward pass that a Gram matrix of the head's gradients needs."""
 
   hidden: Array  # [P, G, T, D], final hidden states, in the model's compute dtype
   log_normalizers: Array  # f32[P, G, T], log Σ_v exp(z_v/τ)
@@ -110,12 +103,12 @@ class Forward(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-  """Everything an update reads and writes; checkpointed whole."""
+  """Everything that an update reads and writes; all of it is checkpointed."""
 
   params: Params
   opt_state: Any
   advantage_state: Any  # () for stateless estimators
-  step: Array  # i32[], updates tried
+  step: Array  # i32[], updates attempted
   skipped: Array  # i32[], updates skipped because a gradient was not finite
   skipped_in_a_row: Array  # i32[]
 

@@ -1,29 +1,41 @@
-"""Set before jax is imported: CPU only, eight fake devices. Children share a compile cache."""
+"""Set before jax is imported: CPU only, eight fake devices, one compile cache for all processes."""
 
 import os
 import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Most of the time is compilation, and much is compiled again and again: by the workers of one
+# session, and by the programs that tests start. All inherit this; one that is set already is used,
+# and outlives the session.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+  _cache = tempfile.TemporaryDirectory(prefix="rlvr_jax_compile_cache_")
+  os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache.name
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import jax
 import jax.experimental
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 if not hasattr(jax, "enable_x64"):  # before jax 0.8
   jax.enable_x64 = jax.experimental.enable_x64
 
-# Here and in the programs that tests start, which inherit it, nearly all the time is compilation:
-# compiled quickly rather than well. XLA reads it when a device is first asked for.
+# Compiled quickly rather than well. XLA reads it when a device is first asked for.
 _flags = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
 if jax.__version_info__ < (0, 11):  # later ones have no other emitter
   _flags.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_flags])
 
-# After jax has read its environment: this process compiles everything itself, as tests of memory
-# and of compilation counts need; the programs that tests start reuse one another's work.
-_cache = tempfile.TemporaryDirectory(prefix="rlvr_jax_compile_cache_")
-os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache.name
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
+
+@pytest.fixture
+def no_compilation_cache(monkeypatch):
+  """For what a fresh compilation alone tells; also in the programs that the test starts."""
+  monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "false")
+  jax.config.update("jax_enable_compilation_cache", False)
+  compilation_cache.reset_cache()
+  yield
+  jax.config.update("jax_enable_compilation_cache", True)
+  compilation_cache.reset_cache()
 
 
 @pytest.fixture
@@ -39,7 +51,7 @@ def pytest_collection_modifyitems(items):
   Of these the longest first, as the last one to end leaves the other processes idle.
   """
   programs = [
-    "loop_test.py", "resume_test.py", "main_test.py", "multiprocess_test.py", "geometry_test.py"
+    "staleness_test.py", "main_test.py", "resume_test.py", "loop_test.py", "multiprocess_test.py"
   ]  # fmt: skip
 
   def order(item):

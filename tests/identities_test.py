@@ -138,17 +138,17 @@ def test_these_are_grpo_mean(name, hyper):
 
 def test_group_estimators_are_multiples_of_grpo_mean():
   rewards = _rewards()
-  centred = _coefficients("grpo_mean", rewards)
+  centered = _coefficients("grpo_mean", rewards)
   mean = rewards.mean(axis=1, keepdims=True)
   std = rewards.std(axis=1, keepdims=True, ddof=1)
   mixed = std > 0
-  np.testing.assert_allclose(_coefficients("rloo", rewards), 8 / 7 * centred, rtol=1e-12)
+  np.testing.assert_allclose(_coefficients("rloo", rewards), 8 / 7 * centered, rtol=1e-12)
   np.testing.assert_allclose(
-    _coefficients("maxrl", rewards), np.where(mixed, centred / np.where(mixed, mean, 1), 0)
+    _coefficients("maxrl", rewards), np.where(mixed, centered / np.where(mixed, mean, 1), 0)
   )
   np.testing.assert_allclose(
     _coefficients("grpo", rewards, epsilon=0.0),
-    np.where(mixed, centred / np.where(mixed, std, 1), 0),
+    np.where(mixed, centered / np.where(mixed, std, 1), 0),
     rtol=1e-12,
   )
 

@@ -73,6 +73,7 @@ def test_it_holds_every_module_and_recipe(installed):
   assert "rlvr_jax/configs/full_size/base.py" in found
 
 
+@pytest.mark.slow
 def test_it_runs_a_config_of_ones_own_on_a_recipe(installed, tmp_path):
   config_file = tmp_path / "mine.py"
   config_file.write_text(OWN_CONFIG)

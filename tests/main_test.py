@@ -23,6 +23,7 @@ from rlvr_jax.rewards import Grade, Outcome
 from rlvr_jax.rollouts.schedules import stages, updates_per_refresh
 from rlvr_jax.train.build import build
 from rlvr_jax.train.checks import may_differ
+from rlvr_jax.train.run_log import NonFiniteError
 from rlvr_jax.train.workdir import WorkdirError, check_config
 
 GSM8K = str(tiny.ROOT / "configs" / "gsm8k.py")
@@ -43,7 +44,7 @@ MISTAKES = [
   (dict(evaluation__ks=(1, 4)), r"1 ≤ k ≤ config\.evaluation\.num_samples = 2"),
   (dict(evaluation__ks=()), r"config\.evaluation\.ks = \[\]: pass@k needs at least one"),
   (dict(evaluation__ks=(1.5,)), r"config\.evaluation\.ks = \[1\.5\]"),
-  (dict(seed=-1), r"config: seed = -1 is not a whole number in \[0"),
+  (dict(seed=-1), r"config: seed = -1 is not an integer in \[0"),
   (dict(evaluation__seed=2**32), r"config\.evaluation: seed = 4294967296"),
   (dict(grading__timeout_s=float("inf")), r"config\.grading: timeout_s = inf"),
   (dict(entropy_bonus=float("inf")), r"entropy_bonus = inf"),
@@ -51,7 +52,7 @@ MISTAKES = [
   (dict(model__overrides={"num_layers": 0}), r"num_layers=0 must be at least 1"),
   (dict(model__overrides={"compute_dtype": "float64"}), r"float64 needs jax_enable_x64"),
   (dict(schedule="updates_per_refresh(epochs=0)"), r"refresh: epochs = 0 .* set epochs to 1"),
-  (dict(schedule="stage"), r"config\.schedule = 'stage': 'stage' is unknown; .*\['stages'\]"),
+  (dict(schedule="stage"), r"config\.schedule = 'stage': 'stage' is unknown; .*'stages'\?"),
   (dict(schedule="stages(count=5)"), r"count = 5 does not divide"),
   (dict(max_behavior_gap=-1.0), r"config: max_behavior_gap = -1\.0 is not a number in \[0"),
   (dict(checkpoint__every=0), r"config\.checkpoint: every = 0"),
@@ -61,9 +62,9 @@ MISTAKES = [
   (dict(max_skipped_in_a_row=0), r"config: max_skipped_in_a_row = 0"),
   (dict(grading__num_workers=-1), r"config\.grading: num_workers = -1"),
   (dict(grading__timeout_s=-1.0), r"config\.grading: timeout_s = -1\.0"),
-  (dict(num_updates=10**12), r"num_updates = 10{12} is not a whole number in \[0, 10{7}\]"),
+  (dict(num_updates=10**12), r"num_updates = 10{12} is not an integer in \[0, 10{7}\]"),
   (dict(batch={"prompts": "8", "group_size": 4, "micro_batches": 1}),
-   r"config\.batch: prompts = '8' is not a whole number in \[1, "),
+   r"config\.batch: prompts = '8' is not an integer in \[1, "),
   (dict(max_prompt_length=10**9), r"max_prompt_length = 10{9} .* 32000000128 tokens, a batch"),
   (dict(max_response_length=10**9), r"max_response_length = 10{9} are .* tokens, a batch may have"),
   (dict(evaluation__num_samples=10**9), r"num_samples = 4000000000 responses of .* lower"),
@@ -76,26 +77,26 @@ MISTAKES = [
   (dict(task__kwargs__prompt="{expression:>3000000000}"), r"asks for 30+ characters; 100000"),
   # texts
   (dict(max_prompt_length=4), r"a prompt has \d tokens but max_prompt_length is 4: raise"),
-  (dict(max_response_length=2), r"a worked solution has \d tokens, .* max_response_length is 2"),
-  (dict(max_response_length=1), r"config: max_response_length = 1 is not a whole number in \[2"),
-  (dict(task__kwargs__warm_start_size=0), r"no worked solutions; set the task's warm_start_size"),
+  (dict(max_response_length=2), r"a demonstration has \d tokens, .* max_response_length is 2"),
+  (dict(max_response_length=1), r"config: max_response_length = 1 is not an integer in \[2"),
+  (dict(task__kwargs__warm_start_size=0), r"no demonstrations; set the task's warm_start_size"),
   # names
-  (dict(task__name="reasoning_gim"), r"task\.name = 'reasoning_gim': .* \['reasoning_gym'\]"),
+  (dict(task__name="reasoning_gim"), r"task\.name = 'reasoning_gim': .* 'reasoning_gym'\?"),
   (dict(task__kwargs__dataset="chain_sums"), r"unknown .* dataset 'chain_sums'.*'chain_sum'"),
   (dict(task__kwargs__settings={"max_term": 2}), r"no setting 'max_term'; .*'max_terms'"),
-  (dict(tokenizer="byte"), r"tokenizer = 'byte' is none of 'bytes', .*byte is no directory"),
+  (dict(tokenizer="byte"), r"tokenizer = 'byte' is not 'bytes', .*byte is not a directory"),
   (dict(tokenizer="checkpoint"), r"config\.model\.checkpoint is empty; set it to a folder"),
   (dict(prompts__format="chat"), r"prompts\.format = 'chat' needs a chat template"),
   (dict(prompts__too_long="cut"), r"too_long = 'cut' is unknown; choose one of \['drop'"),
   (dict(prompts__too_long="drop", max_prompt_length=3), r"none of the .* prompts of train has"),
   (dict(model__checkpoint="nowhere"), r"model\.checkpoint = 'nowhere'"),
-  (dict(grading__grader="mathematic"), r"grading\.grader = 'mathematic': .*\['mathematics'\]"),
+  (dict(grading__grader="mathematic"), r"grading\.grader = 'mathematic': .*'mathematics'\?"),
   (dict(evaluation__grader="code(rewrd='all')"), r"evaluation\.grader = .*'rewrd'; .*'reward'"),
   (dict(grading__grader="pattern"), r"grading\.grader = 'pattern': .* required .* 'regex'"),
   (dict(grading__grader="rlvr_jax.rewards.code:code(reward='all')"),
-   r"grading\.grader = .* is no longer spelt like this; write \"code\(reward='all'\)\""),
-  (dict(grading__extra=(("boxd", 0.1),)), r"config\.grading\.extra = 'boxd': .*\['boxed'\]"),
-  (dict(grading__unsandboxed_code="yes"), r"unsandboxed_code = 'yes': leave it empty, or say"),
+   r"grading\.grader = .* is an old spelling; write \"code\(reward='all'\)\""),
+  (dict(grading__extra=(("boxd", 0.1),)), r"config\.grading\.extra = 'boxd': .*'boxed'\?"),
+  (dict(grading__unsandboxed_code="yes"), r"unsandboxed_code = 'yes': leave it empty, or set"),
   (dict(grading__extra=(("a:b",),)), r"grading\.extra has \('a:b',\), expected pairs"),
   (dict(grading__extra=(("a:b", 0.1),), advantage="fade"), r"'fade' .*grading\.extra"),
   (dict(grading__outcomes={"wrong": "score"}, advantage="fade"), r"'wrong': 'score'"),
@@ -105,14 +106,14 @@ MISTAKES = [
   (dict(loss="ppo"), r"config\.loss = 'ppo': 'ppo' is unknown; .*'ppo_clip'"),
   (dict(aggregation="mean"), r"aggregation = 'mean' .*'token_mean'"),
   (dict(reference__estimator="k4"), r"estimator = 'k4' .*'k3'"),
-  (dict(learning_rate="cosin(peak=1.0)"), r"'cosin' is unknown; .*\['cosine'\]"),
-  (dict(optimizer="adam"), r"config\.optimizer = 'adam': 'adam' is unknown; .*\['adamw'\]"),
+  (dict(learning_rate="cosin(peak=1.0)"), r"'cosin' is unknown; .*'cosine'\?"),
+  (dict(optimizer="adam"), r"config\.optimizer = 'adam': 'adam' is unknown; .*'adamw'\?"),
   (dict(grading__outcomes={"wrogn": "0"}), r"unknown outcome 'wrogn'.*did you mean 'wrong'"),
   (dict(grading__outcomes={"wrong": "half"}), r"'wrong' is 'half', allowed: a finite number"),
   # hyper-parameters
   (dict(advantage="grpo(epsilom=1e-6)"), r"advantage = 'grpo\(epsilom.* takes .*'epsilon'"),
   (dict(optimizer="adamw(learning_rate=1.0)"), r"learning_rate of adamw comes from the run"),
-  (dict(optimizer="main_test:fixed_rate()"), r"takes no learning_rate, .* config\.learning_rate"),
+  (dict(optimizer="main_test:fixed_rate()"), r"has no parameter .*config\.learning_rate"),
   (dict(learning_rate="constant()"), r"config\.learning_rate = .* needs a value of peak"),
   (dict(warm_start__learning_rate="linear(peak=-1.0)"), r"warm_start\.learning_rate = .*= -1"),
   (dict(max_gradient_norm=0.0), r"config: max_gradient_norm = 0\.0 is not a number in \(0"),
@@ -136,7 +137,7 @@ MISTAKES = [
   (dict(reweighting="salt", gram="streaming(gather_chunks=5)"),
    r"gather_chunks = 5 does not divide the 32 rollouts of a device; set it"),
   (dict(reweighting="salt", gram="streaming(gather_chunks='2')"),
-   r"gather_chunks = '2' is not a whole number; set gather_chunks to 1 or more"),
+   r"gather_chunks = '2' is not an integer ≥ 1; set gather_chunks to 1 or more"),
   (dict(diagnostics__every=1, diagnostics__compared="no_such"), r"'no_such' matches none of the"),
   (dict(diagnostics__compared="("), r"parameters='\(' is neither .* nor a regular expression"),
   (dict(veto__scope="sufix"), r"scope = 'sufix' is unknown; choose one of .*'suffix'"),
@@ -158,7 +159,7 @@ def compiled(log):
   ("fields", "message"), MISTAKES, ids=["-".join(fields) for fields, _ in MISTAKES]
 )
 def test_a_mistake_has_a_message_before_anything_is_compiled(fields, message, caplog):
-  config = tiny.get_config()
+  config = tiny.on_reasoning_gym()
   flat = {name.replace("__", "."): value for name, value in fields.items()}
   with config.unlocked():
     config.update_from_flattened_dict(flat)
@@ -178,11 +179,11 @@ def numbers_of(section, prefix=""):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "value"), list(numbers_of(tiny.get_config())))
+@pytest.mark.parametrize(("name", "value"), list(numbers_of(tiny.on_reasoning_gym())))
 def test_an_extreme_number_works_or_has_a_message(name, value):
   extremes = (10**12, -1, 0) if isinstance(value, int) else (float("nan"), float("inf"), -1.0, 0.0)
   for extreme in extremes:
-    config = tiny.get_config()
+    config = tiny.on_reasoning_gym()
     with config.unlocked():
       config.update_from_flattened_dict({name: extreme})
     with contextlib.suppress(ValueError):
@@ -204,7 +205,7 @@ def assert_error(output, message):
   assert "rlvr_jax/" not in "".join(re.findall(r'  File "(.*?)", line', output))
 
 
-def test_a_misspelt_field_lists_the_near_one(tmp_path):
+def test_a_misspelled_field_lists_the_near_one(tmp_path):
   output = tiny.run(tmp_path / "run", "--config.batch.promtps=3", expect=1)
   assert_error(output, "no field 'promtps'; did you mean \"prompts\"")
   assert not (tmp_path / "run").exists()
@@ -214,7 +215,7 @@ CONFIG_FILES = [  # get_config's body, what follows --config=FILE, the message
   ("raise ValueError('an odd seed')", [""], r"wrong\.py: ValueError: an odd seed \(.*, line 3"),
   ("return 1 / 0", [""], r"wrong\.py: ZeroDivisionError: division by zero \(.*, line 3"),
   ("import no_such_module", [""], r"ModuleNotFoundError: No module named 'no_such_module' \("),
-  ("c.width = 3", [""], r"AttributeError: .*Key \"width\" does not exist .* \(.*, line 3"),
+  ("c.width = 3", [""], r"AttributeError: no field 'width' \(.*, line 3"),
   ("(", [""], r"SyntaxError: '\(' was never closed \(wrong\.py, line 3"),
   ("return 5", [""], r"get_config\(\) of --config returns is 5; start from rlvr_jax\.configs"),
   ("import ml_collections as m; return m.ConfigDict({'seed': 1})", [""],
@@ -259,16 +260,17 @@ def test_no_disk_space_then_some(tmp_path):
   workdir = tmp_path / "run"
   # A half-written entry of the compile cache would be met by other tests.
   output = tiny.run(workdir, file_kib=32, expect=1, JAX_ENABLE_COMPILATION_CACHE="false")
-  assert_error(output, "no space for a checkpoint in .* Free some space .* rerun: it starts afresh")
-  tiny.run(workdir)
+  assert_error(output, "no space for a checkpoint in .* rerun: it starts from the beginning")
+  train(build(tiny.get_config()), workdir)
   assert tiny.records(workdir)[-1]["step"] == 12
 
 
 def test_nonfinite_updates_are_skipped_and_too_many_end_the_run(tmp_path):
   workdir = tmp_path / "run"
-  flags = ("--config.learning_rate=linear(peak=1e30)", "--config.max_skipped_in_a_row=2")
-  output = tiny.run(workdir, *flags, expect=1)
-  assert_error(output, r"2 updates in a row.* not finite; its batch is in .*npz.*learning_rate")
+  parts = build(tiny.config(learning_rate="linear(peak=1e30)", max_skipped_in_a_row=2))
+  message = "2 updates in a row.* not finite; its batch is in .*npz.*learning_rate"
+  with pytest.raises(NonFiniteError, match=message):
+    train(parts, workdir)
   train_records = tiny.records(workdir, "train")
   skipped = [record["update/skipped_in_a_row"] for record in train_records]
   assert skipped[0] == 0 and skipped[-2:] == [1, 2]
@@ -278,10 +280,10 @@ def test_nonfinite_updates_are_skipped_and_too_many_end_the_run(tmp_path):
 
 
 def test_a_warm_start_that_blows_up(tmp_path):
-  output = tiny.run(
-    tmp_path / "run", "--config.warm_start.learning_rate=constant(peak=1e30)", expect=1
-  )
-  assert_error(output, r"warm start: the loss of step \d+ is nan; lower the peak of config")
+  parts = build(tiny.config(warm_start__learning_rate="constant(peak=1e30)"))
+  message = r"warm start: the loss of step \d+ is nan; lower the peak of config"
+  with pytest.raises(FloatingPointError, match=message):
+    train(parts, tmp_path / "run")
 
 
 # --- graders that misbehave -----------------------------------------------------------------------
@@ -317,7 +319,7 @@ def test_a_hanging_and_a_dying_grader_cost_one_rollout_each(tmp_path):
   masked = record["counter/tokens_generated"] - record["counter/tokens_trained"]
   assert 1 <= masked <= 4
   (timed,) = [r for r in read_metrics(tmp_path / "run") if r["phase"] == "train"]
-  assert 1.5 < timed["time/grade_seconds"] < 30  # the limit was waited for, once
+  assert 1.5 < timed["time/grade_seconds"] < 500  # not what the hanging one would take
 
 
 # --- GSM8K ----------------------------------------------------------------------------------------
@@ -367,6 +369,7 @@ def get_config():
 """
 
 
+@pytest.mark.slow
 def test_gsm8k_is_graded_and_resumed(gsm8k_program, tmp_path):
   config_file, flags = gsm8k_program
   workdir = tmp_path / "run"

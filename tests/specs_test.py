@@ -72,8 +72,25 @@ def test_a_module_of_the_current_directory(tmp_path, monkeypatch):
 def test_a_module_that_lacks_another_says_so_itself(tmp_path, monkeypatch):
   (tmp_path / "lacking.py").write_text("import no_such_library\n")
   monkeypatch.syspath_prepend(tmp_path)
-  with pytest.raises(ModuleNotFoundError, match="no_such_library"):
+  message = (
+    r"^config\.thing = 'lacking:factory': importing lacking raised ModuleNotFoundError: No module"
+    r" named 'no_such_library' \(.*lacking\.py, line 1\)$"
+  )
+  with pytest.raises(ValueError, match=message):
     make("lacking:factory")
+
+
+def test_an_error_of_a_user_s_module_is_one_line_with_its_place(tmp_path, monkeypatch):
+  (tmp_path / "broken.py").write_text("def (\n")
+  (tmp_path / "careless.py").write_text("def factory():\n  return {}['two\\nlines']\n")
+  monkeypatch.syspath_prepend(tmp_path)
+  with pytest.raises(ValueError, match=r"importing broken raised SyntaxError: .*broken\.py"):
+    make("broken:factory")
+  with pytest.raises(
+    ValueError, match=r"factory raised KeyError: .*careless\.py, line 2\)"
+  ) as error:
+    make("careless:factory")
+  assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +98,7 @@ def test_a_module_that_lacks_another_says_so_itself(tmp_path, monkeypatch):
   [
     (
       "scael",
-      r"^config\.thing = 'scael': 'scael' is unknown; did you mean one of \['scale'\]\? One",
+      r"^config\.thing = 'scael': 'scael' is unknown; did you mean 'scale'\? To",
     ),
     ("hidden", r"'hidden' is unknown; .*\['bare', 'raising', 'scale'\]"),
     ("", "is not a component: write name, name\\(keyword=value"),
@@ -96,14 +113,14 @@ def test_a_module_that_lacks_another_says_so_itself(tmp_path, monkeypatch):
     ("scale(by=1, by=2)", "by is given twice"),
     ("scale(**{'by': 1})", r"\*\* is not a keyword"),
     ("scale(by=)", "invalid syntax"),
-    ("scale(tex='')", r"scale takes no 'tex'; did you mean one of \['text'\]\? scale takes \['by'"),
+    ("scale(tex='')", r"scale takes no 'tex'; did you mean 'text'\? scale takes \['by'"),
     ("scale(zz=1)", r"scale takes no 'zz'; scale takes \['by', 'text'\]"),
     ("bare(by=1)", r"bare takes no 'by'; bare takes \[\]"),
     ("scale(seed=1)", "seed of scale comes from the run; leave it out"),
     ("raising(by=3)", r"^config\.thing = 'raising\(by=3\)': by = 3 is odd$"),
     ("no_such_module:f", "No module named 'no_such_module'; 'no_such_module' has to be importable"),
     ("os.:getcwd", "has to be importable"),
-    ("specs_test:scael(by=1)", r"has no function 'scael'; did you mean one of \['scale'\]"),
+    ("specs_test:scael(by=1)", r"has no function 'scael'; did you mean 'scale'"),
     ("specs_test:PACKAGE", "has no function 'PACKAGE'"),
   ],
 )

@@ -1,15 +1,15 @@
-"""What these recipes share: a published checkpoint, chat prompts, 16 chips, grader processes.
+"""Settings that the full-size recipes share: a published checkpoint, chat prompts, 16 chips.
 
-Not a recipe of its own. The four that start from it are the settings of four papers at their own
-size: salt_qwen25_math_7b, p3o_qwen3_4b, fade_qwen25_7b, mu_grpo_r1_distill_7b. What a paper or its
-authors' code does not say is marked **open** there. None has been trained with here: no
-accelerator was at hand. What they take per chip, without any chip (v5p:2x2x4 is 16,
+Not a complete recipe. The four recipes that start from it have the settings of four papers at full
+size: salt_qwen25_math_7b, p3o_qwen3_4b, fade_qwen25_7b, mu_grpo_r1_distill_7b. What neither a paper
+nor its authors' code states is marked **open** there. None has been trained with: no accelerator
+was available. This prints the memory per chip, and needs no chip (v5p:2x2x4 has 16 chips, and is
 v5p-32 in Cloud's names):
 
   python -m rlvr_jax.main --mode=fits --config=configs/full_size/base.py --topology=v5p:2x2x4
 
 Begin with shapes alone (random weights) by leaving `model.checkpoint` empty in that command; to
-train, give the checkpoint, the data, and a workdir that all hosts see:
+train, give the checkpoint, the data, and a workdir that all hosts can access:
 
   python -m rlvr_jax.main --distributed --config=configs/full_size/salt_qwen25_math_7b.py \\
     --config.model.checkpoint=gs://BUCKET/Qwen2.5-Math-7B --workdir=gs_mount/runs/salt \\
@@ -28,7 +28,7 @@ def get_config() -> ConfigDict:
   c = base.get_config()
   c.model = dict(
     preset="qwen2.5_7b",
-    checkpoint="",  # to be given
+    checkpoint="",  # required
     overrides=dict(
       compute_dtype="bfloat16",
       param_dtype="float32",
@@ -53,7 +53,8 @@ def get_config() -> ConfigDict:
   c.evaluation.num_samples = 8
   c.evaluation.ks = (1, 8)
   c.evaluation.batch_prompts = 64
-  c.evaluation.sampling = dict(temperature=0.6, top_k=0, top_p=0.95)
+  c.evaluation.sampling.temperature = 0.6
+  c.evaluation.sampling.top_p = 0.95
   c.checkpoint.every = 20
   c.store.keep_used = False
   return c

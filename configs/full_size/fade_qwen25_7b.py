@@ -1,9 +1,10 @@
 """FADE at its paper's size: Qwen2.5-7B writing programs, trained on MBPP, 16 rollouts per problem.
 
-Source: arXiv 2607.01490, whose 7B policy learns to program and is judged on LiveCodeBench; α_max
-= 3, δ_min = 0.3 and H* of half the initial entropy are the paper's. **open**, as the paper's own
-could not be looked up: 32 problems and 16 rollouts per update, responses up to 2048 tokens, AdamW
-at 1e-6. MBPP has 374 problems of training, so that 1000 updates see each 85 times.
+Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490),
+whose 7B policy learns to program and is judged on LiveCodeBench; α_max = 3, δ_min = 0.3 and H* of
+half the initial entropy are the paper's. **open**, since the paper's settings could not be looked
+up: 32 problems and 16 rollouts per update, responses up to 2048 tokens, AdamW at 1e-6. MBPP has
+374 training problems, so that 1000 updates see each 85 times.
 
   python -m rlvr_jax.main --config=configs/full_size/fade_qwen25_7b.py \\
     --workdir=gs_mount/runs/fade \\
@@ -25,7 +26,7 @@ def get_config() -> ConfigDict:
     name="published",
     kwargs=dict(
       dataset="mbpp",
-      data_dir="",  # to be given
+      data_dir="",  # required
       split="train",  # "": nothing to train on, for --mode=eval
     ),
   )

@@ -1,9 +1,10 @@
 """μ-GRPO at its paper's size: DeepSeek-R1-Distill-Qwen-7B on DeepScaleR in four stages.
 
-Source: arXiv 2605.17570: 4096 updates in four stages, hence μ = 1024, ratios within [0, 5], the
-veto. **open**, taken from the DeepScaleR recipe's first phase where the paper's could not be looked
-up: responses up to 8192 tokens, 8 rollouts per problem, AdamW at 1e-6; 16 problems per update and
-the veto's κ are ours.
+Source: "How Off-Policy Can GRPO Be? Mu-GRPO for Efficient LLM Reinforcement Learning"
+(arXiv:2605.17570): 4096 updates in four stages (μ = 1024), ratios within [0, 5], the veto.
+**open**, from the first phase of the DeepScaleR recipe, since the paper's settings could not be
+looked up: responses up to 8192 tokens, 8 rollouts per problem, AdamW at 1e-6. We chose 16 problems
+per update and the veto's κ.
 
   python -m rlvr_jax.main --config=configs/full_size/mu_grpo_r1_distill_7b.py \\
     --workdir=gs_mount/runs/mu_grpo \\
@@ -11,7 +12,7 @@ the veto's κ are ours.
     --config.task.kwargs.data_dir=gs://BUCKET/deepscaler \\
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/aime_2024
 
-A stage's rollouts, 1024 batches, lie in the workdir's store. Card: docs/methods/mu_grpo.md.
+A stage's rollouts, 1024 batches, are in the workdir's store. Card: docs/methods/mu_grpo.md.
 """
 
 from ml_collections import ConfigDict

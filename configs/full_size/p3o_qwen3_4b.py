@@ -1,7 +1,8 @@
 """P3O at its paper's size: Qwen3-4B-Thinking-2507 on DeepScaleR, 64 problems per refresh.
 
-Source: arXiv 2605.12380 and the settings beside the authors' code: 256 rollouts per refresh, 4 to a
-problem, 32 rollouts per update, hence 8 updates; responses up to 2048 tokens, prompts up to 4096;
+Source: "Trust the Batch, On- or Off-Policy: Adaptive Policy Optimization for RL Post-Training"
+(arXiv:2605.12380) and the settings in the authors' repository: 256 rollouts per refresh, 4 per
+problem, 32 rollouts per update (8 updates); responses up to 2048 tokens, prompts up to 4096;
 AdamW at 1e-5 with β 0.9 and 0.95, decay 0.01, gradients clipped at 0.5, warm-up over a tenth of the
 run, then a cosine; 500 refreshes. No clip range, no coefficient.
 
@@ -28,10 +29,10 @@ def get_config() -> ConfigDict:
     name="published",
     kwargs=dict(
       dataset="deepscaler",
-      data_dir="",  # to be given
+      data_dir="",  # required
       split="train",  # "": nothing to train on, for --mode=eval
       held_out_dataset="aime_2024",
-      held_out_data_dir="",  # to be given
+      held_out_data_dir="",  # required
     ),
   )
   c.max_prompt_length = 4096

@@ -1,8 +1,9 @@
 """SALT at its paper's size: Qwen2.5-Math-7B on MATH, 16 rollouts each of 512 problems per refresh.
 
-Source: arXiv 2606.05800; the authors' repository trains by the DAPO 7B recipe of verl with SALT
+Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make Them
+Matter" (arXiv:2606.05800); the authors' repository trains by the DAPO 7B recipe of verl with SALT
 switched on (ρ_s = 1, 1 ≤ k ≤ 64, 0 ≤ α ≤ 1): 512 problems × 16 rollouts per refresh, 32 problems
-per update, hence 16 updates; AdamW at 1e-6 after 10 warm-up updates, decay 0.1; clip 0.2 and 0.28;
+per update, 16 updates; AdamW at 1e-6 after 10 warm-up updates, decay 0.1; clip 0.2 and 0.28;
 prompts up to 2048 tokens, responses up to 8192, a linear penalty over their last 4096. **open**:
 the number of updates, here 100 refreshes; and how the authors went beyond the 4096 tokens that
 Qwen2.5-Math-7B was made for (its config.json), of which the run warns.
@@ -33,7 +34,7 @@ def get_config() -> ConfigDict:
       data_dir="",  # to be given
       split="train",  # "": nothing to train on, for --mode=eval
       held_out_dataset="math_500",
-      held_out_data_dir="",  # to be given
+      held_out_data_dir="",  # required
     ),
   )
   c.mesh = dict(data=1, fsdp=8, tensor=2)

@@ -13,14 +13,14 @@ from jax.extend import core
 def product_flops(jaxpr: core.ClosedJaxpr | core.Jaxpr) -> int:
   """2·M·N·K of every matrix product times the lengths of the scans around it, over all devices.
 
-  What is rematerialised counts again where it is differentiated; of the branches of a `cond` the
-  dearest counts; in a `shard_map` over all axes of its mesh, the products of one device count for
-  each of them.
+  Rematerialized products count again where they are differentiated; of the branches of a `cond` the
+  most expensive counts; in a `shard_map` over all axes of its mesh, the products of one device
+  count for each of them.
 
   Args:
     jaxpr: as `jax.make_jaxpr` returns it.
   Raises:
-    ValueError: a product in a `while` loop, whose length a jaxpr does not tell.
+    ValueError: a product is in a `while` loop, whose length is not in the jaxpr.
   """
   if isinstance(jaxpr, core.ClosedJaxpr):
     jaxpr = jaxpr.jaxpr

@@ -133,7 +133,7 @@ def load(directory: str) -> Row:
 
 
 def drop_from_cache(directory: pathlib.Path) -> None:
-  """Of written and synchronised files, so that the next reading is from the disk."""
+  """Of written and synchronized files, so that the next reading is from the disk."""
   for path in directory.iterdir():
     with open(path, "rb") as file:
       os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

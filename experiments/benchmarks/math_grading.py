@@ -1,14 +1,14 @@
-"""Grades mathematics, with and without completions that mean harm.
+"""Grades mathematics, with and without hostile completions.
 
   python experiments/benchmarks/math_grading.py
   python experiments/benchmarks/math_grading.py --workers=1 --sections=innocent,bombs
 
-Sections are of --items completions each, in a pool of their own that has graded a few before:
+Sections have --items completions each, in a separate pool that has graded a few before:
 `innocent` has numbers, formulas, lists and words; in `bombs` one of 20 is a formula that sympy
-could take hours over; in `endless` one of 20 keeps its grader busy for ever, so that its worker is
-replaced. Innocent ones have to be graded correct, bombs wrong or timeout, endless ones timeout: the
-program ends with an error otherwise. Rates are from submission to the last grade. The table is
-printed and written to results/math_grading.md, its numbers to the .json beside.
+could take hours over; in `endless` one of 20 keeps its grader busy indefinitely, so that its worker
+is replaced. Innocent ones have to be graded correct, bombs wrong or timeout, endless ones timeout:
+the program ends with an error otherwise. Rates are from submission to the last grade. The table is
+printed and written to results/math_grading.md, its numbers to the .json file next to it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def items(section: str, size: int) -> list[tuple[str, str, tuple[Outcome, ...]]]
 
 
 def measure(section: str, workers: int) -> tuple[Row, list[str]]:
-  """Counts and rate of a section; and what was graded otherwise than it should be."""
+  """Counts and rate of a section, and the items whose grade is not as expected."""
   warm, measured = items("innocent", 8 * workers), items(section, _ITEMS.value)
   settings = dict(num_workers=workers, timeout_s=_LIMIT_S.value, memory_mib=2048)
   with GraderPool(f"{slow_grader.__name__}:mathematics", **settings) as graders:
@@ -113,12 +113,12 @@ def main(argv: list[str]) -> None:
 
 
 def write(folder: pathlib.Path, rows: Sequence[Row], conditions: Mapping[str, Any]) -> None:
-  """Prints the table and writes it, and the numbers beside it."""
+  """Prints the table and writes it, and the numbers next to it."""
   folder.mkdir(parents=True, exist_ok=True)
   results = {"conditions": conditions, "rows": rows}
   (folder / "math_grading.json").write_text(json.dumps(results, indent=1) + "\n")
-  told = "; ".join(f"{name}: {value}" for name, value in conditions.items())
-  text = f"# Grading mathematics\n\nConditions: {told}.\n\n{table(rows)}\n"
+  listed = "; ".join(f"{name}: {value}" for name, value in conditions.items())
+  text = f"# Grading mathematics\n\nConditions: {listed}.\n\n{table(rows)}\n"
   (folder / "math_grading.md").write_text(text)
   print(text)
 

@@ -5,7 +5,7 @@
 
 The update is `train_step` in one micro-batch, where the network runs once; generation is apart.
 Routes to the Gram matrix: `streaming` (exact, the default of configs/base.py), `sketch` (its
-default sizes), and `materialised`, the authors' way: the gradients of the output head's kernel of
+default sizes), and `materialized`, the authors' way: the gradients of the output head's kernel of
 all rollouts side by side, f32[B, D·V], formed one rollout at a time. `plain` is the same update
 without reweighting. Shapes: P prompts of 256 tokens with 8 responses of 1024 tokens each. Of the
 prompt, which is computed once for its 8 responses, comes 3 % of the trunk's work; a longer one
@@ -56,7 +56,7 @@ from rlvr_jax.train.objective import Method, policy_forward
 from rlvr_jax.train.step import initial_state, train_step
 from rlvr_jax.types import Array, Forward, Head, Params, Prompts, TrainBatch, TrainState
 
-ROUTES = ("plain", "streaming", "sketch", "materialised")
+ROUTES = ("plain", "streaming", "sketch", "materialized")
 PUBLISHED = ("qwen2.5_1.5b", "qwen2.5_7b")
 _PROMPT_LENGTH, _RESPONSE_LENGTH, _GROUP_SIZE = 256, 1024, 8
 _SLACK = 1.02  # on the products of the size of the head's
@@ -105,7 +105,7 @@ loops over, and scaled by its counted operations. The block is one layer on few 
 longer context is in the scale. The head is log-probabilities and their gradient on few positions,
 chunk by chunk, with all 64 rollouts and the full vocabulary. The Gram matrix has all rollouts and
 positions, block by block, on few columns of the vocabulary. Left out are the optimizer, the
-embedding's lookup, the loss and SALT itself. The matrix of `materialised` would hold B·D·V numbers:
+embedding's lookup, the loss and SALT itself. The matrix of `materialized` would hold B·D·V numbers:
 56 and 130 GiB of float32. Its seconds are those it would take where that fits.""",
   "memory": """\
 Of the compiled update (its own analysis; nothing is allocated): buffers in addition to arguments
@@ -137,10 +137,10 @@ class Update(NamedTuple):
     return 2 * self.batch.tokens.size * settings.width * settings.vocab_size
 
 
-def materialised() -> GramFn:
+def materialized() -> GramFn:
   """The authors' way: every rollout's gradient of the head's kernel, f32[B, D·V], then F Fᵀ.
 
-  As favourable to it as can be: hidden states are those of the update's own forward pass, and one
+  As favorable to it as can be: hidden states are those of the update's own forward pass, and one
   rollout's logits exist at a time.
   """
 
@@ -176,7 +176,7 @@ def make_method(
   config.gram = "sketch" if route == "sketch" else "streaming"
   mesh = sharding.make_mesh(**config.mesh)
   method = build.make_method(config, model or build.make_model(config, mesh, 1), mesh)
-  return method._replace(gram=materialised()) if route == "materialised" else method
+  return method._replace(gram=materialized()) if route == "materialized" else method
 
 
 def abstract_update(config: ml_collections.ConfigDict, route: str) -> Update:
@@ -289,7 +289,7 @@ def stepping(update: Update, batch: TrainBatch) -> Callable[[], Any]:
 
 
 def random_batch(key: Array, shapes: TrainBatch, vocabulary: int) -> TrainBatch:
-  """Prompts and responses of full length, rewards of 0 and 1, and a uniform behaviour policy."""
+  """Prompts and responses of full length, rewards of 0 and 1, and a uniform behavior policy."""
   keys = jax.random.split(key, 3)
   draw = lambda key, like: jax.random.randint(key, like.shape, 0, vocabulary)
   rewards = jax.random.bernoulli(keys[2], 0.5, shapes.rewards.shape).astype(jnp.float32)

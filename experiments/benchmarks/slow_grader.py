@@ -1,4 +1,4 @@
-"""Graders that sleep or never end; in a file of its own: the grading process loads no jax."""
+"""Graders that sleep or never end; in a separate file, since grading processes load no jax."""
 
 import os
 import time
@@ -9,7 +9,7 @@ from rlvr_jax.rewards import Grade, graders
 from rlvr_jax.rewards import mathematics as real
 
 SECONDS = "SLOW_GRADER_SECONDS"  # environment variable: how long one completion takes
-ENDLESS = "no end"  # the completion that `mathematics` never comes to the end of
+ENDLESS = "no end"  # the completion that `mathematics` grades indefinitely
 
 
 def slow(completion: str, reference: Mapping[str, Any]) -> Grade:

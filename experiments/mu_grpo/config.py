@@ -1,4 +1,4 @@
-"""A small policy that writes out its sums, and all rollouts of 96 updates drawn at once.
+"""A small policy that writes out its sums; a stage samples all rollouts of its 96 updates.
 
 The quickstart's sums of three digits, answered step by step ("4-1=3", "3-7=-4", "#### -4"; 19 to 25
 bytes), so that a response has a suffix to veto. The policy has 0.14 M parameters.

@@ -1,4 +1,4 @@
-"""GRPO's clip and P3O on the same batches, for rollouts that are not the policy's own.
+"""GRPO's clip and P3O on the same batches, for rollouts of another policy.
 
 The quickstart's sums of three digits, by a policy of 0.20 M parameters. The two methods differ in
 the loss alone: same advantages, optimizer and aggregation, and no KL to a reference (P3O has its
@@ -7,7 +7,7 @@ own pull, towards β; GRPO's towards the first policy would blur what the clip d
   --config=experiments/p3o_mismatch/config.py:METHOD,SCHEDULE
 
 METHOD is grpo (ppo_clip) or p3o; SCHEDULE is refresh (four updates per refresh, as the recipes have
-it) or lag (rollouts that are exactly so many updates old).
+it) or lag (rollouts that are a fixed number of updates old).
 """
 
 from ml_collections import ConfigDict

@@ -27,7 +27,7 @@ RUNS = {  # label → command line
   "quickstart": ["--config=configs/quickstart.py"],
   "control: rewards permuted": ["--config=configs/quickstart_control.py"],
   "longer warm start, same time": ["--config=configs/quickstart_longer_warm_start.py"],
-  "longer warm start, best length": [  # chosen by held-out pass@1, in its favour
+  "longer warm start, best length": [  # chosen by held-out pass@1, in its favor
     "--config=configs/quickstart_longer_warm_start.py",
     "--config.warm_start.num_steps=350",
   ],

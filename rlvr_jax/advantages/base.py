@@ -1,4 +1,4 @@
-"""What an advantage estimator is, and the rules that the group estimators share."""
+"""The interface of advantage estimators, and helpers that the group estimators share."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rlvr_jax.types import Array, Metrics, TrainBatch
 
 
 class Advantage(NamedTuple):
-  """An estimator as pure functions; its state lives in the train state.
+  """An estimator as pure functions; its state is part of the train state.
 
   Attributes:
     init: (initial_entropy f32[], nats per token) → state, () when there is none.
-    apply: (state, batch) → coefficients f32[P, G]; the state is the one from before this update.
+    apply: (state, batch) → coefficients f32[P, G]; `state` is the one before this update.
     update: (state, batch, entropy f32[], solve_rate=None) → next state. `entropy` is the mean
       per-token entropy of the policy over loss tokens, nats. `solve_rate` is the mean correctness
       *before* any dynamic-sampling filter; None takes it from the batch.
-    metrics: (state) → what the state has to report.
-    needs_binary: True where a shaped reward makes no sense and is an error of the configuration.
+    metrics: (state) → metrics of the state.
+    needs_binary: True if only rewards of 0 and 1 make sense; others are a configuration error.
   """
 
   init: Callable[[Array], Any]
@@ -33,7 +33,7 @@ class Advantage(NamedTuple):
 
 
 def stateless(function: Callable[[TrainBatch], Array], *, needs_binary: bool = False) -> Advantage:
-  """An estimator that looks at nothing but the batch."""
+  """An estimator that depends on the batch only."""
 
   def update(state: Any, batch: TrainBatch, entropy: Array, solve_rate: Array | None = None) -> Any:
     del batch, entropy, solve_rate

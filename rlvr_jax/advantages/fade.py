@@ -16,13 +16,13 @@ SCHEDULES = ("adaptive", "entropy", "logarithmic")
 
 
 class FadeState(NamedTuple):
-  """What FADE remembers between updates."""
+  """FADE's state between updates."""
 
   solve_rate: Array  # f32[], p̂, moving average
   entropy: Array  # f32[], Ĥ, moving average, nats per token
   initial_entropy: Array  # f32[], nats per token
   target_entropy: Array  # f32[], H*, nats per token
-  updates: Array  # i32[], updates that have entered
+  updates: Array  # i32[], updates so far
 
 
 class Exponents(NamedTuple):
@@ -56,7 +56,7 @@ def entropy_exponents(state: FadeState, *, alpha_max: float, delta_min: float) -
 def logarithmic_exponents(
   state: FadeState, *, alpha_max: float, delta_min: float, decay_updates: int
 ) -> Exponents:
-  """α falls from α_max to 1, δ from 1 to δ_min, with log(1+t)/log(1+T), t updates, T the decay.
+  """α falls from α_max to 1, δ from 1 to δ_min, with log(1+t)/log(1+T) at update t of T.
 
   **open**: the paper names the ablation, not its formula.
   """
@@ -77,8 +77,9 @@ def fade(
 ) -> Advantage:
   """A = (1−r̄)^(α−1)·(r − r̄ if r ≥ r̄ else (r − r̄)/δ), with α and δ from the run so far.
 
-  Update t uses the state from before t; its solve rate and entropy enter afterwards. Ablations:
-  `alpha_max=1.0` freezes α at 1, `delta_min=1.0` freezes δ at 1, and `schedule` has the others.
+  r̄ is the mean reward of the group. Update t uses the state before t, and then adds its solve rate
+  p̂ and entropy Ĥ to it. Ablations: `alpha_max=1.0` fixes α at 1, `delta_min=1.0` fixes δ at 1, and
+  `schedule` selects other schedules of α and δ.
 
   Args:
     alpha_max: ≥ 1.
@@ -88,12 +89,12 @@ def fade(
       also runs 1.0 and 1.3 nats. At initial entropies of 0.1 to 0.5 nats the relative default
       leaves δ near 1: sweep an absolute one.
     target_is_relative: whether `target_entropy` is that fraction.
-    schedule: "adaptive" (`adaptive_exponents`), "entropy" (`entropy_exponents`) or "logarithmic"
-      (`logarithmic_exponents`).
-    decay_updates: > 0, updates until "logarithmic" has ended; the others do not read it.
+    schedule: FADE's schedule of α and δ: "adaptive" (`adaptive_exponents`), "entropy"
+      (`entropy_exponents`) or "logarithmic" (`logarithmic_exponents`).
+    decay_updates: > 0, length of "logarithmic" in updates; the other schedules ignore it.
   Returns:
     An estimator with `FadeState`, for binary rewards.
-  Source: arXiv 2607.01490.
+  Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490).
   """
   # Over 60 lines: half is its arguments and what they mean; its parts close over them.
   check_between("fade", "alpha_max", alpha_max, low=1.0)

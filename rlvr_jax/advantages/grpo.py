@@ -17,7 +17,8 @@ def grpo_advantages(rewards: Array, *, epsilon: float) -> Array:
     epsilon: added to the deviation, in units of reward.
   Returns:
     f32[P, G]; gradient masses √(pq) on successes and on failures.
-  Source: arXiv 2402.03300.
+  Source: "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models"
+    (arXiv:2402.03300).
   """
   rewards = as_group("grpo", rewards)
   deviation = jnp.std(rewards, axis=1, keepdims=True, ddof=1)
@@ -27,7 +28,7 @@ def grpo_advantages(rewards: Array, *, epsilon: float) -> Array:
 def grpo_mean_advantages(rewards: Array) -> Array:
   """A = r − r̄: f32[P, G] → f32[P, G]; gradient masses pq and pq.
 
-  Source: Dr. GRPO, arXiv 2503.20783.
+  Source: "Understanding R1-Zero-Like Training: A Critical Perspective" (arXiv:2503.20783).
   """
   rewards = as_group("grpo_mean", rewards)
   return zero_if_constant(rewards - group_mean(rewards), rewards)

@@ -17,7 +17,8 @@ def log_mean_exp_advantages(rewards: Array, *, eta: float) -> Array:
     eta: η > 0, in units of 1/reward; larger seeks the best rollouts.
   Returns:
     f32[P, G]; gradient masses pq(e^η − 1)/(η(p·e^η + q)) and the same.
-  Source: arXiv 2509.24261.
+  Source: "Risk-Sensitive RL for Alleviating Exploration Dilemmas in Large Language Models"
+    (arXiv:2509.24261).
   """
   rewards = as_group("log_mean_exp", rewards)
   shares = jax.nn.softmax(eta * rewards, axis=1)

@@ -1,4 +1,4 @@
-"""Gradient masses: how much an estimator pushes on successes and on failures."""
+"""Gradient masses: the total weight that an estimator puts on successes and on failures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlvr_jax.types import Array, Mean, Metrics
 def gradient_masses(coefficients: Array, rewards: Array, correct: Array) -> Metrics:
   """mS = mean of max(A, 0)·1[r = 1] and mF = mean of max(−A, 0)·1[r = 0], over a batch.
 
-  In a group whose rewards are not its correctness (a shaped reward), the sign of A alone decides.
+  In a group whose rewards differ from its correctness (a shaped reward), only the sign of A counts.
 
   Args:
     coefficients: f32[P, G], A.
@@ -23,7 +23,7 @@ def gradient_masses(coefficients: Array, rewards: Array, correct: Array) -> Metr
     advantage/mass_success, advantage/mass_failure, advantage/mass_difference = mS − mF,
     advantage/mass_ratio = mS/mF (the pair of sums; its weight is 0 when no failure has mass),
     advantage/ess of |A|, in [1/B, 1].
-  Source: FADE, arXiv 2607.01490.
+  Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490).
   """
   chex.assert_rank([coefficients, rewards, correct], 2)
   chex.assert_equal_shape([coefficients, rewards, correct])

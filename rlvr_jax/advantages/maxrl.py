@@ -1,4 +1,4 @@
-"""MaxRL: divide by the solve rate, which follows the likelihood of success."""
+"""MaxRL: division by the solve rate, which is the gradient of the log-likelihood of success."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from rlvr_jax.types import Array
 
 
 def maxrl_advantages(rewards: Array, correct: Array) -> Array:
-  """A = (r − r̄)/(mean correctness), 0 where nothing is correct.
+  """A = (r − r̄)/(mean correctness), 0 in groups without a correct rollout.
 
   Args:
     rewards: f32[P, G].
     correct: f32[P, G] in {0, 1}.
   Returns:
     f32[P, G]; gradient masses q and q.
-  Source: arXiv 2602.02710.
+  Source: "Maximum Likelihood Reinforcement Learning" (arXiv:2602.02710).
   """
   rewards = as_group("maxrl", rewards)
   chex.assert_equal_shape([rewards, correct])
   solve_rate = group_mean(upcast(correct))
   solved = solve_rate > 0
-  centred = rewards - group_mean(rewards)
+  centered = rewards - group_mean(rewards)
   return zero_if_constant(
-    jnp.where(solved, centred / jnp.where(solved, solve_rate, 1.0), 0.0), rewards
+    jnp.where(solved, centered / jnp.where(solved, solve_rate, 1.0), 0.0), rewards
   )
 
 

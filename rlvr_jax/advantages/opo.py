@@ -11,14 +11,14 @@ from rlvr_jax.types import Array
 
 
 def opo_advantages(rewards: Array, lengths: Array) -> Array:
-  """A = r − Σ len·r/Σ len, the baseline of least variance when |∇log π|² grows with length.
+  """A = r − Σ len·r/Σ len, the baseline of least variance if |∇log π|² is proportional to length.
 
   Args:
     rewards: f32[P, G].
-    lengths: [P, G], tokens; a group without any has the baseline 0.
+    lengths: [P, G], tokens; a group without tokens has the baseline 0.
   Returns:
     f32[P, G].
-  Source: arXiv 2505.23585.
+  Source: "On-Policy RL with Optimal Reward Baseline" (arXiv:2505.23585).
   """
   rewards = as_group("opo", rewards)
   chex.assert_equal_shape([rewards, lengths])
@@ -29,5 +29,5 @@ def opo_advantages(rewards: Array, lengths: Array) -> Array:
 
 
 def opo() -> Advantage:
-  """A = r − Σ len·r/Σ len, len in loss tokens: a filtered rollout has no say in the baseline."""
+  """A = r − Σ len·r/Σ len, len in loss tokens: filtered rollouts do not affect the baseline."""
   return stateless(lambda batch: opo_advantages(batch.rewards, masked_count(batch.mask, axis=-1)))

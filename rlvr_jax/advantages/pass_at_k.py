@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from rlvr_jax.advantages.base import Advantage, as_group, group_mean, stateless, zero_if_constant
 from rlvr_jax.advantages.power import power_asym_advantages
-from rlvr_jax.ops.checks import check_choice, check_whole
+from rlvr_jax.ops.checks import check_choice, check_integer
 from rlvr_jax.ops.masked import upcast
 from rlvr_jax.types import Array, TrainBatch
 
@@ -15,8 +15,8 @@ from rlvr_jax.types import Array, TrainBatch
 def pass_at_k_advantages(rewards: Array, correct: Array, *, k: int) -> Array:
   """A = k(w − w̄), w = 1 if correct else 1 − C(G−1−c, k−1)/C(G−1, k−1): unbiased at finite G.
 
-  w is the chance that k rollouts, this one and k−1 others drawn without replacement, hold a correct
-  one; c is the number correct.
+  w is the probability that k rollouts, this one and k−1 others sampled without replacement, contain
+  a correct one; c is the number of correct rollouts.
 
   Args:
     rewards: f32[P, G].
@@ -26,7 +26,9 @@ def pass_at_k_advantages(rewards: Array, correct: Array, *, k: int) -> Array:
     f32[P, G]; gradient masses k·p·q^k and the same as G → ∞.
   Raises:
     ValueError: k > G, at trace time.
-  Source: arXiv 2505.15201, 2508.10751.
+  Source: "Pass@K Policy Optimization: Solving Harder Reinforcement Learning Problems"
+    (arXiv:2505.15201); "Pass@k Training for Adaptively Balancing Exploration and Exploitation of
+    Large Reasoning Models" (arXiv:2508.10751).
   """
   rewards = as_group("pass_at_k", rewards)
   chex.assert_equal_shape([rewards, correct])
@@ -53,7 +55,7 @@ def pass_at_k(*, k: int = 4, form: str = "unbiased") -> Advantage:
     form: "unbiased", or "plug_in": k(1−r̄)^(k−1)·(r − r̄).
   """
   check_choice("pass_at_k", "form", form, ("unbiased", "plug_in"))
-  check_whole("pass_at_k", "k", k, low=1)
+  check_integer("pass_at_k", "k", k, low=1)
 
   def unbiased(batch: TrainBatch) -> Array:
     return pass_at_k_advantages(batch.rewards, batch.correct, k=k)

@@ -1,4 +1,4 @@
-"""Focal prefactors (1−r̄)^(α−1) and suppressed failures 1/δ, alone and together."""
+"""Focal prefactors (1−r̄)^(α−1) and weights 1/δ on failures, separately and together."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ def asym_advantages(rewards: Array, *, delta: Array | float, name: str = "asym")
 
   Args:
     rewards: f32[P, G].
-    delta: δ > 0; below 1 failures weigh more, and more so the smaller it is.
-    name: of the estimator, for its error.
+    delta: δ > 0; smaller values weight failures more.
+    name: name of the estimator, for error messages.
   Returns:
     f32[P, G]; gradient masses pq and pq/δ.
-  Source: FADE, arXiv 2607.01490.
+  Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490).
   """
   rewards = as_group(name, rewards)
-  centred = rewards - group_mean(rewards)
-  return zero_if_constant(jnp.where(centred >= 0, centred, centred / delta), rewards)
+  centered = rewards - group_mean(rewards)
+  return zero_if_constant(jnp.where(centered >= 0, centered, centered / delta), rewards)
 
 
 def power_asym_advantages(
@@ -44,7 +44,7 @@ def power_asym_advantages(
     delta, name: as for `asym_advantages`.
   Returns:
     f32[P, G]; gradient masses p·q^α and p·q^α/δ.
-  Source: FADE, arXiv 2607.01490.
+  Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490).
   """
   chex.assert_equal_shape([rewards, correct])
   fail_rate = group_mean(1 - upcast(correct))

@@ -14,7 +14,8 @@ from rlvr_jax.types import Array
 def weighted_reinforce_advantages(rewards: Array, *, success_weight: float) -> Array:
   """A = λ if r = 1 else −1: f32[P, G] → f32[P, G]; gradient masses λp and q.
 
-  Source: arXiv 2506.01347.
+  Source: "The Surprising Effectiveness of Negative Reinforcement in LLM Reasoning"
+    (arXiv:2506.01347).
   """
   chex.assert_rank(rewards, 2)
   return jnp.where(upcast(rewards) == 1, success_weight, -1.0)
@@ -25,7 +26,8 @@ def asymmetric_reinforce_advantages(rewards: Array, *, baseline_shift: float) ->
 
   A constant group keeps −δV, and a group of one is allowed.
 
-  Source: arXiv 2506.20520.
+  Source: "Asymmetric REINFORCE for off-Policy Reinforcement Learning: Balancing positive and
+    negative rewards" (arXiv:2506.20520).
   """
   chex.assert_rank(rewards, 2)
   rewards = upcast(rewards)

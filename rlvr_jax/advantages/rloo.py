@@ -7,13 +7,14 @@ from rlvr_jax.types import Array
 
 
 def rloo_advantages(rewards: Array) -> Array:
-  """A = G/(G−1)·(r − r̄), the reward less the mean of the *other* rollouts.
+  """A = G/(G−1)·(r − r̄), the reward minus the mean of the *other* rollouts.
 
   Args:
     rewards: f32[P, G].
   Returns:
     f32[P, G]; gradient masses pq and pq in expectation at any G.
-  Source: arXiv 2402.14740.
+  Source: "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback
+    in LLMs" (arXiv:2402.14740).
   """
   rewards = as_group("rloo", rewards)
   size = rewards.shape[1]

@@ -1,4 +1,4 @@
-"""Runs and judges programs that nobody trusts. Standard library only; see README.md.
+"""Runs and judges untrusted programs. Needs the standard library only; see README.md.
 
-Within this folder imports are relative: it works wherever it lies.
+Imports within this folder are relative, so that it can be copied anywhere.
 """

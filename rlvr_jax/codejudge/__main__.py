@@ -1,10 +1,10 @@
 """Judges one program: python -m rlvr_jax.codejudge PROGRAM TESTS
 
-PROGRAM is a file of Python source; TESTS is a JSON file, whose fields README.md lists. Prints the
-verdict as one line of JSON.
+PROGRAM is a file of Python source; TESTS is a JSON file, whose fields are listed in README.md.
+Prints the verdict as one line of JSON.
 
-Exit status: 0 if all tests pass, 1 if not, 2 where the arguments or the tests are unusable, 3 where
-there is no verdict, which says nothing about the program.
+Exit status: 0 if all tests pass, 1 if not, 2 if the arguments or the tests are invalid, 3 if there
+is no verdict, which says nothing about the program.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> int:
       verdict = tasks.judge(sandbox, source, tests)
   except KeyError as error:
     parser.error(f"TESTS {given.tests}: the field {error} is missing")
-  except (AttributeError, TypeError, ValueError) as error:  # fields of other types, too
+  except (AttributeError, TypeError, ValueError) as error:  # also for fields of the wrong type
     parser.error(f"TESTS {given.tests}: {error}")
   except (OSError, SandboxError) as error:
     print(f"no verdict: {error}", file=sys.stderr)

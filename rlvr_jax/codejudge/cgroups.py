@@ -1,8 +1,8 @@
-"""A control group (cgroup v2) around each sandbox: the kernel's own limits, where it is delegated.
+"""A control group (cgroup v2) around each sandbox: limits by the kernel, if groups are delegated.
 
-Delegated means: below this process's group or one above it, this process may make groups, limit
-their memory and number of processes, and move processes there. Root of a system may, and what an
-ordinary user starts with `systemd-run --user --scope`. No process that is there already is moved.
+Delegated means that below this process's group or one of its ancestors, this process may create
+groups, limit their memory and number of processes, and move processes there. Root may do so, and so
+may a process that a user starts with `systemd-run --user --scope`. No existing process is moved.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from collections.abc import Iterator, Sequence
 
 from .harness.isolation import PROCESSES
 
-_PREFIX = "rlvr_jax-"  # of a group's name; the process that made it and a count follow
-_LAUNCHER_MIB = 16  # the launcher and an item's supervisor
+_PREFIX = "rlvr_jax-"  # of a group's name; followed by the creating process and a count
+_LAUNCHER_MIB = 16  # for the launcher and an item's supervisor
 _LAUNCHER_PROCESSES = 8
-_REMOVAL_S = 2.0  # for killed processes to be gone
+_REMOVAL_S = 2.0  # time for killed processes to end
 
 _count = itertools.count()
 
 
 class GroupError(RuntimeError):
-  """There is no control group to be had; says why."""
+  """No control group is available; the message says why."""
 
 
 class Group:
-  """A new group, empty; its processes share one core where the controller of that is to be had."""
+  """A new, empty group; its processes share one core if the cpu controller is available."""
 
   def __init__(self, parent: pathlib.Path):
-    """Raises OSError where this is not delegated."""
+    """Creates the group below `parent`; raises OSError if that is not delegated."""
     needed, there = {"memory", "pids"}, (parent / "cgroup.controllers").read_text().split()
     if not needed <= set(there):
       raise OSError(f"has the controllers {there}, needs memory and pids")
@@ -57,21 +57,21 @@ class Group:
         self._write(name, value)
 
   def entering(self, command: Sequence[str]) -> list[str]:
-    """The command, which first moves itself into the group."""
+    """A command that moves itself into the group and then runs `command`."""
     return ["/bin/sh", "-c", 'echo 0 > "$0/cgroup.procs" && exec "$@"', str(self.path), *command]
 
   def limit_memory(self, mebibytes: int) -> None:
-    """Of an item; what the sandbox needs for itself comes on top."""
+    """Limits the memory of an item; the sandbox's own memory is added to the limit."""
     self._write("memory.max", (mebibytes + _LAUNCHER_MIB) * 2**20)
 
   def out_of_memory(self) -> int:
-    """How many processes have been killed because the limit was reached."""
+    """The number of processes that were killed because the limit was reached."""
     events = (self.path / "memory.events").read_text().split()
     return int(events[events.index("oom_kill") + 1])
 
   def close(self) -> None:
-    """Kills all that is in the group, and removes it."""
-    with contextlib.suppress(OSError):  # before Linux 5.14; the launcher takes all along
+    """Kills all processes in the group, and removes it."""
+    with contextlib.suppress(OSError):  # before Linux 5.14; the launcher's end kills them all
       self._write("cgroup.kill", 1)
     deadline = time.monotonic() + _REMOVAL_S
     while not _removed(self.path) and time.monotonic() < deadline:
@@ -82,7 +82,7 @@ class Group:
 
 
 def why_none() -> str | None:
-  """The reason why there is no control group to be had; None where there is."""
+  """The reason why no control group is available; None if one is."""
   try:
     open_group().close()
   except GroupError as error:
@@ -91,10 +91,10 @@ def why_none() -> str | None:
 
 
 def open_group() -> Group:
-  """A group below the nearest one that is delegated.
+  """Creates a group below the nearest delegated one.
 
   Raises:
-    GroupError: none is.
+    GroupError: no group is delegated.
   """
   reasons = []
   for parent in _groups_above():
@@ -106,7 +106,7 @@ def open_group() -> Group:
 
 
 def _groups_above() -> Iterator[pathlib.Path]:
-  """This process's own group, and those above it, as far as they are mounted here."""
+  """This process's group and its ancestors, as far as they are mounted."""
   lines = pathlib.Path("/proc/self/cgroup").read_text().splitlines()
   own = next((line[3:] for line in lines if line.startswith("0::")), None)
   mounts = [line.split() for line in pathlib.Path("/proc/self/mountinfo").read_text().splitlines()]
@@ -122,7 +122,7 @@ def _groups_above() -> Iterator[pathlib.Path]:
 
 
 def _remove_abandoned(parent: pathlib.Path) -> None:
-  """Those of processes that were killed before they could."""
+  """Removes groups of processes that were killed before they could remove them."""
   for group in parent.glob(f"{_PREFIX}*"):
     if not os.path.exists(f"/proc/{group.name.removeprefix(_PREFIX).partition('-')[0]}"):
       _removed(group)

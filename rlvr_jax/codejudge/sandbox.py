@@ -1,18 +1,18 @@
-"""Runs generated code where it can do no harm: no network, no files but its own, bounded, killed.
+"""Runs generated code in a sandbox: isolated from network and files, limited, and always killed.
 
-The package `harness` is what runs inside, and says who is who in there. It enters namespaces, which
-takes libseccomp and a Linux (5.12 or later) that lets an ordinary user, or root, make them. What is
-around an item:
+The package `harness` runs inside, and documents the processes there. It enters namespaces, which
+needs libseccomp and Linux 5.12 or later that permits the user, or root, to create them. The sandbox
+gives an item (one program with its tests):
 
-* no network but an empty one; no environment variables; the rights of an ordinary user at most
-* of the file system only the system's programs and libraries and the interpreter's own, read-only;
-  no home, no working directory; /tmp and /dev/shm are empty, small, and gone with the item
-* its own processes only, and those limited in number, time, address space and file size
-* no system calls but those of a list (`harness.system_calls`), which leaves out what makes memory
-  of no process, what items could talk to each other by, and what programs do without
-* a control group, where one is to be had (`cgroups`), for memory, processes and one core in all
-* a limit of processor time, and a deadline at `WALL_CLOCK_FACTOR` times that, at which everything
-  is killed; likewise when the process that waits for it dies
+* an empty network; no environment variables; at most the rights of an ordinary user
+* of the file system only the system's programs and libraries and the interpreter, read-only; no
+  home, no working directory; an empty and small /tmp and /dev/shm, deleted with the item
+* its own processes only, limited in number, time, address space and file size
+* only the system calls of a list (`harness.system_calls`), which excludes calls that create memory
+  that belongs to no process, calls by which items could communicate, and calls not needed
+* a control group, if one is available (`cgroups`), that limits memory, processes and cores (to one)
+* a limit of processor time, and a deadline at `WALL_CLOCK_FACTOR` times that limit, at which
+  everything is killed, as it is when the process that waits for the item dies
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ from . import cgroups
 from .harness import messages
 
 NAMESPACES = "namespaces"
-NONE = "none"  # processes of their own and limits, but no walls
+NONE = "none"  # separate processes and limits, but no isolation
 
-# The one way to run generated code without walls: this variable, with these words.
+# The only way to run generated code without isolation: this variable, with this text.
 UNSANDBOXED = "RLVR_JAX_UNSANDBOXED_CODE"
 ACCEPTED = "I accept that generated code runs with my rights"
 
-# A deadline is so many times the limit of processor time: a busy machine shall change no grade, and
-# a program that sleeps shall end.
+# The deadline is this multiple of the limit of processor time, so that a busy machine does not
+# change grades, and a program that sleeps is ended.
 WALL_CLOCK_FACTOR = 4.0
-_START_S = 20.0  # for the launcher
-_MARGIN_S = 5.0  # past an item's deadline, for its end to be seen
-_LAST_WORDS = 1000  # characters of what a launcher says that does not start
+_START_S = 20.0  # time for the launcher to start
+_MARGIN_S = 5.0  # time after an item's deadline in which its end is detected
+_LAST_WORDS = 1000  # characters of the output of a launcher that does not start
 
 
 class SandboxError(RuntimeError):
-  """The sandbox does not work; says nothing about the code that was to run in it."""
+  """The sandbox does not work; this says nothing about the code to run in it."""
 
 
 def longest_s(time_limit_s: float) -> float:
-  """Seconds of wall clock after which an item of that limit without a verdict is an error."""
+  """Seconds of wall clock after which an item with that limit must have a verdict."""
   return WALL_CLOCK_FACTOR * time_limit_s + _MARGIN_S
 
 
 class Sandbox:
-  """A launcher behind walls; runs one item at a time, each in a world of its own.
+  """An isolated launcher; runs one item at a time, each isolated from the others.
 
   Args:
     mechanism: "namespaces" or "none".
@@ -71,7 +71,7 @@ class Sandbox:
     self._control, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = _command(mechanism, far_end.fileno())
     self._group: cgroups.Group | None = None
-    with contextlib.suppress(cgroups.GroupError):  # of which the run was told at its start
+    with contextlib.suppress(cgroups.GroupError):  # reported when the run starts
       self._group = cgroups.open_group()
       command = self._group.entering(command)
     with tempfile.TemporaryFile() as stderr, far_end:
@@ -109,14 +109,15 @@ class Sandbox:
     Args:
       program: "mode" ("calls" or "cases") and "sources", see `harness`.
       task: the tests, see `harness.judge.judge`; they never come near the program.
-      time_limit_s: processor time of all processes together, seconds. Wall clock may take
-        `WALL_CLOCK_FACTOR` times as long; without walls, where that time is not counted, as long.
-      memory_mib: address space of each process, and memory of all together, MiB.
+      time_limit_s: total processor time of all processes, seconds. The wall-clock limit is
+        `WALL_CLOCK_FACTOR` times that, or equal to it without isolation, where processor time is
+        not measured.
+      memory_mib: address space of each process, and total memory of all processes, MiB.
     Returns:
-      the judge's verdict; or {"timeout": true}; or {"memory": true} where all processes together
-      took more than `memory_mib`; or {"died": status} where the judge was brought down.
+      The judge's verdict; or {"timeout": true}; or {"memory": true} if all processes together
+      used more than `memory_mib`; or {"died": status} if the judge was killed.
     Raises:
-      SandboxError: it does not work any more.
+      SandboxError: the sandbox no longer works.
     """
     isolated = self.mechanism != NONE
     settings = {
@@ -140,7 +141,7 @@ class Sandbox:
           messages.send(item, task)
         verdict = messages.receive(item)
         item.settimeout(max(0.001, deadline - time.monotonic()))
-        with contextlib.suppress(ConnectionResetError):  # killed before it had read its tests
+        with contextlib.suppress(ConnectionResetError):  # killed before it read its tests
           while item.recv(2**12):  # until nothing of the item is left
             pass
       except (OSError, EOFError, ValueError) as error:
@@ -153,7 +154,7 @@ class Sandbox:
     return verdict
 
   def close(self) -> None:
-    """Ends the launcher and whatever it runs."""
+    """Ends the launcher and everything that it runs."""
     self._control.close()
     self._process.kill()
     self._process.wait()
@@ -161,8 +162,8 @@ class Sandbox:
       self._group.close()
 
 
-# Starts the harness from its folder, the first argument. The package is made by hand (`__init__.py`
-# has nothing to run), so that nothing beside that folder is importable at any time.
+# Starts the harness from its folder, the first argument. The package is created here (`__init__.py`
+# has no code), so that nothing outside of that folder is importable at any time.
 _START = """
 import sys
 harness = sys.modules["harness"] = type(sys)("harness")
@@ -183,7 +184,7 @@ def _command(mechanism: str, control: int) -> list[str]:
 
 @functools.cache
 def visible_paths() -> tuple[str, ...]:
-  """What generated code may read: the system's programs and libraries, and the interpreter."""
+  """The paths that generated code may read: system programs and libraries, and the interpreter."""
   names = ("bin", "lib", "lib32", "lib64", "libx32")
   system = [*(f"/usr/{name}" for name in names), *(f"/{name}" for name in names)]
   system += ["/usr/share/zoneinfo", "/etc/ld.so.cache"]
@@ -229,10 +230,10 @@ _PROBE_S = 10.0
 
 
 def probe(sandbox: Sandbox) -> None:
-  """Runs a program that tries the walls.
+  """Runs a program that tests the isolation.
 
   Raises:
-    SandboxError: one is missing, which the message names; the sandbox is then closed.
+    SandboxError: the isolation has a hole, which the message names; the sandbox is then closed.
   """
   with (
     tempfile.NamedTemporaryFile() as marker,
@@ -251,7 +252,7 @@ def probe(sandbox: Sandbox) -> None:
 
 
 def _hidden_paths() -> list[str]:
-  """Some of what no program may see: what is at home and where we are, apart from interpreters."""
+  """Paths that no program may see: in the home and current folders, except for interpreters."""
   visible = [pathlib.Path(os.path.realpath(path)) for path in visible_paths()]
 
   def leads_in(path: pathlib.Path) -> bool:
@@ -263,10 +264,10 @@ def _hidden_paths() -> list[str]:
 
 
 def open_sandbox() -> Sandbox:
-  """A sandbox whose walls have been tried.
+  """Opens a sandbox whose isolation has been tested.
 
   Raises:
-    SandboxError: it does not work here, and `UNSANDBOXED` does not say that none is needed.
+    SandboxError: it does not work here, and `UNSANDBOXED` does not permit to do without it.
   """
   try:
     sandbox = Sandbox(NAMESPACES)

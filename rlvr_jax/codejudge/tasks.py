@@ -1,17 +1,17 @@
-"""Tests of a program as data: what forms they have, and what the sandbox is given of them.
+"""Tests of a program as data: their forms, and their conversion to the input of the sandbox.
 
-Tests are a JSON object, "style" with its fields:
-  "asserts": "tests", texts to execute one by one; "setup", executed after the program. Names that
-    it imports are the judge's own in tests; what else it defines is the program's.
+Tests are a JSON object with a "style" and the fields of that style:
+  "asserts": "tests", texts to execute separately; "setup", executed after the program. Names that
+    the setup imports are the judge's in tests; its other definitions belong to the program.
   "check": "test", a text that defines check(candidate); "entry_point", the candidate's name;
-    "prompt", what the program goes on from where it does not define the entry point itself.
+    "prompt", the beginning of the program if it does not define the entry point itself.
   "function": "entry_point", a function's name or "Class.method"; "cases", each with "input", a list
     of arguments, and "output"; "setup", executed before the program.
   "stdin": "cases", each with "input" and "output", texts; "setup", executed before the program.
 Tests, setups and prompts import from the standard library only. Optional:
-  "time_limit_s": processor time of all the program's processes together for all tests, seconds;
-    `sandbox.WALL_CLOCK_FACTOR` times that is its deadline.
-  "memory_mib": of all its processes together.
+  "time_limit_s": total processor time of the program's processes for all tests, seconds; the
+    deadline is `sandbox.WALL_CLOCK_FACTOR` times that.
+  "memory_mib": total memory of its processes, MiB.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from typing import Any, TypeAlias
 from .harness.scripts import MAX_INPUT, MAX_OUTPUT
 from .sandbox import Sandbox
 
-TIME_LIMIT_S = 6.0  # of processor time; of MBPP's solutions one takes nearly 3
-MAX_TIME_LIMIT_S = 120.0  # no item shall hold a worker for longer than some minutes
+TIME_LIMIT_S = 6.0  # of processor time; the slowest of MBPP's solutions takes nearly 3
+MAX_TIME_LIMIT_S = 120.0  # so that no item occupies a worker for more than a few minutes
 MEMORY_MIB = 1024
 LEAST_MEMORY_MIB = 64  # what an interpreter needs for itself
 STYLES = ("asserts", "check", "function", "stdin")
 
 
 def check(tests: Mapping[str, Any]) -> None:
-  """Raises ValueError or KeyError unless tests have one of the forms above and can be passed."""
+  """Raises ValueError or KeyError unless the tests have one of these forms and can be passed."""
   style = tests["style"]
   if style not in STYLES:
     raise ValueError(f"style is {style!r}, allowed: {list(STYLES)}")
@@ -57,7 +57,7 @@ def check(tests: Mapping[str, Any]) -> None:
       f"time_limit_s is {seconds!r}, must be a positive number of seconds ≤ {MAX_TIME_LIMIT_S:g}"
     )
   if memory is not None and not (isinstance(memory, int) and memory >= LEAST_MEMORY_MIB):
-    raise ValueError(f"memory_mib is {memory!r}, must be a whole number ≥ {LEAST_MEMORY_MIB}")
+    raise ValueError(f"memory_mib is {memory!r}, must be an integer ≥ {LEAST_MEMORY_MIB}")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -66,21 +66,21 @@ def _check_test(test: str, prompt: str) -> None:
   defined = [getattr(node, "name", "") for node in _statements("test", test)]
   if "check" not in defined and not re.search(r"^check\s*=", test, re.M):
     raise ValueError(f"the test does not define check(candidate): {test[:80]!r}")
-  if prompt and not is_python(_whole(prompt)):
-    raise ValueError(f"the prompt is no beginning of a program: {prompt[:80]!r}")
-  _statements("prompt", _whole(prompt))
+  if prompt and not is_python(_completed(prompt)):
+    raise ValueError(f"the prompt is not the beginning of a program: {prompt[:80]!r}")
+  _statements("prompt", _completed(prompt))
 
 
 @functools.lru_cache(maxsize=1024)
 def _statements(kind: str, text: str) -> list[ast.stmt]:
-  """Those of a text of the tests; raises where it is no Python, or imports what is not there.
+  """Parses a text of the tests; raises if it is not Python, or imports a missing module.
 
-  A program could put a module of its own in the place of one that is not there.
+  A program could provide its own module in place of a missing one.
   """
   try:
     tree = ast.parse(text)
   except SyntaxError as error:
-    raise ValueError(f"a {kind} is no Python ({error}): {text[:80]!r}") from error
+    raise ValueError(f"a {kind} is not Python ({error}): {text[:80]!r}") from error
   imported = {root for node in ast.walk(tree) for root in _imported(node)}
   if absent := sorted(imported - sys.stdlib_module_names):
     raise ValueError(
@@ -91,7 +91,7 @@ def _statements(kind: str, text: str) -> list[ast.stmt]:
 
 
 def _imported(node: ast.AST) -> set[str]:
-  """The packages that an import statement names; none of any other node."""
+  """The packages that an import statement names; empty for any other node."""
   if isinstance(node, ast.Import):
     return {alias.name.partition(".")[0] for alias in node.names}
   return {(node.module or "").partition(".")[0]} if isinstance(node, ast.ImportFrom) else set()
@@ -112,10 +112,10 @@ def judge(sandbox: Sandbox, source: str, tests: Mapping[str, Any]) -> dict[str, 
   """Runs a program against tests that `check` has passed.
 
   Returns:
-    `Sandbox.run`'s: "passed" and "total" tests and "failure", a text on the first that failed; or
-    {"timeout": true}; or {"memory": true}; or {"died": status} where the judge was brought down.
+    As `Sandbox.run`: "passed" and "total" tests, and "failure", a text about the first that failed;
+    or {"timeout": true}; or {"memory": true}; or {"died": status} if the judge was killed.
   Raises:
-    SandboxError: the sandbox does not work; nothing is known of the program.
+    SandboxError: the sandbox does not work, which says nothing about the program.
   """
   program, task = _PREPARED[tests["style"]](source, tests)
   return sandbox.run(
@@ -135,7 +135,7 @@ def _asserts(source: str, given: Mapping[str, Any]) -> _Prepared:
   names, modules = names_used(tuple(tests))
   setup = given.get("setup", "")
   sources = [source, setup]
-  # The judge executes these itself: a program could put anything in the place of what they import.
+  # The judge executes these itself: a program could replace what they import by anything.
   imports = [node for node in _statements("setup", setup) if _imported(node)]
   prelude = "\n".join(map(ast.unparse, imports))
   task = {
@@ -147,8 +147,8 @@ def _asserts(source: str, given: Mapping[str, Any]) -> _Prepared:
 def _check(source: str, given: Mapping[str, Any]) -> _Prepared:
   entry, prompt = given["entry_point"], given.get("prompt", "")
   alone = re.search(rf"^(async\s+def|def|class)\s+{entry}\b|^{entry}\s*=", source, re.M)
-  # Imports and helpers of the prompt are there for a program that stands alone, too.
-  whole = _whole(prompt)
+  # Imports and helpers of the prompt are available to a complete program, too.
+  whole = _completed(prompt)
   sources = [whole, source] if alone else [_lines(prompt) + source]
   task = {
     "entry_point": entry, "test": given["test"], "names": [entry], "modules": [],
@@ -158,8 +158,8 @@ def _check(source: str, given: Mapping[str, Any]) -> _Prepared:
 
 
 @functools.lru_cache(maxsize=1024)
-def _whole(prompt: str) -> str:
-  """A prompt as a program: where it ends with a header, that gets a body."""
+def _completed(prompt: str) -> str:
+  """A prompt as a program: if it ends with a function's header, a body is added."""
   if not prompt.strip() or is_python(prompt):
     return prompt
   header = prompt.rstrip().rpartition("\n")[2]
@@ -175,7 +175,7 @@ def _function(source: str, given: Mapping[str, Any]) -> _Prepared:
   entry, setup = given["entry_point"], given.get("setup", "")
   owner, _, name = entry.rpartition(".")
   if not (owner and re.search(rf"^class\s+{owner}\b", source, re.M)):
-    setup = f"{_lines(setup)}globals().pop({name!r}, None)\n"  # the setup's own is no answer
+    setup = f"{_lines(setup)}globals().pop({name!r}, None)\n"  # the setup's function is no answer
   task = {"entry_point": entry, "cases": cases, "total": len(cases)}
   return {"mode": "calls", "sources": [setup, source]}, task
 
@@ -193,10 +193,10 @@ _PREPARED: dict[str, Callable[[str, Mapping[str, Any]], _Prepared]] = {
 
 @functools.lru_cache(maxsize=1024)
 def names_used(tests: Sequence[str]) -> tuple[list[str], list[str]]:
-  """Names that tests want from the program, and modules that they use without importing them.
+  """Names that tests use from the program, and modules that they use without importing them.
 
-  A builtin is never the program's, lest `set` or `abs` in a test be the program's own; only where
-  tests name nothing else is what they call the program's (one of MBPP's functions is called `sum`).
+  A builtin is not taken from the program, so that the program cannot replace `set` or `abs` in a
+  test. The exception are tests that use no other name (one of MBPP's functions is called `sum`).
   """
   nodes = [node for test in tests for node in ast.walk(ast.parse(test))]
   names = [node for node in nodes if isinstance(node, ast.Name)]

@@ -1,1 +1,1 @@
-"""What the program can do: train, evaluate, export, tell whether a configuration fits."""
+"""The commands of the program: train, evaluate, export, and report whether a run fits."""

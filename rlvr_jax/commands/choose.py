@@ -1,4 +1,4 @@
-"""Which command does what was asked for, and every mistake in it before it begins."""
+"""Chooses the command for a mode, and checks the configuration before it begins."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import ml_collections
 
-from rlvr_jax.commands import fits
+from rlvr_jax.commands import ahead_of_time, chips, costs, fits
 from rlvr_jax.commands.eval import evaluate_checkpoint
 from rlvr_jax.commands.export import export
 from rlvr_jax.commands.train import train
@@ -23,26 +23,25 @@ def prepared(
   checkpoint: str | None,
   topology: str | None,
 ) -> Callable[[], object]:
-  """Finds every mistake in the configuration; returns what does the work.
+  """Checks the configuration completely; returns a function that runs the command.
 
   Args:
-    mode: train, eval, export, fits.
+    mode: train, eval, export, fits, costs.
     config: see `configs/base.py`.
-    workdir: for all that is written; None for fits, which writes nothing.
-    checkpoint: of eval and export, see `train.parameters.checkpoint_folder`.
-    topology: of fits, see `fits.report`.
+    workdir: folder for all output files; fits writes none, and costs none without it.
+    checkpoint: for eval and export, see `train.parameters.checkpoint_folder`.
+    topology: for fits and costs, see `fits.report`.
   Raises:
-    ValueError: what cannot work, with the field, its value, what is allowed and the remedy.
+    ValueError: a field is invalid; the message has its value, what is allowed and the remedy.
     OSError: a file of the data or of the model cannot be read.
   """
   if checkpoint is not None and mode not in ("eval", "export"):
     raise ValueError(f"--checkpoint goes with --mode=eval and --mode=export, not with {mode}")
-  if topology is not None and mode != "fits":
-    raise ValueError(f"--topology goes with --mode=fits, not with {mode}")
-  if mode == "fits":
-    parts = fits.shapes_only(config, fits.mesh_of(config, topology))
-    return functools.partial(fits.report, parts, topology)
-  if mode != "export":  # whose workdir is a folder for others, local or not
+  if topology is not None and mode not in ("fits", "costs"):
+    raise ValueError(f"--topology goes with --mode=fits and --mode=costs, not with {mode}")
+  if mode in ("fits", "costs"):
+    return _ahead_of_time(mode, config, workdir, topology)
+  if mode != "export":  # the workdir of an export may be remote
     local_path("--workdir", str(workdir))
   folder = checkpoint_folder(checkpoint) if checkpoint else None
   parts = build(config)
@@ -52,3 +51,19 @@ def prepared(
     return functools.partial(train, parts, str(workdir))
   action = evaluate_checkpoint if mode == "eval" else export
   return functools.partial(action, parts, str(workdir), folder)
+
+
+def _ahead_of_time(
+  mode: str, config: ml_collections.ConfigDict, workdir: str | None, topology: str | None
+) -> Callable[[], object]:
+  """What is known of a run without its texts, its checkpoint and its chips."""
+  if mode == "costs" and topology is None:
+    raise ValueError("--mode=costs needs --topology, such as v5p:2x2x4, to compile for")
+  if mode == "costs" and workdir is not None:
+    local_path("--workdir", workdir)
+  if topology is not None:
+    chips.chip_of(topology)
+  parts = ahead_of_time.shapes_only(config, ahead_of_time.mesh_of(config, topology))
+  if mode == "fits":
+    return functools.partial(fits.report, parts, topology)
+  return functools.partial(costs.report, parts, str(topology), workdir)

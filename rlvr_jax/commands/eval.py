@@ -1,4 +1,4 @@
-"""Evaluation as a command: any checkpoint on any data set, problem by problem, resumable."""
+"""The command eval: evaluates any checkpoint on any data set, and can be resumed."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from rlvr_jax.train.workdir import WorkdirLock, check_config
 
 PROBLEMS_FILE = "problems.jsonl"
 RESULT_FILE = "evaluation.json"
-# What an evaluation may differ in when it is taken up again: it changes no number.
+# Fields that may change when an evaluation is resumed, because they do not affect its results.
 _MAY_DIFFER = ("grading.num_workers", "evaluation.ks")
 
 
 def evaluate_checkpoint(parts: Parts, workdir: str | Path, folder: Path | None) -> dict[str, float]:
-  """Samples, grades and sums up; what is done already is not done again.
+  """Samples, grades and summarizes; batches that are complete in the workdir are not repeated.
 
   Writes `problems.jsonl`, one line per problem with all its samples, and `evaluation.json`.
 
   Args:
-    parts: of `build(config)`; `config.evaluation` says how often and how to sample.
-    workdir: of the evaluation.
+    parts: result of `build(config)`; `config.evaluation` has the number of samples and how to
+      sample.
+    workdir: workdir of the evaluation.
     folder: see `train.parameters.chosen_params`.
   Returns:
     Accuracies with intervals, see `accuracy`; on the first of several processes only.
@@ -39,9 +40,9 @@ def evaluate_checkpoint(parts: Parts, workdir: str | Path, folder: Path | None) 
   c, workdir, num_problems = parts.config.evaluation, Path(workdir), len(parts.task.held_out)
   with contextlib.ExitStack() as stack:
     enter = lambda resource: stack.enter_context(contextlib.closing(resource))
-    stack.enter_context(multihost.only_the_first_speaks())
-    multihost.on_first(lambda: enter(_claimed(workdir, parts, folder)), None)
-    done = multihost.exchange(_whole(workdir, num_problems, c.batch_prompts))[0]
+    stack.enter_context(multihost.only_first_prints())
+    multihost.on_first(lambda: enter(_locked_workdir(workdir, parts, folder)), None)
+    done = multihost.exchange(_complete_problems(workdir, num_problems, c.batch_prompts))[0]
     if done < num_problems:
       pool = multihost.together(lambda: enter(grader_pool(parts.config, parts.task)))
       lines = multihost.on_first(lambda: enter(_continued(workdir, done)), None)
@@ -73,16 +74,16 @@ def evaluate_checkpoint(parts: Parts, workdir: str | Path, folder: Path | None) 
     return values
 
 
-def _claimed(workdir: Path, parts: Parts, folder: Path | None) -> WorkdirLock:
-  """The workdir, which must be of this very evaluation or new."""
+def _locked_workdir(workdir: Path, parts: Parts, folder: Path | None) -> WorkdirLock:
+  """Locks the workdir, which must be new or belong to the same evaluation."""
   lock = WorkdirLock(workdir)
   about = json.loads(parts.config.to_json_best_effort()) | {"evaluated": str(folder or "")}
   check_config(workdir, json.dumps(about), may_differ=_MAY_DIFFER)
   return lock
 
 
-def _whole(workdir: Path, num_problems: int, batch_size: int) -> int:
-  """Problems whose batch is whole; a batch that a kill has torn is drawn again."""
+def _complete_problems(workdir: Path, num_problems: int, batch_size: int) -> int:
+  """The number of problems in complete batches; an incomplete batch is sampled again."""
   path = workdir / PROBLEMS_FILE
   records = enumerate(read_records(path)) if path.exists() else iter(())
   found = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1]["problem"], records))
@@ -90,14 +91,14 @@ def _whole(workdir: Path, num_problems: int, batch_size: int) -> int:
 
 
 def _continued(workdir: Path, done: int) -> JsonLines:
-  """The file of problems with the first `done` of them."""
+  """Opens the file of problems, truncated to the first `done` problems."""
   numbers = itertools.count()
   keep_records(workdir / PROBLEMS_FILE, lambda record: next(numbers) < done)
   return JsonLines(workdir / PROBLEMS_FILE)
 
 
 def _record(number: int, samples: list[Sample]) -> dict[str, Any]:
-  """What problems.jsonl says of a problem; its texts once, what differs in lists."""
+  """The record of a problem in problems.jsonl; fields that differ by sample are lists."""
   first = samples[0]
   of_each = ("completion", "outcome", "extracted", "reward", "tokens", "stopped")
   return {

@@ -1,4 +1,4 @@
-"""A policy as a checkpoint for other programs."""
+"""The command export: writes a policy as a checkpoint for other programs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ ADAPTER = "adapter"
 def export(parts: Parts, directory: str, folder: Path | None) -> None:
   """Writes a policy as a folder that `transformers` loads, in its compute dtype.
 
-  Trained adapters are merged into it, and written as they are, in PEFT's format, to its folder
+  Trained adapters are merged, and also written separately, in PEFT's format, to the subfolder
   `adapter`.
 
   Args:
     parts: as for `chosen_params`.
-    directory: to be made; local or a URL.
+    directory: will be created; local or a URL.
     folder: as for `chosen_params`.
   """
   frozen = load_frozen(parts).trainer

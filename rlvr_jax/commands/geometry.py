@@ -1,4 +1,4 @@
-"""A run that is made for its measurements of the gradient geometry alone."""
+"""A temporary run for measurements of the gradient geometry."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlvr_jax.train.build import build
 
 
 def fresh_geometry(config: ml_collections.ConfigDict) -> list[Measurement]:
-  """The measurements of a run made for them, silently, in a folder that is deleted again.
+  """Runs silently in a temporary folder, and returns the measurements.
 
   Args:
     config: see `configs/base.py`, with `config.diagnostics.every` set.

@@ -1,4 +1,4 @@
-"""A run from its workdir to its report: opens what it needs, resumes or begins, and trains."""
+"""The command train: opens the workdir, starts or resumes the run, trains, and reports."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ ROLLOUTS_FOLDER = "rollouts"
 
 
 class EndRequestedError(Exception):
-  """The process was asked to end before there was anything to save."""
+  """The process was asked to end before it had anything to save."""
 
 
-# What ends a run with a message that says what to do, not with a traceback.
+# Errors that end a run with a message that says how to fix it, not with a traceback.
 FAILURES = (
   AgreementError,
   CheckpointError,
@@ -54,13 +54,13 @@ FAILURES = (
 
 
 def train(parts: Parts, workdir: str | Path) -> dict[str, float]:
-  """Runs, or goes on with, the training of `build(config)`.
+  """Starts or resumes the training of `build(config)`.
 
   Args:
-    parts: of the run.
-    workdir: holds all that the run writes; the same call continues there after a kill.
+    parts: parts of the run.
+    workdir: folder of all files of the run; after a kill the same call resumes there.
   Returns:
-    The last evaluation's values; none if asked to end before the first.
+    The values of the last evaluation; empty if the process was asked to end before the first.
   Raises:
     WorkdirError: the workdir belongs to another configuration or process.
     OtherProcessError: another process of the run failed with one of these.
@@ -69,7 +69,7 @@ def train(parts: Parts, workdir: str | Path) -> dict[str, float]:
   config, workdir = parts.config, Path(workdir)
   with contextlib.ExitStack() as stack:
     enter = lambda resource: stack.enter_context(contextlib.closing(resource))
-    stack.enter_context(multihost.only_the_first_speaks())
+    stack.enter_context(multihost.only_first_prints())
     multihost.on_first(lambda: _claim(workdir, parts, enter), None)
     parts = as_begun(parts, workdir)
     frozen = parameters.load_frozen(parts)
@@ -77,7 +77,7 @@ def train(parts: Parts, workdir: str | Path) -> dict[str, float]:
     warm = warm_starts.restore(parts.abstract_state.params)
     checkpointer = enter(Checkpointer(workdir / "checkpoints", keep=config.checkpoint.keep))
     folder = workdir / ROLLOUTS_FOLDER
-    # The first process repairs what a kill has left before the others look.
+    # The first process repairs the files of a killed run before the others read them.
     first = multihost.on_first(lambda: enter(RolloutStore(folder, writable=True)), None)
     store = first or enter(RolloutStore(folder, writable=False))
     restored = resumable(checkpointer, parts, store)
@@ -90,11 +90,11 @@ def train(parts: Parts, workdir: str | Path) -> dict[str, float]:
     termination = stack.enter_context(termination_signals())
     stack.enter_context(deadline())
     try:
-      # A resumed run, whose folder of the warm start is gone, has the records of it.
+      # A resumed run whose warm-start folder is gone still has its records.
       first_writer = no_writer if restored else writer
       params = first_params(parts, frozen, warm, first_writer, warm_starts, termination)
     except EndRequestedError:
-      say("asked to end during the warm start; rerun the same command to begin it again")
+      say("asked to end during the warm start; rerun the same command to restart it")
       return {}
     trainer = Trainer(
       parts,
@@ -128,7 +128,7 @@ def first_params(
   warm_starts: Checkpointer,
   termination: Termination,
 ) -> Params:
-  """The trained parameters before the first update; `warm` are those of a warm start made before.
+  """The trained parameters before the first update; `warm` are those of a finished warm start.
 
   Raises:
     EndRequestedError: the process was asked to end meanwhile.
@@ -137,7 +137,7 @@ def first_params(
     return warm.state
   if parts.config.warm_start.num_steps:
     return warm_started(parts, frozen.trainer, writer, warm_starts, termination)
-  return parameters.initial_params(parts)  # nothing that a file of its own would save
+  return parameters.initial_params(parts)  # cheap to recompute, so they are not saved
 
 
 def warm_started(
@@ -147,7 +147,7 @@ def warm_started(
   checkpointer: Checkpointer,
   termination: Termination,
 ) -> Params:
-  """The initial parameters after the supervised phase, kept as a checkpoint of their own.
+  """The initial parameters after the supervised phase, saved as a separate checkpoint.
 
   Raises:
     EndRequestedError: the process was asked to end meanwhile.

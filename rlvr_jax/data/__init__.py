@@ -1,7 +1,7 @@
 """Problems, tokenizers, and batches of problems with a restorable position."""
 
+from rlvr_jax.data.batches import encode_demonstrations as encode_demonstrations
 from rlvr_jax.data.batches import encode_prompts as encode_prompts
-from rlvr_jax.data.batches import encode_solutions as encode_solutions
 from rlvr_jax.data.batches import problem_batches as problem_batches
 from rlvr_jax.data.huggingface_tokenizer import HuggingFaceTokenizer as HuggingFaceTokenizer
 from rlvr_jax.data.problems import Problem as Problem

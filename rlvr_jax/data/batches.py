@@ -15,20 +15,20 @@ from rlvr_jax.types import Prompts
 def problem_batches(
   source: ProblemSource, *, batch_size: int, seed: int
 ) -> grain.DatasetIterator[list[Problem]]:
-  """Batches for ever: every epoch is a new permutation of the source, batches run across epochs.
+  """Endless batches: every epoch is a new permutation of the source; batches may span two epochs.
 
-  Works in this process, without threads. The position is a counter: `get_state()` gives a small
-  JSON-able dict, and `set_state()` on a new iterator goes on from there without replaying.
+  Works in this process, without threads. The position is a counter: `get_state()` returns a small
+  JSON-serializable dict, and `set_state()` on a new iterator continues there without replaying.
 
   Args:
-    source: not empty.
+    source: must not be empty.
     batch_size: problems per batch.
-    seed: of the order.
+    seed: seed of the order.
   """
   if batch_size < 1:
     raise ValueError(f"batch_size is {batch_size}, must be at least 1")
   if not len(source):
-    raise ValueError("the source of problems is empty: make it at least one problem large")
+    raise ValueError("the source of problems is empty: give it at least one problem")
   dataset = grain.MapDataset.source(source).seed(seed).shuffle().repeat()
   # The stream has no end, so there is no remainder to drop; it keeps grain's count of batches, for
   # batch_size = 1, within the integers that a length may have.
@@ -40,12 +40,12 @@ def problem_batches(
 def encode_prompts(
   problems: Sequence[Problem], tokenizer: Tokenizer, max_prompt_length: int
 ) -> Prompts:
-  """The questions as prompts of token ids, left-padded.
+  """Encodes the questions as left-padded prompts.
 
   Args:
-    problems: P of them.
-    tokenizer: gives prompts and `pad_id`.
-    max_prompt_length: S, tokens.
+    problems: P problems.
+    tokenizer: `encode_prompt` and `pad_id` are used.
+    max_prompt_length: S, in tokens.
   Returns:
     Prompts of NumPy arrays: tokens i32[P, S], lengths i32[P].
   Raises:
@@ -68,29 +68,29 @@ def encode_prompts(
   return Prompts(tokens=tokens, lengths=_lengths(rows))  # type: ignore[call-arg,arg-type,unused-ignore]
 
 
-def encode_solutions(
+def encode_demonstrations(
   problems: Sequence[Problem], tokenizer: Tokenizer, max_response_length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """The worked solutions as token ids, each ended by the stop token, right-padded.
+  """Encodes the demonstrations, each followed by the stop token, right-padded.
 
   Args:
-    problems: P of them.
-    tokenizer: gives ids, `pad_id` and `stop_ids`, of which the first is appended.
-    max_response_length: T, tokens; the stop token counts.
+    problems: P problems.
+    tokenizer: `encode`, `pad_id` and `stop_ids` are used; the first stop token is appended.
+    max_response_length: T, in tokens, stop token included.
   Returns:
     tokens i32[P, T], lengths i32[P] (stop token included).
   Raises:
-    ValueError: a problem without a worked solution, or one of more than T tokens.
+    ValueError: a problem without a demonstration, or one of more than T tokens.
   """
   for problem in problems:
     if not problem.solution:
-      raise ValueError(f"the problem {problem.question[:80]!r} has no worked solution to train on")
+      raise ValueError(f"the problem {problem.question[:80]!r} has no demonstration to train on")
   rows = [[*tokenizer.encode(problem.solution), tokenizer.stop_ids[0]] for problem in problems]
   for problem, row in zip(problems, rows, strict=True):
     if len(row) > max_response_length:
       raise ValueError(
-        f"a worked solution has {len(row)} tokens, stop token included, but max_response_length is "
-        f"{max_response_length}: raise max_response_length in the config, or make the solutions "
+        f"a demonstration has {len(row)} tokens, stop token included, but max_response_length is "
+        f"{max_response_length}: raise max_response_length in the config, or make demonstrations "
         "shorter (the task's kwargs, such as `solution` and `settings`). It begins "
         f"{problem.solution[:80]!r}"
       )

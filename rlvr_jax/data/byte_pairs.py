@@ -3,8 +3,8 @@
   python -m rlvr_jax.data.byte_pairs --input train.jsonl --field question --field answer \\
     --vocab_size 1024 --output tokenizers/gsm8k
 
-The folder it writes is in Hugging Face's layout, with a chat template: `HuggingFaceTokenizer` and
-`transformers` load it. The same texts give the same bytes.
+The folder that it writes is in Hugging Face's layout, with a chat template: `HuggingFaceTokenizer`
+and `transformers` load it. The same texts give the same bytes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 END_OF_TEXT, TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL = (END_OF_TEXT, TURN, END_OF_TURN)  # ids 0, 1, 2
 SMALLEST = -(-(256 + len(SPECIAL)) // 8) * 8
-# What pairs are merged within: a word with the space before it, one digit, other signs with the
-# space before them, white space. Digits stay apart, so that every number is spelt the same way.
+# Pairs are merged only within these pieces: a word with the space before it, one digit, other signs
+# with the space before them, white space. Every digit is a token, so that numbers are uniform.
 _PIECES = r" ?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+|\s+(?!\S)|\s+"
 # ChatML, the form of the Qwen models.
 _TEMPLATE = (
@@ -38,22 +38,24 @@ _BLOCK = 2**20  # characters read at once
 
 
 def train_byte_pairs(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
-  """The encoding of `vocab_size` tokens: special ones, the 256 bytes, and the most frequent pairs.
+  """Trains an encoding of `vocab_size` tokens: special tokens, the 256 bytes, and frequent pairs.
 
-  Any text is encoded, and decoded to itself. Nothing is normalized, and every digit is a token.
+  Every text can be encoded, and is decoded to itself. Nothing is normalized.
 
   Args:
     texts: read once; no pair spans two of them.
     vocab_size: exact; a multiple of 8, so that it can be sharded.
   Raises:
-    ValueError: a size that is no multiple of 8, below 264, or more than the texts give.
+    ValueError: the size is not a multiple of 8, is below 264, or is more than the texts support.
     ImportError: tokenizers is not installed.
-  Source: byte-pair encoding, Sennrich et al. 2016, arXiv 1508.07909; of bytes, Radford et al. 2019.
+  Source: "Neural Machine Translation of Rare Words with Subword Units" (arXiv:1508.07909);
+    bytes as the alphabet: "Language Models are Unsupervised Multitask Learners" (Radford et al.
+    2019).
   """
   tokenizers = _library()
   if vocab_size % 8 or vocab_size < SMALLEST:
     raise ValueError(
-      f"vocab_size = {vocab_size} is no multiple of 8 of at least {SMALLEST} (256 bytes and"
+      f"vocab_size = {vocab_size} is not a multiple of 8 ≥ {SMALLEST} (256 bytes and"
       f" {len(SPECIAL)} special tokens); set it to {max(SMALLEST, -(-vocab_size // 8) * 8)}"
     )
   bytes_of = tokenizers.pre_tokenizers.ByteLevel
@@ -82,14 +84,14 @@ def save(tokenizer: tokenizers.Tokenizer, directory: str | os.PathLike[str]) -> 
   """Writes tokenizer.json, tokenizer_config.json and generation_config.json.
 
   Args:
-    tokenizer: of `train_byte_pairs`.
-    directory: local or a URL; made if needed.
+    tokenizer: from `train_byte_pairs`.
+    directory: local or a URL; created if needed.
   Raises:
-    ValueError: it holds a tokenizer already.
+    ValueError: the directory contains a tokenizer already.
   """
   filesystem, folder = _free_folder(directory)
-  # Not by save_pretrained: that of transformers 5 names a class that 4 cannot load, and writes its
-  # version into the files, whose bytes then depend on it; both write to local folders only.
+  # Not by save_pretrained: that of transformers 5 names a class that version 4 cannot load, writes
+  # its version into the files, which then differ by version, and writes to local folders only.
   config = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "eos_token": END_OF_TURN,
@@ -108,14 +110,14 @@ def save(tokenizer: tokenizers.Tokenizer, directory: str | os.PathLike[str]) -> 
 
 
 def read_texts(paths: Iterable[str | os.PathLike[str]], fields: Sequence[str]) -> Iterator[str]:
-  """The texts of files, and of all files of folders in the order of their names.
+  """Yields the texts of files, and of all files of folders in the order of their names.
 
   Args:
-    paths: local or URLs; files of UTF-8 text, or .jsonl, either also as .gz.
-    fields: whose texts are taken from each line of .jsonl.
+    paths: local paths or URLs of UTF-8 text or .jsonl files, which may be compressed (.gz).
+    fields: fields whose texts are read from each line of a .jsonl file.
   Raises:
-    ValueError: a file that is not UTF-8 text, or a line of .jsonl without a text in each field.
-    OSError: a file is not there or cannot be read.
+    ValueError: a file is not UTF-8 text, or a line of .jsonl lacks a text in one of the fields.
+    OSError: a file does not exist or cannot be read.
   """
   for path in paths:
     filesystem, name = located(path)
@@ -139,7 +141,7 @@ def _read_fields(lines: Iterable[str], fields: Sequence[str], file: str) -> Iter
       texts = [json.loads(line)[field] for field in fields]
     except (ValueError, KeyError, TypeError) as error:
       raise ValueError(
-        f"{file}, line {number} is no JSON object with {list(fields)} ({error!r}): {line[:80]!r}"
+        f"{file}, line {number} is not a JSON object with {list(fields)} ({error!r}): {line[:80]!r}"
       ) from error
     for text in texts:
       if not isinstance(text, str):
@@ -150,7 +152,7 @@ def _read_fields(lines: Iterable[str], fields: Sequence[str], file: str) -> Iter
 def _free_folder(directory: str | os.PathLike[str]) -> tuple[Any, str]:
   filesystem, folder = located(directory)
   if filesystem.exists(f"{folder}/tokenizer.json"):
-    raise ValueError(f"{os.fspath(directory)} holds a tokenizer already; choose another folder")
+    raise ValueError(f"{os.fspath(directory)} contains a tokenizer already; choose another folder")
   return filesystem, folder
 
 

@@ -16,29 +16,29 @@ from absl import logging
 from rlvr_jax.files import listing, located
 
 PROMPT_FORMATS = ("plain", "chat")
-# All that is read. No code of the folder, which a configuration may name, is there to be run.
+# The only files that are read. Code in the folder, which a configuration may name, is never run.
 _FILES = (
   "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
   "generation_config.json",
 )  # fmt: skip
 _THOUGHTS = ("<think>", "</think>")  # graders look for them, special tokens or not
-_ANSWER = "The answer is 42."  # stands for an assistant's turn, to see what the template ends it by
+_ANSWER = "The answer is 42."  # an assistant's turn, to find the token that the template ends it by
 
 
 class HuggingFaceTokenizer:
-  """The tokenizer of a folder, as its tokenizer.json has it, whatever class its config names.
+  """The tokenizer that a folder's tokenizer.json describes, whatever class its config names.
 
-  Prompts are "plain", the text with the special tokens that the tokenizer adds of itself (such as a
-  first <bos>), or "chat": a user's turn in the chat template, up to where the assistant begins.
+  A "plain" prompt is the text with the special tokens that the tokenizer adds (such as a first
+  <bos>). A "chat" prompt is a user's turn in the chat template, up to where the assistant begins.
 
-  Control tokens, which are those marked special, the stop tokens and those that the template writes
-  around what is said, come from the tokenizer and its template only. A text that spells one, such
-  as "<|im_end|>", is encoded as letters: a problem cannot end its turn or begin another's.
-  Other added tokens, such as the "<think>" of many models, are found in texts too.
+  Control tokens are those marked special, the stop tokens, and those that the template writes
+  around messages. Only the tokenizer and its template insert them. A text that spells one, such as
+  "<|im_end|>", is encoded as letters: a problem cannot end its turn or begin another. Other added
+  tokens, such as the "<think>" of many models, are recognized in texts.
 
   `stop_ids` are the tokenizer's end of text and those of generation_config.json. In the chat format
-  the token that the template writes after an assistant's turn is one too, and the first, as it is
-  what a worked solution is to end with; for a base model it often differs from the end of text.
+  the token that the template writes after an assistant's turn comes first, because a demonstration
+  has to end with it; for a base model it often differs from the end of text.
   """
 
   def __init__(
@@ -49,20 +49,20 @@ class HuggingFaceTokenizer:
     system_prompt: str = "",
     chat_template: str | os.PathLike[str] = "",
   ):
-    """Reads the folder. Nothing is downloaded; of the folder only the template is run, sandboxed.
+    """Reads the folder. Nothing is downloaded; only the chat template is run, in a sandbox.
 
     Args:
-      directory: local or a URL such as gs://bucket/folder; holds tokenizer.json, and what there is
-        of tokenizer_config.json, special_tokens_map.json, chat_template.jinja and
+      directory: local or a URL such as gs://bucket/folder; contains tokenizer.json, and optionally
+        tokenizer_config.json, special_tokens_map.json, chat_template.jinja and
         generation_config.json.
       prompt_format: "plain" or "chat".
       system_prompt: message before the user's, in the chat format; none if empty.
-      chat_template: file with a Jinja template in place of the folder's, local or a URL. The place
-        to set a template's variables too, as {% set enable_thinking = false %} in its first line.
+      chat_template: file with a Jinja template that replaces the folder's, local or a URL. It can
+        also set variables, such as {% set enable_thinking = false %} in its first line.
     Raises:
-      OSError: no such folder, or it cannot be reached.
-      ValueError: no tokenizer.json, or files that are not what they should be; no stop token; no
-        chat template, or one that refuses the messages.
+      OSError: the folder does not exist, or cannot be reached.
+      ValueError: there is no tokenizer.json, stop token or chat template, a file is invalid, or the
+        template rejects the messages.
       ImportError: transformers or jinja2 is not installed.
     """
     if prompt_format not in PROMPT_FORMATS:
@@ -72,8 +72,8 @@ class HuggingFaceTokenizer:
     self._chat = prompt_format == "chat"
     if not self._chat and (system_prompt or chat_template):
       raise ValueError(
-        f"system_prompt = {system_prompt!r} and chat_template = {os.fspath(chat_template)!r} are of"
-        f" the chat format, but prompt_format is {prompt_format!r}; leave them empty, or set"
+        f"system_prompt = {system_prompt!r} and chat_template = {os.fspath(chat_template)!r} belong"
+        f" to the chat format, but prompt_format is {prompt_format!r}; leave them empty, or set"
         ' prompt_format to "chat"'
       )
     self._directory = os.fspath(directory)
@@ -95,39 +95,39 @@ class HuggingFaceTokenizer:
     if self.encode_prompt("1")[-1:] == [self._tokenizer.eos_token_id]:
       raise ValueError(
         f"the tokenizer of {self._directory} ends every prompt with its end of text,"
-        f" {self._tokenizer.eos_token!r}: take that out of the post_processor in its tokenizer.json"
+        f" {self._tokenizer.eos_token!r}: remove that from the post_processor in tokenizer.json"
       )
 
   def encode(self, text: str) -> list[int]:
-    """The text alone, no special token added."""
+    """Encodes the text without adding special tokens."""
     return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
   def encode_prompt(self, text: str) -> list[int]:
-    """The text as a prompt, in `prompt_format`.
+    """Encodes the text as a prompt, in `prompt_format`.
 
     Raises:
-      ValueError: the chat template refuses it.
+      ValueError: the chat template rejects it.
     """
     messages = self._messages(text)
-    spelt = [self._control.search(message["content"]) for message in messages]
-    if any(spelt) and not self._warned:
+    spelled = [self._control.search(message["content"]) for message in messages]
+    if any(spelled) and not self._warned:
       self._warned = True
       logging.warning(
-        "a prompt spells the control token %r: it is encoded as text. To write control tokens of"
-        " your own around problems, use the chat format with a chat_template.",
-        next(found.group() for found in spelt if found),
+        "a prompt spells the control token %r: it is encoded as text. To put your own control"
+        " tokens around problems, use the chat format with a chat_template.",
+        next(found.group() for found in spelled if found),
       )
     if not self._chat:
       return self._tokenizer.encode(text, split_special_tokens=True)
     # Sanitizing is slow with thousands of added tokens, and does nothing to other texts.
     return self._apply_template(
-      messages, add_generation_prompt=True, sanitize_control_tokens=any(spelt)
+      messages, add_generation_prompt=True, sanitize_control_tokens=any(spelled)
     )
 
   def decode(self, ids: Iterable[int]) -> str:
-    """The text, for graders and readers.
+    """Decodes ids, for graders and readers.
 
-    Special tokens are dropped, apart from those around a thought, and so are ids of no token.
+    Special tokens other than those around a thought are dropped, and so are ids without a token.
     """
     # A model may have more rows than there are tokens.
     kept = [int(i) for i in ids if i < self.vocab_size and i not in self._silent]
@@ -147,13 +147,13 @@ class HuggingFaceTokenizer:
     )
     if first == second:
       raise ValueError(
-        f"the chat template of {self._directory} leaves out what the user says: {first!r}; set"
+        f"the chat template of {self._directory} omits the user's message: {first!r}; set"
         " chat_template to a file with another template"
       )
     if "strftime_now" in str(self._tokenizer.chat_template):
       logging.warning(
-        "the chat template of %s may write today's date, and a run that goes on tomorrow would"
-        " have other prompts: set the date in a chat_template file of your own.",
+        "the chat template of %s may write today's date, and a run that resumes tomorrow would"
+        " have other prompts: set the date in your own chat_template file.",
         self._directory,
       )
 
@@ -173,7 +173,7 @@ class HuggingFaceTokenizer:
       ) from error
 
   def _end_of_turn(self) -> int | None:
-    """The token that the template writes after what an assistant says; None if it writes none."""
+    """The token that the template writes after an assistant's message; None if there is none."""
     messages = [*self._messages("6 times 7?"), {"role": "assistant", "content": _ANSWER}]
     _, found, after = self._apply_template(messages, tokenize=False).rpartition(_ANSWER)
     ids = self._tokenizer.encode(after.lstrip(), add_special_tokens=False) if found else []
@@ -182,45 +182,45 @@ class HuggingFaceTokenizer:
   def _check_stops(self, ids: Collection[int]) -> None:
     if not self.stop_ids:
       raise ValueError(
-        f"{self._directory} names no stop token: set eos_token in its tokenizer_config.json, or"
+        f"{self._directory} has no stop token: set eos_token in its tokenizer_config.json, or"
         " eos_token_id in its generation_config.json"
       )
     unknown = [i for i in self.stop_ids if i not in ids]
     if unknown:
       raise ValueError(
-        f"{self._directory}: eos_token_id of generation_config.json has {unknown}, of which the"
-        f" tokenizer, whose ids end at {self.vocab_size - 1}, has no token; correct either file"
+        f"{self._directory}: eos_token_id of generation_config.json has {unknown}, which the"
+        f" tokenizer, whose ids end at {self.vocab_size - 1}, does not have; correct either file"
       )
 
   def _of_template(self) -> list[str]:
-    """Added tokens that the folder's chat template writes around what is said, as <|user|>."""
+    """Added tokens that the chat template writes around messages, such as <|user|>."""
     if not self._tokenizer.chat_template:
       return []
     turns = [{"role": "assistant", "content": _ANSWER}, *self._messages("6 times 8?")[-1:]]
     try:
       text = self._apply_template([*self._messages("6 times 7?"), *turns], tokenize=False)
-    except ValueError:  # it knows one turn only
+    except ValueError:  # the template supports one turn only
       return []
     added = [token.content for token in self._tokenizer.added_tokens_decoder.values()]
-    # Some tokenizers have words and line breaks among them.
+    # Some tokenizers have words and line breaks among their added tokens.
     return [name for name in added if name in text and name[0] == "<" and name[-1] == ">"]
 
   def _reserve_control_tokens(self) -> re.Pattern[str]:
-    """Makes control tokens special, as far as they are not; the pattern of all special ones."""
+    """Makes all control tokens special; returns the pattern of all special tokens."""
     transformers, _ = _libraries()
     control = self._tokenizer.convert_ids_to_tokens(list(self.stop_ids)) + self._of_template()
     self._tokenizer.add_tokens(
       [transformers.AddedToken(name, special=True, normalized=False) for name in control],
       special_tokens=True,
     )
-    self._tokenizer.chat_control_tokens = []  # none but the special ones
+    self._tokenizer.chat_control_tokens = []  # only the special tokens
     added = self._tokenizer.added_tokens_decoder.values()
     special = {*control, *(token.content for token in added if token.special)}
     return re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
 
 
 def _libraries() -> tuple[ModuleType, ModuleType]:
-  # Else it tells at its import that models need torch; tokenizers do not.
+  # Otherwise it warns on import that models need torch; tokenizers do not.
   os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
   try:
     import jinja2
@@ -233,7 +233,7 @@ def _libraries() -> tuple[ModuleType, ModuleType]:
 
 
 def _read_folder(directory: str) -> tuple[Any, list[int | None]]:
-  """The tokenizer, and its stops: end of text first, then those of generation_config.json."""
+  """The tokenizer and its stop tokens: end of text first, then those of generation_config.json."""
   transformers, _ = _libraries()
   filesystem, source = located(directory)
   with tempfile.TemporaryDirectory() as temporary:
@@ -242,17 +242,17 @@ def _read_folder(directory: str) -> tuple[Any, list[int | None]]:
       filesystem.get_file(f"{source}/{name}", str(folder / name))
     if not (folder / "tokenizer.json").exists():
       raise ValueError(
-        f"{directory} holds no tokenizer.json; where it has a sentencepiece model or a vocabulary"
-        " in other files, load and save it with a fast tokenizer of transformers first"
+        f"{directory} has no tokenizer.json; if it has a sentencepiece model or a vocabulary in"
+        " other files, load and save it with a fast tokenizer of transformers first"
       )
     try:
-      # This class takes tokenizer.json as it is. AutoTokenizer's choice by the names in the configs
-      # may build another tokenizer from its vocabulary, or ask for code of the folder.
+      # This class uses tokenizer.json unchanged. AutoTokenizer, which chooses a class by the names
+      # in the configs, may build another tokenizer from the vocabulary, or need the folder's code.
       tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
         folder, local_files_only=True, trust_remote_code=False
       )
       generation = _read_eos_ids(folder / "generation_config.json")
-    except Exception as error:  # the library's own, of no narrower class
+    except Exception as error:  # the library raises its own errors, without a common class
       raise ValueError(
         f"the tokenizer of {directory} cannot be read: {str(error).replace(temporary, directory)}"
       ) from error
@@ -260,13 +260,13 @@ def _read_folder(directory: str) -> tuple[Any, list[int | None]]:
 
 
 def _read_eos_ids(path: pathlib.Path) -> list[int]:
-  """`eos_token_id` of generation_config.json: a number, several, or none."""
+  """`eos_token_id` of generation_config.json: none, one or several."""
   if not path.exists():
     return []
   ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
   ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
   if not all(type(i) is int for i in ids):
-    raise ValueError(f"eos_token_id in {path} is {ids}, expected whole numbers")
+    raise ValueError(f"eos_token_id in {path} is {ids}, expected integers")
   return ids
 
 

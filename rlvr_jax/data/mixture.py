@@ -9,7 +9,7 @@ from typing import Any
 
 from rlvr_jax import specs
 from rlvr_jax.data.problems import Task
-from rlvr_jax.data.sources import Chosen, Concatenated, Drawn, Mixed, QuestionKeys
+from rlvr_jax.data.sources import Chosen, Concatenated, Generated, Mixed, QuestionKeys
 from rlvr_jax.data.task_utils import check_size, graded_alike, warn_of_common_answer
 
 
@@ -20,21 +20,21 @@ def mixture(
   size: int = 0,
   seed: int,
 ) -> Task:
-  """Several tasks in one; every stretch of train holds them in the proportion of their weights.
+  """Several tasks in one; every stretch of train contains them in proportion to their weights.
 
-  Each part is gone through in a random order without repetition until it is exhausted, then again
-  in another order. Warm starts and held-out problems follow one another in the order of the parts;
-  what one part holds out no other part trains on. Where the parts' graders differ, a problem's
-  reference says which is its own.
+  Each part is read in a random order without repetition until it is exhausted, then again in
+  another order. Warm starts and held-out problems are concatenated in the order of the parts. No
+  part trains on a question that another part holds out. Where the parts' graders differ, a
+  problem's reference names its grader.
 
   Args:
-    parts: label → {"name": of a task, as `config.task.name`, "kwargs": its arguments}.
-    weights: label → how often, relative to the others, > 0; kept to 1 % of the smallest.
-    size: problems in an epoch of training; 0 for about as many as it takes to go through each part.
+    parts: label → {"name": name of a task, as in `config.task.name`, "kwargs": its arguments}.
+    weights: label → relative frequency, > 0; exact to 1 % of the smallest.
+    size: problems in an epoch of training; 0 for about as many as it takes to read every part once.
     seed: of the parts' orders; a part's order depends on its label, not on the other parts.
   Raises:
-    ValueError: labels that do not agree, a weight that is no positive number, a part that is no
-      task or with nothing left to train on; and what the parts' tasks raise.
+    ValueError: the labels of parts and weights differ, a weight is not a positive number, a part is
+      not a task or has no problem left to train on; or a part's task raises it.
   """
   if not parts or set(parts) != set(weights):
     raise ValueError(f"weights are for {sorted(weights)} but the parts are {sorted(parts)}")
@@ -80,9 +80,11 @@ def _make_part(label: str, part: Mapping[str, Any]) -> Task:
       f"{owner} is {dict(part)}, expected the name of a task, but not of a mixture, and its kwargs"
     )
   task = specs.call(owner, tasks, specs.Spec(part["name"], part["kwargs"]), Task)
-  if not all(isinstance(s, Chosen | Drawn) for s in (task.train, task.warm_start, task.held_out)):
+  if not all(
+    isinstance(s, Chosen | Generated) for s in (task.train, task.warm_start, task.held_out)
+  ):
     raise ValueError(
-      f"{owner}: the sources of {part['name']} do not tell their questions; make them Chosen or"
-      " Drawn of rlvr_jax.data.sources, such as Chosen.of(problems)"
+      f"{owner}: the sources of {part['name']} do not list their questions; make them Chosen or"
+      " Generated of rlvr_jax.data.sources, such as Chosen.of(problems)"
     )
   return task

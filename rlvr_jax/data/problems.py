@@ -1,4 +1,4 @@
-"""What a task is made of."""
+"""Problems, sources of problems, and tasks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, Protocol
 @dataclasses.dataclass(frozen=True)
 class Problem:
   question: str  # the prompt, as the policy reads it
-  answer: str  # the reference answer; "" where the problem has many and names none
-  solution: str  # worked solution that the warm start trains on, in the form of a completion
-  reference: Mapping[str, Any]  # what the grader needs; JSON-able
+  answer: str  # the reference answer; "" where many are right and none is given
+  solution: str  # demonstration that the warm start trains on, in the form of a completion
+  reference: Mapping[str, Any]  # what the grader needs; JSON-serializable
 
 
 class ProblemSource(Protocol):
@@ -30,13 +30,13 @@ class Task:
 
   name: str
   train: ProblemSource
-  warm_start: ProblemSource  # a small, fixed set with worked solutions
+  warm_start: ProblemSource  # a small, fixed set with demonstrations
   held_out: ProblemSource
   grader: str  # "name(keyword=value)", or "my_module:function" of one's own
 
   def most_common_answer_share(self) -> float:
-    """Share of the held-out problems that the best constant guess would solve, in [0, 1]."""
+    """Share of the held-out problems that the best constant answer would solve, in [0, 1]."""
     size = len(self.held_out)
     answers = collections.Counter(self.held_out[index].answer for index in range(size))
-    del answers[""]  # many answers, of which none is named
+    del answers[""]  # no reference answer
     return max(answers.values(), default=0) / size

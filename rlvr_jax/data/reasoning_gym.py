@@ -1,4 +1,4 @@
-"""Problems generated when they are asked for."""
+"""Problems of reasoning-gym, generated on access."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from rlvr_jax.data import worked_solutions
+from rlvr_jax.data import demonstrations
 from rlvr_jax.data.problems import Problem, Task
-from rlvr_jax.data.sources import Chosen, Drawn, Draws
+from rlvr_jax.data.sources import Candidates, Chosen, Generated
 from rlvr_jax.data.task_utils import check_size, fill_template, warn_of_common_answer
 
 STEPS = "steps"  # the `solution` that stands for the dataset's step-by-step writer
-# reasoning-gym 0.1.25 draws these by iterating over sets of strings.
+# reasoning-gym 0.1.25 generates these by iterating over sets of strings.
 _HASH_SEED_DEPENDENT = (
   "isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder",
 )  # fmt: skip
@@ -34,24 +34,24 @@ def reasoning_gym(
   prompt: str = "{question}",
   solution: str = "{answer}",
 ) -> Task:
-  """Problems of one reasoning-gym dataset, generated when they are asked for.
+  """Problems of one reasoning-gym dataset, generated on access.
 
-  The dataset draws problem i of seed s from a generator seeded with s + i. A draw whose prompt is a
-  held-out one is replaced by draw i + size, i + 2·size, ... of the same seed; the held-out prompts
-  and the warm-start prompts are all different among themselves.
+  The dataset generates problem i of seed s with a generator seeded with s + i. A problem whose
+  prompt is held out is replaced by problem i + size, i + 2·size, ... of the same seed. All held-out
+  prompts differ, and so do all warm-start prompts.
 
   Args:
-    dataset: its name, such as "chain_sum".
+    dataset: name, such as "chain_sum".
     settings: fields of its configuration, except seed and size.
-    train_size: problems in an epoch of training; they cost nothing until drawn.
-    warm_start_size: problems with worked solutions; may be 0.
+    train_size: problems in an epoch of training; they cost nothing until they are generated.
+    warm_start_size: problems with demonstrations; may be 0.
     held_out_size: problems for evaluation.
     train_seed: generator seed; the held-out one must differ from both others.
     warm_start_seed: likewise.
     held_out_seed: likewise.
     prompt: template over {question} and the fields of the entry's metadata, e.g. "{expression}=".
     solution: template over the same and {answer}, or "steps" for the step-by-step text of
-      `worked_solutions`. The grader reads what follows the last "####", or else everything.
+      `demonstrations`. The grader reads what follows the last "####", or else everything.
   Raises:
     ValueError: an unknown dataset, setting or template field, equal seeds, sizes out of range, or
       too few distinct questions for the sizes.
@@ -65,10 +65,10 @@ def reasoning_gym(
   _check_dataset(dataset, settings)
   write_solution = _solution_writer(dataset, solution)
 
-  def draws(seed: int, size: int) -> Draws:
+  def candidates(seed: int, size: int) -> Candidates:
     entries = _create_dataset(dataset, settings, seed=seed, size=size)
     what = f"reasoning_gym dataset {dataset!r} with settings {settings} and seed {seed}"
-    return Draws(lambda i: to_problem(entries[i]), size, what)
+    return Candidates(lambda i: to_problem(entries[i]), size, what)
 
   def to_problem(entry: dict[str, Any]) -> Problem:
     answer = entry["answer"]
@@ -86,20 +86,20 @@ def reasoning_gym(
       },
     )
 
-  held_out = draws(held_out_seed, held_out_size).distinct()
+  held_out = candidates(held_out_seed, held_out_size).distinct()
   _check_reference(_create_dataset(dataset, settings, seed=0, size=1), held_out[0])
   held_out_questions = frozenset(problem.question for problem in held_out)
   warm_start: tuple[Problem, ...] = ()
   if warm_start_size:
-    warm_start = draws(warm_start_seed, warm_start_size).distinct(held_out_questions)
+    warm_start = candidates(warm_start_seed, warm_start_size).distinct(held_out_questions)
   if any(not problem.solution for problem in warm_start):
     raise ValueError(
-      f"reasoning_gym dataset {dataset!r} gives no answers, so there are no worked solutions to "
+      f"reasoning_gym dataset {dataset!r} gives no answers, so there are no demonstrations to "
       "train on: set warm_start_size to 0"
     )
   task = Task(
     name=dataset,
-    train=Drawn(draws(train_seed, train_size), held_out_questions),
+    train=Generated(candidates(train_seed, train_size), held_out_questions),
     warm_start=Chosen.of(warm_start),
     held_out=Chosen.of(held_out),
     grader="reasoning_gym",
@@ -108,7 +108,7 @@ def reasoning_gym(
 
 
 def _create_dataset(dataset: str, settings: Mapping[str, Any], *, seed: int, size: int):
-  # Imported here: it takes a second, which a run on another task does not owe.
+  # Imported here: it takes a second, which a run on another task need not spend.
   from reasoning_gym.factory import create_dataset
 
   try:
@@ -129,9 +129,9 @@ def _check_dataset(dataset: str, settings: Mapping[str, Any]) -> None:
   hash_seed = os.environ.get("PYTHONHASHSEED", "random")
   if dataset in _HASH_SEED_DEPENDENT and hash_seed == "random":
     raise ValueError(
-      f"reasoning_gym dataset {dataset!r} draws other problems in every process unless Python's "
-      "hash seed is fixed, and a resumed run would not repeat itself: start with PYTHONHASHSEED=0 "
-      "in the environment"
+      f"reasoning_gym dataset {dataset!r} generates other problems in every process unless "
+      "Python's hash seed is fixed, so that a resumed run would not repeat itself: set "
+      "PYTHONHASHSEED=0 in the environment"
     )
   fields = {field.name for field in dataclasses.fields(DATASETS[dataset][1])} - {"seed", "size"}
   for name in settings:
@@ -151,12 +151,12 @@ def _near(name: str, names: Iterable[str]) -> list[str]:
 def _solution_writer(dataset: str, solution: str) -> Callable[[dict[str, Any]], str]:
   if solution != STEPS:
     return lambda entry: fill_template("solution", solution, {**entry["metadata"], **entry})
-  if dataset not in worked_solutions.__all__:
+  if dataset not in demonstrations.__all__:
     raise ValueError(
       f"reasoning_gym dataset {dataset!r} has no step-by-step solutions; those that have: "
-      f"{worked_solutions.__all__}. Give `solution` as a template such as '#### {{answer}}'."
+      f"{demonstrations.__all__}. Give `solution` as a template such as '#### {{answer}}'."
     )
-  return getattr(worked_solutions, dataset)
+  return getattr(demonstrations, dataset)
 
 
 def _check_seeds(train_seed: int, warm_start_seed: int, held_out_seed: int) -> None:
@@ -168,17 +168,17 @@ def _check_seeds(train_seed: int, warm_start_seed: int, held_out_seed: int) -> N
 
 
 def _check_reference(entries: Any, problem: Problem) -> None:
-  """Raises unless the reference survives the way to the grader: as JSON, and still scoring 1."""
+  """Raises unless the reference can be sent to the grader as JSON and still scores 1."""
   dataset, answer = problem.reference["dataset"], problem.reference["answer"]
   try:
     reference = json.loads(json.dumps(problem.reference))
   except (TypeError, ValueError) as error:
     raise ValueError(
-      f"reasoning_gym dataset {dataset!r} cannot be graded in another process, its metadata are "
-      f"not JSON-able: {error}"
+      f"reasoning_gym dataset {dataset!r} cannot be graded in another process: its metadata is "
+      f"not JSON-serializable: {error}"
     ) from error
   if answer is None:
-    return  # the dataset accepts many answers and names none
+    return  # the dataset accepts many answers and has no reference answer
   score = entries.score_answer(answer, reference)
   if score < 1 - 1e-9:
     raise ValueError(

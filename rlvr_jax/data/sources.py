@@ -1,4 +1,4 @@
-"""Sources of problems: chosen from a list, drawn when asked for, one after another, and mixed."""
+"""Sources of problems: chosen from a list, generated on access, concatenated, and mixed."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import numpy as np
 
 from rlvr_jax.data.problems import Problem, ProblemSource
 
-_MAX_DRAWS = 1000  # tries to find a question that is not taken; enough unless there is none
+_MAX_TRIES = 1000  # candidates tried for a question that is not taken; enough if there is one
 
 Change = Callable[[Problem], Problem]
 
 
 def question_key(question: str) -> str:
-  """The same for questions that differ in white space alone."""
+  """A key of a question; questions that differ only in white space have the same key."""
   return hashlib.sha256(" ".join(question.split()).encode()).hexdigest()[:16]
 
 
 class QuestionKeys(Collection[str]):
-  """Questions by their keys, to be kept out of other sources."""
+  """A set of questions by their keys, to be excluded from other sources."""
 
   def __init__(self, keys: Collection[str]):
     self._keys = frozenset(keys)
@@ -56,26 +56,26 @@ class _Indexed:
 
 
 class Chosen(_Indexed):
-  """Some problems of a larger source, read when they are asked for."""
+  """Some problems of a larger source, read on access."""
 
   def __init__(self, read: Callable[[int], Problem], indices: np.ndarray, keys: np.ndarray):
-    """Chooses.
+    """Initializes the selection.
 
     Args:
       read: index in the larger source → problem.
-      indices: i64[n], of the chosen ones, in order.
+      indices: i64[n], of the chosen problems, in order.
       keys: U16[n], `question_key` of each.
     """
     self._read, self._indices, self._keys = read, indices, keys
 
   @classmethod
   def of(cls, problems: Sequence[Problem]) -> Chosen:
-    """All of a list."""
+    """All problems of a list."""
     return cls.where(lambda problem: True, problems)
 
   @classmethod
   def where(cls, condition: Callable[[Problem], bool], source: ProblemSource) -> Chosen:
-    """Those of another source that meet a condition; each is read once for it."""
+    """The problems of `source` that meet a condition; each is read once to check it."""
     found = [
       (index, question_key(problem.question))
       for index in range(len(source))
@@ -91,39 +91,39 @@ class Chosen(_Indexed):
     return self._read(int(self._indices[index]))
 
   def keys(self) -> frozenset[str]:
-    """Of their questions."""
+    """The keys of their questions."""
     return frozenset(self._keys.tolist())
 
   def without(self, questions: QuestionKeys) -> Chosen:
-    """Those whose question is none of these."""
+    """The problems whose question is not in `questions`."""
     keep = ~np.isin(self._keys, list(questions))
     return Chosen(self._read, self._indices[keep], self._keys[keep])
 
   def changed(self, change: Change) -> Chosen:
-    """The same, each changed when it is read."""
+    """The same problems, each passed through `change` when it is read."""
     return Chosen(lambda index: change(self._read(index)), self._indices, self._keys)
 
 
-class Draws:
-  """Draws 0, 1, ... of one seed; draws i + k·size stand by to replace draw i."""
+class Candidates:
+  """Problems generated from one seed; candidates i + k·size replace candidate i if it is taken."""
 
-  def __init__(self, draw: Callable[[int], Problem], size: int, what: str):
-    """Takes the generator.
+  def __init__(self, generate: Callable[[int], Problem], size: int, what: str):
+    """Initializes the candidates.
 
     Args:
-      draw: index → problem; IndexError where there are no more.
-      size: problems.
-      what: names them in messages.
+      generate: index → problem; raises IndexError where there are no more.
+      size: number of problems.
+      what: describes them in messages.
     """
-    self._draw = draw
+    self._generate = generate
     self._what = what
     self.size = size
 
   def first_not_in(self, taken: Collection[str], index: int) -> Problem:
-    """The first of draws index + k·size, k = 0, 1, ..., whose question is not taken."""
-    for k in range(_MAX_DRAWS):
+    """The first of candidates index + k·size, k = 0, 1, ..., whose question is not taken."""
+    for k in range(_MAX_TRIES):
       try:
-        problem = self._draw(index + k * self.size)
+        problem = self._generate(index + k * self.size)
       except IndexError:  # some datasets have only `size` problems
         break
       if problem.question not in taken:
@@ -134,7 +134,7 @@ class Draws:
     )
 
   def distinct(self, taken: Collection[str] = ()) -> tuple[Problem, ...]:
-    """`size` problems whose questions all differ, from the taken ones too."""
+    """`size` problems whose questions differ from one another and from the taken ones."""
     questions = set(taken)
     problems = []
     for index in range(self.size):
@@ -143,29 +143,33 @@ class Draws:
     return tuple(problems)
 
 
-class Drawn(_Indexed):
-  """Problems drawn on access, never one with an excluded question."""
+class Generated(_Indexed):
+  """Problems generated on access, never one with an excluded question."""
 
-  def __init__(self, draws: Draws, excluded: Collection[str], change: Change = lambda p: p):
-    self._draws, self._excluded, self._change = draws, excluded, change
+  def __init__(
+    self, candidates: Candidates, excluded: Collection[str], change: Change = lambda p: p
+  ):
+    self._candidates, self._excluded, self._change = candidates, excluded, change
 
   def __len__(self) -> int:
-    return self._draws.size
+    return self._candidates.size
 
   def _get(self, index: int) -> Problem:
-    return self._change(self._draws.first_not_in(self._excluded, index))
+    return self._change(self._candidates.first_not_in(self._excluded, index))
 
-  def without(self, questions: QuestionKeys) -> Drawn:
-    """The same with these excluded, which are to hold those excluded before."""
-    return Drawn(self._draws, questions, self._change)
+  def without(self, questions: QuestionKeys) -> Generated:
+    """The same with `questions` excluded, which must contain those excluded before."""
+    return Generated(self._candidates, questions, self._change)
 
-  def changed(self, change: Change) -> Drawn:
-    """The same, each changed when it is drawn."""
-    return Drawn(self._draws, self._excluded, lambda problem: change(self._change(problem)))
+  def changed(self, change: Change) -> Generated:
+    """The same problems, each passed through `change` when it is generated."""
+    return Generated(
+      self._candidates, self._excluded, lambda problem: change(self._change(problem))
+    )
 
 
 class Concatenated(_Indexed):
-  """Sources one after another."""
+  """Several sources, one after another."""
 
   def __init__(self, sources: Sequence[ProblemSource]):
     self._sources = sources
@@ -182,7 +186,7 @@ class Concatenated(_Indexed):
 class Mixed(_Indexed):
   """Sources interleaved by their weights.
 
-  Each is gone through in a random order without repetition, then again in another order.
+  Each source is read in a random order without repetition, then again in another order.
   """
 
   def __init__(
@@ -192,13 +196,13 @@ class Mixed(_Indexed):
     seeds: Sequence[int],
     size: int,
   ):
-    """Mixes.
+    """Initializes the mixture.
 
     Args:
       sources: none of them empty.
-      weights: > 0; their ratios count.
+      weights: > 0; only their ratios matter.
       seeds: of each source's order, in [0, 2³²).
-      size: problems, of the mixture.
+      size: number of problems of the mixture.
     """
     orders = [
       grain.MapDataset.source(source).shuffle(seed=seed).repeat()

@@ -1,4 +1,4 @@
-"""What the makers of tasks share: checks, templates, and one grader for several."""
+"""What the factories of tasks share: checks, templates, and one grader for several tasks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WIDEST = 100_000  # characters of a field; more is a mistake that would fill th
 
 
 def fill_template(what: str, template: str, fields: Mapping[str, Any]) -> str:
-  """`template.format(**fields)`, with an error that lists the fields there are."""
+  """`template.format(**fields)`, with an error that lists the available fields."""
   try:
     specs = " ".join(spec or "" for _, _, spec, _ in string.Formatter().parse(template))
     widest = max(map(int, re.findall(r"\d+", specs)), default=0)
@@ -43,7 +43,7 @@ def check_size(name: str, size: int, *, minimum: int = 0, maximum: int | None = 
 
 
 def graded_alike(graders: Sequence[str]) -> tuple[str, list[Change]]:
-  """One grader for all, and for each what its problems become for it."""
+  """One grader for all tasks, and for each task the change of its problems that this needs."""
   if len(set(graders)) == 1:
     return graders[0], [lambda problem: problem] * len(graders)
   return BY_REFERENCE, [functools.partial(_naming_grader, grader=grader) for grader in graders]
@@ -60,7 +60,7 @@ def _naming_grader(problem: Problem, grader: str) -> Problem:
 
 
 def warn_of_common_answer(task: Task) -> Task:
-  """The task; it says where a constant guess would score."""
+  """Returns the task; logs a warning if a constant answer would score."""
   share = task.most_common_answer_share()
   if share > _COMMON_ANSWER_SHARE:
     logging.warning(

@@ -1,4 +1,4 @@
-"""Text to token ids and back."""
+"""Tokenizers: text to token ids and back."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Protocol
 
 
 class Tokenizer(Protocol):
-  """What the rest of the package asks of a tokenizer.
+  """What the rest of the package needs of a tokenizer.
 
-  Text becomes ids once, here; the ids of a completion become text for graders and readers, and that
-  text never becomes ids again.
+  A prompt is encoded once. The ids of a completion are decoded for graders and readers, and that
+  text is never encoded again.
   """
 
   vocab_size: int  # ids are below it; the model's V is at least this
   pad_id: int
-  stop_ids: tuple[int, ...]  # generation ends at any of them; the first ends a worked solution
+  stop_ids: tuple[int, ...]  # generation ends at any of them; the first ends a demonstration
 
   def encode(self, text: str) -> list[int]:
-    """The text alone, no special token added: a worked solution."""
+    """Encodes a text, such as a demonstration, without adding special tokens."""
     ...
 
   def encode_prompt(self, text: str) -> list[int]:
-    """The text in the form in which the policy reads prompts."""
+    """Encodes a text as a prompt, in the form that the policy expects."""
     ...
 
   def decode(self, ids: Iterable[int]) -> str: ...
@@ -40,13 +40,13 @@ class ByteTokenizer:
   stop_ids: tuple[int, ...] = (257,)
 
   def encode(self, text: str) -> list[int]:
-    """The bytes of the text; no special token is added."""
+    """Returns the bytes of the text; no special token is added."""
     return list(text.encode("utf-8"))
 
   def encode_prompt(self, text: str) -> list[int]:
-    """The bytes of the text, as `encode`."""
+    """Returns the bytes of the text, as `encode`."""
     return self.encode(text)
 
   def decode(self, ids: Iterable[int]) -> str:
-    """The text of the byte ids, other ids dropped; invalid UTF-8 becomes U+FFFD."""
+    """Returns the text of the byte ids; other ids are dropped, invalid UTF-8 becomes U+FFFD."""
     return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")

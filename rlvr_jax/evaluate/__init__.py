@@ -1,4 +1,4 @@
-"""pass@k and friends."""
+"""Accuracies such as pass@k, learning curves, and plots of gradient geometry."""
 
 from rlvr_jax.evaluate.pass_at_k import (
   bootstrap_interval,

@@ -1,7 +1,7 @@
 """Learning curves over any axis: updates, tokens, model FLOPs, seconds; and where the time went.
 
-Read from the records of metrics.jsonl. What was spent stands in every record of the phases "train"
-and "eval" as totals since the run began, resumed runs included.
+They are read from metrics.jsonl. Every record of the phases "train" and "eval" has the totals since
+the run began, including the time before it was resumed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Floats = npt.NDArray[np.float64]
 Record = Mapping[str, Any]
 
 ELAPSED = f"{TIMINGS}elapsed_seconds"  # wall-clock of the run so far
-# Axis → its label, and the fields that add up to it. Evaluation is no cost of training.
+# Axis → its label, and the fields that add up to it. Evaluation is not counted as a cost.
 AXES: dict[str, tuple[str, tuple[str, ...]]] = {
   "updates": ("updates", ("step",)),
   "generated_tokens": ("generated tokens", ("counter/tokens_generated",)),
@@ -37,17 +37,17 @@ AXES: dict[str, tuple[str, tuple[str, ...]]] = {
 def curve(
   records: Iterable[Record], metric: str, over: str = "updates", phase: str = "eval"
 ) -> tuple[Floats, Floats]:
-  """The values of a metric, and what had been spent at each.
+  """The values of a metric, and the position of each on an axis.
 
   Args:
-    records: as `read_metrics` gives them.
-    metric: for example "eval/pass@1"; records without it are left out.
+    records: from `read_metrics`.
+    metric: for example "eval/pass@1"; records without it are skipped.
     over: one of `AXES`.
-    phase: whose records to take, "train" or "eval".
+    phase: phase of the records to use, "train" or "eval".
   Returns:
     x, y: both f64[records].
   Raises:
-    ValueError: an unknown axis; no record has the metric; one that does lacks the axis.
+    ValueError: the axis is unknown, no record has the metric, or a record with it lacks the axis.
   """
   check_choice("curve", "over", over, AXES)
   of_phase = [record for record in records if record["phase"] == phase]
@@ -85,13 +85,13 @@ class MeanCurve(NamedTuple):
 
 
 def mean_curve(curves: Sequence[tuple[npt.ArrayLike, npt.ArrayLike]], num: int = 200) -> MeanCurve:
-  """Mean over seeds on a common grid, by linear interpolation within the range that all share.
+  """Mean over seeds on a common grid, by linear interpolation within the range of all curves.
 
   Args:
-    curves: (x, y) of each seed, x ascending; of several points with the same x the last counts.
-    num: points of the grid.
+    curves: (x, y) of each seed, x ascending; the last of several points with the same x is used.
+    num: number of points of the grid.
   Raises:
-    ValueError: fewer than two curves, or they share no range of x.
+    ValueError: there are fewer than two curves, or they share no range of x.
   """
   checked = [_checked(x, y) for x, y in curves]
   if len(checked) < 2:
@@ -109,11 +109,11 @@ def mean_curve(curves: Sequence[tuple[npt.ArrayLike, npt.ArrayLike]], num: int =
 
 
 def reaching(x: npt.ArrayLike, y: npt.ArrayLike, level: float) -> float:
-  """The first x at which y reaches the level, points joined by lines; NaN if it never does.
+  """The first x at which y reaches the level, by linear interpolation; NaN if it never does.
 
   Args:
     x: f[points], ascending.
-    y: f[points]; those that are not finite are left out.
+    y: f[points]; values that are not finite are skipped.
     level: in y's unit.
   """
   x, y = _checked(x, y)
@@ -131,7 +131,7 @@ def reaching(x: npt.ArrayLike, y: npt.ArrayLike, level: float) -> float:
 def _checked(x: npt.ArrayLike, y: npt.ArrayLike) -> tuple[Floats, Floats]:
   x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
   if x.ndim != 1 or x.shape != y.shape or not x.size:
-    raise ValueError(f"a curve needs as many x as y, one at least; got {x.shape} and {y.shape}")
+    raise ValueError(f"a curve needs as many x as y, at least one; got {x.shape} and {y.shape}")
   if np.any(np.diff(x) < 0) or not np.isfinite(x).all():
     raise ValueError("a curve's x must be finite and ascend; sort its points")
   return x, y
@@ -154,8 +154,7 @@ def phase_seconds(records: Iterable[Record]) -> dict[str, float]:
 def time_table(records: Iterable[Record]) -> dict[str, tuple[float, float]]:
   """Phase → its seconds, and their share of the run's wall-clock.
 
-  Shares add up to more than 1 where phases overlap, and to less where the run did what no phase
-  names.
+  Shares add up to more than 1 if phases overlap, and to less if some time belongs to no phase.
 
   Raises:
     ValueError: no record has the wall-clock.
@@ -181,7 +180,7 @@ def plot(
   *,
   phase: str = "eval",
 ) -> None:
-  """On matplotlib axes, per label the curves of its seeds, and their mean with its interval.
+  """Plots, for each label, the curves of its seeds and their mean with its interval.
 
   Args:
     runs: label → the workdirs of its seeds.
@@ -213,12 +212,12 @@ def draw(
   *,
   phase: str = "eval",
 ) -> None:
-  """Writes what `plot` draws as a picture, in the format of the path's ending.
+  """Saves the figure of `plot`, in the format of the path's extension.
 
   Raises:
     ImportError: matplotlib, the extra `plot`, is missing.
   """
-  # An own figure on the file backend: no window, no global state, no import without the extra.
+  # A separate figure on the file backend: no window, no global state, no import without the extra.
   from matplotlib.backends.backend_agg import FigureCanvasAgg
   from matplotlib.figure import Figure
 

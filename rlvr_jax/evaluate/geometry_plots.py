@@ -1,8 +1,8 @@
-"""Pictures of a run's gradient geometry: what its measurements say, and how that is drawn.
+"""Plots of a run's gradient geometry, and the quantities that they show.
 
-A measurement is what a run writes every `config.diagnostics.every` updates. Functions without
-`axes` compute, on arrays; those that take a matplotlib `axes` draw what the former return. Here A
-is a measurement's coefficients, and A' what SALT would make of them, whatever the run itself did.
+A run writes a measurement every `config.diagnostics.every` updates. Functions without `axes`
+compute arrays; functions with a matplotlib `axes` plot them. Here A are a measurement's
+coefficients, and A' the coefficients that SALT computes from them, whatever the run used.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ REWARD_COLORS = "coolwarm_r"  # failures red, successes blue
 
 
 class Measurement(NamedTuple):
-  """One batch of a run, as the update that follows is about to see it; NumPy arrays."""
+  """One batch of a run, before the update that uses it; NumPy arrays."""
 
   update: int  # updates before it
-  gram: Array  # f32[B, B], g_i · g_j, not divided by B; rollouts of a prompt are neighbours
+  gram: Array  # f32[B, B], g_i · g_j, not divided by B; rollouts of a prompt are adjacent
   coefficients: Array  # f32[P, G], A
-  reweighted: Array  # f32[P, G], as the run trained with; A itself without a reweighting
+  reweighted: Array  # f32[P, G], as used in training; equal to A without a reweighting
   rewards: Array  # f32[P, G]
   lengths: Array  # f32[P, G], tokens
-  gram_compared: Array | None = None  # f32[B, B], of config.diagnostics.compared
+  gram_compared: Array | None = None  # f32[B, B], for config.diagnostics.compared
 
 
 def load_geometry(workdir: str | os.PathLike[str]) -> list[Measurement]:
   """The measurements of a run, in the order of its updates.
 
   Raises:
-    FileNotFoundError: there is no such workdir, or the run did not measure.
+    FileNotFoundError: the workdir does not exist, or has no measurements.
   """
   workdir = pathlib.Path(workdir)
   if not workdir.is_dir():
-    raise FileNotFoundError(f"there is no workdir {str(workdir)!r}")
+    raise FileNotFoundError(f"the workdir {str(workdir)!r} does not exist")
   paths = sorted((workdir / GEOMETRY_FOLDER).glob("*.npz"))
   if not paths:
     raise FileNotFoundError(
-      f"{str(workdir)!r} holds no {GEOMETRY_FOLDER}/*.npz: the run did not measure its gradient"
+      f"{str(workdir)!r} has no {GEOMETRY_FOLDER}/*.npz: the run did not measure its gradient"
       " geometry. Train in another --workdir with --config.diagnostics.every=10 (updates; 0, the"
       " default, is never)"
     )
@@ -67,11 +67,11 @@ def _read(path: pathlib.Path) -> Measurement:
     return Measurement(update=int(path.stem), **file)
 
 
-# --- what a measurement says ----------------------------------------------------------------------
+# --- quantities -----------------------------------------------------------------------------------
 
 
 class Salted(NamedTuple):
-  """What SALT makes of one batch."""
+  """SALT's result for one batch."""
 
   coefficients: Array  # f32[P, G], A'
   participation_ratio: float  # in [1, B]
@@ -81,9 +81,9 @@ class Salted(NamedTuple):
 
 
 def salted(measurement: Measurement, salt: Reweighting) -> Salted:
-  """A' = P_k A + α (I − P_k) A⁺ over the whole batch, `salt` being `reweighting.salt(...)`."""
+  """A' = P_k A + α (I − P_k) A⁺ over the full batch; `salt` is `reweighting.salt(...)`."""
   A = measurement.coefficients
-  # The key is of a random subspace, an ablation.
+  # The key is used by an ablation only, the random subspace.
   key = jax.random.key(measurement.update)
   reweighted, metrics = jax.jit(salt.apply)(A.reshape(1, -1), measurement.gram[None], key)
   value = lambda name: reductions.value(metrics[f"reweighting/{name}"]).item()
@@ -97,7 +97,7 @@ def salted(measurement: Measurement, salt: Reweighting) -> Salted:
 
 
 def eigenvalue_shares(gram: Array) -> Array:
-  """λ_i/Σλ of a Gram matrix f32[B, B], descending, f32[B]; 1/B each where it is not usable."""
+  """λ_i/Σλ of a Gram matrix f32[B, B], descending, f32[B]; all 1/B if it is not usable."""
   eigenvalues = _spectrum(gram).eigenvalues
   return eigenvalues / eigenvalues.sum()
 
@@ -120,7 +120,7 @@ def ordered_cosines(measurement: Measurement) -> OrderedCosines:
 
 
 class Band(NamedTuple):
-  """A mean and where 95 % of the draws lie, one entry per size; NaN where nothing is defined."""
+  """The mean and the 95 % range of the samples, one entry per size; NaN if undefined."""
 
   mean: np.ndarray  # f64[S]
   low: np.ndarray  # f64[S]
@@ -128,7 +128,7 @@ class Band(NamedTuple):
 
 
 class GroupSizes(NamedTuple):
-  """What a batch with fewer rollouts per prompt would have shown."""
+  """Statistics of the batch with fewer rollouts per prompt."""
 
   sizes: np.ndarray  # i64[S], rollouts per prompt, G last
   participation_ratio: Band
@@ -136,41 +136,41 @@ class GroupSizes(NamedTuple):
 
 
 def group_sizes(
-  measurement: Measurement, advantage: Advantage, *, num_draws: int = 100, seed: int = 0
+  measurement: Measurement, advantage: Advantage, *, num_samples: int = 100, seed: int = 0
 ) -> GroupSizes:
   """PR and n_eff of subsamples of every group, at sizes 2, 4, 8, … and G.
 
-  Each draw keeps as many rollouts of every prompt, without replacement, and gives them the
-  coefficients that `advantage` would have given to groups of that size. At G all draws are the
-  batch itself. The spread is that of choosing among these rollouts; another batch differs by more.
+  Each sample keeps that many rollouts of every prompt, without replacement, and computes their
+  coefficients with `advantage`. At G every sample is the batch itself. The range is that of the
+  choice among these rollouts; the variation between batches is larger.
 
   Args:
     measurement: of P groups of G ≥ 2.
-    advantage: the run's estimator; its state, if any, is taken at entropy 0.
-    num_draws: per size.
-    seed: of the draws.
+    advantage: the run's estimator; its state, if any, is initialized with entropy 0.
+    num_samples: number of samples per size.
+    seed: seed of the samples.
   """
   G = measurement.rewards.shape[1]
   sizes = np.array([*(2**n for n in range(1, 64) if 2**n < G), G])
-  bands = [_subsampled(measurement, advantage, g, num_draws, seed) for g in sizes]
+  bands = [_subsampled(measurement, advantage, g, num_samples, seed) for g in sizes]
   ratios, n_effs = (Band(*np.transpose(rows)) for rows in zip(*bands, strict=True))
   return GroupSizes(sizes, ratios, n_effs)
 
 
 def _subsampled(
-  measurement: Measurement, advantage: Advantage, size: int, num_draws: int, seed: int
+  measurement: Measurement, advantage: Advantage, size: int, num_samples: int, seed: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-  """(mean, low, high) of PR and of n_eff over the draws in which they are defined."""
+  """(mean, low, high) of PR and of n_eff over the samples in which they are defined."""
   P, G = measurement.rewards.shape
   rng = np.random.default_rng([seed, size])
-  everyone = np.broadcast_to(np.arange(G), (num_draws, P, G))
+  everyone = np.broadcast_to(np.arange(G), (num_samples, P, G))
   chosen = rng.permuted(everyone, axis=-1)[..., :size] + G * np.arange(P)[:, None]
   gram = jnp.asarray(measurement.gram)
   rewards, lengths = (jnp.ravel(x) for x in (measurement.rewards, measurement.lengths))
   positions = jnp.arange(int(measurement.lengths.max()))
   unread: Any = None  # by any estimator
 
-  def of_draw(indices):
+  def of_sample(indices):
     mask = (positions < lengths[indices][..., None]).astype(jnp.float32)
     r = rewards[indices]
     batch = TrainBatch(unread, unread, mask, unread, rewards=r, correct=r)
@@ -179,7 +179,7 @@ def _subsampled(
     ratio, n_eff = spectral.participation_ratio(K), spectral.effective_rollouts(A, K)
     return ratio, spectral.is_usable(K), n_eff, spectral.carries_gradient(A, K)
 
-  ratio, usable, n_eff, counted = map(np.asarray, jax.jit(jax.vmap(of_draw))(chosen))
+  ratio, usable, n_eff, counted = map(np.asarray, jax.jit(jax.vmap(of_sample))(chosen))
   return _band(ratio[usable]), _band(n_eff[counted])
 
 
@@ -192,14 +192,14 @@ def _band(values: np.ndarray) -> tuple[float, ...]:
 class Energies(NamedTuple):
   """Share of ‖Σ A_i g_i‖² inside the top k eigenvectors, for k = 0 … B; f32[B + 1] each."""
 
-  even: Array  # of coefficients without a preference: (λ_1 + … + λ_k)/Σλ
+  even: Array  # of coefficients without a preferred direction: (λ_1 + … + λ_k)/Σλ
   coefficients: Array  # of A
   reweighted: Array  # of A'
-  rank: int  # SALT's k: there the share is the shared energy, and 1 − it the residual
+  rank: int  # SALT's k: at k the share is the shared energy, and 1 − share the residual energy
 
 
 def energies(measurement: Measurement, salt: Reweighting) -> Energies:
-  """See `Energies`; all 0 for coefficients without a gradient."""
+  """Computes `Energies`; all 0 for coefficients without a gradient."""
   result = salted(measurement, salt)
   spectrum = _spectrum(measurement.gram)
   ranks = jnp.arange(measurement.gram.shape[0] + 1)
@@ -218,12 +218,12 @@ class UpdateNorms(NamedTuple):
   updates: np.ndarray
   norm: np.ndarray  # ‖Σ A_i g_i‖/B
   reweighted: np.ndarray  # the same of A'
-  residual: np.ndarray  # of the part of Σ A_i g_i outside the top k eigenvectors
+  residual: np.ndarray  # norm of the part of Σ A_i g_i outside the top k eigenvectors
   bound: np.ndarray  # √(λ_{k+1}/B)·‖(I − P_k)A‖ ≥ residual
 
 
 def update_norms(measurements: Sequence[Measurement], salt: Reweighting) -> UpdateNorms:
-  """See `UpdateNorms`."""
+  """Computes `UpdateNorms`."""
   rows = []
   for measurement in measurements:
     A, result = measurement.coefficients.reshape(-1), salted(measurement, salt)
@@ -256,7 +256,7 @@ def plot_eigenspectrum(axes: Any, measurement: Measurement, salt: Reweighting) -
 
 
 def plot_cosine_gram(axes: Any, measurement: Measurement) -> Any:
-  """cos(g_i, g_j) as an image, which is returned for a colour bar; rewards left of it."""
+  """cos(g_i, g_j) as an image, which is returned for a color bar, with the rewards to its left."""
   P, G = measurement.rewards.shape
   cosines, rewards, _ = ordered_cosines(measurement)
   image = axes.imshow(cosines, vmin=-1, vmax=1, cmap="RdBu", interpolation="nearest")
@@ -306,7 +306,7 @@ def plot_energies(axes: Any, measurement: Measurement, salt: Reweighting) -> Non
 
 
 def plot_update_norms(axes: Any, measurements: Sequence[Measurement], salt: Reweighting) -> None:
-  """‖Σ A_i g_i‖/B over a run, under A and A', its residual part, and the bound on that part."""
+  """‖Σ A_i g_i‖/B over a run, for A and A', its residual part, and the bound on that part."""
   norms = update_norms(measurements, salt)
   axes.plot(norms.updates, norms.norm, "o-", markersize=4, label="update norm, A")
   axes.plot(norms.updates, norms.reweighted, "o-", markersize=4, label="update norm, A'")
@@ -318,7 +318,7 @@ def plot_update_norms(axes: Any, measurements: Sequence[Measurement], salt: Rewe
 
 
 def plot_coefficients(axes: Any, measurement: Measurement, salt: Reweighting) -> None:
-  """A' against A, one point per rollout, coloured by reward."""
+  """A' against A, one point per rollout, colored by reward."""
   result = salted(measurement, salt)
   A = measurement.coefficients
   axes.axline((0, 0), slope=1, color="0.6", linestyle="--", linewidth=1, label="A' = A")

@@ -1,4 +1,4 @@
-"""Accuracy on the held-out problems: sample, grade, pass@k with intervals over problems."""
+"""Accuracy on the held-out problems: sampling, grading, and pass@k with intervals."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Sample = Mapping[str, Any]  # a record of `rollouts.batch.Graded.samples`
 class Evaluated(NamedTuple):
   """A batch of problems with its graded samples."""
 
-  samples: list[list[Sample]]  # [problems][samples]; problems that only fill the batch are left out
-  prompt_lengths: np.ndarray  # i32[batch_size], those included
+  samples: list[list[Sample]]  # [problems][samples], without the problems that pad the batch
+  prompt_lengths: np.ndarray  # i32[batch_size], including the padding
   response_lengths: np.ndarray  # i32[batch_size, samples]
 
 
@@ -36,20 +36,20 @@ def evaluated(
   version: int,
   first_batch: int = 0,
 ) -> Iterator[Evaluated]:
-  """Batches of problems in their order, each graded while the devices generate the next.
+  """Evaluates batches of problems in order; each is graded while the devices generate the next.
 
-  Every evaluation draws with the same keys, so that two of them differ by the parameters alone,
-  and one that goes on from a later batch draws what it would have drawn.
+  Every evaluation samples with the same keys, so that two evaluations differ only by the
+  parameters, and a resumed evaluation samples the same responses.
 
   Args:
-    generate: the policy, (prompts on devices, key) → rollouts of each, as many samples.
-    problems: all of them are used; the last batch is filled up with repeats.
+    generate: samples from the policy, (prompts on devices, key) → rollouts of each prompt.
+    problems: all of them are used; the last batch is padded with repeats.
     collector: encodes, decodes and grades.
-    to_devices: the way of arrays to the policy.
+    to_devices: moves arrays to the policy's devices.
     batch_size: problems per generated batch.
-    seed: of sampling.
-    version: updates behind the parameters, for the sample records.
-    first_batch: number of the batch to begin with.
+    seed: seed of sampling.
+    version: number of updates of the parameters, for the sample records.
+    first_batch: index of the batch to begin with.
   """
   starts = range(0, len(problems), batch_size)[first_batch:]
   flight, size = None, 0
@@ -72,10 +72,10 @@ def evaluated(
 def accuracy(
   samples: Sequence[Sequence[Sample]], *, ks: Sequence[int], seed: int
 ) -> dict[str, float]:
-  """pass@k, mean and, where graders tell answers, majority, with 95 % bootstrap intervals.
+  """pass@k, mean and, if graders extract answers, majority, with 95 % bootstrap intervals.
 
-  A sample is correct if its grade is: one that the grader failed on is not. A grader that gives one
-  answer different grades has its majorities left out, with a warning.
+  A sample is correct if its grade is correct; if grading failed, it is not. If a grader gives the
+  same answer different grades, majorities are omitted, with a warning.
 
   Args:
     samples: [problems][n].
@@ -83,7 +83,7 @@ def accuracy(
     seed: of the bootstrap.
   Returns:
     {"eval/pass@1": …, "eval/pass@1_low": …, …}, the fractions of outcomes, and the fraction of
-    responses that were cut at the limit.
+    responses that were truncated at the length limit.
   """
   every = [sample for row in samples for sample in row]
   correct = [[sample["outcome"] == "correct" for sample in row] for row in samples]
@@ -95,14 +95,14 @@ def accuracy(
 
 
 def _votes(samples: Sequence[Sequence[Sample]]) -> list[list[str | None]] | None:
-  """The answers of [problems][n], None where there is none; None in all where they cannot vote."""
+  """The answers of [problems][n], None for a missing answer; None if majorities are undefined."""
   for number, row in enumerate(samples):
     verdicts: dict[str, str] = {}
     for sample in row:
       answer, outcome = sample["extracted"], sample["outcome"]
       if answer and verdicts.setdefault(answer, outcome) != outcome:
         logging.warning(
-          "no majorities: the grader calls the answer %r of problem %d both %s and %s",
+          "no majorities: the grader grades the answer %r of problem %d as both %s and %s",
           answer[:100], number, verdicts[answer], outcome,
         )  # fmt: skip
         return None

@@ -11,20 +11,20 @@ Floats = npt.NDArray[np.float64]
 
 
 def pass_at_k(num_samples: npt.ArrayLike, num_correct: npt.ArrayLike, k: int) -> Floats:
-  """Unbiased pass@k = 1 − C(n−c, k) / C(n, k): chance that k of the n samples hold a correct one.
+  """Unbiased pass@k = 1 − C(n−c, k) / C(n, k): probability that k samples include a correct one.
 
   The ratio of binomials is the product over i = 0..k−1 of (n−c−i)/(n−i): no factorial, no
-  cancellation, exact to rounding for n up to the thousands.
+  cancellation, exact up to rounding for n in the thousands.
 
   Args:
-    num_samples: i[...], n ≥ 1, samples drawn per problem.
-    num_correct: i[...], 0 ≤ c ≤ n, correct ones among them; broadcast against `num_samples`.
+    num_samples: i[...], n ≥ 1, samples per problem.
+    num_correct: i[...], 0 ≤ c ≤ n, number of correct samples; broadcast against `num_samples`.
     k: 1 ≤ k ≤ n.
   Returns:
     f64[...], in [0, 1].
   Raises:
     ValueError: if k is outside [1, n] or c outside [0, n].
-  Source: Chen et al. 2021, arXiv 2107.03374, eq. 1.
+  Source: "Evaluating Large Language Models Trained on Code" (arXiv:2107.03374), eq. 1.
   """
   n, c = np.broadcast_arrays(np.asarray(num_samples), np.asarray(num_correct))
   if n.size and not 1 <= k <= n.min():
@@ -49,11 +49,11 @@ def mean_at_n(correct: npt.ArrayLike) -> Floats:
 def majority_at_n(answers: Sequence[Sequence[Hashable]], correct: npt.ArrayLike) -> Floats:
   """Correctness of the most frequent answer of each problem.
 
-  Ties are broken at random, and this is the expected value over the tied answers. `None` stands
-  for a sample without an answer: it does not vote; a problem without votes counts as wrong.
+  Ties are broken at random; the result is the expected value over the tied answers. A sample
+  without an answer (`None`) does not vote; a problem without votes counts as wrong.
 
   Args:
-    answers: [problems][n], hashable answers, in a normal form (equal answers compare equal).
+    answers: [problems][n], hashable answers in a normal form (equal answers compare equal).
     correct: bool[problems, n].
   Returns:
     f64[problems], in [0, 1].
@@ -89,17 +89,17 @@ def bootstrap_interval(
 ) -> tuple[float, float]:
   """Percentile bootstrap interval of the mean over problems.
 
-  Problems are resampled, not samples: the samples of one problem are not independent draws from
+  Problems are resampled, not samples: the samples of one problem are not independent samples of
   the benchmark.
 
   Args:
     values_per_problem: f[problems].
     confidence: coverage, in (0, 1).
     num_resamples: number of bootstrap means.
-    seed: of the resampling; the same seed gives the same interval.
+    seed: seed of the resampling; the same seed gives the same interval.
   Returns:
     (low, high).
-  Source: Efron & Tibshirani 1993, ch. 13.
+  Source: "An Introduction to the Bootstrap" (Efron and Tibshirani 1993), ch. 13.
   """
   data = np.asarray(values_per_problem, np.float64)
   if data.ndim != 1 or not data.size:
@@ -107,7 +107,7 @@ def bootstrap_interval(
   if not 0 < confidence < 1:
     raise ValueError(f"confidence must lie in (0, 1), got {confidence}.")
   rng = np.random.default_rng(seed)
-  # One resample at a time keeps memory at one row whatever the number of problems.
+  # One resample at a time, so that memory stays at one row whatever the number of problems.
   means = np.array(
     [data[rng.integers(data.size, size=data.size)].mean() for _ in range(num_resamples)]
   )
@@ -129,7 +129,7 @@ def summarize(
     correct: bool[problems, n].
     ks: the k of pass@k, each ≤ n.
     seed: of the bootstrap.
-    answers: [problems][n], see `majority_at_n`; None leaves majority@n out.
+    answers: [problems][n], see `majority_at_n`; None omits majority@n.
   Returns:
     {"pass@1": …, "pass@1_low": …, "pass@1_high": …, …, "mean": …, "majority": …}; `mean` and
     `majority` carry `_low` and `_high` too.

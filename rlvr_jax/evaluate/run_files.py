@@ -1,4 +1,4 @@
-"""The files of a run by their names, and how its metrics are read."""
+"""Names of a run's files, and reading of its metrics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from rlvr_jax.files import DamagedFileError, read_records
 
-TIMINGS = "time/"  # prefix of every value measured with a clock: the only ones a rerun may change
+TIMINGS = "time/"  # prefix of values measured with a clock: only these differ in a rerun
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -20,7 +20,7 @@ def read_metrics(workdir: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
   """The records of metrics.jsonl, floats exactly as written.
 
   Raises:
-    DamagedFileError: a whole line is no record.
+    DamagedFileError: a complete line is not a record.
   """
   path = pathlib.Path(workdir) / METRICS_FILE
   for number, record in enumerate(read_records(path), start=1):
@@ -30,5 +30,5 @@ def read_metrics(workdir: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
 
 def without_timings(record: Mapping[str, Any]) -> dict[str, Any]:
-  """The record without what depends on the clock: equal for every rerun."""
+  """The record without the values that depend on the clock: identical in every rerun."""
   return {name: value for name, value in record.items() if not name.startswith(TIMINGS)}

@@ -1,4 +1,4 @@
-"""Inner products of per-rollout gradient features. One factory per route, looked up by name."""
+"""Gram matrices of per-rollout gradient features. One factory per method, looked up by name."""
 
 from rlvr_jax.geometry.base import GramContext as GramContext
 from rlvr_jax.geometry.base import GramFn as GramFn

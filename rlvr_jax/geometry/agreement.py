@@ -1,4 +1,4 @@
-"""Whether two Gram matrices of the same rollouts, of two subsets of the parameters, agree."""
+"""Agreement of two Gram matrices of the same rollouts, for two subsets of the parameters."""
 
 from __future__ import annotations
 
@@ -25,28 +25,29 @@ class Agreement(NamedTuple):
 def gram_agreement(
   gram_a: Array, gram_b: Array, key: Array, *, feature_dim: int, num_permutations: int = 200
 ) -> Agreement:
-  """Whether two subsets of the parameters see the same geometry, for instance head and last block.
+  """Measures whether two subsets of the parameters have the same gradient geometry.
 
-  Pearson correlation of the off-diagonal cosines of two Gram matrices of the same rollouts, over
-  pairs whose gradients are not zero. 1: the cheap subset stands for the other; a correlation below
-  the 95 % quantile of either null is no evidence of agreement at all.
+  The measure is the Pearson correlation of the off-diagonal cosines of the two Gram matrices, over
+  pairs of rollouts whose gradients are not zero. At 1, the cheaper subset can replace the other; a
+  correlation below the 95 % quantile of either null distribution is not evidence of agreement.
 
-  The permutation null matches the rollouts of `b` with those of `a` at random, which keeps both
-  spectra. The noise null puts Gaussian features with the row norms of `b` in its place. Cosines do
-  not see the norms, except that zero stays zero, so that those features need not exist: their
-  triangular factor is drawn from its own law (Bartlett), exact at every dimension for B²/2 numbers
-  rather than B·feature_dim. The correlation hardly depends on the dimension once it is well above
-  B: cosines then shrink as 1/√dimension, all alike.
+  The permutation null matches the rollouts of `b` with those of `a` at random, which preserves both
+  spectra. The noise null replaces the features of `b` by Gaussian ones. Cosines do not depend on
+  the norms, except that zero stays zero, so the features themselves are not needed: their
+  triangular factor is sampled from its distribution (Bartlett), exactly, with B²/2 numbers instead
+  of B·feature_dim. The correlation hardly depends on a dimension well above B, where all cosines
+  shrink as 1/√dimension.
 
   Args:
     gram_a, gram_b: f32[B, B].
     key: random key.
     feature_dim: number of parameters of subset `b`.
-    num_permutations: draws of each null.
+    num_permutations: number of samples of each null.
   Returns:
-    See `Agreement`. A correlation is 0 where the cosines of one side do not differ (standard
-    deviation under 1e-6), as for identical gradients.
-  Source: SALT, arXiv 2606.05800.
+    See `Agreement`. A correlation is 0 if the cosines of one matrix are all equal (standard
+    deviation below 1e-6), as for identical gradients.
+  Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make
+    Them Matter" (arXiv:2606.05800).
   """
   chex.assert_equal_shape([gram_a, gram_b])
   a, b = cosine_gram(gram_a), cosine_gram(gram_b)
@@ -61,9 +62,9 @@ def gram_agreement(
     noise = _gaussian_cosines(key, b.shape[0], feature_dim, b.dtype)
     return _correlation(a, jnp.where(alive[:, None] & alive, noise, 0.0))
 
-  def null(draw, key):
-    draws = jax.lax.map(draw, jax.random.split(key, num_permutations))
-    return jnp.mean(draws), jnp.quantile(draws, 0.95)
+  def null(sample, key):
+    samples = jax.lax.map(sample, jax.random.split(key, num_permutations))
+    return jnp.mean(samples), jnp.quantile(samples, 0.95)
 
   of_permutations, of_noise = null(permuted, permutation_key), null(with_noise, noise_key)
   return Agreement(_correlation(a, b), *of_permutations, *of_noise)
@@ -72,8 +73,8 @@ def gram_agreement(
 def _correlation(a: Array, b: Array) -> Array:
   """Pearson correlation of the off-diagonal entries of two cosine Grams."""
   kept = distinct_pairs((jnp.diagonal(a) > 0) & (jnp.diagonal(b) > 0))
-  centred = lambda x: jnp.where(kept, x - masked_mean(x, kept), 0.0)
-  a, b = centred(a), centred(b)
+  centered = lambda x: jnp.where(kept, x - masked_mean(x, kept), 0.0)
+  a, b = centered(a), centered(b)
   norms = jnp.stack([jnp.sqrt(jnp.sum(a**2)), jnp.sqrt(jnp.sum(b**2))])
   defined = jnp.all(norms > spectral.NULL * jnp.sqrt(masked_count(kept)))
   unit_a, unit_b = a / jnp.where(defined, norms[0], 1.0), b / jnp.where(defined, norms[1], 1.0)
@@ -83,8 +84,9 @@ def _correlation(a: Array, b: Array) -> Array:
 def _gaussian_cosines(key: Array, rollouts: int, dim: int, dtype) -> Array:
   """Cosine Gram of Gaussian features [rollouts, dim], without the features.
 
-  Features = L·Q with Q orthonormal: below its diagonal L is normal, and its i-th diagonal entry
-  (from 0) is χ with dim − i degrees of freedom. Source: Bartlett, 1933.
+  Features = L·Q with Q orthonormal: the entries of L below the diagonal are normal, and its i-th
+  diagonal entry (from 0) is χ-distributed with dim − i degrees of freedom. Source: "On the Theory
+  of Statistical Regression" (Bartlett 1933).
   """
   below_key, diagonal_key = jax.random.split(key)
   width = min(rollouts, dim)

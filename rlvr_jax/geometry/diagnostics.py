@@ -1,14 +1,15 @@
-"""What a Gram matrix of per-rollout gradients says about a batch.
+"""Diagnostics of a batch from the Gram matrix of its per-rollout gradients.
 
-A Gram matrix here holds the plain inner products g_i · g_j, f32[B, B], as a `GramFn` gives them:
-not divided by B. Only `update_norms` depends on that; everything else is free of scale. Rollouts
-are in the order of reshape(B) of [P, G], so that the rollouts of a prompt are neighbours.
-A number that is not defined (no pair to compare, coefficients all 0, a Gram that is 0 or not
-finite) is 0, never NaN.
+A Gram matrix here contains the inner products g_i · g_j, f32[B, B], as a `GramFn` returns them: not
+divided by B. Only `update_norms` depends on that; everything else is scale-invariant. Rollouts are
+in the order of [P, G] reshaped to [B], so that the rollouts of a prompt are adjacent. A value that
+is undefined (no pair to compare, all coefficients 0, a Gram that is 0 or not finite) is 0, never
+NaN.
 
-What two of them say about one another is in `agreement`, what an update says in `updates`.
+Comparisons of two Gram matrices are in `agreement`, statistics of an update in `updates`.
 
-Source: SALT, arXiv 2606.05800.
+Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make Them
+Matter" (arXiv:2606.05800).
 """
 
 from __future__ import annotations
@@ -45,24 +46,24 @@ def diagnose(
   min_rank: int = 1,
   max_rank: int = 64,
 ) -> dict[str, Array]:
-  """Everything that one Gram matrix and the coefficients say, as scalars for a log.
+  """Computes all diagnostics of one Gram matrix and the coefficients, as scalars for a log.
 
   Args:
     gram: f32[B, B], g_i · g_j, not divided by B.
-    coefficients: f32[P, G] or f32[B], A as the advantage estimator gives it.
-    reweighted: the same shape, A' as the loss takes it; A itself without a reweighting.
+    coefficients: f32[P, G] or f32[B], A, from the advantage estimator.
+    reweighted: the same shape, A', as given to the loss; equal to A without a reweighting.
     num_prompts: P.
-    rank_scale, min_rank, max_rank: ρ_s, k_min and k_max of the shared subspace. A run measures
-      with SALT's defaults, whatever it reweights by, so that runs compare.
+    rank_scale, min_rank, max_rank: ρ_s, k_min and k_max of the shared subspace. A run uses SALT's
+      defaults, whatever its reweighting, so that runs can be compared.
   Returns:
     f32[] each, all finite where A and A' are:
-      geometry/gram_usable: 0 where the Gram is zero or not finite; all below is meaningless then.
-      geometry/participation_ratio: directions that the batch's gradients span, in [1, B]. Near 1:
-        all rollouts teach one thing, whatever their number.
+      geometry/gram_usable: 0 if the Gram is zero or not finite; the others are then meaningless.
+      geometry/participation_ratio: effective number of directions of the batch's gradients, in
+        [1, B]. Near 1 all rollouts push in one direction, whatever their number.
       geometry/group_participation_ratio: its mean over groups, in [1, G].
       geometry/effective_rollouts, …_reweighted: n_eff under A and under A', in [0, B]. Below 1 the
-        weighted gradients cancel, and more rollouts buy little; about 1 is what independent
-        rollouts give; far above 1 they push together.
+        weighted gradients cancel, and more rollouts help little; independent rollouts give about 1;
+        far above 1 the weighted gradients reinforce one another.
       geometry/group_effective_rollouts/…: see `effective_rollouts_histogram`; and the mean.
       geometry/redundancy_within, …_between, each with and without …_positive: see `redundancy`.
       geometry/rank: k, the dimension of the shared subspace.
@@ -124,19 +125,20 @@ def cosine_gram(gram: Array) -> Array:
 def redundancy(gram: Array, num_prompts: int) -> Redundancy:
   """Mean pairwise cosine of gradients within a prompt, and between the prompts' mean gradients.
 
-  Within a prompt, 0 is what independent rollouts give and 1 says that G rollouts carry the
-  information of one. The mean of max(cosine, 0) counts agreement alone (**open**: our reading of
-  mean positive cosine); where it stands well above the mean, prompts hold opposed rollouts, for
-  instance successes against failures. Between prompts, values near 1 say that prompts teach one
-  thing (a format, a length), values below 0 that they undo each other.
+  Within a prompt, independent rollouts give 0, and at 1 G rollouts carry the information of one.
+  The mean of max(cosine, 0) counts agreement only (**open**: our reading of mean positive cosine);
+  if it is well above the mean, prompts have opposed rollouts, for example successes and failures.
+  Between prompts, values near 1 mean that all prompts push in one direction (a format, a length),
+  values below 0 that they oppose each other.
 
   Args:
     gram: f32[B, B].
     num_prompts: P; B is a multiple.
   Returns:
     Means over pairs of two different rollouts (prompts) whose gradients are not zero. A mean
-    gradient counts as zero where its squared norm is within rounding (1e-6) of cancelling.
-  Source: SALT, arXiv 2606.05800.
+    gradient counts as zero if its squared norm is within rounding (1e-6) of zero.
+  Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make
+    Them Matter" (arXiv:2606.05800).
   """
   gram = spectral.or_identity(gram)
   blocks = _blocks(gram, num_prompts)
@@ -152,18 +154,19 @@ def energies(coefficients: Array, spectrum: spectral.Spectrum, rank: Array) -> t
   """Shares of the update's squared norm AᵀKA inside and outside the top-k eigenvectors of K.
 
   P_k is made of eigenvectors of K and commutes with it, so that AᵀP_kKP_kA/(AᵀKA) and the same with
-  I − P_k add up to 1 (**open**: our reading of shared and residual energy). A shared energy near 1
-  says that the update goes along the few directions in which all rollouts agree; near 0, that A
-  weighs those away, as centred coefficients do with a common direction.
+  I − P_k add up to 1 (**open**: our reading of shared and residual energy). If the shared energy is
+  near 1, the update follows the few directions in which all rollouts agree; if it is near 0, A
+  cancels those, as centered coefficients cancel a common direction.
 
   Args:
     coefficients: f32[B], A.
     spectrum: of the Gram matrix, `ops.spectral.spectrum`.
     rank: i32[], k.
   Returns:
-    shared and residual energy, f32[] in [0, 1]. Both 0 where AᵀKA is zero, to within rounding:
-    under 1e-6·λ_1‖A‖².
-  Source: SALT, arXiv 2606.05800.
+    shared and residual energy, f32[] in [0, 1]. Both are 0 if AᵀKA is zero up to rounding: below
+    1e-6·λ_1‖A‖².
+  Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make
+    Them Matter" (arXiv:2606.05800).
   """
   energy, unit, _ = _energy(coefficients, spectrum)
   total = jnp.sum(energy)
@@ -180,10 +183,10 @@ def update_norms(
 
   With K = (g_i · g_j)/B, ‖Σ A_i g_i‖/B = √(AᵀKA/B), and the residual part is at most
   √(λ_{k+1}(K)/B)·‖(I − P_k)A‖. The spectrum here is that of B·K, whose eigenvalues are B times
-  larger: √(λ_{k+1}(B·K))/B·‖(I − P_k)A‖ is the same number. A bound far below the norm says that
-  the update is shared; a norm far below the bound, that A cancels in the shared directions and the
-  residual rollouts cancel one another too. The norm is that of the policy gradient on the
-  parameters that the Gram is of, at ratio 1, summed over tokens and averaged over rollouts.
+  larger: √(λ_{k+1}(B·K))/B·‖(I − P_k)A‖ is the same number. If the bound is far below the norm, the
+  update is shared; if the norm is far below the bound, A cancels in the shared directions and the
+  residuals of the rollouts cancel one another too. The norm is that of the policy gradient with
+  respect to the parameters of the Gram, at ratio 1, summed over tokens and averaged over rollouts.
 
   Args:
     coefficients: f32[B], A.
@@ -191,11 +194,12 @@ def update_norms(
     rank: i32[], k.
   Returns:
     norm and bound, f32[] ≥ 0, in units of a gradient; the bound is on the residual part only.
-  Source: SALT, arXiv 2606.05800 (**open**).
+  Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make
+    Them Matter" (arXiv:2606.05800) (**open**).
   """
   energy, unit, scale = _energy(coefficients, spectrum)
   outside = jnp.arange(energy.size) >= rank
-  # The largest eigenvalue left out; 0 where none is.
+  # The largest eigenvalue outside the subspace; 0 if there is none.
   following = jnp.max(jnp.where(outside, _relative(spectrum.eigenvalues), 0.0))
   bound = jnp.sqrt(following) * jnp.linalg.norm(jnp.where(outside, unit, 0.0))
   norms = jnp.stack([jnp.sqrt(jnp.sum(energy)), bound]) * scale / energy.size
@@ -204,14 +208,14 @@ def update_norms(
 
 
 def group_participation_ratios(gram: Array, num_prompts: int) -> tuple[Array, Array]:
-  """Participation ratio of every group's own Gram matrix, and whether it has one.
+  """Participation ratio of every group's Gram matrix, and whether it is defined.
 
   Args:
     gram: f32[B, B].
     num_prompts: P.
   Returns:
-    f32[P] in [1, G], near 1 where a prompt's rollouts all push along one line; and bool[P], False
-    where all gradients of a group are zero.
+    f32[P] in [1, G], near 1 if the gradients of a prompt's rollouts are all parallel; and bool[P],
+    False if all gradients of a group are zero.
   """
   grams = _group_grams(gram, num_prompts)
   return jax.vmap(spectral.participation_ratio)(grams), jax.vmap(spectral.is_usable)(grams)
@@ -220,16 +224,17 @@ def group_participation_ratios(gram: Array, num_prompts: int) -> tuple[Array, Ar
 def group_effective_rollouts(
   coefficients: Array, gram: Array, num_prompts: int
 ) -> tuple[Array, Array]:
-  """n_eff of every group alone, and whether it has one.
+  """n_eff of every group, and whether it is defined.
 
   Args:
     coefficients: f32[P, G] or f32[B], A.
     gram: f32[B, B].
     num_prompts: P.
   Returns:
-    f32[P] in [0, G], below 1 where a group's weighted gradients cancel; and bool[P], False where
-    no rollout of a group has both a coefficient and a gradient, as in groups of equal rewards.
-  Source: SALT, arXiv 2606.05800.
+    f32[P] in [0, G], below 1 if a group's weighted gradients cancel; and bool[P], False if no
+    rollout of a group has both a coefficient and a gradient, as in groups of equal rewards.
+  Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make
+    Them Matter" (arXiv:2606.05800).
   """
   grams = _group_grams(gram, num_prompts)
   coefficients = coefficients.reshape(num_prompts, -1)
@@ -242,11 +247,11 @@ def effective_rollouts_histogram(values: Array, counted: Array) -> dict[str, Arr
 
   Args:
     values: f32[P], n_eff of every group.
-    counted: bool[P], the groups to count, as `group_effective_rollouts` gives them.
+    counted: bool[P], the groups to count, from `group_effective_rollouts`.
   Returns:
     group_effective_rollouts/below_0.5, …/0.5_to_1, …/1_to_2, …/2_to_4, …/from_4: f32[] in [0, 1],
-    that add up to 1, or all 0 where no group counts. Much mass below 0.5: most groups undo
-    themselves, and larger groups will not help.
+    that add up to 1, or all 0 if no group counts. If most groups are below 0.5, their gradients
+    cancel, and larger groups will not help.
   """
   bins = jnp.sum(values[:, None] >= jnp.array(_EDGES), axis=1)
   hits = bins[:, None] == jnp.arange(len(_SHARES))
@@ -256,7 +261,7 @@ def effective_rollouts_histogram(values: Array, counted: Array) -> dict[str, Arr
 
 
 def _shared_energy(coefficients: Array, gram: Array, bounds: dict[str, Any]) -> Array:
-  """Shared energy of one group alone, 0 for a group of one rollout."""
+  """Shared energy of one group, 0 for a group of one rollout."""
   if gram.shape[0] < 2:
     return jnp.zeros(())
   spectrum = spectral.spectrum(gram)
@@ -275,7 +280,7 @@ def _blocks(gram: Array, num_prompts: int) -> Array:
 
 
 def _group_grams(gram: Array, num_prompts: int) -> Array:
-  """The Gram of each group alone, f32[P, G, G]."""
+  """The Gram matrix of each group, f32[P, G, G]."""
   prompts = jnp.arange(num_prompts)
   return _blocks(gram, num_prompts)[prompts, :, prompts]
 
@@ -288,7 +293,7 @@ def _mean_cosines(gram: Array, pairs: Array | bool) -> tuple[Array, Array]:
 
 
 def distinct_pairs(alive: Array) -> Array:
-  """bool[B, B]: pairs of two different rollouts that are both alive."""
+  """bool[B, B]: pairs of two different rollouts whose gradients are both nonzero (`alive`)."""
   return alive[:, None] & alive & ~jnp.eye(alive.size, dtype=bool)
 
 

@@ -1,4 +1,4 @@
-"""Per-rollout gradients by differentiating each rollout: the reference, for any parameters."""
+"""Per-rollout gradients by differentiating each rollout: a reference for any parameters."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ _PATTERNS = {"last_block": r"^blocks/", "all": ""}
 
 
 def per_rollout(*, parameters: str = "head") -> GramFn:
-  """Gram matrix of the gradients of each rollout's −Σ_t m log π, differentiated one by one.
+  """Gram matrix of the gradients of each rollout's −Σ_t m log π, m the loss mask.
 
-  Holds the features of all rollouts at once, [B, N] for N parameters: for small models, small
-  subsets and tests. Runs the model again.
+  Stores the features of all rollouts, [B, N] for N parameters: for small models, small subsets and
+  tests. Runs the model again.
 
-  With tied embeddings the feature is the derivative through the output use of the embedding alone.
+  With tied embeddings the feature is the derivative through the embedding's use as output only.
 
   Args:
-    parameters: "head": the output head's kernel, hidden states held fixed; "last_block": the last
+    parameters: "head": the output head's kernel, hidden states fixed; "last_block": the last
       transformer block; "all"; anything else is a regular expression that is searched for in the
       parameters' paths, such as "blocks/(query|key)$".
   Raises:
-    ValueError: not a regular expression; when called, one that no path matches.
-  Source: SALT, arXiv 2606.05800, §3.
+    ValueError: `parameters` is not a regular expression; when called, no path matches it.
+  Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make
+    Them Matter" (arXiv:2606.05800), §3.
   """
   try:
     re.compile(parameters)
@@ -101,7 +102,7 @@ def _gradients(
     gradient = jax.vmap(jax.grad(loss), in_axes=(None, 0, 0, 0))
     return gradient(selected, batch.prompts, *rollouts)
 
-  # Prompts side by side, as they are sharded; the rollouts of a group in turn, to save memory.
+  # Prompts in parallel, as they are sharded; the rollouts of a group in sequence, to save memory.
   rollouts = (batch.tokens.swapaxes(0, 1), batch.mask.swapaxes(0, 1))
   return jax.lax.map(of_one_rollout_per_prompt, rollouts)
 
@@ -117,7 +118,7 @@ def num_selected(
 def _subset(
   trained: Params, frozen: Params, context: GramContext, parameters: str
 ) -> tuple[list[Array], Callable[[list[Array]], tuple[Params, Head]]]:
-  """The selected leaves, and the way from them to the trunk's parameters and the head."""
+  """The selected leaves, and a function from them to the trunk's parameters and the head."""
   model = context.model
   if parameters == "head":
     params = model.combine(trained, frozen)
@@ -134,7 +135,7 @@ def _subset(
 
 
 def _select(params: Params, parameters: str) -> tuple[list[Array], Callable[[list[Array]], Params]]:
-  """The leaves that `parameters` names, in at least float32, and the way to put them back."""
+  """The leaves that `parameters` names, in at least float32, and a function that inserts them."""
   pattern = _PATTERNS.get(parameters, parameters)
   leaves, tree = jax.tree_util.tree_flatten_with_path(params)
   paths = [_name(path) for path, _ in leaves]

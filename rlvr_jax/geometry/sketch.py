@@ -1,4 +1,4 @@
-"""The output head's Gram matrix from random projections of both of its gradient's factors."""
+"""The output head's Gram matrix from random projections of both factors of its gradient."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from rlvr_jax.geometry.base import GramContext, GramFn
-from rlvr_jax.ops.checks import check_whole
+from rlvr_jax.ops.checks import check_integer
 from rlvr_jax.ops.masked import masked_fill
 from rlvr_jax.ops.spectral import EXACT
 from rlvr_jax.types import Array, Forward, Mean, Metrics, Params, TrainBatch
@@ -17,29 +17,31 @@ from rlvr_jax.types import Array, Forward, Mean, Metrics, Params, TrainBatch
 def sketch(
   *, copies: int = 4, hidden_size: int = 64, vocabulary_size: int = 64, seed: int = 0
 ) -> GramFn:
-  """Unbiased estimate of the Gram matrix of g_i = Σ_t h[i,t] ⊗ d[i,t], nearly free.
+  """Unbiased, cheap estimate of the Gram matrix of g_i = Σ_t h[i,t] ⊗ d[i,t].
 
   Each of s independent copies projects both factors with random signs, R_h [D, a] and R_v [V, b],
 
       g̃_i = Σ_t (R_hᵀ h[i,t]) ⊗ (R_vᵀ d[i,t]) / √(ab),      K̂ = mean over copies of (g̃_i · g̃_j).
 
-  The error of one copy goes as √(1/a + 1/b), that of the mean as 1/√s. The forward pass accumulates
-  R_vᵀd as it goes through the vocabulary, in s·b/D products of the size of the head's; the rest is
-  s·a/V + s·a·b·(1 + B/T)/(D·V) of one. That is nearly free at the head of a large model; with a
-  small width or vocabulary, or many more rollouts than tokens in each, `streaming` may cost less.
+  h are the hidden states and d the derivatives with respect to the logits. The error of one copy
+  scales as √(1/a + 1/b), that of the mean as 1/√s. The forward pass accumulates R_vᵀd over the
+  vocabulary, at the cost of s·b/D products of the size of the head's product; the rest costs
+  s·a/V + s·a·b·(1 + B/T)/(D·V) of one. That is small at the head of a large model; with a small
+  width or vocabulary, or many more rollouts than tokens in each, `streaming` may cost less.
 
   Args:
     copies: s.
     hidden_size: a.
     vocabulary_size: b.
-    seed: of the signs, the same for every batch.
+    seed: seed of the signs, which are the same for every batch.
   Raises:
-    ValueError: a size below 1.
-  Source: methods of SALT, arXiv 2606.05800, §3; Kronecker sketches: Pham and Pagh 2013.
+    ValueError: a size is below 1.
+  Source: methods of "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How
+    to Make Them Matter" (arXiv:2606.05800), §3; Kronecker sketches: Pham and Pagh 2013.
   """
   sizes = dict(copies=copies, hidden_size=hidden_size, vocabulary_size=vocabulary_size)
   for name, size in sizes.items():
-    check_whole("sketch", name, size, low=1)
+    check_integer("sketch", name, size, low=1)
   estimate = functools.partial(
     sketch_with_error,
     copies=copies,
@@ -75,10 +77,10 @@ def sketch_with_error(
   vocabulary_size: int,
   seed: int,
 ) -> tuple[Array, Array]:
-  """The estimate of `sketch` with the same arguments, and its own relative error.
+  """The estimate of `sketch` with the same arguments, and an estimate of its relative error.
 
   Args:
-    forward: `projected` with the projection of that route.
+    forward: its `projected` must come from the projection of `sketch`.
   Returns:
     f32[B, B], K̂; f32[], ‖K̂ − K‖_F/‖K‖_F estimated from the spread between copies as
     √(Σ_c ‖K_c − K̂‖²_F / (s(s−1))) / ‖K̂‖_F; 0 where K̂ is 0.

@@ -1,8 +1,9 @@
-"""The exact Gram matrix of the output head's per-rollout gradients, never D·V wide.
+"""The exact Gram matrix of the output head's per-rollout gradients, without a [B, D·V] array.
 
 Rollout i's gradient with respect to the head's kernel is g_i = Σ_t h[i,t] ⊗ d[i,t], where d is the
-derivative of −log π[y] with respect to the head's product. Blocks of the vocabulary go by: g of all
-rollouts restricted to the block, its B×B inner products, gone.
+derivative of −log π[y] with respect to the head's product. The vocabulary is processed in blocks:
+for each block, g of all rollouts restricted to the block is formed, and its B×B inner products are
+added to the sum.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from rlvr_jax.geometry.base import GramContext, GramFn
-from rlvr_jax.ops.checks import check_whole
+from rlvr_jax.ops.checks import check_integer
 from rlvr_jax.ops.logprobs import head_logits, through_head
 from rlvr_jax.ops.spectral import EXACT
 from rlvr_jax.types import Array, Forward, Head, Mean, Metrics, Params, Sum, TrainBatch
 
 _LANES = 128  # columns that an accelerator multiplies at once
 _BATCH_AXES = ("data", "fsdp")
-# The kernel lies split along `tensor`: with that axis first, columns stay within their tensor part.
+# The kernel is split along `tensor`: with that axis first, columns stay within their tensor part.
 _COLUMN_AXES = ("tensor", "data")
 _VOCABULARY_AXES = (*_COLUMN_AXES, "fsdp")
 
@@ -36,35 +37,36 @@ class _Rollouts(NamedTuple):
 
 
 class _Columns(NamedTuple):
-  """Columns of the output head that one device works through."""
+  """Columns of the output head that one device processes."""
 
-  head: Callable[[], Head]  # its kernel holds these columns alone
+  head: Callable[[], Head]  # its kernel has only these columns
   first: Array | int  # the vocabulary index of the first of them
   vocabulary: int  # V; columns at or past it are padding
 
 
 def streaming(*, block_elements: int = 2**22, gather_chunks: int = 1) -> GramFn:
-  """Exact output-head Gram at the cost of 2 + B/T products of the size of the head's own.
+  """Exact output-head Gram matrix at the cost of 2 + B/T products of the size of the head's.
 
-  One product rebuilds a block's logits, whose normaliser is known, one forms the block of g, and
-  B/T are the inner products. All accumulate in float32 (float64 for float64 models); what a product
-  reads, g included, is in the model's compute dtype.
+  One product recomputes a block's logits, whose normalizer is known, one forms the block of g, and
+  B/T are the inner products. All accumulate in float32 (float64 for float64 models); operands,
+  including g, are in the model's compute dtype.
 
   On a mesh the hidden states are gathered over the data axes in the compute dtype, the vocabulary
-  is split over all devices, and one sum over devices of [B, B] ends it; see `bytes_moved`.
+  is split over all devices, and the [B, B] results are summed over devices; see `bytes_moved`.
 
   Args:
     block_elements: numbers in the largest array of a block, [B, v, D] or [B, T, v]; it sets the
       block's width v, of 128 columns at least.
-    gather_chunks: C > 1 cuts each device's rollouts into C chunks and takes the chunks two by two,
-      for where [B, T, D] does not fit on a device. The first two products are then done C times.
+    gather_chunks: C > 1 splits each device's rollouts into C chunks and processes pairs of chunks,
+      for when [B, T, D] does not fit on a device. The first two products are then done C times.
   Raises:
-    ValueError: an argument below 1; when called, C does not divide a device's rollouts.
-  Source: methods of SALT, arXiv 2606.05800, §3, without its [B, D·V] matrix.
+    ValueError: an argument is below 1; when called, C does not divide a device's rollouts.
+  Source: methods of "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How
+    to Make Them Matter" (arXiv:2606.05800), §3, without its [B, D·V] matrix.
   """
   # Over 60 lines: what a device does closes over how the head is split.
-  check_whole("streaming", "block_elements", block_elements, low=1)
-  check_whole("streaming", "gather_chunks", gather_chunks, low=1)
+  check_integer("streaming", "block_elements", block_elements, low=1)
+  check_integer("streaming", "gather_chunks", gather_chunks, low=1)
 
   def gram(
     trained: Params,
@@ -127,11 +129,12 @@ def streaming(*, block_elements: int = 2**22, gather_chunks: int = 1) -> GramFn:
 def bytes_moved(hidden: Any, kernel: Any, mesh: Any, *, gather_chunks: int = 1) -> int:
   """Bytes that each device receives in one streaming Gram matrix.
 
-  Hidden states, log-normalisers, tokens and masks of the other devices, C times for C chunks; the
-  rows of the head's kernel that lie elsewhere along `fsdp`; a ring's two rounds of the final sum.
+  These are hidden states, log-normalizers, tokens and masks of the other devices, C times for C
+  chunks; the rows of the head's kernel on other devices along `fsdp`; and two rounds of a ring for
+  the final sum.
 
   Args:
-    hidden: shape [P, G, T, D] and dtype of the final hidden states, of the whole batch.
+    hidden: shape [P, G, T, D] and dtype of the final hidden states of the full batch.
     kernel: shape [D, V] of the head's kernel, split over (fsdp, tensor).
     mesh: None or a mesh with axes (data, fsdp, tensor).
     gather_chunks: as given to `streaming`.
@@ -142,7 +145,7 @@ def bytes_moved(hidden: Any, kernel: Any, mesh: Any, *, gather_chunks: int = 1) 
   itemsize = jnp.dtype(hidden.dtype).itemsize
   accumulator = jnp.promote_types(hidden.dtype, jnp.float32).itemsize
   shards = mesh.shape["data"] * mesh.shape["fsdp"]
-  of_position = D * itemsize + accumulator + 4 + 1  # hidden, log-normaliser, token, mask
+  of_position = D * itemsize + accumulator + 4 + 1  # hidden, log-normalizer, token, mask
   gathered = gather_chunks * P * G * T * of_position * (shards - 1) // shards
   columns = -(-kernel.shape[1] // mesh.size)
   rows = D * (mesh.shape["fsdp"] - 1) // mesh.shape["fsdp"]
@@ -158,7 +161,7 @@ def _over_chunks(
   shards: int,
   gather: Callable[[Array], Array],
 ) -> Array:
-  """[B, B] over these columns, from each of `num_chunks` chunks with itself and with each other.
+  """Sums over these columns for all pairs of `num_chunks` chunks of rollouts, [B, B].
 
   Args:
     rollouts: this device's, [P', G, ...].
@@ -181,7 +184,7 @@ def _over_chunks(
     between = lambda pair: sum_over_blocks((load(pair[0]), load(pair[1])), columns)
     across = jax.lax.map(between, (jnp.asarray(i), jnp.asarray(j)))
     gram = gram.at[i, j].set(across).at[j, i].set(across.mT)
-  # A chunk holds a part of every device's rollouts: [C, C, shards·n, shards·n] → [B, B].
+  # A chunk has a part of every device's rollouts: [C, C, shards·n, shards·n] → [B, B].
   gram = gram.reshape(num_chunks, num_chunks, shards, -1, shards, n // shards)
   gram = gram.transpose(2, 0, 3, 4, 1, 5)
   return gram.reshape(shards * local, shards * local)
@@ -190,7 +193,7 @@ def _over_chunks(
 def _sum_over_blocks(
   chunks: tuple[_Rollouts, ...], columns: _Columns, temperature: float, block_elements: int
 ) -> Array:
-  """Inner products of one chunk's rollouts [n, ...] with themselves or with another's, [n, n]."""
+  """Inner products of one chunk's rollouts [n, ...] with its own or another chunk's, [n, n]."""
   n, T, D = chunks[0].hidden.shape
   num_columns = columns.head().kernel.shape[1]
   width = min(_block_width(len(chunks) * n * max(D, T), block_elements), num_columns)

@@ -1,6 +1,6 @@
-"""What an update, and the coefficients behind it, say without a Gram matrix.
+"""Diagnostics of an update and its coefficients that need no Gram matrix.
 
-A number that is not defined is 0, never NaN.
+A value that is undefined is 0, never NaN.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from rlvr_jax.types import Array, Params
 
 
 def rank_one_fraction(update: Array) -> Array:
-  """σ₁²/Σσ² of a matrix, the share of an update that one outer product holds.
+  """σ₁²/Σσ² of a matrix, the share of an update that is explained by one outer product.
 
-  For the accumulated update W_t − W_0 of the output head. A value that climbs towards 1 as training
-  goes on says that the updates repeat one direction, the collapse that FADE reports under
-  failure-heavy mass; 1/min(D, V) is the least possible.
+  Intended for the accumulated update W_t − W_0 of the output head. If it rises toward 1 during
+  training, the updates repeat one direction: the collapse that FADE reports when failures dominate
+  the gradient mass. The minimum is 1/min(D, V).
 
   Args:
     update: [D, V] or [V, D]; the eigenvalues are those of its smaller Gram, never an SVD.
   Returns:
     f32[], in [1/min(D, V), 1]; 0 for an update that is zero or not finite.
-  Source: FADE, arXiv 2607.01490.
+  Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490).
   """
   chex.assert_rank(update, 2)
   update = upcast(update)
@@ -37,10 +37,10 @@ def rank_one_fraction(update: Array) -> Array:
 
 
 def head_share(update: Params, head_path: str) -> Array:
-  """Share of ‖ΔW‖² that sits in the output head.
+  """Share of ‖ΔW‖² that is in the output head.
 
-  Compare it with the head's share of the parameters: far above, the update goes into the last
-  projection, which moves token frequencies rather than what the network computes.
+  Compare it with the head's share of the parameters: if it is far above, the update is mostly in
+  the last projection, which changes token frequencies rather than what the network computes.
 
   Args:
     update: nested dict of arrays, parameters_t − parameters_0.
@@ -50,7 +50,7 @@ def head_share(update: Params, head_path: str) -> Array:
     f32[], in [0, 1]; 0 for an update that is zero or not finite.
   Raises:
     ValueError: no parameter has that path.
-  Source: FADE, arXiv 2607.01490.
+  Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490).
   """
   named = {
     jax.tree_util.keystr(path, simple=True, separator="/"): upcast(leaf)
@@ -66,10 +66,10 @@ def head_share(update: Params, head_path: str) -> Array:
 
 
 def advantage_logprob_covariance(coefficients: Array, logprobs: Array, mask: Array) -> Array:
-  """−Cov(A, log π) over loss tokens, a sign of where entropy is heading.
+  """−Cov(A, log π) over loss tokens, an indicator of the change of entropy.
 
   Negative: likely tokens are pushed up or unlikely ones down, and entropy tends to fall; positive:
-  it tends to rise. A reading, not a prediction: compare with the measured change of entropy.
+  it tends to rise. This is a heuristic: compare it with the measured change of entropy.
 
   Args:
     coefficients: f32[P, G], A, the same for all tokens of a rollout.
@@ -77,9 +77,11 @@ def advantage_logprob_covariance(coefficients: Array, logprobs: Array, mask: Arr
     mask: [P, G, T], loss tokens.
   Returns:
     f32[], nats times the unit of A; 0 without loss tokens.
-  Source: FADE, arXiv 2607.01490; Cui et al., arXiv 2505.22617.
+  Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490);
+    "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models"
+    (arXiv:2505.22617).
   """
   chex.assert_rank([coefficients, logprobs, mask], [2, 3, 3])
   per_token = jnp.broadcast_to(upcast(coefficients)[..., None], mask.shape)
-  centred = per_token - masked_mean(per_token, mask)
-  return -masked_mean(centred * (logprobs - masked_mean(logprobs, mask)), mask)
+  centered = per_token - masked_mean(per_token, mask)
+  return -masked_mean(centered * (logprobs - masked_mean(logprobs, mask)), mask)

@@ -1,4 +1,4 @@
-"""What a policy loss is, and what all of them do first and report."""
+"""The interface of policy losses, and helpers and metrics that all of them share."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from rlvr_jax.types import Array, Metrics, TrainBatch
 
 
 class Loss(NamedTuple):
-  """A policy loss on log-probabilities; it never sees a model.
+  """A policy loss on log-probabilities; it does not depend on the model.
 
   Attributes:
     per_token: (policy_logprobs f32[P, G, T], batch, coefficients f32[P, G], statistics) →
       (losses f32[P, G, T], metrics). `batch` may be one micro-batch of the global batch. Losses of
-      masked tokens are finite and mean nothing; the aggregation drops them.
-    statistics: (policy_logprobs, batch, coefficients) of the *global* batch → what `per_token`
-      takes as `statistics`, constant for differentiation; None when no such statistic is needed.
-    needs_proximal: whether the batch must hold `proximal_logprobs`.
+      masked tokens are finite but have no meaning; the aggregation drops them.
+    statistics: (policy_logprobs, batch, coefficients) of the *global* batch → the `statistics`
+      argument of `per_token`, constant for differentiation; None if there is none.
+    needs_proximal: whether the batch must contain `proximal_logprobs`.
   """
 
   per_token: Callable[[Array, TrainBatch, Array, Any], tuple[Array, Metrics]]
@@ -32,10 +32,10 @@ class Loss(NamedTuple):
 
 
 class Tokens(NamedTuple):
-  """A loss's inputs in at least float32, with nothing left under the mask."""
+  """A loss's inputs in at least float32, with masked entries set to 0."""
 
   policy_logprobs: Array  # f32[P, G, T], nats; 0 where masked
-  log_ratios: Array  # f32[P, G, T], log π − log β, nats; 0 where masked
+  log_ratios: Array  # f32[P, G, T], log ρ = log π − log β, nats; 0 where masked
   coefficients: Array  # f32[P, G, 1], constant for differentiation
   mask: Array  # [P, G, T]
 
@@ -45,7 +45,7 @@ class Tokens(NamedTuple):
 
 
 def prepare(policy_logprobs: Array, batch: TrainBatch, coefficients: Array) -> Tokens:
-  """Checks shapes, raises precision, and clears what lies under the mask."""
+  """Checks shapes, casts to at least float32, and sets masked entries to 0."""
   chex.assert_rank([policy_logprobs, coefficients], [3, 2])
   chex.assert_equal_shape_prefix([policy_logprobs, coefficients], 2)
   return Tokens(
@@ -57,7 +57,7 @@ def prepare(policy_logprobs: Array, batch: TrainBatch, coefficients: Array) -> T
 
 
 def token_loss(function: Callable[[Tokens], tuple[Array, Array]]) -> Loss:
-  """A loss that looks at nothing but the tokens' ratios and coefficients.
+  """A loss that depends on the tokens' log-probabilities, ratios and coefficients only.
 
   Args:
     function: tokens → (losses f32[P, G, T], clipped [P, G, T] or [P, G, 1], see `clip_metrics`).
@@ -75,7 +75,7 @@ def token_loss(function: Callable[[Tokens], tuple[Array, Array]]) -> Loss:
 
 
 def clip_metrics(clipped: Array, tokens: Tokens) -> Metrics:
-  """Share of loss tokens whose ratio was clipped or capped: of all, of A > 0, of A < 0.
+  """Share of loss tokens whose ratio was clipped or capped: of all, with A > 0, and with A < 0.
 
   Args:
     clipped: [P, G, T] or [P, G, 1], 1 where the bound took effect.
@@ -100,9 +100,9 @@ def score_function(weights: Array | float, tokens: Tokens) -> Array:
 def follow(values: Array, log_terms: Array) -> Array:
   """`values` at every token, with gradient `values`·∇log_terms.
 
-  The token form sg(v)·exp(x − sg(x)) of a quantity of the whole response: its sum over the tokens
-  has the response's value and gradient times the token count, and dropping a token from the loss
-  drops exactly that token's gradient.
+  This is the token form sg(v)·exp(x − sg(x)) of a quantity v of the full response, where sg stops
+  the gradient: its sum over the tokens has the response's value and gradient times the token count,
+  and dropping a token from the loss drops exactly that token's gradient.
 
   Args:
     values: f32[P, G, 1], constant for differentiation.

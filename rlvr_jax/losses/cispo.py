@@ -13,9 +13,10 @@ def cispo(*, epsilon_low: float = 0.2, epsilon_high: float = 0.2) -> Loss:
   """ℓ = −sg(clip(ρ, 1−ε_low, 1+ε_high))·A·log π.
 
   Args:
-    epsilon_low: in [0, 1]; 1 leaves small ratios alone, as the paper does.
+    epsilon_low: in [0, 1]; 1 does not clip small ratios, as in the paper.
     epsilon_high: ≥ 0.
-  Source: arXiv 2506.13585. **open**: the paper tunes ε_high and does not give it; the defaults are
+  Source: "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention"
+    (arXiv:2506.13585). **open**: the paper tunes ε_high and does not give it; the defaults are
     GRPO's.
   """
   check_between("cispo", "epsilon_low", epsilon_low, low=0.0, high=1.0)

@@ -18,10 +18,10 @@ from rlvr_jax.types import Array, Metrics, TrainBatch
 def decoupled_ppo(
   *, epsilon_low: float = 0.2, epsilon_high: float = 0.2, behavior_weight_cap: float = 2.0
 ) -> Loss:
-  """ℓ = min(π_prox/β, cap)·`ppo_clip` on π/π_prox.
+  """ℓ = min(π_prox/β, cap)·`ppo_clip` on π/π_prox, for the behavior policy β.
 
-  π_prox, `batch.proximal_logprobs`, is taken when a batch is first trained on, or every so many
-  updates; the step provides it.
+  π_prox, `batch.proximal_logprobs`, is the policy when a batch is first trained on, or at regular
+  updates; the training step provides it.
 
   Args:
     epsilon_low: in [0, 1].
@@ -29,7 +29,7 @@ def decoupled_ppo(
     behavior_weight_cap: > 0.
   Raises:
     ValueError: at trace time, without `proximal_logprobs` in the batch.
-  Source: arXiv 2110.00641.
+  Source: "Batch size-invariance for policy optimization" (arXiv:2110.00641).
   """
   check_between("decoupled_ppo", "epsilon_low", epsilon_low, low=0.0, high=1.0)
   check_between("decoupled_ppo", "epsilon_high", epsilon_high, low=0.0)

@@ -13,14 +13,13 @@ from rlvr_jax.types import Array
 def gmpo(*, epsilon_low: float = 0.4, epsilon_high: float = 0.4) -> Loss:
   """ℓ = −A·exp(mean_t d̃), d̃ = s·min(s·d, s·clip(d, −ε_low, ε_high)), d = log ρ, s = sign(A).
 
-  Every token of a rollout has the rollout's value; its gradient is written so that a token's own
-  log-probability is reached through its own ℓ only (`follow`). Under any aggregation this is the
-  gradient of the formula, and a vetoed token takes exactly its own gradient away.
-  Made for the aggregation `sequence_mean`.
+  Every token of a rollout has the rollout's value, and a token's log-probability gets its gradient
+  only from its own ℓ (`follow`). Under any aggregation this is the gradient of the formula, and
+  vetoing a token removes exactly its gradient. Intended for the aggregation `sequence_mean`.
 
   Args:
     epsilon_low, epsilon_high: ≥ 0, nats: bounds of log ρ.
-  Source: arXiv 2507.20673.
+  Source: "Geometric-Mean Policy Optimization" (arXiv:2507.20673).
   """
   check_between("gmpo", "epsilon_low", epsilon_low, low=0.0)
   check_between("gmpo", "epsilon_high", epsilon_high, low=0.0)

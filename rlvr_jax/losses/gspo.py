@@ -1,4 +1,4 @@
-"""GSPO: the clipped surrogate on the ratio of whole responses."""
+"""GSPO: the clipped surrogate on the ratio of full responses."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rlvr_jax.types import Array
 
 
 def gspo(*, epsilon_low: float = 3e-4, epsilon_high: float = 4e-4) -> Loss:
-  """`ppo_clip` on s_i = exp(mean_t log ρ), in the token form sg(s_i)·π/sg(π).
+  """`ppo_clip` on s_i = exp(mean_t log ρ), ρ = π/β, in the token form sg(s_i)·π/sg(π).
 
-  Made for the aggregation `sequence_mean`.
+  Intended for the aggregation `sequence_mean`.
 
   Args:
     epsilon_low: in [0, 1].
     epsilon_high: ≥ 0.
-  Source: arXiv 2507.18071.
+  Source: "Group Sequence Policy Optimization" (arXiv:2507.18071).
   """
   check_between("gspo", "epsilon_low", epsilon_low, low=0.0, high=1.0)
   check_between("gspo", "epsilon_high", epsilon_high, low=0.0)

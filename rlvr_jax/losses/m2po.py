@@ -15,7 +15,7 @@ from rlvr_jax.types import Array, Mean, Metrics, TrainBatch
 
 
 class Interval(NamedTuple):
-  """The clip interval of ρ for a whole batch."""
+  """The clip interval of ρ for the global batch."""
 
   low: Array  # f32[], 0 where nothing is clipped
   high: Array  # f32[], inf where nothing is clipped
@@ -27,7 +27,7 @@ def second_moment_threshold(squares: Array, harmful: Array, *, budget: float) ->
 
   Args:
     squares: f32[...], Δ² = (log ρ)², nats².
-    harmful: bool[...], the tokens that are counted.
+    harmful: bool[...], the tokens to count.
     budget: τ, nats².
   Returns:
     f32[], nats².
@@ -49,8 +49,8 @@ def clip_interval(
   squares = jnp.square(tokens.log_ratios)
   second_moment = masked_mean(squares, harmful)
   threshold = second_moment_threshold(squares, harmful, budget=budget)
-  # Just below t², so that the token that sets it is clipped whatever the rounding, as it is in the
-  # authors' code, which subtracts 1e-12.
+  # Just below t², so that the token that sets it is clipped whatever the rounding. The authors'
+  # code subtracts 1e-12.
   margin = jnp.maximum(1e-12, 64 * jnp.finfo(threshold.dtype).eps * threshold)
   bound = jnp.sqrt(jnp.maximum(threshold - margin, 0.0))
   within_budget = second_moment <= budget  # also without a harmful token
@@ -66,15 +66,16 @@ def m2po(
 ) -> Loss:
   """`ppo_clip` whose interval keeps the second moment of harmful tokens within a budget.
 
-  Harmful tokens have A > 0 and ρ > 1, or A < 0 and ρ < 1; Δ² = (log ρ)². With mean Δ² ≤ τ nothing
-  is clipped; else the interval is [min(e^−t, 1−0.3), max(e^t, 1+0.5)], t² as in
-  `second_moment_threshold`. Sorted over the global batch.
+  Harmful tokens have A > 0 and ρ > 1, or A < 0 and ρ < 1, for ρ = π/β; Δ² = (log ρ)². If the mean
+  Δ² ≤ τ, nothing is clipped; otherwise the interval is [min(e^−t, 1−0.3), max(e^t, 1+0.5)], with
+  t² from `second_moment_threshold` over the global batch.
 
   Args:
     budget: τ > 0, nats².
-    min_epsilon_low: in [0, 1]; the interval never has its lower end above 1 − this.
-    min_epsilon_high: ≥ 0; nor its upper end below 1 + this.
-  Source: arXiv 2510.01161.
+    min_epsilon_low: in [0, 1]; the lower end is at most 1 − min_epsilon_low.
+    min_epsilon_high: ≥ 0; the upper end is at least 1 + min_epsilon_high.
+  Source: "Prosperity before Collapse: How Far Can Off-Policy RL Reach with Stale Data on LLMs?"
+    (arXiv:2510.01161).
   """
   check_between("m2po", "budget", budget, low=0.0, open_low=True)
   check_between("m2po", "min_epsilon_low", min_epsilon_low, low=0.0, high=1.0)
@@ -103,7 +104,7 @@ def m2po(
       **clip_metrics(clipped, tokens),
       "loss/second_moment": Mean(total=interval.second_moment, weight=one),
       "loss/clip_active": Mean(total=one * active, weight=one),
-      # The mean interval of the updates that have one.
+      # The mean over the updates that have an interval.
       "loss/clip_low": Mean(total=interval.low * active, weight=one * active),
       "loss/clip_high": Mean(total=jnp.where(active, interval.high, 0.0), weight=one * active),
     }

@@ -21,19 +21,21 @@ K3_LOG_RATIO_BOUND = 10.0
 def p3o(*, ess: str = "batch", cap: str = "ess", kl_term: bool = True) -> Loss:
   """ℓ = −sg(min(ρ, e))·A·log π + (1 − e)·k3.
 
-  e is the normalised effective sample size of the batch's token ratios and
-  k3 = log π − log β + exp(clip(log β − log π, −10, 10)) − 1, on β's samples, where it is not an
-  unbiased KL(π‖β). No clip range, no snapshot policy, no coefficient. Made for `token_mean`.
-  A ratio that is not finite makes the loss NaN, so that the update is skipped, not repaired.
+  ρ = π/β, e is the normalized effective sample size of the batch's token ratios, and
+  k3 = log π − log β + exp(clip(log β − log π, −10, 10)) − 1. On samples of β, k3 is not an unbiased
+  estimate of KL(π‖β). There is no clip range, snapshot policy or coefficient. Intended for
+  `token_mean`. A ratio that is not finite makes the loss NaN, so that the update is skipped.
 
   The arguments are the ablations: cap only `kl_term=False`, KL only `cap="none"`, per-sequence ESS
-  `ess="sequence"`, e frozen at 1 `ess="one"`, cap 1/e `cap="inverse_ess"`.
+  `ess="sequence"`, e fixed at 1 `ess="one"`, cap 1/e `cap="inverse_ess"`.
 
   Args:
-    ess: what e is taken over: "batch" (global), "sequence" (each response), "one" (e = 1).
+    ess: the set that e is computed over: "batch" (global), "sequence" (each response), or "one"
+      (e = 1).
     cap: the weight is min(ρ, e) for "ess", min(ρ, 1/e) for "inverse_ess", ρ for "none".
     kl_term: whether (1 − e)·k3 is added.
-  Source: arXiv 2605.12380 and the authors' code.
+  Source: "Trust the Batch, On- or Off-Policy: Adaptive Policy Optimization for RL Post-Training"
+    (arXiv:2605.12380) and the authors' code.
   """
   check_choice("p3o", "ess", ess, ("batch", "sequence", "one"))
   check_choice("p3o", "cap", cap, ("ess", "inverse_ess", "none"))
@@ -58,7 +60,7 @@ def p3o(*, ess: str = "batch", cap: str = "ess", kl_term: bool = True) -> Loss:
       e = jnp.ones((), ratios.dtype)
     e = jax.lax.stop_gradient(e)
     limit = {"ess": e, "inverse_ess": 1 / e, "none": jnp.inf}[cap]
-    # min(∞, e) = e would hide an overflow; the update has to be skipped and counted.
+    # min(∞, e) = e would hide an overflow, but the update has to be skipped and counted.
     weights = jnp.where(jnp.isfinite(ratios), jnp.minimum(ratios, limit), jnp.nan)
     losses = score_function(weights, tokens)
     k3 = kl.k3(

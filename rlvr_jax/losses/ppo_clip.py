@@ -32,13 +32,16 @@ def ppo_clip(
 ) -> Loss:
   """ℓ = max(−Aρ, −A·clip(ρ, 1−ε_low, 1+ε_high)), and min(ℓ, −A·c) where A < 0.
 
-  GRPO takes 0.2/0.2, DAPO 0.2/0.28; μ-GRPO's relaxed interval [0, 5] is 1.0/4.0.
+  ρ = π/β. GRPO uses ε_low = ε_high = 0.2, DAPO 0.2 and 0.28; μ-GRPO's relaxed interval [0, 5] is
+  1.0 and 4.0.
 
   Args:
     epsilon_low: in [0, 1].
     epsilon_high: ≥ 0.
     dual_clip: c > 1, usually 3; None leaves the loss of large ratios with A < 0 unbounded.
-  Source: arXiv 1707.06347; arXiv 2402.03300; dual clip arXiv 1912.09729.
+  Source: "Proximal Policy Optimization Algorithms" (arXiv:1707.06347); "DeepSeekMath: Pushing the
+    Limits of Mathematical Reasoning in Open Language Models" (arXiv:2402.03300); dual clip
+    "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning" (arXiv:1912.09729).
   """
   check_between("ppo_clip", "epsilon_low", epsilon_low, low=0.0, high=1.0)
   check_between("ppo_clip", "epsilon_high", epsilon_high, low=0.0)

@@ -10,11 +10,12 @@ from rlvr_jax.types import Array
 
 
 def reinforce(*, truncation: float | None = None) -> Loss:
-  """ℓ = −sg(w)·A·log π with w = min(ρ, c), or w = 1.
+  """ℓ = −sg(w)·A·log π with w = min(ρ, c), ρ = π/β, or w = 1.
 
   Args:
-    truncation: c > 0; None takes w = 1, which ignores how far π is from β.
-  Source: Williams 1992; truncated weights Ionides 2008, arXiv 1802.01561.
+    truncation: c > 0; None uses w = 1, which ignores how far π is from β.
+  Source: Williams 1992; truncated weights Ionides 2008, "IMPALA: Scalable Distributed Deep-RL with
+    Importance Weighted Actor-Learner Architectures" (arXiv:1802.01561).
   """
   if truncation is not None:
     check_between("reinforce", "truncation", truncation, low=0.0, open_low=True)

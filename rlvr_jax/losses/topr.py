@@ -10,9 +10,10 @@ from rlvr_jax.types import Array
 
 
 def topr() -> Loss:
-  """ℓ = −sg(w)·A·log π, w = 1 where A ≥ 0, min(Π_t ρ_t, 1) of the whole response where A < 0.
+  """ℓ = −sg(w)·A·log π, w = 1 where A ≥ 0, and min(Π_t ρ_t, 1) of the response where A < 0.
 
-  Source: arXiv 2503.14286.
+  Source: "Tapered Off-Policy REINFORCE: Stable and efficient reinforcement learning for LLMs"
+    (arXiv:2503.14286).
   """
 
   def per_token(tokens: Tokens) -> tuple[Array, Array]:

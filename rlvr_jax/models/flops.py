@@ -1,8 +1,8 @@
-"""Model FLOPs: what a policy's arithmetic has to cost, whatever the program wastes.
+"""Model FLOPs: the necessary arithmetic of a policy, independent of the implementation.
 
-Counted are the products of matrices, 2·M·N·K each, over tokens that exist and keys that are
-attended to. Not counted are padding, the masked part of the scores, what rematerialisation
-computes again, and everything elementwise.
+Matrix products are counted, 2·M·N·K each, over real tokens and the keys that they attend to.
+Padding, masked scores, recomputation by rematerialization and elementwise operations are not
+counted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlvr_jax.types import Params
 
 
 class _Forward(NamedTuple):
-  """FLOPs of a forward pass, by what the backward pass makes of them."""
+  """FLOPs of a forward pass, grouped by their cost in the backward pass."""
 
   kernels: float  # products with weights
   attention: float  # of activations with one another
@@ -32,20 +32,20 @@ def forward_flops(
   *,
   shared_prompt: bool = True,
 ) -> float:
-  """FLOPs of the logits of every response token: of generating them, or of scoring them.
+  """FLOPs of computing the logits of every response token, in generation or in scoring.
 
-  A prompt of s tokens and a response of t take s and t − 1 tokens through the layers, for the last
-  predicts nothing, and the head at t positions. Generation with a cache costs the same, token by
-  token.
+  With a prompt of s tokens and a response of t, the layers process s + t − 1 tokens, since the last
+  one predicts nothing, and the head is applied at t positions. Generation with a cache costs the
+  same.
 
   Args:
     config: the network's settings.
     prompt_lengths: i32[P], tokens, at least 1.
-    response_lengths: i32[P, G], tokens; a response of none costs nothing.
-    shared_prompt: whether a prompt is computed once for its G responses, as this package does, or
+    response_lengths: i32[P, G], tokens; an empty response costs nothing.
+    shared_prompt: whether a prompt is computed once for its G responses, as in this package, or
       once for each.
   Returns:
-    FLOPs, of all P·G responses together.
+    FLOPs of all P·G responses.
   Raises:
     ValueError: the lengths have other shapes, or are too small.
   """
@@ -60,13 +60,14 @@ def update_flops(
   *,
   adapters: Params | None = None,
 ) -> float:
-  """FLOPs of one pass of gradients: forward, and its products' gradients backward.
+  """FLOPs of one gradient computation: the forward pass and the backward pass.
 
-  A product has two, each as dear as itself. Of a frozen kernel only that of its input is taken.
+  A matrix product has two gradients, each as expensive as the product. For a frozen kernel only the
+  gradient with respect to its input is computed.
 
   Args:
     config: as in `forward_flops`, as are the lengths.
-    adapters: pairs of low rank, or their shapes, where they are trained beside frozen kernels.
+    adapters: low-rank adapters or their shapes, if the kernels are frozen.
   """
   forward = _forward(config, prompt_lengths, response_lengths, shared_prompt=True)
   if adapters is None:
@@ -112,19 +113,19 @@ def _forward(
 
 
 def _layer_flops_per_token(c: TransformerConfig) -> float:
-  """Of the projections of one layer."""
+  """FLOPs per token of the projections of one layer."""
   queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
   attention = c.width * (2 * queries + 2 * keys)  # query, output; key, value
   return 2.0 * (attention + 3 * c.width * c.mlp_width)
 
 
 def _attended(lengths: npt.NDArray[np.int64], window: int | None) -> npt.NDArray[np.int64]:
-  """Σ over the first n tokens of the keys that each sees, itself and up to window − 1 before."""
+  """Σ over the first n tokens of the number of keys that each attends to, at most `window`."""
   near = lengths if window is None else np.minimum(lengths, window)
   return near * (near + 1) // 2 + (lengths - near) * near
 
 
 def _windows(c: TransformerConfig) -> list[int | None]:
-  """Tokens that each layer's queries look back; None without a limit."""
+  """The window of each layer's queries, in tokens; None if there is no limit."""
   sliding = c.sliding_layers or [False] * c.num_layers
   return [c.sliding_window if slides else None for slides in sliding]

@@ -1,4 +1,4 @@
-"""The only boundary between flax and the rest: plain dict parameters in, arrays out."""
+"""The boundary between flax and the rest of the package: plain dicts in, arrays out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlvr_jax.types import Array, Head, Params, Prompts, Rows
 
 
 def all_trained(trained: Params, frozen: Params) -> Params:
-  """The parameters of a network that is trained whole: there are no frozen ones."""
+  """The parameters of a network without frozen parameters."""
   del frozen
   return trained
 

@@ -1,7 +1,7 @@
-"""Hugging Face checkpoint directories in and out, tensor by tensor, never through remote code.
+"""Loads and saves Hugging Face checkpoint directories, tensor by tensor, without remote code.
 
-Safetensors files hold the weights; what network they are of, `huggingface_config` knows, and which
-tensor is which parameter, `huggingface_tensors`.
+The weights are in safetensors files. `huggingface_config` reads the network's settings, and
+`huggingface_tensors` maps tensors to parameters.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_choice
 from rlvr_jax.types import Array, Params
 
-BLOCK_BYTES = 32 * 2**20  # of one tensor, on the host at a time
-COPIED = (  # from the source of an export
+BLOCK_BYTES = 32 * 2**20  # of one tensor on the host at a time
+COPIED = (  # copied from the source of an export
   "generation_config.json",
   "tokenizer.json",
   "tokenizer.model",
@@ -60,21 +60,21 @@ COPIED = (  # from the source of an export
 def load_params(
   directory: str | os.PathLike[str], abstract_params: Params, *, block_bytes: int = BLOCK_BYTES
 ) -> Params:
-  """A checkpoint directory's weights as sharded parameters.
+  """Loads a checkpoint directory's weights as sharded parameters.
 
-  Every process reads what its own devices hold, once, whichever of them share it. Blocks of one
-  tensor's rows go to the devices, where they are transposed, cast and put in place: beside the
-  parameters the host holds about one block.
+  Every process reads each part that its devices need once. Blocks of one tensor's rows are sent to
+  the devices and transposed, cast and inserted there, so that the host needs memory for about one
+  block beyond the parameters.
 
   Args:
     directory: local or a URL such as gs://bucket/folder.
     abstract_params: nested dict of `jax.ShapeDtypeStruct`s with shardings.
-    block_bytes: of a tensor, on the host at a time; at least a row is.
+    block_bytes: bytes of a tensor that are on the host at a time; at least one row.
   Raises:
-    FileNotFoundError: no weights there, or a shard is missing.
-    ValueError: pickled or quantized weights, a damaged file, tensors that are missing, unknown or
-      of another shape than the parameters, before the weights are read; weights that are NaN or
-      infinite, after it.
+    FileNotFoundError: there are no weights, or a shard is missing.
+    ValueError: before the weights are read: they are pickled or quantized, a file is damaged, or
+      tensors are missing, unknown or of another shape than the parameters; after that: weights are
+      NaN or infinite.
   """
   tensors = usual_names(safetensors.open_checkpoint(directory), directory)
   leaves = leaves_of(abstract_params)
@@ -90,7 +90,7 @@ def load_params(
 
 
 def _settle_tied_head(tensors: dict[str, Tensor], leaves: list[Leaf], directory: Any) -> None:
-  """Drops a tied head that was saved beside the embedding, or in its place."""
+  """Drops a tied head that was saved in addition to the embedding, or instead of it."""
   if any(leaf.path == ("head_kernel",) for leaf in leaves) or HEAD not in tensors:
     return
   head = tensors.pop(HEAD)
@@ -99,8 +99,8 @@ def _settle_tied_head(tensors: dict[str, Tensor], leaves: list[Leaf], directory:
   for row in range(0, rows, max(1, rows // 16)):  # training moves every row of a head
     if not np.array_equal(head.rows(row, row + 1), embedding.rows(row, row + 1)):
       raise ValueError(
-        f"{directory}: {head.name!r} is not {embedding.name!r}, though {CONFIG} says that they are"
-        " tied; if they are not, set tie_word_embeddings to false there"
+        f"{directory}: {head.name!r} differs from {embedding.name!r}, but {CONFIG} says that they"
+        " are tied; if they are not, set tie_word_embeddings to false there"
       )
 
 
@@ -123,8 +123,8 @@ def _check_tensors(
       )
   if problems:
     raise ValueError(
-      f"{directory}: its tensors are not those of the model. {'; '.join(problems[:5])}. Is the"
-      f" configuration this checkpoint's own {CONFIG}?"
+      f"{directory}: the tensors do not match the model. {'; '.join(problems[:5])}. Check that"
+      f" {CONFIG} belongs to this checkpoint"
     )
   for name in shapes:
     _ = tensors[name].dtype  # raises if it cannot be read
@@ -132,17 +132,17 @@ def _check_tensors(
 
 @jax.jit
 def _are_finite(params: Params) -> Params:
-  # Of the sum, which NaN and infinities spread to: isfinite(x) would be as large as all of them.
+  # isfinite of the sum, to which NaN and infinities propagate, needs no memory, unlike isfinite(x).
   return jax.tree.map(lambda x: jnp.isfinite(jnp.sum(x)), params)
 
 
 def _check_finite(params: Params, leaves: list[Leaf], directory: Any) -> None:
-  """Raises for a checkpoint that its training has ruined."""
+  """Raises for a checkpoint with NaN or infinite weights."""
   finite = jax.device_get(_are_finite(params))
   if ruined := [leaf for leaf in leaves if not value_of(finite, leaf)]:
     raise ValueError(
       f"{directory}: NaN or infinite weights in {len(ruined)} of {len(leaves)} parameters:"
-      f" {_some(['/'.join(leaf.path) for leaf in ruined])}. It is spoilt; take an earlier one"
+      f" {_some(['/'.join(leaf.path) for leaf in ruined])}; use an earlier checkpoint"
     )
 
 
@@ -157,7 +157,7 @@ def _load_leaf(
   indices = sharding.addressable_devices_indices_map(shape)
   shards = {device: _bounds(index, shape) for device, index in indices.items()}
   held_bytes = len(shards) * math.prod(sharding.shard_shape(shape)) * wanted.dtype.itemsize
-  # What is small in all is put together on the host: no program to compile for shape and device.
+  # A small tensor is assembled on the host: no program to compile for its shape and device.
   on_host = held_bytes <= block_bytes
   buffers: dict[jax.Device, Any] = {}
   for device, bounds in shards.items():
@@ -182,8 +182,8 @@ def _pieces(
   tensors: Mapping[str, Tensor],
   block_bytes: int,
 ) -> Iterator[dict[jax.Device, tuple[tuple[int, ...], np.ndarray]]]:
-  """For every block that is read: device → where in its shard which part of the block belongs."""
-  # Devices that hold the same rows of a published tensor share their reading.
+  """For every block to read: device → the part of its shard and the part of the block for it."""
+  # Devices that need the same rows of a published tensor share one read.
   by_rows: dict[Any, list[jax.Device]] = {}
   for device, bounds in shards.items():
     layers, (rows, *_) = leaf.published(bounds)
@@ -208,7 +208,7 @@ def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int
 def _blocks(
   tensor: Tensor, rows: tuple[int, int], block_bytes: int
 ) -> Iterator[tuple[int, np.ndarray]]:
-  """First row and rows, all blocks of one size: the last overlaps, so that one program serves."""
+  """(first row, rows) of each block, all of one size, so that one program serves all of them."""
   first, last = rows
   size = _block_rows(tensor.shape, tensor.dtype, last - first, block_bytes)
   for start in range(first, last, size):
@@ -235,7 +235,7 @@ def _put_on_host(
 
 
 def _turned(block: Any, rank: int, transposed: bool) -> Any:
-  """Rows of a published tensor as they lie in a parameter."""
+  """Rows of a published tensor in the layout of the parameter."""
   block = block.T if transposed else block
   return block.reshape((1,) * (rank - block.ndim) + block.shape)
 
@@ -255,21 +255,21 @@ def save_checkpoint(
 ) -> None:
   """Writes a directory that `transformers` loads; all processes call it, the first one writes.
 
-  Rows of one tensor at a time leave the devices. A local directory is there whole or not at all;
-  behind a URL config.json comes last.
+  Rows of one tensor at a time are copied to the host. A local directory is written atomically; at a
+  URL config.json is written last.
 
   Args:
     directory: absent or empty; local or a URL such as gs://bucket/folder.
     params: nested dict of arrays, sharded or not.
-    config: of the network.
-    dtype: of the written weights: bfloat16, float16 or float32.
+    config: settings of the network.
+    dtype: dtype of the written weights: bfloat16, float16 or float32.
     source: a checkpoint directory of the same family whose tokenizer, generation_config.json and
-      further settings, such as the stop tokens, are taken over.
-    max_shard_bytes: of a file.
-    block_bytes: of a tensor, on the host at a time.
+      further settings, such as the stop tokens, are copied.
+    max_shard_bytes: limit on the size of a file.
+    block_bytes: bytes of a tensor that are on the host at a time.
   Raises:
-    FileExistsError: there is something in `directory`.
-    ValueError: parameters or settings that no family of `transformers` has.
+    FileExistsError: `directory` is not empty.
+    ValueError: no family of `transformers` has these parameters or settings.
   """
   check_choice("save_checkpoint", "dtype", dtype, ("bfloat16", "float16", "float32"))
   safetensors.check_vacant(directory)

@@ -1,9 +1,9 @@
-"""config.json of Hugging Face checkpoint directories: which network it describes.
+"""Reads the network's settings from config.json of Hugging Face checkpoint directories.
 
-Facts about the families, defaults included, are those of the `transformers` library's configuration
-classes, to which a test compares them. They are not read through `AutoConfig`: a core install reads
-checkpoints too, version 4 takes a file of version 5 for one without rope_parameters, and neither
-refuses what is not implemented here.
+Facts about the families, including defaults, are those of the configuration classes of the
+`transformers` library, to which a test compares them. They are not read with `AutoConfig`: a core
+install can read checkpoints without it, version 4 ignores the rope_parameters of a file of
+version 5, and neither version rejects what is not implemented here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlvr_jax.files import listing, located
 from rlvr_jax.models import safetensors
 from rlvr_jax.models.rotary import RopeScaling, YarnScaling
 from rlvr_jax.models.transformer import TransformerConfig
-from rlvr_jax.ops.checks import check_between, check_choice, check_whole
+from rlvr_jax.ops.checks import check_between, check_choice, check_integer
 
 CONFIG = "config.json"
 
@@ -48,7 +48,8 @@ _GEMMA: dict[str, Any] = dict(
   query_pre_attn_scalar=256,
   sliding_window=4096,
 )
-# What a config.json may leave out; what no family's says has its default where it is read.
+# Defaults by family of fields that a config.json may omit. Defaults that all families share are
+# stated where the field is read.
 DEFAULTS: dict[str, dict[str, Any]] = {
   "qwen2": _QWEN,
   "qwen3": _QWEN | dict(head_dim=128),
@@ -87,39 +88,39 @@ ACTIVATIONS = {
   "gelu_fast": "gelu_tanh",
   "gelu": "gelu",
 }
-# What a multimodal model's config.json says outside of its text_config.
+# Fields that a multimodal model's config.json has outside of its text_config.
 _OF_OUTER = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def checkpoint_config(directory: str | os.PathLike[str], **overrides: Any) -> TransformerConfig:
-  """The network that a directory's config.json describes.
+  """The settings of the network that a directory's config.json describes.
 
   Args:
     directory: local or a URL such as gs://bucket/folder.
-    overrides: fields of `TransformerConfig` that replace what was found, such as the dtypes, which
-      are ours to choose and not taken from the file.
+    overrides: fields of `TransformerConfig` that replace those of the file, such as the dtypes,
+      which are not read from it.
   Raises:
-    FileNotFoundError: no config.json.
-    ValueError: a family, rotary embedding or activation that is not implemented, quantized
-      weights, or values that contradict one another.
+    FileNotFoundError: there is no config.json.
+    ValueError: the family, rotary embedding or activation is not implemented, weights are
+      quantized, or values contradict one another.
   """
   if CONFIG not in listing(directory):
-    raise FileNotFoundError(f"{directory} has no {CONFIG}; name a checkpoint's own folder")
+    raise FileNotFoundError(f"{directory} has no {CONFIG}; name the folder of a checkpoint")
   return TransformerConfig(**(config_fields(*read_config(directory)) | overrides))
 
 
 def read_config(directory: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
-  """What config.json holds, and where it is, for messages."""
+  """The content of config.json, and its path for messages."""
   system, folder = located(directory)
   path = posixpath.join(folder, CONFIG)
   return safetensors.read_json(system, path), path
 
 
 def longest_text(directory: str | os.PathLike[str]) -> int | None:
-  """Tokens that the network was made for, as its config.json says; None where it does not.
+  """The maximum length in tokens that config.json states; None if it states none.
 
-  Longer ones can be computed; what comes out is another matter.
+  Longer sequences can be computed, but the network was not trained on them.
   """
   published, path = read_config(directory)
   length = family_settings(published, path)[1].get("max_position_embeddings")
@@ -130,7 +131,7 @@ def longest_text(directory: str | os.PathLike[str]) -> int | None:
 
 
 def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
-  """Fields of `TransformerConfig` from a config.json's content; `owner` names it in messages."""
+  """Converts config.json's content to `TransformerConfig` fields; messages begin with `owner`."""
   family, given = family_settings(published, owner)
   c = DEFAULTS[family] | given
   gemma = family.startswith("gemma")
@@ -141,11 +142,13 @@ def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
   if c.get("head_dim") is None:
     c["head_dim"] = size("hidden_size") // heads
   activation = c["hidden_activation" if gemma else "hidden_act"]
-  if gemma and activation is None:  # early files say it in hidden_act, of which nothing was used
+  if gemma and activation is None:  # early files have only hidden_act, which was not used
     activation = "gelu_pytorch_tanh"
   check_choice(owner, "hidden activation", activation, tuple(ACTIVATIONS))
   if gemma and c.get("use_bidirectional_attention"):
-    raise ValueError(f"{owner}: use_bidirectional_attention is set; only causal models are read")
+    raise ValueError(
+      f"{owner}: use_bidirectional_attention is set; only causal models are supported"
+    )
   layers = _sliding_layers(family, c, owner)
   ropes = _ropes(family, c, owner)
   theta, scaling = _rope(ropes[0], c, owner)
@@ -171,7 +174,7 @@ def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
     query_scale=_number(owner, "query_pre_attn_scalar", c["query_pre_attn_scalar"]) ** -0.5
     if gemma
     else None,
-    # Gemma 3 configurations have the field, its attention does not look at it.
+    # Gemma 3 configurations have the field, but its attention does not use it.
     attention_soft_cap=_soft_cap(c, "attn_logit_softcapping", owner)
     if family == "gemma2"
     else None,
@@ -186,7 +189,7 @@ def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
 
 
 def family_settings(published: Mapping[str, Any], owner: str) -> tuple[str, dict[str, Any]]:
-  """The family's name, and the text model's own settings."""
+  """The family's name, and the text model's settings."""
   kind: Any = published.get("model_type")
   check_choice(owner, "model_type", kind, tuple(ARCHITECTURES))
   for architecture in published.get("architectures") or ():
@@ -194,8 +197,8 @@ def family_settings(published: Mapping[str, Any], owner: str) -> tuple[str, dict
   quantized = [f for f in ("quantization_config", "compression_config") if published.get(f)]
   if quantized:
     raise ValueError(
-      f"{owner}: {quantized[0]} is set; quantized weights are not read. Load the checkpoint"
-      " that it was made from, or write it back as bfloat16"
+      f"{owner}: {quantized[0]} is set; quantized weights are not supported. Load the original"
+      " checkpoint, or convert this one to bfloat16"
     )
   if kind != "gemma3":
     return kind, dict(published)
@@ -207,7 +210,7 @@ def family_settings(published: Mapping[str, Any], owner: str) -> tuple[str, dict
 
 
 def _size(owner: str, name: str, value: Any) -> int:
-  check_whole(owner, name, value, low=1)
+  check_integer(owner, name, value, low=1)
   return value
 
 
@@ -221,7 +224,7 @@ def _soft_cap(c: Mapping[str, Any], name: str, owner: str) -> float | None:
 
 
 def _sliding_layers(family: str, c: Mapping[str, Any], owner: str) -> tuple[bool, ...] | None:
-  """Which layers slide; None if none does."""
+  """Which layers use sliding-window attention; None if none does."""
   count = _size(owner, "num_hidden_layers", c["num_hidden_layers"])
   if family == "llama":
     return None
@@ -252,11 +255,11 @@ def _sliding_layers(family: str, c: Mapping[str, Any], owner: str) -> tuple[bool
 
 
 def _ropes(family: str, c: Mapping[str, Any], owner: str) -> list[dict[str, Any]]:
-  """Rotary settings of full layers and, of Gemma 3, of sliding ones, old style as new style."""
+  """Rotary settings, in the new style, of full layers and, for Gemma 3, of sliding layers."""
   new, old = c.get("rope_parameters") or {}, c.get("rope_scaling") or {}
   for name, value in (("rope_parameters", new), ("rope_scaling", old)):
     if not isinstance(value, Mapping):
-      raise ValueError(f"{owner}: {name} = {value!r} is no JSON object")
+      raise ValueError(f"{owner}: {name} = {value!r} is not a JSON object")
   if family != "gemma3_text":
     return [{"rope_theta": c.get("rope_theta", 10_000.0)} | dict(new) | dict(old)]
   full, sliding = new.get("full_attention") or {}, new.get("sliding_attention") or {}
@@ -269,12 +272,14 @@ def _ropes(family: str, c: Mapping[str, Any], owner: str) -> list[dict[str, Any]
 def _rope(
   rope: Mapping[str, Any], c: Mapping[str, Any], owner: str
 ) -> tuple[float, RopeScaling | YarnScaling | None]:
-  """θ and the scaling of one kind of layer."""
+  """θ and the scaling of the rotary embedding for one kind of layer."""
   number = lambda name: _number(owner, f"rotary {name}", rope.get(name))
   kind = rope.get("rope_type", rope.get("type", "default"))
   check_choice(owner, "rope_type", kind, _ROPE_TYPES)
   if rope.get("partial_rotary_factor", c.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
-    raise ValueError(f"{owner}: partial_rotary_factor is set; heads are rotated as a whole only")
+    raise ValueError(
+      f"{owner}: partial_rotary_factor is set; only the rotation of full heads is supported"
+    )
   theta = number("rope_theta")
   if kind == "default":
     return theta, None
@@ -287,7 +292,7 @@ def _rope(
       original_length=original,
       fast_rotations=rope.get("beta_fast") or 32,
       slow_rotations=rope.get("beta_slow") or 1,
-      whole_indices=bool(rope.get("truncate", True)),
+      integer_indices=bool(rope.get("truncate", True)),
       attention_factor=_yarn_attention_factor(rope, factor),
     )
   if kind == "linear":
@@ -301,7 +306,7 @@ def _rope(
 
 
 def _sliding_theta(rope: Mapping[str, Any], c: Mapping[str, Any], owner: str) -> float:
-  """θ of Gemma 3's sliding layers."""
+  """θ of the rotary embedding of Gemma 3's sliding layers."""
   theta, scaling = _rope(rope, c, owner)
   if scaling is not None:
     raise ValueError(

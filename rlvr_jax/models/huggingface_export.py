@@ -1,4 +1,4 @@
-"""config.json of an exported policy: the way back from `huggingface_config`."""
+"""config.json of an exported policy: the inverse of `huggingface_config`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from rlvr_jax.ops.checks import check_choice
 def published_config(
   config: TransformerConfig, dtype: str, source: str | os.PathLike[str] | None
 ) -> dict[str, Any]:
-  """The content of config.json, for transformers 5 and, with the older names beside them, 4.
+  """The content of config.json, for transformers 5 and, under the older names as well, 4.
 
   Raises:
-    ValueError: no family computes what `config` says.
+    ValueError: no family implements `config`.
   """
   family = _family_of(config)
   gemma = family.startswith("gemma")
@@ -76,7 +76,7 @@ def published_config(
 def _taken_over(
   family: str, config: TransformerConfig, source: str | os.PathLike[str] | None
 ) -> dict[str, Any]:
-  """Fields that say nothing of the network: the source's, or the family's defaults."""
+  """Fields that do not describe the network: the source's, or the family's defaults."""
   base: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
   longest = DEFAULTS[family]["max_position_embeddings"]
   base |= {"use_cache": True, "max_position_embeddings": longest}
@@ -84,14 +84,14 @@ def _taken_over(
     content, path = read_config(source)
     source_family, settings = family_settings(content, path)
     check_choice(path, "model_type", source_family, (family,))
-    base |= {name: value for name, value in settings.items() if name not in _NOT_TAKEN_OVER}
+    base |= {name: value for name, value in settings.items() if name not in _NOT_COPIED}
   elif config.rope_scaling is not None:
     extended = round(config.rope_scaling.factor * config.rope_scaling.original_length)
     base["max_position_embeddings"] = max(longest, extended)
   return base
 
 
-_NOT_TAKEN_OVER = (  # of the source's config.json
+_NOT_COPIED = (  # from the source's config.json
   "auto_map",
   "rope_theta",
   "rope_scaling",
@@ -136,7 +136,7 @@ def _published_scaling(scaling: RopeScaling | YarnScaling | None) -> dict[str, A
       "original_max_position_embeddings": scaling.original_length,
       "beta_fast": scaling.fast_rotations,
       "beta_slow": scaling.slow_rotations,
-      "truncate": scaling.whole_indices,
+      "truncate": scaling.integer_indices,
     }
     if scaling.attention_factor is not None:
       found["attention_factor"] = scaling.attention_factor
@@ -153,7 +153,7 @@ def _published_scaling(scaling: RopeScaling | YarnScaling | None) -> dict[str, A
 
 
 def _check_reads_back(published: Mapping[str, Any], config: TransformerConfig) -> None:
-  """Raises where the family's fields cannot say what `config` says."""
+  """Raises if the family's fields cannot represent `config`."""
   sliding = any(config.sliding_layers or ())
   said = dataclasses.asdict(config) | dict(
     rope_scaling=config.rope_scaling,

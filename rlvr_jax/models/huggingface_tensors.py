@@ -1,4 +1,4 @@
-"""Which published tensor is which parameter, in checkpoints of all families."""
+"""The mapping between published tensors and parameters, for checkpoints of all families."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlvr_jax.types import Params
 
 
 class Leaf(NamedTuple):
-  """A parameter of ours, and the published tensors that it is made of."""
+  """A parameter, and the published tensors that it is made of."""
 
   path: tuple[str, ...]
   names: list[str]  # one per layer where layers are stacked on the first axis
@@ -22,7 +22,7 @@ class Leaf(NamedTuple):
   transposed: bool  # kernels are [in, out] here, [out, in] there
 
   def published(self, index: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """A shape or index of ours as the layers it covers, and what it is of each published tensor."""
+    """Splits a parameter's shape or index into its layers and that of each published tensor."""
     layers, own = (index[0], index[1:]) if self.stacked else (None, index)
     return layers, own[::-1] if self.transposed else own
 
@@ -41,7 +41,7 @@ _NORMS = {
   "query_norm": "self_attn.q_norm",
   "key_norm": "self_attn.k_norm",
 }
-# Gemma has a norm after attention, and calls the one before the MLP by another name.
+# Gemma has a norm after attention, and another name for the norm before the MLP.
 _TWO_NORMS = {"mlp_norm": "post_attention_layernorm"}
 _FOUR_NORMS = {
   "post_attention_norm": "post_attention_layernorm",
@@ -96,7 +96,7 @@ def shapes_of(leaves: Iterable[Leaf], params: Params) -> dict[str, tuple[int, ..
 
 
 def value_of(params: Params, leaf: Leaf) -> Any:
-  """What a tree of parameters, or of anything else per parameter, has at a leaf."""
+  """The value at a leaf of a tree with the structure of the parameters."""
   return functools.reduce(lambda tree, key: tree[key], leaf.path, params)
 
 
@@ -111,7 +111,7 @@ _PREFIXES = (  # of a text model within another, and of one saved without its he
 
 
 def usual_names(tensors: Mapping[str, Tensor], directory: Any) -> dict[str, Tensor]:
-  """The tensors by the names that most checkpoints give them, without those that are not used."""
+  """The tensors that are used, by the names that they have in most checkpoints."""
   found: dict[str, Tensor] = {}
   for name, tensor in tensors.items():
     if _UNUSED.search(name):

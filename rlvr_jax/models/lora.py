@@ -1,7 +1,7 @@
-"""LoRA: a trained change of low rank beside frozen kernels, W + (α/R)·A·B.
+"""LoRA: trained low-rank changes of frozen kernels, W + (α/R)·A·B.
 
-The trained parameters are the adapters alone, a nested dict that mirrors the adapted kernels,
-{"blocks": {"query": {"a": [L, D, R], "b": [L, R, E]}}}. The base is an argument of its own.
+The trained parameters are the adapters only, a nested dict that mirrors the adapted kernels,
+{"blocks": {"query": {"a": [L, D, R], "b": [L, R, E]}}}. The frozen base is a separate argument.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import jax.numpy as jnp
 
 from rlvr_jax.models.functional import Model
 from rlvr_jax.models.linear import LowRank
-from rlvr_jax.ops.checks import check_between, check_whole
+from rlvr_jax.ops.checks import check_between, check_integer
 from rlvr_jax.types import Array, Params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraSettings:
-  """Which kernels are adapted, and how.
+  """Settings of LoRA: which kernels are adapted, and how.
 
   Attributes:
     rank: R.
-    alpha: α; a change counts α/R times.
+    alpha: α; a change is multiplied by α/R.
     targets: regular expression that is searched for in the paths of the layers' kernels, such as
       "blocks/(query|value)$".
   Raises:
-    ValueError: a rank below 1, an α that is not positive, no regular expression.
+    ValueError: the rank is below 1, α is not positive, or `targets` is not a regular expression.
   """
 
   rank: int
@@ -38,13 +38,13 @@ class LoraSettings:
   targets: str = r"blocks/(query|key|value|output|gate|up|down)$"
 
   def __post_init__(self):
-    check_whole("LoraSettings", "rank", self.rank, low=1)
+    check_integer("LoraSettings", "rank", self.rank, low=1)
     check_between("LoraSettings", "alpha", self.alpha, low=0.0, open_low=True)
     try:
       re.compile(self.targets)
     except (re.error, TypeError) as error:
       raise ValueError(
-        f"LoraSettings: targets = {self.targets!r} is no regular expression ({error}); give one"
+        f"LoraSettings: targets = {self.targets!r} is not a regular expression ({error}); give one"
         ' such as "blocks/(query|value)$"'
       ) from error
 
@@ -54,7 +54,7 @@ class LoraSettings:
 
 
 def init(key: Array, base: Params, settings: LoraSettings) -> Params:
-  """Adapters that change nothing yet: A uniform within ±1/√D, B zero.
+  """Initial adapters, which change nothing: A uniform within ±1/√D, B zero.
 
   Args:
     key: one PRNG key.
@@ -63,8 +63,9 @@ def init(key: Array, base: Params, settings: LoraSettings) -> Params:
   Returns:
     {"blocks": {name: {"a": [L, D, R], "b": [L, R, E]}}}, at least float32.
   Raises:
-    ValueError: no kernel is targeted, or one is too small for the rank.
-  Source: LoRA, arXiv 2106.09685, §4.1; A as the PEFT library draws it.
+    ValueError: no kernel is targeted, or a targeted kernel is too small for the rank.
+  Source: "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685), §4.1; A as the
+    PEFT library initializes it.
   """
 
   def pair(key, kernel):
@@ -85,7 +86,7 @@ def target_kernels(base: Params, settings: LoraSettings) -> dict[str, Any]:
   Args:
     base: parameters, or their shapes.
   Raises:
-    ValueError: there is none, or one is too small for the rank.
+    ValueError: no kernel is targeted, or a targeted kernel is too small for the rank.
   """
   blocks = base["blocks"]
   kernels = {name: blocks[name] for name in sorted(blocks) if getattr(blocks[name], "ndim", 0) == 3}
@@ -106,16 +107,16 @@ def target_kernels(base: Params, settings: LoraSettings) -> dict[str, Any]:
 
 
 def combine(adapters: Params, base: Params, settings: LoraSettings) -> Params:
-  """The network's parameters: the base's, with a change of low rank beside each adapted kernel.
+  """The network's parameters: those of the base, with a `LowRank` for each adapted kernel.
 
-  Scoring adds (α/R)·(x·A)·B to each targeted product and never forms a merged kernel, so that a
-  gradient is as small as the adapters. Decoding merges once, see `Model.decoding_params`.
+  Scoring adds (α/R)·(x·A)·B to each targeted product and never forms a merged kernel, so that
+  gradients are as small as the adapters. Decoding merges once, see `Model.decoding_params`.
 
   Args:
-    adapters: what is trained.
-    base: the frozen parameters. Within a jitted function they have to be one of its arguments:
-      otherwise they are compiled in.
-    settings: that the adapters were made with.
+    adapters: the trained parameters.
+    base: the frozen parameters. In a jitted function they must be one of its arguments, since they
+      would otherwise be compiled in as constants.
+    settings: the settings that the adapters were made with.
   """
   blocks = base["blocks"]
   beside = lambda kernel, a, b: LowRank(kernel, a, b * settings.scale)
@@ -124,7 +125,7 @@ def combine(adapters: Params, base: Params, settings: LoraSettings) -> Params:
 
 
 def adapted(model: Model, settings: LoraSettings | None) -> Model:
-  """`model` with adapters as what is trained; as it is where `settings` is None."""
+  """`model` with adapters as its trained parameters; unchanged if `settings` is None."""
   if settings is None:
     return model
   return model._replace(combine=functools.partial(combine, settings=settings))

@@ -28,8 +28,8 @@ _NAMES = {module: name for name, module in KERNELS.items()}
 _MATRICES = {"a": "lora_A", "b": "lora_B"}
 _TENSOR = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.([\w.]+)\.lora_[AB]\.weight")
 
-# Fields of a configuration that leave W + (α/R)·A·B what it is, whatever they hold: who made it,
-# how it was trained, and what the tensors' names say again.
+# Fields of a configuration that do not affect W + (α/R)·A·B: who made it, how it was trained, and
+# what the tensors' names state as well.
 _WITHOUT_EFFECT = {
   *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
   *("inference_mode", "lora_dropout", "eva_config", "loftq_config", "ensure_weight_tying"),
@@ -39,7 +39,7 @@ _WITHOUT_EFFECT = {
 _ALLOWED = {
   "peft_type": ("LORA",),
   "bias": ("none",),
-  # Starts of A and B that leave the base as it is; PiSSA and others change it.
+  # Initializations of A and B that do not change the base; PiSSA and others change it.
   "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }
 _UNSET: tuple[Any, ...] = (None, False, [], {})
@@ -56,14 +56,14 @@ def save_adapters(
   """Writes adapters as `peft.PeftModel.from_pretrained` reads them.
 
   Args:
-    directory: to be made; local or a URL.
-    adapters: as `lora.init` makes them, whole on this host.
-    settings: that they were made with.
-    config: of the base.
-    base_model: folder or name of the base's checkpoint, for whoever loads the adapters.
+    directory: will be created; local or a URL.
+    adapters: as `lora.init` returns them, fully on this host.
+    settings: the settings that they were made with.
+    config: settings of the base network.
+    base_model: folder or name of the base's checkpoint, for users of the adapters.
   Raises:
-    ValueError: the adapters' shapes are not those of `settings` and `config`.
-    FileExistsError: there is something in `directory`.
+    ValueError: the adapters' shapes do not match `settings` and `config`.
+    FileExistsError: `directory` is not empty.
   """
   check_adapters(adapters, settings, config)
   tensors: dict[str, npt.NDArray[Any]] = {}
@@ -100,15 +100,15 @@ def save_adapters(
 def load_adapters(
   directory: str | os.PathLike[str], config: TransformerConfig
 ) -> tuple[Params, LoraSettings]:
-  """Adapters that `save_adapters` or the PEFT library wrote, and the settings they belong to.
+  """Loads adapters that `save_adapters` or the PEFT library wrote, and their settings.
 
   Args:
     directory: local or a URL.
-    config: of the base.
+    config: settings of the base network.
   Returns:
-    Adapters as `lora.init` makes them, NumPy arrays of at least float32.
+    Adapters as `lora.init` returns them, NumPy arrays of at least float32.
   Raises:
-    ValueError: of another model, or of a kind other than W + (α/R)·A·B on every layer alike.
+    ValueError: they are for another model, or not of the form W + (α/R)·A·B in every layer.
     FileNotFoundError: one of the two files is missing.
   """
   system, folder = located(directory)
@@ -144,7 +144,7 @@ def load_adapters(
 
 
 def check_adapters(adapters: Params, settings: LoraSettings, config: TransformerConfig) -> None:
-  """Raises ValueError unless the adapters' shapes are those of `settings` on a base of `config`."""
+  """Raises ValueError unless the adapters' shapes match `settings` and `config`."""
   key = jax.random.key(0)
   base = jax.eval_shape(transformer(config).init, key)
   needed = _shapes(jax.eval_shape(lambda key: lora.init(key, base, settings), key))
@@ -171,7 +171,7 @@ def _shapes(tree: Params) -> dict[str, tuple[int, ...]]:
 
 def _checked(description: Mapping[str, Any], path: str) -> Mapping[str, Any]:
   if "peft_type" not in description:
-    raise ValueError(f"{path} has no peft_type: it is no configuration of the PEFT library")
+    raise ValueError(f"{path} has no peft_type: it is not a configuration of the PEFT library")
   unsupported = {
     field: value
     for field, value in description.items()
@@ -180,7 +180,7 @@ def _checked(description: Mapping[str, Any], path: str) -> Mapping[str, Any]:
   if unsupported:
     raise ValueError(
       f"{path}: {unsupported} is not supported; adapters have to be W + (α/R)·A·B with one R and"
-      " one α (peft_type LORA), and nothing beside them trained. Merge these into their base by"
+      " one α (peft_type LORA), and nothing else may be trained. Merge these into their base with"
       " PEFT's merge_and_unload, and load that"
     )
   return description
@@ -192,7 +192,7 @@ def _adapted_kernels(tensors: Mapping[str, Any], num_layers: int, path: str) -> 
   unknown = [name for name, found in parsed.items() if not found or found[2] not in _NAMES]
   if unknown or not parsed:
     raise ValueError(
-      f"{path} holds {unknown[:3] or 'nothing'}, no adapter of a layer's kernel; those are"
+      f"{path} has {unknown[:3] or 'nothing'}, not only adapters of layers' kernels; those are"
       f" base_model.model.model.layers.N.MODULE.lora_A.weight and lora_B.weight for MODULE of"
       f" {sorted(_NAMES)}"
     )

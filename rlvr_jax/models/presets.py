@@ -101,15 +101,15 @@ _PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-# How a network is computed and kept, not which function it is.
+# Fields that change how a network is computed and stored, but not the function that it computes.
 _OF_COMPUTING = ("compute_dtype", "param_dtype", "remat", "unroll_layers")
 
 
 def preset(name: str, **overrides: Any) -> TransformerConfig:
-  """The settings of a named model, with fields replaced.
+  """The settings of a named model, with some fields replaced.
 
   Raises:
-    ValueError: unknown name or field, with the near names.
+    ValueError: the name or a field is unknown; the message suggests similar names.
   """
   if name not in _PRESETS:
     near = difflib.get_close_matches(name, _PRESETS) or sorted(_PRESETS)
@@ -123,23 +123,25 @@ def _check_overrides(overrides: Mapping[str, Any]) -> None:
   for field in overrides:
     if field not in fields:
       near = difflib.get_close_matches(field, fields) or fields
-      raise ValueError(f"config.model.overrides.{field} is no field; did you mean one of {near}?")
+      raise ValueError(
+        f"config.model.overrides.{field} is not a field; did you mean one of {near}?"
+      )
 
 
 def given_overrides(model: Mapping[str, Any]) -> dict[str, Any]:
-  """The fields that `model["overrides"]` sets; those of computing may be None there, unset."""
+  """The fields that `model["overrides"]` sets; None means unset."""
   overrides = dict(model["overrides"])
   return {k: v for k, v in overrides.items() if v is not None or k not in _OF_COMPUTING}
 
 
 def model_settings(model: Mapping[str, Any]) -> TransformerConfig:
-  """The network that a configuration's `model` section describes.
+  """The settings of the network that a configuration's `model` section describes.
 
   Args:
-    model: `preset`, the name of a shape, "" for that of the checkpoint; `checkpoint`, a folder of
-      Hugging Face's layout, "" for none; `overrides`, fields replaced in either.
+    model: `preset`, the name of a shape, "" for that of the checkpoint; `checkpoint`, a folder in
+      Hugging Face's layout, "" for none; `overrides`, fields to replace in either.
   Raises:
-    ValueError: an unknown name or field, a checkpoint that cannot be read, or a preset of another
+    ValueError: a name or field is unknown, the checkpoint cannot be read, or the preset has another
       shape.
   """
   name, checkpoint, overrides = model["preset"], model["checkpoint"], given_overrides(model)
@@ -149,8 +151,8 @@ def model_settings(model: Mapping[str, Any]) -> TransformerConfig:
   of_computing = {field: value for field, value in overrides.items() if field in _OF_COMPUTING}
   if not name and len(of_computing) < len(overrides):
     raise ValueError(
-      f"config.model.overrides = {overrides} would make another function of config.model.checkpoint"
-      f" = {checkpoint!r}; beside a checkpoint only {list(_OF_COMPUTING)} may be set"
+      f"config.model.overrides = {overrides} would change the function of config.model.checkpoint"
+      f" = {checkpoint!r}; with a checkpoint only {list(_OF_COMPUTING)} may be set"
     )
   try:
     found = checkpoint_config(checkpoint, **of_computing)
@@ -166,9 +168,9 @@ def model_settings(model: Mapping[str, Any]) -> TransformerConfig:
   }
   if differing:
     raise ValueError(
-      f"config.model.preset = {name!r} is of another shape than config.model.checkpoint ="
+      f"config.model.preset = {name!r} has another shape than config.model.checkpoint ="
       f" {checkpoint!r}: {differing} (preset, checkpoint). Set config.model.preset = '' to take the"
-      " checkpoint's, or choose another of the two"
+      " checkpoint's, or change one of the two"
     )
   return chosen
 

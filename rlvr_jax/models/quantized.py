@@ -38,7 +38,8 @@ def quantized(params: Params, format: str) -> Params:
   Raises:
     ValueError: unknown format.
     ImportError: qwix, the extra `quantized`, is missing.
-  Source: absmax rounding, LLM.int8(), arXiv 2208.07339, §2, there with the bound 127 for int8.
+  Source: absmax rounding, "LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale"
+    (arXiv:2208.07339), §2, there with the bound 127 for int8.
   """
   check_choice("quantized", "format", format, FORMATS)
   qwix = _qwix()

@@ -26,17 +26,19 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class YarnScaling:
-  """Context extension by YaRN (Peng et al. 2023, arXiv 2309.00071).
+  """Context extension by YaRN.
 
-  Frequencies that turn more than `fast_rotations` times within the original context are kept, those
-  below `slow_rotations` are divided by `factor`, those between interpolated by their index.
+  Frequencies with more than `fast_rotations` rotations within the original context are kept, those
+  below `slow_rotations` are divided by `factor`, those between are interpolated by their index.
+
+  Source: "YaRN: Efficient Context Window Extension of Large Language Models" (arXiv:2309.00071).
   """
 
   factor: float
   original_length: int  # tokens
   fast_rotations: float = 32.0
   slow_rotations: float = 1.0
-  whole_indices: bool = True  # the range between begins and ends at whole indices
+  integer_indices: bool = True  # the interpolated range begins and ends at integer indices
   attention_factor: float | None = None  # on cosines and sines; None is 0.1·ln(factor) + 1
 
 
@@ -60,14 +62,14 @@ def inverse_frequencies(
 
 
 def _yarn_indices(head_dim: int, theta: float, scaling: YarnScaling) -> tuple[float, float]:
-  """Where interpolation begins and where it is complete, as indices of frequencies."""
+  """Where interpolation begins and where it ends, as indices of frequencies."""
 
   def index(rotations: float) -> float:
     wavelength = scaling.original_length / (2 * math.pi * rotations)
     return head_dim * math.log(wavelength) / (2 * math.log(theta))
 
   low, high = index(scaling.fast_rotations), index(scaling.slow_rotations)
-  if scaling.whole_indices:
+  if scaling.integer_indices:
     low, high = math.floor(low), math.ceil(high)
   low, high = max(low, 0), min(high, head_dim - 1)
   return low, high if high != low else low + 1e-3

@@ -6,8 +6,8 @@ file, or shards and an index that says which tensor is in which.
 Source: huggingface.co/docs/safetensors.
 """
 
-# Not by the safetensors library: it opens local files only, where this reads byte ranges of remote
-# ones, and it writes a file from tensors that are in memory all at once.
+# Not with the safetensors library: it opens local files only, while this module reads byte ranges
+# of remote files, and it writes a file only from tensors that are all in memory.
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ DTYPES: dict[str, np.dtype] = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit
-_ALIGNMENT = 8  # bytes, of where the tensors begin
+_ALIGNMENT = 8  # bytes, of the offset at which the tensors begin
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-  """Where one tensor lies; nothing of it is in memory."""
+  """The location of one tensor in a file; its data is not in memory."""
 
   name: str
   dtype_name: str  # the format's, such as BF16
   shape: tuple[int, ...]
-  start: int  # of its first byte, from the file's beginning
+  start: int  # offset of its first byte in the file
   system: fsspec.AbstractFileSystem = dataclasses.field(repr=False)
   path: str  # in the file system
 
@@ -61,8 +61,8 @@ class Tensor:
     """Raises ValueError where the numbers are not plain floating-point ones."""
     if self.dtype_name not in DTYPES:
       raise ValueError(
-        f"{self.path}: tensor {self.name!r} holds {self.dtype_name}, only {', '.join(DTYPES)} can"
-        " be read; quantized checkpoints have to be converted to one of these first"
+        f"{self.path}: tensor {self.name!r} has dtype {self.dtype_name}, only {', '.join(DTYPES)}"
+        " can be read; quantized checkpoints have to be converted to one of these first"
       )
     return DTYPES[self.dtype_name]
 
@@ -71,10 +71,10 @@ class Tensor:
     return math.prod(self.shape) * self.dtype.itemsize
 
   def rows(self, start: int, stop: int) -> np.ndarray:
-    """Rows start to stop of the first axis, read-only.
+    """Reads rows start to stop of the first axis, as a read-only array.
 
-    Local files are mapped: their pages are the system's to drop. Of remote ones these rows alone
-    are fetched.
+    Local files are memory-mapped, so that the system can drop their pages. From remote files only
+    these rows are fetched.
     """
     row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
     begin, end = self.start + start * row_bytes, self.start + stop * row_bytes
@@ -83,7 +83,7 @@ class Tensor:
     else:
       raw = np.frombuffer(self.system.cat_file(self.path, start=begin, end=end), np.uint8)
     if raw.nbytes != end - begin:
-      raise ValueError(f"{self.path} ends within tensor {self.name!r}: the file is torn")
+      raise ValueError(f"{self.path} ends within tensor {self.name!r}: the file is truncated")
     return np.asarray(raw).view(self.dtype).reshape(stop - start, *self.shape[1:])
 
 
@@ -94,12 +94,12 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> dict[str, Tensor]:
   """The tensors of a checkpoint directory by name; headers are read and checked, nothing else.
 
   Args:
-    directory: with model.safetensors, or model.safetensors.index.json and its shards; local or a
-      URL such as gs://bucket/folder.
+    directory: contains model.safetensors, or model.safetensors.index.json and its shards; local or
+      a URL such as gs://bucket/folder.
   Raises:
-    FileNotFoundError: no such directory, no weights in it, or a shard is missing.
+    FileNotFoundError: the directory does not exist, it has no weights, or a shard is missing.
     OSError: the directory cannot be reached.
-    ValueError: weights that are pickled, a torn file, or one whose header does not describe it.
+    ValueError: the weights are pickled, or a file is truncated or does not match its header.
   """
   system, folder = located(directory)
   names = listing(directory)
@@ -110,8 +110,8 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> dict[str, Tensor]:
   pickled = [name for name in names if name.endswith(_PICKLED)]
   if pickled:
     raise ValueError(
-      f"{directory} has its weights pickled only ({', '.join(pickled[:3])}): unpickling runs code"
-      " out of the file, so they are not read. Convert them to safetensors (transformers'"
+      f"{directory} has only pickled weights ({', '.join(pickled[:3])}): unpickling runs code from"
+      " the file, so they are not read. Convert them to safetensors (transformers'"
       " save_pretrained writes it) and load that"
     )
   raise FileNotFoundError(
@@ -129,7 +129,9 @@ def _open_shards(
   shards = {}
   for file in sorted(set(map(str, placed.values()))):
     if posixpath.basename(file) != file or not file.endswith(".safetensors"):
-      raise ValueError(f"{index_path} names {file!r}, which is no safetensors file beside it")
+      raise ValueError(
+        f"{index_path} names {file!r}, which is not a safetensors file in the same folder"
+      )
     path = posixpath.join(folder, file)
     if file not in names:
       raise FileNotFoundError(f"{path}, named by {INDEX}, is missing: download it again")
@@ -141,18 +143,20 @@ def _open_shards(
 
 
 def read_header(system: fsspec.AbstractFileSystem, path: str) -> dict[str, Tensor]:
-  """The tensors of one safetensors file; ValueError where the header does not describe the file."""
+  """The tensors of one safetensors file; ValueError if the header does not match the file."""
   size = system.size(path)
 
   def require(condition: bool, what: str) -> None:
     if not condition:
-      raise ValueError(f"{path} is no whole safetensors file: {what}; download or write it again")
+      raise ValueError(
+        f"{path} is not a complete safetensors file: {what}; download or write it again"
+      )
 
-  require(size >= 8, f"it has {size} bytes, its header's length alone takes 8")
+  require(size >= 8, f"it has {size} bytes, the length of its header alone takes 8")
   (length,) = struct.unpack("<Q", system.cat_file(path, start=0, end=8))
   require(
     length <= min(size - 8, _MAX_HEADER),
-    f"its header is said to have {length} bytes, the file has {size}",
+    f"its header should have {length} bytes, the file has {size}",
   )
   try:
     header = json.loads(
@@ -162,11 +166,11 @@ def read_header(system: fsspec.AbstractFileSystem, path: str) -> dict[str, Tenso
     entries = {name: _parsed(entry) for name, entry in header.items()}
   except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
     require(False, f"its header cannot be read ({type(error).__name__}: {error})")
-  free = 0  # the first byte that no tensor has taken
+  free = 0  # the first byte that belongs to no tensor
   for name, (dtype, shape, begin, end) in sorted(entries.items(), key=lambda item: item[1][2:]):
     require(
       begin == free and begin <= end,
-      f"tensor {name!r} is said to lie at {begin}:{end}, the last one before it ends at {free}",
+      f"tensor {name!r} should be at {begin}:{end}, the previous one ends at {free}",
     )
     free = end
     need = math.prod(shape) * DTYPES[dtype].itemsize if dtype in DTYPES else end - begin
@@ -185,7 +189,7 @@ def read_header(system: fsspec.AbstractFileSystem, path: str) -> dict[str, Tenso
 
 
 def _parsed(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-  """A tensor's dtype and shape, and its first byte and the one past its last after the header."""
+  """A tensor's dtype, shape, first byte and end, relative to the end of the header."""
   dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
   natural = lambda x: isinstance(x, int) and not isinstance(x, bool) and x >= 0
   if not isinstance(dtype, str) or not all(map(natural, [*shape, begin, end])):
@@ -196,18 +200,18 @@ def _parsed(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
   found = dict(pairs)
   if len(found) != len(pairs):
-    raise ValueError("a name occurs twice")
+    raise ValueError("a name is repeated")
   return found
 
 
 def read_json(system: fsspec.AbstractFileSystem, path: str) -> dict[str, Any]:
-  """An object of a JSON file; ValueError if it is not that."""
+  """The object in a JSON file; ValueError if it is not an object."""
   try:
     value = json.loads(system.cat_file(path))
   except (ValueError, RecursionError) as error:
     raise ValueError(f"{path} is not JSON: {error}") from error
   if not isinstance(value, dict):
-    raise ValueError(f"{path} holds a {type(value).__name__}, not a JSON object")
+    raise ValueError(f"{path} contains a {type(value).__name__}, not a JSON object")
   return value
 
 
@@ -223,15 +227,15 @@ def write_checkpoint(
   *,
   max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-  """Writes model.safetensors, or shards and their index, holding one block at a time.
+  """Writes model.safetensors, or shards and their index, with one block in memory at a time.
 
   Args:
-    system: that of the folder.
-    folder: exists.
-    shapes: of the tensors, in the order in which they are written.
-    dtype: of all of them.
+    system: file system of the folder.
+    folder: an existing folder.
+    shapes: shapes of the tensors, in the order in which they are written.
+    dtype: dtype of all tensors.
     blocks: the tensors' rows in that order, in pieces of any size within a tensor.
-    max_shard_bytes: a larger tensor has a shard of its own.
+    max_shard_bytes: limit on the size of a shard; a larger tensor gets a separate shard.
   """
   sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
   shards: list[dict[str, tuple[int, ...]]] = [{}]
@@ -264,10 +268,10 @@ def write_file(
   dtype: np.dtype,
   blocks: Iterator[np.ndarray],
 ) -> None:
-  """One safetensors file; takes from `blocks` what its tensors need."""
+  """Writes one safetensors file; consumes from `blocks` what its tensors need."""
   sizes = [math.prod(shape) * dtype.itemsize for shape in shapes.values()]
   ends = list(itertools.accumulate(sizes))
-  header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+  header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by transformers
   for (name, shape), size, end in zip(shapes.items(), sizes, ends, strict=True):
     header[name] = dict(dtype=_NAMES[dtype], shape=list(shape), data_offsets=[end - size, end])
   text = json.dumps(header).encode()
@@ -283,7 +287,7 @@ def write_file(
 
 
 def write_bytes(system: fsspec.AbstractFileSystem, path: str, content: bytes) -> None:
-  """A small file."""
+  """Writes a small file."""
   with _opened(system, path) as file:
     file.write(content)
 
@@ -302,12 +306,12 @@ def _opened(system: fsspec.AbstractFileSystem, path: str):
 def new_directory(
   directory: str | os.PathLike[str],
 ) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
-  """A file system and a folder in it to fill; a local `directory` appears when all is written.
+  """A file system and a folder in it to fill; a local `directory` appears when it is complete.
 
-  Object stores cannot rename: there, what says that the directory is whole is to be written last.
+  Object stores cannot rename: there, write the file that marks the directory as complete last.
 
   Raises:
-    FileExistsError: there is something in `directory`.
+    FileExistsError: `directory` is not empty.
   """
   check_vacant(directory)
   system, path = located(directory)
@@ -317,7 +321,7 @@ def new_directory(
     return
   target = pathlib.Path(path)
   temporary = target.with_name(target.name + TEMPORARY)
-  shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+  shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
   temporary.mkdir(parents=True)
   try:
     yield system, str(temporary)
@@ -330,10 +334,10 @@ def new_directory(
 
 
 def check_vacant(directory: str | os.PathLike[str]) -> None:
-  """FileExistsError unless `directory` is absent or empty."""
+  """Raises FileExistsError unless `directory` is absent or empty."""
   system, path = located(directory)
   if system.exists(path) and (not system.isdir(path) or system.ls(path, detail=False)):
     raise FileExistsError(
-      f"{directory} is there and not empty; a checkpoint is written into a new directory: name"
-      " another, or remove this one"
+      f"{directory} is not empty; a checkpoint is written into a new directory: choose another, or"
+      " remove this one"
     )

@@ -149,6 +149,7 @@ class Block(nnx.Module):
       self.post_attention_norm = RMSNorm(c, c.width)
       self.post_mlp_norm = RMSNorm(c, c.width)
 
+  @jax.named_scope("layers")
   def __call__(self, x: Array, tables, attend) -> tuple[Array, tuple]:
     """Applies the layer to x[..., L, D]; `attend(q, k, v)` mixes tokens: (out, carry)."""
     c = self.config
@@ -160,7 +161,8 @@ class Block(nnx.Module):
     value = heads(dense(normed, self.value, bias("value_bias")))
     if c.qk_norm:
       query, key = self.query_norm(query), self.key_norm(key)
-    mixed, carry = attend(rotate(query, tables), rotate(key, tables), value)
+    with jax.named_scope("attention"):
+      mixed, carry = attend(rotate(query, tables), rotate(key, tables), value)
     mixed = dense(mixed.reshape(*mixed.shape[:-2], -1), self.output, bias("output_bias"))
     x = x + (self.post_attention_norm(mixed) if c.post_norm else mixed)
 
@@ -312,7 +314,8 @@ class Transformer(nnx.Module):
     return hidden, cache, step
 
   def _embed(self, tokens: Array) -> Array:
-    x = self.embedding[...][tokens].astype(self.config.compute_dtype)
+    with jax.named_scope("embedding"):
+      x = self.embedding[...][tokens].astype(self.config.compute_dtype)
     if self.config.scaled_embedding:
       # The factor itself is rounded to the compute dtype, as the published models do.
       x = x * jnp.asarray(self.config.width**0.5, x.dtype)
@@ -363,7 +366,8 @@ class Transformer(nnx.Module):
     elif c.remat == "dots":
       body = jax.checkpoint(body, policy=jax.checkpoint_policies.save_only_these_names(PRODUCT))
     layers = (self.blocks, jnp.asarray(windows), jnp.asarray(sliding))
-    return jax.lax.scan(body, x, layers, unroll=min(c.unroll_layers, c.num_layers))[0]
+    with jax.named_scope("layers"):  # what the loop itself does as well
+      return jax.lax.scan(body, x, layers, unroll=min(c.unroll_layers, c.num_layers))[0]
 
 
 def _prompt_positions(prompts: Prompts) -> Array:

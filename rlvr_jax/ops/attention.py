@@ -22,8 +22,8 @@ _QUERY_BLOCK = 512  # longer responses are processed in checkpointed blocks of t
 class Keys(NamedTuple):
   """Keys and values of one segment; G is 1 where all rollouts of a prompt share the segment.
 
-  In the layout in which products of small matrices take them as they lie: a decoding step that
-  had to transpose its cache would copy all of it.
+  Stored in the layout that the matrix products need: a decoding step that had to transpose its
+  cache would copy all of it.
   """
 
   keys: Array  # [P, G or 1, K, H, J]
@@ -32,17 +32,17 @@ class Keys(NamedTuple):
 
   @classmethod
   def of(cls, keys: Array, values: Array, positions: Array) -> Keys:
-    """From keys and values as a layer computes them, both [P, G or 1, J, K, H]."""
+    """Makes `Keys` from a layer's keys and values, both [P, G or 1, J, K, H]."""
     return cls(jnp.transpose(keys, (0, 1, 3, 4, 2)), jnp.swapaxes(values, 2, 3), positions)
 
   def put(self, one: Keys, index: Array) -> Keys:
-    """With the one key and value of `one` at `index`; positions stay."""
+    """Returns a copy with the single key and value of `one` at `index`; positions are unchanged."""
     put = jax.lax.dynamic_update_slice_in_dim
     keys = put(self.keys, one.keys, index, axis=4)
     return self._replace(keys=keys, values=put(self.values, one.values, index, axis=3))
 
   def grown(self, length: int) -> Keys:
-    """With room for `length` keys at consecutive positions."""
+    """Returns a copy with room for `length` keys at consecutive positions."""
     more = length - self.positions.shape[2]
     return Keys(
       keys=jnp.pad(self.keys, [(0, 0)] * 4 + [(0, more)]),

@@ -27,14 +27,14 @@ def check_between(
     )
 
 
-def check_whole(owner: str, name: str, value: int, *, low: int, high: int | None = None) -> None:
-  """Raises unless value is a whole number, low ≤ value ≤ high."""
-  whole = isinstance(value, int) and not isinstance(value, bool)
-  if not whole or value < low or (high is not None and value > high):
-    within = f"; set {name} to {low} or more"
+def check_integer(owner: str, name: str, value: int, *, low: int, high: int | None = None) -> None:
+  """Raises unless value is an integer, low ≤ value ≤ high."""
+  integer = isinstance(value, int) and not isinstance(value, bool)
+  if not integer or value < low or (high is not None and value > high):
+    within = f" ≥ {low}; set {name} to {low} or more"
     if high is not None:
       within = f" in [{low}, {high}]; set {name} within it"
-    raise ValueError(f"{owner}: {name} = {value!r} is not a whole number{within}")
+    raise ValueError(f"{owner}: {name} = {value!r} is not an integer{within}")
 
 
 def check_order(owner: str, low: tuple[str, float], high: tuple[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""Every random key is the seed, a purpose and a counter, so that resuming repeats nothing."""
+"""Random keys from a seed, a purpose and a counter, so that a resumed run repeats no key."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Per-token estimators of KL(p‖q) = E_p[log p − log q] from tokens drawn from p.
+"""Per-token estimators of KL(p‖q) = E_p[log p − log q] from tokens sampled from p.
 
-Source: Schulman, "Approximating KL divergence", 2020.
+Source: "Approximating KL Divergence" (Schulman 2020, joschu.net/blog/kl-approx.html).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def k1(p_logprobs: Array, q_logprobs: Array, mask: Array) -> Array:
   """log p − log q: unbiased, of high variance, of either sign.
 
   Args:
-    p_logprobs: f32[...], nats, under the distribution that the tokens were drawn from.
+    p_logprobs: f32[...], nats, under the distribution that the tokens were sampled from.
     q_logprobs: f32[...], nats, under the other distribution.
     mask: [...], entries to keep.
   Returns:

@@ -17,7 +17,7 @@ _PLAIN = Sampling()
 
 
 def check_sampling(sampling: Sampling, vocab_size: int) -> None:
-  """Raises ValueError where the settings name no distribution."""
+  """Raises ValueError if the settings do not define a distribution."""
   if not 0 <= sampling.temperature < float("inf"):
     raise ValueError(
       f"sampling.temperature={sampling.temperature}; it must be finite and ≥ 0 (0: greedy)"
@@ -29,7 +29,7 @@ def check_sampling(sampling: Sampling, vocab_size: int) -> None:
 
 
 def is_truncated(sampling: Sampling) -> bool:
-  """Whether settings such as top-k leave tokens out, so that the ratio to it is biased."""
+  """Whether settings such as top-k exclude tokens, which biases ratios to this distribution."""
   return dataclasses.replace(sampling, temperature=1.0) != _PLAIN
 
 
@@ -49,11 +49,11 @@ def through_head(gradient: Array, logits: Array, head: Head, temperature: float)
 
   Args:
     gradient: f32[..., V], with respect to logits/temperature.
-    logits: f32[..., V], z, as `head_logits` gives them.
-    head: its scale and soft cap c are read.
-    temperature: of the distribution, > 0.
+    logits: f32[..., V], z, from `head_logits`.
+    head: only its scale and soft cap c are used.
+    temperature: temperature of the distribution, > 0.
   Returns:
-    f32[..., V], with respect to the head's plain product.
+    f32[..., V], with respect to hidden @ kernel.
   """
   gradient = gradient * (head.scale / temperature)
   if head.soft_cap is not None:
@@ -62,17 +62,17 @@ def through_head(gradient: Array, logits: Array, head: Head, temperature: float)
 
 
 def distribution(logits: Array, sampling: Sampling) -> Array:
-  """Log-probabilities of the distribution that `sampling` draws from.
+  """Log-probabilities of the distribution that `sampling` describes.
 
   The one place where temperature, top-k and top-p act, for the sampler and the trainer alike:
   temperature first, then the k most probable tokens, then the smallest set of those whose
-  renormalised mass reaches top_p; tokens tied with the last one kept are kept too.
+  renormalized mass reaches top_p; tokens tied with the last one kept are kept too.
 
   Args:
     logits: f32[..., V].
     sampling: temperature 0 puts all mass on the first largest logit.
   Returns:
-    f32[..., V], −inf where a token is never drawn.
+    f32[..., V], −inf for a token that is never sampled.
   """
   if sampling.temperature == 0:
     first = jnp.argmax(logits, axis=-1, keepdims=True)
@@ -92,7 +92,7 @@ def distribution(logits: Array, sampling: Sampling) -> Array:
 
 
 class TokenStatistics(NamedTuple):
-  """Of the distribution that each token was drawn from; all at least float32."""
+  """Statistics of the distribution that each token was sampled from; all at least float32."""
 
   logprobs: Array  # [..., T], of the token
   entropy: Array  # [..., T], nats
@@ -109,7 +109,7 @@ def token_logprobs(
   mesh: Mesh | None = None,
   chunk_rows: int | None = None,
 ) -> tuple[Array, Array]:
-  """Log-probability of each token and entropy of the distribution it was sampled from.
+  """Log-probability of each token and entropy of the distribution that it was sampled from.
 
   Works through the tokens in chunks and recomputes their logits in its own backward pass, so that
   no [B, T, V] array exists in either direction. What top-k and top-p keep is a constant for
@@ -142,10 +142,10 @@ def token_statistics(
   mesh: Mesh | None = None,
   chunk_rows: int | None = None,
 ) -> TokenStatistics:
-  """`token_logprobs`, and what the Gram matrix of the head's gradients needs of the same pass.
+  """`token_logprobs`, with the terms that the Gram matrix of the head's gradients needs.
 
   Args:
-    projection: [V, R], rows R_v; None leaves `projected` out. Only without top-k and top-p.
+    projection: [V, R], rows R_v; None omits `projected`. Only without top-k and top-p.
   """
   chex.assert_shape(hidden, (*tokens.shape, None))
   if sampling.temperature == 0:
@@ -174,6 +174,7 @@ class _Setting(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@jax.named_scope("head")
 def _statistics(setting, hidden, kernel, tokens, projection):
   """([P, ..., D], [D, V], [P, ...], [V, R]) → statistics [P, ...]."""
 
@@ -193,6 +194,7 @@ def _statistics_forward(setting, hidden, kernel, tokens, projection):
   return _statistics(setting, hidden, kernel, tokens, projection), (hidden, kernel, tokens)
 
 
+@jax.named_scope("head")
 def _statistics_backward(setting, saved, cotangents):
   hidden, kernel, tokens = saved
   dtype = jnp.promote_types(hidden.dtype, jnp.float32)

@@ -1,4 +1,7 @@
-"""DAPO's two treatments of responses that run into the length limit, arXiv 2503.14476."""
+"""DAPO's two treatments of responses that reach the length limit.
+
+Source: "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (arXiv:2503.14476).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from rlvr_jax.types import Array
 
 
 def overlong_penalty(lengths: Array, *, max_response_length: int, overlong_buffer: int) -> Array:
-  """What to subtract from the reward: 0 up to the buffer, then linear to 1 at the limit.
+  """Penalty to subtract from the reward: 0 up to the buffer, then linear to 1 at the limit.
 
   Args:
     lengths: [P, G], response tokens.
@@ -19,13 +22,14 @@ def overlong_penalty(lengths: Array, *, max_response_length: int, overlong_buffe
   Returns:
     f32[P, G], in [0, 1], in units of reward.
   Raises:
-    ValueError: a buffer of another size.
-  Source: DAPO, arXiv 2503.14476, soft overlong punishment.
+    ValueError: the buffer is not in this range.
+  Source: "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (arXiv:2503.14476),
+    soft overlong punishment.
   """
   if not 1 <= overlong_buffer <= max_response_length:
     raise ValueError(
       f"overlong_buffer = {overlong_buffer} tokens is not in [1, {max_response_length}], the"
-      " maximum response length; set it within, or turn overlong shaping off"
+      " maximum response length; set it within that range, or turn overlong shaping off"
     )
   over = upcast(lengths) - (max_response_length - overlong_buffer)
   return jnp.clip(over / overlong_buffer, 0.0, 1.0)

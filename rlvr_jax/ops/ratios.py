@@ -1,4 +1,4 @@
-"""Policy ratios ρ = π/β of tokens and of whole responses, and how far they are from 1."""
+"""Ratios ρ = π/β of policy and behavior policy, of tokens and responses, and their statistics."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def log_ratios(logprobs: Array, other_logprobs: Array, mask: Array) -> Array:
     other_logprobs: f32[..., T], nats, of the denominator.
     mask: [..., T], response tokens.
   Returns:
-    f32[..., T], nats; exactly 0 where masked, hence a ratio of 1, whatever the inputs hold there.
+    f32[..., T], nats; exactly 0 where masked (a ratio of 1), whatever the inputs are there.
   """
   chex.assert_equal_shape([logprobs, other_logprobs, mask])
   return masked_fill(logprobs, mask) - masked_fill(other_logprobs, mask)
 
 
 def sequence_log_ratios(log_ratios: Array, mask: Array) -> Array:
-  """log Π_t ρ_t of each response: f32[..., T] → f32[..., 1]; 0 without a token."""
+  """log Π_t ρ_t of each response: f32[..., T] → f32[..., 1]; 0 for an empty response."""
   return jnp.sum(masked_fill(log_ratios, mask), axis=-1, keepdims=True)
 
 
@@ -63,7 +63,7 @@ def normalized_ess(log_weights: Array, mask: Array, axis: int | None = None) -> 
     log_weights: f32[...], nats.
     mask: [...], entries to keep.
     axis: reduced axis, kept with size 1; None reduces all to a scalar.
-  Source: Kong 1992.
+  Source: "A Note on Importance Sampling using Standardized Weights" (Kong 1992).
   """
   keepdims = axis is not None
   kept = mask > 0
@@ -109,7 +109,7 @@ def ratios_by_sign(policy_logprobs: Array, batch: TrainBatch, coefficients: Arra
 
   Args:
     policy_logprobs: f32[P, G, T], nats, under the parameters being updated.
-    coefficients: f32[P, G], A as the loss takes it.
+    coefficients: f32[P, G], A, as given to the loss.
   Returns:
     behavior/ratio_mean_positive, _max_positive, _min_positive, and the same of _negative.
   """
@@ -130,7 +130,7 @@ def ratios_by_sign(policy_logprobs: Array, batch: TrainBatch, coefficients: Arra
 def lag_metrics(batch: TrainBatch) -> Metrics:
   """staleness/mean and staleness/max: updates behind, over the loss tokens of this run's policies.
 
-  Both are 0 without such a token.
+  Both are 0 if there is no such token.
   """
   lags = jnp.broadcast_to(jnp.asarray(batch.lags)[..., None], batch.mask.shape)
   own, lags = (batch.mask > 0) & (lags >= 0), lags.astype(jnp.float32)
@@ -145,7 +145,7 @@ def source_metrics(policy_logprobs: Array, batch: TrainBatch, names: Sequence[st
 
   Args:
     policy_logprobs: f32[P, G, T], nats, under the parameters being updated.
-    names: of the sources that `batch.sources` numbers.
+    names: names of the sources, in the order of their indices in `batch.sources`.
   Returns:
     source/NAME/token_share, pass_rate, ratio_mean, ess and kl_k3 (nats per token).
   """

@@ -1,7 +1,7 @@
-"""How metric records add up over micro-batches, devices, steps; and what they come to.
+"""Reduction of metric records over micro-batches, devices and steps.
 
-A metric carries its own reduction (see `types.py`), so records are merged first and divided once.
-Every function is pure and works under jit.
+A metric carries its reduction (see `types.py`), so records are merged first and divided once. Every
+function is pure and works under jit.
 """
 
 from __future__ import annotations
@@ -41,11 +41,10 @@ def merge(a: Metric, b: Metric) -> Metric:
 
 
 def value(metric: Metric) -> Array:
-  """The number a record comes to.
+  """The value of a record.
 
   Mean: total / weight, 0 where the weight is 0 (nothing was averaged).
-  EffectiveSampleSize: (Σw)² / (n·Σw²), in [1/n, 1]; 1 where n is 0, as methods.md §5 asks, and
-  where all weights are 0.
+  EffectiveSampleSize: (Σw)² / (n·Σw²), in [1/n, 1]; 1 if n is 0 or all weights are 0.
   """
   match metric:
     case Mean(total=total, weight=weight):
@@ -61,7 +60,7 @@ def value(metric: Metric) -> Array:
 
 
 def merge_metrics(a: Metrics, b: Metrics) -> Metrics:
-  """`merge` name by name; a name in only one of the two is kept as it is."""
+  """`merge` for each name; a name in only one of the two is kept unchanged."""
   return a | {name: merge(a[name], metric) if name in a else metric for name, metric in b.items()}
 
 

@@ -1,8 +1,8 @@
-"""What the eigenvalues of a Gram matrix of per-rollout gradients say, and projections onto them.
+"""Spectral statistics of a Gram matrix of per-rollout gradients, and projections.
 
 A Gram matrix here is K = (g_i · g_j)/B of the B rollouts of a batch: symmetric, positive
-semidefinite. Its eigenvectors are directions in the space of rollouts. Scaling all gradients by one
-number changes nothing below but the eigenvalues themselves.
+semidefinite. Its eigenvectors are directions in the space of rollouts. Scaling all gradients by the
+same number changes only the eigenvalues.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlvr_jax.ops.masked import upcast
 from rlvr_jax.types import Array
 
 NULL = 1e-6  # eigenvalues below this times the largest are rounding errors
-# Accelerators multiply float32 matrices in bfloat16 or TF32 unless told otherwise.
+# By default, accelerators multiply float32 matrices in bfloat16 or TF32.
 EXACT = jax.lax.Precision.HIGHEST
 
 
@@ -28,7 +28,7 @@ class Spectrum(NamedTuple):
 
 
 def is_usable(gram: Array) -> Array:
-  """bool[]: whether a Gram matrix f32[B, B] is finite and not all zero, and its trace so too."""
+  """bool[]: whether a Gram matrix f32[B, B] and its trace are finite and not zero."""
   gram = upcast(gram)
   trace = jnp.trace(gram)
   normal = (trace >= jnp.finfo(gram.dtype).tiny) & jnp.isfinite(trace)
@@ -39,7 +39,7 @@ def or_identity(gram: Array) -> Array:
   """The symmetrised Gram with a mean diagonal of one, or I where it is not usable; f32[B, B]."""
   chex.assert_rank(gram, 2)
   gram = upcast(gram)
-  # Divide by the trace first: a small trace over B may be no normal number.
+  # Divide by the trace first: a small trace over B may be a denormal number.
   scaled = gram / jnp.trace(gram) * gram.shape[0]
   identity = jnp.eye(gram.shape[0], dtype=gram.dtype)
   return jnp.where(is_usable(gram), (scaled + scaled.T) / 2, identity)
@@ -56,13 +56,14 @@ def spectrum(gram: Array) -> Spectrum:
 def participation_ratio(gram: Array) -> Array:
   """Effective number of gradient directions in a batch, (tr K)² / ‖K‖_F².
 
-  1 when all rollouts push the same way, B when they are orthogonal and of equal norm.
+  1 if all gradients are parallel, B if they are orthogonal and of equal norm.
 
   Args:
     gram: f32[B, B], inner products of per-rollout gradient features; symmetric.
   Returns:
     f32[], in [1, B]; 0 for a Gram that is all zero or not finite.
-  Source: SALT, arXiv 2606.05800, §3; Recanatesi et al. 2022.
+  Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make
+    Them Matter" (arXiv:2606.05800), §3; Recanatesi et al. 2022.
   """
   scaled = or_identity(gram)
   return jnp.where(is_usable(gram), gram.shape[0] ** 2 / jnp.sum(scaled**2), 0.0)
@@ -85,7 +86,7 @@ def _energies(coefficients: Array, gram: Array) -> tuple[Array, Array]:
 def carries_gradient(coefficients: Array, gram: Array) -> Array:
   """bool[]: whether Σ A_i² K_ii > 0, for A f32[B] and a usable Gram f32[B, B].
 
-  Where not, A and K say nothing about the update: n_eff and what follows from it are undefined.
+  If not, A and K do not determine the update: n_eff and what follows from it are undefined.
   """
   return _energies(coefficients, gram)[1] > 0
 
@@ -100,7 +101,8 @@ def effective_rollouts(coefficients: Array, gram: Array) -> Array:
     gram: f32[B, B].
   Returns:
     f32[], in [0, B]; 0 where the denominator is 0 or the Gram is not finite.
-  Source: SALT, arXiv 2606.05800, §3.
+  Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make
+    Them Matter" (arXiv:2606.05800), §3.
   """
   together, separate = _energies(coefficients, gram)
   return jnp.where(separate > 0, together / jnp.where(separate > 0, separate, 1.0), 0.0)
@@ -111,14 +113,15 @@ def subspace_rank(
 ) -> Array:
   """k = clip(round(scale·PR), minimum, min(maximum, B−1, eigenvalues above 1e-6·λ_max)).
 
-  Where the bounds cross, the upper one holds.
+  If the lower bound exceeds the upper bound, the upper bound applies.
 
   Args:
     eigenvalues: f32[B], descending.
     ratio: f32[], the participation ratio.
   Returns:
     i32[], data-dependent; at least 1 and at most B − 1 for B ≥ 2.
-  Source: SALT, arXiv 2606.05800, §3, and the authors' code.
+  Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make
+    Them Matter" (arXiv:2606.05800), §3, and the authors' code.
   """
   positive = jnp.sum(eigenvalues > NULL * eigenvalues[0])
   ceiling = jnp.clip(positive, 1, min(maximum, eigenvalues.shape[0] - 1))
@@ -146,6 +149,6 @@ def random_basis(key: Array, size: int, dtype: Any) -> Array:
 
 
 def largest(x: Array) -> Array:
-  """max|x|, or 1 where x is all zero: a divisor."""
+  """max|x|, or 1 if x is all zero, for use as a divisor."""
   largest = jnp.max(jnp.abs(x))
   return jnp.where(largest > 0, largest, 1.0)

@@ -1,4 +1,4 @@
-"""What every update reports, whatever its method."""
+"""Metrics that every update reports, whatever its method."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlvr_jax.types import Array, Mean, Metrics, TrainBatch
 
 
 def batch_metrics(batch: TrainBatch) -> Metrics:
-  """Rewards, groups and lengths of a whole batch."""
+  """Rewards, groups and lengths of a full batch."""
   count = jnp.float32(batch.rewards.shape[0])
   share = lambda groups: Mean(total=groups.astype(jnp.float32).sum(), weight=count)
   solved = batch.correct.mean(axis=1)
@@ -36,8 +36,8 @@ def policy_metrics(
 
   Args:
     logprobs, entropy: f32[P, G, T], of the policy.
-    coefficients: f32[P, G], that the loss takes.
-    sources: names of the policies that drew the rollouts; several are reported one by one.
+    coefficients: f32[P, G], as given to the loss.
+    sources: names of the policies that sampled the rollouts; several are reported separately.
   """
   metrics = {
     **behavior_metrics(logprobs, batch),

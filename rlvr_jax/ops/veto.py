@@ -1,8 +1,8 @@
-"""Negative-advantage veto: leave out what the current policy would no longer have written.
+"""Negative-advantage veto: exclude tokens that the current policy would no longer sample.
 
-A stage-based run trains on responses of an old policy. In a rollout with A < 0, a token whose ratio
-shows that the current policy has left the prefix (a *trigger*) makes the tokens after it
-meaningless to push down. Source: μ-GRPO, arXiv 2605.17570.
+A stage-based run trains on responses of an old policy. In a rollout with advantage A < 0, a token
+whose ratio ρ = π/β shows that the current policy has left the prefix is a *trigger*: pushing down
+the tokens after it is meaningless. Source: μ-GRPO (arXiv:2605.17570).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def trigger_tokens(
   Args:
     ratios: f32[P, G, T], ρ = π/β at the current parameters.
     mask: [P, G, T].
-    coefficients: f32[P, G], A as the loss takes it, after reweighting.
+    coefficients: f32[P, G], A, as given to the loss, after reweighting.
     threshold: κ.
     trigger: one of `TRIGGERS`.
   Returns:
@@ -45,7 +45,7 @@ def trigger_tokens(
 
 
 def vetoed_tokens(triggers: Array, mask: Array, *, scope: str) -> Array:
-  """Which loss tokens the triggers take out: bool[P, G, T] → bool[P, G, T].
+  """The loss tokens that the triggers exclude: bool[P, G, T] → bool[P, G, T].
 
   With after_t = max_{s<t} trigger_s: `suffix` after·(1 − trigger), `trigger` the triggers alone,
   `trigger_and_suffix` both, `response` all tokens of a response with a trigger.
@@ -66,26 +66,27 @@ def negative_advantage_veto(
   scope: str = "suffix",
   threshold: float = 0.01,
   trigger: str = "below",
-  renormalise: bool = False,
+  renormalize: bool = False,
 ) -> Veto:
-  """A transform of any loss that takes tokens of negative-advantage rollouts out of it.
+  """A transform of any loss that excludes tokens of rollouts with negative advantage.
 
   Args:
     scope: what is vetoed, one of `SCOPES`; the default keeps the triggers themselves.
     threshold: κ > 0, a ratio. **open**.
     trigger: "below" triggers where ρ < κ, "above" where ρ > κ. **open**.
-    renormalise: whether vetoed tokens also leave the aggregation's denominator, which up-weights
+    renormalize: whether vetoed tokens also leave the aggregation's denominator, which up-weights
       the survivors. **open**; by default the mask stays m.
   Returns:
     (losses, policy_logprobs, batch, coefficients) → (losses with 0 at vetoed tokens, the mask to
     aggregate with, metrics). Metrics: veto/token_fraction of loss tokens, veto/trigger_rate of
-    negative-advantage tokens; `ratios.ratios_by_sign` tells of their ratios.
-  Source: μ-GRPO, arXiv 2605.17570.
+    negative-advantage tokens; `ratios.ratios_by_sign` reports their ratios.
+  Source: "How Off-Policy Can GRPO Be? Mu-GRPO for Efficient LLM Reinforcement Learning"
+    (arXiv:2605.17570).
   """
   check_choice("negative_advantage_veto", "scope", scope, SCOPES)
   check_between("negative_advantage_veto", "threshold", threshold, low=0.0, open_low=True)
   check_choice("negative_advantage_veto", "trigger", trigger, TRIGGERS)
-  check_choice("negative_advantage_veto", "renormalise", renormalise, (True, False))
+  check_choice("negative_advantage_veto", "renormalize", renormalize, (True, False))
 
   def veto(
     losses: Array, policy_logprobs: Array, batch: TrainBatch, coefficients: Array
@@ -102,7 +103,7 @@ def negative_advantage_veto(
       "veto/token_fraction": mean_metric(vetoed, batch.mask),
       "veto/trigger_rate": mean_metric(triggers, negative),
     }
-    mask = jnp.where(vetoed, 0, batch.mask) if renormalise else batch.mask
+    mask = jnp.where(vetoed, 0, batch.mask) if renormalize else batch.mask
     return jnp.where(vetoed, 0.0, losses), mask, metrics
 
   return veto

@@ -1,4 +1,4 @@
-"""Host side: text to graded outcomes. Neither this package nor its workers import jax."""
+"""Grading on the host: from text to outcomes. Neither this package nor its workers import jax."""
 
 from rlvr_jax.rewards.outcome import Grade as Grade
 from rlvr_jax.rewards.outcome import GradingStoppedError as GradingStoppedError

@@ -1,9 +1,9 @@
 r"""The normal form of a mathematical answer: text → Answer → text.
 
-The normal form is LaTeX without dressing: plain numbers as exact fractions ("0.50", r"$\dfrac12$"
-and "50/100" are "1/2"; r"2^{10}" and r"\sqrt{16}" are numbers too), thousands separators,
-currencies, degrees and full stops dropped, words in lower case in \text{}, lists and sets sorted.
-Formulas stay as they are written, without spaces.
+The normal form is LaTeX without formatting: plain numbers as exact fractions ("0.50", r"$\dfrac12$"
+and "50/100" are "1/2"; r"2^{10}" and r"\sqrt{16}" are numbers too), without thousands separators,
+currencies, degree signs and periods, with words in lower case in \text{}, and with lists and sets
+sorted. Formulas stay as they are written, without spaces.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ SET = r"\{\}"
 _NTH = "(?:st|nd|rd|th)"
 _NTH_TEXT = rf"\\(?:text|textrm|textnormal|mathrm)\s*\{{\s*{_NTH}\s*\}}"
 
-# Fullwidth digits, signs and brackets, as Chinese and Japanese texts have them, for ASCII's.
+# From fullwidth digits, signs and brackets, as in Chinese and Japanese texts, to ASCII.
 _FULLWIDTH = {0xFF00 + code: 0x20 + code for code in range(1, 0x5F)}
 
-# What only dresses an answer, in the order of removal. A matrix's "\\" before a space is no space.
-_DRESSING = [
+# Formatting, in the order of removal. A matrix's "\\" before a space is not a space command.
+_FORMATTING = [
   (re.compile(pattern, re.DOTALL), replacement)
   for pattern, replacement in (
     ("[−–]", "-"), ("π", r"\\pi "), ("∞", r"\\infty "), ("≤", r"\\leq "), ("≥", r"\\geq "),
@@ -130,11 +130,11 @@ class Answer(NamedTuple):
   Attributes:
     value: a formula without spaces, or words; "" for a number or a list.
     number: of a plain number.
-    words: `value` is text, to be compared as such.
-    items: of a list, set, tuple or interval, at least two.
+    words: whether `value` is text, to be compared as such.
+    items: elements of a list, set, tuple or interval, at least two.
     brackets: around the items, "()", "[)", …, or SET; "" for a bare list.
-    unit: such as "%", "cm", "m^2", "base 2"; "" where there is none, or none that we know.
-    name: what stood before "=".
+    unit: such as "%", "cm", "m^2", "base 2"; "" if there is none, or an unknown one.
+    name: the text before "=".
     choice: the letter of "(B) 5", A to J.
   """
 
@@ -170,17 +170,17 @@ class Answer(NamedTuple):
     return rf"\text{{({self.choice}) }}{text}" if self.choice else text
 
 
-def undressed(text: str) -> str:
-  r"""LaTeX without what changes only its looks: \left, \dfrac, $, thin spaces, Unicode signs …"""
+def strip_formatting(text: str) -> str:
+  r"""LaTeX without what changes only its appearance: \left, \dfrac, $, thin spaces, Unicode …"""
   text = text.translate(_FULLWIDTH)
-  for pattern, replacement in _DRESSING:
+  for pattern, replacement in _FORMATTING:
     text = pattern.sub(replacement, text)
   return text.strip(' *`"').rstrip(' .,;:*`"\\').lstrip(" :")
 
 
 def parse_answer(text: str) -> Answer:
-  """The parts of an answer; any text has some, a formula nobody can read is its own value."""
-  return _parse(undressed(text))
+  """The parts of an answer; never fails, since an unreadable formula becomes `value` as it is."""
+  return _parse(strip_formatting(text))
 
 
 def _parse(text: str) -> Answer:
@@ -230,11 +230,11 @@ def _parse(text: str) -> Answer:
 
 
 def _split_unit(text: str) -> tuple[str, str]:
-  r"""(what stands before the unit, the unit), or (text, "") without one.
+  r"""(text before the unit, the unit), or (text, "") without one.
 
-  Words behind a plain number are dropped where they are no unit that we know ("5 apples") and do
-  not change its value ("5 squared"). A single letter right behind a number is a variable ("5m"),
-  after a space or in \text{} it may be a unit; behind a formula a bare unit has two letters.
+  Words after a plain number are dropped if they are not a known unit ("5 apples") and do not change
+  its value ("5 squared"). A single letter directly after a number is a variable ("5m"); after a
+  space or in \text{} it may be a unit. After a formula, a bare unit has at least two letters.
   """
   if match := _PERCENT.fullmatch(text):
     return match[1], "%"
@@ -264,9 +264,9 @@ def _scaled(text: str) -> str | None:
 
 
 def _unit(text: str) -> str | None:
-  """ "square inches" → "in^2"; "" for words that are no unit we know.
+  """ "square inches" → "in^2"; "" for words that are not a known unit.
 
-  None for what is not words, or words that change the value of the number before them.
+  None for text other than words, or for words that change the value of the number before them.
   """
   match = _UNIT_TEXT.fullmatch(text)
   if not match or _CHANGES_VALUE.search(text):
@@ -283,7 +283,7 @@ def _unit(text: str) -> str | None:
 
 
 def _split_list(text: str) -> tuple[str, list[str]]:
-  """(brackets, elements): a bracket around one element is taken off, apart from [ ]."""
+  """(brackets, elements); brackets around a single element are removed, except for [ ]."""
   if r"\begin" in text:
     return "", [text]
   opening, inner, closing = _inside(text)
@@ -295,7 +295,7 @@ def _split_list(text: str) -> tuple[str, list[str]]:
 
 
 def _inside(text: str) -> tuple[str, str, str]:
-  """(opening bracket, inside, closing bracket) where one pair holds the whole text."""
+  """(opening bracket, inside, closing bracket) if one pair encloses the full text."""
   depth, first = 0, ""
   for token in _BRACKET.finditer(text):
     depth += (token[0] in _OPEN) - (token[0] in _CLOSE)
@@ -311,7 +311,7 @@ def _inside(text: str) -> tuple[str, str, str]:
 
 
 def _at_commas(text: str) -> list[str]:
-  """Splits at the commas and semicolons outside all brackets; [text] where an element is empty."""
+  """Splits at the commas and semicolons outside all brackets; [text] if an element is empty."""
   depth, cuts = 0, [-1]
   for token in _BRACKET.finditer(text):
     depth += (token[0] in _OPEN) - (token[0] in _CLOSE)
@@ -328,5 +328,5 @@ def is_computed(text: str) -> bool:
 
 
 def _compact(text: str) -> str:
-  r"""Without spaces, but for the one that ends a command before a letter ("\pi r")."""
+  r"""Removes spaces, except for one that ends a command before a letter ("\pi r")."""
   return re.sub(r"(\\[A-Za-z]+) (?=[A-Za-z])|\s", lambda m: f"{m[1]} " if m[1] else "", text)

@@ -4,18 +4,19 @@ A grader is a plain function, run in the pool's workers:
 
     def grade(completion: str, reference: Mapping[str, Any], *, keyword=1) -> Grade | float: ...
 
-It is called with the completion's text and the problem's JSON-able reference, by position, and with
-the hyper-parameters of its string. Where the prompt ends with "<think>", as some chat templates
-have it, the text begins with that tag. A number (or bool) returned in place of a Grade is the
-score: correct at 1 or more, wrong below. An exception, a number that is not finite, or anything
-else returned is a crash of that item. Coroutines, generators and functions that cannot take two
-arguments are refused at start-up.
+It is called with the completion's text and the problem's JSON-serializable reference, by position,
+and with the hyper-parameters from its string as keywords. If the prompt ends with "<think>", as in
+some chat templates, the text begins with that tag. A number (or bool) returned instead of a Grade
+is the score: correct at 1 or more, wrong below, where it counts only if
+`config.grading.outcomes.wrong` is "score". An exception, a number that is not finite, or any
+other return value is a crash of that item. Coroutines, generators and functions that cannot take
+two arguments are refused at start-up.
 
-If its module also has `<function>_self_test()`, each worker calls that once at start-up, with those
-of the hyper-parameters that it names: it should raise when the grader cannot work here, and it pays
-slow imports outside any item's time limit.
+If its module also has `<function>_self_test()`, each worker calls that once at start-up, with the
+hyper-parameters that its signature names. It should raise if the grader cannot work here. Slow
+imports belong there, since no item's time limit applies.
 
-A user's own is named "my_module:function(keyword=1)"; only workers import it.
+Write your own grader as "my_module:function(keyword=1)"; only the workers import it.
 """
 
 from rlvr_jax.rewards.code import code

@@ -16,17 +16,17 @@ from rlvr_jax.rewards.outcome import Grade, Outcome
 REWARDS = ("all", "fraction")
 
 _PYTHON = ("python", "python3", "py")
-# Indentation, with a list's marker if the fence stands on its line; fence; info string.
+# Indentation, with a list's marker if it is on the fence's line; fence; info string.
 _OPENING = re.compile(r"([ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(`{3,}(?!.*`)|~{3,})[ \t]*(\S*)")
 
 
 def program_text(completion: str) -> str:
-  """The program in a completion, after its thoughts.
+  """The program in a completion, after any "</think>".
 
   Returns:
-    the last block that is called Python; else, of those without a name, the last that is Python,
-    or the last; else the whole text, also where fences are but in its strings. Nothing of a thought
-    that never ends; programs may have the tags in their strings.
+    the last block whose info string is Python; else, of the blocks without an info string, the last
+    that parses as Python, or the last; else all text, also if it is Python with fences only in its
+    strings. "" if a "<think>" is never closed; programs may have these tags in their strings.
   """
   _, closed, answer = completion.rpartition(THINK_CLOSE)
   if not closed and answer.lstrip().startswith(THINK_OPEN):
@@ -58,7 +58,7 @@ def _blocks(text: str) -> list[tuple[str, str]]:
 
 
 def _closes(line: str, fence: re.Match[str]) -> bool:
-  """As in CommonMark: as long at least, without a name, and not indented like code."""
+  """As in CommonMark: at least as long, without an info string, and not indented like code."""
   mark = line.strip()
   bare = len(mark) >= len(fence[2]) and set(mark) == {fence[2][0]}
   return bare and tasks.indentation(line) <= len(fence[1]) + 3
@@ -70,12 +70,13 @@ def code(completion: str, reference: Mapping[str, Any], *, reward: str = "all") 
   Args:
     completion: the program is its last ```python block (or unnamed block), see `program_text`.
     reference: the tests, see `codejudge.tasks`.
-    reward: of a program that does not pass them all: "all" for none, or the "fraction" passed.
+    reward: score of a program that does not pass all tests: 0 for "all", or for "fraction" the
+      fraction of tests that it passes.
   Returns:
-    correct (score 1) if all tests pass; wrong, with score 0 or the share of tests that passed
-    ("fraction"); timeout; or unparseable where there is no program.
+    correct (score 1) if all tests pass; wrong, with the score that `reward` chooses; timeout; or
+    unparseable if there is no program.
   Raises:
-    SandboxError: the sandbox does not work; nothing is known of the program.
+    SandboxError: the sandbox does not work, so the program has not been judged.
     ValueError, KeyError: the reference or the reward is not as above.
   """
   tasks.check(reference)
@@ -93,9 +94,9 @@ def code(completion: str, reference: Mapping[str, Any], *, reward: str = "all") 
 
 def _grade(verdict: Mapping[str, Any], reward: str) -> Grade:
   if "timeout" in verdict:
-    return Grade(Outcome.TIMEOUT, detail="time over")
+    return Grade(Outcome.TIMEOUT, detail="time limit exceeded")
   if "memory" in verdict:
-    return Grade(Outcome.WRONG, detail="more memory than allowed")
+    return Grade(Outcome.WRONG, detail="memory limit exceeded")
   if "died" in verdict:
     return Grade(Outcome.WRONG, detail=f"the program broke its judge (status {verdict['died']})")
   if verdict["passed"] == verdict["total"]:
@@ -121,7 +122,7 @@ def _verdict(source: str, tests: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def code_self_test(*, reward: str = "all") -> None:
-  """Opens this process's sandbox; raises unless its walls hold and it tells right from wrong."""
+  """Opens this process's sandbox; raises unless it isolates and tells right from wrong."""
   cases = [{"input": [2], "output": 3}]
   reference = {"style": "function", "entry_point": "f", "cases": cases, "time_limit_s": 10.0}
   programs = ("def f(x):\n  return x + 1", "def f(x):\n  return x")

@@ -1,9 +1,9 @@
-"""Graders made of others, which the reference names by their strings.
+"""Graders that call other graders, which the reference names by their strings.
 
-A part is loaded, and its self-test run, when a worker first meets it, within that item's time; name
-it in the pool's `preload` and this happens at the worker's start.
+A worker loads a part and runs its self-test when an item first needs it, within that item's time
+limit. With the part in the pool's `preload`, this happens at the worker's start instead.
 
-With `weighted` set the reward policy of "wrong" and "unparseable" to "score": by default they are
+With `weighted`, set the reward policy of "wrong" and "unparseable" to "score": by default they are
 worth 0, and the other parts would count for right answers only.
 """
 
@@ -20,30 +20,32 @@ from rlvr_jax.rewards.outcome import Grade, Outcome
 
 @functools.cache
 def _part(text: str) -> tuple[str, Grader]:
-  """The name of its function, for details, and the grader."""
+  """(name of the grader's function, for `Grade.detail`; the grader)."""
   return specs.parse("grader", text).name.rpartition(":")[2], load_tested(text)
 
 
 def by_reference(completion: str, reference: Mapping[str, Any]) -> Grade:
-  """The grade of the grader that the reference names: for mixtures of tasks.
+  """Calls the grader that the reference names; for mixtures of tasks.
 
   Args:
     completion: text.
-    reference: "grader" (its string) and "reference" (what that grader gets).
+    reference: "grader" (its string) and "reference" (passed on to that grader).
   """
   _, grader = _part(reference["grader"])
   return grader(completion, reference["reference"])
 
 
 def weighted(completion: str, reference: Mapping[str, Any]) -> Grade:
-  """Adds the scores of several graders, Σ w·score; the first says what is correct.
+  """Adds the weighted scores of several graders, Σ w·score; the first decides what is correct.
 
   Args:
     completion: text.
     reference: "parts", at least one {"grader": its string, "weight": w, "reference": {…}}.
   Returns:
-    The first part's outcome and answer, with the sum as score whatever the outcome; crashed where
-    any part is, as the sum would then miss a term.
+    The first part's outcome and answer, with the sum as the score whatever the outcome; crashed if
+    any part crashed, since the sum would then miss a term.
+  Raises:
+    ValueError: there are no parts.
   """
   parts = reference["parts"]
   if not parts:
@@ -63,12 +65,12 @@ def weighted(completion: str, reference: Mapping[str, Any]) -> Grade:
 def weighted_reference(
   grader: str, reference: Mapping[str, Any], extra: Sequence[tuple[str, float]] = ()
 ) -> dict[str, Any]:
-  """The reference with which `weighted` adds w·score of each (grader, w) to a grader's own score.
+  """A reference for `weighted`: the main grader's score plus w·score of each extra grader.
 
   Args:
-    grader: string of the main grader, of weight 1: it says what is correct.
-    reference: of all of them.
-    extra: (string, weight) of the others.
+    grader: string of the main grader, with weight 1; it decides what is correct.
+    reference: passed to all graders.
+    extra: (string, weight w) of each other grader.
   """
   pairs = [(grader, 1.0), *extra]
   return {

@@ -1,13 +1,13 @@
-"""What a grader says that ends an item in time by itself, as the sandbox does."""
+"""How a grader with its own time limit, such as the sandbox's, asks the pool to wait longer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 
-def _nobody_listens(seconds: float) -> None:
+def _ignore(seconds: float) -> None:
   del seconds
 
 
-# Has the pool wait so many seconds longer for the item in hand; in a pool's worker, the worker's.
-announce: Callable[[float], None] = _nobody_listens
+# Makes the pool wait this many seconds longer for the current item. A pool's worker sets it.
+announce: Callable[[float], None] = _ignore

@@ -1,6 +1,6 @@
-"""Graders of a completion's form: correct (score 1) where it has the form, else wrong (0).
+"""Graders of a completion's format: correct (score 1) if it has the format, else wrong (0).
 
-Alone they say nothing about the answer; `combined.weighted` adds them to a grader that does.
+They do not check the answer; `combined.weighted` adds them to a grader that does.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ def _grade(problem: str) -> Grade:
 
 
 def boxed(completion: str, reference: Mapping[str, Any]) -> Grade:
-  r"""Exactly one \boxed{…} or \fbox{…}, closed and not empty, behind any "</think>"."""
+  r"""Exactly one \boxed{…} or \fbox{…}, closed and not empty, after any "</think>"."""
   del reference
   text = after_thinking(completion)
   if text is None:
     return _grade(f"no {THINK_CLOSE}")
   found, unclosed = boxes(text)
   if len(found) != 1 or unclosed:
-    return _grade(f"{len(found)} boxes{' and one never closed' if unclosed else ''}, not one")
+    return _grade(
+      f"{len(found)} boxes{' and one never closed' if unclosed else ''}, expected exactly one"
+    )
   return _grade("" if found[0].content.strip() else "an empty box")
 
 
 def think_answer(completion: str, reference: Mapping[str, Any]) -> Grade:
   """One "<think>…</think>" at the start, not empty, then an answer.
 
-  Where the prompt ends with "<think>" already, graders get it as the text's beginning, and the
+  If the prompt already ends with "<think>", graders get that tag at the text's beginning, and the
   completion must not open it again.
   """
   del reference
@@ -53,8 +55,8 @@ def think_answer(completion: str, reference: Mapping[str, Any]) -> Grade:
 def pattern(completion: str, reference: Mapping[str, Any], *, regex: str) -> Grade:
   """A regular expression is found in the completion ("." matches newlines).
 
-  Anchor it with \\A and \\Z to have it match the whole. One that backtracks without end costs the
-  item's time limit.
+  Anchor it with \\A and \\Z to match the full completion. A pattern that backtracks indefinitely
+  exceeds the item's time limit.
   """
   del reference
   found = re.search(regex, completion, re.DOTALL)
@@ -62,5 +64,5 @@ def pattern(completion: str, reference: Mapping[str, Any], *, regex: str) -> Gra
 
 
 def pattern_self_test(*, regex: str) -> None:
-  """Raises unless it is a regular expression."""
+  """Raises unless `regex` is a regular expression."""
   re.compile(regex)

@@ -1,9 +1,9 @@
-r"""How large a LaTeX formula would grow when multiplied out: what it may cost to compare, unread.
+r"""Estimates how large a LaTeX formula becomes when multiplied out, without evaluating it.
 
-sympy evaluates and expands as it reads, so that a short text can take hours: r"(9^{9999})^{9999}",
-r"(x+y+z+w)^{99}", twenty sines in one another. The bound is rough, and for the worst case: a sum
-adds terms, a product multiplies them, a power expands, a function or a root of a thing costs
-several of it.
+sympy evaluates and expands while it parses, so that a short text can take hours:
+r"(9^{9999})^{9999}", r"(x+y+z+w)^{99}", or twenty nested sines. The estimate is a rough worst case:
+a sum adds terms, a product multiplies them, a power expands, and a function or a root multiplies
+the terms of its argument by a constant.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import math
 import re
 from typing import NamedTuple
 
-_MAX_DEPTH = 25  # brackets within brackets
-_MAX_DIGITS = 15_000  # of a number on the way
+_MAX_DEPTH = 25  # of nested brackets
+_MAX_DIGITS = 15_000  # of an intermediate number
 _MAX_EXPONENT = 6  # digits; of binomials and factorials too …
 _MAX_PRODUCT = 1.3  # … and of those with symbols: sympy writes n!/(n-20)! as a product
-_MAX_ROOTED = 300  # digits of a number under a root, of which sympy looks for factors
-_FUNCTION, _ROOT, _DENOMINATOR, _INEQUALITY = 4, 2, 3, 4  # how many times what is in it
-_SOLVED_DEGREE = 3  # of an inequality that is solved at once; beyond, its cost grows with it
+_MAX_ROOTED = 300  # digits of a number under a root, which sympy factorizes
+_FUNCTION, _ROOT, _DENOMINATOR, _INEQUALITY = 4, 2, 3, 4  # cost relative to that of the argument
+_SOLVED_DEGREE = 3  # up to this degree an inequality has a fixed cost; above, it grows with it
 
 _OPEN, _CLOSE = "open", "close"
 _TOKEN = re.compile(
@@ -39,8 +39,8 @@ _CONSTANTS = ("e", r"\pi")
 
 class _Size(NamedTuple):
   terms: float  # when multiplied out
-  digits: float  # decimal logarithm, of the largest number on the way
-  degree: float = 0  # at most, as of a polynomial in all names
+  digits: float  # decimal logarithm of the largest intermediate number
+  degree: float = 0  # upper bound, as a polynomial in all names
 
   @property
   def has_symbols(self) -> bool:
@@ -52,10 +52,10 @@ _ENDLESS = _Size(math.inf, math.inf)
 
 
 def formula_size(latex: str) -> float:
-  """Terms of a formula when multiplied out, roughly and at worst; infinite where numbers are huge.
+  """Rough upper bound on the terms of a formula when multiplied out; infinite for huge numbers.
 
   Args:
-    latex: without spaces that matter, \\left and \\right.
+    latex: without significant spaces, \\left and \\right.
   """
   tokens = [(match.lastgroup or "", match[0]) for match in _TOKEN.finditer(latex)]
   depth = deepest = 0
@@ -66,13 +66,13 @@ def formula_size(latex: str) -> float:
     return math.inf
   size, reader = _ONE, _Reader(tokens)
   try:
-    while reader.left():  # what follows a bracket that nothing opened is another factor
+    while reader.left():  # what follows an unmatched closing bracket is another factor
       size = _product(size, reader.sum())
   except RecursionError:  # fractions of fractions without a bracket
     return math.inf
   if size.digits > _MAX_DIGITS:
     return math.inf
-  # Bars pair with one another in as many ways; an inequality is solved: its roots are sought.
+  # Bars can be paired in this many ways; an inequality is solved by finding its roots.
   ways = 2.0 ** (latex.count("|") / 2)
   if _UNEQUAL.search(latex):
     ways *= _INEQUALITY * max(1, size.degree / _SOLVED_DEGREE)
@@ -95,7 +95,7 @@ def _power(base: _Size, exponent: _Size) -> _Size:
   digits = base.digits * times
   if exponent.has_symbols:
     return _Size(_ROOT * base.terms * exponent.terms, digits, base.degree + exponent.degree)
-  # Monomials of that degree in as many unknowns, by the logarithm of the binomial coefficient.
+  # The number of monomials of degree `times` in `base.terms` unknowns is a binomial coefficient.
   gammas = math.lgamma(base.terms + times), math.lgamma(times + 1), math.lgamma(base.terms)
   logarithm = gammas[0] - gammas[1] - gammas[2]
   return _Size(math.exp(logarithm), digits, base.degree * times) if logarithm < 99 else _ENDLESS
@@ -122,7 +122,7 @@ def _binomial(top: _Size, bottom: _Size) -> _Size:
 
 
 class _Reader:
-  """Reads tokens from left to right; brackets of all kinds are alike."""
+  """Reads tokens from left to right; treats all kinds of brackets alike."""
 
   def __init__(self, tokens: list[tuple[str, str]]):
     self._tokens, self._at = tokens, 0
@@ -135,7 +135,7 @@ class _Reader:
     return self._tokens[self._at - 1] if self._at <= len(self._tokens) else (_CLOSE, "")
 
   def sum(self) -> _Size:
-    """Terms up to the bracket that closes them, or the end."""
+    """The size of all terms up to the closing bracket or the end."""
     total, product = None, _ONE
     while (token := self._next())[0] != _CLOSE:
       if token[0] == "sum":
@@ -179,7 +179,7 @@ class _Reader:
     return inside._replace(terms=_ROOT * inside.terms, degree=_ROOT * inside.degree)
 
   def _function(self) -> _Size:
-    """A function with its exponent and its base, of the factor that follows."""
+    """The size of a function, with its exponent and its base, applied to the next factor."""
     exponent = _ONE
     while self.left() and self._tokens[self._at][1] in ("^", "_"):
       found = self._argument() if self._next()[1] == "^" else self._argument()._replace(digits=0)

@@ -1,4 +1,4 @@
-"""Graders of reasoning_gym and GSM8K, and what graders share: where answers are, numbers."""
+"""Graders of reasoning_gym and GSM8K, and what graders share: finding answers, parsing numbers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rlvr_jax.rewards.outcome import Grade, Outcome
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 ANSWER_MARK = "####"  # GSM8K's convention: the final answer follows the last one
 
-# Commas only as thousands separators; sign and $ in either order; a minus that follows a word or
-# another number ("3-4") is an operator or a dash.
+# Commas only as thousands separators; sign and $ in either order; a minus after a word or another
+# number ("3-4") is an operator or a dash.
 DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _SIGN = r"(?:(?<![\w)])[-+]\$?|\$[-+]?)?"
 NUMBER = rf"{_SIGN}(?:{DIGITS}(?:\.[0-9]+)?|\.[0-9]+)"
@@ -24,27 +24,27 @@ _MARKED_NUMBER = re.compile(rf"{ANSWER_MARK}\s*({NUMBER})")
 
 
 def opened_thought(prompt: str) -> str:
-  """What graders read before a prompt's completions: "<think>" where it ends with that, else ""."""
+  """The start of a prompt's completions: "<think>" if the prompt ends with it, else ""."""
   return THINK_OPEN if prompt.rstrip().endswith(THINK_OPEN) else ""
 
 
 def after_thinking(completion: str) -> str | None:
-  """What follows the last "</think>" (all, where there is none); None while it still thinks."""
+  """The text after the last "</think>" (all of it without one); None while a "<think>" is open."""
   rest = completion.rpartition(THINK_CLOSE)[2]
   return None if THINK_OPEN in rest else rest
 
 
 def final_answer(completion: str) -> str:
-  """The stripped text after the last "####", or the whole stripped text where there is none.
+  """The stripped text after the last "####", or all stripped text without one.
 
-  Thoughts are no part of it; it is empty while a "<think>" is open.
+  Thoughts are left out; the answer is empty while a "<think>" is open.
   """
   return (after_thinking(completion) or "").rpartition(ANSWER_MARK)[2].strip()
 
 
 @functools.lru_cache(maxsize=64)
 def _reasoning_gym_scorer(dataset: str, settings: str) -> Callable[[str, dict], float]:
-  # Imported here: the import takes a second, which the parent process and other graders do not owe.
+  # Imported here: it takes a second, which the parent process and other graders need not spend.
   from reasoning_gym.factory import create_dataset
 
   return create_dataset(dataset, **json.loads(settings)).score_answer
@@ -54,7 +54,7 @@ def reasoning_gym(completion: str, reference: Mapping[str, Any]) -> Grade:
   """Scores a completion by the dataset's own `score_answer`.
 
   Args:
-    completion: the answer is what follows the last "####", otherwise all behind any "</think>".
+    completion: the answer is the text after the last "####", otherwise all after any "</think>".
     reference: "dataset" (name), "settings" (its configuration fields; scoring reads some of them),
       "answer" and "metadata" (of the problem's entry).
   Returns:
@@ -92,7 +92,7 @@ def parse_number(text: str) -> decimal.Decimal:
 
 
 def plain_decimal(value: decimal.Decimal) -> str:
-  """The digits of a number, the same for equal ones: "72" of 72, 072 and 72.00."""
+  """The digits of a number, the same for equal numbers: "72" for 72, 072 and 72.00."""
   text = format(value, "f")
   if "." in text:
     text = text.rstrip("0").removesuffix(".")
@@ -113,8 +113,8 @@ def gsm8k(completion: str, reference: Mapping[str, Any]) -> Grade:
       what follows a "</think>" counts, and nothing while a "<think>" is open.
     reference: "answer", the final number as published (commas, sign and $ allowed).
   Returns:
-    correct (score 1), wrong (0), or unparseable where the text has no number; `answer` is the
-    number's digits, without commas, $, or zeros at the end of a fraction.
+    correct (score 1), wrong (0), or unparseable if the text has no number; `answer` is the number's
+    digits, without commas, $ and trailing zeros.
   """
   number = _last_number(completion)
   if number is None:

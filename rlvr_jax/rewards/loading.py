@@ -1,4 +1,4 @@
-"""From a grader's string, such as "code(reward='fraction')", to a function that gives grades."""
+"""From a grader's string, such as "code(reward='fraction')", to a function that returns grades."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ _PATH_OF_OURS = re.compile(r"rlvr_jax\.rewards\.\w+:(\w+)")
 
 
 def checked_grader(field: str, text: str) -> specs.Spec:
-  """What a string names; a user's module is not imported, as that is for the workers to do.
+  """The parsed string of a grader; a user's module is not imported here, only by the workers.
 
   Args:
     field: begins the messages, such as "config.grading.grader".
     text: the string.
   Raises:
-    ValueError: not a component's string, an unknown name, or hyper-parameters that the grader of
-      that name does not take.
+    ValueError: not a component's string, an unknown name, or hyper-parameters that the grader does
+      not take.
   """
   spec = specs.parse(field, text)
   if ":" not in spec.name:
     _function(f"{field} = {text!r}", spec)
   elif (found := _PATH_OF_OURS.fullmatch(spec.name)) and found[1] in _by_name().__all__:
     new = str(spec._replace(name=found[1]))
-    raise ValueError(f"{field} = {text!r} is no longer spelt like this; write {new!r}")
+    raise ValueError(f"{field} = {text!r} is an old spelling; write {new!r}")
   return spec
 
 
@@ -49,8 +49,8 @@ def load_tested(text: str) -> Grader:
   """The grader that a string names, after its self-test, whose exceptions pass through.
 
   Raises:
-    ValueError: as `checked_grader`; and a module or function that is not there, or is not a
-      plain function of (completion, reference) and the hyper-parameters given.
+    ValueError: as `checked_grader`; or the module or function does not exist, or is not a plain
+      function of (completion, reference) and the hyper-parameters given.
   """
   spec = checked_grader("grader", text)
   function = _function(f"grader = {text!r}", spec)
@@ -59,7 +59,7 @@ def load_tested(text: str) -> Grader:
 
 
 def _by_name():
-  from rlvr_jax.rewards import by_name  # here, as it imports graders that load others
+  from rlvr_jax.rewards import by_name  # here to avoid a cycle: it imports graders that load others
 
   return by_name
 
@@ -73,15 +73,15 @@ def _function(owner: str, spec: specs.Spec) -> Callable[..., Any]:
   try:
     signature = inspect.signature(function)
   except ValueError:
-    return function  # some functions written in C do not tell
+    return function  # some functions written in C have no signature
   of_items = [p.name for p in signature.parameters.values() if p.kind in _POSITIONAL][:2]
   specs.check_keywords(owner, spec.name, function, spec.arguments, of_items)
   try:
     signature.bind("completion", {}, **spec.arguments)
   except TypeError as error:
     raise ValueError(
-      f"{owner}: {spec.name} has the signature {signature}, but is called as (completion,"
-      f" reference) and with what stands in brackets: {error}"
+      f"{owner}: {spec.name} has the signature {signature}, but is called with (completion,"
+      f" reference) and the keywords of the string: {error}"
     ) from error
   return function
 
@@ -91,12 +91,12 @@ def _self_test(function: Callable[..., Any], spec: specs.Spec) -> None:
   owner = importlib.import_module(module or function.__module__)
   test = getattr(owner, f"{name}_self_test", None)
   if test is not None:
-    taken = inspect.signature(test).parameters
-    test(**{keyword: value for keyword, value in spec.arguments.items() if keyword in taken})
+    accepted = inspect.signature(test).parameters
+    test(**{keyword: value for keyword, value in spec.arguments.items() if keyword in accepted})
 
 
 def as_grade(value: Any) -> Grade:
-  """What a grader returned, as a grade; a number is a score: correct at 1 or more, wrong below.
+  """Converts what a grader returned; a number is a score: correct at 1 or more, wrong below.
 
   Raises:
     TypeError: it is neither a Grade with an Outcome nor a number.

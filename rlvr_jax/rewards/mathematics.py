@@ -1,20 +1,23 @@
 r"""The mathematics grader: extracts a completion's final answer and compares it with the gold one.
 
 Plain numbers, words, and the structure of lists, tuples, sets and intervals are compared here,
-exactly and without sympy; formulas by math-verify (pip install -e ".[math]"), whose clock is off:
-the pool has one for the whole item. Units are compared by name where both answers have one.
+exactly and without sympy. Formulas are compared by math-verify (pip install -e ".[math]"), without
+its timeout, since the pool limits the time of the item. Units are compared by name where both
+answers have one.
 
-A grade is a function of the answer's normal form (`Grade.answer`, see `answers`) and the gold
-answer, nothing else, so samples that vote for the same answer are graded alike. Names ("x = 5") and
-units are part of it only where the gold answer has some. Formulas that are equal but written
+A grade depends on the answer's normal form (`Grade.answer`, see `answers`) and the gold answer
+alone, so samples that vote for the same answer get the same grade. Names ("x = 5") and units are
+part of the normal form only if the gold answer has some. Formulas that are equal but written
 differently ("x+1", "1+x") are two votes.
 
-To a gold answer that is a plain number only a number is equal, or one power or root of a number,
-not another way to compute it: a policy could box the question. A sum, an integral, a limit or a
-derivative in an answer is never evaluated: it is right where the gold answer has the same text.
+If the gold answer is a plain number, only a number, or one power or root of a number, equals it;
+another way to compute it does not, since a policy could box the question. A sum, an integral, a
+limit or a derivative in an answer is never evaluated: it is right if the gold answer has the same
+text.
 
-No completion can make this grader crash, which would mask it out of the loss: what is too long or
-nests too deeply is unparseable; what math-verify cannot read, or only at a high cost, is wrong.
+No completion can make this grader crash, which would mask it out of the loss. An answer that is too
+long or too deeply nested is unparseable; one that math-verify cannot parse, or only at a high cost,
+is wrong.
 """
 
 from __future__ import annotations
@@ -32,17 +35,17 @@ from rlvr_jax.rewards.formula_size import formula_size
 from rlvr_jax.rewards.graders import ANSWER_MARK, DIGITS, NUMBER, after_thinking
 from rlvr_jax.rewards.outcome import Grade, Outcome
 
-MAX_ANSWER = 1000  # characters; longer ones are no answers, and cost sympy dearly
-_TAIL = 100_000  # characters at a completion's end that are searched for a box or a mark
+MAX_ANSWER = 1000  # characters; longer ones are not answers, and are slow in sympy
+_TAIL = 100_000  # characters at a completion's end that are searched for a box or "####"
 _PROSE = 10_000  # … for an answer in running text
-_DECIMALS = 6  # plain numbers are compared to so many places, as by math-verify
-_RELATIVE = Fraction(1, 10_000)  # … and to this, or 1e-7 would equal 0
+_DECIMALS = 6  # plain numbers are compared to this many places, as in math-verify …
+_RELATIVE = Fraction(1, 10_000)  # … and to this relative difference, or 1e-7 would equal 0
 
 _BOX_TOKEN = re.compile(
   rf"\\(?:boxed|fbox)\s*\{{|\\(?:boxed|fbox)\s*(?P<bare>[+-]?{NUMBER}(?:/{DIGITS})?)|\\.|[{{}}]",
   re.DOTALL,
 )
-# Without going back (*+): a completion may have as many spaces as it likes.
+# Possessive (*+), without backtracking: a completion may have any number of spaces.
 _BETWEEN_BOXES = re.compile(
   r"[\s$]*+(?:;|,(?!\s*+(?:and|or))|(?:,\s*+)?(?:and|or(?:[\s$]*+[A-Za-z]\s*+=)?))[\s$]*+"
 )
@@ -62,12 +65,12 @@ _WORD = re.compile(rf"(?<![\\A-Za-z])(?!(?:and|or|{FUNCTIONS})\b)[A-Za-z]{{2,}}"
 _RELATION = re.compile(r"[=<>]|\\[lgn]eq")
 _EQUALS = re.compile(r"=|\\approx(?![A-Za-z])")
 _DIFFERENTIAL = r"(?:d|\\partial|\\mathrm\{d\})"
-_UNDONE = re.compile(  # but \frac{dy}{dx}, a name
+_UNEVALUATED = re.compile(  # but \frac{dy}{dx}, a name
   r"\\(?:sum|prod|i{0,3}nt|oint|lim)(?![A-Za-z])"
   rf"|\\frac\{{{_DIFFERENTIAL}(?![-+]|\w\}})[^{{}}]*\}}\{{{_DIFFERENTIAL} ?[A-Za-z]"
 )
-_MAX_SIZE = 100  # terms of an answer multiplied out, see `formula_size`; more cost seconds
-_MAX_GOLD_SIZE = 10_000  # … where the gold answer has half as many
+_MAX_SIZE = 100  # terms of an answer multiplied out, see `formula_size`; more take seconds
+_MAX_GOLD_SIZE = 10_000  # … if the gold answer has half as many
 
 
 class Box(NamedTuple):
@@ -77,9 +80,9 @@ class Box(NamedTuple):
 
 
 def boxes(text: str) -> tuple[list[Box], bool]:
-  r"""Outermost \boxed{…}, \fbox{…} and \boxed 5 in order, and whether one is never closed."""
-  closed: list[tuple[int, int, int, int]] = []  # of the box, of its content
-  stack: list[tuple[int, int | None]] = []  # open braces: where; where a box's content begins
+  r"""(outermost \boxed{…}, \fbox{…} and \boxed 5 in order; whether one is never closed)."""
+  closed: list[tuple[int, int, int, int]] = []  # start and end of the box, then of its content
+  stack: list[tuple[int, int | None]] = []  # of open braces: start; start of a box's content
   for token in _BOX_TOKEN.finditer(text):
     if token["bare"]:
       closed.append((*token.span(), *token.span("bare")))
@@ -98,10 +101,10 @@ def boxes(text: str) -> tuple[list[Box], bool]:
 
 
 def stated_answer(text: str) -> str | None:
-  r"""The last \boxed{…}, else the line after the last "####"; None where there is neither.
+  r"""The last \boxed{…}, else the line after the last "####"; None if there is neither.
 
-  Boxes joined by commas, "and" or "or" are one answer, a list. Where no box is ever closed the
-  answer is empty.
+  Boxes joined by commas, "and" or "or" are one answer, a list. If no box is ever closed, the answer
+  is empty.
   """
   found, unclosed = boxes(text)
   if found:
@@ -124,7 +127,7 @@ def _has_words(text: str) -> bool:
 def _last_expression(text: str) -> str | None:
   """The formula in $…$, \\(…\\) or \\[…\\], or the number, that ends last.
 
-  None where the text says that it is not the answer, or one end of a range.
+  None if the text says that it is not the answer, or if it is one end of a range.
   """
   found = [(m.end(), m.start()) for m in (*_NUMBER.finditer(text), *_MATH.finditer(text))]
   end, start = max(found, default=(0, 0))
@@ -152,8 +155,8 @@ def extract(completion: str) -> str | None:
   r"""The text of a completion's final answer, or None.
 
   In this order: the last \boxed{…}; the line after the last "####"; what follows the last "answer
-  is"; the whole text where it is one formula or word; the formula or number that ends last. Only
-  what follows a "</think>" counts, and nothing while a "<think>" is open.
+  is"; the full text if it is one formula or word; the formula or number that ends last. Only what
+  follows a "</think>" counts, and nothing while a "<think>" is open.
   """
   text = after_thinking(completion)
   if text is None:
@@ -182,19 +185,19 @@ def _distinct(answer: Answer) -> Answer:
   return answer._replace(items=items) if len(items) > 1 else items[0]
 
 
-def as_seen_by(gold: Answer, answer: Answer) -> Answer:
-  """The answer without what the gold one does not ask for.
+def reduced_to(gold: Answer, answer: Answer) -> Answer:
+  """The answer without the parts that the gold answer does not have.
 
-  That is names, units, brackets of a list, the same element twice in a set, the letter of a choice
-  with its value, or the value with its letter.
+  These are names, units, brackets of a list, repeated elements of a set, and, of a choice such as
+  "(B) 5", its letter or its value.
   """
   if gold.words and answer.choice and re.fullmatch("[A-J]", gold.value):
     return Answer(value=answer.choice, words=True)
   if not gold.choice:
     answer = answer._replace(choice="")
-  whole = str(gold._replace(choice=""))
+  gold_text = str(gold._replace(choice=""))
   has_unit = any(part.unit not in ("", "%") for part in (gold, *gold.items))
-  answer = _reduced(answer, bool(_RELATION.search(whole)), has_unit)._replace(
+  answer = _reduced(answer, bool(_RELATION.search(gold_text)), has_unit)._replace(
     brackets=_brackets(gold, answer)
   )
   as_set = answer.brackets == SET and (gold.brackets == SET or not gold.items)
@@ -210,7 +213,10 @@ def _reduced(answer: Answer, names: bool, units: bool) -> Answer:
 
 
 def _brackets(gold: Answer, answer: Answer) -> str:
-  """A list may be bare, and a vector have square brackets; but a pair is neither set nor [ , ]."""
+  """The answer's brackets, or the gold ones if they count as the same.
+
+  A list may be bare, and a vector may have square brackets; but a pair is neither a set nor [ , ].
+  """
   same = (
     bool(gold.items and answer.items)
     and (not answer.brackets or (not gold.brackets and answer.brackets in ("()", SET)))
@@ -219,7 +225,7 @@ def _brackets(gold: Answer, answer: Answer) -> str:
 
 
 def equal(gold: Answer, answer: Answer) -> bool:
-  """Whether an answer, as seen by the gold one, says the same."""
+  """Whether an answer, from `reduced_to`, equals the gold one."""
   if gold.choice:
     if answer.words and answer.value == gold.choice:
       return True
@@ -240,10 +246,10 @@ def equal(gold: Answer, answer: Answer) -> bool:
     return _equal_lists(gold, answer)
   if not (gold.items or answer.items) and gold.value == answer.value != "":
     return True
-  of_gold = gold.name in ("", answer.name)  # to x = 5 another equation, "5=5", is no answer
+  of_gold = gold.name in ("", answer.name)  # to x = 5, another equation such as "5=5" is wrong
   if of_gold and _EQUALS.search(answer.value) and not _RELATION.search(gold.value):
     return _ends_in(gold, answer)
-  if gold.number is not None or gold.value == r"\emptyset":  # math-verify takes 0 < 1 for a set
+  if gold.number is not None or gold.value == r"\emptyset":  # math-verify reads 0 < 1 as a set
     return False
   return _equal_formulas(str(gold._replace(unit="")), str(answer._replace(unit="")))
 
@@ -251,11 +257,11 @@ def equal(gold: Answer, answer: Answer) -> bool:
 def _ends_in(gold: Answer, answer: Answer) -> bool:
   """Whether "2+3=5", "m+n=5" or "x \\approx 5" end in the gold answer, and no side is another."""
   *sides, last = _EQUALS.split(answer.value)
-  end = as_seen_by(gold, parse_answer(last))
+  end = reduced_to(gold, parse_answer(last))
   if not equal(gold, end._replace(unit=end.unit or answer.unit)):
     return False
-  whole = str(gold._replace(name="", unit=""))
-  return all(_equal_formulas(whole, side) for side in sides if side and is_computed(side))
+  formula = str(gold._replace(name="", unit=""))
+  return all(_equal_formulas(formula, side) for side in sides if side and is_computed(side))
 
 
 def _letters(text: str) -> str:
@@ -270,7 +276,7 @@ def _equal_numbers(gold: Answer, answer: Answer) -> bool:
   if answer.unit == "%" != gold.unit:
     pairs.append((gold.number, answer.number / 100))
   if not pairs or gold.unit == "%" or abs(gold.number) >= 1:
-    pairs.append((gold.number, answer.number))  # 5 % may be meant by 5, but not 0.05 % by 0.05
+    pairs.append((gold.number, answer.number))  # 5 may mean 5 %, but 0.05 not 0.05 %
   return any(_close(a, b) for a, b in pairs)
 
 
@@ -296,7 +302,7 @@ def _equal_lists(gold: Answer, answer: Answer) -> bool:
 
 @functools.cache
 def _math_verify() -> tuple[Callable[[str], list], Callable[[list, list], bool]]:
-  # GMP ends the whole process when memory runs out; Python's own integers raise MemoryError.
+  # GMP aborts the process when memory runs out; Python's own integers raise MemoryError.
   os.environ.setdefault("SYMPY_GROUND_TYPES", "python")
   os.environ.setdefault("MPMATH_NOGMPY", "1")
   try:
@@ -306,8 +312,8 @@ def _math_verify() -> tuple[Callable[[str], list], Callable[[list, list], bool]]
     raise ImportError(
       'the mathematics grader needs math-verify: pip install -e ".[math]"'
     ) from error
-  logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its clock is off
-  # Units are ours: math-verify's would read the variable of "5m" as one.
+  logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeout is off
+  # Units are parsed in `answers`: math-verify would read the variable of "5m" as a unit.
   normalization = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none",
     equations=False,
@@ -326,7 +332,7 @@ def _math_verify() -> tuple[Callable[[str], list], Callable[[list, list], bool]]
 
 
 def _equal_formulas(gold: str, answer: str) -> bool:
-  if _UNDONE.search(answer):  # only the same text is right, and that has been seen by now
+  if _UNEVALUATED.search(answer):  # only the same text is right, which has been compared already
     return False
   if formula_size(answer) > max(_MAX_SIZE, min(2 * formula_size(gold), _MAX_GOLD_SIZE)):
     return False
@@ -335,10 +341,10 @@ def _equal_formulas(gold: str, answer: str) -> bool:
   return bool(parsed_gold) and verify(parsed_gold, parse(answer))
 
 
-def _unread(gold: Answer) -> str:
-  """The first formula of a gold answer that math-verify cannot read; "" where there is none."""
+def _unparsed(gold: Answer) -> str:
+  """The first formula of a gold answer that math-verify cannot parse; "" if there is none."""
   if gold.items:
-    return next(filter(None, map(_unread, gold.items)), "")
+    return next(filter(None, map(_unparsed, gold.items)), "")
   if gold.number is not None or gold.words or _math_verify()[0](gold.value):
     return ""
   return gold.value
@@ -349,13 +355,13 @@ def mathematics(completion: str, reference: Mapping[str, Any]) -> Grade:
 
   Args:
     completion: text.
-    reference: "answer", the gold answer: bare LaTeX or a number, or a text with a \boxed{…} or a
-      "####" that holds it.
+    reference: "answer", the gold answer: bare LaTeX or a number, or a text with it in a \boxed{…}
+      or after a "####".
   Returns:
     correct (score 1) or wrong (0) with the extracted answer's normal form as `answer` and `detail`;
     unparseable without an answer, or with one over MAX_ANSWER characters or nested too deeply;
-    crashed where the gold answer is empty or too long, whatever the completion. Where math-verify
-    cannot read the gold answer only the same normal form is correct, and `detail` says so.
+    crashed if the gold answer is empty or too long, whatever the completion. If math-verify cannot
+    parse the gold answer, only the same normal form is correct, and `detail` says so.
   """
   try:
     gold = _gold(str(reference["answer"]))
@@ -367,16 +373,16 @@ def mathematics(completion: str, reference: Mapping[str, Any]) -> Grade:
       return Grade(Outcome.UNPARSEABLE, detail="no answer")
     if len(text) > MAX_ANSWER:
       return Grade(Outcome.UNPARSEABLE, detail=f"an answer of {len(text)} characters")
-    answer = as_seen_by(gold, parse_answer(text))
+    answer = reduced_to(gold, parse_answer(text))
     normal = str(answer)
     is_correct = equal(gold, answer)
-    unread = "" if is_correct else _unread(gold)
+    unparsed = "" if is_correct else _unparsed(gold)
   except (RecursionError, MemoryError) as error:
     return Grade(Outcome.UNPARSEABLE, detail=f"{type(error).__name__} in comparing the answer")
   outcome = Outcome.CORRECT if is_correct else Outcome.WRONG
   detail = normal
-  if unread:
-    detail += f" (only the same text counts: math-verify cannot read the gold {unread!r:.200})"
+  if unparsed:
+    detail += f" (only the same text counts: math-verify cannot parse the gold {unparsed!r:.200})"
   return Grade(outcome, float(is_correct), detail=detail, answer=normal)
 
 

@@ -1,4 +1,4 @@
-"""What grading a completion can come to, and what each outcome is worth."""
+"""The possible outcomes of grading a completion, and the reward of each."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import numpy as np
 class Outcome(enum.StrEnum):
   CORRECT = "correct"
   WRONG = "wrong"
-  UNPARSEABLE = "unparseable"  # the completion holds no answer
+  UNPARSEABLE = "unparseable"  # the completion has no answer
   TIMEOUT = "timeout"  # grading took longer than the limit
-  CRASHED = "crashed"  # the grader failed; says nothing about the completion
+  CRASHED = "crashed"  # the grader failed, which does not depend on the completion's quality
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Grade:
 
   Attributes:
     outcome: what happened.
-    score: the grader's own score, normally in [0, 1]; 0 where there is none.
-    detail: for a person to read, such as the extracted answer or the exception.
-    answer: normal form of the extracted answer, for majority votes; "" where there is none. For
-      one reference, equal answers have equal outcomes.
+    score: the grader's own score, normally in [0, 1]; 0 if there is none.
+    detail: human-readable, such as the extracted answer or the exception.
+    answer: normal form of the extracted answer, for majority votes; "" if there is none. For one
+      reference, equal answers have equal outcomes.
   """
 
   outcome: Outcome
@@ -56,17 +56,17 @@ _DEFAULTS: dict[Outcome, float | str] = {
   Outcome.WRONG: 0.0,
   Outcome.UNPARSEABLE: 0.0,
   Outcome.TIMEOUT: 0.0,
-  # A crash is the grader's fault, not the policy's: it must not teach anything.
+  # A crash is the grader's fault, not the policy's: it must not be trained on.
   Outcome.CRASHED: MASK,
 }
 
 
 def outcome_policy(overrides: Mapping[str, float | str] | None = None) -> OutcomePolicy:
-  """What each outcome is worth: a number, "score", "mask" or "stop".
+  """The reward of each outcome: a number, "score", "mask" or "stop".
 
   Args:
     overrides: outcome name → a finite number (the reward), "score" (the grade's score), "mask"
-      (leave the rollout out of the loss) or "stop" (end the run). The others keep the default:
+      (leave the rollout out of the loss) or "stop" (end the run). Other outcomes keep the default:
       correct "score", wrong 0, unparseable 0, timeout 0, crashed "mask".
   Returns:
     The complete table, read-only.
@@ -97,7 +97,7 @@ def _checked_action(name: str, action: float | str) -> float | str:
 
 
 def reward_of(grade: Grade, policy: OutcomePolicy) -> float | None:
-  """The reward of one grade; None where the rollout is to be left out of the loss.
+  """The reward of one grade; None if the rollout is to be left out of the loss.
 
   Raises:
     GradingStoppedError: the policy of this outcome is "stop".
@@ -108,7 +108,7 @@ def reward_of(grade: Grade, policy: OutcomePolicy) -> float | None:
   if action == STOP:
     raise GradingStoppedError(
       f"a completion was graded {grade.outcome.value!r} ({grade.detail or 'no detail'}) and the "
-      f"reward policy of {grade.outcome.value!r} is 'stop'. Mend the grader, or set that policy to "
+      f"reward policy of {grade.outcome.value!r} is 'stop'. Fix the grader, or set that policy to "
       "a number or 'mask'."
     )
   return grade.score if action == SCORE else float(action)
@@ -120,11 +120,11 @@ class Rewards(NamedTuple):
   rewards: np.ndarray  # f32[B]; 0 where not kept
   keep: np.ndarray  # bool[B], False: leave the rollout out of the loss
   correct: np.ndarray  # f32[B] in {0, 1}
-  counts: dict[str, int]  # outcome → how many; every outcome is there; sums to B
+  counts: dict[str, int]  # outcome → number of rollouts; has every outcome; sums to B
 
 
 def rewards_from_grades(grades: Sequence[Grade], policy: OutcomePolicy) -> Rewards:
-  """Turns grades into rewards by the table of `outcome_policy`.
+  """Turns B grades into rewards by the table that `outcome_policy` returned.
 
   Raises:
     GradingStoppedError: a grade's policy is "stop".

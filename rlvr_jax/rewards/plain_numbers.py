@@ -1,6 +1,6 @@
 r"""Exact values of numbers as mathematical answers write them: decimals, fractions, powers, roots.
 
-Texts are as `answers.undressed` leaves them.
+The functions take text that `answers.strip_formatting` returned.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _POWER = re.compile(
   rf"{_SIGN}(?:({_DECIMAL})|\(\s?([^()]+)\s?\))\s?\^\s?(?:([0-9]+)|\{{\s?([+-]?\s?[0-9]+)\s?\}})"
 )
 _ROOT = re.compile(rf"{_SIGN}\\sqrt\s?(?:\[\s?([2-9])\s?\]\s?)?\{{(.+)\}}")
-_MAX_POWER_BITS = 3300  # of a power that is computed: 1000 digits
-_MAX_ROOT_BITS = 120  # of a number whose root is
+_MAX_POWER_BITS = 3300  # larger powers, of over 1000 digits, are not computed
+_MAX_ROOT_BITS = 120  # roots of larger numbers are not computed
 
 
 def parse_plain_number(text: str) -> Fraction | None:
-  r"""The value of "-1,234.5", "3/4", r"\frac{3}{4}", "2 1/2", r"3\times10^8" …; None of others.
+  r"""The value of "-1,234.5", "3/4", r"\frac{3}{4}", "2 1/2", r"3\times10^8" …; None for others.
 
-  One power or root of a plain number is one itself where it is rational: r"2^{10}", r"\sqrt{16}".
+  One power or root of a plain number counts as one if it is rational: r"2^{10}", r"\sqrt{16}".
   """
   if match := _PLAIN.fullmatch(text):
     value = _decimal(match[2])
@@ -48,9 +48,9 @@ def parse_plain_number(text: str) -> Fraction | None:
   elif (match := _MIXED.fullmatch(text)) and _QUOTIENT.fullmatch(match[3]):
     value = Fraction(match[2]) + (parse_plain_number(match[3]) or 0)
   elif match := _PERIODIC.fullmatch(text):
-    _, whole, start, period = match.groups()
+    _, integer, start, period = match.groups()
     ninths = 10 ** len(start) * (10 ** len(period) - 1)
-    value = _decimal(f"{whole}.{start}0") + Fraction(int(period), ninths)
+    value = _decimal(f"{integer}.{start}0") + Fraction(int(period), ninths)
   elif (match := _POWER.fullmatch(text)) or (match := _ROOT.fullmatch(text)):
     computed = _power(match) if match.re is _POWER else _root(match)
     if computed is None:
@@ -75,12 +75,12 @@ def _root(match: re.Match[str]) -> Fraction | None:
   if inside is None or inside < 0:
     return None
   degree, roots = int(match[2] or 2), []
-  for whole in (inside.numerator, inside.denominator):
-    if whole.bit_length() > _MAX_ROOT_BITS:
+  for integer in (inside.numerator, inside.denominator):
+    if integer.bit_length() > _MAX_ROOT_BITS:
       return None
-    candidates = range(2 << whole.bit_length() // degree)
-    root = bisect.bisect_left(candidates, whole, key=lambda x: x**degree)
-    if root**degree != whole:
+    candidates = range(2 << integer.bit_length() // degree)
+    root = bisect.bisect_left(candidates, integer, key=lambda x: x**degree)
+    if root**degree != integer:
       return None
     roots.append(root)
   return Fraction(*roots)

@@ -16,24 +16,23 @@ from rlvr_jax.rewards.loading import checked_grader
 from rlvr_jax.rewards.outcome import Grade
 from rlvr_jax.rewards.worker_process import KILL_WAIT_S, MAX_LONGER_S, WorkerProcess, request
 
-# Items handed to a worker at a time, at most: enough to hide the round trip.
-_MAX_CHUNK = 32
-_MOST_WORKERS = 32  # by default: each holds what its grader imports
+_MAX_CHUNK = 32  # items sent to a worker at a time: enough to hide the round trip
+_MAX_DEFAULT_WORKERS = 32  # each keeps in memory what its grader imports
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 def default_workers() -> int:
-  """A grading process for each core that this process may use, at most 32."""
+  """One grading process for each core that this process may use, at most 32."""
   if hasattr(os, "sched_getaffinity"):
-    return min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
-  return min(os.cpu_count() or 1, _MOST_WORKERS)
+    return min(len(os.sched_getaffinity(0)), _MAX_DEFAULT_WORKERS)
+  return min(os.cpu_count() or 1, _MAX_DEFAULT_WORKERS)
 
 
 class GradingFuture(Future[list[Grade]]):
-  """Grades to come; `result(timeout)` gives them in the order of the inputs.
+  """A future of grades; `result(timeout)` returns them in the order of the inputs.
 
-  Without a timeout `result` waits `limit_s` seconds at most, longer than grading can take: every
-  item, and every replacement of a worker, has a limit of its own.
+  Without a timeout, `result` waits at most `limit_s` seconds. That is longer than grading can take,
+  since every item and every replacement of a worker has its own limit.
   """
 
   def __init__(self, size: int, limit_s: float):
@@ -42,7 +41,7 @@ class GradingFuture(Future[list[Grade]]):
     self._grades: list[Grade | None] = [None] * size
     self._missing = size
     self._count_lock = threading.Lock()
-    self.set_running_or_notify_cancel()  # cannot be cancelled: workers may be at it already
+    self.set_running_or_notify_cancel()  # cannot be cancelled: workers may have started already
     if not size:
       self.set_result([])
 
@@ -50,7 +49,7 @@ class GradingFuture(Future[list[Grade]]):
     return super().result(self._limit_s if timeout is None else timeout)
 
   def deliver(self, index: int, grade: Grade) -> None:
-    """Takes the grade of one item; the last one completes the future."""
+    """Sets the grade of one item; the last one completes the future."""
     with self._count_lock:
       self._grades[index] = grade
       self._missing -= 1
@@ -58,7 +57,7 @@ class GradingFuture(Future[list[Grade]]):
         self.set_result(self._grades)  # type: ignore[arg-type]
 
   def fail(self, error: Exception) -> None:
-    """Gives up on the grades still missing."""
+    """Sets the error, unless the future is done."""
     with self._count_lock:
       if not self.done():
         self.set_exception(error)
@@ -73,24 +72,25 @@ class _Item(NamedTuple):
 class GraderPool:
   """Grades completions in separate processes, each item under a wall-clock limit.
 
-  A worker that exceeds the limit is killed with its whole process group and replaced, and its item
-  is graded `timeout`; a worker that dies is replaced, and its item is `crashed`. An exception in
-  the grader, or a return value that is no grade, is `crashed` too and costs no worker. Workers are
-  fresh interpreters (never forks of this process), without jax. They end when this process does.
-  A worker's successor is started when an item has taken half its limit, so that the others need not
-  wait for it to load its grader. It stays ready where that item ends in time after all.
+  A worker that exceeds the limit is killed with its process group and replaced, and its item is
+  graded `timeout`. A worker that dies is replaced, and its item is `crashed`. An exception in the
+  grader, or a return value that is not a grade, is `crashed` too, and the worker goes on. Workers
+  are new interpreters (never forks of this process), without jax. They end when this process does.
+
+  A replacement is started once an item has taken half its limit, so that the remaining items need
+  not wait for it to load the grader. If that item finishes in time, the replacement is kept.
 
   Args:
     grader: string of a grader, "name(keyword=value)" or "my_module:function"; see `by_name`.
-    num_workers: processes.
-    timeout_s: wall-clock limit per item, seconds; on top of it comes what a grader announces that
-      ends its work by itself (`deadlines`), as that of programs does.
+    num_workers: number of processes, ≥ 1.
+    timeout_s: wall-clock limit per item, seconds. A grader with its own limit, such as that of
+      programs, may ask for more; see `deadlines`.
     startup_timeout_s: limit for a worker to start and load the grader, seconds.
     memory_mib: limit on each worker's address space, MiB; None for no limit.
     environment: variables added to the workers' environment.
-    preload: strings of further graders that each worker loads and tests at its start: those
-      that only references name (see `combined`), which else do so in an item's time.
-    on_grade: called by a thread of the pool at every grade: a sign that grading goes on.
+    preload: strings of further graders that each worker loads and tests at its start. Graders that
+      only references name (see `combined`) are otherwise loaded within an item's time limit.
+    on_grade: called by a thread of the pool at every grade; shows that grading makes progress.
   Raises:
     ValueError: an argument out of range, an unknown grader, or an environment that is not text.
     GraderStartError: the grader cannot be loaded, or its self-test fails.
@@ -124,7 +124,7 @@ class GraderPool:
     self._in_progress: set[GradingFuture] = set()
     self._failure: Exception | None = None
     self._workers = [WorkerProcess(self._settings, self._environment) for _ in range(num_workers)]
-    self._successors: dict[int, WorkerProcess] = {}  # by slot
+    self._replacements: dict[int, WorkerProcess] = {}  # by slot
     try:
       for worker in self._workers:
         worker.wait_ready(startup_timeout_s)
@@ -142,16 +142,16 @@ class GraderPool:
   def submit(
     self, completions: Sequence[str], references: Sequence[Mapping[str, Any]]
   ) -> GradingFuture:
-    """Hands over completions to grade and returns at once.
+    """Submits completions for grading and returns immediately.
 
     Args:
       completions: texts.
-      references: what the grader needs to judge each one; JSON-able.
+      references: what the grader needs to judge each one; JSON-serializable.
     Returns:
       A future of the grades, in the order of the completions.
     Raises:
       ValueError: the two differ in length.
-      TypeError: a reference that JSON cannot hold.
+      TypeError: a reference is not JSON-serializable.
       RuntimeError: the pool is closed, or has failed.
     """
     if len(completions) != len(references):
@@ -160,7 +160,7 @@ class GraderPool:
     with self._changed:
       if self._failure is not None:
         raise self._failure
-      # Each item, ahead of us, in progress or ours, costs at most its limit and a new worker.
+      # Each item (queued, in progress or new) costs at most its limit and a replaced worker.
       waiting = len(self._queue) + len(lines) + _MAX_CHUNK * len(self._workers)
       item_s = self._timeout_s + MAX_LONGER_S + self._startup_timeout_s
       future = GradingFuture(len(lines), waiting * item_s)
@@ -173,16 +173,16 @@ class GraderPool:
   def grade(
     self, completions: Sequence[str], references: Sequence[Mapping[str, Any]]
   ) -> list[Grade]:
-    """Grades completions and waits for it; see `submit`."""
+    """Grades completions and returns the grades; blocks. See `submit`."""
     return self.submit(completions, references).result()
 
   def worker_pids(self) -> list[int]:
-    """Process ids of the present workers; each is the leader of its own session."""
+    """Process ids of the current workers; each leads its own session."""
     with self._changed:
       return [worker.pid for worker in self._workers]
 
   def close(self) -> None:
-    """Kills the workers; grades still missing fail their future. Closing twice is harmless."""
+    """Kills the workers and fails the unfinished futures. Closing twice is harmless."""
     self._fail(RuntimeError("the grader pool is closed"))
     for thread in self._threads:
       thread.join(KILL_WAIT_S)
@@ -196,10 +196,10 @@ class GraderPool:
     self.close()
 
   def _all(self) -> list[WorkerProcess]:
-    return [*self._workers, *self._successors.values()]
+    return [*self._workers, *self._replacements.values()]
 
   def _fail(self, error: Exception) -> None:
-    """Ends the pool: no more grading, every dispatcher thread returns."""
+    """Ends the pool: nothing more is graded, and every dispatcher thread returns."""
     with self._changed:
       self._failure = self._failure or error
       self._queue.clear()
@@ -211,7 +211,7 @@ class GraderPool:
       future.fail(self._failure)
 
   def _dispatch(self, slot: int) -> None:
-    """The life of a thread: feeds one worker, and replaces it when it is gone."""
+    """Runs in a thread: sends items to one worker, and replaces the worker when it has ended."""
     try:
       while (items := self._take(slot)) is not None:
         lines, slow = [item.line for item in items], functools.partial(self._prepare, slot)
@@ -224,11 +224,11 @@ class GraderPool:
           if self._failure is None:
             self._queue.extendleft(reversed(items[graded:]))
             self._changed.notify_all()
-    except Exception as error:  # else those who wait for a result would wait for ever
+    except Exception as error:  # without this, callers would wait for a result indefinitely
       self._fail(error)
 
   def _take(self, slot: int) -> list[_Item] | None:
-    """Waits for items and a living worker; None when the pool has ended."""
+    """Waits for items and a live worker; None when the pool has ended."""
     with self._changed:
       while not self._queue and self._failure is None:
         self._changed.wait()
@@ -237,27 +237,27 @@ class GraderPool:
     with self._changed:
       if self._failure is not None:
         return None
-      # A share of what is left, so that no worker sits on slow items while others are idle.
+      # Only a share of the queue, so that no worker keeps slow items while others are idle.
       share = math.ceil(len(self._queue) / (2 * len(self._workers)))
       return [self._queue.popleft() for _ in range(min(share, _MAX_CHUNK))]
 
   def _prepare(self, slot: int) -> None:
-    """Starts the successor of a worker, if it has none."""
+    """Starts the replacement of a worker, unless it has one already."""
     with self._changed:
-      if self._failure is None and slot not in self._successors:
-        self._successors[slot] = WorkerProcess(self._settings, self._environment)
+      if self._failure is None and slot not in self._replacements:
+        self._replacements[slot] = WorkerProcess(self._settings, self._environment)
 
   def _replace(self, slot: int) -> None:
     with self._changed:
       if self._failure is not None:
         return
       self._workers[slot].close()
-      successor = self._successors.pop(slot, None)
-      if successor is None or not successor.alive():
-        if successor is not None:
-          successor.close()
-        successor = WorkerProcess(self._settings, self._environment)
-      self._workers[slot] = successor
+      replacement = self._replacements.pop(slot, None)
+      if replacement is None or not replacement.alive():
+        if replacement is not None:
+          replacement.close()
+        replacement = WorkerProcess(self._settings, self._environment)
+      self._workers[slot] = replacement
     self._workers[slot].wait_ready(self._startup_timeout_s)
 
   def _deliver(self, item: _Item, grade: Grade) -> None:

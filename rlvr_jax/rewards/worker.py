@@ -1,9 +1,9 @@
 """A grading worker: JSON lines in on stdin, JSON lines out on stdout, one item after another.
 
-Started by `GraderPool` as `python -m rlvr_jax.rewards.worker SETTINGS`. First it says
-{"ready": true} or {"error": text}; then {"completion", "reference"} lines are each answered, in
-order, by {"outcome", "score", "detail", "answer"}, before which {"longer_s"} lines may announce
-that it takes so many seconds more than the limit. It ends when its stdin does.
+Started by `GraderPool` as `python -m rlvr_jax.rewards.worker SETTINGS`. It first writes
+{"ready": true} or {"error": text}. Then it answers each {"completion", "reference"} line, in order,
+with {"outcome", "score", "detail", "answer"}. Before an answer, {"longer_s"} lines may announce
+that the item takes that many seconds more than the limit. It ends when its stdin does.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from rlvr_jax.rewards import deadlines
 from rlvr_jax.rewards.loading import Grader, load_tested
 from rlvr_jax.rewards.outcome import Grade, Outcome
 
-MAX_DETAIL = 1000  # characters; a detail is for a person to read
-_MARGIN_S = 1.0  # past the limit, a worker that its parent has not killed ends by itself
+MAX_DETAIL = 1000  # characters; a detail is human-readable
+_MARGIN_S = 1.0  # after the limit, a worker that its parent has not killed ends by itself
 
 
 def _describe(error: BaseException) -> str:
@@ -33,7 +33,7 @@ def _crashed(detail: str) -> dict[str, Any]:
 
 
 def _short(answer: str) -> str:
-  """Long answers by their hash, so that those that differ far behind remain different votes."""
+  """The answer, if long with a hash, so that answers that differ only late stay different votes."""
   if len(answer) <= MAX_DETAIL:
     return answer
   return f"{answer[:100]}… sha256 {hashlib.sha256(answer.encode(errors='replace')).hexdigest()}"
@@ -52,7 +52,7 @@ def _grade_line(grader: Grader, line: bytes) -> dict[str, Any]:
   item = json.loads(line)
   try:
     return _reply(grader(item["completion"], item["reference"]))
-  except BaseException as error:  # sys.exit() in a grader is a crash of that item, too
+  except BaseException as error:  # sys.exit() in a grader is a crash of that item as well
     return _crashed(_describe(error))
 
 
@@ -62,7 +62,7 @@ def _send(stream: BinaryIO, message: dict[str, Any]) -> None:
 
 
 def _protected_streams() -> tuple[BinaryIO, BinaryIO]:
-  """Takes over stdin and stdout, so that a grader cannot read or print into the protocol."""
+  """Duplicates of stdin and stdout for the protocol; a grader's own are redirected to /dev/null."""
   requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
   null = os.open(os.devnull, os.O_RDWR)
   os.dup2(null, 0)
@@ -88,14 +88,14 @@ def main() -> int:
   except BaseException as error:
     _send(replies, {"error": _describe(error)})
     return 1
-  # From here on stderr, too, belongs to the grader: at start-up it told the parent what went wrong.
+  # Until here stderr told the parent what went wrong; now a grader's output there is discarded.
   os.dup2(1, 2)
   _send(replies, {"ready": True})
   limit_s = settings["timeout_s"] + _MARGIN_S
 
   def end_after(seconds: float) -> None:
-    # The parent kills a worker at the limit. With the parent dead, this ends the worker: a thread
-    # in C without the interpreter lock, so neither a sleeping nor a spinning grader holds it up.
+    # The parent kills a worker at the limit. If the parent is dead, this ends the worker: a C
+    # thread that needs no interpreter lock, so neither a sleeping nor a spinning grader delays it.
     faulthandler.dump_traceback_later(seconds, file=2, exit=True)
 
   def announce(seconds: float) -> None:

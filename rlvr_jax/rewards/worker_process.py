@@ -1,4 +1,4 @@
-"""One grading process as the pool sees it: items go in line by line, grades come back in time."""
+"""One grading process as the pool sees it: items go in line by line, grades come back."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import Any
 
 from rlvr_jax.rewards.outcome import Grade, Outcome
 
-_MAX_REPLY = 2**20  # bytes; longer than any real reply, so a runaway one is caught
-MAX_LONGER_S = 600.0  # that a grader may announce for an item
-KILL_WAIT_S = 5.0  # for the kernel to take down a process after SIGKILL
+_MAX_REPLY = 2**20  # bytes; longer than any valid reply
+MAX_LONGER_S = 600.0  # additional seconds that a grader may ask for per item
+KILL_WAIT_S = 5.0  # for the kernel to end a process after SIGKILL
 _SINGLE_THREADED = dict.fromkeys(
   ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS",
    "VECLIB_MAXIMUM_THREADS"), "1",
@@ -30,16 +30,16 @@ class GraderStartError(RuntimeError):
 
 
 class _WorkerDiedError(Exception):
-  """The worker's process ended, or sent what no worker sends."""
+  """The worker's process ended, or broke the protocol."""
 
 
 def request(completion: str, reference: Mapping[str, Any]) -> bytes:
-  """The line that asks for one item's grade; TypeError if JSON cannot hold the reference."""
+  """Line that asks for an item's grade; TypeError unless the reference is JSON-serializable."""
   try:
     return json.dumps({"completion": completion, "reference": reference}).encode() + b"\n"
   except (TypeError, ValueError) as error:
     raise TypeError(
-      f"a grader's reference must be JSON-able ({error}): {reference!r:.300}"
+      f"a grader's reference must be JSON-serializable ({error}): {reference!r:.300}"
     ) from error
 
 
@@ -49,7 +49,7 @@ class WorkerProcess:
   def __init__(self, settings: Mapping[str, Any], environment: Mapping[str, str]):
     self._grader = settings["grader"]
     self._stderr = tempfile.TemporaryFile()
-    # sys.path goes along: the worker imports a user's grader exactly as this process would. The
+    # With our sys.path, the worker imports a user's grader exactly as this process would. The fixed
     # hash seed makes graders that iterate over sets give the same grade every time.
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     fixed = {"PYTHONPATH": path, "PYTHONHASHSEED": "0"}
@@ -76,10 +76,10 @@ class WorkerProcess:
     return self._process.poll() is None
 
   def wait_ready(self, timeout_s: float) -> None:
-    """Waits for the worker to have loaded its grader.
+    """Waits until the worker has loaded its grader.
 
     Raises:
-      GraderStartError: it could not, or not in time; the worker is then gone.
+      GraderStartError: loading failed or took too long; the worker has been closed.
     """
     try:
       message = json.loads(self._next_line(time.monotonic() + timeout_s))
@@ -93,24 +93,27 @@ class WorkerProcess:
     if problem is not None:
       self.close()
       raise GraderStartError(
-        f"the grading worker for {self._grader!r} did not start: {problem}. One of your own is"
-        " named 'my_module:function', importable with this process's sys.path."
+        f"the grading worker for {self._grader!r} did not start: {problem}. Name your own grader"
+        " 'my_module:function', with a module that this process's sys.path can import."
       )
 
   def grades(
     self, lines: Sequence[bytes], timeout_s: float, slow: Callable[[], None]
   ) -> Iterator[Grade]:
-    """Yields grades of the items in order, each as soon as it is known.
+    """Yields the grades of the items in order, each as soon as it is known.
 
-    Calls `slow` whenever an item has taken half its limit.
+    Ends early, after a `timeout` or `crashed` grade, if that item ended the worker; the items after
+    it have not been graded.
 
-    Ends early, after a `timeout` or `crashed` grade, when an item cost the worker its life: the
-    items after that one have not been graded.
+    Args:
+      lines: of `request`, one per item.
+      timeout_s: limit per item, seconds.
+      slow: called whenever an item has taken half its limit.
     """
     self._outgoing = b"".join(lines)
     for _ in lines:
       # The worker goes from one item to the next without a pause, so an item's time starts when
-      # the reply before it was seen: never before it really started.
+      # the previous reply was read, which is never before the item really started.
       try:
         grade = _parse_reply(self._next_reply(timeout_s, slow))
       except TimeoutError:
@@ -124,7 +127,7 @@ class WorkerProcess:
         return
 
   def _next_reply(self, timeout_s: float, slow: Callable[[], None]) -> bytes:
-    """As `_next_line`, with the time that a grader announces to take by itself; see `deadlines`."""
+    """As `_next_line`, with the additional time that a grader announced; see `deadlines`."""
     deadline = time.monotonic() + timeout_s
     last = deadline + MAX_LONGER_S
     while (line := self._reply_or_slow(deadline, timeout_s / 2, slow)).startswith(b'{"longer_s"'):
@@ -141,11 +144,11 @@ class WorkerProcess:
       return self._next_line(deadline)
 
   def _next_line(self, deadline: float) -> bytes:
-    """Waits for a line, sending what there is to send meanwhile.
+    """Waits for a line; sends pending output meanwhile.
 
     Raises:
-      TimeoutError: the deadline has passed and nothing lies in the pipe.
-      _WorkerDiedError: the process has ended, or has sent a line beyond any limit.
+      TimeoutError: the deadline has passed and the pipe is empty.
+      _WorkerDiedError: the process has ended, or has sent a line of over `_MAX_REPLY` bytes.
     """
     while (end := self._incoming.find(b"\n")) < 0:
       if len(self._incoming) > _MAX_REPLY:
@@ -176,7 +179,7 @@ class WorkerProcess:
     except BlockingIOError:
       return
     except BrokenPipeError:
-      sent = len(self._outgoing)  # it has died, or is about to: reading will tell
+      sent = len(self._outgoing)  # the worker has died or is dying; reading will report it
     self._outgoing = self._outgoing[sent:]
 
   def _receive_some(self) -> None:
@@ -187,15 +190,15 @@ class WorkerProcess:
     self._incoming += data
 
   def kill(self) -> None:
-    """Kills the worker's whole process group; safe at any time, from any thread."""
-    if self._process.returncode is None:  # not yet reaped, so the number is still its own
+    """Kills the worker's process group; safe at any time, from any thread."""
+    if self._process.returncode is None:  # not yet reaped, so the id cannot have been reused
       with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(self._process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
       self._process.wait(KILL_WAIT_S)
 
   def close(self) -> None:
-    """Kills the worker and gives back its pipes."""
+    """Kills the worker and closes its pipes."""
     self.kill()
     self._selector.close()
     for stream in (self._stdin, self._stdout, self._stderr):

@@ -1,4 +1,4 @@
-"""What a reweighting is."""
+"""The interface of reweightings."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import NamedTuple
 
 from rlvr_jax.types import Array, Metrics
 
-SCOPES = ("batch", "microbatch", "group")
+SCOPES = ("batch", "micro_batch", "group")
 
 
 class Reweighting(NamedTuple):
   """Coefficients and the Gram matrix of the rollouts' gradient features → coefficients.
 
-  It acts on N blocks of b rollouts, each with its own Gram matrix: the whole batch (N = 1), the
-  micro-batches of an update, or its groups.
+  It acts on N blocks of b rollouts, each with its own Gram matrix. A block is the full batch
+  (N = 1), a micro-batch of an update, or a group.
 
   Attributes:
     apply: (coefficients f32[N, b], gram f32[N, b, b] or None, key) → (f32[N, b], metrics).
-    needs_gram: whether `apply` reads the Gram matrix; None may be passed where it does not.
-    scope: "batch", "microbatch" or "group": what a block is.
+    needs_gram: whether `apply` reads the Gram matrix; if not, None may be passed.
+    scope: the kind of block: "batch", "micro_batch" or "group".
   """
 
   apply: Callable[[Array, Array | None, Array], tuple[Array, Metrics]]

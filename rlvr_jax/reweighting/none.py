@@ -6,5 +6,5 @@ from rlvr_jax.reweighting.base import Reweighting
 
 
 def none() -> Reweighting:
-  """Coefficients go through as they are."""
+  """Returns the coefficients unchanged."""
   return Reweighting(apply=lambda coefficients, gram, key: (coefficients, {}), needs_gram=False)

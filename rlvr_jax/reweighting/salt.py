@@ -1,4 +1,4 @@
-"""SALT: coefficients split along and across the directions that a batch's gradients share."""
+"""SALT: coefficients split into a part shared by a batch's gradients and a residual."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from rlvr_jax.ops import spectral
-from rlvr_jax.ops.checks import check_between, check_choice, check_order, check_whole
+from rlvr_jax.ops.checks import check_between, check_choice, check_integer, check_order
 from rlvr_jax.ops.masked import mean_metric, upcast
 from rlvr_jax.reweighting.base import SCOPES, Reweighting
 from rlvr_jax.types import Array, Metrics
@@ -19,7 +19,7 @@ CHANNELS = ("both", "shared", "residual")
 
 
 class SaltResult(NamedTuple):
-  """What SALT makes of the coefficients A of a block; with a leading axis N, of N blocks."""
+  """SALT's result for the coefficients A of a block; with a leading axis N, of N blocks."""
 
   coefficients: Array  # f32[b], A'
   shared: Array  # f32[b], P_k A
@@ -29,7 +29,7 @@ class SaltResult(NamedTuple):
   participation_ratio: Array  # f32[]
   effective_rollouts: Array  # f32[], n_eff
   usable: Array  # bool[], the Gram is finite and not all zero
-  acts: Array  # bool[], additionally Σ A² K_ii > 0; elsewhere A' = A
+  acts: Array  # bool[], usable and Σ A² K_ii > 0; elsewhere A' = A
 
 
 def salt_coefficients(
@@ -51,7 +51,7 @@ def salt_coefficients(
   Args:
     coefficients: f32[b], A, b ≥ 2.
     gram: f32[b, b], inner products of per-rollout gradient features, in any unit.
-    key: of a random subspace; not used otherwise.
+    key: key for a random subspace; not used otherwise.
   """
   spectrum = spectral.spectrum(gram)
   ratio = spectral.participation_ratio(gram)
@@ -87,12 +87,12 @@ def salt_coefficients(
 
 
 def salt_metrics(coefficients: Array, result: SaltResult) -> Metrics:
-  """Means over N blocks, of A f32[N, b] and what SALT made of it.
+  """Metrics of N blocks, from A f32[N, b] and SALT's result.
 
-  What describes the Gram is averaged over the blocks in which it is usable, what describes A over
-  those in which SALT acts: a group without a signal does not dilute them.
+  Metrics of the Gram matrix are means over the blocks in which it is usable, metrics of A over
+  those in which SALT acts, so that groups without a signal do not dilute them.
   """
-  # In units of the largest coefficient, whose square may leave float32's range.
+  # In units of the largest coefficient, whose square may exceed float32's range.
   largest = jnp.max(jnp.abs(coefficients), axis=-1, keepdims=True)
   unit = jnp.where(largest > 0, largest, 1.0)
   norm = lambda x: jnp.linalg.norm(x / unit, axis=-1)
@@ -125,12 +125,13 @@ def salt(
   random_subspace: bool = False,
   scope: str = "batch",
 ) -> Reweighting:
-  """A' = P_k A + α (I − P_k) A⁺: full weight on shared directions, as much as is missing elsewhere.
+  """A' = P_k A + α (I − P_k) A⁺: full weight on shared directions, weight α on the residual.
 
   P_k projects onto the top k eigenvectors of the Gram matrix K of a block's gradient features,
   k = clip(round(rank_scale·PR), min_rank, min(max_rank, b−1, eigenvalues above 1e-6·λ_max));
-  α = clip(1 − n_eff, alpha_min, alpha_max); A⁺ = max(A, 0). A factor on all gradients changes
-  nothing. Where K is zero or not finite, or no rollout with a coefficient has a gradient, A' = A.
+  PR is the participation ratio of K (`ops.spectral`), n_eff the effective number of rollouts,
+  α = clip(1 − n_eff, alpha_min, alpha_max), and A⁺ = max(A, 0). Scaling all gradients changes
+  nothing. If K is zero or not finite, or no rollout with a coefficient has a gradient, A' = A.
 
   Ablations: a fixed α is alpha_min = alpha_max, a fixed k is min_rank = max_rank; the others are
   the last four arguments.
@@ -140,20 +141,21 @@ def salt(
     min_rank: ≥ 1.
     max_rank: ≥ min_rank.
     alpha_min: ≥ 0.
-    alpha_max: ≥ alpha_min; n_eff ≥ 0, so that above 1 it matters only with alpha_min = alpha_max.
-    positive_part: whether the residual is of A⁺, or of A itself.
+    alpha_max: ≥ alpha_min; since n_eff ≥ 0, a value above 1 only permits an alpha_min above 1.
+    positive_part: whether the residual is that of A⁺, or that of A.
     channels: "both"; "shared": P_k A alone; "residual": α (I − P_k) A⁺ alone.
-    random_subspace: P_k projects onto k random directions, drawn from the key anew in each call
-      and block; with scope "group" they depend on how many micro-batches there are.
-    scope: what shares a Gram matrix: "batch", "microbatch" or "group".
+    random_subspace: P_k projects onto k random directions, sampled with the key for each call and
+      block; with scope "group" they depend on the number of micro-batches.
+    scope: the block that has one Gram matrix: "batch", "micro_batch" or "group".
   Raises:
-    ValueError: a hyper-parameter out of range; blocks of one rollout, at trace time.
-  Source: arXiv 2606.05800, §3, and the authors' code.
+    ValueError: a hyper-parameter is out of range; at trace time, blocks have one rollout.
+  Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make
+    Them Matter" (arXiv:2606.05800), §3, and the authors' code.
   """
   # Over 60 lines: half is its arguments and what they mean.
   check_between("salt", "rank_scale", rank_scale, low=0.0, open_low=True)
-  check_whole("salt", "min_rank", min_rank, low=1)
-  check_whole("salt", "max_rank", max_rank, low=1)
+  check_integer("salt", "min_rank", min_rank, low=1)
+  check_integer("salt", "max_rank", max_rank, low=1)
   check_order("salt", ("min_rank", min_rank), ("max_rank", max_rank))
   check_between("salt", "alpha_min", alpha_min, low=0.0)
   check_between("salt", "alpha_max", alpha_max, low=0.0)

@@ -1,4 +1,4 @@
-"""One batch of rollouts on its way from sampled to trained, and into a store and back."""
+"""One batch of rollouts, from sampled to trained, and its conversion to and from a store."""
 
 from __future__ import annotations
 
@@ -13,50 +13,50 @@ import numpy as np
 
 from rlvr_jax.types import Prompts, Rollouts, TrainBatch
 
-FOREIGN = -1  # the version of rollouts that no policy of this run sampled
+FOREIGN = -1  # version of rollouts that were not sampled by a policy of this run
 
 
 class Flight(NamedTuple):
-  """Rollouts on their way: dispatched to the devices, then handed to the graders."""
+  """Rollouts in progress: dispatched to the devices, then submitted to the graders."""
 
   problems: Sequence[Any]
   prompts: Prompts  # NumPy
-  rollouts: Any  # device arrays, of one source after the other; once they are waited for, NumPy
+  rollouts: Any  # a list of `Rollouts` on devices, one per source; after `submit_grading`, NumPy
   completions: Sequence[str] = ()
-  grades: Any = None  # a future of them; None until the graders have the completions
+  grades: Any = None  # a future of the grades; None before `submit_grading`
 
 
 class Graded(NamedTuple):
-  """What a batch holds once it is graded."""
+  """The contents of a graded batch."""
 
   train: TrainBatch  # NumPy
-  tokens: int  # sampled for it
-  prompts: int  # sampled for it
-  statistics: dict[str, float]  # outcome fractions, share of responses cut at the limit
-  samples: list[dict[str, Any]]  # one JSON-able record per rollout, in order
+  tokens: int  # sampled for this batch, rollouts that were dropped included
+  prompts: int  # sampled for this batch, prompts that were dropped included
+  statistics: dict[str, float]  # fraction of each outcome and of truncated responses
+  samples: list[dict[str, Any]]  # one JSON-serializable record per rollout, in order
 
 
 @dataclasses.dataclass(kw_only=True)
 class RolloutBatch:
-  """A batch, from sampled to trained; what it has not come to yet is None.
+  """A batch, from sampled to trained; fields of a later state are None until then.
 
   Attributes:
     number: from 0, in the order in which batches are sampled.
-    version: updates behind the policy that was handed over for it.
+    version: number of updates of the policy whose weights were synced to sample it.
     fingerprint: of that policy's parameters.
-    versions: i32[P], of each group; `FOREIGN` where no policy of this run sampled it.
-    after: state of the generator behind it; JSON.
+    versions: i32[P], version per group; `FOREIGN` for groups that this run did not sample.
+    after: state of the generator after this batch; JSON.
     draws: batches of prompts sampled for it, more than one under dynamic sampling.
     flops: model FLOPs of generating it.
-    timings: seconds by phase; none where it was read from a store.
-    snapshot: the policy that samples it; until it is graded.
-    recorded: its groups that come from a store; until it is graded.
-    dispatched: seconds of the host's clock.
-    flight: until it is graded; None, too, where all groups are recorded.
-    graded: once it is graded; None, too, while it is in the store alone.
-    reference_logprobs: f32[P, G, T], once an update needs them.
-    proximal_logprobs: likewise.
-    scored_at: update at which the latter were taken.
+    timings: seconds by phase; empty if the batch was read from a store.
+    snapshot: the policy that samples it; None once it is graded.
+    recorded: its groups that come from a store; None once it is graded.
+    dispatched: time of dispatch, seconds on the host's clock.
+    flight: its rollouts in progress; None once it is graded, or if all groups are recorded.
+    graded: its contents; None until it is graded, and while they are only in the store.
+    reference_logprobs: f32[P, G, T]; None until an update needs them.
+    proximal_logprobs: f32[P, G, T]; None until an update needs them.
+    scored_at: update at which `proximal_logprobs` were computed.
   """
 
   number: int
@@ -77,7 +77,7 @@ class RolloutBatch:
   scored_at: int | None = None
 
 
-# --- into a store and back ------------------------------------------------------------------------
+# --- to and from a store --------------------------------------------------------------------------
 
 _INFO = ("version", "fingerprint", "draws", "flops", "after")
 _INFO_OF_GRADED = ("tokens", "prompts", "statistics")
@@ -87,8 +87,8 @@ def to_shard(batch: RolloutBatch, **about: Any) -> tuple[dict[str, np.ndarray], 
   """(arrays, JSON values) for `RolloutStore.append`, without the timings.
 
   Args:
-    batch: graded.
-    about: JSON values about the run, for those who read the store as an input.
+    batch: a graded batch.
+    about: JSON values about the run, for runs that use the store as an input.
   """
   graded = batch.graded
   assert graded is not None and batch.versions is not None
@@ -112,7 +112,7 @@ def from_shard(
 
 
 def batch_to_arrays(batch: TrainBatch) -> dict[str, Any]:
-  """The arrays that are there by name; of the prompts, `prompts.tokens` and `prompts.lengths`."""
+  """Name → array for the fields that are not None, with `prompts.tokens` and `prompts.lengths`."""
   prompts = {f"prompts.{name}": value for name, value in vars(batch.prompts).items()}
   return prompts | {k: v for k, v in vars(batch).items() if v is not None and k != "prompts"}
 
@@ -125,7 +125,7 @@ def batch_from_arrays(arrays: Mapping[str, Any]) -> TrainBatch:
 
 
 def write_batch(path: str | os.PathLike[str], batch: TrainBatch) -> None:
-  """One batch as .npz, an array per field."""
+  """Writes one batch as an .npz file, with one array per field."""
   np.savez(path, **batch_to_arrays(batch))
 
 
@@ -139,27 +139,27 @@ def read_batch(path: str | os.PathLike[str]) -> TrainBatch:
 
 
 def join(parts: Sequence[TrainBatch]) -> TrainBatch:
-  """The groups of several batches as one."""
+  """Concatenates the groups of several batches."""
   return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
 
 def without_scores(batch: TrainBatch) -> TrainBatch:
-  """Without what an update alone reads, so that every scoring has the same shapes."""
+  """Without the fields that only an update reads, so that every scoring has the same shapes."""
   return dataclasses.replace(
     batch, reference_logprobs=None, proximal_logprobs=None, lags=None, sources=None
   )
 
 
 def response_lengths(batch: TrainBatch) -> np.ndarray:
-  """i32[P, G], tokens up to the last that counts in the loss."""
+  """i32[P, G], number of tokens up to the last one in the loss."""
   positions = np.arange(1, batch.mask.shape[-1] + 1)
   return np.max((batch.mask > 0) * positions, axis=-1)
 
 
 def permute_rewards(batch: TrainBatch, rng: np.random.Generator) -> TrainBatch:
-  """Rewards, and correctness with them, shuffled over all rollouts: a control.
+  """Shuffles rewards, and correctness with them, over all rollouts; for control experiments.
 
-  The batch keeps its distribution of rewards, but they no longer say anything of the rollouts.
+  The batch keeps its distribution of rewards, but they no longer depend on the rollouts.
   """
   order = rng.permutation(batch.rewards.size)
   shuffle = lambda x: x.reshape(-1)[order].reshape(x.shape)
@@ -167,7 +167,7 @@ def permute_rewards(batch: TrainBatch, rng: np.random.Generator) -> TrainBatch:
 
 
 def completion_texts(rollouts: Rollouts, decode: Any) -> list[str]:
-  """The B responses as text, rollouts of a prompt adjacent; padding left out by length."""
+  """The P·G responses as text, rollouts of a prompt adjacent, without padding."""
   tokens = rollouts.tokens.reshape(-1, rollouts.tokens.shape[-1])
   lengths = rollouts.lengths.reshape(-1)
   return [decode(row[:length].tolist()) for row, length in zip(tokens, lengths, strict=True)]

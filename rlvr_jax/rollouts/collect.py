@@ -1,4 +1,4 @@
-"""From prompts to graded groups: generate, decode for grading only, grade, pack for training."""
+"""From prompts to graded groups: generate, decode (for grading only), grade, pack for training."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from rlvr_jax.types import Prompts, Rollouts, TrainBatch
 
 @dataclasses.dataclass(frozen=True)
 class Collector:
-  """How prompts become graded rollouts, of a batch of training as of an evaluation.
+  """Turns prompts into graded rollouts, for training and for evaluation.
 
   Attributes:
     tokenizer: of the run.
     max_prompt_length: S, tokens.
     submit: (completions, references) → a future of grades.
-    to_host: brings arrays from the mesh.
-    outcome_policy: what each outcome of grading is worth.
-    overlong_buffer: tokens before the limit over which the reward falls; 0 leaves it as it is.
+    to_host: converts device arrays to NumPy.
+    outcome_policy: the reward of each outcome of grading.
+    overlong_buffer: tokens before the limit over which the reward decreases; 0 turns this off.
     overlong_filter: whether responses without a stop token are left out of the loss.
   """
 
@@ -42,23 +42,24 @@ class Collector:
   def dispatch(
     self, problems: Sequence[Any], generate: Callable[[Prompts], Sequence[Rollouts]]
   ) -> Flight:
-    """Dispatches generation and returns at once.
+    """Dispatches generation and returns immediately.
 
     Args:
-      problems: P of them.
-      generate: dispatches; NumPy prompts → rollouts of consecutive prompts, P in all.
+      problems: P problems.
+      generate: dispatches generation; prompts (NumPy) → a sequence of `Rollouts` of consecutive
+        prompts, P in total.
     """
     prompts = encode_prompts(problems, self.tokenizer, self.max_prompt_length)
     return Flight(problems, prompts, generate(prompts))
 
   def submit_grading(self, flight: Flight) -> Flight:
-    """Waits for the rollouts and hands them to the graders; returns before they are graded."""
+    """Waits for the rollouts and submits them to the graders; returns before they are graded."""
     parts = self.to_host(list(flight.rollouts))
     rollouts = jax.tree.map(lambda *x: np.concatenate(x), *parts)
     completions = completion_texts(rollouts, self.tokenizer.decode)
     group_size = rollouts.tokens.shape[1]
     references = [p.reference for p in flight.problems for _ in range(group_size)]
-    # Of the prompt that the policy reads: a chat template may have opened a thought.
+    # The prompts that the policy reads: a chat template may end with "<think>".
     real = zip(flight.prompts.tokens, flight.prompts.lengths, strict=True)
     prompts = [self.tokenizer.decode(row[len(row) - n :].tolist()) for row, n in real]
     texts = [opened_thought(prompts[i // group_size]) + c for i, c in enumerate(completions)]
@@ -70,7 +71,7 @@ class Collector:
 
     Args:
       flight: as `submit_grading` returned it.
-      versions: P numbers, see `RolloutBatch`; for the samples.
+      versions: P versions, see `RolloutBatch`; recorded in the samples.
     """
     grades, rollouts = flight.grades.result(), flight.rollouts
     rewards, keep, correct, counts = rewards_from_grades(grades, self.outcome_policy)
@@ -80,7 +81,7 @@ class Collector:
     mask = (mask & kept[..., None]).astype(np.float32)
     if self.overlong_filter:
       mask = np.asarray(overlong_filter(mask, rollouts.stopped))
-    rewards, correct = fill_left_out(rewards, kept), fill_left_out(correct, kept)
+    rewards, correct = fill_masked(rewards, kept), fill_masked(correct, kept)
     batch = TrainBatch(
       prompts=flight.prompts,
       tokens=rollouts.tokens,
@@ -110,7 +111,7 @@ class Collector:
 def _samples(
   flight: Flight, grades: Sequence[Any], rewards: np.ndarray, versions: Sequence[int]
 ) -> list[dict[str, Any]]:
-  """A record for a person of every rollout."""
+  """A human-readable record of every rollout."""
   rollouts, group_size = flight.rollouts, rewards.shape[1]
   per_rollout = (rewards.flat, rollouts.lengths.flat, rollouts.stopped.flat)
   return [
@@ -131,39 +132,42 @@ def _samples(
   ]
 
 
-def fill_left_out(values: np.ndarray, keep: np.ndarray) -> np.ndarray:
-  """Rollouts left out of the loss get the mean of their group's others, so that they say nothing.
+def fill_masked(values: np.ndarray, keep: np.ndarray) -> np.ndarray:
+  """Gives rollouts left out of the loss their group's mean, so that they do not affect the others.
 
   Args:
     values: f32[P, G], rewards or correctness.
-    keep: bool[P, G]; a group without any is left as it is.
+    keep: bool[P, G]; a group that keeps no rollout is left unchanged.
   """
   filled = values.copy()
   for row, kept in zip(filled, keep, strict=True):
     if kept.any() and not kept.all():
       others = row[kept]
-      # The value itself where all agree: the mean of equal numbers need not equal them.
+      # The value itself if all agree: the mean of equal floats may differ from them.
       row[~kept] = others[0] if (others == others[0]).all() else others.mean()
   return filled
 
 
 def mean_statistics(parts: Sequence[Graded]) -> dict[str, float]:
-  """The mean of what `Graded.statistics` holds, over the batches that have it."""
+  """The mean of each of `Graded.statistics`, over the batches that have it."""
   names = dict.fromkeys(name for part in parts for name in part.statistics)
-  having = lambda name: [p.statistics[name] for p in parts if name in p.statistics]
-  return {name: float(np.mean(having(name))) for name in names}
+  values = lambda name: [p.statistics[name] for p in parts if name in p.statistics]
+  return {name: float(np.mean(values(name))) for name in names}
 
 
 def keep_mixed_groups(parts: Sequence[Graded], quotas: Sequence[int]) -> Graded | None:
   """DAPO's filter: a full batch of groups that are neither all right nor all wrong, or None.
 
-  Whole groups, on correctness (not on a shaped reward), in the order drawn; what is left over once
-  the batch is full is dropped. Tokens and prompts count what was spent, dropped groups included.
+  The filter looks at correctness (not at a shaped reward) and takes groups in the order sampled;
+  groups beyond a full batch are dropped. Tokens and prompts include those of dropped groups.
 
   Args:
-    parts: batches drawn so far for one batch of training.
-    quotas: groups of a full batch, by source; P in all.
-  Source: arXiv 2503.14476, dynamic sampling.
+    parts: batches sampled so far for one training batch.
+    quotas: groups of a full batch by source, P in total.
+  Returns:
+    The full batch, or None if there are not enough such groups yet.
+  Source: dynamic sampling in "DAPO: An Open-Source LLM Reinforcement Learning System at Scale"
+    (arXiv:2503.14476).
   """
   batch = join([part.train for part in parts])
   solved = batch.correct.mean(axis=1)
@@ -176,14 +180,14 @@ def keep_mixed_groups(parts: Sequence[Graded], quotas: Sequence[int]) -> Graded 
   mixed, num_prompts = np.concatenate(found), sum(quotas)
   kept = jax.tree.map(lambda x: x[mixed], batch)
   group_size = batch.correct.shape[1]
-  drawn = sum(part.prompts for part in parts)
+  num_sampled = sum(part.prompts for part in parts)
   statistics = mean_statistics(parts)
-  statistics["dynamic_sampling/prompts_per_group"] = drawn / num_prompts
+  statistics["dynamic_sampling/prompts_per_group"] = num_sampled / num_prompts
   samples = [sample for part in parts for sample in part.samples]
   return Graded(
     dataclasses.replace(kept, solve_rate=np.full(num_prompts, solved.mean(), np.float32)),
     sum(part.tokens for part in parts),
-    drawn,
+    num_sampled,
     statistics,
     [samples[p * group_size + g] for p in mixed for g in range(group_size)],
   )

@@ -1,4 +1,4 @@
-"""Batches that updates will train on: which, sampled by which policy, in memory or in the store."""
+"""The batches that updates will train on: in memory or in the store, checked by fingerprints."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import numpy as np
 from rlvr_jax.rollouts.batch import RolloutBatch, from_shard
 from rlvr_jax.rollouts.store import RolloutStore
 
-_CACHED = 16  # batches kept in memory; a long stage's others are read when their update comes
+_MAX_CACHED = 16  # batches kept in memory; further ones are read when their update comes
 _SCORES = ("reference_logprobs", "proximal_logprobs")
 
 
 class FingerprintError(RuntimeError):
-  """Rollouts are not of the policy whose version they bear."""
+  """Rollouts were not sampled by the policy of their version."""
 
 
 class RolloutQueue:
   """Pending batches by number, and the fingerprints of the policies that may have sampled them.
 
-  Every batch is in the store before it comes here, so that memory holds only some of them.
+  Every batch is written to the store first, so that only some of them need to be cached in memory.
 
   Attributes:
-    batches: by number; of some `graded` is None, see `load`.
-    store: that holds them all.
+    batches: by number; `graded` is None for those that are not cached, see `load`.
+    store: has all batches.
   """
 
   def __init__(self, store: RolloutStore):
@@ -42,15 +42,15 @@ class RolloutQueue:
     return len(self.batches)
 
   def put(self, batch: RolloutBatch) -> None:
-    """Takes a batch that the store has; the first ones are cached: they are trained on first."""
-    full = self._cached() >= _CACHED
+    """Adds a batch that is in the store; the first ones are cached, since they are needed first."""
+    full = self._num_cached() >= _MAX_CACHED
     self.batches[batch.number] = dataclasses.replace(batch, graded=None) if full else batch
 
   def load(self, number: int) -> RolloutBatch:
-    """A pending batch with what it holds, from memory or from the store.
+    """A pending batch with its contents, from memory or from the store.
 
     Raises:
-      TornShardError: it was damaged since it was written.
+      TornShardError: its shard was damaged after it was written.
     """
     batch = self.batches[number]
     if batch.graded is None:
@@ -59,57 +59,56 @@ class RolloutQueue:
     return batch
 
   def release(self, number: int) -> None:
-    """Lets go of what a batch holds, where the cache is over-full."""
-    if self._cached() > _CACHED:
+    """Removes a batch's contents from memory if the cache is over its limit."""
+    if self._num_cached() > _MAX_CACHED:
       self.batches[number].graded = None
 
-  def _cached(self) -> int:
+  def _num_cached(self) -> int:
     return sum(batch.graded is not None for batch in self.batches.values())
 
   def forget(self, *, before: int, versions_before: int) -> None:
     """Drops batches, and fingerprints of policies, that no later update needs.
 
     Args:
-      before: batches with a lower number go.
-      versions_before: fingerprints of lower versions go, but those of batches that stay.
+      before: batches with a lower number are dropped.
+      versions_before: fingerprints of lower versions are dropped, except those of kept batches.
     """
     self.batches = {n: batch for n, batch in self.batches.items() if n >= before}
     oldest = min([versions_before, *(batch.version for batch in self.batches.values())])
     self._fingerprints = {v: f for v, f in self._fingerprints.items() if v >= oldest}
 
   def record(self, version: int, fingerprint: Callable[[], str]) -> None:
-    """Notes the trainer's own fingerprint of a version; asked for when it is compared."""
+    """Records the trainer's fingerprint of a version; the function is called when it is needed."""
     self._fingerprints[version] = fingerprint
 
   def check_fingerprint(self, number: int) -> None:
-    """Raises FingerprintError unless the batch is of the policy whose version it bears."""
+    """Raises FingerprintError unless the policy of the batch's version sampled it."""
     batch = self.batches[number]
     known = self._fingerprints.get(batch.version)
     found = known() if known else None
     if found != batch.fingerprint:
       raise FingerprintError(
-        f"rollouts {number} bear version {batch.version} and were sampled by parameters with"
-        f" fingerprint {batch.fingerprint}; the trainer's of that version have {found}."
-        " Parameters changed without being handed over, or the rollouts are of another run; nothing"
-        f" was trained on them. They are in {self.store.directory}; where a run was resumed on"
-        " another kind of machine, move that batch and later ones elsewhere and rerun: they are"
-        " sampled again"
+        f"rollouts {number} of version {batch.version} were sampled by parameters with fingerprint"
+        f" {batch.fingerprint}; the trainer's parameters of that version have {found}. Parameters"
+        " changed without a weight sync, or the rollouts are of another run; they have not been"
+        f" trained on. They are in {self.store.directory}; if the run was resumed on another kind"
+        " of machine, move that batch and later ones elsewhere and rerun, which samples them again"
       )
 
   def remove_used(self, *, before: int) -> None:
-    """Removes the batches before a number from the store."""
+    """Removes batches with a number below `before` from the store."""
     for number in self.store.numbers():
       if number < before:
         self.store.remove(number)
 
   def oldest_version(self) -> int | None:
-    """Of the policies that sampled pending batches."""
+    """The lowest version of the pending batches; None without pending batches."""
     return min((batch.version for batch in self.batches.values()), default=None)
 
   # --- checkpoints --------------------------------------------------------------------------------
 
   def state(self) -> tuple[dict[str, Any], dict[str, dict[str, np.ndarray]]]:
-    """(JSON values, arrays) that `restore` takes, without what the store has."""
+    """(JSON values, arrays) for `restore`, without the contents that the store has."""
     pending, arrays = {}, {}
     for number, batch in sorted(self.batches.items()):
       names = ("version", "fingerprint", "scored_at")
@@ -125,10 +124,10 @@ class RolloutQueue:
     arrays: Mapping[str, Mapping[str, np.ndarray]],
     keep: Callable[[int], bool] = lambda number: True,
   ) -> int | None:
-    """Takes what `state` said, up to the first batch that `keep` refuses.
+    """Restores what `state` returned, up to the first batch for which `keep` is False.
 
     Returns:
-      The number of that one; None if there is none.
+      The number of that batch; None if all were kept.
     """
     for version, fingerprint in state["fingerprints"].items():
       self.record(int(version), functools.partial(str, fingerprint))

@@ -1,4 +1,4 @@
-"""The groups of a store as a source of rollouts."""
+"""The groups of another run's store as a source of rollouts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from rlvr_jax.types import Prompts
 
 
 class RecordedGroups:
-  """The groups of a store as a source of rollouts: in its order, over and over.
+  """The groups of a store, in its order and repeated from the start after the last one.
 
   Attributes:
     numbers: of the batches.
-    truncated: whether top-k or top-p cut a distribution that they were drawn from.
+    truncated: whether top-k or top-p truncated a distribution that they were sampled from.
     shaped: whether their rewards may be other than 0 and 1.
   """
 
@@ -40,31 +40,31 @@ class RecordedGroups:
     """Opens the store and checks that its rollouts can be trained on here.
 
     Args:
-      directory: WORKDIR/rollouts of the run that drew them.
-      numbers: of the batches to take; None takes those that are there now.
-      tokenizer: name of the tokenizer whose tokens the rollouts must be.
-      pad_token: fills what shorter prompts and responses leave.
+      directory: WORKDIR/rollouts of the run that sampled them.
+      numbers: of the batches to use; None for all that the store has now.
+      tokenizer: name of the tokenizer that the rollouts must have been encoded with.
+      pad_token: pads shorter prompts and responses.
       group_size: G.
       max_prompt_length, max_response_length: S and T, tokens; shorter ones are padded.
     Raises:
-      StoreError: not a store, an empty one, or one of other shapes or tokens.
+      StoreError: not a store, an empty store, or one with other shapes or another tokenizer.
     """
     self._store = RolloutStore(directory, writable=False)
     self._pad_token = pad_token
     self._lengths = (max_prompt_length, max_response_length)
-    there = self._store.numbers()
-    if not there:
-      raise StoreError(f"the store {directory} holds no rollouts: let the run that fills it begin")
-    self.numbers = there if numbers is None else list(numbers)
-    if gone := sorted(set(self.numbers) - set(there)):
-      raise StoreError(f"the store {directory} has lost the batches {gone}; put them back")
+    stored = self._store.numbers()
+    if not stored:
+      raise StoreError(f"the store {directory} is empty: wait until its run has sampled a batch")
+    self.numbers = stored if numbers is None else list(numbers)
+    if missing := sorted(set(self.numbers) - set(stored)):
+      raise StoreError(f"the store {directory} has lost the batches {missing}; put them back")
     infos = [self._store.info(number) for number in self.numbers]
     self.truncated = any(info["truncated"] for info in infos)
     self.shaped = any(info["shaped"] for info in infos)
     self._ends = list(itertools.accumulate(info["groups"] for info in infos))
-    self._read: tuple[int, Graded] | None = None  # the shard read last
-    wanted = {"tokenizer": tokenizer, "group_size": group_size}
-    for name, value in wanted.items():
+    self._last_read: tuple[int, Graded] | None = None  # (index in `numbers`, its batch)
+    expected = {"tokenizer": tokenizer, "group_size": group_size}
+    for name, value in expected.items():
       found = sorted({info[name] for info in infos})
       if found != [value]:
         raise StoreError(
@@ -85,10 +85,10 @@ class RecordedGroups:
     return self._ends[-1]
 
   def take(self, start: int, count: int) -> Graded:
-    """Groups start, start + 1, …, beginning again at the end.
+    """The groups start, …, start + count − 1, modulo the number of groups.
 
     Raises:
-      TornShardError: one of them is in a shard that is damaged.
+      TornShardError: one of them is in a damaged shard.
     """
     rows = [self._row(index % len(self)) for index in range(start, start + count)]
     batch = jax.tree.map(lambda *x: np.stack(x), *[row.train for row in rows])
@@ -96,14 +96,14 @@ class RecordedGroups:
     return Graded(batch, tokens=0, prompts=0, statistics={}, samples=samples)
 
   def _row(self, index: int) -> Graded:
-    """One group, its arrays without the axis of the prompts."""
+    """One group, padded; its arrays have no prompt axis."""
     shard = bisect.bisect_right(self._ends, index)
-    if self._read is None or self._read[0] != shard:
+    if self._last_read is None or self._last_read[0] != shard:
       number = self.numbers[shard]
       graded = from_shard(number, *self._store.read(number)).graded
-      assert graded is not None  # a store holds graded batches
-      self._read = (shard, graded)
-    graded = self._read[1]
+      assert graded is not None  # a store has graded batches only
+      self._last_read = (shard, graded)
+    graded = self._last_read[1]
     batch = graded.train
     size = batch.rewards.shape[1]
     row = index - (self._ends[shard] - len(batch.rewards))

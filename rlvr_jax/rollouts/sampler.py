@@ -24,10 +24,10 @@ def generate(
   stop_tokens: tuple[int, ...],
   pad_token: int,
 ) -> Rollouts:
-  """Draws G rollouts for every prompt; pure, to be jitted with all keyword arguments static.
+  """Samples G rollouts for every prompt; pure, to be jitted with all keyword arguments static.
 
-  Ends as soon as every row has stopped. Row (p, g) draws from its own key, so its tokens depend on
-  neither the mesh nor the batch's other rows.
+  Ends as soon as every row has stopped. Row (p, g) samples with its own key, so its tokens depend
+  on neither the mesh nor the batch's other rows.
 
   Args:
     trained, frozen: the behavior policy's parameters, see `Model.combine`.
@@ -36,13 +36,13 @@ def generate(
     model: provides `combine`, `decoding_params`, `start_decoding` and `head`.
     group_size: G.
     max_new_tokens: T.
-    sampling: the distribution to draw from.
+    sampling: the distribution to sample from.
     stop_tokens: any of them ends a response; it is part of the response.
-    pad_token: fills the response behind its end.
+    pad_token: fills the response after its end.
   Returns:
-    Rollouts, with exact log-probabilities under the distribution drawn from.
+    Rollouts [P, G, T], with exact log-probabilities under the distribution sampled from.
   """
-  # Over 60 lines: the parts of one loop, which close over what a batch shares.
+  # Over 60 lines: the parts of one loop, which share the variables of the batch.
   P, G, T = prompts.tokens.shape[0], group_size, max_new_tokens
   params = model.decoding_params(model.combine(trained, frozen))
   lengths_of_cache = cache_lengths(T)
@@ -51,23 +51,24 @@ def generate(
   stops = jnp.asarray(stop_tokens, jnp.int32)
   row_keys = jax.random.split(key, (P, G))
 
-  def draw(hidden, t):
+  def sample(hidden, t):
     """Tokens i32[P, G] and their log-probabilities f32[P, G] from hidden [P, G, D]."""
-    logprobs = distribution(head_logits(hidden, head), sampling)
+    with jax.named_scope("head"):
+      logprobs = distribution(head_logits(hidden, head), sampling)
     if sampling.temperature == 0:
       tokens = jnp.argmax(logprobs, axis=-1)
     else:
       noise = lambda row: jax.random.gumbel(jax.random.fold_in(row, t), logprobs.shape[-1:])
-      # Apart from the argmax: fused into it, XLA on a CPU takes its logarithms one at a time.
+      # A barrier before the argmax: fused with it, XLA on CPU computes the logarithms one by one.
       noise = jax.lax.optimization_barrier(jax.vmap(jax.vmap(noise))(row_keys))
       tokens = jnp.argmax(logprobs + noise, axis=-1)
     chosen = jnp.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0]
     return tokens.astype(jnp.int32), chosen
 
-  def write(state, drawn, t):
-    """Records position t for the rows still running."""
+  def write(state, sampled, t):
+    """Records position t for the rows that have not stopped."""
     tokens, logprobs, lengths, running, cache = state
-    token, logprob = drawn
+    token, logprob = sampled
     token = jnp.where(running, token, pad_token)
     tokens = jax.lax.dynamic_update_slice_in_dim(tokens, token[..., None], t, axis=2)
     logprob = jnp.where(running, logprob, 0.0)[..., None].astype(logprobs.dtype)
@@ -83,21 +84,21 @@ def generate(
     jnp.ones((P, G), bool),
     cache,
   )
-  # All rollouts of a prompt share its last hidden state, but each draws its own first token.
-  first = draw(jnp.broadcast_to(hidden[:, None], (P, G, hidden.shape[-1])), 0)
+  # All rollouts of a prompt share its last hidden state, but each samples its own first token.
+  first = sample(jnp.broadcast_to(hidden[:, None], (P, G, hidden.shape[-1])), 0)
   state = write(state, first, 0)
 
   def body(loop):
     t, (tokens, logprobs, lengths, running, cache) = loop
     last = jax.lax.dynamic_index_in_dim(tokens, t - 1, axis=2, keepdims=False)
     hidden, cache = step(cache, last, t - 1)
-    return t + 1, write((tokens, logprobs, lengths, running, cache), draw(hidden, t), t)
+    return t + 1, write((tokens, logprobs, lengths, running, cache), sample(hidden, t), t)
 
   t = 1
   for limit in lengths_of_cache:
     *others, cache = state
     state = (*others, tuple(keys.grown(limit) for keys in cache))
-    # Position t is decoded from the token before it, whose keys are the cache's entry t − 1.
+    # Position t is decoded from token t − 1, whose keys are the cache's entry t − 1.
     unfinished = lambda loop, limit=limit: (loop[0] < min(limit + 1, T)) & jnp.any(loop[1][3])
     t, state = jax.lax.while_loop(unfinished, body, (t, state))
   tokens, logprobs, lengths, running, _ = state
@@ -105,10 +106,13 @@ def generate(
 
 
 def cache_lengths(max_new_tokens: int) -> list[int]:
-  """Room in the cache, growing: a decoding step reads all of it, so it starts with a part.
+  """The increasing lengths of the cache: a decoding step reads all of it, so it starts short.
 
-  Each length is a program of its own to compile, hence one up to 31 tokens, two up to 511, four
-  beyond, which read 100 %, 75 % and 62.5 % of what a full cache at every step would.
+  Each length compiles to a separate program. So there is one length for up to 31 tokens, two for up
+  to 511, and four above, which read 100 %, 75 % and 62.5 % of what a full-length cache would.
+
+  Returns:
+    Lengths in tokens; the last one is `max_new_tokens`.
   """
   parts = 1 if max_new_tokens < 32 else 2 if max_new_tokens < 512 else 4
   return [-(-max_new_tokens * part // parts) for part in range(1, parts + 1)]

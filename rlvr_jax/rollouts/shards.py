@@ -1,7 +1,7 @@
-"""One shard of the store of rollouts: a batch in a closed ArrayRecord file, with its checksums.
+"""One shard of the rollout store: a batch in an ArrayRecord file, with checksums.
 
-Record 0 is JSON (format, number, info and the fields' names, types, shapes and checksums, itself
-with a checksum), each further record one field's bytes, little-endian.
+Record 0 is JSON with a checksum: format, number, info, and the name, type, shape and checksum of
+each field. Each further record has the bytes of one field, little-endian.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlvr_jax.files import file_crc32, json_crc32
 MARKER = "rlvr_jax rollouts 1"
 _WRITER_OPTIONS = "group_size:1,zstd:1"  # a chunk per record; faster than uncompressed
 _READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
-_READER_THREADS = 64  # that the library starts at the first reader all the same
+_READER_THREADS = 64  # threads that the library starts with the first reader, whatever the options
 _DTYPES = {
   np.dtype(name)
   for name in (
@@ -33,19 +33,19 @@ _DTYPES = {
 
 
 class StoreError(RuntimeError):
-  """The folder is no store, one of another format, or in use by another writer."""
+  """The folder is not a store, has another format, or is in use by another writer."""
 
 
-def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+def with_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
   """The content with its checksum, to be written as JSON."""
   return {"crc32": json_crc32(content), "content": content}
 
 
-def unsealed(line: bytes, path: pathlib.Path) -> dict[str, Any] | None:
-  """What `sealed` was given; None if the line, of `path`, is not as it was written.
+def checked_content(line: bytes, path: pathlib.Path) -> dict[str, Any] | None:
+  """The inverse of `with_checksum`; None if the line, of the file `path`, is corrupted.
 
   Raises:
-    StoreError: it is of another format.
+    StoreError: the content has another format.
   """
   try:
     record = json.loads(line)
@@ -68,7 +68,7 @@ def header_of(
   """The header of a batch's shard.
 
   Raises:
-    ValueError, TypeError: arrays or info that cannot be stored.
+    ValueError, TypeError: arrays or info cannot be stored.
   """
   info = _checked_info(number, info)
   fields = [_describe(number, name, array) for name, array in arrays.items()]
@@ -78,10 +78,10 @@ def header_of(
 def write_shard(
   path: pathlib.Path, header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
 ) -> None:
-  """Writes a whole shard; the library does not report all that goes wrong, so read it back."""
+  """Writes a shard; read it back afterwards, since the library does not report all failures."""
   writer = ArrayRecordWriter(str(path), _WRITER_OPTIONS)
   try:
-    writer.write(json.dumps(sealed(header)).encode())
+    writer.write(json.dumps(with_checksum(header)).encode())
     for array in arrays.values():
       writer.write(_little_endian(array))
   finally:
@@ -89,11 +89,11 @@ def write_shard(
 
 
 def read_shard(path: pathlib.Path, number: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-  """Header and arrays, all checked.
+  """(header, arrays), with all checksums verified.
 
   Raises:
-    StoreError: it is of another format.
-    Exception: of whatever kind, if the shard is not as it was written.
+    StoreError: the shard has another format.
+    Exception: of any kind, if the shard is corrupted.
   """
   _check_threads()
   reader = ArrayRecordReader(str(path), _READER_OPTIONS)
@@ -101,11 +101,11 @@ def read_shard(path: pathlib.Path, number: int) -> tuple[dict[str, Any], dict[st
     records = reader.read_all()
   finally:
     reader.close()
-  header = unsealed(records[0], path) if records else None
+  header = checked_content(records[0], path) if records else None
   if header is None:
     raise ValueError("its header is damaged")
   if header["number"] != number:
-    raise ValueError(f"it holds batch {header['number']}")
+    raise ValueError(f"it has batch {header['number']}")
   arrays = {}
   for field, record in zip(header["fields"], records[1:], strict=True):
     if zlib.crc32(record) != field["crc32"]:
@@ -118,7 +118,7 @@ def read_shard(path: pathlib.Path, number: int) -> tuple[dict[str, Any], dict[st
 
 @functools.cache
 def _check_threads() -> None:
-  """Raises StoreError where ArrayRecord could not start its threads: it would wait for ever."""
+  """Raises StoreError if ArrayRecord could not start its threads: it would wait indefinitely."""
   ended = threading.Event()
   started: list[threading.Thread] = []
   try:
@@ -128,7 +128,7 @@ def _check_threads() -> None:
   except (RuntimeError, MemoryError) as error:
     del started[-1:]
     raise StoreError(
-      f"rollouts cannot be read: of {_READER_THREADS} threads {len(started)} could be started"
+      f"rollouts cannot be read: only {len(started)} of {_READER_THREADS} threads could be started"
       f" ({error}). Allow the process more address space (ulimit -v) or threads (ulimit -u)"
     ) from error
   finally:
@@ -138,7 +138,7 @@ def _check_threads() -> None:
 
 
 def entry_of(path: pathlib.Path, number: int) -> dict[str, Any] | None:
-  """What the index tells of a batch's shard, from the shard itself; None if it is not whole."""
+  """The index entry of a batch, made from its shard; None if the shard is corrupted."""
   try:
     header, _ = read_shard(path, number)
     size, checksum = path.stat().st_size, file_crc32(path)
@@ -158,12 +158,12 @@ def entry_of(path: pathlib.Path, number: int) -> dict[str, Any] | None:
 
 
 def _describe(number: int, name: str, array: np.ndarray) -> dict[str, Any]:
-  """The header's words on one array."""
+  """The header's entry for one array."""
   if not isinstance(array, np.ndarray) or array.dtype not in _DTYPES:
     kind = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
     raise TypeError(
-      f"batch {number}: {name!r} is of type {kind}; it takes NumPy arrays of "
-      f"{', '.join(sorted(map(str, _DTYPES)))}: convert it (bfloat16 to float32 loses nothing)"
+      f"batch {number}: {name!r} is of type {kind}; the store takes NumPy arrays of "
+      f"{', '.join(sorted(map(str, _DTYPES)))}; convert it (bfloat16 to float32 is exact)"
     )
   checksum = zlib.crc32(_little_endian(array))
   return {"name": name, "dtype": array.dtype.name, "shape": list(array.shape), "crc32": checksum}
@@ -174,12 +174,12 @@ def _little_endian(array: np.ndarray) -> bytes:
 
 
 def _checked_info(number: int, info: Mapping[str, Any]) -> dict[str, Any]:
-  """The info as it will be read."""
-  if taken := {"bytes", "removed"} & info.keys():
-    raise ValueError(f"batch {number}: info has {sorted(taken)}, which the store adds; rename it")
+  """The info after a round trip through JSON."""
+  if reserved := {"bytes", "removed"} & info.keys():
+    raise ValueError(f"batch {number}: info has {sorted(reserved)}, names of the store; rename it")
   try:
     return json.loads(json.dumps(dict(info), allow_nan=False))
   except (TypeError, ValueError) as error:
     raise type(error)(
-      f"batch {number}: info must be finite JSON values, {error}; arrays go among the arrays"
+      f"batch {number}: info must be finite JSON values ({error}); pass arrays as `arrays`"
     ) from error

@@ -1,12 +1,12 @@
-"""A durable store of drawn batches: one closed ArrayRecord shard each, and an append-only index.
+"""A durable store of sampled batches: one ArrayRecord shard each, and an append-only index.
 
-A shard is written under a temporary name, brought to the disk, read back and renamed; then a line
-in index.jsonl tells of it. So a kill loses at most the batch in flight, and whoever reads while
-another process writes sees whole batches only. Nothing that was written is ever overwritten.
+A shard is written under a temporary name, synced to disk, read back and renamed; then a line is
+appended to index.jsonl. So a kill loses at most the batch being written, and a concurrent reader
+sees complete batches only. Nothing that was written is ever overwritten.
 
 A shard is NUMBER.array_record, see `shards`. Index line: {"crc32", "content": {"format", "number",
-"state", "file", "bytes", "crc32", "info"}}; the last line of a batch counts. Damage of a line loses
-nothing: the shards say the same.
+"state", "file", "bytes", "crc32", "info"}}; the last line of a batch counts. A damaged line loses
+nothing, since the shards have the same information.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from rlvr_jax.files import (
   shortage,
   sync_folder,
 )
-from rlvr_jax.ops.checks import check_whole
+from rlvr_jax.ops.checks import check_integer
 from rlvr_jax.rollouts.shards import (
   StoreError,
+  checked_content,
   entry_of,
   header_of,
   read_shard,
-  sealed,
-  unsealed,
+  with_checksum,
   write_shard,
 )
 
@@ -52,28 +52,28 @@ _SPARE_BYTES = 2**20  # for the header, ArrayRecord's blocks and the index
 
 
 class TornShardError(RuntimeError):
-  """A batch's shard is missing, cut or changed."""
+  """A batch's shard is missing, truncated or changed."""
 
 
 class RolloutStore:
   """Batches of rollouts by number, in a folder; safe to use from several threads.
 
-  One process at a time may open it writable, any number may read meanwhile.
+  One process at a time may open it for writing; any number may read concurrently.
   """
 
   def __init__(self, directory: str | os.PathLike[str], *, writable: bool):
     """Opens `directory`.
 
     Args:
-      directory: holds the store and nothing else.
-      writable: create the folder if needed, and repair what a killed writer left: remove temporary
-        files and a torn last line of the index, list whole shards that it does not list, put
-        others into the folder `torn`.
+      directory: has the store and nothing else.
+      writable: whether to create the folder if needed and repair what a killed writer left: remove
+        temporary files and a torn last line of the index, add intact shards that the index lacks,
+        and move corrupted ones into the folder `torn`.
     Raises:
-      StoreError: not a store, of another format, or opened writable by another process.
+      StoreError: not a store, of another format, or opened for writing by another process.
     """
     self.directory, self._writable = pathlib.Path(directory), writable
-    self._entries: dict[int, dict[str, Any]] = {}  # of each batch the last line
+    self._entries: dict[int, dict[str, Any]] = {}  # the last line of each batch
     self._read_bytes = 0  # of the index
     self._reading, self._writing = threading.RLock(), threading.RLock()
     self._index: JsonLines | None = None
@@ -87,37 +87,40 @@ class RolloutStore:
         self._repair()
 
   def append(self, number: int, arrays: Mapping[str, np.ndarray], info: Mapping[str, Any]) -> None:
-    """Writes one batch; when this returns it is on the disk.
+    """Writes one batch; it is on disk when this returns.
 
     Args:
       number: of the batch, ≥ 0.
       arrays: by name; booleans, integers, floats or complex numbers of NumPy's own types.
       info: JSON values, finite; without the names "bytes" and "removed".
     Raises:
-      ValueError, TypeError: the number is there already, or arrays or info are not as above.
-      DiskFullError: no space is left; what was written before is untouched.
+      ValueError, TypeError: the number exists already, or arrays or info are not as above.
+      DiskFullError: no space is left; earlier batches are untouched.
     """
-    check_whole("RolloutStore.append", "number", number, low=0)
+    check_integer("RolloutStore.append", "number", number, low=0)
     header = header_of(number, arrays, info)
     with self._writing:
       index, path = self._writer(), self._path(number)
       if number in self.numbers() or path.exists():
-        raise ValueError(f"batch {number} is in {self.directory} already; nothing is overwritten")
+        raise ValueError(
+          f"batch {number} is in {self.directory} already and is not overwritten; `set_aside` it"
+          " first"
+        )
       need = sum(array.nbytes for array in arrays.values()) + _SPARE_BYTES
       if lacking := shortage(self.directory, need):
         raise disk_full(path, lacking)
       with replacing_path(path) as temporary:
         write_shard(temporary, header, arrays)
-        entry = entry_of(temporary, number)  # what the library did not report shows here
+        entry = entry_of(temporary, number)  # finds failures that the library did not report
         if entry is None:
-          raise OSError(errno.EIO, f"{path} does not read back as written; is the disk failing?")
-      index.append([sealed(entry | {"file": path.name})])
+          raise OSError(errno.EIO, f"{path} does not read back as written; check the disk")
+      index.append([with_checksum(entry | {"file": path.name})])
 
   def read(self, number: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """The arrays and the info of a batch, bit for bit as they were given to `append`.
 
     Raises:
-      TornShardError: the batch is not there as it was written.
+      TornShardError: the batch is missing or not as it was written.
     """
     entry = self._stored(number)
     path = self.directory / entry["file"]
@@ -134,8 +137,8 @@ class RolloutStore:
       raise _torn(path, number, str(error)) from error
     return arrays, header["info"]
 
-  def whole(self, number: int) -> bool:
-    """Whether `read` would succeed; it is what this does."""
+  def is_intact(self, number: int) -> bool:
+    """Whether `read` succeeds; reads the full batch."""
     try:
       self.read(number)
     except TornShardError:
@@ -148,15 +151,15 @@ class RolloutStore:
     return self._state(number) == "removed"
 
   def numbers(self) -> list[int]:
-    """Numbers of the batches that the index lists at this moment, ascending."""
+    """Numbers of the batches that the index lists now, ascending."""
     with self._reading:
       self._refresh()
       return sorted(n for n, entry in self._entries.items() if entry["state"] == "stored")
 
   def info(self, number: int) -> dict[str, Any]:
-    """What `append` was told of a batch and "bytes", the shard's size, without opening the shard.
+    """The info of a batch and "bytes", the shard's size; does not open the shard.
 
-    A batch that was removed or set aside since has "removed": True too.
+    A batch that has been removed or set aside also has "removed": True.
 
     Raises:
       KeyError: no batch of this number was ever written.
@@ -172,7 +175,7 @@ class RolloutStore:
     """Moves a batch's shard into the folder `torn`; the number may be appended again.
 
     Returns:
-      Where the shard is now, None if there was none.
+      The shard's new path; None if there was no shard.
     """
     with self._writing:
       self._writer()
@@ -181,21 +184,21 @@ class RolloutStore:
     return moved
 
   def remove(self, number: int) -> None:
-    """Deletes a batch's shard; `info` still knows it.
+    """Deletes a batch's shard; `info` still returns its info.
 
     Raises:
-      KeyError: the batch is not there.
+      KeyError: the store does not have the batch.
     """
     with self._writing:
       self._writer()
       if number not in self.numbers():
         raise KeyError(f"batch {number} is not in {self.directory}")
-      # The line first: a kill in between leaves a file to delete, not a batch that is missing.
+      # The line first: a kill in between leaves a file to delete, not a missing batch.
       self._retire(number, "removed")
       self._path(number).unlink(missing_ok=True)
 
   def close(self) -> None:
-    """Ends writing; another process may open the store writable then. Reading goes on."""
+    """Ends writing, so that another process may open the store for writing. Reading still works."""
     with self._writing:
       if self._index is not None:
         self._index.close()
@@ -211,7 +214,7 @@ class RolloutStore:
     return self.directory / f"{number:08d}.array_record"
 
   def _shards(self) -> dict[int, pathlib.Path]:
-    """The files that are named as shards, by number."""
+    """The files whose names are those of shards, by number."""
     found = ((_SHARD.fullmatch(path.name), path) for path in sorted(self.directory.iterdir()))
     return {int(match[1]): path for match, path in found if match}
 
@@ -221,8 +224,8 @@ class RolloutStore:
     """Raises StoreError unless the folder is a store, or empty and about to become one."""
     folder, index = self.directory, self.directory / INDEX
     if not folder.is_dir():
-      what = "is a file" if folder.exists() else "is not there"
-      raise StoreError(f"{folder} {what}: give the folder of a store, as WORKDIR/rollouts of a run")
+      what = "is a file" if folder.exists() else "does not exist"
+      raise StoreError(f"{folder} {what}; give the folder of a store, WORKDIR/rollouts of a run")
     if index.exists():
       self._refresh()
       ours = not index.stat().st_size or self._entries or self._shards()
@@ -231,12 +234,12 @@ class RolloutStore:
       ours = writable and all(_SHARD.fullmatch(name) for name in names)
     if not ours:
       raise StoreError(
-        f"{folder} is no store of rollouts ({INDEX} is "
-        f"{'of another kind' if index.exists() else 'not there'}). Choose another folder."
+        f"{folder} is not a rollout store ({INDEX} "
+        f"{'has other contents' if index.exists() else 'is missing'}). Choose another folder."
       )
 
   def _claim(self) -> JsonLines:
-    """The index, opened for appending by this process alone; the kernel frees it when we die."""
+    """The index, opened for appending and locked until the process ends or closes it."""
     index = JsonLines(self.directory / INDEX, fsync=True)
     try:
       fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -250,7 +253,7 @@ class RolloutStore:
     return index
 
   def _repair(self) -> None:
-    self._refresh()  # first: it refuses a store of another format
+    self._refresh()  # first, since it rejects a store of another format
     for path in self.directory.glob("*" + TEMPORARY):
       path.unlink()
     os.truncate(self.directory / INDEX, self._read_bytes)
@@ -258,21 +261,21 @@ class RolloutStore:
       if self._state(number) == "removed":
         path.unlink()
       elif entry := entry_of(path, number):
-        self._writer().append([sealed(entry)])
+        self._writer().append([with_checksum(entry)])
       else:
         self._move_away(path)
 
   # --- the index ------------------------------------------------------------------------------
 
   def _refresh(self) -> None:
-    """Reads what was appended to the index since the last time."""
+    """Reads the lines appended to the index since the last call."""
     with self._reading:
       with open(self.directory / INDEX, "rb") as file:
         file.seek(self._read_bytes)
         data = file.read()
       data = data[: data.rfind(b"\n") + 1]  # the rest is being written, or torn
       self._read_bytes += len(data)
-      entries = [unsealed(line, self.directory) for line in data.splitlines()]
+      entries = [checked_content(line, self.directory) for line in data.splitlines()]
       self._entries.update((entry["number"], entry) for entry in entries if entry is not None)
       if None in entries and not self._writable:  # a writer lists them when it opens the store
         for number, path in self._unlisted().items():
@@ -283,7 +286,7 @@ class RolloutStore:
     return self._entries[number]["state"] if number in self._entries else "not listed"
 
   def _unlisted(self) -> dict[int, pathlib.Path]:
-    """Shards that the index does not list: of a kill, or of a damaged line."""
+    """Shards that the index does not list, after a kill or because of a damaged line."""
     return {n: path for n, path in self._shards().items() if self._state(n) != "stored"}
 
   def _stored(self, number: int) -> dict[str, Any]:
@@ -293,9 +296,9 @@ class RolloutStore:
     return self._entries[number]
 
   def _retire(self, number: int, state: str) -> None:
-    """A line that the batch is not there any more; none for a batch that was not."""
+    """Appends a line with the batch's new state; does nothing if the batch is not listed."""
     if number in self.numbers():
-      self._writer().append([sealed(self._entries[number] | {"state": state})])
+      self._writer().append([with_checksum(self._entries[number] | {"state": state})])
 
   def _writer(self) -> JsonLines:
     if self._index is None:
@@ -303,7 +306,7 @@ class RolloutStore:
     return self._index
 
   def _move_away(self, path: pathlib.Path) -> pathlib.Path | None:
-    """Moves a shard into the folder `torn`, under a name that is free there."""
+    """Moves a shard into the folder `torn`, under an unused name."""
     if not path.exists():
       return None
     folder = self.directory / TORN_FOLDER
@@ -317,6 +320,6 @@ class RolloutStore:
 
 def _torn(path: pathlib.Path, number: int, what: str) -> TornShardError:
   return TornShardError(
-    f"batch {number}, {path}, is not there as it was written: {what}. Rerun the run that it "
-    "belongs to, which draws it again if it is still needed, or put back a copy of the file."
+    f"batch {number}, {path}, is missing or not as it was written: {what}. Rerun the run that it "
+    "belongs to, which samples it again if it is still needed, or put back a copy of the file."
   )

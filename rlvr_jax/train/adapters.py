@@ -1,7 +1,7 @@
-"""Training adapters beside a frozen base.
+"""Training adapters on a frozen base.
 
-The train state's parameters are the adapters alone, so that checkpoints, the optimizer and what is
-handed over are as small as they are. The base is an argument of every program, never compiled in.
+The train state's parameters are the adapters alone, so that checkpoints, optimizer state and weight
+syncs are small. The base is an argument of every program, never a compiled-in constant.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlvr_jax.types import Params
 
 
 def make_lora(config: ml_collections.ConfigDict) -> lora.LoraSettings | None:
-  """What `config.lora` describes; None where all parameters are trained."""
+  """The settings of `config.lora`; None if all parameters are trained."""
   settings = config.lora
   check_between("config.lora", "rank", settings.rank, low=0)
   if not settings.rank:
@@ -38,21 +38,22 @@ def make_lora(config: ml_collections.ConfigDict) -> lora.LoraSettings | None:
 def first_adapters(
   config: ml_collections.ConfigDict, network: TransformerConfig, base: Params, mesh: Mesh
 ) -> Params:
-  """Those of `config.lora.adapters`, or new ones that change nothing yet; sharded.
+  """The adapters of `config.lora.adapters`, or new ones with no effect yet; sharded.
 
   Args:
-    network: settings of the base.
-    base: its parameters' shapes.
+    network: settings of the base network.
+    base: shapes of the base's parameters.
+    mesh: of the trainer.
   Raises:
-    ValueError: the adapters are not those of `config.lora` on this network.
-    FileNotFoundError: there are none.
+    ValueError: the adapters do not match `config.lora` or this network.
+    FileNotFoundError: the folder has no adapters.
   """
   settings, folder = make_lora(config), config.lora.adapters
   assert settings is not None
   make = lambda key: lora.init(key, base, settings)
   shardings = sharding.state_shardings(jax.eval_shape(make, jax.random.key(0)), mesh)
   if not folder:
-    # Counted 1: the first key of this purpose is that of a base drawn at random.
+    # Index 1: index 0 of this purpose initializes the base.
     return jax.jit(make, out_shardings=shardings)(key_for(config.seed, "init", 1))
   adapters, found = peft.load_adapters(folder, network)
   if (found.rank, found.alpha) != (settings.rank, settings.alpha):

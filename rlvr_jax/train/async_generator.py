@@ -1,4 +1,4 @@
-"""Generation in a thread of its own, at most so many updates ahead of the trainer."""
+"""Generation in a separate thread, with a bounded lag behind the trainer."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Any
 from rlvr_jax.rollouts.batch import RolloutBatch
 from rlvr_jax.train.generator import Generator, PolicySnapshot
 
-_LOOK_EVERY_S = 0.2  # a wait looks that often whether the run is to end
-_CLOSING_S = 10.0  # a batch under way is waited for no longer
+_POLL_S = 0.2  # interval at which a wait checks whether the run is to end
+_CLOSING_S = 10.0  # limit on the wait for a batch in progress when the run ends
 
 
 class GeneratorStoppedError(RuntimeError):
-  """The generating thread gave no batch within its deadline, or died."""
+  """The generating thread produced no batch within its deadline, or died."""
 
 
 class AsyncGenerator:
-  """Draws batches with the newest policy it was offered, and hands them over in their order.
+  """Samples batches with the newest policy it was offered; `take` returns them in order.
 
-  Back-pressure: batch b is begun once the policy is at most `max_lag` updates behind the one that
-  trains on it, b − version ≤ max_lag. No more than max_lag + 1 batches are ever drawn and untaken,
-  and no batch is older when it is trained on.
+  Back-pressure: batch b is started once b − version ≤ max_lag, where update b trains on batch b and
+  `version` is that of the newest policy. So at most max_lag + 1 batches are sampled and not yet
+  taken, and no lag is above max_lag.
   """
 
   def __init__(self, generator: Generator, *, max_lag: int, deadline_s: float, num_batches: int):
@@ -35,7 +35,7 @@ class AsyncGenerator:
       generator: used by the thread alone from now on.
       max_lag: updates.
       deadline_s: seconds that `take` waits for one batch.
-      num_batches: the run's; none is drawn beyond.
+      num_batches: of the run; no more are sampled.
     """
     self._generator = generator
     self._max_lag, self._deadline_s, self._num_batches = max_lag, deadline_s, num_batches
@@ -48,42 +48,42 @@ class AsyncGenerator:
     self._thread.start()
 
   def offer(self, policy: PolicySnapshot) -> None:
-    """The trainer's newest policy; earlier ones are drawn from no more."""
+    """Sets the newest policy of the trainer; batches started from now on are sampled from it."""
     with self._changed:
       self._newest = policy
       self._changed.notify_all()
 
   def take(self, give_up: Callable[[], bool]) -> RolloutBatch | None:
-    """The next batch; None once `give_up` says so.
+    """The next batch; None once `give_up` returns True.
 
     Raises:
-      GeneratorStoppedError: it did not come within the deadline, or the thread died.
+      GeneratorStoppedError: there was no batch within the deadline, or the thread died.
     """
     deadline = time.monotonic() + self._deadline_s
     found: Any = None
     while found is None and not give_up():
       try:
-        found = self._ready.get(timeout=min(_LOOK_EVERY_S, self._deadline_s))
+        found = self._ready.get(timeout=min(_POLL_S, self._deadline_s))
       except queue.Empty:
         if time.monotonic() >= deadline:
           raise GeneratorStoppedError(
-            f"the generator gave no batch within {self._deadline_s:g} s; look whether it or the"
-            " grader hangs, or raise config.generation_deadline_s. All that was drawn is kept:"
-            " rerun the same command, and it goes on from here"
+            f"the generator produced no batch within {self._deadline_s:g} s; check whether it or"
+            " the grader hangs, or raise config.generation_deadline_s. Sampled batches are kept:"
+            " rerun the same command to continue"
           ) from None
     if isinstance(found, BaseException):
       raise GeneratorStoppedError(
-        f"the generator died ({type(found).__name__}: {found}). All that was drawn is kept: mend"
-        " that and rerun the same command, and it goes on from here"
+        f"the generator died ({type(found).__name__}: {found}). Sampled batches are kept: fix the"
+        " cause and rerun the same command to continue"
       ) from found
     return found
 
   def has_ready(self) -> bool:
-    """Whether `take` would return at once."""
+    """Whether `take` would return immediately."""
     return not self._ready.empty()
 
   def close(self) -> None:
-    """Lets the thread end after the batch under way; waits a while for it."""
+    """Lets the thread end after the current batch; waits up to `_CLOSING_S` for it."""
     with self._changed:
       self._closing = True
       self._changed.notify_all()
@@ -93,7 +93,7 @@ class AsyncGenerator:
     try:
       for batch in self._generator.batches(self._next_policy):
         self._ready.put(batch)
-    except BaseException as error:  # the trainer has to hear of it, whatever it is
+    except BaseException as error:  # of any kind: `take` raises it in the trainer
       self._ready.put(error)
 
   def _next_policy(self, wait: bool, until: Future | None) -> PolicySnapshot | None:
@@ -113,9 +113,9 @@ class AsyncGenerator:
     return self._closing or self._generator.number >= self._num_batches
 
   def _may_begin(self) -> bool:
-    """Whether the newest policy may draw: new enough, and not older than that of the last batch.
+    """Whether the newest policy may sample: new enough, and not older than the last batch's policy.
 
-    It is older after a resume, while the trainer goes over batches that were drawn before.
+    It is older after a resume, while the trainer trains on batches sampled before.
     """
     newest, generator = self._newest, self._generator
     if newest is None or newest.version < generator.version:

@@ -1,4 +1,4 @@
-"""Who draws the rollouts of a batch: the policy, and other policies a fraction of its groups."""
+"""The policies that sample a batch: the trained policy, and others for a fraction of the groups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlvr_jax.models import quantized
 from rlvr_jax.models.functional import Model, transformer
 from rlvr_jax.models.linear import merged
 from rlvr_jax.models.presets import model_settings
-from rlvr_jax.ops.checks import check_between, check_choice, check_whole
+from rlvr_jax.ops.checks import check_between, check_choice, check_integer
 from rlvr_jax.ops.logprobs import check_sampling, is_truncated, token_logprobs
 from rlvr_jax.rollouts.recorded import RecordedGroups
 from rlvr_jax.rollouts.store import StoreError
@@ -26,46 +26,46 @@ from rlvr_jax.train import sharding
 from rlvr_jax.train.checkpoint_files import read_params
 from rlvr_jax.types import Array, Params, Prompts, Sampling
 
-# Mean |Δ log p| in nats per token at temperature 1 that the two ways of computing one
-# log-probability (cached decoding, one forward pass) may differ by. Networks of up to four layers
-# of width 128 report `agreement/policy_mean` of 3e-7 in float32 and 2e-3 in bfloat16.
+# Largest mean |Δ log p|, in nats per token at temperature 1, between the two computations of a
+# log-probability (cached decoding, one forward pass). For networks of up to four layers of width
+# 128, `agreement/policy_mean` is 3e-7 in float32 and 2e-3 in bfloat16.
 MAX_GAP = {"float64": 1e-4, "float32": 1e-4, "bfloat16": 5e-2}
 
 
 class Source(NamedTuple):
-  """A policy that draws some groups of every batch."""
+  """A policy that samples some groups of every batch."""
 
   name: str
-  prompts: int  # groups of every batch
-  sampling: Sampling  # that its log-probabilities are of
+  prompts: int  # number of groups in every batch
+  sampling: Sampling  # the distribution of its log-probabilities
   generate: Callable | None = None  # jitted (trained, frozen, prompts, key) → Rollouts
-  recorded: RecordedGroups | None = None  # in place of `generate`
-  # (trained, frozen) of the policy → those it samples with
+  recorded: RecordedGroups | None = None  # instead of `generate`
+  # (trained, frozen) of the trained policy → (trained, frozen) of this source
   params_of: Callable[[Params, Params], tuple[Params, Params]] = lambda *policy: policy
-  # Which checkpoint or which batches these are, if others may be added there; JSON.
+  # The checkpoint step or the batch numbers that a resumed run must use again; JSON.
   pin: Any = None
-  of_this_run: bool = True  # whether its parameters are made of the policy's
-  exact: bool = False  # whether they are the policy's: its log-probabilities must agree
+  of_this_run: bool = True  # whether its parameters derive from the trained policy's
+  exact: bool = False  # whether they are equal, so that log-probabilities must agree
 
   @property
   def truncated(self) -> bool:
-    """Whether top-k or top-p cut the distribution that was sampled."""
+    """Whether top-k or top-p truncates the distribution that is sampled."""
     return is_truncated(self.sampling) if self.recorded is None else self.recorded.truncated
 
   @property
   def shaped(self) -> bool:
-    """Whether rewards other than 0 and 1 may be recorded."""
+    """Whether recorded rewards may be other than 0 and 1."""
     return self.recorded is not None and self.recorded.shaped
 
 
 def groups_by_source(fractions: Mapping[str, float], num_prompts: int) -> dict[str, int]:
-  """Groups of a batch by source, the policy's own first; sources without any are left out.
+  """Number of groups of a batch by source, the trained policy first; without sources that have 0.
 
   Args:
-    fractions: by name, of the groups of a batch.
+    fractions: of the groups of a batch, by name of the other sources.
     num_prompts: P.
   Raises:
-    ValueError: fractions that do not give whole groups, or are more than 1 together.
+    ValueError: a fraction of P is not an integer, or the fractions sum to more than 1.
   """
   groups = {}
   for name, fraction in fractions.items():
@@ -77,12 +77,12 @@ def groups_by_source(fractions: Mapping[str, float], num_prompts: int) -> dict[s
         f" {fraction * num_prompts:g} groups; set it to a multiple of 1/{num_prompts}, for example"
         f" {groups[name] / num_prompts:g}"
       )
-  own = num_prompts - sum(groups.values())
-  if own < 0:
+  rest = num_prompts - sum(groups.values())
+  if rest < 0:
     raise ValueError(
-      f"config.sources: the fractions {dict(fractions)} are more than 1 together; lower one"
+      f"config.sources: the fractions {dict(fractions)} sum to more than 1; lower one"
     )
-  return {name: number for name, number in {"policy": own, **groups}.items() if number}
+  return {name: number for name, number in {"policy": rest, **groups}.items() if number}
 
 
 def make_sources(
@@ -93,16 +93,16 @@ def make_sources(
   jit_generate: Callable[[Model, Sampling], Callable],
   pins: Mapping[str, Any],
 ) -> tuple[Source, ...]:
-  """The sources that `config.sources` names, every mistake found before compilation.
+  """The sources that `config.sources` describes; all errors are found before compilation.
 
   Args:
-    model: the policy's, as functions on `mesh`.
-    mesh: where rollouts are generated.
-    tokenizer: the run's.
+    model: of the trained policy, as functions on `mesh`.
+    mesh: of generation.
+    tokenizer: of the run.
     jit_generate: (model, sampling) → a jitted (trained, frozen, prompts, key) → Rollouts.
-    pins: by name, what sources had for `pin` when the run began; none where it begins.
+    pins: `Source.pin` by name when the run began; empty for a new run.
   Raises:
-    ValueError: with the field, its value, what is allowed and the remedy.
+    ValueError: with the field, its value, what is allowed and how to fix it.
   """
   settings, sampling = config.sources, Sampling(**config.sampling)
   check_choice("config.sources.quantized", "format", settings.quantized.format, quantized.FORMATS)
@@ -125,7 +125,7 @@ def make_sources(
     return source._replace(params_of=lambda *_: (params(), {}), pin=step)
 
   def recorded(name: str, prompts: int) -> Source:
-    # What it was sampled with is not known here; its gap is that of the target policy.
+    # How it was sampled is not known here; its gap is measured to the target policy.
     target = Sampling(temperature=config.policy_temperature)
     groups = recorded_groups(config, tokenizer, pins.get(name))
     return Source(name, prompts, target, None, groups, pin=groups.numbers, of_this_run=False)
@@ -155,12 +155,12 @@ def _at_other_temperature(config: ml_collections.ConfigDict, vocab_size: int) ->
 def recorded_groups(
   config: ml_collections.ConfigDict, tokenizer: Tokenizer, numbers: Sequence[int] | None = None
 ) -> RecordedGroups:
-  """The groups of the store that `config.sources.recorded` names.
+  """The groups of the store of `config.sources.recorded`.
 
   Args:
-    numbers: of the batches to take; None takes those that are there now.
+    numbers: of the batches to use; None for all that the store has now.
   Raises:
-    ValueError: there is none, or its rollouts do not fit this run.
+    ValueError: there is no store, or its rollouts do not fit this run.
   """
   store = config.sources.recorded.store
   if not store:
@@ -180,7 +180,7 @@ def recorded_groups(
   if groups.truncated and not config.allow_truncated_behavior:
     raise ValueError(
       f"config.sources.recorded.store = {store!r} has rollouts of truncated sampling, which bias"
-      " the ratio; choose another, or set config.allow_truncated_behavior = True to do it knowingly"
+      " the ratio; choose another, or set config.allow_truncated_behavior = True to allow it"
     )
   return groups
 
@@ -188,14 +188,15 @@ def recorded_groups(
 def other_policy(
   config: ml_collections.ConfigDict, model: Model, mesh: Mesh, step: int | None
 ) -> tuple[Model, int, Callable[[], Params]]:
-  """Another run's model, the step of its checkpoint, and a function that reads its parameters once.
+  """(another run's model, the step of its checkpoint, a function that loads its parameters once).
 
   Args:
     config: `sources.checkpoint` has the `workdir` of the run, and the `step`, −1 for the last one.
-    model: this run's.
-    step: that was taken when this run began; None where it begins.
+    model: of this run.
+    mesh: of generation.
+    step: the step when this run began; None for a new run.
   Raises:
-    ValueError: no run there, no such checkpoint, or tokens that are not this run's.
+    ValueError: no run in that folder, no checkpoint of that step, or another tokenizer.
   """
   settings = config.sources.checkpoint
   workdir = local_path("config.sources.checkpoint.workdir", settings.workdir)
@@ -205,7 +206,7 @@ def other_policy(
     tokens = (theirs["tokenizer"], model_config.vocab_size)
   except (OSError, ValueError, KeyError, TypeError) as error:
     raise ValueError(
-      f"config.sources.checkpoint.workdir = {settings.workdir!r} holds no run with a config.json"
+      f"config.sources.checkpoint.workdir = {settings.workdir!r} has no run with a config.json"
       f" ({error}); set it to the --workdir of a run"
     ) from error
   if tokens != (config.tokenizer, model.config.vocab_size):
@@ -214,7 +215,7 @@ def other_policy(
       f" {tokens}, this run's {(config.tokenizer, model.config.vocab_size)}; choose a run with the"
       " same"
     )
-  check_whole("config.sources.checkpoint", "step", settings.step, low=-1)
+  check_integer("config.sources.checkpoint", "step", settings.step, low=-1)
   steps = sorted(int(p.name) for p in (workdir / "checkpoints").glob("*") if p.name.isdigit())
   if step is None and steps:
     step = steps[-1] if settings.step == -1 else settings.step
@@ -239,15 +240,18 @@ def behavior_gap(
   model: Model,
   sampling: Sampling,
 ) -> tuple[Array, Array]:
-  """(mean, largest) |log p − recorded log p| over the tokens of some rollouts, f32[] nats; pure.
+  """(mean, maximum) of |log p − behavior_logprobs| over the tokens of rollouts, f32[] nats; pure.
 
-  p is the trainer's: one forward pass over prompt and response. Under truncated sampling a token on
-  the edge of what is kept may count as never drawn; such tokens are left out.
+  p is the probability that the trainer computes, with one forward pass over prompt and response.
+  Under truncated sampling, a token at the edge of the kept set may have p = 0 because of rounding;
+  such tokens are left out.
 
   Args:
-    trained, frozen: parameters that the rollouts are said to come from.
+    trained, frozen: parameters of the policy that sampled the rollouts.
+    prompts: P prompts.
     tokens, mask, behavior_logprobs: [P, G, T].
-    sampling: the distribution they are said to be drawn from.
+    model: provides `combine`, `response_hidden` and `head`.
+    sampling: the distribution they were sampled from.
   """
   params = model.combine(trained, frozen)
   hidden = model.response_hidden(params, prompts, tokens)
@@ -258,9 +262,9 @@ def behavior_gap(
 
 
 def max_gap(config: ml_collections.ConfigDict, compute_dtype: Any, source: Source) -> float:
-  """The mean gap, nats per token, beyond which a run stops.
+  """The mean gap, in nats per token, above which a run stops.
 
-  Dividing logits by a low temperature magnifies their differences as much.
+  Dividing logits by a temperature below 1 also divides their differences by it.
   """
   bound = config.max_behavior_gap or MAX_GAP[jnp.dtype(compute_dtype).name]
   return bound / min(1.0, source.sampling.temperature)

@@ -1,4 +1,4 @@
-"""From a configuration to the parts of a run; every mistake is found here, before compilation."""
+"""Builds the parts of a run from its configuration; all errors are found before compilation."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from rlvr_jax.types import Params, Prompts, TrainBatch, TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-  """What a run consists of, before any of it has touched a device."""
+  """The parts of a run, before anything is placed on a device."""
 
   config: ml_collections.ConfigDict
   mesh: Mesh
@@ -55,7 +55,7 @@ class Parts:
   model: Model
   method: Method
   schedule: schedules.Schedule
-  sources: tuple[Source, ...]  # of the rollouts of every batch
+  sources: tuple[Source, ...]  # the policies that sample the rollouts of every batch
   abstract_state: TrainState  # shapes, dtypes, shardings
   programs: Programs
 
@@ -74,32 +74,32 @@ class Parts:
     return make_row_layout(self.config, self.mesh)
 
   def to_generation(self, tree: Any) -> Any:
-    """As `to_devices`, where rollouts are generated."""
+    """As `to_devices`, on the devices that generate rollouts."""
     return sharding.to_devices(tree, sharding.batch_sharding(self.generation_mesh))
 
   @functools.cached_property
   def generation_mesh(self) -> Mesh:
-    """Where rollouts are generated; `mesh` itself unless they have devices of their own."""
+    """The mesh that generates rollouts: `mesh` itself, or separate devices."""
     return make_generation_mesh(self.config, self.mesh)
 
   @functools.cached_property
   def lora(self) -> lora.LoraSettings | None:
-    """Of the adapters that are trained; None where all parameters are."""
+    """Settings of the trained adapters; None if all parameters are trained."""
     return make_lora(self.config)
 
   @functools.cached_property
   def abstract_base(self) -> Params:
-    """All parameters of the network, as `abstract_state`."""
+    """Shapes, dtypes and shardings of all parameters of the network."""
     return abstract_params(self.model, self.mesh)
 
   @property
   def abstract_frozen(self) -> Params:
-    """Parameters that are not trained, as `abstract_state`; {} where all are."""
+    """Shapes, dtypes and shardings of the frozen parameters; {} if all are trained."""
     return {} if self.lora is None else self.abstract_base
 
   @property
   def gap_prompts(self) -> int:
-    """Groups of a source on which log-probabilities are compared."""
+    """Number of groups per source whose log-probabilities are compared."""
     return self.generation_mesh.shape["data"] * self.generation_mesh.shape["fsdp"]
 
 
@@ -116,9 +116,9 @@ def build(
     config: see `configs/base.py`.
     task: instead of `config.task`, for problems made by the caller.
     tokenizer: instead of `config.tokenizer`.
-    mesh: instead of one over the devices that are there, for shapes and for compiling alone.
+    mesh: instead of `config.mesh` on the available devices; for shapes and compilation only.
   Raises:
-    ValueError: what cannot work, with the field, its value, what is allowed and the remedy.
+    ValueError: an invalid setting, with the field, its value, what is allowed and how to fix it.
   """
   mesh = mesh or sharding.make_mesh(**config.mesh)
   checks.check_shapes(config, mesh)
@@ -165,7 +165,7 @@ def build(
 def make_sampler(
   config: ml_collections.ConfigDict, model: Model, mesh: Mesh, tokenizer: Tokenizer
 ) -> Sampler:
-  """Where rollouts are generated; on `mesh` by `model` unless they have devices of their own."""
+  """The mesh and model that generate rollouts: `mesh` and `model`, or those of separate devices."""
   own = make_generation_mesh(config, mesh)
   return Sampler(model if own is mesh else make_model(config, own, tokenizer.vocab_size), own)
 
@@ -185,7 +185,7 @@ def sources_of(
 
 
 def with_sources_as_begun(parts: Parts, pins: Mapping[str, Any]) -> Parts:
-  """The parts with the sources as they were when a run began, see `Source.pin`."""
+  """The parts with the sources pinned as they were when the run began, see `Source.pin`."""
   config, tokenizer = parts.config, parts.tokenizer
   sampler = make_sampler(config, parts.model, parts.mesh, tokenizer)
   return dataclasses.replace(parts, sources=sources_of(config, sampler, tokenizer, pins))
@@ -201,8 +201,8 @@ def make_model(config: ml_collections.ConfigDict, mesh: Mesh, vocab_size: int) -
   if settings.vocab_size < vocab_size and config.model.checkpoint:
     raise ValueError(
       f"config.tokenizer = {config.tokenizer!r} has {vocab_size} tokens, config.model.checkpoint ="
-      f" {config.model.checkpoint!r} only {settings.vocab_size}; they do not belong together: set"
-      " config.tokenizer = 'checkpoint', or to the folder of its tokenizer"
+      f" {config.model.checkpoint!r} only {settings.vocab_size}, so they do not match; set"
+      " config.tokenizer = 'checkpoint', or to the folder of that model's tokenizer"
     )
   if settings.vocab_size < vocab_size:
     raise ValueError(
@@ -214,7 +214,7 @@ def make_model(config: ml_collections.ConfigDict, mesh: Mesh, vocab_size: int) -
 
 
 def make_task(config: ml_collections.ConfigDict) -> Task:
-  """The problems."""
+  """The task of `config.task`: its problems and its grader."""
   try:
     name = config.task.name
     spec = specs.Spec(name, config.task.kwargs.to_dict())
@@ -224,33 +224,33 @@ def make_task(config: ml_collections.ConfigDict) -> Task:
 
 
 def make_schedule(config: ml_collections.ConfigDict) -> schedules.Schedule:
-  """Which policy draws which rollouts."""
-  told = f"config.schedule = {config.schedule!r}"
+  """The staleness schedule of `config.schedule`."""
+  prefix = f"config.schedule = {config.schedule!r}"
   of_run = dict(num_updates=config.num_updates, seed=config.seed)
   try:
     schedule = specs.make(
       "config.schedule", schedules, config.schedule, schedules.Schedule, **of_run
     )
   except StoreError as error:
-    raise ValueError(f"{told}: {error}") from error
+    raise ValueError(f"{prefix}: {error}") from error
   if schedule.real_time and jax.process_count() > 1:
     raise ValueError(
-      f"{told} needs all devices in one process, this run has {jax.process_count()}; choose"
+      f"{prefix} needs all devices in one process, this run has {jax.process_count()}; choose"
       " simulated_asynchronous, or run one process"
     )
-  apart = any(config.generation_mesh.to_dict().values())
-  if schedule.real_time and math.prod(config.mesh.to_dict().values()) > 1 and not apart:
-    # Two threads could begin programs that wait for each other on the same devices.
+  separate = any(config.generation_mesh.to_dict().values())
+  if schedule.real_time and math.prod(config.mesh.to_dict().values()) > 1 and not separate:
+    # Two threads could dispatch programs that wait for each other on the same devices.
     raise ValueError(
-      f"{told} on config.mesh = {config.mesh.to_dict()} needs devices of its own for generation;"
+      f"{prefix} on config.mesh = {config.mesh.to_dict()} needs separate devices for generation;"
       " set config.generation_mesh, for example config.generation_mesh.data = 1"
     )
   return schedule
 
 
 def make_generation_mesh(config: ml_collections.ConfigDict, mesh: Mesh) -> Mesh:
-  """Where rollouts are generated: on devices of their own if the configuration says so."""
-  sizes = config.generation_mesh.to_dict()
+  """The mesh that generates rollouts: separate devices if `config.generation_mesh` is set."""
+  sizes: dict[str, Any] = config.generation_mesh.to_dict()
   if not any(sizes.values()):
     return mesh
   sizes = {axis: size or 1 for axis, size in sizes.items()}
@@ -258,7 +258,7 @@ def make_generation_mesh(config: ml_collections.ConfigDict, mesh: Mesh) -> Mesh:
 
 
 def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> Method:
-  schedule, transformation = make_optimizer("config", config, config.num_updates)
+  rate, transformation = make_optimizer("config", config, config.num_updates)
   check_choice("config", "aggregation", config.aggregation, AGGREGATIONS)
   check_choice("config.reference", "estimator", config.reference.estimator, REFERENCE_KL_ESTIMATORS)
   check_between("config.reference", "kl_coefficient", config.reference.kl_coefficient, low=0.0)
@@ -269,7 +269,7 @@ def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> 
   return Method(
     model=model,
     optimizer=transformation,
-    schedule=schedule,
+    learning_rate=rate,
     advantage=make("advantage", advantages, advantages.Advantage),
     coefficient_metrics=gradient_masses,
     reweighting=reweighter,
@@ -290,7 +290,7 @@ def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> 
 def gram_context(
   config: ml_collections.ConfigDict, model: Model, mesh: Mesh
 ) -> geometry.GramContext:
-  """What a route to the Gram matrix needs to know of the run."""
+  """The properties of the run that a Gram matrix needs."""
   unconstrained = transformer(model.config)  # single rollouts do not split over devices
   unconstrained = unconstrained._replace(combine=model.combine)
   return geometry.GramContext(unconstrained, config.policy_temperature, mesh)
@@ -299,30 +299,30 @@ def gram_context(
 def make_veto(config: ml_collections.ConfigDict) -> Veto | None:
   settings = config.veto.to_dict()
   enabled = settings.pop("enabled")
-  veto = negative_advantage_veto(**settings)  # a mistake shows also where it is off
+  veto = negative_advantage_veto(**settings)  # also checks the settings of a veto that is off
   return veto if enabled else None
 
 
 def make_optimizer(
   owner: str, settings: ml_collections.ConfigDict, num_updates: int
 ) -> tuple[optax.Schedule, optax.GradientTransformation]:
-  """The learning rate and the optimizer that follows it, of the group of fields `owner`."""
+  """(learning rate as a function of the update, optimizer) of the group of fields `owner`."""
   field, name = f"{owner}.optimizer", settings.optimizer
-  schedule = specs.make(
+  rate = specs.make(
     f"{owner}.learning_rate", learning_rate, settings.learning_rate, Callable,
     num_updates=num_updates,
   )  # fmt: skip
   if not specs.takes(field, optimizer, name, "learning_rate"):
     raise ValueError(
-      f"{field} = {name!r} takes no learning_rate, so that {owner}.learning_rate would not count;"
-      " add that parameter, a function of the update"
+      f"{field} = {name!r} has no parameter learning_rate, so {owner}.learning_rate would have no"
+      " effect; add that parameter, a function of the update"
     )
-  of_run = dict(learning_rate=schedule, num_updates=num_updates)
+  of_run = dict(learning_rate=rate, num_updates=num_updates)
   made = specs.make(field, optimizer, name, optax.GradientTransformation, **of_run)
   norm = settings.max_gradient_norm
   if norm is not None:
     check_between(owner, "max_gradient_norm", norm, low=0.0, open_low=True)
-  return schedule, optimizer.clipped(made, norm)
+  return rate, optimizer.clipped(made, norm)
 
 
 def warm_start_optimizer(config: ml_collections.ConfigDict) -> optax.GradientTransformation:

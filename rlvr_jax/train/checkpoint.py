@@ -1,7 +1,7 @@
-"""Checkpoints that survive kills, torn files and full disks: when they are made, which are kept.
+"""Saving, keeping and restoring checkpoints, robust to kills, corrupted files and full disks.
 
-Orbax writes into a temporary directory and renames it at the end, so that a step directory is whole
-or absent; the checksums of `checkpoint_files` tell later damage from good data.
+Orbax writes into a temporary directory and renames it at the end, so that a step directory is
+complete or absent; the checksums of `checkpoint_files` detect later damage.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from rlvr_jax.train.checkpoint_files import (
   silence_orbax,
 )
 
-_REMOVED = "removed"  # folder of the checkpoints that are no longer kept; no name of a step
-_SPARE_BYTES = 4 * 2**20  # room for the manifest and orbax's own files
+_REMOVED = "removed"  # folder of checkpoints to be deleted; cannot be the name of a step
+_SPARE_BYTES = 4 * 2**20  # space for the manifest and orbax's own files
 
 
 class Restored(NamedTuple):
   """What `Checkpointer.restore` returns."""
 
   step: int
-  state: Any  # as saved, with the shardings asked for
+  state: Any  # as saved, with the shardings of `abstract_state`
   host: dict[str, Any]
-  arrays: Any  # the tree given to `save`, tuples as lists; None where none was given
+  arrays: Any  # the tree given to `save`, with tuples as lists; None if none was given
 
 
 class Checkpointer:
-  """Asynchronous, atomic checkpoints of a training run; keeps the last ones and the best."""
+  """Asynchronous, atomic checkpoints of a training run; keeps the latest ones and the best one."""
 
   def __init__(self, directory: str | os.PathLike[str], *, keep: int = 2):
-    """Opens (or creates) `directory`, and clears what a killed save left behind.
+    """Opens or creates `directory`, and removes what a killed save left behind.
 
     Args:
-      directory: holds one directory per saved step, and nothing else.
-      keep: number of latest checkpoints kept, ≥ 1; the one with the highest `metric` is kept too,
-        and the one that `save` is told to keep.
+      directory: has one directory per saved step, and nothing else.
+      keep: number of latest checkpoints to keep, ≥ 1; the one with the highest `metric`, and one
+        that `save` chooses, are kept too.
     """
     if keep < 1:
       raise ValueError(f"keep = {keep}: at least one checkpoint must be kept; set keep >= 1.")
@@ -62,8 +62,8 @@ class Checkpointer:
       options=ocp.CheckpointManagerOptions(
         preservation_policy=self._policy,
         save_root_metadata=False,
-        # A kill in the middle of removing would leave half a checkpoint that looks like a step:
-        # they are renamed in one go, and removed before the next save.
+        # A kill during removal would leave an incomplete checkpoint that looks like a step. So
+        # checkpoints are renamed first, atomically, and removed before the next save.
         todelete_subdir=_REMOVED,
       ),
       item_handlers={
@@ -86,20 +86,20 @@ class Checkpointer:
     metric: float | None = None,
     keep_at_or_before: int | None = None,
   ) -> bool:
-    """Starts saving and returns when everything is copied; the files are written behind.
+    """Starts saving and returns when everything is copied; the files are written in background.
 
     The caller may donate `state` and change `arrays` as soon as this returns. Blocks while an
-    earlier save is still being written; an error of that one is raised here.
+    earlier save is still being written; its error, if any, is raised here.
 
     Args:
-      step: number of updates done.
-      state: pytree of jax arrays, of any sharding.
-      host: JSON values (string keys, finite nesting) that restore exactly; data position, counters.
-      arrays: nested dicts and lists of NumPy arrays, of a structure that may change from step to
-        step (rollouts collected and not yet used); None for nothing.
-      metric: the step with the highest is kept; None where it was not measured.
-      keep_at_or_before: the greatest saved step ≤ this one is kept, too, until a save says
-        otherwise; to go back to it later.
+      step: number of updates so far.
+      state: pytree of jax arrays, with any sharding.
+      host: JSON values (string keys, finite nesting) that restore exactly, such as counters.
+      arrays: nested dicts and lists of NumPy arrays, whose structure may change from step to step,
+        such as scores of pending rollouts; None for no arrays.
+      metric: the step with the highest metric is kept; None if it was not measured.
+      keep_at_or_before: the greatest saved step ≤ this one is kept too, until the next save, so
+        that the run can go back to it.
     Returns:
       False if the step is already saved (and nothing is done), else True.
     Raises:
@@ -113,7 +113,7 @@ class Checkpointer:
     self._check_space(values)
     self._policy.scores[step] = metric
     self._policy.keep_at_or_before = keep_at_or_before
-    # Orbax refuses arrays without elements; the manifest says all there is to know of them.
+    # Orbax does not accept arrays without elements; the manifest has their shape and dtype.
     stored = {name: value for name, value in values.items() if value.size}
     with self._reporting_failures():
       self._manager.save(
@@ -126,30 +126,31 @@ class Checkpointer:
     return True
 
   def restore(self, abstract_state: Any, *, step: int | None = None) -> Restored | None:
-    """A checkpoint, checked leaf by leaf; None where there is none and no step is asked for.
+    """Loads a checkpoint and verifies every leaf; None if `step` is None and there is none.
 
     Args:
       abstract_state: the state's structure: a pytree of `jax.ShapeDtypeStruct` with shardings
-        (or of arrays), which need not be the shardings that were saved.
-      step: which of `steps()`; None for the latest.
+        (or of arrays), which may differ from the shardings that were saved.
+      step: one of `steps()`; None for the latest.
     Raises:
-      CheckpointError: the step asked for is not there.
-      TornCheckpointError: files are cut, changed or missing.
-      ForeignCheckpointError: not a checkpoint of ours, or of another state.
+      CheckpointError: there is no checkpoint of this step.
+      TornCheckpointError: files are truncated, changed or missing.
+      ForeignCheckpointError: not a checkpoint of this package, or of a state with another
+        structure.
     """
     self.wait()
     steps = self.steps()
     if step is None and not steps:
       return None
     if step is not None and step not in steps:
-      raise CheckpointError(f"{self.directory} holds no checkpoint of step {step}; it has {steps}.")
+      raise CheckpointError(f"{self.directory} has no checkpoint of step {step}, only of {steps}.")
     step = steps[-1] if step is None else step
     earlier = [s for s in steps if s < step]
-    then = f"fall back to step {max(earlier)}" if earlier else "start afresh"
+    then = f"fall back to step {max(earlier)}" if earlier else "start from the beginning"
     state, host, arrays = read_state(
       self.directory / str(step),
       abstract_state,
-      if_other="Use the configuration it was made with, or another --workdir.",
+      if_other="Use the configuration of the run that saved it, or another --workdir.",
       if_damaged=f"Remove that directory and rerun to {then}.",
     )
     return Restored(step, state, host, arrays)
@@ -162,7 +163,7 @@ class Checkpointer:
     _remove_leftovers(self.directory)
 
   def wait(self) -> None:
-    """Blocks until the save under way is committed; raises its error."""
+    """Blocks until the current save is committed; raises its error."""
     with self._reporting_failures():
       self._manager.wait_until_finished()
       self._manager.check_for_errors()
@@ -183,18 +184,18 @@ class Checkpointer:
 
   @contextlib.contextmanager
   def _reporting_failures(self) -> Iterator[None]:
-    """Turns orbax's errors into ours, which say what to do."""
+    """Converts orbax's errors into ours, which say how to fix them."""
     try:
       yield
     except Exception as error:
       if is_disk_full(error):
-        message = self._full_message("the disk became full while a checkpoint was written")
+        message = self._full_message("the disk became full while writing a checkpoint")
         raise DiskFullError(errno.ENOSPC, message) from error
       raise CheckpointError(f"saving to {self.directory} failed: {short(error)}") from error
 
   def _full_message(self, what: str) -> str:
-    whole = _step_directories(self.directory)
-    then = f"goes on from step {max(whole)}" if whole else "starts afresh"
+    complete = _step_directories(self.directory)
+    then = f"resumes from step {max(complete)}" if complete else "starts from the beginning"
     return (
       f"no space for a checkpoint in {self.directory}: {what}. Earlier checkpoints are untouched. "
       f"Free some space or lower the number of checkpoints kept, then rerun: it {then}."
@@ -202,8 +203,10 @@ class Checkpointer:
 
 
 class _Preservation(ocp.checkpoint_managers.PreservationPolicy):
-  """Keeps the last `keep` steps, the one with the highest score (the earliest of equals), and the
-  last one at or before a given step."""
+  """Keeps the last `keep` steps, the step with the highest score, and the last at or before one.
+
+  Of steps with equal scores, the earliest is kept.
+  """
 
   def __init__(self, keep: int, scores: dict[int, float | None]):
     self.keep, self.scores = keep, scores
@@ -228,9 +231,9 @@ def _step_directories(directory: pathlib.Path) -> list[int]:
 
 
 def _remove_leftovers(directory: pathlib.Path) -> None:
-  """Removes checkpoints no longer kept, and what killed saves left; while nothing is being saved.
+  """Removes old checkpoints and what killed saves left; call it while nothing is being saved.
 
-  Orbax's own option for the latter does it in the background, unwaited for.
+  Orbax has an option for the latter, but does it in the background without a way to wait for it.
   """
   if jax.process_index() == 0:
     for path in [directory / _REMOVED, *directory.glob("*.orbax-checkpoint-tmp*")]:
@@ -239,7 +242,7 @@ def _remove_leftovers(directory: pathlib.Path) -> None:
 
 
 def _read_scores(directory: pathlib.Path) -> dict[int, float | None]:
-  """The metric of each saved step; None for a step that cannot be read (restore will say why)."""
+  """The metric of each saved step; a step that cannot be read is left out (`restore` says why)."""
   scores: dict[int, float | None] = {}
   for step in _step_directories(directory):
     with contextlib.suppress(Exception):

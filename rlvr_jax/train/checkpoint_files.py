@@ -1,4 +1,4 @@
-"""The files of one checkpoint: what is saved of a state, and reading it back, checked.
+"""The files of one checkpoint: writing a state, and reading it back with its checksums verified.
 
 A checkpoint is one orbax step directory with two items: `arrays` (the state's leaves and the
 extra host arrays, by name) and `manifest` (JSON: format marker, name, shape, dtype and checksum of
@@ -32,11 +32,11 @@ class CheckpointError(RuntimeError):
 
 
 class TornCheckpointError(CheckpointError):
-  """Files of a checkpoint are missing, cut or changed."""
+  """Files of a checkpoint are missing, truncated or changed."""
 
 
 class ForeignCheckpointError(CheckpointError):
-  """The checkpoint is of another program, or of a state of another structure."""
+  """The checkpoint is of another program, or of a state with another structure."""
 
 
 def items_to_save(
@@ -48,7 +48,7 @@ def items_to_save(
     arrays by name, of jax and of NumPy, and the manifest.
   """
   leaves = _named_leaves(state)
-  skeleton, extra = _take_out_arrays(arrays)
+  skeleton, extra = _split_arrays(arrays)
   manifest = {
     "marker": MARKER,
     "step": step,
@@ -58,63 +58,63 @@ def items_to_save(
     "host": dict(host),
     "metric": metric,
   }
-  return leaves | extra, _sealed(manifest)
+  return leaves | extra, _with_checksum(manifest)
 
 
 def read_state(
   directory: pathlib.Path, abstract_state: Any, *, if_other: str, if_damaged: str
 ) -> tuple[Any, dict[str, Any], Any]:
-  """What a step directory holds, checked leaf by leaf.
+  """Loads a step directory and verifies every leaf.
 
   Args:
     directory: of one step.
     abstract_state: see `Checkpointer.restore`.
-    if_other, if_damaged: what to do then, a sentence for the message.
+    if_other, if_damaged: how to fix these errors, a sentence for the message.
   Returns:
-    The state, the host's values and the arrays that `Checkpointer.save` was given.
+    The state, the host's values and the arrays that were given to `Checkpointer.save`.
   Raises:
-    TornCheckpointError: files are cut, changed or missing.
-    ForeignCheckpointError: not a checkpoint of ours, or of another state.
+    TornCheckpointError: files are truncated, changed or missing.
+    ForeignCheckpointError: not a checkpoint of this package, or of a state with another structure.
   """
-  wanted = _named_leaves(abstract_state)
+  expected = _named_leaves(abstract_state)
   with _reporting_damage(directory, if_damaged):
     manifest = read_manifest(directory)
-    _check_same_leaves(directory, wanted, manifest["leaves"], if_other)
-    stored = _read_arrays(directory, wanted, manifest["leaves"] | manifest["extra"])
-  state = jax.tree.unflatten(jax.tree.structure(abstract_state), [stored[n] for n in wanted])
-  return state, manifest["host"], _put_back_arrays(manifest["arrays"], stored)
+    _check_same_leaves(directory, expected, manifest["leaves"], if_other)
+    stored = _read_arrays(directory, expected, manifest["leaves"] | manifest["extra"])
+  state = jax.tree.unflatten(jax.tree.structure(abstract_state), [stored[n] for n in expected])
+  return state, manifest["host"], _join_arrays(manifest["arrays"], stored)
 
 
 def read_params(directory: pathlib.Path, abstract_params: Params) -> Params:
-  """The parameters out of a checkpoint of any run; changes nothing there.
+  """Loads the parameters from a checkpoint of any run; does not write to it.
 
   Args:
-    directory: of one step, whether it holds a whole `TrainState` or parameters alone.
-    abstract_params: their structure, as `Checkpointer.restore` takes a state's.
+    directory: of one step, with a complete `TrainState` or only parameters.
+    abstract_params: their structure, as the state's in `Checkpointer.restore`.
   Returns:
-    The parameters, with the shardings asked for.
+    The parameters, with the shardings of `abstract_params`.
   Raises:
-    TornCheckpointError: files are cut, changed or missing.
-    ForeignCheckpointError: of another program, or parameters of another structure.
+    TornCheckpointError: files are truncated, changed or missing.
+    ForeignCheckpointError: of another program, or parameters with another structure.
   """
   silence_orbax()
   directory = directory.absolute()
   leaves = _named_leaves(abstract_params)
-  with _reporting_damage(directory, "Name another step or run."):
+  with _reporting_damage(directory, "Choose another step or run."):
     saved = read_manifest(directory)["leaves"]
     of_state = {name: entry for name, entry in saved.items() if name.startswith("params.")}
     saved = of_state or saved
     prefix = "params." if of_state else ""
-    wanted = {prefix + name: leaf for name, leaf in leaves.items()}
-    remedy = "Name a checkpoint of a policy of this run's shape, or give this run that shape."
-    _check_same_leaves(directory, wanted, saved, remedy)
-    stored = _read_arrays(directory, wanted, saved)
-  return jax.tree.unflatten(jax.tree.structure(abstract_params), [stored[n] for n in wanted])
+    expected = {prefix + name: leaf for name, leaf in leaves.items()}
+    remedy = "Choose a checkpoint with this run's network and adapters, or change this run's."
+    _check_same_leaves(directory, expected, saved, remedy)
+    stored = _read_arrays(directory, expected, saved)
+  return jax.tree.unflatten(jax.tree.structure(abstract_params), [stored[n] for n in expected])
 
 
 @contextlib.contextmanager
 def _reporting_damage(directory: pathlib.Path, remedy: str) -> Iterator[None]:
-  """Turns whatever reading raises into the error of a damaged checkpoint."""
+  """Converts any error of reading into TornCheckpointError."""
   try:
     yield
   except ForeignCheckpointError:
@@ -136,7 +136,7 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
     if name in named or not isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
       raise TypeError(
         f"state leaf {name!r} is {'a duplicate' if name in named else type(leaf).__name__}; "
-        "every leaf must be a jax array with a path of its own (host values go into `host`)."
+        "every leaf must be a jax array with a unique path; pass host values as `host`."
       )
     named[name] = leaf
   return named
@@ -155,12 +155,12 @@ def _describe(leaves: Mapping[str, Any], sums: Mapping[str, int]) -> dict[str, d
 
 def _check_same_leaves(
   directory: pathlib.Path,
-  wanted: Mapping[str, Any],
+  expected: Mapping[str, Any],
   saved: Mapping[str, dict[str, Any]],
   remedy: str,
 ) -> None:
   """Raises ForeignCheckpointError naming the first leaf that differs."""
-  now = {n: f"{jnp.dtype(x.dtype).name}{list(x.shape)}" for n, x in wanted.items()}
+  now = {n: f"{jnp.dtype(x.dtype).name}{list(x.shape)}" for n, x in expected.items()}
   then = {n: f"{e['dtype']}{e['shape']}" for n, e in saved.items()}
   for name in [*now, *then]:
     if now.get(name) != then.get(name):
@@ -171,19 +171,19 @@ def _check_same_leaves(
 
 
 def _read_arrays(
-  directory: pathlib.Path, wanted: Mapping[str, Any], entries: Mapping[str, dict[str, Any]]
+  directory: pathlib.Path, on_devices: Mapping[str, Any], entries: Mapping[str, dict[str, Any]]
 ) -> dict[str, Any]:
-  """The arrays of `entries` in a step directory, those wanted as jax arrays, the rest as NumPy's.
+  """The arrays of `entries` in a step directory: jax arrays for `on_devices`, else NumPy arrays.
 
-  Raises an error of any kind if files are missing or cut, or values not those that were saved.
+  Raises an error of any kind if files are missing, truncated or changed.
   """
   target, how = {}, {}
   for name, entry in entries.items():
     if 0 in entry["shape"]:
       continue
     target[name] = jax.ShapeDtypeStruct(entry["shape"], jnp.dtype(entry["dtype"]))
-    if name in wanted:
-      how[name] = ocp.ArrayRestoreArgs(sharding=_sharding(wanted[name]))
+    if name in on_devices:
+      how[name] = ocp.ArrayRestoreArgs(sharding=_sharding(on_devices[name]))
     else:
       how[name] = ocp.RestoreArgs(restore_type=np.ndarray)
   args = ocp.args.PyTreeRestore(item=target, restore_args=how, partial_restore=True)
@@ -192,9 +192,10 @@ def _read_arrays(
   for name, entry in entries.items():
     if name not in stored:
       empty = np.zeros(entry["shape"], jnp.dtype(entry["dtype"]))
-      stored[name] = jax.device_put(empty, _sharding(wanted[name])) if name in wanted else empty
-  device = {name: stored[name] for name in wanted}
-  host = {name: host_checksum(stored[name]) for name in entries if name not in wanted}
+      on_device = name in on_devices
+      stored[name] = jax.device_put(empty, _sharding(on_devices[name])) if on_device else empty
+  device = {name: stored[name] for name in on_devices}
+  host = {name: host_checksum(stored[name]) for name in entries if name not in on_devices}
   _check_sums(device_checksums(device) | host, entries)
   return stored
 
@@ -205,8 +206,8 @@ def _check_sums(found: Mapping[str, int], entries: Mapping[str, dict[str, Any]])
       raise ValueError(f"leaf {name!r} has checksum {found[name]}, saved with {entry['checksum']}")
 
 
-def _take_out_arrays(tree: Any) -> tuple[Any, dict[str, np.ndarray]]:
-  """A JSON skeleton of `tree` with {"array": name} in place of arrays, and the arrays by name."""
+def _split_arrays(tree: Any) -> tuple[Any, dict[str, np.ndarray]]:
+  """(a JSON skeleton of `tree` with {"array": name} in place of arrays, the arrays by name)."""
   found: dict[str, np.ndarray] = {}
 
   def visit(node: Any) -> Any:
@@ -222,30 +223,30 @@ def _take_out_arrays(tree: Any) -> tuple[Any, dict[str, np.ndarray]]:
         found[name] = np.asarray(node)
         return {"array": name}
     raise TypeError(
-      f"`arrays` holds {type(node).__name__}; it takes dicts with string keys, lists and numeric "
-      "NumPy arrays (jax.device_get and dataclasses.asdict give those), text goes into `host`."
+      f"`arrays` has {type(node).__name__}; it takes dicts with string keys, lists and numeric "
+      "NumPy arrays (from jax.device_get and dataclasses.asdict); pass text as `host`."
     )
 
   return visit(tree), found
 
 
-def _put_back_arrays(skeleton: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+def _join_arrays(skeleton: Any, arrays: Mapping[str, np.ndarray]) -> Any:
   match skeleton:
     case None:
       return None
     case {"array": name}:
       return arrays[name]
     case {"dict": children}:
-      return {key: _put_back_arrays(child, arrays) for key, child in children.items()}
+      return {key: _join_arrays(child, arrays) for key, child in children.items()}
     case {"list": children}:
-      return [_put_back_arrays(child, arrays) for child in children]
+      return [_join_arrays(child, arrays) for child in children]
   raise ValueError(f"unknown node {skeleton!r} in the manifest")
 
 
 # --- manifest -------------------------------------------------------------------------------------
 
 
-def _sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+def _with_checksum(manifest: dict[str, Any]) -> dict[str, Any]:
   return {"crc32": json_crc32(manifest), "manifest": json.loads(json.dumps(manifest))}
 
 
@@ -253,32 +254,32 @@ def read_manifest(directory: pathlib.Path) -> dict[str, Any]:
   """The manifest of a step directory, its own checksum verified."""
   if not (directory / "manifest").exists():
     raise ForeignCheckpointError(
-      f"{directory} is no checkpoint of rlvr_jax (it has no manifest). Use another --workdir, or "
-      "remove that directory if it is not needed."
+      f"{directory} is not a checkpoint of rlvr_jax (it has no manifest). Use another --workdir, or"
+      " remove that directory if it is not needed."
     )
-  sealed = ocp.JsonCheckpointHandler().restore(directory / "manifest", ocp.args.JsonRestore())
-  if _sealed(sealed["manifest"])["crc32"] != sealed["crc32"]:
+  saved = ocp.JsonCheckpointHandler().restore(directory / "manifest", ocp.args.JsonRestore())
+  if _with_checksum(saved["manifest"])["crc32"] != saved["crc32"]:
     raise ValueError("the manifest does not match its checksum")
-  marker = sealed["manifest"]["marker"]
+  marker = saved["manifest"]["marker"]
   if marker != MARKER:
     raise ForeignCheckpointError(
       f"{directory} has the format {marker!r}, this version reads {MARKER!r}. "
       "Use the version of rlvr_jax that wrote it, or another --workdir."
     )
-  return sealed["manifest"]
+  return saved["manifest"]
 
 
-# --- orbax's words --------------------------------------------------------------------------------
+# --- orbax's messages -----------------------------------------------------------------------------
 
 
 def short(error: BaseException) -> str:
-  """The error without the pages of settings that tensorstore adds; they stay in the cause."""
+  """The error without the long list of settings that tensorstore adds; its cause has them."""
   text = " ".join(f"{type(error).__name__}: {error}".split())
   return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def silence_orbax() -> None:
-  """Drops orbax's log records: what a user must know is raised as an error of ours."""
+  """Drops orbax's log records; problems that matter to users are raised as our errors."""
   logging.getLogger("absl").addFilter(_is_not_of_orbax)
 
 

@@ -1,4 +1,4 @@
-"""Checks of a configuration: what cannot work is refused here, before any compilation."""
+"""Checks of a configuration, all before compilation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import ml_collections
 from jax.sharding import Mesh
 
 from rlvr_jax import specs
-from rlvr_jax.ops.checks import check_between, check_whole
+from rlvr_jax.ops.checks import check_between, check_integer
 from rlvr_jax.ops.logprobs import check_sampling, is_truncated
 from rlvr_jax.rewards.outcome import OutcomePolicy
 from rlvr_jax.rollouts import schedules
@@ -22,9 +22,9 @@ from rlvr_jax.train.programs import abstract_batch, make_measure
 from rlvr_jax.train.step import train_step
 from rlvr_jax.types import Params, Sampling, TrainState
 
-_MOST_UPDATES = 10_000_000  # schedules are planned ahead
-_MOST_WORKERS = 1024  # processes of grading
-_MOST = 2**31 - 1  # of indices and counters on the devices
+_MAX_UPDATES = 10_000_000  # schedules are planned for all updates
+_MAX_WORKERS = 1024  # grading processes
+_MAX_INT32 = 2**31 - 1  # of indices and counters on the devices
 _AT_LEAST_ONE = {
   "": "max_prompt_length max_skipped_in_a_row",
   "batch": "prompts group_size tokens_per_micro_batch",
@@ -36,30 +36,30 @@ _AT_LEAST_ONE = {
 
 
 def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
-  """Raises where sizes do not fit together."""
+  """Raises ValueError if a size is out of range, or sizes do not fit together."""
   for group, names in _AT_LEAST_ONE.items():
     section = config[group] if group else config
     for name in names.split():
-      check_whole(f"config.{group}".rstrip("."), name, section[name], low=1, high=_MOST)
-  check_whole("config", "num_updates", config.num_updates, low=0, high=_MOST_UPDATES)
+      check_integer(f"config.{group}".rstrip("."), name, section[name], low=1, high=_MAX_INT32)
+  check_integer("config", "num_updates", config.num_updates, low=0, high=_MAX_UPDATES)
   check_between("config", "max_behavior_gap", config.max_behavior_gap, low=0.0)
-  check_whole("config", "proximal_every", config.proximal_every, low=0, high=_MOST)
+  check_integer("config", "proximal_every", config.proximal_every, low=0, high=_MAX_INT32)
   deadline = config.generation_deadline_s
   check_between("config", "generation_deadline_s", deadline, low=0.0, open_low=True)
   for owner, section in (("config", config), ("config.evaluation", config.evaluation)):
-    check_whole(owner, "seed", section.seed, low=0, high=2**32 - 1)
+    check_integer(owner, "seed", section.seed, low=0, high=2**32 - 1)
   warm_start = config.warm_start
-  check_whole("config.warm_start", "num_steps", warm_start.num_steps, low=0, high=_MOST_UPDATES)
+  check_integer("config.warm_start", "num_steps", warm_start.num_steps, low=0, high=_MAX_UPDATES)
   workers = config.grading.num_workers
-  check_whole("config.grading", "num_workers", workers, low=0, high=_MOST_WORKERS)
+  check_integer("config.grading", "num_workers", workers, low=0, high=_MAX_WORKERS)
   check_between("config.grading", "timeout_s", config.grading.timeout_s, low=0, open_low=True)
-  # A stop token alone answers nothing.
-  check_whole("config", "max_response_length", config.max_response_length, low=2, high=_MOST)
+  # At least 2: a stop token alone is not an answer.
+  check_integer("config", "max_response_length", config.max_response_length, low=2, high=_MAX_INT32)
   batch = config.batch
   sharding.check_batch("config.batch.prompts", batch.prompts, mesh)
   sharding.check_batch("config.evaluation.batch_prompts", config.evaluation.batch_prompts, mesh)
   if warm_start.num_steps:
-    check_whole("config.warm_start", "batch_size", warm_start.batch_size, low=1, high=_MOST)
+    check_integer("config.warm_start", "batch_size", warm_start.batch_size, low=1, high=_MAX_INT32)
     sharding.check_batch("config.warm_start.batch_size", warm_start.batch_size, mesh)
   for field, responses in {
     "config.batch.prompts · config.batch.group_size": batch.prompts * batch.group_size,
@@ -69,24 +69,24 @@ def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
     "config.warm_start.batch_size": warm_start.batch_size if warm_start.num_steps else 0,
   }.items():
     tokens = responses * (config.max_prompt_length + config.max_response_length)
-    if tokens > _MOST:
+    if tokens > _MAX_INT32:
       raise ValueError(
         f"{field} = {responses} responses of config.max_prompt_length = {config.max_prompt_length}"
         f" and config.max_response_length = {config.max_response_length} are {tokens} tokens, a"
-        f" batch may have {_MOST}; lower one of them"
+        f" batch may have {_MAX_INT32}; lower one of them"
       )
-  check_whole("config.batch", "tokens_per_row", batch.tokens_per_row, low=0, high=_MOST)
+  check_integer("config.batch", "tokens_per_row", batch.tokens_per_row, low=0, high=_MAX_INT32)
   ks, limit = list(config.evaluation.ks), config.evaluation.num_samples
   wrong = [k for k in ks if not isinstance(k, int) or not 1 <= k <= limit]
   if wrong or not ks:
     raise ValueError(
-      f"config.evaluation.ks = {ks}: pass@k needs at least one whole number k, 1 ≤ k ≤"
+      f"config.evaluation.ks = {ks}: pass@k needs at least one integer k, 1 ≤ k ≤"
       f" config.evaluation.num_samples = {limit}"
     )
 
 
 def check_samplings(config: ml_collections.ConfigDict, vocab_size: int) -> None:
-  """Raises where rollouts could not be trained on: without density, or truncated unasked."""
+  """Raises ValueError if sampling is greedy, or truncated without being allowed."""
   sampling = Sampling(**config.sampling)
   for settings in (sampling, Sampling(**config.evaluation.sampling)):
     check_sampling(settings, vocab_size)
@@ -99,7 +99,7 @@ def check_samplings(config: ml_collections.ConfigDict, vocab_size: int) -> None:
     raise ValueError(
       f"config.sampling.{named(sampling)}: training on truncated sampling biases the ratio (its"
       f" mean is the kept mass). Set {named(Sampling())}, or config.allow_truncated_behavior = True"
-      " to do it knowingly"
+      " to allow it"
     )
 
 
@@ -109,12 +109,12 @@ def check_rewards(
   policy: OutcomePolicy,
   sources: Sequence[Source],
 ) -> None:
-  """Raises where the advantage, the filters and the rewards do not go together."""
+  """Raises ValueError if advantage, loss, filters and rewards are incompatible."""
   check_between("config.overlong", "buffer", config.overlong.buffer, low=0)
   if config.overlong.buffer > config.max_response_length:
     raise ValueError(
       f"config.overlong.buffer = {config.overlong.buffer} tokens is more than"
-      f" config.max_response_length = {config.max_response_length}"
+      f" config.max_response_length = {config.max_response_length}; lower it"
     )
   if config.proximal_every and not method.loss.needs_proximal:
     raise ValueError(
@@ -147,7 +147,7 @@ def check_rewards(
 
 
 def shaped_outcomes(policy: OutcomePolicy) -> dict[str, Any]:
-  """Outcomes whose reward may be another than 0 or 1: only a right answer's own score is 1."""
+  """Outcomes whose reward may be other than 0 or 1; only the score of a correct answer is 1."""
   plain = ("mask", "stop", 0.0, 1.0)
   binary = lambda outcome, reward: reward in plain or (outcome, reward) == ("correct", "score")
   return {o.value: reward for o, reward in policy.items() if not binary(o.value, reward)}
@@ -160,7 +160,7 @@ def check_update(
   state: TrainState,
   frozen: Params,
 ) -> None:
-  """Traces one update on shapes alone, so that a component's own errors come before compilation."""
+  """Traces one update on shapes, so that errors in components are raised before compilation."""
   batch = abstract_batch(config, mesh, needs_proximal=method.loss.needs_proximal)
   jax.eval_shape(functools.partial(train_step, method=method), state, frozen, batch)
   if config.diagnostics.every:
@@ -168,12 +168,12 @@ def check_update(
 
 
 def may_differ(config: ml_collections.ConfigDict, schedule: schedules.Schedule) -> list[str]:
-  """Fields that may change when a run is taken up again: they change no number of it."""
+  """Names of fields that may change when a run is resumed, since they do not affect its results."""
   fields = ["checkpoint", "logging", "grading.num_workers", "grading.timeout_s", "diagnostics"]
   fields += ["grading.memory_mib", "grading.unsandboxed_code"]
   fields += ["dynamic_sampling.max_batches", "store", "max_behavior_gap"]
   fields += ["generation_deadline_s"]
-  # A learning rate that decays, and some schedules, depend on where the run ends.
+  # A decaying learning rate, and some schedules, depend on num_updates.
   may_end_elsewhere = schedule.open_ended and not any(
     specs.takes(f"config.{field}", package, config[field], "num_updates")
     for field, package in (("learning_rate", learning_rate), ("optimizer", optimizer))

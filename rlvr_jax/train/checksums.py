@@ -1,4 +1,4 @@
-"""Checksums of arrays: of those on devices whatever their sharding, and of NumPy's."""
+"""Checksums of arrays: of arrays on devices, independent of their sharding, and of NumPy arrays."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 def _checksums(leaves: list[jax.Array]) -> list[jax.Array]:
   """Σ bits·(2·index + 1) mod 2³² of each leaf, index = row-major position; u32[] each.
 
-  Integer arithmetic: exact in any order, so independent of the sharding. The odd weight makes any
-  change of one element visible and tells an order of elements from another.
+  Integer arithmetic is exact in any order, so the sums do not depend on the sharding. The weights
+  are odd, so that any change of one element changes the sum, and differ, so that order matters.
   """
 
   def checksum(x: jax.Array) -> jax.Array:
@@ -37,7 +37,7 @@ def _checksums(leaves: list[jax.Array]) -> list[jax.Array]:
 
 
 def parameter_checksums(params: Any) -> jax.Array:
-  """`_checksums` of all leaves, u32[leaves]: tells parameters apart, whatever their sharding."""
+  """`_checksums` of all leaves, u32[leaves]; independent of the sharding."""
   return jnp.stack(_checksums(jax.tree.leaves(params)))
 
 

@@ -1,4 +1,4 @@
-"""The configuration file, what the command line may set of it, and what is said of mistakes."""
+"""Reads the configuration file and its overrides on the command line; reports errors in them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from ml_collections.config_flags import config_flags
 from rlvr_jax import specs
 from rlvr_jax.train import old_spellings
 
+_COMPONENTS = "advantage reweighting gram loss schedule optimizer learning_rate grader".split()
 _TYPES = {kind.__name__: kind for kind in (bool, int, float, str, tuple)}
 
 
-# Whose frames in a traceback are not of a configuration file.
+# Traceback frames in these folders are not in the configuration file.
 _LIBRARIES = (
   *("<frozen", os.path.dirname(os.path.dirname(__file__))),
   *(os.path.dirname(str(module.__file__)) for module in (os, ml_collections, flags)),
@@ -31,25 +32,25 @@ _LIBRARIES = (
 
 
 def parse_flags(argv: list[str]) -> list[str]:
-  """Parses all flags; what is wrong with one, or with the configuration, ends the process.
+  """Parses all flags; ends the process with a message on an error in them or the configuration.
 
-  The program's flag for the configuration is called config.
+  The program's flag for the configuration must be called config.
   """
   flags.FLAGS["config"].parser = Parser("config", argv)
   try:
     rest = flags.FLAGS(argv)
     config = flags.FLAGS["config"].value
-    getattr(config, "seed", None)  # raises where the file was not loaded
+    getattr(config, "seed", None)  # raises if the file was not loaded
   except Exception as error:
     sys.exit(f"error: {_flag_message(error, argv)}")
-  _check_is_whole(config)
+  _check_is_complete(config)
   return rest
 
 
-def _check_is_whole(config: Any) -> None:
-  """Ends the process where get_config() returned something else than a changed base."""
+def _check_is_complete(config: Any) -> None:
+  """Ends the process unless get_config() returned a configuration with the fields of the base."""
   if config is None:
-    return  # the flag is missing, which is said elsewhere
+    return  # the flag is missing, which is reported elsewhere
   fields = ("seed", "num_updates", "task", "model", "batch", "schedule", "mesh", "evaluation")
   is_one = isinstance(config, ConfigDict)
   missing = [name for name in fields if not is_one or name not in config]
@@ -61,20 +62,38 @@ def _check_is_whole(config: Any) -> None:
     )
 
 
+def missing_field(error: AttributeError | KeyError) -> str | None:
+  """A message if the error is that a configuration has no such field, else None."""
+  frames = traceback.extract_tb(error.__traceback__)
+  if not frames[-1].filename.startswith(os.path.dirname(str(ml_collections.__file__))):
+    return None
+  name = str(error.args[0]).strip("\"'").partition("\n")[0].strip("\"'")
+  return (
+    f"the configuration has no field {name!r}; a recipe that sets a section as a dict, such as"
+    " c.batch = dict(…), replaces all of its fields: give all that configs/base.py has, or set only"
+    " those that change, c.batch.prompts = 8"
+  )
+
+
 def _flag_message(error: Exception, argv: list[str]) -> str:
-  """One line on a mistake in the flags or in the configuration file."""
+  """A one-line message on an error in the flags or in the configuration file."""
   chain: list[BaseException] = [error]  # the libraries wrap errors, with their tracebacks as text
   while cause := chain[-1].__cause__ or chain[-1].__context__:
     chain.append(cause)
   for cause in reversed(chain):
     frames = traceback.extract_tb(cause.__traceback__)
     if any("config_module" in (frame.line or "") for frame in frames):
-      file = next(arg for arg in argv if arg.startswith("--config"))
-      own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
-      place = f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
-      text = str(cause).strip().splitlines() or [""]
-      text = text[-1 if isinstance(cause, OSError) else 0].strip()
-      return f"{file}: {type(cause).__name__}: {text[:200]}{place}; mend or change the file"
+      file = _file_flag(argv)
+      users = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+      position = f" ({users[-1].filename}, line {users[-1].lineno})" if users else ""
+      lines = str(cause).strip().splitlines() or [""]
+      text = lines[-1 if isinstance(cause, OSError) else 0].strip()[:200]
+      if unknown := re.search(r'Key \\*"([^"\\]+)\\*" does not exist', str(cause)):
+        near = re.search(r'Did you mean \\*"([^"\\]+)', str(cause))
+        text = f"no field {unknown[1]!r}" + (f"; did you mean {near[1]!r}?" if near else "")
+      return f"{file}: {type(cause).__name__}: {text}{position}; fix or change the file"
+  if "in argv before a value for --config" in str(error):
+    return "--config=FILE must come before the fields that are set, such as --config.num_updates=2"
   if not isinstance(error, (AttributeError, KeyError)):
     return str(error).strip().partition("\n")[0]
   cause = error.args[0]
@@ -83,18 +102,18 @@ def _flag_message(error: Exception, argv: list[str]) -> str:
   given = next((arg for arg in argv if arg.partition("=")[0].endswith(f".{name}")), "--config")
   return (
     f"{given}: the configuration has no field {near} (configs/base.py and the recipe list them;"
-    " what the recipe does not name under kwargs or overrides has to be added there)"
+    " add others under kwargs or overrides to the recipe)"
   )
 
 
 class Parser(config_flags.ConfigFileFlagParser):
-  """Reads a recipe. Beside its fields every keyword of the task can be set.
+  """Reads a recipe; besides its fields, the command line can set every keyword of the task.
 
-  A spelling of earlier versions, there or on the command line, ends the process with today's.
+  An old spelling, in the recipe or on the command line, ends the process and prints the new one.
   """
 
   def __init__(self, name: str, argv: Sequence[str]):
-    """Takes the flag's name and the whole command line."""
+    """`name` is the flag's name, `argv` the complete command line."""
     super().__init__(name)
     self._argv = argv
 
@@ -102,14 +121,16 @@ class Parser(config_flags.ConfigFileFlagParser):
     try:
       config = super().parse(path)
     except (AttributeError, TypeError, ValueError) as error:
-      if told := old_spellings.of_recipe(error):
-        sys.exit(f"error: {told}")
+      if message := old_spellings.of_recipe(error):
+        sys.exit(f"error: {message}")
       raise
-    if not isinstance(config, ConfigDict):  # not found; whoever uses it is told
+    if not isinstance(config, ConfigDict):  # not found, which is reported when it is used
       return config
     given = overrides(self.name, self._argv)
-    if told := old_spellings.of_flags(self.name, config, given):
-      sys.exit(f"error: {told}")
+    if message := old_spellings.of_flags(self.name, config, given):
+      sys.exit(f"error: {message}")
+    if message := _inside_a_string(self.name, config, given):
+      sys.exit(f"error: {message}")
     if "task" in config:
       try:
         open_task(config, given)
@@ -118,8 +139,36 @@ class Parser(config_flags.ConfigFileFlagParser):
     return config
 
 
+def _file_flag(argv: Sequence[str]) -> str:
+  """The flag that names the configuration file, as the command line has it."""
+  for argument, following in zip(argv, [*argv[1:], ""], strict=True):
+    if re.fullmatch(r"--?config", argument):
+      return f"{argument}={following}"
+    if re.match(r"--?config=", argument):
+      return argument
+  return "--config"
+
+
+def _inside_a_string(flag: str, config: ConfigDict, given: Mapping[str, Any]) -> str | None:
+  """A message if a flag sets a field of a field that is a string, such as learning_rate.peak."""
+  for path, value in given.items():
+    node: Any = config
+    names = path.split(".")
+    for depth, name in enumerate(names[:-1], start=1):
+      node = node[name] if isinstance(node, ConfigDict) and name in node else None
+      if isinstance(node, str):
+        field, (keyword, *deeper) = ".".join(names[:depth]), names[depth:]
+        remedy = f"set it as one string, --{flag}.{field}=…"
+        if name in _COMPONENTS and not deeper:
+          old = specs.parse(field, node or "name")
+          new = specs.Spec(old.name, {**old.arguments, keyword: value})
+          remedy = f'write --{flag}.{field}="{value if keyword == "name" else new}"'
+        return f"--{flag}.{path}: config.{field} is a string, {node!r}; {remedy}"
+  return None
+
+
 def overrides(name: str, argv: Sequence[str]) -> dict[str, Any]:
-  """Path of each field that a command line sets → its value, a literal or else text."""
+  """Path → value of each field that a command line sets; a value is a literal or else text."""
   argv = flags.FLAGS.read_flags_from_files(list(argv), force_gnu=False)
   given = {}
   for argument, following in zip(argv, [*argv[1:], ""], strict=True):
@@ -134,14 +183,15 @@ def overrides(name: str, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def open_task(config: ConfigDict, given: Mapping[str, Any]) -> None:
-  """Makes room in `config.task.kwargs` for the keywords that a command line sets.
+  """Adds placeholders to `config.task.kwargs` for the keywords that a command line sets.
 
-  Under another task's name the recipe's keywords are dropped.
+  If the command line chooses another task, the recipe's keywords are dropped.
 
   Args:
+    config: of the recipe; changed in place.
     given: see `overrides`.
   Raises:
-    ValueError: the task is unknown or takes no such keyword, or a part of one is set alone.
+    ValueError: the task is unknown or does not take the keyword, or only a part of one is set.
   """
   task, name = config.task, str(given.get("task.name", config.task.name))
   another = name != task.name
@@ -149,7 +199,7 @@ def open_task(config: ConfigDict, given: Mapping[str, Any]) -> None:
   missing = [keyword for keyword, *_ in paths if another or keyword not in task.kwargs]
   if not missing and not another:
     return
-  from rlvr_jax.data import tasks  # here, so that other command lines are answered at once
+  from rlvr_jax.data import tasks  # here, so that other command lines do not wait for the import
 
   owner = f"config.task.name = {name!r}"
   factory = specs.find(owner, tasks, name)
@@ -157,7 +207,7 @@ def open_task(config: ConfigDict, given: Mapping[str, Any]) -> None:
   for keyword, *inner in paths:
     if inner and keyword in missing:
       raise ValueError(
-        f"config.task.kwargs.{keyword} has no field {inner[0]!r} yet; give it as one,"
+        f"config.task.kwargs.{keyword} has no field {inner[0]!r} yet; set it as a dict,"
         f' --config.task.kwargs.{keyword}="{{{inner[0]!r}: …}}"'
       )
   with config.unlocked():
@@ -168,7 +218,7 @@ def open_task(config: ConfigDict, given: Mapping[str, Any]) -> None:
 
 
 def _type_of(factory: Callable[..., Any], keyword: str) -> type:
-  """Of a keyword, by its default or else its annotation; object, any literal, if neither says."""
+  """The type of a keyword, from its default or else its annotation; object if it has neither."""
   parameter = inspect.signature(factory).parameters.get(keyword)
   if parameter is None:  # one of **kwargs
     return object

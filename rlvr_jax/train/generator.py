@@ -1,4 +1,4 @@
-"""Samples graded batches from a behavior policy, and keeps each in the store."""
+"""Samples and grades batches from a behavior policy, and writes each to the store."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ from rlvr_jax.train.metrics import say
 from rlvr_jax.train.run_log import DeviceClock
 from rlvr_jax.types import Array, Params, Prompts, Rollouts
 
-_ABSENT, _INTACT = "", "intact"  # states of a batch in the store
+_ABSENT, _INTACT = "", "intact"  # states of a batch in the store; others are error messages
 
 
 class DynamicSamplingError(RuntimeError):
-  """A batch could not be filled with groups that carry a signal."""
+  """A batch could not be filled with groups that are neither all right nor all wrong."""
 
 
 class AgreementError(RuntimeError):
-  """The sampler and the trainer compute different log-probabilities from the same parameters."""
+  """Sampler and trainer compute different log-probabilities from the same parameters."""
 
 
 class PolicySnapshot(NamedTuple):
-  """A policy as it was handed over for sampling rollouts."""
+  """A policy whose weights were synced for sampling rollouts."""
 
-  params: Params  # the trained ones
-  version: int  # updates behind it
-  fingerprint: Callable[[], str]  # of its parameters; waits for them
+  params: Params  # the trained parameters
+  version: int  # its number of updates
+  fingerprint: Callable[[], str]  # of its parameters; waits for them to be computed
   of_source: tuple[tuple[Params, Params], ...]  # (trained, frozen) that each source samples with
 
 
 def fingerprint_of(checksums: Array) -> Callable[[], str]:
-  """A function of sixteen hexadecimal digits that tell parameters apart.
+  """A function that returns 16 hexadecimal digits, which identify parameters.
 
   Args:
-    checksums: u32[leaves], of `Programs.checksums`; the function waits for them once.
+    checksums: u32[leaves], from `Programs.checksums`; the function waits for them once.
   """
 
   @functools.cache
@@ -66,34 +66,35 @@ def fingerprint_of(checksums: Array) -> Callable[[], str]:
 
 
 class Generator:
-  """Batches in their order, drawn or, where the store has them already, read.
+  """Yields batches in order: from the store if it has them already, otherwise sampled.
 
   Attributes:
     number: of the next batch.
-    version: of the policy that drew the last one.
+    draws: number of prompt batches sampled so far, more than batches under dynamic sampling.
+    version: of the policy that sampled the last batch.
     clock: of the devices that generate.
-    on_dispatch: called when the devices have got something to generate.
+    on_dispatch: called after every dispatch of a generation.
   """
 
   def __init__(self, parts: Parts, frozen: Params, collector: Collector, store: RolloutStore):
     c = self.config = parts.config
     self.parts, self.collector, self.store = parts, collector, store
-    self.frozen = frozen  # where rollouts are generated
+    self.frozen = frozen  # on the devices that generate
     self.quotas = [source.prompts for source in parts.sources]  # groups of every batch
-    # Recorded groups, where there are any, are the last of a batch.
+    # Recorded groups, if any, are the last groups of a batch.
     self.live = [source for source in parts.sources if source.recorded is None]
     self.num_live = sum(source.prompts for source in self.live)
     self.num_recorded = sum(self.quotas) - self.num_live
     self.recorded = parts.sources[-1].recorded
-    # One problem at a time where all are recorded: its position is there, and is not used.
+    # If all groups are recorded, the iterator is not used, but its position is saved.
     self.problems = problem_batches(parts.task.train, batch_size=max(self.num_live, 1), seed=c.seed)
     self.number = self.draws = self.version = 0
-    self.checked_version = -1  # whose log-probabilities were last compared
+    self.checked_version = -1  # the version whose log-probabilities were last compared
     self.clock = DeviceClock()
     self.on_dispatch: Callable[[], None] = lambda: None
 
   def state(self) -> dict[str, Any]:
-    """What determines the batches to come; JSON."""
+    """The state that determines the next batches; JSON."""
     return {
       "number": self.number,
       "draws": self.draws,
@@ -108,7 +109,7 @@ class Generator:
     self.problems.set_state(state["problems"])
 
   def sync_weights(self, params: Params, version: int) -> PolicySnapshot:
-    """The policy after `version` updates, as what rollouts are sampled from."""
+    """Syncs the trainer's parameters after `version` updates to the devices that generate."""
     params = self.parts.programs.sync_weights(params, self.parts.schedule.real_time)
     of_source = tuple(source.params_of(params, self.frozen) for source in self.live)
     return PolicySnapshot(
@@ -118,17 +119,17 @@ class Generator:
   def batches(
     self, next_policy: Callable[[bool, Future | None], PolicySnapshot | None]
   ) -> Iterator[RolloutBatch]:
-    """Batches as they are graded; workers grade one while the devices generate the next.
+    """Yields batches as they are graded; workers grade one while the devices generate the next.
 
     Args:
-      next_policy: the policy of the next batch; None where there is none to sample now, which ends
-        the iteration if nothing is on its way. The arguments: whether it may wait for one, and
-        grades at whose arrival it waits no longer.
+      next_policy: (wait, until) → the policy of the next batch, or None if there is no batch to
+        sample now, which ends the iteration if no batch is in progress. `wait`: whether it may wait
+        for a policy; `until`: a future of grades that ends the wait, or None.
     """
     generating: RolloutBatch | None = None
     grading: RolloutBatch | None = None
     while True:
-      # A policy may come before the grades are there: graders need not run out of work.
+      # Without waiting for grades if a policy is available, so that graders do not run out of work.
       until = grades_of(grading)
       wait = generating is None and (grading is None or until is not None)
       policy = next_policy(wait, until)
@@ -137,7 +138,7 @@ class Generator:
       started = None
       if policy is not None:
         if (state := self.stored()) != _ABSENT:
-          # First those that are on their way: batches come in their order.
+          # First the batches in progress, so that batches are yielded in order.
           if grading is not None:
             yield self.keep(self.finish(grading))
           if generating is not None:
@@ -151,7 +152,7 @@ class Generator:
           yield self.sample_mixed_groups(policy)
           continue
         started = self.start(policy)
-      # Nothing that is graded waits for the devices.
+      # A graded batch does not wait for the devices.
       if grading is not None and until is not None and until.done():
         yield self.keep(self.finish(grading))
         grading = None
@@ -162,7 +163,10 @@ class Generator:
       generating, grading = started, submitted or grading
 
   def stored(self) -> str:
-    """Of the next batch: `_ABSENT`, `_INTACT`, or what is wrong; the first process looks."""
+    """The next batch's state in the store: `_ABSENT`, `_INTACT`, or an error message.
+
+    The first process reads the store; all processes get the same state.
+    """
     state = _ABSENT
     if multihost.is_first() and self.number in self.store.numbers():
       try:
@@ -176,8 +180,8 @@ class Generator:
     """The next batch from the store; a damaged one is set aside.
 
     Args:
-      state: of it, see `stored`.
-      policy: that must have sampled it; None takes it whichever it was.
+      state: of the batch, see `stored`.
+      policy: the one that must have sampled it; None accepts any policy.
     """
     number = self.number
     if state != _INTACT:
@@ -185,12 +189,12 @@ class Generator:
       return None
     batch = from_shard(number, *self.store.read(number))
     if policy is not None:
-      found, wanted = (batch.version, batch.fingerprint), (policy.version, policy.fingerprint())
-      if found != wanted:
+      found, expected = (batch.version, batch.fingerprint), (policy.version, policy.fingerprint())
+      if found != expected:
         self.set_aside(
           number,
           f"rollouts {number} were sampled by version {found[0]} with fingerprint {found[1]}, not"
-          f" by version {wanted[0]} with {wanted[1]}",
+          f" by version {expected[0]} with {expected[1]}",
         )
         return None
     self.set_state(batch.after)
@@ -198,7 +202,7 @@ class Generator:
     return batch
 
   def set_aside(self, number: int, why: str) -> None:
-    """Takes a batch out of the store's order, so that it can be sampled again."""
+    """Moves a batch's shard away in the store, so that the batch can be sampled again."""
     say(f"{why}; set aside, to be sampled again")
     multihost.on_first(lambda: self.store.set_aside(number), None)
 
@@ -228,13 +232,13 @@ class Generator:
     )
 
   def versions(self, policy: PolicySnapshot) -> np.ndarray:
-    """i32[P], of every group of a batch; `FOREIGN` where no policy of this run samples it."""
+    """i32[P], version per group of a batch; `FOREIGN` for groups of other runs."""
     of_sources = [policy.version if s.of_this_run else FOREIGN for s in self.parts.sources]
     return np.repeat(np.asarray(of_sources, np.int32), self.quotas)
 
-  def generate(self, policy: PolicySnapshot, prompts: Prompts, draw: int) -> list[Rollouts]:
-    """Dispatches every source's share of the prompts; `draw` counts the calls."""
-    first, others = (key_for(self.config.seed, purpose, draw) for purpose in ("rollout", "source"))
+  def generate(self, policy: PolicySnapshot, prompts: Prompts, count: int) -> list[Rollouts]:
+    """Dispatches every source's share of the prompts; `count`: number of earlier calls."""
+    first, others = (key_for(self.config.seed, purpose, count) for purpose in ("rollout", "source"))
     rollouts, start = [], 0
     for index, (source, params) in enumerate(zip(self.live, policy.of_source, strict=True)):
       assert source.generate is not None
@@ -246,7 +250,7 @@ class Generator:
     return rollouts
 
   def submit(self, batch: RolloutBatch) -> RolloutBatch:
-    """Waits for the rollouts and hands them to the graders."""
+    """Waits for the rollouts and submits them to the graders."""
     if batch.flight is not None:
       batch.flight = self.collector.submit_grading(batch.flight)
       alive()
@@ -256,7 +260,7 @@ class Generator:
     return batch
 
   def finish(self, batch: RolloutBatch) -> RolloutBatch:
-    """Waits for the grades and puts the batch together."""
+    """Waits for the grades and assembles the batch."""
     graded, flight, policy = batch.recorded, batch.flight, batch.snapshot
     sampled = [] if graded is None else [graded.train.mask]
     if flight is not None:
@@ -305,18 +309,21 @@ class Generator:
     solved = np.mean([part.train.correct.mean() for part in parts])
     raise DynamicSamplingError(
       f"dynamic sampling: {limit} batches of {self.config.batch.prompts} prompts at update"
-      f" {policy.version} hold too few groups that are neither all right nor all wrong (solve"
+      f" {policy.version} have too few groups that are neither all right nor all wrong (solve"
       f" rate {solved:.3f}). Raise config.dynamic_sampling.max_batches, or choose, in another"
-      " --workdir, a larger config.batch.group_size or problems nearer to what the policy can do"
+      " --workdir, a larger config.batch.group_size or problems that suit the policy better"
     )
 
   def with_gaps(self, graded: Graded, mask: np.ndarray, policy: PolicySnapshot) -> Graded:
-    """Compares log-probabilities on a few groups of every source, once per version.
+    """Adds the gaps of log-probabilities between sampler and trainer, once per version.
 
     Args:
-      mask: f32[P, G, T], every token that was sampled, whether or not it counts in the loss.
+      graded: a few groups of every source are compared.
+      mask: f32[P, G, T], 1 for every sampled token, whether or not it is in the loss.
+      policy: the one that sampled the batch.
     Raises:
-      AgreementError: a source that samples with the policy's own parameters is too far off.
+      AgreementError: the gap of a source that samples with the policy's own parameters is too
+        large.
     """
     if policy.version == self.checked_version:
       return graded
@@ -341,19 +348,19 @@ class Generator:
     return graded._replace(statistics=graded.statistics | gaps)
 
   def check_gap(self, source: Source, gap: float, version: int) -> None:
-    """Raises AgreementError where the source must agree with the trainer and does not."""
+    """Raises AgreementError if the source must agree with the trainer and does not."""
     dtype = self.parts.model.config.compute_dtype
     bound = max_gap(self.config, dtype, source)
     if not gap <= (bound if source.exact else sys.float_info.max):
       raise AgreementError(
         f"sampler and trainer disagree: the log-probabilities that the {source.name} source"
-        f" recorded under version {version} of the policy are off by {gap:.2g} nats per token in"
-        f" the mean, allowed are {bound:.2g} in {dtype}. One of the two computes something else"
-        " than the model says; if the difference is rounding, raise config.max_behavior_gap"
+        f" recorded under version {version} of the policy differ by {gap:.2g} nats per token on"
+        f" average, allowed are {bound:.2g} in {dtype}. One of the two does not compute the model's"
+        " distribution; if the difference is rounding, raise config.max_behavior_gap"
       )
 
   def keep(self, batch: RolloutBatch) -> RolloutBatch:
-    """Writes the batch into the store."""
+    """Writes the batch to the store and returns it."""
     c = self.config
     about = dict(
       tokenizer=c.tokenizer,
@@ -372,15 +379,18 @@ class Generator:
 
 
 def grades_of(batch: RolloutBatch | None) -> Future | None:
-  """The grades that are waited for, where this process alone decides what comes first."""
+  """The future of a batch's grades; None if there is none, or with several processes.
+
+  Several processes must act in the same order, so they cannot depend on when grades arrive.
+  """
   if batch is None or batch.flight is None or jax.process_count() > 1:
     return None
   return batch.flight.grades
 
 
 def with_recorded(graded: Graded, recorded: Graded) -> Graded:
-  """A batch with recorded groups after its own; its statistics stay those of its own."""
-  # What is of the whole batch is set once it is complete.
+  """Appends recorded groups to a batch; the statistics remain those of the sampled groups."""
+  # Fields that depend on the full batch are set later.
   parts = [
     dataclasses.replace(part.train, sources=None, solve_rate=None) for part in (graded, recorded)
   ]

@@ -1,4 +1,4 @@
-"""What one batch and the parameters say of a run's gradient geometry, before an update on it."""
+"""Diagnostics of the gradient geometry, computed before an update on its batch."""
 
 from __future__ import annotations
 
@@ -24,16 +24,19 @@ def measure(
   gram: GramFn,
   compared: str,
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-  """The diagnostics of the update that `state` is about to make on `batch`; changes nothing.
+  """The diagnostics of the next update of `state` on `batch`; pure.
 
   Args:
-    frozen: the parameters that are not trained; {} where all are.
+    frozen: the parameters that are not trained; {} if all are.
     initial: the trained parameters before the first update.
-    gram: the route to the Gram matrix.
-    compared: parameters whose Gram matrix is compared with it, as `per_rollout` takes them; or "".
+    method: the components of the update.
+    gram: computes the Gram matrix.
+    compared: selects parameters, as in `per_rollout`, whose Gram matrix is compared with that of
+      `gram`; "" for no comparison.
   Returns:
-    scalars, see `geometry.diagnostics`; and arrays: the Gram matrices f32[B, B] (g_i · g_j, not
-    divided by B), coefficients before and after the reweighting, rewards and lengths, f32[P, G].
+    scalars, see `geometry.diagnostics`; and arrays: the Gram matrices f32[B, B] of rollout
+    gradients (g_i · g_j, not divided by B = P·G), and f32[P, G] coefficients before and after the
+    reweighting, rewards and lengths.
   """
   params, context = state.params, method.gram_context
   coefficients = method.advantage.apply(state.advantage_state, batch)
@@ -66,10 +69,10 @@ def measure(
 
 
 def accumulated_update(params: Params, initial: Params, method: Method) -> dict[str, Array]:
-  """How the update since the first parameters is shaped: W_t − W_0 of the head, and its share."""
+  """Metrics of the change since the initial parameters: W_t − W_0 of the head, and its share."""
   path = "embedding" if method.model.config.tied_head else "head_kernel"
   if path not in params:
-    return {}  # adapters leave the head as it is
+    return {}  # adapters do not change the head
   change = jax.tree.map(jnp.subtract, params, initial)
   head = method.model.head(params).kernel - method.model.head(initial).kernel
   return {

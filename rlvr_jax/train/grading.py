@@ -1,4 +1,4 @@
-"""What grades a run's completions: graders, the pool of their processes, and outcomes' rewards."""
+"""Grading of a run: its graders, the pool of grading processes, and the rewards of outcomes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from rlvr_jax.train import multihost, sharding
 from rlvr_jax.train.host import alive
 
 WEIGHTED, _CODE = "weighted", "code"  # by name
-_GRADERS_SHOW_IN = 100  # problems of a source, whose references name the graders of them all
+_NUM_INSPECTED = 100  # problems per source whose references are searched for names of graders
 
 
 class _Regraded:
-  """A source whose problems carry the references of another grader."""
+  """A source whose problems have their references converted for another grader."""
 
   def __init__(self, source: ProblemSource, change: Callable[[Mapping[str, Any]], Any]):
     self._source, self._change = source, change
@@ -42,7 +42,7 @@ class _Regraded:
 
 
 class _Graders(NamedTuple):
-  """What grades the problems of a phase."""
+  """The graders of the problems of a phase."""
 
   main: str
   extra: tuple[tuple[str, float], ...] = ()
@@ -52,8 +52,8 @@ class _Graders(NamedTuple):
     return WEIGHTED if self.extra else self.main
 
   def reference(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What `grader` gets in place of the task's reference."""
-    # A task's own wrapping, if it is a mixture, is for the grader that asked for it.
+    """The reference for `grader`, made from the task's reference."""
+    # The references of a mixture are wrapped for `by_reference` only.
     reference = given if self.main == BY_REFERENCE else _unwrapped(given)
     if self.extra:
       reference = weighted_reference(self.main, reference, self.extra)
@@ -62,7 +62,7 @@ class _Graders(NamedTuple):
     return reference
 
   def named(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same, for a pool whose grader is `BY_REFERENCE`."""
+    """As `reference`, for a pool whose grader is `BY_REFERENCE`."""
     reference = self.reference(given)
     if self.grader == BY_REFERENCE:
       return reference
@@ -70,37 +70,37 @@ class _Graders(NamedTuple):
 
 
 def _unwrapped(reference: Mapping[str, Any]) -> Mapping[str, Any]:
-  """What the grader of a mixture's part gets; any other reference as it is."""
+  """The inner reference of a mixture's reference; any other reference unchanged."""
   return reference["reference"] if reference.keys() >= {"grader", "reference"} else reference
 
 
 def with_graders(config: ml_collections.ConfigDict, task: Task) -> Task:
-  """The task with the graders that the configuration names.
+  """The task with the graders of the configuration.
 
   Those of `config.grading` are for training, that of `config.evaluation` for held-out problems.
-  Where the two differ the references name them, so that one pool serves both.
+  If the two differ, the references name them, so that one pool serves both.
 
   Raises:
     ValueError: an unknown grader, hyper-parameters that it does not take, or a weight that is
-      not a number. A module of the user's own is checked by the pool, whose workers import it.
+      not a number. A user's module is checked by the pool, whose workers import it.
   """
-  said = config.grading.unsandboxed_code
-  if said not in ("", ACCEPTED):
+  unsandboxed = config.grading.unsandboxed_code
+  if unsandboxed not in ("", ACCEPTED):
     raise ValueError(
-      f"config.grading.unsandboxed_code = {said!r}: leave it empty, or say {ACCEPTED!r} to have"
-      " generated programs run without a sandbox"
+      f"config.grading.unsandboxed_code = {unsandboxed!r}: leave it empty, or set it to"
+      f" {ACCEPTED!r} to run generated programs without a sandbox"
     )
-  own = _checked(f"grader of the task {task.name}", task.grader)
+  default = _checked(f"grader of the task {task.name}", task.grader)
   extra = tuple(_weighted(pair) for pair in config.grading.extra)
-  training = _Graders(_said(config, "grading") or own, extra)
-  held_out = _Graders(_said(config, "evaluation") or own)
-  if training == held_out == _Graders(own):
+  training = _Graders(_configured(config, "grading") or default, extra)
+  held_out = _Graders(_configured(config, "evaluation") or default)
+  if training == held_out == _Graders(default):
     return task
-  alike = training == held_out
-  change = lambda graders: graders.reference if alike else graders.named
+  same = training == held_out
+  change = lambda graders: graders.reference if same else graders.named
   return dataclasses.replace(
     task,
-    grader=training.grader if alike else BY_REFERENCE,
+    grader=training.grader if same else BY_REFERENCE,
     train=_Regraded(task.train, change(training)),
     warm_start=_Regraded(task.warm_start, change(training)),
     held_out=_Regraded(task.held_out, change(held_out)),
@@ -108,11 +108,11 @@ def with_graders(config: ml_collections.ConfigDict, task: Task) -> Task:
 
 
 def _checked(field: str, text: str) -> str:
-  """A grader's string, the same for all ways to write it."""
+  """A grader's string after checks, in a canonical form."""
   return str(checked_grader(field, text))
 
 
-def _said(config: ml_collections.ConfigDict, phase: str) -> str:
+def _configured(config: ml_collections.ConfigDict, phase: str) -> str:
   text = config[phase].grader
   return _checked(f"config.{phase}.grader", text) if text else ""
 
@@ -129,22 +129,22 @@ def _weighted(pair: Any) -> tuple[str, float]:
 
 
 def grader_pool(config: ml_collections.ConfigDict, task: Task) -> GraderPool:
-  """The processes that grade; each tries all of the task's graders before the first completion.
+  """The grading processes; each runs the self-tests of the task's graders at its start.
 
   Raises:
     GraderStartError: a grader cannot work here.
   """
   settings = config.grading
-  said = settings.unsandboxed_code
+  unsandboxed = settings.unsandboxed_code
   sources = (task.train, task.held_out)
-  some = [s[index] for s in sources for index in range(min(len(s), _GRADERS_SHOW_IN))]
+  some = [s[index] for s in sources for index in range(min(len(s), _NUM_INSPECTED))]
   inner = [text for problem in some for text in _graders_in(problem.reference)]
   names = {checked_grader("grader", text).name for text in (task.grader, *inner)}
   if _CODE in names and (reason := cgroups.why_none()):
     logging.warning(
-      "no control group is to be had for generated programs (%s): what memory and processor time"
-      " they take is only polled. For limits by the kernel start the run where cgroup v2 is"
-      " delegated, such as with systemd-run --user --scope",
+      "no control group is available for generated programs (%s): their memory and processor time"
+      " are only polled. For limits by the kernel, start the run where cgroup v2 is delegated, such"
+      " as with systemd-run --user --scope",
       reason,
     )
   return GraderPool(
@@ -152,26 +152,26 @@ def grader_pool(config: ml_collections.ConfigDict, task: Task) -> GraderPool:
     num_workers=settings.num_workers or default_workers(),
     timeout_s=settings.timeout_s,
     memory_mib=settings.memory_mib,
-    environment={UNSANDBOXED: said} if said else {},
+    environment={UNSANDBOXED: unsandboxed} if unsandboxed else {},
     preload=[*dict.fromkeys(inner)],
     on_grade=alive,
   )
 
 
 def _graders_in(reference: Mapping[str, Any]) -> list[str]:
-  """The graders that a reference names, of a combined grader's parts or of a mixture's."""
+  """The graders that a reference names, for the parts of a combined grader or of a mixture."""
   found = [str(reference["grader"])] if reference.keys() >= {"grader", "reference"} else []
   parts = [*reference.get("parts", ()), *([reference["reference"]] if found else ())]
   return found + [text for part in parts for text in _graders_in(part)]
 
 
 def make_outcome_policy(config: ml_collections.ConfigDict) -> OutcomePolicy:
-  """What `config.grading.outcomes` says of every outcome."""
+  """The rewards of `config.grading.outcomes`."""
   return outcome_policy({k: _as_number(v) for k, v in config.grading.outcomes.items()})
 
 
 def _as_number(text: str) -> float | str:
-  """A locked configuration field has one type, so numbers beside names are written as text."""
+  """A field of a locked configuration has one type, so numbers among names are written as text."""
   try:
     return float(text)
   except ValueError:
@@ -179,7 +179,7 @@ def _as_number(text: str) -> float | str:
 
 
 def make_collector(parts: Any, pool: GraderPool) -> Collector:
-  """Encodes, decodes and grades as the configuration of a run's `build.Parts` says."""
+  """The collector of a run, whose `build.Parts` are `parts`."""
   c = parts.config
   return Collector(
     tokenizer=parts.tokenizer,

@@ -1,4 +1,4 @@
-"""What a training process arranges with its operating system."""
+"""The training process and its operating system: memory, caches, signals, deadlines, exits."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ import os
 import platform
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from typing import NoReturn
 
-DEADLINE_S = 3600.0  # seconds without a sign of life; longer than any one program runs
+DEADLINE_S = 3600.0  # seconds without a call of `alive`; longer than any one program runs
 
 # glibc's <malloc.h>
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 
 
 def keep_freed_memory() -> None:
-  """Lets glibc reuse freed memory instead of giving it back to the kernel.
+  """Makes glibc reuse freed memory instead of returning it to the kernel.
 
-  XLA on a CPU allocates and frees its buffers at every step; faulting the same pages in again and
-  again took up to half of a step. Does nothing elsewhere.
+  XLA on a CPU allocates and frees its buffers at every step, and page faults took up to half of a
+  step. Does nothing with other C libraries.
   """
   if platform.libc_ver()[0] != "glibc":
     return
@@ -33,10 +34,10 @@ def keep_freed_memory() -> None:
 
 
 def keep_compiled(workdir: str) -> None:
-  """Lets a rerun in `workdir` load what this run compiles: it compiles nothing again.
+  """Puts jax's compilation cache into `workdir`, so that a rerun there compiles nothing again.
 
-  In the workdir, since all hosts of a pod see it: process 0 alone writes, all read. Does nothing
-  where JAX_COMPILATION_CACHE_DIR names a folder; JAX_ENABLE_COMPILATION_CACHE=false turns it off.
+  All hosts of a pod can access the workdir: process 0 writes, all read. Does nothing if
+  JAX_COMPILATION_CACHE_DIR is set; JAX_ENABLE_COMPILATION_CACHE=false turns the cache off.
   """
   import jax
 
@@ -45,16 +46,17 @@ def keep_compiled(workdir: str) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-def end_at_once(message: str) -> NoReturn:
-  """Ends the process when all that was open is closed, with the message as its last words.
+def exit_immediately(message: str) -> NoReturn:
+  """Ends the process after printing the message as its last line; call it after closing files.
 
-  Libraries' complaints would bury it: those of an orderly end, and those of threads that are
-  writing one now. Their descriptor leads nowhere before the message is written to another.
+  Without this, libraries print more: in an orderly exit, and in threads that are writing right now.
+  So their stderr is redirected to /dev/null before the message is written to a duplicate.
   """
   sys.stdout.flush()
   sys.stderr.flush()
   terminal = os.dup(sys.stderr.fileno())
   os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+  time.sleep(0.2)  # writes that have begun still go where they were meant to
   os.write(terminal, f"{message}\n".encode(errors="backslashreplace"))
   os._exit(1)
 
@@ -64,9 +66,9 @@ _open_deadlines = 0
 
 @contextlib.contextmanager
 def deadline() -> Iterator[None]:
-  """Ends the process, with every thread's traceback, without a sign of life for `DEADLINE_S`.
+  """Within it, the process ends with all threads' tracebacks after `DEADLINE_S` without `alive`.
 
-  No collective and no library's pool of threads has a limit of its own.
+  Collectives and the thread pools of libraries have no time limit themselves.
   """
   global _open_deadlines
   _open_deadlines += 1
@@ -79,9 +81,9 @@ def deadline() -> Iterator[None]:
 
 
 def alive() -> None:
-  """A sign of life: the deadline, if one is open, begins anew."""
+  """Restarts the deadline, if one is open."""
   if _open_deadlines:
-    # Not a thread of Python's: what hangs in native code may hold the interpreter's lock.
+    # Not a Python thread: native code that hangs may hold the interpreter's lock.
     faulthandler.dump_traceback_later(DEADLINE_S, exit=True, file=2)  # stderr may be silenced
   else:
     faulthandler.cancel_dump_traceback_later()
@@ -94,7 +96,7 @@ class Termination:
     self.requested = False
 
   def request(self, signum, frame) -> None:
-    """Takes note; a second request is not waited for."""
+    """Records the request; a second one ends the process immediately."""
     del frame
     if self.requested:
       signal.signal(signum, signal.SIG_DFL)

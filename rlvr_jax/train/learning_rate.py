@@ -1,16 +1,16 @@
-"""Learning rates over updates, looked up here by name: `config.learning_rate`."""
+"""Learning-rate schedules by name, for `config.learning_rate`."""
 
 from __future__ import annotations
 
 import optax
 
-from rlvr_jax.ops.checks import check_between, check_whole
+from rlvr_jax.ops.checks import check_between, check_integer
 
 __all__ = ["constant", "cosine", "linear"]
 
 
 def constant(*, peak: float, warmup: int = 10) -> optax.Schedule:
-  """Linear warm-up from 0, then the peak to the end.
+  """Linear warm-up from 0, then constant at the peak.
 
   Args:
     peak: ≥ 0.
@@ -23,13 +23,13 @@ def constant(*, peak: float, warmup: int = 10) -> optax.Schedule:
 def linear(
   *, peak: float, warmup: int = 10, final_fraction: float = 0.1, num_updates: int
 ) -> optax.Schedule:
-  """Linear warm-up from 0, then a straight line down to a fraction of the peak.
+  """Linear warm-up from 0, then linear decay to a fraction of the peak.
 
   Args:
     peak: ≥ 0.
     warmup: updates until the peak.
     final_fraction: of the peak, reached at the last update.
-    num_updates: of the whole run.
+    num_updates: of the run.
   """
   _check("linear", peak, warmup, final_fraction)
   rest = max(num_updates - warmup, 1)
@@ -39,13 +39,13 @@ def linear(
 def cosine(
   *, peak: float, warmup: int = 10, final_fraction: float = 0.1, num_updates: int
 ) -> optax.Schedule:
-  """Linear warm-up from 0, then half a cosine down to a fraction of the peak.
+  """Linear warm-up from 0, then cosine decay to a fraction of the peak.
 
   Args:
     peak: ≥ 0.
     warmup: updates until the peak.
     final_fraction: of the peak, reached at the last update.
-    num_updates: of the whole run.
+    num_updates: of the run.
   """
   _check("cosine", peak, warmup, final_fraction)
   rest = max(num_updates - warmup, 1)
@@ -54,13 +54,13 @@ def cosine(
 
 def _check(owner: str, peak: float, warmup: int, final_fraction: float = 0.0) -> None:
   check_between(owner, "peak", peak, low=0.0)
-  check_whole(owner, "warmup", warmup, low=0, high=2**31 - 1)
+  check_integer(owner, "warmup", warmup, low=0, high=2**31 - 1)
   check_between(owner, "final_fraction", final_fraction, low=0.0, high=1.0)
 
 
 def _warmed_up(after: optax.Schedule, peak: float, warmup: int) -> optax.Schedule:
   if not warmup:
     return after
-  # The first update already moves: step 0 uses 1/warmup of the peak.
+  # The first update is not wasted: step 0 uses 1/warmup of the peak.
   rising = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
   return optax.join_schedules([rising, after], [warmup])

@@ -1,11 +1,12 @@
-"""The host's loop: collect → grade → update → log → evaluate → save.
+"""The training loop on the host: collect → grade → update → log → evaluate → save.
 
-The policy samples the batches that its schedule asks for; graders score them while the devices go
-on; each batch goes through the store to one or more updates; what happened is logged; now and then
-the policy is evaluated and everything that determines the future is saved. Nothing numerical
-happens here: updates are `train.step`, sampling is `rollouts.sampler`. The order within a step is
-fixed, so that a killed and resumed run repeats the uninterrupted one bit for bit. A warm start, if
-there is one, comes first.
+The policy samples the batches of its schedule, and graders score them while the devices continue.
+Each batch goes through the store to one or more updates, whose metrics are logged. At intervals the
+policy is evaluated, and everything that determines the rest of the run is saved. Nothing numerical
+happens here: updates are in `train.step`, sampling in `rollouts.sampler`.
+
+The order within a step is fixed, so that a killed and resumed run repeats the uninterrupted one bit
+for bit. A warm start, if there is one, comes before this loop.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ class Trainer:
     initial: Params,
     elapsed: float = 0.0,
   ):
-    """Prepares the phases.
+    """Creates the objects of the phases.
 
     Args:
-      frozen: of `parameters.load_frozen`.
+      frozen: from `parameters.load_frozen`.
       initial: trained parameters before the first update.
-      elapsed: seconds that the run has taken before.
+      elapsed: seconds that the run had taken before it was resumed.
     """
     c = self.config = parts.config
     self.parts, self.frozen, self.schedule = parts, frozen.trainer, parts.schedule
@@ -66,11 +67,11 @@ class Trainer:
     self.collector = make_collector(parts, pool)
     self.generator = Generator(parts, frozen.sampler, self.collector, store)
     if not self.schedule.real_time:
-      # The same devices: an update ends where its metrics are read, as they go on to generate.
+      # The same devices generate and train: they are free once an update's metrics are read.
       self.generator.on_dispatch, self.generator.clock = self.read_metrics, self.log.clock
     self.background: AsyncGenerator | None = None
     self.step = 0
-    self.after = self.generator.state()  # of the last batch taken
+    self.after = self.generator.state()  # the generator's state after the last batch
     self.unread: DispatchedUpdate | None = None
     self.evaluation: dict[str, float] = {}
 
@@ -82,18 +83,19 @@ class Trainer:
     self.save()
 
   def start(self, state: TrainState) -> None:
-    """Takes the state that the next update begins with."""
+    """Sets the state that the next update starts from."""
     self.state = state
     self.record_fingerprint()
 
   def resume(self, restored: Restored) -> None:
-    """Goes on from a checkpoint."""
+    """Continues from a checkpoint."""
     self.step, host = restored.step, restored.host
     self.evaluation, self.after = host["evaluation"], host["after"]
     self.log.counters = host["counters"]
     store, real_time = self.queue.store, self.schedule.real_time
-    # In real time any policy may sample a damaged batch; `start_background` hears of what is left.
-    keep = lambda number: not real_time or store.whole(number)
+    # In real time any policy may sample a damaged batch again, so all batches from the first
+    # damaged one on are dropped here; `start_background` continues after the others.
+    keep = lambda number: not real_time or store.is_intact(number)
     missing = self.queue.restore(host["queue"], restored.arrays or {}, keep)
     if missing is not None:
       self.after = store.info(missing - 1)["after"] if missing else self.generator.state()
@@ -106,7 +108,7 @@ class Trainer:
     )
 
   def run(self, termination: Termination) -> None:
-    """Updates until the last one, or until the process is asked to end."""
+    """Runs updates until the last one, or until the process is asked to end."""
     c = self.config
     ending = multihost.anywhere(termination.requested)
     with (
@@ -119,7 +121,7 @@ class Trainer:
         try:
           ending = not self.collect(lambda: multihost.anywhere(termination.requested))
         except GeneratorStoppedError as error:
-          say(f"{error}; saving")  # should the devices hang too
+          say(f"{error}; saving")  # printed first, in case the devices hang too
           self.save()
           raise
         if ending:
@@ -135,26 +137,26 @@ class Trainer:
         if evaluate_now or ending or self.step % c.checkpoint.every == 0 or self.at_long_refresh():
           self.save()
     if ending:
-      say(f"asked to end: saved after update {self.step}; rerun the same command to go on")
+      say(f"asked to end: saved after update {self.step}; rerun the same command to continue")
 
   def at_long_refresh(self) -> bool:
-    """Whether more rollouts are sampled now than updates pass between checkpoints.
+    """Whether more batches are sampled now than there are updates between checkpoints.
 
-    So that what is damaged of them can be sampled again without going back further.
+    A checkpoint is then saved first, so that damaged batches can be sampled again from it.
     """
     if self.schedule.real_time or self.step == self.config.num_updates:
       return False
-    return self.schedule.draws(self.step) > self.config.checkpoint.every
+    return self.schedule.samples(self.step) > self.config.checkpoint.every
 
   def start_background(self) -> AsyncGenerator:
-    """The thread that generates, after whatever batches the store has already."""
+    """Takes the batches that the store has already, then starts the thread that generates."""
     while (state := self.generator.stored()) and (batch := self.generator.recall(state)):
       self.take(batch)
-    # Behind a gap nothing can be trusted: a batch sampled again makes other policies.
+    # Batches after a gap are sampled again: the batch in the gap will differ, so policies will too.
     for number in self.queue.store.numbers():
       if number >= self.generator.number:
         self.generator.set_aside(number, f"rollouts {number} came after a damaged batch")
-    assert self.schedule.max_lag is not None  # every schedule in real time has one
+    assert self.schedule.max_lag is not None  # every real-time schedule has one
     background = AsyncGenerator(
       self.generator,
       max_lag=self.schedule.max_lag,
@@ -165,24 +167,24 @@ class Trainer:
     return background
 
   def sync_weights(self) -> PolicySnapshot:
-    """The present policy, to sample rollouts from."""
+    """The current policy, for sampling rollouts."""
     began = time.perf_counter()
     policy = self.generator.sync_weights(self.state.params, self.step)
     self.log.spent("time/sync_weights_seconds", time.perf_counter() - began)
     return policy
 
   def collect(self, give_up: Callable[[], bool] = lambda: False) -> bool:
-    """The graded batches that the schedule asks for now.
+    """Collects the graded batches that the schedule samples before the next update.
 
     Args:
-      give_up: whether to begin no more of them; asked by every process at the same points.
+      give_up: whether to start no more batches; every process calls it at the same points.
     Returns:
-      Whether they are all there. If not, what was sampled is in the store, to be read again.
+      Whether all batches were collected. If not, those that were sampled are in the store and will
+      be read from there.
     """
     if self.background is not None:
       return self.collect_from(self.background, give_up)
-    count = self.schedule.draws(self.step)
-    if not count:
+    if not (count := self.schedule.samples(self.step)):
       return True
     before = (dict(self.log.counters), self.after, dict(self.queue.batches))
     policies, last = iter([self.sync_weights()] * count), self.generator.number + count
@@ -194,24 +196,23 @@ class Trainer:
     return True
 
   def collect_from(self, background: AsyncGenerator, give_up: Callable[[], bool]) -> bool:
-    """As `collect`, where batches are generated in the background."""
+    """As `collect`, with batches generated in the background."""
     while self.schedule.batch(self.step) not in self.queue:
       if not background.has_ready():
-        self.read_metrics()  # the update ends before the wait begins: waiting is idle time
-      batch = background.take(give_up)
-      if batch is None:
+        self.read_metrics()  # so that the time of the update does not include the wait
+      if (batch := background.take(give_up)) is None:
         return False
       self.take(batch)
     return True
 
   def take(self, batch: RolloutBatch) -> None:
-    """Puts a graded batch among those that updates will train on."""
+    """Adds a graded batch to the queue of batches to train on."""
     self.log.count_sampled(batch, self.step)
     self.after = batch.after
     self.queue.put(batch)
 
   def update(self) -> None:
-    """Dispatches one update, then reads the metrics of the one before."""
+    """Dispatches one update, then reads the metrics of the previous one."""
     number = self.schedule.batch(self.step)
     self.queue.check_fingerprint(number)
     rollouts = multihost.together(lambda: self.queue.load(number))
@@ -231,19 +232,19 @@ class Trainer:
     self.record_fingerprint()
     if self.background is not None and self.step < self.config.num_updates:
       self.background.offer(self.sync_weights())
-    # Batches that are ready in the background are as old as they may be, at most.
+    # No batch that is ready in the background has an older version.
     oldest = self.step - (self.schedule.max_lag or 0)
     self.queue.forget(before=self.schedule.first(self.step), versions_before=oldest)
     self.read_metrics()
     self.unread = DispatchedUpdate(self.step, dispatched, metrics, host, batch, arrays)
 
   def record_fingerprint(self) -> None:
-    """Notes the present parameters' fingerprint, which the policy that samples has to match."""
-    if self.schedule.real_time or self.schedule.draws(self.step):
+    """Records the current parameters' fingerprint; the policy that samples has to match it."""
+    if self.schedule.real_time or self.schedule.samples(self.step):
       self.queue.record(self.step, fingerprint_of(self.parts.programs.checksums(self.state.params)))
 
   def read_metrics(self) -> None:
-    """Waits for the update last dispatched and writes its metrics; stops on repeated NaN."""
+    """Waits for the last dispatched update and writes its metrics; raises on repeated NaN."""
     if self.unread is None:
       return
     update, self.unread = self.unread, None
@@ -252,11 +253,9 @@ class Trainer:
       raise_non_finite(update, values, self.log.writer.workdir)
 
   def evaluate(self) -> None:
-    """Held-out accuracy under the present parameters."""
+    """Measures held-out accuracy with the current parameters."""
     self.read_metrics()
-    c = self.config
-    began = time.perf_counter()
-    batches = []
+    c, began, batches = self.config, time.perf_counter(), []
     for batch in evaluated(
       functools.partial(self.parts.programs.generate_held_out, self.state.params, self.frozen),
       self.parts.task.held_out,
@@ -274,7 +273,7 @@ class Trainer:
     self.log.write_evaluation(self.step, self.evaluation, samples, lengths, began=began)
 
   def save(self) -> None:
-    """A checkpoint of everything that determines the future, but the rollouts in the store."""
+    """Saves everything that determines the rest of the run, except the rollouts in the store."""
     self.read_metrics()
     c, (queue, arrays) = self.config, self.queue.state()
     host = {
@@ -294,6 +293,6 @@ class Trainer:
       keep_at_or_before=self.queue.oldest_version(),
     )
     if not c.store.keep_used:
-      # What the last checkpoints may still have to train on stays.
+      # Batches that a run resumed from the last checkpoints may train on are kept.
       needed = self.schedule.first(self.checkpointer.steps()[-c.checkpoint.keep :][0])
       multihost.on_first(lambda: self.queue.remove_used(before=needed), None)

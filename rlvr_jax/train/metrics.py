@@ -1,4 +1,4 @@
-"""What a run writes and shows: metrics.jsonl, rollouts.jsonl, TensorBoard, lines, progress bars."""
+"""A run's output: metrics.jsonl, rollouts.jsonl, TensorBoard, printed lines, progress bars."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ _LINE = (  # label, key, format
 class MetricWriter:
   """Appends the records of a run, so that a killed and resumed run ends with the same files.
 
-  Write every record of step N before the checkpoint of step N is saved, with what `written`
-  returns: resuming from it keeps these records, drops later ones and a torn last line, repairs
-  what was damaged since, says so, and goes on.
+  Write every record of step N before saving the checkpoint of step N, which stores what `written`
+  returns. Resuming from it keeps these records, drops later ones and a torn last line, and repairs
+  and reports later damage.
   """
 
   def __init__(
@@ -59,10 +59,9 @@ class MetricWriter:
 
     Args:
       workdir: created if needed.
-      resume_step: the restored step; None where the run begins.
-      written: what `written` returned when the checkpoint was saved, also that of a warm start with
-        which the run begins; None drops every record of a run that begins, and takes those of one
-        that is resumed as they are.
+      resume_step: the restored step; None for a new run.
+      written: what `written` returned when the checkpoint, or the warm start of a new run, was
+        saved. If None, a new run drops every record, and a resumed run keeps records as they are.
     """
     self.workdir = pathlib.Path(workdir)
     self.workdir.mkdir(parents=True, exist_ok=True)
@@ -83,7 +82,7 @@ class MetricWriter:
     self._boards: dict[str, _Board] = {}
 
   def write(self, step: int, phase: str, values: Mapping[str, Any]) -> None:
-    """One record: {"step", "phase", values…}, flushed; numbers go to TensorBoard too.
+    """Writes and flushes one record {"step", "phase", values…}; numbers also go to TensorBoard.
 
     Args:
       step: of the phase's own counter.
@@ -102,11 +101,11 @@ class MetricWriter:
   def write_rollouts(
     self, step: int, rollouts: Sequence[Mapping[str, Any]], *, phase: str = "train"
   ) -> None:
-    """One line per rollout: {"step", "phase", fields…}; fields are JSON values."""
+    """Writes one line per rollout: {"step", "phase", fields…}; fields are JSON values."""
     self._rollouts.append([{"step": step, "phase": phase, **rollout} for rollout in rollouts])
 
   def write_geometry(self, step: int, arrays: Mapping[str, Any]) -> None:
-    """The arrays of one measurement as geometry/STEP.npz; the file is whole, or not there.
+    """Writes the arrays of one measurement as geometry/STEP.npz; the file is complete or absent.
 
     Raises:
       DiskFullError: no space is left.
@@ -118,7 +117,7 @@ class MetricWriter:
       np.savez(file, **arrays)
 
   def written(self) -> dict[str, Any]:
-    """What a checkpoint has to know of the records until now, which are on the disk then; JSON."""
+    """Syncs the records to disk; returns their names by file, for a checkpoint; JSON."""
     files = {METRICS_FILE: self._metrics, ROLLOUTS_FILE: self._rollouts}
     for records in files.values():
       records.sync()
@@ -148,14 +147,14 @@ class MetricWriter:
 
 
 class _Board:
-  """A TensorBoard event file, written at once.
+  """A TensorBoard event file, written synchronously.
 
-  `tensorboardX.SummaryWriter` hands events to a thread that dies on a full disk, and the next
-  caller waits for it for ever; here the error arrives where it happened.
+  `tensorboardX.SummaryWriter` passes events to a thread that dies on a full disk, and the next
+  caller then waits for it indefinitely; here the caller gets the error.
   """
 
   def __init__(self, folder: pathlib.Path, purge_step: int | None):
-    """Opens a new file; `purge_step` hides earlier files' events from that step on."""
+    """Opens a new file; TensorBoard then hides earlier files' events from `purge_step` on."""
     folder.mkdir(parents=True, exist_ok=True)
     # File names have a resolution of one second; a quick restart must not overwrite.
     self._writer = EventsWriter(str(folder / "events"), f".from-{purge_step}")
@@ -166,7 +165,7 @@ class _Board:
   def append(self, step: int, values: Mapping[str, float]) -> None:
     event = Event(wall_time=time.time(), step=step)
     for name, value in values.items():
-      # TensorBoard allows no "@" in a name, and would log a line at every one.
+      # TensorBoard does not allow "@" in a name, and would log a line for each.
       event.summary.MergeFrom(summary.scalar(name.replace("@", "_at_"), value))
     self._writer.write_event(event)
     self._writer.flush()
@@ -176,7 +175,7 @@ class _Board:
 
 
 def _plain(value: Any) -> Any:
-  """A JSON value: exact int or float, text for what JSON has no number for."""
+  """A JSON value: exact int or float; text for a float that is not finite."""
   if isinstance(value, str):
     return value
   if hasattr(value, "item"):
@@ -189,7 +188,7 @@ def _plain(value: Any) -> Any:
 
 
 def stage_summary(workdir: str | os.PathLike[str], step: int, length: int) -> dict[str, float]:
-  """Means over a stage's updates of what its records say; largest and smallest where named so."""
+  """Means of metrics over a stage's updates; max or min if the name says so."""
   records = [
     record
     for record in read_metrics(workdir)
@@ -205,11 +204,11 @@ def stage_summary(workdir: str | os.PathLike[str], step: int, length: int) -> di
   return summary
 
 
-# --- what a person sees ---------------------------------------------------------------------------
+# --- printed output -------------------------------------------------------------------------------
 
 
 def compact_line(step: int, total: int, values: Mapping[str, Any]) -> str:
-  """The line of one step; values that are missing are left out."""
+  """The printed line of one step; missing values are left out."""
   parts = [f"step {step:>{len(str(total))}}/{total}"]
   parts += [
     f"{label} {form.format(float(values[key]))}" for label, key, form in _LINE if key in values
@@ -226,13 +225,13 @@ def say(line: str) -> None:
 def progress(
   iterable_or_total: Iterable[Any] | int, description: str, *, unit: str = "it", initial: int = 0
 ) -> tqdm.tqdm:
-  """A progress bar; plain lines, at most one in ten seconds, where stderr is no terminal.
+  """A progress bar; if stderr is not a terminal, plain lines at most every ten seconds.
 
   Args:
-    iterable_or_total: what to iterate over, or the number of units announced with `update(n)`.
+    iterable_or_total: what to iterate over, or the number of units to report with `update(n)`.
     description: name of the phase.
     unit: name of what is counted.
-    initial: units already done, of a resumed phase.
+    initial: units already done, if the phase was resumed.
   """
   kind = tqdm.tqdm if sys.stderr.isatty() else _PlainProgress
   known = {"desc": description, "unit": unit, "initial": initial, "dynamic_ncols": True}

@@ -1,8 +1,8 @@
-"""One run in several processes, as on a TPU pod: what they exchange and agree on.
+"""One run in several processes, as on a TPU pod: exchanging values, grades, signals and failures.
 
-Every process runs the same loop on the same data, so that they issue the same device programs in
-the same order. What could differ between them (grades, a signal, a failure) is exchanged before it
-has an effect. With one process nothing here does anything.
+Every process runs the same loop on the same data, so that all dispatch the same device programs in
+the same order. Whatever could differ between them (grades, a signal, a failure) is exchanged before
+it has an effect. With one process, nothing here has an effect.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rlvr_jax.train.host import alive, deadline
 from rlvr_jax.train.metrics import MetricWriter
 
 T = TypeVar("T")
-_ended = threading.Event()  # the run, in order
+_ended = threading.Event()  # set when the run has ended without an error
 _listening: list[socket.socket] = []
 
 
@@ -43,24 +43,24 @@ class OtherProcessError(RuntimeError):
 def initialize(
   coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None
 ) -> None:
-  """Joins the processes of a run; call it before anything touches a device.
+  """Joins the processes of a run; call it before any device is used.
 
-  A process that dies is noticed by the others within 100 s, and ends them.
+  If a process dies, the others notice within 100 s and end.
 
   Args:
-    coordinator: host:port, a free port of process 0; None, like the other two, where the cluster
-      tells (TPU pods, SLURM, Open MPI).
-    num_processes: how many there are.
-    process_id: which one this is, 0 ≤ id < num_processes.
+    coordinator: host:port, a free port of process 0; None, like the other two, if the cluster
+      identifies the processes (TPU pods, SLURM, Open MPI).
+    num_processes: of the run.
+    process_id: of this process, 0 ≤ id < num_processes.
   Raises:
-    ValueError: only some of the three are given, or they are wrong.
+    ValueError: only some of the three are given, or they are invalid.
     RuntimeError: the others could not be reached within five minutes.
   """
   given = dict(coordinator=coordinator, num_processes=num_processes, process_id=process_id)
   missing = [f"--{name}" for name, value in given.items() if value is None]
   if missing and len(missing) < len(given):
     raise ValueError(f"--coordinator, --num_processes and --process_id go together: add {missing}")
-  # Its handler of SIGTERM would swallow the signal before ours is there; see `anywhere`.
+  # Its handler of SIGTERM would catch the signal before ours is installed; see `anywhere`.
   if "jax_enable_preemption_service" in jax.config.values:  # not in jax 0.7
     jax.config.update("jax_enable_preemption_service", False)
   jax.distributed.initialize(coordinator, num_processes, process_id)
@@ -68,52 +68,52 @@ def initialize(
 
 
 def _watch_first() -> None:
-  """Ends this process with a message when the first one is gone.
+  """Ends this process with a message when the first process has died.
 
-  The kernel closes a connection to it then. jax's own thread aborts the process, with its stack
-  alone, and lets no other answer through any more.
+  The kernel then closes the connection to it. Without this, jax's own thread aborts the process
+  with nothing but a stack trace.
   """
-  place = None
+  address = None
   if is_first():
-    # Connections that nobody accepts stay in the queue, and end with the process.
+    # Connections that are never accepted stay in the queue, and end with the process.
     _listening.append(socket.create_server(("", 0), backlog=jax.process_count()))
-    place = (socket.gethostname(), _listening[0].getsockname()[1])
-  host, port = exchange(place)[0]
+    address = (socket.gethostname(), _listening[0].getsockname()[1])
+  host, port = exchange(address)[0]
   if is_first():
     return
   try:
     connection = socket.create_connection((host, port), 60)
   except OSError:
-    return  # another port is not let through, or the name is not known: without the message, then
+    return  # the port is blocked or the name is unknown: there will be no message
   connection.settimeout(None)
 
   def watch() -> None:
     with contextlib.suppress(OSError):
       connection.recv(1)
-    if not _ended.wait(1.0):  # a message that arrives meanwhile says more
+    if not _ended.wait(1.0):  # a more specific message may be printed meanwhile
       message = (
         f"error: process 0 of {jax.process_count()} has died or cannot be reached; see what it"
-        " printed. Rerun the same command on every host: it goes on from the last checkpoint\n"
+        " printed. Rerun the same command on every host to resume from the last checkpoint\n"
       )
       os.write(2, message.encode())  # sys.stderr may be silenced
       os._exit(1)
 
-  # The thread that aborts stays in this handler for as many seconds as the signal's number, six.
+  # The aborting thread then calls sleep(6), since SIGABRT is 6, which leaves time for the message.
   libc = ctypes.CDLL(None)
   libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
   threading.Thread(target=watch, daemon=True).start()
 
 
 def is_first() -> bool:
-  """Whether this is the process that writes metrics and speaks."""
+  """Whether this is the process that writes metrics and prints."""
   return jax.process_index() == 0
 
 
 def exchange(value: Any) -> list[Any]:
-  """Every process's value, in the order of the processes; all of them must call it.
+  """The values of all processes, in order of process id; every process must call it.
 
   Args:
-    value: of JSON; floats arrive exactly.
+    value: a JSON value; floats are exchanged exactly.
   """
   alive()
   if jax.process_count() == 1:
@@ -121,8 +121,8 @@ def exchange(value: Any) -> list[Any]:
   text = np.frombuffer(json.dumps(value).encode(), np.uint8)
   with deadline():
     sizes = multihost_utils.process_allgather(np.int32(text.size))
-    room = 1 << int(sizes.max() - 1).bit_length()  # powers of two, so that few programs do
-    rows = multihost_utils.process_allgather(np.pad(text, (0, room - text.size)))
+    length = 1 << int(sizes.max() - 1).bit_length()  # powers of two, to compile few programs
+    rows = multihost_utils.process_allgather(np.pad(text, (0, length - text.size)))
   return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
@@ -132,12 +132,12 @@ def anywhere(flag: bool) -> bool:
 
 
 def together(action: Callable[[], T]) -> T:
-  """Runs `action` here, as the other processes do theirs; raises everywhere if one raises.
+  """Runs `action` on every process; if it raises on one, all processes raise.
 
   Returns:
-    This process's own result.
+    The result on this process.
   Raises:
-    OtherProcessError: where `action` did not raise but did elsewhere.
+    OtherProcessError: `action` raised on another process, but not here.
   """
   alive()
   if jax.process_count() == 1:
@@ -158,14 +158,14 @@ def together(action: Callable[[], T]) -> T:
 
 
 def on_first(action: Callable[[], T], elsewhere: T) -> T:
-  """`together` with the other processes doing nothing; they get `elsewhere`."""
+  """Runs `action` on the first process, as in `together`; the other processes get `elsewhere`."""
   return together(action if is_first() else lambda: elsewhere)
 
 
 class SharedGrader:
-  """Each process grades its share in its own pool; all get the same grades.
+  """Each process grades a share in its own pool; all get the same grades.
 
-  A limit of wall-clock time may strike on one process only: it strikes once, for all of them.
+  Each item is graded by one process, so a timeout on one process applies to all of them.
   """
 
   def __init__(self, pool: GraderPool):
@@ -174,7 +174,7 @@ class SharedGrader:
   def submit(
     self, completions: Sequence[str], references: Sequence[Mapping[str, Any]]
   ) -> _SharedGrades:
-    """As `GraderPool.submit`; every process gives all completions, and calls `result`."""
+    """As `GraderPool.submit`; every process passes all completions, and must call `result`."""
     share = slice(jax.process_index(), None, jax.process_count())
     return _SharedGrades(self._pool.submit(completions[share], references[share]), len(completions))
 
@@ -193,7 +193,7 @@ class _SharedGrades:
 
 
 class NoWriter(MetricWriter):
-  """For the processes that write nothing."""
+  """A MetricWriter that writes nothing, for all processes except the first."""
 
   def __init__(self, workdir: Path):
     self.workdir = workdir
@@ -215,34 +215,34 @@ class NoWriter(MetricWriter):
 
 
 @contextlib.contextmanager
-def only_the_first_speaks() -> Iterator[None]:
-  """Silences what the other processes print; their exceptions still arrive."""
+def only_first_prints() -> Iterator[None]:
+  """Silences the output of the other processes; their exceptions are still raised."""
   if is_first():
     yield
     return
   with (
-    open(os.devnull, "w", encoding="utf-8") as nowhere,
-    contextlib.redirect_stdout(nowhere),
-    contextlib.redirect_stderr(nowhere),
+    open(os.devnull, "w", encoding="utf-8") as null,
+    contextlib.redirect_stdout(null),
+    contextlib.redirect_stderr(null),
   ):
     yield
 
 
 @contextlib.contextmanager
-def failing_at_once() -> Iterator[None]:
-  """Ends the process at once when an exception leaves it, if there are others.
+def exit_on_error() -> Iterator[None]:
+  """With several processes, ends this one immediately if an exception is raised within.
 
-  The interpreter's orderly end would wait minutes for the other processes, which may be waiting for
-  this one; once its connections are closed they end too.
+  An orderly exit would wait minutes for the other processes, which may be waiting for this one.
+  They end once its connections are closed.
   """
   try:
     yield
-    _ended.set()  # the first process may go from now on
+    _ended.set()  # from now on the first process may end
   except BaseException as error:
     if jax.process_count() == 1:
       raise
     if isinstance(error, Exception) and not is_first():
-      time.sleep(3.0)  # if it is because the first process died, `_watch_first` says so
+      time.sleep(3.0)  # if the cause is the first process's death, `_watch_first` reports it
     if isinstance(error, SystemExit):
       print(error, file=sys.stderr)
     else:

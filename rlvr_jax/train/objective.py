@@ -1,4 +1,4 @@
-"""What an update is made of: the method, and what it computes on one micro-batch."""
+"""The components of an update, and what they compute on one micro-batch."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ REFERENCE_KL_ESTIMATORS = ("k1", "k2", "k3")
 
 
 class Method(NamedTuple):
-  """What an update consists of; each part is chosen by the configuration.
+  """The components of an update, which the configuration chooses.
 
   Attributes:
-    model: gives `combine`, `response_hidden` and `head`.
+    model: provides `combine`, `response_hidden` and `head`.
     optimizer: an optax transformation.
-    schedule: its learning rate as a function of the updates made, reported only.
+    learning_rate: the optimizer's, as a function of the number of updates; used for metrics only.
     advantage: rewards → coefficients, see `advantages.Advantage`.
     coefficient_metrics: (coefficients, rewards, correct) → metrics.
     reweighting: coefficients → coefficients, see `reweighting.Reweighting`.
     loss: per-token loss, see `losses.Loss`.
     aggregation: how per-token losses become one number, see `ops.aggregate`.
     max_response_length: tokens; the denominator of the `constant` aggregation.
-    temperature: of the target policy π.
+    temperature: of the target policy π, the one that is trained.
     reference_kl: coefficient of KL(π‖π_reference); 0 leaves the term out.
     reference_kl_estimator: k1, k2 or k3.
     veto: takes tokens of negative-advantage rollouts out of the loss, see `ops.veto`; or None.
     entropy_bonus: coefficient of the policy's entropy; 0 leaves the term out.
-    gram: gives the Gram matrix that a reweighting reads, see `geometry.GramFn`; or None.
-    gram_context: what `gram` needs to know of the run, see `geometry.GramContext`; or None.
+    gram: computes the Gram matrix that a reweighting needs, see `geometry.GramFn`; or None.
+    gram_context: properties of the run that `gram` needs, see `geometry.GramContext`; or None.
     seed: of the randomness within an update.
     sources: names of the policies that the rollouts are sampled from.
   """
 
   model: Any
   optimizer: optax.GradientTransformation
-  schedule: optax.Schedule
+  learning_rate: optax.Schedule
   advantage: Any
   coefficient_metrics: Callable[[Array, Array, Array], Metrics]
   reweighting: Any
@@ -80,10 +80,10 @@ def several_micro_batches(batch: TrainBatch) -> Packed | None:
 
 
 class Constants(NamedTuple):
-  """What the gradient takes as given."""
+  """Inputs of the loss that the gradient treats as constants."""
 
   coefficients: Array  # f32[P, G], reweighted
-  statistics: Any  # of the whole batch, see `losses.Loss`; None where the loss needs none
+  statistics: Any  # of the full batch, see `losses.Loss`; None if the loss needs none
   metrics: Metrics
 
 
@@ -172,7 +172,8 @@ def reweight(
   gram, metrics = None, {}
   if method.reweighting.needs_gram:
     forward = jax.lax.stop_gradient(forward)
-    gram = method.gram.gram(trained, frozen, batch, forward, method.gram_context)
+    with jax.named_scope("gram"):
+      gram = method.gram.gram(trained, frozen, batch, forward, method.gram_context)
     metrics = _gram_metrics(trained, frozen, batch, forward, method)
     if by_group:
       gram = jnp.moveaxis(jnp.diagonal(gram.reshape(P, G, P, G), axis1=0, axis2=2), -1, 0)
@@ -186,7 +187,7 @@ def reweight(
 def _gram_metrics(
   trained: Params, frozen: Params, batch: TrainBatch, forward: Forward | None, method: Method
 ) -> Metrics:
-  """What the Gram matrix costs: known before the run, reported with it."""
+  """The cost of the Gram matrix as metrics; constant over a run."""
   own_forward = jnp.float32(several_micro_batches(batch) is not None)
   metrics: Metrics = {"gram/forward_only_passes": Mean(total=own_forward, weight=jnp.float32(1))}
   if forward is not None:
@@ -198,7 +199,7 @@ def _gram_metrics(
 def loss_statistics(
   logprobs: Array | None, batch: TrainBatch, coefficients: Array, method: Method
 ) -> Any:
-  """What the loss needs of the whole batch, or None."""
+  """The statistics of the full batch that the loss needs, or None."""
   if method.loss.statistics is None:
     return None
   return method.loss.statistics(logprobs, batch, coefficients)

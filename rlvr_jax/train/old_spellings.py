@@ -1,6 +1,6 @@
-"""What to write in place of a configuration's spellings of earlier versions.
+"""Messages that give the new spelling of a configuration written for an earlier version.
 
-There, a component was a group of fields, `name` and `kwargs`; today it is one string.
+In earlier versions a component was a group of fields, `name` and `kwargs`; now it is one string.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ _NAME = ""
 
 
 def of_flags(flag: str, config: ConfigDict, given: Mapping[str, Any]) -> str | None:
-  """A message, if fields that a command line sets are of earlier versions.
+  """A message if the command line sets fields of earlier versions, else None.
 
   Args:
-    flag: name of the configuration's.
+    flag: name of the configuration's flag.
     config: of the recipe.
-    given: path → value.
+    given: path → value of the fields set on the command line.
   """
-  old = {path: value for path, value in given.items() if _place(path)}
+  old = {path: value for path, value in given.items() if _new_field(path)}
   new = [f'--{flag}.{field}="{value}"' for field, value in respelled(config, old).items()]
   given_as = " ".join(f"--{flag}.{path}" for path in old)
-  return f"{given_as}: no longer in use; write {' '.join(new)}" if old else None
+  return f"{given_as}: an old spelling; write {' '.join(new)}" if old else None
 
 
 def of_recipe(error: BaseException) -> str | None:
-  """A message, if `error` comes from a recipe that sets a field of earlier versions."""
+  """A message if `error` comes from a recipe that sets a field of earlier versions, else None."""
   raised: list[BaseException] = [error]
-  while (before := raised[-1].__context__) is not None:  # ml_collections raises others in its place
+  while (before := raised[-1].__context__) is not None:  # ml_collections replaces errors
     raised.append(before)
   for frame, line in itertools.chain(*(traceback.walk_tb(e.__traceback__) for e in raised)):
     file = frame.f_code.co_filename
@@ -60,29 +60,29 @@ def of_recipe(error: BaseException) -> str | None:
       root, _, path = target.partition(".")
       old = dict(_flat(path, value))
       config = frame.f_locals.get(root)
-      if old and all(map(_place, old)) and isinstance(config, ConfigDict):
+      if old and all(map(_new_field, old)) and isinstance(config, ConfigDict):
         new = [
           f'config.{field} = "{v}"' if isinstance(v, str | Spec) else f"config.{field} = {v!r}"
           for field, v in respelled(config, old).items()
         ]
-        told = f"config.{path} is no longer set like this; write {' and '.join(new)}"
-        return f"{file}, line {line}: {told}"
+        message = f"config.{path} is an old spelling; write {' and '.join(new)}"
+        return f"{file}, line {line}: {message}"
   return None
 
 
 def respelled(config: ConfigDict, old: Mapping[str, Any]) -> dict[str, Any]:
-  """Today's fields that stand for fields of earlier versions.
+  """The current fields that correspond to fields of earlier versions.
 
   Args:
-    config: today's; what `old` does not say is taken from there.
-    old: path → value.
+    config: with current fields; the source of hyper-parameters that `old` does not set.
+    old: path → value of fields of earlier versions.
   Returns:
-    path → `Spec`, or the value of a field that is no component.
+    path → `Spec`, or a plain value if the field is not a component.
   """
   new: dict[str, Any] = {}
-  placed = [(*place, value) for path, value in old.items() if (place := _place(path))]
-  # Names first: they decide which of the recipe's hyper-parameters stay.
-  for field, keyword, value in sorted(placed, key=lambda entry: entry[1] != _NAME):
+  fields = [(*found, value) for path, value in old.items() if (found := _new_field(path))]
+  # Names first: they decide which of the recipe's hyper-parameters are kept.
+  for field, keyword, value in sorted(fields, key=lambda entry: entry[1] != _NAME):
     if keyword is None:
       new[field] = Spec("code", {"reward": value}) if field.endswith(".grader") else value
       continue
@@ -95,20 +95,22 @@ def respelled(config: ConfigDict, old: Mapping[str, Any]) -> dict[str, Any]:
   return new
 
 
-def _place(path: str) -> tuple[str, str | None] | None:
-  """Today's field and the keyword of its component, if `path` is of earlier versions."""
+def _new_field(path: str) -> tuple[str, str | None] | None:
+  """(current field, keyword of its component) if `path` is of earlier versions, else None."""
   if path in _MOVED:
     return _MOVED[path], None
   if found := _COMPONENT.fullmatch(path):
     return found[1], found[2] or _NAME
   if found := _OPTIMIZER.fullmatch(path):
+    if found[2] == "name":
+      return f"{found[1]}optimizer", _NAME
     field = "learning_rate" if found[2] in _OF_RATE else "optimizer"
     return found[1] + field, _OF_RATE.get(found[2], found[2])
   return None
 
 
 def _assigned_at(source: str, line: int) -> Iterator[tuple[str, Any]]:
-  """(target, value) of the assignments that a line of a program belongs to."""
+  """(target, value) of the assignments that include a line of a program."""
   try:
     nodes = list(ast.walk(ast.parse(source)))
   except SyntaxError:
@@ -120,7 +122,7 @@ def _assigned_at(source: str, line: int) -> Iterator[tuple[str, Any]]:
 
 
 def _value(node: ast.expr) -> Any:
-  """A literal, or a call of dict; "…" stands for what is neither."""
+  """The value of a literal or of a call of dict; "…" for any other expression."""
   if isinstance(node, ast.Call):
     return {str(k.arg): _value(k.value) for k in node.keywords}
   try:

@@ -1,7 +1,7 @@
-"""Optimizers, looked up here by name: `config.optimizer`. Each is optax's, behind our defaults.
+"""Optimizers by name, for `config.optimizer`: those of optax, with our defaults.
 
 `learning_rate` is that of `config.learning_rate`, a function of the update. Weight decay is
-decoupled, multiplied by the learning rate, and spares norms and biases.
+decoupled, multiplied by the learning rate, and not applied to norms and biases.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import optax
 
-from rlvr_jax.ops.checks import check_between, check_choice, check_whole
+from rlvr_jax.ops.checks import check_between, check_choice, check_integer
 
 __all__ = ["adamw", "lion", "muon", "sgd"]
 
@@ -33,10 +33,10 @@ def adamw(
   Args:
     learning_rate: of the run.
     b1: in [0, 1], decay of the mean of the gradient.
-    b2: in [0, 1], decay of the mean of its square.
-    epsilon: > 0, added to the root of that.
+    b2: in [0, 1], decay of the mean of the squared gradient.
+    epsilon: > 0, added to the square root of that mean.
     weight_decay: ≥ 0.
-  Source: "Decoupled Weight Decay Regularization", arXiv 1711.05101.
+  Source: "Decoupled Weight Decay Regularization" (arXiv:1711.05101).
   """
   _check("adamw", b1=b1, b2=b2, weight_decay=weight_decay)
   check_between("adamw", "epsilon", epsilon, low=0.0, open_low=True)
@@ -52,14 +52,14 @@ def lion(
   b2: float = 0.99,
   weight_decay: float = 0.0,
 ) -> optax.GradientTransformation:
-  """The sign of an interpolated momentum; a third to a tenth of AdamW's learning rate.
+  """The sign of an interpolated momentum; use 1/3 to 1/10 of AdamW's learning rate.
 
   Args:
     learning_rate: of the run.
     b1: in [0, 1], weight of the momentum in the step.
     b2: in [0, 1], decay of the momentum.
     weight_decay: ≥ 0.
-  Source: "Symbolic Discovery of Optimization Algorithms", arXiv 2302.06675.
+  Source: "Symbolic Discovery of Optimization Algorithms" (arXiv:2302.06675).
   """
   _check("lion", b1=b1, b2=b2, weight_decay=weight_decay)
   return optax.lion(learning_rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=decayed)
@@ -77,28 +77,29 @@ def muon(
   epsilon: float = 1e-8,
   weight_decay: float = 0.0,
 ) -> optax.GradientTransformation:
-  """The momentum of each kernel, orthogonalised layer by layer; all else by `adamw`.
+  """Orthogonalized momentum for the kernels, layer by layer; `adamw` for all other parameters.
 
-  A layer's D×E matrix M becomes about UVᵀ of its singular value decomposition UΣVᵀ, by the quintic
-  Newton–Schulz iteration. Embedding, head, norms and biases are AdamW's.
+  The momentum M of a layer's D×E kernel, with singular value decomposition UΣVᵀ, is replaced by
+  about UVᵀ, by the quintic Newton–Schulz iteration. Embedding, head, norms and biases use AdamW.
 
   Args:
     learning_rate: of the run, for both.
     momentum: in [0, 1], decay of the mean of the gradient.
-    nesterov: whether the step looks ahead along it.
+    nesterov: whether to use Nesterov momentum.
     steps: ≥ 1, Newton–Schulz iterations.
-    update_rms: factor, times √max(D, E); 0.2 makes steps as long as AdamW's, so that its learning
-      rate does for both. None: √max(1, E/D), of the original, whose learning rate is near 0.02.
+    update_rms: scales the update by update_rms·√max(D, E); 0.2 makes steps as long as AdamW's, so
+      that both can use its learning rate. None: scales by √max(1, E/D) as in the original, whose
+      learning rate is near 0.02.
     b1: of `adamw`.
     b2: of `adamw`.
     epsilon: of `adamw`.
     weight_decay: ≥ 0, for both.
   Source: K. Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024; `update_rms`:
-    "Muon is Scalable for LLM Training", arXiv 2502.16982, §2.2.
+    "Muon is Scalable for LLM Training" (arXiv:2502.16982), §2.2.
   """
   _check("muon", momentum=momentum, b1=b1, b2=b2, weight_decay=weight_decay)
   check_choice("muon", "nesterov", nesterov, (True, False))
-  check_whole("muon", "steps", steps, low=1)
+  check_integer("muon", "steps", steps, low=1)
   if update_rms is not None:
     check_between("muon", "update_rms", update_rms, low=0.0, open_low=True)
   last_two = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
@@ -127,8 +128,8 @@ def sgd(
 
   Args:
     learning_rate: of the run.
-    momentum: in [0, 1], decay of the sum of the gradients; 0: off.
-    nesterov: whether the step looks ahead along it.
+    momentum: in [0, 1], decay of the sum of the gradients; 0 turns it off.
+    nesterov: whether to use Nesterov momentum.
   """
   _check("sgd", momentum=momentum)
   check_choice("sgd", "nesterov", nesterov, (True, False))
@@ -144,19 +145,19 @@ def _check(owner: str, *, weight_decay: float = 0.0, **decays: float) -> None:
 def clipped(
   transformation: optax.GradientTransformation, max_gradient_norm: float | None
 ) -> optax.GradientTransformation:
-  """`transformation` behind a clip of the global gradient norm; None: no clip."""
+  """`transformation` after clipping the global gradient norm; None for no clipping."""
   if max_gradient_norm is None:
     return transformation
   return optax.chain(optax.clip_by_global_norm(max_gradient_norm), transformation)
 
 
 def decayed(params: Any) -> Any:
-  """Which parameters weight decay applies to: all but norms and biases."""
-  return jax.tree.map(lambda spared: not spared, _named(r"norm|bias", params))
+  """A pytree of bools: whether weight decay applies; to all but norms and biases."""
+  return jax.tree.map(lambda excluded: not excluded, _named(r"norm|bias", params))
 
 
 def _named(pattern: str, params: Any) -> Any:
-  """Which parameters have a path that the regular expression finds."""
+  """A pytree of bools: whether the regular expression is found in a parameter's path."""
   name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
   return jax.tree_util.tree_map_with_path(
     lambda path, _: re.search(pattern, name(path)) is not None, params

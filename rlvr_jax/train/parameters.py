@@ -1,4 +1,4 @@
-"""Parameters on the devices: initialized, read from a model, or of a run's checkpoint."""
+"""Parameters on the devices: initialized, or loaded from a model or from a run's checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rlvr_jax.data import encode_solutions, problem_batches
+from rlvr_jax.data import encode_demonstrations, problem_batches
 from rlvr_jax.files import local_path
 from rlvr_jax.models.huggingface import load_params
 from rlvr_jax.models.presets import given_overrides
@@ -25,14 +25,14 @@ from rlvr_jax.types import Array, Params, Prompts, TrainState
 
 
 class Frozen(NamedTuple):
-  """The parameters that are not trained, on the devices; {} where all are trained."""
+  """The parameters that are not trained, on the devices; {} if all are trained."""
 
   trainer: Params  # where updates are made
   sampler: Params  # where rollouts are generated
 
 
 def network_params(parts: Parts) -> Params:
-  """All parameters: those of `config.model.checkpoint`, or else freshly drawn ones, sharded."""
+  """All parameters, sharded: those of `config.model.checkpoint`, or else randomly initialized."""
   checkpoint = parts.config.model.checkpoint
   if checkpoint:
     try:
@@ -45,18 +45,18 @@ def network_params(parts: Parts) -> Params:
 
 
 def load_frozen(parts: Parts) -> Frozen:
-  """Reads or initializes the frozen parameters, once for a run."""
+  """Loads or initializes the frozen parameters; call it once per run."""
   if parts.lora is None:
     return Frozen({}, {})
   base = network_params(parts)
   if parts.generation_mesh is parts.mesh:
     return Frozen(base, base)
-  own = jax.tree.map(lambda x: x.sharding, sharding.placed(base, parts.generation_mesh))
-  return Frozen(base, jax.device_put(base, own))
+  shardings = jax.tree.map(lambda x: x.sharding, sharding.placed(base, parts.generation_mesh))
+  return Frozen(base, jax.device_put(base, shardings))
 
 
 def initial_params(parts: Parts) -> Params:
-  """What is trained, before the first step: all parameters, or adapters beside them."""
+  """The trained parameters before the first step: all parameters, or the adapters only."""
   if parts.lora is None:
     return network_params(parts)
   try:
@@ -66,7 +66,7 @@ def initial_params(parts: Parts) -> Params:
 
 
 def first_state(parts: Parts, params: Params, initial_entropy: float) -> TrainState:
-  """The train state before the first update; the entropy is in nats per token."""
+  """The train state before the first update; `initial_entropy` in nats per token."""
   shardings = jax.tree.map(lambda x: x.sharding, parts.abstract_state)
   build_state = jax.jit(functools.partial(initial_state, parts.method), out_shardings=shardings)
   return build_state(params, jnp.float32(initial_entropy))
@@ -82,24 +82,24 @@ def supervised_state(parts: Parts) -> tuple[Params, Any]:
 
 
 def supervised_batches(parts: Parts) -> Iterator[tuple[Prompts, Array, Array]]:
-  """Warm-start batches on the devices, for ever: prompts, solutions i32[P, T], lengths i32[P]."""
+  """Endless warm-start batches on the devices: prompts, solutions i32[P, T], lengths i32[P]."""
   config = parts.config
   batches = problem_batches(
     parts.task.warm_start, batch_size=config.warm_start.batch_size, seed=config.seed
   )
   for problems in batches:
-    solutions = encode_solutions(problems, parts.tokenizer, config.max_response_length)
+    solutions = encode_demonstrations(problems, parts.tokenizer, config.max_response_length)
     yield parts.to_devices((parts.encode(problems), *solutions))
 
 
-# --- of a checkpoint ------------------------------------------------------------------------------
+# --- parameters of a checkpoint -------------------------------------------------------------------
 
 
 def checkpoint_folder(checkpoint: str) -> Path:
-  """WORKDIR/checkpoints/STEP that is named, or the last one of the run that is named.
+  """The folder WORKDIR/checkpoints/STEP of --checkpoint; the last STEP if it names a run.
 
   Raises:
-    ValueError: there is none, or it is not local.
+    ValueError: there is no checkpoint, or the path is not local.
   """
   folder = local_path("--checkpoint", checkpoint)
   of_run = folder if folder.name == "checkpoints" else folder / "checkpoints"
@@ -108,20 +108,21 @@ def checkpoint_folder(checkpoint: str) -> Path:
     folder = max(steps, key=lambda path: int(path.name), default=of_run)
   if not folder.name.isdigit() or not folder.is_dir():
     raise ValueError(
-      f"--checkpoint={checkpoint} holds no checkpoint; give the --workdir of a run, or one of its"
+      f"--checkpoint={checkpoint} has no checkpoint; give the --workdir of a run, or one of its"
       " checkpoints, WORKDIR/checkpoints/STEP"
     )
   return folder
 
 
 def chosen_params(parts: Parts, folder: Path | None) -> tuple[Params, int]:
-  """Parameters of a policy, and the updates behind them.
+  """(trained parameters of a policy, its number of updates).
 
   Args:
-    parts: of a configuration with that policy's shape.
-    folder: of `checkpoint_folder`; None for the policy that training would begin with.
+    parts: of a configuration with the policy's network and adapters.
+    folder: from `checkpoint_folder`; None for the policy before training.
   Raises:
-    CheckpointError: it is damaged, or of a run whose parameters mean something else here.
+    CheckpointError: the checkpoint is damaged, or of a run with another network, adapters or
+      tokenizer.
   """
   if folder is None:
     return initial_params(parts), 0
@@ -130,9 +131,9 @@ def chosen_params(parts: Parts, folder: Path | None) -> tuple[Params, int]:
 
 
 def _check_same_policy(parts: Parts, path: Path) -> None:
-  """Raises where a run's parameters would be another function under this configuration."""
+  """Raises if a run's parameters would compute another function under this configuration."""
   if not path.exists():
-    return  # a checkpoint alone, moved away from its run
+    return  # a checkpoint that was copied without its run
   theirs, ours = json.loads(path.read_text()), json.loads(parts.config.to_json_best_effort())
   fields = [("model", name) for name in ("preset", "checkpoint")]
   fields += [("lora", name) for name in ("rank", "alpha", "targets")]
@@ -142,6 +143,6 @@ def _check_same_policy(parts: Parts, path: Path) -> None:
   differing = {name: pair for name, pair in found.items() if pair[0] != pair[1]}
   if differing:
     raise CheckpointError(
-      f"the run of {path.parent} had another network or other adapters: {differing} (of the run, of"
-      " this configuration); set config to what the run had"
+      f"the run of {path.parent} has another network, adapters or tokenizer: {differing} (in the"
+      " run, in this configuration); set config to the run's values"
     )

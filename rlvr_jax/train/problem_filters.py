@@ -8,38 +8,45 @@ from collections.abc import Callable
 import ml_collections
 from absl import logging
 
-from rlvr_jax.data import Problem, ProblemSource, Task, Tokenizer, encode_prompts, encode_solutions
+from rlvr_jax.data import (
+  Problem,
+  ProblemSource,
+  Task,
+  Tokenizer,
+  encode_demonstrations,
+  encode_prompts,
+)
 from rlvr_jax.data.sources import Chosen
 from rlvr_jax.models.huggingface_config import longest_text
 from rlvr_jax.ops.checks import check_choice
 
-_MOST_MEASURED = 1_000_000  # problems whose length may have to be known before a run begins
+_MAX_MEASURED = 1_000_000  # problems whose length is measured before a run begins
 
 
 def warn_of_long_texts(config: ml_collections.ConfigDict) -> None:
-  """Says it where prompts and responses may be longer than what the checkpoint was made for."""
+  """Logs a warning if prompts and responses may be longer than the checkpoint supports."""
   longest = longest_text(config.model.checkpoint) if config.model.checkpoint else None
-  wanted = config.max_prompt_length + config.max_response_length
-  if longest is not None and wanted > longest:
+  needed = config.max_prompt_length + config.max_response_length
+  if longest is not None and needed > longest:
     logging.warning(
       "config.model.checkpoint = %r was made for %d tokens (max_position_embeddings), but"
-      " config.max_prompt_length + config.max_response_length = %d. Lower them, or have its"
-      " config.json say otherwise, with the rotary settings to go with it",
+      " config.max_prompt_length + config.max_response_length = %d. Lower them, or change its"
+      " config.json, including the rotary settings",
       config.model.checkpoint,
       longest,
-      wanted,
+      needed,
     )
 
 
 def fitting(config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer) -> Task:
   """The task without training prompts beyond the limit, if the configuration says to drop them.
 
-  Held-out problems are never dropped: a benchmark is all of it.
+  Held-out problems are never dropped, since that would change the benchmark.
 
   Raises:
-    ValueError: a prompt or a worked solution is too long and is not to be dropped, or none fits.
-      Of training problems that may be dropped by nobody, the first ones stand for all: they may be
-      generated when drawn.
+    ValueError: a prompt or a demonstration is too long and is not to be dropped, or none fits.
+      If problems are not dropped, only the first 100 training prompts are checked, since problems
+      may be generated when sampled.
   """
   choice, limit = config.prompts.too_long, config.max_prompt_length
   check_choice("config.prompts", "too_long", choice, ("error", "drop"))
@@ -52,11 +59,11 @@ def fitting(config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer)
   if config.warm_start.num_steps:
     if not len(task.warm_start):
       raise ValueError(
-        "config.warm_start.num_steps > 0 but the task has no worked solutions; set the task's"
+        "config.warm_start.num_steps > 0 but the task has no demonstrations; set the task's"
         " warm_start_size, or config.warm_start.num_steps = 0"
       )
     encode_prompts(_all(task.warm_start), tokenizer, limit)
-    encode_solutions(_all(task.warm_start), tokenizer, config.max_response_length)
+    encode_demonstrations(_all(task.warm_start), tokenizer, config.max_response_length)
   return task
 
 
@@ -71,10 +78,10 @@ def _first(source: ProblemSource, count: int) -> list[Problem]:
 def _kept(
   name: str, source: ProblemSource, fits: Callable[[Problem], bool], limit: int
 ) -> ProblemSource:
-  if len(source) > _MOST_MEASURED:
+  if len(source) > _MAX_MEASURED:
     raise ValueError(
       f"config.prompts.too_long = 'drop' would have to measure {len(source)} problems of {name}"
-      f" before the run; at most {_MOST_MEASURED} are; set it to 'error'"
+      f" before the run; at most {_MAX_MEASURED} are allowed; set it to 'error'"
     )
   kept = Chosen.where(fits, source)
   if len(source) and not len(kept):

@@ -1,4 +1,4 @@
-"""The jitted functions of a run, and the shapes of what they take."""
+"""The jitted functions of a run, and the shapes of their inputs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Programs(NamedTuple):
   train_step: Callable  # (state, frozen, batch) → (state, metrics); the state is donated
   supervised_step: Callable  # see `train.warm_start.supervised_step`
   generate: Callable  # (trained, frozen, prompts, key) → Rollouts of the policy
-  generate_held_out: Callable  # the same with the evaluation's samples and sampling
+  generate_held_out: Callable  # the same with the evaluation's num_samples and sampling
   sync_weights: Callable  # see `make_sync_weights`
   checksums: Callable  # params → u32[leaves]
   behavior_gap: Callable  # see `train.behavior_sources.behavior_gap`; sampling is static
@@ -49,7 +49,7 @@ class Programs(NamedTuple):
 
 
 class Sampler(NamedTuple):
-  """Where rollouts are generated, and the policy's functions there."""
+  """The mesh that generates rollouts, and the policy's model on it."""
 
   model: Model
   mesh: Mesh
@@ -66,23 +66,25 @@ def make_programs(
   sampler: Sampler,
   warm_start_optimizer: optax.GradientTransformation,
 ) -> Programs:
-  """Jits what a run needs.
+  """The jitted functions of a run.
 
   Args:
-    state: of `abstract_state`.
+    sources: the policies that sample.
+    state: from `abstract_state`.
     mesh: of updates and of the evaluation.
-    sampler: on `mesh` itself, or on devices of its own.
+    sampler: on `mesh` itself, or on separate devices.
+    warm_start_optimizer: of the supervised phase.
   """
   model = method.model
   shardings = jax.tree.map(lambda x: x.sharding, state)
-  for_host, whole = sharding.host_result_sharding(mesh), sharding.replicated(mesh)
+  for_host, replicated = sharding.host_result_sharding(mesh), sharding.replicated(mesh)
   generates = functools.partial(jit_generate, config, tokenizer, model, mesh=mesh)
   held_out = config.evaluation
   return Programs(
     train_step=jax.jit(
       functools.partial(train_step, method=method),
       donate_argnums=0,
-      out_shardings=(shardings, whole),
+      out_shardings=(shardings, replicated),
     ),
     supervised_step=jax.jit(
       functools.partial(supervised_step, model=model, optimizer=warm_start_optimizer),
@@ -99,8 +101,8 @@ def make_programs(
     behavior_gap=jax.jit(
       functools.partial(behavior_gap, model=sampler.model), static_argnames="sampling"
     ),
-    measure=jax.jit(make_measure(config, method), out_shardings=whole),
-    mean_entropy=jax.jit(functools.partial(mean_entropy, method=method), out_shardings=whole),
+    measure=jax.jit(make_measure(config, method), out_shardings=replicated),
+    mean_entropy=jax.jit(functools.partial(mean_entropy, method=method), out_shardings=replicated),
     score=jax.jit(functools.partial(policy_logprobs, method=method), out_shardings=for_host),
     merge=jax.jit(lambda trained, frozen: merged(model.combine(trained, frozen))),
   )
@@ -128,20 +130,20 @@ def jit_generate(
   return jax.jit(bound, out_shardings=sharding.host_result_sharding(mesh))
 
 
-def make_sync_weights(mesh: Mesh, own: Mesh, shardings: Params) -> Callable:
-  """(parameters of the trainer, whether to outlive them) → parameters to draw rollouts from.
+def make_sync_weights(mesh: Mesh, generation_mesh: Mesh, shardings: Params) -> Callable:
+  """(the trainer's parameters, copy: whether to copy them) → parameters to sample rollouts with.
 
-  An update donates its parameters: what is drawn from meanwhile must outlive them.
+  An update donates the trainer's parameters, so sampling during an update needs a copy.
   """
-  if own is not mesh:
-    moved = jax.tree.map(lambda s: jax.sharding.NamedSharding(own, s.spec), shardings)
-    return lambda params, outlive: jax.device_put(params, moved)
+  if generation_mesh is not mesh:
+    moved = jax.tree.map(lambda s: jax.sharding.NamedSharding(generation_mesh, s.spec), shardings)
+    return lambda params, copy: jax.device_put(params, moved)
   copied = jax.jit(lambda params: jax.tree.map(jnp.copy, params))
-  return lambda params, outlive: copied(params) if outlive else params
+  return lambda params, copy: copied(params) if copy else params
 
 
 def make_gram(config: ml_collections.ConfigDict) -> geometry.GramFn:
-  """The route to the Gram matrix."""
+  """The function of `config.gram` that computes the Gram matrix."""
   return specs.make("config.gram", geometry, config.gram, geometry.GramFn)
 
 
@@ -149,7 +151,7 @@ def make_measure(config: ml_collections.ConfigDict, method: Method) -> Callable:
   """`train.geometry.measure` with everything bound but (state, frozen, initial, batch)."""
   check_between("config.diagnostics", "every", config.diagnostics.every, low=0)
   if config.diagnostics.compared:
-    geometry.per_rollout(parameters=config.diagnostics.compared)  # raises what is no pattern
+    geometry.per_rollout(parameters=config.diagnostics.compared)  # raises unless it is a pattern
   return functools.partial(
     measure,
     method=method,
@@ -211,7 +213,7 @@ def abstract_batch(
 def abstract_state(
   config: ml_collections.ConfigDict, method: Method, base: Params, mesh: Mesh
 ) -> TrainState:
-  """Shapes, dtypes and shardings of the train state; `base` are shapes of the whole network."""
+  """Shapes, dtypes and shardings of the train state; `base`: shapes of the complete network."""
   settings = make_lora(config)
 
   def build(key):

@@ -1,4 +1,4 @@
-"""A run's files of JSON lines: what a checkpoint knows of them, and their repair."""
+"""A run's JSON-lines files: the names of records that checkpoints store, and repair."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from rlvr_jax.files import JsonLines, replacing
 
 
 class Records:
-  """Appends records of steps to a file and to a hidden copy of it.
+  """Appends records to a file and to a hidden copy of it.
 
-  The names of the records, such as "train 12 1c291ca3" (phase, step, checksum of the line), go into
-  the checkpoints. A resumed run has exactly the records that its checkpoint names: what the file
-  has lost since comes from the copy, and `damage` says what was found.
+  Checkpoints store the names of the records, such as "train 12 1c291ca3" (phase, step, checksum of
+  the line). A resumed run has exactly the records that its checkpoint names: records that the file
+  has lost are restored from the copy, and `damage` reports them.
 
   Attributes:
-    names: of the records that are there, in their order.
-    damage: messages on what was not as it was named; none where all was.
+    names: of the records in the file, in order.
+    damage: messages on differences between the file and `names`; empty if there are none.
   """
 
   def __init__(self, path: pathlib.Path, names: Sequence[str]):
-    """Opens the file, created if needed, with the records named; later ones are dropped."""
+    """Opens or creates the file and keeps the records in `names`; later ones are dropped."""
     copy = path.with_name(f".{path.name}")
     found, spare = _lines(path), _lines(copy)
     lines = {_name(line): line for line in spare + found}
     self.names = [name for name in names if name in lines]
     self.damage: list[str] = []
     if [_name(line) for line in found[: len(names)]] != list(names):
-      self.damage.append(_set_aside(path, names, [*map(_name, found)], lines.keys()))
+      self.damage.append(_keep_damaged(path, names, [*map(_name, found)], lines.keys()))
     text = b"".join(lines[name] for name in self.names)
     for file, before in ((path, found), (copy, spare)):
       if not file.exists() or b"".join(before) != text:
@@ -43,7 +43,7 @@ class Records:
     self._files = [JsonLines(path), JsonLines(copy)]
 
   def append(self, records: Iterable[Mapping[str, Any]]) -> None:
-    """One line per record; with "step" and "phase" in each.
+    """Appends one line per record; each has "step" and "phase".
 
     Raises:
       DiskFullError: no space is left.
@@ -54,7 +54,7 @@ class Records:
     self.names += map(_name, lines)
 
   def sync(self) -> None:
-    """Brings the records to the disk, before a checkpoint that names them."""
+    """Syncs the files to disk; call it before saving a checkpoint that names the records."""
     for file in self._files:
       os.fsync(file.fileno())
 
@@ -65,9 +65,9 @@ class Records:
 
 
 def names_until(path: pathlib.Path, step: int) -> list[str]:
-  """Names of a file's records up to a step, for a checkpoint that does not say them."""
+  """Names of a file's records up to a step, for a checkpoint that does not have them."""
   names = [name for name in map(_name, _lines(path)) if name]
-  warm_start = "warm_start "  # has a counter of its own
+  warm_start = "warm_start "  # has its own step counter
   return [n for n in names if n.startswith(warm_start) or int(n.split()[1]) <= step]
 
 
@@ -76,38 +76,44 @@ def _lines(path: pathlib.Path) -> list[bytes]:
 
 
 def _name(line: bytes) -> str:
-  """ "phase step checksum" of a record's line; empty for a line that is none."""
+  """ "phase step checksum" of a record's line; "" for a line that is not a record."""
   try:
     record = json.loads(line)
     phase, step = record["phase"], record["step"]
   except (ValueError, KeyError, TypeError):
     return ""
-  whole = line.endswith(b"\n") and isinstance(phase, str) and type(step) is int
-  return f"{phase} {step} {zlib.crc32(line):08x}" if whole else ""
+  complete = line.endswith(b"\n") and isinstance(phase, str) and type(step) is int
+  return f"{phase} {step} {zlib.crc32(line):08x}" if complete else ""
 
 
-def _set_aside(
-  path: pathlib.Path, names: Sequence[str], found: Sequence[str], there: Iterable[str]
+def _keep_damaged(
+  path: pathlib.Path, names: Sequence[str], found: Sequence[str], available: Iterable[str]
 ) -> str:
-  """Keeps a damaged file under another name; returns what to say of it."""
-  lacking = list((Counter(names) - Counter(found)).elements())
-  lost = [name for name in names if name not in set(there)]
+  """Renames a damaged file, and returns a message about it.
+
+  Args:
+    names: of the records that the checkpoint has.
+    found: names of the file's lines.
+    available: names of the records in the file or its copy.
+  """
+  missing = list((Counter(names) - Counter(found)).elements())
+  lost = [name for name in names if name not in set(available)]
   known, labels = set(names), {_label(name) for name in names}
-  doubled = [name for name in (Counter(found) - Counter(names)).elements() if name in known]
-  # Records of later steps are none of them: they are about to be written again.
-  strange = [name for name in found if name not in known and (not name or _label(name) in labels)]
+  repeated = [name for name in (Counter(found) - Counter(names)).elements() if name in known]
+  # Records of later steps are expected: the resumed run writes them again.
+  unknown = [name for name in found if name not in known and (not name or _label(name) in labels)]
   parts = {
-    f"records missing or changed: {_listed(lacking)}": lacking,
-    f"records doubled: {_listed(doubled)}": doubled,
-    f"lines that are none of its records: {len(strange)}": strange,
+    f"records missing or changed: {_listed(missing)}": missing,
+    f"records repeated: {_listed(repeated)}": repeated,
+    f"lines that are not its records: {len(unknown)}": unknown,
   }
-  what = "; ".join(text for text, those in parts.items() if those) or "records in another order"
-  done = f"lost for good: {_listed(lost)}" if lost else "all were put back from a copy"
+  what = "; ".join(text for text, some in parts.items() if some) or "records in another order"
+  done = f"lost permanently: {_listed(lost)}" if lost else "all were restored from a copy"
   if not path.exists():
     return f"{path} was removed ({what}); {done}"
-  asides = (path.with_name(f"{path.name}.damaged-{k}") for k in itertools.count(1))
-  aside = path.rename(next(aside for aside in asides if not aside.exists()))
-  return f"{path} was not as the checkpoint knows it ({what}); {done}; what was found is {aside}"
+  candidates = (path.with_name(f"{path.name}.damaged-{k}") for k in itertools.count(1))
+  kept = path.rename(next(candidate for candidate in candidates if not candidate.exists()))
+  return f"{path} differs from the checkpoint's records ({what}); {done}; the old file is {kept}"
 
 
 def _label(name: str) -> str:

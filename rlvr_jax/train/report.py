@@ -1,4 +1,4 @@
-"""What is left at the end of a run: a table, the learning curves, and where the files lie."""
+"""The report at the end of a run: a table, the learning curves, and the paths of the files."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Record = dict[str, Any]
 
 
 def write_report(workdir: str | os.PathLike[str]) -> str:
-  """Draws `learning_curves.png` and returns the final table, from the workdir's metrics.jsonl.
+  """Plots `learning_curves.png` and returns the final table, from the workdir's metrics.jsonl.
 
-  Without matplotlib (extra `plot`) the drawing is left out and the text says so.
+  Without matplotlib (extra `plot`) there is no plot, and the text says so.
 
   Raises:
     FileNotFoundError: if the workdir has no metrics.jsonl.
@@ -39,10 +39,10 @@ def write_report(workdir: str | os.PathLike[str]) -> str:
   held_out = [record for record in records if record["phase"] == "eval"]
   lines = [*_table(train, held_out), ""]
   try:
-    _draw(train, held_out, workdir / CURVES_FILE)
+    _plot_curves(train, held_out, workdir / CURVES_FILE)
     lines.append(f"learning curves  {workdir / CURVES_FILE}")
   except ImportError:
-    lines.append('learning curves  not drawn, matplotlib is missing: pip install -e ".[plot]"')
+    lines.append('learning curves  not plotted, matplotlib is missing: pip install -e ".[plot]"')
   lines.append(f"every metric     {workdir / METRICS_FILE}")
   lines.append(f"rollouts         {workdir / ROLLOUTS_FILE}")
   lines.append(f"TensorBoard      {workdir / TENSORBOARD_FOLDER}")
@@ -76,7 +76,7 @@ def _table(train: Sequence[Record], held_out: Sequence[Record]) -> list[str]:
 
 
 def _totals(records: Sequence[Record]) -> list[str]:
-  """A line each of tokens and of model FLOPs; counters only grow, so the largest is the total."""
+  """A line for tokens and one for model FLOPs; counters only grow, so the largest is the total."""
   lines = []
   for title, prefix, form in _COUNTERS:
     names = dict.fromkeys(name for r in records for name in r if name.startswith(prefix))
@@ -98,9 +98,9 @@ def _row(
   best: Callable[..., Record] | None,
   form: str,
 ) -> tuple[str, str, str, str]:
-  """Start, best and final value of `key`, each with its interval where it has one."""
-  having = [record for record in records if key in record]
-  if not having:
+  """(label, start, best, final) of `key`, each value with its interval if it has one."""
+  with_key = [record for record in records if key in record]
+  if not with_key:
     return (label, "", "", "")
 
   def show(record: Record, at_step: bool = False) -> str:
@@ -109,16 +109,16 @@ def _row(
       text += f" [{form.format(record[f'{key}_low'])}, {form.format(record[f'{key}_high'])}]"
     return f"{text} at {record['step']}" if at_step else text
 
-  finite = [record for record in having if math.isfinite(record[key])]
+  finite = [record for record in with_key if math.isfinite(record[key])]
   top = show(best(finite, key=lambda record: record[key]), at_step=True) if best and finite else ""
-  return (label, show(having[0]), top, show(having[-1]))
+  return (label, show(with_key[0]), top, show(with_key[-1]))
 
 
 # --- the curves -----------------------------------------------------------------------------------
 
 
-def _draw(train: Sequence[Record], held_out: Sequence[Record], path: pathlib.Path) -> None:
-  # An own figure on the file backend: no window, no global state, no import without the extra.
+def _plot_curves(train: Sequence[Record], held_out: Sequence[Record], path: pathlib.Path) -> None:
+  # A separate figure on the file backend: no window, no global state, no import without the extra.
   from matplotlib.backends.backend_agg import FigureCanvasAgg
   from matplotlib.figure import Figure
 
@@ -140,7 +140,7 @@ def _draw(train: Sequence[Record], held_out: Sequence[Record], path: pathlib.Pat
   entropy.set(title="Policy entropy", ylabel="nats per token")
 
   _plot(shift, train, "behavior/kl_k3", color="C0")
-  shift.set(title="Distance from the behaviour policy")
+  shift.set(title="Distance from the behavior policy")
   shift.set_ylabel("KL estimate k3, nats per token", color="C0")
   clip = shift.twinx()
   _plot(clip, train, "loss/clip_fraction", color="C1")
@@ -164,5 +164,5 @@ def _plot(axes: Any, records: Sequence[Record], key: str, label: str = "", **sty
 
 
 def _series(records: Sequence[Record], key: str) -> tuple[list[int], list[float]]:
-  having = [record for record in records if key in record]
-  return [record["step"] for record in having], [record[key] for record in having]
+  with_key = [record for record in records if key in record]
+  return [record["step"] for record in with_key], [record[key] for record in with_key]

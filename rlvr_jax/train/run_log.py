@@ -1,4 +1,4 @@
-"""What a run reports: counters, seconds by phase, and the record of every update and evaluation."""
+"""What a run logs: counters, seconds by phase, and a record of every update and evaluation."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ _PHASES = (
 
 @dataclasses.dataclass
 class DeviceClock:
-  """When some devices last ended something, seconds of the host's clock."""
+  """When a set of devices last became free, in seconds on the host's clock."""
 
   free_from: float = 0.0
 
 
 class DispatchedUpdate(NamedTuple):
-  """An update on the devices whose metrics have not been read yet."""
+  """An update that was dispatched to the devices, whose metrics have not been read yet."""
 
-  step: int  # updates made, this one included
-  dispatched: float  # seconds of the host's clock
+  step: int  # number of updates, this one included
+  dispatched: float  # seconds on the host's clock
   metrics: dict[str, jax.Array]
-  host: dict[str, float]  # metrics that the host knows
+  host: dict[str, float]  # metrics computed on the host
   batch: TrainBatch
-  geometry: dict[str, jax.Array]  # arrays of a measurement before it, or none
+  geometry: dict[str, jax.Array]  # arrays measured before the update; may be empty
 
 
 class NonFiniteError(FloatingPointError):
@@ -54,11 +54,11 @@ class NonFiniteError(FloatingPointError):
 
 
 class RunLog:
-  """Counts, times, and writes; nothing here changes what a run computes.
+  """Counts, measures time, and writes records; does not affect what a run computes.
 
   Attributes:
-    counters: of the run until now, by the names of `COUNTERS`.
-    timings: seconds by phase of what came before the next update.
+    counters: totals of the run so far, by the names in `COUNTERS`.
+    timings: seconds by phase since the last update.
     clock: of the trainer's devices.
   """
 
@@ -71,14 +71,14 @@ class RunLog:
     *,
     elapsed: float = 0.0,
   ):
-    """Begins to count.
+    """Starts with all counters at 0.
 
     Args:
       config: of the run.
-      network: of the policy, for its FLOPs.
+      network: settings of the policy's network, to count its FLOPs.
       schedule: of the run.
-      writer: of its records.
-      elapsed: seconds that the run has taken before.
+      writer: writes the records.
+      elapsed: seconds that the run had taken before it was resumed.
     """
     self.writer = writer
     self._config, self._network, self._schedule = config, network, schedule
@@ -86,18 +86,18 @@ class RunLog:
     self.timings: dict[str, float] = {}
     self.clock = DeviceClock()
     self._fresh_tokens = 0  # sampled since the last update
-    self._samples_written_at = -1  # update before which rollouts were last written for a person
+    self._samples_written_at = -1  # update before which rollouts were last written
     self._began = time.perf_counter() - elapsed
     self._cycle_began = time.perf_counter()
 
   # --- counting -----------------------------------------------------------------------------------
 
   def spent(self, phase: str, seconds: float) -> None:
-    """Adds to what the next update's record says of a phase."""
+    """Adds to the seconds of a phase in the next update's record."""
     self.timings[phase] = self.timings.get(phase, 0.0) + seconds
 
   def count_sampled(self, batch: RolloutBatch, step: int) -> None:
-    """Counts a graded batch, and writes some rollouts for a person; `step`: updates made."""
+    """Counts a graded batch and writes some of its rollouts; `step`: number of updates so far."""
     graded = batch.graded
     assert graded is not None
     self.counters["batches"] += batch.draws
@@ -119,29 +119,29 @@ class RunLog:
     self.counters["flops_score"] += forward_flops(self._network, *lengths)
 
   def count_trained(self, batch: TrainBatch, adapters: Params | None) -> None:
-    """Counts an update on the batch; `adapters`: the trained parameters where others are frozen."""
+    """Counts an update on the batch; `adapters`: the trained parameters if others are frozen."""
     lengths = batch.prompts.lengths, response_lengths(batch)
     self.counters["tokens_trained"] += int(batch.mask.sum())
     self.counters["flops_optimise"] += update_flops(self._network, *lengths, adapters=adapters)
 
   def counted(self) -> dict[str, float]:
-    """What the run has cost until now."""
+    """The counters as metrics."""
     return {f"counter/{name}": value for name, value in self.counters.items()}
 
   def times(self, phases: Mapping[str, Any]) -> dict[str, float]:
-    """The run's seconds until now, and those since the last record that no phase accounts for."""
+    """Seconds of the run so far, and seconds since the last record that belong to no phase."""
     now = time.perf_counter()
     cycle, self._cycle_began = now - self._cycle_began, now
     names = [name for name in _PHASES if name in phases]
     if self._schedule.real_time:
-      names = [name for name in names if name not in _OF_GENERATION]  # in parallel to the trainer's
+      names = [name for name in names if name not in _OF_GENERATION]  # parallel to the trainer
     idle = cycle - sum(phases[name] for name in names)
     return {"time/idle_seconds": max(idle, 0.0), "time/elapsed_seconds": now - self._began}
 
   # --- records ------------------------------------------------------------------------------------
 
   def host_metrics(self, statistics: Mapping[str, float], step: int) -> dict[str, float]:
-    """What the host knows of the update after `step` others; begins to time the next one."""
+    """The host's metrics of the update after `step` others; resets the timings."""
     host = {**statistics, **self.counted(), **self.timings}
     if seconds := self.timings.get("time/generate_seconds"):
       host["time/rollout_tokens_per_second"] = self._fresh_tokens / seconds
@@ -151,7 +151,7 @@ class RunLog:
     return host
 
   def write_update(self, update: DispatchedUpdate) -> dict[str, float]:
-    """Waits for the update's metrics and writes its record, which it returns."""
+    """Waits for the update's metrics, writes its record and returns it."""
     values = {name: float(value) for name, value in jax.device_get(update.metrics).items()}
     done = time.perf_counter()
     seconds = done - max(update.dispatched, self.clock.free_from)
@@ -186,11 +186,11 @@ class RunLog:
     """Writes the record of an evaluation, and some of its rollouts.
 
     Args:
-      step: updates made.
-      values: of `evaluate.held_out.accuracy`.
+      step: number of updates so far.
+      values: as `evaluate.held_out.accuracy` returns them.
       samples: [problems][samples].
-      lengths: of prompts and of responses, tokens.
-      began: seconds of the host's clock.
+      lengths: (of prompts, of responses), in tokens.
+      began: when the evaluation began, seconds on the host's clock.
     """
     self.clock.free_from = time.perf_counter()
     self.counters["tokens_evaluated"] += int(lengths[1].sum())
@@ -211,13 +211,13 @@ class RunLog:
 def raise_non_finite(
   update: DispatchedUpdate, values: Mapping[str, float], workdir: pathlib.Path
 ) -> NoReturn:
-  """Raises NonFiniteError; the update's batch goes into the workdir."""
+  """Raises NonFiniteError after writing the update's batch into the workdir."""
   path = workdir / f"nonfinite_batch_{update.step}.npz"
   if multihost.is_first():
     write_batch(path, update.batch)
   raise NonFiniteError(
     f"{values['update/skipped_in_a_row']:.0f} updates in a row, the last being {update.step}, had a"
     f" loss or gradient that was not finite; its batch is in {path}. Lower"
-    " config.learning_rate's peak (in another --workdir), or look into that batch; skipped"
+    " config.learning_rate's peak (in another --workdir), or inspect that batch; skipped"
     " updates have not changed the parameters"
   )

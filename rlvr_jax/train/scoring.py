@@ -1,4 +1,4 @@
-"""Forward passes of a run beside its updates: scores that a batch needs, entropy, diagnostics."""
+"""Forward passes other than updates: log-probabilities of a batch, entropy, diagnostics."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from rlvr_jax.types import Params, TrainBatch, TrainState
 
 
 class Scorer:
-  """Scores batches by the policy and by the first policy."""
+  """Computes log-probabilities of batches under the current and the initial policy."""
 
   def __init__(self, parts: Parts, frozen: Params, initial: Params, log: RunLog):
-    """Keeps what it needs.
+    """Keeps `initial` only if it is needed.
 
     Args:
       parts: of the run.
       frozen: the parameters that are not trained.
-      initial: the trained ones before the first update.
+      initial: the trained parameters before the first update.
       log: counts the forward passes.
     """
     c = self.config = parts.config
     self.parts, self.frozen, self.log = parts, frozen, log
-    # Kept only where something reads them: they take as much memory as the policy.
+    # Kept only if they are used: they take as much memory as the policy.
     keep = c.reference.kl_coefficient or c.diagnostics.every
     self.initial = initial if keep else None
 
   def initial_entropy(self, params: Params, collector: Collector) -> float:
-    """`measure_entropy` of the initial policy; 0, without measuring, where nothing reads it."""
+    """`measure_entropy` of the initial policy; 0, without measuring, if nothing uses it."""
     stateful = jax.tree.leaves(self.parts.abstract_state.advantage_state)
     return self.measure_entropy(params, collector) if stateful else 0.0
 
   def measure_entropy(self, params: Params, collector: Collector) -> float:
-    """Mean entropy, nats per token, on responses to the first training prompts.
+    """Mean entropy, in nats per token, on responses to the first training prompts.
 
-    They are sampled with keys of their own, so that measuring changes nothing else.
+    They are sampled with separate keys, so that measuring does not affect the run.
     """
     c, parts = self.config, self.parts
     problems = next(problem_batches(parts.task.train, batch_size=c.batch.prompts, seed=c.seed))
@@ -60,12 +60,12 @@ class Scorer:
     return float(np.sum(sharding.to_host(entropy) * batch.mask) / max(batch.mask.sum(), 1))
 
   def prepared(self, rollouts: RolloutBatch, state: TrainState, step: int) -> TrainBatch:
-    """The batch as an update takes it: permuted in a control run, scored, with its lags.
+    """The batch for an update: with log-probabilities and lags, rewards permuted in a control run.
 
     Args:
-      rollouts: graded; keeps the scores.
-      state: that the update begins with.
-      step: updates made.
+      rollouts: a graded batch; new log-probabilities are stored in it.
+      state: before the update.
+      step: number of updates so far.
     """
     c, graded, versions = self.config, rollouts.graded, rollouts.versions
     assert graded is not None and versions is not None
@@ -75,12 +75,12 @@ class Scorer:
     if c.reference.kl_coefficient and rollouts.reference_logprobs is None:
       rollouts.reference_logprobs = self.score(self.initial, batch)
     if self.parts.method.loss.needs_proximal:
-      every, taken = c.proximal_every, rollouts.scored_at
-      # At its first update, and again when that is old.
-      if taken is None or (every and step - taken >= every):
+      every, scored_at = c.proximal_every, rollouts.scored_at
+      # At the batch's first update, and again after `every` updates.
+      if scored_at is None or (every and step - scored_at >= every):
         rollouts.proximal_logprobs, rollouts.scored_at = self.score(state.params, batch), step
-    behind = np.where(versions >= 0, step - versions, -1)
-    lags: Any = np.broadcast_to(behind[:, None], batch.rewards.shape).astype(np.int32)
+    group_lags = np.where(versions >= 0, step - versions, -1)
+    lags: Any = np.broadcast_to(group_lags[:, None], batch.rewards.shape).astype(np.int32)
     reference: Any = rollouts.reference_logprobs
     proximal: Any = rollouts.proximal_logprobs
     return dataclasses.replace(
@@ -96,7 +96,7 @@ class Scorer:
   def measure(
     self, state: TrainState, batch: TrainBatch, step: int
   ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Scalars and arrays of the gradient geometry, at the updates that the configuration names."""
+    """(scalars, arrays) of the gradient geometry, every `config.diagnostics.every` updates."""
     every = self.config.diagnostics.every
     if not every or step % every:
       return {}, {}

@@ -1,7 +1,7 @@
-"""Where arrays live: one mesh, one table of rules, and the way between host and devices.
+"""The sharding of arrays: the mesh, a table of rules, and transfers between host and devices.
 
 Axes: `data` replicates parameters, `fsdp` shards them along one dimension, `tensor` along the
-other. The batch is sharded on prompts over data and fsdp together, so a group stays whole.
+other. The batch is sharded on prompts over data and fsdp together, so a group is never split.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -41,37 +41,45 @@ RULES: tuple[tuple[str, PartitionSpec], ...] = (
 
 
 def make_mesh(
-  *, data: int = 1, fsdp: int = 1, tensor: int = 1, field: str = "mesh", skipped: int = 0
+  *,
+  data: int = 1,
+  fsdp: int = 1,
+  tensor: int = 1,
+  field: str = "mesh",
+  skipped: int = 0,
+  devices: Sequence[Any] | None = None,
 ) -> Mesh:
-  """A mesh over the first data·fsdp·tensor devices after those that are skipped.
+  """A mesh over data·fsdp·tensor devices, after the first `skipped` ones.
 
   Args:
-    field: of the configuration, for the message.
-    skipped: devices that belong to another mesh.
+    data, fsdp, tensor: number of devices along each axis, ≥ 1.
+    field: of the configuration, for messages.
+    skipped: number of devices that belong to another mesh.
+    devices: to choose from, which need not be available; None: those of this machine.
   Raises:
-    ValueError: sizes below 1, or more devices than there are.
+    ValueError: sizes below 1, or more devices than available.
   """
   sizes = (data, fsdp, tensor)
   if any(size < 1 for size in sizes):
     given = dict(zip(AXES, sizes, strict=True))
     raise ValueError(f"config.{field} = {given}: every axis must be at least 1")
-  needed, available = math.prod(sizes), jax.device_count() - skipped
+  devices = (jax.devices() if devices is None else devices)[skipped:]
+  needed, available = math.prod(sizes), len(devices)
   if needed > available or (jax.process_count() > 1 and needed != available):
-    beside = f" beside the {skipped} of config.mesh" if skipped else ""
+    others = f" besides the {skipped} of config.mesh" if skipped else ""
     raise ValueError(
       f"config.{field}: data·fsdp·tensor = {data}·{fsdp}·{tensor} = {needed} devices, but there are"
-      f" {available}{beside}; choose sizes whose product is {available} (on a CPU, more devices"
+      f" {available}{others}; choose sizes whose product is {available} (on a CPU, more devices"
       f" come from XLA_FLAGS=--xla_force_host_platform_device_count={needed + skipped})"
     )
-  devices = jax.devices()[skipped : skipped + needed]
-  # Under the default explicit axes sharded contractions raise.
-  return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+  # With jax's default, explicit axes, sharded contractions raise an error.
+  return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:needed])
 
 
 def state_shardings(abstract: Any, mesh: Mesh) -> Any:
-  """A NamedSharding for every leaf, from `RULES` by its path; optimizer moments follow suit.
+  """A NamedSharding for every leaf, from `RULES` by its path, optimizer moments included.
 
-  A dimension that its axis does not divide is replicated.
+  A dimension that is not divisible by the size of its axis is replicated.
   """
 
   def sharding(path, leaf):
@@ -108,14 +116,14 @@ def layout(mesh: Mesh | None) -> Layout:
 
 
 def batch_constraint(mesh: Mesh) -> Callable[[Array], Array]:
-  """Keeps activations [P, ...] sharded on prompts, so that weights travel and they stay."""
+  """Keeps activations [P, ...] sharded on prompts, so that weights are communicated instead."""
   if mesh.size == 1:
     return lambda x: x
   return lambda x: jax.lax.with_sharding_constraint(x, batch_sharding(mesh))
 
 
 def gather_over_fsdp(mesh: Mesh) -> Callable[[Params], Params]:
-  """Makes parameters whole along fsdp, still split along tensor: for loops that use them often."""
+  """Gathers parameters along fsdp, still sharded along tensor; for loops that use them often."""
   if mesh.shape["fsdp"] == 1:
     return lambda params: params
 
@@ -131,10 +139,10 @@ def gather_over_fsdp(mesh: Mesh) -> Callable[[Params], Params]:
 
 
 def host_result_sharding(mesh: Mesh) -> NamedSharding:
-  """For batch-sized results that the host reads: whole where other processes hold a part.
+  """The sharding of batch-sized results that the host reads: replicated with several processes.
 
-  So the program itself gathers them; a gathering of its own would wait in the devices' queue behind
-  programs dispatched in the meantime.
+  So the program that computes them gathers them. A separate gather would wait in the devices' queue
+  behind programs dispatched in the meantime.
   """
   return batch_sharding(mesh) if jax.process_count() == 1 else replicated(mesh)
 
@@ -151,7 +159,7 @@ def check_batch(name: str, prompts: int, mesh: Mesh) -> None:
 
 
 def to_devices(tree: Any, sharding: NamedSharding) -> Any:
-  """Host arrays, the same on every process, as global arrays."""
+  """Host arrays, equal on every process, as global arrays."""
   put = lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
   return jax.tree.map(lambda x: put(np.asarray(x)), tree)
 
@@ -174,12 +182,12 @@ def batch_to_devices(batch: TrainBatch, mesh: Mesh) -> TrainBatch:
 
 
 def to_host(tree: Any) -> Any:
-  """Global arrays as NumPy arrays, whole on every process."""
+  """Global arrays as NumPy arrays, complete on every process."""
   if jax.process_count() == 1:
     return jax.device_get(tree)
-  whole = lambda x: not isinstance(x, jax.Array) or x.is_fully_replicated or x.is_fully_addressable
+  local = lambda x: not isinstance(x, jax.Array) or x.is_fully_replicated or x.is_fully_addressable
   fetch = lambda x: (
-    jax.device_get(x) if whole(x) else multihost_utils.process_allgather(x, tiled=True)
+    jax.device_get(x) if local(x) else multihost_utils.process_allgather(x, tiled=True)
   )
   with deadline():
     return jax.tree.map(fetch, tree)

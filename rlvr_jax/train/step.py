@@ -1,8 +1,8 @@
-"""One update of the policy, as a pure function that reads as the method.
+"""One update of the policy, as a pure function.
 
-Rewards become coefficients. The loss and its gradient are those of the whole batch: `accumulate`
-adds up micro-batches, `objective` says what one contributes. The optimizer proposes new parameters,
-which are taken where the numbers are finite.
+Rewards become coefficients. The loss and its gradient are those of the full batch: `accumulate`
+sums over micro-batches, `objective` computes one micro-batch's part. The optimizer proposes new
+parameters, which are used if loss and gradient are finite.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlvr_jax.types import Array, Params, TrainBatch, TrainState
 
 def initial_state(method: Method, trained: Params, initial_entropy: Array) -> TrainState:
   """The state before the first update; `initial_entropy` f32[] in nats per token."""
-  # Distinct arrays: a donated buffer must not stand twice in one state.
+  # Distinct arrays: a state that is donated must not have the same buffer twice.
   zero = lambda: jnp.zeros((), jnp.int32)
   return TrainState(
     params=trained,
@@ -38,15 +38,14 @@ def train_step(
 ) -> tuple[TrainState, dict[str, Array]]:
   """One update on one batch; to be jitted with `method` bound and the state donated.
 
-  An update whose loss or gradient is not finite is skipped: parameters, optimizer and algorithm
-  state stay as they were, and the counters say so.
+  If loss or gradient are not finite, the update is skipped: only its counters change.
 
   Args:
-    state: `params` are those that are trained.
-    frozen: the network's other parameters; {} where all are trained.
+    state: `params` are the trained parameters.
+    frozen: the network's other parameters; {} if all are trained.
     batch: graded rollouts.
   Returns:
-    The next state, and metrics as scalars.
+    The next state, and metrics, f32[] by name.
   """
   coefficients = jax.lax.stop_gradient(method.advantage.apply(state.advantage_state, batch))
   key = key_for(method.seed, "reweighting", state.step)
@@ -54,29 +53,30 @@ def train_step(
     state.params, frozen, batch, coefficients, key, method=method
   )
   values = reductions.values(
-    {
-      **method.coefficient_metrics(coefficients, batch.rewards, batch.correct),
-      **metrics,
-      **batch_metrics(batch),
-      **method.advantage.metrics(state.advantage_state),
-    }
+    method.coefficient_metrics(coefficients, batch.rewards, batch.correct)
+    | metrics
+    | batch_metrics(batch)
+    | method.advantage.metrics(state.advantage_state)
   )
 
-  norm = optax.tree.norm(gradient)
+  with jax.named_scope("optimizer"):
+    norm = optax.tree.norm(gradient)
+    updates, opt_state = method.optimizer.update(gradient, state.opt_state, state.params)
+    updated = optax.apply_updates(state.params, updates)
   finite = jnp.isfinite(surrogate) & jnp.isfinite(norm)
-  updates, opt_state = method.optimizer.update(gradient, state.opt_state, state.params)
   solve_rate = None if batch.solve_rate is None else jnp.mean(batch.solve_rate)
   proposed = (
-    optax.apply_updates(state.params, updates),
+    updated,
     opt_state,
     method.advantage.update(state.advantage_state, batch, values["policy/entropy"], solve_rate),
   )
   current = (state.params, state.opt_state, state.advantage_state)
   keep = lambda new, old: jnp.where(finite, new, old)
-  params, opt_state, advantage_state = jax.tree.map(keep, proposed, current)
+  with jax.named_scope("optimizer"):
+    params, opt_state, advantage_state = jax.tree.map(keep, proposed, current)
 
   skipped = 1 - finite.astype(jnp.int32)
-  made = state.step - state.skipped  # updates that the optimizer has counted
+  applied = state.step - state.skipped  # updates that the optimizer has counted
   state = TrainState(
     params=params,
     opt_state=opt_state,
@@ -88,7 +88,7 @@ def train_step(
   values |= {
     "loss/surrogate": surrogate,
     "update/gradient_norm": norm,
-    "update/learning_rate": jnp.asarray(method.schedule(made)),
+    "update/learning_rate": jnp.asarray(method.learning_rate(applied)),
     "update/skipped": state.skipped,
     "update/skipped_in_a_row": state.skipped_in_a_row,
   }

@@ -10,10 +10,10 @@ from rlvr_jax.ops.checks import check_choice
 
 
 def make_tokenizer(config: ml_collections.ConfigDict) -> Tokenizer:
-  """The tokenizer that `config.tokenizer` names.
+  """The tokenizer of `config.tokenizer`.
 
   Raises:
-    ValueError: it is not there, or has no chat template where one is asked for.
+    ValueError: it does not exist, or has no chat template although one is needed.
   """
   settings, name = config.prompts, config.tokenizer
   check_choice("config.prompts", "format", settings.format, ("plain", "chat"))
@@ -21,14 +21,14 @@ def make_tokenizer(config: ml_collections.ConfigDict) -> Tokenizer:
     for field, plain in (("format", "plain"), ("system", ""), ("template", "")):
       if settings[field] != plain:
         raise ValueError(
-          f"config.prompts.{field} = {settings[field]!r} needs a chat template, which"
-          f" config.tokenizer = 'bytes' has not; set it to {plain!r}, or choose another tokenizer"
+          f"config.prompts.{field} = {settings[field]!r} needs a chat template, but"
+          f" config.tokenizer = 'bytes' has none; set it to {plain!r}, or choose another tokenizer"
         )
     return ByteTokenizer()
   if name == "checkpoint" and not config.model.checkpoint:
     raise ValueError(
       "config.tokenizer = 'checkpoint', but config.model.checkpoint is empty; set it to a folder"
-      " of Hugging Face's layout, or config.tokenizer = 'bytes'"
+      " in Hugging Face's layout, or set config.tokenizer = 'bytes'"
     )
   try:
     return HuggingFaceTokenizer(
@@ -39,6 +39,6 @@ def make_tokenizer(config: ml_collections.ConfigDict) -> Tokenizer:
     )
   except (ImportError, OSError, ValueError) as error:
     raise ValueError(
-      f"config.tokenizer = {name!r} is none of 'bytes', 'checkpoint' and the folder of a tokenizer"
-      f" that can be used with config.prompts = {settings.to_dict()}: {error}"
+      f"config.tokenizer = {name!r} is not 'bytes', 'checkpoint' or the folder of a tokenizer that"
+      f" can be used with config.prompts = {settings.to_dict()}: {error}"
     ) from error

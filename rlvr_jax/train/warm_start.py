@@ -1,4 +1,4 @@
-"""A short supervised phase on worked solutions, so that a from-scratch policy can begin RL."""
+"""A short supervised phase on demonstrations, so that a from-scratch policy can begin RL."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def supervised_step(
   model: Any,
   optimizer: optax.GradientTransformation,
 ) -> tuple[tuple[Params, Any], Array]:
-  """One update of the mean negative log-likelihood of the solutions' tokens; pure.
+  """One update that minimizes the mean negative log-likelihood of the solutions' tokens; pure.
 
   Args:
-    state: parameters that are trained, and optimizer state.
-    frozen: the others.
+    state: (trained parameters, optimizer state).
+    frozen: the network's other parameters; {} if all are trained.
     prompts: P prompts.
     solutions: i32[P, T], right-padded, stop token included.
     lengths: i32[P], tokens of each solution.
@@ -64,7 +64,8 @@ def warm_start(
 ) -> Params:
   """Runs `num_steps` of `step` (jitted, donating its state) and returns the parameters.
 
-  `report` gets the step's number and loss; it is read one report late, behind later dispatches.
+  `report` is called with a step's number and loss every `report_every` steps. The loss is read one
+  report later, so that the devices are not idle.
 
   Raises:
     FloatingPointError: the loss is not finite.

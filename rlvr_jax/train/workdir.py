@@ -1,4 +1,4 @@
-"""The guard of a workdir: one process at a time, one configuration for good."""
+"""Protects a workdir: one process at a time, and always the same configuration."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 from rlvr_jax.files import replacing
 
 _EARLIER = (
-  "That run is of an earlier version, which gave components as name and kwargs; it cannot be"
-  " resumed by this one. "
+  "That run is of an earlier version, which had components as name and kwargs; this version cannot"
+  " resume it. "
 )
-# What a run writes after its configuration. Another's warm_start may have been copied there.
+# What a run writes after its configuration. Without warm_start, which users may copy there.
 _OF_A_RUN = ("checkpoints", "rollouts", "metrics.jsonl", "problems.jsonl")
 
 
@@ -24,13 +24,13 @@ class WorkdirError(RuntimeError):
 
 
 class WorkdirLock:
-  """Holds a workdir for one process until `close`; the kernel frees it when we die.
+  """Locks a workdir until `close`; the kernel frees the lock when the process ends.
 
   Create the lock in one process per run (on several hosts: the first) and keep it until the end.
   """
 
   def __init__(self, workdir: str | os.PathLike[str]):
-    """Raises WorkdirError if another process holds it."""
+    """Raises WorkdirError if another process has the lock."""
     path = pathlib.Path(workdir) / ".lock"
     if path.parent.exists() and not path.parent.is_dir():
       raise WorkdirError(f"--workdir={path.parent} is a file; choose a folder.")
@@ -51,7 +51,7 @@ class WorkdirLock:
     self._file.flush()
 
   def close(self) -> None:
-    """Frees the workdir."""
+    """Frees the lock."""
     self._file.close()
 
 
@@ -62,19 +62,19 @@ def check_config(
 
   Args:
     workdir: created if needed.
-    config_json: the whole configuration, a JSON object.
+    config_json: the complete configuration, a JSON object.
     may_differ: dotted names of fields (or of groups of fields) that a resumed run may change.
   Raises:
-    WorkdirError: fields differ; the message lists each with both values. Or a run has written there
-      whose configuration is gone.
+    WorkdirError: fields differ, which the message lists with both values; or the workdir has a run
+      without config.json.
   """
   path = pathlib.Path(workdir) / "config.json"
   new = json.loads(config_json)
   if not path.exists():
     if left := [name for name in _OF_A_RUN if (path.parent / name).exists()]:
       raise WorkdirError(
-        f"{path} is gone, but {path.parent} has {', '.join(left)} of a run, whose configuration is"
-        " not known without it. Put it back, or use another --workdir."
+        f"{path} is missing, but {path.parent} has {', '.join(left)} of a run, whose configuration"
+        " is unknown without it. Put it back, or use another --workdir."
       )
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
@@ -91,11 +91,11 @@ def check_config(
     if then.get(name) != now.get(name)
     and not any(name == field or name.startswith(f"{field}.") for field in may_differ)
   ]
-  # Groups of fields that have become one string.
+  # Earlier versions had groups of fields that are now one string.
   earlier = any(isinstance(old.get(name), dict) for name, v in new.items() if isinstance(v, str))
   if lines:
     raise WorkdirError(
-      f"{path.parent} belongs to a run of another configuration:\n" + "\n".join(lines) + "\n"
+      f"{path.parent} belongs to a run with another configuration:\n" + "\n".join(lines) + "\n"
       f"{_EARLIER if earlier else ''}Use another --workdir, or the configuration of the run that is"
       " there."
     )

@@ -175,7 +175,7 @@ def test_permuting_rollouts_and_prompts_permutes_the_coefficients(name, rewards,
   st.floats(0.25, 8, width=16),
 )
 def test_scaling_laws(rewards, shift, scale):
-  """Centred estimators ignore a shift; linear ones scale; GRPO without ε ignores the scale."""
+  """Centered estimators ignore a shift; linear ones scale; GRPO without ε ignores the scale."""
   rewards = np.asarray([rewards])
   if np.ptp(rewards) < 1e-2:
     return

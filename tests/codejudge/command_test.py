@@ -58,7 +58,7 @@ def test_verdicts(alone, tests, status, verdict):
     ({"style": "function", "cases": CASES}, "TESTS tests.json: the field 'entry_point' is missing"),
     (FUNCTION | {"cases": []}, "TESTS tests.json: 'cases' is empty: every program would pass"),
     (FUNCTION | {"entry_point": 5}, "TESTS tests.json: 'int' object has no attribute"),
-    (FUNCTION | {"memory_mib": 16}, "memory_mib is 16, must be a whole number ≥ 64"),
+    (FUNCTION | {"memory_mib": 16}, "memory_mib is 16, must be an integer ≥ 64"),
   ],
 )
 def test_unusable_tests(alone, tests, message):

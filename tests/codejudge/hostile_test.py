@@ -55,7 +55,7 @@ def _grade(pool, program, reference, limit_s=AMPLE_S):
   assert time.monotonic() - began < sandbox.WALL_CLOCK_FACTOR * limit_s + SLACK_S
   assert pool.worker_pids() == workers
   # Of the item before, something may have been about to end.
-  wait_until(lambda: descendants(*workers) <= before, 2.0)
+  wait_until(lambda: descendants(*workers) <= before)
   (after,) = pool.grade([GOOD], [GOOD_TASK])
   assert after.outcome is Outcome.CORRECT, after
   return grade
@@ -189,6 +189,7 @@ SLOW_EATERS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_processor_time_is_that_of_all_processes(pool):
   """Lest one item's many processes take it from other items until their deadline."""
   program = (

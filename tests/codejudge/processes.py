@@ -32,8 +32,8 @@ def running(pids: set[int]) -> set[int]:
   return {pid for pid, (state, _) in _stats().items() if pid in pids and state not in "ZX"}
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-  """Fails the test unless the condition comes true."""
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+  """Fails the test unless the condition comes true, in a time that a busy machine keeps, too."""
   deadline = time.monotonic() + timeout_s
   while not condition():
     assert time.monotonic() < deadline, "waited in vain"

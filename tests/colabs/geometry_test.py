@@ -60,7 +60,7 @@ def execute(tmp_path, monkeypatch):
     monkeypatch.setenv(folder, str(tmp_path / folder))
 
   def run(notebook):
-    client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(FOLDER)}})
+    client = NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(FOLDER)}})
     return client.execute()
 
   return run
@@ -69,6 +69,7 @@ def execute(tmp_path, monkeypatch):
 # --- execution ------------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 def test_it_runs_from_a_fresh_tiny_policy(execute):
   notebook = execute(read())
   assert complaints(notebook) == []
@@ -79,6 +80,7 @@ def test_it_runs_from_a_fresh_tiny_policy(execute):
   assert len(rewards) == 2 and all(0 < reward < 1 for reward in rewards)  # successes and failures
 
 
+@pytest.mark.slow
 def test_it_runs_from_a_workdir(execute, tmp_path):
   rng = np.random.default_rng(0)
   with MetricWriter(tmp_path, None) as writer:

@@ -17,15 +17,20 @@ FIELDS = dict(num_updates=1, warm_start__num_steps=100, learning_rate="linear(pe
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def parts():
+  return build(tiny.config(**FIELDS))
+
+
+@pytest.fixture(scope="module")
+def run(parts, tmp_path_factory):
   workdir = tmp_path_factory.mktemp("run")
-  return workdir, train(build(tiny.config(**FIELDS)), workdir)
+  return workdir, train(parts, workdir)
 
 
-def test_a_checkpoint_has_the_accuracy_that_the_loop_found(run, tmp_path):
+def test_a_checkpoint_has_the_accuracy_that_the_loop_found(run, parts, tmp_path):
   workdir, of_loop = run
   folder = workdir / "checkpoints" / "1"
-  values = evaluate_checkpoint(build(tiny.config(**FIELDS)), tmp_path, folder)
+  values = evaluate_checkpoint(parts, tmp_path, folder)
   assert values == of_loop
   assert 0 < values["eval/pass@1"] < 1
   assert json.loads((tmp_path / RESULT_FILE).read_text()) == values
@@ -35,15 +40,15 @@ def test_a_checkpoint_has_the_accuracy_that_the_loop_found(run, tmp_path):
   assert accuracy([record["samples"] for record in records], ks=(1, 2), seed=12345) == values
   # Killed in the second batch: the first stays as it is, the rest is drawn again, the same.
   (tmp_path / PROBLEMS_FILE).write_text("\n".join(lines[:6]) + '\n{"problem": 6, "pro')
-  assert evaluate_checkpoint(build(tiny.config(**FIELDS)), tmp_path, folder) == values
+  assert evaluate_checkpoint(parts, tmp_path, folder) == values
   assert (tmp_path / PROBLEMS_FILE).read_text().splitlines() == lines
   # Whole lines that are missing in between count as much as torn ones.
   (tmp_path / PROBLEMS_FILE).write_text("\n".join(lines[:5] + lines[6:]) + "\n")
-  assert evaluate_checkpoint(build(tiny.config(**FIELDS)), tmp_path, folder) == values
+  assert evaluate_checkpoint(parts, tmp_path, folder) == values
   assert (tmp_path / PROBLEMS_FILE).read_text().splitlines() == lines
   # Another policy, or another question, is another evaluation.
   with pytest.raises(WorkdirError, match="evaluated"):
-    evaluate_checkpoint(build(tiny.config(**FIELDS)), tmp_path, workdir / "checkpoints" / "0")
+    evaluate_checkpoint(parts, tmp_path, workdir / "checkpoints" / "0")
   with pytest.raises(WorkdirError, match=r"evaluation\.seed"):
     evaluate_checkpoint(build(tiny.config(**FIELDS, evaluation__seed=1)), tmp_path, folder)
 
@@ -84,7 +89,7 @@ def test_a_run_is_evaluated_as_the_network_it_was(run):
   workdir, _ = run
   overrides = {**tiny.get_config().model.overrides, "rope_theta": 5.0}
   other = build(tiny.config(**FIELDS, model__overrides=overrides))
-  with pytest.raises(CheckpointError, match=r"another network .*rope_theta"):
+  with pytest.raises(CheckpointError, match=r"another network.*rope_theta"):
     chosen_params(other, workdir / "checkpoints" / "1")
   folder = checkpoint_folder(str(workdir))
   assert folder == checkpoint_folder(str(workdir / "checkpoints")) == workdir / "checkpoints" / "1"
@@ -92,4 +97,4 @@ def test_a_run_is_evaluated_as_the_network_it_was(run):
 
 def test_the_command_says_what_it_lacks(tmp_path):
   said = tiny.run(tmp_path / "a", "--mode=eval", f"--checkpoint={tmp_path}", expect=1)
-  assert "holds no checkpoint; give the --workdir of a run" in said
+  assert "has no checkpoint; give the --workdir of a run" in said

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import pathlib
 import re
 
 import jax
@@ -10,28 +11,38 @@ import numpy as np
 import pytest
 from train import tiny
 
-from rlvr_jax.commands import fits
+from rlvr_jax.commands import ahead_of_time, chips, fits
 from rlvr_jax.train import sharding
 from rlvr_jax.train.programs import abstract_batch
 
-RECIPES = ("salt_qwen25_math_7b", "p3o_qwen3_4b", "fade_qwen25_7b", "mu_grpo_r1_distill_7b")
 PARAMETERS = {  # of the published models, from their own index files
   "salt_qwen25_math_7b": 7_615_616_512,
   "p3o_qwen3_4b": 4_022_468_096,
   "fade_qwen25_7b": 7_615_616_512,
   "mu_grpo_r1_distill_7b": 7_615_616_512,
 }
+FOLDER = pathlib.Path(__file__).parents[2] / "configs" / "full_size"
+RECIPES = sorted({path.stem for path in FOLDER.glob("*.py")} - {"__init__", "base"})
 
 
 def shapes(name, **mesh):
   config = importlib.import_module(f"rlvr_jax.configs.full_size.{name}").get_config()
   if mesh:
     config.mesh = mesh
-  return fits.shapes_only(config, fits.mesh_of(config, None))
+  return ahead_of_time.shapes_only(config, ahead_of_time.mesh_of(config, None))
 
 
-@pytest.mark.parametrize("chips", [16, 256])
-@pytest.mark.parametrize("name", RECIPES)
+QUICK = {("salt_qwen25_math_7b", 16), ("p3o_qwen3_4b", 256)}
+
+
+@pytest.mark.parametrize(
+  ("name", "chips"),
+  [
+    pytest.param(name, chips, marks=() if (name, chips) in QUICK else pytest.mark.slow)
+    for name in RECIPES
+    for chips in (16, 256)
+  ],
+)
 def test_a_full_size_recipe_is_initialised_and_sharded_as_shapes(name, chips):
   batch_devices = shapes(name).mesh.shape["fsdp"]
   parts = shapes(name, data=1, fsdp=batch_devices, tensor=chips // batch_devices)
@@ -48,7 +59,7 @@ def test_a_full_size_recipe_is_initialised_and_sharded_as_shapes(name, chips):
 def test_the_estimate_counts_what_is_there():
   """Against arrays that exist: the parts of a tiny run, on one device."""
   config = tiny.config(batch__micro_batches=2)
-  parts = fits.shapes_only(config, sharding.make_mesh())
+  parts = ahead_of_time.shapes_only(config, sharding.make_mesh())
   state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), parts.abstract_state)
   size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
   tables = fits.estimated(parts)
@@ -71,16 +82,19 @@ def test_heads_that_divide_are_split_over_tensor(num_kv_heads, split):
   overrides = dict(num_layers=1, num_heads=2, num_kv_heads=num_kv_heads)
   whole, halves = (
     fits.estimated(
-      fits.shapes_only(tiny.config(model__overrides=overrides), sharding.make_mesh(tensor=tensor))
+      ahead_of_time.shapes_only(
+        tiny.config(model__overrides=overrides), sharding.make_mesh(tensor=tensor)
+      )
     )["generation, estimated"]["keys and values"]
     for tensor in (1, 2)
   )
   assert whole == split * halves
 
 
+@pytest.mark.usefixtures("no_compilation_cache")
 def test_the_compiler_s_figures_are_read(capsys):
   """On devices that are there; a topology of TPUs goes the same way."""
-  parts = fits.shapes_only(tiny.config(mesh__data=2), sharding.make_mesh(data=2))
+  parts = ahead_of_time.shapes_only(tiny.config(mesh__data=2), sharding.make_mesh(data=2))
   tables = fits.compiled(parts)
   state = parts.abstract_state
   held = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
@@ -91,10 +105,10 @@ def test_the_compiler_s_figures_are_read(capsys):
 
 
 def test_an_estimate_just_below_the_limit_is_no_promise(monkeypatch, capsys):
-  parts = fits.shapes_only(tiny.config(), sharding.make_mesh())
+  parts = ahead_of_time.shapes_only(tiny.config(), sharding.make_mesh())
   gib = sum(fits.estimated(parts)["update, estimated"].values()) / 2**30
   for share, verdict in ((2.0, "fits"), (1.2, "may fit"), (0.9, "DOES NOT FIT")):
-    monkeypatch.setitem(fits.CHIP_GIB, "small", share * gib)
+    monkeypatch.setitem(chips.CHIPS, "small", chips.CHIPS["v4"]._replace(hbm_gib=share * gib))
     monkeypatch.setattr(fits, "compiled", lambda parts: {})
     fits.report(parts, "small:1")
     (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("update, estimated")]
@@ -102,8 +116,8 @@ def test_an_estimate_just_below_the_limit_is_no_promise(monkeypatch, capsys):
 
 
 def test_a_topology_that_cannot_be_compiled_for_says_what_can():
-  with pytest.raises(ValueError, match=r"--topology=v5e:0x0 cannot be compiled for: .*\[tpu\]"):
-    fits.topology_devices("v5e:0x0")
+  with pytest.raises(ValueError, match=r"cannot compile for --topology=v5e:0x0: .*\[tpu\]"):
+    ahead_of_time.topology_devices("v5e:0x0")
 
 
 def test_the_command_prints_a_table(tmp_path):

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from rlvr_jax.data import (
   ByteTokenizer,
   Problem,
+  encode_demonstrations,
   encode_prompts,
-  encode_solutions,
   problem_batches,
 )
 
@@ -124,13 +124,13 @@ def test_prompts_and_solutions_have_their_own_form():
   prompts = encode_prompts([problem], AskingTokenizer(), 10)
   np.testing.assert_array_equal(prompts.tokens, [[256, 256, 256, *b"Q: a\nA:"]])
   np.testing.assert_array_equal(prompts.lengths, [7])
-  tokens, _ = encode_solutions([problem], AskingTokenizer(), 2)
+  tokens, _ = encode_demonstrations([problem], AskingTokenizer(), 2)
   np.testing.assert_array_equal(tokens, [[98, 257]])
 
 
-def test_encode_solutions():
+def test_encode_demonstrations():
   problems = [_problem("q", "ab"), _problem("q", "abc")]
-  tokens, lengths = encode_solutions(problems, TOKENIZER, 4)
+  tokens, lengths = encode_demonstrations(problems, TOKENIZER, 4)
   np.testing.assert_array_equal(tokens, [[97, 98, 257, 256], [97, 98, 99, 257]])
   np.testing.assert_array_equal(lengths, [3, 4])
   assert tokens.dtype == lengths.dtype == np.int32
@@ -142,7 +142,7 @@ def test_too_long_texts_name_lengths_and_remedy():
   with pytest.raises(
     ValueError, match="5 tokens, stop token included, but max_response_length is 4"
   ):
-    encode_solutions([_problem("q", "abcd")], TOKENIZER, 4)
+    encode_demonstrations([_problem("q", "abcd")], TOKENIZER, 4)
 
 
 def test_empty_texts():
@@ -150,5 +150,5 @@ def test_empty_texts():
     encode_prompts([_problem("")], TOKENIZER, 4)
   with pytest.raises(ValueError, match="a prompt is empty"):
     encode_prompts([_problem("")], AskingTokenizer(), 10)
-  with pytest.raises(ValueError, match="no worked solution"):
-    encode_solutions([_problem("q", "")], TOKENIZER, 4)
+  with pytest.raises(ValueError, match="no demonstration"):
+    encode_demonstrations([_problem("q", "")], TOKENIZER, 4)

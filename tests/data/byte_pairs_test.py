@@ -110,9 +110,9 @@ def test_read_texts(tmp_path):
   ("name", "content", "message"),
   [
     ("a.jsonl", b'{"q": "Q"}\n{"q": 1}', "line 2 has 1 where a text is expected"),
-    ("a.jsonl", b'{"q": "Q"}\n{"r": 1}', "line 2 is no JSON object with .'q'.*KeyError"),
-    ("a.jsonl", b'{"q": "Q"', "line 1 is no JSON object"),
-    ("a.jsonl", b'["q"]', "line 1 is no JSON object"),
+    ("a.jsonl", b'{"q": "Q"}\n{"r": 1}', "line 2 is not a JSON object with .'q'.*KeyError"),
+    ("a.jsonl", b'{"q": "Q"', "line 1 is not a JSON object"),
+    ("a.jsonl", b'["q"]', "line 1 is not a JSON object"),
     ("a.txt", b"\xff", "is not UTF-8 text"),
     ("a.txt", b"abab", "the texts give only 261 tokens, vocab_size is 320; give more"),
     ("a.txt", b"", "the texts give only 259 tokens"),
@@ -125,7 +125,7 @@ def test_bad_texts(tmp_path, name, content, message):
 
 
 def test_bad_arguments(folder, tmp_path):
-  with pytest.raises(ValueError, match=r"vocab_size = 321 is no multiple of 8 .* set it to 328"):
+  with pytest.raises(ValueError, match=r"vocab_size = 321 is not a multiple of 8 .* set it to 328"):
     train_byte_pairs(TEXTS, 321)
   with pytest.raises(ValueError, match=r"vocab_size = 256 .*256 bytes and 3 special.* to 264"):
     train_byte_pairs(TEXTS, 256)
@@ -135,6 +135,6 @@ def test_bad_arguments(folder, tmp_path):
   with pytest.raises(FileNotFoundError):
     list(read_texts([tmp_path / "none"], []))
   before = (folder / "tokenizer.json").read_bytes()
-  with pytest.raises(SystemExit, match="holds a tokenizer already; choose another folder"):
+  with pytest.raises(SystemExit, match="contains a tokenizer already; choose another folder"):
     main(["--input", str(tmp_path / "none"), "--output", str(folder)])
   assert (folder / "tokenizer.json").read_bytes() == before

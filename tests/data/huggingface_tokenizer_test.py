@@ -154,7 +154,7 @@ def test_plain(folder, family):
 @pytest.mark.parametrize("special_end", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_text_cannot_spell_control_tokens(folder, family, special_end):
-  """Neither a problem nor a worked solution, whatever a tokenizer's files call special."""
+  """Neither a problem nor a demonstration, whatever a tokenizer's files call special."""
   special = FAMILIES[family][1]
   folder = folder(family)
   if not special_end:  # as some checkpoints have those that begin and end a turn
@@ -198,7 +198,7 @@ def test_other_added_tokens_are_found_in_texts(folder):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_a_spelt_control_token_is_reported(folder, caplog):
+def test_a_spelled_control_token_is_reported(folder, caplog):
   with caplog.at_level(logging.WARNING):
     folder().load().encode_prompt("<|im_start|>user")
   assert "a prompt spells the control token '<|im_start|>': it is encoded as text" in caplog.text
@@ -272,7 +272,7 @@ def test_stops_of_the_generation_config_alone(folder):
   assert folder.load().stop_ids == (2,)
   for nothing in ({"eos_token_id": None}, {}):
     folder.write_json("generation_config", nothing)
-    with pytest.raises(ValueError, match=r"names no stop token: set eos_token .*eos_token_id"):
+    with pytest.raises(ValueError, match=r"has no stop token: set eos_token .*eos_token_id"):
       folder.load()
 
 
@@ -330,7 +330,7 @@ def test_vocabulary_with_holes(folder):
   folder.write()
   assert folder.load().vocab_size == 301
   folder.write_json("generation_config", {"eos_token_id": [299]})
-  with pytest.raises(ValueError, match=r"has \[299\], of which .* whose ids end at 300"):
+  with pytest.raises(ValueError, match=r"has \[299\], which .* whose ids end at 300"):
     folder.load()
 
 
@@ -368,7 +368,7 @@ def test_no_code_of_the_folder_is_run(folder, tmp_path, tokenizer_class):
   [
     ("{% for %}", "fails on the messages of user"),
     ("{{ messages[0].content }}{{ messages[1].content }}", "fails on the messages of user"),
-    ("hello", "leaves out what the user says: 'hello'; set chat_template to a file"),
+    ("hello", "omits the user.s message: 'hello'; set chat_template to a file"),
     ("{{ 1 + messages[0].content }}", "unsupported operand"),
     ("{{ ''.__class__.__mro__ }}", "unsafe"),
     ("{{ raise_exception('only tools') }}", "only tools; set chat_template to a file with another"),
@@ -399,8 +399,8 @@ def test_a_template_with_today_in_it(folder, caplog):
   ("kwargs", "message"),
   [
     ({"prompt_format": "Chat"}, r"prompt_format = 'Chat' is unknown; choose one of .'plain', 'ch"),
-    ({"system_prompt": "Be brief."}, "'Be brief.' .* are of the chat format, but .* 'plain'"),
-    ({"chat_template": "a.jinja"}, "'a.jinja' are of the chat format"),
+    ({"system_prompt": "Be brief."}, "'Be brief.' .* belong to the chat format, but .* 'plain'"),
+    ({"chat_template": "a.jinja"}, "'a.jinja' belong to the chat format"),
   ],
 )
 def test_bad_arguments(tmp_path, kwargs, message):
@@ -416,8 +416,8 @@ def test_bad_arguments(tmp_path, kwargs, message):
     ("tokenizer_config.json", "{", "cannot be read: "),
     ("generation_config.json", "[]", "cannot be read: "),
     ("generation_config.json", '{"eos_token_id": "2"}', r"in \S*/test_dam\S* is \['2'\], exp"),
-    ("generation_config.json", '{"eos_token_id": [true]}', "expected whole numbers"),
-    ("generation_config.json", '{"eos_token_id": [2, -1]}', r"has \[-1\], of which"),
+    ("generation_config.json", '{"eos_token_id": [true]}', "expected integers"),
+    ("generation_config.json", '{"eos_token_id": [2, -1]}', r"has \[-1\], which"),
   ],
 )
 def test_damaged_files(folder, tmp_path, name, content, message):
@@ -431,9 +431,9 @@ def test_damaged_files(folder, tmp_path, name, content, message):
 def test_no_fast_tokenizer(folder, tmp_path):
   folder = folder()
   (tmp_path / "tokenizer.json").rename(tmp_path / "tokenizer.model")
-  with pytest.raises(ValueError, match=r"holds no tokenizer\.json; where it has a sentencepiece"):
+  with pytest.raises(ValueError, match=r"has no tokenizer\.json; if it has a sentencepiece"):
     folder.load()
-  with pytest.raises(FileNotFoundError, match="none is no directory"):
+  with pytest.raises(FileNotFoundError, match="none is not a directory"):
     HuggingFaceTokenizer(tmp_path / "none")
 
 

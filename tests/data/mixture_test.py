@@ -207,7 +207,7 @@ def test_concatenated_with_empty_sources():
     ),
     (
       {"parts": {"a": {"name": "publish", "kwargs": {}}}, "weights": {"a": 1}},
-      r"part 'a' of the mixture: 'publish' is unknown; did you mean one of \['published'\]",
+      r"part 'a' of the mixture: 'publish' is unknown; did you mean 'published'",
     ),
     (
       {"parts": {"a": {"name": "published", "kwargs": {"data": "x"}}}, "weights": {"a": 1}},
@@ -215,7 +215,7 @@ def test_concatenated_with_empty_sources():
     ),
     (
       {"parts": {"a": {"name": f"{__name__}:listed", "kwargs": {}}}, "weights": {"a": 1}},
-      "listed do not tell their questions; make them Chosen or Drawn",
+      "listed do not list their questions; make them Chosen or Generated",
     ),
     ({"parts": {"a": {"name": "published"}}, "weights": {"a": 1}}, "and its kwargs"),
   ],

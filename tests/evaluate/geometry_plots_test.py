@@ -21,7 +21,7 @@ REWARDS = np.array([[0, 1, 1, 0, 0, 1], [0, 0, 0, 0, 0, 0], [1, 0, 1, 1, 1, 1]],
 
 
 def measurement(update=0, seed=0, common=3.0, **fields):
-  """A batch and its features [B, DIM], with a direction in common that centred A cancels."""
+  """A batch and its features [B, DIM], with a direction in common that centered A cancels."""
   rng = np.random.default_rng(seed)
   features = rng.normal(size=(B, DIM)) + common * np.eye(DIM)[0]
   arrays = {
@@ -65,7 +65,7 @@ def test_measurements_come_back_in_the_order_of_the_updates(tmp_path):
 
 
 def test_a_workdir_without_measurements_says_what_to_set(tmp_path):
-  with pytest.raises(FileNotFoundError, match=r"no workdir .*nowhere"):
+  with pytest.raises(FileNotFoundError, match=r"workdir .*nowhere.* does not exist"):
     geometry_plots.load_geometry(tmp_path / "nowhere")
   with pytest.raises(FileNotFoundError, match=r"--config\.diagnostics\.every=10"):
     geometry_plots.load_geometry(tmp_path)
@@ -118,7 +118,7 @@ def of_subsample(features, indices):
 
 def test_group_sizes_are_the_batch_itself_at_full_size(x64):
   m, features = measurement()
-  found = geometry_plots.group_sizes(m, GRPO, num_draws=7)
+  found = geometry_plots.group_sizes(m, GRPO, num_samples=7)
   assert found.sizes.tolist() == [2, 4, 6]
   whole = of_subsample(features, np.arange(B).reshape(P, G))
   bands = found.participation_ratio, found.effective_rollouts
@@ -128,7 +128,7 @@ def test_group_sizes_are_the_batch_itself_at_full_size(x64):
 
 def test_group_sizes_estimate_the_mean_over_all_subsamples(x64):
   m, features = measurement()
-  found = geometry_plots.group_sizes(m, GRPO, num_draws=2000)
+  found = geometry_plots.group_sizes(m, GRPO, num_samples=2000)
   pairs = itertools.combinations(range(G), 2)
   choices = itertools.product(list(pairs), repeat=P)
   offsets = G * np.arange(P)[:, None]
@@ -142,20 +142,20 @@ def test_group_sizes_estimate_the_mean_over_all_subsamples(x64):
     np.testing.assert_allclose(
       [band.low[0], band.high[0]], np.quantile(values, [0.025, 0.975]), atol=15 * error
     )
-  again = geometry_plots.group_sizes(m, GRPO, num_draws=2000)
+  again = geometry_plots.group_sizes(m, GRPO, num_samples=2000)
   np.testing.assert_array_equal(again.effective_rollouts.mean, found.effective_rollouts.mean)
 
 
 def test_group_sizes_without_a_signal_have_no_effective_rollouts(x64):
   m, _ = measurement(rewards=np.ones((P, G)))
-  found = geometry_plots.group_sizes(m, advantages.grpo(), num_draws=5)
+  found = geometry_plots.group_sizes(m, advantages.grpo(), num_samples=5)
   assert np.isnan(found.effective_rollouts).all()
   assert np.isfinite(found.participation_ratio).all()
 
 
 def test_group_sizes_give_the_estimator_lengths(x64):
   m, features = measurement()
-  found = geometry_plots.group_sizes(m, advantages.opo(), num_draws=2)
+  found = geometry_plots.group_sizes(m, advantages.opo(), num_samples=2)
   baseline = np.sum(m.lengths * REWARDS, 1) / np.sum(m.lengths, 1)
   A = (REWARDS - baseline[:, None]).reshape(-1)
   A[G : 2 * G] = 0

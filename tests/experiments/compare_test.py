@@ -33,6 +33,7 @@ def _config():
   return c
 
 
+@pytest.mark.slow
 def test_methods_agree_and_differ_where_they_must(module, tmp_path):
   recipes = ["dr_grpo", "rloo", "cispo", "decoupled_ppo", "fade"]
   numbers = module.compare(tmp_path, base=_config(), recipes=recipes, before=2, lags=[0, 3])

@@ -78,6 +78,7 @@ def test_devices_add_up():
   assert count(split, x, W) == 4 * (2 * 4 * K * N)  # the tensor axis repeats the work
 
 
+@pytest.mark.usefixtures("no_compilation_cache")
 def test_unrolled_program_has_the_count_of_its_compilation():
   x, w = jnp.ones((64, 64)), jnp.ones((64, 64))
   value = lambda x, w, unroll: jnp.sum(chain(x, w, 5, unroll))

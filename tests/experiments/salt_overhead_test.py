@@ -50,7 +50,7 @@ def test_verdict_says_no(module):
   assert verdict(2.2, 1.044) == verdict(2.1, 1.046) == "NO"
 
 
-@pytest.mark.parametrize("route", ["plain", "streaming", "sketch", "materialised"])
+@pytest.mark.parametrize("route", ["plain", "streaming", "sketch", "materialized"])
 def test_parts_add_up_to_the_update(module, route):
   config = tiny_config(module)
   flops = {k: part.flops for k, part in module.parts_of(config, config, config).items()}
@@ -64,9 +64,9 @@ def test_parts_add_up_to_the_update(module, route):
   assert sum(module.of_route(flops, route, 2)) + of_salt == update.flops
 
 
-def test_materialised_is_the_same_matrix(module, x64):
+def test_materialized_is_the_same_matrix(module, x64):
   params, batch, forward, setting = make_case(temperature=0.7)
-  found = module.materialised().gram(params, {}, batch, forward, setting)
+  found = module.materialized().gram(params, {}, batch, forward, setting)
   exact = streaming().gram(params, {}, batch, forward, setting)
   np.testing.assert_allclose(found, exact, rtol=1e-10, atol=1e-10)
 

@@ -136,6 +136,7 @@ def test_costs_two_head_products_and_the_inner_products(vocabulary):
   assert counted == pytest.approx(2 + P * G / length, rel=2e-3)
 
 
+@pytest.mark.usefixtures("no_compilation_cache")
 def test_memory_is_that_of_a_block():
   """Beside a clean copy of the hidden states: neither [B, D, V], [B, T, V] nor another kernel."""
   P, G, length, width, vocabulary = 4, 2, 64, 32, 65_536
@@ -204,6 +205,7 @@ def received_bytes(hlo):
   return found
 
 
+@pytest.mark.usefixtures("no_compilation_cache")
 def test_bytes_moved_are_those_of_the_compiled_program():
   mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
   layouts = {"batch": sharding.BATCH, "kernel": PartitionSpec("tensor", "fsdp")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.skipif(not _SHARED, reason="RLVR_SHARED is not set")
 @pytest.fixture(params=_FOLDERS, ids=lambda folder: folder.name)
 def case(request):
   model = transformer(checkpoint_config(request.param))
+  model = model._replace(response_hidden=jax.jit(model.response_hidden))
   shapes = jax.eval_shape(model.init, jax.random.key(0))
   params = load_params(request.param, placed(shapes, make_mesh()))
   return model, params, np.load(request.param / "expected.npz")
@@ -76,11 +78,9 @@ def test_greedy_cached_decoding_gives_the_published_models_tokens(case):
   model, params, expected = case
   ids, mask, greedy = (expected[k] for k in ("input_ids", "attention_mask", "greedy_tokens"))
   new = greedy[:, ids.shape[1] :] if greedy.shape[1] > ids.shape[1] else greedy
-  rollouts = generate(
-    params,
-    {},
-    Prompts(tokens=jnp.asarray(ids, jnp.int32), lengths=jnp.asarray(mask.sum(1), jnp.int32)),
-    jax.random.key(0),
+  prompts = Prompts(tokens=jnp.asarray(ids, jnp.int32), lengths=jnp.asarray(mask.sum(1), jnp.int32))
+  run = functools.partial(
+    generate,
     model=model,
     group_size=1,
     max_new_tokens=new.shape[1],
@@ -88,4 +88,5 @@ def test_greedy_cached_decoding_gives_the_published_models_tokens(case):
     stop_tokens=(),
     pad_token=0,
   )
+  rollouts = jax.jit(run)(params, {}, prompts, jax.random.key(0))
   np.testing.assert_array_equal(rollouts.tokens[:, 0], new)

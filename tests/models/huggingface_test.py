@@ -426,7 +426,7 @@ def test_a_tied_head_is_the_embedding_under_either_name(tmp_path, kept):
 
 def test_a_head_of_its_own_is_not_taken_for_a_tied_one(tmp_path):
   write(tmp_path, published_tensors(SETTINGS), SETTINGS | {"tie_word_embeddings": True})
-  with pytest.raises(ValueError, match=r"'lm_head.weight' is not.*tie_word_embeddings"):
+  with pytest.raises(ValueError, match=r"'lm_head.weight' differs from.*tie_word_embeddings"):
     load(tmp_path)
   assert "head_kernel" in load(tmp_path, tied_head=False)
 
@@ -450,7 +450,7 @@ def without(*names):
      r"layers.1.mlp.up_proj.weight' in .*model.safetensors has shape \(16, 40\), .*\(40, 16\)"),
     (changed(**{"model.embed_tokens.weight": np.ones((32, 16), np.float32)}),
      r"embed_tokens.weight' in .* has shape \(32, 16\), the model's \(24, 16\)"),
-    (changed(**{"model.norm.weight": np.ones(16, np.int8)}), "'model.norm.weight' holds I8"),
+    (changed(**{"model.norm.weight": np.ones(16, np.int8)}), "'model.norm.weight' has dtype I8"),
     (changed(**{"norm.weight": np.ones(16, np.float32)}), "are one tensor's names"),
   ],
 )  # fmt: skip
@@ -476,7 +476,7 @@ def test_weights_that_are_not_finite_are_named(tmp_path, value, mesh):
   name = "model.layers.1.mlp.up_proj.weight"
   tensors[name][39, 15] = value
   folder = write(tmp_path / "model", tensors)
-  with pytest.raises(ValueError, match=r"weights in 1 of \d+ parameters: blocks/up\. "):
+  with pytest.raises(ValueError, match=r"weights in 1 of \d+ parameters: blocks/up; "):
     load(folder, make_mesh(**mesh))
 
 
@@ -651,7 +651,7 @@ def test_two_processes_load_their_shards_and_write_one_checkpoint(tmp_path):
     for i in range(2)
   ]
   try:
-    errors = [process.communicate(timeout=240)[1] for process in processes]
+    errors = [process.communicate(timeout=900)[1] for process in processes]
   finally:
     for process in processes:
       process.kill()

@@ -138,8 +138,8 @@ _ENTRY = dict(dtype="F32", shape=[2, 2], data_offsets=[0, 16])
   [
     ({"x": _ENTRY}, 15, None, "take 16 bytes, the file has 15"),
     ({"x": _ENTRY}, 17, None, "take 16 bytes, the file has 17"),
-    ({"x": _ENTRY}, 16, 10**6, "said to have 1000000 bytes"),
-    ({"x": _ENTRY}, 16, 2**63, "said to have"),
+    ({"x": _ENTRY}, 16, 10**6, "should have 1000000 bytes"),
+    ({"x": _ENTRY}, 16, 2**63, "should have"),
     (b"{not json", 16, None, "cannot be read"),
     (b"\xff\xfe", 16, None, "cannot be read"),
     (b"[" * 100_000, 0, None, "cannot be read"),
@@ -148,11 +148,11 @@ _ENTRY = dict(dtype="F32", shape=[2, 2], data_offsets=[0, 16])
     (b'{"x": {"dtype": "F32"}}', 0, None, "cannot be read"),
     ({"x": _ENTRY | {"shape": [2, -2]}}, 16, None, "cannot be read"),
     ({"x": _ENTRY | {"shape": [2, 3]}}, 16, None, "takes 24 bytes, not 16"),
-    ({"x": _ENTRY | {"data_offsets": [16, 0]}}, 16, None, "said to lie at 16:0"),
+    ({"x": _ENTRY | {"data_offsets": [16, 0]}}, 16, None, "should be at 16:0"),
     ({"x": _ENTRY | {"data_offsets": [0, 8, 16]}}, 16, None, "cannot be read"),
-    ({"x": _ENTRY, "y": _ENTRY | {"data_offsets": [8, 24]}}, 24, None, "'y' is said to lie at 8"),
+    ({"x": _ENTRY, "y": _ENTRY | {"data_offsets": [8, 24]}}, 24, None, "'y' should be at 8"),
     ({"x": _ENTRY, "y": _ENTRY | {"data_offsets": [20, 36]}}, 36, None, "ends at 16"),
-    (b'{"x": %s, "x": %s}' % ((json.dumps(_ENTRY).encode(),) * 2), 16, None, "occurs twice"),
+    (b'{"x": %s, "x": %s}' % ((json.dumps(_ENTRY).encode(),) * 2), 16, None, "is repeated"),
   ],
 )
 def test_a_header_that_does_not_describe_its_file_is_refused(
@@ -177,14 +177,14 @@ def test_every_cut_of_a_file_is_refused(tmp_path):
   system, folder = located(tmp_path)
   for size in itertools.chain(range(0, 16), range(16, len(content), 7)):
     (tmp_path / "cut").write_bytes(content[:size])
-    with pytest.raises(ValueError, match="no whole safetensors file"):
+    with pytest.raises(ValueError, match="not a complete safetensors file"):
       read_header(system, f"{folder}/cut")
 
 
 def test_quantized_tensors_are_refused_when_they_are_wanted(tmp_path):
   write_raw(tmp_path, {"x": dict(dtype="F8_E4M3", shape=[4], data_offsets=[0, 4])}, bytes(4))
   tensor = open_checkpoint(tmp_path)["x"]
-  with pytest.raises(ValueError, match="'x' holds F8_E4M3, only F64, F32, F16, BF16"):
+  with pytest.raises(ValueError, match="'x' has dtype F8_E4M3, only F64, F32, F16, BF16"):
     tensor.rows(0, 4)
 
 
@@ -226,8 +226,8 @@ def test_a_missing_shard_is_named(tmp_path):
   ("change", "message"),
   [
     (lambda placed: placed | {"d.weight": placed["a.weight"]}, "lacks 'd.weight'"),
-    (lambda placed: placed | {"a.weight": "../other.safetensors"}, "no safetensors file beside"),
-    (lambda placed: placed | {"a.weight": "pytorch_model.bin"}, "no safetensors file beside"),
+    (lambda placed: placed | {"a.weight": "../other.safetensors"}, "not a safetensors file in"),
+    (lambda placed: placed | {"a.weight": "pytorch_model.bin"}, "not a safetensors file in"),
     (lambda placed: {}, "no weight_map"),
     (lambda placed: [1], "no weight_map"),
   ],
@@ -257,7 +257,7 @@ def test_a_directory_without_weights_is_refused(tmp_path):
   (tmp_path / "config.json").write_text("{}")
   with pytest.raises(FileNotFoundError, match=r"neither model.safetensors nor.*config\.json"):
     open_checkpoint(tmp_path)
-  with pytest.raises(FileNotFoundError, match="no directory"):
+  with pytest.raises(FileNotFoundError, match="not a directory"):
     open_checkpoint(tmp_path / "nowhere")
 
 

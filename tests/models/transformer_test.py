@@ -21,6 +21,7 @@ P, G, S, T = 2, 3, 6, 5
 
 def _setup(config=SMALL, seed=0):
   model = transformer(config)
+  model = model._replace(response_hidden=jax.jit(model.response_hidden))
   params = model.init(jax.random.key(seed))
   rng = np.random.default_rng(seed)
   prompts = Prompts(
@@ -68,8 +69,15 @@ def test_the_shared_prompt_equals_one_prompt_per_rollout(x64):
     np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
-@pytest.mark.parametrize("unroll_layers", [1, 2])
+@pytest.mark.parametrize(
+  ("remat", "unroll_layers"),
+  [
+    ("dots", 1),
+    ("full", 2),
+    pytest.param("dots", 2, marks=pytest.mark.slow),
+    pytest.param("full", 1, marks=pytest.mark.slow),
+  ],
+)
 def test_remat_and_unrolling_change_no_gradient(x64, remat, unroll_layers):
   config = dataclasses.replace(SMALL, compute_dtype="float64", param_dtype="float64")
   variant = dataclasses.replace(config, remat=remat, unroll_layers=unroll_layers)

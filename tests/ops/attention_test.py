@@ -78,6 +78,7 @@ def test_a_query_that_sees_no_key_is_finite():
   assert bool(jnp.all(jnp.isfinite(out)))
 
 
+@pytest.mark.usefixtures("no_compilation_cache")
 def test_long_responses_keep_no_square_of_scores():
   """At 4,096 tokens neither direction holds a [T, T] array of scores for all heads."""
   length = 4096

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rlvr_jax.ops.checks import check_between, check_choice, check_order, check_whole
+from rlvr_jax.ops.checks import check_between, check_choice, check_integer, check_order
 
 
 @pytest.mark.parametrize("value", [1.1, -0.1, math.nan, "0.5", None, True])
@@ -27,11 +27,11 @@ def test_a_choice_lists_the_allowed():
 
 @pytest.mark.parametrize("value", [0, 1.0, 1.5, "2", None, True])
 def test_what_is_not_a_whole_number_is_refused(value):
-  check_whole("sketch", "copies", 1, low=1)
-  with pytest.raises(ValueError, match=r"sketch: copies = .* is not a whole number; .* 1 or more"):
-    check_whole("sketch", "copies", value, low=1)
-  with pytest.raises(ValueError, match=r"copies = 8 is not a whole number in \[1, 7\]; set copies"):
-    check_whole("sketch", "copies", 8, low=1, high=7)
+  check_integer("sketch", "copies", 1, low=1)
+  with pytest.raises(ValueError, match=r"sketch: copies = .* is not an integer ≥ 1; .* 1 or more"):
+    check_integer("sketch", "copies", value, low=1)
+  with pytest.raises(ValueError, match=r"copies = 8 is not an integer in \[1, 7\]; set copies"):
+    check_integer("sketch", "copies", 8, low=1, high=7)
 
 
 def test_bounds_that_cross_name_both():

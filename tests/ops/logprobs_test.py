@@ -108,7 +108,7 @@ def test_bfloat16_inputs_give_float32_statistics_near_the_float32_ones():
 @pytest.mark.parametrize("chunk_rows", [1, None])
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
 def test_what_the_gram_matrix_needs_of_the_same_pass(x64, soft_cap, chunk_rows):
-  """Normalisers and projected derivatives, by differentiating through the full logits."""
+  """Normalizers and projected derivatives, by differentiating through the full logits."""
   hidden, kernel, tokens = _inputs(dtype=np.float64)
   scale, temperature = 0.5, 0.7
   projection = jnp.asarray(np.random.default_rng(5).normal(size=(kernel.shape[1], 4)))
@@ -134,6 +134,7 @@ def test_what_the_gram_matrix_needs_of_the_same_pass(x64, soft_cap, chunk_rows):
   near(found.entropy, entropy)
 
 
+@pytest.mark.usefixtures("no_compilation_cache")
 def test_no_array_of_tokens_times_vocabulary_at_a_large_vocabulary():
   """Forward and backward at V = 151,936 allocate far less than one [B, T, V] float32."""
   B, T, D, V = 8, 2048, 64, 151_936

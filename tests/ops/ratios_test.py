@@ -1,4 +1,4 @@
-"""Ratios, effective sample size and the distance to the behaviour policy."""
+"""Ratios, effective sample size and the distance to the behavior policy."""
 
 import dataclasses
 

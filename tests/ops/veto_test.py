@@ -82,13 +82,13 @@ def test_random_cases_against_loops(scope, trigger):
   np.testing.assert_array_equal(mask, batch.mask)
 
 
-def test_renormalise_takes_vetoed_tokens_out_of_the_denominator():
+def test_renormalize_takes_vetoed_tokens_out_of_the_denominator():
   policy, batch, coefficients = _case()
   loss = losses.reinforce()
   value = lambda **hyper: evaluate(
     loss, policy, batch, coefficients, veto=negative_advantage_veto(**hyper)
   )[0][0]
-  np.testing.assert_allclose(5 * value(), 3 * value(renormalise=True), rtol=1e-6)
+  np.testing.assert_allclose(5 * value(), 3 * value(renormalize=True), rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", losses.__all__)
@@ -121,7 +121,7 @@ def test_metrics_without_a_token_are_finite():
 
 
 @pytest.mark.parametrize(
-  "hyper", [{"scope": "prefix"}, {"threshold": 0.0}, {"trigger": "over"}, {"renormalise": 2}]
+  "hyper", [{"scope": "prefix"}, {"threshold": 0.0}, {"trigger": "over"}, {"renormalize": 2}]
 )
 def test_a_bad_hyper_parameter_is_named_with_its_value(hyper):
   [(field, value)] = hyper.items()

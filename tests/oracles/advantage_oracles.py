@@ -1,4 +1,4 @@
-"""Every estimator of methods.md §1 for one group, in plain Python from its formula.
+"""Every estimator for one group, in plain Python from its formula.
 
 `ESTIMATORS[name](rewards, lengths, hyper-parameters…) → coefficients` of one group of binary
 rewards; `MASSES[name](p, hyper-parameters…) → (mS, mF)`, the infinite-group limits.
@@ -14,19 +14,19 @@ def _mean(values):
   return math.fsum(values) / len(values)
 
 
-def _centred(rewards):
+def _centered(rewards):
   mean = _mean(rewards)
   return [r - mean for r in rewards]
 
 
 def _asym(rewards, delta):
-  return [a if a >= 0 else a / delta for a in _centred(rewards)]
+  return [a if a >= 0 else a / delta for a in _centered(rewards)]
 
 
 def grpo(rewards, lengths, epsilon=1e-6):
-  centred = _centred(rewards)
-  std = math.sqrt(math.fsum(a * a for a in centred) / (len(rewards) - 1))
-  return [a / (std + epsilon) for a in centred]
+  centered = _centered(rewards)
+  std = math.sqrt(math.fsum(a * a for a in centered) / (len(rewards) - 1))
+  return [a / (std + epsilon) for a in centered]
 
 
 def rloo(rewards, lengths):
@@ -50,7 +50,7 @@ def pass_at_k(rewards, lengths, k=4):
 
 
 def power(rewards, lengths, alpha=2.0):
-  return [(1 - _mean(rewards)) ** (alpha - 1) * a for a in _centred(rewards)]
+  return [(1 - _mean(rewards)) ** (alpha - 1) * a for a in _centered(rewards)]
 
 
 def power_asym(rewards, lengths, alpha=2.0, delta=0.5):
@@ -75,7 +75,7 @@ ESTIMATORS = {
   "asym": lambda rewards, lengths, delta=0.5: _asym(rewards, delta),
   "asymmetric_reinforce": asymmetric_reinforce,
   "grpo": grpo,
-  "grpo_mean": lambda rewards, lengths: _centred(rewards),
+  "grpo_mean": lambda rewards, lengths: _centered(rewards),
   "log_mean_exp": log_mean_exp,
   "maxrl": maxrl,
   "opo": opo,

@@ -11,19 +11,30 @@ from rlvr_jax.ops.aggregate import aggregate
 from rlvr_jax.types import Prompts, TrainBatch
 
 
-def make_batch(mask, behavior_logprobs, rewards=None, proximal_logprobs=None):
-  """A TrainBatch whose unnamed fields are as plain as they can be."""
+def make_batch(mask, behavior_logprobs=None, rewards=None, **fields):
+  """A TrainBatch of this mask [P, G, T] whose unnamed fields are as plain as they can be."""
   prompts, group, _ = mask.shape
   rewards = np.zeros((prompts, group)) if rewards is None else rewards
-  optional = lambda x: None if x is None else jnp.asarray(x)
-  return TrainBatch(
-    prompts=Prompts(tokens=jnp.ones((prompts, 2), jnp.int32), lengths=jnp.full((prompts,), 2)),
-    tokens=jnp.ones(mask.shape, jnp.int32),
-    mask=jnp.asarray(mask),
-    behavior_logprobs=jnp.asarray(behavior_logprobs),
-    rewards=jnp.asarray(rewards),
-    correct=jnp.asarray(rewards),
-    proximal_logprobs=optional(proximal_logprobs),
+  plain = dict(
+    prompts=Prompts(tokens=np.ones((prompts, 2), np.int32), lengths=np.full(prompts, 2)),
+    tokens=np.ones(mask.shape, np.int32),
+    behavior_logprobs=np.zeros_like(mask) if behavior_logprobs is None else behavior_logprobs,
+    rewards=rewards,
+    correct=rewards,
+  )
+  return jax.tree.map(jnp.asarray, TrainBatch(mask=mask, **plain | fields))
+
+
+def make_host_batch(mask, **fields):
+  """The same in NumPy, as batches are before they are placed on devices."""
+  return jax.device_get(make_batch(mask, **fields))
+
+
+def random_prompts(rng, prompts, length, vocabulary):
+  """Prompts of random tokens and lengths."""
+  return Prompts(
+    tokens=rng.integers(0, vocabulary, (prompts, length)).astype(np.int32),
+    lengths=rng.integers(1, length + 1, prompts).astype(np.int32),
   )
 
 
@@ -41,7 +52,10 @@ def random_case(seed, shape=(3, 4, 6), *, spread=0.5, dtype=np.float64, full=Fal
   coefficients = rng.standard_normal((prompts, group))
   coefficients[0, 0] = 0.0
   batch = make_batch(
-    mask.astype(dtype), behavior.astype(dtype), rewards.astype(dtype), proximal.astype(dtype)
+    mask.astype(dtype),
+    behavior.astype(dtype),
+    rewards.astype(dtype),
+    proximal_logprobs=proximal.astype(dtype),
   )
   return jnp.asarray(policy.astype(dtype)), batch, jnp.asarray(coefficients.astype(dtype))
 

@@ -5,11 +5,12 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+from oracles import batches
 
 from rlvr_jax.geometry import GramContext
 from rlvr_jax.models.functional import all_trained, transformer
 from rlvr_jax.models.transformer import TransformerConfig
-from rlvr_jax.types import Forward, Head, Prompts, TrainBatch
+from rlvr_jax.types import Forward, Head, Prompts
 
 P, G, S, T, D, V = 4, 2, 3, 5, 8, 19
 
@@ -20,19 +21,12 @@ def make_batch(seed, *, prompts=P, group=G, length=T, vocabulary=V):
   shape = (prompts, group, length)
   mask = (rng.random(shape) < 0.7).astype(np.float32)
   mask[1, 1] = 0
-  zeros = np.zeros(shape[:2], np.float32)
-  batch = TrainBatch(
-    prompts=Prompts(
-      tokens=rng.integers(0, vocabulary, (prompts, S)).astype(np.int32),
-      lengths=rng.integers(1, S + 1, prompts).astype(np.int32),
-    ),
+  return batches.make_batch(
+    mask,
+    rewards=np.zeros(shape[:2], np.float32),
+    prompts=batches.random_prompts(rng, prompts, S, vocabulary),
     tokens=rng.integers(0, vocabulary, shape).astype(np.int32),
-    mask=mask,
-    behavior_logprobs=np.zeros(shape, np.float32),
-    rewards=zeros,
-    correct=zeros,
   )
-  return jax.tree.map(jnp.asarray, batch)
 
 
 def make_transformer(*, dtype="float64", scale=1.0, **config):

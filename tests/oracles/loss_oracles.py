@@ -1,4 +1,4 @@
-"""Every loss of methods.md §4 and §5 in plain Python from its formula, with its gradient by hand.
+"""Every loss in plain Python from its formula, with its gradient by hand.
 
 `LOSSES[name](policy, behavior, proximal, coefficients, mask, …) → (losses, gradients)`, both
 [B, T]: ℓ per token, and the derivative of Σ mℓ by each token's policy log-probability, with what

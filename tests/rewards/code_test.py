@@ -432,18 +432,18 @@ def test_a_setup_that_imports_what_is_tested_is_refused(setup):
   ("reference", "message"),
   [
     (_asserts("import numpy as np\nassert f(1)"), "imports 'numpy', but .* standard library only"),
-    (_asserts("assert f(1"), "no Python"),
+    (_asserts("assert f(1"), "not Python"),
     (_asserts("assert np.allclose(f(1), 2)", setup="import numpy as np"), "a setup imports 'nu"),
     (_asserts("assert f(1)", setup="try: import numpy\nexcept ImportError: pass"), "a setup impo"),
     (_asserts("assert f(1)", setup="from . import x"), "a setup imports ''"),
-    (_asserts("assert f(1)", setup="x = ("), "a setup is no Python"),
+    (_asserts("assert f(1)", setup="x = ("), "a setup is not Python"),
     (_function("f", ([], 1), setup="import numpy"), "a setup imports 'numpy'"),
     (_stdin(("", ""), setup="import numpy"), "a setup imports 'numpy'"),
     (dict(style="check", test="def check(c): import numpy", entry_point="f"), "a test imports"),
     (dict(style="check", test="def check(c): pass", entry_point="f",
           prompt="import numpy\ndef f(x):"), "a prompt imports 'numpy'"),
     (dict(style="check", test="import numpy.linalg\ndef check(c): pass", entry_point="f"), "numpy"),
-    (dict(style="check", test="def check(c): assert (", entry_point="f"), "no Python"),
+    (dict(style="check", test="def check(c): assert (", entry_point="f"), "not Python"),
     (dict(style="check", test="def test(c): pass", entry_point="f"), r"define check\(candidate"),
     (dict(style="check", test="def check(c): pass", entry_point="f", prompt="def ("), "the prompt"),
     (_stdin(("x" * (2**24 + 1), "")), "an input has 16777217 bytes, allowed are 16777216"),
@@ -537,7 +537,7 @@ def test_functions_of_tests_as_arguments():
     "assert best(iter([1, -5]), abs) == -5",
     "try:\n  twice(lambda x: 1 // x, 0)\nexcept ZeroDivisionError:\n  pass\nelse:\n  assert False",
   )
-  with pytest.raises(RuntimeError, match="hands a module to the program"):
+  with pytest.raises(RuntimeError, match="passes a module to the program"):
     code(program, _asserts("import math\nassert twice(math, 1)"))
 
 
@@ -555,7 +555,7 @@ def test_an_object_where_data_were_expected_is_a_failure_of_the_program(test):
   grade = code(program, _asserts(f"import math\nassert {test} == [1, 2]"))
   assert grade.outcome is Outcome.WRONG and "Error" in grade.detail, grade
   if "math" in test:
-    assert "TypeError: the program returned no plain data, and a test hands a mod" in grade.detail
+    assert "TypeError: the program returned no plain data, and a test passes a mo" in grade.detail
 
 
 def test_slices_of_objects():
@@ -573,7 +573,7 @@ def test_slices_of_objects():
     (_asserts("assert f()", reward="all"), r"leave it out, and write code\(reward='all'\)"),
     (_asserts("assert f()", time_limit_s=0), "time_limit_s is 0"),
     (_asserts("assert f()", time_limit_s=float("inf")), "time_limit_s is inf, must be .* ≤ 120"),
-    (_asserts("assert f()", memory_mib=16), "memory_mib is 16, must be a whole number ≥ 64"),
+    (_asserts("assert f()", memory_mib=16), "memory_mib is 16, must be an integer ≥ 64"),
   ],
 )
 def test_bad_references(reference, message):
@@ -600,17 +600,17 @@ def _grade_published(size):
       assert len(problems) >= (size or 100)
       references = [problem.reference for problem in problems]
       right = pool.grade([problem.solution for problem in problems], references)
-      wrong = pool.grade([code_grading.spoilt(problem) for problem in problems], references)
+      wrong = pool.grade([code_grading.corrupted(problem) for problem in problems], references)
       for problem, good, bad in zip(problems, right, wrong, strict=True):
         assert good.outcome is Outcome.CORRECT, (problem.name, good)
         assert bad.outcome is Outcome.WRONG, (problem.name, bad)
         assert "program:" not in bad.detail and "NameError" not in bad.detail, (problem.name, bad)
 
 
-def test_published_solutions_pass_and_spoilt_copies_fail():
+def test_published_solutions_pass_and_corrupted_copies_fail():
   _grade_published(15)
 
 
 @pytest.mark.slow
-def test_all_published_solutions_pass_and_all_spoilt_copies_fail():
+def test_all_published_solutions_pass_and_all_corrupted_copies_fail():
   _grade_published(None)

@@ -41,13 +41,6 @@ def _exists(pid):
   return True
 
 
-def _wait_until(condition, timeout_s):
-  deadline = time.monotonic() + timeout_s
-  while not condition():
-    assert time.monotonic() < deadline, "waited in vain"
-    time.sleep(0.02)
-
-
 @pytest.mark.parametrize("fault", ["hang", "spin", "child 60"])
 def test_timeout_kills_and_replaces_the_worker(fault):
   with _pool() as pool:
@@ -56,7 +49,7 @@ def test_timeout_kills_and_replaces_the_worker(fault):
     grades = pool.grade(["ok a", fault, "ok b", fault, "ok c"], [{}] * 5)
     assert _outcomes(grades) == ["correct", "timeout", "correct", "timeout", "correct"]
     assert [grade.detail for grade in grades[::2]] == ["a", "b", "c"]
-    assert 0.8 <= time.monotonic() - started < 5
+    assert 0.8 <= time.monotonic() - started < 50  # the shortest fault would take 60
     assert pool.worker_pids() != [before]
     assert not _exists(before)
 
@@ -66,7 +59,7 @@ def test_timeout_kills_the_graders_own_children():
   with _pool() as pool:
     assert _outcomes(pool.grade([f"child {marker}"], [{}])) == ["timeout"]
   pattern = f"^sleep {marker}"
-  _wait_until(lambda: subprocess.run(["pgrep", "-f", pattern], capture_output=True).returncode, 5)
+  wait_until(lambda: subprocess.run(["pgrep", "-f", pattern], capture_output=True).returncode)
 
 
 def test_limit_is_per_item():
@@ -160,7 +153,7 @@ def test_environment_reaches_the_workers_also_new_ones():
   [
     ("async def grade(completion, reference): return 1", "is a coroutine or generator function"),
     ("def grade(completion, reference): yield 1", "is a coroutine or generator function"),
-    ("def grade(completion): return 1", r"signature \(completion\), but is called as \(compl"),
+    ("def grade(completion): return 1", r"signature \(completion\), but is called with \(compl"),
     ("def grade(completion, reference, judge): return 1", "missing a required argument: 'judge'"),
     ("def grade(*, completion, reference): return 1", "too many positional arguments"),
   ],
@@ -198,7 +191,7 @@ def test_results_are_in_the_order_of_the_inputs():
     assert pool.submit([], []).result(0) == []
 
 
-def test_a_hanging_workers_successor_starts_before_the_limit(tmp_path, monkeypatch):
+def test_a_hanging_workers_replacement_starts_before_the_limit(tmp_path, monkeypatch):
   """So that it is ready when the limit is over, or nearly; and it is there for the next time."""
   monkeypatch.syspath_prepend(tmp_path)
   (tmp_path / "telling_grader.py").write_text(
@@ -217,7 +210,7 @@ def test_a_hanging_workers_successor_starts_before_the_limit(tmp_path, monkeypat
     assert slow.detail == after.detail  # half the limit alone costs no worker
     workers = pool.worker_pids()
     both = descendants(os.getpid()) - others
-    assert len(both) == 2  # the successor of the slow one stays
+    assert len(both) == 2  # the replacement of the slow one stays
     os.killpg(*workers, signal.SIGKILL)
     wait_until(lambda: not running(set(workers)))
     (next_one,) = pool.grade(["0"], [{}])
@@ -225,15 +218,15 @@ def test_a_hanging_workers_successor_starts_before_the_limit(tmp_path, monkeypat
   wait_until(lambda: not running(both))
 
 
-def test_a_successor_that_died_is_no_successor():
+def test_a_replacement_that_died_is_no_replacement():
   with _pool(timeout_s=4) as pool:
     before = descendants(os.getpid())
     assert _outcomes(pool.grade(["sleep 2.2"], [{}])) == ["correct"]
-    (successor,) = descendants(os.getpid()) - before
-    os.killpg(successor, signal.SIGKILL)
-    wait_until(lambda: not running({successor}))
+    (replacement,) = descendants(os.getpid()) - before
+    os.killpg(replacement, signal.SIGKILL)
+    wait_until(lambda: not running({replacement}))
     assert _outcomes(pool.grade(["exit 3", "ok"], [{}] * 2)) == ["crashed", "correct"]
-    assert successor not in pool.worker_pids()
+    assert replacement not in pool.worker_pids()
 
 
 def test_large_completions_do_not_block_on_a_stuck_worker():
@@ -259,7 +252,7 @@ def test_close_ends_everything():
     time.sleep(0.1)
     started = time.monotonic()
     pool.close()
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 20  # not the limit of the first item
     with pytest.raises(RuntimeError, match="closed"):
       future.result(1)
     pool.close()
@@ -287,7 +280,7 @@ def test_start_errors(grader, message):
 @pytest.mark.parametrize(
   ("kwargs", "message"),
   [
-    ({"grader": "faulty_graders.faulty"}, "is unknown; .* named my_module:function"),
+    ({"grader": "faulty_graders.faulty"}, "is unknown; .* write my_module:function"),
     ({"num_workers": 0}, "num_workers is 0"),
     ({"timeout_s": 0}, "timeout_s is 0"),
     ({"startup_timeout_s": float("inf")}, "startup_timeout_s is inf"),
@@ -316,7 +309,7 @@ def test_bad_items():
   with _pool() as pool:
     with pytest.raises(ValueError, match="2 completions but 1 references"):
       pool.submit(["ok", "ok"], [{}])
-    with pytest.raises(TypeError, match="JSON-able"):
+    with pytest.raises(TypeError, match="JSON-serializable"):
       pool.submit(["ok"], [{"answer": {1, 2}}])
     assert _outcomes(pool.grade(["ok"], [{}])) == ["correct"]
 
@@ -348,10 +341,10 @@ def test_workers_die_with_a_killed_parent(completion):
   pid = int(parent.stdout.readline())
   assert parent.stdout.readline() == "ready\n"
   parent.kill()
-  parent.wait(5)
+  parent.wait()
   parent.stdout.close()
   try:
-    _wait_until(lambda: _gone(pid), 4)
+    wait_until(lambda: _gone(pid))
   finally:
     with contextlib.suppress(ProcessLookupError):
       os.kill(pid, signal.SIGKILL)

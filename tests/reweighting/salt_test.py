@@ -292,16 +292,16 @@ def test_one_rollout_is_an_error_with_a_remedy():
   "hyper, match",
   [
     ({"rank_scale": 0.0}, r"rank_scale = 0.0 is not a number in \(0"),
-    ({"min_rank": 0}, "min_rank = 0 is not a whole number; set min_rank to 1"),
-    ({"min_rank": 1.5}, "min_rank = 1.5 is not a whole number"),
-    ({"max_rank": 2.5}, "max_rank = 2.5 is not a whole number"),
+    ({"min_rank": 0}, "min_rank = 0 is not an integer ≥ 1; set min_rank to 1"),
+    ({"min_rank": 1.5}, "min_rank = 1.5 is not an integer"),
+    ({"max_rank": 2.5}, "max_rank = 2.5 is not an integer"),
     ({"min_rank": 5, "max_rank": 4}, "min_rank = 5 is above max_rank = 4"),
     ({"alpha_min": -0.1}, r"alpha_min = -0.1 .*\[0"),
     ({"alpha_min": 0.5, "alpha_max": 0.4}, "alpha_min = 0.5 is above alpha_max = 0.4"),
     ({"positive_part": "yes"}, r"positive_part = 'yes' is unknown"),
     ({"channels": "main"}, r"channels = 'main' is unknown.*'both', 'residual', 'shared'"),
     ({"random_subspace": None}, r"random_subspace = None is unknown"),
-    ({"scope": "prompt"}, r"scope = 'prompt' is unknown.*'batch', 'group', 'microbatch'"),
+    ({"scope": "prompt"}, r"scope = 'prompt' is unknown.*'batch', 'group', 'micro_batch'"),
   ],
 )
 def test_what_is_out_of_range_is_refused_with_the_range(hyper, match):
@@ -311,5 +311,5 @@ def test_what_is_out_of_range_is_refused_with_the_range(hyper, match):
 
 def test_the_scope_is_handed_on():
   assert reweighting.salt().scope == "batch"
-  assert reweighting.salt(scope="microbatch").scope == "microbatch"
+  assert reweighting.salt(scope="micro_batch").scope == "micro_batch"
   assert reweighting.salt().needs_gram

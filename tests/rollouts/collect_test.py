@@ -5,12 +5,13 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from oracles.batches import make_host_batch
 
 from rlvr_jax.data import ByteTokenizer, Problem
 from rlvr_jax.rewards import Grade, Outcome, outcome_policy, rewards_from_grades
 from rlvr_jax.rollouts.batch import Graded, batch_from_arrays, batch_to_arrays, completion_texts
-from rlvr_jax.rollouts.collect import Collector, fill_left_out, keep_mixed_groups
-from rlvr_jax.types import Prompts, Rollouts, TrainBatch
+from rlvr_jax.rollouts.collect import Collector, fill_masked, keep_mixed_groups
+from rlvr_jax.types import Prompts, Rollouts
 
 P, G, T = 2, 2, 5
 
@@ -99,7 +100,7 @@ def test_a_rollout_left_out_does_not_move_its_groups_baseline():
   np.testing.assert_array_equal(graded.train.mask.sum(-1), [[3, 0], [2, 0]])
   values = np.array([[0.1, 0.1, 0.1, 0.0], [1.0, 0.0, 0.5, 0.9]], np.float32)
   keep = np.array([[True, True, True, False], [True, True, False, False]])
-  filled = fill_left_out(values, keep)
+  filled = fill_masked(values, keep)
   assert (filled[0] == np.float32(0.1)).all()  # exactly constant still
   np.testing.assert_array_equal(filled[1], [1.0, 0.0, 0.5, 0.5])
 
@@ -112,18 +113,16 @@ def test_overlong_responses_are_shaped_in_tokens_and_filtered():
   np.testing.assert_array_equal(graded.train.mask.sum(-1), [[3, 0], [0, 1]])
 
 
-def _drawn(correct, first, sources=None):
+def _sampled(correct, first, sources=None):
   correct = np.array(correct, np.float32)
   groups, size = correct.shape
   ids = np.arange(first, first + groups)
   return Graded(
-    TrainBatch(
-      prompts=Prompts(tokens=ids[:, None], lengths=np.ones(groups, np.int32)),
-      tokens=np.zeros((groups, size, 1), np.int32),
-      mask=np.ones((groups, size, 1), np.float32),
-      behavior_logprobs=np.zeros((groups, size, 1), np.float32),
+    make_host_batch(
+      np.ones((groups, size, 1), np.float32),
       rewards=correct - 0.5,
       correct=correct,
+      prompts=Prompts(tokens=ids[:, None], lengths=np.ones(groups, np.int32)),
       solve_rate=np.full(groups, correct.mean(), np.float32),
       sources=np.array(sources or [0] * groups, np.int32),
     ),
@@ -135,9 +134,9 @@ def _drawn(correct, first, sources=None):
 
 
 def test_dynamic_sampling_keeps_whole_mixed_groups_in_order():
-  first = _drawn([[1, 1], [1, 0], [0, 0]], first=10)
+  first = _sampled([[1, 1], [1, 0], [0, 0]], first=10)
   assert keep_mixed_groups([first], [2]) is None
-  second = _drawn([[0, 1], [1, 1], [1, 0]], first=20)
+  second = _sampled([[0, 1], [1, 1], [1, 0]], first=20)
   kept = keep_mixed_groups([first, second], [2])
   np.testing.assert_array_equal(kept.train.prompts.tokens[:, 0], [11, 20])
   np.testing.assert_array_equal(kept.train.correct, [[1, 0], [0, 1]])
@@ -148,7 +147,7 @@ def test_dynamic_sampling_keeps_whole_mixed_groups_in_order():
 
 
 def test_dynamic_sampling_looks_at_correctness_not_at_the_shaped_reward():
-  shaped = _drawn([[1, 1], [0, 0]], first=0)
+  shaped = _sampled([[1, 1], [0, 0]], first=0)
   shaped = shaped._replace(
     train=dataclasses.replace(shaped.train, rewards=np.array([[0.9, 0.3], [0.0, -0.5]]))
   )
@@ -156,9 +155,9 @@ def test_dynamic_sampling_looks_at_correctness_not_at_the_shaped_reward():
 
 
 def test_dynamic_sampling_keeps_the_sources_shares():
-  first = _drawn([[1, 0], [1, 0], [0, 0]], first=10, sources=[0, 0, 1])
+  first = _sampled([[1, 0], [1, 0], [0, 0]], first=10, sources=[0, 0, 1])
   assert keep_mixed_groups([first], [1, 1]) is None
-  second = _drawn([[0, 1], [1, 1], [1, 0]], first=20, sources=[0, 0, 1])
+  second = _sampled([[0, 1], [1, 1], [1, 0]], first=20, sources=[0, 0, 1])
   kept = keep_mixed_groups([first, second], [1, 1])
   np.testing.assert_array_equal(kept.train.prompts.tokens[:, 0], [10, 22])
   np.testing.assert_array_equal(kept.train.sources, [0, 1])

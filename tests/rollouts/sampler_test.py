@@ -31,6 +31,7 @@ CONFIG = TransformerConfig(
   sliding_layers=(True, False),
 )
 MODEL = transformer(CONFIG)
+_response_hidden = jax.jit(MODEL.response_hidden)
 SAMPLINGS = [
   Sampling(),
   Sampling(temperature=0.5),
@@ -57,7 +58,10 @@ def _prompts():
   )
 
 
-def _generate(sampling=SAMPLINGS[0], key=0, stop_tokens=(3, 11), prompts=None, group_size=G):
+@functools.cache
+def _generator(sampling, stop_tokens, group_size, cache_lengths):
+  """Compiled once for all tests; the last argument tells apart what one of them replaces."""
+  del cache_lengths
   return jax.jit(
     functools.partial(
       generate,
@@ -68,13 +72,18 @@ def _generate(sampling=SAMPLINGS[0], key=0, stop_tokens=(3, 11), prompts=None, g
       stop_tokens=stop_tokens,
       pad_token=PAD,
     )
-  )(_params(), {}, prompts or _prompts(), jax.random.key(key))
+  )
+
+
+def _generate(sampling=SAMPLINGS[0], key=0, stop_tokens=(3, 11), prompts=None, group_size=G):
+  run = _generator(sampling, stop_tokens, group_size, sampler.cache_lengths)
+  return run(_params(), {}, prompts or _prompts(), jax.random.key(key))
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_logprobs_equal_the_trainers(sampling):
   rollouts = _generate(sampling)
-  hidden = MODEL.response_hidden(_params(), _prompts(), rollouts.tokens)
+  hidden = _response_hidden(_params(), _prompts(), rollouts.tokens)
   head = MODEL.head(_params())
   trainer, _ = token_logprobs(hidden, head, rollouts.tokens, sampling)
   mask = np.arange(T) < np.asarray(rollouts.lengths)[..., None]
@@ -97,7 +106,7 @@ def test_greedy_equals_the_argmax_of_the_full_forward_pass():
   rollouts = _generate(Sampling(temperature=0.0), stop_tokens=(V,))
   tokens = np.zeros((P, 1, T), np.int32)
   for t in range(T):
-    hidden = MODEL.response_hidden(_params(), _prompts(), jnp.asarray(tokens))
+    hidden = _response_hidden(_params(), _prompts(), jnp.asarray(tokens))
     tokens[:, :, t] = np.argmax(head_logits(hidden, MODEL.head(_params()))[:, :, t], axis=-1)
   np.testing.assert_array_equal(rollouts.tokens, np.repeat(tokens, G, axis=1))
   np.testing.assert_array_equal(rollouts.behavior_logprobs, 0.0)
@@ -118,7 +127,7 @@ def test_rows_end_at_a_stop_token_or_the_limit():
 
 
 def test_the_loop_ends_when_every_row_has_stopped():
-  """With all tokens as stop tokens one token is drawn; the decode loop is never entered."""
+  """With all tokens as stop tokens one token is sampled; the decode loop is never entered."""
   rollouts = _generate(stop_tokens=tuple(range(V)))
   np.testing.assert_array_equal(rollouts.lengths, 1)
   assert bool(rollouts.stopped.all())
@@ -129,7 +138,7 @@ def test_frequencies_pass_a_chi_square_test():
   prompts = jax.tree.map(lambda x: x[:1], _prompts())
   for sampling in (Sampling(temperature=2.0), Sampling(temperature=4.0, top_p=0.9)):
     rollouts = _generate(sampling, key=5, prompts=prompts, group_size=4096)
-    hidden = MODEL.response_hidden(_params(), prompts, rollouts.tokens[:, :1])[0, 0, 0]
+    hidden = _response_hidden(_params(), prompts, rollouts.tokens[:, :1])[0, 0, 0]
     p = np.exp(distribution(head_logits(hidden, MODEL.head(_params())), sampling))
     observed = np.bincount(np.asarray(rollouts.tokens[0, :, 0]), minlength=V)
     assert (observed[p == 0] == 0).all()
@@ -148,7 +157,7 @@ def test_the_second_token_follows_its_own_first_token():
   token = np.bincount(first).argmax()
   chosen = int(np.flatnonzero(first == token)[0])
   row = rollouts.tokens[:, chosen : chosen + 1]
-  hidden = MODEL.response_hidden(_params(), prompts, row)[0, 0, 1]
+  hidden = _response_hidden(_params(), prompts, row)[0, 0, 1]
   p = np.exp(distribution(head_logits(hidden, MODEL.head(_params())), Sampling()))
   observed = np.bincount(second[first == token], minlength=V)
   n = observed.sum()
@@ -164,6 +173,7 @@ def test_keys_decide_the_samples_and_nothing_else_does():
   assert len({row.tobytes() for row in groups[0]}) > 1  # rollouts of a prompt differ
 
 
+@pytest.mark.usefixtures("no_compilation_cache")
 def test_the_cache_is_updated_in_place():
   """No instruction of the compiled decode loop copies a layer's keys or values."""
   lowered = jax.jit(

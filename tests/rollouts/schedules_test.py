@@ -15,9 +15,9 @@ from rlvr_jax.rollouts.schedules import plan
 from rlvr_jax.rollouts.store import RolloutStore, StoreError
 
 
-def drawn(schedule, updates):
-  """Version of every batch drawn before updates 0 … updates − 1, by batch number."""
-  return [t for t in range(updates) for _ in range(schedule.draws(t))]
+def sampled(schedule, updates):
+  """Version of every batch sampled before updates 0 … updates − 1, by batch number."""
+  return [t for t in range(updates) for _ in range(schedule.samples(t))]
 
 
 def versions(schedule, updates):
@@ -56,7 +56,7 @@ def any_schedule(draw):
 @settings(max_examples=150, deadline=None)
 def test_draws_what_the_updates_train_on_and_no_more_and_no_later(case):
   schedule, updates = case
-  made = drawn(schedule, updates)
+  made = sampled(schedule, updates)
   trained = [schedule.batch(t) for t in range(updates)]
   assert set(trained) == set(range(len(made)))  # each is used, none is missing
   assert all(made[b] <= t for t, b in enumerate(trained))
@@ -78,7 +78,7 @@ def test_on_policy():
 
 def test_two_batches_in_two_epochs():
   schedule = schedules.updates_per_refresh(batches=2, epochs=2)
-  table = [  # drawn before it, trained on, lowest number kept
+  table = [  # sampled before it, trained on, lowest number kept
     (2, 0, 0),
     (0, 1, 0),
     (0, 0, 0),
@@ -89,19 +89,19 @@ def test_two_batches_in_two_epochs():
     (0, 3, 3),
     (2, 4, 4),
   ]
-  assert table == [(schedule.draws(t), schedule.batch(t), schedule.first(t)) for t in range(9)]
+  assert table == [(schedule.samples(t), schedule.batch(t), schedule.first(t)) for t in range(9)]
   assert versions(schedule, 9) == [0, 0, 0, 0, 4, 4, 4, 4, 8]
 
 
 def test_a_run_may_end_within_a_refresh():
   schedule = schedules.updates_per_refresh(batches=3, epochs=1)
   assert plan(schedule, 5) == [(0, 0), (1, 0), (2, 0), (3, 3), (4, 3)]
-  assert len(drawn(schedule, 5)) == 6
+  assert len(sampled(schedule, 5)) == 6
 
 
 def test_stages_draw_all_they_train_on_at_their_start():
   schedule = schedules.stages(count=2, num_updates=6)
-  assert [schedule.draws(t) for t in range(6)] == [3, 0, 0, 3, 0, 0]
+  assert [schedule.samples(t) for t in range(6)] == [3, 0, 0, 3, 0, 0]
   assert plan(schedule, 6) == [(0, 0), (1, 0), (2, 0), (3, 3), (4, 3), (5, 3)]
   assert schedule.stage_length == 3
   paper = schedules.stages(num_updates=4096)
@@ -121,7 +121,7 @@ def test_stages_draw_all_they_train_on_at_their_start():
 def test_each_without_staleness_is_on_policy(schedule):
   on_policy = schedules.on_policy()
   for t in range(12):
-    assert schedule.draws(t) == on_policy.draws(t)
+    assert schedule.samples(t) == on_policy.samples(t)
     assert schedule.batch(t) == on_policy.batch(t)
     assert schedule.first(t) == on_policy.first(t)
 
@@ -130,15 +130,15 @@ def test_a_run_without_updates_has_a_schedule():
   for make in (schedules.stages, lambda num_updates: simulated(updates=num_updates)):
     schedule = make(num_updates=0)
     assert plan(schedule, 0) == []
-    schedule.draws(0)
+    schedule.samples(0)
 
 
 def test_fixed_lag_of_two():
   schedule = schedules.fixed_lag(lag=2, num_updates=6)
-  assert [schedule.draws(t) for t in range(6)] == [3, 1, 1, 1, 0, 0]
+  assert [schedule.samples(t) for t in range(6)] == [3, 1, 1, 1, 0, 0]
   assert plan(schedule, 6) == [(0, 0), (1, 0), (2, 0), (3, 1), (4, 2), (5, 3)]
   longer_than_the_run = schedules.fixed_lag(lag=9, num_updates=3)
-  assert [longer_than_the_run.draws(t) for t in range(3)] == [3, 0, 0]
+  assert [longer_than_the_run.samples(t) for t in range(3)] == [3, 0, 0]
 
 
 @given(st.integers(0, 12), st.integers(0, 40))
@@ -163,9 +163,9 @@ def test_simulated_lags_are_bounded_first_in_first_out_and_repeat(seed, max_lag,
 
 
 def test_simulated_versions_from_the_lags_of_a_seed():
-  """The lags are what NumPy draws, the versions are worked out from them by hand."""
-  drawn_lags = [1, 2, 4, 1, 2, 4, 4, 3, 4, 3, 4, 2, 2, 2, 3, 2]
-  for batch, lag in enumerate(drawn_lags):
+  """The lags are what NumPy samples, the versions are worked out from them by hand."""
+  sampled_lags = [1, 2, 4, 1, 2, 4, 4, 3, 4, 3, 4, 2, 2, 2, 3, 2]
+  for batch, lag in enumerate(sampled_lags):
     entropy = np.random.SeedSequence(5, spawn_key=(batch,))
     assert np.random.default_rng(entropy).integers(0, 5) == lag
   by_hand = [0, 0, 0, 2, 2, 2, 2, 4, 4, 6, 6, 9, 10, 11, 11, 13]
@@ -195,9 +195,9 @@ def test_simulated_lags_have_the_distribution_that_is_documented():
 @pytest.mark.parametrize(
   ("versions", "message"),
   [
-    ([0, 0, 3], "batch 2 was drawn by version 3, which comes after update 2"),
-    ([0, 1, 1, 0], "batch 3 was drawn by version 0 after one of version 1"),
-    ([0, 0, 0, 0], "batch 3 was drawn by version 0, a lag of 3 updates, above max_lag = 2"),
+    ([0, 0, 3], "batch 2 was sampled by version 3, which comes after update 2"),
+    ([0, 1, 1, 0], "batch 3 was sampled by version 0 after one of version 1"),
+    ([0, 0, 0, 0], "batch 3 was sampled by version 0, a lag of 3 updates, above max_lag = 2"),
   ],
 )
 def test_versions_that_no_queue_gives_are_refused(versions, message):
@@ -207,7 +207,7 @@ def test_versions_that_no_queue_gives_are_refused(versions, message):
 
 
 def test_a_recorded_run_is_replayed_exactly(tmp_path):
-  """Whatever the seed; of a batch deleted since and of one drawn anew, the index still tells."""
+  """Whatever the seed; the index still lists a deleted batch, and one that was sampled again."""
   recorded = [0, 0, 0, 1, 3, 3]
   with RolloutStore(tmp_path / "rollouts", writable=True) as store:
     for number, version in enumerate([0, 0, 0, 1, 2, 3]):
@@ -222,7 +222,7 @@ def test_a_recorded_run_is_replayed_exactly(tmp_path):
     simulated(updates=8, recorded=str(tmp_path))
   with pytest.raises(ValueError, match="a lag of 2 updates, above max_lag = 1"):
     simulated(max_lag=1, updates=6, recorded=str(tmp_path))
-  with pytest.raises(StoreError, match="nowhere/rollouts is not there"):
+  with pytest.raises(StoreError, match="nowhere/rollouts does not exist"):
     simulated(updates=6, recorded=str(tmp_path / "nowhere"))
 
 
@@ -230,16 +230,16 @@ def test_asynchronous_is_left_to_the_clock():
   schedule = schedules.asynchronous(max_lag=3)
   assert schedule.real_time and schedule.max_lag == 3
   assert [schedule.batch(t) for t in range(3)] == [schedule.first(t) for t in range(3)] == [0, 1, 2]
-  with pytest.raises(ValueError, match="real time has no plan"):
+  with pytest.raises(ValueError, match="real-time schedule has no plan"):
     plan(schedule, 1)
-  with pytest.raises(RuntimeError, match="up to the clock"):
-    schedule.draws(0)
+  with pytest.raises(RuntimeError, match="depend on the clock"):
+    schedule.samples(0)
 
 
 @pytest.mark.parametrize(
   ("change", "message"),
   [
-    ({"draws": lambda t: int(t > 0)}, "update 0 trains on batch 0, but only batches 0 to -1"),
+    ({"samples": lambda t: int(t > 0)}, "update 0 trains on batch 0, but only batches 0 to -1"),
     ({"batch": lambda t: t + 1}, "update 0 trains on batch 1"),
     ({"batch": lambda t: 0}, "update 1 trains on batch 0, but only batches 1 to 1"),
   ],
@@ -250,7 +250,7 @@ def test_plan_finds_a_schedule_out_of_order(change, message):
 
 
 def test_a_run_may_be_prolonged_where_its_plan_does_not_depend_on_its_length():
-  """Open-ended is what has the same draws and batches under any num_updates."""
+  """Open-ended is what has the same samples and batches under any num_updates."""
   made = {
     "fixed_lag": lambda lag, n: schedules.fixed_lag(lag=lag, num_updates=n),
     "simulated": lambda lag, n: simulated(max_lag=lag, updates=n),
@@ -258,7 +258,7 @@ def test_a_run_may_be_prolonged_where_its_plan_does_not_depend_on_its_length():
   }
   for make, lag in itertools.product(made.values(), (0, 2)):
     short, long = make(lag, 8), make(lag, 40)
-    same = all(short.draws(t) == long.draws(t) for t in range(8))
+    same = all(short.samples(t) == long.samples(t) for t in range(8))
     assert short.open_ended == long.open_ended == same
   assert schedules.on_policy().open_ended
   assert schedules.updates_per_refresh(batches=2, epochs=3).open_ended

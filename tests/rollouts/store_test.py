@@ -117,13 +117,13 @@ def test_threads_share_a_store(store):
   reader.start()
   for number in range(20):
     store.append(number, *make_batch(number))
-  reader.join(timeout=30)
+  reader.join(timeout=300)
   assert not errors and sorted(seen) == list(range(20))
 
 
 def test_a_number_that_is_there_is_not_overwritten(filled):
   before = shard(filled, 2).read_bytes()
-  with pytest.raises(ValueError, match=r"batch 2 is in .* already; nothing is overwritten"):
+  with pytest.raises(ValueError, match=r"batch 2 is in .* already and is not overwritten"):
     filled.append(2, *make_batch(9))
   assert shard(filled, 2).read_bytes() == before and len(index_lines(filled)) == 4
 
@@ -135,7 +135,7 @@ def test_a_number_that_is_there_is_not_overwritten(filled):
     (1, np.zeros(1, ml_dtypes.bfloat16), {}, TypeError, "'x' is of type bfloat16.*float32"),
     (1, np.array(["a"]), {}, TypeError, "'x' is of type <U1"),
     (1, np.zeros(1, ">f4"), {}, TypeError, "'x' is of type >f4"),
-    (1, [1.0], {}, TypeError, "'x' is of type list; it takes NumPy arrays"),
+    (1, [1.0], {}, TypeError, "'x' is of type list; the store takes NumPy arrays"),
     (1, np.zeros(1), {"a": float("nan")}, ValueError, "batch 1: info must be finite JSON"),
     (1, np.zeros(1), {"a": np.float32(1)}, TypeError, "batch 1: info must be finite JSON"),
     (1, np.zeros(1), {"bytes": 1}, ValueError, "info has .'bytes'.*rename"),
@@ -188,7 +188,7 @@ def test_a_torn_shard_is_named_set_aside_and_written_again(filled, harm, what):
   for opened in (filled, RolloutStore(filled.directory, writable=False)):
     with pytest.raises(TornShardError, match=rf"batch 2, .*00000002\.array_record, .*{what}"):
       opened.read(2)
-    assert [opened.whole(number) for number in range(4)] == [True, True, False, True]
+    assert [opened.is_intact(number) for number in range(4)] == [True, True, False, True]
   moved = filled.set_aside(2)
   assert (moved.read_bytes() if moved else None) == left
   assert filled.numbers() == [0, 1, 3]
@@ -214,9 +214,9 @@ def test_a_flipped_bit_anywhere_in_a_shard_is_seen(filled):
   positions += [8 * position + 3 for position in rng.choice(data, 40, replace=False)]
   for bit in positions:
     damage(path, bit)
-    assert not filled.whole(1), bit
+    assert not filled.is_intact(1), bit
     path.write_bytes(whole)
-  assert filled.whole(1)
+  assert filled.is_intact(1)
 
 
 @pytest.mark.parametrize("kind", ["checksum", "number", "info", "newline", "first byte", "last"])
@@ -255,7 +255,7 @@ def test_seeded_damage_anywhere_in_the_index(filled):
 def test_a_lost_index_is_made_again(filled):
   filled.close()
   (filled.directory / INDEX).unlink()
-  with pytest.raises(StoreError, match=r"index\.jsonl is not there"):
+  with pytest.raises(StoreError, match=r"index\.jsonl is missing"):
     RolloutStore(filled.directory, writable=False)
   opened = RolloutStore(filled.directory, writable=True)
   assert opened.numbers() == [0, 1, 2, 3] and opened.info(3) == filled.info(3)
@@ -379,7 +379,7 @@ print(store.numbers())
 """
   folder = tmp_path / "rollouts"
   command = [sys.executable, "-c", code, folder, os.path.dirname(__file__)]
-  done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+  done = subprocess.run(command, capture_output=True, text=True, timeout=300)
   shard_line, index_line, numbers = done.stdout.splitlines()
   assert f"no space left to write {folder / '00000001.array_record'}. Free some" in shard_line
   assert f"no space left to write {folder / 'index.jsonl'}. Free some space and rerun" in index_line
@@ -421,14 +421,14 @@ def test_what_the_library_loses_in_silence_is_not_stored(filled, monkeypatch):
 def test_a_foreign_folder_is_refused_and_left_as_it_is(tmp_path, writable, name, text):
   (tmp_path / name).write_text(text)
   (tmp_path / "draft.tmp").write_text("unsaved")
-  with pytest.raises(StoreError, match=r"no store of rollouts.*another folder"):
+  with pytest.raises(StoreError, match=r"not a rollout store.*another folder"):
     RolloutStore(tmp_path, writable=writable)
   assert sorted(os.listdir(tmp_path)) == ["draft.tmp", name]
   assert (tmp_path / name).read_text() == text
 
 
 def test_a_folder_that_is_not_there_is_not_made_for_reading(tmp_path):
-  with pytest.raises(StoreError, match="is not there"):
+  with pytest.raises(StoreError, match="does not exist"):
     RolloutStore(tmp_path / "a", writable=False)
   assert not (tmp_path / "a").exists()
   (tmp_path / "b").write_text("")
@@ -478,6 +478,8 @@ except StoreError as error:
 resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
 """
   command = [sys.executable, "-c", code, tmp_path / "store"]
-  done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-  expected = r"of 64 threads \d+ could be started \(.*\)\. Allow .* address space \(ulimit -v\)"
+  done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+  expected = (
+    r"only \d+ of 64 threads could be started \(.*\)\. Allow .* address space \(ulimit -v\)"
+  )
   assert re.search(expected, done.stdout), done.stderr

@@ -29,16 +29,20 @@ LORA = dict(
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-  """A finished run."""
+def parts():
   pytest.importorskip("qwix", reason="the extra `quantized` needs flax 0.12")
+  return build(tiny.config(**LORA))
+
+
+@pytest.fixture(scope="module")
+def run(parts, tmp_path_factory):
+  """A finished run."""
   workdir = tmp_path_factory.mktemp("lora")
-  train(build(tiny.config(**LORA)), workdir)
+  train(parts, workdir)
   return workdir
 
 
-def test_adapters_alone_are_trained_and_the_sampler_agrees(run):
-  parts = build(tiny.config(**LORA))
+def test_adapters_alone_are_trained_and_the_sampler_agrees(run, parts):
   first = parameters.initial_params(parts)
   last, step = chosen_params(parts, run / "checkpoints" / "4")
   assert step == 4
@@ -53,19 +57,17 @@ def test_adapters_alone_are_trained_and_the_sampler_agrees(run):
   assert max(rounded) > 1e-5  # the copy is one of the merged policy
 
 
-def test_a_run_goes_on_with_the_same_numbers(run, tmp_path):
+def test_a_run_goes_on_with_the_same_numbers(run, parts, tmp_path):
   workdir = tmp_path / "again"
   shutil.copytree(run, workdir)
   shutil.rmtree(workdir / "checkpoints" / "4")
-  train(build(tiny.config(**LORA)), workdir)
+  train(parts, workdir)
   assert tiny.records(workdir) == tiny.records(run)
-  parts = build(tiny.config(**LORA))
   here, there = (chosen_params(parts, w / "checkpoints" / "4")[0] for w in (workdir, run))
   jax.tree.map(np.testing.assert_array_equal, here, there)
 
 
-def test_export_writes_the_merged_policy_and_the_adapters(run, tmp_path):
-  parts = build(tiny.config(**LORA))
+def test_export_writes_the_merged_policy_and_the_adapters(run, parts, tmp_path):
   folder = tmp_path / "out"
   export(parts, str(folder), run / "checkpoints" / "4")
   params, _ = chosen_params(parts, run / "checkpoints" / "4")

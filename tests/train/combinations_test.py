@@ -9,92 +9,69 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from oracles.updates import P, gradient_of, make_batch, make_method
 
 from rlvr_jax import advantages, geometry, losses, reweighting
-from rlvr_jax.advantages.masses import gradient_masses
 from rlvr_jax.models.functional import transformer
-from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.reductions import values
 from rlvr_jax.ops.veto import negative_advantage_veto
 from rlvr_jax.train import sharding
-from rlvr_jax.train.accumulate import policy_logprobs, update_gradient
-from rlvr_jax.train.objective import Method
+from rlvr_jax.train.accumulate import policy_logprobs
 from rlvr_jax.train.step import initial_state, train_step
-from rlvr_jax.types import Prompts, TrainBatch
 
-P, G, S, T, V = 8, 4, 3, 4, 16
-CONFIG = TransformerConfig(
-  vocab_size=V, width=8, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=4, mlp_width=8
-)
 VETOES = {"plain": None, "veto": negative_advantage_veto(threshold=0.9)}
 REWEIGHTINGS = {"none": reweighting.none(), "salt": reweighting.salt()}
-MESH_SHAPE = dict(data=2, fsdp=2, tensor=2)
+MESH = dict(data=2, fsdp=2, tensor=2)
 
 
-def make_method(loss, veto, reweighter, mesh=None, **changes):
-  config = dataclasses.replace(CONFIG, compute_dtype="float64", param_dtype="float64")
-  return Method(
-    model=transformer(config, sharding.layout(mesh)),
-    optimizer=optax.adam(1e-2),
-    schedule=optax.constant_schedule(1e-2),
-    advantage=advantages.grpo(),
-    coefficient_metrics=gradient_masses,
+def method_of(loss, veto, reweighter, mesh=None, **changes):
+  context = geometry.GramContext(transformer(make_method("float64").model.config), mesh=mesh)
+  return make_method(
+    "float64",
+    mesh,
     reweighting=REWEIGHTINGS[reweighter],
     gram=geometry.streaming() if reweighter == "salt" else None,
-    gram_context=geometry.GramContext(transformer(config), mesh=mesh),
+    gram_context=context,
     loss=getattr(losses, loss)(),
     aggregation="sequence_mean",
-    max_response_length=T,
     veto=VETOES[veto],
     **changes,
   )
 
 
 @functools.cache
-def make_batch_and_params():
-  """A stale batch: the behaviour policy is the policy with its parameters disturbed."""
+def batch_and_params():
+  """A stale batch: the behavior policy is the policy with its parameters disturbed."""
   rng = np.random.default_rng(0)
-  lengths = rng.integers(1, T + 1, (P, G))
-  tokens = rng.integers(0, V, (P, G, T)).astype(np.int32)
-  correct = (tokens[..., 0] < V // 2).astype(np.float64)
-  correct[0] = 1
-  batch = TrainBatch(
-    prompts=Prompts(
-      tokens=rng.integers(0, V, (P, S)).astype(np.int32),
-      lengths=rng.integers(1, S + 1, P).astype(np.int32),
-    ),
-    tokens=tokens,
-    mask=(np.arange(T) < lengths[..., None]).astype(np.float64),
-    behavior_logprobs=np.zeros((P, G, T)),
-    rewards=correct,
-    correct=correct,
-    solve_rate=np.full(P, correct.mean()),
-  )
-  method = make_method("ppo_clip", "plain", "none")
+  batch = make_batch(np.float64)
+  method = make_method("float64")
   params = method.model.init(jax.random.key(0))
   near = jax.tree.map(lambda p: p + 0.2 * rng.normal(size=p.shape).astype(np.float64), params)
   nearer = jax.tree.map(lambda p, q: p + 0.3 * (q - p), params, near)
-  score = lambda p: np.asarray(policy_logprobs(p, {}, batch, method=method)[0])
+  logprobs = jax.jit(functools.partial(policy_logprobs, method=method))
+  score = lambda params: np.asarray(logprobs(params, {}, batch)[0])
   return dataclasses.replace(
-    batch, behavior_logprobs=score(near), proximal_logprobs=score(nearer)
+    batch,
+    behavior_logprobs=score(near),
+    proximal_logprobs=score(nearer),
+    solve_rate=np.full(P, batch.correct.mean()),
   ), params
 
 
 def updater(loss, veto, reweighter, *, on_mesh=False, num_micro_batches=1):
   """Coefficients → ((loss, metrics), gradient), compiled once."""
-  batch, params = make_batch_and_params()
-  mesh = sharding.make_mesh(**MESH_SHAPE) if on_mesh else None
+  batch, params = batch_and_params()
+  mesh = sharding.make_mesh(**MESH) if on_mesh else None
   if mesh:
     params = jax.device_put(params, sharding.state_shardings(params, mesh))
     batch = sharding.to_devices(batch, sharding.batch_sharding(mesh))
-  method = make_method(loss, veto, reweighter, mesh, num_micro_batches=num_micro_batches)
-  update = jax.jit(functools.partial(update_gradient, method=method))
-  return lambda coefficients: update(params, {}, batch, coefficients, jax.random.key(0))
+  method = method_of(loss, veto, reweighter, mesh, num_micro_batches=num_micro_batches)
+  return lambda coefficients: gradient_of(method, batch, params, coefficients)
 
 
 def check_updates(single, others, estimators):
   """Each estimator's coefficients make the same finite update in every way."""
-  batch, _ = make_batch_and_params()
+  batch, _ = batch_and_params()
   for advantage in estimators:
     estimator = getattr(advantages, advantage)()
     coefficients = estimator.apply(estimator.init(jnp.float64(0.7)), batch)
@@ -115,10 +92,19 @@ def check_updates(single, others, estimators):
           )
 
 
-@pytest.mark.parametrize("veto", VETOES)
-@pytest.mark.parametrize("loss", losses.__all__)
+QUICK = {("ppo_clip", "plain"), ("p3o", "veto")}  # statistics of the whole batch in the second
+
+
+@pytest.mark.parametrize(
+  ("loss", "veto"),
+  [
+    pytest.param(loss, veto, marks=() if (loss, veto) in QUICK else pytest.mark.slow)
+    for loss in losses.__all__
+    for veto in VETOES
+  ],
+)
 def test_all_pairs(x64, loss, veto):
-  """A subset of the product, which the slow test has whole.
+  """A subset of the product, which the soak test has in full.
 
   The update's two phases, compiled once per loss. Without veto and SALT: against micro-batches, fed
   with every estimator's coefficients. With both: against a mesh and micro-batches together, with
@@ -134,7 +120,7 @@ def test_all_pairs(x64, loss, veto):
     check_updates(updater(loss, veto, "salt"), [other], chosen)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("reweighter", REWEIGHTINGS)
 @pytest.mark.parametrize("veto", VETOES)
 @pytest.mark.parametrize("loss", losses.__all__)
@@ -151,8 +137,8 @@ def test_every_combination_makes_the_same_update(x64, loss, veto, reweighter):
 @pytest.mark.parametrize("advantage", advantages.__all__)
 def test_every_estimator_steps(x64, advantage):
   """The whole jitted train step with the estimator and its state inside."""
-  batch, params = make_batch_and_params()
-  method = make_method("ppo_clip", "veto", "none")
+  batch, params = batch_and_params()
+  method = method_of("ppo_clip", "veto", "none")
   method = method._replace(advantage=getattr(advantages, advantage)(), num_micro_batches=2)
   state = initial_state(method, params, jnp.float64(0.7))
   state, metrics = jax.jit(functools.partial(train_step, method=method))(state, {}, batch)

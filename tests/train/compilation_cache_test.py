@@ -29,6 +29,7 @@ def run(workdir, num_updates, **variables):
   return set(compiled) - BEFORE
 
 
+@pytest.mark.slow
 @tiny.needs_compile_log
 def test_a_rerun_compiles_nothing(tmp_path):
   assert {"generate", "train_step"} < run(tmp_path / "run", 2)

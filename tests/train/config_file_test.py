@@ -1,5 +1,8 @@
 """What a command line may set, and how spellings of earlier versions are answered."""
 
+import subprocess
+import sys
+
 import pytest
 from absl import flags
 from ml_collections import config_flags
@@ -33,7 +36,7 @@ def parsed(*arguments, recipe="configs/quickstart.py"):
 def test_a_part_of_a_keyword_that_is_not_there():
   told = refused("--config.task.name=train.config_file_test:own_task",
                  "--config.task.kwargs.names.first=3")  # fmt: skip
-  assert "kwargs.names has no field 'first' yet; give it as one, " in told
+  assert "kwargs.names has no field 'first' yet; set it as a dict, " in told
 
 
 def refused(*arguments, **how):
@@ -102,15 +105,35 @@ def own_task(*, size: int, scale: float = 1.0, names=None):
 @pytest.mark.parametrize(
   ("arguments", "message"),
   [
-    (["--config.task.kwargs.promt=x"], "reasoning_gym takes no 'promt'; did you mean one of ['p"),
-    (["--config.task.name=publishd"], "'publishd' is unknown; did you mean one of ['published']"),
+    (["--config.task.kwargs.promt=x"], "reasoning_gym takes no 'promt'; did you mean 'prompt'?"),
+    (["--config.task.name=publishd"], "'publishd' is unknown; did you mean 'published'"),
     (["--config.task.name=published", "--config.task.kwargs.settings=3"], "takes no 'settings'"),
     (["--config.task.name=3"], "'3' is unknown"),
   ],
 )
-def test_a_misspelt_keyword_names_the_near_one(arguments, message):
+def test_a_misspelled_keyword_names_the_near_one(arguments, message):
   told = refused(*arguments)
   assert told.startswith("error: config.task.name = ") and message in told
+
+
+@pytest.mark.parametrize(
+  ("argument", "message"),
+  [
+    (
+      "--config.learning_rate.peak=1e-4",
+      "--config.learning_rate.peak: config.learning_rate is a string, 'linear(peak=2e-4)'; write"
+      ' --config.learning_rate="linear(peak=0.0001)"',
+    ),
+    ("--config.loss.foo=1", '--config.loss="ppo_clip(foo=1)"'),
+    ("--config.grading.grader.name=gsm8k", '--config.grading.grader="gsm8k"'),
+    (
+      "--config.tokenizer.path=x",
+      "is a string, 'bytes'; set it as one string, --config.tokenizer=…",
+    ),
+  ],
+)
+def test_a_field_of_a_string(argument, message):
+  assert message in refused(argument)
 
 
 # --- spellings of earlier versions ----------------------------------------------------------------
@@ -121,6 +144,7 @@ def test_a_misspelt_keyword_names_the_near_one(arguments, message):
   [
     (["--config.advantage.name=fade", "--config.advantage.kwargs.alpha_max=2.0"],
      '--config.advantage="fade(alpha_max=2.0)"'),
+    (["--config.optimizer.name=lion"], '--config.optimizer="lion"'),
     (["--config.loss.kwargs.epsilon_low=0.1"],
      '--config.loss="ppo_clip(epsilon_high=0.28, epsilon_low=0.1)"'),
     (["--config.loss.name", "p3o", "--config.loss.kwargs.cap=none"],
@@ -183,6 +207,29 @@ def test_the_reward_of_programs_is_a_hyper_parameter_of_their_grader():
   assert told.startswith("error: --config.task.kwargs.code_reward: ") and told.endswith(new), told
   c = parsed(new.replace('"', ""), recipe="configs/gsm8k.py")
   assert c.task.kwargs.grader == "code(reward='fraction')"
+
+
+@pytest.mark.parametrize(
+  ("line", "message"),
+  [
+    (
+      "c.batch = dict(prompts=8)",
+      "the configuration has no field 'group_size'; a recipe that sets",
+    ),
+    ("c.batch.promts = 8", "no field 'promts'; did you mean 'prompts'? ("),
+  ],
+)
+def test_a_recipe_that_lacks_or_invents_a_field(line, message, tmp_path):
+  recipe = tmp_path / "mine.py"
+  recipe.write_text(RECIPE.format(line))
+  arguments = [f"--config={recipe}", "--config.num_updates=2"]
+  done = subprocess.run(
+    [sys.executable, "-m", "rlvr_jax.main", *arguments, f"--workdir={tmp_path / 'run'}"],
+    capture_output=True, text=True, timeout=tiny.TIMEOUT_S, env=tiny.environment(),
+  )  # fmt: skip
+  assert done.returncode == 1
+  (last,) = [told for told in done.stderr.splitlines() if told.startswith("error: ")]
+  assert message in last and ("no field 'group_size'" in last or f"--config={recipe}" in last)
 
 
 def test_other_mistakes_of_a_recipe_stay_as_they_are(tmp_path):

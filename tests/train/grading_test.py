@@ -155,8 +155,8 @@ def test_a_thought_that_the_prompt_opens_is_no_answer():
   )
   with grader_pool(config, parts.task) as pool:
     collector = make_collector(parts, pool)
-    drawn = [parts.task.train[0], parts.task.train[1]]
-    flight = collector.dispatch(drawn, lambda prompts: [rollouts, rollouts])
+    problems = [parts.task.train[0], parts.task.train[1]]
+    flight = collector.dispatch(problems, lambda prompts: [rollouts, rollouts])
     samples = collector.finish(collector.submit_grading(flight), [0, 0]).samples
   assert [s["outcome"] for s in samples] == ["unparseable", "correct", "correct", "correct"]
   assert [s["reward"] for s in samples] == [0.0, 1.5, 1.0, 1.0]

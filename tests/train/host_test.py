@@ -14,7 +14,7 @@ import pytest
     ("""
 with host.deadline():
   for _ in range(4):
-    time.sleep(0.5)
+    time.sleep(1.0)
     host.alive()""", False),
     ("""
 with host.deadline():
@@ -25,32 +25,33 @@ with host.deadline():
 with host.deadline():
   pass
 host.alive()
-time.sleep(2.0)""", False),
+time.sleep(4.0)""", False),
   ],
 )  # fmt: skip
 def test_a_wait_without_a_sign_of_life_ends_the_process(body, ends):
-  code = f"import ctypes, time\nfrom rlvr_jax.train import host\nhost.DEADLINE_S = 1.0\n{body}"
-  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+  code = f"import ctypes, time\nfrom rlvr_jax.train import host\nhost.DEADLINE_S = 3.0\n{body}"
+  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
   assert done.returncode == int(ends)
-  assert ("Timeout (0:00:01)!" in done.stderr and "<module>" in done.stderr) == ends
+  assert ("Timeout (0:00:03)!" in done.stderr and "<module>" in done.stderr) == ends
 
 
-def test_the_message_is_the_last_word():
-  """Threads are writing long complaints line by line when the process ends."""
+def test_the_message_is_the_last_word(tmp_path):
+  """Threads are writing complaints when the process ends."""
   program = """
-import sys, threading, time
+import os, threading, time
 from rlvr_jax.train import host
 
 def complain():
-  stream = sys.stderr
   while True:
-    stream.write("a library complains\\\\n")
+    os.write(2, b"a library complains, ")
 
-for _ in range(4):
+for _ in range(16):
   threading.Thread(target=complain, daemon=True).start()
 time.sleep(0.2)
-host.end_at_once("error: what to do")
-""".replace("\\\\", "\\")
-  done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, timeout=60)
+host.exit_immediately("error: what to do")
+"""
+  complaints = tmp_path / "stderr"  # unlike a pipe it is never full
+  with complaints.open("wb") as stderr:
+    done = subprocess.run([sys.executable, "-c", program], stderr=stderr, timeout=300)
   assert done.returncode == 1
-  assert done.stderr.endswith(b"error: what to do\n")
+  assert complaints.read_bytes().endswith(b"error: what to do\n")

@@ -1,15 +1,18 @@
 """The whole program on a run of seconds: what it writes, how often it compiles, on a mesh."""
 
 import collections
+import dataclasses
 import json
 import re
 
 import numpy as np
 import pytest
+from oracles.batches import make_host_batch
 from train import tiny
 
+from rlvr_jax.commands.train import train
 from rlvr_jax.rollouts.batch import permute_rewards
-from rlvr_jax.types import Prompts, TrainBatch
+from rlvr_jax.train.build import build
 
 MESH = ("--config.mesh.data=2", "--config.mesh.fsdp=2", "--config.mesh.tensor=2")
 
@@ -24,6 +27,12 @@ def run(workdirs):
   """(workdir, output) of the tiny run, with every compilation logged."""
   workdir = workdirs / "run"
   return workdir, tiny.run(workdir, JAX_LOG_COMPILES="1")
+
+
+@pytest.fixture(scope="module")
+def parts():
+  """Those of the tiny run, compiled once for what runs in this process."""
+  return build(tiny.get_config())
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +84,7 @@ def test_staleness_counts_the_updates_behind(run):
       assert record["behavior/kl_k3"] > 1e-7
 
 
-def test_batches_are_drawn_once_per_refresh(run):
+def test_batches_are_sampled_once_per_refresh(run):
   counted = [record["counter/batches"] for record in tiny.records(run[0], "train")]
   assert counted == [2] * 4 + [4] * 4 + [6] * 4
 
@@ -128,20 +137,22 @@ def test_report_and_files(run):
 # --- the same again -------------------------------------------------------------------------------
 
 
-def test_the_seed_decides_everything(run, workdirs):
-  tiny.run(workdirs / "again")
+def test_the_seed_decides_everything(run, parts, workdirs):
+  """Also in another process."""
+  train(parts, workdirs / "again")
   assert tiny.outcome(workdirs / "again") == tiny.outcome(run[0])
 
 
-def test_another_seed_is_another_run(run, workdirs):
+def test_another_seed_is_another_run(run, parts, workdirs):
   workdir = workdirs / "seed"
-  tiny.run(workdir, "--config.seed=1")
+  train(dataclasses.replace(parts, config=tiny.config(seed=1, num_updates=4)), workdir)
   ours, other = tiny.records(run[0], "train"), tiny.records(workdir, "train")
-  for a, b in zip(ours, other, strict=True):
+  for a, b in zip(ours[:4], other, strict=True):
     assert a["policy/entropy"] != b["policy/entropy"]
   assert tiny.rollouts(workdir) != tiny.rollouts(run[0])
 
 
+@pytest.mark.slow
 def test_a_mesh_gives_the_metrics_of_one_device(run, mesh_run):
   ours, theirs = tiny.records(run[0]), tiny.records(mesh_run[0])
   assert [r["step"] for r in ours] == [r["step"] for r in theirs]
@@ -182,6 +193,7 @@ def test_each_function_compiles_once(run):
   )
 
 
+@pytest.mark.slow
 @tiny.needs_compile_log
 def test_each_function_compiles_once_on_a_mesh(mesh_run):
   assert_compiled_once(
@@ -193,6 +205,7 @@ def test_each_function_compiles_once_on_a_mesh(mesh_run):
 # --- geometry -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @tiny.needs_compile_log
 def test_salt_with_diagnostics_compiles_once_and_survives_a_kill(workdirs):
   flags = (
@@ -236,16 +249,8 @@ def test_salt_with_diagnostics_compiles_once_and_survives_a_kill(workdirs):
 
 def test_permuted_rewards_keep_their_multiset_and_their_correctness():
   rng = np.random.default_rng(0)
-  rewards = rng.integers(0, 2, (6, 4)) + rng.random((6, 4)).astype(np.float32) / 10
-  empty = np.zeros(0)
-  batch = TrainBatch(
-    prompts=Prompts(tokens=empty, lengths=empty),
-    tokens=empty,
-    mask=empty,
-    behavior_logprobs=empty,
-    rewards=rewards,
-    correct=np.floor(rewards),
-  )
+  rewards = (rng.integers(0, 2, (6, 4)) + rng.random((6, 4)) / 10).astype(np.float32)
+  batch = make_host_batch(np.ones((6, 4, 1)), rewards=rewards, correct=np.floor(rewards))
   dealt = permute_rewards(batch, np.random.default_rng(1))
   assert not np.array_equal(dealt.rewards, rewards)
   np.testing.assert_array_equal(np.sort(dealt.rewards, axis=None), np.sort(rewards, axis=None))
@@ -254,9 +259,11 @@ def test_permuted_rewards_keep_their_multiset_and_their_correctness():
   np.testing.assert_array_equal(dealt.rewards, repeated.rewards)
 
 
-def test_a_control_run_has_the_same_rewards_on_other_rollouts(run, workdirs):
+def test_a_control_run_has_the_same_rewards_on_other_rollouts(run, parts, workdirs):
   workdir = workdirs / "control"
-  tiny.run(workdir, "--config.permute_rewards=True")
+  train(
+    dataclasses.replace(parts, config=tiny.config(permute_rewards=True, num_updates=1)), workdir
+  )
   ours, control = tiny.records(run[0], "train")[0], tiny.records(workdir, "train")[0]
   for name in ("reward/mean", "reward/pass_rate", "outcome/correct", "policy/entropy"):
     assert control[name] == ours[name]

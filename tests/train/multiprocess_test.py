@@ -1,4 +1,4 @@
-"""Two processes with four devices each, over loopback, as one run; and what they agree on."""
+"""Several processes over loopback, eight devices together, as one run; and what they agree on."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ from rlvr_jax.train.workdir import WorkdirLock
 
 MESH = [f"--config.mesh.{axis}=2" for axis in ("data", "fsdp", "tensor")]
 FLAGS = [*MESH, "--config.num_updates=6"]
-TIMEOUT_S = 240
+TIMEOUT_S = 900
 
 
 def free_port():
@@ -29,10 +29,10 @@ def free_port():
     return probe.getsockname()[1]
 
 
-class Pair:
-  """Two processes of one program, given what tells them apart; `outputs` once they have ended."""
+class Processes:
+  """Some processes of one program, given what tells them apart."""
 
-  def __init__(self, command_of, devices):
+  def __init__(self, command_of, devices, count=2):
     port = free_port()
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
     self.processes = [
@@ -44,7 +44,7 @@ class Pair:
         cwd=tiny.ROOT,
         env=tiny.environment(XLA_FLAGS=flags),
       )
-      for process in range(2)
+      for process in range(count)
     ]
 
   def signal_all(self, number):
@@ -58,24 +58,24 @@ class Pair:
 
 
 @contextlib.contextmanager
-def training(workdir, *flags):
-  """The program as a pair."""
+def training(workdir, count=2):
+  """The program as so many processes, which have eight devices together."""
 
   def command_of(coordinator, process):
-    place = [f"--coordinator={coordinator}", "--num_processes=2", f"--process_id={process}"]
-    return tiny.command(workdir, *FLAGS, *flags, *place)
+    place = [f"--coordinator={coordinator}", f"--num_processes={count}", f"--process_id={process}"]
+    return tiny.command(workdir, *FLAGS, *place)
 
-  pair = Pair(command_of, devices=4)
+  processes = Processes(command_of, devices=8 // count, count=count)
   try:
-    yield pair
+    yield processes
   finally:
-    pair.signal_all(signal.SIGKILL)
+    processes.signal_all(signal.SIGKILL)
 
 
-def train_to_the_end(workdir):
-  with training(workdir) as pair:
-    statuses, outputs = pair.ended()
-  assert statuses == [0, 0], "\n".join(outputs)[-5000:]
+def train_to_the_end(workdir, count=2):
+  with training(workdir, count) as processes:
+    statuses, outputs = processes.ended()
+  assert statuses == [0] * count, "\n".join(outputs)[-5000:]
   return outputs
 
 
@@ -89,16 +89,16 @@ def undisturbed(tmp_path_factory):
   return workdir, train_to_the_end(workdir)
 
 
+@pytest.mark.slow
 def test_only_the_first_process_speaks(undisturbed):
   first, second = undisturbed[1]
   assert "held-out after update 6" in first and "learning_curves.png" in first
   assert not re.search(r"update|step|held-out", re.sub(r"(?m)^(W\d|\[Gloo\]).*$", "", second))
 
 
-def test_equals_one_process(undisturbed, tmp_path):
+def assert_equal_to_one_process(workdir, one):
   """To float tolerance: sums over eight devices are taken in another order between processes."""
-  tiny.run(tmp_path / "run", *FLAGS)
-  found, expected = tiny.records(undisturbed[0]), tiny.records(tmp_path / "run")
+  found, expected = tiny.records(workdir), tiny.records(one)
   assert len(expected) == 4 + 3 + 6
   for record, other in zip(found, expected, strict=True):
     assert record.keys() == other.keys()
@@ -109,15 +109,32 @@ def test_equals_one_process(undisturbed, tmp_path):
     (r["prompt"], r["completion"], r["outcome"])
     for r in map(json.loads, tiny.rollouts(workdir).splitlines())
   ]
-  assert texts(undisturbed[0]) == texts(tmp_path / "run")
-  # One process reads the checkpoint that two have written, with its checksums.
-  (step, _, arrays), (step0, _, arrays0) = map(
-    tiny.last_checkpoint, (undisturbed[0], tmp_path / "run")
-  )
+  assert texts(workdir) == texts(one)
+  # One process reads the checkpoint that several have written, with its checksums.
+  (step, _, arrays), (step0, _, arrays0) = map(tiny.last_checkpoint, (workdir, one))
   assert step == step0 == 6
   assert [path for path, _ in arrays] == [path for path, _ in arrays0]
   # What is compared has learned something.
   assert any(r.get("update/gradient_norm", 0) > 0.01 for r in expected)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+  """The workdir of the same run as one process."""
+  workdir = tmp_path_factory.mktemp("alone") / "run"
+  tiny.run(workdir, *FLAGS)
+  return workdir
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(undisturbed, alone):
+  assert_equal_to_one_process(undisturbed[0], alone)
+
+
+@pytest.mark.soak
+def test_eight_processes_equal_one(alone, tmp_path):
+  train_to_the_end(tmp_path / "run", count=8)
+  assert_equal_to_one_process(tmp_path / "run", alone)
 
 
 @pytest.mark.slow
@@ -137,6 +154,7 @@ def test_stopped_and_killed_pair_ends_identically(undisturbed, tmp_path):
   assert tiny.outcome(workdir) == tiny.outcome(undisturbed[0])
 
 
+@pytest.mark.slow
 def test_both_end_where_the_first_refuses(tmp_path):
   workdir = tmp_path / "run"
   lock = WorkdirLock(workdir)
@@ -150,6 +168,7 @@ def test_both_end_where_the_first_refuses(tmp_path):
   assert time.monotonic() - began < TIMEOUT_S / 2
 
 
+@pytest.mark.slow
 def test_the_death_of_the_first_process_is_named(tmp_path):
   """Found while the second waits in a collective, and while it computes on its own."""
   program = textwrap.dedent(DEATH)
@@ -157,7 +176,7 @@ def test_the_death_of_the_first_process_is_named(tmp_path):
     command_of = lambda coordinator, i, how=waiting: [
       *(sys.executable, "-c", program, coordinator, str(i), how)
     ]
-    statuses, outputs = Pair(command_of, devices=1).ended()
+    statuses, outputs = Processes(command_of, devices=1).ended()
     assert statuses == [-signal.SIGKILL, 1], outputs
     last = outputs[1].strip().splitlines()[-1]
     assert re.match("error: process 0 of 2 has died .* Rerun the same command", last), outputs[1]
@@ -172,7 +191,7 @@ DEATH = """
 
   me = int(sys.argv[2])
   multihost.initialize(sys.argv[1], 2, me)
-  with multihost.failing_at_once(), multihost.only_the_first_speaks():
+  with multihost.exit_on_error(), multihost.only_first_prints():
     multihost.exchange("both are there")
     if me == 0:
       time.sleep(1)
@@ -198,7 +217,7 @@ PROGRAM = """
       raise ValueError("the disk is full")
     return "fine"
 
-  with multihost.failing_at_once():
+  with multihost.exit_on_error():
     report("exchanged", multihost.exchange({"process": me, "text": "é" * 50 * me, "x": 0.1 + me}))
     report("anywhere", [multihost.anywhere(me == 1), multihost.anywhere(False)])
     report("on_first", multihost.on_first(lambda: "written", "nothing"))
@@ -219,7 +238,7 @@ PROGRAM = """
 def test_agreement():
   program = textwrap.dedent(PROGRAM)
   command_of = lambda coordinator, i: [sys.executable, "-c", program, coordinator, str(i)]
-  pair = Pair(command_of, devices=1)
+  pair = Processes(command_of, devices=1)
   began = time.monotonic()
   statuses, outputs = pair.ended()
   assert all(statuses), outputs

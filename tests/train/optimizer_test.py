@@ -83,7 +83,7 @@ def test_adamw_is_optax_s_behind_a_clip_and_spares_norms_and_biases():
   assert all("norm" in name or "bias" in name for name in spared)
 
 
-def orthogonalised(momentum):
+def orthogonalized(momentum):
   """NumPy, one matrix: five quintic Newton–Schulz steps from M/‖M‖_F."""
   x = momentum / np.linalg.norm(momentum)
   for _ in range(5):
@@ -109,7 +109,7 @@ def test_muon_orthogonalises_layer_by_layer_and_leaves_the_rest_to_adamw(update_
         mean = 0.95 * mean + 0.05 * g
         ahead = 0.95 * mean / (1 - 0.95 ** (t + 1)) + 0.05 * g / (1 - 0.95**t)
         D, E = g.shape
-        wide = orthogonalised(ahead if D <= E else ahead.T)
+        wide = orthogonalized(ahead if D <= E else ahead.T)
         length = np.sqrt(max(1, E / D)) if update_rms is None else update_rms * np.sqrt(max(D, E))
         weight = weight - 1e-2 * (length * (wide if D <= E else wide.T) + 0.1 * weight)
       np.testing.assert_allclose(found["blocks"][name][layer], weight, rtol=1e-6, atol=1e-9)
@@ -151,12 +151,12 @@ def test_learning_rates(text, values):
   ("package", "text", "message"),
   [
     (learning_rate, "cosine(peak=-1)", "cosine: peak = -1 is not a number"),
-    (learning_rate, "linear(peak=1.0, warmup=1.5)", "linear: warmup = 1.5 is not a whole number"),
+    (learning_rate, "linear(peak=1.0, warmup=1.5)", "linear: warmup = 1.5 is not an integer"),
     (learning_rate, "linear(peak=1.0, final_fraction=2)", "final_fraction = 2 is not a number"),
     (optimizer, "adamw(b1=2)", "adamw: b1 = 2 is not a number"),
     (optimizer, "adamw(epsilon=0)", "adamw: epsilon = 0 is not a number"),
     (optimizer, "lion(weight_decay=-1)", "lion: weight_decay = -1 is not"),
-    (optimizer, "muon(steps=0)", "muon: steps = 0 is not a whole number"),
+    (optimizer, "muon(steps=0)", "muon: steps = 0 is not an integer"),
     (optimizer, "muon(update_rms=0)", "muon: update_rms = 0 is not a number"),
     (optimizer, "muon(nesterov=1.5)", "muon: nesterov = 1.5 is unknown"),
     (optimizer, "sgd(momentum=-0.1)", "sgd: momentum = -0.1 is not a number"),

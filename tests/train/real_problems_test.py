@@ -18,7 +18,10 @@ from rlvr_jax.models.huggingface import save_checkpoint
 from rlvr_jax.models.presets import preset
 
 SHARED = os.environ.get("RLVR_SHARED")
-pytestmark = pytest.mark.skipif(not SHARED, reason="RLVR_SHARED is not set")
+pytestmark = [
+  pytest.mark.slow,
+  pytest.mark.skipif(not SHARED, reason="RLVR_SHARED is not set"),
+]
 DATA = pathlib.Path(SHARED or "", "data")
 METHODS = ("salt_grpo", "p3o", "fade", "mu_grpo")
 SECTIONS = ("advantage", "reweighting", "gram", "loss", "aggregation", "veto", "schedule")
@@ -95,18 +98,8 @@ def check(records, workdir, method):
   assert trained and all(sample["prompt"] and sample["outcome"] for sample in trained)
 
 
-# The rest of the table is slow: each is a program of its own.
-QUICK = {("salt_grpo", "gsm8k"), ("mu_grpo", "mbpp")}
-
-
-@pytest.mark.parametrize(
-  ("method", "dataset"),
-  [
-    pytest.param(m, d, marks=() if (m, d) in QUICK else pytest.mark.slow)
-    for d in ("gsm8k", "mbpp")
-    for m in METHODS
-  ],
-)
+@pytest.mark.parametrize("dataset", ["gsm8k", "mbpp"])
+@pytest.mark.parametrize("method", METHODS)
 def test_trains_from_a_checkpoint_folder(method, dataset, checkpoint, tmp_path):
   records = run(checkpoint, tmp_path / "run", method, dataset)
   check(records, tmp_path / "run", method)

@@ -1,4 +1,7 @@
-"""Killed, stopped and damaged runs end as the uninterrupted one, to the bit."""
+"""Killed, stopped and damaged runs end as the uninterrupted one, to the bit.
+
+What is stopped or killed is the program; what is resumed goes on in this process, with one build.
+"""
 
 import pathlib
 import re
@@ -9,19 +12,38 @@ import time
 
 import numpy as np
 import pytest
+from rewards.user_graders import SECONDS
 from train import tiny
 
 from rlvr_jax.commands.train import train
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.train.build import build
+from rlvr_jax.train.checkpoint_files import CheckpointError
 from rlvr_jax.train.workdir import WorkdirError
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
+def parts():
+  return build(tiny.get_config())
+
+
+@pytest.fixture
+def resume(parts, capsys):
+  """Workdir → what the run that goes on there prints."""
+
+  def go_on(workdir):
+    capsys.readouterr()
+    train(parts, workdir)
+    return "".join(capsys.readouterr())
+
+  return go_on
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(parts, tmp_path_factory):
   """(workdir, outcome) of the run that nothing disturbed."""
   workdir = tmp_path_factory.mktemp("uninterrupted") / "run"
-  tiny.run(workdir)
+  train(parts, workdir)
   found = tiny.outcome(workdir)
   assert found["checkpoint"][0] == 12 and len(found["metrics"]) == 4 + 4 + 12
   # Something is learned, so that equal bits mean something.
@@ -43,6 +65,7 @@ def assert_same(workdir, expected):
 # --- kills ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_killed_at_chosen_points(uninterrupted, tmp_path):
   workdir = tmp_path / "run"
   points = [
@@ -52,13 +75,13 @@ def test_killed_at_chosen_points(uninterrupted, tmp_path):
     (10, "eval"),  # evaluated, not saved
   ]
   for point in points:
-    with tiny.started(workdir) as process:
+    with tiny.started(workdir, **{SECONDS: "0.03"}) as process:
       tiny.wait_for(tiny.has_record(workdir, *point), process)
   tiny.run(workdir)
   assert_same(workdir, uninterrupted[1])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("schedule", ["", "mu_grpo", "simulated_asynchronous"])
 def test_killed_at_random_points(schedule, tmp_path):
   """Twenty kills, spread over the whole run, between which files of the store are damaged.
@@ -82,7 +105,9 @@ def test_killed_at_random_points(schedule, tmp_path):
       kills += 1
       assert intact.items() <= shards(workdir, without=damaged).items() <= stored.items()
       found = shards(workdir)
-      print(f"kill {kills}: {after:.2f} s of {duration:.2f}, {where(workdir)}, {len(found)} drawn")
+      print(
+        f"kill {kills}: {after:.2f} s of {duration:.2f}, {where(workdir)}, {len(found)} sampled"
+      )
       if found:
         victim = workdir / "rollouts" / rng.choice(sorted(found))
         damage = rng.choice(DAMAGES)
@@ -93,15 +118,15 @@ def test_killed_at_random_points(schedule, tmp_path):
     assert_same(workdir, expected)
     # What was damaged after it was last needed stays so; the rest is there, once.
     store = RolloutStore(workdir / "rollouts", writable=False)
-    whole = {f"{n:08d}.array_record" for n in store.numbers() if store.whole(n)}
+    whole = {f"{n:08d}.array_record" for n in store.numbers() if store.is_intact(n)}
     assert whole | damaged == set(stored)
     kept = shards(workdir)
     assert {name: kept[name] for name in whole} == {name: stored[name] for name in whole}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_an_asynchronous_run_killed_at_random_points(tmp_path):
-  """Rollouts drawn before a kill survive it and are trained on, and lags stay within the bound."""
+  """Rollouts sampled before a kill survive and are trained on, and lags stay within the bound."""
   flags = ("--config.num_updates=48", "--config.checkpoint.every=4")
   program = dict(config_file=f"{tiny.__file__}:asynchronous")
   duration = duration_of(tmp_path / "first", *flags, **program)
@@ -115,7 +140,9 @@ def test_an_asynchronous_run_killed_at_random_points(tmp_path):
       kills += 1
       found = shards(workdir)
       assert before.items() <= found.items()
-      print(f"kill {kills}: {after:.2f} s of {duration:.2f}, {where(workdir)}, {len(found)} drawn")
+      print(
+        f"kill {kills}: {after:.2f} s of {duration:.2f}, {where(workdir)}, {len(found)} sampled"
+      )
     tiny.run(workdir, *flags, **program)
     assert found.items() <= shards(workdir).items()
     store = RolloutStore(workdir / "rollouts", writable=False)
@@ -179,7 +206,8 @@ def stopped(tmp_path_factory):
   It is held still meanwhile, so that the second process finds it running.
   """
   workdir = tmp_path_factory.mktemp("stopped") / "run"
-  with tiny.started(workdir) as process:
+  # A refresh of two seconds lies ahead of the record that is waited for.
+  with tiny.started(workdir, **{SECONDS: "0.03"}) as process:
     tiny.wait_for(tiny.has_record(workdir, 6, "train"), process)
     process.send_signal(signal.SIGSTOP)
     second = tiny.run(workdir, expect=1)
@@ -189,6 +217,7 @@ def stopped(tmp_path_factory):
   return workdir, second
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_warm_start_ends_in_order(tmp_path):
   workdir = tmp_path / "run"
   with tiny.started(workdir, "--config.warm_start.num_steps=100000") as process:
@@ -202,31 +231,33 @@ def copy_of(workdir, tmp_path):
   return shutil.copytree(workdir, tmp_path / "copy")
 
 
-def test_sigterm_saves_and_the_rerun_goes_on(stopped, uninterrupted, tmp_path):
+def test_sigterm_saves_and_the_rerun_goes_on(stopped, uninterrupted, resume, tmp_path):
   workdir = copy_of(stopped[0], tmp_path)
   step, host, _ = tiny.last_checkpoint(workdir)
   assert 6 <= step < 12
-  # Two batches are drawn every four updates, and the rollouts are in the store alone.
+  # Two batches are sampled every four updates, and the rollouts are in the store alone.
   first = step // 4 * 2
   still_used = {0: [], 1: [first, first + 1], 2: [first, first + 1], 3: [first + 1]}
   assert [int(number) for number in host["queue"]["pending"]] == still_used[step % 4]
   log = stopped[0].with_name("run.log")
   assert f"asked to end: saved after update {step}; rerun the same command" in log.read_text()
-  output = tiny.run(workdir)
+  output = resume(workdir)
   assert f"resumed at update {step}: " in output
   assert_same(workdir, uninterrupted[1])
 
 
-def test_what_lies_behind_the_checkpoint_is_checked_and_repaired(stopped, uninterrupted, tmp_path):
+def test_what_lies_behind_the_checkpoint_is_checked_and_repaired(
+  stopped, uninterrupted, resume, tmp_path
+):
   workdir = copy_of(stopped[0], tmp_path)
   shutil.rmtree(workdir / "warm_start")  # done again, for the reference policy; not recorded again
   tiny.cut(workdir / "metrics.jsonl")
   (workdir / "rollouts.jsonl").write_bytes(b"")
   tiny.flip(workdir / "rollouts" / "00000001.array_record")
   (workdir / "rollouts" / "00000000.array_record").unlink()
-  output = tiny.run(workdir)
-  assert re.search(r"metrics\.jsonl was not as .*train 1-\d.* put back from a copy", output)
-  assert re.search(r"rollouts\.jsonl was not as .*train 1, 5.* put back from a copy", output)
+  output = resume(workdir)
+  assert re.search(r"metrics\.jsonl differs from .*train 1-\d.* restored from a copy", output)
+  assert re.search(r"rollouts\.jsonl differs from .*train 1, 5.* restored from a copy", output)
   assert re.search(r"rollouts \[0, 1\] of .*, on which this run has trained, are damaged", output)
   assert_same(workdir, uninterrupted[1])
 
@@ -251,18 +282,20 @@ def test_another_configuration_is_refused_and_named(stopped, tmp_path):
   assert "another --workdir" in lines[-1]
 
 
-def test_a_torn_checkpoint_is_refused_and_removing_it_falls_back(stopped, uninterrupted, tmp_path):
+def test_a_torn_checkpoint_is_refused_and_removing_it_falls_back(
+  stopped, uninterrupted, resume, tmp_path
+):
   workdir = copy_of(stopped[0], tmp_path)
   steps = sorted(int(path.name) for path in (workdir / "checkpoints").iterdir())
   last = workdir / "checkpoints" / str(steps[-1])
   data = max(last.rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
   data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
 
-  message = tiny.run(workdir, expect=1).splitlines()[-1]
-  assert f"{last} is damaged" in message
-  assert f"Remove that directory and rerun to fall back to step {steps[-2]}" in message
+  message = f"{last} is damaged.* Remove that directory and rerun to fall back to step {steps[-2]}"
+  with pytest.raises(CheckpointError, match=message):
+    resume(workdir)
 
   shutil.rmtree(last)
-  output = tiny.run(workdir)
+  output = resume(workdir)
   assert f"resumed at update {steps[-2]}: " in output
   assert_same(workdir, uninterrupted[1])

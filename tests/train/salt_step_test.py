@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from train.step_test import G, P, T, make_batch, make_method, relative_distance
+from oracles.updates import G, P, T, gradient_of, make_batch, make_method, relative_distance
 
 from rlvr_jax import geometry, reweighting
 from rlvr_jax.geometry.per_rollout import per_rollout_features
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.ops.reductions import values
 from rlvr_jax.train import sharding
-from rlvr_jax.train.accumulate import policy_logprobs, update_gradient
+from rlvr_jax.train.accumulate import policy_logprobs
 from rlvr_jax.train.geometry import mean_entropy, measure
 from rlvr_jax.train.step import initial_state, train_step
 
@@ -27,17 +27,11 @@ ROUTES = {
 }
 
 
+@functools.cache
 def make_salt_method(dtype="float64", *, mesh=None, route="streaming", scope="batch", **changes):
   method = make_method(dtype, mesh=mesh, reweighting=reweighting.salt(scope=scope), **changes)
   setting = geometry.GramContext(transformer(method.model.config), method.temperature, mesh)
   return method._replace(gram=ROUTES[route], gram_context=setting)
-
-
-def gradient_of(method, batch, params):
-  coefficients = method.advantage.apply((), batch)
-  return jax.jit(functools.partial(update_gradient, method=method))(
-    params, {}, batch, coefficients, jax.random.key(0)
-  )
 
 
 def salt_by_hand(features, coefficients):
@@ -62,13 +56,20 @@ def blocks_of(scope, k):
   rollouts = np.arange(P * G).reshape(P, G)
   if scope == "group":
     return list(rollouts)
-  if scope == "microbatch":  # prompts j, j + k, …
+  if scope == "micro_batch":  # prompts j, j + k, …
     return [rollouts[j::k].ravel() for j in range(k)]
   return [rollouts.ravel()]
 
 
 @pytest.mark.parametrize(
-  ("scope", "k"), [("batch", 1), ("batch", 4), ("microbatch", 4), ("group", 1), ("group", 4)]
+  ("scope", "k"),
+  [
+    ("batch", 1),
+    ("micro_batch", 4),
+    ("group", 4),
+    pytest.param("batch", 4, marks=pytest.mark.slow),
+    pytest.param("group", 1, marks=pytest.mark.slow),
+  ],
 )
 def test_the_update_is_that_of_coefficients_reweighted_by_hand(x64, scope, k):
   batch = make_batch(np.float64)
@@ -82,16 +83,21 @@ def test_the_update_is_that_of_coefficients_reweighted_by_hand(x64, scope, k):
     by_hand[block] = salt_by_hand(features[block], coefficients[block])
   assert np.abs(by_hand - coefficients).max() > 0.1
   (_, metrics), gradient = gradient_of(method, batch, params)
-  (_, _), expected = jax.jit(functools.partial(update_gradient, method=plain))(
-    params, {}, batch, jnp.asarray(by_hand.reshape(P, G)), jax.random.key(0)
-  )
+  (_, _), expected = gradient_of(plain, batch, params, jnp.asarray(by_hand.reshape(P, G)))
   assert relative_distance(gradient, expected) < 1e-9
   assert values(metrics)["gram/forward_only_passes"] == (k > 1)
-  of_gram = P * G // k if scope == "microbatch" or (scope == "group" and k > 1) else P * G
+  of_gram = P * G // k if scope == "micro_batch" or (scope == "group" and k > 1) else P * G
   np.testing.assert_allclose(values(metrics)["gram/head_products"], 2 + of_gram / T)
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+  "route",
+  [
+    "streaming",
+    pytest.param("sketch", marks=pytest.mark.slow),
+    pytest.param("per_rollout", marks=pytest.mark.slow),
+  ],
+)
 @pytest.mark.parametrize("shape", [(2, 2, 2)])
 def test_meshes_and_micro_batches_give_the_same_update(x64, route, shape):
   mesh = sharding.make_mesh(**dict(zip(sharding.AXES, shape, strict=True)))
@@ -164,7 +170,7 @@ def test_a_batch_without_gradients_passes_unchanged():
   assert optax.tree.norm(gradient) == 0
 
 
-@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_measure_sees_the_coefficients_of_the_update(x64, k):
   method = make_salt_method(num_micro_batches=k)
   batch = make_batch(np.float64)

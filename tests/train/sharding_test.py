@@ -45,6 +45,13 @@ def test_mesh_has_the_sizes_asked_for():
   assert sharding.make_mesh().size == 1
 
 
+def test_mesh_is_of_the_devices_given():
+  last = jax.devices()[4:]
+  assert set(sharding.make_mesh(fsdp=4, devices=last).devices.flat) == set(last)
+  with pytest.raises(ValueError, match="8 devices, but there are 4"):
+    sharding.make_mesh(fsdp=8, devices=last)
+
+
 @pytest.mark.parametrize(
   ("sizes", "message"),
   [
@@ -151,6 +158,7 @@ def gathers(hlo):
   return [(shape, "/while/body" in name) for shape, name in of_op]
 
 
+@pytest.mark.usefixtures("no_compilation_cache")
 @pytest.mark.parametrize(
   ("sizes", "tied_head"), [(dict(fsdp=8), False), (dict(fsdp=4, tensor=2), True)]
 )

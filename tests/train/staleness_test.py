@@ -132,14 +132,14 @@ def test_stages_are_summarised(train):
 
 def test_an_asynchronous_run_keeps_its_bound_and_is_replayed_to_the_bit(train):
   real = train(schedules.asynchronous(max_lag=2), "real")
-  drawn = versions(real)
-  assert all(0 <= number - version <= 2 for number, version in enumerate(drawn))
-  assert [r["staleness/max"] for r in updates(real)] == [n - v for n, v in enumerate(drawn)]
+  sampled = versions(real)
+  assert all(0 <= number - version <= 2 for number, version in enumerate(sampled))
+  assert [r["staleness/max"] for r in updates(real)] == [n - v for n, v in enumerate(sampled)]
   simulated = lambda: schedules.simulated_asynchronous(
     recorded=str(real), num_updates=UPDATES, seed=0
   )
   first, second = train(simulated(), "first"), train(simulated(), "second")
-  assert versions(first) == drawn
+  assert versions(first) == sampled
   counted = ["counter/"]  # a worker's batches are counted when they are taken
   assert updates(first, without=counted) == updates(real, without=counted)
   assert_same_run(second, first)
@@ -174,13 +174,13 @@ def shard(workdir, number):
 @pytest.mark.parametrize(
   ("damage", "number", "said"),
   [
-    (tiny.cut, 7, "resumed at update 4"),  # drawn at 4, not trained on at 6
-    (tiny.flip, 6, "resumed at update 4"),
-    (pathlib.Path.unlink, 7, "resumed at update 4"),
+    (tiny.cut, 7, "resumed at update 4"),  # sampled at 4, not trained on at 6
+    pytest.param(tiny.flip, 6, "resumed at update 4", marks=pytest.mark.slow),
+    pytest.param(pathlib.Path.unlink, 7, "resumed at update 4", marks=pytest.mark.slow),
     (lambda path: None, 7, "resumed at update 6"),
   ],
 )
-def test_a_damaged_batch_is_drawn_again(damage, number, said, staged, train, tmp_path, capsys):
+def test_a_damaged_batch_is_sampled_again(damage, number, said, staged, train, tmp_path, capsys):
   workdir = as_after(6, staged, tmp_path)
   before = {n: shard(workdir, n).read_bytes() for n in range(UPDATES)}
   damage(shard(workdir, number))
@@ -194,7 +194,7 @@ def test_a_damaged_batch_is_drawn_again(damage, number, said, staged, train, tmp
 
 
 def test_a_long_stage_is_read_from_the_store(staged, train, trainer, monkeypatch):
-  monkeypatch.setattr(queue, "_CACHED", 1)
+  monkeypatch.setattr(queue, "_MAX_CACHED", 1)
   schedule = schedules.stages(count=2, num_updates=UPDATES)
   assert_same_run(train(schedule), staged)
   made = trainer(schedule)
@@ -209,7 +209,7 @@ def test_a_long_stage_is_read_from_the_store(staged, train, trainer, monkeypatch
   assert made.step == 1
 
 
-@pytest.mark.parametrize("damaged", [[4], [4, 5, 6, 7]])
+@pytest.mark.parametrize("damaged", [[4], pytest.param([4, 5, 6, 7], marks=pytest.mark.slow)])
 def test_in_real_time_the_newest_policy_draws_again(damaged, train):
   """A batch that is cut, and what follows it; or batches that were moved elsewhere."""
   schedule = schedules.asynchronous(max_lag=2)
@@ -241,12 +241,12 @@ def test_going_back_leaves_no_later_checkpoint(staged, parts, tmp_path):
     assert restore.resumable(saved, parts, store).step == saved.steps()[-1] == 4
 
 
-@pytest.mark.parametrize("damaged", [4, 6])
-def test_a_batch_after_the_checkpoint_is_read_or_drawn_again(
+@pytest.mark.parametrize("damaged", [4, pytest.param(6, marks=pytest.mark.slow)])
+def test_a_batch_after_the_checkpoint_is_read_or_sampled_again(
   damaged, staged, train, tmp_path, capsys
 ):
   workdir = as_after(3, staged, tmp_path)
-  tiny.cut(shard(workdir, damaged))  # all four are drawn at update 4
+  tiny.cut(shard(workdir, damaged))  # all four are sampled at update 4
   others = {4, 5, 6, 7} - {damaged}
   written = {n: shard(workdir, n).stat().st_mtime_ns for n in others}
   train(schedules.stages(count=2, num_updates=UPDATES))
@@ -282,7 +282,7 @@ def trainer(parts, on_policy, tmp_path):
     resource.close()
 
 
-def test_parameters_changed_without_a_hand_over_trip_the_fingerprint(trainer):
+def test_parameters_changed_without_a_weight_sync_trip_the_fingerprint(trainer):
   made = trainer(schedules.on_policy())
   for _ in range(2):
     made.collect()
@@ -292,7 +292,7 @@ def test_parameters_changed_without_a_hand_over_trip_the_fingerprint(trainer):
   params["embedding"] = bias(params["embedding"])
   made.state = dataclasses.replace(made.state, params=params)
   made.collect()
-  with pytest.raises(queue.FingerprintError, match=r"rollouts 2 bear version 2 .* handed over"):
+  with pytest.raises(queue.FingerprintError, match=r"rollouts 2 of version 2 .* weight sync"):
     made.update()
   assert made.step == 2
 
@@ -306,7 +306,7 @@ def test_a_sampler_that_computes_something_else_trips_the_gate(trainer, parts):
     schedules.on_policy(),
     dataclasses.replace(parts, sources=(source._replace(generate=slightly_off),)),
   )
-  with pytest.raises(AgreementError, match=r"policy source recorded under version 0 .* off by"):
+  with pytest.raises(AgreementError, match=r"policy source recorded under version 0 .* differ by"):
     made.collect()
   assert made.queue.store.numbers() == []  # nothing of it is kept
   plain = trainer(schedules.on_policy())
@@ -326,10 +326,10 @@ def test_rollouts_of_other_parameters_are_not_taken_for_these(trainer):
 # --- in real time ---------------------------------------------------------------------------------
 
 
-def test_a_stalled_trainer_bounds_what_is_drawn(trainer):
+def test_a_stalled_trainer_bounds_what_is_sampled(trainer):
   made = trainer(schedules.asynchronous(max_lag=2))
   background = made.background = made.start_background()
-  deadline = time.monotonic() + 60
+  deadline = time.monotonic() + 600
   while len(made.queue.store.numbers()) < 3 and time.monotonic() < deadline:
     time.sleep(0.01)
   time.sleep(0.5)  # time for a fourth, if there were no bound
@@ -345,19 +345,17 @@ def test_a_stalled_trainer_bounds_what_is_drawn(trainer):
 def test_a_generator_that_stalls_or_dies_ends_the_run_with_everything_saved(trainer, parts):
   class Sleeping(concurrent.futures.Future):
     def result(self, timeout=None):
-      time.sleep(3)
+      time.sleep(8)
       raise OSError("a graders' host is gone")
 
   config = parts.config.copy_and_resolve_references()
-  config.generation_deadline_s = 1.0
+  config.generation_deadline_s = 4.0
   made = trainer(schedules.asynchronous(max_lag=0), dataclasses.replace(parts, config=config))
   submit = made.collector.submit
   slow = lambda *work: submit(*work) if made.step < 2 else Sleeping()
   made.generator.collector = dataclasses.replace(made.collector, submit=slow)
-  began = time.monotonic()
-  with pytest.raises(runs.GeneratorStoppedError, match="no batch within 1 s"):
+  with pytest.raises(runs.GeneratorStoppedError, match="no batch within 4 s"):
     made.run(Termination())
-  assert time.monotonic() - began < 30
   made.checkpointer.wait()
   assert made.step == made.checkpointer.steps()[-1] == 2
   with pytest.raises(runs.GeneratorStoppedError, match=r"died.*host is gone"):
@@ -426,14 +424,14 @@ def test_training_on_a_store_alone(on_policy, train, parts):
     (dict(sources__temperature__fraction=0.3), "fraction = 0.3 .* for example 0.25"),
     (
       dict(sources__temperature__fraction=0.75, sources__quantized__fraction=0.5),
-      "more than 1 together",
+      "sum to more than 1",
     ),
     (
       dict(sources__quantized=dict(fraction=0.5, format="int3")),
       "format = 'int3' .*float8_e4m3fn.*int8",
     ),
     (dict(sources__temperature=dict(fraction=0.5, temperature=0.0)), "temperature = 0.0"),
-    (dict(sources__checkpoint__fraction=0.5), "workdir = '' holds no run"),
+    (dict(sources__checkpoint__fraction=0.5), "workdir = '' has no run"),
     (dict(sources__recorded__fraction=0.5), "recorded.store is empty; set it to"),
     (
       dict(schedule="simulated_asynchronous(batches=1, epochs=1)"),
@@ -462,7 +460,7 @@ def test_what_another_run_has_must_fit(on_policy, tmp_path):
   foreign = tmp_path / "foreign"
   foreign.mkdir()
   (foreign / "config.json").write_text("{}")
-  with pytest.raises(ValueError, match="foreign' holds no run"):
+  with pytest.raises(ValueError, match="foreign' has no run"):
     build(sources__checkpoint=dict(fraction=0.5, workdir=str(foreign), step=-1))
   for name, message in (("truncated", "truncated sampling"), ("shaped", "are shaped")):
     other = tmp_path / name
@@ -476,7 +474,7 @@ def test_what_another_run_has_must_fit(on_policy, tmp_path):
       )
   with pytest.raises(ValueError, match=r"group_size = .4., this run has 2"):
     build(batch__group_size=2, sources__recorded=dict(fraction=0.5, store=store))
-  with pytest.raises(ValueError, match="elsewhere is not there"):
+  with pytest.raises(ValueError, match="elsewhere does not exist"):
     build(sources__recorded=dict(fraction=0.5, store=store + "/elsewhere"))
 
 
@@ -514,8 +512,8 @@ def test_what_is_used_may_be_removed(train, parts):
   assert json.loads((workdir / "config.json").read_text())["store"]["keep_used"] is False
 
 
-def test_asked_to_end_while_a_stage_is_drawn(trainer, parts, on_policy, staged, tmp_path, train):
-  """What was drawn is kept and not drawn again; the run ends as the undisturbed one."""
+def test_asked_to_end_while_a_stage_is_sampled(trainer, parts, on_policy, staged, tmp_path, train):
+  """What was sampled is kept and not sampled again; the run ends as the undisturbed one."""
   schedule = schedules.stages(count=2, num_updates=UPDATES)
   made = trainer(schedule)
   for _ in range(4):
@@ -537,6 +535,7 @@ def test_asked_to_end_while_a_stage_is_drawn(trainer, parts, on_policy, staged, 
   assert tiny.last_checkpoint(workdir) == tiny.last_checkpoint(staged)
 
 
+@pytest.mark.slow
 def test_generation_on_devices_of_its_own(train, on_policy):
   apart = build(generation_mesh=dict(data=2, fsdp=1, tensor=1))
   assert apart.generation_mesh.devices.size == 2

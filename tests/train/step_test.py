@@ -8,75 +8,24 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from oracles.updates import G, P, T, gradient_of, make_batch, make_method, relative_distance
 
-from rlvr_jax import advantages, losses, reweighting
-from rlvr_jax.advantages.masses import gradient_masses
 from rlvr_jax.losses.base import Loss
-from rlvr_jax.models.functional import transformer
-from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.reductions import values
 from rlvr_jax.train import sharding
-from rlvr_jax.train.accumulate import policy_logprobs, update_gradient
-from rlvr_jax.train.objective import Method
+from rlvr_jax.train.accumulate import policy_logprobs
 from rlvr_jax.train.step import initial_state, train_step
-from rlvr_jax.types import Prompts, TrainBatch
 
-P, G, S, T, V = 8, 4, 5, 6, 32
-CONFIG = TransformerConfig(
-  vocab_size=V, width=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_width=32
+
+@pytest.mark.parametrize(
+  "aggregation",
+  [
+    "token_mean",
+    "constant",
+    pytest.param("sequence_mean", marks=pytest.mark.slow),
+    pytest.param("sequence_sum", marks=pytest.mark.slow),
+  ],
 )
-
-
-def make_method(dtype="float32", mesh=None, **changes):
-  config = dataclasses.replace(CONFIG, compute_dtype=dtype, param_dtype=dtype)
-  fields = dict(
-    model=transformer(config, sharding.layout(mesh)),
-    optimizer=optax.adamw(1e-2),
-    schedule=optax.constant_schedule(1e-2),
-    advantage=advantages.grpo(),
-    coefficient_metrics=gradient_masses,
-    reweighting=reweighting.none(),
-    loss=losses.ppo_clip(),
-    aggregation="token_mean",
-    max_response_length=T,
-  )
-  return Method(**{**fields, **changes})
-
-
-def make_batch(dtype=np.float32, seed=0):
-  rng = np.random.default_rng(seed)
-  lengths = rng.integers(1, T + 1, (P, G))
-  tokens = rng.integers(0, V, (P, G, T)).astype(np.int32)
-  # As real rewards do, they depend on the tokens: gradients of pure noise cancel in float32.
-  correct = (tokens[..., 0] < V // 2).astype(dtype)
-  correct[0] = 1  # a group without signal
-  return TrainBatch(
-    prompts=Prompts(
-      tokens=rng.integers(0, V, (P, S)).astype(np.int32),
-      lengths=rng.integers(1, S + 1, P).astype(np.int32),
-    ),
-    tokens=tokens,
-    mask=(np.arange(T) < lengths[..., None]).astype(dtype),
-    behavior_logprobs=(rng.normal(size=(P, G, T)) * 0.3 - 3.4).astype(dtype),
-    rewards=correct,
-    correct=correct,
-    reference_logprobs=(rng.normal(size=(P, G, T)) * 0.3 - 3.4).astype(dtype),
-  )
-
-
-def gradient_of(method, batch, params):
-  coefficients = method.advantage.apply((), batch)
-  return jax.jit(functools.partial(update_gradient, method=method))(
-    params, {}, batch, coefficients, jax.random.key(0)
-  )
-
-
-def relative_distance(a, b):
-  difference = jax.tree.map(lambda x, y: np.asarray(x) - np.asarray(y), a, b)
-  return float(optax.tree.norm(difference) / optax.tree.norm(b))
-
-
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum", "constant"])
 @pytest.mark.parametrize("k", [8])
 def test_micro_batches_add_up_to_one_batch(aggregation, k):
   terms = dict(aggregation=aggregation, reference_kl=0.1, entropy_bonus=0.01)
@@ -91,6 +40,7 @@ def test_micro_batches_add_up_to_one_batch(aggregation, k):
     np.testing.assert_allclose(values(split_metrics)[name], value, rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_micro_batches_add_up_in_float64(x64):
   whole, split = make_method("float64"), make_method("float64", num_micro_batches=4)
   params = whole.model.init(jax.random.key(0))
@@ -99,7 +49,8 @@ def test_micro_batches_add_up_in_float64(x64):
   assert relative_distance(split_gradient, gradient) < 1e-12
 
 
-MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (1, 2, 4)]
+MESHES = [(2, 2, 2), (1, 2, 4)]
+MESHES += [pytest.param(s, marks=pytest.mark.slow) for s in [(8, 1, 1), (1, 8, 1), (1, 1, 8)]]
 
 
 @functools.cache
@@ -186,7 +137,7 @@ def test_terms_add_their_gradients(x64):
   np.testing.assert_allclose(values(metrics)["reference/kl"], kl, rtol=1e-10)
 
 
-def _centred_loss():
+def _centered_loss():
   """A loss whose statistic spans the whole batch: the mean log-probability is taken off."""
 
   def statistics(logprobs, batch, coefficients):
@@ -200,8 +151,8 @@ def _centred_loss():
 
 
 def test_statistics_are_those_of_the_whole_batch_under_micro_batches(x64):
-  whole = make_method("float64", loss=_centred_loss())
-  split = make_method("float64", loss=_centred_loss(), num_micro_batches=4)
+  whole = make_method("float64", loss=_centered_loss())
+  split = make_method("float64", loss=_centered_loss(), num_micro_batches=4)
   state = lambda method: initial_state(method, params, jnp.zeros(()))
   params = whole.model.init(jax.random.key(0))
   step = lambda method: jax.jit(functools.partial(train_step, method=method))

@@ -1,4 +1,4 @@
-"""The judge's end of the channel: the program, and what of it the tests may use."""
+"""The judge's end of the channel to the program, and handles to the program's objects."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _VIEWS = (collections.abc.KeysView, collections.abc.ValuesView, collections.abc.
 
 
 class UnsupportedTestError(Exception):
-  """A test asks for what cannot cross over to the program; says nothing about the program."""
+  """A test uses something that cannot be sent to the program; says nothing about the program."""
 
 
 class Handle:
-  """Something that lives in the program. Every use of it is a request, and its answer plain data.
+  """An object in the program. Every use of it is a request, whose answer is plain data.
 
-  There is deliberately no comparison, arithmetic or `__contains__`: these would send what a test
-  expects to the program, and believe its word.
+  There is deliberately no comparison, arithmetic or `__contains__`: these would send the expected
+  values to the program, and trust its answer.
   """
 
   def __init__(self, program: Program, number: int):
@@ -75,30 +75,30 @@ class Program:
   def __init__(self, channel: socket.socket):
     self._channel: socket.socket | None = channel
     self._handles: dict[int, Handle] = {}
-    self._entries: set[int] = set()  # of handles: what tests name
+    self._entries: set[int] = set()  # numbers of the handles that tests name
     self._lent: list[Callable] = []
     self._has_given_types = False
 
   def started(self) -> None:
-    """Waits until the program's own code has run; raises what it has raised."""
+    """Waits until the program's code has run; raises the exception that it raised."""
     self._answer()
 
   def define(self, names: Sequence[str]) -> dict[str, Any]:
-    """What those of the names stand for that the program defines."""
+    """Handles or values of those of the names that the program defines."""
     found = self.ask("define", list(names))
     values = {name: value for name, value in found.items() if name in names}
     self._entries |= {value._number for value in values.values() if isinstance(value, Handle)}
     return values
 
   def ask(self, operation: str, *operands: Any) -> Any:
-    """One request; plain data or a `Handle`. Raises what it raised in the program."""
+    """Sends a request; returns plain data or a `Handle`, or raises the program's exception."""
     self._send({"operation": operation, "operands": self._sendable(operands)})
     return self._decode(self._answer()["value"])
 
   def call(self, function: Handle, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """As `ask`; what the call changed in its mutable arguments is changed in `args`, too."""
+    """As `ask`, for a call; its changes of mutable arguments are applied to `args`."""
     operands = [function, list(args), dict(kwargs)]
-    # Of a type that the program gives, a test may make what cannot be sent back.
+    # With a type from the program, a test can make an object that cannot be sent back.
     of_tests = function._number in self._entries and not self._has_given_types
     sendable = self._encode(operands) if of_tests else self._sendable(operands)
     self._send({"operation": "call", "operands": sendable})
@@ -108,7 +108,7 @@ class Program:
     return self._decode(answer["value"])
 
   def case(self, text: str) -> dict[str, Any]:
-    """One run of the program with that standard input; see `run_case`."""
+    """Runs the program with this standard input; see `run_case`."""
     self._send({"input": text})
     return self._answer()
 
@@ -141,7 +141,7 @@ class Program:
     return message
 
   def _gone(self, reason: str) -> EOFError:
-    self._channel = None  # what would come next is no answer to what is asked next
+    self._channel = None  # the next message would not answer the next request
     return EOFError(reason)
 
   def _call_back(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class Program:
     return encode(value, self._refer)
 
   def _sendable(self, operands: Any) -> Any:
-    """As `_encode`, for what a program has returned: had it been data, nothing would be sent."""
+    """As `_encode`, for a result of the program; raises TypeError if that is not plain data."""
     try:
       return self._encode(operands)
     except UnsupportedTestError as error:
@@ -175,8 +175,8 @@ class Program:
       self._lent.append(value)
       return ["function", len(self._lent) - 1]
     raise UnsupportedTestError(
-      f"a test hands a {type(value).__name__} to the program; allowed are plain data, what can "
-      "be called, and what the program itself has made"
+      f"a test passes a {type(value).__name__} to the program; allowed are plain data, "
+      "callables, and objects of the program"
     )
 
   def _decode(self, data: Any) -> Any:
@@ -192,7 +192,7 @@ class Program:
 
 
 def _assign(old: Any, new: Any) -> None:
-  """Makes a mutable argument equal to what the program has made of its copy."""
+  """Makes a mutable argument equal to the program's copy of it after the call."""
   if isinstance(old, (list, bytearray)):
     old[:] = new
   else:

@@ -1,4 +1,4 @@
-"""Walls, rights and limits: what the kernel is told, of namespaces, mounts and processes."""
+"""Isolation, rights and limits by the kernel: namespaces, mounts and processes."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ def _mount_scratch(target: str, mebibytes: int) -> None:
 
 
 def die_with_parent() -> None:
-  """From here on; a change of user ends it."""
+  """Kills this process when its parent dies; a change of user cancels this."""
   prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-  """Makes this process the parent of all that its descendants leave behind."""
+  """Makes this process the parent of orphaned descendants."""
   prctl(_SET_CHILD_SUBREAPER, 1)
 
 
@@ -80,7 +80,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _new_user_namespace(flags: int, inside: int) -> None:
-  """Enters new namespaces in which the present user is called `inside`, with all rights there."""
+  """Enters new namespaces in which the current user has the id `inside`, with all rights there."""
   user, group = os.geteuid(), os.getegid()
   _unshare(_NEW_USERS | flags)
   _write("/proc/self/setgroups", "deny")
@@ -96,17 +96,17 @@ def _become_nobody() -> None:
 
 
 def enter_namespaces(paths: Sequence[str]) -> None:
-  """Puts this process, as a fork of itself, into a small world of its own; returns in there.
+  """Forks this process into new namespaces; returns in the fork.
 
-  No network, no other processes, an empty root with `paths` in it, all read-only, and the rights of
-  an ordinary user, also where started by root.
+  There it has no network, no other processes, an empty root with `paths` in it, all read-only, and
+  the rights of an ordinary user, even if started by root.
   """
   flags = _NEW_MOUNTS | _NEW_PROCESSES | _NEW_NETWORK | _NEW_IPC | _NEW_NAMES
   as_root = os.geteuid() == 0
   if as_root:
     try:
       _unshare(flags)
-    except PermissionError:  # root of a container, with few rights
+    except PermissionError:  # root of a container, with limited rights
       as_root = False
       _become_nobody()
   if not as_root:
@@ -123,8 +123,8 @@ def enter_namespaces(paths: Sequence[str]) -> None:
 
 
 def _build_root(paths: Sequence[str]) -> None:
-  """Makes an empty file system with `paths` of the present one the root, and drops the rest."""
-  root = "/sys"  # there everywhere, and not needed
+  """Makes an empty file system with `paths` of the current one the root, and drops the rest."""
+  root = "/sys"  # exists everywhere, and is not needed
   _mount("none", "/", None, _PRIVATE)
   _mount("tmpfs", root, "tmpfs", _NO_SETUID | _NO_DEVICES, "size=1m,mode=755")
   for path in paths:
@@ -144,7 +144,7 @@ def _build_root(paths: Sequence[str]) -> None:
 
 
 def _show(path: str, root: str) -> None:
-  """Makes one path of the present file system visible below `root`, read-only."""
+  """Makes one path of the current file system visible below `root`, read-only."""
   target = root + path
   os.makedirs(os.path.dirname(target), exist_ok=True)
   if os.path.islink(path):
@@ -169,23 +169,23 @@ def _set_mount_attributes(path: str, attributes: int, recursive: bool = True) ->
 
 
 def enter_item_namespaces() -> None:
-  """Enters those of one item; its first process is this one's next child, and calls `isolate`."""
+  """Enters the namespaces of one item; the next child is their first process: `isolate`."""
   _new_user_namespace(_NEW_PROCESSES | _NEW_IPC, UNPRIVILEGED)
 
 
 def die_first() -> None:
-  """Where memory runs out, this process and all that come from it go first."""
+  """If memory runs out, this process and its descendants are killed first."""
   with contextlib.suppress(OSError):
     _write("/proc/self/oom_score_adj", "1000")
 
 
 def isolate() -> None:
-  """For the first process in an item's own namespaces: nothing of other items is there."""
-  _unshare(_NEW_MOUNTS)  # here, lest whoever watches loses sight of the launcher's /proc
+  """For the first process in an item's namespaces: hides everything of other items."""
+  _unshare(_NEW_MOUNTS)  # here, so that the supervisor still sees the launcher's /proc
   try:
-    # Read-only, or it could take back `die_first`; without what tells of the rest of the machine.
+    # Read-only, so that it cannot undo `die_first`; without information about the machine.
     _mount_proc("/proc", _READ_ONLY, "subset=pid")
-  except OSError:  # not allowed where parts of the outer one are hidden
+  except OSError:  # not permitted if parts of the outer /proc are hidden
     _mount("tmpfs", "/proc", "tmpfs", _READ_ONLY)
   _mount_scratch("/tmp", SCRATCH_MIB)
   _mount_scratch("/dev/shm", SHARED_MIB)

@@ -1,4 +1,4 @@
-"""The tests of one item: each is evaluated here, and asks the program for what it names."""
+"""Evaluates the tests of one item; each sends requests to the program."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d{1,6})?", re.ASCII | re.
 
 
 class Failures:
-  """Keeps the first exception of the blocks that it guards, and lets what follows them go on."""
+  """Keeps the first exception of the blocks that it guards; execution continues after them."""
 
   first: BaseException | None = None
 
@@ -37,15 +37,15 @@ class Failures:
 
 
 def judge(program: Program, task: Mapping[str, Any]) -> dict[str, Any]:
-  """Runs the tests of one item: first all their calls, whatever comes back, then the comparisons.
+  """Runs the tests of one item: first all calls, whatever their results, then the comparisons.
 
-  Did a wrong answer end the calls, a program could learn from their number which guess is right.
+  If a wrong answer ended the calls, a program could learn from their number which guess is right.
 
   Args:
     program: freshly started.
     task: "style" and its fields, see `_checks`.
   Returns:
-    "passed" and "total" tests, and "failure", a text on the first failure.
+    "passed" and "total" tests, and "failure", a text about the first failure.
   """
   try:
     program.started()
@@ -57,7 +57,7 @@ def judge(program: Program, task: Mapping[str, Any]) -> dict[str, Any]:
   results = [Failures() for _ in checks]
   for _ in ("calls", "comparisons"):
     for (_, check), failures in zip(checks, results, strict=True):
-      with failures:  # also of a test that exits, which has not passed
+      with failures:  # a test that exits has not passed either
         next(check, None)
   failed = [
     f"test {number} of {task['total']}, {label}: {describe(failures.first)}"
@@ -111,11 +111,11 @@ def _text_check(text: str, namespace: dict[str, Any]) -> _Check:
 
 
 class _GoingOn(ast.NodeTransformer):
-  """Makes a test go on behind an assert that fails: `Failures` keep it.
+  """Makes a test continue after a failing assert, which `Failures` keeps.
 
-  Parts of a conjunction, and elements of `all`, are tried even where the first is false. A message
-  is left out where it is not a constant, as it could call the program. An assert within `try`
-  stays as it is, since what it raises may be for the handlers.
+  All parts of a conjunction and all elements of `all` are evaluated, even if the first is false. A
+  message that is not a constant is removed, since it could call the program. An assert within `try`
+  is not changed, since the handlers may expect its exception.
   """
 
   def visit_Assert(self, node: ast.Assert) -> list[ast.With]:
@@ -148,7 +148,7 @@ def _defined(values: Mapping[str, Any], name: str) -> Any:
 
 
 def _entry(program: Program, entry_point: str) -> Callable[..., Any]:
-  """What a case calls: a function, or "Class.method" of a new object each time.
+  """The function that a case calls: a function, or "Class.method" of a new object each time.
 
   A program without the class may define the method's name as a function.
   """
@@ -169,7 +169,7 @@ def _call_check(entry: Callable[..., Any], case: Mapping[str, Any]) -> _Check:
 def _same(got: Any, expected: Any) -> bool:
   """Equality of JSON values; a tuple counts as a list, floats may differ by rounding.
 
-  That is by 1e-9 of an expected float, or by 1e-9 from 0.0; an expected int is met exactly.
+  The tolerance is 1e-9 relative to an expected float, or 1e-9 from 0.0; an expected int is exact.
   """
   if isinstance(got, (list, tuple)) and isinstance(expected, list):
     return len(got) == len(expected) and all(map(_same, got, expected))

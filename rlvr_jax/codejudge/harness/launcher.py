@@ -1,4 +1,4 @@
-"""The launcher, and each item's supervisor and judge: who starts, waits for and ends whom."""
+"""The launcher, and each item's supervisor and judge, which start, await and end one another."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ from .system_calls import filter_system_calls, prepared_filter
 # What programs import most: loaded once here, instead of in every program.
 PRELOADED = ("bisect", "copy", "heapq", "random", "re", "statistics", "string", "typing")
 
-WATCH_S = 0.05  # between looks at what an item takes
+WATCH_S = 0.05  # between checks of an item's memory and time
 # KiB: what lies in memory, is swapped out, and what it takes to find both.
 _HELD = re.compile(r"^(?:RssAnon|RssShmem|VmSwap|VmPTE):\s+(\d+)", re.MULTILINE)
 _MAX_SETTINGS = 4096  # bytes of what comes with an item's socket
 
 
 def launch(control: socket.socket, mechanism: str, paths: Sequence[str]) -> None:
-  """Life of the launcher: prepares, says so, and starts items until the caller has gone.
+  """Runs the launcher: prepares, reports that it is ready, and starts items until the caller ends.
 
-  An item comes as its settings, a JSON object, with a socket for the program, the tests and the
-  verdict, in this order.
+  An item is received as its settings, a JSON object, and a socket for the program, the tests and
+  the verdict, in this order.
   """
   os.umask(0o022)
   vars(builtins).update(exit=sys.exit, quit=sys.exit)  # usually there by the module site
@@ -61,7 +61,7 @@ def launch(control: socket.socket, mechanism: str, paths: Sequence[str]) -> None
   control.send(json.dumps({"ready": True}).encode())
   for signal_number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(signal_number, signal.SIG_DFL)
-  signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors need not be waited for
+  signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors are reaped automatically
   gc.freeze()
   while True:
     message, descriptors, _, _ = socket.recv_fds(control, _MAX_SETTINGS, 1)
@@ -76,7 +76,7 @@ def launch(control: socket.socket, mechanism: str, paths: Sequence[str]) -> None
 
 
 def _supervise(item: socket.socket, settings: Mapping[str, Any]) -> None:
-  """Starts an item's judge, and sees to it that nothing of it is left when this returns."""
+  """Starts an item's judge, and ensures that none of its processes is left on return."""
   signal.signal(signal.SIGCHLD, signal.SIG_DFL)
   if settings["isolated"]:
     enter_item_namespaces()
@@ -105,7 +105,7 @@ def _supervise(item: socket.socket, settings: Mapping[str, Any]) -> None:
 
 
 def _watch(first: int, item: socket.socket, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-  """Waits until the judge ends or its caller hangs up; a verdict where neither comes in time."""
+  """Waits until the judge ends or its caller hangs up; returns a verdict if neither is in time."""
   poll = select.poll()
   poll.register(os.pidfd_open(first), select.POLLIN)
   poll.register(item, 0)  # hanging up is always reported
@@ -122,10 +122,10 @@ def _watch(first: int, item: socket.socket, settings: Mapping[str, Any]) -> dict
 
 
 def _judge_item(item: socket.socket, settings: Mapping[str, Any]) -> None:
-  """Life of the judge: from the program's text to the verdict.
+  """Runs the judge, from the program's text to the verdict.
 
-  The program can take memory from the judge. So once it runs, whatever goes wrong here counts
-  against it, and nothing is read any more.
+  The program can exhaust the judge's memory. So once it runs, every error here counts as its
+  failure, and nothing more is read.
   """
   started = False
   try:
@@ -160,8 +160,8 @@ def _processes() -> list[str]:
 def _memory_mib() -> float:
   """Memory of all processes and sockets, files apart, MiB.
 
-  What several share counts for each, and every socket as full, also those that no process has: they
-  wait to be accepted, or are on their way to another process.
+  Shared memory counts for each process, and every socket counts as full, including sockets that no
+  process has: they wait to be accepted, or are being sent to another process.
   """
   kib = 0
   for process in _processes():
@@ -172,13 +172,13 @@ def _memory_mib() -> float:
 
 @functools.cache
 def _socket_mib() -> float:
-  """What a full socket holds: the last message may be of half its size, and is taken in whole."""
+  """Memory of a full socket: the last message may have half its size, and is accepted fully."""
   with socket.socket(socket.AF_UNIX) as any_socket:
     return 1.5 * any_socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) / 2**20
 
 
 def _processor_seconds() -> float:
-  """Processor time of all processes, of those that have ended too."""
+  """Processor time of all processes, including those that have ended."""
   ticks = 0
   for process in _processes():
     with contextlib.suppress(OSError):
@@ -188,7 +188,7 @@ def _processor_seconds() -> float:
 
 
 def _kill_children() -> None:
-  """Without a namespace of processes: kills those that have become children of this process."""
+  """Without a process namespace: kills the processes that have become children of this one."""
   while children := _read(f"/proc/self/task/{os.getpid()}/children").split():
     for child in map(int, children):
       with contextlib.suppress(ProcessLookupError):
@@ -202,7 +202,7 @@ def _read(path: str) -> str:
 
 
 def _forget_modules() -> None:
-  """Takes the harness out of the interpreter's tables: no program finds it there by any name."""
+  """Removes the harness from the interpreter's tables, so that no program can find it by name."""
   for name in [name for name in sys.modules if f"{name}.".startswith(f"{__package__}.")]:
     del sys.modules[name]
   sys.modules["__main__"] = types.ModuleType("__main__")
@@ -210,7 +210,7 @@ def _forget_modules() -> None:
 
 
 def main() -> None:
-  """The interpreter's whole life; its arguments are control's descriptor, mechanism and paths."""
+  """Runs the interpreter; its arguments are the control descriptor, the mechanism and paths."""
   _forget_modules()
   descriptor, mechanism, *paths = sys.argv[1:]
   control = socket.socket(fileno=int(descriptor))

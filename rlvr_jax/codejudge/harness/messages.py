@@ -1,4 +1,4 @@
-"""What crosses over between two processes: JSON with its length; in it values and errors."""
+"""Messages between two processes: JSON with its length, which encodes values and errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_MESSAGE = 16 * 2**20  # bytes from a program: one answer, or one case's output
-MAX_TEXT = 500  # characters of a text that is there for a person
+MAX_TEXT = 500  # characters of a text for people
 
 _SEQUENCES: dict[str, type] = {
   kind.__name__: kind for kind in (list, tuple, set, frozenset, collections.deque)
@@ -38,7 +38,7 @@ _PLAIN: tuple[type, ...] = (
 )  # fmt: skip
 _TYPE_NAMES: dict[type, str] = {kind: kind.__name__ for kind in _PLAIN}
 TYPES = {name: kind for kind, name in _TYPE_NAMES.items()}
-# Exact types first, so that a bool is no int; a subclass counts as the first it descends from.
+# Exact types first, so that a bool is not an int; a subclass counts as its first base listed here.
 _BASES: tuple[type, ...] = (
   bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict,
   collections.deque, fractions.Fraction, decimal.Decimal,
@@ -55,7 +55,7 @@ def receive(channel: socket.socket, limit: int | None = None) -> Any:
   """The next message.
 
   Raises:
-    EOFError: the other side has gone.
+    EOFError: the other side has closed the channel.
     ValueError: longer than `limit` bytes, or not JSON.
   """
   size = int.from_bytes(receive_exactly(channel, 8), "big")
@@ -67,7 +67,7 @@ def receive(channel: socket.socket, limit: int | None = None) -> Any:
 def receive_exactly(channel: socket.socket, size: int) -> bytes:
   data = bytearray()
   while len(data) < size:
-    # No more than what is asked for: the rest is for whoever reads next.
+    # Not more than requested: the rest is for the next reader.
     part = channel.recv(min(size - len(data), 2**20))
     if not part:
       raise EOFError
@@ -76,10 +76,10 @@ def receive_exactly(channel: socket.socket, size: int) -> bytes:
 
 
 def encode(value: Any, refer: Callable[[Any], list]) -> Any:
-  """Plain data as JSON: null, true, numbers and texts as they are, all else as [tag, content].
+  """Encodes plain data as JSON: null, bools, numbers and texts unchanged, others as [tag, content].
 
-  Subclasses of plain types are taken for their base. `refer` gives the [tag, content] of what is
-  no plain data.
+  Subclasses of plain types are encoded as their base. `refer` returns the [tag, content] of a value
+  that is not plain data.
   """
   kind = type(value)
   if value is None or kind in (bool, float, str):
@@ -108,12 +108,12 @@ def encode(value: Any, refer: Callable[[Any], list]) -> Any:
 
 
 def decode(data: Any, resolve: Callable[[str, Any], Any]) -> Any:
-  """The value of `encode`'s JSON, made of exact plain types; `resolve` gives those of other tags.
+  """Decodes `encode`'s JSON into exact plain types; `resolve` returns the values of other tags.
 
   A plain type itself has the tag "type", and is one of `TYPES`.
 
   Raises:
-    ValueError, TypeError: not what `encode` makes.
+    ValueError, TypeError: `data` is not a result of `encode`.
   """
   if data is None or isinstance(data, (bool, int, float, str)):
     return data
@@ -138,7 +138,7 @@ def decode(data: Any, resolve: Callable[[str, Any], Any]) -> Any:
 
 
 def describe(error: BaseException) -> str:
-  """An exception for a person: its name and the start of its text."""
+  """An exception for people: its name and the start of its text."""
   try:
     text = str(error)[:MAX_TEXT]
   except BaseException:
@@ -147,7 +147,7 @@ def describe(error: BaseException) -> str:
 
 
 def error_message(error: BaseException) -> dict[str, Any]:
-  """An exception for the other side, where `as_builtin` makes one of it again."""
+  """An exception as a message, from which `as_builtin` makes an exception."""
   names = [kind.__name__ for kind in type(error).__mro__]
   name = next((name for name in names if hasattr(builtins, name)), names[0])
   if name == "KeyError" and len(error.args) == 1 and isinstance(error.args[0], str):

@@ -1,4 +1,4 @@
-"""Steps that processes of several kinds take: to end where they are to end, to run a text."""
+"""Helpers for several kinds of processes: ending a forked child, and running a text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOLUTION = "<solution>"  # the file name that the program's own code has
 
 @contextlib.contextmanager
 def never_returning() -> Iterator[None]:
-  """A forked child's whole life is within: it never goes back into the code of its parent."""
+  """A forked child runs within this context and ends there, without returning to the caller."""
   try:
     yield
   except BaseException:

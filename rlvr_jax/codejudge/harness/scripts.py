@@ -1,4 +1,4 @@
-"""The program, run as a script: once per case, in a process of its own."""
+"""Runs the program as a script: once per case, each time in a separate process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_OUTPUT = MAX_MESSAGE // 8  # bytes of a case: in JSON a byte may take six
 
 
 def serve_cases(channel: socket.socket, sources: Sequence[str]) -> None:
-  """Runs the program once per request, each time in a process of its own."""
+  """Runs the program once per request, each time in a separate process."""
   take_streams(channel)
   send(channel, {"started": True})
   while True:
@@ -71,7 +71,7 @@ def run_case(text: str, sources: Sequence[str]) -> dict[str, Any]:
 
 
 def _read_until_exit(process: int, output: int, error: int) -> tuple[bytes, bytes]:
-  """What a process writes to two pipes, until it ends or prints too much."""
+  """Reads what a process writes to two pipes, until it ends or prints too much."""
   printed, complained = bytearray(), bytearray()
   watch = os.pidfd_open(process)
   poll = select.poll()
@@ -124,7 +124,7 @@ def _run_script(sources: Sequence[str]) -> None:
 
 
 def _print_error(error: BaseException) -> None:
-  """The end of a traceback, without what of it is ours."""
+  """Prints the end of a traceback, without the frames of the harness."""
   trace = error.__traceback__
   while trace is not None and trace.tb_frame.f_code.co_filename != SOLUTION:
     trace = trace.tb_next

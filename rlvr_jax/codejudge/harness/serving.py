@@ -1,4 +1,4 @@
-"""The program, run once: its functions and objects answer what the judge asks."""
+"""Runs the program once; its functions and objects answer the judge's requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MUTABLE = ("list", "set", "deque", "dict", "bytearray")
 
 
 class Server:
-  """The program's end of the channel: answers what the judge asks."""
+  """The program's end of the channel: answers the judge's requests."""
 
   def __init__(self, channel: socket.socket, namespace: Mapping[str, Any]):
     self._channel, self._namespace = channel, namespace
@@ -71,7 +71,7 @@ class Server:
   def _refer(self, value: Any) -> list:
     number = self._numbers.setdefault(id(value), len(self._objects))
     if number == len(self._objects):
-      self._objects.append(value)  # kept, so that its id stays its own
+      self._objects.append(value)  # kept, so that its id is not reused
     return ["handle", number]
 
   def _decode(self, data: Any) -> Any:

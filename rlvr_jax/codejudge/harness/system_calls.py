@@ -1,4 +1,4 @@
-"""What programs may ask of the kernel: a list of system calls; every other is refused."""
+"""The system calls that programs may use; every other call fails."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import os
 import socket
 from typing import Any
 
-# The standard library, a shell and the C library need no others. Left out on purpose, lest someone
-# adds them: those that make memory of no process (memfd_create, shmget, msgget, vmsplice, splice,
-# tee, sendfile), those by which items could talk to each other (flock,
+# The standard library, a shell and the C library need no others. Do not add the following, which
+# are left out on purpose: calls that create memory that belongs to no process (memfd_create,
+# shmget, msgget, vmsplice, splice, tee, sendfile), calls by which items could communicate (flock,
 # inotify, fanotify, fadvise, readahead, mincore, cachestat, keyrings), and ways into the kernel.
 _ALLOWED = """
   read write readv writev pread64 pwrite64 preadv pwritev open openat creat close close_range stat
@@ -70,8 +70,8 @@ _CONDITIONS: dict[str, list[dict[int, tuple[int, int]]]] = {
   # Death signal, a thread's name, no new privileges.
   "prctl": [{0: (_ANY, option)} for option in (1, 15, 16, 38, 39)],
 }
-# Locks of files are granted without effect: SQLite wants them, and on files that all items read
-# they would tell who else is there.
+# Locks of files succeed without effect: SQLite needs them, and on files that all items can read
+# real locks would reveal other items.
 _WITHOUT_EFFECT = [{1: (_ANY, 6)}, {1: (_ANY, 7)}]  # F_SETLK, F_SETLKW
 
 _ALLOW, _FAIL = 0x7FFF0000, 0x00050000  # the latter with a number of errno, or 0 for success
@@ -162,7 +162,7 @@ class _Filter(ctypes.Structure):
 
 
 def filter_system_calls() -> None:
-  """From here on, this process and all that come from it have but the calls of the list."""
+  """Restricts this process and its descendants to the system calls of the list."""
   program = prepared_filter()
   given = _Filter(len(program) // _INSTRUCTION, program)
   prctl(_SET_SECCOMP, _BY_FILTER, ctypes.addressof(given))

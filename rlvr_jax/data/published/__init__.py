@@ -1,4 +1,4 @@
-"""Published data sets from their files, as one tensorflow-datasets builder without TensorFlow.
+"""Published data sets, read from their files by one tensorflow-datasets builder.
 
-Nothing is imported here: `from_files` is read for every task, tensorflow-datasets takes a while.
+Nothing is imported here: every task imports `from_files`, and tensorflow-datasets loads slowly.
 """

@@ -41,13 +41,13 @@ DATASETS: dict[str, Dataset] = {
 
 
 class Published(tfds.core.GeneratorBasedBuilder):
-  """Published data sets, one configuration each, in the published order.
+  """The builder of published data sets, one configuration each, in the published order.
 
   Args:
     source: the published files.
-    paths: split → those of its files; "" for all where rows say their split.
+    paths: split → paths of its files; the key "" has all files if rows name their split.
     config: name of the data set.
-    data_dir: for the prepared records.
+    data_dir: folder for the prepared records.
   """
 
   VERSION = tfds.core.Version("1.1.0")  # raise it when the same file gives other records
@@ -64,7 +64,7 @@ class Published(tfds.core.GeneratorBasedBuilder):
         {name: tfds.features.Text() for name in texts}
         | {"difficulty": tfds.features.Scalar(np.float32)}
       ),
-      metadata=tfds.core.MetadataDict(),  # split → columns by which problems are chosen unread
+      metadata=tfds.core.MetadataDict(),  # split → columns for choosing problems without reading
       disable_shuffling=True,  # the order as published: "the first N" means what it says
     )
 
@@ -93,14 +93,14 @@ class Published(tfds.core.GeneratorBasedBuilder):
 
 
 class Records:
-  """The records of one split, read when they are asked for.
+  """The records of one split, read on access.
 
   Attributes:
-    dataset: their data set.
+    dataset: the data set that they belong to.
     keys: U16[N], `question_key` of each.
     difficulty: f64[N]; NaN where unknown.
-    characters: i64[N], of the question.
-    has_solution: bool[N].
+    characters: i64[N], length of the question.
+    has_solution: bool[N], True where a solution is published.
   """
 
   def __init__(self, builder: Published, split: str):
@@ -144,7 +144,7 @@ def _damaged(problem: str) -> NoReturn:
 
 @contextlib.contextmanager
 def reporting_damage(dataset: str, folder: str | os.PathLike[str]) -> Iterator[None]:
-  """Turns any error of reading prepared records into one that says what to do."""
+  """Turns any error in reading prepared records into one that says how to fix it."""
   try:
     yield
   except (AssertionError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
@@ -162,16 +162,16 @@ class Prepared:
     self._builder, self._data_dir = builder, data_dir
 
   def records(self, split: str) -> Records:
-    """Those of one split.
+    """The records of one split.
 
     Raises:
-      ValueError: there is no such split, or the prepared records are damaged.
+      ValueError: the split does not exist, or the prepared records are damaged.
     """
     splits = sorted(self._builder.info.splits)
     if split in splits:
       return Records(self._builder, split)
     named = self.dataset.files.get(split)
-    remedy = f"its files are to be named {listed(named)}" if named else "choose one of those"
+    remedy = f"name its files {listed(named)}" if named else "choose one of those"
     raise ValueError(
       f"{self.dataset.name} has no split {split!r} in {self._data_dir}, only {splits}: {remedy}"
     )
@@ -180,17 +180,17 @@ class Prepared:
 def prepare(
   name: str, data_dir: str | os.PathLike[str], prepared_dir: str | os.PathLike[str]
 ) -> Prepared:
-  """Prepares a published data set where that has not been done yet.
+  """Prepares a published data set, unless it is prepared already.
 
   Args:
     name: one of `DATASETS`.
     data_dir: folder or file as published, local or a URL such as gs://bucket/folder.
-    prepared_dir: local; for the prepared records, one folder per content of the files, so that
-      changed files are never mistaken for the prepared ones. Several processes may share it.
+    prepared_dir: local folder for the prepared records, with a folder for each content of the
+      files, so that changed files are prepared again. Several processes may share it.
   Raises:
     OSError: a file is missing or cannot be read, or the records cannot be written.
-    ValueError: an unknown name; a file is not as published (names it, and the line or record); the
-      prepared records are damaged.
+    ValueError: the name is unknown, a file is not as published (the message names it, and the line
+      or record), or the prepared records are damaged.
   """
   if name not in DATASETS:
     raise ValueError(f"unknown data set {name!r}; choose one of {sorted(DATASETS)}")
@@ -221,14 +221,14 @@ def prepare(
     logging.info("preparing %s from %s in %s", name, data_dir, folder)
     with reporting_full_disk(folder), _locked(folder):
       builder = make_builder()  # another process may have prepared it meanwhile
-      with contextlib.redirect_stdout(io.StringIO()):  # it says that it downloads; it does not
+      with contextlib.redirect_stdout(io.StringIO()):  # it claims to download, but does not
         builder.download_and_prepare()
   return Prepared(builder, data_dir)
 
 
 @contextlib.contextmanager
 def _locked(folder: pathlib.Path) -> Iterator[None]:
-  """One process at a time; a killed one leaves no lock behind."""
+  """Locks the folder for one process at a time; a killed process leaves no lock behind."""
   folder.mkdir(parents=True, exist_ok=True)
   with open(folder / "lock", "w") as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""What is to be said of a published data set."""
+"""The description of a published data set."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import tensorflow_datasets as tfds
 
 from rlvr_jax.data.published.rows import Record, Row
 
-# The ways in which a split is published: for each, the names of its files, all of which are read.
-# Names are below data_dir and without format; one that ends in "/" is a folder, all of whose files
-# are read, and "/" is data_dir itself.
+# The layouts in which a split is published, each a tuple of names of files, all of which are read.
+# Names are relative to data_dir and have no format. A name that ends in "/" is a folder, all of
+# whose files are read; "/" is data_dir itself.
 Layouts = tuple[tuple[str, ...], ...]
 
 
@@ -19,17 +19,17 @@ Layouts = tuple[tuple[str, ...], ...]
 class Dataset(tfds.core.BuilderConfig):
   """Where the files of a published data set are and how a row of them is read."""
 
-  # Split → its layouts; the first that is there is read. Where rows themselves say their split,
-  # the files of all splits stand under "".
+  # Split → its layouts; the first one that is complete is read. If rows name their split, the key
+  # "" has the files of all splits.
   files: Mapping[str, Layouts]
   read: Callable[[Row], Record]
   split_of: Callable[[Row], str] | None = None
   grader: str  # by its string
-  prompt: str  # template of the completion's prompt, over the fields of `tasks.published`
+  prompt: str  # template of the prompt, over the fields of `tasks.published`
 
 
 def split_files(split: str, folder: str = "data") -> Layouts:
-  """A file named after the split, or a hub's Parquet file, from above its folder or in it."""
+  """A file named after the split, or a hub's Parquet file, in `folder` or next to it."""
   return (split,), (hub_file(split, folder),), (hub_file(split),)
 
 
@@ -39,6 +39,6 @@ def hub_file(split: str, folder: str = "") -> str:
 
 
 def listed(layouts: Layouts) -> str:
-  """Layouts in words, for messages."""
+  """The layouts as text, for messages."""
   short = [layout if len(layout) < 4 else (layout[0], "…", layout[-1]) for layout in layouts]
   return " or ".join(" with ".join(layout) for layout in short)

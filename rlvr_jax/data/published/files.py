@@ -1,4 +1,4 @@
-"""Published files: which there are in a folder or bucket, what identifies them, and their rows."""
+"""Published files: the files in a folder or bucket, a digest of them, and their rows."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from rlvr_jax.data.published.dataset import Layouts
 from rlvr_jax.data.published.rows import Row
 from rlvr_jax.files import located
 
-# Of one file published in several formats, the first is read.
+# If a file is published in several formats, the first of these is read.
 FORMATS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
-_DEPTH = 4  # folders that are looked into: MATH/train/algebra/1.json
+_DEPTH = 4  # levels of folders that are searched: MATH/train/algebra/1.json
 _FETCHED_AT_ONCE = 128  # small files; object stores answer many requests as fast as one
 _TORN = (EOFError, gzip.BadGzipFile, zlib.error)
 
 
 class PublishedFiles:
-  """The data files of one folder, or one file by itself, on any file system.
+  """The data files of one folder, or a single file, on any file system.
 
   Attributes:
-    is_one: the second.
+    is_one: True for a single file.
   """
 
   def __init__(self, data_dir: str | os.PathLike[str]):
-    """Lists them.
+    """Lists the files.
 
     Args:
       data_dir: folder or file, local or a URL such as gs://bucket/folder.
     Raises:
-      FileNotFoundError: there is none of them.
-      ValueError: an empty name, or no such kind of URL.
+      FileNotFoundError: there is no data file.
+      ValueError: `data_dir` is empty, or the kind of URL is unknown.
     """
     if not os.fspath(data_dir):
       raise ValueError("data_dir is empty: give the folder that holds the published files")
@@ -67,11 +67,11 @@ class PublishedFiles:
       )
 
   def names(self) -> list[str]:
-    """Of all data files, below the folder and without their formats."""
+    """The names of all data files, relative to the folder and without their formats."""
     return sorted(self._paths, key=_natural)
 
   def of_layout(self, layouts: Layouts) -> list[str]:
-    """Paths of the files of the first layout of which nothing is missing; [] if there is none."""
+    """Paths of the files of the first complete layout; [] if no layout is complete."""
     for layout in layouts:
       found = [self._named(name) for name in layout]
       if all(found):
@@ -84,7 +84,7 @@ class PublishedFiles:
     return [self._paths[name]] if name in self._paths else []
 
   def digest(self, paths: Sequence[str]) -> str:
-    """What changes with the files: their bytes; of remote ones, what the listing says of them."""
+    """A digest of the files: of their bytes if local, of their listing if remote."""
     digest = hashlib.sha256()
     for path in paths:
       digest.update(f"{self._stems[path]}\n".encode())
@@ -96,11 +96,12 @@ class PublishedFiles:
     return digest.hexdigest()[:16]
 
   def rows(self, paths: Sequence[str]) -> Iterator[Row]:
-    """The rows of some files, one after another.
+    """Yields the rows of the files, one file after another.
 
     Raises:
       OSError: a file cannot be read.
-      ValueError: a file is empty, torn or of another form; names the file and the line or record.
+      ValueError: a file is empty, truncated or in another form; the message names the file and the
+        line or record.
     """
     for whole, group in itertools.groupby(paths, lambda path: _format_of(path) == ".json"):
       for path, stream in self._fetched(list(group)) if whole else self._opened(group):
@@ -114,12 +115,12 @@ class PublishedFiles:
         for number, (where, value) in enumerate(_values(path, stream), start=1):
           where = f"{shown}, {where}" if where else shown
           if isinstance(value, ValueError):
-            raise ValueError(f"{where} is torn or not JSON ({value}). Fetch the file again.")
+            raise ValueError(f"{where} is truncated or not JSON ({value}). Fetch the file again.")
           if not isinstance(value, dict):
             raise ValueError(f"{where} is not a JSON object: {str(value)[:80]!r}")
           yield Row(value, where=where, name=f"{self._stems[path]}/{number}")
     except _TORN as error:
-      raise ValueError(f"{shown} is torn ({error}). Fetch the file again.") from error
+      raise ValueError(f"{shown} is truncated ({error}). Fetch the file again.") from error
     if not number:
       raise ValueError(f"{shown} is empty. Fetch the file again.")
 
@@ -136,17 +137,17 @@ class PublishedFiles:
 
 
 def _format_of(path: str) -> str:
-  """Of a file of problems; "" of another."""
+  """The format of a file of problems; "" for any other file."""
   return next((ending for ending in FORMATS if path.endswith(ending)), "")
 
 
 def _natural(stem: str) -> list[str | int]:
-  """Orders algebra/2 before algebra/10, and test before test2."""
+  """A sort key that orders algebra/2 before algebra/10, and test before test2."""
   return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", stem)]
 
 
 def _values(path: str, stream: Any) -> Iterator[tuple[str, Any]]:
-  """(where in the file, value or the error of reading it)."""
+  """Yields (location in the file, value or the error of reading it)."""
   if _format_of(path) == ".parquet":
     yield from _parquet_values(path, stream)
   elif ".jsonl" in _format_of(path):
@@ -162,7 +163,7 @@ def _json_values(data: bytes) -> Iterator[tuple[str, Any]]:
   if isinstance(value, list):
     yield from ((f"record {n}", record) for n, record in enumerate(value, start=1))
   elif isinstance(value, json.JSONDecodeError) and value.msg == "Extra data":
-    yield from _line_values(io.BytesIO(data))  # lines of JSON under another name
+    yield from _line_values(io.BytesIO(data))  # lines of JSON in a file named .json
   else:
     yield "", value
 
@@ -193,4 +194,6 @@ def _parquet_values(path: str, stream: Any) -> Iterator[tuple[str, Any]]:
     rows = (row for batch in batches for row in batch.to_pylist())
     yield from ((f"record {n}", row) for n, row in enumerate(rows, start=1))
   except (OSError, ValueError) as error:
-    raise ValueError(f"{path} is torn or not Parquet ({error}). Fetch the file again.") from error
+    raise ValueError(
+      f"{path} is truncated or not Parquet ({error}). Fetch the file again."
+    ) from error

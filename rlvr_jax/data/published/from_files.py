@@ -1,4 +1,4 @@
-"""Problems of published data sets."""
+"""The task of problems from a published data set."""
 
 from __future__ import annotations
 
@@ -35,36 +35,36 @@ def published(
   grader: str = "",
   prepared_dir: str | os.PathLike[str] = "~/.cache/rlvr_jax/published",
 ) -> Task:
-  """A published data set from its files, in the published order.
+  """A task from the files of a published data set, in the published order.
 
-  Warm start is the first `warm_start_size` chosen problems of the split that have a published
-  solution, train the other chosen ones, held-out the first `held_out_size` of the held-out split.
-  Questions that are held out, but for white space, are left out of train and warm start. Records
-  are read when they are asked for.
+  Warm start has the first `warm_start_size` chosen problems of the split that have a published
+  solution, train has the other chosen problems, and held-out has the first `held_out_size` problems
+  of the held-out split. Train and warm start exclude held-out questions, whatever their white
+  space. Records are read on access.
 
   Args:
     dataset: name, one of `rlvr_jax.data.published.builder.DATASETS`.
     data_dir: folder or file as published, local or a URL such as gs://bucket/folder.
-    split: of the data set; "" for a task of held-out problems only.
+    split: split of the data set to train on; "" for a task of held-out problems only.
     held_out_dataset: name; "" for `dataset`.
-    held_out_data_dir: its files; "" for `data_dir`.
-    held_out_split: of it.
+    held_out_data_dir: folder or file of the held-out data set; "" for `data_dir`.
+    held_out_split: split of the held-out data set.
     warm_start_size: problems; may be 0.
     held_out_size: problems; 0 for all.
-    min_difficulty: of train and warm start, in the data set's own measure (MATH: levels 1 to 5,
-      LiveCodeBench: 1 easy to 3 hard). With it or `max_difficulty` given, problems of unknown
-      difficulty are left out.
-    max_difficulty: likewise.
-    max_question_characters: of train and warm start, before the prompt template; 0 for any.
+    min_difficulty: lower bound for train and warm start, in the data set's own measure (MATH:
+      levels 1 to 5, LiveCodeBench: 1 easy to 3 hard). If this or `max_difficulty` is given,
+      problems of unknown difficulty are excluded.
+    max_difficulty: upper bound, likewise.
+    max_question_characters: limit for train and warm start, before the prompt template; 0 for any.
     prompt: template over {question}, {interface} (how a program will be called; "" for
       mathematics), {subject}, {difficulty} and {id}; "" for the data set's own.
     grader: its string, such as "code(reward='fraction')"; "" for the data set's own.
-    prepared_dir: local, for the records prepared from the files; made where it is missing.
+    prepared_dir: local folder for the records prepared from the files; created if missing.
   Raises:
     OSError: a file is missing or cannot be read, or the prepared records cannot be written.
-    ValueError: a file is not as published (names the file, and the line or record), the prepared
-      records are damaged, an unknown name or template field, sizes out of range, or no problem is
-      left.
+    ValueError: a file is not as published (the message names it, and the line or record), the
+      prepared records are damaged, a name or template field is unknown, a size is out of range, or
+      no problem is left.
   """
   # Over 60 lines: more than half is its arguments and what they mean.
   held_out_dataset, held_out_data_dir = held_out_dataset or dataset, held_out_data_dir or data_dir
@@ -76,7 +76,7 @@ def published(
       f"split and held_out_split are both {split!r} of {dataset}: nothing would be left to train "
       'on; choose another, or split = "" for a task of held-out problems only'
     )
-  # Imported here: tensorflow-datasets takes a while to import and other tasks do without.
+  # Imported here: tensorflow-datasets loads slowly, and other tasks do not need it.
   from rlvr_jax.data.published.builder import prepare
 
   def problems(records: Records, indices: np.ndarray) -> Chosen:
@@ -126,7 +126,7 @@ def _choose(
   left_out = {}
   if (min_difficulty, max_difficulty) != (-math.inf, math.inf):
     suits = (records.difficulty >= min_difficulty) & (records.difficulty <= max_difficulty)
-    reason = f"of a difficulty not known to be in [{min_difficulty:g}, {max_difficulty:g}]"
+    reason = f"with a difficulty unknown or outside [{min_difficulty:g}, {max_difficulty:g}]"
     left_out[reason] = ~suits
   if max_characters:
     left_out[f"of more than {max_characters} characters"] = records.characters > max_characters

@@ -23,7 +23,7 @@ _AIME_ANSWER = re.compile(r"\$?0*(\d{1,3})(?:\^\\circ|\^\{\\circ\})?\$?")
 
 
 def last_boxed(text: str) -> str | None:
-  """What the last \\boxed{…} of a text holds, inner braces balanced; None where there is none."""
+  """The content of the last \\boxed{…} of a text, with balanced braces; None if there is none."""
   boxes = list(_BOX.finditer(text))
   if not boxes:
     return None
@@ -43,7 +43,7 @@ def _gsm8k(row: Row) -> Record:
   solution = row.text("answer")
   marked = _MARKED_ANSWER.search(solution)
   if not marked:
-    raise row.error(f"has an answer ending in {solution[-40:]!r}, expected '#### number' there")
+    raise row.error(f"has an answer ending in {solution[-40:]!r}, expected '#### number'")
   return Record(
     id=row.text("id", default=row.name),
     question=row.text("question"),
@@ -54,7 +54,7 @@ def _gsm8k(row: Row) -> Record:
 
 
 def _boxed_problem(row: Row) -> Record:
-  """A problem whose answer is a field of its own, or the last box of its solution."""
+  """A problem whose answer is a separate field, or the last box of its solution."""
   solution = row.text("solution", default="")
   boxed = last_boxed(solution)
   answer = row.text("answer", "final_answer", default=boxed or "").strip()
@@ -74,11 +74,11 @@ def _boxed_problem(row: Row) -> Record:
 
 
 def _aime(row: Row, year: int) -> Record:
-  """AIME answers are whole numbers from 0 to 999."""
+  """AIME answers are integers from 0 to 999."""
   record = _boxed_problem(row)
   answer = _AIME_ANSWER.fullmatch(record.answer)
   if not answer:
-    raise row.error(f"has answer = {record.answer!r}, expected a whole number from 0 to 999")
+    raise row.error(f"has answer = {record.answer!r}, expected an integer from 0 to 999")
   if row.text("year", default=str(year)) != str(year):
     raise row.error(f"is of {row.text('year')}, not {year}: keep only that year's rows in the file")
   return Record(**{**vars(record), "answer": answer[1], "reference": {"answer": answer[1]}})

@@ -40,10 +40,10 @@ _TEXT_PICKLE = re.compile(
 
 
 def interface(reference: Mapping[str, Any]) -> str:
-  """What a prompt says of how the program will be called; "" where the question says it.
+  """The part of a prompt that says how the program will be called; "" if the question says it.
 
   Args:
-    reference: of a programming problem, or of any other.
+    reference: the reference of a problem; only programming problems have an interface.
   """
   style = reference.get("style")
   if style == "asserts":
@@ -67,7 +67,7 @@ def _check_python(row: Row, field: str, code: str) -> None:
     with warnings.catch_warnings(action="ignore"):  # of odd escapes in texts
       ast.parse(code)
   except (SyntaxError, ValueError) as error:
-    raise row.error(f"has a {field} that is no Python ({error}): {code[:80]!r}") from error
+    raise row.error(f"has a {field} that is not Python ({error}): {code[:80]!r}") from error
 
 
 # --- MBPP -----------------------------------------------------------------------------------------
@@ -99,13 +99,13 @@ def _mbpp_split(row: Row) -> str:
   for split, (first, last) in _MBPP_SPLITS.items():
     if isinstance(number, int) and first <= number <= last:
       return split
-  raise row.error(f"has task_id = {number!r}, expected a whole number from 1 to 974")
+  raise row.error(f"has task_id = {number!r}, expected an integer from 1 to 974")
 
 
 MBPP = Dataset(
   name="mbpp",
   description=(
-    "Mostly Basic Python Problems, whole or sanitized, split by task_id. Austin et al. 2021, arXiv "
+    "Mostly Basic Python Problems, full or sanitized, split by task_id. Austin et al. 2021, arXiv "
     "2108.07732."
   ),
   files={
@@ -194,7 +194,7 @@ def _stdin_reference(row: Row, cases: list[Mapping[str, Any]]) -> dict[str, Any]
 
 
 def _function_reference(row: Row, cases: list[Mapping[str, Any]]) -> dict[str, Any]:
-  """Arguments are one JSON value per line, the result one JSON value."""
+  """The reference of a function: arguments are one JSON value per line, the result one value."""
   metadata = row.get("metadata", default={})
   try:
     metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
@@ -230,7 +230,7 @@ def _cases(row: Row, *names: str) -> list[Mapping[str, Any]]:
   except (ValueError, zlib.error) as error:
     raise row.error(f"has {names[0]} that cannot be decoded: {error}") from error
   if not isinstance(value or [], list) or not all(isinstance(case, dict) for case in value or []):
-    raise row.error(f"has {names[0]} that are no list of objects: {str(value)[:80]!r}")
+    raise row.error(f"has {names[0]} that is not a list of objects: {str(value)[:80]!r}")
   return value or []
 
 
@@ -247,10 +247,10 @@ def _decoded(text: str) -> str:
 
 
 def pickled_text(data: bytes) -> str:
-  """The text of which `data` is the pickle, found without unpickling anything.
+  """The text that `data` is the pickle of, found without unpickling anything.
 
   Raises:
-    ValueError: it is the pickle of something else, which could run code; or no pickle.
+    ValueError: `data` is not a pickle, or it is the pickle of something else, which could run code.
   """
   opcodes = ""
   texts: list[str] = []
@@ -263,7 +263,7 @@ def pickled_text(data: bytes) -> str:
   if not _TEXT_PICKLE.fullmatch(opcodes):
     raise ValueError(
       f"a pickle of something other than one text ({opcodes[:60].strip()}...), which is never "
-      "loaded; convert it to JSON where you trust it"
+      "loaded; if you trust it, convert it to JSON"
     )
   return texts[0]
 

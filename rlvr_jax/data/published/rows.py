@@ -1,4 +1,4 @@
-"""A published row, and the record that every data set is brought to."""
+"""A published row, and the record into which the rows of every data set are converted."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ class Record:
   question: str  # as published, before any prompt template
   answer: str  # "" where the grader needs more than a text
   solution: str  # in the form of a completion; "" where none is published
-  reference: Mapping[str, Any]  # what the grader needs; JSON-able
+  reference: Mapping[str, Any]  # what the grader needs; JSON-serializable
   difficulty: float = math.nan  # as published: a level or a rate; NaN where unknown
   subject: str = ""
 
 
 class Row:
-  """A published row: its fields by any of their published names, in upper or lower case."""
+  """A published row; a field is found by any of its published names, in upper or lower case."""
 
   def __init__(self, fields: Mapping[str, Any], *, where: str, name: str):
-    """Takes the fields.
+    """Initializes the row.
 
     Args:
       fields: as published.
       where: file and line or record, for messages.
-      name: identifies the row where the publisher does not.
+      name: identifies the row if the publisher does not.
     """
     self._fields = {field.lower(): value for field, value in fields.items()}
     self.where, self.name = where, name
 
   def error(self, message: str) -> ValueError:
-    """An error that says where the row is."""
+    """An error whose message begins with the row's file and line or record."""
     return ValueError(f"{self.where} {message}")
 
   def get(self, *names: str, default: Any = _MISSING) -> Any:
-    """The value of the first of the fields that is there and not null.
+    """The value of the first of the named fields that is present and not null.
 
     Raises:
-      ValueError: none is, and there is no default.
+      ValueError: there is none, and no default.
     """
     for name in names:
       if self._fields.get(name) is not None:
@@ -56,10 +56,10 @@ class Row:
     return default
 
   def text(self, *names: str, default: str | None = None) -> str:
-    """The text of the first of the fields that is there; numbers as one writes them.
+    """The text of the first of the named fields that is present; a number is converted to text.
 
     Raises:
-      ValueError: none is there, it is blank (unless there is a default), or no text.
+      ValueError: there is none, it is blank (unless there is a default), or it is not a text.
     """
     value = self.get(*names, default=_MISSING if default is None else default)
     if isinstance(value, float) and value.is_integer():
@@ -71,10 +71,10 @@ class Row:
     raise self.error(f"has {names[0]} = {str(value)[:80]!r}, expected a text")
 
   def texts(self, *names: str, default: list[str] | None = None) -> list[str]:
-    """The list of texts in the first of the fields that is there.
+    """The list of texts in the first of the named fields that is present.
 
     Raises:
-      ValueError: none is there, or it is something else.
+      ValueError: there is none, or it is not a list of texts.
     """
     value = self.get(*names, default=_MISSING if default is None else default)
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
@@ -82,10 +82,10 @@ class Row:
     return value
 
   def level(self, *names: str) -> float:
-    """A number, or that of "Level 3"; NaN where the field is missing or says "?".
+    """A number, or N for "Level N"; NaN if the field is missing or "?".
 
     Raises:
-      ValueError: it is something else.
+      ValueError: the field has any other value.
     """
     text = self.text(*names, default="?").removeprefix("Level ")
     if text != "?" and not re.fullmatch(r"-?\d+(\.\d+)?(e-?\d+)?", text):

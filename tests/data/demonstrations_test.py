@@ -5,7 +5,7 @@ import re
 import pytest
 from reasoning_gym.factory import create_dataset
 
-from rlvr_jax.data import worked_solutions
+from rlvr_jax.data import demonstrations
 
 SETTINGS = {"chain_sum": {"allow_negation": True, "min_terms": 1}, "gcd": {"max_numbers": 4}}
 
@@ -15,11 +15,11 @@ def _entries(dataset):
   return create_dataset(dataset, **settings)
 
 
-@pytest.mark.parametrize("dataset", worked_solutions.__all__)
+@pytest.mark.parametrize("dataset", demonstrations.__all__)
 def test_ends_with_the_answer(dataset):
   entries = _entries(dataset)
   for entry in entries:
-    steps, mark, answer = getattr(worked_solutions, dataset)(entry).rpartition("#### ")
+    steps, mark, answer = getattr(demonstrations, dataset)(entry).rpartition("#### ")
     assert mark and answer == entry["answer"]
     assert entries.score_answer(answer, entry) == 1
     assert not steps or steps.endswith("\n")
@@ -29,7 +29,7 @@ def test_ends_with_the_answer(dataset):
 def test_equations_hold(dataset):
   checked = 0
   for entry in _entries(dataset):
-    for line in getattr(worked_solutions, dataset)(entry).splitlines()[:-1]:
+    for line in getattr(demonstrations, dataset)(entry).splitlines()[:-1]:
       left, operator, right, result = re.fullmatch(
         r"(-?\d+)([-+%])(-?\d+)=(-?\d+)", line
       ).groups()  # fmt: skip
@@ -42,15 +42,15 @@ def test_equations_hold(dataset):
 
 def test_texts():
   chain_sum = {"answer": "-4", "metadata": {"expression": "4 - -1 - 9"}}
-  assert worked_solutions.chain_sum(chain_sum) == "4--1=5\n5-9=-4\n#### -4"
+  assert demonstrations.chain_sum(chain_sum) == "4--1=5\n5-9=-4\n#### -4"
   gcd = {"answer": "2", "metadata": {"numbers": [12, 8, 6]}}
-  assert worked_solutions.gcd(gcd) == "12%8=4\n8%4=0\n4%6=4\n6%4=2\n4%2=0\n#### 2"
+  assert demonstrations.gcd(gcd) == "12%8=4\n8%4=0\n4%6=4\n6%4=2\n4%2=0\n#### 2"
   spell = {"answer": "tac", "metadata": {"word": "cat"}}
-  assert worked_solutions.spell_backward(spell) == "c a t\nt a c\n#### tac"
+  assert demonstrations.spell_backward(spell) == "c a t\nt a c\n#### tac"
   count = {"answer": "2", "metadata": {"target_letter": "n", "span": ["No", "one", "of"]}}
-  assert worked_solutions.letter_counting(count) == "No 1\none 2\nof 2\n#### 2"
+  assert demonstrations.letter_counting(count) == "No 1\none 2\nof 2\n#### 2"
   numbers = {"original_numbers": ["2", "-1", "2"], "sorted_numbers": ["-1", "2", "2"]}
   sort = {"answer": "['-1', '2', '2']", "metadata": numbers}
-  assert worked_solutions.number_sorting(sort) == (
+  assert demonstrations.number_sorting(sort) == (
     "-1 | 2 2\n2 | 2\n2 |\n#### ['-1', '2', '2']"
   )  # fmt: skip

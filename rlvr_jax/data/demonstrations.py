@@ -1,7 +1,7 @@
-"""Step-by-step solutions of reasoning-gym problems, which come with bare answers only.
+"""Step-by-step solutions of reasoning-gym problems, which are published with answers only.
 
-Each function is named after its dataset and writes the solution of one entry, ending with
-"#### answer". The text is terse, because its tokens are what a policy has to generate.
+Each function is named after its dataset and returns the solution of one entry, ending with
+"#### answer". The text is terse, because a policy has to generate its tokens.
 """
 
 from __future__ import annotations
@@ -66,6 +66,6 @@ def number_sorting(entry: Entry) -> str:
 
 
 def spell_backward(entry: Entry) -> str:
-  """The letters one by one, forward, then backward."""
+  """The letters separated by spaces, forward, then backward."""
   word = entry["metadata"]["word"]
   return _finish([" ".join(word), " ".join(reversed(word))], entry)

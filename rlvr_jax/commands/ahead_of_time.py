@@ -1,0 +1,135 @@
+"""A run's programs, compiled for chips that need not be there."""
+
+from __future__ import annotations
+
+import math
+import os
+import pathlib
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import ml_collections
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+
+from rlvr_jax.data import ByteTokenizer, Task
+from rlvr_jax.ops.keys import key_for
+from rlvr_jax.train import sharding
+from rlvr_jax.train.build import Parts, build
+from rlvr_jax.train.metrics import say
+from rlvr_jax.train.programs import abstract_batch
+
+
+def topology_devices(name: str) -> list[Any]:
+  """Descriptions of the chips of a TPU slice, which need not be available.
+
+  Raises:
+    ValueError: the compiler is not installed, or the slice is unknown.
+  """
+  # Without the first, libtpu queries a metadata server that exists on Cloud TPU machines only;
+  # without the second, processes that only compile block one another.
+  os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+  os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+  try:
+    return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
+  except Exception as error:  # libtpu has no common class of errors
+    raise ValueError(
+      f"cannot compile for --topology={name}: {str(error)[:300]}. Names are such as v5e:4x4 or"
+      ' v5p:2x2x4 (16 chips each); the compiler comes with pip install -e ".[tpu]". Without'
+      " --topology --mode=fits gives an estimate"
+    ) from error
+
+
+def mesh_of(config: ml_collections.ConfigDict, topology: str | None) -> Any:
+  """The mesh of `config.mesh` over chips that need not be available, as a run on them builds it.
+
+  Raises:
+    ValueError: the topology is unknown, or the mesh has another size.
+  """
+  sizes: dict[str, Any] = {axis: config.mesh[axis] for axis in sharding.AXES}
+  if topology is None:
+    types = (AxisType.Auto,) * 3
+    return jax.sharding.AbstractMesh(tuple(sizes.values()), sharding.AXES, axis_types=types)
+  devices = topology_devices(topology)
+  needed = math.prod(sizes.values())
+  if needed != len(devices):
+    raise ValueError(
+      f"config.mesh = {sizes} is {needed} chips, the topology has {len(devices)}; choose sizes"
+      f" whose product is {len(devices)}"
+    )
+  return sharding.make_mesh(**sizes, devices=devices)
+
+
+def shapes_only(config: ml_collections.ConfigDict, mesh: Mesh) -> Parts:
+  """The parts of a run on a mesh whose devices need not be available, without problems."""
+  nothing = Task(name="none", train=(), warm_start=(), held_out=(), grader="none:none")
+  config = ml_collections.ConfigDict(config)
+  config.warm_start.num_steps = 0
+  return build(config, task=nothing, tokenizer=ByteTokenizer(), mesh=mesh)
+
+
+def programs(parts: Parts) -> dict[str, Any]:
+  """The update and the generation of a run, by name, lowered for the shapes they take.
+
+  Returns:
+    Functions without arguments that return a `jax.stages.Lowered`; see `compiled`.
+  """
+  config, mesh, state = parts.config, parts.mesh, parts.abstract_state
+  frozen = parts.abstract_frozen
+  place = lambda tree, s: jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree
+  )
+  batch = abstract_batch(config, needs_proximal=parts.method.loss.needs_proximal)
+  batch = place(batch, sharding.batch_sharding(mesh))
+  key = place(jax.eval_shape(lambda: key_for(0, "rollout", 0)), sharding.replicated(mesh))
+  jitted: Any = parts.programs
+  return {
+    "update": lambda: jitted.train_step.lower(state, frozen, batch),
+    "generation": lambda: jitted.generate.lower(state.params, frozen, batch.prompts, key),
+  }
+
+
+def compiled(name: str, lower: Callable[[], Any], **options: Any) -> Any:
+  """A `jax.stages.Compiled`; None where the compiler sees that memory does not suffice."""
+  began = time.perf_counter()
+  try:
+    program = lower().compile(compiler_options=options)
+  except jax.errors.JaxRuntimeError as error:
+    if "RESOURCE_EXHAUSTED" not in str(error):
+      raise
+    say(str(error)[:1000])
+    return None
+  say(f"{name}, compiled in {time.perf_counter() - began:.0f} s")
+  return program
+
+
+def compiled_with_text(name: str, lower: Callable[[], Any]) -> tuple[Any, str]:
+  """What `compiled` returns for a TPU, and the text of the optimised program; "" beside None.
+
+  The text is the compiler's own: `as_text()` reads a program anew, and jaxlib cannot read all that
+  a newer compiler writes.
+  """
+  with tempfile.TemporaryDirectory() as folder:
+    program = compiled(name, lower, xla_dump_to=folder, xla_dump_hlo_as_text=True)
+    written = sorted(pathlib.Path(folder).glob("*.after_codegen.txt"), key=os.path.getsize)
+    return program, written[-1].read_text(encoding="utf-8") if program else ""
+
+
+def memory(compiled: Any) -> dict[str, float]:
+  """Bytes that a compiled program takes on every device."""
+  used = compiled.memory_analysis()
+  return {
+    "arguments": used.argument_size_in_bytes,
+    "results beside them": used.output_size_in_bytes - used.alias_size_in_bytes,
+    "temporary": used.temp_size_in_bytes,
+    "program": used.generated_code_size_in_bytes,
+  }
+
+
+def device_bytes(tree: Any) -> float:
+  """Of every leaf's shard on one device."""
+  leaves = jax.tree.leaves(tree)
+  return float(sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves))

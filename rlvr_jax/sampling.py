@@ -1,0 +1,14 @@
+"""The settings of sampling, apart from `types`, so that a configuration is read without jax."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+  """The distribution that tokens are sampled from; static under jit."""
+
+  temperature: float = 1.0  # 0 is greedy decoding
+  top_k: int = 0  # keep the k most probable tokens; 0 keeps all
+  top_p: float = 1.0  # keep the smallest set of tokens with this much mass; 1 keeps all

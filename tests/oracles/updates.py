@@ -1,0 +1,73 @@
+"""One maker of updates: a small transformer's method and batches, on one device or a mesh."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import optax
+from oracles import batches
+
+from rlvr_jax import advantages, losses, reweighting
+from rlvr_jax.advantages.masses import gradient_masses
+from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.train import sharding
+from rlvr_jax.train.accumulate import update_gradient
+from rlvr_jax.train.objective import Method
+
+P, G, S, T, V = 8, 4, 5, 6, 32
+CONFIG = TransformerConfig(
+  vocab_size=V, width=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_width=32
+)
+
+
+@functools.cache
+def make_method(dtype="float32", mesh=None, **changes):
+  """The same object for the same arguments, so that what is compiled for it is found again."""
+  config = dataclasses.replace(CONFIG, compute_dtype=dtype, param_dtype=dtype)
+  fields = dict(
+    model=transformer(config, sharding.layout(mesh)),
+    optimizer=optax.adamw(1e-2),
+    learning_rate=optax.constant_schedule(1e-2),
+    advantage=advantages.grpo(),
+    coefficient_metrics=gradient_masses,
+    reweighting=reweighting.none(),
+    loss=losses.ppo_clip(),
+    aggregation="token_mean",
+    max_response_length=T,
+  )
+  return Method(**{**fields, **changes})
+
+
+def make_batch(dtype=np.float32, seed=0):
+  """Rollouts of random tokens and lengths, on the host; half of the first tokens are right."""
+  rng = np.random.default_rng(seed)
+  lengths = rng.integers(1, T + 1, (P, G))
+  tokens = rng.integers(0, V, (P, G, T)).astype(np.int32)
+  # As real rewards do, they depend on the tokens: gradients of pure noise cancel in float32.
+  correct = (tokens[..., 0] < V // 2).astype(dtype)
+  correct[0] = 1  # a group without signal
+  return batches.make_host_batch(
+    (np.arange(T) < lengths[..., None]).astype(dtype),
+    rewards=correct,
+    prompts=batches.random_prompts(rng, P, S, V),
+    tokens=tokens,
+    behavior_logprobs=(rng.normal(size=(P, G, T)) * 0.3 - 3.4).astype(dtype),
+    reference_logprobs=(rng.normal(size=(P, G, T)) * 0.3 - 3.4).astype(dtype),
+  )
+
+
+_update_gradient = jax.jit(update_gradient, static_argnames="method")
+
+
+def gradient_of(method, batch, params, coefficients=None):
+  """((loss, metrics), gradient) of an update, whose coefficients are the advantage's by default."""
+  if coefficients is None:
+    coefficients = method.advantage.apply((), batch)
+  return _update_gradient(params, {}, batch, coefficients, jax.random.key(0), method=method)
+
+
+def relative_distance(a, b):
+  difference = jax.tree.map(lambda x, y: np.asarray(x) - np.asarray(y), a, b)
+  return float(optax.tree.norm(difference) / optax.tree.norm(b))
