@@ -7,6 +7,7 @@ Axis legend, used in comments and as suffixes throughout the package:
   T  response length after right-padding    V  vocabulary
   D  model width                            N  attention heads
   K  key/value heads                        H  width of a head
+  R  rows of packed sequences               L  tokens in a row, a multiple of 128
 """
 
 from __future__ import annotations
@@ -71,6 +72,20 @@ class TrainBatch:
   solve_rate: Array | None = None  # f32[P], all alike: mean correctness before any filter of groups
   lags: Array | None = None  # i32[P, G], updates since the behaviour policy; −1: not of this run
   sources: Array | None = None  # i32[P], number of the source that drew the group
+
+
+class Rows(NamedTuple):
+  """How sequences lie in rows of L tokens.
+
+  A row holds one block for each of its prompts: the prompt, whose end is at a multiple of 128, then
+  its rollouts, each starting at a multiple of 128. A token sees its own sequence up to itself: a
+  rollout's token sees its prompt and its own rollout.
+  """
+
+  prompts: Array  # i32[R, L], prompt that a token belongs to, equal within a row; −1 on padding
+  positions: Array  # i32[R, L], in the token's sequence (a rollout's follow its prompt's); 0 padded
+  starts: Array  # i32[R, L], index where the token's rollout starts; of a prompt's token: its end
+  prompt_ends: Array  # i32[R, L], index after the last token of the token's prompt
 
 
 class Forward(NamedTuple):

@@ -102,7 +102,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
 
 
 # How a network is computed and kept, not which function it is.
-_OF_COMPUTING = ("compute_dtype", "param_dtype", "remat", "unroll_layers")
+_OF_COMPUTING = ("compute_dtype", "param_dtype", "remat", "unroll_layers", "attention")
 
 
 def preset(name: str, **overrides: Any) -> TransformerConfig:

@@ -23,6 +23,7 @@ from rlvr_jax.models.rotary import (
   rotate,
 )
 from rlvr_jax.ops.attention import Keys, attention
+from rlvr_jax.ops.row_attention import KINDS
 from rlvr_jax.types import Array, Head, Params, Prompts
 
 _ACTIVATIONS = {
@@ -66,6 +67,7 @@ class TransformerConfig:
   param_dtype: str = "float32"
   remat: str = "none"  # kept for the backward pass: none: all; dots: matrix products; full: inputs
   unroll_layers: int = 1  # layers per iteration of the layer scan; num_layers unrolls it whole
+  attention: str = "auto"  # of training: auto, reference, splash (TPU) or cudnn (GPU)
 
   def __post_init__(self):
     def require(condition, message):
@@ -77,6 +79,7 @@ class TransformerConfig:
       f"activation={self.activation!r}; allowed: {sorted(_ACTIVATIONS)}",
     )
     require(self.remat in _REMAT, f"remat={self.remat!r}; allowed: {list(_REMAT)}")
+    require(self.attention in KINDS, f"attention={self.attention!r}; allowed: {list(KINDS)}")
     sizes = "vocab_size width num_layers num_heads num_kv_heads head_dim mlp_width unroll_layers"
     for name in sizes.split():
       size = getattr(self, name)

@@ -1,0 +1,359 @@
+"""Grouped-query attention within rows of packed sequences: one function, three implementations.
+
+`reference` is XLA's own operations on any platform: float32 scores, block by block, and only blocks
+in which a query sees a key. `splash` is the flash kernel for TPUs, `cudnn` that for NVIDIA's GPUs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import chex
+import jax
+import jax.numpy as jnp
+from absl import logging
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, PartitionSpec
+
+from rlvr_jax.ops.row_blocks import NO_WINDOW, TILE, sees, visible_blocks
+from rlvr_jax.types import Array, Rows
+
+KINDS = ("auto", "reference", "splash", "cudnn")
+RESIDUALS = "attention"  # checkpoint_name of what the backward pass needs beside its inputs
+
+_BLOCK = TILE  # of queries and of keys, in the reference
+_MASKED = -1e30  # finite, so that no difference of two masked scores is NaN
+_SPLASH_HEADS = (32, 64, 80, 96, 128, 256)  # widths that were compiled for a TPU
+_CUDNN_TOKENS = 8192  # a row's dense mask, two bytes for each of its L² entries, is bounded by it
+
+
+def row_attention(
+  queries: Array,
+  keys: Array,
+  values: Array,
+  rows: Rows,
+  *,
+  scale: float,
+  window: int | None = None,
+  slides: Array | bool = True,
+  soft_cap: float | None = None,
+  kind: str = "reference",
+  packed: bool = True,
+  mesh: Mesh | None = None,
+) -> Array:
+  """softmax(q·kᵀ·scale) v over the keys of a token's own sequence, up to itself.
+
+  On a mesh every device works on its own rows, split over (data, fsdp), and heads, over tensor.
+
+  Args:
+    queries: [R, L, N, H].
+    keys, values: [R, L, K, H]; each serves N/K heads of queries, not copied.
+    rows: how sequences lie in the rows.
+    scale: factor on the scores, usually 1/√H.
+    window: tokens of its own sequence a query looks back, itself included; None: all.
+    slides: whether this layer has the window; may be traced, as in a scan over layers.
+    soft_cap: c·tanh(score/c) where given (Gemma 2).
+    kind: "reference", "splash" or "cudnn", as `choose_attention` returned it.
+    packed: False where every row holds one prompt and one rollout; cudnn then needs no mask.
+    mesh: None, or axes (data, fsdp, tensor); tensor divides K, and data · fsdp divides R.
+  Returns:
+    [R, L, N, H] in the queries' dtype; 0 for padding.
+  """
+  chex.assert_rank([queries, keys, values, *rows], [4, 4, 4, 2, 2, 2, 2])
+  if window is None or slides is False:
+    window, slides = None, True
+  attend = functools.partial(_BY_KIND[kind], scale=scale, window=window, soft_cap=soft_cap)
+  if kind == "cudnn":
+    attend = functools.partial(attend, packed=packed)
+  slides = jnp.asarray(slides)
+  if mesh is None or mesh.size == 1:
+    return attend(queries, keys, values, rows, slides)
+  if keys.shape[2] % mesh.shape["tensor"]:
+    raise ValueError(
+      f"mesh.tensor={mesh.shape['tensor']} does not divide num_kv_heads={keys.shape[2]};"
+      f" choose a divisor of {keys.shape[2]}"
+    )
+  heads = PartitionSpec(("data", "fsdp"), None, "tensor")
+  return jax.shard_map(
+    attend,
+    mesh=mesh,
+    in_specs=(heads, heads, heads, PartitionSpec(("data", "fsdp")), PartitionSpec()),
+    out_specs=heads,
+    check_vma=False,  # a loop that starts from zeros on every device counts as replicated
+  )(queries, keys, values, rows, slides)
+
+
+def choose_attention(
+  wanted: str,
+  *,
+  platform: str,
+  row_length: int,
+  head_dim: int,
+  dtype: str,
+  soft_cap: float | None,
+  packed: bool = True,
+) -> str:
+  """The implementation to use; `auto` takes a platform's kernel where it can, and says where not.
+
+  Args:
+    wanted: one of `KINDS`, config.model.overrides.attention.
+    platform: "tpu", "gpu" or "cpu", of the devices that will run it.
+    row_length: L.
+    head_dim, dtype, soft_cap: of the network; dtype is the one it computes in.
+    packed: as for `row_attention`.
+  Raises:
+    ValueError: the implementation named does not support this.
+  """
+  if wanted not in KINDS:
+    raise ValueError(f"config.model.overrides.attention={wanted!r}; allowed: {list(KINDS)}")
+  obstacles = {
+    "reference": None,
+    "splash": _splash_obstacle(platform, row_length, head_dim, dtype),
+    "cudnn": _cudnn_obstacle(platform, row_length if packed else 0, head_dim, dtype, soft_cap),
+  }
+  if wanted != "auto":
+    if obstacles[wanted]:
+      possible = ["auto", *(kind for kind, obstacle in obstacles.items() if not obstacle)]
+      raise ValueError(
+        f"config.model.overrides.attention={wanted!r} needs {obstacles[wanted]};"
+        f" change that, or choose one of {possible}"
+      )
+    return wanted
+  if platform == "cpu":
+    return "reference"
+  kernel = {"tpu": "splash"}.get(platform, "cudnn")
+  if not obstacles[kernel]:
+    return kernel
+  logging.warning(
+    "attention=auto takes the reference implementation, which is slower: %s needs %s",
+    kernel,
+    obstacles[kernel],
+  )
+  return "reference"
+
+
+def _splash_obstacle(platform, row_length, head_dim, dtype):
+  if platform != "tpu":
+    return f"a TPU (platform={platform!r})"
+  if dtype not in ("bfloat16", "float32"):
+    return f"compute_dtype bfloat16 or float32 (compute_dtype={dtype!r})"
+  if head_dim not in _SPLASH_HEADS:
+    return f"head_dim in {_SPLASH_HEADS} (head_dim={head_dim})"
+  if row_length % TILE or row_length > 2**15:
+    return f"rows of a multiple of {TILE} tokens, at most {2**15} (row length {row_length})"
+  return None
+
+
+def _cudnn_obstacle(platform, row_length, head_dim, dtype, soft_cap):
+  if platform not in ("gpu", "cuda"):
+    return f"an NVIDIA GPU (platform={platform!r})"
+  if dtype != "bfloat16":
+    return f"compute_dtype bfloat16 (compute_dtype={dtype!r})"
+  if head_dim % 8 or head_dim > 128:
+    return f"head_dim a multiple of 8, at most 128 (head_dim={head_dim})"
+  if soft_cap is not None:
+    return f"no attention_soft_cap (attention_soft_cap={soft_cap})"
+  if row_length > _CUDNN_TOKENS:
+    return f"packed rows of at most {_CUDNN_TOKENS} tokens (row length {row_length})"
+  return None
+
+
+# --- the flash kernels ----------------------------------------------------------------------------
+
+
+def _splash(queries, keys, values, rows, slides, *, scale, window, soft_cap):
+  from rlvr_jax.ops.splash import splash_attention  # experimental in jax: only where it is used
+
+  kernel = functools.partial(splash_attention, soft_cap=soft_cap, residual_name=RESIDUALS)
+
+  def of_row(row):
+    *heads, row = row
+    operands = (*(jnp.swapaxes(x, 0, 1) for x in heads), row)
+    out = _with_window(functools.partial(kernel, *operands), window, slides)
+    return jnp.where(row.prompts[:, None, None] < 0, 0, jnp.swapaxes(out, 0, 1))
+
+  return jax.lax.map(of_row, ((queries * scale).astype(queries.dtype), keys, values, rows))
+
+
+def _cudnn(queries, keys, values, rows, slides, *, implementation="cudnn", packed, **settings):
+  """NVIDIA's kernel knows no segments: a dense mask for packed rows, for others their lengths."""
+  scale, window, soft_cap = (settings[name] for name in ("scale", "window", "soft_cap"))
+  assert soft_cap is None, "choose_attention refuses it"
+  attend = functools.partial(
+    jax.nn.dot_product_attention, scale=scale, implementation=implementation
+  )
+  real = rows.prompts >= 0
+  if packed:
+    column, index = lambda x: x[:, :, None], jnp.arange(real.shape[1])
+
+    def masked(window):
+      seen = sees(index[:, None], column(rows.starts), column(rows.prompt_ends), index, window)
+      seen &= column(rows.prompts) == rows.prompts[:, None]
+      return attend(queries, keys, values, mask=seen[:, None])
+
+    out = _with_window(masked, window, slides)
+  else:
+    first, lengths = jnp.argmax(real, axis=1), jnp.sum(real, axis=1, dtype=jnp.int32)
+    roll = jax.vmap(functools.partial(jnp.roll, axis=0))
+    operands = [roll(x, -first) for x in (queries, keys, values)]
+
+    def causal(window):
+      return attend(
+        *operands,
+        is_causal=True,
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
+        local_window_size=None if window is None else (window - 1, 0),
+      )
+
+    out = roll(_with_window(causal, window, slides), first)
+  return jnp.where(real[:, :, None, None], out, 0)
+
+
+def _with_window(attend: Callable, window: int | None, slides: Array) -> Array:
+  """One kernel knows one window: whether the layer slides chooses between two."""
+  if window is None:
+    return attend(window=None)
+  return jax.lax.cond(slides, lambda: attend(window=window), lambda: attend(window=None))
+
+
+# --- the reference --------------------------------------------------------------------------------
+
+
+def _reference(queries, keys, values, rows, slides, *, scale, window, soft_cap):
+  """Row by row, as each has its own blocks to work through."""
+  window = jnp.where(slides, NO_WINDOW if window is None else window, NO_WINDOW)
+  of_row = lambda row: _attend(*row, window, scale, soft_cap)
+  return jax.lax.map(of_row, (queries, keys, values, rows))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _attend(queries, keys, values, row, window, scale, soft_cap):
+  """[L, N, H] of one row. The softmax is built block by block of keys, and again backwards."""
+  return _attend_forward(queries, keys, values, row, window, scale, soft_cap)[0]
+
+
+def _attend_forward(queries, keys, values, row, window, scale, soft_cap):
+  K = keys.shape[1]
+  dtype = jnp.promote_types(queries.dtype, jnp.float32)
+  scores = functools.partial(_scores, dtype=dtype, window=window, scale=scale, soft_cap=soft_cap)
+  of_keys, of_values, tokens = _split(keys, K), _split(values, K), _split_tokens(row)
+
+  def of_queries(block):
+    q, where, visits, count = block
+    n = q.shape[1] // _BLOCK
+
+    def visit(t, carry):
+      peak, total, mixed = carry
+      j = visits[t]
+      score, seen, _ = scores(q, of_keys[j], where, _at(tokens, j))
+      higher = jnp.maximum(peak, jnp.max(score, axis=-1, keepdims=True))
+      weights = jnp.where(seen, jnp.exp(score - higher), 0)
+      shrink = jnp.exp(peak - higher)
+      total = total * shrink + jnp.sum(weights, axis=-1, keepdims=True)
+      return higher, total, mixed * shrink + _product(weights.astype(values.dtype), of_values[j])
+
+    each = (K, n * _BLOCK, 1)
+    start = (jnp.full(each, _MASKED, dtype), jnp.zeros(each, dtype), jnp.zeros(q.shape, dtype))
+    peak, total, mixed = jax.lax.fori_loop(0, count, visit, start)
+    total = jnp.where(total > 0, total, 1)  # padding sees nothing
+    return mixed / total, peak + jnp.log(total)
+
+  blocks = (_split(queries, K), tokens, *_visits(row, window))
+  out, normalizers = jax.lax.map(of_queries, blocks)
+  out = checkpoint_name(_join(out).astype(queries.dtype), RESIDUALS)
+  normalizers = checkpoint_name(normalizers, RESIDUALS)
+  return out, (queries, keys, values, row, window, out, normalizers)
+
+
+def _attend_backward(scale, soft_cap, kept, gradient):
+  queries, keys, values, row, window, out, normalizers = kept
+  K, dtype = keys.shape[1], normalizers.dtype
+  scores = functools.partial(_scores, dtype=dtype, window=window, scale=scale, soft_cap=soft_cap)
+  of_keys, of_values, tokens = _split(keys, K), _split(values, K), _split_tokens(row)
+  along = jnp.sum(gradient.astype(dtype) * out.astype(dtype), axis=-1, keepdims=True)
+
+  def of_queries(carry, block):
+    q, d_out, along, normalizer, where, visits, count = block
+
+    def visit(t, carry):
+      d_keys, d_values, d_q = carry
+      j = visits[t]
+      score, seen, slope = scores(q, of_keys[j], where, _at(tokens, j))
+      weights = jnp.where(seen, jnp.exp(score - normalizer), 0)
+      d_weights = _product(d_out, of_values[j].mT)
+      d_score = (weights * (d_weights - along) * slope * scale).astype(q.dtype)
+      d_values = d_values.at[j].add(_product(weights.astype(d_out.dtype).mT, d_out))
+      d_keys = d_keys.at[j].add(_product(d_score.mT, q))
+      return d_keys, d_values, d_q + _product(d_score, of_keys[j])
+
+    start = (*carry, jnp.zeros(q.shape, dtype))
+    d_keys, d_values, d_q = jax.lax.fori_loop(0, count, visit, start)
+    return (d_keys, d_values), d_q
+
+  split = lambda x: _split(x, K)
+  blocks = (split(queries), split(gradient), split(along), normalizers, tokens)
+  start = (jnp.zeros(of_keys.shape, dtype),) * 2
+  gradients, d_queries = jax.lax.scan(of_queries, start, (*blocks, *_visits(row, window)))
+  join = lambda x, like: _join(x).astype(like.dtype)
+  d_keys, d_values = map(join, gradients, (keys, values))
+  return join(d_queries, queries), d_keys, d_values, None, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _scores(q, k, of_queries, of_keys, *, dtype, window, scale, soft_cap):
+  """Of a block of queries [K, n·B, H] and one of keys [K, B, H]: scores, who sees, ∂/∂(q·kᵀ·scale).
+
+  All [K, n·B, B].
+  """
+  score, slope = _product(q, k.mT) * scale, 1
+  if soft_cap is not None:
+    bent = jnp.tanh(score / soft_cap)
+    score, slope = soft_cap * bent, 1 - bent**2
+  (of_prompt, starts, prompt_ends, i), (key_prompt, _, _, j) = of_queries, of_keys
+  seen = sees(i[:, None], starts[:, None], prompt_ends[:, None], j, window)
+  seen &= (of_prompt[:, None] == key_prompt) & (key_prompt >= 0)
+  seen = jnp.tile(seen, (q.shape[1] // _BLOCK, 1))
+  return jnp.where(seen, score, _MASKED), seen, slope
+
+
+def _product(x: Array, y: Array) -> Array:
+  dtype = jnp.promote_types(x.dtype, jnp.float32)
+  return jnp.matmul(x, y, preferred_element_type=dtype)
+
+
+def _visits(row: Rows, window: Array) -> tuple[Array, Array]:
+  """Blocks of keys that each block of queries visits, first in [blocks, blocks]; their number."""
+  visible = visible_blocks(row, _BLOCK, _BLOCK, window)
+  return jnp.argsort(~visible, axis=1, stable=True), jnp.sum(visible, axis=1)
+
+
+def _split_tokens(row: Rows) -> tuple[Array, ...]:
+  """Of each token its prompt, start, prompt's end and index, each [blocks, B]."""
+  index = jnp.arange(row.prompts.shape[0], dtype=row.prompts.dtype)
+  fields = (row.prompts, row.starts, row.prompt_ends, index)
+  return tuple(x.reshape(-1, _BLOCK) for x in fields)
+
+
+def _at(tree, index):
+  return jax.tree.map(lambda x: x[index], tree)
+
+
+def _split(x: Array, K: int) -> Array:
+  """[L, K·n, H] → [blocks, K, n·B, H]: heads that share a key head are rows of one matrix."""
+  L, heads, H = x.shape
+  x = x.reshape(-1, _BLOCK, K, heads // K, H)
+  return jnp.transpose(x, (0, 2, 3, 1, 4)).reshape(L // _BLOCK, K, -1, H)
+
+
+def _join(x: Array) -> Array:
+  """The inverse of `_split`."""
+  blocks, K, _, H = x.shape
+  x = jnp.transpose(x.reshape(blocks, K, -1, _BLOCK, H), (0, 3, 1, 2, 4))
+  return x.reshape(blocks * _BLOCK, -1, H)
+
+
+_BY_KIND = {"reference": _reference, "splash": _splash, "cudnn": _cudnn}
