@@ -63,9 +63,8 @@ def row_attention(
   chex.assert_rank([queries, keys, values, *rows], [4, 4, 4, 2, 2, 2, 2])
   if window is None or slides is False:
     window, slides = None, True
-  attend = functools.partial(_BY_KIND[kind], scale=scale, window=window, soft_cap=soft_cap)
-  if kind == "cudnn":
-    attend = functools.partial(attend, packed=packed)
+  settings = dict(scale=scale, window=window, soft_cap=soft_cap, packed=packed)
+  attend = functools.partial(_BY_KIND[kind], **settings)
   slides = jnp.asarray(slides)
   if mesh is None or mesh.size == 1:
     return attend(queries, keys, values, rows, slides)
@@ -162,9 +161,10 @@ def _cudnn_obstacle(platform, row_length, head_dim, dtype, soft_cap):
 # --- the flash kernels ----------------------------------------------------------------------------
 
 
-def _splash(queries, keys, values, rows, slides, *, scale, window, soft_cap):
+def _splash(queries, keys, values, rows, slides, *, scale, window, soft_cap, packed):
   from rlvr_jax.ops.splash import splash_attention  # experimental in jax: only where it is used
 
+  del packed
   kernel = functools.partial(splash_attention, soft_cap=soft_cap, residual_name=RESIDUALS)
 
   def of_row(row):
@@ -176,39 +176,53 @@ def _splash(queries, keys, values, rows, slides, *, scale, window, soft_cap):
   return jax.lax.map(of_row, ((queries * scale).astype(queries.dtype), keys, values, rows))
 
 
-def _cudnn(queries, keys, values, rows, slides, *, implementation="cudnn", packed, **settings):
-  """NVIDIA's kernel knows no segments: a dense mask for packed rows, for others their lengths."""
-  scale, window, soft_cap = (settings[name] for name in ("scale", "window", "soft_cap"))
+def _cudnn(
+  queries,
+  keys,
+  values,
+  rows,
+  slides,
+  *,
+  scale,
+  window,
+  soft_cap,
+  packed,
+  implementation="cudnn",
+):
+  """NVIDIA's kernel knows no segments: packed rows need a dense mask, others their lengths."""
   assert soft_cap is None, "choose_attention refuses it"
   attend = functools.partial(
     jax.nn.dot_product_attention, scale=scale, implementation=implementation
   )
+  form = _masked if packed else _causal
+  out = form(attend, (queries, keys, values), rows, window, slides)
+  return jnp.where(rows.prompts[:, :, None, None] < 0, 0, out)
+
+
+def _masked(attend, operands, rows, window, slides):
+  index, column = jnp.arange(rows.prompts.shape[1]), lambda x: x[:, :, None]
+
+  def of_kind(window):
+    seen = sees(index[:, None], column(rows.starts), column(rows.prompt_ends), index, window)
+    seen &= column(rows.prompts) == rows.prompts[:, None]
+    return attend(*operands, mask=seen[:, None])
+
+  return _with_window(of_kind, window, slides)
+
+
+def _causal(attend, operands, rows, window, slides):
+  """For rows of one sequence, which move to where the row begins."""
   real = rows.prompts >= 0
-  if packed:
-    column, index = lambda x: x[:, :, None], jnp.arange(real.shape[1])
+  first, lengths = jnp.argmax(real, axis=1), jnp.sum(real, axis=1, dtype=jnp.int32)
+  roll = jax.vmap(functools.partial(jnp.roll, axis=0))
+  operands = [roll(x, -first) for x in operands]
 
-    def masked(window):
-      seen = sees(index[:, None], column(rows.starts), column(rows.prompt_ends), index, window)
-      seen &= column(rows.prompts) == rows.prompts[:, None]
-      return attend(queries, keys, values, mask=seen[:, None])
+  def of_kind(window):
+    near = None if window is None else (window - 1, 0)
+    lie = dict(query_seq_lengths=lengths, key_value_seq_lengths=lengths, local_window_size=near)
+    return attend(*operands, is_causal=True, **lie)
 
-    out = _with_window(masked, window, slides)
-  else:
-    first, lengths = jnp.argmax(real, axis=1), jnp.sum(real, axis=1, dtype=jnp.int32)
-    roll = jax.vmap(functools.partial(jnp.roll, axis=0))
-    operands = [roll(x, -first) for x in (queries, keys, values)]
-
-    def causal(window):
-      return attend(
-        *operands,
-        is_causal=True,
-        query_seq_lengths=lengths,
-        key_value_seq_lengths=lengths,
-        local_window_size=None if window is None else (window - 1, 0),
-      )
-
-    out = roll(_with_window(causal, window, slides), first)
-  return jnp.where(real[:, :, None, None], out, 0)
+  return roll(_with_window(of_kind, window, slides), first)
 
 
 def _with_window(attend: Callable, window: int | None, slides: Array) -> Array:
@@ -221,8 +235,9 @@ def _with_window(attend: Callable, window: int | None, slides: Array) -> Array:
 # --- the reference --------------------------------------------------------------------------------
 
 
-def _reference(queries, keys, values, rows, slides, *, scale, window, soft_cap):
+def _reference(queries, keys, values, rows, slides, *, scale, window, soft_cap, packed):
   """Row by row, as each has its own blocks to work through."""
+  del packed
   window = jnp.where(slides, NO_WINDOW if window is None else window, NO_WINDOW)
   of_row = lambda row: _attend(*row, window, scale, soft_cap)
   return jax.lax.map(of_row, (queries, keys, values, rows))
@@ -356,4 +371,4 @@ def _join(x: Array) -> Array:
   return x.reshape(blocks * _BLOCK, -1, H)
 
 
-_BY_KIND = {"reference": _reference, "splash": _splash, "cudnn": _cudnn}
+_BY_KIND: dict[str, Callable] = {"reference": _reference, "splash": _splash, "cudnn": _cudnn}

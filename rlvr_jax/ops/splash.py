@@ -207,7 +207,7 @@ def splash_cost(
     moved += 2 * of_queries  # the output and its gradient, for their product along H
     total += 0, 10 * N * H * q * kv * runs.sum(), 0, moved
   operands = R * (4 * of_queries + 4 * of_keys)
-  return SplashCost(*total.tolist(), operands)
+  return SplashCost._make([*total.tolist(), float(operands)])
 
 
 _PLANS = _forward_plan, _backward_plan

@@ -13,7 +13,7 @@ import pytest
 from oracles.rows import lay_rows
 
 from rlvr_jax.ops import splash
-from rlvr_jax.ops.row_attention import row_attention
+from rlvr_jax.ops.row_attention import RESIDUALS, row_attention
 from rlvr_jax.types import Rows
 
 L, N, K, H = 768, 4, 2, 8
@@ -76,6 +76,29 @@ def test_equals_the_reference_on_a_mesh(interpreted):
     (1, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
   )
   _equals_the_reference(ROWS, window=None, soft_cap=None, mesh=mesh)
+
+
+@pytest.mark.parametrize("window", [None, 150])
+@pytest.mark.parametrize("kind, calls", [("splash", "pallas_call["), ("reference", "while[")])
+def test_remat_can_keep_what_the_backward_pass_needs(window, kind, calls):
+  """With the residuals' name in its policy no second forward pass is made."""
+  array = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
+  rows = Rows(*[array(1, L, dtype=jnp.int32)] * 4)
+  operands = array(1, L, N, H), array(1, L, K, H), array(1, L, K, H)
+
+  def passes(policy):
+    def loss(operands, rows, slides):
+      attend = lambda *x: row_attention(
+        *x, rows, scale=0.4, window=window, slides=slides, kind=kind
+      )
+      return jnp.sum(jnp.sin(jax.checkpoint(attend, policy=policy)(*operands)))
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(operands, rows, array(dtype=jnp.bool_))
+    return str(jaxpr).count(calls)
+
+  kernels = 2 if window and kind == "splash" else 1  # of layers that slide and of others
+  assert passes(None) == 3 * kernels
+  assert passes(jax.checkpoint_policies.save_only_these_names(RESIDUALS)) == 2 * kernels
 
 
 def test_a_block_that_does_not_run_fetches_nothing_of_its_own():
@@ -173,4 +196,4 @@ def test_compiles_for_a_tpu(topology, window):
   _, kernels, _, temporary = result.stdout.split()
   assert int(kernels) == (4 if window else 2)
   # The largest array is that of the queries' partial gradients, one for each block of keys.
-  assert int(temporary) < 1.3 * (9216 // 1024) * 9216 * 28 * 128 * 2
+  assert int(temporary) < 1.6 * (9216 // 1024) * 9216 * 28 * 128 * 2
