@@ -23,7 +23,7 @@ from rlvr_jax.models.rotary import (
   rotate,
 )
 from rlvr_jax.ops.attention import Keys, attention
-from rlvr_jax.ops.row_attention import KINDS
+from rlvr_jax.ops.row_attention import KINDS, RESIDUALS
 from rlvr_jax.types import Array, Head, Params, Prompts
 
 _ACTIVATIONS = {
@@ -31,8 +31,14 @@ _ACTIVATIONS = {
   "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
   "gelu": lambda x: jax.nn.gelu(x, approximate=False),
 }
-_REMAT = ("none", "dots", "full")
 _PRODUCT = "product"  # of activations and a kernel; of a `LowRank`, the sum and not its terms
+# Names kept for the backward pass beside a layer's input. Attention's output is as small as that,
+# and computing it again is not; `none` keeps everything.
+_REMAT: dict[str, tuple[str, ...]] = {
+  "none": (),
+  "dots": (_PRODUCT, RESIDUALS),
+  "full": (RESIDUALS,),
+}
 _NO_WINDOW = 2**30
 
 
@@ -65,7 +71,7 @@ class TransformerConfig:
   post_norm: bool = False  # a norm after attention and after the MLP as well (Gemma)
   compute_dtype: str = "float32"
   param_dtype: str = "float32"
-  remat: str = "none"  # kept for the backward pass: none: all; dots: matrix products; full: inputs
+  remat: str = "none"  # computed again backwards: none; dots: all but products; full: a layer
   unroll_layers: int = 1  # layers per iteration of the layer scan; num_layers unrolls it whole
   attention: str = "auto"  # of training: auto, reference, splash (TPU) or cudnn (GPU)
 
@@ -399,10 +405,9 @@ class Transformer(nnx.Module):
       block, window, slides = layer
       return self.constrain(block(x, tables(slides), attend(window))[0]), None
 
-    if c.remat == "full":
-      body = jax.checkpoint(body)
-    elif c.remat == "dots":
-      body = jax.checkpoint(body, policy=jax.checkpoint_policies.save_only_these_names(_PRODUCT))
+    if c.remat != "none":
+      kept = jax.checkpoint_policies.save_only_these_names(*_REMAT[c.remat])
+      body = jax.checkpoint(body, policy=kept)
     layers = (self.blocks, jnp.asarray(windows), jnp.asarray(sliding))
     return jax.lax.scan(body, x, layers, unroll=min(c.unroll_layers, c.num_layers))[0]
 
