@@ -58,7 +58,7 @@ def row_attention(
     packed: False where every row holds one prompt and one rollout; cudnn then needs no mask.
     mesh: None, or axes (data, fsdp, tensor); tensor divides K, and data · fsdp divides R.
   Returns:
-    [R, L, N, H] in the queries' dtype; 0 for padding.
+    [R, L, N, H] in the queries' dtype; for padding finite values that depend on padding alone.
   """
   chex.assert_rank([queries, keys, values, *rows], [4, 4, 4, 2, 2, 2, 2])
   if window is None or slides is False:
@@ -168,12 +168,11 @@ def _splash(queries, keys, values, rows, slides, *, scale, window, soft_cap, pac
   kernel = functools.partial(splash_attention, soft_cap=soft_cap, residual_name=RESIDUALS)
 
   def of_row(row):
-    *heads, row = row
-    operands = (*(jnp.swapaxes(x, 0, 1) for x in heads), row)
-    out = _with_window(functools.partial(kernel, *operands), window, slides)
-    return jnp.where(row.prompts[:, None, None] < 0, 0, jnp.swapaxes(out, 0, 1))
+    q, k, v = (jnp.swapaxes(x, 0, 1) for x in row[:3])
+    of_kind = functools.partial(kernel, (q * scale).astype(q.dtype), k, v, row[3])
+    return jnp.swapaxes(_with_window(of_kind, window, slides), 0, 1)
 
-  return jax.lax.map(of_row, ((queries * scale).astype(queries.dtype), keys, values, rows))
+  return jax.lax.map(of_row, (queries, keys, values, rows))
 
 
 def _cudnn(

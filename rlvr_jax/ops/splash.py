@@ -67,7 +67,7 @@ def splash_attention(
     residual_name: `checkpoint_name` of the output and of the softmax's normalisers.
     interpret: computes as the kernel does without a TPU; slow, for tests.
   Returns:
-    [N, L, H]; finite garbage for padding.
+    [N, L, H]; of padding a mean of padding.
   """
   forward, backward = _forward_plan(row, window), _backward_plan(row, window)
   q_sequence = _q_sequence(row)
