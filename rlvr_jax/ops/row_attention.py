@@ -16,7 +16,7 @@ from absl import logging
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
-from rlvr_jax.ops.row_blocks import NO_WINDOW, TILE, sees, visible_blocks
+from rlvr_jax.ops.row_blocks import LONGEST_ROW, NO_WINDOW, TILE, sees, visible_blocks
 from rlvr_jax.types import Array, Rows
 
 KINDS = ("auto", "reference", "splash", "cudnn")
@@ -139,8 +139,8 @@ def _splash_obstacle(platform, row_length, head_dim, dtype):
     return f"compute_dtype bfloat16 or float32 (compute_dtype={dtype!r})"
   if head_dim not in _SPLASH_HEADS:
     return f"head_dim in {_SPLASH_HEADS} (head_dim={head_dim})"
-  if row_length % TILE or row_length > 2**15:
-    return f"rows of a multiple of {TILE} tokens, at most {2**15} (row length {row_length})"
+  if row_length % TILE or row_length > LONGEST_ROW:
+    return f"rows of a multiple of {TILE} tokens, at most {LONGEST_ROW} (row length {row_length})"
   return None
 
 

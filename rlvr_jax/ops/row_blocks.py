@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from rlvr_jax.types import Array, Rows
 
 TILE = 128  # prompts end and rollouts start at its multiples, so a tile holds one sequence
+LONGEST_ROW = 2**15  # tokens, for the kernel that packs indices into bits
 NO_WINDOW = 2**30
 
 

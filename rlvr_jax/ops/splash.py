@@ -24,8 +24,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info
 from rlvr_jax.ops.row_blocks import TILE, sees, visible_blocks
 from rlvr_jax.types import Array, Rows
 
-LONGEST_ROW = 2**15
-_INDEX_BITS, _TILE_BITS = 15, 8
+_INDEX_BITS, _TILE_BITS = 15, 8  # of rows of at most `LONGEST_ROW` tokens
 
 # Tokens of queries and of keys per block, at most. Small blocks skip more where rollouts are short;
 # large ones fetch less often, and of keys, in the backward pass, they write fewer partial gradients

@@ -14,6 +14,7 @@ from oracles.rows import lay_rows
 
 from rlvr_jax.ops import splash
 from rlvr_jax.ops.row_attention import RESIDUALS, row_attention
+from rlvr_jax.ops.row_blocks import LONGEST_ROW
 from rlvr_jax.types import Rows
 
 L, N, K, H = 768, 4, 2, 8
@@ -115,7 +116,7 @@ def test_a_block_that_does_not_run_fetches_nothing_of_its_own():
 
 
 def test_every_index_survives_the_31_bits():
-  length = splash.LONGEST_ROW
+  length = LONGEST_ROW
   index = jnp.arange(length)
   row = Rows(index * 0, index, index * 0 + length - 128, index * 0 + length - 256)
   sequence = splash._q_sequence(row)
@@ -148,7 +149,8 @@ _COMPILE = """
   from jax.experimental import topologies
   from jax.sharding import SingleDeviceSharding
   from rlvr_jax.ops.row_attention import row_attention
-  from rlvr_jax.types import Rows
+  from rlvr_jax.ops.row_blocks import LONGEST_ROW
+from rlvr_jax.types import Rows
 
   topology, window = sys.argv[1], int(sys.argv[2]) or None
   L, N, K, H = 9216, 28, 4, 128
