@@ -96,7 +96,7 @@ def splash_attention(
 
 def _q_sequence(row: Rows) -> Array:
   """i32[L]; a padding query sees the padding of its tile: no row of the softmax may be empty."""
-  index = jnp.arange(row.prompts.shape[0])
+  index = jnp.arange(row.prompts.shape[0], dtype=jnp.int32)
   padding = row.prompts < 0
   starts = jnp.where(padding, index, row.starts) // TILE
   prompt_ends = jnp.where(padding, 0, row.prompt_ends) // TILE
@@ -124,7 +124,7 @@ class _Plan(NamedTuple):
 def _forward_plan(row: Rows, window: int | None) -> _Plan:
   """Steps go by blocks of keys; one that does not run fetches for the next that does."""
   q, kv, runs = _runs(row, window, *_FORWARD)
-  step = jnp.arange(runs.size)
+  step = jnp.arange(runs.size, dtype=jnp.int32)
   following = jax.lax.cummin(jnp.where(runs.ravel(), step, runs.size - 1), reverse=True)
   return _Plan(q, kv, runs, (following % runs.shape[1]).reshape(runs.shape))
 
@@ -132,7 +132,7 @@ def _forward_plan(row: Rows, window: int | None) -> _Plan:
 def _backward_plan(row: Rows, window: int | None) -> _Plan:
   """Steps go by blocks of queries; those after the last that runs keep what it fetched."""
   q, kv, runs = _runs(row, window, *_BACKWARD)
-  index = jnp.arange(runs.shape[0])[:, None]
+  index = jnp.arange(runs.shape[0], dtype=jnp.int32)[:, None]
   following = jax.lax.cummin(jnp.where(runs, index, runs.shape[0]), axis=0, reverse=True)
   return _Plan(q, kv, runs, jnp.minimum(following, jnp.max(jnp.where(runs, index, 0), axis=0)))
 
