@@ -149,8 +149,7 @@ _COMPILE = """
   from jax.experimental import topologies
   from jax.sharding import SingleDeviceSharding
   from rlvr_jax.ops.row_attention import row_attention
-  from rlvr_jax.ops.row_blocks import LONGEST_ROW
-from rlvr_jax.types import Rows
+  from rlvr_jax.types import Rows
 
   topology, window = sys.argv[1], int(sys.argv[2]) or None
   L, N, K, H = 9216, 28, 4, 128
