@@ -7,6 +7,7 @@ Axis legend, used in comments and as suffixes throughout the package:
   T  response length after right-padding    V  vocabulary
   D  model width                            N  attention heads
   K  key/value heads                        H  width of a head
+  R  rows of packed sequences               L  places in a row
 """
 
 from __future__ import annotations
@@ -70,14 +71,14 @@ class TrainBatch:
 class Rows(NamedTuple):
   """How sequences lie in rows of L places; every field i32[..., R, L].
 
-  A query sees the keys before it, and itself, of its own rollout and of its own prompt. In between
-  lie other rollouts, and other prompts with theirs.
+  A row holds one block for each of its prompts: the prompt, then its rollouts. A token sees its own
+  sequence up to itself: a rollout's token sees its prompt and its own rollout.
   """
 
-  prompts: Array  # which prompt a token belongs to, −1 on padding
-  positions: Array  # of the token in its own sequence, where a rollout goes on from its prompt
-  starts: Array  # index in the row where its rollout begins; of a prompt's token, `prompt_ends`
-  prompt_ends: Array  # index in the row after the last token of its prompt
+  prompts: Array  # prompt that a token belongs to; −1 on padding
+  positions: Array  # in the token's sequence, where a rollout's follow its prompt's; 0 on padding
+  starts: Array  # index in the row where the token's rollout starts; of a prompt's token, its end
+  prompt_ends: Array  # index in the row after the last token of the token's prompt
 
 
 class Packed(NamedTuple):
@@ -86,10 +87,8 @@ class Packed(NamedTuple):
   tokens: Array  # i32[M, R, L], inputs
   targets: Array  # i32[M, R, L], the response token that a place predicts; 0 where none
   rows: Rows  # [M, R, L]
-  places: (
-    Array  # i32[P, G, T], of M·R·L, where a response token is predicted; −1 where there is none
-  )
-  num_micro_batches: Array  # i32[], those behind are empty
+  places: Array  # i32[P, G, T], of M·R·L, where a response token is predicted; −1: nowhere
+  num_micro_batches: Array  # i32[], ≤ M; those behind are empty
 
 
 class Forward(NamedTuple):

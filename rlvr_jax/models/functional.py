@@ -50,7 +50,7 @@ class Model(NamedTuple):
 
 def transformer(config: TransformerConfig, layout: Layout = _ONE_DEVICE) -> Model:
   """The transformer of `config` as pure functions; see `Transformer` for shapes."""
-  build = lambda key: Transformer(config, nnx.Rngs(key), layout.constrain)
+  build = lambda key: Transformer(config, nnx.Rngs(key), layout.constrain, layout.mesh)
   # Splitting off `Param` alone raises if the module holds any other state.
   graph, _ = nnx.split(jax.eval_shape(build, jax.random.key(0)), nnx.Param)
   bind = lambda params: nnx.merge(graph, params)

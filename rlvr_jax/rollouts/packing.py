@@ -25,7 +25,7 @@ class RowLayout(NamedTuple):
   alignment: int  # a prompt ends, and a rollout begins, at a multiple of this
   devices: int  # that the rows of a micro-batch are split over
   rows_per_device: int  # of a micro-batch
-  max_micro_batches: int = 1  # that arrays have room for
+  max_micro_batches: int  # that arrays have room for
 
 
 class Row(NamedTuple):
@@ -41,24 +41,28 @@ def row_layout(
   group_size: int,
   max_prompt_length: int,
   max_response_length: int,
-  tokens_per_row: int,
-  tokens_per_micro_batch: int,
-  devices: int,
+  length: int,
   alignment: int,
+  devices: int,
+  tokens_per_micro_batch: int,
 ) -> RowLayout:
   """The layout in which every batch of these sizes has room.
 
   Args:
-    tokens_per_row: places of a row at least; it has as many as the longest rollout needs with its
-      prompt, rounded up to a multiple of 128.
-    tokens_per_micro_batch: places on each device, rounded down to whole rows, but one row at least.
-    devices: that rows are split over.
+    length: places of a row, at least `least_row`.
     alignment: see `RowLayout`.
+    devices: that rows are split over.
+    tokens_per_micro_batch: places on each device, rounded down to whole rows, but one row at least.
   """
-  of_one = _up(max_prompt_length - 1, alignment) + _up(max_response_length, alignment)
-  length = _up(max(of_one, tokens_per_row), 128)
-  rows_per_device = max(1, tokens_per_micro_batch // length)
-  most = max_rows(prompts, group_size, places_of_one=of_one, length=length)
+  prompt, rollout = _up(max_prompt_length - 1, alignment), _up(max_response_length, alignment)
+  # Only rows that hold this many rollouts of a group are too full for another one of it, and no
+  # two rows have room for each other's contents.
+  beside = -(-group_size // ((length - prompt) // rollout))
+  total = prompts * group_size * (prompt + rollout)
+  most = prompts * min(beside, group_size)
+  most = min(most, 2 * -(-total // length) + 1)
+  fitting = max(1, tokens_per_micro_batch // length)
+  rows_per_device = min(fitting, -(-most // devices))
   return RowLayout(
     length=length,
     alignment=alignment,
@@ -66,6 +70,11 @@ def row_layout(
     rows_per_device=rows_per_device,
     max_micro_batches=-(-most // (devices * rows_per_device)),
   )
+
+
+def least_row(max_prompt_length: int, max_response_length: int, *, alignment: int) -> int:
+  """Places that the longest prompt and one rollout of it take."""
+  return _up(max_prompt_length - 1, alignment) + _up(max_response_length, alignment)
 
 
 def assign(
@@ -210,15 +219,6 @@ def pack(
     places=places,
     num_micro_batches=np.int32(len(dealt)),
   )
-
-
-def max_rows(prompts: int, group_size: int, *, places_of_one: int, length: int) -> int:
-  """Rows that no batch exceeds, when a prompt and a rollout of it take at most `places_of_one`.
-
-  The greedy layout leaves no two rows that one row could hold, so all but one are half full.
-  """
-  total = prompts * group_size * places_of_one
-  return min(prompts * group_size, 2 * -(-total // length) + 1)
 
 
 def _up(size, multiple):

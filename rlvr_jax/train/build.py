@@ -35,6 +35,7 @@ from rlvr_jax.train.programs import (
   Programs,
   Sampler,
   abstract_state,
+  choose_row_attention,
   jit_generate,
   make_gram,
   make_programs,
@@ -71,7 +72,7 @@ class Parts:
 
   @functools.cached_property
   def row_layout(self) -> RowLayout:
-    return make_row_layout(self.config, self.mesh)
+    return make_row_layout(self.config, self.model.config.attention, self.mesh)
 
   def to_generation(self, tree: Any) -> Any:
     """As `to_devices`, on the devices that generate rollouts."""
@@ -209,7 +210,8 @@ def make_model(config: ml_collections.ConfigDict, mesh: Mesh, vocab_size: int) -
       f"config.model: vocab_size = {settings.vocab_size} is smaller than the tokenizer's"
       f" {vocab_size}; set config.model.overrides.vocab_size = {vocab_size}"
     )
-  model = transformer(settings, sharding.layout(mesh))
+  attention = choose_row_attention(config, settings, mesh)
+  model = transformer(dataclasses.replace(settings, attention=attention), sharding.layout(mesh))
   return lora.adapted(model, make_lora(config))
 
 

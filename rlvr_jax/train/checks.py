@@ -18,7 +18,7 @@ from rlvr_jax.rollouts import schedules
 from rlvr_jax.train import learning_rate, optimizer, sharding
 from rlvr_jax.train.behavior_sources import Source
 from rlvr_jax.train.objective import Method
-from rlvr_jax.train.programs import abstract_batch, make_measure
+from rlvr_jax.train.programs import abstract_batch, make_measure, make_row_layout
 from rlvr_jax.train.step import train_step
 from rlvr_jax.types import Params, Sampling, TrainState
 
@@ -161,7 +161,8 @@ def check_update(
   frozen: Params,
 ) -> None:
   """Traces one update on shapes, so that errors in components are raised before compilation."""
-  batch = abstract_batch(config, mesh, needs_proximal=method.loss.needs_proximal)
+  layout = make_row_layout(config, method.model.config.attention, mesh)
+  batch = abstract_batch(config, layout, mesh, needs_proximal=method.loss.needs_proximal)
   jax.eval_shape(functools.partial(train_step, method=method), state, frozen, batch)
   if config.diagnostics.every:
     jax.eval_shape(make_measure(config, method), state, frozen, state.params, batch)

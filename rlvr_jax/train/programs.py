@@ -17,8 +17,10 @@ from rlvr_jax.data import Tokenizer
 from rlvr_jax.models import lora
 from rlvr_jax.models.functional import Model
 from rlvr_jax.models.linear import merged
+from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_between
-from rlvr_jax.rollouts.packing import RowLayout, row_layout
+from rlvr_jax.ops.row_attention import choose_attention, row_alignment, row_length
+from rlvr_jax.rollouts.packing import RowLayout, least_row, row_layout
 from rlvr_jax.rollouts.sampler import generate
 from rlvr_jax.train import sharding
 from rlvr_jax.train.accumulate import policy_logprobs
@@ -160,29 +162,53 @@ def make_measure(config: ml_collections.ConfigDict, method: Method) -> Callable:
   )
 
 
-def make_row_layout(config: ml_collections.ConfigDict, mesh: Mesh) -> RowLayout:
-  """How the rollouts of a training batch lie in rows."""
-  batch = config.batch
+def choose_row_attention(
+  config: ml_collections.ConfigDict, settings: TransformerConfig, mesh: Mesh
+) -> str:
+  """The implementation of attention within rows, for the devices of a mesh."""
+  sizes = config.max_prompt_length, config.max_response_length
+  least = max(least_row(*sizes, alignment=row_alignment("splash")), config.batch.tokens_per_row)
+  has_devices = isinstance(mesh, Mesh)  # else it is for estimates
+  return choose_attention(
+    settings.attention,
+    platform=mesh.devices.flat[0].platform if has_devices else jax.default_backend(),
+    row_length=row_length("splash", least),
+    head_dim=settings.head_dim,
+    dtype=settings.compute_dtype,
+  )
+
+
+def make_row_layout(config: ml_collections.ConfigDict, kind: str, mesh: Mesh) -> RowLayout:
+  """How the rollouts of a training batch lie in rows, for an implementation of attention.
+
+  By default a row has room for eight times as many response tokens as prompt tokens: a prompt is
+  computed once in each row that has rollouts of it.
+  """
+  batch, alignment = config.batch, row_alignment(kind)
+  S, T = config.max_prompt_length, config.max_response_length
+  of = functools.partial(least_row, alignment=alignment)
+  longest, prompt = of(S, T), of(S, 0)
+  beside = min(batch.group_size, max(1, -(-8 * prompt // (longest - prompt))))
+  several = min(prompt + beside * (longest - prompt), batch.tokens_per_micro_batch)
   return row_layout(
     prompts=batch.prompts,
     group_size=batch.group_size,
-    max_prompt_length=config.max_prompt_length,
-    max_response_length=config.max_response_length,
-    tokens_per_row=batch.tokens_per_row,
-    tokens_per_micro_batch=batch.tokens_per_micro_batch,
+    max_prompt_length=S,
+    max_response_length=T,
+    length=row_length(kind, max(longest, batch.tokens_per_row or several)),
+    alignment=alignment,
     devices=mesh.shape["data"] * mesh.shape["fsdp"],
-    alignment=1,
+    tokens_per_micro_batch=batch.tokens_per_micro_batch,
   )
 
 
 def abstract_batch(
-  config: ml_collections.ConfigDict, mesh: Mesh, *, needs_proximal: bool = False
+  config: ml_collections.ConfigDict, layout: RowLayout, mesh: Mesh, *, needs_proximal: bool = False
 ) -> TrainBatch:
   """Shapes, dtypes and shardings of a training batch."""
   P, G = config.batch.prompts, config.batch.group_size
   S, T = config.max_prompt_length, config.max_response_length
   of = jax.ShapeDtypeStruct
-  layout = make_row_layout(config, mesh)
   rows = of(
     (layout.max_micro_batches, layout.devices * layout.rows_per_device, layout.length), jnp.int32
   )

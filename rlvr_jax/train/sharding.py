@@ -154,7 +154,8 @@ def check_batch(name: str, prompts: int, mesh: Mesh) -> None:
     raise ValueError(
       f"{name} = {prompts} prompts do not split evenly over {devices} batch devices"
       f" (config.mesh.data = {mesh.shape['data']} · config.mesh.fsdp = {mesh.shape['fsdp']}); set"
-      f" {name} to a multiple of {devices}, for example {max(1, round(prompts / devices)) * devices}"
+      f" {name} to a multiple of {devices}, for example"
+      f" {max(1, round(prompts / devices)) * devices}"
     )
 
 
