@@ -92,11 +92,15 @@ class Packed(NamedTuple):
 
 
 class Forward(NamedTuple):
-  """Results of an update's forward pass that a Gram matrix of the head's gradients needs."""
+  """Results of an update's forward pass that a Gram matrix of the head's gradients needs.
 
-  hidden: Array  # [P, G, T, D], final hidden states, in the model's compute dtype
-  log_normalizers: Array  # f32[P, G, T], log Σ_v exp(z_v/τ)
-  projected: Array | None  # f32[P, G, T, R], Σ_v d_v·R_v, see `geometry.GramFn.projection`
+  They stay in their rows, see `Packed`; of a batch that is not packed, rollouts are rows: M = 1,
+  R = P·G and L = T.
+  """
+
+  hidden: Array  # [M, R, L, D], final hidden states, in the model's compute dtype
+  log_normalizers: Array  # f32[M, R, L], log Σ_v exp(z_v/τ)
+  projected: Array | None  # f32[M, R, L, C], Σ_v d_v·R_v, see `geometry.GramFn.projection`
 
 
 @jax.tree_util.register_dataclass

@@ -53,6 +53,8 @@ def row_layout(
     alignment: see `RowLayout`.
     devices: that rows are split over.
     tokens_per_micro_batch: places on each device, rounded down to whole rows, but one row at least.
+  Raises:
+    ValueError: no batch of these sizes has a row for every device.
   """
   prompt, rollout = _up(max_prompt_length - 1, alignment), _up(max_response_length, alignment)
   # Only rows that hold this many rollouts of a group are too full for another one of it, and no
@@ -61,6 +63,12 @@ def row_layout(
   total = prompts * group_size * (prompt + rollout)
   most = prompts * min(beside, group_size)
   most = min(most, 2 * -(-total // length) + 1)
+  if most < devices:
+    raise ValueError(
+      f"config.batch: {prompts} prompts with {group_size} rollouts each fill at most {most} rows of"
+      f" {length} tokens, fewer than the {devices} devices (config.mesh.data · config.mesh.fsdp);"
+      " raise batch.prompts or batch.group_size, or lower batch.tokens_per_row"
+    )
   fitting = max(1, tokens_per_micro_batch // length)
   rows_per_device = min(fitting, -(-most // devices))
   return RowLayout(

@@ -96,13 +96,21 @@ def batch_forward(
   trained: Params, frozen: Params, batch: TrainBatch, *, method: Method
 ) -> tuple[tuple[Array, Array], Forward | None]:
   """`policy_forward` of a whole batch, micro-batch by micro-batch."""
-  forward = functools.partial(policy_forward, trained, frozen, batch, method=method)
+  part = functools.partial(policy_forward, trained, frozen, batch, method=method)
   packed = several_micro_batches(batch)
   if packed is None:
-    return forward()
-  # A token's values are 0 in every micro-batch but its own.
-  add = lambda index, found: jax.tree.map(jnp.add, found, forward(index))
-  nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(forward))
+    return part()
+
+  def add(index, whole):
+    (tokens, forward), (more, of_rows) = whole, part(index)
+    put = lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, index, 0)
+    # A token's values are 0 in every micro-batch but its own.
+    return jax.tree.map(jnp.add, tokens, more), jax.tree.map(put, forward, of_rows)
+
+  tokens, forward = jax.eval_shape(part)
+  zeros = lambda x: jnp.zeros(x.shape, x.dtype)
+  all_rows = lambda x: jnp.zeros((packed.tokens.shape[0], *x.shape[1:]), x.dtype)
+  nothing = jax.tree.map(zeros, tokens), jax.tree.map(all_rows, forward)
   return jax.lax.fori_loop(0, packed.num_micro_batches, add, nothing)
 
 

@@ -95,21 +95,20 @@ def policy_forward(
   *,
   method: Method,
 ) -> tuple[tuple[Array, Array], Forward | None]:
-  """One forward pass over one micro-batch; all that it returns is 0 for the others' tokens.
+  """One forward pass over one micro-batch.
 
   Args:
     micro_batch: its number; a batch that is not packed is one micro-batch.
   Returns:
-    (log π and entropy (nats) of every response token, each f32[P, G, T]); what the Gram matrix
-    needs, or None.
+    (log π, entropy (nats)) of every response token, each f32[P, G, T], 0 for those of other
+    micro-batches; what the Gram matrix needs of this one (M = 1), or None.
   """
   params = method.model.combine(trained, frozen)
   if batch.packed is None:
-    hidden, targets = (
-      method.model.response_hidden(params, batch.prompts, batch.tokens),
-      batch.tokens,
-    )
-    by_rollout = lambda x: x
+    P, G, T = batch.tokens.shape
+    hidden = method.model.response_hidden(params, batch.prompts, batch.tokens)
+    hidden, targets = hidden.reshape(P * G, T, -1), batch.tokens.reshape(P * G, T)
+    by_rollout = lambda x: x.reshape(P, G, T)
   else:
     tokens, targets, rows, by_rollout = rows_of(batch.packed, micro_batch)
     hidden = method.model.row_hidden(params, tokens, rows)
@@ -121,8 +120,8 @@ def policy_forward(
   )
   forward = None
   if method.gram is not None and method.gram.needs_forward:
-    projected = None if found.projected is None else by_rollout(found.projected)
-    forward = Forward(by_rollout(hidden), by_rollout(found.log_normalizers), projected)
+    of_rows = (hidden, found.log_normalizers, found.projected)
+    forward = Forward(*jax.tree.map(lambda x: x[None], of_rows))
   return (by_rollout(found.logprobs), by_rollout(found.entropy)), forward
 
 
@@ -137,8 +136,8 @@ def rows_of(
 ) -> tuple[Array, Array, Rows, Callable[[Array], Array]]:
   """Tokens, targets i32[R, L] and rows of one micro-batch.
 
-  Returns, last: what takes values [R, L, ...] to the response tokens that they belong to,
-  [P, G, T, ...], 0 where the token lies in another micro-batch.
+  Returns, last: what takes values [R, L] to the response tokens that they belong to, [P, G, T], 0
+  where the token lies in another micro-batch.
   """
   tokens, targets, rows = jax.tree.map(
     lambda x: jax.lax.dynamic_index_in_dim(x, micro_batch, keepdims=False),
@@ -149,8 +148,7 @@ def rows_of(
   places = jnp.where(own, packed.places - micro_batch * size, size)
 
   def by_rollout(values):
-    flat = values.reshape(size, *values.shape[2:])
-    return flat.at[places].get(mode="fill", fill_value=0)
+    return values.reshape(size).at[places].get(mode="fill", fill_value=0)
 
   return tokens, targets, rows, by_rollout
 
@@ -167,21 +165,32 @@ def reweight(
 ) -> tuple[Array, Metrics]:
   """(coefficients f32[P, G], metrics), by blocks of the reweighting's scope."""
   P, G = coefficients.shape
-  by_group = method.reweighting.scope == "group"
-  blocks = coefficients if by_group else coefficients.reshape(1, P * G)
+  size = _block_size(method.reweighting.scope, P, G)
+  blocks = coefficients.reshape(-1, size)
   gram, metrics = None, {}
   if method.reweighting.needs_gram:
     forward = jax.lax.stop_gradient(forward)
     with jax.named_scope("gram"):
       gram = method.gram.gram(trained, frozen, batch, forward, method.gram_context)
     metrics = _gram_metrics(trained, frozen, batch, forward, method)
-    if by_group:
-      gram = jnp.moveaxis(jnp.diagonal(gram.reshape(P, G, P, G), axis1=0, axis2=2), -1, 0)
-    else:
-      gram = gram[None]
+    blocked = gram.reshape(len(blocks), size, len(blocks), size)
+    gram = jnp.moveaxis(jnp.diagonal(blocked, axis1=0, axis2=2), -1, 0)
   reweighted, reweighting_metrics = method.reweighting.apply(blocks, gram, key)
   reweighted = jax.lax.stop_gradient(reweighted.reshape(P, G))
   return reweighted, {**metrics, **reweighting_metrics}
+
+
+def _block_size(scope: str | int, P: int, G: int) -> int:
+  """Rollouts that share a Gram matrix."""
+  if not isinstance(scope, int):
+    return {"batch": P * G, "group": G}[scope]
+  if P * G % scope:
+    allowed = [size for size in range(2, P * G + 1) if P * G % size == 0]
+    raise ValueError(
+      f"config.reweighting: scope = {scope} rollouts does not divide the {P * G} of a batch"
+      f" (config.batch.prompts = {P} · config.batch.group_size = {G}); choose one of {allowed}"
+    )
+  return scope
 
 
 def _gram_metrics(
@@ -192,7 +201,7 @@ def _gram_metrics(
   metrics: Metrics = {"gram/forward_only_passes": Mean(total=own_forward, weight=jnp.float32(1))}
   if forward is not None:
     kernel = method.model.head(method.model.combine(trained, frozen)).kernel
-    metrics |= method.gram.cost(forward.hidden, kernel, method.gram_context)
+    metrics |= method.gram.cost(batch, forward.hidden, kernel, method.gram_context)
   return metrics
 
 

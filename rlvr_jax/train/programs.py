@@ -188,7 +188,9 @@ def make_row_layout(config: ml_collections.ConfigDict, kind: str, mesh: Mesh) ->
   S, T = config.max_prompt_length, config.max_response_length
   of = functools.partial(least_row, alignment=alignment)
   longest, prompt = of(S, T), of(S, 0)
-  beside = min(batch.group_size, max(1, -(-8 * prompt // (longest - prompt))))
+  devices = mesh.shape["data"] * mesh.shape["fsdp"]
+  beside = min(-(-8 * prompt // (longest - prompt)), batch.group_size)
+  beside = max(1, min(beside, batch.prompts * batch.group_size // devices))  # a row for each
   several = min(prompt + beside * (longest - prompt), batch.tokens_per_micro_batch)
   return row_layout(
     prompts=batch.prompts,
@@ -197,7 +199,7 @@ def make_row_layout(config: ml_collections.ConfigDict, kind: str, mesh: Mesh) ->
     max_response_length=T,
     length=row_length(kind, max(longest, batch.tokens_per_row or several)),
     alignment=alignment,
-    devices=mesh.shape["data"] * mesh.shape["fsdp"],
+    devices=devices,
     tokens_per_micro_batch=batch.tokens_per_micro_batch,
   )
 
