@@ -58,7 +58,7 @@ _WARMUP_STEPS = 2
 
 _WORKLOAD = flags.DEFINE_enum("workload", "w1", sorted(_WORKLOADS), "Which shapes.")
 _STEPS = flags.DEFINE_integer("steps", 8, "Measured steps.", lower_bound=1)
-_TOKENS = flags.DEFINE_integer("tokens", 2304, "Of a micro-batch; more take more memory.")
+_TOKENS = flags.DEFINE_integer("tokens_per_micro_batch", 2304, "More take more memory.")
 
 
 class EndlessTokenizer(ByteTokenizer):

@@ -99,6 +99,7 @@ def outer_sums(
     return jax.lax.dynamic_update_index_in_dim(sums, total, slot, 0)
 
   base = index * size
-  several = spans.bounds.shape[0] > 2
-  span = (spans.bounds[index], spans.bounds[index + 1]) if several else (0, spans.firsts.shape[0])
-  return jax.lax.fori_loop(*span, of_rollout, sums)
+  low, high = 0, spans.firsts.shape[0]
+  if spans.bounds.shape[0] > 2:  # several micro-batches
+    low, high = spans.bounds[index], spans.bounds[index + 1]
+  return jax.lax.fori_loop(low, high, of_rollout, sums)

@@ -91,7 +91,7 @@ def sketch_with_error(
   """
   del trained, frozen, context
   assert forward is not None and forward.projected is not None
-  places, tile = places_of(batch), tile_of(batch)
+  projected, places, tile = forward.projected, places_of(batch), tile_of(batch)
   M, _, _, D = forward.hidden.shape
   dtype = jnp.promote_types(forward.hidden.dtype, jnp.float32)
   signs = _signs(seed, "hidden", (D, copies * hidden_size)).astype(forward.hidden.dtype)
@@ -102,7 +102,7 @@ def sketch_with_error(
     hidden = forward.hidden[index]
     hidden = jnp.where(kept, hidden, jnp.zeros((), hidden.dtype)).reshape(-1, D)
     left = of_copies(jnp.dot(hidden, signs, preferred_element_type=dtype), hidden_size)
-    right = of_copies(masked_fill(forward.projected[index], kept), vocabulary_size)
+    right = of_copies(masked_fill(projected[index], kept), vocabulary_size)
     add_copy = lambda total, x, y: outer_sums(total, x, y, places.spans, index, tile)
     return jax.vmap(add_copy)(features, left, right)
 

@@ -224,8 +224,8 @@ def _sum_over_blocks(
     return jnp.einsum("ivd,jvd->ij", g, g, precision=EXACT, preferred_element_type=dtype)
 
   num_blocks, rest = divmod(num_columns, width)
-  add_block = lambda total, start: (total + block(start, width), None)
-  total, _ = jax.lax.scan(add_block, jnp.zeros((B, B), dtype), jnp.arange(num_blocks) * width)
+  add_block = lambda number, total: total + block(number * width, width)
+  total = jax.lax.fori_loop(0, num_blocks, add_block, jnp.zeros((B, B), dtype))
   return total + block(num_blocks * width, rest) if rest else total
 
 

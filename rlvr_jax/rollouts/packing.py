@@ -224,8 +224,8 @@ def pack(
     tokens=fold(inputs),
     targets=fold(targets),
     rows=Rows(*map(fold, (prompts, positions, starts, prompt_ends))),
-    places=places,
-    num_micro_batches=np.int32(len(dealt)),
+    places=places,  # type: ignore[arg-type]  # on the host
+    num_micro_batches=np.int32(len(dealt)),  # type: ignore[arg-type]
   )
 
 

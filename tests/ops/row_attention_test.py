@@ -74,6 +74,21 @@ def test_gradients_equal_those_of_a_dense_softmax(x64, window, soft_cap):
     np.testing.assert_allclose(mine, expected, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("window, soft_cap", [(None, None), (150, 0.5)])
+def test_short_rows_equal_the_first_part_of_long_ones(x64, window, soft_cap):
+  """Below 1024 tokens nothing is skipped; the row's end is all padding."""
+  *operands, rows = _inputs()
+  settings = dict(scale=0.4, window=window, soft_cap=soft_cap)
+  short = lambda x: x[:, :768]
+  found = _value_and_gradients(*map(short, operands), jax.tree.map(short, rows), **settings)
+  wide = [jnp.concatenate([short(x), jnp.zeros_like(x[:, 768:])], axis=1) for x in operands]
+  attend = lambda *x: short(row_attention(*x, rows, **settings))
+  out, backward = jax.jit(lambda *x: jax.vjp(attend, *x))(*wide)
+  gradients = backward(jnp.cos(jnp.arange(out.size)).reshape(out.shape))
+  for mine, expected in zip(found, (out, *gradients), strict=True):
+    np.testing.assert_allclose(mine, short(expected), rtol=1e-9, atol=1e-11)
+
+
 def test_bfloat16_is_near_float32():
   settings = dict(scale=0.4, window=150, soft_cap=0.5)
   *operands, rows = _inputs(np.float32)

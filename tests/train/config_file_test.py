@@ -248,7 +248,7 @@ def test_what_old_fields_do_not_say_is_the_recipe_s():
 
 
 def test_a_section_of_an_old_recipe_prints_the_new_line(tmp_path):
-  """Two micro-batches of 4 prompts of 96 tokens, each with 4 responses of 16, are 640 tokens each."""
+  """Four prompts of 96 tokens, each with 4 responses of 16: a micro-batch of 640 tokens."""
   recipe = tmp_path / "mine.py"
   recipe.write_text(RECIPE.format("c.batch = dict(prompts=8, group_size=4, micro_batches=2)"))
   told = refused(recipe=str(recipe))

@@ -124,7 +124,8 @@ def test_meshes_and_micro_batches_give_the_same_update(x64, route, shape):
 @pytest.mark.parametrize(("rows", "passes"), [(100, 1), (4, 2)])
 def test_the_trunk_runs_once_where_the_batch_is_one_micro_batch(rows, passes):
   method = make_salt_method("float32")
-  named = lambda *args: checkpoint_name(method.model.row_hidden(*args), "trunk")
+  row_hidden = method.model.row_hidden
+  named = lambda *args: checkpoint_name(row_hidden(*args), "trunk")
   method = method._replace(model=method.model._replace(row_hidden=named))
   batch = in_rows(make_batch(), rows=rows, several=passes > 1)
   params = method.model.init(jax.random.key(0))
