@@ -54,6 +54,7 @@ def get_config() -> ConfigDict:
       param_dtype=placeholder(str),
       remat=placeholder(str),  # none, dots, full
       unroll_layers=placeholder(int),
+      attention=placeholder(str),  # auto, reference, splash; docs/models.md
     ),
   )
 
@@ -67,7 +68,9 @@ def get_config() -> ConfigDict:
   c.batch = dict(
     prompts=32,  # P, per update
     group_size=8,  # G, rollouts per prompt
-    micro_batches=1,  # an update's prompts are split into this many
+    # Rollouts are packed into rows of tokens, and rows into micro-batches whose gradients add up.
+    tokens_per_micro_batch=4096,  # on each device; rounded down to whole rows, at least one
+    tokens_per_row=0,  # at least; 0: 8 times as many response tokens as prompt tokens
   )
   # Which policy samples which rollouts: on_policy, updates_per_refresh, stages, fixed_lag,
   # simulated_asynchronous, asynchronous; docs/staleness.md.

@@ -39,7 +39,7 @@ def get_config() -> ConfigDict:
   c.max_prompt_length = 992
   c.max_response_length = 768
 
-  c.batch = dict(prompts=4, group_size=8, micro_batches=1)
+  c.batch.prompts, c.batch.group_size = 4, 8
   c.warm_start.num_steps = 20
   c.warm_start.batch_size = 8
 

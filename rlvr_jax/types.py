@@ -7,6 +7,7 @@ Axis legend, used in comments and as suffixes throughout the package:
   T  response length after right-padding    V  vocabulary
   D  model width                            N  attention heads
   K  key/value heads                        H  width of a head
+  R  rows of packed sequences               L  places in a row
 """
 
 from __future__ import annotations
@@ -64,14 +65,42 @@ class TrainBatch:
   solve_rate: Array | None = None  # f32[P], all equal: mean correctness before any filter of groups
   lags: Array | None = None  # i32[P, G], updates since the behavior policy; −1: not of this run
   sources: Array | None = None  # i32[P], index of the source that sampled the group
+  packed: Packed | None = None  # the rollouts in rows; None: padded, [P, G, S + T]
+
+
+class Rows(NamedTuple):
+  """How sequences lie in rows of L places; every field i32[..., R, L].
+
+  A row holds one block for each of its prompts: the prompt, then its rollouts. A token sees its own
+  sequence up to itself: a rollout's token sees its prompt and its own rollout.
+  """
+
+  prompts: Array  # prompt that a token belongs to; −1 on padding
+  positions: Array  # in the token's sequence, where a rollout's follow its prompt's; 0 on padding
+  starts: Array  # index in the row where the token's rollout starts; of a prompt's token, its end
+  prompt_ends: Array  # index in the row after the last token of the token's prompt
+
+
+class Packed(NamedTuple):
+  """A batch's rollouts in M micro-batches of R rows each, see `rollouts.packing`."""
+
+  tokens: Array  # i32[M, R, L], inputs
+  targets: Array  # i32[M, R, L], the response token that a place predicts; 0 where none
+  rows: Rows  # [M, R, L]
+  places: Array  # i32[P, G, T], of M·R·L, where a response token is predicted; −1: nowhere
+  num_micro_batches: Array  # i32[], ≤ M; those behind are empty
 
 
 class Forward(NamedTuple):
-  """Results of an update's forward pass that a Gram matrix of the head's gradients needs."""
+  """Results of an update's forward pass that a Gram matrix of the head's gradients needs.
 
-  hidden: Array  # [P, G, T, D], final hidden states, in the model's compute dtype
-  log_normalizers: Array  # f32[P, G, T], log Σ_v exp(z_v/τ)
-  projected: Array | None  # f32[P, G, T, R], Σ_v d_v·R_v, see `geometry.GramFn.projection`
+  They stay in their rows, see `Packed`; of a batch that is not packed, rollouts are rows: M = 1,
+  R = P·G and L = T.
+  """
+
+  hidden: Array  # [M, R, L, D], final hidden states, in the model's compute dtype
+  log_normalizers: Array  # f32[M, R, L], log Σ_v exp(z_v/τ)
+  projected: Array | None  # f32[M, R, L, C], Σ_v d_v·R_v, see `geometry.GramFn.projection`
 
 
 @jax.tree_util.register_dataclass

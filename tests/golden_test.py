@@ -276,7 +276,7 @@ def test_a_salt_case_at_a_bound_fails_without_it():
 
 @pytest.mark.parametrize("case", _cases("lm_head_gram_"))
 def test_lm_head_gram(case):
-  """Every exact way: the features themselves, differentiation, streaming, in chunks, on a mesh."""
+  """Every exact way: the features themselves, differentiation, streaming, in blocks, on a mesh."""
   with jax.enable_x64(True):
     arrays = {name: jax.numpy.asarray(array) for name, array in _arrays(case).items()}
     hidden, kernel, mask = (arrays[name] for name in ("hidden", "kernel", "mask"))
@@ -295,12 +295,12 @@ def test_lm_head_gram(case):
     np.testing.assert_allclose(features, arrays["features"], rtol=RTOL, atol=ATOL)
 
     log_normalizers = jax.nn.logsumexp(hidden @ kernel, axis=-1)
-    forward = Forward(hidden[:, None], log_normalizers[:, None], None)
+    forward = Forward(hidden[None], log_normalizers[None], None)
     mesh = sharding.make_mesh(fsdp=2, tensor=2)
     for route, where in (
       (geometry.per_rollout(), None),
       (geometry.streaming(), None),
-      (geometry.streaming(gather_chunks=2), None),
+      (geometry.streaming(block_elements=1), None),
       (geometry.streaming(), mesh),
     ):
       run = functools.partial(route.gram, context=setting._replace(mesh=where))

@@ -50,7 +50,6 @@ LONG_FUNCTIONS = {
   "rlvr_jax/data/published/from_files.py: published",
   "rlvr_jax/data/reasoning_gym.py: reasoning_gym",
   "rlvr_jax/geometry/diagnostics.py: diagnose",
-  "rlvr_jax/geometry/streaming.py: streaming",
   "rlvr_jax/reweighting/salt.py: salt",
   "rlvr_jax/rollouts/sampler.py: generate",
 }

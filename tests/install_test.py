@@ -36,7 +36,7 @@ def get_config():
   assert set(c) == set(base.get_config())
   c.num_updates = 2
   c.model.overrides = dict(num_layers=1, width=32, mlp_width=64, unroll_layers=1)
-  c.batch = dict(prompts=4, group_size=4, micro_batches=1)
+  c.batch.prompts, c.batch.group_size = 4, 4
   c.warm_start.num_steps = 2
   c.task.kwargs.held_out_size = c.evaluation.batch_prompts = 8
   return c

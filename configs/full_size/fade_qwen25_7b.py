@@ -32,6 +32,5 @@ def get_config() -> ConfigDict:
   )
   c.max_prompt_length = 1024
   c.max_response_length = 2048
-  c.batch.micro_batches = 1
   c.advantage = "fade"
   return c

@@ -35,7 +35,7 @@ def get_config() -> ConfigDict:
     ),
   )
   c.max_response_length = 8192
-  c.batch = dict(prompts=16, group_size=8, micro_batches=1)
+  c.batch.prompts, c.batch.group_size = 16, 8
   c.schedule = "stages"
   c.loss = "ppo_clip(epsilon_low=1.0, epsilon_high=4.0)"  # the interval [0, 5]
   c.veto.enabled = True

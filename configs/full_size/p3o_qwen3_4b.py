@@ -38,7 +38,7 @@ def get_config() -> ConfigDict:
   c.max_prompt_length = 4096
   c.max_response_length = 2048
   c.mesh = dict(data=1, fsdp=8, tensor=2)
-  c.batch = dict(prompts=8, group_size=4, micro_batches=1)
+  c.batch.prompts, c.batch.group_size = 8, 4
   c.schedule = "updates_per_refresh(batches=8)"
   c.loss = "p3o"
   c.optimizer = "adamw(b2=0.95, weight_decay=0.01)"

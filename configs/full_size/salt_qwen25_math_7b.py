@@ -38,7 +38,6 @@ def get_config() -> ConfigDict:
     ),
   )
   c.mesh = dict(data=1, fsdp=8, tensor=2)
-  c.batch.micro_batches = 4
   c.max_prompt_length = 2048
   c.max_response_length = 8192
   c.schedule = "updates_per_refresh(batches=16)"

@@ -58,7 +58,7 @@ _WARMUP_STEPS = 2
 
 _WORKLOAD = flags.DEFINE_enum("workload", "w1", sorted(_WORKLOADS), "Which shapes.")
 _STEPS = flags.DEFINE_integer("steps", 8, "Measured steps.", lower_bound=1)
-_MICRO_BATCHES = flags.DEFINE_integer("micro_batches", 4, "Per update; fewer take more memory.")
+_TOKENS = flags.DEFINE_integer("tokens_per_micro_batch", 2304, "More take more memory.")
 
 
 class EndlessTokenizer(ByteTokenizer):
@@ -75,15 +75,14 @@ def count_e(completion: str, reference: dict) -> Grade:
   return Grade(Outcome.WRONG, share)
 
 
-def make_config(workload: str, micro_batches: int):
+def make_config(workload: str, tokens_per_micro_batch: int = 2304):
   shape = _WORKLOADS[workload]
   c = base.get_config()
   c.model.preset = "small"
   c.model.overrides = dict(vocab_size=512, rope_theta=1_000_000.0)
   c.max_prompt_length, c.max_response_length = _PROMPT_LENGTH, shape["response_length"]
-  c.batch = dict(
-    prompts=shape["prompts"], group_size=shape["group_size"], micro_batches=micro_batches
-  )
+  c.batch.prompts, c.batch.group_size = shape["prompts"], shape["group_size"]
+  c.batch.tokens_per_micro_batch = tokens_per_micro_batch
   c.learning_rate = "constant(peak=1e-5, warmup=0)"
   c.warm_start.num_steps = 0
   c.grading.outcomes.wrong = "score"
@@ -113,7 +112,7 @@ def make_task() -> Task:
 def main(argv: list[str]) -> None:
   del argv
   imported = time.perf_counter() - _STARTED
-  config = make_config(_WORKLOAD.value, _MICRO_BATCHES.value)
+  config = make_config(_WORKLOAD.value, _TOKENS.value)
   parts = build(config, task=make_task(), tokenizer=EndlessTokenizer())
   num_steps = _WARMUP_STEPS + _STEPS.value
   with (
@@ -145,7 +144,7 @@ def main(argv: list[str]) -> None:
   result = {
     "workload": _WORKLOAD.value,
     "steps": _STEPS.value,
-    "micro_batches": _MICRO_BATCHES.value,
+    "tokens_per_micro_batch": _TOKENS.value,
     "parameters": sum(x.size for x in jax.tree.leaves(trainer.state.params)),
     "jax": jax.__version__,
     "device": jax.devices()[0].device_kind,

@@ -160,7 +160,7 @@ def materialized() -> GramFn:
 
       return jax.grad(loss)(head.kernel).reshape(-1)
 
-    rollouts = jax.tree.map(flat, (forward.hidden, batch.tokens, batch.mask))
+    rollouts = forward.hidden[0], flat(batch.tokens), flat(batch.mask)
     features = jax.lax.map(feature, rollouts)
     return features @ features.T
 
@@ -183,7 +183,14 @@ def abstract_update(config: ml_collections.ConfigDict, route: str) -> Update:
   method = make_method(config, route)
   base = jax.eval_shape(method.model.init, jax.random.key(0))
   state = programs.abstract_state(config, method, base, sharding.make_mesh(**config.mesh))
-  return Update(method, state, programs.abstract_batch(config))
+  return Update(method, state, abstract_batch(config))
+
+
+def abstract_batch(config: ml_collections.ConfigDict) -> TrainBatch:
+  """Of full responses, each in a row of its own: how many operations they take is in the shapes."""
+  mesh = sharding.make_mesh(**config.mesh)
+  layout = programs.make_row_layout(config, "reference", mesh)
+  return dataclasses.replace(programs.abstract_batch(config, layout, mesh), packed=None)
 
 
 def published_config(
@@ -259,8 +266,8 @@ def check_section() -> list[Row]:
 
 
 def wall_section(rounds: int) -> list[Row]:
-  config = grpo_step.make_config("w1", micro_batches=1)
-  batch = random_batch(jax.random.key(0), programs.abstract_batch(config), vocabulary=512)
+  config = grpo_step.make_config("w1")
+  batch = random_batch(jax.random.key(0), abstract_batch(config), vocabulary=512)
   updates = {route: abstract_update(config, route) for route in ROUTES}
   calls = {route: stepping(update, batch) for route, update in updates.items()}
   times = interleaved(calls, rounds)
@@ -388,7 +395,7 @@ def block_part(config: ml_collections.ConfigDict) -> Part:
     return pullback(hidden)
 
   params = jax.eval_shape(model.init, jax.random.key(0))
-  return Part(gradient, (params, programs.abstract_batch(config)))
+  return Part(gradient, (params, abstract_batch(config)))
 
 
 def head_part(config: ml_collections.ConfigDict, route: str) -> Part:
@@ -423,10 +430,11 @@ def without_trunk(
     init=None,
     head=lambda params: Head(transposed(params["kernel"]), 1.0, settings.final_soft_cap),
     response_hidden=lambda params, prompts, tokens: params["hidden"],
+    row_hidden=None,
     decoding_params=None,
     start_decoding=None,
   )
-  batch = programs.abstract_batch(config)
+  batch = abstract_batch(config)
   D, V = settings.width, settings.vocab_size
   shape = (V, D) if settings.tied_head else (D, V)
   params = {
@@ -509,7 +517,7 @@ def conditions() -> dict[str, str]:
 
 def main(argv: list[str]) -> None:
   del argv
-  memory_configs = {"w1": grpo_step.make_config("w1", micro_batches=1)}
+  memory_configs = {"w1": grpo_step.make_config("w1")}
   memory_configs |= {name: published_config(name) for name in PUBLISHED}
   makers = {
     "flops": flops_section,

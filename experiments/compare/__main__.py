@@ -37,13 +37,13 @@ from rlvr_jax.ops.keys import key_for
 from rlvr_jax.rollouts.batch import from_shard, read_batch, write_batch
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.train import loop, parameters
-from rlvr_jax.train.accumulate import update_gradient
+from rlvr_jax.train.accumulate import policy_logprobs, update_gradient
 from rlvr_jax.train.build import Parts, build, make_method
 from rlvr_jax.train.checkpoint import Checkpointer
 from rlvr_jax.train.grading import grader_pool
 from rlvr_jax.train.host import Termination
 from rlvr_jax.train.metrics import MetricWriter, progress, say
-from rlvr_jax.train.objective import Method, policy_logprobs
+from rlvr_jax.train.objective import Method
 from rlvr_jax.types import Params, TrainBatch
 
 COLUMNS = {  # heading → metric
@@ -131,7 +131,7 @@ def directions(
   """By lag, a recipe's metrics on the batch and its gradient as one vector."""
   method: Method = make_method(recipe(name), parts.model, parts.mesh)
   limit = parts.config.max_response_length
-  method = method._replace(num_micro_batches=1, max_response_length=limit)
+  method = method._replace(max_response_length=limit)
   logprobs = jax.jit(lambda p, b: policy_logprobs(p, {}, b, method=method)[0])
   batch = dataclasses.replace(batch, reference_logprobs=None, proximal_logprobs=None)
   if method.reference_kl:

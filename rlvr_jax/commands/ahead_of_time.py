@@ -82,8 +82,8 @@ def programs(parts: Parts) -> dict[str, Any]:
   place = lambda tree, s: jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree
   )
-  batch = abstract_batch(config, needs_proximal=parts.method.loss.needs_proximal)
-  batch = place(batch, sharding.batch_sharding(mesh))
+  needs_proximal = parts.method.loss.needs_proximal
+  batch = abstract_batch(config, parts.row_layout, mesh, needs_proximal=needs_proximal)
   key = place(jax.eval_shape(lambda: key_for(0, "rollout", 0)), sharding.replicated(mesh))
   jitted: Any = parts.programs
   return {

@@ -65,7 +65,7 @@ def estimated(parts: Parts) -> dict[str, Table]:
   of_state = {"parameters": device_bytes(state.params), "optimizer": device_bytes(state.opt_state)}
   if parts.lora is not None:
     of_state["frozen base"] = device_bytes(parts.abstract_frozen)
-  accumulated = 2 if config.batch.micro_batches > 1 else 1  # the sum and the newest
+  accumulated = 2 if parts.row_layout.max_micro_batches > 1 else 1  # the sum and the newest
   return {
     "update, estimated": of_state
     | {
@@ -105,9 +105,8 @@ def _decoding_parameters(parts: Parts) -> float:
 
 def _head(parts: Parts) -> float:
   """Of the output head: a chunk's float32 logits and their gradient, the kernel, its gradient."""
-  config, c = parts.config, parts.model.config
-  tokens = _local_prompts(parts) * config.batch.group_size * config.max_response_length
-  rows = min(default_chunk_rows(c.vocab_size), -(-tokens // config.batch.micro_batches))
+  c, layout = parts.model.config, parts.row_layout
+  rows = min(default_chunk_rows(c.vocab_size), layout.rows_per_device * layout.length)
   kernel = c.width * (jnp.dtype(c.compute_dtype).itemsize + 4)
   return float((2 * 4 * rows + kernel) * c.vocab_size / parts.mesh.shape["tensor"])
 
@@ -125,9 +124,8 @@ def _keys_and_values(parts: Parts) -> float:
 
 def _activations(parts: Parts) -> float:
   """Bytes that the forward pass saves for the backward pass, and twice those of one layer."""
-  config, c = parts.config, parts.model.config
-  tokens = config.max_prompt_length + config.batch.group_size * config.max_response_length
-  tokens *= -(-_local_prompts(parts) // config.batch.micro_batches)
+  c = parts.model.config
+  tokens = parts.row_layout.rows_per_device * parts.row_layout.length
   heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
   products = heads + 2 * c.width + 2 * c.mlp_width  # q, k, v; output, down; gate, up
   tensor = parts.mesh.shape["tensor"]

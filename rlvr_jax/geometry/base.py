@@ -29,13 +29,13 @@ class GramFn(NamedTuple):
     needs_forward: whether `gram` reads `forward`.
     projection: V → f32[V, R], the rows R_v of a random projection of the vocabulary that the
       forward pass is to accumulate, or None.
-    cost: (hidden [P, G, T, D], kernel [D, V], context) → metrics of the cost of one Gram matrix,
-      computed from shapes and dtypes only.
+    cost: (batch, hidden [M, R, L, D], kernel [D, V], context) → metrics of the cost of one Gram
+      matrix, computed from shapes, dtypes and the number of micro-batches only.
     error: as `gram` → f32[], the estimated error ‖K̂ − K‖_F/‖K‖_F; None if `gram` is exact.
   """
 
   gram: Callable[[Params, Params, TrainBatch, Forward | None, GramContext], Array]
   needs_forward: bool = True
   projection: Callable[[int], Array] | None = None
-  cost: Callable[[Array, Array, GramContext], Metrics] = lambda hidden, kernel, context: {}
+  cost: Callable[[TrainBatch, Array, Array, GramContext], Metrics] = lambda *_: {}
   error: Callable[[Params, Params, TrainBatch, Forward | None, GramContext], Array] | None = None

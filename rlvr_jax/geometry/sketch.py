@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from rlvr_jax.geometry.base import GramContext, GramFn
+from rlvr_jax.geometry.by_rollout import outer_sums, places_of, tile_of
 from rlvr_jax.ops.checks import check_integer
 from rlvr_jax.ops.masked import masked_fill
 from rlvr_jax.ops.spectral import EXACT
@@ -26,8 +27,9 @@ def sketch(
   h are the hidden states and d the derivatives with respect to the logits. The error of one copy
   scales as √(1/a + 1/b), that of the mean as 1/√s. The forward pass accumulates R_vᵀd over the
   vocabulary, at the cost of s·b/D products of the size of the head's product; the rest costs
-  s·a/V + s·a·b·(1 + B/T)/(D·V) of one. That is small at the head of a large model; with a small
-  width or vocabulary, or many more rollouts than tokens in each, `streaming` may cost less.
+  s·a/V + s·a·b·(1 + B²/n)/(D·V) of one, n the places of the rows. That is small at the head of a
+  large model; with a small width or vocabulary, or many more rollouts than tokens in each,
+  `streaming` may cost less.
 
   Args:
     copies: s.
@@ -50,11 +52,13 @@ def sketch(
     seed=seed,
   )
 
-  def cost(hidden: Array, kernel: Array, context: GramContext) -> Metrics:
+  def cost(batch: TrainBatch, hidden: Array, kernel: Array, context: GramContext) -> Metrics:
     del context
-    P, G, T, D = hidden.shape
-    V, pairs = kernel.shape[1], hidden_size * vocabulary_size
-    products = copies * (vocabulary_size / D + hidden_size / V + pairs * (1 + P * G / T) / (D * V))
+    used = 1 if batch.packed is None else batch.packed.num_micro_batches
+    rollouts, places = batch.mask.shape[0] * batch.mask.shape[1], used * hidden[0, ..., 0].size
+    (D, V), pairs = kernel.shape, hidden_size * vocabulary_size
+    of_pairs = pairs * (1 + rollouts**2 / places) / (D * V)
+    products = copies * (vocabulary_size / D + hidden_size / V + of_pairs)
     return {"gram/head_products": Mean(total=jnp.float32(products), weight=jnp.float32(1))}
 
   return GramFn(
@@ -87,17 +91,24 @@ def sketch_with_error(
   """
   del trained, frozen, context
   assert forward is not None and forward.projected is not None
-  P, G, T, D = forward.hidden.shape
-  kept = batch.mask.reshape(P * G, T, 1) > 0
-  hidden = forward.hidden.reshape(P * G, T, D)
-  hidden = jnp.where(kept, hidden, jnp.zeros((), hidden.dtype))
-  dtype = jnp.promote_types(hidden.dtype, jnp.float32)
-  signs = _signs(seed, "hidden", (D, copies * hidden_size)).astype(hidden.dtype)
-  left = jnp.dot(hidden.reshape(-1, D), signs, preferred_element_type=dtype)
-  left = left.reshape(P * G, T, copies, hidden_size)
-  right = masked_fill(forward.projected.reshape(P * G, T, -1), kept)
-  right = right.reshape(P * G, T, copies, vocabulary_size)
-  features = jnp.einsum("itca,itcb->ciab", left, right, precision=EXACT)
+  projected, places, tile = forward.projected, places_of(batch), tile_of(batch)
+  M, _, _, D = forward.hidden.shape
+  dtype = jnp.promote_types(forward.hidden.dtype, jnp.float32)
+  signs = _signs(seed, "hidden", (D, copies * hidden_size)).astype(forward.hidden.dtype)
+  of_copies = lambda x, size: jnp.swapaxes(x.reshape(-1, copies, size), 0, 1)
+
+  def add(index, features):
+    kept = places.kept[index][..., None]
+    hidden = forward.hidden[index]
+    hidden = jnp.where(kept, hidden, jnp.zeros((), hidden.dtype)).reshape(-1, D)
+    left = of_copies(jnp.dot(hidden, signs, preferred_element_type=dtype), hidden_size)
+    right = of_copies(masked_fill(projected[index], kept), vocabulary_size)
+    add_copy = lambda total, x, y: outer_sums(total, x, y, places.spans, index, tile)
+    return jax.vmap(add_copy)(features, left, right)
+
+  features = jnp.zeros((copies, places.spans.firsts.shape[0], hidden_size, vocabulary_size), dtype)
+  count = places.num_micro_batches
+  features = add(0, features) if M == 1 else jax.lax.fori_loop(0, count, add, features)
   grams = jnp.einsum("ciab,cjab->cij", features, features, precision=EXACT)
   grams /= hidden_size * vocabulary_size
   gram = jnp.mean(grams, axis=0)

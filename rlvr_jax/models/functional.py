@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from rlvr_jax.models.linear import merged
 from rlvr_jax.models.transformer import Transformer, TransformerConfig
-from rlvr_jax.types import Array, Head, Params, Prompts
+from rlvr_jax.types import Array, Head, Params, Prompts, Rows
 
 
 def all_trained(trained: Params, frozen: Params) -> Params:
@@ -40,6 +40,7 @@ class Model(NamedTuple):
   init: Callable[[Array], Params]  # key → parameters, layers stacked on their first axis
   head: Callable[[Params], Head]
   response_hidden: Callable[[Params, Prompts, Array], Array]
+  row_hidden: Callable[[Params, Array, Rows], Array]
   decoding_params: Callable[[Params], Params]  # as `start_decoding` and `head` best take them
   start_decoding: Callable  # (params, prompts, group_size, length), see Transformer
   # (trained, frozen) → the parameters that the functions above take; see `lora.adapted`.
@@ -49,7 +50,7 @@ class Model(NamedTuple):
 
 def transformer(config: TransformerConfig, layout: Layout = _ONE_DEVICE) -> Model:
   """The transformer of `config` as pure functions; see `Transformer` for shapes."""
-  build = lambda key: Transformer(config, nnx.Rngs(key), layout.constrain)
+  build = lambda key: Transformer(config, nnx.Rngs(key), layout.constrain, layout.mesh)
   # Splitting off `Param` alone raises if the module holds any other state.
   graph, _ = nnx.split(jax.eval_shape(build, jax.random.key(0)), nnx.Param)
   bind = lambda params: nnx.merge(graph, params)
@@ -64,6 +65,7 @@ def transformer(config: TransformerConfig, layout: Layout = _ONE_DEVICE) -> Mode
     init=lambda key: nnx.to_pure_dict(nnx.split(build(key), nnx.Param)[1]),
     head=lambda params: bind(params).head(),
     response_hidden=lambda params, *args: bind(params).response_hidden(*args),
+    row_hidden=lambda params, *args: bind(params).row_hidden(*args),
     decoding_params=decoding_params,
     start_decoding=lambda params, *args: bind(params).start_decoding(*args),
     mesh=layout.mesh,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from rlvr_jax.models.linear import PRODUCT, dense
 from rlvr_jax.models.rotary import (
@@ -22,14 +23,21 @@ from rlvr_jax.models.rotary import (
   rotate,
 )
 from rlvr_jax.ops.attention import Keys, attention
-from rlvr_jax.types import Array, Head, Prompts
+from rlvr_jax.ops.row_attention import KINDS, RESIDUALS, row_attention
+from rlvr_jax.types import Array, Head, Prompts, Rows
 
 _ACTIVATIONS = {
   "silu": jax.nn.silu,
   "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
   "gelu": lambda x: jax.nn.gelu(x, approximate=False),
 }
-_REMAT = ("none", "dots", "full")
+# Names kept for the backward pass beside a layer's input. Attention's output is as small as that,
+# and computing it again is not; `none` keeps everything.
+_REMAT: dict[str, tuple[str, ...]] = {
+  "none": (),
+  "dots": (PRODUCT, RESIDUALS),
+  "full": (RESIDUALS,),
+}
 _NO_WINDOW = 2**30
 
 
@@ -62,8 +70,9 @@ class TransformerConfig:
   post_norm: bool = False  # a norm after attention and after the MLP as well (Gemma)
   compute_dtype: str = "float32"
   param_dtype: str = "float32"
-  remat: str = "none"  # kept for the backward pass: none: all; dots: matrix products; full: inputs
+  remat: str = "none"  # computed again backwards: none; dots: all but products; full: a layer
   unroll_layers: int = 1  # layers per iteration of the layer scan; num_layers unrolls it whole
+  attention: str = "auto"  # of training: auto, reference, splash (TPU); see ops.row_attention
 
   def __post_init__(self):
     if mistake := next(self._mistakes(), None):
@@ -74,6 +83,8 @@ class TransformerConfig:
       yield f"activation={self.activation!r}; allowed: {sorted(_ACTIVATIONS)}"
     if self.remat not in _REMAT:
       yield f"remat={self.remat!r}; allowed: {list(_REMAT)}"
+    if self.attention not in KINDS:
+      yield f"attention={self.attention!r}; allowed: {list(KINDS)}"
     sizes = "vocab_size width num_layers num_heads num_kv_heads head_dim mlp_width unroll_layers"
     for name in sizes.split():
       size = getattr(self, name)
@@ -178,9 +189,11 @@ class Transformer(nnx.Module):
     config: TransformerConfig,
     rngs: nnx.Rngs,
     constrain: Callable[[Array], Array] = lambda x: x,
+    mesh: Mesh | None = None,
   ):
     c = self.config = config
-    self.constrain = constrain  # keeps the residual stream [P, ...] sharded on prompts
+    self.constrain = constrain  # keeps the residual stream sharded on prompts or rows
+    self.mesh = mesh  # that rows and heads are split over where they attend
     embedding = jax.random.normal(rngs.params(), (c.vocab_size, c.width), jnp.float32)
     # Tied: rows are also the head's, so they start with the head's fan-in variance.
     scale = c.width**-0.5 if c.tied_head else 1.0
@@ -216,7 +229,9 @@ class Transformer(nnx.Module):
     packed_positions = jnp.concatenate([positions, response_positions.reshape(P, -1)], axis=1)
     x = self._embed(jnp.concatenate([prompts.tokens, inputs], axis=1))
 
-    def attend(window):
+    def attend(slides):
+      window = jnp.where(slides, self.config.sliding_window or _NO_WINDOW, _NO_WINDOW)
+
       def mix(query, key, value):
         own = lambda y: y[:, S:].reshape(P, G, T - 1, *y.shape[2:])
         shared = lambda y: y[:, None, :S]
@@ -235,6 +250,26 @@ class Transformer(nnx.Module):
     hidden = self.final_norm(jnp.concatenate([x[:, S - 1 : S], x[:, S:]], axis=1))
     first = jnp.broadcast_to(hidden[:, None, :1], (P, G, 1, hidden.shape[-1]))
     return jnp.concatenate([first, hidden[:, 1:].reshape(P, G, T - 1, -1)], axis=2)
+
+  def row_hidden(self, tokens: Array, rows: Rows) -> Array:
+    """Final hidden states of sequences that lie in rows.
+
+    Args:
+      tokens: i32[R, L].
+      rows: which of them belong together.
+    Returns:
+      [R, L, D] in the compute dtype.
+    """
+
+    c = self.config
+    window = c.sliding_window if any(c.sliding_layers or ()) else None
+    kind = "reference" if c.attention == "auto" else c.attention  # a run has chosen before
+    settings = dict(self._attention_settings(window), kind=kind, mesh=self.mesh)
+
+    def attend(slides):
+      return lambda q, k, v: (row_attention(q, k, v, rows, slides=slides, **settings), None)
+
+    return self.final_norm(self._scan_blocks(self._embed(tokens), rows.positions, attend))
 
   def start_decoding(self, prompts: Prompts, group_size: int, length: int):
     """Encodes the prompts once and prepares cached decoding of G responses to each.
@@ -338,17 +373,16 @@ class Transformer(nnx.Module):
   def _scan_blocks(self, x: Array, positions: Array, attend) -> Array:
     c = self.config
     tables = self._layer_tables(positions)
-    windows, sliding = self._layer_kinds()
+    _, sliding = self._layer_kinds()
 
     def body(x, layer):
-      block, window, slides = layer
-      return self.constrain(block(x, tables(slides), attend(window))[0]), None
+      block, slides = layer
+      return self.constrain(block(x, tables(slides), attend(slides))[0]), None
 
-    if c.remat == "full":
-      body = jax.checkpoint(body)
-    elif c.remat == "dots":
-      body = jax.checkpoint(body, policy=jax.checkpoint_policies.save_only_these_names(PRODUCT))
-    layers = (self.blocks, jnp.asarray(windows), jnp.asarray(sliding))
+    if c.remat != "none":
+      kept = jax.checkpoint_policies.save_only_these_names(*_REMAT[c.remat])
+      body = jax.checkpoint(body, policy=kept)
+    layers = (self.blocks, jnp.asarray(sliding))
     with jax.named_scope("layers"):  # what the loop itself does as well
       return jax.lax.scan(body, x, layers, unroll=min(c.unroll_layers, c.num_layers))[0]
 

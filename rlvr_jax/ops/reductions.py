@@ -6,8 +6,8 @@ function is pure and works under jit.
 
 from __future__ import annotations
 
-import functools
 import operator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from rlvr_jax.types import Array, EffectiveSampleSize, Max, Mean, Metric, Metrics, Min, Sum
 
 
-def _merger(kind: type, *, binary: bool):
-  """The reduction of each field of `kind`: of two records, or over a leading axis."""
+def _merger(kind: type) -> Callable[[Array, Array], Array]:
+  """The reduction of each field of `kind`."""
   if kind is Max:
-    return jnp.maximum if binary else functools.partial(jnp.max, axis=0)
+    return jnp.maximum
   if kind is Min:
-    return jnp.minimum if binary else functools.partial(jnp.min, axis=0)
+    return jnp.minimum
   if kind in (Mean, Sum, EffectiveSampleSize):
-    return operator.add if binary else functools.partial(jnp.sum, axis=0)
+    return operator.add
   allowed = "Mean, Max, Min, Sum, EffectiveSampleSize"
   raise TypeError(f"{kind.__name__} is not a metric; use one of {allowed} from rlvr_jax.types.")
 
@@ -37,7 +37,7 @@ def merge(a: Metric, b: Metric) -> Metric:
     raise TypeError(
       f"cannot merge {type(a).__name__} with {type(b).__name__}: a metric keeps its kind."
     )
-  return jax.tree.map(_merger(type(a), binary=True), a, b)
+  return jax.tree.map(_merger(type(a)), a, b)
 
 
 def value(metric: Metric) -> Array:
@@ -64,12 +64,15 @@ def merge_metrics(a: Metrics, b: Metrics) -> Metrics:
   return a | {name: merge(a[name], metric) if name in a else metric for name, metric in b.items()}
 
 
-def stacked(metrics: Metrics) -> Metrics:
-  """Reduces records stacked on a leading axis, as `jax.lax.scan` returns them."""
-  return {
-    name: jax.tree.map(_merger(type(metric), binary=False), metric)
-    for name, metric in metrics.items()
-  }
+def empty(metrics: Metrics) -> Metrics:
+  """The records of no data, which `merge` leaves out; of arrays or of their shapes."""
+  bound = {Max: -jnp.inf, Min: jnp.inf}
+
+  def of(metric: Metric) -> Metric:
+    _merger(type(metric))  # raises for what is not a metric
+    return jax.tree.map(lambda x: jnp.full(x.shape, bound.get(type(metric), 0), x.dtype), metric)
+
+  return {name: of(metric) for name, metric in metrics.items()}
 
 
 def values(metrics: Metrics) -> dict[str, Array]:

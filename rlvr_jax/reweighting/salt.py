@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from rlvr_jax.ops import spectral
 from rlvr_jax.ops.checks import check_between, check_choice, check_integer, check_order
 from rlvr_jax.ops.masked import mean_metric, upcast
-from rlvr_jax.reweighting.base import SCOPES, Reweighting
+from rlvr_jax.reweighting.base import Reweighting
 from rlvr_jax.types import Array, Metrics
 
 CHANNELS = ("both", "shared", "residual")
@@ -123,7 +123,7 @@ def salt(
   positive_part: bool = True,
   channels: str = "both",
   random_subspace: bool = False,
-  scope: str = "batch",
+  scope: str | int = "batch",
 ) -> Reweighting:
   """A' = P_k A + α (I − P_k) A⁺: full weight on shared directions, weight α on the residual.
 
@@ -145,8 +145,9 @@ def salt(
     positive_part: whether the residual is that of A⁺, or that of A.
     channels: "both"; "shared": P_k A alone; "residual": α (I − P_k) A⁺ alone.
     random_subspace: P_k projects onto k random directions, sampled with the key for each call and
-      block; with scope "group" they depend on the number of micro-batches.
-    scope: the block that has one Gram matrix: "batch", "micro_batch" or "group".
+      block.
+    scope: the block that has one Gram matrix: "batch", "group", or a number of rollouts that follow
+      one another in the batch, which divides its size.
   Raises:
     ValueError: a hyper-parameter is out of range; at trace time, blocks have one rollout.
   Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make
@@ -163,7 +164,11 @@ def salt(
   check_choice("salt", "positive_part", positive_part, (True, False))
   check_choice("salt", "channels", channels, CHANNELS)
   check_choice("salt", "random_subspace", random_subspace, (True, False))
-  check_choice("salt", "scope", scope, SCOPES)
+  if scope not in ("batch", "group") and (not isinstance(scope, int) or scope < 2):
+    raise ValueError(
+      f"salt: scope = {scope!r} is not 'batch', 'group' or a number of rollouts ≥ 2; set it to one,"
+      " such as scope=8 (micro-batches, once a scope, have no fixed number of rollouts)"
+    )
   block = functools.partial(
     salt_coefficients,
     rank_scale=rank_scale,
@@ -182,7 +187,7 @@ def salt(
     if size < 2:
       raise ValueError(
         f"reweighting 'salt' with scope = {scope!r} got blocks of {size} rollout, and needs 2 or"
-        f" more; set scope to 'batch', or use larger groups or micro-batches"
+        f" more; set scope to 'batch', or use larger groups"
       )
     assert gram is not None, "needs_gram"
     chex.assert_shape(gram, (blocks, size, size))

@@ -7,9 +7,9 @@ Where the batch is one micro-batch, one forward pass of the network serves both.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +18,14 @@ from rlvr_jax.ops import reductions
 from rlvr_jax.train.objective import (
   Constants,
   Method,
+  is_in,
   loss_statistics,
   policy_forward,
   reweight,
+  several_micro_batches,
   surrogate,
 )
-from rlvr_jax.types import Array, Forward, Metrics, Params, TrainBatch
+from rlvr_jax.types import Array, Forward, Metrics, Packed, Params, TrainBatch
 
 
 def update_gradient(
@@ -43,9 +45,12 @@ def update_gradient(
     coefficients: f32[P, G], before the reweighting.
     key: of the randomness of a reweighting.
   """
-  if method.num_micro_batches > 1:
+  packed = several_micro_batches(batch)
+  if packed is not None:
     constants = first_phase(trained, frozen, batch, coefficients, key, method=method)
-    (loss, metrics), gradient = second_phase(trained, frozen, batch, constants, method=method)
+    (loss, metrics), gradient = second_phase(
+      trained, frozen, batch, packed, constants, method=method
+    )
     return (loss, {**constants.metrics, **metrics}), gradient
 
   def constants_of(logprobs, forward):
@@ -55,7 +60,7 @@ def update_gradient(
     return Constants(reweighted, loss_statistics(logprobs, batch, reweighted, method), metrics)
 
   (total, (weight, metrics)), gradient = micro_gradient(
-    trained, frozen, batch, constants_of, method=method
+    trained, frozen, batch, 0, constants_of, method=method
   )
   return divided(total, weight, metrics, gradient, trained)
 
@@ -70,77 +75,84 @@ def first_phase(
   method: Method,
 ) -> Constants:
   """Phase 1 under accumulation: a forward pass of its own, where anything needs one."""
-  logprobs = None
-  if method.reweighting.needs_gram and method.reweighting.scope != "batch":
-    logprobs, coefficients, metrics = _reweight_by_micro_batch(
-      trained, frozen, batch, coefficients, key, method=method
-    )
-  else:
-    forward = None
-    if method.reweighting.needs_gram or method.loss.statistics is not None:
-      logprobs, forward = batch_forward(trained, frozen, batch, method=method)
-    coefficients, metrics = reweight(
-      trained, frozen, batch, forward, coefficients, key, method=method
-    )
+  logprobs, forward = None, None
+  if method.reweighting.needs_gram or method.loss.statistics is not None:
+    (logprobs, _), forward = batch_forward(trained, frozen, batch, method=method)
+  coefficients, metrics = reweight(
+    trained, frozen, batch, forward, coefficients, key, method=method
+  )
   statistics = loss_statistics(logprobs, batch, coefficients, method)
   return Constants(coefficients, statistics, metrics)
 
 
+def policy_logprobs(
+  trained: Params, frozen: Params, batch: TrainBatch, *, method: Method
+) -> tuple[Array, Array]:
+  """log π and entropy (nats) of every response token that counts, each f32[P, G, T]."""
+  return batch_forward(trained, frozen, batch, method=method._replace(gram=None))[0]
+
+
 def batch_forward(
   trained: Params, frozen: Params, batch: TrainBatch, *, method: Method
-) -> tuple[Array, Forward | None]:
-  """(log π, what the Gram matrix needs) of a whole batch, micro-batch by micro-batch."""
+) -> tuple[tuple[Array, Array], Forward | None]:
+  """`policy_forward` of a whole batch, micro-batch by micro-batch."""
+  part = functools.partial(policy_forward, trained, frozen, batch, method=method)
+  packed = several_micro_batches(batch)
+  if packed is None:
+    return part()
 
-  def score(_, micro):
-    (logprobs, _), forward = policy_forward(trained, frozen, micro, method=method)
-    return None, (logprobs, forward)
+  def add(index, whole):
+    (tokens, forward), (more, of_rows) = whole, part(index)
+    put = lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, index, 0)
+    # A token's values are 0 in every micro-batch but its own.
+    return jax.tree.map(jnp.add, tokens, more), jax.tree.map(put, forward, of_rows)
 
-  _, found = jax.lax.scan(score, None, split_micro_batches(batch, method.num_micro_batches))
-  return join_micro_batches(found)
-
-
-def _reweight_by_micro_batch(trained, frozen, batch, coefficients, key, *, method):
-  """(log π, coefficients, metrics), with Gram matrices of single micro-batches alone."""
-
-  def score(index, micro):
-    batch, coefficients = micro
-    (logprobs, _), forward = policy_forward(trained, frozen, batch, method=method)
-    coefficients, metrics = reweight(
-      trained, frozen, batch, forward, coefficients, key, method=method, index=index
-    )
-    return index + 1, (logprobs, coefficients, metrics)
-
-  micro_batches = split_micro_batches((batch, coefficients), method.num_micro_batches)
-  _, (logprobs, coefficients, metrics) = jax.lax.scan(score, 0, micro_batches)
-  logprobs, coefficients = join_micro_batches((logprobs, coefficients))
-  return logprobs, coefficients, reductions.stacked(metrics)
+  tokens, forward = jax.eval_shape(part)
+  zeros = lambda x: jnp.zeros(x.shape, x.dtype)
+  all_rows = lambda x: jnp.zeros((packed.tokens.shape[0], *x.shape[1:]), x.dtype)
+  nothing = jax.tree.map(zeros, tokens), jax.tree.map(all_rows, forward)
+  return jax.lax.fori_loop(0, packed.num_micro_batches, add, nothing)
 
 
 def second_phase(
-  trained: Params, frozen: Params, batch: TrainBatch, constants: Constants, *, method: Method
+  trained: Params,
+  frozen: Params,
+  batch: TrainBatch,
+  packed: Packed,
+  constants: Constants,
+  *,
+  method: Method,
 ) -> tuple[tuple[Array, Metrics], Params]:
   """Phase 2 under accumulation: ((surrogate loss f32[], metrics), its gradient).
 
-  The sums Σ total and Σ weight are divided once, at the end, so that k micro-batches give the
+  The sums Σ total and Σ weight are divided once, at the end, so that several micro-batches give the
   gradient of one batch.
   """
   method = method._replace(gram=None)  # it has done its work
+  here = constants._replace(metrics={})
 
-  def accumulate(gradient, micro):
-    batch, coefficients = micro
-    here = Constants(coefficients, constants.statistics, {})
-    (total, (weight, metrics)), micro = micro_gradient(
-      trained, frozen, batch, lambda *_: here, method=method
-    )
-    gradient = jax.tree.map(lambda a, g: a + g.astype(a.dtype), gradient, micro)
-    return gradient, (total, weight, metrics)
+  def micro(index):
+    own = jnp.where(is_in(packed, index), batch.mask, 0)
+    masked = dataclasses.replace(batch, mask=own)
+    return micro_gradient(trained, frozen, masked, index, lambda *_: here, method=method)
 
+  def accumulate(index, sums):
+    (total, weight, metrics), gradient = sums
+    (more, (more_weight, more_metrics)), more_gradient = micro(index)
+    metrics = reductions.merge_metrics(metrics, more_metrics)
+    gradient = jax.tree.map(lambda a, g: a + g.astype(a.dtype), gradient, more_gradient)
+    return (total + more, weight + more_weight, metrics), gradient
+
+  (total, (weight, metrics)), _ = jax.eval_shape(micro, 0)
+  zeros = lambda x: jnp.zeros(x.shape, x.dtype)
   wide = lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32))
-  micro_batches = split_micro_batches((batch, constants.coefficients), method.num_micro_batches)
-  gradient, (totals, weights, metrics) = jax.lax.scan(
-    accumulate, jax.tree.map(wide, trained), micro_batches
+  start = (zeros(total), zeros(weight), reductions.empty(metrics))
+  (total, weight, metrics), gradient = jax.lax.fori_loop(
+    0, packed.num_micro_batches, accumulate, (start, jax.tree.map(wide, trained))
   )
-  return divided(totals.sum(), weights.sum(), reductions.stacked(metrics), gradient, trained)
+  if method.aggregation == "constant":  # the whole batch's, whatever the mask
+    weight /= packed.num_micro_batches
+  return divided(total, weight, metrics, gradient, trained)
 
 
 def divided(
@@ -156,6 +168,7 @@ def micro_gradient(
   trained: Params,
   frozen: Params,
   batch: TrainBatch,
+  index: Array | int,
   constants_of: Callable[[Array, Forward | None], Constants],
   *,
   method: Method,
@@ -164,8 +177,12 @@ def micro_gradient(
 
   The network runs once, forward and back: the constants are made of its log-probabilities before
   the loss's gradient with respect to these is pulled back through it.
+
+  Args:
+    batch: its mask is 0 for the tokens of other micro-batches.
+    index: of the micro-batch.
   """
-  score = functools.partial(policy_forward, frozen=frozen, batch=batch, method=method)
+  score = lambda trained: policy_forward(trained, frozen, batch, index, method=method)
   (logprobs, entropy), pullback, forward = jax.vjp(score, trained, has_aux=True)
   constants = constants_of(jax.lax.stop_gradient(logprobs), forward)
   loss = functools.partial(surrogate, batch=batch, constants=constants, method=method)
@@ -174,17 +191,3 @@ def micro_gradient(
   )
   (gradient,) = pullback(cotangents)
   return (total, aux), gradient
-
-
-def split_micro_batches(tree: Any, num_micro_batches: int) -> Any:
-  """[P, ...] → [k, P/k, ...]; micro-batch j takes prompts j, j + k, …
-
-  Interleaved, so that with P sharded over devices every micro-batch is spread over all of them.
-  """
-  k = num_micro_batches
-  return jax.tree.map(lambda x: jnp.swapaxes(x.reshape(-1, k, *x.shape[1:]), 0, 1), tree)
-
-
-def join_micro_batches(tree: Any) -> Any:
-  """The inverse of `split_micro_batches`."""
-  return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), tree)

@@ -23,6 +23,7 @@ from rlvr_jax.ops.aggregate import AGGREGATIONS
 from rlvr_jax.ops.checks import check_between, check_choice
 from rlvr_jax.ops.veto import Veto, negative_advantage_veto
 from rlvr_jax.rollouts import schedules
+from rlvr_jax.rollouts.packing import RowLayout, with_rows
 from rlvr_jax.rollouts.store import StoreError
 from rlvr_jax.train import checks, learning_rate, optimizer, sharding
 from rlvr_jax.train.adapters import make_lora
@@ -34,12 +35,14 @@ from rlvr_jax.train.programs import (
   Programs,
   Sampler,
   abstract_state,
+  choose_row_attention,
   jit_generate,
   make_gram,
   make_programs,
+  make_row_layout,
 )
 from rlvr_jax.train.tokenizers import make_tokenizer
-from rlvr_jax.types import Params, Prompts, TrainState
+from rlvr_jax.types import Params, Prompts, TrainBatch, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +65,14 @@ class Parts:
 
   def to_devices(self, tree: Any) -> Any:
     return sharding.to_devices(tree, sharding.batch_sharding(self.mesh))
+
+  def batch_to_devices(self, batch: TrainBatch) -> TrainBatch:
+    """A batch of NumPy arrays, laid into rows."""
+    return sharding.batch_to_devices(with_rows(batch, self.row_layout), self.mesh)
+
+  @functools.cached_property
+  def row_layout(self) -> RowLayout:
+    return make_row_layout(self.config, self.model.config.attention, self.mesh)
 
   def to_generation(self, tree: Any) -> Any:
     """As `to_devices`, on the devices that generate rollouts."""
@@ -124,7 +135,7 @@ def build(
   method = method._replace(sources=tuple(source.name for source in sources))
   base = abstract_params(model, mesh)
   state = abstract_state(config, method, base, mesh)
-  checks.check_update(config, method, state, {} if make_lora(config) is None else base)
+  checks.check_update(config, mesh, method, state, {} if make_lora(config) is None else base)
   checks.check_rewards(config, method, policy, sources)
   task = with_graders(config, task or make_task(config))
   task = fitting(config, task, tokenizer)
@@ -199,7 +210,8 @@ def make_model(config: ml_collections.ConfigDict, mesh: Mesh, vocab_size: int) -
       f"config.model: vocab_size = {settings.vocab_size} is smaller than the tokenizer's"
       f" {vocab_size}; set config.model.overrides.vocab_size = {vocab_size}"
     )
-  model = transformer(settings, sharding.layout(mesh))
+  attention = choose_row_attention(config, settings, mesh)
+  model = transformer(dataclasses.replace(settings, attention=attention), sharding.layout(mesh))
   return lora.adapted(model, make_lora(config))
 
 
@@ -273,7 +285,6 @@ def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> 
     reference_kl_estimator=config.reference.estimator,
     veto=make_veto(config),
     entropy_bonus=config.entropy_bonus,
-    num_micro_batches=config.batch.micro_batches,
     seed=config.seed,
   )
 

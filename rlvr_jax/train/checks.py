@@ -18,7 +18,7 @@ from rlvr_jax.rollouts import schedules
 from rlvr_jax.train import learning_rate, optimizer, sharding
 from rlvr_jax.train.behavior_sources import Source
 from rlvr_jax.train.objective import Method
-from rlvr_jax.train.programs import abstract_batch, make_measure
+from rlvr_jax.train.programs import abstract_batch, make_measure, make_row_layout
 from rlvr_jax.train.step import train_step
 from rlvr_jax.types import Params, Sampling, TrainState
 
@@ -27,7 +27,7 @@ _MAX_WORKERS = 1024  # grading processes
 _MAX_INT32 = 2**31 - 1  # of indices and counters on the devices
 _AT_LEAST_ONE = {
   "": "max_prompt_length max_skipped_in_a_row",
-  "batch": "prompts group_size micro_batches",
+  "batch": "prompts group_size tokens_per_micro_batch",
   "evaluation": "every num_samples batch_prompts",
   "grading": "memory_mib",
   "checkpoint": "every keep",
@@ -56,7 +56,7 @@ def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
   # At least 2: a stop token alone is not an answer.
   check_integer("config", "max_response_length", config.max_response_length, low=2, high=_MAX_INT32)
   batch = config.batch
-  sharding.check_batch("config.batch.prompts", batch.prompts, mesh, batch.micro_batches)
+  sharding.check_batch("config.batch.prompts", batch.prompts, mesh)
   sharding.check_batch("config.evaluation.batch_prompts", config.evaluation.batch_prompts, mesh)
   if warm_start.num_steps:
     check_integer("config.warm_start", "batch_size", warm_start.batch_size, low=1, high=_MAX_INT32)
@@ -75,6 +75,7 @@ def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
         f" and config.max_response_length = {config.max_response_length} are {tokens} tokens, a"
         f" batch may have {_MAX_INT32}; lower one of them"
       )
+  check_integer("config.batch", "tokens_per_row", batch.tokens_per_row, low=0, high=_MAX_INT32)
   ks, limit = list(config.evaluation.ks), config.evaluation.num_samples
   wrong = [k for k in ks if not isinstance(k, int) or not 1 <= k <= limit]
   if wrong or not ks:
@@ -153,10 +154,15 @@ def shaped_outcomes(policy: OutcomePolicy) -> dict[str, Any]:
 
 
 def check_update(
-  config: ml_collections.ConfigDict, method: Method, state: TrainState, frozen: Params
+  config: ml_collections.ConfigDict,
+  mesh: Mesh,
+  method: Method,
+  state: TrainState,
+  frozen: Params,
 ) -> None:
   """Traces one update on shapes, so that errors in components are raised before compilation."""
-  batch = abstract_batch(config, needs_proximal=method.loss.needs_proximal)
+  layout = make_row_layout(config, method.model.config.attention, mesh)
+  batch = abstract_batch(config, layout, mesh, needs_proximal=method.loss.needs_proximal)
   jax.eval_shape(functools.partial(train_step, method=method), state, frozen, batch)
   if config.diagnostics.every:
     jax.eval_shape(make_measure(config, method), state, frozen, state.params, batch)

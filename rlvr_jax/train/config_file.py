@@ -126,6 +126,8 @@ class Parser(config_flags.ConfigFileFlagParser):
       raise
     if not isinstance(config, ConfigDict):  # not found, which is reported when it is used
       return config
+    if message := old_spellings.of_config(config):
+      sys.exit(f"error: {path}: {message}")
     given = overrides(self.name, self._argv)
     if message := old_spellings.of_flags(self.name, config, given):
       sys.exit(f"error: {message}")

@@ -9,8 +9,8 @@ from rlvr_jax.geometry import GramFn, diagnostics, num_selected, per_rollout, up
 from rlvr_jax.geometry.agreement import gram_agreement
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.ops.masked import masked_mean
-from rlvr_jax.train.accumulate import batch_forward, first_phase, split_micro_batches
-from rlvr_jax.train.objective import Method, policy_logprobs
+from rlvr_jax.train.accumulate import batch_forward, first_phase, policy_logprobs
+from rlvr_jax.train.objective import Method
 from rlvr_jax.types import Array, Params, TrainBatch, TrainState
 
 
@@ -42,7 +42,7 @@ def measure(
   coefficients = method.advantage.apply(state.advantage_state, batch)
   key = key_for(method.seed, "reweighting", state.step)
   reweighted = first_phase(params, frozen, batch, coefficients, key, method=method).coefficients
-  logprobs, forward = batch_forward(params, frozen, batch, method=method._replace(gram=gram))
+  (logprobs, _), forward = batch_forward(params, frozen, batch, method=method._replace(gram=gram))
   matrix = gram.gram(params, frozen, batch, forward, context)
   scalars = diagnostics.diagnose(matrix, coefficients, reweighted, batch.rewards.shape[0])
   scalars["geometry/advantage_logprob_covariance"] = updates.advantage_logprob_covariance(
@@ -82,9 +82,6 @@ def accumulated_update(params: Params, initial: Params, method: Method) -> dict[
 
 
 def mean_entropy(trained: Params, frozen: Params, batch: TrainBatch, *, method: Method) -> Array:
-  """f32[], mean entropy over loss tokens, nats per token, micro-batch by micro-batch."""
-  score = lambda _, micro: (None, policy_logprobs(trained, frozen, micro, method=method)[1])
-  micro_batches = split_micro_batches(batch, method.num_micro_batches)
-  _, entropy = jax.lax.scan(score, None, micro_batches)
-  mask = split_micro_batches(batch.mask, method.num_micro_batches)
-  return masked_mean(entropy, mask)
+  """f32[], mean entropy over loss tokens, nats per token."""
+  _, entropy = policy_logprobs(trained, frozen, batch, method=method)
+  return masked_mean(entropy, batch.mask)

@@ -219,7 +219,7 @@ class Trainer:
     assert rollouts.graded is not None
     batch = self.scorer.prepared(rollouts, self.state, self.step)
     dispatched = time.perf_counter()
-    on_devices = self.parts.to_devices(batch)
+    on_devices = self.parts.batch_to_devices(batch)
     measured, arrays = self.scorer.measure(self.state, on_devices, self.step)
     self.state, metrics = self.parts.programs.train_step(self.state, self.frozen, on_devices)
     if measured:

@@ -11,10 +11,20 @@ import optax
 
 from rlvr_jax.ops import kl
 from rlvr_jax.ops.aggregate import aggregate
-from rlvr_jax.ops.logprobs import token_logprobs, token_statistics
+from rlvr_jax.ops.logprobs import token_statistics
 from rlvr_jax.ops.masked import mean_metric
 from rlvr_jax.ops.update_metrics import policy_metrics
-from rlvr_jax.types import Array, Forward, Mean, Metrics, Params, Sampling, TrainBatch
+from rlvr_jax.types import (
+  Array,
+  Forward,
+  Mean,
+  Metrics,
+  Packed,
+  Params,
+  Rows,
+  Sampling,
+  TrainBatch,
+)
 
 REFERENCE_KL_ESTIMATORS = ("k1", "k2", "k3")
 
@@ -37,7 +47,6 @@ class Method(NamedTuple):
     reference_kl_estimator: k1, k2 or k3.
     veto: takes tokens of negative-advantage rollouts out of the loss, see `ops.veto`; or None.
     entropy_bonus: coefficient of the policy's entropy; 0 leaves the term out.
-    num_micro_batches: the prompts of a batch are split into this many.
     gram: computes the Gram matrix that a reweighting needs, see `geometry.GramFn`; or None.
     gram_context: properties of the run that `gram` needs, see `geometry.GramContext`; or None.
     seed: of the randomness within an update.
@@ -58,11 +67,16 @@ class Method(NamedTuple):
   reference_kl_estimator: str = "k3"
   veto: Callable[[Array, Array, TrainBatch, Array], tuple[Array, Array, Metrics]] | None = None
   entropy_bonus: float = 0.0
-  num_micro_batches: int = 1
   gram: Any = None
   gram_context: Any = None
   seed: int = 0
   sources: tuple[str, ...] = ("policy",)
+
+
+def several_micro_batches(batch: TrainBatch) -> Packed | None:
+  """The rows of a batch, where a batch of these shapes may have several micro-batches."""
+  packed = batch.packed
+  return packed if packed is not None and packed.tokens.shape[0] > 1 else None
 
 
 class Constants(NamedTuple):
@@ -73,28 +87,70 @@ class Constants(NamedTuple):
   metrics: Metrics
 
 
-def policy_logprobs(
-  trained: Params, frozen: Params, batch: TrainBatch, *, method: Method
-) -> tuple[Array, Array]:
-  """log π and entropy (nats) of every response token, each f32[P, G, T]."""
-  return policy_forward(trained, frozen, batch, method=method._replace(gram=None))[0]
-
-
 def policy_forward(
-  trained: Params, frozen: Params, batch: TrainBatch, *, method: Method
+  trained: Params,
+  frozen: Params,
+  batch: TrainBatch,
+  micro_batch: Array | int = 0,
+  *,
+  method: Method,
 ) -> tuple[tuple[Array, Array], Forward | None]:
-  """((log π, entropy) as `policy_logprobs`, what the Gram matrix needs, or None)."""
+  """One forward pass over one micro-batch.
+
+  Args:
+    micro_batch: its number; a batch that is not packed is one micro-batch.
+  Returns:
+    (log π, entropy (nats)) of every response token, each f32[P, G, T], 0 for those of other
+    micro-batches; what the Gram matrix needs of this one (M = 1), or None.
+  """
   params = method.model.combine(trained, frozen)
-  hidden = method.model.response_hidden(params, batch.prompts, batch.tokens)
+  if batch.packed is None:
+    P, G, T = batch.tokens.shape
+    hidden = method.model.response_hidden(params, batch.prompts, batch.tokens)
+    hidden, targets = hidden.reshape(P * G, T, -1), batch.tokens.reshape(P * G, T)
+    by_rollout = lambda x: x.reshape(P, G, T)
+  else:
+    tokens, targets, rows, by_rollout = rows_of(batch.packed, micro_batch)
+    hidden = method.model.row_hidden(params, tokens, rows)
   head, sampling = method.model.head(params), Sampling(temperature=method.temperature)
-  mesh = method.model.mesh
-  if method.gram is None or not method.gram.needs_forward:
-    return token_logprobs(hidden, head, batch.tokens, sampling, mesh=mesh), None
-  project = method.gram.projection
+  project = method.gram.projection if method.gram else None
   projection = None if project is None else project(head.kernel.shape[1])
-  found = token_statistics(hidden, head, batch.tokens, sampling, projection=projection, mesh=mesh)
-  forward = Forward(hidden, found.log_normalizers, found.projected)
-  return (found.logprobs, found.entropy), forward
+  found = token_statistics(
+    hidden, head, targets, sampling, projection=projection, mesh=method.model.mesh
+  )
+  forward = None
+  if method.gram is not None and method.gram.needs_forward:
+    of_rows = (hidden, found.log_normalizers, found.projected)
+    forward = Forward(*jax.tree.map(lambda x: x[None], of_rows))
+  return (by_rollout(found.logprobs), by_rollout(found.entropy)), forward
+
+
+def is_in(packed: Packed, micro_batch: Array | int) -> Array:
+  """bool[P, G, T], which response tokens a micro-batch predicts."""
+  _, R, L = packed.tokens.shape
+  return (packed.places >= 0) & (packed.places // (R * L) == micro_batch)
+
+
+def rows_of(
+  packed: Packed, micro_batch: Array | int
+) -> tuple[Array, Array, Rows, Callable[[Array], Array]]:
+  """Tokens, targets i32[R, L] and rows of one micro-batch.
+
+  Returns, last: what takes values [R, L] to the response tokens that they belong to, [P, G, T], 0
+  where the token lies in another micro-batch.
+  """
+  tokens, targets, rows = jax.tree.map(
+    lambda x: jax.lax.dynamic_index_in_dim(x, micro_batch, keepdims=False),
+    (packed.tokens, packed.targets, packed.rows),
+  )
+  size = tokens.size
+  own = is_in(packed, micro_batch)
+  places = jnp.where(own, packed.places - micro_batch * size, size)
+
+  def by_rollout(values):
+    return values.reshape(size).at[places].get(mode="fill", fill_value=0)
+
+  return tokens, targets, rows, by_rollout
 
 
 def reweight(
@@ -106,41 +162,46 @@ def reweight(
   key: Array,
   *,
   method: Method,
-  index: Array | int = 0,
 ) -> tuple[Array, Metrics]:
-  """(coefficients f32[P, G], metrics), by blocks of the reweighting's scope.
-
-  Args:
-    index: of the micro-batch, where `batch` is one of several that have Gram matrices of their own.
-  """
+  """(coefficients f32[P, G], metrics), by blocks of the reweighting's scope."""
   P, G = coefficients.shape
-  by_group = method.reweighting.scope == "group"
-  blocks = coefficients if by_group else coefficients.reshape(1, P * G)
+  size = _block_size(method.reweighting.scope, P, G)
+  blocks = coefficients.reshape(-1, size)
   gram, metrics = None, {}
   if method.reweighting.needs_gram:
     forward = jax.lax.stop_gradient(forward)
     with jax.named_scope("gram"):
       gram = method.gram.gram(trained, frozen, batch, forward, method.gram_context)
-    metrics = _gram_metrics(trained, frozen, forward, method)
-    if by_group:
-      gram = jnp.moveaxis(jnp.diagonal(gram.reshape(P, G, P, G), axis1=0, axis2=2), -1, 0)
-    else:
-      gram = gram[None]
-  key = jax.random.fold_in(key, index)
+    metrics = _gram_metrics(trained, frozen, batch, forward, method)
+    blocked = gram.reshape(len(blocks), size, len(blocks), size)
+    gram = jnp.moveaxis(jnp.diagonal(blocked, axis1=0, axis2=2), -1, 0)
   reweighted, reweighting_metrics = method.reweighting.apply(blocks, gram, key)
   reweighted = jax.lax.stop_gradient(reweighted.reshape(P, G))
   return reweighted, {**metrics, **reweighting_metrics}
 
 
+def _block_size(scope: str | int, P: int, G: int) -> int:
+  """Rollouts that share a Gram matrix."""
+  if not isinstance(scope, int):
+    return {"batch": P * G, "group": G}[scope]
+  if P * G % scope:
+    allowed = [size for size in range(2, P * G + 1) if P * G % size == 0]
+    raise ValueError(
+      f"config.reweighting: scope = {scope} rollouts does not divide the {P * G} of a batch"
+      f" (config.batch.prompts = {P} · config.batch.group_size = {G}); choose one of {allowed}"
+    )
+  return scope
+
+
 def _gram_metrics(
-  trained: Params, frozen: Params, forward: Forward | None, method: Method
+  trained: Params, frozen: Params, batch: TrainBatch, forward: Forward | None, method: Method
 ) -> Metrics:
   """The cost of the Gram matrix as metrics; constant over a run."""
-  own_forward = jnp.float32(method.num_micro_batches > 1)
+  own_forward = jnp.float32(several_micro_batches(batch) is not None)
   metrics: Metrics = {"gram/forward_only_passes": Mean(total=own_forward, weight=jnp.float32(1))}
   if forward is not None:
     kernel = method.model.head(method.model.combine(trained, frozen)).kernel
-    metrics |= method.gram.cost(forward.hidden, kernel, method.gram_context)
+    metrics |= method.gram.cost(batch, forward.hidden, kernel, method.gram_context)
   return metrics
 
 

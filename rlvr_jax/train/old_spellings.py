@@ -25,6 +25,7 @@ _MOVED = {
   "optimizer.max_gradient_norm": "max_gradient_norm",
   "task.kwargs.code_reward": "task.kwargs.grader",
   "warm_start.optimizer.max_gradient_norm": "warm_start.max_gradient_norm",
+  "batch.micro_batches": "batch.tokens_per_micro_batch",
 }
 _COMPONENT = re.compile(r"(advantage|reweighting|gram|loss|schedule)\.(?:name|kwargs\.(\w+))")
 _OPTIMIZER = re.compile(r"((?:warm_start\.)?)optimizer\.(\w+)")
@@ -70,6 +71,16 @@ def of_recipe(error: BaseException) -> str | None:
   return None
 
 
+def of_config(config: ConfigDict) -> str | None:
+  """A message if a recipe made a section that has a field of earlier versions, else None."""
+  fields = itertools.chain(*(_flat(name, value) for name, value in config.to_dict().items()))
+  old = {path: value for path, value in fields if path in _MOVED}
+  new = [f"config.{field} = {value!r}" for field, value in respelled(config, old).items()]
+  return (
+    f"config.{', config.'.join(old)}: an old spelling; write {' and '.join(new)}" if old else None
+  )
+
+
 def respelled(config: ConfigDict, old: Mapping[str, Any]) -> dict[str, Any]:
   """The current fields that correspond to fields of earlier versions.
 
@@ -84,7 +95,7 @@ def respelled(config: ConfigDict, old: Mapping[str, Any]) -> dict[str, Any]:
   # Names first: they decide which of the recipe's hyper-parameters are kept.
   for field, keyword, value in sorted(fields, key=lambda entry: entry[1] != _NAME):
     if keyword is None:
-      new[field] = Spec("code", {"reward": value}) if field.endswith(".grader") else value
+      new[field] = _moved(config, field, value)
       continue
     spec = new.get(field) or parse(field, functools.reduce(getattr, field.split("."), config))
     if keyword == _NAME:
@@ -93,6 +104,18 @@ def respelled(config: ConfigDict, old: Mapping[str, Any]) -> dict[str, Any]:
     elif value is not None and (spec.name, keyword) != ("constant", "final_fraction"):
       new[field] = Spec(spec.name, {**spec.arguments, keyword: value})
   return new
+
+
+def _moved(config: ConfigDict, field: str, value: Any) -> Any:
+  """The value of a field that was moved, in its new unit."""
+  if field.endswith(".grader"):
+    return Spec("code", {"reward": value})
+  if field != "batch.tokens_per_micro_batch":
+    return value
+  # Of prompts they were; now of at most so many tokens on each device.
+  prompts, tokens = config.batch.prompts, config.max_response_length * config.batch.group_size
+  devices = config.mesh.data * config.mesh.fsdp
+  return -(-prompts * (config.max_prompt_length + tokens) // (int(value) * devices))
 
 
 def _new_field(path: str) -> tuple[str, str | None] | None:

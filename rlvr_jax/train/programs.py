@@ -17,17 +17,21 @@ from rlvr_jax.data import Tokenizer
 from rlvr_jax.models import lora
 from rlvr_jax.models.functional import Model
 from rlvr_jax.models.linear import merged
+from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_between
+from rlvr_jax.ops.row_attention import choose_attention, row_alignment, row_length
+from rlvr_jax.rollouts.packing import RowLayout, least_row, row_layout
 from rlvr_jax.rollouts.sampler import generate
 from rlvr_jax.train import sharding
+from rlvr_jax.train.accumulate import policy_logprobs
 from rlvr_jax.train.adapters import make_lora
 from rlvr_jax.train.behavior_sources import Source, behavior_gap
 from rlvr_jax.train.checksums import parameter_checksums
 from rlvr_jax.train.geometry import mean_entropy, measure
-from rlvr_jax.train.objective import Method, policy_logprobs
+from rlvr_jax.train.objective import Method
 from rlvr_jax.train.step import initial_state, train_step
 from rlvr_jax.train.warm_start import supervised_step
-from rlvr_jax.types import Params, Prompts, Sampling, TrainBatch, TrainState
+from rlvr_jax.types import Packed, Params, Prompts, Rows, Sampling, TrainBatch, TrainState
 
 
 class Programs(NamedTuple):
@@ -158,14 +162,59 @@ def make_measure(config: ml_collections.ConfigDict, method: Method) -> Callable:
   )
 
 
+def choose_row_attention(
+  config: ml_collections.ConfigDict, settings: TransformerConfig, mesh: Mesh
+) -> str:
+  """The implementation of attention within rows, for the devices of a mesh."""
+  sizes = config.max_prompt_length, config.max_response_length
+  least = max(least_row(*sizes, alignment=row_alignment("splash")), config.batch.tokens_per_row)
+  has_devices = isinstance(mesh, Mesh)  # else it is for estimates
+  return choose_attention(
+    settings.attention,
+    platform=mesh.devices.flat[0].platform if has_devices else jax.default_backend(),
+    row_length=row_length("splash", least),
+    head_dim=settings.head_dim,
+    dtype=settings.compute_dtype,
+  )
+
+
+def make_row_layout(config: ml_collections.ConfigDict, kind: str, mesh: Mesh) -> RowLayout:
+  """How the rollouts of a training batch lie in rows, for an implementation of attention.
+
+  By default a row has room for eight times as many response tokens as prompt tokens: a prompt is
+  computed once in each row that has rollouts of it.
+  """
+  batch, alignment = config.batch, row_alignment(kind)
+  S, T = config.max_prompt_length, config.max_response_length
+  of = functools.partial(least_row, alignment=alignment)
+  longest, prompt = of(S, T), of(S, 0)
+  devices = mesh.shape["data"] * mesh.shape["fsdp"]
+  beside = min(-(-8 * prompt // (longest - prompt)), batch.group_size)
+  beside = max(1, min(beside, batch.prompts * batch.group_size // devices))  # a row for each
+  several = min(prompt + beside * (longest - prompt), batch.tokens_per_micro_batch)
+  return row_layout(
+    prompts=batch.prompts,
+    group_size=batch.group_size,
+    max_prompt_length=S,
+    max_response_length=T,
+    length=row_length(kind, max(longest, batch.tokens_per_row or several)),
+    alignment=alignment,
+    devices=devices,
+    tokens_per_micro_batch=batch.tokens_per_micro_batch,
+  )
+
+
 def abstract_batch(
-  config: ml_collections.ConfigDict, *, needs_proximal: bool = False
+  config: ml_collections.ConfigDict, layout: RowLayout, mesh: Mesh, *, needs_proximal: bool = False
 ) -> TrainBatch:
-  """Shapes and dtypes of a training batch."""
+  """Shapes, dtypes and shardings of a training batch."""
   P, G = config.batch.prompts, config.batch.group_size
   S, T = config.max_prompt_length, config.max_response_length
   of = jax.ShapeDtypeStruct
-  return TrainBatch(
+  rows = of(
+    (layout.max_micro_batches, layout.devices * layout.rows_per_device, layout.length), jnp.int32
+  )
+  shapes = TrainBatch(
     prompts=Prompts(tokens=of((P, S), jnp.int32), lengths=of((P,), jnp.int32)),
     tokens=of((P, G, T), jnp.int32),
     mask=of((P, G, T), jnp.float32),
@@ -177,7 +226,16 @@ def abstract_batch(
     reference_logprobs=of((P, G, T), jnp.float32) if config.reference.kl_coefficient else None,
     proximal_logprobs=of((P, G, T), jnp.float32) if needs_proximal else None,
     solve_rate=of((P,), jnp.float32),
+    packed=Packed(
+      tokens=rows,
+      targets=rows,
+      rows=Rows(rows, rows, rows, rows),
+      places=of((P, G, T), jnp.int32),
+      num_micro_batches=of((), jnp.int32),
+    ),
   )
+  place = lambda x, s: of(x.shape, x.dtype, sharding=s)
+  return jax.tree.map(place, shapes, sharding.batch_shardings(shapes, mesh))
 
 
 def abstract_state(

@@ -54,7 +54,9 @@ class Scorer:
     ]
     flight = collector.submit_grading(collector.dispatch(problems, generate))
     batch = collector.finish(flight, [0] * len(problems)).train
-    _, entropy = parts.programs.score(params, self.frozen, parts.to_devices(without_scores(batch)))
+    _, entropy = parts.programs.score(
+      params, self.frozen, parts.batch_to_devices(without_scores(batch))
+    )
     return float(np.sum(sharding.to_host(entropy) * batch.mask) / max(batch.mask.sum(), 1))
 
   def prepared(self, rollouts: RolloutBatch, state: TrainState, step: int) -> TrainBatch:
@@ -88,7 +90,7 @@ class Scorer:
   def score(self, params: Params, batch: TrainBatch) -> Any:
     """f32[P, G, T], the responses' log-probabilities at the policy's temperature."""
     self.log.count_scored(batch)
-    scored = self.parts.to_devices(without_scores(batch))
+    scored = self.parts.batch_to_devices(without_scores(batch))
     return sharding.to_host(self.parts.programs.score(params, self.frozen, scored)[0])
 
   def measure(

@@ -6,6 +6,7 @@ other. The batch is sharded on prompts over data and fsdp together, so a group i
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rlvr_jax.models.functional import Layout
 from rlvr_jax.train.host import deadline
-from rlvr_jax.types import Array, Params
+from rlvr_jax.types import Array, Params, TrainBatch
 
 AXES = ("data", "fsdp", "tensor")
 BATCH = PartitionSpec(("data", "fsdp"))
@@ -146,17 +147,15 @@ def host_result_sharding(mesh: Mesh) -> NamedSharding:
   return batch_sharding(mesh) if jax.process_count() == 1 else replicated(mesh)
 
 
-def check_batch(name: str, prompts: int, mesh: Mesh, num_micro_batches: int = 1) -> None:
-  """Raises unless `prompts` splits evenly over micro-batches and devices."""
+def check_batch(name: str, prompts: int, mesh: Mesh) -> None:
+  """Raises unless `prompts` splits evenly over devices."""
   devices = mesh.shape["data"] * mesh.shape["fsdp"]
-  unit = devices * num_micro_batches
-  parts = f"{num_micro_batches} micro-batches (config.batch.micro_batches) times "
-  if prompts < 1 or prompts % unit:
+  if prompts < 1 or prompts % devices:
     raise ValueError(
-      f"{name} = {prompts} prompts do not split evenly over"
-      f" {parts if num_micro_batches > 1 else ''}{devices} batch devices (config.mesh.data ="
-      f" {mesh.shape['data']} · config.mesh.fsdp = {mesh.shape['fsdp']}); set {name} to a multiple"
-      f" of {unit}, for example {max(1, round(prompts / unit)) * unit}"
+      f"{name} = {prompts} prompts do not split evenly over {devices} batch devices"
+      f" (config.mesh.data = {mesh.shape['data']} · config.mesh.fsdp = {mesh.shape['fsdp']}); set"
+      f" {name} to a multiple of {devices}, for example"
+      f" {max(1, round(prompts / devices)) * devices}"
     )
 
 
@@ -164,6 +163,23 @@ def to_devices(tree: Any, sharding: NamedSharding) -> Any:
   """Host arrays, equal on every process, as global arrays."""
   put = lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
   return jax.tree.map(lambda x: put(np.asarray(x)), tree)
+
+
+def batch_shardings(batch: TrainBatch, mesh: Mesh) -> TrainBatch:
+  """A sharding for every leaf: the batch on prompts, each of its micro-batches on rows."""
+  of = lambda tree, spec: jax.tree.map(lambda _: NamedSharding(mesh, spec), tree)
+  packed = batch.packed
+  if packed is not None:
+    rows = PartitionSpec(None, *BATCH)
+    packed = of(packed, rows)._replace(
+      places=of(packed.places, BATCH), num_micro_batches=replicated(mesh)
+    )
+  return dataclasses.replace(of(dataclasses.replace(batch, packed=None), BATCH), packed=packed)
+
+
+def batch_to_devices(batch: TrainBatch, mesh: Mesh) -> TrainBatch:
+  """A host's batch, the same on every process, as global arrays."""
+  return jax.tree.map(to_devices, batch, batch_shardings(batch, mesh))
 
 
 def to_host(tree: Any) -> Any:

@@ -86,7 +86,7 @@ def test_an_update_gathers_a_layer_twice_and_reduces_its_gradient_once():
   config = fade_qwen25_7b.get_config()
   with config.unlocked():
     config.model.overrides.num_layers = 1
-  config.batch = dict(prompts=16, group_size=8, micro_batches=1)
+  config.batch.prompts, config.batch.group_size = 16, 8
   config.max_prompt_length, config.max_response_length = 256, 512
   parts = ahead_of_time.shapes_only(config, ahead_of_time.mesh_of(config, TOPOLOGY))
   found = {row["part"]: row for row in costs.program_cost(parts, TOPOLOGY, "update")["parts"]}

@@ -58,7 +58,7 @@ def test_a_full_size_recipe_is_initialised_and_sharded_as_shapes(name, chips):
 
 def test_the_estimate_counts_what_is_there():
   """Against arrays that exist: the parts of a tiny run, on one device."""
-  config = tiny.config(batch__micro_batches=2)
+  config = tiny.config(batch__tokens_per_micro_batch=64)
   parts = ahead_of_time.shapes_only(config, sharding.make_mesh())
   state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), parts.abstract_state)
   size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
@@ -69,7 +69,7 @@ def test_the_estimate_counts_what_is_there():
   assert update["gradients"] == 2 * size(state.params)
   assert generation["parameters to decode with"] == size(state.params)
   c, P, G = parts.model.config, config.batch.prompts, config.batch.group_size
-  prompts = abstract_batch(config).prompts
+  prompts = abstract_batch(config, parts.row_layout, parts.mesh).prompts
   empty = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), prompts)
   _, cache, _ = parts.model.start_decoding(state.params, empty, G, config.max_response_length)
   own = sum(keys.keys.nbytes + keys.values.nbytes for keys in cache)

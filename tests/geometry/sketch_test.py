@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracles.gram_cases import V, make_case, make_forward
+from oracles.gram_cases import V, in_rows, make_case, make_forward
 
 from rlvr_jax.geometry import sketch, sketch_with_error, streaming
 from rlvr_jax.types import Forward
@@ -80,7 +80,7 @@ def test_seed_alone_decides():
   def run(seed, spoil=lambda x, mask: x):
     route = sketch(copies=2, hidden_size=4, vocabulary_size=4, seed=seed)
     forward = make_forward(params, batch, setting, route.projection(V))
-    mask = batch.mask[..., None]
+    mask = batch.mask.reshape(1, -1, batch.mask.shape[-1], 1)
     forward = Forward(spoil(forward.hidden, mask), None, spoil(forward.projected, mask))
     return np.asarray(route.gram(params, {}, batch, forward, setting))
 
@@ -89,14 +89,27 @@ def test_seed_alone_decides():
   np.testing.assert_array_equal(run(5), run(5, lambda x, mask: jnp.where(mask > 0, x, jnp.nan)))
 
 
+@pytest.mark.parametrize("rows", [2, 100])
+def test_rows_give_the_same_estimate(x64, rows):
+  """In several micro-batches and in one."""
+  params, batch, _, setting = make_case(soft_cap=2.0, temperature=1.3)
+  route = sketch(copies=2, hidden_size=4, vocabulary_size=4)
+  forward = make_forward(params, batch, setting, route.projection(V))
+  expected = route.gram(params, {}, batch, forward, setting)
+  packed, laid = in_rows(batch, forward, rows=rows)
+  assert (packed.packed.tokens.shape[0] > 1) == (rows == 2)
+  found = jax.jit(lambda *args: route.gram(params, {}, *args, setting))(packed, laid)
+  np.testing.assert_allclose(found, expected, rtol=1e-11, atol=1e-11)
+
+
 def test_costs_a_fifth_of_a_head_product():
   P, G, T, D, vocabulary = 8, 8, 128, 1536, 151_936
   route = sketch()
   projection = jax.eval_shape(lambda: route.projection(vocabulary))
   abstract = jax.ShapeDtypeStruct
   batch = jax.tree.map(lambda x: abstract((P, G, T), x.dtype), exact_case()[2])
-  projected = abstract((P, G, T, projection.shape[1]), jnp.float32)
-  forward = Forward(abstract((P, G, T, D), jnp.bfloat16), None, projected)
+  projected = abstract((1, P * G, T, projection.shape[1]), jnp.float32)
+  forward = Forward(abstract((1, P * G, T, D), jnp.bfloat16), None, projected)
   jaxpr = jax.make_jaxpr(lambda *args: route.gram(None, {}, *args, None))(batch, forward)
   accumulated = 2 * P * G * T * vocabulary * projection.shape[1]
   head_product = 2 * P * G * T * D * vocabulary

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from oracles.gram_cases import D, G, P, make_batch, make_case, make_transformer
+from oracles.gram_cases import D, G, P, in_rows, make_batch, make_case, make_transformer
 
 from rlvr_jax.geometry import GramContext, bytes_moved, per_rollout, streaming
 from rlvr_jax.models.functional import all_trained
@@ -39,16 +39,15 @@ def streamed(args, setting, **route):
   ("case", "routes"),
   [
     (dict(make=make_transformer, final_soft_cap=1.5), [dict()]),
-    (dict(make=make_transformer, tied_head=False, temperature=0.6), [dict(gather_chunks=2)]),
-    (dict(soft_cap=2.0, scale=0.3, temperature=1.7), [dict(gather_chunks=4), dict()]),
-    # Blocks of 128, the last of them narrower; 256 and a last one; the whole; the same in chunks.
+    (dict(make=make_transformer, tied_head=False, temperature=0.6), [dict()]),
+    (dict(soft_cap=2.0, scale=0.3, temperature=1.7), [dict()]),
+    # Blocks of 128, the last of them narrower; 256 and a last one; the whole.
     (
       dict(vocab_size=300, temperature=0.9),
       [
         dict(block_elements=1),
         dict(block_elements=P * G * D * 256),
         dict(),
-        dict(block_elements=1, gather_chunks=8),
       ],
     ),
   ],
@@ -64,11 +63,23 @@ def test_equals_differentiation(x64, case, routes):
     np.testing.assert_allclose(found, found.T, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("rows", [2, 100])
+@pytest.mark.parametrize("route", [dict(), dict(block_elements=1)])
+def test_rows_give_the_same_matrix(x64, rows, route):
+  """In several micro-batches and in one; what lies beside the rollouts' tokens is NaN."""
+  params, batch, forward, setting = make_case(vocab_size=300, soft_cap=2.0, temperature=0.9)
+  packed, laid = in_rows(batch, forward, rows=rows)
+  assert (packed.packed.tokens.shape[0] > 1) == (rows == 2)
+  found = streamed((params, packed, laid), setting, **route)
+  assert_close(found, streamed((params, batch, forward), setting))
+
+
 def test_what_is_masked_does_not_matter():
   params, batch, forward, setting = make_case(dtype="float32")
+  mask = batch.mask.reshape(forward.log_normalizers.shape)
   spoil = lambda x, mask: jnp.where(mask > 0, x, jnp.nan)
   spoilt = Forward(
-    spoil(forward.hidden, batch.mask[..., None]), spoil(forward.log_normalizers, batch.mask), None
+    spoil(forward.hidden, mask[..., None]), spoil(forward.log_normalizers, mask), None
   )
   other = dataclasses.replace(batch, tokens=jnp.where(batch.mask > 0, batch.tokens, -1))
   np.testing.assert_array_equal(
@@ -84,18 +95,9 @@ def test_bfloat16_is_near_float32():
   assert_close(found, exact, 0.01)
 
 
-@pytest.mark.parametrize(
-  ("arguments", "message"),
-  [
-    (dict(block_elements=0), "block_elements = 0"),
-    (dict(gather_chunks=0), "gather_chunks = 0"),
-    (dict(gather_chunks=3), "gather_chunks = 3 does not divide the 8 rollouts of a device"),
-  ],
-)
-def test_what_cannot_be(arguments, message):
-  with pytest.raises(ValueError, match=message):
-    params, *rest = make_case(dtype="float32")
-    streaming(**arguments).gram(params, {}, *rest)
+def test_what_cannot_be():
+  with pytest.raises(ValueError, match="block_elements = 0"):
+    streaming(block_elements=0)
 
 
 # --- price ----------------------------------------------------------------------------------------
@@ -117,8 +119,9 @@ def abstract_case(prompts, group, length, width, vocabulary, dtype=jnp.bfloat16,
   tokens = place((prompts, group, length), jnp.int32, "batch")
   mask = place((prompts, group, length), jnp.float32, "batch")
   batch = dataclasses.replace(batch, tokens=tokens, mask=mask)
-  hidden = place((prompts, group, length, width), dtype, "batch")
-  forward = Forward(hidden, mask, None)
+  rows = (1, prompts * group, length)
+  hidden = place((*rows, width), dtype, "rows")
+  forward = Forward(hidden, place(rows, jnp.float32, "rows"), None)
   return place((vocabulary, width), dtype, "kernel"), {}, batch, forward
 
 
@@ -152,21 +155,23 @@ def test_memory_is_that_of_a_block():
 # --- meshes ---------------------------------------------------------------------------------------
 
 
-def on_mesh(sizes, params, *trees):
+def on_mesh(sizes, params, batch, forward):
   """Laid out as training has them."""
   mesh = sharding.make_mesh(**sizes)
-  placed = [jax.device_put(tree, sharding.batch_sharding(mesh)) for tree in trees]
-  return mesh, jax.device_put(params, sharding.state_shardings(params, mesh)), *placed
+  rows = NamedSharding(mesh, PartitionSpec(None, *sharding.BATCH))
+  batch = jax.device_put(batch, sharding.batch_shardings(batch, mesh))
+  params = jax.device_put(params, sharding.state_shardings(params, mesh))
+  return mesh, params, batch, jax.device_put(forward, rows)
 
 
 @pytest.mark.parametrize(
   ("sizes", "case", "route"),
   [
-    (dict(data=8), dict(), dict(gather_chunks=2)),
+    (dict(data=8), dict(), dict()),
     (dict(data=2, fsdp=2, tensor=2), dict(make=make_transformer), dict()),
-    (dict(data=2, fsdp=2, tensor=2), dict(soft_cap=2.0, width=7), dict(gather_chunks=2)),
+    (dict(data=2, fsdp=2, tensor=2), dict(soft_cap=2.0, width=7), dict()),
     (dict(fsdp=2, tensor=4), dict(vocab_size=1061, temperature=0.7), dict(block_elements=1)),
-    (dict(fsdp=4, tensor=2), dict(vocab_size=64, temperature=0.7), dict(gather_chunks=4)),
+    (dict(fsdp=4, tensor=2), dict(vocab_size=64, temperature=0.7), dict()),
   ],
 )
 def test_sharded_equals_unsharded(x64, sizes, case, route):
@@ -177,6 +182,12 @@ def test_sharded_equals_unsharded(x64, sizes, case, route):
   found = streamed(args, setting._replace(mesh=mesh), **route)
   assert found.is_fully_replicated
   assert_close(found, expected, 1e-12)
+  params, batch, forward = args
+  packed, laid = in_rows(
+    *jax.device_get((batch, forward)), devices=mesh.shape["data"] * mesh.shape["fsdp"]
+  )
+  _, _, *args = on_mesh(sizes, {}, packed, laid)
+  assert_close(streamed((params, *args), setting._replace(mesh=mesh), **route), expected, 1e-12)
 
 
 def group_size(line):
@@ -209,6 +220,7 @@ def received_bytes(hlo):
 def test_bytes_moved_are_those_of_the_compiled_program():
   mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
   layouts = {"batch": sharding.BATCH, "kernel": PartitionSpec("tensor", "fsdp")}
+  layouts["rows"] = PartitionSpec(None, *sharding.BATCH)
   place = lambda shape, dtype, what: jax.ShapeDtypeStruct(
     shape, dtype, sharding=NamedSharding(mesh, layouts[what])
   )
@@ -216,7 +228,5 @@ def test_bytes_moved_are_those_of_the_compiled_program():
   run = lambda *args: streaming().gram(*args, GramContext(_HeadOnly, mesh=mesh))
   found = received_bytes(jax.jit(run).lower(*args).compile().as_text())
   kernel = jax.ShapeDtypeStruct((32, 4096), jnp.float32)
-  assert sum(found.values()) == bytes_moved(args[3].hidden, kernel, mesh), found
-  thrice = bytes_moved(args[3].hidden, kernel, mesh, gather_chunks=3)
-  assert thrice - bytes_moved(args[3].hidden, kernel, mesh) == 2 * found["all-gather"]
-  assert bytes_moved(args[3].hidden, kernel, None) == 0
+  assert sum(found.values()) == bytes_moved(args[3].hidden, kernel, mesh, rollouts=16), found
+  assert bytes_moved(args[3].hidden, kernel, None, rollouts=16) == 0

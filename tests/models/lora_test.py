@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from oracles.updates import make_batch, make_method, relative_distance
+from oracles.updates import in_rows, make_batch, make_method, relative_distance
 
 from rlvr_jax import geometry, reweighting
 from rlvr_jax.geometry.per_rollout import per_rollout_features
@@ -252,9 +252,8 @@ def test_meshes_and_micro_batches_give_the_same_update(x64, shape):
   loss, expected = gradient(base, adapters, batch)
   mesh = sharding.make_mesh(**dict(zip(sharding.AXES, shape, strict=True)))
   place = lambda tree: jax.device_put(tree, sharding.state_shardings(tree, mesh))
-  placed = sharding.to_devices(batch, sharding.batch_sharding(mesh))
-  how = dict(mesh=mesh, num_micro_batches=2)
-  found, other = gradient(place(base), place(adapters), placed, **how)
+  placed = in_rows(batch, rows=1, mesh=mesh)
+  found, other = gradient(place(base), place(adapters), placed, mesh=mesh)
   np.testing.assert_allclose(found, loss, rtol=1e-9)
   assert relative_distance(other, expected) < 1e-9
 

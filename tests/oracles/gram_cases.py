@@ -10,6 +10,7 @@ from oracles import batches
 from rlvr_jax.geometry import GramContext
 from rlvr_jax.models.functional import all_trained, transformer
 from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.rollouts.packing import row_layout, with_rows
 from rlvr_jax.types import Forward, Head, Prompts
 
 P, G, S, T, D, V = 4, 2, 3, 5, 8, 19
@@ -78,7 +79,30 @@ def make_forward(params, batch, setting, projection=None):
     if head.soft_cap is not None:
       d *= 1 - (logits / head.soft_cap) ** 2
     projected = d @ projection.astype(d.dtype)
-  return Forward(hidden, log_normalizers, projected)
+  rows = lambda x: x.reshape(1, -1, *x.shape[2:])  # one rollout each
+  return Forward(*jax.tree.map(rows, (hidden, log_normalizers, projected)))
+
+
+def in_rows(batch, forward, *, rows=1, length=12, devices=1):
+  """The same case packed, in micro-batches of `rows` rows; NaN where no token of a rollout lies."""
+  shape = dict(zip(("prompts", "group_size", "max_response_length"), batch.mask.shape, strict=True))
+  layout = row_layout(
+    **shape,
+    max_prompt_length=S,
+    length=length,
+    alignment=1,
+    devices=devices,
+    tokens_per_micro_batch=rows * length,
+  )
+  packed = with_rows(jax.device_get(batch), layout)
+  places, shape = packed.packed.places, packed.packed.tokens.shape
+
+  def lay(x):
+    flat = jnp.full((np.prod(shape), *x.shape[3:]), jnp.nan, x.dtype)
+    at = jnp.where(places >= 0, places, len(flat)).reshape(-1)
+    return flat.at[at].set(x.reshape(-1, *x.shape[3:]), mode="drop").reshape(*shape, *x.shape[3:])
+
+  return packed, jax.tree.map(lay, forward)
 
 
 def make_case(make=make_lookup, *, temperature=1.0, batch=None, **model):

@@ -12,6 +12,7 @@ from rlvr_jax import advantages, losses, reweighting
 from rlvr_jax.advantages.masses import gradient_masses
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.rollouts.packing import row_layout, with_rows
 from rlvr_jax.train import sharding
 from rlvr_jax.train.accumulate import update_gradient
 from rlvr_jax.train.objective import Method
@@ -56,6 +57,32 @@ def make_batch(dtype=np.float32, seed=0):
     behavior_logprobs=(rng.normal(size=(P, G, T)) * 0.3 - 3.4).astype(dtype),
     reference_logprobs=(rng.normal(size=(P, G, T)) * 0.3 - 3.4).astype(dtype),
   )
+
+
+def in_rows(batch, *, rows=10**6, mesh=None, length=12, several=True):
+  """The batch packed into rows, in micro-batches of `rows` rows on each device, or in one.
+
+  Args:
+    batch: as `make_batch` makes it.
+    mesh: where the batch is placed; None leaves it on the host.
+    several: whether micro-batches of that size must be several, or one.
+  """
+  devices = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+  P, G, T = batch.tokens.shape
+  layout = row_layout(
+    prompts=P,
+    group_size=G,
+    max_prompt_length=batch.prompts.tokens.shape[1],
+    max_response_length=T,
+    length=length,
+    alignment=1,
+    devices=devices,
+    tokens_per_micro_batch=rows * length,
+  )
+  found = with_rows(batch, layout)
+  count = found.packed.num_micro_batches if several else found.packed.tokens.shape[0]
+  assert (count > 1) == several, layout
+  return found if mesh is None else sharding.batch_to_devices(found, mesh)
 
 
 _update_gradient = jax.jit(update_gradient, static_argnames="method")

@@ -301,7 +301,9 @@ def test_one_rollout_is_an_error_with_a_remedy():
     ({"positive_part": "yes"}, r"positive_part = 'yes' is unknown"),
     ({"channels": "main"}, r"channels = 'main' is unknown.*'both', 'residual', 'shared'"),
     ({"random_subspace": None}, r"random_subspace = None is unknown"),
-    ({"scope": "prompt"}, r"scope = 'prompt' is unknown.*'batch', 'group', 'micro_batch'"),
+    ({"scope": "prompt"}, "scope = 'prompt' is not 'batch', 'group' or a number of rollouts ≥ 2"),
+    ({"scope": "micro_batch"}, "scope = 'micro_batch' .* such as scope=8"),
+    ({"scope": 1}, "scope = 1 is not 'batch', 'group' or a number of rollouts ≥ 2"),
   ],
 )
 def test_what_is_out_of_range_is_refused_with_the_range(hyper, match):
@@ -311,5 +313,5 @@ def test_what_is_out_of_range_is_refused_with_the_range(hyper, match):
 
 def test_the_scope_is_handed_on():
   assert reweighting.salt().scope == "batch"
-  assert reweighting.salt(scope="micro_batch").scope == "micro_batch"
+  assert reweighting.salt(scope=8).scope == 8
   assert reweighting.salt().needs_gram

@@ -1,5 +1,5 @@
-"""Every estimator with every loss, veto on and off, with and without SALT: micro-batches and a mesh
-equal one device."""
+"""Every estimator with every loss, veto on and off, with and without SALT: rows and a mesh
+equal the padded layout on one device."""
 
 import dataclasses
 import functools
@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from oracles.updates import P, gradient_of, make_batch, make_method
+from oracles.updates import P, gradient_of, in_rows, make_batch, make_method
 
 from rlvr_jax import advantages, geometry, losses, reweighting
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.ops.reductions import values
 from rlvr_jax.ops.veto import negative_advantage_veto
 from rlvr_jax.train import sharding
-from rlvr_jax.train.objective import policy_logprobs
+from rlvr_jax.train.accumulate import policy_logprobs
 from rlvr_jax.train.step import initial_state, train_step
 
 VETOES = {"plain": None, "veto": negative_advantage_veto(threshold=0.9)}
@@ -58,14 +58,22 @@ def batch_and_params():
   ), params
 
 
-def updater(loss, veto, reweighter, *, on_mesh=False, num_micro_batches=1):
-  """Coefficients → ((loss, metrics), gradient), compiled once."""
+def updater(loss, veto, reweighter, *, on_mesh=False, rows=None, several=True):
+  """Coefficients → ((loss, metrics), gradient), compiled once.
+
+  Args:
+    rows: of a micro-batch on each device; None leaves the batch padded, the reference layout.
+    several: whether these are several micro-batches, or one.
+  """
   batch, params = batch_and_params()
   mesh = sharding.make_mesh(**MESH) if on_mesh else None
+  if rows is not None:
+    batch = in_rows(batch, rows=rows, mesh=mesh, several=several)
+  elif mesh:
+    batch = sharding.to_devices(batch, sharding.batch_sharding(mesh))
   if mesh:
     params = jax.device_put(params, sharding.state_shardings(params, mesh))
-    batch = sharding.to_devices(batch, sharding.batch_sharding(mesh))
-  method = method_of(loss, veto, reweighter, mesh, num_micro_batches=num_micro_batches)
+  method = method_of(loss, veto, reweighter, mesh)
   return lambda coefficients: gradient_of(method, batch, params, coefficients)
 
 
@@ -106,17 +114,17 @@ QUICK = {("ppo_clip", "plain"), ("p3o", "veto")}  # statistics of the whole batc
 def test_all_pairs(x64, loss, veto):
   """A subset of the product, which the soak test has in full.
 
-  The update's two phases, compiled once per loss. Without veto and SALT: against micro-batches, fed
-  with every estimator's coefficients. With both: against a mesh and micro-batches together, with
-  two estimators per loss, in turn, so that all have theirs.
+  The update's two phases, compiled once per loss, of the padded batch. Without veto and SALT:
+  against micro-batches of rows, fed with every estimator's coefficients. With both: against those
+  on a mesh, with two estimators per loss, in turn, so that all have theirs.
   """
   if veto == "plain":
-    single, other = updater(loss, veto, "none"), updater(loss, veto, "none", num_micro_batches=4)
+    single, other = updater(loss, veto, "none"), updater(loss, veto, "none", rows=4)
     check_updates(single, [other], advantages.__all__)
   else:
     turn, num_losses = losses.__all__.index(loss), len(losses.__all__)
     chosen = [advantages.__all__[(turn + i) % len(advantages.__all__)] for i in (0, num_losses)]
-    other = updater(loss, veto, "salt", on_mesh=True, num_micro_batches=2)
+    other = updater(loss, veto, "salt", on_mesh=True, rows=2)
     check_updates(updater(loss, veto, "salt"), [other], chosen)
 
 
@@ -125,10 +133,12 @@ def test_all_pairs(x64, loss, veto):
 @pytest.mark.parametrize("veto", VETOES)
 @pytest.mark.parametrize("loss", losses.__all__)
 def test_every_combination_makes_the_same_update(x64, loss, veto, reweighter):
-  """All estimators, with micro-batches and on a mesh."""
+  """All estimators: in one and in several micro-batches of rows, and on a mesh, padded and not."""
   others = [
-    updater(loss, veto, reweighter, num_micro_batches=4),
+    updater(loss, veto, reweighter, rows=10**6, several=False),
+    updater(loss, veto, reweighter, rows=4),
     updater(loss, veto, reweighter, on_mesh=True),
+    updater(loss, veto, reweighter, on_mesh=True, rows=2),
   ]
   check_updates(updater(loss, veto, reweighter), others, advantages.__all__)
 
@@ -138,8 +148,9 @@ def test_every_combination_makes_the_same_update(x64, loss, veto, reweighter):
 def test_every_estimator_steps(x64, advantage):
   """The whole jitted train step with the estimator and its state inside."""
   batch, params = batch_and_params()
+  batch = in_rows(batch, rows=8)
   method = method_of("ppo_clip", "veto", "none")
-  method = method._replace(advantage=getattr(advantages, advantage)(), num_micro_batches=2)
+  method = method._replace(advantage=getattr(advantages, advantage)())
   state = initial_state(method, params, jnp.float64(0.7))
   state, metrics = jax.jit(functools.partial(train_step, method=method))(state, {}, batch)
   assert all(bool(jnp.isfinite(x)) for x in metrics.values()), metrics

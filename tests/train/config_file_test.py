@@ -152,7 +152,8 @@ def test_a_field_of_a_string(argument, message):
      "--config.loss=\"p3o(cap='none')\""),
     (["--config.loss.aggregation=constant"], '--config.aggregation="constant"'),
     (["--config.reweighting.name=salt"], '--config.reweighting="salt"'),
-    (["--config.gram.kwargs.gather_chunks=2"], '--config.gram="streaming(gather_chunks=2)"'),
+    (["--config.gram.kwargs.block_elements=2"], '--config.gram="streaming(block_elements=2)"'),
+    (["--config.batch.micro_batches=4"], '--config.batch.tokens_per_micro_batch="832"'),
     (["--config.schedule.kwargs.epochs=2"],
      '--config.schedule="updates_per_refresh(batches=4, epochs=2)"'),
     (["--config.schedule.proximal_every=3"], '--config.proximal_every="3"'),
@@ -245,3 +246,13 @@ def test_what_old_fields_do_not_say_is_the_recipe_s():
   assert found == {}
   found = old_spellings.respelled(base.get_config(), {"loss.name": "ppo_clip"})
   assert found == {"loss": specs.Spec("ppo_clip", {})}
+
+
+def test_a_section_of_an_old_recipe_prints_the_new_line(tmp_path):
+  """Four prompts of 96 tokens, each with 4 responses of 16: a micro-batch of 640 tokens."""
+  recipe = tmp_path / "mine.py"
+  recipe.write_text(RECIPE.format("c.batch = dict(prompts=8, group_size=4, micro_batches=2)"))
+  told = refused(recipe=str(recipe))
+  new = "config.batch.tokens_per_micro_batch = 640"
+  assert told.startswith(f"error: {recipe}: config.batch.micro_batches:"), told
+  assert told.endswith(f"; write {new}"), told

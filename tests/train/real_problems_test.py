@@ -52,7 +52,7 @@ def get_config(arguments):
   c.model = dict(preset="", checkpoint=checkpoint, overrides={})
   c.max_prompt_length, c.max_response_length = 800, 16
   c.warm_start.num_steps = 0
-  c.batch = dict(prompts=4, group_size=4, micro_batches=1)
+  c.batch.prompts, c.batch.group_size = 4, 4
   c.evaluation.num_samples = 2
   c.evaluation.ks = (1, 2)
   c.evaluation.batch_prompts = 4

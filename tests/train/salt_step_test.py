@@ -1,6 +1,5 @@
 """SALT in the update: one trunk pass, micro-batches, scopes, meshes; and what is measured."""
 
-import collections
 import dataclasses
 import functools
 
@@ -9,15 +8,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from oracles.updates import G, P, T, gradient_of, make_batch, make_method, relative_distance
+from jax.ad_checkpoint import checkpoint_name
+from oracles.updates import (
+  G,
+  P,
+  T,
+  gradient_of,
+  in_rows,
+  make_batch,
+  make_method,
+  relative_distance,
+)
 
 from rlvr_jax import geometry, reweighting
 from rlvr_jax.geometry.per_rollout import per_rollout_features
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.ops.reductions import values
 from rlvr_jax.train import sharding
+from rlvr_jax.train.accumulate import policy_logprobs
 from rlvr_jax.train.geometry import mean_entropy, measure
-from rlvr_jax.train.objective import policy_logprobs
 from rlvr_jax.train.step import initial_state, train_step
 
 ROUTES = {
@@ -51,43 +60,42 @@ def salt_by_hand(features, coefficients):
   return top @ (top.T @ coefficients) + alpha * (positive - top @ (top.T @ positive))
 
 
-def blocks_of(scope, k):
-  """Index sets of [P, G] rollouts that share a Gram matrix, under k micro-batches."""
-  rollouts = np.arange(P * G).reshape(P, G)
-  if scope == "group":
-    return list(rollouts)
-  if scope == "micro_batch":  # prompts j, j + k, …
-    return [rollouts[j::k].ravel() for j in range(k)]
-  return [rollouts.ravel()]
+def blocks_of(scope):
+  """Index sets of rollouts that share a Gram matrix."""
+  size = {"batch": P * G, "group": G}.get(scope, scope)
+  return np.arange(P * G).reshape(-1, size)
 
 
 @pytest.mark.parametrize(
-  ("scope", "k"),
+  ("scope", "rows"),
   [
-    ("batch", 1),
-    ("micro_batch", 4),
+    ("batch", 100),
+    (8, 4),
     ("group", 4),
     pytest.param("batch", 4, marks=pytest.mark.slow),
-    pytest.param("group", 1, marks=pytest.mark.slow),
+    pytest.param("group", None, marks=pytest.mark.slow),
   ],
 )
-def test_the_update_is_that_of_coefficients_reweighted_by_hand(x64, scope, k):
-  batch = make_batch(np.float64)
-  plain = make_method("float64", num_micro_batches=k)
-  method = make_salt_method(scope=scope, num_micro_batches=k)
+def test_the_update_is_that_of_coefficients_reweighted_by_hand(x64, scope, rows):
+  """Padded, in one micro-batch of rows, and in several."""
+  batch, several = make_batch(np.float64), rows == 4
+  plain, method = make_method("float64"), make_salt_method(scope=scope)
   params = plain.model.init(jax.random.key(0))
   features = np.asarray(per_rollout_features(params, {}, batch, method.gram_context))
   coefficients = np.asarray(plain.advantage.apply((), batch)).ravel()
   by_hand = np.empty_like(coefficients)
-  for block in blocks_of(scope, k):
+  for block in blocks_of(scope):
     by_hand[block] = salt_by_hand(features[block], coefficients[block])
   assert np.abs(by_hand - coefficients).max() > 0.1
-  (_, metrics), gradient = gradient_of(method, batch, params)
   (_, _), expected = gradient_of(plain, batch, params, jnp.asarray(by_hand.reshape(P, G)))
+  places = P * G * T
+  if rows:
+    batch = in_rows(batch, rows=rows, several=several)
+    places = batch.packed.num_micro_batches * batch.packed.tokens[0].size
+  (_, metrics), gradient = gradient_of(method, batch, params)
   assert relative_distance(gradient, expected) < 1e-9
-  assert values(metrics)["gram/forward_only_passes"] == (k > 1)
-  of_gram = P * G // k if scope == "micro_batch" or (scope == "group" and k > 1) else P * G
-  np.testing.assert_allclose(values(metrics)["gram/head_products"], 2 + of_gram / T)
+  assert values(metrics)["gram/forward_only_passes"] == several
+  np.testing.assert_allclose(values(metrics)["gram/head_products"], 2 + (P * G) ** 2 / places)
 
 
 @pytest.mark.parametrize(
@@ -105,28 +113,25 @@ def test_meshes_and_micro_batches_give_the_same_update(x64, route, shape):
   batch = make_batch(np.float64)
   params = single.model.init(jax.random.key(0))
   (loss, _), expected = gradient_of(single, batch, params)
-  placed = sharding.to_devices(batch, sharding.batch_sharding(mesh))
+  placed = in_rows(batch, rows=2, mesh=mesh)
   shardings = sharding.state_shardings(jax.eval_shape(lambda: params), mesh)
-  method = make_salt_method(mesh=mesh, route=route, num_micro_batches=2)
+  method = make_salt_method(mesh=mesh, route=route)
   (found, _), gradient = gradient_of(method, placed, jax.device_put(params, shardings))
   np.testing.assert_allclose(found, loss, rtol=1e-9)
   assert relative_distance(gradient, expected) < 1e-9
 
 
-@pytest.mark.parametrize(("k", "passes"), [(1, 1), (4, 2)])
-def test_the_trunk_runs_once_where_the_batch_is_one_micro_batch(k, passes):
-  traced = collections.Counter()
-  method = make_salt_method("float32", num_micro_batches=k)
-
-  def counting(*args):
-    traced["trunk"] += 1
-    return method.model.response_hidden(*args)
-
-  batch, params = make_batch(), method.model.init(jax.random.key(0))
-  counted = method._replace(model=method.model._replace(response_hidden=counting))
-  state = initial_state(counted, params, jnp.float32(0.0))
-  jax.eval_shape(functools.partial(train_step, method=counted), state, {}, batch)
-  assert traced["trunk"] == passes
+@pytest.mark.parametrize(("rows", "passes"), [(100, 1), (4, 2)])
+def test_the_trunk_runs_once_where_the_batch_is_one_micro_batch(rows, passes):
+  method = make_salt_method("float32")
+  row_hidden = method.model.row_hidden
+  named = lambda *args: checkpoint_name(row_hidden(*args), "trunk")
+  method = method._replace(model=method.model._replace(row_hidden=named))
+  batch = in_rows(make_batch(), rows=rows, several=passes > 1)
+  params = method.model.init(jax.random.key(0))
+  state = initial_state(method, params, jnp.float32(0.0))
+  step = functools.partial(train_step, method=method)
+  assert str(jax.make_jaxpr(step)(state, {}, batch)).count("name=trunk") == passes
 
 
 def test_stale_hidden_states_of_padding_change_nothing(x64):
@@ -170,10 +175,10 @@ def test_a_batch_without_gradients_passes_unchanged():
   assert optax.tree.norm(gradient) == 0
 
 
-@pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.slow), 4])
-def test_measure_sees_the_coefficients_of_the_update(x64, k):
-  method = make_salt_method(num_micro_batches=k)
-  batch = make_batch(np.float64)
+@pytest.mark.parametrize("rows", [pytest.param(100, marks=pytest.mark.slow), 4])
+def test_measure_sees_the_coefficients_of_the_update(x64, rows):
+  method = make_salt_method()
+  batch = in_rows(make_batch(np.float64), rows=rows, several=rows == 4)
   params = method.model.init(jax.random.key(0))
   moved = jax.tree.map(lambda p: p + 0.1 * jnp.sin(jnp.arange(p.size)).reshape(p.shape), params)
   state = initial_state(method, moved, jnp.float64(0.0))

@@ -67,9 +67,9 @@ def test_mesh_that_cannot_be(sizes, message):
 
 def test_batch_that_does_not_split():
   mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
-  sharding.check_batch("config.batch.prompts", 8, mesh, num_micro_batches=2)
-  with pytest.raises(ValueError, match=r"config.batch.prompts = 12 .* multiple of 8, for example"):
-    sharding.check_batch("config.batch.prompts", 12, mesh, num_micro_batches=2)
+  sharding.check_batch("config.batch.prompts", 8, mesh)
+  with pytest.raises(ValueError, match=r"config.batch.prompts = 10 .* multiple of 4, for example"):
+    sharding.check_batch("config.batch.prompts", 10, mesh)
 
 
 # --- the table ------------------------------------------------------------------------------------

@@ -8,12 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from oracles.updates import G, P, T, gradient_of, make_batch, make_method, relative_distance
+from oracles.updates import (
+  G,
+  P,
+  T,
+  gradient_of,
+  in_rows,
+  make_batch,
+  make_method,
+  relative_distance,
+)
 
 from rlvr_jax.losses.base import Loss
 from rlvr_jax.ops.reductions import values
 from rlvr_jax.train import sharding
-from rlvr_jax.train.objective import policy_logprobs
+from rlvr_jax.train.accumulate import policy_logprobs
 from rlvr_jax.train.step import initial_state, train_step
 
 
@@ -26,14 +35,16 @@ from rlvr_jax.train.step import initial_state, train_step
     pytest.param("sequence_sum", marks=pytest.mark.slow),
   ],
 )
-@pytest.mark.parametrize("k", [8])
-def test_micro_batches_add_up_to_one_batch(aggregation, k):
+@pytest.mark.parametrize("rows", [1])
+def test_micro_batches_add_up_to_one_batch(aggregation, rows):
+  """Of rows, against the padded batch."""
   terms = dict(aggregation=aggregation, reference_kl=0.1, entropy_bonus=0.01)
-  whole = make_method(**terms)
-  split = make_method(num_micro_batches=k, **terms)
-  params = whole.model.init(jax.random.key(0))
-  (loss, metrics), gradient = gradient_of(whole, make_batch(), params)
-  (split_loss, split_metrics), split_gradient = gradient_of(split, make_batch(), params)
+  method = make_method(**terms)
+  params = method.model.init(jax.random.key(0))
+  (loss, metrics), gradient = gradient_of(method, make_batch(), params)
+  split = in_rows(make_batch(), rows=rows)
+  assert split.packed.num_micro_batches >= 8
+  (split_loss, split_metrics), split_gradient = gradient_of(method, split, params)
   assert relative_distance(split_gradient, gradient) < 1e-6
   np.testing.assert_allclose(split_loss, loss, rtol=1e-5)
   for name, value in values(metrics).items():
@@ -42,10 +53,10 @@ def test_micro_batches_add_up_to_one_batch(aggregation, k):
 
 @pytest.mark.slow
 def test_micro_batches_add_up_in_float64(x64):
-  whole, split = make_method("float64"), make_method("float64", num_micro_batches=4)
-  params = whole.model.init(jax.random.key(0))
-  (_, _), gradient = gradient_of(whole, make_batch(np.float64), params)
-  (_, _), split_gradient = gradient_of(split, make_batch(np.float64), params)
+  method, batch = make_method("float64"), make_batch(np.float64)
+  params = method.model.init(jax.random.key(0))
+  (_, _), gradient = gradient_of(method, batch, params)
+  (_, _), split_gradient = gradient_of(method, in_rows(batch, rows=4), params)
   assert relative_distance(split_gradient, gradient) < 1e-12
 
 
@@ -61,15 +72,16 @@ def _gradient_of_one_device(dtype, terms):
   return params, gradient_of(method, make_batch(np.dtype(dtype)), params)
 
 
-def _sharded_gradient(shape, dtype, num_micro_batches=1):
+def _sharded_gradient(shape, dtype, place):
+  """Relative distance to the gradient of one device; `place` puts a host's batch on a mesh."""
   mesh = sharding.make_mesh(**dict(zip(sharding.AXES, shape, strict=True)))
-  terms = dict(reference_kl=0.1, entropy_bonus=0.01, num_micro_batches=num_micro_batches)
+  terms = dict(reference_kl=0.1, entropy_bonus=0.01)
   method = make_method(dtype, mesh=mesh, **terms)
   params, ((expected, expected_metrics), expected_gradient) = _gradient_of_one_device(
     dtype, tuple(terms.items())
   )
   shardings = sharding.state_shardings(jax.eval_shape(lambda: params), mesh)
-  batch = sharding.to_devices(make_batch(np.dtype(dtype)), sharding.batch_sharding(mesh))
+  batch = place(make_batch(np.dtype(dtype)), mesh=mesh)
   (loss, metrics), gradient = gradient_of(method, batch, jax.device_put(params, shardings))
   np.testing.assert_allclose(loss, expected, rtol=1e-5)
   for name, value in values(expected_metrics).items():
@@ -79,11 +91,20 @@ def _sharded_gradient(shape, dtype, num_micro_batches=1):
 
 @pytest.mark.parametrize("shape", MESHES)
 def test_every_mesh_gives_the_single_devices_gradient(shape):
-  assert _sharded_gradient(shape, "float32") < 1e-6
+  """Padded, one rollout per row: the reference layout."""
+  padded = lambda batch, mesh: sharding.to_devices(batch, sharding.batch_sharding(mesh))
+  assert _sharded_gradient(shape, "float32", padded) < 1e-6
 
 
-def test_mesh_and_micro_batches_in_float64(x64):
-  assert _sharded_gradient((2, 2, 2), "float64", num_micro_batches=2) < 1e-12
+PACKED_MESHES = [(2, 2, 2)]  # tensor divides the two key heads
+PACKED_MESHES += [
+  pytest.param(s, marks=pytest.mark.slow) for s in [(8, 1, 1), (1, 8, 1), (1, 4, 2)]
+]
+
+
+@pytest.mark.parametrize("shape", PACKED_MESHES)
+def test_mesh_and_micro_batches_in_float64(x64, shape):
+  assert _sharded_gradient(shape, "float64", functools.partial(in_rows, rows=1)) < 1e-12
 
 
 def test_parameters_are_sharded_by_the_rules():
@@ -151,13 +172,11 @@ def _centered_loss():
 
 
 def test_statistics_are_those_of_the_whole_batch_under_micro_batches(x64):
-  whole = make_method("float64", loss=_centered_loss())
-  split = make_method("float64", loss=_centered_loss(), num_micro_batches=4)
-  state = lambda method: initial_state(method, params, jnp.zeros(()))
-  params = whole.model.init(jax.random.key(0))
-  step = lambda method: jax.jit(functools.partial(train_step, method=method))
-  expected, expected_values = step(whole)(state(whole), {}, make_batch(np.float64))
-  found, found_values = step(split)(state(split), {}, make_batch(np.float64))
+  method, batch = make_method("float64", loss=_centered_loss()), make_batch(np.float64)
+  state = initial_state(method, method.model.init(jax.random.key(0)), jnp.zeros(()))
+  step = jax.jit(functools.partial(train_step, method=method))
+  expected, expected_values = step(state, {}, batch)
+  found, found_values = step(state, {}, in_rows(batch, rows=3))
   assert relative_distance(found.params, expected.params) < 1e-11
   np.testing.assert_allclose(
     found_values["loss/surrogate"], expected_values["loss/surrogate"], rtol=1e-11
@@ -226,14 +245,11 @@ def test_the_order_of_prompts_and_rollouts_does_not_matter(x64):
   assert relative_distance(other, gradient) < 1e-11
 
 
-@pytest.mark.parametrize(
-  ("prompts", "micro_batches", "message"),
-  [(6, 1, "multiple of 4"), (8, 4, "multiple of 16"), (0, 1, "multiple of 4")],
-)
-def test_uneven_batches_are_refused_with_the_remedy(prompts, micro_batches, message):
+@pytest.mark.parametrize("prompts", [6, 0])
+def test_uneven_batches_are_refused_with_the_remedy(prompts):
   mesh = sharding.make_mesh(data=2, fsdp=2)
-  with pytest.raises(ValueError, match=message):
-    sharding.check_batch("config.batch.prompts", prompts, mesh, micro_batches)
+  with pytest.raises(ValueError, match="multiple of 4"):
+    sharding.check_batch("config.batch.prompts", prompts, mesh)
 
 
 def test_a_mesh_larger_than_the_machine_is_refused():

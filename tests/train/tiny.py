@@ -42,7 +42,7 @@ def get_config(scheduled_as=""):
   c.warm_start.num_steps = 40
   c.warm_start.batch_size = 16
   c.warm_start.learning_rate = "constant(peak=1e-2)"
-  c.batch = dict(prompts=8, group_size=4, micro_batches=1)
+  c.batch.prompts, c.batch.group_size = 8, 4
   c.schedule = "updates_per_refresh(batches=2, epochs=2)"
   c.reference.kl_coefficient = 0.1
   c.optimizer = "adamw(weight_decay=0.1)"

@@ -1,0 +1,105 @@
+"""Where the rollouts of a batch lie in the rows of a forward pass, and sums over their places."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rlvr_jax.ops.spectral import EXACT
+from rlvr_jax.types import Array, TrainBatch
+
+_TILE = 512  # places of a rollout, at most, that are multiplied at once
+
+
+class Places(NamedTuple):
+  """Of M micro-batches of R rows of L places; see `types.Packed`."""
+
+  targets: Array  # i32[M, R, L], the response token that a place predicts
+  kept: Array  # bool[M, R, L], whether that token counts in the loss
+  spans: Spans
+  num_micro_batches: Array | int  # ≤ M; those behind are empty
+
+
+class Spans(NamedTuple):
+  """The rollouts in the order in which they lie; those without a place come last."""
+
+  firsts: Array  # i32[B], place of the first token, of M·R·L
+  ends: Array  # i32[B], after the last token
+  slots: Array  # i32[B], number of the rollout in the batch, of P·G
+  bounds: Array  # i32[M + 1], where the rollouts of a micro-batch begin in these lists, and end
+
+
+def places_of(batch: TrainBatch) -> Places:
+  """Where the rollouts of a batch lie; of one that is not packed, each is a row of T places."""
+  P, G, T = batch.tokens.shape
+  B, mask = P * G, batch.mask > 0
+  if batch.packed is None:
+    firsts = jnp.arange(B, dtype=jnp.int32) * T
+    spans = Spans(firsts, firsts + T, jnp.arange(B), jnp.asarray([0, B]))
+    return Places(batch.tokens.reshape(1, B, T), mask.reshape(1, B, T), spans, 1)
+  packed = batch.packed
+  size, rows = packed.tokens.size, packed.tokens[0].size
+  places = jnp.where(packed.places >= 0, packed.places, size)
+  kept = jnp.zeros(size, bool).at[places].set(mask, mode="drop").reshape(packed.tokens.shape)
+  firsts = places[..., 0].reshape(B)  # a rollout that has a place has one for its first token
+  lengths = jnp.sum(packed.places >= 0, axis=-1, dtype=jnp.int32).reshape(B)
+  order = jnp.argsort(firsts)
+  firsts = firsts[order]
+  starts = jnp.arange(packed.tokens.shape[0] + 1, dtype=firsts.dtype) * rows
+  bounds = jnp.searchsorted(firsts, starts)
+  spans = Spans(firsts, firsts + lengths[order], order, bounds)
+  return Places(packed.targets, kept, spans, packed.num_micro_batches)
+
+
+def tile_of(batch: TrainBatch) -> tuple[int, int | None]:
+  """(places that are multiplied at once; the number of such tiles, where all rollouts have T)."""
+  T = batch.tokens.shape[-1]
+  tiles = -(-T // _TILE)
+  return -(-T // tiles), None if batch.packed is not None else tiles
+
+
+def outer_sums(
+  sums: Array,
+  left: Array,
+  right: Array,
+  spans: Spans,
+  index: Array | int,
+  tile: tuple[int, int | None],
+) -> Array:
+  """Adds Σ_n left[n] ⊗ right[n] of each rollout of one micro-batch, n over its places.
+
+  Places are multiplied in tiles of one rollout, as many as it has: no longer ones are paid for.
+
+  Args:
+    sums: [B, X, Y], by number of the rollout.
+    left, right: [R·L, X] and [R·L, Y], 0 at places that do not count.
+    index: of the micro-batch.
+    tile: of `tile_of`.
+  """
+  (width, tiles), size = tile, left.shape[0]
+  width = min(width, size)
+
+  def of_rollout(i, sums):
+    first, end, slot = (x[i] - offset for x, offset in zip(spans[:3], (base, base, 0), strict=True))
+
+    def of_tile(j, total):
+      start = first + j * width
+      at = jnp.minimum(start, size - width)  # a slice ends within the array
+      place = at + jnp.arange(width)
+      own = (place >= start) & (place < end)
+      x, y = (jax.lax.dynamic_slice_in_dim(z, at, width) for z in (left, right))
+      x = jnp.where(own[:, None], x, jnp.zeros((), x.dtype))
+      product = jnp.einsum("nx,ny->xy", x, y, precision=EXACT, preferred_element_type=sums.dtype)
+      return total + product
+
+    count = -(-(end - first) // width) if tiles is None else tiles
+    total = jax.lax.fori_loop(0, count, of_tile, jnp.zeros(sums.shape[1:], sums.dtype))
+    return jax.lax.dynamic_update_index_in_dim(sums, total, slot, 0)
+
+  base = index * size
+  low, high = 0, spans.firsts.shape[0]
+  if spans.bounds.shape[0] > 2:  # several micro-batches
+    low, high = spans.bounds[index], spans.bounds[index + 1]
+  return jax.lax.fori_loop(low, high, of_rollout, sums)

@@ -1,0 +1,335 @@
+"""Grouped-query attention within rows of packed sequences: one function, two implementations.
+
+`reference` is XLA's own operations on any platform: float32 scores, in long rows block by block,
+and only blocks in which a query sees a key. `splash` is the flash kernel for TPUs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import chex
+import jax
+import jax.numpy as jnp
+from absl import logging
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, PartitionSpec
+
+from rlvr_jax.ops.row_blocks import LONGEST_ROW, NO_WINDOW, TILE, sees, visible_blocks
+from rlvr_jax.types import Array, Rows
+
+KINDS = ("auto", "reference", "splash")
+RESIDUALS = "attention"  # checkpoint_name of what the backward pass needs beside its inputs
+
+_BLOCK = TILE  # of queries and of keys, in the reference
+_LONG = 1024  # tokens of a row from which on the reference skips blocks
+_DENSE_BLOCK = 64  # of queries, in shorter rows
+_MASKED = -1e30  # finite, so that no difference of two masked scores is NaN
+_SPLASH_HEADS = (32, 64, 80, 96, 128, 256)  # widths that were compiled for a TPU
+
+
+def row_attention(
+  queries: Array,
+  keys: Array,
+  values: Array,
+  rows: Rows,
+  *,
+  scale: float,
+  window: int | None = None,
+  slides: Array | bool = True,
+  soft_cap: float | None = None,
+  kind: str = "reference",
+  mesh: Mesh | None = None,
+) -> Array:
+  """softmax(q·kᵀ·scale) v over the keys of a token's own sequence, up to itself.
+
+  On a mesh every device works on its own rows, split over (data, fsdp), and heads, over tensor.
+
+  Args:
+    queries: [R, L, N, H].
+    keys, values: [R, L, K, H]; each serves N/K heads of queries, not copied.
+    rows: how sequences lie in the rows.
+    scale: factor on the scores, usually 1/√H.
+    window: tokens of its own sequence a query looks back, itself included; None: all.
+    slides: whether this layer has the window; may be traced, as in a scan over layers.
+    soft_cap: c·tanh(score/c) where given (Gemma 2).
+    kind: "reference" or "splash", as `choose_attention` returned it.
+    mesh: None, or axes (data, fsdp, tensor); tensor divides K, and data · fsdp divides R.
+  Returns:
+    [R, L, N, H] in the queries' dtype; for padding finite values that depend on padding alone.
+  """
+  chex.assert_rank([queries, keys, values, *rows], [4, 4, 4, 2, 2, 2, 2])
+  if window is None or slides is False:
+    window, slides = None, True
+  settings = dict(scale=scale, window=window, soft_cap=soft_cap)
+  attend = functools.partial(_BY_KIND[kind], **settings)
+  slides = jnp.asarray(slides)
+  if mesh is None or mesh.size == 1:
+    return attend(queries, keys, values, rows, slides)
+  if keys.shape[2] % mesh.shape["tensor"]:
+    raise ValueError(
+      f"mesh.tensor={mesh.shape['tensor']} does not divide num_kv_heads={keys.shape[2]};"
+      f" choose a divisor of {keys.shape[2]}"
+    )
+  heads = PartitionSpec(("data", "fsdp"), None, "tensor")
+  return jax.shard_map(
+    attend,
+    mesh=mesh,
+    in_specs=(heads, heads, heads, PartitionSpec(("data", "fsdp")), PartitionSpec()),
+    out_specs=heads,
+    check_vma=False,  # a loop that starts from zeros on every device counts as replicated
+  )(queries, keys, values, rows, slides)
+
+
+def choose_attention(
+  wanted: str,
+  *,
+  platform: str,
+  row_length: int,
+  head_dim: int,
+  dtype: str,
+) -> str:
+  """The implementation to use; `auto` takes a TPU's kernel where it can, and says where not.
+
+  Args:
+    wanted: one of `KINDS`, config.model.overrides.attention.
+    platform: "tpu", "gpu" or "cpu", of the devices that will run it.
+    row_length: L.
+    head_dim, dtype: of the network; dtype is the one it computes in.
+  Raises:
+    ValueError: the implementation named does not support this.
+  """
+  if wanted not in KINDS:
+    raise ValueError(f"config.model.overrides.attention={wanted!r}; allowed: {list(KINDS)}")
+  obstacle = _splash_obstacle(platform, row_length, head_dim, dtype)
+  if wanted == "splash" and obstacle:
+    raise ValueError(
+      f"config.model.overrides.attention={wanted!r} needs {obstacle}; change that, or choose one of"
+      " ['auto', 'reference']"
+    )
+  if wanted == "auto" and obstacle and platform != "cpu":
+    logging.warning("attention=auto takes the slower reference: splash needs %s", obstacle)
+  return "reference" if wanted == "reference" or obstacle else "splash"
+
+
+def row_alignment(kind: str) -> int:
+  """A prompt ends, and a rollout begins, at a multiple of this in a row."""
+  return TILE if kind == "splash" else 1
+
+
+def row_length(kind: str, least: int) -> int:
+  """`least` tokens, rounded up to what an implementation can cut into its best blocks."""
+  multiple = 1024 if kind == "splash" else _BLOCK if least >= _LONG else 1
+  return -(-least // multiple) * multiple
+
+
+def _splash_obstacle(platform, row_length, head_dim, dtype):
+  if platform != "tpu":
+    return f"a TPU (platform={platform!r})"
+  if dtype not in ("bfloat16", "float32"):
+    return f"compute_dtype bfloat16 or float32 (compute_dtype={dtype!r})"
+  if head_dim not in _SPLASH_HEADS:
+    return f"head_dim in {_SPLASH_HEADS} (head_dim={head_dim})"
+  if row_length % TILE or row_length > LONGEST_ROW:
+    return f"rows of a multiple of {TILE} tokens, at most {LONGEST_ROW} (row length {row_length})"
+  return None
+
+
+# --- the flash kernels ----------------------------------------------------------------------------
+
+
+def _splash(queries, keys, values, rows, slides, *, scale, window, soft_cap):
+  from rlvr_jax.ops.splash import splash_attention  # experimental in jax: only where it is used
+
+  kernel = functools.partial(splash_attention, soft_cap=soft_cap, residual_name=RESIDUALS)
+
+  def of_row(row):
+    q, k, v = (jnp.swapaxes(x, 0, 1) for x in row[:3])
+    of_kind = functools.partial(kernel, (q * scale).astype(q.dtype), k, v, row[3])
+    return jnp.swapaxes(_with_window(of_kind, window, slides), 0, 1)
+
+  return jax.lax.map(of_row, (queries, keys, values, rows))
+
+
+def _with_window(attend: Callable, window: int | None, slides: Array) -> Array:
+  """One kernel knows one window: whether the layer slides chooses between two."""
+  if window is None:
+    return attend(window=None)
+  return jax.lax.cond(slides, lambda: attend(window=window), lambda: attend(window=None))
+
+
+# --- the reference --------------------------------------------------------------------------------
+
+
+def _reference(queries, keys, values, rows, slides, *, scale, window, soft_cap):
+  window = None if window is None else jnp.where(slides, window, NO_WINDOW)
+  if queries.shape[1] < _LONG:
+    return _dense(queries, keys, values, rows, window, scale, soft_cap)
+  # Row by row, as each has its own blocks to work through.
+  window = jnp.asarray(NO_WINDOW) if window is None else window
+  of_row = lambda row: _attend(*row, window, scale, soft_cap)
+  return jax.lax.map(of_row, (queries, keys, values, rows))
+
+
+def _dense(queries, keys, values, rows, window, scale, soft_cap):
+  """All rows at once, for queries block by block: those see no keys behind their block."""
+  R, L, N, H = queries.shape
+  K = keys.shape[2]
+  # The queries that share a key head become the rows of one matrix: [R, K, L·n, H], n = N/K.
+  grouped = jnp.swapaxes(queries.reshape(R, L, K, N // K, H), 1, 2)
+  keys, values = jnp.transpose(keys, (0, 2, 3, 1)), jnp.swapaxes(values, 1, 2)
+  index, column = jnp.arange(L), lambda x: x[:, :, None]
+
+  def block(first):
+    own, before = slice(first, first + _DENSE_BLOCK), slice(min(first + _DENSE_BLOCK, L))
+    q = grouped[:, :, own]
+    score = _product(q.reshape(R, K, -1, H), keys[..., before]) * scale
+    if soft_cap is not None:
+      score = soft_cap * jnp.tanh(score / soft_cap)
+    prompts, _, starts, ends = (column(field[:, own]) for field in rows)
+    seen = sees(index[own, None], starts, ends, index[before], window)
+    seen &= (prompts == rows.prompts[:, None, before]) & (prompts >= 0)
+    score = score.reshape(*q.shape[:-1], -1)
+    score = jnp.where(seen[:, None, :, None], score, _MASKED)
+    peak = jax.lax.stop_gradient(jnp.max(score, axis=-1, keepdims=True))
+    weights = jnp.where(seen[:, None, :, None], jnp.exp(score - peak), 0)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    weights = weights.astype(values.dtype).reshape(R, K, -1, score.shape[-1])
+    mixed = _product(weights, values[:, :, before])
+    return mixed.reshape(q.shape) / jnp.where(total > 0, total, 1)  # padding sees nothing
+
+  out = jnp.concatenate([block(first) for first in range(0, L, _DENSE_BLOCK)], axis=2)
+  out = jnp.swapaxes(out, 1, 2).reshape(queries.shape).astype(queries.dtype)
+  return checkpoint_name(out, RESIDUALS)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _attend(queries, keys, values, row, window, scale, soft_cap):
+  """[L, N, H] of one row. The softmax is built block by block of keys, and again backwards."""
+  return _attend_forward(queries, keys, values, row, window, scale, soft_cap)[0]
+
+
+def _attend_forward(queries, keys, values, row, window, scale, soft_cap):
+  K = keys.shape[1]
+  dtype = jnp.promote_types(queries.dtype, jnp.float32)
+  scores = functools.partial(_scores, dtype=dtype, window=window, scale=scale, soft_cap=soft_cap)
+  of_keys, of_values, tokens = _split(keys, K), _split(values, K), _split_tokens(row)
+
+  def of_queries(block):
+    q, where, visits, count = block
+    n = q.shape[1] // _BLOCK
+
+    def visit(t, carry):
+      peak, total, mixed = carry
+      j = visits[t]
+      score, seen, _ = scores(q, of_keys[j], where, _at(tokens, j))
+      higher = jnp.maximum(peak, jnp.max(score, axis=-1, keepdims=True))
+      weights = jnp.where(seen, jnp.exp(score - higher), 0)
+      shrink = jnp.exp(peak - higher)
+      total = total * shrink + jnp.sum(weights, axis=-1, keepdims=True)
+      return higher, total, mixed * shrink + _product(weights.astype(values.dtype), of_values[j])
+
+    each = (K, n * _BLOCK, 1)
+    start = (jnp.full(each, _MASKED, dtype), jnp.zeros(each, dtype), jnp.zeros(q.shape, dtype))
+    peak, total, mixed = jax.lax.fori_loop(0, count, visit, start)
+    total = jnp.where(total > 0, total, 1)  # padding sees nothing
+    return mixed / total, peak + jnp.log(total)
+
+  blocks = (_split(queries, K), tokens, *_visits(row, window))
+  out, normalizers = jax.lax.map(of_queries, blocks)
+  out = checkpoint_name(_join(out).astype(queries.dtype), RESIDUALS)
+  normalizers = checkpoint_name(normalizers, RESIDUALS)
+  return out, (queries, keys, values, row, window, out, normalizers)
+
+
+def _attend_backward(scale, soft_cap, kept, gradient):
+  queries, keys, values, row, window, out, normalizers = kept
+  K, dtype = keys.shape[1], normalizers.dtype
+  scores = functools.partial(_scores, dtype=dtype, window=window, scale=scale, soft_cap=soft_cap)
+  of_keys, of_values, tokens = _split(keys, K), _split(values, K), _split_tokens(row)
+  along = jnp.sum(gradient.astype(dtype) * out.astype(dtype), axis=-1, keepdims=True)
+
+  def of_queries(carry, block):
+    q, d_out, along, normalizer, where, visits, count = block
+
+    def visit(t, carry):
+      d_keys, d_values, d_q = carry
+      j = visits[t]
+      score, seen, slope = scores(q, of_keys[j], where, _at(tokens, j))
+      weights = jnp.where(seen, jnp.exp(score - normalizer), 0)
+      d_weights = _product(d_out, of_values[j].mT)
+      d_score = (weights * (d_weights - along) * slope * scale).astype(q.dtype)
+      d_values = d_values.at[j].add(_product(weights.astype(d_out.dtype).mT, d_out))
+      d_keys = d_keys.at[j].add(_product(d_score.mT, q))
+      return d_keys, d_values, d_q + _product(d_score, of_keys[j])
+
+    start = (*carry, jnp.zeros(q.shape, dtype))
+    d_keys, d_values, d_q = jax.lax.fori_loop(0, count, visit, start)
+    return (d_keys, d_values), d_q
+
+  split = lambda x: _split(x, K)
+  blocks = (split(queries), split(gradient), split(along), normalizers, tokens)
+  start = (jnp.zeros(of_keys.shape, dtype),) * 2
+  gradients, d_queries = jax.lax.scan(of_queries, start, (*blocks, *_visits(row, window)))
+  join = lambda x, like: _join(x).astype(like.dtype)
+  d_keys, d_values = map(join, gradients, (keys, values))
+  return join(d_queries, queries), d_keys, d_values, None, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _scores(q, k, of_queries, of_keys, *, dtype, window, scale, soft_cap):
+  """Of a block of queries [K, n·B, H] and one of keys [K, B, H]: scores, who sees, ∂/∂(q·kᵀ·scale).
+
+  All [K, n·B, B].
+  """
+  score, slope = _product(q, k.mT) * scale, 1
+  if soft_cap is not None:
+    bent = jnp.tanh(score / soft_cap)
+    score, slope = soft_cap * bent, 1 - bent**2
+  (of_prompt, starts, prompt_ends, i), (key_prompt, _, _, j) = of_queries, of_keys
+  seen = sees(i[:, None], starts[:, None], prompt_ends[:, None], j, window)
+  seen &= (of_prompt[:, None] == key_prompt) & (key_prompt >= 0)
+  seen = jnp.tile(seen, (q.shape[1] // _BLOCK, 1))
+  return jnp.where(seen, score, _MASKED), seen, slope
+
+
+def _product(x: Array, y: Array) -> Array:
+  dtype = jnp.promote_types(x.dtype, jnp.float32)
+  return jnp.matmul(x, y, preferred_element_type=dtype)
+
+
+def _visits(row: Rows, window: Array) -> tuple[Array, Array]:
+  """Blocks of keys that each block of queries visits, first in [blocks, blocks]; their number."""
+  visible = visible_blocks(row, _BLOCK, _BLOCK, window)
+  return jnp.argsort(~visible, axis=1, stable=True), jnp.sum(visible, axis=1)
+
+
+def _split_tokens(row: Rows) -> tuple[Array, ...]:
+  """Of each token its prompt, start, prompt's end and index, each [blocks, B]."""
+  index = jnp.arange(row.prompts.shape[0], dtype=row.prompts.dtype)
+  fields = (row.prompts, row.starts, row.prompt_ends, index)
+  return tuple(x.reshape(-1, _BLOCK) for x in fields)
+
+
+def _at(tree, index):
+  return jax.tree.map(lambda x: x[index], tree)
+
+
+def _split(x: Array, K: int) -> Array:
+  """[L, K·n, H] → [blocks, K, n·B, H]: heads that share a key head are rows of one matrix."""
+  L, heads, H = x.shape
+  x = x.reshape(-1, _BLOCK, K, heads // K, H)
+  return jnp.transpose(x, (0, 2, 3, 1, 4)).reshape(L // _BLOCK, K, -1, H)
+
+
+def _join(x: Array) -> Array:
+  """The inverse of `_split`."""
+  blocks, K, _, H = x.shape
+  x = jnp.transpose(x.reshape(blocks, K, -1, _BLOCK, H), (0, 3, 1, 2, 4))
+  return x.reshape(blocks * _BLOCK, -1, H)
+
+
+_BY_KIND: dict[str, Callable] = {"reference": _reference, "splash": _splash}

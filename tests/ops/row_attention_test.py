@@ -1,0 +1,229 @@
+"""Attention within packed rows: the reference against a direct softmax, and the choice."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles import rows as oracle
+from oracles.rows import lay_rows
+
+from rlvr_jax.ops import row_attention as module
+from rlvr_jax.ops.row_attention import choose_attention, row_attention
+from rlvr_jax.ops.row_blocks import visible_blocks
+from rlvr_jax.types import Rows
+
+L, N, K, H = 1024, 4, 2, 6  # long enough for blocks; `SHORT` is not
+# Several prompts in a row, one of them longer than a tile; rollouts beside padding, and a full one.
+ROWS = lay_rows(L, [(9, [128, 3]), (130, [5])], [(20, [200, 1, 100])])
+SETTINGS = dict(scale=0.4, window=None, soft_cap=None)
+
+
+def _inputs(dtype=np.float64, rows=ROWS):
+  rng = np.random.default_rng(0)
+  R, length = rows.prompts.shape
+  normal = lambda heads: jnp.asarray(rng.normal(size=(R, length, heads, H)).astype(dtype))
+  return normal(N), normal(K), normal(K), jax.tree.map(jnp.asarray, rows)
+
+
+def _value_and_gradients(*inputs, **settings):
+  """The output, and the gradients of a sum whose weights differ from entry to entry."""
+  *operands, rows = inputs
+
+  @jax.jit
+  def run(*operands):
+    out, backward = jax.vjp(lambda *x: row_attention(*x, rows, **settings), *operands)
+    return out, *backward(jnp.cos(jnp.arange(out.size)).reshape(out.shape).astype(out.dtype))
+
+  return run(*operands)
+
+
+@pytest.mark.parametrize("window", [None, 150])
+@pytest.mark.parametrize("soft_cap", [None, 0.5])
+def test_the_reference_equals_a_direct_softmax(x64, window, soft_cap):
+  inputs = _inputs()
+  settings = dict(scale=0.4, window=window, soft_cap=soft_cap)
+  expected = oracle.attention(*map(np.asarray, inputs[:3]), ROWS, **settings)
+  np.testing.assert_allclose(row_attention(*inputs, **settings), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("window, soft_cap", [(None, None), (150, 0.5)])
+def test_gradients_equal_those_of_a_dense_softmax(x64, window, soft_cap):
+  queries, keys, values, rows = _inputs()
+
+  def dense(queries, keys, values):
+    distance = rows.positions[:, :, None] - rows.positions[:, None]
+    index = np.arange(L)
+    column = lambda x: x[:, :, None]
+    seen = (index < column(rows.prompt_ends)) | (index >= column(rows.starts))
+    seen &= (index <= index[:, None]) & (distance < (window or L))
+    seen &= (column(rows.prompts) == rows.prompts[:, None]) & (column(rows.prompts) >= 0)
+    scores = jnp.einsum("rikgh,rjkh->rkgij", queries.reshape(2, L, K, N // K, H), keys) * 0.4
+    if soft_cap is not None:
+      scores = soft_cap * jnp.tanh(scores / soft_cap)
+    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -1e30), axis=-1)
+    out = jnp.einsum("rkgij,rjkh->rikgh", weights, values).reshape(queries.shape)
+    return jnp.where(rows.prompts[:, :, None, None] < 0, 0, out)
+
+  settings = dict(scale=0.4, window=window, soft_cap=soft_cap)
+  found = _value_and_gradients(queries, keys, values, rows, **settings)
+  out, backward = jax.vjp(dense, queries, keys, values)
+  gradients = backward(jnp.cos(jnp.arange(out.size)).reshape(out.shape))
+  for mine, expected in zip(found, (out, *gradients), strict=True):
+    np.testing.assert_allclose(mine, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("window, soft_cap", [(None, None), (150, 0.5)])
+def test_short_rows_equal_the_first_part_of_long_ones(x64, window, soft_cap):
+  """Below 1024 tokens nothing is skipped; the row's end is all padding."""
+  *operands, rows = _inputs()
+  settings = dict(scale=0.4, window=window, soft_cap=soft_cap)
+  short = lambda x: x[:, :768]
+  found = _value_and_gradients(*map(short, operands), jax.tree.map(short, rows), **settings)
+  wide = [jnp.concatenate([short(x), jnp.zeros_like(x[:, 768:])], axis=1) for x in operands]
+  attend = lambda *x: short(row_attention(*x, rows, **settings))
+  out, backward = jax.jit(lambda *x: jax.vjp(attend, *x))(*wide)
+  gradients = backward(jnp.cos(jnp.arange(out.size)).reshape(out.shape))
+  for mine, expected in zip(found, (out, *gradients), strict=True):
+    np.testing.assert_allclose(mine, short(expected), rtol=1e-9, atol=1e-11)
+
+
+def test_bfloat16_is_near_float32():
+  settings = dict(scale=0.4, window=150, soft_cap=0.5)
+  *operands, rows = _inputs(np.float32)
+  rounded = [x.astype(jnp.bfloat16) for x in operands]
+  expected = _value_and_gradients(*(x.astype(jnp.float32) for x in rounded), rows, **settings)
+  for mine, exact in zip(_value_and_gradients(*rounded, rows, **settings), expected, strict=True):
+    assert mine.dtype == jnp.bfloat16
+    np.testing.assert_allclose(
+      mine.astype(jnp.float32), exact, rtol=0, atol=0.02 * np.max(np.abs(exact))
+    )
+
+
+def test_whether_a_layer_slides_may_be_traced(x64):
+  inputs = _inputs()
+  settings = dict(scale=0.4, soft_cap=None)
+  sliding = jax.jit(lambda slides: row_attention(*inputs, window=9, slides=slides, **settings))
+  np.testing.assert_array_equal(sliding(True), row_attention(*inputs, window=9, **settings))
+  np.testing.assert_array_equal(sliding(False), row_attention(*inputs, window=None, **settings))
+
+
+def test_rollouts_in_one_row_equal_rollouts_in_their_own(x64):
+  """And what lies in padding changes nothing, in value and gradient."""
+  lengths, prompt = [130, 3, 100], 20
+  together = lay_rows(L, [(prompt, lengths)])
+  apart = lay_rows(L, *[[(prompt, [length])] for length in lengths])
+  queries, keys, values, _ = _inputs(rows=together)
+
+  def moved(x):  # one row each; 1e3 where no token of the row lies
+    rows = jnp.full((len(lengths), *x.shape[1:]), 1e3)
+    rows = rows.at[:, 128 - prompt : 128].set(x[:, 128 - prompt : 128])
+    at = 128
+    for r, length in enumerate(lengths):
+      rows = rows.at[r, 128 : 128 + length].set(x[0, at : at + length])
+      at += -(-length // 128) * 128
+    return rows
+
+  def run(rows, lay):
+    attend = lambda *x: row_attention(*map(lay, x), jax.tree.map(jnp.asarray, rows), **SETTINGS)
+    return jax.jit(attend)
+
+  whole, _ = jax.vjp(run(together, lambda x: x), queries, keys, values)
+  split, backward = jax.vjp(run(apart, moved), queries, keys, values)
+  at = 128
+  for r, length in enumerate(lengths):
+    np.testing.assert_allclose(split[r, 128 : 128 + length], whole[0, at : at + length], rtol=1e-10)
+    at += -(-length // 128) * 128
+  real = jnp.asarray(apart.prompts)[:, :, None, None] >= 0
+  gradients = backward(jnp.where(real, jnp.ones_like(split), 0))
+  assert all(float(jnp.max(jnp.abs(g))) < 1e2 for g in gradients)
+
+
+def test_blocks_that_share_nothing_are_skipped():
+  """One prompt and eight rollouts, a tile each: every rollout visits itself and its prompt."""
+  rows = lay_rows(9 * 128, [(100, [128] * 8)])
+  row = jax.tree.map(lambda x: jnp.asarray(x[0]), rows)
+  visible = np.asarray(visible_blocks(row, 128, 128, None))
+  assert visible.sum() == 1 + 8 * 2  # of 81
+  assert visible[:, 0].all() and np.diag(visible).all()
+  assert np.asarray(visible_blocks(row, 384, 384, None)).sum() == 3 + 2  # the diagonal, the prompt
+  visits, count = module._visits(row, jnp.asarray(2**30))
+  assert [sorted(v[:c].tolist()) for v, c in zip(visits, count, strict=True)][4] == [0, 4]
+
+
+def test_blocks_beyond_a_window_are_skipped():
+  rows = lay_rows(1024, [(100, [896])])
+  row = jax.tree.map(lambda x: jnp.asarray(x[0]), rows)
+  visible = np.asarray(visible_blocks(row, 128, 128, 130))
+  assert visible.sum(axis=1).tolist() == [1, 2, 3, 3, 3, 3, 3, 3]
+  exact = np.asarray(visible_blocks(row, 128, 128, 129))  # the 129 reach back to two tiles at most
+  assert exact.sum(axis=1).tolist() == [1, 2, 2, 2, 2, 2, 2, 2]
+
+
+def test_no_direction_holds_a_square_of_scores():
+  length = 4096
+  shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
+  rows = Rows(*[jax.ShapeDtypeStruct((1, length), jnp.int32)] * 4)
+  operands = shape(1, length, N, H), shape(1, length, K, H), shape(1, length, K, H)
+  loss = lambda *inputs: jnp.sum(row_attention(*inputs, **SETTINGS))
+  compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*operands, rows).compile()
+  assert compiled.memory_analysis().temp_size_in_bytes < 4 * N * length * length / 20
+
+
+def test_a_mesh_splits_rows_and_heads(x64):
+  rows = lay_rows(L, [(9, [128, 3])], [(20, [200, 1])], [(1, [1])], [(300, [5, 5])])
+  inputs = _inputs(rows=rows)
+  expected = _value_and_gradients(*inputs, **SETTINGS)
+  mesh = jax.make_mesh(
+    (2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
+  )
+  for mine, theirs in zip(
+    _value_and_gradients(*inputs, mesh=mesh, **SETTINGS), expected, strict=True
+  ):
+    np.testing.assert_allclose(mine, theirs, rtol=1e-12, atol=1e-13)
+  wide = jax.make_mesh(
+    (1, 1, 8), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
+  )
+  with pytest.raises(ValueError, match=r"mesh.tensor=8 does not divide num_kv_heads=2; choose a"):
+    row_attention(*inputs, mesh=wide, **SETTINGS)
+
+
+# --- the choice -----------------------------------------------------------------------------------
+
+POSSIBLE = dict(platform="tpu", row_length=9216, head_dim=128, dtype="bfloat16")
+
+
+def test_auto_takes_the_kernel_of_the_platform(caplog):
+  assert choose_attention("auto", **POSSIBLE) == "splash"
+  assert choose_attention("auto", **POSSIBLE | dict(platform="cpu")) == "reference"
+  assert not caplog.records
+
+
+def test_a_gpu_gets_the_reference_and_is_told(caplog):
+  assert choose_attention("auto", **POSSIBLE | dict(platform="gpu")) == "reference"
+  assert "splash needs a TPU (platform='gpu')" in caplog.text
+
+
+@pytest.mark.parametrize(
+  "changed, named",
+  [
+    (dict(head_dim=512), "head_dim=512"),
+    (dict(dtype="float64"), "compute_dtype='float64'"),
+    (dict(row_length=9000), "row length 9000"),
+    (dict(row_length=2**16), "row length 65536"),
+    (dict(platform="cpu"), "platform='cpu'"),
+  ],
+)
+def test_what_splash_does_not_support_is_named(changed, named, caplog):
+  with pytest.raises(ValueError, match=re.escape(named)) as raised:
+    choose_attention("splash", **POSSIBLE | changed)
+  assert "choose one of ['auto', 'reference']" in str(raised.value)
+  assert choose_attention("auto", **POSSIBLE | changed) == "reference"
+  if changed != dict(platform="cpu"):
+    assert named in caplog.text
+
+
+def test_an_unknown_kind_lists_the_known():
+  with pytest.raises(ValueError, match=r"attention='flash'; allowed: \['auto', 'reference'"):
+    choose_attention("flash", **POSSIBLE)

@@ -1,0 +1,194 @@
+"""The flash kernel for TPUs: interpreted it equals the reference, and it compiles for chips."""
+
+import functools
+import os
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles.rows import lay_rows
+
+from rlvr_jax.ops import splash
+from rlvr_jax.ops.row_attention import RESIDUALS, row_attention
+from rlvr_jax.ops.row_blocks import LONGEST_ROW
+from rlvr_jax.types import Rows
+
+L, N, K, H = 768, 4, 2, 8
+ROWS = lay_rows(L, [(9, [128, 3]), (130, [5])], [(20, [200, 1, 100])])
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+  """Without a TPU, with blocks small enough that some of a short row are skipped."""
+  monkeypatch.setattr(
+    splash, "splash_attention", functools.partial(splash.splash_attention, interpret=True)
+  )
+  monkeypatch.setattr(splash, "_FORWARD", (128, 256))
+  monkeypatch.setattr(splash, "_BACKWARD", (256, 384))
+
+
+def _value_and_gradients(kind, rows, **settings):
+  rng = np.random.default_rng(0)
+  R, length = rows.prompts.shape
+  normal = lambda heads: jnp.asarray(rng.normal(size=(R, length, heads, H)), jnp.float32)
+  operands, weights = (normal(N), normal(K), normal(K)), normal(N)
+
+  @jax.jit
+  def run(rows, *operands):
+    attend = lambda *x: row_attention(*x, rows, scale=0.4, kind=kind, **settings)
+    real = rows.prompts[:, :, None, None] >= 0
+    out, backward = jax.vjp(attend, *operands)
+    return jnp.where(real, out, 0), *backward(jnp.where(real, weights, 0))
+
+  return run(jax.tree.map(jnp.asarray, rows), *operands)
+
+
+def _equals_the_reference(rows, **settings):
+  found, expected = (
+    _value_and_gradients(kind, rows, **settings) for kind in ("splash", "reference")
+  )
+  for mine, reference in zip(found, expected, strict=True):
+    np.testing.assert_allclose(mine, reference, rtol=0, atol=1e-5 * np.max(np.abs(reference)))
+
+
+def test_equals_the_reference(interpreted):
+  """Grouped heads, several prompts in a row, padding of all kinds."""
+  _equals_the_reference(ROWS, window=None, soft_cap=None)
+
+
+@pytest.mark.parametrize("slides, soft_cap", [(True, None), (True, 0.5), (False, 0.5)])
+def test_equals_the_reference_in_sliding_layers(interpreted, slides, soft_cap):
+  _equals_the_reference(ROWS, window=150, slides=jnp.asarray(slides), soft_cap=soft_cap)
+
+
+def test_equals_the_reference_on_a_mesh(interpreted):
+  mesh = jax.make_mesh(
+    (1, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
+  )
+  _equals_the_reference(ROWS, window=None, soft_cap=None, mesh=mesh)
+
+
+@pytest.mark.parametrize("window", [None, 150])
+@pytest.mark.parametrize("kind, calls", [("splash", "pallas_call["), ("reference", "while[")])
+def test_remat_can_keep_what_the_backward_pass_needs(window, kind, calls):
+  """With the residuals' name in its policy no second forward pass is made."""
+  array = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)
+  length = 1024  # shorter rows have no blocks in the reference
+  rows = Rows(*[array(1, length, dtype=jnp.int32)] * 4)
+  operands = array(1, length, N, H), array(1, length, K, H), array(1, length, K, H)
+
+  def passes(policy):
+    def loss(operands, rows, slides):
+      attend = lambda *x: row_attention(
+        *x, rows, scale=0.4, window=window, slides=slides, kind=kind
+      )
+      return jnp.sum(jnp.sin(jax.checkpoint(attend, policy=policy)(*operands)))
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(operands, rows, array(dtype=jnp.bool_))
+    return str(jaxpr).count(calls)
+
+  kernels = 2 if window and kind == "splash" else 1  # of layers that slide and of others
+  assert passes(None) == 3 * kernels
+  assert passes(jax.checkpoint_policies.save_only_these_names(RESIDUALS)) == 2 * kernels
+
+
+def test_a_block_that_does_not_run_fetches_nothing_of_its_own():
+  """Nine tiles, a prompt and eight rollouts: each block of queries meets itself and the prompt."""
+  rows = lay_rows(9 * 512, [(500, [512] * 8)])
+  row = jax.tree.map(lambda x: jnp.asarray(x[0]), rows)
+  forward, backward = splash._forward_plan(row, None), splash._backward_plan(row, None)
+  assert (forward.q, forward.kv, backward.q, backward.kv) == (512, 512, 512, 768)
+  runs = np.asarray(forward.runs)
+  assert runs.sum() == 1 + 8 * 2
+  for plan, axis in ((forward, 1), (backward, 0)):
+    fetched, runs = np.asarray(plan.fetched), np.asarray(plan.runs)
+    own = np.arange(runs.shape[axis])
+    np.testing.assert_array_equal(
+      fetched[runs], np.broadcast_to(own if axis else own[:, None], runs.shape)[runs]
+    )
+    order = fetched if axis else fetched.T
+    visited = (runs if axis else runs.T).ravel()
+    changed = np.flatnonzero(np.diff(order.ravel())) + 1
+    assert len(changed) < visited.sum()  # never fetched without a visit that needs it
+
+
+def test_every_index_survives_the_31_bits():
+  length = LONGEST_ROW
+  index = jnp.arange(length)
+  row = Rows(index * 0, index, index * 0 + length - 128, index * 0 + length - 256)
+  sequence = splash._q_sequence(row)
+  assert int(jnp.min(sequence)) >= 0
+  seen = splash._Mask(None)(sequence[-1:, None], index[None])
+  expected = (index < length - 256) | (index >= length - 128)
+  np.testing.assert_array_equal(seen[0], expected)
+
+
+def test_cost_of_full_causal_rows():
+  """One rollout of 7 · 1024 tokens after a prompt of 1024: half of the square, by blocks."""
+  rows = jax.tree.map(jnp.asarray, lay_rows(8192, [(1024, [7168])], [(1024, [7168])]))
+  cost = splash.splash_cost(rows, num_heads=28, num_kv_heads=4, head_dim=128)
+  causal = 2 * 28 * 128 * 8192**2 / 2  # multiply-adds of one product, over both rows
+  assert 1.0 < cost.forward_flops / (2 * 2 * causal) < 1.07
+  assert 1.0 < cost.backward_flops / (2 * 5 * causal) < 1.13
+  operand = 2 * 8192 * 128 * 2
+  assert cost.operand_bytes == operand * (4 * 28 + 4 * 4)
+  visits = 2 * 28 * 16 * 17 / 2
+  fetched = visits * 512 * (2 * 128 * 2 + 32)  # keys and values, and their segments
+  once = 2 * 28 * 8192 * (2 * 128 * 2 + 4 * 512)  # queries, output; normalisers, segments, indices
+  assert 0.98 < cost.forward_bytes / (fetched + once) < 1
+  twice = splash.splash_cost(rows, num_heads=56, num_kv_heads=8, head_dim=128)
+  assert twice.forward_flops == 2 * cost.forward_flops
+
+
+_COMPILE = """
+  import sys
+  import jax, jax.numpy as jnp
+  from jax.experimental import topologies
+  from jax.sharding import SingleDeviceSharding
+  from rlvr_jax.ops.row_attention import row_attention
+  from rlvr_jax.types import Rows
+
+  topology, window = sys.argv[1], int(sys.argv[2]) or None
+  L, N, K, H = 9216, 28, 4, 128
+  devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+  sharding = SingleDeviceSharding(devices[0])
+  array = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+  def run(queries, keys, values, rows, slides, gradient):
+    attend = lambda *x: row_attention(
+      *x, rows, scale=H**-0.5, window=window, slides=slides, kind="splash"
+    )
+    out, backward = jax.vjp(attend, queries, keys, values)
+    return out, backward(gradient)
+
+  heads, keys = array(1, L, N, H), array(1, L, K, H)
+  rows = Rows(*[array(1, L, dtype=jnp.int32)] * 4)
+  compiled = jax.jit(run).lower(heads, keys, keys, rows, array(dtype=jnp.bool_), heads).compile()
+  kernels = compiled.as_text().count('custom_call_target="tpu_custom_call"')
+  print("kernels", kernels, "temp", compiled.memory_analysis().temp_size_in_bytes)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
+@pytest.mark.parametrize("window", [0, 4096])
+def test_compiles_for_a_tpu(topology, window):
+  """Forward and backward, at the heads of a 7B model; needs libtpu and no TPU."""
+  pytest.importorskip("libtpu", reason="libtpu is not installed: pip install libtpu")
+  environment = os.environ | {
+    "TPU_SKIP_MDS_QUERY": "1",  # of a cloud machine's metadata, which elsewhere waits for minutes
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nothing runs on a TPU
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "",  # those of the tests are a CPU's, which libtpu refuses
+  }
+  command = [sys.executable, "-c", textwrap.dedent(_COMPILE), topology, str(window)]
+  result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+  assert result.returncode == 0, result.stderr[-2000:]
+  _, kernels, _, temporary = result.stdout.split()
+  assert int(kernels) == (4 if window else 2)
+  # The largest array is that of the queries' partial gradients, one for each block of keys.
+  assert int(temporary) < 1.6 * (9216 // 1024) * 9216 * 28 * 128 * 2
