@@ -1,9 +1,9 @@
 """What a compiled program costs on every device, counted from its text, loops included.
 
 XLA's own `cost_analysis()` counts the body of a loop once, and a Pallas call as nothing. Here the
-text of the optimised program (`jax.stages.Compiled.as_text()`, of one device) is walked from its
-entry: what stands in a loop counts as often as the loop runs, and of a conditional the branch that
-has the most operations, then the most bytes. A loop that may end early counts to its limit.
+text of the optimized program (`jax.stages.Compiled.as_text()`, of one device) is walked from its
+entry. The body of a loop counts as often as the loop runs, at most. Of a conditional the most
+expensive branch counts: the one with the most operations, then the most bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COLLECTIVES = (
 OTHER = "other"  # the part of what no named scope covers
 
 _BRANCH = re.compile(r"(?:true_computation|false_computation)=%?([\w.\-]+)")
-# They move nothing, or what they move is counted where it begins.
+# They move nothing, or it is counted at the instruction that starts the move.
 _FREE = {
   *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "domain"),
   *("partition-id", "replica-id", "optimization-barrier", "opt-barrier", "get-dimension-size"),
@@ -80,7 +80,7 @@ def walk(text: str, parts: Mapping[str, str]) -> list[Item]:
   """Every instruction of a program that costs anything.
 
   Args:
-    text: optimised HLO, of one device.
+    text: optimized HLO, of one device.
     parts: of the program, by the pattern of a `jax.named_scope` or of a parameter's name.
   Raises:
     ValueError: the text holds no program, a loop of unknown length, or unknown replica groups.
@@ -111,7 +111,7 @@ class _Program:
       elif i.opcode == "conditional":
         listed = re.findall(r"[\w.\-]+", i.attribute(r"branch_computations=\{([^}]*)\}"))
         branches = listed or _BRANCH.findall(i.text)
-        yield from max((list(self.items(b, times, here, None)) for b in branches), key=_dearness)
+        yield from max((list(self.items(b, times, here, None)) for b in branches), key=_cost)
       elif i.opcode in ("call", "async-start") and i.calls:
         yield from self.items(i.calls, times, here, None)
       elif i.opcode not in _FREE and not i.opcode.endswith("-done"):
@@ -259,7 +259,7 @@ class _Program:
   # --- loops --------------------------------------------------------------------------------------
 
   def _loop(self, computation: str, i: Instruction, known: _Values | None) -> _Loop:
-    """Of a `while`; remembered, for loops that follow one another ask for the ones before."""
+    """Of a `while`; remembered, since a loop may need the results of the loops before it."""
     key = (computation, i.name, None if known is None else tuple(known))
     if key not in self.loops:
       before, after = self._first_iteration(computation, i, known)
@@ -343,5 +343,5 @@ class _Program:
     return _SCALAR[i.opcode](*numbers)
 
 
-def _dearness(items: list[Item]) -> tuple[float, float]:
+def _cost(items: list[Item]) -> tuple[float, float]:
   return sum(i.flops for i in items), sum(i.hbm_bytes + i.received_bytes for i in items)

@@ -217,7 +217,7 @@ def test_a_collective_in_a_fusion_counts():
   assert (item.opcode, item.received_bytes) == ("reduce-scatter", 3 / 4 * 64 * 4)
 
 
-def test_of_a_conditional_the_dearest_branch_counts():
+def test_of_a_conditional_the_most_expensive_branch_counts():
   def branch(name, sizes):
     product = "dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
     return f"%{name} (x: f32[{sizes}]) -> f32[{sizes}]", [
