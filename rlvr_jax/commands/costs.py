@@ -36,13 +36,13 @@ KernelCost = Callable[[Item], tuple[float, float]]
 Cost = dict[str, Any]  # see `cost`
 
 _TRUST = """Memory, kinds and bytes of collectives are what the compiled program says. HBM bytes are
-good: operands and results of every instruction once, slices by what is cut out, fast memory left
-out. Executed FLOPs are of products of matrices alone, whatever their precision, against the peak of
+good: operands and results of every instruction once, slices by what is cut out, without fast
+memory. Executed FLOPs are those of matrix products alone, of any precision, against the peak of
 bfloat16. Cycles are the compiler's estimate, to compare with one another only. Seconds are what the
 published peaks allow, each by itself: a slice whose links do not close to a torus in all dimensions
-is slower. Of a conditional the dearest branch counts, and a loop that may end early to its limit.
-Kernels that are not XLA's own count as their operands and results once, and no FLOPs, unless an
-analytic count is given; they are listed."""
+is slower. Of a conditional the most expensive branch counts, and a loop that may end early counts
+to its limit. Kernels that are not XLA's own are listed. They count as their operands and results
+once, and no FLOPs, unless an analytic count is given."""
 
 
 def report(
@@ -61,9 +61,9 @@ def report(
   Returns:
     `cost` of each program that the compiler has memory for, by its name.
   """
-  costs = {}
-  for name in programs(parts):
-    if found := program_cost(parts, topology, name, kernels):
+  costs, useful = {}, useful_flops(parts)
+  for name, lower in programs(parts).items():
+    if found := program_cost(name, lower, topology, useful_flops=useful[name], kernels=kernels):
       costs[name] = found
   conditions = _conditions(parts, topology)
   say(markdown(conditions, costs))
@@ -73,15 +73,19 @@ def report(
 
 
 def program_cost(
-  parts: Parts, topology: str, name: str, kernels: Mapping[str, KernelCost] | None = None
+  name: str,
+  lower: Callable[[], Any],
+  topology: str,
+  *,
+  useful_flops: float,
+  kernels: Mapping[str, KernelCost] | None = None,
 ) -> Cost | None:
-  """`cost` of the update or the generation; None where its memory does not suffice."""
-  program, text = compiled_with_text(name, programs(parts)[name])
+  """`cost` of one of `ahead_of_time.programs`; None where the chip's memory does not suffice."""
+  program, text = compiled_with_text(name, lower)
   if program is None:
     return None
   items = with_kernels(walk(text, PARTS), kernels or {})
-  useful = useful_flops(parts)[name]
-  return cost(items, chip_of(topology), useful_flops=useful, memory=memory(program))
+  return cost(items, chip_of(topology), useful_flops=useful_flops, memory=memory(program))
 
 
 def write(folder: pathlib.Path, conditions: Mapping[str, Any], costs: Mapping[str, Cost]) -> None:

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from train import tiny
 
 from rlvr_jax.commands import ahead_of_time, costs, hlo
+from rlvr_jax.commands.chips import chip_of
 from rlvr_jax.configs.full_size import fade_qwen25_7b
 from rlvr_jax.ops.logprobs import token_logprobs
 from rlvr_jax.train import sharding
@@ -43,6 +44,15 @@ def test_a_mesh_is_built_as_a_run_builds_it():
   ids = lambda mesh: [device.id for device in mesh.devices.flat]
   assert ids(mesh) == ids(jax.make_mesh((1, 16, 1), sharding.AXES, devices=devices))
   assert ids(mesh) != [device.id for device in devices]
+
+
+@pytest.mark.parametrize(
+  ("topology", "chips", "flops"),
+  [("v5e:2x4", 8, 197e12), ("v5p:2x2x4", 16, 459e12), ("tpu7x:2x2x1", 4, 2307e12)],
+)
+def test_the_devices_of_a_slice_have_the_peaks_of_its_chips(topology, chips, flops):
+  devices = len(ahead_of_time.topology_devices(topology))
+  assert devices * chip_of(topology).flops == chips * flops
 
 
 def test_the_head_gathers_its_kernel_once_and_reduces_its_gradient_once():
@@ -89,7 +99,9 @@ def test_an_update_gathers_a_layer_twice_and_reduces_its_gradient_once():
   config.batch = dict(prompts=16, group_size=8, micro_batches=1)
   config.max_prompt_length, config.max_response_length = 256, 512
   parts = ahead_of_time.shapes_only(config, ahead_of_time.mesh_of(config, TOPOLOGY))
-  found = {row["part"]: row for row in costs.program_cost(parts, TOPOLOGY, "update")["parts"]}
+  update = ahead_of_time.programs(parts)["update"]
+  cost = costs.program_cost("update", update, TOPOLOGY, useful_flops=1.0)
+  found = {row["part"]: row for row in cost["parts"]}
   attention, mlp = WIDTH * (2 * 28 + 2 * 4) * 128, 3 * WIDTH * 18_944
   layer = attention + mlp
   # A device receives 15/16 of a whole: two gathers in bfloat16, a reduce-scatter in float32.
