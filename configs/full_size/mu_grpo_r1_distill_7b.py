@@ -28,10 +28,10 @@ def get_config() -> ConfigDict:
     name="published",
     kwargs=dict(
       dataset="deepscaler",
-      data_dir="",  # to be given
+      data_dir="",  # required
       split="train",  # "": nothing to train on, for --mode=eval
       held_out_dataset="aime_2024",
-      held_out_data_dir="",  # to be given
+      held_out_data_dir="",  # required
     ),
   )
   c.max_response_length = 8192

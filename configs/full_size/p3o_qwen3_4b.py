@@ -37,7 +37,7 @@ def get_config() -> ConfigDict:
   )
   c.max_prompt_length = 4096
   c.max_response_length = 2048
-  c.mesh = dict(data=1, fsdp=8, tensor=2)
+  c.mesh.tensor = 2
   c.batch = dict(prompts=8, group_size=4, micro_batches=1)
   c.schedule = "updates_per_refresh(batches=8)"
   c.loss = "p3o"

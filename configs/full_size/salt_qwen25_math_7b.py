@@ -31,13 +31,13 @@ def get_config() -> ConfigDict:
     name="published",
     kwargs=dict(
       dataset="math",
-      data_dir="",  # to be given
+      data_dir="",  # required
       split="train",  # "": nothing to train on, for --mode=eval
       held_out_dataset="math_500",
       held_out_data_dir="",  # required
     ),
   )
-  c.mesh = dict(data=1, fsdp=8, tensor=2)
+  c.mesh.tensor = 2
   c.batch.micro_batches = 4
   c.max_prompt_length = 2048
   c.max_response_length = 8192

@@ -47,12 +47,12 @@ def report(parts: Parts, topology: str | None) -> dict[str, Table]:
 def compiled(parts: Parts) -> dict[str, Table]:
   """Bytes per chip of the update and of generation, as XLA compiles them for the mesh."""
   # The optimizer's state stays in memory while rollouts are sampled.
-  beside = {"generation": {"optimizer, resident": device_bytes(parts.abstract_state.opt_state)}}
+  resident = {"generation": {"optimizer, resident": device_bytes(parts.abstract_state.opt_state)}}
   tables = {}
   for name, lower in ahead_of_time.programs(parts).items():
     program = ahead_of_time.compiled(name, lower)
     taken = memory(program) if program else {"more than the compiler has": math.inf}
-    tables[f"{name}, compiled"] = beside.get(name, {}) | taken
+    tables[f"{name}, compiled"] = resident.get(name, {}) | taken
   return tables
 
 
@@ -115,8 +115,7 @@ def _head(parts: Parts) -> float:
 def _keys_and_values(parts: Parts) -> float:
   """Bytes of the full cache and of the previous one, while the cache grows for the last time."""
   config, c = parts.config, parts.model.config
-  tensor = parts.mesh.shape["tensor"]  # the compiler splits heads over it, if they divide
-  heads = c.num_kv_heads // tensor if c.num_kv_heads % tensor == 0 else c.num_kv_heads
+  heads = c.num_kv_heads // parts.mesh.shape["tensor"]  # the compiler splits them over it
   token = c.num_layers * heads * c.head_dim * 2 * jnp.dtype(c.compute_dtype).itemsize
   lengths = [0, *cache_lengths(config.max_response_length)]
   responses = config.batch.group_size * (lengths[-1] + lengths[-2])

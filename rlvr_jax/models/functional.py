@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from rlvr_jax.models.linear import merged
-from rlvr_jax.models.transformer import Transformer, TransformerConfig
+from rlvr_jax.models.transformer import Residual, Transformer, TransformerConfig
 from rlvr_jax.types import Array, Head, Params, Prompts
 
 
@@ -24,8 +24,9 @@ class Layout(NamedTuple):
   """How a network lies on devices; the default is one device. `train.sharding.layout` makes one."""
 
   mesh: Mesh | None = None  # with axes (data, fsdp, tensor); batches are split over the first two
-  # Applied to the residual stream [P, ...] after every layer: keeps it sharded on prompts.
+  # Applied to activations [P, ...]: keeps them sharded on prompts.
   constrain: Callable[[Array], Array] = lambda x: x
+  residual: Residual = Residual()  # in training
   # Applied to the parameters before a decoding loop: gathers them once, not at every token.
   gather: Callable[[Params], Params] = lambda params: params
 
@@ -49,7 +50,7 @@ class Model(NamedTuple):
 
 def transformer(config: TransformerConfig, layout: Layout = _ONE_DEVICE) -> Model:
   """The transformer of `config` as pure functions; see `Transformer` for shapes."""
-  build = lambda key: Transformer(config, nnx.Rngs(key), layout.constrain)
+  build = lambda key: Transformer(config, nnx.Rngs(key), layout.constrain, layout.residual)
   # Splitting off `Param` alone raises if the module holds any other state.
   graph, _ = nnx.split(jax.eval_shape(build, jax.random.key(0)), nnx.Param)
   bind = lambda params: nnx.merge(graph, params)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,21 @@ _ACTIVATIONS = {
 }
 _REMAT = ("none", "dots", "full")
 _NO_WINDOW = 2**30
+
+
+def _same(x: Array) -> Array:
+  return x
+
+
+class Residual(NamedTuple):
+  """How the residual stream [P, L, D] of training lies on devices; the default is one device."""
+
+  keep: Callable[[Array], Array] = _same  # of the stream between blocks
+  gather: Callable[[Array], Array] = _same  # of all its tokens, before kernels multiply them
+  scatter: Callable[[Array], Array] = _same  # of a product that is to be added to it
+
+
+_ON_ONE_DEVICE = Residual()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,11 +165,11 @@ class Block(nnx.Module):
       self.post_mlp_norm = RMSNorm(c, c.width)
 
   @jax.named_scope("layers")
-  def __call__(self, x: Array, tables, attend) -> tuple[Array, tuple]:
+  def __call__(self, x: Array, tables, attend, residual=_ON_ONE_DEVICE) -> tuple[Array, tuple]:
     """Applies the layer to x[..., L, D]; `attend(q, k, v)` mixes tokens: (out, carry)."""
     c = self.config
     bias = lambda name: getattr(self, name, None)
-    normed = self.attention_norm(x)
+    normed = residual.gather(self.attention_norm(x))
     heads = lambda y: y.reshape(*y.shape[:-1], -1, c.head_dim)
     query = heads(dense(normed, self.query, bias("query_bias")))
     key = heads(dense(normed, self.key, bias("key_bias")))
@@ -163,12 +179,13 @@ class Block(nnx.Module):
     with jax.named_scope("attention"):
       mixed, carry = attend(rotate(query, tables), rotate(key, tables), value)
     mixed = dense(mixed.reshape(*mixed.shape[:-2], -1), self.output, bias("output_bias"))
+    mixed = residual.scatter(mixed)
     x = x + (self.post_attention_norm(mixed) if c.post_norm else mixed)
 
-    normed = self.mlp_norm(x)
+    normed = residual.gather(self.mlp_norm(x))
     gated = _ACTIVATIONS[c.activation](dense(normed, self.gate, bias("gate_bias")))
     gated = gated * dense(normed, self.up, bias("up_bias"))
-    gated = dense(gated, self.down, bias("down_bias"))
+    gated = residual.scatter(dense(gated, self.down, bias("down_bias")))
     return x + (self.post_mlp_norm(gated) if c.post_norm else gated), carry
 
 
@@ -177,10 +194,12 @@ class Transformer(nnx.Module):
     self,
     config: TransformerConfig,
     rngs: nnx.Rngs,
-    constrain: Callable[[Array], Array] = lambda x: x,
+    constrain: Callable[[Array], Array] = _same,
+    residual: Residual = _ON_ONE_DEVICE,
   ):
     c = self.config = config
-    self.constrain = constrain  # keeps the residual stream [P, ...] sharded on prompts
+    self.constrain = constrain  # keeps activations [P, ...] sharded on prompts
+    self.residual = residual
     embedding = jax.random.normal(rngs.params(), (c.vocab_size, c.width), jnp.float32)
     # Tied: rows are also the head's, so they start with the head's fan-in variance.
     scale = c.width**-0.5 if c.tied_head else 1.0
@@ -342,7 +361,8 @@ class Transformer(nnx.Module):
 
     def body(x, layer):
       block, window, slides = layer
-      return self.constrain(block(x, tables(slides), attend(window))[0]), None
+      x, _ = block(x, tables(slides), attend(window), self.residual)
+      return self.residual.keep(x), None
 
     if c.remat == "full":
       body = jax.checkpoint(body)
@@ -350,7 +370,9 @@ class Transformer(nnx.Module):
       body = jax.checkpoint(body, policy=jax.checkpoint_policies.save_only_these_names(PRODUCT))
     layers = (self.blocks, jnp.asarray(windows), jnp.asarray(sliding))
     with jax.named_scope("layers"):  # what the loop itself does as well
-      return jax.lax.scan(body, x, layers, unroll=min(c.unroll_layers, c.num_layers))[0]
+      x = self.residual.scatter(x)
+      x, _ = jax.lax.scan(body, x, layers, unroll=min(c.unroll_layers, c.num_layers))
+      return self.constrain(self.residual.gather(x))
 
 
 def _prompt_positions(prompts: Prompts) -> Array:
