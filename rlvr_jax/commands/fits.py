@@ -129,11 +129,10 @@ def _activations(parts: Parts) -> float:
   tokens *= -(-_local_prompts(parts) // config.batch.micro_batches)
   heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
   products = heads + 2 * c.width + 2 * c.mlp_width  # q, k, v; output, down; gate, up
-  tensor = parts.mesh.shape["tensor"]
-  layer = c.width + products / tensor
+  layer = c.width + products
   kept = {"full": c.width, "dots": layer, "none": 2 * layer}[c.remat]
   size = jnp.dtype(c.compute_dtype).itemsize
-  return float(tokens * (c.num_layers * kept + 4 * layer) * size)
+  return tokens * (c.num_layers * kept + 4 * layer) * size / parts.mesh.shape["tensor"]
 
 
 # --- output ---------------------------------------------------------------------------------------
