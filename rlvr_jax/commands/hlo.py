@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from rlvr_jax.commands.hlo_text import (
   Instruction,
   array_bytes,
+  arrays,
   convolution_flops,
   dimensions,
   dtype,
@@ -40,6 +41,7 @@ _FREE = {
   *("partition-id", "replica-id", "optimization-barrier", "opt-barrier", "get-dimension-size"),
   *("add-dependency", "async-done", "async-update", "send-done", "recv-done"),
 }
+_ASYNC_START, _ASYNC_DONE = (f'custom_call_target="AsyncCollective{x}"' for x in ("Start", "Done"))
 _FREE_CALLS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "Sharding", "SPMDFullToShardShape"}
 _SCALAR: dict[str, Callable[..., int]] = {
   **dict.fromkeys(("copy", "bitcast", "convert"), lambda x: x),
@@ -165,7 +167,10 @@ class _Program:
     """(kind, bytes that each device receives) of an instruction and of what is fused into it."""
     if i.opcode == "fusion":
       scattered = "all-reduce-scatter" in i.name + i.calls
+      continued = self._continued(i.calls)
       for inner in self.computations[i.calls].values():
+        if inner.name in continued:
+          continue
         for kind, received in self._collectives(i.calls, inner):
           if scattered and kind == "all-reduce":
             kind, received = "reduce-scatter", received / 2
@@ -180,6 +185,17 @@ class _Program:
       return
     n = self._group_size(i)
     yield kind, sent * {"all-gather": n - 1, "all-reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)
+
+  def _continued(self, computation: str) -> set[str]:
+    """Names of the collectives that a fusion carries on or ends, next to its own work.
+
+    Some TPUs' compilers run a collective piece by piece within fusions between its start and its
+    end. Each of them holds the whole instruction; it counts at the start.
+    """
+    inside = self.computations[computation].values()
+    if any(_ASYNC_START in i.text for i in inside):
+      return set()
+    return {i.name for i in inside if "async_collective_fusion_config" in i.text}
 
   def _group_size(self, i: Instruction) -> int:
     """Devices that take part in one collective, by any of XLA's three spellings."""
@@ -202,7 +218,8 @@ class _Program:
     if i.opcode == "fusion":
       read, written = self._fused_bytes(i.calls)
       operands = [min(whole, read.get(n, whole)) for n, whole in enumerate(operands)]
-      return sum(operands) + (result if written is None else min(result, written))
+      results = [array_bytes(shape, hbm=True) for shape in arrays(i.shape)]
+      return sum(operands) + sum(map(min, results, written))
     if i.opcode in ("dynamic-slice", "slice", "gather"):  # of what lies there
       return min(operands[0], array_bytes(i.shape)) + result
     if i.opcode == "dynamic-update-slice":
@@ -213,9 +230,9 @@ class _Program:
       return result
     return result + sum(operands)
 
-  def _fused_bytes(self, computation: str) -> tuple[dict[int, int], int | None]:
-    """({parameter: bytes read of it, if only slices are}, bytes written, if into a slice)."""
-    inside = self.computations[computation]
+  def _fused_bytes(self, computation: str) -> tuple[dict[int, int], list[float]]:
+    """({parameter: bytes read of it, if not all are}, the most bytes written of every result)."""
+    inside, continued = self.computations[computation], self._continued(computation)
     users: dict[str, list[tuple[Instruction, int]]] = {}
     for i in inside.values():
       for position, name in enumerate(i.operands):
@@ -229,6 +246,8 @@ class _Program:
         if user.opcode in ("dynamic-slice", "slice", "gather") and position == 0:
           taken = array_bytes(user.shape)
         elif user.opcode == "dynamic-update-slice" and position == 0:
+          taken = 0
+        elif user.name in continued or (continued and user.root):  # handed on
           taken = 0
         elif user.opcode == "fusion":
           taken = self._fused_bytes(user.calls)[0].get(position)
@@ -246,15 +265,16 @@ class _Program:
     }
     root = next(i for i in inside.values() if i.root)
     results = [inside[x] for x in root.operands] if root.opcode == "tuple" else [root]
-    written, sliced = 0, False
+    written = []
     for result in results:
       while result.opcode in _IN_PLACE and result.operands:
         result = inside[result.operands[0]]
       update = result.opcode == "dynamic-update-slice"
-      sliced |= update
-      touches = self._shape(computation, result.operands[1]) if update else result.shape
-      written += array_bytes(touches)
-    return read, written if sliced else None
+      most = array_bytes(self._shape(computation, result.operands[1])) if update else math.inf
+      handed_on = result.name in continued or (continued and result.opcode == "parameter")
+      most = 0 if handed_on or _ASYNC_DONE in result.text else most
+      written += [most] * len(arrays(result.shape))
+    return read, written
 
   # --- loops --------------------------------------------------------------------------------------
 

@@ -86,6 +86,11 @@ def array_bytes(shape: str, *, hbm: bool = False) -> int:
   return total
 
 
+def arrays(shape: str) -> list[str]:
+  """The shape of every array in a shape."""
+  return [found.group() for found in _SHAPE.finditer(shape)]
+
+
 def dtype(shape: str) -> str:
   """Of a shape's first array."""
   found = _SHAPE.search(shape)
