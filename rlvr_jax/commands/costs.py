@@ -15,7 +15,7 @@ import numpy as np
 
 from rlvr_jax.commands.ahead_of_time import compiled_with_text, memory, programs
 from rlvr_jax.commands.chips import Chip, chip_of
-from rlvr_jax.commands.hlo import COLLECTIVES, Item, walk
+from rlvr_jax.commands.hlo import COLLECTIVES, OPEN_LOOP, Item, walk
 from rlvr_jax.files import local_path
 from rlvr_jax.models.flops import forward_flops, update_flops
 from rlvr_jax.train.build import Parts
@@ -137,6 +137,7 @@ def cost(
   by_part = functools.partial(_by, items, ("part",))
   moved = [item for item in items if item.opcode in COLLECTIVES or item.received_bytes]
   foreign = [item for item in items if item.target]
+  open_loops = [item for item in items if item.opcode == OPEN_LOOP]
   return {
     "useful_flops": useful_flops,
     "executed_flops": total("flops"),
@@ -150,6 +151,7 @@ def cost(
     "parts": by_part(("flops", "hbm_bytes", "received_bytes", "cycles")),
     "collectives": _by(moved, ("part", "opcode", "dtype"), ("received_bytes", "times")),
     "custom_calls": _by(foreign, ("part", "target"), ("flops", "hbm_bytes", "times")),
+    "loops_of_unknown_length": _by(open_loops, ("part", "op_name"), ("times",)),
   }
 
 
@@ -207,6 +209,9 @@ def markdown(conditions: Mapping[str, Any], costs: Mapping[str, Cost]) -> str:
     if cost["custom_calls"]:
       lines += ["", "Kernels and calls that are not XLA's own:", ""]
       lines += _table([_readable(row) for row in cost["custom_calls"]])
+    if cost["loops_of_unknown_length"]:
+      lines += ["", "Loops whose length only the data tell, counted as one iteration:", ""]
+      lines += _table([_readable(row) for row in cost["loops_of_unknown_length"]])
   return "\n".join([*lines, "", _TRUST])
 
 
@@ -232,6 +237,7 @@ _COLUMNS = {  # of a row: its name and its unit
   "cycles": ("cycles, 10⁹", 1e9),
   "opcode": ("kind", None),
   "times": ("runs", None),
+  "op_name": ("operation", None),
 }
 
 

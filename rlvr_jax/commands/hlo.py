@@ -3,7 +3,8 @@
 XLA's own `cost_analysis()` counts the body of a loop once, and a Pallas call as nothing. Here the
 text of the optimized program (`jax.stages.Compiled.as_text()`, of one device) is walked from its
 entry. The body of a loop counts as often as the loop runs, at most. Of a conditional the most
-expensive branch counts: the one with the most operations, then the most bytes.
+expensive branch counts: the one with the most operations, then the most bytes. A loop whose length
+only the data tell counts as one iteration, and is an item of its own.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ COLLECTIVES = (
   "collective-permute",
 )
 OTHER = "other"  # the part of what no named scope covers
+OPEN_LOOP = "while"
 
 _BRANCH = re.compile(r"(?:true_computation|false_computation)=%?([\w.\-]+)")
 # They move nothing, or it is counted at the instruction that starts the move.
@@ -55,7 +57,7 @@ class Item(NamedTuple):
   """One instruction, as often as it runs; bytes and operations are those of all its runs."""
 
   part: str  # by the innermost of the scopes asked for; `OTHER`: it is in none
-  opcode: str  # of a collective, one of COLLECTIVES
+  opcode: str  # of a collective, one of COLLECTIVES; OPEN_LOOP: see `walk`
   name: str
   times: int
   flops: float  # of products of matrices, 2·M·N·K each
@@ -73,19 +75,19 @@ _Values = list[int | None]
 
 
 class _Loop(NamedTuple):
-  length: int  # iterations
+  length: int | None  # iterations; None: only the data tell
   inside: _Values  # of its tuple, what stays
   ended: _Values  # of its tuple, when it has ended
 
 
 def walk(text: str, parts: Mapping[str, str]) -> list[Item]:
-  """Every instruction of a program that costs anything.
+  """Every instruction of a program that costs anything, and every loop of unknown length.
 
   Args:
     text: optimized HLO, of one device.
     parts: of the program, by the pattern of a `jax.named_scope` or of a parameter's name.
   Raises:
-    ValueError: the text holds no program, a loop of unknown length, or unknown replica groups.
+    ValueError: the text holds no program, or unknown replica groups.
   """
   scopes = "|".join(f"(?P<{part}>{pattern})" for part, pattern in parts.items())
   program = _Program(text, re.compile(rf"\b(?:{scopes})\b"))
@@ -109,7 +111,10 @@ class _Program:
       if i.opcode == "while":
         loop = self._loop(computation, i, known)
         body = i.attribute(r"body=%?([\w.\-]+)")
-        yield from self.items(body, times * loop.length, here, loop.inside)
+        if loop.length is None:
+          yield Item(here, OPEN_LOOP, i.name, times, 0.0, 0.0, 0.0, "", 0.0, "", i.op_name, ())
+        length = 1 if loop.length is None else loop.length
+        yield from self.items(body, times * length, here, loop.inside)
       elif i.opcode == "conditional":
         listed = re.findall(r"[\w.\-]+", i.attribute(r"branch_computations=\{([^}]*)\}"))
         branches = listed or _BRANCH.findall(i.text)
@@ -285,17 +290,19 @@ class _Program:
       before, after = self._first_iteration(computation, i, known)
       length = self._length(i, before, after)
       pairs = list(zip(before, after, strict=True))
-      ended = [None if a is None or b is None else a + (b - a) * length for a, b in pairs]
-      self.loops[key] = _Loop(length, [a if a == b else None for a, b in pairs], ended)
+      stays = [a if a == b else None for a, b in pairs]
+      grows = lambda a, b: None if a is None or b is None else a + (b - a) * length
+      ended = stays if length is None else [grows(a, b) for a, b in pairs]
+      self.loops[key] = _Loop(length, stays, ended)
     return self.loops[key]
 
-  def _length(self, i: Instruction, before: _Values, after: _Values) -> int:
+  def _length(self, i: Instruction, before: _Values, after: _Values) -> int | None:
     if known_count := i.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
       return int(known_count)
     condition = i.attribute(r"condition=%?([\w.\-]+)")
     for first, limit, step in self._bounds(condition, before, after):
       return max(0, -(-(limit - first) // step))
-    raise ValueError(f"the loop {i.name} is of unknown length: {i.text[:200]}")
+    return None
 
   def _first_iteration(self, computation, i, known) -> tuple[_Values, _Values]:
     """The known elements of a loop's tuple before and after its first iteration."""

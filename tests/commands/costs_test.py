@@ -5,7 +5,7 @@ import json
 import pytest
 from train import tiny
 
-from rlvr_jax.commands import ahead_of_time, choose, costs
+from rlvr_jax.commands import ahead_of_time, choose, costs, hlo
 from rlvr_jax.commands.chips import CHIPS, Chip
 from rlvr_jax.commands.hlo import Item
 from rlvr_jax.models.flops import forward_flops, update_flops
@@ -61,6 +61,14 @@ def test_a_kernel_counts_by_its_own_formula():
   assert found["custom_calls"] == [
     dict(part="attention", target="tpu_custom_call", flops=20.0, hbm_bytes=6.0, times=2)
   ]
+
+
+def test_a_loop_of_unknown_length_is_listed():
+  loop = item("gram", hlo.OPEN_LOOP, times=2, op_name="eigh/while")
+  found = costs.cost([*ITEMS, loop], CHIP, useful_flops=1.0, memory={})
+  assert found["loops_of_unknown_length"] == [dict(part="gram", op_name="eigh/while", times=2)]
+  text = costs.markdown(CONDITIONS, {"update": found})
+  assert "Loops whose length only the data tell" in text and "| gram | eigh/while | 2 |" in text
 
 
 def test_useful_work_is_that_of_full_lengths_on_every_chip():

@@ -102,11 +102,12 @@ def test_a_loop_goes_on_where_the_one_before_ended():
   assert found == [5, 7]
 
 
-def test_a_limit_that_the_data_sets_is_refused():
+def test_a_loop_whose_length_the_data_set_counts_once_and_is_named():
   header, lines = loop_condition(0, "LT")
   lines = [line.replace("constant(0)", "custom-call()") for line in lines]
-  with pytest.raises(ValueError, match="the loop loop is of unknown length"):
-    items(loop_entry(0), loop_body(1), (header, lines))
+  found = items(loop_entry(0), loop_body(1), (header, lines))
+  assert (found["loop"].opcode, found["loop"].times) == (hlo.OPEN_LOOP, 1)
+  assert (found["product"].times, found["product"].flops) == (1, 2 * 4 * 8 * 8)
 
 
 def test_a_text_without_a_program_is_refused():
