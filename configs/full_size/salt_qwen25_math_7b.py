@@ -14,8 +14,8 @@ Qwen2.5-Math-7B was made for (its config.json), of which the run warns.
     --config.task.kwargs.data_dir=gs://BUCKET/MATH \\
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/MATH-500
 
-Without SALT: --config.reweighting=none is DAPO's update. Card:
-docs/methods/salt.md; memory per chip: docs/models.md.
+Without SALT: --config.reweighting=none is DAPO's update. On v5e:8x8, add --config.mesh.tensor=4
+--config.batch.micro_batches=2. Card: docs/methods/salt.md; memory per chip: docs/models.md.
 """
 
 from ml_collections import ConfigDict

@@ -121,7 +121,7 @@ def test_the_compiler_s_figures_are_read(capsys):
   assert tables["update, compiled"]["arguments"] >= held
   assert tables["update, compiled"]["temporary"] > 0
   resident = tables["generation, compiled"]["optimizer, resident"]
-  assert resident == pytest.approx(held * 2 / 3, rel=0.01)  # two moments beside the parameters
+  assert resident == pytest.approx(held * 2 / 3, rel=0.01)  # two moments of every parameter
 
 
 def test_an_estimate_just_below_the_limit_is_no_promise(monkeypatch, capsys):
@@ -141,7 +141,7 @@ def test_a_topology_that_cannot_be_compiled_for_says_what_can():
 
 
 def test_the_command_prints_a_table(tmp_path):
-  """With adapters, whose base stands beside them."""
+  """With adapters on a frozen base."""
   output = tiny.run(tmp_path, "--mode=fits", "--config.lora.rank=2")
   assert re.search(r"frozen base +0\.00 GiB", output)
   assert "update, estimated: " in output and "keys and values" in output
