@@ -15,7 +15,7 @@ from rlvr_jax.rollouts.sampler import cache_lengths
 from rlvr_jax.train.build import Parts
 from rlvr_jax.train.metrics import say
 
-COMPILER_FACTOR = 1.5  # about the largest ratio of compiled to estimated bytes in docs/models.md
+COMPILER_FACTOR = 1.5  # compiled bytes to estimated ones, above 5 GiB, in docs/models.md
 _GIB = 2**30
 
 Table = dict[str, float]  # what → bytes per chip
