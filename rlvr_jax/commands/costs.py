@@ -65,7 +65,7 @@ def report(
   for name, lower in programs(parts).items():
     if found := program_cost(name, lower, topology, useful_flops=useful[name], kernels=kernels):
       costs[name] = found
-  conditions = _conditions(parts, topology)
+  conditions = _conditions(parts, topology) | {"too_large": sorted(useful.keys() - costs.keys())}
   say(markdown(conditions, costs))
   if workdir is not None:
     write(local_path("--workdir", workdir), conditions, costs)
@@ -201,6 +201,8 @@ def markdown(conditions: Mapping[str, Any], costs: Mapping[str, Cost]) -> str:
     "",
     *_table([_summary(name, cost) for name, cost in costs.items()]),
   ]
+  if c["too_large"]:
+    lines += ["", f"Left out, since a chip has too little memory: {', '.join(c['too_large'])}."]
   for name, cost in costs.items():
     lines += ["", f"## {name.capitalize()}, by part", ""]
     lines += _table([_readable(row) for row in cost["parts"]])

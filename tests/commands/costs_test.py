@@ -15,7 +15,7 @@ CHIP = Chip(flops=100.0, hbm_bytes_per_s=10.0, interconnect_bytes_per_s=2.0, hbm
 CONDITIONS = dict(
   topology="v5e:2x2", mesh=dict(data=1, fsdp=4, tensor=1), model="tiny", layers=1, remat="full",
   prompts=8, group_size=4, micro_batches=1, prompt_tokens=8, response_tokens=4, jax="0",
-  compiler="",
+  compiler="", too_large=["generation"],
 )  # fmt: skip
 
 
@@ -87,6 +87,7 @@ def test_the_report_names_its_lengths_and_leaves_out_what_is_small():
   assert "| head | all-gather | bf16 | 0.005 | 1 |" in text
   assert "| layers | all-gather" not in text
   assert "| update |" in text and "| 2.0 |" in text and "interconnect |" in text
+  assert "Left out, since a chip has too little memory: generation." in text
 
 
 def test_numbers_and_tables_are_written(tmp_path):
