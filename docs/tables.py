@@ -2,9 +2,9 @@
 
   python -m docs.tables
 
-A method is a card in docs/methods/, which names its paper and its recipes. What a recipe sets says
-which code the method uses, and the first line of the recipe's docstring what is new in it. A card
-without a recipe is named like an estimator, whose module says it.
+A method is a card in docs/methods/, which names its paper and its recipes. A recipe's settings tell
+which code the method uses, the first line of its docstring what is new in it. A card without a
+recipe has the name of an estimator, whose docstring takes that place.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from rlvr_jax.configs import base
 ROOT = pathlib.Path(__file__).parents[1]
 CARDS = ROOT / "docs" / "methods"
 COMMAND = "python -m docs.tables"
-DOCUMENTS = {ROOT / "README.md": "", CARDS / "README.md": "../../"}  # to the way to the root
+DOCUMENTS = {ROOT / "README.md": "", CARDS / "README.md": "../../"}  # to their paths to the root
 HEADER = "| method | what is new in it | code | paper | recipe |\n|---|---|---|---|---|\n"
 _MARKED = re.compile(r"(<!-- methods:.*?-->\n).*?(<!-- end -->)", re.DOTALL)
 _ACROSS = re.DOTALL | re.MULTILINE
 
-# What a recipe sets beside its components: the field, how the table calls it ("" is by its value),
-# and the file that acts on it.
+# What a recipe sets in addition to its components: the field, its name in the table ("": its
+# value), and the file that acts on it.
 FIELDS = (
   ("aggregation", "", "rlvr_jax/ops/aggregate.py"),
   ("veto.enabled", "veto", "rlvr_jax/ops/veto.py"),
@@ -62,13 +62,13 @@ def paper_of(card: pathlib.Path) -> str:
 
 
 def component(package: types.ModuleType, name: str) -> tuple[str, str]:
-  """(what stands in the table, the file of its factory)."""
+  """(its text in the table, the file of its factory)."""
   path = pathlib.Path(inspect.getfile(getattr(package, name))).relative_to(ROOT)
   return f"`{name}`", str(path)
 
 
 def used(config: ConfigDict) -> Iterator[tuple[str, str]]:
-  """What a recipe is made of, as (text, file)."""
+  """The components and settings of a recipe, as (text, file)."""
   default = base.get_config()
   packages = {"advantage": advantages, "reweighting": reweighting, "loss": losses}
   for field, package in packages.items():
@@ -122,14 +122,14 @@ def table(to_root: str) -> str:
   """All methods in the order of their papers.
 
   Args:
-    to_root: what leads from the document to the repository's root: "" or "../../".
+    to_root: path from the document to the repository's root: "" or "../../".
   """
   cards = sorted((c for c in CARDS.glob("*.md") if c.stem != "README"), key=year_and_month)
   return HEADER + "".join(row(card, to_root) for card in cards)
 
 
 def written(document: pathlib.Path) -> str:
-  """A document with its table as it has to be."""
+  """A document's text with its table up to date."""
   text = document.read_text(encoding="utf-8")
   return _MARKED.sub(lambda found: found[1] + table(DOCUMENTS[document]) + found[2], text)
 

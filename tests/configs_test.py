@@ -42,7 +42,7 @@ def _flat(config: ConfigDict) -> dict:
 
 
 def _changes(name):
-  """Leaves that a recipe sets otherwise than the one it starts from, or has beside it."""
+  """Leaves that a recipe sets otherwise than the one it starts from, or in addition to it."""
   module = _module(name)
   parents = {getattr(v, "__name__", "") for v in vars(module).values()} & {
     f"rlvr_jax.configs.{other}" for other in NAMES if other != name

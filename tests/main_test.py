@@ -42,6 +42,7 @@ MISTAKES = [
   (dict(warm_start__batch_size=9, mesh__data=2), r"config\.warm_start\.batch_size = 9"),
   (dict(mesh__data=16), r"16·1·1 = 16 devices, but there are 8"),
   (dict(mesh__tensor=0), r"config\.mesh = .*'tensor': 0.* at least 1"),
+  (dict(mesh__tensor=4), r"tensor = 4 does not divide .* 2 key/value heads; allowed: \[1, 2\]"),
   (dict(batch__group_size=1), r"(?s)grpo.*group.*\b1\b"),
   (dict(batch__group_size=0), r"config\.batch: group_size = 0"),
   (dict(evaluation__ks=(1, 4)), r"1 ≤ k ≤ config\.evaluation\.num_samples = 2"),

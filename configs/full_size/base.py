@@ -1,10 +1,11 @@
-"""Settings that the full-size recipes share: a published checkpoint, chat prompts, 16 chips.
+"""Settings that the full-size recipes share: a published checkpoint, chat prompts, all chips.
 
-Not a complete recipe. The four recipes that start from it have the settings of four papers at full
+Not a complete recipe. Four recipes that start from it have the settings of four papers at full
 size: salt_qwen25_math_7b, p3o_qwen3_4b, fade_qwen25_7b, mu_grpo_r1_distill_7b. What neither a paper
-nor its authors' code states is marked **open** there. None has been trained with: no accelerator
-was available. This prints the memory per chip, and needs no chip (v5p:2x2x4 has 16 chips, and is
-v5p-32 in Cloud's names):
+nor its authors' code states is marked **open** there. Two more are to start with, on one chip:
+gsm8k_qwen25_05b and gsm8k_qwen25_15b_lora. None has been trained with: no accelerator was
+available. This prints the memory per chip, and needs no chip (v5p:2x2x4 has 16 chips, and is v5p-32
+in Cloud's names):
 
   python -m rlvr_jax.main --mode=fits --config=configs/full_size/base.py --topology=v5p:2x2x4
 
@@ -16,7 +17,9 @@ train, give the checkpoint, the data, and a workdir that all hosts can access:
     --config.task.kwargs.data_dir=gs://BUCKET/MATH \\
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/MATH-500
 
-On 256 chips: --config.mesh.fsdp=32 --config.mesh.tensor=8.
+A run uses all chips: `mesh.fsdp` is what the other axes leave. `mesh.tensor` divides the model's
+key/value heads, 4 in Qwen2.5 7B and 8 in Qwen3 4B. For v5e:8x8, 64 chips of 16 GB, each recipe says
+what to add. On 256 chips of v5p: --config.mesh.tensor=4 --config.batch.prompts=64.
 """
 
 from ml_collections import ConfigDict
@@ -42,7 +45,7 @@ def get_config() -> ConfigDict:
   c.max_response_length = 8192
   c.warm_start.num_steps = 0
 
-  c.mesh = dict(data=1, fsdp=16, tensor=1)  # chips
+  c.mesh = dict(data=1, fsdp=-1, tensor=1)  # chips
   c.batch = dict(prompts=32, group_size=16, tokens_per_micro_batch=10_240, tokens_per_row=0)
   c.optimizer = "adamw(weight_decay=0.1)"
   c.learning_rate = "constant(peak=1e-6)"

@@ -11,7 +11,8 @@ up: 32 problems and 16 rollouts per update, responses up to 2048 tokens, AdamW a
     --config.model.checkpoint=gs://BUCKET/Qwen2.5-7B \\
     --config.task.kwargs.data_dir=gs://BUCKET/mbpp
 
-Generated programs run in a sandbox on the hosts (docs/models.md). Card: docs/methods/fade.md.
+Generated programs run in a sandbox on the hosts (docs/models.md). On v5e:8x8, add
+--config.mesh.tensor=4. Card: docs/methods/fade.md.
 """
 
 from ml_collections import ConfigDict

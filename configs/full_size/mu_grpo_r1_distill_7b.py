@@ -12,7 +12,8 @@ per update and the veto's κ.
     --config.task.kwargs.data_dir=gs://BUCKET/deepscaler \\
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/aime_2024
 
-A stage's rollouts, 1024 batches, are in the workdir's store. Card: docs/methods/mu_grpo.md.
+A stage's rollouts, 1024 batches, are in the workdir's store. On v5e:8x8, add
+--config.mesh.tensor=4. Card: docs/methods/mu_grpo.md.
 """
 
 from ml_collections import ConfigDict
@@ -28,10 +29,10 @@ def get_config() -> ConfigDict:
     name="published",
     kwargs=dict(
       dataset="deepscaler",
-      data_dir="",  # to be given
+      data_dir="",  # required
       split="train",  # "": nothing to train on, for --mode=eval
       held_out_dataset="aime_2024",
-      held_out_data_dir="",  # to be given
+      held_out_data_dir="",  # required
     ),
   )
   c.max_response_length = 8192

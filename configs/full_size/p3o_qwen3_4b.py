@@ -11,8 +11,9 @@ run, then a cosine; 500 refreshes. No clip range, no coefficient.
     --config.task.kwargs.data_dir=gs://BUCKET/deepscaler \\
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/aime_2024
 
-The 8 problems of an update split over 8 of the 16 chips' groups, so `tensor` is 2. Rollouts from an
-8-bit copy: --config.sources.quantized.fraction=1.0. Card: docs/methods/p3o.md.
+The 8 problems of an update split over 8 groups of chips, so `tensor` is 2 on 16 chips; on v5e:8x8,
+add --config.mesh.tensor=8. Rollouts from an 8-bit copy: --config.sources.quantized.fraction=1.0.
+Card: docs/methods/p3o.md.
 """
 
 from ml_collections import ConfigDict
@@ -37,7 +38,7 @@ def get_config() -> ConfigDict:
   )
   c.max_prompt_length = 4096
   c.max_response_length = 2048
-  c.mesh = dict(data=1, fsdp=8, tensor=2)
+  c.mesh.tensor = 2
   c.batch.prompts, c.batch.group_size = 8, 4
   c.schedule = "updates_per_refresh(batches=8)"
   c.loss = "p3o"

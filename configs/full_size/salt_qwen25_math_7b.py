@@ -14,8 +14,8 @@ Qwen2.5-Math-7B was made for (its config.json), of which the run warns.
     --config.task.kwargs.data_dir=gs://BUCKET/MATH \\
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/MATH-500
 
-Without SALT: --config.reweighting=none is DAPO's update. Card:
-docs/methods/salt.md; memory per chip: docs/models.md.
+Without SALT: --config.reweighting=none is DAPO's update. On v5e:8x8, add --config.mesh.tensor=4.
+Card: docs/methods/salt.md; memory per chip: docs/models.md.
 """
 
 from ml_collections import ConfigDict
@@ -31,13 +31,13 @@ def get_config() -> ConfigDict:
     name="published",
     kwargs=dict(
       dataset="math",
-      data_dir="",  # to be given
+      data_dir="",  # required
       split="train",  # "": nothing to train on, for --mode=eval
       held_out_dataset="math_500",
       held_out_data_dir="",  # required
     ),
   )
-  c.mesh = dict(data=1, fsdp=8, tensor=2)
+  c.mesh.tensor = 2
   c.max_prompt_length = 2048
   c.max_response_length = 8192
   c.schedule = "updates_per_refresh(batches=16)"

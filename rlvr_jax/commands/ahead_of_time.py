@@ -1,4 +1,4 @@
-"""A run's programs, compiled for chips that need not be there."""
+"""A run's programs, compiled for chips that this machine does not have."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rlvr_jax.train.programs import abstract_batch
 
 
 def topology_devices(name: str) -> list[Any]:
-  """Descriptions of the chips of a TPU slice, which need not be available.
+  """Descriptions of the devices of a TPU slice, which this machine does not need to have.
 
   Raises:
     ValueError: the compiler is not installed, or the slice is unknown.
@@ -44,27 +44,34 @@ def topology_devices(name: str) -> list[Any]:
 
 
 def mesh_of(config: ml_collections.ConfigDict, topology: str | None) -> Any:
-  """The mesh of `config.mesh` over chips that need not be available, as a run on them builds it.
+  """The mesh of `config.mesh` over the devices of a TPU slice, as a run on them builds it.
 
+  Args:
+    topology: of the slice; None for a mesh without devices.
   Raises:
     ValueError: the topology is unknown, or the mesh has another size.
   """
   sizes: dict[str, Any] = {axis: config.mesh[axis] for axis in sharding.AXES}
   if topology is None:
+    if min(sizes.values()) < 1:
+      raise ValueError(
+        f"config.mesh = {sizes}: without --topology the number of devices is not known; give"
+        " --topology, such as v5p:2x2x4, or a size of at least 1 for every axis"
+      )
     types = (AxisType.Auto,) * 3
     return jax.sharding.AbstractMesh(tuple(sizes.values()), sharding.AXES, axis_types=types)
   devices = topology_devices(topology)
-  needed = math.prod(sizes.values())
-  if needed != len(devices):
+  mesh = sharding.make_mesh(**sizes, devices=devices)
+  if mesh.size != len(devices):
     raise ValueError(
-      f"config.mesh = {sizes} is {needed} chips, the topology has {len(devices)}; choose sizes"
-      f" whose product is {len(devices)}"
+      f"config.mesh = {sizes} is {mesh.size} devices, --topology={topology} has {len(devices)};"
+      f" choose sizes whose product is {len(devices)}, or -1 for one of them"
     )
-  return sharding.make_mesh(**sizes, devices=devices)
+  return mesh
 
 
 def shapes_only(config: ml_collections.ConfigDict, mesh: Mesh) -> Parts:
-  """The parts of a run on a mesh whose devices need not be available, without problems."""
+  """The parts of a run without problems, on a mesh whose devices this machine may not have."""
   nothing = Task(name="none", train=(), warm_start=(), held_out=(), grader="none:none")
   config = ml_collections.ConfigDict(config)
   config.warm_start.num_steps = 0
@@ -107,7 +114,7 @@ def compiled(name: str, lower: Callable[[], Any], **options: Any) -> Any:
 
 
 def compiled_with_text(name: str, lower: Callable[[], Any]) -> tuple[Any, str]:
-  """What `compiled` returns for a TPU, and the text of the optimised program; "" beside None.
+  """What `compiled` returns for a TPU, and the text of the optimized program; "" with None.
 
   The text is the compiler's own: `as_text()` reads a program anew, and jaxlib cannot read all that
   a newer compiler writes.
@@ -123,7 +130,7 @@ def memory(compiled: Any) -> dict[str, float]:
   used = compiled.memory_analysis()
   return {
     "arguments": used.argument_size_in_bytes,
-    "results beside them": used.output_size_in_bytes - used.alias_size_in_bytes,
+    "results": used.output_size_in_bytes - used.alias_size_in_bytes,
     "temporary": used.temp_size_in_bytes,
     "program": used.generated_code_size_in_bytes,
   }

@@ -1,4 +1,4 @@
-"""What a TPU chip has, as Google publishes it."""
+"""The peaks of TPU chips, as Google publishes them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Chip(NamedTuple):
-  """The published peaks of one chip."""
+  """The published peaks of one chip, or of the part of it that is one jax device."""
 
   flops: float  # products of bfloat16 matrices, per second
   hbm_bytes_per_s: float  # read and written together
@@ -14,22 +14,27 @@ class Chip(NamedTuple):
   hbm_gib: float  # memory that XLA may use
 
 
-# By the first part of a topology's name.
+def _two_devices(chip: Chip) -> Chip:
+  """Half of a chip: each of its cores is a device of its own."""
+  return Chip(*(peak / 2 for peak in chip))
+
+
+# Of one device, by the first part of a topology's name.
 # Source: the pages of each version in Google Cloud's TPU documentation
 # (docs.cloud.google.com/tpu/docs/v5p and so on), read in November 2026. They give the interconnect
 # in both directions together, 1200 GB/s for a v5p; half of it is received. That of v4 is 6 links of
 # 50 GB/s each way: "TPU v4: An Optically Reconfigurable Supercomputer", arXiv 2304.01433.
 CHIPS = {
-  "v4": Chip(275e12, 1200e9, 300e9, 32),
+  "v4": _two_devices(Chip(275e12, 1200e9, 300e9, 32)),
   "v5e": Chip(197e12, 819e9, 200e9, 16),
   "v5p": Chip(459e12, 2765e9, 600e9, 95),
   "v6e": Chip(918e12, 1638e9, 400e9, 32),
-  "tpu7x": Chip(2307e12, 7380e9, 600e9, 192),
+  "tpu7x": _two_devices(Chip(2307e12, 7380e9, 600e9, 192)),
 }
 
 
 def chip_of(topology: str) -> Chip:
-  """The chip of a slice such as "v5e:4x4".
+  """The peaks of each device of a slice such as "v5e:4x4".
 
   Raises:
     ValueError: its peaks are not known.
@@ -37,7 +42,7 @@ def chip_of(topology: str) -> Chip:
   kind = topology.partition(":")[0]
   if kind not in CHIPS:
     raise ValueError(
-      f"--topology={topology}: nothing is known of a chip {kind!r}; allowed: {sorted(CHIPS)}, such"
-      " as v5e:4x4"
+      f"--topology={topology}: the peaks of a chip {kind!r} are not known; allowed:"
+      f" {sorted(CHIPS)}, such as v5e:4x4"
     )
   return CHIPS[kind]

@@ -15,7 +15,7 @@ import numpy as np
 
 from rlvr_jax.commands.ahead_of_time import compiled_with_text, memory, programs
 from rlvr_jax.commands.chips import Chip, chip_of
-from rlvr_jax.commands.hlo import COLLECTIVES, Item, walk
+from rlvr_jax.commands.hlo import COLLECTIVES, OPEN_LOOP, Item, walk
 from rlvr_jax.files import local_path
 from rlvr_jax.models.flops import forward_flops, update_flops
 from rlvr_jax.train.build import Parts
@@ -36,13 +36,13 @@ KernelCost = Callable[[Item], tuple[float, float]]
 Cost = dict[str, Any]  # see `cost`
 
 _TRUST = """Memory, kinds and bytes of collectives are what the compiled program says. HBM bytes are
-good: operands and results of every instruction once, slices by what is cut out, fast memory left
-out. Executed FLOPs are of products of matrices alone, whatever their precision, against the peak of
+good: operands and results of every instruction once, slices by what is cut out, without fast
+memory. Executed FLOPs are those of matrix products alone, of any precision, against the peak of
 bfloat16. Cycles are the compiler's estimate, to compare with one another only. Seconds are what the
 published peaks allow, each by itself: a slice whose links do not close to a torus in all dimensions
-is slower. Of a conditional the dearest branch counts, and a loop that may end early to its limit.
-Kernels that are not XLA's own count as their operands and results once, and no FLOPs, unless an
-analytic count is given; they are listed."""
+is slower. Of a conditional the most expensive branch counts, and a loop that may end early counts
+to its limit. Kernels that are not XLA's own are listed. They count as their operands and results
+once, and no FLOPs, unless an analytic count is given."""
 
 
 def report(
@@ -61,11 +61,11 @@ def report(
   Returns:
     `cost` of each program that the compiler has memory for, by its name.
   """
-  costs = {}
-  for name in programs(parts):
-    if found := program_cost(parts, topology, name, kernels):
+  costs, useful = {}, useful_flops(parts)
+  for name, lower in programs(parts).items():
+    if found := program_cost(name, lower, topology, useful_flops=useful[name], kernels=kernels):
       costs[name] = found
-  conditions = _conditions(parts, topology)
+  conditions = _conditions(parts, topology) | {"too_large": sorted(useful.keys() - costs.keys())}
   say(markdown(conditions, costs))
   if workdir is not None:
     write(local_path("--workdir", workdir), conditions, costs)
@@ -73,15 +73,19 @@ def report(
 
 
 def program_cost(
-  parts: Parts, topology: str, name: str, kernels: Mapping[str, KernelCost] | None = None
+  name: str,
+  lower: Callable[[], Any],
+  topology: str,
+  *,
+  useful_flops: float,
+  kernels: Mapping[str, KernelCost] | None = None,
 ) -> Cost | None:
-  """`cost` of the update or the generation; None where its memory does not suffice."""
-  program, text = compiled_with_text(name, programs(parts)[name])
+  """`cost` of one of `ahead_of_time.programs`; None where the chip's memory does not suffice."""
+  program, text = compiled_with_text(name, lower)
   if program is None:
     return None
   items = with_kernels(walk(text, PARTS), kernels or {})
-  useful = useful_flops(parts)[name]
-  return cost(items, chip_of(topology), useful_flops=useful, memory=memory(program))
+  return cost(items, chip_of(topology), useful_flops=useful_flops, memory=memory(program))
 
 
 def write(folder: pathlib.Path, conditions: Mapping[str, Any], costs: Mapping[str, Cost]) -> None:
@@ -133,6 +137,7 @@ def cost(
   by_part = functools.partial(_by, items, ("part",))
   moved = [item for item in items if item.opcode in COLLECTIVES or item.received_bytes]
   foreign = [item for item in items if item.target]
+  open_loops = [item for item in items if item.opcode == OPEN_LOOP]
   return {
     "useful_flops": useful_flops,
     "executed_flops": total("flops"),
@@ -146,6 +151,7 @@ def cost(
     "parts": by_part(("flops", "hbm_bytes", "received_bytes", "cycles")),
     "collectives": _by(moved, ("part", "opcode", "dtype"), ("received_bytes", "times")),
     "custom_calls": _by(foreign, ("part", "target"), ("flops", "hbm_bytes", "times")),
+    "loops_of_unknown_length": _by(open_loops, ("part", "op_name"), ("times",)),
   }
 
 
@@ -195,6 +201,8 @@ def markdown(conditions: Mapping[str, Any], costs: Mapping[str, Cost]) -> str:
     "",
     *_table([_summary(name, cost) for name, cost in costs.items()]),
   ]
+  if c["too_large"]:
+    lines += ["", f"Left out, since a chip has too little memory: {', '.join(c['too_large'])}."]
   for name, cost in costs.items():
     lines += ["", f"## {name.capitalize()}, by part", ""]
     lines += _table([_readable(row) for row in cost["parts"]])
@@ -203,6 +211,9 @@ def markdown(conditions: Mapping[str, Any], costs: Mapping[str, Cost]) -> str:
     if cost["custom_calls"]:
       lines += ["", "Kernels and calls that are not XLA's own:", ""]
       lines += _table([_readable(row) for row in cost["custom_calls"]])
+    if cost["loops_of_unknown_length"]:
+      lines += ["", "Loops whose length only the data tell, counted as one iteration:", ""]
+      lines += _table([_readable(row) for row in cost["loops_of_unknown_length"]])
   return "\n".join([*lines, "", _TRUST])
 
 
@@ -228,6 +239,7 @@ _COLUMNS = {  # of a row: its name and its unit
   "cycles": ("cycles, 10⁹", 1e9),
   "opcode": ("kind", None),
   "times": ("runs", None),
+  "op_name": ("operation", None),
 }
 
 

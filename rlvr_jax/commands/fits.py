@@ -15,7 +15,7 @@ from rlvr_jax.rollouts.sampler import cache_lengths
 from rlvr_jax.train.build import Parts
 from rlvr_jax.train.metrics import say
 
-COMPILER_FACTOR = 1.5  # about the largest ratio of compiled to estimated bytes in docs/models.md
+COMPILER_FACTOR = 1.5  # compiled bytes to estimated ones, above 5 GiB, in docs/models.md
 _GIB = 2**30
 
 Table = dict[str, float]  # what → bytes per chip
@@ -47,12 +47,12 @@ def report(parts: Parts, topology: str | None) -> dict[str, Table]:
 def compiled(parts: Parts) -> dict[str, Table]:
   """Bytes per chip of the update and of generation, as XLA compiles them for the mesh."""
   # The optimizer's state stays in memory while rollouts are sampled.
-  beside = {"generation": {"optimizer, resident": device_bytes(parts.abstract_state.opt_state)}}
+  resident = {"generation": {"optimizer, resident": device_bytes(parts.abstract_state.opt_state)}}
   tables = {}
   for name, lower in ahead_of_time.programs(parts).items():
     program = ahead_of_time.compiled(name, lower)
     taken = memory(program) if program else {"more than the compiler has": math.inf}
-    tables[f"{name}, compiled"] = beside.get(name, {}) | taken
+    tables[f"{name}, compiled"] = resident.get(name, {}) | taken
   return tables
 
 
@@ -114,8 +114,7 @@ def _head(parts: Parts) -> float:
 def _keys_and_values(parts: Parts) -> float:
   """Bytes of the full cache and of the previous one, while the cache grows for the last time."""
   config, c = parts.config, parts.model.config
-  tensor = parts.mesh.shape["tensor"]  # the compiler splits heads over it, if they divide
-  heads = c.num_kv_heads // tensor if c.num_kv_heads % tensor == 0 else c.num_kv_heads
+  heads = c.num_kv_heads // parts.mesh.shape["tensor"]  # the compiler splits them over it
   token = c.num_layers * heads * c.head_dim * 2 * jnp.dtype(c.compute_dtype).itemsize
   lengths = [0, *cache_lengths(config.max_response_length)]
   responses = config.batch.group_size * (lengths[-1] + lengths[-2])
@@ -128,11 +127,10 @@ def _activations(parts: Parts) -> float:
   tokens = parts.row_layout.rows_per_device * parts.row_layout.length
   heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
   products = heads + 2 * c.width + 2 * c.mlp_width  # q, k, v; output, down; gate, up
-  tensor = parts.mesh.shape["tensor"]
-  layer = c.width + products / tensor
+  layer = c.width + products
   kept = {"full": c.width, "dots": layer, "none": 2 * layer}[c.remat]
   size = jnp.dtype(c.compute_dtype).itemsize
-  return float(tokens * (c.num_layers * kept + 4 * layer) * size)
+  return tokens * (c.num_layers * kept + 4 * layer) * size / parts.mesh.shape["tensor"]
 
 
 # --- output ---------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
 """What a compiled program costs on every device, counted from its text, loops included.
 
 XLA's own `cost_analysis()` counts the body of a loop once, and a Pallas call as nothing. Here the
-text of the optimised program (`jax.stages.Compiled.as_text()`, of one device) is walked from its
-entry: what stands in a loop counts as often as the loop runs, and of a conditional the branch that
-has the most operations, then the most bytes. A loop that may end early counts to its limit.
+text of the optimized program (`jax.stages.Compiled.as_text()`, of one device) is walked from its
+entry. The body of a loop counts as often as the loop runs, at most. Of a conditional the most
+expensive branch counts: the one with the most operations, then the most bytes. A loop whose length
+only the data tell counts as one iteration, and is an item of its own.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 from rlvr_jax.commands.hlo_text import (
   Instruction,
   array_bytes,
+  arrays,
   convolution_flops,
   dimensions,
   dtype,
@@ -32,14 +34,16 @@ COLLECTIVES = (
   "collective-permute",
 )
 OTHER = "other"  # the part of what no named scope covers
+OPEN_LOOP = "while"
 
 _BRANCH = re.compile(r"(?:true_computation|false_computation)=%?([\w.\-]+)")
-# They move nothing, or what they move is counted where it begins.
+# They move nothing, or it is counted at the instruction that starts the move.
 _FREE = {
   *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "domain"),
   *("partition-id", "replica-id", "optimization-barrier", "opt-barrier", "get-dimension-size"),
   *("add-dependency", "async-done", "async-update", "send-done", "recv-done"),
 }
+_ASYNC_START, _ASYNC_DONE = (f'custom_call_target="AsyncCollective{x}"' for x in ("Start", "Done"))
 _FREE_CALLS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "Sharding", "SPMDFullToShardShape"}
 _SCALAR: dict[str, Callable[..., int]] = {
   **dict.fromkeys(("copy", "bitcast", "convert"), lambda x: x),
@@ -53,7 +57,7 @@ class Item(NamedTuple):
   """One instruction, as often as it runs; bytes and operations are those of all its runs."""
 
   part: str  # by the innermost of the scopes asked for; `OTHER`: it is in none
-  opcode: str  # of a collective, one of COLLECTIVES
+  opcode: str  # of a collective, one of COLLECTIVES; OPEN_LOOP: see `walk`
   name: str
   times: int
   flops: float  # of products of matrices, 2·M·N·K each
@@ -71,19 +75,19 @@ _Values = list[int | None]
 
 
 class _Loop(NamedTuple):
-  length: int  # iterations
+  length: int | None  # iterations; None: only the data tell
   inside: _Values  # of its tuple, what stays
   ended: _Values  # of its tuple, when it has ended
 
 
 def walk(text: str, parts: Mapping[str, str]) -> list[Item]:
-  """Every instruction of a program that costs anything.
+  """Every instruction of a program that costs anything, and every loop of unknown length.
 
   Args:
-    text: optimised HLO, of one device.
+    text: optimized HLO, of one device.
     parts: of the program, by the pattern of a `jax.named_scope` or of a parameter's name.
   Raises:
-    ValueError: the text holds no program, a loop of unknown length, or unknown replica groups.
+    ValueError: the text holds no program, or unknown replica groups.
   """
   scopes = "|".join(f"(?P<{part}>{pattern})" for part, pattern in parts.items())
   program = _Program(text, re.compile(rf"\b(?:{scopes})\b"))
@@ -107,11 +111,14 @@ class _Program:
       if i.opcode == "while":
         loop = self._loop(computation, i, known)
         body = i.attribute(r"body=%?([\w.\-]+)")
-        yield from self.items(body, times * loop.length, here, loop.inside)
+        if loop.length is None:
+          yield Item(here, OPEN_LOOP, i.name, times, 0.0, 0.0, 0.0, "", 0.0, "", i.op_name, ())
+        length = 1 if loop.length is None else loop.length
+        yield from self.items(body, times * length, here, loop.inside)
       elif i.opcode == "conditional":
         listed = re.findall(r"[\w.\-]+", i.attribute(r"branch_computations=\{([^}]*)\}"))
         branches = listed or _BRANCH.findall(i.text)
-        yield from max((list(self.items(b, times, here, None)) for b in branches), key=_dearness)
+        yield from max((list(self.items(b, times, here, None)) for b in branches), key=_cost)
       elif i.opcode in ("call", "async-start") and i.calls:
         yield from self.items(i.calls, times, here, None)
       elif i.opcode not in _FREE and not i.opcode.endswith("-done"):
@@ -165,7 +172,10 @@ class _Program:
     """(kind, bytes that each device receives) of an instruction and of what is fused into it."""
     if i.opcode == "fusion":
       scattered = "all-reduce-scatter" in i.name + i.calls
+      continued = self._continued(i.calls)
       for inner in self.computations[i.calls].values():
+        if inner.name in continued:
+          continue
         for kind, received in self._collectives(i.calls, inner):
           if scattered and kind == "all-reduce":
             kind, received = "reduce-scatter", received / 2
@@ -180,6 +190,17 @@ class _Program:
       return
     n = self._group_size(i)
     yield kind, sent * {"all-gather": n - 1, "all-reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)
+
+  def _continued(self, computation: str) -> set[str]:
+    """Names of the collectives that a fusion carries on or ends, next to its own work.
+
+    Some TPUs' compilers run a collective piece by piece within fusions between its start and its
+    end. Each of them holds the whole instruction; it counts at the start.
+    """
+    inside = self.computations[computation].values()
+    if any(_ASYNC_START in i.text for i in inside):
+      return set()
+    return {i.name for i in inside if "async_collective_fusion_config" in i.text}
 
   def _group_size(self, i: Instruction) -> int:
     """Devices that take part in one collective, by any of XLA's three spellings."""
@@ -202,7 +223,8 @@ class _Program:
     if i.opcode == "fusion":
       read, written = self._fused_bytes(i.calls)
       operands = [min(whole, read.get(n, whole)) for n, whole in enumerate(operands)]
-      return sum(operands) + (result if written is None else min(result, written))
+      results = [array_bytes(shape, hbm=True) for shape in arrays(i.shape)]
+      return sum(operands) + sum(map(min, results, written))
     if i.opcode in ("dynamic-slice", "slice", "gather"):  # of what lies there
       return min(operands[0], array_bytes(i.shape)) + result
     if i.opcode == "dynamic-update-slice":
@@ -213,9 +235,9 @@ class _Program:
       return result
     return result + sum(operands)
 
-  def _fused_bytes(self, computation: str) -> tuple[dict[int, int], int | None]:
-    """({parameter: bytes read of it, if only slices are}, bytes written, if into a slice)."""
-    inside = self.computations[computation]
+  def _fused_bytes(self, computation: str) -> tuple[dict[int, int], list[float]]:
+    """({parameter: bytes read of it, if not all are}, the most bytes written of every result)."""
+    inside, continued = self.computations[computation], self._continued(computation)
     users: dict[str, list[tuple[Instruction, int]]] = {}
     for i in inside.values():
       for position, name in enumerate(i.operands):
@@ -229,6 +251,8 @@ class _Program:
         if user.opcode in ("dynamic-slice", "slice", "gather") and position == 0:
           taken = array_bytes(user.shape)
         elif user.opcode == "dynamic-update-slice" and position == 0:
+          taken = 0
+        elif user.name in continued or (continued and user.root):  # handed on
           taken = 0
         elif user.opcode == "fusion":
           taken = self._fused_bytes(user.calls)[0].get(position)
@@ -246,36 +270,39 @@ class _Program:
     }
     root = next(i for i in inside.values() if i.root)
     results = [inside[x] for x in root.operands] if root.opcode == "tuple" else [root]
-    written, sliced = 0, False
+    written = []
     for result in results:
       while result.opcode in _IN_PLACE and result.operands:
         result = inside[result.operands[0]]
       update = result.opcode == "dynamic-update-slice"
-      sliced |= update
-      touches = self._shape(computation, result.operands[1]) if update else result.shape
-      written += array_bytes(touches)
-    return read, written if sliced else None
+      most = array_bytes(self._shape(computation, result.operands[1])) if update else math.inf
+      handed_on = result.name in continued or (continued and result.opcode == "parameter")
+      most = 0 if handed_on or _ASYNC_DONE in result.text else most
+      written += [most] * len(arrays(result.shape))
+    return read, written
 
   # --- loops --------------------------------------------------------------------------------------
 
   def _loop(self, computation: str, i: Instruction, known: _Values | None) -> _Loop:
-    """Of a `while`; remembered, for loops that follow one another ask for the ones before."""
+    """Of a `while`; remembered, since a loop may need the results of the loops before it."""
     key = (computation, i.name, None if known is None else tuple(known))
     if key not in self.loops:
       before, after = self._first_iteration(computation, i, known)
       length = self._length(i, before, after)
       pairs = list(zip(before, after, strict=True))
-      ended = [None if a is None or b is None else a + (b - a) * length for a, b in pairs]
-      self.loops[key] = _Loop(length, [a if a == b else None for a, b in pairs], ended)
+      stays = [a if a == b else None for a, b in pairs]
+      grows = lambda a, b: None if a is None or b is None else a + (b - a) * length
+      ended = stays if length is None else [grows(a, b) for a, b in pairs]
+      self.loops[key] = _Loop(length, stays, ended)
     return self.loops[key]
 
-  def _length(self, i: Instruction, before: _Values, after: _Values) -> int:
+  def _length(self, i: Instruction, before: _Values, after: _Values) -> int | None:
     if known_count := i.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
       return int(known_count)
     condition = i.attribute(r"condition=%?([\w.\-]+)")
     for first, limit, step in self._bounds(condition, before, after):
       return max(0, -(-(limit - first) // step))
-    raise ValueError(f"the loop {i.name} is of unknown length: {i.text[:200]}")
+    return None
 
   def _first_iteration(self, computation, i, known) -> tuple[_Values, _Values]:
     """The known elements of a loop's tuple before and after its first iteration."""
@@ -343,5 +370,5 @@ class _Program:
     return _SCALAR[i.opcode](*numbers)
 
 
-def _dearness(items: list[Item]) -> tuple[float, float]:
+def _cost(items: list[Item]) -> tuple[float, float]:
   return sum(i.flops for i in items), sum(i.hbm_bytes + i.received_bytes for i in items)

@@ -56,7 +56,7 @@ def parsed(text: str) -> tuple[dict[str, Computation], str]:
 
 
 def _instruction(name: str, text: str, root: bool) -> Instruction:
-  """From what stands behind the equals sign: shape, opcode, operands, attributes."""
+  """From the text after the equals sign: shape, opcode, operands, attributes."""
   end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
   shape, rest = text[:end], text[end:].strip()
   opening = rest.index("(")
@@ -67,7 +67,7 @@ def _instruction(name: str, text: str, root: bool) -> Instruction:
 
 
 def _closing(text: str, opening: int) -> int:
-  """Where the bracket that opens there closes."""
+  """The position of the bracket that closes the one at `opening`."""
   depth = 0
   for position in range(opening, len(text)):
     depth += {"(": 1, ")": -1}.get(text[position], 0)
@@ -77,13 +77,18 @@ def _closing(text: str, opening: int) -> int:
 
 
 def array_bytes(shape: str, *, hbm: bool = False) -> int:
-  """Of all arrays in a shape; `hbm`: of those that lie in the chip's main memory, S(0), alone."""
+  """Of all arrays in a shape; `hbm`: only of those in the chip's main memory, S(0)."""
   total = 0
   for kind, sizes, layout in _SHAPE.findall(shape):
     elements = math.prod(_sizes(sizes))
     if not (hbm and re.search(r"S\([1-9]", layout)):
       total += -(-elements * _bits(kind) // 8)
   return total
+
+
+def arrays(shape: str) -> list[str]:
+  """The shape of every array in a shape."""
+  return [found.group() for found in _SHAPE.finditer(shape)]
 
 
 def dtype(shape: str) -> str:
@@ -135,7 +140,7 @@ def convolution_flops(i: Instruction, left: list[int], right: list[int], out: li
 def _pairs(
   inputs: int, taps: int, outputs: int, stride: int, dilation: int, base_dilation: int, pad: int
 ) -> int:
-  """(output, tap) along one dimension that meet an input and not a hole or padding."""
+  """Pairs (output, tap) along one dimension that meet an input, not a hole or padding."""
   end = (inputs - 1) * base_dilation
   return sum(
     0 <= (at := y * stride + k * dilation - pad) <= end and at % base_dilation == 0

@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from rlvr_jax.models.layout import ONE_DEVICE, Layout
 from rlvr_jax.models.linear import merged
 from rlvr_jax.models.transformer import Transformer, TransformerConfig
 from rlvr_jax.types import Array, Head, Params, Prompts, Rows
@@ -18,19 +19,6 @@ def all_trained(trained: Params, frozen: Params) -> Params:
   """The parameters of a network without frozen parameters."""
   del frozen
   return trained
-
-
-class Layout(NamedTuple):
-  """How a network lies on devices; the default is one device. `train.sharding.layout` makes one."""
-
-  mesh: Mesh | None = None  # with axes (data, fsdp, tensor); batches are split over the first two
-  # Applied to the residual stream [P, ...] after every layer: keeps it sharded on prompts.
-  constrain: Callable[[Array], Array] = lambda x: x
-  # Applied to the parameters before a decoding loop: gathers them once, not at every token.
-  gather: Callable[[Params], Params] = lambda params: params
-
-
-_ONE_DEVICE = Layout()
 
 
 class Model(NamedTuple):
@@ -48,9 +36,9 @@ class Model(NamedTuple):
   mesh: Mesh | None = None  # over which its batches are split
 
 
-def transformer(config: TransformerConfig, layout: Layout = _ONE_DEVICE) -> Model:
+def transformer(config: TransformerConfig, layout: Layout = ONE_DEVICE) -> Model:
   """The transformer of `config` as pure functions; see `Transformer` for shapes."""
-  build = lambda key: Transformer(config, nnx.Rngs(key), layout.constrain, layout.mesh)
+  build = lambda key: Transformer(config, nnx.Rngs(key), layout)
   # Splitting off `Param` alone raises if the module holds any other state.
   graph, _ = nnx.split(jax.eval_shape(build, jax.random.key(0)), nnx.Param)
   bind = lambda params: nnx.merge(graph, params)

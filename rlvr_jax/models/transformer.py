@@ -7,13 +7,13 @@ Everything but attention is per token, so a prompt and its G responses travel as
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
 
+from rlvr_jax.models.layout import ONE_DEVICE, Layout
 from rlvr_jax.models.linear import PRODUCT, dense
 from rlvr_jax.models.rotary import (
   RopeScaling,
@@ -160,11 +160,11 @@ class Block(nnx.Module):
       self.post_mlp_norm = RMSNorm(c, c.width)
 
   @jax.named_scope("layers")
-  def __call__(self, x: Array, tables, attend) -> tuple[Array, tuple]:
+  def __call__(self, x: Array, tables, attend, residual=ONE_DEVICE.residual) -> tuple[Array, tuple]:
     """Applies the layer to x[..., L, D]; `attend(q, k, v)` mixes tokens: (out, carry)."""
     c = self.config
     bias = lambda name: getattr(self, name, None)
-    normed = self.attention_norm(x)
+    normed = residual.gather(self.attention_norm(x))
     heads = lambda y: y.reshape(*y.shape[:-1], -1, c.head_dim)
     query = heads(dense(normed, self.query, bias("query_bias")))
     key = heads(dense(normed, self.key, bias("key_bias")))
@@ -174,26 +174,20 @@ class Block(nnx.Module):
     with jax.named_scope("attention"):
       mixed, carry = attend(rotate(query, tables), rotate(key, tables), value)
     mixed = dense(mixed.reshape(*mixed.shape[:-2], -1), self.output, bias("output_bias"))
+    mixed = residual.scatter(mixed)
     x = x + (self.post_attention_norm(mixed) if c.post_norm else mixed)
 
-    normed = self.mlp_norm(x)
+    normed = residual.gather(self.mlp_norm(x))
     gated = _ACTIVATIONS[c.activation](dense(normed, self.gate, bias("gate_bias")))
     gated = gated * dense(normed, self.up, bias("up_bias"))
-    gated = dense(gated, self.down, bias("down_bias"))
+    gated = residual.scatter(dense(gated, self.down, bias("down_bias")))
     return x + (self.post_mlp_norm(gated) if c.post_norm else gated), carry
 
 
 class Transformer(nnx.Module):
-  def __init__(
-    self,
-    config: TransformerConfig,
-    rngs: nnx.Rngs,
-    constrain: Callable[[Array], Array] = lambda x: x,
-    mesh: Mesh | None = None,
-  ):
+  def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, layout: Layout = ONE_DEVICE):
     c = self.config = config
-    self.constrain = constrain  # keeps the residual stream sharded on prompts or rows
-    self.mesh = mesh  # that rows and heads are split over where they attend
+    self.layout = layout
     embedding = jax.random.normal(rngs.params(), (c.vocab_size, c.width), jnp.float32)
     # Tied: rows are also the head's, so they start with the head's fan-in variance.
     scale = c.width**-0.5 if c.tied_head else 1.0
@@ -264,7 +258,7 @@ class Transformer(nnx.Module):
     c = self.config
     window = c.sliding_window if any(c.sliding_layers or ()) else None
     kind = "reference" if c.attention == "auto" else c.attention  # a run has chosen before
-    settings = dict(self._attention_settings(window), kind=kind, mesh=self.mesh)
+    settings = dict(self._attention_settings(window), kind=kind, mesh=self.layout.mesh)
 
     def attend(slides):
       return lambda q, k, v: (row_attention(q, k, v, rows, slides=slides, **settings), None)
@@ -337,7 +331,7 @@ class Transformer(nnx.Module):
     if self.config.scaled_embedding:
       # The factor itself is rounded to the compute dtype, as the published models do.
       x = x * jnp.asarray(self.config.width**0.5, x.dtype)
-    return self.constrain(x)
+    return self.layout.constrain(x)
 
   def _attention_settings(self, window):
     c = self.config
@@ -377,14 +371,17 @@ class Transformer(nnx.Module):
 
     def body(x, layer):
       block, slides = layer
-      return self.constrain(block(x, tables(slides), attend(slides))[0]), None
+      x, _ = block(x, tables(slides), attend(slides), self.layout.residual)
+      return self.layout.residual.keep(x), None
 
     if c.remat != "none":
       kept = jax.checkpoint_policies.save_only_these_names(*_REMAT[c.remat])
       body = jax.checkpoint(body, policy=kept)
     layers = (self.blocks, jnp.asarray(sliding))
     with jax.named_scope("layers"):  # what the loop itself does as well
-      return jax.lax.scan(body, x, layers, unroll=min(c.unroll_layers, c.num_layers))[0]
+      x = self.layout.residual.scatter(x)
+      x, _ = jax.lax.scan(body, x, layers, unroll=min(c.unroll_layers, c.num_layers))
+      return self.layout.constrain(self.layout.residual.gather(x))
 
 
 def _prompt_positions(prompts: Prompts) -> Array:

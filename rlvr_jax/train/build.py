@@ -122,10 +122,13 @@ def build(
     ValueError: an invalid setting, with the field, its value, what is allowed and how to fix it.
   """
   mesh = mesh or sharding.make_mesh(**config.mesh)
+  config = config.copy_and_resolve_references()
+  config.mesh.update(mesh.shape)  # a run is resumed with the sizes that -1 had when it began
   checks.check_shapes(config, mesh)
   policy = make_outcome_policy(config)
   tokenizer = tokenizer or make_tokenizer(config)
   model = make_model(config, mesh, tokenizer.vocab_size)
+  checks.check_heads(model.config, mesh)
   warn_of_long_texts(config)
   checks.check_samplings(config, model.config.vocab_size)
   schedule = make_schedule(config)

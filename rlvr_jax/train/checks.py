@@ -11,6 +11,7 @@ import ml_collections
 from jax.sharding import Mesh
 
 from rlvr_jax import specs
+from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_between, check_integer
 from rlvr_jax.ops.logprobs import check_sampling, is_truncated
 from rlvr_jax.rewards.outcome import OutcomePolicy
@@ -82,6 +83,21 @@ def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
     raise ValueError(
       f"config.evaluation.ks = {ks}: pass@k needs at least one integer k, 1 ≤ k ≤"
       f" config.evaluation.num_samples = {limit}"
+    )
+
+
+def check_heads(network: TransformerConfig, mesh: Mesh) -> None:
+  """Raises ValueError if a key/value head would be split over devices.
+
+  Attention would then sum float32 scores over them, in every layer.
+  """
+  tensor, heads = mesh.shape["tensor"], network.num_kv_heads
+  if heads % tensor:
+    allowed = [size for size in range(1, heads + 1) if heads % size == 0]
+    raise ValueError(
+      f"config.mesh.tensor = {tensor} does not divide the network's {heads} key/value heads;"
+      f" allowed: {allowed}. Set config.mesh.tensor to one of them, and config.mesh.fsdp = -1 for"
+      " the devices that it leaves"
     )
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from rlvr_jax.models.functional import Layout
+from rlvr_jax.models.layout import Layout, Residual
 from rlvr_jax.train.host import deadline
 from rlvr_jax.types import Array, Params, TrainBatch
 
@@ -52,18 +52,16 @@ def make_mesh(
   """A mesh over data·fsdp·tensor devices, after the first `skipped` ones.
 
   Args:
-    data, fsdp, tensor: number of devices along each axis, ≥ 1.
+    data, fsdp, tensor: number of devices along each axis, ≥ 1; −1 for one of them: all devices that
+      the others leave to it.
     field: of the configuration, for messages.
     skipped: number of devices that belong to another mesh.
     devices: to choose from, which need not be available; None: those of this machine.
   Raises:
-    ValueError: sizes below 1, or more devices than available.
+    ValueError: sizes that are not allowed, or more devices than available.
   """
-  sizes = (data, fsdp, tensor)
-  if any(size < 1 for size in sizes):
-    given = dict(zip(AXES, sizes, strict=True))
-    raise ValueError(f"config.{field} = {given}: every axis must be at least 1")
   devices = (jax.devices() if devices is None else devices)[skipped:]
+  data, fsdp, tensor = sizes = _sizes((data, fsdp, tensor), len(devices), field)
   needed, available = math.prod(sizes), len(devices)
   if needed > available or (jax.process_count() > 1 and needed != available):
     others = f" besides the {skipped} of config.mesh" if skipped else ""
@@ -74,6 +72,25 @@ def make_mesh(
     )
   # With jax's default, explicit axes, sharded contractions raise an error.
   return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:needed])
+
+
+def _sizes(given: tuple[int, ...], available: int, field: str) -> tuple[int, ...]:
+  """Sizes of a mesh's axes, with a number in the place of −1."""
+  named = f"config.{field} = {dict(zip(AXES, given, strict=True))}"
+  if given.count(-1) > 1 or any(size < 1 and size != -1 for size in given):
+    raise ValueError(
+      f"{named}: every axis must be at least 1, or one of them -1 for all devices that the others"
+      " leave to it"
+    )
+  if -1 not in given:
+    return given
+  others = -math.prod(given)
+  if not available or available % others:
+    raise ValueError(
+      f"{named}: {available} devices are not a multiple of {others}, so there is no size for the"
+      f" axis with -1; choose the other sizes so that their product divides {available}"
+    )
+  return tuple(available // others if size == -1 else size for size in given)
 
 
 def state_shardings(abstract: Any, mesh: Mesh) -> Any:
@@ -112,7 +129,7 @@ def layout(mesh: Mesh | None) -> Layout:
   """How a network lies on a mesh; None: on one device."""
   if mesh is None:
     return Layout()
-  return Layout(mesh, batch_constraint(mesh), gather_over_fsdp(mesh))
+  return Layout(mesh, batch_constraint(mesh), residual(mesh), gather_over_fsdp(mesh))
 
 
 def batch_constraint(mesh: Mesh) -> Callable[[Array], Array]:
@@ -120,6 +137,35 @@ def batch_constraint(mesh: Mesh) -> Callable[[Array], Array]:
   if mesh.size == 1:
     return lambda x: x
   return lambda x: jax.lax.with_sharding_constraint(x, batch_sharding(mesh))
+
+
+def residual(mesh: Mesh) -> Residual:
+  """The residual stream sharded on prompts, and on tokens over `tensor` (sequence parallelism).
+
+  Gradients are told to go the opposite way: left to itself, XLA gathers them along features, and
+  sums gradients of whole kernels.
+  """
+  rows = batch_constraint(mesh)
+  if mesh.shape["tensor"] == 1:
+    return Residual(keep=rows)
+  sharded = NamedSharding(mesh, PartitionSpec(*BATCH, "tensor"))
+
+  def tokens(x: Array) -> Array:  # where they do not divide, every device has them all
+    divides = x.shape[1] % mesh.shape["tensor"] == 0
+    return jax.lax.with_sharding_constraint(x, sharded) if divides else rows(x)
+
+  return Residual(
+    keep=tokens, gather=_there_and_back(rows, tokens), scatter=_there_and_back(tokens, rows)
+  )
+
+
+def _there_and_back(
+  there: Callable[[Array], Array], back: Callable[[Array], Array]
+) -> Callable[[Array], Array]:
+  """`there` on a value, `back` on its gradient."""
+  move = jax.custom_vjp(there)
+  move.defvjp(lambda x: (there(x), None), lambda _, gradient: (back(gradient),))
+  return move
 
 
 def gather_over_fsdp(mesh: Mesh) -> Callable[[Params], Params]:

@@ -5,7 +5,7 @@ import json
 import pytest
 from train import tiny
 
-from rlvr_jax.commands import ahead_of_time, choose, costs
+from rlvr_jax.commands import ahead_of_time, choose, costs, hlo
 from rlvr_jax.commands.chips import CHIPS, Chip
 from rlvr_jax.commands.hlo import Item
 from rlvr_jax.models.flops import forward_flops, update_flops
@@ -15,7 +15,7 @@ CHIP = Chip(flops=100.0, hbm_bytes_per_s=10.0, interconnect_bytes_per_s=2.0, hbm
 CONDITIONS = dict(
   topology="v5e:2x2", mesh=dict(data=1, fsdp=4, tensor=1), model="tiny", layers=1, remat="full",
   prompts=8, group_size=4, micro_batches=1, prompt_tokens=8, response_tokens=4, jax="0",
-  compiler="",
+  compiler="", too_large=["generation"],
 )  # fmt: skip
 
 
@@ -63,6 +63,14 @@ def test_a_kernel_counts_by_its_own_formula():
   ]
 
 
+def test_a_loop_of_unknown_length_is_listed():
+  loop = item("gram", hlo.OPEN_LOOP, times=2, op_name="eigh/while")
+  found = costs.cost([*ITEMS, loop], CHIP, useful_flops=1.0, memory={})
+  assert found["loops_of_unknown_length"] == [dict(part="gram", op_name="eigh/while", times=2)]
+  text = costs.markdown(CONDITIONS, {"update": found})
+  assert "Loops whose length only the data tell" in text and "| gram | eigh/while | 2 |" in text
+
+
 def test_useful_work_is_that_of_full_lengths_on_every_chip():
   config = tiny.config(mesh__data=2)
   parts = ahead_of_time.shapes_only(config, sharding.make_mesh(data=2))
@@ -79,6 +87,7 @@ def test_the_report_names_its_lengths_and_leaves_out_what_is_small():
   assert "| head | all-gather | bf16 | 0.005 | 1 |" in text
   assert "| layers | all-gather" not in text
   assert "| update |" in text and "| 2.0 |" in text and "interconnect |" in text
+  assert "Left out, since a chip has too little memory: generation." in text
 
 
 def test_numbers_and_tables_are_written(tmp_path):
@@ -92,7 +101,10 @@ def test_numbers_and_tables_are_written(tmp_path):
 
 @pytest.mark.parametrize(
   ("topology", "message"),
-  [(None, "--mode=costs needs --topology"), ("v2:2x2", r"a chip 'v2'; allowed: \['tpu7x', 'v4'")],
+  [
+    (None, "--mode=costs needs --topology"),
+    ("v2:2x2", r"a chip 'v2' .*; allowed: \['tpu7x', 'v4'"),
+  ],
 )
 def test_what_a_report_needs(topology, message):
   with pytest.raises(ValueError, match=message):

@@ -11,10 +11,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from train import tiny
 
 from rlvr_jax.commands import ahead_of_time, costs, hlo
+from rlvr_jax.commands.chips import chip_of
 from rlvr_jax.configs.full_size import fade_qwen25_7b
+from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.logprobs import token_logprobs
 from rlvr_jax.train import sharding
-from rlvr_jax.types import Head
+from rlvr_jax.types import Head, Prompts
 
 pytest.importorskip("libtpu", reason='needs TPUs\' compiler: pip install -e ".[tpu]"')
 
@@ -43,6 +46,15 @@ def test_a_mesh_is_built_as_a_run_builds_it():
   ids = lambda mesh: [device.id for device in mesh.devices.flat]
   assert ids(mesh) == ids(jax.make_mesh((1, 16, 1), sharding.AXES, devices=devices))
   assert ids(mesh) != [device.id for device in devices]
+
+
+@pytest.mark.parametrize(
+  ("topology", "chips", "flops"),
+  [("v5e:2x4", 8, 197e12), ("v5p:2x2x4", 16, 459e12), ("tpu7x:2x2x1", 4, 2307e12)],
+)
+def test_the_devices_of_a_slice_have_the_peaks_of_its_chips(topology, chips, flops):
+  devices = len(ahead_of_time.topology_devices(topology))
+  assert devices * chip_of(topology).flops == chips * flops
 
 
 def test_the_head_gathers_its_kernel_once_and_reduces_its_gradient_once():
@@ -89,13 +101,52 @@ def test_an_update_gathers_a_layer_twice_and_reduces_its_gradient_once():
   config.batch.prompts, config.batch.group_size = 16, 8
   config.max_prompt_length, config.max_response_length = 256, 512
   parts = ahead_of_time.shapes_only(config, ahead_of_time.mesh_of(config, TOPOLOGY))
-  found = {row["part"]: row for row in costs.program_cost(parts, TOPOLOGY, "update")["parts"]}
+  update = ahead_of_time.programs(parts)["update"]
+  cost = costs.program_cost("update", update, TOPOLOGY, useful_flops=1.0)
+  found = {row["part"]: row for row in cost["parts"]}
   attention, mlp = WIDTH * (2 * 28 + 2 * 4) * 128, 3 * WIDTH * 18_944
   layer = attention + mlp
   # A device receives 15/16 of a whole: two gathers in bfloat16, a reduce-scatter in float32.
   assert found["layers"]["received_bytes"] <= 1.5 * (2 + 2 + 4) * layer * 15 / 16
+  wide = (r for r in cost["collectives"] if (r["part"], r["dtype"]) == ("layers", "f32"))
+  assert sum(row["received_bytes"] for row in wide) >= 4 * layer * 15 / 16
   assert found["embedding"]["received_bytes"] < 1e9
   assert found["optimizer"]["received_bytes"] + found["other"]["received_bytes"] < 1e7
   tokens = 256 + 8 * 511  # of a chip's prompt
   # Forward twice, back once; of the recomputed products the MLP's last has no use.
   assert found["layers"]["flops"] == 2 * tokens * (4 * layer - mlp / 3)
+
+
+def test_blocks_scatter_and_gather_tokens_over_tensor():
+  """Two narrow layers, forward and back: the residual stream is never summed whole."""
+  mesh = sharding.make_mesh(fsdp=8, tensor=2, devices=ahead_of_time.topology_devices(TOPOLOGY))
+  P, S, T, width, layers = 16, 129, 128, 512, 2  # 2 prompts of 256 tokens on every device
+  model = transformer(
+    TransformerConfig(
+      vocab_size=1024, width=width, num_layers=layers, num_heads=4, num_kv_heads=2, head_dim=128,
+      mlp_width=2048, compute_dtype="bfloat16", remat="full",
+    ),
+    sharding.layout(mesh),
+  )  # fmt: skip
+  rows = sharding.batch_sharding(mesh)
+  of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
+  params = sharding.placed(jax.eval_shape(model.init, jax.random.key(0)), mesh)
+  inputs = Prompts(of(jnp.int32, P, S), of(jnp.int32, P)), of(jnp.int32, P, 1, T)
+
+  def gradient(params, prompts, tokens, cotangent):
+    score = lambda params: model.response_hidden(params, prompts, tokens)
+    return jax.vjp(score, params)[1](cotangent)
+
+  jitted = jax.jit(gradient, out_shardings=(jax.tree.map(lambda x: x.sharding, params),))
+  lower = lambda: jitted.lower(params, *inputs, of(jnp.bfloat16, P, 1, T, width))
+  _, text = ahead_of_time.compiled_with_text("layers", lower)
+  half = 2 * (P // 8) * (S + T - 1) // 2 * width  # bytes of the tokens that a device keeps
+  moved = {
+    item.opcode: item.dtype
+    for item in hlo.walk(text, costs.PARTS)
+    if item.part == "layers" and item.received_bytes in (half * item.times, 2 * half * item.times)
+  }
+  assert moved == {
+    "all-gather": "bf16",
+    "reduce-scatter": "bf16",
+  }  # an all-reduce receives twice half

@@ -1,4 +1,4 @@
-"""Full-size recipes as shapes on 16 and 256 chips, and what they take on each."""
+"""Full-size recipes as shapes on one chip, a slice and a pod, and what they take on each chip."""
 
 import importlib
 import math
@@ -20,40 +20,65 @@ PARAMETERS = {  # of the published models, from their own index files
   "p3o_qwen3_4b": 4_022_468_096,
   "fade_qwen25_7b": 7_615_616_512,
   "mu_grpo_r1_distill_7b": 7_615_616_512,
+  "gsm8k_qwen25_05b": 494_032_768,
+  "gsm8k_qwen25_15b_lora": 1_543_714_304,
 }
 FOLDER = pathlib.Path(__file__).parents[2] / "configs" / "full_size"
 RECIPES = sorted({path.stem for path in FOLDER.glob("*.py")} - {"__init__", "base"})
 
 
-def shapes(name, **mesh):
-  config = importlib.import_module(f"rlvr_jax.configs.full_size.{name}").get_config()
-  if mesh:
-    config.mesh = mesh
-  return ahead_of_time.shapes_only(config, ahead_of_time.mesh_of(config, None))
+def recipe(name):
+  return importlib.import_module(f"rlvr_jax.configs.full_size.{name}").get_config()
 
 
-QUICK = {("salt_qwen25_math_7b", 16), ("p3o_qwen3_4b", 256)}
+def sizes(name):
+  """(devices, tensor) that a recipe is for: one chip and v5e:2x4, or v5p:2x2x4 and a pod."""
+  return (
+    [(1, 1), (8, 1)] if name.startswith("gsm8k") else [(16, recipe(name).mesh.tensor), (256, 4)]
+  )
+
+
+QUICK = {("salt_qwen25_math_7b", 16), ("p3o_qwen3_4b", 256), ("gsm8k_qwen25_15b_lora", 8)}
 
 
 @pytest.mark.parametrize(
-  ("name", "chips"),
+  ("name", "chips", "tensor"),
   [
-    pytest.param(name, chips, marks=() if (name, chips) in QUICK else pytest.mark.slow)
+    pytest.param(name, *size, marks=() if (name, size[0]) in QUICK else pytest.mark.slow)
     for name in RECIPES
-    for chips in (16, 256)
+    for size in sizes(name)
   ],
 )
-def test_a_full_size_recipe_is_initialised_and_sharded_as_shapes(name, chips):
-  batch_devices = shapes(name).mesh.shape["fsdp"]
-  parts = shapes(name, data=1, fsdp=batch_devices, tensor=chips // batch_devices)
-  params = jax.tree.leaves(parts.abstract_state.params)
+def test_a_full_size_recipe_is_initialised_and_sharded_as_shapes(name, chips, tensor):
+  config = recipe(name)
+  config.mesh = dict(data=1, fsdp=chips // tensor, tensor=tensor)
+  config.batch.prompts = config.evaluation.batch_prompts = 64
+  config.batch.micro_batches = 1
+  parts = ahead_of_time.shapes_only(config, ahead_of_time.mesh_of(config, None))
+  params = jax.tree.leaves(parts.abstract_base)
   assert sum(math.prod(x.shape) for x in params) == PARAMETERS[name]
   # All but norms and biases is split over every chip that its dimensions allow.
-  of_matrices = [x for x in params if x.ndim > 1 and math.prod(x.shape) > 1e7]
+  of_matrices = [x for x in params if x.ndim > 1 and math.prod(x.shape) > 1e6]
   for x in of_matrices:
     share = math.prod(x.sharding.shard_shape(x.shape)) / math.prod(x.shape)
     assert share == 1 / chips
   assert sum(math.prod(x.shape) for x in of_matrices) > 0.99 * PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_full_size_recipe_takes_all_chips(name):
+  mesh = recipe(name).mesh
+  assert (mesh.data, mesh.fsdp) == (1, -1)
+  with pytest.raises(ValueError, match="without --topology the number of devices is not known"):
+    ahead_of_time.mesh_of(recipe(name), None)
+
+
+def test_a_run_has_the_sizes_that_its_devices_leave():
+  """In its own configuration, so that it is not resumed on another mesh unseen."""
+  config = tiny.config(mesh__fsdp=-1, mesh__tensor=2)
+  parts = ahead_of_time.shapes_only(config, sharding.make_mesh(**config.mesh))
+  assert parts.config.mesh.to_dict() == dict(data=1, fsdp=4, tensor=2)
+  assert config.mesh.fsdp == -1
 
 
 def test_the_estimate_counts_what_is_there():
@@ -77,18 +102,13 @@ def test_the_estimate_counts_what_is_there():
   assert generation["keys and values"] == own + of_prompts
 
 
-@pytest.mark.parametrize(("num_kv_heads", "split"), [(2, 2), (1, 1)])
-def test_heads_that_divide_are_split_over_tensor(num_kv_heads, split):
-  overrides = dict(num_layers=1, num_heads=2, num_kv_heads=num_kv_heads)
+def test_heads_and_activations_are_split_over_tensor():
   whole, halves = (
-    fits.estimated(
-      ahead_of_time.shapes_only(
-        tiny.config(model__overrides=overrides), sharding.make_mesh(tensor=tensor)
-      )
-    )["generation, estimated"]["keys and values"]
+    fits.estimated(ahead_of_time.shapes_only(tiny.config(), sharding.make_mesh(tensor=tensor)))
     for tensor in (1, 2)
   )
-  assert whole == split * halves
+  for table, row in (("generation", "keys and values"), ("update", "activations")):
+    assert whole[f"{table}, estimated"][row] == 2 * halves[f"{table}, estimated"][row] > 0
 
 
 @pytest.mark.usefixtures("no_compilation_cache")
@@ -101,7 +121,7 @@ def test_the_compiler_s_figures_are_read(capsys):
   assert tables["update, compiled"]["arguments"] >= held
   assert tables["update, compiled"]["temporary"] > 0
   resident = tables["generation, compiled"]["optimizer, resident"]
-  assert resident == pytest.approx(held * 2 / 3, rel=0.01)  # two moments beside the parameters
+  assert resident == pytest.approx(held * 2 / 3, rel=0.01)  # two moments of every parameter
 
 
 def test_an_estimate_just_below_the_limit_is_no_promise(monkeypatch, capsys):
@@ -121,7 +141,7 @@ def test_a_topology_that_cannot_be_compiled_for_says_what_can():
 
 
 def test_the_command_prints_a_table(tmp_path):
-  """With adapters, whose base stands beside them."""
+  """With adapters on a frozen base."""
   output = tiny.run(tmp_path, "--mode=fits", "--config.lora.rank=2")
   assert re.search(r"frozen base +0\.00 GiB", output)
   assert "update, estimated: " in output and "keys and values" in output

@@ -102,11 +102,12 @@ def test_a_loop_goes_on_where_the_one_before_ended():
   assert found == [5, 7]
 
 
-def test_a_limit_that_the_data_sets_is_refused():
+def test_a_loop_whose_length_the_data_set_counts_once_and_is_named():
   header, lines = loop_condition(0, "LT")
   lines = [line.replace("constant(0)", "custom-call()") for line in lines]
-  with pytest.raises(ValueError, match="the loop loop is of unknown length"):
-    items(loop_entry(0), loop_body(1), (header, lines))
+  found = items(loop_entry(0), loop_body(1), (header, lines))
+  assert (found["loop"].opcode, found["loop"].times) == (hlo.OPEN_LOOP, 1)
+  assert (found["product"].times, found["product"].flops) == (1, 2 * 4 * 8 * 8)
 
 
 def test_a_text_without_a_program_is_refused():
@@ -217,7 +218,53 @@ def test_a_collective_in_a_fusion_counts():
   assert (item.opcode, item.received_bytes) == ("reduce-scatter", 3 / 4 * 64 * 4)
 
 
-def test_of_a_conditional_the_dearest_branch_counts():
+def test_a_collective_that_runs_within_fusions_counts_at_its_start():
+  """As the compiler for v5e writes it: in pieces, next to a product in the loop's body."""
+  group = (
+    'replica_groups=[1,4]<=[4], backend_config={"async_collective_fusion_config":{"flag":"1"}}'
+  )
+  gather = f"%g = f32[256,8] all-gather(%a), dimensions={{0}}, {group}"
+  begin = "%begin (a: f32[64,8]) -> (f32[64,8], f32[256,8])", [
+    "%a = f32[64,8] parameter(0)",
+    gather,
+    'ROOT %s = (f32[64,8], f32[256,8]) custom-call(%g), custom_call_target="AsyncCollectiveStart"',
+  ]  # fmt: skip
+  carry_on = (
+    "%carry_on (a: f32[64,8], b: f32[256,8]) -> (f32[8,8], f32[64,8], f32[256,8])",
+    [
+      "%a = f32[64,8] parameter(0)",
+      "%b = f32[256,8] parameter(1)",
+      gather,
+      "%x = f32[8,8] parameter(2)",
+      "%p = f32[8,8] dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+      "ROOT %t = (f32[8,8], f32[64,8], f32[256,8]) tuple(%p, %a, %g)",
+    ],
+  )
+  end = "%end (a: f32[64,8], b: f32[256,8]) -> f32[256,8]", [
+    "%a = f32[64,8] parameter(0)",
+    "%b = f32[256,8] parameter(1)",
+    gather,
+    'ROOT %d = f32[256,8] custom-call(%a, %b, %g), custom_call_target="AsyncCollectiveDone"',
+  ]  # fmt: skip
+  entry = [
+    "%a = f32[64,8] parameter(0)",
+    "%x = f32[8,8] parameter(1)",
+    "%started = (f32[64,8], f32[256,8]) fusion(%a), kind=kCustom, calls=%begin",
+    "%own = f32[64,8] get-tuple-element(%started), index=0",
+    "%whole = f32[256,8] get-tuple-element(%started), index=1",
+    "%along = (f32[8,8], f32[64,8], f32[256,8]) fusion(%own, %whole, %x), calls=%carry_on",
+    "ROOT %ended = f32[256,8] fusion(%own, %whole), kind=kCustom, calls=%end",
+  ]
+  found = items(entry, begin, carry_on, end)
+  own, whole, product = 4 * 64 * 8, 4 * 256 * 8, 4 * 8 * 8
+  received = {name: item.received_bytes for name, item in found.items() if item.received_bytes}
+  assert received == {"started": 3 * own}
+  assert found["along"].hbm_bytes == 2 * product and found["along"].flops == 2 * 8**3
+  assert found["ended"].hbm_bytes == 0
+  assert found["started"].hbm_bytes == own + own + whole  # its result holds its operand too
+
+
+def test_of_a_conditional_the_most_expensive_branch_counts():
   def branch(name, sizes):
     product = "dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
     return f"%{name} (x: f32[{sizes}]) -> f32[{sizes}]", [

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.linear import dense
 from rlvr_jax.models.presets import preset, preset_names
 from rlvr_jax.models.rotary import RopeScaling, inverse_frequencies
 from rlvr_jax.models.transformer import TransformerConfig
@@ -39,6 +41,20 @@ def test_a_hidden_state_depends_on_earlier_tokens_only():
     assert bool(same[:, [0, 2]].all())  # other rollouts never see it
     assert bool(same[:, 1, : t + 1].all())
     assert not bool(same[:, 1, t + 1 :].any())
+
+
+def test_gradients_of_kernels_are_not_rounded_to_the_compute_dtype():
+  """Of products in bfloat16 they are float32: rounded, they would be off by 4e-3 of their size."""
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+  x, kernel, cotangent = draw(3, 40, 16), draw(16, 24).astype(jnp.float32), draw(3, 40, 24)
+  out, pullback = jax.vjp(lambda x, w: dense(x, nnx.Param(w)), x, kernel)
+  into_x, into_kernel = pullback(cotangent)
+  assert (out.dtype, into_x.dtype, into_kernel.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+  wide = lambda x: np.asarray(x, np.float64)
+  expected = np.einsum("pld,ple->de", wide(x), wide(cotangent))
+  np.testing.assert_allclose(into_kernel, expected, atol=1e-5)
+  np.testing.assert_allclose(wide(into_x), wide(cotangent) @ wide(kernel).T, rtol=1e-2, atol=5e-2)
 
 
 def test_left_padding_changes_nothing():

@@ -1,5 +1,6 @@
 """Meshes, the table of shardings, the way to the devices and back."""
 
+import dataclasses
 import functools
 import re
 
@@ -9,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
+from oracles.updates import relative_distance
 
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
@@ -45,6 +47,13 @@ def test_mesh_has_the_sizes_asked_for():
   assert sharding.make_mesh().size == 1
 
 
+@pytest.mark.parametrize(
+  ("sizes", "found"), [(dict(fsdp=-1), (1, 8, 1)), (dict(data=-1, fsdp=1, tensor=4), (2, 1, 4))]
+)
+def test_one_axis_can_take_the_devices_that_are_left(sizes, found):
+  assert tuple(sharding.make_mesh(**sizes).shape.values()) == found
+
+
 def test_mesh_is_of_the_devices_given():
   last = jax.devices()[4:]
   assert set(sharding.make_mesh(fsdp=4, devices=last).devices.flat) == set(last)
@@ -56,7 +65,10 @@ def test_mesh_is_of_the_devices_given():
   ("sizes", "message"),
   [
     (dict(data=0), "at least 1"),
-    (dict(fsdp=-1), "at least 1"),
+    (dict(fsdp=-2), "at least 1"),
+    (dict(data=-1, fsdp=-1), "one of them -1"),
+    (dict(fsdp=-1, tensor=3), "8 devices are not a multiple of 3"),
+    (dict(fsdp=-1, tensor=16), "8 devices are not a multiple of 16"),
     (dict(data=3, tensor=4), r"3·1·4 = 12 devices, but there are 8.*device_count=12"),
   ],
 )
@@ -122,6 +134,59 @@ def test_round_trip(sizes):
   back = sharding.to_host(placed)
   jax.tree.map(np.testing.assert_array_equal, back, tree)
   assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(back))
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def gradient_of_hidden(config, mesh):
+  """A jitted function: (parameters, prompts, tokens) → (a loss, its gradient) on a mesh."""
+  model = transformer(config, sharding.layout(mesh))
+  loss = lambda *args: jnp.sum(jnp.sin(model.response_hidden(*args)))
+  return jax.jit(jax.value_and_grad(loss))
+
+
+def training_inputs(config, mesh, length):
+  rng = np.random.default_rng(0)
+  params = transformer(config).init(jax.random.key(0))
+  ints = lambda *shape: rng.integers(1, V, shape).astype(np.int32)
+  lengths = rng.integers(1, S + 1, P).astype(np.int32)
+  batch = sharding.to_devices(
+    (Prompts(ints(P, S + 1), lengths), ints(P, G, length)), sharding.batch_sharding(mesh)
+  )
+  return jax.device_put(params, sharding.state_shardings(params, mesh)), *batch
+
+
+@pytest.mark.parametrize(
+  ("remat", "length"),
+  [
+    ("full", 7),
+    ("full", 6),
+    pytest.param("none", 7, marks=pytest.mark.slow),
+    pytest.param("dots", 7, marks=pytest.mark.slow),
+  ],
+)
+def test_tokens_over_tensor_change_no_value_and_no_gradient(x64, remat, length):
+  """Rows of 6 + 3·6 = 24 tokens split over two devices, those of 6 + 3·5 = 21 do not."""
+  dtypes = dict(compute_dtype="float64", param_dtype="float64")
+  config = dataclasses.replace(CONFIG, remat=remat, **dtypes)
+  one, many = sharding.make_mesh(), sharding.make_mesh(data=2, fsdp=2, tensor=2)
+  expected, found = (
+    sharding.to_host(gradient_of_hidden(config, mesh)(*training_inputs(config, mesh, length)))
+    for mesh in (one, many)
+  )
+  assert relative_distance(found, expected) < 1e-13
+
+
+@pytest.mark.usefixtures("no_compilation_cache")
+def test_blocks_keep_their_own_tokens_for_the_backward_pass():
+  """The layers' inputs, stacked by the loop, are f32[2 layers, P / 4, L / 2, D] on every device."""
+  mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+  config = dataclasses.replace(CONFIG, remat="full")
+  arguments = training_inputs(config, mesh, 7)
+  hlo = gradient_of_hidden(config, mesh).lower(*arguments).compile().as_text()
+  stacked = lambda length: f"f32[2,2,{length},48]"
+  assert stacked(12) in hlo and stacked(24) not in hlo
 
 
 # --- generation -----------------------------------------------------------------------------------

@@ -1,0 +1,38 @@
+"""GRPO on GSM8K from Qwen2.5-0.5B-Instruct, all parameters: to start with, on one small chip.
+
+Grade-school word problems (arXiv 2110.14168) as published: 7473 for training, 1319 held out, graded
+by the last number. The sizes are chosen to fit 16 GB: one chip of v5e, or the eight of v5e:2x4. The
+other settings are ours and untuned; the KL term is off. See --config=configs/full_size/base.py.
+
+  python -m rlvr_jax.main --config=configs/full_size/gsm8k_qwen25_05b.py --workdir=runs/gsm8k_05b \\
+    --config.model.checkpoint=Qwen2.5-0.5B-Instruct --config.task.kwargs.data_dir=GSM8K
+
+The two folders hold the checkpoint, and train.jsonl and test.jsonl.
+"""
+
+from ml_collections import ConfigDict
+
+from rlvr_jax.configs.full_size import base
+
+
+def get_config() -> ConfigDict:
+  c = base.get_config()
+  c.num_updates = 400
+  c.model.preset = "qwen2.5_0.5b"
+  c.task = dict(
+    name="published",
+    kwargs=dict(
+      dataset="gsm8k",
+      data_dir="",  # required
+      split="train",  # "": nothing to train on, for --mode=eval
+    ),
+  )
+  c.max_prompt_length = 256
+  c.max_response_length = 512
+  c.batch.prompts, c.batch.group_size = 32, 8
+  c.batch.tokens_per_micro_batch = 8192
+  c.evaluation.every = 50
+  c.evaluation.num_samples = 1
+  c.evaluation.ks = (1,)
+  c.grading.num_workers = 0
+  return c

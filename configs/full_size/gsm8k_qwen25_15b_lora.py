@@ -1,0 +1,26 @@
+"""GRPO on GSM8K from Qwen2.5-1.5B-Instruct with LoRA: to start with, on one small chip.
+
+As gsm8k_qwen25_05b, with a larger model of which adapters of rank 32 are trained on all kernels of
+the layers. The frozen parameters are bfloat16, as published; the adapters are float32.
+
+  python -m rlvr_jax.main --config=configs/full_size/gsm8k_qwen25_15b_lora.py \\
+    --workdir=runs/gsm8k_15b_lora --config.model.checkpoint=Qwen2.5-1.5B-Instruct \\
+    --config.task.kwargs.data_dir=GSM8K
+
+The two folders hold the checkpoint, and train.jsonl and test.jsonl.
+"""
+
+from ml_collections import ConfigDict
+
+from rlvr_jax.configs.full_size import gsm8k_qwen25_05b
+
+
+def get_config() -> ConfigDict:
+  c = gsm8k_qwen25_05b.get_config()
+  c.model.preset = "qwen2.5_1.5b"
+  c.model.overrides.param_dtype = "bfloat16"
+  c.lora.rank = 32
+  c.lora.alpha = 64.0
+  c.optimizer = "adamw"
+  c.learning_rate = "constant(peak=2e-5)"
+  return c
