@@ -8,6 +8,7 @@ from collections.abc import Callable
 import ml_collections
 
 from rlvr_jax.commands import ahead_of_time, chips, costs, fits
+from rlvr_jax.commands.check import check
 from rlvr_jax.commands.eval import evaluate_checkpoint
 from rlvr_jax.commands.export import export
 from rlvr_jax.commands.train import train
@@ -26,7 +27,7 @@ def prepared(
   """Checks the configuration completely; returns a function that runs the command.
 
   Args:
-    mode: train, eval, export, fits, costs.
+    mode: train, check, eval, export, fits, costs.
     config: see `configs/base.py`.
     workdir: folder for all output files; fits writes none, and costs none without it.
     checkpoint: for eval and export, see `train.parameters.checkpoint_folder`.
@@ -41,6 +42,8 @@ def prepared(
     raise ValueError(f"--topology goes with --mode=fits and --mode=costs, not with {mode}")
   if mode in ("fits", "costs"):
     return _ahead_of_time(mode, config, workdir, topology)
+  if mode == "check":  # what is wrong is what it reports
+    return functools.partial(check, config, str(workdir))
   if mode != "export":  # the workdir of an export may be remote
     local_path("--workdir", str(workdir))
   folder = checkpoint_folder(checkpoint) if checkpoint else None

@@ -31,7 +31,7 @@ ROLLOUTS_FOLDER = "rollouts"
 
 
 class EndRequestedError(Exception):
-  """The process was asked to end before it had anything to save."""
+  """The run was asked to end, and has, before its last update; the same command resumes it."""
 
 
 # Errors that end a run with a message that says how to fix it, not with a traceback.
@@ -60,8 +60,9 @@ def train(parts: Parts, workdir: str | Path) -> dict[str, float]:
     parts: parts of the run.
     workdir: folder of all files of the run; after a kill the same call resumes there.
   Returns:
-    The values of the last evaluation; empty if the process was asked to end before the first.
+    The values of the last evaluation.
   Raises:
+    EndRequestedError: a signal asked the run to end before its last update; it has been saved.
     WorkdirError: the workdir belongs to another configuration or process.
     OtherProcessError: another process of the run failed with one of these.
     NonFiniteError: `config.max_skipped_in_a_row` updates in a row were skipped.
@@ -89,13 +90,9 @@ def train(parts: Parts, workdir: str | Path) -> dict[str, float]:
     pool = multihost.together(lambda: enter(grader_pool(config, parts.task)))
     termination = stack.enter_context(termination_signals())
     stack.enter_context(deadline())
-    try:
-      # A resumed run whose warm-start folder is gone still has its records.
-      first_writer = no_writer if restored else writer
-      params = first_params(parts, frozen, warm, first_writer, warm_starts, termination)
-    except EndRequestedError:
-      say("asked to end during the warm start; rerun the same command to restart it")
-      return {}
+    # A resumed run whose warm-start folder is gone still has its records.
+    first_writer = no_writer if restored else writer
+    params = first_params(parts, frozen, warm, first_writer, warm_starts, termination)
     trainer = Trainer(
       parts,
       frozen,
@@ -111,6 +108,8 @@ def train(parts: Parts, workdir: str | Path) -> dict[str, float]:
     trainer.run(termination)
   if multihost.is_first():
     say(write_report(workdir))
+  if trainer.step < config.num_updates:
+    raise EndRequestedError
   return trainer.evaluation
 
 
@@ -131,7 +130,7 @@ def first_params(
   """The trained parameters before the first update; `warm` are those of a finished warm start.
 
   Raises:
-    EndRequestedError: the process was asked to end meanwhile.
+    EndRequestedError: a signal asked the run to end meanwhile.
   """
   if warm:
     return warm.state
@@ -150,7 +149,7 @@ def warm_started(
   """The initial parameters after the supervised phase, saved as a separate checkpoint.
 
   Raises:
-    EndRequestedError: the process was asked to end meanwhile.
+    EndRequestedError: a signal asked the run to end meanwhile.
   """
   num_steps = parts.config.warm_start.num_steps
   with progress(num_steps, "warm start", unit="step") as bar:
@@ -160,6 +159,7 @@ def warm_started(
       bar.update(index - bar.n)
       writer.write(index, "warm_start", {"warm_start/loss": loss})
       if multihost.anywhere(termination.requested):
+        say("asked to end during the warm start; rerun the same command to restart it")
         raise EndRequestedError
 
     params = warm_start(
