@@ -30,6 +30,8 @@ _DISTRIBUTED = flags.DEFINE_bool("distributed", False, "One of several processes
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port, a free port of process 0.")
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes of the run.", 1)
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which of them this is.", 0)
+_PROFILE = flags.DEFINE_string("profile", "", "Updates to trace with jax.profiler, such as 10:13.")
+_TRACKERS = flags.DEFINE_list("trackers", [], "wandb, trackio: copies of the metrics there.")
 _STOPPED_STATUS = flags.DEFINE_integer(
   "stopped_status", 0, "Exit status of a training run that a signal has ended before its end.", 0
 )
@@ -62,7 +64,7 @@ def run() -> int:
     from rlvr_jax.commands.check import PreflightError
     from rlvr_jax.commands.train import FAILURES, EndRequestedError
 
-    given = (_WORKDIR.value, _CHECKPOINT.value, _TOPOLOGY.value)
+    given = (_WORKDIR.value, _CHECKPOINT.value, _TOPOLOGY.value, _PROFILE.value, _TRACKERS.value)
     action = choose.prepared(_MODE.value, _CONFIG.value, *given)
   except (ImportError, ValueError, OSError) as error:
     sys.exit(f"error: {error}")

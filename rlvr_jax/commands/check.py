@@ -157,7 +157,7 @@ class Preflight:
       "jax": jax.__version__,
       "python": sys.version.split()[0],
     }
-    theirs = multihost.exchange(mine)
+    theirs = multihost.exchange(mine | {"host": socket.gethostname()})
     if differing := [key for key in mine if mine[key] != theirs[0][key]]:
       shown = [
         f"{key} = {mine[key]}, there {theirs[0][key]}" for key in differing if key != "config"
@@ -167,7 +167,7 @@ class Preflight:
         f"differs from process 0 in {', '.join(differing)}{': ' * bool(shown)}{'; '.join(shown)}."
         " Start the same command with the same installation on every host",
       )
-    hosts = [*dict.fromkeys(multihost.exchange(socket.gethostname()))]
+    hosts = [*dict.fromkeys(other["host"] for other in theirs)]
     some = ", ".join(hosts[:4]) + (", …" if len(hosts) > 4 else "")
     return Finding(OK, f"{len(theirs)} met, on {some}")
 
@@ -184,16 +184,18 @@ class Preflight:
 
   def disk(self) -> Finding:
     """Every host can write, replace, sync and lock files in the workdir, and sees the others'."""
-    workdir = local_path("--workdir", self.workdir)
+    # Whatever fails here, every process exchanges three times.
     token = multihost.exchange(uuid.uuid4().hex)[0]
-    mine = workdir / f".check-{token}-{jax.process_index()}"
-    failure = ""
+    mine, failure = pathlib.Path(self.workdir, f".check-{token}-{jax.process_index()}"), ""
     try:
-      _try_files(workdir, mine)
+      workdir = local_path("--workdir", self.workdir)
+      _try_files(mine)
+    except ValueError as error:
+      failure = str(error)
     except OSError as error:
       failure = f"{error}. Choose a --workdir that this user can write"
     ready = all(not text for text in multihost.exchange(failure))
-    seen = len(list(workdir.glob(f".check-{token}-*"))) if ready else 0
+    seen = len(list(mine.parent.glob(f".check-{token}-*"))) if ready else 0
     multihost.exchange("all have looked")
     with contextlib.suppress(OSError):
       mine.unlink()
@@ -303,9 +305,9 @@ def _made(value: Any, reason: str) -> Any:
   return value
 
 
-def _try_files(workdir: pathlib.Path, path: pathlib.Path) -> None:
+def _try_files(path: pathlib.Path) -> None:
   """Does with a file what a run does with its own."""
-  workdir.mkdir(parents=True, exist_ok=True)
+  path.parent.mkdir(parents=True, exist_ok=True)
   with replacing(path) as file:
     file.write(b"first")
   with replacing(path) as file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from rlvr_jax.rewards.outcome import GradingStoppedError
 from rlvr_jax.rewards.worker_process import GraderStartError
 from rlvr_jax.rollouts.queue import FingerprintError
 from rlvr_jax.rollouts.store import RolloutStore, StoreError, TornShardError
-from rlvr_jax.train import checks, multihost, parameters
+from rlvr_jax.train import checks, multihost, observe, parameters, trackers
 from rlvr_jax.train.async_generator import GeneratorStoppedError
 from rlvr_jax.train.build import Parts
 from rlvr_jax.train.checkpoint import Checkpointer, Restored
@@ -53,12 +54,16 @@ FAILURES = (
 )
 
 
-def train(parts: Parts, workdir: str | Path) -> dict[str, float]:
+def train(
+  parts: Parts, workdir: str | Path, *, profile: str = "", tracked_by: Sequence[str] = ()
+) -> dict[str, float]:
   """Starts or resumes the training of `build(config)`.
 
   Args:
     parts: parts of the run.
     workdir: folder of all files of the run; after a kill the same call resumes there.
+    profile: first and last update of a trace by jax.profiler, such as "10:13"; "" for none.
+    tracked_by: names of `trackers.TRACKERS`.
   Returns:
     The values of the last evaluation.
   Raises:
@@ -82,27 +87,21 @@ def train(parts: Parts, workdir: str | Path) -> dict[str, float]:
     first = multihost.on_first(lambda: enter(RolloutStore(folder, writable=True)), None)
     store = first or enter(RolloutStore(folder, writable=False))
     restored = resumable(checkpointer, parts, store)
-    resume_step, written = records_of(restored, warm)
-    no_writer = multihost.NoWriter(workdir)
+    records, no_writer = records_of(restored, warm), multihost.NoWriter(workdir)
     writer = multihost.on_first(
-      lambda: enter(MetricWriter(workdir, resume_step, written)), no_writer
+      lambda: enter(_writer(workdir, config, records, tracked_by)), no_writer
     )
     pool = multihost.together(lambda: enter(grader_pool(config, parts.task)))
     termination = stack.enter_context(termination_signals())
     stack.enter_context(deadline())
     # A resumed run whose warm-start folder is gone still has its records.
-    first_writer = no_writer if restored else writer
-    params = first_params(parts, frozen, warm, first_writer, warm_starts, termination)
+    records_to = no_writer if restored else writer
+    params = first_params(parts, frozen, warm, records_to, warm_starts, termination)
+    elapsed = elapsed_seconds(workdir)
     trainer = Trainer(
-      parts,
-      frozen,
-      writer,
-      checkpointer,
-      pool,
-      store,
-      initial=params,
-      elapsed=elapsed_seconds(workdir),
+      *(parts, frozen, writer, checkpointer, pool, store), initial=params, elapsed=elapsed
     )
+    trainer.log.profile = enter(observe.Profile(profile, workdir))
     trainer.resume(restored) if restored else trainer.begin(params)
     del params, warm, restored  # the trainer keeps what it needs
     trainer.run(termination)
@@ -117,6 +116,14 @@ def _claim(workdir: Path, parts: Parts, enter: Any) -> None:
   enter(WorkdirLock(workdir))
   allowed = checks.may_differ(parts.config, parts.schedule)
   check_config(workdir, parts.config.to_json_best_effort(), may_differ=allowed)
+
+
+def _writer(
+  workdir: Path, config: Any, records: tuple[int | None, Any], tracked_by: Sequence[str]
+) -> MetricWriter:
+  """The writer of a run that continues after these records, see `records_of`."""
+  opened = [trackers.Tracker(name, workdir, config) for name in tracked_by]
+  return MetricWriter(workdir, *records, trackers=opened)
 
 
 def first_params(

@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rlvr_jax.models.functional import Layout
-from rlvr_jax.train.host import deadline
+from rlvr_jax.train.host import waiting
 from rlvr_jax.types import Array, Params
 
 AXES = ("data", "fsdp", "tensor")
@@ -174,5 +174,5 @@ def to_host(tree: Any) -> Any:
   fetch = lambda x: (
     jax.device_get(x) if local(x) else multihost_utils.process_allgather(x, tiled=True)
   )
-  with deadline():
+  with waiting():
     return jax.tree.map(fetch, tree)

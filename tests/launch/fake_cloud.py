@@ -308,8 +308,9 @@ def kubectl(arguments):
     spec = job["template"]["spec"]
     (container,) = spec["template"]["spec"]["containers"]
     pods = job["replicas"] * spec["completions"]
-    run_jobset(jobset["metadata"]["name"], container["command"], pods,
-               jobset["spec"]["failurePolicy"]["maxRestarts"])  # fmt: skip
+    restarts = jobset["spec"]["failurePolicy"]["maxRestarts"]
+    environment = {pair["name"]: pair["value"] for pair in container["env"]}
+    run_jobset(jobset["metadata"]["name"], container["command"], pods, restarts, environment)
   elif verb == "get":
     state = read(root() / "jobset.json")
     if state is None:
@@ -338,17 +339,19 @@ def xpk(arguments):
     pods = int(flag(arguments, "num-slices")) * int((root() / "hosts").read_text())
     codes = {42, *range(127, 256), *map(int, flag(arguments, "restart-on-exit-codes").split(","))}
     restarts = int(flag(arguments, "max-restarts"))
-    run_jobset(flag(arguments, "workload"), command, pods, restarts, [*codes])
+    pairs = [a.removeprefix("--env=") for a in arguments if a.startswith("--env=")]
+    environment = dict(pair.split("=", 1) for pair in pairs)
+    run_jobset(flag(arguments, "workload"), command, pods, restarts, environment, [*codes])
   elif arguments[:2] == ["workload", "delete"]:
     kubectl(["delete"])
   else:
     sys.exit(f"unknown: {arguments}")
 
 
-def run_jobset(name, command, pods, restarts, codes=None):
+def run_jobset(name, command, pods, restarts, environment, codes=None):
   write(root() / "jobset.json", {"name": name})
   (root() / "pod-0.log").touch()
-  given = json.dumps([command, pods, restarts, codes])
+  given = json.dumps([command, pods, restarts, environment, codes])
   subprocess.Popen(
     [sys.executable, str(HERE), "controller", given],
     stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -358,7 +361,7 @@ def run_jobset(name, command, pods, restarts, codes=None):
 
 def controller(arguments):
   """Runs the pods; one that fails restarts all, if its status allows that."""
-  command, pods, restarts, codes = json.loads(arguments[0])
+  command, pods, restarts, given, codes = json.loads(arguments[0])
   terminal, attempts = "Failed", []
   binary = root() / "container"
   binary.mkdir(exist_ok=True)
@@ -369,7 +372,7 @@ def controller(arguments):
     for number in range(pods):
       environment = host_environment(root(), number, pods, port)
       environment["PATH"] = f"{binary}{os.pathsep}{environment['PATH']}"
-      environment["PYTHONPATH"] = str(root() / "image")
+      environment |= {"PYTHONPATH": str(root() / "image")} | given
       with open(root() / f"pod-{number}.log", "ab") as log:
         running.append(
           subprocess.Popen(

@@ -277,8 +277,22 @@ def command(target, verb, *flags):
 ARGUMENTS = {
   "local": ["--processes=2", "--retries=1"],
   "tpu_vm": ["--zone=here", "--type=v5litepod-8", "--poll_s=0.5", "--spot", "--retries=2"],
-  "jobset": ["--type=v5litepod-8", "--num_slices=2", "--poll_s=0.5", "--image=here/a", "--claim=b"],
-  "xpk": ["--type=v5litepod-8", "--poll_s=0.5", "--image=here/a", "--cluster=b", "--zone=here"],
+  "jobset": [
+    "--type=v5litepod-8",
+    "--num_slices=2",
+    "--poll_s=0.5",
+    "--image=here/a",
+    "--claim=b",
+    "--retries=2",
+  ],
+  "xpk": [
+    "--type=v5litepod-8",
+    "--poll_s=0.5",
+    "--image=here/a",
+    "--cluster=b",
+    "--zone=here",
+    "--retries=2",
+  ],
 }
 
 
