@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rlvr_jax.models.functional import Layout
@@ -50,13 +50,15 @@ def make_mesh(
 ) -> Mesh:
   """A mesh over data·fsdp·tensor devices, after the first `skipped` ones.
 
+  With several TPU slices, `data` goes over them, and the other axes stay within a slice.
+
   Args:
     data, fsdp, tensor: number of devices along each axis, ≥ 1.
     field: of the configuration, for messages.
     skipped: number of devices that belong to another mesh.
     devices: to choose from, which need not be available; None: those of this machine.
   Raises:
-    ValueError: sizes below 1, or more devices than available.
+    ValueError: sizes below 1, more devices than available, or a `data` that slices do not divide.
   """
   sizes = (data, fsdp, tensor)
   if any(size < 1 for size in sizes):
@@ -72,7 +74,18 @@ def make_mesh(
       f" come from XLA_FLAGS=--xla_force_host_platform_device_count={needed + skipped})"
     )
   # With jax's default, explicit axes, sharded contractions raise an error.
-  return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:needed])
+  types, chosen = (AxisType.Auto,) * 3, devices[:needed]
+  slices = len({getattr(device, "slice_index", 0) for device in chosen})
+  if slices == 1:
+    return jax.make_mesh(sizes, AXES, axis_types=types, devices=chosen)
+  if data % slices:
+    raise ValueError(
+      f"config.{field}.data = {data} on {slices} slices: the network between slices is slow, and"
+      f" data alone goes over it; set config.{field}.data to a multiple of {slices}"
+    )
+  within = (data // slices, fsdp, tensor)
+  grid = mesh_utils.create_hybrid_device_mesh(within, (slices, 1, 1), chosen)
+  return Mesh(grid, AXES, axis_types=types)
 
 
 def state_shardings(abstract: Any, mesh: Mesh) -> Any:
