@@ -310,21 +310,56 @@ def start(target, cloud, checkout, workdir, *flags):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(checkout, tmp_path_factory):
-  """(workdir, output) of the run as two local processes, from beginning to end."""
-  folder = tmp_path_factory.mktemp("undisturbed")
-  flags = f"{os.environ['XLA_FLAGS']}"
+def laptop(checkout, tmp_path_factory):
+  """The environment of local launches, whose state is in a folder of their own."""
   path = os.pathsep.join([str(checkout), str(checkout / "tests")])
-  environment = os.environ | {"XDG_STATE_HOME": str(folder), "PYTHONPATH": path, "XLA_FLAGS": flags}
-  process = start("local", environment, checkout, folder / "run")
+  state = tmp_path_factory.mktemp("state")
+  return os.environ | {"XDG_STATE_HOME": str(state), "PYTHONPATH": path}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(laptop, checkout, tmp_path_factory):
+  """(workdir, output) of the run as two local processes, from beginning to end."""
+  workdir = tmp_path_factory.mktemp("undisturbed") / "run"
+  process = start("local", laptop, checkout, workdir)
   output = process.communicate(timeout=tiny.TIMEOUT_S)[0]
   assert process.returncode == 0, output[-5000:]
-  return folder / "run", output
+  return workdir, output
 
 
 @pytest.mark.slow
 def test_local_prints_what_the_first_process_does(undisturbed):
   assert "held-out after update 6" in undisturbed[1] and "commit " in undisturbed[1]
+
+
+@pytest.mark.slow
+def test_a_local_run_is_stopped_and_killed_and_goes_on(laptop, checkout, undisturbed, tmp_path):
+  workdir = tmp_path / "run"
+  call = lambda verb: subprocess.run(
+    command("local", verb), cwd=checkout, env=laptop, capture_output=True, text=True
+  )
+  process = start("local", laptop, checkout, workdir)
+  tiny.wait_for(tiny.has_record(workdir, 1, "train"), process)
+  assert '"running"' in call("status").stdout
+  assert call("start").returncode == 1
+  assert call("stop").stdout == "try: stopped\n"
+  output = process.communicate(timeout=tiny.TIMEOUT_S)[0]
+  assert process.returncode == 1 and "asked to end: saved after update" in output
+  process = start("local", laptop, checkout, workdir)  # with --retries=1
+  tiny.wait_for(tiny.has_record(workdir, 3, "train"), process)
+  os.kill(child_of(laptop, 1), signal.SIGKILL)
+  output = process.communicate(timeout=tiny.TIMEOUT_S)[0]
+  assert process.returncode == 0 and output.count("resumed at update") == 2, output[-5000:]
+  assert tiny.outcome(workdir) == tiny.outcome(undisturbed[0])
+
+
+def child_of(laptop, number):
+  """Process id of a process of the local run."""
+  folder = pathlib.Path(laptop["XDG_STATE_HOME"], "rlvr_jax", "launch", "try")
+  supervisor = json.loads((folder / "state.json").read_text())["pid"]
+  children = pathlib.Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+  commands = {int(p): pathlib.Path(f"/proc/{p}/cmdline").read_text() for p in children}
+  return next(p for p, text in commands.items() if f"--process_id={number}" in text)
 
 
 @pytest.mark.slow
