@@ -75,6 +75,12 @@ def ssh_command(node: str, script: str, args: argparse.Namespace, worker: str = 
   return [*command, f"--worker={worker}", f"--command={script}"]
 
 
+def follow_command(run: Run, args: argparse.Namespace, lines: str) -> list[str]:
+  """Prints the last lines of process 0, and those that come."""
+  script = tpu_host.logs_script(run, lines, follow=True)
+  return ssh_command(nodes(run, args)[0], script, args, worker="0")
+
+
 def nodes(run: Run, args: argparse.Namespace) -> list[str]:
   """Names of the slices."""
   return [run.name] if args.num_slices == 1 else [f"{run.name}-{i}" for i in range(args.num_slices)]
@@ -122,11 +128,7 @@ def status(run: Run, args: argparse.Namespace, shell: Shell) -> None:
 
 def logs(run: Run, args: argparse.Namespace, shell: Shell) -> None:
   """Prints the output of process 0 as it comes, until Ctrl-C."""
-  shell.run(
-    ssh_command(
-      nodes(run, args)[0], tpu_host.logs_script(run, "100", follow=True), args, worker="0"
-    )
-  )
+  shell.run(follow_command(run, args, "100"))
 
 
 def stop(run: Run, args: argparse.Namespace, shell: Shell) -> None:
@@ -146,11 +148,7 @@ def _print_steps(run: Run, args: argparse.Namespace, shell: Shell) -> None:
   for node in nodes(run, args):
     shell.run(copy_command(node, pathlib.Path(f"{run.package.version}.tar.gz"), args))
     shell.run(ssh_command(node, tpu_host.start_script(run, args.nfs), args))
-  shell.follow(
-    ssh_command(
-      nodes(run, args)[0], tpu_host.logs_script(run, "all", follow=True), args, worker="0"
-    )
-  )
+  shell.follow(follow_command(run, args, "all"))
   if not args.keep:
     shell.run(delete_command(run, args))
 
@@ -162,6 +160,7 @@ class _Watch:
     self.run, self.args, self.shell = run, args, shell
     self.log: subprocess.Popen | None = None  # the followed output of process 0
     self.began = False  # whether the hosts were prepared
+    self.active = False  # whether there ever were machines
     self.preemptions = 0
     self.before = ""
 
@@ -177,8 +176,10 @@ class _Watch:
         self.shell.run(create_command(self.run, self.args))
       elif state in _LOST:
         self.replace(state)
-      elif state == "ACTIVE" and self.attend():
-        return
+      elif state == "ACTIVE":
+        self.active = True
+        if self.attend():
+          return
       time.sleep(self.args.poll_s)
 
   def state(self) -> str:
@@ -193,6 +194,12 @@ class _Watch:
 
   def replace(self, state: str) -> None:
     """Deletes machines that were preempted; then there are none, and others are asked for."""
+    if state == "FAILED" and not self.active:
+      self.shell.run(_queued(self.run, self.args, "describe"))
+      raise LaunchError(
+        f"Cloud did not make the machines of {self.run.name}; the reason is above, often the quota"
+        " (docs/tpu.md). stop deletes the request"
+      )
     if self.preemptions == self.run.retries:
       raise LaunchError(
         f"{self.run.name} is {state} for the {self.preemptions + 1}. time, --retries ="
@@ -220,18 +227,17 @@ class _Watch:
       shells.warn(f"{error}; trying again in {self.args.poll_s:g} s")
       return False
     if shells.ended(self.log):
-      script = tpu_host.logs_script(self.run, "20" if self.log else "all", follow=True)
-      first = nodes(self.run, self.args)[0]
-      self.log = self.shell.follow(ssh_command(first, script, self.args, worker="0"))
+      self.log = self.shell.follow(follow_command(self.run, self.args, "20" if self.log else "all"))
     return False
 
   def host_states(self) -> list[str]:
     script, found = tpu_host.state_script(self.run), []
     for node in nodes(self.run, self.args):
       text = self.shell.output(ssh_command(node, script, self.args))
-      found += [
-        line.split()[2] for line in text.splitlines() if line.startswith(tpu_host.HOST_STATE)
-      ]
+      lines = [line for line in text.splitlines() if line.startswith(tpu_host.HOST_STATE)]
+      if not lines:
+        raise CommandError(f"no host of {node} has told its state: {text[-300:]!r}")
+      found += [line.split()[2] for line in lines]
     return found
 
   def prepare(self) -> None:

@@ -213,6 +213,8 @@ def queued_resources(verb, arguments):
     write(
       path, {"name": arguments[0], "state": "ACTIVE", "homes": [*map(str, homes)], "port": port}
     )
+  elif verb == "describe":
+    print("Quota limit exceeded")
   elif verb == "list":
     print(resource["state"] if resource else "", end="\n" if resource else "")
   elif verb == "delete":

@@ -1,5 +1,6 @@
 """Command lines and manifests; runs on a fake cloud, preempted and brought to their end."""
 
+import argparse
 import contextlib
 import distutils.core
 import json
@@ -18,10 +19,10 @@ import yaml
 from train import tiny
 
 from rlvr_jax.launch import __main__ as command_line
-from rlvr_jax.launch import supervise
+from rlvr_jax.launch import supervise, tpu_vm
 from rlvr_jax.launch.package import package_of
-from rlvr_jax.launch.run import EXTRAS
-from rlvr_jax.launch.shell import LaunchError
+from rlvr_jax.launch.run import EXTRAS, Run
+from rlvr_jax.launch.shell import CommandError, LaunchError, Shell
 from rlvr_jax.launch.slices import slice_of
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -391,6 +392,29 @@ def test_a_preempted_pod_restarts_all(cloud, checkout, undisturbed, tmp_path, ta
   assert jobset["attempts"] == [[143, 143], [0, 0]]
   assert "try: Completed" in output and "builds submit" in output
   assert tiny.outcome(tmp_path / "run") == tiny.outcome(undisturbed[0])
+
+
+def test_machines_that_cloud_does_not_make_are_not_waited_for(cloud, checkout, tmp_path):
+  resource = {"state": "FAILED", "homes": [], "port": 0}
+  fakes().write(tmp_path / "cloud" / "resource.json", resource)
+  process = start("tpu_vm", cloud, checkout, tmp_path / "run")
+  output = process.communicate(timeout=tiny.TIMEOUT_S)[0]
+  assert process.returncode == 1 and "Quota limit exceeded" in output
+  assert "error: Cloud did not make the machines of try" in output
+
+
+@pytest.mark.parametrize("text", ["", "Warning: no output"])
+def test_hosts_that_say_nothing_are_not_taken_for_finished(launch, checkout, text):
+  """Their machines would be deleted."""
+
+  class Silent(Shell):
+    def output(self, command):
+      return text
+
+  place = argparse.Namespace(zone="here", project="", num_slices=1)
+  watched = tpu_vm._Watch(Run("try", (), {}, 1, None), place, Silent())
+  with pytest.raises(CommandError, match="no host of try has told its state"):
+    watched.host_states()
 
 
 @pytest.mark.slow
