@@ -6,10 +6,10 @@ import argparse
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 
 from rlvr_jax.launch.run import Run
@@ -44,7 +44,7 @@ def start(run: Run, args: argparse.Namespace, shell: Shell) -> None:
     raise LaunchError(f"{run.name} is running already: see it with logs, or end it with stop")
   _prepare(folder, run, args)
   with open(folder / "supervisor.log", "ab") as log:
-    subprocess.Popen(
+    supervisor = subprocess.Popen(
       [sys.executable, "-m", "rlvr_jax.launch.supervise", str(folder)],
       stdin=subprocess.DEVNULL,
       stdout=log,
@@ -52,7 +52,7 @@ def start(run: Run, args: argparse.Namespace, shell: Shell) -> None:
       cwd=folder / "code",
       start_new_session=True,  # it outlives this program, and its terminal
     )
-  _wait(folder, lambda state: state["state"] != "absent")
+  _wait(folder, lambda state: state["state"] != "absent" or supervisor.poll() is not None)
   logs(run, args, shell)
   state = _state(folder)
   if state["state"] != "finished":
@@ -70,7 +70,8 @@ def logs(run: Run, args: argparse.Namespace, shell: Shell) -> None:
   del args
   folder = _folder(run)
   if shell.dry_run:
-    return say(f"tail -f {folder / 'process_0.log'}")
+    say(f"tail -f {folder / 'process_0.log'}")
+    return
   if not (folder / "process_0.log").exists():
     raise LaunchError(f"{folder} has no output: start {run.name} first")
   with open(folder / "process_0.log", encoding="utf-8", errors="replace") as log:
@@ -79,7 +80,7 @@ def logs(run: Run, args: argparse.Namespace, shell: Shell) -> None:
       sys.stdout.write(log.read())
       sys.stdout.flush()
       if not running:
-        return None
+        return
       time.sleep(0.2)
 
 
@@ -88,11 +89,10 @@ def stop(run: Run, args: argparse.Namespace, shell: Shell) -> None:
   del args
   folder = _folder(run)
   state = _state(folder)
-  if shell.dry_run or state["state"] != "running":
-    return say(f"{run.name}: {state['state']}")
-  os.kill(state["pid"], signal.SIGTERM)
-  _wait(folder, lambda state: state["state"] != "running")
-  return say(f"{run.name}: {_state(folder)['state']}")
+  if state["state"] == "running" and not shell.dry_run:
+    os.kill(state["pid"], signal.SIGTERM)
+    _wait(folder, lambda state: state["state"] != "running")
+  say(f"{run.name}: {_state(folder)['state']}")
 
 
 def _folder(run: Run) -> pathlib.Path:
@@ -105,9 +105,9 @@ def _prepare(folder: pathlib.Path, run: Run, args: argparse.Namespace) -> None:
   assert run.package is not None
   code = folder / "code"
   archive = run.package.write(folder / f"{run.package.version}.tar.gz")
-  subprocess.run(["rm", "-rf", str(code)], check=True)
-  with tarfile.open(archive) as tar:
-    tar.extractall(code, filter="data")
+  shutil.rmtree(code, ignore_errors=True)
+  code.mkdir()
+  subprocess.run(["tar", "-xzf", str(archive), "-C", str(code)], check=True)
   archive.unlink()
   devices = f"--xla_force_host_platform_device_count={args.devices}"
   environment = {

@@ -29,8 +29,9 @@ def supervise(folder: pathlib.Path) -> str:
     signal.signal(number, lambda *_: asked.append(1))
   signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the terminal may go
   for attempt in range(run["retries"] + 1):
-    write_state(folder, state="running", attempt=attempt)
     processes = _started(folder, run)
+    pids = [process.pid for process in processes]
+    write_state(folder, state="running", attempt=attempt, processes=pids)
     statuses = _waited(processes, asked)
     if asked or not any(statuses):
       state = "stopped" if asked else "finished"

@@ -341,26 +341,19 @@ def test_a_local_run_is_stopped_and_killed_and_goes_on(laptop, checkout, undistu
   )
   process = start("local", laptop, checkout, workdir)
   tiny.wait_for(tiny.has_record(workdir, 1, "train"), process)
-  assert '"running"' in call("status").stdout
-  assert call("start").returncode == 1
   assert call("stop").stdout == "try: stopped\n"
   output = process.communicate(timeout=tiny.TIMEOUT_S)[0]
   assert process.returncode == 1 and "asked to end: saved after update" in output
   process = start("local", laptop, checkout, workdir)  # with --retries=1
+  wait_for(lambda: '"running"' in call("status").stdout)
+  again = start("local", laptop, checkout, workdir)
+  assert "try is running already" in again.communicate(timeout=60)[0] and again.returncode == 1
   tiny.wait_for(tiny.has_record(workdir, 3, "train"), process)
-  os.kill(child_of(laptop, 1), signal.SIGKILL)
+  state = pathlib.Path(laptop["XDG_STATE_HOME"], "rlvr_jax", "launch", "try", "state.json")
+  os.kill(json.loads(state.read_text())["processes"][1], signal.SIGKILL)
   output = process.communicate(timeout=tiny.TIMEOUT_S)[0]
   assert process.returncode == 0 and output.count("resumed at update") == 2, output[-5000:]
   assert tiny.outcome(workdir) == tiny.outcome(undisturbed[0])
-
-
-def child_of(laptop, number):
-  """Process id of a process of the local run."""
-  folder = pathlib.Path(laptop["XDG_STATE_HOME"], "rlvr_jax", "launch", "try")
-  supervisor = json.loads((folder / "state.json").read_text())["pid"]
-  children = pathlib.Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
-  commands = {int(p): pathlib.Path(f"/proc/{p}/cmdline").read_text() for p in children}
-  return next(p for p, text in commands.items() if f"--process_id={number}" in text)
 
 
 @pytest.mark.slow
