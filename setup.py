@@ -18,6 +18,8 @@ EXTRAS = {
   "hf": HF,
   "gcs": ["gcsfs>=2025.3"],
   "math": MATH,
+  "trackio": ["trackio>=0.43"],
+  "wandb": ["wandb>=0.31"],
   "quantized": ["qwix>=0.1.4"],  # needs flax 0.12; not in dev, for the tests with flax 0.11
   "torch": ["peft>=0.21", "torch==2.13.0"],  # tests against transformers' own networks
   "plot": PLOT,

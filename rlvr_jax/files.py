@@ -60,8 +60,9 @@ def local_path(owner: str, path: str | os.PathLike[str]) -> pathlib.Path:
   text = os.fspath(path)
   if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", text):
     raise ValueError(
-      f"{owner} = {text!r} is a URL, but must be a local folder: mount the bucket (for gs:// with"
-      " gcsfuse) and give the folder where it is mounted"
+      f"{owner} = {text!r} is a URL, but must be a folder: on a disk, or on a file system that all"
+      " hosts mount, such as Filestore (docs/tpu.md). A mounted bucket will not do, as gcsfuse has"
+      " neither locks nor atomic renames"
     )
   return pathlib.Path(text)
 

@@ -1,4 +1,4 @@
-"""Trains, evaluates or exports a policy, or reports what a configuration needs on a device.
+"""Trains, evaluates or exports a policy; checks or reports what a configuration needs.
 
   python -m rlvr_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
 
@@ -20,7 +20,7 @@ from ml_collections import config_flags
 from rlvr_jax.train import config_file, host
 
 _MODE = flags.DEFINE_enum(
-  "mode", "train", ["train", "eval", "export", "fits", "costs"], "What to do."
+  "mode", "train", ["train", "check", "eval", "export", "fits", "costs"], "What to do."
 )
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for all output files.")
@@ -30,10 +30,15 @@ _DISTRIBUTED = flags.DEFINE_bool("distributed", False, "One of several processes
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port, a free port of process 0.")
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes of the run.", 1)
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which of them this is.", 0)
+_PROFILE = flags.DEFINE_string("profile", "", "Updates to trace with jax.profiler, such as 10:13.")
+_TRACKERS = flags.DEFINE_list("trackers", [], "wandb, trackio: copies of the metrics there.")
+_STOPPED_STATUS = flags.DEFINE_integer(
+  "stopped_status", 0, "Exit status of a training run that a signal has ended before its end.", 0
+)
 flags.mark_flags_as_required(["config"])
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> int:
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}; write --config.field=value")
   if not _WORKDIR.value and _MODE.value not in ("fits", "costs"):
@@ -49,16 +54,17 @@ def main(argv: list[str]) -> None:
     except (ValueError, RuntimeError) as error:
       sys.exit(f"error: {error}")
   with multihost.exit_on_error():
-    run()
+    return run()
 
 
-def run() -> None:
-  """Runs the chosen mode; an error in the configuration ends the process with a message."""
+def run() -> int:
+  """Runs the chosen mode; returns the exit status. Errors end the process with a message."""
   try:
     from rlvr_jax.commands import choose
-    from rlvr_jax.commands.train import FAILURES
+    from rlvr_jax.commands.check import PreflightError
+    from rlvr_jax.commands.train import FAILURES, EndRequestedError
 
-    given = (_WORKDIR.value, _CHECKPOINT.value, _TOPOLOGY.value)
+    given = (_WORKDIR.value, _CHECKPOINT.value, _TOPOLOGY.value, _PROFILE.value, _TRACKERS.value)
     action = choose.prepared(_MODE.value, _CONFIG.value, *given)
   except (ImportError, ValueError, OSError) as error:
     sys.exit(f"error: {error}")
@@ -66,14 +72,21 @@ def run() -> None:
     if message := config_file.missing_field(error):
       sys.exit(f"error: {message}")
     raise
-  if _MODE.value in ("train", "eval"):  # the workdir of an export is read by other programs
+  if _MODE.value in (
+    "train",
+    "check",
+    "eval",
+  ):  # the workdir of an export is read by other programs
     host.keep_compiled(str(_WORKDIR.value))
   try:
     action()
-  except FAILURES as error:
+  except EndRequestedError:
+    return _STOPPED_STATUS.value
+  except (*FAILURES, PreflightError) as error:
     host.exit_immediately(f"error: {error}")
   except KeyboardInterrupt:
     sys.exit("interrupted; rerun the same command to resume")
+  return 0
 
 
 if __name__ == "__main__":

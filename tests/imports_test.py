@@ -35,6 +35,7 @@ ALLOWED = {
   "evaluate": BELOW_THE_LOOP,
   "train": BELOW_THE_LOOP | {"codejudge", "evaluate", "train.step"},
   "commands": BELOW_THE_LOOP | {"evaluate", "train", "train.step"},
+  "launch": set(),
   "main": {"commands", "train"},
 }
 JAX = {"jax", "jaxlib", "chex", "flax", "optax", "orbax"}
@@ -53,6 +54,7 @@ LONG_FUNCTIONS = {
   "rlvr_jax/reweighting/salt.py: salt",
   "rlvr_jax/rollouts/sampler.py: generate",
 }
+STANDARD_LIBRARY_ONLY = {"codejudge", "launch"}
 NEVER = {"configs", "experiments", "colabs", "tests", "tensorflow", "torch"}
 
 
@@ -123,8 +125,8 @@ def violations(root):
         found.append(f"{module} imports {name}")
       elif top in NEVER:
         found.append(f"{module} imports {name}")
-      elif here == "codejudge" and top not in {"rlvr_jax", *sys.stdlib_module_names}:
-        found.append(f"{module} imports {name}: codejudge has the standard library only")
+      elif here in STANDARD_LIBRARY_ONLY and top not in {"rlvr_jax", *sys.stdlib_module_names}:
+        found.append(f"{module} imports {name}: {here} has the standard library only")
       elif here == "rewards" and top in JAX:
         found.append(f"{module} imports {name}: grading workers never load jax")
       elif top == "flax" and here != "models":
@@ -173,6 +175,9 @@ def test_a_circle_is_seen(tmp_path):
     ("codejudge/a.py", "import numpy", "codejudge has the standard library only"),
     ("codejudge/harness/a.py", "import absl.flags", "codejudge has the standard library only"),
     ("codejudge/a.py", "from .. import files", "imports rlvr_jax.files"),
+    ("launch/a.py", "import absl.flags", "launch has the standard library only"),
+    ("launch/a.py", "from rlvr_jax.files import located", "imports rlvr_jax.files"),
+    ("train/loop.py", "from rlvr_jax.launch import local", "imports rlvr_jax.launch"),
     ("codejudge/harness/a.py", "from ...rewards import outcome", "imports rlvr_jax.rewards"),
     ("evaluate/a.py", "from rlvr_jax.codejudge import cgroups", "imports rlvr_jax.codejudge"),
     ("train/step.py", "from rlvr_jax.train import optimizer", "imports rlvr_jax.train.optimizer"),
@@ -204,6 +209,7 @@ def test_the_checker_sees_a_violation(tmp_path, path, code, reported):
     ("train/step.py", "from rlvr_jax.train.accumulate import update_gradient"),
     ("models/a.py", "from flax import nnx\nclass A(nnx.Module): pass"),
     ("rollouts/a.py", "from rlvr_jax import files"),
+    ("launch/a.py", "import json\nfrom rlvr_jax.launch import local"),
     ("codejudge/a.py", "import json\nfrom . import cgroups\nfrom .harness import messages"),
     ("rewards/a.py", "from rlvr_jax.codejudge import sandbox"),
     ("main.py", "from rlvr_jax.train import loop"),

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import ml_collections
 
 from rlvr_jax.commands import ahead_of_time, chips, costs, fits
+from rlvr_jax.commands.check import check
 from rlvr_jax.commands.eval import evaluate_checkpoint
 from rlvr_jax.commands.export import export
 from rlvr_jax.commands.train import train
 from rlvr_jax.files import local_path
+from rlvr_jax.train import observe, trackers
 from rlvr_jax.train.build import build
 from rlvr_jax.train.parameters import checkpoint_folder
 
@@ -22,15 +24,18 @@ def prepared(
   workdir: str | None,
   checkpoint: str | None,
   topology: str | None,
+  profile: str = "",
+  tracked_by: Sequence[str] = (),
 ) -> Callable[[], object]:
   """Checks the configuration completely; returns a function that runs the command.
 
   Args:
-    mode: train, eval, export, fits, costs.
+    mode: train, check, eval, export, fits, costs.
     config: see `configs/base.py`.
     workdir: folder for all output files; fits writes none, and costs none without it.
     checkpoint: for eval and export, see `train.parameters.checkpoint_folder`.
     topology: for fits and costs, see `fits.report`.
+    profile, tracked_by: for train, see there.
   Raises:
     ValueError: a field is invalid; the message has its value, what is allowed and the remedy.
     OSError: a file of the data or of the model cannot be read.
@@ -39,16 +44,23 @@ def prepared(
     raise ValueError(f"--checkpoint goes with --mode=eval and --mode=export, not with {mode}")
   if topology is not None and mode not in ("fits", "costs"):
     raise ValueError(f"--topology goes with --mode=fits and --mode=costs, not with {mode}")
+  if (profile or tracked_by) and mode != "train":
+    raise ValueError(f"--profile and --trackers go with --mode=train, not with {mode}")
   if mode in ("fits", "costs"):
     return _ahead_of_time(mode, config, workdir, topology)
+  if mode == "check":  # what is wrong is what it reports
+    return functools.partial(check, config, str(workdir))
   if mode != "export":  # the workdir of an export may be remote
     local_path("--workdir", str(workdir))
+  observe.Profile(profile, str(workdir))
+  for name in tracked_by:
+    trackers.check(name)
   folder = checkpoint_folder(checkpoint) if checkpoint else None
   parts = build(config)
   if mode == "train" and not len(parts.task.train):
     raise ValueError("config.task has nothing to train on; choose a split, or --mode=eval")
   if mode == "train":
-    return functools.partial(train, parts, str(workdir))
+    return functools.partial(train, parts, str(workdir), profile=profile, tracked_by=tracked_by)
   action = evaluate_checkpoint if mode == "eval" else export
   return functools.partial(action, parts, str(workdir), folder)
 

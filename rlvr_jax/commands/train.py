@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from rlvr_jax.rewards.outcome import GradingStoppedError
 from rlvr_jax.rewards.worker_process import GraderStartError
 from rlvr_jax.rollouts.queue import FingerprintError
 from rlvr_jax.rollouts.store import RolloutStore, StoreError, TornShardError
-from rlvr_jax.train import checks, multihost, parameters
+from rlvr_jax.train import checks, multihost, observe, parameters, trackers
 from rlvr_jax.train.async_generator import GeneratorStoppedError
 from rlvr_jax.train.build import Parts
 from rlvr_jax.train.checkpoint import Checkpointer, Restored
@@ -31,7 +32,7 @@ ROLLOUTS_FOLDER = "rollouts"
 
 
 class EndRequestedError(Exception):
-  """The process was asked to end before it had anything to save."""
+  """The run was asked to end, and has, before its last update; the same command resumes it."""
 
 
 # Errors that end a run with a message that says how to fix it, not with a traceback.
@@ -53,15 +54,20 @@ FAILURES = (
 )
 
 
-def train(parts: Parts, workdir: str | Path) -> dict[str, float]:
+def train(
+  parts: Parts, workdir: str | Path, *, profile: str = "", tracked_by: Sequence[str] = ()
+) -> dict[str, float]:
   """Starts or resumes the training of `build(config)`.
 
   Args:
     parts: parts of the run.
     workdir: folder of all files of the run; after a kill the same call resumes there.
+    profile: first and last update of a trace by jax.profiler, such as "10:13"; "" for none.
+    tracked_by: names of `trackers.TRACKERS`.
   Returns:
-    The values of the last evaluation; empty if the process was asked to end before the first.
+    The values of the last evaluation.
   Raises:
+    EndRequestedError: a signal asked the run to end before its last update; it has been saved.
     WorkdirError: the workdir belongs to another configuration or process.
     OtherProcessError: another process of the run failed with one of these.
     NonFiniteError: `config.max_skipped_in_a_row` updates in a row were skipped.
@@ -81,36 +87,28 @@ def train(parts: Parts, workdir: str | Path) -> dict[str, float]:
     first = multihost.on_first(lambda: enter(RolloutStore(folder, writable=True)), None)
     store = first or enter(RolloutStore(folder, writable=False))
     restored = resumable(checkpointer, parts, store)
-    resume_step, written = records_of(restored, warm)
-    no_writer = multihost.NoWriter(workdir)
+    records, no_writer = records_of(restored, warm), multihost.NoWriter(workdir)
     writer = multihost.on_first(
-      lambda: enter(MetricWriter(workdir, resume_step, written)), no_writer
+      lambda: enter(_writer(workdir, config, records, tracked_by)), no_writer
     )
     pool = multihost.together(lambda: enter(grader_pool(config, parts.task)))
     termination = stack.enter_context(termination_signals())
     stack.enter_context(deadline())
-    try:
-      # A resumed run whose warm-start folder is gone still has its records.
-      first_writer = no_writer if restored else writer
-      params = first_params(parts, frozen, warm, first_writer, warm_starts, termination)
-    except EndRequestedError:
-      say("asked to end during the warm start; rerun the same command to restart it")
-      return {}
+    # A resumed run whose warm-start folder is gone still has its records.
+    records_to = no_writer if restored else writer
+    params = first_params(parts, frozen, warm, records_to, warm_starts, termination)
+    elapsed = elapsed_seconds(workdir)
     trainer = Trainer(
-      parts,
-      frozen,
-      writer,
-      checkpointer,
-      pool,
-      store,
-      initial=params,
-      elapsed=elapsed_seconds(workdir),
+      *(parts, frozen, writer, checkpointer, pool, store), initial=params, elapsed=elapsed
     )
+    trainer.log.profile = enter(observe.Profile(profile, workdir))
     trainer.resume(restored) if restored else trainer.begin(params)
     del params, warm, restored  # the trainer keeps what it needs
     trainer.run(termination)
   if multihost.is_first():
     say(write_report(workdir))
+  if trainer.step < config.num_updates:
+    raise EndRequestedError
   return trainer.evaluation
 
 
@@ -118,6 +116,14 @@ def _claim(workdir: Path, parts: Parts, enter: Any) -> None:
   enter(WorkdirLock(workdir))
   allowed = checks.may_differ(parts.config, parts.schedule)
   check_config(workdir, parts.config.to_json_best_effort(), may_differ=allowed)
+
+
+def _writer(
+  workdir: Path, config: Any, records: tuple[int | None, Any], tracked_by: Sequence[str]
+) -> MetricWriter:
+  """The writer of a run that continues after these records, see `records_of`."""
+  opened = [trackers.Tracker(name, workdir, config) for name in tracked_by]
+  return MetricWriter(workdir, *records, trackers=opened)
 
 
 def first_params(
@@ -131,7 +137,7 @@ def first_params(
   """The trained parameters before the first update; `warm` are those of a finished warm start.
 
   Raises:
-    EndRequestedError: the process was asked to end meanwhile.
+    EndRequestedError: a signal asked the run to end meanwhile.
   """
   if warm:
     return warm.state
@@ -150,7 +156,7 @@ def warm_started(
   """The initial parameters after the supervised phase, saved as a separate checkpoint.
 
   Raises:
-    EndRequestedError: the process was asked to end meanwhile.
+    EndRequestedError: a signal asked the run to end meanwhile.
   """
   num_steps = parts.config.warm_start.num_steps
   with progress(num_steps, "warm start", unit="step") as bar:
@@ -160,6 +166,7 @@ def warm_started(
       bar.update(index - bar.n)
       writer.write(index, "warm_start", {"warm_start/loss": loss})
       if multihost.anywhere(termination.requested):
+        say("asked to end during the warm start; rerun the same command to restart it")
         raise EndRequestedError
 
     params = warm_start(

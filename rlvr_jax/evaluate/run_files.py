@@ -9,7 +9,12 @@ from typing import Any
 
 from rlvr_jax.files import DamagedFileError, read_records
 
-TIMINGS = "time/"  # prefix of values measured with a clock: only these differ in a rerun
+TIMINGS = "time/"  # prefix of values measured with a clock
+MEASURED = (
+  TIMINGS,
+  "memory/",
+  "hosts/",
+)  # prefixes of what machines do: only these differ in a rerun
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -30,5 +35,5 @@ def read_metrics(workdir: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
 
 def without_timings(record: Mapping[str, Any]) -> dict[str, Any]:
-  """The record without the values that depend on the clock: identical in every rerun."""
-  return {name: value for name, value in record.items() if not name.startswith(TIMINGS)}
+  """The record without what was measured on the machine: identical in every rerun."""
+  return {name: value for name, value in record.items() if not name.startswith(MEASURED)}

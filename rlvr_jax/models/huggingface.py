@@ -76,10 +76,8 @@ def load_params(
       tensors are missing, unknown or of another shape than the parameters; after that: weights are
       NaN or infinite.
   """
-  tensors = usual_names(safetensors.open_checkpoint(directory), directory)
   leaves = leaves_of(abstract_params)
-  _settle_tied_head(tensors, leaves, directory)
-  _check_tensors(tensors, leaves, abstract_params, directory)
+  tensors = checked_tensors(directory, abstract_params)
   params = jax.tree.map(lambda _: None, abstract_params)
   for leaf in leaves:
     inner = functools.reduce(lambda tree, key: tree[key], leaf.path[:-1], params)
@@ -87,6 +85,20 @@ def load_params(
     inner[leaf.path[-1]] = _load_leaf(leaf, wanted, tensors, block_bytes)
   _check_finite(params, leaves, directory)
   return params
+
+
+def checked_tensors(
+  directory: str | os.PathLike[str], abstract_params: Params
+) -> dict[str, Tensor]:
+  """The tensors of a checkpoint directory by their usual names; the weights are not read yet.
+
+  Raises as `load_params` does before it reads the weights.
+  """
+  tensors = usual_names(safetensors.open_checkpoint(directory), directory)
+  leaves = leaves_of(abstract_params)
+  _settle_tied_head(tensors, leaves, directory)
+  _check_tensors(tensors, leaves, abstract_params, directory)
+  return tensors
 
 
 def _settle_tied_head(tensors: dict[str, Tensor], leaves: list[Leaf], directory: Any) -> None:

@@ -20,7 +20,7 @@ from rlvr_jax.ops.keys import key_for
 from rlvr_jax.rollouts.batch import FOREIGN, Graded, RolloutBatch, from_shard, join, to_shard
 from rlvr_jax.rollouts.collect import Collector, keep_mixed_groups
 from rlvr_jax.rollouts.store import RolloutStore, TornShardError
-from rlvr_jax.train import multihost, sharding
+from rlvr_jax.train import multihost, observe, sharding
 from rlvr_jax.train.behavior_sources import Source, max_gap
 from rlvr_jax.train.build import Parts
 from rlvr_jax.train.checks import shaped_outcomes
@@ -256,6 +256,7 @@ class Generator:
       alive()
       now = time.perf_counter()
       batch.timings["time/generate_seconds"] = now - max(batch.dispatched, self.clock.free_from)
+      batch.timings |= observe.memory("generate")
       self.clock.free_from = now
     return batch
 
@@ -268,6 +269,7 @@ class Generator:
       began = time.perf_counter()
       own = self.collector.finish(flight, batch.versions.tolist()[: self.num_live])
       batch.timings["time/grade_seconds"] = time.perf_counter() - began
+      batch.timings |= observe.memory("grade")
       lengths = flight.prompts.lengths, flight.rollouts.lengths
       positions = np.arange(own.train.mask.shape[-1])
       sampled.insert(0, (positions < lengths[1][..., None]).astype(np.float32))
@@ -295,6 +297,7 @@ class Generator:
         self.number = number + 1
         phases = dict.fromkeys(phase for batch in sampled for phase in batch.timings)
         timings = {phase: sum(batch.timings[phase] for batch in sampled) for phase in phases}
+        timings |= {name: value for name, value in sampled[-1].timings.items() if "memory/" in name}
         return self.keep(
           dataclasses.replace(
             sampled[-1],

@@ -80,6 +80,26 @@ def deadline() -> Iterator[None]:
     alive()
 
 
+_waited_s = 0.0
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+  """As `deadline`, around a wait for devices or other processes, whose time is counted."""
+  global _waited_s
+  began = time.perf_counter()
+  try:
+    with deadline():
+      yield
+  finally:
+    _waited_s += time.perf_counter() - began
+
+
+def waited_s() -> float:
+  """Seconds that this process has waited so far, see `waiting`."""
+  return _waited_s
+
+
 def alive() -> None:
   """Restarts the deadline, if one is open."""
   if _open_deadlines:

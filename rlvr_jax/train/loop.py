@@ -118,6 +118,7 @@ class Trainer:
       if self.schedule.real_time:
         self.background = stack.enter_context(contextlib.closing(self.start_background()))
       while self.step < c.num_updates and not ending:
+        self.log.profile.before(self.step + 1)
         try:
           ending = not self.collect(lambda: multihost.anywhere(termination.requested))
         except GeneratorStoppedError as error:

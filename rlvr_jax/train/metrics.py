@@ -54,6 +54,7 @@ class MetricWriter:
     workdir: str | os.PathLike[str],
     resume_step: int | None,
     written: Mapping[str, Sequence[str]] | None = None,
+    trackers: Sequence[Any] = (),
   ):
     """Opens the files of `workdir`.
 
@@ -62,6 +63,7 @@ class MetricWriter:
       resume_step: the restored step; None for a new run.
       written: what `written` returned when the checkpoint, or the warm start of a new run, was
         saved. If None, a new run drops every record, and a resumed run keeps records as they are.
+      trackers: of `train.trackers`; they get a copy of every number.
     """
     self.workdir = pathlib.Path(workdir)
     self.workdir.mkdir(parents=True, exist_ok=True)
@@ -80,6 +82,7 @@ class MetricWriter:
 
     self._metrics, self._rollouts = opened(METRICS_FILE), opened(ROLLOUTS_FILE)
     self._boards: dict[str, _Board] = {}
+    self._trackers = trackers
 
   def write(self, step: int, phase: str, values: Mapping[str, Any]) -> None:
     """Writes and flushes one record {"step", "phase", values…}; numbers also go to TensorBoard.
@@ -97,6 +100,8 @@ class MetricWriter:
     numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
     with reporting_full_disk(self.workdir / TENSORBOARD_FOLDER):
       self._board(phase).append(step, numbers)
+    for tracker in self._trackers:
+      tracker.log(step, phase, numbers)
 
   def write_rollouts(
     self, step: int, rollouts: Sequence[Mapping[str, Any]], *, phase: str = "train"
@@ -127,8 +132,8 @@ class MetricWriter:
     """Closes the files."""
     self._metrics.close()
     self._rollouts.close()
-    for board in self._boards.values():
-      board.close()
+    for opened in (*self._boards.values(), *self._trackers):
+      opened.close()
 
   def __enter__(self) -> Self:
     return self

@@ -28,12 +28,13 @@ from jax.experimental import multihost_utils
 
 from rlvr_jax.rewards.outcome import Grade, Outcome
 from rlvr_jax.rewards.pool import GraderPool
-from rlvr_jax.train.host import alive, deadline
+from rlvr_jax.train.host import alive, waited_s, waiting
 from rlvr_jax.train.metrics import MetricWriter
 
 T = TypeVar("T")
 _ended = threading.Event()  # set when the run has ended without an error
 _listening: list[socket.socket] = []
+_waits: list[float] = []
 
 
 class OtherProcessError(RuntimeError):
@@ -118,12 +119,19 @@ def exchange(value: Any) -> list[Any]:
   alive()
   if jax.process_count() == 1:
     return [value]
-  text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-  with deadline():
+  text = np.frombuffer(json.dumps([waited_s(), value]).encode(), np.uint8)
+  with waiting():
     sizes = multihost_utils.process_allgather(np.int32(text.size))
     length = 1 << int(sizes.max() - 1).bit_length()  # powers of two, to compile few programs
     rows = multihost_utils.process_allgather(np.pad(text, (0, length - text.size)))
-  return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+  sent = [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+  _waits[:] = [waits for waits, _ in sent]
+  return [value for _, value in sent]
+
+
+def waits() -> list[float]:
+  """Seconds that each process had waited before it entered the last `exchange`; [] if alone."""
+  return list(_waits)
 
 
 def anywhere(flag: bool) -> bool:

@@ -16,7 +16,8 @@ from rlvr_jax.models.flops import forward_flops, update_flops
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.rollouts.batch import RolloutBatch, response_lengths, write_batch
 from rlvr_jax.rollouts.schedules import Schedule
-from rlvr_jax.train import multihost
+from rlvr_jax.train import multihost, observe
+from rlvr_jax.train.host import waiting
 from rlvr_jax.train.metrics import MetricWriter, compact_line, say, stage_summary
 from rlvr_jax.types import Params, TrainBatch
 
@@ -60,6 +61,7 @@ class RunLog:
     counters: totals of the run so far, by the names in `COUNTERS`.
     timings: seconds by phase since the last update.
     clock: of the trainer's devices.
+    profile: of some updates; of none, unless it is set.
   """
 
   def __init__(
@@ -85,6 +87,9 @@ class RunLog:
     self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
     self.timings: dict[str, float] = {}
     self.clock = DeviceClock()
+    self.profile = observe.Profile("", writer.workdir)
+    self._hosts = observe.Hosts()
+    self._written = time.perf_counter()  # when the last update was
     self._fresh_tokens = 0  # sampled since the last update
     self._samples_written_at = -1  # update before which rollouts were last written
     self._began = time.perf_counter() - elapsed
@@ -92,9 +97,10 @@ class RunLog:
 
   # --- counting -----------------------------------------------------------------------------------
 
-  def spent(self, phase: str, seconds: float) -> None:
-    """Adds to the seconds of a phase in the next update's record."""
-    self.timings[phase] = self.timings.get(phase, 0.0) + seconds
+  def spent(self, name: str, amount: float) -> None:
+    """Adds to a phase's seconds, or to its memory's maximum, in the next update's record."""
+    before = self.timings.get(name, 0.0)
+    self.timings[name] = before + amount if name.startswith("time/") else max(before, amount)
 
   def count_sampled(self, batch: RolloutBatch, step: int) -> None:
     """Counts a graded batch and writes some of its rollouts; `step`: number of updates so far."""
@@ -152,7 +158,8 @@ class RunLog:
 
   def write_update(self, update: DispatchedUpdate) -> dict[str, float]:
     """Waits for the update's metrics, writes its record and returns it."""
-    values = {name: float(value) for name, value in jax.device_get(update.metrics).items()}
+    with waiting():
+      values = {name: float(value) for name, value in jax.device_get(update.metrics).items()}
     done = time.perf_counter()
     seconds = done - max(update.dispatched, self.clock.free_from)
     self.clock.free_from = done
@@ -161,7 +168,10 @@ class RunLog:
       "time/optimise_seconds": seconds,
       "time/update_tokens_per_second": tokens / seconds,
     }
-    values |= self.times(values)
+    values |= (
+      self.times(values) | observe.memory("optimise") | self._hosts.metrics(done - self._written)
+    )
+    self._written = done
     self.writer.write(update.step, "train", values)
     if update.geometry:
       self.writer.write_geometry(update.step - 1, jax.device_get(update.geometry))
@@ -172,6 +182,7 @@ class RunLog:
     if stage and update.step % stage == 0 and multihost.is_first():
       summary = stage_summary(self.writer.workdir, update.step, stage)
       self.writer.write(update.step, "stage", summary)
+    self.profile.after(update.step)
     return values
 
   def write_evaluation(
@@ -196,7 +207,7 @@ class RunLog:
     self.counters["tokens_evaluated"] += int(lengths[1].sum())
     self.counters["flops_evaluate"] += forward_flops(self._network, *lengths)
     timings = {"time/evaluate_seconds": self.clock.free_from - began}
-    timings |= self.times(timings)
+    timings |= self.times(timings) | observe.memory("evaluate")
     self.writer.write(step, "eval", {**values, **self.counted(), **timings})
     first = [row[0] for row in samples[: self._config.logging.rollouts_per_refresh]]
     self.writer.write_rollouts(step, first, phase="eval")

@@ -14,11 +14,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rlvr_jax.models.layout import Layout, Residual
-from rlvr_jax.train.host import deadline
+from rlvr_jax.train.host import waiting
 from rlvr_jax.types import Array, Params, TrainBatch
 
 AXES = ("data", "fsdp", "tensor")
@@ -51,6 +51,8 @@ def make_mesh(
 ) -> Mesh:
   """A mesh over data·fsdp·tensor devices, after the first `skipped` ones.
 
+  With several TPU slices, `data` goes over them, and the other axes stay within a slice.
+
   Args:
     data, fsdp, tensor: number of devices along each axis, ≥ 1; −1 for one of them: all devices that
       the others leave to it.
@@ -58,7 +60,8 @@ def make_mesh(
     skipped: number of devices that belong to another mesh.
     devices: to choose from, which need not be available; None: those of this machine.
   Raises:
-    ValueError: sizes that are not allowed, or more devices than available.
+    ValueError: sizes that are not allowed, more devices than available, or a `data` that slices do
+      not divide.
   """
   devices = (jax.devices() if devices is None else devices)[skipped:]
   data, fsdp, tensor = sizes = _sizes((data, fsdp, tensor), len(devices), field)
@@ -71,7 +74,18 @@ def make_mesh(
       f" come from XLA_FLAGS=--xla_force_host_platform_device_count={needed + skipped})"
     )
   # With jax's default, explicit axes, sharded contractions raise an error.
-  return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:needed])
+  types, chosen = (AxisType.Auto,) * 3, devices[:needed]
+  slices = len({getattr(device, "slice_index", 0) for device in chosen})
+  if slices == 1:
+    return jax.make_mesh(sizes, AXES, axis_types=types, devices=chosen)
+  if data % slices:
+    raise ValueError(
+      f"config.{field}.data = {data} on {slices} slices: the network between slices is slow, and"
+      f" data alone goes over it; set config.{field}.data to a multiple of {slices}"
+    )
+  within = (data // slices, fsdp, tensor)
+  grid = mesh_utils.create_hybrid_device_mesh(within, (slices, 1, 1), chosen)
+  return Mesh(grid, AXES, axis_types=types)
 
 
 def _sizes(given: tuple[int, ...], available: int, field: str) -> tuple[int, ...]:
@@ -236,5 +250,5 @@ def to_host(tree: Any) -> Any:
   fetch = lambda x: (
     jax.device_get(x) if local(x) else multihost_utils.process_allgather(x, tiled=True)
   )
-  with deadline():
+  with waiting():
     return jax.tree.map(fetch, tree)

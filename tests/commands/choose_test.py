@@ -16,7 +16,7 @@ URL = "gs://bucket/run"
 
 @pytest.mark.parametrize("path", [URL, "s3://b", "file:///tmp/run", pathlib.Path(URL), "gs:/b"])
 def test_urls_are_no_local_paths(path):
-  with pytest.raises(ValueError, match=r"--workdir = '\w+:/.*' is a URL, .* mount the bucket"):
+  with pytest.raises(ValueError, match=r"--workdir = '\w+:/.*' is a URL, .* that all hosts mount"):
     local_path("--workdir", path)
 
 

@@ -202,7 +202,7 @@ DEATH = """
 """
 
 PROGRAM = """
-  import json, sys
+  import json, sys, time
   from rlvr_jax.train import multihost
 
   me = int(sys.argv[2])
@@ -219,6 +219,11 @@ PROGRAM = """
 
   with multihost.exit_on_error():
     report("exchanged", multihost.exchange({"process": me, "text": "é" * 50 * me, "x": 0.1 + me}))
+    before = multihost.waits()
+    time.sleep(me)  # the first process waits for the second
+    multihost.exchange("where they wait")
+    multihost.exchange("what is said of it")
+    report("waits", [now - then for now, then in zip(multihost.waits(), before)])
     report("anywhere", [multihost.anywhere(me == 1), multihost.anywhere(False)])
     report("on_first", multihost.on_first(lambda: "written", "nothing"))
     try:
@@ -255,6 +260,7 @@ def test_agreement():
       {"process": 1, "text": "é" * 50, "x": 1.1},
     ]
     assert report["anywhere"] == [True, False]
+    assert report["waits"][0] - report["waits"][1] > 0.5, "who waited for whom"
     outcomes = [outcome for outcome, _ in report["grades"]]
     assert outcomes == ["correct", "timeout", "correct", "crashed", "crashed"]
   assert (first["on_first"], second["on_first"]) == ("written", "nothing")

@@ -263,3 +263,32 @@ def test_generation_is_that_of_one_device(sizes):
   one, many = results
   np.testing.assert_array_equal(many.tokens, one.tokens)
   np.testing.assert_allclose(many.behavior_logprobs, one.behavior_logprobs, atol=1e-5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+  """As much of a device of several TPU slices as a mesh asks for."""
+
+  id: int
+  slice_index: int
+  process_index: int
+  platform: str = "cpu"
+  device_kind: str = "cpu"
+
+
+@pytest.mark.parametrize(("data", "fsdp", "tensor"), [(2, 4, 1), (2, 2, 2), (4, 2, 1), (8, 1, 1)])
+def test_only_data_goes_over_slices(data, fsdp, tensor):
+  chips = [Chip(id=i, slice_index=i % 2, process_index=i % 2) for i in range(8)]
+  mesh = sharding.make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=chips)
+  assert tuple(mesh.shape.values()) == (data, fsdp, tensor)
+  assert {chip.id for chip in mesh.devices.flat} == set(range(8))
+  for at_data in mesh.devices:  # everything else is within a slice
+    assert len({chip.slice_index for chip in at_data.flat}) == 1
+  halves = mesh.devices.reshape(2, -1)
+  assert [{chip.slice_index for chip in half} for half in halves] == [{0}, {1}]
+
+
+def test_data_that_slices_do_not_divide_is_refused():
+  chips = [Chip(id=i, slice_index=i % 2, process_index=i % 2) for i in range(8)]
+  with pytest.raises(ValueError, match=r"config\.mesh\.data = 1 on 2 slices: .* a multiple of 2"):
+    sharding.make_mesh(fsdp=8, devices=chips)

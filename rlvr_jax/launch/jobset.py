@@ -1,0 +1,111 @@
+"""A JobSet on a GKE cluster with TPU node pools: one Job per slice, one pod per host."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from rlvr_jax.launch import image, kubernetes
+from rlvr_jax.launch.kubernetes import logs, status  # noqa: F401  (verbs of this target)
+from rlvr_jax.launch.run import SHARED, Run
+from rlvr_jax.launch.shell import LaunchError, Shell
+from rlvr_jax.launch.slices import slice_of
+
+ON_HOSTS = True
+
+_YAML = """\
+apiVersion: jobset.x-k8s.io/v1alpha2
+kind: JobSet
+metadata:
+  name: {name}
+  annotations:
+    # A slice's Job has a node pool to itself.
+    alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool
+spec:
+  failurePolicy:
+    maxRestarts: {retries}
+  replicatedJobs:
+  - name: slice
+    replicas: {num_slices}
+    template:
+      spec:
+        parallelism: {hosts}
+        completions: {hosts}
+        backoffLimit: 0  # one pod that fails restarts all
+        template:
+          spec:
+            restartPolicy: Never
+            hostNetwork: true
+            dnsPolicy: ClusterFirstWithHostNet
+            terminationGracePeriodSeconds: 300  # to save; a preempted spot node gives about 30
+            nodeSelector:
+              cloud.google.com/gke-tpu-accelerator: {accelerator}
+              cloud.google.com/gke-tpu-topology: {topology}{spot}
+            containers:
+            - name: rlvr-jax
+              image: {image}
+              command: {command}
+              env: {environment}
+              securityContext:
+                privileged: true  # the sandbox of generated programs makes namespaces and groups
+              resources:
+                limits:
+                  google.com/tpu: {chips}
+              volumeMounts:
+              - name: shared
+                mountPath: {shared}
+              - name: memory
+                mountPath: /dev/shm
+            volumes:
+            - name: shared  # every host reads and writes the workdir
+              persistentVolumeClaim:
+                claimName: {claim}
+            - name: memory
+              emptyDir:
+                medium: Memory
+"""
+_SPOT = '\n              cloud.google.com/gke-spot: "true"'
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+  kubernetes.add_flags(parser)
+  image.add_flags(parser)
+  text = f"PersistentVolumeClaim, ReadWriteMany, mounted at {SHARED}; for start"
+  parser.add_argument("--claim", default="", help=text)
+  parser.add_argument("--spot", action="store_true", help="on spot nodes, preempted at any time")
+
+
+def manifest(run: Run, args: argparse.Namespace) -> str:
+  """The JobSet as YAML."""
+  wanted = slice_of(args.type)
+  return _YAML.format(
+    name=run.name,
+    retries=run.retries,
+    num_slices=args.num_slices,
+    hosts=wanted.hosts,
+    accelerator=wanted.accelerator,
+    topology=wanted.topology,
+    spot=_SPOT if args.spot else "",
+    image=json.dumps(image.image_of(run, args)),
+    command=json.dumps(run.program("python")),
+    environment=json.dumps([{"name": k, "value": v} for k, v in run.environment.items()]),
+    chips=wanted.chips_per_host,
+    shared=SHARED,
+    claim=json.dumps(args.claim),
+  )
+
+
+def start(run: Run, args: argparse.Namespace, shell: Shell) -> None:
+  """Builds the image, applies the JobSet and follows the run; Ctrl-C ends the following alone."""
+  if not args.image or not args.claim:
+    raise LaunchError("--image and --claim are needed to start; see docs/tpu.md")
+  text = manifest(run, args)
+  image.build(run, args, shell)
+  shell.run(["kubectl", "apply", "--filename=-"], text=text)
+  kubernetes.watch(run, args, shell)
+
+
+def stop(run: Run, args: argparse.Namespace, shell: Shell) -> None:
+  """Deletes the JobSet; its processes are asked to save and end first."""
+  del args
+  shell.run(["kubectl", "delete", "jobset", run.name])

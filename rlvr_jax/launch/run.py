@@ -1,0 +1,86 @@
+"""What is launched: a name, the package, and the program's flags; and the program's command."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from rlvr_jax.launch.package import Package
+from rlvr_jax.launch.shell import LaunchError
+
+STOPPED = 143  # 128 + SIGTERM: a run that was asked to end. xpk restarts it, as it does 127 to 255.
+EXTRAS = "tpu,hf,gcs,math"  # of setup.py, installed on TPU machines
+SHARED = "/mnt/rlvr_jax"  # where all hosts mount the file system that they share
+
+
+class Run(NamedTuple):
+  """A run to launch, or one that was launched."""
+
+  name: str
+  flags: tuple[str, ...]  # of rlvr_jax.main
+  environment: Mapping[str, str]
+  retries: int  # after preemptions or failures
+  package: Package | None  # None where nothing is shipped
+
+  def program(self, python: str, *place: str) -> list[str]:
+    """The command that a host runs.
+
+    Args:
+      python: the interpreter there.
+      place: flags that tell the processes apart; by default the cluster identifies them.
+    """
+    status = f"--stopped_status={STOPPED}"
+    return [python, "-m", "rlvr_jax.main", *(place or ("--distributed",)), status, *self.flags]
+
+
+def checked_name(name: str) -> str:
+  """A name that systemd, TPU VMs and Kubernetes all accept; for argparse."""
+  if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", name):
+    raise argparse.ArgumentTypeError(
+      f"{name!r}: use up to 40 small letters, digits and hyphens, beginning with a letter"
+    )
+  return name
+
+
+def environment_of(pairs: list[str]) -> dict[str, str]:
+  """NAME=VALUE pairs of the command line.
+
+  Raises:
+    LaunchError: one is not of that form.
+  """
+  if wrong := [pair for pair in pairs if not re.match(r"[A-Za-z_]\w*=", pair)]:
+    raise LaunchError(f"--env={wrong[0]}: write --env=NAME=VALUE")
+  return dict(pair.split("=", 1) for pair in pairs)
+
+
+def check_flags(flags: tuple[str, ...], package: Package, *, on_hosts: bool) -> None:
+  """Raises LaunchError where the program's flags cannot work on the hosts.
+
+  Args:
+    flags: of rlvr_jax.main.
+    package: what is shipped.
+    on_hosts: whether the hosts are other machines, which need an absolute workdir.
+  """
+  given = dict(flag[2:].split("=", 1) for flag in flags if re.match("--[a-z_]+=", flag))
+  if "config" not in given:
+    raise LaunchError(
+      "--config is missing: give the program's flags after --, such as"
+      " -- --config=configs/quickstart.py --workdir=…"
+    )
+  path = given["config"].partition(":")[0]
+  if not pathlib.PurePath(path).is_absolute() and path not in package.files:
+    raise LaunchError(
+      f"--config={path} is not in the commit: add it with git, and give its path from the root of"
+      " the checkout"
+    )
+  if pathlib.PurePath(path).is_absolute() and on_hosts:
+    raise LaunchError(f"--config={path}: give its path from the root of the checkout")
+  workdir = given.get("workdir", SHARED)
+  if "://" not in workdir and on_hosts and not pathlib.PurePath(workdir).is_absolute():
+    raise LaunchError(
+      f"--workdir={workdir} is relative: every host needs the same folder, such as"
+      f" {SHARED}/runs/{pathlib.PurePath(workdir).name}"
+    )

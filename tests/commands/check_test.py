@@ -1,0 +1,159 @@
+"""The preflight check: what it finds, what it says, and how it ends."""
+
+import json
+import re
+import sys
+import textwrap
+
+import pytest
+from train import tiny
+from train.multiprocess_test import Processes
+
+from rlvr_jax.commands import check
+from rlvr_jax.commands.check import FAIL, OK, WARN, PreflightError
+from rlvr_jax.data.byte_pairs import save, train_byte_pairs
+
+NAMES = "devices processes clocks workdir tokenizer data config checkpoint space grader memory"
+MESH = dict(mesh__fsdp=4, mesh__tensor=2)  # the eight devices
+ON_MESH = ["--config.mesh.fsdp=4", "--config.mesh.tensor=2"]
+
+
+def found(capsys, workdir, **fields):
+  """{check: (status, text)} of the lines, and the error's message."""
+  config, message = tiny.config(**fields), ""
+  if config.model.checkpoint:
+    config.model.overrides = {}
+  try:
+    check.check(config, str(workdir))
+  except PreflightError as error:
+    message = str(error)
+  lines = [line.split(None, 2) for line in capsys.readouterr().out.splitlines()]
+  return {
+    name: (status, text) for status, name, text in lines if status in (OK, WARN, FAIL)
+  }, message
+
+
+def test_a_run_that_will_work(capsys, tmp_path):
+  lines, message = found(capsys, tmp_path / "run", **MESH)
+  assert list(lines) == NAMES.split() and not message
+  assert {status for status, _ in lines.values()} == {OK}, lines
+  assert lines["devices"][1] == "8 of cpu, 8 on each host"
+  assert lines["data"][1] == "1000 training problems, 10 held-out problems"
+  assert "rewards.user_graders:unhurried works" in lines["grader"][1]
+  assert "update, estimated: 0.0 GiB" in lines["memory"][1]
+  assert list((tmp_path / "run").iterdir()) == []  # nothing of it is left
+
+
+@pytest.mark.parametrize(
+  ("name", "fields", "text"),
+  [
+    ("devices", dict(mesh__fsdp=16), "config.mesh has 16: choose sizes whose product is 8"),
+    ("data", dict(task=dict(name="published", kwargs=dict(dataset="gsm8k", data_dir="/nowhere"))),
+     "/nowhere"),
+    ("tokenizer", dict(tokenizer="/nowhere"), "config.tokenizer = '/nowhere' is not"),
+    ("config", dict(**MESH, loss="ppo_clap"), "config.loss = 'ppo_clap'"),
+    ("grader", dict(**MESH, grading__grader="rewards.faulty_graders:faulty"),
+     "crashed on the first problem"),
+  ],
+)  # fmt: skip
+def test_what_fails_is_named_with_its_remedy(capsys, tmp_path, name, fields, text):
+  lines, message = found(capsys, tmp_path / "run", **fields)
+  assert lines[name][0] == FAIL and text in lines[name][1], lines
+  assert name in message and "checks have failed: " in message
+  later = NAMES.split()[NAMES.split().index(name) + 1 :]
+  if name in ("tokenizer", "data", "config"):  # what is built on it says why it was not checked
+    assert all(lines[n][0] == WARN and "not checked: " in lines[n][1] for n in later), lines
+
+
+def test_a_checkpoint_without_its_weights(capsys, tmp_path):
+  sizes = dict(vocab_size=264, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
+  heads = dict(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
+  (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **sizes, **heads}))
+  fields = dict(model__checkpoint=str(tmp_path), model__preset="", **MESH)
+  lines, message = found(capsys, tmp_path / "run", **fields)
+  assert lines["checkpoint"][0] == FAIL and str(tmp_path) in lines["checkpoint"][1], lines
+  assert lines["config"][0] == OK and message == "1 checks have failed: checkpoint"
+
+
+@pytest.mark.parametrize(("kind", "text"), [("file", "Choose a --workdir"), ("url", "is a URL")])
+def test_a_workdir_that_cannot_be_written(capsys, tmp_path, kind, text):
+  (tmp_path / "run").write_text("a file")
+  workdir = tmp_path / "run" if kind == "file" else "gs://bucket/run"
+  lines, message = found(capsys, workdir, **MESH)
+  assert lines["workdir"][0] == FAIL and text in lines["workdir"][1]
+  assert "workdir" in message
+
+
+@pytest.mark.parametrize("where", ["tokenizer_config.json", "chat_template.jinja"])
+def test_a_plain_prompt_for_a_chat_model_is_warned_of(capsys, tmp_path, where):
+  save(train_byte_pairs(["one and two are three"] * 9, vocab_size=264), tmp_path)
+  template = "{{ messages[0].content }}"
+  is_json = where.endswith("json")
+  config = json.loads((tmp_path / "tokenizer_config.json").read_text()) if is_json else {}
+  text = json.dumps(config | {"chat_template": template}) if is_json else template
+  (tmp_path / where).write_text(text)
+  fields = dict(**MESH, tokenizer=str(tmp_path))
+  lines, message = found(capsys, tmp_path / "run", **fields)
+  assert lines["tokenizer"][0] == WARN, lines
+  assert "set config.prompts.format = 'chat'" in lines["tokenizer"][1] and not message
+
+
+@pytest.mark.parametrize(
+  ("findings", "lines"),
+  [
+    ([(OK, "a"), (OK, "b")], ["ok    disk        a"]),
+    (
+      [(FAIL, "a"), (OK, "b"), (OK, "c")],
+      ["FAIL  disk        process 0: a", "ok    disk        b"],
+    ),
+    (
+      [(OK, "a"), (OK, "b"), (FAIL, "c")],
+      ["ok    disk        a", "FAIL  disk        process 2: c"],
+    ),
+    ([(FAIL, "a")], ["FAIL  disk        a"]),
+  ],
+)
+def test_hosts_that_differ_have_lines_of_their_own(findings, lines):
+  assert list(check._lines("disk", findings)) == lines
+
+
+def test_the_program_ends_with_a_status(tmp_path):
+  output = tiny.run(
+    tmp_path / "run", "--mode=check", *ON_MESH, "--config.batch.prompts=0", expect=1
+  )
+  assert output.strip().splitlines()[-1] == "error: 1 checks have failed: config"
+
+
+APART = """
+  import sys, time
+  from rlvr_jax.commands import check
+  from rlvr_jax.train import multihost
+  from train import tiny
+
+  me, folder = int(sys.argv[2]), sys.argv[3]
+  multihost.initialize(sys.argv[1], 2, me)
+  if me:  # a host whose clock is wrong, with a disk of its own, and another configuration
+    now = time.time
+    time.time = lambda: now() + 60
+  with multihost.exit_on_error():
+    check.check(tiny.config(mesh__data=2, seed=me), f"{folder}/{me}")
+"""
+
+
+@pytest.mark.slow
+def test_hosts_that_do_not_agree_are_told_apart(tmp_path):
+  program = textwrap.dedent(APART)
+  command_of = lambda coordinator, i: [
+    *(sys.executable, "-c", program, coordinator, str(i), str(tmp_path))
+  ]
+  statuses, outputs = Processes(command_of, devices=1).ended()
+  assert statuses == [1, 1], outputs
+  for line in (
+    "ok    devices     2 of cpu, 1 on each host",
+    r"FAIL  processes   process 1: differs from process 0 in config\. Start the same command",
+    r"FAIL  clocks      they differ by 6\d\.\d s: on each host",
+    r"FAIL  workdir     .*/0 is not shared: this host sees the files of 1 of 2 hosts",
+    "ok    grader      rewards.user_graders:unhurried works",
+  ):
+    assert re.search(f"(?m)^{line}", outputs[0]), (line, outputs[0])
+  assert "checks have failed: processes, clocks, workdir" in outputs[0]

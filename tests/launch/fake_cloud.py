@@ -1,0 +1,439 @@
+"""Google Cloud on one machine: fakes of the programs that launch calls, on PATH.
+
+Hosts are folders. What is run on one by ssh, or as a pod, is run here with that folder as home; a
+SLURM environment stands in for the metadata by which processes of a TPU slice find one another.
+The systemd of a host restarts a service that fails, and a JobSet restarts all of its pods.
+
+  fake_cloud.py PROGRAM ARGUMENTS…     as gcloud, xpk, kubectl, sudo, systemd-run, systemctl, …
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+HERE = pathlib.Path(__file__).resolve()
+PROGRAMS = ("gcloud", "xpk", "kubectl", "sudo", "loginctl", "systemd-run", "systemctl")
+PROGRAMS += ("journalctl", "mountpoint", "hostname")
+GRACE_S = 20  # between SIGTERM and SIGKILL of a preemption
+
+
+def install(folder, hosts=2):
+  """Puts the fakes into folder/bin; returns the environment of a machine that has them."""
+  programs = folder / "bin"
+  programs.mkdir(parents=True)
+  for name in PROGRAMS:
+    (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" "{HERE}" {name} "$@"\n')
+    (programs / name).chmod(0o755)
+  (folder / "hosts").write_text(str(hosts))
+  path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+  return os.environ | {"PATH": path, "FAKE_CLOUD": str(folder), "HOME": str(folder)}
+
+
+# --- state ----------------------------------------------------------------------------------------
+
+
+def root():
+  return pathlib.Path(os.environ["FAKE_CLOUD"])
+
+
+def read(path, default=None):
+  with contextlib.suppress(FileNotFoundError):
+    return json.loads(path.read_text())
+  return default
+
+
+def write(path, value):
+  path.parent.mkdir(parents=True, exist_ok=True)
+  temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+  temporary.write_text(json.dumps(value))
+  temporary.replace(path)
+
+
+def flag(arguments, name, default=None):
+  return next((a.split("=", 1)[1] for a in arguments if a.startswith(f"--{name}=")), default)
+
+
+def free_port():
+  """A port that a SLURM job's number can stand for."""
+  for port in range(61440 + os.getpid() % 4000, 65536):
+    with contextlib.suppress(OSError), socket.socket() as probe:
+      probe.bind(("127.0.0.1", port))
+      return port
+  raise OSError("no port is free")
+
+
+def host_environment(home, number, count, port):
+  """The environment of a host, in which jax finds the other processes."""
+  slurm = {"JOB_ID": port - 61440, "STEP_NODELIST": "localhost", "NTASKS": count}
+  slurm |= {"PROCID": number, "LOCALID": 0}
+  return os.environ | {"HOME": str(home)} | {f"SLURM_{k}": str(v) for k, v in slurm.items()}
+
+
+def alive(pid):
+  """Whether a process runs; one that has ended and is not waited for does not."""
+  with contextlib.suppress(OSError):
+    return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+  return False
+
+
+def kill_group(pid, number):
+  with contextlib.suppress(ProcessLookupError):
+    os.killpg(pid, number)
+
+
+# --- a host's systemd -----------------------------------------------------------------------------
+
+
+def unit_file(name, home=None):
+  return pathlib.Path(home or os.environ["HOME"]) / "units" / f"{name}.json"
+
+
+def systemd_run(arguments):
+  options = [a for a in arguments if a.startswith("--")]
+  options = options[: next(i for i, a in enumerate(arguments) if not a.startswith("--"))]
+  command, name = arguments[len(options) :], flag(options, "unit")
+  if read(unit_file(name)):
+    sys.exit(f"Failed to start transient service unit: Unit {name} already exists.")
+  environment = dict(o.split("=", 1)[1].split("=", 1) for o in options if o.startswith("--setenv="))
+  properties = dict(
+    o.split("=", 1)[1].split("=", 1) for o in options if o.startswith("--property=")
+  )
+  unit = {"command": command, "environment": environment, "properties": properties}
+  unit |= {
+    "directory": flag(options, "working-directory"),
+    "SubState": "running",
+    "Result": "success",
+  }
+  write(unit_file(name), unit)
+  subprocess.Popen(
+    [sys.executable, str(HERE), "supervise", name],
+    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    start_new_session=True,
+  )  # fmt: skip
+
+
+def supervise(arguments):
+  """Runs a service as its properties say."""
+  (name,) = arguments
+  unit = read(unit_file(name))
+  starts = int(unit["properties"]["StartLimitBurst"])
+  for start in range(starts):
+    with open(unit_file(name).with_suffix(".log"), "ab") as log:
+      child = subprocess.Popen(
+        unit["command"], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+        cwd=unit["directory"], env=os.environ | unit["environment"], start_new_session=True,
+      )  # fmt: skip
+    write(
+      unit_file(name), unit | {"supervisor": os.getpid(), "child": child.pid, "starts": start + 1}
+    )
+    status = child.wait()
+    now = read(unit_file(name))
+    if now is None or now.get("stopping"):
+      return
+    if status == 0:
+      write(unit_file(name), now | {"SubState": "exited"})
+      return
+    time.sleep(0.5)
+  write(unit_file(name), now | {"SubState": "failed", "Result": "exit-code"})
+
+
+def systemctl(arguments):
+  arguments = [a for a in arguments if a not in ("--user",)]
+  verb, name = arguments[0], arguments[1]
+  unit = read(unit_file(name))
+  if verb == "show":
+    wanted = flag(arguments, "property").split(",")
+    unit = unit or {"SubState": "dead", "Result": "success"}
+    print("\n".join(unit[key] for key in ("Result", "SubState") if key in wanted))
+  elif verb == "stop" and unit:
+    write(unit_file(name), unit | {"stopping": True})
+    with contextlib.suppress(ProcessLookupError):
+      os.kill(unit["child"], signal.SIGTERM)  # KillMode=mixed
+    while alive(unit["child"]):
+      time.sleep(0.1)
+    unit_file(name).unlink()
+  elif verb == "reset-failed" and unit and unit["SubState"] == "failed":
+    unit_file(name).unlink()
+
+
+def journalctl(arguments):
+  name, follow = flag(arguments, "unit"), "--follow" in arguments
+  path = unit_file(name).with_suffix(".log")
+  with open(path, encoding="utf-8", errors="replace") as log:
+    lines = flag(arguments, "lines")
+    text = log.read().splitlines(keepends=True)
+    print("".join(text if lines == "all" else text[-int(lines) :]), end="", flush=True)
+    while follow:
+      print(log.read(), end="", flush=True)
+      time.sleep(0.2)
+
+
+# --- gcloud ---------------------------------------------------------------------------------------
+
+
+def gcloud(arguments):
+  with open(root() / "calls.log", "a") as log:
+    log.write(" ".join(arguments[:5]) + "\n")
+  group = " ".join(arguments[:3])
+  if group == "compute tpus queued-resources":
+    queued_resources(arguments[3], arguments[4:])
+  elif group == "compute tpus tpu-vm":
+    {"ssh": ssh, "scp": scp}[arguments[3]](arguments[4:])
+  elif arguments[:2] == ["builds", "submit"]:
+    write(root() / "images" / f"{flag(arguments, 'tag').replace('/', '_')}.json", arguments[2])
+    folder = root() / "image"
+    folder.mkdir(exist_ok=True)
+    subprocess.run(["tar", "-xzf", arguments[2], "-C", str(folder)], check=True)
+  elif arguments[:4] == ["artifacts", "docker", "images", "describe"]:
+    if not (root() / "images" / f"{arguments[4].replace('/', '_')}.json").exists():
+      sys.exit("image not found")
+  else:
+    sys.exit(f"unknown: {arguments}")
+
+
+def queued_resources(verb, arguments):
+  path = root() / "resource.json"
+  resource = read(path)
+  if verb == "create":
+    if resource:
+      sys.exit("already exists")
+    homes = [
+      root() / f"machine-{time.time_ns()}-{i}" for i in range(int((root() / "hosts").read_text()))
+    ]
+    for home in homes:
+      home.mkdir()
+    port = free_port()
+    write(
+      path, {"name": arguments[0], "state": "ACTIVE", "homes": [*map(str, homes)], "port": port}
+    )
+  elif verb == "describe":
+    print("Quota limit exceeded")
+  elif verb == "list":
+    print(resource["state"] if resource else "", end="\n" if resource else "")
+  elif verb == "delete":
+    kill_hosts(resource, signal.SIGKILL)
+    path.unlink()
+
+
+def ssh(arguments):
+  resource = read(root() / "resource.json")
+  if not resource or resource["state"] != "ACTIVE":
+    sys.exit(f"{arguments[0]} cannot be reached")
+  worker = flag(arguments, "worker")
+  chosen = (
+    enumerate(resource["homes"]) if worker == "all" else [(0, resource["homes"][int(worker)])]
+  )
+  processes = []
+  for number, home in chosen:
+    environment = host_environment(home, number, len(resource["homes"]), resource["port"])
+    install_python(pathlib.Path(home))
+    processes.append(
+      subprocess.Popen(["bash", "-c", flag(arguments, "command")], cwd=home, env=environment)
+    )
+  # As the connection's end ends what it started, but for services.
+  signal.signal(signal.SIGTERM, lambda *_: [p.terminate() for p in processes] and sys.exit(143))
+  sys.exit(max(process.wait() for process in processes))
+
+
+def install_python(home):
+  """What a host has once the extra is installed: a virtualenv for this setup.py, marked ready."""
+  for setup in home.glob("rlvr_jax/*/setup.py"):
+    digest = subprocess.run(["sha256sum"], stdin=open(setup), capture_output=True, text=True).stdout
+    binary = home / "rlvr_jax" / f"venv-{digest[:12]}" / "bin"
+    binary.mkdir(parents=True, exist_ok=True)
+    (binary.parent / "ready").touch()
+    (binary / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (binary / "python").chmod(0o755)
+
+
+def scp(arguments):
+  resource = read(root() / "resource.json")
+  for home in resource["homes"]:
+    subprocess.run(["cp", arguments[0], home], check=True)
+    # Unpacked as the host would, to know which setup.py the virtualenv is for.
+    code = pathlib.Path(home) / "rlvr_jax" / pathlib.Path(arguments[0]).name.removesuffix(".tar.gz")
+    code.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["tar", "-xzf", arguments[0], "-C", str(code), "setup.py"], check=True)
+
+
+def kill_hosts(resource, number):
+  for home in resource["homes"]:
+    for path in pathlib.Path(home, "units").glob("*.json"):
+      unit = read(path)
+      with contextlib.suppress(ProcessLookupError, KeyError):
+        os.kill(unit["supervisor"], signal.SIGKILL)
+      kill_group(unit["child"], number)
+
+
+def preempt(folder):
+  """Takes the machines away as Cloud does: SIGTERM to services, SIGKILL after 20 s; suspended."""
+  path = folder / "resource.json"
+  resource = read(path)
+  units = [
+    read(p) for home in resource["homes"] for p in pathlib.Path(home, "units").glob("*.json")
+  ]
+  for unit in units:  # first, so that nothing is started again
+    os.kill(unit["supervisor"], signal.SIGKILL)
+  for unit in units:
+    os.kill(unit["child"], signal.SIGTERM)
+  ended = wait_all([unit["child"] for unit in units], GRACE_S)
+  kill_hosts(resource, signal.SIGKILL)
+  write(path, resource | {"state": "SUSPENDED"})
+  return ended
+
+
+def wait_all(pids, seconds):
+  """Whether all have ended within the time."""
+  deadline = time.monotonic() + seconds
+  while any(map(alive, pids)) and time.monotonic() < deadline:
+    time.sleep(0.1)
+  return not any(map(alive, pids))
+
+
+# --- kubectl and xpk ------------------------------------------------------------------------------
+
+
+def kubectl(arguments):
+  verb = arguments[0]
+  if verb == "apply":
+    import yaml
+
+    jobset = yaml.safe_load(sys.stdin)
+    (job,) = jobset["spec"]["replicatedJobs"]
+    spec = job["template"]["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    pods = job["replicas"] * spec["completions"]
+    restarts = jobset["spec"]["failurePolicy"]["maxRestarts"]
+    environment = {pair["name"]: pair["value"] for pair in container["env"]}
+    run_jobset(jobset["metadata"]["name"], container["command"], pods, restarts, environment)
+  elif verb == "get":
+    state = read(root() / "jobset.json")
+    if state is None:
+      sys.exit("not found")
+    print(state.get("terminalState", ""))
+  elif verb == "logs":
+    path = root() / "pod-0.log"
+    with open(path, encoding="utf-8", errors="replace") as log:
+      while "terminalState" not in read(root() / "jobset.json", {"terminalState": ""}):
+        print(log.read(), end="", flush=True)
+        time.sleep(0.2)
+      print(log.read(), end="", flush=True)
+  elif verb == "delete":
+    state = read(root() / "jobset.json")
+    os.kill(state["controller"], signal.SIGKILL)
+    for pid in state["pods"]:
+      kill_group(pid, signal.SIGKILL)
+    (root() / "jobset.json").unlink()
+  else:
+    sys.exit(f"unknown: {arguments}")
+
+
+def xpk(arguments):
+  if arguments[:2] == ["workload", "create"]:
+    command = ["bash", "-c", flag(arguments, "command")]
+    pods = int(flag(arguments, "num-slices")) * int((root() / "hosts").read_text())
+    codes = {42, *range(127, 256), *map(int, flag(arguments, "restart-on-exit-codes").split(","))}
+    restarts = int(flag(arguments, "max-restarts"))
+    pairs = [a.removeprefix("--env=") for a in arguments if a.startswith("--env=")]
+    environment = dict(pair.split("=", 1) for pair in pairs)
+    run_jobset(flag(arguments, "workload"), command, pods, restarts, environment, [*codes])
+  elif arguments[:2] == ["workload", "delete"]:
+    kubectl(["delete"])
+  else:
+    sys.exit(f"unknown: {arguments}")
+
+
+def run_jobset(name, command, pods, restarts, environment, codes=None):
+  write(root() / "jobset.json", {"name": name})
+  (root() / "pod-0.log").touch()
+  given = json.dumps([command, pods, restarts, environment, codes])
+  subprocess.Popen(
+    [sys.executable, str(HERE), "controller", given],
+    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    start_new_session=True,
+  )  # fmt: skip
+
+
+def controller(arguments):
+  """Runs the pods; one that fails restarts all, if its status allows that."""
+  command, pods, restarts, given, codes = json.loads(arguments[0])
+  terminal, attempts = "Failed", []
+  binary = root() / "container"
+  binary.mkdir(exist_ok=True)
+  (binary / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+  (binary / "python").chmod(0o755)
+  for _ in range(restarts + 1):
+    port, running = free_port(), []
+    for number in range(pods):
+      environment = host_environment(root(), number, pods, port)
+      environment["PATH"] = f"{binary}{os.pathsep}{environment['PATH']}"
+      environment |= {"PYTHONPATH": str(root() / "image")} | given
+      with open(root() / f"pod-{number}.log", "ab") as log:
+        running.append(
+          subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd=root() / "image",
+            env=environment,
+            start_new_session=True,
+          )
+        )
+    state = {"controller": os.getpid(), "pods": [process.pid for process in running]}
+    write(root() / "jobset.json", state | {"attempts": attempts})
+    while (statuses := [p.poll() for p in running]) and None in statuses and not any(statuses):
+      time.sleep(0.1)
+    # A failed pod fails the Job, whose other pods are told to end.
+    if any(statuses):
+      for process in running:
+        if process.poll() is None:
+          process.send_signal(signal.SIGTERM)
+      wait_all([p.pid for p in running if p.poll() is None], GRACE_S)
+      for process in running:
+        kill_group(process.pid, signal.SIGKILL)
+    statuses = [process.wait() for process in running]
+    attempts.append([128 - status if status < 0 else status for status in statuses])
+    if not any(statuses):
+      terminal = "Completed"
+      break
+    if codes and not all(status in (0, *codes) for status in attempts[-1]):
+      break
+  write(root() / "jobset.json", state | {"attempts": attempts, "terminalState": terminal})
+
+
+def preempt_pod(folder, number):
+  """As the preemption of a node: SIGTERM to the pod, and SIGKILL after 20 s."""
+  pid = read(folder / "jobset.json")["pods"][number]
+  os.kill(pid, signal.SIGTERM)
+  ended = wait_all([pid], GRACE_S)
+  kill_group(pid, signal.SIGKILL)
+  return ended
+
+
+if __name__ == "__main__":
+  program, given = sys.argv[1], sys.argv[2:]
+  if program == "sudo":
+    os.execvp(given[0], given)
+  elif program == "hostname":
+    print(re.sub(r"\W", "-", os.environ["HOME"])[-20:])
+  elif program in ("loginctl", "mountpoint"):
+    sys.exit(0)
+  else:
+    {
+      "gcloud": gcloud,
+      "xpk": xpk,
+      "kubectl": kubectl,
+      "systemd-run": systemd_run,
+      "systemctl": systemctl,
+      "journalctl": journalctl,
+      "supervise": supervise,
+      "controller": controller,
+    }[program](given)
