@@ -290,7 +290,7 @@ class Preflight:
     needs = {name: sum(table.values()) for name, table in tables.items()}
     text = ", ".join(f"{name}: {size / _GIB:.1f} GiB" for name, size in needs.items())
     if limit is None:
-      return Finding(OK, f"{text} per device; what there is, is unknown")
+      return Finding(OK, f"{text} per device, whose limit is unknown")
     text += f", of {limit / _GIB:.1f} on each device"
     compiled = [size for name, size in needs.items() if name.endswith("compiled")]
     if max(compiled or needs.values()) > limit:
