@@ -52,7 +52,6 @@ LONG_FUNCTIONS = {
   "rlvr_jax/geometry/diagnostics.py: diagnose",
   "rlvr_jax/geometry/streaming.py: streaming",
   "rlvr_jax/reweighting/salt.py: salt",
-  "rlvr_jax/rollouts/sampler.py: generate",
 }
 NEVER = {"configs", "experiments", "colabs", "tests", "tensorflow", "torch"}
 

@@ -75,8 +75,7 @@ def for_quantized(model: Model) -> Model:
     combine=all_trained,
     head=taking(model.head),
     response_hidden=taking(model.response_hidden),
-    decoding_params=taking(model.decoding_params),  # once, before the decoding loop
-    start_decoding=taking(model.start_decoding),
+    decoding_params=taking(model.decoding_params),  # once for all that is decoded
   )
 
 
