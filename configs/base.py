@@ -92,8 +92,10 @@ def get_config() -> ConfigDict:
     buffer=0,  # tokens before the limit over which the reward falls by up to 1; 0: off
     filter=False,  # leave responses without a stop token out of the loss
   )
-  c.sampling = dataclasses.asdict(Sampling())  # of the behavior policy: rlvr_jax/sampling.py
-  c.allow_truncated_behavior = False  # train although top-k or top-p bias the ratio
+  # Of the behavior policy: rlvr_jax/sampling.py. slots: responses sampled at a time, over all
+  # devices; 0: those of a batch.
+  c.sampling = dict(**dataclasses.asdict(Sampling()), slots=0)
+  c.allow_truncated_behavior = False  # train although top-k, top-p or min-p bias the ratio
   c.policy_temperature = 1.0  # of the target policy
 
   # Components are strings, like schedule above and optimizer below: a name, "fade", or a name with

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -12,3 +14,9 @@ class Sampling:
   temperature: float = 1.0  # 0 is greedy decoding
   top_k: int = 0  # keep the k most probable tokens; 0 keeps all
   top_p: float = 1.0  # keep the smallest set of tokens with this much mass; 1 keeps all
+  min_p: float = 0.0  # keep tokens at least this probable relative to the most probable; 0: all
+
+
+def sampling_of(settings: Mapping[str, Any]) -> Sampling:
+  """The distribution that fields such as `config.sampling` describe; other fields are ignored."""
+  return Sampling(**{field.name: settings[field.name] for field in dataclasses.fields(Sampling)})

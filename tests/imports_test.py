@@ -52,7 +52,6 @@ LONG_FUNCTIONS = {
   "rlvr_jax/data/reasoning_gym.py: reasoning_gym",
   "rlvr_jax/geometry/diagnostics.py: diagnose",
   "rlvr_jax/reweighting/salt.py: salt",
-  "rlvr_jax/rollouts/sampler.py: generate",
 }
 STANDARD_LIBRARY_ONLY = {"codejudge", "launch"}
 NEVER = {"configs", "experiments", "colabs", "tests", "tensorflow", "torch"}

@@ -16,7 +16,6 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from rlvr_jax.data import ByteTokenizer, Task
-from rlvr_jax.ops.keys import key_for
 from rlvr_jax.train import sharding
 from rlvr_jax.train.build import Parts, build
 from rlvr_jax.train.metrics import say
@@ -79,23 +78,19 @@ def shapes_only(config: ml_collections.ConfigDict, mesh: Mesh) -> Parts:
 
 
 def programs(parts: Parts) -> dict[str, Any]:
-  """The update and the generation of a run, by name, lowered for the shapes they take.
+  """The update of a run and a burst of its generation, by name, lowered for the shapes they take.
 
   Returns:
     Functions without arguments that return a `jax.stages.Lowered`; see `compiled`.
   """
   config, mesh, state = parts.config, parts.mesh, parts.abstract_state
   frozen = parts.abstract_frozen
-  place = lambda tree, s: jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree
-  )
   needs_proximal = parts.method.loss.needs_proximal
   batch = abstract_batch(config, parts.row_layout, mesh, needs_proximal=needs_proximal)
-  key = place(jax.eval_shape(lambda: key_for(0, "rollout", 0)), sharding.replicated(mesh))
   jitted: Any = parts.programs
   return {
     "update": lambda: jitted.train_step.lower(state, frozen, batch),
-    "generation": lambda: jitted.generate.lower(state.params, frozen, batch.prompts, key),
+    "generation": lambda: jitted.engine.lowered(state.params, frozen),
   }
 
 

@@ -106,8 +106,16 @@ def useful_flops(parts: Parts) -> dict[str, float]:
   update = update_flops(network, prompts, responses, adapters=adapters)
   return {
     "update": update / parts.mesh.size,
-    "generation": forward_flops(network, prompts, responses) / parts.mesh.size,
+    "generation": _burst_flops(parts) / parts.mesh.size,
   }
+
+
+def _burst_flops(parts: Parts) -> float:
+  """Of the last burst of responses that are as long as they may be."""
+  settings, network = parts.programs.engine.settings, parts.model.config
+  prompts = np.full(settings.slots, parts.config.max_prompt_length)
+  until = lambda length: forward_flops(network, prompts, np.full((settings.slots, 1), length))
+  return until(settings.max_new_tokens) - until(settings.max_new_tokens - settings.shape.steps)
 
 
 def with_kernels(items: Iterable[Item], kernels: Mapping[str, KernelCost]) -> list[Item]:

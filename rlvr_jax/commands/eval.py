@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import json
 from pathlib import Path
@@ -48,12 +47,14 @@ def evaluate_checkpoint(parts: Parts, workdir: str | Path, folder: Path | None) 
       lines = multihost.on_first(lambda: enter(_continued(workdir, done)), None)
       frozen = load_frozen(parts).trainer
       params, step = chosen_params(parts, folder)
+      engine = parts.programs.held_out_engine
       batches = evaluated(
-        functools.partial(parts.programs.generate_held_out, params, frozen),
+        engine,
+        engine.load(params, frozen),
         parts.task.held_out,
         collector=make_collector(parts, pool),
-        to_devices=parts.to_devices,
         batch_size=c.batch_prompts,
+        num_samples=c.num_samples,
         seed=c.seed,
         version=step,
         first_batch=done // c.batch_prompts,

@@ -11,7 +11,6 @@ from rlvr_jax.commands import ahead_of_time
 from rlvr_jax.commands.ahead_of_time import device_bytes, memory
 from rlvr_jax.commands.chips import chip_of
 from rlvr_jax.ops.logprobs import default_chunk_rows
-from rlvr_jax.rollouts.sampler import cache_lengths
 from rlvr_jax.train.build import Parts
 from rlvr_jax.train.metrics import say
 
@@ -61,7 +60,7 @@ def compiled(parts: Parts) -> dict[str, Table]:
 
 def estimated(parts: Parts) -> dict[str, Table]:
   """Bytes per chip by arithmetic, without the compiler's temporary buffers."""
-  config, state = parts.config, parts.abstract_state
+  state = parts.abstract_state
   of_state = {"parameters": device_bytes(state.params), "optimizer": device_bytes(state.opt_state)}
   if parts.lora is not None:
     of_state["frozen base"] = device_bytes(parts.abstract_frozen)
@@ -77,18 +76,14 @@ def estimated(parts: Parts) -> dict[str, Table]:
     | {
       "parameters to decode with": _decoding_parameters(parts),
       "keys and values": _keys_and_values(parts),
-      "logits of a token": _local_prompts(parts)
-      * config.batch.group_size
-      * parts.model.config.vocab_size
-      * 4
-      * 2,
+      "logits of a token": _local_slots(parts) * parts.model.config.vocab_size * 4 * 2,
     },
   }
 
 
-def _local_prompts(parts: Parts) -> int:
+def _local_slots(parts: Parts) -> int:
   batch_devices = parts.mesh.shape["data"] * parts.mesh.shape["fsdp"]
-  return -(-parts.config.batch.prompts // batch_devices)
+  return parts.programs.engine.settings.slots // batch_devices
 
 
 def _decoding_parameters(parts: Parts) -> float:
@@ -112,13 +107,12 @@ def _head(parts: Parts) -> float:
 
 
 def _keys_and_values(parts: Parts) -> float:
-  """Bytes of the full cache and of the previous one, while the cache grows for the last time."""
-  config, c = parts.config, parts.model.config
-  heads = c.num_kv_heads // parts.mesh.shape["tensor"]  # the compiler splits them over it
+  """Bytes of the slots' caches, and of what a burst stages."""
+  c, shape = parts.model.config, parts.programs.engine.settings.shape
+  tensor = parts.mesh.shape["tensor"]  # heads are split over it, if it divides them
+  heads = c.num_kv_heads // tensor if c.num_kv_heads % tensor == 0 else c.num_kv_heads
   token = c.num_layers * heads * c.head_dim * 2 * jnp.dtype(c.compute_dtype).itemsize
-  lengths = [0, *cache_lengths(config.max_response_length)]
-  responses = config.batch.group_size * (lengths[-1] + lengths[-2])
-  return float(_local_prompts(parts) * (config.max_prompt_length + responses) * token)
+  return float(_local_slots(parts) * (shape.blocks * shape.block + shape.steps) * token)
 
 
 def _activations(parts: Parts) -> float:

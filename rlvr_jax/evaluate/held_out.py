@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import collections
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,8 +12,10 @@ from absl import logging
 from rlvr_jax.data import ProblemSource
 from rlvr_jax.evaluate.pass_at_k import summarize
 from rlvr_jax.ops.keys import key_for
+from rlvr_jax.rollouts.batch import Flight
 from rlvr_jax.rollouts.collect import Collector
-from rlvr_jax.types import Array, Prompts, Rollouts
+from rlvr_jax.rollouts.scheduler import Engine, Request, requests
+from rlvr_jax.types import Params
 
 Sample = Mapping[str, Any]  # a record of `rollouts.batch.Graded.samples`
 
@@ -20,53 +23,63 @@ Sample = Mapping[str, Any]  # a record of `rollouts.batch.Graded.samples`
 class Evaluated(NamedTuple):
   """A batch of problems with its graded samples."""
 
-  samples: list[list[Sample]]  # [problems][samples], without the problems that pad the batch
-  prompt_lengths: np.ndarray  # i32[batch_size], including the padding
-  response_lengths: np.ndarray  # i32[batch_size, samples]
+  samples: list[list[Sample]]  # [problems][samples]
+  prompt_lengths: np.ndarray  # i32[problems]
+  response_lengths: np.ndarray  # i32[problems, samples]
 
 
 def evaluated(
-  generate: Callable[[Prompts, Array], Rollouts],
+  engine: Engine,
+  params: Params,
   problems: ProblemSource,
   *,
   collector: Collector,
-  to_devices: Callable[[Any], Any],
   batch_size: int,
+  num_samples: int,
   seed: int,
   version: int,
   first_batch: int = 0,
 ) -> Iterator[Evaluated]:
-  """Evaluates batches of problems in order; each is graded while the devices generate the next.
+  """Evaluates problems in order; responses are graded while the devices generate others.
 
   Every evaluation samples with the same keys, so that two evaluations differ only by the
   parameters, and a resumed evaluation samples the same responses.
 
   Args:
-    generate: samples from the policy, (prompts on devices, key) → rollouts of each prompt.
-    problems: all of them are used; the last batch is padded with repeats.
+    engine: samples from the policy.
+    params: from `engine.load`.
+    problems: all of them are used, as one stream of requests.
     collector: encodes, decodes and grades.
-    to_devices: moves arrays to the policy's devices.
-    batch_size: problems per generated batch.
+    batch_size: problems that are encoded, and yielded, together.
+    num_samples: responses to each problem.
     seed: seed of sampling.
     version: number of updates of the parameters, for the sample records.
     first_batch: index of the batch to begin with.
   """
-  starts = range(0, len(problems), batch_size)[first_batch:]
-  flight, size = None, 0
-  for index, start in enumerate([*starts, None], start=first_batch):
-    previous, previous_size, flight = flight, size, None
-    if start is not None:
-      batch = [problems[i % len(problems)] for i in range(start, start + batch_size)]
-      size = min(batch_size, len(problems) - start)
-      key = key_for(seed, "evaluation", index)
-      draw = lambda prompts, key=key: [generate(to_devices(prompts), key)]
-      flight = collector.dispatch(batch, draw)
-    if previous is not None:
-      previous = collector.submit_grading(previous)
-      samples = collector.finish(previous, [version] * batch_size).samples
-      each = len(samples) // batch_size
-      by_problem = [samples[p * each : (p + 1) * each] for p in range(previous_size)]
-      yield Evaluated(by_problem, previous.prompts.lengths, previous.rollouts.lengths)
+  flights: collections.deque[Flight] = collections.deque()
+
+  def asked() -> Iterator[Request]:
+    for start in range(0, len(problems), batch_size)[first_batch:]:
+      chosen = range(start, min(start + batch_size, len(problems)))
+      flight = collector.begin([problems[index] for index in chosen])
+      flights.append(flight)
+      key = key_for(seed, "evaluation", start // batch_size)
+      for request in requests(flight.prompts, key, num_samples):
+        yield request._replace(tag=(flight, request.tag))
+
+  def finish(flight: Flight) -> Evaluated:
+    samples = collector.finish(flight, [version] * len(flight.problems)).samples
+    rows = [samples[start : start + num_samples] for start in range(0, len(samples), num_samples)]
+    return Evaluated(rows, flight.prompts.lengths, flight.rollouts.lengths)
+
+  for groups in engine.serve(params, asked()):
+    for group in groups:
+      flight, index = group.tag
+      collector.add(flight, index, group._replace(tag=index))
+    # The first batch is graded when the second one has been sampled.
+    while len(flights) > 1 and flights[0].sampled and flights[1].sampled:
+      yield finish(flights.popleft())
+  yield from map(finish, flights)
 
 
 def accuracy(

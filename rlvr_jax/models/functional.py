@@ -29,8 +29,10 @@ class Model(NamedTuple):
   head: Callable[[Params], Head]
   response_hidden: Callable[[Params, Prompts, Array], Array]
   row_hidden: Callable[[Params, Array, Rows], Array]
-  decoding_params: Callable[[Params], Params]  # as `start_decoding` and `head` best take them
-  start_decoding: Callable  # (params, prompts, group_size, length), see Transformer
+  # → what `prefill`, `decode` and `head` take: cast, gathered, one dict per layer in "blocks"
+  decoding_params: Callable[[Params], Params]
+  prefill: Callable  # (decoding params, tokens), see `Transformer`
+  decode: Callable  # (decoding params, tokens, positions, attend), see `Transformer`
   # (trained, frozen) → the parameters that the functions above take; see `lora.adapted`.
   combine: Callable[[Params, Params], Params] = all_trained
   mesh: Mesh | None = None  # over which its batches are split
@@ -42,19 +44,37 @@ def transformer(config: TransformerConfig, layout: Layout = ONE_DEVICE) -> Model
   # Splitting off `Param` alone raises if the module holds any other state.
   graph, _ = nnx.split(jax.eval_shape(build, jax.random.key(0)), nnx.Param)
   bind = lambda params: nnx.merge(graph, params)
+  # One graph describes the stacked layers and a single layer.
+  one_layer = lambda params, layer: bind({**params, "blocks": layer})
+
+  def head(params):
+    stacked = isinstance(params["blocks"], dict)
+    return (bind(params) if stacked else one_layer(params, params["blocks"][0])).head()
 
   def decoding_params(params):
     # Norm scales stay as they are: training applies them in at least float32.
     cast = lambda path, w: w if path[-1].key == "scale" else w.astype(config.compute_dtype)
-    return layout.gather(jax.tree_util.tree_map_with_path(cast, merged(params)))
+    params = layout.gather(jax.tree_util.tree_map_with_path(cast, merged(params)))
+    layer = lambda i: jax.tree.map(lambda w: w[i], params["blocks"])
+    return {**params, "blocks": tuple(layer(i) for i in range(config.num_layers))}
+
+  def on_layers(method):
+    """A method of `Transformer` that takes the layers, as a function of decoding params."""
+
+    def apply(params, *args):
+      networks = [one_layer(params, layer) for layer in params["blocks"]]
+      return method(networks[0], [network.blocks for network in networks], *args)
+
+    return apply
 
   return Model(
     config=config,
     init=lambda key: nnx.to_pure_dict(nnx.split(build(key), nnx.Param)[1]),
-    head=lambda params: bind(params).head(),
+    head=head,
     response_hidden=lambda params, *args: bind(params).response_hidden(*args),
     row_hidden=lambda params, *args: bind(params).row_hidden(*args),
     decoding_params=decoding_params,
-    start_decoding=lambda params, *args: bind(params).start_decoding(*args),
+    prefill=on_layers(Transformer.prefill),
+    decode=on_layers(Transformer.decode),
     mesh=layout.mesh,
   )

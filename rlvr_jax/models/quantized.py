@@ -76,8 +76,7 @@ def for_quantized(model: Model) -> Model:
     head=taking(model.head),
     response_hidden=taking(model.response_hidden),
     row_hidden=taking(model.row_hidden),
-    decoding_params=taking(model.decoding_params),  # once, before the decoding loop
-    start_decoding=taking(model.start_decoding),
+    decoding_params=taking(model.decoding_params),  # once for all that is decoded
   )
 
 

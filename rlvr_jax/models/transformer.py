@@ -7,7 +7,7 @@ Everything but attention is per token, so a prompt and its G responses travel as
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -265,65 +265,56 @@ class Transformer(nnx.Module):
 
     return self.final_norm(self._scan_blocks(self._embed(tokens), rows.positions, attend))
 
-  def start_decoding(self, prompts: Prompts, group_size: int, length: int):
-    """Encodes the prompts once and prepares cached decoding of G responses to each.
+  def prefill(self, blocks: Sequence[Block], tokens: Array) -> list[tuple[Array, Array]]:
+    """Keys and values of prompts.
 
     Args:
-      prompts: P of them.
-      group_size: G.
-      length: tokens that the cache has room for; `Keys.grown` makes more.
+      blocks: the layers.
+      tokens: i32[R, S], right-padded; what is computed for padding is to be ignored.
     Returns:
-      hidden: [P, D], predicts the first response token.
-      cache: per layer the response's `Keys`, to be filled.
-      step: (cache, tokens i32[P, G], t i32[]) → (hidden [P, G, D] that predicts token t + 1,
-        cache). It closes over the prompts' keys and over the weights, split by layer here so that
-        no decoding step repeats it.
+      Per layer, keys and values [R, S, K, H].
     """
-    c = self.config
-    P = prompts.tokens.shape[0]
-    positions = _prompt_positions(prompts)[:, None]  # [P, 1, S]
-    blocks, windows, sliding = self._unstacked_blocks()
-    tables = self._layer_tables(positions[:, 0])
-    x = self._embed(prompts.tokens)
-    shared = []
-    for block, window, slides in zip(blocks, windows, sliding, strict=True):
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    tables = self._layer_tables(positions)
+    x, cached = self._embed(tokens), []
+    for block, window, slides in zip(blocks, *self._layer_kinds(), strict=True):
 
       def mix(query, key, value, window=window):
-        prompt = Keys.of(key[:, None], value[:, None], positions)
-        out = attention(query[:, None], positions, (prompt,), **self._attention_settings(window))
-        return out[:, 0], prompt
+        one = lambda y: y[:, None]
+        keys = Keys.of(one(key), one(value), one(positions))
+        settings = self._attention_settings(window)
+        out = attention(one(query), one(positions), (keys,), **settings)[:, 0]
+        return out, (key, value)
 
-      x, prompt_keys = block(x, tables(slides), mix)
-      shared.append(prompt_keys)
-    hidden = self.final_norm(x[:, -1])
+      x, keys_and_values = block(x, tables(slides), mix)
+      cached.append(keys_and_values)
+    return cached
 
-    own_positions = prompts.lengths[:, None, None] + jnp.arange(length)
-    own_positions = jnp.broadcast_to(own_positions, (P, group_size, length))
+  def decode(self, blocks: Sequence[Block], tokens: Array, positions: Array, attend: Callable):
+    """One token of every slot through the network.
 
-    empty = lambda *shape: jnp.zeros((P, group_size, c.num_kv_heads, *shape), c.compute_dtype)
-    cache = tuple(
-      Keys(empty(c.head_dim, length), empty(length, c.head_dim), own_positions) for _ in blocks
-    )
+    Args:
+      blocks: the layers, split here once so that no decoding step repeats it.
+      tokens: i32[slots].
+      positions: i32[slots], of these tokens.
+      attend: (layer, queries [slots, N, H], keys and values [slots, K, H], settings of attention)
+        → (out [slots, N, H], carry).
+    Returns:
+      Final hidden states [slots, D], which predict the next tokens, and the carries of the layers.
+    """
+    x = self._embed(tokens[:, None])  # [slots, 1, D]
+    tables = self._layer_tables(positions[:, None])
+    carries = []
+    for layer, (block, window, slides) in enumerate(zip(blocks, *self._layer_kinds(), strict=True)):
 
-    def step(cache, tokens, t):
-      x = self._embed(tokens[:, :, None])  # [P, G, 1, D]
-      position = prompts.lengths[:, None, None] + jnp.broadcast_to(t, (P, group_size, 1))
-      tables = self._layer_tables(position)
-      updated = []
-      for block, window, slides, prompt, own in zip(
-        blocks, windows, sliding, shared, cache, strict=True
-      ):
+      def mix(query, key, value, layer=layer, window=window):
+        settings = self._attention_settings(window)
+        out, carry = attend(layer, query[:, 0], key[:, 0], value[:, 0], settings)
+        return out[:, None], carry
 
-        def mix(query, key, value, own=own, prompt=prompt, window=window):
-          own = own.put(Keys.of(key, value, position), t)
-          out = attention(query, position, (prompt, own), **self._attention_settings(window))
-          return out, own
-
-        x, own = block(x, tables(slides), mix)
-        updated.append(own)
-      return self.final_norm(x[:, :, 0]), tuple(updated)
-
-    return hidden, cache, step
+      x, carry = block(x, tables(slides), mix)
+      carries.append(carry)
+    return self.final_norm(x[:, 0]), carries
 
   def _embed(self, tokens: Array) -> Array:
     with jax.named_scope("embedding"):
@@ -359,10 +350,6 @@ class Transformer(nnx.Module):
     sliding = list(c.sliding_layers or [False] * c.num_layers)
     window = c.sliding_window or _NO_WINDOW
     return [window if slides else _NO_WINDOW for slides in sliding], sliding
-
-  def _unstacked_blocks(self):
-    layer = lambda i: jax.tree.map(lambda w: w[i], self.blocks)
-    return [layer(i) for i in range(self.config.num_layers)], *self._layer_kinds()
 
   def _scan_blocks(self, x: Array, positions: Array, attend) -> Array:
     c = self.config

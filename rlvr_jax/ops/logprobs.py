@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 import chex
@@ -26,6 +27,8 @@ def check_sampling(sampling: Sampling, vocab_size: int) -> None:
     raise ValueError(f"sampling.top_k={sampling.top_k}; allowed: 0 (off) … {vocab_size}")
   if not 0 < sampling.top_p <= 1:
     raise ValueError(f"sampling.top_p={sampling.top_p}; allowed: 0 < top_p ≤ 1 (1: off)")
+  if not 0 <= sampling.min_p <= 1:
+    raise ValueError(f"sampling.min_p={sampling.min_p}; allowed: 0 (off) ≤ min_p ≤ 1")
 
 
 def is_truncated(sampling: Sampling) -> bool:
@@ -64,9 +67,10 @@ def through_head(gradient: Array, logits: Array, head: Head, temperature: float)
 def distribution(logits: Array, sampling: Sampling) -> Array:
   """Log-probabilities of the distribution that `sampling` describes.
 
-  The one place where temperature, top-k and top-p act, for the sampler and the trainer alike:
-  temperature first, then the k most probable tokens, then the smallest set of those whose
-  renormalized mass reaches top_p; tokens tied with the last one kept are kept too.
+  The one place where temperature, top-k, top-p and min-p act, for the sampler and the trainer
+  alike: temperature first, then the k most probable tokens, then the smallest set of those whose
+  renormalized mass reaches top_p, of these the tokens with at least min_p times the largest
+  probability. Tokens tied with the last one kept are kept too.
 
   Args:
     logits: f32[..., V].
@@ -87,6 +91,9 @@ def distribution(logits: Array, sampling: Sampling) -> Array:
     # A token stays while the mass before it is below top_p; the first always does.
     before = jnp.concatenate([jnp.zeros_like(mass[..., :1]), mass[..., :-1]], axis=-1)
     smallest = jnp.min(jnp.where(before < sampling.top_p, descending, jnp.inf), -1, keepdims=True)
+    logits = jnp.where(logits >= smallest, logits, -jnp.inf)
+  if sampling.min_p:
+    smallest = jnp.max(logits, axis=-1, keepdims=True) + math.log(sampling.min_p)
     logits = jnp.where(logits >= smallest, logits, -jnp.inf)
   return jax.nn.log_softmax(logits, axis=-1)
 
@@ -112,7 +119,7 @@ def token_logprobs(
   """Log-probability of each token and entropy of the distribution that it was sampled from.
 
   Works through the tokens in chunks and recomputes their logits in its own backward pass, so that
-  no [B, T, V] array exists in either direction. What top-k and top-p keep is a constant for
+  no [B, T, V] array exists in either direction. What top-k, top-p and min-p keep is a constant for
   differentiation.
 
   On a mesh every device works through its own rows. It gathers the kernel over `fsdp` once for all
@@ -145,7 +152,7 @@ def token_statistics(
   """`token_logprobs`, with the terms that the Gram matrix of the head's gradients needs.
 
   Args:
-    projection: [V, R], rows R_v; None omits `projected`. Only without top-k and top-p.
+    projection: [V, R], rows R_v; None omits `projected`. Only where none is excluded.
   """
   chex.assert_shape(hidden, (*tokens.shape, None))
   if sampling.temperature == 0:

@@ -170,6 +170,10 @@ class GraderPool:
         self._changed.notify_all()
     return future
 
+  def results(self, futures: Sequence[GradingFuture]) -> list[Grade]:
+    """Waits for the grades of several submissions, in one list."""
+    return [grade for future in futures for grade in future.result()]
+
   def grade(
     self, completions: Sequence[str], references: Sequence[Mapping[str, Any]]
   ) -> list[Grade]:

@@ -3,27 +3,58 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from rlvr_jax.rollouts.scheduler import Group, Request, joined
 from rlvr_jax.types import Prompts, Rollouts, TrainBatch
 
 FOREIGN = -1  # version of rollouts that were not sampled by a policy of this run
 
 
-class Flight(NamedTuple):
-  """Rollouts in progress: dispatched to the devices, then submitted to the graders."""
+@dataclasses.dataclass
+class Flight:
+  """Rollouts in progress: each group is submitted to the graders as soon as it is sampled."""
 
-  problems: Sequence[Any]
+  problems: Sequence[Any]  # P
   prompts: Prompts  # NumPy
-  rollouts: Any  # a list of `Rollouts` on devices, one per source; after `submit_grading`, NumPy
-  completions: Sequence[str] = ()
-  grades: Any = None  # a future of the grades; None before `submit_grading`
+  groups: dict[int, Group] = dataclasses.field(default_factory=dict)  # by index of the problem
+  texts: dict[int, list[str]] = dataclasses.field(default_factory=dict)  # of the responses
+  grades: dict[int, Any] = dataclasses.field(default_factory=dict)  # their futures
+  all_grades: Future | None = None  # done when all of them are; see `when_all`
+
+  @property
+  def sampled(self) -> bool:
+    """Whether all groups are."""
+    return len(self.groups) == len(self.problems)
+
+  @functools.cached_property
+  def rollouts(self) -> Rollouts:
+    """Of all groups; NumPy."""
+    return joined([self.groups[index] for index in range(len(self.problems))])
+
+
+def when_all(futures: Iterable[Future]) -> Future:
+  """A future that is done when all others are; its result is None."""
+  waiting, lock = [*futures], threading.Lock()
+  combined: Future[None] = Future()
+
+  def check(_: Future) -> None:
+    with lock:
+      if not combined.done() and all(future.done() for future in waiting):
+        combined.set_result(None)
+
+  for future in waiting:
+    future.add_done_callback(check)
+  return combined
 
 
 class Graded(NamedTuple):
@@ -42,6 +73,7 @@ class RolloutBatch:
 
   Attributes:
     number: from 0, in the order in which batches are sampled.
+    draw: number of the batch of prompts it was sampled from, from 0.
     version: number of updates of the policy whose weights were synced to sample it.
     fingerprint: of that policy's parameters.
     versions: i32[P], version per group; `FOREIGN` for groups that this run did not sample.
@@ -53,6 +85,7 @@ class RolloutBatch:
     recorded: its groups that come from a store; None once it is graded.
     dispatched: time of dispatch, seconds on the host's clock.
     flight: its rollouts in progress; None once it is graded, or if all groups are recorded.
+    requests: for every source, those of its groups that are to be sampled.
     graded: its contents; None until it is graded, and while they are only in the store.
     reference_logprobs: f32[P, G, T]; None until an update needs them.
     proximal_logprobs: f32[P, G, T]; None until an update needs them.
@@ -61,6 +94,7 @@ class RolloutBatch:
 
   number: int
   version: int
+  draw: int = 0
   fingerprint: str | None = None
   versions: np.ndarray | None = None
   after: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -71,10 +105,29 @@ class RolloutBatch:
   recorded: Graded | None = None
   dispatched: float = 0.0
   flight: Flight | None = None
+  requests: Sequence[Sequence[Request]] = ()
   graded: Graded | None = None
   reference_logprobs: np.ndarray | None = None
   proximal_logprobs: np.ndarray | None = None
   scored_at: int | None = None
+
+
+def grades_of(batch: RolloutBatch) -> Future | None:
+  """A future that is done when a batch's grades are; None if there are none, or several processes.
+
+  Several processes must act in the same order, so they cannot depend on when grades arrive.
+  """
+  if batch.flight is None or jax.process_count() > 1:
+    return None
+  if batch.flight.all_grades is None:
+    batch.flight.all_grades = when_all(batch.flight.grades.values())
+  return batch.flight.all_grades
+
+
+def may_finish(sampled: Sequence[RolloutBatch]) -> bool:
+  """Whether the first batch has its grades; with several processes, whether it is time to wait."""
+  until = grades_of(sampled[0])
+  return len(sampled) > 1 if until is None else until.done()
 
 
 # --- to and from a store --------------------------------------------------------------------------
@@ -164,10 +217,3 @@ def permute_rewards(batch: TrainBatch, rng: np.random.Generator) -> TrainBatch:
   order = rng.permutation(batch.rewards.size)
   shuffle = lambda x: x.reshape(-1)[order].reshape(x.shape)
   return dataclasses.replace(batch, rewards=shuffle(batch.rewards), correct=shuffle(batch.correct))
-
-
-def completion_texts(rollouts: Rollouts, decode: Any) -> list[str]:
-  """The P·G responses as text, rollouts of a prompt adjacent, without padding."""
-  tokens = rollouts.tokens.reshape(-1, rollouts.tokens.shape[-1])
-  lengths = rollouts.lengths.reshape(-1)
-  return [decode(row[:length].tolist()) for row, length in zip(tokens, lengths, strict=True)]

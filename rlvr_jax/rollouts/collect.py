@@ -1,4 +1,4 @@
-"""From prompts to graded groups: generate, decode (for grading only), grade, pack for training."""
+"""From sampled to graded groups: decode (for grading only), grade, pack for training."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from rlvr_jax.data import Tokenizer, encode_prompts
 from rlvr_jax.ops.overlong import overlong_filter, overlong_penalty
 from rlvr_jax.rewards.graders import opened_thought
 from rlvr_jax.rewards.outcome import OutcomePolicy, rewards_from_grades
-from rlvr_jax.rollouts.batch import Flight, Graded, completion_texts, join
-from rlvr_jax.types import Prompts, Rollouts, TrainBatch
+from rlvr_jax.rollouts.batch import Flight, Graded, join
+from rlvr_jax.rollouts.scheduler import Group
+from rlvr_jax.types import Rollouts, TrainBatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Collector:
     tokenizer: of the run.
     max_prompt_length: S, tokens.
     submit: (completions, references) → a future of grades.
-    to_host: converts device arrays to NumPy.
+    results: futures → their grades, in one list; waits for them.
     outcome_policy: the reward of each outcome of grading.
     overlong_buffer: tokens before the limit over which the reward decreases; 0 turns this off.
     overlong_filter: whether responses without a stop token are left out of the loss.
@@ -34,46 +35,37 @@ class Collector:
   tokenizer: Tokenizer
   max_prompt_length: int
   submit: Callable[[list[str], list[Mapping[str, Any]]], Any]
-  to_host: Callable[[Any], Any]
+  results: Callable[[Sequence[Any]], list[Any]]
   outcome_policy: OutcomePolicy
   overlong_buffer: int = 0
   overlong_filter: bool = False
 
-  def dispatch(
-    self, problems: Sequence[Any], generate: Callable[[Prompts], Sequence[Rollouts]]
-  ) -> Flight:
-    """Dispatches generation and returns immediately.
+  def begin(self, problems: Sequence[Any]) -> Flight:
+    """A batch of problems, none of them sampled yet."""
+    return Flight(problems, encode_prompts(problems, self.tokenizer, self.max_prompt_length))
 
-    Args:
-      problems: P problems.
-      generate: dispatches generation; prompts (NumPy) → a sequence of `Rollouts` of consecutive
-        prompts, P in total.
-    """
-    prompts = encode_prompts(problems, self.tokenizer, self.max_prompt_length)
-    return Flight(problems, prompts, generate(prompts))
-
-  def submit_grading(self, flight: Flight) -> Flight:
-    """Waits for the rollouts and submits them to the graders; returns before they are graded."""
-    parts = self.to_host(list(flight.rollouts))
-    rollouts = jax.tree.map(lambda *x: np.concatenate(x), *parts)
-    completions = completion_texts(rollouts, self.tokenizer.decode)
-    group_size = rollouts.tokens.shape[1]
-    references = [p.reference for p in flight.problems for _ in range(group_size)]
-    # The prompts that the policy reads: a chat template may end with "<think>".
-    real = zip(flight.prompts.tokens, flight.prompts.lengths, strict=True)
-    prompts = [self.tokenizer.decode(row[len(row) - n :].tolist()) for row, n in real]
-    texts = [opened_thought(prompts[i // group_size]) + c for i, c in enumerate(completions)]
-    grades = self.submit(texts, references)
-    return flight._replace(rollouts=rollouts, completions=completions, grades=grades)
+  def add(self, flight: Flight, index: int, group: Group) -> None:
+    """Adds the sampled group of a problem and submits it to the graders; does not wait for them."""
+    flight.groups[index] = group
+    # The prompt that the policy reads: a chat template may end with "<think>".
+    length = flight.prompts.lengths[index]
+    prompt = self.tokenizer.decode(flight.prompts.tokens[index][-length:].tolist())
+    rows = zip(group.tokens, group.lengths, strict=True)
+    texts = [self.tokenizer.decode(row[:length].tolist()) for row, length in rows]
+    flight.texts[index] = texts
+    graded = [opened_thought(prompt) + text for text in texts]
+    references = [flight.problems[index].reference] * len(texts)
+    flight.grades[index] = self.submit(graded, references)
 
   def finish(self, flight: Flight, versions: Sequence[int]) -> Graded:
     """Waits for the grades and packs the batch.
 
     Args:
-      flight: as `submit_grading` returned it.
+      flight: with all groups sampled.
       versions: P versions, see `RolloutBatch`; recorded in the samples.
     """
-    grades, rollouts = flight.grades.result(), flight.rollouts
+    order, rollouts = range(len(flight.problems)), flight.rollouts
+    grades = self.results([flight.grades[index] for index in order])
     rewards, keep, correct, counts = rewards_from_grades(grades, self.outcome_policy)
     P, G, T = rollouts.tokens.shape
     mask = np.arange(T) < rollouts.lengths[..., None]
@@ -113,6 +105,7 @@ def _samples(
 ) -> list[dict[str, Any]]:
   """A human-readable record of every rollout."""
   rollouts, group_size = flight.rollouts, rewards.shape[1]
+  completions = [text for index in range(len(rewards)) for text in flight.texts[index]]
   per_rollout = (rewards.flat, rollouts.lengths.flat, rollouts.stopped.flat)
   return [
     {
@@ -127,7 +120,7 @@ def _samples(
       "stopped": bool(stopped),
     }
     for i, (completion, grade, reward, length, stopped) in enumerate(
-      zip(flight.completions, grades, *per_rollout, strict=True)
+      zip(completions, grades, *per_rollout, strict=True)
     )
   ]
 

@@ -22,7 +22,7 @@ class RecordedGroups:
 
   Attributes:
     numbers: of the batches.
-    truncated: whether top-k or top-p truncated a distribution that they were sampled from.
+    truncated: whether top-k, top-p or min-p truncated a distribution that they were sampled from.
     shaped: whether their rewards may be other than 0 and 1.
   """
 

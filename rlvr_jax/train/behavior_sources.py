@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,9 @@ from rlvr_jax.models.presets import model_settings
 from rlvr_jax.ops.checks import check_between, check_choice, check_integer
 from rlvr_jax.ops.logprobs import check_sampling, is_truncated, token_logprobs
 from rlvr_jax.rollouts.recorded import RecordedGroups
+from rlvr_jax.rollouts.scheduler import Engine
 from rlvr_jax.rollouts.store import StoreError
+from rlvr_jax.sampling import sampling_of
 from rlvr_jax.train import sharding
 from rlvr_jax.train.checkpoint_files import read_params
 from rlvr_jax.types import Array, Params, Prompts, Sampling
@@ -38,8 +41,8 @@ class Source(NamedTuple):
   name: str
   prompts: int  # number of groups in every batch
   sampling: Sampling  # the distribution of its log-probabilities
-  generate: Callable | None = None  # jitted (trained, frozen, prompts, key) → Rollouts
-  recorded: RecordedGroups | None = None  # instead of `generate`
+  engine: Engine | None = None  # samples from it
+  recorded: RecordedGroups | None = None  # instead of an engine
   # (trained, frozen) of the trained policy → (trained, frozen) of this source
   params_of: Callable[[Params, Params], tuple[Params, Params]] = lambda *policy: policy
   # The checkpoint step or the batch numbers that a resumed run must use again; JSON.
@@ -49,7 +52,7 @@ class Source(NamedTuple):
 
   @property
   def truncated(self) -> bool:
-    """Whether top-k or top-p truncates the distribution that is sampled."""
+    """Whether top-k, top-p or min-p truncates the distribution that is sampled."""
     return is_truncated(self.sampling) if self.recorded is None else self.recorded.truncated
 
   @property
@@ -90,7 +93,7 @@ def make_sources(
   model: Model,
   mesh: Mesh,
   tokenizer: Tokenizer,
-  jit_generate: Callable[[Model, Sampling], Callable],
+  engine_of: Callable[..., Engine],
   pins: Mapping[str, Any],
 ) -> tuple[Source, ...]:
   """The sources that `config.sources` describes; all errors are found before compilation.
@@ -99,29 +102,31 @@ def make_sources(
     model: of the trained policy, as functions on `mesh`.
     mesh: of generation.
     tokenizer: of the run.
-    jit_generate: (model, sampling) → a jitted (trained, frozen, prompts, key) → Rollouts.
+    engine_of: (model, sampling, prompts=) → an engine.
     pins: `Source.pin` by name when the run began; empty for a new run.
   Raises:
     ValueError: with the field, its value, what is allowed and how to fix it.
   """
-  settings, sampling = config.sources, Sampling(**config.sampling)
+  settings, sampling = config.sources, sampling_of(config.sampling)
   check_choice("config.sources.quantized", "format", settings.quantized.format, quantized.FORMATS)
   shifted = _at_other_temperature(config, model.config.vocab_size)
 
   def exact(name: str, prompts: int, sampling: Sampling) -> Source:
-    return Source(name, prompts, sampling, jit_generate(model, sampling), exact=True)
+    engine = engine_of(model, sampling, prompts=prompts)
+    return Source(name, prompts, sampling, engine, exact=True)
 
   def rounded(name: str, prompts: int) -> Source:
     @jax.jit
     def copy(trained, frozen):
       return quantized.quantized(merged(model.combine(trained, frozen)), settings.quantized.format)
 
-    generate = jit_generate(quantized.for_quantized(model), sampling)
-    return Source(name, prompts, sampling, generate, params_of=lambda *policy: (copy(*policy), {}))
+    engine = engine_of(quantized.for_quantized(model), sampling, prompts=prompts)
+    return Source(name, prompts, sampling, engine, params_of=lambda *policy: (copy(*policy), {}))
 
   def checkpoint(name: str, prompts: int) -> Source:
     other, step, params = other_policy(config, model, mesh, pins.get(name))
-    source = Source(name, prompts, sampling, jit_generate(other, sampling), of_this_run=False)
+    engine = engine_of(other, sampling, prompts=prompts)
+    source = Source(name, prompts, sampling, engine, of_this_run=False)
     return source._replace(params_of=lambda *_: (params(), {}), pin=step)
 
   def recorded(name: str, prompts: int) -> Source:
@@ -146,7 +151,7 @@ def make_sources(
 
 def _at_other_temperature(config: ml_collections.ConfigDict, vocab_size: int) -> Sampling:
   temperature = config.sources.temperature.temperature
-  sampling = Sampling(**{**config.sampling, "temperature": temperature})
+  sampling = dataclasses.replace(sampling_of(config.sampling), temperature=temperature)
   check_sampling(sampling, vocab_size)
   check_between("config.sources.temperature", "temperature", temperature, low=0.0, open_low=True)
   return sampling

@@ -28,6 +28,7 @@ from rlvr_jax.rollouts.store import StoreError
 from rlvr_jax.train import checks, learning_rate, optimizer, sharding
 from rlvr_jax.train.adapters import make_lora
 from rlvr_jax.train.behavior_sources import Source, make_sources
+from rlvr_jax.train.engines import make_engine
 from rlvr_jax.train.grading import make_outcome_policy, with_graders
 from rlvr_jax.train.objective import REFERENCE_KL_ESTIMATORS, Method
 from rlvr_jax.train.problem_filters import fitting, warn_of_long_texts
@@ -36,7 +37,6 @@ from rlvr_jax.train.programs import (
   Sampler,
   abstract_state,
   choose_row_attention,
-  jit_generate,
   make_gram,
   make_programs,
   make_row_layout,
@@ -181,11 +181,8 @@ def sources_of(
   pins: Mapping[str, Any],
 ) -> tuple[Source, ...]:
   """The sources of the rollouts of every batch; see `make_sources`."""
-  group_size = config.batch.group_size
-  of_groups = functools.partial(
-    jit_generate, config, tokenizer, group_size=group_size, mesh=sampler.mesh
-  )
-  return make_sources(config, *sampler, tokenizer, of_groups, pins)
+  engine_of = functools.partial(make_engine, config, tokenizer, group_size=config.batch.group_size)
+  return make_sources(config, *sampler, tokenizer, engine_of, pins)
 
 
 def with_sources_as_begun(parts: Parts, pins: Mapping[str, Any]) -> Parts:

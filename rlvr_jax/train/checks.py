@@ -16,6 +16,7 @@ from rlvr_jax.ops.checks import check_between, check_integer
 from rlvr_jax.ops.logprobs import check_sampling, is_truncated
 from rlvr_jax.rewards.outcome import OutcomePolicy
 from rlvr_jax.rollouts import schedules
+from rlvr_jax.sampling import sampling_of
 from rlvr_jax.train import learning_rate, optimizer, sharding
 from rlvr_jax.train.behavior_sources import Source
 from rlvr_jax.train.objective import Method
@@ -43,6 +44,7 @@ def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
     for name in names.split():
       check_integer(f"config.{group}".rstrip("."), name, section[name], low=1, high=_MAX_INT32)
   check_integer("config", "num_updates", config.num_updates, low=0, high=_MAX_UPDATES)
+  check_integer("config.sampling", "slots", config.sampling.slots, low=0, high=_MAX_INT32)
   check_between("config", "max_behavior_gap", config.max_behavior_gap, low=0.0)
   check_integer("config", "proximal_every", config.proximal_every, low=0, high=_MAX_INT32)
   deadline = config.generation_deadline_s
@@ -103,8 +105,8 @@ def check_heads(network: TransformerConfig, mesh: Mesh) -> None:
 
 def check_samplings(config: ml_collections.ConfigDict, vocab_size: int) -> None:
   """Raises ValueError if sampling is greedy, or truncated without being allowed."""
-  sampling = Sampling(**config.sampling)
-  for settings in (sampling, Sampling(**config.evaluation.sampling)):
+  sampling = sampling_of(config.sampling)
+  for settings in (sampling, sampling_of(config.evaluation.sampling)):
     check_sampling(settings, vocab_size)
   if sampling.temperature == 0:
     raise ValueError(

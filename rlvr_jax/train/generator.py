@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import hashlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -16,19 +17,28 @@ import numpy as np
 
 from rlvr_jax.data import problem_batches
 from rlvr_jax.models.flops import forward_flops
-from rlvr_jax.ops.keys import key_for
-from rlvr_jax.rollouts.batch import FOREIGN, Graded, RolloutBatch, from_shard, join, to_shard
+from rlvr_jax.rollouts.batch import (
+  FOREIGN,
+  Graded,
+  RolloutBatch,
+  from_shard,
+  grades_of,
+  join,
+  may_finish,
+  to_shard,
+)
 from rlvr_jax.rollouts.collect import Collector, keep_mixed_groups
+from rlvr_jax.rollouts.journal import GroupJournal
 from rlvr_jax.rollouts.store import RolloutStore, TornShardError
 from rlvr_jax.train import multihost, observe, sharding
 from rlvr_jax.train.behavior_sources import Source, max_gap
 from rlvr_jax.train.build import Parts
 from rlvr_jax.train.checks import shaped_outcomes
 from rlvr_jax.train.grading import make_outcome_policy
-from rlvr_jax.train.host import alive
 from rlvr_jax.train.metrics import say
 from rlvr_jax.train.run_log import DeviceClock
-from rlvr_jax.types import Array, Params, Prompts, Rollouts
+from rlvr_jax.train.streams import Streams
+from rlvr_jax.types import Array, Params
 
 _ABSENT, _INTACT = "", "intact"  # states of a batch in the store; others are error messages
 
@@ -73,7 +83,8 @@ class Generator:
     draws: number of prompt batches sampled so far, more than batches under dynamic sampling.
     version: of the policy that sampled the last batch.
     clock: of the devices that generate.
-    on_dispatch: called after every dispatch of a generation.
+    on_dispatch: called before the generation of every batch.
+    last: number of the batch after the last one of this refresh; None if it is not known.
   """
 
   def __init__(self, parts: Parts, frozen: Params, collector: Collector, store: RolloutStore):
@@ -92,6 +103,9 @@ class Generator:
     self.checked_version = -1  # the version whose log-probabilities were last compared
     self.clock = DeviceClock()
     self.on_dispatch: Callable[[], None] = lambda: None
+    self.last: int | None = None
+    self.journal = GroupJournal(store.directory / "groups")
+    self.streams = Streams(self.live, collector, self.journal)
 
   def state(self) -> dict[str, Any]:
     """The state that determines the next batches; JSON."""
@@ -119,48 +133,48 @@ class Generator:
   def batches(
     self, next_policy: Callable[[bool, Future | None], PolicySnapshot | None]
   ) -> Iterator[RolloutBatch]:
-    """Yields batches as they are graded; workers grade one while the devices generate the next.
+    """Yields batches in order as they are graded; workers grade while the devices generate.
 
     Args:
       next_policy: (wait, until) → the policy of the next batch, or None if there is no batch to
         sample now, which ends the iteration if no batch is in progress. `wait`: whether it may wait
         for a policy; `until`: a future of grades that ends the wait, or None.
     """
-    generating: RolloutBatch | None = None
-    grading: RolloutBatch | None = None
+    sampled: collections.deque[RolloutBatch] = collections.deque()  # being graded
+    graded = lambda: self.keep(self.finish(sampled.popleft()))
+    ahead: list[PolicySnapshot] = []  # of a batch that did not belong into the last stream
     while True:
       # Without waiting for grades if a policy is available, so that graders do not run out of work.
-      until = grades_of(grading)
-      wait = generating is None and (grading is None or until is not None)
-      policy = next_policy(wait, until)
-      if policy is None and generating is None and grading is None:
-        return
-      started = None
-      if policy is not None:
-        if (state := self.stored()) != _ABSENT:
-          # First the batches in progress, so that batches are yielded in order.
-          if grading is not None:
-            yield self.keep(self.finish(grading))
-          if generating is not None:
-            yield self.keep(self.finish(self.submit(generating)))
-          generating = grading = None
-          known = self.recall(state, policy)
-          if known is not None:
-            yield known
-            continue
-        if self.config.dynamic_sampling.enabled:
-          yield self.sample_mixed_groups(policy)
+      until = grades_of(sampled[0]) if sampled else None
+      policy = ahead.pop() if ahead else next_policy(not sampled or until is not None, until)
+      if policy is None:
+        if not sampled:
+          return
+        yield graded()
+        continue
+      if (state := self.stored()) != _ABSENT:
+        while sampled:  # first, so that batches are yielded in order
+          yield graded()
+        if (known := self.recall(state, policy)) is not None:
+          yield known
           continue
-        started = self.start(policy)
-      # A graded batch does not wait for the devices.
-      if grading is not None and until is not None and until.done():
-        yield self.keep(self.finish(grading))
-        grading = None
-      submitted = self.submit(generating) if generating else None
-      if grading is not None and (submitted is not None or started is None):
-        yield self.keep(self.finish(grading))
-        grading = None
-      generating, grading = started, submitted or grading
+      if self.config.dynamic_sampling.enabled:
+        yield self.sample_mixed_groups(policy)
+        continue
+
+      def batches(policy=policy) -> Iterator[RolloutBatch]:
+        """The batches that this policy samples from now on."""
+        while True:
+          yield self.start(policy)
+          found = next_policy(False, None)
+          if found is None or found is not policy or self.stored() != _ABSENT:
+            ahead.extend([] if found is None else [found])
+            return
+
+      for complete in self.sample(batches(), policy):
+        sampled.extend(complete)
+        while sampled and may_finish(sampled):
+          yield graded()
 
   def stored(self) -> str:
     """The next batch's state in the store: `_ABSENT`, `_INTACT`, or an error message.
@@ -207,58 +221,50 @@ class Generator:
     multihost.on_first(lambda: self.store.set_aside(number), None)
 
   def start(self, policy: PolicySnapshot) -> RolloutBatch:
-    """Dispatches the generation of one batch."""
-    index, number = self.draws, self.number
+    """A batch of problems to be sampled; groups that a killed process has sampled are taken."""
+    draw, number = self.draws, self.number
     self.draws += 1
     self.number += 1
     self.version = policy.version
-    dispatched = time.perf_counter()
-    flight = recorded = None
-    if self.num_live:
-      generate = lambda prompts: self.generate(policy, prompts, index)
-      flight = self.collector.dispatch(next(self.problems), generate)
-    self.on_dispatch()
-    if self.recorded is not None:
-      recorded = self.recorded.take(index * self.num_recorded, self.num_recorded)
-    return RolloutBatch(
+    batch = RolloutBatch(
       number=number,
       version=policy.version,
+      draw=draw,
       versions=self.versions(policy),
       snapshot=policy,
-      flight=flight,
-      recorded=recorded,
-      after=self.state() | {"checked_version": policy.version},
-      dispatched=dispatched,
+      dispatched=time.perf_counter(),
     )
+    if self.live:
+      c, batch.flight = self.config, self.collector.begin(next(self.problems))
+      batch.requests = self.streams.requests(
+        batch.flight.prompts, seed=c.seed, draw=draw, group_size=c.batch.group_size
+      )
+      self.streams.recall(batch)
+    self.on_dispatch()
+    if self.recorded is not None:
+      batch.recorded = self.recorded.take(draw * self.num_recorded, self.num_recorded)
+    batch.after = self.state() | {"checked_version": policy.version}
+    return batch
+
+  def sample(
+    self, batches: Iterable[RolloutBatch], policy: PolicySnapshot
+  ) -> Iterator[list[RolloutBatch]]:
+    """As `Streams.sample`, with the time that each batch has taken."""
+    total = (self.last - self.number) * self.num_live if self.last is not None else None
+    for complete in self.streams.sample(batches, policy, total):
+      now = time.perf_counter()
+      for batch in complete:
+        if batch.flight is not None:
+          began = max(batch.dispatched, self.clock.free_from)
+          batch.timings["time/generate_seconds"] = now - began
+          batch.timings |= observe.memory("generate")
+          self.clock.free_from = now
+      yield complete
 
   def versions(self, policy: PolicySnapshot) -> np.ndarray:
     """i32[P], version per group of a batch; `FOREIGN` for groups of other runs."""
     of_sources = [policy.version if s.of_this_run else FOREIGN for s in self.parts.sources]
     return np.repeat(np.asarray(of_sources, np.int32), self.quotas)
-
-  def generate(self, policy: PolicySnapshot, prompts: Prompts, count: int) -> list[Rollouts]:
-    """Dispatches every source's share of the prompts; `count`: number of earlier calls."""
-    first, others = (key_for(self.config.seed, purpose, count) for purpose in ("rollout", "source"))
-    rollouts, start = [], 0
-    for index, (source, params) in enumerate(zip(self.live, policy.of_source, strict=True)):
-      assert source.generate is not None
-      share = slice(start, start + source.prompts)
-      mine = self.parts.to_generation(jax.tree.map(lambda x, share=share: x[share], prompts))
-      key = jax.random.fold_in(others, index) if index else first
-      rollouts.append(source.generate(*params, mine, key))
-      start += source.prompts
-    return rollouts
-
-  def submit(self, batch: RolloutBatch) -> RolloutBatch:
-    """Waits for the rollouts and submits them to the graders."""
-    if batch.flight is not None:
-      batch.flight = self.collector.submit_grading(batch.flight)
-      alive()
-      now = time.perf_counter()
-      batch.timings["time/generate_seconds"] = now - max(batch.dispatched, self.clock.free_from)
-      batch.timings |= observe.memory("generate")
-      self.clock.free_from = now
-    return batch
 
   def finish(self, batch: RolloutBatch) -> RolloutBatch:
     """Waits for the grades and assembles the batch."""
@@ -270,7 +276,7 @@ class Generator:
       own = self.collector.finish(flight, batch.versions.tolist()[: self.num_live])
       batch.timings["time/grade_seconds"] = time.perf_counter() - began
       batch.timings |= observe.memory("grade")
-      lengths = flight.prompts.lengths, flight.rollouts.lengths
+      lengths: Any = flight.prompts.lengths, flight.rollouts.lengths
       positions = np.arange(own.train.mask.shape[-1])
       sampled.insert(0, (positions < lengths[1][..., None]).astype(np.float32))
       batch.flops = forward_flops(self.parts.model.config, *lengths)
@@ -282,6 +288,7 @@ class Generator:
     batch.fingerprint = policy.fingerprint()
     batch.graded = self.with_gaps(graded._replace(train=train), np.concatenate(sampled), policy)
     batch.snapshot = batch.flight = batch.recorded = None
+    batch.requests = ()
     return batch
 
   def sample_mixed_groups(self, policy: PolicySnapshot) -> RolloutBatch:
@@ -290,7 +297,8 @@ class Generator:
     number = self.number
     sampled: list[RolloutBatch] = []
     while len(sampled) < limit:
-      sampled.append(self.finish(self.submit(self.start(policy))))
+      started = self.sample([self.start(policy)], policy)
+      sampled += [self.finish(batch) for complete in started for batch in complete]
       parts = [batch.graded for batch in sampled if batch.graded is not None]
       kept = keep_mixed_groups(parts, self.quotas)
       if kept is not None:
@@ -378,17 +386,8 @@ class Generator:
     )
     arrays, info = to_shard(batch, **about)
     multihost.on_first(lambda: self.store.append(batch.number, arrays, info), None)
+    self.journal.forget(before=batch.after["draws"])
     return batch
-
-
-def grades_of(batch: RolloutBatch | None) -> Future | None:
-  """The future of a batch's grades; None if there is none, or with several processes.
-
-  Several processes must act in the same order, so they cannot depend on when grades arrive.
-  """
-  if batch is None or batch.flight is None or jax.process_count() > 1:
-    return None
-  return batch.flight.grades
 
 
 def with_recorded(graded: Graded, recorded: Graded) -> Graded:

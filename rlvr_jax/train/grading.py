@@ -20,7 +20,7 @@ from rlvr_jax.rewards.loading import checked_grader
 from rlvr_jax.rewards.outcome import OutcomePolicy, outcome_policy
 from rlvr_jax.rewards.pool import GraderPool, default_workers
 from rlvr_jax.rollouts.collect import Collector
-from rlvr_jax.train import multihost, sharding
+from rlvr_jax.train import multihost
 from rlvr_jax.train.host import alive
 
 WEIGHTED, _CODE = "weighted", "code"  # by name
@@ -181,11 +181,13 @@ def _as_number(text: str) -> float | str:
 def make_collector(parts: Any, pool: GraderPool) -> Collector:
   """The collector of a run, whose `build.Parts` are `parts`."""
   c = parts.config
+  alone = jax.process_count() == 1
+  grader: Any = pool if alone else multihost.SharedGrader(pool)
   return Collector(
     tokenizer=parts.tokenizer,
     max_prompt_length=c.max_prompt_length,
-    submit=pool.submit if jax.process_count() == 1 else multihost.SharedGrader(pool).submit,
-    to_host=sharding.to_host,
+    submit=grader.submit,
+    results=grader.results,
     outcome_policy=make_outcome_policy(c),
     overlong_buffer=c.overlong.buffer,
     overlong_filter=c.overlong.filter,

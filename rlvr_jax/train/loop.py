@@ -3,7 +3,7 @@
 The policy samples the batches of its schedule, and graders score them while the devices continue.
 Each batch goes through the store to one or more updates, whose metrics are logged. At intervals the
 policy is evaluated, and everything that determines the rest of the run is saved. Nothing numerical
-happens here: updates are in `train.step`, sampling in `rollouts.sampler`.
+happens here: updates are in `train.step`, sampling in `rollouts.engine`.
 
 The order within a step is fixed, so that a killed and resumed run repeats the uninterrupted one bit
 for bit. A warm start, if there is one, comes before this loop.
@@ -12,7 +12,6 @@ for bit. A warm start, if there is one, comes before this loop.
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Callable
 
@@ -189,6 +188,7 @@ class Trainer:
       return True
     before = (dict(self.log.counters), self.after, dict(self.queue.batches))
     policies, last = iter([self.sync_weights()] * count), self.generator.number + count
+    self.generator.last = last
     for batch in self.generator.batches(lambda *_: None if give_up() else next(policies, None)):
       self.take(batch)
     if self.generator.number < last:
@@ -257,15 +257,11 @@ class Trainer:
     """Measures held-out accuracy with the current parameters."""
     self.read_metrics()
     c, began, batches = self.config, time.perf_counter(), []
-    for batch in evaluated(
-      functools.partial(self.parts.programs.generate_held_out, self.state.params, self.frozen),
-      self.parts.task.held_out,
-      collector=self.collector,
-      to_devices=self.parts.to_devices,
-      batch_size=c.evaluation.batch_prompts,
-      seed=c.evaluation.seed,
-      version=self.step,
-    ):
+    engine, problems = self.parts.programs.held_out_engine, self.parts.task.held_out
+    params = engine.load(self.state.params, self.frozen)
+    sizes = dict(batch_size=c.evaluation.batch_prompts, num_samples=c.evaluation.num_samples)
+    of_run = dict(collector=self.collector, seed=c.evaluation.seed, version=self.step)
+    for batch in evaluated(engine, params, problems, **sizes, **of_run):
       batches.append(batch)
       alive()
     samples = [row for batch in batches for row in batch.samples]

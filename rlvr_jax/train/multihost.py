@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -177,27 +177,30 @@ class SharedGrader:
   """
 
   def __init__(self, pool: GraderPool):
-    self._pool = pool
+    self._pool, self._submitted = pool, 0
 
   def submit(
     self, completions: Sequence[str], references: Sequence[Mapping[str, Any]]
   ) -> _SharedGrades:
-    """As `GraderPool.submit`; every process passes all completions, and must call `result`."""
-    share = slice(jax.process_index(), None, jax.process_count())
-    return _SharedGrades(self._pool.submit(completions[share], references[share]), len(completions))
+    """As `GraderPool.submit`; every process passes all completions, in the same order."""
+    # In turn over all submissions, so that small ones do not all go to the first processes.
+    turns = (self._submitted + np.arange(len(completions))) % jax.process_count()
+    self._submitted += len(completions)
+    mine = np.flatnonzero(turns == jax.process_index()).tolist()
+    own = self._pool.submit([completions[i] for i in mine], [references[i] for i in mine])
+    return _SharedGrades(own, turns)
+
+  def results(self, submitted: Sequence[_SharedGrades]) -> list[Grade]:
+    """Waits for the grades of several submissions, in one list; every process must call it."""
+    own = together(lambda: [grade for share in submitted for grade in share.own.result()])
+    shares = [iter(x) for x in exchange([dataclasses.astuple(grade) for grade in own])]
+    taken = [next(shares[turn]) for share in submitted for turn in share.turns]
+    return [Grade(Outcome(outcome), *rest) for outcome, *rest in taken]
 
 
-class _SharedGrades:
-  def __init__(self, own: Any, size: int):
-    self._own, self._size = own, size
-
-  def result(self) -> list[Grade]:
-    own = together(self._own.result)
-    shares = exchange([dataclasses.astuple(grade) for grade in own])
-    grades: list[Any] = [None] * self._size
-    for process, share in enumerate(shares):
-      grades[process :: len(shares)] = [Grade(Outcome(outcome), *rest) for outcome, *rest in share]
-    return grades
+class _SharedGrades(NamedTuple):
+  own: Any  # the future of this process's share
+  turns: np.ndarray  # i32[completions], the process that grades each
 
 
 class NoWriter(MetricWriter):

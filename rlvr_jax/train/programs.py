@@ -21,17 +21,19 @@ from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_between
 from rlvr_jax.ops.row_attention import choose_attention, row_alignment, row_length
 from rlvr_jax.rollouts.packing import RowLayout, least_row, row_layout
-from rlvr_jax.rollouts.sampler import generate
+from rlvr_jax.rollouts.scheduler import Engine
+from rlvr_jax.sampling import sampling_of
 from rlvr_jax.train import sharding
 from rlvr_jax.train.accumulate import policy_logprobs
 from rlvr_jax.train.adapters import make_lora
 from rlvr_jax.train.behavior_sources import Source, behavior_gap
 from rlvr_jax.train.checksums import parameter_checksums
+from rlvr_jax.train.engines import make_engine
 from rlvr_jax.train.geometry import mean_entropy, measure
 from rlvr_jax.train.objective import Method
 from rlvr_jax.train.step import initial_state, train_step
 from rlvr_jax.train.warm_start import supervised_step
-from rlvr_jax.types import Packed, Params, Prompts, Rows, Sampling, TrainBatch, TrainState
+from rlvr_jax.types import Packed, Params, Prompts, Rows, TrainBatch, TrainState
 
 
 class Programs(NamedTuple):
@@ -39,8 +41,8 @@ class Programs(NamedTuple):
 
   train_step: Callable  # (state, frozen, batch) → (state, metrics); the state is donated
   supervised_step: Callable  # see `train.warm_start.supervised_step`
-  generate: Callable  # (trained, frozen, prompts, key) → Rollouts of the policy
-  generate_held_out: Callable  # the same with the evaluation's num_samples and sampling
+  engine: Engine  # samples from the policy as in training, on the trainer's devices
+  held_out_engine: Engine  # with the evaluation's sampling
   sync_weights: Callable  # see `make_sync_weights`
   checksums: Callable  # params → u32[leaves]
   behavior_gap: Callable  # see `train.behavior_sources.behavior_gap`; sampling is static
@@ -80,8 +82,18 @@ def make_programs(
   model = method.model
   shardings = jax.tree.map(lambda x: x.sharding, state)
   for_host, replicated = sharding.host_result_sharding(mesh), sharding.replicated(mesh)
-  generates = functools.partial(jit_generate, config, tokenizer, model, mesh=mesh)
-  held_out = config.evaluation
+  engine_of = functools.partial(
+    make_engine,
+    config,
+    tokenizer,
+    model,
+    prompts=config.batch.prompts,
+    group_size=config.batch.group_size,
+  )
+  sampling, held_out = sampling_of(config.sampling), sampling_of(config.evaluation.sampling)
+  on_policy = sources[0].name == "policy" and sampler.mesh is mesh
+  engine = sources[0].engine if on_policy else engine_of(sampling)
+  assert engine is not None  # the policy is not a recorded source
   return Programs(
     train_step=jax.jit(
       functools.partial(train_step, method=method),
@@ -92,12 +104,8 @@ def make_programs(
       functools.partial(supervised_step, model=model, optimizer=warm_start_optimizer),
       donate_argnums=0,
     ),
-    generate=(
-      sources[0].generate
-      if sources[0].name == "policy" and sampler.mesh is mesh
-      else generates(Sampling(**config.sampling), group_size=config.batch.group_size)
-    ),
-    generate_held_out=generates(Sampling(**held_out.sampling), group_size=held_out.num_samples),
+    engine=engine,
+    held_out_engine=engine if held_out == sampling else engine_of(held_out),
     sync_weights=make_sync_weights(mesh, sampler.mesh, shardings.params),
     checksums=jax.jit(parameter_checksums),
     behavior_gap=jax.jit(
@@ -108,28 +116,6 @@ def make_programs(
     score=jax.jit(functools.partial(policy_logprobs, method=method), out_shardings=for_host),
     merge=jax.jit(lambda trained, frozen: merged(model.combine(trained, frozen))),
   )
-
-
-def jit_generate(
-  config: ml_collections.ConfigDict,
-  tokenizer: Tokenizer,
-  model: Model,
-  sampling: Sampling,
-  *,
-  group_size: int,
-  mesh: Mesh,
-) -> Callable:
-  """Jitted (trained, frozen, prompts, key) → Rollouts."""
-  bound = functools.partial(
-    generate,
-    model=model,
-    group_size=group_size,
-    max_new_tokens=config.max_response_length,
-    sampling=sampling,
-    stop_tokens=tokenizer.stop_ids,
-    pad_token=tokenizer.pad_id,
-  )
-  return jax.jit(bound, out_shardings=sharding.host_result_sharding(mesh))
 
 
 def make_sync_weights(mesh: Mesh, generation_mesh: Mesh, shardings: Params) -> Callable:

@@ -12,6 +12,7 @@ from rlvr_jax.data import problem_batches
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.rollouts.batch import RolloutBatch, permute_rewards, without_scores
 from rlvr_jax.rollouts.collect import Collector
+from rlvr_jax.rollouts.scheduler import requests
 from rlvr_jax.train import sharding
 from rlvr_jax.train.build import Parts
 from rlvr_jax.train.run_log import RunLog
@@ -49,10 +50,11 @@ class Scorer:
     c, parts = self.config, self.parts
     problems = next(problem_batches(parts.task.train, batch_size=c.batch.prompts, seed=c.seed))
     key = key_for(c.seed, "initial_entropy")
-    generate = lambda prompts: [
-      parts.programs.generate(params, self.frozen, parts.to_devices(prompts), key)
-    ]
-    flight = collector.submit_grading(collector.dispatch(problems, generate))
+    flight, engine = collector.begin(problems), parts.programs.engine
+    asked = requests(flight.prompts, key, c.batch.group_size)
+    for groups in engine.serve(engine.load(params, self.frozen), asked):
+      for group in groups:
+        collector.add(flight, group.tag, group)
     batch = collector.finish(flight, [0] * len(problems)).train
     _, entropy = parts.programs.score(
       params, self.frozen, parts.batch_to_devices(without_scores(batch))

@@ -7,13 +7,12 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from train import tiny
 
 from rlvr_jax.commands import ahead_of_time, chips, fits
+from rlvr_jax.rollouts import engine
 from rlvr_jax.train import sharding
-from rlvr_jax.train.programs import abstract_batch
 
 PARAMETERS = {  # of the published models, from their own index files
   "salt_qwen25_math_7b": 7_615_616_512,
@@ -86,20 +85,18 @@ def test_the_estimate_counts_what_is_there():
   config = tiny.config(batch__tokens_per_micro_batch=64)
   parts = ahead_of_time.shapes_only(config, sharding.make_mesh())
   state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), parts.abstract_state)
-  size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
+  size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
   tables = fits.estimated(parts)
   update, generation = tables["update, estimated"], tables["generation, estimated"]
   assert update["parameters"] == generation["parameters"] == size(state.params)
   assert update["optimizer"] == size(state.opt_state)
   assert update["gradients"] == 2 * size(state.params)
   assert generation["parameters to decode with"] == size(state.params)
-  c, P, G = parts.model.config, config.batch.prompts, config.batch.group_size
-  prompts = abstract_batch(config, parts.row_layout, parts.mesh).prompts
-  empty = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), prompts)
-  _, cache, _ = parts.model.start_decoding(state.params, empty, G, config.max_response_length)
-  own = sum(keys.keys.nbytes + keys.values.nbytes for keys in cache)
-  of_prompts = P * config.max_prompt_length * c.num_layers * c.num_kv_heads * c.head_dim * 2 * 4
-  assert generation["keys and values"] == own + of_prompts
+  slots = parts.programs.engine.settings
+  caches = size(jax.eval_shape(lambda: engine.empty(slots)).caches)
+  c, steps = parts.model.config, slots.shape.steps
+  staged = slots.slots * steps * c.num_layers * c.num_kv_heads * c.head_dim * 2 * 4
+  assert generation["keys and values"] == caches + staged
 
 
 def test_heads_and_activations_are_split_over_tensor():

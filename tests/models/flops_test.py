@@ -14,8 +14,10 @@ from rlvr_jax.models.flops import forward_flops, update_flops
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.presets import preset
 from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.ops.decoding import Cache, CacheShape, Reach
 from rlvr_jax.ops.logprobs import head_logits
-from rlvr_jax.types import Prompts
+from rlvr_jax.rollouts import engine
+from rlvr_jax.types import Prompts, Sampling
 
 _FILE = pathlib.Path(__file__).parents[2] / "experiments" / "benchmarks" / "flops.py"
 _spec = importlib.util.spec_from_file_location("product_flops", _FILE)
@@ -90,21 +92,30 @@ def test_frozen_kernels_have_no_gradients(targets):
 
 @CONFIGS
 def test_generation_with_a_cache_costs_the_same(config):
-  model, params, prompts, tokens = setup(config)
+  """But for the last token of a prompt, which is decoded in every slot."""
+  model, params, prompts, _ = setup(config)
+  shape = CacheShape(block=S - 1, prompt_blocks=1, response_blocks=0, steps=T)
+  settings = engine.Settings(model, Sampling(), P * G, shape, T, ())
 
   def generate(params):
-    head = model.head(params)
-    hidden, cache, step = model.start_decoding(params, prompts, G, T - 1)
-    # The sampler, too, has a row of logits for each response from the start.
-    logits = [head_logits(jnp.repeat(hidden, G, axis=0), head)]
-    for t in range(T - 1):
-      hidden, cache = step(cache, tokens[:, :, t], t)
-      logits.append(head_logits(hidden, head))
+    params = model.decoding_params(params)
+    caches = engine.prefill(params, prompts.tokens[:, 1:], settings=settings)
+    caches = jax.tree.map(lambda x: jnp.repeat(x, G, axis=2), caches)
+    zeros = lambda: Cache.zeros((config.num_kv_heads, P * G), T, config.head_dim, jnp.float32)
+    staged = tuple(zeros() for _ in caches)
+    reach = Reach(jnp.full(P * G, S - 1), jnp.zeros(P * G, jnp.int32), 1, 0)
+    token, logits = jnp.ones(P * G, jnp.int32), []
+    for t in range(T):
+      hidden, staged = engine.decode(params, caches, staged, reach, token, t, settings=settings)
+      logits.append(head_logits(hidden, model.head(params)))
     return logits
 
   seen = visible(config, S + T - 1)
-  masked = np.sum(~seen[:, :S, :S]) + G * np.sum(~seen[:, S:])  # the cache has its full length
-  expected = forward_flops(config, np.full(P, S), np.full((P, G), T)) + P * PER_KEY * masked
+  masked = np.sum(~seen[:, : S - 1, : S - 1]) + G * np.sum(~seen[:, S - 1 :])
+  # As a response of T + 1 tokens to a shorter prompt, without the logits of its first token.
+  lengths = np.full(P, S - 1), np.full((P, G), T + 1)
+  first = P * G * 2 * config.width * config.vocab_size
+  expected = forward_flops(config, *lengths) - first + P * PER_KEY * masked
   assert product_flops(generate, params) == expected
 
 

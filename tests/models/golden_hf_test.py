@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import pathlib
 
@@ -14,8 +13,10 @@ import pytest
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.huggingface import load_params
 from rlvr_jax.models.huggingface_config import checkpoint_config
+from rlvr_jax.ops.decoding import Cache, CacheShape, Reach
 from rlvr_jax.ops.logprobs import head_logits
-from rlvr_jax.rollouts.sampler import generate
+from rlvr_jax.rollouts import engine
+from rlvr_jax.rollouts.scheduler import Engine
 from rlvr_jax.train.sharding import make_mesh, placed
 from rlvr_jax.types import Prompts, Sampling
 
@@ -54,21 +55,33 @@ def test_logits_of_cached_decoding_equal_the_published_models(case):
   ids, mask = jnp.asarray(expected["input_ids"], jnp.int32), expected["attention_mask"]
   split = int((mask == 0).sum(axis=1).max()) + 1
   lengths = jnp.asarray(mask[:, :split].sum(axis=1), jnp.int32)
-  prompts = Prompts(tokens=ids[:, :split], lengths=lengths)
   rest = ids[:, split:]
+
+  shape = CacheShape(block=split, prompt_blocks=1, response_blocks=0, steps=rest.shape[1] + 1)
+  settings = engine.Settings(model, Sampling(), len(ids), shape, shape.steps, ())
+  # From the prompt's last token on; prompts without their padding, on the left of the cache.
+  forced = jnp.concatenate([ids[:, split - 1 : split], rest], axis=1)
+  unpadded = jnp.stack(
+    [jnp.roll(row, -int(split - n)) for row, n in zip(ids[:, :split], lengths, strict=True)]
+  )
 
   @jax.jit
   def decoded(params):
-    hidden, cache, step = model.start_decoding(params, prompts, 1, rest.shape[1])
+    params = model.decoding_params(params)
+    caches = engine.prefill(params, unpadded, settings=settings)
+    reach = Reach.of(shape, lengths - 1, lengths * 0, lengths > 0)
+    c = model.config
+    axes = (c.num_kv_heads, len(ids))
+    zeros = lambda: Cache.zeros(axes, shape.steps, c.head_dim, c.compute_dtype)
 
-    def one(cache, inputs):
-      t, tokens = inputs
-      hidden, cache = step(cache, tokens[:, None], t)
-      return cache, hidden[:, 0]
+    def one(staged, inputs):
+      t, token = inputs
+      hidden, staged = engine.decode(params, caches, staged, reach, token, t, settings=settings)
+      return staged, hidden
 
-    _, later = jax.lax.scan(one, cache, (jnp.arange(rest.shape[1]), rest.T))
-    hidden = jnp.concatenate([hidden[:, None], jnp.swapaxes(later, 0, 1)], axis=1)
-    return head_logits(hidden, model.head(params))
+    staged = tuple(zeros() for _ in caches)
+    _, hidden = jax.lax.scan(one, staged, (jnp.arange(shape.steps), forced.T))
+    return head_logits(jnp.swapaxes(hidden, 0, 1), model.head(params))
 
   logits = decoded(params)
   np.testing.assert_allclose(logits, expected["logits"][:, split - 1 :], atol=1e-4, rtol=1e-4)
@@ -78,15 +91,15 @@ def test_greedy_cached_decoding_gives_the_published_models_tokens(case):
   model, params, expected = case
   ids, mask, greedy = (expected[k] for k in ("input_ids", "attention_mask", "greedy_tokens"))
   new = greedy[:, ids.shape[1] :] if greedy.shape[1] > ids.shape[1] else greedy
-  prompts = Prompts(tokens=jnp.asarray(ids, jnp.int32), lengths=jnp.asarray(mask.sum(1), jnp.int32))
-  run = functools.partial(
-    generate,
-    model=model,
-    group_size=1,
+  prompts = Prompts(tokens=ids.astype(np.int32), lengths=mask.sum(1).astype(np.int32))
+  settings = dict(
+    prefill_rows=len(ids),
+    max_prompt_length=ids.shape[1],
     max_new_tokens=new.shape[1],
-    sampling=Sampling(temperature=0.0),
     stop_tokens=(),
     pad_token=0,
   )
-  rollouts = jax.jit(run)(params, {}, prompts, jax.random.key(0))
-  np.testing.assert_array_equal(rollouts.tokens[:, 0], new)
+  for slots in (len(ids), 1):  # all at once, and one after the other
+    sampler = Engine(model, Sampling(temperature=0.0), slots=slots, **settings)
+    rollouts = sampler.sample(params, {}, prompts, jax.random.key(0), 1)
+    np.testing.assert_array_equal(rollouts.tokens[:, 0], new)

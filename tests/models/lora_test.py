@@ -17,7 +17,7 @@ from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.linear import merged
 from rlvr_jax.models.lora import LoraSettings, adapted, combine, init, target_kernels
 from rlvr_jax.ops.logprobs import head_logits, token_logprobs
-from rlvr_jax.rollouts.sampler import generate
+from rlvr_jax.rollouts.scheduler import Engine
 from rlvr_jax.train import sharding
 from rlvr_jax.train.accumulate import update_gradient
 from rlvr_jax.train.checksums import parameter_checksums
@@ -153,17 +153,18 @@ def test_gradients_are_the_chain_rule_of_merged_kernels(x64):
 def test_merged_sampling_agrees_with_unmerged_scoring(dtype, tied_head, bound):
   changes = dict(compute_dtype=dtype, tied_head=tied_head)
   model, base, adapters, _ = setup("float32", EVERYTHING, **changes)
-  prompts = jax.tree.map(jnp.asarray, make_batch().prompts)
-  sample = functools.partial(
-    generate,
-    model=adapted(model, EVERYTHING),
-    group_size=4,
+  prompts = jax.tree.map(np.asarray, make_batch().prompts)
+  engine = Engine(
+    adapted(model, EVERYTHING),
+    Sampling(),
+    slots=4 * len(prompts.lengths),
+    prefill_rows=len(prompts.lengths),
+    max_prompt_length=prompts.tokens.shape[1],
     max_new_tokens=8,
-    sampling=Sampling(),
     stop_tokens=(3,),
     pad_token=0,
   )
-  rollouts = jit(sample)(adapters, base, prompts, jax.random.key(0))
+  rollouts = engine.sample(adapters, base, prompts, jax.random.key(0), 4)
   mask = np.arange(8) < np.asarray(rollouts.lengths)[..., None]
   assert mask.sum() > 100
 

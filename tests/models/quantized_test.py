@@ -12,7 +12,7 @@ from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.quantized import FORMATS, dequantized, for_quantized, quantized
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.logprobs import token_logprobs
-from rlvr_jax.rollouts.sampler import generate
+from rlvr_jax.rollouts.scheduler import Engine
 from rlvr_jax.types import Prompts, Sampling
 
 pytest.importorskip("qwix", reason="the extra `quantized` needs flax 0.12")
@@ -126,19 +126,20 @@ def test_recorded_logprobs_are_those_of_the_rounded_policy(format, tied_head):
   copy = quantize(params, format)
   rng = np.random.default_rng(0)
   prompts = Prompts(
-    tokens=jnp.asarray(rng.integers(0, V, (P, 6)), jnp.int32),
-    lengths=jnp.asarray([6, 2, 4], jnp.int32),
+    tokens=rng.integers(0, V, (P, 6)).astype(np.int32),
+    lengths=np.asarray([6, 2, 4], np.int32),
   )
-  sample = functools.partial(
-    generate,
-    model=model,
-    group_size=G,
+  engine = Engine(
+    model,
+    Sampling(),
+    slots=P * G,
+    prefill_rows=P,
+    max_prompt_length=6,
     max_new_tokens=T,
-    sampling=Sampling(),
     stop_tokens=(3,),
     pad_token=0,
   )
-  rollouts = jax.jit(sample)(copy, {}, prompts, jax.random.key(0))
+  rollouts = engine.sample(copy, {}, prompts, jax.random.key(0), G)
   mask = np.arange(T) < np.asarray(rollouts.lengths)[..., None]
   assert mask.sum() > 40
 

@@ -26,6 +26,8 @@ SAMPLINGS = [
   Sampling(top_k=5),
   Sampling(temperature=1.3, top_p=0.8),
   Sampling(temperature=0.9, top_k=7, top_p=0.9),
+  Sampling(temperature=1.2, min_p=0.2),
+  Sampling(temperature=1.5, top_k=12, top_p=0.9, min_p=0.1),
 ]
 
 
@@ -47,6 +49,7 @@ def _numpy_distribution(logits, sampling):
     p /= p.sum()
     before = np.cumsum(p) - p
     kept = kept[before < sampling.top_p] if sampling.top_p < 1 else kept
+    kept = kept[np.exp(row[kept] - row.max()) >= sampling.min_p]
     out[index][kept] = row[kept] - row[kept].max()
     out[index][kept] -= np.log(np.exp(out[index][kept]).sum())
   return out
@@ -163,6 +166,8 @@ def test_no_array_of_tokens_times_vocabulary_at_a_large_vocabulary():
     ({"top_k": 24}, "0 .off. … 23"),
     ({"top_p": 0.0}, "top_p=0.0"),
     ({"top_p": 1.5}, "top_p=1.5"),
+    ({"min_p": -0.1}, "min_p=-0.1"),
+    ({"min_p": 1.1}, "min_p=1.1"),
   ],
 )
 def test_settings_that_name_no_distribution_are_refused(settings, message):

@@ -2,38 +2,27 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 from oracles.batches import make_host_batch
 
 from rlvr_jax.data import ByteTokenizer, Problem
 from rlvr_jax.rewards import Grade, Outcome, outcome_policy, rewards_from_grades
-from rlvr_jax.rollouts.batch import Graded, batch_from_arrays, batch_to_arrays, completion_texts
+from rlvr_jax.rollouts.batch import Graded, batch_from_arrays, batch_to_arrays
 from rlvr_jax.rollouts.collect import Collector, fill_masked, keep_mixed_groups
-from rlvr_jax.types import Prompts, Rollouts
+from rlvr_jax.rollouts.scheduler import Group
+from rlvr_jax.types import Prompts
 
 P, G, T = 2, 2, 5
 
 
-class _Done:
-  """A grading that is already over."""
-
-  def __init__(self, grades):
-    self._grades = grades
-
-  def result(self):
-    return self._grades
-
-
-def _rollouts():
+def _groups():
   text = lambda s: [*s.encode(), *[256] * (T - len(s))]
-  return Rollouts(
-    tokens=np.array([[text("12"), text("abcde")], [text("7"), text("")]], np.int32),
-    lengths=np.array([[3, 5], [2, 1]], np.int32),  # the stop token is counted
-    stopped=np.array([[True, False], [True, True]]),
-    behavior_logprobs=np.full((P, G, T), -1.0, np.float32),
-  )
+  tokens = np.array([[text("12"), text("abcde")], [text("7"), text("")]], np.int32)
+  lengths = np.array([[3, 5], [2, 1]], np.int32)  # the stop token is counted
+  stopped = np.array([[True, False], [True, True]])
+  logprobs = np.full((P, G, T), -1.0, np.float32)
+  return [Group(p, tokens[p], lengths[p], stopped[p], logprobs[p]) for p in range(P)]
 
 
 def _collect(grades, **settings):
@@ -42,19 +31,22 @@ def _collect(grades, **settings):
   seen = {}
 
   def submit(completions, references):
-    seen["completions"], seen["references"] = completions, references
-    return _Done(grades)
+    start = len(seen.setdefault("completions", []))
+    seen["completions"] += completions
+    seen.setdefault("references", []).extend(references)
+    return grades[start : start + len(completions)]
 
   collector = Collector(
     tokenizer=tokenizer,
     max_prompt_length=6,
     submit=submit,
-    to_host=lambda x: x,
+    results=lambda parts: [grade for part in parts for grade in part],
     outcome_policy=outcome_policy(),
     **settings,
   )
-  parts = lambda prompts: [jax.tree.map(lambda x, p=p: x[p : p + 1], _rollouts()) for p in range(P)]
-  flight = collector.submit_grading(collector.dispatch(problems, parts))
+  flight = collector.begin(problems)
+  for index, group in enumerate(_groups()):
+    collector.add(flight, index, group)
   return collector.finish(flight, [3, 5]), seen
 
 
@@ -173,7 +165,8 @@ def test_a_batch_survives_the_way_through_nested_dicts():
 
 
 def test_texts_end_where_the_lengths_say():
-  assert completion_texts(_rollouts(), ByteTokenizer().decode) == ["12", "abcde", "7", ""]
+  graded, _ = _collect(GRADES)
+  assert [sample["completion"] for sample in graded.samples] == ["12", "abcde", "7", ""]
 
 
 def test_a_stop_policy_ends_the_run():

@@ -10,6 +10,7 @@ from rlvr_jax.codejudge import cgroups
 from rlvr_jax.data import Problem, Task
 from rlvr_jax.data.task_utils import BY_REFERENCE
 from rlvr_jax.rewards import GraderStartError
+from rlvr_jax.rollouts.scheduler import Group
 from rlvr_jax.train.build import build
 from rlvr_jax.train.grading import (
   WEIGHTED,
@@ -17,7 +18,6 @@ from rlvr_jax.train.grading import (
   make_collector,
   with_graders,
 )
-from rlvr_jax.types import Rollouts
 
 GSM8K = "gsm8k"
 THINK = "think_answer"
@@ -146,18 +146,20 @@ def test_a_thought_that_the_prompt_opens_is_no_answer():
   parts = build(config, task=mixture)
   texts = ["so 7. Wait, ", "so 6</think>#### 7"]
   rows = [np.resize([*text.encode(), 257] + [256] * 24, 24) for text in texts]
-  lengths = np.array([[len(text) for text in texts]], np.int32)
-  rollouts = Rollouts(
-    tokens=np.array([rows], np.int32),
-    lengths=lengths,
-    stopped=np.ones((1, 2), bool),
-    behavior_logprobs=np.zeros((1, 2, 24), np.float32),
+  group = Group(
+    tag=None,
+    tokens=np.array(rows, np.int32),
+    lengths=np.array([len(text) for text in texts], np.int32),
+    stopped=np.ones(2, bool),
+    logprobs=np.zeros((2, 24), np.float32),
   )
   with grader_pool(config, parts.task) as pool:
     collector = make_collector(parts, pool)
     problems = [parts.task.train[0], parts.task.train[1]]
-    flight = collector.dispatch(problems, lambda prompts: [rollouts, rollouts])
-    samples = collector.finish(collector.submit_grading(flight), [0, 0]).samples
+    flight = collector.begin(problems)
+    for index in range(2):
+      collector.add(flight, index, group)
+    samples = collector.finish(flight, [0, 0]).samples
   assert [s["outcome"] for s in samples] == ["unparseable", "correct", "correct", "correct"]
   assert [s["reward"] for s in samples] == [0.0, 1.5, 1.0, 1.0]
   assert [s["completion"] for s in samples] == texts * 2

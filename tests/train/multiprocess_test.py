@@ -232,7 +232,9 @@ PROGRAM = """
       report("together", f"{type(error).__name__}: {error}")
     with GraderPool("rewards.faulty_graders:faulty", num_workers=1, timeout_s=1.0) as pool:
       texts = ["ok 1", "hang", "ok 2", "raise it", "exit 3"]  # the second process meets the hanging
-      grades = multihost.SharedGrader(pool).submit(texts, [{}] * 5).result()
+      grader = multihost.SharedGrader(pool)
+      parts = [grader.submit(part, [{}] * len(part)) for part in (texts[:3], texts[3:])]
+      grades = grader.results(parts)
       report("grades", [[g.outcome, g.score] for g in grades])
     if me == 1:
       raise RuntimeError("out of the blue")

@@ -1,7 +1,6 @@
 """Meshes, the table of shardings, the way to the devices and back."""
 
 import dataclasses
-import functools
 import re
 
 import jax
@@ -14,7 +13,7 @@ from oracles.updates import relative_distance
 
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
-from rlvr_jax.rollouts.sampler import generate
+from rlvr_jax.rollouts.scheduler import Engine
 from rlvr_jax.train import sharding
 from rlvr_jax.types import Prompts, Sampling
 
@@ -192,29 +191,23 @@ def test_blocks_keep_their_own_tokens_for_the_backward_pass():
 # --- generation -----------------------------------------------------------------------------------
 
 
-def lowered_generation(sizes, config=CONFIG):
-  """The jitted sampler on a mesh, and its arguments as shapes with shardings."""
+def engine_on(sizes, config=CONFIG):
+  """An engine on a mesh, and its parameters as shapes with shardings."""
   mesh = sharding.make_mesh(**sizes)
   model = transformer(config, sharding.layout(mesh))
-  run = jax.jit(
-    functools.partial(
-      generate,
-      model=model,
-      group_size=G,
-      max_new_tokens=T,
-      sampling=Sampling(),
-      stop_tokens=(1,),
-      pad_token=0,
-    ),
-    out_shardings=sharding.batch_sharding(mesh),
+  engine = Engine(
+    model,
+    Sampling(),
+    slots=8,
+    prefill_rows=P,
+    max_prompt_length=S,
+    max_new_tokens=T,
+    stop_tokens=(1,),
+    pad_token=0,
   )
   params = jax.eval_shape(model.init, jax.random.key(0))
   place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-  params = jax.tree.map(place, params, sharding.state_shardings(params, mesh))
-  ints = lambda *shape: jax.ShapeDtypeStruct(
-    shape, jnp.int32, sharding=sharding.batch_sharding(mesh)
-  )
-  return run, (params, {}, Prompts(tokens=ints(P, S), lengths=ints(P))), mesh
+  return engine, jax.tree.map(place, params, sharding.state_shardings(params, mesh))
 
 
 def gathers(hlo):
@@ -230,14 +223,15 @@ def gathers(hlo):
 def test_decoding_gathers_each_weight_once_before_its_loop(sizes, tied_head):
   """The name of an operation tells where it was traced: what XLA moved out of the loop counts too.
 
-  Only the tokens' own small integers may cross the tensor axis at every step.
+  Only the tokens' own small integers may cross the tensor axis at every step, and nothing of a
+  cache crosses at all.
   """
   config = CONFIG if tied_head else TransformerConfig(**vars(CONFIG) | {"tied_head": False})
-  run, arguments, _ = lowered_generation(sizes, config)
-  hlo = run.lower(*arguments, jax.random.key(0)).compile().as_text()
+  engine, params = engine_on(sizes, config)
+  hlo = engine.lowered(params, {}).compile().as_text()
   found = gathers(hlo)
   size = lambda shape: np.prod([int(n) for n in re.findall(r"\d+", shape.split("[")[1])])
-  largest_activation = P * G * 4
+  largest_activation = engine.settings.slots * 4
   in_loop = [shape for shape, looped in found if looped and size(shape) > largest_activation]
   assert in_loop == []
   before = [shape for shape, looped in found if not looped and size(shape) > P * S]
@@ -245,8 +239,11 @@ def test_decoding_gathers_each_weight_once_before_its_loop(sizes, tied_head):
   assert len(before) == matrices, before
 
 
-@pytest.mark.parametrize("sizes", [dict(data=2, fsdp=2, tensor=2)])
+@pytest.mark.parametrize(
+  "sizes", [dict(data=2, fsdp=2, tensor=2), dict(data=8), dict(tensor=8)], ids=str
+)
 def test_generation_is_that_of_one_device(sizes):
+  """With twice as many responses as slots; tensor=8 is more than the key/value heads."""
   rng = np.random.default_rng(0)
   prompts = Prompts(
     tokens=rng.integers(2, V, (P, S)).astype(np.int32),
@@ -254,12 +251,11 @@ def test_generation_is_that_of_one_device(sizes):
   )
   results = []
   for mesh_sizes in (dict(), sizes):
-    run, (abstract, _, _), mesh = lowered_generation(mesh_sizes)
+    engine, abstract = engine_on(mesh_sizes)
     params = jax.jit(
       transformer(CONFIG).init, out_shardings=jax.tree.map(lambda x: x.sharding, abstract)
     )(jax.random.key(0))
-    placed = sharding.to_devices(prompts, sharding.batch_sharding(mesh))
-    results.append(sharding.to_host(run(params, {}, placed, jax.random.key(1))))
+    results.append(engine.sample(params, {}, prompts, jax.random.key(1), G))
   one, many = results
   np.testing.assert_array_equal(many.tokens, one.tokens)
   np.testing.assert_allclose(many.behavior_logprobs, one.behavior_logprobs, atol=1e-5)

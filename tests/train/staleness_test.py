@@ -299,12 +299,10 @@ def test_parameters_changed_without_a_weight_sync_trip_the_fingerprint(trainer):
 
 def test_a_sampler_that_computes_something_else_trips_the_gate(trainer, parts):
   source = parts.sources[0]
-  slightly_off = lambda params, *rest: source.generate(
-    jax.tree.map(lambda x: x * 1.002, params), *rest
-  )
+  slightly_off = lambda *policy: (jax.tree.map(lambda x: x * 1.002, policy[0]), *policy[1:])
   made = trainer(
     schedules.on_policy(),
-    dataclasses.replace(parts, sources=(source._replace(generate=slightly_off),)),
+    dataclasses.replace(parts, sources=(source._replace(params_of=slightly_off),)),
   )
   with pytest.raises(AgreementError, match=r"policy source recorded under version 0 .* differ by"):
     made.collect()
@@ -354,7 +352,8 @@ def test_a_generator_that_stalls_or_dies_ends_the_run_with_everything_saved(trai
   made = trainer(schedules.asynchronous(max_lag=0), dataclasses.replace(parts, config=config))
   submit = made.collector.submit
   slow = lambda *work: submit(*work) if made.step < 2 else Sleeping()
-  made.generator.collector = dataclasses.replace(made.collector, submit=slow)
+  slowed = dataclasses.replace(made.collector, submit=slow)
+  made.generator.collector = made.generator.streams.collector = slowed
   with pytest.raises(runs.GeneratorStoppedError, match="no batch within 4 s"):
     made.run(Termination())
   made.checkpointer.wait()

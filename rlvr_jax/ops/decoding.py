@@ -1,0 +1,191 @@
+"""Attention of one query per slot over cached keys, read in blocks up to the longest slot.
+
+A slot is one row of a batch that decodes. Its cache has three parts: the prompt, the response, and
+the tokens staged since the burst of decoding steps began, which are written to the cache after it.
+Blocks are accumulated in this order. A block in which a slot sees no key leaves its sums as they
+are, to the bit, so that a row's result does not depend on how many blocks other rows need.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from rlvr_jax.types import Array
+
+# Far below any score, and the initial peak far above it, so that exp(masked − peak) is exactly 0.
+_MASKED, _LOWEST_PEAK = -1e30, -1e20
+
+
+class CacheShape(NamedTuple):
+  """Sizes of a slot's cache; static.
+
+  Attributes:
+    block: tokens per block, a multiple of `steps`.
+    prompt_blocks: for the prompt without its last token, the first to be decoded.
+    response_blocks: for the response without the tokens of its last burst.
+    steps: tokens of one burst.
+  """
+
+  block: int
+  prompt_blocks: int
+  response_blocks: int
+  steps: int
+
+  @classmethod
+  def of(cls, max_prompt_length: int, max_new_tokens: int, *, steps: int = 16) -> CacheShape:
+    """The cache for S prompt and T response tokens: about 16 blocks, of 32 to 512 tokens."""
+    steps, cached_prompt = min(steps, max_new_tokens), max(max_prompt_length - 1, 1)
+    wanted = max(min(32, cached_prompt), (max_prompt_length + max_new_tokens) // 16)
+    block = -(-min(wanted, 512) // steps) * steps
+    cached_response = (max_new_tokens - 1) // steps * steps  # the last burst's are staged only
+    return cls(block, -(-cached_prompt // block), -(-cached_response // block), steps)
+
+  @property
+  def blocks(self) -> int:
+    return self.prompt_blocks + self.response_blocks
+
+
+class Cache(NamedTuple):
+  """Keys and values of one layer, as the matrix products need them.
+
+  A block of all slots is contiguous for each head, so that reading it copies nothing else.
+  """
+
+  keys: Array  # [K, blocks, slots, H, block]; staged ones [K, slots, H, steps]
+  values: Array  # [K, blocks, slots, block, H]; staged ones [K, slots, steps, H]
+
+  @classmethod
+  def zeros(cls, axes: tuple[int, ...], tokens: int, head_dim: int, dtype: Any) -> Cache:
+    """A cache [*axes, H, tokens], [*axes, tokens, H] of zeros."""
+    return cls(
+      jnp.zeros((*axes, head_dim, tokens), dtype), jnp.zeros((*axes, tokens, head_dim), dtype)
+    )
+
+  @classmethod
+  def of_prompts(cls, keys: Array, values: Array, block: int, dtype: Any) -> Cache:
+    """Makes a cache [K, blocks, R, ...] of the keys and values [R, S, K, H] of R prompts."""
+    R, S, K, H = keys.shape
+    keys, values = (x.reshape(R, S // block, block, K, H).astype(dtype) for x in (keys, values))
+    return cls(jnp.transpose(keys, (3, 1, 0, 4, 2)), jnp.transpose(values, (3, 1, 0, 2, 4)))
+
+  def staged(self, key: Array, value: Array, step: Array) -> Cache:
+    """A copy of staged keys and values with those of a token, both [slots, K, H]."""
+    put = jax.lax.dynamic_update_slice_in_dim
+    one = lambda x, like: jnp.swapaxes(x, 0, 1).astype(like.dtype)
+    return Cache(
+      put(self.keys, one(key, self.keys)[..., None], step, axis=3),
+      put(self.values, one(value, self.values)[:, :, None], step, axis=2),
+    )
+
+  def flushed(self, staged: Cache, slot: Array, start: Array, shape: CacheShape) -> Cache:
+    """A copy with what a slot has staged written after its `start` tokens of response."""
+    put = jax.lax.dynamic_update_slice
+    block, offset = shape.prompt_blocks + start // shape.block, start % shape.block
+    of_slot = lambda x: jax.lax.dynamic_index_in_dim(x, slot, 1)[:, None]
+    return Cache(
+      put(self.keys, of_slot(staged.keys), (0, block, slot, 0, offset)),
+      put(self.values, of_slot(staged.values), (0, block, slot, offset, 0)),
+    )
+
+
+class Reach(NamedTuple):
+  """How far the slots' caches are filled at the start of a burst."""
+
+  prompt: Array  # i32[slots], cached tokens of the prompt
+  response: Array  # i32[slots], cached tokens of the response
+  prompt_blocks: Array  # i32[], that some running slot has reached
+  response_blocks: Array  # i32[]
+
+  @classmethod
+  def of(cls, shape: CacheShape, prompt: Array, response: Array, running: Array) -> Reach:
+    blocks = lambda lengths: -(-jnp.max(jnp.where(running, lengths, 0)) // shape.block)
+    return cls(prompt, response, blocks(prompt), blocks(response))
+
+  def block(self, j: Array, shape: CacheShape) -> tuple[Array, Array, Array]:
+    """Of the j-th block that is read: its number in the cache; positions of its tokens, and whether
+    there are any, both [slots, block]."""
+    of_prompt = j < self.prompt_blocks
+    either = lambda prompt, response: jnp.where(of_prompt, prompt, response)
+    within = either(j, j - self.prompt_blocks)  # the prompt, or the response
+    index = within * shape.block + jnp.arange(shape.block)
+    positions = either(0, self.prompt)[:, None] + index
+    exists = index < either(self.prompt, self.response)[:, None]
+    return within + either(0, shape.prompt_blocks), positions, exists
+
+
+class _Sums(NamedTuple):
+  """A softmax in progress."""
+
+  peak: Array  # [K, slots, n], the largest score
+  total: Array  # [K, slots, n], Σ exp(score − peak)
+  mixed: Array  # [K, slots, n, H], Σ exp(score − peak)·v
+
+  def add(self, scores: Array, values: Array) -> _Sums:
+    """The sums with those of scores [K, slots, n, J] and values [K, slots, J, H]."""
+    peak = jnp.maximum(self.peak, jnp.max(scores, axis=-1))
+    weights, decay = jnp.exp(scores - peak[..., None]), jnp.exp(self.peak - peak)
+    mixed = jnp.matmul(weights.astype(values.dtype), values, preferred_element_type=scores.dtype)
+    total = self.total * decay + jnp.sum(weights, axis=-1)
+    return _Sums(peak, total, self.mixed * decay[..., None] + mixed)
+
+
+def cached_attention(
+  queries: Array,
+  cache: Cache,
+  staged: Cache,
+  reach: Reach,
+  step: Array,
+  *,
+  shape: CacheShape,
+  scale: float,
+  window: int,
+  soft_cap: float | None = None,
+) -> Array:
+  """softmax(q·kᵀ·scale) v over a slot's prompt, its response, and what it has staged.
+
+  Scores and sums are at least float32.
+
+  Args:
+    queries: [slots, N, H].
+    cache: of the layer; only blocks that a running slot has reached are read.
+    staged: keys and values of the burst's tokens 0 … step.
+    reach: of all slots at the start of the burst.
+    step: i32[], number of the query's token in the burst.
+    shape: of the cache.
+    scale: factor on the scores, usually 1/√H.
+    window: tokens a query looks back, itself included.
+    soft_cap: c·tanh(score/c) where given (Gemma 2).
+  Returns:
+    [slots, N, H] in the queries' dtype.
+  """
+  chex.assert_rank([queries, cache.keys, staged.keys], [3, 5, 4])
+  slots, N, H = queries.shape
+  K = cache.keys.shape[0]
+  rows = jnp.transpose(queries.reshape(slots, K, N // K, H), (1, 0, 2, 3))
+  dtype = jnp.promote_types(queries.dtype, jnp.float32)
+  start = reach.prompt + reach.response  # position of the burst's first token
+
+  def scores(keys: Array, positions: Array, exists: Array) -> Array:
+    """[K, slots, n, J] of keys [K, slots, H, J] at positions i32[slots, J]."""
+    found = jnp.matmul(rows, keys, preferred_element_type=dtype) * scale
+    if soft_cap is not None:
+      found = soft_cap * jnp.tanh(found / soft_cap)
+    visible = exists & ((start + step)[:, None] - positions < window)
+    return jnp.where(visible[None, :, None], found, _MASKED)
+
+  def add_block(j: Array, sums: _Sums) -> _Sums:
+    number, positions, exists = reach.block(j, shape)
+    keys, values = (jax.lax.dynamic_index_in_dim(x, number, 1, keepdims=False) for x in cache)
+    return sums.add(scores(keys, positions, exists), values)
+
+  zeros = jnp.zeros((K, slots, N // K), dtype)
+  sums = _Sums(jnp.full_like(zeros, _LOWEST_PEAK), zeros, jnp.zeros((K, slots, N // K, H), dtype))
+  sums = jax.lax.fori_loop(0, reach.prompt_blocks + reach.response_blocks, add_block, sums)
+  index = jnp.arange(shape.steps)
+  sums = sums.add(scores(staged.keys, start[:, None] + index, index <= step), staged.values)
+  out = sums.mixed / sums.total[..., None]
+  return jnp.transpose(out, (1, 0, 2, 3)).reshape(slots, N, H).astype(queries.dtype)

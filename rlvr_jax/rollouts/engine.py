@@ -1,0 +1,298 @@
+"""Generation in slots, as pure functions: prefill prompts, insert them, decode in bursts.
+
+A slot decodes one response. When it has ended, the slot takes the next one, so that short responses
+do not wait for long ones. `rollouts.scheduler` runs these functions from the host.
+
+A row's bits depend on its prompt, its key and the parameters alone: not on its slot, its neighbors
+or the order of requests. So every product has a fixed number of rows, a burst always begins at a
+multiple of its length, and blocks of the cache are accumulated in order (`ops.decoding`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from rlvr_jax.ops.decoding import Cache, CacheShape, Reach, cached_attention
+from rlvr_jax.ops.logprobs import distribution, head_logits
+from rlvr_jax.types import Array, Params, Sampling
+
+_SLOTS = ("data", "fsdp")  # axes of the mesh over which the slots are split
+
+
+class Settings(NamedTuple):
+  """What is fixed when the functions are compiled."""
+
+  model: Any  # provides `config`, `mesh`, `prefill`, `decode` and `head`
+  sampling: Sampling  # the distribution to sample from
+  slots: int  # responses that are decoded at a time
+  shape: CacheShape
+  max_new_tokens: int  # T
+  stop_tokens: tuple[int, ...]  # any of them ends a response; it is part of the response
+
+
+class State(NamedTuple):
+  """The slots between two bursts."""
+
+  caches: tuple[Cache, ...]  # one per layer
+  token: Array  # i32[slots], the next token to decode: at first the prompt's last one
+  prompt: Array  # i32[slots], cached tokens of the prompt, all but its last one
+  generated: Array  # i32[slots], tokens of the response
+  running: Array  # bool[slots]
+  keys: Array  # u32[slots, 2], data of the responses' PRNG keys
+
+
+class Fresh(NamedTuple):
+  """New contents of slots; row s is for slot s."""
+
+  row: Array  # i32[slots], index of the prompt in its prefilled batch; −1 leaves the slot as it is
+  token: Array  # i32[slots]
+  prompt: Array  # i32[slots]
+  keys: Array  # u32[slots, 2]
+
+
+class Emitted(NamedTuple):
+  """What a burst has sampled; on the host after every burst."""
+
+  tokens: Array  # i32[slots, steps]
+  logprobs: Array  # f32[slots, steps], exact, under the distribution sampled from
+  generated: Array  # i32[slots], tokens of the response so far
+  running: Array  # bool[slots]; False after a stop token or T tokens
+  stopped: Array  # bool[slots], the last token was a stop token
+  steps: Array  # i32[], decoding steps of this burst
+
+
+def load(trained: Params, frozen: Params, *, model: Any) -> Params:
+  """The parameters that the other functions take."""
+  return model.decoding_params(model.combine(trained, frozen))
+
+
+def empty(settings: Settings) -> State:
+  """Slots without responses; their caches are zero."""
+  c, shape, slots = settings.model.config, settings.shape, settings.slots
+  axes = (c.num_kv_heads, shape.blocks, slots)
+  cache = lambda: Cache.zeros(axes, shape.block, c.head_dim, c.compute_dtype)
+  integers = jnp.zeros(slots, jnp.int32)
+  return State(
+    caches=tuple(_placed(settings, cache(), slots=2) for _ in range(c.num_layers)),
+    token=integers,
+    prompt=integers,
+    generated=integers,
+    running=jnp.zeros(slots, bool),
+    keys=jnp.zeros((slots, 2), jnp.uint32),
+  )
+
+
+def prefill(params: Params, tokens: Array, *, settings: Settings) -> tuple[Cache, ...]:
+  """Keys and values of prompts, per layer [K, blocks, R, block, H].
+
+  Args:
+    params: from `Model.decoding_params`.
+    tokens: i32[R, S], right-padded; S is a multiple of the block.
+  """
+
+  c, block = settings.model.config, settings.shape.block
+  cached = lambda k, v: Cache.of_prompts(k, v, block, c.compute_dtype)
+  layers = settings.model.prefill(params, tokens)
+  return tuple(_placed(settings, cached(*layer), slots=None) for layer in layers)
+
+
+def insert(
+  state: State, prefilled: tuple[Cache, ...], fresh: Fresh, *, settings: Settings
+) -> State:
+  """Puts prompts into slots, where they start to run; `state` is to be donated."""
+  new = fresh.row >= 0
+
+  def put(cached, prompts):
+    blocks = prompts.shape[1]
+    taken = jnp.take(prompts, jnp.maximum(fresh.row, 0), axis=2)
+    kept = jnp.where(new[:, None, None], taken, cached[:, :blocks])
+    return cached.at[:, :blocks].set(kept)
+
+  either = lambda one, other: jnp.where(new.reshape(-1, *[1] * (other.ndim - 1)), one, other)
+  return State(
+    caches=jax.tree.map(put, state.caches, prefilled),
+    token=either(fresh.token, state.token),
+    prompt=either(fresh.prompt, state.prompt),
+    generated=either(0, state.generated),
+    running=new | state.running,
+    keys=either(fresh.keys, state.keys),
+  )
+
+
+def burst(params: Params, state: State, *, settings: Settings) -> tuple[State, Emitted]:
+  """Decodes up to `shape.steps` tokens in every slot; ends early when no slot is running.
+
+  The caches do not change within a burst, in which keys and values are staged: so the loop carries
+  little, and nothing is copied. `state` is to be donated.
+  """
+  c, shape, slots = settings.model.config, settings.shape, settings.slots
+  reach = Reach.of(shape, state.prompt, state.generated, state.running)
+  head = settings.model.head(params)
+  axes = (c.num_kv_heads, slots)
+  empty = lambda: Cache.zeros(axes, shape.steps, c.head_dim, c.compute_dtype)
+  staged = tuple(_placed(settings, empty(), slots=1) for _ in state.caches)
+  emitted = Emitted(
+    tokens=jnp.zeros((slots, shape.steps), jnp.int32),
+    logprobs=jnp.zeros((slots, shape.steps), logprobs_dtype(settings)),
+    generated=state.generated,
+    running=state.running,
+    stopped=jnp.zeros(slots, bool),
+    steps=jnp.int32(0),
+  )
+
+  def step(loop):
+    token, staged, emitted = loop
+    now = emitted.steps
+
+    hidden, staged = decode(params, state.caches, staged, reach, token, now, settings=settings)
+    token, logprob = _sample(settings, hidden, head, state.keys, state.generated + now)
+    return token, staged, _recorded(settings, emitted, token, logprob)
+
+  unfinished = lambda loop: (loop[2].steps < shape.steps) & jnp.any(loop[2].running)
+  token, staged, emitted = jax.lax.while_loop(unfinished, step, (state.token, staged, emitted))
+  caches = state.caches
+  if shape.response_blocks:  # else every response is a single burst
+    caches = _flushed(settings, caches, staged, state.generated)
+  state = State(caches, token, state.prompt, emitted.generated, emitted.running, state.keys)
+  return state, emitted
+
+
+def decode(
+  params: Params,
+  caches: tuple[Cache, ...],
+  staged: tuple[Cache, ...],
+  reach: Reach,
+  token: Array,
+  step: Array,
+  *,
+  settings: Settings,
+) -> tuple[Array, tuple[Cache, ...]]:
+  """One token of every slot through the network.
+
+  Args:
+    params: from `Model.decoding_params`.
+    caches: per layer; not changed within a burst.
+    staged: per layer, keys and values of the burst's earlier tokens.
+    reach: of the caches.
+    token: i32[slots].
+    step: i32[], number of the token in its burst.
+  Returns:
+    Hidden states [slots, D] that predict the next tokens, and `staged` with this one.
+  """
+
+  def attend(layer, query, key, value, of_layer):
+    own = staged[layer].staged(key, value, step)
+    out = cached_attention(query, caches[layer], own, reach, step, shape=settings.shape, **of_layer)
+    return out, own
+
+  # A slot that has ended goes on like the others, to be ignored: one step serves all slots.
+  positions = reach.prompt + reach.response + step
+  hidden, staged = settings.model.decode(params, token, positions, attend)
+  return hidden, tuple(staged)
+
+
+def full(state: State, *, settings: Settings) -> State:
+  """The same slots before the last burst of the longest responses to the longest prompts."""
+  shape, constant = settings.shape, lambda value: jnp.full(settings.slots, value)
+  prompt, response = (blocks * shape.block for blocks in shape[1:3])
+  return state._replace(
+    prompt=constant(prompt), generated=constant(response), running=constant(True)
+  )
+
+
+def _sample(settings, hidden, head, keys, position):
+  """Tokens i32[slots] and their log-probabilities f32[slots] from hidden [slots, D]."""
+  with jax.named_scope("head"):
+    logprobs = distribution(head_logits(hidden, head), settings.sampling)
+  if settings.sampling.temperature == 0:
+    tokens = jnp.argmax(logprobs, axis=-1)
+  else:
+    noise = lambda key, t: jax.random.gumbel(jax.random.fold_in(key, t), logprobs.shape[-1:])
+    # A barrier before the argmax: fused with it, XLA on CPU computes the logarithms one by one.
+    noise = jax.lax.optimization_barrier(jax.vmap(noise)(jax.random.wrap_key_data(keys), position))
+    tokens = jnp.argmax(logprobs + noise, axis=-1)
+  chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
+  return tokens.astype(jnp.int32), chosen
+
+
+def _recorded(settings: Settings, emitted: Emitted, token: Array, logprob: Array) -> Emitted:
+  """`emitted` with one more token in every slot that is running."""
+  now, running = emitted.steps, emitted.running
+  put = lambda into, x: jax.lax.dynamic_update_slice_in_dim(into, x[:, None], now, axis=1)
+  stop = jnp.any(token[:, None] == jnp.asarray(settings.stop_tokens, jnp.int32), axis=-1)
+  generated = emitted.generated + running
+  return Emitted(
+    tokens=put(emitted.tokens, token),
+    logprobs=put(emitted.logprobs, logprob.astype(emitted.logprobs.dtype)),
+    generated=generated,
+    running=running & ~stop & (generated < settings.max_new_tokens),
+    stopped=jnp.where(running, stop, emitted.stopped),
+    steps=now + 1,
+  )
+
+
+def _flushed(
+  settings: Settings, caches: tuple[Cache, ...], staged: tuple[Cache, ...], response: Array
+) -> tuple[Cache, ...]:
+  """The caches with what a burst has staged; every device writes its own slots, in place.
+
+  Args:
+    response: i32[slots], tokens of the response that were cached before the burst.
+  """
+
+  def on_device(caches, staged, response):
+    def one(slot, caches):
+      start = response[slot]
+      return tuple(
+        cache.flushed(x, slot, start, settings.shape)
+        for cache, x in zip(caches, staged, strict=True)
+      )
+
+    return jax.lax.fori_loop(0, response.size, one, caches)
+
+  mesh = settings.model.mesh
+  if mesh is None or mesh.size == 1:
+    return on_device(caches, staged, response)
+  into, new = PartitionSpec(_heads(settings), None, _SLOTS), PartitionSpec(_heads(settings), _SLOTS)
+  specs = (into, new, PartitionSpec(_SLOTS))
+  run = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=into, check_vma=False)
+  return run(caches, staged, response)
+
+
+def logprobs_dtype(settings: Settings) -> Any:
+  """Of the log-probabilities: at least float32."""
+  return jnp.promote_types(settings.model.config.compute_dtype, jnp.float32)
+
+
+def shardings(settings: Settings) -> tuple[Any, Any]:
+  """Where the state lies, and what the host reads; None where there is no mesh.
+
+  Slots are split over (data, fsdp), and heads over `tensor` where it divides them.
+  """
+  mesh = settings.model.mesh
+  if mesh is None:
+    return None, None
+  place: Any = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))
+  rows = place(_SLOTS)
+  cache = place(_heads(settings), None, _SLOTS)
+  caches = (Cache(cache, cache),) * settings.model.config.num_layers
+  return State(caches, *[rows] * (len(State._fields) - 1)), place()
+
+
+def _heads(settings: Settings) -> str | None:
+  divides = settings.model.config.num_kv_heads % settings.model.mesh.shape["tensor"] == 0
+  return "tensor" if divides else None
+
+
+def _placed(settings: Settings, cache: Cache, *, slots: int | None) -> Cache:
+  """Keys and values [K, ...], with heads and the axis of slots, if any, split over devices."""
+  mesh = settings.model.mesh
+  if mesh is None or mesh.size == 1:
+    return cache
+  spec = [_heads(settings), *[_SLOTS if axis == slots else None for axis in (1, 2)]]
+  place = NamedSharding(mesh, PartitionSpec(*spec))
+  return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, place), cache)

@@ -1,0 +1,78 @@
+"""Groups of batches that are still being sampled, so that a kill loses unfinished groups only."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import pathlib
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from rlvr_jax.files import JsonLines
+from rlvr_jax.rollouts.scheduler import Group
+from rlvr_jax.rollouts.shards import MARKER, checked_content, with_checksum
+
+_ARRAYS = ("tokens", "lengths", "stopped", "logprobs")
+
+
+class GroupJournal:
+  """One file of finished groups per draw of prompts, removed when its batch is in the store.
+
+  A line may be torn or damaged by a crash of the machine: its group is then sampled again, to the
+  same bits. So nothing waits for the disk.
+  """
+
+  def __init__(self, directory: pathlib.Path):
+    """Opens nothing yet; the folder is created with the first group."""
+    self._directory = directory
+
+  def append(self, draw: int, fingerprint: str, groups: Iterable[Group]) -> None:
+    """Writes groups of a draw; the operating system has them when this returns.
+
+    Args:
+      draw: number of the draw of prompts.
+      fingerprint: of the policy that sampled them.
+      groups: each tagged by the index of its prompt in the draw.
+    Raises:
+      DiskFullError: no space is left.
+    """
+    about = {"format": MARKER, "fingerprint": fingerprint}
+    self._directory.mkdir(exist_ok=True)
+    with contextlib.closing(JsonLines(self._path(draw))) as lines:
+      lines.append(with_checksum(about | _to_json(group)) for group in groups)
+
+  def read(self, draw: int, fingerprint: str) -> list[dict[str, Any]]:
+    """The groups of a draw that this policy has sampled, as JSON; see `from_json`."""
+    path = self._path(draw)
+    if not path.exists():
+      return []
+    data = path.read_bytes()
+    os.truncate(path, data.rfind(b"\n") + 1)  # what follows is torn, and would spoil the next line
+    found = [checked_content(line, path) for line in data.splitlines()]
+    return [c for c in found if c is not None and c["fingerprint"] == fingerprint]
+
+  def forget(self, *, before: int) -> None:
+    """Removes the draws with a lower number."""
+    for path in self._directory.glob("*.jsonl"):
+      if int(path.stem) < before:
+        path.unlink()
+
+  def _path(self, draw: int) -> pathlib.Path:
+    return self._directory / f"{draw:08d}.jsonl"
+
+
+def _to_json(group: Group) -> dict[str, Any]:
+  arrays = {name: getattr(group, name) for name in _ARRAYS}
+  text = lambda x: base64.b64encode(np.ascontiguousarray(x).tobytes()).decode()
+  described = {name: [x.dtype.name, list(x.shape), text(x)] for name, x in arrays.items()}
+  return {"index": group.tag, "arrays": described}
+
+
+def from_json(content: dict[str, Any]) -> Group:
+  """A group that `GroupJournal.read` returned."""
+  array = lambda dtype, shape, text: np.frombuffer(base64.b64decode(text), dtype).reshape(shape)
+  arrays = {name: array(*described) for name, described in content["arrays"].items()}
+  return Group(tag=content["index"], **arrays)

@@ -1,0 +1,277 @@
+"""The host's side of generation: a stream of requests through slots that are refilled."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from rlvr_jax.ops.decoding import Cache, CacheShape
+from rlvr_jax.rollouts import engine
+from rlvr_jax.rollouts.engine import Emitted, Fresh, Settings
+from rlvr_jax.types import Array, Params, Prompts, Rollouts, Sampling
+
+_PREFILL_TOKENS = 8192  # of a batch of prompts
+
+
+class Request(NamedTuple):
+  """A prompt and the keys of its rollouts."""
+
+  tag: Any  # comes back with the group
+  prompt: np.ndarray  # i32[n], n ≥ 1 tokens
+  keys: np.ndarray  # u32[G, 2], data of one PRNG key per rollout
+
+
+class Group(NamedTuple):
+  """The rollouts of a request; NumPy."""
+
+  tag: Any
+  tokens: np.ndarray  # i32[G, T], right-padded
+  lengths: np.ndarray  # i32[G], 1 ≤ length ≤ T
+  stopped: np.ndarray  # bool[G], ended by a stop token
+  logprobs: np.ndarray  # f32[G, T], under the distribution sampled from; 0 where padded
+
+
+def requests(prompts: Prompts, key: Array, group_size: int) -> list[Request]:
+  """A request per prompt, tagged by its index; rollout g of prompt p has its own key.
+
+  Args:
+    prompts: P prompts, NumPy.
+    key: one PRNG key; equal keys and indices give equal noise, whatever else is sampled.
+    group_size: G.
+  """
+  keys = np.asarray(_row_keys(key, np.zeros((len(prompts.lengths), group_size), bool)))
+  real = zip(prompts.tokens, prompts.lengths, strict=True)
+  return [Request(p, np.asarray(row[len(row) - n :]), keys[p]) for p, (row, n) in enumerate(real)]
+
+
+@functools.partial(jax.jit, keep_unused=True)
+def _row_keys(key: Array, rows: Array) -> Array:
+  """u32[P, G, 2] from a key and any array [P, G]."""
+  return jax.random.key_data(jax.random.split(key, rows.shape))
+
+
+def joined(groups: Sequence[Group]) -> Rollouts:
+  """The groups of P prompts as one record; NumPy."""
+  stack: Any = lambda name: np.stack([getattr(group, name) for group in groups])
+  return Rollouts(
+    tokens=stack("tokens"),
+    lengths=stack("lengths"),
+    stopped=stack("stopped"),
+    behavior_logprobs=stack("logprobs"),
+  )
+
+
+@dataclasses.dataclass
+class Usage:
+  """What streams have done with their slots.
+
+  Attributes:
+    slot_steps: decoding steps times slots, idle slots included.
+    tokens: sampled.
+    drain_slot_steps, drain_tokens: of bursts that began with an idle slot, as no request was left.
+  """
+
+  slot_steps: int = 0
+  tokens: int = 0
+  drain_slot_steps: int = 0
+  drain_tokens: int = 0
+
+  def add(self, slot_steps: int, tokens: int, *, drain: bool) -> None:
+    """Counts a burst."""
+    self.slot_steps += slot_steps
+    self.tokens += tokens
+    self.drain_slot_steps += slot_steps * drain
+    self.drain_tokens += tokens * drain
+
+
+class _Row(NamedTuple):
+  """One rollout of a group that is being sampled, and its prompt in a prefilled batch."""
+
+  group: Group
+  rollout: int
+  prompt: np.ndarray
+  key: np.ndarray
+  batch: tuple[Cache, ...]
+  row: int
+
+  def take(self, emitted: Emitted, slot: int) -> int:
+    """Appends what the row's slot has emitted; returns the number of tokens."""
+    g, lengths = self.rollout, self.group.lengths
+    new = slice(int(lengths[g]), int(emitted.generated[slot]))
+    count = new.stop - new.start
+    self.group.tokens[g, new] = emitted.tokens[slot, :count]
+    self.group.logprobs[g, new] = emitted.logprobs[slot, :count]
+    self.group.stopped[g] = emitted.stopped[slot]
+    lengths[g] = new.stop
+    return count
+
+
+class Engine:
+  """The functions of `rollouts.engine`, for one policy, one distribution and a number of slots.
+
+  Attributes:
+    settings: what is compiled in.
+    load: (trained, frozen) → the parameters that `serve` takes; jitted, once per refresh.
+  """
+
+  def __init__(
+    self,
+    model: Any,
+    sampling: Sampling,
+    *,
+    slots: int,
+    prefill_rows: int,
+    max_prompt_length: int,
+    max_new_tokens: int,
+    stop_tokens: tuple[int, ...],
+    pad_token: int,
+    to_host: Callable[[Any], Any] = jax.device_get,
+  ):
+    """Binds the functions; nothing is compiled yet.
+
+    Args:
+      model: of the policy, on the mesh that generates.
+      sampling: the distribution.
+      slots: responses decoded at a time; rounded up to a multiple of the mesh's batch devices.
+      prefill_rows: prompts encoded at a time, at most, and rounded up likewise.
+      max_prompt_length, max_new_tokens: S and T, tokens.
+      stop_tokens: any of them ends a response.
+      pad_token: fills responses after their end.
+      to_host: device arrays → NumPy.
+    """
+    devices = 1 if model.mesh is None else model.mesh.shape["data"] * model.mesh.shape["fsdp"]
+    split_evenly = lambda rows: -(-rows // devices) * devices
+    self.settings = Settings(
+      model=model,
+      sampling=sampling,
+      slots=split_evenly(slots),
+      shape=CacheShape.of(max_prompt_length, max_new_tokens),
+      max_new_tokens=max_new_tokens,
+      stop_tokens=stop_tokens,
+    )
+    self._prefill_rows = lambda length: split_evenly(
+      min(prefill_rows, max(_PREFILL_TOKENS // length, 1))
+    )
+    self._pad_token, self._to_host = pad_token, to_host
+    bound = lambda function: functools.partial(function, settings=self.settings)
+    state, host = engine.shardings(self.settings)
+    self.load = jax.jit(functools.partial(engine.load, model=model))
+    self._empty = jax.jit(bound(engine.empty), out_shardings=state)
+    self._prefill = jax.jit(bound(engine.prefill))
+    self._insert = jax.jit(bound(engine.insert), donate_argnums=0, out_shardings=state)
+    self._burst = jax.jit(bound(engine.burst), donate_argnums=1, out_shardings=(state, host))
+
+  def lowered(self, trained: Params, frozen: Params) -> Any:
+    """A `jax.stages.Lowered` for shapes: `load`, and a burst whose slots are all nearly full."""
+    settings = self.settings
+    state, _ = engine.shardings(settings)
+    shapes = jax.eval_shape(self._empty)
+    place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+    shapes = shapes if state is None else jax.tree.map(place, shapes, state)
+    run = lambda trained, frozen, state: engine.burst(
+      self.load(trained, frozen), engine.full(state, settings=settings), settings=settings
+    )
+    return jax.jit(run, donate_argnums=2, out_shardings=(state, None)).lower(
+      trained, frozen, shapes
+    )
+
+  def sample(
+    self, trained: Params, frozen: Params, prompts: Prompts, key: Array, group_size: int
+  ) -> Rollouts:
+    """The rollouts of one batch of prompts; all of it NumPy but the parameters."""
+    asked = requests(prompts, key, group_size)
+    served = self.serve(self.load(trained, frozen), asked)
+    groups = {group.tag: group for groups in served for group in groups}
+    return joined([groups[request.tag] for request in asked])
+
+  def serve(
+    self, params: Params, asked: Iterable[Request], usage: Usage | None = None
+  ) -> Iterator[list[Group]]:
+    """Yields after every burst the groups that it has finished, in any order.
+
+    Args:
+      params: from `load`.
+      asked: taken as slots become free.
+      usage: counts what the slots do.
+    """
+    state, usage = self._empty(), usage or Usage()
+    slots: list[_Row | None] = [None] * self.settings.slots
+    rows = self._rows(params, asked)
+    while True:
+      free = [slot for slot, row in enumerate(slots) if row is None]
+      new = dict(zip(free, rows, strict=False))  # in this order: a row is taken for a slot only
+      for batch, fresh in self._fresh(new):
+        state = self._insert(state, batch, fresh)
+      for slot, row in new.items():
+        slots[slot] = row
+      busy = {slot: row for slot, row in enumerate(slots) if row is not None}
+      if not busy:
+        return
+      state, emitted = self._burst(params, state)
+      emitted = self._to_host(emitted)
+      tokens = sum(row.take(emitted, slot) for slot, row in busy.items())
+      usage.add(int(emitted.steps) * len(slots), tokens, drain=len(busy) < len(slots))
+      ended = {slot: row for slot, row in busy.items() if not emitted.running[slot]}
+      for slot in ended:
+        slots[slot] = None
+      running = {id(row.group) for slot, row in busy.items() if slot not in ended}
+      groups = {id(row.group): row.group for row in ended.values()}
+      yield [group for key, group in groups.items() if key not in running and group.lengths.all()]
+
+  def _rows(self, params: Params, asked: Iterable[Request]) -> Iterator[_Row]:
+    """The rollouts of the requests; their prompts are prefilled in batches of like length.
+
+    The padded length of a prompt, and the number of rows that it is computed with, depend on its
+    own length alone.
+    """
+    coming = iter(asked)
+    ahead: list[Request] = []
+    T = self.settings.max_new_tokens
+    while True:
+      ahead += itertools.islice(coming, self._prefill_rows(1) - len(ahead))
+      if not ahead:
+        return
+      length = self._padded_length(ahead[0].prompt)
+      size = self._prefill_rows(length)
+      alike = [i for i, r in enumerate(ahead) if self._padded_length(r.prompt) == length][:size]
+      chosen = [ahead[i] for i in alike]
+      ahead = [request for i, request in enumerate(ahead) if i not in alike]
+      tokens = np.full((size, length), self._pad_token, np.int32)
+      for index, request in enumerate(chosen):
+        tokens[index, : len(request.prompt) - 1] = request.prompt[:-1]
+      batch = self._prefill(params, tokens)
+      for index, (tag, prompt, keys) in enumerate(chosen):
+        G = len(keys)
+        group = Group(
+          tag=tag,
+          tokens=np.full((G, T), self._pad_token, np.int32),
+          lengths=np.zeros(G, np.int32),
+          stopped=np.zeros(G, bool),
+          logprobs=np.zeros((G, T), engine.logprobs_dtype(self.settings)),
+        )
+        for g, key in enumerate(keys):
+          yield _Row(group, g, prompt, key, batch, index)
+
+  def _padded_length(self, prompt: np.ndarray) -> int:
+    """A block, doubled until all but the last token fit, or the longest prompt's length."""
+    shape = self.settings.shape
+    length = shape.block
+    while length < len(prompt) - 1:
+      length *= 2
+    return min(length, shape.prompt_blocks * shape.block)
+
+  def _fresh(self, new: dict[int, _Row]) -> Iterator[tuple[tuple[Cache, ...], Fresh]]:
+    """New rows by their slots, as arguments of `engine.insert`, one for each prefilled batch."""
+    slots = self.settings.slots
+    for _, members in itertools.groupby(new.items(), key=lambda item: id(item[1].batch)):
+      rows: Any = np.full((3, slots), -1, np.int32)
+      keys: Any = np.zeros((slots, 2), np.uint32)
+      for slot, row in members:
+        rows[:, slot], keys[slot] = (row.row, row.prompt[-1], len(row.prompt) - 1), row.key
+      yield row.batch, Fresh(row=rows[0], token=rows[1], prompt=rows[2], keys=keys)

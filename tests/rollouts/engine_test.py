@@ -1,0 +1,314 @@
+"""The sampler against the trainer's own log-probabilities, and as a sampler."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.ops.logprobs import distribution, head_logits, token_logprobs
+from rlvr_jax.rollouts.scheduler import Engine, Request, Usage, requests
+from rlvr_jax.types import Prompts, Sampling
+
+V, P, G, S, T = 24, 3, 4, 6, 9
+PAD = 0
+CONFIG = TransformerConfig(
+  vocab_size=V,
+  width=32,
+  num_layers=2,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=8,
+  mlp_width=48,
+  qk_norm=True,
+  final_soft_cap=15.0,
+  sliding_window=4,
+  sliding_layers=(True, False),
+)
+MODEL = transformer(CONFIG)
+_response_hidden = jax.jit(MODEL.response_hidden)
+SAMPLINGS = [
+  Sampling(),
+  Sampling(temperature=0.5),
+  Sampling(temperature=1.7),
+  Sampling(top_k=4),
+  Sampling(top_p=0.7),
+  Sampling(temperature=0.8, top_k=6, top_p=0.9),
+  Sampling(temperature=1.3, min_p=0.1),
+]
+
+
+@functools.cache
+def _params():
+  # Larger embeddings make a peaked, interesting distribution.
+  params = MODEL.init(jax.random.key(0))
+  return {**params, "embedding": params["embedding"] * 2.5}
+
+
+@functools.cache
+def _prompts():
+  rng = np.random.default_rng(0)
+  return Prompts(
+    tokens=rng.integers(0, V, (P, S)).astype(np.int32),
+    lengths=np.asarray([6, 2, 4], np.int32),
+  )
+
+
+@functools.cache
+def _engine(sampling=SAMPLINGS[0], stop_tokens=(3, 11), slots=P * G, length=T):
+  """Compiled once for all tests."""
+  return Engine(
+    MODEL,
+    sampling,
+    slots=slots,
+    prefill_rows=P,
+    max_prompt_length=S,
+    max_new_tokens=length,
+    stop_tokens=stop_tokens,
+    pad_token=PAD,
+  )
+
+
+def _generate(sampling=SAMPLINGS[0], key=0, prompts=None, group_size=G, **settings):
+  engine = _engine(sampling, **settings)
+  return engine.sample(_params(), {}, prompts or _prompts(), jax.random.key(key), group_size)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_logprobs_equal_the_trainers(sampling):
+  rollouts = _generate(sampling)
+  hidden = _response_hidden(_params(), _prompts(), rollouts.tokens)
+  head = MODEL.head(_params())
+  trainer, _ = token_logprobs(hidden, head, rollouts.tokens, sampling)
+  mask = np.arange(T) < np.asarray(rollouts.lengths)[..., None]
+  # Where a token's keep/drop margin is below 1e-5, sampler and trainer may keep different sets.
+  scaled = np.sort(np.asarray(head_logits(hidden, head)) / sampling.temperature, axis=-1)[..., ::-1]
+  undecided = np.zeros(mask.shape, bool)
+  if sampling.top_k:
+    undecided |= scaled[..., sampling.top_k - 1] - scaled[..., sampling.top_k] < 1e-5
+  if sampling.top_p < 1:
+    kept = scaled[..., : sampling.top_k or V]
+    mass = np.cumsum(np.exp(kept) / np.exp(kept).sum(-1, keepdims=True), axis=-1)
+    undecided |= np.abs(mass - sampling.top_p).min(-1) < 1e-5
+  if sampling.min_p:
+    threshold = scaled[..., :1] + np.log(sampling.min_p)
+    undecided |= np.abs(scaled - threshold).min(-1) < 1e-5
+  assert undecided.mean() < 0.01
+  compared = mask & ~undecided
+  difference = np.abs(np.asarray(trainer) - np.asarray(rollouts.behavior_logprobs))[compared]
+  assert compared.sum() > 40 and difference.max() < 1e-5
+
+
+def test_greedy_equals_the_argmax_of_the_full_forward_pass():
+  rollouts = _generate(Sampling(temperature=0.0), stop_tokens=(V,))
+  tokens = np.zeros((P, 1, T), np.int32)
+  for t in range(T):
+    hidden = _response_hidden(_params(), _prompts(), jnp.asarray(tokens))
+    tokens[:, :, t] = np.argmax(head_logits(hidden, MODEL.head(_params()))[:, :, t], axis=-1)
+  np.testing.assert_array_equal(rollouts.tokens, np.repeat(tokens, G, axis=1))
+  np.testing.assert_array_equal(rollouts.behavior_logprobs, 0.0)
+
+
+def test_rows_end_at_a_stop_token_or_the_limit():
+  rollouts = _generate()
+  tokens, lengths = np.asarray(rollouts.tokens), np.asarray(rollouts.lengths)
+  stops = np.isin(tokens, (3, 11))
+  for p, g in np.ndindex(P, G):
+    row, length = tokens[p, g], lengths[p, g]
+    assert not stops[p, g, : length - 1].any()
+    assert bool(rollouts.stopped[p, g]) == bool(stops[p, g, length - 1])
+    assert rollouts.stopped[p, g] or length == T
+    assert (row[length:] == PAD).all()
+    assert (rollouts.behavior_logprobs[p, g, length:] == 0).all()
+  assert 0 < rollouts.stopped.mean() < 1  # both ends occur in this sample
+
+
+def test_the_loop_ends_when_every_row_has_stopped():
+  """With all tokens as stop tokens one token is sampled, in one step."""
+  rollouts = _generate(stop_tokens=tuple(range(V)))
+  np.testing.assert_array_equal(rollouts.lengths, 1)
+  assert bool(rollouts.stopped.all())
+
+
+def test_frequencies_pass_a_chi_square_test():
+  """First tokens of 4,096 rollouts of one prompt, against the exact distribution."""
+  prompts = jax.tree.map(lambda x: x[:1], _prompts())
+  for sampling in (
+    Sampling(temperature=2.0),
+    Sampling(temperature=4.0, top_p=0.9),
+    Sampling(temperature=4.0, min_p=0.01),
+  ):
+    rollouts = _generate(sampling, key=5, prompts=prompts, group_size=4096, slots=4096)
+    hidden = _response_hidden(_params(), prompts, rollouts.tokens[:, :1])[0, 0, 0]
+    p = np.exp(distribution(head_logits(hidden, MODEL.head(_params())), sampling))
+    observed = np.bincount(np.asarray(rollouts.tokens[0, :, 0]), minlength=V)
+    assert (observed[p == 0] == 0).all()
+    kept = p > 1e-3
+    statistic = np.sum((observed - 4096 * p)[kept] ** 2 / (4096 * p)[kept])
+    freedom = kept.sum() - 1
+    assert freedom >= 5
+    assert statistic < freedom + 4 * np.sqrt(2 * freedom)
+
+
+def test_the_second_token_follows_its_own_first_token():
+  """Chi-square of the second token given the first: the cache serves the right rows."""
+  prompts = jax.tree.map(lambda x: x[1:2], _prompts())
+  rollouts = _generate(key=6, prompts=prompts, group_size=4096, slots=4096, stop_tokens=(V,))
+  first, second = np.asarray(rollouts.tokens[0, :, 0]), np.asarray(rollouts.tokens[0, :, 1])
+  token = np.bincount(first).argmax()
+  chosen = int(np.flatnonzero(first == token)[0])
+  row = rollouts.tokens[:, chosen : chosen + 1]
+  hidden = _response_hidden(_params(), prompts, row)[0, 0, 1]
+  p = np.exp(distribution(head_logits(hidden, MODEL.head(_params())), Sampling()))
+  observed = np.bincount(second[first == token], minlength=V)
+  n = observed.sum()
+  kept = n * p > 2
+  statistic = np.sum((observed - n * p)[kept] ** 2 / (n * p)[kept])
+  assert n > 300 and statistic < kept.sum() + 4 * np.sqrt(2 * kept.sum())
+
+
+def test_keys_decide_the_samples_and_nothing_else_does():
+  assert bool(jnp.all(_generate(key=1).tokens == _generate(key=1).tokens))
+  assert not bool(jnp.all(_generate(key=1).tokens == _generate(key=2).tokens))
+  groups = np.asarray(_generate(key=1).tokens)
+  assert len({row.tobytes() for row in groups[0]}) > 1  # rollouts of a prompt differ
+
+
+# --- slots ----------------------------------------------------------------------------------------
+
+LONG = 40  # tokens: several bursts, whose keys are read from blocks
+
+
+@functools.cache
+def _requests(count=7):
+  """Prompts of 1 to 6 tokens, two rollouts each."""
+  rng = np.random.default_rng(1)
+  lengths = 1 + np.arange(count, dtype=np.int32) % S
+  prompts = Prompts(tokens=rng.integers(0, V, (count, S)).astype(np.int32), lengths=lengths)
+  return requests(prompts, jax.random.key(4), 2)
+
+
+def _serve(engine, asked, usage=None):
+  """The groups by their tags."""
+  params = engine.load(_params(), {})
+  return {g.tag: g for groups in engine.serve(params, asked, usage) for g in groups}
+
+
+def _assert_equal(groups, expected):
+  assert groups.keys() == expected.keys()
+  for tag, group in groups.items():
+    for name, value in group._asdict().items():
+      np.testing.assert_array_equal(value, getattr(expected[tag], name))
+
+
+def _few_slots(stop_tokens=(3,)):
+  return _engine(stop_tokens=stop_tokens, slots=3, length=LONG)
+
+
+def test_the_order_of_requests_changes_no_bit():
+  expected = _serve(_few_slots(), _requests())
+  lengths = np.concatenate([group.lengths for group in expected.values()])
+  assert lengths.min() < 16 < lengths.max()  # so slots were refilled at different times
+  for seed in range(3):
+    order = np.random.default_rng(seed).permutation(len(_requests()))
+    _assert_equal(_serve(_few_slots(), [_requests()[i] for i in order]), expected)
+
+
+def test_neighbors_change_no_bit():
+  expected = _serve(_few_slots(), _requests())
+  for request in _requests()[::3]:
+    _assert_equal(_serve(_few_slots(), [request]), {request.tag: expected[request.tag]})
+
+
+def test_the_number_of_slots_changes_rounding_only():
+  few, many = (
+    _serve(_engine(stop_tokens=(3,), slots=slots, length=LONG), _requests()) for slots in (3, 14)
+  )
+  for tag, group in few.items():
+    np.testing.assert_array_equal(group.tokens, many[tag].tokens)
+    np.testing.assert_allclose(group.logprobs, many[tag].logprobs, atol=2e-6)
+
+
+def test_refilled_slots_have_the_trainers_logprobs():
+  groups = _serve(_few_slots(), _requests())
+  for request in _requests():
+    group, n = groups[request.tag], len(request.prompt)
+    padded = np.pad(request.prompt, (S - n, 0))[None]
+    hidden = _response_hidden(
+      _params(), Prompts(tokens=padded, lengths=np.asarray([n])), group.tokens[None]
+    )
+    trainer, _ = token_logprobs(hidden, MODEL.head(_params()), group.tokens[None])
+    mask = np.arange(LONG) < group.lengths[:, None]
+    np.testing.assert_allclose(np.where(mask, trainer[0], 0), group.logprobs, atol=2e-5)
+
+
+def test_frequencies_with_refilled_slots_pass_a_chi_square_test():
+  """Two prompts of unequal length, 2,048 rollouts each through 512 slots."""
+  engine = _engine(stop_tokens=(3, 11), slots=512)
+  prompts = jax.tree.map(lambda x: x[:2], _prompts())
+  groups = _serve(engine, requests(prompts, jax.random.key(8), 2048))
+  hidden = _response_hidden(_params(), prompts, np.zeros((2, 1, T), np.int32))[:, 0, 0]
+  p = np.exp(distribution(head_logits(hidden, MODEL.head(_params())), Sampling()))
+  for tag, group in groups.items():
+    observed, kept = np.bincount(group.tokens[:, 0], minlength=V), 2048 * p[tag] > 2
+    statistic = np.sum((observed - 2048 * p[tag])[kept] ** 2 / (2048 * p[tag])[kept])
+    assert statistic < kept.sum() + 4 * np.sqrt(2 * kept.sum())
+
+
+def test_what_the_slots_do_is_counted():
+  usage = Usage()
+  groups = _serve(_few_slots(), _requests(), usage)
+  assert usage.tokens == sum(group.lengths.sum() for group in groups.values())
+  assert 0 < usage.drain_tokens < usage.tokens
+  assert usage.tokens < usage.slot_steps < 3 * usage.tokens
+  assert usage.slot_steps % 3 == 0 and 0 < usage.drain_slot_steps < usage.slot_steps
+
+
+def test_prompts_of_like_length_are_prefilled_together():
+  """Up to three blocks of 16 tokens; the response is that of a prompt by itself."""
+  rng = np.random.default_rng(2)
+  lengths = [5, 44, 17, 3, 40, 18, 1]
+  prompts = [rng.integers(0, V, n).astype(np.int32) for n in lengths]
+  keys = _requests()
+  asked = [Request(i, p, keys[i].keys) for i, p in enumerate(prompts)]
+  engine = Engine(
+    MODEL,
+    Sampling(),
+    slots=4,
+    prefill_rows=2,
+    max_prompt_length=48,
+    max_new_tokens=LONG,
+    stop_tokens=(3,),
+    pad_token=PAD,
+  )
+  groups = _serve(engine, asked)
+  for request in asked:
+    padded = np.pad(request.prompt, (48 - len(request.prompt), 0))[None]
+    tokens = groups[request.tag].tokens[None]
+    hidden = _response_hidden(
+      _params(), Prompts(tokens=padded, lengths=np.asarray([len(request.prompt)])), tokens
+    )
+    trainer, _ = token_logprobs(hidden, MODEL.head(_params()), tokens)
+    mask = np.arange(LONG) < groups[request.tag].lengths[:, None]
+    np.testing.assert_allclose(
+      np.where(mask, trainer[0], 0), groups[request.tag].logprobs, atol=2e-5
+    )
+  _assert_equal(_serve(engine, asked[::-1]), groups)
+
+
+@pytest.mark.usefixtures("no_compilation_cache")
+def test_the_caches_are_written_in_place():
+  """No instruction of the compiled burst copies a layer's keys or values."""
+  engine = _few_slots()
+  params = engine.load(_params(), {})
+  state = jax.eval_shape(engine._empty)
+  program = engine._burst.lower(params, state).compile().as_text()
+  size = state.caches[0].keys.shape, state.caches[0].values.shape
+  of_cache = "|".join(",".join(map(str, shape)) for shape in size)
+  assert re.search(rf"= f32\[({of_cache})\]\S* dynamic-update-slice", program)
+  copies = re.findall(rf"= f32\[(?:{of_cache})\]\S* (?:copy|transpose|concatenate)\(", program)
+  assert not copies
