@@ -114,8 +114,7 @@ def _head(parts: Parts) -> float:
 def _keys_and_values(parts: Parts) -> float:
   """Bytes of the full cache and of the previous one, while the cache grows for the last time."""
   config, c = parts.config, parts.model.config
-  tensor = parts.mesh.shape["tensor"]  # the compiler splits heads over it, if they divide
-  heads = c.num_kv_heads // tensor if c.num_kv_heads % tensor == 0 else c.num_kv_heads
+  heads = c.num_kv_heads // parts.mesh.shape["tensor"]
   token = c.num_layers * heads * c.head_dim * 2 * jnp.dtype(c.compute_dtype).itemsize
   lengths = [0, *cache_lengths(config.max_response_length)]
   responses = config.batch.group_size * (lengths[-1] + lengths[-2])

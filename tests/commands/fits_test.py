@@ -29,6 +29,8 @@ def shapes(name, **mesh):
   config = importlib.import_module(f"rlvr_jax.configs.full_size.{name}").get_config()
   if mesh:
     config.mesh = mesh
+    for batch, field in ((config.batch, "prompts"), (config.evaluation, "batch_prompts")):
+      batch[field] = max(batch[field], mesh["fsdp"])
   return ahead_of_time.shapes_only(config, ahead_of_time.mesh_of(config, None))
 
 
@@ -44,8 +46,8 @@ QUICK = {("salt_qwen25_math_7b", 16), ("p3o_qwen3_4b", 256)}
   ],
 )
 def test_a_full_size_recipe_is_initialised_and_sharded_as_shapes(name, chips):
-  batch_devices = shapes(name).mesh.shape["fsdp"]
-  parts = shapes(name, data=1, fsdp=batch_devices, tensor=chips // batch_devices)
+  tensor = shapes(name).mesh.shape["tensor"] if chips == 16 else 4  # key heads that all have
+  parts = shapes(name, data=1, fsdp=chips // tensor, tensor=tensor)
   params = jax.tree.leaves(parts.abstract_state.params)
   assert sum(math.prod(x.shape) for x in params) == PARAMETERS[name]
   # All but norms and biases is split over every chip that its dimensions allow.
@@ -77,18 +79,16 @@ def test_the_estimate_counts_what_is_there():
   assert generation["keys and values"] == own + of_prompts
 
 
-@pytest.mark.parametrize(("num_kv_heads", "split"), [(2, 2), (1, 1)])
-def test_heads_that_divide_are_split_over_tensor(num_kv_heads, split):
-  overrides = dict(num_layers=1, num_heads=2, num_kv_heads=num_kv_heads)
-  whole, halves = (
-    fits.estimated(
-      ahead_of_time.shapes_only(
-        tiny.config(model__overrides=overrides), sharding.make_mesh(tensor=tensor)
-      )
-    )["generation, estimated"]["keys and values"]
-    for tensor in (1, 2)
-  )
-  assert whole == split * halves
+def test_heads_are_split_over_tensor():
+  def keys_and_values(tensor, num_kv_heads):
+    overrides = dict(num_layers=1, num_heads=2, num_kv_heads=num_kv_heads)
+    config = tiny.config(model__overrides=overrides)
+    parts = ahead_of_time.shapes_only(config, sharding.make_mesh(tensor=tensor))
+    return fits.estimated(parts)["generation, estimated"]["keys and values"]
+
+  assert keys_and_values(1, 2) == 2 * keys_and_values(2, 2)
+  with pytest.raises(ValueError, match=r"mesh.tensor=2 does not divide num_kv_heads=1"):
+    keys_and_values(2, 1)
 
 
 @pytest.mark.usefixtures("no_compilation_cache")
