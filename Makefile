@@ -8,7 +8,8 @@ TESTS ?=
 # What tensorflow-datasets 4.9.9 runs with; Colab has the same.
 OF_THEN := 'protobuf>=5.29.1,<6' 'tensorflow-metadata>=1.17,<1.18'
 # A module stays in one process, for what its tests share.
-PYTEST = JAX_PLATFORMS=cpu $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadscope --no-loadscope-reorder
+# Tests start programs, which find their modules compiled.
+PYTEST = JAX_PLATFORMS=cpu PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadscope --no-loadscope-reorder
 
 .PHONY: quickstart test test-slow test-soak test-lowest test-torch test-tpu lint
 

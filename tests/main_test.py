@@ -258,6 +258,7 @@ def test_unreadable_data(tmp_path):
 # --- a disk that fills, numbers that blow up ------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_no_disk_space_then_some(tmp_path):
   """A limit on the size of files stands for the disk; the message comes, and a rerun mends it."""
   workdir = tmp_path / "run"
@@ -268,6 +269,7 @@ def test_no_disk_space_then_some(tmp_path):
   assert tiny.records(workdir)[-1]["step"] == 12
 
 
+@pytest.mark.slow
 def test_nonfinite_updates_are_skipped_and_too_many_end_the_run(tmp_path):
   workdir = tmp_path / "run"
   parts = build(tiny.config(learning_rate="linear(peak=1e30)", max_skipped_in_a_row=2))
@@ -302,6 +304,7 @@ def first_hangs_second_dies(completion, reference):
   return Grade(Outcome.CORRECT if solved else Outcome.WRONG, float(solved))
 
 
+@pytest.mark.slow
 def test_a_hanging_and_a_dying_grader_cost_one_rollout_each(tmp_path):
   config = tiny.config(num_updates=1, warm_start__num_steps=0, reference__kl_coefficient=0.0)
   config.schedule = "updates_per_refresh(epochs=2)"

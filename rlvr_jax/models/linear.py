@@ -1,4 +1,4 @@
-"""Products of activations and kernels, and kernels with a change of low rank beside them."""
+"""Products of activations and kernels, which may be a kernel plus a low-rank change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PRODUCT = "product"  # names a product for remat; of a `LowRank`, the sum and no
 
 
 class LowRank(NamedTuple):
-  """A kernel beside a change of low rank, W + A·B, whose sum is never formed; see `models.lora`."""
+  """A kernel W plus a low-rank change A·B, whose sum is never formed; see `models.lora`."""
 
   kernel: Array  # [D, E]
   a: Array  # [D, R]

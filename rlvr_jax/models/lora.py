@@ -119,8 +119,8 @@ def combine(adapters: Params, base: Params, settings: LoraSettings) -> Params:
     settings: the settings that the adapters were made with.
   """
   blocks = base["blocks"]
-  beside = lambda kernel, a, b: LowRank(kernel, a, b * settings.scale)
-  new = {name: beside(blocks[name], **pair) for name, pair in adapters["blocks"].items()}
+  changed = lambda kernel, a, b: LowRank(kernel, a, b * settings.scale)
+  new = {name: changed(blocks[name], **pair) for name, pair in adapters["blocks"].items()}
   return {**base, "blocks": {**blocks, **new}}
 
 

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_collections
@@ -141,14 +141,17 @@ class Parser(config_flags.ConfigFileFlagParser):
     return config
 
 
+def _flags_like(pattern: str, argv: Sequence[str]) -> Iterator[tuple[re.Match[str], str]]:
+  """(match of its name, value) of each flag whose name matches, as `--name=value` or apart."""
+  for argument, following in zip(argv, [*argv[1:], ""], strict=True):
+    name, equals, value = argument.partition("=")
+    if found := re.fullmatch(rf"--?{pattern}", name):
+      yield found, value if equals else following
+
+
 def _file_flag(argv: Sequence[str]) -> str:
   """The flag that names the configuration file, as the command line has it."""
-  for argument, following in zip(argv, [*argv[1:], ""], strict=True):
-    if re.fullmatch(r"--?config", argument):
-      return f"{argument}={following}"
-    if re.match(r"--?config=", argument):
-      return argument
-  return "--config"
+  return next((f"{name[0]}={path}" for name, path in _flags_like("config", argv)), "--config")
 
 
 def _inside_a_string(flag: str, config: ConfigDict, given: Mapping[str, Any]) -> str | None:
@@ -161,26 +164,27 @@ def _inside_a_string(flag: str, config: ConfigDict, given: Mapping[str, Any]) ->
       if isinstance(node, str):
         field, (keyword, *deeper) = ".".join(names[:depth]), names[depth:]
         remedy = f"set it as one string, --{flag}.{field}=…"
-        if name in _COMPONENTS and not deeper:
-          old = specs.parse(field, node or "name")
-          new = specs.Spec(old.name, {**old.arguments, keyword: value})
-          remedy = f'write --{flag}.{field}="{value if keyword == "name" else new}"'
+        if name in _COMPONENTS and not deeper and (node or keyword == "name"):
+          component = value if keyword == "name" else _with_argument(field, node, keyword, value)
+          remedy = f'write --{flag}.{field}="{component}"'
         return f"--{flag}.{path}: config.{field} is a string, {node!r}; {remedy}"
   return None
+
+
+def _with_argument(field: str, component: str, keyword: str, value: Any) -> specs.Spec:
+  spec = specs.parse(field, component)
+  return specs.Spec(spec.name, {**spec.arguments, keyword: value})
 
 
 def overrides(name: str, argv: Sequence[str]) -> dict[str, Any]:
   """Path → value of each field that a command line sets; a value is a literal or else text."""
   argv = flags.FLAGS.read_flags_from_files(list(argv), force_gnu=False)
   given = {}
-  for argument, following in zip(argv, [*argv[1:], ""], strict=True):
-    found = re.fullmatch(rf"--?{name}\.([\w.]+)(?:=(.*))?", argument, re.DOTALL)
-    if found:
-      text = following if found[2] is None else found[2]
-      try:
-        given[found[1]] = ast.literal_eval(text)
-      except (ValueError, SyntaxError):
-        given[found[1]] = text
+  for path, text in _flags_like(rf"{name}\.([\w.]+)", argv):
+    try:
+      given[path[1]] = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+      given[path[1]] = text
   return given
 
 

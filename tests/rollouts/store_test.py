@@ -320,6 +320,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_nothing_that_was_written_is_lost_or_doubled_by_kills(tmp_path):
   rng = np.random.default_rng(0)
   returned = []

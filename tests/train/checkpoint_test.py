@@ -460,6 +460,7 @@ def test_killed_in_the_middle_of_saves(tmp_path):
     assert leftovers == []
 
 
+@pytest.mark.slow
 def test_killed_while_an_old_checkpoint_is_removed(tmp_path):
   """Half a checkpoint is never offered, and is gone after the next start."""
   body = """
@@ -491,6 +492,7 @@ def test_killed_while_an_old_checkpoint_is_removed(tmp_path):
   opened.close()
 
 
+@pytest.mark.slow
 def test_disk_that_fills_while_writing(tmp_path):
   """A file size limit stands in for a full disk: writing fails in the middle of the data."""
   body = """
@@ -528,6 +530,7 @@ def test_too_little_space_is_seen_before_writing(checkpointer, monkeypatch):
   assert checkpointer.save(2, make_state(2), host={})
 
 
+@pytest.mark.slow
 def test_orbax_is_silent(tmp_path):
   body = """
     saver = checkpoint.Checkpointer(sys.argv[1], keep=1)

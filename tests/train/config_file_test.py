@@ -126,6 +126,7 @@ def test_a_misspelled_keyword_names_the_near_one(arguments, message):
     ),
     ("--config.loss.foo=1", '--config.loss="ppo_clip(foo=1)"'),
     ("--config.grading.grader.name=gsm8k", '--config.grading.grader="gsm8k"'),
+    ("--config.grading.grader.seconds=3", "''; set it as one string, --config.grading.grader=…"),
     (
       "--config.tokenizer.path=x",
       "is a string, 'bytes'; set it as one string, --config.tokenizer=…",

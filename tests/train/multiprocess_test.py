@@ -235,6 +235,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.slow
 def test_agreement():
   program = textwrap.dedent(PROGRAM)
   command_of = lambda coordinator, i: [sys.executable, "-c", program, coordinator, str(i)]

@@ -22,7 +22,9 @@ from rlvr_jax.train.build import build, make_optimizer
 SHAPE = dict(num_layers=2, width=32, mlp_width=64, qkv_bias=True, tied_head=False)
 MODEL = transformer(preset("tiny", **SHAPE))
 ALL = [*optimizer.__all__, "sgd(momentum=0.9)", "optax:adafactor"]
-each_optimizer = pytest.mark.parametrize("name", ALL)
+each_optimizer = pytest.mark.parametrize(
+  "name", [n if n in ("adamw", "muon") else pytest.param(n, marks=pytest.mark.slow) for n in ALL]
+)
 
 
 def settings(**fields):

@@ -342,6 +342,7 @@ def test_a_stalled_trainer_bounds_what_is_sampled(trainer):
   background.close()
 
 
+@pytest.mark.slow
 def test_a_generator_that_stalls_or_dies_ends_the_run_with_everything_saved(trainer, parts):
   class Sleeping(concurrent.futures.Future):
     def result(self, timeout=None):
@@ -365,6 +366,7 @@ def test_a_generator_that_stalls_or_dies_ends_the_run_with_everything_saved(trai
 # --- sources --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_sources_share_a_batch(on_policy, train):
   pytest.importorskip("qwix", reason="the extra `quantized` needs flax 0.12")
   quarter, eighth = 2 / 8, 1 / 8
