@@ -5,9 +5,11 @@
 Model: Qwen 3 architecture, width 256, 4 layers, 4 heads, 2 key/value heads of 64, MLP 768,
 vocabulary 512, tied, float32, 3.28 M parameters. w1: 16 prompts × 8 rollouts of 64 tokens; w2:
 4 prompts × 32 rollouts of 128; prompts of 24 to 32 tokens, every response exactly that long (the
-stop token lies outside the vocabulary). One AdamW update per batch, no reference policy, a grader
-in constant time. What a step includes: data, rollout, decoding to text, grading in its worker
-process, update, metrics to metrics.jsonl and TensorBoard.
+stop token lies outside the vocabulary). w3: 8 prompts × 8 rollouts of up to 512 tokens, with a stop
+token in a vocabulary of 128, so that lengths are geometric with a mean of about 126. One AdamW
+update per batch, no reference policy, a grader in constant time. What a step includes: data,
+rollout, decoding to text, grading in its worker process, update, metrics to metrics.jsonl and
+TensorBoard.
 
 The last line is one JSON object; seconds are medians over the steps after two warm-up steps. Quote
 ratios against another system measured beside it, not single times.
@@ -52,6 +54,7 @@ from rlvr_jax.train.metrics import MetricWriter
 _WORKLOADS = {
   "w1": dict(prompts=16, group_size=8, response_length=64),
   "w2": dict(prompts=4, group_size=32, response_length=128),
+  "w3": dict(prompts=8, group_size=8, response_length=512),
 }
 _PROMPT_LENGTH = 32
 _WARMUP_STEPS = 2
@@ -68,6 +71,14 @@ class EndlessTokenizer(ByteTokenizer):
   stop_ids = (512,)
 
 
+class StoppingTokenizer(ByteTokenizer):
+  """Its stop token is one of 128 that the untrained model samples about equally often."""
+
+  vocab_size = 128
+  pad_id = 126
+  stop_ids = (127,)
+
+
 def count_e(completion: str, reference: dict) -> Grade:
   """A reward in constant time that differs between rollouts."""
   del reference
@@ -79,7 +90,8 @@ def make_config(workload: str, tokens_per_micro_batch: int = 2304):
   shape = _WORKLOADS[workload]
   c = base.get_config()
   c.model.preset = "small"
-  c.model.overrides = dict(vocab_size=512, rope_theta=1_000_000.0)
+  vocab_size = make_tokenizer(workload).vocab_size
+  c.model.overrides = dict(vocab_size=vocab_size, rope_theta=1_000_000.0)
   c.max_prompt_length, c.max_response_length = _PROMPT_LENGTH, shape["response_length"]
   c.batch.prompts, c.batch.group_size = shape["prompts"], shape["group_size"]
   c.batch.tokens_per_micro_batch = tokens_per_micro_batch
@@ -88,6 +100,10 @@ def make_config(workload: str, tokens_per_micro_batch: int = 2304):
   c.grading.outcomes.wrong = "score"
   c.logging.print_every = 10**9
   return c
+
+
+def make_tokenizer(workload: str) -> ByteTokenizer:
+  return StoppingTokenizer() if workload == "w3" else EndlessTokenizer()
 
 
 def make_task() -> Task:
@@ -113,7 +129,7 @@ def main(argv: list[str]) -> None:
   del argv
   imported = time.perf_counter() - _STARTED
   config = make_config(_WORKLOAD.value, _TOKENS.value)
-  parts = build(config, task=make_task(), tokenizer=EndlessTokenizer())
+  parts = build(config, task=make_task(), tokenizer=make_tokenizer(_WORKLOAD.value))
   num_steps = _WARMUP_STEPS + _STEPS.value
   with (
     tempfile.TemporaryDirectory() as workdir,
@@ -126,10 +142,12 @@ def main(argv: list[str]) -> None:
     frozen = parameters.load_frozen(parts)
     trainer = Trainer(parts, frozen, writer, checkpointer, pool, store, initial=params)
     trainer.start(jax.block_until_ready(parameters.first_state(parts, params, 0.0)))
-    steps, rollouts, updates = [], [], []
+    steps, rollouts, updates, tokens = [], [], [], []
     for _ in range(num_steps):
       began = time.perf_counter()
       trainer.collect()
+      collected = trainer.queue.load(trainer.schedule.batch(trainer.step))
+      tokens.append(int(collected.graded.train.mask.sum()))
       updating = time.perf_counter()
       rollouts.append(trainer.log.timings["time/generate_seconds"])
       trainer.update()
@@ -153,9 +171,10 @@ def main(argv: list[str]) -> None:
     "update_s_median": round(median(updates), 4),
     "first_step_s": round(steps[0], 3),
     "import_s": round(imported, 3),
-    "rollout_new_tokens_per_s": round(count * shape["response_length"] / median(rollouts), 1),
+    "response_tokens_mean": statistics.mean(tokens[_WARMUP_STEPS:]) / count,
+    "rollout_new_tokens_per_s": round(median(tokens) / median(rollouts), 1),
     "update_sequence_tokens_per_s": round(
-      count * (_PROMPT_LENGTH + shape["response_length"]) / median(updates), 1
+      (count * _PROMPT_LENGTH + median(tokens)) / median(updates), 1
     ),
     "peak_rss_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
     "all_step_s": [round(s, 3) for s in steps],

@@ -193,11 +193,11 @@ def _dense(queries, keys, values, rows, window, scale, soft_cap):
     score = score.reshape(*q.shape[:-1], -1)
     score = jnp.where(seen[:, None, :, None], score, _MASKED)
     peak = jax.lax.stop_gradient(jnp.max(score, axis=-1, keepdims=True))
-    weights = jnp.where(seen[:, None, :, None], jnp.exp(score - peak), 0)
+    weights = jnp.exp(score - peak)  # of padding, which sees nothing, all alike
     total = jnp.sum(weights, axis=-1, keepdims=True)
     weights = weights.astype(values.dtype).reshape(R, K, -1, score.shape[-1])
     mixed = _product(weights, values[:, :, before])
-    return mixed.reshape(q.shape) / jnp.where(total > 0, total, 1)  # padding sees nothing
+    return mixed.reshape(q.shape) / total
 
   out = jnp.concatenate([block(first) for first in range(0, L, _DENSE_BLOCK)], axis=2)
   out = jnp.swapaxes(out, 1, 2).reshape(queries.shape).astype(queries.dtype)
