@@ -75,7 +75,8 @@ def get_config() -> ConfigDict:
   # Which policy samples which rollouts: on_policy, updates_per_refresh, stages, fixed_lag,
   # simulated_asynchronous, asynchronous; docs/staleness.md.
   c.schedule = "updates_per_refresh"
-  c.generation_deadline_s = 600.0  # asynchronous: seconds to wait for a batch
+  # Seconds that sampling may be without progress; with asynchronous, that a batch may take.
+  c.generation_deadline_s = 600.0
   c.proximal_every = 0  # updates until decoupled_ppo scores a batch again; 0: only once
   c.sources = dict(  # fractions of a batch's groups; the policy samples the remaining groups
     temperature=dict(fraction=0.0, temperature=1.5),  # the policy at another temperature
@@ -93,7 +94,7 @@ def get_config() -> ConfigDict:
     filter=False,  # leave responses without a stop token out of the loss
   )
   # Of the behavior policy: rlvr_jax/sampling.py. slots: responses sampled at a time, over all
-  # devices; 0: those of a batch.
+  # devices; 0: those of a batch, or as many as there is memory for.
   c.sampling = dict(**dataclasses.asdict(Sampling()), slots=0)
   c.allow_truncated_behavior = False  # train although top-k, top-p or min-p bias the ratio
   c.policy_temperature = 1.0  # of the target policy

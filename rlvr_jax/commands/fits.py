@@ -11,6 +11,7 @@ from rlvr_jax.commands import ahead_of_time
 from rlvr_jax.commands.ahead_of_time import device_bytes, memory
 from rlvr_jax.commands.chips import chip_of
 from rlvr_jax.ops.logprobs import default_chunk_rows
+from rlvr_jax.rollouts.engine import slot_bytes
 from rlvr_jax.train.build import Parts
 from rlvr_jax.train.metrics import say
 
@@ -108,11 +109,9 @@ def _head(parts: Parts) -> float:
 
 def _keys_and_values(parts: Parts) -> float:
   """Bytes of the slots' caches, and of what a burst stages."""
-  c, shape = parts.model.config, parts.programs.engine.settings.shape
-  tensor = parts.mesh.shape["tensor"]  # heads are split over it, if it divides them
-  heads = c.num_kv_heads // tensor if c.num_kv_heads % tensor == 0 else c.num_kv_heads
-  token = c.num_layers * heads * c.head_dim * 2 * jnp.dtype(c.compute_dtype).itemsize
-  return float(_local_slots(parts) * (shape.blocks * shape.block + shape.steps) * token)
+  shape = parts.programs.engine.settings.shape
+  of_slot = slot_bytes(parts.model.config, shape, parts.mesh.shape["tensor"])
+  return float(_local_slots(parts) * of_slot)
 
 
 def _activations(parts: Parts) -> float:

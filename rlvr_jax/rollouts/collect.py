@@ -84,7 +84,7 @@ class Collector:
       solve_rate=np.full(P, np.mean(correct), np.float32),
     )
     statistics = {f"outcome/{name}": count / (P * G) for name, count in counts.items()}
-    statistics["response/truncated"] = float(1 - rollouts.stopped.mean())
+    statistics |= length_statistics(rollouts)
     samples = _samples(flight, grades, rewards, versions)
     return Graded(batch, int(rollouts.lengths.sum()), P, statistics, samples)
 
@@ -123,6 +123,14 @@ def _samples(
       zip(completions, grades, *per_rollout, strict=True)
     )
   ]
+
+
+def length_statistics(rollouts: Rollouts) -> dict[str, float]:
+  """How long the responses are, in tokens, and the share that the length limit has cut."""
+  points = {"p10": 10, "p50": 50, "p90": 90, "p99": 99, "max": 100}
+  lengths = np.percentile(rollouts.lengths, list(points.values()))
+  named = {f"response/length_{name}": x for name, x in zip(points, lengths.tolist(), strict=True)}
+  return named | {"response/truncated": float(1 - rollouts.stopped.mean())}
 
 
 def fill_masked(values: np.ndarray, keep: np.ndarray) -> np.ndarray:

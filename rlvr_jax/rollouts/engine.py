@@ -263,6 +263,18 @@ def _flushed(
   return run(caches, staged, response)
 
 
+def slot_bytes(network: Any, shape: CacheShape, tensor: int) -> int:
+  """Of a slot's keys and values, staged ones included, on one device of `tensor` that share it.
+
+  Args:
+    network: `TransformerConfig`.
+  """
+  split = tensor if network.num_kv_heads % tensor == 0 else 1
+  size = jnp.dtype(network.compute_dtype).itemsize
+  token = network.num_layers * network.num_kv_heads // split * network.head_dim * 2 * size
+  return token * (shape.blocks * shape.block + shape.steps)
+
+
 def logprobs_dtype(settings: Settings) -> Any:
   """Of the log-probabilities: at least float32."""
   return jnp.promote_types(settings.model.config.compute_dtype, jnp.float32)

@@ -73,21 +73,25 @@ class Usage:
 
   Attributes:
     slot_steps: decoding steps times slots, idle slots included.
-    tokens: sampled.
+    slot_tokens: sampled.
     drain_slot_steps, drain_tokens: of bursts that began with an idle slot, as no request was left.
   """
 
   slot_steps: int = 0
-  tokens: int = 0
+  slot_tokens: int = 0
   drain_slot_steps: int = 0
   drain_tokens: int = 0
 
   def add(self, slot_steps: int, tokens: int, *, drain: bool) -> None:
     """Counts a burst."""
     self.slot_steps += slot_steps
-    self.tokens += tokens
+    self.slot_tokens += tokens
     self.drain_slot_steps += slot_steps * drain
     self.drain_tokens += tokens * drain
+
+  def since(self, earlier: Usage) -> Usage:
+    """What was done after a copy of this one was made."""
+    return Usage(**{name: value - getattr(earlier, name) for name, value in vars(self).items()})
 
 
 class _Row(NamedTuple):

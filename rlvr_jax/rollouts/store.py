@@ -47,6 +47,7 @@ from rlvr_jax.rollouts.shards import (
 
 INDEX = "index.jsonl"
 TORN_FOLDER = "torn"
+GROUPS_FOLDER = "groups"  # of `rollouts.journal`
 _SHARD = re.compile(r"(\d{8,})\.array_record")
 _SPARE_BYTES = 2**20  # for the header, ArrayRecord's blocks and the index
 
@@ -230,7 +231,8 @@ class RolloutStore:
       self._refresh()
       ours = not index.stat().st_size or self._entries or self._shards()
     else:
-      names = {path.name.removesuffix(TEMPORARY) for path in folder.iterdir()} - {TORN_FOLDER}
+      names = {path.name.removesuffix(TEMPORARY) for path in folder.iterdir()}
+      names -= {TORN_FOLDER, GROUPS_FOLDER}
       ours = writable and all(_SHARD.fullmatch(name) for name in names)
     if not ours:
       raise StoreError(

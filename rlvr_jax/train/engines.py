@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import jax
 import ml_collections
 
 from rlvr_jax.data import Tokenizer
 from rlvr_jax.models.functional import Model
+from rlvr_jax.ops.decoding import CacheShape
+from rlvr_jax.rollouts.engine import slot_bytes
 from rlvr_jax.rollouts.scheduler import Engine
 from rlvr_jax.train import sharding
+from rlvr_jax.train.host import ends_after
 from rlvr_jax.types import Sampling
+
+_USABLE = 0.85  # of a device's memory; the rest is for temporary buffers
+_TRAINED_BYTES = 12  # per parameter: the float32 master and two moments, which stay where they are
 
 
 def make_engine(
@@ -20,15 +30,73 @@ def make_engine(
   prompts: int,
   group_size: int,
 ) -> Engine:
-  """The engine for batches of `prompts` prompts; `model`: on the mesh that generates."""
+  """The engine for batches of `prompts` prompts; `model`: on the mesh that generates.
+
+  Raises:
+    ValueError: the devices have no memory for a slot.
+  """
+  limit_s = config.generation_deadline_s
+
+  def to_host(tree: Any) -> Any:
+    with ends_after(
+      limit_s,
+      f"error: sampling has made no progress for {limit_s:g} s, so a device or another process"
+      " hangs. What was sampled is kept: rerun the same command to continue, with a larger"
+      " config.generation_deadline_s if the devices are that slow",
+    ):
+      return sharding.to_host(tree)
+
   return Engine(
     model,
     sampling,
-    slots=config.sampling.slots or prompts * group_size,
+    slots=config.sampling.slots or default_slots(config, model, prompts * group_size),
     prefill_rows=prompts,
     max_prompt_length=config.max_prompt_length,
     max_new_tokens=config.max_response_length,
     stop_tokens=tokenizer.stop_ids,
     pad_token=tokenizer.pad_id,
-    to_host=sharding.to_host,
+    to_host=to_host,
   )
+
+
+def default_slots(
+  config: ml_collections.ConfigDict, model: Model, responses: int, limit: int | None = None
+) -> int:
+  """As many slots as there are responses in a batch, or fewer if the memory does not suffice.
+
+  Args:
+    config: of the run.
+    model: on the mesh that generates.
+    responses: of a batch.
+    limit: bytes of a device; None: as the device says, without a limit if it does not.
+  Raises:
+    ValueError: the devices have no memory for a slot.
+  """
+  limit = limit or _memory(model.mesh)
+  if limit is None:
+    return responses
+  shapes = jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0)))
+  parameters = sum(math.prod(x.shape) for x in shapes)
+  sizes = dict(model.mesh.shape) if model.mesh else dict(data=1, fsdp=1, tensor=1)
+  shape = CacheShape.of(config.max_prompt_length, config.max_response_length)
+  decoded = jax.numpy.dtype(model.config.compute_dtype).itemsize / sizes["tensor"]
+  trained = _TRAINED_BYTES / (sizes["fsdp"] * sizes["tensor"])
+  free = _USABLE * limit - parameters * (decoded + trained)
+  of_slot = slot_bytes(model.config, shape, sizes["tensor"])
+  slots = int(free // of_slot) * sizes["data"] * sizes["fsdp"]
+  if slots < 1:
+    raise ValueError(
+      f"config.max_response_length = {config.max_response_length}: a response takes"
+      f" {of_slot / 2**30:.2f} GiB of keys and values, a device has {max(free, 0) / 2**30:.2f} of"
+      f" {limit / 2**30:.0f} GiB free beside the parameters. Lower it, or raise config.mesh.fsdp or"
+      " config.mesh.tensor; --mode=fits shows what a configuration takes"
+    )
+  return min(slots, responses)
+
+
+def _memory(mesh: Any) -> int | None:
+  """Bytes of this process's devices, if they generate and say so."""
+  device = jax.local_devices()[0]
+  if mesh is not None and (not hasattr(mesh, "devices") or device not in mesh.devices.flat):
+    return None  # devices that need not be there
+  return (device.memory_stats() or {}).get("bytes_limit")

@@ -29,7 +29,7 @@ from rlvr_jax.rollouts.batch import (
 )
 from rlvr_jax.rollouts.collect import Collector, keep_mixed_groups
 from rlvr_jax.rollouts.journal import GroupJournal
-from rlvr_jax.rollouts.store import RolloutStore, TornShardError
+from rlvr_jax.rollouts.store import GROUPS_FOLDER, RolloutStore, TornShardError
 from rlvr_jax.train import multihost, observe, sharding
 from rlvr_jax.train.behavior_sources import Source, max_gap
 from rlvr_jax.train.build import Parts
@@ -104,7 +104,7 @@ class Generator:
     self.clock = DeviceClock()
     self.on_dispatch: Callable[[], None] = lambda: None
     self.last: int | None = None
-    self.journal = GroupJournal(store.directory / "groups")
+    self.journal = GroupJournal(store.directory / GROUPS_FOLDER)
     self.streams = Streams(self.live, collector, self.journal)
 
   def state(self) -> dict[str, Any]:
@@ -250,6 +250,7 @@ class Generator:
     self, batches: Iterable[RolloutBatch], policy: PolicySnapshot
   ) -> Iterator[list[RolloutBatch]]:
     """As `Streams.sample`, with the time that each batch has taken."""
+    counted = dataclasses.replace(self.streams.usage)
     total = (self.last - self.number) * self.num_live if self.last is not None else None
     for complete in self.streams.sample(batches, policy, total):
       now = time.perf_counter()
@@ -259,6 +260,9 @@ class Generator:
           batch.timings["time/generate_seconds"] = now - began
           batch.timings |= observe.memory("generate")
           self.clock.free_from = now
+      if timed := [batch for batch in complete if batch.timings]:
+        used, counted = self.streams.usage.since(counted), dataclasses.replace(self.streams.usage)
+        timed[0].timings |= {f"time/{name}": value for name, value in vars(used).items()}
       yield complete
 
   def versions(self, policy: PolicySnapshot) -> np.ndarray:

@@ -9,6 +9,7 @@ import os
 import platform
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import NoReturn
@@ -59,6 +60,18 @@ def exit_immediately(message: str) -> NoReturn:
   time.sleep(0.2)  # writes that have begun still go where they were meant to
   os.write(terminal, f"{message}\n".encode(errors="backslashreplace"))
   os._exit(1)
+
+
+@contextlib.contextmanager
+def ends_after(seconds: float, message: str) -> Iterator[None]:
+  """Ends the process with a message if the block takes longer: a wait for devices has no limit."""
+  timer = threading.Timer(seconds, exit_immediately, [message])
+  timer.daemon = True
+  timer.start()
+  try:
+    yield
+  finally:
+    timer.cancel()
 
 
 _open_deadlines = 0

@@ -35,6 +35,8 @@ _LINE = (  # label, key, format
   ("kl", "behavior/kl_k3", "{:.1e}"),
   ("clip", "loss/clip_fraction", "{:.1%}"),
   ("grad", "update/gradient_norm", "{:.3g}"),
+  ("truncated", "response/truncated", "{:.1%}"),
+  ("slots busy", "time/slots_busy", "{:.0%}"),
   ("rollout tok/s", "time/rollout_tokens_per_second", "{:,.0f}"),
   ("update tok/s", "time/update_tokens_per_second", "{:,.0f}"),
   ("stale", "staleness/mean", "{:.1f}"),

@@ -91,6 +91,7 @@ class RunLog:
     self._hosts = observe.Hosts()
     self._written = time.perf_counter()  # when the last update was
     self._fresh_tokens = 0  # sampled since the last update
+    self._truncates = False  # whether the last batch had mostly truncated responses
     self._samples_written_at = -1  # update before which rollouts were last written
     self._began = time.perf_counter() - elapsed
     self._cycle_began = time.perf_counter()
@@ -113,11 +114,23 @@ class RunLog:
     for phase, seconds in batch.timings.items():
       self.spent(phase, seconds)
     self._fresh_tokens += graded.tokens if batch.timings else 0
+    self._warn_of_truncation(graded.statistics.get("response/truncated", 0.0), step)
     logging = self._config.logging
     if step % logging.rollouts_every == 0 and self._samples_written_at != step:
       self._samples_written_at = step  # once, however many batches are sampled
       samples = graded.samples[:: self._config.batch.group_size]
       self.writer.write_rollouts(step + 1, samples[: logging.rollouts_per_refresh])
+
+  def _warn_of_truncation(self, share: float, step: int) -> None:
+    """Says when more than half of the responses are truncated, once until it is less."""
+    before, self._truncates = self._truncates, share > 0.5
+    if self._truncates and not before:
+      limit = self._config.max_response_length
+      say(
+        f"warning: {share:.0%} of the responses sampled before update {step + 1} were cut at"
+        f" config.max_response_length = {limit} tokens, before any answer that they would have"
+        " given; raise it, or shorten responses with config.overlong.buffer"
+      )
 
   def count_scored(self, batch: TrainBatch) -> None:
     """Counts a forward pass over the batch."""
@@ -151,6 +164,9 @@ class RunLog:
     host = {**statistics, **self.counted(), **self.timings}
     if seconds := self.timings.get("time/generate_seconds"):
       host["time/rollout_tokens_per_second"] = self._fresh_tokens / seconds
+    if host.get("time/slot_steps"):
+      host["time/slots_busy"] = host["time/slot_tokens"] / host["time/slot_steps"]
+      host["time/drain_share"] = host["time/drain_slot_steps"] / host["time/slot_steps"]
     if length := self._schedule.stage_length:
       host["stage/number"], host["stage/age"] = divmod(step, length)
     self.timings, self._fresh_tokens = {}, 0

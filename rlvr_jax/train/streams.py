@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ class Streams:
   def __init__(self, sources: Sequence[Source], collector: Collector, journal: GroupJournal):
     """Args are those of the run; `sources`: without recorded ones."""
     self._sources, self.collector, self._journal = sources, collector, journal
+    self.usage = Usage()  # of all streams so far
 
   def requests(
     self, prompts: Prompts, *, seed: int, draw: int, group_size: int
@@ -75,7 +77,7 @@ class Streams:
       After every burst, the batches that it has completed, in order.
     """
     coming, started, done = iter(batches), [], 0
-    progress = _Progress(total)
+    progress = _Progress(total, self.usage)
 
     def taken() -> Iterator[RolloutBatch]:
       for batch in coming:
@@ -96,7 +98,7 @@ class Streams:
         for batch in (started if index else taken())
         for request in batch.requests[index]
       )
-      for groups in source.engine.serve(source.engine.load(*params), asked, progress.usage):
+      for groups in source.engine.serve(source.engine.load(*params), asked, self.usage):
         self._keep(groups)
         progress.after(len(groups), source.engine.settings.slots)
         alive()
@@ -123,22 +125,24 @@ def is_sampled(batch: RolloutBatch) -> bool:
 class _Progress:
   """Prints how far a long refresh is."""
 
-  def __init__(self, total: int | None):
-    self.usage, self._total, self._groups = Usage(), total, 0
+  def __init__(self, total: int | None, usage: Usage):
+    self._usage, self._total, self._groups = usage, total, 0
+    self._before = dataclasses.replace(usage)
     self._began = self._printed = time.monotonic()
 
   def after(self, groups: int, slots: int) -> None:
     """Counts the groups that a burst has finished."""
     self._groups += groups
-    now, usage = time.monotonic(), self.usage
-    if now - self._printed < _PRINT_EVERY_S or not usage.tokens:
+    now = time.monotonic()
+    if now - self._printed < _PRINT_EVERY_S:
       return
+    usage = self._usage.since(self._before)
     self._printed, elapsed = now, now - self._began
     left = ""
     if self._total and self._groups:
       left = f", about {elapsed * (self._total / self._groups - 1):.0f} s left"
     say(
       f"sampling: {self._groups}{f'/{self._total}' if self._total else ''} groups,"
-      f" {usage.tokens / elapsed:,.0f} tokens/s,"
-      f" {usage.tokens / usage.slot_steps:.0%} of {slots} slots busy{left}"
+      f" {usage.slot_tokens / elapsed:,.0f} tokens/s,"
+      f" {usage.slot_tokens / usage.slot_steps:.0%} of {slots} slots busy{left}"
     )

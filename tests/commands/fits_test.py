@@ -99,7 +99,6 @@ def test_the_estimate_counts_what_is_there():
   assert generation["keys and values"] == caches + staged
 
 
-<<<<<<< HEAD
 def test_heads_and_activations_are_split_over_tensor():
   whole, halves = (
     fits.estimated(ahead_of_time.shapes_only(tiny.config(), sharding.make_mesh(tensor=tensor)))
@@ -107,18 +106,6 @@ def test_heads_and_activations_are_split_over_tensor():
   )
   for table, row in (("generation", "keys and values"), ("update", "activations")):
     assert whole[f"{table}, estimated"][row] == 2 * halves[f"{table}, estimated"][row] > 0
-=======
-def test_heads_are_split_over_tensor():
-  def keys_and_values(tensor, num_kv_heads):
-    overrides = dict(num_layers=1, num_heads=2, num_kv_heads=num_kv_heads)
-    config = tiny.config(model__overrides=overrides)
-    parts = ahead_of_time.shapes_only(config, sharding.make_mesh(tensor=tensor))
-    return fits.estimated(parts)["generation, estimated"]["keys and values"]
-
-  assert keys_and_values(1, 2) == 2 * keys_and_values(2, 2)
-  with pytest.raises(ValueError, match=r"mesh.tensor=2 does not divide num_kv_heads=1"):
-    keys_and_values(2, 1)
->>>>>>> s3-packed
 
 
 @pytest.mark.usefixtures("no_compilation_cache")

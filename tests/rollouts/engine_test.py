@@ -262,9 +262,9 @@ def test_frequencies_with_refilled_slots_pass_a_chi_square_test():
 def test_what_the_slots_do_is_counted():
   usage = Usage()
   groups = _serve(_few_slots(), _requests(), usage)
-  assert usage.tokens == sum(group.lengths.sum() for group in groups.values())
-  assert 0 < usage.drain_tokens < usage.tokens
-  assert usage.tokens < usage.slot_steps < 3 * usage.tokens
+  assert usage.slot_tokens == sum(group.lengths.sum() for group in groups.values())
+  assert 0 < usage.drain_tokens < usage.slot_tokens
+  assert usage.slot_tokens < usage.slot_steps < 3 * usage.slot_tokens
   assert usage.slot_steps % 3 == 0 and 0 < usage.drain_slot_steps < usage.slot_steps
 
 

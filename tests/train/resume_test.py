@@ -88,7 +88,10 @@ def test_killed_at_random_points(schedule, tmp_path):
 
   Each run ends as the undisturbed one, and every rollout is there, once.
   """
-  flags = ("--config.num_updates=48", "--config.checkpoint.every=4")
+  # Few slots: a kill then falls between the groups of a batch.
+  flags = (
+    "--config.num_updates=48", "--config.checkpoint.every=4", "--config.sampling.slots=4"
+  )  # fmt: skip
   program = dict(config_file=f"{tiny.__file__}:{schedule}" if schedule else tiny.__file__)
   undisturbed = tmp_path / "undisturbed"
   tiny.run(tmp_path / "first", *flags, **program)  # compiles what the others find in their cache
@@ -127,7 +130,10 @@ def test_killed_at_random_points(schedule, tmp_path):
 @pytest.mark.soak
 def test_an_asynchronous_run_killed_at_random_points(tmp_path):
   """Rollouts sampled before a kill survive and are trained on, and lags stay within the bound."""
-  flags = ("--config.num_updates=48", "--config.checkpoint.every=4")
+  # Few slots: a kill then falls between the groups of a batch.
+  flags = (
+    "--config.num_updates=48", "--config.checkpoint.every=4", "--config.sampling.slots=4"
+  )  # fmt: skip
   program = dict(config_file=f"{tiny.__file__}:asynchronous")
   duration = duration_of(tmp_path / "first", *flags, **program)
   rng, kills = np.random.default_rng(0), 0

@@ -20,7 +20,7 @@ from rlvr_jax.rollouts.store import RolloutStore, TornShardError
 from rlvr_jax.train import build as building
 from rlvr_jax.train import loop, parameters, restore
 from rlvr_jax.train.behavior_sources import Source, recorded_groups
-from rlvr_jax.train.generator import AgreementError
+from rlvr_jax.train.generator import AgreementError, Generator
 from rlvr_jax.train.host import Termination
 from rlvr_jax.train.metrics import stage_summary
 from rlvr_jax.types import Sampling
@@ -253,6 +253,38 @@ def test_a_batch_after_the_checkpoint_is_read_or_sampled_again(
   assert f"0000000{damaged}.array_record" in capsys.readouterr().out
   assert {n: shard(workdir, n).stat().st_mtime_ns for n in others} == written
   assert_same_run(workdir, staged)
+
+
+def test_finished_groups_of_a_killed_refresh_are_not_sampled_again(trainer):
+  """The groups of a batch go through four slots, one after the other."""
+  few = build(sampling__slots=4)
+  schedule = schedules.updates_per_refresh(batches=2)
+  whole, killed = trainer(schedule, few), trainer(schedule, few)
+  whole.collect()
+  graded = iter(range(11))
+
+  def submit(*work):
+    if next(graded, None) is None:
+      raise KeyboardInterrupt
+    return whole.collector.submit(*work)
+
+  killed.generator.streams.collector = dataclasses.replace(killed.collector, submit=submit)
+  with pytest.raises(KeyboardInterrupt):
+    killed.collect()
+  store = killed.queue.store
+  lines = [path.read_text().count("\n") for path in sorted(store.directory.glob("groups/*"))]
+  assert sum(lines) == 12 and lines[-1] == 4  # with the one that was about to be graded
+  killed.generator = Generator(few, killed.frozen, killed.collector, store)
+  killed.collect()
+  for number in range(2):
+    ours, info = store.read(number)
+    expected, expected_info = whole.queue.store.read(number)
+    assert info == expected_info
+    for name in expected:
+      np.testing.assert_array_equal(ours[name], expected[name])
+  assert not list(store.directory.glob("groups/*"))
+  sampled, of_all = (x.generator.streams.usage.slot_tokens for x in (killed, whole))
+  assert 0.1 * of_all < sampled < 0.4 * of_all  # of 4 of 16 groups
 
 
 # --- what does not fit together -------------------------------------------------------------------

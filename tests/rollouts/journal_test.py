@@ -1,0 +1,57 @@
+"""Groups of unfinished batches: what a kill and a damaged file leave."""
+
+import numpy as np
+
+from rlvr_jax.rollouts.journal import GroupJournal, from_json
+from rlvr_jax.rollouts.scheduler import Group
+
+
+def _group(index):
+  rng = np.random.default_rng(index)
+  return Group(
+    tag=index,
+    tokens=rng.integers(0, 9, (2, 5)).astype(np.int32),
+    lengths=rng.integers(1, 6, 2).astype(np.int32),
+    stopped=rng.random(2) < 0.5,
+    logprobs=rng.normal(size=(2, 5)).astype(np.float32),
+  )
+
+
+def _read(journal, draw=0, fingerprint="ours"):
+  return {group.tag: group for group in map(from_json, journal.read(draw, fingerprint))}
+
+
+def test_groups_come_back_to_the_bit(tmp_path):
+  journal = GroupJournal(tmp_path / "groups")
+  assert _read(journal) == {}
+  journal.append(0, "ours", [_group(3)])
+  journal.append(0, "ours", [_group(1), _group(2)])
+  journal.append(0, "another policy's", [_group(4)])
+  journal.append(1, "ours", [_group(5)])
+  found = _read(GroupJournal(tmp_path / "groups"))
+  assert found.keys() == {1, 2, 3}
+  for index, group in found.items():
+    for name, value in _group(index)._asdict().items():
+      np.testing.assert_array_equal(getattr(group, name), value)
+      assert np.asarray(getattr(group, name)).dtype == np.asarray(value).dtype
+
+
+def test_a_torn_or_damaged_line_loses_its_group_only(tmp_path):
+  journal = GroupJournal(tmp_path / "groups")
+  journal.append(0, "ours", [_group(index) for index in range(3)])
+  (path,) = (tmp_path / "groups").iterdir()
+  lines = path.read_bytes().splitlines(keepends=True)
+  lines[1] = lines[1].replace(b"int32", b"int23")
+  path.write_bytes(b"".join(lines)[:-40])
+  assert _read(journal).keys() == {0}
+  journal.append(0, "ours", [_group(2)])  # after the torn line
+  assert _read(journal).keys() == {0, 2}
+
+
+def test_draws_in_the_store_are_forgotten(tmp_path):
+  journal = GroupJournal(tmp_path / "groups")
+  journal.forget(before=7)  # without a folder
+  for draw in range(3):
+    journal.append(draw, "ours", [_group(draw)])
+  journal.forget(before=2)
+  assert [_read(journal, draw).keys() for draw in range(3)] == [set(), set(), {2}]
