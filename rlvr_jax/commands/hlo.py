@@ -224,7 +224,7 @@ class _Program:
       read, written = self._fused_bytes(i.calls)
       operands = [min(whole, read.get(n, whole)) for n, whole in enumerate(operands)]
       results = [array_bytes(shape, hbm=True) for shape in arrays(i.shape)]
-      return sum(operands) + sum(map(min, results, written))
+      return int(sum(operands) + sum(map(min, results, written)))
     if i.opcode in ("dynamic-slice", "slice", "gather"):  # of what lies there
       return min(operands[0], array_bytes(i.shape)) + result
     if i.opcode == "dynamic-update-slice":
