@@ -116,5 +116,5 @@ def test_the_bound_on_rows_holds_for_random_lengths(seed):
 
 
 def test_fewer_rows_than_devices_are_an_error_with_its_remedy():
-  with pytest.raises(ValueError, match=r"most 5 rows of 500 .* the 8 devices .* tokens_per_row"):
+  with pytest.raises(ValueError, match=r"most 5 rows of 500 .* the 8 devices .*tokens_per_row"):
     _layout(length=500, devices=8)
