@@ -91,7 +91,7 @@ def test_linear_work_is_near_what_is_useful():
   packed = pack(zeros(len(prompts), 1024), prompts, zeros(*lengths.shape, 8192), lengths, layout)
   executed = int(packed.num_micro_batches) * packed.tokens[0].size
   useful = prompts.sum() + lengths.sum()
-  assert lengths.mean() == pytest.approx(1500, rel=0.05)
+  assert lengths.mean() == pytest.approx(1500, rel=0.1)
   assert 1 <= executed / useful <= 1.15
   padded = lengths.size * 8192 + prompts.size * 1024
   assert padded / useful > 5
