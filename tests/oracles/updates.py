@@ -65,7 +65,7 @@ def in_rows(batch, *, rows=10**6, mesh=None, length=12, several=True):
   Args:
     batch: as `make_batch` makes it.
     mesh: where the batch is placed; None leaves it on the host.
-    several: whether micro-batches of that size must be several, or one.
+    several: whether micro-batches of that size must be several, or one; None: any number.
   """
   devices = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
   P, G, T = batch.tokens.shape
@@ -81,7 +81,7 @@ def in_rows(batch, *, rows=10**6, mesh=None, length=12, several=True):
   )
   found = with_rows(batch, layout)
   count = found.packed.num_micro_batches if several else found.packed.tokens.shape[0]
-  assert (count > 1) == several, layout
+  assert several in (None, bool(count > 1)), layout
   return found if mesh is None else sharding.batch_to_devices(found, mesh)
 
 
