@@ -125,9 +125,7 @@ def get_config() -> ConfigDict:
   c.max_gradient_norm = 1.0
   c.max_skipped_in_a_row = 5  # non-finite updates until the run stops
 
-  c.mesh = dict(
-    data=1, fsdp=1, tensor=1
-  )  # devices along each axis; −1 for one of them: all that are left
+  c.mesh = dict(data=1, fsdp=1, tensor=1)  # devices along each axis; −1 once: all that are left
   c.generation_mesh = dict(data=0, fsdp=0, tensor=0)  # separate devices; all 0: those of mesh
 
   c.warm_start = dict(  # supervised, on the task's demonstrations

@@ -19,6 +19,7 @@ from typing import Any
 
 PORT = "@PORT@"  # stands in the commands for a port that is free when they start
 _RESTART_S = 1.0
+_OTHERS_S = 30.0  # for the others to end by themselves, and to say why, when a process has failed
 
 
 def supervise(folder: pathlib.Path) -> str:
@@ -70,15 +71,20 @@ def _started(folder: pathlib.Path, run: dict[str, Any]) -> list[subprocess.Popen
 
 
 def _waited(processes: list[subprocess.Popen], asked: list[int]) -> list[int]:
-  """Waits for all; passes a request to end on, once. Each ends when another has died."""
-  told = False
-  while any(process.poll() is None for process in processes):
+  """Waits for all; passes a request to end on, once. One that fails ends the others."""
+  told, failed = False, 0.0
+  while None in (statuses := [process.poll() for process in processes]):
+    if any(statuses) and not failed:
+      failed = time.monotonic()
+    if failed and not asked and time.monotonic() - failed > _OTHERS_S:
+      for process in processes:
+        process.kill()  # one may wait minutes for another that never came
     if asked and not told:
       told = True
       for process in processes:
         process.send_signal(signal.SIGTERM)
     time.sleep(0.1)
-  return [process.returncode for process in processes]
+  return [int(status or 0) for status in statuses]
 
 
 if __name__ == "__main__":

@@ -238,6 +238,20 @@ def test_a_request_to_end_reaches_every_process_and_nothing_starts_again(tmp_pat
   assert (found["state"], found["attempt"], found["statuses"]) == ("stopped", 0, [143, 143])
 
 
+def test_one_that_fails_ends_the_others(tmp_path, monkeypatch):
+  monkeypatch.setattr(supervise, "_OTHERS_S", 0.5)
+  program = "import sys, time; sys.exit(3) if sys.argv[1] == '1' else time.sleep(100)"
+  supervised(tmp_path, program)
+  before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+  before[signal.SIGHUP] = signal.getsignal(signal.SIGHUP)
+  try:
+    assert supervise.supervise(tmp_path) == "failed"
+  finally:
+    for number, handler in before.items():
+      signal.signal(number, handler)
+  assert json.loads((tmp_path / "state.json").read_text())["statuses"] == [-signal.SIGKILL, 3]
+
+
 def test_a_port_is_chosen_for_every_attempt(tmp_path):
   program = "import sys; print(sys.argv[1])"
   command = supervised(tmp_path, program, f"127.0.0.1:{supervise.PORT}")
@@ -353,9 +367,10 @@ def test_a_local_run_is_stopped_and_killed_and_goes_on(laptop, checkout, undistu
   wait_for(lambda: '"running"' in call("status").stdout)
   again = start("local", laptop, checkout, workdir)
   assert "try is running already" in again.communicate(timeout=60)[0] and again.returncode == 1
-  tiny.wait_for(tiny.has_record(workdir, 3, "train"), process)
-  state = pathlib.Path(laptop["XDG_STATE_HOME"], "rlvr_jax", "launch", "try", "state.json")
-  os.kill(json.loads(state.read_text())["processes"][1], signal.SIGKILL)
+  folder = pathlib.Path(laptop["XDG_STATE_HOME"], "rlvr_jax", "launch", "try")
+  wait_for(lambda: "resumed at update" in (folder / "process_0.log").read_text())
+  pids = json.loads((folder / "state.json").read_text())["processes"]
+  os.kill(pids[1], signal.SIGKILL)
   output = process.communicate(timeout=tiny.TIMEOUT_S)[0]
   assert process.returncode == 0 and output.count("resumed at update") == 2, output[-5000:]
   assert tiny.outcome(workdir) == tiny.outcome(undisturbed[0])
