@@ -35,6 +35,14 @@ def test_a_wait_without_a_sign_of_life_ends_the_process(body, ends):
   assert ("Timeout (0:00:03)!" in done.stderr and "<module>" in done.stderr) == ends
 
 
+@pytest.mark.parametrize(("seconds", "ends"), [(5.0, True), (0.2, False)])
+def test_a_wait_that_is_too_long_ends_with_a_message(seconds, ends):
+  code = f"import time\nfrom rlvr_jax.train import host\nwith host.ends_after(1.0, 'too long'):\n"
+  code += f"  time.sleep({seconds})\ntime.sleep(2.0)"
+  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+  assert (done.returncode, done.stderr) == ((1, "too long\n") if ends else (0, ""))
+
+
 def test_the_message_is_the_last_word(tmp_path):
   """Threads are writing complaints when the process ends."""
   program = """

@@ -1,0 +1,44 @@
+"""How many slots a run's engines have."""
+
+import pytest
+from train import tiny
+
+from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.presets import preset
+from rlvr_jax.train import sharding
+from rlvr_jax.train.build import build
+from rlvr_jax.train.engines import default_slots
+
+
+def settings(**fields):
+  return build(tiny.config(**fields)).programs.engine.settings
+
+
+def test_slots_are_those_of_a_batch_or_as_many_as_are_set():
+  assert settings().slots == 8 * 4
+  assert settings(sampling__slots=6).slots == 6
+  assert settings(sampling__slots=6, mesh__data=4).slots == 8  # split evenly over devices
+
+
+def test_training_and_evaluation_share_an_engine_if_they_sample_alike():
+  alike = build(tiny.config()).programs
+  assert alike.held_out_engine is alike.engine
+  other = build(tiny.config(evaluation__sampling__temperature=0.5)).programs
+  assert other.held_out_engine is not other.engine
+
+
+def test_slots_are_limited_by_the_devices_memory():
+  config = tiny.config(max_prompt_length=1024, max_response_length=8192)
+  model = transformer(preset("qwen2.5_7b"), sharding.layout(sharding.make_mesh(data=2, tensor=4)))
+  # 0.13 GiB per slot and device: 4 key/value heads over 4 devices.
+  slots = default_slots(config, model, responses=4096, limit=95 * 10**9)
+  assert slots == pytest.approx(2 * (0.85 * 95e9 - 7.6e9 * (12 + 2) / 4) / 134e6, rel=0.05)
+  assert default_slots(config, model, responses=100, limit=95 * 10**9) == 100
+  assert default_slots(config, model, responses=100, limit=None) == 100  # a CPU has no limit
+  with pytest.raises(ValueError, match=r"max_response_length = 8192.*config\.mesh\.fsdp"):
+    default_slots(config, model, responses=100, limit=16 * 10**9)
+
+
+def test_a_number_of_slots_out_of_range_is_refused():
+  with pytest.raises(ValueError, match=r"config\.sampling.*slots = -1"):
+    build(tiny.config(sampling__slots=-1))
