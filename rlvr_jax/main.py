@@ -4,7 +4,7 @@
 
 Any field can be set on the command line, such as --config.seed=1. The same command on the same
 workdir resumes a run that was stopped or killed. For --mode=eval, export, fits and costs see
-docs/models.md.
+docs/models.md, for --mode=check and Cloud TPUs docs/tpu.md.
 
 On several hosts, run it on each with --distributed and a workdir that all of them can access. If
 the cluster does not identify the processes, use --coordinator, --num_processes and --process_id.
@@ -72,11 +72,7 @@ def run() -> int:
     if message := config_file.missing_field(error):
       sys.exit(f"error: {message}")
     raise
-  if _MODE.value in (
-    "train",
-    "check",
-    "eval",
-  ):  # the workdir of an export is read by other programs
+  if _MODE.value in ("train", "check", "eval"):  # an export is read by other programs
     host.keep_compiled(str(_WORKDIR.value))
   try:
     action()

@@ -27,7 +27,7 @@ import ml_collections
 from rlvr_jax.commands import fits
 from rlvr_jax.commands.chips import CHIPS
 from rlvr_jax.data import Task, Tokenizer
-from rlvr_jax.files import listing, local_path, located, replacing
+from rlvr_jax.files import listing, located, replacing
 from rlvr_jax.models.huggingface import checked_tensors
 from rlvr_jax.rewards.outcome import Outcome
 from rlvr_jax.train import multihost
@@ -104,7 +104,7 @@ class Preflight:
   """The checks of a run, in order; later ones use what earlier ones have made."""
 
   def __init__(self, config: ml_collections.ConfigDict, workdir: str):
-    self.config, self.workdir = config, workdir
+    self.config, self.workdir = config, pathlib.Path(workdir)
     self.tokenizer: Tokenizer | None = None
     self.task: Task | None = None
     self.parts: Parts | None = None
@@ -186,16 +186,13 @@ class Preflight:
     """Every host can write, replace, sync and lock files in the workdir, and sees the others'."""
     # Whatever fails here, every process exchanges three times.
     token = multihost.exchange(uuid.uuid4().hex)[0]
-    mine, failure = pathlib.Path(self.workdir, f".check-{token}-{jax.process_index()}"), ""
+    mine, failure = self.workdir / f".check-{token}-{jax.process_index()}", ""
     try:
-      workdir = local_path("--workdir", self.workdir)
       _try_files(mine)
-    except ValueError as error:
-      failure = str(error)
     except OSError as error:
       failure = f"{error}. Choose a --workdir that this user can write"
     ready = all(not text for text in multihost.exchange(failure))
-    seen = len(list(mine.parent.glob(f".check-{token}-*"))) if ready else 0
+    seen = len(list(self.workdir.glob(f".check-{token}-*"))) if ready else 0
     multihost.exchange("all have looked")
     with contextlib.suppress(OSError):
       mine.unlink()
@@ -204,10 +201,10 @@ class Preflight:
     if ready and seen < jax.process_count():
       return Finding(
         FAIL,
-        f"{workdir} is not shared: this host sees the files of {seen} of {jax.process_count()}"
+        f"{self.workdir} is not shared: this host sees the files of {seen} of {jax.process_count()}"
         " hosts. Mount one file system on all of them; see docs/tpu.md",
       )
-    return Finding(OK, f"{workdir} can be written, synced and locked")
+    return Finding(OK, f"{self.workdir} can be written, synced and locked")
 
   # --- the run's parts ----------------------------------------------------------------------------
 
@@ -260,11 +257,10 @@ class Preflight:
   def space(self) -> Finding:
     """The workdir's disk has room for the checkpoints that are kept at a time."""
     parts = _made(self.parts, "the configuration has failed")
-    workdir = local_path("--workdir", self.workdir)
     state = jax.tree.leaves(parts.abstract_state)
     size = sum(math.prod(x.shape) * x.dtype.itemsize for x in state)
     kept = self.config.checkpoint.keep + 2  # the best, and the one that is being written
-    disk = os.statvfs(workdir)
+    disk = os.statvfs(self.workdir)
     free, needed = disk.f_bavail * disk.f_frsize, size * kept
     text = f"{free / _GIB:.1f} GiB free, {needed / _GIB:.1f} for {kept} checkpoints"
     if free < needed:

@@ -48,10 +48,10 @@ def prepared(
     raise ValueError(f"--profile and --trackers go with --mode=train, not with {mode}")
   if mode in ("fits", "costs"):
     return _ahead_of_time(mode, config, workdir, topology)
-  if mode == "check":  # what is wrong is what it reports
-    return functools.partial(check, config, str(workdir))
   if mode != "export":  # the workdir of an export may be remote
     local_path("--workdir", str(workdir))
+  if mode == "check":  # what else is wrong is what it reports
+    return functools.partial(check, config, str(workdir))
   observe.Profile(profile, str(workdir))
   for name in tracked_by:
     trackers.check(name)

@@ -75,12 +75,10 @@ def test_a_checkpoint_without_its_weights(capsys, tmp_path):
   assert lines["config"][0] == OK and message == "1 checks have failed: checkpoint"
 
 
-@pytest.mark.parametrize(("kind", "text"), [("file", "Choose a --workdir"), ("url", "is a URL")])
-def test_a_workdir_that_cannot_be_written(capsys, tmp_path, kind, text):
+def test_a_workdir_that_cannot_be_written(capsys, tmp_path):
   (tmp_path / "run").write_text("a file")
-  workdir = tmp_path / "run" if kind == "file" else "gs://bucket/run"
-  lines, message = found(capsys, workdir, **MESH)
-  assert lines["workdir"][0] == FAIL and text in lines["workdir"][1]
+  lines, message = found(capsys, tmp_path / "run", **MESH)
+  assert lines["workdir"][0] == FAIL and "Choose a --workdir" in lines["workdir"][1]
   assert "workdir" in message
 
 

@@ -29,6 +29,7 @@ def test_local_paths_stay_as_they_are(path):
   ("mode", "workdir", "checkpoint", "owner"),
   [
     ("train", URL, None, "--workdir"),
+    ("check", URL, None, "--workdir"),
     ("eval", URL, None, "--workdir"),
     ("eval", "runs/x", URL, "--checkpoint"),
     ("export", URL, URL, "--checkpoint"),  # its workdir may be remote

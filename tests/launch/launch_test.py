@@ -16,6 +16,7 @@ import time
 import pytest
 import setuptools  # noqa: F401  (its setup, not that of distutils, is what setup.py calls)
 import yaml
+from rewards.user_graders import SECONDS
 from train import tiny
 
 from rlvr_jax.launch import __main__ as command_line
@@ -358,15 +359,19 @@ def test_a_local_run_is_stopped_and_killed_and_goes_on(laptop, checkout, undistu
   call = lambda verb: subprocess.run(
     command("local", verb), cwd=checkout, env=laptop, capture_output=True, text=True
   )
+  laptop = laptop | {SECONDS: "0.3"}  # by the grader, so that there is time to interrupt
   process = start("local", laptop, checkout, workdir)
+  wait_for(lambda: '"running"' in call("status").stdout)
+  again = start("local", laptop, checkout, workdir)
+  assert (
+    "try is running already" in again.communicate(timeout=tiny.TIMEOUT_S)[0]
+    and again.returncode == 1
+  )
   tiny.wait_for(tiny.has_record(workdir, 1, "train"), process)
   assert call("stop").stdout == "try: stopped\n"
   output = process.communicate(timeout=tiny.TIMEOUT_S)[0]
   assert process.returncode == 1 and "asked to end: saved after update" in output
   process = start("local", laptop, checkout, workdir)  # with --retries=1
-  wait_for(lambda: '"running"' in call("status").stdout)
-  again = start("local", laptop, checkout, workdir)
-  assert "try is running already" in again.communicate(timeout=60)[0] and again.returncode == 1
   folder = pathlib.Path(laptop["XDG_STATE_HOME"], "rlvr_jax", "launch", "try")
   wait_for(lambda: "resumed at update" in (folder / "process_0.log").read_text())
   pids = json.loads((folder / "state.json").read_text())["processes"]
