@@ -217,7 +217,7 @@ class _Program:
 
   # --- memory -------------------------------------------------------------------------------------
 
-  def _hbm_bytes(self, computation: str, i: Instruction) -> int:
+  def _hbm_bytes(self, computation: str, i: Instruction) -> float:
     operands = [array_bytes(self._shape(computation, x), hbm=True) for x in i.operands]
     result = array_bytes(i.shape, hbm=True)
     if i.opcode == "fusion":
