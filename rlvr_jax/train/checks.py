@@ -11,6 +11,7 @@ import ml_collections
 from jax.sharding import Mesh
 
 from rlvr_jax import specs
+from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_between, check_integer
 from rlvr_jax.ops.logprobs import check_sampling, is_truncated
 from rlvr_jax.rewards.outcome import OutcomePolicy
@@ -83,6 +84,17 @@ def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
     raise ValueError(
       f"config.evaluation.ks = {ks}: pass@k needs at least one integer k, 1 ≤ k ≤"
       f" config.evaluation.num_samples = {limit}"
+    )
+
+
+def check_heads(owner: str, network: TransformerConfig, tensor: int) -> None:
+  """Raises ValueError unless the heads, or copies of key/value heads, split over `tensor`."""
+  heads, of_keys = network.num_heads, network.num_kv_heads
+  fits = lambda n: heads % n == 0 and (of_keys % n == 0 or n % of_keys == 0)
+  if not fits(tensor):
+    raise ValueError(
+      f"{owner}: tensor = {tensor} does not split {heads} query heads and {of_keys} key/value"
+      f" heads; choose one of {[n for n in range(1, heads + 1) if fits(n)]}"
     )
 
 
