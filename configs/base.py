@@ -126,7 +126,8 @@ def get_config() -> ConfigDict:
   c.max_skipped_in_a_row = 5  # non-finite updates until the run stops
 
   c.mesh = dict(data=1, fsdp=1, tensor=1)  # devices along each axis; −1 once: all that are left
-  c.generation_mesh = dict(data=0, fsdp=0, tensor=0)  # separate devices; all 0: those of mesh
+  # Another layout for sampling, over separate devices or over those of mesh; all 0: as mesh.
+  c.generation_mesh = dict(data=0, fsdp=0, tensor=0, same_devices=False)
 
   c.warm_start = dict(  # supervised, on the task's demonstrations
     num_steps=200,

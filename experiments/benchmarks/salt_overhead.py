@@ -432,7 +432,8 @@ def without_trunk(
     response_hidden=lambda params, prompts, tokens: params["hidden"],
     row_hidden=None,
     decoding_params=None,
-    start_decoding=None,
+    prefill=None,
+    decode=None,
   )
   batch = abstract_batch(config)
   D, V = settings.width, settings.vocab_size

@@ -12,6 +12,7 @@ from rlvr_jax.commands.ahead_of_time import device_bytes, memory
 from rlvr_jax.commands.chips import chip_of
 from rlvr_jax.ops.logprobs import default_chunk_rows
 from rlvr_jax.rollouts.engine import slot_bytes
+from rlvr_jax.train import sharding
 from rlvr_jax.train.build import Parts
 from rlvr_jax.train.metrics import say
 
@@ -83,20 +84,23 @@ def estimated(parts: Parts) -> dict[str, Table]:
 
 
 def _local_slots(parts: Parts) -> int:
-  batch_devices = parts.mesh.shape["data"] * parts.mesh.shape["fsdp"]
-  return parts.programs.engine.settings.slots // batch_devices
+  settings = parts.programs.engine.settings
+  mesh = settings.model.mesh  # that of config.generation_mesh, if it is set
+  return settings.slots // (mesh.shape["data"] * mesh.shape["fsdp"])
 
 
 def _decoding_parameters(parts: Parts) -> float:
-  """Bytes of the copy for the decoding loop: in the compute dtype, not sharded along fsdp."""
+  """Bytes of the copy to sample with: in the compute dtype, not sharded along fsdp."""
   size = jnp.dtype(parts.model.config.compute_dtype).itemsize
+  mesh = parts.programs.engine.settings.model.mesh
 
-  def leaf(x):
-    spec = [None if axis == "fsdp" else axis for axis in x.sharding.spec]
-    whole = jax.sharding.NamedSharding(parts.mesh, jax.sharding.PartitionSpec(*spec))
+  def leaf(x, placed):
+    spec = [None if axis == "fsdp" else axis for axis in placed.spec]
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
     return math.prod(whole.shard_shape(x.shape)) * size
 
-  return float(sum(map(leaf, jax.tree.leaves(parts.abstract_base))))
+  shardings = sharding.state_shardings(parts.abstract_base, mesh)
+  return float(sum(jax.tree.leaves(jax.tree.map(leaf, parts.abstract_base, shardings))))
 
 
 def _head(parts: Parts) -> float:
@@ -109,8 +113,9 @@ def _head(parts: Parts) -> float:
 
 def _keys_and_values(parts: Parts) -> float:
   """Bytes of the slots' caches, and of what a burst stages."""
-  shape = parts.programs.engine.settings.shape
-  of_slot = slot_bytes(parts.model.config, shape, parts.mesh.shape["tensor"])
+  settings = parts.programs.engine.settings
+  tensor = settings.model.mesh.shape["tensor"]
+  of_slot = slot_bytes(parts.model.config, settings.shape, tensor)
   return float(_local_slots(parts) * of_slot)
 
 

@@ -73,7 +73,7 @@ def load(trained: Params, frozen: Params, *, model: Any) -> Params:
 def empty(settings: Settings) -> State:
   """Slots without responses; their caches are zero."""
   c, shape, slots = settings.model.config, settings.shape, settings.slots
-  axes = (c.num_kv_heads, shape.blocks, slots)
+  axes = (cached_heads(c, _tensor(settings)), shape.blocks, slots)
   cache = lambda: Cache.zeros(axes, shape.block, c.head_dim, c.compute_dtype)
   integers = jnp.zeros(slots, jnp.int32)
   return State(
@@ -95,7 +95,9 @@ def prefill(params: Params, tokens: Array, *, settings: Settings) -> tuple[Cache
   """
 
   c, block = settings.model.config, settings.shape.block
-  cached = lambda k, v: Cache.of_prompts(k, v, block, c.compute_dtype)
+  copies = cached_heads(c, _tensor(settings)) // c.num_kv_heads
+  each = lambda x: jnp.repeat(x, copies, axis=2)
+  cached = lambda k, v: Cache.of_prompts(each(k), each(v), block, c.compute_dtype)
   layers = settings.model.prefill(params, tokens)
   return tuple(_placed(settings, cached(*layer), slots=None) for layer in layers)
 
@@ -132,7 +134,7 @@ def burst(params: Params, state: State, *, settings: Settings) -> tuple[State, E
   c, shape, slots = settings.model.config, settings.shape, settings.slots
   reach = Reach.of(shape, state.prompt, state.generated, state.running)
   head = settings.model.head(params)
-  axes = (c.num_kv_heads, slots)
+  axes = (cached_heads(c, _tensor(settings)), slots)
   empty = lambda: Cache.zeros(axes, shape.steps, c.head_dim, c.compute_dtype)
   staged = tuple(_placed(settings, empty(), slots=1) for _ in state.caches)
   emitted = Emitted(
@@ -184,8 +186,12 @@ def decode(
     Hidden states [slots, D] that predict the next tokens, and `staged` with this one.
   """
 
+  network = settings.model.config
+  copies = cached_heads(network, _tensor(settings)) // network.num_kv_heads
+  each = lambda x: jnp.repeat(x, copies, axis=1)
+
   def attend(layer, query, key, value, of_layer):
-    own = staged[layer].staged(key, value, step)
+    own = staged[layer].staged(each(key), each(value), step)
     out = cached_attention(query, caches[layer], own, reach, step, shape=settings.shape, **of_layer)
     return out, own
 
@@ -269,10 +275,27 @@ def slot_bytes(network: Any, shape: CacheShape, tensor: int) -> int:
   Args:
     network: `TransformerConfig`.
   """
-  split = tensor if network.num_kv_heads % tensor == 0 else 1
+  heads = cached_heads(network, tensor)
+  of_device = heads // tensor if heads % tensor == 0 else heads
   size = jnp.dtype(network.compute_dtype).itemsize
-  token = network.num_layers * network.num_kv_heads // split * network.head_dim * 2 * size
+  token = network.num_layers * of_device * network.head_dim * 2 * size
   return token * (shape.blocks * shape.block + shape.steps)
+
+
+def cached_heads(network: Any, tensor: int) -> int:
+  """Key/value heads in the cache: more than the network's where each of `tensor` devices has one.
+
+  Args:
+    network: `TransformerConfig`.
+    tensor: devices that the heads are split over.
+  """
+  copied = tensor % network.num_kv_heads == 0 and network.num_heads % tensor == 0
+  return tensor if copied else network.num_kv_heads
+
+
+def _tensor(settings: Settings) -> int:
+  mesh = settings.model.mesh
+  return 1 if mesh is None else mesh.shape["tensor"]
 
 
 def logprobs_dtype(settings: Settings) -> Any:
@@ -296,8 +319,8 @@ def shardings(settings: Settings) -> tuple[Any, Any]:
 
 
 def _heads(settings: Settings) -> str | None:
-  divides = settings.model.config.num_kv_heads % settings.model.mesh.shape["tensor"] == 0
-  return "tensor" if divides else None
+  tensor = _tensor(settings)
+  return "tensor" if cached_heads(settings.model.config, tensor) % tensor == 0 else None
 
 
 def _placed(settings: Settings, cache: Cache, *, slots: int | None) -> Cache:

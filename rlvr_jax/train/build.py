@@ -80,7 +80,7 @@ class Parts:
 
   @functools.cached_property
   def generation_mesh(self) -> Mesh:
-    """The mesh that generates rollouts: `mesh` itself, or separate devices."""
+    """The mesh that generates rollouts: `mesh` itself, or that of `config.generation_mesh`."""
     return make_generation_mesh(self.config, self.mesh)
 
   @functools.cached_property
@@ -169,8 +169,10 @@ def build(
 def make_sampler(
   config: ml_collections.ConfigDict, model: Model, mesh: Mesh, tokenizer: Tokenizer
 ) -> Sampler:
-  """The mesh and model that generate rollouts: `mesh` and `model`, or those of separate devices."""
+  """The mesh and model that generate rollouts: `mesh` and `model`, or those of another layout."""
   own = make_generation_mesh(config, mesh)
+  if own is not mesh:
+    checks.check_sampling_heads("config.generation_mesh", model.config, own.shape["tensor"])
   return Sampler(model if own is mesh else make_model(config, own, tokenizer.vocab_size), own)
 
 
@@ -240,7 +242,8 @@ def make_schedule(config: ml_collections.ConfigDict) -> schedules.Schedule:
       f"{prefix} needs all devices in one process, this run has {jax.process_count()}; choose"
       " simulated_asynchronous, or run one process"
     )
-  separate = any(config.generation_mesh.to_dict().values())
+  own = config.generation_mesh
+  separate = any(own[axis] for axis in sharding.AXES) and not own.same_devices
   if schedule.real_time and math.prod(config.mesh.to_dict().values()) > 1 and not separate:
     # Two threads could dispatch programs that wait for each other on the same devices.
     raise ValueError(
@@ -251,11 +254,14 @@ def make_schedule(config: ml_collections.ConfigDict) -> schedules.Schedule:
 
 
 def make_generation_mesh(config: ml_collections.ConfigDict, mesh: Mesh) -> Mesh:
-  """The mesh that generates rollouts: separate devices if `config.generation_mesh` is set."""
-  sizes: dict[str, Any] = config.generation_mesh.to_dict()
+  """The mesh that generates rollouts: `mesh` itself unless `config.generation_mesh` is set."""
+  settings = config.generation_mesh
+  sizes: dict[str, Any] = {axis: settings[axis] for axis in sharding.AXES}
   if not any(sizes.values()):
     return mesh
   sizes = {axis: size or 1 for axis, size in sizes.items()}
+  if settings.same_devices:
+    return sharding.rearranged(mesh, field="generation_mesh", **sizes)
   return sharding.make_mesh(**sizes, field="generation_mesh", skipped=mesh.size)
 
 

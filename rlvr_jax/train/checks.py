@@ -103,6 +103,17 @@ def check_heads(network: TransformerConfig, mesh: Mesh) -> None:
     )
 
 
+def check_sampling_heads(owner: str, network: TransformerConfig, tensor: int) -> None:
+  """Raises ValueError unless the heads, or copies of key/value heads, split over `tensor`."""
+  heads, of_keys = network.num_heads, network.num_kv_heads
+  fits = lambda n: heads % n == 0 and (of_keys % n == 0 or n % of_keys == 0)
+  if not fits(tensor):
+    raise ValueError(
+      f"{owner}: tensor = {tensor} does not split {heads} query heads and {of_keys} key/value"
+      f" heads; choose one of {[n for n in range(1, heads + 1) if fits(n)]}"
+    )
+
+
 def check_samplings(config: ml_collections.ConfigDict, vocab_size: int) -> None:
   """Raises ValueError if sampling is greedy, or truncated without being allowed."""
   sampling = sampling_of(config.sampling)

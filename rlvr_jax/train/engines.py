@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import ml_collections
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh
 
 from rlvr_jax.data import Tokenizer
 from rlvr_jax.models.functional import Model
@@ -98,6 +98,6 @@ def default_slots(
 def _memory(mesh: Any) -> int | None:
   """Bytes of this process's devices, if they generate and say so."""
   device = jax.local_devices()[0]
-  if mesh is not None and not (isinstance(mesh, Mesh) and device in mesh.devices.flat):
-    return None  # devices that need not be there
+  if isinstance(mesh, AbstractMesh) or (mesh is not None and device not in mesh.devices.flat):
+    return None  # the devices need not exist
   return (device.memory_stats() or {}).get("bytes_limit")

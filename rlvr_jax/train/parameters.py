@@ -49,7 +49,7 @@ def load_frozen(parts: Parts) -> Frozen:
   if parts.lora is None:
     return Frozen({}, {})
   base = network_params(parts)
-  if parts.generation_mesh is parts.mesh:
+  if sharding.same_devices(parts.generation_mesh, parts.mesh):
     return Frozen(base, base)
   shardings = jax.tree.map(lambda x: x.sharding, sharding.placed(base, parts.generation_mesh))
   return Frozen(base, jax.device_put(base, shardings))

@@ -82,16 +82,17 @@ def make_programs(
   model = method.model
   shardings = jax.tree.map(lambda x: x.sharding, state)
   for_host, replicated = sharding.host_result_sharding(mesh), sharding.replicated(mesh)
+  alike = sharding.same_devices(mesh, sampler.mesh)
   engine_of = functools.partial(
     make_engine,
     config,
     tokenizer,
-    model,
+    sampler.model if alike else model,
     prompts=config.batch.prompts,
     group_size=config.batch.group_size,
   )
   sampling, held_out = sampling_of(config.sampling), sampling_of(config.evaluation.sampling)
-  on_policy = sources[0].name == "policy" and sampler.mesh is mesh
+  on_policy = sources[0].name == "policy" and alike
   engine = sources[0].engine if on_policy else engine_of(sampling)
   assert engine is not None  # the policy is not a recorded source
   return Programs(
@@ -106,7 +107,7 @@ def make_programs(
     ),
     engine=engine,
     held_out_engine=engine if held_out == sampling else engine_of(held_out),
-    sync_weights=make_sync_weights(mesh, sampler.mesh, shardings.params),
+    sync_weights=make_sync_weights(mesh, sampler.mesh, state.params),
     checksums=jax.jit(parameter_checksums),
     behavior_gap=jax.jit(
       functools.partial(behavior_gap, model=sampler.model), static_argnames="sampling"
@@ -118,13 +119,14 @@ def make_programs(
   )
 
 
-def make_sync_weights(mesh: Mesh, generation_mesh: Mesh, shardings: Params) -> Callable:
+def make_sync_weights(mesh: Mesh, generation_mesh: Mesh, params: Params) -> Callable:
   """(the trainer's parameters, copy: whether to copy them) → parameters to sample rollouts with.
 
-  An update donates the trainer's parameters, so sampling during an update needs a copy.
+  An update donates the trainer's parameters, so sampling during an update needs a copy. Engines on
+  the same devices move the parameters into a layout of their own, once per refresh.
   """
-  if generation_mesh is not mesh:
-    moved = jax.tree.map(lambda s: jax.sharding.NamedSharding(generation_mesh, s.spec), shardings)
+  if not sharding.same_devices(mesh, generation_mesh):
+    moved = sharding.state_shardings(params, generation_mesh)
     return lambda params, copy: jax.device_put(params, moved)
   copied = jax.jit(lambda params: jax.tree.map(jnp.copy, params))
   return lambda params, copy: copied(params) if copy else params

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import mesh_utils, multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rlvr_jax.models.layout import Layout, Residual
 from rlvr_jax.train.host import waiting
@@ -107,6 +107,31 @@ def _sizes(given: tuple[int, ...], available: int, field: str) -> tuple[int, ...
   return tuple(available // others if size == -1 else size for size in given)
 
 
+def rearranged(mesh: Mesh, *, data: int, fsdp: int, tensor: int, field: str) -> Mesh:
+  """The same devices, in the same order, along other axes.
+
+  Raises:
+    ValueError: the sizes do not need all devices, or more.
+  """
+  sizes = (data, fsdp, tensor)
+  if min(sizes) < 1 or math.prod(sizes) != mesh.size:
+    raise ValueError(
+      f"config.{field}: data·fsdp·tensor = {data}·{fsdp}·{tensor} = {math.prod(sizes)} with"
+      f" same_devices, but config.mesh has {mesh.size} devices; choose sizes ≥ 1 whose product is"
+      f" {mesh.size}"
+    )
+  if isinstance(mesh, AbstractMesh):
+    return AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3)
+  return Mesh(mesh.devices.reshape(sizes), AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def same_devices(mesh: Mesh, other: Mesh) -> bool:
+  """Whether two meshes have the same devices, in the same order."""
+  if isinstance(mesh, AbstractMesh):
+    return mesh.size == other.size
+  return list(mesh.devices.flat) == list(other.devices.flat)
+
+
 def state_shardings(abstract: Any, mesh: Mesh) -> Any:
   """A NamedSharding for every leaf, from `RULES` by its path, optimizer moments included.
 
@@ -183,8 +208,11 @@ def _there_and_back(
 
 
 def gather_over_fsdp(mesh: Mesh) -> Callable[[Params], Params]:
-  """Gathers parameters along fsdp, still sharded along tensor; for loops that use them often."""
-  if mesh.shape["fsdp"] == 1:
+  """Gathers parameters along fsdp, still sharded along tensor; for loops that use them often.
+
+  They may come from another layout of the same devices.
+  """
+  if mesh.size == 1:
     return lambda params: params
 
   def gathered(sharding: NamedSharding) -> NamedSharding:

@@ -37,7 +37,7 @@ def test_a_wait_without_a_sign_of_life_ends_the_process(body, ends):
 
 @pytest.mark.parametrize(("seconds", "ends"), [(5.0, True), (0.2, False)])
 def test_a_wait_that_is_too_long_ends_with_a_message(seconds, ends):
-  code = f"import time\nfrom rlvr_jax.train import host\nwith host.ends_after(1.0, 'too long'):\n"
+  code = "import time\nfrom rlvr_jax.train import host\nwith host.ends_after(1.0, 'too long'):\n"
   code += f"  time.sleep({seconds})\ntime.sleep(2.0)"
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
   assert (done.returncode, done.stderr) == ((1, "too long\n") if ends else (0, ""))

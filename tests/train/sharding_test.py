@@ -10,11 +10,14 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 from oracles.updates import relative_distance
+from train import tiny
 
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.rollouts.engine import cached_heads
 from rlvr_jax.rollouts.scheduler import Engine
 from rlvr_jax.train import sharding
+from rlvr_jax.train.build import build
 from rlvr_jax.types import Prompts, Sampling
 
 P, G, S, T, V = 8, 3, 5, 6, 64
@@ -239,11 +242,23 @@ def test_decoding_gathers_each_weight_once_before_its_loop(sizes, tied_head):
   assert len(before) == matrices, before
 
 
+def test_a_cache_has_a_key_value_head_per_device_of_tensor():
+  for tensor, heads in ((1, 2), (2, 2), (4, 4), (8, 2)):  # of 4 query heads
+    assert cached_heads(CONFIG, tensor) == heads
+
+
 @pytest.mark.parametrize(
-  "sizes", [dict(data=2, fsdp=2, tensor=2), dict(data=8), dict(tensor=8)], ids=str
+  "sizes",
+  [
+    dict(data=2, fsdp=2, tensor=2),
+    dict(data=2, tensor=4),  # a copy of every key/value head
+    pytest.param(dict(data=8), marks=pytest.mark.slow),
+    pytest.param(dict(tensor=8), marks=pytest.mark.slow),  # more than there are heads
+  ],
+  ids=str,
 )
 def test_generation_is_that_of_one_device(sizes):
-  """With twice as many responses as slots; tensor=8 is more than the key/value heads."""
+  """With three times as many responses as slots."""
   rng = np.random.default_rng(0)
   prompts = Prompts(
     tokens=rng.integers(2, V, (P, S)).astype(np.int32),
@@ -288,3 +303,45 @@ def test_data_that_slices_do_not_divide_is_refused():
   chips = [Chip(id=i, slice_index=i % 2, process_index=i % 2) for i in range(8)]
   with pytest.raises(ValueError, match=r"config\.mesh\.data = 1 on 2 slices: .* a multiple of 2"):
     sharding.make_mesh(fsdp=8, devices=chips)
+
+
+def test_sampling_has_a_layout_of_its_own():
+  """Trained with fsdp=8, sampled with data=4 and tensor=2: moved once, with no copy on a device."""
+  config = tiny.config(
+    mesh=dict(data=1, fsdp=8, tensor=1),
+    generation_mesh=dict(data=4, fsdp=0, tensor=2, same_devices=True),
+    evaluation__batch_prompts=8,
+  )
+  parts, one = build(config), build(tiny.config())
+  assert dict(parts.generation_mesh.shape) == dict(data=4, fsdp=1, tensor=2)
+  init = lambda parts: jax.jit(
+    parts.model.init, out_shardings=jax.tree.map(lambda x: x.sharding, parts.abstract_base)
+  )(jax.random.key(0))
+  prompts = one.encode([one.task.train[i] for i in range(8)])
+  engine = parts.programs.engine
+  assert engine.settings.model.mesh.shape["tensor"] == 2
+  loaded = engine.load(init(parts), {})
+  assert loaded["blocks"][0]["query"].sharding.spec == PartitionSpec(None, "tensor")
+  ours, expected = (
+    x.programs.engine.sample(init(x), {}, prompts, jax.random.key(1), 4) for x in (parts, one)
+  )
+  np.testing.assert_array_equal(ours.tokens, expected.tokens)
+  np.testing.assert_allclose(ours.behavior_logprobs, expected.behavior_logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ("sizes", "message"),
+  [
+    (dict(data=3, tensor=2), r"3·1·2 = 6 with same_devices, but config.mesh has 8"),
+    (dict(data=1, tensor=8), r"tensor = 8 does not split 4 query heads and 2.* one of \[1, 2, 4\]"),
+  ],
+)
+def test_a_layout_that_does_not_fit_is_refused(sizes, message):
+  with pytest.raises(ValueError, match=message):
+    build(
+      tiny.config(
+        mesh__fsdp=8,
+        generation_mesh=dict(fsdp=1, same_devices=True) | sizes,
+        evaluation__batch_prompts=8,
+      )
+    )

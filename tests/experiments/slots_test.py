@@ -1,0 +1,53 @@
+"""The simulation of slots against what the engine counts, and the claim it supports."""
+
+import importlib.util
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.rollouts.scheduler import Engine, Request, Usage
+from rlvr_jax.types import Sampling
+
+_FILE = pathlib.Path(__file__).parents[2] / "experiments" / "benchmarks" / "slots.py"
+_spec = importlib.util.spec_from_file_location("slots", _FILE)
+slots = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(slots)
+
+
+def test_the_simulation_counts_what_the_engine_counts():
+  network = TransformerConfig(
+    vocab_size=24, width=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, mlp_width=16
+  )
+  engine = Engine(
+    transformer(network),
+    Sampling(),
+    slots=3,
+    prefill_rows=20,
+    max_prompt_length=2,
+    max_new_tokens=60,
+    stop_tokens=(3,),
+    pad_token=0,
+  )
+  params = engine.load(engine.settings.model.init(jax.random.key(0)), {})
+  keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(1), (20, 1))))
+  asked = [Request(i, np.asarray([1, 2], np.int32), keys[i]) for i in range(20)]
+  usage = Usage()
+  groups = [group for served in engine.serve(params, asked, usage) for group in served]
+  lengths = np.concatenate([g.lengths for g in sorted(groups, key=lambda group: group.tag)])
+  assert len(set(lengths)) > 8
+  assert slots.simulated(lengths, 3) == usage
+
+
+@pytest.mark.parametrize("draw", [slots.lognormal, slots.bimodal])
+def test_slots_are_busy_until_they_drain(draw):
+  """With four responses per slot or more: at most 1.25 slot-steps per token."""
+  for count, times in ((64, 4), (256, 4), (64, 16)):
+    lengths = draw(count * times, np.random.default_rng(1))
+    usage = slots.simulated(lengths, count)
+    outside = usage.slot_steps - usage.drain_slot_steps
+    assert outside <= 1.25 * (usage.slot_tokens - usage.drain_tokens)
+    assert slots.lockstep(lengths, 512) > 1.5 * usage.slot_steps
