@@ -424,7 +424,8 @@ def without_trunk(
     head=lambda params: Head(transposed(params["kernel"]), 1.0, settings.final_soft_cap),
     response_hidden=lambda params, prompts, tokens: params["hidden"],
     decoding_params=None,
-    start_decoding=None,
+    prefill=None,
+    decode=None,
   )
   batch = programs.abstract_batch(config)
   D, V = settings.width, settings.vocab_size
