@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -124,10 +125,12 @@ def check_samplings(config: ml_collections.ConfigDict, vocab_size: int) -> None:
       "config.sampling.temperature = 0: greedy rollouts have no density to train on; set it > 0"
     )
   if is_truncated(sampling) and not config.allow_truncated_behavior:
-    named = lambda s: ", ".join(f"{k} = {v}" for k, v in vars(s).items() if k != "temperature")
+    plain = dataclasses.replace(Sampling(), temperature=sampling.temperature)
+    changed = [name for name, value in vars(sampling).items() if value != getattr(plain, name)]
+    named = lambda s: ", ".join(f"{name} = {getattr(s, name)}" for name in changed)
     raise ValueError(
       f"config.sampling.{named(sampling)}: training on truncated sampling biases the ratio (its"
-      f" mean is the kept mass). Set {named(Sampling())}, or config.allow_truncated_behavior = True"
+      f" mean is the kept mass). Set {named(plain)}, or config.allow_truncated_behavior = True"
       " to allow it"
     )
 

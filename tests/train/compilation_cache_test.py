@@ -32,7 +32,7 @@ def run(workdir, num_updates, **variables):
 @pytest.mark.slow
 @tiny.needs_compile_log
 def test_a_rerun_compiles_nothing(tmp_path):
-  assert {"generate", "train_step"} < run(tmp_path / "run", 2)
+  assert {"burst", "train_step"} < run(tmp_path / "run", 2)
   assert run(tmp_path / "run", 4) <= OF_RESTORING
   assert tiny.records(tmp_path / "run")[-1]["step"] == 4
 
