@@ -205,11 +205,10 @@ class Generator:
     if policy is not None:
       found, expected = (batch.version, batch.fingerprint), (policy.version, policy.fingerprint())
       if found != expected:
-        self.set_aside(
-          number,
+        why = (
           f"rollouts {number} were sampled by version {found[0]} with fingerprint {found[1]}, not"
-          f" by version {expected[0]} with {expected[1]}",
         )
+        self.set_aside(number, f"{why} by version {expected[0]} with {expected[1]}")
         return None
     self.set_state(batch.after)
     self.version = batch.version
@@ -256,9 +255,8 @@ class Generator:
       now = time.perf_counter()
       for batch in complete:
         if batch.flight is not None:
-          began = max(batch.dispatched, self.clock.free_from)
-          batch.timings["time/generate_seconds"] = now - began
-          batch.timings |= observe.memory("generate")
+          took = now - max(batch.dispatched, self.clock.free_from)
+          batch.timings |= {"time/generate_seconds": took, **observe.memory("generate")}
           self.clock.free_from = now
       if timed := [batch for batch in complete if batch.timings]:
         used, counted = self.streams.usage.since(counted), dataclasses.replace(self.streams.usage)
