@@ -20,7 +20,7 @@ test: $(READY)  ## the ordinary tests
 	$(PYTEST)
 
 test-slow: $(READY)  ## the long ones
-	$(PYTEST) -m slow
+	$(PYTEST) -m slow --dist=worksteal
 
 test-soak: $(READY)  ## the longest ones; write what came out into tests/RESULTS.md
 	$(PYTEST) -m soak

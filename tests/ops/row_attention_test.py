@@ -48,7 +48,9 @@ def test_the_reference_equals_a_direct_softmax(x64, window, soft_cap):
   np.testing.assert_allclose(row_attention(*inputs, **settings), expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("window, soft_cap", [(None, None), (150, 0.5)])
+@pytest.mark.parametrize(
+  "window, soft_cap", [pytest.param(None, None, marks=pytest.mark.slow), (150, 0.5)]
+)
 def test_gradients_equal_those_of_a_dense_softmax(x64, window, soft_cap):
   queries, keys, values, rows = _inputs()
 
@@ -74,7 +76,9 @@ def test_gradients_equal_those_of_a_dense_softmax(x64, window, soft_cap):
     np.testing.assert_allclose(mine, expected, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("window, soft_cap", [(None, None), (150, 0.5)])
+@pytest.mark.parametrize(
+  "window, soft_cap", [pytest.param(None, None, marks=pytest.mark.slow), (150, 0.5)]
+)
 def test_short_rows_equal_the_first_part_of_long_ones(x64, window, soft_cap):
   """Below 1024 tokens nothing is skipped; what padding gives is finite, and nobody's."""
   *operands, rows = _inputs()

@@ -60,11 +60,19 @@ def test_equals_the_reference(interpreted):
   _equals_the_reference(ROWS, window=None, soft_cap=None)
 
 
-@pytest.mark.parametrize("slides, soft_cap", [(True, None), (True, 0.5), (False, 0.5)])
+@pytest.mark.parametrize(
+  "slides, soft_cap",
+  [
+    (True, 0.5),
+    pytest.param(True, None, marks=pytest.mark.slow),
+    pytest.param(False, 0.5, marks=pytest.mark.slow),
+  ],
+)
 def test_equals_the_reference_in_sliding_layers(interpreted, slides, soft_cap):
   _equals_the_reference(ROWS, window=150, slides=jnp.asarray(slides), soft_cap=soft_cap)
 
 
+@pytest.mark.slow
 def test_equals_the_reference_on_a_mesh(interpreted):
   mesh = jax.make_mesh(
     (1, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3

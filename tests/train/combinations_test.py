@@ -100,7 +100,7 @@ def check_updates(single, others, estimators):
           )
 
 
-QUICK = {("ppo_clip", "plain"), ("p3o", "veto")}  # statistics of the whole batch in the second
+QUICK = {("p3o", "veto")}  # statistics of the whole batch in the second
 
 
 @pytest.mark.parametrize(

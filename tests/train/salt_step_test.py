@@ -175,7 +175,8 @@ def test_a_batch_without_gradients_passes_unchanged():
   assert optax.tree.norm(gradient) == 0
 
 
-@pytest.mark.parametrize("rows", [pytest.param(100, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [100, 4])
 def test_measure_sees_the_coefficients_of_the_update(x64, rows):
   method = make_salt_method()
   batch = in_rows(make_batch(np.float64), rows=rows, several=rows == 4)

@@ -209,7 +209,8 @@ def test_a_long_stage_is_read_from_the_store(staged, train, trainer, monkeypatch
   assert made.step == 1
 
 
-@pytest.mark.parametrize("damaged", [[4], pytest.param([4, 5, 6, 7], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("damaged", [[4], [4, 5, 6, 7]])
 def test_in_real_time_the_newest_policy_draws_again(damaged, train):
   """A batch that is cut, and what follows it; or batches that were moved elsewhere."""
   schedule = schedules.asynchronous(max_lag=2)

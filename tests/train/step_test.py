@@ -60,8 +60,10 @@ def test_micro_batches_add_up_in_float64(x64):
   assert relative_distance(split_gradient, gradient) < 1e-12
 
 
-MESHES = [(2, 2, 2), (1, 2, 4)]
-MESHES += [pytest.param(s, marks=pytest.mark.slow) for s in [(8, 1, 1), (1, 8, 1), (1, 1, 8)]]
+MESHES = [(2, 2, 2)]
+MESHES += [
+  pytest.param(s, marks=pytest.mark.slow) for s in [(1, 2, 4), (8, 1, 1), (1, 8, 1), (1, 1, 8)]
+]
 
 
 @functools.cache
