@@ -13,7 +13,7 @@ Begin with shapes alone (random weights) by leaving `model.checkpoint` empty in 
 train, give the checkpoint, the data, and a workdir that all hosts can access:
 
   python -m rlvr_jax.main --distributed --config=configs/full_size/salt_qwen25_math_7b.py \\
-    --config.model.checkpoint=gs://BUCKET/Qwen2.5-Math-7B --workdir=gs_mount/runs/salt \\
+    --config.model.checkpoint=gs://BUCKET/Qwen2.5-Math-7B --workdir=/mnt/rlvr_jax/runs/salt \\
     --config.task.kwargs.data_dir=gs://BUCKET/MATH \\
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/MATH-500
 

@@ -7,7 +7,7 @@ up: 32 problems and 16 rollouts per update, responses up to 2048 tokens, AdamW a
 374 training problems, so that 1000 updates see each 85 times.
 
   python -m rlvr_jax.main --config=configs/full_size/fade_qwen25_7b.py \\
-    --workdir=gs_mount/runs/fade \\
+    --workdir=/mnt/rlvr_jax/runs/fade \\
     --config.model.checkpoint=gs://BUCKET/Qwen2.5-7B \\
     --config.task.kwargs.data_dir=gs://BUCKET/mbpp
 

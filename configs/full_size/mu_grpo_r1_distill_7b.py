@@ -7,7 +7,7 @@ looked up: responses up to 8192 tokens, 8 rollouts per problem, AdamW at 1e-6. W
 per update and the veto's κ.
 
   python -m rlvr_jax.main --config=configs/full_size/mu_grpo_r1_distill_7b.py \\
-    --workdir=gs_mount/runs/mu_grpo \\
+    --workdir=/mnt/rlvr_jax/runs/mu_grpo \\
     --config.model.checkpoint=gs://BUCKET/DeepSeek-R1-Distill-Qwen-7B \\
     --config.task.kwargs.data_dir=gs://BUCKET/deepscaler \\
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/aime_2024

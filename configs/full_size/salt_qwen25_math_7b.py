@@ -9,7 +9,7 @@ the number of updates, here 100 refreshes; and how the authors went beyond the 4
 Qwen2.5-Math-7B was made for (its config.json), of which the run warns.
 
   python -m rlvr_jax.main --config=configs/full_size/salt_qwen25_math_7b.py \\
-    --workdir=gs_mount/runs/salt \\
+    --workdir=/mnt/rlvr_jax/runs/salt \\
     --config.model.checkpoint=gs://BUCKET/Qwen2.5-Math-7B \\
     --config.task.kwargs.data_dir=gs://BUCKET/MATH \\
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/MATH-500
