@@ -6,7 +6,8 @@ problem, 32 rollouts per update (8 updates); responses up to 2048 tokens, prompt
 AdamW at 1e-5 with β 0.9 and 0.95, decay 0.01, gradients clipped at 0.5, warm-up over a tenth of the
 run, then a cosine; 500 refreshes. No clip range, no coefficient.
 
-  python -m rlvr_jax.main --config=configs/full_size/p3o_qwen3_4b.py --workdir=/mnt/rlvr_jax/runs/p3o \\
+  python -m rlvr_jax.main --config=configs/full_size/p3o_qwen3_4b.py \\
+    --workdir=/mnt/rlvr_jax/runs/p3o \\
     --config.model.checkpoint=gs://BUCKET/Qwen3-4B-Thinking-2507 \\
     --config.task.kwargs.data_dir=gs://BUCKET/deepscaler \\
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/aime_2024

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import pathlib
@@ -11,15 +12,19 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_collections
+import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from rlvr_jax.data import ByteTokenizer, Task
+from rlvr_jax.rollouts.packing import pack
 from rlvr_jax.train import sharding
 from rlvr_jax.train.build import Parts, build
 from rlvr_jax.train.metrics import say
 from rlvr_jax.train.programs import abstract_batch
+from rlvr_jax.types import Packed
 
 
 def topology_devices(name: str) -> list[Any]:
@@ -88,10 +93,25 @@ def programs(parts: Parts) -> dict[str, Any]:
   needs_proximal = parts.method.loss.needs_proximal
   batch = abstract_batch(config, parts.row_layout, mesh, needs_proximal=needs_proximal)
   jitted: Any = parts.programs
+  number = int(packed_at_full_length(parts).num_micro_batches)
+
+  def update(state, frozen, batch):  # with a number that the compiled program shows
+    packed = batch.packed._replace(num_micro_batches=jnp.int32(number))
+    return jitted.train_step(state, frozen, dataclasses.replace(batch, packed=packed))
+
   return {
-    "update": lambda: jitted.train_step.lower(state, frozen, batch),
+    "update": lambda: jax.jit(update, donate_argnums=0).lower(state, frozen, batch),
     "generation": lambda: jitted.engine.lowered(state.params, frozen),
   }
+
+
+def packed_at_full_length(parts: Parts) -> Packed:
+  """The rows of a batch whose prompts and responses are as long as they may be; NumPy."""
+  config = parts.config
+  shape, longest = (config.batch.prompts, config.batch.group_size), config.max_response_length
+  zeros = lambda *sizes: np.zeros(sizes, np.int32)
+  prompts = zeros(shape[0], config.max_prompt_length), np.full(shape[0], config.max_prompt_length)
+  return pack(*prompts, zeros(*shape, longest), np.full(shape, longest), parts.row_layout)
 
 
 def compiled(name: str, lower: Callable[[], Any], **options: Any) -> Any:

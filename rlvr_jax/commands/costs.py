@@ -13,11 +13,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlvr_jax.commands.ahead_of_time import compiled_with_text, memory, programs
+from rlvr_jax.commands.ahead_of_time import (
+  compiled_with_text,
+  memory,
+  packed_at_full_length,
+  programs,
+)
 from rlvr_jax.commands.chips import Chip, chip_of
 from rlvr_jax.commands.hlo import COLLECTIVES, OPEN_LOOP, Item, walk
 from rlvr_jax.files import local_path
 from rlvr_jax.models.flops import forward_flops, update_flops
+from rlvr_jax.ops.splash import splash_cost
 from rlvr_jax.train.build import Parts
 from rlvr_jax.train.metrics import say
 
@@ -57,11 +63,13 @@ def report(
     parts: of `ahead_of_time.shapes_only`, on the mesh of that topology.
     topology: kind and shape of the slice, such as "v5p:2x2x4".
     workdir: folder for costs_TOPOLOGY.json and .md; None writes nothing.
-    kernels: pattern of an operation's name → analytic count of the Pallas kernel it names.
+    kernels: pattern of an operation's name → analytic count of the Pallas kernel it names; None:
+      those of attention.
   Returns:
     `cost` of each program that the compiler has memory for, by its name.
   """
   costs, useful = {}, useful_flops(parts)
+  kernels = attention_kernels(parts) if kernels is None else kernels
   for name, lower in programs(parts).items():
     if found := program_cost(name, lower, topology, useful_flops=useful[name], kernels=kernels):
       costs[name] = found
@@ -116,6 +124,28 @@ def _burst_flops(parts: Parts) -> float:
   prompts = np.full(settings.slots, parts.config.max_prompt_length)
   until = lambda length: forward_flops(network, prompts, np.full((settings.slots, 1), length))
   return until(settings.max_new_tokens) - until(settings.max_new_tokens - settings.shape.steps)
+
+
+def attention_kernels(parts: Parts) -> dict[str, KernelCost]:
+  """Analytic counts of splash attention's kernels, of which a call computes a row; {} without it.
+
+  The rows are those of the longest prompts and responses, without a sliding window.
+  """
+  network, tensor = parts.model.config, parts.mesh.shape["tensor"]
+  if network.attention != "splash":
+    return {}
+  rows = jax.tree.map(lambda x: x[0], packed_at_full_length(parts).rows)
+  found = splash_cost(
+    rows,
+    num_heads=network.num_heads // tensor,
+    num_kv_heads=network.num_kv_heads // tensor,
+    head_dim=network.head_dim,
+  )
+  share = lambda *counts: lambda item: tuple(count / len(rows.prompts) for count in counts)
+  return {
+    "splash_mha_fwd": share(found.forward_flops, found.forward_bytes),
+    "splash_mha_dkv": share(found.backward_flops, found.backward_bytes),
+  }
 
 
 def with_kernels(items: Iterable[Item], kernels: Mapping[str, KernelCost]) -> list[Item]:

@@ -42,7 +42,7 @@ def parsed(text: str) -> tuple[dict[str, Computation], str]:
   """(computations by name, the entry's name)."""
   computations: dict[str, Computation] = {}
   entry, current = "", None
-  for line in text.splitlines():
+  for line in _lines(text):
     if header := _COMPUTATION.match(line) if "->" in line else None:
       current = computations.setdefault(header.group(2), {})
       entry = header.group(2) if header.group(1) else entry
@@ -53,6 +53,17 @@ def parsed(text: str) -> tuple[dict[str, Computation], str]:
   if not entry:
     raise ValueError("the text is no HLO program: it has no ENTRY computation")
   return computations, entry
+
+
+def _lines(text: str) -> list[str]:
+  """The lines, an instruction's in one: attributes of a Pallas call go over several."""
+  lines: list[str] = []
+  for line in text.splitlines():
+    if lines and line[:1] in ('"', "}") and line.rstrip() != "}":
+      lines[-1] += line
+    else:
+      lines.append(line)
+  return lines
 
 
 def _instruction(name: str, text: str, root: bool) -> Instruction:

@@ -235,9 +235,8 @@ class Generator:
     )
     if self.live:
       c, batch.flight = self.config, self.collector.begin(next(self.problems))
-      batch.requests = self.streams.requests(
-        batch.flight.prompts, seed=c.seed, draw=draw, group_size=c.batch.group_size
-      )
+      sizes = dict(seed=c.seed, draw=draw, group_size=c.batch.group_size)
+      batch.requests = self.streams.requests(batch.flight.prompts, **sizes)
       self.streams.recall(batch)
     self.on_dispatch()
     if self.recorded is not None:

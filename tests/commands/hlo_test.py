@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rlvr_jax.commands import hlo
+from rlvr_jax.commands import hlo, hlo_text
 from rlvr_jax.train import sharding
 
 PARTS = {"layers": "layers|blocks", "attention": "attention"}
@@ -357,3 +357,16 @@ def test_a_compiled_scan_on_a_mesh():
   kernel = 4 * width * width
   assert received["all-gather"] % (layers * kernel * (devices - 1) / devices) == 0
   assert received["all-gather"] > 0
+
+
+def test_an_instruction_over_several_lines_is_one():
+  """A Pallas call has line breaks in its attributes; its metadata comes after them."""
+  text = module([
+    "%x = f32[8] parameter(0)",
+    "%kernel = f32[8] custom-call(%x), frontend_attributes={kernel_metadata={",
+    "ROOT %out = f32[8] negate(%kernel)",
+  ])  # fmt: skip
+  broken = '{kernel_metadata={\n"a":"{b}"\n}}, metadata={op_name="attention/splash"}'
+  computations, entry = hlo_text.parsed(text.replace("{kernel_metadata={", broken))
+  assert computations[entry]["kernel"].op_name == "attention/splash"
+  assert computations[entry]["out"].root

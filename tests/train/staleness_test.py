@@ -274,7 +274,8 @@ def test_finished_groups_of_a_killed_refresh_are_not_sampled_again(trainer):
     killed.collect()
   store = killed.queue.store
   lines = [path.read_text().count("\n") for path in sorted(store.directory.glob("groups/*"))]
-  assert sum(lines) == 12 and lines[-1] == 4  # with the one that was about to be graded
+  # With the one that was about to be graded; the first batch may be in the store already.
+  assert lines[-1] == 4 and sum(lines) == 12 - 8 * len(store.numbers())
   killed.generator = Generator(few, killed.frozen, killed.collector, store)
   killed.collect()
   for number in range(2):
@@ -444,7 +445,7 @@ def test_training_on_a_store_alone(on_policy, train, parts):
   offline = dataclasses.replace(parts, sources=(source,))
   workdir = train(schedules.on_policy(), "offline", offline)
   # The recorded run began with the same parameters and trained on the same batches.
-  left_out = ("counter/", "agreement/", "outcome/", "response/truncated", "response/length_")
+  left_out = ("counter/", "agreement/", "outcome/", "response/")
   assert updates(workdir, left_out) == updates(on_policy, left_out)
   last = updates(workdir)[-1]
   assert last["counter/tokens_generated"] == 0 < last["counter/tokens_trained"]
