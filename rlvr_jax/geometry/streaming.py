@@ -95,7 +95,7 @@ def streaming(*, block_elements: int = 2**22) -> GramFn:
     return _on_mesh(sums, tokens, places.spans, count, head(), context.mesh)
 
   def cost(batch: TrainBatch, hidden: Array, kernel: Array, context: GramContext) -> Metrics:
-    used = 1 if batch.packed is None else batch.packed.num_micro_batches
+    used = jnp.float32(1 if batch.packed is None else batch.packed.num_micro_batches)
     rollouts, one = batch.mask.shape[0] * batch.mask.shape[1], jnp.float32(1)
     moved = bytes_moved(
       hidden, kernel, context.mesh, rollouts=rollouts, block_elements=block_elements, used=used
@@ -142,10 +142,10 @@ def bytes_moved(
   columns = -(-kernel.shape[1] // mesh.size)
   width = _block_width(rollouts, R * L, D, columns, block_elements)
   times = 1 if M == 1 else used * -(-columns // width)
-  gathered = times * (R * L * of_position * (shards - 1) // shards)
+  gathered = times * float(R * L * of_position * (shards - 1) // shards)  # may exceed int32
   rows = D * (mesh.shape["fsdp"] - 1) // mesh.shape["fsdp"]
   summed = 2 * rollouts**2 * accumulator * (mesh.size - 1) // mesh.size
-  return gathered + columns * rows * itemsize + summed
+  return gathered + float(columns * rows * itemsize + summed)
 
 
 def _on_mesh(sums, tokens, spans, count, head, mesh):
