@@ -243,7 +243,7 @@ def make_schedule(config: ml_collections.ConfigDict) -> schedules.Schedule:
       " simulated_asynchronous, or run one process"
     )
   own = config.generation_mesh
-  separate = any(own[axis] for axis in sharding.AXES) and not own.same_devices
+  separate = any(own[axis] for axis in sharding.AXES) and not own.get("same_devices")
   if schedule.real_time and math.prod(config.mesh.to_dict().values()) > 1 and not separate:
     # Two threads could dispatch programs that wait for each other on the same devices.
     raise ValueError(
@@ -260,7 +260,7 @@ def make_generation_mesh(config: ml_collections.ConfigDict, mesh: Mesh) -> Mesh:
   if not any(sizes.values()):
     return mesh
   sizes = {axis: size or 1 for axis, size in sizes.items()}
-  if settings.same_devices:
+  if settings.get("same_devices"):
     return sharding.rearranged(mesh, field="generation_mesh", **sizes)
   return sharding.make_mesh(**sizes, field="generation_mesh", skipped=mesh.size)
 
