@@ -381,7 +381,7 @@ def test_a_local_run_is_stopped_and_killed_and_goes_on(laptop, checkout, undistu
   assert tiny.outcome(workdir) == tiny.outcome(undisturbed[0])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_preempted_tpu_vms_come_back_to_the_same_end(cloud, checkout, undisturbed, tmp_path):
   process = start("tpu_vm", cloud, checkout, tmp_path / "run")
   with ended(process, tmp_path / "cloud"):
@@ -397,7 +397,7 @@ def test_preempted_tpu_vms_come_back_to_the_same_end(cloud, checkout, undisturbe
   assert tiny.outcome(tmp_path / "run") == tiny.outcome(undisturbed[0])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("target", ["jobset", "xpk"])
 def test_a_preempted_pod_restarts_all(cloud, checkout, undisturbed, tmp_path, target):
   process = start(target, cloud, checkout, tmp_path / "run")
@@ -445,7 +445,7 @@ def test_a_program_that_fails_is_reported_after_its_retries(cloud, checkout, tmp
   assert (tmp_path / "cloud" / "resource.json").exists()  # to look at
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_goes_on_without_its_launcher_until_it_is_stopped(cloud, checkout, tmp_path):
   process = start("tpu_vm", cloud, checkout, tmp_path / "run", "--config.num_updates=1000000")
   with ended(process, tmp_path / "cloud"):
