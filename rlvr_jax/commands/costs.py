@@ -217,7 +217,7 @@ def _conditions(parts: Parts, topology: str) -> dict[str, Any]:
     "remat": parts.model.config.remat,
     "prompts": config.batch.prompts,
     "group_size": config.batch.group_size,
-    "micro_batches": f"at most {parts.row_layout.max_micro_batches}",
+    "micro_batches": int(packed_at_full_length(parts).num_micro_batches),
     "prompt_tokens": config.max_prompt_length,
     "response_tokens": config.max_response_length,
     "jax": jax.__version__,
