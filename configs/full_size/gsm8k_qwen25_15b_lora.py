@@ -19,6 +19,7 @@ def get_config() -> ConfigDict:
   c = gsm8k_qwen25_05b.get_config()
   c.model.preset = "qwen2.5_1.5b"
   c.model.overrides.param_dtype = "bfloat16"
+  c.sampling.slots = 128  # that one chip has memory for
   c.lora.rank = 32
   c.lora.alpha = 64.0
   c.optimizer = "adamw"
