@@ -130,7 +130,7 @@ MISTAKES = [
   (dict(sampling__temperature=0.0), r"temperature = 0: greedy .* set it > 0"),
   (dict(sampling__temperature=-1.0), r"temperature"),
   (dict(sampling__top_p=0.9), r"top_p = 0\.9: .* config\.allow_truncated_behavior = True"),
-  (dict(sampling__top_k=5), r"top_k = 5, .* config\.allow_truncated_behavior = True"),
+  (dict(sampling__top_k=5), r"top_k = 5: .* config\.allow_truncated_behavior = True"),
   (dict(evaluation__sampling__top_p=1.5), r"top_p"),
   # geometry
   (dict(gram="stream", reweighting="salt"), r"gram = 'stream': .* unknown; .*'streaming'"),

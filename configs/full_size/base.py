@@ -46,7 +46,7 @@ def get_config() -> ConfigDict:
   c.warm_start.num_steps = 0
 
   c.mesh = dict(data=1, fsdp=-1, tensor=1)  # chips
-  c.batch = dict(prompts=32, group_size=16, tokens_per_micro_batch=36_864, tokens_per_row=0)
+  c.batch = dict(prompts=32, group_size=16, tokens_per_micro_batch=10_240, tokens_per_row=0)
   c.optimizer = "adamw(weight_decay=0.1)"
   c.learning_rate = "constant(peak=1e-6)"
 
