@@ -83,12 +83,13 @@ class Cache(NamedTuple):
 
   def flushed(self, staged: Cache, slot: Array, start: Array, shape: CacheShape) -> Cache:
     """A copy with what a slot has staged written after its `start` tokens of response."""
+    at = lambda *index: [jnp.asarray(i, jnp.int32) for i in index]  # of one type, also with x64
     put = jax.lax.dynamic_update_slice
     block, offset = shape.prompt_blocks + start // shape.block, start % shape.block
     of_slot = lambda x: jax.lax.dynamic_index_in_dim(x, slot, 1)[:, None]
     return Cache(
-      put(self.keys, of_slot(staged.keys), (0, block, slot, 0, offset)),
-      put(self.values, of_slot(staged.values), (0, block, slot, offset, 0)),
+      put(self.keys, of_slot(staged.keys), at(0, block, slot, 0, offset)),
+      put(self.values, of_slot(staged.values), at(0, block, slot, offset, 0)),
     )
 
 
