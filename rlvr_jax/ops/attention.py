@@ -1,6 +1,6 @@
 """Grouped-query attention over a shared prompt and a rollout's own tokens.
 
-One function serves prompt encoding, training and cached decoding. Which key a query may see follows
+It encodes prompts for the engine, and computes unpacked batches. Which key a query may see follows
 from positions alone, so there is one masking rule: padding has a negative position.
 """
 
@@ -22,8 +22,7 @@ _QUERY_BLOCK = 512  # longer responses are processed in checkpointed blocks of t
 class Keys(NamedTuple):
   """Keys and values of one segment; G is 1 where all rollouts of a prompt share the segment.
 
-  Stored in the layout that the matrix products need: a decoding step that had to transpose its
-  cache would copy all of it.
+  Stored in the layout that the matrix products need.
   """
 
   keys: Array  # [P, G or 1, K, H, J]
@@ -34,21 +33,6 @@ class Keys(NamedTuple):
   def of(cls, keys: Array, values: Array, positions: Array) -> Keys:
     """Makes `Keys` from a layer's keys and values, both [P, G or 1, J, K, H]."""
     return cls(jnp.transpose(keys, (0, 1, 3, 4, 2)), jnp.swapaxes(values, 2, 3), positions)
-
-  def put(self, one: Keys, index: Array) -> Keys:
-    """Returns a copy with the single key and value of `one` at `index`; positions are unchanged."""
-    put = jax.lax.dynamic_update_slice_in_dim
-    keys = put(self.keys, one.keys, index, axis=4)
-    return self._replace(keys=keys, values=put(self.values, one.values, index, axis=3))
-
-  def grown(self, length: int) -> Keys:
-    """Returns a copy with room for `length` keys at consecutive positions."""
-    more = length - self.positions.shape[2]
-    return Keys(
-      keys=jnp.pad(self.keys, [(0, 0)] * 4 + [(0, more)]),
-      values=jnp.pad(self.values, [(0, 0)] * 3 + [(0, more), (0, 0)]),
-      positions=self.positions[:, :, :1] + jnp.arange(length),
-    )
 
 
 def attention(

@@ -95,15 +95,3 @@ def test_long_responses_keep_no_square_of_scores():
     .compile()
   )
   assert compiled.memory_analysis().temp_size_in_bytes < 4 * N * length * length / 1.5
-
-
-def test_a_cache_is_filled_one_key_at_a_time_and_grows():
-  _, positions, (_, own) = _inputs(dtype=np.float32)
-  start = Keys(own.keys[..., :2] * 0, own.values[..., :2, :] * 0, positions[:, :, :2])
-  for t in range(T):
-    if t == 2:
-      start = start.grown(T)
-    one = Keys(own.keys[..., t : t + 1], own.values[..., t : t + 1, :], positions[:, :, t : t + 1])
-    start = start.put(one, t)
-  for found, expected in zip(start, own, strict=True):
-    np.testing.assert_array_equal(found, expected)
