@@ -53,7 +53,12 @@ class Trainer:
     """Creates the objects of the phases.
 
     Args:
+      parts: of the run.
       frozen: from `parameters.load_frozen`.
+      writer: writes metrics and rollouts.
+      checkpointer: saves the state.
+      pool: grades completions.
+      store: for the sampled batches.
       initial: trained parameters before the first update.
       elapsed: seconds that the run had taken before it was resumed.
     """

@@ -59,20 +59,17 @@ def train_step(
     | method.advantage.metrics(state.advantage_state)
   )
 
+  solve_rate = None if batch.solve_rate is None else jnp.mean(batch.solve_rate)
+  advantage_state = method.advantage.update(
+    state.advantage_state, batch, values["policy/entropy"], solve_rate
+  )
   with jax.named_scope("optimizer"):
     norm = optax.tree.norm(gradient)
     updates, opt_state = method.optimizer.update(gradient, state.opt_state, state.params)
-    updated = optax.apply_updates(state.params, updates)
-  finite = jnp.isfinite(surrogate) & jnp.isfinite(norm)
-  solve_rate = None if batch.solve_rate is None else jnp.mean(batch.solve_rate)
-  proposed = (
-    updated,
-    opt_state,
-    method.advantage.update(state.advantage_state, batch, values["policy/entropy"], solve_rate),
-  )
-  current = (state.params, state.opt_state, state.advantage_state)
-  keep = lambda new, old: jnp.where(finite, new, old)
-  with jax.named_scope("optimizer"):
+    proposed = (optax.apply_updates(state.params, updates), opt_state, advantage_state)
+    current = (state.params, state.opt_state, state.advantage_state)
+    finite = jnp.isfinite(surrogate) & jnp.isfinite(norm)
+    keep = lambda new, old: jnp.where(finite, new, old)
     params, opt_state, advantage_state = jax.tree.map(keep, proposed, current)
 
   skipped = 1 - finite.astype(jnp.int32)
