@@ -112,8 +112,13 @@ def systemd_run(arguments):
     "Result": "success",
   }
   write(unit_file(name), unit)
+  in_background("supervise", name)
+
+
+def in_background(*arguments):
+  """Starts a command of this file that outlives the one that starts it."""
   subprocess.Popen(
-    [sys.executable, str(HERE), "supervise", name],
+    [sys.executable, str(HERE), *arguments],
     stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     start_new_session=True,
   )  # fmt: skip
@@ -354,11 +359,7 @@ def run_jobset(name, command, pods, restarts, environment, codes=None):
   write(root() / "jobset.json", {"name": name})
   (root() / "pod-0.log").touch()
   given = json.dumps([command, pods, restarts, environment, codes])
-  subprocess.Popen(
-    [sys.executable, str(HERE), "controller", given],
-    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    start_new_session=True,
-  )  # fmt: skip
+  in_background("controller", given)
 
 
 def controller(arguments):
