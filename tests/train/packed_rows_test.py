@@ -97,6 +97,22 @@ def test_linear_work_is_near_what_is_useful():
   assert padded / useful > 5
 
 
+@pytest.mark.parametrize(("tokens", "low", "high"), [(10_240, 1.1, 1.25), (36_864, 1.45, 1.7)])
+def test_larger_micro_batches_leave_more_rows_empty(tokens, low, high):
+  """The figures of docs/models.md: 32 problems × 16 rollouts on 16 devices, five draws."""
+  config = base.get_config()
+  config.batch.tokens_per_micro_batch = tokens
+  layout = make_row_layout(config, "splash", jax.sharding.AbstractMesh((1, 16, 1), sharding.AXES))
+  places = layout.devices * layout.rows_per_device * layout.length  # of a micro-batch
+  for seed in range(5):
+    rng = np.random.default_rng(seed)
+    lengths = np.minimum(rng.lognormal(np.log(1500) - 0.32, 0.8, (32, 16)), 8192).astype(np.int32)
+    prompts = rng.integers(100, 300, 32)
+    rows = assign(prompts, lengths, length=layout.length, alignment=layout.alignment)
+    executed = -(-len(rows) * layout.length // places) * places
+    assert low < executed / (prompts.sum() + lengths.sum()) < high
+
+
 def test_attention_computes_at_most_twice_what_is_needed():
   """Blocks of 512 queries and 512 keys that the kernel runs, against causal pairs of rollouts."""
   layout, prompts, lengths = lognormal_case()
