@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import subprocess
 import sys
 import textwrap
 
@@ -18,12 +19,19 @@ from rlvr_jax.train.metrics import MetricWriter
 # --- memory and hosts -----------------------------------------------------------------------------
 
 
-def test_memory_of_this_process():
-  before = observe.memory("grade")["memory/grade_host_gib"]
-  held = bytearray(b"1") * 2**28
-  after = observe.memory("grade")
-  assert 0.2 < after["memory/grade_host_gib"] - before < 0.3 and held
-  assert set(after) == {"memory/grade_host_gib"}  # a CPU's device tells nothing
+HELD = """
+from rlvr_jax.train import observe
+before = observe.memory("grade")["memory/grade_host_gib"]
+held = bytearray(b"1") * 2**28
+after = observe.memory("grade")
+assert 0.24 < after["memory/grade_host_gib"] - before < 0.3, (before, after)
+assert set(after) == {"memory/grade_host_gib"}  # a CPU's device tells nothing
+"""
+
+
+def test_memory_of_a_process():
+  """In a program of its own: what other tests leave behind is given back at any time."""
+  subprocess.run([sys.executable, "-c", HELD], check=True, timeout=120)
 
 
 @pytest.fixture
