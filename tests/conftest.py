@@ -1,5 +1,6 @@
 """Set before jax is imported: CPU only, eight fake devices, one compile cache for all processes."""
 
+import gc
 import os
 import tempfile
 
@@ -11,6 +12,10 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
   _cache = tempfile.TemporaryDirectory(prefix="rlvr_jax_compile_cache_")
   os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+
+# A process keeps all that jax has compiled, millions of objects: it is seldom searched for garbage,
+# and not once more when the process ends.
+gc.set_threshold(1000, 20, 100)
 
 import jax
 import jax.experimental
@@ -43,6 +48,10 @@ def x64():
   """Runs a test in float64."""
   with jax.enable_x64(True):
     yield
+
+
+def pytest_sessionfinish():
+  gc.freeze()
 
 
 def pytest_collection_modifyitems(items):

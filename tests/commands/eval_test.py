@@ -27,6 +27,7 @@ def run(parts, tmp_path_factory):
   return workdir, train(parts, workdir)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_the_accuracy_that_the_loop_found(run, parts, tmp_path):
   workdir, of_loop = run
   folder = workdir / "checkpoints" / "1"
@@ -53,6 +54,7 @@ def test_a_checkpoint_has_the_accuracy_that_the_loop_found(run, parts, tmp_path)
     evaluate_checkpoint(build(tiny.config(**FIELDS, evaluation__seed=1)), tmp_path, folder)
 
 
+@pytest.mark.slow
 def test_a_training_reward_is_no_measure_of_itself(run, tmp_path):
   """Held-out problems keep the task's grader, unless the evaluation names another."""
   workdir, of_loop = run
@@ -85,6 +87,7 @@ def test_accuracy_counts_outcomes_and_majorities():
   assert "eval/majority" not in accuracy(without, ks=(1,), seed=0)
 
 
+@pytest.mark.slow
 def test_a_run_is_evaluated_as_the_network_it_was(run):
   workdir, _ = run
   overrides = {**tiny.get_config().model.overrides, "rope_theta": 5.0}

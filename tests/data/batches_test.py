@@ -60,6 +60,7 @@ def test_the_seed_decides_the_order():
   assert first == same != other
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(
   size=st.integers(1, 20),

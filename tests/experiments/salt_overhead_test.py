@@ -31,6 +31,7 @@ def tiny_config(module, *, layers=2):
   return c
 
 
+@pytest.mark.slow
 def test_limits_of_the_published_shapes_are_met(module):
   rows = module.flops_section(sizes=(64,), remats=("full",))
   assert [row for row in rows if row["met"] == "NO"] == []

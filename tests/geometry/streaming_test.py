@@ -167,10 +167,15 @@ def on_mesh(sizes, params, batch, forward):
 @pytest.mark.parametrize(
   ("sizes", "case", "route"),
   [
-    (dict(data=8), dict(), dict()),
+    pytest.param(dict(data=8), dict(), dict(), marks=pytest.mark.slow),
     (dict(data=2, fsdp=2, tensor=2), dict(make=make_transformer), dict()),
     (dict(data=2, fsdp=2, tensor=2), dict(soft_cap=2.0, width=7), dict()),
-    (dict(fsdp=2, tensor=4), dict(vocab_size=1061, temperature=0.7), dict(block_elements=1)),
+    pytest.param(
+      dict(fsdp=2, tensor=4),
+      dict(vocab_size=1061, temperature=0.7),
+      dict(block_elements=1),
+      marks=pytest.mark.slow,
+    ),
     (dict(fsdp=4, tensor=2), dict(vocab_size=64, temperature=0.7), dict()),
   ],
 )

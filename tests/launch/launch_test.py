@@ -217,7 +217,12 @@ def supervised(folder, program, *arguments, retries=0):
 
 
 @pytest.mark.parametrize(
-  ("failures", "state", "attempt"), [(0, "finished", 0), (2, "finished", 2), (3, "failed", 2)]
+  ("failures", "state", "attempt"),
+  [
+    (0, "finished", 0),
+    (2, "finished", 2),
+    pytest.param(3, "failed", 2, marks=pytest.mark.slow),
+  ],
 )
 def test_processes_that_fail_start_again_up_to_a_limit(tmp_path, failures, state, attempt):
   command = supervised(tmp_path, FAILS_AT_FIRST, tmp_path / "count", failures, retries=2)

@@ -207,6 +207,7 @@ def lora_method(dtype="float64", mesh=None, **changes):
   )
 
 
+@pytest.mark.slow
 def test_an_update_moves_adapters_alone():
   """The base is an argument that comes out of nothing; B moves first, A with the second update."""
   _, base, _, adapters = setup("float32")

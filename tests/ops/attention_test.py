@@ -56,6 +56,7 @@ def test_equals_a_direct_softmax(x64, window, soft_cap):
   )
 
 
+@pytest.mark.slow
 def test_blocks_of_queries_change_neither_value_nor_gradient(x64, monkeypatch):
   queries, positions, segments = _inputs(length=11)
 

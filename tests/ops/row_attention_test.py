@@ -76,9 +76,8 @@ def test_gradients_equal_those_of_a_dense_softmax(x64, window, soft_cap):
     np.testing.assert_allclose(mine, expected, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize(
-  "window, soft_cap", [pytest.param(None, None, marks=pytest.mark.slow), (150, 0.5)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("window, soft_cap", [(None, None), (150, 0.5)])
 def test_short_rows_equal_the_first_part_of_long_ones(x64, window, soft_cap):
   """Below 1024 tokens nothing is skipped; what padding gives is finite, and nobody's."""
   *operands, rows = _inputs()

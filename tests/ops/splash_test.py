@@ -63,7 +63,7 @@ def test_equals_the_reference(interpreted):
 @pytest.mark.parametrize(
   "slides, soft_cap",
   [
-    (True, 0.5),
+    pytest.param(True, 0.5, marks=pytest.mark.slow),
     pytest.param(True, None, marks=pytest.mark.slow),
     pytest.param(False, 0.5, marks=pytest.mark.slow),
   ],

@@ -191,6 +191,7 @@ def test_results_are_in_the_order_of_the_inputs():
     assert pool.submit([], []).result(0) == []
 
 
+@pytest.mark.slow
 def test_a_hanging_workers_replacement_starts_before_the_limit(tmp_path, monkeypatch):
   """So that it is ready when the limit is over, or nearly; and it is there for the next time."""
   monkeypatch.syspath_prepend(tmp_path)

@@ -134,6 +134,7 @@ def test_the_loop_ends_when_every_row_has_stopped():
   assert bool(rollouts.stopped.all())
 
 
+@pytest.mark.slow
 def test_frequencies_pass_a_chi_square_test():
   """First tokens of 4,096 rollouts of one prompt, against the exact distribution."""
   prompts = jax.tree.map(lambda x: x[:1], _prompts())

@@ -42,6 +42,7 @@ def run(parts, tmp_path_factory):
   return workdir
 
 
+@pytest.mark.slow
 def test_adapters_alone_are_trained_and_the_sampler_agrees(run, parts):
   first = parameters.initial_params(parts)
   last, step = chosen_params(parts, run / "checkpoints" / "4")
@@ -57,6 +58,7 @@ def test_adapters_alone_are_trained_and_the_sampler_agrees(run, parts):
   assert max(rounded) > 1e-5  # the copy is one of the merged policy
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_same_numbers(run, parts, tmp_path):
   workdir = tmp_path / "again"
   shutil.copytree(run, workdir)
@@ -67,6 +69,7 @@ def test_a_run_goes_on_with_the_same_numbers(run, parts, tmp_path):
   jax.tree.map(np.testing.assert_array_equal, here, there)
 
 
+@pytest.mark.slow
 def test_export_writes_the_merged_policy_and_the_adapters(run, parts, tmp_path):
   folder = tmp_path / "out"
   export(parts, str(folder), run / "checkpoints" / "4")

@@ -100,17 +100,9 @@ def check_updates(single, others, estimators):
           )
 
 
-QUICK = {("p3o", "veto")}  # statistics of the whole batch in the second
-
-
-@pytest.mark.parametrize(
-  ("loss", "veto"),
-  [
-    pytest.param(loss, veto, marks=() if (loss, veto) in QUICK else pytest.mark.slow)
-    for loss in losses.__all__
-    for veto in VETOES
-  ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", losses.__all__)
+@pytest.mark.parametrize("veto", VETOES)
 def test_all_pairs(x64, loss, veto):
   """A subset of the product, which the soak test has in full.
 

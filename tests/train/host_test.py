@@ -11,21 +11,21 @@ import pytest
   [
     # Native code that keeps the interpreter's lock, as a constructor of a library may.
     ("with host.deadline(): ctypes.PyDLL(None).sleep(60)", True),
-    ("""
+    pytest.param("""
 with host.deadline():
   for _ in range(4):
     time.sleep(1.0)
-    host.alive()""", False),
+    host.alive()""", False, marks=pytest.mark.slow),
     ("""
 with host.deadline():
   with host.deadline():
     pass
   time.sleep(60)""", True),
-    ("""
+    pytest.param("""
 with host.deadline():
   pass
 host.alive()
-time.sleep(4.0)""", False),
+time.sleep(4.0)""", False, marks=pytest.mark.slow),
   ],
 )  # fmt: skip
 def test_a_wait_without_a_sign_of_life_ends_the_process(body, ends):

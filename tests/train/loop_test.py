@@ -145,6 +145,7 @@ def test_the_seed_decides_everything(run, parts, workdirs):
   assert tiny.outcome(workdirs / "again") == tiny.outcome(run[0])
 
 
+@pytest.mark.slow
 def test_another_seed_is_another_run(run, parts, workdirs):
   workdir = workdirs / "seed"
   train(dataclasses.replace(parts, config=tiny.config(seed=1, num_updates=4)), workdir)
@@ -266,6 +267,7 @@ def test_permuted_rewards_keep_their_multiset_and_their_correctness():
   np.testing.assert_array_equal(dealt.rewards, repeated.rewards)
 
 
+@pytest.mark.slow
 def test_a_control_run_has_the_same_rewards_on_other_rollouts(run, parts, workdirs):
   workdir = workdirs / "control"
   train(

@@ -69,9 +69,9 @@ def blocks_of(scope):
 @pytest.mark.parametrize(
   ("scope", "rows"),
   [
-    ("batch", 100),
+    pytest.param("batch", 100, marks=pytest.mark.slow),
     (8, 4),
-    ("group", 4),
+    pytest.param("group", 4, marks=pytest.mark.slow),
     pytest.param("batch", 4, marks=pytest.mark.slow),
     pytest.param("group", None, marks=pytest.mark.slow),
   ],
@@ -145,6 +145,7 @@ def test_stale_hidden_states_of_padding_change_nothing(x64):
   assert relative_distance(found, gradient) < 1e-12
 
 
+@pytest.mark.slow
 def test_measure_reports_the_error_of_a_route_that_is_not_exact(x64):
   """Near the true error; 0, not NaN, where there is no gradient; left out of the exact route."""
   method = make_salt_method()

@@ -162,7 +162,7 @@ def training_inputs(config, mesh, length):
 @pytest.mark.parametrize(
   ("remat", "length"),
   [
-    ("full", 7),
+    pytest.param("full", 7, marks=pytest.mark.slow),
     ("full", 6),
     pytest.param("none", 7, marks=pytest.mark.slow),
     pytest.param("dots", 7, marks=pytest.mark.slow),
@@ -251,7 +251,8 @@ def test_a_cache_has_a_key_value_head_per_device_of_tensor():
   "sizes",
   [
     dict(data=2, fsdp=2, tensor=2),
-    dict(data=2, tensor=4),  # a copy of every key/value head
+    # With a copy of every key/value head.
+    pytest.param(dict(data=2, tensor=4), marks=pytest.mark.slow),
     pytest.param(dict(data=8), marks=pytest.mark.slow),
     pytest.param(dict(tensor=8), marks=pytest.mark.slow),  # more than there are heads
   ],
@@ -305,6 +306,7 @@ def test_data_that_slices_do_not_divide_is_refused():
     sharding.make_mesh(fsdp=8, devices=chips)
 
 
+@pytest.mark.slow
 def test_sampling_has_a_layout_of_its_own():
   """Trained with fsdp=8, sampled with data=4 and tensor=2: moved once, with no copy on a device."""
   config = tiny.config(

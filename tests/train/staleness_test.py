@@ -130,6 +130,7 @@ def test_stages_are_summarised(train):
   assert some == pytest.approx(np.mean([records[i]["behavior/kl_k3"] for i in (0, 1, 3)]))
 
 
+@pytest.mark.slow
 def test_an_asynchronous_run_keeps_its_bound_and_is_replayed_to_the_bit(train):
   real = train(schedules.asynchronous(max_lag=2), "real")
   sampled = versions(real)
@@ -171,6 +172,7 @@ def shard(workdir, number):
   return workdir / "rollouts" / f"{number:08d}.array_record"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("damage", "number", "said"),
   [
@@ -193,6 +195,7 @@ def test_a_damaged_batch_is_sampled_again(damage, number, said, staged, train, t
   assert store.numbers() == list(range(UPDATES))
 
 
+@pytest.mark.slow
 def test_a_long_stage_is_read_from_the_store(staged, train, trainer, monkeypatch):
   monkeypatch.setattr(queue, "_MAX_CACHED", 1)
   schedule = schedules.stages(count=2, num_updates=UPDATES)
@@ -230,6 +233,7 @@ def test_in_real_time_the_newest_policy_draws_again(damaged, train):
   assert [record["staleness/max"] for record in updates(workdir)] == lags
 
 
+@pytest.mark.slow
 def test_going_back_leaves_no_later_checkpoint(staged, parts, tmp_path):
   """Their records are gone with it: a second kill must not take one of them up."""
   workdir = as_after(6, staged, tmp_path)
@@ -242,6 +246,7 @@ def test_going_back_leaves_no_later_checkpoint(staged, parts, tmp_path):
     assert restore.resumable(saved, parts, store).step == saved.steps()[-1] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damaged", [4, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_batch_after_the_checkpoint_is_read_or_sampled_again(
   damaged, staged, train, tmp_path, capsys
@@ -256,6 +261,7 @@ def test_a_batch_after_the_checkpoint_is_read_or_sampled_again(
   assert_same_run(workdir, staged)
 
 
+@pytest.mark.slow
 def test_finished_groups_of_a_killed_refresh_are_not_sampled_again(trainer):
   """The groups of a batch go through four slots, one after the other."""
   few = build(sampling__slots=4)
@@ -358,6 +364,7 @@ def test_rollouts_of_other_parameters_are_not_taken_for_these(trainer):
 # --- in real time ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_stalled_trainer_bounds_what_is_sampled(trainer):
   made = trainer(schedules.asynchronous(max_lag=2))
   background = made.background = made.start_background()
@@ -437,6 +444,7 @@ def test_sources_share_a_batch(on_policy, train):
   assert first["agreement/checkpoint_mean"] > 1e-3
 
 
+@pytest.mark.slow
 def test_training_on_a_store_alone(on_policy, train, parts):
   whole = tiny.config(sources__recorded=dict(fraction=1.0, store=str(on_policy / "rollouts")))
   # The update is the same program; the batches come from elsewhere.
@@ -536,6 +544,7 @@ def test_a_resumed_run_keeps_to_what_it_began_with(on_policy, parts, tmp_path):
     restore.as_begun(build(**fields), tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_what_is_used_may_be_removed(train, parts):
   tidy = dataclasses.replace(parts, config=parts.config.copy_and_resolve_references())
   tidy.config.store.keep_used = False
@@ -547,6 +556,7 @@ def test_what_is_used_may_be_removed(train, parts):
   assert json.loads((workdir / "config.json").read_text())["store"]["keep_used"] is False
 
 
+@pytest.mark.slow
 def test_asked_to_end_while_a_stage_is_sampled(trainer, parts, on_policy, staged, tmp_path, train):
   """What was sampled is kept and not sampled again; the run ends as the undisturbed one."""
   schedule = schedules.stages(count=2, num_updates=UPDATES)

@@ -30,7 +30,7 @@ from rlvr_jax.train.step import initial_state, train_step
   "aggregation",
   [
     "token_mean",
-    "constant",
+    pytest.param("constant", marks=pytest.mark.slow),
     pytest.param("sequence_mean", marks=pytest.mark.slow),
     pytest.param("sequence_sum", marks=pytest.mark.slow),
   ],
@@ -60,10 +60,7 @@ def test_micro_batches_add_up_in_float64(x64):
   assert relative_distance(split_gradient, gradient) < 1e-12
 
 
-MESHES = [(2, 2, 2)]
-MESHES += [
-  pytest.param(s, marks=pytest.mark.slow) for s in [(1, 2, 4), (8, 1, 1), (1, 8, 1), (1, 1, 8)]
-]
+MESHES = [(2, 2, 2), (1, 2, 4), (8, 1, 1), (1, 8, 1), (1, 1, 8)]
 
 
 @functools.cache
@@ -91,6 +88,7 @@ def _sharded_gradient(shape, dtype, place):
   return relative_distance(gradient, expected_gradient)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", MESHES)
 def test_every_mesh_gives_the_single_devices_gradient(shape):
   """Padded, one rollout per row: the reference layout."""
@@ -126,6 +124,7 @@ def test_parameters_are_sharded_by_the_rules():
   assert norm.is_fully_replicated
 
 
+@pytest.mark.slow
 def test_the_gradient_on_policy_is_the_policy_gradient(x64):
   """At ρ = 1 the surrogate's gradient is −Σ m A ∇log π / Σ m, by plain autodiff."""
   method = make_method("float64")
