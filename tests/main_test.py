@@ -249,6 +249,7 @@ def test_an_empty_workdir_is_none():
   assert "--workdir is missing" in tiny.run("", expect=1)
 
 
+@pytest.mark.slow
 def test_unreadable_data(tmp_path):
   output = tiny.run(
     tmp_path / "run",

@@ -108,6 +108,7 @@ def test_new_adapters_change_nothing():
   jax.tree.map(np.testing.assert_array_equal, merged(params), base)
 
 
+@pytest.mark.slow
 def test_gradients_are_the_chain_rule_of_merged_kernels(x64):
   """dA = s·dW·Bᵀ and dB = s·Aᵀ·dW at W + s·A·B, formed here in NumPy; so are the logits."""
   model, base, adapters, _ = setup(remat="dots", tied_head=False, final_soft_cap=15.0)

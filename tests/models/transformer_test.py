@@ -68,6 +68,7 @@ def test_left_padding_changes_nothing():
   np.testing.assert_array_equal(model.response_hidden(params, other, tokens), base)
 
 
+@pytest.mark.slow
 def test_the_shared_prompt_equals_one_prompt_per_rollout(x64):
   config = dataclasses.replace(SMALL, compute_dtype="float64", param_dtype="float64")
   model, params, prompts, tokens = _setup(config)

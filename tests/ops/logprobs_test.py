@@ -181,6 +181,7 @@ def test_greedy_has_no_density_to_train_on():
     token_logprobs(hidden, Head(kernel), tokens, Sampling(temperature=0.0))
 
 
+@pytest.mark.slow
 def test_vmap_of_grad_gives_each_rows_gradient(x64):
   hidden, kernel, tokens = _inputs(dtype=np.float64)
 

@@ -139,6 +139,7 @@ def test_report_and_files(run):
 # --- the same again -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_seed_decides_everything(run, parts, workdirs):
   """Also in another process."""
   train(parts, workdirs / "again")

@@ -252,6 +252,7 @@ def test_sigterm_saves_and_the_rerun_goes_on(stopped, uninterrupted, resume, tmp
   assert_same(workdir, uninterrupted[1])
 
 
+@pytest.mark.slow
 def test_what_lies_behind_the_checkpoint_is_checked_and_repaired(
   stopped, uninterrupted, resume, tmp_path
 ):

@@ -247,14 +247,14 @@ def test_a_cache_has_a_key_value_head_per_device_of_tensor():
     assert cached_heads(CONFIG, tensor) == heads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "sizes",
   [
     dict(data=2, fsdp=2, tensor=2),
-    # With a copy of every key/value head.
-    pytest.param(dict(data=2, tensor=4), marks=pytest.mark.slow),
-    pytest.param(dict(data=8), marks=pytest.mark.slow),
-    pytest.param(dict(tensor=8), marks=pytest.mark.slow),  # more than there are heads
+    dict(data=2, tensor=4),  # a copy of every key/value head
+    dict(data=8),
+    dict(tensor=8),  # more than there are heads
   ],
   ids=str,
 )

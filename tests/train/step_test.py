@@ -144,6 +144,7 @@ def test_the_gradient_on_policy_is_the_policy_gradient(x64):
   assert relative_distance(gradient, jax.grad(plain)(params)) < 1e-10
 
 
+@pytest.mark.slow
 def test_terms_add_their_gradients(x64):
   """Loss with KL and entropy terms = surrogate + β·KL − c·H, each from its definition."""
   batch = make_batch(np.float64)
@@ -172,6 +173,7 @@ def _centered_loss():
   return Loss(per_token, statistics)
 
 
+@pytest.mark.slow
 def test_statistics_are_those_of_the_whole_batch_under_micro_batches(x64):
   method, batch = make_method("float64", loss=_centered_loss()), make_batch(np.float64)
   state = initial_state(method, method.model.init(jax.random.key(0)), jnp.zeros(()))
