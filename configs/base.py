@@ -104,7 +104,7 @@ def get_config() -> ConfigDict:
   # component is "my_module:factory(keyword=1)". All names: docs/methods/README.md.
   c.advantage = "grpo"
   c.reweighting = "none"  # none, salt
-  c.gram = "streaming"  # streaming, sketch, per_rollout
+  c.gram = "streaming"  # streaming, sketch, per_rollout; "streaming(feature='sampled')"
   c.loss = "ppo_clip"
   c.aggregation = "token_mean"  # of the loss: token_mean, sequence_mean, sequence_sum, constant
   c.veto = dict(  # excludes tokens of negative-advantage rollouts from the loss (μ-GRPO)

@@ -101,6 +101,7 @@ class Forward(NamedTuple):
   hidden: Array  # [M, R, L, D], final hidden states, in the model's compute dtype
   log_normalizers: Array  # f32[M, R, L], log Σ_v exp(z_v/τ)
   projected: Array | None  # f32[M, R, L, C], Σ_v d_v·R_v, see `geometry.GramFn.projection`
+  logprobs: Array | None = None  # f32[M, R, L], log π of the targets
 
 
 @jax.tree_util.register_dataclass
