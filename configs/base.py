@@ -79,7 +79,9 @@ def get_config() -> ConfigDict:
   c.generation_deadline_s = 600.0
   c.proximal_every = 0  # updates until decoupled_ppo scores a batch again; 0: only once
   c.sources = dict(  # fractions of a batch's groups; the policy samples the remaining groups
-    temperature=dict(fraction=0.0, temperature=1.5),  # the policy at another temperature
+    # The policy at another temperature. recorded: which log-probabilities count as the behavior
+    # policy's: sampled, exact; or raw, at temperature 1, so that the ratio does not see the heat.
+    temperature=dict(fraction=0.0, temperature=1.5, recorded="sampled"),
     quantized=dict(fraction=0.0, format="int8"),  # a copy of it; int8, float8_e4m3fn
     checkpoint=dict(fraction=0.0, workdir="", step=-1),  # another run's policy; −1: the last step
     recorded=dict(fraction=0.0, store=""),  # a run's WORKDIR/rollouts

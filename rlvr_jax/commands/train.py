@@ -12,7 +12,7 @@ from rlvr_jax.rewards.outcome import GradingStoppedError
 from rlvr_jax.rewards.worker_process import GraderStartError
 from rlvr_jax.rollouts.queue import FingerprintError
 from rlvr_jax.rollouts.store import RolloutStore, StoreError, TornShardError
-from rlvr_jax.train import checks, multihost, observe, parameters, trackers
+from rlvr_jax.train import checks, multihost, observe, parameters, raw_logprobs, trackers
 from rlvr_jax.train.async_generator import GeneratorStoppedError
 from rlvr_jax.train.build import Parts
 from rlvr_jax.train.checkpoint import Checkpointer, Restored
@@ -78,6 +78,7 @@ def train(
     stack.enter_context(multihost.only_first_prints())
     multihost.on_first(lambda: _claim(workdir, parts, enter), None)
     parts = as_begun(parts, workdir)
+    raw_logprobs.announce(parts)
     frozen = parameters.load_frozen(parts)
     warm_starts = enter(Checkpointer(workdir / "warm_start", keep=1))
     warm = warm_starts.restore(parts.abstract_state.params)
