@@ -131,6 +131,10 @@ def get_config() -> ConfigDict:
   # Another layout for sampling, over separate devices or over those of mesh; all 0: as mesh.
   c.generation_mesh = dict(data=0, fsdp=0, tensor=0, same_devices=False)
 
+  c.start = dict(  # begin with another run's policy, in place of a warm start
+    checkpoint="",  # WORKDIR/checkpoints/STEP of the run; its WORKDIR: the last one
+    optimizer=False,  # with the optimizer's moments too; the learning rate begins anew
+  )
   c.warm_start = dict(  # supervised, on the task's demonstrations
     num_steps=200,
     batch_size=64,  # problems
