@@ -79,7 +79,9 @@ def get_config() -> ConfigDict:
   c.generation_deadline_s = 600.0
   c.proximal_every = 0  # updates until decoupled_ppo scores a batch again; 0: only once
   c.sources = dict(  # fractions of a batch's groups; the policy samples the remaining groups
-    temperature=dict(fraction=0.0, temperature=1.5),  # the policy at another temperature
+    # The policy at another temperature. recorded: which log-probabilities count as the behavior
+    # policy's: sampled, exact; or raw, at temperature 1, so that the ratio does not see the heat.
+    temperature=dict(fraction=0.0, temperature=1.5, recorded="sampled"),
     quantized=dict(fraction=0.0, format="int8"),  # a copy of it; int8, float8_e4m3fn
     checkpoint=dict(fraction=0.0, workdir="", step=-1),  # another run's policy; −1: the last step
     recorded=dict(fraction=0.0, store=""),  # a run's WORKDIR/rollouts
@@ -104,7 +106,7 @@ def get_config() -> ConfigDict:
   # component is "my_module:factory(keyword=1)". All names: docs/methods/README.md.
   c.advantage = "grpo"
   c.reweighting = "none"  # none, salt
-  c.gram = "streaming"  # streaming, sketch, per_rollout
+  c.gram = "streaming"  # streaming, sketch, per_rollout; "streaming(feature='sampled')"
   c.loss = "ppo_clip"
   c.aggregation = "token_mean"  # of the loss: token_mean, sequence_mean, sequence_sum, constant
   c.veto = dict(  # excludes tokens of negative-advantage rollouts from the loss (μ-GRPO)
@@ -129,6 +131,10 @@ def get_config() -> ConfigDict:
   # Another layout for sampling, over separate devices or over those of mesh; all 0: as mesh.
   c.generation_mesh = dict(data=0, fsdp=0, tensor=0, same_devices=False)
 
+  c.start = dict(  # begin with another run's policy, in place of a warm start
+    checkpoint="",  # WORKDIR/checkpoints/STEP of the run; its WORKDIR: the last one
+    optimizer=False,  # with the optimizer's moments too; the learning rate begins anew
+  )
   c.warm_start = dict(  # supervised, on the task's demonstrations
     num_steps=200,
     batch_size=64,  # problems

@@ -9,7 +9,8 @@ reweighting alone.
 Ablations: a fixed α is `--config.reweighting="salt(alpha_min=0.5, alpha_max=0.5)"`, a fixed k sets
 `min_rank` and `max_rank` alike; others are `salt(positive_part=False)`, `channels='shared'`,
 `channels='residual'`, `random_subspace=True` and `scope='group'`. An estimate of the Gram matrix,
-nearly free at the head of a large model though not at this one: `--config.gram=sketch`.
+nearly free at the head of a large model though not at this one: `--config.gram=sketch`. What the
+authors' public code appears to compute: configs/salt_grpo_as_released.py.
 
 Expected here, after 64 updates: see experiments/recipes/README.md. Answers of four bytes make n_eff
 larger than 1 and α zero, where SALT learns less than GRPO (experiments/salt_geometry/README.md).

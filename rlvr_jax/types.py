@@ -66,6 +66,9 @@ class TrainBatch:
   lags: Array | None = None  # i32[P, G], updates since the behavior policy; −1: not of this run
   sources: Array | None = None  # i32[P], index of the source that sampled the group
   packed: Packed | None = None  # the rollouts in rows; None: padded, [P, G, S + T]
+  # f32[P, G, T], under the distribution sampled from, where `behavior_logprobs` deliberately are
+  # others (config.sources.temperature.recorded); in the store only, no update reads them.
+  sampled_logprobs: Array | None = None
 
 
 class Rows(NamedTuple):
@@ -101,6 +104,7 @@ class Forward(NamedTuple):
   hidden: Array  # [M, R, L, D], final hidden states, in the model's compute dtype
   log_normalizers: Array  # f32[M, R, L], log Σ_v exp(z_v/τ)
   projected: Array | None  # f32[M, R, L, C], Σ_v d_v·R_v, see `geometry.GramFn.projection`
+  logprobs: Array | None = None  # f32[M, R, L], log π of the targets
 
 
 @jax.tree_util.register_dataclass

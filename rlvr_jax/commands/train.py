@@ -12,7 +12,7 @@ from rlvr_jax.rewards.outcome import GradingStoppedError
 from rlvr_jax.rewards.worker_process import GraderStartError
 from rlvr_jax.rollouts.queue import FingerprintError
 from rlvr_jax.rollouts.store import RolloutStore, StoreError, TornShardError
-from rlvr_jax.train import checks, multihost, observe, parameters, trackers
+from rlvr_jax.train import checks, multihost, observe, parameters, raw_logprobs, trackers
 from rlvr_jax.train.async_generator import GeneratorStoppedError
 from rlvr_jax.train.build import Parts
 from rlvr_jax.train.checkpoint import Checkpointer, Restored
@@ -78,6 +78,7 @@ def train(
     stack.enter_context(multihost.only_first_prints())
     multihost.on_first(lambda: _claim(workdir, parts, enter), None)
     parts = as_begun(parts, workdir)
+    raw_logprobs.announce(parts)
     frozen = parameters.load_frozen(parts)
     warm_starts = enter(Checkpointer(workdir / "warm_start", keep=1))
     warm = warm_starts.restore(parts.abstract_state.params)
@@ -114,6 +115,7 @@ def train(
 
 def _claim(workdir: Path, parts: Parts, enter: Any) -> None:
   enter(WorkdirLock(workdir))
+  parameters.check_start(parts.config, workdir)
   allowed = checks.may_differ(parts.config, parts.schedule)
   check_config(workdir, parts.config.to_json_best_effort(), may_differ=allowed)
 
@@ -141,9 +143,22 @@ def first_params(
   """
   if warm:
     return warm.state
+  if parts.config.start.checkpoint:
+    return started(parts, writer, warm_starts)
   if parts.config.warm_start.num_steps:
     return warm_started(parts, frozen.trainer, writer, warm_starts, termination)
   return parameters.initial_params(parts)  # cheap to recompute, so they are not saved
+
+
+def started(parts: Parts, writer: MetricWriter, checkpointer: Checkpointer) -> Params:
+  """The policy of `config.start`, saved: a resumed run does not need the other run any more."""
+  folder = parameters.start_folder(parts.config)
+  params, step = parameters.chosen_params(parts, folder)
+  moments = " and its optimizer's moments" if parts.config.start.optimizer else ""
+  say(f"starts with the policy of {folder}, after {step} updates there{moments}")
+  checkpointer.save(step, params, host={"written": writer.written()})
+  checkpointer.wait()
+  return params
 
 
 def warm_started(

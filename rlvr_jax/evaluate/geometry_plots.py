@@ -41,6 +41,8 @@ class Measurement(NamedTuple):
   rewards: Array  # f32[P, G]
   lengths: Array  # f32[P, G], tokens
   gram_compared: Array | None = None  # f32[B, B], for config.diagnostics.compared
+  gram_sampled: Array | None = None  # f32[B, B], of the feature that is not config.gram's
+  gram_score: Array | None = None
 
 
 def load_geometry(workdir: str | os.PathLike[str]) -> list[Measurement]:

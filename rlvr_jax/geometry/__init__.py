@@ -1,5 +1,6 @@
 """Gram matrices of per-rollout gradient features. One factory per method, looked up by name."""
 
+from rlvr_jax.geometry.base import FEATURES as FEATURES
 from rlvr_jax.geometry.base import GramContext as GramContext
 from rlvr_jax.geometry.base import GramFn as GramFn
 from rlvr_jax.geometry.per_rollout import num_selected as num_selected

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from rlvr_jax.types import Array, Forward, Metrics, Params, TrainBatch
 
+FEATURES = ("score", "sampled")
+
 
 class GramContext(NamedTuple):
   """Properties of the run that a `GramFn` needs."""
@@ -19,7 +21,9 @@ class GramContext(NamedTuple):
 class GramFn(NamedTuple):
   """A method of computing the inner products of per-rollout gradient features.
 
-  The feature of rollout i is g_i = ∇_φ(−Σ_t m[i,t] log π[i,t]) for a subset φ of the parameters;
+  The feature of rollout i is g_i = ∇_φ(−Σ_t m[i,t] log π[i,t]) for a subset φ of the parameters
+  ("score"), or what is left of it where the derivative of log π with respect to the logits loses
+  its softmax term ("sampled"): g_i = ∇_φ(−Σ_t m[i,t] z[i,t]/τ), z the logit of the sampled token.
   m is the loss mask before any veto.
 
   Attributes:
@@ -32,6 +36,7 @@ class GramFn(NamedTuple):
     cost: (batch, hidden [M, R, L, D], kernel [D, V], context) → metrics of the cost of one Gram
       matrix, computed from shapes, dtypes and the number of micro-batches only.
     error: as `gram` → f32[], the estimated error ‖K̂ − K‖_F/‖K‖_F; None if `gram` is exact.
+    feature: "score" or "sampled".
   """
 
   gram: Callable[[Params, Params, TrainBatch, Forward | None, GramContext], Array]
@@ -39,3 +44,4 @@ class GramFn(NamedTuple):
   projection: Callable[[int], Array] | None = None
   cost: Callable[[TrainBatch, Array, Array, GramContext], Metrics] = lambda *_: {}
   error: Callable[[Params, Params, TrainBatch, Forward | None, GramContext], Array] | None = None
+  feature: str = "score"

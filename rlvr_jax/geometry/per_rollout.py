@@ -8,15 +8,16 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from rlvr_jax.geometry.base import GramContext, GramFn
-from rlvr_jax.ops.logprobs import token_logprobs
+from rlvr_jax.geometry.base import FEATURES, GramContext, GramFn
+from rlvr_jax.ops.checks import check_choice
+from rlvr_jax.ops.logprobs import head_logits, token_logprobs
 from rlvr_jax.ops.masked import upcast
 from rlvr_jax.types import Array, Forward, Head, Params, Prompts, Sampling, TrainBatch
 
 _PATTERNS = {"last_block": r"^blocks/", "all": ""}
 
 
-def per_rollout(*, parameters: str = "head") -> GramFn:
+def per_rollout(*, parameters: str = "head", feature: str = "score") -> GramFn:
   """Gram matrix of the gradients of each rollout's −Σ_t m log π, m the loss mask.
 
   Stores the features of all rollouts, [B, N] for N parameters: for small models, small subsets and
@@ -28,11 +29,15 @@ def per_rollout(*, parameters: str = "head") -> GramFn:
     parameters: "head": the output head's kernel, hidden states fixed; "last_block": the last
       transformer block; "all"; anything else is a regular expression that is searched for in the
       parameters' paths, such as "blocks/(query|key)$".
+    feature: "score": as above; "sampled": of −Σ_t m z/τ, z the logits of the response's tokens,
+      which is what the gradient is without its softmax term.
   Raises:
-    ValueError: `parameters` is not a regular expression; when called, no path matches it.
+    ValueError: `parameters` is not a regular expression, or the feature is unknown; when called, no
+      path matches `parameters`.
   Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make
     Them Matter" (arXiv:2606.05800), §3.
   """
+  check_choice("per_rollout", "feature", feature, FEATURES)
   try:
     re.compile(parameters)
   except (re.error, TypeError) as error:
@@ -50,14 +55,14 @@ def per_rollout(*, parameters: str = "head") -> GramFn:
   ) -> Array:
     del forward
     total = 0.0
-    for leaf in _gradients(trained, frozen, batch, context, parameters):
+    for leaf in _gradients(trained, frozen, batch, context, parameters, feature):
       rows = leaf.reshape(*leaf.shape[:2], -1)
       highest = jax.lax.Precision.HIGHEST
       total += jnp.einsum("gpn,hqn->pgqh", rows, rows, precision=highest)
     B = batch.tokens.shape[0] * batch.tokens.shape[1]
     return jnp.reshape(total, (B, B))
 
-  return GramFn(gram, needs_forward=False)
+  return GramFn(gram, needs_forward=False, feature=feature)
 
 
 def per_rollout_features(
@@ -67,22 +72,28 @@ def per_rollout_features(
   context: GramContext,
   *,
   parameters: str = "head",
+  feature: str = "score",
 ) -> Array:
   """The features themselves, f32[B, N]: for small models.
 
   Args:
-    parameters: as for `per_rollout`.
+    parameters, feature: as for `per_rollout`.
   Returns:
     Rollouts in the order of batch.tokens.reshape(B, T); N parameters, leaf after leaf in the order
     of the parameters' tree, each in row-major order.
   """
-  leaves = _gradients(trained, frozen, batch, context, parameters)
+  leaves = _gradients(trained, frozen, batch, context, parameters, feature)
   rows = [leaf.swapaxes(0, 1).reshape(batch.mask[..., 0].size, -1) for leaf in leaves]
   return jnp.concatenate(rows, axis=1)
 
 
 def _gradients(
-  trained: Params, frozen: Params, batch: TrainBatch, context: GramContext, parameters: str
+  trained: Params,
+  frozen: Params,
+  batch: TrainBatch,
+  context: GramContext,
+  parameters: str,
+  feature: str,
 ) -> list[Array]:
   """Per-rollout gradients of the selected leaves, each f32[G, P, *leaf]."""
   model = context.model
@@ -94,9 +105,13 @@ def _gradients(
     hidden = model.response_hidden(trunk, one, tokens[None, None])[0, 0]
     # Before the product: zero times NaN is NaN, in the gradient too.
     hidden = jnp.where(mask[:, None] > 0, hidden, jnp.zeros((), hidden.dtype))
-    sampling = Sampling(temperature=context.temperature)
-    logprobs, _ = token_logprobs(hidden, head, tokens, sampling)
-    return -jnp.sum(jnp.where(mask > 0, logprobs, 0.0))
+    if feature == "sampled":
+      logits = head_logits(hidden, head) / context.temperature
+      values = jnp.take_along_axis(logits, tokens[:, None], axis=-1, mode="clip")[:, 0]
+    else:
+      sampling = Sampling(temperature=context.temperature)
+      values, _ = token_logprobs(hidden, head, tokens, sampling)
+    return -jnp.sum(jnp.where(mask > 0, values, 0.0))
 
   def of_one_rollout_per_prompt(rollouts):
     gradient = jax.vmap(jax.grad(loss), in_axes=(None, 0, 0, 0))

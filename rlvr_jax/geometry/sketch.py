@@ -29,7 +29,7 @@ def sketch(
   vocabulary, at the cost of s·b/D products of the size of the head's product; the rest costs
   s·a/V + s·a·b·(1 + B²/n)/(D·V) of one, n the places of the rows. That is small at the head of a
   large model; with a small width or vocabulary, or many more rollouts than tokens in each,
-  `streaming` may cost less.
+  `streaming` may cost less, and of the sampled tokens' feature it always does: this is of "score".
 
   Args:
     copies: s.

@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from rlvr_jax.geometry.base import GramContext, GramFn
+from rlvr_jax.geometry import sampled
+from rlvr_jax.geometry.base import FEATURES, GramContext, GramFn
 from rlvr_jax.geometry.by_rollout import Spans, outer_sums, places_of, tile_of
-from rlvr_jax.ops.checks import check_integer
+from rlvr_jax.ops.checks import check_choice, check_integer
 from rlvr_jax.ops.logprobs import head_logits, through_head
 from rlvr_jax.ops.spectral import EXACT
 from rlvr_jax.types import Array, Forward, Head, Mean, Metrics, Params, Sum, TrainBatch
@@ -48,29 +49,35 @@ class _Columns(NamedTuple):
   vocabulary: int  # V; columns at or past it are padding
 
 
-def streaming(*, block_elements: int = 2**22) -> GramFn:
+def streaming(*, feature: str = "score", block_elements: int = 2**22) -> GramFn:
   """Exact output-head Gram matrix at the cost of 2 + B²/n products of the size of the head's.
 
   n are the places of the rows, B·T where each rollout is one. One product recomputes a block's
   logits, whose normalizer is known, one forms the block of g, and B²/n are the inner products. All
   accumulate in float32 (float64 for float64 models); operands, including g, are in the model's
-  compute dtype.
+  compute dtype. Of the sampled tokens alone it costs about 2B/V products, see `geometry.sampled`.
 
   On a mesh the hidden states of one micro-batch at a time are gathered over the data axes in the
   compute dtype, the vocabulary is split over all devices, and the [B, B] results are summed over
   devices; see `bytes_moved`.
 
   Args:
+    feature: "score": g_i as above; "sampled": Σ_t h ⊗ (−onehot(y)), without the softmax.
     block_elements: numbers in the largest array of a block, [B, v, D] or [R·L, v]; it sets the
       block's width v, of 128 columns at least. With several micro-batches on a mesh, hidden states
-      are gathered once for each block: there wider ones move less.
+      are gathered once for each block: there wider ones move less. Blocks of "sampled" are of the
+      width of the hidden states, [n, d].
   Raises:
-    ValueError: the argument is below 1.
+    ValueError: block_elements is below 1, or the feature is unknown.
   Source: methods of "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How
     to Make Them Matter" (arXiv:2606.05800), §3, without its [B, D·V] matrix.
   """
   check_integer("streaming", "block_elements", block_elements, low=1)
+  check_choice("streaming", "feature", feature, FEATURES)
+  return {"score": _of_score, "sampled": _of_sampled}[feature](block_elements)
 
+
+def _of_score(block_elements: int) -> GramFn:
   def gram(
     trained: Params,
     frozen: Params,
@@ -107,6 +114,29 @@ def streaming(*, block_elements: int = 2**22) -> GramFn:
     }
 
   return GramFn(gram, cost=cost)
+
+
+def _of_sampled(block_elements: int) -> GramFn:
+  def gram(
+    trained: Params,
+    frozen: Params,
+    batch: TrainBatch,
+    forward: Forward | None,
+    context: GramContext,
+  ) -> Array:
+    assert forward is not None
+    head = context.model.head(context.model.combine(trained, frozen))
+    return sampled.sampled_gram(batch, forward, head, context, block_elements)
+
+  def cost(batch: TrainBatch, hidden: Array, kernel: Array, context: GramContext) -> Metrics:
+    products = sampled.head_products(batch, hidden, kernel, context.mesh, block_elements)
+    moved = sampled.bytes_moved(hidden, context.mesh, rollouts=batch.rewards.size)
+    return {
+      "gram/head_products": Mean(total=jnp.float32(products), weight=jnp.float32(1)),
+      "gram/megabytes_moved": Sum(jnp.float32(moved / 1e6)),
+    }
+
+  return GramFn(gram, cost=cost, feature="sampled")
 
 
 def bytes_moved(

@@ -198,9 +198,8 @@ def join(parts: Sequence[TrainBatch]) -> TrainBatch:
 
 def without_scores(batch: TrainBatch) -> TrainBatch:
   """Without the fields that only an update reads, so that every scoring has the same shapes."""
-  return dataclasses.replace(
-    batch, reference_logprobs=None, proximal_logprobs=None, lags=None, sources=None
-  )
+  batch = dataclasses.replace(batch, reference_logprobs=None, proximal_logprobs=None)
+  return dataclasses.replace(batch, sampled_logprobs=None, lags=None, sources=None)
 
 
 def response_lengths(batch: TrainBatch) -> np.ndarray:

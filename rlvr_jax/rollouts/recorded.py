@@ -112,12 +112,14 @@ class RecordedGroups:
     left = S - batch.prompts.tokens.shape[1]
     right = [(0, 0), (0, T - batch.tokens.shape[2])]
     tokens: Any = np.pad(group.prompts.tokens, (left, 0), constant_values=self._pad_token)
+    exact = group.behavior_logprobs if group.sampled_logprobs is None else group.sampled_logprobs
     padded = dataclasses.replace(
       group,
       prompts=Prompts(tokens=tokens, lengths=group.prompts.lengths),
       tokens=np.pad(group.tokens, right, constant_values=self._pad_token),
       mask=np.pad(group.mask, right),
-      behavior_logprobs=np.pad(group.behavior_logprobs, right),
+      behavior_logprobs=np.pad(exact, right),
+      sampled_logprobs=None,
     )
     samples = graded.samples[row * size : (row + 1) * size]
     return Graded(padded, tokens=0, prompts=0, statistics={}, samples=samples)

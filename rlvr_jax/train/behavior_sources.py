@@ -29,6 +29,9 @@ from rlvr_jax.train import sharding
 from rlvr_jax.train.checkpoint_files import read_params
 from rlvr_jax.types import Array, Params, Prompts, Sampling
 
+RECORDED = ("sampled", "raw")
+UNHEATED = Sampling()  # the distribution of "raw"
+
 # Largest mean |Δ log p|, in nats per token at temperature 1, between the two computations of a
 # log-probability (cached decoding, one forward pass). For networks of up to four layers of width
 # 128, `agreement/policy_mean` is 3e-7 in float32 and 2e-3 in bfloat16.
@@ -49,6 +52,7 @@ class Source(NamedTuple):
   pin: Any = None
   of_this_run: bool = True  # whether its parameters derive from the trained policy's
   exact: bool = False  # whether they are equal, so that log-probabilities must agree
+  raw: bool = False  # records log-probabilities at temperature 1 as the behavior policy's
 
   @property
   def truncated(self) -> bool:
@@ -109,11 +113,11 @@ def make_sources(
   """
   settings, sampling = config.sources, sampling_of(config.sampling)
   check_choice("config.sources.quantized", "format", settings.quantized.format, quantized.FORMATS)
-  shifted = _at_other_temperature(config, model.config.vocab_size)
+  shifted, raw = _at_other_temperature(config, model.config.vocab_size)
 
-  def exact(name: str, prompts: int, sampling: Sampling) -> Source:
+  def exact(name: str, prompts: int, sampling: Sampling, *, raw: bool = False) -> Source:
     engine = engine_of(model, sampling, prompts=prompts)
-    return Source(name, prompts, sampling, engine, exact=True)
+    return Source(name, prompts, sampling, engine, exact=True, raw=raw)
 
   def rounded(name: str, prompts: int) -> Source:
     @jax.jit
@@ -137,7 +141,7 @@ def make_sources(
 
   make: dict[str, Callable[..., Source]] = dict(
     policy=functools.partial(exact, sampling=sampling),
-    temperature=functools.partial(exact, sampling=shifted),
+    temperature=functools.partial(exact, sampling=shifted, raw=raw),
     quantized=rounded,
     checkpoint=checkpoint,
     recorded=recorded,
@@ -149,12 +153,22 @@ def make_sources(
   return tuple(make[name](name, prompts) for name, prompts in found.items())
 
 
-def _at_other_temperature(config: ml_collections.ConfigDict, vocab_size: int) -> Sampling:
-  temperature = config.sources.temperature.temperature
+def _at_other_temperature(
+  config: ml_collections.ConfigDict, vocab_size: int
+) -> tuple[Sampling, bool]:
+  """The distribution of the source, and whether it records other log-probabilities."""
+  settings = config.sources.temperature
+  temperature, recorded = settings.temperature, settings.recorded
+  check_choice("config.sources.temperature", "recorded", recorded, RECORDED)
+  if recorded == "raw" and not settings.fraction:
+    raise ValueError(
+      "config.sources.temperature: recorded = 'raw' has no effect with fraction = 0; set"
+      " config.sources.temperature.fraction > 0, or recorded = 'sampled'"
+    )
   sampling = dataclasses.replace(sampling_of(config.sampling), temperature=temperature)
   check_sampling(sampling, vocab_size)
   check_between("config.sources.temperature", "temperature", temperature, low=0.0, open_low=True)
-  return sampling
+  return sampling, recorded == "raw"
 
 
 def recorded_groups(
@@ -234,6 +248,29 @@ def other_policy(
   return other, step, functools.cache(read)
 
 
+def response_logprobs(
+  trained: Params,
+  frozen: Params,
+  prompts: Prompts,
+  tokens: Array,
+  *,
+  model: Model,
+  sampling: Sampling,
+) -> Array:
+  """f32[P, G, T], log-probabilities of responses by one forward pass over prompt and response.
+
+  Args:
+    trained, frozen: parameters of the policy that sampled the rollouts.
+    prompts: P prompts.
+    tokens: i32[P, G, T].
+    model: provides `combine`, `response_hidden` and `head`.
+    sampling: the distribution.
+  """
+  params = model.combine(trained, frozen)
+  hidden = model.response_hidden(params, prompts, tokens)
+  return token_logprobs(hidden, model.head(params), tokens, sampling, mesh=model.mesh)[0]
+
+
 def behavior_gap(
   trained: Params,
   frozen: Params,
@@ -247,20 +284,14 @@ def behavior_gap(
 ) -> tuple[Array, Array]:
   """(mean, maximum) of |log p − behavior_logprobs| over the tokens of rollouts, f32[] nats; pure.
 
-  p is the probability that the trainer computes, with one forward pass over prompt and response.
-  Under truncated sampling, a token at the edge of the kept set may have p = 0 because of rounding;
-  such tokens are left out.
+  p is the probability that the trainer computes, see `response_logprobs`. Under truncated sampling,
+  a token at the edge of the kept set may have p = 0 because of rounding; such tokens are left out.
 
   Args:
-    trained, frozen: parameters of the policy that sampled the rollouts.
-    prompts: P prompts.
     tokens, mask, behavior_logprobs: [P, G, T].
-    model: provides `combine`, `response_hidden` and `head`.
     sampling: the distribution they were sampled from.
   """
-  params = model.combine(trained, frozen)
-  hidden = model.response_hidden(params, prompts, tokens)
-  logprobs, _ = token_logprobs(hidden, model.head(params), tokens, sampling, mesh=model.mesh)
+  logprobs = response_logprobs(trained, frozen, prompts, tokens, model=model, sampling=sampling)
   kept = (mask > 0) & (jnp.isfinite(logprobs) if is_truncated(sampling) else True)
   gaps = jnp.where(kept, jnp.abs(logprobs - behavior_logprobs), 0.0)
   return gaps.sum() / jnp.maximum(kept.sum(), 1), gaps.max()

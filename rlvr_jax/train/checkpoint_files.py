@@ -86,30 +86,37 @@ def read_state(
 
 
 def read_params(directory: pathlib.Path, abstract_params: Params) -> Params:
-  """Loads the parameters from a checkpoint of any run; does not write to it.
+  """Loads the parameters from a checkpoint of any run; see `read_field`."""
+  return read_field("params", directory, abstract_params)
+
+
+def read_field(field: str, directory: pathlib.Path, abstract: Any) -> Any:
+  """Loads one field of the `TrainState` in a checkpoint of any run; does not write to it.
 
   Args:
-    directory: of one step, with a complete `TrainState` or only parameters.
-    abstract_params: their structure, as the state's in `Checkpointer.restore`.
+    field: such as "params"; a checkpoint may have only those.
+    directory: of one step.
+    abstract: the field's structure, as the state's in `Checkpointer.restore`.
   Returns:
-    The parameters, with the shardings of `abstract_params`.
+    The field, with the shardings of `abstract`.
   Raises:
     TornCheckpointError: files are truncated, changed or missing.
-    ForeignCheckpointError: of another program, or parameters with another structure.
+    ForeignCheckpointError: of another program, or a field with another structure.
   """
   silence_orbax()
   directory = directory.absolute()
-  leaves = _named_leaves(abstract_params)
+  leaves = _named_leaves(abstract)
   with _reporting_damage(directory, "Choose another step or run."):
     saved = read_manifest(directory)["leaves"]
-    of_state = {name: entry for name, entry in saved.items() if name.startswith("params.")}
-    saved = of_state or saved
-    prefix = "params." if of_state else ""
+    prefix = f"{field}." if any(name.startswith("params.") for name in saved) else ""
+    saved = {name: entry for name, entry in saved.items() if name.startswith(prefix)}
     expected = {prefix + name: leaf for name, leaf in leaves.items()}
-    remedy = "Choose a checkpoint with this run's network and adapters, or change this run's."
+    remedy = (
+      "Choose a checkpoint with this run's network, adapters and optimizer, or change this run's."
+    )
     _check_same_leaves(directory, expected, saved, remedy)
     stored = _read_arrays(directory, expected, saved)
-  return jax.tree.unflatten(jax.tree.structure(abstract_params), [stored[n] for n in expected])
+  return jax.tree.unflatten(jax.tree.structure(abstract), [stored[n] for n in expected])
 
 
 @contextlib.contextmanager

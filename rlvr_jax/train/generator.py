@@ -30,7 +30,7 @@ from rlvr_jax.rollouts.batch import (
 from rlvr_jax.rollouts.collect import Collector, keep_mixed_groups
 from rlvr_jax.rollouts.journal import GroupJournal
 from rlvr_jax.rollouts.store import GROUPS_FOLDER, RolloutStore, TornShardError
-from rlvr_jax.train import multihost, observe, sharding
+from rlvr_jax.train import multihost, observe, raw_logprobs, sharding
 from rlvr_jax.train.behavior_sources import Source, max_gap
 from rlvr_jax.train.build import Parts
 from rlvr_jax.train.checks import shaped_outcomes
@@ -278,8 +278,8 @@ class Generator:
       batch.timings["time/grade_seconds"] = time.perf_counter() - began
       batch.timings |= observe.memory("grade")
       lengths: Any = flight.prompts.lengths, flight.rollouts.lengths
-      positions = np.arange(own.train.mask.shape[-1])
-      sampled.insert(0, (positions < lengths[1][..., None]).astype(np.float32))
+      tokens = np.arange(own.train.mask.shape[-1]) < lengths[1][..., None]
+      sampled.insert(0, tokens.astype(np.float32))
       batch.flops = forward_flops(self.parts.model.config, *lengths)
       graded = with_recorded(own, graded) if graded else own
     assert graded is not None  # there are live or recorded groups, or both
@@ -287,7 +287,9 @@ class Generator:
     solve_rate: Any = np.full(sources.shape, graded.train.correct.mean(), np.float32)
     train = dataclasses.replace(graded.train, sources=sources, solve_rate=solve_rate)
     batch.fingerprint = policy.fingerprint()
-    batch.graded = self.with_gaps(graded._replace(train=train), np.concatenate(sampled), policy)
+    mask, found = np.concatenate(sampled), graded._replace(train=train)
+    found = self.with_gaps(found, mask, policy)
+    batch.graded = raw_logprobs.with_raw(found, mask, self.parts, policy.params, self.frozen)
     batch.snapshot = batch.flight = batch.recorded = None
     batch.requests = ()
     return batch
@@ -340,18 +342,16 @@ class Generator:
     if policy.version == self.checked_version:
       return graded
     self.checked_version = policy.version
-    gaps: dict[str, float] = {}
-    start = 0
+    gaps, start = dict[str, float](), 0
     for source in self.parts.sources:
       batch = graded.train
       few = slice(start, start + min(source.prompts, self.parts.gap_prompts))
       start += source.prompts
       rollouts = (batch.prompts, batch.tokens, mask, batch.behavior_logprobs)
       here = self.parts.to_generation(jax.tree.map(lambda x, few=few: x[few], rollouts))
-      behavior_gap = self.parts.programs.behavior_gap
-      mean, largest = jax.device_get(
-        behavior_gap(policy.params, self.frozen, *here, sampling=source.sampling)
-      )
+      of_policy = (policy.params, self.frozen, *here)
+      found = self.parts.programs.behavior_gap(*of_policy, sampling=source.sampling)
+      mean, largest = jax.device_get(found)
       gaps |= {
         f"agreement/{source.name}_mean": float(mean),
         f"agreement/{source.name}_max": float(largest),

@@ -120,7 +120,7 @@ def policy_forward(
   )
   forward = None
   if method.gram is not None and method.gram.needs_forward:
-    of_rows = (hidden, found.log_normalizers, found.projected)
+    of_rows = (hidden, found.log_normalizers, found.projected, found.logprobs)
     forward = Forward(*jax.tree.map(lambda x: x[None], of_rows))
   return (by_rollout(found.logprobs), by_rollout(found.entropy)), forward
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import ml_collections
+import optax
 
 from rlvr_jax.data import encode_demonstrations, problem_batches
 from rlvr_jax.files import local_path
@@ -19,7 +22,7 @@ from rlvr_jax.ops.keys import key_for
 from rlvr_jax.train import sharding
 from rlvr_jax.train.adapters import first_adapters
 from rlvr_jax.train.build import Parts, warm_start_optimizer
-from rlvr_jax.train.checkpoint_files import CheckpointError, read_params
+from rlvr_jax.train.checkpoint_files import CheckpointError, read_field, read_params
 from rlvr_jax.train.step import initial_state
 from rlvr_jax.types import Array, Params, Prompts, TrainState
 
@@ -69,7 +72,19 @@ def first_state(parts: Parts, params: Params, initial_entropy: float) -> TrainSt
   """The train state before the first update; `initial_entropy` in nats per token."""
   shardings = jax.tree.map(lambda x: x.sharding, parts.abstract_state)
   build_state = jax.jit(functools.partial(initial_state, parts.method), out_shardings=shardings)
-  return build_state(params, jnp.float32(initial_entropy))
+  state = build_state(params, jnp.float32(initial_entropy))
+  if not parts.config.start.optimizer:
+    return state
+  folder = start_folder(parts.config)
+  moments = read_field("opt_state", folder, parts.abstract_state.opt_state)
+  return dataclasses.replace(state, opt_state=_with_first_rate(moments, state.opt_state))
+
+
+def _with_first_rate(moments: Any, first: Any) -> Any:
+  """An optimizer's state whose learning rate is that of the first update, as metrics report it."""
+  scheduled = lambda node: isinstance(node, optax.ScaleByScheduleState)
+  choose = lambda node, new: new if scheduled(node) else node
+  return jax.tree.map(choose, moments, first, is_leaf=scheduled)
 
 
 def supervised_state(parts: Parts) -> tuple[Params, Any]:
@@ -95,20 +110,42 @@ def supervised_batches(parts: Parts) -> Iterator[tuple[Prompts, Array, Array]]:
 # --- parameters of a checkpoint -------------------------------------------------------------------
 
 
-def checkpoint_folder(checkpoint: str) -> Path:
-  """The folder WORKDIR/checkpoints/STEP of --checkpoint; the last STEP if it names a run.
+def check_start(config: ml_collections.ConfigDict, workdir: Path) -> None:
+  """Raises ValueError unless `config.start` can be, or has been: its policy is in the workdir."""
+  start = config.start
+  if start.optimizer and not start.checkpoint:
+    raise ValueError(
+      "config.start.optimizer = True has no effect without config.start.checkpoint; set that to"
+      " another run's WORKDIR/checkpoints/STEP"
+    )
+  if start.checkpoint and config.lora.adapters:
+    raise ValueError(
+      f"config.start.checkpoint = {start.checkpoint!r} and config.lora.adapters ="
+      f" {config.lora.adapters!r} both give the first parameters; set one of them to ''"
+    )
+  if start.checkpoint and not (workdir / "checkpoints").exists():
+    start_folder(config)
+
+
+def start_folder(config: ml_collections.ConfigDict) -> Path:
+  """The checkpoint of another run that `config.start` names."""
+  return checkpoint_folder(config.start.checkpoint, field="config.start.checkpoint")
+
+
+def checkpoint_folder(checkpoint: str, *, field: str = "--checkpoint") -> Path:
+  """The folder WORKDIR/checkpoints/STEP that a field names; the last STEP if it names a run.
 
   Raises:
     ValueError: there is no checkpoint, or the path is not local.
   """
-  folder = local_path("--checkpoint", checkpoint)
+  folder = local_path(field, checkpoint)
   of_run = folder if folder.name == "checkpoints" else folder / "checkpoints"
   if of_run.is_dir():
     steps = [path for path in of_run.glob("*") if path.name.isdigit()]
     folder = max(steps, key=lambda path: int(path.name), default=of_run)
   if not folder.name.isdigit() or not folder.is_dir():
     raise ValueError(
-      f"--checkpoint={checkpoint} has no checkpoint; give the --workdir of a run, or one of its"
+      f"{field}={checkpoint} has no checkpoint; give the --workdir of a run, or one of its"
       " checkpoints, WORKDIR/checkpoints/STEP"
     )
   return folder

@@ -26,7 +26,12 @@ from rlvr_jax.sampling import sampling_of
 from rlvr_jax.train import sharding
 from rlvr_jax.train.accumulate import policy_logprobs
 from rlvr_jax.train.adapters import make_lora
-from rlvr_jax.train.behavior_sources import Source, behavior_gap
+from rlvr_jax.train.behavior_sources import (
+  UNHEATED,
+  Source,
+  behavior_gap,
+  response_logprobs,
+)
 from rlvr_jax.train.checksums import parameter_checksums
 from rlvr_jax.train.engines import make_engine
 from rlvr_jax.train.geometry import mean_entropy, measure
@@ -46,6 +51,7 @@ class Programs(NamedTuple):
   sync_weights: Callable  # see `make_sync_weights`
   checksums: Callable  # params → u32[leaves]
   behavior_gap: Callable  # see `train.behavior_sources.behavior_gap`; sampling is static
+  unheated_logprobs: Callable  # `train.behavior_sources.response_logprobs` at temperature 1
   measure: Callable  # see `train.geometry.measure`
   mean_entropy: Callable  # (trained, frozen, batch) → f32[], nats per token
   score: Callable  # (trained, frozen, batch) → (log-probabilities, entropies) [P, G, T]
@@ -112,11 +118,18 @@ def make_programs(
     behavior_gap=jax.jit(
       functools.partial(behavior_gap, model=sampler.model), static_argnames="sampling"
     ),
+    unheated_logprobs=make_unheated_logprobs(sampler),
     measure=jax.jit(make_measure(config, method), out_shardings=replicated),
     mean_entropy=jax.jit(functools.partial(mean_entropy, method=method), out_shardings=replicated),
     score=jax.jit(functools.partial(policy_logprobs, method=method), out_shardings=for_host),
     merge=jax.jit(lambda trained, frozen: merged(model.combine(trained, frozen))),
   )
+
+
+def make_unheated_logprobs(sampler: Sampler) -> Callable:
+  """(trained, frozen, prompts, tokens) → f32[P, G, T] for the host, on the sampling devices."""
+  logprobs = functools.partial(response_logprobs, model=sampler.model, sampling=UNHEATED)
+  return jax.jit(logprobs, out_shardings=sharding.host_result_sharding(sampler.mesh))
 
 
 def make_sync_weights(mesh: Mesh, generation_mesh: Mesh, params: Params) -> Callable:

@@ -86,7 +86,11 @@ class Scorer:
     reference: Any = rollouts.reference_logprobs
     proximal: Any = rollouts.proximal_logprobs
     return dataclasses.replace(
-      batch, lags=lags, reference_logprobs=reference, proximal_logprobs=proximal
+      batch,
+      lags=lags,
+      reference_logprobs=reference,
+      proximal_logprobs=proximal,
+      sampled_logprobs=None,
     )
 
   def score(self, params: Params, batch: TrainBatch) -> Any:

@@ -11,7 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from oracles.gram_cases import D, G, P, in_rows, make_batch, make_case, make_transformer
+from oracles.gram_cases import (
+  D,
+  G,
+  P,
+  in_rows,
+  make_batch,
+  make_case,
+  make_forward,
+  make_transformer,
+)
 
 from rlvr_jax.geometry import GramContext, bytes_moved, per_rollout, streaming
 from rlvr_jax.models.functional import all_trained
@@ -35,6 +44,10 @@ def streamed(args, setting, **route):
   return jax.jit(lambda *args: streaming(**route).gram(*args, setting))(params, {}, *rest)
 
 
+FEATURES = pytest.mark.parametrize("feature", ["score", "sampled"])
+
+
+@FEATURES
 @pytest.mark.parametrize(
   ("case", "routes"),
   [
@@ -52,11 +65,12 @@ def streamed(args, setting, **route):
     ),
   ],
 )
-def test_equals_differentiation(x64, case, routes):
+def test_equals_differentiation(x64, case, routes, feature):
   params, batch, forward, setting = make_case(**case)
-  expected = jax.jit(lambda *args: per_rollout().gram(*args, None, setting))(params, {}, batch)
+  reference = per_rollout(feature=feature)
+  expected = jax.jit(lambda *args: reference.gram(*args, None, setting))(params, {}, batch)
   for route in routes:
-    found = streamed((params, batch, forward), setting, **route)
+    found = streamed((params, batch, forward), setting, feature=feature, **route)
     assert found.dtype == jnp.float64
     assert_close(found, expected)
     assert np.all(found[3] == 0)  # the rollout whose mask is empty
@@ -64,17 +78,19 @@ def test_equals_differentiation(x64, case, routes):
 
 
 @pytest.mark.parametrize("rows", [2, 100])
-@pytest.mark.parametrize("route", [dict(), dict(block_elements=1)])
+@pytest.mark.parametrize("route", [dict(), dict(block_elements=1), dict(feature="sampled")])
 def test_rows_give_the_same_matrix(x64, rows, route):
   """In several micro-batches and in one; what lies beside the rollouts' tokens is NaN."""
   params, batch, forward, setting = make_case(vocab_size=300, soft_cap=2.0, temperature=0.9)
   packed, laid = in_rows(batch, forward, rows=rows)
   assert (packed.packed.tokens.shape[0] > 1) == (rows == 2)
   found = streamed((params, packed, laid), setting, **route)
-  assert_close(found, streamed((params, batch, forward), setting))
+  padded = streamed((params, batch, forward), setting, feature=route.get("feature", "score"))
+  assert_close(found, padded)
 
 
-def test_what_is_masked_does_not_matter():
+@FEATURES
+def test_what_is_masked_does_not_matter(feature):
   params, batch, forward, setting = make_case(dtype="float32")
   mask = batch.mask.reshape(forward.log_normalizers.shape)
   spoil = lambda x, mask: jnp.where(mask > 0, x, jnp.nan)
@@ -83,21 +99,95 @@ def test_what_is_masked_does_not_matter():
   )
   other = dataclasses.replace(batch, tokens=jnp.where(batch.mask > 0, batch.tokens, -1))
   np.testing.assert_array_equal(
-    streamed((params, other, spoilt), setting), streamed((params, batch, forward), setting)
+    streamed((params, other, spoilt), setting, feature=feature),
+    streamed((params, batch, forward), setting, feature=feature),
   )
 
 
-def test_bfloat16_is_near_float32():
+@FEATURES
+def test_bfloat16_is_near_float32(feature):
   *args, setting = make_case(dtype="bfloat16")
-  found = streamed(args, setting)
+  found = streamed(args, setting, feature=feature)
   assert found.dtype == jnp.float32
-  exact = streamed(jax.tree.map(upcast, args), setting)  # the same rounded parameters
+  wide = lambda x: upcast(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
+  # The same rounded parameters.
+  exact = streamed(jax.tree.map(wide, args), setting, feature=feature)
   assert_close(found, exact, 0.01)
 
 
 def test_what_cannot_be():
   with pytest.raises(ValueError, match="block_elements = 0"):
     streaming(block_elements=0)
+  for route in (streaming, per_rollout):
+    with pytest.raises(ValueError, match=r"feature = 'sample' is unknown.*'sampled', 'score'"):
+      route(feature="sample")
+
+
+# --- sampled tokens alone -------------------------------------------------------------------------
+
+
+def released_features(hidden, logits, tokens, mask):
+  """The per-sample gradients of the head, [B, V, D], as the authors' public code gets them.
+
+  One graph holds the logits of all samples and is kept. Each sample's cross-entropy is
+  differentiated in turn, and its backward pass, flash-attn's with `inplace_backward`, writes the
+  gradient over the logits, with the log-normalizers of the forward pass. This is inferred from
+  reading that code, not measured.
+  """
+  log_normalizers = np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+  kept_logits, features = logits.copy(), []
+  onehot = np.eye(logits.shape[-1])[tokens]
+  for i in range(len(logits)):
+    upstream = np.zeros(mask.shape)
+    upstream[i] = mask[i]
+    kept_logits[:] = (np.exp(kept_logits - log_normalizers) - onehot) * upstream[..., None]
+    features.append(np.einsum("tv,td->vd", kept_logits[i], hidden[i]))
+  return np.stack(features)
+
+
+def test_sampled_is_what_the_released_code_computes_after_its_first_sample(x64):
+  """Logits far above 0, as large models have them, leave exp(0 − log-normalizer) ≈ 0 as p."""
+  params, batch, forward, setting = make_case()
+  params["table"] = params["table"].at[..., 0].set(1.0)
+  params["kernel"] = params["kernel"].at[0].add(60.0)  # the same probabilities
+  forward = make_forward(params, batch, setting)
+  hidden = np.asarray(forward.hidden[0])
+  logits = hidden @ np.asarray(params["kernel"])
+  flat = lambda x: np.asarray(x).reshape(P * G, -1)
+  released = flat(released_features(hidden, logits, flat(batch.tokens), flat(batch.mask)))
+  gram = lambda feature: streamed((params, batch, forward), setting, feature=feature)
+  assert_close(gram("sampled")[1:, 1:], released[1:] @ released[1:].T, 1e-12)
+  np.testing.assert_allclose(gram("score")[0, 0], released[0] @ released[0], rtol=1e-10)
+  assert abs(gram("sampled")[0, 0] / (released[0] @ released[0]) - 1) > 0.01
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_sampled_in_several_tiles_and_blocks(x64, packed):
+  """Tokens that meet in two tiles of 160 pairs; hidden states in three blocks."""
+  params, batch, forward, setting = make_case(width=300, batch=make_batch(0, prompts=20, group=8))
+  route = per_rollout(feature="sampled")
+  expected = jax.jit(lambda *args: route.gram(*args, None, setting))(params, {}, batch)
+  if packed:
+    batch, forward = in_rows(batch, forward, rows=2)
+  for block_elements in (1, 2**22):
+    args = params, batch, forward
+    found = streamed(args, setting, feature="sampled", block_elements=block_elements)
+    assert_close(found, expected, 1e-12)
+
+
+@pytest.mark.parametrize("group", [8, 64])
+def test_sampled_adds_at_most_a_tenth_of_a_head_product(group):
+  """At the shape of a model of 1.5B parameters, as counted and as reported."""
+  P, length, width, vocabulary = 8, 128, 1536, 151_936
+  args = abstract_case(P, group, length, width, vocabulary)
+  route = streaming(feature="sampled")
+  run = lambda *args: route.gram(*args, GramContext(_HeadOnly))
+  head_product = 2 * P * group * length * width * vocabulary
+  counted = flops.product_flops(jax.make_jaxpr(run)(*args)) / head_product
+  assert counted <= 0.1
+  kernel = jax.ShapeDtypeStruct((width, vocabulary), jnp.bfloat16)
+  reported = route.cost(args[2], args[3].hidden, kernel, GramContext(_HeadOnly))
+  assert float(reported["gram/head_products"].total) == pytest.approx(counted, rel=1e-6)
 
 
 # --- price ----------------------------------------------------------------------------------------
@@ -177,12 +267,14 @@ def on_mesh(sizes, params, batch, forward):
       marks=pytest.mark.slow,
     ),
     (dict(fsdp=4, tensor=2), dict(vocab_size=64, temperature=0.7), dict()),
+    (dict(data=8), dict(vocab_size=64), dict(feature="sampled")),
+    (dict(data=2, fsdp=2, tensor=2), dict(soft_cap=2.0, width=7), dict(feature="sampled")),
   ],
 )
 def test_sharded_equals_unsharded(x64, sizes, case, route):
   """Vocabularies of 19 and 1061 tokens, which eight devices cannot share evenly, and of 64."""
   *args, setting = make_case(batch=make_batch(2, prompts=8), **case)
-  expected = streamed(args, setting)
+  expected = streamed(args, setting, feature=route.get("feature", "score"))
   mesh, *args = on_mesh(sizes, *args)
   found = streamed(args, setting._replace(mesh=mesh), **route)
   assert found.is_fully_replicated

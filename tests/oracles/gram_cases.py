@@ -72,6 +72,8 @@ def make_forward(params, batch, setting, projection=None):
   head = setting.model.head(params)
   logits = logits_of(hidden, head)
   log_normalizers = jax.nn.logsumexp(logits / setting.temperature, axis=-1)
+  chosen = jnp.take_along_axis(logits, batch.tokens[..., None], axis=-1)[..., 0]
+  logprobs = chosen / setting.temperature - log_normalizers
   projected = None
   if projection is not None:
     d = jax.nn.softmax(logits / setting.temperature)
@@ -80,7 +82,7 @@ def make_forward(params, batch, setting, projection=None):
       d *= 1 - (logits / head.soft_cap) ** 2
     projected = d @ projection.astype(d.dtype)
   rows = lambda x: x.reshape(1, -1, *x.shape[2:])  # one rollout each
-  return Forward(*jax.tree.map(rows, (hidden, log_normalizers, projected)))
+  return Forward(*jax.tree.map(rows, (hidden, log_normalizers, projected, logprobs)))
 
 
 def in_rows(batch, forward, *, rows=1, length=12, devices=1):

@@ -23,6 +23,7 @@ from oracles.updates import (
 from rlvr_jax import geometry, reweighting
 from rlvr_jax.geometry.per_rollout import per_rollout_features
 from rlvr_jax.models.functional import transformer
+from rlvr_jax.ops import spectral
 from rlvr_jax.ops.reductions import values
 from rlvr_jax.train import sharding
 from rlvr_jax.train.accumulate import policy_logprobs
@@ -31,6 +32,7 @@ from rlvr_jax.train.step import initial_state, train_step
 
 ROUTES = {
   "streaming": geometry.streaming(),
+  "sampled": geometry.streaming(feature="sampled"),
   "sketch": geometry.sketch(copies=2, hidden_size=8, vocabulary_size=8),
   "per_rollout": geometry.per_rollout(),
 }
@@ -102,6 +104,7 @@ def test_the_update_is_that_of_coefficients_reweighted_by_hand(x64, scope, rows)
   "route",
   [
     "streaming",
+    pytest.param("sampled", marks=pytest.mark.slow),
     pytest.param("sketch", marks=pytest.mark.slow),
     pytest.param("per_rollout", marks=pytest.mark.slow),
   ],
@@ -163,6 +166,26 @@ def test_measure_reports_the_error_of_a_route_that_is_not_exact(x64):
   assert 0.5 * error < found[0]["geometry/gram_relative_error"] < 2 * error
   empty = dataclasses.replace(batch, mask=np.zeros_like(batch.mask))
   assert run(sketched, empty)[0]["geometry/gram_relative_error"] == 0
+
+
+@pytest.mark.parametrize(("own", "other"), [("score", "sampled"), ("sampled", "score")])
+def test_measure_reports_both_features(x64, own, other):
+  """That of config.gram under the plain names, the other under its own; here they differ."""
+  method = make_salt_method()
+  batch = make_batch(np.float64)
+  params = method.model.init(jax.random.key(0))
+  state = initial_state(method, params, jnp.float64(0.0))
+  route = geometry.per_rollout(feature=own)
+  run = functools.partial(measure, method=method, gram=route, compared="")
+  scalars, arrays = jax.jit(run)(state, {}, params, batch)
+  for key, feature in (("gram", own), (f"gram_{other}", other)):
+    rows = per_rollout_features(params, {}, batch, method.gram_context, feature=feature)
+    np.testing.assert_allclose(arrays[key], rows @ rows.T, rtol=1e-9, atol=1e-12)
+  for suffix, key in (("", "gram"), (f"_{other}", f"gram_{other}")):
+    found = scalars[f"geometry/participation_ratio{suffix}"]
+    np.testing.assert_allclose(found, spectral.participation_ratio(arrays[key]), rtol=1e-9)
+  both = [scalars[f"geometry/effective_rollouts{suffix}"] for suffix in ("", f"_{other}")]
+  assert abs(both[0] - both[1]) > 1e-3
 
 
 def test_a_batch_without_gradients_passes_unchanged():

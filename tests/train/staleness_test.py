@@ -411,7 +411,8 @@ def test_sources_share_a_batch(on_policy, train):
   pytest.importorskip("qwix", reason="the extra `quantized` needs flax 0.12")
   quarter, eighth = 2 / 8, 1 / 8
   mixed = build(
-    sources__temperature=dict(fraction=quarter, temperature=1.5),
+    sources__temperature__fraction=quarter,
+    sources__temperature__temperature=1.5,
     sources__quantized=dict(fraction=quarter, format="int8"),
     sources__checkpoint=dict(fraction=eighth, workdir=str(on_policy), step=-1),
     sources__recorded=dict(fraction=eighth, store=str(on_policy / "rollouts")),
@@ -445,6 +446,41 @@ def test_sources_share_a_batch(on_policy, train):
 
 
 @pytest.mark.slow
+def test_raw_log_probabilities_do_not_see_the_temperature(train, capsys):
+  """A deliberate violation: named at the start and in metrics; the store keeps the exact ones."""
+  half = dict(fraction=0.5, temperature=1.5)
+  heated = {
+    recorded: build(num_updates=2, sources__temperature=dict(half, recorded=recorded))
+    for recorded in ("sampled", "raw")
+  }
+  workdirs = {name: train(schedules.on_policy(), name, these) for name, these in heated.items()}
+  assert "config.sources.temperature.recorded = raw" in capsys.readouterr().out
+  stores = {name: RolloutStore(d / "rollouts", writable=False) for name, d in workdirs.items()}
+  sampled, raw = (stores[name].read(0)[0] for name in ("sampled", "raw"))
+  np.testing.assert_array_equal(raw["tokens"], sampled["tokens"])
+  np.testing.assert_array_equal(raw["sampled_logprobs"], sampled["behavior_logprobs"])
+  assert "sampled_logprobs" not in sampled
+  # Of the policy's own groups both are the same; of the heated ones they differ.
+  own, other = raw["sources"] == 0, raw["sources"] == 1
+  difference = np.abs(raw["behavior_logprobs"] - raw["sampled_logprobs"])
+  assert difference[own].max() == 0 < 0.01 < difference[other].mean()
+  first = {name: updates(workdir)[0] for name, workdir in workdirs.items()}
+  assert first["sampled"]["source/temperature/kl_k3"] > 1e-3
+  assert first["raw"]["source/temperature/kl_k3"] < 1e-9  # on-policy, as it appears
+  # The gate checks what was sampled from, in both.
+  assert first["raw"]["agreement/temperature_mean"] < 1e-5
+  gap = difference[other].sum() / (raw["sampled_logprobs"][other] != 0).sum()
+  assert first["raw"]["source/temperature/raw_gap"] == pytest.approx(gap, rel=0.05)
+  assert "source/temperature/raw_gap" not in first["sampled"]
+  # Another run that reads the store gets the exact ones.
+  config = tiny.config(
+    sources__recorded=dict(fraction=1.0, store=str(workdirs["raw"] / "rollouts"))
+  )
+  groups = recorded_groups(config, heated["raw"].tokenizer).take(0, 8)
+  np.testing.assert_array_equal(groups.train.behavior_logprobs, sampled["behavior_logprobs"])
+
+
+@pytest.mark.slow
 def test_training_on_a_store_alone(on_policy, train, parts):
   whole = tiny.config(sources__recorded=dict(fraction=1.0, store=str(on_policy / "rollouts")))
   # The update is the same program; the batches come from elsewhere.
@@ -473,7 +509,12 @@ def test_training_on_a_store_alone(on_policy, train, parts):
       dict(sources__quantized=dict(fraction=0.5, format="int3")),
       "format = 'int3' .*float8_e4m3fn.*int8",
     ),
-    (dict(sources__temperature=dict(fraction=0.5, temperature=0.0)), "temperature = 0.0"),
+    (
+      dict(sources__temperature__fraction=0.5, sources__temperature__temperature=0.0),
+      "temperature = 0.0",
+    ),
+    (dict(sources__temperature__recorded="exact"), "recorded = 'exact' is unknown.*'raw'"),
+    (dict(sources__temperature__recorded="raw"), "recorded = 'raw' has no effect with fraction"),
     (dict(sources__checkpoint__fraction=0.5), "workdir = '' has no run"),
     (dict(sources__recorded__fraction=0.5), "recorded.store is empty; set it to"),
     (

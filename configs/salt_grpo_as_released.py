@@ -1,0 +1,33 @@
+"""SALT on GRPO as its authors' public code appears to compute it: sampled tokens, small blocks.
+
+Source: the code released with "SALT: When More Rollouts Don't Help in Group-Based Policy
+Optimization and How to Make Them Matter" (arXiv:2606.05800). Two things differ from the paper's
+definition, which is configs/salt_grpo.py. Both are inferred from reading that code; nobody has
+measured them on a GPU, and they need not be what the authors intended.
+
+1. The feature has no softmax term: g_i = Σ_t h ⊗ (−onehot(y)), not Σ_t h ⊗ (p − onehot(y)). The
+   code differentiates the loss of one sample after another through one retained graph of logits.
+   Where flash-attn is installed the cross-entropy's backward pass overwrites the logits in place,
+   by default. The first sample's pass leaves 0 in the rows of all others, so that from the second
+   sample on p = exp(0 − log-normalizer) ≈ 0. tests/geometry/streaming_test.py transcribes the
+   sequence into NumPy: all features but the first are those of `feature='sampled'`. The first
+   sample's exact feature is not imitated here.
+2. A Gram matrix is that of the micro-batch of one GPU, not of a mini-batch. Its size is a setting
+   there; 8 rollouts stand for it here, a group. Theirs may mix prompts.
+
+  python -m rlvr_jax.main --config=configs/salt_grpo_as_released.py \
+    --workdir=runs/salt_grpo_as_released
+
+Both readings, and what each gives: docs/methods/salt.md.
+"""
+
+from ml_collections import ConfigDict
+
+from rlvr_jax.configs import salt_grpo
+
+
+def get_config() -> ConfigDict:
+  c = salt_grpo.get_config()
+  c.gram = "streaming(feature='sampled')"
+  c.reweighting = "salt(scope=8)"
+  return c
