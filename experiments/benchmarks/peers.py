@@ -98,32 +98,16 @@ def count_e(prompts, completions, **_) -> list[float]:
   return [float(text.count("e")) for text in completions]
 
 
-def run_trl(folder: str, prompts: list[str], shape: dict, steps: int, timer: Timer) -> dict:
-  import datasets
-  import torch
-  import transformers
+def trl_settings(folder: str, shape: dict, steps: int):
   import trl
 
-  torch.set_num_threads(os.cpu_count())
-  count = shape["prompts"] * shape["group_size"]
-  # Whole batches of prompts, in the same order every time.
-  rows = [{"prompt": prompts[i % len(prompts)]} for i in range(steps * shape["prompts"])]
-
-  class Steps(transformers.TrainerCallback):
-    def on_step_begin(self, *args, **kwargs):
-      self.began = time.perf_counter()
-
-    def on_step_end(self, *args, **kwargs):
-      timer.add("update", self.prepared)
-      timer.add("step", self.began)
-
-  config = trl.GRPOConfig(
+  return trl.GRPOConfig(
     output_dir=os.path.join(folder, "out"),
     use_cpu=True,
     bf16=False,
     fp16=False,
     gradient_checkpointing=False,
-    per_device_train_batch_size=count,
+    per_device_train_batch_size=shape["prompts"] * shape["group_size"],
     max_steps=steps,
     num_generations=shape["group_size"],
     max_completion_length=shape["new"],
@@ -142,6 +126,26 @@ def run_trl(folder: str, prompts: list[str], shape: dict, steps: int, timer: Tim
     model_init_kwargs={"dtype": "float32"},
     disable_tqdm=True,
   )
+
+
+def run_trl(folder: str, prompts: list[str], shape: dict, steps: int, timer: Timer) -> dict:
+  import datasets
+  import torch
+  import transformers
+  import trl
+
+  torch.set_num_threads(os.cpu_count())
+  # Whole batches of prompts, in the same order every time.
+  rows = [{"prompt": prompts[i % len(prompts)]} for i in range(steps * shape["prompts"])]
+
+  class Steps(transformers.TrainerCallback):
+    def on_step_begin(self, *args, **kwargs):
+      self.began = time.perf_counter()
+
+    def on_step_end(self, *args, **kwargs):
+      timer.add("update", self.prepared)
+      timer.add("step", self.began)
+
   steps_of = Steps()
   trainer = trl.GRPOTrainer(
     model=folder,
@@ -149,7 +153,7 @@ def run_trl(folder: str, prompts: list[str], shape: dict, steps: int, timer: Tim
     train_dataset=datasets.Dataset.from_list(rows),
     processing_class=transformers.AutoTokenizer.from_pretrained(folder),
     callbacks=[steps_of],
-    args=config,
+    args=trl_settings(folder, shape, steps),
   )
   lengths = lambda out: timer.lengths.append(statistics.mean(map(len, out[1])))
   timer.wrap(trainer, "_generate", "rollout", lengths)
@@ -165,20 +169,12 @@ def run_trl(folder: str, prompts: list[str], shape: dict, steps: int, timer: Tim
   return {"trl": trl.__version__, "torch": torch.__version__}
 
 
-def run_tunix(folder: str, prompts: list[str], shape: dict, steps: int, timer: Timer) -> dict:
-  import importlib.metadata
-
+def tunix_model(folder: str, shape: dict):
+  """(model, mesh of one device)."""
   import jax
   import jax.numpy as jnp
-  import numpy as np
-  import optax
-  import transformers
-  from flax import nnx
   from tunix.models.qwen3 import model as qwen3
   from tunix.models.qwen3 import params as qwen3_params
-  from tunix.rl import rl_cluster
-  from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
-  from tunix.rl.rollout import base_rollout
 
   auto = (jax.sharding.AxisType.Auto,) * 2
   mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=auto)
@@ -188,32 +184,56 @@ def run_tunix(folder: str, prompts: list[str], shape: dict, steps: int, timer: T
     dtype=jnp.float32, param_dtype=jnp.float32,
   )  # fmt: skip
   with mesh:
-    model = qwen3_params.create_model_from_safe_tensors(folder, config, mesh, dtype=jnp.float32)
+    return qwen3_params.create_model_from_safe_tensors(
+      folder, config, mesh, dtype=jnp.float32
+    ), mesh
+
+
+def tunix_settings(mesh, shape: dict, steps: int):
+  import optax
+  from tunix.rl import rl_cluster
+  from tunix.rl.rollout import base_rollout
+
   role, batch = rl_cluster.Role, shape["prompts"]
+  return rl_cluster.ClusterConfig(
+    role_to_mesh={r: mesh for r in (role.ACTOR, role.REFERENCE, role.ROLLOUT)},
+    rollout_engine="vanilla",
+    offload_to_cpu=False,
+    training_config=rl_cluster.RLTrainingConfig(
+      actor_optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-5)),
+      eval_every_n_steps=10**9,
+      max_steps=steps,
+      mini_batch_size=batch,
+      train_micro_batch_size=batch,
+    ),
+    rollout_config=base_rollout.RolloutConfig(
+      max_tokens_to_generate=shape["new"],
+      max_prompt_length=PROMPT_LENGTH,
+      kv_cache_size=PROMPT_LENGTH + shape["new"],
+      temperature=1.0,
+      top_p=1.0,
+      top_k=None,
+    ),
+  )
+
+
+def run_tunix(folder: str, prompts: list[str], shape: dict, steps: int, timer: Timer) -> dict:
+  import importlib.metadata
+
+  import jax
+  import numpy as np
+  import transformers
+  from flax import nnx
+  from tunix.rl import rl_cluster
+  from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
+
+  model, mesh = tunix_model(folder, shape)
+  batch = shape["prompts"]
   cluster = rl_cluster.RLCluster(
     actor=model,
     reference=None,
     tokenizer=transformers.AutoTokenizer.from_pretrained(folder),
-    cluster_config=rl_cluster.ClusterConfig(
-      role_to_mesh={r: mesh for r in (role.ACTOR, role.REFERENCE, role.ROLLOUT)},
-      rollout_engine="vanilla",
-      offload_to_cpu=False,
-      training_config=rl_cluster.RLTrainingConfig(
-        actor_optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-5)),
-        eval_every_n_steps=10**9,
-        max_steps=steps,
-        mini_batch_size=batch,
-        train_micro_batch_size=batch,
-      ),
-      rollout_config=base_rollout.RolloutConfig(
-        max_tokens_to_generate=shape["new"],
-        max_prompt_length=PROMPT_LENGTH,
-        kv_cache_size=PROMPT_LENGTH + shape["new"],
-        temperature=1.0,
-        top_p=1.0,
-        top_k=None,
-      ),
-    ),
+    cluster_config=tunix_settings(mesh, shape, steps),
   )
   grpo = GRPOConfig(num_generations=shape["group_size"], num_iterations=1, beta=0.0, epsilon=0.2)
   learner = GRPOLearner(rl_cluster=cluster, reward_fns=count_e, algo_config=grpo)
