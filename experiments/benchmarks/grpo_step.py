@@ -6,7 +6,8 @@ Model: Qwen 3 architecture, width 256, 4 layers, 4 heads, 2 key/value heads of 6
 vocabulary 512, tied, float32, 3.28 M parameters. w1: 16 prompts × 8 rollouts of 64 tokens; w2:
 4 prompts × 32 rollouts of 128; prompts of 24 to 32 tokens, every response exactly that long (the
 stop token lies outside the vocabulary). w3: 8 prompts × 8 rollouts of up to 512 tokens, with a stop
-token in a vocabulary of 128, so that lengths are geometric with a mean of about 126. One AdamW
+token in a vocabulary of 128, so that lengths are nearly geometric; with the weights drawn here
+their mean is 190, so compare it with others by the token. One AdamW
 update per batch, no reference policy, a grader in constant time. What a step includes: data,
 rollout, decoding to text, grading in its worker process, update, metrics to metrics.jsonl and
 TensorBoard.
