@@ -85,5 +85,5 @@ def _problem(
     question=f"{expression}=",
     answer=str(answer),
     solution="\n".join([*lines, f"#### {total}"]),
-    reference={"answer": str(answer)},
+    reference={"dataset": "steps", "answer": str(answer)},
   )

@@ -110,6 +110,7 @@ def _problem(
     answer="",  # many are right
     solution=name(walk),
     reference={
+      "dataset": "tour",
       "cells": CELLS[: width**2],
       "start": CELLS[start],
       "goals": name(stops),

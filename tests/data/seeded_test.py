@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlvr_jax.data import tasks
-from rlvr_jax.rewards import Outcome
+from rlvr_jax.rewards import Outcome, by_name
 from rlvr_jax.rewards.graders import gsm8k
 from rlvr_jax.rewards.tour import tour as grade_tour
 
@@ -40,6 +40,14 @@ def test_problems_are_repeatable_and_held_out_ones_are_not_trained_on(name):
   assert problems(make(name, train_seed=9).train)[0] != task.train[0]
   with pytest.raises(ValueError, match=r"are \(1, 1, 3\); set them to three different numbers"):
     make(name, warm_start_seed=1)
+
+
+def test_both_in_a_mixture_are_graded_by_their_own():
+  parts = {name: dict(name=name, kwargs=SIZES) for name in ("steps", "tour")}
+  task = tasks.mixture(parts=parts, weights=dict.fromkeys(parts, 1.0), size=40, seed=0)
+  graders = {by_name.by_reference(p.solution, p.reference).outcome for p in problems(task.held_out)}
+  assert task.grader == "by_reference" and "correct" in graders
+  assert graders <= {"correct", "wrong"}
 
 
 def test_few_questions_are_not_given_twice():
