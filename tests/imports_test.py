@@ -50,6 +50,7 @@ LONG_FUNCTIONS = {
   "rlvr_jax/advantages/fade.py: fade",
   "rlvr_jax/data/published/from_files.py: published",
   "rlvr_jax/data/reasoning_gym.py: reasoning_gym",
+  "rlvr_jax/data/tour.py: tour",
   "rlvr_jax/geometry/diagnostics.py: diagnose",
   "rlvr_jax/reweighting/salt.py: salt",
 }

@@ -42,6 +42,12 @@ def check_size(name: str, size: int, *, minimum: int = 0, maximum: int | None = 
     raise ValueError(f"{name} is {size}, but there are only {maximum} problems to take it from")
 
 
+def check_within(name: str, value: float, low: float, high: float) -> None:
+  """Raises unless low ≤ value ≤ high."""
+  if not low <= value <= high:
+    raise ValueError(f"{name} is {value}, must be in [{low:g}, {high:g}]")
+
+
 def graded_alike(graders: Sequence[str]) -> tuple[str, list[Change]]:
   """One grader for all tasks, and for each task the change of its problems that this needs."""
   if len(set(graders)) == 1:

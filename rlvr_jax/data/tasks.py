@@ -3,5 +3,7 @@
 from rlvr_jax.data.mixture import mixture
 from rlvr_jax.data.published.from_files import published
 from rlvr_jax.data.reasoning_gym import reasoning_gym
+from rlvr_jax.data.steps import steps
+from rlvr_jax.data.tour import tour
 
-__all__ = ["mixture", "published", "reasoning_gym"]
+__all__ = ["mixture", "published", "reasoning_gym", "steps", "tour"]

@@ -24,6 +24,7 @@ from rlvr_jax.rewards.combined import by_reference, weighted
 from rlvr_jax.rewards.formats import boxed, pattern, think_answer
 from rlvr_jax.rewards.graders import gsm8k, reasoning_gym
 from rlvr_jax.rewards.mathematics import mathematics
+from rlvr_jax.rewards.tour import tour
 
 __all__ = [
   "boxed",
@@ -34,5 +35,6 @@ __all__ = [
   "pattern",
   "reasoning_gym",
   "think_answer",
+  "tour",
   "weighted",
 ]

@@ -1,0 +1,239 @@
+"""Which premise of which paper a task has: two runs of GRPO for a task, and their tables.
+
+  python -m experiments.premises.run --task=steps --size=small --minutes=100
+
+Run it from the repository root. It stops after the given minutes and continues when it is called
+again; finished runs are not repeated. At the end it writes results/TASK_SIZE.json beside this file
+and prints the tables. Seed 100, which no reported run uses, so that a task's settings may be chosen
+by what this shows. It trains on the platform that jax chooses.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from absl import app, flags
+
+from rlvr_jax.evaluate.run_files import GEOMETRY_FOLDER, read_metrics
+
+_TASK = flags.DEFINE_enum("task", "steps", ["steps", "tour"], "Recipe in configs/.")
+_SIZE = flags.DEFINE_enum("size", "small", ["small", "long"], "Its size.")
+_MINUTES = flags.DEFINE_float("minutes", 100.0, "Time of this sitting.", lower_bound=0.1)
+_WORKDIR = flags.DEFINE_string("workdir", "runs/premises", "Holds the runs' workdirs.")
+
+HERE = pathlib.Path(__file__).parent
+SEED = 100
+UPDATES = 200
+STAGE = 16  # updates on the rollouts of one policy, whose lag grows from 0 to 15
+SCOPES = ("batch", "group", 8)
+KS = (1, 2, 4, 8, 16, 32, 64)
+TO_DO = 3  # exit status of a sitting that ends before the runs do
+
+
+def commands(task: str, size: str, root: pathlib.Path) -> dict[str, list[str]]:
+  """Name of a run → its command line; the second begins with the warm start of the first."""
+  program = [sys.executable, "-m", "rlvr_jax.main", f"--config=configs/{task}.py:{size}"]
+  program += [f"--config.seed={SEED}", "--config.evaluation.batch_prompts=64"]
+  program += ["--config.task.kwargs.held_out_size=64", "--config.evaluation.num_samples=64"]
+  ks = f"--config.evaluation.ks={KS}"
+  on_policy = ["--config.schedule=on_policy", f"--config.num_updates={UPDATES}"]
+  on_policy += ["--config.evaluation.every=100", "--config.diagnostics.every=20", ks]
+  stale = [f"--config.schedule=stages(count={UPDATES // STAGE // 3})"]
+  stale += [f"--config.num_updates={UPDATES // STAGE // 3 * STAGE}", ks]
+  stale += [f"--config.evaluation.every={UPDATES}"]
+  stale += [f"--config.start.checkpoint={root / 'on_policy' / 'checkpoints' / '0'}"]
+  runs = {"on_policy": on_policy, "stale": stale}
+  keep = "--config.checkpoint.keep=1000"  # the first of them too
+  return {
+    name: [*program, *flags_, keep, f"--workdir={root / name}"] for name, flags_ in runs.items()
+  }
+
+
+def finish(command: Sequence[str], deadline: float) -> bool:
+  """Whether a run has finished; one that has not by then is asked to save and end."""
+  process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+  try:
+    status = process.wait(timeout=max(deadline - time.monotonic(), 0))
+  except subprocess.TimeoutExpired:
+    process.terminate()  # a run saves and ends; the same command continues it
+    process.wait()
+    return False
+  if status:
+    raise SystemExit(f"exit status {status} of: {' '.join(command)}")
+  return True
+
+
+# --- what the runs say ----------------------------------------------------------------------------
+
+
+def blocks_of(scope: str | int, P: int, G: int, seed: int) -> np.ndarray:
+  """i[N, b], the rollouts that share a Gram matrix; a number of them is drawn at random."""
+  rollouts = np.arange(P * G)
+  if isinstance(scope, int):
+    order = np.random.default_rng(seed).permutation(rollouts)
+    return order[: P * G // scope * scope].reshape(-1, scope)
+  return rollouts.reshape(1 if scope == "batch" else P, -1)
+
+
+def geometry(gram: np.ndarray, coefficients: np.ndarray, blocks: np.ndarray) -> dict[str, float]:
+  """Means over blocks with a coefficient that is not 0: PR, n_eff and α = clip(1 − n_eff, 0, 1)."""
+  A, found = coefficients.ravel(), []
+  for block in blocks:
+    K, a = gram[np.ix_(block, block)].astype(np.float64), A[block].astype(np.float64)
+    separate = np.sum(a**2 * np.diag(K))
+    if separate > 0:
+      found.append((np.trace(K) ** 2 / np.sum(K**2), a @ K @ a / separate))
+  if not found:
+    return {}
+  ratio, n_eff = np.array(found).T
+  return {
+    "participation_ratio": float(ratio.mean()),
+    "n_eff": float(n_eff.mean()),
+    "below_1": float(np.mean(n_eff < 1)),
+    "alpha": float(np.clip(1 - n_eff, 0, 1).mean()),
+  }
+
+
+def geometry_table(workdir: pathlib.Path) -> dict[str, dict[str, float]]:
+  """ "FEATURE, SCOPE" → means over all measurements of a run."""
+  rows: dict[str, list[dict[str, float]]] = {}
+  for path in sorted((workdir / GEOMETRY_FOLDER).glob("*.npz")):
+    with np.load(path) as file:
+      arrays = dict(file)
+    P, G = arrays["coefficients"].shape
+    for feature, key in (("score", "gram"), ("sampled", "gram_sampled")):
+      for scope in SCOPES:
+        blocks = blocks_of(scope, P, G, seed=int(path.stem))
+        name = f"{feature}, {'8 rollouts' if scope == 8 else scope}"
+        if figures := geometry(arrays[key], arrays["coefficients"], blocks):
+          rows.setdefault(name, []).append(figures)
+  return {
+    name: {key: float(np.mean([row[key] for row in found])) for key in found[0]}
+    for name, found in rows.items()
+  }
+
+
+def by_lag(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+  """Lag → means of the ratio's statistics over the updates at that lag."""
+  names = dict(ess="behavior/ess", kl="behavior/kl_k3", largest="behavior/ratio_max")
+  lags = sorted({round(r["staleness/mean"]) for r in records})
+  of_lag = lambda lag: [r for r in records if round(r["staleness/mean"]) == lag]
+  return {
+    str(lag): {name: float(np.mean([r[key] for r in of_lag(lag)])) for name, key in names.items()}
+    for lag in lags
+  }
+
+
+def summary(on_policy: pathlib.Path, stale: pathlib.Path) -> dict[str, Any]:
+  """All figures of a task's table."""
+  records = list(read_metrics(on_policy))
+  train = [r for r in records if r["phase"] == "train"]
+  held_out = [r for r in records if r["phase"] == "eval"]
+  first = train[0]
+  lengths = {name: first[f"response/length_{name}"] for name in ("p10", "p50", "p90", "max")}
+  mixed = np.mean([1 - r["groups/all_correct"] - r["groups/all_wrong"] for r in train[:10]])
+  return {
+    "length": lengths,
+    "pass_at_k": {str(r["step"]): {str(k): r[f"eval/pass@{k}"] for k in KS} for r in held_out},
+    "mixed_groups": float(mixed),
+    "geometry": geometry_table(on_policy),
+    "entropy": {str(r["step"]): r["policy/entropy"] for r in train[:: len(train) // 8 or 1]},
+    "entropy_end": train[-1]["policy/entropy"],
+    "by_lag": by_lag([r for r in read_metrics(stale) if r["phase"] == "train"]),
+  }
+
+
+def premises(found: Mapping[str, Any]) -> Iterator[tuple[str, str, bool, str]]:
+  """(paper, premise, whether the task has it, the figures that say so)."""
+  geometry_of = found["geometry"]
+  for feature in ("score", "sampled"):
+    rows = {name: row for name, row in geometry_of.items() if name.startswith(feature)}
+    least = min(rows, key=lambda name: rows[name]["n_eff"])
+    n_eff = rows[least]["n_eff"]
+    yield "SALT", f"n_eff below 1, {feature}", n_eff < 1, f"{n_eff:.2f} ({least}), the least"
+  lags = found["by_lag"]
+  ess = {int(lag): row["ess"] for lag, row in lags.items()}
+  last = max(ess)
+  yield (
+    "P3O",
+    "stale rollouts lower the ESS below 0.9",
+    ess[last] < 0.9,
+    f"{ess[last]:.3f}, lag {last}",
+  )
+  largest = lags[str(last)]["largest"]
+  yield "μ-GRPO", "ratios leave [0.8, 1.2]", largest > 1.2, f"largest {largest:.2f}, lag {last}"
+  start, end = next(iter(found["entropy"].values())), found["entropy_end"]
+  yield "FADE", "entropy falls to less than half", end < start / 2, f"{start:.3f} to {end:.3f} nats"
+  first, *_, final = (row["64"] for row in found["pass_at_k"].values())
+  yield "FADE", "pass@64 falls", final < first - 0.02, f"{first:.3f} to {final:.3f}"
+  one = next(iter(found["pass_at_k"].values()))
+  spread = f"pass@1 {one['1']:.3f}, pass@64 {one['64']:.3f}"
+  yield (
+    "all",
+    "pass@1 of 0.15 to 0.5, pass@64 from 0.95",
+    0.15 < one["1"] < 0.5 and one["64"] >= 0.95,
+    spread,
+  )
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+  """The tables of one task."""
+  lines = ["| paper | premise | | measured |", "|---|---|---|---|"]
+  lines += [
+    f"| {paper} | {premise} | {'yes' if has else 'none found'} | {figures} |"
+    for paper, premise, has, figures in premises(found)
+  ]
+  lines += ["", "| feature, scope | PR | n_eff | blocks below 1 | α |", "|---|---|---|---|---|"]
+  lines += [
+    f"| {name} | {row['participation_ratio']:.1f} | {row['n_eff']:.2f} | {row['below_1']:.0%} |"
+    f" {row['alpha']:.2f} |"
+    for name, row in found["geometry"].items()
+  ]
+  lines += ["", "| update | " + " | ".join(f"pass@{k}" for k in KS) + " |", "|---" * 8 + "|"]
+  lines += [
+    f"| {step} | " + " | ".join(f"{row[str(k)]:.3f}" for k in KS) + " |"
+    for step, row in found["pass_at_k"].items()
+  ]
+  lines += ["", "| lag | ESS | KL (k3), nats | largest ratio |", "|---|---|---|---|"]
+  lines += [
+    f"| {lag} | {row['ess']:.3f} | {row['kl']:.2g} | {row['largest']:.2f} |"
+    for lag, row in found["by_lag"].items()
+  ]
+  length = found["length"]
+  lines += [
+    "",
+    f"Length {length['p10']:.0f} (p10), {length['p50']:.0f}, {length['p90']:.0f} (p90).",
+  ]
+  lines += [f"Mixed groups {found['mixed_groups']:.0%}."]
+  return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> None:
+  del argv
+  task, size, began = _TASK.value, _SIZE.value, time.monotonic()
+  root = pathlib.Path(_WORKDIR.value) / f"{task}_{size}"
+  runs = commands(task, size, root)
+  for name, command in runs.items():
+    print(f"{task} {size}: {name}", file=sys.stderr, flush=True)
+    if not finish(command, began + 60 * _MINUTES.value):
+      print("not finished; run the same command again to continue", file=sys.stderr)
+      raise SystemExit(TO_DO)
+  found = summary(root / "on_policy", root / "stale")
+  commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+  shown = {name: " ".join(["python", *command[1:]]) for name, command in runs.items()}
+  about = dict(task=task, size=size, seed=SEED, commit=commit.stdout.strip(), commands=shown)
+  results = HERE / "results" / f"{task}_{size}.json"
+  results.parent.mkdir(exist_ok=True)
+  results.write_text(json.dumps(about | found, indent=1) + "\n", encoding="utf-8")
+  print(markdown(found))
+
+
+if __name__ == "__main__":
+  app.run(main)

@@ -1,0 +1,89 @@
+"""Sums and products in worked steps: responses of unequal length that are alike in part."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+from rlvr_jax.data.problems import Problem, Task
+from rlvr_jax.data.seeded import seeded_task
+from rlvr_jax.data.task_utils import check_size, check_within
+
+_ERRORS = (-10, -2, -1, 1, 2, 10)
+
+
+def steps(
+  *,
+  terms: int = 10,
+  product_share: float = 0.2,
+  wrong_step_share: float = 0.05,
+  train_size: int = 1_000_000,
+  warm_start_size: int = 4096,
+  held_out_size: int = 256,
+  train_seed: int = 1,
+  warm_start_seed: int = 2,
+  held_out_seed: int = 3,
+) -> Task:
+  """Sums of one-digit numbers and of products of two, one step in each line.
+
+  "3+4*5+6=" is worked as "4*5=20", "3+20=23", "23+6=29", "#### 29". Demonstrations have wrong
+  steps, from which they go on: a policy that imitates them is right now and then, and can be right
+  on every problem. Only the number after "####" is graded.
+
+  Args:
+    terms: of a sum, ≥ 2.
+    product_share: probability in [0, 1] that a term is a product.
+    wrong_step_share: probability in [0, 1] that a step of a demonstration is wrong.
+    train_size, warm_start_size, held_out_size, train_seed, warm_start_seed, held_out_seed: see
+      `seeded_task`.
+  Raises:
+    ValueError: an argument is out of range, or there are too few different questions.
+  """
+  check_size("terms", terms, minimum=2)
+  check_within("product_share", product_share, 0.0, 1.0)
+  check_within("wrong_step_share", wrong_step_share, 0.0, 1.0)
+  draw = functools.partial(
+    _problem, terms=terms, product_share=product_share, wrong_step_share=wrong_step_share
+  )
+  return seeded_task(
+    "steps",
+    draw,
+    "gsm8k",
+    train_size=train_size,
+    warm_start_size=warm_start_size,
+    held_out_size=held_out_size,
+    train_seed=train_seed,
+    warm_start_seed=warm_start_seed,
+    held_out_seed=held_out_seed,
+  )
+
+
+def _problem(
+  number: random.Random, *, terms: int, product_share: float, wrong_step_share: float
+) -> Problem:
+  drawn = []
+  for _ in range(terms):
+    factors = 2 if number.random() < product_share else 1
+    drawn.append([number.randint(1, 9) for _ in range(factors)])
+  expression = "+".join("*".join(map(str, factors)) for factors in drawn)
+  answer = sum(factors[0] * factors[-1] if len(factors) > 1 else factors[0] for factors in drawn)
+  lines = []
+
+  def worked(text: str, value: int) -> int:
+    if number.random() < wrong_step_share:
+      value = max(value + number.choice(_ERRORS), 0)
+    lines.append(f"{text}={value}")
+    return value
+
+  total = None
+  for factors in drawn:
+    value = factors[0]
+    if len(factors) > 1:
+      value = worked(f"{factors[0]}*{factors[1]}", factors[0] * factors[1])
+    total = value if total is None else worked(f"{total}+{value}", total + value)
+  return Problem(
+    question=f"{expression}=",
+    answer=str(answer),
+    solution="\n".join([*lines, f"#### {total}"]),
+    reference={"dataset": "steps", "answer": str(answer)},
+  )
