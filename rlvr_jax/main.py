@@ -62,7 +62,8 @@ def run() -> int:
   try:
     from rlvr_jax.commands import choose
     from rlvr_jax.commands.check import PreflightError
-    from rlvr_jax.commands.train import FAILURES, EndRequestedError
+    from rlvr_jax.commands.train import FAILURES
+    from rlvr_jax.train import multihost
 
     given = (_WORKDIR.value, _CHECKPOINT.value, _TOPOLOGY.value, _PROFILE.value, _TRACKERS.value)
     action = choose.prepared(_MODE.value, _CONFIG.value, *given)
@@ -76,9 +77,10 @@ def run() -> int:
     host.keep_compiled(str(_WORKDIR.value))
   try:
     action()
-  except EndRequestedError:
-    return _STOPPED_STATUS.value
+  except host.EndRequestedError:
+    multihost.end_in_order(_STOPPED_STATUS.value)
   except (*FAILURES, PreflightError) as error:
+    multihost.leave(f"failed ({error})")
     host.exit_immediately(f"error: {error}")
   except KeyboardInterrupt:
     sys.exit("interrupted; rerun the same command to resume")
