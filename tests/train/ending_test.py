@@ -3,6 +3,7 @@
 The program of its own, with SIGTERM and with two processes, is in `preemption_test`.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import re
@@ -34,21 +35,27 @@ def undisturbed(parts, tmp_path_factory):
   return tiny.outcome(workdir)
 
 
-def ended(parts, workdir, when, capsys):
-  """Trains until it is asked to end at a moment, by a thread that watches; returns what it said."""
+def ended(parts, workdir, capsys):
+  """Trains until it is asked to end; returns what it said."""
+  capsys.readouterr()
+  with pytest.raises(host.EndRequestedError, match="saved after update"):
+    train(parts, workdir)
+  return capsys.readouterr().out
+
+
+@contextlib.contextmanager
+def asked_when(moment):
+  """A thread that watches, and asks the run within to end."""
 
   def ask():
-    while not when():
+    while not moment():
       time.sleep(0.001)
     host.ask()
 
   thread = threading.Thread(target=ask)
   thread.start()
-  capsys.readouterr()
-  with pytest.raises(host.EndRequestedError, match="saved after update"):
-    train(parts, workdir)
+  yield
   thread.join()
-  return capsys.readouterr().out
 
 
 def journal(workdir):
@@ -65,19 +72,22 @@ def test_wherever_it_is_it_ends_and_goes_on_as_if_it_had_not(
   monkeypatch.setenv(SECONDS, "0.05")
 
   # Between two bursts of the second refresh, which begins after update 4.
-  output = ended(parts, workdir, lambda: after(3)() and 0 < journal(workdir), capsys)
+  with asked_when(lambda: after(3)() and 0 < journal(workdir)):
+    output = ended(parts, workdir, capsys)
   assert "asked to end during generation; saving" in output
   assert tiny.last_checkpoint(workdir)[0] == 4
   kept = journal(workdir)
   assert 0 < kept < 16
 
   # All 16 groups are sampled, the kept ones were not sampled again, and graders take their time.
-  output = ended(parts, workdir, lambda: journal(workdir) == 16, capsys)
+  with asked_when(lambda: journal(workdir) == 16):
+    output = ended(parts, workdir, capsys)
   assert "asked to end during grading; saving" in output
   assert tiny.last_checkpoint(workdir)[0] == 4
 
   # Update 5 is made; its evaluation is not finished.
-  output = ended(parts, workdir, after(5), capsys)
+  with asked_when(after(5)):
+    output = ended(parts, workdir, capsys)
   assert re.search("asked to end during (an evaluation|grading); saving", output)
   step, state, _ = tiny.last_checkpoint(workdir)
   assert (step, state["evaluated"]) == (5, 0)
@@ -94,7 +104,7 @@ def test_wherever_it_is_it_ends_and_goes_on_as_if_it_had_not(
   slow = compiling.jit(compiled_for_long)
   step = lambda *args: (slow if next(calls) == 2 else parts.programs.train_step)(*args)
   slowed = dataclasses.replace(parts, programs=parts.programs._replace(train_step=step))
-  output = ended(slowed, workdir, host.asked, capsys)
+  output = ended(slowed, workdir, capsys)
   assert "asked to end during an update; saving" in output
   assert tiny.last_checkpoint(workdir)[0] == 7
 
