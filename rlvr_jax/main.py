@@ -12,6 +12,7 @@ the cluster does not identify the processes, use --coordinator, --num_processes 
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from absl import app, flags
@@ -43,6 +44,8 @@ def main(argv: list[str]) -> int:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}; write --config.field=value")
   if not _WORKDIR.value and _MODE.value not in ("fits", "costs"):
     raise app.UsageError("--workdir is missing")
+  if _STOPPED_STATUS.value:  # under launch, which outlives the terminal
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
   host.keep_freed_memory()  # before jax allocates anything
   # Imported here, so that --help and a misspelled field answer immediately.
   from rlvr_jax.train import multihost
