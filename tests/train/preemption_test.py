@@ -47,7 +47,10 @@ def finished(workdir, count):
 def preempted_when(workdir, count, when, **variables):
   """SIGTERM to the last process at a moment; all end in time; what the first one printed."""
   with running(workdir, count, **variables) as processes:
-    tiny.wait_for(lambda: when(processes), processes.processes[-1])
+    try:
+      tiny.wait_for(lambda: when(processes), processes.processes[-1])
+    except AssertionError as error:
+      raise AssertionError("\n".join(processes.ended()[1])[-5000:]) from error
     began = time.monotonic()
     processes.processes[-1].send_signal(signal.SIGTERM)
     statuses, outputs = processes.ended()
