@@ -12,6 +12,7 @@ the cluster does not identify the processes, use --coordinator, --num_processes 
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from absl import app, flags
@@ -43,6 +44,8 @@ def main(argv: list[str]) -> int:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}; write --config.field=value")
   if not _WORKDIR.value and _MODE.value not in ("fits", "costs"):
     raise app.UsageError("--workdir is missing")
+  if _STOPPED_STATUS.value:  # under launch, which outlives the terminal
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
   host.keep_freed_memory()  # before jax allocates anything
   # Imported here, so that --help and a misspelled field answer immediately.
   from rlvr_jax.train import multihost
@@ -62,7 +65,8 @@ def run() -> int:
   try:
     from rlvr_jax.commands import choose
     from rlvr_jax.commands.check import PreflightError
-    from rlvr_jax.commands.train import FAILURES, EndRequestedError
+    from rlvr_jax.commands.train import FAILURES
+    from rlvr_jax.train import multihost
 
     given = (_WORKDIR.value, _CHECKPOINT.value, _TOPOLOGY.value, _PROFILE.value, _TRACKERS.value)
     action = choose.prepared(_MODE.value, _CONFIG.value, *given)
@@ -76,9 +80,10 @@ def run() -> int:
     host.keep_compiled(str(_WORKDIR.value))
   try:
     action()
-  except EndRequestedError:
-    return _STOPPED_STATUS.value
+  except host.EndRequestedError:
+    multihost.end_in_order(_STOPPED_STATUS.value)
   except (*FAILURES, PreflightError) as error:
+    multihost.leave(f"failed ({error})")
     host.exit_immediately(f"error: {error}")
   except KeyboardInterrupt:
     sys.exit("interrupted; rerun the same command to resume")

@@ -41,7 +41,6 @@ from rlvr_jax.train.accumulate import policy_logprobs, update_gradient
 from rlvr_jax.train.build import Parts, build, make_method
 from rlvr_jax.train.checkpoint import Checkpointer
 from rlvr_jax.train.grading import grader_pool
-from rlvr_jax.train.host import Termination
 from rlvr_jax.train.metrics import MetricWriter, progress, say
 from rlvr_jax.train.objective import Method
 from rlvr_jax.types import Params, TrainBatch
@@ -88,7 +87,9 @@ def train_and_record(
     start = (
       restored.state
       if restored
-      else warm_started(parts, frozen.trainer, writer, warm_starts, Termination())
+      else warm_started(
+        parts, parameters.supervised_state(parts), frozen.trainer, writer, warm_starts
+      )
     )
     first = copy(start)
     store = enter(RolloutStore(workdir / "training" / "rollouts", writable=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +19,16 @@ from rlvr_jax.train.checkpoint import Checkpointer, Restored
 from rlvr_jax.train.checkpoint_files import CheckpointError
 from rlvr_jax.train.generator import AgreementError, DynamicSamplingError
 from rlvr_jax.train.grading import grader_pool
-from rlvr_jax.train.host import Termination, deadline, termination_signals
+from rlvr_jax.train.host import EndRequestedError, deadline
 from rlvr_jax.train.loop import Trainer
 from rlvr_jax.train.metrics import MetricWriter, progress, say
 from rlvr_jax.train.report import write_report
-from rlvr_jax.train.restore import as_begun, elapsed_seconds, records_of, resumable
+from rlvr_jax.train.restore import as_begun, elapsed_seconds, records_of, report_move, resumable
 from rlvr_jax.train.warm_start import warm_start
 from rlvr_jax.train.workdir import WorkdirError, WorkdirLock, check_config
 from rlvr_jax.types import Params
 
 ROLLOUTS_FOLDER = "rollouts"
-
-
-class EndRequestedError(Exception):
-  """The run was asked to end, and has, before its last update; the same command resumes it."""
 
 
 # Errors that end a run with a message that says how to fix it, not with a traceback.
@@ -76,6 +72,7 @@ def train(
   with contextlib.ExitStack() as stack:
     enter = lambda resource: stack.enter_context(contextlib.closing(resource))
     stack.enter_context(multihost.only_first_prints())
+    stack.enter_context(_saying_why())
     multihost.on_first(lambda: _claim(workdir, parts, enter), None)
     parts = as_begun(parts, workdir)
     raw_logprobs.announce(parts)
@@ -88,16 +85,21 @@ def train(
     first = multihost.on_first(lambda: enter(RolloutStore(folder, writable=True)), None)
     store = first or enter(RolloutStore(folder, writable=False))
     restored = resumable(checkpointer, parts, store)
+    if restored:
+      report_move(restored, parts)
     records, no_writer = records_of(restored, warm), multihost.NoWriter(workdir)
     writer = multihost.on_first(
       lambda: enter(_writer(workdir, config, records, tracked_by)), no_writer
     )
     pool = multihost.together(lambda: enter(grader_pool(config, parts.task)))
-    termination = stack.enter_context(termination_signals())
     stack.enter_context(deadline())
     # A resumed run whose warm-start folder is gone still has its records.
     records_to = no_writer if restored else writer
-    params = first_params(parts, frozen, warm, records_to, warm_starts, termination)
+    params, cold = first_params(parts, warm, records_to, warm_starts)
+    # Before this, a signal ends the process at once: there was nothing to save.
+    stack.enter_context(multihost.ending_in_order())
+    if cold:
+      params = warm_started(parts, params, frozen.trainer, records_to, warm_starts)
     elapsed = elapsed_seconds(workdir)
     trainer = Trainer(
       *(parts, frozen, writer, checkpointer, pool, store), initial=params, elapsed=elapsed
@@ -105,12 +107,20 @@ def train(
     trainer.log.profile = enter(observe.Profile(profile, workdir))
     trainer.resume(restored) if restored else trainer.begin(params)
     del params, warm, restored  # the trainer keeps what it needs
-    trainer.run(termination)
+    trainer.run()
   if multihost.is_first():
     say(write_report(workdir))
-  if trainer.step < config.num_updates:
-    raise EndRequestedError
   return trainer.evaluation
+
+
+@contextlib.contextmanager
+def _saying_why() -> Iterator[None]:
+  """Prints where the run was when it was asked to end, once its files are closed."""
+  try:
+    yield
+  except EndRequestedError as error:
+    say(f"{error}; rerun the same command to continue")
+    raise
 
 
 def _claim(workdir: Path, parts: Parts, enter: Any) -> None:
@@ -129,25 +139,19 @@ def _writer(
 
 
 def first_params(
-  parts: Parts,
-  frozen: parameters.Frozen,
-  warm: Restored | None,
-  writer: MetricWriter,
-  warm_starts: Checkpointer,
-  termination: Termination,
-) -> Params:
-  """The trained parameters before the first update; `warm` are those of a finished warm start.
+  parts: Parts, warm: Restored | None, writer: MetricWriter, warm_starts: Checkpointer
+) -> tuple[Any, bool]:
+  """The trained parameters before the first update, and whether a warm start is still to be done.
 
-  Raises:
-    EndRequestedError: a signal asked the run to end meanwhile.
+  In that case they come with the state of its optimizer. `warm` are those of an earlier process.
   """
   if warm:
-    return warm.state
+    return warm.state, False
   if parts.config.start.checkpoint:
-    return started(parts, writer, warm_starts)
+    return started(parts, writer, warm_starts), False
   if parts.config.warm_start.num_steps:
-    return warm_started(parts, frozen.trainer, writer, warm_starts, termination)
-  return parameters.initial_params(parts)  # cheap to recompute, so they are not saved
+    return parameters.supervised_state(parts), True
+  return parameters.initial_params(parts), False  # cheap to recompute, so they are not saved
 
 
 def started(parts: Parts, writer: MetricWriter, checkpointer: Checkpointer) -> Params:
@@ -156,42 +160,42 @@ def started(parts: Parts, writer: MetricWriter, checkpointer: Checkpointer) -> P
   params, step = parameters.chosen_params(parts, folder)
   moments = " and its optimizer's moments" if parts.config.start.optimizer else ""
   say(f"starts with the policy of {folder}, after {step} updates there{moments}")
-  checkpointer.save(step, params, host={"written": writer.written()})
+  checkpointer.save(step, params, host={"written": writer.written(0)})
   checkpointer.wait()
   return params
 
 
 def warm_started(
   parts: Parts,
+  state: tuple[Params, Any],
   frozen: Params,
   writer: MetricWriter,
   checkpointer: Checkpointer,
-  termination: Termination,
 ) -> Params:
   """The initial parameters after the supervised phase, saved as a separate checkpoint.
 
+  Args:
+    state: from `parameters.supervised_state`.
   Raises:
-    EndRequestedError: a signal asked the run to end meanwhile.
+    EndRequestedError: the process was asked to end meanwhile; the phase begins again then.
   """
   num_steps = parts.config.warm_start.num_steps
-  with progress(num_steps, "warm start", unit="step") as bar:
+  with multihost.phase("the warm start"), progress(num_steps, "warm start", unit="step") as bar:
 
     def report(index: int, loss: float) -> None:
       bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
       bar.update(index - bar.n)
       writer.write(index, "warm_start", {"warm_start/loss": loss})
-      if multihost.anywhere(termination.requested):
-        say("asked to end during the warm start; rerun the same command to restart it")
-        raise EndRequestedError
+      multihost.end_if_asked()
 
     params = warm_start(
-      parameters.supervised_state(parts),
+      state,
       frozen,
       parameters.supervised_batches(parts),
       parts.programs.supervised_step,
       num_steps=num_steps,
       report=report,
     )
-  checkpointer.save(num_steps, params, host={"written": writer.written()})
+  checkpointer.save(num_steps, params, host={"written": writer.written(0)})
   checkpointer.wait()
   return params

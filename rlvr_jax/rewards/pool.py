@@ -37,7 +37,7 @@ class GradingFuture(Future[list[Grade]]):
 
   def __init__(self, size: int, limit_s: float):
     super().__init__()
-    self._limit_s = limit_s
+    self.limit_s = limit_s
     self._grades: list[Grade | None] = [None] * size
     self._missing = size
     self._count_lock = threading.Lock()
@@ -46,7 +46,7 @@ class GradingFuture(Future[list[Grade]]):
       self.set_result([])
 
   def result(self, timeout: float | None = None) -> list[Grade]:
-    return super().result(self._limit_s if timeout is None else timeout)
+    return super().result(self.limit_s if timeout is None else timeout)
 
   def deliver(self, index: int, grade: Grade) -> None:
     """Sets the grade of one item; the last one completes the future."""
@@ -169,10 +169,6 @@ class GraderPool:
         self._queue.extend(_Item(future, position, line) for position, line in enumerate(lines))
         self._changed.notify_all()
     return future
-
-  def results(self, futures: Sequence[GradingFuture]) -> list[Grade]:
-    """Waits for the grades of several submissions, in one list."""
-    return [grade for future in futures for grade in future.result()]
 
   def grade(
     self, completions: Sequence[str], references: Sequence[Mapping[str, Any]]

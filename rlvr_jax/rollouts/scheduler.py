@@ -136,6 +136,7 @@ class Engine:
     stop_tokens: tuple[int, ...],
     pad_token: int,
     to_host: Callable[[Any], Any] = jax.device_get,
+    jit: Callable[..., Any] = jax.jit,
   ):
     """Binds the functions; nothing is compiled yet.
 
@@ -147,7 +148,8 @@ class Engine:
       max_prompt_length, max_new_tokens: S and T, tokens.
       stop_tokens: any of them ends a response.
       pad_token: fills responses after their end.
-      to_host: device arrays → NumPy.
+      to_host: device arrays → NumPy; called once per burst.
+      jit: `jax.jit`, or what behaves like it.
     """
     devices = 1 if model.mesh is None else model.mesh.shape["data"] * model.mesh.shape["fsdp"]
     split_evenly = lambda rows: -(-rows // devices) * devices
@@ -165,11 +167,11 @@ class Engine:
     self._pad_token, self._to_host = pad_token, to_host
     bound = lambda function: functools.partial(function, settings=self.settings)
     state, host = engine.shardings(self.settings)
-    self.load = jax.jit(functools.partial(engine.load, model=model))
-    self._empty = jax.jit(bound(engine.empty), out_shardings=state)
-    self._prefill = jax.jit(bound(engine.prefill))
-    self._insert = jax.jit(bound(engine.insert), donate_argnums=0, out_shardings=state)
-    self._burst = jax.jit(bound(engine.burst), donate_argnums=1, out_shardings=(state, host))
+    self.load = jit(functools.partial(engine.load, model=model))
+    self._empty = jit(bound(engine.empty), out_shardings=state)
+    self._prefill = jit(bound(engine.prefill))
+    self._insert = jit(bound(engine.insert), donate_argnums=0, out_shardings=state)
+    self._burst = jit(bound(engine.burst), donate_argnums=1, out_shardings=(state, host))
 
   def lowered(self, trained: Params, frozen: Params) -> Any:
     """A `jax.stages.Lowered` for shapes: `load`, and a burst whose slots are all nearly full."""

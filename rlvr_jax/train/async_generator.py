@@ -5,12 +5,13 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 from rlvr_jax.rollouts.batch import RolloutBatch
+from rlvr_jax.train import multihost
 from rlvr_jax.train.generator import Generator, PolicySnapshot
+from rlvr_jax.train.host import EndRequestedError
 
 _POLL_S = 0.2  # interval at which a wait checks whether the run is to end
 _CLOSING_S = 10.0  # limit on the wait for a batch in progress when the run ends
@@ -53,15 +54,17 @@ class AsyncGenerator:
       self._newest = policy
       self._changed.notify_all()
 
-  def take(self, give_up: Callable[[], bool]) -> RolloutBatch | None:
-    """The next batch; None once `give_up` returns True.
+  def take(self) -> RolloutBatch:
+    """The next batch.
 
     Raises:
+      EndRequestedError: the process was asked to end meanwhile.
       GeneratorStoppedError: there was no batch within the deadline, or the thread died.
     """
     deadline = time.monotonic() + self._deadline_s
     found: Any = None
-    while found is None and not give_up():
+    while found is None:
+      multihost.end_if_asked()
       try:
         found = self._ready.get(timeout=min(_POLL_S, self._deadline_s))
       except queue.Empty:
@@ -93,6 +96,8 @@ class AsyncGenerator:
     try:
       for batch in self._generator.batches(self._next_policy):
         self._ready.put(batch)
+    except EndRequestedError:
+      pass  # `take` finds by itself that the process is asked to end
     except BaseException as error:  # of any kind: `take` raises it in the trainer
       self._ready.put(error)
 

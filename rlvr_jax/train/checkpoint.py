@@ -107,11 +107,11 @@ class Checkpointer:
       CheckpointError: the earlier save failed.
     """
     self.wait()
+    self._policy.scores[step] = metric  # of a saved step, too: it may be evaluated after a resume
     if step in self._manager.all_steps():
       return False
     values, manifest = items_to_save(step, state, host=host, arrays=arrays, metric=metric)
     self._check_space(values)
-    self._policy.scores[step] = metric
     self._policy.keep_at_or_before = keep_at_or_before
     # Orbax does not accept arrays without elements; the manifest has their shape and dtype.
     stored = {name: value for name, value in values.items() if value.size}

@@ -201,11 +201,15 @@ def check_update(
 
 
 def may_differ(config: ml_collections.ConfigDict, schedule: schedules.Schedule) -> list[str]:
-  """Names of fields that may change when a run is resumed, since they do not affect its results."""
+  """Names of fields that may change when a run is resumed, since they do not affect its results.
+
+  Those of the machine change rounding, which `restore.report_move` says.
+  """
   fields = ["checkpoint", "logging", "grading.num_workers", "grading.timeout_s", "diagnostics"]
   fields += ["grading.memory_mib", "grading.unsandboxed_code"]
   fields += ["dynamic_sampling.max_batches", "store", "max_behavior_gap"]
-  fields += ["generation_deadline_s"]
+  fields += ["generation_deadline_s", "mesh", "generation_mesh", "sampling.slots"]
+  fields += ["batch.tokens_per_row", "batch.tokens_per_micro_batch"]
   # A decaying learning rate, and some schedules, depend on num_updates.
   may_end_elsewhere = schedule.open_ended and not any(
     specs.takes(f"config.{field}", package, config[field], "num_updates")

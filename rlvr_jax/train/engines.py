@@ -14,7 +14,7 @@ from rlvr_jax.models.functional import Model
 from rlvr_jax.ops.decoding import CacheShape
 from rlvr_jax.rollouts.engine import slot_bytes
 from rlvr_jax.rollouts.scheduler import Engine
-from rlvr_jax.train import sharding
+from rlvr_jax.train import compiling, multihost, sharding
 from rlvr_jax.train.host import ends_after
 from rlvr_jax.types import Sampling
 
@@ -39,6 +39,7 @@ def make_engine(
   limit_s = config.generation_deadline_s
 
   def to_host(tree: Any) -> Any:
+    multihost.end_if_asked()  # meanwhile the devices compute the burst
     with ends_after(
       limit_s,
       f"error: sampling has made no progress for {limit_s:g} s, so a device or another process"
@@ -57,6 +58,7 @@ def make_engine(
     stop_tokens=tokenizer.stop_ids,
     pad_token=tokenizer.pad_id,
     to_host=to_host,
+    jit=compiling.jit,
   )
 
 

@@ -386,8 +386,12 @@ class Generator:
       sources=[source.name for source in self.parts.sources],
     )
     arrays, info = to_shard(batch, **about)
-    multihost.on_first(lambda: self.store.append(batch.number, arrays, info), None)
-    self.journal.forget(before=batch.after["draws"])
+
+    def write() -> None:
+      self.store.append(batch.number, arrays, info)
+      self.journal.forget(before=batch.after["draws"])
+
+    multihost.on_first(write, None)
     return batch
 
 

@@ -181,13 +181,14 @@ def _as_number(text: str) -> float | str:
 def make_collector(parts: Any, pool: GraderPool) -> Collector:
   """The collector of a run, whose `build.Parts` are `parts`."""
   c = parts.config
-  alone = jax.process_count() == 1
-  grader: Any = pool if alone else multihost.SharedGrader(pool)
+  shared = multihost.SharedGrader(pool) if jax.process_count() > 1 else None
+  submit: Any = shared.submit if shared else pool.submit
+  results: Any = shared.results if shared else multihost.grades
   return Collector(
     tokenizer=parts.tokenizer,
     max_prompt_length=c.max_prompt_length,
-    submit=grader.submit,
-    results=grader.results,
+    submit=submit,
+    results=results,
     outcome_policy=make_outcome_policy(c),
     overlong_buffer=c.overlong.buffer,
     overlong_filter=c.overlong.filter,

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import ctypes
 import faulthandler
+import math
 import os
 import platform
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import NoReturn
 
 DEADLINE_S = 3600.0  # seconds without a call of `alive`; longer than any one program runs
@@ -122,29 +125,80 @@ def alive() -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
-class Termination:
+# --- the end --------------------------------------------------------------------------------------
+
+_POLL_S = 0.1  # between two looks at whether the process is asked to end
+_asked = threading.Event()
+_in_order = False
+
+
+class EndRequestedError(Exception):
+  """The process was asked to end before the end of its work; the same command resumes it."""
+
+
+def asked() -> bool:
   """Whether the process has been asked to end: by SIGTERM, as before a preemption, or by Ctrl-C."""
+  return _asked.is_set()
 
-  def __init__(self):
-    self.requested = False
 
-  def request(self, signum, frame) -> None:
-    """Records the request; a second one ends the process immediately."""
-    del frame
-    if self.requested:
-      signal.signal(signum, signal.SIG_DFL)
-      signal.raise_signal(signum)
-    self.requested = True
+def ask() -> None:
+  """Asks it, as a signal does."""
+  _asked.set()
+
+
+def in_order() -> bool:
+  """Whether the process is within `ends_in_order`."""
+  return _in_order
+
+
+def wait(future: concurrent.futures.Future, limit_s: float = math.inf) -> None:
+  """Waits until the future is done, the process is asked to end, or the time is over."""
+  last = time.monotonic() + limit_s
+  while not (future.done() or asked()) and time.monotonic() < last:
+    concurrent.futures.wait([future], timeout=_POLL_S)
 
 
 @contextlib.contextmanager
-def termination_signals() -> Iterator[Termination]:
-  """Within it SIGTERM and SIGINT ask for an orderly end; works in the main thread."""
-  termination = Termination()
-  signals = (signal.SIGTERM, signal.SIGINT)
-  before = [signal.signal(number, termination.request) for number in signals]
+def ends_in_order(pass_on: Callable[[], None]) -> Iterator[None]:
+  """Within it SIGTERM, SIGINT and SIGHUP ask the process to end; works in the main thread.
+
+  A thread notes a signal at once, also while the main thread is in native code. A second Ctrl-C
+  ends the process immediately. SIGHUP stays ignored where it is, as by nohup and under launch.
+
+  Args:
+    pass_on: called in that thread at each signal, to ask the other processes.
+  """
+  global _in_order
+  numbers = [signal.SIGTERM, signal.SIGINT]
+  if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+    numbers.append(signal.SIGHUP)
+  reader, writer = socket.socketpair()
+  writer.setblocking(False)
+  before = [signal.signal(number, lambda *_: None) for number in numbers]
+  fd_before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+  thread = threading.Thread(target=_note, args=(reader, numbers, pass_on), name="signals")
+  thread.start()
+  _in_order = True
   try:
-    yield termination
+    yield
   finally:
-    for number, handler in zip(signals, before, strict=True):
+    _in_order = False
+    signal.set_wakeup_fd(fd_before)
+    for number, handler in zip(numbers, before, strict=True):
       signal.signal(number, handler)
+    writer.close()  # which ends the thread
+    thread.join()
+    reader.close()
+    _asked.clear()
+
+
+def _note(reader: socket.socket, numbers: Collection[int], pass_on: Callable[[], None]) -> None:
+  """Runs in a thread: the interpreter writes the number of every signal that arrives."""
+  interrupts = 0
+  while received := reader.recv(64):
+    interrupts += received.count(signal.SIGINT)
+    if interrupts > 1:
+      os._exit(128 + signal.SIGINT)
+    if set(received) & set(numbers):
+      ask()
+      pass_on()

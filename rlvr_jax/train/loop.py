@@ -12,8 +12,8 @@ for bit. A warm start, if there is one, comes before this loop.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
-from collections.abc import Callable
 
 import numpy as np
 
@@ -28,8 +28,9 @@ from rlvr_jax.train.build import Parts
 from rlvr_jax.train.checkpoint import Checkpointer, Restored
 from rlvr_jax.train.generator import Generator, PolicySnapshot, fingerprint_of
 from rlvr_jax.train.grading import make_collector
-from rlvr_jax.train.host import Termination, alive
+from rlvr_jax.train.host import EndRequestedError, alive
 from rlvr_jax.train.metrics import MetricWriter, progress, say
+from rlvr_jax.train.restore import layout_of
 from rlvr_jax.train.run_log import DispatchedUpdate, RunLog, raise_non_finite
 from rlvr_jax.train.scoring import Scorer
 from rlvr_jax.types import Params, TrainState
@@ -53,12 +54,7 @@ class Trainer:
     """Creates the objects of the phases.
 
     Args:
-      parts: of the run.
-      frozen: from `parameters.load_frozen`.
-      writer: writes metrics and rollouts.
-      checkpointer: saves the state.
-      pool: grades completions.
-      store: for the sampled batches.
+      parts, writer, checkpointer, pool, store: of the run; frozen: of `parameters.load_frozen`.
       initial: trained parameters before the first update.
       elapsed: seconds that the run had taken before it was resumed.
     """
@@ -78,6 +74,7 @@ class Trainer:
     self.after = self.generator.state()  # the generator's state after the last batch
     self.unread: DispatchedUpdate | None = None
     self.evaluation: dict[str, float] = {}
+    self.evaluated = -1  # after which update
 
   def begin(self, params: Params) -> None:
     """Evaluates and saves step 0."""
@@ -95,6 +92,7 @@ class Trainer:
     """Continues from a checkpoint."""
     self.step, host = restored.step, restored.host
     self.evaluation, self.after = host["evaluation"], host["after"]
+    self.evaluated = host.get("evaluated", self.step)  # absent from earlier versions' checkpoints
     self.log.counters = host["counters"]
     store, real_time = self.queue.store, self.schedule.real_time
     # In real time any policy may sample a damaged batch again, so all batches from the first
@@ -111,38 +109,56 @@ class Trainer:
       " rollouts pending"
     )
 
-  def run(self, termination: Termination) -> None:
-    """Runs updates until the last one, or until the process is asked to end."""
-    c = self.config
-    ending = multihost.anywhere(termination.requested)
-    with (
-      contextlib.ExitStack() as stack,
-      progress(c.num_updates, "updates", unit="update", initial=self.step) as bar,
-    ):
-      if self.schedule.real_time:
-        self.background = stack.enter_context(contextlib.closing(self.start_background()))
-      while self.step < c.num_updates and not ending:
-        self.log.profile.before(self.step + 1)
-        try:
-          ending = not self.collect(lambda: multihost.anywhere(termination.requested))
-        except GeneratorStoppedError as error:
-          say(f"{error}; saving")  # printed first, in case the devices hang too
-          self.save()
-          raise
-        if ending:
-          self.save()
-          break
-        self.update()
-        bar.update()
-        last = self.step == c.num_updates
-        evaluate_now = last or self.step % c.evaluation.every == 0
-        if evaluate_now:
+  def run(self) -> None:
+    """Runs updates until the last one.
+
+    Raises:
+      EndRequestedError: the run was asked to end before; it has been saved.
+    """
+    total = self.config.num_updates
+    with contextlib.ExitStack() as stack:
+      bar = stack.enter_context(progress(total, "updates", unit="update", initial=self.step))
+      try:
+        if self.evaluation_is_due():  # the run was asked to end within it
           self.evaluate()
-        ending = multihost.anywhere(termination.requested)
-        if evaluate_now or ending or self.step % c.checkpoint.every == 0 or self.at_long_refresh():
           self.save()
-    if ending:
-      say(f"asked to end: saved after update {self.step}; rerun the same command to continue")
+        if self.schedule.real_time:
+          self.background = stack.enter_context(contextlib.closing(self.start_background()))
+        while self.step < total:
+          self.log.profile.before(self.step + 1)
+          self.advance()
+          bar.update()
+          if due := self.evaluation_is_due():
+            self.evaluate()
+          if due or self.step % self.config.checkpoint.every == 0 or self.at_long_refresh():
+            self.save()
+      except EndRequestedError as request:
+        say(f"{request}; saving")
+        self.save()
+        raise EndRequestedError(f"asked to end: saved after update {self.step}") from request
+      except GeneratorStoppedError as error:
+        say(f"{error}; saving")  # printed first, in case the devices hang too
+        self.save()
+        raise
+
+  def advance(self) -> None:
+    """Collects, then makes an update; a request to end undoes both (groups stay on the disk)."""
+    pending = {number: dataclasses.replace(x) for number, x in self.queue.batches.items()}
+    before = dict(self.log.counters), self.after, pending
+    try:
+      with multihost.phase("generation"):
+        multihost.end_if_asked()
+        self.collect()
+      with multihost.phase("an update"):
+        self.update()
+    except EndRequestedError:
+      self.log.counters, self.after, self.queue.batches = before
+      raise
+
+  def evaluation_is_due(self) -> bool:
+    """Whether the policy is still to be evaluated after this many updates."""
+    c, step = self.config, self.step
+    return step != self.evaluated and (step == c.num_updates or step % c.evaluation.every == 0)
 
   def at_long_refresh(self) -> bool:
     """Whether more batches are sampled now than there are updates between checkpoints.
@@ -178,38 +194,18 @@ class Trainer:
     self.log.spent("time/sync_weights_seconds", time.perf_counter() - began)
     return policy
 
-  def collect(self, give_up: Callable[[], bool] = lambda: False) -> bool:
-    """Collects the graded batches that the schedule samples before the next update.
-
-    Args:
-      give_up: whether to start no more batches; every process calls it at the same points.
-    Returns:
-      Whether all batches were collected. If not, those that were sampled are in the store and will
-      be read from there.
-    """
+  def collect(self) -> None:
+    """Collects the graded batches that the schedule samples before the next update."""
     if self.background is not None:
-      return self.collect_from(self.background, give_up)
-    if not (count := self.schedule.samples(self.step)):
-      return True
-    before = (dict(self.log.counters), self.after, dict(self.queue.batches))
-    policies, last = iter([self.sync_weights()] * count), self.generator.number + count
-    self.generator.last = last
-    for batch in self.generator.batches(lambda *_: None if give_up() else next(policies, None)):
-      self.take(batch)
-    if self.generator.number < last:
-      self.log.counters, self.after, self.queue.batches = before
-      return False
-    return True
-
-  def collect_from(self, background: AsyncGenerator, give_up: Callable[[], bool]) -> bool:
-    """As `collect`, with batches generated in the background."""
-    while self.schedule.batch(self.step) not in self.queue:
-      if not background.has_ready():
-        self.read_metrics()  # so that the time of the update does not include the wait
-      if (batch := background.take(give_up)) is None:
-        return False
-      self.take(batch)
-    return True
+      while self.schedule.batch(self.step) not in self.queue:
+        if not self.background.has_ready():
+          self.read_metrics()  # so that the time of the update does not include the wait
+        self.take(self.background.take())
+    elif count := self.schedule.samples(self.step):
+      policies = iter([self.sync_weights()] * count)
+      self.generator.last = self.generator.number + count
+      for batch in self.generator.batches(lambda *_: next(policies, None)):
+        self.take(batch)
 
   def take(self, batch: RolloutBatch) -> None:
     """Adds a graded batch to the queue of batches to train on."""
@@ -229,7 +225,7 @@ class Trainer:
     measured, arrays = self.scorer.measure(self.state, on_devices, self.step)
     self.state, metrics = self.parts.programs.train_step(self.state, self.frozen, on_devices)
     if measured:
-      entropy = self.parts.programs.mean_entropy(self.state.params, self.frozen, on_devices)
+      entropy = self.parts.programs.mean_entropy.jitted(self.state.params, self.frozen, on_devices)
       metrics |= measured | {"policy/entropy_change": entropy - metrics["policy/entropy"]}
     self.log.count_trained(batch, self.state.params if self.parts.lora else None)
     host = self.log.host_metrics(rollouts.graded.statistics, self.step)
@@ -263,14 +259,16 @@ class Trainer:
     self.read_metrics()
     c, began, batches = self.config, time.perf_counter(), []
     engine, problems = self.parts.programs.held_out_engine, self.parts.task.held_out
-    params = engine.load(self.state.params, self.frozen)
     sizes = dict(batch_size=c.evaluation.batch_prompts, num_samples=c.evaluation.num_samples)
     of_run = dict(collector=self.collector, seed=c.evaluation.seed, version=self.step)
-    for batch in evaluated(engine, params, problems, **sizes, **of_run):
-      batches.append(batch)
-      alive()
+    with multihost.phase("an evaluation"):
+      params = engine.load(self.state.params, self.frozen)
+      for batch in evaluated(engine, params, problems, **sizes, **of_run):
+        batches.append(batch)
+        alive()
     samples = [row for batch in batches for row in batch.samples]
     self.evaluation = accuracy(samples, ks=c.evaluation.ks, seed=c.evaluation.seed)
+    self.evaluated = self.step
     lengths = [np.concatenate(x) for x in zip(*(batch[1:] for batch in batches), strict=True)]
     self.log.write_evaluation(self.step, self.evaluation, samples, lengths, began=began)
 
@@ -281,11 +279,13 @@ class Trainer:
     host = {
       "after": self.after,
       "counters": self.log.counters,
+      "evaluated": self.evaluated,
       "evaluation": self.evaluation,
+      "layout": layout_of(self.parts),
       "queue": queue,
-      "written": self.log.writer.written(),
+      "written": self.log.writer.written(self.step),
     }
-    measured = self.step == c.num_updates or self.step % c.evaluation.every == 0
+    measured = self.evaluated == self.step
     self.checkpointer.save(
       self.step,
       self.state,

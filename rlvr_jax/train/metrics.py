@@ -25,7 +25,7 @@ from rlvr_jax.evaluate.run_files import (
   read_metrics,
 )
 from rlvr_jax.files import replacing, reporting_full_disk
-from rlvr_jax.train.records import Records, names_until
+from rlvr_jax.train.records import Records, names_until, until
 
 _LINE = (  # label, key, format
   ("reward", "reward/mean", "{:.3f}"),
@@ -123,12 +123,15 @@ class MetricWriter:
     with replacing(path) as file:
       np.savez(file, **arrays)
 
-  def written(self) -> dict[str, Any]:
-    """Syncs the records to disk; returns their names by file, for a checkpoint; JSON."""
+  def written(self, step: int) -> dict[str, Any]:
+    """Syncs the records to disk; returns their names by file, for a checkpoint; JSON.
+
+    Without those of later steps: they were written in preparing an update that was not made.
+    """
     files = {METRICS_FILE: self._metrics, ROLLOUTS_FILE: self._rollouts}
     for records in files.values():
       records.sync()
-    return {name: list(records.names) for name, records in files.items()}
+    return {name: until(records.names, step) for name, records in files.items()}
 
   def close(self) -> None:
     """Closes the files."""

@@ -2,7 +2,7 @@
 
 Every process runs the same loop on the same data, so that all dispatch the same device programs in
 the same order. Whatever could differ between them (grades, a signal, a failure) is exchanged before
-it has an effect. With one process, nothing here has an effect.
+it has an effect, over connections of their own (`control`). With one process, nothing here has one.
 """
 
 from __future__ import annotations
@@ -13,28 +13,44 @@ import dataclasses
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from rlvr_jax.rewards.outcome import Grade, Outcome
-from rlvr_jax.rewards.pool import GraderPool
-from rlvr_jax.train.host import alive, waited_s, waiting
+from rlvr_jax.rewards.pool import GraderPool, GradingFuture
+from rlvr_jax.train import control
+from rlvr_jax.train.host import (
+  DEADLINE_S,
+  EndRequestedError,
+  alive,
+  ask,
+  asked,
+  ends_in_order,
+  in_order,
+  wait,
+  waited_s,
+  waiting,
+)
 from rlvr_jax.train.metrics import MetricWriter
 
 T = TypeVar("T")
-_ended = threading.Event()  # set when the run has ended without an error
-_listening: list[socket.socket] = []
+_ADDRESS_BYTES = 1024
+_MEETING_S = 300.0  # for all processes to connect to the first
+# Shorter than that of the process itself, whose message could not name the one that is missing.
+_EXCHANGE_S = 0.9 * DEADLINE_S
+_channel: control.Channel | None = None  # with several processes
+_left = threading.Event()  # set when this process has said that it ends
 _waits: list[float] = []
+_phase = "the start"
 
 
 class OtherProcessError(RuntimeError):
@@ -46,7 +62,7 @@ def initialize(
 ) -> None:
   """Joins the processes of a run; call it before any device is used.
 
-  If a process dies, the others notice within 100 s and end.
+  If a process dies, the others end with a message that names it.
 
   Args:
     coordinator: host:port, a free port of process 0; None, like the other two, if the cluster
@@ -55,54 +71,47 @@ def initialize(
     process_id: of this process, 0 ≤ id < num_processes.
   Raises:
     ValueError: only some of the three are given, or they are invalid.
-    RuntimeError: the others could not be reached within five minutes.
+    RuntimeError: the others could not be reached within five minutes (a ControlError, if devices
+      meet and hosts do not).
   """
   given = dict(coordinator=coordinator, num_processes=num_processes, process_id=process_id)
   missing = [f"--{name}" for name, value in given.items() if value is None]
   if missing and len(missing) < len(given):
     raise ValueError(f"--coordinator, --num_processes and --process_id go together: add {missing}")
-  # Its handler of SIGTERM would catch the signal before ours is installed; see `anywhere`.
+  # Its handler of SIGTERM would catch the signal before ours is installed; see `host`.
   if "jax_enable_preemption_service" in jax.config.values:  # not in jax 0.7
     jax.config.update("jax_enable_preemption_service", False)
   jax.distributed.initialize(coordinator, num_processes, process_id)
-  _watch_first()
+  _open_channel(coordinator)
 
 
-def _watch_first() -> None:
-  """Ends this process with a message when the first process has died.
-
-  The kernel then closes the connection to it. Without this, jax's own thread aborts the process
-  with nothing but a stack trace.
-  """
-  address = None
-  if is_first():
-    # Connections that are never accepted stay in the queue, and end with the process.
-    _listening.append(socket.create_server(("", 0), backlog=jax.process_count()))
-    address = (socket.gethostname(), _listening[0].getsockname()[1])
-  host, port = exchange(address)[0]
-  if is_first():
+def _open_channel(coordinator: str | None) -> None:
+  """Connects the processes by `control`; its address alone comes over the devices."""
+  global _channel
+  process, count = jax.process_index(), jax.process_count()
+  if count == 1:
     return
-  try:
-    connection = socket.create_connection((host, port), 60)
-  except OSError:
-    return  # the port is blocked or the name is unknown: there will be no message
-  connection.settimeout(None)
+  known_as = [coordinator.rpartition(":")[0]] if coordinator else []
+  server = control.Server(count, known_as) if is_first() else None
+  text = json.dumps(server.address if server else []).encode().ljust(_ADDRESS_BYTES)
+  shared = multihost_utils.broadcast_one_to_all(np.frombuffer(text, np.uint8))
+  if server:
+    connections = server.accept(_MEETING_S)
+  else:
+    address = control.Address(*json.loads(np.asarray(shared, np.uint8).tobytes()))
+    connections = {0: control.connect(address, process)}
+    # When the first process dies, jax aborts this one with nothing but a stack trace. The aborting
+    # thread then calls sleep(6), since SIGABRT is 6, which leaves time for `_end_with`.
+    libc = ctypes.CDLL(None)
+    libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
+  _channel = control.Channel(process, count, connections, on_request=ask, on_loss=_end_with)
 
-  def watch() -> None:
-    with contextlib.suppress(OSError):
-      connection.recv(1)
-    if not _ended.wait(1.0):  # a more specific message may be printed meanwhile
-      message = (
-        f"error: process 0 of {jax.process_count()} has died or cannot be reached; see what it"
-        " printed. Rerun the same command on every host to resume from the last checkpoint\n"
-      )
-      os.write(2, message.encode())  # sys.stderr may be silenced
-      os._exit(1)
 
-  # The aborting thread then calls sleep(6), since SIGABRT is 6, which leaves time for the message.
-  libc = ctypes.CDLL(None)
-  libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
-  threading.Thread(target=watch, daemon=True).start()
+def _end_with(message: str) -> None:
+  """Ends this process, as another one has died or failed: what it waits for would not come."""
+  if not _left.wait(1.0):  # a more specific message may be printed meanwhile
+    os.write(2, f"error: {message}\n".encode())  # sys.stderr may be silenced
+    os._exit(1)
 
 
 def is_first() -> bool:
@@ -113,20 +122,32 @@ def is_first() -> bool:
 def exchange(value: Any) -> list[Any]:
   """The values of all processes, in order of process id; every process must call it.
 
+  Runs no collective, so that it does not wait for what the devices compute.
+
   Args:
     value: a JSON value; floats are exchanged exactly.
+  Raises:
+    ControlError: another process did not call it in time; the message names the phase.
   """
   alive()
   if jax.process_count() == 1:
     return [value]
-  text = np.frombuffer(json.dumps([waited_s(), value]).encode(), np.uint8)
+  assert _channel is not None  # `initialize` has opened it
   with waiting():
-    sizes = multihost_utils.process_allgather(np.int32(text.size))
-    length = 1 << int(sizes.max() - 1).bit_length()  # powers of two, to compile few programs
-    rows = multihost_utils.process_allgather(np.pad(text, (0, length - text.size)))
-  sent = [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+    sent = _channel.exchange([waited_s(), value], _phase, _EXCHANGE_S)
   _waits[:] = [waits for waits, _ in sent]
   return [value for _, value in sent]
+
+
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[None]:
+  """Within it, messages say that the run was doing this."""
+  global _phase
+  before, _phase = _phase, name
+  try:
+    yield
+  finally:
+    _phase = before
 
 
 def waits() -> list[float]:
@@ -137,6 +158,30 @@ def waits() -> list[float]:
 def anywhere(flag: bool) -> bool:
   """Whether the flag is set on any process."""
   return any(exchange(flag))
+
+
+def ending_in_order() -> contextlib.AbstractContextManager[None]:
+  """`host.ends_in_order`, for all processes: a signal to one of them asks all."""
+  return ends_in_order(_channel.request if _channel else lambda: None)
+
+
+def end_if_asked() -> None:
+  """Raises EndRequestedError on all processes if one has been asked to end; all must call it.
+
+  Call it where a run can be saved as it was before the phase; outside of `ending_in_order` it does
+  nothing.
+  """
+  if in_order() and anywhere(asked()):
+    raise EndRequestedError(f"asked to end during {_phase}")
+
+
+def grades(futures: Sequence[GradingFuture]) -> list[Grade]:
+  """Waits for the grades of this process's submissions, in one list; as `end_if_asked`."""
+  with phase("grading"):
+    for future in futures:
+      wait(future, future.limit_s)
+    end_if_asked()
+  return together(lambda: [grade for future in futures for grade in future.result()])
 
 
 def together(action: Callable[[], T]) -> T:
@@ -192,7 +237,7 @@ class SharedGrader:
 
   def results(self, submitted: Sequence[_SharedGrades]) -> list[Grade]:
     """Waits for the grades of several submissions, in one list; every process must call it."""
-    own = together(lambda: [grade for share in submitted for grade in share.own.result()])
+    own = grades([share.own for share in submitted])
     shares = [iter(x) for x in exchange([dataclasses.astuple(grade) for grade in own])]
     taken = [next(shares[turn]) for share in submitted for turn in share.turns]
     return [Grade(Outcome(outcome), *rest) for outcome, *rest in taken]
@@ -218,7 +263,8 @@ class NoWriter(MetricWriter):
   def write_geometry(self, *args: Any, **kwargs: Any) -> None:
     pass
 
-  def written(self) -> dict[str, Any]:
+  def written(self, step: int) -> dict[str, Any]:
+    del step
     return {}
 
   def close(self) -> None:
@@ -239,25 +285,45 @@ def only_first_prints() -> Iterator[None]:
     yield
 
 
+def leave(failure: str = "") -> None:
+  """Tells the other processes that this one ends, in order or with a failure, which ends them."""
+  _left.set()
+  if _channel:
+    _channel.leave(failure)
+
+
 @contextlib.contextmanager
 def exit_on_error() -> Iterator[None]:
   """With several processes, ends this one immediately if an exception is raised within.
 
   An orderly exit would wait minutes for the other processes, which may be waiting for this one.
-  They end once its connections are closed.
+  They are told, and end as well.
   """
   try:
     yield
-    _ended.set()  # from now on the first process may end
+    leave()
   except BaseException as error:
-    if jax.process_count() == 1:
+    if not _channel:
       raise
-    if isinstance(error, Exception) and not is_first():
-      time.sleep(3.0)  # if the cause is the first process's death, `_watch_first` reports it
+    if isinstance(error, Exception):
+      time.sleep(3.0)  # if the cause is another one's death, `_end_with` reports it
     if isinstance(error, SystemExit):
       print(error, file=sys.stderr)
     else:
       traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
+    leave(f"failed ({type(error).__name__}: {error})")
     os._exit(1)
+
+
+def end_in_order(status: int) -> NoReturn:
+  """Ends all processes after each has closed its files, even while it compiles.
+
+  An orderly exit of the interpreter would wait for the compilation, or abort.
+  """
+  exchange("closed")
+  leave()
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(status)

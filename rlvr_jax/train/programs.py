@@ -23,7 +23,7 @@ from rlvr_jax.ops.row_attention import choose_attention, row_alignment, row_leng
 from rlvr_jax.rollouts.packing import RowLayout, least_row, row_layout
 from rlvr_jax.rollouts.scheduler import Engine
 from rlvr_jax.sampling import sampling_of
-from rlvr_jax.train import sharding
+from rlvr_jax.train import compiling, sharding
 from rlvr_jax.train.accumulate import policy_logprobs
 from rlvr_jax.train.adapters import make_lora
 from rlvr_jax.train.behavior_sources import (
@@ -42,7 +42,10 @@ from rlvr_jax.types import Packed, Params, Prompts, Rows, TrainBatch, TrainState
 
 
 class Programs(NamedTuple):
-  """The jitted functions of a run, none of them compiled yet."""
+  """The jitted functions of a run, none of them compiled yet.
+
+  Those that compile for long are `compiling.Program`s.
+  """
 
   train_step: Callable  # (state, frozen, batch) → (state, metrics); the state is donated
   supervised_step: Callable  # see `train.warm_start.supervised_step`
@@ -53,7 +56,7 @@ class Programs(NamedTuple):
   behavior_gap: Callable  # see `train.behavior_sources.behavior_gap`; sampling is static
   unheated_logprobs: Callable  # `train.behavior_sources.response_logprobs` at temperature 1
   measure: Callable  # see `train.geometry.measure`
-  mean_entropy: Callable  # (trained, frozen, batch) → f32[], nats per token
+  mean_entropy: compiling.Program  # (trained, frozen, batch) → f32[], nats per token
   score: Callable  # (trained, frozen, batch) → (log-probabilities, entropies) [P, G, T]
   merge: Callable  # (trained, frozen) → all parameters of the network as arrays
 
@@ -102,12 +105,12 @@ def make_programs(
   engine = sources[0].engine if on_policy else engine_of(sampling)
   assert engine is not None  # the policy is not a recorded source
   return Programs(
-    train_step=jax.jit(
+    train_step=compiling.jit(
       functools.partial(train_step, method=method),
       donate_argnums=0,
       out_shardings=(shardings, replicated),
     ),
-    supervised_step=jax.jit(
+    supervised_step=compiling.jit(
       functools.partial(supervised_step, model=model, optimizer=warm_start_optimizer),
       donate_argnums=0,
     ),
@@ -115,13 +118,15 @@ def make_programs(
     held_out_engine=engine if held_out == sampling else engine_of(held_out),
     sync_weights=make_sync_weights(mesh, sampler.mesh, state.params),
     checksums=jax.jit(parameter_checksums),
-    behavior_gap=jax.jit(
+    behavior_gap=compiling.jit(
       functools.partial(behavior_gap, model=sampler.model), static_argnames="sampling"
     ),
     unheated_logprobs=make_unheated_logprobs(sampler),
-    measure=jax.jit(make_measure(config, method), out_shardings=replicated),
-    mean_entropy=jax.jit(functools.partial(mean_entropy, method=method), out_shardings=replicated),
-    score=jax.jit(functools.partial(policy_logprobs, method=method), out_shardings=for_host),
+    measure=compiling.jit(make_measure(config, method), out_shardings=replicated),
+    mean_entropy=compiling.jit(
+      functools.partial(mean_entropy, method=method), out_shardings=replicated
+    ),
+    score=compiling.jit(functools.partial(policy_logprobs, method=method), out_shardings=for_host),
     merge=jax.jit(lambda trained, frozen: merged(model.combine(trained, frozen))),
   )
 

@@ -66,7 +66,11 @@ class Records:
 
 def names_until(path: pathlib.Path, step: int) -> list[str]:
   """Names of a file's records up to a step, for a checkpoint that does not have them."""
-  names = [name for name in map(_name, _lines(path)) if name]
+  return until([name for name in map(_name, _lines(path)) if name], step)
+
+
+def until(names: Iterable[str], step: int) -> list[str]:
+  """Those of the names that are of no later step."""
   warm_start = "warm_start "  # has its own step counter
   return [n for n in names if n.startswith(warm_start) or int(n.split()[1]) <= step]
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from rlvr_jax.evaluate.run_files import METRICS_FILE, read_metrics
 from rlvr_jax.files import replacing
 from rlvr_jax.rollouts.store import RolloutStore, StoreError
@@ -75,6 +77,34 @@ def resumable(checkpointer: Checkpointer, parts: Parts, store: RolloutStore) -> 
       " --workdir"
     )
   return None
+
+
+def layout_of(parts: Parts) -> dict[str, Any]:
+  """What changes a run's results by rounding alone: its machine, and how work is laid out there."""
+  c = parts.config
+  meshes = {"mesh": parts.mesh, "generation_mesh": parts.generation_mesh}
+  return {
+    "processes": jax.process_count(),
+    "device": jax.devices()[0].device_kind,
+    **{name: dict(mesh.shape) for name, mesh in meshes.items()},
+    "sampling.slots": c.sampling.slots,
+    "batch.tokens_per_row": c.batch.tokens_per_row,
+    "batch.tokens_per_micro_batch": c.batch.tokens_per_micro_batch,
+  }
+
+
+def report_move(restored: Restored, parts: Parts) -> None:
+  """Says whether the checkpoint was saved on another machine, or with another layout."""
+  now = layout_of(parts)
+  then = restored.host.get("layout", now)  # absent from earlier versions' checkpoints
+  changed = [
+    f"{name} {then.get(name)} → {now[name]}" for name in now if then.get(name) != now[name]
+  ]
+  if changed:
+    say(
+      f"resumed with {', '.join(changed)}: what follows differs by rounding from the run that would"
+      " have gone on as before"
+    )
 
 
 def records_of(restored: Restored | None, warm: Restored | None) -> tuple[int | None, Any]:

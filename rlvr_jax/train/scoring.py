@@ -106,4 +106,6 @@ class Scorer:
     every = self.config.diagnostics.every
     if not every or step % every:
       return {}, {}
+    # What is computed after the update is compiled before it, while a request to end may stop it.
+    self.parts.programs.mean_entropy.compile(state.params, self.frozen, batch)
     return self.parts.programs.measure(state, self.frozen, self.initial, batch)

@@ -193,6 +193,15 @@ def test_a_better_one_replaces_the_best(checkpointer):
   assert checkpointer.steps() == [1, 3, 4]
 
 
+def test_a_step_that_is_evaluated_after_it_was_saved_may_be_the_best(checkpointer):
+  checkpointer.save(0, make_state(0), host={})
+  assert not checkpointer.save(0, make_state(0), host={}, metric=0.6)
+  for step, metric in ((1, 0.5), (2, 0.1), (3, 0.2)):
+    checkpointer.save(step, make_state(step), host={}, metric=metric)
+    checkpointer.wait()
+  assert checkpointer.steps() == [0, 2, 3]
+
+
 def test_keeps_the_last_at_or_before_a_step_while_told_to(tmp_path):
   def save(step, keep_at_or_before):
     """Opens the folder anew, as after a restart; the steps left."""

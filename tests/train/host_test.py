@@ -63,3 +63,67 @@ host.exit_immediately("error: what to do")
     done = subprocess.run([sys.executable, "-c", program], stderr=stderr, timeout=300)
   assert done.returncode == 1
   assert complaints.read_bytes().endswith(b"error: what to do\n")
+
+
+ENDING = """
+import concurrent.futures, hashlib, os, signal, sys, threading, time
+from rlvr_jax.train import host
+
+passed_on = []
+
+def send(*numbers):
+  for number in numbers:
+    os.kill(os.getpid(), number)
+
+with host.ends_in_order(lambda: passed_on.append(1)):
+"""
+
+
+@pytest.mark.parametrize(
+  ("body", "status", "printed"),
+  [
+    ("""
+  noted = []
+  def watch():
+    send(signal.SIGTERM)
+    began = time.monotonic()
+    while not host.asked():
+      time.sleep(0.01)
+    noted.append(time.monotonic() - began)
+  threading.Thread(target=watch).start()
+  began = time.monotonic()
+  hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000)  # no Python runs meanwhile
+  took = time.monotonic() - began
+  print(noted[0] < took / 2, len(passed_on))""", 0, "True 1"),
+    ("""
+  send(signal.SIGINT, signal.SIGTERM, signal.SIGTERM)
+  host.wait(concurrent.futures.Future())
+  print(host.asked())""", 0, "True"),
+    ("""
+  send(signal.SIGINT, signal.SIGINT)
+  time.sleep(60)""", 130, ""),
+    ("""
+  send(signal.SIGHUP)
+  host.wait(concurrent.futures.Future())
+  print(host.asked())""", 0, "True"),
+    ("""
+  pass
+print(host.in_order(), host.asked(), flush=True)
+send(signal.SIGTERM)
+time.sleep(60)""", -15, "False False"),
+  ],
+)  # fmt: skip
+def test_signals_ask_for_an_end_at_once(body, status, printed):
+  done = subprocess.run(
+    [sys.executable, "-c", ENDING + body], capture_output=True, text=True, timeout=300
+  )
+  assert (done.returncode, done.stdout.strip()) == (status, printed), done.stderr
+
+
+def test_a_hangup_that_is_ignored_asks_for_nothing():
+  body = "\n  send(signal.SIGHUP)\n  time.sleep(0.5)\n  print(host.asked())"
+  ignored = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)"
+  done = subprocess.run(
+    [sys.executable, "-c", ignored + ENDING + body], capture_output=True, text=True, timeout=300
+  )
+  assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr

@@ -112,7 +112,7 @@ def test_beginning_again_drops_everything_but_a_cached_warm_start(tmp_path):
   with metrics.MetricWriter(tmp_path, None) as writer:
     for step in (1, 2, 50):
       writer.write(step, "warm_start", {"loss": 1 / step})
-    written = writer.written()
+    written = writer.written(step=0)
     writer.write(1, "train", {"x": 1})
   metrics.MetricWriter(tmp_path, None, written).close()
   kept = [(r["phase"], r["step"]) for r in run_files.read_metrics(tmp_path)]
@@ -158,7 +158,7 @@ def test_damage_before_the_checkpoint_is_said_and_repaired(tmp_path, capsys, kin
   write_run(tmp_path, range(1, 5))
   saved = content(tmp_path)
   with metrics.MetricWriter(tmp_path, 4) as writer:
-    written = writer.written()
+    written = writer.written(step=9)
     writer.write(5, "train", {"x": 1})
   path = tmp_path / run_files.METRICS_FILE
   damage, message = DAMAGES[kind]
@@ -179,7 +179,7 @@ def test_damage_before_the_checkpoint_is_said_and_repaired(tmp_path, capsys, kin
     assert content(tmp_path) == saved and "restored" in said
   # What is lost is not missed again, and the repaired file is not damaged.
   with metrics.MetricWriter(tmp_path, 4, written) as writer:
-    again = writer.written()
+    again = writer.written(step=9)
   capsys.readouterr()
   metrics.MetricWriter(tmp_path, 4, again).close()
   assert capsys.readouterr().out == ""
@@ -188,7 +188,7 @@ def test_damage_before_the_checkpoint_is_said_and_repaired(tmp_path, capsys, kin
 def test_rollouts_that_are_alike_are_not_taken_for_doubled(tmp_path, capsys):
   write_run(tmp_path, [1])  # twice the same rollout
   with metrics.MetricWriter(tmp_path, 1) as writer:
-    written = writer.written()
+    written = writer.written(step=9)
   metrics.MetricWriter(tmp_path, 1, written).close()
   assert capsys.readouterr().out == "" and len(written[run_files.ROLLOUTS_FILE]) == 2
   path = tmp_path / run_files.ROLLOUTS_FILE

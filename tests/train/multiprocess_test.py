@@ -32,7 +32,7 @@ def free_port():
 class Processes:
   """Some processes of one program, given what tells them apart."""
 
-  def __init__(self, command_of, devices, count=2):
+  def __init__(self, command_of, devices, count=2, **variables):
     port = free_port()
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
     self.processes = [
@@ -42,7 +42,7 @@ class Processes:
         stderr=subprocess.STDOUT,
         text=True,
         cwd=tiny.ROOT,
-        env=tiny.environment(XLA_FLAGS=flags),
+        env=tiny.environment(XLA_FLAGS=flags, **variables),
       )
       for process in range(count)
     ]
@@ -169,18 +169,21 @@ def test_both_end_where_the_first_refuses(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_death_of_the_first_process_is_named(tmp_path):
-  """Found while the second waits in a collective, and while it computes on its own."""
-  program = textwrap.dedent(DEATH)
-  for waiting in ("in a collective", "alone"):
-    command_of = lambda coordinator, i, how=waiting: [
-      *(sys.executable, "-c", program, coordinator, str(i), how)
-    ]
-    statuses, outputs = Processes(command_of, devices=1).ended()
-    assert statuses == [-signal.SIGKILL, 1], outputs
-    last = outputs[1].strip().splitlines()[-1]
-    assert re.match("error: process 0 of 2 has died .* Rerun the same command", last), outputs[1]
-    assert "Traceback" not in outputs[1] and "most recent call" not in outputs[1]
+@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("waiting", ["for a message", "in a collective", "alone"])
+def test_the_death_of_a_process_is_named(killed, waiting):
+  """Found by one that waits for a message or in a collective, and by one that computes alone."""
+  command_of = lambda coordinator, i: [
+    *(sys.executable, "-c", textwrap.dedent(DEATH), coordinator, str(i), str(killed), waiting)
+  ]
+  statuses, outputs = Processes(command_of, devices=1).ended()
+  survivor, now = 1 - killed, time.time()
+  assert (statuses[killed], statuses[survivor]) == (-signal.SIGKILL, 1), outputs
+  last = outputs[survivor].strip().splitlines()[-1]
+  message = f"error: process {killed} of 2 has died .* process {survivor} was at 'a test'.* Rerun"
+  assert re.match(message, last), outputs[survivor]
+  assert now - float(outputs[killed].split()[-1]) < 20
+  assert "Traceback" not in outputs[survivor] and "most recent call" not in outputs[survivor]
 
 
 # --- agreement ------------------------------------------------------------------------------------
@@ -189,25 +192,35 @@ DEATH = """
   import os, signal, sys, time
   from rlvr_jax.train import multihost
 
-  me = int(sys.argv[2])
+  me, killed, waiting = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
   multihost.initialize(sys.argv[1], 2, me)
-  with multihost.exit_on_error(), multihost.only_first_prints():
+  with multihost.exit_on_error(), multihost.only_first_prints(), multihost.phase("a test"):
     multihost.exchange("both are there")
-    if me == 0:
+    if me == killed:
       time.sleep(1)
+      os.write(1, f"{time.time()}\\n".encode())
       os.kill(os.getpid(), signal.SIGKILL)
-    if sys.argv[3] == "alone":
+    if waiting == "alone":
       time.sleep(60)
+    if waiting == "in a collective":
+      multihost.multihost_utils.process_allgather(0)
     multihost.exchange("the other one is gone")
 """
 
 PROGRAM = """
   import json, sys, time
-  from rlvr_jax.train import multihost
+  import jax
+  from jax.experimental import multihost_utils
+  from rlvr_jax.train import host, multihost
 
   me = int(sys.argv[2])
   multihost.initialize(sys.argv[1], 2, me)
   from rlvr_jax.rewards.pool import GraderPool
+
+  # From here on the devices compute nothing.
+  programs = []
+  jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: programs.append(name))
+  multihost_utils.process_allgather = multihost_utils.broadcast_one_to_all = None
 
   def report(name, value):
     print(f"{name}={json.dumps(value)}", flush=True)
@@ -226,6 +239,14 @@ PROGRAM = """
     report("waits", [now - then for now, then in zip(multihost.waits(), before)])
     report("anywhere", [multihost.anywhere(me == 1), multihost.anywhere(False)])
     report("on_first", multihost.on_first(lambda: "written", "nothing"))
+    with multihost.ending_in_order(), multihost.phase("generation"):
+      multihost.end_if_asked()
+      if me == 1:
+        host.ask()
+      try:
+        report("ended", multihost.end_if_asked())
+      except host.EndRequestedError as request:
+        report("ended", str(request))
     try:
       report("together", multihost.together(failing))
     except Exception as error:
@@ -236,6 +257,7 @@ PROGRAM = """
       parts = [grader.submit(part, [{}] * len(part)) for part in (texts[:3], texts[3:])]
       grades = grader.results(parts)
       report("grades", [[g.outcome, g.score] for g in grades])
+    report("collectives", [name for name in programs if "compile" in name])
     if me == 1:
       raise RuntimeError("out of the blue")
     multihost.exchange("the other one is gone")
@@ -262,6 +284,8 @@ def test_agreement():
       {"process": 1, "text": "é" * 50, "x": 1.1},
     ]
     assert report["anywhere"] == [True, False]
+    assert report["ended"] == "asked to end during generation"
+    assert report["collectives"] == [], "a message runs no program on the devices"
     assert report["waits"][0] - report["waits"][1] > 0.5, "who waited for whom"
     outcomes = [outcome for outcome, _ in report["grades"]]
     assert outcomes == ["correct", "timeout", "correct", "crashed", "crashed"]
@@ -271,6 +295,7 @@ def test_agreement():
   assert second["together"] == "ValueError: the disk is full"
   assert first["grades"] == second["grades"]
   assert "out of the blue" in outputs[1]
+  assert "process 1 of 2 failed (RuntimeError: out of the blue)" in outputs[0]
 
 
 def test_one_process_exchanges_nothing():

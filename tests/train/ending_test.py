@@ -1,0 +1,154 @@
+"""A run that is asked to end, wherever it is, is saved at once and goes on as if it had not been.
+
+The program of its own, with SIGTERM and with two processes, is in `preemption_test`.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import re
+import threading
+import time
+
+import jax
+import pytest
+from rewards.user_graders import SECONDS
+from train import tiny
+
+from rlvr_jax.commands.train import train
+from rlvr_jax.rollouts.store import GROUPS_FOLDER
+from rlvr_jax.train import compiling, host, multihost
+from rlvr_jax.train.build import build
+
+
+@pytest.fixture(scope="module")
+def parts():
+  """Checkpoints are rare, so that what is saved is saved for the end; slots are few."""
+  return build(tiny.config(checkpoint__every=100, sampling__slots=8))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(parts, tmp_path_factory):
+  """The outcome of the run that nothing disturbed."""
+  workdir = tmp_path_factory.mktemp("undisturbed") / "run"
+  train(parts, workdir)
+  return tiny.outcome(workdir)
+
+
+def ended(parts, workdir, capsys):
+  """Trains until it is asked to end; returns what it said."""
+  capsys.readouterr()
+  with pytest.raises(host.EndRequestedError, match="saved after update"):
+    train(parts, workdir)
+  return capsys.readouterr().out
+
+
+@contextlib.contextmanager
+def asked_when(moment):
+  """A thread that watches, and asks the run within to end."""
+
+  def ask():
+    while not moment():
+      time.sleep(0.001)
+    host.ask()
+
+  thread = threading.Thread(target=ask)
+  thread.start()
+  yield
+  thread.join()
+
+
+def journal(workdir):
+  """Groups that are finished and not yet in a batch of the store."""
+  paths = (workdir / "rollouts" / GROUPS_FOLDER).glob("*.jsonl")
+  return sum(len(path.read_bytes().splitlines()) for path in paths)
+
+
+def test_wherever_it_is_it_ends_and_goes_on_as_if_it_had_not(
+  parts, undisturbed, tmp_path, monkeypatch, capsys
+):
+  workdir = tmp_path / "run"
+  after = lambda update: tiny.has_record(workdir, update, "train")
+  monkeypatch.setenv(SECONDS, "0.05")
+
+  # Between two bursts of the second refresh, which begins after update 4.
+  with asked_when(lambda: after(3)() and 0 < journal(workdir)):
+    output = ended(parts, workdir, capsys)
+  assert "asked to end during generation; saving" in output
+  assert tiny.last_checkpoint(workdir)[0] == 4
+  kept = journal(workdir)
+  assert 0 < kept < 16
+
+  # All 16 groups are sampled, the kept ones were not sampled again, and graders take their time.
+  with asked_when(lambda: journal(workdir) == 16):
+    output = ended(parts, workdir, capsys)
+  assert "asked to end during grading; saving" in output
+  assert tiny.last_checkpoint(workdir)[0] == 4
+
+  # Update 5 is made; its evaluation is not finished.
+  with asked_when(after(5)):
+    output = ended(parts, workdir, capsys)
+  assert re.search("asked to end during (an evaluation|grading); saving", output)
+  step, state, _ = tiny.last_checkpoint(workdir)
+  assert (step, state["evaluated"]) == (5, 0)
+  assert not tiny.has_record(workdir, 5, "eval")()
+
+  # Update 8 needs a program that takes long to compile; updates 6 and 7 are not saved yet.
+  calls = itertools.count()
+
+  def compiled_for_long(*args):
+    host.ask()
+    time.sleep(1.0)
+    return parts.programs.train_step.jitted(*args)
+
+  slow = compiling.jit(compiled_for_long)
+  step = lambda *args: (slow if next(calls) == 2 else parts.programs.train_step)(*args)
+  slowed = dataclasses.replace(parts, programs=parts.programs._replace(train_step=step))
+  output = ended(slowed, workdir, capsys)
+  assert "asked to end during an update; saving" in output
+  assert tiny.last_checkpoint(workdir)[0] == 7
+
+  train(parts, workdir)
+  found = tiny.outcome(workdir)
+  assert found["metrics"] == undisturbed["metrics"]
+  assert found["rollouts"] == undisturbed["rollouts"]
+  assert found["checkpoint"] == undisturbed["checkpoint"]
+
+
+# --- programs -------------------------------------------------------------------------------------
+
+
+def test_a_program_computes_what_the_function_does_and_compiles_once():
+  traced = []
+
+  def scaled(x, *, by):
+    traced.append(by)
+    return {"y": x["x"] * by}
+
+  program = compiling.jit(scaled, static_argnames="by", donate_argnums=0)
+  for _ in range(2):
+    assert program({"x": jax.numpy.float32(3)}, by=2)["y"] == 6
+  with multihost.ending_in_order():
+    for by in (2, 5, 5):
+      assert program({"x": jax.numpy.float32(3)}, by=by)["y"] == 3 * by
+  assert traced == [2, 5]
+
+
+def test_an_error_in_a_program_is_raised_where_it_is_called():
+  def wrong(x):
+    raise ValueError(f"a shape of {x.shape} is not what it needs")
+
+  with multihost.ending_in_order(), pytest.raises(ValueError, match=r"a shape of \(3,\)"):
+    compiling.jit(wrong)(jax.numpy.ones(3))
+
+
+def test_nothing_ends_what_does_not_end_in_order():
+  host.ask()
+  try:
+    multihost.end_if_asked()
+    assert compiling.jit(lambda x: x + 1)(1) == 2
+    with multihost.ending_in_order(), pytest.raises(host.EndRequestedError, match="asked to end"):
+      multihost.end_if_asked()
+  finally:
+    host._asked.clear()
+  assert not host.asked()
