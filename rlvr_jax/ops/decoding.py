@@ -19,34 +19,57 @@ from rlvr_jax.types import Array
 # Far below any score, and the initial peak far above it, so that exp(masked − peak) is exactly 0.
 _MASKED, _LOWEST_PEAK = -1e30, -1e20
 
+_STEPS = 16  # of a burst, at most; divides _TILE
+_TILE = 32  # keys; XLA on CPU multiplies with 48 as slowly as with 96
+
+
+class Blocks(NamedTuple):
+  """Sizes of a part of a slot's cache; static."""
+
+  size: int  # tokens per block
+  count: int
+
+  @classmethod
+  def of(cls, tokens: int, wanted: int, steps: int) -> Blocks:
+    """Room for so many tokens: one small block, or blocks of `wanted` tokens."""
+    multiple = _TILE if tokens > _TILE else steps
+    size = wanted if tokens > 2 * _TILE else -(-max(tokens, 1) // multiple) * multiple
+    return cls(size, -(-tokens // size))
+
+  @property
+  def tokens(self) -> int:
+    return self.size * self.count
+
 
 class CacheShape(NamedTuple):
   """Sizes of a slot's cache; static.
 
   Attributes:
-    block: tokens per block, a multiple of `steps`.
-    prompt_blocks: for the prompt without its last token, the first to be decoded.
-    response_blocks: for the response without the tokens of its last burst.
-    steps: tokens of one burst.
+    prompt: for the prompt without its last token, the first to be decoded.
+    response: for the response without the tokens of its last burst.
+    steps: tokens of one burst; divides the blocks of the response.
   """
 
-  block: int
-  prompt_blocks: int
-  response_blocks: int
+  prompt: Blocks
+  response: Blocks
   steps: int
 
   @classmethod
-  def of(cls, max_prompt_length: int, max_new_tokens: int, *, steps: int = 16) -> CacheShape:
-    """The cache for S prompt and T response tokens: about 16 blocks, of 32 to 512 tokens."""
-    steps, cached_prompt = min(steps, max_new_tokens), max(max_prompt_length - 1, 1)
-    wanted = max(min(32, cached_prompt), (max_prompt_length + max_new_tokens) // 16)
-    block = -(-min(wanted, 512) // steps) * steps
+  def of(cls, max_prompt_length: int, max_new_tokens: int) -> CacheShape:
+    """The cache for S prompt and T response tokens: about 16 blocks, of 32 to 512 tokens.
+
+    XLA on CPU copies a block before it reads it, but not where it is the only one of its part.
+    """
+    steps = min(_STEPS, max_new_tokens)
+    wanted = min(max((max_prompt_length + max_new_tokens) // 16 // _TILE, 1) * _TILE, 512)
     cached_response = (max_new_tokens - 1) // steps * steps  # the last burst's are staged only
-    return cls(block, -(-cached_prompt // block), -(-cached_response // block), steps)
+    parts = max(max_prompt_length - 1, 1), cached_response
+    return cls(*[Blocks.of(tokens, wanted, steps) for tokens in parts], steps)
 
   @property
-  def blocks(self) -> int:
-    return self.prompt_blocks + self.response_blocks
+  def tokens(self) -> int:
+    """Keys of a slot, staged ones included."""
+    return self.prompt.tokens + self.response.tokens + self.steps
 
 
 class Cache(NamedTuple):
@@ -81,11 +104,12 @@ class Cache(NamedTuple):
       put(self.values, one(value, self.values)[:, :, None], step, axis=2),
     )
 
-  def flushed(self, staged: Cache, slot: Array, start: Array, shape: CacheShape) -> Cache:
+  def flushed(self, staged: Cache, slot: Array, start: Array) -> Cache:
     """A copy with what a slot has staged written after its `start` tokens of response."""
     at = lambda *index: [jnp.asarray(i, jnp.int32) for i in index]  # of one type, also with x64
     put = jax.lax.dynamic_update_slice
-    block, offset = shape.prompt_blocks + start // shape.block, start % shape.block
+    size = self.values.shape[3]
+    block, offset = start // size, start % size
     of_slot = lambda x: jax.lax.dynamic_index_in_dim(x, slot, 1)[:, None]
     return Cache(
       put(self.keys, of_slot(staged.keys), at(0, block, slot, 0, offset)),
@@ -103,19 +127,8 @@ class Reach(NamedTuple):
 
   @classmethod
   def of(cls, shape: CacheShape, prompt: Array, response: Array, running: Array) -> Reach:
-    blocks = lambda lengths: -(-jnp.max(jnp.where(running, lengths, 0)) // shape.block)
-    return cls(prompt, response, blocks(prompt), blocks(response))
-
-  def block(self, j: Array, shape: CacheShape) -> tuple[Array, Array, Array]:
-    """Of the j-th block that is read: its number in the cache; positions of its tokens, and whether
-    there are any, both [slots, block]."""
-    of_prompt = j < self.prompt_blocks
-    either = lambda prompt, response: jnp.where(of_prompt, prompt, response)
-    within = either(j, j - self.prompt_blocks)  # the prompt, or the response
-    index = within * shape.block + jnp.arange(shape.block)
-    positions = either(0, self.prompt)[:, None] + index
-    exists = index < either(self.prompt, self.response)[:, None]
-    return within + either(0, shape.prompt_blocks), positions, exists
+    blocks = lambda lengths, part: -(-jnp.max(jnp.where(running, lengths, 0)) // part.size)
+    return cls(prompt, response, blocks(prompt, shape.prompt), blocks(response, shape.response))
 
 
 class _Sums(NamedTuple):
@@ -136,12 +149,12 @@ class _Sums(NamedTuple):
 
 def cached_attention(
   queries: Array,
-  cache: Cache,
+  prompt: Cache,
+  response: Cache,
   staged: Cache,
   reach: Reach,
   step: Array,
   *,
-  shape: CacheShape,
   scale: float,
   window: int,
   soft_cap: float | None = None,
@@ -152,20 +165,19 @@ def cached_attention(
 
   Args:
     queries: [slots, N, H].
-    cache: of the layer; only blocks that a running slot has reached are read.
+    prompt, response: of the layer; only blocks that a running slot has reached are read.
     staged: keys and values of the burst's tokens 0 … step.
     reach: of all slots at the start of the burst.
     step: i32[], number of the query's token in the burst.
-    shape: of the cache.
     scale: factor on the scores, usually 1/√H.
     window: tokens a query looks back, itself included.
     soft_cap: c·tanh(score/c) where given (Gemma 2).
   Returns:
     [slots, N, H] in the queries' dtype.
   """
-  chex.assert_rank([queries, cache.keys, staged.keys], [3, 5, 4])
+  chex.assert_rank([queries, prompt.keys, response.keys, staged.keys], [3, 5, 5, 4])
   slots, N, H = queries.shape
-  K = cache.keys.shape[0]
+  K = staged.keys.shape[0]
   rows = jnp.transpose(queries.reshape(slots, K, N // K, H), (1, 0, 2, 3))
   dtype = jnp.promote_types(queries.dtype, jnp.float32)
   start = reach.prompt + reach.response  # position of the burst's first token
@@ -178,15 +190,23 @@ def cached_attention(
     visible = exists & ((start + step)[:, None] - positions < window)
     return jnp.where(visible[None, :, None], found, _MASKED)
 
-  def add_block(j: Array, sums: _Sums) -> _Sums:
-    number, positions, exists = reach.block(j, shape)
-    keys, values = (jax.lax.dynamic_index_in_dim(x, number, 1, keepdims=False) for x in cache)
-    return sums.add(scores(keys, positions, exists), values)
+  def add(sums: _Sums, part: Cache, blocks: Array, length: Array, first: Array | int) -> _Sums:
+    """The sums with those of a part of the cache, whose first token is at position `first`."""
+    size = part.values.shape[3]
+
+    def add_block(j: Array, sums: _Sums) -> _Sums:
+      keys, values = (jax.lax.dynamic_index_in_dim(x, j, 1, keepdims=False) for x in part)
+      index = j * size + jnp.arange(size)
+      positions = jnp.asarray(first)[..., None] + index
+      return sums.add(scores(keys, positions, index < length[:, None]), values)
+
+    return jax.lax.fori_loop(0, blocks, add_block, sums) if part.keys.size else sums
 
   zeros = jnp.zeros((K, slots, N // K), dtype)
   sums = _Sums(jnp.full_like(zeros, _LOWEST_PEAK), zeros, jnp.zeros((K, slots, N // K, H), dtype))
-  sums = jax.lax.fori_loop(0, reach.prompt_blocks + reach.response_blocks, add_block, sums)
-  index = jnp.arange(shape.steps)
+  sums = add(sums, prompt, reach.prompt_blocks, reach.prompt, 0)
+  sums = add(sums, response, reach.response_blocks, reach.response, reach.prompt)
+  index = jnp.arange(staged.values.shape[2])
   sums = sums.add(scores(staged.keys, start[:, None] + index, index <= step), staged.values)
   out = sums.mixed / sums.total[..., None]
   return jnp.transpose(out, (1, 0, 2, 3)).reshape(slots, N, H).astype(queries.dtype)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rlvr_jax.ops.decoding import Cache, CacheShape
@@ -54,6 +55,10 @@ def requests(prompts: Prompts, key: Array, group_size: int) -> list[Request]:
 def _row_keys(key: Array, rows: Array) -> Array:
   """u32[P, G, 2] from a key and any array [P, G]."""
   return jax.random.key_data(jax.random.split(key, rows.shape))
+
+
+def _placed(shape: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
 
 def joined(groups: Sequence[Group]) -> Rollouts:
@@ -121,7 +126,7 @@ class Engine:
 
   Attributes:
     settings: what is compiled in.
-    load: (trained, frozen) → the parameters that `serve` takes; jitted, once per refresh.
+    load_layer, load_others: the programs that `load` runs.
   """
 
   def __init__(
@@ -165,25 +170,44 @@ class Engine:
     self._pad_token, self._to_host = pad_token, to_host
     bound = lambda function: functools.partial(function, settings=self.settings)
     state, host = engine.shardings(self.settings)
-    self.load = jax.jit(functools.partial(engine.load, model=model))
+    layer = functools.partial(engine.load_layer, model=model)
+    self.load_layer = jax.jit(lambda *args: layer(*args)["blocks"][0])
+    self.load_others = jax.jit(lambda *args: {**layer(*args, 0), "blocks": ()})
     self._empty = jax.jit(bound(engine.empty), out_shardings=state)
     self._prefill = jax.jit(bound(engine.prefill))
     self._insert = jax.jit(bound(engine.insert), donate_argnums=0, out_shardings=state)
     self._burst = jax.jit(bound(engine.burst), donate_argnums=1, out_shardings=(state, host))
 
+  def load(self, trained: Params, frozen: Params) -> Params:
+    """The parameters that `serve` takes, in the layout of the mesh that generates."""
+    layers = range(self.settings.model.config.num_layers)
+    blocks = tuple(self.load_layer(trained, frozen, np.int32(layer)) for layer in layers)
+    return {**self.load_others(trained, frozen), "blocks": blocks}
+
   def lowered(self, trained: Params, frozen: Params) -> Any:
-    """A `jax.stages.Lowered` for shapes: `load`, and a burst whose slots are all nearly full."""
+    """A `jax.stages.Lowered` for shapes: a burst whose slots are all nearly full.
+
+    The trainer's parameters are arguments as well, since they stay in memory.
+    """
     settings = self.settings
     state, _ = engine.shardings(settings)
     shapes = jax.eval_shape(self._empty)
-    place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-    shapes = shapes if state is None else jax.tree.map(place, shapes, state)
-    run = lambda trained, frozen, state: engine.burst(
-      self.load(trained, frozen), engine.full(state, settings=settings), settings=settings
+    shapes = shapes if state is None else jax.tree.map(_placed, shapes, state)
+    run = lambda trained, frozen, params, state: engine.burst(
+      params, engine.full(state, settings=settings), settings=settings
     )
-    return jax.jit(run, donate_argnums=2, out_shardings=(state, None)).lower(
-      trained, frozen, shapes
-    )
+    jitted = jax.jit(run, donate_argnums=3, out_shardings=(state, None), keep_unused=True)
+    return jitted.lower(trained, frozen, self._loaded(trained, frozen), shapes)
+
+  def _loaded(self, trained: Params, frozen: Params) -> Params:
+    """The shapes of what `load` returns, with the shardings that its programs choose."""
+
+    def of(program: Any, *args: Any) -> Any:
+      lowered = program.lower(trained, frozen, *args)
+      return jax.tree.map(_placed, lowered.out_info, lowered.compile().output_shardings)
+
+    layer = of(self.load_layer, jax.ShapeDtypeStruct((), jnp.int32))
+    return {**of(self.load_others), "blocks": (layer,) * self.settings.model.config.num_layers}
 
   def sample(
     self, trained: Params, frozen: Params, prompts: Prompts, key: Array, group_size: int
@@ -264,11 +288,11 @@ class Engine:
 
   def _padded_length(self, prompt: np.ndarray) -> int:
     """A block, doubled until all but the last token fit, or the longest prompt's length."""
-    shape = self.settings.shape
-    length = shape.block
+    room = self.settings.shape.prompt
+    length = room.size
     while length < len(prompt) - 1:
       length *= 2
-    return min(length, shape.prompt_blocks * shape.block)
+    return min(length, room.tokens)
 
   def _fresh(self, new: dict[int, _Row]) -> Iterator[tuple[tuple[Cache, ...], Fresh]]:
     """New rows by their slots, as arguments of `engine.insert`, one for each prefilled batch."""

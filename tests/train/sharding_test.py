@@ -213,33 +213,32 @@ def engine_on(sizes, config=CONFIG):
   return engine, jax.tree.map(place, params, sharding.state_shardings(params, mesh))
 
 
-def gathers(hlo):
-  """(Shape, whether within the decoding loop) of every all-gather of an HLO text."""
-  of_op = re.findall(r'= (\w+\[[\d,]*\])\S* all-gather(?:-start)?\(.*op_name="([^"]*)"', hlo)
-  return [(shape, "/while/body" in name) for shape, name in of_op]
+def gathers(lowered, *, larger_than):
+  """Shapes of the all-gathers of a program that have more elements."""
+  hlo = lowered.compile().as_text()
+  shapes = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather(?:-start)?\(", hlo)
+  sizes = [tuple(map(int, shape.split(","))) for shape in shapes if shape]
+  return [size for size in sizes if np.prod(size) > larger_than]
 
 
 @pytest.mark.usefixtures("no_compilation_cache")
 @pytest.mark.parametrize(
   ("sizes", "tied_head"), [(dict(fsdp=8), False), (dict(fsdp=4, tensor=2), True)]
 )
-def test_decoding_gathers_each_weight_once_before_its_loop(sizes, tied_head):
-  """The name of an operation tells where it was traced: what XLA moved out of the loop counts too.
+def test_each_weight_is_gathered_once_and_none_by_a_burst(sizes, tied_head):
+  """A layer at a time, before the first burst.
 
-  Only the tokens' own small integers may cross the tensor axis at every step, and nothing of a
-  cache crosses at all.
+  Only the tokens' own small integers may cross the tensor axis in a burst, and nothing of a cache
+  crosses at all.
   """
   config = CONFIG if tied_head else TransformerConfig(**vars(CONFIG) | {"tied_head": False})
   engine, params = engine_on(sizes, config)
-  hlo = engine.lowered(params, {}).compile().as_text()
-  found = gathers(hlo)
-  size = lambda shape: np.prod([int(n) for n in re.findall(r"\d+", shape.split("[")[1])])
   largest_activation = engine.settings.slots * 4
-  in_loop = [shape for shape, looped in found if looped and size(shape) > largest_activation]
-  assert in_loop == []
-  before = [shape for shape, looped in found if not looped and size(shape) > P * S]
-  matrices = 8 if tied_head else 9
-  assert len(before) == matrices, before
+  assert gathers(engine.lowered(params, {}), larger_than=largest_activation) == []
+  of_layer = gathers(engine.load_layer.lower(params, {}, np.int32(1)), larger_than=P * S)
+  assert len(of_layer) == 7, of_layer
+  others = gathers(engine.load_others.lower(params, {}), larger_than=P * S)
+  assert len(others) == (1 if tied_head else 2), others
 
 
 def test_a_cache_has_a_key_value_head_per_device_of_tensor():
