@@ -10,18 +10,20 @@ multiple of its length, and blocks of the cache are accumulated in order (`ops.d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rlvr_jax.ops.decoding import Blocks, Cache, CacheShape, Reach, cached_attention
+from rlvr_jax.ops.decoding import Blocks, Cache, CacheShape, Pages, Part, Reach, cached_attention
 from rlvr_jax.ops.logprobs import distribution, head_logits
 from rlvr_jax.types import Array, Params, Sampling
 
 _SLOTS = ("data", "fsdp")  # axes of the mesh over which the slots are split
+_CACHES: dict[str, Any] = {"blocks": Cache, "pages": Pages}
 
 
 class Settings(NamedTuple):
@@ -33,13 +35,14 @@ class Settings(NamedTuple):
   shape: CacheShape
   max_new_tokens: int  # T
   stop_tokens: tuple[int, ...]  # any of them ends a response; it is part of the response
+  cache: str = "blocks"  # or "pages", as `decoding.choose_cache` returned it
 
 
 class State(NamedTuple):
   """The slots between two bursts."""
 
-  prompts: tuple[Cache, ...]  # one per layer
-  responses: tuple[Cache, ...]
+  prompts: tuple[Part, ...]  # one per layer
+  responses: tuple[Part, ...]
   token: Array  # i32[slots], the next token to decode: at first the prompt's last one
   prompt: Array  # i32[slots], cached tokens of the prompt, all but its last one
   generated: Array  # i32[slots], tokens of the response
@@ -87,9 +90,9 @@ def empty(settings: Settings) -> State:
   c, shape, slots = settings.model.config, settings.shape, settings.slots
   heads = cached_heads(c, _tensor(settings))
 
-  def caches(part: Blocks) -> tuple[Cache, ...]:
-    axes = (heads, part.count, slots)
-    zeros = lambda: Cache.zeros(axes, part.size, c.head_dim, c.compute_dtype)
+  def caches(part: Blocks) -> tuple[Part, ...]:
+    axes = (heads, part.number, slots)
+    zeros = lambda: _CACHES[settings.cache].zeros(axes, part.size, c.head_dim, c.compute_dtype)
     return tuple(_placed(settings, zeros(), slots=2) for _ in range(c.num_layers))
 
   integers = jnp.zeros(slots, jnp.int32)
@@ -104,7 +107,7 @@ def empty(settings: Settings) -> State:
   )
 
 
-def prefill(params: Params, tokens: Array, *, settings: Settings) -> tuple[Cache, ...]:
+def prefill(params: Params, tokens: Array, *, settings: Settings) -> tuple[Part, ...]:
   """Keys and values of prompts, per layer [K, blocks, R, block, H].
 
   Args:
@@ -115,14 +118,13 @@ def prefill(params: Params, tokens: Array, *, settings: Settings) -> tuple[Cache
   c, block = settings.model.config, settings.shape.prompt.size
   copies = cached_heads(c, _tensor(settings)) // c.num_kv_heads
   each = lambda x: jnp.repeat(x, copies, axis=2)
-  cached = lambda k, v: Cache.of_prompts(each(k), each(v), block, c.compute_dtype)
+  kind = _CACHES[settings.cache]
+  cached = lambda k, v: kind.of_prompts(each(k), each(v), block, c.compute_dtype)
   layers = settings.model.prefill(params, tokens)
   return tuple(_placed(settings, cached(*layer), slots=None) for layer in layers)
 
 
-def insert(
-  state: State, prefilled: tuple[Cache, ...], fresh: Fresh, *, settings: Settings
-) -> State:
+def insert(state: State, prefilled: tuple[Part, ...], fresh: Fresh, *, settings: Settings) -> State:
   """Puts prompts into slots, where they start to run; `state` is to be donated."""
   new = fresh.row >= 0
 
@@ -177,7 +179,7 @@ def burst(params: Params, state: State, *, settings: Settings) -> tuple[State, E
   unfinished = lambda loop: (loop[2].steps < shape.steps) & jnp.any(loop[2].running)
   token, staged, emitted = jax.lax.while_loop(unfinished, step, (state.token, staged, emitted))
   responses = state.responses
-  if shape.response.count:  # else every response is a single burst
+  if shape.response.number:  # else every response is a single burst
     responses = _flushed(settings, responses, staged, state.generated)
   generated, running = emitted.generated, emitted.running
   state = state._replace(responses=responses, token=token, generated=generated, running=running)
@@ -186,7 +188,7 @@ def burst(params: Params, state: State, *, settings: Settings) -> tuple[State, E
 
 def decode(
   params: Params,
-  caches: Sequence[tuple[Cache, Cache]],
+  caches: Sequence[tuple[Part, Part]],
   staged: tuple[Cache, ...],
   reach: Reach,
   token: Array,
@@ -213,13 +215,26 @@ def decode(
 
   def attend(layer, query, key, value, of_layer):
     own = staged[layer].staged(each(key), each(value), step)
-    out = cached_attention(query, *caches[layer], own, reach, step, **of_layer)
+    out = _attention(settings, of_layer)(query, *caches[layer], own, reach, step)
     return out, own
 
   # A slot that has ended goes on like the others, to be ignored: one step serves all slots.
   positions = reach.prompt + reach.response + step
   hidden, staged = settings.model.decode(params, token, positions, attend)
   return hidden, tuple(staged)
+
+
+def _attention(settings: Settings, of_layer: dict[str, Any]) -> Callable[..., Array]:
+  """`cached_attention`; a kernel sees the slots and heads of its device."""
+  attend = functools.partial(cached_attention, **of_layer)
+  mesh = settings.model.mesh
+  if settings.cache == "blocks" or mesh is None or mesh.size == 1:
+    return attend
+  heads, slots = _heads(settings), PartitionSpec(_SLOTS)
+  queries, cache = PartitionSpec(_SLOTS, heads), PartitionSpec(heads, None, _SLOTS)
+  reach: Any = slots, slots, PartitionSpec(), PartitionSpec()
+  specs = (queries, cache, cache, PartitionSpec(heads, _SLOTS), Reach(*reach), PartitionSpec())
+  return jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=queries, check_vma=False)
 
 
 def full(state: State, *, settings: Settings) -> State:
@@ -264,8 +279,8 @@ def _recorded(settings: Settings, emitted: Emitted, token: Array, logprob: Array
 
 
 def _flushed(
-  settings: Settings, caches: tuple[Cache, ...], staged: tuple[Cache, ...], response: Array
-) -> tuple[Cache, ...]:
+  settings: Settings, caches: tuple[Part, ...], staged: tuple[Cache, ...], response: Array
+) -> tuple[Part, ...]:
   """The responses with what a burst has staged; every device writes its own slots, in place.
 
   Args:
@@ -333,7 +348,7 @@ def shardings(settings: Settings) -> tuple[Any, Any]:
   place: Any = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))
   rows = place(_SLOTS)
   cache = place(_heads(settings), None, _SLOTS)
-  caches = (Cache(cache, cache),) * settings.model.config.num_layers
+  caches = (_CACHES[settings.cache](cache, cache),) * settings.model.config.num_layers
   return State(caches, caches, *[rows] * (len(State._fields) - 2)), place()
 
 
@@ -342,7 +357,7 @@ def _heads(settings: Settings) -> str | None:
   return "tensor" if cached_heads(settings.model.config, tensor) % tensor == 0 else None
 
 
-def _placed(settings: Settings, cache: Cache, *, slots: int | None) -> Cache:
+def _placed(settings: Settings, cache: Any, *, slots: int | None) -> Any:
   """Keys and values [K, ...], with heads and the axis of slots, if any, split over devices."""
   mesh = settings.model.mesh
   if mesh is None or mesh.size == 1:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlvr_jax.ops.decoding import Cache, CacheShape
+from rlvr_jax.ops.decoding import CacheShape, Part
 from rlvr_jax.rollouts import engine
 from rlvr_jax.rollouts.engine import Emitted, Fresh, Settings
 from rlvr_jax.types import Array, Params, Prompts, Rollouts, Sampling
@@ -106,7 +106,7 @@ class _Row(NamedTuple):
   rollout: int
   prompt: np.ndarray
   key: np.ndarray
-  batch: tuple[Cache, ...]
+  batch: tuple[Part, ...]
   row: int
 
   def take(self, emitted: Emitted, slot: int) -> int:
@@ -140,6 +140,7 @@ class Engine:
     max_new_tokens: int,
     stop_tokens: tuple[int, ...],
     pad_token: int,
+    cache: str = "blocks",
     to_host: Callable[[Any], Any] = jax.device_get,
   ):
     """Binds the functions; nothing is compiled yet.
@@ -152,6 +153,7 @@ class Engine:
       max_prompt_length, max_new_tokens: S and T, tokens.
       stop_tokens: any of them ends a response.
       pad_token: fills responses after their end.
+      cache: "blocks" or "pages", as `decoding.choose_cache` returned it.
       to_host: device arrays → NumPy.
     """
     devices = 1 if model.mesh is None else model.mesh.shape["data"] * model.mesh.shape["fsdp"]
@@ -163,6 +165,7 @@ class Engine:
       shape=CacheShape.of(max_prompt_length, max_new_tokens),
       max_new_tokens=max_new_tokens,
       stop_tokens=stop_tokens,
+      cache=cache,
     )
     self._prefill_rows = lambda length: split_evenly(
       min(prefill_rows, max(_PREFILL_TOKENS // length, 1))
@@ -170,7 +173,7 @@ class Engine:
     self._pad_token, self._to_host = pad_token, to_host
     bound = lambda function: functools.partial(function, settings=self.settings)
     state, host = engine.shardings(self.settings)
-    layer = functools.partial(engine.load_layer, model=model)
+    layer: Any = functools.partial(engine.load_layer, model=model)
     self.load_layer = jax.jit(lambda *args: layer(*args)["blocks"][0])
     self.load_others = jax.jit(lambda *args: {**layer(*args, 0), "blocks": ()})
     self._empty = jax.jit(bound(engine.empty), out_shardings=state)
@@ -294,7 +297,7 @@ class Engine:
       length *= 2
     return min(length, room.tokens)
 
-  def _fresh(self, new: dict[int, _Row]) -> Iterator[tuple[tuple[Cache, ...], Fresh]]:
+  def _fresh(self, new: dict[int, _Row]) -> Iterator[tuple[tuple[Part, ...], Fresh]]:
     """New rows by their slots, as arguments of `engine.insert`, one for each prefilled batch."""
     slots = self.settings.slots
     for _, members in itertools.groupby(new.items(), key=lambda item: id(item[1].batch)):

@@ -8,7 +8,7 @@ import pytest
 from rlvr_jax.ops.decoding import Blocks, Cache, CacheShape, Reach, cached_attention
 
 N, K, H = 4, 2, 6
-SHAPE = CacheShape(prompt=Blocks(size=3, count=3), response=Blocks(size=4, count=3), steps=2)
+SHAPE = CacheShape(prompt=Blocks(size=3, number=3), response=Blocks(size=4, number=3), steps=2)
 PROMPT, RESPONSE = np.array([5, 8, 1]), np.array([2, 8, 0])  # cached tokens of three slots
 
 
@@ -24,7 +24,7 @@ def filled(found):
   for slot, length in enumerate(PROMPT):
     prompts[:, slot, :length] = found[slot][:, :length]
   prompt = Cache.of_prompts(*map(jnp.asarray, prompts), SHAPE.prompt.size, jnp.float64)
-  axes = (K, SHAPE.response.count, len(found))
+  axes = (K, SHAPE.response.number, len(found))
   response = Cache.zeros(axes, SHAPE.response.size, H, jnp.float64)
   for start in range(0, max(RESPONSE), SHAPE.steps):
     staged = Cache.zeros((K, len(found)), SHAPE.steps, H, jnp.float64)
