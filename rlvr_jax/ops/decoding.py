@@ -164,7 +164,9 @@ class Reach(NamedTuple):
 
   @classmethod
   def of(cls, shape: CacheShape, prompt: Array, response: Array, running: Array) -> Reach:
-    blocks = lambda lengths, part: -(-jnp.max(jnp.where(running, lengths, 0)) // part.size)
+    """Of a slot that is not running nothing is read."""
+    prompt, response = (jnp.where(running, lengths, 0) for lengths in (prompt, response))
+    blocks = lambda lengths, part: -(-jnp.max(lengths) // part.size)
     return cls(prompt, response, blocks(prompt, shape.prompt), blocks(response, shape.response))
 
 

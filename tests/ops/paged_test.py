@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.layout import ONE_DEVICE
+from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.decoding import Cache, Pages, Reach, cached_attention, choose_cache
+from rlvr_jax.ops.logprobs import token_logprobs
+from rlvr_jax.rollouts.scheduler import Engine
+from rlvr_jax.train import sharding
+from rlvr_jax.types import Prompts, Sampling
 
 K, H, BLOCK, STEPS = 2, 128, 32, 16
 PROMPT, RESPONSE = np.array([40, 64, 0, 7], np.int32), np.array([16, 0, 48, 96], np.int32)
@@ -54,6 +61,34 @@ def test_what_is_flushed_and_prefilled_lies_in_pages_as_in_blocks():
   blocks, pages = found
   np.testing.assert_array_equal(pages.keys, jnp.swapaxes(blocks.keys, 3, 4))
   np.testing.assert_array_equal(pages.values, blocks.values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data", [None, 2])
+def test_an_engine_with_pages_records_the_trainers_logprobs(data):
+  """Several pages, refilled slots; on a mesh every device has its own. Keys are rounded."""
+  network = TransformerConfig(
+    vocab_size=24, width=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=H, mlp_width=16
+  )
+  layout = ONE_DEVICE if data is None else sharding.layout(sharding.make_mesh(data=data))
+  S, T, model = 40, 40, transformer(network, layout)
+  engine = Engine(
+    model, Sampling(), slots=2, prefill_rows=2, max_prompt_length=S, max_new_tokens=T,
+    stop_tokens=(3,), pad_token=0, cache="pages",
+  )  # fmt: skip
+  params = model.init(jax.random.key(0))
+  params["embedding"] *= 2.5
+  rng = np.random.default_rng(0)
+  prompts = Prompts(rng.integers(4, 24, (3, S)).astype(np.int32), np.array([40, 3, 35], np.int32))
+  with pltpu.force_tpu_interpret_mode():
+    rollouts = engine.sample(params, {}, prompts, jax.random.key(1), 1)
+  assert rollouts.lengths.max() > 32
+  trainer_model = transformer(network)
+  hidden = trainer_model.response_hidden(params, prompts, rollouts.tokens)
+  trainer, _ = token_logprobs(hidden, trainer_model.head(params), rollouts.tokens)
+  mask = np.arange(T) < rollouts.lengths[..., None]
+  difference = np.where(mask, trainer, 0) - rollouts.behavior_logprobs
+  assert np.abs(difference).max() < 0.03
 
 
 ABLE = dict(platform="tpu", head_dim=128, dtype="bfloat16", plain=True)

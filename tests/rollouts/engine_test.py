@@ -2,6 +2,8 @@
 
 import functools
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -298,6 +300,41 @@ def test_prompts_of_like_length_are_prefilled_together():
       np.where(mask, trainer[0], 0), groups[request.tag].logprobs, atol=2e-5
     )
   _assert_equal(_serve(engine, asked[::-1]), groups)
+
+
+PEAK = """
+import resource
+import jax, numpy as np
+from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.rollouts.scheduler import Engine, Request
+from rlvr_jax.types import Sampling
+
+network = TransformerConfig(
+  vocab_size=24, width=16, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=64, mlp_width=16
+)
+engine = Engine(
+  transformer(network), Sampling(), slots=8, prefill_rows=8, max_prompt_length=513,
+  max_new_tokens=16, stop_tokens=(), pad_token=0,
+)
+params = engine.load(engine.settings.model.init(jax.random.key(0)), {})
+keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(1), (256, 1))))
+prompt = np.ones(513, np.int32)
+
+def peak_kib(count):
+  asked = (Request(i, prompt, keys[i]) for i in range(count))
+  assert len([group for served in engine.serve(params, asked) for group in served]) == count
+  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+peak_kib(16)
+few, many = peak_kib(16), peak_kib(256)
+assert many - few < 40 * 1024, (few, many)
+"""
+
+
+def test_more_requests_than_slots_take_no_more_memory():
+  """A prompt's keys and values take half a MiB; 240 more of them, if they were kept, 120 MiB."""
+  subprocess.run([sys.executable, "-c", PEAK], check=True, timeout=300)
 
 
 @pytest.mark.usefixtures("no_compilation_cache")
