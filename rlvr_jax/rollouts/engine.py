@@ -70,11 +70,11 @@ class Emitted(NamedTuple):
   steps: Array  # i32[], decoding steps of this burst
 
 
-def load_layer(trained: Params, frozen: Params, layer: Array, *, model: Any) -> Params:
-  """What the other functions take, of a network with one of the layers.
+def with_layer(trained: Params, frozen: Params, layer: Array, *, model: Any) -> Params:
+  """The parameters of a network with one of the layers, as they lie on the trainer's devices.
 
   Layers are loaded one by one: a program that moved all of them into another layout would hold
-  many of them whole.
+  many of them whole. Nor may it take a layer out by itself, since XLA may then move the others too.
 
   Args:
     trained, frozen: see `Model.combine`.
@@ -82,7 +82,7 @@ def load_layer(trained: Params, frozen: Params, layer: Array, *, model: Any) -> 
   """
   params = model.combine(trained, frozen)
   one = lambda stacked: jax.lax.dynamic_slice_in_dim(stacked, layer, 1)
-  return model.decoding_params({**params, "blocks": jax.tree.map(one, params["blocks"])})
+  return {**params, "blocks": jax.tree.map(one, params["blocks"])}
 
 
 def empty(settings: Settings) -> State:

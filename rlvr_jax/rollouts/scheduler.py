@@ -126,7 +126,7 @@ class Engine:
 
   Attributes:
     settings: what is compiled in.
-    load_layer, load_others: the programs that `load` runs.
+    take_layer, load_layer, load_others: the programs that `load` runs.
   """
 
   def __init__(
@@ -173,9 +173,11 @@ class Engine:
     self._pad_token, self._to_host = pad_token, to_host
     bound = lambda function: functools.partial(function, settings=self.settings)
     state, host = engine.shardings(self.settings)
-    layer: Any = functools.partial(engine.load_layer, model=model)
-    self.load_layer = jax.jit(lambda *args: layer(*args)["blocks"][0])
-    self.load_others = jax.jit(lambda *args: {**layer(*args, 0), "blocks": ()})
+    part: Any = functools.partial(engine.with_layer, model=model)
+    decoding = model.decoding_params
+    self.take_layer = jax.jit(lambda *args: part(*args)["blocks"])
+    self.load_layer = jax.jit(lambda blocks: decoding({"blocks": blocks})["blocks"][0])
+    self.load_others = jax.jit(lambda *args: {**decoding(part(*args, 0)), "blocks": ()})
     self._empty = jax.jit(bound(engine.empty), out_shardings=state)
     self._prefill = jax.jit(bound(engine.prefill))
     self._insert = jax.jit(bound(engine.insert), donate_argnums=0, out_shardings=state)
@@ -184,7 +186,8 @@ class Engine:
   def load(self, trained: Params, frozen: Params) -> Params:
     """The parameters that `serve` takes, in the layout of the mesh that generates."""
     layers = range(self.settings.model.config.num_layers)
-    blocks = tuple(self.load_layer(trained, frozen, np.int32(layer)) for layer in layers)
+    taken = (self.take_layer(trained, frozen, np.int32(layer)) for layer in layers)
+    blocks = tuple(map(self.load_layer, taken))
     return {**self.load_others(trained, frozen), "blocks": blocks}
 
   def lowered(self, trained: Params, frozen: Params) -> Any:
@@ -193,24 +196,26 @@ class Engine:
     The trainer's parameters are arguments as well, since they stay in memory.
     """
     settings = self.settings
-    state, _ = engine.shardings(settings)
+    state, host = engine.shardings(settings)
     shapes = jax.eval_shape(self._empty)
     shapes = shapes if state is None else jax.tree.map(_placed, shapes, state)
     run = lambda trained, frozen, params, state: engine.burst(
       params, engine.full(state, settings=settings), settings=settings
     )
-    jitted = jax.jit(run, donate_argnums=3, out_shardings=(state, None), keep_unused=True)
+    jitted = jax.jit(run, donate_argnums=3, out_shardings=(state, host), keep_unused=True)
     return jitted.lower(trained, frozen, self._loaded(trained, frozen), shapes)
 
   def _loaded(self, trained: Params, frozen: Params) -> Params:
     """The shapes of what `load` returns, with the shardings that its programs choose."""
 
     def of(program: Any, *args: Any) -> Any:
-      lowered = program.lower(trained, frozen, *args)
+      lowered = program.lower(*args)
       return jax.tree.map(_placed, lowered.out_info, lowered.compile().output_shardings)
 
-    layer = of(self.load_layer, jax.ShapeDtypeStruct((), jnp.int32))
-    return {**of(self.load_others), "blocks": (layer,) * self.settings.model.config.num_layers}
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    layer = of(self.load_layer, of(self.take_layer, trained, frozen, number))
+    layers = self.settings.model.config.num_layers
+    return {**of(self.load_others, trained, frozen), "blocks": (layer,) * layers}
 
   def sample(
     self, trained: Params, frozen: Params, prompts: Prompts, key: Array, group_size: int
