@@ -8,7 +8,8 @@ longest response. The simulation follows `rollouts.scheduler`: a slot takes the 
 first burst after its own has ended. A test compares it with what the engine itself counts.
 
 Lengths: lognormal, mean 1500, σ 0.8, and bimodal, 7 of 8 of about 300 tokens, the others of about
-6000; both end at 8192. Once no response waits, slots drain; that part is reported apart.
+6000; both end at 8192. And geometric, mean 126, up to 512: those of w3 in `grpo_step.py`. Once no
+response waits, slots drain; that part is reported apart.
 """
 
 from __future__ import annotations
@@ -57,10 +58,14 @@ def bimodal(count: int, rng: np.random.Generator) -> np.ndarray:
   return np.clip(np.where(rng.random(count) < 7 / 8, short, long), 1, CAP).astype(int)
 
 
+def geometric(count: int, rng: np.random.Generator) -> np.ndarray:
+  return np.minimum(rng.geometric(1 / 128, count), 512)
+
+
 def main() -> None:
   print("| lengths | slots | responses | slot-steps per token | drain: share | whole | lockstep |")
   print("|---|---|---|---|---|---|---|")
-  for draw in (lognormal, bimodal):
+  for draw in (lognormal, bimodal, geometric):
     for slots, times in ((64, 4), (64, 16), (512, 4), (512, 16), (2048, 4)):
       lengths = draw(slots * times, np.random.default_rng(0))
       usage = simulated(lengths, slots)

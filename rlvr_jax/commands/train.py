@@ -23,7 +23,7 @@ from rlvr_jax.train.host import EndRequestedError, deadline
 from rlvr_jax.train.loop import Trainer
 from rlvr_jax.train.metrics import MetricWriter, progress, say
 from rlvr_jax.train.report import write_report
-from rlvr_jax.train.restore import as_begun, elapsed_seconds, records_of, report_move, resumable
+from rlvr_jax.train.restore import as_begun, elapsed_seconds, records_of, resumable
 from rlvr_jax.train.warm_start import warm_start
 from rlvr_jax.train.workdir import WorkdirError, WorkdirLock, check_config
 from rlvr_jax.types import Params
@@ -85,8 +85,6 @@ def train(
     first = multihost.on_first(lambda: enter(RolloutStore(folder, writable=True)), None)
     store = first or enter(RolloutStore(folder, writable=False))
     restored = resumable(checkpointer, parts, store)
-    if restored:
-      report_move(restored, parts)
     records, no_writer = records_of(restored, warm), multihost.NoWriter(workdir)
     writer = multihost.on_first(
       lambda: enter(_writer(workdir, config, records, tracked_by)), no_writer

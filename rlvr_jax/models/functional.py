@@ -56,7 +56,8 @@ def transformer(config: TransformerConfig, layout: Layout = ONE_DEVICE) -> Model
     cast = lambda path, w: w if path[-1].key == "scale" else w.astype(config.compute_dtype)
     params = layout.gather(jax.tree_util.tree_map_with_path(cast, merged(params)))
     layer = lambda i: jax.tree.map(lambda w: w[i], params["blocks"])
-    return {**params, "blocks": tuple(layer(i) for i in range(config.num_layers))}
+    layers = len(jax.tree.leaves(params["blocks"])[0])  # all of them, or those of a part
+    return {**params, "blocks": tuple(layer(i) for i in range(layers))}
 
   def on_layers(method):
     """A method of `Transformer` that takes the layers, as a function of decoding params."""

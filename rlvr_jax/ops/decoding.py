@@ -3,50 +3,79 @@
 A slot is one row of a batch that decodes. Its cache has three parts: the prompt, the response, and
 the tokens staged since the burst of decoding steps began, which are written to the cache after it.
 Blocks are accumulated in this order. A block in which a slot sees no key leaves its sums as they
-are, to the bit, so that a row's result does not depend on how many blocks other rows need.
+are, to the bit, so that a row's result does not depend on how many blocks other rows need. `Cache`
+is for XLA, `Pages` for a kernel on TPUs that reads of every slot its own blocks alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
+from absl import logging
 
 from rlvr_jax.types import Array
 
+KINDS = ("auto", "blocks", "pages")
+
 # Far below any score, and the initial peak far above it, so that exp(masked − peak) is exactly 0.
 _MASKED, _LOWEST_PEAK = -1e30, -1e20
+
+_LANES = 128  # of a TPU's registers
+_STEPS = 16  # of a burst, at most; divides _TILE
+_TILE = 32  # keys; XLA on CPU multiplies with 48 as slowly as with 96
+
+
+class Blocks(NamedTuple):
+  """Sizes of a part of a slot's cache; static."""
+
+  size: int  # tokens per block
+  number: int
+
+  @classmethod
+  def of(cls, tokens: int, wanted: int, steps: int) -> Blocks:
+    """Room for so many tokens: one small block, or blocks of `wanted` tokens."""
+    multiple = _TILE if tokens > _TILE else steps
+    size = wanted if tokens > 2 * _TILE else -(-max(tokens, 1) // multiple) * multiple
+    return cls(size, -(-tokens // size))
+
+  @property
+  def tokens(self) -> int:
+    return self.size * self.number
 
 
 class CacheShape(NamedTuple):
   """Sizes of a slot's cache; static.
 
   Attributes:
-    block: tokens per block, a multiple of `steps`.
-    prompt_blocks: for the prompt without its last token, the first to be decoded.
-    response_blocks: for the response without the tokens of its last burst.
-    steps: tokens of one burst.
+    prompt: for the prompt without its last token, the first to be decoded.
+    response: for the response without the tokens of its last burst.
+    steps: tokens of one burst; divides the blocks of the response.
   """
 
-  block: int
-  prompt_blocks: int
-  response_blocks: int
+  prompt: Blocks
+  response: Blocks
   steps: int
 
   @classmethod
-  def of(cls, max_prompt_length: int, max_new_tokens: int, *, steps: int = 16) -> CacheShape:
-    """The cache for S prompt and T response tokens: about 16 blocks, of 32 to 512 tokens."""
-    steps, cached_prompt = min(steps, max_new_tokens), max(max_prompt_length - 1, 1)
-    wanted = max(min(32, cached_prompt), (max_prompt_length + max_new_tokens) // 16)
-    block = -(-min(wanted, 512) // steps) * steps
+  def of(cls, max_prompt_length: int, max_new_tokens: int) -> CacheShape:
+    """The cache for S prompt and T response tokens: about 16 blocks, of 32 to 512 tokens.
+
+    XLA on CPU copies a block before it reads it, but not where it is the only one of its part.
+    """
+    steps = min(_STEPS, max_new_tokens)
+    wanted = min(max((max_prompt_length + max_new_tokens) // 16 // _TILE, 1) * _TILE, 512)
     cached_response = (max_new_tokens - 1) // steps * steps  # the last burst's are staged only
-    return cls(block, -(-cached_prompt // block), -(-cached_response // block), steps)
+    prompt = Blocks.of(max(max_prompt_length - 1, 1), wanted, steps)
+    return cls(prompt, Blocks.of(cached_response, wanted, steps), steps)
 
   @property
-  def blocks(self) -> int:
-    return self.prompt_blocks + self.response_blocks
+  def tokens(self) -> int:
+    """Keys of a slot, staged ones included."""
+    return self.prompt.tokens + self.response.tokens + self.steps
 
 
 class Cache(NamedTuple):
@@ -81,16 +110,48 @@ class Cache(NamedTuple):
       put(self.values, one(value, self.values)[:, :, None], step, axis=2),
     )
 
-  def flushed(self, staged: Cache, slot: Array, start: Array, shape: CacheShape) -> Cache:
+  def flushed(self, staged: Cache, slot: Array, start: Array) -> Cache:
     """A copy with what a slot has staged written after its `start` tokens of response."""
     at = lambda *index: [jnp.asarray(i, jnp.int32) for i in index]  # of one type, also with x64
     put = jax.lax.dynamic_update_slice
-    block, offset = shape.prompt_blocks + start // shape.block, start % shape.block
+    size = self.values.shape[3]
+    block, offset = start // size, start % size
     of_slot = lambda x: jax.lax.dynamic_index_in_dim(x, slot, 1)[:, None]
     return Cache(
       put(self.keys, of_slot(staged.keys), at(0, block, slot, 0, offset)),
       put(self.values, of_slot(staged.values), at(0, block, slot, offset, 0)),
     )
+
+
+class Pages(NamedTuple):
+  """Keys and values of one layer, as the paged kernel reads them; otherwise as `Cache`."""
+
+  keys: Array  # [K, blocks, slots, block, H]
+  values: Array  # [K, blocks, slots, block, H]
+
+  @classmethod
+  def zeros(cls, axes: tuple[int, ...], tokens: int, head_dim: int, dtype: Any) -> Pages:
+    """Pages [*axes, tokens, H] of zeros."""
+    return cls(*(jnp.zeros((*axes, tokens, head_dim), dtype) for _ in cls._fields))
+
+  @classmethod
+  def of_prompts(cls, keys: Array, values: Array, block: int, dtype: Any) -> Pages:
+    """Pages [K, blocks, R, ...] of the keys and values [R, S, K, H] of R prompts."""
+    R, S, K, H = keys.shape
+    blocks = (x.reshape(R, S // block, block, K, H).astype(dtype) for x in (keys, values))
+    return cls(*(jnp.transpose(x, (3, 1, 0, 2, 4)) for x in blocks))
+
+  def flushed(self, staged: Cache, slot: Array, start: Array) -> Pages:
+    """A copy with what a slot has staged written after its `start` tokens of response."""
+    size = self.values.shape[3]
+    at = [jnp.asarray(i, jnp.int32) for i in (0, start // size, slot, start % size, 0)]
+    of_slot = lambda x: jax.lax.dynamic_index_in_dim(x, slot, 1)[:, None]
+    new = jnp.swapaxes(of_slot(staged.keys), 3, 4), of_slot(staged.values)
+    put = jax.lax.dynamic_update_slice
+    return Pages(*(put(x, part, at) for x, part in zip(self, new, strict=True)))
+
+
+Part = Cache | Pages  # of what a layer has cached: of the prompts, or of the responses
 
 
 class Reach(NamedTuple):
@@ -103,19 +164,10 @@ class Reach(NamedTuple):
 
   @classmethod
   def of(cls, shape: CacheShape, prompt: Array, response: Array, running: Array) -> Reach:
-    blocks = lambda lengths: -(-jnp.max(jnp.where(running, lengths, 0)) // shape.block)
-    return cls(prompt, response, blocks(prompt), blocks(response))
-
-  def block(self, j: Array, shape: CacheShape) -> tuple[Array, Array, Array]:
-    """Of the j-th block that is read: its number in the cache; positions of its tokens, and whether
-    there are any, both [slots, block]."""
-    of_prompt = j < self.prompt_blocks
-    either = lambda prompt, response: jnp.where(of_prompt, prompt, response)
-    within = either(j, j - self.prompt_blocks)  # the prompt, or the response
-    index = within * shape.block + jnp.arange(shape.block)
-    positions = either(0, self.prompt)[:, None] + index
-    exists = index < either(self.prompt, self.response)[:, None]
-    return within + either(0, shape.prompt_blocks), positions, exists
+    """Of a slot that is not running nothing is read."""
+    prompt, response = (jnp.where(running, lengths, 0) for lengths in (prompt, response))
+    blocks = lambda lengths, part: -(-jnp.max(lengths) // part.size)
+    return cls(prompt, response, blocks(prompt, shape.prompt), blocks(response, shape.response))
 
 
 class _Sums(NamedTuple):
@@ -133,15 +185,58 @@ class _Sums(NamedTuple):
     total = self.total * decay + jnp.sum(weights, axis=-1)
     return _Sums(peak, total, self.mixed * decay[..., None] + mixed)
 
+  def join(self, other: _Sums) -> _Sums:
+    """The sums over the keys of both."""
+    peak = jnp.maximum(self.peak, other.peak)
+    mine, others = jnp.exp(self.peak - peak), jnp.exp(other.peak - peak)
+    mixed = self.mixed * mine[..., None] + other.mixed * others[..., None]
+    return _Sums(peak, self.total * mine + other.total * others, mixed)
+
+
+def choose_cache(wanted: str, *, platform: str, head_dim: int, dtype: str, plain: bool) -> str:
+  """How keys are cached and read; `auto` takes a TPU's kernel where it can, and says where not.
+
+  Args:
+    wanted: one of `KINDS`, config.sampling.cache.
+    platform: "tpu", "gpu" or "cpu", of the devices that will run it.
+    head_dim, dtype: of the network; dtype is the one it computes in.
+    plain: whether no layer has a sliding window or a soft cap.
+  Returns:
+    "blocks", all read up to the longest slot, or "pages", each slot's up to its own length.
+  Raises:
+    ValueError: the kind named does not support this.
+  """
+  if wanted not in KINDS:
+    raise ValueError(f"config.sampling.cache={wanted!r}; allowed: {list(KINDS)}")
+  obstacle = _pages_obstacle(platform, head_dim, dtype, plain)
+  if wanted == "pages" and obstacle:
+    raise ValueError(
+      f"config.sampling.cache={wanted!r} needs {obstacle}; change that, or choose one of"
+      " ['auto', 'blocks']"
+    )
+  if wanted == "auto" and obstacle and platform == "tpu":
+    logging.warning("config.sampling.cache=auto takes the slower blocks: pages need %s", obstacle)
+  return "blocks" if wanted == "blocks" or obstacle else "pages"
+
+
+def _pages_obstacle(platform: str, head_dim: int, dtype: str, plain: bool) -> str | None:
+  if platform != "tpu":
+    return f"a TPU (platform={platform!r})"
+  if dtype != "bfloat16":
+    return f"compute_dtype bfloat16, to which the kernel rounds (compute_dtype={dtype!r})"
+  if head_dim % _LANES:
+    return f"a head_dim that is a multiple of {_LANES} (head_dim={head_dim})"
+  return None if plain else "layers without sliding window and soft cap"
+
 
 def cached_attention(
   queries: Array,
-  cache: Cache,
+  prompt: Part,
+  response: Part,
   staged: Cache,
   reach: Reach,
   step: Array,
   *,
-  shape: CacheShape,
   scale: float,
   window: int,
   soft_cap: float | None = None,
@@ -152,20 +247,19 @@ def cached_attention(
 
   Args:
     queries: [slots, N, H].
-    cache: of the layer; only blocks that a running slot has reached are read.
+    prompt, response: of the layer; only blocks that a running slot has reached are read.
     staged: keys and values of the burst's tokens 0 … step.
     reach: of all slots at the start of the burst.
     step: i32[], number of the query's token in the burst.
-    shape: of the cache.
     scale: factor on the scores, usually 1/√H.
     window: tokens a query looks back, itself included.
     soft_cap: c·tanh(score/c) where given (Gemma 2).
   Returns:
     [slots, N, H] in the queries' dtype.
   """
-  chex.assert_rank([queries, cache.keys, staged.keys], [3, 5, 4])
+  chex.assert_rank([queries, prompt.keys, response.keys, staged.keys], [3, 5, 5, 4])
   slots, N, H = queries.shape
-  K = cache.keys.shape[0]
+  K = staged.keys.shape[0]
   rows = jnp.transpose(queries.reshape(slots, K, N // K, H), (1, 0, 2, 3))
   dtype = jnp.promote_types(queries.dtype, jnp.float32)
   start = reach.prompt + reach.response  # position of the burst's first token
@@ -178,15 +272,44 @@ def cached_attention(
     visible = exists & ((start + step)[:, None] - positions < window)
     return jnp.where(visible[None, :, None], found, _MASKED)
 
-  def add_block(j: Array, sums: _Sums) -> _Sums:
-    number, positions, exists = reach.block(j, shape)
-    keys, values = (jax.lax.dynamic_index_in_dim(x, number, 1, keepdims=False) for x in cache)
-    return sums.add(scores(keys, positions, exists), values)
-
   zeros = jnp.zeros((K, slots, N // K), dtype)
   sums = _Sums(jnp.full_like(zeros, _LOWEST_PEAK), zeros, jnp.zeros((K, slots, N // K, H), dtype))
-  sums = jax.lax.fori_loop(0, reach.prompt_blocks + reach.response_blocks, add_block, sums)
-  index = jnp.arange(shape.steps)
+  for part, length, blocks, first in (
+    (prompt, reach.prompt, reach.prompt_blocks, jnp.zeros_like(reach.prompt)),
+    (response, reach.response, reach.response_blocks, reach.prompt),
+  ):
+    if isinstance(part, Pages):
+      sums = _with_pages(sums, queries * scale, part, length)
+    else:
+      sums = _with_blocks(sums, scores, part, blocks, length, first)
+  index = jnp.arange(staged.values.shape[2])
   sums = sums.add(scores(staged.keys, start[:, None] + index, index <= step), staged.values)
   out = sums.mixed / sums.total[..., None]
   return jnp.transpose(out, (1, 0, 2, 3)).reshape(slots, N, H).astype(queries.dtype)
+
+
+def _with_blocks(
+  sums: _Sums,
+  scores: Callable[[Array, Array, Array], Array],
+  part: Cache,
+  blocks: Array,
+  length: Array,
+  first: Array,
+) -> _Sums:
+  """The sums with those of a part of the cache, whose first tokens are at positions `first`."""
+  size = part.values.shape[3]
+
+  def add_block(j: Array, sums: _Sums) -> _Sums:
+    keys, values = (jax.lax.dynamic_index_in_dim(x, j, 1, keepdims=False) for x in part)
+    index = j * size + jnp.arange(size)
+    positions = first[:, None] + index
+    return sums.add(scores(keys, positions, index < length[:, None]), values)
+
+  return jax.lax.fori_loop(0, blocks, add_block, sums) if part.keys.size else sums
+
+
+def _with_pages(sums: _Sums, queries: Array, part: Pages, length: Array) -> _Sums:
+  """The same, of every slot's own pages."""
+  from rlvr_jax.ops.paged import paged_sums  # experimental in jax: only where it is used
+
+  return sums.join(_Sums(*paged_sums(queries, part, length))) if part.keys.size else sums

@@ -216,3 +216,12 @@ def permute_rewards(batch: TrainBatch, rng: np.random.Generator) -> TrainBatch:
   order = rng.permutation(batch.rewards.size)
   shuffle = lambda x: x.reshape(-1)[order].reshape(x.shape)
   return dataclasses.replace(batch, rewards=shuffle(batch.rewards), correct=shuffle(batch.correct))
+
+
+def with_recorded(graded: Graded, recorded: Graded) -> Graded:
+  """Appends recorded groups to a batch; the statistics remain those of the sampled groups."""
+  # Fields that depend on the full batch are set later.
+  parts = [
+    dataclasses.replace(part.train, sources=None, solve_rate=None) for part in (graded, recorded)
+  ]
+  return graded._replace(train=join(parts), samples=graded.samples + recorded.samples)

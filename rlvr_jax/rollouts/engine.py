@@ -10,17 +10,20 @@ multiple of its length, and blocks of the cache are accumulated in order (`ops.d
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rlvr_jax.ops.decoding import Cache, CacheShape, Reach, cached_attention
+from rlvr_jax.ops.decoding import Blocks, Cache, CacheShape, Pages, Part, Reach, cached_attention
 from rlvr_jax.ops.logprobs import distribution, head_logits
 from rlvr_jax.types import Array, Params, Sampling
 
 _SLOTS = ("data", "fsdp")  # axes of the mesh over which the slots are split
+_CACHES: dict[str, Any] = {"blocks": Cache, "pages": Pages}
 
 
 class Settings(NamedTuple):
@@ -32,12 +35,14 @@ class Settings(NamedTuple):
   shape: CacheShape
   max_new_tokens: int  # T
   stop_tokens: tuple[int, ...]  # any of them ends a response; it is part of the response
+  cache: str = "blocks"  # or "pages", as `decoding.choose_cache` returned it
 
 
 class State(NamedTuple):
   """The slots between two bursts."""
 
-  caches: tuple[Cache, ...]  # one per layer
+  prompts: tuple[Part, ...]  # one per layer
+  responses: tuple[Part, ...]
   token: Array  # i32[slots], the next token to decode: at first the prompt's last one
   prompt: Array  # i32[slots], cached tokens of the prompt, all but its last one
   generated: Array  # i32[slots], tokens of the response
@@ -65,19 +70,35 @@ class Emitted(NamedTuple):
   steps: Array  # i32[], decoding steps of this burst
 
 
-def load(trained: Params, frozen: Params, *, model: Any) -> Params:
-  """The parameters that the other functions take."""
-  return model.decoding_params(model.combine(trained, frozen))
+def with_layer(trained: Params, frozen: Params, layer: Array, *, model: Any) -> Params:
+  """The parameters of a network with one of the layers, as they lie on the trainer's devices.
+
+  Layers are loaded one by one: a program that moved all of them into another layout would hold
+  many of them whole. Nor may it take a layer out by itself, since XLA may then move the others too.
+
+  Args:
+    trained, frozen: see `Model.combine`.
+    layer: i32[], its number.
+  """
+  params = model.combine(trained, frozen)
+  one = lambda stacked: jax.lax.dynamic_slice_in_dim(stacked, layer, 1)
+  return {**params, "blocks": jax.tree.map(one, params["blocks"])}
 
 
 def empty(settings: Settings) -> State:
   """Slots without responses; their caches are zero."""
   c, shape, slots = settings.model.config, settings.shape, settings.slots
-  axes = (cached_heads(c, _tensor(settings)), shape.blocks, slots)
-  cache = lambda: Cache.zeros(axes, shape.block, c.head_dim, c.compute_dtype)
+  heads = cached_heads(c, _tensor(settings))
+
+  def caches(part: Blocks) -> tuple[Part, ...]:
+    axes = (heads, part.number, slots)
+    zeros = lambda: _CACHES[settings.cache].zeros(axes, part.size, c.head_dim, c.compute_dtype)
+    return tuple(_placed(settings, zeros(), slots=2) for _ in range(c.num_layers))
+
   integers = jnp.zeros(slots, jnp.int32)
   return State(
-    caches=tuple(_placed(settings, cache(), slots=2) for _ in range(c.num_layers)),
+    prompts=caches(shape.prompt),
+    responses=caches(shape.response),
     token=integers,
     prompt=integers,
     generated=integers,
@@ -86,7 +107,7 @@ def empty(settings: Settings) -> State:
   )
 
 
-def prefill(params: Params, tokens: Array, *, settings: Settings) -> tuple[Cache, ...]:
+def prefill(params: Params, tokens: Array, *, settings: Settings) -> tuple[Part, ...]:
   """Keys and values of prompts, per layer [K, blocks, R, block, H].
 
   Args:
@@ -94,17 +115,16 @@ def prefill(params: Params, tokens: Array, *, settings: Settings) -> tuple[Cache
     tokens: i32[R, S], right-padded; S is a multiple of the block.
   """
 
-  c, block = settings.model.config, settings.shape.block
+  c, block = settings.model.config, settings.shape.prompt.size
   copies = cached_heads(c, _tensor(settings)) // c.num_kv_heads
   each = lambda x: jnp.repeat(x, copies, axis=2)
-  cached = lambda k, v: Cache.of_prompts(each(k), each(v), block, c.compute_dtype)
+  kind = _CACHES[settings.cache]
+  cached = lambda k, v: kind.of_prompts(each(k), each(v), block, c.compute_dtype)
   layers = settings.model.prefill(params, tokens)
   return tuple(_placed(settings, cached(*layer), slots=None) for layer in layers)
 
 
-def insert(
-  state: State, prefilled: tuple[Cache, ...], fresh: Fresh, *, settings: Settings
-) -> State:
+def insert(state: State, prefilled: tuple[Part, ...], fresh: Fresh, *, settings: Settings) -> State:
   """Puts prompts into slots, where they start to run; `state` is to be donated."""
   new = fresh.row >= 0
 
@@ -116,7 +136,8 @@ def insert(
 
   either = lambda one, other: jnp.where(new.reshape(-1, *[1] * (other.ndim - 1)), one, other)
   return State(
-    caches=jax.tree.map(put, state.caches, prefilled),
+    prompts=jax.tree.map(put, state.prompts, prefilled),
+    responses=state.responses,
     token=either(fresh.token, state.token),
     prompt=either(fresh.prompt, state.prompt),
     generated=either(0, state.generated),
@@ -136,7 +157,7 @@ def burst(params: Params, state: State, *, settings: Settings) -> tuple[State, E
   head = settings.model.head(params)
   axes = (cached_heads(c, _tensor(settings)), slots)
   empty = lambda: Cache.zeros(axes, shape.steps, c.head_dim, c.compute_dtype)
-  staged = tuple(_placed(settings, empty(), slots=1) for _ in state.caches)
+  staged = tuple(_placed(settings, empty(), slots=1) for _ in state.prompts)
   emitted = Emitted(
     tokens=jnp.zeros((slots, shape.steps), jnp.int32),
     logprobs=jnp.zeros((slots, shape.steps), logprobs_dtype(settings)),
@@ -146,26 +167,28 @@ def burst(params: Params, state: State, *, settings: Settings) -> tuple[State, E
     steps=jnp.int32(0),
   )
 
+  caches = tuple(zip(state.prompts, state.responses, strict=True))
+
   def step(loop):
     token, staged, emitted = loop
     now = emitted.steps
-
-    hidden, staged = decode(params, state.caches, staged, reach, token, now, settings=settings)
+    hidden, staged = decode(params, caches, staged, reach, token, now, settings=settings)
     token, logprob = _sample(settings, hidden, head, state.keys, state.generated + now)
     return token, staged, _recorded(settings, emitted, token, logprob)
 
   unfinished = lambda loop: (loop[2].steps < shape.steps) & jnp.any(loop[2].running)
   token, staged, emitted = jax.lax.while_loop(unfinished, step, (state.token, staged, emitted))
-  caches = state.caches
-  if shape.response_blocks:  # else every response is a single burst
-    caches = _flushed(settings, caches, staged, state.generated)
-  state = State(caches, token, state.prompt, emitted.generated, emitted.running, state.keys)
+  responses = state.responses
+  if shape.response.number:  # else every response is a single burst
+    responses = _flushed(settings, responses, staged, state.generated)
+  generated, running = emitted.generated, emitted.running
+  state = state._replace(responses=responses, token=token, generated=generated, running=running)
   return state, emitted
 
 
 def decode(
   params: Params,
-  caches: tuple[Cache, ...],
+  caches: Sequence[tuple[Part, Part]],
   staged: tuple[Cache, ...],
   reach: Reach,
   token: Array,
@@ -177,7 +200,7 @@ def decode(
 
   Args:
     params: from `Model.decoding_params`.
-    caches: per layer; not changed within a burst.
+    caches: per layer, of the prompts and of the responses; not changed within a burst.
     staged: per layer, keys and values of the burst's earlier tokens.
     reach: of the caches.
     token: i32[slots].
@@ -192,7 +215,7 @@ def decode(
 
   def attend(layer, query, key, value, of_layer):
     own = staged[layer].staged(each(key), each(value), step)
-    out = cached_attention(query, caches[layer], own, reach, step, shape=settings.shape, **of_layer)
+    out = _attention(settings, of_layer)(query, *caches[layer], own, reach, step)
     return out, own
 
   # A slot that has ended goes on like the others, to be ignored: one step serves all slots.
@@ -201,12 +224,26 @@ def decode(
   return hidden, tuple(staged)
 
 
+def _attention(settings: Settings, of_layer: dict[str, Any]) -> Callable[..., Array]:
+  """`cached_attention`; a kernel sees the slots and heads of its device."""
+  attend = functools.partial(cached_attention, **of_layer)
+  mesh = settings.model.mesh
+  if settings.cache == "blocks" or mesh is None or mesh.size == 1:
+    return attend
+  heads, slots = _heads(settings), PartitionSpec(_SLOTS)
+  queries, cache = PartitionSpec(_SLOTS, heads), PartitionSpec(heads, None, _SLOTS)
+  reach: Any = slots, slots, PartitionSpec(), PartitionSpec()
+  specs = (queries, cache, cache, PartitionSpec(heads, _SLOTS), Reach(*reach), PartitionSpec())
+  return jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=queries, check_vma=False)
+
+
 def full(state: State, *, settings: Settings) -> State:
   """The same slots before the last burst of the longest responses to the longest prompts."""
   shape, constant = settings.shape, lambda value: jnp.full(settings.slots, value)
-  prompt, response = (blocks * shape.block for blocks in shape[1:3])
   return state._replace(
-    prompt=constant(prompt), generated=constant(response), running=constant(True)
+    prompt=constant(shape.prompt.tokens),
+    generated=constant(shape.response.tokens),
+    running=constant(True),
   )
 
 
@@ -242,9 +279,9 @@ def _recorded(settings: Settings, emitted: Emitted, token: Array, logprob: Array
 
 
 def _flushed(
-  settings: Settings, caches: tuple[Cache, ...], staged: tuple[Cache, ...], response: Array
-) -> tuple[Cache, ...]:
-  """The caches with what a burst has staged; every device writes its own slots, in place.
+  settings: Settings, caches: tuple[Part, ...], staged: tuple[Cache, ...], response: Array
+) -> tuple[Part, ...]:
+  """The responses with what a burst has staged; every device writes its own slots, in place.
 
   Args:
     response: i32[slots], tokens of the response that were cached before the burst.
@@ -253,10 +290,7 @@ def _flushed(
   def on_device(caches, staged, response):
     def one(slot, caches):
       start = response[slot]
-      return tuple(
-        cache.flushed(x, slot, start, settings.shape)
-        for cache, x in zip(caches, staged, strict=True)
-      )
+      return tuple(cache.flushed(x, slot, start) for cache, x in zip(caches, staged, strict=True))
 
     return jax.lax.fori_loop(0, response.size, one, caches)
 
@@ -279,7 +313,7 @@ def slot_bytes(network: Any, shape: CacheShape, tensor: int) -> int:
   of_device = heads // tensor if heads % tensor == 0 else heads
   size = jnp.dtype(network.compute_dtype).itemsize
   token = network.num_layers * of_device * network.head_dim * 2 * size
-  return token * (shape.blocks * shape.block + shape.steps)
+  return token * shape.tokens
 
 
 def cached_heads(network: Any, tensor: int) -> int:
@@ -314,8 +348,8 @@ def shardings(settings: Settings) -> tuple[Any, Any]:
   place: Any = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))
   rows = place(_SLOTS)
   cache = place(_heads(settings), None, _SLOTS)
-  caches = (Cache(cache, cache),) * settings.model.config.num_layers
-  return State(caches, *[rows] * (len(State._fields) - 1)), place()
+  caches = (_CACHES[settings.cache](cache, cache),) * settings.model.config.num_layers
+  return State(caches, caches, *[rows] * (len(State._fields) - 2)), place()
 
 
 def _heads(settings: Settings) -> str | None:
@@ -323,7 +357,7 @@ def _heads(settings: Settings) -> str | None:
   return "tensor" if cached_heads(settings.model.config, tensor) % tensor == 0 else None
 
 
-def _placed(settings: Settings, cache: Cache, *, slots: int | None) -> Cache:
+def _placed(settings: Settings, cache: Any, *, slots: int | None) -> Any:
   """Keys and values [K, ...], with heads and the axis of slots, if any, split over devices."""
   mesh = settings.model.mesh
   if mesh is None or mesh.size == 1:

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from rlvr_jax.ops.decoding import Cache, CacheShape
+from rlvr_jax.ops.decoding import CacheShape, Part
 from rlvr_jax.rollouts import engine
 from rlvr_jax.rollouts.engine import Emitted, Fresh, Settings
 from rlvr_jax.types import Array, Params, Prompts, Rollouts, Sampling
@@ -54,6 +55,10 @@ def requests(prompts: Prompts, key: Array, group_size: int) -> list[Request]:
 def _row_keys(key: Array, rows: Array) -> Array:
   """u32[P, G, 2] from a key and any array [P, G]."""
   return jax.random.key_data(jax.random.split(key, rows.shape))
+
+
+def _placed(shape: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
 
 def joined(groups: Sequence[Group]) -> Rollouts:
@@ -101,7 +106,7 @@ class _Row(NamedTuple):
   rollout: int
   prompt: np.ndarray
   key: np.ndarray
-  batch: tuple[Cache, ...]
+  batch: tuple[Part, ...]
   row: int
 
   def take(self, emitted: Emitted, slot: int) -> int:
@@ -121,7 +126,7 @@ class Engine:
 
   Attributes:
     settings: what is compiled in.
-    load: (trained, frozen) → the parameters that `serve` takes; jitted, once per refresh.
+    take_layer, load_layer, load_others: the programs that `load` runs.
   """
 
   def __init__(
@@ -135,6 +140,7 @@ class Engine:
     max_new_tokens: int,
     stop_tokens: tuple[int, ...],
     pad_token: int,
+    cache: str = "blocks",
     to_host: Callable[[Any], Any] = jax.device_get,
     jit: Callable[..., Any] = jax.jit,
   ):
@@ -148,6 +154,7 @@ class Engine:
       max_prompt_length, max_new_tokens: S and T, tokens.
       stop_tokens: any of them ends a response.
       pad_token: fills responses after their end.
+      cache: "blocks" or "pages", as `decoding.choose_cache` returned it.
       to_host: device arrays → NumPy; called once per burst.
       jit: `jax.jit`, or what behaves like it.
     """
@@ -160,6 +167,7 @@ class Engine:
       shape=CacheShape.of(max_prompt_length, max_new_tokens),
       max_new_tokens=max_new_tokens,
       stop_tokens=stop_tokens,
+      cache=cache,
     )
     self._prefill_rows = lambda length: split_evenly(
       min(prefill_rows, max(_PREFILL_TOKENS // length, 1))
@@ -167,25 +175,49 @@ class Engine:
     self._pad_token, self._to_host = pad_token, to_host
     bound = lambda function: functools.partial(function, settings=self.settings)
     state, host = engine.shardings(self.settings)
-    self.load = jit(functools.partial(engine.load, model=model))
+    part: Any = functools.partial(engine.with_layer, model=model)
+    decoding = model.decoding_params
+    self.take_layer = jit(lambda *args: part(*args)["blocks"])
+    self.load_layer = jit(lambda blocks: decoding({"blocks": blocks})["blocks"][0])
+    self.load_others = jit(lambda *args: {**decoding(part(*args, 0)), "blocks": ()})
     self._empty = jit(bound(engine.empty), out_shardings=state)
     self._prefill = jit(bound(engine.prefill))
     self._insert = jit(bound(engine.insert), donate_argnums=0, out_shardings=state)
     self._burst = jit(bound(engine.burst), donate_argnums=1, out_shardings=(state, host))
 
+  def load(self, trained: Params, frozen: Params) -> Params:
+    """The parameters that `serve` takes, in the layout of the mesh that generates."""
+    layers = range(self.settings.model.config.num_layers)
+    taken = (self.take_layer(trained, frozen, np.int32(layer)) for layer in layers)
+    blocks = tuple(map(self.load_layer, taken))
+    return {**self.load_others(trained, frozen), "blocks": blocks}
+
   def lowered(self, trained: Params, frozen: Params) -> Any:
-    """A `jax.stages.Lowered` for shapes: `load`, and a burst whose slots are all nearly full."""
+    """A `jax.stages.Lowered` for shapes: a burst whose slots are all nearly full.
+
+    The trainer's parameters are arguments as well, since they stay in memory.
+    """
     settings = self.settings
-    state, _ = engine.shardings(settings)
+    state, host = engine.shardings(settings)
     shapes = jax.eval_shape(self._empty)
-    place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-    shapes = shapes if state is None else jax.tree.map(place, shapes, state)
-    run = lambda trained, frozen, state: engine.burst(
-      self.load(trained, frozen), engine.full(state, settings=settings), settings=settings
+    shapes = shapes if state is None else jax.tree.map(_placed, shapes, state)
+    run = lambda trained, frozen, params, state: engine.burst(
+      params, engine.full(state, settings=settings), settings=settings
     )
-    return jax.jit(run, donate_argnums=2, out_shardings=(state, None)).lower(
-      trained, frozen, shapes
-    )
+    jitted = jax.jit(run, donate_argnums=3, out_shardings=(state, host), keep_unused=True)
+    return jitted.lower(trained, frozen, self._loaded(trained, frozen), shapes)
+
+  def _loaded(self, trained: Params, frozen: Params) -> Params:
+    """The shapes of what `load` returns, with the shardings that its programs choose."""
+
+    def of(program: Any, *args: Any) -> Any:
+      lowered = program.lower(*args)
+      return jax.tree.map(_placed, lowered.out_info, lowered.compile().output_shardings)
+
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    layer = of(self.load_layer, of(self.take_layer, trained, frozen, number))
+    layers = self.settings.model.config.num_layers
+    return {**of(self.load_others, trained, frozen), "blocks": (layer,) * layers}
 
   def sample(
     self, trained: Params, frozen: Params, prompts: Prompts, key: Array, group_size: int
@@ -266,13 +298,13 @@ class Engine:
 
   def _padded_length(self, prompt: np.ndarray) -> int:
     """A block, doubled until all but the last token fit, or the longest prompt's length."""
-    shape = self.settings.shape
-    length = shape.block
+    room = self.settings.shape.prompt
+    length = room.size
     while length < len(prompt) - 1:
       length *= 2
-    return min(length, shape.prompt_blocks * shape.block)
+    return min(length, room.tokens)
 
-  def _fresh(self, new: dict[int, _Row]) -> Iterator[tuple[tuple[Cache, ...], Fresh]]:
+  def _fresh(self, new: dict[int, _Row]) -> Iterator[tuple[tuple[Part, ...], Fresh]]:
     """New rows by their slots, as arguments of `engine.insert`, one for each prefilled batch."""
     slots = self.settings.slots
     for _, members in itertools.groupby(new.items(), key=lambda item: id(item[1].batch)):

@@ -203,7 +203,7 @@ def check_update(
 def may_differ(config: ml_collections.ConfigDict, schedule: schedules.Schedule) -> list[str]:
   """Names of fields that may change when a run is resumed, since they do not affect its results.
 
-  Those of the machine change rounding, which `restore.report_move` says.
+  Those of the machine change rounding, which `restore.resumable` says.
   """
   fields = ["checkpoint", "logging", "grading.num_workers", "grading.timeout_s", "diagnostics"]
   fields += ["grading.memory_mib", "grading.unsandboxed_code"]

@@ -30,6 +30,10 @@ class Program:
     self.compile(*args, **static)
     return self.jitted(*args, **static)
 
+  def lower(self, *args: Any, **static: Any) -> Any:
+    """As of the function from `jax.jit`."""
+    return self.jitted.lower(*args, **static)
+
   def compile(self, *args: Any, **static: Any) -> None:
     """Compiles for arguments like these, unless that has been done.
 
@@ -43,7 +47,7 @@ class Program:
     leaves, structure = jax.tree.flatten(args)
     kind = (structure, *map(_kind, leaves), *static.items())
     if kind not in self._compiled:
-      host.wait(compiled := _in_thread(lambda: self.jitted.lower(*args, **static).compile()))
+      host.wait(compiled := _in_thread(lambda: self.lower(*args, **static).compile()))
       multihost.end_if_asked()
       compiled.result()
       self._compiled.add(kind)

@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 import ml_collections
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, Mesh
 
 from rlvr_jax.data import Tokenizer
 from rlvr_jax.models.functional import Model
-from rlvr_jax.ops.decoding import CacheShape
+from rlvr_jax.ops.decoding import CacheShape, choose_cache
 from rlvr_jax.rollouts.engine import slot_bytes
 from rlvr_jax.rollouts.scheduler import Engine
 from rlvr_jax.train import compiling, multihost, sharding
@@ -57,8 +57,23 @@ def make_engine(
     max_new_tokens=config.max_response_length,
     stop_tokens=tokenizer.stop_ids,
     pad_token=tokenizer.pad_id,
+    cache=_cache(config.sampling.cache, model),
     to_host=to_host,
     jit=compiling.jit,
+  )
+
+
+def _cache(wanted: str, model: Model) -> str:
+  """The kind of cache, for the devices that generate."""
+  network = model.config
+  devices = model.mesh.devices.flat if isinstance(model.mesh, Mesh) else jax.devices()
+  slides = network.sliding_window is not None and any(network.sliding_layers or ())
+  return choose_cache(
+    wanted,
+    platform=devices[0].platform,
+    head_dim=network.head_dim,
+    dtype=network.compute_dtype,
+    plain=not slides and network.attention_soft_cap is None,
   )
 
 

@@ -23,9 +23,9 @@ from rlvr_jax.rollouts.batch import (
   RolloutBatch,
   from_shard,
   grades_of,
-  join,
   may_finish,
   to_shard,
+  with_recorded,
 )
 from rlvr_jax.rollouts.collect import Collector, keep_mixed_groups
 from rlvr_jax.rollouts.journal import GroupJournal
@@ -393,12 +393,3 @@ class Generator:
 
     multihost.on_first(write, None)
     return batch
-
-
-def with_recorded(graded: Graded, recorded: Graded) -> Graded:
-  """Appends recorded groups to a batch; the statistics remain those of the sampled groups."""
-  # Fields that depend on the full batch are set later.
-  parts = [
-    dataclasses.replace(part.train, sources=None, solve_rate=None) for part in (graded, recorded)
-  ]
-  return graded._replace(train=join(parts), samples=graded.samples + recorded.samples)

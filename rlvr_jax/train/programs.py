@@ -118,9 +118,7 @@ def make_programs(
     held_out_engine=engine if held_out == sampling else engine_of(held_out),
     sync_weights=make_sync_weights(mesh, sampler.mesh, state.params),
     checksums=jax.jit(parameter_checksums),
-    behavior_gap=compiling.jit(
-      functools.partial(behavior_gap, model=sampler.model), static_argnames="sampling"
-    ),
+    behavior_gap=make_behavior_gap(sampler),
     unheated_logprobs=make_unheated_logprobs(sampler),
     measure=compiling.jit(make_measure(config, method), out_shardings=replicated),
     mean_entropy=compiling.jit(
@@ -131,10 +129,16 @@ def make_programs(
   )
 
 
+def make_behavior_gap(sampler: Sampler) -> compiling.Program:
+  """`train.behavior_sources.behavior_gap` of the policy on the sampling devices."""
+  gap = functools.partial(behavior_gap, model=sampler.model)
+  return compiling.jit(gap, static_argnames="sampling")
+
+
 def make_unheated_logprobs(sampler: Sampler) -> Callable:
   """(trained, frozen, prompts, tokens) → f32[P, G, T] for the host, on the sampling devices."""
   logprobs = functools.partial(response_logprobs, model=sampler.model, sampling=UNHEATED)
-  return jax.jit(logprobs, out_shardings=sharding.host_result_sharding(sampler.mesh))
+  return compiling.jit(logprobs, out_shardings=sharding.host_result_sharding(sampler.mesh))
 
 
 def make_sync_weights(mesh: Mesh, generation_mesh: Mesh, params: Params) -> Callable:

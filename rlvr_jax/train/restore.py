@@ -65,6 +65,7 @@ def resumable(checkpointer: Checkpointer, parts: Parts, store: RolloutStore) -> 
       # The next resume would use later ones, although their records are gone.
       checkpointer.discard_after(step)
       multihost.on_first(functools.partial(_report_damaged, store, restored.host), None)
+      _report_move(restored, parts)
       return restored
     say(
       f"rollouts {damaged} of {store.directory}, pending at update {step}, are damaged or missing:"
@@ -93,7 +94,7 @@ def layout_of(parts: Parts) -> dict[str, Any]:
   }
 
 
-def report_move(restored: Restored, parts: Parts) -> None:
+def _report_move(restored: Restored, parts: Parts) -> None:
   """Says whether the checkpoint was saved on another machine, or with another layout."""
   now = layout_of(parts)
   then = restored.host.get("layout", now)  # absent from earlier versions' checkpoints

@@ -93,7 +93,8 @@ def test_the_estimate_counts_what_is_there():
   assert update["gradients"] == 2 * size(state.params)
   assert generation["parameters to decode with"] == size(state.params)
   slots = parts.programs.engine.settings
-  caches = size(jax.eval_shape(lambda: engine.empty(slots)).caches)
+  empty = jax.eval_shape(lambda: engine.empty(slots))
+  caches = size((empty.prompts, empty.responses))
   c, steps = parts.model.config, slots.shape.steps
   staged = slots.slots * steps * c.num_layers * c.num_kv_heads * c.head_dim * 2 * 4
   assert generation["keys and values"] == caches + staged

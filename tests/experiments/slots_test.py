@@ -42,6 +42,13 @@ def test_the_simulation_counts_what_the_engine_counts():
   assert slots.simulated(lengths, 3) == usage
 
 
+def test_slots_of_short_responses_are_nearly_full_until_they_drain():
+  """64 prompts × 8 in one refresh with 64 slots: at most a tenth of the steps is idle."""
+  usage = slots.simulated(slots.geometric(64 * 8, np.random.default_rng(1)), 64)
+  outside = usage.slot_steps - usage.drain_slot_steps
+  assert outside <= 1.1 * (usage.slot_tokens - usage.drain_tokens)
+
+
 @pytest.mark.parametrize("draw", [slots.lognormal, slots.bimodal])
 def test_slots_are_busy_until_they_drain(draw):
   """With four responses per slot or more: at most 1.25 slot-steps per token."""

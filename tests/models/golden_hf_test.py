@@ -13,7 +13,7 @@ import pytest
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.huggingface import load_params
 from rlvr_jax.models.huggingface_config import checkpoint_config
-from rlvr_jax.ops.decoding import Cache, CacheShape, Reach
+from rlvr_jax.ops.decoding import Blocks, Cache, CacheShape, Reach
 from rlvr_jax.ops.logprobs import head_logits
 from rlvr_jax.rollouts import engine
 from rlvr_jax.rollouts.scheduler import Engine
@@ -57,7 +57,7 @@ def test_logits_of_cached_decoding_equal_the_published_models(case):
   lengths = jnp.asarray(mask[:, :split].sum(axis=1), jnp.int32)
   rest = ids[:, split:]
 
-  shape = CacheShape(block=split, prompt_blocks=1, response_blocks=0, steps=rest.shape[1] + 1)
+  shape = CacheShape(Blocks(split, 1), Blocks(split, 0), steps=rest.shape[1] + 1)
   settings = engine.Settings(model, Sampling(), len(ids), shape, shape.steps, ())
   # From the prompt's last token on; prompts without their padding, on the left of the cache.
   forced = jnp.concatenate([ids[:, split - 1 : split], rest], axis=1)
@@ -68,11 +68,13 @@ def test_logits_of_cached_decoding_equal_the_published_models(case):
   @jax.jit
   def decoded(params):
     params = model.decoding_params(params)
-    caches = engine.prefill(params, unpadded, settings=settings)
+    prompts = engine.prefill(params, unpadded, settings=settings)
     reach = Reach.of(shape, lengths - 1, lengths * 0, lengths > 0)
     c = model.config
     axes = (c.num_kv_heads, len(ids))
     zeros = lambda: Cache.zeros(axes, shape.steps, c.head_dim, c.compute_dtype)
+    response = Cache.zeros((c.num_kv_heads, 0, len(ids)), split, c.head_dim, c.compute_dtype)
+    caches = [(prompt, response) for prompt in prompts]
 
     def one(staged, inputs):
       t, token = inputs

@@ -1,13 +1,14 @@
 """A cache filled one token at a time, and attention over it against a direct softmax."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlvr_jax.ops.decoding import Cache, CacheShape, Reach, cached_attention
+from rlvr_jax.ops.decoding import Blocks, Cache, CacheShape, Reach, cached_attention
 
 N, K, H = 4, 2, 6
-SHAPE = CacheShape(block=4, prompt_blocks=2, response_blocks=3, steps=2)
+SHAPE = CacheShape(prompt=Blocks(size=3, number=3), response=Blocks(size=4, number=3), steps=2)
 PROMPT, RESPONSE = np.array([5, 8, 1]), np.array([2, 8, 0])  # cached tokens of three slots
 
 
@@ -19,13 +20,12 @@ def tokens(lengths, seed=0):
 
 def filled(found):
   """A cache of these tokens: prompts at once, responses in bursts of `steps`."""
-  room = SHAPE.prompt_blocks * SHAPE.block
-  prompts = np.zeros((2, len(found), room, K, H))
+  prompts = np.zeros((2, len(found), SHAPE.prompt.tokens, K, H))
   for slot, length in enumerate(PROMPT):
     prompts[:, slot, :length] = found[slot][:, :length]
-  cache = Cache.of_prompts(*map(jnp.asarray, prompts), SHAPE.block, jnp.float64)
-  more = [(0, 0), (0, SHAPE.response_blocks), *[(0, 0)] * 3]
-  cache = Cache(*(jnp.pad(x, more) for x in cache))
+  prompt = Cache.of_prompts(*map(jnp.asarray, prompts), SHAPE.prompt.size, jnp.float64)
+  axes = (K, SHAPE.response.number, len(found))
+  response = Cache.zeros(axes, SHAPE.response.size, H, jnp.float64)
   for start in range(0, max(RESPONSE), SHAPE.steps):
     staged = Cache.zeros((K, len(found)), SHAPE.steps, H, jnp.float64)
     for step in range(SHAPE.steps):
@@ -33,20 +33,19 @@ def filled(found):
       one = np.stack([x[:, i] for x, i in zip(found, at, strict=True)], axis=1)
       staged = staged.staged(*map(jnp.asarray, one), jnp.int32(step))
     for slot in np.flatnonzero(RESPONSE > start):
-      cache = cache.flushed(staged, jnp.int32(slot), jnp.int32(start), SHAPE)
-  return cache
+      response = response.flushed(staged, jnp.int32(slot), jnp.int32(start))
+  return prompt, response
 
 
 def test_tokens_lie_where_they_are_read(x64):
   found = tokens(PROMPT + RESPONSE)
   cache = filled(found)
-  for slot, (prompt, response) in enumerate(zip(PROMPT, RESPONSE, strict=True)):
-    keys = np.moveaxis(np.asarray(cache.keys[:, :, slot]), 3, 2).reshape(K, -1, H)
-    values = np.asarray(cache.values[:, :, slot]).reshape(K, -1, H)
-    first = SHAPE.prompt_blocks * SHAPE.block
-    places = [*range(prompt), *range(first, first + response)]
-    for got, expected in zip((keys, values), found[slot], strict=True):
-      np.testing.assert_array_equal(got[:, places], np.swapaxes(expected, 0, 1))
+  for slot, prompt in enumerate(PROMPT):
+    for part, which in zip(cache, (slice(prompt), slice(prompt, None)), strict=True):
+      keys = np.moveaxis(np.asarray(part.keys[:, :, slot]), 3, 2).reshape(K, -1, H)
+      values = np.asarray(part.values[:, :, slot]).reshape(K, -1, H)
+      for got, expected in zip((keys, values), found[slot][:, which], strict=True):
+        np.testing.assert_array_equal(got[:, : len(expected)], np.swapaxes(expected, 0, 1))
 
 
 @pytest.mark.parametrize(("window", "soft_cap"), [(2**30, None), (3, None), (2**30, 0.5)])
@@ -60,8 +59,8 @@ def test_equals_a_direct_softmax(x64, window, soft_cap):
   queries = np.random.default_rng(1).normal(size=(3, N, H))
   reach = Reach.of(SHAPE, *map(jnp.asarray, (PROMPT, RESPONSE, np.ones(3, bool))))
   ours = cached_attention(
-    jnp.asarray(queries), filled(found), staged, reach, jnp.int32(step),
-    shape=SHAPE, scale=0.4, window=window, soft_cap=soft_cap,
+    jnp.asarray(queries), *filled(found), staged, reach, jnp.int32(step),
+    scale=0.4, window=window, soft_cap=soft_cap,
   )  # fmt: skip
   for slot, (keys, values) in enumerate(found):
     near = slice(max(0, len(keys) - window), None)
@@ -75,14 +74,14 @@ def test_equals_a_direct_softmax(x64, window, soft_cap):
 
 def test_blocks_that_other_slots_need_change_no_bit():
   found = tokens(PROMPT + RESPONSE)
-  cache = Cache(*(x.astype(jnp.float32) for x in filled(found)))
+  cache = jax.tree.map(lambda x: x.astype(jnp.float32), filled(found))
   staged = Cache.zeros((K, 3), SHAPE.steps, H, jnp.float32)
   queries = jnp.asarray(np.random.default_rng(1).normal(size=(3, N, H)), jnp.float32)
 
   def of_first(running):
     reach = Reach.of(SHAPE, jnp.asarray(PROMPT), jnp.asarray(RESPONSE), jnp.asarray(running))
-    settings = dict(shape=SHAPE, scale=0.4, window=2**30)
-    out = cached_attention(queries, cache, staged, reach, jnp.int32(0), **settings)
+    settings = dict(scale=0.4, window=2**30)
+    out = cached_attention(queries, *cache, staged, reach, jnp.int32(0), **settings)
     return np.asarray(out[0]), int(reach.response_blocks)
 
   (alone, blocks), (together, more) = of_first([True, False, False]), of_first([True] * 3)

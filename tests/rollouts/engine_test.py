@@ -2,6 +2,8 @@
 
 import functools
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -181,7 +183,7 @@ def test_keys_decide_the_samples_and_nothing_else_does():
 
 # --- slots ----------------------------------------------------------------------------------------
 
-LONG = 40  # tokens: several bursts, whose keys are read from blocks
+LONG = 90  # tokens: several bursts, whose keys are read from several blocks
 
 
 @functools.cache
@@ -270,9 +272,9 @@ def test_what_the_slots_do_is_counted():
 
 
 def test_prompts_of_like_length_are_prefilled_together():
-  """Up to three blocks of 16 tokens; the response is that of a prompt by itself."""
+  """Up to three blocks of 32 tokens; the response is that of a prompt by itself."""
   rng = np.random.default_rng(2)
-  lengths = [5, 44, 17, 3, 40, 18, 1]
+  lengths = [5, 92, 35, 3, 80, 36, 1]
   prompts = [rng.integers(0, V, n).astype(np.int32) for n in lengths]
   keys = _requests()
   asked = [Request(i, p, keys[i].keys) for i, p in enumerate(prompts)]
@@ -281,14 +283,14 @@ def test_prompts_of_like_length_are_prefilled_together():
     Sampling(),
     slots=4,
     prefill_rows=2,
-    max_prompt_length=48,
+    max_prompt_length=96,
     max_new_tokens=LONG,
     stop_tokens=(3,),
     pad_token=PAD,
   )
   groups = _serve(engine, asked)
   for request in asked:
-    padded = np.pad(request.prompt, (48 - len(request.prompt), 0))[None]
+    padded = np.pad(request.prompt, (96 - len(request.prompt), 0))[None]
     tokens = groups[request.tag].tokens[None]
     hidden = _response_hidden(
       _params(), Prompts(tokens=padded, lengths=np.asarray([len(request.prompt)])), tokens
@@ -301,6 +303,41 @@ def test_prompts_of_like_length_are_prefilled_together():
   _assert_equal(_serve(engine, asked[::-1]), groups)
 
 
+PEAK = """
+import resource
+import jax, numpy as np
+from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.rollouts.scheduler import Engine, Request
+from rlvr_jax.types import Sampling
+
+network = TransformerConfig(
+  vocab_size=24, width=16, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=64, mlp_width=16
+)
+engine = Engine(
+  transformer(network), Sampling(), slots=8, prefill_rows=8, max_prompt_length=513,
+  max_new_tokens=16, stop_tokens=(), pad_token=0,
+)
+params = engine.load(engine.settings.model.init(jax.random.key(0)), {})
+keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(1), (256, 1))))
+prompt = np.ones(513, np.int32)
+
+def peak_kib(count):
+  asked = (Request(i, prompt, keys[i]) for i in range(count))
+  assert len([group for served in engine.serve(params, asked) for group in served]) == count
+  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+peak_kib(16)
+few, many = peak_kib(16), peak_kib(256)
+assert many - few < 40 * 1024, (few, many)
+"""
+
+
+def test_more_requests_than_slots_take_no_more_memory():
+  """A prompt's keys and values take half a MiB; 240 more of them, if they were kept, 120 MiB."""
+  subprocess.run([sys.executable, "-c", PEAK], check=True, timeout=300)
+
+
 @pytest.mark.usefixtures("no_compilation_cache")
 def test_the_caches_are_written_in_place():
   """No instruction of the compiled burst copies a layer's keys or values."""
@@ -308,7 +345,7 @@ def test_the_caches_are_written_in_place():
   params = engine.load(_params(), {})
   state = jax.eval_shape(engine._empty)
   program = engine._burst.lower(params, state).compile().as_text()
-  size = state.caches[0].keys.shape, state.caches[0].values.shape
+  size = [x.shape for x in jax.tree.leaves(state.responses[0])]
   of_cache = "|".join(",".join(map(str, shape)) for shape in size)
   assert re.search(rf"= f32\[({of_cache})\]\S* dynamic-update-slice", program)
   copies = re.findall(rf"= f32\[(?:{of_cache})\]\S* (?:copy|transpose|concatenate)\(", program)

@@ -1,6 +1,7 @@
 """Meshes, the table of shardings, the way to the devices and back."""
 
 import dataclasses
+import math
 import re
 
 import jax
@@ -209,37 +210,42 @@ def engine_on(sizes, config=CONFIG):
     pad_token=0,
   )
   params = jax.eval_shape(model.init, jax.random.key(0))
-  place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-  return engine, jax.tree.map(place, params, sharding.state_shardings(params, mesh))
+  return engine, jax.tree.map(placed, params, sharding.state_shardings(params, mesh))
 
 
-def gathers(hlo):
-  """(Shape, whether within the decoding loop) of every all-gather of an HLO text."""
-  of_op = re.findall(r'= (\w+\[[\d,]*\])\S* all-gather(?:-start)?\(.*op_name="([^"]*)"', hlo)
-  return [(shape, "/while/body" in name) for shape, name in of_op]
+def placed(shape, sharding):
+  return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+
+def gathers(lowered, *, larger_than):
+  """Shapes of the all-gathers of a program that have more elements."""
+  hlo = lowered.compile().as_text()
+  shapes = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather(?:-start)?\(", hlo)
+  sizes = [tuple(map(int, shape.split(","))) for shape in shapes if shape]
+  return [size for size in sizes if np.prod(size) > larger_than]
 
 
 @pytest.mark.usefixtures("no_compilation_cache")
 @pytest.mark.parametrize(
   ("sizes", "tied_head"), [(dict(fsdp=8), False), (dict(fsdp=4, tensor=2), True)]
 )
-def test_decoding_gathers_each_weight_once_before_its_loop(sizes, tied_head):
-  """The name of an operation tells where it was traced: what XLA moved out of the loop counts too.
+def test_each_weight_is_gathered_once_and_none_by_a_burst(sizes, tied_head):
+  """A layer at a time, before the first burst.
 
-  Only the tokens' own small integers may cross the tensor axis at every step, and nothing of a
-  cache crosses at all.
+  Only the tokens' own small integers may cross the tensor axis in a burst, and nothing of a cache
+  crosses at all.
   """
   config = CONFIG if tied_head else TransformerConfig(**vars(CONFIG) | {"tied_head": False})
   engine, params = engine_on(sizes, config)
-  hlo = engine.lowered(params, {}).compile().as_text()
-  found = gathers(hlo)
-  size = lambda shape: np.prod([int(n) for n in re.findall(r"\d+", shape.split("[")[1])])
-  largest_activation = engine.settings.slots * 4
-  in_loop = [shape for shape, looped in found if looped and size(shape) > largest_activation]
-  assert in_loop == []
-  before = [shape for shape, looped in found if not looped and size(shape) > P * S]
-  matrices = 8 if tied_head else 9
-  assert len(before) == matrices, before
+  emitted = engine.settings.slots * T  # the host reads it
+  assert gathers(engine.lowered(params, {}), larger_than=emitted) == []
+  take = engine.take_layer.lower(params, {}, np.int32(1))
+  assert gathers(take, larger_than=0) == []
+  taken = jax.tree.map(placed, take.out_info, take.compile().output_shardings)
+  of_layer = gathers(engine.load_layer.lower(taken), larger_than=P * S)
+  assert len(of_layer) == 7, of_layer
+  others = gathers(engine.load_others.lower(params, {}), larger_than=P * S)
+  assert len(others) == (1 if tied_head else 2), others
 
 
 def test_a_cache_has_a_key_value_head_per_device_of_tensor():
@@ -304,6 +310,30 @@ def test_data_that_slices_do_not_divide_is_refused():
   chips = [Chip(id=i, slice_index=i % 2, process_index=i % 2) for i in range(8)]
   with pytest.raises(ValueError, match=r"config\.mesh\.data = 1 on 2 slices: .* a multiple of 2"):
     sharding.make_mesh(fsdp=8, devices=chips)
+
+
+@pytest.mark.usefixtures("no_compilation_cache")
+def test_layers_move_into_another_layout_one_by_one():
+  """From fsdp=8 to data=4 and tensor=2: a device holds a layer on its way, no more."""
+  config = TransformerConfig(**vars(CONFIG) | {"num_layers": 16})
+  _, params = engine_on(dict(fsdp=8), config)
+  engine, _ = engine_on(dict(data=4, tensor=2), config)
+  take = engine.take_layer.lower(params, {}, np.int32(1))
+  taken = jax.tree.map(placed, take.out_info, take.compile().output_shardings)
+  layer = engine.load_layer.lower(taken).compile().memory_analysis()
+  size = lambda tree: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+  whole = size(params["blocks"]) / config.num_layers
+  assert 0.5 * whole <= layer.output_size_in_bytes < 0.6 * whole  # norms are not split
+  assert layer.temp_size_in_bytes < 2.5 * whole
+  taking = take.compile().memory_analysis()
+  assert taking.output_size_in_bytes + taking.temp_size_in_bytes < 0.5 * whole  # an eighth, twice
+
+
+@pytest.mark.usefixtures("no_compilation_cache")
+def test_a_burst_compiles_beside_parameters_in_another_layout():
+  _, params = engine_on(dict(fsdp=8))
+  engine, _ = engine_on(dict(data=4, tensor=2))
+  assert engine.lowered(params, {}).compile() is not None
 
 
 @pytest.mark.slow

@@ -1,0 +1,107 @@
+"""Attention over cached keys on TPUs, of every slot up to its own length: jax's paged kernel.
+
+The one module that builds on `jax.experimental.pallas.ops.tpu.paged_attention`, whose functions may
+change with any release; tested with jax 0.10.2.
+
+What the library's own wrapper returns is normalised, without the softmax's peak and total. A slot's
+prompt, its response and what it has staged lie in three places, and these two numbers join them. So
+the kernel is called here with all three of its outputs. A page is a block of the cache, and a slot
+has its own: the table of pages is computed from their numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention_kernel as kernels
+
+from rlvr_jax.ops.decoding import Pages
+from rlvr_jax.types import Array
+
+_CORES = {"TPU v4": 2, "TPU v5": 2, "TPU v5p": 2}  # of a device; others have one
+
+
+def paged_sums(queries: Array, pages: Pages, lengths: Array) -> tuple[Array, Array, Array]:
+  """The softmax of every slot's query over the first tokens of its pages, not yet divided.
+
+  Keys and values are rounded to bfloat16, which they are in already where a network computes in it.
+
+  Args:
+    queries: [slots, N, H], times the scale of the scores.
+    pages: on this device.
+    lengths: i32[slots], tokens to read.
+  Returns:
+    f32 [K, slots, N/K], the largest score, −∞ without a token; f32 [K, slots, N/K], Σ exp(score −
+    largest); f32 [K, slots, N/K, H], Σ exp(score − largest)·v.
+  """
+  slots, N, H = queries.shape
+  K, blocks, _, block, _ = pages.keys.shape
+  numbers = jnp.arange(blocks) * slots + jnp.arange(slots)[:, None]  # of every slot's pages
+  first_buffer, is_first = jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32)
+  # Heads that do not fill tiles of 8 rows take one each, as the kernel's wrapper has it.
+  rows = (slots, N, H) if N // K % 8 == 0 else (slots, N, 1, H)
+  flat = lambda x: x.reshape(K, blocks * slots, block, H)
+  results = _program(rows, pages)(
+    lengths,
+    numbers.reshape(-1).astype(jnp.int32),
+    first_buffer,
+    is_first,
+    queries.astype(jnp.float32).reshape(rows),
+    flat(pages.keys),
+    None,
+    flat(pages.values),
+    None,
+  )
+  by_head = lambda x: jnp.swapaxes(x.reshape(slots, K, N // K, H), 0, 1)
+  out, peak, total = map(by_head, results)
+  return peak[..., 0], total[..., 0], out * total
+
+
+def _program(rows: tuple[int, ...], pages: Pages) -> Callable[..., Any]:
+  """The kernel for queries of shape `rows`: f32 outputs of that shape, peaks, totals."""
+  slots, N, H = rows[0], rows[1], rows[-1]
+  K, blocks, _, block, _ = pages.keys.shape
+  heads, cores, tile = N // K, _cores(slots), [0] * (len(rows) - 2)
+  of_heads = pl.BlockSpec(
+    (None, heads, *[None] * (len(rows) - 3), H),
+    lambda core, slot, head, *_: (slot * cores + core, head, *tile),
+  )
+  in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+  buffers = [pltpu.VMEM((2, 1, block, H), x.dtype) for x in pages]
+  semaphores = [pltpu.SemaphoreType.DMA((2,))] * 2
+  kernel = functools.partial(
+    kernels.paged_flash_attention_kernel_inline_seq_dim,
+    batch_size=slots,
+    pages_per_sequence=blocks,
+    pages_per_compute_block=1,
+    mask_value=kernels.DEFAULT_MASK_VALUE,
+    attn_logits_soft_cap=None,
+    megacore_mode="batch" if cores > 1 else None,
+  )
+  grid = pltpu.PrefetchScalarGridSpec(
+    num_scalar_prefetch=4,
+    in_specs=[of_heads, in_hbm, None, in_hbm, None],  # None: scales of quantized pages
+    out_specs=[of_heads] * 3,
+    grid=(cores, slots // cores, K),
+    scratch_shapes=(buffers[0], None, buffers[1], None, *semaphores),
+  )
+  order = pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary"))
+  return pl.pallas_call(
+    kernel,
+    grid_spec=grid,
+    compiler_params=order,
+    out_shape=[jax.ShapeDtypeStruct(rows, jnp.float32)] * 3,
+    name="paged_attention",
+  )
+
+
+def _cores(slots: int) -> int:
+  """Over which a device splits its slots."""
+  cores = _CORES.get(jax.devices()[0].device_kind, 1)
+  return cores if slots % cores == 0 else 1

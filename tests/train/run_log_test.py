@@ -1,0 +1,30 @@
+"""What is told of the batches that are sampled."""
+
+import numpy as np
+import pytest
+from oracles.batches import make_host_batch
+from train import tiny
+
+from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.rollouts import schedules
+from rlvr_jax.rollouts.batch import Graded, RolloutBatch
+from rlvr_jax.train.metrics import MetricWriter
+from rlvr_jax.train.run_log import RunLog
+
+
+@pytest.fixture
+def log(tmp_path):
+  network = TransformerConfig(
+    vocab_size=8, width=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, mlp_width=8
+  )
+  with MetricWriter(tmp_path, None) as writer:
+    yield RunLog(tiny.config(), network, schedules.on_policy(), writer)
+
+
+def test_responses_that_are_mostly_truncated_are_told_once_until_it_is_less(log, capsys):
+  told = []
+  for step, share in enumerate([0.5, 0.51, 0.9, 0.2, 0.75]):
+    graded = Graded(make_host_batch(np.ones((1, 1, 1))), 1, 1, {"response/truncated": share}, [])
+    log.count_sampled(RolloutBatch(number=step, version=step, graded=graded), step)
+    told.append("were cut at config.max_response_length" in capsys.readouterr().out)
+  assert told == [False, True, False, False, True]
