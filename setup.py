@@ -8,6 +8,7 @@ import setuptools
 # replaces nothing that works. `make test-lowest` runs them with exactly these.
 # transformers before 5.20 lets a problem's text spell a chat template's control tokens.
 HF = ["jinja2>=3.1.6", "tokenizers>=0.23.1", "transformers>=5.20"]
+GCS = ["gcsfs>=2025.3"]
 MATH = ["math-verify>=0.9.0"]
 PLOT = ["matplotlib>=3.10"]
 
@@ -16,7 +17,7 @@ EXTRAS = {
   "cuda12": ["jax[cuda12]>=0.7.2"],
   "cuda13": ["jax[cuda13]>=0.7.2"],
   "hf": HF,
-  "gcs": ["gcsfs>=2025.3"],
+  "gcs": GCS,
   "math": MATH,
   "trackio": ["trackio>=0.43"],
   "wandb": ["wandb>=0.31"],
@@ -24,6 +25,7 @@ EXTRAS = {
   "torch": ["peft>=0.21", "torch==2.13.0"],  # tests against transformers' own networks
   "plot": PLOT,
   "dev": [
+    *GCS,
     *HF,
     *MATH,
     *PLOT,

@@ -215,22 +215,27 @@ class JsonLines:
 
 
 def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+  """As `records_of`, of a local file."""
+  with open(path, encoding="utf-8", errors="replace") as lines:
+    yield from records_of(lines, path)
+
+
+def records_of(lines: Iterable[str], path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
   """The records of a .jsonl file; an incomplete last line is skipped.
 
   Raises:
     DamagedFileError: if a complete line is not a JSON object.
   """
-  with open(path, encoding="utf-8", errors="replace") as lines:
-    for number, line in enumerate(lines, start=1):
-      if not line.endswith("\n"):
-        return
-      try:
-        record = json.loads(line)
-      except ValueError:
-        record = None
-      if not isinstance(record, dict):
-        raise DamagedFileError(f"{path}, line {number} is not a JSON object; remove that line.")
-      yield record
+  for number, line in enumerate(lines, start=1):
+    if not line.endswith("\n"):
+      return
+    try:
+      record = json.loads(line)
+    except ValueError:
+      record = None
+    if not isinstance(record, dict):
+      raise DamagedFileError(f"{path}, line {number} is not a JSON object; remove that line.")
+    yield record
 
 
 def keep_records(path: pathlib.Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:

@@ -13,7 +13,7 @@ import rlvr_jax
 PACKAGE = pathlib.Path(rlvr_jax.__file__).parent
 ROOT = pathlib.Path(__file__).parents[1]
 STAGES = {"advantages", "reweighting", "geometry", "losses"}
-LEAVES = {"types", "files", "specs", "sampling"}
+LEAVES = {"types", "files", "specs", "sampling", "bucket", "storage"}
 BELOW_THE_LOOP = LEAVES | {"ops", "models", "data", "rewards", "rollouts"} | STAGES
 
 # What an update computes; stricter than the rest of train.
@@ -24,13 +24,14 @@ ALLOWED = {
   "": set(),  # rlvr_jax/__init__.py
   **{leaf: set() for leaf in LEAVES},
   "types": {"sampling"},
+  "storage": {"files", "bucket"},
   "ops": {"types"},
   **{stage: {"types", "ops"} for stage in STAGES},
   "models": {"types", "ops", "files"},
   "data": LEAVES,
   "codejudge": set(),
   "rewards": {"specs", "codejudge"},
-  "rollouts": {"types", "ops", "files", "data", "rewards"},
+  "rollouts": {"types", "ops", "files", "bucket", "storage", "data", "rewards"},
   "train.step": {"types", "ops"},
   "evaluate": BELOW_THE_LOOP,
   "train": BELOW_THE_LOOP | {"codejudge", "evaluate", "train.step"},

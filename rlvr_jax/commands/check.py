@@ -30,6 +30,7 @@ from rlvr_jax.data import Task, Tokenizer
 from rlvr_jax.files import listing, located, replacing
 from rlvr_jax.models.huggingface import checked_tensors
 from rlvr_jax.rewards.outcome import Outcome
+from rlvr_jax.storage import BucketFiles, LocalFiles, files_in, in_bucket, place
 from rlvr_jax.train import multihost
 from rlvr_jax.train.build import Parts, build, make_task
 from rlvr_jax.train.grading import grader_pool
@@ -104,7 +105,7 @@ class Preflight:
   """The checks of a run, in order; later ones use what earlier ones have made."""
 
   def __init__(self, config: ml_collections.ConfigDict, workdir: str):
-    self.config, self.workdir = config, pathlib.Path(workdir)
+    self.config, self.workdir = config, place("--workdir", workdir)
     self.tokenizer: Tokenizer | None = None
     self.task: Task | None = None
     self.parts: Parts | None = None
@@ -187,15 +188,16 @@ class Preflight:
     # Whatever fails here, every process exchanges three times.
     token = multihost.exchange(uuid.uuid4().hex)[0]
     mine, failure = self.workdir / f".check-{token}-{jax.process_index()}", ""
+    files = files_in(self.workdir)
     try:
-      _try_files(mine)
+      _try_files(mine) if isinstance(files, LocalFiles) else _try_object(files, mine.name)
     except OSError as error:
       failure = f"{error}. Choose a --workdir that this user can write"
     ready = all(not text for text in multihost.exchange(failure))
-    seen = len(list(self.workdir.glob(f".check-{token}-*"))) if ready else 0
+    seen = sum(n.startswith(f".check-{token}-") for n in files.names()) if ready else 0
     multihost.exchange("all have looked")
     with contextlib.suppress(OSError):
-      mine.unlink()
+      files.delete(mine.name)
     if failure:
       return Finding(FAIL, failure)
     if ready and seen < jax.process_count():
@@ -204,7 +206,8 @@ class Preflight:
         f"{self.workdir} is not shared: this host sees the files of {seen} of {jax.process_count()}"
         " hosts. Mount one file system on all of them; see docs/tpu.md",
       )
-    return Finding(OK, f"{self.workdir} can be written, synced and locked")
+    done = "written, synced and locked" if isinstance(files, LocalFiles) else "written and read"
+    return Finding(OK, f"{self.workdir} can be {done}")
 
   # --- the run's parts ----------------------------------------------------------------------------
 
@@ -260,6 +263,8 @@ class Preflight:
     state = jax.tree.leaves(parts.abstract_state)
     size = sum(math.prod(x.shape) * x.dtype.itemsize for x in state)
     kept = self.config.checkpoint.keep + 2  # the best, and the one that is being written
+    if in_bucket(self.workdir):
+      return Finding(OK, f"{size * kept / _GIB:.1f} GiB for {kept} checkpoints, in a bucket")
     disk = os.statvfs(self.workdir)
     free, needed = disk.f_bavail * disk.f_frsize, size * kept
     text = f"{free / _GIB:.1f} GiB free, {needed / _GIB:.1f} for {kept} checkpoints"
@@ -315,6 +320,15 @@ def _try_files(path: pathlib.Path) -> None:
     os.fsync(file.fileno())
   if path.read_bytes() != b"second and more":
     raise OSError(f"{path} has not what was written to it")
+
+
+def _try_object(files: BucketFiles, name: str) -> None:
+  """The same in a bucket."""
+  with files.writing(name) as path:
+    path.write_bytes(b"first")
+  with files.reading(name) as path:
+    if path.read_bytes() != b"first":
+      raise OSError(f"{name} has not what was written to it")
 
 
 def _has_chat_template(folder: str) -> bool:

@@ -13,6 +13,7 @@ from rlvr_jax.commands.eval import evaluate_checkpoint
 from rlvr_jax.commands.export import export
 from rlvr_jax.commands.train import train
 from rlvr_jax.files import local_path
+from rlvr_jax.storage import place
 from rlvr_jax.train import observe, trackers
 from rlvr_jax.train.build import build
 from rlvr_jax.train.parameters import checkpoint_folder
@@ -48,8 +49,8 @@ def prepared(
     raise ValueError(f"--profile and --trackers go with --mode=train, not with {mode}")
   if mode in ("fits", "costs"):
     return _ahead_of_time(mode, config, workdir, topology)
-  if mode != "export":  # the workdir of an export may be remote
-    local_path("--workdir", str(workdir))
+  if mode != "export":  # any file system of fsspec will do for that
+    place("--workdir", str(workdir))
   if mode == "check":  # what else is wrong is what it reports
     return functools.partial(check, config, str(workdir))
   observe.Profile(profile, str(workdir))

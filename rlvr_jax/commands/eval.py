@@ -10,12 +10,13 @@ from typing import Any
 
 from rlvr_jax.evaluate.held_out import Sample, accuracy, evaluated
 from rlvr_jax.files import JsonLines, keep_records, read_records, replacing
+from rlvr_jax.storage import Workdir
 from rlvr_jax.train import multihost
 from rlvr_jax.train.build import Parts
 from rlvr_jax.train.grading import grader_pool, make_collector
 from rlvr_jax.train.metrics import progress, say
 from rlvr_jax.train.parameters import chosen_params, load_frozen
-from rlvr_jax.train.workdir import WorkdirLock, check_config
+from rlvr_jax.train.workdir import check_config, claimed
 
 PROBLEMS_FILE = "problems.jsonl"
 RESULT_FILE = "evaluation.json"
@@ -31,16 +32,19 @@ def evaluate_checkpoint(parts: Parts, workdir: str | Path, folder: Path | None) 
   Args:
     parts: result of `build(config)`; `config.evaluation` has the number of samples and how to
       sample.
-    workdir: workdir of the evaluation.
+    workdir: workdir of the evaluation, or gs://BUCKET/FOLDER.
     folder: see `train.parameters.chosen_params`.
   Returns:
     Accuracies with intervals, see `accuracy`; on the first of several processes only.
   """
-  c, workdir, num_problems = parts.config.evaluation, Path(workdir), len(parts.task.held_out)
+  c, num_problems = parts.config.evaluation, len(parts.task.held_out)
   with contextlib.ExitStack() as stack:
     enter = lambda resource: stack.enter_context(contextlib.closing(resource))
     stack.enter_context(multihost.only_first_prints())
-    multihost.on_first(lambda: enter(_locked_workdir(workdir, parts, folder)), None)
+    whole = Workdir(workdir)
+    multihost.on_first(lambda: enter(claimed(whole)), None)
+    workdir = enter(whole).local
+    multihost.on_first(lambda: _check_config(whole, parts, folder), None)
     done = multihost.exchange(_complete_problems(workdir, num_problems, c.batch_prompts))[0]
     if done < num_problems:
       pool = multihost.together(lambda: enter(grader_pool(parts.config, parts.task)))
@@ -63,6 +67,7 @@ def evaluate_checkpoint(parts: Parts, workdir: str | Path, folder: Path | None) 
         for batch in batches:
           if lines is not None:
             lines.append(_record(done + i, row) for i, row in enumerate(batch.samples))
+            whole.publish()
           done += len(batch.samples)
           bar.update(len(batch.samples))
     if not multihost.is_first():
@@ -71,16 +76,16 @@ def evaluate_checkpoint(parts: Parts, workdir: str | Path, folder: Path | None) 
     values = accuracy(samples, ks=c.ks, seed=c.seed)
     with replacing(workdir / RESULT_FILE) as file:
       file.write((json.dumps(values, indent=2) + "\n").encode())
-    say(_table(values, num_problems, c.num_samples, workdir))
+    say(_table(values, num_problems, c.num_samples, whole.kept))
     return values
 
 
-def _locked_workdir(workdir: Path, parts: Parts, folder: Path | None) -> WorkdirLock:
-  """Locks the workdir, which must be new or belong to the same evaluation."""
-  lock = WorkdirLock(workdir)
+def _check_config(workdir: Workdir, parts: Parts, folder: Path | None) -> None:
+  """Raises WorkdirError unless the workdir is new or belongs to the same evaluation."""
+  workdir.fetch()
   about = json.loads(parts.config.to_json_best_effort()) | {"evaluated": str(folder or "")}
-  check_config(workdir, json.dumps(about), may_differ=_MAY_DIFFER)
-  return lock
+  check_config(workdir.local, json.dumps(about), may_differ=_MAY_DIFFER)
+  workdir.publish()
 
 
 def _complete_problems(workdir: Path, num_problems: int, batch_size: int) -> int:

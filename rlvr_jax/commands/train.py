@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from rlvr_jax.rewards.outcome import GradingStoppedError
 from rlvr_jax.rewards.worker_process import GraderStartError
 from rlvr_jax.rollouts.queue import FingerprintError
 from rlvr_jax.rollouts.store import RolloutStore, StoreError, TornShardError
+from rlvr_jax.storage import Workdir
 from rlvr_jax.train import checks, multihost, observe, parameters, raw_logprobs, trackers
 from rlvr_jax.train.async_generator import GeneratorStoppedError
 from rlvr_jax.train.build import Parts
@@ -25,7 +27,7 @@ from rlvr_jax.train.metrics import MetricWriter, progress, say
 from rlvr_jax.train.report import write_report
 from rlvr_jax.train.restore import as_begun, elapsed_seconds, records_of, resumable
 from rlvr_jax.train.warm_start import warm_start
-from rlvr_jax.train.workdir import WorkdirError, WorkdirLock, check_config
+from rlvr_jax.train.workdir import WorkdirError, check_config, claimed
 from rlvr_jax.types import Params
 
 ROLLOUTS_FOLDER = "rollouts"
@@ -57,7 +59,8 @@ def train(
 
   Args:
     parts: parts of the run.
-    workdir: folder of all files of the run; after a kill the same call resumes there.
+    workdir: folder of all files of the run, or gs://BUCKET/FOLDER; after a kill the same call
+      resumes there.
     profile: first and last update of a trace by jax.profiler, such as "10:13"; "" for none.
     tracked_by: names of `trackers.TRACKERS`.
   Returns:
@@ -68,26 +71,25 @@ def train(
     OtherProcessError: another process of the run failed with one of these.
     NonFiniteError: `config.max_skipped_in_a_row` updates in a row were skipped.
   """
-  config, workdir = parts.config, Path(workdir)
+  config = parts.config
   with contextlib.ExitStack() as stack:
     enter = lambda resource: stack.enter_context(contextlib.closing(resource))
     stack.enter_context(multihost.only_first_prints())
     stack.enter_context(_saying_why())
-    multihost.on_first(lambda: _claim(workdir, parts, enter), None)
+    folder = _opened(workdir, parts, enter)
+    workdir = folder.local
     parts = as_begun(parts, workdir)
     raw_logprobs.announce(parts)
     frozen = parameters.load_frozen(parts)
-    warm_starts = enter(Checkpointer(workdir / "warm_start", keep=1))
+    saved = lambda name, keep: enter(Checkpointer(folder.kept / name, keep=keep, workdir=folder))
+    warm_starts = saved("warm_start", 1)
     warm = warm_starts.restore(parts.abstract_state.params)
-    checkpointer = enter(Checkpointer(workdir / "checkpoints", keep=config.checkpoint.keep))
-    folder = workdir / ROLLOUTS_FOLDER
-    # The first process repairs the files of a killed run before the others read them.
-    first = multihost.on_first(lambda: enter(RolloutStore(folder, writable=True)), None)
-    store = first or enter(RolloutStore(folder, writable=False))
+    checkpointer = saved("checkpoints", config.checkpoint.keep)
+    store = _store(folder, enter)
     restored = resumable(checkpointer, parts, store)
     records, no_writer = records_of(restored, warm), multihost.NoWriter(workdir)
     writer = multihost.on_first(
-      lambda: enter(_writer(workdir, config, records, tracked_by)), no_writer
+      lambda: enter(_writer(folder, config, records, tracked_by)), no_writer
     )
     pool = multihost.together(lambda: enter(grader_pool(config, parts.task)))
     stack.enter_context(deadline())
@@ -106,8 +108,8 @@ def train(
     trainer.resume(restored) if restored else trainer.begin(params)
     del params, warm, restored  # the trainer keeps what it needs
     trainer.run()
-  if multihost.is_first():
-    say(write_report(workdir))
+    if multihost.is_first():
+      say(write_report(workdir, folder.kept))
   return trainer.evaluation
 
 
@@ -121,19 +123,36 @@ def _saying_why() -> Iterator[None]:
     raise
 
 
-def _claim(workdir: Path, parts: Parts, enter: Any) -> None:
-  enter(WorkdirLock(workdir))
-  parameters.check_start(parts.config, workdir)
+def _opened(workdir: str | Path, parts: Parts, enter: Any) -> Workdir:
+  """The folder, claimed by this run."""
+  folder = Workdir(workdir)
+  multihost.on_first(lambda: enter(claimed(folder)), None)
+  enter(folder)
+  multihost.on_first(lambda: _check_config(folder, parts), None)
+  return folder
+
+
+def _check_config(workdir: Workdir, parts: Parts) -> None:
+  workdir.fetch()
+  parameters.check_start(parts.config, workdir.kept)
   allowed = checks.may_differ(parts.config, parts.schedule)
-  check_config(workdir, parts.config.to_json_best_effort(), may_differ=allowed)
+  check_config(workdir.local, parts.config.to_json_best_effort(), may_differ=allowed)
+  workdir.publish()
+
+
+def _store(workdir: Workdir, enter: Any) -> RolloutStore:
+  """The first process repairs the files of a killed run before the others read them."""
+  opened = functools.partial(RolloutStore, workdir.kept / ROLLOUTS_FOLDER, workdir=workdir)
+  first = multihost.on_first(lambda: enter(opened(writable=True)), None)
+  return first or enter(opened(writable=False))
 
 
 def _writer(
-  workdir: Path, config: Any, records: tuple[int | None, Any], tracked_by: Sequence[str]
+  workdir: Workdir, config: Any, records: tuple[int | None, Any], tracked_by: Sequence[str]
 ) -> MetricWriter:
   """The writer of a run that continues after these records, see `records_of`."""
-  opened = [trackers.Tracker(name, workdir, config) for name in tracked_by]
-  return MetricWriter(workdir, *records, trackers=opened)
+  opened = [trackers.Tracker(name, workdir.local, config) for name in tracked_by]
+  return MetricWriter(workdir.local, *records, trackers=opened, publish=workdir.publish)
 
 
 def first_params(

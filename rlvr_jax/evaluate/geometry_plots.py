@@ -21,6 +21,7 @@ from rlvr_jax.evaluate.run_files import GEOMETRY_FOLDER
 from rlvr_jax.geometry import diagnostics
 from rlvr_jax.ops import reductions, spectral
 from rlvr_jax.reweighting import Reweighting
+from rlvr_jax.storage import place
 from rlvr_jax.types import Array, TrainBatch
 
 _spectrum = jax.jit(spectral.spectrum)
@@ -51,7 +52,7 @@ def load_geometry(workdir: str | os.PathLike[str]) -> list[Measurement]:
   Raises:
     FileNotFoundError: the workdir does not exist, or has no measurements.
   """
-  workdir = pathlib.Path(workdir)
+  workdir = place("the workdir", workdir)
   if not workdir.is_dir():
     raise FileNotFoundError(f"the workdir {str(workdir)!r} does not exist")
   paths = sorted((workdir / GEOMETRY_FOLDER).glob("*.npz"))
@@ -65,7 +66,7 @@ def load_geometry(workdir: str | os.PathLike[str]) -> list[Measurement]:
 
 
 def _read(path: pathlib.Path) -> Measurement:
-  with np.load(path) as file:
+  with path.open("rb") as stream, np.load(stream) as file:
     return Measurement(update=int(path.stem), **file)
 
 

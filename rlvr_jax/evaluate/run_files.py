@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlvr_jax.files import DamagedFileError, read_records
+from rlvr_jax.files import DamagedFileError, records_of
+from rlvr_jax.storage import opened_lines, place
 
 TIMINGS = "time/"  # prefix of values measured with a clock
 MEASURED = (
@@ -22,16 +22,17 @@ GEOMETRY_FOLDER = "geometry"  # one .npz per measurement, by the number of updat
 
 
 def read_metrics(workdir: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-  """The records of metrics.jsonl, floats exactly as written.
+  """The records of metrics.jsonl, floats exactly as written; `workdir` may be in a bucket.
 
   Raises:
     DamagedFileError: a complete line is not a record.
   """
-  path = pathlib.Path(workdir) / METRICS_FILE
-  for number, record in enumerate(read_records(path), start=1):
-    if type(record.get("step")) is not int or not isinstance(record.get("phase"), str):
-      raise DamagedFileError(f"{path}, line {number} has no step and phase; remove that line.")
-    yield {key: float(v) if v in ("nan", "inf", "-inf") else v for key, v in record.items()}
+  path = place("the workdir", workdir) / METRICS_FILE
+  with opened_lines(path) as lines:
+    for number, record in enumerate(records_of(lines, path), start=1):
+      if type(record.get("step")) is not int or not isinstance(record.get("phase"), str):
+        raise DamagedFileError(f"{path}, line {number} has no step and phase; remove that line.")
+      yield {key: float(v) if v in ("nan", "inf", "-inf") else v for key, v in record.items()}
 
 
 def without_timings(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -79,10 +79,11 @@ def check_flags(flags: tuple[str, ...], package: Package, *, on_hosts: bool) -> 
   if pathlib.PurePath(path).is_absolute() and on_hosts:
     raise LaunchError(f"--config={path}: give its path from the root of the checkout")
   workdir = given.get("workdir", SHARED)
-  if "://" in workdir and given.get("mode") != "export":
+  if "://" in workdir and not workdir.startswith("gs://") and given.get("mode") != "export":
     raise LaunchError(
-      f"--workdir={workdir} is a URL, which --mode=export alone writes: give a folder of a file"
-      f" system that all hosts share, such as {SHARED}/runs/{pathlib.PurePath(workdir).name}"
+      f"--workdir={workdir} is a URL, which --mode=export alone writes: give gs://BUCKET/FOLDER, or"
+      " a folder of a file system that all hosts share, such as"
+      f" {SHARED}/runs/{pathlib.PurePath(workdir).name}"
     )
   if "://" not in workdir and on_hosts and not pathlib.PurePath(workdir).is_absolute():
     raise LaunchError(

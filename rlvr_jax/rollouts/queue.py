@@ -97,9 +97,7 @@ class RolloutQueue:
 
   def remove_used(self, *, before: int) -> None:
     """Removes batches with a number below `before` from the store."""
-    for number in self.store.numbers():
-      if number < before:
-        self.store.remove(number)
+    self.store.remove(*(number for number in self.store.numbers() if number < before))
 
   def oldest_version(self) -> int | None:
     """The lowest version of the pending batches; None without pending batches."""

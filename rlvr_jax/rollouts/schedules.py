@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlvr_jax.files import local_path
 from rlvr_jax.ops.checks import check_integer
 from rlvr_jax.rollouts.store import RolloutStore
+from rlvr_jax.storage import place
 
 __all__ = [
   "on_policy",
@@ -226,7 +226,7 @@ def sampled_lag(seed: int, batch: int, max_lag: int) -> int:
 def recorded_versions(workdir: str, num_batches: int) -> list[int]:
   """The versions of a run's batches 0 … num_batches − 1, including deleted batches."""
   store = RolloutStore(
-    local_path("simulated_asynchronous: recorded", workdir) / "rollouts", writable=False
+    place("simulated_asynchronous: recorded", workdir) / "rollouts", writable=False
   )
   infos = []
   for number in range(num_batches):

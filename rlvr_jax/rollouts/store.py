@@ -4,6 +4,9 @@ A shard is written under a temporary name, synced to disk, read back and renamed
 appended to index.jsonl. So a kill loses at most the batch being written, and a concurrent reader
 sees complete batches only. Nothing that was written is ever overwritten.
 
+In a bucket a shard is read back before it is put, and there as soon as it is written. The index is
+in the run's staging folder, and in the bucket up to the last checkpoint.
+
 A shard is NUMBER.array_record, see `shards`. Index line: {"crc32", "content": {"format", "number",
 "state", "file", "bytes", "crc32", "info"}}; the last line of a batch counts. A damaged line loses
 nothing, since the shards have the same information.
@@ -14,22 +17,22 @@ from __future__ import annotations
 import copy
 import errno
 import fcntl
-import itertools
 import os
 import pathlib
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
 
+from rlvr_jax.bucket import UnreachableError
 from rlvr_jax.files import (
   TEMPORARY,
+  DiskFullError,
   JsonLines,
   disk_full,
   file_crc32,
-  replacing_path,
   reporting_full_disk,
   shortage,
   sync_folder,
@@ -44,6 +47,7 @@ from rlvr_jax.rollouts.shards import (
   with_checksum,
   write_shard,
 )
+from rlvr_jax.storage import LocalTail, Workdir, files_in, in_bucket, place, tail_of
 
 INDEX = "index.jsonl"
 TORN_FOLDER = "torn"
@@ -60,28 +64,40 @@ class RolloutStore:
   """Batches of rollouts by number, in a folder; safe to use from several threads.
 
   One process at a time may open it for writing; any number may read concurrently.
+
+  Attributes:
+    directory: of the store.
+    local: the same folder if it is on a disk; for a bucket, of this name in the staging folder.
   """
 
-  def __init__(self, directory: str | os.PathLike[str], *, writable: bool):
+  def __init__(
+    self, directory: str | os.PathLike[str], *, writable: bool, workdir: Workdir | None = None
+  ):
     """Opens `directory`.
 
     Args:
-      directory: has the store and nothing else.
+      directory: has the store and nothing else; a folder, or gs://BUCKET/FOLDER.
       writable: whether to create the folder if needed and repair what a killed writer left: remove
         temporary files and a torn last line of the index, add intact shards that the index lacks,
         and move corrupted ones into the folder `torn`.
+      workdir: of the run whose store it is; a writable one in a bucket needs it.
     Raises:
       StoreError: not a store, of another format, or opened for writing by another process.
     """
-    self.directory, self._writable = pathlib.Path(directory), writable
+    self.directory, self._writable = place("the folder of rollouts", directory), writable
+    self.local = workdir.local / self.directory.name if workdir else self.directory
+    self._workdir = workdir
+    self._files = files_in(self.directory, workdir)
+    # A reader of a bucket has shards that the index does not list yet.
+    self._runs_ahead = in_bucket(self.directory) and not writable
+    self._tail = tail_of((self.local if writable else self.directory) / INDEX)
     self._entries: dict[int, dict[str, Any]] = {}  # the last line of each batch
-    self._read_bytes = 0  # of the index
     self._reading, self._writing = threading.RLock(), threading.RLock()
     self._index: JsonLines | None = None
-    with reporting_full_disk(self.directory):
-      if writable and not self.directory.exists():
-        self.directory.mkdir(parents=True)
-        sync_folder(self.directory.parent)
+    with reporting_full_disk(self.local):
+      if writable and not self.local.exists():
+        self.local.mkdir(parents=True)
+        sync_folder(self.local.parent)
       self._check_is_store(writable)
       if writable:
         self._index = self._claim()
@@ -102,15 +118,15 @@ class RolloutStore:
     header = header_of(number, arrays, info)
     with self._writing:
       index, path = self._writer(), self._path(number)
-      if number in self.numbers() or path.exists():
+      if number in self.numbers() or self._files.exists(path.name):
         raise ValueError(
           f"batch {number} is in {self.directory} already and is not overwritten; `set_aside` it"
           " first"
         )
       need = sum(array.nbytes for array in arrays.values()) + _SPARE_BYTES
-      if lacking := shortage(self.directory, need):
+      if lacking := shortage(self.local, need):
         raise disk_full(path, lacking)
-      with replacing_path(path) as temporary:
+      with self._files.writing(path.name) as temporary:
         write_shard(temporary, header, arrays)
         entry = entry_of(temporary, number)  # finds failures that the library did not report
         if entry is None:
@@ -124,18 +140,18 @@ class RolloutStore:
       TornShardError: the batch is missing or not as it was written.
     """
     entry = self._stored(number)
-    path = self.directory / entry["file"]
     try:
-      size, checksum = path.stat().st_size, file_crc32(path)
-      if size != entry["bytes"]:
-        raise ValueError(f"it has {size} bytes and was written with {entry['bytes']}")
-      if checksum != entry["crc32"]:
-        raise ValueError(f"its bytes have checksum {checksum}, written with {entry['crc32']}")
-      header, arrays = read_shard(path, number)
-    except StoreError:
+      with self._files.reading(entry["file"]) as path:
+        size, checksum = path.stat().st_size, file_crc32(path)
+        if size != entry.get("bytes", size):
+          raise ValueError(f"it has {size} bytes and was written with {entry['bytes']}")
+        if checksum != entry.get("crc32", checksum):
+          raise ValueError(f"its bytes have checksum {checksum}, written with {entry['crc32']}")
+        header, arrays = read_shard(path, number)
+    except (StoreError, UnreachableError, DiskFullError):
       raise
     except Exception as error:
-      raise _torn(path, number, str(error)) from error
+      raise _torn(self.directory / entry["file"], number, str(error)) from error
     return arrays, header["info"]
 
   def is_intact(self, number: int) -> bool:
@@ -168,6 +184,8 @@ class RolloutStore:
     self._refresh()
     if number not in self._entries:
       raise KeyError(f"batch {number} was never written to {self.directory}")
+    if "info" not in self._entries[number]:
+      self._entries[number] = self._entry_of(number) or self._entries[number] | {"info": {}}
     entry = copy.deepcopy(self._entries[number])
     gone = {} if entry["state"] == "stored" else {"removed": True}
     return entry["info"] | {"bytes": entry["bytes"]} | gone
@@ -181,22 +199,23 @@ class RolloutStore:
     with self._writing:
       self._writer()
       moved = self._move_away(self._path(number))
-      self._retire(number, "set aside")
+      self._retire([number], "set aside")
     return moved
 
-  def remove(self, number: int) -> None:
-    """Deletes a batch's shard; `info` still returns its info.
+  def remove(self, *numbers: int) -> None:
+    """Deletes the shards of batches; `info` still returns their info.
 
     Raises:
-      KeyError: the store does not have the batch.
+      KeyError: the store does not have one of them.
     """
     with self._writing:
       self._writer()
-      if number not in self.numbers():
-        raise KeyError(f"batch {number} is not in {self.directory}")
+      if missing := set(numbers).difference(self.numbers()):
+        raise KeyError(f"batch {min(missing)} is not in {self.directory}")
       # The line first: a kill in between leaves a file to delete, not a missing batch.
-      self._retire(number, "removed")
-      self._path(number).unlink(missing_ok=True)
+      self._retire(numbers, "removed")
+      for number in numbers:
+        self._files.delete(self._path(number).name)
 
   def close(self) -> None:
     """Ends writing, so that another process may open the store for writing. Reading still works."""
@@ -216,33 +235,43 @@ class RolloutStore:
 
   def _shards(self) -> dict[int, pathlib.Path]:
     """The files whose names are those of shards, by number."""
-    found = ((_SHARD.fullmatch(path.name), path) for path in sorted(self.directory.iterdir()))
-    return {int(match[1]): path for match, path in found if match}
+    found = (_SHARD.fullmatch(name) for name in self._files.names())
+    return {int(match[1]): self.directory / match[0] for match in found if match}
+
+  def _entry_of(self, number: int) -> dict[str, Any] | None:
+    """The index entry of a batch, made from its shard; None if the shard is corrupted."""
+    with self._files.reading(self._path(number).name) as path:
+      return entry_of(path, number)
 
   # --- opening --------------------------------------------------------------------------------
 
   def _check_is_store(self, writable: bool) -> None:
     """Raises StoreError unless the folder is a store, or empty and about to become one."""
-    folder, index = self.directory, self.directory / INDEX
+    if self._runs_ahead and self._workdir is not None:
+      return  # the run's first process has opened it, and may not have written anything
+    folder = self.local if writable else self.directory
     if not folder.is_dir():
       what = "is a file" if folder.exists() else "does not exist"
-      raise StoreError(f"{folder} {what}; give the folder of a store, WORKDIR/rollouts of a run")
-    if index.exists():
+      raise StoreError(
+        f"{self.directory} {what}; give the folder of a store, WORKDIR/rollouts of a run"
+      )
+    names = {name.removesuffix(TEMPORARY) for name in self._files.names()}
+    indexed = (folder / INDEX).exists()
+    if indexed:
       self._refresh()
-      ours = not index.stat().st_size or self._entries or self._shards()
+      ours = self._tail.is_empty() or self._entries or self._shards()
     else:
-      names = {path.name.removesuffix(TEMPORARY) for path in folder.iterdir()}
-      names -= {TORN_FOLDER, GROUPS_FOLDER}
-      ours = writable and all(_SHARD.fullmatch(name) for name in names)
+      shards = all(_SHARD.fullmatch(name) for name in names - {TORN_FOLDER, GROUPS_FOLDER})
+      ours = shards and (writable or self._runs_ahead)
     if not ours:
       raise StoreError(
-        f"{folder} is not a rollout store ({INDEX} "
-        f"{'has other contents' if index.exists() else 'is missing'}). Choose another folder."
+        f"{self.directory} is not a rollout store ({INDEX} "
+        f"{'has other contents' if indexed else 'is missing'}). Choose another folder."
       )
 
   def _claim(self) -> JsonLines:
     """The index, opened for appending and locked until the process ends or closes it."""
-    index = JsonLines(self.directory / INDEX, fsync=True)
+    index = JsonLines(self.local / INDEX, fsync=True)
     try:
       fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -251,18 +280,19 @@ class RolloutStore:
         f"another process writes to {self.directory}. Wait for it, stop it, or choose another "
         "folder."
       ) from None
-    sync_folder(self.directory)
+    sync_folder(self.local)
     return index
 
   def _repair(self) -> None:
     self._refresh()  # first, since it rejects a store of another format
-    for path in self.directory.glob("*" + TEMPORARY):
+    for path in self.local.glob("*" + TEMPORARY):
       path.unlink()
-    os.truncate(self.directory / INDEX, self._read_bytes)
+    assert isinstance(self._tail, LocalTail)  # that of a writer
+    os.truncate(self.local / INDEX, self._tail.size)
     for number, path in self._unlisted().items():
       if self._state(number) == "removed":
-        path.unlink()
-      elif entry := entry_of(path, number):
+        self._files.delete(path.name)
+      elif entry := self._entry_of(number):
         self._writer().append([with_checksum(entry)])
       else:
         self._move_away(path)
@@ -272,16 +302,16 @@ class RolloutStore:
   def _refresh(self) -> None:
     """Reads the lines appended to the index since the last call."""
     with self._reading:
-      with open(self.directory / INDEX, "rb") as file:
-        file.seek(self._read_bytes)
-        data = file.read()
-      data = data[: data.rfind(b"\n") + 1]  # the rest is being written, or torn
-      self._read_bytes += len(data)
-      entries = [checked_content(line, self.directory) for line in data.splitlines()]
+      lines = self._tail.new().splitlines()
+      entries = [checked_content(line, self.directory) for line in lines]
       self._entries.update((entry["number"], entry) for entry in entries if entry is not None)
-      if None in entries and not self._writable:  # a writer lists them when it opens the store
+      if self._runs_ahead:
         for number, path in self._unlisted().items():
-          if self._state(number) != "removed" and (found := entry_of(path, number)):
+          if self._state(number) != "removed":  # the rest of its entry is read when it is asked for
+            self._entries[number] = {"number": number, "state": "stored", "file": path.name}
+      elif None in entries and not self._writable:  # a writer lists them when it opens the store
+        for number in self._unlisted():
+          if self._state(number) != "removed" and (found := self._entry_of(number)):
             self._entries[number] = found
 
   def _state(self, number: int) -> str:
@@ -297,10 +327,13 @@ class RolloutStore:
       raise _torn(self._path(number), number, f"the index says it is {state}")
     return self._entries[number]
 
-  def _retire(self, number: int, state: str) -> None:
-    """Appends a line with the batch's new state; does nothing if the batch is not listed."""
-    if number in self.numbers():
-      self._writer().append([with_checksum(self._entries[number] | {"state": state})])
+  def _retire(self, numbers: Sequence[int], state: str) -> None:
+    """Appends lines with the new state of batches, without those that are not listed."""
+    listed = set(self.numbers()).intersection(numbers)
+    if retired := [self._entries[number] | {"state": state} for number in sorted(listed)]:
+      self._writer().append(map(with_checksum, retired))
+      if self._workdir is not None:
+        self._workdir.publish(f"{self.directory.name}/{INDEX}")
 
   def _writer(self) -> JsonLines:
     if self._index is None:
@@ -309,15 +342,7 @@ class RolloutStore:
 
   def _move_away(self, path: pathlib.Path) -> pathlib.Path | None:
     """Moves a shard into the folder `torn`, under an unused name."""
-    if not path.exists():
-      return None
-    folder = self.directory / TORN_FOLDER
-    folder.mkdir(exist_ok=True)
-    names = (folder / f"{path.name}.{k}" for k in itertools.count())
-    target = path.rename(next(name for name in names if not name.exists()))
-    sync_folder(folder)
-    sync_folder(self.directory)
-    return target
+    return self._files.move(path.name, TORN_FOLDER) if self._files.exists(path.name) else None
 
 
 def _torn(path: pathlib.Path, number: int, what: str) -> TornShardError:

@@ -14,7 +14,6 @@ import ml_collections
 from jax.sharding import Mesh
 
 from rlvr_jax.data import Tokenizer
-from rlvr_jax.files import local_path
 from rlvr_jax.models import quantized
 from rlvr_jax.models.functional import Model, transformer
 from rlvr_jax.models.linear import merged
@@ -25,8 +24,9 @@ from rlvr_jax.rollouts.recorded import RecordedGroups
 from rlvr_jax.rollouts.scheduler import Engine
 from rlvr_jax.rollouts.store import StoreError
 from rlvr_jax.sampling import sampling_of
+from rlvr_jax.storage import place
 from rlvr_jax.train import sharding
-from rlvr_jax.train.checkpoint_files import read_params
+from rlvr_jax.train.checkpoint_files import read_params, saved_steps
 from rlvr_jax.types import Array, Params, Prompts, Sampling
 
 RECORDED = ("sampled", "raw")
@@ -186,7 +186,7 @@ def recorded_groups(
     raise ValueError("config.sources.recorded.store is empty; set it to WORKDIR/rollouts of a run")
   try:
     groups = RecordedGroups(
-      local_path("config.sources.recorded.store", store),
+      place("config.sources.recorded.store", store),
       numbers=numbers,
       tokenizer=config.tokenizer,
       pad_token=tokenizer.pad_id,
@@ -218,7 +218,7 @@ def other_policy(
     ValueError: no run in that folder, no checkpoint of that step, or another tokenizer.
   """
   settings = config.sources.checkpoint
-  workdir = local_path("config.sources.checkpoint.workdir", settings.workdir)
+  workdir = place("config.sources.checkpoint.workdir", settings.workdir)
   try:
     theirs = json.loads((workdir / "config.json").read_text())
     model_config = model_settings(theirs["model"])
@@ -235,7 +235,7 @@ def other_policy(
       " same"
     )
   check_integer("config.sources.checkpoint", "step", settings.step, low=-1)
-  steps = sorted(int(p.name) for p in (workdir / "checkpoints").glob("*") if p.name.isdigit())
+  steps = saved_steps(workdir / "checkpoints")
   if step is None and steps:
     step = steps[-1] if settings.step == -1 else settings.step
   if step not in steps:

@@ -1,7 +1,8 @@
 """Saving, keeping and restoring checkpoints, robust to kills, corrupted files and full disks.
 
 Orbax writes into a temporary directory and renames it at the end, so that a step directory is
-complete or absent; the checksums of `checkpoint_files` detect later damage.
+complete or absent; in a bucket it is complete if it has a last object, `COMMITTED`. The checksums
+of `checkpoint_files` detect later damage.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import pathlib
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,11 +18,15 @@ import jax
 import orbax.checkpoint as ocp
 
 from rlvr_jax.files import DiskFullError, is_disk_full, shortage
+from rlvr_jax.storage import Workdir, absolute, bucket_of, place
+from rlvr_jax.train import multihost
 from rlvr_jax.train.checkpoint_files import (
+  COMMITTED,
   CheckpointError,
   items_to_save,
   read_manifest,
   read_state,
+  saved_steps,
   short,
   silence_orbax,
 )
@@ -43,20 +47,25 @@ class Restored(NamedTuple):
 class Checkpointer:
   """Asynchronous, atomic checkpoints of a training run; keeps the latest ones and the best one."""
 
-  def __init__(self, directory: str | os.PathLike[str], *, keep: int = 2):
+  def __init__(
+    self, directory: str | os.PathLike[str], *, keep: int = 2, workdir: Workdir | None = None
+  ):
     """Opens or creates `directory`, and removes what a killed save left behind.
 
     Args:
-      directory: has one directory per saved step, and nothing else.
+      directory: has one directory per saved step, and nothing else; may be in a bucket.
       keep: number of latest checkpoints to keep, ≥ 1; the one with the highest `metric`, and one
         that `save` chooses, are kept too.
+      workdir: of the run, whose claim is checked before objects of a bucket are removed.
     """
     if keep < 1:
       raise ValueError(f"keep = {keep}: at least one checkpoint must be kept; set keep >= 1.")
     silence_orbax()
-    self.directory = pathlib.Path(directory).absolute()
-    _remove_leftovers(self.directory)
-    self._policy = _Preservation(keep, _read_scores(self.directory))
+    self.directory = absolute(place("the folder of checkpoints", directory))
+    self._bucket = bucket_of(self.directory, workdir)
+    self._remove_leftovers()
+    self._policy = _Preservation(keep, self._read_scores(), by_orbax=self._bucket is None)
+    self._removed: set[int] = set()  # steps that orbax does not know are gone
     self._manager = ocp.CheckpointManager(
       self.directory,
       options=ocp.CheckpointManagerOptions(
@@ -74,7 +83,7 @@ class Checkpointer:
 
   def steps(self) -> list[int]:
     """The saved steps, ascending."""
-    return sorted(self._manager.all_steps())
+    return sorted(set(self._manager.all_steps()) - self._removed)
 
   def save(
     self,
@@ -108,7 +117,7 @@ class Checkpointer:
     """
     self.wait()
     self._policy.scores[step] = metric  # of a saved step, too: it may be evaluated after a resume
-    if step in self._manager.all_steps():
+    if step in self.steps():
       return False
     values, manifest = items_to_save(step, state, host=host, arrays=arrays, metric=metric)
     self._check_space(values)
@@ -158,16 +167,25 @@ class Checkpointer:
   def discard_after(self, step: int) -> None:
     """Removes the checkpoints later than `step`, the last one first."""
     with self._reporting_failures():
-      for later in [s for s in reversed(self.steps()) if s > step]:
-        self._manager.delete(later)
-    _remove_leftovers(self.directory)
+      discarded = [later for later in reversed(self.steps()) if later > step]
+      if self._bucket is None:
+        for later in discarded:
+          self._manager.delete(later)
+      else:
+        multihost.on_first(lambda: self._remove_objects(discarded), None)
+        self._manager.reload()
+        self._removed.clear()
+    self._remove_leftovers()
 
   def wait(self) -> None:
     """Blocks until the current save is committed; raises its error."""
     with self._reporting_failures():
       self._manager.wait_until_finished()
       self._manager.check_for_errors()
-    _remove_leftovers(self.directory)
+      if self._bucket is not None:
+        kept = self._policy.kept(self.steps())
+        self._remove_objects([step for step in self.steps() if step not in kept])
+    self._remove_leftovers()
 
   def close(self) -> None:
     """`wait`, then ends the background threads."""
@@ -177,7 +195,46 @@ class Checkpointer:
       with self._reporting_failures():
         self._manager.close()
 
+  def _remove_leftovers(self) -> None:
+    """Removes old checkpoints and what killed saves left; call it while nothing is being saved.
+
+    Orbax has an option for the latter, but does it in the background without a way to wait for it.
+    """
+    if jax.process_index() != 0:
+      return
+    if self._bucket is not None:
+      names = self._bucket.names()
+      complete = {name.partition("/")[0] for name in names if _is_commit(name)}
+      self._bucket.delete_all(n for n in names if n.partition("/")[0] not in complete)
+      return
+    for path in [self.directory / _REMOVED, *self.directory.glob("*.orbax-checkpoint-tmp*")]:
+      with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(path)
+
+  def _remove_objects(self, steps: Sequence[int]) -> None:
+    """Removes checkpoints from a bucket.
+
+    Orbax would remove their objects in any order, and a kill leave a damaged checkpoint that looks
+    complete. Here the object that makes it complete is the first.
+    """
+    self._removed.update(steps)
+    if self._bucket is None or jax.process_index() != 0:
+      return
+    for step in steps:
+      self._bucket.delete(f"{step}/{COMMITTED}")
+      self._bucket.delete_all(self._bucket.names(f"{step}/"))
+
+  def _read_scores(self) -> dict[int, float | None]:
+    """The metric of each saved step; one that cannot be read is left out (`restore` says why)."""
+    scores: dict[int, float | None] = {}
+    for step in saved_steps(self.directory):
+      with contextlib.suppress(Exception):
+        scores[step] = read_manifest(self.directory / str(step))["metric"]
+    return scores
+
   def _check_space(self, values: Mapping[str, Any]) -> None:
+    if self._bucket is not None:
+      return
     need = sum(x.nbytes for x in values.values()) + _SPARE_BYTES
     if what := shortage(self.directory, need):
       raise DiskFullError(errno.ENOSPC, self._full_message(what))
@@ -194,7 +251,7 @@ class Checkpointer:
       raise CheckpointError(f"saving to {self.directory} failed: {short(error)}") from error
 
   def _full_message(self, what: str) -> str:
-    complete = _step_directories(self.directory)
+    complete = saved_steps(self.directory)
     then = f"resumes from step {max(complete)}" if complete else "starts from the beginning"
     return (
       f"no space for a checkpoint in {self.directory}: {what}. Earlier checkpoints are untouched. "
@@ -208,8 +265,9 @@ class _Preservation(ocp.checkpoint_managers.PreservationPolicy):
   Of steps with equal scores, the earliest is kept.
   """
 
-  def __init__(self, keep: int, scores: dict[int, float | None]):
-    self.keep, self.scores = keep, scores
+  def __init__(self, keep: int, scores: dict[int, float | None], *, by_orbax: bool):
+    """`by_orbax`: whether orbax removes the others; see `Checkpointer._remove_objects`."""
+    self.keep, self.scores, self.by_orbax = keep, scores, by_orbax
     self.keep_at_or_before: int | None = None  # of the last save; nothing is removed without one
 
   def best(self, steps: Sequence[int]) -> int | None:
@@ -220,31 +278,16 @@ class _Preservation(ocp.checkpoint_managers.PreservationPolicy):
   def should_preserve(self, checkpoints, *, context) -> list[bool]:
     del context
     steps = [info.step for info in checkpoints]
+    kept = self.kept(steps) if self.by_orbax else steps
+    return [step in kept for step in steps]
+
+  def kept(self, steps: Sequence[int]) -> set[int | None]:
+    """Those of the saved steps that are kept."""
     kept = {*sorted(steps)[-self.keep :], self.best(steps)}
     if self.keep_at_or_before is not None:
       kept.add(max((step for step in steps if step <= self.keep_at_or_before), default=None))
-    return [step in kept for step in steps]
+    return kept
 
 
-def _step_directories(directory: pathlib.Path) -> list[int]:
-  return [int(p.name) for p in directory.glob("*") if p.name.isdigit()]
-
-
-def _remove_leftovers(directory: pathlib.Path) -> None:
-  """Removes old checkpoints and what killed saves left; call it while nothing is being saved.
-
-  Orbax has an option for the latter, but does it in the background without a way to wait for it.
-  """
-  if jax.process_index() == 0:
-    for path in [directory / _REMOVED, *directory.glob("*.orbax-checkpoint-tmp*")]:
-      with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(path)
-
-
-def _read_scores(directory: pathlib.Path) -> dict[int, float | None]:
-  """The metric of each saved step; a step that cannot be read is left out (`restore` says why)."""
-  scores: dict[int, float | None] = {}
-  for step in _step_directories(directory):
-    with contextlib.suppress(Exception):
-      scores[step] = read_manifest(directory / str(step))["metric"]
-  return scores
+def _is_commit(name: str) -> bool:
+  return name.partition("/")[2] == COMMITTED

@@ -20,11 +20,17 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from rlvr_jax.bucket import UnreachableError
 from rlvr_jax.files import json_crc32
+from rlvr_jax.storage import absolute, in_bucket
 from rlvr_jax.train.checksums import device_checksums, host_checksum
 from rlvr_jax.types import Params
 
 MARKER = "rlvr_jax checkpoint 1"
+COMMITTED = "commit_success.txt"  # orbax writes it last
+# What tensorstore and gcsfs say of a bucket that does not answer, or refuses.
+_UNREACHABLE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "UNAUTHENTICATED")
+_UNREACHABLE += ("Forbidden", "Cannot connect")
 
 
 class CheckpointError(RuntimeError):
@@ -37,6 +43,14 @@ class TornCheckpointError(CheckpointError):
 
 class ForeignCheckpointError(CheckpointError):
   """The checkpoint is of another program, or of a state with another structure."""
+
+
+def saved_steps(directory: pathlib.Path) -> list[int]:
+  """The steps that have a checkpoint in `directory`, of `storage.place`, ascending."""
+  found = [path for path in directory.glob("*") if path.name.isdigit()]
+  if in_bucket(directory):  # where a killed save leaves a directory of this name
+    found = [path for path in found if (path / COMMITTED).exists()]
+  return sorted(int(path.name) for path in found)
 
 
 def items_to_save(
@@ -104,7 +118,7 @@ def read_field(field: str, directory: pathlib.Path, abstract: Any) -> Any:
     ForeignCheckpointError: of another program, or a field with another structure.
   """
   silence_orbax()
-  directory = directory.absolute()
+  directory = absolute(directory)
   leaves = _named_leaves(abstract)
   with _reporting_damage(directory, "Choose another step or run."):
     saved = read_manifest(directory)["leaves"]
@@ -121,12 +135,17 @@ def read_field(field: str, directory: pathlib.Path, abstract: Any) -> Any:
 
 @contextlib.contextmanager
 def _reporting_damage(directory: pathlib.Path, remedy: str) -> Iterator[None]:
-  """Converts any error of reading into TornCheckpointError."""
+  """Converts errors of reading into TornCheckpointError, but for a bucket that does not answer."""
   try:
     yield
   except ForeignCheckpointError:
     raise
   except Exception as error:
+    if in_bucket(directory) and any(status in str(error) for status in _UNREACHABLE):
+      raise UnreachableError(
+        f"the checkpoint {directory} cannot be read: {short(error)}. Check the network and the"
+        " account's role (roles/storage.objectUser), then rerun the same command"
+      ) from error
     raise TornCheckpointError(
       f"the checkpoint {directory} is damaged: {short(error)}. {remedy}"
     ) from error

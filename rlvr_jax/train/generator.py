@@ -104,7 +104,7 @@ class Generator:
     self.clock = DeviceClock()
     self.on_dispatch: Callable[[], None] = lambda: None
     self.last: int | None = None
-    self.journal = GroupJournal(store.directory / GROUPS_FOLDER)
+    self.journal = GroupJournal(store.local / GROUPS_FOLDER)
     self.streams = Streams(self.live, collector, self.journal)
 
   def state(self) -> dict[str, Any]:

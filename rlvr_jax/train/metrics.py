@@ -8,7 +8,7 @@ import pathlib
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -57,6 +57,7 @@ class MetricWriter:
     resume_step: int | None,
     written: Mapping[str, Sequence[str]] | None = None,
     trackers: Sequence[Any] = (),
+    publish: Callable[[], None] = lambda: None,
   ):
     """Opens the files of `workdir`.
 
@@ -66,6 +67,7 @@ class MetricWriter:
       written: what `written` returned when the checkpoint, or the warm start of a new run, was
         saved. If None, a new run drops every record, and a resumed run keeps records as they are.
       trackers: of `train.trackers`; they get a copy of every number.
+      publish: puts the files where they stay; called when a checkpoint will name their records.
     """
     self.workdir = pathlib.Path(workdir)
     self.workdir.mkdir(parents=True, exist_ok=True)
@@ -84,7 +86,7 @@ class MetricWriter:
 
     self._metrics, self._rollouts = opened(METRICS_FILE), opened(ROLLOUTS_FILE)
     self._boards: dict[str, _Board] = {}
-    self._trackers = trackers
+    self._trackers, self._publish = trackers, publish
 
   def write(self, step: int, phase: str, values: Mapping[str, Any]) -> None:
     """Writes and flushes one record {"step", "phase", values…}; numbers also go to TensorBoard.
@@ -131,6 +133,7 @@ class MetricWriter:
     files = {METRICS_FILE: self._metrics, ROLLOUTS_FILE: self._rollouts}
     for records in files.values():
       records.sync()
+    self._publish()
     return {name: until(records.names, step) for name, records in files.items()}
 
   def close(self) -> None:

@@ -15,14 +15,19 @@ import ml_collections
 import optax
 
 from rlvr_jax.data import encode_demonstrations, problem_batches
-from rlvr_jax.files import local_path
 from rlvr_jax.models.huggingface import load_params
 from rlvr_jax.models.presets import given_overrides
 from rlvr_jax.ops.keys import key_for
+from rlvr_jax.storage import place
 from rlvr_jax.train import sharding
 from rlvr_jax.train.adapters import first_adapters
 from rlvr_jax.train.build import Parts, warm_start_optimizer
-from rlvr_jax.train.checkpoint_files import CheckpointError, read_field, read_params
+from rlvr_jax.train.checkpoint_files import (
+  CheckpointError,
+  read_field,
+  read_params,
+  saved_steps,
+)
 from rlvr_jax.train.step import initial_state
 from rlvr_jax.types import Array, Params, Prompts, TrainState
 
@@ -138,11 +143,11 @@ def checkpoint_folder(checkpoint: str, *, field: str = "--checkpoint") -> Path:
   Raises:
     ValueError: there is no checkpoint, or the path is not local.
   """
-  folder = local_path(field, checkpoint)
+  folder = place(field, checkpoint)
   of_run = folder if folder.name == "checkpoints" else folder / "checkpoints"
   if of_run.is_dir():
-    steps = [path for path in of_run.glob("*") if path.name.isdigit()]
-    folder = max(steps, key=lambda path: int(path.name), default=of_run)
+    steps = saved_steps(of_run)
+    folder = of_run / str(steps[-1]) if steps else of_run
   if not folder.name.isdigit() or not folder.is_dir():
     raise ValueError(
       f"{field}={checkpoint} has no checkpoint; give the --workdir of a run, or one of its"

@@ -25,7 +25,9 @@ _COUNTERS = (  # label, prefix of the keys, format
 Record = dict[str, Any]
 
 
-def write_report(workdir: str | os.PathLike[str]) -> str:
+def write_report(
+  workdir: str | os.PathLike[str], kept: str | os.PathLike[str] | None = None
+) -> str:
   """Plots `learning_curves.png` and returns the final table, from the workdir's metrics.jsonl.
 
   Without matplotlib (extra `plot`) there is no plot, and the text says so.
@@ -34,18 +36,19 @@ def write_report(workdir: str | os.PathLike[str]) -> str:
     FileNotFoundError: if the workdir has no metrics.jsonl.
   """
   workdir = pathlib.Path(workdir)
+  kept = workdir if kept is None else kept
   records = list(read_metrics(workdir))
   train = [record for record in records if record["phase"] == "train"]
   held_out = [record for record in records if record["phase"] == "eval"]
   lines = [*_table(train, held_out), ""]
   try:
     _plot_curves(train, held_out, workdir / CURVES_FILE)
-    lines.append(f"learning curves  {workdir / CURVES_FILE}")
+    lines.append(f"learning curves  {kept}/{CURVES_FILE}")
   except ImportError:
     lines.append('learning curves  not plotted, matplotlib is missing: pip install -e ".[plot]"')
-  lines.append(f"every metric     {workdir / METRICS_FILE}")
-  lines.append(f"rollouts         {workdir / ROLLOUTS_FILE}")
-  lines.append(f"TensorBoard      {workdir / TENSORBOARD_FOLDER}")
+  lines.append(f"every metric     {kept}/{METRICS_FILE}")
+  lines.append(f"rollouts         {kept}/{ROLLOUTS_FILE}")
+  lines.append(f"TensorBoard      {kept}/{TENSORBOARD_FOLDER}")
   return "\n".join(lines)
 
 

@@ -36,7 +36,8 @@ def as_begun(parts: Parts, workdir: Path) -> Parts:
         file.write(json.dumps(pins).encode())
 
   multihost.on_first(write, None)
-  pinned = json.loads(path.read_text())
+  read = lambda: json.loads(path.read_text())
+  pinned = multihost.exchange(multihost.on_first(read, None))[0]  # only the first may have the file
   if pinned == pins:
     return parts
   try:

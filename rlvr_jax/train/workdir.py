@@ -10,6 +10,9 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from rlvr_jax.files import replacing
+from rlvr_jax.storage import Workdir, in_bucket
+from rlvr_jax.train import claim
+from rlvr_jax.train.claim import BucketClaim, WorkdirError
 
 _EARLIER = (
   "That run is of an earlier version, which had components as name and kwargs; this version cannot"
@@ -19,15 +22,8 @@ _EARLIER = (
 _OF_A_RUN = ("checkpoints", "rollouts", "metrics.jsonl", "problems.jsonl")
 
 
-class WorkdirError(RuntimeError):
-  """The workdir belongs to another configuration or to a running process."""
-
-
 class WorkdirLock:
-  """Locks a workdir until `close`; the kernel frees the lock when the process ends.
-
-  Create the lock in one process per run (on several hosts: the first) and keep it until the end.
-  """
+  """Locks a workdir until `close`; the kernel frees the lock when the process ends."""
 
   def __init__(self, workdir: str | os.PathLike[str]):
     """Raises WorkdirError if another process has the lock."""
@@ -53,6 +49,18 @@ class WorkdirLock:
   def close(self) -> None:
     """Frees the lock."""
     self._file.close()
+
+
+def claimed(workdir: Workdir) -> WorkdirLock | BucketClaim:
+  """Claims a workdir until `close`; raises WorkdirError if another process has it.
+
+  Call it in one process per run (on several hosts: the first).
+  """
+  if not in_bucket(workdir.kept):
+    return WorkdirLock(workdir.kept)
+  owner = BucketClaim(workdir.bucket(), beat_s=claim.BEAT_S, limit_s=claim.LIMIT_S)
+  workdir.guard = owner.check
+  return owner
 
 
 def check_config(

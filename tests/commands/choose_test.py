@@ -1,4 +1,4 @@
-"""Paths that must be local: a URL is refused before anything is built, compiled or written."""
+"""URLs that a run cannot use are refused before anything is built, compiled or written."""
 
 import os
 import pathlib
@@ -11,10 +11,10 @@ from rlvr_jax.files import local_path
 from rlvr_jax.rollouts import schedules
 from rlvr_jax.train.build import build
 
-URL = "gs://bucket/run"
+URL = "s3://bucket/run"
 
 
-@pytest.mark.parametrize("path", [URL, "s3://b", "file:///tmp/run", pathlib.Path(URL), "gs:/b"])
+@pytest.mark.parametrize("path", [URL, "gs://b", "file:///tmp/run", pathlib.Path(URL), "gs:/b"])
 def test_urls_are_no_local_paths(path):
   with pytest.raises(ValueError, match=r"--workdir = '\w+:/.*' is a URL, .* that all hosts mount"):
     local_path("--workdir", path)
@@ -33,11 +33,14 @@ def test_local_paths_stay_as_they_are(path):
     ("eval", URL, None, "--workdir"),
     ("eval", "runs/x", URL, "--checkpoint"),
     ("export", URL, URL, "--checkpoint"),  # its workdir may be remote
+    ("train", "gs://bucket", None, "--workdir"),  # a bucket has many runs
   ],
 )
 def test_flags(mode, workdir, checkpoint, owner, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  with pytest.raises(ValueError, match=rf"{owner} = '{URL}' is a URL"):
+  with pytest.raises(
+    ValueError, match=rf"{owner} = '\w+://bucket.*' must be .* gs://BUCKET/FOLDER"
+  ):
     choose.prepared(mode, tiny.get_config(), workdir, checkpoint, None)
   assert os.listdir(tmp_path) == []
 
@@ -47,10 +50,10 @@ def test_flags(mode, workdir, checkpoint, owner, tmp_path, monkeypatch):
   dict(sources__recorded=dict(fraction=0.5, store=URL)),
 ])  # fmt: skip
 def test_fields(fields):
-  with pytest.raises(ValueError, match=rf"config\.sources\..* = '{URL}' is a URL"):
+  with pytest.raises(ValueError, match=rf"config\.sources\..* = '{URL}' must be a folder"):
     build(tiny.config(**fields))
 
 
 def test_a_schedule_that_replays_another_run():
-  with pytest.raises(ValueError, match=rf"recorded = '{URL}' is a URL"):
+  with pytest.raises(ValueError, match=rf"recorded = '{URL}' must be a folder"):
     schedules.simulated_asynchronous(recorded=URL, num_updates=2, seed=0)

@@ -113,8 +113,8 @@ def test_the_manifest_is_yaml_that_kubernetes_takes(launch):
     (f"tpu_vm start {PLACE} --type=v5p-32", ["--", PROGRAM[1], "--workdir=runs/a"], "is relative"),
     (
       f"tpu_vm start {PLACE} --type=v5p-32",
-      ["--", PROGRAM[1], "--workdir=gs://b/fade"],
-      "is a URL, which --mode=export alone writes: give a folder of a file system",
+      ["--", PROGRAM[1], "--workdir=s3://b/fade"],
+      "is a URL, which --mode=export alone writes: give gs://BUCKET/FOLDER, or a folder of a file",
     ),
     (f"tpu_vm start {PLACE} --type=v5p-32 --env=A", PROGRAM, "--env=A: write --env=NAME=VALUE"),
     (f"tpu_vm logs {PLACE}", PROGRAM, "takes no flags of the program"),

@@ -1,0 +1,167 @@
+"""Objects of a bucket of Google Cloud Storage, through gcsfs: written and read as a whole.
+
+What fsspec offers for all file systems has no conditions on generations, by which a bucket decides
+between writers; so requests of the JSON API are made here, with the session of gcsfs.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import fsspec
+
+SEGMENT = re.compile(r"(.+\.jsonl)/(\d{8,})")  # a segment of a file of lines
+AT_ONCE = 8  # requests
+# Listings that gcsfs would keep do not show what other hosts have written since.
+fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
+for _name in ("gcsfs", "fsspec"):  # they tell of every file that is read
+  logging.getLogger(_name).setLevel(logging.WARNING)
+
+
+class ChangedError(RuntimeError):
+  """An object has another generation than its writer expects: another process has written it."""
+
+
+class UnreachableError(OSError):
+  """The bucket does not answer, or refuses."""
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+  """Converts errors of gcsfs, which have no common class, into OSError."""
+  try:
+    yield
+  except FileNotFoundError:
+    raise
+  except Exception as error:
+    # gcsfs has either for status 412, by its version.
+    if isinstance(error, FileExistsError) or str(getattr(error, "code", "")) == "412":
+      raise ChangedError(f"{what} was changed by another process") from error
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    raise UnreachableError(
+      f"{what} cannot be reached: {text}. Check the bucket's name, the network and the account's"
+      " role (roles/storage.objectUser), then rerun the same command"
+    ) from error
+
+
+class Bucket:
+  """The objects under a folder of a bucket, each written and read as a whole.
+
+  Attributes:
+    guard: called before every write; raises if this process may not write any more.
+  """
+
+  def __init__(self, folder: str | os.PathLike[str]):
+    """Opens nothing yet; `folder`: of `place`."""
+    self.url = os.fspath(folder).rstrip("/")
+    self._bucket, _, self._prefix = self.url.removeprefix("gs://").partition("/")
+    self._system: Any = fsspec.filesystem("gcs")
+    self.guard: Callable[[], None] = lambda: None
+
+  def names(self, folder: str = "") -> list[str]:
+    """Names of the objects, sorted; those whose names begin with `folder`."""
+    found: list[str] = []
+    page: dict[str, Any] | None = None
+    prefix = f"{self._prefix}/"
+    with _explained(self.url):
+      while page is None or "nextPageToken" in page:
+        page = self._system.call(
+          *("GET", "b/{}/o", self._bucket),
+          prefix=prefix + folder,
+          fields="items(name),nextPageToken",
+          pageToken=(page or {}).get("nextPageToken"),
+          json_out=True,
+        )
+        found += [item["name"].removeprefix(prefix) for item in page.get("items", ())]
+    return sorted(found)
+
+  def exists(self, name: str) -> bool:
+    """Whether there is an object of this name."""
+    return name in self.names(name)
+
+  def read(self, name: str) -> bytes:
+    """An object's bytes; raises FileNotFoundError if there is none."""
+    return self.read_generation(name)[0]
+
+  def read_generation(self, name: str) -> tuple[bytes, int]:
+    """An object's bytes and generation; raises FileNotFoundError if there is none."""
+    with _explained(f"{self.url}/{name}"):
+      headers, data = self._system.call("GET", "b/{}/o/{}", *self._key(name), alt="media")
+    return data, int(headers["X-Goog-Generation"])
+
+  def put(self, name: str, data: bytes, *, generation: int | None = None) -> int:
+    """Writes an object, and compares its checksum with the one that the bucket computed.
+
+    Args:
+      name: of the object.
+      data: its bytes.
+      generation: the one that it must have; 0 if it must not exist; None for any.
+    Returns:
+      Its generation.
+    Raises:
+      ChangedError: it has another generation, and other bytes.
+    """
+    self.guard()
+    url, what = self._system.base.replace("/storage/", "/upload/storage/"), f"{self.url}/{name}"
+    digest = base64.b64encode(hashlib.md5(data).digest()).decode()
+    bucket, key = self._key(name)
+    try:
+      with _explained(what):
+        stored = self._system.call(
+          *("POST", f"{url}b/{bucket}/o"),
+          uploadType="media",
+          name=key,
+          ifGenerationMatch=generation,
+          headers={"Content-Type": "application/octet-stream"},
+          data=data,
+          json_out=True,
+        )
+    except ChangedError:
+      # After a lost answer gcsfs repeats the request, which then finds what it has written.
+      with _explained(what), contextlib.suppress(FileNotFoundError):
+        stored = self._system.call("GET", "b/{}/o/{}", bucket, key, json_out=True)
+        if stored["md5Hash"] == digest:
+          return int(stored["generation"])
+      raise
+    if stored["md5Hash"] != digest:
+      raise OSError(f"{what} arrived damaged in the bucket; check the network and rerun")
+    return int(stored["generation"])
+
+  def delete(self, name: str, *, generation: int | None = None) -> None:
+    """Removes an object; does nothing if there is none, or with another generation."""
+    self.guard()
+    what = f"{self.url}/{name}"
+    with contextlib.suppress(FileNotFoundError, ChangedError), _explained(what):
+      self._system.call("DELETE", "b/{}/o/{}", *self._key(name), ifGenerationMatch=generation)
+
+  def delete_all(self, names: Iterable[str]) -> None:
+    """Removes these objects, in any order."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+      list(pool.map(self.delete, names))
+
+  def segments(self, name: str, *, first: int = 0) -> list[tuple[int, bytes]]:
+    """(number, bytes) of the segments of a file of lines, in order, from number `first` on."""
+    matches = map(SEGMENT.fullmatch, self.names(f"{name}/"))
+    numbers = [int(match[2]) for match in matches if match and match[1] == name]
+    return self.read_segments(name, [number for number in numbers if number >= first])
+
+  def read_segments(self, name: str, numbers: Sequence[int]) -> list[tuple[int, bytes]]:
+    """(number, bytes) of these segments."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+      found = pool.map(lambda number: self.read(segment_name(name, number)), numbers)
+      return list(zip(numbers, found, strict=True))
+
+  def _key(self, name: str) -> tuple[str, str]:
+    return self._bucket, f"{self._prefix}/{name}"
+
+
+def segment_name(name: str, number: int) -> str:
+  return f"{name}/{number:08d}"
