@@ -116,7 +116,8 @@ class Checkpointer:
       CheckpointError: the earlier save failed.
     """
     self.wait()
-    self._policy.scores[step] = metric  # of a saved step, too: it may be evaluated after a resume
+    if metric is not None:  # of a saved step, too: it may be evaluated after a resume
+      self._policy.scores[step] = metric
     if step in self.steps():
       return False
     values, manifest = items_to_save(step, state, host=host, arrays=arrays, metric=metric)
