@@ -289,6 +289,7 @@ def test_nonfinite_updates_are_skipped_and_too_many_end_the_run(tmp_path):
   assert {"mask", "behavior_logprobs", "rewards", "correct"} <= set(saved.files)
 
 
+@pytest.mark.slow
 def test_a_warm_start_that_blows_up(tmp_path):
   parts = build(tiny.config(warm_start__learning_rate="constant(peak=1e30)"))
   message = r"warm start: the loss of step \d+ is nan; lower the peak of config"

@@ -364,6 +364,7 @@ def _as_published(tmp_path_factory):
   )
 
 
+@pytest.mark.slow
 @shared
 def test_gsm8k_as_published(as_published):
   task = as_published("gsm8k", warm_start_size=100)

@@ -51,7 +51,13 @@ def test_verdict_says_no(module):
   assert verdict(2.2, 1.044) == verdict(2.1, 1.046) == "NO"
 
 
-@pytest.mark.parametrize("route", ["plain", "streaming", "sketch", "materialized"])
+@pytest.mark.parametrize(
+  "route",
+  [
+    "streaming",
+    *(pytest.param(x, marks=pytest.mark.slow) for x in ("plain", "sketch", "materialized")),
+  ],
+)
 def test_parts_add_up_to_the_update(module, route):
   config = tiny_config(module)
   flops = {k: part.flops for k, part in module.parts_of(config, config, config).items()}

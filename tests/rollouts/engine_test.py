@@ -333,6 +333,7 @@ assert many - few < 40 * 1024, (few, many)
 """
 
 
+@pytest.mark.slow
 def test_more_requests_than_slots_take_no_more_memory():
   """A prompt's keys and values take half a MiB; 240 more of them, if they were kept, 120 MiB."""
   subprocess.run([sys.executable, "-c", PEAK], check=True, timeout=300)

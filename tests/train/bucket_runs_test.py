@@ -143,6 +143,7 @@ def parts():
   return build(tiny.config(num_updates=4, warm_start__num_steps=4))
 
 
+@pytest.mark.slow
 def test_a_run_in_a_bucket_is_read_from_there(url, folder, emulator, parts, capsys, monkeypatch):
   monkeypatch.setattr(claim, "LIMIT_S", 3600.0)  # a busy machine may stand still for minutes
   train(parts, url)

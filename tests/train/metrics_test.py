@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
+from rlvr_jax import files
 from rlvr_jax.evaluate import run_files
 from rlvr_jax.files import DamagedFileError
 from rlvr_jax.train import metrics
@@ -76,7 +77,7 @@ def test_non_finite_values_keep_the_file_valid_json(tmp_path):
 def test_a_completion_that_spells_nan_stays_text(tmp_path):
   with metrics.MetricWriter(tmp_path, None) as writer:
     writer.write_rollouts(3, [{"completion": "nan"}], phase="eval")
-  (record,) = run_files.read_records(tmp_path / run_files.ROLLOUTS_FILE)
+  (record,) = files.read_records(tmp_path / run_files.ROLLOUTS_FILE)
   assert record == {"step": 3, "phase": "eval", "completion": "nan"}
 
 
@@ -203,7 +204,7 @@ def test_each_record_is_in_the_file_at_once(tmp_path):
   writer.write(1, "train", {"x": 1})
   writer.write_rollouts(1, [{"y": 2}])
   assert len(list(run_files.read_metrics(tmp_path))) == 1
-  assert len(list(run_files.read_records(tmp_path / run_files.ROLLOUTS_FILE))) == 1
+  assert len(list(files.read_records(tmp_path / run_files.ROLLOUTS_FILE))) == 1
   writer.close()
 
 
@@ -223,6 +224,7 @@ def test_a_full_disk_has_a_message(tmp_path, kind):
   code = """
 import resource, signal, sys
 from rlvr_jax import files
+from rlvr_jax import files
 from rlvr_jax.evaluate import run_files
 from rlvr_jax.train import metrics
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -240,7 +242,7 @@ except files.DiskFullError as error:
   command = [sys.executable, "-c", code, tmp_path, kind]
   done = subprocess.run(command, capture_output=True, text=True, timeout=300)
   assert "no space left to write" in done.stdout and "rerun the same command" in done.stdout
-  whole = list(run_files.read_records(tmp_path / f"{kind}.jsonl"))
+  whole = list(files.read_records(tmp_path / f"{kind}.jsonl"))
   assert len(whole) >= 3  # what was written before is readable, the torn line left out
 
 

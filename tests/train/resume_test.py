@@ -237,6 +237,7 @@ def copy_of(workdir, tmp_path):
   return shutil.copytree(workdir, tmp_path / "copy")
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_the_rerun_goes_on(stopped, uninterrupted, resume, tmp_path):
   workdir = copy_of(stopped[0], tmp_path)
   step, host, _ = tiny.last_checkpoint(workdir)
@@ -269,12 +270,14 @@ def test_what_lies_behind_the_checkpoint_is_checked_and_repaired(
   assert_same(workdir, uninterrupted[1])
 
 
+@pytest.mark.slow
 def test_a_second_process_is_refused(stopped):
   message = stopped[1].splitlines()[-1]
   assert message.startswith("error: ") and "is in use by process" in message
   assert "Traceback" not in stopped[1]
 
 
+@pytest.mark.slow
 def test_another_configuration_is_refused_and_named(stopped, tmp_path):
   workdir = copy_of(stopped[0], tmp_path)
   parts = build(tiny.config(seed=7, learning_rate="linear(peak=1e-4, warmup=3)"))
@@ -289,6 +292,7 @@ def test_another_configuration_is_refused_and_named(stopped, tmp_path):
   assert "another --workdir" in lines[-1]
 
 
+@pytest.mark.slow
 def test_a_torn_checkpoint_is_refused_and_removing_it_falls_back(
   stopped, uninterrupted, resume, tmp_path
 ):

@@ -188,6 +188,7 @@ def test_measure_reports_both_features(x64, own, other):
   assert abs(both[0] - both[1]) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_batch_without_gradients_passes_unchanged():
   """All masked: the Gram is zero, SALT steps aside, and the update is skipped by nobody."""
   method = make_salt_method("float32")

@@ -160,15 +160,8 @@ def training_inputs(config, mesh, length):
   return jax.device_put(params, sharding.state_shardings(params, mesh)), *batch
 
 
-@pytest.mark.parametrize(
-  ("remat", "length"),
-  [
-    pytest.param("full", 7, marks=pytest.mark.slow),
-    ("full", 6),
-    pytest.param("none", 7, marks=pytest.mark.slow),
-    pytest.param("dots", 7, marks=pytest.mark.slow),
-  ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("remat", "length"), [("full", 7), ("full", 6), ("none", 7), ("dots", 7)])
 def test_tokens_over_tensor_change_no_value_and_no_gradient(x64, remat, length):
   """Rows of 6 + 3·6 = 24 tokens split over two devices, those of 6 + 3·5 = 21 do not."""
   dtypes = dict(compute_dtype="float64", param_dtype="float64")

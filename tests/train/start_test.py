@@ -61,6 +61,7 @@ def assert_equal(found, expected):
   jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@pytest.mark.slow
 def test_begins_with_the_policy_and_does_not_need_the_other_run_again(
   parts, other, tmp_path, capsys
 ):
