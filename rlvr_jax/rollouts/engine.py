@@ -70,16 +70,30 @@ class Emitted(NamedTuple):
   steps: Array  # i32[], decoding steps of this burst
 
 
-def with_layer(trained: Params, frozen: Params, layer: Array, *, model: Any) -> Params:
-  """The parameters of a network with one of the layers, as they lie on the trainer's devices.
+def take_layer(trained: Params, frozen: Params, layer: Array, *, model: Any) -> Params:
+  """The parameters of one of the layers, as they lie on the trainer's devices.
 
   Layers are loaded one by one: a program that moved all of them into another layout would hold
-  many of them whole. Nor may it take a layer out by itself, since XLA may then move the others too.
+  many of them whole. Nor may `load_layer` take one out, since XLA may then move the others too.
 
   Args:
     trained, frozen: see `Model.combine`.
     layer: i32[], its number.
   """
+  return _with_layer(trained, frozen, layer, model)["blocks"]
+
+
+def load_layer(blocks: Params, *, model: Any) -> Params:
+  """A layer from `take_layer` as `decode` takes it."""
+  return model.decoding_params({"blocks": blocks})["blocks"][0]
+
+
+def load_others(trained: Params, frozen: Params, *, model: Any) -> Params:
+  """The parameters that `decode` takes, without layers."""
+  return {**model.decoding_params(_with_layer(trained, frozen, 0, model)), "blocks": ()}
+
+
+def _with_layer(trained: Params, frozen: Params, layer: Array | int, model: Any) -> Params:
   params = model.combine(trained, frozen)
   one = lambda stacked: jax.lax.dynamic_slice_in_dim(stacked, layer, 1)
   return {**params, "blocks": jax.tree.map(one, params["blocks"])}

@@ -175,11 +175,9 @@ class Engine:
     self._pad_token, self._to_host = pad_token, to_host
     bound = lambda function: functools.partial(function, settings=self.settings)
     state, host = engine.shardings(self.settings)
-    part: Any = functools.partial(engine.with_layer, model=model)
-    decoding = model.decoding_params
-    self.take_layer = jit(lambda *args: part(*args)["blocks"])
-    self.load_layer = jit(lambda blocks: decoding({"blocks": blocks})["blocks"][0])
-    self.load_others = jit(lambda *args: {**decoding(part(*args, 0)), "blocks": ()})
+    of_model = lambda function: jit(functools.partial(function, model=model))
+    self.take_layer, self.load_layer = of_model(engine.take_layer), of_model(engine.load_layer)
+    self.load_others = of_model(engine.load_others)
     self._empty = jit(bound(engine.empty), out_shardings=state)
     self._prefill = jit(bound(engine.prefill))
     self._insert = jit(bound(engine.insert), donate_argnums=0, out_shardings=state)
