@@ -215,7 +215,7 @@ def test_killed_and_damaged_it_ends_as_on_a_disk(url, folder, emulator, undistur
   assert found == expected
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_process_that_was_stopped_is_replaced(url, undisturbed, tmp_path):
   with started(url, tmp_path / "log", **{SECONDS: "0.03"}) as process:
     tiny.wait_for(published(url, 3, "train"), process)

@@ -7,6 +7,7 @@ import itertools
 import json
 import pathlib
 import shutil
+import threading
 import time
 
 import jax
@@ -383,17 +384,18 @@ def test_a_stalled_trainer_bounds_what_is_sampled(trainer):
 
 @pytest.mark.slow
 def test_a_generator_that_stalls_or_dies_ends_the_run_with_everything_saved(trainer, parts):
-  class Sleeping(concurrent.futures.Future):
-    limit_s = 6.0  # after the first deadline, and before the second
-
-    def result(self, timeout=None):
-      raise OSError("a graders' host is gone")
+  def fails_late(*work):
+    future = concurrent.futures.Future()
+    future.limit_s = 60.0
+    # After the first deadline, and before the second.
+    threading.Timer(6.0, future.set_exception, [OSError("a graders' host is gone")]).start()
+    return future
 
   config = parts.config.copy_and_resolve_references()
   config.generation_deadline_s = 4.0
   made = trainer(schedules.asynchronous(max_lag=0), dataclasses.replace(parts, config=config))
   submit = made.collector.submit
-  slow = lambda *work: submit(*work) if made.step < 2 else Sleeping()
+  slow = lambda *work: (submit if made.step < 2 else fails_late)(*work)
   slowed = dataclasses.replace(made.collector, submit=slow)
   made.generator.collector = made.generator.streams.collector = slowed
   with pytest.raises(runs.GeneratorStoppedError, match="no batch within 4 s"):
