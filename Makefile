@@ -19,8 +19,8 @@ quickstart: $(READY)  ## learn from verifiable rewards, a few minutes on two cor
 test: $(READY)  ## the ordinary tests
 	$(PYTEST)
 
-test-slow: $(READY)  ## the long ones
-	$(PYTEST) -m slow --dist=worksteal
+test-slow: $(READY)  ## the long ones, or those of TESTS
+	$(PYTEST) -m slow --dist=worksteal $(TESTS)
 
 test-soak: $(READY)  ## the longest ones; write what came out into tests/RESULTS.md
 	$(PYTEST) -m soak
