@@ -1,4 +1,4 @@
-"""GRPO on sums and products in worked steps: responses of 60 to 140 tokens, alike in part.
+"""GRPO on sums and products in worked steps: responses of 50 to 110 tokens, alike in part.
 
 A from-scratch transformer over bytes works "3+4*5+6=" out, a step in each line. Its demonstrations
 have wrong steps, so that it is right now and then: a task on which reasoning is many decisions, and
@@ -7,7 +7,7 @@ one of them decides. Which premise of which paper it has: experiments/premises/R
   python -m rlvr_jax.main --config=configs/steps.py --workdir=runs/steps
   python -m rlvr_jax.main --config=configs/steps.py:long --workdir=runs/steps_long
 
-small: 0.19 M parameters, 10 terms, for 2 CPU cores. long: 2.7 M parameters, 16 terms, for an
+small: 0.16 M parameters, 8 terms, for 2 CPU cores. long: 2.7 M parameters, 16 terms, for an
 accelerator, or hours.
 """
 
@@ -25,9 +25,9 @@ def get_config(size: str = "small") -> ConfigDict:
   c.task = dict(
     name="steps",
     kwargs=dict(
-      terms=10 if small else 16,
+      terms=8 if small else 16,
       product_share=0.2,
-      wrong_step_share=0.05 if small else 0.03,
+      wrong_step_share=0.08 if small else 0.03,
       train_size=1_000_000,
       warm_start_size=8192,
       held_out_size=256,
@@ -36,17 +36,18 @@ def get_config(size: str = "small") -> ConfigDict:
       held_out_seed=3,
     ),
   )
-  c.max_prompt_length = 40 if small else 64
-  c.max_response_length = 184 if small else 304
+  c.max_prompt_length = 32 if small else 64
+  c.max_response_length = 144 if small else 304
   if small:
     c.model.overrides = dict(
       num_layers=3, width=64, num_heads=4, num_kv_heads=2, head_dim=16, mlp_width=192
     )
   else:
     c.model.preset = "small"
-  c.warm_start.num_steps = 700 if small else 2000
+  c.warm_start.num_steps = 2000
+  c.warm_start.batch_size = 16 if small else 64
   c.warm_start.learning_rate = "linear(peak=3e-3, warmup=50)"
-  c.batch.prompts = 32
+  c.batch.prompts = 16 if small else 32
   c.batch.tokens_per_micro_batch = 8192
   c.learning_rate = "constant(peak=3e-4)"
   c.evaluation.batch_prompts = 256

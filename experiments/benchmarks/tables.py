@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+
+from rlvr_jax.train.host import processor
 
 Row = dict[str, Any]
 
@@ -32,7 +33,4 @@ def hardware() -> str:
   """Of the first device; on a CPU how many cores, of which kind."""
   if jax.default_backend() != "cpu":
     return jax.devices()[0].device_kind
-  info = pathlib.Path("/proc/cpuinfo")
-  lines = info.read_text().splitlines() if info.exists() else []
-  models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-  return f"{os.cpu_count()} cores of {(models or ['a CPU'])[0]}, no accelerator"
+  return f"{os.cpu_count()} cores of {processor()}, no accelerator"

@@ -22,6 +22,7 @@ import numpy as np
 from absl import app, flags
 
 from rlvr_jax.evaluate.run_files import GEOMETRY_FOLDER, read_metrics
+from rlvr_jax.geometry import diagnostics
 
 _TASK = flags.DEFINE_enum("task", "steps", ["steps", "tour"], "Recipe in configs/.")
 _SIZE = flags.DEFINE_enum("size", "small", ["small", "long"], "Its size.")
@@ -73,31 +74,37 @@ def finish(command: Sequence[str], deadline: float) -> bool:
 # --- what the runs say ----------------------------------------------------------------------------
 
 
-def blocks_of(scope: str | int, P: int, G: int, seed: int) -> np.ndarray:
-  """i[N, b], the rollouts that share a Gram matrix; a number of them is drawn at random."""
-  rollouts = np.arange(P * G)
+def by_scope(
+  gram: np.ndarray, coefficients: np.ndarray, scope: str | int, seed: int
+) -> tuple[np.ndarray, np.ndarray, int]:
+  """The Gram matrix f32[B, B] and A f32[B] in the order of N blocks of a scope, and N.
+
+  Args:
+    gram: f32[B, B].
+    coefficients: f32[P, G], A.
+    scope: "batch", "group", or a number of rollouts, which are drawn.
+    seed: of the draw.
+  """
+  A, count = coefficients.ravel(), 1 if scope == "batch" else len(coefficients)
+  order = np.arange(A.size)
   if isinstance(scope, int):
-    order = np.random.default_rng(seed).permutation(rollouts)
-    return order[: P * G // scope * scope].reshape(-1, scope)
-  return rollouts.reshape(1 if scope == "batch" else P, -1)
+    order, count = np.random.default_rng(seed).permutation(A.size), A.size // scope
+    order = order[: count * scope]
+  return gram[np.ix_(order, order)], A[order], count
 
 
-def geometry(gram: np.ndarray, coefficients: np.ndarray, blocks: np.ndarray) -> dict[str, float]:
-  """Means over blocks with a coefficient that is not 0: PR, n_eff and α = clip(1 − n_eff, 0, 1)."""
-  A, found = coefficients.ravel(), []
-  for block in blocks:
-    K, a = gram[np.ix_(block, block)].astype(np.float64), A[block].astype(np.float64)
-    separate = np.sum(a**2 * np.diag(K))
-    if separate > 0:
-      found.append((np.trace(K) ** 2 / np.sum(K**2), a @ K @ a / separate))
-  if not found:
+def geometry(gram: np.ndarray, coefficients: np.ndarray, count: int) -> dict[str, float]:
+  """Means over the blocks of `by_scope` in which A gives a gradient; {} if none has one."""
+  found, counted = diagnostics.group_effective_rollouts(coefficients, gram, count)
+  ratios, _ = diagnostics.group_participation_ratios(gram, count)
+  n_eff, ratios = np.asarray(found)[counted], np.asarray(ratios)[counted]
+  if not n_eff.size:
     return {}
-  ratio, n_eff = np.array(found).T
   return {
-    "participation_ratio": float(ratio.mean()),
+    "participation_ratio": float(ratios.mean()),
     "n_eff": float(n_eff.mean()),
     "below_1": float(np.mean(n_eff < 1)),
-    "alpha": float(np.clip(1 - n_eff, 0, 1).mean()),
+    "alpha": float(np.clip(1 - n_eff, 0, 1).mean()),  # SALT's, within its default bounds
   }
 
 
@@ -107,12 +114,11 @@ def geometry_table(workdir: pathlib.Path) -> dict[str, dict[str, float]]:
   for path in sorted((workdir / GEOMETRY_FOLDER).glob("*.npz")):
     with np.load(path) as file:
       arrays = dict(file)
-    P, G = arrays["coefficients"].shape
     for feature, key in (("score", "gram"), ("sampled", "gram_sampled")):
       for scope in SCOPES:
-        blocks = blocks_of(scope, P, G, seed=int(path.stem))
+        blocks = by_scope(arrays[key], arrays["coefficients"], scope, seed=int(path.stem))
         name = f"{feature}, {'8 rollouts' if scope == 8 else scope}"
-        if figures := geometry(arrays[key], arrays["coefficients"], blocks):
+        if figures := geometry(*blocks):
           rows.setdefault(name, []).append(figures)
   return {
     name: {key: float(np.mean([row[key] for row in found])) for key in found[0]}

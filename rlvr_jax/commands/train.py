@@ -14,7 +14,15 @@ from rlvr_jax.rewards.worker_process import GraderStartError
 from rlvr_jax.rollouts.queue import FingerprintError
 from rlvr_jax.rollouts.store import RolloutStore, StoreError, TornShardError
 from rlvr_jax.storage import Workdir
-from rlvr_jax.train import checks, multihost, observe, parameters, raw_logprobs, trackers
+from rlvr_jax.train import (
+  checks,
+  multihost,
+  observe,
+  parameters,
+  raw_logprobs,
+  trackers,
+  warm_start_cache,
+)
 from rlvr_jax.train.async_generator import GeneratorStoppedError
 from rlvr_jax.train.build import Parts
 from rlvr_jax.train.checkpoint import Checkpointer, Restored
@@ -135,6 +143,7 @@ def _opened(workdir: str | Path, parts: Parts, enter: Any) -> Workdir:
 def _check_config(workdir: Workdir, parts: Parts) -> None:
   workdir.fetch()
   parameters.check_start(parts.config, workdir.kept)
+  warm_start_cache.check(parts.config)
   allowed = checks.may_differ(parts.config, parts.schedule)
   check_config(workdir.local, parts.config.to_json_best_effort(), may_differ=allowed)
   workdir.publish()
@@ -191,28 +200,57 @@ def warm_started(
 ) -> Params:
   """The initial parameters after the supervised phase, saved as a separate checkpoint.
 
+  They are taken from `config.warm_start.cache`, or trained, and then saved there too.
+
   Args:
     state: from `parameters.supervised_state`.
   Raises:
     EndRequestedError: the process was asked to end meanwhile; the phase begins again then.
   """
-  num_steps = parts.config.warm_start.num_steps
-  with multihost.phase("the warm start"), progress(num_steps, "warm start", unit="step") as bar:
+  with multihost.phase("the warm start"), contextlib.ExitStack() as stack:
+    entry = None
+    if parts.config.warm_start.cache:
+      entry = warm_start_cache.Entry(parts, state, frozen)
+      stack.enter_context(entry.claimed())
+    if found := entry and entry.load():
+      say(f"takes the warm start {entry.path}")
+      for index, loss in found.losses:
+        _record(writer, index, loss)
+    else:
+      found = trained(parts, state, frozen, writer)
+      if entry:
+        entry.save(found)
+  checkpointer.save(
+    parts.config.warm_start.num_steps, found.params, host={"written": writer.written(0)}
+  )
+  checkpointer.wait()
+  return found.params
+
+
+def trained(
+  parts: Parts, state: tuple[Params, Any], frozen: Params, writer: MetricWriter
+) -> warm_start_cache.Trained:
+  """The supervised phase; arguments as of `warm_started`."""
+  num_steps, losses = parts.config.warm_start.num_steps, list[tuple[int, float]]()
+  with progress(num_steps, "warm start", unit="step") as bar:
 
     def report(index: int, loss: float) -> None:
       bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
       bar.update(index - bar.n)
-      writer.write(index, "warm_start", {"warm_start/loss": loss})
+      losses.append((index, loss))
+      _record(writer, index, loss)
       multihost.end_if_asked()
 
     params = warm_start(
       state,
       frozen,
-      parameters.supervised_batches(parts),
+      map(parts.to_devices, parameters.supervised_batches(parts)),
       parts.programs.supervised_step,
       num_steps=num_steps,
       report=report,
     )
-  checkpointer.save(num_steps, params, host={"written": writer.written(0)})
-  checkpointer.wait()
-  return params
+  return warm_start_cache.Trained(params, losses)
+
+
+def _record(writer: MetricWriter, index: int, loss: float) -> None:
+  writer.write(index, "warm_start", {"warm_start/loss": loss})

@@ -11,8 +11,9 @@ from typing import Any
 
 from rlvr_jax.data import demonstrations
 from rlvr_jax.data.problems import Problem, Task
-from rlvr_jax.data.sources import Candidates, Chosen, Generated
-from rlvr_jax.data.task_utils import check_size, fill_template, warn_of_common_answer
+from rlvr_jax.data.seeded import task_of
+from rlvr_jax.data.sources import Candidates
+from rlvr_jax.data.task_utils import fill_template
 
 STEPS = "steps"  # the `solution` that stands for the dataset's step-by-step writer
 # reasoning-gym 0.1.25 generates these by iterating over sets of strings.
@@ -59,9 +60,6 @@ def reasoning_gym(
   # Over 60 lines: half is its arguments and what they mean.
   settings = dict(settings or {})
   _check_seeds(train_seed, warm_start_seed, held_out_seed)
-  check_size("train_size", train_size, minimum=1)
-  check_size("warm_start_size", warm_start_size, minimum=0)
-  check_size("held_out_size", held_out_size, minimum=1)
   _check_dataset(dataset, settings)
   write_solution = _solution_writer(dataset, solution)
 
@@ -86,25 +84,24 @@ def reasoning_gym(
       },
     )
 
-  held_out = candidates(held_out_seed, held_out_size).distinct()
-  _check_reference(_create_dataset(dataset, settings, seed=0, size=1), held_out[0])
-  held_out_questions = frozenset(problem.question for problem in held_out)
-  warm_start: tuple[Problem, ...] = ()
-  if warm_start_size:
-    warm_start = candidates(warm_start_seed, warm_start_size).distinct(held_out_questions)
-  if any(not problem.solution for problem in warm_start):
+  task = task_of(
+    dataset,
+    candidates,
+    "reasoning_gym",
+    train_size=train_size,
+    warm_start_size=warm_start_size,
+    held_out_size=held_out_size,
+    train_seed=train_seed,
+    warm_start_seed=warm_start_seed,
+    held_out_seed=held_out_seed,
+  )
+  _check_reference(_create_dataset(dataset, settings, seed=0, size=1), task.held_out[0])
+  if any(not task.warm_start[index].solution for index in range(warm_start_size)):
     raise ValueError(
       f"reasoning_gym dataset {dataset!r} gives no answers, so there are no demonstrations to "
       "train on: set warm_start_size to 0"
     )
-  task = Task(
-    name=dataset,
-    train=Generated(candidates(train_seed, train_size), held_out_questions),
-    warm_start=Chosen.of(warm_start),
-    held_out=Chosen.of(held_out),
-    grader="reasoning_gym",
-  )
-  return warn_of_common_answer(task)
+  return task
 
 
 def _create_dataset(dataset: str, settings: Mapping[str, Any], *, seed: int, size: int):

@@ -41,17 +41,49 @@ def seeded_task(
       f"task {name}: train_seed, warm_start_seed and held_out_seed are {seeds}; set them to three"
       " different numbers"
     )
-  check_size("train_size", train_size, minimum=1)
-  check_size("warm_start_size", warm_start_size)
-  check_size("held_out_size", held_out_size, minimum=1)
 
   def candidates(seed: int, size: int) -> Candidates:
     one = lambda index: draw(random.Random(f"{name} {seed} {index}"))
     return Candidates(one, size, f"task {name} with seed {seed}")
 
+  return task_of(
+    name,
+    candidates,
+    grader,
+    train_size=train_size,
+    warm_start_size=warm_start_size,
+    held_out_size=held_out_size,
+    train_seed=train_seed,
+    warm_start_seed=warm_start_seed,
+    held_out_seed=held_out_seed,
+  )
+
+
+def task_of(
+  name: str,
+  candidates: Callable[[int, int], Candidates],
+  grader: str,
+  *,
+  train_size: int,
+  warm_start_size: int,
+  held_out_size: int,
+  train_seed: int,
+  warm_start_seed: int,
+  held_out_seed: int,
+) -> Task:
+  """A task whose problems are `candidates(seed, size)`; the other arguments as of `seeded_task`.
+
+  All held-out questions differ, and so do all warm-start questions. Problems of training are
+  generated on access.
+  """
+  check_size("train_size", train_size, minimum=1)
+  check_size("warm_start_size", warm_start_size)
+  check_size("held_out_size", held_out_size, minimum=1)
   held_out = candidates(held_out_seed, held_out_size).distinct()
   taken = frozenset(problem.question for problem in held_out)
-  warm_start = candidates(warm_start_seed, warm_start_size).distinct(taken)
+  warm_start: tuple[Problem, ...] = ()
+  if warm_start_size:
+    warm_start = candidates(warm_start_seed, warm_start_size).distinct(taken)
   task = Task(
     name=name,
     train=Generated(candidates(train_seed, train_size), taken),

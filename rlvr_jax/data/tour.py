@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import random
 import string
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from rlvr_jax.data.problems import Problem, Task
 from rlvr_jax.data.seeded import seeded_task
@@ -91,9 +91,9 @@ def _problem(
 ) -> Problem:
   for _ in range(_MAX_TRIES):
     blocked, start, *stops = _places(number, width, walls, goals)
-    towards = [_distances(stop, width, blocked) for stop in stops]
-    legs = zip([start, *stops], towards, strict=False)
-    shortest = sum(distances.get(cell, longest + 1) for cell, distances in legs)
+    towards = [_rings(stop, width, blocked) for stop in stops]
+    legs = [_steps(*leg) for leg in zip([start, *stops], towards, strict=False)]
+    shortest = sum(longest + 1 if steps is None else steps for steps in legs)
     walk = (
       _walk(number, start, towards, width, detour_share, longest) if shortest <= longest else []
     )
@@ -126,40 +126,66 @@ def _places(number: random.Random, width: int, walls: int, goals: int) -> list:
   return [frozenset(drawn[goals + 1 :]), *drawn[: goals + 1]]
 
 
-def _neighbors(cell: int, width: int) -> list[int]:
-  row, column = divmod(cell, width)
-  beside = [(row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1)]
-  return [r * width + c for r, c in beside if 0 <= r < width and 0 <= c < width]
+class _Grid(NamedTuple):
+  """A grid's geometry; a set of cells is a number that has their bits."""
+
+  beside: tuple[tuple[int, ...], ...]  # cell → its neighbors: above, below, left, right
+  all: int
+  first_column: int
+  last_column: int
 
 
-def _distances(goal: int, width: int, walls: Collection[int]) -> dict[int, int]:
-  """Steps to a goal from every cell that has a way to it."""
-  found, queue = {goal: 0}, collections.deque([goal])
-  while queue:
-    cell = queue.popleft()
-    for other in _neighbors(cell, width):
-      if other not in found and other not in walls:
-        found[other] = found[cell] + 1
-        queue.append(other)
-  return found
+@functools.cache
+def _grid(width: int) -> _Grid:
+  def beside(cell: int) -> tuple[int, ...]:
+    row, column = divmod(cell, width)
+    at = [(row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1)]
+    return tuple(r * width + c for r, c in at if 0 <= r < width and 0 <= c < width)
+
+  first = sum(1 << row * width for row in range(width))
+  cells = range(width**2)
+  return _Grid(tuple(map(beside, cells)), (1 << width**2) - 1, first, first << width - 1)
+
+
+def _rings(goal: int, width: int, walls: Collection[int]) -> list[int]:
+  """The cells that are 0, 1, 2, … steps from a goal; as sets, since a task has 80,000 searches."""
+  grid = _grid(width)
+  left = grid.all & ~sum(1 << cell for cell in walls)
+  rings, ring = [], 1 << goal
+  while ring:
+    rings.append(ring)
+    left &= ~ring
+    right, leftwards = (ring & ~grid.last_column) << 1, (ring & ~grid.first_column) >> 1
+    ring = (right | leftwards | ring << width | ring >> width) & left
+  return rings
+
+
+def _steps(cell: int, rings: Sequence[int]) -> int | None:
+  """From a cell to the goal of the rings; None if there is no way."""
+  return next((steps for steps, ring in enumerate(rings) if ring >> cell & 1), None)
 
 
 def _walk(
   number: random.Random,
   start: int,
-  towards: list[dict[int, int]],
+  towards: Sequence[Sequence[int]],
   width: int,
   detour_share: float,
   longest: int,
 ) -> list[int]:
-  """A walk from the start through the goals; [] if it takes more than `longest` cells."""
-  cell, walk = start, list[int]()
-  for distances in towards:
-    while distances[cell] and len(walk) < longest:
-      beside = [other for other in _neighbors(cell, width) if other in distances]
-      nearer = [other for other in beside if distances[other] < distances[cell]]
+  """A walk from the start through the goals of `_rings`; [] if it takes more than `longest` cells.
+
+  There is a way from the start to the goals.
+  """
+  cell, walk, grid = start, list[int](), _grid(width)
+  for rings in towards:
+    steps, reachable = _steps(cell, rings) or 0, sum(rings)
+    while steps and len(walk) < longest:
+      beside = [other for other in grid.beside[cell] if reachable >> other & 1]
+      nearer = [other for other in beside if rings[steps - 1] >> other & 1]
       cell = number.choice(beside if number.random() < detour_share else nearer)
+      steps += -1 if rings[steps - 1] >> cell & 1 else 1  # on a grid no other change is possible
       walk.append(cell)
-    if distances[cell]:
+    if steps:
       return []
   return walk

@@ -8,6 +8,7 @@ import ctypes
 import faulthandler
 import math
 import os
+import pathlib
 import platform
 import signal
 import socket
@@ -35,6 +36,20 @@ def keep_freed_memory() -> None:
   libc.mallopt(_M_MMAP_MAX, 0)
   libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
   libc.mallopt(_M_TOP_PAD, 2**26)
+
+
+def processor() -> str:
+  """The name of this machine's processor."""
+  info = pathlib.Path("/proc/cpuinfo")
+  lines = info.read_text().splitlines() if info.exists() else []
+  names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+  return names[0] if names else platform.machine()
+
+
+def usable_cores() -> int:
+  """Those that this process may use."""
+  limited = hasattr(os, "sched_getaffinity")
+  return len(os.sched_getaffinity(0)) if limited else os.cpu_count() or 1
 
 
 def keep_compiled(workdir: str) -> None:

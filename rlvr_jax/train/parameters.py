@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import ml_collections
+import numpy as np
 import optax
 
 from rlvr_jax.data import encode_demonstrations, problem_batches
@@ -29,7 +30,7 @@ from rlvr_jax.train.checkpoint_files import (
   saved_steps,
 )
 from rlvr_jax.train.step import initial_state
-from rlvr_jax.types import Array, Params, Prompts, TrainState
+from rlvr_jax.types import Params, Prompts, TrainState
 
 
 class Frozen(NamedTuple):
@@ -101,15 +102,15 @@ def supervised_state(parts: Parts) -> tuple[Params, Any]:
   return params, init(params)
 
 
-def supervised_batches(parts: Parts) -> Iterator[tuple[Prompts, Array, Array]]:
-  """Endless warm-start batches on the devices: prompts, solutions i32[P, T], lengths i32[P]."""
+def supervised_batches(parts: Parts) -> Iterator[tuple[Prompts, np.ndarray, np.ndarray]]:
+  """Endless warm-start batches on the host: prompts, solutions i32[P, T], lengths i32[P]."""
   config = parts.config
   batches = problem_batches(
     parts.task.warm_start, batch_size=config.warm_start.batch_size, seed=config.seed
   )
   for problems in batches:
     solutions = encode_demonstrations(problems, parts.tokenizer, config.max_response_length)
-    yield parts.to_devices((parts.encode(problems), *solutions))
+    yield parts.encode(problems), *solutions
 
 
 # --- parameters of a checkpoint -------------------------------------------------------------------

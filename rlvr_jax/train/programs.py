@@ -48,7 +48,7 @@ class Programs(NamedTuple):
   """
 
   train_step: Callable  # (state, frozen, batch) → (state, metrics); the state is donated
-  supervised_step: Callable  # see `train.warm_start.supervised_step`
+  supervised_step: compiling.Program  # see `train.warm_start.supervised_step`
   engine: Engine  # samples from the policy as in training, on the trainer's devices
   held_out_engine: Engine  # with the evaluation's sampling
   sync_weights: Callable  # see `make_sync_weights`

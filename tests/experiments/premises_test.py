@@ -37,8 +37,7 @@ def test_command_lines_build_and_share_the_warm_start(task, size, tmp_path):
 def test_figures_of_a_block_are_those_of_its_features():
   rng = np.random.default_rng(0)
   features, A = rng.normal(size=(P * G, 5)), rng.normal(size=(P, G))
-  blocks = premises.blocks_of("group", P, G, seed=0)
-  found = premises.geometry(features @ features.T, A, blocks)
+  found = premises.geometry(*premises.by_scope(features @ features.T, A, "group", seed=0))
   n_eff, ratios = [], []
   for group in range(P):
     g, a = features[group * G : group * G + G], A[group]
@@ -53,19 +52,22 @@ def test_figures_of_a_block_are_those_of_its_features():
 
 def test_blocks_without_a_coefficient_do_not_count():
   A = np.zeros((P, G))
-  blocks = premises.blocks_of("group", P, G, seed=0)
-  assert premises.geometry(np.eye(P * G), A, blocks) == {}
+  of_groups = lambda: premises.geometry(*premises.by_scope(np.eye(P * G), A, "group", seed=0))
+  assert of_groups() == {}
   A[1] = [1, -1, 1, -1]
-  found = premises.geometry(np.eye(P * G), A, blocks)
+  found = of_groups()
   assert found["n_eff"] == 1 and found["participation_ratio"] == G
 
 
 def test_scopes_are_partitions():
-  assert premises.blocks_of("batch", P, G, 0).shape == (1, P * G)
-  assert premises.blocks_of("group", P, G, 0)[1].tolist() == [4, 5, 6, 7]
-  drawn = premises.blocks_of(8, P, G, 0)
-  assert drawn.shape == (2, 8) and sorted(drawn.ravel()) == list(range(P * G))
-  assert drawn.tolist() != premises.blocks_of(8, P, G, 1).tolist()
+  A = np.arange(P * G)
+  of = lambda scope, seed=0: premises.by_scope(A[:, None] * 100 + A, A.reshape(P, G), scope, seed)
+  assert of("batch")[1:] == (pytest.approx(A), 1) and of("group")[1:] == (pytest.approx(A), P)
+  gram, drawn, count = of(8)
+  assert count == 2 and sorted(drawn) == list(range(P * G))
+  np.testing.assert_array_equal(gram, drawn[:, None] * 100 + drawn)
+  assert drawn.tolist() != of(8, seed=1)[1].tolist()
+  assert of(5)[1].shape == (15,) and of(5)[2] == 3
 
 
 def test_lags_are_averaged_over_the_updates_that_have_them():
