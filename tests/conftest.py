@@ -12,6 +12,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
   _cache = tempfile.TemporaryDirectory(prefix="rlvr_jax_compile_cache_")
   os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+# Where in the source an operation comes from is not written into the programs.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
 # A process keeps all that jax has compiled, millions of objects: it is seldom searched for garbage,
 # and not once more when the process ends.
@@ -28,7 +30,7 @@ if not hasattr(jax, "enable_x64"):  # before jax 0.8
 # Compiled quickly rather than well. XLA reads it when a device is first asked for.
 _flags = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
 if jax.__version_info__ < (0, 11):  # later ones have no other emitter
-  _flags.append("--xla_cpu_use_fusion_emitters=false")
+  _flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_flags])
 
 

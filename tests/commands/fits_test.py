@@ -37,7 +37,7 @@ def sizes(name):
   )
 
 
-QUICK = {("salt_qwen25_math_7b", 16), ("p3o_qwen3_4b", 256), ("gsm8k_qwen25_15b_lora", 8)}
+QUICK = {("p3o_qwen3_4b", 256), ("gsm8k_qwen25_15b_lora", 8)}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ flags.FLAGS.remove_flag_values([flag.name for flag in _own])  # other programs h
 P, G = 4, 4
 
 
-@pytest.mark.parametrize("size", ["small", "long"])
+@pytest.mark.parametrize("size", ["small", pytest.param("long", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("task", ["steps", "tour"])
 def test_command_lines_build_and_share_the_warm_start(task, size, tmp_path):
   configs = {}

@@ -71,6 +71,7 @@ def test_parts_add_up_to_the_update(module, route):
   assert sum(module.of_route(flops, route, 2)) + of_salt == update.flops
 
 
+@pytest.mark.slow
 def test_materialized_is_the_same_matrix(module, x64):
   params, batch, forward, setting = make_case(temperature=0.7)
   found = module.materialized().gram(params, {}, batch, forward, setting)
@@ -86,6 +87,7 @@ def test_routes_are_timed_in_turn(module):
   assert [len(x) for x in times.values()] == [2, 2]
 
 
+@pytest.mark.slow
 def test_parts_run_with_the_numbers_made_for_them(module):
   config = tiny_config(module, layers=1)
   parts = module.parts_of(config, config, config)

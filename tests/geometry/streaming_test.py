@@ -161,7 +161,7 @@ def test_sampled_is_what_the_released_code_computes_after_its_first_sample(x64):
   assert abs(gram("sampled")[0, 0] / (released[0] @ released[0]) - 1) > 0.01
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_sampled_in_several_tiles_and_blocks(x64, packed):
   """Tokens that meet in two tiles of 160 pairs; hidden states in three blocks."""
   params, batch, forward, setting = make_case(width=300, batch=make_batch(0, prompts=20, group=8))
@@ -258,7 +258,9 @@ def on_mesh(sizes, params, batch, forward):
   ("sizes", "case", "route"),
   [
     pytest.param(dict(data=8), dict(), dict(), marks=pytest.mark.slow),
-    (dict(data=2, fsdp=2, tensor=2), dict(make=make_transformer), dict()),
+    pytest.param(
+      dict(data=2, fsdp=2, tensor=2), dict(make=make_transformer), dict(), marks=pytest.mark.slow
+    ),
     (dict(data=2, fsdp=2, tensor=2), dict(soft_cap=2.0, width=7), dict()),
     pytest.param(
       dict(fsdp=2, tensor=4),
@@ -266,8 +268,12 @@ def on_mesh(sizes, params, batch, forward):
       dict(block_elements=1),
       marks=pytest.mark.slow,
     ),
-    (dict(fsdp=4, tensor=2), dict(vocab_size=64, temperature=0.7), dict()),
-    (dict(data=8), dict(vocab_size=64), dict(feature="sampled")),
+    pytest.param(
+      dict(fsdp=4, tensor=2), dict(vocab_size=64, temperature=0.7), dict(), marks=pytest.mark.slow
+    ),
+    pytest.param(
+      dict(data=8), dict(vocab_size=64), dict(feature="sampled"), marks=pytest.mark.slow
+    ),
     (dict(data=2, fsdp=2, tensor=2), dict(soft_cap=2.0, width=7), dict(feature="sampled")),
   ],
 )

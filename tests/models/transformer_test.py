@@ -89,7 +89,7 @@ def test_the_shared_prompt_equals_one_prompt_per_rollout(x64):
 @pytest.mark.parametrize(
   ("remat", "unroll_layers"),
   [
-    ("dots", 1),
+    pytest.param("dots", 1, marks=pytest.mark.slow),
     ("full", 2),
     pytest.param("dots", 2, marks=pytest.mark.slow),
     pytest.param("full", 1, marks=pytest.mark.slow),

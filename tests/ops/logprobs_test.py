@@ -70,7 +70,7 @@ def test_greedy_distribution_puts_all_mass_on_the_first_largest():
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("chunk_rows", [1, 5, None])
+@pytest.mark.parametrize("chunk_rows", [pytest.param(1, marks=pytest.mark.slow), 5, None])
 def test_value_and_gradient_equal_those_of_full_logits(x64, sampling, chunk_rows):
   hidden, kernel, tokens = _inputs(dtype=np.float64)
   weights = jnp.asarray(np.random.default_rng(2).normal(size=(2, *tokens.shape)))
@@ -197,8 +197,11 @@ def test_vmap_of_grad_gives_each_rows_gradient(x64):
 
 
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 4, 2), (1, 1, 8)])
-@pytest.mark.parametrize("sampling", [Sampling(temperature=0.7), Sampling(top_k=5, top_p=0.9)])
-@pytest.mark.parametrize("width", [16, 7])
+@pytest.mark.parametrize(
+  "sampling",
+  [pytest.param(Sampling(temperature=0.7), marks=pytest.mark.slow), Sampling(top_k=5, top_p=0.9)],
+)
+@pytest.mark.parametrize("width", [pytest.param(16, marks=pytest.mark.slow), 7])
 def test_a_mesh_gives_the_values_and_gradients_of_one_device(x64, sizes, sampling, width):
   """Also where the axis `fsdp` does not divide the kernel's rows, nor `tensor` its columns."""
   rng = np.random.default_rng(3)

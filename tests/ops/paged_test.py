@@ -31,7 +31,7 @@ def caches(kind, parts):
 
 
 @pytest.mark.parametrize(
-  "heads", [2, 8]
+  "heads", [2, pytest.param(8, marks=pytest.mark.slow)]
 )  # of queries per key/value head: less than a tile, and one
 def test_pages_equal_blocks(heads):
   rng, slots = np.random.default_rng(0), len(PROMPT)

@@ -42,6 +42,7 @@ SAMPLINGS = [
   Sampling(temperature=0.8, top_k=6, top_p=0.9),
   Sampling(temperature=1.3, min_p=0.1),
 ]
+QUICK = SAMPLINGS[0], SAMPLINGS[5], SAMPLINGS[6]
 
 
 @functools.cache
@@ -80,7 +81,10 @@ def _generate(sampling=SAMPLINGS[0], key=0, prompts=None, group_size=G, **settin
   return engine.sample(_params(), {}, prompts or _prompts(), jax.random.key(key), group_size)
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize(
+  "sampling",
+  [*QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in SAMPLINGS if x not in QUICK)],
+)
 def test_logprobs_equal_the_trainers(sampling):
   rollouts = _generate(sampling)
   hidden = _response_hidden(_params(), _prompts(), rollouts.tokens)

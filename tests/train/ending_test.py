@@ -64,6 +64,7 @@ def journal(workdir):
   return sum(len(path.read_bytes().splitlines()) for path in paths)
 
 
+@pytest.mark.slow
 def test_wherever_it_is_it_ends_and_goes_on_as_if_it_had_not(
   parts, undisturbed, tmp_path, monkeypatch, capsys
 ):

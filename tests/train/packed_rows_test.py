@@ -36,7 +36,8 @@ def shuffled(batch, seed=3):
   return dataclasses.replace(moved, prompts=jax.tree.map(lambda x: x[prompts], batch.prompts))
 
 
-@pytest.mark.parametrize("rows", [3, pytest.param(10**6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [3, 10**6])
+@pytest.mark.slow
 def test_the_order_of_packing_changes_nothing(x64, rows):
   """In several micro-batches and in one; a loss with statistics of the whole batch."""
   method, batch = make_method("float64", loss=losses.p3o()), make_batch(np.float64)

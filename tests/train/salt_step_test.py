@@ -104,12 +104,13 @@ def test_the_update_is_that_of_coefficients_reweighted_by_hand(x64, scope, rows)
   "route",
   [
     "streaming",
-    pytest.param("sampled", marks=pytest.mark.slow),
-    pytest.param("sketch", marks=pytest.mark.slow),
-    pytest.param("per_rollout", marks=pytest.mark.slow),
+    "sampled",
+    "sketch",
+    "per_rollout",
   ],
 )
 @pytest.mark.parametrize("shape", [(2, 2, 2)])
+@pytest.mark.slow
 def test_meshes_and_micro_batches_give_the_same_update(x64, route, shape):
   mesh = sharding.make_mesh(**dict(zip(sharding.AXES, shape, strict=True)))
   single = make_salt_method(route=route)
@@ -168,7 +169,9 @@ def test_measure_reports_the_error_of_a_route_that_is_not_exact(x64):
   assert run(sketched, empty)[0]["geometry/gram_relative_error"] == 0
 
 
-@pytest.mark.parametrize(("own", "other"), [("score", "sampled"), ("sampled", "score")])
+@pytest.mark.parametrize(
+  ("own", "other"), [("score", "sampled"), pytest.param("sampled", "score", marks=pytest.mark.slow)]
+)
 def test_measure_reports_both_features(x64, own, other):
   """That of config.gram under the plain names, the other under its own; here they differ."""
   method = make_salt_method()

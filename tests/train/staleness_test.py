@@ -108,6 +108,7 @@ def test_a_fixed_lag_is_exactly_that(train):
   assert records[0]["behavior/kl_k3"] < 1e-9 < 1e-7 < records[4]["behavior/kl_k3"]
 
 
+@pytest.mark.slow
 def test_stages_are_summarised(train):
   workdir = train(schedules.stages(count=2, num_updates=UPDATES))
   records = updates(workdir)

@@ -85,6 +85,7 @@ def test_begins_with_the_policy_and_does_not_need_the_other_run_again(
   assert tiny.records(workdir) == records
 
 
+@pytest.mark.slow
 def test_the_optimizers_moments_go_on_and_the_learning_rate_begins_anew(parts, other, tmp_path):
   branch = starting(parts, checkpoint=str(other), optimizer=True)  # its last checkpoint
   workdir = tmp_path / "branch"
@@ -98,6 +99,7 @@ def test_the_optimizers_moments_go_on_and_the_learning_rate_begins_anew(parts, o
   assert any(np.any(leaf) for leaf in leaves)
 
 
+@pytest.mark.slow
 def test_another_method_may_go_on(other, tmp_path):
   """Whose state is not in the checkpoint."""
   fade = build(tiny.config(advantage="fade", start__checkpoint=str(other), start__optimizer=True))
@@ -122,6 +124,7 @@ def test_mistakes_are_named_before_the_workdir_is_taken(parts, tmp_path, start, 
   assert not (tmp_path / "branch" / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_a_start_that_does_not_fit(parts, other, tmp_path):
   folder = tmp_path / "other" / "checkpoints" / "3"
   shutil.copytree(other / "checkpoints" / "3", folder)

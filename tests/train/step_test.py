@@ -26,15 +26,8 @@ from rlvr_jax.train.accumulate import policy_logprobs
 from rlvr_jax.train.step import initial_state, train_step
 
 
-@pytest.mark.parametrize(
-  "aggregation",
-  [
-    "token_mean",
-    pytest.param("constant", marks=pytest.mark.slow),
-    pytest.param("sequence_mean", marks=pytest.mark.slow),
-    pytest.param("sequence_sum", marks=pytest.mark.slow),
-  ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("aggregation", ["token_mean", "constant", "sequence_mean", "sequence_sum"])
 @pytest.mark.parametrize("rows", [1])
 def test_micro_batches_add_up_to_one_batch(aggregation, rows):
   """Of rows, against the padded batch."""
