@@ -1,7 +1,7 @@
 """The policy: one decoder-only transformer whose settings span Qwen 2/2.5/3, Llama 3 and Gemma 2/3.
 
-Everything but attention is per token, so a prompt and its G responses travel as one packed row,
-[P, S + G·T]: the prompt is computed once per prompt, in training as in sampling.
+Everything but attention is per token, so prompts and responses travel in packed rows: a prompt is
+computed once for all its responses in a row. The engine computes it once for its slots.
 """
 
 from __future__ import annotations
