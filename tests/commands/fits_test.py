@@ -109,6 +109,7 @@ def test_heads_and_activations_are_split_over_tensor():
     assert whole[f"{table}, estimated"][row] == 2 * halves[f"{table}, estimated"][row] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_compilation_cache")
 def test_the_compiler_s_figures_are_read(capsys):
   """On devices that are there; a topology of TPUs goes the same way."""

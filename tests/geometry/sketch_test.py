@@ -89,6 +89,7 @@ def test_seed_alone_decides():
   np.testing.assert_array_equal(run(5), run(5, lambda x, mask: jnp.where(mask > 0, x, jnp.nan)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [2, 100])
 def test_rows_give_the_same_estimate(x64, rows):
   """In several micro-batches and in one."""

@@ -86,15 +86,9 @@ def test_the_shared_prompt_equals_one_prompt_per_rollout(x64):
     np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-  ("remat", "unroll_layers"),
-  [
-    pytest.param("dots", 1, marks=pytest.mark.slow),
-    ("full", 2),
-    pytest.param("dots", 2, marks=pytest.mark.slow),
-    pytest.param("full", 1, marks=pytest.mark.slow),
-  ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("unroll_layers", [1, 2])
+@pytest.mark.parametrize("remat", ["dots", "full"])
 def test_remat_and_unrolling_change_no_gradient(x64, remat, unroll_layers):
   config = dataclasses.replace(SMALL, compute_dtype="float64", param_dtype="float64")
   variant = dataclasses.replace(config, remat=remat, unroll_layers=unroll_layers)

@@ -48,9 +48,8 @@ def test_the_reference_equals_a_direct_softmax(x64, window, soft_cap):
   np.testing.assert_allclose(row_attention(*inputs, **settings), expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-  "window, soft_cap", [pytest.param(None, None, marks=pytest.mark.slow), (150, 0.5)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("window, soft_cap", [(None, None), (150, 0.5)])
 def test_gradients_equal_those_of_a_dense_softmax(x64, window, soft_cap):
   queries, keys, values, rows = _inputs()
 

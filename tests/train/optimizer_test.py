@@ -200,7 +200,8 @@ def test_the_state_is_sharded_as_its_parameters_and_a_sharded_update_is_the_same
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), alone, split)
 
 
-@each_optimizer
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
 def test_adapters_can_be_trained(name):
   base, _ = case()
   settings = lora.LoraSettings(rank=2, alpha=4.0, targets="blocks/")

@@ -169,9 +169,8 @@ def test_measure_reports_the_error_of_a_route_that_is_not_exact(x64):
   assert run(sketched, empty)[0]["geometry/gram_relative_error"] == 0
 
 
-@pytest.mark.parametrize(
-  ("own", "other"), [("score", "sampled"), pytest.param("sampled", "score", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("own", "other"), [("score", "sampled"), ("sampled", "score")])
 def test_measure_reports_both_features(x64, own, other):
   """That of config.gram under the plain names, the other under its own; here they differ."""
   method = make_salt_method()
