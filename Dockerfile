@@ -9,8 +9,9 @@ RUN apt-get update \
 WORKDIR /rlvr_jax
 # What it depends on is a layer of its own, which is built again where setup.py changes.
 COPY setup.py ./
+COPY rlvr_jax/__init__.py rlvr_jax/
 RUN pip install --no-cache-dir ".[tpu,hf,gcs,math]"
 
-# Modules of the checkout are found before the empty package that was installed above.
+# Modules of the checkout are found before the package without modules that was installed above.
 COPY . ./
 ENV PYTHONPATH=/rlvr_jax PYTHONUNBUFFERED=1

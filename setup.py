@@ -1,6 +1,7 @@
 """Package metadata. Commands are run from a checkout: pip install -e ".[dev,plot]"."""
 
 import pathlib
+import re
 
 import setuptools
 
@@ -41,11 +42,13 @@ EXTRAS = {
   ],
 }
 
-README = pathlib.Path(__file__).parent / "README.md"
+HERE = pathlib.Path(__file__).parent
+README = HERE / "README.md"
+INIT = (HERE / "rlvr_jax" / "__init__.py").read_text(encoding="utf-8")
 
 setuptools.setup(
   name="rlvr_jax",
-  version="0.1.0",
+  version=re.findall(r'^__version__ = "(.+)"$', INIT, re.MULTILINE)[0],
   description="Reinforcement learning from verifiable rewards, in JAX, readable end to end",
   long_description=README.read_text(encoding="utf-8") if README.exists() else "",
   long_description_content_type="text/markdown",
@@ -53,6 +56,7 @@ setuptools.setup(
   python_requires=">=3.11",
   packages=setuptools.find_packages(include=["rlvr_jax", "rlvr_jax.*"]),
   package_data={"rlvr_jax": ["py.typed"]},
+  entry_points={"console_scripts": ["rlvr_jax = rlvr_jax.console:run"]},
   install_requires=[
     "absl-py>=1.4",
     "array-record>=0.8.1",

@@ -149,8 +149,8 @@ def find(owner: str, package: types.ModuleType, name: str) -> Callable[..., Any]
   except Exception as error:
     if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
       raise ValueError(
-        f"{owner}: {error}; {module_name!r} has to be importable from the current directory or"
-        " installed"
+        f"{owner}: {error}; start the program in the folder of {module_name.partition('.')[0]!r},"
+        " set PYTHONPATH=FOLDER, or install it"
       ) from error
     raise ValueError(f"{owner}: importing {module_name} raised {_one_line(error)}") from error
   factory = getattr(module, function, None)

@@ -38,6 +38,7 @@ ALLOWED = {
   "commands": BELOW_THE_LOOP | {"evaluate", "train", "train.step"},
   "launch": set(),
   "main": {"commands", "train"},
+  "console": set(),
 }
 JAX = {"jax", "jaxlib", "chex", "flax", "optax", "orbax"}
 NNX = {"Module", "Param", "Rngs", "split", "merge", "to_pure_dict"}

@@ -12,6 +12,7 @@ import setuptools  # noqa: F401  (its setup, not that of distutils, is what setu
 from packaging.requirements import Requirement
 from train import tiny
 
+import rlvr_jax
 from rlvr_jax.models import cannot_import
 
 # What Google Colab had installed in November 2026, on Python 3.13.
@@ -37,17 +38,46 @@ def get_config():
   c.num_updates = 2
   c.model.overrides = dict(num_layers=1, width=32, mlp_width=64, unroll_layers=1)
   c.batch.prompts, c.batch.group_size = 4, 4
-  c.warm_start.num_steps = 2
-  c.task.kwargs.held_out_size = c.evaluation.batch_prompts = 8
+  c.warm_start.num_steps = 0
+  c.evaluation.batch_prompts = 8
+  c.task = dict(name="mine:doubles", kwargs=dict(count=40))
+  c.advantage, c.loss, c.optimizer = "mine:centered", "mine:plain", "mine:descent(momentum=0.5)"
+  c.grading.grader = "mine_graded:short(limit=3)"
   return c
 """
+OWN_MODULE = """
+import jax.numpy as jnp
+import optax
+from rlvr_jax.advantages import stateless
+from rlvr_jax.data import Problem, Task
+from rlvr_jax.data.sources import Chosen
+from rlvr_jax.losses import token_loss
+
+def doubles(*, count):
+  made = [Problem(f"2*{i}=", str(2 * i), "", {"dataset": "doubles"}) for i in range(count)]
+  train, held_out = Chosen.of(made[8:]), Chosen.of(made[:8])
+  return Task("doubles", train, Chosen.of(()), held_out, "mine_graded:short")
+
+def centered():
+  return stateless(lambda batch: batch.rewards - batch.rewards.mean(axis=1, keepdims=True))
+
+def plain():
+  return token_loss(lambda x: (-x.coefficients * x.policy_logprobs, jnp.zeros_like(x.mask)))
+
+def descent(learning_rate, *, momentum):
+  return optax.sgd(learning_rate, momentum)
+"""
+OWN_GRADER = "def short(completion, reference, *, limit=2): return len(completion) <= limit\n"
 
 
 @functools.cache
+def distribution():
+  return distutils.core.run_setup(str(tiny.ROOT / "setup.py"), stop_after="init")
+
+
 def requirements():
-  distribution = distutils.core.run_setup(str(tiny.ROOT / "setup.py"), stop_after="init")
-  plot = distribution.extras_require["plot"]
-  return [Requirement(text) for text in [*distribution.install_requires, *plot]]
+  plot = distribution().extras_require["plot"]
+  return [Requirement(text) for text in [*distribution().install_requires, *plot]]
 
 
 def test_an_install_replaces_nothing_that_colab_has():
@@ -65,6 +95,10 @@ def installed(tmp_path_factory):
   return folder / "lib"
 
 
+def test_the_version_is_that_of_the_package():
+  assert distribution().get_version() == rlvr_jax.__version__
+
+
 def test_it_holds_every_module_and_recipe(installed):
   found = {str(path.relative_to(installed)) for path in installed.rglob("*.*")}
   modules = {str(path.relative_to(tiny.ROOT)) for path in (tiny.ROOT / "rlvr_jax").rglob("*.py")}
@@ -73,20 +107,59 @@ def test_it_holds_every_module_and_recipe(installed):
   assert "rlvr_jax/configs/full_size/base.py" in found
 
 
+def pip(*arguments, python=sys.executable):
+  subprocess.run([python, "-m", "pip", "--quiet", *map(str, arguments)], check=True)
+
+
 @pytest.mark.slow
-def test_it_runs_a_config_of_ones_own_on_a_recipe(installed, tmp_path):
-  config_file = tmp_path / "mine.py"
-  config_file.write_text(OWN_CONFIG)
-  done = subprocess.run(
-    tiny.command(tmp_path / "run", config_file=config_file),
-    cwd=tmp_path,
-    env=tiny.environment(PYTHONPATH=str(installed)),
-    capture_output=True,
+def test_the_command_runs_ones_own_components_from_any_folder(tmp_path):
+  """Task, grader, advantage, loss and optimizer of modules in the folder where it is started."""
+  pip("install", "--no-deps", "--no-build-isolation", f"--prefix={tmp_path / 'to'}", tiny.ROOT)
+  (packages,) = (tmp_path / "to").glob("lib/python*/site-packages")
+  (tmp_path / "work").mkdir()
+  for name, text in {
+    "config.py": OWN_CONFIG, "mine.py": OWN_MODULE, "mine_graded.py": OWN_GRADER
+  }.items():  # fmt: skip
+    (tmp_path / "work" / name).write_text(text)
+  started = functools.partial(
+    subprocess.run,
+    env=tiny.environment(PYTHONPATH=str(packages)),
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
     text=True,
     timeout=tiny.TIMEOUT_S,
   )
-  assert done.returncode == 0, done.stdout + done.stderr
-  assert f"base of {installed}" in done.stdout
+  command = [tmp_path / "to" / "bin" / "rlvr_jax", f"--config={tmp_path}/work/config.py"]
+  done = started([*command, "--workdir=run"], cwd=tmp_path / "work")
+  assert done.returncode == 0, done.stdout
+  assert f"base of {packages}" in done.stdout
+  assert [record["step"] for record in tiny.records(tmp_path / "work/run", "train")] == [1, 2]
+  elsewhere = started([*command, "--workdir=run"], cwd=tmp_path)
+  assert elsewhere.returncode == 1 and not (tmp_path / "run").exists()
+  assert (
+    "No module named 'mine'; start the program in the folder of 'mine', set PYTHONPATH"
+    in (elsewhere.stdout.splitlines()[-1])
+  )
+  shown = started([command[0], "--help"], cwd=tmp_path).stdout
+  assert "Trains, evaluates or exports a policy" in shown and "--workdir:" in shown
+
+
+@pytest.mark.soak
+def test_the_wheel_in_an_empty_environment(tmp_path):
+  """Needs a package index. The quickstart's command starts in a folder without a checkout."""
+  pip("wheel", "--no-deps", f"--wheel-dir={tmp_path}", tiny.ROOT)
+  subprocess.run([sys.executable, "-m", "venv", tmp_path / "empty"], check=True)
+  python = tmp_path / "empty" / "bin" / "python"
+  pip("install", *tmp_path.glob("*.whl"), python=python)
+  pip("check", python=python)
+  short = ["--config.num_updates=2", "--config.warm_start.num_steps=2"]
+  subprocess.run(
+    [python.with_name("rlvr_jax"), "--config=configs/quickstart.py", "--workdir=run", *short],
+    cwd=tmp_path,
+    env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+    check=True,
+    timeout=tiny.TIMEOUT_S,
+  )
   assert [record["step"] for record in tiny.records(tmp_path / "run", "train")] == [1, 2]
 
 

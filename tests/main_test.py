@@ -20,6 +20,7 @@ from train import tiny
 from rlvr_jax.commands.train import train
 from rlvr_jax.evaluate.run_files import read_metrics
 from rlvr_jax.rewards import Grade, Outcome
+from rlvr_jax.rewards.worker_process import GraderStartError
 from rlvr_jax.rollouts.schedules import stages, updates_per_refresh
 from rlvr_jax.train.build import build
 from rlvr_jax.train.checks import may_differ
@@ -295,6 +296,14 @@ def test_a_warm_start_that_blows_up(tmp_path):
   message = r"warm start: the loss of step \d+ is nan; lower the peak of config"
   with pytest.raises(FloatingPointError, match=message):
     train(parts, tmp_path / "run")
+
+
+def test_a_start_that_fails_leaves_no_workdir(tmp_path):
+  """After the workdir was claimed: only the grading processes import a grader of one's own."""
+  parts = build(tiny.config(grading__grader="no_such_module:grade"))
+  with pytest.raises(GraderStartError, match=r"No module named 'no_such_module'; .* PYTHONPATH"):
+    train(parts, tmp_path / "runs" / "wrong")
+  assert not (tmp_path / "runs").exists()
 
 
 # --- graders that misbehave -----------------------------------------------------------------------

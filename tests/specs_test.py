@@ -118,8 +118,11 @@ def test_an_error_of_a_user_s_module_is_one_line_with_its_place(tmp_path, monkey
     ("bare(by=1)", r"bare takes no 'by'; bare takes \[\]"),
     ("scale(seed=1)", "seed of scale comes from the run; leave it out"),
     ("raising(by=3)", r"^config\.thing = 'raising\(by=3\)': by = 3 is odd$"),
-    ("no_such_module:f", "No module named 'no_such_module'; 'no_such_module' has to be importable"),
-    ("os.:getcwd", "has to be importable"),
+    (
+      "no_such_module:f",
+      "No module named 'no_such_module'; start the program in the folder of 'no_such_module'",
+    ),
+    ("os.:getcwd", "start the program in the folder of 'os', set PYTHONPATH"),
     ("specs_test:scael(by=1)", r"has no function 'scael'; did you mean 'scale'"),
     ("specs_test:PACKAGE", "has no function 'PACKAGE'"),
   ],

@@ -16,7 +16,7 @@ from rlvr_jax.train.build import Parts
 from rlvr_jax.train.grading import grader_pool, make_collector
 from rlvr_jax.train.metrics import progress, say
 from rlvr_jax.train.parameters import chosen_params, load_frozen
-from rlvr_jax.train.workdir import check_config, claimed
+from rlvr_jax.train.workdir import StartFiles, opened
 
 PROBLEMS_FILE = "problems.jsonl"
 RESULT_FILE = "evaluation.json"
@@ -41,16 +41,16 @@ def evaluate_checkpoint(parts: Parts, workdir: str | Path, folder: Path | None) 
   with contextlib.ExitStack() as stack:
     enter = lambda resource: stack.enter_context(contextlib.closing(resource))
     stack.enter_context(multihost.only_first_prints())
-    whole = Workdir(workdir)
-    multihost.on_first(lambda: enter(claimed(whole)), None)
-    workdir = enter(whole).local
-    multihost.on_first(lambda: _check_config(whole, parts, folder), None)
+    whole, files = opened(workdir, enter)
+    workdir = whole.local
+    multihost.on_first(lambda: _check_config(whole, files, parts, folder), None)
     done = multihost.exchange(_complete_problems(workdir, num_problems, c.batch_prompts))[0]
     if done < num_problems:
       pool = multihost.together(lambda: enter(grader_pool(parts.config, parts.task)))
       lines = multihost.on_first(lambda: enter(_continued(workdir, done)), None)
       frozen = load_frozen(parts).trainer
       params, step = chosen_params(parts, folder)
+      multihost.on_first(files.begin, None)
       engine = parts.programs.held_out_engine
       batches = evaluated(
         engine,
@@ -80,12 +80,11 @@ def evaluate_checkpoint(parts: Parts, workdir: str | Path, folder: Path | None) 
     return values
 
 
-def _check_config(workdir: Workdir, parts: Parts, folder: Path | None) -> None:
+def _check_config(workdir: Workdir, files: StartFiles, parts: Parts, folder: Path | None) -> None:
   """Raises WorkdirError unless the workdir is new or belongs to the same evaluation."""
   workdir.fetch()
   about = json.loads(parts.config.to_json_best_effort()) | {"evaluated": str(folder or "")}
-  check_config(workdir.local, json.dumps(about), may_differ=_MAY_DIFFER)
-  workdir.publish()
+  files.check_config(json.dumps(about), _MAY_DIFFER)
 
 
 def _complete_problems(workdir: Path, num_problems: int, batch_size: int) -> int:

@@ -35,7 +35,7 @@ from rlvr_jax.train.metrics import MetricWriter, progress, say
 from rlvr_jax.train.report import write_report
 from rlvr_jax.train.restore import as_begun, elapsed_seconds, records_of, resumable
 from rlvr_jax.train.warm_start import warm_start
-from rlvr_jax.train.workdir import WorkdirError, check_config, claimed
+from rlvr_jax.train.workdir import StartFiles, WorkdirError, opened
 from rlvr_jax.types import Params
 
 ROLLOUTS_FOLDER = "rollouts"
@@ -84,7 +84,7 @@ def train(
     enter = lambda resource: stack.enter_context(contextlib.closing(resource))
     stack.enter_context(multihost.only_first_prints())
     stack.enter_context(_saying_why())
-    folder = _opened(workdir, parts, enter)
+    folder, files = _opened(workdir, parts, enter)
     workdir = folder.local
     parts = as_begun(parts, workdir)
     raw_logprobs.announce(parts)
@@ -104,6 +104,7 @@ def train(
     # A resumed run whose warm-start folder is gone still has its records.
     records_to = no_writer if restored else writer
     params, cold = first_params(parts, warm, records_to, warm_starts)
+    multihost.on_first(files.begin, None)
     # Before this, a signal ends the process at once: there was nothing to save.
     stack.enter_context(multihost.ending_in_order())
     if cold:
@@ -131,22 +132,18 @@ def _saying_why() -> Iterator[None]:
     raise
 
 
-def _opened(workdir: str | Path, parts: Parts, enter: Any) -> Workdir:
-  """The folder, claimed by this run."""
-  folder = Workdir(workdir)
-  multihost.on_first(lambda: enter(claimed(folder)), None)
-  enter(folder)
-  multihost.on_first(lambda: _check_config(folder, parts), None)
-  return folder
+def _opened(workdir: str | Path, parts: Parts, enter: Any) -> tuple[Workdir, StartFiles]:
+  folder, files = opened(workdir, enter)
+  multihost.on_first(lambda: _check_config(folder, files, parts), None)
+  return folder, files
 
 
-def _check_config(workdir: Workdir, parts: Parts) -> None:
+def _check_config(workdir: Workdir, files: StartFiles, parts: Parts) -> None:
   workdir.fetch()
   parameters.check_start(parts.config, workdir.kept)
   warm_start_cache.check(parts.config)
   allowed = checks.may_differ(parts.config, parts.schedule)
-  check_config(workdir.local, parts.config.to_json_best_effort(), may_differ=allowed)
-  workdir.publish()
+  files.check_config(parts.config.to_json_best_effort(), allowed)
 
 
 def _store(workdir: Workdir, enter: Any) -> RolloutStore:

@@ -94,7 +94,8 @@ class WorkerProcess:
       self.close()
       raise GraderStartError(
         f"the grading worker for {self._grader!r} did not start: {problem}. Name your own grader"
-        " 'my_module:function', with a module that this process's sys.path can import."
+        " 'my_module:function'; its module is in the current folder, in one of PYTHONPATH, or"
+        " installed."
       )
 
   def grades(

@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 from ml_collections.config_flags import config_flags
 
+import rlvr_jax
 from rlvr_jax import specs
 from rlvr_jax.train import old_spellings
 
@@ -118,6 +119,7 @@ class Parser(config_flags.ConfigFileFlagParser):
     self._argv = argv
 
   def parse(self, path: str) -> Any:
+    path = installed_recipe(path)
     try:
       config = super().parse(path)
     except (AttributeError, TypeError, ValueError) as error:
@@ -139,6 +141,19 @@ class Parser(config_flags.ConfigFileFlagParser):
       except ValueError as error:
         sys.exit(f"error: {error}")
     return config
+
+
+def installed_recipe(path: str) -> str:
+  """The path of a configuration file, that of the installed one where there is none.
+
+  So configs/quickstart.py, as the documents have it, is found from any folder. What follows a
+  colon is the argument of get_config().
+  """
+  file, colon, argument = path.partition(":")
+  installed = os.path.join(os.path.dirname(rlvr_jax.__file__), file)
+  if file.startswith("configs/") and not os.path.exists(file) and os.path.exists(installed):
+    return f"{installed}{colon}{argument}"
+  return path
 
 
 def _flags_like(pattern: str, argv: Sequence[str]) -> Iterator[tuple[re.Match[str], str]]:

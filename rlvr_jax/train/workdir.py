@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import pathlib
-from collections.abc import Collection, Iterator
+import shutil
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from rlvr_jax.files import replacing
 from rlvr_jax.storage import Workdir, in_bucket
-from rlvr_jax.train import claim
+from rlvr_jax.train import claim, multihost
 from rlvr_jax.train.claim import BucketClaim, WorkdirError
 
 _EARLIER = (
@@ -49,6 +51,58 @@ class WorkdirLock:
   def close(self) -> None:
     """Frees the lock."""
     self._file.close()
+
+
+class StartFiles:
+  """The files of a start; `close` removes them unless the run began, so that it can start anew.
+
+  Files that were there before are kept, and so is everything where a run had begun before.
+  """
+
+  def __init__(self, workdir: Workdir):
+    """Lists what is there; call it before the workdir is claimed."""
+    self._workdir = workdir
+    on_disk = not in_bucket(workdir.kept)
+    path = pathlib.Path(workdir.kept).absolute() if on_disk else workdir.local
+    self._missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    self._before = {entry.name for entry in path.iterdir()} if path.is_dir() else set[str]()
+    self._removed_unless_begun = False
+
+  def check_config(self, config_json: str, may_differ: Collection[str]) -> None:
+    """As `check_config`, for the process that has the claim."""
+    self._removed_unless_begun = not (self._workdir.local / "config.json").exists()
+    check_config(self._workdir.local, config_json, may_differ=may_differ)
+
+  def begin(self) -> None:
+    """The start has succeeded: the files stay."""
+    self._removed_unless_begun = False
+    self._workdir.publish()
+
+  def close(self) -> None:
+    """Removes the files of a start that has failed; folders that it made, if they are empty."""
+    if not self._removed_unless_begun:
+      return
+    for entry in self._workdir.local.iterdir():
+      if entry.name not in self._before:
+        shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+    with contextlib.suppress(OSError):  # not empty any more
+      for folder in self._missing:
+        folder.rmdir()
+
+
+def opened(
+  workdir: str | os.PathLike[str], enter: Callable[[Any], Any]
+) -> tuple[Workdir, StartFiles]:
+  """A workdir, claimed by this run, and what becomes of its files if the start fails.
+
+  `enter` closes what it gets when the run ends.
+  """
+  folder = Workdir(workdir)
+  files = StartFiles(folder)
+  multihost.on_first(lambda: enter(claimed(folder)), None)
+  enter(folder)
+  enter(files)
+  return folder, files
 
 
 def claimed(workdir: Workdir) -> WorkdirLock | BucketClaim:

@@ -1,5 +1,6 @@
 """What a command line may set, and how spellings of earlier versions are answered."""
 
+import pathlib
 import subprocess
 import sys
 
@@ -43,6 +44,18 @@ def refused(*arguments, **how):
   with pytest.raises(SystemExit) as ended:
     parsed(*arguments, **how)
   return str(ended.value)
+
+
+def test_a_recipe_is_found_from_any_folder(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  installed = config_file.installed_recipe("configs/full_size/base.py:x")
+  path, _, argument = installed.rpartition(":")
+  assert pathlib.Path(path).samefile(tiny.ROOT / "configs/full_size/base.py") and argument == "x"
+  for found_or_not in ("configs/no_such.py", "quickstart.py", "/configs/quickstart.py"):
+    assert config_file.installed_recipe(found_or_not) == found_or_not
+  (tmp_path / "configs").mkdir()
+  (tmp_path / "configs" / "grpo.py").touch()  # one's own goes before
+  assert config_file.installed_recipe("configs/grpo.py") == "configs/grpo.py"
 
 
 # --- components -----------------------------------------------------------------------------------

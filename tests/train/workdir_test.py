@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from rlvr_jax.train.workdir import WorkdirError, WorkdirLock, check_config
+from rlvr_jax.storage import Workdir
+from rlvr_jax.train.workdir import StartFiles, WorkdirError, WorkdirLock, check_config, opened
 
 
 def test_a_workdir_is_held_by_one_process(tmp_path):
@@ -80,3 +81,43 @@ def test_config_that_is_not_json(tmp_path):
   (tmp_path / "config.json").write_text("{")
   with pytest.raises(WorkdirError, match="not JSON"):
     check_config(tmp_path, "{}")
+
+
+def started(folder, *, begins):
+  """What a start does to a workdir; `begins`: whether it succeeds."""
+  with contextlib.ExitStack() as stack:
+    workdir, files = opened(folder, lambda x: stack.enter_context(contextlib.closing(x)))
+    files.check_config("{}", ())
+    (workdir.local / "rollouts").mkdir(exist_ok=True)
+    (workdir.local / "sources.json").write_text("new")
+    if begins:
+      files.begin()
+
+
+def test_a_start_that_fails_leaves_nothing(tmp_path):
+  started(tmp_path / "runs" / "a", begins=False)
+  assert not (tmp_path / "runs").exists()
+  started(tmp_path / "runs" / "a", begins=True)
+  assert {x.name for x in (tmp_path / "runs" / "a").iterdir()} == {
+    ".lock", "config.json", "rollouts", "sources.json"
+  }  # fmt: skip
+  started(tmp_path / "runs" / "a", begins=False)  # a run that has begun keeps everything
+  assert (tmp_path / "runs" / "a" / "config.json").exists()
+
+
+def test_a_start_that_fails_keeps_what_was_there(tmp_path):
+  (tmp_path / "warm_start").mkdir()
+  (tmp_path / "warm_start" / "mine").write_text("kept")
+  started(tmp_path, begins=False)
+  assert [x.name for x in tmp_path.rglob("*")] == ["warm_start", "mine"]
+
+
+def test_a_start_that_is_refused_removes_nothing(tmp_path):
+  with contextlib.closing(WorkdirLock(tmp_path)), pytest.raises(WorkdirError, match="in use"):
+    started(tmp_path, begins=False)
+  assert (tmp_path / ".lock").exists()
+  (tmp_path / "config.json").write_text('{"seed": 1}')
+  with pytest.raises(WorkdirError, match="another configuration"):
+    started(tmp_path, begins=False)
+  assert (tmp_path / "config.json").read_text() == '{"seed": 1}'
+  assert StartFiles(Workdir(tmp_path)).close() is None and (tmp_path / "config.json").exists()
