@@ -38,7 +38,9 @@ def get_config() -> ConfigDict:
     format="plain",  # plain; chat: through the tokenizer's chat template
     system="",  # message of the chat format
     template="",  # file with a Jinja chat template, in place of the tokenizer's
-    too_long="error",  # error; drop: skip such problems of data sets with a fixed size
+    # error; drop: skip such training problems, of data sets with a fixed size; drop_everywhere:
+    # held-out ones too, so that scores are those of the rest
+    too_long="error",
   )
   c.max_prompt_length = 96  # tokens
   c.max_response_length = 16  # tokens, stop token included

@@ -50,6 +50,7 @@ LONG = "# Over 60 lines: "
 LONG_FUNCTIONS = {
   "configs/base.py: get_config",
   "rlvr_jax/advantages/fade.py: fade",
+  "rlvr_jax/data/jsonl.py: jsonl",
   "rlvr_jax/data/published/from_files.py: published",
   "rlvr_jax/data/reasoning_gym.py: reasoning_gym",
   "rlvr_jax/data/tour.py: tour",

@@ -28,7 +28,7 @@ from rlvr_jax.train.build import Parts
 from rlvr_jax.train.checkpoint import Checkpointer, Restored
 from rlvr_jax.train.checkpoint_files import CheckpointError
 from rlvr_jax.train.generator import AgreementError, DynamicSamplingError
-from rlvr_jax.train.grading import grader_pool
+from rlvr_jax.train.grading import announce_partial_credit, grader_pool
 from rlvr_jax.train.host import EndRequestedError, deadline
 from rlvr_jax.train.loop import Trainer
 from rlvr_jax.train.metrics import MetricWriter, progress, say
@@ -87,7 +87,7 @@ def train(
     folder, files = _opened(workdir, parts, enter)
     workdir = folder.local
     parts = as_begun(parts, workdir)
-    raw_logprobs.announce(parts)
+    _announce(parts)
     frozen = parameters.load_frozen(parts)
     saved = lambda name, keep: enter(Checkpointer(folder.kept / name, keep=keep, workdir=folder))
     warm_starts = saved("warm_start", 1)
@@ -120,6 +120,12 @@ def train(
     if multihost.is_first():
       say(write_report(workdir, folder.kept))
   return trainer.evaluation
+
+
+def _announce(parts: Parts) -> None:
+  """Says what a reader of the configuration may overlook."""
+  raw_logprobs.announce(parts)
+  announce_partial_credit(parts.config, parts.task)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import zlib
 from collections.abc import Mapping
@@ -42,7 +43,32 @@ def mixture(
     if not 0 < weight < math.inf:
       raise ValueError(f"the weight of part {label!r} is {weight}, must be above 0 and finite")
   check_size("size", size)
-  tasks = {label: _make_part(label, part) for label, part in parts.items()}
+  task, train = joined("mixture", parts)
+  shares = [weights[label] / sum(weights.values()) for label in parts]
+  once = max(math.ceil(len(s) / share) for s, share in zip(train, shares, strict=True))
+  seeds = [seed_of(seed, label) for label in parts]
+  return dataclasses.replace(task, train=Mixed(train, shares, seeds, size or once))
+
+
+def seed_of(seed: int, label: str) -> int:
+  """The seed of a part's order; it does not depend on the other parts."""
+  return zlib.crc32(f"{seed} {label}".encode())
+
+
+def joined(kind: str, parts: Mapping[str, Mapping[str, Any]]) -> tuple[Task, list[Any]]:
+  """Several tasks as one, and the training problems of each.
+
+  Warm starts and held-out problems are concatenated in the order of the parts, and so is train. No
+  part trains on a question that another part holds out. Where the parts' graders differ, a
+  problem's reference names its grader.
+
+  Args:
+    kind: the task that has the parts, for messages.
+    parts: see `mixture`.
+  Raises:
+    ValueError: a part is not a task or has no problem left to train on; or its task raises it.
+  """
+  tasks = {label: _make_part(kind, label, part) for label, part in parts.items()}
   grader, changes = graded_alike([task.grader for task in tasks.values()])
 
   def each(phase: str) -> list[Any]:
@@ -57,27 +83,25 @@ def mixture(
   )
   for label, source in zip(tasks, train, strict=True):
     if not len(source):
-      raise ValueError(f"part {label!r} of the mixture has no problem to train on")
-  shares = [weights[label] / sum(weights.values()) for label in tasks]
-  once = max(math.ceil(len(s) / share) for s, share in zip(train, shares, strict=True))
-  seeds = [zlib.crc32(f"{seed} {label}".encode()) for label in tasks]
+      raise ValueError(f"part {label!r} of the {kind} has no problem to train on")
   task = Task(
     name="+".join(tasks),
-    train=Mixed(train, shares, seeds, size or once),
+    train=Concatenated(train),
     warm_start=Concatenated(warm_start),
     held_out=Concatenated(held_out),
     grader=grader,
   )
-  return warn_of_common_answer(task)
+  return warn_of_common_answer(task), train
 
 
-def _make_part(label: str, part: Mapping[str, Any]) -> Task:
+def _make_part(kind: str, label: str, part: Mapping[str, Any]) -> Task:
   from rlvr_jax.data import tasks  # here, as it imports this module
 
-  owner = f"part {label!r} of the mixture"
-  if set(part) != {"name", "kwargs"} or part["name"] == "mixture":
+  owner = f"part {label!r} of the {kind}"
+  if set(part) != {"name", "kwargs"} or part["name"] in ("mixture", "curriculum"):
     raise ValueError(
-      f"{owner} is {dict(part)}, expected the name of a task, but not of a mixture, and its kwargs"
+      f"{owner} is {dict(part)}, expected the name of a task, but not of a mixture or a"
+      " curriculum, and its kwargs"
     )
   task = specs.call(owner, tasks, specs.Spec(part["name"], part["kwargs"]), Task)
   if not all(

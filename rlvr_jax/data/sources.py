@@ -183,6 +183,11 @@ class Concatenated(_Indexed):
     return self._sources[which][index - ([0] + self._ends)[which]]
 
 
+def in_random_order(source: ProblemSource, seed: int) -> grain.MapDataset[Problem]:
+  """The problems without repetition, then again in another order, without an end."""
+  return grain.MapDataset.source(source).shuffle(seed=seed).repeat()
+
+
 class Mixed(_Indexed):
   """Sources interleaved by their weights.
 
@@ -204,10 +209,7 @@ class Mixed(_Indexed):
       seeds: of each source's order, in [0, 2³²).
       size: number of problems of the mixture.
     """
-    orders = [
-      grain.MapDataset.source(source).shuffle(seed=seed).repeat()
-      for source, seed in zip(sources, seeds, strict=True)
-    ]
+    orders = [in_random_order(*pair) for pair in zip(sources, seeds, strict=True)]
     self._mixed = grain.MapDataset.mix(orders, list(weights))
     self._size = size
 

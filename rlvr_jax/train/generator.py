@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from rlvr_jax.data import problem_batches
+from rlvr_jax.data.curriculum import problem_draws
 from rlvr_jax.models.flops import forward_flops
 from rlvr_jax.rollouts.batch import (
   FOREIGN,
@@ -98,7 +98,7 @@ class Generator:
     self.num_recorded = sum(self.quotas) - self.num_live
     self.recorded = parts.sources[-1].recorded
     # If all groups are recorded, the iterator is not used, but its position is saved.
-    self.problems = problem_batches(parts.task.train, batch_size=max(self.num_live, 1), seed=c.seed)
+    self.problems = problem_draws(parts.task.train, batch_size=max(self.num_live, 1), seed=c.seed)
     self.number = self.draws = self.version = 0
     self.checked_version = -1  # the version whose log-probabilities were last compared
     self.clock = DeviceClock()
@@ -234,7 +234,8 @@ class Generator:
       dispatched=time.perf_counter(),
     )
     if self.live:
-      c, batch.flight = self.config, self.collector.begin(next(self.problems))
+      problems, c = self.problems.draw(draw, policy.version), self.config
+      batch.flight = self.collector.begin(problems)
       sizes = dict(seed=c.seed, draw=draw, group_size=c.batch.group_size)
       batch.requests = self.streams.requests(batch.flight.prompts, **sizes)
       self.streams.recall(batch)
@@ -275,6 +276,9 @@ class Generator:
       assert batch.versions is not None
       began = time.perf_counter()
       own = self.collector.finish(flight, batch.versions.tolist()[: self.num_live])
+      observed = batch.draw, own.train.correct.mean(axis=1), batch.after["problems"]
+      batch.after["problems"], found = self.problems.observe(*observed)
+      own = own._replace(statistics=own.statistics | found)
       batch.timings["time/grade_seconds"] = time.perf_counter() - began
       batch.timings |= observe.memory("grade")
       lengths: Any = flight.prompts.lengths, flight.rollouts.lengths

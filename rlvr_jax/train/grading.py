@@ -13,15 +13,17 @@ from absl import logging
 from rlvr_jax.codejudge import cgroups
 from rlvr_jax.codejudge.sandbox import ACCEPTED, UNSANDBOXED
 from rlvr_jax.data import Problem, ProblemSource, Task
+from rlvr_jax.data.curriculum import Curriculum
 from rlvr_jax.data.task_utils import BY_REFERENCE
 from rlvr_jax.ops.checks import check_between
 from rlvr_jax.rewards.combined import weighted_reference
 from rlvr_jax.rewards.loading import checked_grader
-from rlvr_jax.rewards.outcome import OutcomePolicy, outcome_policy
+from rlvr_jax.rewards.outcome import Outcome, OutcomePolicy, outcome_policy
 from rlvr_jax.rewards.pool import GraderPool, default_workers
 from rlvr_jax.rollouts.collect import Collector
 from rlvr_jax.train import multihost
 from rlvr_jax.train.host import alive
+from rlvr_jax.train.metrics import say
 
 WEIGHTED, _CODE = "weighted", "code"  # by name
 _NUM_INSPECTED = 100  # problems per source whose references are searched for names of graders
@@ -39,6 +41,12 @@ class _Regraded:
   def __getitem__(self, index: int) -> Problem:
     problem = self._source[index]
     return dataclasses.replace(problem, reference=self._change(problem.reference))
+
+
+def _regraded(source: ProblemSource, change: Callable[[Mapping[str, Any]], Any]) -> ProblemSource:
+  if isinstance(source, Curriculum):  # and stays one
+    return source.changed(lambda p: dataclasses.replace(p, reference=change(p.reference)))
+  return _Regraded(source, change)
 
 
 class _Graders(NamedTuple):
@@ -101,9 +109,9 @@ def with_graders(config: ml_collections.ConfigDict, task: Task) -> Task:
   return dataclasses.replace(
     task,
     grader=training.grader if same else BY_REFERENCE,
-    train=_Regraded(task.train, change(training)),
-    warm_start=_Regraded(task.warm_start, change(training)),
-    held_out=_Regraded(task.held_out, change(held_out)),
+    train=_regraded(task.train, change(training)),
+    warm_start=_regraded(task.warm_start, change(training)),
+    held_out=_regraded(task.held_out, change(held_out)),
   )
 
 
@@ -156,6 +164,29 @@ def grader_pool(config: ml_collections.ConfigDict, task: Task) -> GraderPool:
     preload=[*dict.fromkeys(inner)],
     on_grade=alive,
   )
+
+
+def announce_partial_credit(config: ml_collections.ConfigDict, task: Task) -> None:
+  """Says at the start of a run that scores of wrong answers will be lost, if some may be given."""
+  reward = make_outcome_policy(config)[Outcome.WRONG]
+  if isinstance(reward, str):  # the score, or an action
+    return
+  some = [task.train[index] for index in range(min(len(task.train), _NUM_INSPECTED))]
+  named = [task.grader, *(text for p in some for text in _graders_in(p.reference))]
+  partly = [text for text in dict.fromkeys(named) if _may_score_partly(text)]
+  partly = ["config.grading.extra" if text == WEIGHTED else text for text in partly]
+  if partly:
+    say(
+      f"a wrong answer's reward is {reward:g}, also where {', '.join(partly)} scores it between 0"
+      " and 1; for partial credit set config.grading.outcomes.wrong = score"
+    )
+
+
+def _may_score_partly(text: str) -> bool:
+  """Whether a grader may give wrong answers a score; of one's own it is not known."""
+  spec = checked_grader("grader", text)
+  known = spec.name in (WEIGHTED, "reasoning_gym") or spec.arguments.get("reward") == "fraction"
+  return known or ":" in spec.name
 
 
 def _graders_in(reference: Mapping[str, Any]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import ml_collections
 from absl import logging
@@ -16,10 +17,12 @@ from rlvr_jax.data import (
   encode_demonstrations,
   encode_prompts,
 )
+from rlvr_jax.data.curriculum import Curriculum
 from rlvr_jax.data.sources import Chosen
 from rlvr_jax.models.huggingface_config import longest_text
 from rlvr_jax.ops.checks import check_choice
 
+_OF_TRAINING = ("train", "warm_start")
 _MAX_MEASURED = 1_000_000  # problems whose length is measured before a run begins
 
 
@@ -39,9 +42,9 @@ def warn_of_long_texts(config: ml_collections.ConfigDict) -> None:
 
 
 def fitting(config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer) -> Task:
-  """The task without training prompts beyond the limit, if the configuration says to drop them.
+  """The task without prompts beyond the limit, if the configuration says to drop them.
 
-  Held-out problems are never dropped, since that would change the benchmark.
+  Held-out problems are dropped by "drop_everywhere" only, since that changes the benchmark.
 
   Raises:
     ValueError: a prompt or a demonstration is too long and is not to be dropped, or none fits.
@@ -49,11 +52,12 @@ def fitting(config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer)
       may be generated when sampled.
   """
   choice, limit = config.prompts.too_long, config.max_prompt_length
-  check_choice("config.prompts", "too_long", choice, ("error", "drop"))
-  if choice == "drop":
+  phases = {"error": (), "drop": _OF_TRAINING, "drop_everywhere": (*_OF_TRAINING, "held_out")}
+  check_choice("config.prompts", "too_long", choice, phases)
+  if phases[choice]:
     fits = lambda problem: 0 < len(tokenizer.encode_prompt(problem.question)) <= limit
-    kept = lambda name: _kept(name, getattr(task, name), fits, limit)
-    task = dataclasses.replace(task, train=kept("train"), warm_start=kept("warm_start"))
+    kept: dict[str, Any] = {p: _kept(p, getattr(task, p), fits, limit) for p in phases[choice]}
+    task = dataclasses.replace(task, **kept)
   encode_prompts(_all(task.held_out), tokenizer, limit)
   encode_prompts(_first(task.train, 100), tokenizer, limit)
   if config.warm_start.num_steps:
@@ -80,10 +84,10 @@ def _kept(
 ) -> ProblemSource:
   if len(source) > _MAX_MEASURED:
     raise ValueError(
-      f"config.prompts.too_long = 'drop' would have to measure {len(source)} problems of {name}"
+      f"config.prompts.too_long would have to measure {len(source)} problems of {name}"
       f" before the run; at most {_MAX_MEASURED} are allowed; set it to 'error'"
     )
-  kept = Chosen.where(fits, source)
+  kept: Any = source.where(fits) if isinstance(source, Curriculum) else Chosen.where(fits, source)
   if len(source) and not len(kept):
     raise ValueError(
       f"none of the {len(source)} prompts of {name} has at most config.max_prompt_length = {limit}"

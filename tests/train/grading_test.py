@@ -14,6 +14,7 @@ from rlvr_jax.rollouts.scheduler import Group
 from rlvr_jax.train.build import build
 from rlvr_jax.train.grading import (
   WEIGHTED,
+  announce_partial_credit,
   grader_pool,
   make_collector,
   with_graders,
@@ -173,3 +174,27 @@ def test_a_run_with_generated_programs_is_told_that_no_control_group_limits_them
     with caplog.at_level(logging.WARNING):
       grader_pool(tiny.config(), with_graders(tiny.config(), task(grader, given))).close()
   assert caplog.text.count("no control group") == (cgroups.why_none() is not None)
+
+
+@pytest.mark.parametrize(
+  ("grader", "wrong", "said"),
+  [
+    ("my_module:grade", "0", "reward is 0, also where my_module:grade scores it between 0 and 1"),
+    ("code(reward='fraction')", "-0.5", r"reward is -0.5, also where code(reward='fraction')"),
+    ("reasoning_gym", "0", "set config.grading.outcomes.wrong = score"),
+    ("my_module:grade", "score", ""),
+    ("code", "0", ""),
+    ("gsm8k", "0", ""),
+  ],
+)
+def test_partial_credit_that_would_be_lost_is_said(capsys, grader, wrong, said):
+  config = tiny.config(grading__outcomes={"wrong": wrong})
+  announce_partial_credit(config, task(grader, {"answer": "7"}))
+  printed = "".join(capsys.readouterr())
+  assert said in printed and bool(said) == bool(printed)
+
+
+def test_partial_credit_of_a_part_of_a_mixture_is_said(capsys):
+  inner = {**WRAPPED, "grader": "code(reward='fraction')"}
+  announce_partial_credit(tiny.config(), task(BY_REFERENCE, inner))
+  assert "where code(reward='fraction') scores" in "".join(capsys.readouterr())

@@ -27,6 +27,14 @@ def test_training_prompts_that_are_too_long_are_left_out_and_held_out_ones_never
     fitting(config, held_out, ByteTokenizer())
 
 
+def test_held_out_prompts_are_left_out_where_the_configuration_says_so():
+  short, long = problem("1+1="), problem("11111+1111=")
+  mixed = Task(name="t", train=(short,), warm_start=(), held_out=(long, short), grader="a:b")
+  config = tiny.config(prompts__too_long="drop_everywhere", warm_start__num_steps=0)
+  kept = fitting(config, mixed, ByteTokenizer()).held_out
+  assert [kept[i].question for i in range(len(kept))] == ["1+1="]
+
+
 @pytest.mark.parametrize(
   ("scaling", "longest"),
   [

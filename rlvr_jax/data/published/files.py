@@ -70,6 +70,10 @@ class PublishedFiles:
     """The names of all data files, relative to the folder and without their formats."""
     return sorted(self._paths, key=_natural)
 
+  def paths(self) -> list[str]:
+    """The paths of all data files, in the order of their names."""
+    return [self._paths[stem] for stem in self.names()]
+
   def of_layout(self, layouts: Layouts) -> list[str]:
     """Paths of the files of the first complete layout; [] if no layout is complete."""
     for layout in layouts:

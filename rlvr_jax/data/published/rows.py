@@ -25,7 +25,12 @@ class Record:
 
 
 class Row:
-  """A published row; a field is found by any of its published names, in upper or lower case."""
+  """A published row; a field is found by any of its published names, in upper or lower case.
+
+  Attributes:
+    fields: as published.
+    where: file and line or record, for messages.
+  """
 
   def __init__(self, fields: Mapping[str, Any], *, where: str, name: str):
     """Initializes the row.
@@ -35,6 +40,7 @@ class Row:
       where: file and line or record, for messages.
       name: identifies the row if the publisher does not.
     """
+    self.fields = fields
     self._fields = {field.lower(): value for field, value in fields.items()}
     self.where, self.name = where, name
 

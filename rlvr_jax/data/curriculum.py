@@ -1,0 +1,261 @@
+"""A curriculum: problems, or levels of them, are sampled by an estimate of their solve rate."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlvr_jax.data.batches import problem_batches
+from rlvr_jax.data.mixture import joined, seed_of
+from rlvr_jax.data.problems import Problem, ProblemSource, Task
+from rlvr_jax.data.sources import Change, Chosen, Concatenated, in_random_order
+from rlvr_jax.data.task_utils import check_within
+
+_MAX_PROBLEMS = 1_000_000  # whose estimates are kept one by one
+WEIGHTS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+  "learnable": lambda rate: 4 * rate * (1 - rate),
+  "hard": lambda rate: 1 - rate,
+}
+
+
+def curriculum(
+  *,
+  parts: Mapping[str, Mapping[str, Any]],
+  by: str = "problem",
+  weight: str = "learnable",
+  rate: float = 0.5,
+  first: float = 0.5,
+  floor: float = 0.05,
+  seed: int = 0,
+) -> Task:
+  """Samples what the policy solves now and then more often than what it always or never solves.
+
+  A cell is a problem, or a part (a level, for instance) with all of its problems. Every cell has an
+  estimate p of its solve rate, which begins at `first`. A group of rollouts with the solve rate s
+  moves it: p ← p + rate·(s − p). A batch samples cells with probabilities in proportion to
+  max(w(p), floor): problems without repetition within a batch; a part's problems in a random order,
+  each once until all have been read.
+
+  An estimate moves when the next policy is synced, so that batches of one refresh are sampled
+  alike. The estimates are saved with every checkpoint: a resumed run repeats itself bit for bit,
+  under `asynchronous` as far as any run does.
+
+  Args:
+    parts: as of `mixture`, one or more.
+    by: "problem" or "part".
+    weight: "learnable", w(p) = 4·p·(1 − p); or "hard", w(p) = 1 − p.
+    rate: in (0, 1]; 1 keeps the last group only.
+    first: the estimate of a cell that has not been sampled, in [0, 1].
+    floor: in (0, 1]; 1 samples uniformly.
+    seed: of the parts' orders and of the samples, beside the run's.
+  Raises:
+    ValueError: a number or name is not allowed, a part is not a task or is empty, or "problem" is
+      asked for more than 1 000 000 of them.
+  Source: learnable: "Learning to Reason at the Frontier of Learnability" (arXiv:2502.12272); hard:
+    "Kimi k1.5: Scaling Reinforcement Learning with LLMs" (arXiv:2501.12599), §2.3.
+  """
+  if not parts:
+    raise ValueError("parts is empty: give at least one, {label: {'name': …, 'kwargs': …}}")
+  for name, value, allowed in (("by", by, ("problem", "part")), ("weight", weight, (*WEIGHTS,))):
+    if value not in allowed:
+      raise ValueError(f"{name} is {value!r}, must be one of {list(allowed)}")
+  check_within("first", first, 0, 1)
+  for name, value in (("rate", rate), ("floor", floor)):
+    if not 0 < value <= 1:
+      raise ValueError(f"{name} is {value}, must be in (0, 1]")
+  task, train = joined("curriculum", parts)
+  if by == "problem" and len(task.train) > _MAX_PROBLEMS:
+    raise ValueError(
+      f"the parts have {len(task.train)} problems, but by = 'problem' keeps an estimate of each, of"
+      f" at most {_MAX_PROBLEMS}; set by = 'part', or lower train_size"
+    )
+  settings = Settings(by, weight, rate, first, floor, seed)
+  return dataclasses.replace(task, train=Curriculum(dict(zip(parts, train, strict=True)), settings))
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """See `curriculum`."""
+
+  by: str
+  weight: str
+  rate: float
+  first: float
+  floor: float
+  seed: int
+
+
+class Curriculum(Concatenated):
+  """The problems of all parts, one after another, and how to sample them."""
+
+  def __init__(self, parts: Mapping[str, Any], settings: Settings):
+    """`parts`: label → source; none of them is empty."""
+    super().__init__(list(parts.values()))
+    self.parts, self.settings = parts, settings
+
+  def changed(self, change: Change) -> Curriculum:
+    """The same problems, each passed through `change` when it is read."""
+    parts = {label: source.changed(change) for label, source in self.parts.items()}
+    return Curriculum(parts, self.settings)
+
+  def where(self, condition: Callable[[Problem], bool]) -> Curriculum:
+    """The problems that meet a condition, in the parts that have any."""
+    parts = {label: Chosen.where(condition, source) for label, source in self.parts.items()}
+    return Curriculum({label: source for label, source in parts.items() if source}, self.settings)
+
+
+def problem_draws(source: ProblemSource, *, batch_size: int, seed: int) -> Draws:
+  """The batches of problems that a run samples for; args are those of `problem_batches`."""
+  make = CurriculumDraws if isinstance(source, Curriculum) else ShuffledDraws
+  return make(source, batch_size=batch_size, seed=seed)  # type: ignore[arg-type]
+
+
+class Draws(Protocol):
+  """Batches of problems, with a position that is saved, and what is observed of them."""
+
+  def draw(self, draw: int, version: int, /) -> list[Problem]:
+    """The problems of a draw, by its number, for a policy of `version` updates."""
+    ...
+
+  def observe(
+    self, draw: int, solve_rates: np.ndarray, state: dict[str, Any], /
+  ) -> tuple[dict[str, Any], dict[str, float]]:
+    """Takes the solve rate of each of a draw's groups; call it in the order of the draws.
+
+    Args:
+      draw: its number.
+      solve_rates: [P], in the order of its problems.
+      state: `get_state()` right after the draw.
+    Returns:
+      (the state in which the next draw of a resumed run begins, metrics of the draw).
+    """
+    ...
+
+  def get_state(self) -> dict[str, Any]:
+    """The state that determines the next draws; JSON."""
+    ...
+
+  def set_state(self, state: dict[str, Any], /) -> None:
+    """The inverse of `get_state`."""
+    ...
+
+
+class ShuffledDraws:
+  """The batches of `problem_batches`, whatever is observed."""
+
+  def __init__(self, source: ProblemSource, *, batch_size: int, seed: int):
+    self._batches = problem_batches(source, batch_size=batch_size, seed=seed)
+    self.get_state, self.set_state = self._batches.get_state, self._batches.set_state
+
+  def draw(self, draw: int, version: int) -> list[Problem]:
+    return next(self._batches)
+
+  def observe(
+    self, draw: int, solve_rates: np.ndarray, state: dict[str, Any]
+  ) -> tuple[dict[str, Any], dict[str, float]]:
+    return state, {}
+
+
+class CurriculumDraws:
+  """Batches of a curriculum's problems, and the estimates that they are sampled by."""
+
+  def __init__(self, source: Curriculum, *, batch_size: int, seed: int):
+    """Args are those of `problem_batches`.
+
+    Raises:
+      ValueError: there are fewer problems than a batch takes.
+    """
+    self._source, self._batch_size, self._seed = source, batch_size, seed
+    self._settings = source.settings
+    self._by_part = self._settings.by == "part"
+    cells = len(source.parts) if self._by_part else len(source)
+    if not self._by_part and cells < batch_size:
+      raise ValueError(
+        f"a batch takes {batch_size} problems, each once, but the curriculum has {cells}; lower"
+        " config.batch.prompts, or set config.task.kwargs.by = 'part'"
+      )
+    orders = [(part, seed_of(self._settings.seed, label)) for label, part in source.parts.items()]
+    self._orders = [in_random_order(*pair) for pair in orders] if self._by_part else []
+    self._estimates = np.full(cells, self._settings.first, np.float32)
+    self._visits = np.zeros(cells, np.int32)
+    self._observed: list[list[Any]] = []  # (version, cells, solve rates)
+    self._drawn: dict[int, tuple[int, list[int], dict[str, float]]] = {}
+
+  def draw(self, draw: int, version: int) -> list[Problem]:
+    """As of `Draws`.
+
+    What was observed of earlier versions moves the estimates first; of the same version nothing
+    does, so that the draw does not depend on how far grading is.
+    """
+    for _, cells, rates in (seen for seen in self._observed if seen[0] < version):
+      for cell, rate in zip(cells, rates, strict=True):
+        step = np.float32(self._settings.rate) * (np.float32(rate) - self._estimates[cell])
+        self._estimates[cell] += step
+    self._observed = [seen for seen in self._observed if seen[0] >= version]
+    cells = self._sampled(draw)
+    problems = [self._problem(cell) for cell in cells]
+    self._drawn[draw] = version, cells, self._metrics(cells)
+    return problems
+
+  def observe(
+    self, draw: int, solve_rates: np.ndarray, state: dict[str, Any]
+  ) -> tuple[dict[str, Any], dict[str, float]]:
+    version, cells, metrics = self._drawn.pop(draw)
+    self._observed.append([version, cells, [float(rate) for rate in solve_rates]])
+    return {**state, "observed": list(self._observed)}, metrics
+
+  def get_state(self) -> dict[str, Any]:
+    arrays = {"estimates": _packed(self._estimates), "visits": _packed(self._visits)}
+    return {**arrays, "observed": list(self._observed)}
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    self._estimates = _unpacked(state["estimates"], np.float32)
+    self._visits = _unpacked(state["visits"], np.int32)
+    self._observed = list(state["observed"])
+
+  def _sampled(self, draw: int) -> list[int]:
+    """The cells of a draw."""
+    s = self._settings
+    weights = np.maximum(WEIGHTS[s.weight](self._estimates.astype(np.float64)), s.floor)
+    random = np.random.default_rng((s.seed, self._seed, draw))
+    if self._by_part:
+      ends = np.cumsum(weights)
+      chosen = np.searchsorted(ends, random.random(self._batch_size) * ends[-1], side="right")
+      return np.minimum(chosen, len(ends) - 1).tolist()
+    # Without repetition: the largest of log w plus Gumbel noise (arXiv:1903.06059).
+    keys = np.log(weights) + random.gumbel(size=len(weights))
+    return np.argsort(-keys, kind="stable")[: self._batch_size].tolist()
+
+  def _problem(self, cell: int) -> Problem:
+    visit = int(self._visits[cell])
+    self._visits[cell] += 1
+    return self._orders[cell][visit] if self._by_part else self._source[cell]
+
+  def _metrics(self, cells: Sequence[int]) -> dict[str, float]:
+    """Of parts: the share of each, and its estimate. Of problems: the mean estimate, the seen."""
+    if not self._by_part:
+      return {
+        "curriculum/estimate": float(np.mean(self._estimates[np.asarray(cells)])),
+        "curriculum/seen": float(np.mean(self._visits > 0)),
+      }
+    shares = np.bincount(cells, minlength=len(self._estimates)) / len(cells)
+    return {
+      f"curriculum/{name}/{label}": float(values[index])
+      for index, label in enumerate(self._source.parts)
+      for name, values in (("share", shares), ("estimate", self._estimates))
+    }
+
+
+def _packed(values: np.ndarray) -> str:
+  little_endian = values.astype(values.dtype.newbyteorder("<"))
+  return base64.b64encode(zlib.compress(little_endian.tobytes())).decode()
+
+
+def _unpacked(text: str, dtype: Any) -> np.ndarray:
+  data = zlib.decompress(base64.b64decode(text))
+  return np.frombuffer(data, np.dtype(dtype).newbyteorder("<")).astype(dtype)

@@ -1,0 +1,122 @@
+"""The task of one's own lines: what is read, what is held out, and what is refused."""
+
+import gzip
+import json
+
+import pytest
+
+from rlvr_jax.data import tasks
+from rlvr_jax.rewards import graders
+
+LINES = [
+  {"prompt": f"{a}+{b}=", "answer": a + b, "Level": a, "steps": f"{a}+{b}={a + b}"}
+  for a in range(5)
+  for b in range(4)
+]
+
+
+@pytest.fixture(name="write")
+def _write(tmp_path):
+  def write(lines, name="mine.jsonl"):
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    return str(path)
+
+  return write
+
+
+def questions(source):
+  return [source[index].question for index in range(len(source))]
+
+
+def test_a_line_is_a_problem_whose_reference_has_all_its_fields(write):
+  task = tasks.jsonl(train=write(LINES, "mine.jsonl.gz"), held_out_size=5, grader="gsm8k")
+  assert (len(task.train), len(task.held_out), len(task.warm_start)) == (15, 5, 0)
+  problem = task.train[0]
+  line = next(line for line in LINES if line["prompt"] == problem.question)
+  assert problem.reference == {"dataset": "jsonl", **line}
+  assert (problem.answer, problem.solution) == (str(line["answer"]), "")
+  assert questions(task.train) == [
+    q["prompt"] for q in LINES if q["prompt"] in questions(task.train)
+  ]
+  assert not set(questions(task.train)) & set(questions(task.held_out))
+
+
+def test_fields_by_name_and_templates(write):
+  lines = [{"q": f"{n} squared", "gold": str(n * n), "s": f"{n}*{n}"} for n in range(6)]
+  task = tasks.jsonl(
+    train=write(lines), held_out_size=2, grader="gsm8k", prompt="Q: {q}\nA:", answer="gold",
+    solution="{s} #### {gold}", warm_start_size=1,
+  )  # fmt: skip
+  shown = task.warm_start[0]
+  number = int(shown.question.split()[1])
+  assert shown.question == f"Q: {number} squared\nA:"
+  assert shown.solution == f"{number}*{number} #### {number**2}"
+  assert graders.gsm8k(shown.solution, shown.reference).outcome.value == "correct"
+  assert (len(task.train), len(task.held_out)) == (3, 2)
+
+
+def test_what_is_held_out_does_not_depend_on_the_order_of_lines(write):
+  held_out = lambda lines, seed=0: questions(
+    tasks.jsonl(train=write(lines), held_out_size=6, split_seed=seed, grader="gsm8k").held_out
+  )
+  assert held_out(LINES) == held_out(LINES[::-1]) != held_out(LINES, seed=1)
+  twice = LINES + [{**LINES[0], "prompt": " 0+0= "}]  # the same but for white space
+  assert set(held_out(twice)) <= {*held_out(LINES), " 0+0= "}
+
+
+def test_a_file_of_held_out_problems_keeps_theirs_out_of_training(write):
+  held_out = write([*LINES[:3], LINES[0], {"prompt": "9+9=", "answer": "18"}], "test.jsonl")
+  task = tasks.jsonl(train=write(LINES), held_out=held_out, grader="gsm8k")
+  assert questions(task.held_out) == ["0+0=", "0+1=", "0+2=", "9+9="]
+  assert questions(task.train) == [line["prompt"] for line in LINES[3:]]
+  some = tasks.jsonl(train=write(LINES), held_out=held_out, held_out_size=2, grader="gsm8k")
+  assert questions(some.held_out) == ["0+0=", "0+1="] and len(some.train) == 18
+
+
+def test_no_answer_where_the_grader_needs_none(write):
+  lines = [{"prompt": f"write {n} words", "words": n} for n in range(4)]
+  task = tasks.jsonl(train=write(lines), held_out_size=1, grader="mine:words", answer="")
+  assert task.train[0].answer == "" and set(task.train[0].reference) == {
+    "dataset", "prompt", "words"
+  }  # fmt: skip
+  assert task.most_common_answer_share() == 0
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    (dict(answer="gold"), r"mine\.jsonl, line 1 has no field 'gold', only \['Level', 'answer'"),
+    (dict(prompt="{question}"), r"line 1 does not fit: prompt is '\{question\}', .*'prompt'"),
+    (dict(prompt=" "), r"line 1 has an empty prompt"),
+    (dict(held_out_size=20), r"held_out_size is 20, but there are only 19"),
+    (dict(held_out_size=0), r"held_out_size is 0, must be at least 1"),
+    (dict(warm_start_size=2), r"no demonstrations: set solution to a template"),
+    (dict(warm_start_size=15, solution="{steps}"), r"warm_start_size is 15, but there are only 14"),
+  ],
+)
+def test_mistakes_name_the_line_and_the_remedy(write, change, message):
+  with pytest.raises(ValueError, match=message):
+    tasks.jsonl(**(dict(train=write(LINES), grader="gsm8k", held_out_size=5) | change))
+
+
+def test_files_that_are_not_what_they_should_be(write, tmp_path):
+  with pytest.raises(FileNotFoundError, match="no file of problems"):
+    tasks.jsonl(train=tmp_path / "no.jsonl", grader="gsm8k", held_out_size=1)
+  (tmp_path / "torn.jsonl").write_text('{"prompt": "1", "answer": "1"}\n{"prompt": ')
+  with pytest.raises(ValueError, match=r"torn\.jsonl, line 2 is truncated or not JSON"):
+    tasks.jsonl(train=tmp_path / "torn.jsonl", grader="gsm8k", held_out_size=1)
+  with pytest.raises(ValueError, match=r"all 4 problems of .* are held out"):
+    path = write(LINES[:4])
+    tasks.jsonl(train=path, held_out=path, grader="gsm8k")
+
+
+def test_a_url_is_read_as_a_file_is(write):
+  import fsspec
+
+  with fsspec.open("memory://own/mine.jsonl", "w") as file:
+    file.write("".join(json.dumps(line) + "\n" for line in LINES))
+  here, there = write(LINES), "memory://own/mine.jsonl"
+  mine = lambda path: tasks.jsonl(train=path, held_out_size=5, grader="gsm8k")
+  assert questions(mine(there).train) == questions(mine(here).train)
