@@ -276,8 +276,8 @@ class Generator:
       assert batch.versions is not None
       began = time.perf_counter()
       own = self.collector.finish(flight, batch.versions.tolist()[: self.num_live])
-      observed = batch.draw, own.train.correct.mean(axis=1), batch.after["problems"]
-      batch.after["problems"], found = self.problems.observe(*observed)
+      solved, after = np.asarray(own.train.correct).mean(axis=1), batch.after
+      after["problems"], found = self.problems.observe(batch.draw, solved, after["problems"])
       own = own._replace(statistics=own.statistics | found)
       batch.timings["time/grade_seconds"] = time.perf_counter() - began
       batch.timings |= observe.memory("grade")

@@ -12,13 +12,15 @@ import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsspec.implementations.local import LocalFileSystem
 
-from rlvr_jax.data.published.dataset import Layouts
 from rlvr_jax.data.published.rows import Row
 from rlvr_jax.files import located
+
+if TYPE_CHECKING:  # tensorflow-datasets, which it imports, loads slowly
+  from rlvr_jax.data.published.dataset import Layouts
 
 # If a file is published in several formats, the first of these is read.
 FORMATS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
