@@ -27,6 +27,7 @@ ALLOWED = {
   "storage": {"files", "bucket"},
   "ops": {"types"},
   **{stage: {"types", "ops"} for stage in STAGES},
+  "parts": {"types", "ops"} | STAGES,
   "models": {"types", "ops", "files"},
   "data": LEAVES,
   "codejudge": set(),

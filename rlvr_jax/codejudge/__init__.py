@@ -2,3 +2,9 @@
 
 Imports within this folder are relative, so that it can be copied anywhere.
 """
+
+__all__ = [
+  "cgroups",
+  "sandbox",
+  "tasks",
+]

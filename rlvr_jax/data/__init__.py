@@ -9,3 +9,15 @@ from rlvr_jax.data.problems import ProblemSource as ProblemSource
 from rlvr_jax.data.problems import Task as Task
 from rlvr_jax.data.tokenizer import ByteTokenizer as ByteTokenizer
 from rlvr_jax.data.tokenizer import Tokenizer as Tokenizer
+
+__all__ = [
+  "ByteTokenizer",
+  "HuggingFaceTokenizer",
+  "Problem",
+  "ProblemSource",
+  "Task",
+  "Tokenizer",
+  "encode_demonstrations",
+  "encode_prompts",
+  "problem_batches",
+]

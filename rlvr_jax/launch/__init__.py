@@ -2,3 +2,10 @@
 
 Only the standard library, and nothing else of ours: it also works where jax is not installed.
 """
+
+__all__ = [
+  "jobset",
+  "local",
+  "tpu_vm",
+  "xpk",
+]

@@ -2,6 +2,15 @@
 
 from importlib.metadata import version
 
+__all__ = [
+  "cannot_import",
+  "functional",
+  "huggingface",
+  "lora",
+  "presets",
+  "transformer",
+]
+
 
 def cannot_import(flax_version: str, jax_version: str, cause: Exception) -> str:
   """What to tell where flax does not find in jax what it builds on, and what helps."""

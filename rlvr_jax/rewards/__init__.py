@@ -10,3 +10,16 @@ from rlvr_jax.rewards.outcome import rewards_from_grades as rewards_from_grades
 from rlvr_jax.rewards.pool import GraderPool as GraderPool
 from rlvr_jax.rewards.pool import GradingFuture as GradingFuture
 from rlvr_jax.rewards.worker_process import GraderStartError as GraderStartError
+
+__all__ = [
+  "Grade",
+  "GraderPool",
+  "GraderStartError",
+  "GradingFuture",
+  "GradingStoppedError",
+  "Outcome",
+  "OutcomePolicy",
+  "Rewards",
+  "outcome_policy",
+  "rewards_from_grades",
+]

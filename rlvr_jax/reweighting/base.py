@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
+
 from rlvr_jax.types import Array, Metrics
 
 
@@ -23,3 +26,37 @@ class Reweighting(NamedTuple):
   apply: Callable[[Array, Array | None, Array], tuple[Array, Metrics]]
   needs_gram: bool = False
   scope: str | int = "batch"
+
+  def on_batch(self, coefficients: Array, gram: Array | None, key: Array) -> tuple[Array, Metrics]:
+    """Applies it to the blocks of a batch.
+
+    Args:
+      coefficients: f32[P, G].
+      gram: f32[B, B], g_i · g_j, rollouts in the order of coefficients.reshape(B); None where
+        `needs_gram` is False.
+      key: random key.
+    Returns:
+      (coefficients f32[P, G], constant for differentiation; metrics).
+    Raises:
+      ValueError: at trace time, the scope is a number of rollouts that does not divide B.
+    """
+    blocks = coefficients.reshape(-1, self._block_size(*coefficients.shape))
+    count, size = blocks.shape
+    if gram is not None:
+      gram = jnp.diagonal(gram.reshape(count, size, count, size), axis1=0, axis2=2)
+      gram = jnp.moveaxis(gram, -1, 0)
+    reweighted, metrics = self.apply(blocks, gram, key)
+    return jax.lax.stop_gradient(reweighted.reshape(coefficients.shape)), metrics
+
+  def _block_size(self, P: int, G: int) -> int:
+    """Rollouts that share a Gram matrix."""
+    scope = self.scope
+    if not isinstance(scope, int):
+      return {"batch": P * G, "group": G}[scope]
+    if P * G % scope:
+      allowed = [size for size in range(2, P * G + 1) if P * G % size == 0]
+      raise ValueError(
+        f"reweighting: scope = {scope} rollouts does not divide the {P * G} of a batch of {P}"
+        f" prompts with {G} rollouts each; choose one of {allowed}"
+      )
+    return scope

@@ -164,33 +164,14 @@ def reweight(
   method: Method,
 ) -> tuple[Array, Metrics]:
   """(coefficients f32[P, G], metrics), by blocks of the reweighting's scope."""
-  P, G = coefficients.shape
-  size = _block_size(method.reweighting.scope, P, G)
-  blocks = coefficients.reshape(-1, size)
   gram, metrics = None, {}
   if method.reweighting.needs_gram:
     forward = jax.lax.stop_gradient(forward)
     with jax.named_scope("gram"):
       gram = method.gram.gram(trained, frozen, batch, forward, method.gram_context)
     metrics = _gram_metrics(trained, frozen, batch, forward, method)
-    blocked = gram.reshape(len(blocks), size, len(blocks), size)
-    gram = jnp.moveaxis(jnp.diagonal(blocked, axis1=0, axis2=2), -1, 0)
-  reweighted, reweighting_metrics = method.reweighting.apply(blocks, gram, key)
-  reweighted = jax.lax.stop_gradient(reweighted.reshape(P, G))
+  reweighted, reweighting_metrics = method.reweighting.on_batch(coefficients, gram, key)
   return reweighted, {**metrics, **reweighting_metrics}
-
-
-def _block_size(scope: str | int, P: int, G: int) -> int:
-  """Rollouts that share a Gram matrix."""
-  if not isinstance(scope, int):
-    return {"batch": P * G, "group": G}[scope]
-  if P * G % scope:
-    allowed = [size for size in range(2, P * G + 1) if P * G % size == 0]
-    raise ValueError(
-      f"config.reweighting: scope = {scope} rollouts does not divide the {P * G} of a batch"
-      f" (config.batch.prompts = {P} · config.batch.group_size = {G}); choose one of {allowed}"
-    )
-  return scope
 
 
 def _gram_metrics(

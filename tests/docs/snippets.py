@@ -2,7 +2,12 @@
 
 import pathlib
 import re
+import shlex
+import subprocess
+import sys
 from typing import NamedTuple
+
+from train import tiny
 
 ROOT = pathlib.Path(__file__).parents[2]
 _BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -28,8 +33,27 @@ def page(name):
   return Page(files, commands, "\n".join(code))
 
 
-def write_files(found, folder):
-  """Writes a page's files into a folder."""
+def in_folder(found, folder, monkeypatch):
+  """Writes a page's files into a folder, and makes it the one where everything is started."""
   for name, text in found.files.items():
-    (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(text)
+  monkeypatch.chdir(folder)
+  monkeypatch.syspath_prepend(folder)
+  modules = [name.removesuffix(".py") for name in found.files]
+  for name in modules:
+    sys.modules.pop(name, None)
+  yield folder
+  for name in modules:
+    sys.modules.pop(name, None)
+
+
+def run(command, *more):
+  """A command of a page, with Python and the program in place of their installed names."""
+  program, *arguments = shlex.split(command)
+  programs = {"python": [], "rlvr_jax": ["-m", "rlvr_jax.main"]}
+  subprocess.run(
+    [sys.executable, *programs[program], *arguments, *more],
+    env=tiny.environment(),
+    check=True,
+    timeout=tiny.TIMEOUT_S,
+  )

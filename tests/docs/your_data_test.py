@@ -1,9 +1,6 @@
 """What docs/your_data.md tells one to write and to run."""
 
 import importlib
-import shlex
-import subprocess
-import sys
 
 import pytest
 from train import tiny
@@ -17,29 +14,11 @@ PAGE = snippets.page("your_data.md")
 
 @pytest.fixture(name="folder")
 def _folder(tmp_path, monkeypatch):
-  """The page's files, in the folder where everything is started."""
-  snippets.write_files(PAGE, tmp_path)
-  monkeypatch.chdir(tmp_path)
-  monkeypatch.syspath_prepend(tmp_path)
-  yield tmp_path
-  for name in PAGE.files:
-    sys.modules.pop(name.removesuffix(".py"), None)
-
-
-def run(command, *more):
-  """A command of the page, with Python and the program in place of their installed names."""
-  program, *arguments = shlex.split(command)
-  programs = {"python": [], "rlvr_jax": ["-m", "rlvr_jax.main"]}
-  subprocess.run(
-    [sys.executable, *programs[program], *arguments, *more],
-    env=tiny.environment(),
-    check=True,
-    timeout=tiny.TIMEOUT_S,
-  )
+  yield from snippets.in_folder(PAGE, tmp_path, monkeypatch)
 
 
 def test_the_files_make_a_task_and_a_curriculum(folder):
-  run(PAGE.commands[0])
+  snippets.run(PAGE.commands[0])
   task = build(importlib.import_module("my_run").get_config().lock()).task
   assert (len(task.held_out), len(task.warm_start)) == (200, 300)
   problem = task.train[0]
@@ -55,9 +34,9 @@ def test_the_files_make_a_task_and_a_curriculum(folder):
 @pytest.mark.slow
 def test_the_commands_train(folder):
   first, *trained = PAGE.commands
-  run(first)
+  snippets.run(first)
   for command in trained:
-    run(command, "--config.num_updates=2", "--config.warm_start.num_steps=2")
+    snippets.run(command, "--config.num_updates=2", "--config.warm_start.num_steps=2")
   assert len(trained) == 2
   for workdir in ("runs/mine", "runs/curriculum"):
     assert [r["step"] for r in tiny.records(folder / workdir, "train")] == [1, 2]

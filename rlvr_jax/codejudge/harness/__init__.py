@@ -19,3 +19,10 @@ answer calls: an answer's type, its `__eq__`, a changed builtin or an early exit
 the judge's side. The program cannot learn from the calls whether its answers are right: all calls
 are made before any comparison, and a failing assert does not end its test.
 """
+
+__all__ = [
+  "judge",
+  "launcher",
+  "messages",
+  "system_calls",
+]

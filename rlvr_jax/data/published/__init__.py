@@ -2,3 +2,11 @@
 
 Nothing is imported here: every task imports `from_files`, and tensorflow-datasets loads slowly.
 """
+
+__all__ = [
+  "builder",
+  "dataset",
+  "files",
+  "from_files",
+  "rows",
+]

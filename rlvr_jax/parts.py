@@ -1,0 +1,250 @@
+"""The parts of a method as functions of plain arrays, for a training loop of one's own.
+
+They take log-probabilities, rewards and masks; the model, the sampler and the optimizer are yours.
+All are pure and work under jit. P prompts have G rollouts each, of up to T tokens; B = P·G. Guide,
+with complete loops on a flax model and on one by hand: docs/parts.md.
+
+  from rlvr_jax import parts
+  from rlvr_jax.advantages import grpo
+  from rlvr_jax.losses import p3o
+
+  advantages = parts.advantages_of(grpo(), rewards)
+  loss, metrics = parts.loss_of(p3o(), policy_logprobs, behavior_logprobs, advantages, mask)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from rlvr_jax.advantages import Advantage
+from rlvr_jax.geometry import GramContext, GramFn
+from rlvr_jax.geometry.diagnostics import diagnose
+from rlvr_jax.geometry.streaming import streaming
+from rlvr_jax.losses import Loss
+from rlvr_jax.ops import reductions
+from rlvr_jax.ops.aggregate import aggregate
+from rlvr_jax.ops.logprobs import token_logprobs, token_statistics
+from rlvr_jax.ops.ratios import log_ratios, mean_log_ratios, normalized_ess, sequence_log_ratios
+from rlvr_jax.ops.spectral import EXACT
+from rlvr_jax.ops.veto import Veto, negative_advantage_veto
+from rlvr_jax.reweighting import Reweighting
+from rlvr_jax.types import Array, Forward, Head, Prompts, Sampling, TrainBatch
+
+__all__ = [
+  "advantages_of",
+  "batch_of",
+  "diagnose",
+  "gram_of_gradients",
+  "gram_of_head",
+  "log_ratios",
+  "loss_of",
+  "mean_log_ratios",
+  "negative_advantage_veto",
+  "normalized_ess",
+  "reweighted",
+  "sequence_log_ratios",
+  "token_logprobs",
+]
+
+
+def batch_of(
+  mask: Array,
+  *,
+  tokens: Array | None = None,
+  rewards: Array | None = None,
+  correct: Array | None = None,
+  behavior_logprobs: Array | None = None,
+  proximal_logprobs: Array | None = None,
+  lags: Array | None = None,
+) -> TrainBatch:
+  """A batch of what is given, for functions that take one; the rest is 0.
+
+  Args:
+    mask: [P, G, T], 1 on response tokens that count in the loss, the stop token included.
+    tokens: i32[P, G, T], the response tokens.
+    rewards: f32[P, G].
+    correct: f32[P, G] in {0, 1}; the rewards if it is not given.
+    behavior_logprobs: f32[P, G, T], nats, under the distribution that was sampled from.
+    proximal_logprobs: f32[P, G, T], nats; `decoupled_ppo` needs them.
+    lags: i32[P, G], updates since the behavior policy.
+  """
+  chex.assert_rank(mask, 3)
+  mask = jnp.asarray(mask, jnp.promote_types(jnp.asarray(mask).dtype, jnp.float32))
+  P, G, _ = mask.shape
+  rewards = jnp.zeros((P, G), mask.dtype) if rewards is None else jnp.asarray(rewards)
+  chex.assert_shape([rewards] + ([] if correct is None else [correct]), (P, G))
+  for given in (tokens, behavior_logprobs, proximal_logprobs):
+    if given is not None:
+      chex.assert_equal_shape([given, mask])
+  return TrainBatch(
+    prompts=Prompts(tokens=jnp.zeros((P, 1), jnp.int32), lengths=jnp.ones(P, jnp.int32)),
+    tokens=jnp.zeros(mask.shape, jnp.int32) if tokens is None else jnp.asarray(tokens),
+    mask=mask,
+    behavior_logprobs=jnp.zeros_like(mask) if behavior_logprobs is None else behavior_logprobs,
+    rewards=rewards,
+    correct=rewards if correct is None else jnp.asarray(correct),
+    proximal_logprobs=proximal_logprobs,
+    lags=lags,
+  )
+
+
+def advantages_of(
+  estimator: Advantage,
+  rewards: Array,
+  *,
+  mask: Array | None = None,
+  correct: Array | None = None,
+  state: Any = (),
+) -> Array:
+  """Coefficients f32[P, G] of an estimator of `rlvr_jax.advantages`.
+
+  Args:
+    estimator: such as `grpo()`.
+    rewards: f32[P, G].
+    mask: [P, G, T]; `opo` reads the lengths of responses from it.
+    correct: f32[P, G] in {0, 1}; the rewards if it is not given.
+    state: of `fade` alone: `estimator.init(entropy)` first, then what `estimator.update(state,
+      batch_of(…), entropy)` returns.
+  """
+  rewards = jnp.asarray(rewards)
+  mask = jnp.ones((*rewards.shape, 1)) if mask is None else mask
+  return estimator.apply(state, batch_of(mask, rewards=rewards, correct=correct))
+
+
+def loss_of(
+  loss: Loss,
+  policy_logprobs: Array,
+  behavior_logprobs: Array,
+  coefficients: Array,
+  mask: Array,
+  *,
+  aggregation: str = "token_mean",
+  max_response_length: int = 0,
+  proximal_logprobs: Array | None = None,
+  veto: Veto | None = None,
+) -> tuple[Array, dict[str, Array]]:
+  """(loss f32[], metrics f32[] by name) of one batch; differentiate by `policy_logprobs`.
+
+  Args:
+    loss: of `rlvr_jax.losses`, such as `p3o()`.
+    policy_logprobs: f32[P, G, T], nats, of the policy that is trained, by `token_logprobs` or by
+      your own model.
+    behavior_logprobs: f32[P, G, T], nats, under the distribution that was sampled from.
+    coefficients: f32[P, G], the advantages; constant for differentiation.
+    mask: [P, G, T], 1 on response tokens that count.
+    aggregation: one of `rlvr_jax.ops.aggregate.AGGREGATIONS`.
+    max_response_length: tokens; 0 for T. Read by the aggregation "constant" only.
+    proximal_logprobs: f32[P, G, T], nats; `decoupled_ppo` needs them.
+    veto: of `negative_advantage_veto`.
+  Raises:
+    ValueError: the loss needs `proximal_logprobs`, or the aggregation is unknown.
+  """
+  if loss.needs_proximal and proximal_logprobs is None:
+    raise ValueError("this loss needs proximal_logprobs, those of its proximal policy; give them")
+  batch = batch_of(mask, behavior_logprobs=behavior_logprobs, proximal_logprobs=proximal_logprobs)
+  statistics = None
+  if loss.statistics is not None:
+    of_batch = loss.statistics(jax.lax.stop_gradient(policy_logprobs), batch, coefficients)
+    statistics = jax.lax.stop_gradient(of_batch)
+  losses, metrics = loss.per_token(policy_logprobs, batch, coefficients, statistics)
+  kept = batch.mask
+  if veto is not None:
+    losses, kept, found = veto(losses, policy_logprobs, batch, coefficients)
+    metrics = {**metrics, **found}
+  length = max_response_length or batch.mask.shape[-1]
+  pair = aggregate(losses, kept, how=aggregation, max_response_length=length)
+  return reductions.value(pair), jax.lax.stop_gradient(reductions.values(metrics))
+
+
+def gram_of_head(
+  hidden: Array,
+  kernel: Array,
+  tokens: Array,
+  mask: Array,
+  *,
+  route: GramFn | None = None,
+  temperature: float = 1.0,
+) -> Array:
+  """Inner products f32[B, B] of the rollouts' gradients with respect to the output head.
+
+  Of the features g_i = ∇(−Σ_t m log π) with respect to a kernel that logits = hidden @ kernel
+  share, without an array of the size of one gradient per rollout.
+
+  Args:
+    hidden: [P, G, T, D], the final hidden states that predict `tokens`.
+    kernel: [D, V].
+    tokens: i32[P, G, T].
+    mask: [P, G, T].
+    route: `streaming()`, exact, which None stands for; or `sketch()`, of `rlvr_jax.geometry`.
+    temperature: of the policy.
+  Raises:
+    ValueError: the route runs the model again, as `per_rollout` does; use `gram_of_gradients`.
+  """
+  route = streaming() if route is None else route
+  if not route.needs_forward:
+    raise ValueError("this route runs a model again; use gram_of_gradients, or streaming()")
+  batch, head = batch_of(mask, tokens=tokens), Head(kernel)
+  P, G, T = batch.tokens.shape
+  chex.assert_shape(hidden, (P, G, T, kernel.shape[0]))
+  flat = hidden.reshape(P * G, T, -1)
+  projection = None if route.projection is None else route.projection(kernel.shape[1])
+  sampling = Sampling(temperature=temperature)
+  targets = batch.tokens.reshape(P * G, T)
+  found = token_statistics(flat, head, targets, sampling, projection=projection)
+  of_rows = (flat, found.log_normalizers, found.projected, found.logprobs)
+  forward = Forward(*jax.tree.map(lambda x: x[None], of_rows))
+  context = GramContext(_HeadAlone(head), temperature)
+  gram = route.gram(head, {}, batch, jax.lax.stop_gradient(forward), context)
+  return jax.lax.stop_gradient(gram)
+
+
+class _HeadAlone:
+  """A model of which there is only the head, which is its parameters."""
+
+  def __init__(self, head: Head):
+    self._head = head
+
+  def combine(self, trained: Any, frozen: Any) -> Any:
+    return trained
+
+  def head(self, params: Any) -> Head:
+    return self._head
+
+
+def gram_of_gradients(function: Callable[..., Array], params: Any, *rollouts: Any) -> Array:
+  """Inner products f32[B, B] of the gradients of a function of one rollout; for small models.
+
+  Stores all gradients, [B, N] for N parameters.
+
+  Args:
+    function: (params, *one rollout's arrays) → f32[], such as −Σ_t m log π.
+    params: a tree of arrays: those to differentiate by.
+    rollouts: trees of arrays [B, ...], in the order of coefficients.reshape(B).
+  """
+  axes = (None, *(0 for _ in rollouts))
+  gradients = jax.vmap(jax.grad(function), in_axes=axes)(params, *rollouts)
+  rows = [leaf.reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(gradients)]
+  return sum(jnp.einsum("in,jn->ij", x, x, precision=EXACT) for x in rows)  # type: ignore[return-value]
+
+
+def reweighted(
+  rule: Reweighting, coefficients: Array, gram: Array | None = None, *, key: Array | None = None
+) -> tuple[Array, dict[str, Array]]:
+  """(coefficients f32[P, G], metrics by name) of a rule of `rlvr_jax.reweighting`: `salt()`.
+
+  Args:
+    rule: the reweighting.
+    coefficients: f32[P, G], the advantages.
+    gram: f32[B, B], of `gram_of_head` or `gram_of_gradients`, not divided by B; None where the rule
+      needs none.
+    key: random key; only SALT's ablation `random_subspace` reads it. None for key 0.
+  """
+  chex.assert_rank(coefficients, 2)
+  key = jax.random.key(0) if key is None else key
+  found, metrics = rule.on_batch(coefficients, gram, key)
+  return found, reductions.values(metrics)

@@ -1,0 +1,112 @@
+"""Parts on plain arrays give what the same parts give in an update."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles.batches import evaluate, metric_value, random_case
+
+from rlvr_jax import advantages, geometry, losses, parts, reweighting
+from rlvr_jax.types import Head
+
+P, G, T, D, V = 3, 4, 5, 8, 11
+
+
+@pytest.mark.parametrize("name", ["p3o", "gspo", "decoupled_ppo"])
+def test_a_loss_is_that_of_an_update(name):
+  policy, batch, coefficients = random_case(1, dtype=np.float32)
+  loss, veto = getattr(losses, name)(), parts.negative_advantage_veto(threshold=0.9)
+
+  @jax.jit
+  def of_parts(policy):
+    given = policy, batch.behavior_logprobs, coefficients, batch.mask
+    proximal = batch.proximal_logprobs if loss.needs_proximal else None
+    return parts.loss_of(loss, *given, proximal_logprobs=proximal, veto=veto)
+
+  (value, metrics), gradient = jax.value_and_grad(of_parts, has_aux=True)(policy)
+  (value0, of_update), gradient0 = evaluate(loss, policy, batch, coefficients, veto=veto)
+  np.testing.assert_allclose(value, value0, rtol=1e-6)
+  np.testing.assert_allclose(gradient, gradient0, rtol=1e-5, atol=1e-7)
+  assert metrics.keys() == of_update.keys() and metrics["veto/token_fraction"] > 0
+  for key, metric in of_update.items():
+    np.testing.assert_allclose(metrics[key], metric_value(metric), rtol=1e-6)
+
+
+def test_a_missing_proximal_policy_is_named():
+  policy, batch, coefficients = random_case(1)
+  with pytest.raises(ValueError, match="needs proximal_logprobs"):
+    given = policy, batch.behavior_logprobs, coefficients, batch.mask
+    parts.loss_of(losses.decoupled_ppo(), *given)
+
+
+def test_advantages_of_rewards_lengths_and_a_state():
+  rewards = np.array([[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
+  np.testing.assert_allclose(
+    parts.advantages_of(advantages.grpo_mean(), rewards), rewards - [[0.5], [0.0]]
+  )
+  mask = np.arange(6) < np.array([[1, 2, 3, 6], [1, 1, 1, 1]])[..., None]
+  found = parts.advantages_of(advantages.opo(), rewards, mask=mask)
+  np.testing.assert_allclose(found[0], rewards[0] - 7 / 12, rtol=1e-6)  # weighted by length
+  fade = advantages.fade(alpha_max=2.0)
+  state = fade.init(jnp.float32(1.0))
+  assert parts.advantages_of(fade, rewards, state=state).shape == (2, 4)
+  with pytest.raises(AssertionError, match="shape"):
+    parts.batch_of(mask, rewards=rewards[:1])
+
+
+def head_case():
+  rng = np.random.default_rng(0)
+  hidden = rng.standard_normal((P, G, T, D)).astype(np.float32)
+  kernel = rng.standard_normal((D, V)).astype(np.float32)
+  mask = np.arange(T) < rng.integers(1, T + 1, (P, G))[..., None]
+  return hidden, kernel, rng.integers(0, V, (P, G, T)), mask.astype(np.float32)
+
+
+def test_the_gram_of_the_head_is_that_of_its_gradients():
+  hidden, kernel, tokens, mask = head_case()
+
+  def minus_log_likelihood(kernel, hidden, tokens, mask):
+    logprobs = jax.nn.log_softmax(hidden @ kernel / 0.7)
+    return -jnp.sum(mask * jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0])
+
+  flat = [x.reshape(P * G, *x.shape[2:]) for x in (hidden, tokens, mask)]
+  expected = parts.gram_of_gradients(minus_log_likelihood, kernel, *flat)
+  found = parts.gram_of_head(hidden, kernel, tokens, mask, temperature=0.7)
+  np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+  norms = lambda gram: np.sqrt(np.diagonal(gram))
+  sketched = parts.gram_of_head(
+    hidden, kernel, tokens, mask, route=geometry.sketch(), temperature=0.7
+  )
+  np.testing.assert_allclose(norms(sketched), norms(expected), rtol=0.3)
+  with pytest.raises(ValueError, match="use gram_of_gradients"):
+    parts.gram_of_head(hidden, kernel, tokens, mask, route=geometry.per_rollout())
+
+
+def test_salt_acts_on_the_blocks_of_its_scope():
+  hidden, kernel, tokens, mask = head_case()
+  gram = jax.jit(parts.gram_of_head)(hidden, kernel, tokens, mask)
+  coefficients = parts.advantages_of(advantages.grpo(), (tokens[..., 0] % 2).astype(np.float32))
+  by_salt = lambda **how: jax.jit(functools.partial(parts.reweighted, reweighting.salt(**how)))
+  of_groups, metrics = by_salt(scope="group")(coefficients, gram)
+  of_one = by_salt()
+  assert metrics["reweighting/rank"] >= 1
+  for p in range(P):
+    own = slice(p * G, (p + 1) * G)
+    alone, _ = of_one(coefficients[p : p + 1], gram[own, own])
+    np.testing.assert_allclose(of_groups[p], alone[0], rtol=1e-4, atol=1e-6)
+  same, none = parts.reweighted(reweighting.none(), coefficients)
+  np.testing.assert_array_equal(same, coefficients)
+  assert none == {}
+  with pytest.raises(ValueError, match=r"scope = 5 rollouts does not divide the 12 of a batch"):
+    parts.reweighted(reweighting.salt(scope=5), coefficients, gram)
+
+
+def test_log_probabilities_of_a_head_and_their_ratio():
+  hidden, kernel, tokens, mask = head_case()
+  logprobs, entropy = parts.token_logprobs(hidden, Head(kernel), tokens)
+  plain = np.take_along_axis(jax.nn.log_softmax(hidden @ kernel), tokens[..., None], -1)[..., 0]
+  np.testing.assert_allclose(logprobs, plain, rtol=1e-4, atol=1e-5)
+  assert entropy.shape == mask.shape
+  assert float(parts.normalized_ess(parts.log_ratios(logprobs, logprobs, mask), mask)) == 1.0
