@@ -148,6 +148,7 @@ def summary(on_policy: pathlib.Path, stale: pathlib.Path) -> dict[str, Any]:
   return {
     "length": lengths,
     "pass_at_k": {str(r["step"]): {str(k): r[f"eval/pass@{k}"] for k in KS} for r in held_out},
+    "pass@64_first_low": held_out[0]["eval/pass@64_low"],
     "mixed_groups": float(mixed),
     "geometry": geometry_table(on_policy),
     "entropy": {str(r["step"]): r["policy/entropy"] for r in train[:: len(train) // 8 or 1]},
@@ -178,7 +179,9 @@ def premises(found: Mapping[str, Any]) -> Iterator[tuple[str, str, bool, str]]:
   start, end = next(iter(found["entropy"].values())), found["entropy_end"]
   yield "FADE", "entropy falls to less than half", end < start / 2, f"{start:.3f} to {end:.3f} nats"
   first, *_, final = (row["64"] for row in found["pass_at_k"].values())
-  yield "FADE", "pass@64 falls", final < first - 0.02, f"{first:.3f} to {final:.3f}"
+  low = found["pass@64_first_low"]
+  fall = f"{first:.3f} to {final:.3f}; 95 % interval of the first from {low:.3f}"
+  yield "FADE", "pass@64 falls below its first interval", final < low, fall
   one = next(iter(found["pass_at_k"].values()))
   spread = f"pass@1 {one['1']:.3f}, pass@64 {one['64']:.3f}"
   yield (
@@ -211,13 +214,17 @@ def markdown(found: Mapping[str, Any]) -> str:
   lines += [
     f"| {lag} | {row['ess']:.3f} | {row['kl']:.2g} | {row['largest']:.2f} |"
     for lag, row in found["by_lag"].items()
+    if (int(lag) + 1).bit_count() == 1  # 0, 1, 3, 7, 15; the file has all
   ]
   length = found["length"]
+  entropy = ", ".join(f"{value:.3f} ({step})" for step, value in found["entropy"].items())
   lines += [
     "",
-    f"Length {length['p10']:.0f} (p10), {length['p50']:.0f}, {length['p90']:.0f} (p90).",
+    f"Response length in tokens: p10 {length['p10']:.0f}, p50 {length['p50']:.0f},"
+    f" p90 {length['p90']:.0f}, longest {length['max']:.0f}.",
+    f"Mixed groups, first 10 updates: {found['mixed_groups']:.0%}.",
+    f"Entropy in nats per token (update): {entropy}.",
   ]
-  lines += [f"Mixed groups {found['mixed_groups']:.0%}."]
   return "\n".join(lines)
 
 

@@ -36,7 +36,8 @@ def tour(
   A cell is one character of `CELLS`. The question is the start, the goals in order, "|", the walls
   and "=". The response is the cells after the start, to neighbors above, below, left or right, and
   ends on the last goal. Any such walk counts if it has at most `slack` times the cells of a
-  shortest one. Demonstrations make detours, and may exceed that.
+  shortest one; white space does not count. Demonstrations have a line for the way to each goal.
+  They make detours, and may exceed the limit.
 
   Args:
     width: of the grid, 3 … 8.
@@ -92,12 +93,12 @@ def _problem(
   for _ in range(_MAX_TRIES):
     blocked, start, *stops = _places(number, width, walls, goals)
     towards = [_rings(stop, width, blocked) for stop in stops]
-    legs = [_steps(*leg) for leg in zip([start, *stops], towards, strict=False)]
-    shortest = sum(longest + 1 if steps is None else steps for steps in legs)
-    walk = (
-      _walk(number, start, towards, width, detour_share, longest) if shortest <= longest else []
+    ways = [_steps(*leg) for leg in zip([start, *stops], towards, strict=False)]
+    shortest = sum(longest + 1 if steps is None else steps for steps in ways)
+    legs = (
+      _legs(number, start, towards, width, detour_share, longest) if shortest <= longest else []
     )
-    if walk:
+    if legs:
       break
   else:
     raise ValueError(
@@ -108,7 +109,7 @@ def _problem(
   return Problem(
     question=f"{name([start, *stops])}|{name(sorted(blocked))}=",
     answer="",  # many are right
-    solution=name(walk),
+    solution="\n".join(map(name, legs)),
     reference={
       "dataset": "tour",
       "cells": CELLS[: width**2],
@@ -165,27 +166,30 @@ def _steps(cell: int, rings: Sequence[int]) -> int | None:
   return next((steps for steps, ring in enumerate(rings) if ring >> cell & 1), None)
 
 
-def _walk(
+def _legs(
   number: random.Random,
   start: int,
   towards: Sequence[Sequence[int]],
   width: int,
   detour_share: float,
   longest: int,
-) -> list[int]:
-  """A walk from the start through the goals of `_rings`; [] if it takes more than `longest` cells.
+) -> list[list[int]]:
+  """The ways of a walk to one goal after another; [] if they have more than `longest` cells.
 
-  There is a way from the start to the goals.
+  Args:
+    towards: `_rings` of the goals; there is a way from the start to them.
   """
-  cell, walk, grid = start, list[int](), _grid(width)
+  cell, legs, left, grid = start, [], longest, _grid(width)
   for rings in towards:
     steps, reachable = _steps(cell, rings) or 0, sum(rings)
-    while steps and len(walk) < longest:
+    legs.append(leg := list[int]())
+    while steps and left:
       beside = [other for other in grid.beside[cell] if reachable >> other & 1]
       nearer = [other for other in beside if rings[steps - 1] >> other & 1]
       cell = number.choice(beside if number.random() < detour_share else nearer)
       steps += -1 if rings[steps - 1] >> cell & 1 else 1  # on a grid no other change is possible
-      walk.append(cell)
+      left -= 1
+      leg.append(cell)
     if steps:
       return []
-  return walk
+  return legs

@@ -13,7 +13,7 @@ def tour(completion: str, reference: Mapping[str, Any]) -> Grade:
   """Checks a walk, one character per cell.
 
   Args:
-    completion: the cells after the start.
+    completion: the cells after the start; white space is left out.
     reference: "cells" (the names of a square grid's cells, row by row), "start", "goals" (in
       order), "walls", and "budget", the most cells that a walk may have.
   Returns:
@@ -21,7 +21,7 @@ def tour(completion: str, reference: Mapping[str, Any]) -> Grade:
     in order, the last cell is the last goal, and there are at most "budget"; wrong (0) otherwise;
     unparseable if there is no cell, or another character.
   """
-  walk, cells = completion.strip(), reference["cells"]
+  walk, cells = "".join(completion.split()), reference["cells"]
   if not walk or set(walk) - set(cells):
     return Grade(Outcome.UNPARSEABLE, detail="not a list of cells")
   problem = _problem_of(walk, reference)

@@ -80,7 +80,9 @@ def test_steps_are_right_but_for_the_share_that_is_not():
 def test_demonstrated_walks_are_right_unless_detours_exceed_the_budget():
   assert solved(make("tour", detour_share=0.0, slack=1.0)) == 1
   assert 0.8 < solved(make("tour")) < 1
-  lengths = [len(problem.solution) for problem in make("tour").warm_start]
+  walks = [problem.solution.split("\n") for problem in make("tour").warm_start]
+  assert {len(legs) for legs in walks} == {4}
+  lengths = [len("".join(legs)) for legs in walks]
   assert max(lengths) <= 60 and len(set(lengths)) > 20
 
 
@@ -101,7 +103,7 @@ def test_the_grader_of_walks_agrees_with_an_independent_check():
   number = random.Random(0)
   outcomes = []
   for problem in make("tour", width=5, walls=4, goals=2, slack=1.3).warm_start:
-    walk, cells = problem.solution, problem.reference["cells"]
+    walk, cells = problem.solution.replace("\n", ""), problem.reference["cells"]
     at = number.randrange(len(walk))
     other = number.choice(cells)
     for text in (
@@ -122,6 +124,7 @@ def test_the_grader_of_walks_agrees_with_an_independent_check():
   ("walk", "outcome", "detail"),
   [
     ("BCF", "correct", ""),
+    (" B\nCF\n", "correct", ""),
     ("BCFIFCF", "wrong", "7 cells, 6 are allowed"),
     ("BCFI", "wrong", "does not end on the last goal"),
     ("BAB", "wrong", "1 goals are not visited"),

@@ -98,6 +98,7 @@ def test_a_premise_is_had_or_none_is_found():
   found = dict(
     length=dict(p10=70.0, p50=90.0, p90=110.0, max=130.0),
     pass_at_k={"0": passes, "200": dict.fromkeys(passes, 0.9)},
+    **{"pass@64_first_low": 0.92},
     mixed_groups=0.8,
     geometry={"score, batch": dict(row, n_eff=3.0), "sampled, group": dict(row, n_eff=0.3)},
     entropy={"1": 0.5, "100": 0.3},
@@ -111,8 +112,12 @@ def test_a_premise_is_had_or_none_is_found():
     "stale rollouts lower the ESS below 0.9": False,
     "ratios leave [0.8, 1.2]": True,
     "entropy falls to less than half": True,
-    "pass@64 falls": True,
+    "pass@64 falls below its first interval": True,
     "pass@1 of 0.15 to 0.5, pass@64 from 0.95": True,
   }
+  found["pass@64_first_low"] = 0.88
+  assert not {name: has for _, name, has, _ in premises.premises(found)}[
+    "pass@64 falls below its first interval"
+  ]
   table = premises.markdown(found)
   assert "| SALT | n_eff below 1, score | none found | 3.00 (score, batch), the least |" in table
