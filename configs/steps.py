@@ -7,7 +7,7 @@ one of them decides. Which premise of which paper it has: experiments/premises/R
   python -m rlvr_jax.main --config=configs/steps.py --workdir=runs/steps
   python -m rlvr_jax.main --config=configs/steps.py:long --workdir=runs/steps_long
 
-small: 0.16 M parameters, 8 terms, for 2 CPU cores. long: 2.7 M parameters, 16 terms, for an
+small: 0.16 M parameters, 8 terms, for 2 CPU cores. long: 3.2 M parameters, 16 terms, for an
 accelerator, or hours.
 """
 

@@ -8,7 +8,7 @@ of which paper it has: experiments/premises/README.md.
   python -m rlvr_jax.main --config=configs/tour.py --workdir=runs/tour
   python -m rlvr_jax.main --config=configs/tour.py:long --workdir=runs/tour_long
 
-small: 0.21 M parameters, 4 walls, for 2 CPU cores. long: 2.7 M parameters, 12 walls, for an
+small: 0.21 M parameters, 4 walls, for 2 CPU cores. long: 3.2 M parameters, 12 walls, for an
 accelerator, or hours. But for what stands here it is the recipe of configs/steps.py.
 """
 
