@@ -10,16 +10,18 @@ import base64
 import contextlib
 import hashlib
 import logging
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import fsspec
 
 SEGMENT = re.compile(r"(.+\.jsonl)/(\d{8,})")  # a segment of a file of lines
 AT_ONCE = 8  # requests
+DEADLINE_S = 300.0  # for a request, with its repetitions by gcsfs
 # Listings that gcsfs would keep do not show what other hosts have written since.
 fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
 for _name in ("gcsfs", "fsspec"):  # they tell of every file that is read
@@ -34,6 +36,14 @@ class UnreachableError(OSError):
   """The bucket does not answer, or refuses."""
 
 
+class Segment(NamedTuple):
+  """An object that has a part of a file of lines."""
+
+  number: int
+  data: bytes
+  generation: int
+
+
 @contextlib.contextmanager
 def _explained(what: str) -> Iterator[None]:
   """Converts errors of gcsfs, which have no common class, into OSError."""
@@ -44,8 +54,12 @@ def _explained(what: str) -> Iterator[None]:
   except Exception as error:
     # gcsfs has either for status 412, by its version.
     if isinstance(error, FileExistsError) or str(getattr(error, "code", "")) == "412":
-      raise ChangedError(f"{what} was changed by another process") from error
+      raise ChangedError(
+        f"{what} was changed by another process; rerun the same command when that has ended"
+      ) from error
     text = " ".join(f"{type(error).__name__}: {error}".split())
+    if isinstance(error, TimeoutError):
+      text = "no answer in time"
     raise UnreachableError(
       f"{what} cannot be reached: {text}. Check the bucket's name, the network and the account's"
       " role (roles/storage.objectUser), then rerun the same command"
@@ -56,7 +70,8 @@ class Bucket:
   """The objects under a folder of a bucket, each written and read as a whole.
 
   Attributes:
-    guard: called before every write; raises if this process may not write any more.
+    guard: called before every write; raises if this process may not write any more, and returns
+      for how many seconds it certainly may. A write that takes longer is given up.
   """
 
   def __init__(self, folder: str | os.PathLike[str]):
@@ -64,7 +79,7 @@ class Bucket:
     self.url = os.fspath(folder).rstrip("/")
     self._bucket, _, self._prefix = self.url.removeprefix("gs://").partition("/")
     self._system: Any = fsspec.filesystem("gcs")
-    self.guard: Callable[[], None] = lambda: None
+    self.guard: Callable[[], float] = lambda: math.inf
 
   def names(self, folder: str = "") -> list[str]:
     """Names of the objects, sorted; those whose names begin with `folder`."""
@@ -73,7 +88,7 @@ class Bucket:
     prefix = f"{self._prefix}/"
     with _explained(self.url):
       while page is None or "nextPageToken" in page:
-        page = self._system.call(
+        page = self._call(
           *("GET", "b/{}/o", self._bucket),
           prefix=prefix + folder,
           fields="items(name),nextPageToken",
@@ -94,29 +109,39 @@ class Bucket:
   def read_generation(self, name: str) -> tuple[bytes, int]:
     """An object's bytes and generation; raises FileNotFoundError if there is none."""
     with _explained(f"{self.url}/{name}"):
-      headers, data = self._system.call("GET", "b/{}/o/{}", *self._key(name), alt="media")
+      headers, data = self._call("GET", "b/{}/o/{}", *self._key(name), alt="media")
     return data, int(headers["X-Goog-Generation"])
 
-  def put(self, name: str, data: bytes, *, generation: int | None = None) -> int:
+  def put(
+    self,
+    name: str,
+    data: bytes,
+    *,
+    generation: int | None = None,
+    deadline_s: float = DEADLINE_S,
+  ) -> int:
     """Writes an object, and compares its checksum with the one that the bucket computed.
 
     Args:
       name: of the object.
       data: its bytes.
       generation: the one that it must have; 0 if it must not exist; None for any.
+      deadline_s: seconds after which it is given up.
     Returns:
       Its generation.
     Raises:
       ChangedError: it has another generation, and other bytes.
+      UnreachableError: it may be there nevertheless.
     """
-    self.guard()
+    limit_s = min(deadline_s, self.guard())
     url, what = self._system.base.replace("/storage/", "/upload/storage/"), f"{self.url}/{name}"
     digest = base64.b64encode(hashlib.md5(data).digest()).decode()
     bucket, key = self._key(name)
     try:
       with _explained(what):
-        stored = self._system.call(
+        stored = self._call(
           *("POST", f"{url}b/{bucket}/o"),
+          deadline_s=limit_s,
           uploadType="media",
           name=key,
           ifGenerationMatch=generation,
@@ -124,10 +149,14 @@ class Bucket:
           data=data,
           json_out=True,
         )
+    except FileNotFoundError:
+      raise UnreachableError(
+        f"{what} cannot be written: there is no bucket {bucket}, or this account does not see it"
+      ) from None
     except ChangedError:
       # After a lost answer gcsfs repeats the request, which then finds what it has written.
       with _explained(what), contextlib.suppress(FileNotFoundError):
-        stored = self._system.call("GET", "b/{}/o/{}", bucket, key, json_out=True)
+        stored = self._call("GET", "b/{}/o/{}", bucket, key, json_out=True)
         if stored["md5Hash"] == digest:
           return int(stored["generation"])
       raise
@@ -137,30 +166,37 @@ class Bucket:
 
   def delete(self, name: str, *, generation: int | None = None) -> None:
     """Removes an object; does nothing if there is none, or with another generation."""
-    self.guard()
-    what = f"{self.url}/{name}"
-    with contextlib.suppress(FileNotFoundError, ChangedError), _explained(what):
-      self._system.call("DELETE", "b/{}/o/{}", *self._key(name), ifGenerationMatch=generation)
+    limit_s = min(DEADLINE_S, self.guard())
+    with contextlib.suppress(FileNotFoundError, ChangedError), _explained(f"{self.url}/{name}"):
+      self._call(
+        *("DELETE", "b/{}/o/{}", *self._key(name)),
+        ifGenerationMatch=generation,
+        deadline_s=limit_s,
+      )
 
   def delete_all(self, names: Iterable[str]) -> None:
     """Removes these objects, in any order."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
       list(pool.map(self.delete, names))
 
-  def segments(self, name: str, *, first: int = 0) -> list[tuple[int, bytes]]:
-    """(number, bytes) of the segments of a file of lines, in order, from number `first` on."""
+  def segments(self, name: str, *, first: int = 0) -> list[Segment]:
+    """The segments of a file of lines, in order, from number `first` on."""
     matches = map(SEGMENT.fullmatch, self.names(f"{name}/"))
     numbers = [int(match[2]) for match in matches if match and match[1] == name]
     return self.read_segments(name, [number for number in numbers if number >= first])
 
-  def read_segments(self, name: str, numbers: Sequence[int]) -> list[tuple[int, bytes]]:
-    """(number, bytes) of these segments."""
+  def read_segments(self, name: str, numbers: Sequence[int]) -> list[Segment]:
+    """These segments."""
+    read = lambda number: Segment(number, *self.read_generation(segment_name(name, number)))
     with ThreadPoolExecutor(AT_ONCE) as pool:
-      found = pool.map(lambda number: self.read(segment_name(name, number)), numbers)
-      return list(zip(numbers, found, strict=True))
+      return list(pool.map(read, numbers))
 
   def _key(self, name: str) -> tuple[str, str]:
     return self._bucket, f"{self._prefix}/{name}"
+
+  def _call(self, *request: Any, deadline_s: float = DEADLINE_S, **options: Any) -> Any:
+    """A request of the JSON API, as of gcsfs; it is cancelled at its deadline."""
+    return self._system.call(*request, timeout=deadline_s, **options)
 
 
 def segment_name(name: str, number: int) -> str:

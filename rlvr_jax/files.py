@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import pathlib
 import posixpath
 import re
 import shutil
+import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import IO, Any
@@ -168,6 +170,41 @@ def sync_folder(folder: pathlib.Path) -> None:
     os.fsync(descriptor)
   finally:
     os.close(descriptor)
+
+
+# --- temporary folders ----------------------------------------------------------------------------
+
+
+def own_folder(prefix: str) -> tuple[pathlib.Path, int]:
+  """A new temporary folder, and a descriptor whose lock on it ends with this process.
+
+  Folders with this prefix that killed processes have left are removed.
+  """
+  for left in pathlib.Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+    with contextlib.suppress(OSError):  # of another user, or locked
+      descriptor = _locked(left)
+      try:
+        shutil.rmtree(left)
+      finally:
+        os.close(descriptor)
+  while True:
+    folder = pathlib.Path(tempfile.mkdtemp(prefix=prefix))
+    # Until it is locked, another process may take it for one that was left.
+    with contextlib.suppress(BlockingIOError, FileNotFoundError):
+      descriptor = _locked(folder)
+      if folder.exists():
+        return folder, descriptor
+      os.close(descriptor)
+
+
+def _locked(folder: pathlib.Path) -> int:
+  descriptor = os.open(folder, os.O_RDONLY)
+  try:
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except OSError:
+    os.close(descriptor)
+    raise
+  return descriptor
 
 
 # --- lines of JSON --------------------------------------------------------------------------------

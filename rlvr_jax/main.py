@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     try:
       multihost.initialize(*process)
     except (ValueError, RuntimeError) as error:
-      sys.exit(f"error: {error}")
+      host.exit_immediately(f"error: {error}")  # jax would wait once more, for the others to end
   with multihost.exit_on_error():
     return run()
 

@@ -3,32 +3,32 @@
 The only module that knows which of the two it is. A bucket has no locks, renames or appends, but an
 object appears as a whole, and a condition on its generation decides between writers. So a run has
 its files in a folder on this machine, its staging folder, and `Workdir.publish` puts them into the
-bucket; files of lines, which only grow, as segments NAME/00000000, NAME/00000001, …
+bucket; files of lines, which only grow, in `segments`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import io
 import itertools
+import math
 import os
 import pathlib
 import re
 import shutil
 import tempfile
 import threading
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO, NamedTuple, TextIO, cast
+from typing import TextIO, cast
 
-from rlvr_jax.bucket import AT_ONCE, SEGMENT, Bucket, segment_name
-from rlvr_jax.files import TEMPORARY, replacing_path, reporting_full_disk, sync_folder
+from rlvr_jax.bucket import AT_ONCE, SEGMENT, Bucket
+from rlvr_jax.files import TEMPORARY, own_folder, replacing_path, reporting_full_disk, sync_folder
+from rlvr_jax.segments import Lines
 
 OWNER = ".owner"  # the object by which a process claims a bucket's folder
 _STAGING = "rlvr_jax_staging_"  # begins the names of staging folders
-ONLY_HERE = "groups"  # folders of this name are never published
+FOLLOW_S = 5.0  # seconds between two puts of what `Workdir.follow` has been told of
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+(.*)")
 
 
@@ -82,7 +82,7 @@ def opened_lines(path: pathlib.Path) -> Iterator[TextIO]:
   segments = Bucket(path.parent).segments(path.name)
   if not segments:
     raise FileNotFoundError(f"{path} does not exist; give the --workdir of a run")
-  data = b"".join(data for _, data in segments)
+  data = b"".join(segment.data for segment in segments)
   yield io.StringIO(data.decode("utf-8", errors="replace"))
 
 
@@ -166,9 +166,6 @@ class BucketFiles:
     return place("", f"{self._bucket.url}/{target}")
 
 
-# --- workdirs -------------------------------------------------------------------------------------
-
-
 # --- lines that others append ---------------------------------------------------------------------
 
 
@@ -207,59 +204,14 @@ class BucketTail:
 
   def new(self) -> bytes:
     segments = self._bucket.segments(self._name, first=self._next)
-    self._next = max((number + 1 for number, _ in segments), default=self._next)
-    return b"".join(data for _, data in segments)
+    self._next = segments[-1].number + 1 if segments else self._next
+    return b"".join(segment.data for segment in segments)
 
 
 # --- workdirs -------------------------------------------------------------------------------------
 
 
-class _Published(NamedTuple):
-  """A segment in the bucket."""
-
-  number: int
-  size: int
-  checksum: int
-
-
-class _Lines:
-  """A local file of lines, and its segments in the bucket."""
-
-  def __init__(self, bucket: Bucket, name: str, found: Sequence[tuple[int, bytes]] = ()):
-    self._bucket, self._name = bucket, name
-    self._segments = [_Published(number, len(x), zlib.crc32(x)) for number, x in found]
-    self._inode = -1  # of the file when it was last compared with the segments
-
-  def publish(self, path: pathlib.Path) -> None:
-    """Puts the lines that are not in the bucket yet."""
-    with open(path, "rb") as file:
-      if self._inode != (inode := os.fstat(file.fileno()).st_ino):  # was replaced by a resumed run
-        self._drop_changed(file)
-        self._inode = inode
-      file.seek(sum(segment.size for segment in self._segments))
-      self._put(self._segments[-1].number + 1 if self._segments else 0, file.read())
-
-  def _drop_changed(self, file: IO[bytes]) -> None:
-    """Removes the segments that the file does not begin with.
-
-    The last one first, and the first of them is replaced: a kill in between leaves too many lines,
-    which the next resume drops, but not too few.
-    """
-    same = lambda segment: zlib.crc32(file.read(segment.size)) == segment.checksum
-    kept = list(itertools.takewhile(same, self._segments))
-    changed, self._segments = self._segments[len(kept) :], kept
-    if not changed:
-      return
-    for segment in reversed(changed[1:]):
-      self._bucket.delete(segment_name(self._name, segment.number))
-    file.seek(sum(segment.size for segment in kept))
-    self._put(changed[0].number, file.read(), even_empty=True)
-
-  def _put(self, number: int, data: bytes, *, even_empty: bool = False) -> None:
-    data = data[: data.rfind(b"\n") + 1]  # another thread may be writing the rest
-    if data or even_empty:
-      self._bucket.put(segment_name(self._name, number), data)
-      self._segments.append(_Published(number, len(data), zlib.crc32(data)))
+# --- workdirs -------------------------------------------------------------------------------------
 
 
 class Workdir:
@@ -274,13 +226,16 @@ class Workdir:
   def __init__(self, path: str | os.PathLike[str]):
     """Raises ValueError as `place` does."""
     self.kept = self.local = place("--workdir", path)
-    self.guard: Callable[[], None] = lambda: None
-    self._lines: dict[str, _Lines] = {}
+    self.guard: Callable[[], float] = lambda: math.inf
+    self._lines: dict[str, Lines] = {}
     self._put: dict[str, tuple[int, int]] = {}  # size and time of change of other files
     self._publishing = threading.Lock()
     self._lock = -1
+    self._due: set[str] = set()  # see `follow`; a set's own operations are atomic
+    self._closing = threading.Event()
+    self._follower = threading.Thread(target=self._follow, name="follower", daemon=True)
     if in_bucket(self.kept):
-      staging, self._lock = _staging_folder()
+      staging, self._lock = own_folder(_STAGING)
       self.local = staging / self.kept.name
       self.local.mkdir()
 
@@ -309,9 +264,9 @@ class Workdir:
         self._put[name] = _size_and_time(self.local / name)
     for name, numbers in lines.items():
       segments = bucket.read_segments(name, numbers)
-      self._lines[name] = _Lines(bucket, name, segments)
+      self._lines[name] = Lines(bucket, name, segments)
       (self.local / name).parent.mkdir(exist_ok=True, parents=True)
-      (self.local / name).write_bytes(b"".join(data for _, data in segments))
+      (self.local / name).write_bytes(b"".join(segment.data for segment in segments))
 
   def publish(self, *names: str) -> None:
     """Puts new and changed files of the staging folder into the bucket; all, or those of `names`.
@@ -321,58 +276,67 @@ class Workdir:
     """
     if not in_bucket(self.kept):
       return
-    with self._publishing, ThreadPoolExecutor(AT_ONCE) as pool:
-      list(pool.map(self._publish, names or self._names()))
+    due = set(names) or {*self._names(), *self._due}
+    self._due -= due
+    try:
+      with self._publishing, ThreadPoolExecutor(AT_ONCE) as pool:
+        list(pool.map(self._publish, due))
+    except BaseException:
+      self._due |= due
+      raise
+
+  def follow(self, path: pathlib.Path) -> None:
+    """Has the bucket follow a file of lines that has grown, or is gone, after some seconds.
+
+    Returns at once. What fails is tried again, until `publish` or `close` raises it.
+    """
+    if in_bucket(self.kept):
+      self._due.add(path.relative_to(self.local).as_posix())
+      if not self._follower.ident:
+        self._follower.start()
 
   def close(self) -> None:
     """`publish`, then removes the staging folder."""
     if in_bucket(self.kept):
+      self._closing.set()
+      if self._follower.ident:
+        self._follower.join()
       self.publish()
       shutil.rmtree(self.local.parent)
       os.close(self._lock)
 
+  def _follow(self) -> None:
+    """Runs in a thread."""
+    while not self._closing.wait(FOLLOW_S):
+      with contextlib.suppress(Exception):
+        if due := set(self._due):
+          self.publish(*due)
+
   def _names(self) -> list[str]:
     files = (path for path in self.local.rglob("*") if path.is_file() and not path.is_symlink())
     names = (path.relative_to(self.local) for path in files if path.suffix != TEMPORARY)
-    return sorted(name.as_posix() for name in names if ONLY_HERE not in name.parts)
+    return sorted(name.as_posix() for name in names)
 
   def _publish(self, name: str) -> None:
     path = self.local / name
-    if path.suffix == ".jsonl":
-      self._lines.setdefault(name, _Lines(self.bucket(), name)).publish(path)
+    try:
+      file = open(path, "rb")
+    except FileNotFoundError:  # such as groups of a batch that is now in the store
+      if name in self._lines:
+        self._lines[name].remove()
+        del self._lines[name]
       return
-    about = _size_and_time(path)
-    if self._put.get(name) != about:
-      self.bucket().put(name, path.read_bytes())
-      self._put[name] = about
+    with file:
+      if path.suffix == ".jsonl":
+        self._lines.setdefault(name, Lines(self.bucket(), name)).publish(file)
+      elif self._put.get(name) != (about := _size_and_time(path)):
+        self.bucket().put(name, file.read())
+        self._put[name] = about
 
 
 def _size_and_time(path: pathlib.Path) -> tuple[int, int]:
   about = path.stat()
   return about.st_size, about.st_mtime_ns
-
-
-def _staging_folder() -> tuple[pathlib.Path, int]:
-  """A new folder, and a descriptor whose lock on it ends with this process.
-
-  Folders that killed processes have left are removed.
-  """
-  for left in pathlib.Path(tempfile.gettempdir()).glob(f"{_STAGING}*"):
-    with contextlib.suppress(OSError):  # of another user, or locked
-      os.close(_locked(left))
-      shutil.rmtree(left)
-  folder = pathlib.Path(tempfile.mkdtemp(prefix=_STAGING))
-  return folder, _locked(folder)
-
-
-def _locked(folder: pathlib.Path) -> int:
-  descriptor = os.open(folder, os.O_RDONLY)
-  try:
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except OSError:
-    os.close(descriptor)
-    raise
-  return descriptor
 
 
 def bucket_of(folder: pathlib.Path, workdir: Workdir | None = None) -> Bucket | None:

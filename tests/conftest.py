@@ -52,6 +52,30 @@ def x64():
     yield
 
 
+# --- a bucket -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def emulator():
+  """See `gcs_emulator`."""
+  import gcs_emulator  # not where no bucket is needed
+
+  with gcs_emulator.emulated() as emulator:
+    yield emulator
+
+
+@pytest.fixture
+def folder(request):
+  """A folder of the bucket that has nothing yet."""
+  return request.node.name.translate({ord(letter): "_" for letter in "[]"})
+
+
+@pytest.fixture
+def url(emulator, folder):
+  """It, as runs name it."""
+  return f"gs://bucket/{folder}"
+
+
 def pytest_sessionfinish():
   gc.freeze()
 

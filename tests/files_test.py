@@ -122,6 +122,21 @@ def test_shortage(tmp_path):
   assert files.shortage(tmp_path, 2**70).endswith(" MiB free, 1125899906842624.0 MiB needed")
 
 
+def test_a_new_folder_that_another_process_took_for_left_is_replaced(tmp_path, monkeypatch):
+  monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+  make, others = files.tempfile.mkdtemp, []
+
+  def slowly(prefix):
+    folder = make(prefix=prefix)
+    monkeypatch.setattr(files.tempfile, "mkdtemp", make)
+    others.append(files.own_folder(prefix)[0])  # it looks before this one is locked
+    return folder
+
+  monkeypatch.setattr(files.tempfile, "mkdtemp", slowly)
+  found, _ = files.own_folder("a_")
+  assert {found, *others} == set(tmp_path.iterdir()) and found not in others
+
+
 def test_checksums(tmp_path):
   value = {"b": [1, 0.1 + 0.2, None], "a": {"10": "ü", "9": True}}
   assert files.json_crc32(json.loads(json.dumps(value))) == files.json_crc32(value)

@@ -50,11 +50,14 @@ class Emulator:
     objects: name → `Stored`, of the one bucket; tests may change them.
     requests: (method, path without query) of all requests so far.
     refuses: status of the answer to all requests; None to answer them.
+    before_answer: called with a request's method and path after it has had its effect; a
+      ConnectionError loses the answer.
   """
 
   def __init__(self):
     self.objects: dict[str, Stored] = {}
     self.refuses: int | None = None
+    self.before_answer = lambda method, path: None
     self.requests: list[tuple[str, str]] = []
     self.uploads: dict[str, tuple[str, dict, bytearray]] = {}
     self.lock = threading.Lock()
@@ -192,6 +195,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
       if self.emulator.refuses:
         raise Refusal(self.emulator.refuses)
       status, content, headers = action(url.path, query, body)
+      self.emulator.before_answer(self.command, url.path)
+    except ConnectionError:
+      self.close_connection = True
+      return
     except Refusal as refusal:
       status, content, headers = refusal.args[0], {"error": {"code": refusal.args[0]}}, {}
     if not isinstance(content, bytes):

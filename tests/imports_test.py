@@ -13,7 +13,7 @@ import rlvr_jax
 PACKAGE = pathlib.Path(rlvr_jax.__file__).parent
 ROOT = pathlib.Path(__file__).parents[1]
 STAGES = {"advantages", "reweighting", "geometry", "losses"}
-LEAVES = {"types", "files", "specs", "sampling", "bucket", "storage"}
+LEAVES = {"types", "files", "specs", "sampling", "bucket", "segments", "storage"}
 BELOW_THE_LOOP = LEAVES | {"ops", "models", "data", "rewards", "rollouts"} | STAGES
 
 # What an update computes; stricter than the rest of train.
@@ -24,7 +24,8 @@ ALLOWED = {
   "": set(),  # rlvr_jax/__init__.py
   **{leaf: set() for leaf in LEAVES},
   "types": {"sampling"},
-  "storage": {"files", "bucket"},
+  "segments": {"bucket"},
+  "storage": {"files", "bucket", "segments"},
   "ops": {"types"},
   **{stage: {"types", "ops"} for stage in STAGES},
   "parts": {"types", "ops"} | STAGES,

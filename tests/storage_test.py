@@ -1,8 +1,9 @@
 """Objects with conditions, and a workdir's files in a bucket."""
 
 import contextlib
+import threading
+import time
 
-import gcs_emulator
 import numpy as np
 import pytest
 
@@ -10,26 +11,16 @@ from rlvr_jax import storage
 from rlvr_jax.bucket import Bucket, ChangedError, UnreachableError
 from rlvr_jax.evaluate.run_files import read_metrics
 from rlvr_jax.files import JsonLines, replacing
+from rlvr_jax.rollouts.journal import from_json
+from rlvr_jax.rollouts.scheduler import Group
 from rlvr_jax.rollouts.store import INDEX, RolloutStore, TornShardError
 from rlvr_jax.storage import Workdir
 
 
-@pytest.fixture(scope="module")
-def emulator():
-  with gcs_emulator.emulated() as emulator:
-    yield emulator
-
-
 @pytest.fixture
-def url(emulator, request):
-  """A folder of a bucket that has nothing yet."""
-  return f"gs://{gcs_emulator.BUCKET}/{request.node.name}"
-
-
-@pytest.fixture
-def names(emulator, request):
-  """The names of the objects in it."""
-  return lambda: emulator.names(request.node.name)
+def names(emulator, folder):
+  """The names of the objects in the folder."""
+  return lambda: emulator.names(folder)
 
 
 @contextlib.contextmanager
@@ -38,6 +29,13 @@ def opened(url):
   with contextlib.closing(Workdir(url)) as workdir:
     workdir.fetch()
     yield workdir
+
+
+def wait_until(condition):
+  deadline = time.monotonic() + 60
+  while not condition():
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
 
 
 # --- objects --------------------------------------------------------------------------------------
@@ -75,6 +73,36 @@ def test_a_bucket_that_refuses_is_an_error_with_a_remedy(url, emulator, monkeypa
   monkeypatch.setattr(emulator, "refuses", 403)
   with pytest.raises(UnreachableError, match=r"cannot be reached: .*roles/storage.objectUser"):
     Bucket(url).put("a", b"")
+
+
+def test_a_bucket_that_is_not_there_is_named(url, emulator, monkeypatch):
+  monkeypatch.setattr(emulator, "refuses", 404)
+  with pytest.raises(UnreachableError, match=f"{url}/a cannot be written: there is no bucket"):
+    Bucket(url).put("a", b"")
+
+
+@pytest.fixture
+def hanging(emulator):
+  """Within it, writes have their effect and are not answered."""
+
+  @contextlib.contextmanager
+  def hanging():
+    over = threading.Event()
+    emulator.before_answer = lambda method, path: method == "POST" and over.wait(60)
+    yield
+    over.set()
+    emulator.before_answer = lambda method, path: None
+
+  return hanging
+
+
+def test_a_write_ends_with_the_time_that_its_claim_certainly_has(url, hanging):
+  bucket = Bucket(url)
+  bucket.guard = lambda: 0.3
+  began = time.monotonic()
+  with hanging(), pytest.raises(UnreachableError, match=f"{url}/a cannot .*no answer in time"):
+    bucket.put("a", b"one")
+  assert time.monotonic() - began < 30
 
 
 def test_a_large_object_is_one_put(url, emulator):
@@ -134,11 +162,64 @@ def test_a_file_that_a_resumed_run_shortens_is_shortened_in_the_bucket(url, name
     assert [record["step"] for record in read_metrics(url)] == [*range(kept), 100]
 
 
+def test_lines_whose_put_was_not_answered_are_there_once(url, names, hanging):
+  with opened(url) as workdir:
+    lines = JsonLines(workdir.local / "metrics.jsonl")
+    lines.append([{"step": 0, "phase": "train"}])
+    workdir.guard = lambda: 0.3
+    with hanging(), pytest.raises(UnreachableError):
+      workdir.publish()
+    workdir.guard = lambda: 60.0
+    lines.append([{"step": 1, "phase": "train"}])
+  assert names() == ["metrics.jsonl/00000000", "metrics.jsonl/00000001"]
+  assert [record["step"] for record in read_metrics(url)] == [0, 1]
+
+
+def test_a_process_that_has_lost_its_claim_changes_no_lines(url, names):
+  write = lambda workdir, text: (workdir.local / "metrics.jsonl").write_text(text)
+  with opened(url) as workdir:
+    write(workdir, "first\n")
+  with opened(url) as successor:
+    lost = Workdir(url)
+    lost.fetch()
+    write(successor, "first\nsecond\n")
+    successor.publish()
+    for text in ("first\nother\n", "changed\n"):
+      write(lost, text)
+      with pytest.raises(ChangedError, match=f"{url}/metrics.jsonl/0000000. was changed"):
+        lost.publish()
+  segments = Bucket(url).segments("metrics.jsonl")
+  assert [segment.data for segment in segments] == [b"first\n", b"second\n"]
+
+
+def test_the_bucket_follows_a_file_that_grows_and_goes(url, names, emulator, monkeypatch):
+  monkeypatch.setattr(storage, "FOLLOW_S", 0.02)
+  with opened(url) as workdir:
+    path = workdir.local / "groups.jsonl"
+    lines = JsonLines(path)
+    with monkeypatch.context() as patch:
+      patch.setattr(emulator, "refuses", 403)
+      lines.append([{"group": 0}])
+      workdir.follow(path)
+      time.sleep(0.2)
+    wait_until(lambda: names() == ["groups.jsonl/00000000"])
+    lines.append([{"group": 1}])
+    workdir.follow(path)
+    wait_until(lambda: names() == ["groups.jsonl/00000000", "groups.jsonl/00000001"])
+    path.unlink()
+    workdir.follow(path)
+    wait_until(lambda: names() == [])
+    lines = JsonLines(path)
+    lines.append([{"group": 2}])
+    workdir.follow(path)
+    path.unlink()  # before it is looked at
+    workdir.follow(path)
+  assert names() == []
+
+
 def test_other_files_are_put_when_they_change(url, names, emulator):
   with opened(url) as workdir:
     (workdir.local / "tensorboard").mkdir()
-    (workdir.local / "rollouts" / "groups").mkdir(parents=True)
-    (workdir.local / "rollouts" / "groups" / "00000000.jsonl").write_bytes(b"{}\n")
     (workdir.local / "config.json").write_bytes(b"{}")
     (workdir.local / "config.json.tmp").write_bytes(b"{")
     (workdir.local / "tensorboard" / "events").write_bytes(b"1")
@@ -154,7 +235,7 @@ def test_other_files_are_put_when_they_change(url, names, emulator):
 
 
 def test_staging_folders_of_killed_processes_are_removed(url, tmp_path, monkeypatch):
-  monkeypatch.setattr(storage.tempfile, "tempdir", str(tmp_path))
+  monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
   (tmp_path / "rlvr_jax_staging_left").mkdir()
   with opened(url) as first, opened(url) as second:
     assert first.local.parent.parent == second.local.parent.parent == tmp_path
@@ -178,11 +259,11 @@ def assert_has(store, numbers):
     assert info == batch(number)[1] and store.info(number)["version"] == number
 
 
-def test_rollouts_in_a_bucket(url, names, emulator, request):
-  folder = f"{url}/rollouts"
+def test_rollouts_in_a_bucket(url, folder, names, emulator):
+  place = f"{url}/rollouts"
   with contextlib.closing(Workdir(url)) as other, opened(url) as workdir:
-    with RolloutStore(folder, writable=True, workdir=workdir) as store:
-      of_run = RolloutStore(folder, writable=False, workdir=other)  # another process of the run
+    with RolloutStore(place, writable=True, workdir=workdir) as store:
+      of_run = RolloutStore(place, writable=False, workdir=other)  # another process of the run
       assert of_run.numbers() == []
       for number in range(3):
         store.append(number, *batch(number))
@@ -190,20 +271,20 @@ def test_rollouts_in_a_bucket(url, names, emulator, request):
         store.append(0, *batch(0))
       assert len(names()) == 3  # one object each, and no index yet
       assert_has(of_run, [0, 1, 2])
-      assert_has(RolloutStore(folder, writable=False), [0, 1, 2])
+      assert_has(RolloutStore(place, writable=False), [0, 1, 2])
       workdir.publish()
       assert_has(of_run, [0, 1, 2])
       store.append(3, *batch(3))
     killed = workdir.local  # what was not published is lost with the machine
     workdir.publish = lambda: None
   assert not killed.exists()
-  with opened(url) as workdir, RolloutStore(folder, writable=True, workdir=workdir) as store:
+  with opened(url) as workdir, RolloutStore(place, writable=True, workdir=workdir) as store:
     assert_has(store, [0, 1, 2, 3])
     store.remove(0, 1)
-    emulator.damage(f"{request.node.name}/rollouts/00000002.array_record")
-    with pytest.raises(TornShardError, match=rf"batch 2, {folder}/00000002.* put back a copy"):
+    emulator.damage(f"{folder}/rollouts/00000002.array_record")
+    with pytest.raises(TornShardError, match=rf"batch 2, {place}/00000002.* put back a copy"):
       store.read(2)
-    reader = RolloutStore(folder, writable=False)
+    reader = RolloutStore(place, writable=False)
     assert not reader.is_intact(2) and reader.is_intact(3)
     store.set_aside(2)
     workdir.publish = lambda: None
@@ -212,11 +293,34 @@ def test_rollouts_in_a_bucket(url, names, emulator, request):
     *(f"rollouts/{INDEX}/00000001", f"rollouts/{INDEX}/00000002"),
     "rollouts/torn/00000002.array_record.0",
   ]
-  with opened(url) as workdir, RolloutStore(folder, writable=True, workdir=workdir) as store:
+  with opened(url) as workdir, RolloutStore(place, writable=True, workdir=workdir) as store:
     assert_has(store, [3])
     assert store.removed(0) and store.removed(1) and not store.removed(2)
     store.append(2, *batch(2))
-    assert_has(RolloutStore(folder, writable=False), [2, 3])
+    assert_has(RolloutStore(place, writable=False), [2, 3])
+
+
+def test_finished_groups_survive_their_machine(url, names, monkeypatch):
+  monkeypatch.setattr(storage, "FOLLOW_S", 0.02)
+  group = lambda k: Group(k, *(np.full((2, 3), k, kind) for kind in ("i4", "i4", "?", "f4")))
+  vanished = Workdir(url)  # it never closes
+  with RolloutStore(f"{url}/rollouts", writable=True, workdir=vanished) as store:
+    for draw in range(2):
+      store.journal().append(draw, "ours", [group(0), group(1)])
+    objects = [f"rollouts/groups/{draw:08d}.jsonl/00000000" for draw in range(2)]
+    wait_until(lambda: names() == objects)
+  with opened(url) as workdir:
+    with RolloutStore(f"{url}/rollouts", writable=True, workdir=workdir) as store:
+      journal = store.journal()
+      found = [from_json(content) for content in journal.read(1, "ours")]
+      for expected, one in zip([group(0), group(1)], found, strict=True):
+        for array, other in zip(expected[1:], one[1:], strict=True):
+          assert np.array_equal(array, other) and array.dtype == other.dtype
+      journal.append(1, "ours", [group(2)])
+      wait_until(lambda: names() == [*objects, "rollouts/groups/00000001.jsonl/00000001"])
+      assert not journal.read(1, "another policy's")
+      journal.forget(before=2)
+  assert names() == []
 
 
 def test_a_bucket_that_cannot_be_reached_is_no_damage(url, emulator, monkeypatch):

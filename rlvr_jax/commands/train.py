@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlvr_jax.bucket import ChangedError
 from rlvr_jax.files import DamagedFileError
 from rlvr_jax.rewards.outcome import GradingStoppedError
 from rlvr_jax.rewards.worker_process import GraderStartError
@@ -44,6 +45,7 @@ ROLLOUTS_FOLDER = "rollouts"
 # Errors that end a run with a message that says how to fix it, not with a traceback.
 FAILURES = (
   AgreementError,
+  ChangedError,
   CheckpointError,
   DamagedFileError,
   DynamicSamplingError,

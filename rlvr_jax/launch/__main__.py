@@ -3,7 +3,7 @@
   python -m rlvr_jax.launch local start --name=try \\
     -- --config=configs/quickstart.py --workdir=runs/try
   python -m rlvr_jax.launch tpu_vm start --name=fade --type=v5litepod-64 --zone=us-west4-a --spot \\
-    -- --config=configs/full_size/fade_qwen25_7b.py --workdir=/mnt/rlvr_jax/runs/fade
+    -- --config=configs/full_size/fade_qwen25_7b.py --workdir=gs://BUCKET/runs/fade
   python -m rlvr_jax.launch tpu_vm status --name=fade --zone=us-west4-a
 
 What follows -- are the program's own flags. With --dry_run nothing is done, and the commands are

@@ -7,7 +7,7 @@ import json
 
 from rlvr_jax.launch import image, kubernetes
 from rlvr_jax.launch.kubernetes import logs, status  # noqa: F401  (verbs of this target)
-from rlvr_jax.launch.run import SHARED, Run
+from rlvr_jax.launch.run import SHARED, Run, check_shared
 from rlvr_jax.launch.shell import LaunchError, Shell
 from rlvr_jax.launch.slices import slice_of
 
@@ -51,26 +51,28 @@ spec:
               resources:
                 limits:
                   google.com/tpu: {chips}
-              volumeMounts:
-              - name: shared
-                mountPath: {shared}
+              volumeMounts:{mount}
               - name: memory
                 mountPath: /dev/shm
-            volumes:
-            - name: shared  # every host reads and writes the workdir
-              persistentVolumeClaim:
-                claimName: {claim}
+            volumes:{volume}
             - name: memory
               emptyDir:
                 medium: Memory
 """
+_MOUNT = f"""
+              - name: shared
+                mountPath: {SHARED}"""
+_VOLUME = """
+            - name: shared  # every host reads and writes the workdir
+              persistentVolumeClaim:
+                claimName: {claim}"""
 _SPOT = '\n              cloud.google.com/gke-spot: "true"'
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
   kubernetes.add_flags(parser)
   image.add_flags(parser)
-  text = f"PersistentVolumeClaim, ReadWriteMany, mounted at {SHARED}; for start"
+  text = f"PersistentVolumeClaim, ReadWriteMany, mounted at {SHARED}: for a workdir that is there"
   parser.add_argument("--claim", default="", help=text)
   parser.add_argument("--spot", action="store_true", help="on spot nodes, preempted at any time")
 
@@ -90,15 +92,16 @@ def manifest(run: Run, args: argparse.Namespace) -> str:
     command=json.dumps(run.program("python")),
     environment=json.dumps([{"name": k, "value": v} for k, v in run.environment.items()]),
     chips=wanted.chips_per_host,
-    shared=SHARED,
-    claim=json.dumps(args.claim),
+    mount=_MOUNT if args.claim else "",
+    volume=_VOLUME.format(claim=json.dumps(args.claim)) if args.claim else "",
   )
 
 
 def start(run: Run, args: argparse.Namespace, shell: Shell) -> None:
   """Builds the image, applies the JobSet and follows the run; Ctrl-C ends the following alone."""
-  if not args.image or not args.claim:
-    raise LaunchError("--image and --claim are needed to start; see docs/tpu.md")
+  if not args.image:
+    raise LaunchError("--image is needed to start; see docs/tpu.md")
+  check_shared(run, "--claim", args.claim)
   text = manifest(run, args)
   image.build(run, args, shell)
   shell.run(["kubectl", "apply", "--filename=-"], text=text)

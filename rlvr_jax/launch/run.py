@@ -64,7 +64,7 @@ def check_flags(flags: tuple[str, ...], package: Package, *, on_hosts: bool) -> 
     package: what is shipped.
     on_hosts: whether the hosts are other machines, which need an absolute workdir.
   """
-  given = dict(flag[2:].split("=", 1) for flag in flags if re.match("--[a-z_]+=", flag))
+  given = _given(flags)
   if "config" not in given:
     raise LaunchError(
       "--config is missing: give the program's flags after --, such as"
@@ -90,3 +90,24 @@ def check_flags(flags: tuple[str, ...], package: Package, *, on_hosts: bool) -> 
       f"--workdir={workdir} is relative: every host needs the same folder, such as"
       f" {SHARED}/runs/{pathlib.PurePath(workdir).name}"
     )
+
+
+def check_shared(run: Run, owner: str, share: str) -> None:
+  """Raises LaunchError if the workdir is where nothing is mounted.
+
+  Args:
+    run: to be started.
+    owner: the flag that names what to mount.
+    share: its value; "" for nothing.
+  """
+  workdir = _given(run.flags).get("workdir", "")
+  if pathlib.PurePath(workdir).is_relative_to(SHARED) and not share:
+    raise LaunchError(
+      f"--workdir={workdir} is on a file system that is not mounted: add {owner}, or give a folder"
+      " of a bucket, gs://BUCKET/FOLDER, which needs none"
+    )
+
+
+def _given(flags: tuple[str, ...]) -> dict[str, str]:
+  """The program's flags by name."""
+  return dict(flag[2:].split("=", 1) for flag in flags if re.match("--[a-z_]+=", flag))

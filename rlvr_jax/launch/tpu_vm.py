@@ -15,7 +15,7 @@ import time
 
 from rlvr_jax.launch import shell as shells
 from rlvr_jax.launch import tpu_host
-from rlvr_jax.launch.run import SHARED, Run
+from rlvr_jax.launch.run import SHARED, Run, check_shared
 from rlvr_jax.launch.shell import CommandError, LaunchError, Shell, say
 from rlvr_jax.launch.slices import slice_of
 
@@ -104,6 +104,7 @@ def start(run: Run, args: argparse.Namespace, shell: Shell) -> None:
   Ctrl-C ends this program alone; the same command takes the run up again.
   """
   slice_of(args.type)
+  check_shared(run, "--nfs", args.nfs)
   if shell.dry_run:
     return _print_steps(run, args, shell)
   watched = _Watch(run, args, shell)

@@ -1,4 +1,8 @@
-"""Groups of batches that are still being sampled, so that a kill loses unfinished groups only."""
+"""Groups of batches that are still being sampled, so that a kill loses unfinished groups only.
+
+In a bucket a group is there some seconds after it was finished: machines that vanish without notice
+cost the groups of these seconds, and those that were unfinished.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import base64
 import contextlib
 import os
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -25,9 +29,16 @@ class GroupJournal:
   same bits. So nothing waits for the disk.
   """
 
-  def __init__(self, directory: pathlib.Path):
-    """Opens nothing yet; the folder is created with the first group."""
-    self._directory = directory
+  def __init__(
+    self, directory: pathlib.Path, follow: Callable[[pathlib.Path], None] = lambda path: None
+  ):
+    """Opens nothing yet; the folder is created with the first group.
+
+    Args:
+      directory: of the journal alone.
+      follow: called with the path of a file that has grown or was removed; see `Workdir.follow`.
+    """
+    self._directory, self._follow = directory, follow
 
   def append(self, draw: int, fingerprint: str, groups: Iterable[Group]) -> None:
     """Writes groups of a draw; the operating system has them when this returns.
@@ -43,6 +54,7 @@ class GroupJournal:
     self._directory.mkdir(exist_ok=True)
     with contextlib.closing(JsonLines(self._path(draw))) as lines:
       lines.append(with_checksum(about | _to_json(group)) for group in groups)
+    self._follow(self._path(draw))
 
   def read(self, draw: int, fingerprint: str) -> list[dict[str, Any]]:
     """The groups of a draw that this policy has sampled, as JSON; see `from_json`."""
@@ -59,6 +71,7 @@ class GroupJournal:
     for path in self._directory.glob("*.jsonl"):
       if int(path.stem) < before:
         path.unlink()
+        self._follow(path)
 
   def _path(self, draw: int) -> pathlib.Path:
     return self._directory / f"{draw:08d}.jsonl"

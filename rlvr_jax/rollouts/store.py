@@ -38,6 +38,7 @@ from rlvr_jax.files import (
   sync_folder,
 )
 from rlvr_jax.ops.checks import check_integer
+from rlvr_jax.rollouts.journal import GroupJournal
 from rlvr_jax.rollouts.shards import (
   StoreError,
   checked_content,
@@ -216,6 +217,11 @@ class RolloutStore:
       self._retire(numbers, "removed")
       for number in numbers:
         self._files.delete(self._path(number).name)
+
+  def journal(self) -> GroupJournal:
+    """The groups that are finished, of batches that are not."""
+    follow = [self._workdir.follow] if self._workdir else []
+    return GroupJournal(self.local / GROUPS_FOLDER, *follow)
 
   def close(self) -> None:
     """Ends writing, so that another process may open the store for writing. Reading still works."""

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 import jax
 import orbax.checkpoint as ocp
 
-from rlvr_jax.files import DiskFullError, is_disk_full, shortage
+from rlvr_jax.files import DiskFullError, is_disk_full, replacing, shortage
 from rlvr_jax.storage import Workdir, absolute, bucket_of, place
 from rlvr_jax.train import multihost
 from rlvr_jax.train.checkpoint_files import (
   COMMITTED,
+  MANIFEST,
   CheckpointError,
   items_to_save,
   read_manifest,
@@ -29,6 +30,7 @@ from rlvr_jax.train.checkpoint_files import (
   saved_steps,
   short,
   silence_orbax,
+  with_metric,
 )
 
 _REMOVED = "removed"  # folder of checkpoints to be deleted; cannot be the name of a step
@@ -110,18 +112,24 @@ class Checkpointer:
       keep_at_or_before: the greatest saved step ≤ this one is kept too, until the next save, so
         that the run can go back to it.
     Returns:
-      False if the step is already saved (and nothing is done), else True.
+      False if the step is already saved, else True. A saved step that had no metric and now has
+      one gets it, and `host`; otherwise nothing is done.
     Raises:
       DiskFullError: too little space; earlier checkpoints are untouched.
       CheckpointError: the earlier save failed.
     """
     self.wait()
-    if metric is not None:  # of a saved step, too: it may be evaluated after a resume
+    known = self._policy.scores.get(step)
+    if metric is not None:
       self._policy.scores[step] = metric
     if step in self.steps():
+      if known is None and metric is not None:  # the run was asked to end within the evaluation
+        self._amend(step, host, metric)
       return False
     values, manifest = items_to_save(step, state, host=host, arrays=arrays, metric=metric)
     self._check_space(values)
+    if self._bucket is not None:
+      self._bucket.guard()  # orbax, which writes the objects, knows nothing of claims
     self._policy.keep_at_or_before = keep_at_or_before
     # Orbax does not accept arrays without elements; the manifest has their shape and dtype.
     stored = {name: value for name, value in values.items() if value.size}
@@ -195,6 +203,17 @@ class Checkpointer:
     finally:
       with self._reporting_failures():
         self._manager.close()
+
+  def _amend(self, step: int, host: Mapping[str, Any], metric: float) -> None:
+    if jax.process_index() != 0:
+      return
+    with self._reporting_failures():
+      data = with_metric(read_manifest(self.directory / str(step)), host, metric)
+      if self._bucket is not None:
+        self._bucket.put(f"{step}/{MANIFEST}", data)
+        return
+      with replacing(self.directory / str(step) / MANIFEST) as file:
+        file.write(data)
 
   def _remove_leftovers(self) -> None:
     """Removes old checkpoints and what killed saves left; call it while nothing is being saved.

@@ -28,6 +28,7 @@ from rlvr_jax.types import Params
 
 MARKER = "rlvr_jax checkpoint 1"
 COMMITTED = "commit_success.txt"  # orbax writes it last
+MANIFEST = "manifest/metadata"  # the file of the item of this name
 # What tensorstore and gcsfs say of a bucket that does not answer, or refuses.
 _UNREACHABLE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "UNAUTHENTICATED")
 _UNREACHABLE += ("Forbidden", "Cannot connect")
@@ -283,7 +284,7 @@ def read_manifest(directory: pathlib.Path) -> dict[str, Any]:
       f"{directory} is not a checkpoint of rlvr_jax (it has no manifest). Use another --workdir, or"
       " remove that directory if it is not needed."
     )
-  saved = ocp.JsonCheckpointHandler().restore(directory / "manifest", ocp.args.JsonRestore())
+  saved = json.loads((directory / MANIFEST).read_bytes())
   if _with_checksum(saved["manifest"])["crc32"] != saved["crc32"]:
     raise ValueError("the manifest does not match its checksum")
   marker = saved["manifest"]["marker"]
@@ -293,6 +294,11 @@ def read_manifest(directory: pathlib.Path) -> dict[str, Any]:
       "Use the version of rlvr_jax that wrote it, or another --workdir."
     )
   return saved["manifest"]
+
+
+def with_metric(manifest: dict[str, Any], host: Mapping[str, Any], metric: float) -> bytes:
+  """The manifest file of a step that was measured after it was saved."""
+  return json.dumps(_with_checksum(manifest | {"host": dict(host), "metric": metric})).encode()
 
 
 # --- orbax's messages -----------------------------------------------------------------------------

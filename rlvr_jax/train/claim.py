@@ -58,8 +58,9 @@ class BucketClaim:
     self._bucket, self._beat_s, self._limit_s, self._on_loss = bucket, beat_s, limit_s, on_loss
     self._beats = 0
     self._machine = _machine() if machine is None else machine
+    self._id = uuid.uuid4().hex
     self._about = {
-      "id": uuid.uuid4().hex,
+      "id": self._id,
       "host": socket.gethostname(),
       "process": os.getpid(),
       "began": _began(os.getpid()),
@@ -69,21 +70,27 @@ class BucketClaim:
     generation = self._free_generation()
     self._confirmed = _now()
     try:
-      self._generation = bucket.put(OWNER, self._content(), generation=generation)
+      self._generation = self._put(generation)
     except ChangedError:
       raise WorkdirError(self._in_use()) from None
     self._ended = threading.Event()
     self._thread = threading.Thread(target=self._beat, daemon=True)
     self._thread.start()
 
-  def check(self) -> None:
-    """Raises WorkdirError if another process may have taken over; call it before every write."""
+  def check(self) -> float:
+    """Seconds for which this process certainly has the claim; call it before every write.
+
+    Raises:
+      WorkdirError: another process may have taken over.
+    """
     silent = _now() - self._confirmed
-    if silent > 0.9 * self._limit_s:
+    left = 0.9 * self._limit_s - silent
+    if left <= 0:
       raise WorkdirError(
         f"{self._bucket.url} has had no heartbeat of this process for {silent:.0f} s, so that"
         " another one may have taken it over. Rerun the same command to resume"
       )
+    return left
 
   def close(self) -> None:
     """Gives the claim up."""
@@ -132,18 +139,18 @@ class BucketClaim:
       ) from None
 
   def _in_use(self) -> str:
-    owner = self._owner(self._bucket.read(OWNER))
-    return (
-      f"{self._bucket.url} is in use by process {owner['process']} on {owner['host']}. Wait for it,"
-      " stop it, or use another --workdir."
-    )
+    who = "another process"
+    with contextlib.suppress(FileNotFoundError):  # it has just ended
+      owner = self._owner(self._bucket.read(OWNER))
+      who = f"process {owner['process']} on {owner['host']}"
+    return f"{self._bucket.url} is in use by {who}. Wait for it, stop it, or use another --workdir."
 
   def _beat(self) -> None:
     while not self._ended.wait(self._beat_s):
       began = _now()
       try:
         self.check()
-        self._generation = self._bucket.put(OWNER, self._content(), generation=self._generation)
+        self._generation = self._proven()
         self._confirmed = began
       except ChangedError:
         self._on_loss(
@@ -156,6 +163,23 @@ class BucketClaim:
         return
       except OSError:
         pass  # tried again until the limit
+
+  def _proven(self) -> int:
+    """The generation of the claim after a heartbeat; raises ChangedError if it is another's."""
+    try:
+      return self._put(self._generation)
+    except ChangedError:
+      with contextlib.suppress(FileNotFoundError):
+        data, generation = self._bucket.read_generation(OWNER)
+        if self._id.encode() in data:  # an earlier heartbeat, whose answer was lost
+          return self._put(generation)
+      raise
+
+  def _put(self, generation: int) -> int:
+    # A connection that hangs must not cost the claim: several are tried within the limit.
+    limit_s = self._limit_s / 5
+    content = self._content()
+    return self._bucket.put(OWNER, content, generation=generation, deadline_s=limit_s)
 
 
 def _now() -> float:

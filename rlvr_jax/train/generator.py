@@ -28,8 +28,7 @@ from rlvr_jax.rollouts.batch import (
   with_recorded,
 )
 from rlvr_jax.rollouts.collect import Collector, keep_mixed_groups
-from rlvr_jax.rollouts.journal import GroupJournal
-from rlvr_jax.rollouts.store import GROUPS_FOLDER, RolloutStore, TornShardError
+from rlvr_jax.rollouts.store import RolloutStore, TornShardError
 from rlvr_jax.train import multihost, observe, raw_logprobs, sharding
 from rlvr_jax.train.behavior_sources import Source, max_gap
 from rlvr_jax.train.build import Parts
@@ -104,7 +103,7 @@ class Generator:
     self.clock = DeviceClock()
     self.on_dispatch: Callable[[], None] = lambda: None
     self.last: int | None = None
-    self.journal = GroupJournal(store.local / GROUPS_FOLDER)
+    self.journal = store.journal()
     self.streams = Streams(self.live, collector, self.journal)
 
   def state(self) -> dict[str, Any]:

@@ -44,7 +44,7 @@ from rlvr_jax.train.metrics import MetricWriter
 
 T = TypeVar("T")
 _ADDRESS_BYTES = 1024
-_MEETING_S = 300.0  # for all processes to connect to the first
+_MEETING_S = 300  # for all processes to connect to the first; they may start minutes apart
 # Shorter than that of the process itself, whose message could not name the one that is missing.
 _EXCHANGE_S = 0.9 * DEADLINE_S
 _channel: control.Channel | None = None  # with several processes
@@ -81,7 +81,8 @@ def initialize(
   # Its handler of SIGTERM would catch the signal before ours is installed; see `host`.
   if "jax_enable_preemption_service" in jax.config.values:  # not in jax 0.7
     jax.config.update("jax_enable_preemption_service", False)
-  jax.distributed.initialize(coordinator, num_processes, process_id)
+  place = (coordinator, num_processes, process_id)
+  jax.distributed.initialize(*place, initialization_timeout=_MEETING_S)
   _open_channel(coordinator)
 
 

@@ -29,6 +29,7 @@ from rlvr_jax.launch.slices import slice_of
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 PROGRAM = ["--", "--config=configs/full_size/fade_qwen25_7b.py"]
 PROGRAM += ["--workdir=/mnt/rlvr_jax/runs/fade", "--config.loss=ppo_clip(epsilon_high=0.28)"]
+IN_BUCKET = [*PROGRAM[:2], "--workdir=gs://mine/runs/fade"]
 PLACE = "--name=fade --zone=us-west4-a --project=mine"
 IMAGE = "--image=us-docker.pkg.dev/mine/images/rlvr_jax"
 COMMANDS = {
@@ -42,6 +43,7 @@ COMMANDS = {
   "xpk_stop": f"xpk stop {PLACE} --cluster=pods",
   "jobset_start": f"jobset start --name=fade --type=v5litepod-64 --claim=shared --spot {IMAGE}"
   " --env=A=b --retries=3",
+  "jobset_start_bucket": f"jobset start --name=fade --type=v5p-32 {IMAGE}",
   "jobset_status": "jobset status --name=fade",
   "jobset_stop": "jobset stop --name=fade",
   "local_start": "local start --name=fade --processes=2",
@@ -84,8 +86,9 @@ def launch(checkout, monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_commands_are_those_on_record(launch, name):
+  program = IN_BUCKET if name in ("tpu_vm_start_slices", "jobset_start_bucket") else PROGRAM
   starts = " start " in COMMANDS[name]
-  output = launch(f"{COMMANDS[name]} --dry_run", PROGRAM if starts else ())
+  output = launch(f"{COMMANDS[name]} --dry_run", program if starts else ())
   output = re.sub(r"\b[0-9a-f]{12}\b", "COMMIT", output).replace(sys.executable, "PYTHON")
   assert output == (GOLDEN / f"{name}.txt").read_text(), "if it is meant, put this there"
 
@@ -118,7 +121,13 @@ def test_the_manifest_is_yaml_that_kubernetes_takes(launch):
     ),
     (f"tpu_vm start {PLACE} --type=v5p-32 --env=A", PROGRAM, "--env=A: write --env=NAME=VALUE"),
     (f"tpu_vm logs {PLACE}", PROGRAM, "takes no flags of the program"),
-    ("jobset start --name=a --type=v5p-32", PROGRAM, "--image and --claim are needed"),
+    ("jobset start --name=a --type=v5p-32", PROGRAM, "--image is needed"),
+    (
+      f"jobset start --name=a --type=v5p-32 {IMAGE}",
+      PROGRAM,
+      "--workdir=/mnt/rlvr_jax/runs/fade is on a file system that is not mounted: add --claim, or",
+    ),
+    (f"tpu_vm start {PLACE} --type=v5p-32", PROGRAM, "is not mounted: add --nfs, or give a folder"),
   ],
 )
 def test_mistakes_have_a_message(launch, arguments, program, message):
@@ -308,7 +317,6 @@ ARGUMENTS = {
     "--num_slices=2",
     "--poll_s=0.5",
     "--image=here/a",
-    "--claim=b",
     "--retries=2",
   ],
   "xpk": [

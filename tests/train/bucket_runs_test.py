@@ -6,7 +6,6 @@ import signal
 import subprocess
 import time
 
-import gcs_emulator
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,33 +18,17 @@ from rlvr_jax.commands.train import train
 from rlvr_jax.evaluate import curves, run_files
 from rlvr_jax.rollouts import schedules
 from rlvr_jax.rollouts.store import RolloutStore
-from rlvr_jax.storage import OWNER, opened_lines, place
+from rlvr_jax.storage import OWNER, Workdir, opened_lines, place
 from rlvr_jax.train import claim
 from rlvr_jax.train.behavior_sources import recorded_groups
 from rlvr_jax.train.build import build
 from rlvr_jax.train.checkpoint import Checkpointer
 from rlvr_jax.train.checkpoint_files import CheckpointError, TornCheckpointError
+from rlvr_jax.train.claim import WorkdirError
 from rlvr_jax.train.parameters import checkpoint_folder
 
 # Reading what is damaged leaves tensorstore's other reads unfinished, which complain.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
-
-@pytest.fixture(scope="module")
-def emulator():
-  with gcs_emulator.emulated() as emulator:
-    yield emulator
-
-
-@pytest.fixture
-def folder(request):
-  """A folder of the bucket."""
-  return request.node.name.translate({ord(letter): "_" for letter in "[]"})
-
-
-@pytest.fixture
-def url(emulator, folder):
-  return f"gs://{gcs_emulator.BUCKET}/{folder}"
 
 
 def rollouts(workdir):
@@ -135,6 +118,29 @@ def test_damaged_checkpoints_are_refused(url, folder, emulator):
       checkpointer.restore(state(0), step=1)
 
 
+def test_a_step_of_a_bucket_that_is_measured_later(url):
+  for host, metric in ((dict(evaluated=0), None), (dict(evaluated=1), 0.6)):
+    with contextlib.closing(Checkpointer(f"{url}/checkpoints")) as checkpointer:
+      checkpointer.save(1, state(1), host=host, metric=metric)
+  with contextlib.closing(Checkpointer(f"{url}/checkpoints")) as checkpointer:
+    restored = checkpointer.restore(state(0))
+  assert restored.host == dict(evaluated=1)
+  assert np.array_equal(restored.state["kernel"], state(1)["kernel"])
+
+
+def test_without_its_claim_a_process_begins_no_checkpoint(url, folder, emulator):
+  def guard():
+    raise WorkdirError("no heartbeat")
+
+  with contextlib.closing(Workdir(url)) as workdir:
+    with contextlib.closing(Checkpointer(f"{url}/checkpoints", workdir=workdir)) as checkpointer:
+      workdir.guard = guard
+      with pytest.raises(WorkdirError):
+        checkpointer.save(1, state(1), host={})
+      workdir.guard = lambda: 60.0
+  assert not emulator.names(folder)
+
+
 # --- runs -----------------------------------------------------------------------------------------
 
 
@@ -174,7 +180,7 @@ def undisturbed(tmp_path_factory):
 def published(url, step, phase):
   """Whether metrics.jsonl has the record in the bucket, as a condition to wait for."""
   start = f'{{"step": {step}, "phase": "{phase}"'
-  return lambda: any(start in data.decode() for _, data in Bucket(url).segments("metrics.jsonl"))
+  return lambda: any(start in part.data.decode() for part in Bucket(url).segments("metrics.jsonl"))
 
 
 @contextlib.contextmanager

@@ -1,3 +1,4 @@
+import contextlib
 import gc
 import json
 import shutil
@@ -200,6 +201,21 @@ def test_a_step_that_is_evaluated_after_it_was_saved_may_be_the_best(checkpointe
     checkpointer.save(step, make_state(step), host={}, metric=metric)
     checkpointer.wait()
   assert checkpointer.steps() == [0, 2, 3]
+
+
+def test_what_was_measured_after_a_step_was_saved_stays(tmp_path):
+  state = make_state(1)
+  with contextlib.closing(checkpoint.Checkpointer(tmp_path, keep=1)) as saver:
+    saver.save(1, state, host={"evaluated": 0}, arrays={"x": np.ones(2)})
+  for host, metric in ((dict(evaluated=1), 0.6), (dict(evaluated=2), None), (dict(later=1), 0.7)):
+    with contextlib.closing(checkpoint.Checkpointer(tmp_path, keep=1)) as saver:
+      assert not saver.save(1, state, host=host, metric=metric)
+      restored = saver.restore(make_state(0))
+    assert restored.host == dict(evaluated=1)
+    assert_same_bits((restored.state, restored.arrays), (state, {"x": np.ones(2)}))
+  with contextlib.closing(checkpoint.Checkpointer(tmp_path, keep=1)) as saver:
+    saver.save(2, make_state(2), host={}, metric=0.5)
+  assert saver.steps() == [1, 2]  # the metric of step 1 is in its files
 
 
 def test_keeps_the_last_at_or_before_a_step_while_told_to(tmp_path):

@@ -6,7 +6,6 @@ import os
 import subprocess
 import time
 
-import gcs_emulator
 import pytest
 
 from rlvr_jax.bucket import Bucket
@@ -14,17 +13,6 @@ from rlvr_jax.storage import OWNER, Workdir
 from rlvr_jax.train import claim
 from rlvr_jax.train.claim import BucketClaim, WorkdirError
 from rlvr_jax.train.workdir import claimed
-
-
-@pytest.fixture(scope="module")
-def emulator():
-  with gcs_emulator.emulated() as emulator:
-    yield emulator
-
-
-@pytest.fixture
-def url(emulator, request):
-  return f"gs://{gcs_emulator.BUCKET}/{request.node.name}"
 
 
 def owner_of(url, *, beat_s=10.0, limit_s=3600.0, **options):
@@ -90,6 +78,22 @@ def test_an_owner_of_this_machine_that_has_died_is_replaced_at_once(url):
   owner_of(url).close()
 
 
+def test_a_heartbeat_whose_answer_was_lost_is_no_other_process(url):
+  owner = owner_of(url, beat_s=1000)
+  about = json.loads(Bucket(url).read(OWNER))
+  arrived = Bucket(url).put(OWNER, json.dumps(about | {"beats": 2}).encode())
+  assert owner._proven() > arrived
+  owner.close()
+
+
+def test_an_owner_whose_claim_was_removed_notices(url):
+  losses = Losses()
+  owner = owner_of(url, beat_s=0.05, on_loss=losses.append)
+  Bucket(url).delete(OWNER)
+  assert "another process has taken over" in losses.wait()
+  owner.close()
+
+
 def test_a_heartbeat_that_fails_is_repeated_until_the_limit(url, emulator, monkeypatch):
   losses = Losses()
   owner = owner_of(url, beat_s=0.1, on_loss=losses.append)
@@ -104,14 +108,13 @@ def test_a_heartbeat_that_fails_is_repeated_until_the_limit(url, emulator, monke
   owner.close()
 
 
-def test_a_workdir_writes_nothing_without_its_claim(url, emulator, request, monkeypatch):
+def test_a_workdir_writes_nothing_without_its_claim(url, folder, emulator, monkeypatch):
   workdir = Workdir(url)
   with contextlib.closing(claimed(workdir)):
     (workdir.local / "config.json").write_bytes(b"{}")
     monkeypatch.setattr(claim, "_now", lambda: time.clock_gettime(time.CLOCK_BOOTTIME) + 100)
     with pytest.raises(WorkdirError, match="no heartbeat"):
       workdir.publish()
-    assert emulator.names(request.node.name) == [OWNER]
+    assert emulator.names(folder) == [OWNER]
     monkeypatch.undo()
-  with gcs_emulator.emulated():
-    workdir.close()
+  workdir.close()

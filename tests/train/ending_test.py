@@ -109,6 +109,12 @@ def test_wherever_it_is_it_ends_and_goes_on_as_if_it_had_not(
   assert "asked to end during an update; saving" in output
   assert tiny.last_checkpoint(workdir)[0] == 7
 
+  # The last update is made and saved; its evaluation is not finished, and then no update follows.
+  with asked_when(after(12)):
+    output = ended(parts, workdir, capsys)
+  assert re.search("asked to end during (an evaluation|grading); saving", output)
+  assert tiny.last_checkpoint(workdir)[0] == 12
+
   train(parts, workdir)
   found = tiny.outcome(workdir)
   assert found["metrics"] == undisturbed["metrics"]
