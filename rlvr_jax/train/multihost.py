@@ -34,6 +34,7 @@ from rlvr_jax.train.host import (
   alive,
   ask,
   asked,
+  ends_after,
   ends_in_order,
   in_order,
   wait,
@@ -81,8 +82,13 @@ def initialize(
   # Its handler of SIGTERM would catch the signal before ours is installed; see `host`.
   if "jax_enable_preemption_service" in jax.config.values:  # not in jax 0.7
     jax.config.update("jax_enable_preemption_service", False)
-  place = (coordinator, num_processes, process_id)
-  jax.distributed.initialize(*place, initialization_timeout=_MEETING_S)
+  late = (
+    f"error: the processes of the run did not all connect to process 0 within {_MEETING_S} s. Start"
+    " the same command on every host, and allow TCP connections between the hosts"
+  )
+  with ends_after(_MEETING_S, late):  # a little later jax would abort with a stack trace
+    place = (coordinator, num_processes, process_id)
+    jax.distributed.initialize(*place, initialization_timeout=_MEETING_S + 10)
   _open_channel(coordinator)
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -16,9 +17,12 @@ import time
 import pytest
 import setuptools  # noqa: F401  (its setup, not that of distutils, is what setup.py calls)
 import yaml
+from absl import flags
+from ml_collections import config_flags
 from rewards.user_graders import SECONDS
 from train import tiny
 
+from rlvr_jax import main as program_of_runs  # noqa: F401  (defines its flags)
 from rlvr_jax.launch import __main__ as command_line
 from rlvr_jax.launch import supervise, tpu_vm
 from rlvr_jax.launch.package import package_of
@@ -140,6 +144,43 @@ def test_names_are_those_that_every_target_accepts(launch, capsys, name):
   with pytest.raises(SystemExit):
     launch(f"jobset status --name={name}")
   assert "use up to 40 small letters" in capsys.readouterr().err
+
+
+PLACES = {"ZONE": "us-east5-a", "REGION": "us-east5", "PROJECT": "mine", "BUCKET": "mine"}
+RECIPE = "configs/full_size/fade_qwen25_7b.py"
+
+
+def documented():
+  """The launches that the guide shows, with names for its placeholders."""
+  text = (tiny.ROOT / "docs" / "tpu.md").read_text().replace("\\\n", "")
+  text = re.sub(rf"\b({'|'.join(PLACES)})\b", lambda found: PLACES[found[1]], text)
+  text = text.replace("start … --", "start --name=fade --zone=us-east5-a --type=v5p-32 --")
+  text = text.replace("--config=…", f"--config={RECIPE}")
+  return re.findall("^    python -m rlvr_jax.launch (.*)", text, re.MULTILINE)
+
+
+def test_the_guide_shows_launches():
+  assert {line.split()[0] for line in documented()} == {"local", "tpu_vm", "xpk", "jobset"}
+  assert len(documented()) >= 9
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # ml_collections' import of a config
+@pytest.mark.parametrize("line", documented())
+def test_the_commands_of_the_guide_are_accepted(launch, line):
+  own, _, program = shlex.split(line), *line.partition(" -- ")[1:]
+  split = [*own, "--"].index("--")
+  assert launch(f"{shlex.join(own[:split])} --dry_run", own[split:])
+  if not program:
+    return
+  given = shlex.split(program)
+  values = flags.FlagValues()
+  config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=["main", *given])
+  known = ["mode", "workdir", "checkpoint", "profile", "trackers"]
+  assert set(known) <= set(flags.FLAGS)
+  for name in known:
+    flags.DEFINE_string(name, "", "", flag_values=values)
+  values(["main", *given])  # raises for flags and fields that do not exist
+  assert values.config.num_updates > 0
 
 
 def test_a_missing_program_is_named(launch, monkeypatch):

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import time
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from rlvr_jax.commands.train import train
 from rlvr_jax.evaluate import curves, run_files
 from rlvr_jax.rollouts import schedules
 from rlvr_jax.rollouts.store import RolloutStore
-from rlvr_jax.storage import OWNER, Workdir, opened_lines, place
+from rlvr_jax.storage import OWNER, Workdir, place
 from rlvr_jax.train import claim
 from rlvr_jax.train.behavior_sources import recorded_groups
 from rlvr_jax.train.build import build
@@ -29,11 +28,6 @@ from rlvr_jax.train.parameters import checkpoint_folder
 
 # Reading what is damaged leaves tensorstore's other reads unfinished, which complain.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
-
-def rollouts(workdir):
-  with opened_lines(place("", workdir) / run_files.ROLLOUTS_FILE) as lines:
-    return lines.read()
 
 
 def stored(workdir):
@@ -47,18 +41,8 @@ def stored(workdir):
 
 
 def outcome(workdir):
-  """As `tiny.outcome`, of a disk or of a bucket, and the rollouts of the store."""
-  with contextlib.closing(Checkpointer(place("", workdir) / "checkpoints")) as checkpointer:
-    restored = checkpointer.restore(tiny.abstract_state())
-  del restored.host["written"]
-  leaves = jax.tree_util.tree_leaves_with_path((restored.state, restored.arrays))
-  arrays = [(jax.tree_util.keystr(path), np.asarray(leaf).tobytes()) for path, leaf in leaves]
-  return {
-    "metrics": tiny.records(workdir),
-    "rollouts": rollouts(workdir),
-    "stored": stored(workdir),
-    "checkpoint": (restored.step, restored.host, arrays),
-  }
+  """As `tiny.outcome`, and the rollouts of the store."""
+  return tiny.outcome(workdir) | {"stored": stored(workdir)}
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -266,7 +250,7 @@ def killed_pair(url, after):
   """Starts a pair, and kills both so many seconds after they hold the workdir."""
   with multiprocess_test.training(url) as processes:
     try:
-      tiny.wait_for(lambda: Bucket(url).exists(OWNER), processes.processes[0])
+      tiny.wait_for(tiny.holds(url, processes.processes[0]), processes.processes[0])
       processes.processes[0].wait(after)
     except (subprocess.TimeoutExpired, AssertionError):
       pass

@@ -19,7 +19,9 @@ from rlvr_jax.train import multihost
 from rlvr_jax.train.workdir import WorkdirLock
 
 MESH = [f"--config.mesh.{axis}=2" for axis in ("data", "fsdp", "tensor")]
-FLAGS = [*MESH, "--config.num_updates=6"]
+# In two stages, reweighted by gradients whose Gram matrix is over all processes.
+METHOD = ["--config.schedule=stages(count=2)", "--config.reweighting=salt"]
+FLAGS = [*MESH, *METHOD, "--config.num_updates=6"]
 TIMEOUT_S = 900
 
 
@@ -99,7 +101,7 @@ def test_only_the_first_process_speaks(undisturbed):
 def assert_equal_to_one_process(workdir, one):
   """To float tolerance: sums over eight devices are taken in another order between processes."""
   found, expected = tiny.records(workdir), tiny.records(one)
-  assert len(expected) == 4 + 3 + 6
+  assert len(expected) == 4 + 3 + 6 + 2
   for record, other in zip(found, expected, strict=True):
     assert record.keys() == other.keys()
     for name, value in other.items():
@@ -168,22 +170,47 @@ def test_both_end_where_the_first_refuses(tmp_path):
   assert time.monotonic() - began < TIMEOUT_S / 2
 
 
+def assert_death_is_named(count, killed, waiting):
+  arguments = [str(count), str(killed), waiting]
+  command_of = lambda coordinator, i: [
+    *(sys.executable, "-c", textwrap.dedent(DEATH), coordinator, str(i), *arguments)
+  ]
+  statuses, outputs = Processes(command_of, devices=1, count=count).ended()
+  now = time.time()
+  assert statuses == [-signal.SIGKILL if i == killed else 1 for i in range(count)], outputs
+  assert now - float(outputs[killed].split()[-1]) < 20
+  for survivor in {*range(count)} - {killed}:
+    last = outputs[survivor].strip().splitlines()[-1]
+    message = f"error: process {killed} of {count} has died .* process {survivor} was at 'a test'.*"
+    assert re.match(f"{message} Rerun", last), outputs[survivor]
+    assert "Traceback" not in outputs[survivor] and "most recent call" not in outputs[survivor]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
 @pytest.mark.parametrize("waiting", ["for a message", "in a collective", "alone"])
 def test_the_death_of_a_process_is_named(killed, waiting):
   """Found by one that waits for a message or in a collective, and by one that computes alone."""
-  command_of = lambda coordinator, i: [
-    *(sys.executable, "-c", textwrap.dedent(DEATH), coordinator, str(i), str(killed), waiting)
-  ]
-  statuses, outputs = Processes(command_of, devices=1).ended()
-  survivor, now = 1 - killed, time.time()
-  assert (statuses[killed], statuses[survivor]) == (-signal.SIGKILL, 1), outputs
-  last = outputs[survivor].strip().splitlines()[-1]
-  message = f"error: process {killed} of 2 has died .* process {survivor} was at 'a test'.* Rerun"
-  assert re.match(message, last), outputs[survivor]
-  assert now - float(outputs[killed].split()[-1]) < 20
-  assert "Traceback" not in outputs[survivor] and "most recent call" not in outputs[survivor]
+  assert_death_is_named(2, killed, waiting)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("killed", [0, 5])
+@pytest.mark.parametrize("waiting", ["for a message", "in a collective", "alone"])
+def test_the_death_of_one_of_eight_processes_is_named(killed, waiting):
+  assert_death_is_named(8, killed, waiting)
+
+
+@pytest.mark.slow
+def test_a_process_whose_others_never_come_says_so():
+  program = "from rlvr_jax.train import multihost as m; m._MEETING_S = 3; import sys; "
+  program += "m.initialize(sys.argv[1], 2, 0)"
+  command_of = lambda coordinator, _: [sys.executable, "-c", program, coordinator]
+  began = time.monotonic()
+  (status,), (output,) = Processes(command_of, devices=1, count=1).ended()
+  assert (status, time.monotonic() - began < 100) == (1, True)
+  last = output.strip().splitlines()[-1]
+  assert "did not all connect to process 0 within 3 s. Start the same command" in last, output
 
 
 # --- agreement ------------------------------------------------------------------------------------
@@ -192,8 +219,8 @@ DEATH = """
   import os, signal, sys, time
   from rlvr_jax.train import multihost
 
-  me, killed, waiting = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-  multihost.initialize(sys.argv[1], 2, me)
+  me, count, killed, waiting = *map(int, sys.argv[2:5]), sys.argv[5]
+  multihost.initialize(sys.argv[1], count, me)
   with multihost.exit_on_error(), multihost.only_first_prints(), multihost.phase("a test"):
     multihost.exchange("both are there")
     if me == killed:

@@ -11,7 +11,9 @@ from rewards.user_graders import SECONDS
 from train import preempted, tiny
 from train.multiprocess_test import Processes
 
+from rlvr_jax.bucket import Bucket
 from rlvr_jax.rollouts.store import GROUPS_FOLDER
+from rlvr_jax.storage import files_in, in_bucket, place
 
 STATUS = 143  # what the launcher asks for
 LIMIT_S = 20.0  # a preempted TPU VM gives about 30
@@ -63,28 +65,40 @@ def preempted_when(workdir, count, when, **variables):
 
 def groups(workdir):
   """Groups that are finished and not yet in a batch of the store."""
-  paths = (workdir / "rollouts" / GROUPS_FOLDER).glob("*.jsonl")
+  if in_bucket(workdir) and not tiny.written(workdir).exists():  # the run has ended
+    bucket = Bucket(f"{workdir}/rollouts/{GROUPS_FOLDER}")
+    return sum(bucket.read(name).count(b"\n") for name in bucket.names())
+  paths = (tiny.written(workdir) / "rollouts" / GROUPS_FOLDER).glob("*.jsonl")
   return sum(len(path.read_bytes().splitlines()) for path in paths)
 
 
 def batches(workdir):
-  return len([*(workdir / "rollouts").glob("*.array_record")])
+  names = files_in(place("", workdir) / "rollouts").names()
+  return len([name for name in names if name.endswith(".array_record")])
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[(1, "disk"), (2, "bucket")], ids=["one", "two_in_a_bucket"])
 def undisturbed(request, tmp_path_factory):
-  """(number of processes, outcome of the run that nothing disturbed)."""
+  """(processes, where workdirs are to be, outcome of the run on a disk that nothing disturbed)."""
+  count, where = request.param
   workdir = tmp_path_factory.mktemp("undisturbed") / "run"
-  finished(workdir, request.param)
-  return request.param, tiny.outcome(workdir)
+  finished(workdir, count)
+  return count, where, tiny.outcome(workdir)
+
+
+@pytest.fixture
+def workdirs(undisturbed, emulator, folder, tmp_path):
+  """Name → a new workdir."""
+  on_disk = undisturbed[1] == "disk"
+  return lambda name: tmp_path / name if on_disk else f"gs://bucket/{folder}_{name}"
 
 
 @pytest.mark.slow
-def test_sigterm_in_every_phase(undisturbed, tmp_path):
-  (count, expected), workdir = undisturbed, tmp_path / "run"
+def test_sigterm_in_every_phase(undisturbed, workdirs):
+  (count, _, expected), workdir = undisturbed, workdirs("run")
 
   def after(update):
-    return tiny.has_record(workdir, update, "train")()
+    return tiny.has_record(tiny.written(workdir), update, "train")()
 
   # Updates 1 to 4 are made and not saved; the groups of the next four batches come one by one.
   in_refresh = lambda _: after(4) and groups(workdir)
@@ -118,22 +132,23 @@ def test_sigterm_in_every_phase(undisturbed, tmp_path):
 
 
 @pytest.mark.soak
-def test_sigterm_at_random_moments(undisturbed, tmp_path):
+def test_sigterm_at_random_moments(undisturbed, workdirs):
   """Twenty, over whole runs; every fourth run compiles for minutes where it is then."""
-  count, expected = undisturbed
+  count, _, expected = undisturbed
   rng, stops = np.random.default_rng(0), 0
-  with running(tmp_path / "first", count) as processes:
+  with running(workdirs("first"), count) as processes:
+    tiny.wait_for(tiny.holds(workdirs("first"), processes.processes[0]), processes.processes[0])
     began = time.monotonic()
     processes.ended()
     duration = time.monotonic() - began
   while stops < 20:
-    workdir = tmp_path / f"after{stops}"
+    workdir = workdirs(f"after{stops}")
     for index, after in enumerate(rng.uniform(0, duration, 4)):
       slow = {preempted.SLOW: "1"} if index == 3 else {}
       with running(workdir, count, **slow) as processes:
         last = processes.processes[-1]
         # Before the run has its workdir, a signal ends the process as it ends any other.
-        tiny.wait_for((workdir / "config.json").exists, last)
+        tiny.wait_for(tiny.holds(workdir, processes.processes[0]), last)
         with contextlib.suppress(subprocess.TimeoutExpired):
           last.wait(after)
         if last.poll() is not None:

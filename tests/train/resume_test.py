@@ -162,7 +162,7 @@ def test_an_asynchronous_run_killed_at_random_points(tmp_path):
 def duration_of(workdir, *flags, **program):
   """Seconds of an undisturbed run from when it holds its workdir."""
   with tiny.started(workdir, *flags, **program) as process:
-    tiny.wait_for(holding(workdir, process), process)
+    tiny.wait_for(tiny.holds(workdir, process), process)
     began = time.monotonic()
     assert process.wait(tiny.TIMEOUT_S) == 0
   return time.monotonic() - began
@@ -171,7 +171,7 @@ def duration_of(workdir, *flags, **program):
 def killed(workdir, after, *flags, **program):
   """Starts the program and kills it so many seconds into the run; False if it ended before."""
   with tiny.started(workdir, *flags, **program) as process:
-    tiny.wait_for(holding(workdir, process), process)
+    tiny.wait_for(tiny.holds(workdir, process), process)
     try:
       assert process.wait(after) == 0
       return False
@@ -188,12 +188,6 @@ def shards(workdir, without=()):
 
 
 DAMAGES = (tiny.cut, tiny.flip, pathlib.Path.unlink)
-
-
-def holding(workdir, process):
-  """Whether the process has the workdir, as a condition to wait for: the run proper begins."""
-  lock = workdir / ".lock"
-  return lambda: lock.exists() and lock.read_text() == f"{process.pid}\n"
 
 
 def where(workdir):

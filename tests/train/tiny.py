@@ -3,19 +3,23 @@
 import contextlib
 import functools
 import importlib
+import json
 import os
 import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import jax
 import numpy as np
 import pytest
 
+from rlvr_jax.bucket import Bucket
 from rlvr_jax.configs import base
 from rlvr_jax.evaluate import run_files
+from rlvr_jax.storage import OWNER, in_bucket, opened_lines, place
 from rlvr_jax.train.build import build
 from rlvr_jax.train.checkpoint import Checkpointer
 
@@ -144,6 +148,27 @@ def has_record(workdir, step, phase):
   return lambda: path.exists() and start in path.read_text()
 
 
+def holds(workdir, process):
+  """Whether the process has the workdir, as a condition to wait for: the run proper begins."""
+
+  def condition():
+    with contextlib.suppress(FileNotFoundError):
+      if in_bucket(workdir):
+        return json.loads(Bucket(workdir).read(OWNER))["process"] == process.pid
+      return (pathlib.Path(workdir) / ".lock").read_text() == f"{process.pid}\n"
+
+  return condition
+
+
+def written(workdir):
+  """Where a run's first process writes its files now: of a bucket, its staging folder."""
+  if not in_bucket(workdir):
+    return workdir
+  folders = pathlib.Path(tempfile.gettempdir()).glob(f"*/{place('', workdir).name}")
+  found = [folder for folder in folders if (folder / "config.json").exists()]
+  return max(found, key=lambda folder: folder.stat().st_mtime, default=pathlib.Path("absent"))
+
+
 # --- damage ---------------------------------------------------------------------------------------
 
 
@@ -169,7 +194,8 @@ def records(workdir, phase=None):
 
 
 def rollouts(workdir):
-  return (pathlib.Path(workdir) / run_files.ROLLOUTS_FILE).read_text()
+  with opened_lines(place("", workdir) / run_files.ROLLOUTS_FILE) as lines:
+    return lines.read()
 
 
 @functools.cache
@@ -179,7 +205,7 @@ def abstract_state():
 
 def last_checkpoint(workdir):
   """The last checkpoint of a tiny run: step, host values, and every array as (path, bytes)."""
-  checkpointer = Checkpointer(pathlib.Path(workdir) / "checkpoints")
+  checkpointer = Checkpointer(place("", workdir) / "checkpoints")
   with contextlib.closing(checkpointer):
     restored = checkpointer.restore(abstract_state())
   del restored.host["written"]  # checksums of records, which are compared without their timings
@@ -189,7 +215,7 @@ def last_checkpoint(workdir):
 
 
 def outcome(workdir):
-  """All that two runs of one configuration have in common, to the bit."""
+  """All that two runs of one configuration have in common, to the bit; also of a bucket."""
   return {
     "metrics": records(workdir),
     "rollouts": rollouts(workdir),
