@@ -83,7 +83,11 @@ class Bucket:
 
   def names(self, folder: str = "") -> list[str]:
     """Names of the objects, sorted; those whose names begin with `folder`."""
-    found: list[str] = []
+    return sorted(self.sizes(folder))
+
+  def sizes(self, folder: str = "") -> dict[str, int]:
+    """Bytes of the same objects, by name."""
+    found: dict[str, int] = {}
     page: dict[str, Any] | None = None
     prefix = f"{self._prefix}/"
     with _explained(self.url):
@@ -91,12 +95,13 @@ class Bucket:
         page = self._call(
           *("GET", "b/{}/o", self._bucket),
           prefix=prefix + folder,
-          fields="items(name),nextPageToken",
+          fields="items(name,size),nextPageToken",
           pageToken=(page or {}).get("nextPageToken"),
           json_out=True,
         )
-        found += [item["name"].removeprefix(prefix) for item in page.get("items", ())]
-    return sorted(found)
+        for item in page.get("items", ()):
+          found[item["name"].removeprefix(prefix)] = int(item["size"])
+    return found
 
   def exists(self, name: str) -> bool:
     """Whether there is an object of this name."""

@@ -102,6 +102,10 @@ class LocalFiles:
   def exists(self, name: str) -> bool:
     return (self._folder / name).exists()
 
+  def sizes(self) -> dict[str, int] | None:
+    """Bytes of the files by name, where they prove that a file is as it was written; here None."""
+    return None
+
   def writing(self, name: str) -> contextlib.AbstractContextManager[pathlib.Path]:
     """A path to write to, which becomes the file at the end."""
     return replacing_path(self._folder / name)
@@ -137,6 +141,10 @@ class BucketFiles:
 
   def exists(self, name: str) -> bool:
     return self._bucket.exists(name)
+
+  def sizes(self) -> dict[str, int]:
+    """As of `LocalFiles`: a bucket keeps an object as it was put."""
+    return self._bucket.sizes()
 
   @contextlib.contextmanager
   def writing(self, name: str) -> Iterator[pathlib.Path]:

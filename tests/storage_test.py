@@ -280,7 +280,13 @@ def test_rollouts_in_a_bucket(url, folder, names, emulator):
   assert not killed.exists()
   with opened(url) as workdir, RolloutStore(place, writable=True, workdir=workdir) as store:
     assert_has(store, [0, 1, 2, 3])
+    before = len(emulator.requests)
+    assert not [*store.damaged(range(4))] and len(emulator.requests) == before + 1
     store.remove(0, 1)
+    assert not [*store.damaged(range(4))]
+    lost = emulator.objects.pop(f"{folder}/rollouts/00000003.array_record")
+    assert [*store.damaged(range(5))] == [3, 4]
+    emulator.objects[f"{folder}/rollouts/00000003.array_record"] = lost
     emulator.damage(f"{folder}/rollouts/00000002.array_record")
     with pytest.raises(TornShardError, match=rf"batch 2, {place}/00000002.* put back a copy"):
       store.read(2)

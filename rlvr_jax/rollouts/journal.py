@@ -78,14 +78,21 @@ class GroupJournal:
 
 
 def _to_json(group: Group) -> dict[str, Any]:
-  arrays = {name: getattr(group, name) for name in _ARRAYS}
+  """A line's content: arrays as text, those of tokens without the padding after the longest."""
+  T, longest = group.tokens.shape[1], int(group.lengths.max())
+  cut = dict(tokens=group.tokens[:, :longest], logprobs=group.logprobs[:, :longest])
   text = lambda x: base64.b64encode(np.ascontiguousarray(x).tobytes()).decode()
+  arrays = {name: x for name, x in (group._asdict() | cut).items() if name in _ARRAYS}
   described = {name: [x.dtype.name, list(x.shape), text(x)] for name, x in arrays.items()}
-  return {"index": group.tag, "arrays": described}
+  padding = [T - longest, int(group.tokens[0, -1])]
+  return {"index": group.tag, "arrays": described, "padding": padding}
 
 
 def from_json(content: dict[str, Any]) -> Group:
   """A group that `GroupJournal.read` returned."""
   array = lambda dtype, shape, text: np.frombuffer(base64.b64decode(text), dtype).reshape(shape)
   arrays = {name: array(*described) for name, described in content["arrays"].items()}
+  columns, token = content.get("padding", [0, 0])  # absent from earlier versions' journals
+  for name, value in (("tokens", token), ("logprobs", 0)):
+    arrays[name] = np.pad(arrays[name], ((0, 0), (0, columns)), constant_values=value)
   return Group(tag=content["index"], **arrays)

@@ -21,7 +21,7 @@ import os
 import pathlib
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -162,6 +162,21 @@ class RolloutStore:
     except TornShardError:
       return False
     return True
+
+  def damaged(self, numbers: Iterable[int]) -> Iterator[int]:
+    """Those of the batches, not removed ones, that are missing or damaged.
+
+    Files on a disk are read for that. Of a bucket's objects the sizes are compared.
+    """
+    sizes = self._files.sizes()
+    for number in numbers:
+      if sizes is None:
+        found = self.is_intact(number)
+      else:
+        size = sizes.get(self._path(number).name)
+        found = number in self._entries and size == self._entries[number]["bytes"]
+      if not found and not self.removed(number):
+        yield number
 
   def removed(self, number: int) -> bool:
     """Whether `remove` has deleted the batch."""

@@ -59,8 +59,8 @@ def resumable(checkpointer: Checkpointer, parts: Parts, store: RolloutStore) -> 
     restored = checkpointer.restore(parts.abstract_state, step=step)
     assert restored is not None  # the step exists
     pending = restored.host["queue"]["pending"]
-    damaged = [number for number in pending if not store.is_intact(int(number))]
-    damaged = multihost.exchange(damaged)[0]
+    torn = lambda pending=pending: [n for n in pending if not store.is_intact(int(n))]
+    damaged = multihost.exchange(multihost.on_first(torn, []))[0]
     # In real time any policy may sample a batch, see `Trainer.resume`.
     if not damaged or parts.schedule.real_time:
       # The next resume would use later ones, although their records are gone.
@@ -119,7 +119,7 @@ def _report_damaged(store: RolloutStore, host: Mapping[str, Any]) -> None:
   """Reports damaged batches of the store that were trained on; the run no longer needs them."""
   numbers = range(min(map(int, host["queue"]["pending"]), default=host["after"]["number"]))
   with progress(numbers, "checking the store", unit="batch") as bar:
-    damaged = [number for number in bar if not (store.removed(number) or store.is_intact(number))]
+    damaged = [*store.damaged(bar)]
   if damaged:
     say(
       f"rollouts {damaged} of {store.directory}, on which this run has trained, are damaged or"

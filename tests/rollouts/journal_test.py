@@ -6,14 +6,16 @@ from rlvr_jax.rollouts.journal import GroupJournal, from_json
 from rlvr_jax.rollouts.scheduler import Group
 
 
-def _group(index):
+def _group(index, T=9, pad=7):
   rng = np.random.default_rng(index)
+  lengths = rng.integers(1, 6, 2).astype(np.int32)
+  sampled = np.arange(T) < lengths[:, None]
   return Group(
     tag=index,
-    tokens=rng.integers(0, 9, (2, 5)).astype(np.int32),
-    lengths=rng.integers(1, 6, 2).astype(np.int32),
+    tokens=np.where(sampled, rng.integers(0, 9, (2, T)), pad).astype(np.int32),
+    lengths=lengths,
     stopped=rng.random(2) < 0.5,
-    logprobs=rng.normal(size=(2, 5)).astype(np.float32),
+    logprobs=np.where(sampled, rng.normal(size=(2, T)), 0).astype(np.float32),
   )
 
 
@@ -34,6 +36,17 @@ def test_groups_come_back_to_the_bit(tmp_path):
     for name, value in _group(index)._asdict().items():
       np.testing.assert_array_equal(getattr(group, name), value)
       assert np.asarray(getattr(group, name)).dtype == np.asarray(value).dtype
+
+
+def test_padding_costs_nothing_and_a_full_group_has_none(tmp_path):
+  sizes = []
+  for number, group in enumerate([_group(0), _group(0, T=4096), _group(0, T=5)]):
+    journal = GroupJournal(tmp_path / str(number))
+    journal.append(0, "ours", [group])
+    np.testing.assert_array_equal(_read(journal)[0].tokens, group.tokens)
+    np.testing.assert_array_equal(_read(journal)[0].logprobs, group.logprobs)
+    sizes.append(len((tmp_path / str(number) / "00000000.jsonl").read_bytes()))
+  assert max(sizes) - min(sizes) < 20
 
 
 def test_a_torn_or_damaged_line_loses_its_group_only(tmp_path):
