@@ -86,6 +86,7 @@ def train(
     enter = lambda resource: stack.enter_context(contextlib.closing(resource))
     stack.enter_context(multihost.only_first_prints())
     stack.enter_context(_saying_why())
+    stack.enter_context(deadline())
     folder, files = _opened(workdir, parts, enter)
     workdir = folder.local
     parts = as_begun(parts, workdir)
@@ -102,7 +103,6 @@ def train(
       lambda: enter(_writer(folder, config, records, tracked_by)), no_writer
     )
     pool = multihost.together(lambda: enter(grader_pool(config, parts.task)))
-    stack.enter_context(deadline())
     # A resumed run whose warm-start folder is gone still has its records.
     records_to = no_writer if restored else writer
     params, cold = first_params(parts, warm, records_to, warm_starts)
@@ -115,7 +115,7 @@ def train(
     trainer = Trainer(
       *(parts, frozen, writer, checkpointer, pool, store), initial=params, elapsed=elapsed
     )
-    trainer.log.profile = enter(observe.Profile(profile, workdir))
+    trainer.log.profile = enter(observe.Profile(profile, workdir, folder.kept))
     trainer.resume(restored) if restored else trainer.begin(params)
     del params, warm, restored  # the trainer keeps what it needs
     trainer.run()
@@ -166,7 +166,9 @@ def _writer(
 ) -> MetricWriter:
   """The writer of a run that continues after these records, see `records_of`."""
   opened = [trackers.Tracker(name, workdir.local, config) for name in tracked_by]
-  return MetricWriter(workdir.local, *records, trackers=opened, publish=workdir.publish)
+  return MetricWriter(
+    workdir.local, *records, trackers=opened, publish=workdir.publish, kept=workdir.kept
+  )
 
 
 def first_params(

@@ -58,6 +58,7 @@ class MetricWriter:
     written: Mapping[str, Sequence[str]] | None = None,
     trackers: Sequence[Any] = (),
     publish: Callable[[], None] = lambda: None,
+    kept: str | os.PathLike[str] | None = None,
   ):
     """Opens the files of `workdir`.
 
@@ -68,8 +69,9 @@ class MetricWriter:
         saved. If None, a new run drops every record, and a resumed run keeps records as they are.
       trackers: of `train.trackers`; they get a copy of every number.
       publish: puts the files where they stay; called when a checkpoint will name their records.
+      kept: that place, for messages; None for `workdir`.
     """
-    self.workdir = pathlib.Path(workdir)
+    self.workdir, self._kept = pathlib.Path(workdir), os.fspath(kept or workdir)
     self.workdir.mkdir(parents=True, exist_ok=True)
     self._purge_step = 0 if resume_step is None else resume_step + 1
     self._keep_warm_start = written is not None or resume_step is not None
@@ -81,7 +83,7 @@ class MetricWriter:
         names = names_until(path, resume_step)
       records = Records(path, names)
       for message in records.damage:
-        say(message)
+        say(message.replace(os.fspath(self.workdir), self._kept))
       return records
 
     self._metrics, self._rollouts = opened(METRICS_FILE), opened(ROLLOUTS_FILE)

@@ -79,8 +79,18 @@ class Hosts:
 class Profile:
   """A trace of some updates by jax.profiler, written into the workdir by every process."""
 
-  def __init__(self, updates: str, workdir: str | os.PathLike[str]):
+  def __init__(
+    self,
+    updates: str,
+    workdir: str | os.PathLike[str],
+    kept: str | os.PathLike[str] | None = None,
+  ):
     """Parses "10:13", updates 10 to 13; "" for none.
+
+    Args:
+      updates: the first and the last one.
+      workdir: where this process writes.
+      kept: where that stays, for the message; None for `workdir`.
 
     Raises:
       ValueError: it is not of that form.
@@ -92,6 +102,7 @@ class Profile:
       )
     self.first, self.last = int(first), int(last)
     self._folder = pathlib.Path(workdir) / PROFILE_FOLDER
+    self._shown = f"{os.fspath(kept or workdir)}/{PROFILE_FOLDER}"
     self._open = False
 
   def before(self, update: int) -> None:
@@ -104,7 +115,7 @@ class Profile:
     """Writes the trace once the metrics of its last update have been read."""
     if self._open and update >= self.last:
       self.close()
-      say(f"profile of updates {self.first} to {self.last}: {self._folder}")
+      say(f"profile of updates {self.first} to {self.last}: {self._shown}")
 
   def close(self) -> None:
     """Writes the trace if one is open."""

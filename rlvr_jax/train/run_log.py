@@ -244,7 +244,7 @@ def raise_non_finite(
     write_batch(path, update.batch)
   raise NonFiniteError(
     f"{values['update/skipped_in_a_row']:.0f} updates in a row, the last being {update.step}, had a"
-    f" loss or gradient that was not finite; its batch is in {path}. Lower"
+    f" loss or gradient that was not finite; its batch is in {path.name} of the workdir. Lower"
     " config.learning_rate's peak (in another --workdir), or inspect that batch; skipped"
     " updates have not changed the parameters"
   )

@@ -71,7 +71,7 @@ class StartFiles:
   def check_config(self, config_json: str, may_differ: Collection[str]) -> None:
     """As `check_config`, for the process that has the claim."""
     self._removed_unless_begun = not (self._workdir.local / "config.json").exists()
-    check_config(self._workdir.local, config_json, may_differ=may_differ)
+    check_config(self._workdir, config_json, may_differ=may_differ)
 
   def begin(self) -> None:
     """The start has succeeded: the files stay."""
@@ -117,26 +117,24 @@ def claimed(workdir: Workdir) -> WorkdirLock | BucketClaim:
   return owner
 
 
-def check_config(
-  workdir: str | os.PathLike[str], config_json: str, *, may_differ: Collection[str] = ()
-) -> None:
+def check_config(workdir: Workdir, config_json: str, *, may_differ: Collection[str] = ()) -> None:
   """Writes `workdir`/config.json on the first run; later runs must have the same configuration.
 
   Args:
-    workdir: created if needed.
+    workdir: fetched; created if needed.
     config_json: the complete configuration, a JSON object.
     may_differ: dotted names of fields (or of groups of fields) that a resumed run may change.
   Raises:
     WorkdirError: fields differ, which the message lists with both values; or the workdir has a run
       without config.json.
   """
-  path = pathlib.Path(workdir) / "config.json"
+  path, kept = workdir.local / "config.json", workdir.kept
   new = json.loads(config_json)
   if not path.exists():
     if left := [name for name in _OF_A_RUN if (path.parent / name).exists()]:
       raise WorkdirError(
-        f"{path} is missing, but {path.parent} has {', '.join(left)} of a run, whose configuration"
-        " is unknown without it. Put it back, or use another --workdir."
+        f"{kept}/config.json is missing, but {kept} has {', '.join(left)} of a run, whose"
+        " configuration is unknown without it. Put it back, or use another --workdir."
       )
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
@@ -145,7 +143,8 @@ def check_config(
   try:
     old = json.loads(path.read_text())
   except ValueError as error:
-    raise WorkdirError(f"{path} is not JSON ({error}). Use another --workdir.") from error
+    message = f"{kept}/config.json is not JSON ({error}). Use another --workdir."
+    raise WorkdirError(message) from error
   then, now = dict(_flatten(old)), dict(_flatten(new))
   lines = [
     f"  {name}: {then.get(name, 'absent')} in the workdir, {now.get(name, 'absent')} now"
@@ -157,7 +156,7 @@ def check_config(
   earlier = any(isinstance(old.get(name), dict) for name, v in new.items() if isinstance(v, str))
   if lines:
     raise WorkdirError(
-      f"{path.parent} belongs to a run with another configuration:\n" + "\n".join(lines) + "\n"
+      f"{kept} belongs to a run with another configuration:\n" + "\n".join(lines) + "\n"
       f"{_EARLIER if earlier else ''}Use another --workdir, or the configuration of the run that is"
       " there."
     )

@@ -145,6 +145,8 @@ def test_a_run_in_a_bucket_is_read_from_there(url, folder, emulator, parts, caps
   assert not any(name.startswith("rollouts/groups") for name in names)
   assert curves.curve(run_files.read_metrics(url), "eval/pass@1")[0].tolist() == [0, 4]
   assert checkpoint_folder(url) == place("", f"{url}/checkpoints/4")
+  with pytest.raises(WorkdirError, match=f"^{url} belongs to a run with another configuration"):
+    train(build(tiny.config(num_updates=4, warm_start__num_steps=4, seed=3)), url)
   train(parts, url)  # it has ended, and changes nothing
   assert outcome(url) == found
   # Other runs use it.
@@ -197,6 +199,7 @@ def test_killed_and_damaged_it_ends_as_on_a_disk(url, folder, emulator, undistur
   emulator.damage(f"{folder}/metrics.jsonl/00000002")
   emulator.damage(f"{folder}/rollouts/00000004.array_record")
   printed = tiny.run(url)
+  assert f"{url}/metrics.jsonl differs" in printed and "rlvr_jax_staging" not in printed
   assert "records missing or changed" in printed and "all were restored from a copy" in printed
   assert "resumed at update" in printed
   found, expected = outcome(url), dict(undisturbed)

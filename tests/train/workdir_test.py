@@ -36,12 +36,12 @@ def test_config_of_the_workdir(tmp_path):
   loss = "ppo_clip"
   config = {"seed": 1, "loss": loss, "ks": [1, 8], "mesh": {"data": 1}}
   workdir = tmp_path / "run"
-  check_config(workdir, json.dumps(config))
+  check_config(Workdir(workdir), json.dumps(config))
   assert json.loads((workdir / "config.json").read_text()) == config
-  check_config(workdir, json.dumps(config))
+  check_config(Workdir(workdir), json.dumps(config))
   other = {**config, "seed": 2, "loss": "gspo", "mesh": {"data": 1, "fsdp": 2}}
   with pytest.raises(WorkdirError) as caught:
-    check_config(workdir, json.dumps(other))
+    check_config(Workdir(workdir), json.dumps(other))
   message = str(caught.value)
   assert "  seed: 1 in the workdir, 2 now\n" in message
   assert '  loss: "ppo_clip" in the workdir, "gspo" now\n' in message
@@ -52,26 +52,26 @@ def test_config_of_the_workdir(tmp_path):
   assert "earlier version" not in message
 
   wider = {**config, "mesh": {"data": 8}}
-  check_config(workdir, json.dumps(wider), may_differ=["mesh"])
+  check_config(Workdir(workdir), json.dumps(wider), may_differ=["mesh"])
   with pytest.raises(WorkdirError, match=r"mesh\.data"):
-    check_config(workdir, json.dumps(wider), may_differ=["mes"])
+    check_config(Workdir(workdir), json.dumps(wider), may_differ=["mes"])
 
 
 @pytest.mark.parametrize("left", ["checkpoints", "metrics.jsonl", "problems.jsonl"])
 def test_a_run_whose_configuration_is_gone_is_not_resumed_under_another(tmp_path, left):
   (tmp_path / left).mkdir()
   with pytest.raises(WorkdirError, match=rf"config\.json is missing, but .* has {left} of"):
-    check_config(tmp_path, json.dumps({"seed": 7}))
+    check_config(Workdir(tmp_path), json.dumps({"seed": 7}))
   assert not (tmp_path / "config.json").exists()
 
 
 def test_the_workdir_of_an_earlier_version(tmp_path):
   """There, components were groups of fields."""
   old = {"seed": 0, "loss": {"name": "ppo_clip", "kwargs": {}, "aggregation": "token_mean"}}
-  check_config(tmp_path, json.dumps(old))
+  check_config(Workdir(tmp_path), json.dumps(old))
   new = json.dumps({"seed": 0, "loss": "ppo_clip", "aggregation": "token_mean"})
   with pytest.raises(WorkdirError) as caught:
-    check_config(tmp_path, new)
+    check_config(Workdir(tmp_path), new)
   last = str(caught.value).splitlines()[-1]
   assert "of an earlier version" in last and "cannot resume" in last
   assert "another --workdir" in last
@@ -80,7 +80,7 @@ def test_the_workdir_of_an_earlier_version(tmp_path):
 def test_config_that_is_not_json(tmp_path):
   (tmp_path / "config.json").write_text("{")
   with pytest.raises(WorkdirError, match="not JSON"):
-    check_config(tmp_path, "{}")
+    check_config(Workdir(tmp_path), "{}")
 
 
 def started(folder, *, begins):
