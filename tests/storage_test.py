@@ -308,7 +308,11 @@ def test_rollouts_in_a_bucket(url, folder, names, emulator):
 
 def test_finished_groups_survive_their_machine(url, names, monkeypatch):
   monkeypatch.setattr(storage, "FOLLOW_S", 0.02)
-  group = lambda k: Group(k, *(np.full((2, 3), k, kind) for kind in ("i4", "i4", "?", "f4")))
+  arrays = lambda k: (
+    *(np.full((2, 3), k, "i4"), np.full(2, 3, "i4")),
+    *(np.full(2, True), np.full((2, 3), k, "f4")),
+  )
+  group = lambda k: Group(k, *arrays(k))
   vanished = Workdir(url)  # it never closes
   with RolloutStore(f"{url}/rollouts", writable=True, workdir=vanished) as store:
     for draw in range(2):
