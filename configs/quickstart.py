@@ -9,7 +9,8 @@ neither phase has seen.
   python -m rlvr_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
 
 Hardware: 2 CPU cores. Time: 70 seconds in all; up to 3.5 minutes on cores that others keep busy.
-Expected held-out pass@1, start to end: 0.25 to 0.80, 0.28 to 0.80, 0.25 to 0.71 (seeds 0, 1, 2).
+Expected held-out pass@1, start to end: 0.25 to 0.80, 0.28 to 0.80, 0.25 to 0.71 (seeds 0, 1, 2);
+other machines and versions round otherwise: seed 0 has ended between 0.78 and 0.81.
 Controls: experiments/quickstart/README.md.
 """
 

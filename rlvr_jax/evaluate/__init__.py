@@ -2,10 +2,20 @@
 
 from rlvr_jax.evaluate.pass_at_k import (
   bootstrap_interval,
+  interval_over_problems,
   majority_at_n,
   mean_at_n,
   pass_at_k,
   summarize,
+  wilson_interval,
 )
 
-__all__ = ["bootstrap_interval", "majority_at_n", "mean_at_n", "pass_at_k", "summarize"]
+__all__ = [
+  "bootstrap_interval",
+  "interval_over_problems",
+  "majority_at_n",
+  "mean_at_n",
+  "pass_at_k",
+  "summarize",
+  "wilson_interval",
+]

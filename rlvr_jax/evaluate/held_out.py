@@ -85,10 +85,11 @@ def evaluated(
 def accuracy(
   samples: Sequence[Sequence[Sample]], *, ks: Sequence[int], seed: int
 ) -> dict[str, float]:
-  """pass@k, mean and, if graders extract answers, majority, with 95 % bootstrap intervals.
+  """pass@k, mean and, if graders extract answers, majority, with 95 % intervals over problems.
 
-  A sample is correct if its grade is correct; if grading failed, it is not. If a grader gives the
-  same answer different grades, majorities are omitted, with a warning.
+  The intervals are those of `pass_at_k.interval_over_problems`. A sample is correct if its grade is
+  correct; if grading failed, it is not. If a grader gives the same answer different grades,
+  majorities are omitted, with a warning.
 
   Args:
     samples: [problems][n].

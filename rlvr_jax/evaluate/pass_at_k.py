@@ -1,4 +1,4 @@
-"""pass@k, mean@n, majority@n and bootstrap intervals over problems: NumPy, float64."""
+"""pass@k, mean@n, majority@n and intervals over problems: NumPy, float64."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 import numpy.typing as npt
+from scipy import special
 
 Floats = npt.NDArray[np.float64]
 
@@ -116,6 +117,50 @@ def bootstrap_interval(
   return float(low), float(high)
 
 
+def wilson_interval(
+  share: float, num_problems: int, *, confidence: float = 0.95
+) -> tuple[float, float]:
+  """Wilson's interval of a share: (p + z²/2n ± z·√(p(1−p)/n + z²/4n²)) / (1 + z²/n).
+
+  It is not empty at the ends: [0, z²/(n + z²)] for 0 of n, z = 1.96 at 95 %.
+
+  Args:
+    share: p, in [0, 1].
+    num_problems: n ≥ 1.
+    confidence: coverage, in (0, 1).
+  Returns:
+    (low, high), within [0, 1].
+  Source: "Probable Inference, the Law of Succession, and Statistical Inference" (Wilson 1927).
+  """
+  if not 0 <= share <= 1 or num_problems < 1 or not 0 < confidence < 1:
+    raise ValueError(
+      f"wilson_interval of share {share}, {num_problems} problems, confidence {confidence}: a share"
+      " lies in [0, 1], confidence in (0, 1), and there is at least one problem"
+    )
+  z, n = float(special.ndtri((1 + confidence) / 2)), num_problems
+  center = (share + z**2 / (2 * n)) / (1 + z**2 / n)
+  half = z / (1 + z**2 / n) * float(np.sqrt(share * (1 - share) / n + z**2 / (4 * n**2)))
+  low = 0.0 if share == 0 else max(0.0, center - half)
+  return low, 1.0 if share == 1 else min(1.0, center + half)
+
+
+def interval_over_problems(scores: npt.ArrayLike, *, seed: int) -> tuple[float, float]:
+  """The 95 % interval of a mean of scores in [0, 1].
+
+  By bootstrap over problems, which knows how the scores are spread. Where all problems have the
+  same score, such as 0 of n or n of n, every resample is alike and the bootstrap would say that
+  there is no uncertainty: then by Wilson.
+
+  Args:
+    scores: f[problems], in [0, 1].
+    seed: of the bootstrap.
+  """
+  scores = np.asarray(scores, np.float64)
+  if scores.size and np.all(scores == scores.flat[0]):
+    return wilson_interval(float(scores.flat[0]), scores.size)
+  return bootstrap_interval(scores, seed=seed)
+
+
 def summarize(
   correct: npt.ArrayLike,
   *,
@@ -145,5 +190,5 @@ def summarize(
   summary: dict[str, float] = {}
   for name, scores in per_problem.items():
     summary[name] = float(scores.mean())
-    summary[f"{name}_low"], summary[f"{name}_high"] = bootstrap_interval(scores, seed=seed)
+    summary[f"{name}_low"], summary[f"{name}_high"] = interval_over_problems(scores, seed=seed)
   return summary

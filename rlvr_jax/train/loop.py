@@ -5,8 +5,8 @@ Each batch goes through the store to one or more updates, whose metrics are logg
 policy is evaluated, and everything that determines the rest of the run is saved. Nothing numerical
 happens here: updates are in `train.step`, sampling in `rollouts.engine`.
 
-The order within a step is fixed, so that a killed and resumed run repeats the uninterrupted one bit
-for bit. A warm start, if there is one, comes before this loop.
+The order within a step is fixed: a killed and resumed run repeats the uninterrupted one bit for bit
+on the same kind of machine with the same versions. A warm start, if any, comes before this loop.
 """
 
 from __future__ import annotations

@@ -130,6 +130,40 @@ def test_bootstrap_refuses_bad_shapes(bad):
     evaluate.bootstrap_interval(bad, seed=0)
 
 
+@pytest.mark.parametrize(
+  ("share", "size", "expected"),
+  [  # Newcombe 1998, "Two-sided confidence intervals for the single proportion", table I
+    (81 / 263, 263, (0.2553, 0.3662)),
+    (15 / 148, 148, (0.0624, 0.1605)),
+    (0.0, 20, (0.0, 0.1611)),
+    (1 / 29, 29, (0.0061, 0.1718)),
+    (1.0, 20, (0.8389, 1.0)),
+  ],
+)
+def test_wilson_intervals_are_the_published_ones(share, size, expected):
+  assert evaluate.wilson_interval(share, size) == pytest.approx(expected, abs=5e-5)
+  mirrored = evaluate.wilson_interval(1 - share, size)
+  assert mirrored == pytest.approx((1 - expected[1], 1 - expected[0]), abs=5e-5)
+
+
+@pytest.mark.parametrize("case", [(1.1, 5, 0.95), (0.5, 0, 0.95), (0.5, 5, 1.0)])
+def test_wilson_refuses_what_is_no_share(case):
+  share, size, confidence = case
+  with pytest.raises(ValueError, match=r"wilson_interval of share"):
+    evaluate.wilson_interval(share, size, confidence=confidence)
+
+
+def test_no_interval_is_empty_where_all_or_none_is_right():
+  for value, low, high in ((0.0, 0.0, 0.0370), (1.0, 0.9630, 1.0), (0.25, 0.1755, 0.3430)):
+    found = evaluate.interval_over_problems(np.full(100, value), seed=0)
+    assert found == pytest.approx((low, high), abs=5e-5)
+    summary = evaluate.summarize(np.full((100, 4), value > 0.5), ks=[1, 4], seed=0)
+    assert summary["pass@4_low"] < summary["pass@4_high"]
+  one_differs = np.r_[np.zeros(99), 1.0]
+  by_bootstrap = evaluate.bootstrap_interval(one_differs, seed=0)
+  assert evaluate.interval_over_problems(one_differs, seed=0) == by_bootstrap
+
+
 def test_summary():
   correct = np.array([[1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]], dtype=bool)
   answers = [["a", "a", "b", "c"], ["x", "y", "z", "z"], ["q"] * 4]
