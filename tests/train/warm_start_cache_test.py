@@ -88,11 +88,13 @@ def test_it_is_named_by_all_that_it_depends_on(parts, state, monkeypatch):
 def test_saved_and_loaded_to_the_bit(entry, state):
   assert entry.load() is None
   with entry.claimed():
-    entry.path.with_name(entry.path.name + TEMPORARY).mkdir()  # of a killed run
+    left = entry.path.with_name(entry.path.name + TEMPORARY) / "10.of_a_killed_run"
+    left.mkdir(parents=True)
     entry.save(result(state))
   found = entry.load()
   assert found.losses == result(state).losses
   jax.tree.map(np.testing.assert_array_equal, found.params, state[0])
+  assert not (entry.path / left.name).exists()
   assert sorted(path.suffix for path in entry.path.parent.iterdir()) == ["", ".lock"]
 
 
