@@ -35,7 +35,7 @@ def steps(
     product_share: probability in [0, 1] that a term is a product.
     wrong_step_share: probability in [0, 1] that a step of a demonstration is wrong.
     train_size, warm_start_size, held_out_size, train_seed, warm_start_seed, held_out_seed: see
-      `seeded_task`.
+      `seeded_task` and `task_of`.
   Raises:
     ValueError: an argument is out of range, or there are too few different questions.
   """

@@ -47,7 +47,7 @@ def tour(
     longest: cells of a response, at most.
     detour_share: probability in [0, 0.9] that a step of a demonstration goes anywhere.
     train_size, warm_start_size, held_out_size, train_seed, warm_start_seed, held_out_seed: see
-      `seeded_task`.
+      `seeded_task` and `task_of`.
   Raises:
     ValueError: an argument is out of range, or no problem fits them.
   """
