@@ -12,8 +12,10 @@ update per batch, no reference policy, a grader in constant time. What a step in
 rollout, decoding to text, grading in its worker process, update, metrics to metrics.jsonl and
 TensorBoard.
 
-The last line is one JSON object; seconds are medians over the steps after two warm-up steps. Quote
-ratios against another system measured beside it, not single times.
+The last line is one JSON object; seconds are medians over the steps after two warm-up steps.
+`slot_steps_of_lockstep` are decoding steps times slots, divided by those of rows that all go on
+until the longest response ends. Quote ratios against another system measured beside it, not single
+times.
 """
 
 from __future__ import annotations
@@ -57,12 +59,13 @@ _WORKLOADS = {
   "w2": dict(prompts=4, group_size=32, response_length=128),
   "w3": dict(prompts=8, group_size=8, response_length=512),
 }
-_PROMPT_LENGTH = 32
+PROMPT_LENGTH = 32
 _WARMUP_STEPS = 2
 
 _WORKLOAD = flags.DEFINE_enum("workload", "w1", sorted(_WORKLOADS), "Which shapes.")
 _STEPS = flags.DEFINE_integer("steps", 8, "Measured steps.", lower_bound=1)
 _TOKENS = flags.DEFINE_integer("tokens_per_micro_batch", 1152, "More leave the caches of a CPU.")
+_SLOTS = flags.DEFINE_integer("slots", 0, "Responses decoded at a time; 0: all at once.")
 
 
 class EndlessTokenizer(ByteTokenizer):
@@ -93,7 +96,7 @@ def make_config(workload: str, tokens_per_micro_batch: int = 1152):
   c.model.preset = "small"
   vocab_size = make_tokenizer(workload).vocab_size
   c.model.overrides = dict(vocab_size=vocab_size, rope_theta=1_000_000.0)
-  c.max_prompt_length, c.max_response_length = _PROMPT_LENGTH, shape["response_length"]
+  c.max_prompt_length, c.max_response_length = PROMPT_LENGTH, shape["response_length"]
   c.batch.prompts, c.batch.group_size = shape["prompts"], shape["group_size"]
   c.batch.tokens_per_micro_batch = tokens_per_micro_batch
   c.learning_rate = "constant(peak=1e-5, warmup=0)"
@@ -112,7 +115,7 @@ def make_task() -> Task:
   letters = list(string.ascii_lowercase + " ")
 
   def problem(index: int) -> Problem:
-    length = _PROMPT_LENGTH if index % 4 == 0 else int(rng.integers(24, _PROMPT_LENGTH + 1))
+    length = PROMPT_LENGTH if index % 4 == 0 else int(rng.integers(24, PROMPT_LENGTH + 1))
     question = "".join(rng.choice(letters, size=length))
     return Problem(question=question, answer="", solution="", reference={})
 
@@ -126,12 +129,35 @@ def make_task() -> Task:
   )
 
 
+def measured(trainer: Trainer, num_steps: int) -> dict[str, list[float]]:
+  """Of every step: seconds of all of it, of rollout and update; response tokens; slot-steps."""
+  found: dict[str, list[float]] = {
+    name: [] for name in ("steps", "rollouts", "updates", "tokens", "of_lockstep")
+  }
+  for _ in range(num_steps):
+    began = time.perf_counter()
+    trainer.collect()
+    collected = trainer.queue.load(trainer.schedule.batch(trainer.step))
+    lengths = collected.graded.train.mask.sum(axis=-1)
+    slot_steps = trainer.log.timings["time/slot_steps"]
+    updating = time.perf_counter()
+    found["rollouts"].append(trainer.log.timings["time/generate_seconds"])
+    trainer.update()
+    trainer.read_metrics()
+    ended = time.perf_counter()
+    found["steps"].append(ended - began)
+    found["updates"].append(ended - updating)
+    found["tokens"].append(int(lengths.sum()))
+    found["of_lockstep"].append(slot_steps / float(lengths.size * lengths.max()))
+  return found
+
+
 def main(argv: list[str]) -> None:
   del argv
   imported = time.perf_counter() - _STARTED
   config = make_config(_WORKLOAD.value, _TOKENS.value)
+  config.sampling.slots = _SLOTS.value
   parts = build(config, task=make_task(), tokenizer=make_tokenizer(_WORKLOAD.value))
-  num_steps = _WARMUP_STEPS + _STEPS.value
   with (
     tempfile.TemporaryDirectory() as workdir,
     GraderPool(parts.task.grader) as pool,
@@ -143,27 +169,17 @@ def main(argv: list[str]) -> None:
     frozen = parameters.load_frozen(parts)
     trainer = Trainer(parts, frozen, writer, checkpointer, pool, store, initial=params)
     trainer.start(jax.block_until_ready(parameters.first_state(parts, params, 0.0)))
-    steps, rollouts, updates, tokens = [], [], [], []
-    for _ in range(num_steps):
-      began = time.perf_counter()
-      trainer.collect()
-      collected = trainer.queue.load(trainer.schedule.batch(trainer.step))
-      tokens.append(int(collected.graded.train.mask.sum()))
-      updating = time.perf_counter()
-      rollouts.append(trainer.log.timings["time/generate_seconds"])
-      trainer.update()
-      trainer.read_metrics()
-      ended = time.perf_counter()
-      steps.append(ended - began)
-      updates.append(ended - updating)
+    found = measured(trainer, _WARMUP_STEPS + _STEPS.value)
     checkpointer.close()
   shape = _WORKLOADS[_WORKLOAD.value]
   count = shape["prompts"] * shape["group_size"]
+  steps, rollouts, updates, tokens, of_lockstep = found.values()
   median = lambda values: statistics.median(values[_WARMUP_STEPS:])
   result = {
     "workload": _WORKLOAD.value,
     "steps": _STEPS.value,
     "tokens_per_micro_batch": _TOKENS.value,
+    "slots": parts.programs.engine.settings.slots,
     "parameters": sum(x.size for x in jax.tree.leaves(trainer.state.params)),
     "jax": jax.__version__,
     "device": jax.devices()[0].device_kind,
@@ -172,10 +188,11 @@ def main(argv: list[str]) -> None:
     "update_s_median": round(median(updates), 4),
     "first_step_s": round(steps[0], 3),
     "import_s": round(imported, 3),
+    "slot_steps_of_lockstep": round(statistics.mean(of_lockstep[_WARMUP_STEPS:]), 3),
     "response_tokens_mean": statistics.mean(tokens[_WARMUP_STEPS:]) / count,
     "rollout_new_tokens_per_s": round(median(tokens) / median(rollouts), 1),
     "update_sequence_tokens_per_s": round(
-      (count * _PROMPT_LENGTH + median(tokens)) / median(updates), 1
+      (count * PROMPT_LENGTH + median(tokens)) / median(updates), 1
     ),
     "peak_rss_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
     "all_step_s": [round(s, 3) for s in steps],

@@ -7,6 +7,9 @@ counts is slot-steps per sampled token: 1 is ideal, and rows in lockstep take as
 longest response. The simulation follows `rollouts.scheduler`: a slot takes the next response at the
 first burst after its own has ended. A test compares it with what the engine itself counts.
 
+A second table says how many prompts the slots of a device decode responses to at a time, by slot: a
+device that kept each of them once, instead of once per slot, would need room for that many.
+
 Lengths: lognormal, mean 1500, σ 0.8, and bimodal, 7 of 8 of about 300 tokens, the others of about
 6000; both end at 8192. And geometric, mean 126, up to 512: those of w3 in `grpo_step.py`. Once no
 response waits, slots drain; that part is reported apart.
@@ -47,6 +50,36 @@ def lockstep(lengths: np.ndarray, rows: int) -> int:
   return sum(len(batch) * int(batch.max()) for batch in batches)
 
 
+def prompts_per_slot(
+  lengths: np.ndarray, slots: int, devices: int, *, queues: bool, steps: int = STEPS
+) -> tuple[float, float]:
+  """Prompts with a response in the slots of one device, by slot: (mean over bursts, the most).
+
+  Args:
+    lengths: of the responses, group by group.
+    slots, devices: slots in all, split evenly over the devices.
+    queues: whether a group's responses all go to one device, the first that has room for another
+      group; else each goes to the next free slot, as in the engine.
+  """
+  left, group = np.zeros((devices, slots // devices), int), np.full((devices, slots // devices), -1)
+  waiting = [list(range(len(lengths)))[::-1]]
+  groups = [list(range(i, i + GROUP))[::-1] for i in range(0, len(lengths), GROUP)][::-1]
+  of_device = [[] for _ in range(devices)] if queues else waiting * devices
+  counts = []
+  while True:
+    for device, slot in np.argwhere(left == 0):
+      queue = of_device[device]
+      if queues and not queue and groups:
+        queue += groups.pop()
+      response = queue.pop() if queue else None
+      left[device, slot] = 0 if response is None else lengths[response]
+      group[device, slot] = -1 if response is None else response // GROUP
+    if not left.any():
+      return float(np.mean(counts)), float(np.max(counts))
+    counts.append([len({*of} - {-1}) / len(of) for of in group.tolist()])
+    left -= np.minimum(left, steps)
+
+
 def lognormal(count: int, rng: np.random.Generator) -> np.ndarray:
   sigma = 0.8
   lengths = rng.lognormal(np.log(1500) - sigma**2 / 2, sigma, count)
@@ -62,11 +95,11 @@ def geometric(count: int, rng: np.random.Generator) -> np.ndarray:
   return np.minimum(rng.geometric(1 / 128, count), 512)
 
 
-def main() -> None:
+def print_steps() -> None:
   print("| lengths | slots | responses | slot-steps per token | drain: share | whole | lockstep |")
   print("|---|---|---|---|---|---|---|")
   for draw in (lognormal, bimodal, geometric):
-    for slots, times in ((64, 4), (64, 16), (512, 4), (512, 16), (2048, 4)):
+    for slots, times in ((16, 4), (64, 4), (64, 16), (512, 4), (512, 16), (2048, 4)):
       lengths = draw(slots * times, np.random.default_rng(0))
       usage = simulated(lengths, slots)
       outside = usage.slot_steps - usage.drain_slot_steps
@@ -77,6 +110,23 @@ def main() -> None:
         f" | {usage.slot_steps / usage.slot_tokens:.2f}"
         f" | {lockstep(lengths, 32 * GROUP) / lengths.sum():.2f} |"
       )
+
+
+def print_prompts() -> None:
+  print("| lengths | slots | devices | prompts per slot: mean | most | a queue per device | most |")
+  print("|---|---|---|---|---|---|---|")
+  for draw in (lognormal, bimodal):
+    for slots, devices in ((128, 1), (512, 4), (512, 16), (2048, 16)):
+      lengths = draw(slots * 8, np.random.default_rng(0))
+      each = [prompts_per_slot(lengths, slots, devices, queues=q) for q in (False, True)]
+      found = " | ".join(f"{x:.2f}" for pair in each for x in pair)
+      print(f"| {draw.__name__} | {slots} | {devices} | {found} |")
+
+
+def main() -> None:
+  print_steps()
+  print()
+  print_prompts()
 
 
 if __name__ == "__main__":

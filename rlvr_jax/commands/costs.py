@@ -21,6 +21,7 @@ from rlvr_jax.commands.ahead_of_time import (
 )
 from rlvr_jax.commands.chips import Chip, chip_of
 from rlvr_jax.commands.hlo import COLLECTIVES, OPEN_LOOP, Item, walk
+from rlvr_jax.commands.hlo_text import dimensions
 from rlvr_jax.files import local_path
 from rlvr_jax.models.flops import forward_flops, update_flops
 from rlvr_jax.ops.splash import splash_cost
@@ -127,13 +128,15 @@ def _burst_flops(parts: Parts) -> float:
 
 
 def attention_kernels(parts: Parts) -> dict[str, KernelCost]:
-  """Analytic counts of splash attention's kernels, of which a call computes a row; {} without it.
+  """Analytic counts of attention's kernels: in rows of an update, over pages in generation.
 
-  The rows are those of the longest prompts and responses, without a sliding window.
+  Prompts and responses are as long as they may be, and there is no sliding window. A call computes
+  a row of an update, or one token of every slot.
   """
   network, tensor = parts.model.config, parts.mesh.shape["tensor"]
+  paged: dict[str, KernelCost] = {"paged_attention": _paged_cost}
   if network.attention != "splash":
-    return {}
+    return paged
   rows = jax.tree.map(lambda x: x[0], packed_at_full_length(parts).rows)
   found = splash_cost(
     rows,
@@ -142,10 +145,17 @@ def attention_kernels(parts: Parts) -> dict[str, KernelCost]:
     head_dim=network.head_dim,
   )
   share = lambda *counts: lambda item: tuple(count / len(rows.prompts) for count in counts)
-  return {
+  return paged | {
     "splash_mha_fwd": share(found.forward_flops, found.forward_bytes),
     "splash_mha_dkv": share(found.backward_flops, found.backward_bytes),
   }
+
+
+def _paged_cost(item: Item) -> tuple[float, float]:
+  """Of a call: its queries and pages are operands 4 and 5, after lengths, table and two flags."""
+  from rlvr_jax.ops.paged import paged_flops  # experimental in jax: only where it is used
+
+  return paged_flops(*map(dimensions, item.shapes[4:6])), item.hbm_bytes / item.times
 
 
 def with_kernels(items: Iterable[Item], kernels: Mapping[str, KernelCost]) -> list[Item]:

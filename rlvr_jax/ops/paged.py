@@ -6,13 +6,17 @@ change with any release; tested with jax 0.10.2.
 What the library's own wrapper returns is normalised, without the softmax's peak and total. A slot's
 prompt, its response and what it has staged lie in three places, and these two numbers join them. So
 the kernel is called here with all three of its outputs. A page is a block of the cache, and a slot
-has its own: the table of pages is computed from their numbers.
+has its own: the table of pages is computed from their numbers. (What sharing a prompt's pages
+among its rollouts would save is in experiments/benchmarks/README.md.)
+
+The library's `ragged_paged_attention` has windows and soft caps, but returns its output alone, with
+peak and total in its scratch memory. It cannot be joined with what is staged.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -61,6 +65,16 @@ def paged_sums(queries: Array, pages: Pages, lengths: Array) -> tuple[Array, Arr
   by_head = lambda x: jnp.swapaxes(x.reshape(slots, K, N // K, H), 0, 1)
   out, peak, total = map(by_head, results)
   return peak[..., 0], total[..., 0], out * total
+
+
+def paged_flops(queries: Sequence[int], pages: Sequence[int]) -> float:
+  """What the kernel computes where all pages are full: 4·N·H for every cached token of a slot.
+
+  Args:
+    queries: the shape [slots, N, …, H].
+    pages: the shape [K, pages of all slots, block, H].
+  """
+  return 4.0 * queries[1] * queries[-1] * pages[1] * pages[2]
 
 
 def _program(rows: tuple[int, ...], pages: Pages) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from rlvr_jax.train.host import ends_after
 from rlvr_jax.types import Sampling
 
 _USABLE = 0.85  # of a device's memory; the rest is for temporary buffers
-_TRAINED_BYTES = 12  # per parameter: the float32 master and two moments, which stay where they are
+_TRAINED_BYTES = 12  # per parameter: the float32 master and two moments, as the trainer has them
 
 
 def make_engine(
@@ -83,7 +84,7 @@ def default_slots(
   """As many slots as there are responses in a batch, or fewer if the memory does not suffice.
 
   Args:
-    config: of the run.
+    config: of the run, with the sizes of its mesh.
     model: on the mesh that generates.
     responses: of a batch.
     limit: bytes of a device; None: as the device says, without a limit if it does not.
@@ -97,9 +98,7 @@ def default_slots(
   parameters = sum(math.prod(x.shape) for x in shapes)
   sizes = dict(model.mesh.shape) if model.mesh else dict(data=1, fsdp=1, tensor=1)
   shape = CacheShape.of(config.max_prompt_length, config.max_response_length)
-  decoded = jax.numpy.dtype(model.config.compute_dtype).itemsize / sizes["tensor"]
-  trained = _TRAINED_BYTES / (sizes["fsdp"] * sizes["tensor"])
-  free = _USABLE * limit - parameters * (decoded + trained)
+  free = _USABLE * limit - parameters * _bytes_per_parameter(config, model, sizes)
   of_slot = slot_bytes(model.config, shape, sizes["tensor"])
   slots = int(free // of_slot) * sizes["data"] * sizes["fsdp"]
   if slots < 1:
@@ -110,6 +109,21 @@ def default_slots(
       " config.mesh.tensor; --mode=fits shows what a configuration takes"
     )
   return min(slots, responses)
+
+
+def _bytes_per_parameter(
+  config: ml_collections.ConfigDict, model: Model, sizes: Mapping[str, int]
+) -> float:
+  """Of a device of a mesh that generates: the copy to decode with, and what else lies there."""
+  size = lambda dtype: jax.numpy.dtype(dtype).itemsize
+  decoded = size(model.config.compute_dtype) / sizes["tensor"]
+  other = config.generation_mesh
+  apart = max(other.data, other.fsdp, other.tensor) and not other.same_devices
+  if apart and sizes != dict(config.mesh):  # the weights that were synced, without an optimizer
+    return decoded + size(model.config.param_dtype) / (sizes["fsdp"] * sizes["tensor"])
+  frozen = config.lora.rank > 0  # adapters are small
+  trained = size(model.config.param_dtype) if frozen else _TRAINED_BYTES
+  return decoded + trained / (config.mesh.fsdp * config.mesh.tensor)
 
 
 def _memory(mesh: Any) -> int | None:

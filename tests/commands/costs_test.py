@@ -63,6 +63,19 @@ def test_a_kernel_counts_by_its_own_formula():
   ]
 
 
+def test_the_paged_kernel_counts_every_cached_token():
+  """Three slots, each with two pages of 16 tokens of 2 heads; 8 query heads of 128."""
+  parts = ahead_of_time.shapes_only(tiny.config(), sharding.make_mesh())
+  numbers = ("s32[3]", "s32[6]", "s32[1]", "s32[1]")
+  shapes = (*numbers, "f32[3,8,1,128]", "bf16[2,6,16,128]", "bf16[2,6,16,128]")
+  call = item(
+    "attention", "custom-call", times=5, hbm=35.0, target="tpu", op_name="paged_attention"
+  )
+  (found,) = costs.with_kernels([call._replace(shapes=shapes)], costs.attention_kernels(parts))
+  queries_and_values = 2 * 2 * 8 * 128
+  assert (found.flops, found.hbm_bytes) == (5 * 3 * 2 * 16 * queries_and_values, 35.0)
+
+
 def test_a_loop_of_unknown_length_is_listed():
   loop = item("gram", hlo.OPEN_LOOP, times=2, op_name="eigh/while")
   found = costs.cost([*ITEMS, loop], CHIP, useful_flops=1.0, memory={})

@@ -31,9 +31,9 @@ def _collect(grades, **settings):
   seen = {}
 
   def submit(completions, references):
-    start = len(seen.setdefault("completions", []))
-    seen["completions"] += completions
+    seen.setdefault("completions", []).extend(completions)
     seen.setdefault("references", []).extend(references)
+    start = 0 if references[0]["answer"] == "12" else G
     return grades[start : start + len(completions)]
 
   collector = Collector(
@@ -45,7 +45,7 @@ def _collect(grades, **settings):
     **settings,
   )
   flight = collector.begin(problems)
-  for index, group in enumerate(_groups()):
+  for index, group in reversed([*enumerate(_groups())]):  # the second is finished first
     collector.add(flight, index, group)
   return collector.finish(flight, [3, 5]), seen
 
@@ -60,8 +60,8 @@ GRADES = [
 
 def test_a_batch_holds_what_was_generated_and_graded():
   graded, seen = _collect(GRADES)
-  assert seen["completions"] == ["12", "abcde", "7", ""]
-  assert seen["references"] == [{"answer": "12"}] * 2 + [{"answer": "7"}] * 2
+  assert seen["completions"] == ["7", "", "12", "abcde"]
+  assert seen["references"] == [{"answer": "7"}] * 2 + [{"answer": "12"}] * 2
   batch = graded.train
   np.testing.assert_array_equal(batch.rewards, [[1, 0], [0, 0]])
   np.testing.assert_array_equal(batch.correct, [[1, 0], [0, 0]])

@@ -1,5 +1,6 @@
 """The sampler against the trainer's own log-probabilities, and as a sampler."""
 
+import copy
 import functools
 import re
 import subprocess
@@ -200,9 +201,13 @@ def _requests(count=7):
 
 
 def _serve(engine, asked, usage=None):
-  """The groups by their tags."""
-  params = engine.load(_params(), {})
-  return {g.tag: g for groups in engine.serve(params, asked, usage) for g in groups}
+  """The groups by their tags, as they were when they came, each once."""
+  found = {}
+  for groups in engine.serve(engine.load(_params(), {}), asked, usage):
+    for group in groups:
+      assert group.tag not in found
+      found[group.tag] = copy.deepcopy(group)
+  return found
 
 
 def _assert_equal(groups, expected):
@@ -341,6 +346,17 @@ assert many - few < 40 * 1024, (few, many)
 def test_more_requests_than_slots_take_no_more_memory():
   """A prompt's keys and values take half a MiB; 240 more of them, if they were kept, 120 MiB."""
   subprocess.run([sys.executable, "-c", PEAK], check=True, timeout=300)
+
+
+def test_a_burst_of_longer_responses_is_no_longer_program():
+  """So the time of compiling does not depend on the greatest length."""
+
+  def lines(length):
+    engine = _engine(stop_tokens=(3,), slots=3, length=length)
+    params = jax.eval_shape(engine.load, _params(), {})
+    return engine._burst.lower(params, jax.eval_shape(engine._empty)).as_text().count("\n")
+
+  assert lines(1024) == lines(65_536) > 500
 
 
 @pytest.mark.usefixtures("no_compilation_cache")

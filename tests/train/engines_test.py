@@ -28,7 +28,8 @@ def test_training_and_evaluation_share_an_engine_if_they_sample_alike():
 
 
 def test_slots_are_limited_by_the_devices_memory():
-  config = tiny.config(max_prompt_length=1024, max_response_length=8192)
+  lengths = dict(max_prompt_length=1024, max_response_length=8192)
+  config = tiny.config(**lengths, mesh=dict(data=2, fsdp=1, tensor=4))
   model = transformer(preset("qwen2.5_7b"), sharding.layout(sharding.make_mesh(data=2, tensor=4)))
   # 0.13 GiB per slot and device: 4 key/value heads over 4 devices.
   slots = default_slots(config, model, responses=4096, limit=95 * 10**9)
@@ -37,6 +38,25 @@ def test_slots_are_limited_by_the_devices_memory():
   assert default_slots(config, model, responses=100, limit=None) == 100  # a CPU has no limit
   with pytest.raises(ValueError, match=r"max_response_length = 8192.*config\.mesh\.fsdp"):
     default_slots(config, model, responses=100, limit=16 * 10**9)
+
+
+@pytest.mark.parametrize(
+  ("fields", "kept"),  # bytes per parameter beside the copy to decode with
+  [
+    (dict(), 12 / 8),
+    (dict(lora__rank=8), 2 / 8),
+    (dict(generation_mesh=dict(data=2, fsdp=1, tensor=4, same_devices=True)), 12 / 8),
+    (dict(generation_mesh=dict(data=2, fsdp=1, tensor=4, same_devices=False)), 2 / 4),
+  ],
+)
+def test_memory_holds_what_training_keeps_on_the_devices(fields, kept):
+  """Trained with fsdp=8, sampled with data=2 and tensor=4."""
+  lengths = dict(max_prompt_length=1024, max_response_length=8192)
+  config = tiny.config(**lengths, mesh=dict(data=1, fsdp=8, tensor=1), **fields)
+  network = preset("qwen2.5_7b", param_dtype="bfloat16")
+  model = transformer(network, sharding.layout(sharding.make_mesh(data=2, tensor=4)))
+  slots = default_slots(config, model, responses=4096, limit=95 * 10**9)
+  assert slots == pytest.approx(2 * (0.85 * 95e9 - 7.6e9 * (kept + 2 / 4)) / 134e6, rel=0.02)
 
 
 def test_a_number_of_slots_out_of_range_is_refused():

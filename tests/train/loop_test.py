@@ -71,6 +71,7 @@ def test_timings_are_there(run):
     assert record["time/update_tokens_per_second"] > 0
     first_of_refresh = record["step"] % 4 == 1
     assert ("time/rollout_tokens_per_second" in record) == first_of_refresh
+    assert ("time/slots_busy" in record) == ("time/drain_share" in record) == first_of_refresh
     assert 0.05 < record["memory/optimise_host_gib"] < 100
     assert ("memory/generate_host_gib" in record) == first_of_refresh
 

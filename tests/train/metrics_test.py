@@ -258,8 +258,11 @@ def test_compact_line():
     "behavior/kl_k3": 0.000123,
     "loss/clip_fraction": 0.0012,
     "update/gradient_norm": 0.51239,
+    "response/length_p50": 311.5,
+    "response/length_p99": 2048.0,
     "response/truncated": 0.034,
     "time/slots_busy": 0.914,
+    "time/drain_share": 0.08,
     "time/rollout_tokens_per_second": 12345.6,
     "time/update_tokens_per_second": 2345.6,
     "staleness/mean": 1.5,
@@ -267,8 +270,8 @@ def test_compact_line():
   }
   assert metrics.compact_line(3, 120, values) == (
     "step   3/120  reward 0.412  pass 40.0%  groups 7  entropy 0.250  kl 1.2e-04  clip 0.1%"
-    "  grad 0.512  truncated 3.4%  slots busy 91%  rollout tok/s 12,346"
-    "  update tok/s 2,346  stale 1.5"
+    "  grad 0.512  length p50 312  p99 2048  truncated 3.4%  slots busy 91%  drain 8%"
+    "  rollout tok/s 12,346  update tok/s 2,346  stale 1.5"
   )
   assert metrics.compact_line(3, 120, {"reward/mean": 1}) == "step   3/120  reward 1.000"
   assert "reward nan" in metrics.compact_line(1, 1, {"reward/mean": math.nan})

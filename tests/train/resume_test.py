@@ -3,6 +3,7 @@
 What is stopped or killed is the program; what is resumed goes on in this process, with one build.
 """
 
+import json
 import pathlib
 import re
 import shutil
@@ -16,7 +17,8 @@ from rewards.user_graders import SECONDS
 from train import tiny
 
 from rlvr_jax.commands.train import train
-from rlvr_jax.rollouts.store import RolloutStore
+from rlvr_jax.rollouts.journal import from_json
+from rlvr_jax.rollouts.store import GROUPS_FOLDER, RolloutStore
 from rlvr_jax.train.build import build
 from rlvr_jax.train.checkpoint_files import CheckpointError
 from rlvr_jax.train.workdir import WorkdirError
@@ -157,6 +159,76 @@ def test_an_asynchronous_run_killed_at_random_points(tmp_path):
     assert 0 <= min(lags) <= max(lags) <= 2
     train = tiny.records(workdir, "train")
     assert [record["staleness/max"] for record in train] == lags
+
+
+IN_ORDER = [
+  "on_policy",
+  "updates_per_refresh(batches=2, epochs=2)",
+  "stages(count=3)",
+  "fixed_lag(lag=2)",
+  "simulated_asynchronous(max_lag=2)",
+]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("schedule", [*IN_ORDER, "asynchronous(max_lag=2)"])
+def test_killed_within_a_refresh(schedule, tmp_path):
+  """Twenty kills while a batch is sampled: finished groups come back, the others to the same bits.
+
+  An asynchronous run may sample a batch again from a newer policy; its groups are then other ones.
+  """
+  # One slot: groups are finished one by one.
+  flags = (
+    f"--config.schedule={schedule}", "--config.sampling.slots=1", "--config.checkpoint.every=3"
+  )  # fmt: skip
+  undisturbed, in_order = tmp_path / "undisturbed", schedule in IN_ORDER
+  tiny.run(undisturbed, *flags)
+  expected, stored = tiny.outcome(undisturbed), shards(undisturbed)
+  rng, kills, written = np.random.default_rng(0), 0, []
+  for attempt in range(10):
+    workdir = tmp_path / f"run{attempt}"
+    for draw in sorted(rng.choice(len(stored), min(10, len(stored) - 1), replace=False)):
+      groups = int(rng.integers(1, 8))
+      found = killed_while_sampling(workdir, draw, groups, *flags)
+      print(f"batch {draw}, at {groups} of 8 groups: {len(found)} were written, {where(workdir)}")
+      kills += bool(found)
+      written += found
+    tiny.run(workdir, *flags)
+    if in_order:
+      assert_same(workdir, expected)
+      assert shards(workdir) == stored
+    store = RolloutStore(workdir / "rollouts", writable=False)
+    assert store.numbers() == list(range(len(stored)))
+    kept = 0
+    for content in written:
+      arrays, info = store.read(content["draw"])
+      if info["fingerprint"] == content["fingerprint"]:
+        group = from_json(content)
+        np.testing.assert_array_equal(arrays["tokens"][group.tag], group.tokens)
+        np.testing.assert_array_equal(arrays["behavior_logprobs"][group.tag], group.logprobs)
+        kept += 1
+    assert kept == len(written) or (kept and not in_order)
+    if kills >= 20:
+      return
+    written = []
+  raise AssertionError(f"only {kills} kills fell into the sampling of a batch")
+
+
+def killed_while_sampling(workdir, draw, groups, *flags):
+  """Kills the program when so many groups of a draw are written; those, if it was in time."""
+  journal = workdir / "rollouts" / GROUPS_FOLDER
+  path = journal / f"{draw:08d}.jsonl"
+  enough = lambda: path.exists() and path.read_bytes().count(b"\n") >= groups
+  with tiny.started(workdir, *flags) as process:
+    deadline = time.monotonic() + tiny.TIMEOUT_S
+    while process.poll() is None and not enough():
+      assert time.monotonic() < deadline
+      time.sleep(0.0005)
+  if not path.exists() or f"{draw:08d}.array_record" in shards(workdir):
+    return []
+  lines = path.read_bytes().splitlines(keepends=True)
+  whole = [json.loads(line)["content"] for line in lines if line.endswith(b"\n")]
+  return [content | {"draw": draw} for content in whole] if len(whole) < 8 else []
 
 
 def duration_of(workdir, *flags, **program):
