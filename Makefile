@@ -11,7 +11,7 @@ OF_THEN := 'protobuf>=5.29.1,<6' 'tensorflow-metadata>=1.17,<1.18'
 # Tests start programs, which find their modules compiled.
 PYTEST = JAX_PLATFORMS=cpu PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadscope --no-loadscope-reorder
 
-.PHONY: quickstart test test-slow test-soak test-lowest test-torch test-tpu lint
+.PHONY: quickstart test test-slow test-soak test-lowest test-torch test-tpu lint docs
 
 quickstart: $(READY)  ## learn from verifiable rewards, a few minutes on two cores
 	JAX_PLATFORMS=cpu $(BIN)/python -m rlvr_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
@@ -37,6 +37,10 @@ test-torch: $(READY)  ## what needs torch: exported checkpoints and adapters in 
 test-tpu: $(READY)  ## budgets of programs compiled for TPUs; `make test-slow` then runs the long ones too
 	$(BIN)/python -m pip install --quiet --editable '.[tpu]'
 	$(PYTEST) tests/commands/costs_tpu_test.py
+
+docs: $(READY)  ## the documentation as a site, build/site/index.html; any broken link is an error
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	JAX_PLATFORMS=cpu NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 lint: $(READY)
 	$(BIN)/ruff check .

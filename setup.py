@@ -25,6 +25,7 @@ EXTRAS = {
   "quantized": ["qwix>=0.1.4"],  # needs flax 0.12; not in dev, for the tests with flax 0.11
   "torch": ["peft>=0.21", "torch==2.13.0"],  # tests against transformers' own networks
   "plot": PLOT,
+  "docs": ["mkdocs-material>=9.8.1", "mkdocstrings[python]>=1.0.8"],
   "dev": [
     *GCS,
     *HF,

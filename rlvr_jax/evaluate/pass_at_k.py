@@ -54,7 +54,7 @@ def majority_at_n(answers: Sequence[Sequence[Hashable]], correct: npt.ArrayLike)
   without an answer (`None`) does not vote; a problem without votes counts as wrong.
 
   Args:
-    answers: [problems][n], hashable answers in a normal form (equal answers compare equal).
+    answers: `[problems][n]`, hashable answers in a normal form (equal answers compare equal).
     correct: bool[problems, n].
   Returns:
     f64[problems], in [0, 1].
@@ -174,7 +174,7 @@ def summarize(
     correct: bool[problems, n].
     ks: the k of pass@k, each ≤ n.
     seed: of the bootstrap.
-    answers: [problems][n], see `majority_at_n`; None omits majority@n.
+    answers: `[problems][n]`, see `majority_at_n`; None omits majority@n.
   Returns:
     {"pass@1": …, "pass@1_low": …, "pass@1_high": …, …, "mean": …, "majority": …}; `mean` and
     `majority` carry `_low` and `_high` too.

@@ -10,6 +10,7 @@ import pytest
 from oracles.batches import make_host_batch
 from train import tiny
 
+from docs import glossary
 from rlvr_jax.commands.train import train
 from rlvr_jax.rollouts.batch import permute_rewards
 from rlvr_jax.train.build import build
@@ -106,6 +107,10 @@ def test_evaluation_before_during_and_after(run):
     for name in ("pass@1", "pass@2", "mean"):
       low, high = record[f"eval/{name}_low"], record[f"eval/{name}_high"]
       assert 0 <= low <= record[f"eval/{name}"] <= high <= 1
+
+
+def test_every_metric_is_in_the_glossary(run):
+  assert not glossary.missing(run[0])
 
 
 def test_rollouts_are_recorded(run):

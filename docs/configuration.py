@@ -1,0 +1,134 @@
+"""Writes docs/configuration.md, from the values and comments of configs/base.py, from the root:
+
+python -m docs.configuration
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import pathlib
+import tokenize
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from rlvr_jax.configs import base
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "configuration.md"
+COMMAND = "python -m docs.configuration"
+_INTRODUCTION = f"""# Configuration
+
+Every field, with its default and its comment in [`configs/base.py`](../configs/base.py), from which
+`{COMMAND}` writes this page. A recipe starts from these values and changes some of
+them. Any field can be set on the command line, `--config.FIELD=VALUE`:
+
+    --config.batch.group_size=16 --config.loss="ppo_clip(epsilon_high=0.28)"
+
+A field that does not exist is an error that names the closest one.
+"""
+
+
+class Comments:
+  """The comments of a source file, by line."""
+
+  def __init__(self, source: str):
+    self._after: dict[int, str] = {}
+    self._alone: dict[int, str] = {}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+      if token.type == tokenize.COMMENT:
+        alone = not token.line[: token.start[1]].strip()
+        (self._alone if alone else self._after)[token.start[0]] = token.string.lstrip("# ")
+
+  def of(self, first: int, last: int) -> str:
+    """Comments above line `first`, and behind the lines `first` to `last`, as sentences."""
+    line, above = first - 1, []
+    while line in self._alone:
+      above.insert(0, self._alone[line])
+      line -= 1
+    behind = [self._after[n] for n in range(first, last + 1) if n in self._after]
+    sentences = [" ".join(part) for part in (above, behind) if part]
+    return " ".join(s[:1].upper() + s[1:] for s in sentences)
+
+
+class Field(NamedTuple):
+  name: str  # dotted
+  comment: str
+  group: bool  # whether it has fields of its own
+
+
+def _fields(name: str, first: int, value: ast.expr, comments: Comments) -> Iterator[Field]:
+  """A field and all below it, in their order."""
+  is_group = isinstance(value, ast.Call) and isinstance(value.func, ast.Name)
+  is_group = is_group and value.func.id == "dict"
+  yield Field(name, comments.of(first, first if is_group else value.end_lineno), is_group)
+  if is_group:
+    none = Comments("")  # a comment on the group's own line is the group's
+    for keyword in value.keywords:
+      if keyword.arg:
+        its = none if keyword.lineno == first else comments
+        yield from _fields(f"{name}.{keyword.arg}", keyword.lineno, keyword.value, its)
+      else:  # **dataclasses.asdict(Sampling())
+        yield from (f._replace(name=f"{name}.{f.name}") for f in _sampling())
+
+
+def _sampling() -> Iterator[Field]:
+  """Fields of the dataclass that both samplings expand to."""
+  source = (ROOT / "rlvr_jax" / "sampling.py").read_text(encoding="utf-8")
+  comments = Comments(source)
+  for node in ast.walk(ast.parse(source)):
+    if isinstance(node, ast.ClassDef) and node.name == "Sampling":
+      for line in node.body:
+        if isinstance(line, ast.AnnAssign):
+          yield Field(line.target.id, comments.of(line.lineno, line.end_lineno), False)
+
+
+def fields() -> list[Field]:
+  """All fields of configs/base.py, groups before what is in them."""
+  source = pathlib.Path(base.__file__).read_text(encoding="utf-8")
+  comments, found = Comments(source), []
+  (function,) = (n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef))
+  for node in function.body:
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
+      found += _fields(node.targets[0].attr, node.lineno, node.value, comments)
+  # evaluation.sampling = dataclasses.asdict(Sampling())
+  (index,) = (i for i, field in enumerate(found) if field.name == "evaluation.sampling")
+  name = found[index].name
+  found[index : index + 1] = [
+    found[index]._replace(group=True),
+    *(f._replace(name=f"{name}.{f.name}") for f in _sampling()),
+  ]
+  return found
+
+
+def _rows(chosen: list[Field]) -> str:
+  """A table of fields."""
+  values = base.get_config()
+  lines = ["| field | default | meaning |", "|---|---|---|"]
+  for field in (f for f in chosen if f.comment or not f.group):
+    value = values
+    for part in field.name.split("."):
+      value = value[part] if part in value else None  # placeholders have no value
+    default = "" if field.group else f"`{value!r}`"
+    comment = field.comment.replace("|", r"\|")
+    lines.append(f"| `{field.name}` | {default} | {comment} |")
+  return "\n".join(lines)
+
+
+def page() -> str:
+  """Markdown: the single fields first, then each group under its name."""
+  found = fields()
+  single = [f for f in found if "." not in f.name and not f.group]
+  parts = [_INTRODUCTION, "## Single fields", _rows(single)]
+  for group in (f for f in found if "." not in f.name and f.group):
+    below = [f for f in found if f.name.startswith(f"{group.name}.")]
+    parts += [f"## `{group.name}`", group.comment, _rows(below)]
+  return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def main() -> None:
+  PAGE.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+  main()

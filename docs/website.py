@@ -1,0 +1,122 @@
+"""Hooks of mkdocs.yml: the pages of the API reference, and links that leave docs/."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pathlib
+import posixpath
+import re
+from collections.abc import Iterator
+from typing import Any
+
+ROOT = pathlib.Path(__file__).parents[1]
+# Pages of the API reference, each of a package: what that exports, and what these modules have.
+API = {
+  "parts": (),
+  "advantages": ("base", "masses"),
+  "losses": ("base",),
+  "reweighting": ("base",),
+  "geometry": ("base", "diagnostics", "agreement", "updates"),
+  "ops": (),
+  "types": (),
+  "rollouts": (),
+  "models": (),
+  "data": ("tasks",),
+  "rewards": ("by_name",),
+  "train": (),
+  "evaluate": ("curves", "run_files"),
+}
+_LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")
+
+
+# --- the API reference ----------------------------------------------------------------------------
+
+
+def public(name: str) -> Iterator[str]:
+  """Dotted names of the functions and classes that a module exports, where they are defined."""
+  module = importlib.import_module(name)
+  own = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == name]
+  for member in getattr(module, "__all__", own):
+    value = vars(module).get(member)
+    if value is None or inspect.ismodule(value):
+      yield from public(f"{name}.{member}")
+    elif not member.startswith("_") and (inspect.isfunction(value) or inspect.isclass(value)):
+      yield f"{value.__module__}.{value.__name__}"
+
+
+def api_pages() -> dict[str, str]:
+  """Path of each page of the API reference → its Markdown, for mkdocstrings.
+
+  What several packages export is on the page of the one that defines it.
+  """
+  pages = {}
+  for title, more in API.items():
+    package = f"rlvr_jax.{title}"
+    summary = (importlib.import_module(package).__doc__ or "").strip()
+    modules = [package, *(f"{package}.{name}" for name in more)]
+    names = dict.fromkeys(name for module in modules for name in public(module))
+    listed = "\n\n".join(f"::: {name}" for name in names if name.startswith(package))
+    pages[f"api/{title}.md"] = f"# rlvr_jax.{title}\n\n{summary}\n\n{listed}\n"
+  return pages
+
+
+# --- links ----------------------------------------------------------------------------------------
+
+
+def link_from(page: str, link: str, repository: str) -> str:
+  """What a link of a page becomes on the site.
+
+  Args:
+    page: path under docs/, such as "methods/salt.md".
+    link: as in the page's Markdown, relative to the page's folder.
+    repository: address of the repository; "" for the files of this checkout.
+  """
+  if ":" in link or link.startswith("/"):
+    return link
+  target = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), link))
+  if target.startswith("docs/") and not target.endswith(".py"):
+    return posixpath.relpath(target, posixpath.join("docs", posixpath.dirname(page)))
+  if repository:
+    kind = "tree" if (ROOT / target).is_dir() else "blob"
+    return f"{repository.rstrip('/')}/{kind}/main/{target}"
+  return (ROOT / target).as_uri()
+
+
+def _filled(nav: list[Any], sections: dict[str, list[Any]]) -> list[Any]:
+  """A navigation in which the name of a section stands for the list of its pages."""
+  entries = []
+  for entry in nav:
+    if isinstance(entry, dict):
+      ((title, what),) = entry.items()
+      what = sections.get(what, what) if isinstance(what, str) else _filled(what, sections)
+      entry = {title: what}
+    entries.append(entry)
+  return entries
+
+
+def on_config(config: Any) -> Any:
+  """Lists the method cards and the pages of the API in the navigation."""
+  cards = sorted(path.name for path in (ROOT / "docs" / "methods").glob("*.md"))
+  sections = {
+    "methods": [f"methods/{name}" for name in cards],  # README.md sorts first
+    "api": [f"api/{title}.md" for title in API],
+  }
+  config.nav = _filled(config.nav, sections)
+  return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+  """Adds the pages of the API."""
+  from mkdocs.structure.files import File
+
+  for path, text in api_pages().items():
+    files.append(File.generated(config, path, content=text))
+  return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+  """Turns links that leave docs/ into links to the files of the repository."""
+  del files
+  change = lambda m: m[1] + link_from(page.file.src_uri, m[2], config.repo_url or "") + m[3]
+  return _LINK.sub(change, markdown)

@@ -1,0 +1,78 @@
+"""docs/metrics.md has every metric that the code writes, and none that it does not."""
+
+import ast
+import pathlib
+import re
+
+import pytest
+from train import tiny
+
+from docs import glossary
+from rlvr_jax.commands.train import train
+from rlvr_jax.train.build import build
+
+ROOT = pathlib.Path(__file__).parents[2]
+FAMILIES = "advantage|agreement|behavior|counter|curriculum|dynamic_sampling|eval|geometry|gram|"
+FAMILIES += "groups|hosts|loss|memory|outcome|policy|reference|response|reward|reweighting|source|"
+FAMILIES += "stage|staleness|time|update|veto|warm_start"
+NAME = re.compile(rf"(?:{FAMILIES})/[\w.@{{}}\[\]'/]+[\w}}]")
+
+
+def literals():
+  """Names of metrics in the package's strings, {…} of f-strings as the text {}."""
+  for path in sorted((ROOT / "rlvr_jax").rglob("*.py")):
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    parts = {id(v) for node in nodes if isinstance(node, ast.JoinedStr) for v in node.values}
+    for node in nodes:
+      text = node.value if isinstance(node, ast.Constant) and id(node) not in parts else None
+      if isinstance(node, ast.JoinedStr):
+        text = "".join(v.value if isinstance(v, ast.Constant) else "{}" for v in node.values)
+      if isinstance(text, str) and NAME.fullmatch(text) and not text.endswith("_"):
+        yield text
+
+
+def test_names_in_the_code_are_on_the_page():
+  found = set(literals())
+  assert len(found) > 60
+  missing = []
+  for name in found:
+    spelled = re.compile(".+".join(re.escape(part) for part in name.split("{}")) + "$")
+    if not glossary.has(name) and not any(spelled.match(other) for other in glossary.documented()):
+      missing.append(name)
+  assert not missing
+
+
+def test_a_missing_name_is_seen():
+  assert glossary.has("eval/pass@16") and glossary.has("source/quantized/ess")
+  assert not glossary.has("loss/mine") and not glossary.has("eval/pass@1_middle")
+
+
+def test_names_of_the_page_are_in_the_code():
+  sources = [p.read_text(encoding="utf-8") for p in (ROOT / "rlvr_jax").rglob("*.py")]
+  words = {word for text in sources for word in re.findall(r"[\w.@]+", text)}
+  parts = {part for word in words for part in [word, *word.split("_")]}
+  for name in glossary.documented():
+    last = re.sub(r"[A-Z]{2,}|K", "", name.split("/")[-1]).strip("_@")
+    assert not last or last in words or set(last.split("_")) <= parts, name
+
+
+VARIANTS = {  # together they have what no tiny run has
+  "salt": dict(reweighting="salt", diagnostics__every=1, diagnostics__compared="last_block"),
+  "m2po": dict(loss="m2po", veto__enabled=True, gram="sketch", diagnostics__every=1),
+  "sources": dict(
+    advantage="fade",
+    loss="p3o",
+    schedule="stages(count=2)",
+    sources__temperature__fraction=0.5,
+    sources__temperature__recorded="raw",
+    dynamic_sampling__enabled=True,
+  ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
+def test_what_methods_write_is_on_the_page(fields, tmp_path):
+  c = tiny.config(num_updates=2, warm_start__num_steps=2, evaluation__every=2, **fields)
+  train(build(c.lock()), tmp_path)
+  assert not glossary.missing(tmp_path)

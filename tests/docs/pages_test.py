@@ -1,0 +1,143 @@
+"""The pages of docs/: their commands are ones that the program takes, their code runs."""
+
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+
+import install_test
+import pytest
+from absl import flags
+from ml_collections import ConfigDict
+from train import tiny
+
+from docs import configuration, snippets, website
+from rlvr_jax import main
+from rlvr_jax.configs import base
+from rlvr_jax.train import config_file
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+PROGRAM = re.compile(r"(python -m rlvr_jax\.main|rlvr_jax) ")
+COMMANDS = [
+  (page, command)
+  for page in PAGES
+  for command in snippets.page(page).commands
+  if not page.startswith(("your_", "parts"))  # their own tests run them, on files that they write
+]
+QUICK = [
+  *("--config.num_updates=2", "--config.warm_start.num_steps=2", "--config.evaluation.every=2"),
+  *("--config.batch.prompts=8", "--config.task.kwargs.held_out_size=16"),
+]
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(name="in_checkout")
+def _in_checkout(monkeypatch):
+  """In the root, with flags that nobody has parsed; so it is left."""
+  monkeypatch.chdir(ROOT)
+  monkeypatch.setattr(sys, "argv", ["main"])  # ml_collections reads overrides from there
+  yield
+  for name in list(flags.FLAGS):
+    if name.startswith("config."):
+      delattr(flags.FLAGS, name)
+  flags.FLAGS.unparse_flags()
+
+
+def parsed(command):
+  """The configuration that the program makes of a command, for a test in the checkout."""
+  sys.argv = ["main", *shlex.split(PROGRAM.sub("", command))]
+  assert config_file.parse_flags(sys.argv) == ["main"]
+  return main._CONFIG.value
+
+
+@pytest.mark.parametrize("page, command", COMMANDS, ids=[f"{p}: {c[:60]}" for p, c in COMMANDS])
+def test_the_program_takes_the_command(page, command, in_checkout):
+  if PROGRAM.match(command):
+    assert set(base.get_config()) <= set(parsed(command))
+    assert flags.FLAGS["workdir"].value.startswith("runs/")
+  elif "pip install" in command:
+    extras = re.search(r"\[([\w,]+)\]", command)[1].split(",")
+    assert set(extras) <= set(install_test.distribution().extras_require)
+  else:
+    program, option, code = shlex.split(command)
+    assert (program, option) == ("python", "-c")
+    exec(compile(code, page, "exec"), {})
+
+
+def test_a_command_with_a_misspelled_field_is_seen(in_checkout):
+  with pytest.raises(SystemExit, match="no field 'group_sise'"):
+    parsed("rlvr_jax --config=configs/quickstart.py --config.batch.group_sise=4")
+
+
+# --- code -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_first_run_and_what_reads_it(tmp_path, monkeypatch, capsys):
+  """The commands of the first run, shortened, and the code that reads their workdirs."""
+  monkeypatch.chdir(tmp_path)
+  for command in snippets.page("first_run.md").commands[:2]:
+    arguments = [*shlex.split(PROGRAM.sub("", command)), *QUICK]
+    program = [sys.executable, "-m", "rlvr_jax.main", *arguments]
+    subprocess.run(program, env=tiny.environment(), check=True, timeout=tiny.TIMEOUT_S)
+  for page in ("first_run.md", "reading_a_run.md"):
+    exec(compile(snippets.page(page).code, page, "exec"), {})
+  assert (tmp_path / "curves.png").stat().st_size > 1000
+  printed = capsys.readouterr().out.splitlines()
+  assert printed[0].startswith("0 0.") and printed[1].startswith("2 0.")
+  assert len(printed) > 5 and any(word in printed[-1] for word in ("correct", "wrong"))
+
+
+# --- generated pages and the site -----------------------------------------------------------------
+
+
+def test_the_reference_of_the_configuration_is_up_to_date():
+  assert configuration.PAGE.read_text(encoding="utf-8") == configuration.page(), (
+    f"write it by: {configuration.COMMAND}"
+  )
+
+
+def test_the_reference_has_every_field():
+  def leaves(config, prefix=""):
+    for name, value in config.items():
+      deeper = isinstance(value, ConfigDict)
+      yield from leaves(value, f"{prefix}{name}.") if deeper else [f"{prefix}{name}"]
+
+  found = {field.name: field for field in configuration.fields()}
+  assert set(leaves(base.get_config())) == {name for name, f in found.items() if not f.group}
+  assert found["batch.group_size"].comment == "G, rollouts per prompt"
+  assert found["sampling.top_k"].comment == found["evaluation.sampling.top_k"].comment != ""
+
+
+@pytest.mark.parametrize(
+  "page, link, expected",
+  [
+    ("models.md", "staleness.md", "staleness.md"),
+    ("methods/salt.md", "../staleness.md", "../staleness.md"),
+    ("methods/README.md", "../../docs/methods/salt.md", "salt.md"),
+    ("models.md", "https://example.org/x", "https://example.org/x"),
+    ("models.md", "../configs/base.py", "https://host/us/it/blob/main/configs/base.py"),
+    ("methods/salt.md", "../../tests/data", "https://host/us/it/tree/main/tests/data"),
+  ],
+)
+def test_links_of_the_site(page, link, expected):
+  assert website.link_from(page, link, "https://host/us/it/") == expected
+
+
+def test_links_without_a_repository_lead_to_this_checkout():
+  found = website.link_from("models.md", "../configs/base.py", "")
+  assert found == (ROOT / "configs" / "base.py").as_uri()
+
+
+def test_the_api_lists_what_packages_export():
+  pages = website.api_pages()
+  assert "\n::: rlvr_jax.advantages.fade.fade\n" in pages["api/advantages.md"]
+  assert "\n::: rlvr_jax.losses.base.token_loss\n" in pages["api/losses.md"]
+  assert "\n::: rlvr_jax.parts.loss_of\n" in pages["api/parts.md"]
+  assert "\n::: rlvr_jax.ops.spectral.participation_ratio\n" in pages["api/ops.md"]
+  listed = [line for text in pages.values() for line in text.splitlines() if line[:3] == ":::"]
+  assert len(listed) > 100 and len(set(listed)) == len(listed)

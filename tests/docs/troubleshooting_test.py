@@ -1,0 +1,64 @@
+"""docs/troubleshooting.md quotes messages that the code has, and fields that exist."""
+
+import ast
+import pathlib
+import re
+
+import pytest
+from ml_collections import ConfigDict
+
+from rlvr_jax.configs import base
+
+ROOT = pathlib.Path(__file__).parents[2]
+ROWS = [
+  line.split("|")[1].strip()
+  for line in (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8").splitlines()
+  if line.startswith("| `")
+]
+MESSAGES = [found[1] for row in ROWS if (found := re.fullmatch(r"`([^`]+)`", row))]
+OF_OTHERS = {"`RESOURCE_EXHAUSTED` (jax)"}
+
+
+def strings():
+  """All texts of the package, with … for the values of f-strings."""
+  for path in (ROOT / "rlvr_jax").rglob("*.py"):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+      if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+      if isinstance(node, ast.JoinedStr):
+        yield "".join(v.value if isinstance(v, ast.Constant) else "…" for v in node.values)
+
+
+@pytest.fixture(name="texts", scope="module")
+def _texts():
+  return "\n".join(strings())
+
+
+def test_every_row_is_a_message():
+  assert len(MESSAGES) > 25 and set(ROWS) - {f"`{m}`" for m in MESSAGES} == OF_OTHERS
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_the_code_has_the_message(message, texts):
+  spelled = r"[^\n]*?".join(re.escape(part.strip()) for part in message.split("…"))
+  assert re.search(spelled, texts)
+
+
+@pytest.mark.parametrize(
+  "page", ["troubleshooting.md", "reading_a_run.md", "reading_geometry.md", "terms.md"]
+)
+def test_fields_exist(page):
+  """Dotted names that begin with a section of the configuration are fields of it."""
+  text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+  if page == "terms.md":  # the other columns are other programs'
+    text = "\n".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))
+  config = base.get_config()
+  sections = "|".join(name for name, value in config.items() if isinstance(value, ConfigDict))
+  named = re.findall(rf"`((?:{sections})\.[\w.]+)[`=]", text)
+  assert named
+  for name in named:
+    if not name.startswith("task.kwargs"):
+      value = config
+      for part in name.split("."):
+        assert part in value.keys(), name
+        value = value[part]
