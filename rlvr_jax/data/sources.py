@@ -205,7 +205,7 @@ class Mixed(_Indexed):
 
     Args:
       sources: none of them empty.
-      weights: > 0; only their ratios matter.
+      weights: above 0; only their ratios matter.
       seeds: of each source's order, in [0, 2³²).
       size: number of problems of the mixture.
     """

@@ -26,7 +26,7 @@ def decoupled_ppo(
   Args:
     epsilon_low: in [0, 1].
     epsilon_high: ≥ 0.
-    behavior_weight_cap: > 0.
+    behavior_weight_cap: above 0.
   Raises:
     ValueError: at trace time, without `proximal_logprobs` in the batch.
   Source: "Batch size-invariance for policy optimization" (arXiv:2110.00641).

@@ -137,7 +137,7 @@ def salt(
   the last four arguments.
 
   Args:
-    rank_scale: > 0, factor on the participation ratio.
+    rank_scale: above 0, factor on the participation ratio.
     min_rank: ≥ 1.
     max_rank: ≥ min_rank.
     alpha_min: ≥ 0.

@@ -34,7 +34,7 @@ def adamw(
     learning_rate: of the run.
     b1: in [0, 1], decay of the mean of the gradient.
     b2: in [0, 1], decay of the mean of the squared gradient.
-    epsilon: > 0, added to the square root of that mean.
+    epsilon: above 0, added to the square root of that mean.
     weight_decay: ≥ 0.
   Source: "Decoupled Weight Decay Regularization" (arXiv:1711.05101).
   """

@@ -66,6 +66,7 @@ VARIANTS = {  # together they have what no tiny run has
     sources__temperature__fraction=0.5,
     sources__temperature__recorded="raw",
     dynamic_sampling__enabled=True,
+    warm_start__num_steps=40,  # so that some groups have both outcomes
   ),
 }
 
@@ -73,6 +74,7 @@ VARIANTS = {  # together they have what no tiny run has
 @pytest.mark.slow
 @pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
 def test_what_methods_write_is_on_the_page(fields, tmp_path):
-  c = tiny.config(num_updates=2, warm_start__num_steps=2, evaluation__every=2, **fields)
+  few = dict(num_updates=2, warm_start__num_steps=2, evaluation__every=2)
+  c = tiny.config(**few | fields)
   train(build(c.lock()), tmp_path)
   assert not glossary.missing(tmp_path)
