@@ -23,6 +23,7 @@ from rlvr_jax.commands.chips import Chip, chip_of
 from rlvr_jax.commands.hlo import COLLECTIVES, OPEN_LOOP, Item, walk
 from rlvr_jax.commands.hlo_text import dimensions
 from rlvr_jax.files import local_path
+from rlvr_jax.geometry import by_rollout
 from rlvr_jax.models.flops import forward_flops, update_flops
 from rlvr_jax.ops.splash import splash_cost
 from rlvr_jax.train.build import Parts
@@ -72,7 +73,15 @@ def report(
   costs, useful = {}, useful_flops(parts)
   kernels = attention_kernels(parts) if kernels is None else kernels
   for name, lower in programs(parts).items():
-    if found := program_cost(name, lower, topology, useful_flops=useful[name], kernels=kernels):
+    found = program_cost(
+      name,
+      lower,
+      topology,
+      useful_flops=useful[name],
+      kernels=kernels,
+      lengths=loops_at_full_length(parts),
+    )
+    if found:
       costs[name] = found
   conditions = _conditions(parts, topology) | {"too_large": sorted(useful.keys() - costs.keys())}
   say(markdown(conditions, costs))
@@ -88,12 +97,13 @@ def program_cost(
   *,
   useful_flops: float,
   kernels: Mapping[str, KernelCost] | None = None,
+  lengths: Mapping[str, int] | None = None,
 ) -> Cost | None:
   """`cost` of one of `ahead_of_time.programs`; None where the chip's memory does not suffice."""
   program, text = compiled_with_text(name, lower)
   if program is None:
     return None
-  items = with_kernels(walk(text, PARTS), kernels or {})
+  items = with_kernels(walk(text, PARTS, lengths), kernels or {})
   return cost(items, chip_of(topology), useful_flops=useful_flops, memory=memory(program))
 
 
@@ -125,6 +135,19 @@ def _burst_flops(parts: Parts) -> float:
   prompts = np.full(settings.slots, parts.config.max_prompt_length)
   until = lambda length: forward_flops(network, prompts, np.full((settings.slots, 1), length))
   return until(settings.max_new_tokens) - until(settings.max_new_tokens - settings.shape.steps)
+
+
+def loops_at_full_length(parts: Parts) -> dict[str, int]:
+  """Iterations of the Gram matrix's loops over a micro-batch's rollouts and a rollout's places.
+
+  By pattern of their name; responses are as long as they may be.
+  """
+  config, micro_batches = parts.config, int(packed_at_full_length(parts).num_micro_batches)
+  rollouts = config.batch.prompts * config.batch.group_size
+  return {
+    rf"{by_rollout.ROLLOUTS}/while$": -(-rollouts // micro_batches),
+    rf"{by_rollout.TILES}/while$": by_rollout.tiles_of(config.max_response_length)[1],
+  }
 
 
 def attention_kernels(parts: Parts) -> dict[str, KernelCost]:

@@ -4,7 +4,8 @@ XLA's own `cost_analysis()` counts the body of a loop once, and a Pallas call as
 text of the optimized program (`jax.stages.Compiled.as_text()`, of one device) is walked from its
 entry. The body of a loop counts as often as the loop runs, at most. Of a conditional the most
 expensive branch counts: the one with the most operations, then the most bytes. A loop whose length
-only the data tell counts as one iteration, and is an item of its own.
+only the data tell counts as often as the caller says, or else as one iteration, and is then an item
+of its own.
 """
 
 from __future__ import annotations
@@ -80,24 +81,27 @@ class _Loop(NamedTuple):
   ended: _Values  # of its tuple, when it has ended
 
 
-def walk(text: str, parts: Mapping[str, str]) -> list[Item]:
+def walk(
+  text: str, parts: Mapping[str, str], lengths: Mapping[str, int] | None = None
+) -> list[Item]:
   """Every instruction of a program that costs anything, and every loop of unknown length.
 
   Args:
     text: optimized HLO, of one device.
     parts: of the program, by the pattern of a `jax.named_scope` or of a parameter's name.
+    lengths: iterations of loops whose length only the data tell, by a pattern of their op_name.
   Raises:
     ValueError: the text holds no program, or unknown replica groups.
   """
   scopes = "|".join(f"(?P<{part}>{pattern})" for part, pattern in parts.items())
-  program = _Program(text, re.compile(rf"\b(?:{scopes})\b"))
+  program = _Program(text, re.compile(rf"\b(?:{scopes})\b"), lengths or {})
   return list(program.items(program.entry, 1, OTHER, None))
 
 
 class _Program:
-  def __init__(self, text: str, parts: re.Pattern[str]):
+  def __init__(self, text: str, parts: re.Pattern[str], lengths: Mapping[str, int]):
     self.computations, self.entry = parsed(text)
-    self.parts = parts
+    self.parts, self.lengths = parts, lengths
     devices = re.search(r"num_partitions=(\d+)", text)
     self.devices = int(devices.group(1)) if devices else 1
     self.loops: dict[Any, _Loop] = {}
@@ -302,7 +306,7 @@ class _Program:
     condition = i.attribute(r"condition=%?([\w.\-]+)")
     for first, limit, step in self._bounds(condition, before, after):
       return max(0, -(-(limit - first) // step))
-    return None
+    return next((n for name, n in self.lengths.items() if re.search(name, i.op_name)), None)
 
   def _first_iteration(self, computation, i, known) -> tuple[_Values, _Values]:
     """The known elements of a loop's tuple before and after its first iteration."""

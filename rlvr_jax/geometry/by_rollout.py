@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from rlvr_jax.ops.spectral import EXACT
 from rlvr_jax.types import Array, TrainBatch
 
+ROLLOUTS, TILES = "rollouts", "tiles"  # names of loops whose lengths the batch decides
 _TILE = 512  # places of a rollout, at most, that are multiplied at once
 
 
@@ -55,9 +56,14 @@ def places_of(batch: TrainBatch) -> Places:
 
 def tile_of(batch: TrainBatch) -> tuple[int, int | None]:
   """(places that are multiplied at once; the number of such tiles, where all rollouts have T)."""
-  T = batch.tokens.shape[-1]
-  tiles = -(-T // _TILE)
-  return -(-T // tiles), None if batch.packed is not None else tiles
+  width, tiles = tiles_of(batch.tokens.shape[-1])
+  return width, None if batch.packed is not None else tiles
+
+
+def tiles_of(length: int) -> tuple[int, int]:
+  """(places of a tile, number of tiles) of the longest rollout."""
+  tiles = -(-length // _TILE)
+  return -(-length // tiles), tiles
 
 
 def outer_sums(
@@ -95,11 +101,13 @@ def outer_sums(
       return total + product
 
     count = -(-(end - first) // width) if tiles is None else tiles
-    total = jax.lax.fori_loop(0, count, of_tile, jnp.zeros(sums.shape[1:], sums.dtype))
+    with jax.named_scope(TILES):
+      total = jax.lax.fori_loop(0, count, of_tile, jnp.zeros(sums.shape[1:], sums.dtype))
     return jax.lax.dynamic_update_index_in_dim(sums, total, slot, 0)
 
   base = index * size
   low, high = 0, spans.firsts.shape[0]
   if spans.bounds.shape[0] > 2:  # several micro-batches
     low, high = spans.bounds[index], spans.bounds[index + 1]
-  return jax.lax.fori_loop(low, high, of_rollout, sums)
+  with jax.named_scope(ROLLOUTS):
+    return jax.lax.fori_loop(low, high, of_rollout, sums)

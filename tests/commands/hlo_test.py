@@ -108,6 +108,14 @@ def test_a_loop_whose_length_the_data_set_counts_once_and_is_named():
   found = items(loop_entry(0), loop_body(1), (header, lines))
   assert (found["loop"].opcode, found["loop"].times) == (hlo.OPEN_LOOP, 1)
   assert (found["product"].times, found["product"].flops) == (1, 2 * 4 * 8 * 8)
+  entry = [
+    line + ', metadata={op_name="f/tiles/while"}' * ("while(" in line) for line in loop_entry(0)
+  ]
+  text = module(entry, loop_body(1), (header, lines))
+  given = {
+    item.name: item.times for item in hlo.walk(text, PARTS, {"rows/while$": 3, "tiles/while$": 7})
+  }
+  assert given == {"product": 7, "next": 7}
 
 
 def test_a_text_without_a_program_is_refused():

@@ -22,7 +22,9 @@ from oracles.gram_cases import (
   make_transformer,
 )
 
+from rlvr_jax.commands.hlo import walk
 from rlvr_jax.geometry import GramContext, bytes_moved, per_rollout, streaming
+from rlvr_jax.geometry.by_rollout import ROLLOUTS, TILES
 from rlvr_jax.models.functional import all_trained
 from rlvr_jax.ops.masked import upcast
 from rlvr_jax.train import sharding
@@ -159,6 +161,20 @@ def test_sampled_is_what_the_released_code_computes_after_its_first_sample(x64):
   assert_close(gram("sampled")[1:, 1:], released[1:] @ released[1:].T, 1e-12)
   np.testing.assert_allclose(gram("score")[0, 0], released[0] @ released[0], rtol=1e-10)
   assert abs(gram("sampled")[0, 0] / (released[0] @ released[0]) - 1) > 0.01
+
+
+def test_a_cost_report_knows_how_long_its_loops_are(x64):
+  """Those whose length the batch decides have names."""
+  params, batch, forward, setting = make_case(temperature=0.7)
+  batch, forward = in_rows(batch, forward, rows=2)
+  gram = jax.jit(lambda *args: streaming().gram(*args, setting))
+  text = gram.lower(params, {}, batch, forward).compile().as_text()
+  products = lambda lengths: [
+    item.times for item in walk(text, {}, lengths) if item.flops and f"/{TILES}/" in item.op_name
+  ]
+  (once,) = products({})
+  lengths = {rf"{ROLLOUTS}/while$": 5, rf"{TILES}/while$": 2}
+  assert products(lengths) == [10 * once]
 
 
 @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
