@@ -12,26 +12,33 @@ from rlvr_jax.data.curriculum import Curriculum
 from rlvr_jax.train.build import build
 
 
-@pytest.fixture(scope="module", name="parts")
-def _parts(tmp_path_factory):
+@pytest.fixture(scope="module", name="config_of")
+def _config_of(tmp_path_factory):
   lines = [dict(prompt=f"{a}+{b}=", answer=str(a + b)) for a in range(6) for b in range(6)]
   path = tmp_path_factory.mktemp("own") / "sums.jsonl"
   path.write_text("".join(json.dumps(line) + "\n" for line in lines))
   own = dict(train=str(path), held_out_size=4, grader="rewards.user_graders:unhurried",
              solution="{answer}", warm_start_size=20)  # fmt: skip
-  config = tiny.config(
-    num_updates=6,
-    schedule="updates_per_refresh(batches=2)",
-    checkpoint__keep=10,
-    grading__extra=(("pattern(regex='.')", 0.1),),  # changes references, not the curriculum
-    prompts__too_long="drop",
-  )
-  with config.unlocked():
-    config.task = dict(
-      name="curriculum",
-      kwargs=dict(parts=dict(mine=dict(name="jsonl", kwargs=own)), rate=1.0, floor=0.5),
+
+  def config_of(**fields):
+    config = tiny.config(num_updates=6, checkpoint__keep=10, **fields)
+    parts = dict(mine=dict(name="jsonl", kwargs=own))
+    with config.unlocked():
+      config.task = dict(name="curriculum", kwargs=dict(parts=parts, rate=1.0, floor=0.5))
+    return config
+
+  return config_of
+
+
+@pytest.fixture(scope="module", name="parts")
+def _parts(config_of):
+  parts = build(
+    config_of(
+      schedule="updates_per_refresh(batches=2)",
+      grading__extra=(("pattern(regex='.')", 0.1),),  # changes references, not the curriculum
+      prompts__too_long="drop",
     )
-  parts = build(config)
+  )
   assert isinstance(parts.task.train, Curriculum) and len(parts.task.train) == 12
   return parts
 
@@ -57,3 +64,19 @@ def test_a_resumed_run_samples_the_same_problems(parts, tmp_path):
     train(parts, cut)
     assert tiny.records(cut, "train") == trained
     assert tiny.rollouts(cut) == tiny.rollouts(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "fields",
+  [
+    dict(schedule="asynchronous(max_lag=2)"),
+    dict(schedule="fixed_lag(lag=2)", dynamic_sampling=dict(enabled=True, max_batches=60)),
+  ],
+  ids=["asynchronous", "dynamic sampling"],
+)
+def test_it_learns_of_every_group_that_was_sampled(config_of, tmp_path, fields):
+  train(build(config_of(**fields)), tmp_path / "run")
+  trained = tiny.records(tmp_path / "run", "train")
+  assert len(trained) == 6 and trained[-1]["curriculum/seen"] > 0.9
+  assert len({record["curriculum/estimate"] for record in trained}) > 3
