@@ -19,7 +19,7 @@ def get_config() -> ConfigDict:
   c.num_updates = 200  # of the policy, in all
 
   c.task = dict(
-    name="reasoning_gym",
+    name="reasoning_gym",  # or your own, "my_module:factory"; arguments here or in kwargs
     kwargs=dict(
       dataset="chain_sum",
       settings=dict(min_terms=2, max_terms=2, min_digits=2, max_digits=2),

@@ -219,9 +219,15 @@ def make_model(config: ml_collections.ConfigDict, mesh: Mesh, vocab_size: int) -
 
 def make_task(config: ml_collections.ConfigDict) -> Task:
   """The task of `config.task`: its problems and its grader."""
+  name, kwargs = config.task.name, config.task.kwargs.to_dict()
+  spec = specs.parse("config.task.name", name)
+  if twice := sorted(spec.arguments.keys() & kwargs):
+    raise ValueError(
+      f"config.task.name = {name!r} and config.task.kwargs both set {', '.join(twice)}; set it in"
+      " one of them"
+    )
+  spec = spec._replace(arguments={**kwargs, **spec.arguments})
   try:
-    name = config.task.name
-    spec = specs.Spec(name, config.task.kwargs.to_dict())
     return specs.call(f"config.task.name = {name!r}", tasks, spec, Task)
   except OSError as error:
     raise ValueError(f"config.task.kwargs = {config.task.kwargs.to_dict()}: {error}") from error

@@ -223,7 +223,7 @@ def open_task(config: ConfigDict, given: Mapping[str, Any]) -> None:
   from rlvr_jax.data import tasks  # here, so that other command lines do not wait for the import
 
   owner = f"config.task.name = {name!r}"
-  factory = specs.find(owner, tasks, name)
+  factory = specs.find(owner, tasks, specs.parse("config.task.name", name).name)
   specs.check_keywords(owner, name, factory, missing)
   for keyword, *inner in paths:
     if inner and keyword in missing:

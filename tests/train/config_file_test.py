@@ -111,6 +111,16 @@ def test_a_task_of_one_s_own():
   assert c.task.kwargs.to_dict() == {"size": 3, "scale": 0.5, "names": ("a", "b")}
 
 
+def test_arguments_of_a_task_may_stand_in_its_name():
+  name = "train.sums:sums(held_out_size=3)"
+  c = parsed(f"--config.task.name={name}", "--config.task.kwargs.train_size=7")
+  task = make_task(c)
+  assert (len(task.train), len(task.held_out)) == (7, 3)
+  c = parsed(f"--config.task.name={name}", "--config.task.kwargs.held_out_size=7")
+  with pytest.raises(ValueError, match=r"config\.task\.kwargs both set held_out_size; set it in"):
+    make_task(c)
+
+
 def own_task(*, size: int, scale: float = 1.0, names=None):
   raise NotImplementedError
 
@@ -121,7 +131,7 @@ def own_task(*, size: int, scale: float = 1.0, names=None):
     (["--config.task.kwargs.promt=x"], "reasoning_gym takes no 'promt'; did you mean 'prompt'?"),
     (["--config.task.name=publishd"], "'publishd' is unknown; did you mean 'published'"),
     (["--config.task.name=published", "--config.task.kwargs.settings=3"], "takes no 'settings'"),
-    (["--config.task.name=3"], "'3' is unknown"),
+    (["--config.task.name=3"], "'3' is not a component: write name, name(keyword=value"),
   ],
 )
 def test_a_misspelled_keyword_names_the_near_one(arguments, message):
