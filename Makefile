@@ -4,6 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 LOWEST := $(VENV)-lowest
+TUNIX := $(VENV)-tunix
 TESTS ?=
 # What tensorflow-datasets 4.9.9 runs with; Colab has the same.
 OF_THEN := 'protobuf>=5.29.1,<6' 'tensorflow-metadata>=1.17,<1.18'
@@ -11,7 +12,7 @@ OF_THEN := 'protobuf>=5.29.1,<6' 'tensorflow-metadata>=1.17,<1.18'
 # Tests start programs, which find their modules compiled.
 PYTEST = JAX_PLATFORMS=cpu PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadscope --no-loadscope-reorder
 
-.PHONY: quickstart test test-slow test-soak test-lowest test-torch test-tpu lint docs
+.PHONY: quickstart test test-slow test-soak test-lowest test-torch test-tunix test-tpu lint docs
 
 quickstart: $(READY)  ## learn from verifiable rewards, a few minutes on two cores
 	JAX_PLATFORMS=cpu $(BIN)/python -m rlvr_jax.main --config=configs/quickstart.py --workdir=runs/quickstart
@@ -24,6 +25,7 @@ test-slow: $(READY)  ## the long ones, or those of TESTS
 
 test-soak: $(READY)  ## the longest ones; write what came out into tests/RESULTS.md
 	$(PYTEST) -m soak
+	$(MAKE) test-tunix
 	$(MAKE) test-lowest
 
 test-lowest: BIN := $(LOWEST)/bin
@@ -33,6 +35,10 @@ test-lowest: $(LOWEST)/ready  ## the ordinary tests, or TESTS, with the lowest v
 test-torch: $(READY)  ## what needs torch: exported checkpoints and adapters in the libraries they are for
 	$(BIN)/python -m pip install --quiet --editable '.[torch]'
 	$(PYTEST) -m "" tests/models/transformers_reload_test.py tests/models/peft_test.py
+
+test-tunix: BIN := $(TUNIX)/bin
+test-tunix: $(TUNIX)/ready  ## the plug-in for google-tunix, which the extra dev cannot be installed with
+	$(PYTEST) tests/integrations
 
 test-tpu: $(READY)  ## budgets of programs compiled for TPUs; `make test-slow` then runs the long ones too
 	$(BIN)/python -m pip install --quiet --editable '.[tpu]'
@@ -58,4 +64,9 @@ $(LOWEST)/ready: setup.py  # by uv: pip installs the newest alone
 	$(PYTHON) -m venv $(LOWEST)
 	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --resolution lowest-direct --editable '.[dev,plot]' $(OF_THEN)
+	touch $@
+
+$(TUNIX)/ready: setup.py
+	$(PYTHON) -m venv $(TUNIX)
+	$(BIN)/python -m pip install --quiet --editable '.[tunix]' 'pytest>=8.4' 'pytest-xdist>=3.8.0'
 	touch $@

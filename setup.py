@@ -24,6 +24,7 @@ EXTRAS = {
   "wandb": ["wandb>=0.31"],
   "quantized": ["qwix>=0.1.4"],  # needs flax 0.12; not in dev, for the tests with flax 0.11
   "torch": ["peft>=0.21", "torch==2.13.0"],  # tests against transformers' own networks
+  "tunix": ["google-tunix>=0.1.7"],  # its safetensors < 0.8 is too old for hf and dev
   "plot": PLOT,
   "docs": ["mkdocs-material>=9.8.1", "mkdocstrings[python]>=1.0.8"],
   "dev": [

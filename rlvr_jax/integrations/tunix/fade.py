@@ -1,0 +1,155 @@
+"""FADE's advantages as an estimator of Tunix's, with FADE's state."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tunix.generate import utils as generate_utils
+from tunix.rl import algo_core, common, function_registry, reward_manager
+from tunix.rl.rl_cluster import Mode
+
+from rlvr_jax import advantages
+from rlvr_jax.types import Prompts, TrainBatch
+
+
+class _TrainingRewards(reward_manager.SequenceRewardManager):
+  """Rewards of 0 and 1 in training; an evaluation, which would change FADE's state, is an error."""
+
+  def __call__(self, prompts: list[str], completions: list[str], **kwargs: Any) -> dict[str, Any]:
+    if kwargs["mode"] != str(Mode.TRAIN):
+      raise ValueError(
+        "FADE: Tunix passes rewards and entropies of an evaluation to the estimator as if they were"
+        " of training; call train() without eval_ds and evaluate by another learner"
+      )
+    found = super().__call__(prompts, completions, **kwargs)
+    others = set(np.asarray(found["rewards"]).tolist()) - {0.0, 1.0}
+    if others:
+      raise ValueError(
+        f"FADE: rewards must be 0 or 1, and some are {sorted(others)[:5]}; the sum over all"
+        " reward_fns is one rollout's reward"
+      )
+    return found
+
+
+class Fade:
+  """FADE's advantages as an estimator of Tunix's, with FADE's state.
+
+  `register` names it, `attach` connects it to a learner. Then Tunix calls it once per batch: it
+  adds the previous batch's solve rate and the latest entropy to the state, then returns advantages
+  of that state. Tunix reports an update's entropy at the end of the next update, one later than
+  `rlvr_jax.train` does. `state_dict` has everything to save beside Tunix's checkpoint.
+  """
+
+  def __init__(self, *, initial_entropy: float, **hyper_parameters: Any):
+    """Takes the initial policy's entropy, nats per token, and the arguments of `advantages.fade`.
+
+    `policy_entropy` measures the former.
+    """
+    self._fade = advantages.fade(**hyper_parameters)
+    self.state = self._fade.init(jnp.float32(initial_entropy))
+    self._solve_rate: float | None = None
+    self._entropies: list[float] = []
+    self._attached = False
+
+  def register(self, name: str) -> None:
+    """Registers the estimator, and a reward manager that it needs, both under `name`."""
+    function_registry.register_advantage_estimator(name)(self)
+    function_registry.register_reward_manager(name)(_TrainingRewards)
+
+  def attach(self, learner: Any) -> None:
+    """Has the learner report entropies; it logs kl, pg_clipfrac and entropy from now on.
+
+    Raises:
+      ValueError: the learner's configuration does not fit.
+    """
+    config, training = learner.algo_config, learner.rl_cluster.cluster_config.training_config
+    name = config.advantage_estimator
+    if function_registry.get_advantage_estimator(name) is not self:
+      raise ValueError(f"Fade.attach: advantage_estimator={name!r} is not this object's name")
+    if not isinstance(learner.reward_manager, _TrainingRewards):
+      raise ValueError(
+        f"Fade.attach: reward_manager={config.reward_manager!r}; set it to {name!r}, as the"
+        " advantage_estimator"
+      )
+    if training.train_micro_batch_size not in (None, training.mini_batch_size):
+      raise ValueError(
+        f"Fade.attach: train_micro_batch_size={training.train_micro_batch_size} would change the"
+        f" state several times per update; set it to mini_batch_size={training.mini_batch_size}"
+      )
+    learner.rl_cluster.actor_trainer.with_rl_metrics_to_log(
+      {"kl": np.mean, "pg_clipfrac": np.mean, "entropy": self._observe}
+    )
+    self._attached = True
+
+  def _observe(self, entropies: Any) -> Any:
+    self._entropies.append(float(np.mean(entropies)))
+    return np.mean(entropies)
+
+  def __call__(self, rewards: Any, num_generations: int) -> np.ndarray:
+    """Rewards of 0 and 1, [B] → advantages f32[B]."""
+    if not self._attached:
+      raise ValueError("Fade: call attach(learner) before learner.train(...)")
+    grouped = jnp.asarray(rewards, jnp.float32).reshape(-1, num_generations)
+    P, G = grouped.shape
+    none = jnp.zeros((P, G, 0))
+    batch = TrainBatch(
+      prompts=Prompts(jnp.zeros((P, 0), jnp.int32), jnp.zeros(P, jnp.int32)),
+      tokens=none.astype(jnp.int32),
+      mask=none,
+      behavior_logprobs=none,
+      rewards=grouped,
+      correct=grouped,
+    )
+    if self._solve_rate is not None:
+      entropy = np.mean(self._entropies) if self._entropies else self.state.entropy
+      rate, self._entropies = jnp.float32(self._solve_rate), []
+      self.state = self._fade.update(self.state, batch, jnp.float32(entropy), rate)
+    self._solve_rate = float(jnp.mean(grouped))
+    return np.asarray(self._fade.apply(self.state, batch)).reshape(-1)
+
+  def state_dict(self) -> dict[str, Any]:
+    """The state as plain numbers, for JSON."""
+    state = {name: value.item() for name, value in self.state._asdict().items()}
+    return {"state": state, "solve_rate": self._solve_rate, "entropies": list(self._entropies)}
+
+  def load_state_dict(self, saved: dict[str, Any]) -> None:
+    """Takes back what `state_dict` returned."""
+    dtypes = {name: value.dtype for name, value in self.state._asdict().items()}
+    arrays = {name: jnp.asarray(saved["state"][name], dtype) for name, dtype in dtypes.items()}
+    self.state = type(self.state)(**arrays)
+    self._solve_rate, self._entropies = saved["solve_rate"], list(saved["entropies"])
+
+
+def policy_entropy(cluster: Any, prompts: Sequence[str]) -> float:
+  """Mean entropy of the actor over the tokens of one sampled response per prompt, nats per token.
+
+  Args:
+    cluster: Tunix's RLCluster; it samples as in training.
+    prompts: as in the training data.
+  """
+  config = cluster.get_rollout_config(mode=Mode.TRAIN)
+  output = cluster.generate(prompts=list(prompts), mode=Mode.TRAIN)
+  pad_id, eos_id = cluster.rollout.pad_id(), cluster.rollout.eos_id()
+  pad = functools.partial(
+    generate_utils.pad_to_length,
+    target_length=config.max_tokens_to_generate,
+    pad_value=pad_id,
+    left=False,
+  )
+  completions = jnp.asarray(np.stack([pad(tokens) for tokens in output.tokens]))
+  _, logits = common.compute_per_token_logps(
+    *nnx.split(cluster.actor_trainer.model),
+    prompt_tokens=jnp.asarray(output.left_padded_prompt_tokens),
+    completion_tokens=completions,
+    pad_id=pad_id,
+    eos_id=eos_id,
+    return_logits=True,
+    temperature=config.temperature,
+  )
+  entropy = algo_core.compute_entropy_from_logits(logits)
+  return float(algo_core.masked_mean(entropy, completions != pad_id))

@@ -1,0 +1,216 @@
+"""SALT's coefficients for a batch and a model of Tunix's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from tunix.models.gemma.model import Gemma
+from tunix.models.gemma3.model import Gemma3
+from tunix.models.llama3.model import Llama3
+from tunix.models.qwen2.model import Qwen2
+from tunix.models.qwen3.model import Qwen3
+from tunix.rl import common
+
+from rlvr_jax.geometry import GramContext, GramFn, streaming
+from rlvr_jax.integrations.tunix.policy import PolicyLoss, train_batch
+from rlvr_jax.ops import reductions
+from rlvr_jax.ops.logprobs import token_statistics
+from rlvr_jax.reweighting import Reweighting, salt
+from rlvr_jax.types import Array, Forward, Head, Metrics, Sampling, TrainBatch
+
+# model → (model that returns final hidden states in place of logits, its output head)
+SplitHead = Callable[[Any], tuple[Any, Head]]
+_KNOWN = (Qwen2, Qwen3, Llama3, Gemma, Gemma3)
+
+
+class _Model(NamedTuple):
+  """What a Gram matrix of the head asks of a model."""
+
+  output_head: Head
+
+  def combine(self, trained: Any, frozen: Any) -> Any:
+    return {}
+
+  def head(self, params: Any) -> Head:
+    return self.output_head
+
+
+class _Identity(nnx.Module):
+  def __call__(self, x: Array) -> Array:
+    return x
+
+
+class _EncodeOnly(nnx.Module):
+  """A tied embedding whose output use is left out."""
+
+  def __init__(self, embedder: Any):
+    self.embedder = embedder
+
+  def encode(self, x: Array) -> Array:
+    return self.embedder.encode(x)
+
+  def decode(self, x: Array) -> Array:
+    return x
+
+
+def split_head(model: Any) -> tuple[Any, Head]:
+  """A copy of one of Tunix's models that returns final hidden states as its logits, and its head.
+
+  The copy shares the parameters. For Qwen 2 and 3, Llama 3, Gemma 1 to 3, tied or not.
+
+  Raises:
+    ValueError: the model is another, or its head has adapters of its own.
+  """
+  if not isinstance(model, _KNOWN):
+    raise ValueError(
+      f"split_head: {type(model).__name__} is none of Qwen2, Qwen3, Llama3, Gemma and Gemma3; write"
+      " a function from your model to (model that returns final hidden states, rlvr_jax.types.Head)"
+      " and pass it as split_head"
+    )
+  trunk = nnx.merge(*nnx.split(model))
+  soft_cap = getattr(trunk, "final_logits_softcap", None)
+  tied = not hasattr(trunk, "lm_head")
+  module = trunk.embedder if tied else trunk.lm_head
+  if adapters := [name for name in vars(module) if "lora" in name]:
+    raise ValueError(
+      f"split_head: the output head has adapters ({', '.join(adapters)}), so that its kernel is not"
+      " one parameter; leave the head out of the adapters' module_path"
+    )
+  if tied:
+    kernel = module.input_embedding[...].T
+    trunk.embedder = _EncodeOnly(module)
+  else:
+    kernel = module.w[...]
+    trunk.lm_head = _Identity()
+  if soft_cap is not None:
+    trunk.final_logits_softcap = None
+  return trunk, Head(kernel=kernel, soft_cap=soft_cap)
+
+
+def salt_coefficients(
+  model: Any,
+  train_example: Any,
+  *,
+  num_generations: int,
+  pad_id: int,
+  eos_id: int,
+  temperature: float = 1.0,
+  method: Reweighting | None = None,
+  gram: GramFn | None = None,
+  split_head: SplitHead = split_head,
+) -> tuple[Array, Metrics]:
+  """SALT's coefficients of a batch of Tunix's, which take the place of its advantages.
+
+  It runs the model once without a gradient. The Gram matrix is of the head's per-rollout gradients
+  at the parameters of `model`, over the rollouts of `train_example`.
+
+  Args:
+    model: a model of Tunix's.
+    train_example: its `advantages`, f32[B], are A.
+    num_generations: G.
+    pad_id, eos_id: of the tokenizer.
+    temperature: of the policy, > 0.
+    method: default `reweighting.salt()`. A random subspace is the same in every batch.
+    gram: `geometry.streaming()`, the default, or `geometry.sketch()`.
+    split_head: see `split_head`.
+  Returns:
+    A', f32[B], and SALT's metrics.
+  Raises:
+    ValueError: the Gram matrix is of a route that runs the model itself; the scope of `method` does
+      not divide the batch; see also `train_batch` and `split_head`.
+  """
+  method = salt() if method is None else method
+  gram = streaming() if gram is None else gram
+  if not gram.needs_forward:
+    raise ValueError(
+      "salt_coefficients: gram = per_rollout runs a model of rlvr_jax; use geometry.streaming() or"
+      " geometry.sketch()"
+    )
+  batch = train_batch(train_example, num_generations)
+  B, scope = batch.rewards.size, method.scope
+  size = scope if isinstance(scope, int) else {"batch": B, "group": num_generations}[scope]
+  if B % size:
+    raise ValueError(
+      f"salt_coefficients: scope = {method.scope} does not divide the batch of {B} rollouts"
+    )
+  inner_products = _gram(
+    *split_head(model), train_example, batch, gram, temperature=temperature, ids=(pad_id, eos_id)
+  )
+  blocks = inner_products.reshape(B // size, size, B // size, size)
+  blocks = jnp.moveaxis(jnp.diagonal(blocks, axis1=0, axis2=2), -1, 0)
+  coefficients = train_example.advantages.reshape(-1, size)
+  reweighted, metrics = method.apply(coefficients, blocks, jax.random.key(0))
+  return reweighted.reshape(B), metrics
+
+
+def _gram(
+  trunk: Any,
+  head: Head,
+  train_example: Any,
+  batch: TrainBatch,
+  gram: GramFn,
+  *,
+  temperature: float,
+  ids: tuple[int, int],
+) -> Array:
+  """Inner products of the head's per-rollout gradients, f32[B, B], by one forward pass."""
+  _, hidden = common.compute_per_token_logps(  # the trunk's logits are hidden states, [B, T, D]
+    *nnx.split(trunk),
+    prompt_tokens=train_example.prompt_ids,
+    completion_tokens=train_example.completion_ids,
+    pad_id=ids[0],
+    eos_id=ids[1],
+    return_logits=True,
+  )
+  hidden = jax.lax.stop_gradient(hidden.reshape(*batch.tokens.shape, -1))
+  head = head._replace(kernel=jax.lax.stop_gradient(head.kernel))
+  projection = None if gram.projection is None else gram.projection(head.kernel.shape[1])
+  found = token_statistics(
+    hidden, head, batch.tokens, Sampling(temperature=temperature), projection=projection
+  )
+  of_rows = (hidden, found.log_normalizers, found.projected, found.logprobs)
+  as_rows = lambda x: x.reshape(1, batch.rewards.size, *x.shape[2:])
+  forward = Forward(*jax.tree.map(as_rows, of_rows))
+  context = GramContext(model=_Model(head), temperature=temperature)
+  return gram.gram({}, {}, batch, forward, context)
+
+
+def salt_loss(
+  loss_fn: PolicyLoss,
+  *,
+  method: Reweighting | None = None,
+  gram: GramFn | None = None,
+  split_head: SplitHead = split_head,
+) -> PolicyLoss:
+  """Any policy loss of Tunix's, on SALT's coefficients in place of the advantages.
+
+  The coefficients are computed anew at each update, from the current parameters and the batch that
+  Tunix passes to the loss. Arguments as for `salt_coefficients`.
+
+  Args:
+    loss_fn: Tunix's own, `get_policy_loss_fn("grpo")`, or one of `policy_loss`.
+  """
+
+  def reweighted(
+    model: Any, train_example: Any, algo_config: Any, pad_id: int, eos_id: int
+  ) -> tuple[Array, dict[str, Any]]:
+    coefficients, metrics = salt_coefficients(
+      model,
+      train_example,
+      num_generations=algo_config.num_generations,
+      pad_id=pad_id,
+      eos_id=eos_id,
+      temperature=algo_config.temperature,
+      method=method,
+      gram=gram,
+      split_head=split_head,
+    )
+    example = train_example.replace(advantages=coefficients)
+    loss, aux = loss_fn(model, example, algo_config=algo_config, pad_id=pad_id, eos_id=eos_id)
+    return loss, {**aux, **reductions.values(metrics)}
+
+  return reweighted
