@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("tunix", reason="needs the extra [tunix]: make test-tunix")
 
+import exports_test
 from flax import nnx
 from tunix import ClusterConfig, GRPOConfig, GRPOLearner, RLCluster, RLTrainingConfig, Role
 from tunix.models.gemma import model as gemma
@@ -317,6 +318,10 @@ def test_hidden_states_through_the_head_are_the_models_logits(family):
   np.testing.assert_allclose(head_logits(hidden, head)[real], logits[real], atol=1e-5)
   again, _ = model(ids, positions, None, attention)  # the model itself is as it was
   np.testing.assert_array_equal(logits, again)
+
+
+def test_the_plugin_says_what_it_exports():
+  exports_test.test_a_package_says_what_it_is_and_what_it_exports("rlvr_jax.integrations.tunix")
 
 
 def test_what_is_not_supported_is_said():
