@@ -84,23 +84,32 @@ def link_from(page: str, link: str, repository: str) -> str:
 
 
 def _filled(nav: list[Any], sections: dict[str, list[Any]]) -> list[Any]:
-  """A navigation in which the name of a section stands for the list of its pages."""
+  """A navigation in which the name of a section stands for its pages; empty ones are left out."""
   entries = []
   for entry in nav:
-    if isinstance(entry, dict):
-      ((title, what),) = entry.items()
-      what = sections.get(what, what) if isinstance(what, str) else _filled(what, sections)
-      entry = {title: what}
-    entries.append(entry)
+    ((title, what),) = entry.items()
+    what = sections.get(what, what) if isinstance(what, str) else _filled(what, sections)
+    entries += [{title: what}] if what else []
   return entries
 
 
+def _pages(nav: Any) -> list[str]:
+  """All pages that a navigation names."""
+  if isinstance(nav, str):
+    return [nav]
+  entries = nav.values() if isinstance(nav, dict) else nav
+  return [page for entry in entries for page in _pages(entry)]
+
+
 def on_config(config: Any) -> Any:
-  """Lists the method cards and the pages of the API in the navigation."""
-  cards = sorted(path.name for path in (ROOT / "docs" / "methods").glob("*.md"))
+  """Lists in the navigation the method cards, the API, and guides that mkdocs.yml does not name."""
+  folder = ROOT / "docs"
+  cards = sorted(path.name for path in (folder / "methods").glob("*.md"))
+  named = _pages(config.nav)
   sections = {
     "methods": [f"methods/{name}" for name in cards],  # README.md sorts first
-    "api": [f"api/{title}.md" for title in API],
+    "api": list(api_pages()),
+    "others": sorted(path.name for path in folder.glob("*.md") if path.name not in named),
   }
   config.nav = _filled(config.nav, sections)
   return config

@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import types
 
 import install_test
 import pytest
@@ -141,3 +142,12 @@ def test_the_api_lists_what_packages_export():
   assert "\n::: rlvr_jax.ops.spectral.participation_ratio\n" in pages["api/ops.md"]
   listed = [line for text in pages.values() for line in text.splitlines() if line[:3] == ":::"]
   assert len(listed) > 100 and len(set(listed)) == len(listed)
+
+
+def test_the_navigation_has_every_page():
+  nav = [{"Home": "index.md"}, {"Guides": [{"Models": "models.md"}, {"More": "others"}]}]
+  config = website.on_config(types.SimpleNamespace(nav=nav))
+  assert config.nav[0] == {"Home": "index.md"}
+  (models, more) = config.nav[1]["Guides"]
+  assert models == {"Models": "models.md"} and {"index.md", "models.md"}.isdisjoint(more["More"])
+  assert {"index.md", "models.md", *more["More"]} == set(PAGES)
