@@ -123,8 +123,17 @@ def print_prompts() -> None:
       print(f"| {draw.__name__} | {slots} | {devices} | {found} |")
 
 
+def of_lockstep(draws: int = 50) -> np.ndarray:
+  """Slot-steps of w3, 64 responses in 16 slots, divided by those of 64 rows in lockstep."""
+  lengths = [geometric(64, np.random.default_rng(seed)) for seed in range(draws)]
+  return np.array([simulated(x, 16).slot_steps / lockstep(x, 64) for x in lengths])
+
+
 def main() -> None:
   print_steps()
+  found = of_lockstep()
+  print(f"\nw3 in 16 slots: {found.mean():.2f} of lockstep's row-steps", end="")
+  print(f" ({found.min():.2f} to {found.max():.2f} over {len(found)} draws of lengths)")
   print()
   print_prompts()
 

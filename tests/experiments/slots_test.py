@@ -49,6 +49,10 @@ def test_slots_of_short_responses_are_nearly_full_until_they_drain():
   assert outside <= 1.1 * (usage.slot_tokens - usage.drain_tokens)
 
 
+def test_w3_in_16_slots_takes_two_fifths_of_lockstep():
+  assert slots.of_lockstep().mean() <= 0.4
+
+
 @pytest.mark.parametrize("draw", [slots.lognormal, slots.bimodal])
 def test_slots_are_busy_until_they_drain(draw):
   """With four responses per slot or more: at most 1.25 slot-steps per token."""
