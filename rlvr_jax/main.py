@@ -4,7 +4,7 @@
 
 Any field can be set on the command line, such as --config.seed=1. The same command on the same
 workdir resumes a run that was stopped or killed. For --mode=eval, export, fits and costs see
-docs/models.md, for --mode=check and Cloud TPUs docs/tpu.md.
+docs/models.md, for --mode=check and Cloud TPUs docs/tpu.md, for --mode=sweep docs/sweeps.md.
 
 On several hosts, run it on each with --distributed and a workdir that all of them can access. If
 the cluster does not identify the processes, use --coordinator, --num_processes and --process_id.
@@ -21,11 +21,12 @@ from ml_collections import config_flags
 from rlvr_jax.train import config_file, host
 
 _MODE = flags.DEFINE_enum(
-  "mode", "train", ["train", "check", "eval", "export", "fits", "costs"], "What to do."
+  "mode", "train", ["train", "check", "eval", "export", "fits", "costs", "sweep"], "What to do."
 )
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for all output files.")
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A run, or RUN/checkpoints/STEP.")
+_SWEEP = flags.DEFINE_string("sweep", None, "Python file whose get_sweep() lists the runs.")
 _TOPOLOGY = flags.DEFINE_string("topology", None, "TPUs to compile for, v5e:4x4 for 16.")
 _DISTRIBUTED = flags.DEFINE_bool("distributed", False, "One of several processes (TPU pod, SLURM).")
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port, a free port of process 0.")
@@ -36,6 +37,7 @@ _TRACKERS = flags.DEFINE_list("trackers", [], "wandb, trackio: copies of the met
 _STOPPED_STATUS = flags.DEFINE_integer(
   "stopped_status", 0, "Exit status of a training run that a signal has ended before its end.", 0
 )
+_PARENT = flags.DEFINE_integer("parent", None, "Process whose end asks this one to end.")
 flags.mark_flags_as_required(["config"])
 
 
@@ -46,12 +48,16 @@ def main(argv: list[str]) -> int:
     raise app.UsageError("--workdir is missing")
   if _STOPPED_STATUS.value:  # under launch, which outlives the terminal
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+  if _PARENT.value:
+    host.end_with(_PARENT.value)
   host.keep_freed_memory()  # before jax allocates anything
   # Imported here, so that --help and a misspelled field answer immediately.
   from rlvr_jax.train import multihost
 
   process = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
   if _DISTRIBUTED.value or process != (None, None, None):
+    if _MODE.value == "sweep":
+      raise app.UsageError("the runs of a sweep take one process each: leave out --distributed")
     try:
       multihost.initialize(*process)
     except (ValueError, RuntimeError) as error:
@@ -65,11 +71,12 @@ def run() -> int:
   try:
     from rlvr_jax.commands import choose
     from rlvr_jax.commands.check import PreflightError
+    from rlvr_jax.commands.sweep import SweepError
     from rlvr_jax.commands.train import FAILURES
     from rlvr_jax.train import multihost
 
     given = (_WORKDIR.value, _CHECKPOINT.value, _TOPOLOGY.value, _PROFILE.value, _TRACKERS.value)
-    action = choose.prepared(_MODE.value, _CONFIG.value, *given)
+    action = choose.prepared(_MODE.value, _CONFIG.value, *given, _SWEEP.value, sys.argv)
   except (ImportError, ValueError, OSError) as error:
     sys.exit(f"error: {error}")
   except (AttributeError, KeyError) as error:
@@ -82,7 +89,7 @@ def run() -> int:
     action()
   except host.EndRequestedError:
     multihost.end_in_order(_STOPPED_STATUS.value)
-  except (*FAILURES, PreflightError) as error:
+  except (*FAILURES, PreflightError, SweepError) as error:
     multihost.leave(f"failed ({error})")
     host.exit_immediately(f"error: {error}")
   except KeyboardInterrupt:

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 
 import ml_collections
 
-from rlvr_jax.commands import ahead_of_time, chips, costs, fits
+from rlvr_jax.commands import ahead_of_time, chips, costs, fits, sweep
 from rlvr_jax.commands.check import check
 from rlvr_jax.commands.eval import evaluate_checkpoint
 from rlvr_jax.commands.export import export
 from rlvr_jax.commands.train import train
 from rlvr_jax.files import local_path
 from rlvr_jax.storage import place
-from rlvr_jax.train import observe, trackers
+from rlvr_jax.train import config_file, observe, trackers
 from rlvr_jax.train.build import build
 from rlvr_jax.train.parameters import checkpoint_folder
 
@@ -27,16 +27,20 @@ def prepared(
   topology: str | None,
   profile: str = "",
   tracked_by: Sequence[str] = (),
+  sweep_file: str | None = None,
+  argv: Sequence[str] = (),
 ) -> Callable[[], object]:
   """Checks the configuration completely; returns a function that runs the command.
 
   Args:
-    mode: train, check, eval, export, fits, costs.
+    mode: train, check, eval, export, fits, costs, sweep.
     config: see `configs/base.py`.
     workdir: folder for all output files; fits writes none, and costs none without it.
     checkpoint: for eval and export, see `train.parameters.checkpoint_folder`.
     topology: for fits and costs, see `fits.report`.
-    profile, tracked_by: for train, see there.
+    profile, tracked_by: for train, see there; the latter also for sweep.
+    sweep_file: for sweep, see `sweep.runs_of`.
+    argv: the command line, from which the runs of a sweep take the fields that it sets.
   Raises:
     ValueError: a field is invalid; the message has its value, what is allowed and the remedy.
     OSError: a file of the data or of the model cannot be read.
@@ -45,8 +49,12 @@ def prepared(
     raise ValueError(f"--checkpoint goes with --mode=eval and --mode=export, not with {mode}")
   if topology is not None and mode not in ("fits", "costs"):
     raise ValueError(f"--topology goes with --mode=fits and --mode=costs, not with {mode}")
-  if (profile or tracked_by) and mode != "train":
-    raise ValueError(f"--profile and --trackers go with --mode=train, not with {mode}")
+  if profile and mode != "train":
+    raise ValueError(f"--profile goes with --mode=train, not with {mode}")
+  if tracked_by and mode not in ("train", "sweep"):
+    raise ValueError(f"--trackers goes with --mode=train and --mode=sweep, not with {mode}")
+  if (sweep_file is None) == (mode == "sweep"):
+    raise ValueError("--mode=sweep and --sweep=FILE go together")
   if mode in ("fits", "costs"):
     return _ahead_of_time(mode, config, workdir, topology)
   if mode != "export":  # any file system of fsspec will do for that
@@ -56,6 +64,8 @@ def prepared(
   observe.Profile(profile, str(workdir))
   for name in tracked_by:
     trackers.check(name)
+  if mode == "sweep":
+    return _sweep(str(sweep_file), str(workdir), argv, tracked_by)
   folder = checkpoint_folder(checkpoint) if checkpoint else None
   parts = build(config)
   if mode == "train" and not len(parts.task.train):
@@ -64,6 +74,16 @@ def prepared(
     return functools.partial(train, parts, str(workdir), profile=profile, tracked_by=tracked_by)
   action = evaluate_checkpoint if mode == "eval" else export
   return functools.partial(action, parts, str(workdir), folder)
+
+
+def _sweep(
+  file: str, workdir: str, argv: Sequence[str], tracked_by: Sequence[str]
+) -> Callable[[], object]:
+  """Every run's configuration is read; what else is wrong with a run it reports itself."""
+  given = config_file.texts("config", argv)
+  runs = sweep.runs_of(file, config_file.recipe_path(argv), given, workdir)
+  more = [f"--trackers={','.join(tracked_by)}"] if tracked_by else []
+  return functools.partial(sweep.sweep, runs, workdir, more=more)
 
 
 def _ahead_of_time(

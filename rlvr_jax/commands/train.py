@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlvr_jax.bucket import ChangedError
 from rlvr_jax.files import DamagedFileError
+from rlvr_jax.files import DamagedFileError, replacing
 from rlvr_jax.rewards.outcome import GradingStoppedError
 from rlvr_jax.rewards.worker_process import GraderStartError
 from rlvr_jax.rollouts.queue import FingerprintError
@@ -34,9 +36,9 @@ from rlvr_jax.train.host import EndRequestedError, deadline
 from rlvr_jax.train.loop import Trainer
 from rlvr_jax.train.metrics import MetricWriter, progress, say
 from rlvr_jax.train.report import write_report
-from rlvr_jax.train.restore import as_begun, elapsed_seconds, records_of, resumable
+from rlvr_jax.train.restore import as_begun, elapsed_seconds, layout_of, records_of, resumable
 from rlvr_jax.train.warm_start import warm_start
-from rlvr_jax.train.workdir import StartFiles, WorkdirError, opened
+from rlvr_jax.train.workdir import LAYOUT_FILE, StartFiles, WorkdirError, opened
 from rlvr_jax.types import Params
 
 ROLLOUTS_FOLDER = "rollouts"
@@ -152,6 +154,8 @@ def _check_config(workdir: Workdir, files: StartFiles, parts: Parts) -> None:
   warm_start_cache.check(parts.config)
   allowed = checks.may_differ(parts.config, parts.schedule)
   files.check_config(parts.config.to_json_best_effort(), allowed)
+  with replacing(workdir.local / LAYOUT_FILE) as file:
+    file.write((json.dumps(layout_of(parts)) + "\n").encode())
 
 
 def _store(workdir: Workdir, enter: Any) -> RolloutStore:

@@ -6,8 +6,11 @@ the run began, including the time before it was resumed.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +35,19 @@ AXES: dict[str, tuple[str, tuple[str, ...]]] = {
   ),
   "seconds": ("wall-clock seconds", (ELAPSED,)),
 }
+UNBOUNDED = (-math.inf, math.inf)
+# Metric, as a regular expression → the range of its values.
+_RANGES = {
+  r"eval/.*|groups/.*|outcome/.*|.*/ess|response/truncated": (0.0, 1.0),
+  r".*(pass_rate|_fraction\w*|trigger_rate|_share)": (0.0, 1.0),
+  r".*(entropy|norm|participation_ratio|ratio_\w+)|(response|time|counter)/.*": (0.0, math.inf),
+}
+
+
+def range_of(metric: str) -> tuple[float, float]:
+  """The values that a metric can take, where that is known."""
+  found = (limits for pattern, limits in _RANGES.items() if re.fullmatch(pattern, metric))
+  return next(found, UNBOUNDED)
 
 
 def curve(
@@ -84,12 +100,18 @@ class MeanCurve(NamedTuple):
   high: Floats
 
 
-def mean_curve(curves: Sequence[tuple[npt.ArrayLike, npt.ArrayLike]], num: int = 200) -> MeanCurve:
+def mean_curve(
+  curves: Sequence[tuple[npt.ArrayLike, npt.ArrayLike]],
+  num: int = 200,
+  *,
+  within: tuple[float, float] = UNBOUNDED,
+) -> MeanCurve:
   """Mean over seeds on a common grid, by linear interpolation within the range of all curves.
 
   Args:
     curves: (x, y) of each seed, x ascending; the last of several points with the same x is used.
     num: number of points of the grid.
+    within: range of y, to which the interval is clipped.
   Raises:
     ValueError: there are fewer than two curves, or they share no range of x.
   """
@@ -105,7 +127,7 @@ def mean_curve(curves: Sequence[tuple[npt.ArrayLike, npt.ArrayLike]], num: int =
   n = len(values)
   mean = values.mean(axis=0)
   half = special.stdtrit(n - 1, 0.975) * values.std(axis=0, ddof=1) / np.sqrt(n)
-  return MeanCurve(grid, mean, mean - half, mean + half)
+  return MeanCurve(grid, mean, *(np.clip(edge, *within) for edge in (mean - half, mean + half)))
 
 
 def reaching(x: npt.ArrayLike, y: npt.ArrayLike, level: float) -> float:
@@ -188,31 +210,35 @@ def plot(
   Raises:
     ValueError: see `curve`; the message begins with the workdir.
   """
-  for index, (label, workdirs) in enumerate(runs.items()):
-    curves = [_curve_of(workdir, metric, over, phase) for workdir in workdirs]
+  curves = {
+    label: [_curve_of(workdir, metric, over, phase) for workdir in workdirs]
+    for label, workdirs in runs.items()
+  }
+  plot_curves(axes, curves, metric, over)
+
+
+def plot_curves(
+  axes: Any, curves: Mapping[str, Sequence[tuple[Floats, Floats]]], metric: str, over: str
+) -> None:
+  """As `plot`, of curves by label; intervals are clipped to the metric's range."""
+  for index, (label, of_label) in enumerate(curves.items()):
     color = f"C{index}"
-    if len(curves) == 1:
-      axes.plot(*curves[0], color=color, label=label)
+    if len(of_label) == 1:
+      axes.plot(*of_label[0], color=color, label=label)
       continue
-    for x, y in curves:
+    for x, y in of_label:
       axes.plot(x, y, color=color, alpha=0.3, linewidth=0.8)
-    x, mean, low, high = mean_curve(curves)
-    axes.plot(x, mean, color=color, label=f"{label}, {len(curves)} seeds")
+    x, mean, low, high = mean_curve(of_label, within=range_of(metric))
+    axes.plot(x, mean, color=color, label=f"{label}, {len(of_label)} seeds")
     axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
   axes.set(xlabel=AXES[over][0], ylabel=metric)
   axes.grid(alpha=0.3)
   axes.legend(fontsize="small")
 
 
-def draw(
-  runs: Mapping[str, Sequence[str | os.PathLike[str]]],
-  metric: str,
-  over: str,
-  path: str | os.PathLike[str],
-  *,
-  phase: str = "eval",
-) -> None:
-  """Saves the figure of `plot`, in the format of the path's extension.
+@contextlib.contextmanager
+def figure_of(path: str | os.PathLike[str]) -> Iterator[Any]:
+  """The axes of a figure that is saved at the end, in the format of the path's extension.
 
   Raises:
     ImportError: matplotlib, the extra `plot`, is missing.
@@ -223,8 +249,21 @@ def draw(
 
   figure = Figure(figsize=(6.4, 4), layout="constrained")
   FigureCanvasAgg(figure)
-  plot(figure.subplots(), runs, metric, over, phase=phase)
+  yield figure.subplots()
   figure.savefig(path, dpi=120)
+
+
+def draw(
+  runs: Mapping[str, Sequence[str | os.PathLike[str]]],
+  metric: str,
+  over: str,
+  path: str | os.PathLike[str],
+  *,
+  phase: str = "eval",
+) -> None:
+  """Saves the figure of `plot`; raises ImportError as `figure_of` does."""
+  with figure_of(path) as axes:
+    plot(axes, runs, metric, over, phase=phase)
 
 
 def _curve_of(

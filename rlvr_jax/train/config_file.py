@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import os
 import re
@@ -46,6 +47,30 @@ def parse_flags(argv: list[str]) -> list[str]:
     sys.exit(f"error: {_flag_message(error, argv)}")
   _check_is_complete(config)
   return rest
+
+
+def read(arguments: Sequence[str]) -> ConfigDict:
+  """The configuration that flags stand for, by itself: apart from those of this process.
+
+  Args:
+    arguments: --config=FILE, then --config.FIELD=VALUE of any fields.
+  Raises:
+    ValueError: the file or a field is wrong.
+  """
+  values, argv = flags.FlagValues(), ["", *arguments]
+  options: dict[str, Any] = dict(lock_config=True, flag_values=values, sys_argv=argv)
+  config_flags.DEFINE_config_file("config", **options)
+  values["config"].parser = Parser("config", argv)
+  try:
+    values(argv)
+    config = values.config
+    getattr(config, "seed", None)  # raises if the file was not loaded
+    _check_is_complete(config)
+  except SystemExit as error:
+    raise ValueError(str(error).removeprefix("error: ")) from error
+  except Exception as error:
+    raise ValueError(_flag_message(error, argv)) from error
+  return config
 
 
 def _check_is_complete(config: Any) -> None:
@@ -191,16 +216,24 @@ def _with_argument(field: str, component: str, keyword: str, value: Any) -> spec
   return specs.Spec(spec.name, {**spec.arguments, keyword: value})
 
 
-def overrides(name: str, argv: Sequence[str]) -> dict[str, Any]:
-  """Path → value of each field that a command line sets; a value is a literal or else text."""
+def texts(name: str, argv: Sequence[str]) -> dict[str, str]:
+  """Path → text of each field that a command line sets."""
   argv = flags.FLAGS.read_flags_from_files(list(argv), force_gnu=False)
-  given = {}
-  for path, text in _flags_like(rf"{name}\.([\w.]+)", argv):
-    try:
-      given[path[1]] = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-      given[path[1]] = text
+  return {path[1]: text for path, text in _flags_like(rf"{name}\.([\w.]+)", argv)}
+
+
+def overrides(name: str, argv: Sequence[str]) -> dict[str, Any]:
+  """As `texts`, with a value where the text is a literal."""
+  given: dict[str, Any] = dict(texts(name, argv))
+  for path, text in given.items():
+    with contextlib.suppress(ValueError, SyntaxError):
+      given[path] = ast.literal_eval(text)
   return given
+
+
+def recipe_path(argv: Sequence[str]) -> str:
+  """The configuration file that a command line names, as it has it."""
+  return _file_flag(argv).partition("=")[2]
 
 
 def open_task(config: ConfigDict, given: Mapping[str, Any]) -> None:

@@ -140,6 +140,17 @@ def alive() -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
+def end_with(parent: int) -> None:
+  """Asks this process to end, as a signal does, once the process that started it has ended."""
+
+  def watch() -> None:
+    while os.getppid() == parent:
+      time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+  threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
 # --- the end --------------------------------------------------------------------------------------
 
 _POLL_S = 0.1  # between two looks at whether the process is asked to end

@@ -329,7 +329,8 @@ def end_in_order(status: int) -> NoReturn:
 
   An orderly exit of the interpreter would wait for the compilation, or abort.
   """
-  exchange("closed")
+  if _channel:  # alone, a sweep ends without asking for devices
+    exchange("closed")
   leave()
   sys.stdout.flush()
   sys.stderr.flush()

@@ -16,6 +16,7 @@ from rlvr_jax.storage import Workdir, in_bucket
 from rlvr_jax.train import claim, multihost
 from rlvr_jax.train.claim import BucketClaim, WorkdirError
 
+LAYOUT_FILE = "layout.json"  # the machine of the process that began or resumed a run last
 _EARLIER = (
   "That run is of an earlier version, which had components as name and kwargs; this version cannot"
   " resume it. "

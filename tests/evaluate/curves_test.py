@@ -112,6 +112,23 @@ def test_the_last_of_several_points_with_the_same_x_counts():
   np.testing.assert_allclose(found.high, found.mean)
 
 
+def test_an_interval_is_clipped_to_the_range_of_the_metric():
+  lines = [([0, 1], [0, slope]) for slope in (0.1, 0.9)]  # half: 12.7062 * 0.4
+  found = curves.mean_curve(lines, num=2, within=(0.0, 1.0))
+  np.testing.assert_allclose([found.mean[1], found.low[1], found.high[1]], [0.5, 0, 1])
+  within = {
+    "eval/pass@1": (0, 1),
+    "behavior/ess": (0, 1),
+    "loss/clip_fraction_negative": (0, 1),
+    "policy/entropy": (0, math.inf),
+    "behavior/ratio_max": (0, math.inf),
+    "response/length_p90": (0, math.inf),
+    "behavior/kl_k1": (-math.inf, math.inf),
+    "reward/mean": (-math.inf, math.inf),
+  }
+  assert {metric: curves.range_of(metric) for metric in within} == within
+
+
 def test_curves_without_a_mean():
   with pytest.raises(ValueError, match="1 curves have no interval; run two seeds"):
     curves.mean_curve([([0, 1], [0, 1])])
@@ -172,9 +189,12 @@ def test_what_is_plotted(workdirs):
   np.testing.assert_allclose(lines["b"].get_ydata(), [0.2, 0.6, 1.0])
   assert len(axes.lines) == 4  # with the two seeds
   (band,) = axes.collections
-  edges = band.get_paths()[0].vertices[:, 1]  # the standard error of 0.02 and 0.04 is 0.01
-  assert edges.max() == pytest.approx(0.2 + 10 * (0.03 + 12.7062 * 0.01), rel=1e-4)
-  assert edges.min() == pytest.approx(0.2 + 10 * (0.03 - 12.7062 * 0.01), rel=1e-4)
+  x, edges = band.get_paths()[0].vertices.T
+  updates = x.max() / 4200 / 199  # of the grid's second point
+  second = edges[np.isclose(x, 4200 * updates)]  # the standard error of 0.02 and 0.04 is 0.01
+  assert second.max() == pytest.approx(0.2 + updates * (0.03 + 12.7062 * 0.01), rel=1e-4)
+  assert second.min() == pytest.approx(0.2 + updates * (0.03 - 12.7062 * 0.01), rel=1e-4)
+  assert (edges.min(), edges.max()) == (0, 1)  # beyond, it would be no accuracy
   assert "FLOPs" in axes.get_xlabel() and axes.get_ylabel() == "eval/pass@1"
   with pytest.raises(ValueError, match=r"a_0: curve: none of the 3 records .* 'pass@1'"):
     curves.plot(axes, workdirs, "pass@1", "flops")

@@ -1,0 +1,314 @@
+"""The command sweep: runs of a list of overrides, one after another, each a process of its own.
+
+The workdir of a sweep has a folder for each run, named by its label and seed, with all files of the
+run, its output and, once it has finished, `result.json`. A finished run is never repeated, and one
+that was killed continues. This process uses no device: a run has them to itself, and what it took
+is free when it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rlvr_jax.evaluate.compare import RESULT_FILE, evaluations
+from rlvr_jax.evaluate.run_files import read_metrics
+from rlvr_jax.files import replacing
+from rlvr_jax.storage import Workdir, in_bucket
+from rlvr_jax.train import config_file, host
+from rlvr_jax.train.metrics import say
+from rlvr_jax.train.workdir import LAYOUT_FILE, WorkdirError, WorkdirLock, claimed
+
+LOG_FILE = "output.log"
+WORKDIR = "{workdir}"  # stands in an override for the workdir of the sweep
+COMMIT = "RLVR_JAX_COMMIT"  # environment variable: the commit of code that is in no checkout
+_STOPPED = 143  # exit status of a run that ended because it was asked to
+_GRACE_S = 300.0  # for a run to save and end
+_TAIL = 12  # lines of a failed run's output
+
+
+class SweepError(RuntimeError):
+  """Some runs of a sweep have failed."""
+
+
+class Run(NamedTuple):
+  """One run of a sweep."""
+
+  label: str  # runs that differ only by seed share it
+  seed: int
+  flags: tuple[str, ...]  # of rlvr_jax.main; all but --workdir
+
+  @property
+  def name(self) -> str:
+    """Of its folder."""
+    return re.sub(r"[^a-z0-9.]+", "_", f"{self.label.lower()}_{self.seed}").lstrip("._")
+
+  def command(self, workdir: pathlib.Path) -> str:
+    """The command line with which one repeats it; `workdir` is that of the sweep."""
+    program = ("python", "-m", "rlvr_jax.main", *self.flags, f"--workdir={workdir / self.name}")
+    return shlex.join(program)
+
+
+# --- the list of runs -----------------------------------------------------------------------------
+
+
+def runs_of(sweep: str, recipe: str, given: Mapping[str, str], workdir: str) -> list[Run]:
+  """The runs of a sweep's file, every configuration read.
+
+  Args:
+    sweep: a Python file whose `get_sweep()` returns a list of dicts, one per run: path of a field →
+      value, such as {"seed": 1, "batch.group_size": 8}. Two keys are no fields: "config" is another
+      recipe, "label" names the method. In a text, {workdir} is the sweep's workdir.
+    recipe: the configuration file of runs that name none.
+    given: path → text of the fields that the command line sets for all runs.
+    workdir: of the sweep.
+  Raises:
+    ValueError: the file or a run's override is wrong.
+  """
+  owner, listed = f"--sweep={sweep}", _listed(sweep)
+  for path in given:
+    if len({repr(fields.get(path)) for fields in listed}) > 1:
+      raise ValueError(
+        f"--config.{path} is set for all runs, but {owner} sets it to several values; leave it out"
+      )
+  runs = [_run(owner, fields, recipe, given, workdir) for fields in listed]
+  repeated = [name for name, count in Counter(run.name for run in runs).items() if count > 1]
+  if repeated:
+    raise ValueError(
+      f"{owner}: {len(repeated)} names of runs are not unique, such as {repeated[0]!r}; give the"
+      ' runs other seeds or labels, {"label": "…"}'
+    )
+  return runs
+
+
+def _listed(path: str) -> list[Mapping[str, Any]]:
+  """What `get_sweep()` returns."""
+  if not pathlib.Path(path).is_file():
+    raise ValueError(f"--sweep={path} does not exist; give a Python file that has get_sweep()")
+  spec = importlib.util.spec_from_file_location("sweep_file", path)
+  if spec is None or spec.loader is None:
+    raise ValueError(f"--sweep={path} is not a Python file; give one that has get_sweep()")
+  module = importlib.util.module_from_spec(spec)
+  try:
+    spec.loader.exec_module(module)
+    listed = module.get_sweep()
+  except Exception as error:  # of a user's file
+    raise ValueError(f"--sweep={path}: {type(error).__name__}: {error}") from error
+  are_dicts = isinstance(listed, list) and all(isinstance(fields, Mapping) for fields in listed)
+  if not are_dicts or not listed:
+    raise ValueError(
+      f"--sweep={path}: get_sweep() returned {listed!r:.100}; it must be a list of dicts, one per"
+      ' run, such as [{"seed": 0}, {"seed": 1}]'
+    )
+  return listed
+
+
+def _run(
+  owner: str, fields: Mapping[str, Any], recipe: str, given: Mapping[str, str], workdir: str
+) -> Run:
+  own = {name: value for name, value in fields.items() if name not in ("config", "label")}
+  recipe = fields.get("config", recipe)
+  texts = {path: _text(owner, path, value) for path, value in own.items()} | dict(given)
+  texts = {path: text.replace(WORKDIR, workdir) for path, text in texts.items()}
+  flags = (f"--config={recipe}", *(f"--config.{path}={text}" for path, text in texts.items()))
+  try:
+    config = config_file.read(flags)
+  except ValueError as error:
+    raise ValueError(f"{owner}, {dict(fields)}: {error}") from error
+  return Run(fields.get("label") or _label(recipe, own), config.seed, flags)
+
+
+def _text(owner: str, path: str, value: Any) -> str:
+  """A value as the command line takes it."""
+  if isinstance(value, Mapping):
+    raise ValueError(
+      f'{owner}: {path!r} is a dict; set its fields one by one, such as {{"{path}.field": value}}'
+    )
+  return value if isinstance(value, str) else str(value)
+
+
+def _label(recipe: str, fields: Mapping[str, Any]) -> str:
+  """The recipe's name, and the fields that are set, but for the seed."""
+  name, _, argument = recipe.partition(":")
+  parts = [pathlib.PurePath(name).stem, *([argument] if argument else [])]
+  return ", ".join(parts + [f"{path}={v}" for path, v in fields.items() if path != "seed"])
+
+
+# --- running them ---------------------------------------------------------------------------------
+
+
+def sweep(runs: Sequence[Run], workdir: str, *, more: Sequence[str] = ()) -> None:
+  """Does the runs that have not finished, in order.
+
+  Args:
+    runs: from `runs_of`.
+    workdir: of the sweep; local, or gs://BUCKET/FOLDER.
+    more: flags for every run that do not change it.
+  Raises:
+    EndRequestedError: this process was asked to end; the run that was going on has been saved.
+    SweepError: some runs have failed, which does not stop the others.
+    WorkdirError: another sweep uses the workdir, or a finished run was of another command.
+  """
+  with contextlib.ExitStack() as stack:
+    enter = lambda resource: stack.enter_context(contextlib.closing(resource))
+    folder = Workdir(workdir)
+    enter(claimed(folder))
+    enter(folder)
+    finished = _finished(runs, folder)
+    say(f"{len(runs)} runs in {folder.kept}, of which {len(finished)} have finished")
+    stack.enter_context(host.ends_in_order(lambda: None))
+    failures = []
+    for number, run in enumerate(runs):
+      if run.name in finished:
+        continue
+      if host.asked():
+        raise _ended(run)
+      say(f"run {number + 1} of {len(runs)}: {run.label}, seed {run.seed}")
+      if failure := _done(run, number, folder, more):
+        failures.append(failure)
+        say(failure.partition("\n")[0])
+      folder.publish()
+  if failures:
+    raise SweepError(
+      f"{len(failures)} of {len(runs)} runs have failed; the same command tries them again\n"
+      + "\n".join(failures)
+    )
+  say(f"all runs have finished; compare them: python -m rlvr_jax.evaluate.compare {folder.kept}")
+
+
+def _finished(runs: Sequence[Run], folder: Workdir) -> set[str]:
+  """Names of the runs that have a result."""
+  found = {}
+  for run in runs:
+    path = folder.kept / run.name / RESULT_FILE
+    if path.exists():
+      found[run.name] = shlex.split(json.loads(path.read_text(encoding="utf-8"))["command"])
+  for run in runs:
+    flags = found.get(run.name, ["", "", "", *run.flags, ""])[3:-1]
+    if differing := set(flags) ^ set(run.flags):
+      raise WorkdirError(
+        f"{folder.kept / run.name} has finished with other flags; these differ:"
+        f" {' '.join(sorted(differing))}. Use another --workdir, or another label"
+      )
+  return set(found)
+
+
+def _done(run: Run, number: int, folder: Workdir, more: Sequence[str]) -> str:
+  """Does a run and writes its result; returns what to say if it has failed, or ""."""
+  home = folder.local / run.name
+  home.mkdir(exist_ok=True)
+  began = time.perf_counter()
+  log_size = (home / LOG_FILE).stat().st_size if (home / LOG_FILE).exists() else 0
+  try:
+    status = _process(run, folder, more)
+  except WorkdirError as error:
+    return f"{run.name} has failed: {error}"
+  if status == 0:
+    _write_result(run, number, folder, seconds=time.perf_counter() - began)
+    return ""
+  if host.asked():
+    folder.publish()
+    raise _ended(run)
+  how = f"exit status {status}" if status > 0 else f"signal {-status}"
+  with open(home / LOG_FILE, encoding="utf-8", errors="replace") as log:
+    log.seek(log_size)
+    lines = [line.rstrip() for line in log.read().replace("\r", "\n").split("\n") if line.strip()]
+  said = "\n".join(f"  {line}" for line in lines[-_TAIL:])
+  return f"{run.name} has failed with {how}; {folder.kept / run.name / LOG_FILE} ends with\n{said}"
+
+
+def _ended(run: Run) -> host.EndRequestedError:
+  message = f"asked to end before {run.name} had finished"
+  say(f"{message}; rerun the same command to continue")
+  return host.EndRequestedError(message)
+
+
+def _process(run: Run, folder: Workdir, more: Sequence[str]) -> int:
+  """Starts the process of a run, and waits for its end; returns its exit status.
+
+  A process that does not advance ends by itself, see `host.deadline`.
+  """
+  workdir = folder.kept / run.name
+  if not in_bucket(workdir):
+    _wait_until_free(workdir)
+  program = [sys.executable, "-m", "rlvr_jax.main", *run.flags, f"--workdir={workdir}", *more]
+  # If this process is killed, the run saves and ends too: nobody would wait for it.
+  program += [f"--stopped_status={_STOPPED}", f"--parent={os.getpid()}"]
+  with open(folder.local / run.name / LOG_FILE, "ab") as log:
+    process = subprocess.Popen(program, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+  told = 0.0
+  while (status := process.poll()) is None:
+    if host.asked() and not told:
+      told = time.monotonic()
+      process.terminate()
+    if told and time.monotonic() - told > _GRACE_S:
+      process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+      process.wait(timeout=0.5)
+  return status
+
+
+def _wait_until_free(workdir: pathlib.Path) -> None:
+  """Waits until no process has the workdir of a run: that of a killed sweep may be saving."""
+  last = time.monotonic() + _GRACE_S
+  while True:
+    try:
+      return WorkdirLock(workdir).close()
+    except WorkdirError:
+      if time.monotonic() > last or host.asked():
+        raise
+    time.sleep(0.2)
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+def _write_result(run: Run, number: int, folder: Workdir, *, seconds: float) -> None:
+  """Writes a run's result, which is what a table needs of it; see `evaluate.compare`.
+
+  Its seconds are those of the process that finished it; `evaluations.seconds` are of all.
+  """
+  workdir = folder.kept / run.name
+  layout = workdir / LAYOUT_FILE
+  result = {
+    "label": run.label,
+    "seed": run.seed,
+    "number": number,
+    "commit": commit(),
+    "command": run.command(folder.kept),
+    "seconds": round(seconds, 1),
+    "layout": json.loads(layout.read_text(encoding="utf-8")) if layout.exists() else None,
+    "evaluations": evaluations(read_metrics(workdir)),
+  }
+  with replacing(folder.local / run.name / RESULT_FILE) as file:
+    file.write((json.dumps(result) + "\n").encode())
+
+
+def commit() -> str | None:
+  """The commit of this code, with -dirty where files differ from it; None if it is unknown."""
+  if COMMIT in os.environ:
+    return os.environ[COMMIT]
+  root = pathlib.Path(__file__).parents[2]
+  try:
+    if pathlib.Path(_git(root, "rev-parse", "--show-toplevel")).resolve() != root.resolve():
+      return None  # the code is inside another checkout
+    changed = _git(root, "status", "--porcelain", "--untracked-files=no")
+    return _git(root, "rev-parse", "HEAD") + ("-dirty" if changed else "")
+  except (OSError, subprocess.CalledProcessError):
+    return None
+
+
+def _git(root: pathlib.Path, *arguments: str) -> str:
+  command = ["git", "-C", str(root), *arguments]
+  return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()

@@ -1,0 +1,148 @@
+"""Means over seeds and differences paired by seed, with intervals, tests and the seeds they need.
+
+Runs of one seed share the parameters' start, the order of the problems and the warm start. So the
+difference of two methods varies less between seeds than either of them does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from scipy import special
+
+from rlvr_jax.evaluate.pass_at_k import bootstrap_interval
+from rlvr_jax.ops.checks import check_between
+
+BySeed = Mapping[int, float]  # seed → value
+
+_MOST_SEEDS = 10**6
+
+
+def mean_and_half_width(values: npt.ArrayLike, confidence: float = 0.95) -> tuple[float, float]:
+  """Mean over seeds, and half of its interval by Student's t.
+
+  Args:
+    values: f[seeds].
+    confidence: coverage, in (0, 1).
+  Raises:
+    ValueError: there are fewer than two seeds.
+  """
+  data = _seeds(values)
+  half = special.stdtrit(data.size - 1, (1 + confidence) / 2) * _error_of_mean(data)
+  return float(data.mean()), float(half)
+
+
+class Difference(NamedTuple):
+  """The mean over seeds of a difference, with its 95 % intervals."""
+
+  num_seeds: int
+  mean: float
+  low: float  # by Student's t
+  high: float
+  bootstrap_low: float  # percentile bootstrap over seeds; too narrow with fewer than some eight
+  bootstrap_high: float
+  deviation: float  # standard deviation over seeds of the difference
+  p: float  # two-sided paired t-test
+
+
+def paired_difference(values: BySeed, baseline: BySeed) -> Difference:
+  """`values` less `baseline`, over the seeds that both have.
+
+  Raises:
+    ValueError: they share fewer than two seeds.
+  """
+  seeds = sorted(values.keys() & baseline.keys())
+  if len(seeds) < 2:
+    raise ValueError(
+      f"paired_difference: seeds {sorted(values)} and {sorted(baseline)} share {len(seeds)}; run"
+      " two or more seeds of both"
+    )
+  data = np.array([values[seed] - baseline[seed] for seed in seeds], np.float64)
+  mean, half = mean_and_half_width(data)
+  bootstrap = bootstrap_interval(data, seed=0)
+  deviation = float(data.std(ddof=1))
+  return Difference(len(seeds), mean, mean - half, mean + half, *bootstrap, deviation, _p(data))
+
+
+def _p(data: npt.NDArray[np.float64]) -> float:
+  """Of the two-sided t-test that the mean is 0."""
+  mean, error = abs(data.mean()), _error_of_mean(data)
+  if error == 0:
+    return 1.0 if mean == 0 else 0.0
+  return float(2 * special.stdtr(data.size - 1, -mean / error))
+
+
+def holm(p_values: npt.ArrayLike) -> npt.NDArray[np.float64]:
+  """p-values adjusted for their number by Holm's step-down procedure.
+
+  The k-th smallest of m is multiplied by m − k + 1, and is at least the adjusted one before it. To
+  reject where the result is ≤ α keeps the chance of any false rejection below α.
+
+  Args:
+    p_values: f[comparisons], in [0, 1].
+  Returns:
+    f64[comparisons], in [0, 1], in the given order.
+  Source: "A simple sequentially rejective multiple test procedure", Holm 1979.
+  """
+  p = np.asarray(p_values, np.float64)
+  order = np.argsort(p, kind="stable")
+  stepped = np.maximum.accumulate(p[order] * np.arange(p.size, 0, -1))
+  adjusted = np.empty_like(p)
+  adjusted[order] = np.minimum(stepped, 1.0)
+  return adjusted
+
+
+def seeds_needed(deviation: float, difference: float = 0.02, power: float = 0.8) -> int:
+  """Seeds with which a paired t-test at the 5 % level finds a difference of this size.
+
+  Args:
+    deviation: standard deviation over seeds of the paired difference, in the metric's unit.
+    difference: the true one, > 0.
+    power: chance to find it, in (0.05, 0.999].
+  Returns:
+    The smallest number, from 2; at most a million.
+  """
+  check_between("seeds_needed", "difference", difference, low=0.0, open_low=True)
+  check_between("seeds_needed", "power", power, low=0.05, high=0.999, open_low=True)
+  if deviation == 0:
+    return 2
+  low, high = 1, 2  # too few, and enough once the loop has ended
+  while high < _MOST_SEEDS and _power(high, difference / deviation) < power:
+    low, high = high, 2 * high
+  while high - low > 1:
+    middle = (low + high) // 2
+    enough = _power(middle, difference / deviation) >= power
+    low, high = (low, middle) if enough else (middle, high)
+  return min(high, _MOST_SEEDS)
+
+
+def _power(n: int, effect: float) -> float:
+  """Of the two-sided t-test at the 5 % level with n values; `effect` is mean over deviation."""
+  limit, shift = special.stdtrit(n - 1, 0.975), effect * np.sqrt(n)
+  above = 1.0 - special.nctdtr(n - 1, shift, limit)
+  below = special.nctdtr(n - 1, shift, -limit)
+  return float(above + np.nan_to_num(below))  # 0 where it is too small for a float
+
+
+def standard_error_over_seeds(values: npt.ArrayLike) -> float:
+  """Standard deviation over seeds by the square root of their number; f[seeds], two or more."""
+  return _error_of_mean(_seeds(values))
+
+
+def standard_error_of_interval(low: float, high: float) -> float:
+  """Standard error that a 95 % interval stands for, such as pass@k's bootstrap over problems."""
+  return (high - low) / (2 * float(special.ndtri(0.975)))
+
+
+def _error_of_mean(data: npt.NDArray[np.float64]) -> float:
+  return float(data.std(ddof=1) / np.sqrt(data.size))
+
+
+def _seeds(values: npt.ArrayLike) -> npt.NDArray[np.float64]:
+  data = np.asarray(values, np.float64)
+  if data.ndim != 1 or data.size < 2:
+    raise ValueError(f"one value for each of two or more seeds is needed, got shape {data.shape}")
+  return data

@@ -1,0 +1,114 @@
+"""Tables and curves of a sweep's results, and their files."""
+
+import json
+
+import numpy as np
+import pytest
+
+from rlvr_jax.evaluate import compare, curves
+
+STEPS = [0, 5, 10]
+
+
+def result(label, seed, final, **more):
+  accuracy = np.linspace(0.2, final, 3).tolist()
+  columns = {"updates": STEPS, "flops": [0, 50, 100], "eval/pass@1": accuracy}
+  columns["eval/pass@1_low"] = [x - 0.1 for x in accuracy]
+  columns["eval/pass@1_high"] = [x + 0.1 for x in accuracy]
+  return dict(label=label, seed=seed, evaluations=columns, commit="abc", **more)
+
+
+RESULTS = [
+  *(result("grpo", seed, final) for seed, final in enumerate([0.4, 0.5, 0.3])),
+  *(result("rloo", seed, final) for seed, final in enumerate([0.5, 0.7, 0.6])),
+  *(result("cispo", seed, final) for seed, final in ((2, 0.31), (1, 0.49))),
+  result("fade", 0, 0.4),
+]
+
+
+def test_a_table_has_paired_differences():
+  lines = compare.table(RESULTS).splitlines()
+  header, rows = lines[0], {line.split("|")[1].strip(): line for line in lines[2:]}
+  assert "p, Holm | seeds for 0.02" in header and list(rows) == ["grpo", "rloo", "cispo", "fade"]
+  cells = lambda label: [cell.strip() for cell in rows[label].split("|")[2:-1]]
+  error = 0.1 / np.sqrt(3)
+  problems = "0.051"  # 0.2 / (2 · 1.96)
+  assert cells("grpo") == ["3", "0.4", f"{error:.2g}", problems, *["–"] * 6]
+  half = 4.302653 * error  # of 0.1, 0.2, 0.3
+  interval = f"[{0.2 - half:+.4f}, {0.2 + half:+.4f}]"
+  found = ["+0.2000", interval, "[+0.1000, +0.3000]", "0.074", "0.15", "199"]
+  assert cells("rloo") == ["3", "0.6", f"{error:.2g}", problems, *found]
+  assert cells("cispo")[0] == "2" and cells("cispo")[4] == "+0.0000"
+  assert cells("cispo")[7:9] == ["1", "1"]
+  assert cells("fade") == ["1", "0.4", "–", problems, *["–"] * 6]
+
+
+def test_another_baseline_and_what_is_missing():
+  lines = compare.table(RESULTS, baseline="rloo", difference=0.1).splitlines()
+  assert "-0.2000" in lines[2] and "seeds for 0.1" in lines[0]
+  with pytest.raises(ValueError, match=r"no run has the label 'gpro'; choose one of \['grpo', "):
+    compare.table(RESULTS, baseline="gpro")
+  with pytest.raises(ValueError, match=r"grpo, seed 0: curve: none of the 3 .* 'eval/pass@8'"):
+    compare.table(RESULTS, metric="eval/pass@8")
+  with pytest.raises(ValueError, match=r"grpo, seed 0: a file of results has evaluations alone"):
+    compare.table(RESULTS, metric="policy/entropy", phase="train")
+
+
+def test_curves_of_a_result_over_its_axes():
+  x, y = compare.curve_of(RESULTS[0], over="flops")
+  np.testing.assert_allclose((x, y), ([0, 50, 100], [0.2, 0.3, 0.4]))
+  with pytest.raises(ValueError, match=r"grpo, seed 0: .* 'seconds' needs .* older than this axis"):
+    compare.curve_of(RESULTS[0], over="seconds")
+  assert compare.final(RESULTS[1]) == 0.5 and compare.rise(RESULTS[1]) == pytest.approx(0.3)
+
+
+def test_evaluations_have_every_axis():
+  flops = dict.fromkeys(("generate", "score", "optimise"), 2.0)
+  counters = {f"counter/flops_{name}": value for name, value in flops.items()}
+  counters |= {"counter/tokens_generated": 7, "counter/tokens_trained": 5}
+  record = {"step": 3, "phase": "eval", "eval/pass@1": 0.5, "time/elapsed_seconds": 1.234}
+  found = compare.evaluations([{"step": 3, "phase": "train"}, record | counters])
+  assert found == {
+    "updates": [3],
+    "generated_tokens": [7],
+    "trained_tokens": [5],
+    "flops": [6.0],
+    "seconds": [1.23],
+    "eval/pass@1": [0.5],
+  }
+  for axis in curves.AXES:
+    x, _ = compare.curve_of(dict(label="a", seed=0, evaluations=found), over=axis)
+    assert x.tolist() == found[axis]
+  assert compare.evaluations([]) == {}
+
+
+def test_results_of_a_workdir_come_in_the_order_of_the_sweep(tmp_path):
+  for number, name in enumerate(("z_0", "a_0")):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "result.json").write_text(json.dumps(result(name, 0, 0.5, number=number)))
+  (tmp_path / "b_0").mkdir()  # has not finished
+  found = compare.read_results(tmp_path)
+  assert [r["label"] for r in found] == ["z_0", "a_0"]
+  assert found[0]["workdir"] == str(tmp_path / "z_0")
+  file = tmp_path / "results.json"
+  measured = compare.collected(file, str(tmp_path), lambda workdir: {"from": workdir[-3:]})
+  kept = [{k: v for k, v in r.items() if k != "workdir"} for r in measured]
+  assert [r["from"] for r in kept] == ["z_0", "a_0"]
+  assert compare.collected(file, None) == compare.read_results(file) == kept
+  assert len(file.read_text().splitlines()) == 4
+  with pytest.raises(ValueError, match="b_0 has no results: give the --workdir of a sweep"):
+    compare.read_results(tmp_path / "b_0")
+
+
+def test_the_program_prints_a_table_and_saves_a_figure(tmp_path, capsys):
+  pytest.importorskip("matplotlib")
+  file = tmp_path / "results.json"
+  compare.write_results(file, [r for r in RESULTS if r["label"] in ("grpo", "rloo")])
+  compare.main([str(file), f"--figure={tmp_path / 'a.png'}", "--over=flops"])
+  printed = capsys.readouterr().out
+  assert "| rloo | 3 | 0.6 |" in printed and "commit: abc (6 runs)" in printed
+  assert "device: not recorded (6 runs)" in printed
+  assert (tmp_path / "a.png").stat().st_size > 1000
+  with pytest.raises(SystemExit):
+    compare.main([str(file), "--metric=eval/pass@2"])
+  assert "error: grpo, seed 0: curve: none of the 3 records" in capsys.readouterr().err
