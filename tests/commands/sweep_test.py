@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import shlex
 import signal
 import subprocess
@@ -94,6 +95,16 @@ def test_a_file_that_is_no_sweep(tmp_path):
   path.write_text("def get_sweep():\n  return 1 / 0\n")
   with pytest.raises(ValueError, match=r"broken\.py: ZeroDivisionError: division by zero"):
     sweep.runs_of(str(path), TINY, {}, "runs/x")
+
+
+def test_the_example_of_the_guide_is_a_sweep(tmp_path):
+  guide = (tiny.ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8")
+  path = tmp_path / "examples.py"
+  path.write_text(re.search(r"```python\n(.*?)```", guide, re.DOTALL)[1])
+  found = sweep.runs_of(str(path), QUICKSTART, {}, "runs/examples")
+  assert len(found) == 9 and [run.name for run in found[:4]] == [
+    *("grpo_0", "rloo_0", "rloo_g_16_0", "grpo_1"),
+  ]
 
 
 def test_flags_that_do_not_go_together(tmp_path):
