@@ -31,6 +31,7 @@ from rlvr_jax.train.metrics import say
 from rlvr_jax.train.workdir import LAYOUT_FILE, WorkdirError, WorkdirLock, claimed
 
 LOG_FILE = "output.log"
+WARM_STARTS = "warm_starts"  # folder of a sweep's workdir; runs with the same one share it
 WORKDIR = "{workdir}"  # stands in an override for the workdir of the sweep
 COMMIT = "RLVR_JAX_COMMIT"  # environment variable: the commit of code that is in no checkout
 _STOPPED = 143  # exit status of a run that ended because it was asked to
@@ -126,6 +127,9 @@ def _run(
     config = config_file.read(flags)
   except ValueError as error:
     raise ValueError(f"{owner}, {dict(fields)}: {error}") from error
+  warm_start = config.warm_start
+  if warm_start.num_steps and not warm_start.cache and not in_bucket(workdir):
+    flags += (f"--config.warm_start.cache={workdir}/{WARM_STARTS}",)
   return Run(fields.get("label") or _label(recipe, own), config.seed, flags)
 
 

@@ -61,7 +61,10 @@ def test_every_override_becomes_a_run(tmp_path):
     f"--config={QUICKSTART}",
     "--config.sources.checkpoint.workdir=runs/x/a_0",
     "--config.num_updates=3",
+    "--config.warm_start.cache=runs/x/warm_starts",
   )
+  for own in ({"warm_start.cache": "mine"}, {"warm_start.num_steps": 0}):
+    assert "runs/x" not in str(runs(tmp_path, [own])[0].flags)
   config = config_file.read(found[1].flags)
   assert (config.num_updates, config.loss) == (3, "ppo_clip(epsilon_high=0.28)")
   assert config.evaluation.ks == (1,) and config_file.read(found[3].flags).veto.enabled is True
@@ -119,7 +122,8 @@ def test_flags_that_do_not_go_together(tmp_path):
   argv = ["main", f"--config={TINY}", "--config.num_updates", "5", "--workdir=x"]
   action = choose._sweep(written(tmp_path, [{"seed": 4}]), "runs/x", argv, ["wandb", "trackio"])
   (run,), workdir = action.args
-  assert run.flags == (f"--config={TINY}", "--config.seed=4", "--config.num_updates=5")
+  expected = (f"--config={TINY}", "--config.seed=4", "--config.num_updates=5")
+  assert run.flags == (*expected, "--config.warm_start.cache=runs/x/warm_starts")
   assert workdir == "runs/x" and action.keywords["more"] == ["--trackers=wandb,trackio"]
 
 
