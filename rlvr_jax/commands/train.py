@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rlvr_jax.bucket import ChangedError
-from rlvr_jax.files import DamagedFileError
 from rlvr_jax.files import DamagedFileError, replacing
 from rlvr_jax.rewards.outcome import GradingStoppedError
 from rlvr_jax.rewards.worker_process import GraderStartError
