@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 from ml_collections import ConfigDict
 
-from experiments.runs import RECIPES
+from experiments.recipes.sweep import RECIPES
 from rlvr_jax import advantages, losses, reweighting, specs
 from rlvr_jax.configs import base
 

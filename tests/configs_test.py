@@ -9,7 +9,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from docs import tables
-from experiments.runs import RECIPES
+from experiments.recipes.sweep import RECIPES
 from rlvr_jax.configs import base
 from rlvr_jax.models.presets import model_settings
 from rlvr_jax.train.build import build

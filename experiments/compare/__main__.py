@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from experiments.runs import RECIPES
+from experiments.recipes.sweep import RECIPES
 from rlvr_jax.commands.train import warm_started
 from rlvr_jax.ops import reductions
 from rlvr_jax.ops.keys import key_for

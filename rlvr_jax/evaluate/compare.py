@@ -86,23 +86,28 @@ def write_results(path: pathlib.Path, results: Iterable[Result]) -> None:
     file.write("\n".join(["[", ",\n".join(map(json.dumps, kept)), "]\n"]).encode())
 
 
-def collected(
+def of_experiment(
   path: pathlib.Path,
-  workdir: str | None,
   measure: Callable[[str], dict[str, Any]] = lambda workdir: {},
-) -> list[dict[str, Any]]:
-  """The results of an experiment: of its sweep's workdir, which are written to `path`, or of there.
+  argv: Sequence[str] | None = None,
+) -> tuple[list[dict[str, Any]], bool]:
+  """The results of an experiment, and whether they are new; reads its command line.
+
+  They are those of `path`, or with --workdir those of that sweep, which are written to `path`.
 
   Args:
     path: file of results.
-    workdir: of the sweep; None to read `path` alone.
     measure: workdir of a run → what joins its result.
+    argv: the command line; None for that of the process.
   """
+  parser = argparse.ArgumentParser()
+  parser.add_argument("--workdir", help=f"of the sweep; by default {path} is read")
+  workdir = parser.parse_args(argv).workdir
   if workdir is None:
-    return read_results(path)
+    return read_results(path), False
   results = [result | measure(result["workdir"]) for result in read_results(workdir)]
   write_results(path, results)
-  return results
+  return results, True
 
 
 def by_label(results: Iterable[Result]) -> dict[str, list[Result]]:

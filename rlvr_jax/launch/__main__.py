@@ -19,8 +19,9 @@ from collections.abc import Sequence
 
 from rlvr_jax.launch import jobset, local, tpu_vm, xpk
 from rlvr_jax.launch.package import package_of
-from rlvr_jax.launch.run import Run, check_flags, checked_name, environment_of
+from rlvr_jax.launch.run import Run, check_flags, check_sweep, checked_name, environment_of
 from rlvr_jax.launch.shell import LaunchError, Shell, warn
+from rlvr_jax.launch.slices import slice_of
 
 TARGETS = {"local": local, "tpu_vm": tpu_vm, "xpk": xpk, "jobset": jobset}
 VERBS = ("start", "status", "logs", "stop")
@@ -60,6 +61,10 @@ def main(argv: Sequence[str]) -> None:
   elif flags:
     raise LaunchError(f"{args.verb} takes no flags of the program: {' '.join(flags)}")
   run = Run(args.name, flags, environment_of(args.env), args.retries, package)
+  if run.is_sweep and package:  # what is shipped is no checkout, of which it could ask the commit
+    run = run._replace(environment={"RLVR_JAX_COMMIT": package.version, **run.environment})
+    if target.ON_HOSTS:
+      check_sweep(run, slice_of(args.type).hosts * args.num_slices)
   getattr(target, args.verb)(run, args, Shell(dry_run=args.dry_run))
 
 

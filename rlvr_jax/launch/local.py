@@ -25,7 +25,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def commands(run: Run, args: argparse.Namespace) -> list[list[str]]:
-  """The command of each process."""
+  """The command of each process; a sweep is one process, which starts its runs."""
+  if run.is_sweep:
+    return [run.program(sys.executable)]
   places = [
     (f"--coordinator=127.0.0.1:{PORT}", f"--num_processes={args.processes}", f"--process_id={i}")
     for i in range(args.processes)

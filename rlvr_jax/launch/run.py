@@ -25,6 +25,11 @@ class Run(NamedTuple):
   retries: int  # after preemptions or failures
   package: Package | None  # None where nothing is shipped
 
+  @property
+  def is_sweep(self) -> bool:
+    """Whether it is a sweep, which starts a process on its host for each of its runs."""
+    return _given(self.flags).get("mode") == "sweep"
+
   def program(self, python: str, *place: str) -> list[str]:
     """The command that a host runs.
 
@@ -33,7 +38,8 @@ class Run(NamedTuple):
       place: flags that tell the processes apart; by default the cluster identifies them.
     """
     status = f"--stopped_status={STOPPED}"
-    return [python, "-m", "rlvr_jax.main", *(place or ("--distributed",)), status, *self.flags]
+    places = () if self.is_sweep else place or ("--distributed",)
+    return [python, "-m", "rlvr_jax.main", *places, status, *self.flags]
 
 
 def checked_name(name: str) -> str:
@@ -78,6 +84,11 @@ def check_flags(flags: tuple[str, ...], package: Package, *, on_hosts: bool) -> 
     )
   if pathlib.PurePath(path).is_absolute() and on_hosts:
     raise LaunchError(f"--config={path}: give its path from the root of the checkout")
+  if "sweep" in given and given["sweep"] not in package.files:
+    raise LaunchError(
+      f"--sweep={given['sweep']} is not in the commit: add it with git, and give its path from the"
+      " root of the checkout"
+    )
   workdir = given.get("workdir", SHARED)
   if "://" in workdir and not workdir.startswith("gs://") and given.get("mode") != "export":
     raise LaunchError(
@@ -89,6 +100,15 @@ def check_flags(flags: tuple[str, ...], package: Package, *, on_hosts: bool) -> 
     raise LaunchError(
       f"--workdir={workdir} is relative: every host needs the same folder, such as"
       f" {SHARED}/runs/{pathlib.PurePath(workdir).name}"
+    )
+
+
+def check_sweep(run: Run, hosts: int) -> None:
+  """Raises LaunchError if the run is a sweep and would have several hosts."""
+  if run.is_sweep and hosts > 1:
+    raise LaunchError(
+      f"--mode=sweep runs on one host, these are {hosts}: choose a --type with one, such as"
+      " v5litepod-8 or v5p-8, or launch each run by itself"
     )
 
 

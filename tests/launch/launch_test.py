@@ -97,6 +97,24 @@ def test_the_commands_are_those_on_record(launch, name):
   assert output == (GOLDEN / f"{name}.txt").read_text(), "if it is meant, put this there"
 
 
+SWEEP = ["--", "--mode=sweep", "--config=configs/grpo.py", "--sweep=configs/base.py"]
+
+
+def test_a_sweep_is_one_process_that_knows_its_commit(launch):
+  output = launch("local start --name=fade --processes=2 --dry_run", [*SWEEP, "--workdir=runs/x"])
+  (command,) = [line for line in output.splitlines() if "rlvr_jax.main" in line]
+  assert "--process" not in command and "--mode=sweep" in command
+  on_host = [*SWEEP, "--workdir=gs://bucket/sweep"]
+  output = launch(f"tpu_vm start {PLACE} --type=v5litepod-8 --dry_run", on_host)
+  assert "--distributed" not in output and "--mode=sweep" in output
+  assert re.search(r"--setenv=RLVR_JAX_COMMIT=[0-9a-f]{12}\b", output)
+  for arguments in ("--type=v5litepod-64", "--type=v5litepod-8 --num_slices=2"):
+    with pytest.raises(LaunchError, match="--mode=sweep runs on one host, these are"):
+      launch(f"tpu_vm start {PLACE} {arguments} --dry_run", on_host)
+  with pytest.raises(LaunchError, match=r"--sweep=mine\.py is not in the commit: add it with git"):
+    launch("local start --name=fade --dry_run", [*SWEEP[:-1], "--sweep=mine.py"])
+
+
 def test_the_manifest_is_yaml_that_kubernetes_takes(launch):
   output = launch(f"{COMMANDS['jobset_start']} --dry_run", PROGRAM)
   jobset = yaml.safe_load(output.partition("<<'END'\n")[2].partition("END\n")[0])

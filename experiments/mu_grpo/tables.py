@@ -1,9 +1,8 @@
-"""μ-GRPO's claims in kind, at small scale: stale stages, relaxed clipping, the veto's scopes and κ.
+"""Prints the tables of README.md, of results.json or of the workdir of a sweep.
 
-  python -m experiments.mu_grpo.run --seeds=3
+  python -m experiments.mu_grpo.tables --workdir=runs/experiment_mu_grpo
 
-Run it from the repository root; some 40 seconds a run on two CPU cores. Prints the tables of
-README.md, and writes results.json and the plots beside this file. Finished runs are not repeated.
+Run it from the repository root. With a workdir it writes results.json and the plot anew.
 """
 
 from __future__ import annotations
@@ -17,58 +16,30 @@ import matplotlib
 
 matplotlib.use("Agg")
 import numpy as np
-from absl import app, flags
 from matplotlib import pyplot as plt
 
-from experiments.runs import METRIC, by_label, cell, markdown, run_all, workdir_of, write_results
+from experiments.mu_grpo.sweep import AT_HIGHER_RATE, GRPO, HIGHER, RELAXED, SUFFIX, TIGHT
 from rlvr_jax.evaluate import curves
+from rlvr_jax.evaluate.compare import (
+  METRIC,
+  by_label,
+  cell,
+  curve_of,
+  final,
+  markdown,
+  of_experiment,
+  rise,
+)
 from rlvr_jax.evaluate.run_files import read_metrics
 
-_SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds 0, 1, ... of each run.", lower_bound=2)
-_WORKDIR = flags.DEFINE_string("workdir", "runs/experiment_mu_grpo", "Holds the runs' workdirs.")
-
 HERE = pathlib.Path(__file__).parent
-CONFIG = "--config=experiments/mu_grpo/config.py"
-SCOPES = ("suffix", "trigger", "trigger_and_suffix", "response")
-THRESHOLD = 0.1  # κ of the scopes
-THRESHOLDS = (1e-4, 1e-3, 1e-2)  # further ones, of the suffix
-HIGHER_RATE = 4e-4  # learning rate of some runs, against the others' 3e-4
 RISE = 0.1  # of held-out pass@1, to which the costs are compared
 COSTS = {"updates": "updates", "seconds": "seconds", "flops": "TFLOPs"}
 BIN = 8  # updates of one point of the plot over ages
 LAST = 16  # updates over which the entropy at the end is averaged
 
 
-def veto(scope: str, threshold: float) -> list[str]:
-  settings = dict(enabled=True, scope=scope, threshold=threshold)
-  return [
-    f"{CONFIG}:stages",
-    *(f"--config.veto.{name}={value}" for name, value in settings.items()),
-  ]
-
-
-def veto_label(scope: str, threshold: float = THRESHOLD) -> str:
-  return f"veto {scope}, κ = {threshold:g}"
-
-
-GRPO, TIGHT, RELAXED = "GRPO, μ = 4", "tight clip", "relaxed clip"
-SUFFIX = veto_label("suffix")
-RUNS = {  # label → command line; all but the first in stages
-  GRPO: [f"{CONFIG}:refresh"],
-  TIGHT: [f"{CONFIG}:stages", "--config.loss=ppo_clip(epsilon_low=0.2, epsilon_high=0.2)"],
-  RELAXED: [f"{CONFIG}:stages"],
-  **{veto_label(scope): veto(scope, THRESHOLD) for scope in SCOPES},
-  **{veto_label("suffix", threshold): veto("suffix", threshold) for threshold in THRESHOLDS},
-}
-AT_HIGHER_RATE = (RELAXED, SUFFIX, veto_label("trigger"), veto_label("trigger_and_suffix"))
-HIGHER = ", higher rate"
-RUNS |= {
-  f"{label}{HIGHER}": [*RUNS[label], f"--config.learning_rate=constant(peak={HIGHER_RATE})"]
-  for label in AT_HIGHER_RATE
-}
-
-
-def measured(workdir: pathlib.Path) -> dict:
+def measured(workdir: str) -> dict:
   """What the tables and plots say of a finished run, besides its held-out curve."""
   records = list(read_metrics(workdir))
   train = [r for r in records if r["phase"] == "train"]
@@ -83,11 +54,12 @@ def measured(workdir: pathlib.Path) -> dict:
     "first_update_seconds": optimise[0] - statistics.median(optimise),
     "phase_seconds": curves.phase_seconds(records),
     "elapsed_seconds": records[-1][curves.ELAPSED],
+    "cost": {},  # to rise by `RISE`, on every axis; None where the run has not
   }
   for over in COSTS:
     spent, accuracy = curves.curve(records, METRIC, over)
     cost = curves.reaching(spent, accuracy, accuracy[0] + RISE)
-    found[over] = None if np.isnan(cost) else cost
+    found["cost"][over] = None if np.isnan(cost) else cost
   if "veto/trigger_rate" in train[0]:
     found["vetoed"] = mean("veto/token_fraction")
     found["trigger_rate_by_age"] = by_age(train, "veto/trigger_rate")
@@ -111,11 +83,10 @@ def reached(values: Sequence[float | None], scale: float) -> str:
 
 
 def learning_table(results: Mapping[str, Sequence[dict]]) -> str:
-  rise = lambda r: r["pass@1"][-1] - r["pass@1"][0]
   columns: dict[str, Callable[[dict], float]] = {
-    "final pass@1": lambda r: r["pass@1"][-1],
+    "final pass@1": final,
     "rise": rise,
-    "best less final": lambda r: max(r["pass@1"]) - r["pass@1"][-1],
+    "best less final": lambda r: max(r["evaluations"][METRIC]) - final(r),
     "entropy at the end": lambda r: r["entropy"],
     "ESS": lambda r: r["ess"],
     "clip fraction": lambda r: r["clip"],
@@ -126,7 +97,7 @@ def learning_table(results: Mapping[str, Sequence[dict]]) -> str:
     rows[label] += [" ".join(f"{rise(r):+.2f}" for r in of_label)]
     relaxed = results[RELAXED + HIGHER if label.endswith(HIGHER) else RELAXED]
     pairs = zip(of_label, relaxed, strict=True)
-    rows[label] += [cell([r["pass@1"][-1] - other["pass@1"][-1] for r, other in pairs])]
+    rows[label] += [cell([final(r) - final(other) for r, other in pairs])]
     rows[label] += [f"{max(r['negative_ratio'] for r in of_label):.2g}"]
   header = [*columns, "rise, each seed", "final less relaxed's, paired", "largest ρ where A < 0"]
   return markdown(header, rows)
@@ -156,7 +127,9 @@ def cost_table(results: Mapping[str, Sequence[dict]]) -> str:
   for label, of_label in results.items():
     scale = {"flops": 1e12}
     spent = lambda phase, runs=of_label: cell([r["phase_seconds"].get(phase, 0.0) for r in runs])
-    rows[label] = [reached([r[over] for r in of_label], scale.get(over, 1)) for over in COSTS]
+    rows[label] = [
+      reached([r["cost"][over] for r in of_label], scale.get(over, 1)) for over in COSTS
+    ]
     rows[label] += [f"{of_label[0]['hand_overs']}", spent("sync_weights")]
     rows[label] += [" ".join(f"{r['first_update_seconds']:.1f}" for r in of_label)]
     rows[label] += [spent("generate"), spent("optimise")]
@@ -164,20 +137,20 @@ def cost_table(results: Mapping[str, Sequence[dict]]) -> str:
   return markdown(header, rows)
 
 
-def plot_rises(axes: Any, found: Mapping[str, Sequence[pathlib.Path]], over: str) -> None:
+def plot_rises(axes: Any, found: Mapping[str, Sequence[Mapping]], over: str) -> None:
   """Per label the mean over seeds of held-out pass@1 less its start, with its interval.
 
   The starts differ by more between seeds than the runs of one seed do.
   """
-  for label, workdirs in found.items():
-    of_seeds = [curves.curve(read_metrics(workdir), METRIC, over) for workdir in workdirs]
-    x, mean, low, high = curves.mean_curve([(x, y - y[0]) for x, y in of_seeds])
+  for label, of_label in found.items():
+    of_seeds = [curve_of(result, over=over) for result in of_label]
+    x, mean, low, high = curves.mean_curve([(x, y - y[0]) for x, y in of_seeds], within=(-1, 1))
     (line,) = axes.plot(x, mean, label=label)
     axes.fill_between(x, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
   axes.set(xlabel=curves.AXES[over][0], ylabel="held-out pass@1 less its start", ylim=(-0.3, 0.4))
 
 
-def plot(results: Mapping[str, Sequence[dict]], root: pathlib.Path, path: pathlib.Path) -> None:
+def plot(results: Mapping[str, Sequence[Mapping]], path: pathlib.Path) -> None:
   """Rises over updates and over seconds, and the trigger rate over the age within a stage."""
   figure, row = plt.subplots(1, 4, figsize=(17, 4), layout="constrained")
   higher = [f"{label}{HIGHER}" for label in AT_HIGHER_RATE]
@@ -186,10 +159,7 @@ def plot(results: Mapping[str, Sequence[dict]], root: pathlib.Path, path: pathli
     (row[1], (GRPO, TIGHT, RELAXED, SUFFIX), "seconds"),
     (row[2], higher, "updates"),
   ):
-    workdirs = {
-      label: [workdir_of(root, label, r["seed"]) for r in results[label]] for label in labels
-    }
-    plot_rises(axes, workdirs, over)
+    plot_rises(axes, {label: results[label] for label in labels}, over)
   for label, of_label in results.items():
     if "vetoed" in of_label[0] and label not in higher:
       rates = np.mean([r["trigger_rate_by_age"] for r in of_label], axis=0)
@@ -203,16 +173,13 @@ def plot(results: Mapping[str, Sequence[dict]], root: pathlib.Path, path: pathli
   plt.close(figure)
 
 
-def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-  root = pathlib.Path(_WORKDIR.value)
-  results = run_all(RUNS, root, num_seeds=_SEEDS.value, same_warm_start=True, measure=measured)
-  write_results(HERE / "results.json", results)
+def main() -> None:
+  results, are_new = of_experiment(HERE / "results.json", measured)
   found = by_label(results)
-  plot(found, root, HERE / "curves.png")
+  if are_new:
+    plot(found, HERE / "curves.png")
   print(learning_table(found), veto_table(found), cost_table(found), sep="\n\n")
 
 
 if __name__ == "__main__":
-  app.run(main)
+  main()

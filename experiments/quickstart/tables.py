@@ -1,9 +1,8 @@
-"""Measures the quickstart, its control and a longer warm start, over seeds, one run at a time.
+"""Prints the table of README.md, of results.json or of the workdir of a sweep.
 
-  python -m experiments.quickstart.run --seeds=3
+  python -m experiments.quickstart.tables --workdir=runs/experiment_quickstart
 
-Run it from the repository root. Prints the table of README.md, and writes results.json and
-curves.png beside this file. Finished runs are not repeated.
+Run it from the repository root. With a workdir it writes results.json and curves.png anew.
 """
 
 from __future__ import annotations
@@ -14,24 +13,13 @@ import matplotlib
 
 matplotlib.use("Agg")
 import numpy as np
-from absl import app, flags
 from matplotlib import pyplot as plt
 
-from experiments.runs import interval, mean_and_half_width, run_all, write_results
-
-_SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds 0, 1, ... of each run.", lower_bound=2)
-_WORKDIR = flags.DEFINE_string("workdir", "runs/experiment_quickstart", "Holds the runs' workdirs.")
+from experiments.quickstart.sweep import RUNS
+from rlvr_jax.evaluate.compare import METRIC, final, interval, of_experiment
+from rlvr_jax.evaluate.paired import mean_and_half_width
 
 HERE = pathlib.Path(__file__).parent
-RUNS = {  # label → command line
-  "quickstart": ["--config=configs/quickstart.py"],
-  "control: rewards permuted": ["--config=configs/quickstart_control.py"],
-  "longer warm start, same time": ["--config=configs/quickstart_longer_warm_start.py"],
-  "longer warm start, best length": [  # chosen by held-out pass@1, in its favor
-    "--config=configs/quickstart_longer_warm_start.py",
-    "--config.warm_start.num_steps=350",
-  ],
-}
 
 
 def table(results: list[dict]) -> str:
@@ -43,7 +31,7 @@ def table(results: list[dict]) -> str:
     rises = []
     for result in (r for r in results if r["label"] == label):
       start = starts[result["seed"]]
-      rises.append(result["pass@1"][-1] - start["pass@1"][0])
+      rises.append(final(result) - start["evaluations"][METRIC][0])
       lines.append(
         f"| {label} | {result['seed']} | {interval(start, 0)} | {interval(result, -1)}"
         f" | {rises[-1]:+.3f} | {result['seconds']:.0f} |"
@@ -61,12 +49,13 @@ def plot(results: list[dict], path: pathlib.Path) -> None:
   for color, label in enumerate(RUNS):
     of_label = [r for r in results if r["label"] == label]
     name, color = label, f"C{color}"
-    if len(of_label[0]["updates"]) == 1:  # no updates: where it ended
-      end = np.mean([r["pass@1"][-1] for r in of_label])
+    evaluations = [r["evaluations"] for r in of_label]
+    if len(evaluations[0]["updates"]) == 1:  # no updates: where it ended
+      end = np.mean([e[METRIC][-1] for e in evaluations])
       axes.axhline(end, color=color, linestyle="--", label=f"{name} (mean)")
       continue
-    for result in of_label:
-      axes.plot(result["updates"], result["pass@1"], color=color, label=name, alpha=0.8)
+    for found in evaluations:
+      axes.plot(found["updates"], found[METRIC], color=color, label=name, alpha=0.8)
       name = None
   axes.set(xlabel="update", ylabel="held-out pass@1", ylim=(0, 1))
   axes.legend(fontsize="small")
@@ -74,14 +63,12 @@ def plot(results: list[dict], path: pathlib.Path) -> None:
   plt.close(figure)
 
 
-def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-  results = run_all(RUNS, pathlib.Path(_WORKDIR.value), num_seeds=_SEEDS.value)
-  write_results(HERE / "results.json", results)
-  plot(results, HERE / "curves.png")
+def main() -> None:
+  results, are_new = of_experiment(HERE / "results.json")
+  if are_new:
+    plot(results, HERE / "curves.png")
   print(table(results))
 
 
 if __name__ == "__main__":
-  app.run(main)
+  main()

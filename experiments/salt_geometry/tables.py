@@ -1,10 +1,8 @@
-"""SALT's claims in kind, at small scale: gradient geometry with and without it, over group sizes.
+"""Prints the tables of README.md, of results.json or of the workdir of a sweep.
 
-  python -m experiments.salt_geometry.run --seeds=3
+  python -m experiments.salt_geometry.tables --workdir=runs/experiment_salt
 
-Run it from the repository root; half a minute a run on two quiet CPU cores, 45 runs. Prints the
-tables of README.md, and writes results.json and the plots beside this file. Finished runs are not
-repeated.
+Run it from the repository root. With a workdir it writes results.json and the plots anew.
 """
 
 from __future__ import annotations
@@ -17,23 +15,15 @@ import matplotlib
 
 matplotlib.use("Agg")
 import numpy as np
-from absl import app, flags
 from matplotlib import pyplot as plt
 
-from experiments.runs import mean_and_half_width, run_all, write_results
+from experiments.salt_geometry.sweep import BUDGET, COMPARED, GROUP_SIZES, MIDDLE, runs
+from rlvr_jax.evaluate import compare
+from rlvr_jax.evaluate.compare import markdown, rise
+from rlvr_jax.evaluate.paired import mean_and_half_width
 from rlvr_jax.evaluate.run_files import read_metrics
 
-_SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds 0, 1, ... of each run.", lower_bound=2)
-_UPDATES = flags.DEFINE_integer("updates", 100, "Updates of each run.", lower_bound=1)
-_WORKDIR = flags.DEFINE_string("workdir", "runs/experiment_salt", "Holds the runs' workdirs.")
-
 HERE = pathlib.Path(__file__).parent
-BUDGET = 256  # rollouts per update, whatever the group size
-GROUP_SIZES = (4, 8, 16, 32, 64)
-ALPHAS = (0.0, 0.5, 1.0)
-ENTROPY_BONUS = 0.01
-MIDDLE = 16  # group size of the ablations
-COMPARED = 8  # group size of the runs whose Gram is compared with the last block's
 
 COLUMNS = {  # heading → metric, averaged over the updates that report it
   "PR": "geometry/participation_ratio",
@@ -56,45 +46,16 @@ AGREEMENT = {
 }
 
 
-def arguments(recipe: str, group_size: int, *more: str) -> list[str]:
-  """The command line of one run; four updates per refresh, so that clipping can happen."""
-  return [
-    f"--config=configs/{recipe}.py",
-    f"--config.num_updates={_UPDATES.value}",
-    f"--config.batch.group_size={group_size}",
-    f"--config.batch.prompts={BUDGET // group_size}",
-    "--config.schedule=updates_per_refresh(batches=4)",
-    "--config.diagnostics.every=10",
-    *more,
-  ]
-
-
-def all_runs() -> dict[str, list[str]]:
-  """label → command line."""
-  runs = {}
-  for group_size in GROUP_SIZES:
-    compared = ["--config.diagnostics.compared=last_block"] if group_size == COMPARED else []
-    for name, recipe in (("GRPO", "grpo"), ("SALT", "salt_grpo")):
-      runs[f"{name}, G = {group_size}"] = arguments(recipe, group_size, *compared)
-  for alpha in ALPHAS:
-    fixed = f"--config.reweighting=salt(alpha_min={alpha}, alpha_max={alpha})"
-    runs[f"SALT, α = {alpha}, G = {MIDDLE}"] = arguments("salt_grpo", MIDDLE, fixed)
-  bonus = f"--config.entropy_bonus={ENTROPY_BONUS}"
-  runs[f"GRPO + entropy bonus, G = {MIDDLE}"] = arguments("grpo", MIDDLE, bonus)
-  random = "--config.reweighting=salt(random_subspace=True)"
-  runs[f"SALT, random subspace, G = {MIDDLE}"] = arguments("salt_grpo", MIDDLE, random)
-  return runs
-
-
-def curves(workdir: pathlib.Path) -> dict[str, list[tuple[int, float]]]:
-  """Metric → (update, value) pairs of a finished run, of the metrics of both tables."""
+def measured(workdir: str) -> dict[str, dict[str, list[tuple[int, float]]]]:
+  """`curves`: metric → (update, value) pairs of a finished run, of the metrics of both tables."""
   train = [record for record in read_metrics(workdir) if record["phase"] == "train"]
   names = [*COLUMNS.values(), *AGREEMENT.values()]
   pairs = {name: [(r["step"], round(r[name], 5)) for r in train if name in r] for name in names}
   pairs["longest_tenth"] = [
-    (int(path.stem) + 1, longest_tenth(path)) for path in sorted(workdir.glob("geometry/*.npz"))
+    (int(path.stem) + 1, longest_tenth(path))
+    for path in sorted(pathlib.Path(workdir).glob("geometry/*.npz"))
   ]
-  return {name: found for name, found in pairs.items() if found}
+  return {"curves": {name: found for name, found in pairs.items() if found}}
 
 
 def longest_tenth(path: pathlib.Path) -> float:
@@ -111,41 +72,31 @@ def average(result: dict, metric: str) -> float | None:
 
 
 def cell(values: Sequence[float | None]) -> str:
-  """Mean over seeds with half of its 95 % interval."""
+  """As `compare.cell`, of the runs that report it."""
   numbers = [value for value in values if value is not None]
-  if not numbers:
-    return "–"
-  mean, half = mean_and_half_width(numbers)
-  return f"{mean:.3g} ± {half:.1g}"
+  return compare.cell(numbers) if numbers else "–"
 
 
 def of_label(results: Sequence[dict], label: str) -> list[dict]:
   return [r for r in results if r["label"] == label]
 
 
-def rise(result: dict) -> float:
-  return result["pass@1"][-1] - result["pass@1"][0]
-
-
 def table(results: Sequence[dict]) -> str:
   """Markdown: one row per run, means over seeds."""
-  lines = [f"| run | rise of pass@1 | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 2) + "|"]
-  for label in all_runs():
+  rows = {}
+  for label in runs():
     found = of_label(results, label)
-    cells = [cell([average(r, metric) for r in found]) for metric in COLUMNS.values()]
-    lines.append(f"| {label} | {cell([rise(r) for r in found])} | {' | '.join(cells)} |")
-  return "\n".join(lines)
+    rows[label] = [cell([rise(r) for r in found])]
+    rows[label] += [cell([average(r, metric) for r in found]) for metric in COLUMNS.values()]
+  return markdown(["rise of pass@1", *COLUMNS], rows)
 
 
 def agreement_table(results: Sequence[dict]) -> str:
   """Markdown: the head's Gram against the last block's."""
-  lines = [f"| run | {' | '.join(AGREEMENT)} |", "|---" * (len(AGREEMENT) + 1) + "|"]
-  for name in ("GRPO", "SALT"):
-    label = f"{name}, G = {COMPARED}"
-    found = of_label(results, label)
-    cells = [cell([average(r, metric) for r in found]) for metric in AGREEMENT.values()]
-    lines.append(f"| {label} | {' | '.join(cells)} |")
-  return "\n".join(lines)
+  labels = [f"{name}, G = {COMPARED}" for name in ("GRPO", "SALT")]
+  averages = lambda label, metric: [average(r, metric) for r in of_label(results, label)]
+  rows = {x: [cell(averages(x, metric)) for metric in AGREEMENT.values()] for x in labels}
+  return markdown(list(AGREEMENT), rows)
 
 
 def plot_training(results: Sequence[dict], path: pathlib.Path) -> None:
@@ -194,22 +145,13 @@ def plot_scaling(results: Sequence[dict], path: pathlib.Path) -> None:
   plt.close(figure)
 
 
-def main(argv: list[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-  root = pathlib.Path(_WORKDIR.value)
-  results = run_all(
-    all_runs(),
-    root,
-    num_seeds=_SEEDS.value,
-    same_warm_start=True,
-    measure=lambda workdir: {"curves": curves(workdir)},
-  )
-  write_results(HERE / "results.json", results)
-  plot_training(results, HERE / "training.png")
-  plot_scaling(results, HERE / "scaling.png")
+def main() -> None:
+  results, are_new = compare.of_experiment(HERE / "results.json", measured)
+  if are_new:
+    plot_training(results, HERE / "training.png")
+    plot_scaling(results, HERE / "scaling.png")
   print(table(results), agreement_table(results), sep="\n\n")
 
 
 if __name__ == "__main__":
-  app.run(main)
+  main()

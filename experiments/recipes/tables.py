@@ -1,0 +1,58 @@
+"""Prints the table of README.md, of results.json or of the workdir of a sweep.
+
+  python -m experiments.recipes.tables --workdir=runs/experiment_recipes
+
+Run it from the repository root. With a workdir it writes results.json anew.
+"""
+
+from __future__ import annotations
+
+import pathlib
+
+from experiments.recipes.sweep import RECIPES
+from rlvr_jax.evaluate.compare import METRIC, by_label, interval, of_experiment, rise
+from rlvr_jax.evaluate.paired import mean_and_half_width, standard_error_of_interval
+
+HERE = pathlib.Path(__file__).parent
+
+
+def standard_error(result: dict, index: int) -> float:
+  """Of one evaluation, over problems."""
+  limits = (result["evaluations"][f"{METRIC}_{side}"][index] for side in ("low", "high"))
+  return standard_error_of_interval(*limits)
+
+
+def rise_in_standard_errors(result: dict) -> float:
+  """How far the end lies above the start; the two evaluations taken as independent."""
+  error = (standard_error(result, 0) ** 2 + standard_error(result, -1) ** 2) ** 0.5
+  return rise(result) / error
+
+
+def table(results: list[dict]) -> str:
+  """Markdown: one row per recipe, one column per seed, the mean rise with its t interval."""
+  seeds = sorted({r["seed"] for r in results})
+  first = [r for r in results if r["label"] == RECIPES[0]]
+  ends = " | ".join(f"end, seed {seed}" for seed in seeds)
+  lines = [
+    f"| recipe | {ends} | mean rise | smallest rise, standard errors | seconds |",
+    "|---" * (len(seeds) + 4) + "|",
+    "| start, all | " + " | ".join(interval(r, 0) for r in first) + " | | | |",
+  ]
+  for label, of_recipe in by_label(results).items():
+    mean, half = mean_and_half_width([rise(r) for r in of_recipe])
+    smallest = min(rise_in_standard_errors(r) for r in of_recipe)
+    seconds = sum(r["seconds"] for r in of_recipe) / len(of_recipe)
+    lines.append(
+      f"| {label} | {' | '.join(interval(r, -1) for r in of_recipe)}"
+      f" | {mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}] | {smallest:.1f} | {seconds:.0f} |"
+    )
+  return "\n".join(lines)
+
+
+def main() -> None:
+  results, _ = of_experiment(HERE / "results.json")
+  print(table(results))
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,46 @@
+"""Gradient geometry with and without SALT, over group sizes and seeds; see README.md."""
+
+BUDGET = 256  # rollouts per update, whatever the group size
+GROUP_SIZES = (4, 8, 16, 32, 64)
+ALPHAS = (0.0, 0.5, 1.0)
+ENTROPY_BONUS = 0.01
+MIDDLE = 16  # group size of the ablations
+COMPARED = 8  # group size of the runs whose Gram is compared with the last block's
+
+
+def fields(recipe, group_size, **more):
+  """Of one run; four updates per refresh, so that clipping can happen."""
+  return {
+    "config": f"configs/{recipe}.py",
+    "num_updates": 100,
+    "batch.group_size": group_size,
+    "batch.prompts": BUDGET // group_size,
+    "schedule": "updates_per_refresh(batches=4)",
+    "diagnostics.every": 10,
+    **more,
+  }
+
+
+def runs():
+  """label → fields."""
+  found = {}
+  for group_size in GROUP_SIZES:
+    compared = {"diagnostics.compared": "last_block"} if group_size == COMPARED else {}
+    for name, recipe in (("GRPO", "grpo"), ("SALT", "salt_grpo")):
+      found[f"{name}, G = {group_size}"] = fields(recipe, group_size, **compared)
+  for alpha in ALPHAS:
+    fixed = f"salt(alpha_min={alpha}, alpha_max={alpha})"
+    found[f"SALT, α = {alpha}, G = {MIDDLE}"] = fields("salt_grpo", MIDDLE, reweighting=fixed)
+  bonus = fields("grpo", MIDDLE, entropy_bonus=ENTROPY_BONUS)
+  found[f"GRPO + entropy bonus, G = {MIDDLE}"] = bonus
+  random = fields("salt_grpo", MIDDLE, reweighting="salt(random_subspace=True)")
+  found[f"SALT, random subspace, G = {MIDDLE}"] = random
+  return found
+
+
+def get_sweep():
+  return [
+    {"label": label, "seed": seed, **fields}
+    for label, fields in runs().items()
+    for seed in range(3)
+  ]

@@ -1,0 +1,94 @@
+"""The experiments' sweeps: each run is one of its own and builds; their tables are the README's."""
+
+import contextlib
+import importlib
+import io
+import re
+
+import pytest
+from train import tiny
+
+from rlvr_jax import specs
+from rlvr_jax.commands import sweep
+from rlvr_jax.evaluate.compare import read_results
+from rlvr_jax.train import config_file
+from rlvr_jax.train.build import build, make_veto
+
+FOLDER = tiny.ROOT / "experiments"
+RUNS = {"quickstart": 12, "recipes": 0, "salt_geometry": 45, "mu_grpo": 42, "p3o_mismatch": 76}
+each_experiment = pytest.mark.parametrize("name", RUNS)
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+  monkeypatch.chdir(tiny.ROOT)
+
+
+def listed(name, workdir="runs/x"):
+  return sweep.runs_of(f"experiments/{name}/sweep.py", "configs/quickstart.py", {}, str(workdir))
+
+
+def test_no_experiment_is_forgotten():
+  assert {path.parent.name for path in FOLDER.glob("*/sweep.py")} == set(RUNS)
+
+
+@each_experiment
+def test_a_sweep_has_the_runs_of_its_results(name):
+  found = {(run.label, run.seed) for run in listed(name)}
+  results = {
+    (result["label"], result["seed"]) for result in read_results(FOLDER / name / "results.json")
+  }
+  assert len(found) == RUNS[name] or name == "recipes"  # new recipes are there before their results
+  assert results <= found
+  assert name == "recipes" or found - results <= {("other policy", 1000)}
+
+
+@each_experiment
+def test_the_tables_are_those_of_the_readme(name, monkeypatch):
+  monkeypatch.setattr("sys.argv", ["tables"])
+  printed = io.StringIO()
+  with contextlib.redirect_stdout(printed):
+    importlib.import_module(f"experiments.{name}.tables").main()
+  rows = [line for line in printed.getvalue().splitlines() if line.startswith("|")]
+  readme = (FOLDER / name / "README.md").read_text(encoding="utf-8")
+  assert rows and not [row for row in rows if row not in readme]
+  assert f"--sweep=experiments/{name}/sweep.py" in readme
+  assert f"python -m experiments.{name}.tables" in readme
+  recipe = re.search(r"--mode=sweep --config=(\S+)", readme)[1]
+  assert (tiny.ROOT / recipe).exists()
+
+
+# --- the experiments on staleness -----------------------------------------------------------------
+
+
+def quick_to_build(config):
+  """The same components around less: fewer problems to write out, fewer layers to trace."""
+  config = config.copy_and_resolve_references()
+  config.task.kwargs.warm_start_size = config.task.kwargs.held_out_size = 8
+  config.model.overrides.num_layers = config.model.overrides.unroll_layers = 1
+  return config
+
+
+def other_policy(tmp_path):
+  """What the runs that draw rollouts of another policy read of it when they begin."""
+  folder = tmp_path / "other_policy_1000"
+  (folder / "checkpoints" / "80").mkdir(parents=True)
+  (run,) = [run for run in listed("p3o_mismatch") if run.name == folder.name]
+  (folder / "config.json").write_text(config_file.read(run.flags).to_json_best_effort())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # ml_collections' import of a config
+@pytest.mark.parametrize("name", ["mu_grpo", "p3o_mismatch"])
+def test_every_run_is_one_of_its_own_and_builds(name, tmp_path):
+  other_policy(tmp_path)
+  first = [run for run in listed(name, tmp_path) if run.seed == 0]
+  configs = {run.label: config_file.read(run.flags) for run in first}
+  assert len({config.to_json_best_effort() for config in configs.values()}) == len(configs)
+  # Each source and schedule, each loss with and without veto; the rest differs in numbers only.
+  name = lambda c, field: specs.parse(field, c[field]).name
+  traced = {(str(c.sources), name(c, "schedule")): label for label, c in configs.items()}
+  traced |= {(name(c, "loss"), c.veto.enabled): label for label, c in configs.items()}
+  for label in set(traced.values()):
+    build(quick_to_build(configs[label]))
+  for config in configs.values():
+    make_veto(config)
