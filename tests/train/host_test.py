@@ -114,8 +114,9 @@ time.sleep(60)""", -15, "False False"),
   ],
 )  # fmt: skip
 def test_signals_ask_for_an_end_at_once(body, status, printed):
+  heard = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)"  # nohup may have changed it
   done = subprocess.run(
-    [sys.executable, "-c", ENDING + body], capture_output=True, text=True, timeout=300
+    [sys.executable, "-c", heard + ENDING + body], capture_output=True, text=True, timeout=300
   )
   assert (done.returncode, done.stdout.strip()) == (status, printed), done.stderr
 
