@@ -22,6 +22,7 @@ from rlvr_jax.evaluate.run_files import read_metrics
 from rlvr_jax.rewards import Grade, Outcome
 from rlvr_jax.rewards.worker_process import GraderStartError
 from rlvr_jax.rollouts.schedules import stages, updates_per_refresh
+from rlvr_jax.storage import Workdir
 from rlvr_jax.train.build import build
 from rlvr_jax.train.checks import may_differ
 from rlvr_jax.train.run_log import NonFiniteError
@@ -414,10 +415,10 @@ def test_gsm8k_is_graded_and_resumed(gsm8k_program, tmp_path):
 
 
 def test_only_fields_that_change_no_number_may_change_on_resume(tmp_path):
-  constant = "constant(peak=3e-3)"
+  workdir, constant = Workdir(tmp_path), "constant(peak=3e-3)"
   first = tiny.config(learning_rate=constant)
   schedule = updates_per_refresh()
-  check_config(tmp_path, first.to_json(), may_differ=may_differ(first, schedule))
+  check_config(workdir, first.to_json(), may_differ=may_differ(first, schedule))
   more = tiny.config(
     learning_rate=constant,
     checkpoint__keep=5,
@@ -425,9 +426,9 @@ def test_only_fields_that_change_no_number_may_change_on_resume(tmp_path):
     diagnostics__every=5,
     generation_deadline_s=1.0,
   )
-  check_config(tmp_path, more.to_json(), may_differ=may_differ(more, schedule))
+  check_config(workdir, more.to_json(), may_differ=may_differ(more, schedule))
   assert "num_updates" not in may_differ(tiny.config(), schedule)  # its learning rate decays
   assert "num_updates" not in may_differ(more, stages(count=2, num_updates=20))
   with pytest.raises(WorkdirError, match=r"batch\.group_size: 4 in the workdir, 8 now"):
     other = tiny.config(learning_rate=constant, batch__group_size=8)
-    check_config(tmp_path, other.to_json(), may_differ=may_differ(other, schedule))
+    check_config(workdir, other.to_json(), may_differ=may_differ(other, schedule))

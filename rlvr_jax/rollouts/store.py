@@ -22,7 +22,7 @@ import pathlib
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -38,7 +38,6 @@ from rlvr_jax.files import (
   sync_folder,
 )
 from rlvr_jax.ops.checks import check_integer
-from rlvr_jax.rollouts.journal import GroupJournal
 from rlvr_jax.rollouts.shards import (
   StoreError,
   checked_content,
@@ -49,6 +48,9 @@ from rlvr_jax.rollouts.shards import (
   write_shard,
 )
 from rlvr_jax.storage import LocalTail, Workdir, files_in, in_bucket, place, tail_of
+
+if TYPE_CHECKING:
+  from rlvr_jax.rollouts.journal import GroupJournal
 
 INDEX = "index.jsonl"
 TORN_FOLDER = "torn"
@@ -235,6 +237,8 @@ class RolloutStore:
 
   def journal(self) -> GroupJournal:
     """The groups that are finished, of batches that are not."""
+    from rlvr_jax.rollouts.journal import GroupJournal  # it loads jax, which reading does not need
+
     follow = [self._workdir.follow] if self._workdir else []
     return GroupJournal(self.local / GROUPS_FOLDER, *follow)
 

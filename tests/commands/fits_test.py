@@ -139,6 +139,7 @@ def test_a_topology_that_cannot_be_compiled_for_says_what_can():
     ahead_of_time.topology_devices("v5e:0x0")
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table(tmp_path):
   """With adapters on a frozen base."""
   output = tiny.run(tmp_path, "--mode=fits", "--config.lora.rank=2")

@@ -8,6 +8,7 @@ import sys
 import types
 
 import install_test
+import program_flags
 import pytest
 from absl import flags
 from ml_collections import ConfigDict
@@ -36,12 +37,17 @@ QUICK = [
 # --- commands -------------------------------------------------------------------------------------
 
 
+def of_another_program(name, module):
+  return name != "config" and not module.startswith(("absl", "ml_collections", "rlvr_jax"))
+
+
 @pytest.fixture(name="in_checkout")
 def _in_checkout(monkeypatch):
   """In the root, with flags that nobody has parsed; so it is left."""
   monkeypatch.chdir(ROOT)
   monkeypatch.setattr(sys, "argv", ["main"])  # ml_collections reads overrides from there
-  yield
+  with program_flags.set_aside(of_another_program):
+    yield
   for name in list(flags.FLAGS):
     if name.startswith("config."):
       delattr(flags.FLAGS, name)

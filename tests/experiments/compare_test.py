@@ -4,7 +4,9 @@ import importlib.util
 import pathlib
 
 import numpy as np
+import program_flags
 import pytest
+from absl import flags
 
 from rlvr_jax.configs import base
 
@@ -15,8 +17,11 @@ _FILE = pathlib.Path(__file__).parents[2] / "experiments" / "compare" / "__main_
 def module():
   spec = importlib.util.spec_from_file_location("compare_program", _FILE)
   module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
+  with program_flags.set_aside(lambda name, module: module == "rlvr_jax.main"):
+    before = set(flags.FLAGS)
+    spec.loader.exec_module(module)
+    yield module
+    flags.FLAGS.remove_flag_values(set(flags.FLAGS) - before)
 
 
 def _config():

@@ -4,15 +4,18 @@ import sys
 import time
 
 import numpy as np
+import program_flags
 import pytest
 from absl import flags
 from ml_collections import config_flags
 
-from experiments.premises import run as premises
 from rlvr_jax.train.build import build
 
-_own = flags.FLAGS.flags_by_module_dict()[premises.__name__]
-flags.FLAGS.remove_flag_values([flag.name for flag in _own])  # other programs have some of them
+with program_flags.set_aside(lambda name, module: name in ("task", "size", "minutes", "workdir")):
+  from experiments.premises import run as premises
+
+  _own = flags.FLAGS.flags_by_module_dict()[premises.__name__]
+  flags.FLAGS.remove_flag_values([flag.name for flag in _own])
 
 P, G = 4, 4
 
