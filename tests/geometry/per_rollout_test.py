@@ -36,7 +36,8 @@ def looped(params, batch, setting):
   ]
 
 
-@pytest.mark.parametrize("tied_head", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("tied_head", [True, False])
 def test_features_and_gram_of_any_parameters(x64, tied_head):
   model, params = make_transformer(tied_head=tied_head)
   batch, setting = make_batch(0), GramContext(model, 0.8)

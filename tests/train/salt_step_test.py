@@ -68,15 +68,9 @@ def blocks_of(scope):
   return np.arange(P * G).reshape(-1, size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-  ("scope", "rows"),
-  [
-    pytest.param("batch", 100, marks=pytest.mark.slow),
-    (8, 4),
-    pytest.param("group", 4, marks=pytest.mark.slow),
-    pytest.param("batch", 4, marks=pytest.mark.slow),
-    pytest.param("group", None, marks=pytest.mark.slow),
-  ],
+  ("scope", "rows"), [("batch", 100), (8, 4), ("group", 4), ("batch", 4), ("group", None)]
 )
 def test_the_update_is_that_of_coefficients_reweighted_by_hand(x64, scope, rows):
   """Padded, in one micro-batch of rows, and in several."""
