@@ -219,9 +219,6 @@ class BucketTail:
 # --- workdirs -------------------------------------------------------------------------------------
 
 
-# --- workdirs -------------------------------------------------------------------------------------
-
-
 class Workdir:
   """The folder of a run: where its files stay, and where this process writes them.
 

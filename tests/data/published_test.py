@@ -8,6 +8,7 @@ import math
 import os
 import pathlib
 import pickle
+import time
 import zlib
 
 import fsspec
@@ -502,9 +503,14 @@ def test_damaged_prepared_records(tmp_path, damage):
 def test_two_at_once_prepare_one(tmp_path):
   """Threads take the place of processes: the lock is of the opened file, not of the process."""
   _write(tmp_path, {"train.jsonl": _gsm8k_rows(range(300))})
-  with concurrent.futures.ThreadPoolExecutor(4) as threads:
-    prepared = list(threads.map(lambda _: _prepare("gsm8k", tmp_path), range(4)))
-  assert [len(each.records("train")) for each in prepared] == [300] * 4
+
+  def prepare_after(seconds):  # one of them is likely to look just before another has finished
+    time.sleep(seconds)
+    return _prepare("gsm8k", tmp_path)
+
+  with concurrent.futures.ThreadPoolExecutor(8) as threads:
+    prepared = list(threads.map(prepare_after, (k / 50 for k in range(8))))
+  assert [len(each.records("train")) for each in prepared] == [300] * 8
   assert not list((tmp_path / "prepared").rglob("incomplete*"))
 
 

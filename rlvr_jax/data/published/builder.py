@@ -217,10 +217,10 @@ def prepare(
       return Published(source=source, paths=paths, config=name, data_dir=folder)
 
   builder = make_builder()
-  if not builder.data_path.exists():
+  if not builder.info.splits:  # asked of the builder: another process may finish after it looked
     logging.info("preparing %s from %s in %s", name, data_dir, folder)
     with reporting_full_disk(folder), _locked(folder):
-      builder = make_builder()  # another process may have prepared it meanwhile
+      builder = make_builder()  # prepared meanwhile, perhaps
       with contextlib.redirect_stdout(io.StringIO()):  # it claims to download, but does not
         builder.download_and_prepare()
   return Prepared(builder, data_dir)
