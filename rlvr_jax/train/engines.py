@@ -52,7 +52,7 @@ def make_engine(
   return Engine(
     model,
     sampling,
-    slots=config.sampling.slots or default_slots(config, model, prompts * group_size),
+    slots=choose_slots(config, model, prompts * group_size),
     prefill_rows=prompts,
     max_prompt_length=config.max_prompt_length,
     max_new_tokens=config.max_response_length,
@@ -78,10 +78,10 @@ def _cache(wanted: str, model: Model) -> str:
   )
 
 
-def default_slots(
+def choose_slots(
   config: ml_collections.ConfigDict, model: Model, responses: int, limit: int | None = None
 ) -> int:
-  """As many slots as there are responses in a batch, or fewer if the memory does not suffice.
+  """config.sampling.slots; where that is 0, one per response, or fewer if the memory is too small.
 
   Args:
     config: of the run, with the sizes of its mesh.
@@ -89,26 +89,30 @@ def default_slots(
     responses: of a batch.
     limit: bytes of a device; None: as the device says, without a limit if it does not.
   Raises:
-    ValueError: the devices have no memory for a slot.
+    ValueError: the devices have no memory for a slot, or for as many as are configured.
   """
-  limit = limit or _memory(model.mesh)
+  limit, given = limit or _memory(model.mesh), config.sampling.slots
   if limit is None:
-    return responses
+    return given or responses
   shapes = jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0)))
   parameters = sum(math.prod(x.shape) for x in shapes)
   sizes = dict(model.mesh.shape) if model.mesh else dict(data=1, fsdp=1, tensor=1)
   shape = CacheShape.of(config.max_prompt_length, config.max_response_length)
-  free = _USABLE * limit - parameters * _bytes_per_parameter(config, model, sizes)
+  # A number that the user has chosen need not leave room for temporary buffers.
+  usable = limit if given else _USABLE * limit
+  free = max(0, usable - parameters * _bytes_per_parameter(config, model, sizes))
   of_slot = slot_bytes(model.config, shape, sizes["tensor"])
   slots = int(free // of_slot) * sizes["data"] * sizes["fsdp"]
-  if slots < 1:
+  if slots < (given or 1):
+    wanted = f"config.sampling.slots = {given}: {slots} of them fit" if given else ""
+    too_long = f"config.max_response_length = {config.max_response_length}: none fits"
     raise ValueError(
-      f"config.max_response_length = {config.max_response_length}: a response takes"
-      f" {of_slot / 2**30:.2f} GiB of keys and values, a device has {max(free, 0) / 2**30:.2f} of"
-      f" {limit / 2**30:.0f} GiB free beside the parameters. Lower it, or raise config.mesh.fsdp or"
-      " config.mesh.tensor; --mode=fits shows what a configuration takes"
+      f"{wanted or too_long}. A response takes {of_slot / 2**30:.2f} GiB of keys and values, a"
+      f" device has {free / 2**30:.2f} of {limit / 2**30:.0f} GiB free beside the parameters. Lower"
+      " the field, or raise config.mesh.fsdp or config.mesh.tensor; --mode=fits shows what a"
+      " configuration takes"
     )
-  return min(slots, responses)
+  return given or min(slots, responses)
 
 
 def _bytes_per_parameter(

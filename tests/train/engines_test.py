@@ -7,7 +7,7 @@ from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.presets import preset
 from rlvr_jax.train import sharding
 from rlvr_jax.train.build import build
-from rlvr_jax.train.engines import default_slots
+from rlvr_jax.train.engines import choose_slots
 
 
 def settings(**fields):
@@ -32,12 +32,12 @@ def test_slots_are_limited_by_the_devices_memory():
   config = tiny.config(**lengths, mesh=dict(data=2, fsdp=1, tensor=4))
   model = transformer(preset("qwen2.5_7b"), sharding.layout(sharding.make_mesh(data=2, tensor=4)))
   # 0.13 GiB per slot and device: 4 key/value heads over 4 devices.
-  slots = default_slots(config, model, responses=4096, limit=95 * 10**9)
+  slots = choose_slots(config, model, responses=4096, limit=95 * 10**9)
   assert slots == pytest.approx(2 * (0.85 * 95e9 - 7.6e9 * (12 + 2) / 4) / 134e6, rel=0.05)
-  assert default_slots(config, model, responses=100, limit=95 * 10**9) == 100
-  assert default_slots(config, model, responses=100, limit=None) == 100  # a CPU has no limit
+  assert choose_slots(config, model, responses=100, limit=95 * 10**9) == 100
+  assert choose_slots(config, model, responses=100, limit=None) == 100  # a CPU has no limit
   with pytest.raises(ValueError, match=r"max_response_length = 8192.*config\.mesh\.fsdp"):
-    default_slots(config, model, responses=100, limit=16 * 10**9)
+    choose_slots(config, model, responses=100, limit=16 * 10**9)
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,24 @@ def test_memory_holds_what_training_keeps_on_the_devices(fields, kept):
   config = tiny.config(**lengths, mesh=dict(data=1, fsdp=8, tensor=1), **fields)
   network = preset("qwen2.5_7b", param_dtype="bfloat16")
   model = transformer(network, sharding.layout(sharding.make_mesh(data=2, tensor=4)))
-  slots = default_slots(config, model, responses=4096, limit=95 * 10**9)
+  slots = choose_slots(config, model, responses=4096, limit=95 * 10**9)
   assert slots == pytest.approx(2 * (0.85 * 95e9 - 7.6e9 * (kept + 2 / 4)) / 134e6, rel=0.02)
+
+
+def test_slots_that_do_not_fit_are_refused():
+  lengths = dict(max_prompt_length=1024, max_response_length=8192)
+  model = transformer(preset("qwen2.5_7b"), sharding.layout(sharding.make_mesh(tensor=8)))
+
+  def choose(slots):
+    mesh = dict(data=1, fsdp=1, tensor=8)
+    config = tiny.config(**lengths, mesh=mesh, sampling__slots=slots)
+    return choose_slots(config, model, responses=4096, limit=95 * 10**9)
+
+  # (95 − 7.6 · (12 + 2) / 8) GB are left beside the parameters, for slots of 0.134 GB.
+  assert choose(600) == 600  # more than the 500 that leave room for temporary buffers
+  assert choose(0) == pytest.approx((0.85 * 95e9 - 7.6e9 * 14 / 8) / 134e6, rel=0.02)
+  with pytest.raises(ValueError, match=r"sampling\.slots = 700: 6\d\d of them fit\. A.*Lower"):
+    choose(700)
 
 
 def test_a_number_of_slots_out_of_range_is_refused():
