@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import pathlib
+import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -38,7 +39,12 @@ def topology_devices(name: str) -> list[Any]:
   os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
   os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
   try:
-    return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
+    sizes = [int(size) for size in re.findall(r"\d+", name.partition(":")[2])]
+    of_host = [min(2, size) for size in sizes[:2]] + [1]  # chips; libtpu assumes 2 × 2 × 1
+    topology = topologies.get_topology_desc(
+      platform="tpu", topology_name=name, chips_per_host_bounds=of_host
+    )
+    return list(topology.devices)
   except Exception as error:  # libtpu has no common class of errors
     raise ValueError(
       f"cannot compile for --topology={name}: {str(error)[:300]}. Names are such as v5e:4x4 or"

@@ -50,7 +50,12 @@ def test_a_mesh_is_built_as_a_run_builds_it():
 
 @pytest.mark.parametrize(
   ("topology", "chips", "flops"),
-  [("v5e:2x4", 8, 197e12), ("v5p:2x2x4", 16, 459e12), ("tpu7x:2x2x1", 4, 2307e12)],
+  [
+    ("v5e:1x1", 1, 197e12),
+    ("v5e:2x4", 8, 197e12),
+    ("v5p:2x2x4", 16, 459e12),
+    ("tpu7x:2x2x1", 4, 2307e12),
+  ],
 )
 def test_the_devices_of_a_slice_have_the_peaks_of_its_chips(topology, chips, flops):
   devices = len(ahead_of_time.topology_devices(topology))
