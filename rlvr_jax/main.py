@@ -27,6 +27,7 @@ _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.",
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for all output files.")
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A run, or RUN/checkpoints/STEP.")
 _SWEEP = flags.DEFINE_string("sweep", None, "Python file whose get_sweep() lists the runs.")
+_MINUTES = flags.DEFINE_float("minutes", None, "Of this sitting of a sweep; then status 3.", 0.0)
 _TOPOLOGY = flags.DEFINE_string("topology", None, "TPUs to compile for, v5e:4x4 for 16.")
 _DISTRIBUTED = flags.DEFINE_bool("distributed", False, "One of several processes (TPU pod, SLURM).")
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port, a free port of process 0.")
@@ -71,12 +72,13 @@ def run() -> int:
   try:
     from rlvr_jax.commands import choose
     from rlvr_jax.commands.check import PreflightError
-    from rlvr_jax.commands.sweep import SweepError
+    from rlvr_jax.commands.sweep import TO_DO, SittingOverError, SweepError
     from rlvr_jax.commands.train import FAILURES
     from rlvr_jax.train import multihost
 
     given = (_WORKDIR.value, _CHECKPOINT.value, _TOPOLOGY.value, _PROFILE.value, _TRACKERS.value)
-    action = choose.prepared(_MODE.value, _CONFIG.value, *given, _SWEEP.value, sys.argv)
+    of_sweep = (_SWEEP.value, sys.argv, _MINUTES.value)
+    action = choose.prepared(_MODE.value, _CONFIG.value, *given, *of_sweep)
   except (ImportError, ValueError, OSError) as error:
     sys.exit(f"error: {error}")
   except (AttributeError, KeyError) as error:
@@ -87,6 +89,8 @@ def run() -> int:
     host.keep_compiled(str(_WORKDIR.value))
   try:
     action()
+  except SittingOverError:
+    multihost.end_in_order(TO_DO)
   except host.EndRequestedError:
     multihost.end_in_order(_STOPPED_STATUS.value)
   except (*FAILURES, PreflightError, SweepError) as error:

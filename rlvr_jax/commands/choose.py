@@ -29,6 +29,7 @@ def prepared(
   tracked_by: Sequence[str] = (),
   sweep_file: str | None = None,
   argv: Sequence[str] = (),
+  minutes: float | None = None,
 ) -> Callable[[], object]:
   """Checks the configuration completely; returns a function that runs the command.
 
@@ -41,6 +42,7 @@ def prepared(
     profile, tracked_by: for train, see there; the latter also for sweep.
     sweep_file: for sweep, see `sweep.runs_of`.
     argv: the command line, from which the runs of a sweep take the fields that it sets.
+    minutes: for sweep, see there.
   Raises:
     ValueError: a field is invalid; the message has its value, what is allowed and the remedy.
     OSError: a file of the data or of the model cannot be read.
@@ -55,6 +57,8 @@ def prepared(
     raise ValueError(f"--trackers goes with --mode=train and --mode=sweep, not with {mode}")
   if (sweep_file is None) == (mode == "sweep"):
     raise ValueError("--mode=sweep and --sweep=FILE go together")
+  if minutes is not None and mode != "sweep":
+    raise ValueError(f"--minutes goes with --mode=sweep, not with {mode}")
   if mode in ("fits", "costs"):
     return _ahead_of_time(mode, config, workdir, topology)
   if mode != "export":  # any file system of fsspec will do for that
@@ -65,7 +69,7 @@ def prepared(
   for name in tracked_by:
     trackers.check(name)
   if mode == "sweep":
-    return _sweep(str(sweep_file), str(workdir), argv, tracked_by)
+    return _sweep(str(sweep_file), str(workdir), argv, tracked_by, minutes)
   folder = checkpoint_folder(checkpoint) if checkpoint else None
   parts = build(config)
   if mode == "train" and not len(parts.task.train):
@@ -77,13 +81,17 @@ def prepared(
 
 
 def _sweep(
-  file: str, workdir: str, argv: Sequence[str], tracked_by: Sequence[str]
+  file: str,
+  workdir: str,
+  argv: Sequence[str],
+  tracked_by: Sequence[str],
+  minutes: float | None = None,
 ) -> Callable[[], object]:
   """Every run's configuration is read; what else is wrong with a run it reports itself."""
   given = config_file.texts("config", argv)
   runs = sweep.runs_of(file, config_file.recipe_path(argv), given, workdir)
   more = [f"--trackers={','.join(tracked_by)}"] if tracked_by else []
-  return functools.partial(sweep.sweep, runs, workdir, more=more)
+  return functools.partial(sweep.sweep, runs, workdir, more=more, minutes=minutes)
 
 
 def _ahead_of_time(

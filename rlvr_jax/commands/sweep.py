@@ -17,9 +17,10 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rlvr_jax.evaluate.compare import RESULT_FILE, evaluations
@@ -34,6 +35,7 @@ LOG_FILE = "output.log"
 WARM_STARTS = "warm_starts"  # folder of a sweep's workdir; runs with the same one share it
 WORKDIR = "{workdir}"  # stands in an override for the workdir of the sweep
 COMMIT = "RLVR_JAX_COMMIT"  # environment variable: the commit of code that is in no checkout
+TO_DO = 3  # exit status of a sitting that ends before the runs do
 _STOPPED = 143  # exit status of a run that ended because it was asked to
 _GRACE_S = 300.0  # for a run to save and end
 _TAIL = 12  # lines of a failed run's output
@@ -41,6 +43,10 @@ _TAIL = 12  # lines of a failed run's output
 
 class SweepError(RuntimeError):
   """Some runs of a sweep have failed."""
+
+
+class SittingOverError(host.EndRequestedError):
+  """The minutes of a sitting are over before all runs have finished; the same command continues."""
 
 
 class Run(NamedTuple):
@@ -152,14 +158,18 @@ def _label(recipe: str, fields: Mapping[str, Any]) -> str:
 # --- running them ---------------------------------------------------------------------------------
 
 
-def sweep(runs: Sequence[Run], workdir: str, *, more: Sequence[str] = ()) -> None:
+def sweep(
+  runs: Sequence[Run], workdir: str, *, more: Sequence[str] = (), minutes: float | None = None
+) -> None:
   """Does the runs that have not finished, in order.
 
   Args:
     runs: from `runs_of`.
     workdir: of the sweep; local, or gs://BUCKET/FOLDER.
     more: flags for every run that do not change it.
+    minutes: of this sitting; the run that is going on then saves and ends. None: no limit.
   Raises:
+    SittingOverError: they are over, and there are runs left.
     EndRequestedError: this process was asked to end; the run that was going on has been saved.
     SweepError: some runs have failed, which does not stop the others.
     WorkdirError: another sweep uses the workdir, or a finished run was of another command.
@@ -172,6 +182,7 @@ def sweep(runs: Sequence[Run], workdir: str, *, more: Sequence[str] = ()) -> Non
     finished = _finished(runs, folder)
     say(f"{len(runs)} runs in {folder.kept}, of which {len(finished)} have finished")
     stack.enter_context(host.ends_in_order(lambda: None))
+    stack.enter_context(_sitting(minutes))
     failures = []
     for number, run in enumerate(runs):
       if run.name in finished:
@@ -189,6 +200,32 @@ def sweep(runs: Sequence[Run], workdir: str, *, more: Sequence[str] = ()) -> Non
       + "\n".join(failures)
     )
   say(f"all runs have finished; compare them: python -m rlvr_jax.evaluate.compare {folder.kept}")
+
+
+@contextlib.contextmanager
+def _sitting(minutes: float | None) -> Iterator[None]:
+  """Asks this process to end after these minutes, as a signal does, and says so by its error."""
+  if minutes is None:
+    yield
+    return
+  over = threading.Event()
+
+  def end() -> None:
+    over.set()
+    host.ask()
+
+  timer = threading.Timer(60 * minutes, end)
+  timer.daemon = True
+  timer.start()
+  try:
+    yield
+  except host.EndRequestedError as error:
+    if not over.is_set():
+      raise
+    raise SittingOverError(f"{minutes:g} minutes are over: {error}") from error
+  finally:
+    timer.cancel()
+    timer.join()  # it asks nobody once this has ended
 
 
 def _finished(runs: Sequence[Run], folder: Workdir) -> set[str]:

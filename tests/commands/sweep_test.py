@@ -16,7 +16,7 @@ from train import tiny
 from rlvr_jax.commands import choose, sweep
 from rlvr_jax.evaluate import compare
 from rlvr_jax.storage import Workdir
-from rlvr_jax.train import config_file
+from rlvr_jax.train import config_file, host
 from rlvr_jax.train.workdir import WorkdirError, WorkdirLock
 
 TINY = str(pathlib.Path(tiny.__file__))
@@ -340,3 +340,48 @@ def test_a_killed_run_is_continued_by_the_same_command(tmp_path):
     assert result["evaluations"]["updates"] == [0, 5, 8]
     text = (workdir / f"{result['label']}_0" / "output.log").read_text()
     assert text.count("held-out after update 0") == 1  # the second process went on
+
+
+# --- sittings -------------------------------------------------------------------------------------
+
+
+def ended_within(minutes):
+  """What a sweep raises that is asked to end within a sitting."""
+  with pytest.raises(host.EndRequestedError) as raised, host.ends_in_order(lambda: None):
+    with sweep._sitting(minutes):
+      last = time.monotonic() + 0.3
+      while not host.asked() and time.monotonic() < last:
+        time.sleep(0.01)
+      raise host.EndRequestedError("before grpo_0 had finished")
+  return raised.value
+
+
+def test_a_sitting_asks_to_end_when_its_minutes_are_over():
+  over = ended_within(0.001)
+  assert type(over) is sweep.SittingOverError
+  assert str(over) == "0.001 minutes are over: before grpo_0 had finished"
+  for minutes in (None, 60.0):  # something else asked
+    assert type(ended_within(minutes)) is host.EndRequestedError
+
+
+def test_minutes_are_of_a_sweep():
+  with pytest.raises(ValueError, match="--minutes goes with --mode=sweep, not with train"):
+    choose.prepared("train", tiny.get_config(), "runs/x", None, None, minutes=5.0)
+
+
+@pytest.mark.slow
+def test_a_sitting_ends_with_status_3_and_the_next_one_goes_on(tmp_path):
+  file, workdir = written(tmp_path, three_by_three(seeds=1)[:1]), tmp_path / "runs"
+  ended = subprocess.run(
+    [*command(file, workdir), "--minutes=0"],
+    capture_output=True,
+    text=True,
+    cwd=tiny.ROOT,
+    env=tiny.environment(),
+  )
+  assert ended.returncode == sweep.TO_DO == 3, ended.stderr
+  assert "rerun the same command to continue" in ended.stdout + ended.stderr
+  assert not (workdir / "grpo_0" / "result.json").exists()
+  status, printed = done(file, workdir)
+  assert status == 0, printed
+  assert compare.read_results(workdir)[0]["evaluations"]["updates"] == [0, 5, 8]

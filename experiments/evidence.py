@@ -1,0 +1,17 @@
+"""All runs of the experiments on the testbed, in the order of ORDER.md: one sweep, one workdir."""
+
+from experiments.fade import testbed as fade
+from experiments.mu_grpo import testbed as mu_grpo
+from experiments.p3o_mismatch import testbed as p3o_mismatch
+from experiments.salt_geometry import testbed as salt_geometry
+from experiments.testbed.arms import merged, runs
+from experiments.together import testbed as together
+
+EXPERIMENTS = (salt_geometry, p3o_mismatch, fade, mu_grpo, together)
+CLAIMS = merged(experiment.CLAIMS for experiment in EXPERIMENTS)
+_ALL = merged([CLAIMS, *(experiment.ABLATIONS for experiment in EXPERIMENTS)])
+ABLATIONS = {label: fields for label, fields in _ALL.items() if label not in CLAIMS}
+
+
+def get_sweep():
+  return p3o_mismatch.FIRST + runs(CLAIMS) + runs(ABLATIONS)
