@@ -10,8 +10,17 @@ from experiments.together import testbed as together
 EXPERIMENTS = (salt_geometry, p3o_mismatch, fade, mu_grpo, together)
 CLAIMS = merged(experiment.CLAIMS for experiment in EXPERIMENTS)
 _ALL = merged([CLAIMS, *(experiment.ABLATIONS for experiment in EXPERIMENTS)])
+_DECISIVE = (  # one comparison of each paper, with five seeds before anything else
+  *("GRPO", "SALT, sampled"),
+  *("GRPO, temperature 1.5, raw", "P3O, temperature 1.5, raw"),
+  *("FADE", "success-heavy", "failure-heavy"),
+  *("tight, μ = 96", "suffix, μ = 96"),
+  "all four",
+)
+DECISIVE = {label: CLAIMS[label] for label in _DECISIVE}
+FURTHER = {label: fields for label, fields in CLAIMS.items() if label not in DECISIVE}
 ABLATIONS = {label: fields for label, fields in _ALL.items() if label not in CLAIMS}
 
 
 def get_sweep():
-  return p3o_mismatch.FIRST + runs(CLAIMS) + runs(ABLATIONS)
+  return runs(DECISIVE) + p3o_mismatch.FIRST + runs(FURTHER) + runs(ABLATIONS)

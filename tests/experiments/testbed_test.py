@@ -35,13 +35,14 @@ def _configs(tmp_path_factory):
   return {run.label: config_file.read(run.flags) for run in runs}
 
 
-def test_the_claims_of_a_seed_come_before_those_of_the_next_and_before_ablations():
+def test_seeds_are_the_outer_loop_of_each_part():
   found = [(run["label"], run["seed"]) for run in evidence.get_sweep()]
-  in_order = [(label, seed) for seed in SEEDS for label in evidence.CLAIMS]
-  in_order += [(label, seed) for seed in SEEDS for label in evidence.ABLATIONS]
-  assert found == [("other policy", 1000), *in_order]
-  assert len(evidence.CLAIMS) == 26 and len(evidence.ABLATIONS) == 73  # as ORDER.md says
-  assert found[1] == (GRPO, 0) and list(SEEDS) == [0, 1, 2, 3, 4]
+  parts = (evidence.DECISIVE, evidence.FURTHER, evidence.ABLATIONS)
+  in_order = [(label, seed) for part in parts for seed in SEEDS for label in part]
+  in_order.insert(len(evidence.DECISIVE) * len(SEEDS), ("other policy", 1000))
+  assert found == in_order
+  assert [len(part) for part in parts] == [10, 16, 73]  # as ORDER.md says
+  assert found[0] == (GRPO, 0) and list(SEEDS) == [0, 1, 2, 3, 4]
   folders = {sweep.Run(label, seed, ()).name for label, seed in found}
   assert len(folders) == len(found)
 
