@@ -399,6 +399,8 @@ def start(target, cloud, checkout, workdir, *flags):
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
     text=True,
+    # A shell starts what it has in the background without it.
+    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
   )
 
 
