@@ -1,0 +1,94 @@
+"""Writes the tables of README.md: python -m experiments.fade.tables."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from experiments.fade.testbed import ABLATIONS, CLAIMS, ON_TOUR
+from experiments.testbed import report
+from experiments.testbed.arms import GRPO, Arms
+from experiments.testbed.report import Result, drift_correlation, end, late, over_training, peak
+from rlvr_jax.evaluate import compare
+
+PAGE = pathlib.Path(__file__).parent / "README.md"
+ARMS: Arms = {**CLAIMS, **ABLATIONS}
+LEARNING = {
+  "pass@1": late(),
+  "its peak": peak(),
+  "update of the peak": lambda r: float(
+    r["evaluations"]["updates"][int(np.argmax(r["evaluations"]["eval/pass@1"]))]
+  ),
+  "pass@16": late("eval/pass@16"),
+}
+MASS = {
+  "m_S": over_training("advantage/mass_success"),
+  "m_F": over_training("advantage/mass_failure"),
+  "entropy at the end": end("policy/entropy"),
+  "ΔH against its prediction, correlation": drift_correlation,
+  "head's rank-1 fraction at the end": report.of_geometry("head_rank_one_fraction", when="last"),
+  "head's share of ‖ΔW‖²": report.of_geometry("head_share", when="last"),
+}
+CONTROL = {
+  f"{symbol}, {phase}": (lambda r, name=name, at=at: r["train"].get(name, [None])[at])
+  for symbol, name in (
+    ("α", "advantage/fade_alpha"),
+    ("δ", "advantage/fade_delta"),
+    ("p̂", "advantage/fade_solve_rate"),
+  )
+  for phase, at in (("start", 0), ("end", -1))
+}
+SHOWN = list(CLAIMS)
+PANELS = (
+  report.Panel("held-out pass@1", "eval/pass@1", SHOWN),
+  report.Panel("held-out pass@16", "eval/pass@16", SHOWN),
+  report.Panel("entropy, nats per token", "policy/entropy", SHOWN),
+)
+
+
+def mass_table(results: Sequence[Result], labels: Sequence[str]) -> str:
+  """m_S and m_F of groups by their solve rate, over all measurements of a label's runs."""
+  header = [f"{low:g} to {high:g}" for low, high in itertools.pairwise(report.RATES)]
+  rows = {}
+  for label, runs in compare.by_label(results).items():
+    if label in labels:
+      of_bins = zip(*(run["masses"] for run in runs), strict=True)
+      rows[label] = [_mass_cell(np.array(of_bin, np.float64)) for of_bin in of_bins]
+  return compare.markdown(header, rows)
+
+
+def _mass_cell(rows: np.ndarray) -> str:
+  """Of f64[runs, 3]: groups, m_S, m_F."""
+  groups = rows[:, 0]
+  if not groups.sum():
+    return "–"
+  success, failure = groups @ rows[:, 1:] / groups.sum()
+  return f"{success:.3f}, {failure:.3f}"
+
+
+def tables(results: Sequence[Result]) -> str:
+  on_steps = [label for label in ARMS if label not in ON_TOUR]
+  sections = {
+    "Learning": report.table(results, on_steps, LEARNING, compared=late()),
+    "pass@16, paired": report.table(results, on_steps, {}, compared=late("eval/pass@16")),
+    "Masses, entropy, the head's update": report.table(results, on_steps, MASS),
+    "m_S, m_F by the solve rate of a group": mass_table(results, on_steps),
+    "FADE's controllers": report.table(
+      results, [label for label in on_steps if "FADE" in label], CONTROL
+    ),
+    "On tour": report.table(
+      results,
+      list(ON_TOUR),
+      {"pass@1": late(), **({"pass@64": late("eval/pass@64")}), **MASS},
+      compared=late(),
+      baseline=f"tour: {GRPO}",
+    ),
+  }
+  return "\n\n".join(f"{title}:\n\n{text}" for title, text in sections.items())
+
+
+if __name__ == "__main__":
+  report.write(PAGE, ARMS, tables, PANELS)

@@ -1,0 +1,90 @@
+"""The claims' arms of the testbed on a published checkpoint, on a GPU or a TPU slice.
+
+  python -m rlvr_jax.main --mode=sweep --config=configs/full_size/gsm8k_qwen25_05b.py \\
+    --sweep=experiments/full_size.py --workdir=runs/evidence_05b \\
+    --config.model.checkpoint=Qwen2.5-0.5B-Instruct --config.task.kwargs.data_dir=GSM8K
+
+The recipe of the command line gives task, model, lengths and learning rate; another one is
+`configs/full_size/gsm8k_qwen25_15b_lora.py`. Before, `--mode=costs --topology=v5e:2x4` compiles the
+recipe ahead of time, without a chip. `python -m experiments.full_size` prints the hours.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+from typing import Any
+
+from experiments import evidence
+from experiments.p3o_mismatch.testbed import FIRST
+from experiments.testbed.config import UPDATES
+from rlvr_jax.evaluate import compare
+
+COSTS = pathlib.Path(__file__).parent / "benchmarks" / "results" / "costs"
+RECIPES = ("gsm8k_qwen25_05b", "gsm8k_qwen25_15b_lora")
+TOPOLOGIES = ("v5e_1x1", "v5e_2x4")
+ROLLOUTS = 256  # per update, as in these recipes
+SEEDS = range(3)
+BURST = 16  # decoding steps of one generation program
+SLOTS = {("gsm8k_qwen25_15b_lora", "v5e_1x1"): 128}  # responses at a time, where not all of them
+OF_PEAK = 1 / 3  # share of the chips' peaks that is taken to be reached: an assumption
+COMMON = {
+  "num_updates": UPDATES,
+  "schedule": "updates_per_refresh(batches=4)",
+  "evaluation.every": 48,
+  "evaluation.num_samples": 8,
+  "evaluation.ks": (1, 2, 4, 8),
+  "diagnostics.every": 24,
+}
+
+
+def of_arm(fields: dict[str, Any]) -> dict[str, Any]:
+  """An arm's fields at this number of rollouts."""
+  fields = COMMON | fields
+  if "batch.group_size" in fields:
+    fields["batch.prompts"] = ROLLOUTS // fields["batch.group_size"]
+  return fields
+
+
+def get_sweep() -> list[dict[str, Any]]:
+  first = [{**run, **COMMON} for run in FIRST]
+  return first + [
+    {"label": label, "seed": seed, **of_arm(dict(fields))}
+    for seed in SEEDS
+    for label, fields in evidence.CLAIMS.items()
+  ]
+
+
+def hours(recipe: str, topology: str) -> float:
+  """Hours of one run: updates and generation by the compiled programs, at `OF_PEAK` of the peaks.
+
+  A program takes as long as the slowest of compute, memory and links; responses are taken to be as
+  long as they may be; evaluation, grading and compilation come on top.
+  """
+  path = COSTS / recipe / f"costs_{topology}.json"
+  report = json.loads(path.read_text(encoding="utf-8"))
+  slowest = {name: max(cost["seconds"].values()) for name, cost in report["costs"].items()}
+  conditions = report["conditions"]
+  waves = ROLLOUTS / SLOTS.get((recipe, topology), ROLLOUTS)
+  bursts = waves * math.ceil(conditions["response_tokens"] / BURST)
+  return UPDATES * (slowest["update"] + bursts * slowest["generation"]) / OF_PEAK / 3600
+
+
+def table() -> str:
+  """Markdown: hours of one run, and of all of them."""
+  runs = len(get_sweep())
+  rows = {
+    f"{recipe}, {topology.replace('_', ':')}": [
+      f"{hours(recipe, topology):.2f}",
+      f"{runs}",
+      f"{runs * hours(recipe, topology):.0f}",
+    ]
+    for recipe in RECIPES
+    for topology in TOPOLOGIES
+  }
+  return compare.markdown(["hours a run", "runs", "hours in all"], rows, "recipe and slice")
+
+
+if __name__ == "__main__":
+  print(table())

@@ -1,0 +1,331 @@
+"""What the experiments on the testbed share: what is kept of a run, tables, figures, pages.
+
+  python -m experiments.fade.tables --workdir=runs/evidence
+
+reads the finished runs of the experiment's arms, writes `testbed.json`, its tables into the
+experiment's page, and its figure. Without --workdir the tables are those of `testbed.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.testbed.arms import GRPO, Arms
+from rlvr_jax.evaluate import compare, curves
+from rlvr_jax.evaluate.paired import holm, mean_and_half_width
+from rlvr_jax.evaluate.run_files import GEOMETRY_FOLDER, read_metrics
+from rlvr_jax.files import replacing
+
+SPANS = 12  # of the updates of a run, over each of which a metric of training is averaged
+LATE = 3  # evaluations at the end, whose mean is compared: single ones are noisier
+HEAD = ("geometry/head_rank_one_fraction", "geometry/head_share")
+DRIFT = ("geometry/advantage_logprob_covariance", "policy/entropy_change")
+RATES = (0.0, 0.25, 0.5, 0.75, 1.0)  # edges of the solve rates of groups, for their masses
+TRAIN = (
+  *("policy/entropy", "loss/clip_fraction", "loss/ess", "behavior/ess", "behavior/ratio_max"),
+  *("behavior/kl_k3", "behavior/ratio_max_negative", "reward/pass_rate", "response/length"),
+  *("advantage/mass_success", "advantage/mass_failure", "advantage/fade_alpha"),
+  *("advantage/fade_delta", "advantage/fade_solve_rate", "reweighting/alpha"),
+  *("reweighting/shared_share", "veto/token_fraction", "veto/trigger_rate", "update/skipped"),
+)
+BEGIN, END = "<!-- tables: written by the command above -->", "<!-- end of tables -->"
+
+Result = Mapping[str, Any]
+OfRun = Callable[[Result], float | None]
+
+
+# --- what is kept of a run ------------------------------------------------------------------------
+
+
+def measured(workdir: str) -> dict[str, Any]:
+  """What joins a run's result.
+
+  Returns:
+    train: metric → means over `SPANS` equal spans of the updates; geometry: metric → mean over the
+    measurements; last: the head's metrics at the last one; drift: pairs of −Cov(A, log π) and the
+    change of entropy by the same update; masses: a row (groups, m_S, m_F) for each bin of solve
+    rates; signs: see `sign_agreement`; seconds: of each phase; refreshes: of the rollouts.
+  """
+  records = list(read_metrics(workdir))
+  train = [record for record in records if record["phase"] == "train"]
+  names = [name for name in TRAIN if name in train[0]]
+  geometry = [record for record in train if "geometry/participation_ratio" in record]
+  of_geometry = [n for n in (geometry[0] if geometry else {}) if n.startswith("geometry/")]
+  arrays = [_load(path) for path in sorted(pathlib.Path(workdir).glob(f"{GEOMETRY_FOLDER}/*.npz"))]
+  return {
+    "train": {name: in_spans([record[name] for record in train]) for name in names},
+    "geometry": {n: _rounded(np.mean([r[n] for r in geometry if n in r])) for n in of_geometry},
+    "last": {n: _rounded(geometry[-1][n]) for n in of_geometry if n in HEAD},
+    "drift": [[_rounded(r[n]) for n in DRIFT] for r in geometry if all(n in r for n in DRIFT)],
+    "masses": masses(arrays),
+    "signs": sign_agreement(arrays),
+    "seconds": {name: round(x, 2) for name, x in curves.phase_seconds(records).items()},
+    "refreshes": sum("time/sync_weights_seconds" in record for record in train),
+  }
+
+
+def _load(path: pathlib.Path) -> dict[str, np.ndarray]:
+  with np.load(path) as file:
+    return dict(file)
+
+
+def _rounded(value: float) -> float:
+  return float(f"{value:.6g}")
+
+
+def in_spans(values: Sequence[float]) -> list[float]:
+  """Means over `SPANS` spans of nearly equal length, fewer where there are fewer values."""
+  spans = np.array_split(np.asarray(values, np.float64), min(SPANS, len(values)))
+  return [_rounded(span.mean()) for span in spans]
+
+
+def masses(measurements: Sequence[Mapping[str, np.ndarray]]) -> list[tuple[int, float, float]]:
+  """Gradient masses m_S and m_F of groups, by their solve rate.
+
+  m_S is the mean over a group of max(A, 0) of its correct rollouts, m_F that of max(−A, 0) of the
+  others; A is the estimator's, before any reweighting.
+
+  Args:
+    measurements: each with coefficients f32[P, G] and rewards f32[P, G], of 0 and 1.
+  Returns:
+    For each bin of `RATES`, groups that are all right or all wrong left out: number of groups, mean
+    m_S, mean m_F (0 without a group).
+  """
+  found: list[list[tuple[float, float]]] = [[] for _ in RATES[1:]]
+  for arrays in measurements:
+    A, rewards = np.asarray(arrays["coefficients"]), np.asarray(arrays["rewards"])
+    rates = rewards.mean(axis=1)
+    success = np.mean(np.maximum(A, 0) * (rewards == 1), axis=1)
+    failure = np.mean(np.maximum(-A, 0) * (rewards != 1), axis=1)
+    bins = np.clip(np.searchsorted(RATES, rates, side="left") - 1, 0, len(found) - 1)
+    for group in np.flatnonzero((rates > 0) & (rates < 1)):
+      found[bins[group]].append((success[group], failure[group]))
+  return [
+    (len(rows), *(_rounded(x) for x in np.mean(rows, axis=0))) if rows else (0, 0.0, 0.0)
+    for rows in found
+  ]
+
+
+def sign_agreement(measurements: Sequence[Mapping[str, np.ndarray]]) -> float | None:
+  """Share of the large off-diagonal cosines of two Gram matrices whose signs agree.
+
+  Large: the tenth of the entries whose absolute cosines under `gram` are largest. Mean over the
+  measurements with `gram` and `gram_compared`, f32[B, B] both; None without one.
+  """
+  shares = []
+  for arrays in measurements:
+    if "gram_compared" in arrays:
+      first, second = _cosines(arrays["gram"]), _cosines(arrays["gram_compared"])
+      large = np.abs(first) >= np.quantile(np.abs(first), 0.9)
+      shares.append(np.mean(np.sign(first[large]) == np.sign(second[large])))
+  return _rounded(np.mean(shares)) if shares else None
+
+
+def _cosines(gram: np.ndarray) -> np.ndarray:
+  """f64[B·(B − 1)/2], above the diagonal; 0 where a gradient is 0."""
+  gram = np.asarray(gram, np.float64)
+  norms = np.sqrt(np.clip(np.diagonal(gram), 0, None))
+  scale = np.where(norms > 0, norms, 1.0)
+  return (gram / np.outer(scale, scale))[np.triu_indices(len(gram), k=1)]
+
+
+# --- values of a run ------------------------------------------------------------------------------
+
+
+def late(metric: str = compare.METRIC) -> OfRun:
+  """Mean of the last `LATE` evaluations."""
+  return lambda result: float(np.mean(result["evaluations"][metric][-LATE:]))
+
+
+def peak(metric: str = compare.METRIC) -> OfRun:
+  """The highest evaluation."""
+  return lambda result: float(np.max(result["evaluations"][metric]))
+
+
+def end(metric: str) -> OfRun:
+  """Mean of a metric of training over its last span; None where the run has no such metric."""
+  return lambda result: result["train"].get(metric, [None])[-1]
+
+
+def over_training(metric: str) -> OfRun:
+  """Mean of a metric of training over the run."""
+  return lambda result: (
+    float(np.mean(result["train"][metric])) if metric in result["train"] else None
+  )
+
+
+def of_geometry(metric: str, feature: str = "score", when: str = "geometry") -> OfRun:
+  """A metric of the gradient geometry by a feature, `score` or `sampled`.
+
+  A run's own feature has no ending in its metrics, the other one has its name.
+  """
+  own = f"geometry/{metric}"
+
+  def value(result: Result) -> float | None:
+    found = result[when]
+    return found[f"{own}_{feature}"] if f"{own}_{feature}" in found else found.get(own)
+
+  return value
+
+
+def drift_correlation(result: Result) -> float | None:
+  """Correlation over measurements of −Cov(A, log π) with the change of entropy; None below 3."""
+  pairs = np.array(result["drift"], np.float64)
+  if len(pairs) < 3 or not pairs.std(axis=0).all():
+    return None
+  return float(np.corrcoef(pairs.T)[0, 1])
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def cell(values: Sequence[float | None]) -> str:
+  """Mean with half of its 95 % interval, over the runs that have the value."""
+  numbers = [value for value in values if value is not None]
+  if not numbers:
+    return "–"
+  return compare.cell(numbers) if len(numbers) > 1 else f"{numbers[0]:.3g}"
+
+
+def table(
+  results: Sequence[Result],
+  labels: Sequence[str],
+  columns: Mapping[str, OfRun],
+  *,
+  compared: OfRun | None = None,
+  baseline: str = GRPO,
+) -> str:
+  """Markdown: a row for each label that has runs, with its paired difference to the baseline.
+
+  Args:
+    columns: heading → value of a run; cells are means over seeds.
+    compared: the value whose difference is taken, by seed; p is adjusted by Holm's procedure for
+      the rows of this table.
+  """
+  found = {label: runs for label, runs in compare.by_label(results).items() if label in labels}
+  found = {label: found[label] for label in labels if label in found}
+  if not found:
+    return "No run of these arms has finished."
+  rows = {label: [str(len(runs))] for label, runs in found.items()}
+  for of_run in columns.values():
+    for label, runs in found.items():
+      rows[label].append(cell([of_run(run) for run in runs]))
+  header = ["seeds", *columns]
+  if compared is not None and baseline in found:
+    flat = [run for runs in found.values() for run in runs]
+    differences = compare.differences(flat, baseline, compared)  # type: ignore[arg-type]
+    known = [label for label, difference in differences.items() if difference]
+    adjusted = dict(zip(known, holm([differences[x].p for x in known]), strict=True))  # type: ignore[union-attr]
+    header += [f"less {baseline}'s, paired", "p, Holm"]
+    for label in rows:
+      d = differences.get(label)
+      said = [f"{d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]", f"{adjusted[label]:.2g}"] if d else []
+      rows[label] += said or ["–", "–"]
+  return compare.markdown(header, rows)
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+
+class Panel(NamedTuple):
+  """Curves over updates of some labels: a held-out metric, or one of training by spans."""
+
+  title: str
+  metric: str
+  labels: Sequence[str]
+
+
+def figure(results: Sequence[Result], panels: Sequence[Panel], path: pathlib.Path) -> None:
+  """Saves three panels: means over seeds, with 95 % bands where there are two seeds or more."""
+  import matplotlib
+
+  matplotlib.use("Agg")
+  from matplotlib import pyplot as plt
+
+  found = compare.by_label(results)
+  drawn, row = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.6), layout="constrained")
+  for axes, panel in zip(np.atleast_1d(row), panels, strict=True):
+    for label in panel.labels:
+      lines = [_line(run, panel.metric) for run in found.get(label, [])]
+      lines = [line for line in lines if line is not None]
+      if not lines:
+        continue
+      x = lines[0][0]
+      values = np.array([y for _, y in lines])
+      (line,) = axes.plot(x, values.mean(axis=0), label=label)
+      if len(values) > 1:
+        halves = [mean_and_half_width(at)[1] for at in values.T]
+        low, high = values.mean(axis=0) - halves, values.mean(axis=0) + halves
+        low, high = (np.clip(edge, *curves.range_of(panel.metric)) for edge in (low, high))
+        axes.fill_between(x, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+    axes.set(xlabel="update", title=panel.title)
+    axes.grid(alpha=0.3)
+    if axes.lines:
+      axes.legend(fontsize="small")
+  drawn.savefig(path, dpi=90)
+  plt.close(drawn)
+
+
+def _line(result: Result, metric: str) -> tuple[np.ndarray, np.ndarray] | None:
+  """A run's curve over updates; None if it has none."""
+  updates = result["evaluations"]["updates"]
+  if metric in result["evaluations"]:
+    return np.array(updates), np.array(result["evaluations"][metric])
+  if metric not in result["train"]:
+    return None
+  values = np.array(result["train"][metric])
+  return (np.arange(len(values)) + 0.5) * updates[-1] / len(values), values
+
+
+# --- the program ----------------------------------------------------------------------------------
+
+
+def results_of(home: pathlib.Path, arms: Arms, argv: Sequence[str] | None) -> list[dict[str, Any]]:
+  """The runs of the arms: of `testbed.json`, or with --workdir of a sweep's, then written there."""
+  path = home / "testbed.json"
+  parser = argparse.ArgumentParser()
+  parser.add_argument("--workdir", help=f"of the sweep; by default {path} is read")
+  workdir = parser.parse_args(argv).workdir
+  if workdir is None:
+    return compare.read_results(path) if path.exists() else []
+  results = [r for r in compare.read_results(workdir) if r["label"] in arms]
+  results = [result | measured(result["workdir"]) for result in results]
+  compare.write_results(path, results)
+  return [{k: v for k, v in result.items() if k != "workdir"} for result in results]
+
+
+def written_into(page: str, text: str) -> str:
+  """The page with `text` between its two marks.
+
+  Raises:
+    ValueError: the page lacks the marks.
+  """
+  if page.count(BEGIN) != 1 or page.count(END) != 1:
+    raise ValueError(f"the page must have the lines {BEGIN!r} and {END!r} once; add them")
+  pattern = f"{re.escape(BEGIN)}.*{re.escape(END)}"
+  return re.sub(pattern, lambda _: f"{BEGIN}\n\n{text}\n\n{END}", page, flags=re.DOTALL)
+
+
+def write(
+  page: pathlib.Path,
+  arms: Arms,
+  tables: Callable[[Sequence[Result]], str],
+  panels: Sequence[Panel],
+  argv: Sequence[str] | None = None,
+) -> None:
+  """Prints the tables of an experiment, and writes them and the figure into its page."""
+  results = results_of(page.parent, arms, argv)
+  text = tables(results) if results else "No run has finished."
+  if results:
+    figure(results, panels, page.parent / "testbed.png")
+    text += f"\n\n![{'; '.join(panel.title for panel in panels)}](testbed.png)"
+    text += "\n\n" + compare.provenance(results).replace("\n", "; ")
+  with replacing(page) as file:
+    file.write(written_into(page.read_text(encoding="utf-8"), text).encode())
+  print(text)

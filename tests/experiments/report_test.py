@@ -1,0 +1,195 @@
+"""What is kept of a testbed run, its tables and figures, and the price of a hand-over."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from experiments.fade import tables as fade
+from experiments.mu_grpo import hand_over
+from experiments.mu_grpo import testbed_tables as mu_grpo
+from experiments.p3o_mismatch import testbed_tables as p3o
+from experiments.salt_geometry import testbed_tables as salt
+from experiments.testbed import report
+from experiments.together import tables as together
+from rlvr_jax.evaluate import compare
+
+MODULES = {module.__name__: module for module in (fade, mu_grpo, p3o, salt, together)}
+
+
+def result(label, seed, level, **more):
+  """Of a run whose pass@1 rises to `level`, with every metric that a table may ask for."""
+  updates = [0, 32, 64, 96, 128, 160, 192]
+  values = list(np.linspace(0.4, level, len(updates)))
+  return {
+    "label": label,
+    "seed": seed,
+    "number": seed,
+    "commit": "abc",
+    "layout": {"device": "cpu"},
+    "evaluations": {
+      **{f"eval/pass@{k}": values for k in (1, 2, 4, 8, 16, 64)},
+      **{"updates": updates, "seconds": [2.0 * u for u in updates]},
+      "flops": [1e12 * u for u in updates],
+    },
+    "train": {name: list(np.linspace(0.1, 0.2, 12)) for name in report.TRAIN},
+    "geometry": {"geometry/participation_ratio": 5.0, "geometry/participation_ratio_sampled": 2.0},
+    "last": {"geometry/head_rank_one_fraction": 0.25},
+    "drift": [[0.1, -0.2], [0.2, -0.4], [0.3, -0.6]],
+    "masses": [[2, 0.1, 0.2], [0, 0.0, 0.0], [1, 0.3, 0.3], [1, 0.2, 0.1]],
+    "signs": 0.9,
+    "seconds": {"sync_weights": 0.5},
+    "refreshes": 48,
+    **more,
+  }
+
+
+# --- what is kept ---------------------------------------------------------------------------------
+
+
+def test_metrics_are_averaged_over_spans():
+  assert report.in_spans(np.arange(24)) == [0.5 + 2 * i for i in range(12)]
+  assert report.in_spans([1.0, 3.0]) == [1.0, 3.0]
+
+
+def test_masses_are_those_of_each_group_by_its_solve_rate():
+  rewards = np.array([[1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]], np.float32)
+  A = np.array([[0.75, -0.25, -0.25, -0.25], [0.5, 0.5, 0.5, -1.5], [9, 9, 9, 9]], np.float32)
+  found = report.masses([{"coefficients": A, "rewards": rewards}])
+  assert found == [(1, 0.1875, 0.1875), (0, 0.0, 0.0), (1, 0.375, 0.375), (0, 0.0, 0.0)]
+
+
+def test_signs_of_large_cosines_are_compared():
+  rng = np.random.default_rng(0)
+  features = rng.normal(size=(12, 3))
+  gram = features @ features.T
+  agree = lambda other: report.sign_agreement([{"gram": gram, "gram_compared": other}])
+  assert agree(2.0 * gram) == 1.0 and agree(-gram) == 0.0
+  assert report.sign_agreement([{"gram": gram}]) is None
+  other = gram.copy()
+  small = np.unravel_index(np.argmin(np.abs(gram)), gram.shape)
+  other[small] *= -1  # a sign that is not of a large entry
+  assert agree(other) == 1.0
+
+
+def test_a_run_is_measured(tmp_path):
+  records = [
+    {
+      **{"phase": "train", "step": step, "policy/entropy": 0.1 * step},
+      **{"time/sync_weights_seconds": 0.25, "time/elapsed_seconds": 1.0},
+      **({"geometry/participation_ratio": 4.0} if step % 2 else {}),
+    }
+    for step in range(1, 5)
+  ]
+  (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+  found = report.measured(str(tmp_path))
+  assert found["train"] == {"policy/entropy": [0.1, 0.2, 0.3, 0.4]}
+  assert found["geometry"] == {"geometry/participation_ratio": 4.0}
+  assert found["seconds"] == {"sync_weights": 1.0} and found["refreshes"] == 4
+  assert found["drift"] == [] and found["signs"] is None
+
+
+# --- values and tables ----------------------------------------------------------------------------
+
+
+def test_values_of_a_run():
+  run = result("GRPO", 0, 1.0)
+  assert report.late()(run) == pytest.approx(0.9) and report.peak()(run) == 1.0
+  assert report.end("policy/entropy")(run) == pytest.approx(0.2)
+  assert report.end("no/metric")(run) is None and report.over_training("no/metric")(run) is None
+  assert report.of_geometry("participation_ratio", "score")(run) == 5.0
+  assert report.of_geometry("participation_ratio", "sampled")(run) == 2.0
+  assert report.drift_correlation(run) == pytest.approx(-1.0)
+  assert report.drift_correlation({"drift": [[1, 1], [1, 2]]}) is None
+
+
+def test_differences_are_paired_by_seed():
+  runs = [result("GRPO", seed, 0.6 + 0.1 * seed) for seed in range(3)]
+  runs += [result("FADE", seed, 0.7 + 0.1 * seed) for seed in range(3)]
+  table = report.table(
+    runs, ["GRPO", "FADE", "none"], {"pass@1": report.late()}, compared=report.late()
+  )
+  lines = table.splitlines()
+  assert lines[0] == "| run | seeds | pass@1 | less GRPO's, paired | p, Holm |"
+  assert lines[2].startswith("| GRPO | 3 |") and lines[2].endswith("| – | – |")
+  assert "| +0.083 [+0.083, +0.083] |" in lines[3] and len(lines) == 4
+  assert report.table([], ["GRPO"], {}) == "No run of these arms has finished."
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODULES)
+def test_every_experiment_makes_its_tables_and_figure(name, tmp_path):
+  module = MODULES[name]
+  results = [result(label, seed, 0.8) for label in module.ARMS for seed in range(2)]
+  text = module.tables(results)
+  assert all(f"| {label} | 2 |" in text for label in module.ARMS)
+  report.figure(results, module.PANELS, tmp_path / "panels.png")
+  assert (tmp_path / "panels.png").stat().st_size > 10_000
+  assert len(module.PANELS) == 3
+  for panel in module.PANELS:
+    assert set(panel.labels) <= set(module.ARMS)
+  one = module.tables([results[0]])
+  assert "| GRPO | 1 |" in one
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_page_has_the_tables_of_its_results(name):
+  module = MODULES[name]
+  page = module.PAGE.read_text(encoding="utf-8")
+  path = module.PAGE.parent / "testbed.json"
+  between = page.split(report.BEGIN)[1].split(report.END)[0]
+  if path.exists():
+    assert module.tables(compare.read_results(path)) in between
+  else:
+    assert between.strip() == "No run has finished."
+  assert f"python -m {name}" in page
+
+
+def test_tables_are_written_between_the_marks(tmp_path):
+  page = tmp_path / "README.md"
+  page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+  module = MODULES["experiments.together.tables"]
+  report.write(page, module.ARMS, module.tables, module.PANELS, argv=[])
+  assert page.read_text().splitlines()[0] == "before" and "No run has finished." in page.read_text()
+  compare.write_results(tmp_path / "testbed.json", [result("GRPO", 0, 0.8)])
+  report.write(page, module.ARMS, module.tables, module.PANELS, argv=[])
+  text = page.read_text()
+  assert "old" not in text and "| GRPO | 1 |" in text and text.endswith("after\n")
+  assert "commit: abc (1 runs)" in text and (tmp_path / "testbed.png").exists()
+  with pytest.raises(ValueError, match="the page must have the lines"):
+    report.written_into("no marks", "text")
+
+
+# --- the price of a hand-over ---------------------------------------------------------------------
+
+
+def test_the_cost_of_a_level_is_interpolated():
+  cost = hand_over.cost_to(result("GRPO", 0, 1.0), 0.55, mu=4)
+  assert cost == pytest.approx((48.0, 96.0, 12, 2.0))  # a quarter of the way from 0.4 to 1.0
+  assert hand_over.cost_to(result("GRPO", 0, 0.5), 0.6, mu=4) is None
+
+
+def test_stages_are_faster_above_the_break_even_price():
+  grpo = hand_over.Cost(updates=24, seconds=24.0, refreshes=6, seconds_per_update=1.0)
+  stages = hand_over.Cost(updates=72, seconds=72.0, refreshes=1, seconds_per_update=1.0)
+  price = hand_over.break_even(grpo, stages)
+  assert price == pytest.approx((72 - 24) / (6 - 1))
+  found = hand_over.curve(0, grpo, stages, (0.0, price, 1e9))
+  assert found.speedup == pytest.approx((1 / 3, 1.0, 6.0))
+  assert found.break_even == price
+  assert hand_over.break_even(stages, grpo) == math.inf  # it pays more and is faster without price
+  assert hand_over.break_even(grpo, stages._replace(seconds=10.0)) == 0.0
+
+
+def test_prices_of_7b_are_those_of_its_cost_report():
+  prices = hand_over.prices_of_7b()
+  report_7b = json.loads(hand_over.COSTS_7B.read_text(encoding="utf-8"))["costs"]
+  update = max(report_7b["update"]["seconds"].values())
+  assert list(prices.values())[1:] == [30 / update, 60 / update]
+  assert 0 < next(iter(prices.values())) < 0.01
+
+
+def test_the_table_of_prices_is_on_the_page():
+  assert hand_over.table(hand_over.of_quickstart) in mu_grpo.PAGE.read_text(encoding="utf-8")
+  assert hand_over.table(lambda prices: []) == "No seed with which both reached the level."
