@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from experiments import evidence, full_size
-from experiments.testbed.arms import SEEDS
+from experiments.testbed.arms import SEEDS, committed
 from rlvr_jax.evaluate import compare
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -90,12 +90,6 @@ def number(value: float) -> str:
 
 
 # --- what is queued -------------------------------------------------------------------------------
-
-
-def finished() -> set[tuple[str, int]]:
-  """(label, seed) of the runs on the testbed that have a committed result."""
-  paths = sorted(EXPERIMENTS.glob("*/testbed.json"))
-  return {(r["label"], r["seed"]) for path in paths for r in compare.read_results(path)}
 
 
 def queued(arms: Sequence[str], done: set[tuple[str, int]]) -> int:
@@ -182,7 +176,7 @@ the peaks, which is an assumption. Evaluations come on top.
 def page() -> str:
   from docs.verdicts import VERDICTS_BY_ID  # which imports this module
 
-  done = finished()
+  done = committed()
   meanings = "\n".join(f"| {name} | {meaning} |" for name, meaning in VERDICTS.items())
   parts = [_INTRODUCTION + meanings, _RULES.strip()]
   for prefix, paper in PAPERS.items():

@@ -4,7 +4,7 @@ from experiments.fade import testbed as fade
 from experiments.mu_grpo import testbed as mu_grpo
 from experiments.p3o_mismatch import testbed as p3o_mismatch
 from experiments.salt_geometry import testbed as salt_geometry
-from experiments.testbed.arms import merged, runs
+from experiments.testbed.arms import committed, merged, runs
 from experiments.together import testbed as together
 
 EXPERIMENTS = (salt_geometry, p3o_mismatch, fade, mu_grpo, together)
@@ -20,7 +20,10 @@ _DECISIVE = (  # one comparison of each paper, with five seeds before anything e
 DECISIVE = {label: CLAIMS[label] for label in _DECISIVE}
 FURTHER = {label: fields for label, fields in CLAIMS.items() if label not in DECISIVE}
 ABLATIONS = {label: fields for label, fields in _ALL.items() if label not in CLAIMS}
+IN_ORDER = runs(DECISIVE) + p3o_mismatch.FIRST + runs(FURTHER) + runs(ABLATIONS)
 
 
 def get_sweep():
-  return runs(DECISIVE) + p3o_mismatch.FIRST + runs(FURTHER) + runs(ABLATIONS)
+  """The runs whose results are not committed yet, so that any machine can do the next sitting."""
+  done = committed()
+  return [run for run in IN_ORDER if (run["label"], run["seed"]) not in done]

@@ -6,13 +6,16 @@ claim of its paper needs, and `ABLATIONS`, which come after.
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from experiments.testbed.config import ROLLOUTS
+from rlvr_jax.evaluate import compare
 
 Arms = Mapping[str, Mapping[str, Any]]  # label → path of a field → value
 
+EXPERIMENTS = pathlib.Path(__file__).parents[1]
 SEEDS = range(5)
 GRPO = "GRPO"  # the baseline of all experiments: the configuration as it is
 BASE: Arms = {GRPO: {}}
@@ -46,3 +49,9 @@ def merged(groups: Iterable[Arms]) -> Arms:
           f" {dict(fields)}; give one of them another label"
         )
   return found
+
+
+def committed(folder: pathlib.Path = EXPERIMENTS) -> set[tuple[str, int]]:
+  """(label, seed) of the runs whose results are committed, in an experiment's testbed.json."""
+  paths = sorted(folder.glob("*/testbed.json"))
+  return {(r["label"], r["seed"]) for path in paths for r in compare.read_results(path)}

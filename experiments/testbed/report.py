@@ -2,7 +2,7 @@
 
   python -m experiments.fade.tables --workdir=runs/evidence
 
-reads the finished runs of the experiment's arms, writes `testbed.json`, its tables into the
+adds the finished runs of the experiment's arms to `testbed.json`, writes its tables into the
 experiment's page, and its figure. Without --workdir the tables are those of `testbed.json`.
 """
 
@@ -287,17 +287,24 @@ def _line(result: Result, metric: str) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def results_of(home: pathlib.Path, arms: Arms, argv: Sequence[str] | None) -> list[dict[str, Any]]:
-  """The runs of the arms: of `testbed.json`, or with --workdir of a sweep's, then written there."""
+  """The runs of the arms, of `testbed.json`, by arm and seed.
+
+  With --workdir of a sweep its finished runs join those of the file, or take their place.
+  """
   path = home / "testbed.json"
   parser = argparse.ArgumentParser()
-  parser.add_argument("--workdir", help=f"of the sweep; by default {path} is read")
+  parser.add_argument("--workdir", help=f"of a sweep, whose runs join those of {path}")
   workdir = parser.parse_args(argv).workdir
+  results = compare.read_results(path) if path.exists() else []
   if workdir is None:
-    return compare.read_results(path) if path.exists() else []
-  results = [r for r in compare.read_results(workdir) if r["label"] in arms]
-  results = [result | measured(result["workdir"]) for result in results]
-  compare.write_results(path, results)
-  return [{k: v for k, v in result.items() if k != "workdir"} for result in results]
+    return results
+  new = [result for result in compare.read_results(workdir) if result["label"] in arms]
+  by_run = {(r["label"], r["seed"]): r for r in results}
+  by_run |= {(r["label"], r["seed"]): r | measured(r["workdir"]) for r in new}
+  order = list(arms)
+  in_order = sorted(by_run, key=lambda run: (order.index(run[0]), run[1]))
+  compare.write_results(path, [by_run[run] for run in in_order])
+  return compare.read_results(path)
 
 
 def written_into(page: str, text: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 from docs import reproduction
 from docs.verdicts import VERDICTS_BY_ID
 from experiments import evidence, full_size
-from experiments.testbed.arms import SEEDS
+from experiments.testbed.arms import SEEDS, committed
 from rlvr_jax.ops import decoding
 
 # Digits that are conditions, not results: they are of the arms, the claims and the methods.
@@ -65,12 +65,11 @@ def test_values_are_those_of_the_runs():
     reproduction.paired({"a": found["a"][:1], "b": found["b"][1:]}, "a", "b", final)
 
 
-def test_what_has_finished_is_no_longer_queued(monkeypatch, tmp_path):
+def test_what_has_finished_is_no_longer_queued(tmp_path):
   assert reproduction.queued(["GRPO", "P3O"], set()) == 2 * len(SEEDS)
   (tmp_path / "fade").mkdir()
   (tmp_path / "fade" / "testbed.json").write_text(json.dumps([run("GRPO", 0, 0.5)]))
-  monkeypatch.setattr(reproduction, "EXPERIMENTS", tmp_path)
-  done = reproduction.finished()
+  done = committed(tmp_path)
   assert done == {("GRPO", 0)} and reproduction.queued(["GRPO"], done) == len(SEEDS) - 1
   assert reproduction.hours(12) == "1.0"
 

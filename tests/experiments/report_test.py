@@ -73,7 +73,7 @@ def test_signs_of_large_cosines_are_compared():
   assert agree(other) == 1.0
 
 
-def test_a_run_is_measured(tmp_path):
+def write_metrics(workdir):
   records = [
     {
       **{"phase": "train", "step": step, "policy/entropy": 0.1 * step},
@@ -82,12 +82,33 @@ def test_a_run_is_measured(tmp_path):
     }
     for step in range(1, 5)
   ]
-  (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+  (workdir / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+
+
+def test_a_run_is_measured(tmp_path):
+  write_metrics(tmp_path)
   found = report.measured(str(tmp_path))
   assert found["train"] == {"policy/entropy": [0.1, 0.2, 0.3, 0.4]}
   assert found["geometry"] == {"geometry/participation_ratio": 4.0}
   assert found["seconds"] == {"sync_weights": 1.0} and found["refreshes"] == 4
   assert found["drift"] == [] and found["signs"] is None
+
+
+def test_runs_of_another_sitting_join_the_committed_ones(tmp_path):
+  committed = [result("B", 0, 0.5), result("A", 1, 0.6)]
+  compare.write_results(tmp_path / "testbed.json", committed)
+  for label, seed, level in (("A", 0, 0.7), ("B", 0, 0.8), ("another experiment's", 0, 0.9)):
+    run = tmp_path / "sweep" / f"{label}_{seed}"
+    run.mkdir(parents=True)
+    write_metrics(run)
+    (run / "result.json").write_text(json.dumps(result(label, seed, level)))
+  arms = {"A": {}, "B": {}}
+  assert report.results_of(tmp_path, arms, []) == committed
+  found = report.results_of(tmp_path, arms, [f"--workdir={tmp_path / 'sweep'}"])
+  ends = {(r["label"], r["seed"]): r["evaluations"]["eval/pass@1"][-1] for r in found}
+  assert list(ends.items()) == [(("A", 0), 0.7), (("A", 1), 0.6), (("B", 0), 0.8)]
+  assert found[0]["refreshes"] == 4 and "workdir" not in found[0]  # measured anew
+  assert report.results_of(tmp_path, arms, []) == found
 
 
 # --- values and tables ----------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 from train import tiny
 
 from experiments import evidence
-from experiments.testbed.arms import BASE, GRPO, SEEDS, in_groups_of, merged
+from experiments.testbed.arms import BASE, GRPO, SEEDS, committed, in_groups_of, merged
 from experiments.testbed.config import ROLLOUTS
 from experiments.together import testbed as together
 from rlvr_jax.commands import sweep
@@ -36,7 +36,7 @@ def _configs(tmp_path_factory):
 
 
 def test_seeds_are_the_outer_loop_of_each_part():
-  found = [(run["label"], run["seed"]) for run in evidence.get_sweep()]
+  found = [(run["label"], run["seed"]) for run in evidence.IN_ORDER]
   parts = (evidence.DECISIVE, evidence.FURTHER, evidence.ABLATIONS)
   in_order = [(label, seed) for part in parts for seed in SEEDS for label in part]
   in_order.insert(len(evidence.DECISIVE) * len(SEEDS), ("other policy", 1000))
@@ -47,8 +47,15 @@ def test_seeds_are_the_outer_loop_of_each_part():
   assert len(folders) == len(found)
 
 
+def test_committed_runs_are_not_repeated():
+  listed = {(run["label"], run["seed"]) for run in evidence.get_sweep()}
+  everything = {(run["label"], run["seed"]) for run in evidence.IN_ORDER}
+  assert listed == everything - committed()
+  assert committed() <= everything
+
+
 def test_an_experiment_alone_has_the_same_runs():
-  of_all = {(run["label"], run["seed"]): run for run in evidence.get_sweep()}
+  of_all = {(run["label"], run["seed"]): run for run in evidence.IN_ORDER}
   counts = collections.Counter()
   for experiment in evidence.EXPERIMENTS:
     runs = experiment.get_sweep()
