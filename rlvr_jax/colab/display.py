@@ -6,24 +6,15 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from rlvr_jax.evaluate.figures import COLORS as COLORS
+from rlvr_jax.evaluate.figures import legend_outside as legend_outside
 from rlvr_jax.ops.checks import check_choice
 
-# One color, one meaning, in all notebooks: the palette of Okabe and Ito, for the color-blind too.
-COLORS = {
-  "success": "#0072B2",
-  "failure": "#D55E00",
-  "result": "#009E73",  # what a method makes of it: held-out accuracy, A', its loss
-  "plain": "#000000",  # the same without the method, or a quantity without a sign
-  "behavior": "#E69F00",  # the policy that sampled, and the distance from it
-  "effective": "#56B4E9",  # effective counts: ESS, n_eff, PR, effective groups
-  "entropy": "#CC79A7",
-  "reference": "#8C8C8C",  # bounds, limits, levels to compare with
-}
 DPI = 72  # of the page; pictures have twice as many dots
 
 
 def setup() -> None:
-  """Sets the figures' look: twice the resolution of the page, legible text, the palette above."""
+  """Sets the figures' look: twice the resolution of the page, legible text, the palette."""
   from cycler import cycler
   from matplotlib import rcParams
 
@@ -47,11 +38,6 @@ def setup() -> None:
     from matplotlib_inline import backend_inline
 
     backend_inline.set_matplotlib_formats("retina")  # double dots, shown at the size of single ones
-
-
-def legend_outside(axes: Any, **options: Any) -> None:
-  """Puts the legend of `axes` to its right, off the data; `options` are those of `legend`."""
-  axes.legend(**{"loc": "upper left", "bbox_to_anchor": (1.02, 1), "borderaxespad": 0, **options})
 
 
 # --- sliders --------------------------------------------------------------------------------------
