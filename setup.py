@@ -11,7 +11,7 @@ import setuptools
 HF = ["jinja2>=3.1.6", "tokenizers>=0.23.1", "transformers>=5.20"]
 GCS = ["gcsfs>=2025.3"]
 MATH = ["math-verify>=0.9.0"]
-PLOT = ["matplotlib>=3.10"]
+PLOT = ["ipywidgets>=7.7.1", "matplotlib>=3.10"]
 
 EXTRAS = {
   "tpu": ["jax[tpu]>=0.7.2"],
@@ -34,6 +34,7 @@ EXTRAS = {
     *PLOT,
     "hypothesis>=6.100",
     "ipykernel>=6.17.1",
+    "ipywidgets>=8.1.5",  # earlier ones bring the classic notebook server with them
     "mypy>=2.4.1",
     "nbclient>=0.10.2",
     "pytest>=8.4",

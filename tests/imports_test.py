@@ -38,6 +38,8 @@ ALLOWED = {
   "evaluate": BELOW_THE_LOOP,
   "train": BELOW_THE_LOOP | {"codejudge", "evaluate", "train.step"},
   "commands": BELOW_THE_LOOP | {"evaluate", "train", "train.step"},
+  # What notebooks call; nothing imports it.
+  "colab": BELOW_THE_LOOP | {"parts", "evaluate", "train", "train.step", "commands", "configs"},
   "launch": set(),
   "integrations": {"types", "ops"} | STAGES,  # other frameworks' plug-ins; nothing imports them
   "main": {"commands", "train"},
@@ -196,6 +198,7 @@ def test_a_circle_is_seen(tmp_path):
     ("losses/a.py", "from rlvr_jax.integrations import tunix", "imports rlvr_jax.integrations"),
     ("integrations/a.py", "from rlvr_jax.train import loop", "imports rlvr_jax.train"),
     ("train/loop.py", "from rlvr_jax.commands import fits", "imports rlvr_jax.commands"),
+    ("commands/a.py", "from rlvr_jax.colab import display", "imports rlvr_jax.colab"),
     ("evaluate/a.py", "from rlvr_jax.train import metrics", "imports rlvr_jax.train"),
     ("models/a.py", "from flax import nnx\nnnx.jit(f)", "uses nnx.jit"),
     ("tricks/a.py", "", "in no room"),
@@ -221,6 +224,10 @@ def test_the_checker_sees_a_violation(tmp_path, path, code, reported):
     ("launch/a.py", "import json\nfrom rlvr_jax.launch import local"),
     ("codejudge/a.py", "import json\nfrom . import cgroups\nfrom .harness import messages"),
     ("rewards/a.py", "from rlvr_jax.codejudge import sandbox"),
+    (
+      "colab/a.py",
+      "from rlvr_jax.commands.train import train\nfrom rlvr_jax.evaluate import curves",
+    ),
     ("main.py", "from rlvr_jax.train import loop"),
   ],
 )

@@ -16,34 +16,19 @@ and its lag is measured from the trained policy as it is.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import functools
-import importlib
 import json
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
 from experiments.recipes.sweep import RECIPES
-from rlvr_jax.commands.train import warm_started
-from rlvr_jax.ops import reductions
-from rlvr_jax.ops.keys import key_for
-from rlvr_jax.rollouts.batch import from_shard, read_batch, write_batch
-from rlvr_jax.rollouts.store import RolloutStore
-from rlvr_jax.train import loop, parameters
-from rlvr_jax.train.accumulate import policy_logprobs, update_gradient
-from rlvr_jax.train.build import Parts, build, make_method
-from rlvr_jax.train.checkpoint import Checkpointer
-from rlvr_jax.train.grading import grader_pool
-from rlvr_jax.train.metrics import MetricWriter, progress, say
-from rlvr_jax.train.objective import Method
-from rlvr_jax.types import Params, TrainBatch
+from rlvr_jax.colab.methods import plot_cosines
+from rlvr_jax.colab.same_rollouts import compared, recipe
+from rlvr_jax.rollouts.batch import write_batch
+from rlvr_jax.train.metrics import say
 
 COLUMNS = {  # heading → metric
   "loss": "loss",
@@ -60,107 +45,6 @@ _RECIPES = flags.DEFINE_list("recipes", list(RECIPES), "Recipes to compare; grpo
 _BEFORE = flags.DEFINE_integer("before", 50, "Updates before the batch is recorded.", lower_bound=0)
 _LAGS = flags.DEFINE_list("lags", ["0", "8", "32"], "Updates between recording and gradient.")
 _ROLLOUTS = flags.DEFINE_string("rollouts", None, "A recorded batch, .npz, to take instead.")
-
-
-def recipe(name: str) -> Any:
-  """The configuration of a recipe by name."""
-  return importlib.import_module(f"rlvr_jax.configs.{name}").get_config()
-
-
-def train_and_record(
-  base: Any, workdir: pathlib.Path, *, before: int, lags: Sequence[int]
-) -> tuple[Parts, TrainBatch, dict[int, Params], Params, float]:
-  """Trains, and returns the parts, the batch, parameters by lag, the first ones and their entropy.
-
-  The first parameters serve the recipes with a reference policy, their entropy FADE's state.
-  """
-  parts = build(base)
-  copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params))
-  with contextlib.ExitStack() as stack:
-    enter = lambda resource: stack.enter_context(contextlib.closing(resource))
-    pool = enter(grader_pool(base, parts.task))
-    writer = enter(MetricWriter(workdir / "training", None))
-    warm_starts = enter(Checkpointer(workdir / "training" / "warm_start", keep=1))
-    unused = enter(Checkpointer(workdir / "training" / "checkpoints", keep=1))
-    restored = warm_starts.restore(parts.abstract_state.params)
-    frozen = parameters.load_frozen(parts)
-    start = (
-      restored.state
-      if restored
-      else warm_started(
-        parts, parameters.supervised_state(parts), frozen.trainer, writer, warm_starts
-      )
-    )
-    first = copy(start)
-    store = enter(RolloutStore(workdir / "training" / "rollouts", writable=True))
-    trainer = loop.Trainer(parts, frozen, writer, unused, pool, store, initial=first)
-    entropy = trainer.scorer.measure_entropy(start, trainer.collector)
-    trainer.start(parameters.first_state(parts, start, entropy))
-    params: dict[int, Params] = {}
-    for update in progress(range(before + max(lags) + 1), "training"):
-      trainer.collect()
-      lag = update - before
-      if lag == 0:
-        recorded = trainer.queue.load(update).graded.train
-      if lag in lags:
-        params[lag] = copy(trainer.state.params)
-      trainer.update()
-    trainer.read_metrics()
-  return parts, recorded, params, first, entropy
-
-
-def recorded_batch(place: str) -> TrainBatch:
-  """A batch of FILE.npz, or of STORE:NUMBER."""
-  if place.endswith(".npz"):
-    return read_batch(place)
-  directory, _, number = place.rpartition(":")
-  if not number.isdigit():
-    raise app.UsageError(f"--rollouts={place}: give FILE.npz, or a store and a batch, STORE:NUMBER")
-  store = RolloutStore(directory, writable=False)
-  batch = from_shard(int(number), *store.read(int(number))).graded.train
-  return dataclasses.replace(batch, sources=None)
-
-
-def directions(
-  name: str,
-  parts: Parts,
-  batch: TrainBatch,
-  params: dict[int, Params],
-  reference: Params,
-  entropy: float,
-) -> dict[int, tuple[dict[str, float], np.ndarray]]:
-  """By lag, a recipe's metrics on the batch and its gradient as one vector."""
-  method: Method = make_method(recipe(name), parts.model, parts.mesh)
-  limit = parts.config.max_response_length
-  method = method._replace(max_response_length=limit)
-  logprobs = jax.jit(lambda p, b: policy_logprobs(p, {}, b, method=method)[0])
-  batch = dataclasses.replace(batch, reference_logprobs=None, proximal_logprobs=None)
-  if method.reference_kl:
-    batch = dataclasses.replace(batch, reference_logprobs=logprobs(reference, batch))
-  state = method.advantage.init(jnp.float32(entropy))
-  coefficients = method.advantage.apply(state, batch)
-  masses = method.coefficient_metrics(coefficients, batch.rewards, batch.correct)
-  key = key_for(parts.config.seed, "reweighting")
-  gradient_of = jax.jit(functools.partial(update_gradient, method=method))
-  found = {}
-  for lag, at in params.items():
-    # π_prox is the policy when the batch is first trained on, which is now.
-    proximal = logprobs(at, batch) if method.loss.needs_proximal else None
-    now = dataclasses.replace(batch, proximal_logprobs=proximal)
-    (value, metrics), gradient = gradient_of(at, {}, now, coefficients, key)
-    vector = np.concatenate([np.ravel(x) for x in jax.tree.leaves(jax.device_get(gradient))])
-    numbers = {k: float(v) for k, v in reductions.values({**masses, **metrics}).items()}
-    norm = float(np.linalg.norm(vector.astype(np.float64)))
-    found[lag] = ({**numbers, "loss": float(value), "gradient_norm": norm}, vector)
-  return found
-
-
-def cosines(vectors: Sequence[np.ndarray]) -> np.ndarray:
-  """f64[M, M], pairwise; 0 where a vector is zero."""
-  stacked = np.stack(vectors).astype(np.float64)
-  norms = np.linalg.norm(stacked, axis=1, keepdims=True)
-  unit = stacked / np.where(norms > 0, norms, 1.0)
-  return unit @ unit.T
 
 
 def table(names: Sequence[str], rows: dict[str, dict[str, float]]) -> str:
@@ -182,12 +66,7 @@ def draw(path: pathlib.Path, names: Sequence[str], matrix: np.ndarray, title: st
 
   size = 2.5 + 0.5 * len(names)
   figure, axes = pyplot.subplots(figsize=(size, size))
-  image = axes.imshow(matrix, vmin=-1, vmax=1, cmap="RdBu")
-  axes.set_xticks(range(len(names)), names, rotation=60, ha="right")
-  axes.set_yticks(range(len(names)), names)
-  for (i, j), value in np.ndenumerate(matrix):
-    color = "white" if abs(value) > 0.6 else "black"
-    axes.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color=color)
+  image = plot_cosines(axes, names, matrix)
   axes.set_title(title)
   figure.colorbar(image, shrink=0.7, label="cosine of update directions")
   figure.tight_layout()
@@ -195,41 +74,24 @@ def draw(path: pathlib.Path, names: Sequence[str], matrix: np.ndarray, title: st
   pyplot.close(figure)
 
 
-def compare(
-  workdir: pathlib.Path,
-  *,
-  base: Any,
-  recipes: Sequence[str],
-  before: int,
-  lags: Sequence[int],
-  rollouts: str | None = None,
-) -> dict[int, dict[str, dict[str, float]]]:
-  """Everything that the module's docstring says; returns the numbers by lag and recipe."""
+def compare(workdir: pathlib.Path, **arguments: Any) -> dict[int, dict[str, dict[str, float]]]:
+  """Everything that the module's docstring says; returns the numbers by lag and recipe.
+
+  Args:
+    workdir: folder for the results.
+    arguments: of `compared`.
+  """
   workdir.mkdir(parents=True, exist_ok=True)
-  parts, batch, params, reference, entropy = train_and_record(
-    base, workdir, before=before, lags=lags
-  )
-  if rollouts is not None:
-    batch = recorded_batch(rollouts)
-  write_batch(workdir / "rollouts.npz", batch)
-  names = ["grpo", *(name for name in recipes if name != "grpo")]
-  found = {
-    name: directions(name, parts, batch, params, reference, entropy)
-    for name in progress(names, "recipes")
-  }
-  numbers: dict[int, dict[str, dict[str, float]]] = {}
+  found = compared(workdir, **arguments)
+  write_batch(workdir / "rollouts.npz", found.batch)
   sections = []
-  for lag in sorted(params):
-    matrix = cosines([found[name][lag][1] for name in names])
-    rows = {
-      name: {**found[name][lag][0], "cosine": float(matrix[0, i])} for i, name in enumerate(names)
-    }
-    numbers[lag] = rows
-    draw(workdir / f"cosines_lag_{lag}.png", names, matrix, f"{lag} updates after recording")
-    sections.append(f"### {lag} updates after recording\n\n{table(names, rows)}")
+  for lag in found.lags:
+    title = f"{lag} updates after recording"
+    draw(workdir / f"cosines_lag_{lag}.png", found.names, found.cosines[lag], title)
+    sections.append(f"### {title}\n\n{table(found.names, found.numbers[lag])}")
   (workdir / "compare.md").write_text("\n\n".join(sections) + "\n")
-  (workdir / "compare.json").write_text(json.dumps(numbers, indent=1))
-  return numbers
+  (workdir / "compare.json").write_text(json.dumps(found.numbers, indent=1))
+  return found.numbers
 
 
 def main(argv: list[str]) -> None:

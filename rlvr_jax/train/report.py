@@ -8,6 +8,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rlvr_jax.evaluate import learning_curves
 from rlvr_jax.evaluate.curves import phase_seconds
 from rlvr_jax.evaluate.run_files import (
   METRICS_FILE,
@@ -42,8 +43,8 @@ def write_report(
   held_out = [record for record in records if record["phase"] == "eval"]
   lines = [*_table(train, held_out), ""]
   try:
-    _plot_curves(train, held_out, workdir / CURVES_FILE)
-    lines.append(f"learning curves  {kept}/{CURVES_FILE}")
+    if learning_curves.draw(records, workdir / CURVES_FILE):
+      lines.append(f"learning curves  {kept}/{CURVES_FILE}")
   except ImportError:
     lines.append('learning curves  not plotted, matplotlib is missing: pip install -e ".[plot]"')
   lines.append(f"every metric     {kept}/{METRICS_FILE}")
@@ -115,57 +116,3 @@ def _row(
   finite = [record for record in with_key if math.isfinite(record[key])]
   top = show(best(finite, key=lambda record: record[key]), at_step=True) if best and finite else ""
   return (label, show(with_key[0]), top, show(with_key[-1]))
-
-
-# --- the curves -----------------------------------------------------------------------------------
-
-
-def _plot_curves(train: Sequence[Record], held_out: Sequence[Record], path: pathlib.Path) -> None:
-  # A separate figure on the file backend: no window, no global state, no import without the extra.
-  from matplotlib.backends.backend_agg import FigureCanvasAgg
-  from matplotlib.figure import Figure
-
-  figure = Figure(figsize=(10, 7), layout="constrained")
-  FigureCanvasAgg(figure)
-  accuracy, entropy, shift, gradient = figure.subplots(2, 2).flat
-
-  _plot(accuracy, train, "reward/pass_rate", "train rollouts", color="0.6", linewidth=1)
-  _plot(accuracy, held_out, "eval/pass@1", "held-out pass@1, 95 % interval", marker="o")
-  steps, low = _series(held_out, "eval/pass@1_low")
-  _, high = _series(held_out, "eval/pass@1_high")
-  if len(low) == len(high):
-    accuracy.fill_between(steps, low, high, alpha=0.2)
-  accuracy.set(title="Accuracy", ylabel="fraction solved", ylim=(0, 1))
-  if accuracy.lines:
-    accuracy.legend(loc="lower right")
-
-  _plot(entropy, train, "policy/entropy")
-  entropy.set(title="Policy entropy", ylabel="nats per token")
-
-  _plot(shift, train, "behavior/kl_k3", color="C0")
-  shift.set(title="Distance from the behavior policy")
-  shift.set_ylabel("KL estimate k3, nats per token", color="C0")
-  clip = shift.twinx()
-  _plot(clip, train, "loss/clip_fraction", color="C1")
-  clip.set_ylabel("clipped fraction of tokens", color="C1")
-
-  _plot(gradient, train, "update/gradient_norm")
-  gradient.set(title="Gradient norm before clipping", ylabel="global L2 norm")
-
-  for axes in (entropy, shift, clip, gradient):
-    axes.set_ylim(bottom=0)
-  for axes in (accuracy, entropy, shift, gradient):
-    axes.set_xlabel("update")
-    axes.grid(alpha=0.3)
-  figure.savefig(path, dpi=120)
-
-
-def _plot(axes: Any, records: Sequence[Record], key: str, label: str = "", **style: Any) -> None:
-  steps, values = _series(records, key)
-  if steps:
-    axes.plot(steps, values, label=label, **style)
-
-
-def _series(records: Sequence[Record], key: str) -> tuple[list[int], list[float]]:
-  with_key = [record for record in records if key in record]
-  return [record["step"] for record in with_key], [record[key] for record in with_key]

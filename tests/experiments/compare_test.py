@@ -8,7 +8,9 @@ import program_flags
 import pytest
 from absl import flags
 
+from rlvr_jax.colab import same_rollouts
 from rlvr_jax.configs import base
+from rlvr_jax.rollouts.batch import read_batch
 
 _FILE = pathlib.Path(__file__).parents[2] / "experiments" / "compare" / "__main__.py"
 
@@ -55,8 +57,10 @@ def test_methods_agree_and_differ_where_they_must(module, tmp_path):
   assert now["dr_grpo"]["advantage/mass_ratio"] == pytest.approx(1.0, rel=1e-4)
   for name in ("compare.md", "compare.json", "cosines_lag_0.png", "cosines_lag_3.png"):
     assert (tmp_path / name).stat().st_size > 0
-  again = module.read_batch(tmp_path / "rollouts.npz")
+  again = read_batch(tmp_path / "rollouts.npz")
   assert again.tokens.shape == (16, 8, 4)
-  stored = module.recorded_batch(f"{tmp_path}/training/rollouts:2")  # two updates came before
+  stored = same_rollouts.recorded_batch(
+    f"{tmp_path}/training/rollouts:2"
+  )  # two updates came before
   np.testing.assert_array_equal(stored.tokens, again.tokens)
   np.testing.assert_array_equal(stored.behavior_logprobs, again.behavior_logprobs)

@@ -1,0 +1,215 @@
+"""The gradient of each of several recipes on the same recorded rollouts, fresh and stale."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import io
+import os
+import pathlib
+import tempfile
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlvr_jax.commands.train import warm_started
+from rlvr_jax.ops import reductions
+from rlvr_jax.ops.keys import key_for
+from rlvr_jax.rollouts.batch import Graded, RolloutBatch, from_shard, read_batch
+from rlvr_jax.rollouts.store import RolloutStore
+from rlvr_jax.train import loop, parameters
+from rlvr_jax.train.accumulate import policy_logprobs, update_gradient
+from rlvr_jax.train.build import Parts, build, make_method
+from rlvr_jax.train.checkpoint import Checkpointer
+from rlvr_jax.train.grading import grader_pool
+from rlvr_jax.train.metrics import MetricWriter, progress
+from rlvr_jax.train.objective import Method
+from rlvr_jax.types import Params, TrainBatch
+
+
+def recipe(name: str) -> Any:
+  """The configuration of a recipe by name, such as "grpo"; ImportError for another name."""
+  return importlib.import_module(f"rlvr_jax.configs.{name}").get_config()
+
+
+def train_and_record(
+  base: Any, workdir: pathlib.Path, *, before: int, lags: Sequence[int]
+) -> tuple[Parts, TrainBatch, dict[int, Params], Params, float]:
+  """Trains, and records one batch of rollouts.
+
+  Args:
+    base: configuration of the run.
+    workdir: folder of the run's files.
+    before: updates before the batch is recorded.
+    lags: the numbers of updates after it whose parameters are kept.
+  Returns:
+    The parts; the batch; parameters by lag; the first parameters, for recipes with a reference
+    policy; and their entropy (nats per token), for FADE's state.
+  """
+  parts = build(base)
+  copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params))
+  with contextlib.ExitStack() as stack:
+    enter = lambda resource: stack.enter_context(contextlib.closing(resource))
+    pool = enter(grader_pool(base, parts.task))
+    writer = enter(MetricWriter(workdir / "training", None))
+    warm_starts = enter(Checkpointer(workdir / "training" / "warm_start", keep=1))
+    unused = enter(Checkpointer(workdir / "training" / "checkpoints", keep=1))
+    restored = warm_starts.restore(parts.abstract_state.params)
+    frozen = parameters.load_frozen(parts)
+    start = (
+      restored.state
+      if restored
+      else warm_started(
+        parts, parameters.supervised_state(parts), frozen.trainer, writer, warm_starts
+      )
+    )
+    first = copy(start)
+    store = enter(RolloutStore(workdir / "training" / "rollouts", writable=True))
+    trainer = loop.Trainer(parts, frozen, writer, unused, pool, store, initial=first)
+    entropy = trainer.scorer.measure_entropy(start, trainer.collector)
+    trainer.start(parameters.first_state(parts, start, entropy))
+    params: dict[int, Params] = {}
+    for update in progress(range(before + max(lags) + 1), "training"):
+      trainer.collect()
+      lag = update - before
+      if lag == 0:
+        recorded = graded(trainer.queue.load(update)).train
+      if lag in lags:
+        params[lag] = copy(trainer.state.params)
+      trainer.update()
+    trainer.read_metrics()
+  return parts, recorded, params, first, entropy
+
+
+def graded(batch: RolloutBatch) -> Graded:
+  """The contents of a batch that has its grades."""
+  assert batch.graded is not None  # a store and a queue's loaded batches have them
+  return batch.graded
+
+
+def recorded_batch(place: str) -> TrainBatch:
+  """A batch of FILE.npz, or of a run's store and a number, STORE:NUMBER.
+
+  Raises:
+    ValueError: `place` is neither.
+  """
+  if place.endswith(".npz"):
+    return read_batch(place)
+  directory, _, number = place.rpartition(":")
+  if not number.isdigit():
+    raise ValueError(f"rollouts = {place!r}: give FILE.npz, or a store and a batch, STORE:NUMBER")
+  store = RolloutStore(directory, writable=False)
+  batch = graded(from_shard(int(number), *store.read(int(number)))).train
+  return dataclasses.replace(batch, sources=None)
+
+
+def directions(
+  name: str,
+  parts: Parts,
+  batch: TrainBatch,
+  params: dict[int, Params],
+  reference: Params,
+  entropy: float,
+) -> dict[int, tuple[dict[str, float], np.ndarray]]:
+  """By lag, a recipe's metrics on the batch and its gradient as one vector f32[parameters].
+
+  Args:
+    name: of the recipe.
+    parts, batch, params, reference, entropy: see `train_and_record`.
+  """
+  method: Method = make_method(recipe(name), parts.model, parts.mesh)
+  limit = parts.config.max_response_length
+  method = method._replace(max_response_length=limit)
+  logprobs = jax.jit(lambda p, b: policy_logprobs(p, {}, b, method=method)[0])
+  batch = dataclasses.replace(batch, reference_logprobs=None, proximal_logprobs=None)
+  if method.reference_kl:
+    batch = dataclasses.replace(batch, reference_logprobs=logprobs(reference, batch))
+  state = method.advantage.init(jnp.float32(entropy))
+  coefficients = method.advantage.apply(state, batch)
+  masses = method.coefficient_metrics(coefficients, batch.rewards, batch.correct)
+  key = key_for(parts.config.seed, "reweighting")
+  gradient_of = jax.jit(functools.partial(update_gradient, method=method))
+  found = {}
+  for lag, at in params.items():
+    # π_prox is the policy when the batch is first trained on, which is now.
+    proximal = logprobs(at, batch) if method.loss.needs_proximal else None
+    now = dataclasses.replace(batch, proximal_logprobs=proximal)
+    (value, metrics), gradient = gradient_of(at, {}, now, coefficients, key)
+    vector = np.concatenate([np.ravel(x) for x in jax.tree.leaves(jax.device_get(gradient))])
+    numbers = {k: float(v) for k, v in reductions.values({**masses, **metrics}).items()}
+    norm = float(np.linalg.norm(vector.astype(np.float64)))
+    found[lag] = ({**numbers, "loss": float(value), "gradient_norm": norm}, vector)
+  return found
+
+
+def cosines(vectors: Sequence[np.ndarray]) -> np.ndarray:
+  """f64[M, M], pairwise; 0 where a vector is zero."""
+  stacked = np.stack(vectors).astype(np.float64)
+  norms = np.linalg.norm(stacked, axis=1, keepdims=True)
+  unit = stacked / np.where(norms > 0, norms, 1.0)
+  return unit @ unit.T
+
+
+class Comparison(NamedTuple):
+  """What several recipes do with one batch of rollouts."""
+
+  names: list[str]  # of the recipes, grpo first
+  lags: list[int]  # updates between recording and gradient, ascending
+  numbers: dict[int, dict[str, dict[str, float]]]  # lag → recipe → metric → value
+  cosines: dict[int, np.ndarray]  # lag → f64[M, M] of the gradients' directions
+  batch: TrainBatch
+
+
+def compared(
+  workdir: str | os.PathLike[str],
+  *,
+  base: Any,
+  recipes: Sequence[str],
+  before: int,
+  lags: Sequence[int],
+  rollouts: str | None = None,
+) -> Comparison:
+  """Trains, records a batch, and takes the gradient of every recipe on it, at every lag.
+
+  Args:
+    workdir: folder of the run's files.
+    base: configuration of the policy that is trained.
+    recipes: names of recipes; grpo is always there.
+    before, lags: see `train_and_record`.
+    rollouts: a batch to take instead, see `recorded_batch`.
+  Raises:
+    ValueError: `rollouts` is no such place.
+  """
+  if rollouts is not None:
+    batch = recorded_batch(rollouts)
+  parts, recorded, params, reference, entropy = train_and_record(
+    base, pathlib.Path(workdir), before=before, lags=lags
+  )
+  batch = recorded if rollouts is None else batch
+  names = ["grpo", *(name for name in recipes if name != "grpo")]
+  found = {
+    name: directions(name, parts, batch, params, reference, entropy)
+    for name in progress(names, "recipes")
+  }
+  numbers, matrices = {}, {}
+  for lag in sorted(params):
+    matrices[lag] = cosines([found[name][lag][1] for name in names])
+    to_grpo = zip(names, matrices[lag][0].tolist(), strict=True)
+    numbers[lag] = {name: {**found[name][lag][0], "cosine": cosine} for name, cosine in to_grpo}
+  return Comparison(names, sorted(params), numbers, matrices, batch)
+
+
+def compared_silently(**arguments: Any) -> Comparison:
+  """`compared` in a temporary folder, without a word."""
+  silent = io.StringIO()
+  with (
+    tempfile.TemporaryDirectory() as workdir,
+    contextlib.redirect_stdout(silent),
+    contextlib.redirect_stderr(silent),
+  ):
+    return compared(workdir, **arguments)

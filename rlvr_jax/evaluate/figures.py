@@ -1,0 +1,27 @@
+"""What figures share: the colors, and legends off the data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# One color, one meaning, in all figures: the palette of Okabe and Ito, for the color-blind too.
+COLORS = {
+  "success": "#0072B2",
+  "failure": "#D55E00",
+  "result": "#009E73",  # what a method makes of it: held-out accuracy, A', its loss
+  "plain": "#000000",  # the same without the method, or a quantity without a sign
+  "behavior": "#E69F00",  # the policy that sampled, and the distance from it
+  "effective": "#56B4E9",  # effective counts: ESS, n_eff, PR, effective groups
+  "entropy": "#CC79A7",
+  "reference": "#8C8C8C",  # bounds, limits, levels to compare with
+}
+
+
+def legend_outside(axes: Any, **options: Any) -> None:
+  """Puts the legend of `axes` to its right, off the data; `options` are those of `legend`."""
+  axes.legend(
+    **{
+      "loc": "upper left", "bbox_to_anchor": (1.02, 1), "borderaxespad": 0, "frameon": False,
+      **options,
+    }
+  )  # fmt: skip

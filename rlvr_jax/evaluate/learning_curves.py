@@ -1,0 +1,168 @@
+"""The pictures of one run over its updates: those that a reader is told to watch.
+
+Every function plots into matplotlib's `axes` from the records of `read_metrics`. A quantity that a
+run does not have is left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rlvr_jax.evaluate.figures import COLORS, legend_outside
+
+Record = Mapping[str, Any]
+
+# Scales begin at least so wide: below, a curve is rounding noise and has to look like 0.
+SMALLEST_KL = 1e-3  # nats per token
+SMALLEST_FRACTION = 0.02
+
+
+def plot_accuracy(axes: Any, records: Sequence[Record]) -> None:
+  """Pass rate of the training rollouts, held-out pass@k of every k with 95 % intervals."""
+  color = COLORS["reference"]
+  _plot(axes, records, "train", "reward/pass_rate", "training rollouts", color=color, linewidth=1)
+  color = COLORS["result"]
+  for k, marker in zip(_ks(records), itertools.cycle("os^v")):
+    name, style = f"eval/pass@{k}", {"marker": marker, "markersize": 4, "color": color}
+    _plot(axes, records, "eval", name, f"held-out pass@{k}", **style)
+    _band(axes, records, "eval", f"{name}_low", f"{name}_high", color=color)
+  _finish(axes, "Accuracy, 95 % intervals", "fraction solved", (0, 1))
+
+
+def plot_groups(axes: Any, records: Sequence[Record]) -> None:
+  """Shares of groups that hold both outcomes, only successes, only failures; they add up to 1."""
+  names = ("groups/all_wrong", "groups/effective", "groups/all_correct")
+  if not all(_series(records, "train", name)[0] for name in names):
+    return
+  steps, _ = _series(records, "train", names[0])
+  shares = [_series(records, "train", name)[1] for name in names]
+  colors = [COLORS[meaning] for meaning in ("failure", "effective", "success")]
+  labels = ["all wrong", "effective: both", "all right"]
+  axes.stackplot(steps, *shares, colors=colors, labels=labels, alpha=0.75, linewidth=0)
+  axes.margins(x=0)
+  _finish(
+    axes, "Groups: only the effective ones teach", "share of the groups", (0, 1), reverse=True
+  )
+
+
+def plot_lengths(axes: Any, records: Sequence[Record]) -> None:
+  """Mean response length and the range of the middle 80 %; the title has the truncated share."""
+  color = COLORS["plain"]
+  _plot(axes, records, "train", "response/length", "mean", color=color)
+  label = "10th to 90th percentile"
+  low, high = "response/length_p10", "response/length_p90"
+  _band(axes, records, "train", low, high, color=color, label=label)
+  _, truncated = _series(records, "train", "response/truncated")
+  most = f"; truncated: at most {max(truncated):.1%}" if truncated else ""
+  _finish(axes, f"Response length{most}", "tokens", (0, None))
+
+
+def plot_entropy(axes: Any, records: Sequence[Record]) -> None:
+  """Entropy of the policy."""
+  _plot(axes, records, "train", "policy/entropy", color=COLORS["entropy"])
+  _finish(axes, "Policy entropy", "nats per token", (0, None))
+
+
+def plot_shift(axes: Any, records: Sequence[Record]) -> None:
+  """Distance from the policy that sampled: the k3 estimate, and the clipped share of tokens."""
+  color, clipped = COLORS["behavior"], COLORS["plain"]
+  _plot(axes, records, "train", "behavior/kl_k3", color=color)
+  _finish(axes, "Distance from the behavior policy", "k3, nats per token", (0, None))
+  axes.yaxis.label.set_color(color)
+  _at_least(axes, SMALLEST_KL)
+  beside = axes.twinx()
+  _plot(beside, records, "train", "loss/clip_fraction", color=clipped, linestyle="--")
+  beside.set_ylabel("clipped share of tokens (dashed)", color=clipped)
+  beside.grid(visible=False)
+  _at_least(beside, SMALLEST_FRACTION)
+
+
+def plot_gradient_norm(axes: Any, records: Sequence[Record]) -> None:
+  """Norm of the gradient before clipping."""
+  _plot(axes, records, "train", "update/gradient_norm", color=COLORS["plain"])
+  _finish(axes, "Gradient norm before clipping", "global L2 norm", (0, None))
+
+
+# Panel → the metrics without any of which it would be empty.
+PANELS: dict[Callable[[Any, Sequence[Record]], None], set[str]] = {
+  plot_accuracy: {"reward/pass_rate", "eval/mean"},
+  plot_groups: {"groups/effective"},
+  plot_entropy: {"policy/entropy"},
+  plot_lengths: {"response/length"},
+  plot_shift: {"behavior/kl_k3"},
+  plot_gradient_norm: {"update/gradient_norm"},
+}
+
+
+def draw(records: Sequence[Record], path: str | os.PathLike[str]) -> bool:
+  """Saves a figure of the panels that have data, in the format of the path's extension.
+
+  Returns:
+    Whether any panel has data; without, nothing is saved.
+  Raises:
+    ImportError: matplotlib, the extra `plot`, is missing.
+  """
+  # A separate figure on the file backend: no window, no global state, no import without the extra.
+  from matplotlib.backends.backend_agg import FigureCanvasAgg
+  from matplotlib.figure import Figure
+
+  names = {name for record in records for name in record}
+  panels = [panel for panel, metrics in PANELS.items() if metrics & names]
+  if not panels:
+    return False
+  rows = -(-len(panels) // 2)
+  figure = Figure(figsize=(12, 3 * rows), layout="constrained")
+  FigureCanvasAgg(figure)
+  places = list(figure.subplots(rows, 2, squeeze=False).flat)
+  for axes, panel in zip(places, panels, strict=False):
+    panel(axes, records)
+  for axes in places[len(panels) :]:
+    axes.remove()
+  figure.savefig(path, dpi=144)
+  return True
+
+
+def _ks(records: Sequence[Record]) -> list[int]:
+  names = {name.removeprefix("eval/pass@") for r in records if r["phase"] == "eval" for name in r}
+  return sorted(int(name) for name in names if name.isdigit())
+
+
+def _series(records: Sequence[Record], phase: str, key: str) -> tuple[list[int], list[float]]:
+  having = [record for record in records if record["phase"] == phase and key in record]
+  return [record["step"] for record in having], [record[key] for record in having]
+
+
+def _plot(
+  axes: Any, records: Sequence[Record], phase: str, key: str, label: str = "", **style: Any
+) -> None:
+  steps, values = _series(records, phase, key)
+  if steps:
+    axes.plot(steps, values, label=label, **style)
+
+
+def _band(
+  axes: Any, records: Sequence[Record], phase: str, low: str, high: str, **style: Any
+) -> None:
+  (steps, lows), (_, highs) = _series(records, phase, low), _series(records, phase, high)
+  if steps and len(lows) == len(highs):
+    axes.fill_between(steps, lows, highs, alpha=0.2, linewidth=0, **style)
+
+
+def _at_least(axes: Any, least: float) -> None:
+  """A scale up to `least` or more, from a little below 0, so that a line at 0 is seen."""
+  top = max(least, axes.get_ylim()[1])
+  axes.set_ylim(-0.03 * top, top)
+
+
+def _finish(
+  axes: Any, title: str, ylabel: str, ylim: tuple[float, float | None], *, reverse: bool = False
+) -> None:
+  axes.set(title=title, xlabel="update", ylabel=ylabel)
+  axes.set_ylim(*ylim)
+  axes.xaxis.get_major_locator().set_params(integer=True)
+  axes.grid(alpha=0.3)
+  if axes.get_legend_handles_labels()[1]:
+    legend_outside(axes, reverse=reverse, fontsize="small")

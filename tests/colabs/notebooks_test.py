@@ -1,0 +1,138 @@
+"""Every notebook runs from top to bottom, holds no logic, and its committed outputs are clean."""
+
+import itertools
+import json
+import re
+
+import nbformat
+import pytest
+
+from colabs import execute, notebooks
+
+CHEAPEST = "first_run"  # with few updates
+FORMER = {"geometry"}  # not yet in the form that the others have
+IN_FORM = [name for name in notebooks.NAMES if name not in FORMER]
+ABSOLUTE_PATH = re.compile(r"(?<![\w.:/$\\])/\w[\w.-]*/|[A-Z]:\\\\")
+each = pytest.mark.parametrize("name", notebooks.NAMES)
+each_in_form = pytest.mark.parametrize("name", IN_FORM)
+
+
+# --- execution ------------------------------------------------------------------------------------
+
+
+def check_runs(name, tmp_path, monkeypatch, **parameters):
+  committed, notebook = notebooks.read(name), notebooks.read(name)
+  notebooks.set_parameters(notebook, **parameters)
+  notebook = notebooks.run(notebook, tmp_path, monkeypatch)
+  assert notebooks.complaints(notebook) == []
+  assert notebooks.pictures(notebook) == notebooks.pictures(committed)
+
+
+@pytest.mark.soak
+@each
+def test_it_runs_from_top_to_bottom(name, tmp_path, monkeypatch):
+  check_runs(name, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+def test_the_cheapest_runs_from_top_to_bottom(tmp_path, monkeypatch):
+  check_runs(CHEAPEST, tmp_path, monkeypatch, UPDATES=12)
+
+
+# --- what it holds --------------------------------------------------------------------------------
+
+
+@each
+def test_it_holds_no_logic(name):
+  notebook = notebooks.read(name)
+  setup = notebooks.tagged(notebook, "setup")
+  for cell in notebooks.code_cells(notebook):
+    if cell is not setup:
+      assert notebooks.logic(cell) == [], cell.source
+
+
+@pytest.mark.parametrize(
+  "source",
+  ["def f(): pass", "class A: pass", "for i in x: f(i)", "x = [f(i) for i in y]", "f = lambda: 0",
+   "x = a @ b", "with f(): pass", "if a: f()", "x += 1"],
+)  # fmt: skip
+def test_the_checker_sees_logic(source):
+  assert notebooks.logic(nbformat.v4.new_code_cell(source))
+
+
+@each
+def test_it_imports_the_package_the_recipes_and_pyplot_alone(name):
+  found = notebooks.imported(notebooks.read(name))
+  assert {"sys", "rlvr_jax"} <= found <= {"sys", "rlvr_jax", "matplotlib.pyplot"}
+
+
+@each_in_form
+def test_it_begins_with_badge_install_imports_parameters(name):
+  cells = notebooks.read(name).cells
+  assert cells[0].cell_type == "markdown"
+  title, *text = cells[0].source.splitlines()
+  assert title.startswith("# ") and execute.badge(f"{name}.ipynb") in text
+  assert cells[1].source == execute.SETUP and cells[1].metadata.tags == ["setup"]
+  assert {type(node).__name__ for node in notebooks.parsed(cells[2]).body} <= {
+    "Import", "ImportFrom", "Expr"
+  }  # fmt: skip
+  assert "display.setup()" in cells[2].source
+  code = [cell for cell in cells if cell.cell_type == "code"]
+  assert code[2].metadata.tags == ["parameters"]
+  for line in code[2].source.splitlines():
+    assert re.fullmatch(r"[A-Z_]+ = .*  # ?@param.*|# .*", line), line
+
+
+def test_the_setup_installs_on_colab_alone():
+  kinds = [type(node).__name__ for node in notebooks.parsed(_code(execute.SETUP)).body]
+  assert kinds == ["Import", "Assign", "If"]
+  _, condition, *installing = execute.SETUP.partition("if ")[2].partition("\n")
+  assert execute.SETUP.count('if "google.colab" in sys.modules:\n') == 1
+  assert condition and all(line[:3] in ("  !", "  %") for line in installing[0].splitlines())
+
+
+def _code(source):
+  return nbformat.v4.new_code_cell(source)
+
+
+@each_in_form
+def test_a_picture_comes_before_the_text_that_explains_it(name):
+  for cell, after in itertools.pairwise(notebooks.read(name).cells):
+    if notebooks.has_picture(cell):
+      assert after.cell_type == "markdown" and "How to read it" in after.source, cell.source
+
+
+@each_in_form
+def test_it_ends_with_what_the_outputs_show_and_where_to_go_on(name):
+  texts = [cell.source for cell in notebooks.read(name).cells if cell.cell_type == "markdown"]
+  assert "## What the outputs committed here show" in "\n".join(texts[-2:])
+  assert "## Where to go on" in texts[-1]
+
+
+# --- committed outputs ----------------------------------------------------------------------------
+
+
+@each
+def test_the_committed_outputs_are_those_of_one_clean_run(name):
+  notebook = notebooks.read(name)
+  counts = [cell.execution_count for cell in notebooks.code_cells(notebook)]
+  assert counts == list(range(1, len(counts) + 1))
+  assert notebooks.complaints(notebook) == []
+  assert notebooks.pictures(notebook) >= 4
+  assert (notebooks.FOLDER / f"{name}.ipynb").stat().st_size < 1_000_000
+
+
+@each
+def test_the_committed_file_names_no_place_or_machine(name):
+  notebook = notebooks.read(name)
+  assert set(notebook.metadata) == {"kernelspec", "language_info"}
+  assert notebook.metadata.kernelspec.name == "python3"
+  for output in notebooks.outputs(notebook):
+    output.get("data", {}).pop("image/png", None)
+  cells = json.dumps(notebooks.code_cells(notebook), ensure_ascii=False)
+  assert ABSOLUTE_PATH.findall(cells) == []
+
+
+def test_the_checker_sees_an_absolute_path():
+  assert ABSOLUTE_PATH.search("saved in '/home/me/run'") and ABSOLUTE_PATH.search("/usr/lib")
+  assert not ABSOLUTE_PATH.search(execute.SETUP)
