@@ -25,16 +25,10 @@ import numpy as np
 from absl import app, flags
 
 from experiments.recipes.sweep import RECIPES
-from rlvr_jax.colab.same_rollouts import (
-  cosines,
-  directions,
-  recipe,
-  recorded_batch,
-  train_and_record,
-)
+from rlvr_jax.colab.methods import plot_cosines
+from rlvr_jax.colab.same_rollouts import compared, recipe
 from rlvr_jax.rollouts.batch import write_batch
-from rlvr_jax.train.metrics import progress, say
-from rlvr_jax.types import TrainBatch
+from rlvr_jax.train.metrics import say
 
 COLUMNS = {  # heading → metric
   "loss": "loss",
@@ -72,12 +66,7 @@ def draw(path: pathlib.Path, names: Sequence[str], matrix: np.ndarray, title: st
 
   size = 2.5 + 0.5 * len(names)
   figure, axes = pyplot.subplots(figsize=(size, size))
-  image = axes.imshow(matrix, vmin=-1, vmax=1, cmap="RdBu")
-  axes.set_xticks(range(len(names)), names, rotation=60, ha="right")
-  axes.set_yticks(range(len(names)), names)
-  for (i, j), value in np.ndenumerate(matrix):
-    color = "white" if abs(value) > 0.6 else "black"
-    axes.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color=color)
+  image = plot_cosines(axes, names, matrix)
   axes.set_title(title)
   figure.colorbar(image, shrink=0.7, label="cosine of update directions")
   figure.tight_layout()
@@ -85,48 +74,24 @@ def draw(path: pathlib.Path, names: Sequence[str], matrix: np.ndarray, title: st
   pyplot.close(figure)
 
 
-def compare(
-  workdir: pathlib.Path,
-  *,
-  base: Any,
-  recipes: Sequence[str],
-  before: int,
-  lags: Sequence[int],
-  rollouts: str | None = None,
-) -> dict[int, dict[str, dict[str, float]]]:
-  """Everything that the module's docstring says; returns the numbers by lag and recipe."""
+def compare(workdir: pathlib.Path, **arguments: Any) -> dict[int, dict[str, dict[str, float]]]:
+  """Everything that the module's docstring says; returns the numbers by lag and recipe.
+
+  Args:
+    workdir: folder for the results.
+    arguments: of `compared`.
+  """
   workdir.mkdir(parents=True, exist_ok=True)
-  parts, batch, params, reference, entropy = train_and_record(
-    base, workdir, before=before, lags=lags
-  )
-  if rollouts is not None:
-    batch = _given_batch(rollouts)
-  write_batch(workdir / "rollouts.npz", batch)
-  names = ["grpo", *(name for name in recipes if name != "grpo")]
-  found = {
-    name: directions(name, parts, batch, params, reference, entropy)
-    for name in progress(names, "recipes")
-  }
-  numbers: dict[int, dict[str, dict[str, float]]] = {}
+  found = compared(workdir, **arguments)
+  write_batch(workdir / "rollouts.npz", found.batch)
   sections = []
-  for lag in sorted(params):
-    matrix = cosines([found[name][lag][1] for name in names])
-    rows = {
-      name: {**found[name][lag][0], "cosine": float(matrix[0, i])} for i, name in enumerate(names)
-    }
-    numbers[lag] = rows
-    draw(workdir / f"cosines_lag_{lag}.png", names, matrix, f"{lag} updates after recording")
-    sections.append(f"### {lag} updates after recording\n\n{table(names, rows)}")
+  for lag in found.lags:
+    title = f"{lag} updates after recording"
+    draw(workdir / f"cosines_lag_{lag}.png", found.names, found.cosines[lag], title)
+    sections.append(f"### {title}\n\n{table(found.names, found.numbers[lag])}")
   (workdir / "compare.md").write_text("\n\n".join(sections) + "\n")
-  (workdir / "compare.json").write_text(json.dumps(numbers, indent=1))
-  return numbers
-
-
-def _given_batch(rollouts: str) -> TrainBatch:
-  try:
-    return recorded_batch(rollouts)
-  except ValueError as error:
-    raise app.UsageError(f"--rollouts: {error}") from error
+  (workdir / "compare.json").write_text(json.dumps(found.numbers, indent=1))
+  return found.numbers
 
 
 def main(argv: list[str]) -> None:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from rlvr_jax.evaluate.figures import COLORS as COLORS
 from rlvr_jax.evaluate.figures import legend_outside as legend_outside
-from rlvr_jax.ops.checks import check_choice
 
 DPI = 72  # of the page; pictures have twice as many dots
 
@@ -60,7 +59,8 @@ def choice(values: Sequence[Any], start: Any = None) -> Control:
   if not values:
     raise ValueError("choice: values is empty; give one value or more")
   start = values[0] if start is None else start
-  check_choice("choice", "start", start, values)
+  if start not in values:
+    raise ValueError(f"choice: start = {start!r} is unknown; choose one of {list(values)}")
   return Control(values, start)
 
 

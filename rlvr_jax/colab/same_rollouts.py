@@ -6,9 +6,12 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import io
+import os
 import pathlib
+import tempfile
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -150,3 +153,63 @@ def cosines(vectors: Sequence[np.ndarray]) -> np.ndarray:
   norms = np.linalg.norm(stacked, axis=1, keepdims=True)
   unit = stacked / np.where(norms > 0, norms, 1.0)
   return unit @ unit.T
+
+
+class Comparison(NamedTuple):
+  """What several recipes do with one batch of rollouts."""
+
+  names: list[str]  # of the recipes, grpo first
+  lags: list[int]  # updates between recording and gradient, ascending
+  numbers: dict[int, dict[str, dict[str, float]]]  # lag → recipe → metric → value
+  cosines: dict[int, np.ndarray]  # lag → f64[M, M] of the gradients' directions
+  batch: TrainBatch
+
+
+def compared(
+  workdir: str | os.PathLike[str],
+  *,
+  base: Any,
+  recipes: Sequence[str],
+  before: int,
+  lags: Sequence[int],
+  rollouts: str | None = None,
+) -> Comparison:
+  """Trains, records a batch, and takes the gradient of every recipe on it, at every lag.
+
+  Args:
+    workdir: folder of the run's files.
+    base: configuration of the policy that is trained.
+    recipes: names of recipes; grpo is always there.
+    before, lags: see `train_and_record`.
+    rollouts: a batch to take instead, see `recorded_batch`.
+  Raises:
+    ValueError: `rollouts` is no such place.
+  """
+  if rollouts is not None:
+    batch = recorded_batch(rollouts)
+  parts, recorded, params, reference, entropy = train_and_record(
+    base, pathlib.Path(workdir), before=before, lags=lags
+  )
+  batch = recorded if rollouts is None else batch
+  names = ["grpo", *(name for name in recipes if name != "grpo")]
+  found = {
+    name: directions(name, parts, batch, params, reference, entropy)
+    for name in progress(names, "recipes")
+  }
+  numbers, matrices = {}, {}
+  for lag in sorted(params):
+    matrices[lag] = cosines([found[name][lag][1] for name in names])
+    to_grpo = zip(names, matrices[lag][0].tolist(), strict=True)
+    numbers[lag] = {name: {**found[name][lag][0], "cosine": cosine} for name, cosine in to_grpo}
+  return Comparison(names, sorted(params), numbers, matrices, batch)
+
+
+def compared_silently(**arguments: Any) -> Comparison:
+  """`compared` in a temporary folder, without a word."""
+  silent = io.StringIO()
+  with (
+    tempfile.TemporaryDirectory() as workdir,
+    contextlib.redirect_stdout(silent),
+    contextlib.redirect_stderr(silent),
+  ):
+    return compared(workdir, **arguments)

@@ -72,11 +72,12 @@ def plot_shift(axes: Any, records: Sequence[Record]) -> None:
   _plot(axes, records, "train", "behavior/kl_k3", color=color)
   _finish(axes, "Distance from the behavior policy", "k3, nats per token", (0, None))
   axes.yaxis.label.set_color(color)
-  axes.set_ylim(0, max(SMALLEST_KL, axes.get_ylim()[1]))
+  _at_least(axes, SMALLEST_KL)
   beside = axes.twinx()
   _plot(beside, records, "train", "loss/clip_fraction", color=clipped, linestyle="--")
   beside.set_ylabel("clipped share of tokens (dashed)", color=clipped)
-  beside.set_ylim(0, max(SMALLEST_FRACTION, beside.get_ylim()[1]))
+  beside.grid(visible=False)
+  _at_least(beside, SMALLEST_FRACTION)
 
 
 def plot_gradient_norm(axes: Any, records: Sequence[Record]) -> None:
@@ -148,6 +149,12 @@ def _band(
   (steps, lows), (_, highs) = _series(records, phase, low), _series(records, phase, high)
   if steps and len(lows) == len(highs):
     axes.fill_between(steps, lows, highs, alpha=0.2, linewidth=0, **style)
+
+
+def _at_least(axes: Any, least: float) -> None:
+  """A scale up to `least` or more, from a little below 0, so that a line at 0 is seen."""
+  top = max(least, axes.get_ylim()[1])
+  axes.set_ylim(-0.03 * top, top)
 
 
 def _finish(

@@ -8,6 +8,7 @@ import program_flags
 import pytest
 from absl import flags
 
+from rlvr_jax.colab import same_rollouts
 from rlvr_jax.configs import base
 from rlvr_jax.rollouts.batch import read_batch
 
@@ -58,6 +59,8 @@ def test_methods_agree_and_differ_where_they_must(module, tmp_path):
     assert (tmp_path / name).stat().st_size > 0
   again = read_batch(tmp_path / "rollouts.npz")
   assert again.tokens.shape == (16, 8, 4)
-  stored = module.recorded_batch(f"{tmp_path}/training/rollouts:2")  # two updates came before
+  stored = same_rollouts.recorded_batch(
+    f"{tmp_path}/training/rollouts:2"
+  )  # two updates came before
   np.testing.assert_array_equal(stored.tokens, again.tokens)
   np.testing.assert_array_equal(stored.behavior_logprobs, again.behavior_logprobs)

@@ -1,0 +1,189 @@
+"""Pictures of what methods do with the same rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlvr_jax import advantages, losses
+from rlvr_jax.advantages import Advantage
+from rlvr_jax.colab.display import COLORS, legend_outside
+from rlvr_jax.colab.same_rollouts import Comparison
+from rlvr_jax.losses import Loss
+from rlvr_jax.types import Prompts, TrainBatch
+
+# --- quantities -----------------------------------------------------------------------------------
+
+
+class Coefficients(NamedTuple):
+  """A of a success and of a failure, by the successes in the group; NaN where there is none."""
+
+  success: np.ndarray  # f32[G + 1], for 0 … G successes
+  failure: np.ndarray  # f32[G + 1]
+
+
+def coefficients(advantage: Advantage, group_size: int) -> Coefficients:
+  """What an estimator gives in groups of every number of successes; rewards are 0 and 1.
+
+  A stateful estimator is in its first state, with an initial entropy of 1 nat per token.
+  """
+  G = group_size
+  rewards = (np.arange(G)[None] < np.arange(G + 1)[:, None]).astype(np.float32)
+  batch = _batch(rewards, behavior=np.zeros((G + 1, G, 1), np.float32))
+  A = np.asarray(advantage.apply(advantage.init(jnp.float32(1.0)), batch))
+  nothing = np.float32("nan")
+  success = np.where(rewards[:, 0] == 1, A[:, 0], nothing)
+  failure = np.where(rewards[:, -1] == 0, A[:, -1], nothing)
+  return Coefficients(success, failure)
+
+
+def token_weights(loss: Loss, ratios: np.ndarray, coefficient: float) -> np.ndarray:
+  """−∂ℓ/∂log π of one-token responses: what multiplies the gradient of a token's log-probability.
+
+  Args:
+    loss: its statistics, if it has any, are of these tokens together.
+    ratios: f32[N], ρ = π/β of each token.
+    coefficient: A, of all of them.
+  Returns:
+    f32[N].
+  """
+  policy = jnp.log(jnp.asarray(ratios, jnp.float32))[None, :, None]
+  batch = _batch(
+    np.zeros((1, len(ratios)), np.float32), behavior=np.zeros(policy.shape, np.float32)
+  )
+  A = jnp.full(policy.shape[:2], coefficient, jnp.float32)
+  statistics = loss.statistics(policy, batch, A) if loss.statistics else None
+  total = lambda logprobs: loss.per_token(logprobs, batch, A, statistics)[0].sum()
+  return -np.asarray(jax.grad(total)(policy)).reshape(-1)
+
+
+def _batch(rewards: np.ndarray, behavior: np.ndarray) -> TrainBatch:
+  """One-token responses, f32[P, G] rewards and f32[P, G, 1] log β."""
+  P = len(rewards)
+  return TrainBatch(
+    prompts=Prompts(tokens=jnp.zeros((P, 1), jnp.int32), lengths=jnp.ones((P,), jnp.int32)),
+    tokens=jnp.zeros(behavior.shape, jnp.int32),
+    mask=jnp.ones(behavior.shape, jnp.float32),
+    behavior_logprobs=jnp.asarray(behavior),
+    rewards=jnp.asarray(rewards),
+    correct=jnp.asarray(rewards),
+  )
+
+
+# --- drawing --------------------------------------------------------------------------------------
+
+
+def plot_cosines(axes: Any, names: Sequence[str], matrix: np.ndarray) -> Any:
+  """A heat-map of pairwise cosines with their numbers; the image is returned for a color bar."""
+  image = axes.imshow(matrix, vmin=-1, vmax=1, cmap="RdBu")
+  axes.set_xticks(range(len(names)), names, rotation=60, ha="right")
+  axes.set_yticks(range(len(names)), names)
+  axes.grid(visible=False)
+  for (i, j), value in np.ndenumerate(matrix):
+    color = "white" if abs(value) > 0.6 else "black"
+    axes.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color=color)
+  return image
+
+
+def draw_cosines(comparison: Comparison, lag: int) -> None:
+  """Makes the figure of all pairwise cosines at a lag."""
+  from matplotlib import pyplot
+
+  size = 2.5 + 0.45 * len(comparison.names)
+  figure, axes = pyplot.subplots(figsize=(size + 1, size))
+  image = plot_cosines(axes, comparison.names, comparison.cosines[lag])
+  axes.set_title(f"{lag} updates after recording")
+  figure.colorbar(image, ax=axes, shrink=0.8, label="cosine of update directions")
+
+
+def plot_by_lag(axes: Any, comparison: Comparison, metric: str, label: str) -> None:
+  """A metric of every recipe: a row for each, a darker point for each larger lag."""
+  rows = np.arange(len(comparison.names))[::-1]
+  shades = np.linspace(0.75, 0.0, len(comparison.lags))
+  for lag, shade in zip(comparison.lags, shades, strict=True):
+    values = [comparison.numbers[lag][name].get(metric, np.nan) for name in comparison.names]
+    axes.plot(values, rows, "o", color=str(shade), markeredgecolor="0.3", label=f"lag {lag}")
+  axes.set_yticks(rows, comparison.names)
+  axes.set_xlabel(label)
+
+
+def plot_recorded(axes: Any, batch: TrainBatch) -> None:
+  """How many groups of the batch have how many successes."""
+  solved = np.asarray(batch.correct).sum(axis=1).astype(int)
+  size = batch.correct.shape[1]
+  counts = np.bincount(solved, minlength=size + 1)
+  colors = [COLORS["failure"], *[COLORS["effective"]] * (size - 1), COLORS["success"]]
+  axes.bar(np.arange(size + 1), counts, color=colors)
+  axes.set(xlabel=f"successes among the {size} rollouts of a prompt", ylabel="prompts")
+  axes.set_xticks(np.arange(size + 1))
+
+
+def plot_coefficients(axes: Any, advantage: Advantage, group_size: int, title: str) -> None:
+  """A of successes and of failures against the number of successes in the group."""
+  found, counts = coefficients(advantage, group_size), np.arange(group_size + 1)
+  style = dict(marker="o", markersize=4)
+  axes.plot(counts, found.success, color=COLORS["success"], label="success", **style)
+  axes.plot(counts, found.failure, color=COLORS["failure"], label="failure", **style)
+  axes.axhline(0, color=COLORS["reference"], linewidth=1, zorder=0)
+  axes.set(title=title, xlabel="successes in the group")
+
+
+def draw_coefficients(specs: Sequence[str], group_size: int) -> None:
+  """Makes a figure with a panel for each estimator of `rlvr_jax.advantages`, by name."""
+  named = {name: getattr(advantages, name)() for name in specs}
+  figure, panels = _panels(len(named))
+  for axes, (name, advantage) in zip(panels, named.items(), strict=True):
+    plot_coefficients(axes, advantage, group_size, name)
+  panels[0].set_ylabel("coefficient $A$")
+  _shared_legend(figure, panels[0])
+
+
+def plot_token_weights(axes: Any, loss: Loss, title: str, highest: float = 3.0) -> None:
+  """The weight of a token's gradient against its ratio, for A = 1 and A = −1."""
+  ratios = np.linspace(0.02, highest, 400)
+  for sign, meaning in ((1.0, "success"), (-1.0, "failure")):
+    label = f"$A = {sign:+.0f}$"
+    axes.plot(ratios, token_weights(loss, ratios, sign), color=COLORS[meaning], label=label)
+  axes.axvline(1, color=COLORS["reference"], linestyle=":", linewidth=1, zorder=0)
+  axes.axhline(0, color=COLORS["reference"], linewidth=1, zorder=0)
+  axes.set(title=title, xlabel=r"ratio $\rho = \pi/\beta$")
+
+
+def draw_token_weights(named: Mapping[str, Loss]) -> None:
+  """Makes a figure with a panel for each loss."""
+  figure, panels = _panels(len(named))
+  for axes, (name, loss) in zip(panels, named.items(), strict=True):
+    plot_token_weights(axes, loss, name)
+  panels[0].set_ylabel(r"$-\partial\ell/\partial\log\pi$")
+  _shared_legend(figure, panels[0])
+
+
+def draw_clip(epsilon_low: float, epsilon_high: float) -> None:
+  """Makes the figure of `ppo_clip`'s token weights at these two bounds."""
+  from matplotlib import pyplot
+
+  _, axes = pyplot.subplots(figsize=(6, 3.2))
+  loss = losses.ppo_clip(epsilon_low=epsilon_low, epsilon_high=epsilon_high)
+  plot_token_weights(axes, loss, f"ppo_clip, interval [{1 - epsilon_low:g}, {1 + epsilon_high:g}]")
+  axes.set(ylabel=r"$-\partial\ell/\partial\log\pi$", ylim=(-3.2, 3.2))
+  legend_outside(axes)
+
+
+def _panels(count: int) -> tuple[Any, list[Any]]:
+  """A figure with `count` panels in rows of three, which share their scale."""
+  from matplotlib import pyplot
+
+  rows = -(-count // 3)
+  size = (11, 0.6 + 2.5 * rows)
+  figure, places = pyplot.subplots(rows, 3, figsize=size, sharey=True, squeeze=False)
+  for axes in places.flat[count:]:
+    axes.remove()
+  return figure, list(places.flat[:count])
+
+
+def _shared_legend(figure: Any, axes: Any) -> None:
+  figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=4)

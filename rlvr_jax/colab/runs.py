@@ -1,0 +1,62 @@
+"""The runs that notebooks train where the reader brings none: tiny, and silent."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pathlib
+import tempfile
+
+import ml_collections
+
+from rlvr_jax.commands.train import train
+from rlvr_jax.configs import quickstart, steps
+from rlvr_jax.train.build import build
+
+
+def trained(config: ml_collections.ConfigDict, workdir: str = "") -> pathlib.Path:
+  """Trains silently, and returns the folder of the run.
+
+  Args:
+    config: see `configs/base.py`.
+    workdir: folder of the run; one that has the finished run is returned as it is, and a run that
+      was cut off continues. "": a new temporary folder.
+  Raises:
+    ValueError: what `train.build.build` raises.
+    WorkdirError: the folder belongs to another configuration.
+  """
+  folder = pathlib.Path(workdir or tempfile.mkdtemp(prefix="rlvr_jax_"))
+  silent = io.StringIO()
+  with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
+    train(build(config), folder)
+  return folder
+
+
+def sums(*, updates: int, seed: int = 0) -> ml_collections.ConfigDict:
+  """The quickstart's task, "7 - 4 + 9 = ", with a policy of 0.1 M parameters."""
+  c = quickstart.get_config()
+  c.seed, c.num_updates = seed, updates
+  c.model.overrides = dict(num_layers=2, width=64, mlp_width=128, unroll_layers=1)
+  c.warm_start.num_steps = 300
+  c.warm_start.learning_rate = "constant(peak=4e-3)"
+  c.batch.prompts = 16
+  c.learning_rate = "constant(peak=1e-3)"
+  return c
+
+
+def worked_sums(*, updates: int, seed: int = 0) -> ml_collections.ConfigDict:
+  """Sums and products of two terms in worked steps: responses of 10 to 40 tokens."""
+  c = steps.get_config()
+  c.seed, c.num_updates = seed, updates
+  c.task.kwargs.terms, c.task.kwargs.warm_start_size = 2, 2048
+  c.max_prompt_length, c.max_response_length = 12, 40
+  c.model.overrides = dict(
+    num_layers=2, width=64, num_heads=4, num_kv_heads=2, head_dim=16, mlp_width=128, unroll_layers=1
+  )
+  c.warm_start.num_steps = 600
+  c.warm_start.batch_size = 32
+  c.warm_start.learning_rate = "linear(peak=4e-3, warmup=20)"
+  c.batch.prompts = 16
+  c.learning_rate = "constant(peak=1e-3)"
+  c.evaluation.num_samples, c.evaluation.ks = 1, (1,)
+  return c

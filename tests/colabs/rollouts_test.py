@@ -1,0 +1,208 @@
+"""Rollouts are read from a run's store as they were written, and filtered and counted rightly."""
+
+import collections
+import json
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from rlvr_jax.colab import first_run, rollouts, runs
+from rlvr_jax.evaluate.pass_at_k import wilson_interval
+from rlvr_jax.rollouts.batch import Graded, RolloutBatch, to_shard
+from rlvr_jax.rollouts.store import RolloutStore
+from rlvr_jax.types import Prompts, TrainBatch
+
+LENGTHS = np.array([[1, 3], [2, 3]])
+OUTCOMES = ("correct", "wrong", "unparseable", "crashed")
+
+
+def graded(version):
+  logprobs = -np.arange(12, dtype=np.float32).reshape(2, 2, 3) / 10
+  train = TrainBatch(
+    prompts=Prompts(np.ones((2, 2), np.int32), np.ones(2, np.int32)),
+    tokens=np.ones((2, 2, 3), np.int32),
+    mask=(np.arange(3) < LENGTHS[..., None]).astype(np.float32),
+    behavior_logprobs=logprobs,
+    rewards=np.array([[1, 0], [0, 0]], np.float32),
+    correct=np.array([[1, 0], [0, 0]], np.float32),
+  )
+  samples = [
+    dict(
+      version=version, prompt=f"p{i // 2}", completion=str(i), answer="0", outcome=outcome,
+      reward=float(i == 0), tokens=int(LENGTHS.flat[i]), stopped=i != 1,
+    )
+    for i, outcome in enumerate(OUTCOMES)
+  ]  # fmt: skip
+  return Graded(train, tokens=9, prompts=2, statistics={}, samples=samples)
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+  """A run whose policies of versions 0 and 2 sampled two batches each."""
+  folder = tmp_path_factory.mktemp("run")
+  config = runs.sums(updates=4)
+  config.schedule = "updates_per_refresh(batches=2)"
+  (folder / "config.json").write_text(config.to_json_best_effort())
+  store = RolloutStore(folder / "rollouts", writable=True)
+  for number, version in enumerate((0, 0, 2, 2)):
+    versions = np.full(2, version)
+    batch = RolloutBatch(
+      number=number, version=version, versions=versions, graded=graded(version), fingerprint="f"
+    )
+    store.append(number, *to_shard(batch))
+  store.close()
+  return folder
+
+
+@pytest.fixture(scope="module")
+def samples(workdir):
+  return rollouts.load(workdir)
+
+
+def test_rollouts_are_read_with_their_age(samples):
+  assert [r.batch for r in samples] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+  assert [r.age for r in samples] == [0] * 4 + [1] * 4 + [0] * 4 + [1] * 4
+  first, second, third, fourth = samples[:4]
+  assert first[:9] == (0, 0, "p0", "0", "0", "correct", 1.0, 1, 0)
+  assert (second.kind, second.group, second.length) == ("cut off", 0, 3)
+  assert (third.kind, fourth.kind, fourth.group) == ("unparseable", "not graded", 1)
+  np.testing.assert_allclose(first.surprisals, [0.0])
+  np.testing.assert_allclose(third.surprisals, [0.6, 0.7], rtol=1e-6)
+
+
+def test_a_folder_without_a_run_is_named(tmp_path):
+  with pytest.raises(FileNotFoundError, match=r"has no config.json: give the --workdir of a run"):
+    rollouts.load(tmp_path)
+
+
+def test_rollouts_are_chosen_by_kind_length_and_age(samples):
+  count = lambda **how: len(rollouts.chosen(samples, **how))
+  assert count() == 16 and count(kind="correct") == 4 and count(age=1) == 8
+  assert count(longest=2) == 8 and count(shortest=3) == 8 and count(shortest=2, longest=2) == 4
+  assert count(kind="cut off", longest=2) == 0 and count(kind="unparseable", age=0) == 2
+  assert rollouts.ages(samples) == [0, 1] and rollouts.lengths(samples) == [1, 2, 3]
+  with pytest.raises(ValueError, match="kind = 'right' is unknown; choose one of"):
+    count(kind="right")
+
+
+def test_the_share_of_the_correct_has_an_interval(samples):
+  found = rollouts.correct_by(samples, "length")
+  np.testing.assert_array_equal(found.values, [1, 2, 3])
+  np.testing.assert_array_equal(found.counts, [4, 4, 8])
+  np.testing.assert_array_equal(found.share, [1, 0, 0])
+  np.testing.assert_allclose([found.low[0], found.high[0]], wilson_interval(1.0, 4))
+  np.testing.assert_array_equal(rollouts.correct_by(samples, "age").share, [0.25, 0.25])
+  with pytest.raises(ValueError, match="name = 'kind' is unknown"):
+    rollouts.correct_by(samples, "kind")
+
+
+def test_values_with_few_rollouts_are_left_out(samples):
+  axes = Figure().subplots()
+  rollouts.plot_correct(axes, samples, "length", least=5)
+  ((points, _, _),) = axes.containers
+  np.testing.assert_array_equal(points.get_xydata(), [[3, 0]])
+
+
+def axes_of(plot, *args):
+  axes = Figure().subplots()
+  plot(axes, *args)
+  return axes
+
+
+def texts(axes):
+  return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def test_kinds_stand_on_one_another(samples):
+  axes = axes_of(rollouts.plot_kinds, samples)
+  assert texts(axes) == ["not graded", "cut off", "unparseable", "correct"]
+  edges = [area.get_paths()[0].get_extents().get_points()[:, 1] for area in axes.collections]
+  np.testing.assert_allclose(edges, [[0, 0.25], [0.25, 0.5], [0.5, 0.75], [0.75, 1]])
+
+
+def test_lengths_are_counted_by_kind(samples):
+  axes = axes_of(rollouts.plot_lengths, samples)
+  heights = [[bar.get_height() for bar in container] for container in axes.containers]
+  assert heights == [[4, 0, 0], [0, 4, 0], [0, 0, 4], [0, 0, 4]]
+
+
+def test_groups_are_sorted_and_counted(samples):
+  axes = axes_of(rollouts.plot_groups, samples, 2)
+  assert axes.get_title() == "batch 2: 1 of 2 groups have both"
+  (image,) = axes.images
+  assert image.get_array().shape == (2, 2, 3)
+  assert texts(axes) == ["correct", "unparseable", "cut off", "not graded"]
+  with pytest.raises(ValueError, match=r"no batch 9; choose one of \[0, 1, 2, 3\]"):
+    axes_of(rollouts.plot_groups, samples, 9)
+
+
+def test_surprisals_stand_above_their_tokens(samples):
+  axes = axes_of(rollouts.plot_surprisals, samples[2])
+  np.testing.assert_allclose([bar.get_height() for bar in axes.patches], [0.6, 0.7], rtol=1e-6)
+  assert [label.get_text() for label in axes.get_xticklabels()] == ["2", "end"]
+
+
+def test_some_are_printed_spread_over_all(samples, capsys):
+  rollouts.show(rollouts.chosen(samples, kind="correct"), count=2)
+  lines = capsys.readouterr().out.splitlines()
+  assert [line.split()[:4] for line in lines[::2]] == [
+    ["batch", "0", "age", "0"], ["batch", "3", "age", "1"]
+  ]  # fmt: skip
+  assert lines[1] == "    'p0' → '0'   (answer 0)"
+  rollouts.show([])
+  assert capsys.readouterr().out == ""
+
+
+def test_exploring_counts_what_is_chosen(samples, capsys):
+  from matplotlib import pyplot
+
+  rollouts.explore(samples, kind="cut off", longest=3, age=1, count=1)
+  left, right = pyplot.gcf().axes
+  assert [bar.get_height() for bar in left.containers[0]] == [0, 4, 4, 8]
+  assert [bar.get_height() for bar in left.containers[1]] == [0, 0, 0, 2]
+  np.testing.assert_array_equal(right.lines[0].get_ydata(), [0, 1, 0, 1])
+  pyplot.close("all")
+  assert capsys.readouterr().out.startswith("2 of 16 rollouts\n")
+
+
+# --- the first run --------------------------------------------------------------------------------
+
+
+def answered(*completions):
+  blank = rollouts.Rollout(0, 0, "", "", "5", "wrong", 0.0, 1, 0, np.zeros(1))
+  return [blank._replace(completion=text, batch=n) for n, text in enumerate(completions)]
+
+
+def test_errors_are_of_integers_alone_and_bounded():
+  found = first_run.errors(answered("5", "-5", "4", "x", "99", " 6"))
+  np.testing.assert_array_equal(found, [0, -10, -1, 10, 1])
+
+
+def test_errors_of_some_batches_beside_the_first(capsys):
+  from matplotlib import pyplot
+
+  first_run.draw_errors(answered("5", "6", "6", "5"), batch=2, width=2)
+  axes = pyplot.gca()
+  shares = [dict(zip(*line.get_data(), strict=True)) for line in axes.lines]
+  assert (shares[0][0], shares[0][1], shares[1][0], shares[1][-1]) == (0.5, 0.5, 0.5, 0)
+  assert texts(axes) == ["batches 0 to 1", "batches 2 to 3"]
+  pyplot.close("all")
+  with pytest.raises(ValueError, match="no batch 4; choose one of 0 to 3"):
+    first_run.draw_errors(answered("5", "6", "6", "5"), batch=4)
+
+
+def test_seconds_and_the_summary_are_of_the_records(tmp_path):
+  records = [
+    {"step": 1, "phase": "train", "time/generate_seconds": 6.0, "time/grade_seconds": 0.001},
+    {"step": 1, "phase": "eval"}
+    | {"eval/pass@1": 0.5, "eval/pass@1_low": 0.4, "eval/pass@1_high": 0.6}
+    | {"time/evaluate_seconds": 2.0, "time/elapsed_seconds": 10.0},
+  ]  # fmt: skip
+  (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+  found = first_run.records(tmp_path)
+  assert first_run.summary(tmp_path) == "after   1 updates: held-out pass@1 0.500 [0.400, 0.600]"
+  axes = axes_of(first_run.plot_seconds, found)
+  assert [bar.get_width() for bar in axes.patches] == [2, 6]  # grading is too short to be seen
+  assert [text.get_text().strip() for text in axes.texts] == ["20%", "60%"]
+  assert collections.Counter(r["phase"] for r in found) == {"train": 1, "eval": 1}
