@@ -123,7 +123,7 @@ def draw_controller(
 
 
 def estimator_runs(
-  *, num_updates: int = 160, learning_rate: float = 60.0, seed: int = 0
+  *, num_updates: int = 320, learning_rate: float = 60.0, seed: int = 0
 ) -> Mapping[str, Runs]:
   """On-policy runs of the tiny policy by three static estimators and by FADE, over four seeds."""
   toy = toys.make_toy(seed=seed)
@@ -159,7 +159,7 @@ def draw_runs(runs: Mapping[str, Runs]) -> None:
 def draw_funnel(runs: Mapping[str, Runs]) -> None:
   """The rank-one fraction of the head's change, over the updates and against the entropy."""
   _, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), sharey=True)
-  toys.plot_runs(left, runs, STYLES, "head/rank_one_fraction")
+  toys.plot_runs(left, runs, STYLES, "head/rank_one_fraction", start=1)  # undefined before
   for name, of_name in runs.items():
     entropy = of_name.metrics["policy/entropy"].mean(axis=0)[1:]
     fraction = of_name.metrics["head/rank_one_fraction"].mean(axis=0)[1:]
@@ -190,4 +190,4 @@ def draw_controller_run(runs: Mapping[str, Runs]) -> None:
   toys.plot_runs(panels[0], {"the batch's": of_fade}, {"the batch's": batch}, "reward/pass_rate")
   for axes in panels:
     axes.set_ylim(bottom=0)
-    legend_outside(axes)
+    legend_outside(axes, loc="lower left", bbox_to_anchor=(0, 1.02), ncols=2)

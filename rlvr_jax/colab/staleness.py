@@ -91,13 +91,18 @@ class Stages(NamedTuple):
   length: int  # μ, updates per stage
   threshold: float  # κ of the run with the veto
 
+  @property
+  def ages(self) -> list[int]:
+    """Some ages of the last stage's rollouts, from 0 to the largest."""
+    return sorted({round(age) for age in np.linspace(0, self.length - 1, 6)})
+
 
 def stage_runs(
   *,
   num_updates: int = 128,
   stages: int = 4,
   threshold: float = 0.1,
-  learning_rate: float = 100.0,
+  learning_rate: float = 300.0,
   seed: int = 0,
 ) -> Stages:
   """Trains the tiny policy on-policy, and in stages with three losses, over four seeds."""
@@ -177,7 +182,7 @@ def draw_scopes(found: Stages, age: int = 31, threshold: float = 0.1, rows: int 
   shown = np.argsort(smallest)[: min(rows, int(np.isfinite(smallest).sum()))]
   flat = lambda x: np.asarray(x).reshape(smallest.size, -1)[shown]
   figure, panels = plt.subplots(1, 1 + len(SCOPES), figsize=(11, 4), sharey=True)
-  norm = LogNorm(1e-3, 1e3)
+  norm = LogNorm(1e-2, 1e2)
   image = panels[0].imshow(flat(ratios), norm=norm, cmap="PuOr", aspect="auto")
   figure.colorbar(image, ax=panels[0], label=r"$\rho = \pi/\beta$", location="left")
   panels[0].set_title("ratio")

@@ -249,16 +249,22 @@ def batch_at(
 
 
 def plot_runs(
-  axes: Any, runs: Mapping[str, Runs], styles: Mapping[str, Mapping[str, Any]], metric: str
+  axes: Any,
+  runs: Mapping[str, Runs],
+  styles: Mapping[str, Mapping[str, Any]],
+  metric: str,
+  *,
+  start: int = 0,
 ) -> None:
   """A metric over the updates, by label of runs: the mean over seeds and its 95 % interval.
 
   Args:
     styles: options of the line, by label; runs with only one seed have no interval.
+    start: the first update that is plotted.
   """
   for label, of_label in runs.items():
-    values = of_label.metrics[metric]
-    updates = np.arange(values.shape[1])
+    values = of_label.metrics[metric][:, start:]
+    updates = start + np.arange(values.shape[1])
     if len(values) == 1:
       axes.plot(updates, values[0], label=label, **styles[label])
       continue

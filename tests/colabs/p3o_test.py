@@ -48,6 +48,7 @@ def test_forces_are_those_of_the_formulas(case):
   np.testing.assert_allclose(clipped.forces, inside * rho * A, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_at_no_drift_losses_have_the_direction_of_reinforce(case):
   found = [
     p3o.directions(case, p3o.LOSSES[name], np.zeros(1), seeds=1) for name in (p3o.P3O, p3o.CLIP)

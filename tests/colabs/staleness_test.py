@@ -59,11 +59,17 @@ def test_states_of_tokens(scope, failed):
   assert states.tolist() == [[failed, [0, 0, 0], [0, 0, 0]]]
 
 
-def test_nothing_is_vetoed_at_age_zero_and_more_with_a_larger_threshold(found):
+def test_nothing_is_vetoed_at_age_zero_and_a_larger_threshold_has_more_triggers(found):
   vetoed, triggers = staleness.shares_by_age(found, (0.5, 0.999))
   assert vetoed.shape == triggers.shape == (2, 4)
   assert not vetoed[:, 0].any() and not triggers[:, 0].any()
-  assert np.all(vetoed[1] >= vetoed[0]) and np.all(triggers[1, 1:] > 0) and vetoed[1, -1] > 0
+  # A suffix keeps its triggers: more of them do not always mean that more is vetoed.
+  assert np.all(triggers[1] >= triggers[0]) and np.all(triggers[1, 1:] > 0)
+  assert np.all(vetoed[:, -1] > 0)
+
+
+def test_ages_reach_from_sampling_to_the_end_of_the_stage(found):
+  assert found.ages == [0, 1, 2, 3] and found._replace(length=32).ages[-1] == 31
 
 
 def test_an_age_beyond_the_stage_is_refused(found):
