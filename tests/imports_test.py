@@ -38,7 +38,8 @@ ALLOWED = {
   "evaluate": BELOW_THE_LOOP,
   "train": BELOW_THE_LOOP | {"codejudge", "evaluate", "train.step"},
   "commands": BELOW_THE_LOOP | {"evaluate", "train", "train.step"},
-  "colab": BELOW_THE_LOOP | {"parts", "evaluate", "train", "commands", "configs"},  # of notebooks
+  # What notebooks call; nothing imports it.
+  "colab": BELOW_THE_LOOP | {"parts", "evaluate", "train", "train.step", "commands", "configs"},
   "launch": set(),
   "integrations": {"types", "ops"} | STAGES,  # other frameworks' plug-ins; nothing imports them
   "main": {"commands", "train"},
