@@ -268,14 +268,18 @@ def draw_block(run: Run, update: int, prompt: int = 1, other: int = 1) -> None:
 
 
 def _label(samples: Sequence[Mapping[str, Any]], index: int) -> str:
-  """A rollout's completion on one line, shortened; its number where there are no samples."""
-  if not samples:
-    return f"rollout {index}"
-  text = repr(samples[index]["completion"])[1:-1]
-  return text if len(text) <= 24 else f"{text[:23]}…"
+  """A rollout's completion; its number where there are no samples."""
+  return _short(samples[index]["completion"], 24) if samples else f"rollout {index}"
 
 
 def _asked(samples: Sequence[Mapping[str, Any]], index: int, prompt: int) -> str:
-  """The prompt, shortened, after its number."""
-  text = repr(samples[index]["prompt"])[1:-1] if samples else "its rollouts were not kept"
-  return f"prompt {prompt}: {text if len(text) <= 48 else text[:47] + '…'}".replace("$", r"\$")
+  """The prompt, after its number."""
+  text = _short(samples[index]["prompt"], 48) if samples else "its rollouts were not kept"
+  return f"prompt {prompt}: {text}"
+
+
+def _short(text: str, length: int) -> str:
+  """On one line, of at most so many characters, all of which every font has; $ starts no formula."""
+  text = ascii(text)[1:-1]
+  text = text if len(text) <= length else f"{text[: length - 3]}..."
+  return text.replace("$", r"\$")

@@ -37,7 +37,11 @@ def run(tmp_path):
   for number in range(3):
     rewards = REWARDS if number < 2 else 1 - REWARDS
     samples = [
-      dict(prompt=f"p{i // 3}", completion=f"{number}:{i}", reward=float(reward))
+      dict(
+        prompt=f"p{i // 3}",
+        completion=f"{number}:{i}$\n" if i == 0 else f"{number}:{i}",
+        reward=float(reward),
+      )
       for i, reward in enumerate(rewards.flat)
     ]
     zeros = np.zeros((2, 3, 1), np.float32)
@@ -70,8 +74,8 @@ def test_a_measurement_is_found_by_its_update(run):
 
 def test_completions_are_those_of_the_measured_batch(run, tmp_path):
   assert [sample["completion"] for sample in geometry.completions(run, 0)] == [
-    f"0:{i}" for i in range(6)
-  ]
+    "0:0$\n", *(f"0:{i}" for i in range(1, 6))
+  ]  # fmt: skip
   assert geometry.completions(run, 2) == []  # its rewards are others: not the batch measured
   assert geometry.completions(run._replace(workdir=str(tmp_path / "gone")), 0) == []
 
@@ -89,7 +93,7 @@ def test_a_block_has_the_best_rewards_first(run):
 def test_a_block_is_labeled_by_completions_and_colored_by_reward(run):
   geometry.draw_block(run, 0, 1, 2)
   labels = plt.gcf().axes[0].get_yticklabels()
-  assert [label.get_text() for label in labels] == ["0:1", "0:0", "0:2"]
+  assert [label.get_text() for label in labels] == ["0:1", r"0:0\$\n", "0:2"]
   assert [label.get_color() for label in labels] == [
     COLORS["success"], COLORS["failure"], COLORS["failure"]
   ]  # fmt: skip
