@@ -279,7 +279,7 @@ def _asked(samples: Sequence[Mapping[str, Any]], index: int, prompt: int) -> str
 
 
 def _short(text: str, length: int) -> str:
-  """On one line, of at most so many characters, all of which every font has; $ starts no formula."""
+  """On one line, shortened, of characters that every font has; no $ starts a formula."""
   text = ascii(text)[1:-1]
   text = text if len(text) <= length else f"{text[: length - 3]}..."
   return text.replace("$", r"\$")
