@@ -253,9 +253,13 @@ def plot_eigenspectrum(axes: Any, measurement: Measurement, salt: Reweighting) -
   )
   axes.axvline(result.rank + 0.5, color="0.4", linestyle="--", label=f"shared: i ≤ {result.rank}")
   axes.axhline(1 / size, color="0.7", linestyle=":", label="B orthogonal gradients")
-  axes.set(title=_title(measurement), xlabel="eigenvalue i", ylabel="share of the trace, λ_i/Σλ")
+  axes.set(
+    title=_title(measurement),
+    xlabel="eigenvalue i",
+    ylabel=r"share of the trace, $\lambda_i/\sum\lambda$",
+  )
   axes.set(yscale="log", ylim=(1e-6, 1))
-  axes.legend(fontsize="small")
+  _legend_below(axes)
 
 
 def plot_cosine_gram(axes: Any, measurement: Measurement) -> Any:
@@ -291,7 +295,7 @@ def plot_group_sizes(axes: Any, measurement: Measurement, advantage: Advantage) 
   axes.set_yscale("log", base=2)
   axes.set_xticks(result.sizes, map(str, result.sizes))
   axes.set(title=_title(measurement), xlabel="rollouts per prompt, G", ylabel="rollouts")
-  axes.legend(fontsize="small")
+  _legend_below(axes)
 
 
 def plot_energies(axes: Any, measurement: Measurement, salt: Reweighting) -> None:
@@ -303,9 +307,13 @@ def plot_energies(axes: Any, measurement: Measurement, salt: Reweighting) -> Non
     shared = float(shares[result.rank])
     axes.plot(ranks, shares, label=f"{label}: shared {shared:.2f}, residual {1 - shared:.2f}")
   axes.axvline(result.rank, color="0.4", linestyle="--", label=f"SALT's k = {result.rank}")
-  axes.set(title=_title(measurement), xlabel="k", ylabel="share of ‖Σ A_i g_i‖² in the top k")
+  axes.set(
+    title=_title(measurement),
+    xlabel="k",
+    ylabel=r"share of $\Vert\sum A_i g_i\Vert^2$ in the top $k$",
+  )
   axes.set(ylim=(0, 1.02))
-  axes.legend(fontsize="small", loc="lower right")
+  _legend_below(axes)
 
 
 def plot_update_norms(axes: Any, measurements: Sequence[Measurement], salt: Reweighting) -> None:
@@ -315,9 +323,9 @@ def plot_update_norms(axes: Any, measurements: Sequence[Measurement], salt: Rewe
   axes.plot(norms.updates, norms.reweighted, "o-", markersize=4, label="update norm, A'")
   axes.plot(norms.updates, norms.residual, "s-", markersize=4, label="residual part of A's")
   axes.plot(norms.updates, norms.bound, "k--", label="bound on the residual part")
-  axes.set(xlabel="updates before the measurement", ylabel="‖Σ A_i g_i‖/B")
+  axes.set(xlabel="updates before the measurement", ylabel=r"$\Vert\sum A_i g_i\Vert/B$")
   axes.set_ylim(bottom=0)
-  axes.legend(fontsize="small")
+  _legend_below(axes)
 
 
 def plot_coefficients(axes: Any, measurement: Measurement, salt: Reweighting) -> None:
@@ -331,9 +339,14 @@ def plot_coefficients(axes: Any, measurement: Measurement, salt: Reweighting) ->
     s=20, edgecolors="k", linewidths=0.3, zorder=2,
   )  # fmt: skip
   axes.figure.colorbar(points, ax=axes, label="reward", ticks=[0, 1])
-  axes.set(xlabel="A", ylabel="A'", title=f"{_title(measurement)}: k = {result.rank}, "
+  axes.set(xlabel="$A$", ylabel="$A'$", title=f"{_title(measurement)}: k = {result.rank}, "
     f"n_eff = {result.effective_rollouts:.2f}, α = {result.alpha:.2f}")  # fmt: skip
-  axes.legend(fontsize="small")
+  _legend_below(axes)
+
+
+def _legend_below(axes: Any) -> None:
+  """Off the data, under the label of x."""
+  axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
 
 
 def _title(measurement: Measurement) -> str:

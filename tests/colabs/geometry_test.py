@@ -1,12 +1,137 @@
-"""The notebook on gradient geometry, with a run of one's own."""
+"""The notebook on gradient geometry, what it plots, and with a run of one's own."""
 
 import re
 
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
 from colabs import notebooks
+from rlvr_jax.colab import geometry
+from rlvr_jax.colab.display import COLORS
+from rlvr_jax.evaluate.geometry_plots import Measurement, salted
+from rlvr_jax.rollouts.batch import Graded, RolloutBatch, to_shard
+from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.train.metrics import MetricWriter
+from rlvr_jax.types import Prompts, TrainBatch
+
+REWARDS = np.array([[0, 1, 0], [1, 0, 1]], np.float32)
+
+
+def measurement(update):
+  features = np.random.default_rng(update).normal(size=(6, 4)).astype(np.float32)
+  coefficients = REWARDS - REWARDS.mean(1, keepdims=True)
+  lengths = np.ones((2, 3), np.float32)
+  return Measurement(update, features @ features.T, coefficients, coefficients, REWARDS, lengths)
+
+
+@pytest.fixture
+def run(tmp_path):
+  """Measurements before updates 0 and 2, and the rollouts of the batches 0 to 2."""
+  (tmp_path / "config.json").write_text(geometry.tiny().to_json_best_effort())
+  store = RolloutStore(tmp_path / "rollouts", writable=True)
+  for number in range(3):
+    rewards = REWARDS if number < 2 else 1 - REWARDS
+    samples = [
+      dict(
+        prompt=f"p{i // 3}",
+        completion=f"{number}:{i}$\n" if i == 0 else f"{number}:{i}",
+        reward=float(reward),
+      )
+      for i, reward in enumerate(rewards.flat)
+    ]
+    zeros = np.zeros((2, 3, 1), np.float32)
+    train = TrainBatch(
+      Prompts(np.ones((2, 1), np.int32), np.ones(2, np.int32)),
+      tokens=zeros.astype(np.int32),
+      mask=zeros + 1,
+      behavior_logprobs=zeros,
+      rewards=rewards,
+      correct=rewards,
+    )
+    batch = RolloutBatch(
+      number=number, version=number, versions=np.full(2, number), fingerprint="f",
+      graded=Graded(train, tokens=6, prompts=2, statistics={}, samples=samples),
+    )  # fmt: skip
+    store.append(number, *to_shard(batch))
+  store.close()
+  return geometry.Run(str(tmp_path), [measurement(0), measurement(2)])
+
+
+# --- what it plots --------------------------------------------------------------------------------
+
+
+def test_a_measurement_is_found_by_its_update(run):
+  assert run.updates == [0, 2] and list(run.prompts) == [1, 2]
+  assert run.at(2).update == 2
+  with pytest.raises(ValueError, match=r"no measurement at update 1; choose one of \[0, 2\]"):
+    run.at(1)
+
+
+def test_completions_are_those_of_the_measured_batch(run, tmp_path):
+  assert [sample["completion"] for sample in geometry.completions(run, 0)] == [
+    "0:0$\n", *(f"0:{i}" for i in range(1, 6))
+  ]  # fmt: skip
+  assert geometry.completions(run, 2) == []  # its rewards are others: not the batch measured
+  assert geometry.completions(run._replace(workdir=str(tmp_path / "gone")), 0) == []
+
+
+def test_a_block_has_the_best_rewards_first(run):
+  found = geometry.block(run.at(0), 1, 2)
+  assert found.rows.tolist() == [1, 0, 2] and found.columns.tolist() == [3, 5, 4]
+  gram = run.at(0).gram
+  expected = gram[1, 5] / np.sqrt(gram[1, 1] * gram[5, 5])
+  np.testing.assert_allclose(found.cosines[0, 1], expected, rtol=1e-5)
+  with pytest.raises(ValueError, match="prompt"):
+    geometry.block(run.at(0), 3, 1)
+
+
+def test_a_block_is_labeled_by_completions_and_colored_by_reward(run):
+  geometry.draw_block(run, 0, 1, 2)
+  labels = plt.gcf().axes[0].get_yticklabels()
+  assert [label.get_text() for label in labels] == ["0:1", r"0:0\$\n", "0:2"]
+  assert [label.get_color() for label in labels] == [
+    COLORS["success"], COLORS["failure"], COLORS["failure"]
+  ]  # fmt: skip
+  geometry.draw_block(run, 2, 1, 2)
+  assert plt.gcf().axes[0].get_yticklabels()[0].get_text() == "rollout 1"
+  plt.close("all")
+
+
+def test_alpha_and_rank_are_fixed_by_hand(run):
+  own, fixed = geometry.salt_at(), geometry.salt_at(0.25, 2)
+  result = salted(run.at(0), fixed)
+  assert result.rank == 2 and result.alpha == pytest.approx(0.25)
+  assert salted(run.at(0), own).participation_ratio == pytest.approx(result.participation_ratio)
+
+
+def test_statistics_over_training_are_those_of_the_grams(run):
+  found = geometry.over_training(run.measurements)
+  gram, A = run.at(2).gram.astype(float), run.at(2).coefficients.ravel().astype(float)
+  assert found.updates.tolist() == [0, 2]
+  np.testing.assert_allclose(
+    found.participation_ratio[1], np.trace(gram) ** 2 / (gram**2).sum(), rtol=1e-4
+  )
+  np.testing.assert_allclose(
+    found.effective_rollouts[1], A @ gram @ A / (A**2 * np.diag(gram)).sum(), rtol=1e-4
+  )
+  np.testing.assert_allclose(found.rewards, REWARDS.mean(), rtol=1e-6)
+
+
+def test_components_are_named_by_strings():
+  advantage, salt = geometry.components("grpo_mean", "salt(max_rank=1)")
+  assert advantage.needs_binary is False and salt.needs_gram
+  with pytest.raises(ValueError, match="ADVANTAGE"):
+    geometry.components("gropo", "salt")
+  with pytest.raises(ValueError, match="set WORKDIR too"):
+    geometry.load("", "other")
+
+
+# --- the notebook ---------------------------------------------------------------------------------
 
 
 @pytest.mark.soak

@@ -10,11 +10,8 @@ import pytest
 from colabs import execute, notebooks
 
 CHEAPEST = "first_run"  # with few updates
-FORMER = {"geometry"}  # not yet in the form that the others have
-IN_FORM = [name for name in notebooks.NAMES if name not in FORMER]
 ABSOLUTE_PATH = re.compile(r"(?<![\w.:/$\\])/\w[\w.-]*/|[A-Z]:\\\\")
 each = pytest.mark.parametrize("name", notebooks.NAMES)
-each_in_form = pytest.mark.parametrize("name", IN_FORM)
 
 
 # --- execution ------------------------------------------------------------------------------------
@@ -66,7 +63,7 @@ def test_it_imports_the_package_the_recipes_and_pyplot_alone(name):
   assert {"sys", "rlvr_jax"} <= found <= {"sys", "rlvr_jax", "matplotlib.pyplot"}
 
 
-@each_in_form
+@each
 def test_it_begins_with_badge_install_imports_parameters(name):
   cells = notebooks.read(name).cells
   assert cells[0].cell_type == "markdown"
@@ -95,14 +92,14 @@ def _code(source):
   return nbformat.v4.new_code_cell(source)
 
 
-@each_in_form
+@each
 def test_a_picture_comes_before_the_text_that_explains_it(name):
   for cell, after in itertools.pairwise(notebooks.read(name).cells):
     if notebooks.has_picture(cell):
       assert after.cell_type == "markdown" and "How to read it" in after.source, cell.source
 
 
-@each_in_form
+@each
 def test_it_ends_with_what_the_outputs_show_and_where_to_go_on(name):
   texts = [cell.source for cell in notebooks.read(name).cells if cell.cell_type == "markdown"]
   assert "## What the outputs committed here show" in "\n".join(texts[-2:])

@@ -8,8 +8,6 @@ import pytest
 from matplotlib.figure import Figure
 
 from rlvr_jax import advantages, reweighting
-from rlvr_jax.commands.geometry import fresh_geometry
-from rlvr_jax.configs import base
 from rlvr_jax.evaluate import geometry_plots
 from rlvr_jax.evaluate.geometry_plots import Measurement
 from rlvr_jax.train.metrics import MetricWriter
@@ -69,8 +67,6 @@ def test_a_workdir_without_measurements_says_what_to_set(tmp_path):
     geometry_plots.load_geometry(tmp_path / "nowhere")
   with pytest.raises(FileNotFoundError, match=r"--config\.diagnostics\.every=10"):
     geometry_plots.load_geometry(tmp_path)
-  with pytest.raises(ValueError, match=r"config\.diagnostics\.every = 0"):
-    fresh_geometry(base.get_config())
 
 
 # --- arrays ---------------------------------------------------------------------------------------

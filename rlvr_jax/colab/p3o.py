@@ -1,0 +1,239 @@
+"""What colabs/p3o.ipynb draws: effective sample size, the weights that follow from it, and heat."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+
+from rlvr_jax import parts
+from rlvr_jax.advantages import reinforce_signed
+from rlvr_jax.colab import toy as toys
+from rlvr_jax.colab.display import COLORS, legend_outside
+from rlvr_jax.colab.toy import Recipe, Runs, Toy
+from rlvr_jax.losses import Loss, p3o, ppo_clip, reinforce
+from rlvr_jax.rollouts.schedules import on_policy, updates_per_refresh
+from rlvr_jax.types import Array, TrainBatch
+
+DRIFTS = np.linspace(0.0, 2.0, 11)
+FRESH = Recipe(reinforce())
+P3O, CAP, CLIP = "P3O", "P3O without its KL term", "GRPO, clip 0.2"
+WEIGHTED = "weights ρ, no bound"
+LOSSES: dict[str, Loss] = {
+  P3O: p3o(),
+  CAP: p3o(kl_term=False),
+  CLIP: ppo_clip(),
+  WEIGHTED: p3o(cap="none", kl_term=False),
+}
+STYLES: dict[str, dict[str, Any]] = {
+  P3O: dict(color=COLORS["result"]),
+  CAP: dict(color=COLORS["result"], linestyle="--"),
+  CLIP: dict(color=COLORS["plain"]),
+  WEIGHTED: dict(color=COLORS["reference"], linestyle=":"),
+}
+
+
+class Case(NamedTuple):
+  """A policy β, and a direction in which the policy π moves away from it."""
+
+  toy: Toy
+  kernel: Array  # f32[D, V], β's
+  direction: Array  # f32[D, V]; drift 1 changes a logit by about 1 nat
+
+
+def make_case(*, num_updates: int = 80, seed: int = 0) -> Case:
+  """β is a policy after some on-policy updates by GRPO; the direction is random."""
+  toy = toys.make_toy(seed=seed)
+  runs = toys.train(toy, Recipe(ppo_clip()), on_policy(), num_updates=num_updates, seeds=(seed,))
+  kernel = jnp.asarray(runs.kernels[0, -1])
+  return Case(toy, kernel, jax.random.normal(jax.random.key(seed), kernel.shape))
+
+
+def rollouts(case: Case, policy: Array, *, group_size: int = 16, seed: int = 0) -> TrainBatch:
+  """Graded rollouts of a policy, a kernel f32[D, V], with their log-probabilities under it."""
+  random = jnp.asarray(toys.uniform(case.toy, seed, 0, group_size))
+  return toys.make_batch(case.toy, Recipe(ppo_clip()), policy, random)
+
+
+def drifted(case: Case, drift: float | Array, batch: TrainBatch) -> Array:
+  """log π of β's rollouts, f32[P, G, T], nats, for π at a distance `drift` from β."""
+  return toys.statistics(case.toy, case.kernel + drift * case.direction, batch.tokens).logprobs
+
+
+# --- quantities -----------------------------------------------------------------------------------
+
+
+class Ess(NamedTuple):
+  """e at each drift, f32[N]."""
+
+  batch: Array  # over all tokens
+  sequence: Array  # the mean over responses of e of a response's tokens
+
+
+def ess(case: Case, drifts: Array) -> Ess:
+  """Normalized effective sample sizes of the token ratios."""
+  batch = rollouts(case, case.kernel)
+
+  def at(drift: Array) -> Ess:
+    log_ratios = parts.log_ratios(drifted(case, drift, batch), batch.behavior_logprobs, batch.mask)
+    by_response = parts.normalized_ess(log_ratios, batch.mask, axis=-1)
+    return Ess(parts.normalized_ess(log_ratios, batch.mask), jnp.mean(by_response))
+
+  return jax.jit(jax.vmap(at))(jnp.asarray(drifts))
+
+
+class Forces(NamedTuple):
+  """What a loss does to each token's log-probability; f32[tokens] each."""
+
+  ratios: Array  # ρ
+  forces: Array  # −n·∂L/∂log π, of n tokens: above 0 a token becomes likelier
+  coefficients: Array  # A, of ±1
+
+
+def forces(case: Case, drift: float, loss: Loss) -> Forces:
+  """Computes `Forces` on β's rollouts, for A = 1 of a success and −1 of a failure."""
+  batch = rollouts(case, case.kernel)
+  A = parts.advantages_of(reinforce_signed(), batch.rewards)
+  logprobs, behavior = drifted(case, drift, batch), batch.behavior_logprobs
+  value = lambda logprobs: parts.loss_of(loss, logprobs, behavior, A, batch.mask)[0]
+  gradient = jax.grad(value)(logprobs)
+  ratios = jnp.exp(parts.log_ratios(logprobs, behavior, batch.mask))
+  of_tokens = jnp.broadcast_to(A[..., None], ratios.shape)
+  return Forces(ratios.ravel(), -gradient.ravel() * batch.mask.sum(), of_tokens.ravel())
+
+
+class Directions(NamedTuple):
+  """The update of a loss on β's rollouts, against that of fresh rollouts of π; f32[seeds, N]."""
+
+  cosine: Array
+  length: Array  # over that of the fresh update
+
+
+def directions(case: Case, loss: Loss, drifts: Array, *, seeds: int = 8) -> Directions:
+  """Computes `Directions` by the drift of π; stale batches have 64 rollouts per prompt, fresh 512.
+
+  Args:
+    drifts: f32[N].
+    seeds: number of β's batches.
+  """
+  stale = [rollouts(case, case.kernel, group_size=64, seed=seed) for seed in range(seeds)]
+  stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *stale)
+  random = jnp.asarray(toys.uniform(case.toy, seeds, 0, 512))
+
+  def at(case: Case, random: Array, drift: Array, batches: TrainBatch) -> Directions:
+    policy = case.kernel + drift * case.direction
+    fresh = _gradient(case.toy, FRESH, policy, toys.make_batch(case.toy, FRESH, policy, random))
+    own = jax.vmap(lambda batch: _gradient(case.toy, Recipe(loss), policy, batch))(batches)
+    norms, norm = jnp.linalg.norm(own, axis=-1), jnp.linalg.norm(fresh)
+    return Directions(own @ fresh / (norms * norm), norms / norm)
+
+  run = jax.jit(at)
+  found = [run(case, random, drift, stacked) for drift in jnp.asarray(drifts)]
+  return jax.tree.map(lambda *arrays: jnp.stack(arrays, axis=-1), *found)
+
+
+def _gradient(toy: Toy, recipe: Recipe, kernel: Array, batch: TrainBatch) -> Array:
+  """Of the recipe's loss by the kernel, f32[D·V]."""
+  A = parts.advantages_of(recipe.advantage, batch.rewards)
+
+  def value(kernel: Array) -> Array:
+    logprobs = toys.statistics(toy, kernel, batch.tokens).logprobs
+    return parts.loss_of(recipe.loss, logprobs, batch.behavior_logprobs, A, batch.mask)[0]
+
+  return jax.grad(value)(kernel).ravel()
+
+
+def heated_runs(
+  case: Case, *, temperature: float = 1.5, num_updates: int = 120
+) -> Mapping[str, Runs]:
+  """Runs from β whose rollouts are sampled at another temperature, four updates per refresh."""
+  made = {
+    "P3O, exact": Recipe(p3o(), temperature=temperature),
+    "P3O, exact, no KL term": Recipe(p3o(kl_term=False), temperature=temperature),
+    "P3O, raw": Recipe(p3o(), temperature=temperature, recorded="raw"),
+    "GRPO, exact": Recipe(ppo_clip(), temperature=temperature),
+  }
+  train = functools.partial(
+    toys.train, case.toy, schedule=updates_per_refresh(batches=4), num_updates=num_updates
+  )
+  return {label: train(recipe, first=case.kernel) for label, recipe in made.items()}
+
+
+# --- drawing --------------------------------------------------------------------------------------
+
+
+def draw_ratios(case: Case, drift: float = 0.6) -> None:
+  """The ratios of β's tokens at a drift, and e over all drifts."""
+  _, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6))
+  batch = rollouts(case, case.kernel)
+  log_ratios = parts.log_ratios(drifted(case, drift, batch), batch.behavior_logprobs, batch.mask)
+  e = float(parts.normalized_ess(log_ratios, batch.mask))
+  ratios = np.exp(np.asarray(log_ratios).ravel())
+  bins = np.geomspace(0.02, 50, 61)
+  left.hist(np.clip(ratios, bins[0], bins[-1]), bins=bins, color=COLORS["behavior"])
+  left.axvline(1, color=COLORS["reference"], linestyle=":", label=r"$\rho = 1$")
+  left.axvline(e, color=COLORS["effective"], linewidth=2, label=f"$e$ = {e:.2f}")
+  left.set(xscale="log", xlabel=r"$\rho = \pi/\beta$ of a token", ylabel="tokens")
+  left.set_title(f"{np.mean(ratios > e):.0%} of the tokens are capped")
+  left.legend(loc="upper left")
+  curves = ess(case, DRIFTS)
+  right.plot(DRIFTS, curves.batch, color=COLORS["effective"], label="$e$ of the batch")
+  label = "$e$ of one response, mean"
+  right.plot(DRIFTS, curves.sequence, color=COLORS["effective"], linestyle="--", label=label)
+  right.plot([drift], [e], "o", color=COLORS["effective"])
+  right.set(xlabel="drift of the policy", ylabel="effective share of the tokens", ylim=(0, 1.03))
+  legend_outside(right)
+
+
+def draw_forces(case: Case, drift: float = 0.6) -> None:
+  """What three losses do to each token, against its ratio."""
+  _, panels = plt.subplots(1, 3, figsize=(11, 3.6), sharey=True)
+  for axes, name in zip(panels, (CLIP, CAP, P3O), strict=True):
+    found = jax.tree.map(np.asarray, forces(case, drift, LOSSES[name]))
+    for sign, of, meaning in ((1, "success", "success, A = 1"), (-1, "failure", "failure, A = −1")):
+      kept = found.coefficients == sign
+      axes.plot(
+        found.ratios[kept], found.forces[kept], ".", markersize=3, color=COLORS[of], label=meaning
+      )
+    axes.axhline(0, color=COLORS["reference"], linewidth=0.8)
+    axes.set(xscale="log", yscale="symlog", xlim=(0.02, 50), title=name)
+    axes.set_xlabel(r"$\rho = \pi/\beta$ of a token")
+  panels[0].set_ylabel(r"$-n\,\partial L/\partial \log\pi$")
+  legend_outside(panels[-1], markerscale=4)
+
+
+def draw_directions(case: Case) -> None:
+  """How far a loss's update on stale rollouts agrees with that of fresh ones, over the drift."""
+  _, panels = plt.subplots(1, 2, figsize=(11, 3.6))
+  for name, loss in LOSSES.items():
+    found = directions(case, loss, DRIFTS)
+    for axes, values in zip(panels, found, strict=True):
+      axes.plot(DRIFTS, np.mean(values, axis=0), label=name, **STYLES[name])
+  panels[0].set(ylabel="cosine to the update of fresh rollouts", ylim=(-0.2, 1.02))
+  panels[1].set(ylabel="length, over that of fresh rollouts", yscale="log")
+  for axes in panels:
+    axes.set_xlabel("drift of the policy")
+  legend_outside(panels[1])
+
+
+def draw_heat(runs: Mapping[str, Runs]) -> None:
+  """Solve rate, entropy and e over the updates of runs with heated rollouts."""
+  styles = dict(zip(runs, (STYLES[name] for name in (P3O, CAP, P3O, CLIP)), strict=True))
+  styles["P3O, raw"] = dict(color=COLORS["behavior"])
+  _, panels = plt.subplots(1, 3, figsize=(11, 3.6))
+  labels = {
+    "solve_rate": "solve rate of the policy",
+    "policy/entropy": "entropy, nats per token",
+    "behavior/ess": "effective sample size, $e$",
+  }
+  for axes, (metric, label) in zip(panels, labels.items(), strict=True):
+    toys.plot_runs(axes, runs, styles, metric)
+    axes.set_ylabel(label)
+  panels[0].set_ylim(0, 1)
+  panels[2].set_ylim(0, 1.03)
+  legend_outside(panels[-1])

@@ -1,0 +1,236 @@
+"""What colabs/staleness.ipynb draws: lags of schedules, and the negative-advantage veto."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.colors import ListedColormap, LogNorm
+from matplotlib.patches import Patch
+
+from rlvr_jax import parts
+from rlvr_jax.colab import toy as toys
+from rlvr_jax.colab.display import COLORS, legend_outside
+from rlvr_jax.colab.toy import Recipe, Runs, Toy
+from rlvr_jax.losses import ppo_clip
+from rlvr_jax.ops import reductions
+from rlvr_jax.ops.checks import check_between
+from rlvr_jax.ops.veto import SCOPES, negative_advantage_veto, trigger_tokens, vetoed_tokens
+from rlvr_jax.rollouts import schedules
+from rlvr_jax.rollouts.schedules import Schedule
+from rlvr_jax.types import Array
+
+FRESH, TIGHT = "on-policy, clip 0.2", "stages, clip 0.2"
+RELAXED, VETOED = "stages, clip to [0, 5]", "stages, clip to [0, 5], veto"
+STYLES: dict[str, dict[str, Any]] = {
+  FRESH: dict(color=COLORS["reference"], linestyle=":"),
+  TIGHT: dict(color=COLORS["plain"]),
+  RELAXED: dict(color=COLORS["behavior"]),
+  VETOED: dict(color=COLORS["result"]),
+}
+KEPT, TRIGGER, EXCLUDED, EXCLUDED_TRIGGER = range(4)
+STATES = {  # by `veto_states`: what a token is, and its color
+  "in the loss": "#E8E8E8",
+  "trigger, in the loss": COLORS["behavior"],
+  "vetoed": COLORS["plain"],
+  "trigger, vetoed": COLORS["failure"],
+}
+THRESHOLDS = (1e-3, 1e-2, 1e-1, 0.3)
+
+
+# --- schedules ------------------------------------------------------------------------------------
+
+
+def lags(schedule: Schedule, num_updates: int) -> np.ndarray:
+  """Updates between the policy that sampled an update's batch and that which it updates, i64[U]."""
+  planned = np.array(schedules.plan(schedule, num_updates), int).reshape(-1, 2)
+  return np.arange(num_updates) - planned[:, 1]
+
+
+def named_schedules(num_updates: int, refresh: int, stages: int, lag: int) -> dict[str, Schedule]:
+  """Schedules that have a plan, by the string that a configuration names them with."""
+  return {
+    f"updates_per_refresh(batches={refresh})": schedules.updates_per_refresh(batches=refresh),
+    f"stages(count={stages})": schedules.stages(count=stages, num_updates=num_updates),
+    f"fixed_lag(lag={lag})": schedules.fixed_lag(lag=lag, num_updates=num_updates),
+    f"simulated_asynchronous(max_lag={lag})": schedules.simulated_asynchronous(
+      max_lag=lag, num_updates=num_updates, seed=0
+    ),
+  }
+
+
+def draw_lags(num_updates: int = 64, refresh: int = 4, stages: int = 4, lag: int = 4) -> None:
+  """The lag of every update under four schedules."""
+  _, panels = plt.subplots(2, 2, figsize=(11, 4.6), sharex=True)
+  made = named_schedules(num_updates, refresh, stages, lag)
+  for axes, (name, schedule) in zip(panels.flat, made.items(), strict=True):
+    values = lags(schedule, num_updates)
+    axes.step(range(num_updates), values, where="mid", color=COLORS["behavior"])
+    axes.axhline(values.mean(), color=COLORS["reference"], linestyle=":", label="mean")
+    axes.set_title(f"{name}: mean {values.mean():.1f}, largest {values.max()}")
+    axes.set_ylim(bottom=0)
+  for axes in panels[:, 0]:
+    axes.set_ylabel("lag, updates")
+  for axes in panels[1]:
+    axes.set_xlabel("update")
+  legend_outside(panels[0, 1])
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+class Stages(NamedTuple):
+  """Runs with stages of stale rollouts, and one without."""
+
+  toy: Toy
+  runs: Mapping[str, Runs]
+  length: int  # μ, updates per stage
+  threshold: float  # κ of the run with the veto
+
+  @property
+  def ages(self) -> list[int]:
+    """Some ages of the last stage's rollouts, from 0 to the largest."""
+    return sorted({round(age) for age in np.linspace(0, self.length - 1, 6)})
+
+
+def stage_runs(
+  *,
+  num_updates: int = 128,
+  stages: int = 4,
+  threshold: float = 0.1,
+  learning_rate: float = 300.0,
+  seed: int = 0,
+) -> Stages:
+  """Trains the tiny policy on-policy, and in stages with three losses, over four seeds."""
+  toy = toys.make_toy(length=12, allowed=(0.6, 0.9), seed=seed)
+  tight, relaxed = ppo_clip(), ppo_clip(epsilon_low=1.0, epsilon_high=4.0)
+  veto = parts.negative_advantage_veto(threshold=threshold)
+  staged = schedules.stages(count=stages, num_updates=num_updates)
+  made = {
+    FRESH: (Recipe(tight, learning_rate=learning_rate), schedules.on_policy()),
+    TIGHT: (Recipe(tight, learning_rate=learning_rate), staged),
+    RELAXED: (Recipe(relaxed, learning_rate=learning_rate), staged),
+    VETOED: (Recipe(relaxed, veto=veto, learning_rate=learning_rate), staged),
+  }
+  runs = {
+    name: toys.train(toy, recipe, schedule, num_updates=num_updates)
+    for name, (recipe, schedule) in made.items()
+  }
+  return Stages(toy, runs, num_updates // stages, threshold)
+
+
+def draw_stages(found: Stages) -> None:
+  """Solve rate, effective sample size, and the share of tokens that a bound or the veto drops."""
+  _, panels = plt.subplots(1, 3, figsize=(11, 3.8))
+  toys.plot_runs(panels[0], found.runs, STYLES, "solve_rate")
+  toys.plot_runs(panels[1], found.runs, STYLES, "behavior/ess")
+  dropped = {name: found.runs[name] for name in (FRESH, TIGHT, RELAXED)}
+  toys.plot_runs(panels[2], dropped, STYLES, "loss/clip_fraction")
+  toys.plot_runs(panels[2], {VETOED: found.runs[VETOED]}, STYLES, "veto/token_fraction")
+  labels = ("solve rate of the policy", "effective sample size", "tokens clipped or vetoed")
+  for axes, label in zip(panels, labels, strict=True):
+    axes.set(ylabel=label)
+    for start in range(found.length, found.runs[TIGHT].kernels.shape[1] - 1, found.length):
+      axes.axvline(start, color=COLORS["reference"], linewidth=0.6)
+  panels[0].set_ylim(0, 1)
+  panels[1].set_ylim(0, 1.03)
+  panels[2].set_ylim(bottom=0)
+  legend_outside(panels[2])
+
+
+# --- veto -----------------------------------------------------------------------------------------
+
+
+def veto_states(
+  ratios: Array, mask: Array, coefficients: Array, *, threshold: float, scope: str
+) -> np.ndarray:
+  """What the veto makes of every token: KEPT, TRIGGER, EXCLUDED or EXCLUDED_TRIGGER.
+
+  Args:
+    ratios: f32[P, G, T], ρ.
+    mask: [P, G, T].
+    coefficients: f32[P, G], A.
+    threshold: κ > 0.
+    scope: one of `ops.veto.SCOPES`.
+  Returns:
+    i64[P, G, T].
+  """
+  triggers = trigger_tokens(ratios, mask, coefficients, threshold=threshold, trigger="below")
+  vetoed = vetoed_tokens(triggers, mask, scope=scope)
+  return np.asarray(triggers, int) * TRIGGER + np.asarray(vetoed, int) * EXCLUDED
+
+
+def draw_scopes(found: Stages, age: int = 31, threshold: float = 0.1, rows: int = 24) -> None:
+  """Ratios of failed rollouts of the last stage, and what each scope of the veto excludes.
+
+  Args:
+    age: updates since the rollouts were sampled, below the length of a stage.
+    threshold: κ.
+    rows: number of rollouts, those with the smallest ratios.
+  """
+  check_between("draw_scopes", "age", age, low=0, high=found.length - 1)
+  runs = found.runs[RELAXED]
+  start = len(runs.batches) - found.length
+  batch, logprobs = toys.batch_at(found.toy, runs, start, policy=start + age)
+  ratios = jnp.exp(parts.log_ratios(logprobs, batch.behavior_logprobs, batch.mask))
+  A = parts.advantages_of(runs.recipe.advantage, batch.rewards)
+  smallest = np.where(np.asarray(A) < 0, np.asarray(ratios).min(axis=-1), np.inf).ravel()
+  shown = np.argsort(smallest)[: min(rows, int(np.isfinite(smallest).sum()))]
+  flat = lambda x: np.asarray(x).reshape(smallest.size, -1)[shown]
+  figure, panels = plt.subplots(1, 1 + len(SCOPES), figsize=(11, 4), sharey=True)
+  norm = LogNorm(1e-2, 1e2)
+  image = panels[0].imshow(flat(ratios), norm=norm, cmap="PuOr", aspect="auto")
+  figure.colorbar(image, ax=panels[0], label=r"$\rho = \pi/\beta$", location="left")
+  panels[0].set_title("ratio")
+  colors = ListedColormap(list(STATES.values()))
+  for axes, scope in zip(panels[1:], SCOPES, strict=True):
+    states = veto_states(ratios, batch.mask, A, threshold=threshold, scope=scope)
+    axes.imshow(flat(states), cmap=colors, vmin=-0.5, vmax=3.5, aspect="auto")
+    axes.set_title(scope)
+  for axes in panels:
+    axes.set(xlabel="token", yticks=[])
+    axes.grid(False)
+  patches = [Patch(color=color, label=label) for label, color in STATES.items()]
+  legend_outside(panels[-1], handles=patches)
+
+
+def shares_by_age(
+  found: Stages, thresholds: Sequence[float] = THRESHOLDS
+) -> tuple[np.ndarray, np.ndarray]:
+  """The veto's share of the loss tokens, and the triggers' of failures' tokens, in the last stage.
+
+  Returns:
+    (f64[thresholds, μ], f64[thresholds, μ]), by age.
+  """
+  runs = found.runs[RELAXED]
+  start = len(runs.batches) - found.length
+  batch, _ = toys.batch_at(found.toy, runs, start)
+  A = parts.advantages_of(runs.recipe.advantage, batch.rewards)
+  kernels = jnp.asarray(runs.kernels[0, start : start + found.length])
+
+  def at(kernel: Array) -> list[dict[str, Array]]:
+    logprobs = toys.statistics(found.toy, kernel, batch.tokens).logprobs
+    vetoes = [negative_advantage_veto(threshold=threshold) for threshold in thresholds]
+    metrics = [veto(logprobs, logprobs, batch, A)[2] for veto in vetoes]
+    return [reductions.values(of_threshold) for of_threshold in metrics]
+
+  by_threshold = jax.jit(jax.vmap(at))(kernels)
+  rows = lambda name: np.array([row[name] for row in by_threshold], float)
+  return rows("veto/token_fraction"), rows("veto/trigger_rate")
+
+
+def draw_ages(found: Stages) -> None:
+  """`shares_by_age`, one line per threshold."""
+  _, panels = plt.subplots(1, 2, figsize=(11, 3.6))
+  labels = ("vetoed share of the loss tokens", "triggers, of failures' tokens")
+  strengths = np.linspace(0.25, 1, len(THRESHOLDS))
+  for axes, rows, label in zip(panels, shares_by_age(found), labels, strict=True):
+    for threshold, values, strength in zip(THRESHOLDS, rows, strengths, strict=True):
+      name = rf"$\kappa$ = {threshold:g}"
+      axes.plot(values, color=COLORS["behavior"], alpha=strength, label=name)
+    axes.set(xlabel="age of the rollouts, updates", ylabel=label, ylim=(0, None))
+  legend_outside(panels[1])

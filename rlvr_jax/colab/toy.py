@@ -1,0 +1,274 @@
+"""A policy small enough to be trained many times in a notebook, with exact log-probabilities.
+
+Task: an answer of T tokens is right if every token is in the set that its place allows; prompts
+allow sets of different sizes, so that some are hard. Policy: the logits of a place are fixed random
+features of the prompt, the place and the token before, times the kernel of an output head. Only
+the kernel is trained, by plain gradient descent. Advantages, losses, vetoes, schedules and metrics
+are the package's own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlvr_jax import parts
+from rlvr_jax.advantages import Advantage, grpo_mean
+from rlvr_jax.advantages.masses import gradient_masses
+from rlvr_jax.evaluate.curves import mean_curve, range_of
+from rlvr_jax.geometry.updates import rank_one_fraction
+from rlvr_jax.losses import Loss
+from rlvr_jax.ops import reductions
+from rlvr_jax.ops.checks import check_choice
+from rlvr_jax.ops.logprobs import TokenStatistics, distribution, head_logits, token_statistics
+from rlvr_jax.ops.update_metrics import batch_metrics, policy_metrics
+from rlvr_jax.ops.veto import Veto
+from rlvr_jax.rollouts.schedules import Schedule, plan
+from rlvr_jax.types import Array, Head, Sampling, TrainBatch
+
+RECORDED = ("sampled", "raw")
+
+
+class Toy(NamedTuple):
+  features: Array  # f32[P, T, D], of prompt and place
+  previous: Array  # f32[V + 1, D], of the token before; the last row stands for none
+  allowed: Array  # bool[P, T, V]
+
+
+def make_toy(
+  *,
+  prompts: int = 8,
+  length: int = 6,
+  vocabulary: int = 12,
+  width: int = 24,
+  allowed: tuple[float, float] = (0.4, 0.8),
+  seed: int = 0,
+) -> Toy:
+  """A task and its features.
+
+  Args:
+    prompts, length, vocabulary, width: P, T, V and D.
+    allowed: the share of the tokens that a place allows, of the hardest and of the easiest prompt.
+    seed: of the allowed sets and the features.
+  """
+  rng = np.random.default_rng(seed)
+  P, T, V, D = prompts, length, vocabulary, width
+  counts = np.round(np.linspace(*allowed, P) * V).astype(int)
+  ranks = rng.permuted(np.broadcast_to(np.arange(V), (P, T, V)), axis=-1)
+  normal = lambda *shape: jnp.asarray(rng.normal(size=shape) / np.sqrt(D), jnp.float32)
+  return Toy(normal(P, T, D), normal(V + 1, D) / 2, jnp.asarray(ranks < counts[:, None, None]))
+
+
+def first_kernel(toy: Toy) -> Array:
+  """f32[D, V] of zeros: every token is equally likely."""
+  return jnp.zeros((toy.features.shape[-1], toy.allowed.shape[-1]))
+
+
+def uniform(toy: Toy, seed: int, number: int, group_size: int) -> np.ndarray:
+  """f32[P, G, T], the random numbers that batch `number` of a run is sampled with."""
+  P, T, _ = toy.features.shape
+  return np.random.default_rng([seed, number]).random((P, group_size, T), np.float32)
+
+
+def sample(toy: Toy, kernel: Array, random: Array, *, temperature: float = 1.0) -> Array:
+  """Tokens i32[P, G, T] of a policy, from numbers f32[P, G, T] uniform on [0, 1).
+
+  Equal numbers give equal answers of equal policies, so that policies can be compared by them.
+  """
+  V = toy.allowed.shape[-1]
+  none = jnp.full(random.shape[:2], V, jnp.int32)
+
+  def place(last, given):
+    features, below = given
+    logits = head_logits(features[:, None] + toy.previous[last], Head(kernel))
+    probabilities = jnp.exp(distribution(logits, Sampling(temperature=temperature)))
+    reached = jnp.cumsum(probabilities, axis=-1) <= below[..., None]
+    tokens = jnp.minimum(jnp.sum(reached, axis=-1), V - 1)
+    return tokens, tokens
+
+  by_place = toy.features.swapaxes(0, 1), jnp.moveaxis(random, -1, 0)
+  return jnp.moveaxis(jax.lax.scan(place, none, by_place)[1], 0, -1)
+
+
+def statistics(
+  toy: Toy, kernel: Array, tokens: Array, *, temperature: float = 1.0
+) -> TokenStatistics:
+  """Log-probabilities and entropies f32[P, G, T] of tokens i32[P, G, T], nats, under a policy."""
+  none = jnp.full((*tokens.shape[:2], 1), toy.allowed.shape[-1], tokens.dtype)
+  last = jnp.concatenate([none, tokens[..., :-1]], axis=-1)
+  hidden = toy.features[:, None] + toy.previous[last]
+  return token_statistics(hidden, Head(kernel), tokens, Sampling(temperature=temperature))
+
+
+def rewards(toy: Toy, tokens: Array) -> Array:
+  """f32[P, G]: 1 where all tokens are allowed, 0 elsewhere."""
+  allowed = jnp.take_along_axis(toy.allowed[:, None], tokens[..., None], axis=-1)
+  return jnp.all(allowed[..., 0], axis=-1).astype(jnp.float32)
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+class Recipe(NamedTuple):
+  """What an update is made of."""
+
+  loss: Loss
+  advantage: Advantage = grpo_mean()
+  veto: Veto | None = None
+  temperature: float = 1.0  # of sampling; the policy's own is 1
+  recorded: str = "sampled"  # "raw": log-probabilities at temperature 1, whatever was sampled from
+  learning_rate: float = 60.0  # a token's share of a batch's mean is small
+
+
+class Runs(NamedTuple):
+  """N runs that differ in their seed; U updates each."""
+
+  metrics: dict[str, np.ndarray]  # f32[N, U] by name, before each update; on the batch it uses
+  kernels: np.ndarray  # f32[N, U + 1, D, V], after 0 … U updates
+  batches: tuple[tuple[int, int], ...]  # by update: number of its batch, version that sampled it
+  recipe: Recipe
+  seeds: tuple[int, ...]
+  group_size: int
+
+
+def train(
+  toy: Toy,
+  recipe: Recipe,
+  schedule: Schedule,
+  *,
+  num_updates: int,
+  group_size: int = 16,
+  seeds: Sequence[int] = (0, 1, 2, 3),
+  first: Array | None = None,
+) -> Runs:
+  """Trains one policy per seed, from the kernel `first`, f32[D, V]; None for uniform policies.
+
+  Metrics beside the package's own: `solve_rate` of fresh rollouts of the policy that is updated,
+  as many as a batch has; `lag`; `gradient_norm`; `head/rank_one_fraction` of the kernel's change
+  so far.
+
+  Raises:
+    ValueError: `recipe.recorded` is unknown, or the schedule runs in real time.
+  """
+  check_choice("train", "recorded", recipe.recorded, RECORDED)
+  batches = tuple(plan(schedule, num_updates))
+  random = np.array(
+    [[uniform(toy, seed, n, group_size) for n in range(num_updates + 1)] for seed in seeds]
+  )
+  first = first_kernel(toy) if first is None else jnp.asarray(first)
+  given = jnp.asarray(batches, jnp.int32).reshape(-1, 2)
+  # The toy is an argument: constants would be folded while compiling, which takes longer.
+  of_seeds = jax.vmap(functools.partial(_run, recipe), (None, None, 0, None))
+  kernels, metrics = jax.jit(of_seeds)(toy, first, random, given)
+  found = {name: np.asarray(value) for name, value in metrics.items()}
+  return Runs(found, np.asarray(kernels), batches, recipe, tuple(seeds), group_size)
+
+
+def _run(recipe: Recipe, toy: Toy, first: Array, random: Array, batches: Array) -> Any:
+  """(kernels f32[U + 1, D, V], metrics f32[U] by name) of one seed."""
+  tokens = sample(toy, first, random[0])
+  state = recipe.advantage.init(jnp.mean(statistics(toy, first, tokens).entropy))
+  num_updates = batches.shape[0]
+  kernels = jnp.zeros((num_updates + 1, *first.shape)).at[0].set(first)
+
+  def update(carry, given):
+    kernels, state = carry
+    t, (number, version) = given
+    batch = make_batch(toy, recipe, kernels[version], random[number])
+    kernel, state, metrics = _updated(toy, recipe, kernels[t], state, batch)
+    # Numbers of the next batch: those of this one would favor the policy that trained on it.
+    fresh = sample(toy, kernels[t], random[t + 1])
+    metrics |= {"solve_rate": jnp.mean(rewards(toy, fresh)), "lag": t - version}
+    return (kernels.at[t + 1].set(kernel), state), metrics
+
+  (kernels, _), metrics = jax.lax.scan(update, (kernels, state), (jnp.arange(num_updates), batches))
+  metrics["head/rank_one_fraction"] = jax.vmap(rank_one_fraction)(kernels[:-1] - first)
+  return kernels, metrics
+
+
+def make_batch(toy: Toy, recipe: Recipe, kernel: Array, random: Array) -> TrainBatch:
+  """The batch that a policy samples."""
+  heat = recipe.temperature
+  tokens = sample(toy, kernel, random, temperature=heat)
+  recorded = heat if recipe.recorded == "sampled" else 1.0
+  behavior = statistics(toy, kernel, tokens, temperature=recorded).logprobs
+  return parts.batch_of(
+    jnp.ones(tokens.shape), tokens=tokens, rewards=rewards(toy, tokens), behavior_logprobs=behavior
+  )
+
+
+def _updated(toy: Toy, recipe: Recipe, kernel: Array, state: Any, batch: TrainBatch) -> Any:
+  """(kernel, state of the advantage, metrics) after one update on a batch."""
+  coefficients = recipe.advantage.apply(state, batch)
+
+  def loss(kernel):
+    found = statistics(toy, kernel, batch.tokens)
+    value, metrics = parts.loss_of(
+      recipe.loss, found.logprobs, batch.behavior_logprobs, coefficients, batch.mask,
+      proximal_logprobs=found.logprobs if recipe.loss.needs_proximal else None, veto=recipe.veto,
+    )  # fmt: skip
+    return value, (found, metrics)
+
+  gradient, (found, metrics) = jax.grad(loss, has_aux=True)(kernel)
+  own = policy_metrics(found.logprobs, found.entropy, batch, coefficients, ())
+  own |= batch_metrics(batch) | recipe.advantage.metrics(state)
+  own |= gradient_masses(coefficients, batch.rewards, batch.correct)
+  metrics = {**metrics, **reductions.values(own)}
+  metrics["gradient_norm"] = jnp.linalg.norm(gradient)
+  state = recipe.advantage.update(state, batch, metrics["policy/entropy"])
+  return kernel - recipe.learning_rate * gradient, state, metrics
+
+
+def batch_at(
+  toy: Toy, runs: Runs, update: int, *, policy: int | None = None, run: int = 0
+) -> tuple[TrainBatch, Array]:
+  """The batch that an update of a run uses, and log π of its tokens, f32[P, G, T], nats.
+
+  Args:
+    policy: updates of the policy π; None for that which is updated.
+    run: index of the seed.
+  Raises:
+    ValueError: the runs have no such update.
+  """
+  if not 0 <= update < len(runs.batches):
+    raise ValueError(f"batch_at: update = {update}; choose one of 0 to {len(runs.batches) - 1}")
+  number, version = runs.batches[update]
+  random = jnp.asarray(uniform(toy, runs.seeds[run], number, runs.group_size))
+  kernels = jnp.asarray(runs.kernels[run])
+  batch = make_batch(toy, runs.recipe, kernels[version], random)
+  current = update if policy is None else policy
+  return batch, statistics(toy, kernels[current], batch.tokens).logprobs
+
+
+# --- drawing --------------------------------------------------------------------------------------
+
+
+def plot_runs(
+  axes: Any,
+  runs: Mapping[str, Runs],
+  styles: Mapping[str, Mapping[str, Any]],
+  metric: str,
+  *,
+  start: int = 0,
+) -> None:
+  """A metric over the updates, by label of runs: the mean over seeds and its 95 % interval.
+
+  Args:
+    styles: options of the line, by label; runs with only one seed have no interval.
+    start: the first update that is plotted.
+  """
+  for label, of_label in runs.items():
+    values = of_label.metrics[metric][:, start:]
+    updates = start + np.arange(values.shape[1])
+    if len(values) == 1:
+      axes.plot(updates, values[0], label=label, **styles[label])
+      continue
+    band = mean_curve([(updates, row) for row in values], updates.size, within=range_of(metric))
+    (line,) = axes.plot(band.x, band.mean, label=label, **styles[label])
+    axes.fill_between(band.x, band.low, band.high, color=line.get_color(), alpha=0.15, linewidth=0)
+  axes.set_xlabel("updates")
