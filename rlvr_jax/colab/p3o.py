@@ -181,7 +181,7 @@ def draw_ratios(case: Case, drift: float = 0.6) -> None:
   left.set(xscale="log", xlabel=r"$\rho = \pi/\beta$ of a token", ylabel="tokens")
   left.set_title(f"{np.mean(ratios > e):.0%} of the tokens are capped")
   left.legend(loc="upper left")
-  curves = ess(case, DRIFTS)
+  curves = ess(case, jnp.asarray(DRIFTS))
   right.plot(DRIFTS, curves.batch, color=COLORS["effective"], label="$e$ of the batch")
   label = "$e$ of one response, mean"
   right.plot(DRIFTS, curves.sequence, color=COLORS["effective"], linestyle="--", label=label)
@@ -211,7 +211,7 @@ def draw_directions(case: Case) -> None:
   """How far a loss's update on stale rollouts agrees with that of fresh ones, over the drift."""
   _, panels = plt.subplots(1, 2, figsize=(11, 3.6))
   for name, loss in LOSSES.items():
-    found = directions(case, loss, DRIFTS)
+    found = directions(case, loss, jnp.asarray(DRIFTS))
     for axes, values in zip(panels, found, strict=True):
       axes.plot(DRIFTS, np.mean(values, axis=0), label=name, **STYLES[name])
   panels[0].set(ylabel="cosine to the update of fresh rollouts", ylim=(-0.2, 1.02))
