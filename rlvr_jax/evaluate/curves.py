@@ -218,11 +218,22 @@ def plot(
 
 
 def plot_curves(
-  axes: Any, curves: Mapping[str, Sequence[tuple[Floats, Floats]]], metric: str, over: str
+  axes: Any,
+  curves: Mapping[str, Sequence[tuple[Floats, Floats]]],
+  metric: str,
+  over: str,
+  *,
+  colors: Sequence[Any] | None = None,
 ) -> None:
-  """As `plot`, of curves by label; intervals are clipped to the metric's range."""
+  """As `plot`, of curves by label; intervals are clipped to the metric's range.
+
+  Args:
+    axes, metric, over: as for `plot`.
+    curves: label → (x, y) of its seeds, f64[N] each.
+    colors: one for each label, or more; None for those of matplotlib's cycle.
+  """
   for index, (label, of_label) in enumerate(curves.items()):
-    color = f"C{index}"
+    color = f"C{index}" if colors is None else colors[index]
     if len(of_label) == 1:
       axes.plot(*of_label[0], color=color, label=label)
       continue

@@ -1,0 +1,147 @@
+"""Pictures of docs/reproduction.md: what became of each claim of the papers."""
+
+from __future__ import annotations
+
+import collections
+import os
+import pathlib
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from rlvr_jax.colab.display import COLORS, legend_outside
+
+COLUMNS = ("id", "claim", "verdict", "evidence", "conditions", "link", "queued")  # of the page
+# Verdict → how its squares look, from held to open; gray and empty ones are no findings.
+STYLES: dict[str, dict[str, Any]] = {
+  "reproduced": dict(facecolor=COLORS["success"], edgecolor=COLORS["success"]),
+  "in part": dict(facecolor="#99C7E0", edgecolor=COLORS["success"]),  # a tint of the one above
+  "not": dict(facecolor=COLORS["failure"], edgecolor=COLORS["failure"]),
+  "not testable": dict(facecolor=COLORS["reference"], edgecolor=COLORS["reference"]),
+  "queued": dict(facecolor="white", edgecolor=COLORS["reference"]),
+}
+_REMEDY = "write the page again by `python -m docs.reproduction`"
+
+
+class Claim(NamedTuple):
+  """A row of the page."""
+
+  name: str  # S1 … M5
+  paper: str
+  claim: str
+  verdict: str  # one of STYLES
+  evidence: str
+  conditions: str
+  queued: str
+
+
+def read_claims(root: str | os.PathLike[str]) -> list[Claim]:
+  """The claims of docs/reproduction.md, in its order.
+
+  Raises:
+    FileNotFoundError: `root` is no checkout.
+    ValueError: there are no claims, or a row has other cells, another verdict or another's id.
+  """
+  path = pathlib.Path(root) / "docs" / "reproduction.md"
+  if not path.is_file():
+    raise FileNotFoundError(f"{path} is not there; set root to the folder of a checkout")
+  paper, claims = "", []
+  for block in re.split(r"\n\s*\n", path.read_text(encoding="utf-8")):
+    first, *lines = block.strip().splitlines() or [""]
+    if first.startswith("#"):
+      paper = first.lstrip("# ")
+    if tuple(_cells(first)) == COLUMNS:
+      claims += [_claim(line, paper) for line in lines[1:]]  # below the rule
+  if not claims:
+    raise ValueError(f"{path}: no table has the columns {list(COLUMNS)}; {_REMEDY}")
+  twice = [name for name, n in collections.Counter(c.name for c in claims).items() if n > 1]
+  if twice:
+    raise ValueError(f"{path}: {twice} are there more than once; {_REMEDY}")
+  return claims
+
+
+def _cells(line: str) -> list[str]:
+  return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def _claim(line: str, paper: str) -> Claim:
+  cells = _cells(line)
+  if len(cells) != len(COLUMNS):
+    raise ValueError(
+      f"reproduction.md: {len(cells)} cells in {line!r}, which needs {len(COLUMNS)}; {_REMEDY}"
+    )
+  row = dict(zip(COLUMNS, cells, strict=True))
+  verdict = row["verdict"].strip("*")
+  if verdict not in STYLES:
+    raise ValueError(
+      f"reproduction.md: {row['id']} has the verdict {verdict!r}; known are {list(STYLES)}: use one"
+      " of them, or give it a style in rlvr_jax/colab/reproduction.py"
+    )
+  return Claim(
+    row["id"], paper, row["claim"], verdict, row["evidence"], row["conditions"], row["queued"]
+  )
+
+
+def summary(claims: Iterable[Claim]) -> str:
+  """One line per paper: how many claims have which verdict."""
+  of_paper: dict[str, collections.Counter[str]] = {}
+  for claim in claims:
+    of_paper.setdefault(claim.paper, collections.Counter())[claim.verdict] += 1
+  lines = [
+    f"{paper}: "
+    + ", ".join(f"{counts[verdict]} {verdict}" for verdict in STYLES if counts[verdict])
+    for paper, counts in of_paper.items()
+  ]
+  return "\n".join(lines)
+
+
+def names(claims: Iterable[Claim]) -> list[str]:
+  """The ids of the claims."""
+  return [claim.name for claim in claims]
+
+
+def show_claim(claims: Iterable[Claim], claim: str) -> None:
+  """Prints a claim by its id, with its verdict, evidence and conditions.
+
+  Raises:
+    ValueError: there is no such claim.
+  """
+  by_name = {found.name: found for found in claims}
+  if claim not in by_name:
+    raise ValueError(f"show_claim: there is no claim {claim!r}; choose one of {list(by_name)}")
+  found = by_name[claim]
+  text = re.sub(r"\[([^][]*)\]\([^)]*\)", r"\1", found.evidence)  # a link is its text
+  print(f"{claim} ({found.paper}): {found.claim}")
+  print(textwrap.fill(f"{found.verdict.upper()}. {text}", 100))
+  print(f"Conditions: {found.conditions}. Queued: {found.queued}.")
+
+
+def draw_claims(claims: Sequence[Claim]) -> None:
+  """Makes the figure with a row for each claim, in the colors of the verdicts."""
+  from matplotlib import pyplot
+  from matplotlib.patches import Patch, Rectangle
+
+  papers = list(dict.fromkeys(claim.paper for claim in claims))
+  height = 0.27 * (len(claims) + 1.6 * len(papers))
+  _, axes = pyplot.subplots(figsize=(9.5, height))
+  y = 0.0
+  for paper in papers:
+    axes.text(0, y + 1, paper, va="center", weight="bold")
+    y += 1.6
+    for claim in (claim for claim in claims if claim.paper == paper):
+      axes.add_patch(Rectangle((0, y + 0.06), 1.6, 0.88, **STYLES[claim.verdict]))
+      color = "white" if claim.verdict in ("reproduced", "not", "not testable") else "black"
+      axes.text(0.8, y + 0.5, claim.name, ha="center", va="center", fontsize=9, color=color)
+      text = textwrap.shorten(claim.claim, 100).replace("n_eff", r"$n_\mathrm{eff}$")
+      axes.text(1.9, y + 0.5, text, va="center", fontsize=10)
+      y += 1
+  axes.set(xlim=(-0.1, 24), ylim=(y + 0.2, 0))
+  axes.set_axis_off()
+  counts = collections.Counter(claim.verdict for claim in claims)
+  handles = [
+    Patch(label=f"{verdict} ({counts[verdict]})", **style)
+    for verdict, style in STYLES.items()
+    if counts[verdict]
+  ]
+  legend_outside(axes, handles=handles, title="verdict")
