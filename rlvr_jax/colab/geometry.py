@@ -150,7 +150,9 @@ def completions(run: Run, update: int) -> list[dict[str, Any]]:
   store = RolloutStore(folder / "rollouts", writable=False)
   if number not in store.numbers():
     return []
-  samples = from_shard(number, *store.read(number)).graded.samples
+  graded = from_shard(number, *store.read(number)).graded
+  assert graded is not None, "a store has graded batches only"
+  samples = graded.samples
   rewards = [sample["reward"] for sample in samples]
   return samples if np.array_equal(rewards, run.at(update).rewards.ravel()) else []
 
@@ -259,7 +261,7 @@ def draw_block(run: Run, update: int, prompt: int = 1, other: int = 1) -> None:
   ):
     for tick, index in zip(ticks, indices, strict=True):
       tick.set_color(COLORS["success"] if rewards[index] > 0 else COLORS["failure"])
-      tick.set_family("monospace")
+      tick.set_fontfamily("monospace")
   axes.set(
     ylabel=_asked(samples, found.rows[0], prompt), xlabel=_asked(samples, found.columns[0], other)
   )
