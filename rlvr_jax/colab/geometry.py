@@ -151,7 +151,8 @@ def completions(run: Run, update: int) -> list[dict[str, Any]]:
   if number not in store.numbers():
     return []
   graded = from_shard(number, *store.read(number)).graded
-  samples = graded.samples if graded else []  # a batch in the store is graded
+  assert graded is not None  # a store has graded batches only
+  samples = graded.samples
   rewards = [sample["reward"] for sample in samples]
   return samples if np.array_equal(rewards, run.at(update).rewards.ravel()) else []
 

@@ -20,7 +20,7 @@ from rlvr_jax.losses import Loss, p3o, ppo_clip, reinforce
 from rlvr_jax.rollouts.schedules import on_policy, updates_per_refresh
 from rlvr_jax.types import Array, TrainBatch
 
-DRIFTS = np.linspace(0.0, 2.0, 11)
+DRIFTS: Any = np.linspace(0.0, 2.0, 11)
 FRESH = Recipe(reinforce())
 P3O, CAP, CLIP = "P3O", "P3O without its KL term", "GRPO, clip 0.2"
 WEIGHTED = "weights ρ, no bound"

@@ -30,6 +30,8 @@ _energies = jax.jit(diagnostics.energies)
 _update_norms = jax.jit(diagnostics.update_norms)
 
 REWARD_COLORS = "coolwarm_r"  # failures red, successes blue
+# One meaning each, as in the notebooks: A, A', effective counts, and what they are compared with.
+PLAIN, RESULT, EFFECTIVE, REFERENCE = "#000000", "#009E73", "#56B4E9", "#8C8C8C"
 
 
 class Measurement(NamedTuple):
@@ -244,12 +246,16 @@ def update_norms(measurements: Sequence[Measurement], salt: Reweighting) -> Upda
 def plot_eigenspectrum(axes: Any, measurement: Measurement, salt: Reweighting) -> None:
   """λ_i/Σλ on a logarithmic scale, with PR, k, and the level of B orthogonal rollouts."""
   result, size = salted(measurement, salt), measurement.gram.shape[0]
-  of = {"per-rollout gradients": measurement.gram, "compared parameters": measurement.gram_compared}
-  for label, gram in of.items():
+  of = {
+    "per-rollout gradients": (measurement.gram, PLAIN),
+    "compared parameters": (measurement.gram_compared, REFERENCE),
+  }
+  for label, (gram, color) in of.items():
     if gram is not None:
-      axes.plot(np.arange(size) + 1, eigenvalue_shares(gram), ".-", markersize=4, label=label)
+      shares = eigenvalue_shares(gram)
+      axes.plot(np.arange(size) + 1, shares, ".-", markersize=4, label=label, color=color)
   axes.axvline(
-    result.participation_ratio, color="C3", label=f"PR = {result.participation_ratio:.1f}"
+    result.participation_ratio, color=EFFECTIVE, label=f"PR = {result.participation_ratio:.1f}"
   )
   axes.axvline(result.rank + 0.5, color="0.4", linestyle="--", label=f"shared: i ≤ {result.rank}")
   axes.axhline(1 / size, color="0.7", linestyle=":", label="B orthogonal gradients")
@@ -287,9 +293,11 @@ def plot_group_sizes(axes: Any, measurement: Measurement, advantage: Advantage) 
   result = group_sizes(measurement, advantage)
   prompts = measurement.rewards.shape[0]
   axes.plot(result.sizes, prompts * result.sizes, ":", color="0.5", label="rollouts, P·G")
-  for name, band in (("PR", result.participation_ratio), ("n_eff", result.effective_rollouts)):
-    (line,) = axes.plot(result.sizes, band.mean, "o-", label=f"{name}, mean of subsamples")
-    axes.fill_between(result.sizes, band.low, band.high, color=line.get_color(), alpha=0.2)
+  bands = ("PR", "o-", result.participation_ratio), ("n_eff", "o--", result.effective_rollouts)
+  for name, style, band in bands:
+    label = f"{name}, mean of subsamples"
+    axes.plot(result.sizes, band.mean, style, color=EFFECTIVE, label=label)
+    axes.fill_between(result.sizes, band.low, band.high, color=EFFECTIVE, alpha=0.2)
   axes.axhline(1, color="0.7", linewidth=1)
   axes.set_xscale("log", base=2)
   axes.set_yscale("log", base=2)
@@ -303,9 +311,12 @@ def plot_energies(axes: Any, measurement: Measurement, salt: Reweighting) -> Non
   result = energies(measurement, salt)
   ranks = np.arange(result.even.size)
   axes.plot(ranks, result.even, ":", color="0.5", label="no preference")
-  for label, shares in (("A", result.coefficients), ("A'", result.reweighted)):
+  of = ("A", PLAIN, result.coefficients), ("A'", RESULT, result.reweighted)
+  for label, color, shares in of:
     shared = float(shares[result.rank])
-    axes.plot(ranks, shares, label=f"{label}: shared {shared:.2f}, residual {1 - shared:.2f}")
+    axes.plot(
+      ranks, shares, label=f"{label}: shared {shared:.2f}, residual {1 - shared:.2f}", color=color
+    )
   axes.axvline(result.rank, color="0.4", linestyle="--", label=f"SALT's k = {result.rank}")
   axes.set(
     title=_title(measurement),
@@ -319,10 +330,10 @@ def plot_energies(axes: Any, measurement: Measurement, salt: Reweighting) -> Non
 def plot_update_norms(axes: Any, measurements: Sequence[Measurement], salt: Reweighting) -> None:
   """‖Σ A_i g_i‖/B over a run, for A and A', its residual part, and the bound on that part."""
   norms = update_norms(measurements, salt)
-  axes.plot(norms.updates, norms.norm, "o-", markersize=4, label="update norm, A")
-  axes.plot(norms.updates, norms.reweighted, "o-", markersize=4, label="update norm, A'")
-  axes.plot(norms.updates, norms.residual, "s-", markersize=4, label="residual part of A's")
-  axes.plot(norms.updates, norms.bound, "k--", label="bound on the residual part")
+  axes.plot(norms.updates, norms.norm, "o-", color=PLAIN, label="update norm, A")
+  axes.plot(norms.updates, norms.reweighted, "o-", color=RESULT, label="update norm, A'")
+  axes.plot(norms.updates, norms.residual, "s-", color=REFERENCE, label="residual part of A's")
+  axes.plot(norms.updates, norms.bound, "--", color=REFERENCE, label="bound on the residual part")
   axes.set(xlabel="updates before the measurement", ylabel=r"$\Vert\sum A_i g_i\Vert/B$")
   axes.set_ylim(bottom=0)
   _legend_below(axes)

@@ -59,6 +59,7 @@ def test_states_of_tokens(scope, failed):
   assert states.tolist() == [[failed, [0, 0, 0], [0, 0, 0]]]
 
 
+@pytest.mark.slow
 def test_nothing_is_vetoed_at_age_zero_and_a_larger_threshold_has_more_triggers(found):
   vetoed, triggers = staleness.shares_by_age(found, (0.5, 0.999))
   assert vetoed.shape == triggers.shape == (2, 4)
@@ -68,10 +69,8 @@ def test_nothing_is_vetoed_at_age_zero_and_a_larger_threshold_has_more_triggers(
   assert np.all(vetoed[:, -1] > 0)
 
 
-def test_ages_reach_from_sampling_to_the_end_of_the_stage(found):
-  assert found.ages == [0, 1, 2, 3] and found._replace(length=32).ages[-1] == 31
-
-
-def test_an_age_beyond_the_stage_is_refused(found):
+def test_ages_reach_from_sampling_to_the_end_of_the_stage():
+  stages = staleness.Stages(toys.make_toy(), {}, length=4, threshold=0.1)
+  assert stages.ages == [0, 1, 2, 3] and stages._replace(length=32).ages[-1] == 31
   with pytest.raises(ValueError, match="age"):
-    staleness.draw_scopes(found, age=4)
+    staleness.draw_scopes(stages, age=4)
