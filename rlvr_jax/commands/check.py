@@ -29,11 +29,10 @@ from rlvr_jax.commands.chips import CHIPS
 from rlvr_jax.data import Task, Tokenizer
 from rlvr_jax.files import listing, located, replacing
 from rlvr_jax.models.huggingface import checked_tensors
-from rlvr_jax.rewards.outcome import Outcome
 from rlvr_jax.storage import BucketFiles, LocalFiles, files_in, in_bucket, place
 from rlvr_jax.train import multihost
 from rlvr_jax.train.build import Parts, build, make_task
-from rlvr_jax.train.grading import grader_pool
+from rlvr_jax.train.grading import check_first_grade, grader_pool
 from rlvr_jax.train.metrics import say
 from rlvr_jax.train.tokenizers import make_tokenizer
 
@@ -276,9 +275,7 @@ class Preflight:
     """The grading processes start, with their self-tests and the sandbox, and grade a problem."""
     parts = _made(self.parts, "the configuration has failed")
     with grader_pool(self.config, parts.task) as pool:
-      (grade,) = pool.grade(["no answer"], [parts.task.train[0].reference])
-    if grade.outcome is Outcome.CRASHED:
-      return Finding(FAIL, f"{parts.task.grader} crashed on the first problem: {grade.detail}")
+      check_first_grade(self.config, pool, parts.task)
     return Finding(OK, f"{parts.task.grader} works: the first problem was graded")
 
   def memory(self) -> Finding:

@@ -93,10 +93,30 @@ def runs_of(sweep: str, recipe: str, given: Mapping[str, str], workdir: str) -> 
   repeated = [name for name, count in Counter(run.name for run in runs).items() if count > 1]
   if repeated:
     raise ValueError(
-      f"{owner}: {len(repeated)} names of runs are not unique, such as {repeated[0]!r}; give the"
-      ' runs other seeds or labels, {"label": "…"}'
+      f"{owner}: several runs have the name {repeated[0]!r}; give them other seeds or labels,"
+      ' {"label": "…"}'
     )
+  _check_labels(owner, runs)
   return runs
+
+
+def _check_labels(owner: str, runs: Sequence[Run]) -> None:
+  """Runs of one label differ by the seed, and by folders, which may be those of that seed.
+
+  Raises:
+    ValueError: they differ by more, and a table would mix two methods.
+  """
+  first: dict[str, Run] = {}
+  for run in runs:
+    other = first.setdefault(run.label, run)
+    changed = sorted(set(run.flags) ^ set(other.flags))
+    of_seed = lambda flag: flag.startswith("--config.seed=")
+    of_folder = lambda flag: "/" in flag and not flag.startswith("--config=")
+    if mixed := [flag for flag in changed if not of_seed(flag) and not of_folder(flag)]:
+      raise ValueError(
+        f"{owner}: runs with the label {run.label!r} differ by more than the seed: seeds"
+        f" {other.seed} and {run.seed} by {' '.join(mixed)}; give each method a label of its own"
+      )
 
 
 def _listed(path: str) -> list[Mapping[str, Any]]:

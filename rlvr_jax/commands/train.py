@@ -30,7 +30,7 @@ from rlvr_jax.train.build import Parts
 from rlvr_jax.train.checkpoint import Checkpointer, Restored
 from rlvr_jax.train.checkpoint_files import CheckpointError
 from rlvr_jax.train.generator import AgreementError, DynamicSamplingError
-from rlvr_jax.train.grading import announce_partial_credit, grader_pool
+from rlvr_jax.train.grading import announce_partial_credit, check_first_grade, grader_pool
 from rlvr_jax.train.host import EndRequestedError, deadline
 from rlvr_jax.train.loop import Trainer
 from rlvr_jax.train.metrics import MetricWriter, progress, say
@@ -104,6 +104,7 @@ def train(
       lambda: enter(_writer(folder, config, records, tracked_by)), no_writer
     )
     pool = multihost.together(lambda: enter(grader_pool(config, parts.task)))
+    multihost.together(lambda: check_first_grade(config, pool, parts.task))
     # A resumed run whose warm-start folder is gone still has its records.
     records_to = no_writer if restored else writer
     params, cold = first_params(parts, warm, records_to, warm_starts)

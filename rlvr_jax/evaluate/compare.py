@@ -240,7 +240,7 @@ def table(
   """
   baseline = results[0]["label"] if baseline is None else baseline
   found = differences(results, baseline, lambda result: final(result, metric, phase))
-  compared = [label for label, value in found.items() if value]
+  compared = [label for label, value in found.items() if value and value.deviation]
   adjusted = dict(zip(compared, holm([found[x].p for x in compared]), strict=True))  # type: ignore[union-attr]
   rows = {}
   for label, of_label in by_label(results).items():
@@ -254,9 +254,11 @@ def table(
 
 
 def _cells(found: Difference | None, adjusted: float | None, difference: float) -> list[str]:
-  """What a row says of the difference to the baseline."""
+  """What a row says of the difference to the baseline; nothing of one that does not vary."""
   if found is None:
     return ["–"] * 6
+  if adjusted is None:
+    return [f"{found.mean:+.4f}", *["–"] * 5]
   needed = seeds_needed(found.deviation, difference)
   return [
     f"{found.mean:+.4f}",

@@ -12,7 +12,7 @@ import numpy as np
 from rlvr_jax.data import Tokenizer, encode_prompts
 from rlvr_jax.ops.overlong import overlong_filter, overlong_penalty
 from rlvr_jax.rewards.graders import opened_thought
-from rlvr_jax.rewards.outcome import OutcomePolicy, rewards_from_grades
+from rlvr_jax.rewards.outcome import Outcome, OutcomePolicy, rewards_from_grades
 from rlvr_jax.rollouts.batch import Flight, Graded, join
 from rlvr_jax.rollouts.scheduler import Group
 from rlvr_jax.types import Rollouts, TrainBatch
@@ -118,6 +118,7 @@ def _samples(
       "reward": float(reward),
       "tokens": int(length),
       "stopped": bool(stopped),
+      **({"detail": grade.detail} if grade.outcome is Outcome.CRASHED else {}),
     }
     for i, (completion, grade, reward, length, stopped) in enumerate(
       zip(completions, grades, *per_rollout, strict=True)

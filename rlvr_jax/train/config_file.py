@@ -151,6 +151,8 @@ class Parser(config_flags.ConfigFileFlagParser):
       if message := old_spellings.of_recipe(error):
         sys.exit(f"error: {message}")
       raise
+    if config is None:
+      sys.exit(f"error: get_config() of {path} returns None; end it with: return c")
     if not isinstance(config, ConfigDict):  # not found, which is reported when it is used
       return config
     if message := old_spellings.of_config(config):

@@ -18,8 +18,9 @@ from rlvr_jax.data.task_utils import BY_REFERENCE
 from rlvr_jax.ops.checks import check_between
 from rlvr_jax.rewards.combined import weighted_reference
 from rlvr_jax.rewards.loading import checked_grader
-from rlvr_jax.rewards.outcome import Outcome, OutcomePolicy, outcome_policy
+from rlvr_jax.rewards.outcome import MASK, Outcome, OutcomePolicy, outcome_policy
 from rlvr_jax.rewards.pool import GraderPool, default_workers
+from rlvr_jax.rewards.worker_process import GraderStartError
 from rlvr_jax.rollouts.collect import Collector
 from rlvr_jax.train import multihost
 from rlvr_jax.train.host import alive
@@ -164,6 +165,22 @@ def grader_pool(config: ml_collections.ConfigDict, task: Task) -> GraderPool:
     preload=[*dict.fromkeys(inner)],
     on_grade=alive,
   )
+
+
+def check_first_grade(config: ml_collections.ConfigDict, pool: GraderPool, task: Task) -> None:
+  """Grades an answer to the first problem: a grader that fails on it may fail on all.
+
+  Raises:
+    GraderStartError: the grader failed, and config.grading.outcomes gives failures no reward.
+  """
+  if make_outcome_policy(config)[Outcome.CRASHED] != MASK:
+    return
+  (grade,) = pool.grade(["no answer"], [task.train[0].reference])
+  if grade.outcome is Outcome.CRASHED:
+    raise GraderStartError(
+      f"the grader {task.grader} crashed on the answer 'no answer' to the first training problem:"
+      f" {grade.detail}; a grader must give a grade, or a number, for any text"
+    )
 
 
 def announce_partial_credit(config: ml_collections.ConfigDict, task: Task) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from rlvr_jax.models.flops import forward_flops, update_flops
 from rlvr_jax.models.transformer import TransformerConfig
-from rlvr_jax.rollouts.batch import RolloutBatch, response_lengths, write_batch
+from rlvr_jax.rollouts.batch import Graded, RolloutBatch, response_lengths, write_batch
 from rlvr_jax.rollouts.schedules import Schedule
 from rlvr_jax.train import multihost, observe
 from rlvr_jax.train.host import waiting
@@ -92,6 +92,7 @@ class RunLog:
     self._written = time.perf_counter()  # when the last update was
     self._fresh_tokens = 0  # sampled since the last update
     self._truncates = False  # whether the last batch had mostly truncated responses
+    self._crashes = False  # whether the grader failed on some of the last batch
     self._samples_written_at = -1  # update before which rollouts were last written
     self._began = time.perf_counter() - elapsed
     self._cycle_began = time.perf_counter()
@@ -115,6 +116,7 @@ class RunLog:
       self.spent(phase, seconds)
     self._fresh_tokens += graded.tokens if batch.timings else 0
     self._warn_of_truncation(graded.statistics.get("response/truncated", 0.0), step)
+    self._warn_of_crashes(graded, step)
     logging = self._config.logging
     if step % logging.rollouts_every == 0 and self._samples_written_at != step:
       self._samples_written_at = step  # once, however many batches are sampled
@@ -130,6 +132,18 @@ class RunLog:
         f"warning: {share:.0%} of the responses sampled before update {step + 1} were cut at"
         f" config.max_response_length = {limit} tokens, before any answer that they would have"
         " given; raise it, or shorten responses with config.overlong.buffer"
+      )
+
+  def _warn_of_crashes(self, graded: Graded, step: int) -> None:
+    """Says that the grader has failed, and how, once until it does not."""
+    details = [sample["detail"] for sample in graded.samples if "detail" in sample]
+    before, self._crashes = self._crashes, bool(details)
+    if self._crashes and not before:
+      share = len(details) / len(graded.samples)
+      say(
+        f"warning: the grader crashed on {share:.0%} of the responses sampled before update"
+        f" {step + 1}, at first with: {details[0]}. What becomes of them says"
+        " config.grading.outcomes.crashed; by default they are left out of the loss"
       )
 
   def count_scored(self, batch: TrainBatch) -> None:

@@ -53,7 +53,7 @@ def test_a_run_that_will_work(capsys, tmp_path):
     ("tokenizer", dict(tokenizer="/nowhere"), "config.tokenizer = '/nowhere' is not"),
     ("config", dict(**MESH, loss="ppo_clap"), "config.loss = 'ppo_clap'"),
     ("grader", dict(**MESH, grading__grader="rewards.faulty_graders:faulty"),
-     "crashed on the first problem"),
+     "crashed on the answer"),
   ],
 )  # fmt: skip
 def test_what_fails_is_named_with_its_remedy(capsys, tmp_path, name, fields, text):

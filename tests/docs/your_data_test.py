@@ -37,7 +37,7 @@ def test_the_commands_train(folder):
   snippets.run(first)
   for command in trained:
     snippets.run(command, "--config.num_updates=2", "--config.warm_start.num_steps=2")
-  assert len(trained) == 2
+  assert len(trained) == 3  # the first is --mode=check
   for workdir in ("runs/mine", "runs/curriculum"):
     assert [r["step"] for r in tiny.records(folder / workdir, "train")] == [1, 2]
   assert "curriculum/seen" in tiny.records(folder / "runs/curriculum", "train")[0]

@@ -43,6 +43,15 @@ def test_a_table_has_paired_differences():
   assert cells("fade") == ["1", "0.4", "–", problems, *["–"] * 6]
 
 
+def test_a_difference_that_does_not_vary_has_no_interval():
+  same = [result("same", seed, final) for seed, final in enumerate([0.4, 0.5, 0.3])]
+  rows = compare.table([*RESULTS, *same]).splitlines()
+  cells = [cell.strip() for cell in rows[-1].split("|")[2:-1]]
+  assert cells[4:] == ["+0.0000", *["–"] * 5]
+  # It is no comparison that p-values must be adjusted for.
+  assert [row.split("|")[10] for row in rows[3:5]] == [" 0.15 ", " 1 "]
+
+
 def test_another_baseline_and_what_is_missing():
   lines = compare.table(RESULTS, baseline="rloo", difference=0.1).splitlines()
   assert "-0.2000" in lines[2] and "seeds for 0.1" in lines[0]

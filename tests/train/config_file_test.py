@@ -234,6 +234,15 @@ def test_the_reward_of_programs_is_a_hyper_parameter_of_their_grader():
   assert c.task.kwargs.grader == "code(reward='fraction')"
 
 
+@pytest.mark.parametrize("more", [(), ("--config.num_updates=2",)])
+def test_a_recipe_that_returns_nothing(more, tmp_path):
+  recipe = tmp_path / "recipe.py"
+  recipe.write_text("def get_config():\n  c = 1\n")
+  assert refused(*more, recipe=str(recipe)).endswith(
+    "recipe.py returns None; end it with: return c"
+  )
+
+
 @pytest.mark.parametrize(
   ("line", "message"),
   [

@@ -15,6 +15,7 @@ from rlvr_jax.train.build import build
 from rlvr_jax.train.grading import (
   WEIGHTED,
   announce_partial_credit,
+  check_first_grade,
   grader_pool,
   make_collector,
   with_graders,
@@ -198,3 +199,11 @@ def test_partial_credit_of_a_part_of_a_mixture_is_said(capsys):
   inner = {**WRAPPED, "grader": "code(reward='fraction')"}
   announce_partial_credit(tiny.config(), task(BY_REFERENCE, inner))
   assert "where code(reward='fraction') scores" in "".join(capsys.readouterr())
+
+
+def test_a_grader_that_crashes_on_the_first_problem_is_refused_unless_crashes_have_a_reward():
+  broken = task("rewards.faulty_graders:faulty", {})
+  with grader_pool(tiny.config(), broken) as pool:
+    with pytest.raises(GraderStartError, match=r"crashed on the answer 'no answer'.*any text"):
+      check_first_grade(tiny.config(), pool, broken)
+    check_first_grade(tiny.config(grading__outcomes=dict(crashed=0.0)), pool, broken)

@@ -21,6 +21,18 @@ def log(tmp_path):
     yield RunLog(tiny.config(), network, schedules.on_policy(), writer)
 
 
+def test_a_grader_that_crashes_is_told_with_its_error_once_until_it_does_not(log, capsys):
+  told = []
+  for step, crashed in enumerate([[], [0, 1], [0], [], [1]]):
+    samples = [{"detail": f"KeyError: {i}"} if i in crashed else {} for i in range(4)]
+    graded = Graded(make_host_batch(np.ones((1, 1, 1))), 1, 1, {}, samples)
+    log.count_sampled(RolloutBatch(number=step, version=step, graded=graded), step)
+    out = capsys.readouterr().out
+    told.append(out.partition("crashed on ")[2].partition(" of the")[0])
+    assert not crashed or not told[-1] or f"at first with: KeyError: {crashed[0]}" in out
+  assert told == ["", "50%", "", "", "25%"]
+
+
 def test_responses_that_are_mostly_truncated_are_told_once_until_it_is_less(log, capsys):
   told = []
   for step, share in enumerate([0.5, 0.51, 0.9, 0.2, 0.75]):
