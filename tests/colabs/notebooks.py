@@ -89,6 +89,9 @@ def run(notebook, tmp_path, monkeypatch):
   monkeypatch.setenv("XLA_FLAGS", one_device)
   monkeypatch.setenv("PYTHONPATH", str(FOLDER.parent))
   monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")  # no alarm where a busy machine compiles slowly
+  # It says of Python 3.11 that it will end.
+  library = "google.api_core._python_version_support"
+  monkeypatch.setenv("PYTHONWARNINGS", f"ignore::FutureWarning:{library}")
   for folder in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR"):
     monkeypatch.setenv(folder, str(tmp_path / folder))
   client = NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(FOLDER)}})
