@@ -107,6 +107,7 @@ def _problem(row: Row, prompt: str, answer: str, solution: str) -> Problem:
     answer=text if isinstance(text, str) else str(text),
     solution=_filled(row, "solution", solution),
     reference=reference,
+    where=row.where,
   )
 
 
