@@ -259,7 +259,7 @@ def test_unreadable_data(tmp_path):
     config_file=GSM8K,
     expect=1,
   )
-  assert_error(output, r"config\.task\.kwargs = .*no file of problems .*/nowhere")
+  assert_error(output, r"config\.task\.kwargs\.data_dir = '.*/nowhere': there is no such file in /")
 
 
 # --- a disk that fills, numbers that blow up ------------------------------------------------------

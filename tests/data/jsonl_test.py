@@ -4,9 +4,11 @@ import gzip
 import json
 
 import pytest
+from train import tiny
 
 from rlvr_jax.data import tasks
 from rlvr_jax.rewards import graders
+from rlvr_jax.train.build import make_task
 
 LINES = [
   {"prompt": f"{a}+{b}=", "answer": a + b, "Level": a, "steps": f"{a}+{b}={a + b}"}
@@ -102,7 +104,7 @@ def test_mistakes_name_the_line_and_the_remedy(write, change, message):
 
 
 def test_files_that_are_not_what_they_should_be(write, tmp_path):
-  with pytest.raises(FileNotFoundError, match="no file of problems"):
+  with pytest.raises(FileNotFoundError, match="there is no such file in /"):
     tasks.jsonl(train=tmp_path / "no.jsonl", grader="gsm8k", held_out_size=1)
   (tmp_path / "torn.jsonl").write_text('{"prompt": "1", "answer": "1"}\n{"prompt": ')
   with pytest.raises(ValueError, match=r"torn\.jsonl, line 2 is truncated or not JSON"):
@@ -110,6 +112,28 @@ def test_files_that_are_not_what_they_should_be(write, tmp_path):
   with pytest.raises(ValueError, match=r"all 4 problems of .* are held out"):
     path = write(LINES[:4])
     tasks.jsonl(train=path, held_out=path, grader="gsm8k")
+
+
+def test_a_missing_file_is_named_first_by_its_field_and_with_near_names(write, tmp_path):
+  write(LINES, "letters.jsonl")
+  config = tiny.get_config()
+  kwargs = dict(train=str(tmp_path / "leters.jsonl"), grader="gsm8k", held_out_size=1)
+  config.task = dict(name="jsonl", kwargs=kwargs)
+  with pytest.raises(ValueError, match="leters") as error:
+    make_task(config)
+  assert str(error.value) == (
+    f"config.task.kwargs.train = {kwargs['train']!r}: there is no such file in {tmp_path};"
+    " near it: letters.jsonl"
+  )
+  config.task = dict(
+    name="curriculum", kwargs=dict(parts=dict(a=dict(name="jsonl", kwargs=kwargs)))
+  )
+  with pytest.raises(ValueError, match=r"^config\.task\.kwargs\.parts\.a\.kwargs\.train = "):
+    make_task(config)
+  kwargs["train"] = str(tmp_path / "nowhere" / "letters.jsonl")
+  config.task = dict(name="jsonl", kwargs=kwargs)
+  with pytest.raises(ValueError, match=r"jsonl': there is no folder .*/nowhere$"):
+    make_task(config)
 
 
 def test_a_url_is_read_as_a_file_is(write):

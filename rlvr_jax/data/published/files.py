@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import gzip
 import hashlib
@@ -42,7 +43,7 @@ class PublishedFiles:
     Args:
       data_dir: folder or file, local or a URL such as gs://bucket/folder.
     Raises:
-      FileNotFoundError: there is no data file.
+      FileNotFoundError: there is no data file; its text has names in the folder that are near.
       ValueError: `data_dir` is empty, or the kind of URL is unknown.
     """
     if not os.fspath(data_dir):
@@ -64,9 +65,10 @@ class PublishedFiles:
         self._paths.setdefault(stem, path)
     self._stems = {path: stem for stem, path in self._paths.items()}
     if not self._paths:
-      raise FileNotFoundError(
-        errno.ENOENT, f"no file of problems ({', '.join(FORMATS)}) is there", os.fspath(data_dir)
-      )
+      local = isinstance(self._filesystem, LocalFileSystem)
+      missing = _missing(root) if local and not os.path.exists(root) else ""
+      why = missing or f"no file of problems ({', '.join(FORMATS)}) is there"
+      raise FileNotFoundError(errno.ENOENT, why, os.fspath(data_dir))
 
   def names(self) -> list[str]:
     """The names of all data files, relative to the folder and without their formats."""
@@ -140,6 +142,15 @@ class PublishedFiles:
     for path in paths:
       compression = "gzip" if path.endswith(".gz") else None
       yield path, self._filesystem.open(path, "rb", compression=compression)
+
+
+def _missing(path: str) -> str:
+  """Says that a local path is missing, and which names in its folder are near."""
+  folder, name = os.path.split(path)
+  if not os.path.isdir(folder):
+    return f"there is no folder {folder}"
+  near = difflib.get_close_matches(name, os.listdir(folder), cutoff=0.5)
+  return f"there is no such file in {folder}" + (f"; near it: {', '.join(near)}" if near else "")
 
 
 def _format_of(path: str) -> str:
