@@ -83,7 +83,7 @@ def jsonl(
 
 
 def _rows(path: str | os.PathLike[str]) -> Iterator[Row]:
-  files = PublishedFiles(path)
+  files = PublishedFiles(path, own=True)
   paths = files.paths()
   return files.rows(paths)
 

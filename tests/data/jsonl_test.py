@@ -91,6 +91,15 @@ def test_no_answer_where_the_grader_needs_none(write):
   [
     (dict(answer="gold"), r"mine\.jsonl, line 1 has no field 'gold', only \['Level', 'answer'"),
     (dict(prompt="{question}"), r"line 1 does not fit: prompt is '\{question\}', .*'prompt'"),
+    (
+      dict(prompt="{promt}"),
+      r"line 1 does not fit: prompt is '\{promt\}', but there is no field 'promt', only"
+      r" \['Level', 'answer', 'prompt', 'steps'\]; did you mean 'prompt'\?$",
+    ),
+    (
+      dict(prompt="{prompt:d}"),
+      r"line 1 does not fit: .* a template whose fields may be \['Level'",
+    ),
     (dict(prompt=" "), r"line 1 has an empty prompt"),
     (dict(held_out_size=20), r"held_out_size is 20, but there are only 19"),
     (dict(held_out_size=0), r"held_out_size is 0, must be at least 1"),
@@ -107,8 +116,18 @@ def test_files_that_are_not_what_they_should_be(write, tmp_path):
   with pytest.raises(FileNotFoundError, match="there is no such file in /"):
     tasks.jsonl(train=tmp_path / "no.jsonl", grader="gsm8k", held_out_size=1)
   (tmp_path / "torn.jsonl").write_text('{"prompt": "1", "answer": "1"}\n{"prompt": ')
-  with pytest.raises(ValueError, match=r"torn\.jsonl, line 2 is truncated or not JSON"):
+  told = r"torn\.jsonl, line 2 is not JSON: Expecting value at character 1\d; fix that line$"
+  with pytest.raises(ValueError, match=told):
     tasks.jsonl(train=tmp_path / "torn.jsonl", grader="gsm8k", held_out_size=1)
+  (tmp_path / "torn.jsonl").write_text('{"prompt": "1", "answer": "1"}\n{"prompt": \n{}\n')
+  with pytest.raises(ValueError, match=told):  # the end of the line is not a line of its own
+    tasks.jsonl(train=tmp_path / "torn.jsonl", grader="gsm8k", held_out_size=1)
+  (tmp_path / "torn.json").write_text('[{"prompt": "1"},\n{"prompt": 1 2}]')
+  with pytest.raises(ValueError, match=r"Expecting .* at line 2, character 14; fix that file$"):
+    tasks.jsonl(train=tmp_path / "torn.json", grader="gsm8k", held_out_size=1)
+  (tmp_path / "empty.jsonl").write_text("")
+  with pytest.raises(ValueError, match=r"empty\.jsonl is empty\. Write the file again\.$"):
+    tasks.jsonl(train=tmp_path / "empty.jsonl", grader="gsm8k", held_out_size=1)
   with pytest.raises(ValueError, match=r"all 4 problems of .* are held out"):
     path = write(LINES[:4])
     tasks.jsonl(train=path, held_out=path, grader="gsm8k")
