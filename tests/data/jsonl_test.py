@@ -2,10 +2,12 @@
 
 import gzip
 import json
+import logging
 
 import pytest
 from train import tiny
 
+from rlvr_jax.commands.check import Preflight
 from rlvr_jax.data import tasks
 from rlvr_jax.rewards import graders
 from rlvr_jax.train.build import make_task
@@ -131,6 +133,19 @@ def test_files_that_are_not_what_they_should_be(write, tmp_path):
   with pytest.raises(ValueError, match=r"all 4 problems of .* are held out"):
     path = write(LINES[:4])
     tasks.jsonl(train=path, held_out=path, grader="gsm8k")
+
+
+def test_the_run_and_its_check_count_the_training_problems_alike(write, caplog):
+  config = tiny.get_config()
+  kwargs = dict(train=write(LINES), grader="gsm8k", solution="{steps}")
+  config.task = dict(name="jsonl", kwargs=kwargs | dict(held_out_size=5, warm_start_size=6))
+  preflight = Preflight(config, "unused")
+  preflight.make_tokenizer()
+  with caplog.at_level(logging.INFO):
+    found = preflight.make_task()
+  counts = "9 training problems, 6 warm-start problems, 5 held-out problems"
+  assert found.text == counts
+  assert f"mine.jsonl: {counts}" in caplog.text
 
 
 def test_a_missing_file_is_named_first_by_its_field_and_with_near_names(write, tmp_path):
