@@ -82,7 +82,7 @@ MISTAKES = [
   (dict(loss="None"), r"config\.loss = 'None'"),
   (dict(task__kwargs__prompt="{expression:>3000000000}"), r"asks for 30+ characters; 100000"),
   # texts
-  (dict(max_prompt_length=4), r"a prompt has \d tokens but max_prompt_length is 4: raise"),
+  (dict(max_prompt_length=4), r"a prompt has \d tokens but config\.max_prompt_length is 4: raise"),
   (dict(max_response_length=2), r"a demonstration has \d tokens, .* max_response_length is 2"),
   (dict(max_response_length=1), r"config: max_response_length = 1 is not an integer in \[2"),
   (dict(task__kwargs__warm_start_size=0), r"no demonstrations; set the task's warm_start_size"),
@@ -259,7 +259,7 @@ def test_unreadable_data(tmp_path):
     config_file=GSM8K,
     expect=1,
   )
-  assert_error(output, r"config\.task\.kwargs = .*no file of problems .*/nowhere")
+  assert_error(output, r"config\.task\.kwargs\.data_dir = '.*/nowhere': there is no such file in /")
 
 
 # --- a disk that fills, numbers that blow up ------------------------------------------------------

@@ -228,7 +228,9 @@ class Preflight:
     """The data can be read: the first problem of each part."""
     tokenizer = _made(self.tokenizer, "the tokenizer has failed")
     self.task = make_task(self.config)
-    parts = {"training": self.task.train, "held-out": self.task.held_out}
+    of_task = self.task
+    sources = (of_task.train, of_task.warm_start, of_task.held_out)
+    parts = dict(zip(("training", "warm-start", "held-out"), sources, strict=True))
     if not len(self.task.train):
       return Finding(FAIL, "there is nothing to train on; choose a split of config.task")
     for source in parts.values():

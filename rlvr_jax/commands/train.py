@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlvr_jax.bucket import ChangedError
+from rlvr_jax.data.batches import PromptError
 from rlvr_jax.files import DamagedFileError, replacing
 from rlvr_jax.rewards.outcome import GradingStoppedError
 from rlvr_jax.rewards.worker_process import GraderStartError
@@ -56,6 +57,7 @@ FAILURES = (
   GraderStartError,
   GradingStoppedError,
   OSError,
+  PromptError,
   StoreError,
   TornShardError,
   WorkdirError,

@@ -37,6 +37,10 @@ def problem_batches(
   return iter(batches.to_iter_dataset(in_process))
 
 
+class PromptError(ValueError):
+  """A prompt is empty, or longer than `config.max_prompt_length`."""
+
+
 def encode_prompts(
   problems: Sequence[Problem], tokenizer: Tokenizer, max_prompt_length: int
 ) -> Prompts:
@@ -49,23 +53,38 @@ def encode_prompts(
   Returns:
     Prompts of NumPy arrays: tokens i32[P, S], lengths i32[P].
   Raises:
-    ValueError: an empty question, or a prompt of no tokens or of more than S.
+    PromptError: an empty question, or a prompt of no tokens or of more than S.
   """
   rows = [tokenizer.encode_prompt(problem.question) for problem in problems]
   for problem, row in zip(problems, rows, strict=True):
-    if not (problem.question and row):
-      raise ValueError("a prompt is empty: give the task a prompt template with some text")
-    if len(row) > max_prompt_length:
-      raise ValueError(
-        f"a prompt has {len(row)} tokens but max_prompt_length is {max_prompt_length}: raise "
-        "max_prompt_length in the config, or make the task's prompts shorter (its kwargs, such as "
-        f"`prompt` and `settings`). It begins {problem.question[:80]!r}"
-      )
+    check_prompt(problem, len(row), max_prompt_length)
   tokens = np.full((len(rows), max_prompt_length), tokenizer.pad_id, np.int32)
   for target, row in zip(tokens, rows, strict=True):
     target[max_prompt_length - len(row) :] = row
   # NumPy arrays stand for jax arrays until they are placed on devices.
   return Prompts(tokens=tokens, lengths=_lengths(rows))  # type: ignore[call-arg,arg-type,unused-ignore]
+
+
+def check_prompt(problem: Problem, length: int, max_prompt_length: int, where: str = "") -> None:
+  """Raises PromptError unless 0 < `length` ≤ `max_prompt_length`, in tokens.
+
+  Args:
+    problem: whose question has `length` tokens.
+    length: of the prompt, in tokens.
+    max_prompt_length: S, in tokens.
+    where: names the problem in the message if the problem does not know its file and line.
+  """
+  owner = problem.where or where
+  owner = owner and f"{owner}: "
+  if not (problem.question and length):
+    raise PromptError(f"{owner}a prompt is empty: give the task a prompt template with some text")
+  if length > max_prompt_length:
+    raise PromptError(
+      f"{owner}a prompt has {length} tokens but config.max_prompt_length is {max_prompt_length}:"
+      " raise config.max_prompt_length, or leave such problems out with config.prompts.too_long ="
+      " 'drop' (held-out ones too: 'drop_everywhere'). The prompt begins"
+      f" {problem.question[:80]!r}"
+    )
 
 
 def encode_demonstrations(

@@ -43,7 +43,8 @@ def jsonl(
     held_out: likewise, of the held-out problems; "" to split them off `train`.
     held_out_size: problems; of a file of their own 0 stands for all.
     split_seed: another one splits other problems off.
-    warm_start_size: problems with demonstrations, the first of `train`; needs `solution`.
+    warm_start_size: problems with demonstrations, the first of `train`; needs `solution`. They are
+      taken away from those to train on.
     prompt: template of the policy's prompt over the fields of a line, "Q: {question}\\nA:".
     answer: the field that becomes the reference's "answer"; "" where the grader needs none.
     solution: template of a demonstration over the fields of a line; "" for none.
@@ -71,7 +72,6 @@ def jsonl(
   problems = [left[index] for index in range(len(left))]
   if not problems:
     raise ValueError(f"all {len(given)} problems of {train} are held out; lower held_out_size")
-  logging.info("%s: %d problems to train on, %d held out", train, len(problems), len(chosen))
   task = Task(
     name=NAME,
     train=Chosen.of(problems[warm_start_size:]),
@@ -79,11 +79,15 @@ def jsonl(
     held_out=held_out_problems,
     grader=grader,
   )
+  logging.info(
+    "%s: %d training problems, %d warm-start problems, %d held-out problems",
+    *(train, len(task.train), len(task.warm_start), len(task.held_out)),
+  )
   return warn_of_common_answer(task)
 
 
 def _rows(path: str | os.PathLike[str]) -> Iterator[Row]:
-  files = PublishedFiles(path)
+  files = PublishedFiles(path, own=True)
   paths = files.paths()
   return files.rows(paths)
 
@@ -107,6 +111,7 @@ def _problem(row: Row, prompt: str, answer: str, solution: str) -> Problem:
     answer=text if isinstance(text, str) else str(text),
     solution=_filled(row, "solution", solution),
     reference=reference,
+    where=row.where,
   )
 
 

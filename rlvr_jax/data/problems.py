@@ -14,6 +14,7 @@ class Problem:
   answer: str  # the reference answer; "" where many are right and none is given
   solution: str  # demonstration that the warm start trains on, in the form of a completion
   reference: Mapping[str, Any]  # what the grader needs; JSON-serializable
+  where: str = dataclasses.field(default="", compare=False)  # its file and line, for messages
 
 
 class ProblemSource(Protocol):

@@ -209,6 +209,7 @@ class Mixed(_Indexed):
       seeds: of each source's order, in [0, 2³²).
       size: number of problems of the mixture.
     """
+    self._sources = sources
     orders = [in_random_order(*pair) for pair in zip(sources, seeds, strict=True)]
     self._mixed = grain.MapDataset.mix(orders, list(weights))
     self._size = size
@@ -218,3 +219,10 @@ class Mixed(_Indexed):
 
   def _get(self, index: int) -> Problem:
     return self._mixed[index]
+
+
+def listed(source: ProblemSource) -> list[ProblemSource]:
+  """The lists of problems that a source is made of, without what is generated on access."""
+  if isinstance(source, Concatenated | Mixed):
+    return [part for inner in source._sources for part in listed(inner)]
+  return [source] if isinstance(source, Chosen | Sequence) else []

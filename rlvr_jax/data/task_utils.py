@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import re
 import string
@@ -27,7 +28,13 @@ def fill_template(what: str, template: str, fields: Mapping[str, Any]) -> str:
     if widest > _WIDEST:
       raise ValueError(f"it asks for {widest} characters; {_WIDEST} are allowed")
     return template.format_map(fields)
-  except (KeyError, ValueError, IndexError, AttributeError) as error:
+  except KeyError as error:
+    near = difflib.get_close_matches(str(error.args[0]), fields, n=1)
+    raise ValueError(
+      f"{what} is {template!r}, but there is no field {error}, only {sorted(fields)}"
+      + (f"; did you mean {near[0]!r}?" if near else "")
+    ) from error
+  except (ValueError, IndexError, AttributeError, TypeError) as error:
     raise ValueError(
       f"{what} is {template!r}, a template whose fields may be {sorted(fields)}: "
       f"{type(error).__name__} {error}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -230,7 +231,19 @@ def make_task(config: ml_collections.ConfigDict) -> Task:
   try:
     return specs.call(f"config.task.name = {name!r}", tasks, spec, Task)
   except OSError as error:
-    raise ValueError(f"config.task.kwargs = {config.task.kwargs.to_dict()}: {error}") from error
+    field = _field_of(error.filename, "config.task.kwargs", kwargs)
+    missing = f"{field} = {error.filename!r}: {error.strerror}"
+    raise ValueError(missing if field else f"config.task.name = {name!r}: {error}") from error
+
+
+def _field_of(value: Any, owner: str, fields: Mapping[str, Any]) -> str:
+  """The dotted name of the field that has this text; "" if none has it."""
+  for name, own in fields.items():
+    if isinstance(own, Mapping) and (found := _field_of(value, f"{owner}.{name}", own)):
+      return found
+    if isinstance(own, str | os.PathLike) and os.fspath(own) == value:
+      return f"{owner}.{name}"
+  return ""
 
 
 def make_schedule(config: ml_collections.ConfigDict) -> schedules.Schedule:

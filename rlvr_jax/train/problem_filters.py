@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +16,10 @@ from rlvr_jax.data import (
   Task,
   Tokenizer,
   encode_demonstrations,
-  encode_prompts,
 )
+from rlvr_jax.data.batches import check_prompt
 from rlvr_jax.data.curriculum import Curriculum
-from rlvr_jax.data.sources import Chosen
+from rlvr_jax.data.sources import Chosen, listed
 from rlvr_jax.models.huggingface_config import longest_text
 from rlvr_jax.ops.checks import check_choice
 
@@ -48,8 +49,7 @@ def fitting(config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer)
 
   Raises:
     ValueError: a prompt or a demonstration is too long and is not to be dropped, or none fits.
-      If problems are not dropped, only the first 100 training prompts are checked, since problems
-      may be generated when sampled.
+      Of training problems that are generated when sampled only the first 100 are checked here.
   """
   choice, limit = config.prompts.too_long, config.max_prompt_length
   phases = {"error": (), "drop": _OF_TRAINING, "drop_everywhere": (*_OF_TRAINING, "held_out")}
@@ -58,15 +58,18 @@ def fitting(config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer)
     fits = lambda problem: 0 < len(tokenizer.encode_prompt(problem.question)) <= limit
     kept: dict[str, Any] = {p: _kept(p, getattr(task, p), fits, limit) for p in phases[choice]}
     task = dataclasses.replace(task, **kept)
-  encode_prompts(_all(task.held_out), tokenizer, limit)
-  encode_prompts(_first(task.train, 100), tokenizer, limit)
+  check = functools.partial(_check_prompts, tokenizer=tokenizer, limit=limit)
+  check("held-out", task.held_out)
+  for source in listed(task.train) if choice == "error" else []:  # what is kept has been measured
+    check("training", source)
+  check("training", task.train, most=100)
   if config.warm_start.num_steps:
     if not len(task.warm_start):
       raise ValueError(
         "config.warm_start.num_steps > 0 but the task has no demonstrations; set the task's"
         " warm_start_size, or config.warm_start.num_steps = 0"
       )
-    encode_prompts(_all(task.warm_start), tokenizer, limit)
+    check("warm-start", task.warm_start)
     encode_demonstrations(_all(task.warm_start), tokenizer, config.max_response_length)
   return task
 
@@ -75,8 +78,14 @@ def _all(source: ProblemSource) -> list[Problem]:
   return [source[index] for index in range(len(source))]
 
 
-def _first(source: ProblemSource, count: int) -> list[Problem]:
-  return [source[index] for index in range(min(len(source), count))]
+def _check_prompts(
+  phase: str, source: ProblemSource, tokenizer: Tokenizer, limit: int, most: int = _MAX_MEASURED
+) -> None:
+  """Raises PromptError for the first of at most `most` prompts that does not fit."""
+  for index in range(min(len(source), most)):
+    problem = source[index]
+    length = len(tokenizer.encode_prompt(problem.question))
+    check_prompt(problem, length, limit, f"{phase} problem {index}")
 
 
 def _kept(

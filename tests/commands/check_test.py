@@ -38,7 +38,9 @@ def test_a_run_that_will_work(capsys, tmp_path):
   assert list(lines) == NAMES.split() and not message
   assert {status for status, _ in lines.values()} == {OK}, lines
   assert lines["devices"][1] == "8 of cpu, 8 on each host"
-  assert lines["data"][1] == "1000 training problems, 10 held-out problems"
+  assert lines["data"][1] == (
+    "1000 training problems, 80 warm-start problems, 10 held-out problems"
+  )
   assert "rewards.user_graders:unhurried works" in lines["grader"][1]
   assert "update, estimated: 0.0 GiB" in lines["memory"][1]
   assert list((tmp_path / "run").iterdir()) == []  # nothing of it is left

@@ -138,7 +138,7 @@ def test_encode_demonstrations():
 
 
 def test_too_long_texts_name_lengths_and_remedy():
-  with pytest.raises(ValueError, match="5 tokens but max_prompt_length is 4: raise"):
+  with pytest.raises(ValueError, match=r"5 tokens but config\.max_prompt_length is 4: raise"):
     encode_prompts([_problem("a"), _problem("abcde")], TOKENIZER, 4)
   with pytest.raises(
     ValueError, match="5 tokens, stop token included, but max_response_length is 4"

@@ -2,11 +2,15 @@
 
 import gzip
 import json
+import logging
 
 import pytest
+from train import tiny
 
+from rlvr_jax.commands.check import Preflight
 from rlvr_jax.data import tasks
 from rlvr_jax.rewards import graders
+from rlvr_jax.train.build import make_task
 
 LINES = [
   {"prompt": f"{a}+{b}=", "answer": a + b, "Level": a, "steps": f"{a}+{b}={a + b}"}
@@ -89,6 +93,15 @@ def test_no_answer_where_the_grader_needs_none(write):
   [
     (dict(answer="gold"), r"mine\.jsonl, line 1 has no field 'gold', only \['Level', 'answer'"),
     (dict(prompt="{question}"), r"line 1 does not fit: prompt is '\{question\}', .*'prompt'"),
+    (
+      dict(prompt="{promt}"),
+      r"line 1 does not fit: prompt is '\{promt\}', but there is no field 'promt', only"
+      r" \['Level', 'answer', 'prompt', 'steps'\]; did you mean 'prompt'\?$",
+    ),
+    (
+      dict(prompt="{prompt:d}"),
+      r"line 1 does not fit: .* a template whose fields may be \['Level'",
+    ),
     (dict(prompt=" "), r"line 1 has an empty prompt"),
     (dict(held_out_size=20), r"held_out_size is 20, but there are only 19"),
     (dict(held_out_size=0), r"held_out_size is 0, must be at least 1"),
@@ -102,14 +115,59 @@ def test_mistakes_name_the_line_and_the_remedy(write, change, message):
 
 
 def test_files_that_are_not_what_they_should_be(write, tmp_path):
-  with pytest.raises(FileNotFoundError, match="no file of problems"):
+  with pytest.raises(FileNotFoundError, match="there is no such file in /"):
     tasks.jsonl(train=tmp_path / "no.jsonl", grader="gsm8k", held_out_size=1)
   (tmp_path / "torn.jsonl").write_text('{"prompt": "1", "answer": "1"}\n{"prompt": ')
-  with pytest.raises(ValueError, match=r"torn\.jsonl, line 2 is truncated or not JSON"):
+  told = r"torn\.jsonl, line 2 is not JSON: Expecting value at character 1\d; fix that line$"
+  with pytest.raises(ValueError, match=told):
     tasks.jsonl(train=tmp_path / "torn.jsonl", grader="gsm8k", held_out_size=1)
+  (tmp_path / "torn.jsonl").write_text('{"prompt": "1", "answer": "1"}\n{"prompt": \n{}\n')
+  with pytest.raises(ValueError, match=told):  # the end of the line is not a line of its own
+    tasks.jsonl(train=tmp_path / "torn.jsonl", grader="gsm8k", held_out_size=1)
+  (tmp_path / "torn.json").write_text('[{"prompt": "1"},\n{"prompt": 1 2}]')
+  with pytest.raises(ValueError, match=r"Expecting .* at line 2, character 14; fix that file$"):
+    tasks.jsonl(train=tmp_path / "torn.json", grader="gsm8k", held_out_size=1)
+  (tmp_path / "empty.jsonl").write_text("")
+  with pytest.raises(ValueError, match=r"empty\.jsonl is empty\. Write the file again\.$"):
+    tasks.jsonl(train=tmp_path / "empty.jsonl", grader="gsm8k", held_out_size=1)
   with pytest.raises(ValueError, match=r"all 4 problems of .* are held out"):
     path = write(LINES[:4])
     tasks.jsonl(train=path, held_out=path, grader="gsm8k")
+
+
+def test_the_run_and_its_check_count_the_training_problems_alike(write, caplog):
+  config = tiny.get_config()
+  kwargs = dict(train=write(LINES), grader="gsm8k", solution="{steps}")
+  config.task = dict(name="jsonl", kwargs=kwargs | dict(held_out_size=5, warm_start_size=6))
+  preflight = Preflight(config, "unused")
+  preflight.make_tokenizer()
+  with caplog.at_level(logging.INFO):
+    found = preflight.make_task()
+  counts = "9 training problems, 6 warm-start problems, 5 held-out problems"
+  assert found.text == counts
+  assert f"mine.jsonl: {counts}" in caplog.text
+
+
+def test_a_missing_file_is_named_first_by_its_field_and_with_near_names(write, tmp_path):
+  write(LINES, "letters.jsonl")
+  config = tiny.get_config()
+  kwargs = dict(train=str(tmp_path / "leters.jsonl"), grader="gsm8k", held_out_size=1)
+  config.task = dict(name="jsonl", kwargs=kwargs)
+  with pytest.raises(ValueError, match="leters") as error:
+    make_task(config)
+  assert str(error.value) == (
+    f"config.task.kwargs.train = {kwargs['train']!r}: there is no such file in {tmp_path};"
+    " near it: letters.jsonl"
+  )
+  config.task = dict(
+    name="curriculum", kwargs=dict(parts=dict(a=dict(name="jsonl", kwargs=kwargs)))
+  )
+  with pytest.raises(ValueError, match=r"^config\.task\.kwargs\.parts\.a\.kwargs\.train = "):
+    make_task(config)
+  kwargs["train"] = str(tmp_path / "nowhere" / "letters.jsonl")
+  config.task = dict(name="jsonl", kwargs=kwargs)
+  with pytest.raises(ValueError, match=r"jsonl': there is no folder .*/nowhere$"):
+    make_task(config)
 
 
 def test_a_url_is_read_as_a_file_is(write):

@@ -401,6 +401,9 @@ def test_missing_files_and_splits(tmp_path):
     _prepare("gsm", tmp_path)
   with pytest.raises(ValueError, match="data_dir is empty"):
     builder.prepare("gsm8k", "", tmp_path)
+  with pytest.raises(FileNotFoundError, match=r"there is no such file in .*source"):
+    _prepare("gsm8k", tmp_path)
+  (tmp_path / "source").mkdir()
   with pytest.raises(FileNotFoundError, match=r"no file of problems \(.jsonl, .*is there.*source"):
     _prepare("gsm8k", tmp_path)
   expected = "expected train or main/train-00000-of-00001 or train-00000-of-00001; or test or main/"

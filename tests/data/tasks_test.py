@@ -119,7 +119,7 @@ def test_solutions_are_graded_correct_after_json(dataset):
     ({"train_size": 0}, "train_size is 0, must be at least 1"),
     ({"held_out_size": 0}, "held_out_size is 0"),
     ({"warm_start_size": -1}, "warm_start_size is -1"),
-    ({"prompt": "{qestion}"}, "prompt is '{qestion}', a template whose fields may be .*'question'"),
+    ({"prompt": "{qestion}"}, "no field 'qestion', only .*; did you mean 'question'"),
     ({"prompt": "{answer}"}, "prompt is '{answer}'"),
     ({"solution": "{"}, "solution is '{', a template"),
     ({"dataset": "maze", "solution": "steps"}, "'maze' has no step-by-step.*chain_sum"),
@@ -327,7 +327,7 @@ def test_published_programs(tmp_path):
     ({"prepared_dir": "gs://bucket/p"}, "prepared_dir = 'gs://bucket/p' is a URL"),
     (
       {"prompt": "{answer}"},
-      r"prompt is '{answer}', a template whose fields may be .'difficulty', 'id', .*'question'",
+      r"'{answer}', but there is no field 'answer', only .'difficulty', 'id', .*'question'",
     ),
   ],
 )

@@ -8,8 +8,8 @@ from rlvr_jax.data.problems import Problem, Task
 class Sums:
   """Sums and differences of two digits; the same index and seed always give the same."""
 
-  def __init__(self, size, seed):
-    self._size, self._seed = size, seed
+  def __init__(self, size, seed, long_from=None):
+    self._size, self._seed, self._long_from = size, seed, long_from
 
   def __len__(self):
     return self._size
@@ -21,14 +21,19 @@ class Sums:
     left, right, sign = number.randrange(10), number.randrange(10), number.choice((1, -1))
     answer = str(left + sign * right)
     question = f"{left} {'+' if sign > 0 else '-'} {right}="
+    if self._long_from is not None and index >= self._long_from:
+      question = "as long as no limit allows: " + question
     return Problem(question, answer, solution=answer, reference={"answer": answer})
 
 
-def sums(*, train_size=1000, warm_start_size=80, held_out_size=10):
-  """The held-out questions may be among the others: no test of a run asks what was learned."""
+def sums(*, train_size=1000, warm_start_size=80, held_out_size=10, long_from=None):
+  """The held-out questions may be among the others: no test of a run asks what was learned.
+
+  Training prompts from `long_from` on are long.
+  """
   return Task(
     name="sums",
-    train=Sums(train_size, seed=0),
+    train=Sums(train_size, seed=0, long_from=long_from),
     warm_start=Sums(warm_start_size, seed=2_000_000),
     held_out=Sums(held_out_size, seed=3_000_000),
     grader="rewards.user_graders:unhurried",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import gzip
 import hashlib
@@ -36,18 +37,21 @@ class PublishedFiles:
     is_one: True for a single file.
   """
 
-  def __init__(self, data_dir: str | os.PathLike[str]):
+  def __init__(self, data_dir: str | os.PathLike[str], *, own: bool = False):
     """Lists the files.
 
     Args:
       data_dir: folder or file, local or a URL such as gs://bucket/folder.
+      own: the user wrote the files: messages say to mend them, not to fetch them again.
     Raises:
-      FileNotFoundError: there is no data file.
+      FileNotFoundError: there is no data file; its text has names in the folder that are near.
       ValueError: `data_dir` is empty, or the kind of URL is unknown.
     """
     if not os.fspath(data_dir):
       raise ValueError("data_dir is empty: give the folder that holds the published files")
     self.data_dir = data_dir
+    self._own = own
+    self._remedy = "Write the file again." if own else "Fetch the file again."
     self._filesystem, root = located(data_dir)
     root = root.rstrip("/")
     self.is_one = self._filesystem.isfile(root)
@@ -64,9 +68,10 @@ class PublishedFiles:
         self._paths.setdefault(stem, path)
     self._stems = {path: stem for stem, path in self._paths.items()}
     if not self._paths:
-      raise FileNotFoundError(
-        errno.ENOENT, f"no file of problems ({', '.join(FORMATS)}) is there", os.fspath(data_dir)
-      )
+      local = isinstance(self._filesystem, LocalFileSystem)
+      missing = _missing(root) if local and not os.path.exists(root) else ""
+      why = missing or f"no file of problems ({', '.join(FORMATS)}) is there"
+      raise FileNotFoundError(errno.ENOENT, why, os.fspath(data_dir))
 
   def names(self) -> list[str]:
     """The names of all data files, relative to the folder and without their formats."""
@@ -118,17 +123,27 @@ class PublishedFiles:
     number = 0
     try:
       with stream:
-        for number, (where, value) in enumerate(_values(path, stream), start=1):
+        for number, (where, value) in enumerate(_values(path, stream, self._remedy), start=1):
           where = f"{shown}, {where}" if where else shown
           if isinstance(value, ValueError):
-            raise ValueError(f"{where} is truncated or not JSON ({value}). Fetch the file again.")
+            raise ValueError(f"{where} {self._not_json(value)}")
           if not isinstance(value, dict):
             raise ValueError(f"{where} is not a JSON object: {str(value)[:80]!r}")
           yield Row(value, where=where, name=f"{self._stems[path]}/{number}")
     except _TORN as error:
-      raise ValueError(f"{shown} is truncated ({error}). Fetch the file again.") from error
+      raise ValueError(f"{shown} is truncated ({error}). {self._remedy}") from error
     if not number:
-      raise ValueError(f"{shown} is empty. Fetch the file again.")
+      raise ValueError(f"{shown} is empty. {self._remedy}")
+
+  def _not_json(self, error: ValueError) -> str:
+    """Says what is wrong with a text, whose file and line come before."""
+    reason, place = str(error), ""
+    if isinstance(error, json.JSONDecodeError):
+      place = f"line {error.lineno}, " if "\n" in error.doc.strip() else ""
+      reason = f"{error.msg} at {place}character {error.colno if place else error.pos + 1}"
+    if self._own:
+      return f"is not JSON: {reason}; fix that {'file' if place else 'line'}"
+    return f"is truncated or not JSON ({reason}). {self._remedy}"
 
   def _fetched(self, paths: list[str]) -> Iterator[tuple[str, Any]]:
     for start in range(0, len(paths), _FETCHED_AT_ONCE):
@@ -142,6 +157,15 @@ class PublishedFiles:
       yield path, self._filesystem.open(path, "rb", compression=compression)
 
 
+def _missing(path: str) -> str:
+  """Says that a local path is missing, and which names in its folder are near."""
+  folder, name = os.path.split(path)
+  if not os.path.isdir(folder):
+    return f"there is no folder {folder}"
+  near = difflib.get_close_matches(name, os.listdir(folder), cutoff=0.5)
+  return f"there is no such file in {folder}" + (f"; near it: {', '.join(near)}" if near else "")
+
+
 def _format_of(path: str) -> str:
   """The format of a file of problems; "" for any other file."""
   return next((ending for ending in FORMATS if path.endswith(ending)), "")
@@ -152,10 +176,10 @@ def _natural(stem: str) -> list[str | int]:
   return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", stem)]
 
 
-def _values(path: str, stream: Any) -> Iterator[tuple[str, Any]]:
+def _values(path: str, stream: Any, remedy: str) -> Iterator[tuple[str, Any]]:
   """Yields (location in the file, value or the error of reading it)."""
   if _format_of(path) == ".parquet":
-    yield from _parquet_values(path, stream)
+    yield from _parquet_values(path, stream, remedy)
   elif ".jsonl" in _format_of(path):
     yield from _line_values(stream)
   else:
@@ -187,7 +211,7 @@ def _parsed(data: bytes) -> Any:
     return error
 
 
-def _parquet_values(path: str, stream: Any) -> Iterator[tuple[str, Any]]:
+def _parquet_values(path: str, stream: Any, remedy: str) -> Iterator[tuple[str, Any]]:
   try:
     from pyarrow import parquet
   except ImportError as error:
@@ -200,6 +224,4 @@ def _parquet_values(path: str, stream: Any) -> Iterator[tuple[str, Any]]:
     rows = (row for batch in batches for row in batch.to_pylist())
     yield from ((f"record {n}", row) for n, row in enumerate(rows, start=1))
   except (OSError, ValueError) as error:
-    raise ValueError(
-      f"{path} is truncated or not Parquet ({error}). Fetch the file again."
-    ) from error
+    raise ValueError(f"{path} is truncated or not Parquet ({error}). {remedy}") from error

@@ -160,4 +160,5 @@ def _problem(records: Records, index: int, prompt: str) -> Problem:
     answer=record.answer,
     solution=record.solution,
     reference=reference,
+    where=f"{records.dataset.name}, problem {record.id!r}",
   )
