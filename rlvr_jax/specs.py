@@ -114,7 +114,14 @@ def call(owner: str, package: types.ModuleType, spec: Spec, kind: Any, **of_run:
     and parameter.kind not in variable
   ]  # fmt: skip
   if lacking:
-    raise ValueError(f"{owner}: {spec.name} needs a value of {', '.join(lacking)}")
+    rule = ""
+    if any(parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY for name in lacking):
+      # The name may be of the component itself, such as a loss, a function of tokens.
+      rule = (
+        "; the name must be of a factory, whose parameters are hyper-parameters and which returns"
+        f" {kind.__name__}"
+      )
+    raise ValueError(f"{owner}: {spec.name} needs a value of {', '.join(lacking)}{rule}")
   try:
     made = factory(**arguments)
   except (ValueError, ImportError, OSError):

@@ -231,7 +231,7 @@ CONFIG_FILES = [  # get_config's body, what follows --config=FILE, the message
    r"returns has no num_updates, task, .*; start from"),
   ("", [":unknown"], r"wrong\.py:unknown: TypeError: get_config\(\) takes 0 .* 1 was given"),
   ("", ["x"], r"wrong\.pyx: OSError: \[Errno 2\] No such file or directory: '.*wrong\.pyx'"),
-  ("", ["", "--config.batch.prompts=abc"], r"batch\.prompts=abc: invalid literal for int"),
+  ("", ["", "--config.batch.prompts=abc"], r"batch\.prompts=abc: needs an integer, such"),
   ("", ["", "--config.model.overrides.width=3"], r"overrides\.width=3: .* no field 'width' "),
 ]  # fmt: skip
 

@@ -140,6 +140,20 @@ def test_what_is_lacking_or_of_another_kind():
     make("scale", kind=dict)
 
 
+def plain(tokens):
+  return (tokens,)
+
+
+def test_a_component_in_place_of_its_factory():
+  with pytest.raises(
+    ValueError, match=r"plain needs a value of tokens; the name must be of a"
+  ) as e:
+    make(f"{__name__}:plain")
+  assert str(e.value).endswith("parameters are hyper-parameters and which returns tuple")
+  with pytest.raises(ValueError, match=r"needs a value of seed$"):  # a keyword: it is a factory
+    specs.make("config.thing", PACKAGE, "scale", tuple)
+
+
 @pytest.mark.parametrize(
   "text",
   [

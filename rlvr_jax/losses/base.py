@@ -9,6 +9,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from rlvr_jax.ops.checks import described
 from rlvr_jax.ops.masked import masked_fill, mean_metric, upcast
 from rlvr_jax.ops.ratios import log_ratios
 from rlvr_jax.types import Array, Metrics, TrainBatch
@@ -61,6 +62,9 @@ def token_loss(function: Callable[[Tokens], tuple[Array, Array]]) -> Loss:
 
   Args:
     function: tokens → (losses f32[P, G, T], clipped [P, G, T] or [P, G, 1], see `clip_metrics`).
+
+  Raises, when the loss is traced:
+    ValueError: the function returns anything else.
   """
 
   def per_token(
@@ -68,10 +72,23 @@ def token_loss(function: Callable[[Tokens], tuple[Array, Array]]) -> Loss:
   ) -> tuple[Array, Metrics]:
     del statistics
     tokens = prepare(policy_logprobs, batch, coefficients)
-    losses, clipped = function(tokens)
+    losses, clipped = _checked_pair(function(tokens), tokens)
     return losses, clip_metrics(clipped, tokens)
 
   return Loss(per_token)
+
+
+def _checked_pair(found: Any, tokens: Tokens) -> tuple[Array, Array]:
+  """`found`, if it is losses [P, G, T] and clipped [P, G, T] or [P, G, 1]; else ValueError."""
+  P, G, T = tokens.mask.shape
+  if isinstance(found, tuple) and len(found) == 2:
+    losses, clipped = (jnp.shape(part) for part in found)
+    if losses == (P, G, T) and clipped in ((P, G, T), (P, G, 1)):
+      return found
+  raise ValueError(
+    f"the function of token_loss returns {described(found)}; it must return (losses [P, G, T],"
+    f" clipped [P, G, T] or [P, G, 1]), here [P, G, T] = {[P, G, T]}"
+  )
 
 
 def clip_metrics(clipped: Array, tokens: Tokens) -> Metrics:

@@ -50,3 +50,12 @@ def check_choice(owner: str, name: str, value: Any, allowed: Collection[Any]) ->
   """Raises unless `value` is one of `allowed`."""
   if value not in allowed:
     raise ValueError(f"{owner}: {name} = {value!r} is unknown; choose one of {sorted(allowed)}")
+
+
+def described(value: Any) -> str:
+  """What a function returned, for messages: "(float32[8, 16], dict)"."""
+  if isinstance(value, (tuple, list)):
+    return f"({', '.join(described(part) for part in value)})"
+  if hasattr(value, "shape") and hasattr(value, "dtype"):
+    return f"{value.dtype}{list(value.shape)}"
+  return type(value).__name__

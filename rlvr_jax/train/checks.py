@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import os
+import traceback
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import chex
 import jax
+import jax.numpy as jnp
 import ml_collections
 from jax.sharding import Mesh
 
 from rlvr_jax import specs
 from rlvr_jax.models.transformer import TransformerConfig
-from rlvr_jax.ops.checks import check_between, check_integer
+from rlvr_jax.ops.checks import check_between, check_integer, described
 from rlvr_jax.ops.logprobs import check_sampling, is_truncated
 from rlvr_jax.rewards.outcome import OutcomePolicy
 from rlvr_jax.rollouts import schedules
@@ -23,7 +27,7 @@ from rlvr_jax.train.behavior_sources import Source
 from rlvr_jax.train.objective import Method
 from rlvr_jax.train.programs import abstract_batch, make_measure, make_row_layout
 from rlvr_jax.train.step import train_step
-from rlvr_jax.types import Params, Sampling, TrainState
+from rlvr_jax.types import Metric, Params, Sampling, TrainBatch, TrainState
 
 _MAX_UPDATES = 10_000_000  # schedules are planned for all updates
 _MAX_WORKERS = 1024  # grading processes
@@ -35,6 +39,15 @@ _AT_LEAST_ONE = {
   "grading": "memory_mib",
   "checkpoint": "every keep",
   "logging": "print_every rollouts_every rollouts_per_refresh",
+}
+# Traceback frames in these folders are not in the module of a user's component.
+_LIBRARIES = (
+  os.path.dirname(os.path.dirname(__file__)),
+  *(os.path.dirname(str(module.__file__)) for module in (os, jax, chex)),
+)
+_REMEDIES: dict[type[Exception], str] = {
+  jax.errors.TracerBoolConversionError: "use jnp.where in place of if",
+  jax.errors.TracerArrayConversionError: "use jax.numpy in place of numpy",
 }
 
 
@@ -195,9 +208,63 @@ def check_update(
   """Traces one update on shapes, so that errors in components are raised before compilation."""
   layout = make_row_layout(config, method.model.config.attention, mesh)
   batch = abstract_batch(config, layout, mesh, needs_proximal=method.loss.needs_proximal)
+  _check_advantage(config, method, state, batch)
+  _check_loss(config, method, batch)
   jax.eval_shape(functools.partial(train_step, method=method), state, frozen, batch)
   if config.diagnostics.every:
     jax.eval_shape(make_measure(config, method), state, frozen, state.params, batch)
+
+
+def _check_advantage(
+  config: ml_collections.ConfigDict, method: Method, state: TrainState, batch: TrainBatch
+) -> None:
+  """Raises ValueError if the advantage fails, or its coefficients are not [P, G]."""
+  owner = f"config.advantage = {config.advantage!r}"
+  found = _traced(owner, method.advantage.apply, state.advantage_state, batch)
+  if getattr(found, "shape", None) != batch.rewards.shape:
+    raise ValueError(
+      f"{owner}: the advantage returns {described(found)}; it must return coefficients [P, G],"
+      f" here {list(batch.rewards.shape)}"
+    )
+
+
+def _check_loss(config: ml_collections.ConfigDict, method: Method, batch: TrainBatch) -> None:
+  """Raises ValueError if the loss fails, or does not return (losses [P, G, T], metrics)."""
+  owner, loss = f"config.loss = {config.loss!r}", method.loss
+
+  def losses_of(logprobs, batch, coefficients):
+    statistics = loss.statistics and loss.statistics(logprobs, batch, coefficients)
+    return loss.per_token(logprobs, batch, coefficients, statistics)
+
+  shape = batch.tokens.shape
+  logprobs, coefficients = (jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape, shape[:2]))
+  found = _traced(owner, losses_of, logprobs, batch, coefficients)
+  pair = found if isinstance(found, tuple) and len(found) == 2 else (None, None)
+  if getattr(pair[0], "shape", None) != shape or not isinstance(pair[1], dict):
+    raise ValueError(
+      f"{owner}: per_token returns {described(found)}; it must return (losses f32[P, G, T],"
+      f" metrics), here [P, G, T] = {list(shape)}"
+    )
+  for name, metric in pair[1].items():
+    if not isinstance(metric, Metric):
+      raise ValueError(
+        f"{owner}: its metric {name!r} is {described(metric)}; it must be a Mean, Max, Min or Sum"
+        " of rlvr_jax.types"
+      )
+
+
+def _traced(owner: str, function: Callable[..., Any], *shapes: Any) -> Any:
+  """Shapes of what a component returns; an error in it is a ValueError of one line."""
+  try:
+    return jax.eval_shape(function, *shapes)
+  except Exception as error:
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    text = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    position = f" ({users[-1].filename}, line {users[-1].lineno})" if users else ""
+    remedy = next((f"; {do}" for cls, do in _REMEDIES.items() if isinstance(error, cls)), "")
+    raise ValueError(f"{owner}: {kind}{text}{position}{remedy}") from error
 
 
 def may_differ(config: ml_collections.ConfigDict, schedule: schedules.Schedule) -> list[str]:

@@ -25,6 +25,12 @@ from rlvr_jax.train import old_spellings
 _COMPONENTS = "advantage reweighting gram loss schedule optimizer learning_rate grader".split()
 _TYPES = {kind.__name__: kind for kind in (bool, int, float, str, tuple)}
 
+# Errors of Python and absl on a flag's value, and what the value has to be.
+_NEEDED = (
+  ("invalid literal for int()", "an integer, such as 2"),
+  ("could not convert string to float", "a number, such as 0.5"),
+  ("('Non-boolean argument to boolean flag'", "True or False"),
+)
 
 # Traceback frames in these folders are not in the configuration file.
 _LIBRARIES = (
@@ -121,7 +127,7 @@ def _flag_message(error: Exception, argv: list[str]) -> str:
   if "in argv before a value for --config" in str(error):
     return "--config=FILE must come before the fields that are set, such as --config.num_updates=2"
   if not isinstance(error, (AttributeError, KeyError)):
-    return str(error).strip().partition("\n")[0]
+    return _needed_type(str(error).strip().partition("\n")[0])
   cause = error.args[0]
   near = str(cause.args[0] if isinstance(cause, KeyError) else cause).replace("\nDid", "; did")
   name = near.partition("; ")[0].strip("'")
@@ -130,6 +136,15 @@ def _flag_message(error: Exception, argv: list[str]) -> str:
     f"{given}: the configuration has no field {near} (configs/base.py and the recipe list them;"
     " add others under kwargs or overrides to the recipe)"
   )
+
+
+def _needed_type(message: str) -> str:
+  """The flag libraries' message, with what the value has to be in place of Python's error."""
+  for pythons, needed in _NEEDED:
+    before, found, _ = message.partition(f": {pythons}")
+    if found:
+      return f"{before}: needs {needed}"
+  return message
 
 
 class Parser(config_flags.ConfigFileFlagParser):

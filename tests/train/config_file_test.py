@@ -58,6 +58,23 @@ def test_a_recipe_is_found_from_any_folder(tmp_path, monkeypatch):
   assert config_file.installed_recipe("configs/grpo.py") == "configs/grpo.py"
 
 
+@pytest.mark.parametrize(
+  ("argument", "needed"),
+  [
+    ("num_updates=two", "an integer, such as 2"),
+    ("num_updates=1.5", "an integer, such as 2"),
+    ("overlong.buffer=", "an integer, such as 2"),
+    ("max_gradient_norm=high", "a number, such as 0.5"),
+    ("dynamic_sampling.enabled=maybe", "True or False"),
+  ],
+)
+def test_a_value_of_another_type_is_told_the_type(argument, needed):
+  recipe, given = f"--config={tiny.ROOT / 'configs/quickstart.py'}", f"--config.{argument}"
+  with pytest.raises(ValueError) as told:
+    config_file.read([recipe, given])
+  assert str(told.value) == f"flag {given}: needs {needed}"
+
+
 # --- components -----------------------------------------------------------------------------------
 
 
