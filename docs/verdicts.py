@@ -7,12 +7,18 @@ import statistics
 from docs.reproduction import Result, Verdict, mean, number, paired, premises, results
 from experiments.fade.testbed import ON_TOUR
 from experiments.mu_grpo import hand_over
+from experiments.testbed import report
 from experiments.testbed.arms import GRPO
 from rlvr_jax.evaluate.compare import METRIC, final, rise
 
 _SALT = results("salt_geometry")
 _P3O = results("p3o_mismatch")
 _MU = results("mu_grpo")
+_ON_STEPS = {
+  **results("salt_geometry/testbed.json"),
+  **results("p3o_mismatch/testbed.json"),
+  **results("fade/testbed.json"),
+}
 _RECIPES = results("recipes")
 _STEPS = premises("steps")
 _TOUR = premises("tour")
@@ -23,6 +29,7 @@ _P3O_LINK = "../experiments/p3o_mismatch/README.md"
 _MU_LINK = "../experiments/mu_grpo/README.md"
 _PRICE_LINK = "../experiments/mu_grpo/TESTBED.md"
 _PREMISES_LINK = "../experiments/premises/README.md"
+_STEPS_RUNS = "`steps`, 192 updates, 2 seeds"
 _STEPWISE = "quickstart in written steps, μ = 96, 3 seeds"
 _LARGE = ("GRPO, G = 32", "SALT, sampled, G = 32")
 _SIZES = ("GRPO, G = 16", "GRPO, G = 64", "SALT, sampled, G = 16", "SALT, sampled, G = 64")
@@ -92,12 +99,25 @@ _OF_SALT = {
   ),
   "S2": Verdict(
     "SALT raises n_eff, PR and accuracy over GRPO and DAPO",
-    "not",
+    "in part",
     "SALT less GRPO: n_eff in the loss {}, PR {}, pass@1 {}. The adaptive α is 0 there, since n_eff"
-    " is above 1.",
-    tuple(paired(_SALT, "SALT, G = 16", "GRPO, G = 16", f) for f in (_REWEIGHTED, _PR, final)),
-    f"{_QUICKSTART}, G = 16; DAPO not tried",
-    _SALT_LINK,
+    " is above 1. On `steps`, by the sampled tokens, α is {}; n_eff in the loss {}, PR {}, pass@1"
+    " {}. So n_eff rises on the"
+    " quickstart, and in the mean on `steps`; PR and accuracy do not.",
+    (
+      *(paired(_SALT, "SALT, G = 16", "GRPO, G = 16", f) for f in (_REWEIGHTED, _PR, final)),
+      mean(_ON_STEPS["SALT, sampled"], report.over_training("reweighting/alpha")),
+      *(
+        paired(_ON_STEPS, "SALT, sampled", GRPO, f)
+        for f in (
+          report.of_geometry("effective_rollouts_reweighted", "sampled"),
+          report.of_geometry("participation_ratio", "sampled"),
+          report.late(),
+        )
+      ),
+    ),
+    f"{_QUICKSTART}, G = 16; {_STEPS_RUNS}; DAPO not tried",
+    "../experiments/salt_geometry/TESTBED.md",
     ("SALT, sampled", "SALT, score", "DAPO", "SALT on DAPO"),
   ),
   "S3": Verdict(
@@ -214,15 +234,18 @@ _OF_P3O = {
   ),
   "P2": Verdict(
     "robust to rollouts sampled at another temperature",
-    "not",
+    "in part",
     "At temperature 1.5, with exact log-probabilities, less its matched run: P3O {}, a collapse;"
-    " GRPO {}. Without its KL term P3O ends at {}. Raw log-probabilities were not run.",
+    " GRPO {}. Without its KL term P3O ends at {}. With raw ones, on `steps`, neither collapses:"
+    " GRPO less its matched run {}, P3O less GRPO at that temperature {}.",
     (
       _cost_of(_HOT, "P3O"),
       _cost_of(_HOT, _EPSILON),
       mean(_P3O[f"{_HOT}: P3O without its KL term"], final),
+      paired(_ON_STEPS, f"GRPO, {_HOT}, raw", GRPO, report.late()),
+      paired(_ON_STEPS, f"P3O, {_HOT}, raw", f"GRPO, {_HOT}, raw", report.late()),
     ),
-    f"{_QUICKSTART}, 80 updates",
+    f"{_QUICKSTART}, 80 updates; {_STEPS_RUNS}",
     _P3O_LINK,
     tuple(
       f"{method}, temperature {heat}, {recorded}"
@@ -284,11 +307,17 @@ _OF_P3O = {
 _OF_FADE = {
   "F1": Verdict(
     "success-heavy mass collapses entropy",
-    "queued",
-    "Its premise is there: under GRPO entropy falls from {} to {} nats on `steps`, not on `tour`.",
-    (number(next(iter(_STEPS["entropy"].values()))), number(_STEPS["entropy_end"])),
-    "`steps`, 1 seed, masses equal",
-    _PREMISES_LINK,
+    "not",
+    "Under GRPO, of equal masses, entropy falls from {} to {} nats. Success-heavy less GRPO at the"
+    " end: entropy {} nats, pass@1 {}. Both collapse alike.",
+    (
+      number(next(iter(_STEPS["entropy"].values()))),
+      number(_STEPS["entropy_end"]),
+      paired(_ON_STEPS, "success-heavy", GRPO, report.end("policy/entropy")),
+      paired(_ON_STEPS, "success-heavy", GRPO, report.late()),
+    ),
+    f"`steps`, 1 seed; {_STEPS_RUNS}, a ratio of masses of 4",
+    "../experiments/fade/README.md",
     (GRPO, "success-heavy", "failure-heavy", "successes alone", "failures mostly, λ = 0.1"),
   ),
   "F2": Verdict(
@@ -301,9 +330,13 @@ _OF_FADE = {
     "peaks earlier in pass@1 than the best static estimator, with the best pass@k curve",
     "queued",
     "Only short runs of the quickstart exist: FADE less GRPO in pass@1 is {}, pass@4 training less"
-    " GRPO {}. They say nothing of peaks.",
-    tuple(paired(_RECIPES, label, "grpo", final) for label in ("fade", "pass_at_k")),
-    f"{_QUICKSTART}, 64 updates",
+    " GRPO {}. They say nothing of peaks. On `steps`, FADE less GRPO: peak {}, pass@16 {}.",
+    (
+      *(paired(_RECIPES, label, "grpo", final) for label in ("fade", "pass_at_k")),
+      paired(_ON_STEPS, "FADE", GRPO, report.peak()),
+      paired(_ON_STEPS, "FADE", GRPO, report.late("eval/pass@16")),
+    ),
+    f"{_QUICKSTART}, 64 updates; {_STEPS_RUNS}",
     "../experiments/recipes/README.md",
     (
       *(GRPO, "FADE", "FADE, H* = 0.5", "pass@4 training", "success-heavy", "failure-heavy"),
