@@ -6,7 +6,7 @@ __all__ = [
   "eval",
   "export",
   "fits",
-  "geometry",
   "hlo",
+  "sweep",
   "train",
 ]

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from rlvr_jax.bucket import ChangedError
+from rlvr_jax.data import Task
 from rlvr_jax.data.batches import PromptError
 from rlvr_jax.files import DamagedFileError, replacing
 from rlvr_jax.rewards.outcome import GradingStoppedError
+from rlvr_jax.rewards.pool import GraderPool
 from rlvr_jax.rewards.worker_process import GraderStartError
 from rlvr_jax.rollouts.queue import FingerprintError
 from rlvr_jax.rollouts.store import RolloutStore, StoreError, TornShardError
@@ -105,8 +107,7 @@ def train(
     writer = multihost.on_first(
       lambda: enter(_writer(folder, config, records, tracked_by)), no_writer
     )
-    pool = multihost.together(lambda: enter(grader_pool(config, parts.task)))
-    multihost.together(lambda: check_first_grade(config, pool, parts.task))
+    pool = multihost.together(lambda: _graders(config, parts.task, enter))
     # A resumed run whose warm-start folder is gone still has its records.
     records_to = no_writer if restored else writer
     params, cold = first_params(parts, warm, records_to, warm_starts)
@@ -175,6 +176,13 @@ def _writer(
   return MetricWriter(
     workdir.local, *records, trackers=opened, publish=workdir.publish, kept=workdir.kept
   )
+
+
+def _graders(config: Any, task: Task, enter: Any) -> GraderPool:
+  """The grading processes, which have graded the first problem."""
+  pool = enter(grader_pool(config, task))
+  check_first_grade(config, pool, task)
+  return pool
 
 
 def first_params(
