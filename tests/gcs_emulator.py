@@ -50,6 +50,7 @@ class Emulator:
     objects: name → `Stored`, of the one bucket; tests may change them.
     requests: (method, path without query) of all requests so far.
     refuses: status of the answer to all requests; None to answer them.
+    damages: whether the network flips a bit of what is put.
     before_answer: called with a request's method and path after it has had its effect; a
       ConnectionError loses the answer.
   """
@@ -57,6 +58,7 @@ class Emulator:
   def __init__(self):
     self.objects: dict[str, Stored] = {}
     self.refuses: int | None = None
+    self.damages = False
     self.before_answer = lambda method, path: None
     self.requests: list[tuple[str, str]] = []
     self.uploads: dict[str, tuple[str, dict, bytearray]] = {}
@@ -84,6 +86,9 @@ class Emulator:
     with self.lock:
       self.check(name, dict(conditions))
       now = datetime.datetime.now(datetime.UTC)
+      data = bytearray(data)
+      if self.damages:
+        data[0] ^= 4
       stored = Stored(bytes(data), next(self._generations), now.isoformat().replace("+00:00", "Z"))
       self.objects[name] = stored
       return self.described(name, stored)

@@ -69,6 +69,12 @@ def test_names_beyond_one_page_of_a_listing(url, emulator):
   assert Bucket(url).exists("0007") and not Bucket(url).exists("000")
 
 
+def test_what_arrives_damaged_is_an_error(url, emulator, monkeypatch):
+  monkeypatch.setattr(emulator, "damages", True)
+  with pytest.raises(OSError, match=r"a\.txt arrived damaged in the bucket; check the network"):
+    Bucket(url).put("a.txt", b"text")
+
+
 def test_a_bucket_that_refuses_is_an_error_with_a_remedy(url, emulator, monkeypatch):
   monkeypatch.setattr(emulator, "refuses", 403)
   with pytest.raises(UnreachableError, match=r"cannot be reached: .*roles/storage.objectUser"):
