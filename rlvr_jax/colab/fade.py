@@ -142,18 +142,14 @@ def estimator_runs(
 
 def draw_runs(runs: Mapping[str, Runs]) -> None:
   """Solve rate, entropy and mass difference over the updates."""
-  _, panels = plt.subplots(1, 3, figsize=(11, 3.6))
   labels = {
     "solve_rate": "solve rate of the policy",
     "policy/entropy": "entropy, nats per token",
     "advantage/mass_difference": "$m_S - m_F$ of the batch",
   }
-  for axes, (metric, label) in zip(panels, labels.items(), strict=True):
-    toys.plot_runs(axes, runs, STYLES, metric)
-    axes.set_ylabel(label)
+  panels = toys.draw_runs(runs, STYLES, labels)
   panels[0].set_ylim(0, 1)
   panels[1].set_ylim(bottom=0)
-  legend_outside(panels[-1])
 
 
 def draw_funnel(runs: Mapping[str, Runs]) -> None:

@@ -13,8 +13,7 @@ import numpy as np
 from rlvr_jax import advantages, reweighting
 from rlvr_jax.advantages import Advantage
 from rlvr_jax.colab.display import COLORS, legend_outside
-from rlvr_jax.colab.runs import trained
-from rlvr_jax.configs import quickstart
+from rlvr_jax.colab.runs import sums, trained
 from rlvr_jax.evaluate import geometry_plots
 from rlvr_jax.evaluate.geometry_plots import Measurement, load_geometry, ordered_cosines, salted
 from rlvr_jax.ops.checks import check_between
@@ -65,12 +64,9 @@ def tiny(reweighted: str = "none") -> ml_collections.ConfigDict:
   Args:
     reweighted: the reweighting, as `config.reweighting` names it.
   """
-  c = quickstart.get_config()
-  c.model.overrides = dict(num_layers=2, width=64, mlp_width=128, unroll_layers=1)
+  c = sums(updates=16)
   c.warm_start.num_steps = 80
-  c.warm_start.learning_rate = "constant(peak=4e-3)"
   c.batch.prompts, c.batch.group_size = 8, 16
-  c.num_updates = 16
   c.learning_rate = "linear(peak=1e-3)"
   c.evaluation.num_samples, c.evaluation.ks = 1, (1,)
   c.diagnostics.every = 2

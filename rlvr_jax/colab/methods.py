@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlvr_jax import advantages, losses
+from rlvr_jax import advantages, losses, parts
 from rlvr_jax.advantages import Advantage
 from rlvr_jax.colab.display import COLORS, legend_outside
 from rlvr_jax.colab.same_rollouts import Comparison
 from rlvr_jax.losses import Loss
-from rlvr_jax.types import Prompts, TrainBatch
+from rlvr_jax.types import TrainBatch
 
 # --- quantities -----------------------------------------------------------------------------------
 
@@ -33,8 +33,8 @@ def coefficients(advantage: Advantage, group_size: int) -> Coefficients:
   """
   G = group_size
   rewards = (np.arange(G)[None] < np.arange(G + 1)[:, None]).astype(np.float32)
-  batch = _batch(rewards, behavior=np.zeros((G + 1, G, 1), np.float32))
-  A = np.asarray(advantage.apply(advantage.init(jnp.float32(1.0)), batch))
+  state = advantage.init(jnp.float32(1.0))
+  A = np.asarray(parts.advantages_of(advantage, jnp.asarray(rewards), state=state))
   nothing = np.float32("nan")
   success = np.where(rewards[:, 0] == 1, A[:, 0], nothing)
   failure = np.where(rewards[:, -1] == 0, A[:, -1], nothing)
@@ -52,26 +52,10 @@ def token_weights(loss: Loss, ratios: np.ndarray, coefficient: float) -> np.ndar
     f32[N].
   """
   policy = jnp.log(jnp.asarray(ratios, jnp.float32))[None, :, None]
-  batch = _batch(
-    np.zeros((1, len(ratios)), np.float32), behavior=np.zeros(policy.shape, np.float32)
-  )
   A = jnp.full(policy.shape[:2], coefficient, jnp.float32)
-  statistics = loss.statistics(policy, batch, A) if loss.statistics else None
-  total = lambda logprobs: loss.per_token(logprobs, batch, A, statistics)[0].sum()
-  return -np.asarray(jax.grad(total)(policy)).reshape(-1)
-
-
-def _batch(rewards: np.ndarray, behavior: np.ndarray) -> TrainBatch:
-  """One-token responses, f32[P, G] rewards and f32[P, G, 1] log β."""
-  P = len(rewards)
-  return TrainBatch(
-    prompts=Prompts(tokens=jnp.zeros((P, 1), jnp.int32), lengths=jnp.ones((P,), jnp.int32)),
-    tokens=jnp.zeros(behavior.shape, jnp.int32),
-    mask=jnp.ones(behavior.shape, jnp.float32),
-    behavior_logprobs=jnp.asarray(behavior),
-    rewards=jnp.asarray(rewards),
-    correct=jnp.asarray(rewards),
-  )
+  behavior, mask = jnp.zeros(policy.shape), jnp.ones(policy.shape)
+  mean = lambda logprobs: parts.loss_of(loss, logprobs, behavior, A, mask)[0]
+  return -len(ratios) * np.asarray(jax.grad(mean)(policy)).reshape(-1)
 
 
 # --- drawing --------------------------------------------------------------------------------------

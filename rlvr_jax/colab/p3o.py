@@ -225,15 +225,11 @@ def draw_heat(runs: Mapping[str, Runs]) -> None:
   """Solve rate, entropy and e over the updates of runs with heated rollouts."""
   styles = dict(zip(runs, (STYLES[name] for name in (P3O, CAP, P3O, CLIP)), strict=True))
   styles["P3O, raw"] = dict(color=COLORS["behavior"])
-  _, panels = plt.subplots(1, 3, figsize=(11, 3.6))
   labels = {
     "solve_rate": "solve rate of the policy",
     "policy/entropy": "entropy, nats per token",
     "behavior/ess": "effective sample size, $e$",
   }
-  for axes, (metric, label) in zip(panels, labels.items(), strict=True):
-    toys.plot_runs(axes, runs, styles, metric)
-    axes.set_ylabel(label)
+  panels = toys.draw_runs(runs, styles, labels)
   panels[0].set_ylim(0, 1)
   panels[2].set_ylim(0, 1.03)
-  legend_outside(panels[-1])

@@ -20,6 +20,7 @@ import numpy as np
 from rlvr_jax import parts
 from rlvr_jax.advantages import Advantage, grpo_mean
 from rlvr_jax.advantages.masses import gradient_masses
+from rlvr_jax.colab.display import legend_outside
 from rlvr_jax.evaluate.curves import mean_curve, range_of
 from rlvr_jax.geometry.updates import rank_one_fraction
 from rlvr_jax.losses import Loss
@@ -272,3 +273,24 @@ def plot_runs(
     (line,) = axes.plot(band.x, band.mean, label=label, **styles[label])
     axes.fill_between(band.x, band.low, band.high, color=line.get_color(), alpha=0.15, linewidth=0)
   axes.set_xlabel("updates")
+
+
+def draw_runs(
+  runs: Mapping[str, Runs],
+  styles: Mapping[str, Mapping[str, Any]],
+  labels: Mapping[str, str],
+) -> Any:
+  """Makes a figure with a panel for each metric, and returns its panels.
+
+  Args:
+    runs, styles: as for `plot_runs`.
+    labels: metric → what its axis says.
+  """
+  from matplotlib import pyplot
+
+  _, panels = pyplot.subplots(1, len(labels), figsize=(11, 3.6))
+  for axes, (metric, label) in zip(panels, labels.items(), strict=True):
+    plot_runs(axes, runs, styles, metric)
+    axes.set_ylabel(label)
+  legend_outside(panels[-1])
+  return panels

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from rlvr_jax import advantages, losses
+from rlvr_jax import advantages, losses, parts
 from rlvr_jax.colab import methods, same_rollouts
 
 
@@ -87,7 +87,7 @@ def test_a_figure_has_a_panel_for_every_name_and_no_other():
 
 def test_a_batch_is_counted_by_successes():
   correct = np.array([[0, 0], [1, 0], [0, 1], [1, 1]], np.float32)
-  batch = methods._batch(correct, np.zeros((4, 2, 1), np.float32))
+  batch = parts.batch_of(np.ones((4, 2, 1)), rewards=correct)
   axes = Figure().subplots()
   methods.plot_recorded(axes, batch)
   assert [bar.get_height() for bar in axes.patches] == [1, 2, 1]
