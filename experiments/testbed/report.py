@@ -14,13 +14,17 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from experiments.testbed.arms import GRPO, Arms
+from rlvr_jax.advantages.masses import gradient_masses
+from rlvr_jax.colab.results import curve
 from rlvr_jax.evaluate import compare, curves
-from rlvr_jax.evaluate.paired import holm, mean_and_half_width
 from rlvr_jax.evaluate.run_files import GEOMETRY_FOLDER, read_metrics
 from rlvr_jax.files import replacing
+from rlvr_jax.geometry.diagnostics import cosine_gram
 
 SPANS = 12  # of the updates of a run, over each of which a metric of training is averaged
 LATE = 3  # evaluations at the end, whose mean is compared: single ones are noisier
@@ -101,8 +105,11 @@ def masses(measurements: Sequence[Mapping[str, np.ndarray]]) -> list[tuple[int, 
   for arrays in measurements:
     A, rewards = np.asarray(arrays["coefficients"]), np.asarray(arrays["rewards"])
     rates = rewards.mean(axis=1)
-    success = np.mean(np.maximum(A, 0) * (rewards == 1), axis=1)
-    failure = np.mean(np.maximum(-A, 0) * (rewards != 1), axis=1)
+    of_group = lambda a, r: gradient_masses(a[None], r[None], r[None])
+    by_name = jax.vmap(of_group)(jnp.asarray(A), jnp.asarray(rewards))
+    mean = lambda metric: np.asarray(metric.total / metric.weight, np.float64)
+    success = mean(by_name["advantage/mass_success"])
+    failure = mean(by_name["advantage/mass_failure"])
     bins = np.clip(np.searchsorted(RATES, rates, side="left") - 1, 0, len(found) - 1)
     for group in np.flatnonzero((rates > 0) & (rates < 1)):
       found[bins[group]].append((success[group], failure[group]))
@@ -121,18 +128,14 @@ def sign_agreement(measurements: Sequence[Mapping[str, np.ndarray]]) -> float | 
   shares = []
   for arrays in measurements:
     if "gram_compared" in arrays:
-      first, second = _cosines(arrays["gram"]), _cosines(arrays["gram_compared"])
+      above = np.triu_indices(len(arrays["gram"]), k=1)
+      first, second = (
+        np.asarray(cosine_gram(jnp.asarray(arrays[name])))[above]
+        for name in ("gram", "gram_compared")
+      )
       large = np.abs(first) >= np.quantile(np.abs(first), 0.9)
       shares.append(np.mean(np.sign(first[large]) == np.sign(second[large])))
   return _rounded(np.mean(shares)) if shares else None
-
-
-def _cosines(gram: np.ndarray) -> np.ndarray:
-  """f64[B·(B − 1)/2], above the diagonal; 0 where a gradient is 0."""
-  gram = np.asarray(gram, np.float64)
-  norms = np.sqrt(np.clip(np.diagonal(gram), 0, None))
-  scale = np.where(norms > 0, norms, 1.0)
-  return (gram / np.outer(scale, scale))[np.triu_indices(len(gram), k=1)]
 
 
 # --- values of a run ------------------------------------------------------------------------------
@@ -220,13 +223,12 @@ def table(
   if compared is not None and baseline in found:
     flat = [run for runs in found.values() for run in runs]
     differences = compare.differences(flat, baseline, compared)  # type: ignore[arg-type]
-    known = [label for label, difference in differences.items() if difference]
-    adjusted = dict(zip(known, holm([differences[x].p for x in known]), strict=True))  # type: ignore[union-attr]
+    adjusted = compare.adjusted_p(differences)
     header += [f"less {baseline}'s, paired", "p, Holm"]
     for label in rows:
       d = differences.get(label)
-      said = [f"{d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]", f"{adjusted[label]:.2g}"] if d else []
-      rows[label] += said or ["–", "–"]
+      p = f"{adjusted[label]:.2g}" if label in adjusted else "–"
+      rows[label] += [f"{d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]" if d else "–", p]
   return compare.markdown(header, rows)
 
 
@@ -242,45 +244,21 @@ class Panel(NamedTuple):
 
 
 def figure(results: Sequence[Result], panels: Sequence[Panel], path: pathlib.Path) -> None:
-  """Saves three panels: means over seeds, with 95 % bands where there are two seeds or more."""
-  import matplotlib
-
-  matplotlib.use("Agg")
-  from matplotlib import pyplot as plt
-
-  found = compare.by_label(results)
-  drawn, row = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.6), layout="constrained")
-  for axes, panel in zip(np.atleast_1d(row), panels, strict=True):
-    for label in panel.labels:
-      lines = [_line(run, panel.metric) for run in found.get(label, [])]
-      lines = [line for line in lines if line is not None]
-      if not lines:
-        continue
-      x = lines[0][0]
-      values = np.array([y for _, y in lines])
-      (line,) = axes.plot(x, values.mean(axis=0), label=label)
-      if len(values) > 1:
-        halves = [mean_and_half_width(at)[1] for at in values.T]
-        low, high = values.mean(axis=0) - halves, values.mean(axis=0) + halves
-        low, high = (np.clip(edge, *curves.range_of(panel.metric)) for edge in (low, high))
-        axes.fill_between(x, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
-    axes.set(xlabel="update", title=panel.title)
-    axes.grid(alpha=0.3)
-    if axes.lines:
-      axes.legend(fontsize="small")
-  drawn.savefig(path, dpi=90)
-  plt.close(drawn)
+  """Saves a panel for each metric: single seeds, and their means with 95 % intervals."""
+  by_label = compare.by_label(results)
+  size = (5.0 * len(panels), 3.6)
+  with curves.figure_of(path, 1, len(panels), size=size, dpi=90) as row:
+    for axes, panel in zip(np.ravel(row), panels, strict=True):
+      found = {label: _curves(by_label.get(label, []), panel.metric) for label in panel.labels}
+      found = {label: of_label for label, of_label in found.items() if of_label}
+      curves.plot_curves(axes, found, panel.metric, "updates")
+      axes.set_title(panel.title)
 
 
-def _line(result: Result, metric: str) -> tuple[np.ndarray, np.ndarray] | None:
-  """A run's curve over updates; None if it has none."""
-  updates = result["evaluations"]["updates"]
-  if metric in result["evaluations"]:
-    return np.array(updates), np.array(result["evaluations"][metric])
-  if metric not in result["train"]:
-    return None
-  values = np.array(result["train"][metric])
-  return (np.arange(len(values)) + 0.5) * updates[-1] / len(values), values
+def _curves(runs: Sequence[Result], metric: str) -> list[tuple[curves.Floats, curves.Floats]]:
+  """The curves of the runs that have the metric."""
+  having = [r for r in runs if metric in r["evaluations"] or metric in r["train"]]
+  return [curve(run, metric) for run in having]
 
 
 # --- the program ----------------------------------------------------------------------------------

@@ -213,6 +213,12 @@ def differences(
   }
 
 
+def adjusted_p(found: Mapping[str, Difference | None]) -> dict[str, float]:
+  """Label → p, by Holm's procedure for all differences that vary between seeds."""
+  p = {label: value.p for label, value in found.items() if value and value.deviation}
+  return dict(zip(p, holm(list(p.values())).tolist(), strict=True))
+
+
 HEADER = (
   *("seeds", "last value", "s.e. over seeds", "s.e. over problems"),
   *("difference", "95 %, t", "95 %, bootstrap", "p", "p, Holm"),
@@ -240,8 +246,7 @@ def table(
   """
   baseline = results[0]["label"] if baseline is None else baseline
   found = differences(results, baseline, lambda result: final(result, metric, phase))
-  compared = [label for label, value in found.items() if value and value.deviation]
-  adjusted = dict(zip(compared, holm([found[x].p for x in compared]), strict=True))  # type: ignore[union-attr]
+  adjusted = adjusted_p(found)
   rows = {}
   for label, of_label in by_label(results).items():
     values = [final(result, metric, phase) for result in of_label]

@@ -248,9 +248,21 @@ def plot_curves(
 
 
 @contextlib.contextmanager
-def figure_of(path: str | os.PathLike[str]) -> Iterator[Any]:
+def figure_of(
+  path: str | os.PathLike[str],
+  rows: int = 1,
+  columns: int = 1,
+  *,
+  size: tuple[float, float] = (6.4, 4),
+  dpi: int = 120,
+) -> Iterator[Any]:
   """The axes of a figure that is saved at the end, in the format of the path's extension.
 
+  Args:
+    path: of the file.
+    rows, columns: of the panels; with more than one, an array of axes as of `pyplot.subplots`.
+    size: width and height, inches.
+    dpi: dots per inch.
   Raises:
     ImportError: matplotlib, the extra `plot`, is missing.
   """
@@ -258,10 +270,10 @@ def figure_of(path: str | os.PathLike[str]) -> Iterator[Any]:
   from matplotlib.backends.backend_agg import FigureCanvasAgg
   from matplotlib.figure import Figure
 
-  figure = Figure(figsize=(6.4, 4), layout="constrained")
+  figure = Figure(figsize=size, layout="constrained")
   FigureCanvasAgg(figure)
-  yield figure.subplots()
-  figure.savefig(path, dpi=120)
+  yield figure.subplots(rows, columns)
+  figure.savefig(path, dpi=dpi)
 
 
 def draw(

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rlvr_jax.evaluate.curves import figure_of
 from rlvr_jax.evaluate.figures import COLORS, legend_outside
 
 Record = Mapping[str, Any]
@@ -105,23 +106,16 @@ def draw(records: Sequence[Record], path: str | os.PathLike[str]) -> bool:
   Raises:
     ImportError: matplotlib, the extra `plot`, is missing.
   """
-  # A separate figure on the file backend: no window, no global state, no import without the extra.
-  from matplotlib.backends.backend_agg import FigureCanvasAgg
-  from matplotlib.figure import Figure
-
   names = {name for record in records for name in record}
   panels = [panel for panel, metrics in PANELS.items() if metrics & names]
   if not panels:
     return False
   rows = -(-len(panels) // 2)
-  figure = Figure(figsize=(12, 3 * rows), layout="constrained")
-  FigureCanvasAgg(figure)
-  places = list(figure.subplots(rows, 2, squeeze=False).flat)
-  for axes, panel in zip(places, panels, strict=False):
-    panel(axes, records)
-  for axes in places[len(panels) :]:
-    axes.remove()
-  figure.savefig(path, dpi=144)
+  with figure_of(path, rows, 2, size=(12, 3 * rows), dpi=144) as places:
+    for axes, panel in zip(places.flat, panels, strict=False):
+      panel(axes, records)
+    for axes in places.flat[len(panels) :]:
+      axes.remove()
   return True
 
 
