@@ -122,3 +122,14 @@ def test_a_plot_shows_the_mean_over_seeds(runs):
   (line,) = axes.get_lines()
   np.testing.assert_allclose(line.get_ydata(), runs.metrics["reward/mean"].mean(axis=0))
   plt.close("all")
+
+
+def test_a_figure_has_a_named_panel_for_each_metric(runs):
+  labels = {"reward/mean": "rewards", "solve_rate": "solved"}
+  panels = toys.draw_runs({"both": runs}, {"both": {}}, labels)
+  assert [axes.get_ylabel() for axes in panels] == ["rewards", "solved"]
+  drawn = [axes.get_lines()[0].get_ydata() for axes in panels]
+  for metric, values in zip(labels, drawn, strict=True):
+    np.testing.assert_allclose(values, runs.metrics[metric].mean(axis=0))
+  assert panels[-1].get_legend() is not None
+  plt.close("all")

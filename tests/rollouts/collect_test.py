@@ -58,6 +58,11 @@ GRADES = [
 ]
 
 
+def test_a_sample_has_the_exception_of_its_grader():
+  graded, _ = _collect(GRADES)
+  assert [sample.get("detail") for sample in graded.samples] == [None, None, "boom", None]
+
+
 def test_a_batch_holds_what_was_generated_and_graded():
   graded, seen = _collect(GRADES)
   assert seen["completions"] == ["7", "", "12", "abcde"]
