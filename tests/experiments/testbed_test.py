@@ -1,11 +1,12 @@
 """The lists of runs on the testbed: their order, their one baseline, and that each arm builds."""
 
 import collections
+import copy
 
 import pytest
 from train import tiny
 
-from experiments import evidence
+from experiments import again, evidence
 from experiments.testbed.arms import BASE, GRPO, SEEDS, committed, in_groups_of, merged
 from experiments.testbed.config import ROLLOUTS
 from experiments.together import testbed as together
@@ -63,6 +64,36 @@ def test_an_experiment_alone_has_the_same_runs():
     counts.update(run["label"] for run in runs)
   assert counts.keys() == ARMS.keys() | {"other policy"}
   assert counts[GRPO] == 5 * len(SEEDS)  # one baseline, which all of them share
+
+
+def test_one_arm_of_every_experiment_runs_again():
+  names = {experiment.__name__.split(".")[1] for experiment in evidence.EXPERIMENTS}
+  assert again.ARMS.keys() == names
+  for run, experiment in zip(again.get_sweep(), evidence.EXPERIMENTS, strict=True):
+    assert run in experiment.get_sweep() and run["label"] != GRPO
+
+
+def test_runs_are_the_same_by_their_numbers_but_not_by_their_seconds():
+  first = {
+    "commit": "a",
+    "seconds": {"optimise": 1.0},
+    "evaluations": {"seconds": [1.0], "eval/pass@1": [0.25, 0.5]},
+    "masses": [(3, 0.5, 0.5)],
+    "signs": None,
+  }
+  second = copy.deepcopy(first)
+  second["commit"], second["seconds"]["optimise"], second["evaluations"]["seconds"] = "b", 2.0, [2]
+  assert len(again.numbers(first)) == 6 and again.different(first, second) == []
+  second["evaluations"]["eval/pass@1"][1] = 0.500001
+  del second["masses"][0]
+  second["signs"] = 0.5
+  assert again.different(first, second) == [
+    "['evaluations']['eval/pass@1'][1]",
+    "['masses'][0][0]",
+    "['masses'][0][1]",
+    "['masses'][0][2]",
+    "['signs']",
+  ]
 
 
 def test_no_two_arms_are_the_same_run(configs):

@@ -1,0 +1,74 @@
+"""One arm of every experiment on the testbed runs again; its numbers against the committed ones.
+
+  python -m rlvr_jax.main --mode=sweep --config=experiments/testbed/config.py \\
+    --sweep=experiments/again.py --workdir=runs/again
+  python -m experiments.again --workdir=runs/again
+
+from the repository root. The second command prints a table. Its exit status is 1 if any number
+differs, timings aside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from experiments import evidence
+from experiments.testbed.arms import EXPERIMENTS
+from experiments.testbed.report import measured
+from rlvr_jax.evaluate import compare
+
+SEED = 0
+ARMS = {  # folder of an experiment → its arm
+  "salt_geometry": "SALT, sampled",
+  "p3o_mismatch": "P3O, temperature 1.5, raw",
+  "fade": "FADE",
+  "mu_grpo": "suffix, μ = 96",
+  "together": "all four",
+}
+_OF_THE_MACHINE = {"number", "commit", "command", "layout", "workdir"}
+
+
+def get_sweep() -> list[dict[str, Any]]:
+  of_seed = {run["label"]: run for run in evidence.IN_ORDER if run["seed"] == SEED}
+  return [of_seed[label] for label in ARMS.values()]
+
+
+def numbers(result: Mapping[str, Any]) -> dict[str, Any]:
+  """Path → value, of all that a run computes; without the seconds that it took."""
+  computed = {name: x for name, x in result.items() if name not in _OF_THE_MACHINE}
+  leaves = jax.tree.leaves_with_path(json.loads(json.dumps(computed)), is_leaf=lambda x: x is None)
+  by_path = {jax.tree_util.keystr(path): value for path, value in leaves}
+  return {path: value for path, value in by_path.items() if "'seconds'" not in path}
+
+
+def different(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+  """Paths of the numbers that are not equal, or that one of two results lacks."""
+  a, b = numbers(first), numbers(second)
+  return [path for path in sorted({*a, *b}) if path not in a or path not in b or a[path] != b[path]]
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser()
+  parser.add_argument("--workdir", required=True, help="of the sweep")
+  again = {run["label"]: run for run in compare.read_results(parser.parse_args().workdir)}
+  rows, differing = {}, 0
+  for folder, label in ARMS.items():
+    runs = compare.by_label(compare.read_results(EXPERIMENTS / folder / "testbed.json"))[label]
+    first = next(run for run in runs if run["seed"] == SEED)
+    second = again[label] | measured(again[label]["workdir"])
+    paths = different(first, second)
+    differing += len(paths)
+    example = f", such as {paths[0]}" if paths else ""
+    rows[folder] = [label, str(len(numbers(first))), f"{len(paths)}{example}"]
+  print(compare.markdown(["arm", "numbers", "that differ"], rows, "experiment"))
+  return min(differing, 1)
+
+
+if __name__ == "__main__":
+  sys.exit(main())
