@@ -26,6 +26,7 @@ from rlvr_jax.ops.spectral import EXACT
 from rlvr_jax.types import Array, Forward, Head, Mean, Metrics, Params, Sum, TrainBatch
 
 _LANES = 128  # columns that an accelerator multiplies at once
+_WIDEST = 512  # columns: a block reads all hidden states, and so many are multiplied meanwhile
 _BATCH_AXES = ("data", "fsdp")
 # The kernel is split along `tensor`: with that axis first, columns stay within their tensor part.
 _COLUMN_AXES = ("tensor", "data")
@@ -64,9 +65,9 @@ def streaming(*, feature: str = "score", block_elements: int = 2**22) -> GramFn:
   Args:
     feature: "score": g_i as above; "sampled": Σ_t h ⊗ (−onehot(y)), without the softmax.
     block_elements: numbers in the largest array of a block, [B, v, D] or [R·L, v]; it sets the
-      block's width v, of 128 columns at least. With several micro-batches on a mesh, hidden states
-      are gathered once for each block: there wider ones move less. Blocks of "sampled" are of the
-      width of the hidden states, [n, d].
+      block's width v, of 128 to 512 columns. Each block reads the hidden states, which several
+      micro-batches on a mesh gather anew: on accelerators wide blocks are faster, on a CPU those
+      that fit its caches. Blocks of "sampled" are of the width of the hidden states, [n, d].
   Raises:
     ValueError: block_elements is below 1, or the feature is unknown.
   Source: methods of "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How
@@ -260,8 +261,8 @@ def _sum_over_blocks(
 
 
 def _block_width(rollouts: int, places: int, width: int, columns: int, block_elements: int) -> int:
-  per_column = max(rollouts * width, places)
-  return min(max(block_elements // per_column // _LANES, 1) * _LANES, columns)
+  fitting = block_elements // max(rollouts * width, places) // _LANES * _LANES
+  return min(max(fitting, _LANES), _WIDEST, columns)
 
 
 def _derivatives(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from oracles.gram_cases import (
   D,
   G,
@@ -22,12 +22,15 @@ from oracles.gram_cases import (
   make_transformer,
 )
 
+from rlvr_jax import specs
 from rlvr_jax.commands.hlo import walk
+from rlvr_jax.configs.full_size import salt_qwen25_math_7b
 from rlvr_jax.geometry import GramContext, bytes_moved, per_rollout, streaming
 from rlvr_jax.geometry.by_rollout import ROLLOUTS, TILES
 from rlvr_jax.models.functional import all_trained
 from rlvr_jax.ops.masked import upcast
 from rlvr_jax.train import sharding
+from rlvr_jax.train.programs import make_row_layout
 from rlvr_jax.types import Forward, Head
 
 _FILE = pathlib.Path(__file__).parents[2] / "experiments" / "benchmarks" / "flops.py"
@@ -63,6 +66,7 @@ FEATURES = pytest.mark.parametrize("feature", ["score", "sampled"])
         dict(block_elements=1),
         dict(block_elements=P * G * D * 256),
         dict(),
+        dict(block_elements=10**9),
       ],
     ),
   ],
@@ -349,3 +353,22 @@ def test_bytes_moved_are_those_of_the_compiled_program():
   kernel = jax.ShapeDtypeStruct((32, 4096), jnp.float32)
   assert sum(found.values()) == bytes_moved(args[3].hidden, kernel, mesh, rollouts=16), found
   assert bytes_moved(args[3].hidden, kernel, None, rollouts=16) == 0
+
+
+def test_the_full_size_recipe_gathers_hidden_states_a_few_times():
+  """Every block of the vocabulary gathers them anew; of v5p:2x2x4, which the recipe is for."""
+  config = salt_qwen25_math_7b.get_config()
+  mesh = AbstractMesh((1, 8, config.mesh.tensor), sharding.AXES)
+  layout = make_row_layout(config, "splash", mesh)
+  rows = (layout.max_micro_batches, layout.devices * layout.rows_per_device, layout.length)
+  hidden = jax.ShapeDtypeStruct((*rows, 3584), jnp.bfloat16)
+  kernel = jax.ShapeDtypeStruct((3584, 152_064), jnp.bfloat16)
+  moved = bytes_moved(
+    hidden,
+    kernel,
+    mesh,
+    rollouts=config.batch.prompts * config.batch.group_size,
+    used=layout.max_micro_batches,
+    **specs.parse("config.gram", config.gram).arguments,
+  )
+  assert 18 < moved / (2 * hidden.size * 7 / 8) < 21
