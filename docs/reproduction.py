@@ -7,7 +7,6 @@ Verdicts are written by hand. Numbers in their evidence are not: they come from 
 
 from __future__ import annotations
 
-import json
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -63,12 +62,6 @@ def results(name: str) -> dict[str, list[Result]]:
   """Label → runs, of experiments/NAME."""
   path = EXPERIMENTS / name
   return compare.by_label(compare.read_results(path if path.suffix else path / "results.json"))
-
-
-def premises(task: str) -> dict[str, Any]:
-  """The figures of experiments/premises on a task."""
-  path = EXPERIMENTS / "premises" / "results" / f"{task}_small.json"
-  return json.loads(path.read_text(encoding="utf-8"))
 
 
 def mean(runs: Sequence[Result], of_run: OfRun) -> str:
@@ -174,13 +167,13 @@ the peaks, which is an assumption. Evaluations come on top.
 
 
 def page() -> str:
-  from docs.verdicts import VERDICTS_BY_ID  # which imports this module
+  from docs.verdicts import IN_SHORT, VERDICTS_BY_ID  # which imports this module
 
   done = committed()
   meanings = "\n".join(f"| {name} | {meaning} |" for name, meaning in VERDICTS.items())
   parts = [_INTRODUCTION + meanings, _RULES.strip()]
   for prefix, paper in PAPERS.items():
-    parts += [f"## {paper}", _table(prefix, VERDICTS_BY_ID, done)]
+    parts += [f"## {paper}", IN_SHORT[prefix], _table(prefix, VERDICTS_BY_ID, done)]
   parts += [_queue(done), _HARDWARE + full_size.table()]
   return "\n\n".join(parts) + "\n"
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import statistics
 
-from docs.reproduction import Result, Verdict, mean, number, paired, premises, results
+from docs.reproduction import Result, Verdict, mean, number, paired, results
+from experiments.fade.tables import peak_update
 from experiments.fade.testbed import ON_TOUR
 from experiments.mu_grpo import hand_over
+from experiments.mu_grpo.testbed_tables import SUFFIX as _SUFFIX
+from experiments.mu_grpo.testbed_tables import TIGHT as _TIGHT
+from experiments.mu_grpo.testbed_tables import after_a_stage
 from experiments.testbed import report
 from experiments.testbed.arms import GRPO
 from rlvr_jax.evaluate.compare import METRIC, final, rise
@@ -18,18 +22,19 @@ _ON_STEPS = {
   **results("salt_geometry/testbed.json"),
   **results("p3o_mismatch/testbed.json"),
   **results("fade/testbed.json"),
+  **results("mu_grpo/testbed.json"),
+  **results("together/testbed.json"),
 }
 _RECIPES = results("recipes")
-_STEPS = premises("steps")
-_TOUR = premises("tour")
 
 _QUICKSTART = "quickstart, 3 seeds, 95 % t intervals"
 _SALT_LINK = "../experiments/salt_geometry/README.md"
+_SALT_STEPS_LINK = "../experiments/salt_geometry/TESTBED.md"
 _P3O_LINK = "../experiments/p3o_mismatch/README.md"
 _MU_LINK = "../experiments/mu_grpo/README.md"
 _PRICE_LINK = "../experiments/mu_grpo/TESTBED.md"
-_PREMISES_LINK = "../experiments/premises/README.md"
-_STEPS_RUNS = "`steps`, 192 updates, 2 seeds"
+_FADE_LINK = "../experiments/fade/README.md"
+_STEPS_RUNS = "`steps`, 192 updates, 5 seeds"
 _STEPWISE = "quickstart in written steps, μ = 96, 3 seeds"
 _LARGE = ("GRPO, G = 32", "SALT, sampled, G = 32")
 _SIZES = ("GRPO, G = 16", "GRPO, G = 64", "SALT, sampled, G = 16", "SALT, sampled, G = 64")
@@ -40,13 +45,20 @@ def _average(metric: str):
   return lambda run: statistics.mean(value for _, value in run["curves"][metric])
 
 
-def _n_eff(task: dict, scope: str) -> str:
-  return number(task["geometry"][scope]["n_eff"])
-
-
 def _fall(run: Result) -> float:
   """The best evaluation less the last."""
   return max(run["evaluations"][METRIC]) - final(run)
+
+
+def _first_entropy(run: Result) -> float:
+  """Over the first span of a run on the testbed."""
+  return run["train"]["policy/entropy"][0]
+
+
+def _of_stage(metric: str, stage: int):
+  """Mean over one of two stages."""
+  half = report.SPANS // 2
+  return lambda run: statistics.mean(run["train"][metric][stage * half : (stage + 1) * half])
 
 
 def _of_mu(name: str):
@@ -63,6 +75,10 @@ _N_EFF = _average("geometry/effective_rollouts")
 _REWEIGHTED = _average("geometry/effective_rollouts_reweighted")
 _RESIDUAL = _average("geometry/residual_energy")
 _CLIP = _average("loss/clip_fraction")
+_RANK_ONE = report.of_geometry("head_rank_one_fraction", when="last")
+_HEAD_SHARE = report.of_geometry("head_share", when="last")
+_MASSES = (GRPO, "success-heavy", "failure-heavy")
+_LAST_ENTROPY = report.end("policy/entropy")
 _HOT = "temperature 1.5"
 _EPSILON = "GRPO, ε = 0.2"
 _PRICES = hand_over.of_quickstart((0.0, *hand_over.prices_of_7b().values()))
@@ -87,14 +103,19 @@ _OF_SALT = {
   "S1": Verdict(
     "under GRPO gradients are of low rank, and cancel: low n_eff, low PR",
     "in part",
-    "PR of 256 rollouts is {}: low. n_eff is {} on the quickstart; on `steps` it is {} by the score"
-    " and {} by the sampled tokens alone. So it is low by that feature only.",
+    "On the quickstart PR is {} and n_eff {}. On `steps`, by the score, PR is {} and n_eff {}, by"
+    " the sampled tokens alone {} and {}. So the rank is low; gradients cancel by the sampled"
+    " tokens only.",
     (
       *(mean(_SALT["GRPO, G = 16"], column) for column in (_PR, _N_EFF)),
-      *(_n_eff(_STEPS, scope) for scope in ("score, batch", "sampled, batch")),
+      *(
+        mean(_ON_STEPS[GRPO], report.of_geometry(metric, feature))
+        for feature in ("score", "sampled")
+        for metric in ("participation_ratio", "effective_rollouts")
+      ),
     ),
-    "quickstart, G = 16, 3 seeds; `steps`, 1 seed",
-    _PREMISES_LINK,
+    f"quickstart, 256 rollouts, G = 16, 3 seeds; {_STEPS_RUNS}, 128 rollouts",
+    _SALT_STEPS_LINK,
     (GRPO,),
   ),
   "S2": Verdict(
@@ -102,8 +123,7 @@ _OF_SALT = {
     "in part",
     "SALT less GRPO: n_eff in the loss {}, PR {}, pass@1 {}. The adaptive α is 0 there, since n_eff"
     " is above 1. On `steps`, by the sampled tokens, α is {}; n_eff in the loss {}, PR {}, pass@1"
-    " {}. So n_eff rises on the"
-    " quickstart, and in the mean on `steps`; PR and accuracy do not.",
+    " {}. So n_eff rises; PR and accuracy do not.",
     (
       *(paired(_SALT, "SALT, G = 16", "GRPO, G = 16", f) for f in (_REWEIGHTED, _PR, final)),
       mean(_ON_STEPS["SALT, sampled"], report.over_training("reweighting/alpha")),
@@ -117,7 +137,7 @@ _OF_SALT = {
       ),
     ),
     f"{_QUICKSTART}, G = 16; {_STEPS_RUNS}; DAPO not tried",
-    "../experiments/salt_geometry/TESTBED.md",
+    _SALT_STEPS_LINK,
     ("SALT, sampled", "SALT, score", "DAPO", "SALT on DAPO"),
   ),
   "S3": Verdict(
@@ -173,15 +193,23 @@ _OF_SALT = {
   ),
   "S7": Verdict(
     "LM-head and last-block geometry agree, nulls do not; signs of large entries agree",
-    "in part",
-    "Correlation {}, against {} for the 95 % quantile of permutations and {} of noise. Signs were"
-    " not compared.",
-    tuple(
-      mean(_SALT["GRPO, G = 8"], _average(f"geometry/agreement_{name}"))
-      for name in ("correlation", "permutation_quantile", "noise_quantile")
+    "reproduced",
+    "Correlation {} on the quickstart and {} on `steps`, against {} and {} for the 95 % quantile of"
+    " permutations, {} and {} of noise. On `steps` signs of the largest tenth agree in a share of"
+    " {}.",
+    (
+      *(
+        value
+        for name in ("correlation", "permutation_quantile", "noise_quantile")
+        for value in (
+          mean(_SALT["GRPO, G = 8"], _average(f"geometry/agreement_{name}")),
+          mean(_ON_STEPS[GRPO], report.of_geometry(f"agreement_{name}")),
+        )
+      ),
+      mean(_ON_STEPS[GRPO], lambda run: run["signs"]),
     ),
-    f"{_QUICKSTART}, G = 8",
-    _SALT_LINK,
+    f"{_QUICKSTART}, G = 8; {_STEPS_RUNS}",
+    _SALT_STEPS_LINK,
     (GRPO, "SALT, sampled"),
   ),
   "S8": Verdict(
@@ -201,9 +229,17 @@ _OF_SALT = {
   "S10": Verdict(
     "α adapts with G; the clip fraction stays low",
     "in part",
-    "α is 0 in nearly every update at every G. The clip fraction is {} with SALT and {} without.",
-    tuple(mean(_SALT[label], _CLIP) for label in ("SALT, G = 16", "GRPO, G = 16")),
-    f"{_QUICKSTART}, G = 16",
+    "On the quickstart α is 0 in nearly every update at every G; the clip fraction is {} with SALT"
+    " and {} without. On `steps`, by the sampled tokens, α is {}, the clip fraction {} and {}.",
+    (
+      *(mean(_SALT[label], _CLIP) for label in ("SALT, G = 16", "GRPO, G = 16")),
+      mean(_ON_STEPS["SALT, sampled"], report.over_training("reweighting/alpha")),
+      *(
+        mean(_ON_STEPS[label], report.over_training("loss/clip_fraction"))
+        for label in ("SALT, sampled", GRPO)
+      ),
+    ),
+    f"{_QUICKSTART}, G = 16; {_STEPS_RUNS}",
     _SALT_LINK,
     ("SALT, sampled", "SALT, sampled, G = 32", "SALT, sampled, G = 16", "SALT, sampled, G = 64"),
   ),
@@ -308,36 +344,50 @@ _OF_FADE = {
   "F1": Verdict(
     "success-heavy mass collapses entropy",
     "not",
-    "Under GRPO, of equal masses, entropy falls from {} to {} nats. Success-heavy less GRPO at the"
-    " end: entropy {} nats, pass@1 {}. Both collapse alike.",
+    "Under GRPO, of equal masses, entropy falls from {} to {} nats. Less GRPO at the end:"
+    " success-heavy entropy {} nats, pass@1 {}; failure-heavy {} and {}. It falls with all masses.",
     (
-      number(next(iter(_STEPS["entropy"].values()))),
-      number(_STEPS["entropy_end"]),
-      paired(_ON_STEPS, "success-heavy", GRPO, report.end("policy/entropy")),
-      paired(_ON_STEPS, "success-heavy", GRPO, report.late()),
+      *(mean(_ON_STEPS[GRPO], f) for f in (_first_entropy, _LAST_ENTROPY)),
+      *(
+        paired(_ON_STEPS, label, GRPO, f)
+        for label in ("success-heavy", "failure-heavy")
+        for f in (_LAST_ENTROPY, report.late())
+      ),
     ),
-    f"`steps`, 1 seed; {_STEPS_RUNS}, a ratio of masses of 4",
-    "../experiments/fade/README.md",
+    f"{_STEPS_RUNS}, ratios of masses of 4 and 1/4",
+    _FADE_LINK,
     (GRPO, "success-heavy", "failure-heavy", "successes alone", "failures mostly, λ = 0.1"),
   ),
   "F2": Verdict(
     "failure-heavy mass drives the head's update to rank one",
-    "queued",
-    "No run has finished.",
-    arms=(GRPO, "success-heavy", "failure-heavy"),
+    "not",
+    "The largest singular value's share of the squares of the head's change, at the end: GRPO {},"
+    " success-heavy {}, failure-heavy {}; failure-heavy less GRPO {}. The head's share of the"
+    " squares of all changes is {}, {} and {}.",
+    (
+      *(mean(_ON_STEPS[label], _RANK_ONE) for label in _MASSES),
+      paired(_ON_STEPS, "failure-heavy", GRPO, _RANK_ONE),
+      *(mean(_ON_STEPS[label], _HEAD_SHARE) for label in _MASSES),
+    ),
+    f"{_STEPS_RUNS}, ratios of masses of 4 and 1/4",
+    _FADE_LINK,
+    (GRPO, "success-heavy", "failure-heavy"),
   ),
   "F3": Verdict(
     "peaks earlier in pass@1 than the best static estimator, with the best pass@k curve",
-    "queued",
-    "Only short runs of the quickstart exist: FADE less GRPO in pass@1 is {}, pass@4 training less"
-    " GRPO {}. They say nothing of peaks. On `steps`, FADE less GRPO: peak {}, pass@16 {}.",
+    "not",
+    "FADE less GRPO: peak {}, update of the peak {}, pass@16 at the end {}. Less failure-heavy:"
+    " {}, {} and {}. On the quickstart, less GRPO in pass@1: FADE {}, pass@4 training {}.",
     (
+      *(
+        paired(_ON_STEPS, "FADE", label, f)
+        for label in (GRPO, "failure-heavy")
+        for f in (report.peak(), peak_update, report.late("eval/pass@16"))
+      ),
       *(paired(_RECIPES, label, "grpo", final) for label in ("fade", "pass_at_k")),
-      paired(_ON_STEPS, "FADE", GRPO, report.peak()),
-      paired(_ON_STEPS, "FADE", GRPO, report.late("eval/pass@16")),
     ),
-    f"{_QUICKSTART}, 64 updates; {_STEPS_RUNS}",
-    "../experiments/recipes/README.md",
+    f"{_STEPS_RUNS}; {_QUICKSTART}, 64 updates",
+    _FADE_LINK,
     (
       *(GRPO, "FADE", "FADE, H* = 0.5", "pass@4 training", "success-heavy", "failure-heavy"),
       *ON_TOUR,
@@ -349,13 +399,15 @@ _OF_MU = {
     "reaches GRPO's accuracy 2.2 × sooner in wall-clock with four stages",
     "not",
     "GRPO's seconds to a rise of 0.1, over those of stages: {}, so that stages are slower. If a"
-    " hand-over cost what restarting an engine takes: {} to {}. Break-even is at {} to {} updates.",
+    " hand-over cost what restarting an engine takes: {} to {}. Break-even is at {} to {} updates."
+    " On `steps` stages end elsewhere: pass@1 less GRPO's {}.",
     (
       *(_speedup(0), _speedup(2), _speedup(3)),
       number(min(curve.break_even for curve in _PRICES)),
       number(max(curve.break_even for curve in _PRICES)),
+      paired(_ON_STEPS, _SUFFIX, GRPO, report.late()),
     ),
-    f"{_STEPWISE}, suffix veto, κ = 0.1",
+    f"{_STEPWISE}; {_STEPS_RUNS}; suffix veto, κ = 0.1",
     _PRICE_LINK,
     (GRPO, "suffix, μ = 96", "suffix, μ = 32"),
   ),
@@ -363,13 +415,16 @@ _OF_MU = {
     "at large μ the tight interval plateaus; [0, 5] gains, then collapses",
     "in part",
     "Tight less GRPO with μ = 4: {}. Relaxed, its best less its end: {}. It ends below its start"
-    " with {} seeds, at a higher learning rate with {}.",
+    " with {} seeds, at a higher learning rate with {}. On `steps`, tight less GRPO: {}, after a"
+    " first stage that ends at {}; its peak is {}.",
     (
       paired(_MU, "tight clip", "GRPO, μ = 4", final),
       mean(_MU["relaxed clip"], _fall),
       *(_collapsed(label) for label in ("relaxed clip", "relaxed clip, higher rate")),
+      paired(_ON_STEPS, _TIGHT, GRPO, report.late()),
+      *(mean(_ON_STEPS[_TIGHT], f) for f in (after_a_stage, report.peak())),
     ),
-    _STEPWISE,
+    f"{_STEPWISE}; {_STEPS_RUNS}",
     _MU_LINK,
     (
       *(GRPO, "tight, μ = 96", "relaxed, μ = 96", "tight, μ = 96, learning rate 1e-3"),
@@ -380,7 +435,8 @@ _OF_MU = {
     "masking the triggers alone still collapses; the suffix or broader scopes are stable",
     "in part",
     "Less the relaxed clip in pass@1, at the higher learning rate: suffix {}, triggers alone {}. At"
-    " the lower one: {} and {}.",
+    " the lower one: {} and {}. On `steps` the suffix is not stable: pass@1 is {} after the first"
+    " stage and {} at the end, less the tight clip {}.",
     (
       *(
         paired(_MU, f"veto {scope}, κ = 0.1, higher rate", "relaxed clip, higher rate", final)
@@ -390,8 +446,10 @@ _OF_MU = {
         paired(_MU, f"veto {scope}, κ = 0.1", "relaxed clip", final)
         for scope in ("suffix", "trigger")
       ),
+      *(mean(_ON_STEPS[_SUFFIX], f) for f in (after_a_stage, report.late())),
+      paired(_ON_STEPS, _SUFFIX, _TIGHT, report.late()),
     ),
-    f"{_STEPWISE}, κ = 0.1",
+    f"{_STEPWISE}; {_STEPS_RUNS}; κ = 0.1",
     _MU_LINK,
     (
       *("relaxed, μ = 96", "suffix, μ = 96", "trigger, μ = 96", "response, μ = 96"),
@@ -415,7 +473,8 @@ _OF_MU = {
     "reward dynamics by stage; vetoed token fraction",
     "in part",
     "Vetoed with κ = 0.1: {} of the tokens. The trigger rate grows from {} in the first quarter of"
-    " a stage to {} in the last. Rewards by stage were not tabulated.",
+    " a stage to {} in the last. On `steps` {} of the tokens are vetoed in the first stage and {}"
+    " in the second, the solve rate of the rollouts is {} and {}.",
     (
       mean(_MU["veto suffix, κ = 0.1"], _of_mu("vetoed")),
       *(
@@ -425,10 +484,41 @@ _OF_MU = {
         )
         for part in (slice(0, 24), slice(72, 96))
       ),
+      *(
+        mean(_ON_STEPS[_SUFFIX], _of_stage(metric, stage))
+        for metric in ("veto/token_fraction", "reward/pass_rate")
+        for stage in (0, 1)
+      ),
     ),
-    _STEPWISE,
+    f"{_STEPWISE}; {_STEPS_RUNS}",
     _MU_LINK,
     ("suffix, μ = 96", "trigger, μ = 96", "suffix, κ = 0.01, μ = 96", "suffix, κ = 0.001, μ = 96"),
   ),
 }
 VERDICTS_BY_ID = {**_OF_SALT, **_OF_P3O, **_OF_FADE, **_OF_MU}
+IN_SHORT = {  # of each paper: what held, what did not, and why as far as the runs tell
+  "S": (
+    "What held: the geometry. Gradients are of low rank, the output head's stand for those of the"
+    " last block, and SALT raises n_eff in the loss. What did not: that PR and accuracy follow. By"
+    " the score gradients do not cancel here, n_eff is above 1, so that the adaptive α is 0 and"
+    " costs accuracy on the quickstart. By the sampled tokens they cancel; there SALT acts, and"
+    " accuracy is GRPO's."
+  ),
+  "P": (
+    "What held: training goes on under each mismatch, but for one collapse. What did not: P3O is"
+    " nowhere better than GRPO. Policies of this size change little between sampling and update, so"
+    " that the effective sample size stays near its maximum, and there is hardly a mismatch to"
+    " adapt to."
+  ),
+  "F": (
+    "None of the three held. Entropy is low after the warm start, and falls under every estimator,"
+    " so that there is little to keep. FADE's controllers hardly move there. Unequal masses do move"
+    " the output head far more than equal ones, but not along one direction."
+  ),
+  "M": (
+    "What held: at large μ the tight interval plateaus, and the relaxed one gains first, then"
+    " falls. What did not: the suffix veto keeps it stable on the quickstart only. Stages are"
+    " slower by the clock, since a hand-over of weights is free in one process. They win where it"
+    " costs several updates, about what restarting an inference engine takes."
+  ),
+}

@@ -16,12 +16,18 @@ from rlvr_jax.evaluate import compare
 
 PAGE = pathlib.Path(__file__).parent / "README.md"
 ARMS: Arms = {**CLAIMS, **ABLATIONS}
+
+
+def peak_update(result: Result) -> float:
+  """The update of the highest held-out pass@1."""
+  evaluations = result["evaluations"]
+  return float(evaluations["updates"][int(np.argmax(evaluations["eval/pass@1"]))])
+
+
 LEARNING = {
   "pass@1": late(),
   "its peak": peak(),
-  "update of the peak": lambda r: float(
-    r["evaluations"]["updates"][int(np.argmax(r["evaluations"]["eval/pass@1"]))]
-  ),
+  "update of the peak": peak_update,
   "pass@16": late("eval/pass@16"),
 }
 MASS = {

@@ -15,13 +15,19 @@ PAGE = pathlib.Path(__file__).parent / "TESTBED.md"
 ARMS: Arms = {**CLAIMS, **ABLATIONS}
 FAST = [label for label in ARMS if label.endswith("learning rate 1e-3")]
 RISE = 0.2  # of held-out pass@1, at which wall-clocks are compared
-RELAXED, SUFFIX = f"relaxed, μ = {MU}", f"suffix, μ = {MU}"
+TIGHT, RELAXED, SUFFIX = (f"{name}, μ = {MU}" for name in ("tight", "relaxed", "suffix"))
+
+
+def after_a_stage(result: Result) -> float:
+  """Held-out pass@1 where the first stage ends."""
+  evaluations = result["evaluations"]
+  return evaluations["eval/pass@1"][evaluations["updates"].index(MU)]
+
+
 COLUMNS = {
   "pass@1": late(),
   "its peak": peak(),
-  "at the end of the first stage": lambda r: r["evaluations"]["eval/pass@1"][
-    r["evaluations"]["updates"].index(MU)
-  ],
+  "at the end of the first stage": after_a_stage,
   "clip fraction": over_training("loss/clip_fraction"),
   "largest ratio where A < 0": lambda r: max(r["train"]["behavior/ratio_max_negative"]),
   "vetoed tokens": over_training("veto/token_fraction"),

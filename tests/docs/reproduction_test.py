@@ -6,7 +6,7 @@ import re
 import pytest
 
 from docs import reproduction
-from docs.verdicts import VERDICTS_BY_ID
+from docs.verdicts import IN_SHORT, VERDICTS_BY_ID
 from experiments import evidence, full_size
 from experiments.testbed.arms import SEEDS, committed
 from rlvr_jax.ops import decoding
@@ -41,6 +41,12 @@ def test_a_verdict_has_its_evidence(name):
     assert verdict.values and verdict.conditions and verdict.link
   if verdict.verdict == "queued":
     assert verdict.arms
+
+
+def test_each_paper_has_its_summary_without_results():
+  assert IN_SHORT.keys() == reproduction.PAPERS.keys()
+  for text in IN_SHORT.values():
+    assert text in PAGE and not re.findall(r"\d", CONDITION.sub("", text))
 
 
 def test_a_result_written_by_hand_is_seen():
