@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 
 from docs.reproduction import Result, Verdict, mean, number, paired, results
 from experiments.fade.tables import peak_update
@@ -10,7 +11,7 @@ from experiments.fade.testbed import ON_TOUR
 from experiments.mu_grpo import hand_over
 from experiments.mu_grpo.testbed_tables import SUFFIX as _SUFFIX
 from experiments.mu_grpo.testbed_tables import TIGHT as _TIGHT
-from experiments.mu_grpo.testbed_tables import after_a_stage
+from experiments.mu_grpo.testbed_tables import after_a_stage, costs
 from experiments.testbed import report
 from experiments.testbed.arms import GRPO
 from rlvr_jax.evaluate.compare import METRIC, final, rise
@@ -27,7 +28,8 @@ _ON_STEPS = {
 }
 _RECIPES = results("recipes")
 
-_QUICKSTART = "quickstart, 3 seeds, 95 % t intervals"
+_QUICKSTART = "quickstart, 3 seeds, 100 updates"
+_MISMATCH = "quickstart, 3 seeds, 80 updates"
 _SALT_LINK = "../experiments/salt_geometry/README.md"
 _SALT_STEPS_LINK = "../experiments/salt_geometry/TESTBED.md"
 _P3O_LINK = "../experiments/p3o_mismatch/README.md"
@@ -35,7 +37,7 @@ _MU_LINK = "../experiments/mu_grpo/README.md"
 _PRICE_LINK = "../experiments/mu_grpo/TESTBED.md"
 _FADE_LINK = "../experiments/fade/README.md"
 _STEPS_RUNS = "`steps`, 192 updates, 5 seeds"
-_STEPWISE = "quickstart in written steps, μ = 96, 3 seeds"
+_STEPWISE = "quickstart in written steps, two stages of μ = 96, 3 seeds"
 _LARGE = ("GRPO, G = 32", "SALT, sampled, G = 32")
 _SIZES = ("GRPO, G = 16", "GRPO, G = 64", "SALT, sampled, G = 16", "SALT, sampled, G = 64")
 
@@ -61,7 +63,8 @@ def _of_stage(metric: str, stage: int):
   return lambda run: statistics.mean(run["train"][metric][stage * half : (stage + 1) * half])
 
 
-def _of_mu(name: str):
+def _field(name: str):
+  """Of a result."""
   return lambda run: run[name]
 
 
@@ -76,17 +79,34 @@ _REWEIGHTED = _average("geometry/effective_rollouts_reweighted")
 _RESIDUAL = _average("geometry/residual_energy")
 _CLIP = _average("loss/clip_fraction")
 _RANK_ONE = report.of_geometry("head_rank_one_fraction", when="last")
+_AGREEMENT = ("correlation", "permutation_quantile", "noise_quantile")
 _HEAD_SHARE = report.of_geometry("head_share", when="last")
 _MASSES = (GRPO, "success-heavy", "failure-heavy")
 _LAST_ENTROPY = report.end("policy/entropy")
 _HOT = "temperature 1.5"
 _EPSILON = "GRPO, ε = 0.2"
-_PRICES = hand_over.of_quickstart((0.0, *hand_over.prices_of_7b().values()))
+_AT = (0.0, *hand_over.prices_of_7b().values())
+_PRICES = hand_over.of_quickstart(_AT)
+_ALL_RUNS = [run for runs in _ON_STEPS.values() for run in runs]
+_PRICES_ON_STEPS = hand_over.curves_of(
+  costs(_ALL_RUNS, GRPO, 4), costs(_ALL_RUNS, _SUFFIX, 96), _AT
+)
 
 
-def _speedup(index: int) -> str:
-  """Of stages, mean over seeds; 0: no price, 1: resharding, then restarts."""
-  return f"{statistics.mean(curve.speedup[index] for curve in _PRICES):.2f}"
+def _speedups(curves: Sequence[hand_over.Curve]) -> tuple[str, ...]:
+  """Of stages, mean over seeds: without a price, and at those of a restart."""
+  return tuple(f"{statistics.mean(c.speedup[i] for c in curves):.2f}" for i in (0, 2, 3))
+
+
+def _break_even(curves: Sequence[hand_over.Curve]) -> tuple[str, str]:
+  """The lowest and the highest, in updates."""
+  found = [curve.break_even for curve in curves]
+  return number(min(found)), number(max(found))
+
+
+def _ess(setting: str) -> str:
+  """Of GRPO, over training."""
+  return mean(_P3O[f"{setting}: {_EPSILON}"], lambda run: run["ess"])
 
 
 def _against(setting: str) -> str:
@@ -103,9 +123,9 @@ _OF_SALT = {
   "S1": Verdict(
     "under GRPO gradients are of low rank, and cancel: low n_eff, low PR",
     "in part",
-    "On the quickstart PR is {} and n_eff {}. On `steps`, by the score, PR is {} and n_eff {}, by"
-    " the sampled tokens alone {} and {}. So the rank is low; gradients cancel by the sampled"
-    " tokens only.",
+    "With the paper's feature, `score`: on the quickstart PR is {} and n_eff {}, on `steps` PR is"
+    " {} and n_eff {}. With `sampled`, on `steps`: {} and {}. So the rank is low, but gradients"
+    " cancel with `sampled` only.",
     (
       *(mean(_SALT["GRPO, G = 16"], column) for column in (_PR, _N_EFF)),
       *(
@@ -121,12 +141,13 @@ _OF_SALT = {
   "S2": Verdict(
     "SALT raises n_eff, PR and accuracy over GRPO and DAPO",
     "in part",
-    "SALT less GRPO: n_eff in the loss {}, PR {}, pass@1 {}. The adaptive α is 0 there, since n_eff"
-    " is above 1. On `steps`, by the sampled tokens, α is {}; n_eff in the loss {}, PR {}, pass@1"
-    " {}. So n_eff rises; PR and accuracy do not.",
+    "SALT minus GRPO on the quickstart, with `score`: n_eff of A′ {}, PR {}, pass@1 {}; α is 0,"
+    " since n_eff is above 1. On `steps`, with `sampled`: α is {}, the shared part has {} of ‖A‖²;"
+    " n_eff of A′ {}, PR {}, pass@1 {}. So n_eff rises; no gain of PR or accuracy is found.",
     (
       *(paired(_SALT, "SALT, G = 16", "GRPO, G = 16", f) for f in (_REWEIGHTED, _PR, final)),
       mean(_ON_STEPS["SALT, sampled"], report.over_training("reweighting/alpha")),
+      mean(_ON_STEPS["SALT, sampled"], report.over_training("reweighting/shared_share")),
       *(
         paired(_ON_STEPS, "SALT, sampled", GRPO, f)
         for f in (
@@ -143,8 +164,9 @@ _OF_SALT = {
   "S3": Verdict(
     "best PR–n_eff trade-off; one channel, no positive part and a random subspace are worse",
     "in part",
-    "SALT less SALT in a random subspace: n_eff {}, PR {}, pass@1 {}. With α fixed at 1, less the"
-    " adaptive one: pass@1 {}.",
+    "SALT minus SALT in a random subspace: n_eff of A′ {}, PR {}, pass@1 {}. So the subspace"
+    " matters. But α fixed at 1, minus the adaptive one, gives pass@1 {}. One channel and no"
+    " positive part have not run.",
     (
       *(
         paired(_SALT, "SALT, G = 16", "SALT, random subspace, G = 16", f)
@@ -152,7 +174,7 @@ _OF_SALT = {
       ),
       paired(_SALT, "SALT, α = 1.0, G = 16", "SALT, G = 16", final),
     ),
-    f"{_QUICKSTART}; positive part not tried",
+    f"{_QUICKSTART}, G = 16",
     _SALT_LINK,
     (
       *("SALT, random subspace", "SALT, shared channel", "SALT, residual channel"),
@@ -162,21 +184,25 @@ _OF_SALT = {
   "S4": Verdict(
     "a fixed α is brittle, the adaptive one is not",
     "not",
-    "SALT less GRPO in pass@1: {} with α fixed at 1, {} with α fixed at 0. The adaptive α is 0 in"
-    " nearly every update: {}.",
+    "SALT minus GRPO in pass@1: {} with α fixed at 1, {} with α fixed at 0, {} adaptive. The"
+    " adaptive α is 0 in nearly every update, so that it is as good as the worst fixed one.",
     tuple(
       paired(_SALT, label, "GRPO, G = 16", final)
       for label in ("SALT, α = 1.0, G = 16", "SALT, α = 0.0, G = 16", "SALT, G = 16")
     ),
-    _QUICKSTART,
+    f"{_QUICKSTART}, G = 16",
     _SALT_LINK,
     tuple(f"SALT, α = {alpha}" for alpha in (0.0, 0.5, 1.0)),
   ),
   "S5": Verdict(
     "at a fixed budget SALT uses larger groups better",
     "not",
-    "SALT less GRPO in pass@1: {} at G = 4 and {} at G = 64. Both rise less with larger groups.",
-    tuple(paired(_SALT, f"SALT, G = {size}", f"GRPO, G = {size}", final) for size in (4, 64)),
+    "SALT minus GRPO in pass@1: {} at G = 4 and {} at G = 64, where neither learns: pass@1 rises by"
+    " {} with SALT and {} with GRPO. α is 0 at every G, so that SALT's residual is off.",
+    (
+      *(paired(_SALT, f"SALT, G = {size}", f"GRPO, G = {size}", final) for size in (4, 64)),
+      *(mean(_SALT[label], rise) for label in ("SALT, G = 64", "GRPO, G = 64")),
+    ),
     f"{_QUICKSTART}, 256 rollouts",
     _SALT_LINK,
     (GRPO, "SALT, sampled", *_LARGE, *_SIZES),
@@ -184,9 +210,9 @@ _OF_SALT = {
   "S6": Verdict(
     "with G shared energy falls and the residual's rises; the bound stays, the norm falls",
     "not",
-    "GRPO's residual energy is {} at G = 4 and {} at G = 64: it falls. Bound and norm against G"
-    " were not tabulated.",
-    tuple(mean(_SALT[f"GRPO, G = {size}"], _RESIDUAL) for size in (4, 64)),
+    "GRPO's residual energy at G = 64 minus that at G = 4: {}. So no rise is found. Bound and norm"
+    " against G have not been measured.",
+    (paired(_SALT, "GRPO, G = 64", "GRPO, G = 4", _RESIDUAL),),
     _QUICKSTART,
     _SALT_LINK,
     (GRPO, *_LARGE, *_SIZES),
@@ -194,19 +220,13 @@ _OF_SALT = {
   "S7": Verdict(
     "LM-head and last-block geometry agree, nulls do not; signs of large entries agree",
     "reproduced",
-    "Correlation {} on the quickstart and {} on `steps`, against {} and {} for the 95 % quantile of"
-    " permutations, {} and {} of noise. On `steps` signs of the largest tenth agree in a share of"
-    " {}.",
+    "Correlation of the two matrices of cosines on the quickstart: {}, against {} for the 95 %"
+    " quantile of permutations and {} for that of noise. On `steps`: {}, against {} and {}. There"
+    " the signs of the largest tenth agree in a share of {}; by chance it would be {}.",
     (
-      *(
-        value
-        for name in ("correlation", "permutation_quantile", "noise_quantile")
-        for value in (
-          mean(_SALT["GRPO, G = 8"], _average(f"geometry/agreement_{name}")),
-          mean(_ON_STEPS[GRPO], report.of_geometry(f"agreement_{name}")),
-        )
-      ),
-      mean(_ON_STEPS[GRPO], lambda run: run["signs"]),
+      *(mean(_SALT["GRPO, G = 8"], _average(f"geometry/agreement_{name}")) for name in _AGREEMENT),
+      *(mean(_ON_STEPS[GRPO], report.of_geometry(f"agreement_{name}")) for name in _AGREEMENT),
+      *(mean(_ON_STEPS[GRPO], _field(name)) for name in ("signs", "signs_by_chance")),
     ),
     f"{_QUICKSTART}, G = 8; {_STEPS_RUNS}",
     _SALT_STEPS_LINK,
@@ -215,22 +235,23 @@ _OF_SALT = {
   "S8": Verdict(
     "low PR and n_eff persist across model families; SALT raises both",
     "not testable",
-    "The policies here are of one family, from scratch, with under a million parameters. It takes"
-    " published checkpoints: see the last section.",
+    "The policies here are of one family, from scratch, with under a million parameters. This"
+    " needs published checkpoints: see the last section.",
     link="../experiments/full_size.py",
   ),
   "S9": Verdict(
     "the same for code",
     "not testable",
     "A policy from scratch of this size writes no programs. The tasks of"
-    " [published programs](models.md) and the sandbox are there; it takes a checkpoint of 7B.",
+    " [published programs](models.md) and the sandbox are there; this needs a checkpoint of 7B.",
     link="models.md",
   ),
   "S10": Verdict(
     "α adapts with G; the clip fraction stays low",
     "in part",
     "On the quickstart α is 0 in nearly every update at every G; the clip fraction is {} with SALT"
-    " and {} without. On `steps`, by the sampled tokens, α is {}, the clip fraction {} and {}.",
+    " and {} without. On `steps`, with `sampled`, α is {}; the clip fractions are {} and {}. α"
+    " against G has not run there.",
     (
       *(mean(_SALT[label], _CLIP) for label in ("SALT, G = 16", "GRPO, G = 16")),
       mean(_ON_STEPS["SALT, sampled"], report.over_training("reweighting/alpha")),
@@ -245,8 +266,9 @@ _OF_SALT = {
   ),
   "S11": Verdict(
     "the exploration share grows with G; an entropy bonus raises PR, not n_eff",
-    "not",
-    "A bonus of 0.01 less none: PR {}, n_eff {}, entropy {} nats. So small a bonus hardly acts.",
+    "queued",
+    "On the quickstart a bonus of 0.01, minus none: PR {}, n_eff {}, entropy {} nats. So small a"
+    " bonus hardly acts, which is no test. The exploration share has not been measured.",
     tuple(
       paired(_SALT, "GRPO + entropy bonus, G = 16", "GRPO, G = 16", f)
       for f in (_PR, _N_EFF, _average("policy/entropy"))
@@ -260,28 +282,31 @@ _OF_P3O = {
   "P1": Verdict(
     "one P3O run matches or beats the best of GRPO with ε = 0.2, 0.4, 0.6",
     "not",
-    "P3O less GRPO in pass@1: {} with ε = 0.2, {} with ε = 0.6.",
+    "P3O minus GRPO in pass@1, with rollouts of the policy itself: {} with ε = 0.2, {} with ε ="
+    " 0.4, {} with ε = 0.6.",
     tuple(
-      paired(_P3O, "matched: P3O", f"matched: GRPO, ε = {epsilon}", final) for epsilon in (0.2, 0.6)
+      paired(_P3O, "matched: P3O", f"matched: GRPO, ε = {epsilon}", final)
+      for epsilon in (0.2, 0.4, 0.6)
     ),
-    f"{_QUICKSTART}, 80 updates",
+    _MISMATCH,
     _P3O_LINK,
     (GRPO, "P3O", "GRPO, ε = 0.6", "GRPO, ε = 0.4"),
   ),
   "P2": Verdict(
     "robust to rollouts sampled at another temperature",
-    "in part",
-    "At temperature 1.5, with exact log-probabilities, less its matched run: P3O {}, a collapse;"
-    " GRPO {}. Without its KL term P3O ends at {}. With raw ones, on `steps`, neither collapses:"
-    " GRPO less its matched run {}, P3O less GRPO at that temperature {}.",
+    "not",
+    "Sampled at temperature 1.5, log-probabilities exact, minus its run without this: P3O {}, a"
+    " collapse through its KL term, without which it ends at {}; GRPO {}. Log-probabilities"
+    " recorded as those of the policy itself, on `steps`: GRPO, minus its run without this, {}; P3O"
+    " minus GRPO {}. P3O's own run without it is queued.",
     (
       _cost_of(_HOT, "P3O"),
-      _cost_of(_HOT, _EPSILON),
       mean(_P3O[f"{_HOT}: P3O without its KL term"], final),
+      _cost_of(_HOT, _EPSILON),
       paired(_ON_STEPS, f"GRPO, {_HOT}, raw", GRPO, report.late()),
       paired(_ON_STEPS, f"P3O, {_HOT}, raw", f"GRPO, {_HOT}, raw", report.late()),
     ),
-    f"{_QUICKSTART}, 80 updates; {_STEPS_RUNS}",
+    f"{_MISMATCH}, GRPO with ε = 0.2; {_STEPS_RUNS}",
     _P3O_LINK,
     tuple(
       f"{method}, temperature {heat}, {recorded}"
@@ -293,9 +318,13 @@ _OF_P3O = {
   "P3": Verdict(
     "robust to bf16 training with fp8 rollouts, where GRPO degrades",
     "in part",
-    "int8 rollouts and bfloat16 training, less the matched run: P3O {}, GRPO {}. Neither degrades.",
-    (_cost_of("int8 rollouts", "P3O"), _cost_of("int8 rollouts", _EPSILON)),
-    f"{_QUICKSTART}; int8 in place of fp8",
+    "int8 rollouts, minus the run without them: P3O {}, GRPO {}. Neither degrades. P3O minus GRPO"
+    " with int8 rollouts: {}.",
+    (
+      *(_cost_of("int8 rollouts", method) for method in ("P3O", _EPSILON)),
+      _against("int8 rollouts"),
+    ),
+    f"{_MISMATCH}, ε = 0.2; int8 in place of fp8",
     _P3O_LINK,
     (
       *("GRPO, fp8 rollouts", "P3O, fp8 rollouts"),
@@ -311,13 +340,14 @@ _OF_P3O = {
   "P5": Verdict(
     "better and steadier than GRPO in one- and two-step asynchronous pipelines",
     "not",
-    "P3O less GRPO: {} at lag 1, {} at lag 2. GRPO less its matched run: {} and {}. The lags are"
-    " hardly a mismatch.",
+    "P3O minus GRPO: {} at lag 1, {} at lag 2. GRPO minus its run without lag: {} and {}. The lags"
+    " are hardly a mismatch: the effective sample size is {} and {}.",
     (
       *(_against(setting) for setting in ("lag 1", "lag 2")),
       *(_cost_of(setting, _EPSILON) for setting in ("lag 1", "lag 2")),
+      *(_ess(setting) for setting in ("lag 1", "lag 2")),
     ),
-    f"{_QUICKSTART}, ε = 0.2",
+    f"{_MISMATCH}, ε = 0.2",
     _P3O_LINK,
     (
       *("GRPO, lag 8", "P3O, lag 8", "GRPO, lag 1", "P3O, lag 1", "GRPO, lag 2", "P3O, lag 2"),
@@ -327,9 +357,12 @@ _OF_P3O = {
   "P6": Verdict(
     "robust to half of the rollouts from another model",
     "not",
-    "Less its matched run: P3O {}, GRPO {}. P3O loses more.",
-    tuple(_cost_of("half from another policy", method) for method in ("P3O", _EPSILON)),
-    f"{_QUICKSTART}; another seed's policy",
+    "Minus the run without them: P3O {}, GRPO {}. P3O loses more. The effective sample size is {}.",
+    (
+      *(_cost_of("half from another policy", method) for method in ("P3O", _EPSILON)),
+      _ess("half from another policy"),
+    ),
+    f"{_MISMATCH}, ε = 0.2; another seed's policy",
     _P3O_LINK,
     ("GRPO, half from another policy", "P3O, half from another policy"),
   ),
@@ -344,8 +377,9 @@ _OF_FADE = {
   "F1": Verdict(
     "success-heavy mass collapses entropy",
     "not",
-    "Under GRPO, of equal masses, entropy falls from {} to {} nats. Less GRPO at the end:"
-    " success-heavy entropy {} nats, pass@1 {}; failure-heavy {} and {}. It falls with all masses.",
+    "Under GRPO, of equal masses, entropy falls from {} to {} nats. Minus GRPO at the end:"
+    " success-heavy entropy {} nats, pass@1 {}; failure-heavy {} and {}. So entropy falls with all"
+    " masses.",
     (
       *(mean(_ON_STEPS[GRPO], f) for f in (_first_entropy, _LAST_ENTROPY)),
       *(
@@ -361,12 +395,12 @@ _OF_FADE = {
   "F2": Verdict(
     "failure-heavy mass drives the head's update to rank one",
     "not",
-    "The largest singular value's share of the squares of the head's change, at the end: GRPO {},"
-    " success-heavy {}, failure-heavy {}; failure-heavy less GRPO {}. The head's share of the"
-    " squares of all changes is {}, {} and {}.",
+    "The share of the output head's change that lies along one direction (σ₁²/Σσ²) is {} with GRPO."
+    " Minus GRPO: failure-heavy {}, success-heavy {}. So it rises with the other kind. The head's"
+    " share of the squares of all changes is {} with GRPO, {} success-heavy, {} failure-heavy.",
     (
-      *(mean(_ON_STEPS[label], _RANK_ONE) for label in _MASSES),
-      paired(_ON_STEPS, "failure-heavy", GRPO, _RANK_ONE),
+      mean(_ON_STEPS[GRPO], _RANK_ONE),
+      *(paired(_ON_STEPS, label, GRPO, _RANK_ONE) for label in ("failure-heavy", "success-heavy")),
       *(mean(_ON_STEPS[label], _HEAD_SHARE) for label in _MASSES),
     ),
     f"{_STEPS_RUNS}, ratios of masses of 4 and 1/4",
@@ -376,17 +410,19 @@ _OF_FADE = {
   "F3": Verdict(
     "peaks earlier in pass@1 than the best static estimator, with the best pass@k curve",
     "not",
-    "FADE less GRPO: peak {}, update of the peak {}, pass@16 at the end {}. Less failure-heavy:"
-    " {}, {} and {}. On the quickstart, less GRPO in pass@1: FADE {}, pass@4 training {}.",
+    "FADE minus GRPO: peak {}, its update {}, pass@16 {}. Minus success-heavy: {}, {} and {}. So no"
+    " difference is found. δ cannot act here: by the relative target it stays above one minus half"
+    " of the initial entropy, which is small. On the quickstart, minus GRPO in pass@1: FADE {},"
+    " pass@4 training {}.",
     (
       *(
         paired(_ON_STEPS, "FADE", label, f)
-        for label in (GRPO, "failure-heavy")
+        for label in (GRPO, "success-heavy")
         for f in (report.peak(), peak_update, report.late("eval/pass@16"))
       ),
       *(paired(_RECIPES, label, "grpo", final) for label in ("fade", "pass_at_k")),
     ),
-    f"{_STEPS_RUNS}; {_QUICKSTART}, 64 updates",
+    f"{_STEPS_RUNS}, evaluated every 32; quickstart, 3 seeds, 64 updates",
     _FADE_LINK,
     (
       *(GRPO, "FADE", "FADE, H* = 0.5", "pass@4 training", "success-heavy", "failure-heavy"),
@@ -398,13 +434,13 @@ _OF_MU = {
   "M1": Verdict(
     "reaches GRPO's accuracy 2.2 × sooner in wall-clock with four stages",
     "not",
-    "GRPO's seconds to a rise of 0.1, over those of stages: {}, so that stages are slower. If a"
-    " hand-over cost what restarting an engine takes: {} to {}. Break-even is at {} to {} updates."
-    " On `steps` stages end elsewhere: pass@1 less GRPO's {}.",
+    "GRPO's seconds to a rise of 0.1, over those of stages: {} as it is; {} and {} if a hand-over"
+    " took 30 or 60 s of a 7B run, as restarting an engine may. Stages win above {} to {} updates a"
+    " hand-over. On `steps`, to a rise of 0.2: {}; {} and {}; {} to {}. Stages end lower there:"
+    " pass@1 minus GRPO's {}.",
     (
-      *(_speedup(0), _speedup(2), _speedup(3)),
-      number(min(curve.break_even for curve in _PRICES)),
-      number(max(curve.break_even for curve in _PRICES)),
+      *(*_speedups(_PRICES), *_break_even(_PRICES)),
+      *(*_speedups(_PRICES_ON_STEPS), *_break_even(_PRICES_ON_STEPS)),
       paired(_ON_STEPS, _SUFFIX, GRPO, report.late()),
     ),
     f"{_STEPWISE}; {_STEPS_RUNS}; suffix veto, κ = 0.1",
@@ -414,15 +450,14 @@ _OF_MU = {
   "M2": Verdict(
     "at large μ the tight interval plateaus; [0, 5] gains, then collapses",
     "in part",
-    "Tight less GRPO with μ = 4: {}. Relaxed, its best less its end: {}. It ends below its start"
-    " with {} seeds, at a higher learning rate with {}. On `steps`, tight less GRPO: {}, after a"
-    " first stage that ends at {}; its peak is {}.",
+    "Tight minus GRPO: {}; on `steps` {}, where it has {} after the first stage, {} at its best and"
+    " {} at the last evaluation. Relaxed ends below its start with {} seeds, at a higher learning"
+    " rate with {}; it has not run on `steps`.",
     (
       paired(_MU, "tight clip", "GRPO, μ = 4", final),
-      mean(_MU["relaxed clip"], _fall),
-      *(_collapsed(label) for label in ("relaxed clip", "relaxed clip, higher rate")),
       paired(_ON_STEPS, _TIGHT, GRPO, report.late()),
-      *(mean(_ON_STEPS[_TIGHT], f) for f in (after_a_stage, report.peak())),
+      *(mean(_ON_STEPS[_TIGHT], f) for f in (after_a_stage, report.peak(), final)),
+      *(_collapsed(label) for label in ("relaxed clip", "relaxed clip, higher rate")),
     ),
     f"{_STEPWISE}; {_STEPS_RUNS}",
     _MU_LINK,
@@ -434,20 +469,19 @@ _OF_MU = {
   "M3": Verdict(
     "masking the triggers alone still collapses; the suffix or broader scopes are stable",
     "in part",
-    "Less the relaxed clip in pass@1, at the higher learning rate: suffix {}, triggers alone {}. At"
-    " the lower one: {} and {}. On `steps` the suffix is not stable: pass@1 is {} after the first"
-    " stage and {} at the end, less the tight clip {}.",
+    "Minus the relaxed clip in pass@1, at the higher learning rate: triggers alone {}, suffix {},"
+    " both {}. At the lower one: {}, {} and {}; the complete response {}. On `steps` the suffix is"
+    " not stable: pass@1 is {} after the first stage and {} at the last evaluation.",
     (
       *(
         paired(_MU, f"veto {scope}, κ = 0.1, higher rate", "relaxed clip, higher rate", final)
-        for scope in ("suffix", "trigger")
+        for scope in ("trigger", "suffix", "trigger_and_suffix")
       ),
       *(
         paired(_MU, f"veto {scope}, κ = 0.1", "relaxed clip", final)
-        for scope in ("suffix", "trigger")
+        for scope in ("trigger", "suffix", "trigger_and_suffix", "response")
       ),
-      *(mean(_ON_STEPS[_SUFFIX], f) for f in (after_a_stage, report.late())),
-      paired(_ON_STEPS, _SUFFIX, _TIGHT, report.late()),
+      *(mean(_ON_STEPS[_SUFFIX], f) for f in (after_a_stage, final)),
     ),
     f"{_STEPWISE}; {_STEPS_RUNS}; κ = 0.1",
     _MU_LINK,
@@ -460,11 +494,11 @@ _OF_MU = {
   "M4": Verdict(
     "four refreshes against 1024: switching overhead and memory contention go",
     "not testable",
-    "One process on one device has no engine to switch to: all hand-overs of a GRPO run take {} of"
-    " its {} seconds. The price of a hand-over is a curve instead (M1).",
+    "One process on one device has no engine to switch to: all hand-overs of a GRPO run take {} s,"
+    " the run {} s. The price of a hand-over is a curve instead (M1).",
     (
       mean(_MU["GRPO, μ = 4"], lambda run: run["phase_seconds"]["sync_weights"]),
-      mean(_MU["GRPO, μ = 4"], _of_mu("elapsed_seconds")),
+      mean(_MU["GRPO, μ = 4"], _field("elapsed_seconds")),
     ),
     _STEPWISE,
     _PRICE_LINK,
@@ -476,7 +510,7 @@ _OF_MU = {
     " a stage to {} in the last. On `steps` {} of the tokens are vetoed in the first stage and {}"
     " in the second, the solve rate of the rollouts is {} and {}.",
     (
-      mean(_MU["veto suffix, κ = 0.1"], _of_mu("vetoed")),
+      mean(_MU["veto suffix, κ = 0.1"], _field("vetoed")),
       *(
         mean(
           _MU["veto suffix, κ = 0.1"],
@@ -498,27 +532,32 @@ _OF_MU = {
 VERDICTS_BY_ID = {**_OF_SALT, **_OF_P3O, **_OF_FADE, **_OF_MU}
 IN_SHORT = {  # of each paper: what held, what did not, and why as far as the runs tell
   "S": (
-    "What held: the geometry. Gradients are of low rank, the output head's stand for those of the"
-    " last block, and SALT raises n_eff in the loss. What did not: that PR and accuracy follow. By"
-    " the score gradients do not cancel here, n_eff is above 1, so that the adaptive α is 0 and"
-    " costs accuracy on the quickstart. By the sampled tokens they cancel; there SALT acts, and"
-    " accuracy is GRPO's."
+    "What held: the geometry. Gradients are of low rank, the output head's represent those of the"
+    " last block, and SALT raises n_eff. What did not: no gain of PR or accuracy is found. With the"
+    " paper's feature gradients do not cancel here, n_eff is above 1, so that the adaptive α is 0"
+    " and costs accuracy. With `sampled` they share a direction that centered advantages cancel."
+    " SALT then drops nearly all of its shared part and keeps most of the rest, of the positive"
+    " advantages; accuracy is that of GRPO within its interval. Larger groups, a fixed α and shared"
+    " energy did not go as claimed on the quickstart, whose answers have four bytes."
   ),
   "P": (
-    "What held: training goes on under each mismatch, but for one collapse. What did not: P3O is"
-    " nowhere better than GRPO. Policies of this size change little between sampling and update, so"
-    " that the effective sample size stays near its maximum, and there is hardly a mismatch to"
-    " adapt to."
+    "What held: int8 rollouts harm neither method. What did not: P3O is nowhere better than GRPO,"
+    " also where rollouts are the policy's own. Where the mismatch is real it loses more, and at"
+    " temperature 1.5 it collapses through its KL term. Lags are hardly a mismatch for policies of"
+    " this size: the effective sample size stays near its maximum."
   ),
   "F": (
     "None of the three held. Entropy is low after the warm start, and falls under every estimator,"
-    " so that there is little to keep. FADE's controllers hardly move there. Unequal masses do move"
-    " the output head far more than equal ones, but not along one direction."
+    " so that there is little to keep. FADE's δ cannot act on so low an entropy, and its α falls to"
+    " its lower bound; so F3 is a weak test until the arms with an absolute H* have run. Unequal"
+    " masses do raise the output head's share of the change."
   ),
   "M": (
-    "What held: at large μ the tight interval plateaus, and the relaxed one gains first, then"
-    " falls. What did not: the suffix veto keeps it stable on the quickstart only. Stages are"
-    " slower by the clock, since a hand-over of weights is free in one process. They win where it"
-    " costs several updates, about what restarting an inference engine takes."
+    "What held: with the tight interval large μ costs accuracy. The relaxed one falls below its"
+    " start, with all seeds at the higher learning rate, and there the suffix veto ends above it."
+    " What did not: on `steps` the suffix veto is not stable, and the tight interval falls late."
+    " Stages are slower by the clock, since a hand-over of weights is free in one process. At the"
+    " assumed price of an engine's restart they are slower on the quickstart and about even on"
+    " `steps`, to a small rise; they do not reach GRPO's final accuracy."
   ),
 }

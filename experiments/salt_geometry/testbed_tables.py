@@ -40,6 +40,7 @@ AGREEMENT = {
   "permutation null, 95 %": of_geometry("agreement_permutation_quantile"),
   "noise null, 95 %": of_geometry("agreement_noise_quantile"),
   "signs that agree": lambda result: result["signs"],
+  "by chance": lambda result: result["signs_by_chance"],
 }
 SHOWN = (GRPO, "SALT, sampled", "SALT, score", f"GRPO, G = {LARGE}", f"SALT, sampled, G = {LARGE}")
 PANELS = (

@@ -54,7 +54,8 @@ def measured(workdir: str) -> dict[str, Any]:
     train: metric → means over `SPANS` equal spans of the updates; geometry: metric → mean over the
     measurements; last: the head's metrics at the last one; drift: pairs of −Cov(A, log π) and the
     change of entropy by the same update; masses: a row (groups, m_S, m_F) for each bin of solve
-    rates; signs: see `sign_agreement`; seconds: of each phase; refreshes: of the rollouts.
+    rates; signs, signs_by_chance: see `sign_agreement`; seconds: of each phase; refreshes: of the
+    rollouts.
   """
   records = list(read_metrics(workdir))
   train = [record for record in records if record["phase"] == "train"]
@@ -62,13 +63,15 @@ def measured(workdir: str) -> dict[str, Any]:
   geometry = [record for record in train if "geometry/participation_ratio" in record]
   of_geometry = [n for n in (geometry[0] if geometry else {}) if n.startswith("geometry/")]
   arrays = [_load(path) for path in sorted(pathlib.Path(workdir).glob(f"{GEOMETRY_FOLDER}/*.npz"))]
+  signs, by_chance = sign_agreement(arrays)
   return {
     "train": {name: in_spans([record[name] for record in train]) for name in names},
     "geometry": {n: _rounded(np.mean([r[n] for r in geometry if n in r])) for n in of_geometry},
     "last": {n: _rounded(geometry[-1][n]) for n in of_geometry if n in HEAD},
     "drift": [[_rounded(r[n]) for n in DRIFT] for r in geometry if all(n in r for n in DRIFT)],
     "masses": masses(arrays),
-    "signs": sign_agreement(arrays),
+    "signs": signs,
+    "signs_by_chance": by_chance,
     "seconds": {name: round(x, 2) for name, x in curves.phase_seconds(records).items()},
     "refreshes": sum("time/sync_weights_seconds" in record for record in train),
   }
@@ -119,11 +122,14 @@ def masses(measurements: Sequence[Mapping[str, np.ndarray]]) -> list[tuple[int, 
   ]
 
 
-def sign_agreement(measurements: Sequence[Mapping[str, np.ndarray]]) -> float | None:
-  """Share of the large off-diagonal cosines of two Gram matrices whose signs agree.
+def sign_agreement(
+  measurements: Sequence[Mapping[str, np.ndarray]],
+) -> tuple[float, float] | tuple[None, None]:
+  """Share of the large off-diagonal cosines of two Gram matrices whose signs agree; and by chance.
 
-  Large: the tenth of the entries whose absolute cosines under `gram` are largest. Mean over the
-  measurements with `gram` and `gram_compared`, f32[B, B] both; None without one.
+  Large: the tenth of the entries whose absolute cosines under `gram` are largest. By chance: if the
+  signs were independent, with the shares of positive ones that the two matrices have. Means over
+  the measurements with `gram` and `gram_compared`, f32[B, B] both; None without one.
   """
   shares = []
   for arrays in measurements:
@@ -134,8 +140,13 @@ def sign_agreement(measurements: Sequence[Mapping[str, np.ndarray]]) -> float | 
         for name in ("gram", "gram_compared")
       )
       large = np.abs(first) >= np.quantile(np.abs(first), 0.9)
-      shares.append(np.mean(np.sign(first[large]) == np.sign(second[large])))
-  return _rounded(np.mean(shares)) if shares else None
+      agree = np.mean(np.sign(first[large]) == np.sign(second[large]))
+      a, b = np.mean(first[large] > 0), np.mean(second[large] > 0)
+      shares.append((agree, a * b + (1 - a) * (1 - b)))
+  if not shares:
+    return None, None
+  agreeing, chance = np.mean(shares, axis=0)
+  return _rounded(agreeing), _rounded(chance)
 
 
 # --- values of a run ------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def tables(results: Sequence[Result]) -> str:
     [
       "Against GRPO:",
       report.table(results, list(ARMS), COLUMNS, compared=late()),
-      "Against all four: what leaving one out changes:",
+      "Against all four:",
       report.table(results, without, {}, compared=late(), baseline="all four"),
     ]
   )

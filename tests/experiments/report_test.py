@@ -64,13 +64,21 @@ def test_signs_of_large_cosines_are_compared():
   rng = np.random.default_rng(0)
   features = rng.normal(size=(12, 3))
   gram = features @ features.T
-  agree = lambda other: report.sign_agreement([{"gram": gram, "gram_compared": other}])
+  both = lambda other: report.sign_agreement([{"gram": gram, "gram_compared": other}])
+  agree = lambda other: both(other)[0]
   assert agree(2.0 * gram) == 1.0 and agree(-gram) == 0.0
-  assert report.sign_agreement([{"gram": gram}]) is None
+  assert report.sign_agreement([{"gram": gram}]) == (None, None)
   other = gram.copy()
   small = np.unravel_index(np.argmin(np.abs(gram)), gram.shape)
   other[small] *= -1  # a sign that is not of a large entry
   assert agree(other) == 1.0
+  # By chance: large cosines that are all positive agree anyway; half and half, by half.
+  positive = np.exp(-np.abs(np.subtract.outer(np.arange(12), np.arange(12))) / 4.0)
+  assert report.sign_agreement([{"gram": positive, "gram_compared": positive}]) == (1.0, 1.0)
+  cosines = gram / np.sqrt(np.outer(np.diag(gram), np.diag(gram)))
+  values = cosines[np.triu_indices(12, k=1)]
+  share = np.mean(values[np.abs(values) >= np.quantile(np.abs(values), 0.9)] > 0)
+  assert both(gram)[1] == pytest.approx(share**2 + (1 - share) ** 2, rel=1e-5)
 
 
 def write_metrics(workdir):
