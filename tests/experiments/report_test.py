@@ -39,6 +39,7 @@ def result(label, seed, level, **more):
     "drift": [[0.1, -0.2], [0.2, -0.4], [0.3, -0.6]],
     "masses": [[2, 0.1, 0.2], [0, 0.0, 0.0], [1, 0.3, 0.3], [1, 0.2, 0.1]],
     "signs": 0.9,
+    "signs_by_chance": 0.7,
     "seconds": {"sync_weights": 0.5},
     "refreshes": 48,
     **more,
@@ -99,7 +100,7 @@ def test_a_run_is_measured(tmp_path):
   assert found["train"] == {"policy/entropy": [0.1, 0.2, 0.3, 0.4]}
   assert found["geometry"] == {"geometry/participation_ratio": 4.0}
   assert found["seconds"] == {"sync_weights": 1.0} and found["refreshes"] == 4
-  assert found["drift"] == [] and found["signs"] is None
+  assert found["drift"] == [] and found["signs"] is None and found["signs_by_chance"] is None
 
 
 def test_runs_of_another_sitting_join_the_committed_ones(tmp_path):
