@@ -53,6 +53,7 @@ class Verdict(NamedTuple):
   conditions: str = ""  # task, seeds, interval
   link: str = ""  # path from docs/
   arms: tuple[str, ...] = ()  # of the testbed, which are to say more
+  also: str = ""  # of the page of the other task, where there are two
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -132,6 +133,13 @@ be a weak test.
 """
 
 
+def _links(verdict: Verdict) -> str:
+  if not verdict.link:
+    return "–"
+  first = f"[{'results' if verdict.values else 'how'}]({verdict.link})"
+  return f"{first}, [more]({verdict.also})" if verdict.also else first
+
+
 def _table(prefix: str, verdicts: Mapping[str, Verdict], done: set[tuple[str, int]]) -> str:
   rows = {}
   for name, verdict in verdicts.items():
@@ -142,7 +150,7 @@ def _table(prefix: str, verdicts: Mapping[str, Verdict], done: set[tuple[str, in
         f"**{verdict.verdict}**",
         verdict.evidence.format(*verdict.values),
         verdict.conditions or "–",
-        f"[results]({verdict.link})" if verdict.link else "–",
+        _links(verdict),
         f"{runs} runs, {hours(runs)} h" if runs else "–",
       ]
   header = ["claim", "verdict", "evidence", "conditions", "link", "queued"]

@@ -33,6 +33,8 @@ _MISMATCH = "quickstart, 3 seeds, 80 updates"
 _SALT_LINK = "../experiments/salt_geometry/README.md"
 _SALT_STEPS_LINK = "../experiments/salt_geometry/TESTBED.md"
 _P3O_LINK = "../experiments/p3o_mismatch/README.md"
+_P3O_STEPS_LINK = "../experiments/p3o_mismatch/TESTBED.md"
+_RECIPES_LINK = "../experiments/recipes/README.md"
 _MU_LINK = "../experiments/mu_grpo/README.md"
 _PRICE_LINK = "../experiments/mu_grpo/TESTBED.md"
 _FADE_LINK = "../experiments/fade/README.md"
@@ -137,6 +139,7 @@ _OF_SALT = {
     f"quickstart, 256 rollouts, G = 16, 3 seeds; {_STEPS_RUNS}, 128 rollouts",
     _SALT_STEPS_LINK,
     (GRPO,),
+    also=_SALT_LINK,
   ),
   "S2": Verdict(
     "SALT raises n_eff, PR and accuracy over GRPO and DAPO",
@@ -160,6 +163,7 @@ _OF_SALT = {
     f"{_QUICKSTART}, G = 16; {_STEPS_RUNS}; DAPO not tried",
     _SALT_STEPS_LINK,
     ("SALT, sampled", "SALT, score", "DAPO", "SALT on DAPO"),
+    also=_SALT_LINK,
   ),
   "S3": Verdict(
     "best PR–n_eff trade-off; one channel, no positive part and a random subspace are worse",
@@ -231,6 +235,7 @@ _OF_SALT = {
     f"{_QUICKSTART}, G = 8; {_STEPS_RUNS}",
     _SALT_STEPS_LINK,
     (GRPO, "SALT, sampled"),
+    also=_SALT_LINK,
   ),
   "S8": Verdict(
     "low PR and n_eff persist across model families; SALT raises both",
@@ -263,6 +268,7 @@ _OF_SALT = {
     f"{_QUICKSTART}, G = 16; {_STEPS_RUNS}",
     _SALT_LINK,
     ("SALT, sampled", "SALT, sampled, G = 32", "SALT, sampled, G = 16", "SALT, sampled, G = 64"),
+    also=_SALT_STEPS_LINK,
   ),
   "S11": Verdict(
     "the exploration share grows with G; an entropy bonus raises PR, not n_eff",
@@ -314,6 +320,7 @@ _OF_P3O = {
       for recorded in ("raw", "exact")
       for method in ("GRPO", "P3O")
     ),
+    also=_P3O_STEPS_LINK,
   ),
   "P3": Verdict(
     "robust to bf16 training with fp8 rollouts, where GRPO degrades",
@@ -428,6 +435,7 @@ _OF_FADE = {
       *(GRPO, "FADE", "FADE, H* = 0.5", "pass@4 training", "success-heavy", "failure-heavy"),
       *ON_TOUR,
     ),
+    also=_RECIPES_LINK,
   ),
 }
 _OF_MU = {
@@ -446,6 +454,7 @@ _OF_MU = {
     f"{_STEPWISE}; {_STEPS_RUNS}; suffix veto, κ = 0.1",
     _PRICE_LINK,
     (GRPO, "suffix, μ = 96", "suffix, μ = 32"),
+    also=_MU_LINK,
   ),
   "M2": Verdict(
     "at large μ the tight interval plateaus; [0, 5] gains, then collapses",
@@ -465,6 +474,7 @@ _OF_MU = {
       *(GRPO, "tight, μ = 96", "relaxed, μ = 96", "tight, μ = 96, learning rate 1e-3"),
       *("relaxed, μ = 96, learning rate 1e-3", "GRPO, learning rate 1e-3"),
     ),
+    also=_PRICE_LINK,
   ),
   "M3": Verdict(
     "masking the triggers alone still collapses; the suffix or broader scopes are stable",
@@ -490,6 +500,7 @@ _OF_MU = {
       *("trigger and suffix, μ = 96", "suffix, μ = 96, learning rate 1e-3"),
       *("trigger, μ = 96, learning rate 1e-3", "relaxed, μ = 96, learning rate 1e-3"),
     ),
+    also=_PRICE_LINK,
   ),
   "M4": Verdict(
     "four refreshes against 1024: switching overhead and memory contention go",
@@ -527,6 +538,7 @@ _OF_MU = {
     f"{_STEPWISE}; {_STEPS_RUNS}",
     _MU_LINK,
     ("suffix, μ = 96", "trigger, μ = 96", "suffix, κ = 0.01, μ = 96", "suffix, κ = 0.001, μ = 96"),
+    also=_PRICE_LINK,
   ),
 }
 VERDICTS_BY_ID = {**_OF_SALT, **_OF_P3O, **_OF_FADE, **_OF_MU}
