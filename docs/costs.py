@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import pathlib
-import re
 from collections.abc import Mapping
 from typing import Any
 
+from docs.tables import between_marks
 from rlvr_jax.evaluate.compare import markdown
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -23,7 +23,6 @@ RECIPES = (  # in the order of the table
   *("salt_qwen25_math_7b", "p3o_qwen3_4b", "fade_qwen25_7b", "mu_grpo_r1_distill_7b"),
   *("gsm8k_qwen25_05b", "gsm8k_qwen25_15b_lora"),
 )
-_MARKED = re.compile(r"(<!-- costs:.*?-->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def table() -> str:
@@ -58,8 +57,7 @@ def _row(conditions: Mapping[str, Any], costs: Mapping[str, Any]) -> list[str]:
 
 def written() -> str:
   """The page with its table up to date."""
-  text = PAGE.read_text(encoding="utf-8")
-  return _MARKED.sub(lambda found: f"{found[1]}\n{table()}\n\n{found[2]}", text)
+  return between_marks(PAGE.read_text(encoding="utf-8"), "costs", f"\n{table()}\n\n")
 
 
 def main() -> None:

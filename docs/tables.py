@@ -29,7 +29,6 @@ CARDS = ROOT / "docs" / "methods"
 COMMAND = "python -m docs.tables"
 DOCUMENTS = {ROOT / "README.md": "", CARDS / "README.md": "../../"}  # to their paths to the root
 HEADER = "| method | what is new in it | code | paper | recipe |\n|---|---|---|---|---|\n"
-_MARKED = re.compile(r"(<!-- methods:.*?-->\n).*?(<!-- end -->)", re.DOTALL)
 _ACROSS = re.DOTALL | re.MULTILINE
 
 # What a recipe sets in addition to its components: the field, its name in the table ("": its
@@ -128,10 +127,16 @@ def table(to_root: str) -> str:
   return HEADER + "".join(row(card, to_root) for card in cards)
 
 
+def between_marks(text: str, name: str, content: str) -> str:
+  """The text with `content` between the marks <!-- NAME: … --> and <!-- end -->."""
+  marked = re.compile(rf"(<!-- {name}:.*?-->\n).*?(<!-- end -->)", re.DOTALL)
+  return marked.sub(lambda found: found[1] + content + found[2], text)
+
+
 def written(document: pathlib.Path) -> str:
   """A document's text with its table up to date."""
   text = document.read_text(encoding="utf-8")
-  return _MARKED.sub(lambda found: found[1] + table(DOCUMENTS[document]) + found[2], text)
+  return between_marks(text, "methods", table(DOCUMENTS[document]))
 
 
 def main() -> None:

@@ -11,10 +11,10 @@ from experiments.fade.testbed import ON_TOUR
 from experiments.mu_grpo import hand_over
 from experiments.mu_grpo.testbed_tables import SUFFIX as _SUFFIX
 from experiments.mu_grpo.testbed_tables import TIGHT as _TIGHT
-from experiments.mu_grpo.testbed_tables import after_a_stage, costs
+from experiments.mu_grpo.testbed_tables import after_a_stage, price_curves
 from experiments.testbed import report
 from experiments.testbed.arms import GRPO
-from rlvr_jax.evaluate.compare import METRIC, final, rise
+from rlvr_jax.evaluate.compare import final, rise
 
 _SALT = results("salt_geometry")
 _P3O = results("p3o_mismatch")
@@ -47,11 +47,6 @@ _SIZES = ("GRPO, G = 16", "GRPO, G = 64", "SALT, sampled, G = 16", "SALT, sample
 def _average(metric: str):
   """Mean over a run's measurements, of experiments/salt_geometry."""
   return lambda run: statistics.mean(value for _, value in run["curves"][metric])
-
-
-def _fall(run: Result) -> float:
-  """The best evaluation less the last."""
-  return max(run["evaluations"][METRIC]) - final(run)
 
 
 def _first_entropy(run: Result) -> float:
@@ -89,10 +84,7 @@ _HOT = "temperature 1.5"
 _EPSILON = "GRPO, ε = 0.2"
 _AT = (0.0, *hand_over.prices_of_7b().values())
 _PRICES = hand_over.of_quickstart(_AT)
-_ALL_RUNS = [run for runs in _ON_STEPS.values() for run in runs]
-_PRICES_ON_STEPS = hand_over.curves_of(
-  costs(_ALL_RUNS, GRPO, 4), costs(_ALL_RUNS, _SUFFIX, 96), _AT
-)
+_PRICES_ON_STEPS = price_curves([run for runs in _ON_STEPS.values() for run in runs], _AT)
 
 
 def _speedups(curves: Sequence[hand_over.Curve]) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ def get_config() -> ConfigDict:
   c.batch = dict(prompts=32, group_size=16, tokens_per_micro_batch=10_240, tokens_per_row=0)
   c.optimizer = "adamw(weight_decay=0.1)"
   c.learning_rate = "constant(peak=1e-6)"
-  c.gram = "streaming(block_elements=1_000_000_000)"  # 4 GB: blocks of 512 columns
+  c.gram = "streaming(block_elements=1_000_000_000)"  # at most 4 GB
 
   c.grading.num_workers = 16
   c.grading.timeout_s = 10.0

@@ -52,11 +52,14 @@ def costs(results: Sequence[Result], label: str, mu: int) -> dict[int, hand_over
   }
 
 
+def price_curves(results: Sequence[Result], prices: Sequence[float]) -> list[hand_over.Curve]:
+  """Seconds of GRPO over those of the suffix arm to that rise, by the price of a hand-over."""
+  return hand_over.curves_of(costs(results, GRPO, 4), costs(results, SUFFIX, MU), prices)
+
+
 def tables(results: Sequence[Result]) -> str:
   usual = [label for label in ARMS if label not in FAST]
-  prices = hand_over.table(
-    lambda at: hand_over.curves_of(costs(results, GRPO, 4), costs(results, SUFFIX, MU), at)
-  )
+  prices = hand_over.table(lambda at: price_curves(results, at))
   sections = {
     "Learning, against GRPO": report.table(results, usual, COLUMNS, compared=late()),
     "Against the relaxed clip": report.table(

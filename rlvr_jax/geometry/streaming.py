@@ -26,7 +26,7 @@ from rlvr_jax.ops.spectral import EXACT
 from rlvr_jax.types import Array, Forward, Head, Mean, Metrics, Params, Sum, TrainBatch
 
 _LANES = 128  # columns that an accelerator multiplies at once
-_WIDEST = 512  # columns: a block reads all hidden states, and so many are multiplied meanwhile
+_WIDEST = 512  # columns: with so many, reading the hidden states no longer takes the longest
 _BATCH_AXES = ("data", "fsdp")
 # The kernel is split along `tensor`: with that axis first, columns stay within their tensor part.
 _COLUMN_AXES = ("tensor", "data")
