@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import pathlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -53,13 +54,19 @@ def different(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
   return [path for path in sorted({*a, *b}) if path not in a or path not in b or a[path] != b[path]]
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None, home: pathlib.Path = EXPERIMENTS) -> int:
+  """Prints the table; 1 if any number differs.
+
+  Args:
+    argv: the command line; None for that of the process.
+    home: folder of the experiments, with their committed results.
+  """
   parser = argparse.ArgumentParser()
   parser.add_argument("--workdir", required=True, help="of the sweep")
-  again = {run["label"]: run for run in compare.read_results(parser.parse_args().workdir)}
+  again = {run["label"]: run for run in compare.read_results(parser.parse_args(argv).workdir)}
   rows, differing = {}, 0
   for folder, label in ARMS.items():
-    runs = compare.by_label(compare.read_results(EXPERIMENTS / folder / "testbed.json"))[label]
+    runs = compare.by_label(compare.read_results(home / folder / "testbed.json"))[label]
     first = next(run for run in runs if run["seed"] == SEED)
     second = again[label] | measured(again[label]["workdir"])
     paths = different(first, second)

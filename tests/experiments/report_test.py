@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from experiments import again
 from experiments.fade import tables as fade
 from experiments.mu_grpo import hand_over
 from experiments.mu_grpo import testbed_tables as mu_grpo
@@ -101,6 +102,23 @@ def test_a_run_is_measured(tmp_path):
   assert found["geometry"] == {"geometry/participation_ratio": 4.0}
   assert found["seconds"] == {"sync_weights": 1.0} and found["refreshes"] == 4
   assert found["drift"] == [] and found["signs"] is None and found["signs_by_chance"] is None
+
+
+def test_runs_made_again_are_compared_with_the_committed_ones(tmp_path, capsys):
+  for number, (folder, label) in enumerate(again.ARMS.items()):
+    workdir = tmp_path / "sweep" / folder
+    workdir.mkdir(parents=True)
+    write_metrics(workdir)
+    result = {"label": label, "seed": again.SEED, "number": number, "seconds": number}
+    (workdir / "result.json").write_text(json.dumps(result))
+    (tmp_path / folder).mkdir()
+    committed = {**result, "number": 9, **report.measured(str(workdir))}
+    compare.write_results(tmp_path / folder / "testbed.json", [committed])
+  run = lambda: again.main(["--workdir", str(tmp_path / "sweep")], home=tmp_path)
+  assert run() == 0 and "| fade | FADE |" in capsys.readouterr().out
+  metrics = tmp_path / "sweep" / "fade" / "metrics.jsonl"
+  metrics.write_text(metrics.read_text().replace('"policy/entropy": 0.1', '"policy/entropy": 0.7'))
+  assert run() == 1 and "1, such as ['train']['policy/entropy'][0] |" in capsys.readouterr().out
 
 
 def test_runs_of_another_sitting_join_the_committed_ones(tmp_path):
