@@ -433,6 +433,7 @@ def without_trunk(
     row_hidden=None,
     decoding_params=None,
     prefill=None,
+    rotary=None,
     decode=None,
   )
   batch = abstract_batch(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,7 +12,8 @@ from jax.sharding import Mesh
 
 from rlvr_jax.models.layout import ONE_DEVICE, Layout
 from rlvr_jax.models.linear import merged
-from rlvr_jax.models.transformer import Transformer, TransformerConfig
+from rlvr_jax.models.rotary import RotaryTables
+from rlvr_jax.models.transformer import Transformer, TransformerConfig, rotary
 from rlvr_jax.types import Array, Head, Params, Prompts, Rows
 
 
@@ -32,7 +34,8 @@ class Model(NamedTuple):
   # → what `prefill`, `decode` and `head` take: cast, gathered, one dict per layer in "blocks"
   decoding_params: Callable[[Params], Params]
   prefill: Callable  # (decoding params, tokens), see `Transformer`
-  decode: Callable  # (decoding params, tokens, positions, attend), see `Transformer`
+  rotary: Callable[[Array], RotaryTables]  # of positions i32[..., L]
+  decode: Callable  # (decoding params, tokens, tables, attend), see `Transformer`
   # (trained, frozen) → the parameters that the functions above take; see `lora.adapted`.
   combine: Callable[[Params, Params], Params] = all_trained
   mesh: Mesh | None = None  # over which its batches are split
@@ -76,6 +79,7 @@ def transformer(config: TransformerConfig, layout: Layout = ONE_DEVICE) -> Model
     row_hidden=lambda params, *args: bind(params).row_hidden(*args),
     decoding_params=decoding_params,
     prefill=on_layers(Transformer.prefill),
+    rotary=functools.partial(rotary, config),
     decode=on_layers(Transformer.decode),
     mesh=layout.mesh,
   )

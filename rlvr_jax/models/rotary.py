@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from rlvr_jax.types import Array
@@ -79,13 +81,30 @@ def rotary_tables(
   positions: Array, frequencies: Array, scaling: RopeScaling | YarnScaling | None = None
 ) -> tuple[Array, Array]:
   """Cosine and sine of position times frequency, each [..., L, 1, H/2]."""
-  angles = jnp.maximum(positions, 0)[..., None, None].astype(frequencies.dtype) * frequencies
+  angles = positions[..., None, None].astype(frequencies.dtype) * frequencies
   if not isinstance(scaling, YarnScaling):
     return jnp.cos(angles), jnp.sin(angles)
   factor = scaling.attention_factor
   if factor is None:
     factor = 0.1 * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0
   return factor * jnp.cos(angles), factor * jnp.sin(angles)
+
+
+class RotaryTables(NamedTuple):
+  """Cosines and sines of tokens' positions, each [..., L, 1, H/2]."""
+
+  full: tuple[Array, Array]
+  sliding: tuple[Array, Array] | None  # of layers that slide; None: the same
+
+  def of_layer(self, slides: Array | bool) -> tuple[Array, Array]:
+    """Those of a layer; whether it slides may be traced."""
+    if self.sliding is None:
+      return self.full
+    return jax.tree.map(lambda near, far: jnp.where(slides, near, far), self.sliding, self.full)
+
+  def at(self, index: Array) -> RotaryTables:
+    """Those of tokens at `index` of the first axis, i32[...]."""
+    return jax.tree.map(lambda x: jnp.take(x, index, axis=0, mode="clip"), self)
 
 
 def rotate(x: Array, tables: tuple[Array, Array]) -> Array:

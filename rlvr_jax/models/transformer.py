@@ -17,6 +17,7 @@ from rlvr_jax.models.layout import ONE_DEVICE, Layout
 from rlvr_jax.models.linear import PRODUCT, dense
 from rlvr_jax.models.rotary import (
   RopeScaling,
+  RotaryTables,
   YarnScaling,
   inverse_frequencies,
   rotary_tables,
@@ -275,7 +276,7 @@ class Transformer(nnx.Module):
       Per layer, keys and values [R, S, K, H].
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    tables = self._layer_tables(positions)
+    tables = self._looked_up(positions)
     x, cached = self._embed(tokens), []
     for block, window, slides in zip(blocks, *self._layer_kinds(), strict=True):
 
@@ -286,24 +287,25 @@ class Transformer(nnx.Module):
         out = attention(one(query), one(positions), (keys,), **settings)[:, 0]
         return out, (key, value)
 
-      x, keys_and_values = block(x, tables(slides), mix)
+      x, keys_and_values = block(x, tables.of_layer(slides), mix)
       cached.append(keys_and_values)
     return cached
 
-  def decode(self, blocks: Sequence[Block], tokens: Array, positions: Array, attend: Callable):
+  def decode(
+    self, blocks: Sequence[Block], tokens: Array, tables: RotaryTables, attend: Callable
+  ) -> tuple[Array, list]:
     """One token of every slot through the network.
 
     Args:
       blocks: the layers, split here once so that no decoding step repeats it.
       tokens: i32[slots].
-      positions: i32[slots], of these tokens.
+      tables: of these tokens' positions [slots, 1].
       attend: (layer, queries [slots, N, H], keys and values [slots, K, H], settings of attention)
         → (out [slots, N, H], carry).
     Returns:
       Final hidden states [slots, D], which predict the next tokens, and the carries of the layers.
     """
     x = self._embed(tokens[:, None])  # [slots, 1, D]
-    tables = self._layer_tables(positions[:, None])
     carries = []
     for layer, (block, window, slides) in enumerate(zip(blocks, *self._layer_kinds(), strict=True)):
 
@@ -312,7 +314,7 @@ class Transformer(nnx.Module):
         out, carry = attend(layer, query[:, 0], key[:, 0], value[:, 0], settings)
         return out[:, None], carry
 
-      x, carry = block(x, tables(slides), mix)
+      x, carry = block(x, tables.of_layer(slides), mix)
       carries.append(carry)
     return self.final_norm(x[:, 0]), carries
 
@@ -329,20 +331,13 @@ class Transformer(nnx.Module):
     scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
     return dict(scale=scale, window=window, soft_cap=c.attention_soft_cap)
 
-  def _layer_tables(self, positions: Array):
-    """A function: does the layer slide? → its rotary tables at these positions."""
-    c = self.config
-    dtype = jnp.promote_types(c.compute_dtype, jnp.float32)
+  def _looked_up(self, positions: Array) -> RotaryTables:
+    """Tables of positions i32[R, L] below L, negative ones as 0.
 
-    def table(theta, scaling):
-      frequencies = inverse_frequencies(c.head_dim, theta, scaling, dtype)
-      return rotary_tables(positions, frequencies, scaling)
-
-    full = table(c.rope_theta, c.rope_scaling)
-    if c.sliding_rope_theta is None:
-      return lambda slides: full
-    near = table(c.sliding_rope_theta, None)
-    return lambda slides: jax.tree.map(lambda n, f: jnp.where(slides, n, f), near, full)
+    They are looked up because XLA on CPU computes cosines where it uses them: for every head of
+    every layer, forward and backward.
+    """
+    return rotary(self.config, jnp.arange(positions.shape[1])).at(positions)
 
   def _layer_kinds(self) -> tuple[list[int], list[bool]]:
     """Window and kind of every layer."""
@@ -353,12 +348,12 @@ class Transformer(nnx.Module):
 
   def _scan_blocks(self, x: Array, positions: Array, attend) -> Array:
     c = self.config
-    tables = self._layer_tables(positions)
+    tables = self._looked_up(positions)
     _, sliding = self._layer_kinds()
 
     def body(x, layer):
       block, slides = layer
-      x, _ = block(x, tables(slides), attend(slides), self.layout.residual)
+      x, _ = block(x, tables.of_layer(slides), attend(slides), self.layout.residual)
       return self.layout.residual.keep(x), None
 
     if c.remat != "none":
@@ -369,6 +364,19 @@ class Transformer(nnx.Module):
       x = self.layout.residual.scatter(x)
       x, _ = jax.lax.scan(body, x, layers, unroll=min(c.unroll_layers, c.num_layers))
       return self.layout.constrain(self.layout.residual.gather(x))
+
+
+def rotary(config: TransformerConfig, positions: Array) -> RotaryTables:
+  """The tables of positions i32[..., L], for both kinds of layers."""
+  c = config
+  dtype = jnp.promote_types(c.compute_dtype, jnp.float32)
+
+  def table(theta, scaling):
+    frequencies = inverse_frequencies(c.head_dim, theta, scaling, dtype)
+    return rotary_tables(positions, frequencies, scaling)
+
+  near = None if c.sliding_rope_theta is None else table(c.sliding_rope_theta, None)
+  return RotaryTables(table(c.rope_theta, c.rope_scaling), near)
 
 
 def _prompt_positions(prompts: Prompts) -> Array:

@@ -29,7 +29,7 @@ _CACHES: dict[str, Any] = {"blocks": Cache, "pages": Pages}
 class Settings(NamedTuple):
   """What is fixed when the functions are compiled."""
 
-  model: Any  # provides `config`, `mesh`, `prefill`, `decode` and `head`
+  model: Any  # provides `config`, `mesh`, `prefill`, `rotary`, `decode` and `head`
   sampling: Sampling  # the distribution to sample from
   slots: int  # responses that are decoded at a time
   shape: CacheShape
@@ -182,11 +182,12 @@ def burst(params: Params, state: State, *, settings: Settings) -> tuple[State, E
   )
 
   caches = tuple(zip(state.prompts, state.responses, strict=True))
+  tables = rotary(reach, settings=settings)
 
   def step(loop):
     token, staged, emitted = loop
     now = emitted.steps
-    hidden, staged = decode(params, caches, staged, reach, token, now, settings=settings)
+    hidden, staged = decode(params, caches, staged, reach, tables, token, now, settings=settings)
     token, logprob = _sample(settings, hidden, head, state.keys, state.generated + now)
     return token, staged, _recorded(settings, emitted, token, logprob)
 
@@ -200,11 +201,18 @@ def burst(params: Params, state: State, *, settings: Settings) -> tuple[State, E
   return state, emitted
 
 
+def rotary(reach: Reach, *, settings: Settings) -> Any:
+  """The rotary tables of a burst, by step; here, so that no step and no layer computes cosines."""
+  steps = jnp.arange(settings.shape.steps)[:, None]
+  return settings.model.rotary((reach.prompt + reach.response + steps)[..., None])
+
+
 def decode(
   params: Params,
   caches: Sequence[tuple[Part, Part]],
   staged: tuple[Cache, ...],
   reach: Reach,
+  tables: Any,
   token: Array,
   step: Array,
   *,
@@ -217,6 +225,7 @@ def decode(
     caches: per layer, of the prompts and of the responses; not changed within a burst.
     staged: per layer, keys and values of the burst's earlier tokens.
     reach: of the caches.
+    tables: from `rotary`.
     token: i32[slots].
     step: i32[], number of the token in its burst.
   Returns:
@@ -233,8 +242,7 @@ def decode(
     return out, own
 
   # A slot that has ended goes on like the others, to be ignored: one step serves all slots.
-  positions = reach.prompt + reach.response + step
-  hidden, staged = settings.model.decode(params, token, positions, attend)
+  hidden, staged = settings.model.decode(params, token, tables.at(step), attend)
   return hidden, tuple(staged)
 
 
@@ -269,11 +277,16 @@ def _sample(settings, hidden, head, keys, position):
     tokens = jnp.argmax(logprobs, axis=-1)
   else:
     noise = lambda key, t: jax.random.gumbel(jax.random.fold_in(key, t), logprobs.shape[-1:])
-    # A barrier before the argmax: fused with it, XLA on CPU computes the logarithms one by one.
-    noise = jax.lax.optimization_barrier(jax.vmap(noise)(jax.random.wrap_key_data(keys), position))
-    tokens = jnp.argmax(logprobs + noise, axis=-1)
+    noise = jax.vmap(noise)(jax.random.wrap_key_data(keys), position)
+    tokens = _first_largest(logprobs + noise)
   chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
   return tokens.astype(jnp.int32), chosen
+
+
+def _first_largest(x: Array) -> Array:
+  """The argmax of every row of x[R, V], in two reductions that XLA on CPU can vectorize."""
+  last = x.shape[-1] - 1  # of a row with NaN as well
+  return jnp.min(jnp.where(x == jnp.max(x, axis=-1, keepdims=True), jnp.arange(last + 1), last), -1)
 
 
 def _recorded(settings: Settings, emitted: Emitted, token: Array, logprob: Array) -> Emitted:

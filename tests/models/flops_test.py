@@ -106,9 +106,12 @@ def test_generation_with_a_cache_costs_the_same(config):
     caches = [(layer, empty) for layer in prompt]
     staged = tuple(zeros() for _ in caches)
     reach = Reach(jnp.full(P * G, S - 1), jnp.zeros(P * G, jnp.int32), 1, 0)
+    tables = engine.rotary(reach, settings=settings)
     token, logits = jnp.ones(P * G, jnp.int32), []
     for t in range(T):
-      hidden, staged = engine.decode(params, caches, staged, reach, token, t, settings=settings)
+      hidden, staged = engine.decode(
+        params, caches, staged, reach, tables, token, t, settings=settings
+      )
       logits.append(head_logits(hidden, model.head(params)))
     return logits
 

@@ -70,6 +70,7 @@ def test_logits_of_cached_decoding_equal_the_published_models(case):
     params = model.decoding_params(params)
     prompts = engine.prefill(params, unpadded, settings=settings)
     reach = Reach.of(shape, lengths - 1, lengths * 0, lengths > 0)
+    tables = engine.rotary(reach, settings=settings)
     c = model.config
     axes = (c.num_kv_heads, len(ids))
     zeros = lambda: Cache.zeros(axes, shape.steps, c.head_dim, c.compute_dtype)
@@ -78,7 +79,9 @@ def test_logits_of_cached_decoding_equal_the_published_models(case):
 
     def one(staged, inputs):
       t, token = inputs
-      hidden, staged = engine.decode(params, caches, staged, reach, token, t, settings=settings)
+      hidden, staged = engine.decode(
+        params, caches, staged, reach, tables, token, t, settings=settings
+      )
       return staged, hidden
 
     staged = tuple(zeros() for _ in caches)
