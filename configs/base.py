@@ -56,7 +56,7 @@ def get_config() -> ConfigDict:
       param_dtype=placeholder(str),
       remat=placeholder(str),  # none, dots, full
       unroll_layers=placeholder(int),
-      attention=placeholder(str),  # auto, reference, splash; docs/models.md
+      attention=placeholder(str),  # auto, reference, splash, cudnn; docs/models.md
     ),
   )
 

@@ -73,7 +73,7 @@ class TransformerConfig:
   param_dtype: str = "float32"
   remat: str = "none"  # computed again backwards: none; dots: all but products; full: a layer
   unroll_layers: int = 1  # layers per iteration of the layer scan; num_layers unrolls it whole
-  attention: str = "auto"  # of training: auto, reference, splash (TPU); see ops.row_attention
+  attention: str = "auto"  # of training, one of `ops.row_attention.KINDS`
 
   def __post_init__(self):
     if mistake := next(self._mistakes(), None):

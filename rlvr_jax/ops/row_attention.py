@@ -1,7 +1,8 @@
-"""Grouped-query attention within rows of packed sequences: one function, two implementations.
+"""Grouped-query attention within rows of packed sequences: one function, three implementations.
 
 `reference` is XLA's own operations on any platform: float32 scores, in long rows block by block,
-and only blocks in which a query sees a key. `splash` is the flash kernel for TPUs.
+and only blocks in which a query sees a key. `splash` is the flash kernel for TPUs, `cudnn` that of
+NVIDIA GPUs, which computes a row's whole triangle of scores under a mask.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 from rlvr_jax.ops.row_blocks import LONGEST_ROW, NO_WINDOW, TILE, sees, visible_blocks
 from rlvr_jax.types import Array, Rows
 
-KINDS = ("auto", "reference", "splash")
+KINDS = ("auto", "reference", "splash", "cudnn")
 RESIDUALS = "attention"  # checkpoint_name of what the backward pass needs beside its inputs
 
 _BLOCK = TILE  # of queries and of keys, in the reference
@@ -27,6 +28,7 @@ _LONG = 1024  # tokens of a row from which on the reference skips blocks
 _DENSE_BLOCK = 64  # of queries, in shorter rows
 _MASKED = -1e30  # finite, so that no difference of two masked scores is NaN
 _SPLASH_HEADS = (32, 64, 80, 96, 128, 256)  # widths that were compiled for a TPU
+_LONGEST_MASK = 2**14  # tokens of a row, whose mask takes half a GiB of bfloat16
 
 
 def row_attention(
@@ -54,7 +56,7 @@ def row_attention(
     window: tokens of its own sequence a query looks back, itself included; None: all.
     slides: whether this layer has the window; may be traced, as in a scan over layers.
     soft_cap: c·tanh(score/c) where given (Gemma 2).
-    kind: "reference" or "splash", as `choose_attention` returned it.
+    kind: "reference", "splash" or "cudnn", as `choose_attention` returned it.
     mesh: None, or axes (data, fsdp, tensor); tensor divides K, and data · fsdp divides R.
   Returns:
     [R, L, N, H] in the queries' dtype; for padding finite values that depend on padding alone.
@@ -89,6 +91,7 @@ def choose_attention(
   row_length: int,
   head_dim: int,
   dtype: str,
+  soft_cap: float | None = None,
 ) -> str:
   """The implementation to use; `auto` takes a TPU's kernel where it can, and says where not.
 
@@ -96,21 +99,33 @@ def choose_attention(
     wanted: one of `KINDS`, config.model.overrides.attention.
     platform: "tpu", "gpu" or "cpu", of the devices that will run it.
     row_length: L.
-    head_dim, dtype: of the network; dtype is the one it computes in.
+    head_dim, dtype, soft_cap: of the network; dtype is the one it computes in.
   Raises:
     ValueError: the implementation named does not support this.
   """
   if wanted not in KINDS:
     raise ValueError(f"config.model.overrides.attention={wanted!r}; allowed: {list(KINDS)}")
-  obstacle = _splash_obstacle(platform, row_length, head_dim, dtype)
-  if wanted == "splash" and obstacle:
+  obstacles = {
+    "splash": _splash_obstacle(platform, row_length, head_dim, dtype),
+    "cudnn": _cudnn_obstacle(platform, row_length, head_dim, dtype, soft_cap),
+  }
+  if obstacle := obstacles.get(wanted):
     raise ValueError(
       f"config.model.overrides.attention={wanted!r} needs {obstacle}; change that, or choose one of"
       " ['auto', 'reference']"
     )
-  if wanted == "auto" and obstacle and platform != "cpu":
-    logging.warning("attention=auto takes the slower reference: splash needs %s", obstacle)
-  return "reference" if wanted == "reference" or obstacle else "splash"
+  if wanted != "auto":
+    return wanted
+  if not obstacles["splash"]:
+    return "splash"
+  if platform == "gpu":
+    needed = f"needs {obstacles['cudnn']}" if obstacles["cudnn"] else "was not timed on a GPU yet"
+    logging.warning("attention=auto takes the slower reference: attention='cudnn' %s", needed)
+  elif platform != "cpu":
+    logging.warning(
+      "attention=auto takes the slower reference: splash needs %s", obstacles["splash"]
+    )
+  return "reference"
 
 
 def row_alignment(kind: str) -> int:
@@ -120,7 +135,8 @@ def row_alignment(kind: str) -> int:
 
 def row_length(kind: str, least: int) -> int:
   """`least` tokens, rounded up to what an implementation can cut into its best blocks."""
-  multiple = 1024 if kind == "splash" else _BLOCK if least >= _LONG else 1
+  short = _BLOCK if kind == "cudnn" else 1
+  multiple = 1024 if kind == "splash" else _BLOCK if least >= _LONG else short
   return -(-least // multiple) * multiple
 
 
@@ -133,6 +149,20 @@ def _splash_obstacle(platform, row_length, head_dim, dtype):
     return f"head_dim in {_SPLASH_HEADS} (head_dim={head_dim})"
   if row_length % TILE or row_length > LONGEST_ROW:
     return f"rows of a multiple of {TILE} tokens, at most {LONGEST_ROW} (row length {row_length})"
+  return None
+
+
+def _cudnn_obstacle(platform, row_length, head_dim, dtype, soft_cap):
+  if platform != "gpu":
+    return f"an NVIDIA GPU (platform={platform!r})"
+  if dtype != "bfloat16":
+    return f"compute_dtype bfloat16 (compute_dtype={dtype!r})"
+  if head_dim % 8 or head_dim > 128:
+    return f"a head_dim that is a multiple of 8, at most 128 (head_dim={head_dim})"
+  if soft_cap is not None:
+    return f"scores without a soft cap (attention_soft_cap={soft_cap})"
+  if row_length > _LONGEST_MASK:
+    return f"rows of at most {_LONGEST_MASK} tokens (row length {row_length})"
   return None
 
 
@@ -159,11 +189,24 @@ def _with_window(attend: Callable, window: int | None, slides: Array) -> Array:
   return jax.lax.cond(slides, lambda: attend(window=window), lambda: attend(window=None))
 
 
+def _cudnn(queries, keys, values, rows, slides, *, scale, window, soft_cap, implementation="cudnn"):
+  if soft_cap is not None:
+    raise ValueError(f"soft_cap={soft_cap}: cuDNN's attention has none; choose 'reference'")
+  whole = slice(0, queries.shape[1])
+  seen = _seen(rows, whole, whole, _window(window, slides))
+  seen |= jnp.eye(whole.stop, dtype=bool)  # padding sees itself
+  operands = queries, keys, values
+  out = jax.nn.dot_product_attention(
+    *operands, mask=seen[:, None], is_causal=True, scale=scale, implementation=implementation
+  )
+  return checkpoint_name(out, RESIDUALS)
+
+
 # --- the reference --------------------------------------------------------------------------------
 
 
 def _reference(queries, keys, values, rows, slides, *, scale, window, soft_cap):
-  window = None if window is None else jnp.where(slides, window, NO_WINDOW)
+  window = _window(window, slides)
   if queries.shape[1] < _LONG:
     return _dense(queries, keys, values, rows, window, scale, soft_cap)
   # Row by row, as each has its own blocks to work through.
@@ -179,7 +222,6 @@ def _dense(queries, keys, values, rows, window, scale, soft_cap):
   # The queries that share a key head become the rows of one matrix: [R, K, L·n, H], n = N/K.
   grouped = jnp.swapaxes(queries.reshape(R, L, K, N // K, H), 1, 2)
   keys, values = jnp.transpose(keys, (0, 2, 3, 1)), jnp.swapaxes(values, 1, 2)
-  index, column = jnp.arange(L), lambda x: x[:, :, None]
 
   def block(first):
     own, before = slice(first, first + _DENSE_BLOCK), slice(min(first + _DENSE_BLOCK, L))
@@ -187,11 +229,8 @@ def _dense(queries, keys, values, rows, window, scale, soft_cap):
     score = _product(q.reshape(R, K, -1, H), keys[..., before]) * scale
     if soft_cap is not None:
       score = soft_cap * jnp.tanh(score / soft_cap)
-    prompts, _, starts, ends = (column(field[:, own]) for field in rows)
-    seen = sees(index[own, None], starts, ends, index[before], window)
-    seen &= (prompts == rows.prompts[:, None, before]) & (prompts >= 0)
     score = score.reshape(*q.shape[:-1], -1)
-    score = jnp.where(seen[:, None, :, None], score, _MASKED)
+    score = jnp.where(_seen(rows, own, before, window)[:, None, :, None], score, _MASKED)
     peak = jax.lax.stop_gradient(jnp.max(score, axis=-1, keepdims=True))
     weights = jnp.exp(score - peak)  # of padding, which sees nothing, all alike
     total = jnp.sum(weights, axis=-1, keepdims=True)
@@ -202,6 +241,18 @@ def _dense(queries, keys, values, rows, window, scale, soft_cap):
   out = jnp.concatenate([block(first) for first in range(0, L, _DENSE_BLOCK)], axis=2)
   out = jnp.swapaxes(out, 1, 2).reshape(queries.shape).astype(queries.dtype)
   return checkpoint_name(out, RESIDUALS)
+
+
+def _window(window: int | None, slides: Array) -> Array | None:
+  return None if window is None else jnp.where(slides, window, NO_WINDOW)
+
+
+def _seen(rows: Rows, queries: slice, keys: slice, window: Array | None) -> Array:
+  """Which keys a part of the queries sees, bool[R, queries, keys]; padding sees none."""
+  index = jnp.arange(rows.prompts.shape[1])
+  prompts, _, starts, ends = (field[:, queries, None] for field in rows)
+  seen = sees(index[queries, None], starts, ends, index[keys], window)
+  return seen & (prompts == rows.prompts[:, None, keys]) & (prompts >= 0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -332,4 +383,4 @@ def _join(x: Array) -> Array:
   return x.reshape(blocks * _BLOCK, -1, H)
 
 
-_BY_KIND: dict[str, Callable] = {"reference": _reference, "splash": _splash}
+_BY_KIND: dict[str, Callable] = {"reference": _reference, "splash": _splash, "cudnn": _cudnn}

@@ -185,6 +185,7 @@ def choose_row_attention(
     row_length=row_length("splash", least),
     head_dim=settings.head_dim,
     dtype=settings.compute_dtype,
+    soft_cap=settings.attention_soft_cap,
   )
 
 

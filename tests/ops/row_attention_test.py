@@ -1,5 +1,6 @@
 """Attention within packed rows: the reference against a direct softmax, and the choice."""
 
+import functools
 import re
 
 import jax
@@ -197,6 +198,55 @@ def test_a_mesh_splits_rows_and_heads(x64):
     row_attention(*inputs, mesh=wide, **SETTINGS)
 
 
+# --- cuDNN ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [L, 768])
+@pytest.mark.parametrize("window", [None, 150])
+def test_masked_attention_of_the_library_equals_the_reference(monkeypatch, length, window):
+  """What cuDNN is told, by XLA's implementation of the same function; padding sees itself alone."""
+  *operands, rows = jax.tree.map(lambda x: x[:, :length], _inputs(np.float32))
+  settings = dict(scale=0.4, window=window, soft_cap=None)
+  real = rows.prompts[:, :, None, None] >= 0
+
+  def value_and_gradients(kind):
+    def attend(*x):
+      out = row_attention(*x, rows, kind=kind, **settings)
+      return jnp.where(real, out, 0), out
+
+    out, backward, whole = jax.vjp(attend, *operands, has_aux=True)
+    weights = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
+    return (out, *backward(weights)), whole
+
+  monkeypatch.setitem(
+    module._BY_KIND, "cudnn", functools.partial(module._cudnn, implementation="xla")
+  )
+  expected, _ = value_and_gradients("reference")
+  found, whole = value_and_gradients("cudnn")
+  for mine, theirs in zip(found, expected, strict=True):
+    np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
+  own = jnp.repeat(operands[2], N // K, axis=2)
+  np.testing.assert_allclose(jnp.where(real, 0, whole), jnp.where(real, 0, own), rtol=1e-6)
+
+
+def test_cudnn_has_no_soft_cap():
+  with pytest.raises(ValueError, match=r"soft_cap=0\.5: cuDNN's attention has none"):
+    row_attention(*_inputs(np.float32), scale=0.4, soft_cap=0.5, kind="cudnn")
+
+
+def test_a_gradient_is_lowered_to_cudnns_kernels():
+  """Needs the wheels of the extra cuda13, but no GPU."""
+  pytest.importorskip("jax_cuda13_plugin", reason="needs pip install -e '.[cuda13]'")
+  *_, rows = _inputs(np.float32)
+  of = lambda heads: jax.ShapeDtypeStruct((*rows.prompts.shape, heads, 64), jnp.bfloat16)
+  attend = functools.partial(row_attention, rows=rows, scale=0.125, window=150, kind="cudnn")
+  loss = lambda *operands: attend(*operands).astype(jnp.float32).sum()
+  traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(of(N), of(K), of(K))
+  program = traced.lower(lowering_platforms=("cuda",)).as_text()
+  assert "__cudnn$fmhaScaleBiasSoftmax(" in program
+  assert "__cudnn$fmhaScaleBiasSoftmaxBackward(" in program
+
+
 # --- the choice -----------------------------------------------------------------------------------
 
 POSSIBLE = dict(platform="tpu", row_length=9216, head_dim=128, dtype="bfloat16")
@@ -209,8 +259,28 @@ def test_auto_takes_the_kernel_of_the_platform(caplog):
 
 
 def test_a_gpu_gets_the_reference_and_is_told(caplog):
-  assert choose_attention("auto", **POSSIBLE | dict(platform="gpu")) == "reference"
-  assert "splash needs a TPU (platform='gpu')" in caplog.text
+  on_gpu = POSSIBLE | dict(platform="gpu")
+  assert choose_attention("auto", **on_gpu) == "reference"
+  assert "attention='cudnn' was not timed on a GPU yet" in caplog.text
+  assert choose_attention("auto", **on_gpu | dict(head_dim=256)) == "reference"
+  assert "attention='cudnn' needs a head_dim" in caplog.text
+  assert choose_attention("cudnn", **on_gpu) == "cudnn"
+
+
+@pytest.mark.parametrize(
+  "changed, named",
+  [
+    (dict(platform="tpu"), "platform='tpu'"),
+    (dict(dtype="float32"), "compute_dtype='float32'"),
+    (dict(head_dim=100), "head_dim=100"),
+    (dict(head_dim=256), "head_dim=256"),
+    (dict(soft_cap=50.0), "attention_soft_cap=50.0"),
+    (dict(row_length=2**14 + 128), "row length 16512"),
+  ],
+)
+def test_what_cudnn_does_not_support_is_named(changed, named):
+  with pytest.raises(ValueError, match=re.escape(named)):
+    choose_attention("cudnn", **POSSIBLE | dict(platform="gpu") | changed)
 
 
 @pytest.mark.parametrize(
