@@ -16,9 +16,12 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from rlvr_jax.evaluate import compare, curves
+from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.presets import preset
 
 HERE = pathlib.Path(__file__).parent
 GRPO, STAGES = "GRPO, μ = 4", "veto suffix, κ = 0.1"  # in results.json
@@ -133,16 +136,20 @@ def of_quickstart(prices: Sequence[float] = GRID) -> list[Curve]:
 def prices_of_7b() -> dict[str, float]:
   """What a hand-over of 7B costs, in updates of the full-size recipe at its chips' peak.
 
-  Resharding: the weights in bfloat16 to every chip, by the peak of the links, as the compiled
-  generation gathers them. An update is bound by its slowest of compute, memory and links. Both are
-  lower bounds, the peaks being what no program reaches.
+  Resharding: every chip receives the weights in bfloat16 that it does not hold, at the peak of its
+  links. An update is bound by its slowest of compute, memory and links. Both are lower bounds, the
+  peaks being what no program reaches.
   """
-  programs = json.loads(COSTS_7B.read_text(encoding="utf-8"))["costs"]
-  update = max(programs["update"]["seconds"].values())
+  report = json.loads(COSTS_7B.read_text(encoding="utf-8"))
+  conditions = report["conditions"]
+  shapes = jax.eval_shape(transformer(preset(conditions["model"])).init, jax.random.key(0))
+  weights = 2 * sum(x.size for x in jax.tree.leaves(shapes))  # bytes
+  received = weights * (1 - 1 / math.prod(conditions["mesh"].values()))
+  resharding = received / conditions["peaks of a chip"]["interconnect_bytes_per_s"]
+  update = max(report["costs"]["update"]["seconds"].values())
   low, high = (seconds / update for seconds in RESTART_S)
   return {
-    "resharding, v5p links at their peak": programs["generation"]["seconds"]["interconnect"]
-    / update,
+    "resharding, v5p links at their peak": resharding / update,
     f"engine restart, {RESTART_S[0]:g} s": low,
     f"engine restart, {RESTART_S[1]:g} s": high,
   }

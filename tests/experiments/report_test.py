@@ -235,7 +235,8 @@ def test_prices_of_7b_are_those_of_its_cost_report():
   report_7b = json.loads(hand_over.COSTS_7B.read_text(encoding="utf-8"))["costs"]
   update = max(report_7b["update"]["seconds"].values())
   assert list(prices.values())[1:] == [30 / update, 60 / update]
-  assert 0 < next(iter(prices.values())) < 0.01
+  weights = 2 * 7_615_616_512  # bytes in bfloat16; of 16 chips each holds a part
+  assert next(iter(prices.values())) == pytest.approx(weights * 15 / 16 / 600e9 / update)
 
 
 def test_the_table_of_prices_is_on_the_page():
