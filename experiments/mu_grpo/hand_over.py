@@ -137,14 +137,15 @@ def prices_of_7b() -> dict[str, float]:
   """What a hand-over of 7B costs, in updates of the full-size recipe at its chips' peak.
 
   Resharding: every chip receives the weights in bfloat16 that it does not hold, at the peak of its
-  links. An update is bound by its slowest of compute, memory and links. Both are lower bounds, the
-  peaks being what no program reaches.
+  links. An update is bound by its slowest of compute, memory and links. Both seconds are lower
+  bounds, the peaks being what no program reaches.
   """
   report = json.loads(COSTS_7B.read_text(encoding="utf-8"))
   conditions = report["conditions"]
   shapes = jax.eval_shape(transformer(preset(conditions["model"])).init, jax.random.key(0))
   weights = 2 * sum(x.size for x in jax.tree.leaves(shapes))  # bytes
-  received = weights * (1 - 1 / math.prod(conditions["mesh"].values()))
+  mesh = conditions["mesh"]
+  received = weights / mesh["tensor"] * (1 - 1 / mesh["fsdp"])
   resharding = received / conditions["peaks of a chip"]["interconnect_bytes_per_s"]
   update = max(report["costs"]["update"]["seconds"].values())
   low, high = (seconds / update for seconds in RESTART_S)

@@ -251,7 +251,7 @@ class Transformer(nnx.Module):
 
     Args:
       tokens: i32[R, L].
-      rows: which of them belong together.
+      rows: which of them belong together; positions below L.
     Returns:
       [R, L, D] in the compute dtype.
     """

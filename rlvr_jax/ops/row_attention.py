@@ -8,6 +8,7 @@ NVIDIA GPUs, which computes a row's whole triangle of scores under a mask.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import chex
@@ -28,7 +29,7 @@ _LONG = 1024  # tokens of a row from which on the reference skips blocks
 _DENSE_BLOCK = 64  # of queries, in shorter rows
 _MASKED = -1e30  # finite, so that no difference of two masked scores is NaN
 _SPLASH_HEADS = (32, 64, 80, 96, 128, 256)  # widths that were compiled for a TPU
-_LONGEST_MASK = 2**14  # tokens of a row, whose mask takes half a GiB of bfloat16
+_LONGEST_MASK = 2**14  # tokens of a row; its mask, and the mask's gradient, half a GiB each
 
 
 def row_attention(
@@ -119,8 +120,8 @@ def choose_attention(
   if not obstacles["splash"]:
     return "splash"
   if platform == "gpu":
-    needed = f"needs {obstacles['cudnn']}" if obstacles["cudnn"] else "was not timed on a GPU yet"
-    logging.warning("attention=auto takes the slower reference: attention='cudnn' %s", needed)
+    but = f"would need {obstacles['cudnn']}" if obstacles["cudnn"] else "has not been timed yet"
+    logging.warning("attention=auto takes the reference; attention='cudnn' %s", but)
   elif platform != "cpu":
     logging.warning(
       "attention=auto takes the slower reference: splash needs %s", obstacles["splash"]
@@ -138,6 +139,11 @@ def row_length(kind: str, least: int) -> int:
   short = _BLOCK if kind == "cudnn" else 1
   multiple = 1024 if kind == "splash" else _BLOCK if least >= _LONG else short
   return -(-least // multiple) * multiple
+
+
+def longest_row(kind: str) -> float:
+  """Tokens of a row, at most; ∞ without a limit."""
+  return {"splash": LONGEST_ROW, "cudnn": _LONGEST_MASK}.get(kind, math.inf)
 
 
 def _splash_obstacle(platform, row_length, head_dim, dtype):
@@ -158,6 +164,7 @@ def _cudnn_obstacle(platform, row_length, head_dim, dtype, soft_cap):
   if dtype != "bfloat16":
     return f"compute_dtype bfloat16 (compute_dtype={dtype!r})"
   if head_dim % 8 or head_dim > 128:
+    # On newer GPUs jax allows 256 as well.
     return f"a head_dim that is a multiple of 8, at most 128 (head_dim={head_dim})"
   if soft_cap is not None:
     return f"scores without a soft cap (attention_soft_cap={soft_cap})"
@@ -196,10 +203,10 @@ def _cudnn(queries, keys, values, rows, slides, *, scale, window, soft_cap, impl
   seen = _seen(rows, whole, whole, _window(window, slides))
   seen |= jnp.eye(whole.stop, dtype=bool)  # padding sees itself
   operands = queries, keys, values
-  out = jax.nn.dot_product_attention(
+  # Not named for `RESIDUALS`: cuDNN needs more than its output, so keeping that spares nothing.
+  return jax.nn.dot_product_attention(
     *operands, mask=seen[:, None], is_causal=True, scale=scale, implementation=implementation
   )
-  return checkpoint_name(out, RESIDUALS)
 
 
 # --- the reference --------------------------------------------------------------------------------

@@ -202,7 +202,7 @@ def burst(params: Params, state: State, *, settings: Settings) -> tuple[State, E
 
 
 def rotary(reach: Reach, *, settings: Settings) -> Any:
-  """The rotary tables of a burst, by step; here, so that no step and no layer computes cosines."""
+  """The rotary tables of a burst, by step: once, so that no step and no layer computes cosines."""
   steps = jnp.arange(settings.shape.steps)[:, None]
   return settings.model.rotary((reach.prompt + reach.response + steps)[..., None])
 
@@ -278,14 +278,18 @@ def _sample(settings, hidden, head, keys, position):
   else:
     noise = lambda key, t: jax.random.gumbel(jax.random.fold_in(key, t), logprobs.shape[-1:])
     noise = jax.vmap(noise)(jax.random.wrap_key_data(keys), position)
-    tokens = _first_largest(logprobs + noise)
+    tokens = _first_largest(jax.lax.optimization_barrier(logprobs + noise))
   chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
   return tokens.astype(jnp.int32), chosen
 
 
 def _first_largest(x: Array) -> Array:
-  """The argmax of every row of x[R, V], in two reductions that XLA on CPU can vectorize."""
-  last = x.shape[-1] - 1  # of a row with NaN as well
+  """The argmax of every row of x[R, V], in two reductions that XLA on CPU can vectorize.
+
+  A row with NaN gives V − 1. Where XLA may fuse what computes x, a barrier must keep both
+  reductions from rounding it differently.
+  """
+  last = x.shape[-1] - 1
   return jnp.min(jnp.where(x == jnp.max(x, axis=-1, keepdims=True), jnp.arange(last + 1), last), -1)
 
 

@@ -19,7 +19,12 @@ from rlvr_jax.models.functional import Model
 from rlvr_jax.models.linear import merged
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_between
-from rlvr_jax.ops.row_attention import choose_attention, row_alignment, row_length
+from rlvr_jax.ops.row_attention import (
+  choose_attention,
+  longest_row,
+  row_alignment,
+  row_length,
+)
 from rlvr_jax.rollouts.packing import RowLayout, least_row, row_layout
 from rlvr_jax.rollouts.scheduler import Engine
 from rlvr_jax.sampling import sampling_of
@@ -202,13 +207,14 @@ def make_row_layout(config: ml_collections.ConfigDict, kind: str, mesh: Mesh) ->
   devices = mesh.shape["data"] * mesh.shape["fsdp"]
   beside = min(-(-8 * prompt // (longest - prompt)), batch.group_size)
   beside = max(1, min(beside, batch.prompts * batch.group_size // devices))  # a row for each
-  several = min(prompt + beside * (longest - prompt), batch.tokens_per_micro_batch)
+  several = prompt + beside * (longest - prompt)
+  several = min(several, batch.tokens_per_micro_batch, longest_row(kind))
   return row_layout(
     prompts=batch.prompts,
     group_size=batch.group_size,
     max_prompt_length=S,
     max_response_length=T,
-    length=row_length(kind, max(longest, batch.tokens_per_row or several)),
+    length=row_length(kind, int(max(longest, batch.tokens_per_row or several))),
     alignment=alignment,
     devices=devices,
     tokens_per_micro_batch=batch.tokens_per_micro_batch,

@@ -11,7 +11,7 @@ from oracles import rows as oracle
 from oracles.rows import lay_rows
 
 from rlvr_jax.ops import row_attention as module
-from rlvr_jax.ops.row_attention import choose_attention, row_attention
+from rlvr_jax.ops.row_attention import choose_attention, row_attention, row_length
 from rlvr_jax.ops.row_blocks import visible_blocks
 from rlvr_jax.types import Rows
 
@@ -201,14 +201,14 @@ def test_a_mesh_splits_rows_and_heads(x64):
 # --- cuDNN ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [L, 768])
 @pytest.mark.parametrize("window", [None, 150])
-def test_masked_attention_of_the_library_equals_the_reference(monkeypatch, length, window):
+def test_masked_attention_of_the_library_equals_the_reference(monkeypatch, window):
   """What cuDNN is told, by XLA's implementation of the same function; padding sees itself alone."""
-  *operands, rows = jax.tree.map(lambda x: x[:, :length], _inputs(np.float32))
+  *operands, rows = jax.tree.map(lambda x: x[:, :768], _inputs(np.float32))
   settings = dict(scale=0.4, window=window, soft_cap=None)
   real = rows.prompts[:, :, None, None] >= 0
 
+  @functools.partial(jax.jit, static_argnums=0)
   def value_and_gradients(kind):
     def attend(*x):
       out = row_attention(*x, rows, kind=kind, **settings)
@@ -229,19 +229,33 @@ def test_masked_attention_of_the_library_equals_the_reference(monkeypatch, lengt
   np.testing.assert_allclose(jnp.where(real, 0, whole), jnp.where(real, 0, own), rtol=1e-6)
 
 
+def test_rows_for_cudnn_are_a_multiple_of_128():
+  """It knows no odd lengths."""
+  assert [row_length("cudnn", n) for n in (1, 128, 287, 1025)] == [128, 128, 384, 1152]
+  assert row_length("reference", 287) == 287
+
+
 def test_cudnn_has_no_soft_cap():
   with pytest.raises(ValueError, match=r"soft_cap=0\.5: cuDNN's attention has none"):
     row_attention(*_inputs(np.float32), scale=0.4, soft_cap=0.5, kind="cudnn")
 
 
-def test_a_gradient_is_lowered_to_cudnns_kernels():
-  """Needs the wheels of the extra cuda13, but no GPU."""
+@pytest.mark.parametrize("axes", [(1, 1, 1), (1, 2, 2)])
+def test_a_gradient_is_lowered_to_cudnns_kernels(axes):
+  """Needs the wheels of the extra cuda13, but no GPU. Whether a layer slides is traced."""
   pytest.importorskip("jax_cuda13_plugin", reason="needs pip install -e '.[cuda13]'")
   *_, rows = _inputs(np.float32)
   of = lambda heads: jax.ShapeDtypeStruct((*rows.prompts.shape, heads, 64), jnp.bfloat16)
-  attend = functools.partial(row_attention, rows=rows, scale=0.125, window=150, kind="cudnn")
-  loss = lambda *operands: attend(*operands).astype(jnp.float32).sum()
-  traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(of(N), of(K), of(K))
+  mesh = jax.make_mesh(
+    axes, ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
+  )
+
+  def loss(slides, *operands):
+    settings = dict(scale=0.125, window=150, kind="cudnn", mesh=mesh)
+    return row_attention(*operands, rows, slides=slides, **settings).astype(jnp.float32).sum()
+
+  slides = jax.ShapeDtypeStruct((), bool)
+  traced = jax.jit(jax.grad(loss, argnums=(1, 2, 3))).trace(slides, of(N), of(K), of(K))
   program = traced.lower(lowering_platforms=("cuda",)).as_text()
   assert "__cudnn$fmhaScaleBiasSoftmax(" in program
   assert "__cudnn$fmhaScaleBiasSoftmaxBackward(" in program
@@ -261,9 +275,9 @@ def test_auto_takes_the_kernel_of_the_platform(caplog):
 def test_a_gpu_gets_the_reference_and_is_told(caplog):
   on_gpu = POSSIBLE | dict(platform="gpu")
   assert choose_attention("auto", **on_gpu) == "reference"
-  assert "attention='cudnn' was not timed on a GPU yet" in caplog.text
+  assert "attention='cudnn' has not been timed yet" in caplog.text
   assert choose_attention("auto", **on_gpu | dict(head_dim=256)) == "reference"
-  assert "attention='cudnn' needs a head_dim" in caplog.text
+  assert "attention='cudnn' would need a head_dim" in caplog.text
   assert choose_attention("cudnn", **on_gpu) == "cudnn"
 
 

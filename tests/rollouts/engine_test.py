@@ -14,6 +14,7 @@ import pytest
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.logprobs import distribution, head_logits, token_logprobs
+from rlvr_jax.rollouts.engine import _first_largest
 from rlvr_jax.rollouts.scheduler import Engine, Request, Usage, requests
 from rlvr_jax.types import Prompts, Sampling
 
@@ -317,6 +318,7 @@ import resource
 import jax, numpy as np
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.rollouts.engine import _first_largest
 from rlvr_jax.rollouts.scheduler import Engine, Request
 from rlvr_jax.types import Sampling
 
@@ -371,3 +373,11 @@ def test_the_caches_are_written_in_place():
   assert re.search(rf"= f32\[({of_cache})\]\S* dynamic-update-slice", program)
   copies = re.findall(rf"= f32\[(?:{of_cache})\]\S* (?:copy|transpose|concatenate)\(", program)
   assert not copies
+
+
+def test_the_first_of_the_largest_is_sampled():
+  rows = [[0, 2, 1, 2], [-np.inf, -np.inf, 3, -np.inf], [-np.inf] * 4, [5, np.inf, 0, np.inf]]
+  np.testing.assert_array_equal(_first_largest(jnp.asarray(rows)), [1, 2, 0, 1])
+  assert 0 <= int(_first_largest(jnp.asarray([[0, np.nan, 1]]))[0]) < 3
+  x = jax.random.normal(jax.random.key(0), (50, 97))
+  np.testing.assert_array_equal(_first_largest(x), jnp.argmax(x, axis=-1))

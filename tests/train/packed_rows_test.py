@@ -20,10 +20,11 @@ from oracles.updates import (
 
 from rlvr_jax import losses
 from rlvr_jax.configs.full_size import base
+from rlvr_jax.models.presets import preset
 from rlvr_jax.ops.row_blocks import visible_blocks
 from rlvr_jax.rollouts.packing import assign, attention_cost, pack
 from rlvr_jax.train import sharding
-from rlvr_jax.train.programs import make_row_layout
+from rlvr_jax.train.programs import choose_row_attention, make_row_layout
 from rlvr_jax.train.step import initial_state, train_step
 
 
@@ -112,6 +113,24 @@ def test_larger_micro_batches_leave_more_rows_empty(tokens, low, high):
     rows = assign(prompts, lengths, length=layout.length, alignment=layout.alignment)
     executed = -(-len(rows) * layout.length // places) * places
     assert low < executed / (prompts.sum() + lengths.sum()) < high
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("splash", 2**15), ("cudnn", 2**14)])
+def test_rows_are_not_longer_than_the_kernel_allows(kind, limit):
+  config = base.get_config()
+  config.max_prompt_length = config.max_response_length = 4096
+  config.batch.tokens_per_micro_batch = 65_536
+  mesh = jax.sharding.AbstractMesh((1, 16, 1), sharding.AXES)
+  assert make_row_layout(config, kind, mesh).length == limit
+  assert make_row_layout(config, "reference", mesh).length > 2**15
+
+
+def test_a_soft_cap_keeps_a_network_from_cudnn(monkeypatch):
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  mesh = jax.sharding.AbstractMesh((1, 16, 1), sharding.AXES)
+  network = preset("gemma2_2b", attention="cudnn", compute_dtype="bfloat16", head_dim=128)
+  with pytest.raises(ValueError, match=r"needs scores without a soft cap \(attention_soft_cap=50"):
+    choose_row_attention(base.get_config(), network, mesh)
 
 
 def test_attention_computes_at_most_twice_what_is_needed():
