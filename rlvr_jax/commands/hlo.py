@@ -53,6 +53,8 @@ _SCALAR: dict[str, Callable[..., int]] = {
 }
 _IN_PLACE = {"bitcast", "copy", "convert", "reshape"}  # seen through, for slices of an operand
 
+_UNKNOWN_CYCLES = 2.0**62  # newer compilers say the largest integer where they have no estimate
+
 
 class Item(NamedTuple):
   """One instruction, as often as it runs; bytes and operations are those of all its runs."""
@@ -137,6 +139,8 @@ class _Program:
     for kind, count in self._collectives(computation, i):
       opcode, received = kind, received + count
     cycles = float(i.attribute(r'"estimated_cycles":"(\d+)"') or 0)
+    if cycles >= _UNKNOWN_CYCLES:
+      cycles = 0.0
     yield Item(
       part=part,
       opcode=opcode,

@@ -367,6 +367,13 @@ def test_a_compiled_scan_on_a_mesh():
   assert received["all-gather"] > 0
 
 
+@pytest.mark.parametrize(("said", "cycles"), [("70", 70.0), (str(2**63 - 1), 0.0)])
+def test_an_estimate_of_cycles_may_be_missing(said, cycles):
+  config = f'backend_config={{"estimated_cycles":"{said}"}}'
+  found = items(["%x = f32[8] parameter(0)", f"ROOT %out = f32[8] negate(%x), {config}"])
+  assert found["out"].cycles == cycles
+
+
 def test_an_instruction_over_several_lines_is_one():
   """A Pallas call has line breaks in its attributes; its metadata comes after them."""
   text = module([
