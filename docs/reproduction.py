@@ -108,7 +108,8 @@ from committed files of results. Claims that did not hold stay.
 """
 _RULES = """
 "A minus B" is paired by seed, with Student's 95 % interval in brackets; after ± stands half of
-that interval. Intervals are not adjusted for their number; the linked pages have Holm's p.
+that interval. Intervals are not adjusted for their number; the linked pages have Holm's p. Where
+only two seeds have run, both stand there, as "A and B", without an interval.
 
 * Tasks: the quickstart is sums of three numbers below ten, answered in at most four bytes.
   [`steps`](../experiments/premises/README.md) has longer responses; its runs have 192 updates of

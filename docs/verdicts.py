@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from docs.reproduction import Result, Verdict, mean, number, paired, results
+from docs.reproduction import OfRun, Result, Verdict, mean, number, paired, results
 from experiments.fade.tables import peak_update
 from experiments.fade.testbed import ON_TOUR
 from experiments.mu_grpo import hand_over
@@ -39,6 +39,7 @@ _MU_LINK = "../experiments/mu_grpo/README.md"
 _PRICE_LINK = "../experiments/mu_grpo/TESTBED.md"
 _FADE_LINK = "../experiments/fade/README.md"
 _STEPS_RUNS = "`steps`, 192 updates, 5 seeds"
+_TWO_SEEDS = "`steps`, 192 updates, 2 seeds"
 _STEPWISE = "quickstart in written steps, two stages of μ = 96, 3 seeds"
 _LARGE = ("GRPO, G = 32", "SALT, sampled, G = 32")
 _SIZES = ("GRPO, G = 16", "GRPO, G = 64", "SALT, sampled, G = 16", "SALT, sampled, G = 64")
@@ -58,6 +59,11 @@ def _of_stage(metric: str, stage: int):
   """Mean over one of two stages."""
   half = report.SPANS // 2
   return lambda run: statistics.mean(run["train"][metric][stage * half : (stage + 1) * half])
+
+
+def _start(run: Result) -> float:
+  """Held-out pass@1 before the first update."""
+  return final(run) - rise(run)
 
 
 def _field(name: str):
@@ -81,6 +87,7 @@ _HEAD_SHARE = report.of_geometry("head_share", when="last")
 _MASSES = (GRPO, "success-heavy", "failure-heavy")
 _LAST_ENTROPY = report.end("policy/entropy")
 _HOT = "temperature 1.5"
+_LATE = report.late()
 _EPSILON = "GRPO, ε = 0.2"
 _AT = (0.0, *hand_over.prices_of_7b().values())
 _PRICES = hand_over.of_quickstart(_AT)
@@ -106,6 +113,15 @@ def _ess(setting: str) -> str:
 def _against(setting: str) -> str:
   """P3O less GRPO with ε = 0.2 in a setting."""
   return paired(_P3O, f"{setting}: P3O", f"{setting}: {_EPSILON}", final)
+
+
+def _each(label: str, of_run: OfRun = _LATE, less: str | None = None) -> str:
+  """Of every seed on `steps`, less another arm's where that is given: too few for an interval."""
+  values = {run["seed"]: of_run(run) for run in _ON_STEPS[label]}
+  if less is None:
+    return " and ".join(f"{value:.3f}" for value in values.values())
+  others = {run["seed"]: of_run(run) for run in _ON_STEPS[less]}
+  return " and ".join(f"{values[seed] - others[seed]:+.3f}" for seed in values if seed in others)
 
 
 def _cost_of(setting: str, method: str) -> str:
@@ -264,16 +280,28 @@ _OF_SALT = {
   ),
   "S11": Verdict(
     "the exploration share grows with G; an entropy bonus raises PR, not n_eff",
-    "queued",
+    "in part",
     "On the quickstart a bonus of 0.01, minus none: PR {}, n_eff {}, entropy {} nats. So small a"
-    " bonus hardly acts, which is no test. The exploration share has not been measured.",
-    tuple(
-      paired(_SALT, "GRPO + entropy bonus, G = 16", "GRPO, G = 16", f)
-      for f in (_PR, _N_EFF, _average("policy/entropy"))
+    " bonus hardly acts, which is no test. On `steps` a bonus of 0.05, minus none, with `score`: PR"
+    " {}, n_eff {}, entropy {} nats. The exploration share has not been measured.",
+    (
+      *(
+        paired(_SALT, "GRPO + entropy bonus, G = 16", "GRPO, G = 16", f)
+        for f in (_PR, _N_EFF, _average("policy/entropy"))
+      ),
+      *(
+        _each("entropy bonus 0.05", f, GRPO)
+        for f in (
+          report.of_geometry("participation_ratio"),
+          report.of_geometry("effective_rollouts"),
+          _LAST_ENTROPY,
+        )
+      ),
     ),
-    _QUICKSTART,
+    f"{_QUICKSTART}, G = 16; {_TWO_SEEDS}",
     _SALT_LINK,
     (GRPO, "entropy bonus 0.05", "GRPO, G = 32", "entropy bonus 0.05, G = 32"),
+    also=_SALT_STEPS_LINK,
   ),
 }
 _OF_P3O = {
@@ -281,14 +309,18 @@ _OF_P3O = {
     "one P3O run matches or beats the best of GRPO with ε = 0.2, 0.4, 0.6",
     "not",
     "P3O minus GRPO in pass@1, with rollouts of the policy itself: {} with ε = 0.2, {} with ε ="
-    " 0.4, {} with ε = 0.6.",
-    tuple(
-      paired(_P3O, "matched: P3O", f"matched: GRPO, ε = {epsilon}", final)
-      for epsilon in (0.2, 0.4, 0.6)
+    " 0.4, {} with ε = 0.6. On `steps`: {} with ε = 0.2.",
+    (
+      *(
+        paired(_P3O, "matched: P3O", f"matched: GRPO, ε = {epsilon}", final)
+        for epsilon in (0.2, 0.4, 0.6)
+      ),
+      _each("P3O", less=GRPO),
     ),
-    _MISMATCH,
+    f"{_MISMATCH}; {_TWO_SEEDS}",
     _P3O_LINK,
     (GRPO, "P3O", "GRPO, ε = 0.6", "GRPO, ε = 0.4"),
+    also=_P3O_STEPS_LINK,
   ),
   "P2": Verdict(
     "robust to rollouts sampled at another temperature",
@@ -296,15 +328,16 @@ _OF_P3O = {
     "Sampled at temperature 1.5, log-probabilities exact, minus its run without this: P3O {}, a"
     " collapse through its KL term, without which it ends at {}; GRPO {}. Log-probabilities"
     " recorded as those of the policy itself, on `steps`: GRPO, minus its run without this, {}; P3O"
-    " minus GRPO {}. P3O's own run without it is queued.",
+    " minus GRPO {}; P3O, minus its run without this, {}.",
     (
       _cost_of(_HOT, "P3O"),
       mean(_P3O[f"{_HOT}: P3O without its KL term"], final),
       _cost_of(_HOT, _EPSILON),
       paired(_ON_STEPS, f"GRPO, {_HOT}, raw", GRPO, report.late()),
       paired(_ON_STEPS, f"P3O, {_HOT}, raw", f"GRPO, {_HOT}, raw", report.late()),
+      _each(f"P3O, {_HOT}, raw", less="P3O"),
     ),
-    f"{_MISMATCH}, GRPO with ε = 0.2; {_STEPS_RUNS}",
+    f"{_MISMATCH}, GRPO with ε = 0.2; {_STEPS_RUNS}, 2 of P3O's own",
     _P3O_LINK,
     tuple(
       f"{method}, temperature {heat}, {recorded}"
@@ -316,24 +349,35 @@ _OF_P3O = {
   ),
   "P3": Verdict(
     "robust to bf16 training with fp8 rollouts, where GRPO degrades",
-    "in part",
-    "int8 rollouts, minus the run without them: P3O {}, GRPO {}. Neither degrades. P3O minus GRPO"
-    " with int8 rollouts: {}.",
+    "not",
+    "int8 rollouts, minus the run without them: P3O {}, GRPO {}. Neither degrades. fp8 rollouts on"
+    " `steps`, minus the run without them: P3O {}, GRPO {}. P3O loses more. Training in"
+    " bfloat16 has not run.",
     (
       *(_cost_of("int8 rollouts", method) for method in ("P3O", _EPSILON)),
-      _against("int8 rollouts"),
+      *(_each(f"{method}, fp8 rollouts", less=method) for method in ("P3O", GRPO)),
     ),
-    f"{_MISMATCH}, ε = 0.2; int8 in place of fp8",
+    f"{_MISMATCH}, ε = 0.2; {_TWO_SEEDS}",
     _P3O_LINK,
     (
       *("GRPO, fp8 rollouts", "P3O, fp8 rollouts"),
       *("GRPO, fp8 rollouts, bf16 training", "P3O, fp8 rollouts, bf16 training"),
     ),
+    also=_P3O_STEPS_LINK,
   ),
   "P4": Verdict(
     "pass@k matches or beats the averaged GRPO sweep; with fp8 rollouts GRPO collapses",
-    "queued",
-    "No run with pass@k and fp8 rollouts has finished.",
+    "not",
+    "P3O minus GRPO in pass@16, with ε = 0.2: {}; with fp8 rollouts {}. With these the last"
+    " evaluation of pass@1 is {} with GRPO, and {} with P3O: it is P3O of which a seed collapses."
+    " Other ε are queued.",
+    (
+      _each("P3O", report.late("eval/pass@16"), GRPO),
+      _each("P3O, fp8 rollouts", report.late("eval/pass@16"), "GRPO, fp8 rollouts"),
+      *(_each(f"{method}, fp8 rollouts", final) for method in (GRPO, "P3O")),
+    ),
+    _TWO_SEEDS,
+    _P3O_STEPS_LINK,
     arms=(GRPO, "P3O", "GRPO, ε = 0.4", "GRPO, ε = 0.6", "GRPO, fp8 rollouts", "P3O, fp8 rollouts"),
   ),
   "P5": Verdict(
@@ -356,14 +400,18 @@ _OF_P3O = {
   "P6": Verdict(
     "robust to half of the rollouts from another model",
     "not",
-    "Minus the run without them: P3O {}, GRPO {}. P3O loses more. The effective sample size is {}.",
+    "Minus the run without them: P3O {}, GRPO {}; on `steps` P3O {}, GRPO {}. P3O loses"
+    " more. The effective sample size is {}, on `steps` {}.",
     (
       *(_cost_of("half from another policy", method) for method in ("P3O", _EPSILON)),
+      *(_each(f"{method}, half from another policy", less=method) for method in ("P3O", GRPO)),
       _ess("half from another policy"),
+      _each("GRPO, half from another policy", report.over_training("behavior/ess")),
     ),
-    f"{_MISMATCH}, ε = 0.2; another seed's policy",
+    f"{_MISMATCH}, ε = 0.2; {_TWO_SEEDS}; another seed's policy",
     _P3O_LINK,
     ("GRPO, half from another policy", "P3O, half from another policy"),
+    also=_P3O_STEPS_LINK,
   ),
   "P7": Verdict(
     "a second anchor, to the reference, collapses at temperature 1.2; P3O does not",
@@ -412,7 +460,8 @@ _OF_FADE = {
     "FADE minus GRPO: peak {}, its update {}, pass@16 {}. Minus success-heavy: {}, {} and {}. So no"
     " difference is found. δ cannot act here: by the relative target it stays above one minus half"
     " of the initial entropy, which is small. On the quickstart, minus GRPO in pass@1: FADE {},"
-    " pass@4 training {}.",
+    " pass@4 training {}. With an absolute target of 0.5 nats δ can act; minus GRPO: peak {},"
+    " pass@16 {}.",
     (
       *(
         paired(_ON_STEPS, "FADE", label, f)
@@ -420,8 +469,9 @@ _OF_FADE = {
         for f in (report.peak(), peak_update, report.late("eval/pass@16"))
       ),
       *(paired(_RECIPES, label, "grpo", final) for label in ("fade", "pass_at_k")),
+      *(_each("FADE, H* = 0.5", f, GRPO) for f in (report.peak(), report.late("eval/pass@16"))),
     ),
-    f"{_STEPS_RUNS}, evaluated every 32; quickstart, 3 seeds, 64 updates",
+    f"{_STEPS_RUNS}, 2 with H* = 0.5, evaluated every 32; quickstart, 3 seeds, 64 updates",
     _FADE_LINK,
     (
       *(GRPO, "FADE", "FADE, H* = 0.5", "pass@4 training", "success-heavy", "failure-heavy"),
@@ -453,14 +503,16 @@ _OF_MU = {
     "in part",
     "Tight minus GRPO: {}; on `steps` {}, where it has {} after the first stage, {} at its best and"
     " {} at the last evaluation. Relaxed ends below its start with {} seeds, at a higher learning"
-    " rate with {}; it has not run on `steps`.",
+    " rate with {}. On `steps` it has {} after the first stage, {} at its best and {} at the last"
+    " evaluation, from {} at the start.",
     (
       paired(_MU, "tight clip", "GRPO, μ = 4", final),
       paired(_ON_STEPS, _TIGHT, GRPO, report.late()),
       *(mean(_ON_STEPS[_TIGHT], f) for f in (after_a_stage, report.peak(), final)),
       *(_collapsed(label) for label in ("relaxed clip", "relaxed clip, higher rate")),
+      *(_each("relaxed, μ = 96", f) for f in (after_a_stage, report.peak(), final, _start)),
     ),
-    f"{_STEPWISE}; {_STEPS_RUNS}",
+    f"{_STEPWISE}; {_STEPS_RUNS}, 2 of the relaxed interval",
     _MU_LINK,
     (
       *(GRPO, "tight, μ = 96", "relaxed, μ = 96", "tight, μ = 96, learning rate 1e-3"),
@@ -473,7 +525,8 @@ _OF_MU = {
     "in part",
     "Minus the relaxed clip in pass@1, at the higher learning rate: triggers alone {}, suffix {},"
     " both {}. At the lower one: {}, {} and {}; the complete response {}. On `steps` the suffix is"
-    " not stable: pass@1 is {} after the first stage and {} at the last evaluation.",
+    " not stable: pass@1 is {} after the first stage and {} at the last evaluation; without a veto"
+    " {}, then {}.",
     (
       *(
         paired(_MU, f"veto {scope}, κ = 0.1, higher rate", "relaxed clip, higher rate", final)
@@ -484,8 +537,9 @@ _OF_MU = {
         for scope in ("trigger", "suffix", "trigger_and_suffix", "response")
       ),
       *(mean(_ON_STEPS[_SUFFIX], f) for f in (after_a_stage, final)),
+      *(_each("relaxed, μ = 96", f) for f in (after_a_stage, final)),
     ),
-    f"{_STEPWISE}; {_STEPS_RUNS}; κ = 0.1",
+    f"{_STEPWISE}; {_STEPS_RUNS}, 2 without a veto; κ = 0.1",
     _MU_LINK,
     (
       *("relaxed, μ = 96", "suffix, μ = 96", "trigger, μ = 96", "response, μ = 96"),
@@ -546,19 +600,21 @@ IN_SHORT = {  # of each paper: what held, what did not, and why as far as the ru
   ),
   "P": (
     "What held: int8 rollouts harm neither method. What did not: P3O is nowhere better than GRPO,"
-    " also where rollouts are the policy's own. Where the mismatch is real it loses more, and at"
-    " temperature 1.5 it collapses through its KL term. Lags are hardly a mismatch for policies of"
-    " this size: the effective sample size stays near its maximum."
+    " also where rollouts are the policy's own. Where the mismatch is real (another policy's"
+    " rollouts, fp8) it loses more, with both seeds on `steps`, and at temperature 1.5 it collapses"
+    " through its KL term. Lags are hardly a mismatch for policies of this size: the effective"
+    " sample size stays near its maximum."
   ),
   "F": (
     "None of the three held. Entropy is low after the warm start, and falls under every estimator,"
     " so that there is little to keep. FADE's δ cannot act on so low an entropy, and its α falls to"
-    " its lower bound; so F3 is a weak test until the arms with an absolute H* have run. Unequal"
-    " masses do raise the output head's share of the change."
+    " its lower bound; so F3 is a weak test. With an absolute target two seeds gain nothing either."
+    " Unequal masses do raise the output head's share of the change."
   ),
   "M": (
     "What held: with the tight interval large μ costs accuracy. The relaxed one falls below its"
-    " start, with all seeds at the higher learning rate, and there the suffix veto ends above it."
+    " start, with both seeds on `steps` and with all at the higher learning rate of the quickstart,"
+    " where the suffix veto ends above it."
     " What did not: on `steps` the suffix veto is not stable, and the tight interval falls late."
     " Stages are slower by the clock, since a hand-over of weights is free in one process. At the"
     " assumed price of an engine's restart they are slower on the quickstart and about even on"
