@@ -460,7 +460,7 @@ _OF_FADE = {
     "FADE minus GRPO: peak {}, its update {}, pass@16 {}. Minus success-heavy: {}, {} and {}. So no"
     " difference is found. δ cannot act here: by the relative target it stays above one minus half"
     " of the initial entropy, which is small. On the quickstart, minus GRPO in pass@1: FADE {},"
-    " pass@4 training {}. With an absolute target of 0.5 nats δ can act; minus GRPO: peak {},"
+    " pass@4 training {}. With an absolute target δ can act; minus GRPO: peak {},"
     " pass@16 {}.",
     (
       *(
