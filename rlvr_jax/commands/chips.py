@@ -11,7 +11,7 @@ class Chip(NamedTuple):
   flops: float  # products of bfloat16 matrices, per second
   hbm_bytes_per_s: float  # read and written together
   interconnect_bytes_per_s: float  # received from other chips over all links together
-  hbm_gib: float  # memory that XLA may use
+  hbm_gib: float  # memory; of v5e what libtpu lets a program use
 
 
 def _two_devices(chip: Chip) -> Chip:
@@ -26,7 +26,7 @@ def _two_devices(chip: Chip) -> Chip:
 # 50 GB/s each way: "TPU v4: An Optically Reconfigurable Supercomputer", arXiv 2304.01433.
 CHIPS = {
   "v4": _two_devices(Chip(275e12, 1200e9, 300e9, 32)),
-  "v5e": Chip(197e12, 819e9, 200e9, 16),
+  "v5e": Chip(197e12, 819e9, 200e9, 15.75),
   "v5p": Chip(459e12, 2765e9, 600e9, 95),
   "v6e": Chip(918e12, 1638e9, 400e9, 32),
   "tpu7x": _two_devices(Chip(2307e12, 7380e9, 600e9, 192)),

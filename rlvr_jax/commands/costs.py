@@ -154,13 +154,15 @@ def attention_kernels(parts: Parts) -> dict[str, KernelCost]:
   """Analytic counts of attention's kernels: in rows of an update, over pages in generation.
 
   Prompts and responses are as long as they may be, and there is no sliding window. A call computes
-  a row of an update, or one token of every slot.
+  a row of an update, counted as the mean of its rows, or one token of every slot.
   """
   network, tensor = parts.model.config, parts.mesh.shape["tensor"]
   paged: dict[str, KernelCost] = {"paged_attention": _paged_cost}
   if network.attention != "splash":
     return paged
-  rows = jax.tree.map(lambda x: x[0], packed_at_full_length(parts).rows)
+  packed = packed_at_full_length(parts)
+  computed = lambda x: x[: int(packed.num_micro_batches)].reshape(-1, x.shape[-1])
+  rows = jax.tree.map(computed, packed.rows)
   found = splash_cost(
     rows,
     num_heads=network.num_heads // tensor,

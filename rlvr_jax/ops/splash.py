@@ -28,8 +28,8 @@ _INDEX_BITS, _TILE_BITS = 15, 8  # of rows of at most `LONGEST_ROW` tokens
 
 # Tokens of queries and of keys per block, at most. Small blocks skip more where rollouts are short;
 # large ones fetch less often, and of keys, in the backward pass, they write fewer partial gradients
-# of the queries. A row length that is a multiple of 1024 gets these sizes, others smaller ones.
-_FORWARD, _BACKWARD = (512, 512), (512, 1024)
+# of the queries. A block divides the row, so that some lengths get smaller ones.
+_FORWARD, _BACKWARD = (512, 512), (512, 768)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ def splash_attention(
       block_kv=forward.kv,
       block_q_dkv=backward.q,
       block_kv_dkv=backward.kv,
-      block_kv_dkv_compute=_block(backward.kv, 512),
+      block_kv_dkv_compute=backward.kv,
       use_fused_bwd_kernel=True,
     ),
     is_mqa=False,

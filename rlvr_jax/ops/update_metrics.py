@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import jax.numpy as jnp
 
 from rlvr_jax.ops.masked import mean_metric
 from rlvr_jax.ops.ratios import behavior_metrics, lag_metrics, ratios_by_sign, source_metrics
-from rlvr_jax.types import Array, Mean, Metrics, TrainBatch
+from rlvr_jax.types import Array, Mean, Metrics, Packed, TrainBatch
 
 
 def batch_metrics(batch: TrainBatch) -> Metrics:
@@ -22,6 +24,17 @@ def batch_metrics(batch: TrainBatch) -> Metrics:
     "groups/all_correct": share(solved == 1),
     "groups/all_wrong": share(solved == 0),
     "response/length": Mean(total=batch.mask.sum(), weight=answered.sum()),
+  } | (row_metrics(batch.packed) if batch.packed is not None else {})
+
+
+def row_metrics(packed: Packed) -> Metrics:
+  """How many micro-batches a batch takes, and how many of their places hold a token."""
+  count = jnp.asarray(packed.num_micro_batches, jnp.float32)
+  held = (packed.rows.prompts >= 0).astype(jnp.float32).sum()
+  places = count * math.prod(packed.tokens.shape[1:])
+  return {
+    "rows/micro_batches": Mean(total=count, weight=jnp.float32(1)),
+    "rows/filled": Mean(total=held, weight=places),
   }
 
 

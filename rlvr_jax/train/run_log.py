@@ -93,6 +93,7 @@ class RunLog:
     self._fresh_tokens = 0  # sampled since the last update
     self._truncates = False  # whether the last batch had mostly truncated responses
     self._crashes = False  # whether the grader failed on some of the last batch
+    self._pads = False  # whether most of what the last update computed was padding
     self._samples_written_at = -1  # update before which rollouts were last written
     self._began = time.perf_counter() - elapsed
     self._cycle_began = time.perf_counter()
@@ -146,6 +147,19 @@ class RunLog:
         " config.grading.outcomes.crashed; by default they are left out of the loss"
       )
 
+  def _warn_of_padding(self, filled: float, step: int) -> None:
+    """Says when most places of the rows hold no token, once until they do."""
+    before, self._pads = self._pads, filled < 0.5
+    if self._pads and not before:
+      batch = self._config.batch
+      say(
+        f"warning: {1 - filled:.0%} of the places that update {step} computed hold no token, as its"
+        " rollouts do not fill the rows of a micro-batch for every device; lower"
+        f" config.batch.tokens_per_micro_batch = {batch.tokens_per_micro_batch} or"
+        f" config.batch.tokens_per_row = {batch.tokens_per_row} (0: chosen by the greatest"
+        f" lengths), or raise config.batch.prompts = {batch.prompts}"
+      )
+
   def count_scored(self, batch: TrainBatch) -> None:
     """Counts a forward pass over the batch."""
     lengths = batch.prompts.lengths, response_lengths(batch)
@@ -190,6 +204,7 @@ class RunLog:
     """Waits for the update's metrics, writes its record and returns it."""
     with waiting():
       values = {name: float(value) for name, value in jax.device_get(update.metrics).items()}
+    self._warn_of_padding(values["rows/filled"], update.step)
     done = time.perf_counter()
     seconds = done - max(update.dispatched, self.clock.free_from)
     self.clock.free_from = done

@@ -1,7 +1,8 @@
 """The sharding of arrays: the mesh, a table of rules, and transfers between host and devices.
 
 Axes: `data` replicates parameters, `fsdp` shards them along one dimension, `tensor` along the
-other. The batch is sharded on prompts over data and fsdp together, so a group is never split.
+other. Arrays [P, ...] are sharded on prompts over data and fsdp together; the rows that the
+network sees are sharded on rows, so there a group may lie on several devices.
 """
 
 from __future__ import annotations

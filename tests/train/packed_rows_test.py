@@ -21,8 +21,8 @@ from oracles.updates import (
 from rlvr_jax import losses
 from rlvr_jax.configs.full_size import base
 from rlvr_jax.models.presets import preset
-from rlvr_jax.ops.row_blocks import visible_blocks
-from rlvr_jax.rollouts.packing import assign, attention_cost, pack
+from rlvr_jax.ops.splash import splash_cost
+from rlvr_jax.rollouts.packing import assign, pack, row_layout
 from rlvr_jax.train import sharding
 from rlvr_jax.train.programs import choose_row_attention, make_row_layout
 from rlvr_jax.train.step import initial_state, train_step
@@ -134,13 +134,31 @@ def test_a_soft_cap_keeps_a_network_from_cudnn(monkeypatch):
 
 
 def test_attention_computes_at_most_twice_what_is_needed():
-  """Blocks of 512 queries and 512 keys that the kernel runs, against causal pairs of rollouts."""
+  """Forward and backward kernels, of all rows that run, against causal pairs of the rollouts."""
   layout, prompts, lengths = lognormal_case()
   zeros = lambda *shape: np.zeros(shape, np.int32)
   packed = pack(zeros(len(prompts), 1024), prompts, zeros(*lengths.shape, 8192), lengths, layout)
-  rows = jax.tree.map(lambda x: x.reshape(-1, layout.length), packed.rows)
-  blocks = jax.jit(functools.partial(visible_blocks, query_block=512, key_block=512, window=None))
-  computed = 512 * 512 * int(blocks(rows).sum())
-  assigned = assign(prompts, lengths, length=layout.length, alignment=layout.alignment)
-  needed = sum(attention_cost(row, prompts, lengths) for row in assigned)
-  assert 1 <= computed / needed <= 2
+  count = int(packed.num_micro_batches)
+  rows = jax.tree.map(lambda x: x[:count].reshape(-1, layout.length), packed.rows)
+  cost = splash_cost(rows, num_heads=1, num_kv_heads=1, head_dim=1)
+  s, t = prompts.astype(float), lengths.astype(float)
+  pairs = (s * s / 2).sum() + (t * (s[:, None] + t / 2)).sum()  # a prompt once per group
+  # Products of a pair, of 2 FLOPs each: 2 forward, 5 backward.
+  assert 1 <= cost.forward_flops / (4 * pairs) <= 2
+  assert 1 <= (cost.forward_flops + cost.backward_flops) / (14 * pairs) <= 2
+
+
+def test_attention_moves_little_at_full_length():
+  """One layer of Qwen2.5 7B, 16 responses of 8192 tokens to a prompt of 1024, a row each."""
+  layout = row_layout(
+    prompts=1, group_size=16, max_prompt_length=1024, max_response_length=8192, length=9216,
+    alignment=128, devices=1, tokens_per_micro_batch=16 * 9216,
+  )  # fmt: skip
+  zeros = lambda *shape: np.zeros(shape, np.int32)
+  full = np.full((1, 16), 8192)
+  packed = pack(zeros(1, 1024), np.array([1024]), zeros(1, 16, 8192), full, layout)
+  rows = jax.tree.map(lambda x: x.reshape(-1, 9216), packed.rows)
+  cost = splash_cost(rows, num_heads=28, num_kv_heads=4, head_dim=128)
+  assert int(packed.num_micro_batches) == 1
+  assert cost.operand_bytes <= 10e9
+  assert cost.operand_bytes < cost.forward_bytes + cost.backward_bytes <= 80e9

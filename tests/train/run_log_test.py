@@ -33,6 +33,16 @@ def test_a_grader_that_crashes_is_told_with_its_error_once_until_it_does_not(log
   assert told == ["", "50%", "", "", "25%"]
 
 
+def test_rows_that_are_mostly_padding_are_told_once_until_they_are_not(log, capsys):
+  told = []
+  for step, filled in enumerate([0.5, 0.49, 0.1, 0.9, 0.25]):
+    log._warn_of_padding(filled, step)
+    out = capsys.readouterr().out
+    told.append(out.partition("warning: ")[2].partition(" of the places")[0])
+    assert not told[-1] or "lower config.batch.tokens_per_micro_batch = " in out
+  assert told == ["", "51%", "", "", "75%"]
+
+
 def test_responses_that_are_mostly_truncated_are_told_once_until_it_is_less(log, capsys):
   told = []
   for step, share in enumerate([0.5, 0.51, 0.9, 0.2, 0.75]):
