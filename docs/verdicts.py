@@ -210,24 +210,44 @@ _OF_SALT = {
     "at a fixed budget SALT uses larger groups better",
     "not",
     "SALT minus GRPO in pass@1: {} at G = 4 and {} at G = 64, where neither learns: pass@1 rises by"
-    " {} with SALT and {} with GRPO. α is 0 at every G, so that SALT's residual is off.",
+    " {} with SALT and {} with GRPO. α is 0 at every G, so that SALT's residual is off. On `steps`,"
+    " with `sampled`, where α is positive: {} at G = 8, {} at G = 32. At G = 32 minus that at G = 8"
+    " it is {} with GRPO, {} with SALT.",
     (
       *(paired(_SALT, f"SALT, G = {size}", f"GRPO, G = {size}", final) for size in (4, 64)),
       *(mean(_SALT[label], rise) for label in ("SALT, G = 64", "GRPO, G = 64")),
+      paired(_ON_STEPS, "SALT, sampled", GRPO, _LATE),
+      _each("SALT, sampled, G = 32", less="GRPO, G = 32"),
+      _each("GRPO, G = 32", less=GRPO),
+      _each("SALT, sampled, G = 32", less="SALT, sampled"),
     ),
-    f"{_QUICKSTART}, 256 rollouts",
+    f"{_QUICKSTART}, 256 rollouts; {_STEPS_RUNS}, 2 with G = 32, 128 rollouts",
     _SALT_LINK,
     (GRPO, "SALT, sampled", *_LARGE, *_SIZES),
+    also=_SALT_STEPS_LINK,
   ),
   "S6": Verdict(
     "with G shared energy falls and the residual's rises; the bound stays, the norm falls",
     "not",
-    "GRPO's residual energy at G = 64 minus that at G = 4: {}. So no rise is found. Bound and norm"
-    " against G have not been measured.",
-    (paired(_SALT, "GRPO, G = 64", "GRPO, G = 4", _RESIDUAL),),
-    _QUICKSTART,
+    "GRPO's residual energy at G = 64 minus that at G = 4: {}. On `steps`, with `sampled`, at G ="
+    " 32 minus that at G = 8: {}. So no rise is found. There the bound of the update's norm is {}"
+    " at G = 8 and {} at G = 32, the norm {} and {}: both grow.",
+    (
+      paired(_SALT, "GRPO, G = 64", "GRPO, G = 4", _RESIDUAL),
+      _each("GRPO, G = 32", report.of_geometry("residual_energy", "sampled"), GRPO),
+      *(
+        value
+        for metric in ("update_norm_bound", "update_norm")
+        for value in (
+          mean(_ON_STEPS[GRPO], report.of_geometry(metric, "sampled")),
+          _each("GRPO, G = 32", report.of_geometry(metric, "sampled")),
+        )
+      ),
+    ),
+    f"{_QUICKSTART}; {_STEPS_RUNS}, 2 with G = 32",
     _SALT_LINK,
     (GRPO, *_LARGE, *_SIZES),
+    also=_SALT_STEPS_LINK,
   ),
   "S7": Verdict(
     "LM-head and last-block geometry agree, nulls do not; signs of large entries agree",
@@ -263,17 +283,18 @@ _OF_SALT = {
     "α adapts with G; the clip fraction stays low",
     "in part",
     "On the quickstart α is 0 in nearly every update at every G; the clip fraction is {} with SALT"
-    " and {} without. On `steps`, with `sampled`, α is {}; the clip fractions are {} and {}. α"
-    " against G has not run there.",
+    " and {} without. On `steps`, with `sampled`, α is {} at G = 8, {} at G = 32; the clip"
+    " fractions are {} with SALT and {} without.",
     (
       *(mean(_SALT[label], _CLIP) for label in ("SALT, G = 16", "GRPO, G = 16")),
       mean(_ON_STEPS["SALT, sampled"], report.over_training("reweighting/alpha")),
+      _each("SALT, sampled, G = 32", report.over_training("reweighting/alpha")),
       *(
         mean(_ON_STEPS[label], report.over_training("loss/clip_fraction"))
         for label in ("SALT, sampled", GRPO)
       ),
     ),
-    f"{_QUICKSTART}, G = 16; {_STEPS_RUNS}",
+    f"{_QUICKSTART}, G = 16; {_STEPS_RUNS}, 2 with G = 32",
     _SALT_LINK,
     ("SALT, sampled", "SALT, sampled, G = 32", "SALT, sampled, G = 16", "SALT, sampled, G = 64"),
     also=_SALT_STEPS_LINK,
@@ -309,13 +330,13 @@ _OF_P3O = {
     "one P3O run matches or beats the best of GRPO with ε = 0.2, 0.4, 0.6",
     "not",
     "P3O minus GRPO in pass@1, with rollouts of the policy itself: {} with ε = 0.2, {} with ε ="
-    " 0.4, {} with ε = 0.6. On `steps`: {} with ε = 0.2.",
+    " 0.4, {} with ε = 0.6. On `steps`: {} with ε = 0.2, {} with ε = 0.6.",
     (
       *(
         paired(_P3O, "matched: P3O", f"matched: GRPO, ε = {epsilon}", final)
         for epsilon in (0.2, 0.4, 0.6)
       ),
-      _each("P3O", less=GRPO),
+      *(_each("P3O", less=label) for label in (GRPO, "GRPO, ε = 0.6")),
     ),
     f"{_MISMATCH}; {_TWO_SEEDS}",
     _P3O_LINK,
@@ -367,12 +388,13 @@ _OF_P3O = {
   ),
   "P4": Verdict(
     "pass@k matches or beats the averaged GRPO sweep; with fp8 rollouts GRPO collapses",
-    "not",
-    "P3O minus GRPO in pass@16, with ε = 0.2: {}; with fp8 rollouts {}. With these the last"
-    " evaluation of pass@1 is {} with GRPO, and {} with P3O: it is P3O of which a seed collapses."
-    " Other ε are queued.",
+    "in part",
+    "P3O minus GRPO in pass@16: {} with ε = 0.2, {} with ε = 0.6, so about their average; with fp8"
+    " rollouts {}. With these the last evaluation of pass@1 is {} with GRPO, and {} with P3O: it is"
+    " P3O of which a seed collapses. ε = 0.4 has not run.",
     (
       _each("P3O", report.late("eval/pass@16"), GRPO),
+      _each("P3O", report.late("eval/pass@16"), "GRPO, ε = 0.6"),
       _each("P3O, fp8 rollouts", report.late("eval/pass@16"), "GRPO, fp8 rollouts"),
       *(_each(f"{method}, fp8 rollouts", final) for method in (GRPO, "P3O")),
     ),
@@ -382,20 +404,26 @@ _OF_P3O = {
   ),
   "P5": Verdict(
     "better and steadier than GRPO in one- and two-step asynchronous pipelines",
-    "not",
-    "P3O minus GRPO: {} at lag 1, {} at lag 2. GRPO minus its run without lag: {} and {}. The lags"
-    " are hardly a mismatch: the effective sample size is {} and {}.",
+    "in part",
+    "P3O minus GRPO: {} at lag 1, {} at lag 2. GRPO minus its run without lag: {} and {}. These"
+    " lags are hardly a mismatch: the effective sample size is {} and {}. On `steps` at lag 8 it is"
+    " {}, and P3O is better than GRPO: pass@1 {}, pass@16 {}. Minus their runs without lag: GRPO"
+    " {}, P3O {}.",
     (
       *(_against(setting) for setting in ("lag 1", "lag 2")),
       *(_cost_of(setting, _EPSILON) for setting in ("lag 1", "lag 2")),
       *(_ess(setting) for setting in ("lag 1", "lag 2")),
+      _each("GRPO, lag 8", report.over_training("behavior/ess")),
+      *(_each("P3O, lag 8", f, "GRPO, lag 8") for f in (_LATE, report.late("eval/pass@16"))),
+      *(_each(f"{method}, lag 8", less=method) for method in (GRPO, "P3O")),
     ),
-    f"{_MISMATCH}, ε = 0.2",
+    f"{_MISMATCH}, ε = 0.2; {_TWO_SEEDS}",
     _P3O_LINK,
     (
       *("GRPO, lag 8", "P3O, lag 8", "GRPO, lag 1", "P3O, lag 1", "GRPO, lag 2", "P3O, lag 2"),
       *("GRPO, lag 8, learning rate 1e-3", "P3O, lag 8, learning rate 1e-3"),
     ),
+    also=_P3O_STEPS_LINK,
   ),
   "P6": Verdict(
     "robust to half of the rollouts from another model",
@@ -415,8 +443,13 @@ _OF_P3O = {
   ),
   "P7": Verdict(
     "a second anchor, to the reference, collapses at temperature 1.2; P3O does not",
-    "queued",
-    "The paper's formula is not in what we have; ours is P3O with a KL to the first policy.",
+    "not",
+    "Neither collapses: with rollouts at temperature 1.2, recorded raw, P3O ends at {}, with the"
+    " second anchor at {}. The paper's formula is not in what we have; ours is P3O with a KL to the"
+    " first policy.",
+    tuple(_each(f"{label}, temperature 1.2, raw") for label in ("P3O", "P3O, two anchors")),
+    _TWO_SEEDS,
+    _P3O_STEPS_LINK,
     arms=("P3O, temperature 1.2, raw", "P3O, two anchors, temperature 1.2, raw"),
   ),
 }
@@ -525,8 +558,8 @@ _OF_MU = {
     "in part",
     "Minus the relaxed clip in pass@1, at the higher learning rate: triggers alone {}, suffix {},"
     " both {}. At the lower one: {}, {} and {}; the complete response {}. On `steps` the suffix is"
-    " not stable: pass@1 is {} after the first stage and {} at the last evaluation; without a veto"
-    " {}, then {}.",
+    " not stable: pass@1 is {} after the first stage and {} at the last evaluation; with triggers"
+    " alone {}, then {}; without a veto {}, then {}.",
     (
       *(
         paired(_MU, f"veto {scope}, κ = 0.1, higher rate", "relaxed clip, higher rate", final)
@@ -537,9 +570,13 @@ _OF_MU = {
         for scope in ("trigger", "suffix", "trigger_and_suffix", "response")
       ),
       *(mean(_ON_STEPS[_SUFFIX], f) for f in (after_a_stage, final)),
-      *(_each("relaxed, μ = 96", f) for f in (after_a_stage, final)),
+      *(
+        _each(f"{veto}, μ = 96", f)
+        for veto in ("trigger", "relaxed")
+        for f in (after_a_stage, final)
+      ),
     ),
-    f"{_STEPWISE}; {_STEPS_RUNS}, 2 without a veto; κ = 0.1",
+    f"{_STEPWISE}; {_STEPS_RUNS}, 2 with triggers alone and without a veto; κ = 0.1",
     _MU_LINK,
     (
       *("relaxed, μ = 96", "suffix, μ = 96", "trigger, μ = 96", "response, μ = 96"),
@@ -595,15 +632,17 @@ IN_SHORT = {  # of each paper: what held, what did not, and why as far as the ru
     " paper's feature gradients do not cancel here, n_eff is above 1, so that the adaptive α is 0"
     " and costs accuracy. With `sampled` they share a direction that centered advantages cancel."
     " SALT then drops nearly all of its shared part and keeps most of the rest, of the positive"
-    " advantages; accuracy is that of GRPO within its interval. Larger groups, a fixed α and shared"
-    " energy did not go as claimed on the quickstart, whose answers have four bytes."
+    " advantages; accuracy is that of GRPO within its interval. Larger groups and shared energy did"
+    " not go as claimed on either task, a fixed α not on the quickstart, whose answers have four"
+    " bytes."
   ),
   "P": (
-    "What held: int8 rollouts harm neither method. What did not: P3O is nowhere better than GRPO,"
-    " also where rollouts are the policy's own. Where the mismatch is real (another policy's"
-    " rollouts, fp8) it loses more, with both seeds on `steps`, and at temperature 1.5 it collapses"
-    " through its KL term. Lags are hardly a mismatch for policies of this size: the effective"
-    " sample size stays near its maximum."
+    "What held: int8 rollouts harm neither method, and where rollouts lag by several updates P3O is"
+    " better than GRPO, with both seeds. What did not: it is not better where rollouts are the"
+    " policy's own. Where the mismatch is larger (another policy's rollouts, fp8) it loses more,"
+    " with both seeds on `steps`. At temperature 1.5 it collapses through its KL term on the"
+    " quickstart. Lags of an update or two are hardly a mismatch for policies of this size: the"
+    " effective sample size stays near its maximum."
   ),
   "F": (
     "None of the three held. Entropy is low after the warm start, and falls under every estimator,"
