@@ -11,7 +11,7 @@ class Chip(NamedTuple):
   flops: float  # products of bfloat16 matrices, per second
   hbm_bytes_per_s: float  # read and written together
   interconnect_bytes_per_s: float  # received from other chips over all links together
-  hbm_gib: float  # memory; of v5e what libtpu lets a program use
+  hbm_gib: float  # memory that XLA may use
 
 
 def _two_devices(chip: Chip) -> Chip:
@@ -23,7 +23,8 @@ def _two_devices(chip: Chip) -> Chip:
 # Source: the pages of each version in Google Cloud's TPU documentation
 # (docs.cloud.google.com/tpu/docs/v5p and so on), read in November 2026. They give the interconnect
 # in both directions together, 1200 GB/s for a v5p; half of it is received. That of v4 is 6 links of
-# 50 GB/s each way: "TPU v4: An Optically Reconfigurable Supercomputer", arXiv 2304.01433.
+# 50 GB/s each way: "TPU v4: An Optically Reconfigurable Supercomputer", arXiv 2304.01433. A v5e has
+# 16 GiB, of which libtpu says that a program may use 15.75.
 CHIPS = {
   "v4": _two_devices(Chip(275e12, 1200e9, 300e9, 32)),
   "v5e": Chip(197e12, 819e9, 200e9, 15.75),

@@ -17,17 +17,20 @@ def batch_metrics(batch: TrainBatch) -> Metrics:
   share = lambda groups: Mean(total=groups.astype(jnp.float32).sum(), weight=count)
   solved = batch.correct.mean(axis=1)
   answered = jnp.any(batch.mask > 0, axis=-1).astype(jnp.float32)
-  return {
+  metrics = {
     "reward/mean": Mean(total=batch.rewards.mean(axis=1).sum(), weight=count),
     "reward/pass_rate": Mean(total=solved.sum(), weight=count),
     "groups/effective": share(jnp.any(batch.rewards != batch.rewards[:, :1], axis=1)),
     "groups/all_correct": share(solved == 1),
     "groups/all_wrong": share(solved == 0),
     "response/length": Mean(total=batch.mask.sum(), weight=answered.sum()),
-  } | (row_metrics(batch.packed) if batch.packed is not None else {})
+  }
+  if batch.packed is not None:
+    metrics |= _row_metrics(batch.packed)
+  return metrics
 
 
-def row_metrics(packed: Packed) -> Metrics:
+def _row_metrics(packed: Packed) -> Metrics:
   """How many micro-batches a batch takes, and how many of their places hold a token."""
   count = jnp.asarray(packed.num_micro_batches, jnp.float32)
   held = (packed.rows.prompts >= 0).astype(jnp.float32).sum()

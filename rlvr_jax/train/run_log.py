@@ -91,9 +91,7 @@ class RunLog:
     self._hosts = observe.Hosts()
     self._written = time.perf_counter()  # when the last update was
     self._fresh_tokens = 0  # sampled since the last update
-    self._truncates = False  # whether the last batch had mostly truncated responses
-    self._crashes = False  # whether the grader failed on some of the last batch
-    self._pads = False  # whether most of what the last update computed was padding
+    self._told: set[str] = set()  # what was warned of and still holds
     self._samples_written_at = -1  # update before which rollouts were last written
     self._began = time.perf_counter() - elapsed
     self._cycle_began = time.perf_counter()
@@ -124,10 +122,15 @@ class RunLog:
       samples = graded.samples[:: self._config.batch.group_size]
       self.writer.write_rollouts(step + 1, samples[: logging.rollouts_per_refresh])
 
+  def _begins(self, trouble: str, holds: bool) -> bool:
+    """Whether a trouble holds that did not the last time."""
+    begins = holds and trouble not in self._told
+    self._told = self._told | {trouble} if holds else self._told - {trouble}
+    return begins
+
   def _warn_of_truncation(self, share: float, step: int) -> None:
     """Says when more than half of the responses are truncated, once until it is less."""
-    before, self._truncates = self._truncates, share > 0.5
-    if self._truncates and not before:
+    if self._begins("truncation", share > 0.5):
       limit = self._config.max_response_length
       say(
         f"warning: {share:.0%} of the responses sampled before update {step + 1} were cut at"
@@ -138,8 +141,7 @@ class RunLog:
   def _warn_of_crashes(self, graded: Graded, step: int) -> None:
     """Says that the grader has failed, and how, once until it does not."""
     details = [sample["detail"] for sample in graded.samples if "detail" in sample]
-    before, self._crashes = self._crashes, bool(details)
-    if self._crashes and not before:
+    if self._begins("crashes", bool(details)):
       share = len(details) / len(graded.samples)
       say(
         f"warning: the grader crashed on {share:.0%} of the responses sampled before update"
@@ -149,8 +151,7 @@ class RunLog:
 
   def _warn_of_padding(self, filled: float, step: int) -> None:
     """Says when most places of the rows hold no token, once until they do."""
-    before, self._pads = self._pads, filled < 0.5
-    if self._pads and not before:
+    if self._begins("padding", filled < 0.5):
       batch = self._config.batch
       say(
         f"warning: {1 - filled:.0%} of the places that update {step} computed hold no token, as its"
@@ -204,7 +205,6 @@ class RunLog:
     """Waits for the update's metrics, writes its record and returns it."""
     with waiting():
       values = {name: float(value) for name, value in jax.device_get(update.metrics).items()}
-    self._warn_of_padding(values["rows/filled"], update.step)
     done = time.perf_counter()
     seconds = done - max(update.dispatched, self.clock.free_from)
     self.clock.free_from = done
@@ -217,6 +217,7 @@ class RunLog:
       self.times(values) | observe.memory("optimise") | self._hosts.metrics(done - self._written)
     )
     self._written = done
+    self._warn_of_padding(values["rows/filled"], update.step)
     self.writer.write(update.step, "train", values)
     if update.geometry:
       self.writer.write_geometry(update.step - 1, jax.device_get(update.geometry))

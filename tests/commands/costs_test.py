@@ -1,7 +1,9 @@
 """Sums and tables of a cost report, from instructions made up for the purpose."""
 
+import dataclasses
 import json
 
+import jax
 import pytest
 from train import tiny
 
@@ -9,6 +11,7 @@ from rlvr_jax.commands import ahead_of_time, choose, costs, hlo
 from rlvr_jax.commands.chips import CHIPS, Chip
 from rlvr_jax.commands.hlo import Item
 from rlvr_jax.models.flops import forward_flops, update_flops
+from rlvr_jax.ops.splash import splash_cost
 from rlvr_jax.train import sharding
 
 CHIP = Chip(flops=100.0, hbm_bytes_per_s=10.0, interconnect_bytes_per_s=2.0, hbm_gib=1.0)
@@ -74,6 +77,27 @@ def test_the_paged_kernel_counts_every_cached_token():
   (found,) = costs.with_kernels([call._replace(shapes=shapes)], costs.attention_kernels(parts))
   queries_and_values = 2 * 2 * 8 * 128
   assert (found.flops, found.hbm_bytes) == (5 * 3 * 2 * 16 * queries_and_values, 35.0)
+
+
+def test_a_call_on_a_row_counts_as_the_mean_of_the_rows_that_run():
+  batch = dict(prompts=6, group_size=13, tokens_per_row=3072, tokens_per_micro_batch=3072)
+  config = tiny.config(**{f"batch__{name}": size for name, size in batch.items()})
+  parts = ahead_of_time.shapes_only(config, sharding.make_mesh())
+  network = dataclasses.replace(parts.model.config, attention="splash")
+  parts = dataclasses.replace(parts, model=parts.model._replace(config=network))
+  packed = ahead_of_time.packed_at_full_length(parts)
+  count = int(packed.num_micro_batches)
+  sizes = {name: getattr(network, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
+  of_row = [
+    splash_cost(jax.tree.map(lambda x, i=i: x[i], packed.rows), **sizes) for i in range(count)
+  ]
+  assert 1 < count < len(packed.tokens) and packed.tokens.shape[1:] == (1, 3072)
+  assert of_row[0].forward_flops > of_row[-1].forward_flops  # the last row is not full
+  kernels, call = costs.attention_kernels(parts), item("attention", "custom-call", target="tpu")
+  for name, of in (("fwd", "forward"), ("dkv", "backward")):
+    flops, hbm_bytes = kernels[f"splash_mha_{name}"](call)
+    assert flops == pytest.approx(sum(getattr(c, f"{of}_flops") for c in of_row) / count)
+    assert hbm_bytes == pytest.approx(sum(getattr(c, f"{of}_bytes") for c in of_row) / count, 1e-2)
 
 
 def test_a_loop_of_unknown_length_is_listed():

@@ -46,7 +46,7 @@ def test_all_reports_are_of_one_compiler_and_of_the_present_form():
 
 
 @pytest.mark.parametrize("name", sorted(reports()))
-def test_a_recipe_keeps_to_its_bars(name):
+def test_a_recipe_keeps_to_its_limits(name):
   """Memory of a chip, and what the peaks allow of its FLOPs; see docs/models.md."""
   report = reports()[name]
   limit = 85 if report["conditions"]["topology"].startswith("v5p") else 14.5

@@ -318,7 +318,6 @@ import resource
 import jax, numpy as np
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
-from rlvr_jax.rollouts.engine import _first_largest
 from rlvr_jax.rollouts.scheduler import Engine, Request
 from rlvr_jax.types import Sampling
 

@@ -19,9 +19,11 @@ from oracles.updates import (
 )
 
 from rlvr_jax import losses
-from rlvr_jax.configs.full_size import base
+from rlvr_jax.configs.full_size import base, p3o_qwen3_4b
 from rlvr_jax.models.presets import preset
+from rlvr_jax.ops.reductions import values
 from rlvr_jax.ops.splash import splash_cost
+from rlvr_jax.ops.update_metrics import batch_metrics
 from rlvr_jax.rollouts.packing import assign, pack, row_layout
 from rlvr_jax.train import sharding
 from rlvr_jax.train.programs import choose_row_attention, make_row_layout
@@ -85,12 +87,18 @@ def lognormal_case():
   return make_row_layout(config, "splash", mesh), prompts, lengths
 
 
+def packed_as(layout, prompts, lengths):
+  """Rows of tokens that are all zero."""
+  tokens = lambda shape, length: np.zeros((*shape, length.max()), np.int32)
+  inputs = tokens(prompts.shape, prompts), prompts, tokens(lengths.shape, lengths), lengths
+  return pack(*inputs, layout)
+
+
 def test_linear_work_is_near_what_is_useful():
   """Places of all rows that run, empty ones too; a prompt is useful once per group."""
   layout, prompts, lengths = lognormal_case()
   assert layout.length == 9216 and layout.alignment == 128
-  zeros = lambda *shape: np.zeros(shape, np.int32)
-  packed = pack(zeros(len(prompts), 1024), prompts, zeros(*lengths.shape, 8192), lengths, layout)
+  packed = packed_as(layout, prompts, lengths)
   executed = int(packed.num_micro_batches) * packed.tokens[0].size
   useful = prompts.sum() + lengths.sum()
   assert lengths.mean() == pytest.approx(1500, rel=0.1)
@@ -115,6 +123,23 @@ def test_larger_micro_batches_leave_more_rows_empty(tokens, low, high):
     assert low < executed / (prompts.sum() + lengths.sum()) < high
 
 
+def test_a_row_of_p3o_holds_a_usual_prompt_and_its_responses():
+  """On 16 chips, `tensor` = 2: one micro-batch, with a row for each of the 8 devices."""
+  config = p3o_qwen3_4b.get_config()
+  layout = make_row_layout(config, "splash", jax.sharding.AbstractMesh((1, 8, 2), sharding.AXES))
+  prompts, lengths = np.full(8, 150), np.full((8, 4), 2048)
+  packed = packed_as(layout, prompts, lengths)
+  assert int(packed.num_micro_batches) == 1 and packed.tokens[0].shape == (8, 9216)
+  useful = prompts.sum() + lengths.sum()
+  assert packed.tokens[0].size / useful == pytest.approx(1.10, abs=0.006)
+  held = (packed.rows.prompts >= 0).sum()
+  batch = dataclasses.replace(make_batch(), packed=packed)
+  metrics = values(batch_metrics(batch))
+  assert metrics["rows/micro_batches"] == 1
+  assert metrics["rows/filled"] == pytest.approx(held / (8 * 9216), rel=1e-6)
+  assert held == useful - 8  # the last token of a prompt is in its rollouts
+
+
 @pytest.mark.parametrize(("kind", "limit"), [("splash", 2**15), ("cudnn", 2**14)])
 def test_rows_are_not_longer_than_the_kernel_allows(kind, limit):
   config = base.get_config()
@@ -136,8 +161,7 @@ def test_a_soft_cap_keeps_a_network_from_cudnn(monkeypatch):
 def test_attention_computes_at_most_twice_what_is_needed():
   """Forward and backward kernels, of all rows that run, against causal pairs of the rollouts."""
   layout, prompts, lengths = lognormal_case()
-  zeros = lambda *shape: np.zeros(shape, np.int32)
-  packed = pack(zeros(len(prompts), 1024), prompts, zeros(*lengths.shape, 8192), lengths, layout)
+  packed = packed_as(layout, prompts, lengths)
   count = int(packed.num_micro_batches)
   rows = jax.tree.map(lambda x: x[:count].reshape(-1, layout.length), packed.rows)
   cost = splash_cost(rows, num_heads=1, num_kv_heads=1, head_dim=1)
@@ -154,9 +178,7 @@ def test_attention_moves_little_at_full_length():
     prompts=1, group_size=16, max_prompt_length=1024, max_response_length=8192, length=9216,
     alignment=128, devices=1, tokens_per_micro_batch=16 * 9216,
   )  # fmt: skip
-  zeros = lambda *shape: np.zeros(shape, np.int32)
-  full = np.full((1, 16), 8192)
-  packed = pack(zeros(1, 1024), np.array([1024]), zeros(1, 16, 8192), full, layout)
+  packed = packed_as(layout, np.array([1024]), np.full((1, 16), 8192))
   rows = jax.tree.map(lambda x: x.reshape(-1, 9216), packed.rows)
   cost = splash_cost(rows, num_heads=28, num_kv_heads=4, head_dim=128)
   assert int(packed.num_micro_batches) == 1

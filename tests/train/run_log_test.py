@@ -1,5 +1,6 @@
-"""What is told of the batches that are sampled."""
+"""What is told of the batches that are sampled and trained on."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracles.batches import make_host_batch
@@ -9,7 +10,7 @@ from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.rollouts import schedules
 from rlvr_jax.rollouts.batch import Graded, RolloutBatch
 from rlvr_jax.train.metrics import MetricWriter
-from rlvr_jax.train.run_log import RunLog
+from rlvr_jax.train.run_log import DispatchedUpdate, RunLog
 
 
 @pytest.fixture
@@ -41,6 +42,15 @@ def test_rows_that_are_mostly_padding_are_told_once_until_they_are_not(log, caps
     told.append(out.partition("warning: ")[2].partition(" of the places")[0])
     assert not told[-1] or "lower config.batch.tokens_per_micro_batch = " in out
   assert told == ["", "51%", "", "", "75%"]
+
+
+def test_an_update_of_mostly_padding_is_told(log, capsys):
+  for step, filled in enumerate([0.9, 0.2], start=1):
+    metrics = {"rows/filled": jnp.float32(filled)}
+    batch = make_host_batch(np.ones((1, 1, 1)))
+    log.write_update(DispatchedUpdate(step, 0.0, metrics, {}, batch, {}))
+    told = "80% of the places that update 2 computed hold no token" in capsys.readouterr().out
+    assert told == (filled < 0.5)
 
 
 def test_responses_that_are_mostly_truncated_are_told_once_until_it_is_less(log, capsys):
