@@ -17,7 +17,7 @@ def batch_metrics(batch: TrainBatch) -> Metrics:
   share = lambda groups: Mean(total=groups.astype(jnp.float32).sum(), weight=count)
   solved = batch.correct.mean(axis=1)
   answered = jnp.any(batch.mask > 0, axis=-1).astype(jnp.float32)
-  metrics = {
+  metrics: Metrics = {
     "reward/mean": Mean(total=batch.rewards.mean(axis=1).sum(), weight=count),
     "reward/pass_rate": Mean(total=solved.sum(), weight=count),
     "groups/effective": share(jnp.any(batch.rewards != batch.rewards[:, :1], axis=1)),
