@@ -42,7 +42,7 @@ test-tunix: $(TUNIX)/ready  ## the plug-in for google-tunix, which the extra dev
 
 test-tpu: $(READY)  ## budgets of programs compiled for TPUs; `make test-slow` then runs the long ones too
 	$(BIN)/python -m pip install --quiet --editable '.[tpu]'
-	$(PYTEST) tests/commands/costs_tpu_test.py
+	$(PYTEST) tests/costs/costs_tpu_test.py
 
 docs: $(READY)  ## the documentation as a site, build/site/index.html; any broken link is an error
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'

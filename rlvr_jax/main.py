@@ -18,7 +18,8 @@ import sys
 from absl import app, flags
 from ml_collections import config_flags
 
-from rlvr_jax.train import config_file, host
+from rlvr_jax.train.cluster import process
+from rlvr_jax.train.setup import config_file
 
 _MODE = flags.DEFINE_enum(
   "mode", "train", ["train", "check", "eval", "export", "fits", "costs", "sweep"], "What to do."
@@ -50,19 +51,19 @@ def main(argv: list[str]) -> int:
   if _STOPPED_STATUS.value:  # under launch, which outlives the terminal
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
   if _PARENT.value:
-    host.end_with(_PARENT.value)
-  host.keep_freed_memory()  # before jax allocates anything
+    process.end_with(_PARENT.value)
+  process.keep_freed_memory()  # before jax allocates anything
   # Imported here, so that --help and a misspelled field answer immediately.
-  from rlvr_jax.train import multihost
+  from rlvr_jax.train.cluster import multihost
 
-  process = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
-  if _DISTRIBUTED.value or process != (None, None, None):
+  coordinates = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+  if _DISTRIBUTED.value or coordinates != (None, None, None):
     if _MODE.value == "sweep":
       raise app.UsageError("the runs of a sweep take one process each: leave out --distributed")
     try:
-      multihost.initialize(*process)
+      multihost.initialize(*coordinates)
     except (ValueError, RuntimeError) as error:
-      host.exit_immediately(f"error: {error}")  # jax would wait once more, for the others to end
+      process.exit_immediately(f"error: {error}")  # jax would wait once more, for the others to end
   with multihost.exit_on_error():
     return run()
 
@@ -74,7 +75,7 @@ def run() -> int:
     from rlvr_jax.commands.check import PreflightError
     from rlvr_jax.commands.sweep import TO_DO, SittingOverError, SweepError
     from rlvr_jax.commands.train import FAILURES
-    from rlvr_jax.train import multihost
+    from rlvr_jax.train.cluster import multihost
 
     given = (_WORKDIR.value, _CHECKPOINT.value, _TOPOLOGY.value, _PROFILE.value, _TRACKERS.value)
     of_sweep = (_SWEEP.value, sys.argv, _MINUTES.value)
@@ -86,16 +87,16 @@ def run() -> int:
       sys.exit(f"error: {message}")
     raise
   if _MODE.value in ("train", "check", "eval"):  # an export is read by other programs
-    host.keep_compiled(str(_WORKDIR.value))
+    process.keep_compiled(str(_WORKDIR.value))
   try:
     action()
   except SittingOverError:
     multihost.end_in_order(TO_DO)
-  except host.EndRequestedError:
+  except process.EndRequestedError:
     multihost.end_in_order(_STOPPED_STATUS.value)
   except (*FAILURES, PreflightError, SweepError) as error:
     multihost.leave(f"failed ({error})")
-    host.exit_immediately(f"error: {error}")
+    process.exit_immediately(f"error: {error}")
   except KeyboardInterrupt:
     sys.exit("interrupted; rerun the same command to resume")
   return 0

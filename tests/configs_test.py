@@ -12,7 +12,7 @@ from docs import tables
 from experiments.recipes.sweep import RECIPES
 from rlvr_jax.configs import base
 from rlvr_jax.models.presets import model_settings
-from rlvr_jax.train.build import build
+from rlvr_jax.train.setup.build import build
 
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = ROOT / "configs"

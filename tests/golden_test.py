@@ -17,7 +17,7 @@ from rlvr_jax.models.functional import all_trained
 from rlvr_jax.ops import spectral
 from rlvr_jax.ops.aggregate import aggregate
 from rlvr_jax.reweighting.salt import salt_coefficients
-from rlvr_jax.train import sharding
+from rlvr_jax.train.cluster import sharding
 from rlvr_jax.types import Forward, Head
 
 RTOL, ATOL = 1e-6, 1e-7

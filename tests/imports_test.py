@@ -34,12 +34,12 @@ ALLOWED = {
   "codejudge": set(),
   "rewards": {"specs", "codejudge"},
   "rollouts": {"types", "ops", "files", "bucket", "storage", "data", "rewards"},
-  "train.step": {"types", "ops"},
+  "update.step": {"types", "ops"},
   "evaluate": BELOW_THE_LOOP,
-  "train": BELOW_THE_LOOP | {"codejudge", "evaluate", "train.step"},
-  "commands": BELOW_THE_LOOP | {"evaluate", "train", "train.step"},
+  "train": BELOW_THE_LOOP | {"codejudge", "evaluate", "update.step"},
+  "commands": BELOW_THE_LOOP | {"evaluate", "train", "update.step"},
   # What notebooks call; nothing imports it.
-  "colab": BELOW_THE_LOOP | {"parts", "evaluate", "train", "train.step", "commands", "configs"},
+  "colab": BELOW_THE_LOOP | {"parts", "evaluate", "train", "update.step", "commands", "configs"},
   "launch": set(),
   "integrations": {"types", "ops"} | STAGES,  # other frameworks' plug-ins; nothing imports them
   "main": {"commands", "train"},
@@ -48,7 +48,7 @@ ALLOWED = {
 JAX = {"jax", "jaxlib", "chex", "flax", "optax", "orbax"}
 NNX = {"Module", "Param", "Rngs", "split", "merge", "to_pure_dict"}
 MAX_FILE_LINES = 400
-MAX_LINES_OF = {"train/loop.py": 300, "train/step.py": 150}  # what a newcomer reads first
+MAX_LINES_OF = {"train/loop.py": 300, "update/step.py": 150}  # what a newcomer reads first
 MAX_FUNCTION_LINES = 60
 # Functions that may be longer; each says why in a comment that starts with LONG.
 LONG = "# Over 60 lines: "
@@ -85,7 +85,7 @@ def room(name):
   """The room of a dotted name in rlvr_jax; "" for the package itself."""
   parts = name.split(".")[1:]
   is_step = parts[:1] == ["train"] and parts[1:2] and parts[1] in STEP
-  return "train.step" if is_step else (parts or [""])[0]
+  return "update.step" if is_step else (parts or [""])[0]
 
 
 def modules(root):
@@ -182,15 +182,15 @@ def test_a_circle_is_seen(tmp_path):
     ("rewards/a.py", "from rlvr_jax.types import Array", "imports rlvr_jax.types"),
     ("codejudge/a.py", "import numpy", "codejudge has the standard library only"),
     ("codejudge/harness/a.py", "import absl.flags", "codejudge has the standard library only"),
-    ("codejudge/a.py", "from .. import files", "imports rlvr_jax.files"),
+    ("codejudge/a.py", "from .. import files", "imports rlvr_jax.storage.files"),
     ("launch/a.py", "import absl.flags", "launch has the standard library only"),
-    ("launch/a.py", "from rlvr_jax.files import located", "imports rlvr_jax.files"),
+    ("launch/a.py", "from rlvr_jax.storage.files import located", "imports rlvr_jax.storage.files"),
     ("train/loop.py", "from rlvr_jax.launch import local", "imports rlvr_jax.launch"),
     ("codejudge/harness/a.py", "from ...rewards import outcome", "imports rlvr_jax.rewards"),
     ("evaluate/a.py", "from rlvr_jax.codejudge import cgroups", "imports rlvr_jax.codejudge"),
-    ("train/step.py", "from rlvr_jax.train import optimizer", "imports rlvr_jax.train.optimizer"),
-    ("train/accumulate.py", "from rlvr_jax.train import sharding", "imports rlvr_jax.train"),
-    ("train/objective.py", "from rlvr_jax import losses", "imports rlvr_jax.losses"),
+    ("update/step.py", "from rlvr_jax.train import optimizer", "imports rlvr_jax.update.optimizer"),
+    ("update/accumulate.py", "from rlvr_jax.train import sharding", "imports rlvr_jax.train"),
+    ("update/objective.py", "from rlvr_jax import losses", "imports rlvr_jax.losses"),
     ("train/loop.py", "from flax import nnx", "flax stays in models"),
     ("train/loop.py", "import configs.base", "imports configs.base"),
     ("train/loop.py", "from rlvr_jax.configs import base", "imports rlvr_jax.configs"),
@@ -216,8 +216,8 @@ def test_the_checker_sees_a_violation(tmp_path, path, code, reported):
   ("path", "code"),
   [
     ("ops/a.py", "import jax\nfrom rlvr_jax.types import Array\nfrom . import b"),
-    ("train/loop.py", "from rlvr_jax.train.step import train_step\nfrom rlvr_jax import evaluate"),
-    ("train/step.py", "from rlvr_jax.train.accumulate import update_gradient"),
+    ("train/loop.py", "from rlvr_jax.update.step import train_step\nfrom rlvr_jax import evaluate"),
+    ("update/step.py", "from rlvr_jax.update.accumulate import update_gradient"),
     ("models/a.py", "from flax import nnx\nclass A(nnx.Module): pass"),
     ("integrations/a.py", "import tunix\nfrom flax import nnx\nfrom rlvr_jax import losses"),
     ("rollouts/a.py", "from rlvr_jax import files"),

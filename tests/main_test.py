@@ -21,12 +21,12 @@ from rlvr_jax.commands.train import train
 from rlvr_jax.evaluate.run_files import read_metrics
 from rlvr_jax.rewards import Grade, Outcome
 from rlvr_jax.rewards.worker_process import GraderStartError
-from rlvr_jax.rollouts.schedules import stages, updates_per_refresh
-from rlvr_jax.storage import Workdir
-from rlvr_jax.train.build import build
-from rlvr_jax.train.checks import may_differ
-from rlvr_jax.train.run_log import NonFiniteError
-from rlvr_jax.train.workdir import WorkdirError, check_config
+from rlvr_jax.rollouts.staleness import stages, updates_per_refresh
+from rlvr_jax.storage.places import Workdir
+from rlvr_jax.train.checkpointing.workdir import WorkdirError, check_config
+from rlvr_jax.train.reporting.run_log import NonFiniteError
+from rlvr_jax.train.setup.build import build
+from rlvr_jax.train.setup.checks import may_differ
 
 GSM8K = str(tiny.ROOT / "configs" / "gsm8k.py")
 SHARED = os.environ.get("RLVR_SHARED")

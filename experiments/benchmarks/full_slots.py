@@ -27,7 +27,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))  # the repository's r
 
 from absl import app, flags
 
-from rlvr_jax.train.host import keep_freed_memory
+from rlvr_jax.train.cluster.process import keep_freed_memory
 
 keep_freed_memory()
 
@@ -36,9 +36,9 @@ import numpy as np
 
 from experiments.benchmarks import grpo_step
 from rlvr_jax.data import encode_prompts
-from rlvr_jax.rollouts.scheduler import Engine, Usage, requests
-from rlvr_jax.train import parameters
-from rlvr_jax.train.build import build
+from rlvr_jax.rollouts.engine import Engine, Usage, requests
+from rlvr_jax.train.setup.build import build
+from rlvr_jax.train.start import parameters
 
 _SLOTS, _PROMPTS, _GROUP = 64, 64, 8
 

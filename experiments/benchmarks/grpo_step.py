@@ -36,7 +36,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))  # the repository's r
 
 from absl import app, flags
 
-from rlvr_jax.train.host import keep_freed_memory
+from rlvr_jax.train.cluster.process import keep_freed_memory
 
 keep_freed_memory()
 
@@ -48,11 +48,11 @@ from rlvr_jax.data import ByteTokenizer, Problem, Task
 from rlvr_jax.rewards.outcome import Grade, Outcome
 from rlvr_jax.rewards.pool import GraderPool
 from rlvr_jax.rollouts.store import RolloutStore
-from rlvr_jax.train import parameters
-from rlvr_jax.train.build import build
-from rlvr_jax.train.checkpoint import Checkpointer
+from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
 from rlvr_jax.train.loop import Trainer
-from rlvr_jax.train.metrics import MetricWriter
+from rlvr_jax.train.reporting.writer import MetricWriter
+from rlvr_jax.train.setup.build import build
+from rlvr_jax.train.start import parameters
 
 _WORKLOADS = {
   "w1": dict(prompts=16, group_size=8, response_length=64),

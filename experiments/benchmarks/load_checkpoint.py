@@ -29,7 +29,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))  # the repository's r
 
 from absl import app, flags
 
-from rlvr_jax.train.host import keep_freed_memory
+from rlvr_jax.train.cluster.process import keep_freed_memory
 
 keep_freed_memory()
 
@@ -51,7 +51,7 @@ from rlvr_jax.models.safetensors import (
   write_checkpoint,
 )
 from rlvr_jax.models.transformer import TransformerConfig
-from rlvr_jax.train.sharding import make_mesh, placed
+from rlvr_jax.train.cluster.sharding import make_mesh, placed
 from rlvr_jax.types import Params
 
 _LIMIT = 2.0  # largest tensors

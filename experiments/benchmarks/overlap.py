@@ -37,7 +37,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))  # the repository's r
 
 from absl import app, flags
 
-from rlvr_jax.train.host import keep_freed_memory
+from rlvr_jax.train.cluster.process import keep_freed_memory
 
 keep_freed_memory()
 
@@ -49,16 +49,16 @@ from experiments.benchmarks.tables import Row, hardware, table
 from rlvr_jax.commands import train as runs
 from rlvr_jax.configs import mu_grpo, quickstart
 from rlvr_jax.evaluate.run_files import read_metrics
-from rlvr_jax.rollouts import schedules
-from rlvr_jax.train import parameters
-from rlvr_jax.train.build import Parts, build
+from rlvr_jax.rollouts import staleness
+from rlvr_jax.train.setup.build import Parts, build
+from rlvr_jax.train.start import parameters
 
 PHASES = ("generate", "grade", "sync_weights", "optimise", "idle")
 SEQUENTIAL = "on-policy"
 SCHEDULES = {
-  SEQUENTIAL: schedules.on_policy(),
-  "asynchronous, max_lag 1": schedules.asynchronous(max_lag=1),
-  "asynchronous, max_lag 2": schedules.asynchronous(max_lag=2),
+  SEQUENTIAL: staleness.on_policy(),
+  "asynchronous, max_lag 1": staleness.asynchronous(max_lag=1),
+  "asynchronous, max_lag 2": staleness.asynchronous(max_lag=2),
 }
 RUNS = {
   "GRPO, on-policy": (quickstart, "on_policy"),

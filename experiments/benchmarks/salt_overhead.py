@@ -51,10 +51,11 @@ from rlvr_jax.geometry import GramContext, GramFn
 from rlvr_jax.models.functional import Model, transformer
 from rlvr_jax.models.presets import preset
 from rlvr_jax.ops.logprobs import head_logits
-from rlvr_jax.train import build, programs, sharding
-from rlvr_jax.train.objective import Method, policy_forward
-from rlvr_jax.train.step import initial_state, train_step
+from rlvr_jax.train.cluster import sharding
+from rlvr_jax.train.setup import build, programs
 from rlvr_jax.types import Array, Forward, Head, Params, Prompts, TrainBatch, TrainState
+from rlvr_jax.update.objective import Method, policy_forward
+from rlvr_jax.update.step import initial_state, train_step
 
 ROUTES = ("plain", "streaming", "sketch", "materialized")
 PUBLISHED = ("qwen2.5_1.5b", "qwen2.5_7b")

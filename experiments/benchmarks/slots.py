@@ -4,7 +4,7 @@
 
 A decoding step costs about the same however few of its slots still decode a response. So what
 counts is slot-steps per sampled token: 1 is ideal, and rows in lockstep take as many steps as the
-longest response. The simulation follows `rollouts.scheduler`: a slot takes the next response at the
+longest response. The simulation follows `rollouts.engine`: a slot takes the next response at the
 first burst after its own has ended. A test compares it with what the engine itself counts.
 
 A second table says how many prompts the slots of a device decode responses to at a time, by slot: a
@@ -24,7 +24,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))  # the repository's r
 
 import numpy as np
 
-from rlvr_jax.rollouts.scheduler import Usage
+from rlvr_jax.rollouts.engine import Usage
 
 CAP = 8192  # tokens
 STEPS = 16  # of a burst

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from rlvr_jax.train.host import processor
+from rlvr_jax.train.cluster.process import processor
 
 Row = dict[str, Any]
 

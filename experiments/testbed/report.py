@@ -23,8 +23,8 @@ from rlvr_jax.advantages.masses import gradient_masses
 from rlvr_jax.colab.results import curve
 from rlvr_jax.evaluate import compare, curves
 from rlvr_jax.evaluate.run_files import GEOMETRY_FOLDER, read_metrics
-from rlvr_jax.files import replacing
 from rlvr_jax.geometry.diagnostics import cosine_gram
+from rlvr_jax.storage.files import replacing
 
 SPANS = 12  # of the updates of a run, over each of which a metric of training is averaged
 LATE = 3  # evaluations at the end, whose mean is compared: single ones are noisier

@@ -19,7 +19,7 @@ from rlvr_jax.colab.toy import Recipe, Runs
 from rlvr_jax.losses import reinforce
 from rlvr_jax.ops import reductions
 from rlvr_jax.parts import advantages_of
-from rlvr_jax.rollouts.schedules import on_policy
+from rlvr_jax.rollouts.staleness import on_policy
 from rlvr_jax.types import Array
 
 ALPHA_MAX, DELTA_MIN = 3.0, 0.3

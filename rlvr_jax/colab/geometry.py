@@ -21,8 +21,8 @@ from rlvr_jax.reweighting import Reweighting
 from rlvr_jax.rollouts.batch import from_shard
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.specs import make
-from rlvr_jax.storage import place
-from rlvr_jax.train.build import make_schedule
+from rlvr_jax.storage.places import place
+from rlvr_jax.train.setup.build import make_schedule
 
 OWN = "its own"  # SALT's α or rank as it computes them
 FIRST, OTHER = "first run", "other run"

@@ -17,7 +17,7 @@ from rlvr_jax.colab import toy as toys
 from rlvr_jax.colab.display import COLORS, legend_outside
 from rlvr_jax.colab.toy import Recipe, Runs, Toy
 from rlvr_jax.losses import Loss, p3o, ppo_clip, reinforce
-from rlvr_jax.rollouts.schedules import on_policy, updates_per_refresh
+from rlvr_jax.rollouts.staleness import on_policy, updates_per_refresh
 from rlvr_jax.types import Array, TrainBatch
 
 DRIFTS: Any = np.linspace(0.0, 2.0, 11)

@@ -15,10 +15,10 @@ from rlvr_jax.colab.display import COLORS, legend_outside
 from rlvr_jax.evaluate.pass_at_k import wilson_interval
 from rlvr_jax.ops.checks import check_choice
 from rlvr_jax.rollouts.batch import from_shard
-from rlvr_jax.rollouts.schedules import Schedule
+from rlvr_jax.rollouts.staleness import Schedule
 from rlvr_jax.rollouts.store import RolloutStore
-from rlvr_jax.storage import place
-from rlvr_jax.train.build import make_schedule
+from rlvr_jax.storage.places import place
+from rlvr_jax.train.setup.build import make_schedule
 
 # Kind of a rollout → its color. A response at the length limit is "cut off", whatever its grade.
 KINDS = {

@@ -11,7 +11,7 @@ import ml_collections
 
 from rlvr_jax.commands.train import train
 from rlvr_jax.configs import quickstart, steps
-from rlvr_jax.train.build import build
+from rlvr_jax.train.setup.build import build
 
 
 def trained(config: ml_collections.ConfigDict, workdir: str = "") -> pathlib.Path:
@@ -22,7 +22,7 @@ def trained(config: ml_collections.ConfigDict, workdir: str = "") -> pathlib.Pat
     workdir: folder of the run; one that has the finished run is returned as it is, and a run that
       was cut off continues. "": a new temporary folder.
   Raises:
-    ValueError: what `train.build.build` raises.
+    ValueError: what `train.setup.build.build` raises.
     WorkdirError: the folder belongs to another configuration.
   """
   folder = pathlib.Path(workdir or tempfile.mkdtemp(prefix="rlvr_jax_"))

@@ -22,14 +22,15 @@ from rlvr_jax.ops import reductions
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.rollouts.batch import Graded, RolloutBatch, from_shard, read_batch
 from rlvr_jax.rollouts.store import RolloutStore
-from rlvr_jax.train import loop, parameters
-from rlvr_jax.train.accumulate import policy_logprobs, update_gradient
-from rlvr_jax.train.build import Parts, build, make_method
-from rlvr_jax.train.checkpoint import Checkpointer
-from rlvr_jax.train.grading import grader_pool
-from rlvr_jax.train.metrics import MetricWriter, progress
-from rlvr_jax.train.objective import Method
+from rlvr_jax.train import loop
+from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
+from rlvr_jax.train.reporting.writer import MetricWriter, progress
+from rlvr_jax.train.setup.build import Parts, build, make_method
+from rlvr_jax.train.setup.grading import grader_pool
+from rlvr_jax.train.start import parameters
 from rlvr_jax.types import Params, TrainBatch
+from rlvr_jax.update.accumulate import policy_logprobs, update_gradient
+from rlvr_jax.update.objective import Method
 
 
 def recipe(name: str) -> Any:

@@ -20,8 +20,8 @@ from rlvr_jax.losses import ppo_clip
 from rlvr_jax.ops import reductions
 from rlvr_jax.ops.checks import check_between
 from rlvr_jax.ops.veto import SCOPES, negative_advantage_veto, trigger_tokens, vetoed_tokens
-from rlvr_jax.rollouts import schedules
-from rlvr_jax.rollouts.schedules import Schedule
+from rlvr_jax.rollouts import staleness
+from rlvr_jax.rollouts.staleness import Schedule
 from rlvr_jax.types import Array
 
 FRESH, TIGHT = "on-policy, clip 0.2", "stages, clip 0.2"
@@ -47,17 +47,17 @@ THRESHOLDS = (1e-3, 1e-2, 1e-1, 0.3)
 
 def lags(schedule: Schedule, num_updates: int) -> np.ndarray:
   """Updates between the policy that sampled an update's batch and that which it updates, i64[U]."""
-  planned = np.array(schedules.plan(schedule, num_updates), int).reshape(-1, 2)
+  planned = np.array(staleness.plan(schedule, num_updates), int).reshape(-1, 2)
   return np.arange(num_updates) - planned[:, 1]
 
 
 def named_schedules(num_updates: int, refresh: int, stages: int, lag: int) -> dict[str, Schedule]:
   """Schedules that have a plan, by the string that a configuration names them with."""
   return {
-    f"updates_per_refresh(batches={refresh})": schedules.updates_per_refresh(batches=refresh),
-    f"stages(count={stages})": schedules.stages(count=stages, num_updates=num_updates),
-    f"fixed_lag(lag={lag})": schedules.fixed_lag(lag=lag, num_updates=num_updates),
-    f"simulated_asynchronous(max_lag={lag})": schedules.simulated_asynchronous(
+    f"updates_per_refresh(batches={refresh})": staleness.updates_per_refresh(batches=refresh),
+    f"stages(count={stages})": staleness.stages(count=stages, num_updates=num_updates),
+    f"fixed_lag(lag={lag})": staleness.fixed_lag(lag=lag, num_updates=num_updates),
+    f"simulated_asynchronous(max_lag={lag})": staleness.simulated_asynchronous(
       max_lag=lag, num_updates=num_updates, seed=0
     ),
   }
@@ -109,9 +109,9 @@ def stage_runs(
   toy = toys.make_toy(length=12, allowed=(0.6, 0.9), seed=seed)
   tight, relaxed = ppo_clip(), ppo_clip(epsilon_low=1.0, epsilon_high=4.0)
   veto = parts.negative_advantage_veto(threshold=threshold)
-  staged = schedules.stages(count=stages, num_updates=num_updates)
+  staged = staleness.stages(count=stages, num_updates=num_updates)
   made = {
-    FRESH: (Recipe(tight, learning_rate=learning_rate), schedules.on_policy()),
+    FRESH: (Recipe(tight, learning_rate=learning_rate), staleness.on_policy()),
     TIGHT: (Recipe(tight, learning_rate=learning_rate), staged),
     RELAXED: (Recipe(relaxed, learning_rate=learning_rate), staged),
     VETOED: (Recipe(relaxed, veto=veto, learning_rate=learning_rate), staged),

@@ -29,7 +29,7 @@ from rlvr_jax.ops.checks import check_choice
 from rlvr_jax.ops.logprobs import TokenStatistics, distribution, head_logits, token_statistics
 from rlvr_jax.ops.update_metrics import batch_metrics, policy_metrics
 from rlvr_jax.ops.veto import Veto
-from rlvr_jax.rollouts.schedules import Schedule, plan
+from rlvr_jax.rollouts.staleness import Schedule, plan
 from rlvr_jax.types import Array, Head, Sampling, TrainBatch
 
 RECORDED = ("sampled", "raw")

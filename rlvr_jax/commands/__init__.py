@@ -1,12 +1,10 @@
-"""The commands of the program: train, evaluate, export, and report whether a run fits."""
+"""The commands of the program: train, evaluate, export, check, sweep, costs."""
 
 __all__ = [
   "check",
-  "costs",
+  "choose",
   "eval",
   "export",
-  "fits",
-  "hlo",
   "sweep",
   "train",
 ]

@@ -24,17 +24,17 @@ from typing import Any, NamedTuple
 import jax
 import ml_collections
 
-from rlvr_jax.commands import fits
-from rlvr_jax.commands.chips import CHIPS
+from rlvr_jax.costs import memory
+from rlvr_jax.costs.chips import CHIPS
 from rlvr_jax.data import Task, Tokenizer
-from rlvr_jax.files import listing, located, replacing
 from rlvr_jax.models.huggingface import checked_tensors
-from rlvr_jax.storage import BucketFiles, LocalFiles, files_in, in_bucket, place
-from rlvr_jax.train import multihost
-from rlvr_jax.train.build import Parts, build, make_task
-from rlvr_jax.train.grading import check_first_grade, grader_pool
-from rlvr_jax.train.metrics import say
-from rlvr_jax.train.tokenizers import make_tokenizer
+from rlvr_jax.storage.files import listing, located, replacing
+from rlvr_jax.storage.places import BucketFiles, LocalFiles, files_in, in_bucket, place
+from rlvr_jax.train.cluster import multihost
+from rlvr_jax.train.reporting.writer import say
+from rlvr_jax.train.setup.build import Parts, build, make_task
+from rlvr_jax.train.setup.grading import check_first_grade, grader_pool
+from rlvr_jax.train.setup.tokenizers import make_tokenizer
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 MAX_SKEW_S = 5.0  # between the clocks of hosts
@@ -284,9 +284,9 @@ class Preflight:
     """What --mode=fits finds for the devices that are here."""
     parts = _made(self.parts, "the configuration has failed")
     limit = _device_limit()
-    tables = fits.estimated(parts)
+    tables = memory.estimated(parts)
     if jax.default_backend() != "cpu":  # compiled into the cache that the run will read
-      tables |= fits.compiled(parts)
+      tables |= memory.compiled(parts)
     needs = {name: sum(table.values()) for name, table in tables.items()}
     text = ", ".join(f"{name}: {size / _GIB:.1f} GiB" for name, size in needs.items())
     if limit is None:

@@ -7,16 +7,18 @@ from collections.abc import Callable, Sequence
 
 import ml_collections
 
-from rlvr_jax.commands import ahead_of_time, chips, costs, fits, sweep
+from rlvr_jax.commands import sweep
 from rlvr_jax.commands.check import check
 from rlvr_jax.commands.eval import evaluate_checkpoint
 from rlvr_jax.commands.export import export
 from rlvr_jax.commands.train import train
-from rlvr_jax.files import local_path
-from rlvr_jax.storage import place
-from rlvr_jax.train import config_file, observe, trackers
-from rlvr_jax.train.build import build
-from rlvr_jax.train.parameters import checkpoint_folder
+from rlvr_jax.costs import chips, memory, programs, step_time
+from rlvr_jax.storage.files import local_path
+from rlvr_jax.storage.places import place
+from rlvr_jax.train.reporting import machines, trackers
+from rlvr_jax.train.setup import config_file
+from rlvr_jax.train.setup.build import build
+from rlvr_jax.train.start.parameters import checkpoint_folder
 
 
 def prepared(
@@ -37,7 +39,7 @@ def prepared(
     mode: train, check, eval, export, fits, costs, sweep.
     config: see `configs/base.py`.
     workdir: folder for all output files; fits writes none, and costs none without it.
-    checkpoint: for eval and export, see `train.parameters.checkpoint_folder`.
+    checkpoint: for eval and export, see `train.start.parameters.checkpoint_folder`.
     topology: for fits and costs, see `fits.report`.
     profile, tracked_by: for train, see there; the latter also for sweep.
     sweep_file: for sweep, see `sweep.runs_of`.
@@ -65,7 +67,7 @@ def prepared(
     place("--workdir", str(workdir))
   if mode == "check":  # what else is wrong is what it reports
     return functools.partial(check, config, str(workdir))
-  observe.Profile(profile, str(workdir))
+  machines.Profile(profile, str(workdir))
   for name in tracked_by:
     trackers.check(name)
   if mode == "sweep":
@@ -104,7 +106,7 @@ def _ahead_of_time(
     local_path("--workdir", workdir)
   if topology is not None:
     chips.chip_of(topology)
-  parts = ahead_of_time.shapes_only(config, ahead_of_time.mesh_of(config, topology))
+  parts = programs.shapes_only(config, programs.mesh_of(config, topology))
   if mode == "fits":
-    return functools.partial(fits.report, parts, topology)
-  return functools.partial(costs.report, parts, str(topology), workdir)
+    return functools.partial(memory.report, parts, topology)
+  return functools.partial(step_time.report, parts, str(topology), workdir)

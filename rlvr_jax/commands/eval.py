@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from rlvr_jax.evaluate.held_out import Sample, accuracy, evaluated
-from rlvr_jax.files import JsonLines, keep_records, read_records, replacing
-from rlvr_jax.storage import Workdir
-from rlvr_jax.train import multihost
-from rlvr_jax.train.build import Parts
-from rlvr_jax.train.grading import grader_pool, make_collector
-from rlvr_jax.train.metrics import progress, say
-from rlvr_jax.train.parameters import chosen_params, load_frozen
-from rlvr_jax.train.workdir import StartFiles, opened
+from rlvr_jax.storage.files import JsonLines, keep_records, read_records, replacing
+from rlvr_jax.storage.places import Workdir
+from rlvr_jax.train.checkpointing.workdir import StartFiles, opened
+from rlvr_jax.train.cluster import multihost
+from rlvr_jax.train.reporting.writer import progress, say
+from rlvr_jax.train.setup.build import Parts
+from rlvr_jax.train.setup.grading import grader_pool, make_collector
+from rlvr_jax.train.start.parameters import chosen_params, load_frozen
 
 PROBLEMS_FILE = "problems.jsonl"
 RESULT_FILE = "evaluation.json"
@@ -33,7 +33,7 @@ def evaluate_checkpoint(parts: Parts, workdir: str | Path, folder: Path | None) 
     parts: result of `build(config)`; `config.evaluation` has the number of samples and how to
       sample.
     workdir: workdir of the evaluation, or gs://BUCKET/FOLDER.
-    folder: see `train.parameters.chosen_params`.
+    folder: see `train.start.parameters.chosen_params`.
   Returns:
     Accuracies with intervals, see `accuracy`; on the first of several processes only.
   """

@@ -8,10 +8,10 @@ import jax
 
 from rlvr_jax.models.huggingface import save_checkpoint
 from rlvr_jax.models.peft import save_adapters
-from rlvr_jax.train import multihost, sharding
-from rlvr_jax.train.build import Parts
-from rlvr_jax.train.metrics import say
-from rlvr_jax.train.parameters import chosen_params, load_frozen
+from rlvr_jax.train.cluster import multihost, sharding
+from rlvr_jax.train.reporting.writer import say
+from rlvr_jax.train.setup.build import Parts
+from rlvr_jax.train.start.parameters import chosen_params, load_frozen
 
 ADAPTER = "adapter"
 

@@ -25,11 +25,12 @@ from typing import Any, NamedTuple
 
 from rlvr_jax.evaluate.compare import RESULT_FILE, evaluations
 from rlvr_jax.evaluate.run_files import read_metrics
-from rlvr_jax.files import replacing
-from rlvr_jax.storage import Workdir, in_bucket
-from rlvr_jax.train import config_file, host
-from rlvr_jax.train.metrics import say
-from rlvr_jax.train.workdir import LAYOUT_FILE, WorkdirError, WorkdirLock, claimed
+from rlvr_jax.storage.files import replacing
+from rlvr_jax.storage.places import Workdir, in_bucket
+from rlvr_jax.train.checkpointing.workdir import LAYOUT_FILE, WorkdirError, WorkdirLock, claimed
+from rlvr_jax.train.cluster import process
+from rlvr_jax.train.reporting.writer import say
+from rlvr_jax.train.setup import config_file
 
 LOG_FILE = "output.log"
 WARM_STARTS = "warm_starts"  # folder of a sweep's workdir; runs with the same one share it
@@ -45,7 +46,7 @@ class SweepError(RuntimeError):
   """Some runs of a sweep have failed."""
 
 
-class SittingOverError(host.EndRequestedError):
+class SittingOverError(process.EndRequestedError):
   """The minutes of a sitting are over before all runs have finished; the same command continues."""
 
 
@@ -201,13 +202,13 @@ def sweep(
     enter(folder)
     finished = _finished(runs, folder)
     say(f"{len(runs)} runs in {folder.kept}, of which {len(finished)} have finished")
-    stack.enter_context(host.ends_in_order(lambda: None))
+    stack.enter_context(process.ends_in_order(lambda: None))
     stack.enter_context(_sitting(minutes))
     failures = []
     for number, run in enumerate(runs):
       if run.name in finished:
         continue
-      if host.asked():
+      if process.asked():
         raise _ended(run)
       say(f"run {number + 1} of {len(runs)}: {run.label}, seed {run.seed}")
       if failure := _done(run, number, folder, more):
@@ -232,14 +233,14 @@ def _sitting(minutes: float | None) -> Iterator[None]:
 
   def end() -> None:
     over.set()
-    host.ask()
+    process.ask()
 
   timer = threading.Timer(60 * minutes, end)
   timer.daemon = True
   timer.start()
   try:
     yield
-  except host.EndRequestedError as error:
+  except process.EndRequestedError as error:
     if not over.is_set():
       raise
     raise SittingOverError(f"{minutes:g} minutes are over: {error}") from error
@@ -278,7 +279,7 @@ def _done(run: Run, number: int, folder: Workdir, more: Sequence[str]) -> str:
   if status == 0:
     _write_result(run, number, folder, seconds=time.perf_counter() - began)
     return ""
-  if host.asked():
+  if process.asked():
     folder.publish()
     raise _ended(run)
   how = f"exit status {status}" if status > 0 else f"signal {-status}"
@@ -289,10 +290,10 @@ def _done(run: Run, number: int, folder: Workdir, more: Sequence[str]) -> str:
   return f"{run.name} has failed with {how}; {folder.kept / run.name / LOG_FILE} ends with\n{said}"
 
 
-def _ended(run: Run) -> host.EndRequestedError:
+def _ended(run: Run) -> process.EndRequestedError:
   message = f"asked to end before {run.name} had finished"
   say(f"{message}; rerun the same command to continue")
-  return host.EndRequestedError(message)
+  return process.EndRequestedError(message)
 
 
 def _process(run: Run, folder: Workdir, more: Sequence[str]) -> int:
@@ -307,16 +308,16 @@ def _process(run: Run, folder: Workdir, more: Sequence[str]) -> int:
   # If this process is killed, the run saves and ends too: nobody would wait for it.
   program += [f"--stopped_status={_STOPPED}", f"--parent={os.getpid()}"]
   with open(folder.local / run.name / LOG_FILE, "ab") as log:
-    process = subprocess.Popen(program, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    child = subprocess.Popen(program, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
   told = 0.0
-  while (status := process.poll()) is None:
-    if host.asked() and not told:
+  while (status := child.poll()) is None:
+    if process.asked() and not told:
       told = time.monotonic()
-      process.terminate()
+      child.terminate()
     if told and time.monotonic() - told > _GRACE_S:
-      process.kill()
+      child.kill()
     with contextlib.suppress(subprocess.TimeoutExpired):
-      process.wait(timeout=0.5)
+      child.wait(timeout=0.5)
   return status
 
 
@@ -327,7 +328,7 @@ def _wait_until_free(workdir: pathlib.Path) -> None:
     try:
       return WorkdirLock(workdir).close()
     except WorkdirError:
-      if time.monotonic() > last or host.asked():
+      if time.monotonic() > last or process.asked():
         raise
     time.sleep(0.2)
 

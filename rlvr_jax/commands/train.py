@@ -9,39 +9,35 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlvr_jax.bucket import ChangedError
 from rlvr_jax.data import Task
 from rlvr_jax.data.batches import PromptError
-from rlvr_jax.files import DamagedFileError, replacing
 from rlvr_jax.rewards.outcome import GradingStoppedError
 from rlvr_jax.rewards.pool import GraderPool
 from rlvr_jax.rewards.worker_process import GraderStartError
 from rlvr_jax.rollouts.queue import FingerprintError
 from rlvr_jax.rollouts.store import RolloutStore, StoreError, TornShardError
-from rlvr_jax.storage import Workdir
-from rlvr_jax.train import (
-  checks,
-  multihost,
-  observe,
-  parameters,
-  raw_logprobs,
-  trackers,
-  warm_start_cache,
-)
-from rlvr_jax.train.async_generator import GeneratorStoppedError
-from rlvr_jax.train.build import Parts
-from rlvr_jax.train.checkpoint import Checkpointer, Restored
-from rlvr_jax.train.checkpoint_files import CheckpointError
-from rlvr_jax.train.generator import AgreementError, DynamicSamplingError
-from rlvr_jax.train.grading import announce_partial_credit, check_first_grade, grader_pool
-from rlvr_jax.train.host import EndRequestedError, deadline
+from rlvr_jax.storage.bucket import ChangedError
+from rlvr_jax.storage.files import DamagedFileError, replacing
+from rlvr_jax.storage.places import Workdir
+from rlvr_jax.train.checkpointing.checkpoint import Checkpointer, Restored
+from rlvr_jax.train.checkpointing.checkpoint_files import CheckpointError
+from rlvr_jax.train.checkpointing.workdir import LAYOUT_FILE, StartFiles, WorkdirError, opened
+from rlvr_jax.train.cluster import multihost
+from rlvr_jax.train.cluster.process import EndRequestedError, deadline
+from rlvr_jax.train.generation import raw_logprobs
+from rlvr_jax.train.generation.async_generator import GeneratorStoppedError
+from rlvr_jax.train.generation.generator import AgreementError, DynamicSamplingError
 from rlvr_jax.train.loop import Trainer
-from rlvr_jax.train.metrics import MetricWriter, progress, say
-from rlvr_jax.train.report import write_report
-from rlvr_jax.train.restore import as_begun, elapsed_seconds, layout_of, records_of, resumable
-from rlvr_jax.train.warm_start import warm_start
-from rlvr_jax.train.workdir import LAYOUT_FILE, StartFiles, WorkdirError, opened
+from rlvr_jax.train.reporting import machines, trackers
+from rlvr_jax.train.reporting.report import write_report
+from rlvr_jax.train.reporting.writer import MetricWriter, progress, say
+from rlvr_jax.train.setup import checks
+from rlvr_jax.train.setup.build import Parts
+from rlvr_jax.train.setup.grading import announce_partial_credit, check_first_grade, grader_pool
+from rlvr_jax.train.start import parameters, warm_start_cache
+from rlvr_jax.train.start.restore import as_begun, elapsed_seconds, layout_of, records_of, resumable
 from rlvr_jax.types import Params
+from rlvr_jax.update.supervised import warm_start
 
 ROLLOUTS_FOLDER = "rollouts"
 
@@ -120,7 +116,7 @@ def train(
     trainer = Trainer(
       *(parts, frozen, writer, checkpointer, pool, store), initial=params, elapsed=elapsed
     )
-    trainer.log.profile = enter(observe.Profile(profile, workdir, folder.kept))
+    trainer.log.profile = enter(machines.Profile(profile, workdir, folder.kept))
     trainer.resume(restored) if restored else trainer.begin(params)
     del params, warm, restored  # the trainer keeps what it needs
     trainer.run()

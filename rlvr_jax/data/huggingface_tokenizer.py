@@ -13,7 +13,7 @@ from typing import Any
 
 from absl import logging
 
-from rlvr_jax.files import listing, located
+from rlvr_jax.storage.files import listing, located
 
 PROMPT_FORMATS = ("plain", "chat")
 # The only files that are read. Code in the folder, which a configuration may name, is never run.

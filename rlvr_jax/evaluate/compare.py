@@ -30,8 +30,8 @@ from rlvr_jax.evaluate.paired import (
   standard_error_over_seeds,
 )
 from rlvr_jax.evaluate.run_files import read_metrics
-from rlvr_jax.files import replacing
-from rlvr_jax.storage import place
+from rlvr_jax.storage.files import replacing
+from rlvr_jax.storage.places import place
 
 RESULT_FILE = "result.json"
 METRIC = "eval/pass@1"

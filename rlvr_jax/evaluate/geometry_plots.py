@@ -21,7 +21,7 @@ from rlvr_jax.evaluate.run_files import GEOMETRY_FOLDER
 from rlvr_jax.geometry import diagnostics
 from rlvr_jax.ops import reductions, spectral
 from rlvr_jax.reweighting import Reweighting
-from rlvr_jax.storage import place
+from rlvr_jax.storage.places import place
 from rlvr_jax.types import Array, TrainBatch
 
 _spectrum = jax.jit(spectral.spectrum)

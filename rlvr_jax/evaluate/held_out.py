@@ -14,7 +14,7 @@ from rlvr_jax.evaluate.pass_at_k import summarize
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.rollouts.batch import Flight
 from rlvr_jax.rollouts.collect import Collector
-from rlvr_jax.rollouts.scheduler import Engine, Request, requests
+from rlvr_jax.rollouts.engine import Engine, Request, requests
 from rlvr_jax.types import Params
 
 Sample = Mapping[str, Any]  # a record of `rollouts.batch.Graded.samples`

@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlvr_jax.files import DamagedFileError, records_of
-from rlvr_jax.storage import opened_lines, place
+from rlvr_jax.storage.files import DamagedFileError, records_of
+from rlvr_jax.storage.places import opened_lines, place
 
 TIMINGS = "time/"  # prefix of values measured with a clock
 MEASURED = (

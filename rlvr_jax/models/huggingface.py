@@ -21,7 +21,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec
 
-from rlvr_jax.files import listing, located
 from rlvr_jax.models import safetensors
 from rlvr_jax.models.huggingface_config import CONFIG
 from rlvr_jax.models.huggingface_export import published_config
@@ -37,6 +36,7 @@ from rlvr_jax.models.huggingface_tensors import (
 from rlvr_jax.models.safetensors import Tensor
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_choice
+from rlvr_jax.storage.files import listing, located
 from rlvr_jax.types import Array, Params
 
 BLOCK_BYTES = 32 * 2**20  # of one tensor on the host at a time

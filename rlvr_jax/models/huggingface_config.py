@@ -14,11 +14,11 @@ import posixpath
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlvr_jax.files import listing, located
 from rlvr_jax.models import safetensors
 from rlvr_jax.models.rotary import RopeScaling, YarnScaling
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_between, check_choice, check_integer
+from rlvr_jax.storage.files import listing, located
 
 CONFIG = "config.json"
 

@@ -23,7 +23,10 @@ class Residual(NamedTuple):
 
 
 class Layout(NamedTuple):
-  """How a network lies on devices; the default is one device. `train.sharding.layout` makes one."""
+  """How a network lies on devices; the default is one device.
+
+  `train.cluster.sharding.layout` makes one.
+  """
 
   mesh: Mesh | None = None  # with axes (data, fsdp, tensor); batches are split over the first two
   constrain: Callable[[Array], Array] = same  # keeps activations sharded on their first axis

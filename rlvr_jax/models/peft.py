@@ -13,12 +13,12 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from rlvr_jax.files import located
 from rlvr_jax.models import lora, safetensors
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.huggingface_tensors import KERNELS
 from rlvr_jax.models.lora import LoraSettings
 from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.storage.files import located
 from rlvr_jax.types import Params
 
 WEIGHTS_FILE = "adapter_model.safetensors"

@@ -29,7 +29,7 @@ import ml_dtypes
 import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
-from rlvr_jax.files import TEMPORARY, listing, located, reporting_full_disk, sync_folder
+from rlvr_jax.storage.files import TEMPORARY, listing, located, reporting_full_disk, sync_folder
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 2 * 2**30

@@ -1,10 +1,11 @@
-"""Samples rollouts in slots, packs and stores them; `schedules` say which policy samples what."""
+"""Samples rollouts in slots, packs and stores them; `staleness` says which policy samples what."""
 
 __all__ = [
   "batch",
+  "decoder",
   "engine",
   "packing",
   "queue",
-  "schedules",
+  "staleness",
   "store",
 ]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from rlvr_jax.rollouts.scheduler import Group, Request, joined
+from rlvr_jax.rollouts.engine import Group, Request, joined
 from rlvr_jax.types import Prompts, Rollouts, TrainBatch
 
 FOREIGN = -1  # version of rollouts that were not sampled by a policy of this run

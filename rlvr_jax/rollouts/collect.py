@@ -14,7 +14,7 @@ from rlvr_jax.ops.overlong import overlong_filter, overlong_penalty
 from rlvr_jax.rewards.graders import opened_thought
 from rlvr_jax.rewards.outcome import Outcome, OutcomePolicy, rewards_from_grades
 from rlvr_jax.rollouts.batch import Flight, Graded, join
-from rlvr_jax.rollouts.scheduler import Group
+from rlvr_jax.rollouts.engine import Group
 from rlvr_jax.types import Rollouts, TrainBatch
 
 

@@ -1,398 +1,313 @@
-"""Generation in slots, as pure functions: prefill prompts, insert them, decode in bursts.
-
-A slot decodes one response. When it has ended, the slot takes the next one, so that short responses
-do not wait for long ones. `rollouts.scheduler` runs these functions from the host.
-
-A row's bits depend on its prompt, its key and the parameters alone: not on its slot, its neighbors
-or the order of requests. So every product has a fixed number of rows, a burst always begins at a
-multiple of its length, and blocks of the cache are accumulated in order (`ops.decoding`).
-"""
+"""The host's side of generation: a stream of requests through slots that are refilled."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
 
-from rlvr_jax.ops.decoding import Blocks, Cache, CacheShape, Pages, Part, Reach, cached_attention
-from rlvr_jax.ops.logprobs import distribution, head_logits
-from rlvr_jax.types import Array, Params, Sampling
+from rlvr_jax.ops.decoding import CacheShape, Part
+from rlvr_jax.rollouts import decoder
+from rlvr_jax.rollouts.decoder import Emitted, Fresh, Settings
+from rlvr_jax.types import Array, Params, Prompts, Rollouts, Sampling
 
-_SLOTS = ("data", "fsdp")  # axes of the mesh over which the slots are split
-_CACHES: dict[str, Any] = {"blocks": Cache, "pages": Pages}
-
-
-class Settings(NamedTuple):
-  """What is fixed when the functions are compiled."""
-
-  model: Any  # provides `config`, `mesh`, `prefill`, `rotary`, `decode` and `head`
-  sampling: Sampling  # the distribution to sample from
-  slots: int  # responses that are decoded at a time
-  shape: CacheShape
-  max_new_tokens: int  # T
-  stop_tokens: tuple[int, ...]  # any of them ends a response; it is part of the response
-  cache: str = "blocks"  # or "pages", as `decoding.choose_cache` returned it
+_PREFILL_TOKENS = 8192  # of a batch of prompts
 
 
-class State(NamedTuple):
-  """The slots between two bursts."""
+class Request(NamedTuple):
+  """A prompt and the keys of its rollouts."""
 
-  prompts: tuple[Part, ...]  # one per layer
-  responses: tuple[Part, ...]
-  token: Array  # i32[slots], the next token to decode: at first the prompt's last one
-  prompt: Array  # i32[slots], cached tokens of the prompt, all but its last one
-  generated: Array  # i32[slots], tokens of the response
-  running: Array  # bool[slots]
-  keys: Array  # u32[slots, 2], data of the responses' PRNG keys
+  tag: Any  # comes back with the group
+  prompt: np.ndarray  # i32[n], n ≥ 1 tokens
+  keys: np.ndarray  # u32[G, 2], data of one PRNG key per rollout
 
 
-class Fresh(NamedTuple):
-  """New contents of slots; row s is for slot s."""
+class Group(NamedTuple):
+  """The rollouts of a request; NumPy."""
 
-  row: Array  # i32[slots], index of the prompt in its prefilled batch; −1 leaves the slot as it is
-  token: Array  # i32[slots]
-  prompt: Array  # i32[slots]
-  keys: Array  # u32[slots, 2]
-
-
-class Emitted(NamedTuple):
-  """What a burst has sampled; on the host after every burst."""
-
-  tokens: Array  # i32[slots, steps]
-  logprobs: Array  # f32[slots, steps], exact, under the distribution sampled from
-  generated: Array  # i32[slots], tokens of the response so far
-  running: Array  # bool[slots]; False after a stop token or T tokens
-  stopped: Array  # bool[slots], the last token was a stop token
-  steps: Array  # i32[], decoding steps of this burst
+  tag: Any
+  tokens: np.ndarray  # i32[G, T], right-padded
+  lengths: np.ndarray  # i32[G], 1 ≤ length ≤ T
+  stopped: np.ndarray  # bool[G], ended by a stop token
+  logprobs: np.ndarray  # f32[G, T], under the distribution sampled from; 0 where padded
 
 
-def take_layer(trained: Params, frozen: Params, layer: Array, *, model: Any) -> Params:
-  """The parameters of one of the layers, as they lie on the trainer's devices.
-
-  Layers are loaded one by one: a program that moved all of them into another layout would hold
-  many of them whole. Nor may `load_layer` take one out, since XLA may then move the others too.
+def requests(prompts: Prompts, key: Array, group_size: int) -> list[Request]:
+  """A request per prompt, tagged by its index; rollout g of prompt p has its own key.
 
   Args:
-    trained, frozen: see `Model.combine`.
-    layer: i32[], its number.
+    prompts: P prompts, NumPy.
+    key: one PRNG key; equal keys and indices give equal noise, whatever else is sampled.
+    group_size: G.
   """
-  return _with_layer(trained, frozen, layer, model)["blocks"]
+  keys = np.asarray(_row_keys(key, np.zeros((len(prompts.lengths), group_size), bool)))
+  real = zip(prompts.tokens, prompts.lengths, strict=True)
+  return [Request(p, np.asarray(row[len(row) - n :]), keys[p]) for p, (row, n) in enumerate(real)]
 
 
-def load_layer(blocks: Params, *, model: Any) -> Params:
-  """A layer from `take_layer` as `decode` takes it."""
-  return model.decoding_params({"blocks": blocks})["blocks"][0]
+@functools.partial(jax.jit, keep_unused=True)
+def _row_keys(key: Array, rows: Array) -> Array:
+  """u32[P, G, 2] from a key and any array [P, G]."""
+  return jax.random.key_data(jax.random.split(key, rows.shape))
 
 
-def load_others(trained: Params, frozen: Params, *, model: Any) -> Params:
-  """The parameters that `decode` takes, without layers."""
-  return {**model.decoding_params(_with_layer(trained, frozen, 0, model)), "blocks": ()}
+def _placed(shape: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
 
-def _with_layer(trained: Params, frozen: Params, layer: Array | int, model: Any) -> Params:
-  params = model.combine(trained, frozen)
-  one = lambda stacked: jax.lax.dynamic_slice_in_dim(stacked, layer, 1)
-  return {**params, "blocks": jax.tree.map(one, params["blocks"])}
-
-
-def empty(settings: Settings) -> State:
-  """Slots without responses; their caches are zero."""
-  c, shape, slots = settings.model.config, settings.shape, settings.slots
-  heads = cached_heads(c, _tensor(settings))
-
-  def caches(part: Blocks) -> tuple[Part, ...]:
-    axes = (heads, part.number, slots)
-    zeros = lambda: _CACHES[settings.cache].zeros(axes, part.size, c.head_dim, c.compute_dtype)
-    return tuple(_placed(settings, zeros(), slots=2) for _ in range(c.num_layers))
-
-  integers = jnp.zeros(slots, jnp.int32)
-  return State(
-    prompts=caches(shape.prompt),
-    responses=caches(shape.response),
-    token=integers,
-    prompt=integers,
-    generated=integers,
-    running=jnp.zeros(slots, bool),
-    keys=jnp.zeros((slots, 2), jnp.uint32),
+def joined(groups: Sequence[Group]) -> Rollouts:
+  """The groups of P prompts as one record; NumPy."""
+  stack: Any = lambda name: np.stack([getattr(group, name) for group in groups])
+  return Rollouts(
+    tokens=stack("tokens"),
+    lengths=stack("lengths"),
+    stopped=stack("stopped"),
+    behavior_logprobs=stack("logprobs"),
   )
 
 
-def prefill(params: Params, tokens: Array, *, settings: Settings) -> tuple[Part, ...]:
-  """Keys and values of prompts, per layer [K, blocks, R, block, H].
+@dataclasses.dataclass
+class Usage:
+  """What streams have done with their slots.
 
-  Args:
-    params: from `Model.decoding_params`.
-    tokens: i32[R, S], right-padded; S is a multiple of the block.
+  Attributes:
+    slot_steps: decoding steps times slots, idle slots included.
+    slot_tokens: sampled.
+    drain_slot_steps, drain_tokens: of bursts that began with an idle slot, as no request was left.
   """
 
-  c, block = settings.model.config, settings.shape.prompt.size
-  copies = cached_heads(c, _tensor(settings)) // c.num_kv_heads
-  each = lambda x: jnp.repeat(x, copies, axis=2)
-  kind = _CACHES[settings.cache]
-  cached = lambda k, v: kind.of_prompts(each(k), each(v), block, c.compute_dtype)
-  layers = settings.model.prefill(params, tokens)
-  return tuple(_placed(settings, cached(*layer), slots=None) for layer in layers)
+  slot_steps: int = 0
+  slot_tokens: int = 0
+  drain_slot_steps: int = 0
+  drain_tokens: int = 0
+
+  def add(self, slot_steps: int, tokens: int, *, drain: bool) -> None:
+    """Counts a burst."""
+    self.slot_steps += slot_steps
+    self.slot_tokens += tokens
+    self.drain_slot_steps += slot_steps * drain
+    self.drain_tokens += tokens * drain
+
+  def since(self, earlier: Usage) -> Usage:
+    """What was done after a copy of this one was made."""
+    return Usage(**{name: value - getattr(earlier, name) for name, value in vars(self).items()})
 
 
-def insert(state: State, prefilled: tuple[Part, ...], fresh: Fresh, *, settings: Settings) -> State:
-  """Puts prompts into slots, where they start to run; `state` is to be donated."""
-  new = fresh.row >= 0
+class _Row(NamedTuple):
+  """One rollout of a group that is being sampled, and its prompt in a prefilled batch."""
 
-  def put(cached, prompts):
-    blocks = prompts.shape[1]
-    taken = jnp.take(prompts, jnp.maximum(fresh.row, 0), axis=2)
-    kept = jnp.where(new[:, None, None], taken, cached[:, :blocks])
-    return cached.at[:, :blocks].set(kept)
+  group: Group
+  rollout: int
+  prompt: np.ndarray
+  key: np.ndarray
+  batch: tuple[Part, ...]
+  row: int
 
-  either = lambda one, other: jnp.where(new.reshape(-1, *[1] * (other.ndim - 1)), one, other)
-  return State(
-    prompts=jax.tree.map(put, state.prompts, prefilled),
-    responses=state.responses,
-    token=either(fresh.token, state.token),
-    prompt=either(fresh.prompt, state.prompt),
-    generated=either(0, state.generated),
-    running=new | state.running,
-    keys=either(fresh.keys, state.keys),
-  )
-
-
-def burst(params: Params, state: State, *, settings: Settings) -> tuple[State, Emitted]:
-  """Decodes up to `shape.steps` tokens in every slot; ends early when no slot is running.
-
-  The caches do not change within a burst, in which keys and values are staged: so the loop carries
-  little, and nothing is copied. `state` is to be donated.
-  """
-  c, shape, slots = settings.model.config, settings.shape, settings.slots
-  reach = Reach.of(shape, state.prompt, state.generated, state.running)
-  head = settings.model.head(params)
-  axes = (cached_heads(c, _tensor(settings)), slots)
-  empty = lambda: Cache.zeros(axes, shape.steps, c.head_dim, c.compute_dtype)
-  staged = tuple(_placed(settings, empty(), slots=1) for _ in state.prompts)
-  emitted = Emitted(
-    tokens=jnp.zeros((slots, shape.steps), jnp.int32),
-    logprobs=jnp.zeros((slots, shape.steps), logprobs_dtype(settings)),
-    generated=state.generated,
-    running=state.running,
-    stopped=jnp.zeros(slots, bool),
-    steps=jnp.int32(0),
-  )
-
-  caches = tuple(zip(state.prompts, state.responses, strict=True))
-  tables = rotary(reach, settings=settings)
-
-  def step(loop):
-    token, staged, emitted = loop
-    now = emitted.steps
-    hidden, staged = decode(params, caches, staged, reach, tables, token, now, settings=settings)
-    token, logprob = _sample(settings, hidden, head, state.keys, state.generated + now)
-    return token, staged, _recorded(settings, emitted, token, logprob)
-
-  unfinished = lambda loop: (loop[2].steps < shape.steps) & jnp.any(loop[2].running)
-  token, staged, emitted = jax.lax.while_loop(unfinished, step, (state.token, staged, emitted))
-  responses = state.responses
-  if shape.response.number:  # else every response is a single burst
-    responses = _flushed(settings, responses, staged, state.generated)
-  generated, running = emitted.generated, emitted.running
-  state = state._replace(responses=responses, token=token, generated=generated, running=running)
-  return state, emitted
+  def take(self, emitted: Emitted, slot: int) -> int:
+    """Appends what the row's slot has emitted; returns the number of tokens."""
+    g, lengths = self.rollout, self.group.lengths
+    new = slice(int(lengths[g]), int(emitted.generated[slot]))
+    count = new.stop - new.start
+    self.group.tokens[g, new] = emitted.tokens[slot, :count]
+    self.group.logprobs[g, new] = emitted.logprobs[slot, :count]
+    self.group.stopped[g] = emitted.stopped[slot]
+    lengths[g] = new.stop
+    return count
 
 
-def rotary(reach: Reach, *, settings: Settings) -> Any:
-  """The rotary tables of a burst, by step: once, so that no step and no layer computes cosines."""
-  steps = jnp.arange(settings.shape.steps)[:, None]
-  return settings.model.rotary((reach.prompt + reach.response + steps)[..., None])
+class Engine:
+  """The functions of `rollouts.decoder`, for one policy, one distribution and a number of slots.
 
-
-def decode(
-  params: Params,
-  caches: Sequence[tuple[Part, Part]],
-  staged: tuple[Cache, ...],
-  reach: Reach,
-  tables: Any,
-  token: Array,
-  step: Array,
-  *,
-  settings: Settings,
-) -> tuple[Array, tuple[Cache, ...]]:
-  """One token of every slot through the network.
-
-  Args:
-    params: from `Model.decoding_params`.
-    caches: per layer, of the prompts and of the responses; not changed within a burst.
-    staged: per layer, keys and values of the burst's earlier tokens.
-    reach: of the caches.
-    tables: from `rotary`.
-    token: i32[slots].
-    step: i32[], number of the token in its burst.
-  Returns:
-    Hidden states [slots, D] that predict the next tokens, and `staged` with this one.
+  Attributes:
+    settings: what is compiled in.
+    take_layer, load_layer, load_others: the programs that `load` runs.
   """
 
-  network = settings.model.config
-  copies = cached_heads(network, _tensor(settings)) // network.num_kv_heads
-  each = lambda x: jnp.repeat(x, copies, axis=1)
+  def __init__(
+    self,
+    model: Any,
+    sampling: Sampling,
+    *,
+    slots: int,
+    prefill_rows: int,
+    max_prompt_length: int,
+    max_new_tokens: int,
+    stop_tokens: tuple[int, ...],
+    pad_token: int,
+    cache: str = "blocks",
+    to_host: Callable[[Any], Any] = jax.device_get,
+    jit: Callable[..., Any] = jax.jit,
+  ):
+    """Binds the functions; nothing is compiled yet.
 
-  def attend(layer, query, key, value, of_layer):
-    own = staged[layer].staged(each(key), each(value), step)
-    out = _attention(settings, of_layer)(query, *caches[layer], own, reach, step)
-    return out, own
+    Args:
+      model: of the policy, on the mesh that generates.
+      sampling: the distribution.
+      slots: responses decoded at a time; rounded up to a multiple of the mesh's batch devices.
+      prefill_rows: prompts encoded at a time, at most, and rounded up likewise.
+      max_prompt_length, max_new_tokens: S and T, tokens.
+      stop_tokens: any of them ends a response.
+      pad_token: fills responses after their end.
+      cache: "blocks" or "pages", as `decoding.choose_cache` returned it.
+      to_host: device arrays → NumPy; called once per burst.
+      jit: `jax.jit`, or what behaves like it.
+    """
+    devices = 1 if model.mesh is None else model.mesh.shape["data"] * model.mesh.shape["fsdp"]
+    split_evenly = lambda rows: -(-rows // devices) * devices
+    self.settings = Settings(
+      model=model,
+      sampling=sampling,
+      slots=split_evenly(slots),
+      shape=CacheShape.of(max_prompt_length, max_new_tokens),
+      max_new_tokens=max_new_tokens,
+      stop_tokens=stop_tokens,
+      cache=cache,
+    )
+    self._prefill_rows = lambda length: split_evenly(
+      min(prefill_rows, max(_PREFILL_TOKENS // length, 1))
+    )
+    self._pad_token, self._to_host = pad_token, to_host
+    bound = lambda function: functools.partial(function, settings=self.settings)
+    state, host = decoder.shardings(self.settings)
+    of_model = lambda function: jit(functools.partial(function, model=model))
+    self.take_layer, self.load_layer = of_model(decoder.take_layer), of_model(decoder.load_layer)
+    self.load_others = of_model(decoder.load_others)
+    self._empty = jit(bound(decoder.empty), out_shardings=state)
+    self._prefill = jit(bound(decoder.prefill))
+    self._insert = jit(bound(decoder.insert), donate_argnums=0, out_shardings=state)
+    self._burst = jit(bound(decoder.burst), donate_argnums=1, out_shardings=(state, host))
 
-  # A slot that has ended goes on like the others, to be ignored: one step serves all slots.
-  hidden, staged = settings.model.decode(params, token, tables.at(step), attend)
-  return hidden, tuple(staged)
+  def load(self, trained: Params, frozen: Params) -> Params:
+    """The parameters that `serve` takes, in the layout of the mesh that generates."""
+    layers = range(self.settings.model.config.num_layers)
+    taken = (self.take_layer(trained, frozen, np.int32(layer)) for layer in layers)
+    blocks = tuple(map(self.load_layer, taken))
+    return {**self.load_others(trained, frozen), "blocks": blocks}
 
+  def lowered(self, trained: Params, frozen: Params) -> Any:
+    """A `jax.stages.Lowered` for shapes: a burst whose slots are all nearly full.
 
-def _attention(settings: Settings, of_layer: dict[str, Any]) -> Callable[..., Array]:
-  """`cached_attention`; a kernel sees the slots and heads of its device."""
-  attend = functools.partial(cached_attention, **of_layer)
-  mesh = settings.model.mesh
-  if settings.cache == "blocks" or mesh is None or mesh.size == 1:
-    return attend
-  heads, slots = _heads(settings), PartitionSpec(_SLOTS)
-  queries, cache = PartitionSpec(_SLOTS, heads), PartitionSpec(heads, None, _SLOTS)
-  reach: Any = slots, slots, PartitionSpec(), PartitionSpec()
-  specs = (queries, cache, cache, PartitionSpec(heads, _SLOTS), Reach(*reach), PartitionSpec())
-  return jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=queries, check_vma=False)
+    The trainer's parameters are arguments as well, since they stay in memory.
+    """
+    settings = self.settings
+    state, host = decoder.shardings(settings)
+    shapes = jax.eval_shape(self._empty)
+    shapes = shapes if state is None else jax.tree.map(_placed, shapes, state)
+    run = lambda trained, frozen, params, state: decoder.burst(
+      params, decoder.full(state, settings=settings), settings=settings
+    )
+    jitted = jax.jit(run, donate_argnums=3, out_shardings=(state, host), keep_unused=True)
+    return jitted.lower(trained, frozen, self._loaded(trained, frozen), shapes)
 
+  def _loaded(self, trained: Params, frozen: Params) -> Params:
+    """The shapes of what `load` returns, with the shardings that its programs choose."""
 
-def full(state: State, *, settings: Settings) -> State:
-  """The same slots before the last burst of the longest responses to the longest prompts."""
-  shape, constant = settings.shape, lambda value: jnp.full(settings.slots, value)
-  return state._replace(
-    prompt=constant(shape.prompt.tokens),
-    generated=constant(shape.response.tokens),
-    running=constant(True),
-  )
+    def of(program: Any, *args: Any) -> Any:
+      lowered = program.lower(*args)
+      return jax.tree.map(_placed, lowered.out_info, lowered.compile().output_shardings)
 
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    layer = of(self.load_layer, of(self.take_layer, trained, frozen, number))
+    layers = self.settings.model.config.num_layers
+    return {**of(self.load_others, trained, frozen), "blocks": (layer,) * layers}
 
-def _sample(settings, hidden, head, keys, position):
-  """Tokens i32[slots] and their log-probabilities f32[slots] from hidden [slots, D]."""
-  with jax.named_scope("head"):
-    logprobs = distribution(head_logits(hidden, head), settings.sampling)
-  if settings.sampling.temperature == 0:
-    tokens = jnp.argmax(logprobs, axis=-1)
-  else:
-    noise = lambda key, t: jax.random.gumbel(jax.random.fold_in(key, t), logprobs.shape[-1:])
-    noise = jax.vmap(noise)(jax.random.wrap_key_data(keys), position)
-    tokens = _first_largest(jax.lax.optimization_barrier(logprobs + noise))
-  chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
-  return tokens.astype(jnp.int32), chosen
+  def sample(
+    self, trained: Params, frozen: Params, prompts: Prompts, key: Array, group_size: int
+  ) -> Rollouts:
+    """The rollouts of one batch of prompts; all of it NumPy but the parameters."""
+    asked = requests(prompts, key, group_size)
+    served = self.serve(self.load(trained, frozen), asked)
+    groups = {group.tag: group for groups in served for group in groups}
+    return joined([groups[request.tag] for request in asked])
 
+  def serve(
+    self, params: Params, asked: Iterable[Request], usage: Usage | None = None
+  ) -> Iterator[list[Group]]:
+    """Yields after every burst the groups that it has finished, in any order.
 
-def _first_largest(x: Array) -> Array:
-  """The argmax of every row of x[R, V], in two reductions that XLA on CPU can vectorize.
+    Args:
+      params: from `load`.
+      asked: taken as slots become free.
+      usage: counts what the slots do.
+    """
+    state, usage = self._empty(), usage or Usage()
+    slots: list[_Row | None] = [None] * self.settings.slots
+    rows = self._rows(params, asked)
+    while True:
+      free = [slot for slot, row in enumerate(slots) if row is None]
+      new = dict(zip(free, rows, strict=False))  # in this order: a row is taken for a slot only
+      for batch, fresh in self._fresh(new):
+        state = self._insert(state, batch, fresh)
+      for slot, row in new.items():
+        slots[slot] = row
+      busy = {slot: row for slot, row in enumerate(slots) if row is not None}
+      if not busy:
+        return
+      state, emitted = self._burst(params, state)
+      emitted = self._to_host(emitted)
+      tokens = sum(row.take(emitted, slot) for slot, row in busy.items())
+      usage.add(int(emitted.steps) * len(slots), tokens, drain=len(busy) < len(slots))
+      ended = {slot: row for slot, row in busy.items() if not emitted.running[slot]}
+      for slot in ended:
+        slots[slot] = None
+      running = {id(row.group) for slot, row in busy.items() if slot not in ended}
+      groups = {id(row.group): row.group for row in ended.values()}
+      yield [group for key, group in groups.items() if key not in running and group.lengths.all()]
 
-  A row with NaN gives V − 1. Where XLA may fuse what computes x, a barrier must keep both
-  reductions from rounding it differently.
-  """
-  last = x.shape[-1] - 1
-  return jnp.min(jnp.where(x == jnp.max(x, axis=-1, keepdims=True), jnp.arange(last + 1), last), -1)
+  def _rows(self, params: Params, asked: Iterable[Request]) -> Iterator[_Row]:
+    """The rollouts of the requests; their prompts are prefilled in batches of like length.
 
+    The padded length of a prompt, and the number of rows that it is computed with, depend on its
+    own length alone.
+    """
+    coming = iter(asked)
+    ahead: list[Request] = []
+    T = self.settings.max_new_tokens
+    while True:
+      ahead += itertools.islice(coming, self._prefill_rows(1) - len(ahead))
+      if not ahead:
+        return
+      length = self._padded_length(ahead[0].prompt)
+      size = self._prefill_rows(length)
+      alike = [i for i, r in enumerate(ahead) if self._padded_length(r.prompt) == length][:size]
+      chosen = [ahead[i] for i in alike]
+      ahead = [request for i, request in enumerate(ahead) if i not in alike]
+      tokens = np.full((size, length), self._pad_token, np.int32)
+      for index, request in enumerate(chosen):
+        tokens[index, : len(request.prompt) - 1] = request.prompt[:-1]
+      batch = self._prefill(params, tokens)
+      for index, (tag, prompt, keys) in enumerate(chosen):
+        G = len(keys)
+        group = Group(
+          tag=tag,
+          tokens=np.full((G, T), self._pad_token, np.int32),
+          lengths=np.zeros(G, np.int32),
+          stopped=np.zeros(G, bool),
+          logprobs=np.zeros((G, T), decoder.logprobs_dtype(self.settings)),
+        )
+        for g, key in enumerate(keys):
+          yield _Row(group, g, prompt, key, batch, index)
 
-def _recorded(settings: Settings, emitted: Emitted, token: Array, logprob: Array) -> Emitted:
-  """`emitted` with one more token in every slot that is running."""
-  now, running = emitted.steps, emitted.running
-  put = lambda into, x: jax.lax.dynamic_update_slice_in_dim(into, x[:, None], now, axis=1)
-  stop = jnp.any(token[:, None] == jnp.asarray(settings.stop_tokens, jnp.int32), axis=-1)
-  generated = emitted.generated + running
-  return Emitted(
-    tokens=put(emitted.tokens, token),
-    logprobs=put(emitted.logprobs, logprob.astype(emitted.logprobs.dtype)),
-    generated=generated,
-    running=running & ~stop & (generated < settings.max_new_tokens),
-    stopped=jnp.where(running, stop, emitted.stopped),
-    steps=now + 1,
-  )
+  def _padded_length(self, prompt: np.ndarray) -> int:
+    """A block, doubled until all but the last token fit, or the longest prompt's length."""
+    room = self.settings.shape.prompt
+    length = room.size
+    while length < len(prompt) - 1:
+      length *= 2
+    return min(length, room.tokens)
 
-
-def _flushed(
-  settings: Settings, caches: tuple[Part, ...], staged: tuple[Cache, ...], response: Array
-) -> tuple[Part, ...]:
-  """The responses with what a burst has staged; every device writes its own slots, in place.
-
-  Args:
-    response: i32[slots], tokens of the response that were cached before the burst.
-  """
-
-  def on_device(caches, staged, response):
-    def one(slot, caches):
-      start = response[slot]
-      return tuple(cache.flushed(x, slot, start) for cache, x in zip(caches, staged, strict=True))
-
-    return jax.lax.fori_loop(0, response.size, one, caches)
-
-  mesh = settings.model.mesh
-  if mesh is None or mesh.size == 1:
-    return on_device(caches, staged, response)
-  into, new = PartitionSpec(_heads(settings), None, _SLOTS), PartitionSpec(_heads(settings), _SLOTS)
-  specs = (into, new, PartitionSpec(_SLOTS))
-  run = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=into, check_vma=False)
-  return run(caches, staged, response)
-
-
-def slot_bytes(network: Any, shape: CacheShape, tensor: int) -> int:
-  """Of a slot's keys and values, staged ones included, on one device of `tensor` that share it.
-
-  Args:
-    network: `TransformerConfig`.
-  """
-  heads = cached_heads(network, tensor)
-  of_device = heads // tensor if heads % tensor == 0 else heads
-  size = jnp.dtype(network.compute_dtype).itemsize
-  token = network.num_layers * of_device * network.head_dim * 2 * size
-  return token * shape.tokens
-
-
-def cached_heads(network: Any, tensor: int) -> int:
-  """Key/value heads in the cache: more than the network's where each of `tensor` devices has one.
-
-  Args:
-    network: `TransformerConfig`.
-    tensor: devices that the heads are split over.
-  """
-  copied = tensor % network.num_kv_heads == 0 and network.num_heads % tensor == 0
-  return tensor if copied else network.num_kv_heads
-
-
-def _tensor(settings: Settings) -> int:
-  mesh = settings.model.mesh
-  return 1 if mesh is None else mesh.shape["tensor"]
-
-
-def logprobs_dtype(settings: Settings) -> Any:
-  """Of the log-probabilities: at least float32."""
-  return jnp.promote_types(settings.model.config.compute_dtype, jnp.float32)
-
-
-def shardings(settings: Settings) -> tuple[Any, Any]:
-  """Where the state lies, and what the host reads; None where there is no mesh.
-
-  Slots are split over (data, fsdp), and heads over `tensor` where it divides them.
-  """
-  mesh = settings.model.mesh
-  if mesh is None:
-    return None, None
-  place: Any = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))
-  rows = place(_SLOTS)
-  cache = place(_heads(settings), None, _SLOTS)
-  caches = (_CACHES[settings.cache](cache, cache),) * settings.model.config.num_layers
-  return State(caches, caches, *[rows] * (len(State._fields) - 2)), place()
-
-
-def _heads(settings: Settings) -> str | None:
-  tensor = _tensor(settings)
-  return "tensor" if cached_heads(settings.model.config, tensor) % tensor == 0 else None
-
-
-def _placed(settings: Settings, cache: Any, *, slots: int | None) -> Any:
-  """Keys and values [K, ...], with heads and the axis of slots, if any, split over devices."""
-  mesh = settings.model.mesh
-  if mesh is None or mesh.size == 1:
-    return cache
-  spec = [_heads(settings), *[_SLOTS if axis == slots else None for axis in (1, 2)]]
-  place = NamedSharding(mesh, PartitionSpec(*spec))
-  return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, place), cache)
+  def _fresh(self, new: dict[int, _Row]) -> Iterator[tuple[tuple[Part, ...], Fresh]]:
+    """New rows by their slots, as arguments of `engine.insert`, one for each prefilled batch."""
+    slots = self.settings.slots
+    for _, members in itertools.groupby(new.items(), key=lambda item: id(item[1].batch)):
+      rows: Any = np.full((3, slots), -1, np.int32)
+      keys: Any = np.zeros((slots, 2), np.uint32)
+      for slot, row in members:
+        rows[:, slot], keys[slot] = (row.row, row.prompt[-1], len(row.prompt) - 1), row.key
+      yield row.batch, Fresh(row=rows[0], token=rows[1], prompt=rows[2], keys=keys)

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from rlvr_jax.files import JsonLines
-from rlvr_jax.rollouts.scheduler import Group
+from rlvr_jax.rollouts.engine import Group
 from rlvr_jax.rollouts.shards import MARKER, checked_content, with_checksum
+from rlvr_jax.storage.files import JsonLines
 
 _ARRAYS = ("tokens", "lengths", "stopped", "logprobs")
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
-from rlvr_jax.files import file_crc32, json_crc32
+from rlvr_jax.storage.files import file_crc32, json_crc32
 
 MARKER = "rlvr_jax rollouts 1"
 _WRITER_OPTIONS = "group_size:1,zstd:1"  # a chunk per record; faster than uncompressed

@@ -26,17 +26,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from rlvr_jax.bucket import UnreachableError
-from rlvr_jax.files import (
-  TEMPORARY,
-  DiskFullError,
-  JsonLines,
-  disk_full,
-  file_crc32,
-  reporting_full_disk,
-  shortage,
-  sync_folder,
-)
 from rlvr_jax.ops.checks import check_integer
 from rlvr_jax.rollouts.shards import (
   StoreError,
@@ -47,7 +36,18 @@ from rlvr_jax.rollouts.shards import (
   with_checksum,
   write_shard,
 )
-from rlvr_jax.storage import LocalTail, Workdir, files_in, in_bucket, place, tail_of
+from rlvr_jax.storage.bucket import UnreachableError
+from rlvr_jax.storage.files import (
+  TEMPORARY,
+  DiskFullError,
+  JsonLines,
+  disk_full,
+  file_crc32,
+  reporting_full_disk,
+  shortage,
+  sync_folder,
+)
+from rlvr_jax.storage.places import LocalTail, Workdir, files_in, in_bucket, place, tail_of
 
 if TYPE_CHECKING:
   from rlvr_jax.rollouts.journal import GroupJournal

@@ -1,12 +1,11 @@
-"""The update, the loop around it, and what a run is built of. `train.step` is the update alone."""
+"""The loop around the update, and its rooms."""
 
 __all__ = [
-  "build",
-  "checkpoint",
-  "learning_rate",
+  "checkpointing",
+  "cluster",
+  "generation",
   "loop",
-  "metrics",
-  "optimizer",
-  "sharding",
-  "step",
+  "reporting",
+  "setup",
+  "start",
 ]

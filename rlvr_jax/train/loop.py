@@ -3,7 +3,7 @@
 The policy samples the batches of its schedule, and graders score them while the devices continue.
 Each batch goes through the store to one or more updates, whose metrics are logged. At intervals the
 policy is evaluated, and everything that determines the rest of the run is saved. Nothing numerical
-happens here: updates are in `train.step`, sampling in `rollouts.engine`.
+happens here: updates are in `update.step`, sampling in `rollouts.decoder`.
 
 The order within a step is fixed: a killed and resumed run repeats the uninterrupted one bit for bit
 on the same kind of machine with the same versions. A warm start, if any, comes before this loop.
@@ -22,17 +22,18 @@ from rlvr_jax.rewards.pool import GraderPool
 from rlvr_jax.rollouts.batch import RolloutBatch
 from rlvr_jax.rollouts.queue import RolloutQueue
 from rlvr_jax.rollouts.store import RolloutStore
-from rlvr_jax.train import multihost, parameters
-from rlvr_jax.train.async_generator import AsyncGenerator, GeneratorStoppedError
-from rlvr_jax.train.build import Parts
-from rlvr_jax.train.checkpoint import Checkpointer, Restored
-from rlvr_jax.train.generator import Generator, PolicySnapshot, fingerprint_of
-from rlvr_jax.train.grading import make_collector
-from rlvr_jax.train.host import EndRequestedError, alive
-from rlvr_jax.train.metrics import MetricWriter, progress, say
-from rlvr_jax.train.restore import layout_of
-from rlvr_jax.train.run_log import DispatchedUpdate, RunLog, raise_non_finite
-from rlvr_jax.train.scoring import Scorer
+from rlvr_jax.train.checkpointing.checkpoint import Checkpointer, Restored
+from rlvr_jax.train.cluster import multihost
+from rlvr_jax.train.cluster.process import EndRequestedError, alive
+from rlvr_jax.train.generation.async_generator import AsyncGenerator, GeneratorStoppedError
+from rlvr_jax.train.generation.generator import Generator, PolicySnapshot, fingerprint_of
+from rlvr_jax.train.generation.scoring import Scorer
+from rlvr_jax.train.reporting.run_log import DispatchedUpdate, RunLog, raise_non_finite
+from rlvr_jax.train.reporting.writer import MetricWriter, progress, say
+from rlvr_jax.train.setup.build import Parts
+from rlvr_jax.train.setup.grading import make_collector
+from rlvr_jax.train.start import parameters
+from rlvr_jax.train.start.restore import layout_of
 from rlvr_jax.types import Params, TrainState
 
 

@@ -16,7 +16,7 @@ from rlvr_jax.colab.display import COLORS
 from rlvr_jax.evaluate.geometry_plots import Measurement, salted
 from rlvr_jax.rollouts.batch import Graded, RolloutBatch, to_shard
 from rlvr_jax.rollouts.store import RolloutStore
-from rlvr_jax.train.metrics import MetricWriter
+from rlvr_jax.train.reporting.writer import MetricWriter
 from rlvr_jax.types import Prompts, TrainBatch
 
 REWARDS = np.array([[0, 1, 0], [1, 0, 1]], np.float32)

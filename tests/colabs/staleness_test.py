@@ -13,7 +13,7 @@ from rlvr_jax.colab import staleness
 from rlvr_jax.colab import toy as toys
 from rlvr_jax.colab.toy import Recipe
 from rlvr_jax.losses import ppo_clip
-from rlvr_jax.rollouts import schedules
+from rlvr_jax.rollouts import staleness as schedules
 
 
 @pytest.fixture(scope="module")

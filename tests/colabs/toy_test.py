@@ -13,7 +13,7 @@ import pytest
 from rlvr_jax.colab import toy as toys
 from rlvr_jax.colab.toy import Recipe
 from rlvr_jax.losses import ppo_clip
-from rlvr_jax.rollouts.schedules import asynchronous, fixed_lag
+from rlvr_jax.rollouts.staleness import asynchronous, fixed_lag
 
 P, G, T, V, D = 2, 4, 3, 5, 6
 

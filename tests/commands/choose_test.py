@@ -7,9 +7,9 @@ import pytest
 from train import tiny
 
 from rlvr_jax.commands import choose
-from rlvr_jax.files import local_path
-from rlvr_jax.rollouts import schedules
-from rlvr_jax.train.build import build
+from rlvr_jax.rollouts import staleness
+from rlvr_jax.storage.files import local_path
+from rlvr_jax.train.setup.build import build
 
 URL = "s3://bucket/run"
 
@@ -56,4 +56,4 @@ def test_fields(fields):
 
 def test_a_schedule_that_replays_another_run():
   with pytest.raises(ValueError, match=rf"recorded = '{URL}' must be a folder"):
-    schedules.simulated_asynchronous(recorded=URL, num_updates=2, seed=0)
+    staleness.simulated_asynchronous(recorded=URL, num_updates=2, seed=0)

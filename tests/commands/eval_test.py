@@ -8,10 +8,10 @@ from train import tiny
 from rlvr_jax.commands.eval import PROBLEMS_FILE, RESULT_FILE, evaluate_checkpoint
 from rlvr_jax.commands.train import train
 from rlvr_jax.evaluate.held_out import accuracy
-from rlvr_jax.train.build import build
-from rlvr_jax.train.checkpoint_files import CheckpointError
-from rlvr_jax.train.parameters import checkpoint_folder, chosen_params
-from rlvr_jax.train.workdir import WorkdirError
+from rlvr_jax.train.checkpointing.checkpoint_files import CheckpointError
+from rlvr_jax.train.checkpointing.workdir import WorkdirError
+from rlvr_jax.train.setup.build import build
+from rlvr_jax.train.start.parameters import checkpoint_folder, chosen_params
 
 FIELDS = dict(num_updates=1, warm_start__num_steps=100, learning_rate="linear(peak=3e-3, warmup=0)")
 

@@ -15,9 +15,10 @@ from train import tiny
 
 from rlvr_jax.commands import choose, sweep
 from rlvr_jax.evaluate import compare
-from rlvr_jax.storage import Workdir
-from rlvr_jax.train import config_file, host
-from rlvr_jax.train.workdir import WorkdirError, WorkdirLock
+from rlvr_jax.storage.places import Workdir
+from rlvr_jax.train.checkpointing.workdir import WorkdirError, WorkdirLock
+from rlvr_jax.train.cluster import process as host
+from rlvr_jax.train.setup import config_file
 
 TINY = str(pathlib.Path(tiny.__file__))
 QUICKSTART = str(tiny.ROOT / "configs" / "quickstart.py")

@@ -10,7 +10,7 @@ from train import tiny
 from rlvr_jax.commands.check import Preflight
 from rlvr_jax.data import tasks
 from rlvr_jax.rewards import graders
-from rlvr_jax.train.build import make_task
+from rlvr_jax.train.setup.build import make_task
 
 LINES = [
   {"prompt": f"{a}+{b}=", "answer": a + b, "Level": a, "steps": f"{a}+{b}={a + b}"}

@@ -9,7 +9,7 @@ from train import tiny
 
 from docs import glossary
 from rlvr_jax.commands.train import train
-from rlvr_jax.train.build import build
+from rlvr_jax.train.setup.build import build
 
 ROOT = pathlib.Path(__file__).parents[2]
 FAMILIES = "advantage|agreement|behavior|counter|curriculum|dynamic_sampling|eval|geometry|gram|"

@@ -17,7 +17,7 @@ from train import tiny
 from docs import configuration, snippets, website
 from rlvr_jax import main
 from rlvr_jax.configs import base
-from rlvr_jax.train import config_file
+from rlvr_jax.train.setup import config_file
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md"))

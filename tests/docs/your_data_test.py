@@ -7,7 +7,7 @@ from train import tiny
 
 from docs import snippets
 from rlvr_jax.data.curriculum import Curriculum
-from rlvr_jax.train.build import build
+from rlvr_jax.train.setup.build import build
 
 PAGE = snippets.page("your_data.md")
 

@@ -6,7 +6,7 @@ import pytest
 from train import tiny
 
 from docs import snippets
-from rlvr_jax.train.build import build
+from rlvr_jax.train.setup.build import build
 
 PAGE = snippets.page("your_method.md")
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlvr_jax.evaluate import curves
-from rlvr_jax.train.metrics import MetricWriter
+from rlvr_jax.train.reporting.writer import MetricWriter
 
 
 def counters(step):

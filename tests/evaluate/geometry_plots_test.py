@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from rlvr_jax import advantages, reweighting
 from rlvr_jax.evaluate import geometry_plots
 from rlvr_jax.evaluate.geometry_plots import Measurement
-from rlvr_jax.train.metrics import MetricWriter
+from rlvr_jax.train.reporting.writer import MetricWriter
 
 P, G, DIM = 3, 6, 7
 B = P * G

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from rlvr_jax.train import sharding
+from rlvr_jax.train.cluster import sharding
 
 _FILE = pathlib.Path(__file__).parents[2] / "experiments" / "benchmarks" / "flops.py"
 _spec = importlib.util.spec_from_file_location("flops", _FILE)

@@ -9,7 +9,7 @@ import pytest
 from absl import flags
 from ml_collections import config_flags
 
-from rlvr_jax.train.build import build
+from rlvr_jax.train.setup.build import build
 
 with program_flags.set_aside(lambda name, module: name in ("task", "size", "minutes", "workdir")):
   from experiments.premises import run as premises

@@ -9,7 +9,7 @@ import pytest
 
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
-from rlvr_jax.rollouts.scheduler import Engine, Request, Usage
+from rlvr_jax.rollouts.engine import Engine, Request, Usage
 from rlvr_jax.types import Sampling
 
 _FILE = pathlib.Path(__file__).parents[2] / "experiments" / "benchmarks" / "slots.py"

@@ -11,8 +11,8 @@ from train import tiny
 from rlvr_jax import specs
 from rlvr_jax.commands import sweep
 from rlvr_jax.evaluate.compare import read_results
-from rlvr_jax.train import config_file
-from rlvr_jax.train.build import build, make_veto
+from rlvr_jax.train.setup import config_file
+from rlvr_jax.train.setup.build import build, make_veto
 
 FOLDER = tiny.ROOT / "experiments"
 RUNS = {"quickstart": 12, "recipes": 0, "salt_geometry": 45, "mu_grpo": 42, "p3o_mismatch": 76}

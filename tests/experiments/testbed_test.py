@@ -11,9 +11,9 @@ from experiments.testbed.arms import BASE, GRPO, SEEDS, committed, in_groups_of,
 from experiments.testbed.config import ROLLOUTS
 from experiments.together import testbed as together
 from rlvr_jax.commands import sweep
-from rlvr_jax.train import config_file
-from rlvr_jax.train.build import make_method, make_model, make_schedule
-from rlvr_jax.train.sharding import make_mesh
+from rlvr_jax.train.cluster.sharding import make_mesh
+from rlvr_jax.train.setup import config_file
+from rlvr_jax.train.setup.build import make_method, make_model, make_schedule
 
 CONFIG = "experiments/testbed/config.py"
 ARMS = {**evidence.CLAIMS, **evidence.ABLATIONS}

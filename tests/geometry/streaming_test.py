@@ -23,14 +23,14 @@ from oracles.gram_cases import (
 )
 
 from rlvr_jax import specs
-from rlvr_jax.commands.hlo import walk
 from rlvr_jax.configs.full_size import salt_qwen25_math_7b
+from rlvr_jax.costs.hlo import walk
 from rlvr_jax.geometry import GramContext, bytes_moved, per_rollout, streaming
 from rlvr_jax.geometry.by_rollout import ROLLOUTS, TILES
 from rlvr_jax.models.functional import all_trained
 from rlvr_jax.ops.masked import upcast
-from rlvr_jax.train import sharding
-from rlvr_jax.train.programs import make_row_layout
+from rlvr_jax.train.cluster import sharding
+from rlvr_jax.train.setup.programs import make_row_layout
 from rlvr_jax.types import Forward, Head
 
 _FILE = pathlib.Path(__file__).parents[2] / "experiments" / "benchmarks" / "flops.py"

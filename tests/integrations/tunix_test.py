@@ -29,7 +29,7 @@ from rlvr_jax import advantages, geometry, losses, reweighting
 from rlvr_jax.integrations import tunix as plugin
 from rlvr_jax.ops.logprobs import head_logits
 from rlvr_jax.ops.veto import negative_advantage_veto
-from rlvr_jax.train import objective
+from rlvr_jax.update import objective
 
 VOCAB, G, PAD, EOS, RATE = 24, 4, 0, 1, 0.2
 SIZES = dict(num_layers=1, embed_dim=16, hidden_dim=32, num_heads=2, head_dim=8, num_kv_heads=1)
@@ -129,7 +129,7 @@ def own_logprobs(graphdef, params, example, temperature=1.0):
 
 
 def own_loss(graphdef, example, loss, *, veto=None, coefficients=None, temperature=1.0):
-  """Parameters → the token mean of the loss and its gradient, by `train.objective`."""
+  """Parameters → the token mean of the loss and its gradient, by `update.objective`."""
   method = types.SimpleNamespace(
     loss=loss, veto=veto, reference_kl=0.0, entropy_bonus=0.0, aggregation="token_mean",
     max_response_length=6, sources=("policy",),

@@ -16,7 +16,7 @@ from rlvr_jax.models.presets import preset
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.decoding import Blocks, Cache, CacheShape, Reach
 from rlvr_jax.ops.logprobs import head_logits
-from rlvr_jax.rollouts import engine
+from rlvr_jax.rollouts import decoder
 from rlvr_jax.types import Prompts, Sampling
 
 _FILE = pathlib.Path(__file__).parents[2] / "experiments" / "benchmarks" / "flops.py"
@@ -95,21 +95,21 @@ def test_generation_with_a_cache_costs_the_same(config):
   """But for the last token of a prompt, which is decoded in every slot."""
   model, params, prompts, _ = setup(config)
   shape = CacheShape(Blocks(S - 1, 1), Blocks(S - 1, 0), steps=T)
-  settings = engine.Settings(model, Sampling(), P * G, shape, T, ())
+  settings = decoder.Settings(model, Sampling(), P * G, shape, T, ())
 
   def generate(params):
     params = model.decoding_params(params)
-    prompt = engine.prefill(params, prompts.tokens[:, 1:], settings=settings)
+    prompt = decoder.prefill(params, prompts.tokens[:, 1:], settings=settings)
     prompt = jax.tree.map(lambda x: jnp.repeat(x, G, axis=2), prompt)
     zeros = lambda: Cache.zeros((config.num_kv_heads, P * G), T, config.head_dim, jnp.float32)
     empty = Cache.zeros((config.num_kv_heads, 0, P * G), S - 1, config.head_dim, jnp.float32)
     caches = [(layer, empty) for layer in prompt]
     staged = tuple(zeros() for _ in caches)
     reach = Reach(jnp.full(P * G, S - 1), jnp.zeros(P * G, jnp.int32), 1, 0)
-    tables = engine.rotary(reach, settings=settings)
+    tables = decoder.rotary(reach, settings=settings)
     token, logits = jnp.ones(P * G, jnp.int32), []
     for t in range(T):
-      hidden, staged = engine.decode(
+      hidden, staged = decoder.decode(
         params, caches, staged, reach, tables, token, t, settings=settings
       )
       logits.append(head_logits(hidden, model.head(params)))

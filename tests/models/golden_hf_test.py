@@ -15,9 +15,9 @@ from rlvr_jax.models.huggingface import load_params
 from rlvr_jax.models.huggingface_config import checkpoint_config
 from rlvr_jax.ops.decoding import Blocks, Cache, CacheShape, Reach
 from rlvr_jax.ops.logprobs import head_logits
-from rlvr_jax.rollouts import engine
-from rlvr_jax.rollouts.scheduler import Engine
-from rlvr_jax.train.sharding import make_mesh, placed
+from rlvr_jax.rollouts import decoder
+from rlvr_jax.rollouts.engine import Engine
+from rlvr_jax.train.cluster.sharding import make_mesh, placed
 from rlvr_jax.types import Prompts, Sampling
 
 _SHARED = os.environ.get("RLVR_SHARED")
@@ -58,7 +58,7 @@ def test_logits_of_cached_decoding_equal_the_published_models(case):
   rest = ids[:, split:]
 
   shape = CacheShape(Blocks(split, 1), Blocks(split, 0), steps=rest.shape[1] + 1)
-  settings = engine.Settings(model, Sampling(), len(ids), shape, shape.steps, ())
+  settings = decoder.Settings(model, Sampling(), len(ids), shape, shape.steps, ())
   # From the prompt's last token on; prompts without their padding, on the left of the cache.
   forced = jnp.concatenate([ids[:, split - 1 : split], rest], axis=1)
   unpadded = jnp.stack(
@@ -68,9 +68,9 @@ def test_logits_of_cached_decoding_equal_the_published_models(case):
   @jax.jit
   def decoded(params):
     params = model.decoding_params(params)
-    prompts = engine.prefill(params, unpadded, settings=settings)
+    prompts = decoder.prefill(params, unpadded, settings=settings)
     reach = Reach.of(shape, lengths - 1, lengths * 0, lengths > 0)
-    tables = engine.rotary(reach, settings=settings)
+    tables = decoder.rotary(reach, settings=settings)
     c = model.config
     axes = (c.num_kv_heads, len(ids))
     zeros = lambda: Cache.zeros(axes, shape.steps, c.head_dim, c.compute_dtype)
@@ -79,7 +79,7 @@ def test_logits_of_cached_decoding_equal_the_published_models(case):
 
     def one(staged, inputs):
       t, token = inputs
-      hidden, staged = engine.decode(
+      hidden, staged = decoder.decode(
         params, caches, staged, reach, tables, token, t, settings=settings
       )
       return staged, hidden

@@ -22,7 +22,6 @@ import pytest
 from oracles.checkpoints import old_style
 from safetensors.numpy import load_file, save_file
 
-from rlvr_jax.files import located
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.huggingface import load_params, save_checkpoint
 from rlvr_jax.models.huggingface_config import checkpoint_config, config_fields
@@ -30,7 +29,8 @@ from rlvr_jax.models.huggingface_export import published_config
 from rlvr_jax.models.rotary import RopeScaling, YarnScaling
 from rlvr_jax.models.safetensors import SINGLE, Tensor
 from rlvr_jax.models.transformer import TransformerConfig
-from rlvr_jax.train.sharding import make_mesh, placed
+from rlvr_jax.storage.files import located
+from rlvr_jax.train.cluster.sharding import make_mesh, placed
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _SHARED = os.environ.get("RLVR_SHARED")
@@ -617,7 +617,7 @@ _TWO_PROCESSES = """
   from rlvr_jax.models.functional import transformer
   from rlvr_jax.models.huggingface import load_params, save_checkpoint
   from rlvr_jax.models.huggingface_config import checkpoint_config
-  from rlvr_jax.train.sharding import make_mesh, placed, to_host
+  from rlvr_jax.train.cluster.sharding import make_mesh, placed, to_host
 
   coordinator, process, source, out = sys.argv[1:]
   jax.distributed.initialize(coordinator, 2, int(process))

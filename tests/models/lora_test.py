@@ -17,12 +17,12 @@ from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.linear import merged
 from rlvr_jax.models.lora import LoraSettings, adapted, combine, init, target_kernels
 from rlvr_jax.ops.logprobs import head_logits, token_logprobs
-from rlvr_jax.rollouts.scheduler import Engine
-from rlvr_jax.train import sharding
-from rlvr_jax.train.accumulate import update_gradient
-from rlvr_jax.train.checksums import parameter_checksums
-from rlvr_jax.train.step import initial_state, train_step
+from rlvr_jax.rollouts.engine import Engine
+from rlvr_jax.train.checkpointing.checksums import parameter_checksums
+from rlvr_jax.train.cluster import sharding
 from rlvr_jax.types import Sampling
+from rlvr_jax.update.accumulate import update_gradient
+from rlvr_jax.update.step import initial_state, train_step
 
 SETTINGS = LoraSettings(rank=3, alpha=7.5, targets="blocks/(query|value|down)$")
 EVERYTHING = LoraSettings(rank=2, alpha=4.0)

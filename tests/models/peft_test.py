@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlvr_jax.files import located
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.huggingface import load_params
 from rlvr_jax.models.huggingface_config import checkpoint_config
@@ -18,7 +17,8 @@ from rlvr_jax.models.lora import LoraSettings, combine, init
 from rlvr_jax.models.peft import CONFIG_FILE, WEIGHTS_FILE, load_adapters, save_adapters
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.logprobs import head_logits
-from rlvr_jax.train import sharding
+from rlvr_jax.storage.files import located
+from rlvr_jax.train.cluster import sharding
 from rlvr_jax.types import Prompts
 
 CONFIG = TransformerConfig(

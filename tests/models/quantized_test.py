@@ -12,7 +12,7 @@ from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.quantized import FORMATS, dequantized, for_quantized, quantized
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.logprobs import token_logprobs
-from rlvr_jax.rollouts.scheduler import Engine
+from rlvr_jax.rollouts.engine import Engine
 from rlvr_jax.types import Prompts, Sampling
 
 pytest.importorskip("qwix", reason="the extra `quantized` needs flax 0.12")

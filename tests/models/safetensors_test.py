@@ -15,7 +15,6 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.numpy import load_file, save_file
 
-from rlvr_jax.files import located
 from rlvr_jax.models.safetensors import (
   INDEX,
   SINGLE,
@@ -24,6 +23,7 @@ from rlvr_jax.models.safetensors import (
   read_header,
   write_checkpoint,
 )
+from rlvr_jax.storage.files import located
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 _TENSORS = {

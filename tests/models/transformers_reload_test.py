@@ -18,7 +18,7 @@ from rlvr_jax.models.huggingface_config import checkpoint_config, config_fields
 from rlvr_jax.models.rotary import inverse_frequencies, rotary_tables
 from rlvr_jax.models.safetensors import INDEX
 from rlvr_jax.ops.logprobs import head_logits
-from rlvr_jax.train.sharding import make_mesh, placed
+from rlvr_jax.train.cluster.sharding import make_mesh, placed
 from rlvr_jax.types import Prompts
 
 torch = pytest.importorskip("torch", reason="transformers computes with torch, not installed")

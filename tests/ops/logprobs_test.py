@@ -17,7 +17,7 @@ from rlvr_jax.ops.logprobs import (
   token_logprobs,
   token_statistics,
 )
-from rlvr_jax.train import sharding
+from rlvr_jax.train.cluster import sharding
 from rlvr_jax.types import Head, Sampling
 
 SAMPLINGS = [

@@ -11,8 +11,8 @@ from rlvr_jax.models.layout import ONE_DEVICE
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.decoding import Cache, Pages, Reach, cached_attention, choose_cache
 from rlvr_jax.ops.logprobs import token_logprobs
-from rlvr_jax.rollouts.scheduler import Engine
-from rlvr_jax.train import sharding
+from rlvr_jax.rollouts.engine import Engine
+from rlvr_jax.train.cluster import sharding
 from rlvr_jax.types import Prompts, Sampling
 
 K, H, BLOCK, STEPS = 2, 128, 32, 16

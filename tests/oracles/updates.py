@@ -13,9 +13,9 @@ from rlvr_jax.advantages.masses import gradient_masses
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.rollouts.packing import row_layout, with_rows
-from rlvr_jax.train import sharding
-from rlvr_jax.train.accumulate import update_gradient
-from rlvr_jax.train.objective import Method
+from rlvr_jax.train.cluster import sharding
+from rlvr_jax.update.accumulate import update_gradient
+from rlvr_jax.update.objective import Method
 
 P, G, S, T, V = 8, 4, 5, 6, 32
 CONFIG = TransformerConfig(

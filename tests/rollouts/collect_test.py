@@ -10,7 +10,7 @@ from rlvr_jax.data import ByteTokenizer, Problem
 from rlvr_jax.rewards import Grade, Outcome, outcome_policy, rewards_from_grades
 from rlvr_jax.rollouts.batch import Graded, batch_from_arrays, batch_to_arrays
 from rlvr_jax.rollouts.collect import Collector, fill_masked, keep_mixed_groups
-from rlvr_jax.rollouts.scheduler import Group
+from rlvr_jax.rollouts.engine import Group
 from rlvr_jax.types import Prompts
 
 P, G, T = 2, 2, 5

@@ -14,8 +14,8 @@ import pytest
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.logprobs import distribution, head_logits, token_logprobs
-from rlvr_jax.rollouts.engine import _first_largest
-from rlvr_jax.rollouts.scheduler import Engine, Request, Usage, requests
+from rlvr_jax.rollouts.decoder import _first_largest
+from rlvr_jax.rollouts.engine import Engine, Request, Usage, requests
 from rlvr_jax.types import Prompts, Sampling
 
 V, P, G, S, T = 24, 3, 4, 6, 9
@@ -318,7 +318,7 @@ import resource
 import jax, numpy as np
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
-from rlvr_jax.rollouts.scheduler import Engine, Request
+from rlvr_jax.rollouts.engine import Engine, Request
 from rlvr_jax.types import Sampling
 
 network = TransformerConfig(

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
-from rlvr_jax.files import DiskFullError, json_crc32
 from rlvr_jax.rollouts import shards
 from rlvr_jax.rollouts.store import INDEX, RolloutStore, StoreError, TornShardError
+from rlvr_jax.storage.files import DiskFullError, json_crc32
 
 
 def make_batch(number, size=6):

@@ -12,19 +12,19 @@ import pytest
 from rewards.user_graders import SECONDS
 from train import multiprocess_test, tiny
 
-from rlvr_jax.bucket import Bucket
 from rlvr_jax.commands.train import train
 from rlvr_jax.evaluate import curves, run_files
-from rlvr_jax.rollouts import schedules
+from rlvr_jax.rollouts import staleness
 from rlvr_jax.rollouts.store import RolloutStore
-from rlvr_jax.storage import OWNER, Workdir, place
-from rlvr_jax.train import claim
-from rlvr_jax.train.behavior_sources import recorded_groups
-from rlvr_jax.train.build import build
-from rlvr_jax.train.checkpoint import Checkpointer
-from rlvr_jax.train.checkpoint_files import CheckpointError, TornCheckpointError
-from rlvr_jax.train.claim import WorkdirError
-from rlvr_jax.train.parameters import checkpoint_folder
+from rlvr_jax.storage.bucket import Bucket
+from rlvr_jax.storage.places import OWNER, Workdir, place
+from rlvr_jax.train.checkpointing import claim
+from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
+from rlvr_jax.train.checkpointing.checkpoint_files import CheckpointError, TornCheckpointError
+from rlvr_jax.train.checkpointing.claim import WorkdirError
+from rlvr_jax.train.setup.behavior_sources import recorded_groups
+from rlvr_jax.train.setup.build import build
+from rlvr_jax.train.start.parameters import checkpoint_folder
 
 # Reading what is damaged leaves tensorstore's other reads unfinished, which complain.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -152,7 +152,7 @@ def test_a_run_in_a_bucket_is_read_from_there(url, folder, emulator, parts, caps
   # Other runs use it.
   config = tiny.config(sources__recorded=dict(fraction=0.5, store=f"{url}/rollouts"))
   assert recorded_groups(config, parts.tokenizer).numbers == [0, 1]
-  assert schedules.recorded_versions(url, 2) == [0, 0]
+  assert staleness.recorded_versions(url, 2) == [0, 0]
 
 
 @pytest.fixture(scope="module")

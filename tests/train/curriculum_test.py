@@ -9,7 +9,7 @@ from train import tiny
 
 from rlvr_jax.commands.train import train
 from rlvr_jax.data.curriculum import Curriculum
-from rlvr_jax.train.build import build
+from rlvr_jax.train.setup.build import build
 
 
 @pytest.fixture(scope="module", name="config_of")

@@ -17,8 +17,8 @@ from train import tiny
 
 from rlvr_jax.commands.train import train
 from rlvr_jax.rollouts.store import GROUPS_FOLDER
-from rlvr_jax.train import compiling, host, multihost
-from rlvr_jax.train.build import build
+from rlvr_jax.train.cluster import compiling, multihost, process
+from rlvr_jax.train.setup.build import build
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def undisturbed(parts, tmp_path_factory):
 def ended(parts, workdir, capsys):
   """Trains until it is asked to end; returns what it said."""
   capsys.readouterr()
-  with pytest.raises(host.EndRequestedError, match="saved after update"):
+  with pytest.raises(process.EndRequestedError, match="saved after update"):
     train(parts, workdir)
   return capsys.readouterr().out
 
@@ -50,7 +50,7 @@ def asked_when(moment):
   def ask():
     while not moment():
       time.sleep(0.001)
-    host.ask()
+    process.ask()
 
   thread = threading.Thread(target=ask)
   thread.start()
@@ -98,7 +98,7 @@ def test_wherever_it_is_it_ends_and_goes_on_as_if_it_had_not(
   calls = itertools.count()
 
   def compiled_for_long(*args):
-    host.ask()
+    process.ask()
     time.sleep(1.0)
     return parts.programs.train_step.jitted(*args)
 
@@ -150,12 +150,15 @@ def test_an_error_in_a_program_is_raised_where_it_is_called():
 
 
 def test_nothing_ends_what_does_not_end_in_order():
-  host.ask()
+  process.ask()
   try:
     multihost.end_if_asked()
     assert compiling.jit(lambda x: x + 1)(1) == 2
-    with multihost.ending_in_order(), pytest.raises(host.EndRequestedError, match="asked to end"):
+    with (
+      multihost.ending_in_order(),
+      pytest.raises(process.EndRequestedError, match="asked to end"),
+    ):
       multihost.end_if_asked()
   finally:
-    host._asked.clear()
-  assert not host.asked()
+    process._asked.clear()
+  assert not process.asked()

@@ -13,7 +13,7 @@ from train import tiny
 from docs import glossary
 from rlvr_jax.commands.train import train
 from rlvr_jax.rollouts.batch import permute_rewards
-from rlvr_jax.train.build import build
+from rlvr_jax.train.setup.build import build
 
 MESH = ("--config.mesh.data=2", "--config.mesh.fsdp=2", "--config.mesh.tensor=2")
 

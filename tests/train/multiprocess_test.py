@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from train import tiny
 
-from rlvr_jax.train import multihost
-from rlvr_jax.train.workdir import WorkdirLock
+from rlvr_jax.train.checkpointing.workdir import WorkdirLock
+from rlvr_jax.train.cluster import multihost
 
 MESH = [f"--config.mesh.{axis}=2" for axis in ("data", "fsdp", "tensor")]
 # In two stages, reweighted by gradients whose Gram matrix is over all processes.

@@ -11,9 +11,9 @@ from rewards.user_graders import SECONDS
 from train import preempted, tiny
 from train.multiprocess_test import Processes
 
-from rlvr_jax.bucket import Bucket
 from rlvr_jax.rollouts.store import GROUPS_FOLDER
-from rlvr_jax.storage import files_in, in_bucket, place
+from rlvr_jax.storage.bucket import Bucket
+from rlvr_jax.storage.places import files_in, in_bucket, place
 
 STATUS = 143  # what the launcher asks for
 LIMIT_S = 20.0  # a preempted TPU VM gives about 30

@@ -19,9 +19,9 @@ from train import tiny
 from rlvr_jax.commands.train import train
 from rlvr_jax.rollouts.journal import from_json
 from rlvr_jax.rollouts.store import GROUPS_FOLDER, RolloutStore
-from rlvr_jax.train.build import build
-from rlvr_jax.train.checkpoint_files import CheckpointError
-from rlvr_jax.train.workdir import WorkdirError
+from rlvr_jax.train.checkpointing.checkpoint_files import CheckpointError
+from rlvr_jax.train.checkpointing.workdir import WorkdirError
+from rlvr_jax.train.setup.build import build
 
 
 @pytest.fixture(scope="module")

@@ -17,13 +17,15 @@ from train import tiny
 
 from rlvr_jax.commands import train as runs
 from rlvr_jax.rewards.pool import GraderPool
-from rlvr_jax.rollouts import queue, schedules
+from rlvr_jax.rollouts import queue, staleness
 from rlvr_jax.rollouts.store import GROUPS_FOLDER, RolloutStore, TornShardError
-from rlvr_jax.train import build as building
-from rlvr_jax.train import host, loop, multihost, parameters, restore
-from rlvr_jax.train.behavior_sources import Source, recorded_groups
-from rlvr_jax.train.generator import AgreementError, Generator
-from rlvr_jax.train.metrics import stage_summary
+from rlvr_jax.train import loop
+from rlvr_jax.train.cluster import multihost, process
+from rlvr_jax.train.generation.generator import AgreementError, Generator
+from rlvr_jax.train.reporting.writer import stage_summary
+from rlvr_jax.train.setup import build as building
+from rlvr_jax.train.setup.behavior_sources import Source, recorded_groups
+from rlvr_jax.train.start import parameters, restore
 from rlvr_jax.types import Sampling
 
 UPDATES = 8
@@ -52,7 +54,7 @@ def parts():
 def on_policy(parts, tmp_path_factory):
   """The workdir of a finished run; others take its warm start."""
   workdir = tmp_path_factory.mktemp("runs") / "on_policy"
-  runs.train(dataclasses.replace(parts, schedule=schedules.on_policy()), workdir)
+  runs.train(dataclasses.replace(parts, schedule=staleness.on_policy()), workdir)
   return workdir
 
 
@@ -91,7 +93,7 @@ def assert_same_run(workdir, expected):
 
 
 def test_stages_of_one_update_are_on_policy(train, on_policy):
-  workdir = train(schedules.stages(count=UPDATES, num_updates=UPDATES))
+  workdir = train(staleness.stages(count=UPDATES, num_updates=UPDATES))
   assert updates(workdir, without=["stage/"]) == updates(on_policy)
   assert tiny.last_checkpoint(workdir) == tiny.last_checkpoint(on_policy)
   norms = [record["update/gradient_norm"] for record in updates(on_policy)]
@@ -99,7 +101,7 @@ def test_stages_of_one_update_are_on_policy(train, on_policy):
 
 
 def test_a_fixed_lag_is_exactly_that(train):
-  workdir = train(schedules.fixed_lag(lag=3, num_updates=UPDATES))
+  workdir = train(staleness.fixed_lag(lag=3, num_updates=UPDATES))
   records = updates(workdir)
   assert [r["staleness/mean"] for r in records] == [0, 1, 2, 3, 3, 3, 3, 3]
   assert [r["staleness/max"] for r in records] == [0, 1, 2, 3, 3, 3, 3, 3]
@@ -110,7 +112,7 @@ def test_a_fixed_lag_is_exactly_that(train):
 
 @pytest.mark.slow
 def test_stages_are_summarised(train):
-  workdir = train(schedules.stages(count=2, num_updates=UPDATES))
+  workdir = train(staleness.stages(count=2, num_updates=UPDATES))
   records = updates(workdir)
   assert [(r["stage/number"], r["stage/age"]) for r in records] == [
     (stage, age) for stage in range(2) for age in range(4)
@@ -134,11 +136,11 @@ def test_stages_are_summarised(train):
 
 @pytest.mark.slow
 def test_an_asynchronous_run_keeps_its_bound_and_is_replayed_to_the_bit(train):
-  real = train(schedules.asynchronous(max_lag=2), "real")
+  real = train(staleness.asynchronous(max_lag=2), "real")
   sampled = versions(real)
   assert all(0 <= number - version <= 2 for number, version in enumerate(sampled))
   assert [r["staleness/max"] for r in updates(real)] == [n - v for n, v in enumerate(sampled)]
-  simulated = lambda: schedules.simulated_asynchronous(
+  simulated = lambda: staleness.simulated_asynchronous(
     recorded=str(real), num_updates=UPDATES, seed=0
   )
   first, second = train(simulated(), "first"), train(simulated(), "second")
@@ -156,7 +158,7 @@ def staged(parts, on_policy, tmp_path_factory):
   """A finished run of two stages."""
   workdir = tmp_path_factory.mktemp("staged") / "run"
   shutil.copytree(on_policy / "warm_start", workdir / "warm_start")
-  schedule = schedules.stages(count=2, num_updates=UPDATES)
+  schedule = staleness.stages(count=2, num_updates=UPDATES)
   runs.train(dataclasses.replace(parts, schedule=schedule), workdir)
   return workdir
 
@@ -189,7 +191,7 @@ def test_a_damaged_batch_is_sampled_again(damage, number, said, staged, train, t
   before = {n: shard(workdir, n).read_bytes() for n in range(UPDATES)}
   damage(shard(workdir, number))
   capsys.readouterr()
-  train(schedules.stages(count=2, num_updates=UPDATES))
+  train(staleness.stages(count=2, num_updates=UPDATES))
   assert said in capsys.readouterr().out
   assert_same_run(workdir, staged)
   assert {n: shard(workdir, n).read_bytes() for n in range(UPDATES)} == before
@@ -200,7 +202,7 @@ def test_a_damaged_batch_is_sampled_again(damage, number, said, staged, train, t
 @pytest.mark.slow
 def test_a_long_stage_is_read_from_the_store(staged, train, trainer, monkeypatch):
   monkeypatch.setattr(queue, "_MAX_CACHED", 1)
-  schedule = schedules.stages(count=2, num_updates=UPDATES)
+  schedule = staleness.stages(count=2, num_updates=UPDATES)
   assert_same_run(train(schedule), staged)
   made = trainer(schedule)
   made.collect()
@@ -218,7 +220,7 @@ def test_a_long_stage_is_read_from_the_store(staged, train, trainer, monkeypatch
 @pytest.mark.parametrize("damaged", [[4], [4, 5, 6, 7]])
 def test_in_real_time_the_newest_policy_draws_again(damaged, train):
   """A batch that is cut, and what follows it; or batches that were moved elsewhere."""
-  schedule = schedules.asynchronous(max_lag=2)
+  schedule = staleness.asynchronous(max_lag=2)
   workdir = train(schedule)
   for path in (workdir / "checkpoints").iterdir():
     if int(path.name) > 3:
@@ -257,7 +259,7 @@ def test_a_batch_after_the_checkpoint_is_read_or_sampled_again(
   tiny.cut(shard(workdir, damaged))  # all four are sampled at update 4
   others = {4, 5, 6, 7} - {damaged}
   written = {n: shard(workdir, n).stat().st_mtime_ns for n in others}
-  train(schedules.stages(count=2, num_updates=UPDATES))
+  train(staleness.stages(count=2, num_updates=UPDATES))
   assert f"0000000{damaged}.array_record" in capsys.readouterr().out
   assert {n: shard(workdir, n).stat().st_mtime_ns for n in others} == written
   assert_same_run(workdir, staged)
@@ -267,7 +269,7 @@ def test_a_batch_after_the_checkpoint_is_read_or_sampled_again(
 def test_finished_groups_of_a_killed_refresh_are_not_sampled_again(trainer):
   """The groups of a batch go through four slots, one after the other."""
   few = build(sampling__slots=4)
-  schedule = schedules.updates_per_refresh(batches=2)
+  schedule = staleness.updates_per_refresh(batches=2)
   whole, killed = trainer(schedule, few), trainer(schedule, few)
   whole.collect()
   graded = iter(range(11))
@@ -325,7 +327,7 @@ def trainer(parts, on_policy, tmp_path):
 
 
 def test_parameters_changed_without_a_weight_sync_trip_the_fingerprint(trainer):
-  made = trainer(schedules.on_policy())
+  made = trainer(staleness.on_policy())
   for _ in range(2):
     made.collect()
     made.update()
@@ -343,19 +345,19 @@ def test_a_sampler_that_computes_something_else_trips_the_gate(trainer, parts):
   source = parts.sources[0]
   slightly_off = lambda *policy: (jax.tree.map(lambda x: x * 1.002, policy[0]), *policy[1:])
   made = trainer(
-    schedules.on_policy(),
+    staleness.on_policy(),
     dataclasses.replace(parts, sources=(source._replace(params_of=slightly_off),)),
   )
   with pytest.raises(AgreementError, match=r"policy source recorded under version 0 .* differ by"):
     made.collect()
   assert made.queue.store.numbers() == []  # nothing of it is kept
-  plain = trainer(schedules.on_policy())
+  plain = trainer(staleness.on_policy())
   plain.collect()
   assert plain.queue.load(0).graded.statistics["agreement/policy_mean"] < 1e-5
 
 
 def test_rollouts_of_other_parameters_are_not_taken_for_these(trainer):
-  made = trainer(schedules.updates_per_refresh(batches=2))
+  made = trainer(staleness.updates_per_refresh(batches=2))
   made.collect()
   made.queue.batches[1].fingerprint = "0123456789abcdef"
   made.update()
@@ -368,7 +370,7 @@ def test_rollouts_of_other_parameters_are_not_taken_for_these(trainer):
 
 @pytest.mark.slow
 def test_a_stalled_trainer_bounds_what_is_sampled(trainer):
-  made = trainer(schedules.asynchronous(max_lag=2))
+  made = trainer(staleness.asynchronous(max_lag=2))
   background = made.background = made.start_background()
   deadline = time.monotonic() + 600
   while len(made.queue.store.numbers()) < 3 and time.monotonic() < deadline:
@@ -394,7 +396,7 @@ def test_a_generator_that_stalls_or_dies_ends_the_run_with_everything_saved(trai
 
   config = parts.config.copy_and_resolve_references()
   config.generation_deadline_s = 4.0
-  made = trainer(schedules.asynchronous(max_lag=0), dataclasses.replace(parts, config=config))
+  made = trainer(staleness.asynchronous(max_lag=0), dataclasses.replace(parts, config=config))
   submit = made.collector.submit
   slow = lambda *work: (submit if made.step < 2 else fails_late)(*work)
   slowed = dataclasses.replace(made.collector, submit=slow)
@@ -423,7 +425,7 @@ def test_sources_share_a_batch(on_policy, train):
   )
   names = ["policy", "temperature", "quantized", "checkpoint", "recorded"]
   assert [source.name for source in mixed.sources] == names
-  workdir = train(schedules.fixed_lag(lag=1, num_updates=UPDATES), "mixed", mixed)
+  workdir = train(staleness.fixed_lag(lag=1, num_updates=UPDATES), "mixed", mixed)
   store = RolloutStore(workdir / "rollouts", writable=False)
   recorded = RolloutStore(on_policy / "rollouts", writable=False)
   for number in range(3):
@@ -457,7 +459,7 @@ def test_raw_log_probabilities_do_not_see_the_temperature(train, capsys):
     recorded: build(num_updates=2, sources__temperature=dict(half, recorded=recorded))
     for recorded in ("sampled", "raw")
   }
-  workdirs = {name: train(schedules.on_policy(), name, these) for name, these in heated.items()}
+  workdirs = {name: train(staleness.on_policy(), name, these) for name, these in heated.items()}
   assert "config.sources.temperature.recorded = raw" in capsys.readouterr().out
   stores = {name: RolloutStore(d / "rollouts", writable=False) for name, d in workdirs.items()}
   sampled, raw = (stores[name].read(0)[0] for name in ("sampled", "raw"))
@@ -491,7 +493,7 @@ def test_training_on_a_store_alone(on_policy, train, parts):
   groups = recorded_groups(whole, parts.tokenizer)
   source = Source("recorded", 8, Sampling(), recorded=groups, of_this_run=False)
   offline = dataclasses.replace(parts, sources=(source,))
-  workdir = train(schedules.on_policy(), "offline", offline)
+  workdir = train(staleness.on_policy(), "offline", offline)
   # The recorded run began with the same parameters and trained on the same batches.
   left_out = ("counter/", "agreement/", "outcome/", "response/")
   assert updates(workdir, left_out) == updates(on_policy, left_out)
@@ -594,7 +596,7 @@ def test_what_is_used_may_be_removed(train, parts):
   tidy = dataclasses.replace(parts, config=parts.config.copy_and_resolve_references())
   tidy.config.store.keep_used = False
   tidy.config.checkpoint.keep = 1
-  workdir = train(schedules.on_policy(), "tidy", tidy)
+  workdir = train(staleness.on_policy(), "tidy", tidy)
   kept = [int(path.name.split(".")[0]) for path in (workdir / "rollouts").glob("*.array_record")]
   steps = sorted(int(path.name) for path in (workdir / "checkpoints").iterdir())
   assert sorted(kept) == list(range(steps[0], UPDATES))
@@ -604,13 +606,16 @@ def test_what_is_used_may_be_removed(train, parts):
 @pytest.mark.slow
 def test_asked_to_end_while_a_stage_is_sampled(trainer, parts, on_policy, staged, tmp_path, train):
   """What was sampled is kept and not sampled again; the run ends as the undisturbed one."""
-  schedule = schedules.stages(count=2, num_updates=UPDATES)
+  schedule = staleness.stages(count=2, num_updates=UPDATES)
   made = trainer(schedule)
   for _ in range(4):
     made.advance()
   begun = itertools.count()
-  made.generator.on_dispatch = lambda: host.ask() if next(begun) == 2 else made.read_metrics()
-  with multihost.ending_in_order(), pytest.raises(host.EndRequestedError, match="after update 4"):
+  made.generator.on_dispatch = lambda: process.ask() if next(begun) == 2 else made.read_metrics()
+  with (
+    multihost.ending_in_order(),
+    pytest.raises(process.EndRequestedError, match="after update 4"),
+  ):
     made.run()
   made.checkpointer.wait()
   numbers = made.queue.store.numbers()
@@ -634,8 +639,8 @@ def test_generation_on_devices_of_its_own(train, on_policy):
   apart = build(generation_mesh=dict(data=2, fsdp=1, tensor=1))
   assert apart.generation_mesh.devices.size == 2
   assert not set(apart.generation_mesh.devices.flat) & set(apart.mesh.devices.flat)
-  workdir = train(schedules.on_policy(), "apart", apart)
+  workdir = train(staleness.on_policy(), "apart", apart)
   for ours, theirs in zip(updates(workdir)[:3], updates(on_policy), strict=False):
     ours.pop("phase"), theirs.pop("phase")
     assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
-  assert versions(train(schedules.asynchronous(max_lag=1), "real", apart))[-1] >= UPDATES - 2
+  assert versions(train(staleness.asynchronous(max_lag=1), "real", apart))[-1] >= UPDATES - 2

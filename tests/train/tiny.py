@@ -16,12 +16,12 @@ import jax
 import numpy as np
 import pytest
 
-from rlvr_jax.bucket import Bucket
 from rlvr_jax.configs import base
 from rlvr_jax.evaluate import run_files
-from rlvr_jax.storage import OWNER, in_bucket, opened_lines, place
-from rlvr_jax.train.build import build
-from rlvr_jax.train.checkpoint import Checkpointer
+from rlvr_jax.storage.bucket import Bucket
+from rlvr_jax.storage.places import OWNER, in_bucket, opened_lines, place
+from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
+from rlvr_jax.train.setup.build import build
 
 ROOT = pathlib.Path(__file__).parents[2]
 TIMEOUT_S = 900  # generous: a busy machine is no failure

@@ -21,7 +21,7 @@ from rlvr_jax.data.published.dataset import Dataset, listed
 from rlvr_jax.data.published.files import FORMATS, PublishedFiles
 from rlvr_jax.data.published.rows import Record
 from rlvr_jax.data.sources import question_key
-from rlvr_jax.files import local_path, reporting_full_disk
+from rlvr_jax.storage.files import local_path, reporting_full_disk
 
 DATASETS: dict[str, Dataset] = {
   dataset.name: dataset

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from fsspec.implementations.local import LocalFileSystem
 
 from rlvr_jax.data.published.rows import Row
-from rlvr_jax.files import located
+from rlvr_jax.storage.files import located
 
 if TYPE_CHECKING:  # tensorflow-datasets, which it imports, loads slowly
   from rlvr_jax.data.published.dataset import Layouts

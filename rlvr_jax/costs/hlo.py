@@ -1,0 +1,382 @@
+"""What a compiled program costs on every device, counted from its text, loops included.
+
+XLA's own `cost_analysis()` counts the body of a loop once, and a Pallas call as nothing. Here the
+text of the optimized program (`jax.stages.Compiled.as_text()`, of one device) is walked from its
+entry. The body of a loop counts as often as the loop runs, at most. Of a conditional the most
+expensive branch counts: the one with the most operations, then the most bytes. A loop whose length
+only the data tell counts as often as the caller says, or else as one iteration, and is then an item
+of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from rlvr_jax.costs.hlo_text import (
+  Instruction,
+  array_bytes,
+  arrays,
+  convolution_flops,
+  dimensions,
+  dtype,
+  parsed,
+)
+
+COLLECTIVES = (
+  "all-gather",
+  "all-reduce",
+  "reduce-scatter",
+  "all-to-all",
+  "ragged-all-to-all",
+  "collective-permute",
+)
+OTHER = "other"  # the part of what no named scope covers
+OPEN_LOOP = "while"
+
+_BRANCH = re.compile(r"(?:true_computation|false_computation)=%?([\w.\-]+)")
+# They move nothing, or it is counted at the instruction that starts the move.
+_FREE = {
+  *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "domain"),
+  *("partition-id", "replica-id", "optimization-barrier", "opt-barrier", "get-dimension-size"),
+  *("add-dependency", "async-done", "async-update", "send-done", "recv-done"),
+}
+_ASYNC_START, _ASYNC_DONE = (f'custom_call_target="AsyncCollective{x}"' for x in ("Start", "Done"))
+_FREE_CALLS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "Sharding", "SPMDFullToShardShape"}
+_SCALAR: dict[str, Callable[..., int]] = {
+  **dict.fromkeys(("copy", "bitcast", "convert"), lambda x: x),
+  **{"add": operator.add, "subtract": operator.sub, "multiply": operator.mul},
+  **{"minimum": min, "maximum": max},
+}
+_IN_PLACE = {"bitcast", "copy", "convert", "reshape"}  # seen through, for slices of an operand
+
+_UNKNOWN_CYCLES = 2.0**62  # newer compilers say the largest integer where they have no estimate
+
+
+class Item(NamedTuple):
+  """One instruction, as often as it runs; bytes and operations are those of all its runs."""
+
+  part: str  # by the innermost of the scopes asked for; `OTHER`: it is in none
+  opcode: str  # of a collective, one of COLLECTIVES; OPEN_LOOP: see `walk`
+  name: str
+  times: int
+  flops: float  # of products of matrices, 2·M·N·K each
+  hbm_bytes: float  # read and written outside of the chip's fast memory
+  received_bytes: float  # of a collective: by each device, from other devices
+  dtype: str  # of its result
+  cycles: float  # by the compiler's estimate
+  target: str  # of a custom call
+  op_name: str  # the scopes and the operation it comes from
+  shapes: tuple[str, ...]  # of its operands
+
+
+# Of a tuple's elements, or of a fusion's parameters: the integers that are known.
+_Values = list[int | None]
+
+
+class _Loop(NamedTuple):
+  length: int | None  # iterations; None: only the data tell
+  inside: _Values  # of its tuple, what stays
+  ended: _Values  # of its tuple, when it has ended
+
+
+def walk(
+  text: str, parts: Mapping[str, str], lengths: Mapping[str, int] | None = None
+) -> list[Item]:
+  """Every instruction of a program that costs anything, and every loop of unknown length.
+
+  Args:
+    text: optimized HLO, of one device.
+    parts: of the program, by the pattern of a `jax.named_scope` or of a parameter's name.
+    lengths: iterations of loops whose length only the data tell, by a pattern of their op_name.
+  Raises:
+    ValueError: the text holds no program, or unknown replica groups.
+  """
+  scopes = "|".join(f"(?P<{part}>{pattern})" for part, pattern in parts.items())
+  program = _Program(text, re.compile(rf"\b(?:{scopes})\b"), lengths or {})
+  return list(program.items(program.entry, 1, OTHER, None))
+
+
+class _Program:
+  def __init__(self, text: str, parts: re.Pattern[str], lengths: Mapping[str, int]):
+    self.computations, self.entry = parsed(text)
+    self.parts, self.lengths = parts, lengths
+    devices = re.search(r"num_partitions=(\d+)", text)
+    self.devices = int(devices.group(1)) if devices else 1
+    self.loops: dict[Any, _Loop] = {}
+
+  # --- the walk -----------------------------------------------------------------------------------
+
+  def items(self, computation: str, times: int, part: str, known: _Values | None) -> Iterator[Item]:
+    """Of a computation that runs `times` times; `known` are elements of its tuple parameter."""
+    for i in self.computations[computation].values():
+      here = next((x.lastgroup for x in reversed([*self.parts.finditer(i.op_name)])), None) or part
+      if i.opcode == "while":
+        loop = self._loop(computation, i, known)
+        body = i.attribute(r"body=%?([\w.\-]+)")
+        if loop.length is None:
+          yield Item(here, OPEN_LOOP, i.name, times, 0.0, 0.0, 0.0, "", 0.0, "", i.op_name, ())
+        length = 1 if loop.length is None else loop.length
+        yield from self.items(body, times * length, here, loop.inside)
+      elif i.opcode == "conditional":
+        listed = re.findall(r"[\w.\-]+", i.attribute(r"branch_computations=\{([^}]*)\}"))
+        branches = listed or _BRANCH.findall(i.text)
+        yield from max((list(self.items(b, times, here, None)) for b in branches), key=_cost)
+      elif i.opcode in ("call", "async-start") and i.calls:
+        yield from self.items(i.calls, times, here, None)
+      elif i.opcode not in _FREE and not i.opcode.endswith("-done"):
+        yield from self._item(computation, i, times, here)
+
+  def _item(self, computation: str, i: Instruction, times: int, part: str) -> Iterator[Item]:
+    target = i.attribute(r'custom_call_target="([^"]*)"')
+    if target in _FREE_CALLS:
+      return
+    flops, received = float(self._flops(computation, i)), 0.0
+    opcode = i.opcode.removesuffix("-start")
+    for kind, count in self._collectives(computation, i):
+      opcode, received = kind, received + count
+    cycles = float(i.attribute(r'"estimated_cycles":"(\d+)"') or 0)
+    if cycles >= _UNKNOWN_CYCLES:
+      cycles = 0.0
+    yield Item(
+      part=part,
+      opcode=opcode,
+      name=i.name,
+      times=times,
+      flops=flops * times,
+      hbm_bytes=float(self._hbm_bytes(computation, i)) * times,
+      received_bytes=received * times,
+      dtype=dtype(i.shape),
+      cycles=cycles * times,
+      target=target,
+      op_name=i.op_name,
+      shapes=tuple(self._shape(computation, name) for name in i.operands),
+    )
+
+  def _shape(self, computation: str, name: str) -> str:
+    found = self.computations[computation].get(name)
+    return found.shape if found else ""
+
+  # --- products -----------------------------------------------------------------------------------
+
+  def _flops(self, computation: str, i: Instruction) -> int:
+    if i.opcode == "fusion":
+      return sum(self._flops(i.calls, inner) for inner in self.computations[i.calls].values())
+    if i.opcode not in ("dot", "convolution"):
+      return 0
+    left, right = (dimensions(self._shape(computation, name)) for name in i.operands[:2])
+    out = dimensions(i.shape)
+    if i.opcode == "dot":
+      contracted = i.attribute(r"lhs_contracting_dims=\{([\d,]*)\}")
+      return 2 * math.prod(out) * math.prod(left[int(d)] for d in contracted.split(",") if d)
+    return convolution_flops(i, left, right, out)
+
+  # --- devices ------------------------------------------------------------------------------------
+
+  def _collectives(self, computation: str, i: Instruction) -> Iterator[tuple[str, float]]:
+    """(kind, bytes that each device receives) of an instruction and of what is fused into it."""
+    if i.opcode == "fusion":
+      scattered = "all-reduce-scatter" in i.name + i.calls
+      continued = self._continued(i.calls)
+      for inner in self.computations[i.calls].values():
+        if inner.name in continued:
+          continue
+        for kind, received in self._collectives(i.calls, inner):
+          if scattered and kind == "all-reduce":
+            kind, received = "reduce-scatter", received / 2
+          yield kind, received
+      return
+    kind = i.opcode.removesuffix("-start")
+    if kind not in COLLECTIVES:
+      return
+    sent = sum(array_bytes(self._shape(computation, name)) for name in i.operands)
+    if kind == "collective-permute":
+      yield kind, float(sent)
+      return
+    n = self._group_size(i)
+    yield kind, sent * {"all-gather": n - 1, "all-reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)
+
+  def _continued(self, computation: str) -> set[str]:
+    """Names of the collectives that a fusion carries on or ends, next to its own work.
+
+    Some TPUs' compilers run a collective piece by piece within fusions between its start and its
+    end. Each of them holds the whole instruction; it counts at the start.
+    """
+    inside = self.computations[computation].values()
+    if any(_ASYNC_START in i.text for i in inside):
+      return set()
+    return {i.name for i in inside if "async_collective_fusion_config" in i.text}
+
+  def _group_size(self, i: Instruction) -> int:
+    """Devices that take part in one collective, by any of XLA's three spellings."""
+    if listed := re.search(r"replica_groups=\{(?:\{([\d,]*)\})?", i.text):
+      return len(listed.group(1).split(",")) if listed.group(1) else self.devices
+    if iota := re.search(r"replica_groups=\[(?:\d+,)*(\d+)\]<=", i.text):
+      return int(iota.group(1))
+    named = re.search(r"replica_groups=@?mesh\w*\[([^\]]*)\][^{]*\{([^}]*)\}", i.text)
+    if not named:
+      raise ValueError(f"replica groups of {i.name} are not understood: {i.text[:200]}")
+    sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", named.group(1))}
+    axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", named.group(2))
+    return math.prod(int(part) if part else sizes[axis] for axis, part in axes)
+
+  # --- memory -------------------------------------------------------------------------------------
+
+  def _hbm_bytes(self, computation: str, i: Instruction) -> float:
+    operands = [array_bytes(self._shape(computation, x), hbm=True) for x in i.operands]
+    result = array_bytes(i.shape, hbm=True)
+    if i.opcode == "fusion":
+      read, written = self._fused_bytes(i.calls)
+      operands = [min(whole, read.get(n, whole)) for n, whole in enumerate(operands)]
+      results = [array_bytes(shape, hbm=True) for shape in arrays(i.shape)]
+      return int(sum(operands) + sum(map(min, results, written)))
+    if i.opcode in ("dynamic-slice", "slice", "gather"):  # of what lies there
+      return min(operands[0], array_bytes(i.shape)) + result
+    if i.opcode == "dynamic-update-slice":
+      return operands[1] + min(result, array_bytes(self._shape(computation, i.operands[1])))
+    if i.opcode == "scatter":
+      return sum(operands[1:]) + 2 * operands[-1]
+    if i.opcode.endswith("-start"):  # its result holds its operands
+      return result
+    return result + sum(operands)
+
+  def _fused_bytes(self, computation: str) -> tuple[dict[int, int], list[float]]:
+    """({parameter: bytes read of it, if not all are}, the most bytes written of every result)."""
+    inside, continued = self.computations[computation], self._continued(computation)
+    users: dict[str, list[tuple[Instruction, int]]] = {}
+    for i in inside.values():
+      for position, name in enumerate(i.operands):
+        users.setdefault(name, []).append((i, position))
+
+    def touched(i: Instruction) -> int | None:
+      """Bytes of a value that its users take; None: all of it."""
+      total = 0
+      for user, position in users.get(i.name, []):
+        taken = None
+        if user.opcode in ("dynamic-slice", "slice", "gather") and position == 0:
+          taken = array_bytes(user.shape)
+        elif user.opcode == "dynamic-update-slice" and position == 0:
+          taken = 0
+        elif user.name in continued or (continued and user.root):  # handed on
+          taken = 0
+        elif user.opcode == "fusion":
+          taken = self._fused_bytes(user.calls)[0].get(position)
+        elif user.opcode in _IN_PLACE and not user.root:
+          taken = touched(user)
+        if taken is None:
+          return None
+        total += taken
+      return None if i.root else total
+
+    read = {
+      int(i.arguments): taken
+      for i in inside.values()
+      if i.opcode == "parameter" and (taken := touched(i)) is not None
+    }
+    root = next(i for i in inside.values() if i.root)
+    results = [inside[x] for x in root.operands] if root.opcode == "tuple" else [root]
+    written = []
+    for result in results:
+      while result.opcode in _IN_PLACE and result.operands:
+        result = inside[result.operands[0]]
+      update = result.opcode == "dynamic-update-slice"
+      most = array_bytes(self._shape(computation, result.operands[1])) if update else math.inf
+      handed_on = result.name in continued or (continued and result.opcode == "parameter")
+      most = 0 if handed_on or _ASYNC_DONE in result.text else most
+      written += [most] * len(arrays(result.shape))
+    return read, written
+
+  # --- loops --------------------------------------------------------------------------------------
+
+  def _loop(self, computation: str, i: Instruction, known: _Values | None) -> _Loop:
+    """Of a `while`; remembered, since a loop may need the results of the loops before it."""
+    key = (computation, i.name, None if known is None else tuple(known))
+    if key not in self.loops:
+      before, after = self._first_iteration(computation, i, known)
+      length = self._length(i, before, after)
+      pairs = list(zip(before, after, strict=True))
+      stays = [a if a == b else None for a, b in pairs]
+      grows = lambda a, b: None if a is None or b is None else a + (b - a) * length
+      ended = stays if length is None else [grows(a, b) for a, b in pairs]
+      self.loops[key] = _Loop(length, stays, ended)
+    return self.loops[key]
+
+  def _length(self, i: Instruction, before: _Values, after: _Values) -> int | None:
+    if known_count := i.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
+      return int(known_count)
+    condition = i.attribute(r"condition=%?([\w.\-]+)")
+    for first, limit, step in self._bounds(condition, before, after):
+      return max(0, -(-(limit - first) // step))
+    return next((n for name, n in self.lengths.items() if re.search(name, i.op_name)), None)
+
+  def _first_iteration(self, computation, i, known) -> tuple[_Values, _Values]:
+    """The known elements of a loop's tuple before and after its first iteration."""
+    body = i.attribute(r"body=%?([\w.\-]+)")
+    root = next(x for x in self.computations[body].values() if x.root)
+    before = self._elements(computation, i.operands[0], known)
+    if root.opcode != "tuple":
+      return before, [None] * len(before)
+    before = before + [None] * (len(root.operands) - len(before))
+    return before, [self._value(body, name, before) for name in root.operands]
+
+  def _bounds(
+    self, computation: str, before: _Values, after: _Values
+  ) -> Iterator[tuple[int, int, int]]:
+    """(first, limit, step) by every comparison of a condition with what grows or falls."""
+    for i in self.computations[computation].values():
+      if i.opcode == "fusion":
+        inner = [[self._value(computation, x, env) for x in i.operands] for env in (before, after)]
+        yield from self._bounds(i.calls, *inner)
+      if i.opcode != "compare":
+        continue
+      sides = [self._value(computation, x, env) for x in i.operands for env in (before, after)]
+      numbers = [x for x in sides if x is not None]
+      if len(numbers) < 4:
+        continue
+      a, a_next, b, b_next = numbers
+      direction = i.attribute(r"direction=(\w+)")
+      sign = 1 if direction in ("LT", "LE", "NE") else -1  # a grows up to b, or falls down to it
+      step = sign * ((a_next - a) - (b_next - b))
+      if step > 0:
+        yield sign * a, sign * b + (direction in ("LE", "GE")), step
+
+  def _elements(self, computation: str, name: str, known: _Values | None) -> _Values:
+    """What is known of a tuple's elements."""
+    i = self.computations[computation][name]
+    if i.opcode == "tuple":
+      return [self._value(computation, x, known) for x in i.operands]
+    if i.opcode == "parameter":
+      return known or []
+    if i.opcode == "while":
+      return self._loop(computation, i, known).ended
+    return self._elements(computation, i.operands[0], known) if i.opcode == "copy" else []
+
+  def _value(self, computation: str, name: str, known: _Values | None) -> int | None:
+    """A scalar that does not depend on data, or None."""
+    i = self.computations[computation].get(name)
+    if i is None or not re.match(r"[su]\d+\[\]", i.shape):
+      return None
+    if i.opcode == "constant":
+      return int(i.arguments)
+    if i.opcode == "get-tuple-element":
+      elements = self._elements(computation, i.operands[0], known)
+      index = int(i.attribute(r"index=(\d+)"))
+      return elements[index] if index < len(elements) else None
+    if i.opcode == "parameter":  # of a fusion; of a computation it is the tuple
+      position = int(i.arguments)
+      return known[position] if known and position < len(known) else None
+    values = [self._value(computation, x, known) for x in i.operands]
+    if i.opcode == "fusion":
+      root = next(x for x in self.computations[i.calls].values() if x.root)
+      return self._value(i.calls, root.name, values)
+    numbers = [x for x in values if x is not None]
+    if len(numbers) < len(values) or i.opcode not in _SCALAR:
+      return None
+    return _SCALAR[i.opcode](*numbers)
+
+
+def _cost(items: list[Item]) -> tuple[float, float]:
+  return sum(i.flops for i in items), sum(i.hbm_bytes + i.received_bytes for i in items)

@@ -1,0 +1,262 @@
+"""Staleness as a setting: which policy samples which batch, which batch each update trains on.
+
+Updates t and batches b count from 0. The version v of a policy is the number of updates it has had.
+The lag of update t is t − v, where v is the version that sampled its batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from rlvr_jax.ops.checks import check_integer
+from rlvr_jax.rollouts.store import RolloutStore
+from rlvr_jax.storage.places import place
+
+__all__ = [
+  "on_policy",
+  "updates_per_refresh",
+  "stages",
+  "fixed_lag",
+  "simulated_asynchronous",
+  "asynchronous",
+]
+
+
+class Schedule(NamedTuple):
+  """Which policy samples which batch, and which batch each update trains on; t counts from 0."""
+
+  samples: Callable[[int], int]  # t → number of batches sampled from version t, before update t
+  batch: Callable[[int], int]  # t → number of the batch that update t trains on
+  first: Callable[[int], int]  # t → lowest number that update t or a later one trains on
+  max_lag: int | None = None  # with real_time: bound on the lag
+  real_time: bool = False  # `samples` is not used: a thread samples batches, within max_lag
+  stage_length: int | None = None  # updates per stage, for the stage metrics
+  open_ended: bool = False  # the first updates' plan is the same for any num_updates
+
+
+def plan(schedule: Schedule, num_updates: int) -> list[tuple[int, int]]:
+  """For each update, (number of the batch it trains on, version that sampled that batch).
+
+  Raises:
+    ValueError: the schedule runs in real time, so that its plan is not known beforehand; or an
+      update trains on a batch that has not been sampled yet or is no longer kept.
+  """
+  if schedule.real_time:
+    raise ValueError("a real-time schedule has no plan; read the versions of its rollouts")
+  sampled_by: list[int] = []
+  kept_from = 0
+  planned = []
+  for t in range(num_updates):
+    sampled_by += [t] * schedule.samples(t)
+    kept_from = max(kept_from, schedule.first(t))
+    batch = schedule.batch(t)
+    if not kept_from <= batch < len(sampled_by):
+      raise ValueError(
+        f"update {t} trains on batch {batch}, but only batches {kept_from} to {len(sampled_by) - 1}"
+        " are sampled and kept by then; fix the schedule's samples, batch or first"
+      )
+    planned.append((batch, sampled_by[batch]))
+  return planned
+
+
+def same(update: int) -> int:
+  """Update t trains on batch t: every batch once, in the order sampled."""
+  return update
+
+
+def on_policy() -> Schedule:
+  """Update t trains on batch t, sampled just before it: b(t) = v(t) = t."""
+  return Schedule(samples=lambda t: 1, batch=same, first=same, open_ended=True)
+
+
+def updates_per_refresh(*, batches: int = 1, epochs: int = 1) -> Schedule:
+  """Samples `batches` batches every μ = batches·epochs updates, which train on each epochs times.
+
+  b(t) = r·batches + (t − r·μ) mod batches and v(t) = r·μ, with r = ⌊t/μ⌋ and μ = batches·epochs.
+  This is the schedule of GRPO and PPO. A refresh samples all its batches, even if the run ends
+  before it has trained on them.
+
+  Args:
+    batches: ≥ 1, sampled at each refresh.
+    epochs: ≥ 1.
+  Source: Algorithm 1 of "Proximal Policy Optimization Algorithms" (arXiv:1707.06347); Algorithm 1
+    of "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models"
+    (arXiv:2402.03300), for GRPO.
+  """
+  check_integer("updates_per_refresh", "batches", batches, low=1)
+  check_integer("updates_per_refresh", "epochs", epochs, low=1)
+  length = batches * epochs
+
+  def batch(update: int) -> int:
+    return update // length * batches + update % length % batches
+
+  def first(update: int) -> int:
+    in_last_epoch = update % length >= length - batches
+    return batch(update) if in_last_epoch else update // length * batches
+
+  samples = lambda t: 0 if t % length else batches
+  return Schedule(samples=samples, batch=batch, first=first, open_ended=True)
+
+
+def stages(*, count: int = 4, num_updates: int) -> Schedule:
+  """μ-GRPO's stages: samples all batches of μ = U/S updates first, then trains on them in order.
+
+  b(t) = t and v(t) = μ·⌊t/μ⌋: within a stage the lag grows from 0 to μ − 1.
+
+  Args:
+    count: S ≥ 1, divides U; S = U is on_policy.
+    num_updates: U, updates of the run.
+  Source: "How Off-Policy Can GRPO Be? Mu-GRPO for Efficient LLM Reinforcement Learning"
+    (arXiv:2605.17570), with 4096 updates and μ = 1024, compared with GRPO's μ = 4.
+  """
+  check_integer("stages", "count", count, low=1)
+  check_integer("stages", "num_updates", num_updates, low=0)
+  if num_updates % count:
+    divisors = [s for s in range(1, num_updates + 1) if num_updates % s == 0]
+    below = max(s for s in divisors if s < count)
+    above = min((s for s in divisors if s > count), default=None)
+    raise ValueError(
+      f"stages: count = {count} does not divide num_updates = {num_updates}; set count to {below}"
+      f"{f' or {above}' if above else ''}, or num_updates to a multiple of {count} such as"
+      f" {num_updates + count - num_updates % count}"
+    )
+  length = max(num_updates // count, 1)  # a run without updates has no stage
+  samples = lambda t: 0 if t % length else length
+  return Schedule(samples=samples, batch=same, first=same, stage_length=length)
+
+
+def fixed_lag(*, lag: int, num_updates: int) -> Schedule:
+  """Update t trains on rollouts of the policy from L updates ago: b(t) = t, v(t) = max(0, t − L).
+
+  L + 1 batches are sampled before the first update and one before each later update, until there is
+  one for every update.
+
+  Args:
+    lag: L ≥ 0, updates; 0 is on_policy.
+    num_updates: updates of the run.
+  Source: L = 1 is the one-step off-policy training of "Asynchronous RLHF: Faster and More Efficient
+    Off-Policy RL for Language Models" (arXiv:2410.18252).
+  """
+  check_integer("fixed_lag", "lag", lag, low=0)
+  check_integer("fixed_lag", "num_updates", num_updates, low=0)
+  return once_each([max(0, b - lag) for b in range(num_updates)], open_ended=lag == 0)
+
+
+def simulated_asynchronous(
+  *, max_lag: int = 4, recorded: str = "", num_updates: int, seed: int
+) -> Schedule:
+  """The lags of an asynchronous run, without its dependence on the clock: reproducible.
+
+  b(t) = t and v(t) = max(0, max_{s ≤ t} (s − l_s)), with l_s uniform on {0, …, L}, since a
+  first-in, first-out queue never returns an older policy's batch after a newer one's. So the lag of
+  update t is min_{k ≥ 0} (l_{t−k} + k). It is at least j with probability Π_{i=1}^{j} (1 − i/(L+1))
+  for j ≤ L ≤ t: all lags occur, the longest rarely. `recorded` replays a run's versions instead.
+
+  Args:
+    max_lag: L ≥ 0, updates; also a bound on recorded lags.
+    recorded: --workdir of a run, whose batches' versions become v; "" samples random lags.
+    num_updates: updates of the run.
+    seed: ≥ 0, of the random lags; the lag of batch b depends on (seed, b) alone.
+  Raises:
+    ValueError: a hyper-parameter out of range; a record that lacks a batch, whose versions
+      decrease or come after the update of their batch, or with a lag above max_lag.
+    StoreError: the run has no rollouts.
+  """
+  owner = "simulated_asynchronous"
+  check_integer(owner, "max_lag", max_lag, low=0)
+  check_integer(owner, "num_updates", num_updates, low=0)
+  check_integer(owner, "seed", seed, low=0)
+  if recorded:
+    versions = recorded_versions(recorded, num_updates)
+    check_versions(f"{owner}: recorded = {recorded!r}", versions, max_lag)
+  else:
+    oldest = (b - sampled_lag(seed, b, max_lag) for b in range(num_updates))
+    versions = [max(0, v) for v in itertools.accumulate(oldest, max)]
+  return once_each(versions, open_ended=max_lag == 0)
+
+
+def asynchronous(*, max_lag: int = 4) -> Schedule:
+  """Generation and updates overlap in real time: b(t) = t, and any v(t) ≥ t − L.
+
+  A thread samples batch after batch from the newest policy. It waits while that policy is older
+  than version b − L for the next batch b. Unlike with other schedules, lags depend on the clock.
+
+  Args:
+    max_lag: L ≥ 0, updates; 0 means no overlap.
+  Source: the staleness bound of "AReaL: A Large-Scale Asynchronous Reinforcement Learning System
+    for Language Reasoning" (arXiv:2505.24298).
+  """
+  check_integer("asynchronous", "max_lag", max_lag, low=0)
+
+  def samples(update: int) -> int:
+    raise RuntimeError(
+      f"asynchronous: the batches sampled before update {update} depend on the clock; read the"
+      " versions of the rollouts"
+    )
+
+  return Schedule(
+    samples=samples,
+    batch=same,
+    first=same,
+    max_lag=max_lag,
+    real_time=True,
+    open_ended=True,
+  )
+
+
+def once_each(versions: Sequence[int], *, open_ended: bool) -> Schedule:
+  """Update t trains on batch t, sampled by version `versions[t]`; versions never decrease."""
+  counts = np.bincount(np.asarray(versions, int), minlength=1)
+  samples = lambda t: int(counts[t]) if t < len(counts) else 0
+  return Schedule(samples=samples, batch=same, first=same, open_ended=open_ended)
+
+
+def sampled_lag(seed: int, batch: int, max_lag: int) -> int:
+  """A random lag for a batch, uniform on 0 … max_lag; depends on (seed, batch) alone."""
+  # A spawn key, because NumPy treats the entropies [seed, b] and [seed, b, 0] as equal, and the
+  # loop seeds other generators with such lists.
+  entropy = np.random.SeedSequence(seed, spawn_key=(batch,))
+  return int(np.random.default_rng(entropy).integers(max_lag + 1))
+
+
+def recorded_versions(workdir: str, num_batches: int) -> list[int]:
+  """The versions of a run's batches 0 … num_batches − 1, including deleted batches."""
+  store = RolloutStore(
+    place("simulated_asynchronous: recorded", workdir) / "rollouts", writable=False
+  )
+  infos = []
+  for number in range(num_batches):
+    try:
+      infos.append(store.info(number))
+    except KeyError:
+      raise ValueError(
+        f"simulated_asynchronous: recorded = {workdir!r} has no batch {number}, but every update"
+        f" needs one; lower num_updates = {num_batches} to {number} or choose a longer run"
+      ) from None
+  return [info["version"] for info in infos]
+
+
+def check_versions(owner: str, versions: Sequence[int], max_lag: int) -> None:
+  """Raises unless the versions never decrease and 0 ≤ b − versions[b] ≤ max_lag for all b."""
+  previous = 0
+  for batch, version in enumerate(versions):
+    prefix = f"{owner}: batch {batch} was sampled by version {version}"
+    if version > batch:
+      raise ValueError(
+        f"{prefix}, which comes after update {batch}; choose a run that trains on every batch once,"
+        " in the order sampled"
+      )
+    if version < previous:
+      raise ValueError(
+        f"{prefix} after one of version {previous}; choose a run whose versions never decrease, one"
+        " that was not interrupted"
+      )
+    if batch - version > max_lag:
+      raise ValueError(
+        f"{prefix}, a lag of {batch - version} updates, above max_lag = {max_lag}; raise max_lag"
+      )
+    previous = version

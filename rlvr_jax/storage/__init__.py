@@ -1,0 +1,8 @@
+"""Files that survive a crash, a full disk or a lost machine, on a disk or in a bucket."""
+
+__all__ = [
+  "bucket",
+  "files",
+  "places",
+  "segments",
+]

@@ -1,0 +1,9 @@
+"""Checkpoints, and the workdir that one run at a time may write."""
+
+__all__ = [
+  "checkpoint",
+  "checkpoint_files",
+  "checksums",
+  "claim",
+  "workdir",
+]

@@ -1,0 +1,319 @@
+"""The files of one checkpoint: writing a state, and reading it back with its checksums verified.
+
+A checkpoint is one orbax step directory with two items: `arrays` (the state's leaves and the
+extra host arrays, by name) and `manifest` (JSON: format marker, name, shape, dtype and checksum of
+every leaf, the host's values).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from rlvr_jax.storage.bucket import UnreachableError
+from rlvr_jax.storage.files import json_crc32
+from rlvr_jax.storage.places import absolute, in_bucket
+from rlvr_jax.train.checkpointing.checksums import device_checksums, host_checksum
+from rlvr_jax.types import Params
+
+MARKER = "rlvr_jax checkpoint 1"
+COMMITTED = "commit_success.txt"  # orbax writes it last
+MANIFEST = "manifest/metadata"  # the file of the item of this name
+# What tensorstore and gcsfs say of a bucket that does not answer, or refuses.
+_UNREACHABLE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "UNAUTHENTICATED")
+_UNREACHABLE += ("Forbidden", "Cannot connect")
+
+
+class CheckpointError(RuntimeError):
+  """A checkpoint cannot be written or used."""
+
+
+class TornCheckpointError(CheckpointError):
+  """Files of a checkpoint are missing, truncated or changed."""
+
+
+class ForeignCheckpointError(CheckpointError):
+  """The checkpoint is of another program, or of a state with another structure."""
+
+
+def saved_steps(directory: pathlib.Path) -> list[int]:
+  """The steps that have a checkpoint in `directory`, of `storage.place`, ascending."""
+  found = [path for path in directory.glob("*") if path.name.isdigit()]
+  if in_bucket(directory):  # where a killed save leaves a directory of this name
+    found = [path for path in found if (path / COMMITTED).exists()]
+  return sorted(int(path.name) for path in found)
+
+
+def items_to_save(
+  step: int, state: Any, *, host: Mapping[str, Any], arrays: Any, metric: float | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+  """The two items of a step directory; see `Checkpointer.save`.
+
+  Returns:
+    arrays by name, of jax and of NumPy, and the manifest.
+  """
+  leaves = _named_leaves(state)
+  skeleton, extra = _split_arrays(arrays)
+  manifest = {
+    "marker": MARKER,
+    "step": step,
+    "leaves": _describe(leaves, device_checksums(leaves)),
+    "extra": _describe(extra, {name: host_checksum(value) for name, value in extra.items()}),
+    "arrays": skeleton,
+    "host": dict(host),
+    "metric": metric,
+  }
+  return leaves | extra, _with_checksum(manifest)
+
+
+def read_state(
+  directory: pathlib.Path, abstract_state: Any, *, if_other: str, if_damaged: str
+) -> tuple[Any, dict[str, Any], Any]:
+  """Loads a step directory and verifies every leaf.
+
+  Args:
+    directory: of one step.
+    abstract_state: see `Checkpointer.restore`.
+    if_other, if_damaged: how to fix these errors, a sentence for the message.
+  Returns:
+    The state, the host's values and the arrays that were given to `Checkpointer.save`.
+  Raises:
+    TornCheckpointError: files are truncated, changed or missing.
+    ForeignCheckpointError: not a checkpoint of this package, or of a state with another structure.
+  """
+  expected = _named_leaves(abstract_state)
+  with _reporting_damage(directory, if_damaged):
+    manifest = read_manifest(directory)
+    _check_same_leaves(directory, expected, manifest["leaves"], if_other)
+    stored = _read_arrays(directory, expected, manifest["leaves"] | manifest["extra"])
+  state = jax.tree.unflatten(jax.tree.structure(abstract_state), [stored[n] for n in expected])
+  return state, manifest["host"], _join_arrays(manifest["arrays"], stored)
+
+
+def read_params(directory: pathlib.Path, abstract_params: Params) -> Params:
+  """Loads the parameters from a checkpoint of any run; see `read_field`."""
+  return read_field("params", directory, abstract_params)
+
+
+def read_field(field: str, directory: pathlib.Path, abstract: Any) -> Any:
+  """Loads one field of the `TrainState` in a checkpoint of any run; does not write to it.
+
+  Args:
+    field: such as "params"; a checkpoint may have only those.
+    directory: of one step.
+    abstract: the field's structure, as the state's in `Checkpointer.restore`.
+  Returns:
+    The field, with the shardings of `abstract`.
+  Raises:
+    TornCheckpointError: files are truncated, changed or missing.
+    ForeignCheckpointError: of another program, or a field with another structure.
+  """
+  silence_orbax()
+  directory = absolute(directory)
+  leaves = _named_leaves(abstract)
+  with _reporting_damage(directory, "Choose another step or run."):
+    saved = read_manifest(directory)["leaves"]
+    prefix = f"{field}." if any(name.startswith("params.") for name in saved) else ""
+    saved = {name: entry for name, entry in saved.items() if name.startswith(prefix)}
+    expected = {prefix + name: leaf for name, leaf in leaves.items()}
+    remedy = (
+      "Choose a checkpoint with this run's network, adapters and optimizer, or change this run's."
+    )
+    _check_same_leaves(directory, expected, saved, remedy)
+    stored = _read_arrays(directory, expected, saved)
+  return jax.tree.unflatten(jax.tree.structure(abstract), [stored[n] for n in expected])
+
+
+@contextlib.contextmanager
+def _reporting_damage(directory: pathlib.Path, remedy: str) -> Iterator[None]:
+  """Converts errors of reading into TornCheckpointError, but for a bucket that does not answer."""
+  try:
+    yield
+  except ForeignCheckpointError:
+    raise
+  except Exception as error:
+    if in_bucket(directory) and any(status in str(error) for status in _UNREACHABLE):
+      raise UnreachableError(
+        f"the checkpoint {directory} cannot be read: {short(error)}. Check the network and the"
+        " account's role (roles/storage.objectUser), then rerun the same command"
+      ) from error
+    raise TornCheckpointError(
+      f"the checkpoint {directory} is damaged: {short(error)}. {remedy}"
+    ) from error
+
+
+# --- leaves ---------------------------------------------------------------------------------------
+
+
+def _named_leaves(tree: Any) -> dict[str, Any]:
+  """Leaves by path, in flattening order."""
+  named = {}
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    name = jax.tree_util.keystr(path, simple=True, separator=".")
+    if name in named or not isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
+      raise TypeError(
+        f"state leaf {name!r} is {'a duplicate' if name in named else type(leaf).__name__}; "
+        "every leaf must be a jax array with a unique path; pass host values as `host`."
+      )
+    named[name] = leaf
+  return named
+
+
+def _sharding(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.sharding.Sharding:
+  return leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+
+def _describe(leaves: Mapping[str, Any], sums: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+  return {
+    name: {"shape": list(x.shape), "dtype": jnp.dtype(x.dtype).name, "checksum": sums[name]}
+    for name, x in leaves.items()
+  }
+
+
+def _check_same_leaves(
+  directory: pathlib.Path,
+  expected: Mapping[str, Any],
+  saved: Mapping[str, dict[str, Any]],
+  remedy: str,
+) -> None:
+  """Raises ForeignCheckpointError naming the first leaf that differs."""
+  now = {n: f"{jnp.dtype(x.dtype).name}{list(x.shape)}" for n, x in expected.items()}
+  then = {n: f"{e['dtype']}{e['shape']}" for n, e in saved.items()}
+  for name in [*now, *then]:
+    if now.get(name) != then.get(name):
+      raise ForeignCheckpointError(
+        f"the checkpoint {directory} is of another state: leaf {name!r} is "
+        f"{then.get(name, 'absent')} in it and {now.get(name, 'absent')} in this run. {remedy}"
+      )
+
+
+def _read_arrays(
+  directory: pathlib.Path, on_devices: Mapping[str, Any], entries: Mapping[str, dict[str, Any]]
+) -> dict[str, Any]:
+  """The arrays of `entries` in a step directory: jax arrays for `on_devices`, else NumPy arrays.
+
+  Raises an error of any kind if files are missing, truncated or changed.
+  """
+  target, how = {}, {}
+  for name, entry in entries.items():
+    if 0 in entry["shape"]:
+      continue
+    target[name] = jax.ShapeDtypeStruct(entry["shape"], jnp.dtype(entry["dtype"]))
+    if name in on_devices:
+      how[name] = ocp.ArrayRestoreArgs(sharding=_sharding(on_devices[name]))
+    else:
+      how[name] = ocp.RestoreArgs(restore_type=np.ndarray)
+  args = ocp.args.PyTreeRestore(item=target, restore_args=how, partial_restore=True)
+  with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+    stored = dict(handler.restore(directory / "arrays", args=args))
+  for name, entry in entries.items():
+    if name not in stored:
+      empty = np.zeros(entry["shape"], jnp.dtype(entry["dtype"]))
+      on_device = name in on_devices
+      stored[name] = jax.device_put(empty, _sharding(on_devices[name])) if on_device else empty
+  device = {name: stored[name] for name in on_devices}
+  host = {name: host_checksum(stored[name]) for name in entries if name not in on_devices}
+  _check_sums(device_checksums(device) | host, entries)
+  return stored
+
+
+def _check_sums(found: Mapping[str, int], entries: Mapping[str, dict[str, Any]]) -> None:
+  for name, entry in entries.items():
+    if found[name] != entry["checksum"]:
+      raise ValueError(f"leaf {name!r} has checksum {found[name]}, saved with {entry['checksum']}")
+
+
+def _split_arrays(tree: Any) -> tuple[Any, dict[str, np.ndarray]]:
+  """(a JSON skeleton of `tree` with {"array": name} in place of arrays, the arrays by name)."""
+  found: dict[str, np.ndarray] = {}
+
+  def visit(node: Any) -> Any:
+    match node:
+      case None:
+        return None
+      case dict() if all(isinstance(key, str) for key in node):
+        return {"dict": {key: visit(child) for key, child in node.items()}}
+      case list() | tuple():
+        return {"list": [visit(child) for child in node]}
+      case np.ndarray() | np.generic() if np.asarray(node).dtype.kind not in "OSUMm":
+        name = f"extra-{len(found)}"
+        found[name] = np.asarray(node)
+        return {"array": name}
+    raise TypeError(
+      f"`arrays` has {type(node).__name__}; it takes dicts with string keys, lists and numeric "
+      "NumPy arrays (from jax.device_get and dataclasses.asdict); pass text as `host`."
+    )
+
+  return visit(tree), found
+
+
+def _join_arrays(skeleton: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+  match skeleton:
+    case None:
+      return None
+    case {"array": name}:
+      return arrays[name]
+    case {"dict": children}:
+      return {key: _join_arrays(child, arrays) for key, child in children.items()}
+    case {"list": children}:
+      return [_join_arrays(child, arrays) for child in children]
+  raise ValueError(f"unknown node {skeleton!r} in the manifest")
+
+
+# --- manifest -------------------------------------------------------------------------------------
+
+
+def _with_checksum(manifest: dict[str, Any]) -> dict[str, Any]:
+  return {"crc32": json_crc32(manifest), "manifest": json.loads(json.dumps(manifest))}
+
+
+def read_manifest(directory: pathlib.Path) -> dict[str, Any]:
+  """The manifest of a step directory, its own checksum verified."""
+  if not (directory / "manifest").exists():
+    raise ForeignCheckpointError(
+      f"{directory} is not a checkpoint of rlvr_jax (it has no manifest). Use another --workdir, or"
+      " remove that directory if it is not needed."
+    )
+  saved = json.loads((directory / MANIFEST).read_bytes())
+  if _with_checksum(saved["manifest"])["crc32"] != saved["crc32"]:
+    raise ValueError("the manifest does not match its checksum")
+  marker = saved["manifest"]["marker"]
+  if marker != MARKER:
+    raise ForeignCheckpointError(
+      f"{directory} has the format {marker!r}, this version reads {MARKER!r}. "
+      "Use the version of rlvr_jax that wrote it, or another --workdir."
+    )
+  return saved["manifest"]
+
+
+def with_metric(manifest: dict[str, Any], host: Mapping[str, Any], metric: float) -> bytes:
+  """The manifest file of a step that was measured after it was saved."""
+  return json.dumps(_with_checksum(manifest | {"host": dict(host), "metric": metric})).encode()
+
+
+# --- orbax's messages -----------------------------------------------------------------------------
+
+
+def short(error: BaseException) -> str:
+  """The error without the long list of settings that tensorstore adds; its cause has them."""
+  text = " ".join(f"{type(error).__name__}: {error}".split())
+  return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+def silence_orbax() -> None:
+  """Drops orbax's log records; problems that matter to users are raised as our errors."""
+  logging.getLogger("absl").addFilter(_is_not_of_orbax)
+
+
+def _is_not_of_orbax(record: logging.LogRecord) -> bool:
+  return f"{os.sep}orbax{os.sep}" not in record.pathname

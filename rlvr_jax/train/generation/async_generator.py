@@ -1,0 +1,128 @@
+"""Generation in a separate thread, with a bounded lag behind the trainer."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from concurrent.futures import Future
+from typing import Any
+
+from rlvr_jax.rollouts.batch import RolloutBatch
+from rlvr_jax.train.cluster import multihost
+from rlvr_jax.train.cluster.process import EndRequestedError
+from rlvr_jax.train.generation.generator import Generator, PolicySnapshot
+
+_POLL_S = 0.2  # interval at which a wait checks whether the run is to end
+_CLOSING_S = 10.0  # limit on the wait for a batch in progress when the run ends
+
+
+class GeneratorStoppedError(RuntimeError):
+  """The generating thread produced no batch within its deadline, or died."""
+
+
+class AsyncGenerator:
+  """Samples batches with the newest policy it was offered; `take` returns them in order.
+
+  Back-pressure: batch b is started once b − version ≤ max_lag, where update b trains on batch b and
+  `version` is that of the newest policy. So at most max_lag + 1 batches are sampled and not yet
+  taken, and no lag is above max_lag.
+  """
+
+  def __init__(self, generator: Generator, *, max_lag: int, deadline_s: float, num_batches: int):
+    """Starts the thread; it waits for the first `offer`.
+
+    Args:
+      generator: used by the thread alone from now on.
+      max_lag: updates.
+      deadline_s: seconds that `take` waits for one batch.
+      num_batches: of the run; no more are sampled.
+    """
+    self._generator = generator
+    self._max_lag, self._deadline_s, self._num_batches = max_lag, deadline_s, num_batches
+    self._changed = threading.Condition()
+    self._newest: PolicySnapshot | None = None
+    self._closing = False
+    self._ready: queue.Queue[RolloutBatch | BaseException] = queue.Queue()
+    # A daemon: a thread that hangs in a device must not keep the process from ending.
+    self._thread = threading.Thread(target=self._run, name="generator", daemon=True)
+    self._thread.start()
+
+  def offer(self, policy: PolicySnapshot) -> None:
+    """Sets the newest policy of the trainer; batches started from now on are sampled from it."""
+    with self._changed:
+      self._newest = policy
+      self._changed.notify_all()
+
+  def take(self) -> RolloutBatch:
+    """The next batch.
+
+    Raises:
+      EndRequestedError: the process was asked to end meanwhile.
+      GeneratorStoppedError: there was no batch within the deadline, or the thread died.
+    """
+    deadline = time.monotonic() + self._deadline_s
+    found: Any = None
+    while found is None:
+      multihost.end_if_asked()
+      try:
+        found = self._ready.get(timeout=min(_POLL_S, self._deadline_s))
+      except queue.Empty:
+        if time.monotonic() >= deadline:
+          raise GeneratorStoppedError(
+            f"the generator produced no batch within {self._deadline_s:g} s; check whether it or"
+            " the grader hangs, or raise config.generation_deadline_s. Sampled batches are kept:"
+            " rerun the same command to continue"
+          ) from None
+    if isinstance(found, BaseException):
+      raise GeneratorStoppedError(
+        f"the generator died ({type(found).__name__}: {found}). Sampled batches are kept: fix the"
+        " cause and rerun the same command to continue"
+      ) from found
+    return found
+
+  def has_ready(self) -> bool:
+    """Whether `take` would return immediately."""
+    return not self._ready.empty()
+
+  def close(self) -> None:
+    """Lets the thread end after the current batch; waits up to `_CLOSING_S` for it."""
+    with self._changed:
+      self._closing = True
+      self._changed.notify_all()
+    self._thread.join(timeout=_CLOSING_S)
+
+  def _run(self) -> None:
+    try:
+      for batch in self._generator.batches(self._next_policy):
+        self._ready.put(batch)
+    except EndRequestedError:
+      pass  # `take` finds by itself that the process is asked to end
+    except BaseException as error:  # of any kind: `take` raises it in the trainer
+      self._ready.put(error)
+
+  def _next_policy(self, wait: bool, until: Future | None) -> PolicySnapshot | None:
+    graded = lambda: until is not None and until.done()
+    if wait and until is not None:
+      until.add_done_callback(lambda _: self._wake())
+    with self._changed:
+      if wait:
+        self._changed.wait_for(lambda: self._ended() or self._may_begin() or graded())
+      return self._newest if self._may_begin() and not self._ended() else None
+
+  def _wake(self) -> None:
+    with self._changed:
+      self._changed.notify_all()
+
+  def _ended(self) -> bool:
+    return self._closing or self._generator.number >= self._num_batches
+
+  def _may_begin(self) -> bool:
+    """Whether the newest policy may sample: new enough, and not older than the last batch's policy.
+
+    It is older after a resume, while the trainer trains on batches sampled before.
+    """
+    newest, generator = self._newest, self._generator
+    if newest is None or newest.version < generator.version:
+      return False
+    return generator.number - newest.version <= self._max_lag

@@ -1,0 +1,10 @@
+"""What a run writes and prints; nothing here changes what it computes."""
+
+__all__ = [
+  "machines",
+  "records",
+  "report",
+  "run_log",
+  "trackers",
+  "writer",
+]

@@ -1,0 +1,15 @@
+"""From a configuration to the components of a run; every error is found before compilation."""
+
+__all__ = [
+  "adapters",
+  "behavior_sources",
+  "build",
+  "checks",
+  "config_file",
+  "engines",
+  "grading",
+  "old_spellings",
+  "problem_filters",
+  "programs",
+  "tokenizers",
+]

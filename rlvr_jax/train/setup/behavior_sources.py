@@ -1,0 +1,306 @@
+"""The policies that sample a batch: the trained policy, and others for a fraction of the groups."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+from jax.sharding import Mesh
+
+from rlvr_jax.data import Tokenizer
+from rlvr_jax.models import quantized
+from rlvr_jax.models.functional import Model, transformer
+from rlvr_jax.models.linear import merged
+from rlvr_jax.models.presets import model_settings
+from rlvr_jax.ops.checks import check_between, check_choice, check_integer
+from rlvr_jax.ops.logprobs import check_sampling, is_truncated, token_logprobs
+from rlvr_jax.rollouts.engine import Engine
+from rlvr_jax.rollouts.recorded import RecordedGroups
+from rlvr_jax.rollouts.store import StoreError
+from rlvr_jax.sampling import sampling_of
+from rlvr_jax.storage.places import place
+from rlvr_jax.train.checkpointing.checkpoint_files import read_params, saved_steps
+from rlvr_jax.train.cluster import sharding
+from rlvr_jax.types import Array, Params, Prompts, Sampling
+
+RECORDED = ("sampled", "raw")
+UNHEATED = Sampling()  # the distribution of "raw"
+
+# Largest mean |Δ log p|, in nats per token at temperature 1, between the two computations of a
+# log-probability (cached decoding, one forward pass). For networks of up to four layers of width
+# 128, `agreement/policy_mean` is 3e-7 in float32 and 2e-3 in bfloat16.
+MAX_GAP = {"float64": 1e-4, "float32": 1e-4, "bfloat16": 5e-2}
+
+
+class Source(NamedTuple):
+  """A policy that samples some groups of every batch."""
+
+  name: str
+  prompts: int  # number of groups in every batch
+  sampling: Sampling  # the distribution of its log-probabilities
+  engine: Engine | None = None  # samples from it
+  recorded: RecordedGroups | None = None  # instead of an engine
+  # (trained, frozen) of the trained policy → (trained, frozen) of this source
+  params_of: Callable[[Params, Params], tuple[Params, Params]] = lambda *policy: policy
+  # The checkpoint step or the batch numbers that a resumed run must use again; JSON.
+  pin: Any = None
+  of_this_run: bool = True  # whether its parameters derive from the trained policy's
+  exact: bool = False  # whether they are equal, so that log-probabilities must agree
+  raw: bool = False  # records log-probabilities at temperature 1 as the behavior policy's
+
+  @property
+  def truncated(self) -> bool:
+    """Whether top-k, top-p or min-p truncates the distribution that is sampled."""
+    return is_truncated(self.sampling) if self.recorded is None else self.recorded.truncated
+
+  @property
+  def shaped(self) -> bool:
+    """Whether recorded rewards may be other than 0 and 1."""
+    return self.recorded is not None and self.recorded.shaped
+
+
+def groups_by_source(fractions: Mapping[str, float], num_prompts: int) -> dict[str, int]:
+  """Number of groups of a batch by source, the trained policy first; without sources that have 0.
+
+  Args:
+    fractions: of the groups of a batch, by name of the other sources.
+    num_prompts: P.
+  Raises:
+    ValueError: a fraction of P is not an integer, or the fractions sum to more than 1.
+  """
+  groups = {}
+  for name, fraction in fractions.items():
+    check_between(f"config.sources.{name}", "fraction", fraction, low=0.0, high=1.0)
+    groups[name] = round(fraction * num_prompts)
+    if abs(fraction * num_prompts - groups[name]) > 1e-6:
+      raise ValueError(
+        f"config.sources.{name}.fraction = {fraction} of config.batch.prompts = {num_prompts} is"
+        f" {fraction * num_prompts:g} groups; set it to a multiple of 1/{num_prompts}, for example"
+        f" {groups[name] / num_prompts:g}"
+      )
+  rest = num_prompts - sum(groups.values())
+  if rest < 0:
+    raise ValueError(
+      f"config.sources: the fractions {dict(fractions)} sum to more than 1; lower one"
+    )
+  return {name: number for name, number in {"policy": rest, **groups}.items() if number}
+
+
+def make_sources(
+  config: ml_collections.ConfigDict,
+  model: Model,
+  mesh: Mesh,
+  tokenizer: Tokenizer,
+  engine_of: Callable[..., Engine],
+  pins: Mapping[str, Any],
+) -> tuple[Source, ...]:
+  """The sources that `config.sources` describes; all errors are found before compilation.
+
+  Args:
+    model: of the trained policy, as functions on `mesh`.
+    mesh: of generation.
+    tokenizer: of the run.
+    engine_of: (model, sampling, prompts=) → an engine.
+    pins: `Source.pin` by name when the run began; empty for a new run.
+  Raises:
+    ValueError: with the field, its value, what is allowed and how to fix it.
+  """
+  settings, sampling = config.sources, sampling_of(config.sampling)
+  check_choice("config.sources.quantized", "format", settings.quantized.format, quantized.FORMATS)
+  shifted, raw = _at_other_temperature(config, model.config.vocab_size)
+
+  def exact(name: str, prompts: int, sampling: Sampling, *, raw: bool = False) -> Source:
+    engine = engine_of(model, sampling, prompts=prompts)
+    return Source(name, prompts, sampling, engine, exact=True, raw=raw)
+
+  def rounded(name: str, prompts: int) -> Source:
+    @jax.jit
+    def copy(trained, frozen):
+      return quantized.quantized(merged(model.combine(trained, frozen)), settings.quantized.format)
+
+    engine = engine_of(quantized.for_quantized(model), sampling, prompts=prompts)
+    return Source(name, prompts, sampling, engine, params_of=lambda *policy: (copy(*policy), {}))
+
+  def checkpoint(name: str, prompts: int) -> Source:
+    other, step, params = other_policy(config, model, mesh, pins.get(name))
+    engine = engine_of(other, sampling, prompts=prompts)
+    source = Source(name, prompts, sampling, engine, of_this_run=False)
+    return source._replace(params_of=lambda *_: (params(), {}), pin=step)
+
+  def recorded(name: str, prompts: int) -> Source:
+    # How it was sampled is not known here; its gap is measured to the target policy.
+    target = Sampling(temperature=config.policy_temperature)
+    groups = recorded_groups(config, tokenizer, pins.get(name))
+    return Source(name, prompts, target, None, groups, pin=groups.numbers, of_this_run=False)
+
+  make: dict[str, Callable[..., Source]] = dict(
+    policy=functools.partial(exact, sampling=sampling),
+    temperature=functools.partial(exact, sampling=shifted, raw=raw),
+    quantized=rounded,
+    checkpoint=checkpoint,
+    recorded=recorded,
+  )
+  fractions = {name: settings[name].fraction for name in make if name != "policy"}
+  found = groups_by_source(fractions, config.batch.prompts)
+  for name, prompts in found.items():
+    sharding.check_batch(f"groups of config.sources.{name}", prompts, mesh)
+  return tuple(make[name](name, prompts) for name, prompts in found.items())
+
+
+def _at_other_temperature(
+  config: ml_collections.ConfigDict, vocab_size: int
+) -> tuple[Sampling, bool]:
+  """The distribution of the source, and whether it records other log-probabilities."""
+  settings = config.sources.temperature
+  temperature, recorded = settings.temperature, settings.recorded
+  check_choice("config.sources.temperature", "recorded", recorded, RECORDED)
+  if recorded == "raw" and not settings.fraction:
+    raise ValueError(
+      "config.sources.temperature: recorded = 'raw' has no effect with fraction = 0; set"
+      " config.sources.temperature.fraction > 0, or recorded = 'sampled'"
+    )
+  sampling = dataclasses.replace(sampling_of(config.sampling), temperature=temperature)
+  check_sampling(sampling, vocab_size)
+  check_between("config.sources.temperature", "temperature", temperature, low=0.0, open_low=True)
+  return sampling, recorded == "raw"
+
+
+def recorded_groups(
+  config: ml_collections.ConfigDict, tokenizer: Tokenizer, numbers: Sequence[int] | None = None
+) -> RecordedGroups:
+  """The groups of the store of `config.sources.recorded`.
+
+  Args:
+    numbers: of the batches to use; None for all that the store has now.
+  Raises:
+    ValueError: there is no store, or its rollouts do not fit this run.
+  """
+  store = config.sources.recorded.store
+  if not store:
+    raise ValueError("config.sources.recorded.store is empty; set it to WORKDIR/rollouts of a run")
+  try:
+    groups = RecordedGroups(
+      place("config.sources.recorded.store", store),
+      numbers=numbers,
+      tokenizer=config.tokenizer,
+      pad_token=tokenizer.pad_id,
+      group_size=config.batch.group_size,
+      max_prompt_length=config.max_prompt_length,
+      max_response_length=config.max_response_length,
+    )
+  except StoreError as error:
+    raise ValueError(f"config.sources.recorded.store: {error}") from error
+  if groups.truncated and not config.allow_truncated_behavior:
+    raise ValueError(
+      f"config.sources.recorded.store = {store!r} has rollouts of truncated sampling, which bias"
+      " the ratio; choose another, or set config.allow_truncated_behavior = True to allow it"
+    )
+  return groups
+
+
+def other_policy(
+  config: ml_collections.ConfigDict, model: Model, mesh: Mesh, step: int | None
+) -> tuple[Model, int, Callable[[], Params]]:
+  """(another run's model, the step of its checkpoint, a function that loads its parameters once).
+
+  Args:
+    config: `sources.checkpoint` has the `workdir` of the run, and the `step`, −1 for the last one.
+    model: of this run.
+    mesh: of generation.
+    step: the step when this run began; None for a new run.
+  Raises:
+    ValueError: no run in that folder, no checkpoint of that step, or another tokenizer.
+  """
+  settings = config.sources.checkpoint
+  workdir = place("config.sources.checkpoint.workdir", settings.workdir)
+  try:
+    theirs = json.loads((workdir / "config.json").read_text())
+    model_config = model_settings(theirs["model"])
+    tokens = (theirs["tokenizer"], model_config.vocab_size)
+  except (OSError, ValueError, KeyError, TypeError) as error:
+    raise ValueError(
+      f"config.sources.checkpoint.workdir = {settings.workdir!r} has no run with a config.json"
+      f" ({error}); set it to the --workdir of a run"
+    ) from error
+  if tokens != (config.tokenizer, model.config.vocab_size):
+    raise ValueError(
+      f"config.sources.checkpoint.workdir = {settings.workdir!r}: its tokenizer and vocab_size are"
+      f" {tokens}, this run's {(config.tokenizer, model.config.vocab_size)}; choose a run with the"
+      " same"
+    )
+  check_integer("config.sources.checkpoint", "step", settings.step, low=-1)
+  steps = saved_steps(workdir / "checkpoints")
+  if step is None and steps:
+    step = steps[-1] if settings.step == -1 else settings.step
+  if step not in steps:
+    raise ValueError(
+      f"config.sources.checkpoint: {workdir} has no checkpoint of step {step}; it has {steps}"
+    )
+  other = transformer(model_config, sharding.layout(mesh))
+  abstract = sharding.placed(jax.eval_shape(other.init, jax.random.key(0)), mesh)
+  read = lambda: read_params(workdir / "checkpoints" / str(step), abstract)
+  return other, step, functools.cache(read)
+
+
+def response_logprobs(
+  trained: Params,
+  frozen: Params,
+  prompts: Prompts,
+  tokens: Array,
+  *,
+  model: Model,
+  sampling: Sampling,
+) -> Array:
+  """f32[P, G, T], log-probabilities of responses by one forward pass over prompt and response.
+
+  Args:
+    trained, frozen: parameters of the policy that sampled the rollouts.
+    prompts: P prompts.
+    tokens: i32[P, G, T].
+    model: provides `combine`, `response_hidden` and `head`.
+    sampling: the distribution.
+  """
+  params = model.combine(trained, frozen)
+  hidden = model.response_hidden(params, prompts, tokens)
+  return token_logprobs(hidden, model.head(params), tokens, sampling, mesh=model.mesh)[0]
+
+
+def behavior_gap(
+  trained: Params,
+  frozen: Params,
+  prompts: Prompts,
+  tokens: Array,
+  mask: Array,
+  behavior_logprobs: Array,
+  *,
+  model: Model,
+  sampling: Sampling,
+) -> tuple[Array, Array]:
+  """(mean, maximum) of |log p − behavior_logprobs| over the tokens of rollouts, f32[] nats; pure.
+
+  p is the probability that the trainer computes, see `response_logprobs`. Under truncated sampling,
+  a token at the edge of the kept set may have p = 0 because of rounding; such tokens are left out.
+
+  Args:
+    tokens, mask, behavior_logprobs: [P, G, T].
+    sampling: the distribution they were sampled from.
+  """
+  logprobs = response_logprobs(trained, frozen, prompts, tokens, model=model, sampling=sampling)
+  kept = (mask > 0) & (jnp.isfinite(logprobs) if is_truncated(sampling) else True)
+  gaps = jnp.where(kept, jnp.abs(logprobs - behavior_logprobs), 0.0)
+  return gaps.sum() / jnp.maximum(kept.sum(), 1), gaps.max()
+
+
+def max_gap(config: ml_collections.ConfigDict, compute_dtype: Any, source: Source) -> float:
+  """The mean gap, in nats per token, above which a run stops.
+
+  Dividing logits by a temperature below 1 also divides their differences by it.
+  """
+  bound = config.max_behavior_gap or MAX_GAP[jnp.dtype(compute_dtype).name]
+  return bound / min(1.0, source.sampling.temperature)

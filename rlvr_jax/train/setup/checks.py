@@ -1,0 +1,287 @@
+"""Checks of a configuration, all before compilation."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import ml_collections
+from jax.sharding import Mesh
+
+import rlvr_jax
+from rlvr_jax import specs
+from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.ops.checks import check_between, check_integer, described
+from rlvr_jax.ops.logprobs import check_sampling, is_truncated
+from rlvr_jax.rewards.outcome import OutcomePolicy
+from rlvr_jax.rollouts import staleness
+from rlvr_jax.sampling import sampling_of
+from rlvr_jax.train.cluster import sharding
+from rlvr_jax.train.setup.behavior_sources import Source
+from rlvr_jax.train.setup.programs import abstract_batch, make_measure, make_row_layout
+from rlvr_jax.types import Metric, Params, Sampling, TrainBatch, TrainState
+from rlvr_jax.update import learning_rate, optimizer
+from rlvr_jax.update.objective import Method
+from rlvr_jax.update.step import train_step
+
+_MAX_UPDATES = 10_000_000  # schedules are planned for all updates
+_MAX_WORKERS = 1024  # grading processes
+_MAX_INT32 = 2**31 - 1  # of indices and counters on the devices
+_AT_LEAST_ONE = {
+  "": "max_prompt_length max_skipped_in_a_row",
+  "batch": "prompts group_size tokens_per_micro_batch",
+  "evaluation": "every num_samples batch_prompts",
+  "grading": "memory_mib",
+  "checkpoint": "every keep",
+  "logging": "print_every rollouts_every rollouts_per_refresh",
+}
+# Traceback frames in these folders are not in the module of a user's component.
+_LIBRARIES = (
+  os.path.dirname(rlvr_jax.__file__),
+  *(os.path.dirname(str(module.__file__)) for module in (os, jax, chex)),
+)
+_REMEDIES: dict[type[Exception], str] = {
+  jax.errors.TracerBoolConversionError: "use jnp.where in place of if",
+  jax.errors.TracerArrayConversionError: "use jax.numpy in place of numpy",
+}
+
+
+def check_shapes(config: ml_collections.ConfigDict, mesh: Mesh) -> None:
+  """Raises ValueError if a size is out of range, or sizes do not fit together."""
+  for group, names in _AT_LEAST_ONE.items():
+    section = config[group] if group else config
+    for name in names.split():
+      check_integer(f"config.{group}".rstrip("."), name, section[name], low=1, high=_MAX_INT32)
+  check_integer("config", "num_updates", config.num_updates, low=0, high=_MAX_UPDATES)
+  check_integer("config.sampling", "slots", config.sampling.slots, low=0, high=_MAX_INT32)
+  check_between("config", "max_behavior_gap", config.max_behavior_gap, low=0.0)
+  check_integer("config", "proximal_every", config.proximal_every, low=0, high=_MAX_INT32)
+  deadline = config.generation_deadline_s
+  check_between("config", "generation_deadline_s", deadline, low=0.0, open_low=True)
+  for owner, section in (("config", config), ("config.evaluation", config.evaluation)):
+    check_integer(owner, "seed", section.seed, low=0, high=2**32 - 1)
+  warm_start = config.warm_start
+  check_integer("config.warm_start", "num_steps", warm_start.num_steps, low=0, high=_MAX_UPDATES)
+  workers = config.grading.num_workers
+  check_integer("config.grading", "num_workers", workers, low=0, high=_MAX_WORKERS)
+  check_between("config.grading", "timeout_s", config.grading.timeout_s, low=0, open_low=True)
+  # At least 2: a stop token alone is not an answer.
+  check_integer("config", "max_response_length", config.max_response_length, low=2, high=_MAX_INT32)
+  batch = config.batch
+  sharding.check_batch("config.batch.prompts", batch.prompts, mesh)
+  sharding.check_batch("config.evaluation.batch_prompts", config.evaluation.batch_prompts, mesh)
+  if warm_start.num_steps:
+    check_integer("config.warm_start", "batch_size", warm_start.batch_size, low=1, high=_MAX_INT32)
+    sharding.check_batch("config.warm_start.batch_size", warm_start.batch_size, mesh)
+  for field, responses in {
+    "config.batch.prompts · config.batch.group_size": batch.prompts * batch.group_size,
+    "config.evaluation.batch_prompts · config.evaluation.num_samples": (
+      config.evaluation.batch_prompts * config.evaluation.num_samples
+    ),
+    "config.warm_start.batch_size": warm_start.batch_size if warm_start.num_steps else 0,
+  }.items():
+    tokens = responses * (config.max_prompt_length + config.max_response_length)
+    if tokens > _MAX_INT32:
+      raise ValueError(
+        f"{field} = {responses} responses of config.max_prompt_length = {config.max_prompt_length}"
+        f" and config.max_response_length = {config.max_response_length} are {tokens} tokens, a"
+        f" batch may have {_MAX_INT32}; lower one of them"
+      )
+  check_integer("config.batch", "tokens_per_row", batch.tokens_per_row, low=0, high=_MAX_INT32)
+  ks, limit = list(config.evaluation.ks), config.evaluation.num_samples
+  wrong = [k for k in ks if not isinstance(k, int) or not 1 <= k <= limit]
+  if wrong or not ks:
+    raise ValueError(
+      f"config.evaluation.ks = {ks}: pass@k needs at least one integer k, 1 ≤ k ≤"
+      f" config.evaluation.num_samples = {limit}"
+    )
+
+
+def check_heads(network: TransformerConfig, mesh: Mesh) -> None:
+  """Raises ValueError if a key/value head would be split over devices.
+
+  Attention would then sum float32 scores over them, in every layer.
+  """
+  tensor, heads = mesh.shape["tensor"], network.num_kv_heads
+  if heads % tensor:
+    allowed = [size for size in range(1, heads + 1) if heads % size == 0]
+    raise ValueError(
+      f"config.mesh.tensor = {tensor} does not divide the network's {heads} key/value heads;"
+      f" allowed: {allowed}. Set config.mesh.tensor to one of them, and config.mesh.fsdp = -1 for"
+      " the devices that it leaves"
+    )
+
+
+def check_sampling_heads(owner: str, network: TransformerConfig, tensor: int) -> None:
+  """Raises ValueError unless the heads, or copies of key/value heads, split over `tensor`."""
+  heads, of_keys = network.num_heads, network.num_kv_heads
+  fits = lambda n: heads % n == 0 and (of_keys % n == 0 or n % of_keys == 0)
+  if not fits(tensor):
+    raise ValueError(
+      f"{owner}: tensor = {tensor} does not split {heads} query heads and {of_keys} key/value"
+      f" heads; choose one of {[n for n in range(1, heads + 1) if fits(n)]}"
+    )
+
+
+def check_samplings(config: ml_collections.ConfigDict, vocab_size: int) -> None:
+  """Raises ValueError if sampling is greedy, or truncated without being allowed."""
+  sampling = sampling_of(config.sampling)
+  for settings in (sampling, sampling_of(config.evaluation.sampling)):
+    check_sampling(settings, vocab_size)
+  if sampling.temperature == 0:
+    raise ValueError(
+      "config.sampling.temperature = 0: greedy rollouts have no density to train on; set it > 0"
+    )
+  if is_truncated(sampling) and not config.allow_truncated_behavior:
+    plain = dataclasses.replace(Sampling(), temperature=sampling.temperature)
+    changed = [name for name, value in vars(sampling).items() if value != getattr(plain, name)]
+    named = lambda s: ", ".join(f"{name} = {getattr(s, name)}" for name in changed)
+    raise ValueError(
+      f"config.sampling.{named(sampling)}: training on truncated sampling biases the ratio (its"
+      f" mean is the kept mass). Set {named(plain)}, or config.allow_truncated_behavior = True"
+      " to allow it"
+    )
+
+
+def check_rewards(
+  config: ml_collections.ConfigDict,
+  method: Method,
+  policy: OutcomePolicy,
+  sources: Sequence[Source],
+) -> None:
+  """Raises ValueError if advantage, loss, filters and rewards are incompatible."""
+  check_between("config.overlong", "buffer", config.overlong.buffer, low=0)
+  if config.overlong.buffer > config.max_response_length:
+    raise ValueError(
+      f"config.overlong.buffer = {config.overlong.buffer} tokens is more than"
+      f" config.max_response_length = {config.max_response_length}; lower it"
+    )
+  if config.proximal_every and not method.loss.needs_proximal:
+    raise ValueError(
+      f"config.proximal_every = {config.proximal_every}, but config.loss = {config.loss!r} has no"
+      " proximal policy; set it to 0, or choose decoupled_ppo"
+    )
+  shaped = shaped_outcomes(policy)
+  not_binary = {
+    f"config.overlong.buffer = {config.overlong.buffer} shapes them; set it to 0, or choose another"
+    " advantage": config.overlong.buffer,
+    f"those of config.sources.recorded.store = {config.sources.recorded.store!r} are shaped; choose"
+    " another store or another advantage": any(source.shaped for source in sources),
+    f"config.grading.extra = {tuple(config.grading.extra)} adds to them; set it to (), or choose"
+    " another advantage": config.grading.extra,
+    f"config.grading.outcomes has {shaped}": shaped,
+  }
+  for why, found in not_binary.items():
+    if method.advantage.needs_binary and found:
+      raise ValueError(
+        f"config.advantage = {config.advantage!r} needs rewards that are 0 or 1, but {why}"
+      )
+  if config.dynamic_sampling.enabled:
+    limit = config.dynamic_sampling.max_batches
+    check_between("config.dynamic_sampling", "max_batches", limit, low=1)
+    if config.batch.group_size < 2:
+      raise ValueError(
+        "config.dynamic_sampling.enabled with config.batch.group_size = 1: a group of one is always"
+        " all right or all wrong, so nothing would ever be kept; set group_size ≥ 2"
+      )
+
+
+def shaped_outcomes(policy: OutcomePolicy) -> dict[str, Any]:
+  """Outcomes whose reward may be other than 0 or 1; only the score of a correct answer is 1."""
+  plain = ("mask", "stop", 0.0, 1.0)
+  binary = lambda outcome, reward: reward in plain or (outcome, reward) == ("correct", "score")
+  return {o.value: reward for o, reward in policy.items() if not binary(o.value, reward)}
+
+
+def check_update(
+  config: ml_collections.ConfigDict,
+  mesh: Mesh,
+  method: Method,
+  state: TrainState,
+  frozen: Params,
+) -> None:
+  """Traces one update on shapes, so that errors in components are raised before compilation."""
+  layout = make_row_layout(config, method.model.config.attention, mesh)
+  batch = abstract_batch(config, layout, mesh, needs_proximal=method.loss.needs_proximal)
+  _check_advantage(config, method, state, batch)
+  _check_loss(config, method, batch)
+  jax.eval_shape(functools.partial(train_step, method=method), state, frozen, batch)
+  if config.diagnostics.every:
+    jax.eval_shape(make_measure(config, method), state, frozen, state.params, batch)
+
+
+def _check_advantage(
+  config: ml_collections.ConfigDict, method: Method, state: TrainState, batch: TrainBatch
+) -> None:
+  """Raises ValueError if the advantage fails, or its coefficients are not [P, G]."""
+  owner = f"config.advantage = {config.advantage!r}"
+  found = _traced(owner, method.advantage.apply, state.advantage_state, batch)
+  if getattr(found, "shape", None) != batch.rewards.shape:
+    raise ValueError(
+      f"{owner}: the advantage returns {described(found)}; it must return coefficients [P, G],"
+      f" here {list(batch.rewards.shape)}"
+    )
+
+
+def _check_loss(config: ml_collections.ConfigDict, method: Method, batch: TrainBatch) -> None:
+  """Raises ValueError if the loss fails, or does not return (losses [P, G, T], metrics)."""
+  owner, loss = f"config.loss = {config.loss!r}", method.loss
+
+  def losses_of(logprobs, batch, coefficients):
+    statistics = loss.statistics and loss.statistics(logprobs, batch, coefficients)
+    return loss.per_token(logprobs, batch, coefficients, statistics)
+
+  shape = batch.tokens.shape
+  logprobs, coefficients = (jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape, shape[:2]))
+  found = _traced(owner, losses_of, logprobs, batch, coefficients)
+  pair = found if isinstance(found, tuple) and len(found) == 2 else (None, None)
+  if getattr(pair[0], "shape", None) != shape or not isinstance(pair[1], dict):
+    raise ValueError(
+      f"{owner}: per_token returns {described(found)}; it must return (losses f32[P, G, T],"
+      f" metrics), here [P, G, T] = {list(shape)}"
+    )
+  for name, metric in pair[1].items():
+    if not isinstance(metric, Metric):
+      raise ValueError(
+        f"{owner}: its metric {name!r} is {described(metric)}; it must be a Mean, Max, Min or Sum"
+        " of rlvr_jax.types"
+      )
+
+
+def _traced(owner: str, function: Callable[..., Any], *shapes: Any) -> Any:
+  """Shapes of what a component returns; an error in it is a ValueError of one line."""
+  try:
+    return jax.eval_shape(function, *shapes)
+  except Exception as error:
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    text = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    position = f" ({users[-1].filename}, line {users[-1].lineno})" if users else ""
+    remedy = next((f"; {do}" for cls, do in _REMEDIES.items() if isinstance(error, cls)), "")
+    raise ValueError(f"{owner}: {kind}{text}{position}{remedy}") from error
+
+
+def may_differ(config: ml_collections.ConfigDict, schedule: staleness.Schedule) -> list[str]:
+  """Names of fields that may change when a run is resumed, since they do not affect its results.
+
+  Those of the machine change rounding, which `restore.resumable` says.
+  """
+  fields = ["checkpoint", "logging", "grading.num_workers", "grading.timeout_s", "diagnostics"]
+  fields += ["grading.memory_mib", "grading.unsandboxed_code"]
+  fields += ["dynamic_sampling.max_batches", "store", "max_behavior_gap", "warm_start.cache"]
+  fields += ["generation_deadline_s", "mesh", "generation_mesh", "sampling.slots"]
+  fields += ["batch.tokens_per_row", "batch.tokens_per_micro_batch"]
+  # A decaying learning rate, and some schedules, depend on num_updates.
+  may_end_elsewhere = schedule.open_ended and not any(
+    specs.takes(f"config.{field}", package, config[field], "num_updates")
+    for field, package in (("learning_rate", learning_rate), ("optimizer", optimizer))
+  )
+  return [*fields, "num_updates"] if may_end_elsewhere else fields

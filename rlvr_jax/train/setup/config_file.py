@@ -1,0 +1,300 @@
+"""Reads the configuration file and its overrides on the command line; reports errors in them."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import ml_collections
+from absl import flags
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+from ml_collections.config_flags import config_flags
+
+import rlvr_jax
+from rlvr_jax import specs
+from rlvr_jax.train.setup import old_spellings
+
+_COMPONENTS = "advantage reweighting gram loss schedule optimizer learning_rate grader".split()
+_TYPES = {kind.__name__: kind for kind in (bool, int, float, str, tuple)}
+
+# Errors of Python and absl on a flag's value, and what the value has to be.
+_NEEDED = (
+  ("invalid literal for int()", "an integer, such as 2"),
+  ("could not convert string to float", "a number, such as 0.5"),
+  ("('Non-boolean argument to boolean flag'", "True or False"),
+)
+
+# Traceback frames in these folders are not in the configuration file.
+_LIBRARIES = (
+  *("<frozen", os.path.dirname(rlvr_jax.__file__)),
+  *(os.path.dirname(str(module.__file__)) for module in (os, ml_collections, flags)),
+)
+
+
+def parse_flags(argv: list[str]) -> list[str]:
+  """Parses all flags; ends the process with a message on an error in them or the configuration.
+
+  The program's flag for the configuration must be called config.
+  """
+  flags.FLAGS["config"].parser = Parser("config", argv)
+  try:
+    rest = flags.FLAGS(argv)
+    config = flags.FLAGS["config"].value
+    getattr(config, "seed", None)  # raises if the file was not loaded
+  except Exception as error:
+    sys.exit(f"error: {_flag_message(error, argv)}")
+  _check_is_complete(config)
+  return rest
+
+
+def read(arguments: Sequence[str]) -> ConfigDict:
+  """The configuration that flags stand for, by itself: apart from those of this process.
+
+  Args:
+    arguments: --config=FILE, then --config.FIELD=VALUE of any fields.
+  Raises:
+    ValueError: the file or a field is wrong.
+  """
+  values, argv = flags.FlagValues(), ["", *arguments]
+  options: dict[str, Any] = dict(lock_config=True, flag_values=values, sys_argv=argv)
+  config_flags.DEFINE_config_file("config", **options)
+  values["config"].parser = Parser("config", argv)
+  try:
+    values(argv)
+    config = values.config
+    getattr(config, "seed", None)  # raises if the file was not loaded
+    _check_is_complete(config)
+  except SystemExit as error:
+    raise ValueError(str(error).removeprefix("error: ")) from error
+  except Exception as error:
+    raise ValueError(_flag_message(error, argv)) from error
+  return config
+
+
+def _check_is_complete(config: Any) -> None:
+  """Ends the process unless get_config() returned a configuration with the fields of the base."""
+  if config is None:
+    return  # the flag is missing, which is reported elsewhere
+  fields = ("seed", "num_updates", "task", "model", "batch", "schedule", "mesh", "evaluation")
+  is_one = isinstance(config, ConfigDict)
+  missing = [name for name in fields if not is_one or name not in config]
+  if missing:
+    what = f"has no {', '.join(missing)}" if is_one else f"is {config!r:.100}"
+    sys.exit(
+      f"error: what get_config() of --config returns {what}; start from"
+      " rlvr_jax.configs.base.get_config(), change that, and return it"
+    )
+
+
+def missing_field(error: AttributeError | KeyError) -> str | None:
+  """A message if the error is that a configuration has no such field, else None."""
+  frames = traceback.extract_tb(error.__traceback__)
+  if not frames[-1].filename.startswith(os.path.dirname(str(ml_collections.__file__))):
+    return None
+  name = str(error.args[0]).strip("\"'").partition("\n")[0].strip("\"'")
+  return (
+    f"the configuration has no field {name!r}; a recipe that sets a section as a dict, such as"
+    " c.batch = dict(…), replaces all of its fields: give all that configs/base.py has, or set only"
+    " those that change, c.batch.prompts = 8"
+  )
+
+
+def _flag_message(error: Exception, argv: list[str]) -> str:
+  """A one-line message on an error in the flags or in the configuration file."""
+  chain: list[BaseException] = [error]  # the libraries wrap errors, with their tracebacks as text
+  while cause := chain[-1].__cause__ or chain[-1].__context__:
+    chain.append(cause)
+  for cause in reversed(chain):
+    frames = traceback.extract_tb(cause.__traceback__)
+    if any("config_module" in (frame.line or "") for frame in frames):
+      file = _file_flag(argv)
+      users = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+      position = f" ({users[-1].filename}, line {users[-1].lineno})" if users else ""
+      lines = str(cause).strip().splitlines() or [""]
+      text = lines[-1 if isinstance(cause, OSError) else 0].strip()[:200]
+      if unknown := re.search(r'Key \\*"([^"\\]+)\\*" does not exist', str(cause)):
+        near = re.search(r'Did you mean \\*"([^"\\]+)', str(cause))
+        text = f"no field {unknown[1]!r}" + (f"; did you mean {near[1]!r}?" if near else "")
+      return f"{file}: {type(cause).__name__}: {text}{position}; fix or change the file"
+  if "in argv before a value for --config" in str(error):
+    return "--config=FILE must come before the fields that are set, such as --config.num_updates=2"
+  if not isinstance(error, (AttributeError, KeyError)):
+    return _needed_type(str(error).strip().partition("\n")[0])
+  cause = error.args[0]
+  near = str(cause.args[0] if isinstance(cause, KeyError) else cause).replace("\nDid", "; did")
+  name = near.partition("; ")[0].strip("'")
+  given = next((arg for arg in argv if arg.partition("=")[0].endswith(f".{name}")), "--config")
+  return (
+    f"{given}: the configuration has no field {near} (configs/base.py and the recipe list them;"
+    " add others under kwargs or overrides to the recipe)"
+  )
+
+
+def _needed_type(message: str) -> str:
+  """The flag libraries' message, with what the value has to be in place of Python's error."""
+  for pythons, needed in _NEEDED:
+    before, found, _ = message.partition(f": {pythons}")
+    if found:
+      return f"{before}: needs {needed}"
+  return message
+
+
+class Parser(config_flags.ConfigFileFlagParser):
+  """Reads a recipe; besides its fields, the command line can set every keyword of the task.
+
+  An old spelling, in the recipe or on the command line, ends the process and prints the new one.
+  """
+
+  def __init__(self, name: str, argv: Sequence[str]):
+    """`name` is the flag's name, `argv` the complete command line."""
+    super().__init__(name)
+    self._argv = argv
+
+  def parse(self, path: str) -> Any:
+    path = installed_recipe(path)
+    try:
+      config = super().parse(path)
+    except (AttributeError, TypeError, ValueError) as error:
+      if message := old_spellings.of_recipe(error):
+        sys.exit(f"error: {message}")
+      raise
+    if config is None:
+      sys.exit(f"error: get_config() of {path} returns None; end it with: return c")
+    if not isinstance(config, ConfigDict):  # not found, which is reported when it is used
+      return config
+    if message := old_spellings.of_config(config):
+      sys.exit(f"error: {path}: {message}")
+    given = overrides(self.name, self._argv)
+    if message := old_spellings.of_flags(self.name, config, given):
+      sys.exit(f"error: {message}")
+    if message := _inside_a_string(self.name, config, given):
+      sys.exit(f"error: {message}")
+    if "task" in config:
+      try:
+        open_task(config, given)
+      except ValueError as error:
+        sys.exit(f"error: {error}")
+    return config
+
+
+def installed_recipe(path: str) -> str:
+  """The path of a configuration file, that of the installed one where there is none.
+
+  So configs/quickstart.py, as the documents have it, is found from any folder. What follows a
+  colon is the argument of get_config().
+  """
+  file, colon, argument = path.partition(":")
+  installed = os.path.join(os.path.dirname(rlvr_jax.__file__), file)
+  if file.startswith("configs/") and not os.path.exists(file) and os.path.exists(installed):
+    return f"{installed}{colon}{argument}"
+  return path
+
+
+def _flags_like(pattern: str, argv: Sequence[str]) -> Iterator[tuple[re.Match[str], str]]:
+  """(match of its name, value) of each flag whose name matches, as `--name=value` or apart."""
+  for argument, following in zip(argv, [*argv[1:], ""], strict=True):
+    name, equals, value = argument.partition("=")
+    if found := re.fullmatch(rf"--?{pattern}", name):
+      yield found, value if equals else following
+
+
+def _file_flag(argv: Sequence[str]) -> str:
+  """The flag that names the configuration file, as the command line has it."""
+  return next((f"{name[0]}={path}" for name, path in _flags_like("config", argv)), "--config")
+
+
+def _inside_a_string(flag: str, config: ConfigDict, given: Mapping[str, Any]) -> str | None:
+  """A message if a flag sets a field of a field that is a string, such as learning_rate.peak."""
+  for path, value in given.items():
+    node: Any = config
+    names = path.split(".")
+    for depth, name in enumerate(names[:-1], start=1):
+      node = node[name] if isinstance(node, ConfigDict) and name in node else None
+      if isinstance(node, str):
+        field, (keyword, *deeper) = ".".join(names[:depth]), names[depth:]
+        remedy = f"set it as one string, --{flag}.{field}=…"
+        if name in _COMPONENTS and not deeper and (node or keyword == "name"):
+          component = value if keyword == "name" else _with_argument(field, node, keyword, value)
+          remedy = f'write --{flag}.{field}="{component}"'
+        return f"--{flag}.{path}: config.{field} is a string, {node!r}; {remedy}"
+  return None
+
+
+def _with_argument(field: str, component: str, keyword: str, value: Any) -> specs.Spec:
+  spec = specs.parse(field, component)
+  return specs.Spec(spec.name, {**spec.arguments, keyword: value})
+
+
+def texts(name: str, argv: Sequence[str]) -> dict[str, str]:
+  """Path → text of each field that a command line sets."""
+  argv = flags.FLAGS.read_flags_from_files(list(argv), force_gnu=False)
+  return {path[1]: text for path, text in _flags_like(rf"{name}\.([\w.]+)", argv)}
+
+
+def overrides(name: str, argv: Sequence[str]) -> dict[str, Any]:
+  """As `texts`, with a value where the text is a literal."""
+  given: dict[str, Any] = dict(texts(name, argv))
+  for path, text in given.items():
+    with contextlib.suppress(ValueError, SyntaxError):
+      given[path] = ast.literal_eval(text)
+  return given
+
+
+def recipe_path(argv: Sequence[str]) -> str:
+  """The configuration file that a command line names, as it has it."""
+  return _file_flag(argv).partition("=")[2]
+
+
+def open_task(config: ConfigDict, given: Mapping[str, Any]) -> None:
+  """Adds placeholders to `config.task.kwargs` for the keywords that a command line sets.
+
+  If the command line chooses another task, the recipe's keywords are dropped.
+
+  Args:
+    config: of the recipe; changed in place.
+    given: see `overrides`.
+  Raises:
+    ValueError: the task is unknown or does not take the keyword, or only a part of one is set.
+  """
+  task, name = config.task, str(given.get("task.name", config.task.name))
+  another = name != task.name
+  paths = [path.split(".")[2:] for path in given if path.startswith("task.kwargs.")]
+  missing = [keyword for keyword, *_ in paths if another or keyword not in task.kwargs]
+  if not missing and not another:
+    return
+  from rlvr_jax.data import tasks  # here, so that other command lines do not wait for the import
+
+  owner = f"config.task.name = {name!r}"
+  factory = specs.find(owner, tasks, specs.parse("config.task.name", name).name)
+  specs.check_keywords(owner, name, factory, missing)
+  for keyword, *inner in paths:
+    if inner and keyword in missing:
+      raise ValueError(
+        f"config.task.kwargs.{keyword} has no field {inner[0]!r} yet; set it as a dict,"
+        f' --config.task.kwargs.{keyword}="{{{inner[0]!r}: …}}"'
+      )
+  with config.unlocked():
+    if another:
+      task.kwargs = ConfigDict()
+    for keyword in missing:
+      task.kwargs[keyword] = placeholder(_type_of(factory, keyword))
+
+
+def _type_of(factory: Callable[..., Any], keyword: str) -> type:
+  """The type of a keyword, from its default or else its annotation; object if it has neither."""
+  parameter = inspect.signature(factory).parameters.get(keyword)
+  if parameter is None:  # one of **kwargs
+    return object
+  if parameter.default is not parameter.empty and parameter.default is not None:
+    return _TYPES.get(type(parameter.default).__name__, object)
+  annotation = parameter.annotation
+  text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+  return _TYPES.get(text.split(" | ")[0], object)

@@ -1,0 +1,269 @@
+"""The jitted functions of a run, and the shapes of their inputs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import optax
+from jax.sharding import Mesh
+
+from rlvr_jax import geometry, specs
+from rlvr_jax.data import Tokenizer
+from rlvr_jax.models import lora
+from rlvr_jax.models.functional import Model
+from rlvr_jax.models.linear import merged
+from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.ops.checks import check_between
+from rlvr_jax.ops.row_attention import (
+  choose_attention,
+  longest_row,
+  row_alignment,
+  row_length,
+)
+from rlvr_jax.rollouts.engine import Engine
+from rlvr_jax.rollouts.packing import RowLayout, least_row, row_layout
+from rlvr_jax.sampling import sampling_of
+from rlvr_jax.train.checkpointing.checksums import parameter_checksums
+from rlvr_jax.train.cluster import compiling, sharding
+from rlvr_jax.train.setup.adapters import make_lora
+from rlvr_jax.train.setup.behavior_sources import (
+  UNHEATED,
+  Source,
+  behavior_gap,
+  response_logprobs,
+)
+from rlvr_jax.train.setup.engines import make_engine
+from rlvr_jax.types import Packed, Params, Prompts, Rows, TrainBatch, TrainState
+from rlvr_jax.update.accumulate import policy_logprobs
+from rlvr_jax.update.diagnostics import mean_entropy, measure
+from rlvr_jax.update.objective import Method
+from rlvr_jax.update.step import initial_state, train_step
+from rlvr_jax.update.supervised import supervised_step
+
+
+class Programs(NamedTuple):
+  """The jitted functions of a run, none of them compiled yet.
+
+  Those that compile for long are `compiling.Program`s.
+  """
+
+  train_step: Callable  # (state, frozen, batch) → (state, metrics); the state is donated
+  supervised_step: compiling.Program  # see `update.supervised.supervised_step`
+  engine: Engine  # samples from the policy as in training, on the trainer's devices
+  held_out_engine: Engine  # with the evaluation's sampling
+  sync_weights: Callable  # see `make_sync_weights`
+  checksums: Callable  # params → u32[leaves]
+  behavior_gap: Callable  # see `train.setup.behavior_sources.behavior_gap`; sampling is static
+  unheated_logprobs: Callable  # `train.setup.behavior_sources.response_logprobs` at temperature 1
+  measure: Callable  # see `update.diagnostics.measure`
+  mean_entropy: compiling.Program  # (trained, frozen, batch) → f32[], nats per token
+  score: Callable  # (trained, frozen, batch) → (log-probabilities, entropies) [P, G, T]
+  merge: Callable  # (trained, frozen) → all parameters of the network as arrays
+
+
+class Sampler(NamedTuple):
+  """The mesh that generates rollouts, and the policy's model on it."""
+
+  model: Model
+  mesh: Mesh
+
+
+def make_programs(
+  config: ml_collections.ConfigDict,
+  tokenizer: Tokenizer,
+  method: Method,
+  sources: Sequence[Source],
+  state: TrainState,
+  *,
+  mesh: Mesh,
+  sampler: Sampler,
+  warm_start_optimizer: optax.GradientTransformation,
+) -> Programs:
+  """The jitted functions of a run.
+
+  Args:
+    sources: the policies that sample.
+    state: from `abstract_state`.
+    mesh: of updates and of the evaluation.
+    sampler: on `mesh` itself, or on separate devices.
+    warm_start_optimizer: of the supervised phase.
+  """
+  model = method.model
+  shardings = jax.tree.map(lambda x: x.sharding, state)
+  for_host, replicated = sharding.host_result_sharding(mesh), sharding.replicated(mesh)
+  alike = sharding.same_devices(mesh, sampler.mesh)
+  engine_of = functools.partial(
+    make_engine,
+    config,
+    tokenizer,
+    sampler.model if alike else model,
+    prompts=config.batch.prompts,
+    group_size=config.batch.group_size,
+  )
+  sampling, held_out = sampling_of(config.sampling), sampling_of(config.evaluation.sampling)
+  on_policy = sources[0].name == "policy" and alike
+  engine = sources[0].engine if on_policy else engine_of(sampling)
+  assert engine is not None  # the policy is not a recorded source
+  return Programs(
+    train_step=compiling.jit(
+      functools.partial(train_step, method=method),
+      donate_argnums=0,
+      out_shardings=(shardings, replicated),
+    ),
+    supervised_step=compiling.jit(
+      functools.partial(supervised_step, model=model, optimizer=warm_start_optimizer),
+      donate_argnums=0,
+    ),
+    engine=engine,
+    held_out_engine=engine if held_out == sampling else engine_of(held_out),
+    sync_weights=make_sync_weights(mesh, sampler.mesh, state.params),
+    checksums=jax.jit(parameter_checksums),
+    behavior_gap=make_behavior_gap(sampler),
+    unheated_logprobs=make_unheated_logprobs(sampler),
+    measure=compiling.jit(make_measure(config, method), out_shardings=replicated),
+    mean_entropy=compiling.jit(
+      functools.partial(mean_entropy, method=method), out_shardings=replicated
+    ),
+    score=compiling.jit(functools.partial(policy_logprobs, method=method), out_shardings=for_host),
+    merge=jax.jit(lambda trained, frozen: merged(model.combine(trained, frozen))),
+  )
+
+
+def make_behavior_gap(sampler: Sampler) -> compiling.Program:
+  """`train.setup.behavior_sources.behavior_gap` of the policy on the sampling devices."""
+  gap = functools.partial(behavior_gap, model=sampler.model)
+  return compiling.jit(gap, static_argnames="sampling")
+
+
+def make_unheated_logprobs(sampler: Sampler) -> Callable:
+  """(trained, frozen, prompts, tokens) → f32[P, G, T] for the host, on the sampling devices."""
+  logprobs = functools.partial(response_logprobs, model=sampler.model, sampling=UNHEATED)
+  return compiling.jit(logprobs, out_shardings=sharding.host_result_sharding(sampler.mesh))
+
+
+def make_sync_weights(mesh: Mesh, generation_mesh: Mesh, params: Params) -> Callable:
+  """(the trainer's parameters, copy: whether to copy them) → parameters to sample rollouts with.
+
+  An update donates the trainer's parameters, so sampling during an update needs a copy. Engines on
+  the same devices move the parameters into a layout of their own, once per refresh.
+  """
+  if not sharding.same_devices(mesh, generation_mesh):
+    moved = sharding.state_shardings(params, generation_mesh)
+    return lambda params, copy: jax.device_put(params, moved)
+  copied = jax.jit(lambda params: jax.tree.map(jnp.copy, params))
+  return lambda params, copy: copied(params) if copy else params
+
+
+def make_gram(config: ml_collections.ConfigDict) -> geometry.GramFn:
+  """The function of `config.gram` that computes the Gram matrix."""
+  return specs.make("config.gram", geometry, config.gram, geometry.GramFn)
+
+
+def make_measure(config: ml_collections.ConfigDict, method: Method) -> Callable:
+  """`update.diagnostics.measure` with everything bound but (state, frozen, initial, batch)."""
+  check_between("config.diagnostics", "every", config.diagnostics.every, low=0)
+  if config.diagnostics.compared:
+    geometry.per_rollout(parameters=config.diagnostics.compared)  # raises unless it is a pattern
+  return functools.partial(
+    measure,
+    method=method,
+    gram=make_gram(config),
+    compared=config.diagnostics.compared,
+  )
+
+
+def choose_row_attention(
+  config: ml_collections.ConfigDict, settings: TransformerConfig, mesh: Mesh
+) -> str:
+  """The implementation of attention within rows, for the devices of a mesh."""
+  sizes = config.max_prompt_length, config.max_response_length
+  least = max(least_row(*sizes, alignment=row_alignment("splash")), config.batch.tokens_per_row)
+  has_devices = isinstance(mesh, Mesh)  # else it is for estimates
+  return choose_attention(
+    settings.attention,
+    platform=mesh.devices.flat[0].platform if has_devices else jax.default_backend(),
+    row_length=row_length("splash", least),
+    head_dim=settings.head_dim,
+    dtype=settings.compute_dtype,
+    soft_cap=settings.attention_soft_cap,
+  )
+
+
+def make_row_layout(config: ml_collections.ConfigDict, kind: str, mesh: Mesh) -> RowLayout:
+  """How the rollouts of a training batch lie in rows, for an implementation of attention.
+
+  By default a row has room for eight times as many response tokens as prompt tokens: a prompt is
+  computed once in each row that has rollouts of it.
+  """
+  batch, alignment = config.batch, row_alignment(kind)
+  S, T = config.max_prompt_length, config.max_response_length
+  of = functools.partial(least_row, alignment=alignment)
+  longest, prompt = of(S, T), of(S, 0)
+  devices = mesh.shape["data"] * mesh.shape["fsdp"]
+  beside = min(-(-8 * prompt // (longest - prompt)), batch.group_size)
+  beside = max(1, min(beside, batch.prompts * batch.group_size // devices))  # a row for each
+  several = prompt + beside * (longest - prompt)
+  several = min(several, batch.tokens_per_micro_batch, longest_row(kind))
+  return row_layout(
+    prompts=batch.prompts,
+    group_size=batch.group_size,
+    max_prompt_length=S,
+    max_response_length=T,
+    length=row_length(kind, int(max(longest, batch.tokens_per_row or several))),
+    alignment=alignment,
+    devices=devices,
+    tokens_per_micro_batch=batch.tokens_per_micro_batch,
+  )
+
+
+def abstract_batch(
+  config: ml_collections.ConfigDict, layout: RowLayout, mesh: Mesh, *, needs_proximal: bool = False
+) -> TrainBatch:
+  """Shapes, dtypes and shardings of a training batch."""
+  P, G = config.batch.prompts, config.batch.group_size
+  S, T = config.max_prompt_length, config.max_response_length
+  of = jax.ShapeDtypeStruct
+  rows = of(
+    (layout.max_micro_batches, layout.devices * layout.rows_per_device, layout.length), jnp.int32
+  )
+  shapes = TrainBatch(
+    prompts=Prompts(tokens=of((P, S), jnp.int32), lengths=of((P,), jnp.int32)),
+    tokens=of((P, G, T), jnp.int32),
+    mask=of((P, G, T), jnp.float32),
+    behavior_logprobs=of((P, G, T), jnp.float32),
+    rewards=of((P, G), jnp.float32),
+    correct=of((P, G), jnp.float32),
+    lags=of((P, G), jnp.int32),
+    sources=of((P,), jnp.int32),
+    reference_logprobs=of((P, G, T), jnp.float32) if config.reference.kl_coefficient else None,
+    proximal_logprobs=of((P, G, T), jnp.float32) if needs_proximal else None,
+    solve_rate=of((P,), jnp.float32),
+    packed=Packed(
+      tokens=rows,
+      targets=rows,
+      rows=Rows(rows, rows, rows, rows),
+      places=of((P, G, T), jnp.int32),
+      num_micro_batches=of((), jnp.int32),
+    ),
+  )
+  place = lambda x, s: of(x.shape, x.dtype, sharding=s)
+  return jax.tree.map(place, shapes, sharding.batch_shardings(shapes, mesh))
+
+
+def abstract_state(
+  config: ml_collections.ConfigDict, method: Method, base: Params, mesh: Mesh
+) -> TrainState:
+  """Shapes, dtypes and shardings of the train state; `base`: shapes of the complete network."""
+  settings = make_lora(config)
+
+  def build(key):
+    trained = base if settings is None else lora.init(key, base, settings)
+    zeros = lambda x: jnp.zeros(x.shape, x.dtype)
+    return initial_state(method, jax.tree.map(zeros, trained), jnp.zeros(()))
+
+  return sharding.placed(jax.eval_shape(build, jax.random.key(0)), mesh)

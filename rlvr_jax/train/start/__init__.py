@@ -1,0 +1,7 @@
+"""The parameters that a run starts or resumes from."""
+
+__all__ = [
+  "parameters",
+  "restore",
+  "warm_start_cache",
+]

@@ -1,0 +1,191 @@
+"""Parameters on the devices: initialized, or loaded from a model or from a run's checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+import optax
+
+from rlvr_jax.data import encode_demonstrations, problem_batches
+from rlvr_jax.models.huggingface import load_params
+from rlvr_jax.models.presets import given_overrides
+from rlvr_jax.ops.keys import key_for
+from rlvr_jax.storage.places import place
+from rlvr_jax.train.checkpointing.checkpoint_files import (
+  CheckpointError,
+  read_field,
+  read_params,
+  saved_steps,
+)
+from rlvr_jax.train.cluster import sharding
+from rlvr_jax.train.setup.adapters import first_adapters
+from rlvr_jax.train.setup.build import Parts, warm_start_optimizer
+from rlvr_jax.types import Params, Prompts, TrainState
+from rlvr_jax.update.step import initial_state
+
+
+class Frozen(NamedTuple):
+  """The parameters that are not trained, on the devices; {} if all are trained."""
+
+  trainer: Params  # where updates are made
+  sampler: Params  # where rollouts are generated
+
+
+def network_params(parts: Parts) -> Params:
+  """All parameters, sharded: those of `config.model.checkpoint`, or else randomly initialized."""
+  checkpoint = parts.config.model.checkpoint
+  if checkpoint:
+    try:
+      return load_params(checkpoint, parts.abstract_base)
+    except ValueError as error:
+      raise CheckpointError(f"config.model.checkpoint = {checkpoint!r}: {error}") from error
+  shardings = jax.tree.map(lambda x: x.sharding, parts.abstract_base)
+  init = jax.jit(parts.model.init, out_shardings=shardings)
+  return init(key_for(parts.config.seed, "init"))
+
+
+def load_frozen(parts: Parts) -> Frozen:
+  """Loads or initializes the frozen parameters; call it once per run."""
+  if parts.lora is None:
+    return Frozen({}, {})
+  base = network_params(parts)
+  if sharding.same_devices(parts.generation_mesh, parts.mesh):
+    return Frozen(base, base)
+  shardings = jax.tree.map(lambda x: x.sharding, sharding.placed(base, parts.generation_mesh))
+  return Frozen(base, jax.device_put(base, shardings))
+
+
+def initial_params(parts: Parts) -> Params:
+  """The trained parameters before the first step: all parameters, or the adapters only."""
+  if parts.lora is None:
+    return network_params(parts)
+  try:
+    return first_adapters(parts.config, parts.model.config, parts.abstract_base, parts.mesh)
+  except ValueError as error:
+    raise CheckpointError(str(error)) from error
+
+
+def first_state(parts: Parts, params: Params, initial_entropy: float) -> TrainState:
+  """The train state before the first update; `initial_entropy` in nats per token."""
+  shardings = jax.tree.map(lambda x: x.sharding, parts.abstract_state)
+  build_state = jax.jit(functools.partial(initial_state, parts.method), out_shardings=shardings)
+  state = build_state(params, jnp.float32(initial_entropy))
+  if not parts.config.start.optimizer:
+    return state
+  folder = start_folder(parts.config)
+  moments = read_field("opt_state", folder, parts.abstract_state.opt_state)
+  return dataclasses.replace(state, opt_state=_with_first_rate(moments, state.opt_state))
+
+
+def _with_first_rate(moments: Any, first: Any) -> Any:
+  """An optimizer's state whose learning rate is that of the first update, as metrics report it."""
+  scheduled = lambda node: isinstance(node, optax.ScaleByScheduleState)
+  choose = lambda node, new: new if scheduled(node) else node
+  return jax.tree.map(choose, moments, first, is_leaf=scheduled)
+
+
+def supervised_state(parts: Parts) -> tuple[Params, Any]:
+  """Parameters and optimizer state before the warm start."""
+  params = initial_params(parts)
+  optimizer = warm_start_optimizer(parts.config)
+  shapes = jax.eval_shape(optimizer.init, params)
+  init = jax.jit(optimizer.init, out_shardings=sharding.state_shardings(shapes, parts.mesh))
+  return params, init(params)
+
+
+def supervised_batches(parts: Parts) -> Iterator[tuple[Prompts, np.ndarray, np.ndarray]]:
+  """Endless warm-start batches on the host: prompts, solutions i32[P, T], lengths i32[P]."""
+  config = parts.config
+  batches = problem_batches(
+    parts.task.warm_start, batch_size=config.warm_start.batch_size, seed=config.seed
+  )
+  for problems in batches:
+    solutions = encode_demonstrations(problems, parts.tokenizer, config.max_response_length)
+    yield parts.encode(problems), *solutions
+
+
+# --- parameters of a checkpoint -------------------------------------------------------------------
+
+
+def check_start(config: ml_collections.ConfigDict, workdir: Path) -> None:
+  """Raises ValueError unless `config.start` can be, or has been: its policy is in the workdir."""
+  start = config.start
+  if start.optimizer and not start.checkpoint:
+    raise ValueError(
+      "config.start.optimizer = True has no effect without config.start.checkpoint; set that to"
+      " another run's WORKDIR/checkpoints/STEP"
+    )
+  if start.checkpoint and config.lora.adapters:
+    raise ValueError(
+      f"config.start.checkpoint = {start.checkpoint!r} and config.lora.adapters ="
+      f" {config.lora.adapters!r} both give the first parameters; set one of them to ''"
+    )
+  if start.checkpoint and not (workdir / "checkpoints").exists():
+    start_folder(config)
+
+
+def start_folder(config: ml_collections.ConfigDict) -> Path:
+  """The checkpoint of another run that `config.start` names."""
+  return checkpoint_folder(config.start.checkpoint, field="config.start.checkpoint")
+
+
+def checkpoint_folder(checkpoint: str, *, field: str = "--checkpoint") -> Path:
+  """The folder WORKDIR/checkpoints/STEP that a field names; the last STEP if it names a run.
+
+  Raises:
+    ValueError: there is no checkpoint, or the path is not local.
+  """
+  folder = place(field, checkpoint)
+  of_run = folder if folder.name == "checkpoints" else folder / "checkpoints"
+  if of_run.is_dir():
+    steps = saved_steps(of_run)
+    folder = of_run / str(steps[-1]) if steps else of_run
+  if not folder.name.isdigit() or not folder.is_dir():
+    raise ValueError(
+      f"{field}={checkpoint} has no checkpoint; give the --workdir of a run, or one of its"
+      " checkpoints, WORKDIR/checkpoints/STEP"
+    )
+  return folder
+
+
+def chosen_params(parts: Parts, folder: Path | None) -> tuple[Params, int]:
+  """(trained parameters of a policy, its number of updates).
+
+  Args:
+    parts: of a configuration with the policy's network and adapters.
+    folder: from `checkpoint_folder`; None for the policy before training.
+  Raises:
+    CheckpointError: the checkpoint is damaged, or of a run with another network, adapters or
+      tokenizer.
+  """
+  if folder is None:
+    return initial_params(parts), 0
+  _check_same_policy(parts, folder.parent.parent / "config.json")
+  return read_params(folder, parts.abstract_state.params), int(folder.name)
+
+
+def _check_same_policy(parts: Parts, path: Path) -> None:
+  """Raises if a run's parameters would compute another function under this configuration."""
+  if not path.exists():
+    return  # a checkpoint that was copied without its run
+  theirs, ours = json.loads(path.read_text()), json.loads(parts.config.to_json_best_effort())
+  fields = [("model", name) for name in ("preset", "checkpoint")]
+  fields += [("lora", name) for name in ("rank", "alpha", "targets")]
+  found = {f"{a}.{b}": (theirs.get(a, {}).get(b), ours[a][b]) for a, b in fields}
+  found["tokenizer"] = (theirs["tokenizer"], ours["tokenizer"])
+  found["model.overrides"] = (given_overrides(theirs["model"]), given_overrides(ours["model"]))
+  differing = {name: pair for name, pair in found.items() if pair[0] != pair[1]}
+  if differing:
+    raise CheckpointError(
+      f"the run of {path.parent} has another network, adapters or tokenizer: {differing} (in the"
+      " run, in this configuration); set config to the run's values"
+    )

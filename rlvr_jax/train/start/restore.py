@@ -1,0 +1,135 @@
+"""Where a run resumes: which checkpoint, with which rollouts, and the sources it began with."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from rlvr_jax.evaluate.run_files import METRICS_FILE, read_metrics
+from rlvr_jax.rollouts.store import RolloutStore, StoreError
+from rlvr_jax.storage.files import replacing
+from rlvr_jax.train.checkpointing.checkpoint import Checkpointer, Restored
+from rlvr_jax.train.cluster import multihost
+from rlvr_jax.train.reporting.writer import progress, say
+from rlvr_jax.train.setup.build import Parts, with_sources_as_begun
+
+
+def as_begun(parts: Parts, workdir: Path) -> Parts:
+  """The parts with the checkpoint and the batches of other runs that this run began with.
+
+  Raises:
+    StoreError: they no longer exist.
+  """
+  path = workdir / "sources.json"
+  pins = {source.name: source.pin for source in parts.sources if source.pin is not None}
+  if not pins:
+    return parts
+
+  def write() -> None:
+    if not path.exists():
+      with replacing(path) as file:
+        file.write(json.dumps(pins).encode())
+
+  multihost.on_first(write, None)
+  read = lambda: json.loads(path.read_text())
+  pinned = multihost.exchange(multihost.on_first(read, None))[0]  # only the first may have the file
+  if pinned == pins:
+    return parts
+  try:
+    return with_sources_as_begun(parts, pinned)
+  except ValueError as error:
+    raise StoreError(f"{error} (this run began with what {path} names)") from error
+
+
+def resumable(checkpointer: Checkpointer, parts: Parts, store: RolloutStore) -> Restored | None:
+  """The latest checkpoint whose pending rollouts are intact; None if there is no checkpoint.
+
+  Later checkpoints are removed. From an earlier checkpoint the run repeats itself bit for bit: it
+  samples damaged batches again with the same policy, and reads the others from the store.
+
+  Raises:
+    StoreError: no checkpoint is old enough to sample the damaged batches again.
+  """
+  for step in reversed(checkpointer.steps()):
+    restored = checkpointer.restore(parts.abstract_state, step=step)
+    assert restored is not None  # the step exists
+    pending = restored.host["queue"]["pending"]
+    torn = lambda pending=pending: [n for n in pending if not store.is_intact(int(n))]
+    damaged = multihost.exchange(multihost.on_first(torn, []))[0]
+    # In real time any policy may sample a batch, see `Trainer.resume`.
+    if not damaged or parts.schedule.real_time:
+      # The next resume would use later ones, although their records are gone.
+      checkpointer.discard_after(step)
+      multihost.on_first(functools.partial(_report_damaged, store, restored.host), None)
+      _report_move(restored, parts)
+      return restored
+    say(
+      f"rollouts {damaged} of {store.directory}, pending at update {step}, are damaged or missing:"
+      " going back to an earlier checkpoint, to sample them again"
+    )
+  if checkpointer.steps():
+    raise StoreError(
+      f"rollouts of {store.directory} that are still to be trained on are damaged or missing, and"
+      " no checkpoint is old enough to sample them again. Put them back, or start again in another"
+      " --workdir"
+    )
+  return None
+
+
+def layout_of(parts: Parts) -> dict[str, Any]:
+  """What changes a run's results by rounding alone: its machine, and how work is laid out there."""
+  c = parts.config
+  meshes = {"mesh": parts.mesh, "generation_mesh": parts.generation_mesh}
+  return {
+    "processes": jax.process_count(),
+    "device": jax.devices()[0].device_kind,
+    **{name: dict(mesh.shape) for name, mesh in meshes.items()},
+    "sampling.slots": c.sampling.slots,
+    "batch.tokens_per_row": c.batch.tokens_per_row,
+    "batch.tokens_per_micro_batch": c.batch.tokens_per_micro_batch,
+  }
+
+
+def _report_move(restored: Restored, parts: Parts) -> None:
+  """Says whether the checkpoint was saved on another machine, or with another layout."""
+  now = layout_of(parts)
+  then = restored.host.get("layout", now)  # absent from earlier versions' checkpoints
+  changed = [
+    f"{name} {then.get(name)} → {now[name]}" for name in now if then.get(name) != now[name]
+  ]
+  if changed:
+    say(
+      f"resumed with {', '.join(changed)}: what follows differs by rounding from the run that would"
+      " have gone on as before"
+    )
+
+
+def records_of(restored: Restored | None, warm: Restored | None) -> tuple[int | None, Any]:
+  """(step, `MetricWriter.written`) of the checkpoint to resume, or (None, that of a warm start)."""
+  begun = restored or warm
+  return restored.step if restored else None, begun.host.get("written") if begun else None
+
+
+def _report_damaged(store: RolloutStore, host: Mapping[str, Any]) -> None:
+  """Reports damaged batches of the store that were trained on; the run no longer needs them."""
+  numbers = range(min(map(int, host["queue"]["pending"]), default=host["after"]["number"]))
+  with progress(numbers, "checking the store", unit="batch") as bar:
+    damaged = [*store.damaged(bar)]
+  if damaged:
+    say(
+      f"rollouts {damaged} of {store.directory}, on which this run has trained, are damaged or"
+      " missing: put back a copy if you still need them; the run continues without them"
+    )
+
+
+def elapsed_seconds(workdir: Path) -> float:
+  """Seconds that a run has taken up to its last record; 0 before the first record."""
+  if not (workdir / METRICS_FILE).exists():
+    return 0.0
+  times = [record.get("time/elapsed_seconds", 0.0) for record in read_metrics(workdir)]
+  return max(times, default=0.0)

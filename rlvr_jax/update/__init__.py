@@ -1,0 +1,11 @@
+"""One update of the policy as a pure function: `step` is the algorithm, the rest its parts."""
+
+__all__ = [
+  "accumulate",
+  "diagnostics",
+  "learning_rate",
+  "objective",
+  "optimizer",
+  "step",
+  "supervised",
+]

@@ -1,0 +1,193 @@
+"""The gradient of an update, in one micro-batch or accumulated over several.
+
+Phase 1, without gradient: coefficients, and whatever the reweighting and the loss need of the whole
+batch. Phase 2, with gradient: micro-batches receive both as constants and add up undivided sums.
+Where the batch is one micro-batch, one forward pass of the network serves both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from rlvr_jax.ops import reductions
+from rlvr_jax.types import Array, Forward, Metrics, Packed, Params, TrainBatch
+from rlvr_jax.update.objective import (
+  Constants,
+  Method,
+  is_in,
+  loss_statistics,
+  policy_forward,
+  reweight,
+  several_micro_batches,
+  surrogate,
+)
+
+
+def update_gradient(
+  trained: Params,
+  frozen: Params,
+  batch: TrainBatch,
+  coefficients: Array,
+  key: Array,
+  *,
+  method: Method,
+) -> tuple[tuple[Array, Metrics], Params]:
+  """((surrogate loss f32[], metrics), its gradient) of one update, both phases.
+
+  Args:
+    trained: the gradient is with respect to these.
+    frozen: the network's other parameters; {} where all are trained.
+    coefficients: f32[P, G], before the reweighting.
+    key: of the randomness of a reweighting.
+  """
+  packed = several_micro_batches(batch)
+  if packed is not None:
+    constants = first_phase(trained, frozen, batch, coefficients, key, method=method)
+    (loss, metrics), gradient = second_phase(
+      trained, frozen, batch, packed, constants, method=method
+    )
+    return (loss, {**constants.metrics, **metrics}), gradient
+
+  def constants_of(logprobs, forward):
+    reweighted, metrics = reweight(
+      trained, frozen, batch, forward, coefficients, key, method=method
+    )
+    return Constants(reweighted, loss_statistics(logprobs, batch, reweighted, method), metrics)
+
+  (total, (weight, metrics)), gradient = micro_gradient(
+    trained, frozen, batch, 0, constants_of, method=method
+  )
+  return divided(total, weight, metrics, gradient, trained)
+
+
+def first_phase(
+  trained: Params,
+  frozen: Params,
+  batch: TrainBatch,
+  coefficients: Array,
+  key: Array,
+  *,
+  method: Method,
+) -> Constants:
+  """Phase 1 under accumulation: a forward pass of its own, where anything needs one."""
+  logprobs, forward = None, None
+  if method.reweighting.needs_gram or method.loss.statistics is not None:
+    (logprobs, _), forward = batch_forward(trained, frozen, batch, method=method)
+  coefficients, metrics = reweight(
+    trained, frozen, batch, forward, coefficients, key, method=method
+  )
+  statistics = loss_statistics(logprobs, batch, coefficients, method)
+  return Constants(coefficients, statistics, metrics)
+
+
+def policy_logprobs(
+  trained: Params, frozen: Params, batch: TrainBatch, *, method: Method
+) -> tuple[Array, Array]:
+  """log π and entropy (nats) of every response token that counts, each f32[P, G, T]."""
+  return batch_forward(trained, frozen, batch, method=method._replace(gram=None))[0]
+
+
+def batch_forward(
+  trained: Params, frozen: Params, batch: TrainBatch, *, method: Method
+) -> tuple[tuple[Array, Array], Forward | None]:
+  """`policy_forward` of a whole batch, micro-batch by micro-batch."""
+  part = functools.partial(policy_forward, trained, frozen, batch, method=method)
+  packed = several_micro_batches(batch)
+  if packed is None:
+    return part()
+
+  def add(index, whole):
+    (tokens, forward), (more, of_rows) = whole, part(index)
+    put = lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, index, 0)
+    # A token's values are 0 in every micro-batch but its own.
+    return jax.tree.map(jnp.add, tokens, more), jax.tree.map(put, forward, of_rows)
+
+  tokens, forward = jax.eval_shape(part)
+  zeros = lambda x: jnp.zeros(x.shape, x.dtype)
+  all_rows = lambda x: jnp.zeros((packed.tokens.shape[0], *x.shape[1:]), x.dtype)
+  nothing = jax.tree.map(zeros, tokens), jax.tree.map(all_rows, forward)
+  return jax.lax.fori_loop(0, packed.num_micro_batches, add, nothing)
+
+
+def second_phase(
+  trained: Params,
+  frozen: Params,
+  batch: TrainBatch,
+  packed: Packed,
+  constants: Constants,
+  *,
+  method: Method,
+) -> tuple[tuple[Array, Metrics], Params]:
+  """Phase 2 under accumulation: ((surrogate loss f32[], metrics), its gradient).
+
+  The sums Σ total and Σ weight are divided once, at the end, so that several micro-batches give the
+  gradient of one batch.
+  """
+  method = method._replace(gram=None)  # it has done its work
+  here = constants._replace(metrics={})
+
+  def micro(index):
+    own = jnp.where(is_in(packed, index), batch.mask, 0)
+    masked = dataclasses.replace(batch, mask=own)
+    return micro_gradient(trained, frozen, masked, index, lambda *_: here, method=method)
+
+  def accumulate(index, sums):
+    (total, weight, metrics), gradient = sums
+    (more, (more_weight, more_metrics)), more_gradient = micro(index)
+    metrics = reductions.merge_metrics(metrics, more_metrics)
+    gradient = jax.tree.map(lambda a, g: a + g.astype(a.dtype), gradient, more_gradient)
+    return (total + more, weight + more_weight, metrics), gradient
+
+  (total, (weight, metrics)), _ = jax.eval_shape(micro, 0)
+  zeros = lambda x: jnp.zeros(x.shape, x.dtype)
+  wide = lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32))
+  start = (zeros(total), zeros(weight), reductions.empty(metrics))
+  (total, weight, metrics), gradient = jax.lax.fori_loop(
+    0, packed.num_micro_batches, accumulate, (start, jax.tree.map(wide, trained))
+  )
+  if method.aggregation == "constant":  # the whole batch's, whatever the mask
+    weight /= packed.num_micro_batches
+  return divided(total, weight, metrics, gradient, trained)
+
+
+def divided(
+  total: Array, weight: Array, metrics: Metrics, gradient: Params, trained: Params
+) -> tuple[tuple[Array, Metrics], Params]:
+  """((total/weight, metrics), gradient/weight) of undivided sums over a whole batch."""
+  weight = jnp.where(weight == 0, 1, weight)  # no loss token: the total is 0, and so is the loss
+  gradient = jax.tree.map(lambda g, p: (g / weight).astype(p.dtype), gradient, trained)
+  return (total / weight, metrics), gradient
+
+
+def micro_gradient(
+  trained: Params,
+  frozen: Params,
+  batch: TrainBatch,
+  index: Array | int,
+  constants_of: Callable[[Array, Forward | None], Constants],
+  *,
+  method: Method,
+) -> tuple[tuple[Array, tuple[Array, Metrics]], Params]:
+  """((Σ total, (Σ weight, metrics)), gradient of Σ total) of one micro-batch.
+
+  The network runs once, forward and back: the constants are made of its log-probabilities before
+  the loss's gradient with respect to these is pulled back through it.
+
+  Args:
+    batch: its mask is 0 for the tokens of other micro-batches.
+    index: of the micro-batch.
+  """
+  score = lambda trained: policy_forward(trained, frozen, batch, index, method=method)
+  (logprobs, entropy), pullback, forward = jax.vjp(score, trained, has_aux=True)
+  constants = constants_of(jax.lax.stop_gradient(logprobs), forward)
+  loss = functools.partial(surrogate, batch=batch, constants=constants, method=method)
+  (total, aux), cotangents = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
+    logprobs, entropy
+  )
+  (gradient,) = pullback(cotangents)
+  return (total, aux), gradient

@@ -1,0 +1,99 @@
+"""Diagnostics of the gradient geometry, computed before an update on its batch."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from rlvr_jax.geometry import (
+  FEATURES,
+  GramFn,
+  diagnostics,
+  num_selected,
+  per_rollout,
+  streaming,
+  updates,
+)
+from rlvr_jax.geometry.agreement import gram_agreement
+from rlvr_jax.ops.keys import key_for
+from rlvr_jax.ops.masked import masked_mean
+from rlvr_jax.types import Array, Params, TrainBatch, TrainState
+from rlvr_jax.update.accumulate import batch_forward, first_phase, policy_logprobs
+from rlvr_jax.update.objective import Method
+
+
+def measure(
+  state: TrainState,
+  frozen: Params,
+  initial: Params,
+  batch: TrainBatch,
+  *,
+  method: Method,
+  gram: GramFn,
+  compared: str,
+) -> tuple[dict[str, Array], dict[str, Array]]:
+  """The diagnostics of the next update of `state` on `batch`; pure.
+
+  Args:
+    frozen: the parameters that are not trained; {} if all are.
+    initial: the trained parameters before the first update.
+    method: the components of the update.
+    gram: computes the Gram matrix; that of the feature which is not its own is of the output head.
+    compared: selects parameters, as in `per_rollout`, whose Gram matrix is compared with that of
+      `gram`; "" for no comparison.
+  Returns:
+    scalars, see `geometry.diagnostics`, those of the feature that is not `gram`'s with its name
+    behind; and arrays: the Gram matrices f32[B, B] of rollout gradients (g_i · g_j, not divided by
+    B = P·G), and f32[P, G] coefficients before and after the reweighting, rewards and lengths.
+  """
+  params, context = state.params, method.gram_context
+  coefficients = method.advantage.apply(state.advantage_state, batch)
+  key = key_for(method.seed, "reweighting", state.step)
+  reweighted = first_phase(params, frozen, batch, coefficients, key, method=method).coefficients
+  read = method._replace(gram=gram._replace(needs_forward=True))
+  (logprobs, _), forward = batch_forward(params, frozen, batch, method=read)
+  P = batch.rewards.shape[0]
+  diagnose = lambda matrix: diagnostics.diagnose(matrix, coefficients, reweighted, P)
+  matrix = gram.gram(params, frozen, batch, forward, context)
+  scalars = diagnose(matrix)
+  (other,) = set(FEATURES) - {gram.feature}
+  of_other = streaming(feature=other).gram(params, frozen, batch, forward, context)
+  scalars |= {f"{name}_{other}": value for name, value in diagnose(of_other).items()}
+  scalars["geometry/advantage_logprob_covariance"] = updates.advantage_logprob_covariance(
+    coefficients, logprobs, batch.mask
+  )
+  scalars |= accumulated_update(params, initial, method)
+  if gram.error is not None:
+    scalars["geometry/gram_relative_error"] = gram.error(params, frozen, batch, forward, context)
+  arrays = {"gram": matrix, f"gram_{other}": of_other}
+  arrays |= {"coefficients": coefficients, "reweighted": reweighted}
+  arrays |= {"rewards": batch.rewards, "lengths": batch.mask.sum(axis=-1)}
+  if compared:
+    of_compared = per_rollout(parameters=compared, feature=gram.feature).gram(
+      params, frozen, batch, None, context
+    )
+    size = num_selected(params, frozen, context, parameters=compared)
+    key = key_for(method.seed, "diagnostics", state.step)
+    agreement = gram_agreement(matrix, of_compared, key, feature_dim=size)
+    scalars |= {f"geometry/agreement_{k}": value for k, value in agreement._asdict().items()}
+    arrays["gram_compared"] = of_compared
+  return scalars, arrays
+
+
+def accumulated_update(params: Params, initial: Params, method: Method) -> dict[str, Array]:
+  """Metrics of the change since the initial parameters: W_t − W_0 of the head, and its share."""
+  path = "embedding" if method.model.config.tied_head else "head_kernel"
+  if path not in params:
+    return {}  # adapters do not change the head
+  change = jax.tree.map(jnp.subtract, params, initial)
+  head = method.model.head(params).kernel - method.model.head(initial).kernel
+  return {
+    "geometry/head_rank_one_fraction": updates.rank_one_fraction(head),
+    "geometry/head_share": updates.head_share(change, path),
+  }
+
+
+def mean_entropy(trained: Params, frozen: Params, batch: TrainBatch, *, method: Method) -> Array:
+  """f32[], mean entropy over loss tokens, nats per token."""
+  _, entropy = policy_logprobs(trained, frozen, batch, method=method)
+  return masked_mean(entropy, batch.mask)

@@ -1,0 +1,157 @@
+"""Budgets of what compiled programs cost on TPUs, for which libtpu compiles without one.
+
+What an update may move between chips and through HBM is asserted here, so that no change brings a
+collective of the weights' size back unseen.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from train import tiny
+
+from rlvr_jax.configs.full_size import fade_qwen25_7b
+from rlvr_jax.costs import hlo, programs, step_time
+from rlvr_jax.costs.chips import chip_of
+from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.ops.logprobs import token_logprobs
+from rlvr_jax.train.cluster import sharding
+from rlvr_jax.types import Head, Prompts
+
+pytest.importorskip("libtpu", reason='needs TPUs\' compiler: pip install -e ".[tpu]"')
+
+TOPOLOGY = "v5p:2x2x4"
+WIDTH, VOCABULARY = 3584, 152_064  # of Qwen2.5 7B
+
+
+@pytest.fixture(autouse=True)
+def without_flags_of_cpus(monkeypatch):
+  """libtpu ends the process at a flag of XLA that it does not know; jax has read its own by now."""
+  assert jax.devices()[0].platform == "cpu"
+  monkeypatch.delenv("XLA_FLAGS")
+
+
+def assert_no_weights_in_a_loop(items, kernel_bytes):
+  for item in items:
+    if item.times > 1:
+      assert item.received_bytes / item.times < 0.05 * kernel_bytes, item
+
+
+def test_a_mesh_is_built_as_a_run_builds_it():
+  """In jax's order, in which neighbours along an axis are near on the torus; not in that of ids."""
+  config = tiny.config(mesh__fsdp=16)
+  mesh = programs.mesh_of(config, TOPOLOGY)
+  devices = programs.topology_devices(TOPOLOGY)
+  ids = lambda mesh: [device.id for device in mesh.devices.flat]
+  assert ids(mesh) == ids(jax.make_mesh((1, 16, 1), sharding.AXES, devices=devices))
+  assert ids(mesh) != [device.id for device in devices]
+
+
+@pytest.mark.parametrize(
+  ("topology", "chips", "flops"),
+  [
+    ("v5e:1x1", 1, 197e12),
+    ("v5e:2x4", 8, 197e12),
+    ("v5p:2x2x4", 16, 459e12),
+    ("tpu7x:2x2x1", 4, 2307e12),
+  ],
+)
+def test_the_devices_of_a_slice_have_the_peaks_of_its_chips(topology, chips, flops):
+  devices = len(programs.topology_devices(topology))
+  assert devices * chip_of(topology).flops == chips * flops
+
+
+def test_the_head_gathers_its_kernel_once_and_reduces_its_gradient_once():
+  """At 7B, 32 × 16 responses of 2048 tokens on 16 chips, forward and back."""
+  devices = programs.topology_devices(TOPOLOGY)
+  mesh = sharding.make_mesh(fsdp=16, devices=devices)
+  of = lambda shape, dtype, *spec: jax.ShapeDtypeStruct(
+    shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec))
+  )
+
+  def loss(hidden, kernel, tokens, weights):
+    logprobs, entropy = token_logprobs(hidden, Head(kernel, 1.0, None), tokens, mesh=mesh)
+    return jnp.sum(logprobs * weights) + 0.01 * jnp.sum(entropy)
+
+  shape = (32, 16, 2048)
+  arguments = (
+    of((*shape, WIDTH), jnp.bfloat16, "fsdp"),
+    of((WIDTH, VOCABULARY), jnp.float32, "fsdp"),
+    of(shape, jnp.int32, "fsdp"),
+    of(shape, jnp.float32, "fsdp"),
+  )
+  shardings = tuple(x.sharding for x in arguments[:2])
+  both = jax.value_and_grad(loss, argnums=(0, 1))
+  gradient = jax.jit(both, out_shardings=(sharding.replicated(mesh), shardings))
+  _, text = programs.compiled_with_text("head", lambda: gradient.lower(*arguments))
+  items = hlo.walk(text, step_time.PARTS)
+  kernel = 2 * WIDTH * VOCABULARY
+  assert_no_weights_in_a_loop(items, kernel)
+  # A gather in bfloat16 and a sum in float32. The compiler makes that an all-reduce, even of a
+  # `psum_scatter`: a device receives nearly twice the array.
+  arrays = [item.received_bytes / (1 + (item.opcode == "all-reduce")) for item in items]
+  assert sum(arrays) <= 4e9
+  assert sum(item.hbm_bytes for item in items) <= 600e9
+  rows = 32 * 16 * 2048 // 16
+  assert sum(item.flops for item in items) == 4 * 2 * rows * WIDTH * VOCABULARY
+
+
+@pytest.mark.slow
+def test_an_update_gathers_a_layer_twice_and_reduces_its_gradient_once():
+  """One layer of 7B, with responses so short that its weights travel and not its tokens."""
+  config = fade_qwen25_7b.get_config()
+  with config.unlocked():
+    config.model.overrides.num_layers = 1
+  config.batch.prompts, config.batch.group_size = 16, 8
+  config.max_prompt_length, config.max_response_length = 256, 512
+  parts = programs.shapes_only(config, programs.mesh_of(config, TOPOLOGY))
+  update = programs.programs(parts)["update"]
+  cost = step_time.program_cost("update", update, TOPOLOGY, useful_flops=1.0)
+  found = {row["part"]: row for row in cost["parts"]}
+  attention, mlp = WIDTH * (2 * 28 + 2 * 4) * 128, 3 * WIDTH * 18_944
+  layer = attention + mlp
+  # A device receives 15/16 of a whole: two gathers in bfloat16, a reduce-scatter in float32.
+  assert found["layers"]["received_bytes"] <= 1.5 * (2 + 2 + 4) * layer * 15 / 16
+  wide = (r for r in cost["collectives"] if (r["part"], r["dtype"]) == ("layers", "f32"))
+  assert sum(row["received_bytes"] for row in wide) >= 4 * layer * 15 / 16
+  assert found["embedding"]["received_bytes"] < 1e9
+  assert found["optimizer"]["received_bytes"] + found["other"]["received_bytes"] < 1e7
+  tokens = 256 + 8 * 511  # of a chip's prompt
+  # Forward twice, back once; of the recomputed products the MLP's last has no use.
+  assert found["layers"]["flops"] == 2 * tokens * (4 * layer - mlp / 3)
+
+
+def test_blocks_scatter_and_gather_tokens_over_tensor():
+  """Two narrow layers, forward and back: the residual stream is never summed whole."""
+  mesh = sharding.make_mesh(fsdp=8, tensor=2, devices=programs.topology_devices(TOPOLOGY))
+  P, S, T, width, layers = 16, 129, 128, 512, 2  # 2 prompts of 256 tokens on every device
+  model = transformer(
+    TransformerConfig(
+      vocab_size=1024, width=width, num_layers=layers, num_heads=4, num_kv_heads=2, head_dim=128,
+      mlp_width=2048, compute_dtype="bfloat16", remat="full",
+    ),
+    sharding.layout(mesh),
+  )  # fmt: skip
+  rows = sharding.batch_sharding(mesh)
+  of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
+  params = sharding.placed(jax.eval_shape(model.init, jax.random.key(0)), mesh)
+  inputs = Prompts(of(jnp.int32, P, S), of(jnp.int32, P)), of(jnp.int32, P, 1, T)
+
+  def gradient(params, prompts, tokens, cotangent):
+    score = lambda params: model.response_hidden(params, prompts, tokens)
+    return jax.vjp(score, params)[1](cotangent)
+
+  jitted = jax.jit(gradient, out_shardings=(jax.tree.map(lambda x: x.sharding, params),))
+  lower = lambda: jitted.lower(params, *inputs, of(jnp.bfloat16, P, 1, T, width))
+  _, text = programs.compiled_with_text("layers", lower)
+  half = 2 * (P // 8) * (S + T - 1) // 2 * width  # bytes of the tokens that a device keeps
+  moved = {
+    item.opcode: item.dtype
+    for item in hlo.walk(text, step_time.PARTS)
+    if item.part == "layers" and item.received_bytes in (half * item.times, 2 * half * item.times)
+  }
+  assert moved == {
+    "all-gather": "bf16",
+    "reduce-scatter": "bf16",
+  }  # an all-reduce receives twice half

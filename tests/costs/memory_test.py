@@ -1,0 +1,148 @@
+"""Full-size recipes as shapes on one chip, a slice and a pod, and what they take on each chip."""
+
+import importlib
+import math
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from train import tiny
+
+from rlvr_jax.costs import chips, memory, programs
+from rlvr_jax.rollouts import decoder
+from rlvr_jax.train.cluster import sharding
+
+PARAMETERS = {  # of the published models, from their own index files
+  "salt_qwen25_math_7b": 7_615_616_512,
+  "p3o_qwen3_4b": 4_022_468_096,
+  "fade_qwen25_7b": 7_615_616_512,
+  "mu_grpo_r1_distill_7b": 7_615_616_512,
+  "gsm8k_qwen25_05b": 494_032_768,
+  "gsm8k_qwen25_15b_lora": 1_543_714_304,
+}
+FOLDER = pathlib.Path(__file__).parents[2] / "configs" / "full_size"
+RECIPES = sorted({path.stem for path in FOLDER.glob("*.py")} - {"__init__", "base"})
+
+
+def recipe(name):
+  return importlib.import_module(f"rlvr_jax.configs.full_size.{name}").get_config()
+
+
+def sizes(name):
+  """(devices, tensor) that a recipe is for: one chip and v5e:2x4, or v5p:2x2x4 and a pod."""
+  return (
+    [(1, 1), (8, 1)] if name.startswith("gsm8k") else [(16, recipe(name).mesh.tensor), (256, 4)]
+  )
+
+
+QUICK = {("p3o_qwen3_4b", 256), ("gsm8k_qwen25_15b_lora", 8)}
+
+
+@pytest.mark.parametrize(
+  ("name", "chips", "tensor"),
+  [
+    pytest.param(name, *size, marks=() if (name, size[0]) in QUICK else pytest.mark.slow)
+    for name in RECIPES
+    for size in sizes(name)
+  ],
+)
+def test_a_full_size_recipe_is_initialised_and_sharded_as_shapes(name, chips, tensor):
+  config = recipe(name)
+  config.mesh = dict(data=1, fsdp=chips // tensor, tensor=tensor)
+  for batch, field in ((config.batch, "prompts"), (config.evaluation, "batch_prompts")):
+    batch[field] = max(batch[field], config.mesh.fsdp)
+  parts = programs.shapes_only(config, programs.mesh_of(config, None))
+  params = jax.tree.leaves(parts.abstract_base)
+  assert sum(math.prod(x.shape) for x in params) == PARAMETERS[name]
+  # All but norms and biases is split over every chip that its dimensions allow.
+  of_matrices = [x for x in params if x.ndim > 1 and math.prod(x.shape) > 1e6]
+  for x in of_matrices:
+    share = math.prod(x.sharding.shard_shape(x.shape)) / math.prod(x.shape)
+    assert share == 1 / chips
+  assert sum(math.prod(x.shape) for x in of_matrices) > 0.99 * PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_full_size_recipe_takes_all_chips(name):
+  mesh = recipe(name).mesh
+  assert (mesh.data, mesh.fsdp) == (1, -1)
+  with pytest.raises(ValueError, match="without --topology the number of devices is not known"):
+    programs.mesh_of(recipe(name), None)
+
+
+def test_a_run_has_the_sizes_that_its_devices_leave():
+  """In its own configuration, so that it is not resumed on another mesh unseen."""
+  config = tiny.config(mesh__fsdp=-1, mesh__tensor=2)
+  parts = programs.shapes_only(config, sharding.make_mesh(**config.mesh))
+  assert parts.config.mesh.to_dict() == dict(data=1, fsdp=4, tensor=2)
+  assert config.mesh.fsdp == -1
+
+
+def test_the_estimate_counts_what_is_there():
+  """Against arrays that exist: the parts of a tiny run, on one device."""
+  config = tiny.config(batch__tokens_per_micro_batch=64)
+  parts = programs.shapes_only(config, sharding.make_mesh())
+  state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), parts.abstract_state)
+  size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+  tables = memory.estimated(parts)
+  update, generation = tables["update, estimated"], tables["generation, estimated"]
+  assert update["parameters"] == generation["parameters"] == size(state.params)
+  assert update["optimizer"] == size(state.opt_state)
+  assert update["gradients"] == 2 * size(state.params)
+  assert generation["parameters to decode with"] == size(state.params)
+  slots = parts.programs.engine.settings
+  empty = jax.eval_shape(lambda: decoder.empty(slots))
+  caches = size((empty.prompts, empty.responses))
+  c, steps = parts.model.config, slots.shape.steps
+  staged = slots.slots * steps * c.num_layers * c.num_kv_heads * c.head_dim * 2 * 4
+  assert generation["keys and values"] == caches + staged
+
+
+def test_heads_and_activations_are_split_over_tensor():
+  whole, halves = (
+    memory.estimated(programs.shapes_only(tiny.config(), sharding.make_mesh(tensor=tensor)))
+    for tensor in (1, 2)
+  )
+  for table, row in (("generation", "keys and values"), ("update", "activations")):
+    assert whole[f"{table}, estimated"][row] == 2 * halves[f"{table}, estimated"][row] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_compilation_cache")
+def test_the_compiler_s_figures_are_read(capsys):
+  """On devices that are there; a topology of TPUs goes the same way."""
+  parts = programs.shapes_only(tiny.config(mesh__data=2), sharding.make_mesh(data=2))
+  tables = memory.compiled(parts)
+  state = parts.abstract_state
+  held = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
+  assert tables["update, compiled"]["arguments"] >= held
+  assert tables["update, compiled"]["temporary"] > 0
+  resident = tables["generation, compiled"]["optimizer, resident"]
+  assert resident == pytest.approx(held * 2 / 3, rel=0.01)  # two moments of every parameter
+
+
+def test_an_estimate_just_below_the_limit_is_no_promise(monkeypatch, capsys):
+  parts = programs.shapes_only(tiny.config(), sharding.make_mesh())
+  gib = sum(memory.estimated(parts)["update, estimated"].values()) / 2**30
+  for share, verdict in ((2.0, "fits"), (1.2, "may fit"), (0.9, "DOES NOT FIT")):
+    monkeypatch.setitem(chips.CHIPS, "small", chips.CHIPS["v4"]._replace(hbm_gib=share * gib))
+    monkeypatch.setattr(memory, "compiled", lambda parts: {})
+    memory.report(parts, "small:1")
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("update, estimated")]
+    assert line.endswith(f", {verdict}")
+
+
+def test_a_topology_that_cannot_be_compiled_for_says_what_can():
+  with pytest.raises(ValueError, match=r"cannot compile for --topology=v5e:0x0: .*\[tpu\]"):
+    programs.topology_devices("v5e:0x0")
+
+
+@pytest.mark.slow
+def test_the_command_prints_a_table(tmp_path):
+  """With adapters on a frozen base."""
+  output = tiny.run(tmp_path, "--mode=fits", "--config.lora.rank=2")
+  assert re.search(r"frozen base +0\.00 GiB", output)
+  assert "update, estimated: " in output and "keys and values" in output
+  assert not list(tmp_path.iterdir())

@@ -1,0 +1,152 @@
+import errno
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rlvr_jax.storage import files
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_the_files_of_a_directory(tmp_path, remote):
+  folder = f"memory://{tmp_path}" if remote else str(tmp_path)
+  system, path = files.located(folder)
+  system.makedirs(f"{path}/sub", exist_ok=True)
+  for name in ("b.json", "a.json", "sub/c.json"):
+    system.write_text(f"{path}/{name}", "{}")
+  assert files.listing(folder) == ["a.json", "b.json"]
+  for wrong in ("a.json", "absent"):
+    with pytest.raises(FileNotFoundError, match=f"{wrong} is not a directory"):
+      files.listing(f"{folder}/{wrong}")
+
+
+def test_what_cannot_be_reached_is_not_said_to_be_empty():
+  with pytest.raises(OSError, match=r"127\.0\.0\.1:1/folder cannot be listed: .*refused") as caught:
+    files.listing("webhdfs://127.0.0.1:1/folder")
+  assert not isinstance(caught.value, FileNotFoundError)
+
+
+def test_a_replaced_file_is_the_old_or_the_whole_new_one(tmp_path):
+  path = tmp_path / "a.json"
+  with files.replacing(path) as file:
+    file.write(b"old")
+  with files.replacing(path) as file:
+    file.write(b"new" * 10_000)
+    assert path.read_bytes() == b"old"
+  assert path.read_bytes() == b"new" * 10_000
+  with pytest.raises(KeyboardInterrupt), files.replacing(path) as file:
+    file.write(b"torn")
+    raise KeyboardInterrupt
+  assert path.read_bytes() == b"new" * 10_000
+  assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_a_replaced_file_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
+  path, synced = tmp_path / "a", []
+  monkeypatch.setattr(
+    os, "fsync", lambda descriptor: synced.append((os.fstat(descriptor).st_ino, path.exists()))
+  )
+  with files.replacing(path) as file:
+    file.write(b"x")
+  assert synced == [(path.stat().st_ino, False), (tmp_path.stat().st_ino, True)]
+
+
+@pytest.mark.parametrize("fsync", [False, True])
+def test_lines_that_do_not_fit_leave_no_trace_and_others_still_do(tmp_path, fsync):
+  """A file size limit stands in for a full disk."""
+  code = """
+import pathlib, resource, sys
+from rlvr_jax import files
+lines = files.JsonLines(pathlib.Path(sys.argv[1]), fsync=sys.argv[2] == "True")
+lines.append([{"x": 1}, {"x": 2}])
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+try:
+  lines.append([{"x": 3}, {"x": "y" * 200}])
+except files.DiskFullError as error:
+  print(error)
+lines.append([{"x": 4}])
+lines.close()
+"""
+  path = tmp_path / "a.jsonl"
+  command = [sys.executable, "-c", code, path, str(fsync)]
+  done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+  assert f"no space left to write {path}. Free some space and rerun" in done.stdout
+  assert path.read_text() == '{"x": 1}\n{"x": 2}\n{"x": 4}\n'
+
+
+def test_with_fsync_a_line_is_brought_to_the_disk(tmp_path, monkeypatch):
+  synced = []
+  monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
+  for fsync in (False, True):
+    lines = files.JsonLines(tmp_path / "a.jsonl", fsync=fsync)
+    lines.append([{"x": 1}])
+    lines.close()
+  assert synced == [2 * len('{"x": 1}\n')]
+
+
+def test_a_torn_last_line_is_left_out_and_a_damaged_one_named(tmp_path):
+  path = tmp_path / "a.jsonl"
+  path.write_text('{"x": 1}\n{"x": 2}\n{"x"')
+  assert [record["x"] for record in files.read_records(path)] == [1, 2]
+  path.write_text('{"x": 1}\n{"x\n{"x": 3}\n')
+  with pytest.raises(files.DamagedFileError, match=r"a\.jsonl, line 2 is not a JSON object; rem"):
+    list(files.read_records(path))
+
+
+@pytest.mark.parametrize(
+  ("error", "full"),
+  [
+    (OSError(errno.ENOSPC, "…"), True),
+    (OSError(errno.EDQUOT, "…"), True),
+    (RuntimeError(f"write() failed: {os.strerror(errno.EFBIG)}; writing x"), True),
+    (OSError(errno.EACCES, "…"), False),
+    (RuntimeError("…"), False),
+  ],
+)
+def test_a_full_disk_is_told_from_other_errors(tmp_path, error, full):
+  wrapped = ValueError("…")
+  wrapped.__cause__ = error
+  assert files.is_disk_full(error) == files.is_disk_full(wrapped) == full
+  with (
+    pytest.raises(files.DiskFullError if full else type(error)) as seen,
+    files.reporting_full_disk(tmp_path / "x"),
+  ):
+    raise error
+  assert isinstance(seen.value, files.DiskFullError) == full
+
+
+def test_shortage(tmp_path):
+  assert files.shortage(tmp_path, 1) is None
+  assert files.shortage(tmp_path, 2**70).endswith(" MiB free, 1125899906842624.0 MiB needed")
+
+
+def test_a_new_folder_that_another_process_took_for_left_is_replaced(tmp_path, monkeypatch):
+  monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+  make, others = files.tempfile.mkdtemp, []
+
+  def slowly(prefix):
+    folder = make(prefix=prefix)
+    monkeypatch.setattr(files.tempfile, "mkdtemp", make)
+    others.append(files.own_folder(prefix)[0])  # it looks before this one is locked
+    return folder
+
+  monkeypatch.setattr(files.tempfile, "mkdtemp", slowly)
+  found, _ = files.own_folder("a_")
+  assert {found, *others} == set(tmp_path.iterdir()) and found not in others
+
+
+def test_checksums(tmp_path):
+  value = {"b": [1, 0.1 + 0.2, None], "a": {"10": "ü", "9": True}}
+  assert files.json_crc32(json.loads(json.dumps(value))) == files.json_crc32(value)
+  assert files.json_crc32({"a": {10: 1, 9: 2}}) == files.json_crc32({"a": {"9": 2, "10": 1}})
+  assert files.json_crc32(value) != files.json_crc32(value | {"b": [1, 0.3, None]})
+  (tmp_path / "x").write_bytes(b"123456789")
+  assert files.file_crc32(tmp_path / "x") == 0xCBF43926  # the check value of CRC-32
+  data = bytearray(3 * 2**20)
+  (tmp_path / "x").write_bytes(data)
+  zeros = files.file_crc32(tmp_path / "x")
+  data[0] = 1
+  (tmp_path / "x").write_bytes(data)
+  assert files.file_crc32(tmp_path / "x") != zeros

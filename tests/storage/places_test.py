@@ -1,0 +1,349 @@
+"""Objects with conditions, and a workdir's files in a bucket."""
+
+import contextlib
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from rlvr_jax.evaluate.run_files import read_metrics
+from rlvr_jax.rollouts.engine import Group
+from rlvr_jax.rollouts.journal import from_json
+from rlvr_jax.rollouts.store import INDEX, RolloutStore, TornShardError
+from rlvr_jax.storage import places
+from rlvr_jax.storage.bucket import Bucket, ChangedError, UnreachableError
+from rlvr_jax.storage.files import JsonLines, replacing
+from rlvr_jax.storage.places import Workdir
+
+
+@pytest.fixture
+def names(emulator, folder):
+  """The names of the objects in the folder."""
+  return lambda: emulator.names(folder)
+
+
+@contextlib.contextmanager
+def opened(url):
+  """A workdir as a run has it: fetched, and closed in order."""
+  with contextlib.closing(Workdir(url)) as workdir:
+    workdir.fetch()
+    yield workdir
+
+
+def wait_until(condition):
+  deadline = time.monotonic() + 60
+  while not condition():
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+
+
+# --- objects --------------------------------------------------------------------------------------
+
+
+def test_an_object_is_written_on_conditions(url):
+  bucket = Bucket(url)
+  first = bucket.put("a", b"one", generation=0)
+  assert bucket.read_generation("a") == (b"one", first)
+  with pytest.raises(ChangedError, match=f"{url}/a was changed by another process"):
+    bucket.put("a", b"two", generation=0)
+  second = bucket.put("a", b"two", generation=first)
+  with pytest.raises(ChangedError):
+    bucket.put("a", b"three", generation=first)
+  # The answer to a write may be lost, after which gcsfs repeats it.
+  assert bucket.put("a", b"two", generation=first) == second
+  bucket.delete("a", generation=first)
+  assert bucket.read("a") == b"two"
+  bucket.delete("a", generation=second)
+  bucket.delete("a")
+  with pytest.raises(FileNotFoundError):
+    bucket.read("a")
+
+
+def test_names_beyond_one_page_of_a_listing(url, emulator):
+  expected = [f"{k:04d}" for k in range(1003)]
+  for name in expected:
+    emulator.put(f"{Bucket(url)._prefix}/{name}", b"")
+  assert Bucket(url).names() == expected
+  assert Bucket(url).names("100") == ["1000", "1001", "1002"]
+  assert Bucket(url).exists("0007") and not Bucket(url).exists("000")
+
+
+def test_what_arrives_damaged_is_an_error(url, emulator, monkeypatch):
+  monkeypatch.setattr(emulator, "damages", True)
+  with pytest.raises(OSError, match=r"a\.txt arrived damaged in the bucket; check the network"):
+    Bucket(url).put("a.txt", b"text")
+
+
+def test_a_bucket_that_refuses_is_an_error_with_a_remedy(url, emulator, monkeypatch):
+  monkeypatch.setattr(emulator, "refuses", 403)
+  with pytest.raises(UnreachableError, match=r"cannot be reached: .*roles/storage.objectUser"):
+    Bucket(url).put("a", b"")
+
+
+def test_a_bucket_that_is_not_there_is_named(url, emulator, monkeypatch):
+  monkeypatch.setattr(emulator, "refuses", 404)
+  with pytest.raises(UnreachableError, match=f"{url}/a cannot be written: there is no bucket"):
+    Bucket(url).put("a", b"")
+
+
+@pytest.fixture
+def hanging(emulator):
+  """Within it, writes have their effect and are not answered."""
+
+  @contextlib.contextmanager
+  def hanging():
+    over = threading.Event()
+    emulator.before_answer = lambda method, path: method == "POST" and over.wait(60)
+    yield
+    over.set()
+    emulator.before_answer = lambda method, path: None
+
+  return hanging
+
+
+def test_a_write_ends_with_the_time_that_its_claim_certainly_has(url, hanging):
+  bucket = Bucket(url)
+  bucket.guard = lambda: 0.3
+  began = time.monotonic()
+  with hanging(), pytest.raises(UnreachableError, match=f"{url}/a cannot .*no answer in time"):
+    bucket.put("a", b"one")
+  assert time.monotonic() - began < 30
+
+
+def test_a_large_object_is_one_put(url, emulator):
+  data = np.random.default_rng(0).bytes(60 * 2**20)  # gcsfs would write it in parts
+  before = len(emulator.requests)
+  Bucket(url).put("large", data, generation=0)
+  assert len(emulator.requests) == before + 1
+  assert Bucket(url).read("large") == data
+
+
+# --- workdirs -------------------------------------------------------------------------------------
+
+
+def test_a_local_workdir_is_used_as_it_is(tmp_path):
+  with contextlib.closing(Workdir(tmp_path / "run")) as workdir:
+    assert workdir.kept == workdir.local == tmp_path / "run"
+    workdir.fetch()
+    workdir.publish()
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_lines_become_segments_and_are_one_file_again(url, names):
+  with opened(url) as workdir:
+    lines = JsonLines(workdir.local / "metrics.jsonl")
+    for step in range(3):
+      lines.append([{"step": step, "phase": "train"}, {"step": step, "phase": "eval"}])
+      workdir.publish()
+      workdir.publish()  # nothing new
+    with open(workdir.local / "metrics.jsonl", "ab") as file:
+      file.write(b'{"step": 3, "pha')  # another thread is writing
+    staging = workdir.local.parent
+  assert not staging.exists()
+  assert names() == [f"metrics.jsonl/{k:08d}" for k in range(3)]
+  assert [record["step"] for record in read_metrics(url)] == [0, 0, 1, 1, 2, 2]
+  with opened(url) as workdir:
+    assert len((workdir.local / "metrics.jsonl").read_bytes().splitlines()) == 6
+  with pytest.raises(FileNotFoundError, match=r"rollouts\.jsonl does not exist"):
+    with places.opened_lines(places.place("", url) / "rollouts.jsonl"):
+      pass
+
+
+def test_a_file_that_a_resumed_run_shortens_is_shortened_in_the_bucket(url, names):
+  line = lambda step: b'{"step": %d, "phase": "train"}\n' % step
+  with opened(url) as workdir:
+    for step in range(4):
+      with open(workdir.local / "metrics.jsonl", "ab") as file:
+        file.write(line(2 * step) + line(2 * step + 1))
+      workdir.publish()
+  for kept, segments in ((5, 3), (4, 3), (0, 1)):
+    with opened(url) as workdir:
+      with replacing(workdir.local / "metrics.jsonl") as file:
+        file.write(b"".join(map(line, range(kept))))
+      workdir.publish()
+      assert len(names()) == segments
+      with open(workdir.local / "metrics.jsonl", "ab") as file:
+        file.write(line(100))
+    assert [record["step"] for record in read_metrics(url)] == [*range(kept), 100]
+
+
+def test_lines_whose_put_was_not_answered_are_there_once(url, names, hanging):
+  with opened(url) as workdir:
+    lines = JsonLines(workdir.local / "metrics.jsonl")
+    lines.append([{"step": 0, "phase": "train"}])
+    workdir.guard = lambda: 0.3
+    with hanging(), pytest.raises(UnreachableError):
+      workdir.publish()
+    workdir.guard = lambda: 60.0
+    lines.append([{"step": 1, "phase": "train"}])
+  assert names() == ["metrics.jsonl/00000000", "metrics.jsonl/00000001"]
+  assert [record["step"] for record in read_metrics(url)] == [0, 1]
+
+
+def test_a_process_that_has_lost_its_claim_changes_no_lines(url, names):
+  write = lambda workdir, text: (workdir.local / "metrics.jsonl").write_text(text)
+  with opened(url) as workdir:
+    write(workdir, "first\n")
+  with opened(url) as successor:
+    lost = Workdir(url)
+    lost.fetch()
+    write(successor, "first\nsecond\n")
+    successor.publish()
+    for text in ("first\nother\n", "changed\n"):
+      write(lost, text)
+      with pytest.raises(ChangedError, match=f"{url}/metrics.jsonl/0000000. was changed"):
+        lost.publish()
+  segments = Bucket(url).segments("metrics.jsonl")
+  assert [segment.data for segment in segments] == [b"first\n", b"second\n"]
+
+
+def test_the_bucket_follows_a_file_that_grows_and_goes(url, names, emulator, monkeypatch):
+  monkeypatch.setattr(places, "FOLLOW_S", 0.02)
+  with opened(url) as workdir:
+    path = workdir.local / "groups.jsonl"
+    lines = JsonLines(path)
+    with monkeypatch.context() as patch:
+      patch.setattr(emulator, "refuses", 403)
+      lines.append([{"group": 0}])
+      workdir.follow(path)
+      time.sleep(0.2)
+    wait_until(lambda: names() == ["groups.jsonl/00000000"])
+    lines.append([{"group": 1}])
+    workdir.follow(path)
+    wait_until(lambda: names() == ["groups.jsonl/00000000", "groups.jsonl/00000001"])
+    path.unlink()
+    workdir.follow(path)
+    wait_until(lambda: names() == [])
+    lines = JsonLines(path)
+    lines.append([{"group": 2}])
+    workdir.follow(path)
+    path.unlink()  # before it is looked at
+    workdir.follow(path)
+  assert names() == []
+
+
+def test_other_files_are_put_when_they_change(url, names, emulator):
+  with opened(url) as workdir:
+    (workdir.local / "tensorboard").mkdir()
+    (workdir.local / "config.json").write_bytes(b"{}")
+    (workdir.local / "config.json.tmp").write_bytes(b"{")
+    (workdir.local / "tensorboard" / "events").write_bytes(b"1")
+    workdir.publish()
+    before = len(emulator.requests)
+    workdir.publish()
+    assert len(emulator.requests) == before
+    (workdir.local / "tensorboard" / "events").write_bytes(b"12")
+  assert names() == ["config.json", "tensorboard/events"]
+  assert Bucket(url).read("tensorboard/events") == b"12"
+  with opened(url) as workdir:  # others find the run's folders, and what they read
+    assert sorted(path.name for path in workdir.local.iterdir()) == ["config.json", "tensorboard"]
+
+
+def test_staging_folders_of_killed_processes_are_removed(url, tmp_path, monkeypatch):
+  monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+  (tmp_path / "rlvr_jax_staging_left").mkdir()
+  with opened(url) as first, opened(url) as second:
+    assert first.local.parent.parent == second.local.parent.parent == tmp_path
+    assert len(list(tmp_path.iterdir())) == 2
+  assert list(tmp_path.iterdir()) == []
+
+
+# --- rollouts -------------------------------------------------------------------------------------
+
+
+def batch(number):
+  rng = np.random.default_rng(number)
+  return {"tokens": rng.integers(0, 9, (2, 3, 4)).astype(np.int32)}, {"version": number}
+
+
+def assert_has(store, numbers):
+  assert store.numbers() == numbers
+  for number in numbers:
+    arrays, info = store.read(number)
+    assert np.array_equal(arrays["tokens"], batch(number)[0]["tokens"])
+    assert info == batch(number)[1] and store.info(number)["version"] == number
+
+
+def test_rollouts_in_a_bucket(url, folder, names, emulator):
+  place = f"{url}/rollouts"
+  with contextlib.closing(Workdir(url)) as other, opened(url) as workdir:
+    with RolloutStore(place, writable=True, workdir=workdir) as store:
+      of_run = RolloutStore(place, writable=False, workdir=other)  # another process of the run
+      assert of_run.numbers() == []
+      for number in range(3):
+        store.append(number, *batch(number))
+      with pytest.raises(ValueError, match="is not overwritten"):
+        store.append(0, *batch(0))
+      assert len(names()) == 3  # one object each, and no index yet
+      assert_has(of_run, [0, 1, 2])
+      assert_has(RolloutStore(place, writable=False), [0, 1, 2])
+      workdir.publish()
+      assert_has(of_run, [0, 1, 2])
+      store.append(3, *batch(3))
+    killed = workdir.local  # what was not published is lost with the machine
+    workdir.publish = lambda: None
+  assert not killed.exists()
+  with opened(url) as workdir, RolloutStore(place, writable=True, workdir=workdir) as store:
+    assert_has(store, [0, 1, 2, 3])
+    before = len(emulator.requests)
+    assert not [*store.damaged(range(4))] and len(emulator.requests) == before + 1
+    store.remove(0, 1)
+    assert not [*store.damaged(range(4))]
+    lost = emulator.objects.pop(f"{folder}/rollouts/00000003.array_record")
+    assert [*store.damaged(range(5))] == [3, 4]
+    emulator.objects[f"{folder}/rollouts/00000003.array_record"] = lost
+    emulator.damage(f"{folder}/rollouts/00000002.array_record")
+    with pytest.raises(TornShardError, match=rf"batch 2, {place}/00000002.* put back a copy"):
+      store.read(2)
+    reader = RolloutStore(place, writable=False)
+    assert not reader.is_intact(2) and reader.is_intact(3)
+    store.set_aside(2)
+    workdir.publish = lambda: None
+  assert names() == [
+    *("rollouts/00000003.array_record", f"rollouts/{INDEX}/00000000"),
+    *(f"rollouts/{INDEX}/00000001", f"rollouts/{INDEX}/00000002"),
+    "rollouts/torn/00000002.array_record.0",
+  ]
+  with opened(url) as workdir, RolloutStore(place, writable=True, workdir=workdir) as store:
+    assert_has(store, [3])
+    assert store.removed(0) and store.removed(1) and not store.removed(2)
+    store.append(2, *batch(2))
+    assert_has(RolloutStore(place, writable=False), [2, 3])
+
+
+def test_finished_groups_survive_their_machine(url, names, monkeypatch):
+  monkeypatch.setattr(places, "FOLLOW_S", 0.02)
+  arrays = lambda k: (
+    *(np.full((2, 3), k, "i4"), np.full(2, 3, "i4")),
+    *(np.full(2, True), np.full((2, 3), k, "f4")),
+  )
+  group = lambda k: Group(k, *arrays(k))
+  vanished = Workdir(url)  # it never closes
+  with RolloutStore(f"{url}/rollouts", writable=True, workdir=vanished) as store:
+    for draw in range(2):
+      store.journal().append(draw, "ours", [group(0), group(1)])
+    objects = [f"rollouts/groups/{draw:08d}.jsonl/00000000" for draw in range(2)]
+    wait_until(lambda: names() == objects)
+  with opened(url) as workdir:
+    with RolloutStore(f"{url}/rollouts", writable=True, workdir=workdir) as store:
+      journal = store.journal()
+      found = [from_json(content) for content in journal.read(1, "ours")]
+      for expected, one in zip([group(0), group(1)], found, strict=True):
+        for array, other in zip(expected[1:], one[1:], strict=True):
+          assert np.array_equal(array, other) and array.dtype == other.dtype
+      journal.append(1, "ours", [group(2)])
+      wait_until(lambda: names() == [*objects, "rollouts/groups/00000001.jsonl/00000001"])
+      assert not journal.read(1, "another policy's")
+      journal.forget(before=2)
+  assert names() == []
+
+
+def test_a_bucket_that_cannot_be_reached_is_no_damage(url, emulator, monkeypatch):
+  with opened(url) as workdir, RolloutStore(f"{url}/rollouts", writable=True, workdir=workdir) as s:
+    s.append(0, *batch(0))
+    with monkeypatch.context() as patch:
+      patch.setattr(emulator, "refuses", 403)
+      with pytest.raises(UnreachableError):
+        s.is_intact(0)
+    assert s.is_intact(0)

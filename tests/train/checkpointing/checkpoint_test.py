@@ -1,0 +1,568 @@
+import contextlib
+import gc
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from rlvr_jax.storage.files import DiskFullError
+from rlvr_jax.train.checkpointing import checkpoint, checkpoint_files
+from rlvr_jax.types import TrainState
+
+# Reading a damaged file leaves tensorstore's other reads unfinished; their complaints are not ours.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_is_old_is_not_collected():
+  """Or each collection would visit all that the modules before this one have left."""
+  gc.freeze()
+  yield
+  gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def collect_unfinished_reads():
+  yield
+  gc.collect()
+
+
+def make_state(step, width=8):
+  """A state with every kind of leaf, all values depending on the step."""
+  kernel = jnp.sin(jnp.arange(4.0 * width).reshape(4, width) + step)
+  params = {
+    "layers": {"kernel": kernel, "scale": jnp.arange(4, dtype=jnp.bfloat16) / 3 + step},
+    "flag": jnp.array([True, False, step % 2 == 0]),
+    "empty": jnp.zeros((0, 3)),
+  }
+  opt_state = optax.adamw(1e-3).init({"w": kernel})
+  return TrainState(
+    params=params,
+    opt_state=opt_state,
+    advantage_state=(),
+    step=jnp.int32(step),
+    skipped=jnp.int32(0),
+    skipped_in_a_row=jnp.int32(0),
+  )
+
+
+def assert_same_bits(a, b):
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    x, y = np.asarray(x), np.asarray(y)
+    assert (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())
+
+
+@pytest.fixture
+def checkpointer(tmp_path):
+  opened = checkpoint.Checkpointer(tmp_path / "checkpoints", keep=2)
+  yield opened
+  opened.close()
+
+
+def save_one(directory, step=3, **kwargs):
+  saver = checkpoint.Checkpointer(directory)
+  saver.save(step, make_state(step), host={"position": step}, **kwargs)
+  saver.close()
+
+
+def restore(directory, state=None):
+  opened = checkpoint.Checkpointer(directory)
+  try:
+    return opened.restore(make_state(0) if state is None else state)
+  finally:
+    opened.close()
+
+
+# --- round trip -----------------------------------------------------------------------------------
+
+
+def test_round_trip_is_bit_exact(checkpointer):
+  state = make_state(5)
+  special = jnp.array([jnp.nan, -0.0, jnp.inf, 1e-42])
+  state.params["special"] = special
+  host = {"position": [1, {"seed": 2**60}], "loss": 0.1 + 0.2, "text": "é\n", "none": None}
+  assert checkpointer.save(5, state, host=host)
+  restored = checkpointer.restore(jax.eval_shape(lambda: state))
+  assert restored.step == 5
+  assert restored.host == host
+  assert restored.arrays is None
+  assert jax.tree.structure(restored.state) == jax.tree.structure(state)
+  assert_same_bits(restored.state, state)
+
+
+def test_nothing_saved_restores_nothing(checkpointer):
+  assert checkpointer.restore(make_state(0)) is None
+  assert checkpointer.steps() == []
+
+
+def test_arrays_come_and_go_between_steps(checkpointer):
+  pending = [
+    {"tokens": np.arange(6, dtype=np.int32).reshape(2, 3), "mask": np.array([True, False])},
+    {"tokens": np.zeros((0, 3), np.int32), "rewards": np.float32([0.5, np.nan])},
+  ]
+  checkpointer.save(1, make_state(1), host={}, arrays={"pending": pending, "none": None})
+  found = checkpointer.restore(make_state(0)).arrays
+  assert found.keys() == {"pending", "none"} and found["none"] is None
+  assert_same_bits(found["pending"], pending)
+  checkpointer.save(2, make_state(2), host={})
+  assert checkpointer.restore(make_state(0)).arrays is None
+
+
+def test_caller_may_change_everything_after_save(checkpointer):
+  """Donated buffers and NumPy arrays are reused while the files are still being written."""
+  update = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
+  state = {str(i): jnp.zeros((256, 1024)) for i in range(8)}
+  abstract = jax.eval_shape(lambda: state)
+  rollouts, host = np.zeros(1000), {"count": [0]}
+  for step in (1, 2, 3):
+    state = update(state)
+    checkpointer.save(step, state, host=host, arrays=rollouts)
+    rollouts += 1
+    host["count"][0] += 1
+    for _ in range(4):
+      state = update(state)
+    restored = checkpointer.restore(abstract)
+    expected = 5 * (step - 1) + 1
+    assert all(np.all(np.asarray(x) == expected) for x in restored.state.values())
+    assert np.all(restored.arrays == step - 1)
+    assert restored.host == {"count": [step - 1]}
+
+
+def test_state_moves_between_meshes(checkpointer):
+  values = jnp.arange(64.0).reshape(8, 8)
+
+  def on_mesh(shape, spec):
+    mesh = jax.make_mesh(shape, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    return NamedSharding(mesh, spec)
+
+  before = on_mesh((2, 4), PartitionSpec("data", "fsdp"))
+  after = on_mesh((4, 2), PartitionSpec(None, "data"))
+  checkpointer.save(1, {"w": jax.device_put(values, before)}, host={})
+  abstract = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=after)}
+  restored = checkpointer.restore(abstract).state["w"]
+  assert restored.sharding.is_equivalent_to(after, 2)
+  np.testing.assert_array_equal(restored, values)
+
+
+def test_saved_step_is_not_saved_again(checkpointer):
+  assert checkpointer.save(1, make_state(1), host={"n": 1})
+  assert not checkpointer.save(1, make_state(1), host={"n": 2})
+  assert checkpointer.restore(make_state(0)).host == {"n": 1}
+
+
+@pytest.mark.parametrize("bad", [{"a": "text"}, {1: np.zeros(2)}, [jnp.zeros(2)], {1, 2}])
+def test_arrays_of_another_kind_are_refused(checkpointer, bad):
+  with pytest.raises(TypeError, match="pass text as `host`"):
+    checkpointer.save(1, make_state(1), host={}, arrays=bad)
+  assert checkpointer.steps() == []
+
+
+def test_host_values_in_the_state_are_refused(checkpointer):
+  with pytest.raises(TypeError, match=r"'a\.b' is int"):
+    checkpointer.save(1, {"a": {"b": 1}}, host={})
+
+
+# --- retention ------------------------------------------------------------------------------------
+
+
+def test_keeps_the_latest_and_the_best_also_over_a_restart(tmp_path):
+  metrics = {1: 0.1, 2: 0.9, 3: None, 4: 0.9, 5: float("nan"), 6: 0.2}
+  for step, metric in metrics.items():
+    saver = checkpoint.Checkpointer(tmp_path, keep=2)
+    saver.save(step, make_state(step), host={}, metric=metric)
+    saver.close()
+    assert saver.steps()[-1] == step
+  assert saver.steps() == [2, 5, 6]  # of 2 and 4, which are equal, the earlier
+  assert_same_bits(restore(tmp_path).state, make_state(6))
+
+
+def test_a_better_one_replaces_the_best(checkpointer):
+  for step, metric in enumerate([0.5, 0.6, 0.1, 0.2, 0.3]):
+    checkpointer.save(step, make_state(step), host={}, metric=metric)
+    checkpointer.wait()
+  assert checkpointer.steps() == [1, 3, 4]
+
+
+def test_a_step_that_is_evaluated_after_it_was_saved_may_be_the_best(checkpointer):
+  checkpointer.save(0, make_state(0), host={})
+  assert not checkpointer.save(0, make_state(0), host={}, metric=0.6)
+  for step, metric in ((1, 0.5), (2, 0.1), (3, 0.2)):
+    checkpointer.save(step, make_state(step), host={}, metric=metric)
+    checkpointer.wait()
+  assert checkpointer.steps() == [0, 2, 3]
+
+
+def test_what_was_measured_after_a_step_was_saved_stays(tmp_path):
+  state = make_state(1)
+  with contextlib.closing(checkpoint.Checkpointer(tmp_path, keep=1)) as saver:
+    saver.save(1, state, host={"evaluated": 0}, arrays={"x": np.ones(2)})
+  for host, metric in ((dict(evaluated=1), 0.6), (dict(evaluated=2), None), (dict(later=1), 0.7)):
+    with contextlib.closing(checkpoint.Checkpointer(tmp_path, keep=1)) as saver:
+      assert not saver.save(1, state, host=host, metric=metric)
+      restored = saver.restore(make_state(0))
+    assert restored.host == dict(evaluated=1)
+    assert_same_bits((restored.state, restored.arrays), (state, {"x": np.ones(2)}))
+  with contextlib.closing(checkpoint.Checkpointer(tmp_path, keep=1)) as saver:
+    saver.save(2, make_state(2), host={}, metric=0.5)
+  assert saver.steps() == [1, 2]  # the metric of step 1 is in its files
+
+
+def test_keeps_the_last_at_or_before_a_step_while_told_to(tmp_path):
+  def save(step, keep_at_or_before):
+    """Opens the folder anew, as after a restart; the steps left."""
+    saver = checkpoint.Checkpointer(tmp_path, keep=1)
+    saver.save(step, make_state(step), host={}, keep_at_or_before=keep_at_or_before)
+    saver.close()
+    return saver.steps()
+
+  assert save(2, 3) == [2]
+  assert save(4, 3) == [2, 4]  # 3 was not saved, the greatest before it is kept
+  assert save(6, 4) == [4, 6]
+  assert save(8, 1) == [8]  # nothing that early is left
+  assert save(10, 9) == [8, 10]
+  assert save(12, None) == [12]
+
+
+def test_a_step_of_choice_is_restored(checkpointer):
+  for step in (1, 2):
+    checkpointer.save(step, make_state(step), host={"n": step}, arrays=np.full(2, step))
+  restored = checkpointer.restore(make_state(0), step=1)
+  assert (restored.step, restored.host, restored.arrays.tolist()) == (1, {"n": 1}, [1, 1])
+  assert_same_bits(restored.state, make_state(1))
+  with pytest.raises(checkpoint_files.CheckpointError, match=r"no checkpoint of step 3.*\[1, 2\]"):
+    checkpointer.restore(make_state(0), step=3)
+
+
+def test_keeping_nothing_is_refused(tmp_path):
+  with pytest.raises(ValueError, match="keep = 0"):
+    checkpoint.Checkpointer(tmp_path, keep=0)
+
+
+# --- damage ---------------------------------------------------------------------------------------
+
+
+def files_of(step_directory):
+  return sorted(p for p in step_directory.rglob("*") if p.is_file() and p.stat().st_size)
+
+
+def outcome(directory, expected):
+  """ "refused", or "intact" if what was restored is exactly what was saved."""
+  try:
+    found = restore(directory)
+  except checkpoint_files.TornCheckpointError as error:
+    assert f"{directory / '3'} is damaged" in str(error)
+    assert "Remove that directory and rerun to fall back to step 2." in str(error)
+    return "refused"
+  assert found.step == 3 and found.host == {"position": 3}
+  assert_same_bits(found.state, make_state(3))
+  assert_same_bits(found.arrays, expected)
+  return "intact"
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory):
+  directory = tmp_path_factory.mktemp("pristine")
+  arrays = {"tokens": np.arange(500, dtype=np.int32)}
+  save_one(directory, 2)
+  save_one(directory, 3, arrays=arrays)
+  return directory, arrays
+
+
+def damage(kind, path, rng):
+  data = bytearray(path.read_bytes())
+  if kind == "cut":
+    data = data[: len(data) // 2]
+  elif kind == "flip":
+    data[rng.integers(len(data))] ^= 1 << rng.integers(8)
+  elif kind == "remove":
+    path.unlink()
+    return
+  path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("kind", ["cut", "flip", "remove"])
+def test_damage_to_any_file_is_refused_or_harmless(pristine, tmp_path, kind):
+  source, arrays = pristine
+  rng = np.random.default_rng(0)
+  outcomes = {}
+  for path in files_of(source / "3"):
+    directory = tmp_path / "copy"
+    shutil.rmtree(directory, ignore_errors=True)
+    shutil.copytree(source, directory)
+    damage(kind, directory / path.relative_to(source), rng)
+    if path.parent.name == "manifest" and kind == "remove":
+      continue  # see the test of foreign directories
+    outcomes[path] = outcome(directory, arrays)
+  # Where the values lie, damage must not go unseen.
+  (stored,) = files_of(source / "3" / "arrays" / "d")
+  assert outcomes[stored] == "refused"
+  if kind != "remove":
+    assert outcomes[source / "3" / "manifest" / "metadata"] == "refused"
+
+
+@pytest.mark.parametrize(
+  ("step", "first_token", "leaf"), [(4, 0, r"params\.\S+"), (3, 7, "extra-0")]
+)
+def test_values_that_changed_behind_valid_files_are_refused(
+  pristine, tmp_path, step, first_token, leaf
+):
+  """The checksum alone must see it: the files are whole, of another save."""
+  source, arrays = pristine
+  tokens = arrays["tokens"].copy()
+  tokens[0] = first_token
+  shutil.copytree(source, tmp_path / "copy")
+  shutil.rmtree(tmp_path / "copy" / "3" / "arrays")
+  save_one(tmp_path / "other", step, arrays={"tokens": tokens})
+  shutil.copytree(tmp_path / "other" / str(step) / "arrays", tmp_path / "copy" / "3" / "arrays")
+  with pytest.raises(checkpoint_files.TornCheckpointError, match=rf"leaf '{leaf}' has checksum"):
+    restore(tmp_path / "copy")
+
+
+def test_the_remedy_of_the_message_works(pristine, tmp_path):
+  source, _ = pristine
+  shutil.copytree(source, tmp_path / "copy")
+  for path in files_of(tmp_path / "copy" / "3" / "arrays"):
+    path.write_bytes(b"")
+  with pytest.raises(checkpoint_files.TornCheckpointError, match="fall back to step 2"):
+    restore(tmp_path / "copy")
+  shutil.rmtree(tmp_path / "copy" / "3")
+  assert_same_bits(restore(tmp_path / "copy").state, make_state(2))
+  shutil.rmtree(tmp_path / "copy" / "2" / "arrays")
+  with pytest.raises(
+    checkpoint_files.TornCheckpointError, match="rerun to start from the beginning"
+  ):
+    restore(tmp_path / "copy")
+
+
+# --- parameters alone -----------------------------------------------------------------------------
+
+
+def test_parameters_are_read_out_of_a_run_changing_nothing_there(pristine, tmp_path):
+  shutil.copytree(pristine[0], tmp_path / "checkpoints")
+  (tmp_path / "checkpoints" / "4.orbax-checkpoint-tmp-0").mkdir()  # a save under way
+  saver = checkpoint.Checkpointer(tmp_path / "warm_start")
+  saver.save(9, make_state(9).params, host={})
+  saver.close()
+  contents = lambda: {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+  before = contents()
+  abstract = jax.eval_shape(lambda: make_state(0).params)
+  for folder, step in (("checkpoints", 3), ("checkpoints", 2), ("warm_start", 9)):
+    params = checkpoint_files.read_params(tmp_path / folder / str(step), abstract)
+    assert_same_bits(params, make_state(step).params)
+  assert contents() == before
+
+
+def test_parameters_of_another_shape_are_refused_naming_the_leaf(pristine):
+  message = r"'params\.layers\.kernel' is float32\[4, 8\] in it and float32\[4, 9\] in this run"
+  with pytest.raises(checkpoint_files.ForeignCheckpointError, match=message):
+    checkpoint_files.read_params(pristine[0] / "3", make_state(0, width=9).params)
+
+
+@pytest.mark.parametrize("what", ["arrays", "manifest"])
+def test_damaged_parameters_are_refused(pristine, tmp_path, what):
+  """Also where all files are whole, but the values are of another save."""
+  shutil.copytree(pristine[0], tmp_path / "copy")
+  path = tmp_path / "copy" / "3" / what
+  shutil.rmtree(path)
+  shutil.copytree(pristine[0] / "2" / what, path)
+  with pytest.raises(checkpoint_files.TornCheckpointError, match=r"'params\.\S+' has checksum"):
+    checkpoint_files.read_params(tmp_path / "copy" / "3", make_state(0).params)
+  params = checkpoint_files.read_params(tmp_path / "copy" / "2", make_state(0).params)
+  assert_same_bits(params, make_state(2).params)
+
+
+# --- foreign --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    (
+      lambda s: s.params["layers"].update(bias=jnp.zeros(2)),
+      r"'params\.layers\.bias' is absent in it and float32\[2\] in this run",
+    ),
+    (lambda s: s.params["layers"].pop("scale"), r"scale' is bfloat16\[4\] in it and absent in"),
+    (
+      lambda s: s.params["layers"].update(kernel=jnp.zeros((4, 9))),
+      r"'params\.layers\.kernel' is float32\[4, 8\] in it and float32\[4, 9\] in this run",
+    ),
+    (
+      lambda s: s.params["layers"].update(scale=jnp.zeros(4)),
+      r"'params\.layers\.scale' is bfloat16\[4\] in it and float32\[4\] in this run",
+    ),
+  ],
+)
+def test_another_state_is_refused_naming_the_leaf(pristine, change, message):
+  state = make_state(0)
+  change(state)
+  with pytest.raises(checkpoint_files.ForeignCheckpointError, match=message) as caught:
+    restore(pristine[0], state)
+  assert "another --workdir" in str(caught.value)
+
+
+def test_a_directory_of_another_program_is_refused(tmp_path):
+  (tmp_path / "7").mkdir()
+  (tmp_path / "7" / "model.bin").write_bytes(b"weights")
+  with pytest.raises(checkpoint_files.ForeignCheckpointError, match="not a checkpoint of rlvr_jax"):
+    restore(tmp_path)
+
+
+def test_another_format_is_refused(pristine, tmp_path):
+  shutil.copytree(pristine[0], tmp_path / "copy")
+  path = tmp_path / "copy" / "3" / "manifest" / "metadata"
+  manifest = json.loads(path.read_text())["manifest"] | {"marker": "rlvr_jax checkpoint 9"}
+  path.write_text(json.dumps(checkpoint_files._with_checksum(manifest)))
+  with pytest.raises(checkpoint_files.ForeignCheckpointError, match="rlvr_jax checkpoint 9"):
+    restore(tmp_path / "copy")
+
+
+# --- kills and full disks -------------------------------------------------------------------------
+
+SAVER = """
+  import resource, signal, sys
+  import jax, jax.numpy as jnp
+  from rlvr_jax.storage.files import DiskFullError
+  from rlvr_jax.train import checkpoint
+
+  def make_state(step):
+    return {f"leaf-{i}": jnp.sin(jnp.arange(200_000.0) * (i + 1) + step) for i in range(4)}
+"""
+
+
+def run_saver(body, directory):
+  code = textwrap.dedent(SAVER) + textwrap.dedent(body)
+  return subprocess.Popen(
+    [sys.executable, "-c", code, str(directory)],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+
+
+def big_state(step):
+  return {f"leaf-{i}": jnp.sin(jnp.arange(200_000.0) * (i + 1) + step) for i in range(4)}
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle_of_saves(tmp_path):
+  """Whatever the moment, the last committed step is whole and the next run goes on from it."""
+  body = """
+    saver = checkpoint.Checkpointer(sys.argv[1], keep=1)
+    start = max(saver.steps(), default=0)
+    for step in range(start + 1, 10_000):
+      saver.save(step, make_state(step), host={"step": step})
+      print(step, flush=True)
+  """
+  rng = np.random.default_rng(0)
+  last = 0
+  for _ in range(4):
+    process = run_saver(body, tmp_path)
+    started = [int(process.stdout.readline()) for _ in range(3)][-1]
+    time.sleep(rng.uniform(0, 0.15))
+    process.send_signal(signal.SIGKILL)
+    started = max([started, *map(int, process.stdout.read().split())])
+    process.communicate()
+    opened = checkpoint.Checkpointer(tmp_path, keep=1)
+    restored = opened.restore(jax.eval_shape(lambda: big_state(0)))
+    opened.close()
+    # A save begins only when the one before is committed; the last may be, too.
+    assert started - 1 <= restored.step <= started + 1 and restored.step > last
+    assert restored.host == {"step": restored.step}
+    assert_same_bits(restored.state, big_state(restored.step))
+    last = restored.step
+    leftovers = [p.name for p in tmp_path.iterdir() if not p.name.isdigit()]
+    assert leftovers == []
+
+
+@pytest.mark.slow
+def test_killed_while_an_old_checkpoint_is_removed(tmp_path):
+  """Half a checkpoint is never offered, and is gone after the next start."""
+  body = """
+    import os
+    def kill_at_second(event, args, seen=[]):
+      if event == "os.remove" and sys.argv[1] in os.readlink(f"/proc/self/fd/{args[1]}"):
+        seen.append(args[0])
+        if len(seen) == 2:
+          os.kill(os.getpid(), signal.SIGKILL)
+    saver = checkpoint.Checkpointer(sys.argv[1], keep=1)
+    saver.save(1, make_state(1), host={})
+    saver.wait()
+    whole = {str(path.relative_to(saver.directory)) for path in saver.directory.rglob("*")}
+    print(len(whole), flush=True)
+    sys.addaudithook(kill_at_second)
+    for step in (2, 3):
+      saver.save(step, make_state(step), host={})
+    saver.close()
+  """
+  process = run_saver(body, tmp_path)
+  whole = int(process.communicate()[0])
+  assert process.returncode == -signal.SIGKILL
+  half = [path for path in tmp_path.rglob("*") if path.name == "arrays" and "1" in path.parts]
+  assert half and 0 < len(list(half[0].parent.rglob("*"))) < whole - 1
+  opened = checkpoint.Checkpointer(tmp_path, keep=1)
+  assert opened.steps() and 1 not in opened.steps()
+  assert opened.restore(jax.eval_shape(lambda: big_state(0))).step == opened.steps()[-1]
+  assert {path.name for path in tmp_path.iterdir()} == set(map(str, opened.steps()))
+  opened.close()
+
+
+@pytest.mark.slow
+def test_disk_that_fills_while_writing(tmp_path):
+  """A file size limit stands in for a full disk: writing fails in the middle of the data."""
+  body = """
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    saver = checkpoint.Checkpointer(sys.argv[1], keep=1)
+    saver.save(1, make_state(1), host={})
+    saver.wait()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    try:
+      saver.save(2, make_state(2), host={})
+      saver.wait()
+    except DiskFullError as error:
+      print(error)
+    else:
+      print("not noticed")
+  """
+  process = run_saver(body, tmp_path)
+  out, err = process.communicate()
+  assert "no space for a checkpoint" in out and "resumes from step 1" in out, (out, err)
+  assert process.returncode == 0, err
+  restored = restore(tmp_path, jax.eval_shape(lambda: big_state(0)))
+  assert restored.step == 1
+  assert_same_bits(restored.state, big_state(1))
+
+
+def test_too_little_space_is_seen_before_writing(checkpointer, monkeypatch):
+  checkpointer.save(1, make_state(1), host={})
+  checkpointer.wait()
+  usage = shutil.disk_usage(checkpointer.directory)
+  monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+  with pytest.raises(DiskFullError, match=r"0\.0 MiB free, 4\.0 MiB needed.*from step 1"):
+    checkpointer.save(2, make_state(2), host={})
+  monkeypatch.undo()
+  assert checkpointer.steps() == [1]
+  assert checkpointer.save(2, make_state(2), host={})
+
+
+@pytest.mark.slow
+def test_orbax_is_silent(tmp_path):
+  body = """
+    saver = checkpoint.Checkpointer(sys.argv[1], keep=1)
+    for step in (1, 2, 3):
+      saver.save(step, make_state(step), host={})
+    saver.restore(make_state(0))
+    saver.close()
+  """
+  process = run_saver(body, tmp_path)
+  assert process.communicate() == ("", "")

@@ -1,0 +1,129 @@
+import contextlib
+import json
+import subprocess
+import sys
+
+import pytest
+
+from rlvr_jax.storage.places import Workdir
+from rlvr_jax.train.checkpointing.workdir import (
+  StartFiles,
+  WorkdirError,
+  WorkdirLock,
+  check_config,
+  opened,
+)
+
+
+def test_a_workdir_is_held_by_one_process(tmp_path):
+  code = (
+    "import sys; from rlvr_jax.train.checkpointing.workdir import WorkdirLock\n"
+    "lock = WorkdirLock(sys.argv[1]); print('held', flush=True); sys.stdin.read()"
+  )
+  process = subprocess.Popen(
+    [sys.executable, "-c", code, str(tmp_path / "run")],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
+  )
+  assert process.stdout.readline() == "held\n"
+  holder = rf"in use by process {process.pid}\b.*--workdir"
+  with pytest.raises(WorkdirError, match=holder):
+    WorkdirLock(tmp_path / "run")
+  process.kill()
+  process.communicate()
+  with contextlib.closing(WorkdirLock(tmp_path / "run")):  # the kernel freed it
+    with pytest.raises(WorkdirError):
+      WorkdirLock(tmp_path / "run")
+  WorkdirLock(tmp_path / "run").close()
+
+
+def test_config_of_the_workdir(tmp_path):
+  loss = "ppo_clip"
+  config = {"seed": 1, "loss": loss, "ks": [1, 8], "mesh": {"data": 1}}
+  workdir = tmp_path / "run"
+  check_config(Workdir(workdir), json.dumps(config))
+  assert json.loads((workdir / "config.json").read_text()) == config
+  check_config(Workdir(workdir), json.dumps(config))
+  other = {**config, "seed": 2, "loss": "gspo", "mesh": {"data": 1, "fsdp": 2}}
+  with pytest.raises(WorkdirError) as caught:
+    check_config(Workdir(workdir), json.dumps(other))
+  message = str(caught.value)
+  assert "  seed: 1 in the workdir, 2 now\n" in message
+  assert '  loss: "ppo_clip" in the workdir, "gspo" now\n' in message
+  assert "  mesh.fsdp: absent in the workdir, 2 now\n" in message
+  assert "ks" not in message and "another --workdir" in message
+  assert json.loads((workdir / "config.json").read_text()) == config
+
+  assert "earlier version" not in message
+
+  wider = {**config, "mesh": {"data": 8}}
+  check_config(Workdir(workdir), json.dumps(wider), may_differ=["mesh"])
+  with pytest.raises(WorkdirError, match=r"mesh\.data"):
+    check_config(Workdir(workdir), json.dumps(wider), may_differ=["mes"])
+
+
+@pytest.mark.parametrize("left", ["checkpoints", "metrics.jsonl", "problems.jsonl"])
+def test_a_run_whose_configuration_is_gone_is_not_resumed_under_another(tmp_path, left):
+  (tmp_path / left).mkdir()
+  with pytest.raises(WorkdirError, match=rf"config\.json is missing, but .* has {left} of"):
+    check_config(Workdir(tmp_path), json.dumps({"seed": 7}))
+  assert not (tmp_path / "config.json").exists()
+
+
+def test_the_workdir_of_an_earlier_version(tmp_path):
+  """There, components were groups of fields."""
+  old = {"seed": 0, "loss": {"name": "ppo_clip", "kwargs": {}, "aggregation": "token_mean"}}
+  check_config(Workdir(tmp_path), json.dumps(old))
+  new = json.dumps({"seed": 0, "loss": "ppo_clip", "aggregation": "token_mean"})
+  with pytest.raises(WorkdirError) as caught:
+    check_config(Workdir(tmp_path), new)
+  last = str(caught.value).splitlines()[-1]
+  assert "of an earlier version" in last and "cannot resume" in last
+  assert "another --workdir" in last
+
+
+def test_config_that_is_not_json(tmp_path):
+  (tmp_path / "config.json").write_text("{")
+  with pytest.raises(WorkdirError, match="not JSON"):
+    check_config(Workdir(tmp_path), "{}")
+
+
+def started(folder, *, begins):
+  """What a start does to a workdir; `begins`: whether it succeeds."""
+  with contextlib.ExitStack() as stack:
+    workdir, files = opened(folder, lambda x: stack.enter_context(contextlib.closing(x)))
+    files.check_config("{}", ())
+    (workdir.local / "rollouts").mkdir(exist_ok=True)
+    (workdir.local / "sources.json").write_text("new")
+    if begins:
+      files.begin()
+
+
+def test_a_start_that_fails_leaves_nothing(tmp_path):
+  started(tmp_path / "runs" / "a", begins=False)
+  assert not (tmp_path / "runs").exists()
+  started(tmp_path / "runs" / "a", begins=True)
+  assert {x.name for x in (tmp_path / "runs" / "a").iterdir()} == {
+    ".lock", "config.json", "rollouts", "sources.json"
+  }  # fmt: skip
+  started(tmp_path / "runs" / "a", begins=False)  # a run that has begun keeps everything
+  assert (tmp_path / "runs" / "a" / "config.json").exists()
+
+
+def test_a_start_that_fails_keeps_what_was_there(tmp_path):
+  (tmp_path / "warm_start").mkdir()
+  (tmp_path / "warm_start" / "mine").write_text("kept")
+  started(tmp_path, begins=False)
+  assert [x.name for x in tmp_path.rglob("*")] == ["warm_start", "mine"]
+
+
+def test_a_start_that_is_refused_removes_nothing(tmp_path):
+  with contextlib.closing(WorkdirLock(tmp_path)), pytest.raises(WorkdirError, match="in use"):
+    started(tmp_path, begins=False)
+  assert (tmp_path / ".lock").exists()
+  (tmp_path / "config.json").write_text('{"seed": 1}')
+  with pytest.raises(WorkdirError, match="another configuration"):
+    started(tmp_path, begins=False)
+  assert (tmp_path / "config.json").read_text() == '{"seed": 1}'
+  assert StartFiles(Workdir(tmp_path)).close() is None and (tmp_path / "config.json").exists()

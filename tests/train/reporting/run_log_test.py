@@ -1,0 +1,62 @@
+"""What is told of the batches that are sampled and trained on."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles.batches import make_host_batch
+from train import tiny
+
+from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.rollouts import staleness
+from rlvr_jax.rollouts.batch import Graded, RolloutBatch
+from rlvr_jax.train.reporting.run_log import DispatchedUpdate, RunLog
+from rlvr_jax.train.reporting.writer import MetricWriter
+
+
+@pytest.fixture
+def log(tmp_path):
+  network = TransformerConfig(
+    vocab_size=8, width=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, mlp_width=8
+  )
+  with MetricWriter(tmp_path, None) as writer:
+    yield RunLog(tiny.config(), network, staleness.on_policy(), writer)
+
+
+def test_a_grader_that_crashes_is_told_with_its_error_once_until_it_does_not(log, capsys):
+  told = []
+  for step, crashed in enumerate([[], [0, 1], [0], [], [1]]):
+    samples = [{"detail": f"KeyError: {i}"} if i in crashed else {} for i in range(4)]
+    graded = Graded(make_host_batch(np.ones((1, 1, 1))), 1, 1, {}, samples)
+    log.count_sampled(RolloutBatch(number=step, version=step, graded=graded), step)
+    out = capsys.readouterr().out
+    told.append(out.partition("crashed on ")[2].partition(" of the")[0])
+    assert not crashed or not told[-1] or f"at first with: KeyError: {crashed[0]}" in out
+  assert told == ["", "50%", "", "", "25%"]
+
+
+def test_rows_that_are_mostly_padding_are_told_once_until_they_are_not(log, capsys):
+  told = []
+  for step, filled in enumerate([0.5, 0.49, 0.1, 0.9, 0.25]):
+    log._warn_of_padding(filled, step)
+    out = capsys.readouterr().out
+    told.append(out.partition("warning: ")[2].partition(" of the places")[0])
+    assert not told[-1] or "lower config.batch.tokens_per_micro_batch = " in out
+  assert told == ["", "51%", "", "", "75%"]
+
+
+def test_an_update_of_mostly_padding_is_told(log, capsys):
+  for step, filled in enumerate([0.9, 0.2], start=1):
+    metrics = {"rows/filled": jnp.float32(filled)}
+    batch = make_host_batch(np.ones((1, 1, 1)))
+    log.write_update(DispatchedUpdate(step, 0.0, metrics, {}, batch, {}))
+    told = "80% of the places that update 2 computed hold no token" in capsys.readouterr().out
+    assert told == (filled < 0.5)
+
+
+def test_responses_that_are_mostly_truncated_are_told_once_until_it_is_less(log, capsys):
+  told = []
+  for step, share in enumerate([0.5, 0.51, 0.9, 0.2, 0.75]):
+    graded = Graded(make_host_batch(np.ones((1, 1, 1))), 1, 1, {"response/truncated": share}, [])
+    log.count_sampled(RolloutBatch(number=step, version=step, graded=graded), step)
+    told.append("were cut at config.max_response_length" in capsys.readouterr().out)
+  assert told == [False, True, False, False, True]

@@ -1,0 +1,295 @@
+import json
+import math
+import re
+import struct
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+from rlvr_jax.evaluate import run_files
+from rlvr_jax.storage import files
+from rlvr_jax.storage.files import DamagedFileError
+from rlvr_jax.train.reporting import writer as metrics
+
+
+def write_run(workdir, steps, resume_step=None, clock=0.0):
+  """A run that writes three kinds of record per step; warm start before the first."""
+  with metrics.MetricWriter(workdir, resume_step) as writer:
+    if resume_step is None:
+      for step in (1, 2, 50):
+        writer.write(step, "warm_start", {"loss": 1 / step})
+    for step in steps:
+      values = {"reward/mean": np.float32(math.sin(step)), "time/seconds": clock + step}
+      writer.write(step, "train", values)
+      if step % 2 == 0:
+        writer.write(step, "eval", {"eval/pass@1": 0.1 * step})
+      writer.write_rollouts(step, [{"completion": f"answer {step}\n", "reward": 1.0}] * 2)
+
+
+def content(workdir):
+  names = (run_files.METRICS_FILE, run_files.ROLLOUTS_FILE)
+  return {name: (workdir / name).read_bytes() for name in names}
+
+
+def scalars(folder):
+  """{tag: [(step, value)]} as TensorBoard shows them: a session start purges what it overlaps."""
+  found = {}
+  for path in sorted(folder.iterdir(), key=lambda p: p.stat().st_mtime_ns):
+    data, position = path.read_bytes(), 0
+    while position < len(data):
+      (size,) = struct.unpack_from("<Q", data, position)
+      event = Event.FromString(data[position + 12 : position + 12 + size])
+      position += 16 + size
+      if event.session_log.status == SessionLog.START:
+        found = {tag: [p for p in points if p[0] < event.step] for tag, points in found.items()}
+      for value in event.summary.value:
+        found.setdefault(value.tag, []).append((event.step, value.simple_value))
+  return found
+
+
+@pytest.mark.parametrize("value", [0.1 + 0.2, 1e-320, -0.0, 2**53 + 1, np.float32(0.1), 7, True])
+def test_numbers_read_back_exactly(tmp_path, value):
+  with metrics.MetricWriter(tmp_path, None) as writer:
+    writer.write(1, "train", {"x": value})
+  (record,) = run_files.read_metrics(tmp_path)
+  assert record["x"] == value and math.copysign(1, record["x"]) == math.copysign(1, value)
+
+
+def test_non_finite_values_keep_the_file_valid_json(tmp_path):
+  values = {"a": float("nan"), "b": jnp.float32(jnp.inf), "c": np.float64(-np.inf)}
+  with metrics.MetricWriter(tmp_path, None) as writer:
+    writer.write(1, "train", values)
+  line = (tmp_path / run_files.METRICS_FILE).read_text()
+
+  def refuse(constant):
+    raise AssertionError(constant)
+
+  record = json.loads(line, parse_constant=refuse)
+  assert record == {"step": 1, "phase": "train", "a": "nan", "b": "inf", "c": "-inf"}
+  (read,) = run_files.read_metrics(tmp_path)
+  assert math.isnan(read["a"]) and read["b"] == math.inf and read["c"] == -math.inf
+
+
+def test_a_completion_that_spells_nan_stays_text(tmp_path):
+  with metrics.MetricWriter(tmp_path, None) as writer:
+    writer.write_rollouts(3, [{"completion": "nan"}], phase="eval")
+  (record,) = files.read_records(tmp_path / run_files.ROLLOUTS_FILE)
+  assert record == {"step": 3, "phase": "eval", "completion": "nan"}
+
+
+def test_arrays_with_an_axis_are_refused(tmp_path):
+  with metrics.MetricWriter(tmp_path, None) as writer, pytest.raises((TypeError, ValueError)):
+    writer.write(1, "train", {"x": np.zeros(3)})
+
+
+@pytest.mark.parametrize("reached", [4, 5, 9])
+@pytest.mark.parametrize("torn", [b"", b'{"step": 10, "ph', b"{", b'{"step": 4, "phase": "train"}'])
+def test_resumed_run_ends_with_the_same_bytes(tmp_path, reached, torn):
+  write_run(tmp_path / "whole", range(1, 11))
+  killed = tmp_path / "killed"
+  write_run(killed, range(1, reached + 1))
+  for name in content(killed):
+    with open(killed / name, "ab") as file:
+      file.write(torn)
+  write_run(killed, range(5, 11), resume_step=4)
+  assert content(killed) == content(tmp_path / "whole")
+
+
+def test_only_timings_differ_between_runs(tmp_path):
+  write_run(tmp_path / "a", range(1, 4))
+  write_run(tmp_path / "b", range(1, 4), clock=100.0)
+  a, b = list(run_files.read_metrics(tmp_path / "a")), list(run_files.read_metrics(tmp_path / "b"))
+  assert a != b
+  assert [*map(run_files.without_timings, a)] == [*map(run_files.without_timings, b)]
+  assert "reward/mean" in run_files.without_timings(a[-1])
+
+
+def test_beginning_again_drops_everything_but_a_cached_warm_start(tmp_path):
+  write_run(tmp_path, range(1, 4))
+  with metrics.MetricWriter(tmp_path, None) as writer:
+    for step in (1, 2, 50):
+      writer.write(step, "warm_start", {"loss": 1 / step})
+    written = writer.written(step=0)
+    writer.write(1, "train", {"x": 1})
+  metrics.MetricWriter(tmp_path, None, written).close()
+  kept = [(r["phase"], r["step"]) for r in run_files.read_metrics(tmp_path)]
+  assert kept == [("warm_start", 1), ("warm_start", 2), ("warm_start", 50)]
+  assert (tmp_path / run_files.ROLLOUTS_FILE).read_bytes() == b""
+  metrics.MetricWriter(tmp_path, None).close()
+  assert content(tmp_path) == {run_files.METRICS_FILE: b"", run_files.ROLLOUTS_FILE: b""}
+
+
+@pytest.mark.parametrize("line", ['{"st', "[1]", "1", '{"step": "1", "phase": "train"}', "{}"])
+def test_a_line_that_is_no_record_is_named(tmp_path, line):
+  (tmp_path / run_files.METRICS_FILE).write_text('{"step": 1, "phase": "train"}\n' + line + "\n")
+  with pytest.raises(DamagedFileError, match=r"metrics\.jsonl, line 2 .*; remove that line"):
+    list(run_files.read_metrics(tmp_path))
+
+
+def without(line):
+  return lambda lines: [other for number, other in enumerate(lines) if number != line]
+
+
+# What happens to the lines of metrics.jsonl, and what is said: three of the warm start, then train
+# 1, train 2, eval 2, train 3, train 4, eval 4 (saved), train 5.
+DAMAGES = {
+  "cut": (lambda lines: [*lines[:5], lines[5][:9]],
+          r"changed: 4 \(eval 2, 4; train 3-4\); lines that are not its records: 1\)"),
+  "emptied": (lambda lines: [], r"or changed: 9 \(warm_start 1-2, 50; train 1-4; eval 2, 4"),
+  "missing": (without(4), r"or changed: 1 \(train 2\)\)"),
+  "doubled": (lambda lines: [*lines[:5], *lines[3:]], r"\(records repeated: 2 \(train 1-2\)\)"),
+  "changed": (lambda lines: [line.replace(b'p": 1,', b'p": 7,') for line in lines],
+              r"or changed: 2 \(warm_start 1; train 1\)"),
+  "digit": (lambda lines: [*lines[:4], lines[4].replace(b"0.9", b"0.8"), *lines[5:]],
+            r"changed: 1 \(train 2\); lines that are not its records: 1\)"),
+  "foreign": (lambda lines: [*lines[:2], b"[1]\n", b"no\n", *lines[2:]],
+              r"\(lines that are not its records: 2\)"),
+  "turned": (lambda lines: lines[::-1], r"records in another order"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damage_before_the_checkpoint_is_said_and_repaired(tmp_path, capsys, kind, lost):
+  """Also where the copy has gone: what no longer is anywhere is listed."""
+  write_run(tmp_path, range(1, 5))
+  saved = content(tmp_path)
+  with metrics.MetricWriter(tmp_path, 4) as writer:
+    written = writer.written(step=9)
+    writer.write(5, "train", {"x": 1})
+  path = tmp_path / run_files.METRICS_FILE
+  damage, message = DAMAGES[kind]
+  damaged = b"".join(damage(path.read_bytes().splitlines(keepends=True)))
+  path.write_bytes(damaged)
+  if lost:
+    (tmp_path / f".{path.name}").unlink()
+  metrics.MetricWriter(tmp_path, 4, written).close()
+  (said,) = capsys.readouterr().out.splitlines()
+  assert re.search(message, said), said
+  assert path.with_name("metrics.jsonl.damaged-1").read_bytes() == damaged
+  whole = saved[path.name].splitlines()
+  if lost and "changed:" in message:
+    gone = re.search(r"missing or changed: (\d+ \(.*?\))", said)[1]
+    assert f"lost permanently: {gone}" in said
+    assert path.read_bytes().splitlines() == [x for x in whole if x in damaged.splitlines()]
+  else:
+    assert content(tmp_path) == saved and "restored" in said
+  # What is lost is not missed again, and the repaired file is not damaged.
+  with metrics.MetricWriter(tmp_path, 4, written) as writer:
+    again = writer.written(step=9)
+  capsys.readouterr()
+  metrics.MetricWriter(tmp_path, 4, again).close()
+  assert capsys.readouterr().out == ""
+
+
+def test_rollouts_that_are_alike_are_not_taken_for_doubled(tmp_path, capsys):
+  write_run(tmp_path, [1])  # twice the same rollout
+  with metrics.MetricWriter(tmp_path, 1) as writer:
+    written = writer.written(step=9)
+  metrics.MetricWriter(tmp_path, 1, written).close()
+  assert capsys.readouterr().out == "" and len(written[run_files.ROLLOUTS_FILE]) == 2
+  path = tmp_path / run_files.ROLLOUTS_FILE
+  path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
+  metrics.MetricWriter(tmp_path, 1, written).close()
+  assert "rollouts.jsonl differs from" in capsys.readouterr().out
+  assert path.read_text().count("answer 1") == 2
+
+
+def test_each_record_is_in_the_file_at_once(tmp_path):
+  writer = metrics.MetricWriter(tmp_path, None)
+  writer.write(1, "train", {"x": 1})
+  writer.write_rollouts(1, [{"y": 2}])
+  assert len(list(run_files.read_metrics(tmp_path))) == 1
+  assert len(list(files.read_records(tmp_path / run_files.ROLLOUTS_FILE))) == 1
+  writer.close()
+
+
+def test_tensorboard_holds_the_values_and_the_purge(tmp_path):
+  write_run(tmp_path, range(1, 6))
+  write_run(tmp_path, range(3, 5), resume_step=2)
+  board = tmp_path / metrics.TENSORBOARD_FOLDER
+  found = scalars(board / "train")
+  assert found["reward/mean"] == [(s, pytest.approx(math.sin(s))) for s in (1, 2, 3, 4)]
+  assert scalars(board / "warm_start")["loss"] == [(1, 1.0), (2, 0.5), (50, pytest.approx(0.02))]
+  assert [step for step, _ in scalars(board / "eval")["eval/pass_at_1"]] == [2, 4]
+
+
+@pytest.mark.parametrize("kind", ["rollouts", "metrics"])
+def test_a_full_disk_has_a_message(tmp_path, kind):
+  """A file size limit stands in for a full disk."""
+  code = """
+import resource, signal, sys
+from rlvr_jax import files
+from rlvr_jax import files
+from rlvr_jax.evaluate import run_files
+from rlvr_jax.train import metrics
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+writer = metrics.MetricWriter(sys.argv[1], None)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+try:
+  for step in range(100):
+    if sys.argv[2] == "rollouts":
+      writer.write_rollouts(step, [{"completion": "x" * 100}])
+    else:  # TensorBoard needs more bytes for this than the text file
+      writer.write(step, "train", {f"{i}": 0 for i in range(9)})
+except files.DiskFullError as error:
+  print(error)
+"""
+  command = [sys.executable, "-c", code, tmp_path, kind]
+  done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+  assert "no space left to write" in done.stdout and "rerun the same command" in done.stdout
+  whole = list(files.read_records(tmp_path / f"{kind}.jsonl"))
+  assert len(whole) >= 3  # what was written before is readable, the torn line left out
+
+
+# --- what a person sees ---------------------------------------------------------------------------
+
+
+def test_compact_line():
+  values = {
+    "reward/mean": 0.41234,
+    "reward/pass_rate": 0.4,
+    "groups/effective": 7.0,
+    "policy/entropy": np.float32(0.25),
+    "behavior/kl_k3": 0.000123,
+    "loss/clip_fraction": 0.0012,
+    "update/gradient_norm": 0.51239,
+    "response/length_p50": 311.5,
+    "response/length_p99": 2048.0,
+    "response/truncated": 0.034,
+    "time/slots_busy": 0.914,
+    "time/drain_share": 0.08,
+    "time/rollout_tokens_per_second": 12345.6,
+    "time/update_tokens_per_second": 2345.6,
+    "staleness/mean": 1.5,
+    "something/else": 3.0,
+  }
+  assert metrics.compact_line(3, 120, values) == (
+    "step   3/120  reward 0.412  pass 40.0%  groups 7  entropy 0.250  kl 1.2e-04  clip 0.1%"
+    "  grad 0.512  length p50 312  p99 2048  truncated 3.4%  slots busy 91%  drain 8%"
+    "  rollout tok/s 12,346  update tok/s 2,346  stale 1.5"
+  )
+  assert metrics.compact_line(3, 120, {"reward/mean": 1}) == "step   3/120  reward 1.000"
+  assert "reward nan" in metrics.compact_line(1, 1, {"reward/mean": math.nan})
+
+
+def test_progress_without_a_terminal_is_plain_lines(capsys):
+  bar = metrics.progress(20, "rollouts", unit="token", initial=4)
+  bar.update(8)
+  bar.update(8)
+  bar.close()
+  bar.close()
+  assert list(metrics.progress(iter("ab"), "warm start")) == ["a", "b"]
+  out, err = capsys.readouterr()
+  lines = [line.split(", ")[0] for line in err.splitlines()]
+  assert lines == ["rollouts: 4/20 token", "rollouts: 20/20 token", *lines[2:]]
+  assert lines[-1] == "warm start: 2 it" and "\r" not in err and out == ""
+
+
+def test_say_goes_to_stdout(capsys):
+  metrics.say("a line")
+  assert capsys.readouterr().out == "a line\n"

@@ -1,0 +1,309 @@
+"""What a command line may set, and how spellings of earlier versions are answered."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from absl import flags
+from ml_collections import config_flags
+from train import tiny
+
+from configs import base, dapo, quickstart
+from rlvr_jax import specs
+from rlvr_jax.train.setup import config_file, old_spellings
+from rlvr_jax.train.setup.build import make_task
+
+# Of ml_collections' import of a configuration.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+RECIPE = """from configs import base
+
+def get_config():
+  c = base.get_config()
+  {}
+  return c
+"""
+
+
+def parsed(*arguments, recipe="configs/quickstart.py"):
+  """The configuration that a command line stands for, read as the program reads it."""
+  values, argv = flags.FlagValues(), ["main", f"--config={tiny.ROOT / recipe}", *arguments]
+  config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
+  values["config"].parser = config_file.Parser("config", argv)
+  values(argv)
+  return values.config
+
+
+def test_a_part_of_a_keyword_that_is_not_there():
+  told = refused("--config.task.name=train.config_file_test:own_task",
+                 "--config.task.kwargs.names.first=3")  # fmt: skip
+  assert "kwargs.names has no field 'first' yet; set it as a dict, " in told
+
+
+def refused(*arguments, **how):
+  with pytest.raises(SystemExit) as ended:
+    parsed(*arguments, **how)
+  return str(ended.value)
+
+
+def test_a_recipe_is_found_from_any_folder(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  installed = config_file.installed_recipe("configs/full_size/base.py:x")
+  path, _, argument = installed.rpartition(":")
+  assert pathlib.Path(path).samefile(tiny.ROOT / "configs/full_size/base.py") and argument == "x"
+  for found_or_not in ("configs/no_such.py", "quickstart.py", "/configs/quickstart.py"):
+    assert config_file.installed_recipe(found_or_not) == found_or_not
+  (tmp_path / "configs").mkdir()
+  (tmp_path / "configs" / "grpo.py").touch()  # one's own goes before
+  assert config_file.installed_recipe("configs/grpo.py") == "configs/grpo.py"
+
+
+@pytest.mark.parametrize(
+  ("argument", "needed"),
+  [
+    ("num_updates=two", "an integer, such as 2"),
+    ("num_updates=1.5", "an integer, such as 2"),
+    ("overlong.buffer=", "an integer, such as 2"),
+    ("max_gradient_norm=high", "a number, such as 0.5"),
+    ("dynamic_sampling.enabled=maybe", "True or False"),
+  ],
+)
+def test_a_value_of_another_type_is_told_the_type(argument, needed):
+  recipe, given = f"--config={tiny.ROOT / 'configs/quickstart.py'}", f"--config.{argument}"
+  with pytest.raises(ValueError) as told:
+    config_file.read([recipe, given])
+  assert str(told.value) == f"flag {given}: needs {needed}"
+
+
+# --- components -----------------------------------------------------------------------------------
+
+
+def test_any_hyper_parameter_can_be_set_and_another_name_leaves_nothing_behind():
+  c = parsed("--config.loss=ppo_clip(dual_clip=3.0)", "--config.advantage", "fade(alpha_max=2.0)")
+  assert (c.loss, c.advantage) == ("ppo_clip(dual_clip=3.0)", "fade(alpha_max=2.0)")
+  assert parsed("--config.loss=cispo", recipe="configs/dapo.py").loss == "cispo"
+
+
+# --- the task's keywords --------------------------------------------------------------------------
+
+
+def test_keywords_of_the_task_that_the_recipe_does_not_list():
+  gsm8k = ("configs/gsm8k.py", "--config.task.kwargs.data_dir", "2024")
+  c = parsed(
+    *gsm8k[1:],
+    "--config.task.kwargs.held_out_split=train",
+    "--config.task.kwargs.max_difficulty=3",
+    "--config.task.kwargs.max_question_characters=90",
+    recipe=gsm8k[0],
+  )
+  kwargs = c.task.kwargs.to_dict()
+  assert kwargs["data_dir"] == "2024" and kwargs["held_out_split"] == "train"
+  assert kwargs["max_difficulty"] == 3.0 and isinstance(kwargs["max_difficulty"], float)
+  assert kwargs["max_question_characters"] == 90 and kwargs["warm_start_size"] == 128
+  assert c.is_locked and c.task.kwargs.is_locked
+
+
+def test_under_another_task_s_name_the_recipe_s_keywords_are_dropped():
+  c = parsed("--config.task.name=published", "--config.task.kwargs.dataset=gsm8k",
+             "--config.task.kwargs.data_dir=7")  # fmt: skip
+  assert c.task.to_dict() == {"name": "published", "kwargs": {"dataset": "gsm8k", "data_dir": "7"}}
+  with pytest.raises(
+    ValueError, match=r"config\.task\.kwargs\.data_dir = '7': there is no such file in /"
+  ):
+    make_task(c)
+  settings = {"min_terms": 2, "max_terms": 2}
+  c = parsed("--config.task.name=reasoning_gym", f"--config.task.kwargs.settings={settings}",
+             "--config.task.kwargs.dataset=chain_sum", recipe="configs/gsm8k.py")  # fmt: skip
+  assert c.task.kwargs.to_dict() == {"settings": settings, "dataset": "chain_sum"}
+  c = parsed("--config.task.name=reasoning_gym", "--config.task.kwargs.train_size=9")
+  before = quickstart.get_config().task.kwargs.to_dict()
+  assert c.task.kwargs.to_dict() == before | {"train_size": 9}
+
+
+def test_a_task_of_one_s_own():
+  c = parsed(
+    "--config.task.name=train.config_file_test:own_task",
+    "--config.task.kwargs.size=3",
+    "--config.task.kwargs.scale=0.5",
+    "--config.task.kwargs.names=('a', 'b')",
+  )
+  assert c.task.kwargs.to_dict() == {"size": 3, "scale": 0.5, "names": ("a", "b")}
+
+
+def test_arguments_of_a_task_may_stand_in_its_name():
+  name = "train.sums:sums(held_out_size=3)"
+  c = parsed(f"--config.task.name={name}", "--config.task.kwargs.train_size=7")
+  task = make_task(c)
+  assert (len(task.train), len(task.held_out)) == (7, 3)
+  c = parsed(f"--config.task.name={name}", "--config.task.kwargs.held_out_size=7")
+  with pytest.raises(ValueError, match=r"config\.task\.kwargs both set held_out_size; set it in"):
+    make_task(c)
+
+
+def own_task(*, size: int, scale: float = 1.0, names=None):
+  raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    (["--config.task.kwargs.promt=x"], "reasoning_gym takes no 'promt'; did you mean 'prompt'?"),
+    (["--config.task.name=publishd"], "'publishd' is unknown; did you mean 'published'"),
+    (["--config.task.name=published", "--config.task.kwargs.settings=3"], "takes no 'settings'"),
+    (["--config.task.name=3"], "'3' is not a component: write name, name(keyword=value"),
+  ],
+)
+def test_a_misspelled_keyword_names_the_near_one(arguments, message):
+  told = refused(*arguments)
+  assert told.startswith("error: config.task.name = ") and message in told
+
+
+@pytest.mark.parametrize(
+  ("argument", "message"),
+  [
+    (
+      "--config.learning_rate.peak=1e-4",
+      "--config.learning_rate.peak: config.learning_rate is a string, 'linear(peak=2e-4)'; write"
+      ' --config.learning_rate="linear(peak=0.0001)"',
+    ),
+    ("--config.loss.foo=1", '--config.loss="ppo_clip(foo=1)"'),
+    ("--config.grading.grader.name=gsm8k", '--config.grading.grader="gsm8k"'),
+    ("--config.grading.grader.seconds=3", "''; set it as one string, --config.grading.grader=…"),
+    (
+      "--config.tokenizer.path=x",
+      "is a string, 'bytes'; set it as one string, --config.tokenizer=…",
+    ),
+  ],
+)
+def test_a_field_of_a_string(argument, message):
+  assert message in refused(argument)
+
+
+# --- spellings of earlier versions ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ("arguments", "new"),
+  [
+    (["--config.advantage.name=fade", "--config.advantage.kwargs.alpha_max=2.0"],
+     '--config.advantage="fade(alpha_max=2.0)"'),
+    (["--config.optimizer.name=lion"], '--config.optimizer="lion"'),
+    (["--config.loss.kwargs.epsilon_low=0.1"],
+     '--config.loss="ppo_clip(epsilon_high=0.28, epsilon_low=0.1)"'),
+    (["--config.loss.name", "p3o", "--config.loss.kwargs.cap=none"],
+     "--config.loss=\"p3o(cap='none')\""),
+    (["--config.loss.aggregation=constant"], '--config.aggregation="constant"'),
+    (["--config.reweighting.name=salt"], '--config.reweighting="salt"'),
+    (["--config.gram.kwargs.block_elements=2"], '--config.gram="streaming(block_elements=2)"'),
+    (["--config.batch.micro_batches=4"], '--config.batch.tokens_per_micro_batch="832"'),
+    (["--config.schedule.kwargs.epochs=2"],
+     '--config.schedule="updates_per_refresh(batches=4, epochs=2)"'),
+    (["--config.schedule.proximal_every=3"], '--config.proximal_every="3"'),
+    (["--config.schedule.kwargs.deadline_s=5.0"], '--config.generation_deadline_s="5.0"'),
+    (["--config.optimizer.learning_rate=1e-3", "--config.optimizer.warmup_updates=0"],
+     '--config.learning_rate="linear(peak=0.001, warmup=0)"'),
+    (["--config.optimizer.decay=constant", "--config.optimizer.final_fraction=0.5"],
+     '--config.learning_rate="constant(peak=0.0002)"'),
+    (["--config.optimizer.weight_decay=0.1"], '--config.optimizer="adamw(weight_decay=0.1)"'),
+    (["--config.optimizer.max_gradient_norm=0.5"], '--config.max_gradient_norm="0.5"'),
+    (["--config.warm_start.optimizer.learning_rate=0.01"],
+     '--config.warm_start.learning_rate="constant(peak=0.01)"'),
+  ],
+)  # fmt: skip
+def test_an_old_flag_prints_the_new_one(arguments, new):
+  told = refused(*arguments, recipe="configs/dapo.py")
+  assert told.startswith(f"error: {arguments[0].partition('=')[0]}") and told.endswith(new), told
+  # What is printed is understood.
+  parsed(new.replace('"', ""), recipe="configs/dapo.py")
+
+
+@pytest.mark.parametrize(
+  ("lines", "new"),
+  [
+    ('c.advantage = dict(\n    name="fade",\n    kwargs=dict(alpha_max=2.0),\n  )',
+     'config.advantage = "fade(alpha_max=2.0)"'),
+    ('c.advantage.name = "maxrl"', 'config.advantage = "maxrl"'),
+    ('c.reweighting = {"name": "salt", "kwargs": {}}', 'config.reweighting = "salt"'),
+    ("c.loss.kwargs = dict(epsilon_low=1.0)", 'config.loss = "ppo_clip(epsilon_low=1.0)"'),
+    ("c.loss.kwargs.epsilon_high = 0.28", 'config.loss = "ppo_clip(epsilon_high=0.28)"'),
+    ('c.loss.aggregation = "constant"', 'config.aggregation = "constant"'),
+    ('c.schedule = dict(name="stages", kwargs=dict(count=4), proximal_every=0)',
+     'config.schedule = "stages(count=4)" and config.proximal_every = 0'),
+    ("c.schedule.kwargs.batches = 4", 'config.schedule = "updates_per_refresh(batches=4)"'),
+    ("c.optimizer.learning_rate = 2e-4", 'config.learning_rate = "constant(peak=0.0002)"'),
+    ("c.warm_start.optimizer.b1 = 0.8", 'config.warm_start.optimizer = "adamw(b1=0.8)"'),
+    ("c.optimizer.max_gradient_norm = 0.5", "config.max_gradient_norm = 0.5"),
+  ],
+)  # fmt: skip
+def test_an_old_recipe_prints_the_new_line(lines, new, tmp_path):
+  recipe = tmp_path / "mine.py"
+  recipe.write_text(RECIPE.format(lines))
+  told = refused(recipe=str(recipe))
+  assert told.startswith(f"error: {recipe}, line 5: config."), told
+  assert told.endswith(f"; write {new}"), told
+  recipe.write_text(RECIPE.format(new.replace(" and ", "; ").replace("config.", "c.")))
+  parsed(recipe=str(recipe))
+
+
+def test_the_reward_of_programs_is_a_hyper_parameter_of_their_grader():
+  told = refused("--config.task.kwargs.code_reward=fraction", recipe="configs/gsm8k.py")
+  new = "--config.task.kwargs.grader=\"code(reward='fraction')\""
+  assert told.startswith("error: --config.task.kwargs.code_reward: ") and told.endswith(new), told
+  c = parsed(new.replace('"', ""), recipe="configs/gsm8k.py")
+  assert c.task.kwargs.grader == "code(reward='fraction')"
+
+
+@pytest.mark.parametrize("more", [(), ("--config.num_updates=2",)])
+def test_a_recipe_that_returns_nothing(more, tmp_path):
+  recipe = tmp_path / "recipe.py"
+  recipe.write_text("def get_config():\n  c = 1\n")
+  assert refused(*more, recipe=str(recipe)).endswith(
+    "recipe.py returns None; end it with: return c"
+  )
+
+
+@pytest.mark.parametrize(
+  ("line", "message"),
+  [
+    (
+      "c.batch = dict(prompts=8)",
+      "the configuration has no field 'group_size'; a recipe that sets",
+    ),
+    ("c.batch.promts = 8", "no field 'promts'; did you mean 'prompts'? ("),
+  ],
+)
+def test_a_recipe_that_lacks_or_invents_a_field(line, message, tmp_path):
+  recipe = tmp_path / "mine.py"
+  recipe.write_text(RECIPE.format(line))
+  arguments = [f"--config={recipe}", "--config.num_updates=2"]
+  done = subprocess.run(
+    [sys.executable, "-m", "rlvr_jax.main", *arguments, f"--workdir={tmp_path / 'run'}"],
+    capture_output=True, text=True, timeout=tiny.TIMEOUT_S, env=tiny.environment(),
+  )  # fmt: skip
+  assert done.returncode == 1
+  (last,) = [told for told in done.stderr.splitlines() if told.startswith("error: ")]
+  assert message in last and ("no field 'group_size'" in last or f"--config={recipe}" in last)
+
+
+def test_other_mistakes_of_a_recipe_stay_as_they_are(tmp_path):
+  recipe = tmp_path / "mine.py"
+  recipe.write_text("def get_config():\n  return 1 + None\n")
+  with pytest.raises(flags.IllegalFlagValueError, match="unsupported operand"):
+    parsed(recipe=str(recipe))
+
+
+def test_what_old_fields_do_not_say_is_the_recipe_s():
+  found = old_spellings.respelled(dapo.get_config(), {"loss.kwargs.dual_clip": None})
+  assert found == {}
+  found = old_spellings.respelled(base.get_config(), {"loss.name": "ppo_clip"})
+  assert found == {"loss": specs.Spec("ppo_clip", {})}
+
+
+def test_a_section_of_an_old_recipe_prints_the_new_line(tmp_path):
+  """Four prompts of 96 tokens, each with 4 responses of 16: a micro-batch of 640 tokens."""
+  recipe = tmp_path / "mine.py"
+  recipe.write_text(RECIPE.format("c.batch = dict(prompts=8, group_size=4, micro_batches=2)"))
+  told = refused(recipe=str(recipe))
+  new = "config.batch.tokens_per_micro_batch = 640"
+  assert told.startswith(f"error: {recipe}: config.batch.micro_batches:"), told
+  assert told.endswith(f"; write {new}"), told

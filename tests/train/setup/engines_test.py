@@ -1,0 +1,80 @@
+"""How many slots a run's engines have."""
+
+import pytest
+from train import tiny
+
+from rlvr_jax.models.functional import transformer
+from rlvr_jax.models.presets import preset
+from rlvr_jax.train.cluster import sharding
+from rlvr_jax.train.setup.build import build
+from rlvr_jax.train.setup.engines import choose_slots
+
+
+def settings(**fields):
+  return build(tiny.config(**fields)).programs.engine.settings
+
+
+def test_slots_are_those_of_a_batch_or_as_many_as_are_set():
+  assert settings().slots == 8 * 4
+  assert settings(sampling__slots=6).slots == 6
+  assert settings(sampling__slots=6, mesh__data=4).slots == 8  # split evenly over devices
+
+
+def test_training_and_evaluation_share_an_engine_if_they_sample_alike():
+  alike = build(tiny.config()).programs
+  assert alike.held_out_engine is alike.engine
+  other = build(tiny.config(evaluation__sampling__temperature=0.5)).programs
+  assert other.held_out_engine is not other.engine
+
+
+def test_slots_are_limited_by_the_devices_memory():
+  lengths = dict(max_prompt_length=1024, max_response_length=8192)
+  config = tiny.config(**lengths, mesh=dict(data=2, fsdp=1, tensor=4))
+  model = transformer(preset("qwen2.5_7b"), sharding.layout(sharding.make_mesh(data=2, tensor=4)))
+  # 0.13 GiB per slot and device: 4 key/value heads over 4 devices.
+  slots = choose_slots(config, model, responses=4096, limit=95 * 10**9)
+  assert slots == pytest.approx(2 * (0.85 * 95e9 - 7.6e9 * (12 + 2) / 4) / 134e6, rel=0.05)
+  assert choose_slots(config, model, responses=100, limit=95 * 10**9) == 100
+  assert choose_slots(config, model, responses=100, limit=None) == 100  # a CPU has no limit
+  with pytest.raises(ValueError, match=r"max_response_length = 8192.*config\.mesh\.fsdp"):
+    choose_slots(config, model, responses=100, limit=16 * 10**9)
+
+
+@pytest.mark.parametrize(
+  ("fields", "kept"),  # bytes per parameter beside the copy to decode with
+  [
+    (dict(), 12 / 8),
+    (dict(lora__rank=8), 2 / 8),
+    (dict(generation_mesh=dict(data=2, fsdp=1, tensor=4, same_devices=True)), 12 / 8),
+    (dict(generation_mesh=dict(data=2, fsdp=1, tensor=4, same_devices=False)), 2 / 4),
+  ],
+)
+def test_memory_holds_what_training_keeps_on_the_devices(fields, kept):
+  """Trained with fsdp=8, sampled with data=2 and tensor=4."""
+  lengths = dict(max_prompt_length=1024, max_response_length=8192)
+  config = tiny.config(**lengths, mesh=dict(data=1, fsdp=8, tensor=1), **fields)
+  network = preset("qwen2.5_7b", param_dtype="bfloat16")
+  model = transformer(network, sharding.layout(sharding.make_mesh(data=2, tensor=4)))
+  slots = choose_slots(config, model, responses=4096, limit=95 * 10**9)
+  assert slots == pytest.approx(2 * (0.85 * 95e9 - 7.6e9 * (kept + 2 / 4)) / 134e6, rel=0.02)
+
+
+def test_slots_that_do_not_fit_are_refused():
+  lengths = dict(max_prompt_length=1024, max_response_length=8192)
+  model = transformer(preset("qwen2.5_7b"), sharding.layout(sharding.make_mesh(data=2, tensor=4)))
+
+  def choose(slots):
+    mesh = dict(data=2, fsdp=1, tensor=4)
+    config = tiny.config(**lengths, mesh=mesh, sampling__slots=slots)
+    return choose_slots(config, model, responses=4096, limit=95 * 10**9)
+
+  # Two times (95 − 7.6 · (12 + 2) / 4) GB beside the parameters, for slots of 0.134 GB.
+  assert choose(1000) == 1000  # more than the 800 that leave room for temporary buffers
+  assert 700 < choose(0) < 900
+  with pytest.raises(ValueError, match=r"sampling\.slots = 1100: 10\d\d of them fit\. A.*Lower"):
+    choose(1100)
+
+
+def test_a_number_of_slots_out_of_range_is_refused():
+  with pytest.raises(ValueError, match=r"config\.sampling.*slots = -1"):
+    build(tiny.config(sampling__slots=-1))

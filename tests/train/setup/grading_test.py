@@ -1,0 +1,209 @@
+"""Which grader gets which reference."""
+
+import logging
+
+import numpy as np
+import pytest
+from train import tiny
+
+from rlvr_jax.codejudge import cgroups
+from rlvr_jax.data import Problem, Task
+from rlvr_jax.data.task_utils import BY_REFERENCE
+from rlvr_jax.rewards import GraderStartError
+from rlvr_jax.rollouts.engine import Group
+from rlvr_jax.train.setup.build import build
+from rlvr_jax.train.setup.grading import (
+  WEIGHTED,
+  announce_partial_credit,
+  check_first_grade,
+  grader_pool,
+  make_collector,
+  with_graders,
+)
+
+GSM8K = "gsm8k"
+THINK = "think_answer"
+DIGITS = "rewards.user_graders:digits"
+
+
+def problem(question, reference):
+  return Problem(question=question, answer="7", solution="#### 7", reference=reference)
+
+
+def task(grader, *references, question="1 and 6?"):
+  problems = tuple(problem(question, reference) for reference in references)
+  return Task(name="t", train=problems, warm_start=(), held_out=problems, grader=grader)
+
+
+WRAPPED = {"grader": GSM8K, "reference": {"answer": "7"}, "dataset": "gsm8k"}
+
+
+def test_a_replaced_grader_and_the_extra_ones_get_what_a_part_of_a_mixture_would():
+  mixture = task(BY_REFERENCE, WRAPPED)
+  assert with_graders(tiny.config(), mixture).train[0].reference == WRAPPED
+  both = dict(grading__grader=GSM8K, evaluation__grader=GSM8K)
+  replaced = with_graders(tiny.config(**both), mixture)
+  assert (replaced.grader, replaced.train[0].reference) == (GSM8K, {"answer": "7"})
+  extra = with_graders(tiny.config(grading__extra=((DIGITS, 0.5),)), mixture)
+  named = extra.train[0].reference
+  first, second = named["reference"]["parts"]
+  assert (extra.grader, named["grader"]) == (BY_REFERENCE, WEIGHTED)
+  assert (first["grader"], first["reference"]) == (BY_REFERENCE, WRAPPED)
+  expected = {"grader": DIGITS, "weight": 0.5, "reference": {"answer": "7"}}
+  assert second == expected
+  with grader_pool(tiny.config(grading__extra=((DIGITS, 0.5),)), extra) as pool:
+    (grade,) = pool.grade(["#### 7"], [named])
+  assert grade.outcome == "correct" and grade.score == pytest.approx(1 + 0.25 / 6)
+  assert grade.answer == "7"
+
+
+@pytest.mark.parametrize(
+  ("own", "given"), [(GSM8K, {"answer": "7"}), (BY_REFERENCE, WRAPPED)], ids=["task", "mixture"]
+)
+@pytest.mark.parametrize(
+  ("fields", "training", "held_out"),
+  [
+    (dict(grading__grader=DIGITS), ("wrong", 0.5), ("correct", 1.0)),
+    (dict(grading__extra=((DIGITS, 2.0),)), ("correct", 2.0), ("correct", 1.0)),
+    (dict(evaluation__grader=THINK), ("correct", 1.0), ("wrong", 0.0)),
+    (
+      dict(grading__grader=THINK, grading__extra=((DIGITS, 2.0),), evaluation__grader=DIGITS),
+      ("wrong", 1.0),
+      ("wrong", 0.5),
+    ),
+  ],
+)
+def test_held_out_problems_have_a_grader_of_their_own(own, given, fields, training, held_out):
+  config = tiny.config(**fields)
+  graded = with_graders(config, task(own, given))
+  with grader_pool(config, graded) as pool:
+    references = [graded.train[0].reference, graded.held_out[0].reference]
+    grades = pool.grade(["7", "7"], references)
+  assert [(grade.outcome, grade.score) for grade in grades] == [training, held_out]
+
+
+@pytest.mark.parametrize(
+  ("grader", "reference", "extra"),
+  [
+    (BY_REFERENCE, {**WRAPPED, "grader": "rewards.user_graders:nothere"}, ()),
+    ("rewards.user_graders:nothere", {"answer": "7"}, ((DIGITS, 0.5),)),
+  ],
+)
+def test_a_grader_that_only_references_name_is_tried_at_the_start(grader, reference, extra):
+  config = tiny.config(grading__extra=extra)
+  with pytest.raises(GraderStartError, match="nothere"):
+    grader_pool(config, with_graders(config, task(grader, reference)))
+
+
+OWN_TASK = """
+from rlvr_jax.data import Problem, Task
+
+def letters(*, size, letter="e"):
+  problems = [Problem(f"{i}", letter, f"{i % 7}{letter}", {"letter": letter}) for i in range(size)]
+  return Task("letters", problems[4:], (), problems[:4], grader="own_share:share(each=0.25)")
+"""
+OWN_GRADER = """
+def share(completion, reference, *, each):
+  return each * completion.count(reference["letter"])
+"""
+
+
+def test_a_task_with_its_grader_needs_files_of_the_user_s_alone(tmp_path, monkeypatch):
+  (tmp_path / "own_letters.py").write_text(OWN_TASK)
+  (tmp_path / "own_share.py").write_text(OWN_GRADER)
+  monkeypatch.chdir(tmp_path)
+  config = tiny.config(task__name="own_letters:letters", warm_start__num_steps=0)
+  config.task.kwargs = dict(size=12, letter="o")
+  parts = build(config)
+  with grader_pool(config, parts.task) as pool:
+    grades = pool.grade(["foo", "oooo"], [parts.task.train[0].reference] * 2)
+  assert [(grade.outcome, grade.score) for grade in grades] == [("wrong", 0.5), ("correct", 1.0)]
+
+
+def test_hyper_parameters_of_the_graders_of_a_phase():
+  fields = dict(grading__grader=DIGITS, evaluation__grader="pattern(regex='^7$')")
+  config = tiny.config(**fields, grading__extra=(("pattern(regex='8')", 2.0),))
+  graded = with_graders(config, task(GSM8K, {"answer": "7"}))
+  with grader_pool(config, graded) as pool:
+    references = [graded.train[0].reference, graded.held_out[0].reference]
+    scores = [[grade.score for grade in pool.grade([text] * 2, references)] for text in "78"]
+  assert scores == [[0.5, 1.0], [2.5, 0.0]]
+
+
+@pytest.mark.parametrize("text", ["gsm8k()", " gsm8k "])
+def test_the_task_s_own_grader_in_other_words_changes_nothing(text):
+  own = task(GSM8K, {"answer": "7"})
+  assert with_graders(tiny.config(grading__grader=text, evaluation__grader=text), own) is own
+
+
+def test_a_thought_that_the_prompt_opens_is_no_answer():
+  """Whichever graders there are: extra ones, and those of a mixture, get the same text."""
+  config = tiny.config(
+    max_prompt_length=20, max_response_length=24, batch__prompts=2, batch__group_size=2,
+    warm_start__num_steps=0, grading__extra=((THINK, 0.5),),
+    grading__outcomes__wrong="score", grading__outcomes__unparseable="score",
+  )  # fmt: skip
+  problems = tuple(problem(q, WRAPPED) for q in ("1 and 6? <think>\n", "1 and 6? "))
+  mixture = Task("t", train=problems, warm_start=(), held_out=problems, grader=BY_REFERENCE)
+  parts = build(config, task=mixture)
+  texts = ["so 7. Wait, ", "so 6</think>#### 7"]
+  rows = [np.resize([*text.encode(), 257] + [256] * 24, 24) for text in texts]
+  group = Group(
+    tag=None,
+    tokens=np.array(rows, np.int32),
+    lengths=np.array([len(text) for text in texts], np.int32),
+    stopped=np.ones(2, bool),
+    logprobs=np.zeros((2, 24), np.float32),
+  )
+  with grader_pool(config, parts.task) as pool:
+    collector = make_collector(parts, pool)
+    problems = [parts.task.train[0], parts.task.train[1]]
+    flight = collector.begin(problems)
+    for index in range(2):
+      collector.add(flight, index, group)
+    samples = collector.finish(flight, [0, 0]).samples
+  assert [s["outcome"] for s in samples] == ["unparseable", "correct", "correct", "correct"]
+  assert [s["reward"] for s in samples] == [0.0, 1.5, 1.0, 1.0]
+  assert [s["completion"] for s in samples] == texts * 2
+
+
+def test_a_run_with_generated_programs_is_told_that_no_control_group_limits_them(caplog):
+  reference = {"style": "asserts", "tests": ["assert f() == 7"]}
+  wrapped = {"grader": "code", "reference": reference}
+  for grader, given in ((GSM8K, {"answer": "7"}), (BY_REFERENCE, wrapped)):
+    assert "control group" not in caplog.text
+    with caplog.at_level(logging.WARNING):
+      grader_pool(tiny.config(), with_graders(tiny.config(), task(grader, given))).close()
+  assert caplog.text.count("no control group") == (cgroups.why_none() is not None)
+
+
+@pytest.mark.parametrize(
+  ("grader", "wrong", "said"),
+  [
+    ("my_module:grade", "0", "reward is 0, also where my_module:grade scores it between 0 and 1"),
+    ("code(reward='fraction')", "-0.5", r"reward is -0.5, also where code(reward='fraction')"),
+    ("reasoning_gym", "0", "set config.grading.outcomes.wrong = score"),
+    ("my_module:grade", "score", ""),
+    ("code", "0", ""),
+    ("gsm8k", "0", ""),
+  ],
+)
+def test_partial_credit_that_would_be_lost_is_said(capsys, grader, wrong, said):
+  config = tiny.config(grading__outcomes={"wrong": wrong})
+  announce_partial_credit(config, task(grader, {"answer": "7"}))
+  printed = "".join(capsys.readouterr())
+  assert said in printed and bool(said) == bool(printed)
+
+
+def test_partial_credit_of_a_part_of_a_mixture_is_said(capsys):
+  inner = {**WRAPPED, "grader": "code(reward='fraction')"}
+  announce_partial_credit(tiny.config(), task(BY_REFERENCE, inner))
+  assert "where code(reward='fraction') scores" in "".join(capsys.readouterr())
+
+
+def test_a_grader_that_crashes_on_the_first_problem_is_refused_unless_crashes_have_a_reward():
+  broken = task("rewards.faulty_graders:faulty", {})
+  with grader_pool(tiny.config(), broken) as pool:
+    with pytest.raises(GraderStartError, match=r"crashed on the answer 'no answer'.*any text"):
+      check_first_grade(tiny.config(), pool, broken)
+    check_first_grade(tiny.config(grading__outcomes=dict(crashed=0.0)), pool, broken)

@@ -1,0 +1,186 @@
+"""Updates on packed rows: how rollouts were packed changes nothing, and little is paid in vain."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles.updates import (
+  G,
+  P,
+  T,
+  gradient_of,
+  in_rows,
+  make_batch,
+  make_method,
+  relative_distance,
+)
+
+from rlvr_jax import losses
+from rlvr_jax.configs.full_size import base, p3o_qwen3_4b
+from rlvr_jax.models.presets import preset
+from rlvr_jax.ops.reductions import values
+from rlvr_jax.ops.splash import splash_cost
+from rlvr_jax.ops.update_metrics import batch_metrics
+from rlvr_jax.rollouts.packing import assign, pack, row_layout
+from rlvr_jax.train.cluster import sharding
+from rlvr_jax.train.setup.programs import choose_row_attention, make_row_layout
+from rlvr_jax.update.step import initial_state, train_step
+
+
+def shuffled(batch, seed=3):
+  """The batch with prompts and rollouts in another order."""
+  rng = np.random.default_rng(seed)
+  prompts, rollouts = rng.permutation(P), rng.permutation(G)
+  move = lambda x: x[prompts][:, rollouts] if x.ndim > 1 else x[prompts]
+  moved = jax.tree.map(move, dataclasses.replace(batch, prompts=None))
+  return dataclasses.replace(moved, prompts=jax.tree.map(lambda x: x[prompts], batch.prompts))
+
+
+@pytest.mark.parametrize("rows", [3, 10**6])
+@pytest.mark.slow
+def test_the_order_of_packing_changes_nothing(x64, rows):
+  """In several micro-batches and in one; a loss with statistics of the whole batch."""
+  method, batch = make_method("float64", loss=losses.p3o()), make_batch(np.float64)
+  params = method.model.init(jax.random.key(0))
+  lay = functools.partial(in_rows, rows=rows, several=rows == 3)
+  (loss, _), gradient = gradient_of(method, lay(batch), params)
+  (other_loss, _), other = gradient_of(method, lay(shuffled(batch)), params)
+  np.testing.assert_allclose(other_loss, loss, rtol=1e-11)
+  assert relative_distance(other, gradient) < 1e-11
+
+
+def test_lengths_compile_nothing():
+  """One program serves batches of one, two and all micro-batches."""
+  method = make_method()
+  step = jax.jit(functools.partial(train_step, method=method))
+  state = initial_state(method, method.model.init(jax.random.key(0)), jnp.zeros(()))
+  counts = set()
+  for longest in (1, 2, 4, T):
+    batch = make_batch()
+    mask = batch.mask * (np.arange(T) < longest)
+    batch = in_rows(dataclasses.replace(batch, mask=mask), rows=3, several=None)
+    counts.add(int(batch.packed.num_micro_batches))
+    state, _ = step(state, {}, batch)
+  assert len(counts) > 2 and int(state.skipped) == 0
+  assert step._cache_size() == 1
+
+
+# --- what is paid, at full size -------------------------------------------------------------------
+
+
+def lognormal_case():
+  """(layout, prompts' and responses' lengths): mean 1500, σ 0.8, at most 8192, on 16 devices.
+
+  64 prompts with 16 rollouts. The last micro-batch may be nearly empty: with half as many, linear
+  work is 1.18 times what is useful.
+  """
+  config = base.get_config()
+  config.batch.prompts = 64
+  mesh = jax.sharding.AbstractMesh((1, 16, 1), sharding.AXES)
+  rng = np.random.default_rng(1)
+  shape = (config.batch.prompts, config.batch.group_size)
+  lengths = np.minimum(rng.lognormal(np.log(1500) - 0.32, 0.8, shape), 8192).astype(np.int32)
+  prompts = rng.integers(100, 300, shape[0]).astype(np.int32)
+  return make_row_layout(config, "splash", mesh), prompts, lengths
+
+
+def packed_as(layout, prompts, lengths):
+  """Rows of tokens that are all zero."""
+  tokens = lambda shape, length: np.zeros((*shape, length.max()), np.int32)
+  inputs = tokens(prompts.shape, prompts), prompts, tokens(lengths.shape, lengths), lengths
+  return pack(*inputs, layout)
+
+
+def test_linear_work_is_near_what_is_useful():
+  """Places of all rows that run, empty ones too; a prompt is useful once per group."""
+  layout, prompts, lengths = lognormal_case()
+  assert layout.length == 9216 and layout.alignment == 128
+  packed = packed_as(layout, prompts, lengths)
+  executed = int(packed.num_micro_batches) * packed.tokens[0].size
+  useful = prompts.sum() + lengths.sum()
+  assert lengths.mean() == pytest.approx(1500, rel=0.1)
+  assert 1 <= executed / useful <= 1.15
+  padded = lengths.size * 8192 + prompts.size * 1024
+  assert padded / useful > 5
+
+
+@pytest.mark.parametrize(("tokens", "low", "high"), [(10_240, 1.1, 1.25), (36_864, 1.45, 1.7)])
+def test_larger_micro_batches_leave_more_rows_empty(tokens, low, high):
+  """The figures of docs/models.md: 32 problems × 16 rollouts on 16 devices, five draws."""
+  config = base.get_config()
+  config.batch.tokens_per_micro_batch = tokens
+  layout = make_row_layout(config, "splash", jax.sharding.AbstractMesh((1, 16, 1), sharding.AXES))
+  places = layout.devices * layout.rows_per_device * layout.length  # of a micro-batch
+  for seed in range(5):
+    rng = np.random.default_rng(seed)
+    lengths = np.minimum(rng.lognormal(np.log(1500) - 0.32, 0.8, (32, 16)), 8192).astype(np.int32)
+    prompts = rng.integers(100, 300, 32)
+    rows = assign(prompts, lengths, length=layout.length, alignment=layout.alignment)
+    executed = -(-len(rows) * layout.length // places) * places
+    assert low < executed / (prompts.sum() + lengths.sum()) < high
+
+
+def test_a_row_of_p3o_holds_a_usual_prompt_and_its_responses():
+  """On 16 chips, `tensor` = 2: one micro-batch, with a row for each of the 8 devices."""
+  config = p3o_qwen3_4b.get_config()
+  layout = make_row_layout(config, "splash", jax.sharding.AbstractMesh((1, 8, 2), sharding.AXES))
+  prompts, lengths = np.full(8, 150), np.full((8, 4), 2048)
+  packed = packed_as(layout, prompts, lengths)
+  assert int(packed.num_micro_batches) == 1 and packed.tokens[0].shape == (8, 9216)
+  useful = prompts.sum() + lengths.sum()
+  assert packed.tokens[0].size / useful == pytest.approx(1.10, abs=0.006)
+  held = (packed.rows.prompts >= 0).sum()
+  batch = dataclasses.replace(make_batch(), packed=packed)
+  metrics = values(batch_metrics(batch))
+  assert metrics["rows/micro_batches"] == 1
+  assert metrics["rows/filled"] == pytest.approx(held / (8 * 9216), rel=1e-6)
+  assert held == useful - 8  # the last token of a prompt is in its rollouts
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("splash", 2**15), ("cudnn", 2**14)])
+def test_rows_are_not_longer_than_the_kernel_allows(kind, limit):
+  config = base.get_config()
+  config.max_prompt_length = config.max_response_length = 4096
+  config.batch.tokens_per_micro_batch = 65_536
+  mesh = jax.sharding.AbstractMesh((1, 16, 1), sharding.AXES)
+  assert make_row_layout(config, kind, mesh).length == limit
+  assert make_row_layout(config, "reference", mesh).length > 2**15
+
+
+def test_a_soft_cap_keeps_a_network_from_cudnn(monkeypatch):
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  mesh = jax.sharding.AbstractMesh((1, 16, 1), sharding.AXES)
+  network = preset("gemma2_2b", attention="cudnn", compute_dtype="bfloat16", head_dim=128)
+  with pytest.raises(ValueError, match=r"needs scores without a soft cap \(attention_soft_cap=50"):
+    choose_row_attention(base.get_config(), network, mesh)
+
+
+def test_attention_computes_at_most_twice_what_is_needed():
+  """Forward and backward kernels, of all rows that run, against causal pairs of the rollouts."""
+  layout, prompts, lengths = lognormal_case()
+  packed = packed_as(layout, prompts, lengths)
+  count = int(packed.num_micro_batches)
+  rows = jax.tree.map(lambda x: x[:count].reshape(-1, layout.length), packed.rows)
+  cost = splash_cost(rows, num_heads=1, num_kv_heads=1, head_dim=1)
+  s, t = prompts.astype(float), lengths.astype(float)
+  pairs = (s * s / 2).sum() + (t * (s[:, None] + t / 2)).sum()  # a prompt once per group
+  # Products of a pair, of 2 FLOPs each: 2 forward, 5 backward.
+  assert 1 <= cost.forward_flops / (4 * pairs) <= 2
+  assert 1 <= (cost.forward_flops + cost.backward_flops) / (14 * pairs) <= 2
+
+
+def test_attention_moves_little_at_full_length():
+  """One layer of Qwen2.5 7B, 16 responses of 8192 tokens to a prompt of 1024, a row each."""
+  layout = row_layout(
+    prompts=1, group_size=16, max_prompt_length=1024, max_response_length=8192, length=9216,
+    alignment=128, devices=1, tokens_per_micro_batch=16 * 9216,
+  )  # fmt: skip
+  packed = packed_as(layout, np.array([1024]), np.full((1, 16), 8192))
+  rows = jax.tree.map(lambda x: x.reshape(-1, 9216), packed.rows)
+  cost = splash_cost(rows, num_heads=28, num_kv_heads=4, head_dim=128)
+  assert int(packed.num_micro_batches) == 1
+  assert cost.operand_bytes <= 10e9
+  assert cost.operand_bytes < cost.forward_bytes + cost.backward_bytes <= 80e9

@@ -1,0 +1,253 @@
+"""The update: micro-batches, meshes, phases, terms, non-finite gradients."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from oracles.updates import (
+  G,
+  P,
+  T,
+  gradient_of,
+  in_rows,
+  make_batch,
+  make_method,
+  relative_distance,
+)
+
+from rlvr_jax.losses.base import Loss
+from rlvr_jax.ops.reductions import values
+from rlvr_jax.train.cluster import sharding
+from rlvr_jax.update.accumulate import policy_logprobs
+from rlvr_jax.update.step import initial_state, train_step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("aggregation", ["token_mean", "constant", "sequence_mean", "sequence_sum"])
+@pytest.mark.parametrize("rows", [1])
+def test_micro_batches_add_up_to_one_batch(aggregation, rows):
+  """Of rows, against the padded batch."""
+  terms = dict(aggregation=aggregation, reference_kl=0.1, entropy_bonus=0.01)
+  method = make_method(**terms)
+  params = method.model.init(jax.random.key(0))
+  (loss, metrics), gradient = gradient_of(method, make_batch(), params)
+  split = in_rows(make_batch(), rows=rows)
+  assert split.packed.num_micro_batches >= 8
+  (split_loss, split_metrics), split_gradient = gradient_of(method, split, params)
+  assert relative_distance(split_gradient, gradient) < 1e-6
+  np.testing.assert_allclose(split_loss, loss, rtol=1e-5)
+  for name, value in values(metrics).items():
+    np.testing.assert_allclose(values(split_metrics)[name], value, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.slow
+def test_micro_batches_add_up_in_float64(x64):
+  method, batch = make_method("float64"), make_batch(np.float64)
+  params = method.model.init(jax.random.key(0))
+  (_, _), gradient = gradient_of(method, batch, params)
+  (_, _), split_gradient = gradient_of(method, in_rows(batch, rows=4), params)
+  assert relative_distance(split_gradient, gradient) < 1e-12
+
+
+MESHES = [(2, 2, 2), (1, 2, 4), (8, 1, 1), (1, 8, 1), (1, 1, 8)]
+
+
+@functools.cache
+def _gradient_of_one_device(dtype, terms):
+  """(Parameters, what `gradient_of` gives), compiled once for all meshes."""
+  method = make_method(dtype, **dict(terms))
+  params = method.model.init(jax.random.key(0))
+  return params, gradient_of(method, make_batch(np.dtype(dtype)), params)
+
+
+def _sharded_gradient(shape, dtype, place):
+  """Relative distance to the gradient of one device; `place` puts a host's batch on a mesh."""
+  mesh = sharding.make_mesh(**dict(zip(sharding.AXES, shape, strict=True)))
+  terms = dict(reference_kl=0.1, entropy_bonus=0.01)
+  method = make_method(dtype, mesh=mesh, **terms)
+  params, ((expected, expected_metrics), expected_gradient) = _gradient_of_one_device(
+    dtype, tuple(terms.items())
+  )
+  shardings = sharding.state_shardings(jax.eval_shape(lambda: params), mesh)
+  batch = place(make_batch(np.dtype(dtype)), mesh=mesh)
+  (loss, metrics), gradient = gradient_of(method, batch, jax.device_put(params, shardings))
+  np.testing.assert_allclose(loss, expected, rtol=1e-5)
+  for name, value in values(expected_metrics).items():
+    np.testing.assert_allclose(values(metrics)[name], value, rtol=1e-5, err_msg=name)
+  return relative_distance(gradient, expected_gradient)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", MESHES)
+def test_every_mesh_gives_the_single_devices_gradient(shape):
+  """Padded, one rollout per row: the reference layout."""
+  padded = lambda batch, mesh: sharding.to_devices(batch, sharding.batch_sharding(mesh))
+  assert _sharded_gradient(shape, "float32", padded) < 1e-6
+
+
+PACKED_MESHES = [(2, 2, 2)]  # tensor divides the two key heads
+PACKED_MESHES += [
+  pytest.param(s, marks=pytest.mark.slow) for s in [(8, 1, 1), (1, 8, 1), (1, 4, 2)]
+]
+
+
+@pytest.mark.parametrize("shape", PACKED_MESHES)
+def test_mesh_and_micro_batches_in_float64(x64, shape):
+  assert _sharded_gradient(shape, "float64", functools.partial(in_rows, rows=1)) < 1e-12
+
+
+def test_parameters_are_sharded_by_the_rules():
+  mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+  method = make_method()
+  state = jax.eval_shape(
+    lambda: initial_state(method, method.model.init(jax.random.key(0)), jnp.zeros(()))
+  )
+  shardings = sharding.state_shardings(state, mesh)
+  spec = lambda tree, name: tuple(tree["blocks"][name].spec)
+  assert spec(shardings.params, "query") == (None, "fsdp", "tensor")
+  assert spec(shardings.params, "down") == (None, "tensor", "fsdp")
+  assert tuple(shardings.params["embedding"].spec) == ("tensor", "fsdp")
+  moments = shardings.opt_state[0].mu
+  assert spec(moments, "query") == spec(shardings.params, "query")
+  norm = shardings.params["final_norm"]["scale"]
+  assert norm.is_fully_replicated
+
+
+@pytest.mark.slow
+def test_the_gradient_on_policy_is_the_policy_gradient(x64):
+  """At ρ = 1 the surrogate's gradient is −Σ m A ∇log π / Σ m, by plain autodiff."""
+  method = make_method("float64")
+  params = method.model.init(jax.random.key(1))
+  batch = make_batch(np.float64)
+  logprobs, _ = policy_logprobs(params, {}, batch, method=method)
+  batch = dataclasses.replace(batch, behavior_logprobs=logprobs)
+  (_, _), gradient = gradient_of(method, batch, params)
+
+  def plain(params):
+    logprobs, _ = policy_logprobs(params, {}, batch, method=method)
+    rewards = batch.rewards
+    deviation = rewards.std(axis=1, keepdims=True, ddof=1)
+    coefficients = (rewards - rewards.mean(axis=1, keepdims=True)) / (deviation + 1e-6)
+    return -jnp.sum(batch.mask * coefficients[..., None] * logprobs) / batch.mask.sum()
+
+  assert relative_distance(gradient, jax.grad(plain)(params)) < 1e-10
+
+
+@pytest.mark.slow
+def test_terms_add_their_gradients(x64):
+  """Loss with KL and entropy terms = surrogate + β·KL − c·H, each from its definition."""
+  batch = make_batch(np.float64)
+  params = make_method("float64").model.init(jax.random.key(1))
+  with_terms = make_method("float64", reference_kl=0.3, entropy_bonus=0.05)
+  (loss, metrics), _ = gradient_of(with_terms, batch, params)
+  (surrogate, _), _ = gradient_of(make_method("float64"), batch, params)
+  logprobs, entropy = policy_logprobs(params, {}, batch, method=with_terms)
+  log_ratio = batch.reference_logprobs - logprobs
+  mean = lambda x: float(np.sum(batch.mask * x) / batch.mask.sum())
+  kl = mean(np.exp(log_ratio) - 1 - log_ratio)
+  np.testing.assert_allclose(loss, surrogate + 0.3 * kl - 0.05 * mean(entropy), rtol=1e-10)
+  np.testing.assert_allclose(values(metrics)["reference/kl"], kl, rtol=1e-10)
+
+
+def _centered_loss():
+  """A loss whose statistic spans the whole batch: the mean log-probability is taken off."""
+
+  def statistics(logprobs, batch, coefficients):
+    del coefficients
+    return jnp.sum(logprobs * batch.mask) / jnp.sum(batch.mask)
+
+  def per_token(logprobs, batch, coefficients, mean):
+    return -coefficients[..., None] * (logprobs - mean) ** 2, {}
+
+  return Loss(per_token, statistics)
+
+
+@pytest.mark.slow
+def test_statistics_are_those_of_the_whole_batch_under_micro_batches(x64):
+  method, batch = make_method("float64", loss=_centered_loss()), make_batch(np.float64)
+  state = initial_state(method, method.model.init(jax.random.key(0)), jnp.zeros(()))
+  step = jax.jit(functools.partial(train_step, method=method))
+  expected, expected_values = step(state, {}, batch)
+  found, found_values = step(state, {}, in_rows(batch, rows=3))
+  assert relative_distance(found.params, expected.params) < 1e-11
+  np.testing.assert_allclose(
+    found_values["loss/surrogate"], expected_values["loss/surrogate"], rtol=1e-11
+  )
+
+
+def test_a_nonfinite_gradient_is_skipped_and_counted():
+  method = make_method()
+  step = jax.jit(functools.partial(train_step, method=method))
+  state = initial_state(method, method.model.init(jax.random.key(0)), jnp.zeros(()))
+  batch = make_batch()
+  poisoned = dataclasses.replace(batch, behavior_logprobs=np.full((P, G, T), -np.inf, np.float32))
+  after, metrics = step(state, {}, poisoned)
+  assert (int(after.step), int(after.skipped), int(after.skipped_in_a_row)) == (1, 1, 1)
+  assert float(metrics["update/skipped_in_a_row"]) == 1
+  for a, b in zip(jax.tree.leaves(after.params), jax.tree.leaves(state.params), strict=True):
+    np.testing.assert_array_equal(a, b)
+  for a, b in zip(jax.tree.leaves(after.opt_state), jax.tree.leaves(state.opt_state), strict=True):
+    np.testing.assert_array_equal(a, b)
+  again, _ = step(after, {}, batch)
+  assert (int(again.step), int(again.skipped), int(again.skipped_in_a_row)) == (2, 1, 0)
+  clean, _ = step(state, {}, batch)
+  for a, b in zip(jax.tree.leaves(again.params), jax.tree.leaves(clean.params), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_a_batch_without_loss_tokens_changes_nothing():
+  method = make_method(optimizer=optax.sgd(1.0))
+  state = initial_state(method, method.model.init(jax.random.key(0)), jnp.zeros(()))
+  batch = dataclasses.replace(make_batch(), mask=np.zeros((P, G, T), np.float32))
+  after, metrics = jax.jit(functools.partial(train_step, method=method))(state, {}, batch)
+  assert float(metrics["loss/surrogate"]) == 0 and int(after.skipped) == 0
+  for a, b in zip(jax.tree.leaves(after.params), jax.tree.leaves(state.params), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_padding_tokens_and_width_change_nothing(x64):
+  method = make_method("float64")
+  params = method.model.init(jax.random.key(0))
+  batch = make_batch(np.float64)
+  (_, _), gradient = gradient_of(method, batch, params)
+  wide = lambda x, fill: np.pad(x, [(0, 0), (0, 0), (0, 3)], constant_values=fill)
+  other = dataclasses.replace(
+    batch,
+    tokens=wide(np.where(batch.mask > 0, batch.tokens, 7), 9),
+    mask=wide(batch.mask, 0),
+    behavior_logprobs=wide(np.where(batch.mask > 0, batch.behavior_logprobs, np.nan), np.inf),
+    reference_logprobs=None,
+  )
+  (_, _), other_gradient = gradient_of(method, other, params)
+  assert relative_distance(other_gradient, gradient) < 1e-12
+
+
+def test_the_order_of_prompts_and_rollouts_does_not_matter(x64):
+  method = make_method("float64")
+  params = method.model.init(jax.random.key(0))
+  batch = make_batch(np.float64)
+  rng = np.random.default_rng(3)
+  prompts, rollouts = rng.permutation(P), rng.permutation(G)
+  permuted = jax.tree.map(lambda x: x[prompts][:, rollouts] if x.ndim > 1 else x[prompts], batch)
+  permuted = dataclasses.replace(
+    permuted, prompts=jax.tree.map(lambda x: x[prompts], batch.prompts)
+  )
+  (_, _), gradient = gradient_of(method, batch, params)
+  (_, _), other = gradient_of(method, permuted, params)
+  assert relative_distance(other, gradient) < 1e-11
+
+
+@pytest.mark.parametrize("prompts", [6, 0])
+def test_uneven_batches_are_refused_with_the_remedy(prompts):
+  mesh = sharding.make_mesh(data=2, fsdp=2)
+  with pytest.raises(ValueError, match="multiple of 4"):
+    sharding.check_batch("config.batch.prompts", prompts, mesh)
+
+
+def test_a_mesh_larger_than_the_machine_is_refused():
+  with pytest.raises(ValueError, match="16 devices, but there are 8"):
+    sharding.make_mesh(data=4, fsdp=2, tensor=2)
