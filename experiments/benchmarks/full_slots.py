@@ -89,8 +89,8 @@ def main(argv: list[str]) -> None:
   rates, steps_per_token, of_full = [], [], []
   for number in range(1 + _ROUNDS.value):
     key = jax.random.key(number)
-    usage, seconds = until_drain(refilled, params, requests(prompts, key, _GROUP))
-    ends = [clocks() for _ in full.serve(params, requests(few, key, _GROUP))]
+    usage, seconds = until_drain(refilled, params, requests(prompts, key, _GROUP, owner=None))
+    ends = [clocks() for _ in full.serve(params, requests(few, key, _GROUP, owner=None))]
     last = len(ends) // 4
     of_full.append(_SLOTS * full.settings.shape.steps * last / (ends[-1] - ends[-1 - last]))
     rates.append(usage.slot_tokens / seconds)

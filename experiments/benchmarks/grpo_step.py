@@ -49,7 +49,8 @@ from rlvr_jax.rewards.outcome import Grade, Outcome
 from rlvr_jax.rewards.pool import GraderPool
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
-from rlvr_jax.train.loop import Trainer
+from rlvr_jax.train.loop import Progress, Trainer, make_trainer
+from rlvr_jax.train.reporting.run_log import RunLog
 from rlvr_jax.train.reporting.writer import MetricWriter
 from rlvr_jax.train.setup.build import build
 from rlvr_jax.train.start import parameters
@@ -129,21 +130,23 @@ def make_task() -> Task:
   )
 
 
-def measured(trainer: Trainer, num_steps: int) -> dict[str, list[float]]:
+def measured(trainer: Trainer, now: Progress, num_steps: int) -> dict[str, list[float]]:
   """Of every step: seconds of all of it, of rollout and update; response tokens; slot-steps."""
   found: dict[str, list[float]] = {
     name: [] for name in ("steps", "rollouts", "updates", "tokens", "of_lockstep")
   }
+  generation = trainer.start_generation()
   for _ in range(num_steps):
     began = time.perf_counter()
-    trainer.collect()
-    collected = trainer.queue.load(trainer.schedule.batch(trainer.step))
+    trainer.offer_weights(now, generation)
+    now = trainer.collect(now, generation)
+    collected = trainer.queue.load(trainer.parts.schedule.batch(now.step))
     lengths = collected.graded.train.mask.sum(axis=-1)
     slot_steps = trainer.log.timings["time/slot_steps"]
     updating = time.perf_counter()
     found["rollouts"].append(trainer.log.timings["time/generate_seconds"])
-    trainer.update()
-    trainer.read_metrics()
+    now = trainer.update(now)
+    trainer.log.read_update()
     ended = time.perf_counter()
     found["steps"].append(ended - began)
     found["updates"].append(ended - updating)
@@ -167,9 +170,12 @@ def main(argv: list[str]) -> None:
     checkpointer = Checkpointer(os.path.join(workdir, "checkpoints"))
     params = parameters.initial_params(parts)
     frozen = parameters.load_frozen(parts)
-    trainer = Trainer(parts, frozen, writer, checkpointer, pool, store, initial=params)
-    trainer.start(jax.block_until_ready(parameters.first_state(parts, params, 0.0)))
-    found = measured(trainer, _WARMUP_STEPS + _STEPS.value)
+    num_parameters = sum(x.size for x in jax.tree.leaves(params))
+    log = RunLog(parts.config, parts.model.config, parts.schedule, writer)
+    trainer = make_trainer(parts, frozen, log, checkpointer, pool, store, initial=params)
+    state = jax.block_until_ready(parameters.first_state(parts, params, 0.0))
+    now = Progress(0, state, trainer.generator.position())
+    found = measured(trainer, now, _WARMUP_STEPS + _STEPS.value)
     checkpointer.close()
   shape = _WORKLOADS[_WORKLOAD.value]
   count = shape["prompts"] * shape["group_size"]
@@ -180,7 +186,7 @@ def main(argv: list[str]) -> None:
     "steps": _STEPS.value,
     "tokens_per_micro_batch": _TOKENS.value,
     "slots": parts.programs.engine.settings.slots,
-    "parameters": sum(x.size for x in jax.tree.leaves(trainer.state.params)),
+    "parameters": num_parameters,
     "jax": jax.__version__,
     "device": jax.devices()[0].device_kind,
     "step_s_median": round(median(steps), 4),

@@ -17,16 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlvr_jax.commands.train import warm_started
 from rlvr_jax.ops import reductions
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.rollouts.batch import Graded, RolloutBatch, from_shard, read_batch
 from rlvr_jax.rollouts.store import RolloutStore
-from rlvr_jax.train import loop
-from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
-from rlvr_jax.train.reporting.writer import MetricWriter, progress
+from rlvr_jax.train.reporting.writer import progress
+from rlvr_jax.train.session import session
 from rlvr_jax.train.setup.build import Parts, build, make_method
-from rlvr_jax.train.setup.grading import grader_pool
 from rlvr_jax.train.start import parameters
 from rlvr_jax.types import Params, TrainBatch
 from rlvr_jax.update.accumulate import policy_logprobs, update_gradient
@@ -52,39 +49,26 @@ def train_and_record(
     The parts; the batch; parameters by lag; the first parameters, for recipes with a reference
     policy; and their entropy (nats per token), for FADE's state.
   """
-  parts = build(base)
   copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params))
-  with contextlib.ExitStack() as stack:
-    enter = lambda resource: stack.enter_context(contextlib.closing(resource))
-    pool = enter(grader_pool(base, parts.task))
-    writer = enter(MetricWriter(workdir / "training", None))
-    warm_starts = enter(Checkpointer(workdir / "training" / "warm_start", keep=1))
-    unused = enter(Checkpointer(workdir / "training" / "checkpoints", keep=1))
-    restored = warm_starts.restore(parts.abstract_state.params)
-    frozen = parameters.load_frozen(parts)
-    start = (
-      restored.state
-      if restored
-      else warm_started(
-        parts, parameters.supervised_state(parts), frozen.trainer, writer, warm_starts
-      )
-    )
-    first = copy(start)
-    store = enter(RolloutStore(workdir / "training" / "rollouts", writable=True))
-    trainer = loop.Trainer(parts, frozen, writer, unused, pool, store, initial=first)
-    entropy = trainer.scorer.measure_entropy(start, trainer.collector)
-    trainer.start(parameters.first_state(parts, start, entropy))
-    params: dict[int, Params] = {}
+  params: dict[int, Params] = {}
+  with session(build(base), workdir / "training") as run:
+    trainer, now = run.trainer, run.now
+    first = copy(now.state.params)
+    entropy = trainer.scorer.measure_entropy(first, trainer.collector)
+    state = parameters.first_state(trainer.parts, copy(first), entropy)
+    now = now._replace(state=state)
+    generation = trainer.start_generation()
     for update in progress(range(before + max(lags) + 1), "training"):
-      trainer.collect()
+      trainer.offer_weights(now, generation)
+      now = trainer.collect(now, generation)
       lag = update - before
       if lag == 0:
         recorded = graded(trainer.queue.load(update)).train
       if lag in lags:
-        params[lag] = copy(trainer.state.params)
-      trainer.update()
-    trainer.read_metrics()
-  return parts, recorded, params, first, entropy
+        params[lag] = copy(now.state.params)
+      now = trainer.update(now)
+    trainer.log.read_update()
+  return trainer.parts, recorded, params, first, entropy
 
 
 def graded(batch: RolloutBatch) -> Graded:

@@ -13,7 +13,7 @@ from rlvr_jax.data import ProblemSource
 from rlvr_jax.evaluate.pass_at_k import summarize
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.rollouts.batch import Flight
-from rlvr_jax.rollouts.collect import Collector
+from rlvr_jax.rollouts.collect import Collector, serve_graded
 from rlvr_jax.rollouts.engine import Engine, Request, requests
 from rlvr_jax.types import Params
 
@@ -58,24 +58,20 @@ def evaluated(
   """
   flights: collections.deque[Flight] = collections.deque()
 
-  def asked() -> Iterator[Request]:
+  def asked() -> Iterator[Request[Flight]]:
     for start in range(0, len(problems), batch_size)[first_batch:]:
       chosen = range(start, min(start + batch_size, len(problems)))
       flight = collector.begin([problems[index] for index in chosen])
       flights.append(flight)
       key = key_for(seed, "evaluation", start // batch_size)
-      for request in requests(flight.prompts, key, num_samples):
-        yield request._replace(tag=(flight, request.tag))
+      yield from requests(flight.prompts, key, num_samples, owner=flight)
 
   def finish(flight: Flight) -> Evaluated:
     samples = collector.finish(flight, [version] * len(flight.problems)).samples
     rows = [samples[start : start + num_samples] for start in range(0, len(samples), num_samples)]
     return Evaluated(rows, flight.prompts.lengths, flight.rollouts.lengths)
 
-  for groups in engine.serve(params, asked()):
-    for group in groups:
-      flight, index = group.tag
-      collector.add(flight, index, group._replace(tag=index))
+  for _ in serve_graded(engine, params, asked(), collector):
     # The first batch is graded when the second one has been sampled.
     while len(flights) > 1 and flights[0].sampled and flights[1].sampled:
       yield finish(flights.popleft())

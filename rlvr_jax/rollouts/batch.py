@@ -7,29 +7,45 @@ import functools
 import json
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from rlvr_jax.data import Problem
 from rlvr_jax.rollouts.engine import Group, Request, joined
-from rlvr_jax.types import Prompts, Rollouts, TrainBatch
+from rlvr_jax.types import Params, Prompts, Rollouts, TrainBatch
 
 FOREIGN = -1  # version of rollouts that were not sampled by a policy of this run
+Submission = Any  # what the graders' `submit` returns: in one process a future of grades
+
+
+class PolicySnapshot(NamedTuple):
+  """A policy whose weights were synced for sampling rollouts."""
+
+  params: Params  # the trained parameters
+  version: int  # its number of updates
+  fingerprint: Callable[[], str]  # of its parameters; waits for them to be computed
+  of_source: tuple[tuple[Params, Params], ...]  # (trained, frozen) that each source samples with
 
 
 @dataclasses.dataclass
 class Flight:
   """Rollouts in progress: each group is submitted to the graders as soon as it is sampled."""
 
-  problems: Sequence[Any]  # P
+  problems: Sequence[Problem]  # P
   prompts: Prompts  # NumPy
   groups: dict[int, Group] = dataclasses.field(default_factory=dict)  # by index of the problem
   texts: dict[int, list[str]] = dataclasses.field(default_factory=dict)  # of the responses
-  grades: dict[int, Any] = dataclasses.field(default_factory=dict)  # their futures
-  all_grades: Future | None = None  # done when all of them are; see `when_all`
+  grades: dict[int, Submission] = dataclasses.field(default_factory=dict)
+
+  def add(self, group: Group, texts: list[str], grades: Submission) -> None:
+    """Adds a sampled group, whose texts have been submitted to the graders."""
+    self.groups[group.index] = group
+    self.texts[group.index] = texts
+    self.grades[group.index] = grades
 
   @property
   def sampled(self) -> bool:
@@ -37,12 +53,17 @@ class Flight:
     return len(self.groups) == len(self.problems)
 
   @functools.cached_property
+  def all_grades(self) -> Future[None]:
+    """A future that is done when all grades are; of a batch that is sampled, in one process."""
+    return when_all(self.grades.values())
+
+  @functools.cached_property
   def rollouts(self) -> Rollouts:
     """Of all groups; NumPy."""
     return joined([self.groups[index] for index in range(len(self.problems))])
 
 
-def when_all(futures: Iterable[Future]) -> Future:
+def when_all(futures: Iterable[Future]) -> Future[None]:
   """A future that is done when all others are; its result is None."""
   waiting, lock = [*futures], threading.Lock()
   combined: Future[None] = Future()
@@ -67,26 +88,63 @@ class Graded(NamedTuple):
   samples: list[dict[str, Any]]  # one JSON-serializable record per rollout, in order
 
 
-@dataclasses.dataclass(kw_only=True)
-class RolloutBatch:
-  """A batch, from sampled to trained; fields of a later state are None until then.
+class Position(NamedTuple):
+  """Where generation stands between two batches: what determines the next ones."""
+
+  number: int  # of the next batch
+  draws: int  # batches of prompts drawn so far
+  checked_version: int  # policy whose log-probabilities were last compared; −1: none
+  problems: dict[str, Any]  # state of the problems' order; JSON
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchInFlight:
+  """A batch that is being sampled and graded.
 
   Attributes:
     number: from 0, in the order in which batches are sampled.
-    draw: number of the batch of prompts it was sampled from, from 0.
+    draw: number of the batch of prompts it is sampled from, from 0.
+    snapshot: the policy that samples it.
+    versions: i32[P], version per group; `FOREIGN` for groups that this run does not sample.
+    position: of the generator after this batch was started.
+    dispatched: time of dispatch, seconds on the host's clock.
+    flight: its rollouts in progress; None if all groups are recorded.
+    requests: for every source, those of its groups that are to be sampled.
+    recorded: its groups that come from a store; None without them.
+    timings: seconds by phase, once it is sampled.
+  """
+
+  number: int
+  draw: int
+  snapshot: PolicySnapshot
+  versions: np.ndarray
+  position: Position
+  dispatched: float
+  flight: Flight | None
+  requests: Sequence[Sequence[Request[BatchInFlight]]]
+  recorded: Graded | None
+  timings: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+  @property
+  def sampled(self) -> bool:
+    """Whether it has all of its groups."""
+    return self.flight is None or self.flight.sampled
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutBatch:
+  """A graded batch, until its last update.
+
+  Attributes:
+    number: from 0, in the order in which batches are sampled.
     version: number of updates of the policy whose weights were synced to sample it.
     fingerprint: of that policy's parameters.
-    versions: i32[P], version per group; `FOREIGN` for groups that this run did not sample.
-    after: state of the generator after this batch; JSON.
+    versions: i32[P], version per group; None while they are only in the store.
+    position: of the generator after this batch; None if it is in a checkpoint.
     draws: batches of prompts sampled for it, more than one under dynamic sampling.
     flops: model FLOPs of generating it.
     timings: seconds by phase; empty if the batch was read from a store.
-    snapshot: the policy that samples it; None once it is graded.
-    recorded: its groups that come from a store; None once it is graded.
-    dispatched: time of dispatch, seconds on the host's clock.
-    flight: its rollouts in progress; None once it is graded, or if all groups are recorded.
-    requests: for every source, those of its groups that are to be sampled.
-    graded: its contents; None until it is graded, and while they are only in the store.
+    graded: its contents; None while they are only in the store.
     reference_logprobs: f32[P, G, T]; None until an update needs them.
     proximal_logprobs: f32[P, G, T]; None until an update needs them.
     scored_at: update at which `proximal_logprobs` were computed.
@@ -94,37 +152,29 @@ class RolloutBatch:
 
   number: int
   version: int
-  draw: int = 0
   fingerprint: str | None = None
   versions: np.ndarray | None = None
-  after: dict[str, Any] = dataclasses.field(default_factory=dict)
+  position: Position | None = None
   draws: int = 1
   flops: float = 0.0
-  timings: dict[str, float] = dataclasses.field(default_factory=dict)
-  snapshot: Any = None
-  recorded: Graded | None = None
-  dispatched: float = 0.0
-  flight: Flight | None = None
-  requests: Sequence[Sequence[Request]] = ()
+  timings: Mapping[str, float] = dataclasses.field(default_factory=dict)
   graded: Graded | None = None
   reference_logprobs: np.ndarray | None = None
   proximal_logprobs: np.ndarray | None = None
   scored_at: int | None = None
 
 
-def grades_of(batch: RolloutBatch) -> Future | None:
+def grades_of(batch: BatchInFlight) -> Future[None] | None:
   """A future that is done when a batch's grades are; None if there are none, or several processes.
 
   Several processes must act in the same order, so they cannot depend on when grades arrive.
   """
   if batch.flight is None or jax.process_count() > 1:
     return None
-  if batch.flight.all_grades is None:
-    batch.flight.all_grades = when_all(batch.flight.grades.values())
   return batch.flight.all_grades
 
 
-def may_finish(sampled: Sequence[RolloutBatch]) -> bool:
+def may_finish(sampled: Sequence[BatchInFlight]) -> bool:
   """Whether the first batch has its grades; with several processes, whether it is time to wait."""
   until = grades_of(sampled[0])
   return len(sampled) > 1 if until is None else until.done()
@@ -132,7 +182,7 @@ def may_finish(sampled: Sequence[RolloutBatch]) -> bool:
 
 # --- to and from a store --------------------------------------------------------------------------
 
-_INFO = ("version", "fingerprint", "draws", "flops", "after")
+_INFO = ("version", "fingerprint", "draws", "flops")
 _INFO_OF_GRADED = ("tokens", "prompts", "statistics")
 
 
@@ -144,12 +194,13 @@ def to_shard(batch: RolloutBatch, **about: Any) -> tuple[dict[str, np.ndarray], 
     about: JSON values about the run, for runs that use the store as an input.
   """
   graded = batch.graded
-  assert graded is not None and batch.versions is not None
+  assert graded is not None and batch.versions is not None and batch.position is not None
   samples = np.frombuffer(json.dumps(graded.samples).encode(), np.uint8)
   arrays = batch_to_arrays(graded.train) | {"versions": batch.versions, "samples": samples}
   info = {name: getattr(batch, name) for name in _INFO}
   info |= {name: getattr(graded, name) for name in _INFO_OF_GRADED}
-  return arrays, info | {"groups": len(batch.versions)} | about
+  info |= {"after": batch.position._asdict(), "groups": len(batch.versions)}
+  return arrays, info | about
 
 
 def from_shard(
@@ -160,8 +211,9 @@ def from_shard(
   versions, samples = fields.pop("versions"), json.loads(fields.pop("samples").tobytes())
   train = batch_from_arrays(fields)
   graded = Graded(train=train, samples=samples, **{name: info[name] for name in _INFO_OF_GRADED})
+  position = Position(**info["after"])
   rest = {name: info[name] for name in _INFO}
-  return RolloutBatch(number=number, versions=versions, graded=graded, **rest)
+  return RolloutBatch(number=number, versions=versions, position=position, graded=graded, **rest)
 
 
 def batch_to_arrays(batch: TrainBatch) -> dict[str, Any]:

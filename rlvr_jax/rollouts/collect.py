@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from rlvr_jax.data import Tokenizer, encode_prompts
+from rlvr_jax.data import Problem, Tokenizer, encode_prompts
 from rlvr_jax.ops.overlong import overlong_filter, overlong_penalty
 from rlvr_jax.rewards.graders import opened_thought
-from rlvr_jax.rewards.outcome import Outcome, OutcomePolicy, rewards_from_grades
-from rlvr_jax.rollouts.batch import Flight, Graded, join
-from rlvr_jax.rollouts.engine import Group
-from rlvr_jax.types import Rollouts, TrainBatch
+from rlvr_jax.rewards.outcome import Grade, Outcome, OutcomePolicy, rewards_from_grades
+from rlvr_jax.rollouts.batch import Flight, Graded, Submission, join
+from rlvr_jax.rollouts.engine import Engine, Group, Request, Usage
+from rlvr_jax.types import Params, Rollouts, TrainBatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,28 +34,27 @@ class Collector:
 
   tokenizer: Tokenizer
   max_prompt_length: int
-  submit: Callable[[list[str], list[Mapping[str, Any]]], Any]
-  results: Callable[[Sequence[Any]], list[Any]]
+  submit: Callable[[list[str], list[Mapping[str, Any]]], Submission]
+  results: Callable[[Sequence[Submission]], list[Grade]]
   outcome_policy: OutcomePolicy
   overlong_buffer: int = 0
   overlong_filter: bool = False
 
-  def begin(self, problems: Sequence[Any]) -> Flight:
+  def begin(self, problems: Sequence[Problem]) -> Flight:
     """A batch of problems, none of them sampled yet."""
     return Flight(problems, encode_prompts(problems, self.tokenizer, self.max_prompt_length))
 
-  def add(self, flight: Flight, index: int, group: Group) -> None:
-    """Adds the sampled group of a problem and submits it to the graders; does not wait for them."""
-    flight.groups[index] = group
+  def add(self, group: Group[Flight]) -> None:
+    """Adds a sampled group to its flight and submits it to the graders; does not wait for them."""
+    flight, index = group.owner, group.index
     # The prompt that the policy reads: a chat template may end with "<think>".
     length = flight.prompts.lengths[index]
     prompt = self.tokenizer.decode(flight.prompts.tokens[index][-length:].tolist())
     rows = zip(group.tokens, group.lengths, strict=True)
     texts = [self.tokenizer.decode(row[:length].tolist()) for row, length in rows]
-    flight.texts[index] = texts
     graded = [opened_thought(prompt) + text for text in texts]
     references = [flight.problems[index].reference] * len(texts)
-    flight.grades[index] = self.submit(graded, references)
+    flight.add(group, texts, self.submit(graded, references))
 
   def finish(self, flight: Flight, versions: Sequence[int]) -> Graded:
     """Waits for the grades and packs the batch.
@@ -100,8 +99,35 @@ class Collector:
     )
 
 
+def serve_graded(
+  engine: Engine,
+  params: Params,
+  asked: Iterable[Request[Flight]],
+  collector: Collector,
+  usage: Usage | None = None,
+  record: Callable[[Group[Flight]], None] = lambda group: None,
+) -> Iterator[int]:
+  """Samples requests; each group goes to the graders as soon as it is finished.
+
+  Args:
+    engine: samples from the policy.
+    params: from `engine.load`.
+    asked: taken as slots become free.
+    collector: decodes and grades.
+    usage: counts what the slots do.
+    record: called with every finished group first.
+  Yields:
+    After every burst, the number of groups that it has finished.
+  """
+  for groups in engine.serve(params, asked, usage):
+    for group in groups:
+      record(group)
+      collector.add(group)
+    yield len(groups)
+
+
 def _samples(
-  flight: Flight, grades: Sequence[Any], rewards: np.ndarray, versions: Sequence[int]
+  flight: Flight, grades: Sequence[Grade], rewards: np.ndarray, versions: Sequence[int]
 ) -> list[dict[str, Any]]:
   """A human-readable record of every rollout."""
   rollouts, group_size = flight.rollouts, rewards.shape[1]

@@ -63,7 +63,7 @@ class Emitted(NamedTuple):
   """What a burst has sampled; on the host after every burst."""
 
   tokens: Array  # i32[slots, steps]
-  logprobs: Array  # f32[slots, steps], exact, under the distribution sampled from
+  behavior_logprobs: Array  # f32[slots, steps], exact, under the distribution sampled from
   generated: Array  # i32[slots], tokens of the response so far
   running: Array  # bool[slots]; False after a stop token or T tokens
   stopped: Array  # bool[slots], the last token was a stop token
@@ -174,7 +174,7 @@ def burst(params: Params, state: State, *, settings: Settings) -> tuple[State, E
   staged = tuple(_placed(settings, empty(), slots=1) for _ in state.prompts)
   emitted = Emitted(
     tokens=jnp.zeros((slots, shape.steps), jnp.int32),
-    logprobs=jnp.zeros((slots, shape.steps), logprobs_dtype(settings)),
+    behavior_logprobs=jnp.zeros((slots, shape.steps), logprobs_dtype(settings)),
     generated=state.generated,
     running=state.running,
     stopped=jnp.zeros(slots, bool),
@@ -301,7 +301,9 @@ def _recorded(settings: Settings, emitted: Emitted, token: Array, logprob: Array
   generated = emitted.generated + running
   return Emitted(
     tokens=put(emitted.tokens, token),
-    logprobs=put(emitted.logprobs, logprob.astype(emitted.logprobs.dtype)),
+    behavior_logprobs=put(
+      emitted.behavior_logprobs, logprob.astype(emitted.behavior_logprobs.dtype)
+    ),
     generated=generated,
     running=running & ~stop & (generated < settings.max_new_tokens),
     stopped=jnp.where(running, stop, emitted.stopped),

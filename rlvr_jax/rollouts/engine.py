@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,35 +20,47 @@ from rlvr_jax.types import Array, Params, Prompts, Rollouts, Sampling
 _PREFILL_TOKENS = 8192  # of a batch of prompts
 
 
-class Request(NamedTuple):
+Owner = TypeVar("Owner")  # whoever asks for rollouts; it comes back with them
+
+
+class Request(NamedTuple, Generic[Owner]):
   """A prompt and the keys of its rollouts."""
 
-  tag: Any  # comes back with the group
+  owner: Owner
+  index: int  # of the prompt in the owner's batch
   prompt: np.ndarray  # i32[n], n ≥ 1 tokens
   keys: np.ndarray  # u32[G, 2], data of one PRNG key per rollout
 
 
-class Group(NamedTuple):
+class Group(NamedTuple, Generic[Owner]):
   """The rollouts of a request; NumPy."""
 
-  tag: Any
+  owner: Owner
+  index: int
   tokens: np.ndarray  # i32[G, T], right-padded
   lengths: np.ndarray  # i32[G], 1 ≤ length ≤ T
   stopped: np.ndarray  # bool[G], ended by a stop token
-  logprobs: np.ndarray  # f32[G, T], under the distribution sampled from; 0 where padded
+  behavior_logprobs: np.ndarray  # f32[G, T], under the distribution sampled from; 0 where padded
 
 
-def requests(prompts: Prompts, key: Array, group_size: int) -> list[Request]:
-  """A request per prompt, tagged by its index; rollout g of prompt p has its own key.
+def requests(
+  prompts: Prompts, key: Array, group_size: int, owner: Owner, first: int = 0
+) -> list[Request[Owner]]:
+  """A request per prompt; rollout g of prompt p has its own key.
 
   Args:
     prompts: P prompts, NumPy.
-    key: one PRNG key; equal keys and indices give equal noise, whatever else is sampled.
+    key: one PRNG key; equal keys and prompts' numbers give equal noise, whatever else is sampled.
     group_size: G.
+    owner: of the requests.
+    first: index of the first prompt in the owner's batch.
   """
   keys = np.asarray(_row_keys(key, np.zeros((len(prompts.lengths), group_size), bool)))
   real = zip(prompts.tokens, prompts.lengths, strict=True)
-  return [Request(p, np.asarray(row[len(row) - n :]), keys[p]) for p, (row, n) in enumerate(real)]
+  return [
+    Request(owner, first + p, np.asarray(row[len(row) - n :]), keys[p])
+    for p, (row, n) in enumerate(real)
+  ]
 
 
 @functools.partial(jax.jit, keep_unused=True)
@@ -68,7 +80,7 @@ def joined(groups: Sequence[Group]) -> Rollouts:
     tokens=stack("tokens"),
     lengths=stack("lengths"),
     stopped=stack("stopped"),
-    behavior_logprobs=stack("logprobs"),
+    behavior_logprobs=stack("behavior_logprobs"),
   )
 
 
@@ -115,7 +127,7 @@ class _Row(NamedTuple):
     new = slice(int(lengths[g]), int(emitted.generated[slot]))
     count = new.stop - new.start
     self.group.tokens[g, new] = emitted.tokens[slot, :count]
-    self.group.logprobs[g, new] = emitted.logprobs[slot, :count]
+    self.group.behavior_logprobs[g, new] = emitted.behavior_logprobs[slot, :count]
     self.group.stopped[g] = emitted.stopped[slot]
     lengths[g] = new.stop
     return count
@@ -217,18 +229,9 @@ class Engine:
     layers = self.settings.model.config.num_layers
     return {**of(self.load_others, trained, frozen), "blocks": (layer,) * layers}
 
-  def sample(
-    self, trained: Params, frozen: Params, prompts: Prompts, key: Array, group_size: int
-  ) -> Rollouts:
-    """The rollouts of one batch of prompts; all of it NumPy but the parameters."""
-    asked = requests(prompts, key, group_size)
-    served = self.serve(self.load(trained, frozen), asked)
-    groups = {group.tag: group for groups in served for group in groups}
-    return joined([groups[request.tag] for request in asked])
-
   def serve(
-    self, params: Params, asked: Iterable[Request], usage: Usage | None = None
-  ) -> Iterator[list[Group]]:
+    self, params: Params, asked: Iterable[Request[Owner]], usage: Usage | None = None
+  ) -> Iterator[list[Group[Owner]]]:
     """Yields after every burst the groups that it has finished, in any order.
 
     Args:
@@ -282,17 +285,18 @@ class Engine:
       for index, request in enumerate(chosen):
         tokens[index, : len(request.prompt) - 1] = request.prompt[:-1]
       batch = self._prefill(params, tokens)
-      for index, (tag, prompt, keys) in enumerate(chosen):
-        G = len(keys)
+      for row, request in enumerate(chosen):
+        G = len(request.keys)
         group = Group(
-          tag=tag,
+          owner=request.owner,
+          index=request.index,
           tokens=np.full((G, T), self._pad_token, np.int32),
           lengths=np.zeros(G, np.int32),
           stopped=np.zeros(G, bool),
-          logprobs=np.zeros((G, T), decoder.logprobs_dtype(self.settings)),
+          behavior_logprobs=np.zeros((G, T), decoder.logprobs_dtype(self.settings)),
         )
-        for g, key in enumerate(keys):
-          yield _Row(group, g, prompt, key, batch, index)
+        for g, key in enumerate(request.keys):
+          yield _Row(group, g, request.prompt, key, batch, row)
 
   def _padded_length(self, prompt: np.ndarray) -> int:
     """A block, doubled until all but the last token fit, or the longest prompt's length."""

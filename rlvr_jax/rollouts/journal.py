@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from rlvr_jax.rollouts.engine import Group
+from rlvr_jax.rollouts.engine import Group, Owner
 from rlvr_jax.rollouts.shards import MARKER, checked_content, with_checksum
 from rlvr_jax.storage.files import JsonLines
 
-_ARRAYS = ("tokens", "lengths", "stopped", "logprobs")
+_ARRAYS = ("tokens", "lengths", "stopped", "behavior_logprobs")
 
 
 class GroupJournal:
@@ -46,7 +46,7 @@ class GroupJournal:
     Args:
       draw: number of the draw of prompts.
       fingerprint: of the policy that sampled them.
-      groups: each tagged by the index of its prompt in the draw.
+      groups: with the index of their prompt in the draw.
     Raises:
       DiskFullError: no space is left.
     """
@@ -80,19 +80,19 @@ class GroupJournal:
 def _to_json(group: Group) -> dict[str, Any]:
   """A line's content: arrays as text, those of tokens without the padding after the longest."""
   T, longest = group.tokens.shape[1], int(group.lengths.max())
-  cut = dict(tokens=group.tokens[:, :longest], logprobs=group.logprobs[:, :longest])
+  cut = {name: getattr(group, name)[:, :longest] for name in ("tokens", "behavior_logprobs")}
   text = lambda x: base64.b64encode(np.ascontiguousarray(x).tobytes()).decode()
   arrays = {name: x for name, x in (group._asdict() | cut).items() if name in _ARRAYS}
   described = {name: [x.dtype.name, list(x.shape), text(x)] for name, x in arrays.items()}
   padding = [T - longest, int(group.tokens[0, -1])]
-  return {"index": group.tag, "arrays": described, "padding": padding}
+  return {"index": group.index, "arrays": described, "padding": padding}
 
 
-def from_json(content: dict[str, Any]) -> Group:
-  """A group that `GroupJournal.read` returned."""
+def from_json(content: dict[str, Any], owner: Owner) -> Group[Owner]:
+  """A group that `GroupJournal.read` returned, for the owner of its draw."""
   array = lambda dtype, shape, text: np.frombuffer(base64.b64decode(text), dtype).reshape(shape)
   arrays = {name: array(*described) for name, described in content["arrays"].items()}
-  columns, token = content.get("padding", [0, 0])  # absent from earlier versions' journals
-  for name, value in (("tokens", token), ("logprobs", 0)):
+  columns, token = content["padding"]
+  for name, value in (("tokens", token), ("behavior_logprobs", 0)):
     arrays[name] = np.pad(arrays[name], ((0, 0), (0, columns)), constant_values=value)
-  return Group(tag=content["index"], **arrays)
+  return Group(owner=owner, index=content["index"], **arrays)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,10 @@ class RolloutQueue:
     full = self._num_cached() >= _MAX_CACHED
     self.batches[batch.number] = dataclasses.replace(batch, graded=None) if full else batch
 
+  def update(self, batch: RolloutBatch) -> None:
+    """Replaces a pending batch, which now has more log-probabilities."""
+    self.batches[batch.number] = batch
+
   def load(self, number: int) -> RolloutBatch:
     """A pending batch with its contents, from memory or from the store.
 
@@ -55,13 +59,14 @@ class RolloutQueue:
     batch = self.batches[number]
     if batch.graded is None:
       stored = from_shard(number, *self.store.read(number))
-      batch.graded, batch.versions = stored.graded, stored.versions
+      batch = dataclasses.replace(batch, graded=stored.graded, versions=stored.versions)
+      self.batches[number] = batch
     return batch
 
   def release(self, number: int) -> None:
     """Removes a batch's contents from memory if the cache is over its limit."""
     if self._num_cached() > _MAX_CACHED:
-      self.batches[number].graded = None
+      self.batches[number] = dataclasses.replace(self.batches[number], graded=None)
 
   def _num_cached(self) -> int:
     return sum(batch.graded is not None for batch in self.batches.values())
@@ -103,6 +108,10 @@ class RolloutQueue:
     """The lowest version of the pending batches; None without pending batches."""
     return min((batch.version for batch in self.batches.values()), default=None)
 
+  def rewind(self, batches: Mapping[int, RolloutBatch]) -> None:
+    """Makes these the pending batches, a copy of `batches` from before."""
+    self.batches = dict(batches)
+
   # --- checkpoints --------------------------------------------------------------------------------
 
   def state(self) -> tuple[dict[str, Any], dict[str, dict[str, np.ndarray]]]:
@@ -120,17 +129,17 @@ class RolloutQueue:
     self,
     state: Mapping[str, Any],
     arrays: Mapping[str, Mapping[str, np.ndarray]],
-    keep: Callable[[int], bool] = lambda number: True,
+    damaged: Collection[int] = (),
   ) -> int | None:
-    """Restores what `state` returned, up to the first batch for which `keep` is False.
+    """Restores what `state` returned, up to the first batch that the store no longer has intact.
 
     Returns:
-      The number of that batch; None if all were kept.
+      The number of that batch; None if all are restored.
     """
     for version, fingerprint in state["fingerprints"].items():
       self.record(int(version), functools.partial(str, fingerprint))
     for number in sorted(map(int, state["pending"])):
-      if not keep(number):
+      if number in damaged:
         return number
       fields = state["pending"][str(number)] | dict(arrays.get(str(number), {}))
       self.batches[number] = RolloutBatch(number=number, **fields)

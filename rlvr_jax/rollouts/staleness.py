@@ -29,13 +29,18 @@ __all__ = [
 class Schedule(NamedTuple):
   """Which policy samples which batch, and which batch each update trains on; t counts from 0."""
 
-  samples: Callable[[int], int]  # t → number of batches sampled from version t, before update t
+  # t → number of batches sampled from version t before update t; 0 where a clock decides
+  samples: Callable[[int], int]
   batch: Callable[[int], int]  # t → number of the batch that update t trains on
   first: Callable[[int], int]  # t → lowest number that update t or a later one trains on
   max_lag: int | None = None  # with real_time: bound on the lag
-  real_time: bool = False  # `samples` is not used: a thread samples batches, within max_lag
+  real_time: bool = False  # a thread samples batches, within max_lag, when it can
   stage_length: int | None = None  # updates per stage, for the stage metrics
   open_ended: bool = False  # the first updates' plan is the same for any num_updates
+
+  def refreshes(self, update: int) -> bool:
+    """Whether the policy before this update may sample batches."""
+    return self.real_time or self.samples(update) > 0
 
 
 def plan(schedule: Schedule, num_updates: int) -> list[tuple[int, int]]:
@@ -191,15 +196,8 @@ def asynchronous(*, max_lag: int = 4) -> Schedule:
     for Language Reasoning" (arXiv:2505.24298).
   """
   check_integer("asynchronous", "max_lag", max_lag, low=0)
-
-  def samples(update: int) -> int:
-    raise RuntimeError(
-      f"asynchronous: the batches sampled before update {update} depend on the clock; read the"
-      " versions of the rollouts"
-    )
-
   return Schedule(
-    samples=samples,
+    samples=lambda t: 0,
     batch=same,
     first=same,
     max_lag=max_lag,

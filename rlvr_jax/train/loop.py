@@ -1,4 +1,4 @@
-"""The training loop on the host: collect → grade → update → log → evaluate → save.
+"""The training loop on the host: collect → update → offer weights → evaluate → save.
 
 The policy samples the batches of its schedule, and graders score them while the devices continue.
 Each batch goes through the store to one or more updates, whose metrics are logged. At intervals the
@@ -14,288 +14,301 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
 from rlvr_jax.evaluate.held_out import accuracy, evaluated
 from rlvr_jax.rewards.pool import GraderPool
-from rlvr_jax.rollouts.batch import RolloutBatch
+from rlvr_jax.rollouts.batch import Position
+from rlvr_jax.rollouts.collect import Collector
 from rlvr_jax.rollouts.queue import RolloutQueue
 from rlvr_jax.rollouts.store import RolloutStore
-from rlvr_jax.train.checkpointing.checkpoint import Checkpointer, Restored
+from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
+from rlvr_jax.train.checkpointing.host_state import HostState
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import EndRequestedError, alive
-from rlvr_jax.train.generation.async_generator import AsyncGenerator, GeneratorStoppedError
-from rlvr_jax.train.generation.generator import Generator, PolicySnapshot, fingerprint_of
+from rlvr_jax.train.generation import modes
+from rlvr_jax.train.generation.async_generator import GeneratorStoppedError
+from rlvr_jax.train.generation.generator import Generator, fingerprint_of
 from rlvr_jax.train.generation.scoring import Scorer
-from rlvr_jax.train.reporting.run_log import DispatchedUpdate, RunLog, raise_non_finite
-from rlvr_jax.train.reporting.writer import MetricWriter, progress, say
+from rlvr_jax.train.reporting.run_log import DispatchedUpdate, RunLog
+from rlvr_jax.train.reporting.writer import progress, say
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.grading import make_collector
 from rlvr_jax.train.start import parameters
-from rlvr_jax.train.start.restore import layout_of
+from rlvr_jax.train.start.restore import Resumed, layout_of
 from rlvr_jax.types import Params, TrainState
 
 
+class Progress(NamedTuple):
+  """Where a run stands: what changes from update to update, besides the queue and the log."""
+
+  step: int  # number of updates so far
+  state: TrainState  # donated by the next update
+  position: Position  # of generation, after the last batch taken
+  evaluation: Mapping[str, float] = {}  # the last one
+  evaluated: int = -1  # number of updates before it
+
+
+@dataclasses.dataclass(frozen=True)
 class Trainer:
-  """The loop's state and its phases."""
+  """The phases of the loop, and the objects that they use.
 
-  def __init__(
-    self,
-    parts: Parts,
-    frozen: parameters.Frozen,
-    writer: MetricWriter,
-    checkpointer: Checkpointer,
-    pool: GraderPool,
-    store: RolloutStore,
-    *,
-    initial: Params,
-    elapsed: float = 0.0,
-  ):
-    """Creates the objects of the phases.
+  Attributes:
+    parts: of the run.
+    frozen: parameters that are not trained, where updates are made.
+    generator: makes batches.
+    queue: batches that updates will train on.
+    scorer: computes log-probabilities of batches.
+    collector: encodes, decodes and grades.
+    log: counts, and writes records.
+    checkpointer: saves.
+  """
 
-    Args:
-      parts, writer, checkpointer, pool, store: of the run; frozen: of `parameters.load_frozen`.
-      initial: trained parameters before the first update.
-      elapsed: seconds that the run had taken before it was resumed.
-    """
-    c = self.config = parts.config
-    self.parts, self.frozen, self.schedule = parts, frozen.trainer, parts.schedule
-    self.checkpointer = checkpointer
-    self.log = RunLog(c, parts.model.config, parts.schedule, writer, elapsed=elapsed)
-    self.scorer = Scorer(parts, frozen.trainer, initial, self.log)
-    self.queue = RolloutQueue(store)
-    self.collector = make_collector(parts, pool)
-    self.generator = Generator(parts, frozen.sampler, self.collector, store)
-    if not self.schedule.real_time:
-      # The same devices generate and train: they are free once an update's metrics are read.
-      self.generator.on_dispatch, self.generator.clock = self.read_metrics, self.log.clock
-    self.background: AsyncGenerator | None = None
-    self.step = 0
-    self.after = self.generator.state()  # the generator's state after the last batch
-    self.unread: DispatchedUpdate | None = None
-    self.evaluation: dict[str, float] = {}
-    self.evaluated = -1  # after which update
+  parts: Parts
+  frozen: Params
+  generator: Generator
+  queue: RolloutQueue
+  scorer: Scorer
+  collector: Collector
+  log: RunLog
+  checkpointer: Checkpointer
 
-  def begin(self, params: Params) -> None:
-    """Evaluates and saves step 0."""
-    entropy = self.scorer.initial_entropy(params, self.collector)
-    self.start(parameters.first_state(self.parts, params, entropy))
-    self.evaluate()
-    self.save()
-
-  def start(self, state: TrainState) -> None:
-    """Sets the state that the next update starts from."""
-    self.state = state
-    self.record_fingerprint()
-
-  def resume(self, restored: Restored) -> None:
-    """Continues from a checkpoint."""
-    self.step, host = restored.step, restored.host
-    self.evaluation, self.after = host["evaluation"], host["after"]
-    self.evaluated = host.get("evaluated", self.step)  # absent from earlier versions' checkpoints
-    self.log.counters = host["counters"]
-    store, real_time = self.queue.store, self.schedule.real_time
-    # In real time any policy may sample a damaged batch again, so all batches from the first
-    # damaged one on are dropped here; `start_background` continues after the others.
-    keep = lambda number: not real_time or store.is_intact(number)
-    missing = self.queue.restore(host["queue"], restored.arrays or {}, keep)
-    if missing is not None:
-      self.after = store.info(missing - 1)["after"] if missing else self.generator.state()
-    self.start(restored.state)
-    self.generator.set_state(self.after)
-    say(
-      f"resumed at update {self.step}: parameters, optimizer and algorithm state,"
-      f" {self.log.counters['batches']} batches of prompts sampled, {len(self.queue)} batches of"
-      " rollouts pending"
-    )
-
-  def run(self) -> None:
+  def run(self, now: Progress) -> Progress:
     """Runs updates until the last one.
 
     Raises:
       EndRequestedError: the run was asked to end before; it has been saved.
     """
-    total = self.config.num_updates
+    c, total = self.parts.config, self.parts.config.num_updates
     with contextlib.ExitStack() as stack:
-      bar = stack.enter_context(progress(total, "updates", unit="update", initial=self.step))
+      bar = stack.enter_context(progress(total, "updates", unit="update", initial=now.step))
       try:
-        if self.evaluation_is_due():  # the run was asked to end within it
-          self.evaluate()
-          self.save()
-        if self.schedule.real_time:
-          self.background = stack.enter_context(contextlib.closing(self.start_background()))
-        while self.step < total:
-          self.log.profile.before(self.step + 1)
-          self.advance()
+        if self.evaluation_is_due(now):  # the run was asked to end within it
+          now = self.evaluate(now)
+          self.save(now)
+        generation = stack.enter_context(contextlib.closing(self.start_generation()))
+        self.offer_weights(now, generation)
+        for step in range(now.step, total):
+          self.log.before_update(step + 1)
+          with self.undone_if_ended():
+            now = self.update(self.collect(now, generation))
+          self.offer_weights(now, generation)
           bar.update()
-          if due := self.evaluation_is_due():
-            self.evaluate()
-          if due or self.step % self.config.checkpoint.every == 0 or self.at_long_refresh():
-            self.save()
+          if due := self.evaluation_is_due(now):
+            now = self.evaluate(now)
+          if due or now.step % c.checkpoint.every == 0 or self.at_long_refresh(now):
+            self.save(now)
       except EndRequestedError as request:
         say(f"{request}; saving")
-        self.save()
-        raise EndRequestedError(f"asked to end: saved after update {self.step}") from request
+        self.save(now)
+        raise EndRequestedError(f"asked to end: saved after update {now.step}") from request
       except GeneratorStoppedError as error:
         say(f"{error}; saving")  # printed first, in case the devices hang too
-        self.save()
+        self.save(now)
         raise
+    return now
 
-  def advance(self) -> None:
-    """Collects, then makes an update; a request to end undoes both (groups stay on the disk)."""
-    pending = {number: dataclasses.replace(x) for number, x in self.queue.batches.items()}
-    before = dict(self.log.counters), self.after, pending
+  # --- start --------------------------------------------------------------------------------------
+
+  def begin(self, params: Params) -> Progress:
+    """Evaluates and saves step 0."""
+    entropy = self.scorer.initial_entropy(params, self.collector)
+    state = parameters.first_state(self.parts, params, entropy)
+    now = self.evaluate(Progress(0, state, self.generator.position()))
+    self.save(now)
+    return now
+
+  def resume(self, resumed: Resumed) -> Progress:
+    """Continues from a checkpoint."""
+    host, position = resumed.host, resumed.host.position
+    self.log.rewind(host.counters)
+    missing = self.queue.restore(host.queue, resumed.arrays or {}, resumed.damaged)
+    if missing is not None:
+      # It is sampled again, so generation goes on after the batch before it.
+      before = self.queue.store.info(missing - 1)["after"] if missing else None
+      position = Position(**before) if before else self.generator.position()
+    self.generator.move_to(position)
+    say(
+      f"resumed at update {resumed.step}: parameters, optimizer and algorithm state,"
+      f" {self.log.counters['batches']} batches of prompts sampled, {len(self.queue)} batches of"
+      " rollouts pending"
+    )
+    return Progress(resumed.step, resumed.state, position, host.evaluation, host.evaluated)
+
+  def start_generation(self) -> modes.Generation:
+    """Generation from the generator's position on."""
+    c = self.parts.config
+    return modes.start(
+      self.generator,
+      self.parts.schedule,
+      deadline_s=c.generation_deadline_s,
+      num_updates=c.num_updates,
+    )
+
+  # --- one update ---------------------------------------------------------------------------------
+
+  def offer_weights(self, now: Progress, generation: modes.Generation) -> None:
+    """Syncs the weights to the devices that generate, if the schedule samples from this policy."""
+    if now.step == self.parts.config.num_updates or not self.parts.schedule.refreshes(now.step):
+      return
+    # The policy that samples has to match these parameters.
+    checksums = self.parts.programs.checksums(now.state.params)
+    self.queue.record(now.step, fingerprint_of(checksums))
+    began = time.perf_counter()
+    policy = self.generator.sync_weights(now.state.params, now.step)
+    self.log.spent("time/sync_weights_seconds", time.perf_counter() - began)
+    generation.offer(policy)
+
+  def collect(self, now: Progress, generation: modes.Generation) -> Progress:
+    """Takes the graded batches that are due before the next update."""
+    position = now.position
+    with multihost.phase("generation"):
+      multihost.end_if_asked()
+      # The last update's metrics are read before a wait, which its time does not include.
+      for batch in generation.take(self.parts.schedule.batch(now.step), self.log.read_update):
+        assert batch.position is not None  # every batch that was generated has one
+        self.log.count_sampled(batch, now.step)
+        self.queue.put(batch)
+        position = batch.position
+    return now._replace(position=position)
+
+  def update(self, now: Progress) -> Progress:
+    """Dispatches one update, then reads the metrics of the previous one."""
+    parts, schedule, programs = self.parts, self.parts.schedule, self.parts.programs
+    number = schedule.batch(now.step)
+    with multihost.phase("an update"):
+      self.queue.check_fingerprint(number)
+      rollouts = multihost.together(lambda: self.queue.load(number))
+      assert rollouts.graded is not None
+      rollouts, batch = self.scorer.prepare(rollouts, now.state, now.step)
+      self.queue.update(rollouts)
+      dispatched = time.perf_counter()
+      on_devices = parts.batch_to_devices(batch)
+      measured, arrays = self.scorer.measure(now.state, on_devices, now.step)
+      state, metrics = programs.train_step(now.state, self.frozen, on_devices)
+      if measured:
+        entropy = programs.mean_entropy.jitted(state.params, self.frozen, on_devices)
+        metrics |= measured | {"policy/entropy_change": entropy - metrics["policy/entropy"]}
+      self.log.count_trained(batch, state.params if parts.lora else None)
+      host = self.log.host_metrics(rollouts.graded.statistics, now.step)
+      self.queue.release(number)
+      now = now._replace(step=now.step + 1, state=state)
+      # No batch that generation has ready is of an older version.
+      oldest = now.step - (schedule.max_lag or 0)
+      self.queue.forget(before=schedule.first(now.step), versions_before=oldest)
+      self.log.read_update()
+      self.log.dispatched(DispatchedUpdate(now.step, dispatched, metrics, host, batch, arrays))
+    return now
+
+  @contextlib.contextmanager
+  def undone_if_ended(self) -> Iterator[None]:
+    """Within it, an end leaves queue and counters as they were; sampled groups stay on the disk."""
+    counters, pending = dict(self.log.counters), dict(self.queue.batches)
     try:
-      with multihost.phase("generation"):
-        multihost.end_if_asked()
-        self.collect()
-      with multihost.phase("an update"):
-        self.update()
-    except EndRequestedError:
-      self.log.counters, self.after, self.queue.batches = before
+      yield
+    except (EndRequestedError, GeneratorStoppedError):
+      self.log.rewind(counters)
+      self.queue.rewind(pending)
       raise
 
-  def evaluation_is_due(self) -> bool:
-    """Whether the policy is still to be evaluated after this many updates."""
-    c, step = self.config, self.step
-    return step != self.evaluated and (step == c.num_updates or step % c.evaluation.every == 0)
+  # --- evaluation and checkpoints -----------------------------------------------------------------
 
-  def at_long_refresh(self) -> bool:
+  def evaluation_is_due(self, now: Progress) -> bool:
+    """Whether the policy is still to be evaluated after this many updates."""
+    c = self.parts.config
+    last = now.step == c.num_updates
+    return now.step != now.evaluated and (last or now.step % c.evaluation.every == 0)
+
+  def at_long_refresh(self, now: Progress) -> bool:
     """Whether more batches are sampled now than there are updates between checkpoints.
 
     A checkpoint is then saved first, so that damaged batches can be sampled again from it.
     """
-    if self.schedule.real_time or self.step == self.config.num_updates:
-      return False
-    return self.schedule.samples(self.step) > self.config.checkpoint.every
+    c = self.parts.config
+    return now.step < c.num_updates and self.parts.schedule.samples(now.step) > c.checkpoint.every
 
-  def start_background(self) -> AsyncGenerator:
-    """Takes the batches that the store has already, then starts the thread that generates."""
-    while (state := self.generator.stored()) and (batch := self.generator.recall(state)):
-      self.take(batch)
-    # Batches after a gap are sampled again: the batch in the gap will differ, so policies will too.
-    for number in self.queue.store.numbers():
-      if number >= self.generator.number:
-        self.generator.set_aside(number, f"rollouts {number} came after a damaged batch")
-    assert self.schedule.max_lag is not None  # every real-time schedule has one
-    background = AsyncGenerator(
-      self.generator,
-      max_lag=self.schedule.max_lag,
-      deadline_s=self.config.generation_deadline_s,
-      num_batches=self.config.num_updates,
-    )
-    background.offer(self.sync_weights())
-    return background
-
-  def sync_weights(self) -> PolicySnapshot:
-    """The current policy, for sampling rollouts."""
-    began = time.perf_counter()
-    policy = self.generator.sync_weights(self.state.params, self.step)
-    self.log.spent("time/sync_weights_seconds", time.perf_counter() - began)
-    return policy
-
-  def collect(self) -> None:
-    """Collects the graded batches that the schedule samples before the next update."""
-    if self.background is not None:
-      while self.schedule.batch(self.step) not in self.queue:
-        if not self.background.has_ready():
-          self.read_metrics()  # so that the time of the update does not include the wait
-        self.take(self.background.take())
-    elif count := self.schedule.samples(self.step):
-      policies = iter([self.sync_weights()] * count)
-      self.generator.last = self.generator.number + count
-      for batch in self.generator.batches(lambda *_: next(policies, None)):
-        self.take(batch)
-
-  def take(self, batch: RolloutBatch) -> None:
-    """Adds a graded batch to the queue of batches to train on."""
-    self.log.count_sampled(batch, self.step)
-    self.after = batch.after
-    self.queue.put(batch)
-
-  def update(self) -> None:
-    """Dispatches one update, then reads the metrics of the previous one."""
-    number = self.schedule.batch(self.step)
-    self.queue.check_fingerprint(number)
-    rollouts = multihost.together(lambda: self.queue.load(number))
-    assert rollouts.graded is not None
-    batch = self.scorer.prepared(rollouts, self.state, self.step)
-    dispatched = time.perf_counter()
-    on_devices = self.parts.batch_to_devices(batch)
-    measured, arrays = self.scorer.measure(self.state, on_devices, self.step)
-    self.state, metrics = self.parts.programs.train_step(self.state, self.frozen, on_devices)
-    if measured:
-      entropy = self.parts.programs.mean_entropy.jitted(self.state.params, self.frozen, on_devices)
-      metrics |= measured | {"policy/entropy_change": entropy - metrics["policy/entropy"]}
-    self.log.count_trained(batch, self.state.params if self.parts.lora else None)
-    host = self.log.host_metrics(rollouts.graded.statistics, self.step)
-    self.queue.release(number)
-    self.step += 1
-    self.record_fingerprint()
-    if self.background is not None and self.step < self.config.num_updates:
-      self.background.offer(self.sync_weights())
-    # No batch that is ready in the background has an older version.
-    oldest = self.step - (self.schedule.max_lag or 0)
-    self.queue.forget(before=self.schedule.first(self.step), versions_before=oldest)
-    self.read_metrics()
-    self.unread = DispatchedUpdate(self.step, dispatched, metrics, host, batch, arrays)
-
-  def record_fingerprint(self) -> None:
-    """Records the current parameters' fingerprint; the policy that samples has to match it."""
-    if self.schedule.real_time or self.schedule.samples(self.step):
-      self.queue.record(self.step, fingerprint_of(self.parts.programs.checksums(self.state.params)))
-
-  def read_metrics(self) -> None:
-    """Waits for the last dispatched update and writes its metrics; raises on repeated NaN."""
-    if self.unread is None:
-      return
-    update, self.unread = self.unread, None
-    values = self.log.write_update(update)
-    if values["update/skipped_in_a_row"] >= self.config.max_skipped_in_a_row:
-      raise_non_finite(update, values, self.log.writer.workdir)
-
-  def evaluate(self) -> None:
+  def evaluate(self, now: Progress) -> Progress:
     """Measures held-out accuracy with the current parameters."""
-    self.read_metrics()
-    c, began, batches = self.config, time.perf_counter(), []
-    engine, problems = self.parts.programs.held_out_engine, self.parts.task.held_out
-    sizes = dict(batch_size=c.evaluation.batch_prompts, num_samples=c.evaluation.num_samples)
-    of_run = dict(collector=self.collector, seed=c.evaluation.seed, version=self.step)
+    self.log.read_update()
+    settings, began = self.parts.config.evaluation, time.perf_counter()
+    engine, batches = self.parts.programs.held_out_engine, []
     with multihost.phase("an evaluation"):
-      params = engine.load(self.state.params, self.frozen)
-      for batch in evaluated(engine, params, problems, **sizes, **of_run):
+      for batch in evaluated(
+        engine,
+        engine.load(now.state.params, self.frozen),
+        self.parts.task.held_out,
+        collector=self.collector,
+        batch_size=settings.batch_prompts,
+        num_samples=settings.num_samples,
+        seed=settings.seed,
+        version=now.step,
+      ):
         batches.append(batch)
         alive()
     samples = [row for batch in batches for row in batch.samples]
-    self.evaluation = accuracy(samples, ks=c.evaluation.ks, seed=c.evaluation.seed)
-    self.evaluated = self.step
-    lengths = [np.concatenate(x) for x in zip(*(batch[1:] for batch in batches), strict=True)]
-    self.log.write_evaluation(self.step, self.evaluation, samples, lengths, began=began)
+    evaluation = accuracy(samples, ks=settings.ks, seed=settings.seed)
+    prompts = np.concatenate([batch.prompt_lengths for batch in batches])
+    responses = np.concatenate([batch.response_lengths for batch in batches])
+    self.log.write_evaluation(now.step, evaluation, samples, (prompts, responses), began=began)
+    return now._replace(evaluation=evaluation, evaluated=now.step)
 
-  def save(self) -> None:
+  def save(self, now: Progress) -> None:
     """Saves everything that determines the rest of the run, except the rollouts in the store."""
-    self.read_metrics()
-    c, (queue, arrays) = self.config, self.queue.state()
-    host = {
-      "after": self.after,
-      "counters": self.log.counters,
-      "evaluated": self.evaluated,
-      "evaluation": self.evaluation,
-      "layout": layout_of(self.parts),
-      "queue": queue,
-      "written": self.log.writer.written(self.step),
-    }
-    measured = self.evaluated == self.step
+    self.log.read_update()
+    c, (queue, arrays) = self.parts.config, self.queue.state()
+    host = HostState(
+      position=now.position,
+      counters=self.log.counters,
+      evaluation=dict(now.evaluation),
+      evaluated=now.evaluated,
+      layout=layout_of(self.parts),
+      queue=queue,
+      written=self.log.writer.written(now.step),
+    )
+    measured = now.evaluated == now.step
     self.checkpointer.save(
-      self.step,
-      self.state,
-      host=host,
+      now.step,
+      now.state,
+      host=host.to_json(),
       arrays=arrays,
-      metric=self.evaluation[f"eval/pass@{c.evaluation.ks[0]}"] if measured else None,
+      metric=now.evaluation[f"eval/pass@{c.evaluation.ks[0]}"] if measured else None,
       keep_at_or_before=self.queue.oldest_version(),
     )
     if not c.store.keep_used:
       # Batches that a run resumed from the last checkpoints may train on are kept.
-      needed = self.schedule.first(self.checkpointer.steps()[-c.checkpoint.keep :][0])
+      needed = self.parts.schedule.first(self.checkpointer.steps()[-c.checkpoint.keep :][0])
       multihost.on_first(lambda: self.queue.remove_used(before=needed), None)
+
+
+def make_trainer(
+  parts: Parts,
+  frozen: parameters.Frozen,
+  log: RunLog,
+  checkpointer: Checkpointer,
+  pool: GraderPool,
+  store: RolloutStore,
+  *,
+  initial: Params,
+) -> Trainer:
+  """The trainer of a run.
+
+  Args:
+    parts, log, checkpointer, pool, store: of the run.
+    frozen: from `parameters.load_frozen`.
+    initial: trained parameters before the first update.
+  """
+  collector = make_collector(parts, pool)
+  clock = modes.clock_of_generation(parts.schedule, log.clock)
+  return Trainer(
+    parts=parts,
+    frozen=frozen.trainer,
+    generator=Generator(parts, frozen.sampler, collector, store, clock),
+    queue=RolloutQueue(store),
+    scorer=Scorer(parts, frozen.trainer, initial, log),
+    collector=collector,
+    log=log,
+    checkpointer=checkpointer,
+  )

@@ -34,10 +34,10 @@ def test_the_simulation_counts_what_the_engine_counts():
   )
   params = engine.load(engine.settings.model.init(jax.random.key(0)), {})
   keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(1), (20, 1))))
-  asked = [Request(i, np.asarray([1, 2], np.int32), keys[i]) for i in range(20)]
+  asked = [Request(None, i, np.asarray([1, 2], np.int32), keys[i]) for i in range(20)]
   usage = Usage()
   groups = [group for served in engine.serve(params, asked, usage) for group in served]
-  lengths = np.concatenate([g.lengths for g in sorted(groups, key=lambda group: group.tag)])
+  lengths = np.concatenate([g.lengths for g in sorted(groups, key=lambda group: group.index)])
   assert len(set(lengths)) > 8
   assert slots.simulated(lengths, 3) == usage
 

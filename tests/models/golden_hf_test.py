@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from oracles.sampling import sample
 
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.huggingface import load_params
@@ -112,5 +113,5 @@ def test_greedy_cached_decoding_gives_the_published_models_tokens(case):
   )
   for slots in (len(ids), 1):  # all at once, and one after the other
     sampler = Engine(model, Sampling(temperature=0.0), slots=slots, **settings)
-    rollouts = sampler.sample(params, {}, prompts, jax.random.key(0), 1)
+    rollouts = sample(sampler, params, {}, prompts, jax.random.key(0), 1)
     np.testing.assert_array_equal(rollouts.tokens[:, 0], new)

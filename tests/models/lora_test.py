@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from oracles.sampling import sample
 from oracles.updates import in_rows, make_batch, make_method, relative_distance
 
 from rlvr_jax import geometry, reweighting
@@ -165,7 +166,7 @@ def test_merged_sampling_agrees_with_unmerged_scoring(dtype, tied_head, bound):
     stop_tokens=(3,),
     pad_token=0,
   )
-  rollouts = engine.sample(adapters, base, prompts, jax.random.key(0), 4)
+  rollouts = sample(engine, adapters, base, prompts, jax.random.key(0), 4)
   mask = np.arange(8) < np.asarray(rollouts.lengths)[..., None]
   assert mask.sum() > 100
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from oracles.sampling import sample
 
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.layout import ONE_DEVICE
@@ -81,7 +82,7 @@ def test_an_engine_with_pages_records_the_trainers_logprobs(data):
   rng = np.random.default_rng(0)
   prompts = Prompts(rng.integers(4, 24, (3, S)).astype(np.int32), np.array([40, 3, 35], np.int32))
   with pltpu.force_tpu_interpret_mode():
-    rollouts = engine.sample(params, {}, prompts, jax.random.key(1), 1)
+    rollouts = sample(engine, params, {}, prompts, jax.random.key(1), 1)
   assert rollouts.lengths.max() > 32
   trainer_model = transformer(network)
   hidden = trainer_model.response_hidden(params, prompts, rollouts.tokens)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from oracles.sampling import sample
 
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
@@ -80,7 +81,7 @@ def _engine(sampling=SAMPLINGS[0], stop_tokens=(3, 11), slots=P * G, length=T):
 
 def _generate(sampling=SAMPLINGS[0], key=0, prompts=None, group_size=G, **settings):
   engine = _engine(sampling, **settings)
-  return engine.sample(_params(), {}, prompts or _prompts(), jax.random.key(key), group_size)
+  return sample(engine, _params(), {}, prompts or _prompts(), jax.random.key(key), group_size)
 
 
 @pytest.mark.parametrize(
@@ -198,24 +199,24 @@ def _requests(count=7):
   rng = np.random.default_rng(1)
   lengths = 1 + np.arange(count, dtype=np.int32) % S
   prompts = Prompts(tokens=rng.integers(0, V, (count, S)).astype(np.int32), lengths=lengths)
-  return requests(prompts, jax.random.key(4), 2)
+  return requests(prompts, jax.random.key(4), 2, owner=None)
 
 
 def _serve(engine, asked, usage=None):
-  """The groups by their tags, as they were when they came, each once."""
+  """The groups by index, as they were when they came, each once."""
   found = {}
   for groups in engine.serve(engine.load(_params(), {}), asked, usage):
     for group in groups:
-      assert group.tag not in found
-      found[group.tag] = copy.deepcopy(group)
+      assert group.index not in found
+      found[group.index] = copy.deepcopy(group)
   return found
 
 
 def _assert_equal(groups, expected):
   assert groups.keys() == expected.keys()
-  for tag, group in groups.items():
+  for index, group in groups.items():
     for name, value in group._asdict().items():
-      np.testing.assert_array_equal(value, getattr(expected[tag], name))
+      np.testing.assert_array_equal(value, getattr(expected[index], name))
 
 
 def _few_slots(stop_tokens=(3,)):
@@ -234,41 +235,41 @@ def test_the_order_of_requests_changes_no_bit():
 def test_neighbors_change_no_bit():
   expected = _serve(_few_slots(), _requests())
   for request in _requests()[::3]:
-    _assert_equal(_serve(_few_slots(), [request]), {request.tag: expected[request.tag]})
+    _assert_equal(_serve(_few_slots(), [request]), {request.index: expected[request.index]})
 
 
 def test_the_number_of_slots_changes_rounding_only():
   few, many = (
     _serve(_engine(stop_tokens=(3,), slots=slots, length=LONG), _requests()) for slots in (3, 14)
   )
-  for tag, group in few.items():
-    np.testing.assert_array_equal(group.tokens, many[tag].tokens)
-    np.testing.assert_allclose(group.logprobs, many[tag].logprobs, atol=2e-6)
+  for index, group in few.items():
+    np.testing.assert_array_equal(group.tokens, many[index].tokens)
+    np.testing.assert_allclose(group.behavior_logprobs, many[index].behavior_logprobs, atol=2e-6)
 
 
 def test_refilled_slots_have_the_trainers_logprobs():
   groups = _serve(_few_slots(), _requests())
   for request in _requests():
-    group, n = groups[request.tag], len(request.prompt)
+    group, n = groups[request.index], len(request.prompt)
     padded = np.pad(request.prompt, (S - n, 0))[None]
     hidden = _response_hidden(
       _params(), Prompts(tokens=padded, lengths=np.asarray([n])), group.tokens[None]
     )
     trainer, _ = token_logprobs(hidden, MODEL.head(_params()), group.tokens[None])
     mask = np.arange(LONG) < group.lengths[:, None]
-    np.testing.assert_allclose(np.where(mask, trainer[0], 0), group.logprobs, atol=2e-5)
+    np.testing.assert_allclose(np.where(mask, trainer[0], 0), group.behavior_logprobs, atol=2e-5)
 
 
 def test_frequencies_with_refilled_slots_pass_a_chi_square_test():
   """Two prompts of unequal length, 2,048 rollouts each through 512 slots."""
   engine = _engine(stop_tokens=(3, 11), slots=512)
   prompts = jax.tree.map(lambda x: x[:2], _prompts())
-  groups = _serve(engine, requests(prompts, jax.random.key(8), 2048))
+  groups = _serve(engine, requests(prompts, jax.random.key(8), 2048, owner=None))
   hidden = _response_hidden(_params(), prompts, np.zeros((2, 1, T), np.int32))[:, 0, 0]
   p = np.exp(distribution(head_logits(hidden, MODEL.head(_params())), Sampling()))
-  for tag, group in groups.items():
-    observed, kept = np.bincount(group.tokens[:, 0], minlength=V), 2048 * p[tag] > 2
-    statistic = np.sum((observed - 2048 * p[tag])[kept] ** 2 / (2048 * p[tag])[kept])
+  for index, group in groups.items():
+    observed, kept = np.bincount(group.tokens[:, 0], minlength=V), 2048 * p[index] > 2
+    statistic = np.sum((observed - 2048 * p[index])[kept] ** 2 / (2048 * p[index])[kept])
     assert statistic < kept.sum() + 4 * np.sqrt(2 * kept.sum())
 
 
@@ -287,7 +288,7 @@ def test_prompts_of_like_length_are_prefilled_together():
   lengths = [5, 92, 35, 3, 80, 36, 1]
   prompts = [rng.integers(0, V, n).astype(np.int32) for n in lengths]
   keys = _requests()
-  asked = [Request(i, p, keys[i].keys) for i, p in enumerate(prompts)]
+  asked = [Request(None, i, p, keys[i].keys) for i, p in enumerate(prompts)]
   engine = Engine(
     MODEL,
     Sampling(),
@@ -301,14 +302,14 @@ def test_prompts_of_like_length_are_prefilled_together():
   groups = _serve(engine, asked)
   for request in asked:
     padded = np.pad(request.prompt, (96 - len(request.prompt), 0))[None]
-    tokens = groups[request.tag].tokens[None]
+    tokens = groups[request.index].tokens[None]
     hidden = _response_hidden(
       _params(), Prompts(tokens=padded, lengths=np.asarray([len(request.prompt)])), tokens
     )
     trainer, _ = token_logprobs(hidden, MODEL.head(_params()), tokens)
-    mask = np.arange(LONG) < groups[request.tag].lengths[:, None]
+    mask = np.arange(LONG) < groups[request.index].lengths[:, None]
     np.testing.assert_allclose(
-      np.where(mask, trainer[0], 0), groups[request.tag].logprobs, atol=2e-5
+      np.where(mask, trainer[0], 0), groups[request.index].behavior_logprobs, atol=2e-5
     )
   _assert_equal(_serve(engine, asked[::-1]), groups)
 
@@ -333,7 +334,7 @@ keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(1), (256, 
 prompt = np.ones(513, np.int32)
 
 def peak_kib(count):
-  asked = (Request(i, prompt, keys[i]) for i in range(count))
+  asked = (Request(None, i, prompt, keys[i]) for i in range(count))
   assert len([group for served in engine.serve(params, asked) for group in served]) == count
   return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 

@@ -11,16 +11,18 @@ def _group(index, T=9, pad=7):
   lengths = rng.integers(1, 6, 2).astype(np.int32)
   sampled = np.arange(T) < lengths[:, None]
   return Group(
-    tag=index,
+    owner=None,
+    index=index,
     tokens=np.where(sampled, rng.integers(0, 9, (2, T)), pad).astype(np.int32),
     lengths=lengths,
     stopped=rng.random(2) < 0.5,
-    logprobs=np.where(sampled, rng.normal(size=(2, T)), 0).astype(np.float32),
+    behavior_logprobs=np.where(sampled, rng.normal(size=(2, T)), 0).astype(np.float32),
   )
 
 
 def _read(journal, draw=0, fingerprint="ours"):
-  return {group.tag: group for group in map(from_json, journal.read(draw, fingerprint))}
+  groups = [from_json(line, None) for line in journal.read(draw, fingerprint)]
+  return {group.index: group for group in groups}
 
 
 def test_groups_come_back_to_the_bit(tmp_path):
@@ -44,7 +46,7 @@ def test_padding_costs_nothing_and_a_full_group_has_none(tmp_path):
     journal = GroupJournal(tmp_path / str(number))
     journal.append(0, "ours", [group])
     np.testing.assert_array_equal(_read(journal)[0].tokens, group.tokens)
-    np.testing.assert_array_equal(_read(journal)[0].logprobs, group.logprobs)
+    np.testing.assert_array_equal(_read(journal)[0].behavior_logprobs, group.behavior_logprobs)
     sizes.append(len((tmp_path / str(number) / "00000000.jsonl").read_bytes()))
   assert max(sizes) - min(sizes) < 20
 

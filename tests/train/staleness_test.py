@@ -18,13 +18,17 @@ from train import tiny
 from rlvr_jax.commands import train as runs
 from rlvr_jax.rewards.pool import GraderPool
 from rlvr_jax.rollouts import queue, staleness
-from rlvr_jax.rollouts.store import GROUPS_FOLDER, RolloutStore, TornShardError
+from rlvr_jax.rollouts.store import GROUPS_FOLDER, RolloutStore, StoreError, TornShardError
 from rlvr_jax.train import loop
+from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
 from rlvr_jax.train.cluster import multihost, process
-from rlvr_jax.train.generation.generator import AgreementError, Generator
-from rlvr_jax.train.reporting.writer import stage_summary
+from rlvr_jax.train.generation.agreement import AgreementError
+from rlvr_jax.train.generation.async_generator import GeneratorStoppedError
+from rlvr_jax.train.generation.generator import Generator
+from rlvr_jax.train.reporting.run_log import RunLog
+from rlvr_jax.train.reporting.writer import MetricWriter, stage_summary
 from rlvr_jax.train.setup import build as building
-from rlvr_jax.train.setup.behavior_sources import Source, recorded_groups
+from rlvr_jax.train.setup.behavior_sources import Source, Sources, recorded_groups
 from rlvr_jax.train.start import parameters, restore
 from rlvr_jax.types import Sampling
 
@@ -206,14 +210,14 @@ def test_a_long_stage_is_read_from_the_store(staged, train, trainer, monkeypatch
   assert_same_run(train(schedule), staged)
   made = trainer(schedule)
   made.collect()
-  batches = made.queue.batches
+  batches = made.trainer.queue.batches
   assert [n for n, batch in batches.items() if batch.graded] == [0]
   assert list(batches) == [0, 1, 2, 3]
-  tiny.cut(shard(made.log.writer.workdir, 1))
+  tiny.cut(shard(made.workdir, 1))
   made.update()
   with pytest.raises(TornShardError, match=r"00000001\.array_record"):
     made.update()
-  assert made.step == 1
+  assert made.now.step == 1
 
 
 @pytest.mark.slow
@@ -243,7 +247,7 @@ def test_going_back_leaves_no_later_checkpoint(staged, parts, tmp_path):
   workdir = as_after(6, staged, tmp_path)
   tiny.cut(shard(workdir, 7))
   with (
-    contextlib.closing(runs.Checkpointer(workdir / "checkpoints", keep=9)) as saved,
+    contextlib.closing(Checkpointer(workdir / "checkpoints", keep=9)) as saved,
     RolloutStore(workdir / "rollouts", writable=True) as store,
   ):
     assert saved.steps()[-2:] == [4, 6]
@@ -270,55 +274,82 @@ def test_finished_groups_of_a_killed_refresh_are_not_sampled_again(trainer):
   """The groups of a batch go through four slots, one after the other."""
   few = build(sampling__slots=4)
   schedule = staleness.updates_per_refresh(batches=2)
-  whole, killed = trainer(schedule, few), trainer(schedule, few)
+  whole = trainer(schedule, few)
   whole.collect()
   graded = iter(range(11))
 
   def submit(*work):
     if next(graded, None) is None:
       raise KeyboardInterrupt
-    return whole.collector.submit(*work)
+    return whole.trainer.collector.submit(*work)
 
-  killed.generator.streams.collector = dataclasses.replace(killed.collector, submit=submit)
+  killed = trainer(schedule, few, submit)
   with pytest.raises(KeyboardInterrupt):
     killed.collect()
-  store = killed.queue.store
+  store = killed.trainer.queue.store
   lines = [path.read_text().count("\n") for path in sorted(store.directory.glob("groups/*"))]
   # With the one that was about to be graded; the first batch may be in the store already.
   assert lines[-1] == 4 and sum(lines) == 12 - 8 * len(store.numbers())
-  killed.generator = Generator(few, killed.frozen, killed.collector, store)
+  killed.with_submit(whole.trainer.collector.submit)
   killed.collect()
   for number in range(2):
     ours, info = store.read(number)
-    expected, expected_info = whole.queue.store.read(number)
+    expected, expected_info = whole.trainer.queue.store.read(number)
     assert info == expected_info
     for name in expected:
       np.testing.assert_array_equal(ours[name], expected[name])
   assert not list(store.directory.glob("groups/*"))
-  sampled, of_all = (x.generator.streams.usage.slot_tokens for x in (killed, whole))
+  sampled, of_all = (x.trainer.log.timings["time/slot_tokens"] for x in (killed, whole))
   assert 0.1 * of_all < sampled < 0.4 * of_all  # of 4 of 16 groups
 
 
 # --- what does not fit together -------------------------------------------------------------------
 
 
+class Steps:
+  """A trainer and where it stands, phase by phase."""
+
+  def __init__(self, trainer, now):
+    self.trainer, self.now = trainer, now
+    self.workdir = trainer.log.writer.workdir
+    self.generation = trainer.start_generation()
+
+  def with_submit(self, submit):
+    """Goes on with graders that are given work by `submit`, and nothing generated."""
+    old = self.trainer
+    collector = dataclasses.replace(old.collector, submit=submit)
+    generator = Generator(old.parts, old.frozen, collector, old.queue.store, old.log.clock)
+    self.trainer = dataclasses.replace(old, collector=collector, generator=generator)
+    self.generation = self.trainer.start_generation()
+
+  def collect(self):
+    self.trainer.offer_weights(self.now, self.generation)
+    self.now = self.trainer.collect(self.now, self.generation)
+
+  def update(self):
+    self.now = self.trainer.update(self.now)
+
+
 @pytest.fixture
 def trainer(parts, on_policy, tmp_path):
   """A trainer of the on-policy run before its first update, and the parts to change it."""
 
-  def make(schedule, these=parts):
+  def make(schedule, these=parts, submit=None):
     workdir = tmp_path / f"trainer{len(opened)}"
-    writer = runs.MetricWriter(workdir, None)
-    saved = runs.Checkpointer(workdir / "checkpoints")
-    warm = runs.Checkpointer(on_policy / "warm_start").restore(these.abstract_state.params)
+    writer = MetricWriter(workdir, None)
+    saved = Checkpointer(workdir / "checkpoints")
+    warm = Checkpointer(on_policy / "warm_start").restore(these.abstract_state.params)
     pool = GraderPool(these.task.grader, num_workers=1, timeout_s=5.0)
     store = RolloutStore(workdir / "rollouts", writable=True)
     these = dataclasses.replace(these, schedule=schedule)
     frozen = parameters.load_frozen(these)
-    made = loop.Trainer(these, frozen, writer, saved, pool, store, initial=warm.state)
-    made.begin(warm.state)
-    opened.extend([writer, saved, pool, store])
-    return made
+    log = RunLog(these.config, these.model.config, schedule, writer)
+    made = loop.make_trainer(these, frozen, log, saved, pool, store, initial=warm.state)
+    steps = Steps(made, made.begin(warm.state))
+    if submit:
+      steps.with_submit(submit)
+    opened.extend([steps.generation, writer, saved, pool, store])
+    return steps
 
   opened = []
   yield make
@@ -332,13 +363,14 @@ def test_parameters_changed_without_a_weight_sync_trip_the_fingerprint(trainer):
     made.collect()
     made.update()
   bias = lambda x: x.at[(0,) * x.ndim].add(1e-6)
-  params = dict(made.state.params)
+  made.trainer.offer_weights(made.now, made.generation)
+  params = dict(made.now.state.params)
   params["embedding"] = bias(params["embedding"])
-  made.state = dataclasses.replace(made.state, params=params)
+  made.now = made.now._replace(state=dataclasses.replace(made.now.state, params=params))
   made.collect()
   with pytest.raises(queue.FingerprintError, match=r"rollouts 2 of version 2 .* weight sync"):
     made.update()
-  assert made.step == 2
+  assert made.now.step == 2
 
 
 def test_a_sampler_that_computes_something_else_trips_the_gate(trainer, parts):
@@ -346,20 +378,21 @@ def test_a_sampler_that_computes_something_else_trips_the_gate(trainer, parts):
   slightly_off = lambda *policy: (jax.tree.map(lambda x: x * 1.002, policy[0]), *policy[1:])
   made = trainer(
     staleness.on_policy(),
-    dataclasses.replace(parts, sources=(source._replace(params_of=slightly_off),)),
+    dataclasses.replace(parts, sources=Sources([source._replace(params_of=slightly_off)])),
   )
   with pytest.raises(AgreementError, match=r"policy source recorded under version 0 .* differ by"):
     made.collect()
-  assert made.queue.store.numbers() == []  # nothing of it is kept
+  assert made.trainer.queue.store.numbers() == []  # nothing of it is kept
   plain = trainer(staleness.on_policy())
   plain.collect()
-  assert plain.queue.load(0).graded.statistics["agreement/policy_mean"] < 1e-5
+  assert plain.trainer.queue.load(0).graded.statistics["agreement/policy_mean"] < 1e-5
 
 
 def test_rollouts_of_other_parameters_are_not_taken_for_these(trainer):
   made = trainer(staleness.updates_per_refresh(batches=2))
   made.collect()
-  made.queue.batches[1].fingerprint = "0123456789abcdef"
+  other = dataclasses.replace(made.trainer.queue.batches[1], fingerprint="0123456789abcdef")
+  made.trainer.queue.update(other)
   made.update()
   with pytest.raises(queue.FingerprintError, match="0123456789abcdef"):
     made.update()
@@ -371,18 +404,18 @@ def test_rollouts_of_other_parameters_are_not_taken_for_these(trainer):
 @pytest.mark.slow
 def test_a_stalled_trainer_bounds_what_is_sampled(trainer):
   made = trainer(staleness.asynchronous(max_lag=2))
-  background = made.background = made.start_background()
+  made.trainer.offer_weights(made.now, made.generation)
   deadline = time.monotonic() + 600
-  while len(made.queue.store.numbers()) < 3 and time.monotonic() < deadline:
+  while len(made.trainer.queue.store.numbers()) < 3 and time.monotonic() < deadline:
     time.sleep(0.01)
   time.sleep(0.5)  # time for a fourth, if there were no bound
-  assert made.queue.store.numbers() == [0, 1, 2]
+  assert made.trainer.queue.store.numbers() == [0, 1, 2]
   made.collect()
   made.update()
-  while len(made.queue.store.numbers()) < 4 and time.monotonic() < deadline:
+  made.trainer.offer_weights(made.now, made.generation)
+  while len(made.trainer.queue.store.numbers()) < 4 and time.monotonic() < deadline:
     time.sleep(0.01)
-  assert made.queue.store.numbers() == [0, 1, 2, 3]
-  background.close()
+  assert made.trainer.queue.store.numbers() == [0, 1, 2, 3]
 
 
 @pytest.mark.slow
@@ -397,15 +430,15 @@ def test_a_generator_that_stalls_or_dies_ends_the_run_with_everything_saved(trai
   config = parts.config.copy_and_resolve_references()
   config.generation_deadline_s = 4.0
   made = trainer(staleness.asynchronous(max_lag=0), dataclasses.replace(parts, config=config))
-  submit = made.collector.submit
-  slow = lambda *work: (submit if made.step < 2 else fails_late)(*work)
-  slowed = dataclasses.replace(made.collector, submit=slow)
-  made.generator.collector = made.generator.streams.collector = slowed
-  with pytest.raises(runs.GeneratorStoppedError, match="no batch within 4 s"):
-    made.run()
-  made.checkpointer.wait()
-  assert made.step == made.checkpointer.steps()[-1] == 2
-  with pytest.raises(runs.GeneratorStoppedError, match=r"died.*host is gone"):
+  submit, left = made.trainer.collector.submit, iter(range(2 * parts.config.batch.prompts))
+  made.with_submit(lambda *work: (fails_late if next(left, None) is None else submit)(*work))
+  made.trainer.offer_weights(made.now, made.generation)
+  for _ in range(2):
+    made.collect()
+    made.update()
+  with pytest.raises(GeneratorStoppedError, match="no batch within 4 s"):
+    made.collect()
+  with pytest.raises(GeneratorStoppedError, match=r"died.*host is gone"):
     made.collect()
 
 
@@ -587,7 +620,7 @@ def test_a_resumed_run_keeps_to_what_it_began_with(on_policy, parts, tmp_path):
   assert pins(after) == {"checkpoint": 9, "recorded": list(range(UPDATES + 1))}
   assert pins(restore.as_begun(after, tmp_path / "run")) == pins(begun)
   store.remove(3)
-  with pytest.raises(runs.StoreError, match=r"has lost the batches \[3\].*sources.json"):
+  with pytest.raises(StoreError, match=r"has lost the batches \[3\].*sources.json"):
     restore.as_begun(build(**fields), tmp_path / "run")
 
 
@@ -608,24 +641,28 @@ def test_asked_to_end_while_a_stage_is_sampled(trainer, parts, on_policy, staged
   """What was sampled is kept and not sampled again; the run ends as the undisturbed one."""
   schedule = staleness.stages(count=2, num_updates=UPDATES)
   made = trainer(schedule)
-  for _ in range(4):
-    made.advance()
-  begun = itertools.count()
-  made.generator.on_dispatch = lambda: process.ask() if next(begun) == 2 else made.read_metrics()
+  submit, submitted = made.trainer.collector.submit, itertools.count(1)
+
+  def asks(*work):
+    if next(submitted) == 6 * parts.config.batch.prompts:  # the sixth batch, in the second stage
+      process.ask()
+    return submit(*work)
+
+  made.with_submit(asks)
   with (
     multihost.ending_in_order(),
     pytest.raises(process.EndRequestedError, match="after update 4"),
   ):
-    made.run()
-  made.checkpointer.wait()
-  numbers = made.queue.store.numbers()
+    made.trainer.run(made.now)
+  made.trainer.checkpointer.wait()
+  numbers = made.trainer.queue.store.numbers()
   assert set(range(4)) <= set(numbers) < set(range(8))
-  journal = made.log.writer.workdir / "rollouts" / GROUPS_FOLDER
+  journal = made.workdir / "rollouts" / GROUPS_FOLDER
   groups = [line for path in journal.glob("*.jsonl") for line in path.read_text().splitlines()]
   assert len(groups) + (len(numbers) - 4) * parts.config.batch.prompts >= parts.config.batch.prompts
-  written = {n: shard(made.log.writer.workdir, n).stat().st_mtime_ns for n in numbers}
-  made.queue.store.close()  # there is one writer at a time
-  workdir = made.log.writer.workdir.rename(tmp_path / "run")
+  written = {n: shard(made.workdir, n).stat().st_mtime_ns for n in numbers}
+  made.trainer.queue.store.close()  # there is one writer at a time
+  workdir = made.workdir.rename(tmp_path / "run")
   shutil.copytree(on_policy / "warm_start", workdir / "warm_start")
   shutil.copy(on_policy / "config.json", workdir)
   train(schedule)

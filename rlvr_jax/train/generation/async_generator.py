@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import NamedTuple
 
-from rlvr_jax.rollouts.batch import RolloutBatch
+from rlvr_jax.rollouts.batch import PolicySnapshot, RolloutBatch
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import EndRequestedError
-from rlvr_jax.train.generation.generator import Generator, PolicySnapshot
+from rlvr_jax.train.generation.generator import Generator
 
 _POLL_S = 0.2  # interval at which a wait checks whether the run is to end
 _CLOSING_S = 10.0  # limit on the wait for a batch in progress when the run ends
@@ -21,8 +23,18 @@ class GeneratorStoppedError(RuntimeError):
   """The generating thread produced no batch within its deadline, or died."""
 
 
+class _Limits(NamedTuple):
+  """See `AsyncGenerator`."""
+
+  max_lag: int
+  deadline_s: float
+  num_batches: int
+
+
 class AsyncGenerator:
-  """Samples batches with the newest policy it was offered; `take` returns them in order.
+  """Samples batches with the newest policy it was offered; `take` yields them in order.
+
+  Batches that the store has already come first.
 
   Back-pressure: batch b is started once b − version ≤ max_lag, where update b trains on batch b and
   `version` is that of the newest policy. So at most max_lag + 1 batches are sampled and not yet
@@ -38,8 +50,8 @@ class AsyncGenerator:
       deadline_s: seconds that `take` waits for one batch.
       num_batches: of the run; no more are sampled.
     """
-    self._generator = generator
-    self._max_lag, self._deadline_s, self._num_batches = max_lag, deadline_s, num_batches
+    self._generator, self._limits = generator, _Limits(max_lag, deadline_s, num_batches)
+    self._num_taken = generator.number
     self._changed = threading.Condition()
     self._newest: PolicySnapshot | None = None
     self._closing = False
@@ -54,36 +66,46 @@ class AsyncGenerator:
       self._newest = policy
       self._changed.notify_all()
 
-  def take(self) -> RolloutBatch:
+  def take(self, number: int, before_waiting: Callable[[], None]) -> Iterator[RolloutBatch]:
+    """Yields batches in order, until the one with this number has been taken.
+
+    Args:
+      number: of a batch that is needed now.
+      before_waiting: called before a wait.
+    """
+    while self._num_taken <= number:
+      if self._ready.empty():
+        before_waiting()
+      batch = self._next()
+      self._num_taken = batch.number + 1
+      yield batch
+
+  def _next(self) -> RolloutBatch:
     """The next batch.
 
     Raises:
       EndRequestedError: the process was asked to end meanwhile.
       GeneratorStoppedError: there was no batch within the deadline, or the thread died.
     """
-    deadline = time.monotonic() + self._deadline_s
-    found: Any = None
-    while found is None:
+    deadline = time.monotonic() + self._limits.deadline_s
+    batch: RolloutBatch | BaseException | None = None
+    while batch is None:
       multihost.end_if_asked()
       try:
-        found = self._ready.get(timeout=min(_POLL_S, self._deadline_s))
+        batch = self._ready.get(timeout=min(_POLL_S, self._limits.deadline_s))
       except queue.Empty:
         if time.monotonic() >= deadline:
           raise GeneratorStoppedError(
-            f"the generator produced no batch within {self._deadline_s:g} s; check whether it or"
-            " the grader hangs, or raise config.generation_deadline_s. Sampled batches are kept:"
-            " rerun the same command to continue"
+            f"the generator produced no batch within {self._limits.deadline_s:g} s; check whether"
+            " it or the grader hangs, or raise config.generation_deadline_s. Sampled batches are"
+            " kept: rerun the same command to continue"
           ) from None
-    if isinstance(found, BaseException):
+    if isinstance(batch, BaseException):
       raise GeneratorStoppedError(
-        f"the generator died ({type(found).__name__}: {found}). Sampled batches are kept: fix the"
+        f"the generator died ({type(batch).__name__}: {batch}). Sampled batches are kept: fix the"
         " cause and rerun the same command to continue"
-      ) from found
-    return found
-
-  def has_ready(self) -> bool:
-    """Whether `take` would return immediately."""
-    return not self._ready.empty()
+      ) from batch
+    return batch
 
   def close(self) -> None:
     """Lets the thread end after the current batch; waits up to `_CLOSING_S` for it."""
@@ -94,14 +116,16 @@ class AsyncGenerator:
 
   def _run(self) -> None:
     try:
-      for batch in self._generator.batches(self._next_policy):
+      for batch in itertools.chain(
+        self._generator.stored(), self._generator.batches(self._next_policy)
+      ):
         self._ready.put(batch)
     except EndRequestedError:
       pass  # `take` finds by itself that the process is asked to end
     except BaseException as error:  # of any kind: `take` raises it in the trainer
       self._ready.put(error)
 
-  def _next_policy(self, wait: bool, until: Future | None) -> PolicySnapshot | None:
+  def _next_policy(self, wait: bool, until: Future[None] | None) -> PolicySnapshot | None:
     graded = lambda: until is not None and until.done()
     if wait and until is not None:
       until.add_done_callback(lambda _: self._wake())
@@ -115,7 +139,7 @@ class AsyncGenerator:
       self._changed.notify_all()
 
   def _ended(self) -> bool:
-    return self._closing or self._generator.number >= self._num_batches
+    return self._closing or self._generator.number >= self._limits.num_batches
 
   def _may_begin(self) -> bool:
     """Whether the newest policy may sample: new enough, and not older than the last batch's policy.
@@ -125,4 +149,4 @@ class AsyncGenerator:
     newest, generator = self._newest, self._generator
     if newest is None or newest.version < generator.version:
       return False
-    return generator.number - newest.version <= self._max_lag
+    return generator.number - newest.version <= self._limits.max_lag

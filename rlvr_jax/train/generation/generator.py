@@ -1,4 +1,4 @@
-"""Samples and grades batches from a behavior policy, and writes each to the store."""
+"""Batches in order: drawn, sampled, graded, compared with the trainer, and written to the store."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import collections
 import dataclasses
 import functools
 import hashlib
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from rlvr_jax.data.curriculum import problem_draws
 from rlvr_jax.models.flops import forward_flops
 from rlvr_jax.rollouts.batch import (
   FOREIGN,
-  Graded,
+  BatchInFlight,
+  Flight,
+  PolicySnapshot,
+  Position,
   RolloutBatch,
   from_shard,
   grades_of,
@@ -27,15 +28,14 @@ from rlvr_jax.rollouts.batch import (
   to_shard,
   with_recorded,
 )
-from rlvr_jax.rollouts.collect import Collector, keep_mixed_groups
+from rlvr_jax.rollouts.collect import Collector
 from rlvr_jax.rollouts.store import RolloutStore, TornShardError
 from rlvr_jax.train.cluster import multihost, sharding
-from rlvr_jax.train.generation import raw_logprobs
+from rlvr_jax.train.generation import agreement, dynamic_sampling, raw_logprobs
 from rlvr_jax.train.generation.streams import Streams
 from rlvr_jax.train.reporting import machines
 from rlvr_jax.train.reporting.run_log import DeviceClock
 from rlvr_jax.train.reporting.writer import say
-from rlvr_jax.train.setup.behavior_sources import Source, max_gap
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.checks import shaped_outcomes
 from rlvr_jax.train.setup.grading import make_outcome_policy
@@ -43,22 +43,10 @@ from rlvr_jax.types import Array, Params
 
 _ABSENT, _INTACT = "", "intact"  # states of a batch in the store; others are error messages
 
-
-class DynamicSamplingError(RuntimeError):
-  """A batch could not be filled with groups that are neither all right nor all wrong."""
-
-
-class AgreementError(RuntimeError):
-  """Sampler and trainer compute different log-probabilities from the same parameters."""
-
-
-class PolicySnapshot(NamedTuple):
-  """A policy whose weights were synced for sampling rollouts."""
-
-  params: Params  # the trained parameters
-  version: int  # its number of updates
-  fingerprint: Callable[[], str]  # of its parameters; waits for them to be computed
-  of_source: tuple[tuple[Params, Params], ...]  # (trained, frozen) that each source samples with
+# (wait, until) → the policy of the next batch, or None if there is no batch to sample now, which
+# ends the generation if no batch is in flight. `wait`: whether it may wait for a policy; `until`: a
+# future of grades that ends the wait, or None.
+NextPolicy = Callable[[bool, Future[None] | None], PolicySnapshot | None]
 
 
 def fingerprint_of(checksums: Array) -> Callable[[], str]:
@@ -76,325 +64,309 @@ def fingerprint_of(checksums: Array) -> Callable[[], str]:
   return fingerprint
 
 
-class Generator:
-  """Yields batches in order: from the store if it has them already, otherwise sampled.
+class _Counts(NamedTuple):
+  number: int = 0  # of the next batch
+  draws: int = 0  # batches of prompts
+  checked_version: int = -1  # whose log-probabilities were last compared with the trainer's
+  version: int = 0  # of the policy that sampled the last batch
 
-  Attributes:
-    number: of the next batch.
-    draws: number of prompt batches sampled so far, more than batches under dynamic sampling.
-    version: of the policy that sampled the last batch.
-    clock: of the devices that generate.
-    on_dispatch: called before the generation of every batch.
-    last: number of the batch after the last one of this refresh; None if it is not known.
+
+class Generator:
+  """Makes batches from the policies that it is given.
+
+  `OnDemand` and `AsyncGenerator` decide which policy samples which batch, and when.
   """
 
-  def __init__(self, parts: Parts, frozen: Params, collector: Collector, store: RolloutStore):
-    c = self.config = parts.config
-    self.parts, self.collector, self.store = parts, collector, store
-    self.frozen = frozen  # on the devices that generate
-    self.quotas = [source.prompts for source in parts.sources]  # groups of every batch
-    # Recorded groups, if any, are the last groups of a batch.
-    self.live = [source for source in parts.sources if source.recorded is None]
-    self.num_live = sum(source.prompts for source in self.live)
-    self.num_recorded = sum(self.quotas) - self.num_live
-    self.recorded = parts.sources[-1].recorded
-    # If all groups are recorded, the iterator is not used, but its position is saved.
-    self.problems = problem_draws(parts.task.train, batch_size=max(self.num_live, 1), seed=c.seed)
-    self.number = self.draws = self.version = 0
-    self.checked_version = -1  # the version whose log-probabilities were last compared
-    self.clock = DeviceClock()
-    self.on_dispatch: Callable[[], None] = lambda: None
-    self.last: int | None = None
-    self.journal = store.journal()
-    self.streams = Streams(self.live, collector, self.journal)
+  def __init__(
+    self,
+    parts: Parts,
+    frozen: Params,
+    collector: Collector,
+    store: RolloutStore,
+    clock: DeviceClock,
+  ):
+    """Binds a run's objects; nothing is sampled yet.
 
-  def state(self) -> dict[str, Any]:
-    """The state that determines the next batches; JSON."""
-    return {
-      "number": self.number,
-      "draws": self.draws,
-      "checked_version": self.checked_version,
-      "problems": self.problems.get_state(),
-    }
+    Args:
+      parts: of the run.
+      frozen: the parameters that are not trained, on the devices that generate.
+      collector: decodes and grades.
+      store: gets every batch.
+      clock: of the devices that generate.
+    """
+    self._parts, self._frozen, self._collector, self._store = parts, frozen, collector, store
+    self._clock = clock
+    live = parts.sources.live
+    self._streams = Streams(live, collector, store.journal())
+    # If all groups are recorded, no problem is drawn, but the position is saved.
+    self._problems = problem_draws(
+      parts.task.train, batch_size=max(parts.sources.num_live, 1), seed=parts.config.seed
+    )
+    self._counts = _Counts()
 
-  def set_state(self, state: dict[str, Any]) -> None:
-    """The inverse of `state`."""
-    self.number, self.draws = state["number"], state["draws"]
-    self.checked_version = state["checked_version"]
-    self.problems.set_state(state["problems"])
+  @property
+  def number(self) -> int:
+    """Number of the next batch, from 0."""
+    return self._counts.number
+
+  @property
+  def version(self) -> int:
+    """Number of updates of the policy that sampled the last batch."""
+    return self._counts.version
+
+  def position(self) -> Position:
+    """Where generation stands; it determines the next batches."""
+    counts = self._counts
+    return Position(counts.number, counts.draws, counts.checked_version, self._problems.get_state())
+
+  def move_to(self, position: Position, version: int | None = None) -> None:
+    """Continues from a position, after a batch that a policy of `version` has sampled."""
+    self._problems.set_state(position.problems)
+    self._counts = _Counts(
+      position.number,
+      position.draws,
+      position.checked_version,
+      self._counts.version if version is None else version,
+    )
 
   def sync_weights(self, params: Params, version: int) -> PolicySnapshot:
     """Syncs the trainer's parameters after `version` updates to the devices that generate."""
-    params = self.parts.programs.sync_weights(params, self.parts.schedule.real_time)
-    of_source = tuple(source.params_of(params, self.frozen) for source in self.live)
-    return PolicySnapshot(
-      params, version, fingerprint_of(self.parts.programs.checksums(params)), of_source
-    )
+    programs, sources = self._parts.programs, self._parts.sources
+    params = programs.sync_weights(params, self._parts.schedule.real_time)
+    of_source = tuple(source.params_of(params, self._frozen) for source in sources.live)
+    return PolicySnapshot(params, version, fingerprint_of(programs.checksums(params)), of_source)
 
-  def batches(
-    self, next_policy: Callable[[bool, Future | None], PolicySnapshot | None]
-  ) -> Iterator[RolloutBatch]:
+  def batches(self, next_policy: NextPolicy, last: int | None = None) -> Iterator[RolloutBatch]:
     """Yields batches in order as they are graded; workers grade while the devices generate.
 
     Args:
-      next_policy: (wait, until) → the policy of the next batch, or None if there is no batch to
-        sample now, which ends the iteration if no batch is in progress. `wait`: whether it may wait
-        for a policy; `until`: a future of grades that ends the wait, or None.
+      next_policy: see `NextPolicy`.
+      last: number of the batch after the last one, if it is known, for the time left.
     """
-    sampled: collections.deque[RolloutBatch] = collections.deque()  # being graded
-    graded = lambda: self.keep(self.finish(sampled.popleft()))
+    in_flight: collections.deque[BatchInFlight] = collections.deque()  # sampled, being graded
+    graded = lambda: self._keep(self._finish(in_flight.popleft()))
     ahead: list[PolicySnapshot] = []  # of a batch that did not belong into the last stream
     while True:
       # Without waiting for grades if a policy is available, so that graders do not run out of work.
-      until = grades_of(sampled[0]) if sampled else None
-      policy = ahead.pop() if ahead else next_policy(not sampled or until is not None, until)
+      until = grades_of(in_flight[0]) if in_flight else None
+      policy = ahead.pop() if ahead else next_policy(not in_flight or until is not None, until)
       if policy is None:
-        if not sampled:
+        if not in_flight:
           return
         yield graded()
         continue
-      if (state := self.stored()) != _ABSENT:
-        while sampled:  # first, so that batches are yielded in order
+      if (state := self._state_in_store()) != _ABSENT:
+        while in_flight:  # first, so that batches are yielded in order
           yield graded()
-        if (known := self.recall(state, policy)) is not None:
+        if (known := self._recall(state, policy)) is not None:
           yield known
           continue
-      if self.config.dynamic_sampling.enabled:
-        yield self.sample_mixed_groups(policy)
+      if self._parts.config.dynamic_sampling.enabled:
+        yield self._keep(self._sample_mixed_groups(policy))
         continue
 
-      def batches(policy=policy) -> Iterator[RolloutBatch]:
+      def of_policy(policy=policy) -> Iterator[BatchInFlight]:
         """The batches that this policy samples from now on."""
         while True:
-          yield self.start(policy)
-          found = next_policy(False, None)
-          if found is None or found is not policy or self.stored() != _ABSENT:
-            ahead.extend([] if found is None else [found])
+          yield self._start(policy)
+          following = next_policy(False, None)
+          if following is not policy or self._state_in_store() != _ABSENT:
+            ahead.extend([] if following is None else [following])
             return
 
-      for complete in self.sample(batches(), policy):
-        sampled.extend(complete)
-        while sampled and may_finish(sampled):
+      groups = (last - self.number) * self._parts.sources.num_live if last is not None else None
+      for complete in self._sample(of_policy(), policy, groups):
+        in_flight.extend(complete)
+        while in_flight and may_finish(in_flight):
           yield graded()
 
-  def stored(self) -> str:
+  def stored(self) -> Iterator[RolloutBatch]:
+    """The next batches that the store already has, whichever policy sampled them.
+
+    Batches behind a damaged one are set aside: it will be sampled again and differ, so later
+    policies will too.
+    """
+    while (state := self._state_in_store()) and (batch := self._recall(state)):
+      yield batch
+    for number in self._store.numbers():
+      if number >= self.number:
+        self._set_aside(number, f"rollouts {number} came after a damaged batch")
+
+  # --- the store ----------------------------------------------------------------------------------
+
+  def _state_in_store(self) -> str:
     """The next batch's state in the store: `_ABSENT`, `_INTACT`, or an error message.
 
     The first process reads the store; all processes get the same state.
     """
     state = _ABSENT
-    if multihost.is_first() and self.number in self.store.numbers():
+    if multihost.is_first() and self.number in self._store.numbers():
       try:
-        self.store.read(self.number)
+        self._store.read(self.number)
         state = _INTACT
       except TornShardError as error:
         state = str(error)
     return multihost.exchange(state)[0]
 
-  def recall(self, state: str, policy: PolicySnapshot | None = None) -> RolloutBatch | None:
+  def _recall(self, state: str, policy: PolicySnapshot | None = None) -> RolloutBatch | None:
     """The next batch from the store; a damaged one is set aside.
 
     Args:
-      state: of the batch, see `stored`.
+      state: of the batch, see `_state_in_store`.
       policy: the one that must have sampled it; None accepts any policy.
     """
     number = self.number
     if state != _INTACT:
-      self.set_aside(number, state)
+      self._set_aside(number, state)
       return None
-    batch = from_shard(number, *self.store.read(number))
+    batch = from_shard(number, *self._store.read(number))
     if policy is not None:
-      found, expected = (batch.version, batch.fingerprint), (policy.version, policy.fingerprint())
-      if found != expected:
-        why = (
-          f"rollouts {number} were sampled by version {found[0]} with fingerprint {found[1]}, not"
+      sampled_by = (batch.version, batch.fingerprint)
+      expected = (policy.version, policy.fingerprint())
+      if sampled_by != expected:
+        self._set_aside(
+          number,
+          f"rollouts {number} were sampled by version {sampled_by[0]} with fingerprint"
+          f" {sampled_by[1]}, not by version {expected[0]} with {expected[1]}",
         )
-        self.set_aside(number, f"{why} by version {expected[0]} with {expected[1]}")
         return None
-    self.set_state(batch.after)
-    self.version = batch.version
+    assert batch.position is not None  # every batch of a store has one
+    self.move_to(batch.position, batch.version)
     return batch
 
-  def set_aside(self, number: int, why: str) -> None:
+  def _set_aside(self, number: int, why: str) -> None:
     """Moves a batch's shard away in the store, so that the batch can be sampled again."""
     say(f"{why}; set aside, to be sampled again")
-    multihost.on_first(lambda: self.store.set_aside(number), None)
+    multihost.on_first(lambda: self._store.set_aside(number), None)
 
-  def start(self, policy: PolicySnapshot) -> RolloutBatch:
-    """A batch of problems to be sampled; groups that a killed process has sampled are taken."""
-    draw, number = self.draws, self.number
-    self.draws += 1
-    self.number += 1
-    self.version = policy.version
-    batch = RolloutBatch(
-      number=number,
-      version=policy.version,
-      draw=draw,
-      versions=self.versions(policy),
-      snapshot=policy,
-      dispatched=time.perf_counter(),
-    )
-    if self.live:
-      problems, c = self.problems.draw(draw, policy.version), self.config
-      batch.flight = self.collector.begin(problems)
-      sizes = dict(seed=c.seed, draw=draw, group_size=c.batch.group_size)
-      batch.requests = self.streams.requests(batch.flight.prompts, **sizes)
-      self.streams.recall(batch)
-    self.on_dispatch()
-    if self.recorded is not None:
-      batch.recorded = self.recorded.take(draw * self.num_recorded, self.num_recorded)
-    batch.after = self.state() | {"checked_version": policy.version}
-    return batch
-
-  def sample(
-    self, batches: Iterable[RolloutBatch], policy: PolicySnapshot
-  ) -> Iterator[list[RolloutBatch]]:
-    """As `Streams.sample`, with the time that each batch has taken."""
-    counted = dataclasses.replace(self.streams.usage)
-    total = (self.last - self.number) * self.num_live if self.last is not None else None
-    for complete in self.streams.sample(batches, policy, total):
-      now = time.perf_counter()
-      for batch in complete:
-        if batch.flight is not None:
-          took = now - max(batch.dispatched, self.clock.free_from)
-          batch.timings |= {"time/generate_seconds": took, **machines.memory("generate")}
-          self.clock.free_from = now
-      if timed := [batch for batch in complete if batch.timings]:
-        used, counted = self.streams.usage.since(counted), dataclasses.replace(self.streams.usage)
-        timed[0].timings |= {f"time/{name}": value for name, value in vars(used).items()}
-      yield complete
-
-  def versions(self, policy: PolicySnapshot) -> np.ndarray:
-    """i32[P], version per group of a batch; `FOREIGN` for groups of other runs."""
-    of_sources = [policy.version if s.of_this_run else FOREIGN for s in self.parts.sources]
-    return np.repeat(np.asarray(of_sources, np.int32), self.quotas)
-
-  def finish(self, batch: RolloutBatch) -> RolloutBatch:
-    """Waits for the grades and assembles the batch."""
-    graded, flight, policy = batch.recorded, batch.flight, batch.snapshot
-    sampled = [] if graded is None else [graded.train.mask]
-    if flight is not None:
-      assert batch.versions is not None
-      began = time.perf_counter()
-      own = self.collector.finish(flight, batch.versions.tolist()[: self.num_live])
-      solved, after = np.asarray(own.train.correct).mean(axis=1), batch.after
-      after["problems"], found = self.problems.observe(batch.draw, solved, after["problems"])
-      own = own._replace(statistics=own.statistics | found)
-      batch.timings["time/grade_seconds"] = time.perf_counter() - began
-      batch.timings |= machines.memory("grade")
-      lengths: Any = flight.prompts.lengths, flight.rollouts.lengths
-      tokens = np.arange(own.train.mask.shape[-1]) < lengths[1][..., None]
-      sampled.insert(0, tokens.astype(np.float32))
-      batch.flops = forward_flops(self.parts.model.config, *lengths)
-      graded = with_recorded(own, graded) if graded else own
-    assert graded is not None  # there are live or recorded groups, or both
-    sources: Any = np.repeat(np.arange(len(self.quotas), dtype=np.int32), self.quotas)
-    solve_rate: Any = np.full(sources.shape, graded.train.correct.mean(), np.float32)
-    train = dataclasses.replace(graded.train, sources=sources, solve_rate=solve_rate)
-    batch.fingerprint = policy.fingerprint()
-    mask, found = np.concatenate(sampled), graded._replace(train=train)
-    found = self.with_gaps(found, mask, policy)
-    batch.graded = raw_logprobs.with_raw(found, mask, self.parts, policy.params, self.frozen)
-    batch.snapshot = batch.flight = batch.recorded = None
-    batch.requests = ()
-    return batch
-
-  def sample_mixed_groups(self, policy: PolicySnapshot) -> RolloutBatch:
-    """One batch of groups that are neither all right nor all wrong."""
-    limit = self.config.dynamic_sampling.max_batches
-    number = self.number
-    sampled: list[RolloutBatch] = []
-    while len(sampled) < limit:
-      started = self.sample([self.start(policy)], policy)
-      sampled += [self.finish(batch) for complete in started for batch in complete]
-      parts = [batch.graded for batch in sampled if batch.graded is not None]
-      kept = keep_mixed_groups(parts, self.quotas)
-      if kept is not None:
-        self.number = number + 1
-        phases = dict.fromkeys(phase for batch in sampled for phase in batch.timings)
-        timings = {phase: sum(batch.timings[phase] for batch in sampled) for phase in phases}
-        timings |= {name: value for name, value in sampled[-1].timings.items() if "memory/" in name}
-        return self.keep(
-          dataclasses.replace(
-            sampled[-1],
-            number=number,
-            graded=kept,
-            draws=len(sampled),
-            flops=sum(batch.flops for batch in sampled),
-            after=sampled[-1].after | {"number": number + 1},
-            timings=timings,
-          )
-        )
-    solved = np.mean([part.train.correct.mean() for part in parts])
-    raise DynamicSamplingError(
-      f"dynamic sampling: {limit} batches of {self.config.batch.prompts} prompts at update"
-      f" {policy.version} have too few groups that are neither all right nor all wrong (solve"
-      f" rate {solved:.3f}). Raise config.dynamic_sampling.max_batches, or choose, in another"
-      " --workdir, a larger config.batch.group_size or problems that suit the policy better"
-    )
-
-  def with_gaps(self, graded: Graded, mask: np.ndarray, policy: PolicySnapshot) -> Graded:
-    """Adds the gaps of log-probabilities between sampler and trainer, once per version.
-
-    Args:
-      graded: a few groups of every source are compared.
-      mask: f32[P, G, T], 1 for every sampled token, whether or not it is in the loss.
-      policy: the one that sampled the batch.
-    Raises:
-      AgreementError: the gap of a source that samples with the policy's own parameters is too
-        large.
-    """
-    if policy.version == self.checked_version:
-      return graded
-    self.checked_version = policy.version
-    gaps, start = dict[str, float](), 0
-    for source in self.parts.sources:
-      batch = graded.train
-      few = slice(start, start + min(source.prompts, self.parts.gap_prompts))
-      start += source.prompts
-      rollouts = (batch.prompts, batch.tokens, mask, batch.behavior_logprobs)
-      here = self.parts.to_generation(jax.tree.map(lambda x, few=few: x[few], rollouts))
-      of_policy = (policy.params, self.frozen, *here)
-      found = self.parts.programs.behavior_gap(*of_policy, sampling=source.sampling)
-      mean, largest = jax.device_get(found)
-      gaps |= {
-        f"agreement/{source.name}_mean": float(mean),
-        f"agreement/{source.name}_max": float(largest),
-      }
-      self.check_gap(source, float(mean), policy.version)
-    return graded._replace(statistics=graded.statistics | gaps)
-
-  def check_gap(self, source: Source, gap: float, version: int) -> None:
-    """Raises AgreementError if the source must agree with the trainer and does not."""
-    dtype = self.parts.model.config.compute_dtype
-    bound = max_gap(self.config, dtype, source)
-    if not gap <= (bound if source.exact else sys.float_info.max):
-      raise AgreementError(
-        f"sampler and trainer disagree: the log-probabilities that the {source.name} source"
-        f" recorded under version {version} of the policy differ by {gap:.2g} nats per token on"
-        f" average, allowed are {bound:.2g} in {dtype}. One of the two does not compute the model's"
-        " distribution; if the difference is rounding, raise config.max_behavior_gap"
-      )
-
-  def keep(self, batch: RolloutBatch) -> RolloutBatch:
+  def _keep(self, batch: RolloutBatch) -> RolloutBatch:
     """Writes the batch to the store and returns it."""
-    c = self.config
+    c, sources = self._parts.config, self._parts.sources
     about = dict(
       tokenizer=c.tokenizer,
-      truncated=any(source.truncated for source in self.parts.sources),
+      truncated=sources.truncated,
       shaped=bool(c.overlong.buffer)
-      or bool(shaped_outcomes(make_outcome_policy(self.config)))
-      or any(source.shaped for source in self.parts.sources),
+      or bool(shaped_outcomes(make_outcome_policy(c)))
+      or sources.shaped,
       group_size=c.batch.group_size,
       max_prompt_length=c.max_prompt_length,
       max_response_length=c.max_response_length,
-      sources=[source.name for source in self.parts.sources],
+      sources=[source.name for source in sources],
     )
     arrays, info = to_shard(batch, **about)
+    draws = info["after"]["draws"]
 
     def write() -> None:
-      self.store.append(batch.number, arrays, info)
-      self.journal.forget(before=batch.after["draws"])
+      self._store.append(batch.number, arrays, info)
+      self._streams.forget(before=draws)
 
     multihost.on_first(write, None)
+    return batch
+
+  # --- one batch ----------------------------------------------------------------------------------
+
+  def _start(self, policy: PolicySnapshot) -> BatchInFlight:
+    """A batch of problems to be sampled, without groups that a killed process has sampled."""
+    c, sources, counts = self._parts.config, self._parts.sources, self._counts
+    self._counts = _Counts(
+      counts.number + 1, counts.draws + 1, counts.checked_version, policy.version
+    )
+    flight: Flight | None = None
+    requests: list[Any] = []
+    if sources.live:
+      flight = self._collector.begin(self._problems.draw(counts.draws, policy.version))
+      requests = self._streams.requests(
+        flight, policy, seed=c.seed, draw=counts.draws, group_size=c.batch.group_size
+      )
+    recorded = None
+    if sources.recorded is not None:
+      first = counts.draws * sources.num_recorded
+      recorded = sources.recorded.take(first, sources.num_recorded)
+    of_sources = [policy.version if source.of_this_run else FOREIGN for source in sources]
+    return BatchInFlight(
+      number=counts.number,
+      draw=counts.draws,
+      snapshot=policy,
+      versions=np.repeat(np.asarray(of_sources, np.int32), sources.quotas),
+      position=self.position()._replace(checked_version=policy.version),
+      dispatched=time.perf_counter(),
+      flight=flight,
+      requests=requests,
+      recorded=recorded,
+    )
+
+  def _sample(
+    self, batches: Iterable[BatchInFlight], policy: PolicySnapshot, groups: int | None = None
+  ) -> Iterator[list[BatchInFlight]]:
+    """As `Streams.sample`, with the time that each batch has taken."""
+    counted = dataclasses.replace(self._streams.usage)
+    for complete in self._streams.sample(batches, policy, groups):
+      now = time.perf_counter()
+      timed: list[BatchInFlight] = []
+      for batch in complete:
+        timings: dict[str, float] = {}
+        if batch.flight is not None:
+          took = now - max(batch.dispatched, self._clock.free_from)
+          self._clock.freed(now)
+          timings = {"time/generate_seconds": took, **machines.memory("generate")}
+          if not any(earlier.timings for earlier in timed):
+            used = self._streams.usage.since(counted)
+            counted = dataclasses.replace(self._streams.usage)
+            timings |= {f"time/{name}": value for name, value in vars(used).items()}
+        timed.append(dataclasses.replace(batch, timings=timings))
+      yield timed
+
+  def _finish(self, batch: BatchInFlight) -> RolloutBatch:
+    """Waits for the grades and assembles the batch."""
+    parts, sources, policy = self._parts, self._parts.sources, batch.snapshot
+    graded, position, flops = batch.recorded, batch.position, 0.0
+    sampled = [] if graded is None else [graded.train.mask]
+    timings = dict(batch.timings)
+    if batch.flight is not None:
+      began = time.perf_counter()
+      own = self._collector.finish(batch.flight, batch.versions.tolist()[: sources.num_live])
+      solved = np.asarray(own.train.correct).mean(axis=1)
+      problems, observed = self._problems.observe(batch.draw, solved, position.problems)
+      position = position._replace(problems=problems)
+      own = own._replace(statistics=own.statistics | observed)
+      timings["time/grade_seconds"] = time.perf_counter() - began
+      timings |= machines.memory("grade")
+      lengths: Any = batch.flight.rollouts.lengths
+      tokens = np.arange(own.train.mask.shape[-1]) < lengths[..., None]
+      sampled.insert(0, tokens.astype(np.float32))
+      flops = forward_flops(parts.model.config, batch.flight.prompts.lengths, lengths)
+      graded = with_recorded(own, graded) if graded else own
+    assert graded is not None  # there are live or recorded groups, or both
+    of_group: Any = np.repeat(np.arange(len(sources), dtype=np.int32), sources.quotas)
+    solve_rate: Any = np.full(of_group.shape, graded.train.correct.mean(), np.float32)
+    train = dataclasses.replace(graded.train, sources=of_group, solve_rate=solve_rate)
+    graded, mask = graded._replace(train=train), np.concatenate(sampled)
+    if policy.version != self._counts.checked_version:
+      self._counts = self._counts._replace(checked_version=policy.version)
+      gaps = agreement.behavior_gaps(parts, graded.train, mask, policy, self._frozen)
+      graded = graded._replace(statistics=graded.statistics | gaps)
+    return RolloutBatch(
+      number=batch.number,
+      version=policy.version,
+      fingerprint=policy.fingerprint(),
+      versions=batch.versions,
+      position=position,
+      flops=flops,
+      timings=timings,
+      graded=raw_logprobs.with_raw(graded, mask, parts, policy.params, self._frozen),
+    )
+
+  def _sample_mixed_groups(self, policy: PolicySnapshot) -> RolloutBatch:
+    """One batch of groups that are neither all right nor all wrong."""
+    c, number = self._parts.config, self.number
+
+    def graded() -> Iterator[RolloutBatch]:
+      while True:
+        for complete in self._sample([self._start(policy)], policy):
+          yield from map(self._finish, complete)
+
+    batch = dynamic_sampling.filled(
+      graded(), self._parts.sources.quotas, max_batches=c.dynamic_sampling.max_batches
+    )
+    self._counts = self._counts._replace(number=number + 1)
     return batch

@@ -11,7 +11,7 @@ import numpy as np
 from rlvr_jax.data import problem_batches
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.rollouts.batch import RolloutBatch, permute_rewards, without_scores
-from rlvr_jax.rollouts.collect import Collector
+from rlvr_jax.rollouts.collect import Collector, serve_graded
 from rlvr_jax.rollouts.engine import requests
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.reporting.run_log import RunLog
@@ -31,15 +31,15 @@ class Scorer:
       initial: the trained parameters before the first update.
       log: counts the forward passes.
     """
-    c = self.config = parts.config
-    self.parts, self.frozen, self.log = parts, frozen, log
+    c = parts.config
+    self._parts, self._frozen, self._log = parts, frozen, log
     # Kept only if they are used: they take as much memory as the policy.
     keep = c.reference.kl_coefficient or c.diagnostics.every
-    self.initial = initial if keep else None
+    self._initial = initial if keep else None
 
   def initial_entropy(self, params: Params, collector: Collector) -> float:
     """`measure_entropy` of the initial policy; 0, without measuring, if nothing uses it."""
-    stateful = jax.tree.leaves(self.parts.abstract_state.advantage_state)
+    stateful = jax.tree.leaves(self._parts.abstract_state.advantage_state)
     return self.measure_entropy(params, collector) if stateful else 0.0
 
   def measure_entropy(self, params: Params, collector: Collector) -> float:
@@ -47,45 +47,51 @@ class Scorer:
 
     They are sampled with separate keys, so that measuring does not affect the run.
     """
-    c, parts = self.config, self.parts
+    c, parts = self._parts.config, self._parts
     problems = next(problem_batches(parts.task.train, batch_size=c.batch.prompts, seed=c.seed))
     key = key_for(c.seed, "initial_entropy")
     flight, engine = collector.begin(problems), parts.programs.engine
-    asked = requests(flight.prompts, key, c.batch.group_size)
-    for groups in engine.serve(engine.load(params, self.frozen), asked):
-      for group in groups:
-        collector.add(flight, group.tag, group)
+    asked = requests(flight.prompts, key, c.batch.group_size, owner=flight)
+    for _ in serve_graded(engine, engine.load(params, self._frozen), asked, collector):
+      pass
     batch = collector.finish(flight, [0] * len(problems)).train
     _, entropy = parts.programs.score(
-      params, self.frozen, parts.batch_to_devices(without_scores(batch))
+      params, self._frozen, parts.batch_to_devices(without_scores(batch))
     )
     return float(np.sum(sharding.to_host(entropy) * batch.mask) / max(batch.mask.sum(), 1))
 
-  def prepared(self, rollouts: RolloutBatch, state: TrainState, step: int) -> TrainBatch:
-    """The batch for an update: with log-probabilities and lags, rewards permuted in a control run.
+  def prepare(
+    self, rollouts: RolloutBatch, state: TrainState, step: int
+  ) -> tuple[RolloutBatch, TrainBatch]:
+    """Adds the log-probabilities that an update needs.
 
     Args:
-      rollouts: a graded batch; new log-probabilities are stored in it.
+      rollouts: a graded batch.
       state: before the update.
       step: number of updates so far.
+    Returns:
+      The rollouts with new log-probabilities, for their later updates; and the batch for this one:
+      with log-probabilities and lags, in a control run with permuted rewards.
     """
-    c, graded, versions = self.config, rollouts.graded, rollouts.versions
+    c, graded, versions = self._parts.config, rollouts.graded, rollouts.versions
     assert graded is not None and versions is not None
     batch = graded.train
     if c.permute_rewards:
       batch = permute_rewards(batch, np.random.default_rng([c.seed, rollouts.number]))
     if c.reference.kl_coefficient and rollouts.reference_logprobs is None:
-      rollouts.reference_logprobs = self.score(self.initial, batch)
-    if self.parts.method.loss.needs_proximal:
+      rollouts = dataclasses.replace(rollouts, reference_logprobs=self.score(self._initial, batch))
+    if self._parts.method.loss.needs_proximal:
       every, scored_at = c.proximal_every, rollouts.scored_at
       # At the batch's first update, and again after `every` updates.
       if scored_at is None or (every and step - scored_at >= every):
-        rollouts.proximal_logprobs, rollouts.scored_at = self.score(state.params, batch), step
+        rollouts = dataclasses.replace(
+          rollouts, proximal_logprobs=self.score(state.params, batch), scored_at=step
+        )
     group_lags = np.where(versions >= 0, step - versions, -1)
     lags: Any = np.broadcast_to(group_lags[:, None], batch.rewards.shape).astype(np.int32)
     reference: Any = rollouts.reference_logprobs
     proximal: Any = rollouts.proximal_logprobs
-    return dataclasses.replace(
+    return rollouts, dataclasses.replace(
       batch,
       lags=lags,
       reference_logprobs=reference,
@@ -95,17 +101,17 @@ class Scorer:
 
   def score(self, params: Params, batch: TrainBatch) -> Any:
     """f32[P, G, T], the responses' log-probabilities at the policy's temperature."""
-    self.log.count_scored(batch)
-    scored = self.parts.batch_to_devices(without_scores(batch))
-    return sharding.to_host(self.parts.programs.score(params, self.frozen, scored)[0])
+    self._log.count_scored(batch)
+    scored = self._parts.batch_to_devices(without_scores(batch))
+    return sharding.to_host(self._parts.programs.score(params, self._frozen, scored)[0])
 
   def measure(
     self, state: TrainState, batch: TrainBatch, step: int
   ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """(scalars, arrays) of the gradient geometry, every `config.diagnostics.every` updates."""
-    every = self.config.diagnostics.every
+    every = self._parts.config.diagnostics.every
     if not every or step % every:
       return {}, {}
     # What is computed after the update is compiled before it, while a request to end may stop it.
-    self.parts.programs.mean_entropy.compile(state.params, self.frozen, batch)
-    return self.parts.programs.measure(state, self.frozen, self.initial, batch)
+    self._parts.programs.mean_entropy.compile(state.params, self._frozen, batch)
+    return self._parts.programs.measure(state, self._frozen, self._initial, batch)

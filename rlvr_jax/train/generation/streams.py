@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 
 from rlvr_jax.ops.keys import key_for
-from rlvr_jax.rollouts.batch import RolloutBatch
-from rlvr_jax.rollouts.collect import Collector
+from rlvr_jax.rollouts.batch import BatchInFlight, Flight, PolicySnapshot
+from rlvr_jax.rollouts.collect import Collector, serve_graded
 from rlvr_jax.rollouts.engine import Group, Request, Usage, requests
 from rlvr_jax.rollouts.journal import GroupJournal, from_json
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import alive
 from rlvr_jax.train.reporting.writer import say
 from rlvr_jax.train.setup.behavior_sources import Source
-from rlvr_jax.types import Prompts
 
 _PRINT_EVERY_S = 30.0
 
@@ -28,98 +26,101 @@ class Streams:
 
   def __init__(self, sources: Sequence[Source], collector: Collector, journal: GroupJournal):
     """Args are those of the run; `sources`: without recorded ones."""
-    self._sources, self.collector, self._journal = sources, collector, journal
+    self._sources, self._collector, self._journal = sources, collector, journal
     self.usage = Usage()  # of all streams so far
 
   def requests(
-    self, prompts: Prompts, *, seed: int, draw: int, group_size: int
-  ) -> list[list[Request]]:
-    """Requests for every source's share of a draw of prompts, tagged by their index in it.
+    self, flight: Flight, policy: PolicySnapshot, *, seed: int, draw: int, group_size: int
+  ) -> list[list[Request[Flight]]]:
+    """Requests for every source's share of a draw of prompts.
+
+    Groups that a killed process has sampled with this policy are in the journal: they join the
+    flight, and are not asked for.
 
     Args:
-      prompts: of the draw; NumPy.
+      flight: of the draw.
+      policy: that samples it.
       seed: of the run.
       draw: number of the draw.
       group_size: G.
     """
+    self._take_journaled(flight, policy, draw)
     first, others = (key_for(seed, purpose, draw) for purpose in ("rollout", "source"))
-    found, start = [], 0
+    asked, start = [], 0
     for index, source in enumerate(self._sources):
       share = slice(start, start + source.prompts)
+      prompts = jax.tree.map(lambda x, share=share: x[share], flight.prompts)
       key = jax.random.fold_in(others, index) if index else first
-      mine = requests(jax.tree.map(lambda x, share=share: x[share], prompts), key, group_size)
-      found.append([request._replace(tag=start + request.tag) for request in mine])
+      of_source = requests(prompts, key, group_size, owner=flight, first=start)
+      asked.append([request for request in of_source if request.index not in flight.groups])
       start = share.stop
-    return found
+    return asked
 
-  def recall(self, batch: RolloutBatch) -> None:
-    """Takes the groups that were sampled before the process was killed."""
-    assert batch.flight is not None
-    nothing: list[Any] = []
-    read = lambda: self._journal.read(batch.draw, batch.snapshot.fingerprint())
-    found = multihost.exchange(multihost.on_first(read, nothing))[0]
-    groups = [from_json(content) for content in found]
-    for group in groups:
-      self.collector.add(batch.flight, group.tag, group)
-    known = {group.tag for group in groups}
-    batch.requests = [[r for r in mine if r.tag not in known] for mine in batch.requests]
+  def forget(self, *, before: int) -> None:
+    """Removes the journal of draws with a lower number: their batches are in the store."""
+    self._journal.forget(before=before)
+
+  def _take_journaled(self, flight: Flight, policy: PolicySnapshot, draw: int) -> None:
+    read = lambda: self._journal.read(draw, policy.fingerprint())
+    lines = multihost.exchange(multihost.on_first(read, []))[0]
+    for line in lines:
+      self._collector.add(from_json(line, flight))
 
   def sample(
-    self, batches: Iterable[RolloutBatch], policy: Any, total: int | None = None
-  ) -> Iterator[list[RolloutBatch]]:
+    self, batches: Iterable[BatchInFlight], policy: PolicySnapshot, total: int | None = None
+  ) -> Iterator[list[BatchInFlight]]:
     """Samples batches from one policy.
 
     Args:
       batches: taken when there are slots for their groups.
-      policy: a `PolicySnapshot`.
+      policy: that samples them.
       total: groups that the batches are expected to have in all, for the time left.
     Yields:
       After every burst, the batches that it has completed, in order.
     """
-    coming, started, done = iter(batches), [], 0
+    coming = iter(batches)
+    started: list[BatchInFlight] = []
+    num_complete = 0
     progress = _Progress(total, self.usage)
 
-    def taken() -> Iterator[RolloutBatch]:
+    def taken() -> Iterator[BatchInFlight]:
       for batch in coming:
         started.append(batch)
         yield batch
 
-    def complete() -> list[RolloutBatch]:
-      nonlocal done
-      first = done
-      while done < len(started) and is_sampled(started[done]):
-        done += 1
-      return started[first:done]
+    def complete() -> list[BatchInFlight]:
+      nonlocal num_complete
+      first = num_complete
+      while num_complete < len(started) and started[num_complete].sampled:
+        num_complete += 1
+      return started[first:num_complete]
 
     for index, (source, params) in enumerate(zip(self._sources, policy.of_source, strict=True)):
-      assert source.engine is not None
+      assert source.engine is not None  # a source without one is recorded
       asked = (
-        request._replace(tag=(batch, request.tag))
-        for batch in (started if index else taken())
-        for request in batch.requests[index]
+        request for batch in (started if index else taken()) for request in batch.requests[index]
       )
-      for groups in source.engine.serve(source.engine.load(*params), asked, self.usage):
-        self._keep(groups)
-        progress.after(len(groups), source.engine.settings.slots)
+      loaded = source.engine.load(*params)
+      record = self._recorder(started)
+      for finished in serve_graded(
+        source.engine, loaded, asked, self._collector, self.usage, record
+      ):
+        progress.after(finished, source.engine.settings.slots)
         alive()
         yield complete()
     for _ in taken():  # those without a group to sample
       pass
     yield complete()
 
-  def _keep(self, groups: Sequence[Group]) -> None:
-    """Writes finished groups down and submits them to the graders."""
-    for group in groups:
-      batch, index = group.tag
-      group = group._replace(tag=index)
+  def _recorder(self, started: Sequence[BatchInFlight]) -> Callable[[Group[Flight]], None]:
+    """A function that writes a finished group of one of these batches into the journal."""
+
+    def record(group: Group[Flight]) -> None:
       if multihost.is_first():
+        batch = next(batch for batch in started if batch.flight is group.owner)
         self._journal.append(batch.draw, batch.snapshot.fingerprint(), [group])
-      self.collector.add(batch.flight, index, group)
 
-
-def is_sampled(batch: RolloutBatch) -> bool:
-  """Whether a batch has all of its groups."""
-  return batch.flight is None or batch.flight.sampled
+    return record
 
 
 class _Progress:

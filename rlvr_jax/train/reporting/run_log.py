@@ -39,6 +39,10 @@ class DeviceClock:
 
   free_from: float = 0.0
 
+  def freed(self, now: float) -> None:
+    """Notes that the devices have become free."""
+    self.free_from = now
+
 
 class DispatchedUpdate(NamedTuple):
   """An update that was dispatched to the devices, whose metrics have not been read yet."""
@@ -55,14 +59,87 @@ class NonFiniteError(FloatingPointError):
   """Too many updates in a row had a loss or gradient that was not finite."""
 
 
+class Stopwatch:
+  """Seconds by phase, and since when they are counted; all on the host's clock.
+
+  Attributes:
+    clock: of the trainer's devices.
+    timings: seconds by phase since the last update.
+    fresh_tokens: sampled since the last update.
+  """
+
+  def __init__(self, elapsed: float, phases: Sequence[str]):
+    """Starts.
+
+    Args:
+      elapsed: seconds that the run had taken before it was resumed.
+      phases: that alternate with each other, so that the rest of the time is idle.
+    """
+    self.clock = DeviceClock()
+    self.timings: dict[str, float] = {}
+    self.fresh_tokens = 0
+    self._phases = phases
+    self._began = time.perf_counter() - elapsed
+    self._cycle_began = self._updated = time.perf_counter()  # at the last record, the last update
+
+  def spent(self, name: str, amount: float) -> None:
+    """Adds to a phase's seconds, or to its memory's maximum, in the next update's record."""
+    before = self.timings.get(name, 0.0)
+    self.timings[name] = before + amount if name.startswith("time/") else max(before, amount)
+
+  def sampled(self, tokens: int) -> None:
+    """Counts tokens that were sampled since the last update."""
+    self.fresh_tokens += tokens
+
+  def restart(self) -> None:
+    """Begins the timings of the next update."""
+    self.timings = {}
+    self.fresh_tokens = 0
+
+  def times(self, phases: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of the run so far, and seconds since the last record that belong to no phase."""
+    now = time.perf_counter()
+    cycle, self._cycle_began = now - self._cycle_began, now
+    idle = cycle - sum(phases[name] for name in self._phases if name in phases)
+    return {"time/idle_seconds": max(idle, 0.0), "time/elapsed_seconds": now - self._began}
+
+  def updated(self, now: float) -> float:
+    """Seconds between the last update and this one, which ends `now`."""
+    seconds, self._updated = now - self._updated, now
+    return seconds
+
+
+class Notices:
+  """Remembers what was said or written last, so that it is not repeated."""
+
+  def __init__(self) -> None:
+    self._last: dict[str, object] = {}
+
+  def begins(self, name: str, holds: bool) -> bool:
+    """Whether something holds that did not the last time."""
+    return self.changes(name, holds) and holds
+
+  def changes(self, name: str, value: object) -> bool:
+    """Whether a value differs from the last one of this name."""
+    changes = self._last.get(name) != value
+    self._last[name] = value
+    return changes
+
+
+class _Run(NamedTuple):
+  """See `RunLog`."""
+
+  config: ml_collections.ConfigDict
+  network: TransformerConfig
+  schedule: Schedule
+
+
 class RunLog:
   """Counts, measures time, and writes records; does not affect what a run computes.
 
   Attributes:
+    writer: of the records.
     counters: totals of the run so far, by the names in `COUNTERS`.
-    timings: seconds by phase since the last update.
-    clock: of the trainer's devices.
-    profile: of some updates; of none, unless it is set.
   """
 
   def __init__(
@@ -73,6 +150,7 @@ class RunLog:
     writer: MetricWriter,
     *,
     elapsed: float = 0.0,
+    profile: machines.Profile | None = None,
   ):
     """Starts with all counters at 0.
 
@@ -82,27 +160,38 @@ class RunLog:
       schedule: of the run.
       writer: writes the records.
       elapsed: seconds that the run had taken before it was resumed.
+      profile: of some updates; None for none.
     """
     self.writer = writer
-    self._config, self._network, self._schedule = config, network, schedule
     self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
-    self.timings: dict[str, float] = {}
-    self.clock = DeviceClock()
-    self.profile = machines.Profile("", writer.workdir)
+    self._run = _Run(config, network, schedule)
+    # In real time generation goes on beside the trainer.
+    phases = [name for name in _PHASES if not (schedule.real_time and name in _OF_GENERATION)]
+    self._stopwatch = Stopwatch(elapsed, phases)
+    self._notices = Notices()
     self._hosts = machines.Hosts()
-    self._written = time.perf_counter()  # when the last update was
-    self._fresh_tokens = 0  # sampled since the last update
-    self._told: set[str] = set()  # what was warned of and still holds
-    self._samples_written_at = -1  # update before which rollouts were last written
-    self._began = time.perf_counter() - elapsed
-    self._cycle_began = time.perf_counter()
+    self._profile = profile or machines.Profile("", writer.workdir)
+    self._unread: DispatchedUpdate | None = None
+
+  @property
+  def clock(self) -> DeviceClock:
+    """Of the trainer's devices."""
+    return self._stopwatch.clock
+
+  @property
+  def timings(self) -> Mapping[str, float]:
+    """Seconds by phase since the last update."""
+    return self._stopwatch.timings
 
   # --- counting -----------------------------------------------------------------------------------
 
+  def rewind(self, counters: Mapping[str, float]) -> None:
+    """Makes these the counters: those of a checkpoint, or of before a phase that was undone."""
+    self.counters = dict(counters)
+
   def spent(self, name: str, amount: float) -> None:
     """Adds to a phase's seconds, or to its memory's maximum, in the next update's record."""
-    before = self.timings.get(name, 0.0)
-    self.timings[name] = before + amount if name.startswith("time/") else max(before, amount)
+    self._stopwatch.spent(name, amount)
 
   def count_sampled(self, batch: RolloutBatch, step: int) -> None:
     """Counts a graded batch and writes some of its rollouts; `step`: number of updates so far."""
@@ -114,25 +203,19 @@ class RunLog:
     self.counters["flops_generate"] += batch.flops
     for phase, seconds in batch.timings.items():
       self.spent(phase, seconds)
-    self._fresh_tokens += graded.tokens if batch.timings else 0
+    self._stopwatch.sampled(graded.tokens if batch.timings else 0)
     self._warn_of_truncation(graded.statistics.get("response/truncated", 0.0), step)
     self._warn_of_crashes(graded, step)
-    logging = self._config.logging
-    if step % logging.rollouts_every == 0 and self._samples_written_at != step:
-      self._samples_written_at = step  # once, however many batches are sampled
-      samples = graded.samples[:: self._config.batch.group_size]
+    logging = self._run.config.logging
+    # Once, however many batches are sampled before this update.
+    if step % logging.rollouts_every == 0 and self._notices.changes("rollouts", step):
+      samples = graded.samples[:: self._run.config.batch.group_size]
       self.writer.write_rollouts(step + 1, samples[: logging.rollouts_per_refresh])
-
-  def _begins(self, trouble: str, holds: bool) -> bool:
-    """Whether a trouble holds that did not the last time."""
-    begins = holds and trouble not in self._told
-    self._told = self._told | {trouble} if holds else self._told - {trouble}
-    return begins
 
   def _warn_of_truncation(self, share: float, step: int) -> None:
     """Says when more than half of the responses are truncated, once until it is less."""
-    if self._begins("truncation", share > 0.5):
-      limit = self._config.max_response_length
+    if self._notices.begins("truncation", share > 0.5):
+      limit = self._run.config.max_response_length
       say(
         f"warning: {share:.0%} of the responses sampled before update {step + 1} were cut at"
         f" config.max_response_length = {limit} tokens, before any answer that they would have"
@@ -142,7 +225,7 @@ class RunLog:
   def _warn_of_crashes(self, graded: Graded, step: int) -> None:
     """Says that the grader has failed, and how, once until it does not."""
     details = [sample["detail"] for sample in graded.samples if "detail" in sample]
-    if self._begins("crashes", bool(details)):
+    if self._notices.begins("crashes", bool(details)):
       share = len(details) / len(graded.samples)
       say(
         f"warning: the grader crashed on {share:.0%} of the responses sampled before update"
@@ -152,8 +235,8 @@ class RunLog:
 
   def _warn_of_padding(self, filled: float, step: int) -> None:
     """Says when most places of the rows hold no token, once until they do."""
-    if self._begins("padding", filled < 0.5):
-      batch = self._config.batch
+    if self._notices.begins("padding", filled < 0.5):
+      batch = self._run.config.batch
       say(
         f"warning: {1 - filled:.0%} of the places that update {step} computed hold no token, as its"
         " rollouts do not fill the rows of a micro-batch for every device; lower"
@@ -165,42 +248,53 @@ class RunLog:
   def count_scored(self, batch: TrainBatch) -> None:
     """Counts a forward pass over the batch."""
     lengths = batch.prompts.lengths, response_lengths(batch)
-    self.counters["flops_score"] += forward_flops(self._network, *lengths)
+    self.counters["flops_score"] += forward_flops(self._run.network, *lengths)
 
   def count_trained(self, batch: TrainBatch, adapters: Params | None) -> None:
     """Counts an update on the batch; `adapters`: the trained parameters if others are frozen."""
     lengths = batch.prompts.lengths, response_lengths(batch)
     self.counters["tokens_trained"] += int(batch.mask.sum())
-    self.counters["flops_optimise"] += update_flops(self._network, *lengths, adapters=adapters)
+    self.counters["flops_optimise"] += update_flops(self._run.network, *lengths, adapters=adapters)
 
   def counted(self) -> dict[str, float]:
     """The counters as metrics."""
     return {f"counter/{name}": value for name, value in self.counters.items()}
 
-  def times(self, phases: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds of the run so far, and seconds since the last record that belong to no phase."""
-    now = time.perf_counter()
-    cycle, self._cycle_began = now - self._cycle_began, now
-    names = [name for name in _PHASES if name in phases]
-    if self._schedule.real_time:
-      names = [name for name in names if name not in _OF_GENERATION]  # parallel to the trainer
-    idle = cycle - sum(phases[name] for name in names)
-    return {"time/idle_seconds": max(idle, 0.0), "time/elapsed_seconds": now - self._began}
-
   # --- records ------------------------------------------------------------------------------------
 
+  def before_update(self, update: int) -> None:
+    """Starts the profile before its first update."""
+    self._profile.before(update)
+
   def host_metrics(self, statistics: Mapping[str, float], step: int) -> dict[str, float]:
-    """The host's metrics of the update after `step` others; resets the timings."""
+    """The host's metrics of the update after `step` others; restarts the timings."""
     host = {**statistics, **self.counted(), **self.timings}
     if seconds := self.timings.get("time/generate_seconds"):
-      host["time/rollout_tokens_per_second"] = self._fresh_tokens / seconds
+      host["time/rollout_tokens_per_second"] = self._stopwatch.fresh_tokens / seconds
     if host.get("time/slot_steps"):
       host["time/slots_busy"] = host["time/slot_tokens"] / host["time/slot_steps"]
       host["time/drain_share"] = host["time/drain_slot_steps"] / host["time/slot_steps"]
-    if length := self._schedule.stage_length:
+    if length := self._run.schedule.stage_length:
       host["stage/number"], host["stage/age"] = divmod(step, length)
-    self.timings, self._fresh_tokens = {}, 0
+    self._stopwatch.restart()
     return host
+
+  def dispatched(self, update: DispatchedUpdate) -> None:
+    """Remembers an update, whose metrics `read_update` will read."""
+    self._unread = update
+
+  def read_update(self) -> None:
+    """Waits for the last dispatched update, if it has not been read, and writes its metrics.
+
+    Raises:
+      NonFiniteError: too many updates in a row were not finite.
+    """
+    if self._unread is None:
+      return
+    update, self._unread = self._unread, None
+    values = self.write_update(update)
+    if values["update/skipped_in_a_row"] >= self._run.config.max_skipped_in_a_row:
+      raise_non_finite(update, values, self.writer.workdir)
 
   def write_update(self, update: DispatchedUpdate) -> dict[str, float]:
     """Waits for the update's metrics, writes its record and returns it."""
@@ -208,28 +302,29 @@ class RunLog:
       values = {name: float(value) for name, value in jax.device_get(update.metrics).items()}
     done = time.perf_counter()
     seconds = done - max(update.dispatched, self.clock.free_from)
-    self.clock.free_from = done
+    self.clock.freed(done)
     tokens = float(update.batch.prompts.lengths.sum() + update.batch.mask.sum())
     values |= update.host | {
       "time/optimise_seconds": seconds,
       "time/update_tokens_per_second": tokens / seconds,
     }
     values |= (
-      self.times(values) | machines.memory("optimise") | self._hosts.metrics(done - self._written)
+      self._stopwatch.times(values)
+      | machines.memory("optimise")
+      | self._hosts.metrics(self._stopwatch.updated(done))
     )
-    self._written = done
     self._warn_of_padding(values["rows/filled"], update.step)
     self.writer.write(update.step, "train", values)
     if update.geometry:
       self.writer.write_geometry(update.step - 1, jax.device_get(update.geometry))
-    last = update.step == self._config.num_updates
-    if update.step % self._config.logging.print_every == 0 or last:
-      say(compact_line(update.step, self._config.num_updates, values))
-    stage = self._schedule.stage_length
+    last = update.step == self._run.config.num_updates
+    if update.step % self._run.config.logging.print_every == 0 or last:
+      say(compact_line(update.step, self._run.config.num_updates, values))
+    stage = self._run.schedule.stage_length
     if stage and update.step % stage == 0 and multihost.is_first():
       summary = stage_summary(self.writer.workdir, update.step, stage)
       self.writer.write(update.step, "stage", summary)
-    self.profile.after(update.step)
+    self._profile.after(update.step)
     return values
 
   def write_evaluation(
@@ -250,18 +345,18 @@ class RunLog:
       lengths: (of prompts, of responses), in tokens.
       began: when the evaluation began, seconds on the host's clock.
     """
-    self.clock.free_from = time.perf_counter()
+    self.clock.freed(time.perf_counter())
     self.counters["tokens_evaluated"] += int(lengths[1].sum())
-    self.counters["flops_evaluate"] += forward_flops(self._network, *lengths)
+    self.counters["flops_evaluate"] += forward_flops(self._run.network, *lengths)
     timings = {"time/evaluate_seconds": self.clock.free_from - began}
-    timings |= self.times(timings) | machines.memory("evaluate")
+    timings |= self._stopwatch.times(timings) | machines.memory("evaluate")
     self.writer.write(step, "eval", {**values, **self.counted(), **timings})
-    first = [row[0] for row in samples[: self._config.logging.rollouts_per_refresh]]
+    first = [row[0] for row in samples[: self._run.config.logging.rollouts_per_refresh]]
     self.writer.write_rollouts(step, first, phase="eval")
     shown = ", ".join(
       f"{name} {values[f'eval/{name}']:.3f}"
       f" [{values[f'eval/{name}_low']:.3f}, {values[f'eval/{name}_high']:.3f}]"
-      for name in (f"pass@{k}" for k in self._config.evaluation.ks)
+      for name in (f"pass@{k}" for k in self._run.config.evaluation.ks)
     )
     say(f"held-out after update {step}: {shown}")
 

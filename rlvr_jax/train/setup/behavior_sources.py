@@ -65,6 +65,45 @@ class Source(NamedTuple):
     return self.recorded is not None and self.recorded.shaped
 
 
+class Sources(tuple[Source, ...]):
+  """The policies that sample the groups of every batch, in this order; recorded groups are last."""
+
+  @property
+  def quotas(self) -> list[int]:
+    """Groups of a batch, by source."""
+    return [source.prompts for source in self]
+
+  @property
+  def live(self) -> list[Source]:
+    """Those that sample."""
+    return [source for source in self if source.recorded is None]
+
+  @property
+  def num_live(self) -> int:
+    """Groups of a batch that are sampled."""
+    return sum(source.prompts for source in self.live)
+
+  @property
+  def recorded(self) -> RecordedGroups | None:
+    """The recorded groups, if there are any."""
+    return self[-1].recorded
+
+  @property
+  def num_recorded(self) -> int:
+    """Groups of a batch that are recorded."""
+    return sum(self.quotas) - self.num_live
+
+  @property
+  def truncated(self) -> bool:
+    """Whether top-k, top-p or min-p truncates any of the distributions that are sampled."""
+    return any(source.truncated for source in self)
+
+  @property
+  def shaped(self) -> bool:
+    """Whether recorded rewards may be other than 0 and 1."""
+    return any(source.shaped for source in self)
+
+
 def groups_by_source(fractions: Mapping[str, float], num_prompts: int) -> dict[str, int]:
   """Number of groups of a batch by source, the trained policy first; without sources that have 0.
 
@@ -99,7 +138,7 @@ def make_sources(
   tokenizer: Tokenizer,
   engine_of: Callable[..., Engine],
   pins: Mapping[str, Any],
-) -> tuple[Source, ...]:
+) -> Sources:
   """The sources that `config.sources` describes; all errors are found before compilation.
 
   Args:
@@ -150,7 +189,7 @@ def make_sources(
   found = groups_by_source(fractions, config.batch.prompts)
   for name, prompts in found.items():
     sharding.check_batch(f"groups of config.sources.{name}", prompts, mesh)
-  return tuple(make[name](name, prompts) for name, prompts in found.items())
+  return Sources(make[name](name, prompts) for name, prompts in found.items())
 
 
 def _at_other_temperature(

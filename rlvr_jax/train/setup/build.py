@@ -29,7 +29,7 @@ from rlvr_jax.rollouts.store import StoreError
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup import checks
 from rlvr_jax.train.setup.adapters import make_lora
-from rlvr_jax.train.setup.behavior_sources import Source, make_sources
+from rlvr_jax.train.setup.behavior_sources import Sources, make_sources
 from rlvr_jax.train.setup.engines import make_engine
 from rlvr_jax.train.setup.grading import make_outcome_policy, with_graders
 from rlvr_jax.train.setup.problem_filters import fitting, warn_of_long_texts
@@ -59,7 +59,7 @@ class Parts:
   model: Model
   method: Method
   schedule: staleness.Schedule
-  sources: tuple[Source, ...]  # the policies that sample the rollouts of every batch
+  sources: Sources  # the policies that sample the rollouts of every batch
   abstract_state: TrainState  # shapes, dtypes, shardings
   programs: Programs
 
@@ -184,7 +184,7 @@ def sources_of(
   sampler: Sampler,
   tokenizer: Tokenizer,
   pins: Mapping[str, Any],
-) -> tuple[Source, ...]:
+) -> Sources:
   """The sources of the rollouts of every batch; see `make_sources`."""
   engine_of = functools.partial(make_engine, config, tokenizer, group_size=config.batch.group_size)
   return make_sources(config, *sampler, tokenizer, engine_of, pins)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -14,9 +13,12 @@ from rlvr_jax.evaluate.run_files import METRICS_FILE, read_metrics
 from rlvr_jax.rollouts.store import RolloutStore, StoreError
 from rlvr_jax.storage.files import replacing
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer, Restored
+from rlvr_jax.train.checkpointing.checkpoint_files import CheckpointError
+from rlvr_jax.train.checkpointing.host_state import HostState
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.reporting.writer import progress, say
 from rlvr_jax.train.setup.build import Parts, with_sources_as_begun
+from rlvr_jax.types import TrainState
 
 
 def as_begun(parts: Parts, workdir: Path) -> Parts:
@@ -46,7 +48,17 @@ def as_begun(parts: Parts, workdir: Path) -> Parts:
     raise StoreError(f"{error} (this run began with what {path} names)") from error
 
 
-def resumable(checkpointer: Checkpointer, parts: Parts, store: RolloutStore) -> Restored | None:
+class Resumed(NamedTuple):
+  """A checkpoint to resume from."""
+
+  step: int
+  state: TrainState
+  host: HostState
+  arrays: Any  # of `RolloutQueue.state`
+  damaged: list[int]  # pending batches that are to be sampled again
+
+
+def resumable(checkpointer: Checkpointer, parts: Parts, store: RolloutStore) -> Resumed | None:
   """The latest checkpoint whose pending rollouts are intact; None if there is no checkpoint.
 
   Later checkpoints are removed. From an earlier checkpoint the run repeats itself bit for bit: it
@@ -58,16 +70,17 @@ def resumable(checkpointer: Checkpointer, parts: Parts, store: RolloutStore) -> 
   for step in reversed(checkpointer.steps()):
     restored = checkpointer.restore(parts.abstract_state, step=step)
     assert restored is not None  # the step exists
-    pending = restored.host["queue"]["pending"]
-    torn = lambda pending=pending: [n for n in pending if not store.is_intact(int(n))]
+    host = _host_state(restored, checkpointer)
+    pending = [int(number) for number in host.queue["pending"]]
+    torn = lambda pending=pending: [n for n in pending if not store.is_intact(n)]
     damaged = multihost.exchange(multihost.on_first(torn, []))[0]
-    # In real time any policy may sample a batch, see `Trainer.resume`.
+    # In real time any policy may sample the damaged batches again.
     if not damaged or parts.schedule.real_time:
       # The next resume would use later ones, although their records are gone.
       checkpointer.discard_after(step)
-      multihost.on_first(functools.partial(_report_damaged, store, restored.host), None)
-      _report_move(restored, parts)
-      return restored
+      multihost.on_first(functools.partial(_report_damaged, store, host), None)
+      _report_move(host, parts)
+      return Resumed(step, restored.state, host, restored.arrays, damaged)
     say(
       f"rollouts {damaged} of {store.directory}, pending at update {step}, are damaged or missing:"
       " going back to an earlier checkpoint, to sample them again"
@@ -95,10 +108,20 @@ def layout_of(parts: Parts) -> dict[str, Any]:
   }
 
 
-def _report_move(restored: Restored, parts: Parts) -> None:
+def _host_state(restored: Restored, checkpointer: Checkpointer) -> HostState:
+  try:
+    return HostState.from_json(restored.host)
+  except (KeyError, TypeError) as error:
+    raise CheckpointError(
+      f"checkpoint {restored.step} of {checkpointer.directory} lacks {error}: it was saved by"
+      " another version of this package. Resume with that version, or use another --workdir"
+    ) from error
+
+
+def _report_move(host: HostState, parts: Parts) -> None:
   """Says whether the checkpoint was saved on another machine, or with another layout."""
   now = layout_of(parts)
-  then = restored.host.get("layout", now)  # absent from earlier versions' checkpoints
+  then = host.layout
   changed = [
     f"{name} {then.get(name)} → {now[name]}" for name in now if then.get(name) != now[name]
   ]
@@ -109,15 +132,16 @@ def _report_move(restored: Restored, parts: Parts) -> None:
     )
 
 
-def records_of(restored: Restored | None, warm: Restored | None) -> tuple[int | None, Any]:
+def records_of(resumed: Resumed | None, warm: Restored | None) -> tuple[int | None, Any]:
   """(step, `MetricWriter.written`) of the checkpoint to resume, or (None, that of a warm start)."""
-  begun = restored or warm
-  return restored.step if restored else None, begun.host.get("written") if begun else None
+  if resumed:
+    return resumed.step, resumed.host.written
+  return None, warm.host["written"] if warm else None
 
 
-def _report_damaged(store: RolloutStore, host: Mapping[str, Any]) -> None:
+def _report_damaged(store: RolloutStore, host: HostState) -> None:
   """Reports damaged batches of the store that were trained on; the run no longer needs them."""
-  numbers = range(min(map(int, host["queue"]["pending"]), default=host["after"]["number"]))
+  numbers = range(min(map(int, host.queue["pending"]), default=host.position.number))
   with progress(numbers, "checking the store", unit="batch") as bar:
     damaged = [*store.damaged(bar)]
   if damaged:

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
+from oracles.sampling import sample
 from oracles.updates import relative_distance
 from train import tiny
 
@@ -270,7 +271,7 @@ def test_generation_is_that_of_one_device(sizes):
     params = jax.jit(
       transformer(CONFIG).init, out_shardings=jax.tree.map(lambda x: x.sharding, abstract)
     )(jax.random.key(0))
-    results.append(engine.sample(params, {}, prompts, jax.random.key(1), G))
+    results.append(sample(engine, params, {}, prompts, jax.random.key(1), G))
   one, many = results
   np.testing.assert_array_equal(many.tokens, one.tokens)
   np.testing.assert_allclose(many.behavior_logprobs, one.behavior_logprobs, atol=1e-5)
@@ -348,7 +349,7 @@ def test_sampling_has_a_layout_of_its_own():
   loaded = engine.load(init(parts), {})
   assert loaded["blocks"][0]["query"].sharding.spec == PartitionSpec(None, "tensor")
   ours, expected = (
-    x.programs.engine.sample(init(x), {}, prompts, jax.random.key(1), 4) for x in (parts, one)
+    sample(x.programs.engine, init(x), {}, prompts, jax.random.key(1), 4) for x in (parts, one)
   )
   np.testing.assert_array_equal(ours.tokens, expected.tokens)
   np.testing.assert_allclose(ours.behavior_logprobs, expected.behavior_logprobs, atol=1e-5)

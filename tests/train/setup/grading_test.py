@@ -149,18 +149,19 @@ def test_a_thought_that_the_prompt_opens_is_no_answer():
   texts = ["so 7. Wait, ", "so 6</think>#### 7"]
   rows = [np.resize([*text.encode(), 257] + [256] * 24, 24) for text in texts]
   group = Group(
-    tag=None,
+    owner=None,
+    index=0,
     tokens=np.array(rows, np.int32),
     lengths=np.array([len(text) for text in texts], np.int32),
     stopped=np.ones(2, bool),
-    logprobs=np.zeros((2, 24), np.float32),
+    behavior_logprobs=np.zeros((2, 24), np.float32),
   )
   with grader_pool(config, parts.task) as pool:
     collector = make_collector(parts, pool)
     problems = [parts.task.train[0], parts.task.train[1]]
     flight = collector.begin(problems)
     for index in range(2):
-      collector.add(flight, index, group)
+      collector.add(group._replace(owner=flight, index=index))
     samples = collector.finish(flight, [0, 0]).samples
   assert [s["outcome"] for s in samples] == ["unparseable", "correct", "correct", "correct"]
   assert [s["reward"] for s in samples] == [0.0, 1.5, 1.0, 1.0]

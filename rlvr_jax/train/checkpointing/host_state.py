@@ -1,0 +1,30 @@
+"""What a checkpoint of a run holds beside the train state and the arrays of pending batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from rlvr_jax.rollouts.batch import Position
+
+
+class HostState(NamedTuple):
+  """The host's part of a run's state; JSON values but for `position`."""
+
+  position: Position  # of generation, after the last batch taken
+  counters: dict[str, float]  # of the run log
+  evaluation: dict[str, float]  # the last one
+  evaluated: int  # number of updates before it
+  layout: dict[str, Any]  # machine and layout, see `restore.layout_of`
+  queue: dict[str, Any]  # pending batches and fingerprints, see `RolloutQueue.state`
+  written: dict[str, Any]  # records before this checkpoint, see `MetricWriter.written`
+
+  def to_json(self) -> dict[str, Any]:
+    """JSON values for `Checkpointer.save`."""
+    return self._asdict() | {"position": self.position._asdict()}
+
+  @classmethod
+  def from_json(cls, host: Mapping[str, Any]) -> HostState:
+    """The inverse of `to_json`."""
+    fields = {name: host[name] for name in cls._fields}
+    return cls(**fields | {"position": Position(**host["position"])})

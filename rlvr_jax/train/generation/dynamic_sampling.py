@@ -1,0 +1,60 @@
+"""DAPO's dynamic sampling: batches without groups that carry no signal."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from rlvr_jax.rollouts.batch import RolloutBatch
+from rlvr_jax.rollouts.collect import keep_mixed_groups
+
+
+class DynamicSamplingError(RuntimeError):
+  """A batch could not be filled with groups that are neither all right nor all wrong."""
+
+
+def filled(
+  batches: Iterable[RolloutBatch], quotas: Sequence[int], *, max_batches: int
+) -> RolloutBatch:
+  """One batch of groups that are neither all right nor all wrong; see `keep_mixed_groups`.
+
+  Args:
+    batches: graded, sampled one after another until there are enough such groups.
+    quotas: groups of a full batch by source.
+    max_batches: that are sampled at most.
+  Returns:
+    A batch with the number of the first one, and the position after the last.
+  Raises:
+    DynamicSamplingError: there are not enough such groups in `max_batches` batches.
+  """
+  sampled: list[RolloutBatch] = []
+  for batch in batches:
+    sampled.append(batch)
+    parts = [batch.graded for batch in sampled if batch.graded is not None]
+    graded = keep_mixed_groups(parts, quotas)
+    if graded is not None:
+      break
+    if len(sampled) == max_batches:
+      solved = np.mean([part.train.correct.mean() for part in parts])
+      raise DynamicSamplingError(
+        f"dynamic sampling: {max_batches} batches of {sum(quotas)} prompts at update"
+        f" {batch.version} have too few groups that are neither all right nor all wrong (solve"
+        f" rate {solved:.3f}). Raise config.dynamic_sampling.max_batches, or choose, in another"
+        " --workdir, a larger config.batch.group_size or problems that suit the policy better"
+      )
+  first, last = sampled[0], sampled[-1]
+  assert last.position is not None  # every new batch has one
+  phases = dict.fromkeys(phase for batch in sampled for phase in batch.timings)
+  timings = {phase: sum(batch.timings[phase] for batch in sampled) for phase in phases}
+  timings |= {name: value for name, value in last.timings.items() if "memory/" in name}
+  return dataclasses.replace(
+    last,
+    number=first.number,
+    graded=graded,
+    draws=len(sampled),
+    flops=sum(batch.flops for batch in sampled),
+    position=last.position._replace(number=first.number + 1),
+    timings=timings,
+  )

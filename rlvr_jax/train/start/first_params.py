@@ -1,0 +1,108 @@
+"""The parameters before the first update: fresh, from another run, or after a warm start."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from rlvr_jax.train.checkpointing.checkpoint import Checkpointer, Restored
+from rlvr_jax.train.cluster import multihost
+from rlvr_jax.train.reporting.writer import MetricWriter, progress, say
+from rlvr_jax.train.setup.build import Parts
+from rlvr_jax.train.start import parameters, warm_start_cache
+from rlvr_jax.types import Params
+from rlvr_jax.update import supervised
+
+
+def first_params(
+  parts: Parts, warm: Restored | None, writer: MetricWriter, warm_starts: Checkpointer
+) -> tuple[Params | tuple[Params, Any], bool]:
+  """The trained parameters before the first update, and whether a warm start is still to be done.
+
+  In that case they come with the state of its optimizer. `warm` are those of an earlier process.
+  """
+  if warm:
+    return warm.state, False
+  if parts.config.start.checkpoint:
+    return load_from_other_run(parts, writer, warm_starts), False
+  if parts.config.warm_start.num_steps:
+    return parameters.supervised_state(parts), True
+  return parameters.initial_params(parts), False  # cheap to recompute, so they are not saved
+
+
+def load_from_other_run(parts: Parts, writer: MetricWriter, checkpointer: Checkpointer) -> Params:
+  """The policy of `config.start`, saved: a resumed run does not need the other run any more."""
+  folder = parameters.start_folder(parts.config)
+  params, step = parameters.chosen_params(parts, folder)
+  moments = " and its optimizer's moments" if parts.config.start.optimizer else ""
+  say(f"starts with the policy of {folder}, after {step} updates there{moments}")
+  checkpointer.save(step, params, host={"written": writer.written(0)})
+  checkpointer.wait()
+  return params
+
+
+def warm_start(
+  parts: Parts,
+  state: tuple[Params, Any],
+  frozen: Params,
+  writer: MetricWriter,
+  checkpointer: Checkpointer,
+) -> Params:
+  """The initial parameters after the supervised phase, saved as a separate checkpoint.
+
+  They are taken from `config.warm_start.cache`, or trained, and then saved there too.
+
+  Args:
+    state: from `parameters.supervised_state`.
+  Raises:
+    EndRequestedError: the process was asked to end meanwhile; the phase begins again then.
+  """
+  with multihost.phase("the warm start"), contextlib.ExitStack() as stack:
+    entry = None
+    if parts.config.warm_start.cache:
+      entry = warm_start_cache.Entry(parts, state, frozen)
+      stack.enter_context(entry.claimed())
+    trained = entry.load() if entry else None
+    if trained:
+      say(f"uses the cached warm start {entry.path}")
+      for index, loss in trained.losses:
+        _record(writer, index, loss)
+    else:
+      trained = train_on_demonstrations(parts, state, frozen, writer)
+      if entry:
+        entry.save(trained)
+  checkpointer.save(
+    parts.config.warm_start.num_steps, trained.params, host={"written": writer.written(0)}
+  )
+  checkpointer.wait()
+  return trained.params
+
+
+def train_on_demonstrations(
+  parts: Parts, state: tuple[Params, Any], frozen: Params, writer: MetricWriter
+) -> warm_start_cache.Trained:
+  """The supervised phase; arguments as of `warm_start`."""
+  num_steps = parts.config.warm_start.num_steps
+  losses: list[tuple[int, float]] = []
+  with progress(num_steps, "warm start", unit="step") as bar:
+
+    def report(index: int, loss: float) -> None:
+      bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
+      bar.update(index - bar.n)
+      losses.append((index, loss))
+      _record(writer, index, loss)
+      multihost.end_if_asked()
+
+    params = supervised.warm_start(
+      state,
+      frozen,
+      map(parts.to_devices, parameters.supervised_batches(parts)),
+      parts.programs.supervised_step,
+      num_steps=num_steps,
+      report=report,
+    )
+  return warm_start_cache.Trained(params, losses)
+
+
+def _record(writer: MetricWriter, index: int, loss: float) -> None:
+  writer.write(index, "warm_start", {"warm_start/loss": loss})
