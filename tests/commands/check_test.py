@@ -127,7 +127,7 @@ def test_the_program_ends_with_a_status(tmp_path):
 APART = """
   import sys, time
   from rlvr_jax.commands import check
-  from rlvr_jax.train import multihost
+  from rlvr_jax.train.cluster import multihost
   from train import tiny
 
   me, folder = int(sys.argv[2]), sys.argv[3]

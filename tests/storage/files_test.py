@@ -58,7 +58,7 @@ def test_lines_that_do_not_fit_leave_no_trace_and_others_still_do(tmp_path, fsyn
   """A file size limit stands in for a full disk."""
   code = """
 import pathlib, resource, sys
-from rlvr_jax import files
+from rlvr_jax.storage import files
 lines = files.JsonLines(pathlib.Path(sys.argv[1]), fsync=sys.argv[2] == "True")
 lines.append([{"x": 1}, {"x": 2}])
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))

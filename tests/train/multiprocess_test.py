@@ -203,7 +203,7 @@ def test_the_death_of_one_of_eight_processes_is_named(killed, waiting):
 
 @pytest.mark.slow
 def test_a_process_whose_others_never_come_says_so():
-  program = "from rlvr_jax.train import multihost as m; m._MEETING_S = 3; import sys; "
+  program = "from rlvr_jax.train.cluster import multihost as m; m._MEETING_S = 3; import sys; "
   program += "m.initialize(sys.argv[1], 2, 0)"
   command_of = lambda coordinator, _: [sys.executable, "-c", program, coordinator]
   began = time.monotonic()
@@ -217,7 +217,7 @@ def test_a_process_whose_others_never_come_says_so():
 
 DEATH = """
   import os, signal, sys, time
-  from rlvr_jax.train import multihost
+  from rlvr_jax.train.cluster import multihost
 
   me, count, killed, waiting = *map(int, sys.argv[2:5]), sys.argv[5]
   multihost.initialize(sys.argv[1], count, me)
@@ -238,7 +238,7 @@ PROGRAM = """
   import json, sys, time
   import jax
   from jax.experimental import multihost_utils
-  from rlvr_jax.train import host, multihost
+  from rlvr_jax.train.cluster import multihost, process as host
 
   me = int(sys.argv[2])
   multihost.initialize(sys.argv[1], 2, me)

@@ -29,7 +29,7 @@ time.sleep(4.0)""", False, marks=pytest.mark.slow),
   ],
 )  # fmt: skip
 def test_a_wait_without_a_sign_of_life_ends_the_process(body, ends):
-  code = f"import ctypes, time\nfrom rlvr_jax.train import host\nhost.DEADLINE_S = 3.0\n{body}"
+  code = f"import ctypes, time\nfrom rlvr_jax.train.cluster import process as host\nhost.DEADLINE_S = 3.0\n{body}"
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
   assert done.returncode == int(ends)
   assert ("Timeout (0:00:03)!" in done.stderr and "<module>" in done.stderr) == ends
@@ -37,7 +37,7 @@ def test_a_wait_without_a_sign_of_life_ends_the_process(body, ends):
 
 @pytest.mark.parametrize(("seconds", "ends"), [(5.0, True), (0.2, False)])
 def test_a_wait_that_is_too_long_ends_with_a_message(seconds, ends):
-  code = "import time\nfrom rlvr_jax.train import host\nwith host.ends_after(1.0, 'too long'):\n"
+  code = "import time\nfrom rlvr_jax.train.cluster import process as host\nwith host.ends_after(1.0, 'too long'):\n"
   code += f"  time.sleep({seconds})\ntime.sleep(2.0)"
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
   assert (done.returncode, done.stderr) == ((1, "too long\n") if ends else (0, ""))
@@ -47,7 +47,7 @@ def test_the_message_is_the_last_word(tmp_path):
   """Threads are writing complaints when the process ends."""
   program = """
 import os, threading, time
-from rlvr_jax.train import host
+from rlvr_jax.train.cluster import process as host
 
 def complain():
   while True:
@@ -67,7 +67,7 @@ host.exit_immediately("error: what to do")
 
 ENDING = """
 import concurrent.futures, hashlib, os, signal, sys, threading, time
-from rlvr_jax.train import host
+from rlvr_jax.train.cluster import process as host
 
 passed_on = []
 

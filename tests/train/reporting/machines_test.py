@@ -21,7 +21,7 @@ from rlvr_jax.train.reporting.writer import MetricWriter
 
 
 HELD = """
-from rlvr_jax.train import observe
+from rlvr_jax.train.reporting import machines as observe
 before = observe.memory("grade")["memory/grade_host_gib"]
 held = bytearray(b"1") * 2**28
 after = observe.memory("grade")

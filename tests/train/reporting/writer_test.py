@@ -223,10 +223,10 @@ def test_a_full_disk_has_a_message(tmp_path, kind):
   """A file size limit stands in for a full disk."""
   code = """
 import resource, signal, sys
-from rlvr_jax import files
-from rlvr_jax import files
+from rlvr_jax.storage import files
+from rlvr_jax.storage import files
 from rlvr_jax.evaluate import run_files
-from rlvr_jax.train import metrics
+from rlvr_jax.train.reporting import writer as metrics
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 writer = metrics.MetricWriter(sys.argv[1], None)
 resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
