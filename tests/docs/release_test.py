@@ -13,7 +13,8 @@ CITATION = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
 
 
 def test_the_changelog_begins_with_unreleased_changes_and_this_version():
-  assert re.findall(r"^## (.*)$", CHANGELOG, re.MULTILINE)[:2] == ["Unreleased", rlvr_jax.__version__]
+  headings = re.findall(r"^## (.*)$", CHANGELOG, re.MULTILINE)
+  assert headings[:2] == ["Unreleased", rlvr_jax.__version__]
 
 
 def test_the_citation_has_this_version_and_what_the_format_requires():
