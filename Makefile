@@ -44,7 +44,7 @@ test-tpu: $(READY)  ## budgets of programs compiled for TPUs; `make test-slow` t
 	$(BIN)/python -m pip install --quiet --editable '.[tpu]'
 	$(PYTEST) tests/costs/costs_tpu_test.py
 
-docs: $(READY)  ## the documentation as a site, build/site/index.html; any broken link is an error
+docs: $(READY)  ## the documentation as a site; any broken link is an error. Serve it: python -m http.server -d build/site
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	JAX_PLATFORMS=cpu NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 

@@ -1,4 +1,4 @@
-"""Writes the table of methods into README.md and docs/methods/README.md, from the root:
+"""Writes the table of methods into docs/methods/README.md, and a short one into README.md:
 
   python -m docs.tables
 
@@ -16,7 +16,7 @@ import operator
 import pathlib
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ml_collections import ConfigDict
 
@@ -27,8 +27,10 @@ from rlvr_jax.configs import base
 ROOT = pathlib.Path(__file__).parents[1]
 CARDS = ROOT / "docs" / "methods"
 COMMAND = "python -m docs.tables"
-DOCUMENTS = {ROOT / "README.md": "", CARDS / "README.md": "../../"}  # to their paths to the root
-HEADER = "| method | what is new in it | code | paper | recipe |\n|---|---|---|---|---|\n"
+DOCUMENTS = {  # their path to the root, and the columns of their table
+  ROOT / "README.md": ("", ("method", "what is new in it", "recipe")),
+  CARDS / "README.md": ("../../", ("method", "what is new in it", "code", "paper", "recipe")),
+}
 _ACROSS = re.DOTALL | re.MULTILINE
 
 # What a recipe sets in addition to its components: the field, its name in the table ("": its
@@ -90,8 +92,8 @@ def without_recipe(card: str) -> list[str]:
   return [name for name in of_module if name not in named]
 
 
-def row(card: pathlib.Path, to_root: str) -> str:
-  """One line of the table."""
+def cells(card: pathlib.Path, to_root: str) -> dict[str, str]:
+  """A method's cell in each column of the table."""
   recipes = recipes_of(card)
   if recipes:
     described = recipe_module(recipes[0])
@@ -101,14 +103,14 @@ def row(card: pathlib.Path, to_root: str) -> str:
     parts = [component(advantages, name) for name in without_recipe(card.stem)]
   new = described.__doc__.split("\n\n")[0].replace("\n", " ").split(": ", 1)[-1].rstrip(".")
   link = lambda name, path: f"[{name}]({to_root}{path})"
-  cells = (
-    link(re.match(r"# ([^:\n]+)", card.read_text(encoding="utf-8"))[1], card.relative_to(ROOT)),
-    new[0].upper() + new[1:],
-    ", ".join(link(*part) for part in parts),
-    paper_of(card),
-    ", ".join(link(name, f"configs/{name}.py") for name in recipes) or "–",
-  )
-  return f"| {' | '.join(cells)} |\n"
+  title = re.match(r"# ([^:\n]+)", card.read_text(encoding="utf-8"))[1]
+  return {
+    "method": link(title, card.relative_to(ROOT)),
+    "what is new in it": new[0].upper() + new[1:],
+    "code": ", ".join(link(*part) for part in parts),
+    "paper": paper_of(card),
+    "recipe": ", ".join(link(name, f"configs/{name}.py") for name in recipes) or "–",
+  }
 
 
 def year_and_month(card: pathlib.Path) -> str:
@@ -117,14 +119,17 @@ def year_and_month(card: pathlib.Path) -> str:
   return number[1] if number else ""
 
 
-def table(to_root: str) -> str:
+def table(to_root: str, columns: Sequence[str]) -> str:
   """All methods in the order of their papers.
 
   Args:
     to_root: path from the document to the repository's root: "" or "../../".
+    columns: keys of `cells`, in the order of the table.
   """
   cards = sorted((c for c in CARDS.glob("*.md") if c.stem != "README"), key=year_and_month)
-  return HEADER + "".join(row(card, to_root) for card in cards)
+  header = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n"
+  rows = [[cells(card, to_root)[column] for column in columns] for card in cards]
+  return header + "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def between_marks(text: str, name: str, content: str) -> str:
@@ -136,7 +141,7 @@ def between_marks(text: str, name: str, content: str) -> str:
 def written(document: pathlib.Path) -> str:
   """A document's text with its table up to date."""
   text = document.read_text(encoding="utf-8")
-  return between_marks(text, "methods", table(DOCUMENTS[document]))
+  return between_marks(text, "methods", table(*DOCUMENTS[document]))
 
 
 def main() -> None:

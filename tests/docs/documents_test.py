@@ -10,7 +10,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 LONGEST = 30  # words in a sentence; a span of code or a formula is one
 FOLDERS = ("docs", "experiments", "colabs", "rlvr_jax")
 DOCUMENTS = [
-  *("README.md", "CONTRIBUTING.md"),
+  *("README.md", "CONTRIBUTING.md", "CHANGELOG.md"),
   *sorted(
     str(path.relative_to(ROOT))
     for folder in FOLDERS
@@ -18,6 +18,18 @@ DOCUMENTS = [
     if path.suffix in (".md", ".ipynb")
   ),
 ]
+LONG_SENTENCES = {  # documents that still have some
+  "colabs/results.ipynb",
+  "docs/methods/fade.md",
+  "docs/methods/salt.md",
+  "docs/models.md",
+  "docs/reproduction.md",
+  "docs/tpu.md",
+  "experiments/ORDER.md",
+  "experiments/fade/README.md",
+  "experiments/premises/README.md",
+  "experiments/salt_geometry/TESTBED.md",
+}
 CARDS = sorted((ROOT / "docs" / "methods").glob("[a-z]*.md"))
 each_document = pytest.mark.parametrize("document", DOCUMENTS)
 _ABBREVIATIONS = re.compile(r"\b(e\.g|i\.e|et al|vs|cf|Dr|approx)\.")
@@ -71,6 +83,11 @@ def test_a_long_sentence_is_seen():
   assert long_sentences(f"* one\n* {words}\n  and\n") and long_sentences(f"| a | {words} b |\n")
   assert not long_sentences(f"    {words} as code\n\n```python\n{words} b\n```\n")
   assert not long_sentences(f"* {words}\n* {words}\n")
+
+
+@pytest.mark.parametrize("document", sorted(set(DOCUMENTS) - LONG_SENTENCES))
+def test_sentences_are_short(document):
+  assert not long_sentences(_text(ROOT / document))
 
 
 @each_document
