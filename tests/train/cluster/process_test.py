@@ -29,7 +29,8 @@ time.sleep(4.0)""", False, marks=pytest.mark.slow),
   ],
 )  # fmt: skip
 def test_a_wait_without_a_sign_of_life_ends_the_process(body, ends):
-  code = f"import ctypes, time\nfrom rlvr_jax.train.cluster import process\nhost.DEADLINE_S = 3.0\n{body}"
+  begins = "import ctypes, time\\nfrom rlvr_jax.train.cluster import process\\n"
+  code = f"{begins}process.DEADLINE_S = 3.0\\n{body}"
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
   assert done.returncode == int(ends)
   assert ("Timeout (0:00:03)!" in done.stderr and "<module>" in done.stderr) == ends
@@ -37,8 +38,8 @@ def test_a_wait_without_a_sign_of_life_ends_the_process(body, ends):
 
 @pytest.mark.parametrize(("seconds", "ends"), [(5.0, True), (0.2, False)])
 def test_a_wait_that_is_too_long_ends_with_a_message(seconds, ends):
-  code = "import time\nfrom rlvr_jax.train.cluster import process\nwith process.ends_after(1.0, 'too long'):\n"
-  code += f"  time.sleep({seconds})\ntime.sleep(2.0)"
+  code = "import time\nfrom rlvr_jax.train.cluster import process\n"
+  code += f"with process.ends_after(1.0, 'too long'):\n  time.sleep({seconds})\ntime.sleep(2.0)"
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
   assert (done.returncode, done.stderr) == ((1, "too long\n") if ends else (0, ""))
 
@@ -108,7 +109,7 @@ with process.ends_in_order(lambda: passed_on.append(1)):
   print(process.asked())""", 0, "True"),
     ("""
   pass
-print(host.in_order(), process.asked(), flush=True)
+print(process.in_order(), process.asked(), flush=True)
 send(signal.SIGTERM)
 time.sleep(60)""", -15, "False False"),
   ],
