@@ -29,8 +29,8 @@ time.sleep(4.0)""", False, marks=pytest.mark.slow),
   ],
 )  # fmt: skip
 def test_a_wait_without_a_sign_of_life_ends_the_process(body, ends):
-  begins = "import ctypes, time\\nfrom rlvr_jax.train.cluster import process\\n"
-  code = f"{begins}process.DEADLINE_S = 3.0\\n{body}"
+  begins = "import ctypes, time\nfrom rlvr_jax.train.cluster import process\n"
+  code = f"{begins}process.DEADLINE_S = 3.0\n{body}"
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
   assert done.returncode == int(ends)
   assert ("Timeout (0:00:03)!" in done.stderr and "<module>" in done.stderr) == ends
