@@ -21,6 +21,7 @@ from rlvr_jax.rollouts.store import RolloutStore, StoreError, TornShardError
 from rlvr_jax.storage import Workdir
 from rlvr_jax.train import (
   checks,
+  data_use,
   multihost,
   observe,
   parameters,
@@ -133,6 +134,7 @@ def _announce(parts: Parts) -> None:
   """Says what a reader of the configuration may overlook."""
   raw_logprobs.announce(parts)
   announce_partial_credit(parts.config, parts.task)
+  data_use.announce(parts)
 
 
 @contextlib.contextmanager

@@ -298,9 +298,7 @@ def behavior_gap(
   return gaps.sum() / jnp.maximum(kept.sum(), 1), gaps.max()
 
 
-def max_gap(
-  config: ml_collections.ConfigDict, network: TransformerConfig, source: Source
-) -> float:
+def max_gap(config: ml_collections.ConfigDict, network: TransformerConfig, source: Source) -> float:
   """The mean gap, in nats per token, above which a run stops.
 
   Dividing logits by a temperature below 1 also divides their differences by it.

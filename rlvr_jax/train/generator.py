@@ -370,8 +370,9 @@ class Generator:
       raise AgreementError(
         f"sampler and trainer disagree: the log-probabilities that the {source.name} source"
         f" recorded under version {version} of the policy differ by {gap:.2g} nats per token on"
-        f" average, allowed are {bound:.2g} in {network.compute_dtype}. One of the two does not compute the model's"
-        " distribution; if the difference is rounding, raise config.max_behavior_gap"
+        f" average, allowed are {bound:.2g} in {network.compute_dtype}. One of the two does not"
+        " compute the model's distribution; if the difference is rounding, raise"
+        " config.max_behavior_gap"
       )
 
   def keep(self, batch: RolloutBatch) -> RolloutBatch:

@@ -61,7 +61,7 @@ class Trainer:
     c = self.config = parts.config
     self.parts, self.frozen, self.schedule = parts, frozen.trainer, parts.schedule
     self.checkpointer = checkpointer
-    self.log = RunLog(c, parts.model.config, parts.schedule, writer, elapsed=elapsed)
+    self.log = RunLog(c, parts.task, parts.model.config, parts.schedule, writer, elapsed=elapsed)
     self.scorer = Scorer(parts, frozen.trainer, initial, self.log)
     self.queue = RolloutQueue(store)
     self.collector = make_collector(parts, pool)

@@ -127,9 +127,7 @@ def make_programs(
     behavior_gap=make_behavior_gap(sampler),
     unheated_logprobs=make_unheated_logprobs(sampler),
     measure=compiling.jit(bound(make_measure(config, method), model), out_shardings=replicated),
-    mean_entropy=compiling.jit(
-      bound(mean_entropy, model, method=method), out_shardings=replicated
-    ),
+    mean_entropy=compiling.jit(bound(mean_entropy, model, method=method), out_shardings=replicated),
     score=compiling.jit(bound(policy_logprobs, model, method=method), out_shardings=for_host),
     merge=jax.jit(lambda trained, frozen: merged(model.combine(trained, frozen))),
   )

@@ -12,11 +12,13 @@ import jax
 import ml_collections
 import numpy as np
 
+from rlvr_jax.data import Task
 from rlvr_jax.models.flops import forward_flops, update_flops
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.rollouts.batch import Graded, RolloutBatch, response_lengths, write_batch
 from rlvr_jax.rollouts.schedules import Schedule
 from rlvr_jax.train import multihost, observe
+from rlvr_jax.train.data_use import first_update_warning
 from rlvr_jax.train.host import waiting
 from rlvr_jax.train.metrics import MetricWriter, compact_line, say, stage_summary
 from rlvr_jax.types import Params, TrainBatch
@@ -67,6 +69,7 @@ class RunLog:
   def __init__(
     self,
     config: ml_collections.ConfigDict,
+    task: Task,
     network: TransformerConfig,
     schedule: Schedule,
     writer: MetricWriter,
@@ -76,14 +79,15 @@ class RunLog:
     """Starts with all counters at 0.
 
     Args:
-      config: of the run.
+      config, task: of the run.
       network: settings of the policy's network, to count its FLOPs.
       schedule: of the run.
       writer: writes the records.
       elapsed: seconds that the run had taken before it was resumed.
     """
     self.writer = writer
-    self._config, self._network, self._schedule = config, network, schedule
+    self._config, self._task = config, task
+    self._network, self._schedule = network, schedule
     self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
     self.timings: dict[str, float] = {}
     self.clock = DeviceClock()
@@ -174,7 +178,9 @@ class RunLog:
 
   def counted(self) -> dict[str, float]:
     """The counters as metrics."""
-    return {f"counter/{name}": value for name, value in self.counters.items()}
+    passes = self.counters["prompts_sampled"] / len(self._task.train)
+    counters = {f"counter/{name}": value for name, value in self.counters.items()}
+    return {**counters, "data/passes": passes}
 
   def times(self, phases: Mapping[str, Any]) -> dict[str, float]:
     """Seconds of the run so far, and seconds since the last record that belong to no phase."""
@@ -218,6 +224,8 @@ class RunLog:
     )
     self._written = done
     self._warn_of_padding(values["rows/filled"], update.step)
+    if update.step == 1 and (text := first_update_warning(self._config, self._task, values)):
+      say(f"warning: {text}")
     self.writer.write(update.step, "train", values)
     if update.geometry:
       self.writer.write_geometry(update.step - 1, jax.device_get(update.geometry))
