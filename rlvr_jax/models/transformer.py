@@ -71,8 +71,7 @@ class TransformerConfig:
   zero_centered_norm: bool = False  # norm weights are stored as w, applied as 1 + w (Gemma)
   post_norm: bool = False  # a norm after attention and after the MLP as well (Gemma)
   compute_dtype: str = "float32"
-  # Of float32 products, see `ops.precision`; auto: exact unless it computes in bfloat16.
-  matmul_precision: str = "auto"
+  matmul_precision: str = "auto"  # of float32 products, as `ops.precision` has it; see `precision`
   param_dtype: str = "float32"
   remat: str = "none"  # computed again backwards: none; dots: all but products; full: a layer
   unroll_layers: int = 1  # layers per iteration of the layer scan; num_layers unrolls it whole
@@ -120,9 +119,8 @@ class TransformerConfig:
   @property
   def precision(self) -> str:
     """Of all products in programs that use the network, one of `ops.precision.PRECISIONS`."""
-    if self.matmul_precision != "auto":
-      return self.matmul_precision
-    return "default" if self.compute_dtype == "bfloat16" else "highest"
+    of_dtype = "default" if self.compute_dtype == "bfloat16" else "highest"
+    return of_dtype if self.matmul_precision == "auto" else self.matmul_precision
 
 
 class RMSNorm(nnx.Module):

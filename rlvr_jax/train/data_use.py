@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import ml_collections
 
 from rlvr_jax.data import Task
+from rlvr_jax.rollouts.schedules import Schedule
 from rlvr_jax.train.build import Parts
 from rlvr_jax.train.metrics import say
 
@@ -17,18 +18,24 @@ _LOW_ENTROPY = 0.02  # nats per token; a sound policy with long, regular answers
 
 def announce(parts: Parts) -> None:
   """Says how often a run will see its problems, and its demonstrations where that is too often."""
-  c, schedule = parts.config, parts.schedule
   groups = sum(source.prompts for source in parts.sources if source.recorded is None)
-  updates = range(c.num_updates)
-  batches = c.num_updates if schedule.real_time else sum(map(schedule.samples, updates))
-  prompts, problems = batches * groups, len(parts.task.train)
-  least = "at least " if c.dynamic_sampling.enabled else ""
-  say(
-    f"{c.num_updates} updates sample {least}{prompts:,} prompts from {problems:,} training"
-    f" problems: {least}{prompts / problems:.3g} passes over them"
-  )
-  if warning := warm_start_warning(c, parts.task):
+  say(planned_passes(parts.config, parts.task, parts.schedule, groups))
+  if warning := warm_start_warning(parts.config, parts.task):
     say(f"warning: {warning}")
+
+
+def planned_passes(
+  config: ml_collections.ConfigDict, task: Task, schedule: Schedule, groups: int
+) -> str:
+  """A line on how often the updates see each training problem; `groups`: sampled per batch."""
+  total, problems = config.num_updates, len(task.train)
+  # In real time, a batch for each update.
+  batches = total if schedule.real_time else sum(map(schedule.samples, range(total)))
+  prompts, least = batches * groups, "at least " if config.dynamic_sampling.enabled else ""
+  return (
+    f"{total} updates sample {least}{prompts:,} prompts from {problems:,} training problems:"
+    f" {least}{prompts / problems:.3g} passes over them"
+  )
 
 
 def warm_start_passes(config: ml_collections.ConfigDict, task: Task) -> float:

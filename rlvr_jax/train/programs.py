@@ -112,12 +112,12 @@ def make_programs(
   assert engine is not None  # the policy is not a recorded source
   return Programs(
     train_step=compiling.jit(
-      bound(train_step, model, method=method),
+      _bound(train_step, model, method=method),
       donate_argnums=0,
       out_shardings=(shardings, replicated),
     ),
     supervised_step=compiling.jit(
-      bound(supervised_step, model, model=model, optimizer=warm_start_optimizer),
+      _bound(supervised_step, model, model=model, optimizer=warm_start_optimizer),
       donate_argnums=0,
     ),
     engine=engine,
@@ -126,14 +126,16 @@ def make_programs(
     checksums=jax.jit(parameter_checksums),
     behavior_gap=make_behavior_gap(sampler),
     unheated_logprobs=make_unheated_logprobs(sampler),
-    measure=compiling.jit(bound(make_measure(config, method), model), out_shardings=replicated),
-    mean_entropy=compiling.jit(bound(mean_entropy, model, method=method), out_shardings=replicated),
-    score=compiling.jit(bound(policy_logprobs, model, method=method), out_shardings=for_host),
+    measure=compiling.jit(_bound(make_measure(config, method), model), out_shardings=replicated),
+    mean_entropy=compiling.jit(
+      _bound(mean_entropy, model, method=method), out_shardings=replicated
+    ),
+    score=compiling.jit(_bound(policy_logprobs, model, method=method), out_shardings=for_host),
     merge=jax.jit(lambda trained, frozen: merged(model.combine(trained, frozen))),
   )
 
 
-def bound(function: Callable, network: Model, **arguments: Any) -> Callable:
+def _bound(function: Callable, network: Model, **arguments: Any) -> Callable:
   """`function` with some arguments, traced with the precision of the network's products."""
   return with_matmul_precision(
     functools.partial(function, **arguments), precision=network.config.precision
@@ -142,13 +144,13 @@ def bound(function: Callable, network: Model, **arguments: Any) -> Callable:
 
 def make_behavior_gap(sampler: Sampler) -> compiling.Program:
   """`train.behavior_sources.behavior_gap` of the policy on the sampling devices."""
-  gap = bound(behavior_gap, sampler.model, model=sampler.model)
+  gap = _bound(behavior_gap, sampler.model, model=sampler.model)
   return compiling.jit(gap, static_argnames="sampling")
 
 
 def make_unheated_logprobs(sampler: Sampler) -> Callable:
   """(trained, frozen, prompts, tokens) → f32[P, G, T] for the host, on the sampling devices."""
-  logprobs = bound(response_logprobs, sampler.model, model=sampler.model, sampling=UNHEATED)
+  logprobs = _bound(response_logprobs, sampler.model, model=sampler.model, sampling=UNHEATED)
   return compiling.jit(logprobs, out_shardings=sharding.host_result_sharding(sampler.mesh))
 
 
