@@ -34,8 +34,9 @@ def equations(jaxpr):
   """Every operation, in loops, branches and kernels too."""
   for equation in jaxpr.eqns:
     yield equation
-    for inner in core.jaxprs_in_params(equation.params):
-      yield from equations(inner)
+    for inner in jax.tree.leaves(equation.params):
+      if isinstance(inner, core.Jaxpr | core.ClosedJaxpr):
+        yield from equations(getattr(inner, "jaxpr", inner))
 
 
 def products(jaxpr):
