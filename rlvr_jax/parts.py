@@ -29,8 +29,8 @@ from rlvr_jax.losses import Loss
 from rlvr_jax.ops import reductions
 from rlvr_jax.ops.aggregate import aggregate
 from rlvr_jax.ops.logprobs import token_logprobs, token_statistics
+from rlvr_jax.ops.precision import EXACT
 from rlvr_jax.ops.ratios import log_ratios, mean_log_ratios, normalized_ess, sequence_log_ratios
-from rlvr_jax.ops.spectral import EXACT
 from rlvr_jax.ops.veto import Veto, negative_advantage_veto
 from rlvr_jax.reweighting import Reweighting
 from rlvr_jax.types import Array, Forward, Head, Prompts, Sampling, TrainBatch

@@ -31,6 +31,7 @@ from rlvr_jax.models.huggingface import checked_tensors
 from rlvr_jax.storage.files import listing, located, replacing
 from rlvr_jax.storage.places import BucketFiles, LocalFiles, files_in, in_bucket, place
 from rlvr_jax.train.cluster import multihost
+from rlvr_jax.train.reporting.data_use import warm_start_warning
 from rlvr_jax.train.reporting.writer import say
 from rlvr_jax.train.setup.build import Parts, build, make_task
 from rlvr_jax.train.setup.grading import check_first_grade, grader_pool
@@ -236,9 +237,10 @@ class Preflight:
     for source in parts.values():
       if len(source):
         tokenizer.encode_prompt(source[0].question)
-    return Finding(
-      OK, ", ".join(f"{len(source)} {name} problems" for name, source in parts.items())
-    )
+    text = ", ".join(f"{len(source)} {name} problems" for name, source in parts.items())
+    if warning := warm_start_warning(self.config, self.task):
+      return Finding(WARN, f"{text}; {warning}")
+    return Finding(OK, text)
 
   def build(self) -> Finding:
     """Everything that a run finds out before it compiles."""

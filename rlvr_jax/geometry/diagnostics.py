@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from rlvr_jax.ops import spectral
 from rlvr_jax.ops.masked import masked_mean, upcast
+from rlvr_jax.ops.precision import EXACT
 from rlvr_jax.types import Array
 
 _EDGES = (0.5, 1.0, 2.0, 4.0)
@@ -306,7 +307,7 @@ def _energy(coefficients: Array, spectrum: spectral.Spectrum) -> tuple[Array, Ar
   """
   coefficients = upcast(coefficients)
   largest = spectral.largest(coefficients)
-  unit = jnp.matmul(spectrum.vectors.T, coefficients / largest, precision=spectral.EXACT)
+  unit = jnp.matmul(spectrum.vectors.T, coefficients / largest, precision=EXACT)
   return (
     _relative(spectrum.eigenvalues) * unit**2,
     unit,

@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from rlvr_jax.ops.masked import upcast
+from rlvr_jax.ops.precision import EXACT
 from rlvr_jax.types import Array
 
 NULL = 1e-6  # eigenvalues below this times the largest are rounding errors
-# By default, accelerators multiply float32 matrices in bfloat16 or TF32.
-EXACT = jax.lax.Precision.HIGHEST
 
 
 class Spectrum(NamedTuple):
@@ -77,7 +76,8 @@ def _energies(coefficients: Array, gram: Array) -> tuple[Array, Array]:
   # The squares of A itself may leave float32's range.
   largest = jnp.max(jnp.abs(coefficients))
   unit = coefficients / jnp.where(largest > 0, largest, 1.0)
-  together = unit @ jnp.matmul(scaled, unit, precision=EXACT)
+  along = jnp.matmul(scaled, unit, precision=EXACT)
+  together = jnp.dot(unit, along, precision=EXACT)
   separate = jnp.sum(unit**2 * jnp.diagonal(scaled))
   usable = is_usable(gram)
   return jnp.where(usable, jnp.maximum(together, 0.0), 0.0), jnp.where(usable, separate, 0.0)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlvr_jax.ops.decoding import CacheShape, Part
+from rlvr_jax.ops.precision import with_matmul_precision
 from rlvr_jax.rollouts import decoder
 from rlvr_jax.rollouts.decoder import Emitted, Fresh, Settings
 from rlvr_jax.types import Array, Params, Prompts, Rollouts, Sampling
@@ -197,9 +198,10 @@ class Engine:
       min(prefill_rows, max(_PREFILL_TOKENS // length, 1))
     )
     self._pad_token, self._to_host = pad_token, to_host
-    bound = lambda function: functools.partial(function, settings=self.settings)
+    exactly = functools.partial(with_matmul_precision, precision=model.config.precision)
+    bound = lambda function: exactly(functools.partial(function, settings=self.settings))
     state, host = decoder.shardings(self.settings)
-    of_model = lambda function: jit(functools.partial(function, model=model))
+    of_model = lambda function: jit(exactly(functools.partial(function, model=model)))
     self.programs = Programs(
       take_layer=of_model(decoder.take_layer),
       load_layer=of_model(decoder.load_layer),
@@ -229,6 +231,7 @@ class Engine:
     run = lambda trained, frozen, params, state: decoder.burst(
       params, decoder.full(state, settings=settings), settings=settings
     )
+    run = with_matmul_precision(run, settings.model.config.precision)
     jitted = jax.jit(run, donate_argnums=3, out_shardings=(state, host), keep_unused=True)
     return jitted.lower(trained, frozen, self._loaded(trained, frozen), shapes)
 

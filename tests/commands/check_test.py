@@ -77,6 +77,13 @@ def test_a_checkpoint_without_its_weights(capsys, tmp_path):
   assert lines["config"][0] == OK and message == "1 checks have failed: checkpoint"
 
 
+def test_a_warm_start_of_many_passes_is_warned_of(capsys, tmp_path):
+  lines, message = found(capsys, tmp_path / "run", **MESH, warm_start__num_steps=150)
+  assert lines["data"][0] == WARN and not message
+  assert "150 batches of 16 are 30 passes over 80 demonstrations" in lines["data"][1]
+  assert "lower it to at most 100" in lines["data"][1]
+
+
 def test_a_workdir_that_cannot_be_written(capsys, tmp_path):
   (tmp_path / "run").write_text("a file")
   lines, message = found(capsys, tmp_path / "run", **MESH)

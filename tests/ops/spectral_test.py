@@ -182,6 +182,5 @@ def test_every_product_asks_for_full_precision():
 
   lowered = jax.jit(all_of_it).lower(jnp.ones(SIZE), jnp.eye(SIZE)).as_text()
   products = [line for line in lowered.splitlines() if "dot_general" in line]
-  matrix_products = [line for line in products if f"{SIZE}x{SIZE}x" in line]
-  assert len(matrix_products) >= 3
-  assert all("HIGHEST" in line for line in matrix_products)
+  assert len(products) >= 4
+  assert all("HIGHEST" in line for line in products)

@@ -343,7 +343,7 @@ def trainer(parts, on_policy, tmp_path):
     store = RolloutStore(workdir / "rollouts", writable=True)
     these = dataclasses.replace(these, schedule=schedule)
     frozen = parameters.load_frozen(these)
-    log = RunLog(these.config, these.model.config, schedule, writer)
+    log = RunLog(these.config, these.task, these.model.config, schedule, writer)
     made = loop.make_trainer(these, frozen, log, saved, pool, store, initial=warm.state)
     steps = Steps(made, made.begin(warm.state))
     if submit:

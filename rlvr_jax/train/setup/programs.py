@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from rlvr_jax.models.functional import Model
 from rlvr_jax.models.linear import merged
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_between
+from rlvr_jax.ops.precision import with_matmul_precision
 from rlvr_jax.ops.row_attention import (
   choose_attention,
   longest_row,
@@ -111,12 +112,12 @@ def make_programs(
   assert engine is not None  # the policy is not a recorded source
   return Programs(
     train_step=compiling.jit(
-      functools.partial(train_step, method=method),
+      _bound(train_step, model, method=method),
       donate_argnums=0,
       out_shardings=(shardings, replicated),
     ),
     supervised_step=compiling.jit(
-      functools.partial(supervised_step, model=model, optimizer=warm_start_optimizer),
+      _bound(supervised_step, model, model=model, optimizer=warm_start_optimizer),
       donate_argnums=0,
     ),
     engine=engine,
@@ -125,24 +126,31 @@ def make_programs(
     checksums=jax.jit(parameter_checksums),
     behavior_gap=make_behavior_gap(sampler),
     unheated_logprobs=make_unheated_logprobs(sampler),
-    measure=compiling.jit(make_measure(config, method), out_shardings=replicated),
+    measure=compiling.jit(_bound(make_measure(config, method), model), out_shardings=replicated),
     mean_entropy=compiling.jit(
-      functools.partial(mean_entropy, method=method), out_shardings=replicated
+      _bound(mean_entropy, model, method=method), out_shardings=replicated
     ),
-    score=compiling.jit(functools.partial(policy_logprobs, method=method), out_shardings=for_host),
+    score=compiling.jit(_bound(policy_logprobs, model, method=method), out_shardings=for_host),
     merge=jax.jit(lambda trained, frozen: merged(model.combine(trained, frozen))),
+  )
+
+
+def _bound(function: Callable, network: Model, **arguments: Any) -> Callable:
+  """`function` with some arguments, traced with the precision of the network's products."""
+  return with_matmul_precision(
+    functools.partial(function, **arguments), precision=network.config.precision
   )
 
 
 def make_behavior_gap(sampler: Sampler) -> compiling.Program:
   """`train.setup.behavior_sources.behavior_gap` of the policy on the sampling devices."""
-  gap = functools.partial(behavior_gap, model=sampler.model)
+  gap = _bound(behavior_gap, sampler.model, model=sampler.model)
   return compiling.jit(gap, static_argnames="sampling")
 
 
 def make_unheated_logprobs(sampler: Sampler) -> Callable:
   """(trained, frozen, prompts, tokens) → f32[P, G, T] for the host, on the sampling devices."""
-  logprobs = functools.partial(response_logprobs, model=sampler.model, sampling=UNHEATED)
+  logprobs = _bound(response_logprobs, sampler.model, model=sampler.model, sampling=UNHEATED)
   return compiling.jit(logprobs, out_shardings=sharding.host_result_sharding(sampler.mesh))
 
 

@@ -433,7 +433,7 @@ SAVER = """
   import resource, signal, sys
   import jax, jax.numpy as jnp
   from rlvr_jax.storage.files import DiskFullError
-  from rlvr_jax.train import checkpoint
+  from rlvr_jax.train.checkpointing import checkpoint
 
   def make_state(step):
     return {f"leaf-{i}": jnp.sin(jnp.arange(200_000.0) * (i + 1) + step) for i in range(4)}
