@@ -1,9 +1,9 @@
 r"""The normal form of a mathematical answer: text → Answer → text.
 
 The normal form is LaTeX without formatting: plain numbers as exact fractions ("0.50", r"$\dfrac12$"
-and "50/100" are "1/2"; r"2^{10}" and r"\sqrt{16}" are numbers too), without thousands separators and
-periods, with words in lower case in \text{}, and with lists and sets sorted. Formulas stay as they
-are written, without spaces but those between two digits: "7 2" is not 72.
+and "50/100" are "1/2"; r"2^{10}" and r"\sqrt{16}" are numbers too), without thousands separators
+and periods, with words in lower case in \text{}, and with lists and sets sorted. Formulas stay
+as they are written, without spaces but those between two digits: "7 2" is not 72.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _FORMATTING = [
   (re.compile(pattern, re.DOTALL), replacement)
   for pattern, replacement in (
     ("[−–]", "-"), ("π", r"\\pi "), ("∞", r"\\infty "), ("≤", r"\\leq "), ("≥", r"\\geq "),
-    ("ℝ", r"\\mathbb{R}"), ("∪", r"\\cup "), ("∅", r"\\emptyset "), ("√", r"\\sqrt "), ("×", r"\\times "),
-    ("[·⋅]", r"\\cdot "), ("²", "^2"), ("³", "^3"),
+    ("ℝ", r"\\mathbb{R}"), ("∪", r"\\cup "), ("∅", r"\\emptyset "), ("√", r"\\sqrt "),
+    ("×", r"\\times "), ("[·⋅]", r"\\cdot "), ("²", "^2"), ("³", "^3"),
     (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle)(?![a-zA-Z])", ""),
     (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"), (r"\\le(?:qslant)?(?![a-zA-Z])", r"\\leq"),
     (r"\\ge(?:qslant)?(?![a-zA-Z])", r"\\geq"), (r"\\ne(?![a-zA-Z])", r"\\neq"),
@@ -118,15 +118,15 @@ FIGURE = re.compile(
 )
 _MEMBER_OF = re.compile(r"[A-Za-z]\s?\\in(?![A-Za-z])\s?(.+)")
 _NAME = re.compile(
-  r"([A-Za-z](?:_\w|_\{\w+\})?'?(?:\([a-z](?:,\s?[a-z])*\))?|\\(?!pi(?![a-z]))[a-z]+|[A-Za-z][A-Za-z ]{1,20}?)\s?"
-  r"(?:=|\\approx(?![A-Za-z]))([^<>]+)"
+  r"([A-Za-z](?:_\w|_\{\w+\})?'?(?:\([a-z](?:,\s?[a-z])*\))?|\\(?!pi(?![a-z]))[a-z]+"
+  r"|[A-Za-z][A-Za-z ]{1,20}?)\s?(?:=|\\approx(?![A-Za-z]))([^<>]+)"
 )
 _NAME_LAST = re.compile(r"([^=<>]+)=\s?([A-Za-z](?:_\w|_\{\w+\})?)")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _COLUMN = re.compile(r"\\begin\s?\{([pb])matrix\}([^&]*)\\end\s?\{\1matrix\}")
 _BRACKET = re.compile(r"\\.|[()\[\]{},;]")
 _SIGN = re.compile("|".join(map(re.escape, SIGNS)))
-_SPACE = re.compile(r"(\\[A-Za-z]+ (?=[A-Za-z])|(?<=\d) (?=\d))|\s")
+_SPACE = re.compile(r"(\\[A-Za-z]+ (?=[A-Za-z])|(?<=\d) (?=\d)|(?<=[A-Za-z]) (?=[A-Za-z ]+\}))|\s")
 _OPEN, _CLOSE = ("(", "[", "{", r"\{"), (")", "]", "}", r"\}")
 
 
@@ -190,7 +190,7 @@ def parse_answer(text: str) -> Answer:
 
 
 def _parse(text: str) -> Answer:
-  text, wrapped = text.strip(), False
+  text, wrapped = text.strip().rstrip(" ."), False
   while match := re.fullmatch(TEXT, text):
     text, wrapped = match[1].strip(), True
   if match := _CHOICE.fullmatch(text):

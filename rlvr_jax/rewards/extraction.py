@@ -33,7 +33,9 @@ _SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n")
 _MATH = re.compile(
   r"\$\$.{1,1000}?\$\$|\$[^$\n]{1,1000}\$|\\\(.{1,1000}?\\\)|\\\[.{1,1000}?\\\]", re.DOTALL
 )
-_NUMBER = re.compile(rf"{NUMBER}(?:\s?/\s?{DIGITS})?(?::{DIGITS})*(?:\s?(?:\\?%|[ap]\.?m\b))?", re.IGNORECASE)
+_NUMBER = re.compile(
+  rf"{NUMBER}(?:\s?/\s?{DIGITS})?(?::{DIGITS})*(?:\s?(?:\\?%|[ap]\.?m\b))?", re.IGNORECASE
+)
 _WORD = re.compile(rf"(?<![\\A-Za-z])(?!(?:and|or|{FUNCTIONS})\b)[A-Za-z]{{2,}}")
 
 
@@ -89,9 +91,10 @@ def _has_words(text: str) -> bool:
 
 
 def _last_expression(text: str) -> str | None:
-  """The formula in $…$, \\(…\\) or \\[…\\], or the number, that ends last; with "at most" before it.
+  """The formula in $…$, \\(…\\) or \\[…\\], or the number, that ends last.
 
-  None if the text says that it is not the answer, or if it is one end of a range.
+  With the words before it that make it a bound ("at most"). None if the text says that it is not
+  the answer, or if it is one end of a range.
   """
   found = [(m.end(), m.start()) for m in (*_NUMBER.finditer(text), *_MATH.finditer(text))]
   end, start = max(found, default=(0, 0))

@@ -85,6 +85,11 @@ def _size(latex: str) -> _Size:
   return size
 
 
+def number_digits(latex: str) -> float:
+  """Rough upper bound on the digits of the largest number in a formula."""
+  return max(_size(latex).digits, len(latex))
+
+
 def makes_huge_power(*formulas: str) -> bool:
   r"""Whether simplifying their difference may make a huge power: n·log(a) is written log(aⁿ)."""
   text = "+".join(f"({formula})" for formula in formulas)

@@ -36,12 +36,12 @@ def after_thinking(completion: str) -> str | None:
 
 
 def answer_part(completion: str) -> tuple[str | None, bool]:
-  r"""(what `after_thinking` returns, or of that the last answer tag's content; whether there is one).
+  """(what `after_thinking` returns, or the content of its last answer tag; whether it is a tag's).
 
-  "<answer>5</answer>", or "<answer>5" at the end. A box or a "####" after the tag counts instead.
+  A tag is "<answer>5</answer>", or "<answer>5" at the end. A box or "####" after it counts instead.
   """
   text = after_thinking(completion)
-  before, tag, content = (text or "").rpartition("<answer>")
+  _, tag, content = (text or "").rpartition("<answer>")
   inside, _, after = content.partition("</answer>")
   if not tag or not inside.strip() or _ANSWER_MARKS.search(after):
     return text, False
@@ -51,7 +51,8 @@ def answer_part(completion: str) -> tuple[str | None, bool]:
 def final_answer(completion: str) -> str:
   """The stripped text after the last "####", or all stripped text without one.
 
-  Thoughts are left out; the answer is empty while a "<think>" is open. Of an answer tag, its content.
+  Thoughts are left out; the answer is empty while a "<think>" is open. Of an answer tag only the
+  content counts.
   """
   return (answer_part(completion)[0] or "").rpartition(ANSWER_MARK)[2].strip()
 

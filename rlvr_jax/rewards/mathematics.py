@@ -23,17 +23,15 @@ is wrong.
 from __future__ import annotations
 
 import functools
-import logging
 import math
-import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 from rlvr_jax.rewards.answers import FIGURE, SET, Answer, figure, is_computed, parse_answer
 from rlvr_jax.rewards.extraction import MAX_ANSWER, extract, stated_answer
-from rlvr_jax.rewards.formula_size import formula_size, makes_huge_power
+from rlvr_jax.rewards.formulas import equal_formulas, parses, value_of
 from rlvr_jax.rewards.outcome import Grade, Outcome
 from rlvr_jax.rewards.plain_numbers import parse_plain_number
 from rlvr_jax.rewards.units import SIGNS
@@ -48,15 +46,6 @@ _CLOCK_TIME = re.compile(r"([0-9]{1,2}):([0-5][0-9])")
 _APPROXIMATES = re.compile(r"\\approx(?![A-Za-z])")
 _RELATION = re.compile(r"[=<>]|\\[lgn]eq")
 _EQUALS = re.compile(r"=|\\approx(?![A-Za-z])")
-_DIFFERENTIAL = r"(?:d|\\partial|\\mathrm\{d\})"
-_UNEVALUATED = re.compile(  # but \frac{dy}{dx}, a name
-  r"\\(?:sum|prod|i{0,3}nt|oint|lim)(?![A-Za-z])"
-  rf"|\\frac\{{{_DIFFERENTIAL}(?![-+]|\w\}})[^{{}}]*\}}\{{{_DIFFERENTIAL} ?[A-Za-z]"
-)
-_TWO_NUMBERS = re.compile(r"(?<![_^A-Za-z0-9])[0-9]+ [0-9]")  # "7 2", neither 72 nor 14
-_EXACT, _INEXACT, _MARGIN = 40, 15, 3  # digits of values that are compared; those that may differ
-_MAX_SIZE = 100  # terms of an answer multiplied out, see `formula_size`; more take seconds
-_MAX_GOLD_SIZE = 10_000  # … if the gold answer has half as many
 
 
 class UnparseableGoldError(ValueError):
@@ -109,16 +98,12 @@ def reduced_to(gold: Answer, answer: Answer) -> Answer:
     names=bool(_RELATION.search(text)),
     words=any(part.words for part in golds),
     numbers=gold.number is not None,
+    variables=bool(gold.value) and not (gold.words or gold.unit),
     units=frozenset(part.unit for part in golds) - {"", "%"},
   )
-  names = _names(gold)
-  if names and len(answer.items) == len(names) and answer.brackets != SET:
-    pairs = zip(answer.items, names, strict=True)
-    items = tuple(item._replace(name=item.name or name) for item, name in pairs)
-    answer = answer._replace(items=items)
-  elif gold.ordered and not form.names and _in_alphabet("".join(sorted(_names(answer)))):
-    answer = answer._replace(items=tuple(sorted(answer.items, key=lambda item: item.name)))
-  answer = _reduced(answer, form)._replace(brackets=_brackets(gold, answer))
+  if (drawn := FIGURE.match(gold.value)) and re.fullmatch("[A-Z]{2,4}", answer.value):
+    answer = Answer(value=figure(drawn[1], answer.value))  # ABC is the angle ABC
+  answer = _reduced(_named(gold, answer, form), form)._replace(brackets=_brackets(gold, answer))
   if (variable := _VARIABLE.match(gold.value)) and _BOUND.match(answer.value):
     answer = answer._replace(value=variable[0] + answer.value)  # "at most 5" is x ≤ 5
   as_set = answer.brackets == SET and (gold.brackets == SET or not gold.items)
@@ -126,13 +111,28 @@ def reduced_to(gold: Answer, answer: Answer) -> Answer:
 
 
 class _Form(NamedTuple):
-  """What a gold answer has: its text, names or relations, words, a number alone, units."""
+  """What a gold answer has: its text, names or relations, words, one number, a formula, units."""
 
   text: str
   names: bool
   words: bool
   numbers: bool
+  variables: bool
   units: frozenset[str]
+
+
+def _named(gold: Answer, answer: Answer, form: _Form) -> Answer:
+  """A list with the gold names, by position; or one sorted by its names, as (1,2) of y=2, x=1."""
+  names, items = _names(gold), answer.items
+  if names and len(items) == len(names) and answer.brackets != SET:
+    pairs = zip(items, names, strict=True)
+    items = tuple(
+      item if _RELATION.search(item.value) else item._replace(name=item.name or name)
+      for item, name in pairs
+    )
+  elif gold.ordered and not form.names and _in_alphabet("".join(sorted(_names(answer)))):
+    items = tuple(sorted(items, key=lambda item: item.name))
+  return answer._replace(items=items)
 
 
 def _names(answer: Answer) -> tuple[str, ...]:
@@ -150,15 +150,17 @@ def _reduced(answer: Answer, form: _Form) -> Answer:
     answer = answer._replace(value=answer.value.casefold(), words=True)
   if form.numbers and (match := _THOUSANDS.fullmatch(answer.value)):
     answer = Answer(number=parse_plain_number(match[1]), unit="k", name=answer.name)
+  if form.variables and answer.number is not None and re.fullmatch("[a-z]", answer.unit):
+    answer = Answer(value=f"{answer.number}{answer.unit}", name=answer.name)  # 5 m is 5m
   answer = answer._replace(items=tuple(_reduced(item, form) for item in answer.items))
   return _in_units(answer if form.names else answer._replace(name=""), form)
 
 
 def _in_units(answer: Answer, form: _Form) -> Answer:
-  """The answer in the gold answer's money or scale, and without a unit that this one may leave out.
+  """The answer in the gold answer's money or scale, without a unit that may be left out.
 
-  Dollars and cents are exchanged. 5 K is 5000 unless the gold answer is in kelvin. A sign of the gold
-  answer's ($, °) is left out, also of "$5 per hour" and "30 °C" where one of the two says more.
+  Dollars and cents are exchanged. 5 K is 5000 unless the gold answer is in kelvin. Units that have
+  a sign ($, °) may be left out, and so may the rest of "$5 per hour" and "30 °C".
   """
   number, unit, units = answer.number, answer.unit, form.units
   if number is not None and unit == "cent" and "dollar" in units:
@@ -170,7 +172,9 @@ def _in_units(answer: Answer, form: _Form) -> Answer:
   elif unit in ("k", "kelvin"):
     unit = next(iter(units & {"k", "kelvin"}), unit)
   said = unit.partition(" ")[0] in SIGNS.values() and any(
-    f"{one} ".startswith(f"{other} ") for gold in units for one, other in ((gold, unit), (unit, gold))
+    f"{one} ".startswith(f"{other} ")
+    for gold in units
+    for one, other in ((gold, unit), (unit, gold))
   )
   is_angle = unit == "degree" and r"\pi" in form.text
   if unit != "%" and (said or not (units or is_angle)):
@@ -183,9 +187,10 @@ def _brackets(gold: Answer, answer: Answer) -> str:
 
   A list may be bare, and a vector may have square brackets; but a pair is neither a set nor [ , ].
   """
+  same_as_bare = ("()",) if _names(gold) else ("()", SET)  # a set does not say which is x
   same = (
     bool(gold.items and answer.items)
-    and (not answer.brackets or (not gold.brackets and answer.brackets in ("()", SET)))
+    and (not answer.brackets or (not gold.brackets and answer.brackets in same_as_bare))
   ) or (len(gold.items) > 2 and {gold.brackets, answer.brackets} == {"()", "[]"})
   return gold.brackets if same else answer.brackets
 
@@ -221,7 +226,7 @@ def equal(gold: Answer, answer: Answer) -> bool:
     return _ends_in(gold, answer)
   if gold.number is not None or gold.value == r"\emptyset":  # math-verify reads 0 < 1 as a set
     return False
-  return _equal_formulas(str(gold._replace(unit="")), str(answer._replace(unit="")))
+  return equal_formulas(str(gold._replace(unit="")), str(answer._replace(unit="")))
 
 
 def _is_time(value: str) -> bool:
@@ -238,12 +243,12 @@ def _equal_angles(gold: Answer, answer: Answer) -> bool | None:
   if r"\pi" not in radians.value:
     return None
   top, bottom = degrees.number.as_integer_ratio()
-  return _equal_formulas(rf"\frac{{{top}\pi}}{{{180 * bottom}}}", radians.value)
+  return equal_formulas(rf"\frac{{{top}\pi}}{{{180 * bottom}}}", radians.value)
 
 
 def _rounds(exact: str, decimal: str) -> bool:
   """Whether a decimal, as it is written, is the value of a formula, rounded or cut off."""
-  number, value = parse_plain_number(decimal), _value(exact)
+  number, value = parse_plain_number(decimal), value_of(exact)
   if number is None or value is None:
     return False
   unit = 10.0 ** -len(decimal.partition(".")[2])
@@ -254,7 +259,8 @@ def _rounds(exact: str, decimal: str) -> bool:
 def _ends_in(gold: Answer, answer: Answer) -> bool:
   r"""Whether "2+3=5", "m+n=5" or "x \approx 5" end in the gold answer, and no side is another.
 
-  In r"2\sqrt{3} \approx 3.46" either side may be the gold one, if the right one rounds the left one.
+  In r"2\sqrt{3} \approx 3.46" either side may be the gold one, if the right side is rounded from
+  the left.
   """
   exact, *decimals = _APPROXIMATES.split(answer.value)
   if exact and decimals and is_computed(exact):
@@ -267,7 +273,7 @@ def _ends_in(gold: Answer, answer: Answer) -> bool:
   if not equal(gold, end._replace(unit=end.unit or answer.unit)):
     return False
   formula = str(gold._replace(name="", unit=""))
-  return all(_equal_formulas(formula, side) for side in sides if side and is_computed(side))
+  return all(equal_formulas(formula, side) for side in sides if side and is_computed(side))
 
 
 def _letters(text: str) -> str:
@@ -308,87 +314,11 @@ def _equal_lists(gold: Answer, answer: Answer) -> bool:
   return True
 
 
-@functools.cache
-def _math_verify() -> tuple[Callable[[str], list], Callable[[list, list], bool]]:
-  # GMP aborts the process when memory runs out; Python's own integers raise MemoryError.
-  os.environ.setdefault("SYMPY_GROUND_TYPES", "python")
-  os.environ.setdefault("MPMATH_NOGMPY", "1")
-  try:
-    import math_verify
-    from latex2sympy2_extended import NormalizationConfig
-  except ImportError as error:
-    raise ImportError(
-      'the mathematics grader needs math-verify: pip install -e ".[math]"'
-    ) from error
-  logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeout is off
-  # Units are parsed in `answers`: math-verify would read the variable of "5m" as a unit.
-  normalization = NormalizationConfig(
-    basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none",
-    equations=False,
-  )  # fmt: skip
-  config = math_verify.LatexExtractionConfig(normalization_config=normalization)
-
-  def parse(latex: str) -> list:
-    return math_verify.parse(
-      f"${latex}$", [config], fallback_mode="no_fallback", parsing_timeout=None
-    )
-
-  def verify(gold: list, answer: list) -> bool:
-    return math_verify.verify(gold, answer, allow_set_relation_comp=True, timeout_seconds=None)
-
-  return functools.lru_cache(maxsize=512)(parse), verify
-
-
-def _equal_formulas(gold: str, answer: str) -> bool:
-  if _UNEVALUATED.search(answer):  # only the same text is right, which has been compared already
-    return False
-  if formula_size(answer) > max(_MAX_SIZE, min(2 * formula_size(gold), _MAX_GOLD_SIZE)):
-    return False
-  if _TWO_NUMBERS.search(answer):
-    return False
-  parse, verify = _math_verify()
-  parsed_gold, parsed = parse(gold), parse(answer)
-  if not (parsed_gold and parsed):
-    return False
-  same = _equal_values(parsed_gold[0], parsed[0])
-  if same is not None:
-    return same
-  return not makes_huge_power(gold, answer) and verify(parsed_gold, parsed)
-
-
-def _equal_values(gold: Any, answer: Any) -> bool | None:
-  r"""Whether two formulas without variables have the same value; None where one has another kind.
-
-  math-verify would simplify their difference, which costs hours for \log_2 3 and 10^{999}.
-  """
-  for formula in (gold, answer):
-    if not getattr(formula, "is_number", False) or formula.is_finite is False:
-      return None
-  inexact = any(type(atom).__name__ == "Float" for both in (gold, answer) for atom in both.atoms())
-  try:
-    digits = _INEXACT if inexact else _EXACT
-    gap, size = (abs(value).evalf(digits) for value in (gold - answer, gold))
-    return bool(gap <= 10 ** (_MARGIN - digits) * max(size, 1))
-  except TypeError:  # a function that has no value
-    return None
-
-
-def _value(text: str) -> float | None:
-  """The value of a real formula without variables; None of another, or of one that is costly."""
-  if _UNEVALUATED.search(text) or formula_size(text) > _MAX_SIZE:
-    return None
-  parsed = _math_verify()[0](text)
-  try:
-    return float(parsed[0].evalf(15))
-  except (IndexError, AttributeError, TypeError, ValueError, OverflowError):
-    return None
-
-
 def _unparsed(gold: Answer) -> str:
   """The first formula of a gold answer that math-verify cannot parse; "" if there is none."""
   if gold.items:
     return next(filter(None, map(_unparsed, gold.items)), "")
-  if gold.number is not None or gold.words or _math_verify()[0](gold.value):
+  if gold.number is not None or gold.words or parses(gold.value):
     return ""
   return gold.value
 

@@ -30,7 +30,8 @@ _UNIT_OF_FORMULA = re.compile(
 )
 _NO_UNIT = re.compile(rf"\b(?:{FUNCTIONS}|to|if|for|when|is|not)\b|(?<![A-Za-z])[A-Za-z]{{1,2}}\b")
 _SCALES = {
-  "dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12
+  "dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6,
+  "billion": 10**9, "trillion": 10**12
 }  # fmt: skip
 _SCALED = re.compile(
   rf"(.*[\d}}.])\s?((?:\\[a-z]+\s?\{{)?)\s?({'|'.join(_SCALES)})s?(?![A-Za-z])\s?(.*)",
@@ -43,7 +44,8 @@ NUMBER_WORDS = (
 _CHANGES_VALUE = re.compile(
   rf"\b(?:{'|'.join((*NUMBER_WORDS, *_SCALES))}|thirty|forty|fifty|sixty|seventy|eighty|ninety"
   rf"|(?:ten|{'|'.join(_SCALES)})ths?|(?:four|fif|six|seven|eigh|nin)ths|thirds|halves"
-  r"|tens|half|over|at most|at least|(?:less|more|fewer) than)\b(?!-)|\b(?:plus|minus|divided|modulo|factorial)"
+  r"|tens|half|over|at most|at least|(?:less|more|fewer) than)\b(?!-)"
+  r"|\b(?:plus|minus|divided|modulo|factorial)"
   r"|\A\s*(?:squared|cubed|doubled|tripled|halved)\b",
   re.IGNORECASE,
 )
