@@ -232,7 +232,9 @@ def equal(gold: Answer, answer: Answer) -> bool:
 def _is_time(value: str) -> bool:
   """Whether "8:30" is a time of day: a ratio would be 4:15."""
   match = _CLOCK_TIME.fullmatch(value)
-  return bool(match) and (match[2][0] == "0" or math.gcd(int(match[1]), int(match[2])) > 1)
+  if not match:
+    return False
+  return match[2][0] == "0" or math.gcd(int(match[1]), int(match[2])) > 1
 
 
 def _equal_angles(gold: Answer, answer: Answer) -> bool | None:
