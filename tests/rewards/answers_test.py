@@ -287,8 +287,10 @@ LETTERS = (
 def test_one_normal_form_one_grade(gold):
   """Whatever the spelling; and the normal form of a normal form is itself, with the same grade."""
   graded = {}
-  spelled = [spelling.replace("@", number) for spelling in SPELLINGS for number in ("7", "12", "72")]
-  for text in (*spelled, *(f"{each}, 7" for each in spelled), *LETTERS):
+  spelled = [
+    spelling.replace("@", number) for spelling in SPELLINGS for number in ("7", "12", "72")
+  ]
+  for text in (gold, *spelled, *(f"{each}, 7" for each in spelled), *LETTERS):
     grade = mathematics(rf"\boxed{{{text}}}", {"answer": gold})
     assert grade.outcome in (Outcome.CORRECT, Outcome.WRONG), (text, grade)
     assert graded.setdefault(grade.answer, grade.outcome) is grade.outcome, text
