@@ -298,6 +298,17 @@ def json_crc32(value: Any) -> int:
   return zlib.crc32(json.dumps(json.loads(json.dumps(value)), sort_keys=True).encode())
 
 
+def with_crc32(record: Mapping[str, Any]) -> dict[str, Any]:
+  """A record and, as its field "crc32", its checksum; for `is_as_written`."""
+  return {**record, "crc32": json_crc32(record)}
+
+
+def is_as_written(record: Mapping[str, Any]) -> bool:
+  """Whether a record of `with_crc32` still matches its checksum; False if it has none."""
+  content = {name: value for name, value in record.items() if name != "crc32"}
+  return record.get("crc32") == json_crc32(content)
+
+
 def file_crc32(path: pathlib.Path) -> int:
   """Checksum of a file's bytes."""
   checksum = 0

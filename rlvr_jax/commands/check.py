@@ -294,7 +294,7 @@ class Preflight:
     text += f", of {limit / _GIB:.1f} on each device"
     compiled = [size for name, size in needs.items() if name.endswith("compiled")]
     if max(compiled or needs.values()) > limit:
-      cure = "raise config.batch.micro_batches or config.mesh, or lower the lengths"
+      cure = "lower config.batch.tokens_per_micro_batch or the lengths, or raise config.mesh"
       return Finding(FAIL, f"{text}: {cure} (docs/models.md)")
     return Finding(OK, text)
 
