@@ -20,6 +20,9 @@ import fsspec
 
 TEMPORARY = ".tmp"  # ends the name of a file that is being written
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_UNWRITABLE = (
+  *(errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EROFS, errno.EACCES, errno.EPERM),
+)
 
 
 class DamagedFileError(ValueError):
@@ -132,6 +135,25 @@ def shortage(folder: pathlib.Path, need: int) -> str | None:
   if free >= need:
     return None
   return f"{free / 2**20:.1f} MiB free, {need / 2**20:.1f} MiB needed"
+
+
+@contextlib.contextmanager
+def writing_to(what: str, error_type: type[Exception] = OSError) -> Iterator[None]:
+  """Turns an error of creating or opening a folder on a disk into one that says how to fix it.
+
+  Args:
+    what: the folder, for the message.
+    error_type: of the error.
+  """
+  try:
+    yield
+  except OSError as error:
+    if error.errno not in _UNWRITABLE:
+      raise
+    raise error_type(
+      f"{what} cannot be written: {error.strerror}. Choose a folder that this user can write, with"
+      " names of at most 255 bytes"
+    ) from error
 
 
 # --- atomic replacement ---------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from rlvr_jax.data import Task, Tokenizer
 from rlvr_jax.files import listing, located, replacing
 from rlvr_jax.models.huggingface import checked_tensors
 from rlvr_jax.storage import BucketFiles, LocalFiles, files_in, in_bucket, place
-from rlvr_jax.train import multihost
+from rlvr_jax.train import multihost, parameters
 from rlvr_jax.train.build import Parts, build, make_task
 from rlvr_jax.train.grading import check_first_grade, grader_pool
 from rlvr_jax.train.metrics import say
@@ -250,8 +250,9 @@ class Preflight:
     )
 
   def checkpoint(self) -> Finding:
-    """The first policy's checkpoint has the network's tensors; the weights are not read."""
+    """The first policy's checkpoint is there, with the network's tensors; weights are not read."""
     parts = _made(self.parts, "the configuration has failed")
+    parameters.check_start(self.config, self.workdir)
     folder = self.config.model.checkpoint
     if not folder:
       return Finding(OK, "none: the parameters are initialized")

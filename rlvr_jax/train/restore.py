@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from rlvr_jax.evaluate.run_files import METRICS_FILE, read_metrics
-from rlvr_jax.files import replacing
+from rlvr_jax.files import is_as_written, replacing, with_crc32
 from rlvr_jax.rollouts.store import RolloutStore, StoreError
 from rlvr_jax.train import multihost
 from rlvr_jax.train.build import Parts, with_sources_as_begun
 from rlvr_jax.train.checkpoint import Checkpointer, Restored
 from rlvr_jax.train.metrics import progress, say
+from rlvr_jax.train.workdir import WorkdirError, left_by_a_run
+
+SOURCES_FILE = "sources.json"
 
 
 def as_begun(parts: Parts, workdir: Path) -> Parts:
@@ -24,19 +27,19 @@ def as_begun(parts: Parts, workdir: Path) -> Parts:
 
   Raises:
     StoreError: they no longer exist.
+    WorkdirError: this run began before, and which ones these are is not known any more.
   """
-  path = workdir / "sources.json"
+  path = workdir / SOURCES_FILE
   pins = {source.name: source.pin for source in parts.sources if source.pin is not None}
   if not pins:
     return parts
 
-  def write() -> None:
-    if not path.exists():
+  def read() -> dict[str, Any]:
+    if not path.exists() and not left_by_a_run(workdir):
       with replacing(path) as file:
-        file.write(json.dumps(pins).encode())
+        file.write(json.dumps(with_crc32(pins)).encode())
+    return _pinned(path, pins.keys())
 
-  multihost.on_first(write, None)
-  read = lambda: json.loads(path.read_text())
   pinned = multihost.exchange(multihost.on_first(read, None))[0]  # only the first may have the file
   if pinned == pins:
     return parts
@@ -44,6 +47,22 @@ def as_begun(parts: Parts, workdir: Path) -> Parts:
     return with_sources_as_begun(parts, pinned)
   except ValueError as error:
     raise StoreError(f"{error} (this run began with what {path} names)") from error
+
+
+def _pinned(path: Path, names: Collection[str]) -> dict[str, Any]:
+  """What sources.json says of the sources of these names; earlier versions wrote no checksum."""
+  try:
+    found = json.loads(path.read_text())
+    if not isinstance(found, dict) or found.keys() - {"crc32"} != set(names):
+      raise ValueError(f"it does not name {', '.join(sorted(names))}")
+    if "crc32" in found and not is_as_written(found):
+      raise ValueError("it does not match its checksum")
+    return {name: found[name] for name in names}
+  except (OSError, ValueError) as error:
+    raise WorkdirError(
+      f"{path}, which says the checkpoint and the batches of other runs that this run began with,"
+      f" cannot be read: {error}. Put back a copy, or start again in another --workdir"
+    ) from error
 
 
 def resumable(checkpointer: Checkpointer, parts: Parts, store: RolloutStore) -> Restored | None:

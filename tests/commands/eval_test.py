@@ -101,3 +101,19 @@ def test_a_run_is_evaluated_as_the_network_it_was(run):
 def test_the_command_says_what_it_lacks(tmp_path):
   said = tiny.run(tmp_path / "a", "--mode=eval", f"--checkpoint={tmp_path}", expect=1)
   assert "has no checkpoint; give the --workdir of a run" in said
+
+
+@pytest.mark.parametrize(
+  ("text", "error", "message"),
+  [
+    ("garbage", WorkdirError, r"config\.json is not JSON"),
+    ("[]", WorkdirError, r"config\.json has list in place of the fields"),
+    ("{}", CheckpointError, r"config\.json is not the configuration of a run .*'tokenizer'"),
+    ('{"model": 3}', CheckpointError, r"config\.json is not the configuration of a run"),
+  ],
+)
+def test_a_run_with_a_damaged_configuration_is_refused(parts, tmp_path, text, error, message):
+  """Also by --mode=export, which takes the policy from the same function."""
+  (tmp_path / "config.json").write_text(text)
+  with pytest.raises(error, match=message):
+    chosen_params(parts, tmp_path / "checkpoints" / "1")
