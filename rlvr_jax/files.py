@@ -13,7 +13,7 @@ import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import IO, Any
 
 import fsspec
@@ -120,10 +120,20 @@ def disk_full(path: pathlib.Path, detail: str = "") -> DiskFullError:
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-  """True if the error or one of its causes is a full disk; some libraries say so in text only."""
+  """Whether the error or one of its causes is a full disk."""
+  return _is_of(error, _FULL)
+
+
+def is_out_of_descriptors(error: BaseException | None) -> bool:
+  """Whether the error or one of its causes is the limit on open files."""
+  return _is_of(error, (errno.EMFILE, errno.ENFILE))
+
+
+def _is_of(error: BaseException | None, codes: Collection[int]) -> bool:
+  """Whether the error or one of its causes has such an errno; some libraries only write its text."""
   while error is not None:
     text = str(error)
-    if getattr(error, "errno", None) in _FULL or any(os.strerror(code) in text for code in _FULL):
+    if getattr(error, "errno", None) in codes or any(os.strerror(code) in text for code in codes):
       return True
     error = error.__cause__ or error.__context__
   return False
