@@ -307,21 +307,6 @@ def records_of(lines: Iterable[str], path: str | os.PathLike[str]) -> Iterator[d
     yield record
 
 
-def keep_records(path: pathlib.Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:
-  """Rewrites the file with the records to keep, atomically; lines are kept byte for byte."""
-  if not path.exists():
-    return
-  data = path.read_bytes()
-  # What follows the last newline is an incomplete line, written by a killed process.
-  lines = data.splitlines(keepends=True) if data.endswith(b"\n") else data.splitlines(True)[:-1]
-  records = read_records(path)
-  kept = b"".join(line for line, record in zip(lines, records, strict=True) if keep(record))
-  if kept == data:
-    return
-  with replacing(path) as file:
-    file.write(kept)
-
-
 # --- checksums ------------------------------------------------------------------------------------
 
 
