@@ -13,7 +13,7 @@ import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import IO, Any
 
 import fsspec
@@ -130,7 +130,7 @@ def is_out_of_descriptors(error: BaseException | None) -> bool:
 
 
 def _is_of(error: BaseException | None, codes: Collection[int]) -> bool:
-  """Whether the error or one of its causes has such an errno; some libraries only write its text."""
+  """Whether the error or one of its causes has such an errno; some libraries have its text only."""
   while error is not None:
     text = str(error)
     if getattr(error, "errno", None) in codes or any(os.strerror(code) in text for code in codes):

@@ -153,10 +153,10 @@ def _opened(workdir: str | Path, parts: Parts, enter: Any) -> tuple[Workdir, Sta
 
 def _check_config(workdir: Workdir, files: StartFiles, parts: Parts) -> None:
   workdir.fetch()
+  allowed = checks.may_differ(parts.config, parts.schedule)
+  files.check_config(parts.config.to_json_best_effort(), allowed)  # now a failure leaves nothing
   parameters.check_start(parts.config, workdir.kept)
   warm_start_cache.check(parts.config)
-  allowed = checks.may_differ(parts.config, parts.schedule)
-  files.check_config(parts.config.to_json_best_effort(), allowed)
   with replacing(workdir.local / LAYOUT_FILE) as file:
     file.write((json.dumps(layout_of(parts)) + "\n").encode())
 

@@ -71,7 +71,7 @@ def open_closed_streams() -> None:
 
   Without this, the next files to be opened would get their descriptors, and what others print.
   """
-  for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+  for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
     if getattr(sys, name) is None:
       setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # on the lowest free descriptor
       os.set_inheritable(getattr(sys, name).fileno(), True)
@@ -79,7 +79,8 @@ def open_closed_streams() -> None:
 
 def described(error: BaseException) -> str:
   """The message of an error that ends the program, with the remedy where only the system has it."""
-  from rlvr_jax.files import is_out_of_descriptors  # it loads fsspec, for which --help need not wait
+  # Here, since it loads fsspec, for which --help need not wait.
+  from rlvr_jax.files import is_out_of_descriptors
 
   if not is_out_of_descriptors(error):
     return str(error)

@@ -421,7 +421,10 @@ def test_parameters_of_another_shape_are_refused_naming_the_leaf(pristine):
 
 @pytest.mark.parametrize(
   ("what", "message"),
-  [("arrays", r"'params\.\S+' has checksum"), ("manifest", "it is the checkpoint of step 2, under")],
+  [
+    ("arrays", r"'params\.\S+' has checksum"),
+    ("manifest", "it is the checkpoint of step 2, under"),
+  ],
 )
 def test_damaged_parameters_are_refused(pristine, tmp_path, what, message):
   """Also where all files are whole, but the values are of another save."""

@@ -51,7 +51,9 @@ def test_a_run_whose_sources_are_not_known_is_not_resumed(parts, begun, text, wh
   path.unlink()
   if text is not None:
     path.write_text(json.dumps(written | {"checkpoint": 4}) if text == "edited" else text)
-  with pytest.raises(WorkdirError, match=rf"sources\.json, .* cannot be read: .*{why}.* Put back a"):
+  with pytest.raises(
+    WorkdirError, match=rf"sources\.json, .* cannot be read: .*{why}.* Put back a"
+  ):
     as_begun(parts, begun)
   assert path.exists() == (text is not None)
 

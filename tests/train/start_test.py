@@ -119,10 +119,10 @@ def test_another_method_may_go_on(other, tmp_path):
     (dict(optimizer=True), r"start\.optimizer = True has no effect without config\.start\.check"),
   ],
 )
-def test_mistakes_are_named_before_the_workdir_is_taken(parts, tmp_path, start, message):
+def test_mistakes_are_named_and_leave_no_workdir(parts, tmp_path, start, message):
   with pytest.raises(checkpoint_files.CheckpointError, match=message):
     runs.train(starting(parts, **start), tmp_path / "branch")
-  assert not (tmp_path / "branch" / "config.json").exists()
+  assert not (tmp_path / "branch").exists()
   assert issubclass(checkpoint_files.CheckpointError, runs.FAILURES)  # main prints its message
 
 
