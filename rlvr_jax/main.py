@@ -81,7 +81,7 @@ def run() -> int:
     of_sweep = (_SWEEP.value, sys.argv, _MINUTES.value)
     action = choose.prepared(_MODE.value, _CONFIG.value, *given, *of_sweep)
   except (ImportError, ValueError, OSError) as error:
-    sys.exit(f"error: {error}")
+    sys.exit(f"error: {process.described(error)}")
   except (AttributeError, KeyError) as error:
     if message := config_file.missing_field(error):
       sys.exit(f"error: {message}")
@@ -96,11 +96,12 @@ def run() -> int:
     multihost.end_in_order(_STOPPED_STATUS.value)
   except (*FAILURES, PreflightError, SweepError) as error:
     multihost.leave(f"failed ({error})")
-    process.exit_immediately(f"error: {error}")
+    process.exit_immediately(f"error: {process.described(error)}")
   except KeyboardInterrupt:
     sys.exit("interrupted; rerun the same command to resume")
   return 0
 
 
 if __name__ == "__main__":
+  process.open_closed_streams()
   app.run(main, flags_parser=config_file.parse_flags)

@@ -36,6 +36,7 @@ from rlvr_jax.train.reporting.writer import say
 from rlvr_jax.train.setup.build import Parts, build, make_task
 from rlvr_jax.train.setup.grading import check_first_grade, grader_pool
 from rlvr_jax.train.setup.tokenizers import make_tokenizer
+from rlvr_jax.train.start import parameters
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 MAX_SKEW_S = 5.0  # between the clocks of hosts
@@ -252,8 +253,9 @@ class Preflight:
     )
 
   def checkpoint(self) -> Finding:
-    """The first policy's checkpoint has the network's tensors; the weights are not read."""
+    """The first policy's checkpoint is there, with the network's tensors; weights are not read."""
     parts = _made(self.parts, "the configuration has failed")
+    parameters.check_start(self.config, self.workdir)
     folder = self.config.model.checkpoint
     if not folder:
       return Finding(OK, "none: the parameters are initialized")
@@ -296,7 +298,7 @@ class Preflight:
     text += f", of {limit / _GIB:.1f} on each device"
     compiled = [size for name, size in needs.items() if name.endswith("compiled")]
     if max(compiled or needs.values()) > limit:
-      cure = "raise config.batch.micro_batches or config.mesh, or lower the lengths"
+      cure = "lower config.batch.tokens_per_micro_batch or the lengths, or raise config.mesh"
       return Finding(FAIL, f"{text}: {cure} (docs/models.md)")
     return Finding(OK, text)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from rlvr_jax.rewards.outcome import Grade, Outcome
 
+_DIED = "the grader's process ended"
 _MAX_REPLY = 2**20  # bytes; longer than any valid reply
 MAX_LONGER_S = 600.0  # additional seconds that a grader may ask for per item
 KILL_WAIT_S = 5.0  # for the kernel to end a process after SIGKILL
@@ -47,7 +48,7 @@ class WorkerProcess:
   """One grading process and the two pipes to it. Used by one thread, except for `kill`."""
 
   def __init__(self, settings: Mapping[str, Any], environment: Mapping[str, str]):
-    self._grader = settings["grader"]
+    self._grader, self._memory_mib = settings["grader"], settings["memory_mib"]
     self._stderr = tempfile.TemporaryFile()
     # With our sys.path, the worker imports a user's grader exactly as this process would. The fixed
     # hash seed makes graders that iterate over sets give the same grade every time.
@@ -92,11 +93,12 @@ class WorkerProcess:
       problem = f"{error}\n{last_words}".strip()
     if problem is not None:
       self.close()
-      raise GraderStartError(
-        f"the grading worker for {self._grader!r} did not start: {problem}. Name your own grader"
-        " 'my_module:function'; its module is in the current folder, in one of PYTHONPATH, or"
-        " installed."
-      )
+      if self._memory_mib is not None and problem.startswith(("MemoryError", _DIED)):
+        problem += (
+          f" (its address space may have {self._memory_mib} MiB; if that is too little, raise"
+          " memory_mib, which is config.grading.memory_mib)"
+        )
+      raise GraderStartError(f"the grading worker for {self._grader!r} did not start: {problem}")
 
   def grades(
     self, lines: Sequence[bytes], timeout_s: float, slow: Callable[[], None]
@@ -187,7 +189,7 @@ class WorkerProcess:
     data = os.read(self._stdout.fileno(), 65536)
     if not data:
       self.kill()
-      raise _WorkerDiedError(f"the grader's process ended: {_exit_reason(self._process)}")
+      raise _WorkerDiedError(f"{_DIED}: {_exit_reason(self._process)}")
     self._incoming += data
 
   def kill(self) -> None:

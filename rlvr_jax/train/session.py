@@ -129,10 +129,10 @@ def _saying_why() -> Iterator[None]:
 def _check_config(workdir: Workdir, files: StartFiles, parts: Parts) -> None:
   """Raises unless the workdir is new, or of a run of this configuration."""
   workdir.fetch()
+  allowed = checks.may_differ(parts.config, parts.schedule)
+  files.check_config(parts.config.to_json_best_effort(), allowed)  # now a failure leaves nothing
   parameters.check_start(parts.config, workdir.kept)
   warm_start_cache.check(parts.config)
-  allowed = checks.may_differ(parts.config, parts.schedule)
-  files.check_config(parts.config.to_json_best_effort(), allowed)
   with replacing(workdir.local / LAYOUT_FILE) as file:
     file.write((json.dumps(layout_of(parts)) + "\n").encode())
 

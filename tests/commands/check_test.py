@@ -54,6 +54,8 @@ def test_a_run_that_will_work(capsys, tmp_path):
      "/nowhere"),
     ("tokenizer", dict(tokenizer="/nowhere"), "config.tokenizer = '/nowhere' is not"),
     ("config", dict(**MESH, loss="ppo_clap"), "config.loss = 'ppo_clap'"),
+    ("checkpoint", dict(**MESH, start__checkpoint="/nonexistent"),
+     "config.start.checkpoint=/nonexistent has no checkpoint; give"),
     ("grader", dict(**MESH, grading__grader="rewards.faulty_graders:faulty"),
      "crashed on the answer"),
   ],

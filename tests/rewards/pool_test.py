@@ -279,6 +279,21 @@ def test_start_errors(grader, message):
 
 
 @pytest.mark.parametrize(
+  ("grader", "memory_mib", "told"),
+  [
+    ("gsm8k", 1, r"MemoryError:  \(its address space may have 1 MiB; .*raise memory_mib"),
+    ("faulty_graders:dead_at_start", 2048, r"(?s)status 7\nlast words \(its .* 2048 MiB; if that"),
+    ("code(reward=1)", 2048, r"ValueError: reward is 1, allowed: \['all', 'fraction'\]$"),
+    ("faulty_graders:untestable", 2048, "no licence for this grader$"),
+  ],
+)
+def test_a_start_error_has_the_remedy_of_its_cause(grader, memory_mib, told):
+  """More memory where it may be that; no word of modules where the module was found."""
+  with pytest.raises(GraderStartError, match=told):
+    GraderPool(grader, memory_mib=memory_mib)
+
+
+@pytest.mark.parametrize(
   ("kwargs", "message"),
   [
     ({"grader": "faulty_graders.faulty"}, "is unknown; .* write my_module:function"),

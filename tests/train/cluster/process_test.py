@@ -1,9 +1,13 @@
 """What hangs ends, and what is alive goes on."""
 
+import os
 import subprocess
 import sys
 
 import pytest
+
+from rlvr_jax.train.checkpointing.checkpoint_files import CheckpointError
+from rlvr_jax.train.cluster import process
 
 
 @pytest.mark.parametrize(
@@ -129,3 +133,41 @@ def test_a_hangup_that_is_ignored_asks_for_nothing():
     [sys.executable, "-c", ignored + ENDING + body], capture_output=True, text=True, timeout=300
   )
   assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr
+
+
+def test_closed_streams_are_open_again_before_any_file(tmp_path):
+  """Or what is printed would go into the first file that is opened."""
+  code = """
+import os, sys
+from rlvr_jax.train.cluster import process
+process.open_closed_streams()
+with open(sys.argv[1], "w") as file:
+  file.write(f"{file.fileno() > 2} {sys.stdin.read()!r} {os.get_inheritable(1)}")
+  print("lost", flush=True)
+  print("lost too", file=sys.stderr, flush=True)
+"""
+  path = tmp_path / "file"
+  closing = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "-", sys.executable, "-c", code, str(path)]
+  assert subprocess.run(closing, timeout=300).returncode == 0
+  assert path.read_text() == "True '' True"
+
+
+def test_the_program_runs_with_closed_streams():
+  program = [sys.executable, "-m", "rlvr_jax.main", "--help"]
+  closing = ["bash", "-c", 'exec "$@" >&-', "-", *program]
+  done = subprocess.run(closing, stderr=subprocess.PIPE, text=True, timeout=300)
+  assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_the_limit_on_open_files_is_named_whoever_met_it():
+  try:
+    try:  # as tensorstore says it, in a long text
+      raise ValueError(f"RESOURCE_EXHAUSTED: {300 * 'x'} [OS error 24: EMFILE Too many open files]")
+    except ValueError as error:
+      raise CheckpointError("saving to checkpoints failed: ValueError: RESOURCE…") from error
+  except CheckpointError as error:
+    said = process.described(error)
+  assert said.startswith("too many open files: this process may have ") and "ulimit -n 4096" in said
+  assert "saving to checkpoints failed" in said
+  assert process.described(OSError(24, os.strerror(24))).startswith("too many open files")
+  assert process.described(ValueError("another")) == "another"
