@@ -167,7 +167,6 @@ class Engine:
     pad_token: int,
     cache: str = "blocks",
     to_host: Callable[[Any], Any] = jax.device_get,
-    jit: Callable[..., Any] = jax.jit,
   ):
     """Binds the functions; nothing is compiled yet.
 
@@ -181,7 +180,6 @@ class Engine:
       pad_token: fills responses after their end.
       cache: "blocks" or "pages", as `decoding.choose_cache` returned it.
       to_host: device arrays → NumPy; called once per burst.
-      jit: `jax.jit`, or what behaves like it.
     """
     devices = 1 if model.mesh is None else model.mesh.shape["data"] * model.mesh.shape["fsdp"]
     split_evenly = lambda rows: -(-rows // devices) * devices
@@ -201,15 +199,15 @@ class Engine:
     exactly = functools.partial(with_matmul_precision, precision=model.config.precision)
     bound = lambda function: exactly(functools.partial(function, settings=self.settings))
     state, host = decoder.shardings(self.settings)
-    of_model = lambda function: jit(exactly(functools.partial(function, model=model)))
+    of_model = lambda function: jax.jit(exactly(functools.partial(function, model=model)))
     self.programs = Programs(
       take_layer=of_model(decoder.take_layer),
       load_layer=of_model(decoder.load_layer),
       load_others=of_model(decoder.load_others),
-      empty=jit(bound(decoder.empty), out_shardings=state),
-      prefill=jit(bound(decoder.prefill)),
-      insert=jit(bound(decoder.insert), donate_argnums=0, out_shardings=state),
-      burst=jit(bound(decoder.burst), donate_argnums=1, out_shardings=(state, host)),
+      empty=jax.jit(bound(decoder.empty), out_shardings=state),
+      prefill=jax.jit(bound(decoder.prefill)),
+      insert=jax.jit(bound(decoder.insert), donate_argnums=0, out_shardings=state),
+      burst=jax.jit(bound(decoder.burst), donate_argnums=1, out_shardings=(state, host)),
     )
 
   def load(self, trained: Params, frozen: Params) -> Params:

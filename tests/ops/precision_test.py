@@ -60,7 +60,7 @@ def traced(parts):
   rollouts = (params, frozen, batch.prompts, batch.tokens)
   demonstrations = next(supervised_batches(parts))
   loaded, block = engine._loaded(params, frozen), engine.settings.shape.prompt.size
-  trace = lambda program, *args, **static: program.jitted.trace(*args, **static)
+  trace = lambda program, *args, **static: program.trace(*args, **static)
   return {
     "update": trace(programs.train_step, state, frozen, batch),
     "score": trace(programs.score, params, frozen, batch),
@@ -75,7 +75,7 @@ def traced(parts):
       *demonstrations,
     ),
     "prefill": trace(engine.programs.prefill, loaded, jax.ShapeDtypeStruct((4, block), jnp.int32)),
-    "decoding": trace(engine.programs.burst, loaded, jax.eval_shape(engine._empty.jitted)),
+    "decoding": trace(engine.programs.burst, loaded, jax.eval_shape(engine.programs.empty)),
   }  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from rlvr_jax.rollouts.engine import Engine
 from rlvr_jax.rollouts.packing import RowLayout, least_row, row_layout
 from rlvr_jax.sampling import sampling_of
 from rlvr_jax.train.checkpointing.checksums import parameter_checksums
-from rlvr_jax.train.cluster import compiling, sharding
+from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup.adapters import make_lora
 from rlvr_jax.train.setup.behavior_sources import (
   UNHEATED,
@@ -48,13 +48,10 @@ from rlvr_jax.update.supervised import supervised_step
 
 
 class Programs(NamedTuple):
-  """The jitted functions of a run, none of them compiled yet.
-
-  Those that compile for long are `compiling.Program`s.
-  """
+  """The jitted functions of a run, none of them compiled yet."""
 
   train_step: Callable  # (state, frozen, batch) → (state, metrics); the state is donated
-  supervised_step: compiling.Program  # see `update.supervised.supervised_step`
+  supervised_step: Callable  # see `update.supervised.supervised_step`
   engine: Engine  # samples from the policy as in training, on the trainer's devices
   held_out_engine: Engine  # with the evaluation's sampling
   sync_weights: Callable  # see `make_sync_weights`
@@ -62,7 +59,7 @@ class Programs(NamedTuple):
   behavior_gap: Callable  # see `train.setup.behavior_sources.behavior_gap`; sampling is static
   unheated_logprobs: Callable  # `train.setup.behavior_sources.response_logprobs` at temperature 1
   measure: Callable  # see `update.diagnostics.measure`
-  mean_entropy: compiling.Program  # (trained, frozen, batch) → f32[], nats per token
+  mean_entropy: Callable  # (trained, frozen, batch) → f32[], nats per token
   score: Callable  # (trained, frozen, batch) → (log-probabilities, entropies) [P, G, T]
   merge: Callable  # (trained, frozen) → all parameters of the network as arrays
 
@@ -111,12 +108,12 @@ def make_programs(
   engine = sources[0].engine if on_policy else engine_of(sampling)
   assert engine is not None  # the policy is not a recorded source
   return Programs(
-    train_step=compiling.jit(
+    train_step=jax.jit(
       _bound(train_step, model, method=method),
       donate_argnums=0,
       out_shardings=(shardings, replicated),
     ),
-    supervised_step=compiling.jit(
+    supervised_step=jax.jit(
       _bound(supervised_step, model, model=model, optimizer=warm_start_optimizer),
       donate_argnums=0,
     ),
@@ -126,11 +123,9 @@ def make_programs(
     checksums=jax.jit(parameter_checksums),
     behavior_gap=make_behavior_gap(sampler),
     unheated_logprobs=make_unheated_logprobs(sampler),
-    measure=compiling.jit(_bound(make_measure(config, method), model), out_shardings=replicated),
-    mean_entropy=compiling.jit(
-      _bound(mean_entropy, model, method=method), out_shardings=replicated
-    ),
-    score=compiling.jit(_bound(policy_logprobs, model, method=method), out_shardings=for_host),
+    measure=jax.jit(_bound(make_measure(config, method), model), out_shardings=replicated),
+    mean_entropy=jax.jit(_bound(mean_entropy, model, method=method), out_shardings=replicated),
+    score=jax.jit(_bound(policy_logprobs, model, method=method), out_shardings=for_host),
     merge=jax.jit(lambda trained, frozen: merged(model.combine(trained, frozen))),
   )
 
@@ -142,16 +137,16 @@ def _bound(function: Callable, network: Model, **arguments: Any) -> Callable:
   )
 
 
-def make_behavior_gap(sampler: Sampler) -> compiling.Program:
+def make_behavior_gap(sampler: Sampler) -> Callable:
   """`train.setup.behavior_sources.behavior_gap` of the policy on the sampling devices."""
   gap = _bound(behavior_gap, sampler.model, model=sampler.model)
-  return compiling.jit(gap, static_argnames="sampling")
+  return jax.jit(gap, static_argnames="sampling")
 
 
 def make_unheated_logprobs(sampler: Sampler) -> Callable:
   """(trained, frozen, prompts, tokens) → f32[P, G, T] for the host, on the sampling devices."""
   logprobs = _bound(response_logprobs, sampler.model, model=sampler.model, sampling=UNHEATED)
-  return compiling.jit(logprobs, out_shardings=sharding.host_result_sharding(sampler.mesh))
+  return jax.jit(logprobs, out_shardings=sharding.host_result_sharding(sampler.mesh))
 
 
 def make_sync_weights(mesh: Mesh, generation_mesh: Mesh, params: Params) -> Callable:
