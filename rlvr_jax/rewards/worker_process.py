@@ -34,8 +34,8 @@ class _WorkerDiedError(Exception):
   """The worker's process ended, or broke the protocol."""
 
 
-# By which a process ends that graded a text with more recursion or memory than the libraries of the
-# grader can take: a full stack of C, and a failed allocation in C.
+# How a process ends whose text takes more than the grader's libraries in C can give: their stack is
+# full, or an allocation fails.
 _CAUSED_BY_TEXT = (-signal.SIGSEGV, -signal.SIGABRT)
 
 

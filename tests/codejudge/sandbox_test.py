@@ -389,15 +389,15 @@ def test_a_program_that_sleeps_says_so_and_one_that_works_does_not(sandbox):
   calls = []
   task = lambda expected: {"cases": [{"input": [], "output": expected}], "total": 1,
                            "style": "function", "entry_point": "f"}  # fmt: skip
-  naps = "import time\ndef f(): time.sleep(1.0)"
-  works = "import time\ndef f():\n  while time.process_time() < 0.8: pass"
-  for program in (works, naps, naps.replace("1.0", "60"), works):
+  naps = "import time\ndef f(): time.sleep(0.6)"
+  works = "import time\ndef f():\n  while time.process_time() < 0.5: pass"
+  for program in (works, naps, naps.replace("0.6", "60"), works):
     verdict = sandbox.run(
-      {"mode": "calls", "sources": [program]}, task(None), time_limit_s=3.0, memory_mib=512,
+      {"mode": "calls", "sources": [program]}, task(None), time_limit_s=1.0, memory_mib=512,
       on_asleep=lambda program=program: calls.append(program),
     )  # fmt: skip
     assert verdict.get("passed", "timeout" in verdict) == 1, verdict
-  assert calls == [naps, naps.replace("1.0", "60")]
+  assert calls == [naps, naps.replace("0.6", "60")]
 
 
 @contextlib.contextmanager
@@ -425,13 +425,11 @@ ON_A_BUSY_CORE = {
   "import os\ndef f():\n  for _ in range(9): os.system('true')\n  return 1": 1,
   "def f():\n  while True: pass": "timeout",
   "import time\ndef f(): time.sleep(60)": "timeout",
-  "import os\ndef f():\n  for _ in range(9): os.fork()\n  return len(b'x' * 2**27)": "memory",
 }
 
 
 @pytest.mark.slow
-def test_no_verdict_changes_where_four_programs_use_the_core(sandbox):
-  del sandbox  # of which the interpreter is taken
+def test_no_verdict_changes_where_four_programs_use_the_core():
   with _on_a_busy_core():
     busy = Sandbox(NAMESPACES)
     try:
@@ -443,7 +441,7 @@ def test_no_verdict_changes_where_four_programs_use_the_core(sandbox):
           {"style": "function", "entry_point": "f", "cases": [case], "total": 1},
           time_limit_s=BUSY_LIMIT_S, memory_mib=512, on_asleep=lambda: asleep.append(True),
         )  # fmt: skip
-        got = verdict.get("passed", "timeout" if "timeout" in verdict else "memory")
+        got = verdict.get("passed", "timeout" if "timeout" in verdict else None)
         assert got == expected, (program, verdict)
         assert bool(asleep) == ("sleep" in program), program
     finally:

@@ -71,7 +71,9 @@ def test_a_module_that_nobody_imports_is_an_error(test, setup, name):
 )
 def test_parts_of_an_assert_mean_the_same_and_make_all_calls(test, calls):
   """Whatever the calls return; `calls` is how many there are where any could be left out."""
-  parts = [ast.fix_missing_locations(part) for part in _conjuncts(ast.parse(test, mode="eval").body)]
+  parts = [
+    ast.fix_missing_locations(part) for part in _conjuncts(ast.parse(test, mode="eval").body)
+  ]
   compiled = [compile(ast.Expression(part), "test", "eval") for part in parts]
   for answers in itertools.product((0, 1, 2), repeat=calls or 2):
     made = []

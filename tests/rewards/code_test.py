@@ -81,7 +81,9 @@ def test_a_time_zone_crosses_over():
     "  return d.datetime(2000, 1, 1, tzinfo=zone)\n"
     "def g(zone): return zone.utcoffset(None).seconds // 3600, zone"
   )
-  assert _passes(program, "assert g(f(2).tzinfo) == (2, f(2).tzinfo)", "assert g(f(0).tzinfo)[0] == 0")
+  assert _passes(
+    program, "assert g(f(2).tzinfo) == (2, f(2).tzinfo)", "assert g(f(0).tzinfo)[0] == 0"
+  )
   assert not _passes(program, "assert g(f(2).tzinfo)[0] == 3")
   assert not _passes(program, "assert g(f(2).tzinfo)[1] == f(3).tzinfo")
 
@@ -184,7 +186,7 @@ def test_the_time_limit_is_of_processor_time():
     before = pool.worker_pids()
     (right, slept) = pool.grade([naps, naps.replace("0.6", "60")], [reference] * 2)
     assert (right.outcome, slept.outcome) == (Outcome.CORRECT, Outcome.TIMEOUT), (right, slept)
-    assert pool.worker_pids() == before
+    assert set(before) <= set(pool.worker_pids())
 
 
 PROMPT = '''import math
