@@ -3,12 +3,12 @@
   python experiments/benchmarks/hostile_mix.py
   python experiments/benchmarks/hostile_mix.py --items=300 --rounds=1 --time_limit_s=6
 
-One pool grades `--items` programs in each section, in turn: `innocent` has right and wrong solutions
-of small tasks in all styles of tests; in `mixed` every 20th is hostile, of the kinds of `HOSTILE` in
-turn. A round is both sections; before them the first 100 programs of each start the workers. Every
-program has to be graded as it should be: the program ends with an error otherwise. Rates are from
-submission to the last grade; the ratio is of those of a round's sections. The table is printed and
-written to results/hostile_mix.md, its numbers to the .json file next to it.
+One pool grades `--items` programs in each section, in turn: `innocent` has right and wrong
+solutions of small tasks in all styles of tests; in `mixed` every 20th is hostile, of the kinds of
+`HOSTILE` in turn. A round is both sections; before them the first 100 programs of each start the
+workers. Every program has to be graded as it should be: the program ends with an error otherwise.
+Rates are from submission to the last grade; the ratio is of those of a round's sections. The table
+is printed and written to results/hostile_mix.md, its numbers to the .json file next to it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ INNOCENT: Sequence[tuple[str, Mapping[str, Any], tuple[Outcome, ...]]] = (
   (
     "def f(words):\n  return sorted(words, key=len)[-1]",
     {"style": "function", "entry_point": "f",
-     "cases": [{"input": [["a", "abc", "ab"]], "output": "abc"}, {"input": [["x"]], "output": "x"}]},
+     "cases": [{"input": [["a", "abc"]], "output": "abc"}, {"input": [["x"]], "output": "x"}]},
     (Outcome.CORRECT,),
   ),
   ("print(2 * int(input()))", _SCRIPT, (Outcome.CORRECT,)),

@@ -1,6 +1,7 @@
 """The walls around generated code, as root and as an ordinary user."""
 
 import contextlib
+import functools
 import os
 import pathlib
 import platform
@@ -439,7 +440,7 @@ def test_no_verdict_changes_where_four_programs_use_the_core():
         verdict = busy.run(
           {"mode": "calls", "sources": [program]},
           {"style": "function", "entry_point": "f", "cases": [case], "total": 1},
-          time_limit_s=BUSY_LIMIT_S, memory_mib=512, on_asleep=lambda: asleep.append(True),
+          time_limit_s=BUSY_LIMIT_S, memory_mib=512, on_asleep=functools.partial(asleep.append, True),
         )  # fmt: skip
         got = verdict.get("passed", "timeout" if "timeout" in verdict else None)
         assert got == expected, (program, verdict)

@@ -12,8 +12,8 @@ from typing import Any
 # The standard library, a shell and the C library need no others. Do not add the following, which
 # are left out on purpose: calls that create memory that belongs to no process (memfd_create,
 # shmget, msgget, vmsplice, splice, tee, sendfile), calls by which items could communicate (flock,
-# inotify, fanotify, fadvise, readahead, mincore, cachestat, keyrings), ways into the kernel, and ways
-# to wait longer for a core than others (setpriority, sched_setscheduler).
+# inotify, fanotify, fadvise, readahead, mincore, cachestat, keyrings), ways into the kernel, and
+# ways to wait longer for a core than others (setpriority, sched_setscheduler).
 _ALLOWED = """
   read write readv writev pread64 pwrite64 preadv pwritev open openat creat close close_range stat
   fstat lstat newfstatat statx lseek access faccessat faccessat2 readlink readlinkat getcwd chdir
