@@ -30,7 +30,7 @@ from experiments.benchmarks.tables import Row, hardware, table
 from rlvr_jax.codejudge import tasks
 from rlvr_jax.rewards import GraderPool, Outcome, pool
 
-_ITEMS = flags.DEFINE_integer("items", 600, "Programs of a section.", lower_bound=20)
+_ITEMS = flags.DEFINE_integer("items", 400, "Programs of a section.", lower_bound=20)
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Of both sections.", lower_bound=1)
 _WORKERS = flags.DEFINE_integer("workers", None, "Processes; default a run's.", lower_bound=1)
 _LIMIT_S = flags.DEFINE_float("time_limit_s", tasks.TIME_LIMIT_S, "Of a program.")
@@ -40,7 +40,7 @@ _FOLDER = flags.DEFINE_string(
 _EVERY = 20  # one program of so many is hostile
 
 _SECRET = 928374651928374651  # nothing that a program could come upon by chance
-_ASSERT = {"style": "asserts", "tests": [f"assert f(2) == {_SECRET}"]}
+_ASSERT = {"style": "asserts", "tests": [f"assert f(2) == {_SECRET}"], "memory_mib": 256}
 _SCRIPT = {"style": "stdin", "cases": [{"input": "3", "output": "6"}] * 3}
 _WRONG, _TIMEOUT = (Outcome.WRONG,), (Outcome.TIMEOUT,)
 
@@ -101,6 +101,22 @@ HOSTILE: Mapping[str, tuple[str, Mapping[str, Any], tuple[Outcome, ...]]] = {
   "kills everyone": ("import os\nos.kill(-1, 9)", _ASSERT, _WRONG),
   "equal to all": (
     "class L:\n  def __eq__(s, o): return True\n  __hash__ = None\ndef f(x): return L()",
+    _ASSERT, _WRONG,
+  ),
+  "nested source": ("f = " + "(" * 10**5 + ")" * 10**5, _ASSERT, _WRONG),
+  "compiled bomb": ("f = lambda x: (1 << 34,) * 2**30", _ASSERT, _WRONG),
+  "shared memory": (
+    "def f(x): open('/dev/shm/x', 'wb').write(bytes(2**26))", _ASSERT, _WRONG,
+  ),
+  "verdict on every descriptor": (
+    "import json, os\nv = json.dumps({'passed': 1, 'total': 1, 'failure': ''}).encode()\n"
+    "for n in range(1000):\n  try: os.write(n, len(v).to_bytes(8, 'big') + v)\n"
+    "  except OSError: pass\ndef f(x): return x",
+    _ASSERT, _WRONG,
+  ),
+  "limits of the judge": (
+    "import resource\nfor k in range(16):\n  try: resource.prlimit(1, k, (0, 0))\n"
+    "  except (OSError, ValueError): pass\ndef f(x): return x",
     _ASSERT, _WRONG,
   ),
   "exits early": ("import os\nos._exit(0)", _ASSERT, _WRONG),

@@ -417,7 +417,6 @@ def _on_a_busy_core():
       other.wait()
 
 
-BUSY_LIMIT_S = 1.0
 ON_A_BUSY_CORE = {
   "import time\ndef f():\n  while time.process_time() < 0.85: pass\n  return 1": 1,
   "def f(): return 1": 1,
@@ -440,7 +439,7 @@ def test_no_verdict_changes_where_four_programs_use_the_core():
         verdict = busy.run(
           {"mode": "calls", "sources": [program]},
           {"style": "function", "entry_point": "f", "cases": [case], "total": 1},
-          time_limit_s=BUSY_LIMIT_S, memory_mib=512, on_asleep=functools.partial(asleep.append, True),
+          time_limit_s=1.0, memory_mib=512, on_asleep=functools.partial(asleep.append, True),
         )  # fmt: skip
         got = verdict.get("passed", "timeout" if "timeout" in verdict else None)
         assert got == expected, (program, verdict)

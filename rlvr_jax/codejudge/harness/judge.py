@@ -173,8 +173,8 @@ def _all_operands_first(chain: ast.Compare, operands: list[ast.expr]) -> ast.exp
   """`(lambda a, b, c: a < b < c)(first, second, third)`."""
   names = [f"__operand_{number}__" for number in range(len(operands))]
   taken = ast.arguments([], [ast.arg(name) for name in names], None, [], [], None, [])
-  first, *others = (ast.Name(name, ast.Load()) for name in names)
-  return ast.Call(ast.Lambda(taken, ast.Compare(first, chain.ops, others)), operands, [])
+  values: list[ast.expr] = [ast.Name(name, ast.Load()) for name in names]
+  return ast.Call(ast.Lambda(taken, ast.Compare(values[0], chain.ops, values[1:])), operands, [])
 
 
 def _defined(values: Mapping[str, Any], name: str) -> Any:
