@@ -72,9 +72,16 @@ INNOCENT: Sequence[tuple[str, Mapping[str, Any], tuple[Outcome, ...]]] = (
   ),
 )  # fmt: skip
 
+# Those that take their whole limit come first: the rate of a section includes the wait for its last
+# program, which a stream of programs would not notice.
 HOSTILE: Mapping[str, tuple[str, Mapping[str, Any], tuple[Outcome, ...]]] = {
   "loop": ("def f(x):\n  while True: pass", _ASSERT, _TIMEOUT),
   "sleeps": ("import time\ntime.sleep(10**6)", _ASSERT, _TIMEOUT),
+  "deadlock": (
+    "import threading\ndef f(x):\n  lock = threading.Lock()\n  with lock: lock.acquire()",
+    _ASSERT, _TIMEOUT,
+  ),
+  "waits for no one": ("import queue\ndef f(x): return queue.Queue().get()", _ASSERT, _TIMEOUT),
   "memory": ("def f(x): return [bytearray(2**28) for _ in range(100)]", _ASSERT, _WRONG),
   "recursion": ("def f(x): return f(x + 1)", _ASSERT, _WRONG),
   "recursion in C": (
@@ -83,10 +90,6 @@ HOSTILE: Mapping[str, tuple[str, Mapping[str, Any], tuple[Outcome, ...]]] = {
     _ASSERT, _WRONG,
   ),
   "output": ("while True: print('x' * 2**16)", _SCRIPT, _WRONG),
-  "deadlock": (
-    "import threading\ndef f(x):\n  lock = threading.Lock()\n  with lock: lock.acquire()",
-    _ASSERT, _TIMEOUT,
-  ),
   "long answer": ("def f(x): return 'x' * 2**25", _ASSERT, _WRONG),
   "files": (
     "import itertools\ndef f(x):\n  for i in itertools.count():\n"
@@ -125,7 +128,6 @@ HOSTILE: Mapping[str, tuple[str, Mapping[str, Any], tuple[Outcome, ...]]] = {
     "    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
     _ASSERT, _WRONG,
   ),
-  "waits for no one": ("import queue\ndef f(x): return queue.Queue().get()", _ASSERT, _TIMEOUT),
 }  # fmt: skip
 
 
