@@ -15,8 +15,9 @@ the difference.
     --config.task.kwargs.data_dir=gs://BUCKET/deepscaler \\
     --config.task.kwargs.held_out_data_dir=gs://BUCKET/aime_2024
 
-On v5e:8x8, add --config.mesh.tensor=4. Rollouts from an 8-bit copy:
---config.sources.quantized.fraction=1.0. Rollouts one update old: --config.schedule=fixed_lag.
+On v5e:8x8, add --config.mesh.tensor=4 --config.sampling.slots=512, since its chips hold half of the
+rollouts at a time. From an 8-bit copy: --config.sources.quantized.fraction=1.0. One update old:
+--config.schedule="fixed_lag(lag=1)".
 Card: docs/methods/p3o.md.
 """
 
