@@ -390,11 +390,11 @@ _OF_P3O = {
   "P3": Verdict(
     "robust to bf16 training with fp8 rollouts, where GRPO degrades",
     "not",
-    "int8 rollouts and a policy that computes in bfloat16, minus the run with neither: P3O {}, GRPO"
-    " {}. Neither degrades. The difference is of both changes, and of the warm start, which is in"
-    " bfloat16 too: it ends at {} instead of {}. fp8 rollouts on `steps`, with training in float32, minus"
-    " the run without them: P3O {}, GRPO {}. P3O loses more. fp8 rollouts with training in bfloat16"
-    " are queued.",
+    "int8 rollouts and a policy that computes in bfloat16, minus the run with neither: P3O {},"
+    " GRPO {}. Neither degrades. The difference is of both changes, and of the warm start, which"
+    " is in bfloat16 too: it ends at {} instead of {}. fp8 rollouts on `steps`, with training in"
+    " float32, minus the run without them: P3O {}, GRPO {}. P3O loses more. fp8 rollouts with"
+    " training in bfloat16 are queued.",
     (
       *(_cost_of("int8 rollouts", method) for method in ("P3O", _EPSILON)),
       *(mean(_P3O[f"{setting}: P3O"], _start) for setting in ("int8 rollouts", "matched")),
@@ -428,11 +428,11 @@ _OF_P3O = {
     "better and steadier than GRPO in one- and two-step asynchronous pipelines",
     "in part",
     "P3O minus GRPO: {} at lag 1, {} at lag 2. These lags are hardly a mismatch: GRPO's effective"
-    " sample size is {} and {}, the KL to the policy that sampled {} and {}. GRPO minus four updates"
-    " per refresh: {} and {}; but that baseline lags by up to three updates, with {} and {}, more"
-    " than lag 1. On `steps` at lag 8 the effective sample size is {}, and P3O is better than GRPO:"
-    " pass@1 {}, pass@16 {}. Minus four updates per refresh: GRPO {}, P3O {}. What a lag costs"
-    " against on-policy runs is queued.",
+    " sample size is {} and {}, the KL to the policy that sampled {} and {}. GRPO minus four"
+    " updates per refresh: {} and {}; but that baseline lags by up to three updates, with {} and"
+    " {}, more than lag 1. On `steps` at lag 8 the effective sample size is {}, and P3O is better"
+    " than GRPO: pass@1 {}, pass@16 {}. Minus four updates per refresh: GRPO {}, P3O {}. What a"
+    " lag costs against on-policy runs is queued.",
     (
       *(_against(setting) for setting in ("lag 1", "lag 2")),
       *(_ess(setting) for setting in ("lag 1", "lag 2")),
@@ -474,9 +474,9 @@ _OF_P3O = {
   "P7": Verdict(
     "a second anchor, to the reference, collapses at temperature 1.2; P3O does not",
     "in part",
-    "P3O does not, but neither does the other: with rollouts at temperature 1.2, recorded raw, P3O ends at {}, with the"
-    " second anchor at {}. The paper's formula is not in what we have; ours is P3O with a KL to the"
-    " first policy.",
+    "P3O does not, but neither does the other: with rollouts at temperature 1.2, recorded raw, P3O"
+    " ends at {}, with the second anchor at {}. The paper's formula is not in what we have; ours"
+    " is P3O with a KL to the first policy.",
     tuple(_each(f"{label}, temperature 1.2, raw") for label in ("P3O", "P3O, two anchors")),
     _TWO_SEEDS,
     _P3O_STEPS_LINK,
@@ -512,16 +512,23 @@ _OF_FADE = {
     ),
     f"{_STEPS_RUNS}, ratios of masses of 4 and 1/4",
     _FADE_LINK,
-    (GRPO, "grpo_mean", "success-heavy", "failure-heavy", "successes alone", "failures mostly, λ = 0.1"),
+    (
+      GRPO,
+      "grpo_mean",
+      "success-heavy",
+      "failure-heavy",
+      "successes alone",
+      "failures mostly, λ = 0.1",
+    ),
   ),
   "F2": Verdict(
     "failure-heavy mass drives the head's update to rank one",
     "not",
     "The share of the output head's change that lies along one direction (σ₁²/Σσ²) is {} with GRPO"
     " and {} with FADE. Minus GRPO: failure-heavy {}, success-heavy {}. But GRPO divides by the"
-    " group's deviation too. Minus FADE, which is nearer to r − r̄: {} and {}. So it rises more with"
-    " the other kind, and whether it rises with this one is open: the control, `grpo_mean`, is"
-    " queued. The head's share of the squares of all changes is {} with GRPO, {} with FADE, {}"
+    " group's deviation too. Minus FADE, which is nearer to r − r̄: {} and {}. So it rises more"
+    " with the other kind, and whether it rises with this one is open: the control, `grpo_mean`,"
+    " is queued. The head's share of the squares of all changes is {} with GRPO, {} with FADE, {}"
     " success-heavy, {} failure-heavy.",
     (
       *(mean(_ON_STEPS[label], _RANK_ONE) for label in (GRPO, "FADE")),
@@ -554,8 +561,7 @@ _OF_FADE = {
       *(paired(_RECIPES, label, "grpo", final) for label in ("fade", "pass_at_k")),
       *(_each("FADE, H* = 0.5", f, GRPO) for f in (report.peak(), report.late("eval/pass@16"))),
     ),
-    f"{_STEPS_RUNS}, 2 with H* = 0.5, evaluated every 32; quickstart, 3 seeds, 64 updates,"
-    " μ = 1",
+    f"{_STEPS_RUNS}, 2 with H* = 0.5, evaluated every 32; quickstart, 3 seeds, 64 updates, μ = 1",
     _FADE_LINK,
     (
       *(GRPO, "FADE", "FADE, H* = 0.5", "pass@4 training", "success-heavy", "failure-heavy"),
@@ -679,30 +685,31 @@ VERDICTS_BY_ID = {**_OF_SALT, **_OF_P3O, **_OF_FADE, **_OF_MU}
 IN_SHORT = {  # of each paper: what held, what did not, and why as far as the runs tell
   "S": (
     "What held: the geometry. Gradients are of low rank, the output head's represent those of the"
-    " last block, and SALT raises n_eff. What did not: no gain of PR or accuracy is found. With the"
-    " paper's feature gradients do not cancel here, n_eff is above 1, so that the adaptive α is 0"
-    " or nearly so, and costs accuracy. With `sampled` they share a direction that centered advantages cancel."
-    " SALT then drops nearly all of its shared part and keeps most of the rest, of the positive"
-    " advantages; accuracy is that of GRPO within its interval. Larger groups and shared energy did"
-    " not go as claimed on either task, a fixed α not on the quickstart, whose answers have four"
-    " bytes."
+    " last block, and SALT raises n_eff. What did not: no gain of PR or accuracy is found. With"
+    " the paper's feature gradients do not cancel here, n_eff is above 1, so that the adaptive α"
+    " is 0 or nearly so, and costs accuracy. With `sampled` they share a direction that centered"
+    " advantages cancel. SALT then drops nearly all of its shared part and keeps most of the rest,"
+    " of the positive advantages; accuracy is that of GRPO within its interval. Larger groups and"
+    " shared energy did not go as claimed on either task, a fixed α not on the quickstart, whose"
+    " answers have four bytes."
   ),
   "P": (
     "What held: int8 rollouts with bfloat16 training harm neither method, hotter rollouts do not"
     " where log-probabilities are recorded raw, and where rollouts lag by several updates P3O is"
     " better than GRPO, with both seeds. What did not: it is not better with four updates per"
-    " refresh of the policy's own rollouts. Where the mismatch is larger (another policy's rollouts, fp8) it loses more,"
-    " with both seeds on `steps`. At temperature 1.5 it collapses through its KL term on the"
-    " quickstart. Lags of an update or two are hardly a mismatch for policies of this size: the"
-    " effective sample size stays near its maximum."
+    " refresh of the policy's own rollouts. Where the mismatch is larger (another policy's"
+    " rollouts, fp8) it loses more, with both seeds on `steps`. At temperature 1.5 it collapses"
+    " through its KL term on the quickstart. Lags of an update or two are hardly a mismatch for"
+    " policies of this size: the effective sample size stays near its maximum."
   ),
   "F": (
     "What held: success-heavy masses lower entropy over the run, with every seed, by a little."
-    " What did not: the head's update does not come nearer to rank one by failure-heavy masses more"
-    " than by others, and FADE gains nothing. Entropy is low after the warm start, and falls under"
-    " every estimator, so that there is little to keep. FADE's δ cannot act on so low an entropy, and its α falls to"
-    " its lower bound; so F3 is a weak test. With an absolute target two seeds gain nothing either."
-    " Unequal masses do raise the output head's share of the change."
+    " What did not: the head's update does not come nearer to rank one by failure-heavy masses"
+    " more than by others, and FADE gains nothing. Entropy is low after the warm start, and falls"
+    " under every estimator, so that there is little to keep. FADE's δ cannot act on so low an"
+    " entropy, and its α falls to its lower bound; so F3 is a weak test. With an absolute target"
+    " two seeds gain nothing either. Unequal masses do raise the output head's share of the"
+    " change."
   ),
   "M": (
     "What held: with the tight interval large μ costs accuracy. The relaxed one falls below its"

@@ -42,7 +42,7 @@ def get_config() -> ConfigDict:
   c.max_prompt_length = 2048
   c.max_response_length = 8192
   c.schedule = "updates_per_refresh(batches=16)"
-  # verl filters at most 10 batches of 3 × 512 prompts for 512; here 32 prompts are filled at a time.
+  # At most 10 batches of 3 × 512 prompts for 512 there; here 32 prompts are filled at a time.
   c.dynamic_sampling = dict(enabled=True, max_batches=30)
   c.overlong.buffer = 4096
   c.loss = "ppo_clip(epsilon_high=0.28)"

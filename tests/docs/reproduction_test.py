@@ -20,8 +20,8 @@ from rlvr_jax.ops import decoding
 
 # Digits that are conditions, not results: they are of the arms, the claims and the methods.
 CONDITION = re.compile(
-  r"\b[GUS] = \d+|[εκμα] = [\d.]+|pass@\d+|α is 0\b|above 1\b|α fixed at [01]|int8|fp8|bf(loat)?16|float32"
-  r"|(temperature|bonus of|rise of|lag) [\d.]+|95 %|1024|256 rollouts|\[0, 5\]|of (a )?7B"
+  r"\b[GUS] = \d+|[εκμα] = [\d.]+|pass@\d+|α is 0\b|above 1\b|α fixed at [01]|int8|fp8|bf(loat)?16"
+  r"|float32|(temperature|bonus of|rise of|lag) [\d.]+|95 %|1024|256 rollouts|\[0, 5\]|of (a )?7B"
   r"|\b[SPFM]\d\b|P3O|30 or 60 s"
 )
 PAGE = reproduction.PAGE.read_text(encoding="utf-8")
