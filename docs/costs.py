@@ -48,7 +48,7 @@ def _row(conditions: Mapping[str, Any], costs: Mapping[str, Any]) -> list[str]:
     mesh or "one chip",
     str(conditions["micro_batches"]),
     f"{gib['update']:.1f}",
-    f"{gib['generation']:.1f}" if "generation" in gib else "too large",
+    f"{gib['generation']:.1f}",
     f"{update['received_bytes'] / 1e9:,.0f}",
     ", ".join(f"{seconds:.3g}" for seconds in update["seconds"].values()),
     f"{100 * update['model_flops_utilization']:.0f} %",
