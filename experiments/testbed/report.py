@@ -214,6 +214,7 @@ def table(
   *,
   compared: OfRun | None = None,
   baseline: str = GRPO,
+  digits: int = 3,
 ) -> str:
   """Markdown: a row for each label that has runs, with its paired difference to the baseline.
 
@@ -221,6 +222,7 @@ def table(
     columns: heading → value of a run; cells are means over seeds.
     compared: the value whose difference is taken, by seed; p is adjusted by Holm's procedure for
       the rows of this table.
+    digits: decimal ones of the difference.
   """
   found = {label: runs for label, runs in compare.by_label(results).items() if label in labels}
   found = {label: found[label] for label in labels if label in found}
@@ -239,7 +241,7 @@ def table(
     for label in rows:
       d = differences.get(label)
       p = f"{adjusted[label]:.2g}" if label in adjusted else "–"
-      rows[label] += [f"{d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]" if d else "–", p]
+      rows[label] += [compare.difference_cell(d, digits) if d else "–", p]
   return compare.markdown(header, rows)
 
 

@@ -169,9 +169,19 @@ def markdown(header: Sequence[str], rows: Mapping[str, Sequence[str]], first: st
 
 
 def cell(values: Sequence[float]) -> str:
-  """Mean over seeds with half of its 95 % interval."""
+  """Mean over seeds with half of its 95 % interval; the mean alone where all seeds are equal."""
   mean, half = mean_and_half_width(values)
-  return f"{mean:.3g} ± {half:.1g}"
+  return f"{mean:.3g} ± {half:.1g}" if half else f"{mean:.3g}"
+
+
+def difference_cell(found: Difference, digits: int = 3) -> str:
+  """Mean difference by seed with its 95 % interval.
+
+  The mean alone where the interval has no width at these decimal digits: seeds that are equal by
+  chance, two of them for instance, say nothing of how much others would differ.
+  """
+  mean, low, high = (f"{x:+.{digits}f}" for x in (found.mean, found.low, found.high))
+  return mean if low == high else f"{mean} [{low}, {high}]"
 
 
 def interval(result: Result, index: int, metric: str = METRIC) -> str:
