@@ -146,8 +146,9 @@ def find(owner: str, package: types.ModuleType, name: str) -> Callable[..., Any]
   if not colon:
     if name not in package.__all__:
       raise ValueError(
-        f"{owner}: {name!r} is unknown; {_not_exported(package, name)}"
-        f"{_did_you_mean(near(name, package.__all__))} To use your own, write my_module:function"
+        f"{owner}: {name!r} is unknown;"
+        f" {_not_exported(package, name) or _did_you_mean(near(name, package.__all__))} To use your"
+        " own, write my_module:function"
       )
     return getattr(package, name)
   if os.getcwd() not in sys.path:  # as it is for a program started by python -m
@@ -179,7 +180,7 @@ def _not_exported(package: types.ModuleType, name: str) -> str:
           room, module = os.path.basename(folder), os.path.basename(file)
           return (
             f"{room}/{module} exists but is not exported: import {name} in {room}/__init__.py and"
-            " name it in __all__. Or "
+            " name it in __all__."
           )
   return ""
 

@@ -143,8 +143,8 @@ def test_a_file_of_the_package_that_is_not_exported(signature, tmp_path):
     specs.make("config.thing", package, "mine(by=2)", tuple)
   assert str(told.value) == (
     f"config.thing = 'mine(by=2)': 'mine' is unknown; {room}/mine.py exists but is not exported:"
-    f" import mine in {room}/__init__.py and name it in __all__. Or did you mean 'scale'? To use"
-    " your own, write my_module:function"
+    f" import mine in {room}/__init__.py and name it in __all__. To use your own, write"
+    " my_module:function"
   )
   with pytest.raises(ValueError, match="'helper' is unknown; did you mean 'scale'"):
     specs.make("config.thing", package, "helper", tuple)
