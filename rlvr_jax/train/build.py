@@ -41,6 +41,7 @@ from rlvr_jax.train.programs import (
   make_gram,
   make_programs,
   make_row_layout,
+  trained_params,
 )
 from rlvr_jax.train.tokenizers import make_tokenizer
 from rlvr_jax.types import Params, Prompts, TrainBatch, TrainState
@@ -138,11 +139,12 @@ def build(
   method = make_method(config, model, mesh)
   method = method._replace(sources=tuple(source.name for source in sources))
   base = abstract_params(model, mesh)
+  warm_start = warm_start_optimizer(config)
+  checks.check_optimizers(config, method.optimizer, warm_start, trained_params(config, base))
   state = abstract_state(config, method, base, mesh)
   checks.check_update(config, mesh, method, state, {} if make_lora(config) is None else base)
   checks.check_rewards(config, method, policy, sources)
-  task = with_graders(config, task or make_task(config))
-  task = fitting(config, task, tokenizer)
+  task = fitting(config, with_graders(config, task or make_task(config)), tokenizer)
   programs = make_programs(
     config,
     tokenizer,
@@ -151,7 +153,7 @@ def build(
     state,
     mesh=mesh,
     sampler=sampler,
-    warm_start_optimizer=warm_start_optimizer(config),
+    warm_start_optimizer=warm_start,
   )
   return Parts(
     config=config,

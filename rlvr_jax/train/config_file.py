@@ -63,7 +63,7 @@ def parse_flags(argv: list[str]) -> list[str]:
   """
   try:
     argv = _with_config_of_run(argv)
-  except flags.Error as error:  # a file of flags cannot be read
+  except (flags.Error, ValueError) as error:  # a file of flags, or the URL of a run
     sys.exit(f"error: {error}")
   flags.FLAGS["config"].parser = Parser("config", argv)
   try:
@@ -93,16 +93,13 @@ def _with_config_of_run(argv: list[str]) -> list[str]:
   mode, checkpoint = _value_of("mode", argv), _value_of("checkpoint", argv)
   if _value_of("config", argv) or not checkpoint or mode not in ("eval", "export"):
     return argv
-  try:
-    folder = place("--checkpoint", checkpoint)
-  except ValueError as error:
-    sys.exit(f"error: {error}")
+  folder = place("--checkpoint", checkpoint)
   files = [parent / _OF_A_RUN for parent in (folder, *folder.parents[:2])]
   found = next((file for file in files if file.exists()), None)
   if found is None:
-    sys.exit(
-      f"error: --config is missing, and --checkpoint={checkpoint} is in no run's folder with a"
-      f" {_OF_A_RUN}; add --config=FILE"
+    raise ValueError(
+      f"--config is missing, and --checkpoint={checkpoint} is in no run's folder with a {_OF_A_RUN};"
+      " add --config=FILE"
     )
   return [argv[0], f"--config={found}", *argv[1:]]
 

@@ -114,7 +114,7 @@ def test_an_evaluation_takes_the_configuration_of_the_run(of, tmp_path):
 
 def test_no_run_and_no_configuration(tmp_path):
   for checkpoint, message in {tmp_path / "a/b/c": "in no run's folder", "s3://b/run": "bucket"}.items():
-    with pytest.raises(SystemExit, match=rf"^error: .*--checkpoint.*{message}"):
+    with pytest.raises(ValueError, match=rf"--checkpoint.*{message}"):
       arguments_for("--mode=export", f"--checkpoint={checkpoint}")
   (tmp_path / "config.json").write_text("{")
   with pytest.raises(SystemExit, match=r"config\.json cannot be read as a run's configuration: Expec"):
