@@ -1,10 +1,10 @@
 """What a newcomer's first component is told by the tests that every component has to pass."""
 
+import contract_test
 import jax.numpy as jnp
 import pytest
-
-import contract_test
 from advantages import estimators_test
+
 from rlvr_jax import advantages
 from rlvr_jax.advantages import stateless
 

@@ -224,8 +224,8 @@ def _check_optimizer(
   shapes = lambda tree: jax.tree.map(lambda x: x.shape, tree)
   if shapes(found) != shapes(params):
     raise ValueError(
-      f"{owner}: its updates have not the shapes of the parameters; it must map gradients to updates"
-      " of the same shapes"
+      f"{owner}: its updates do not have the shapes of the parameters; it must map gradients to"
+      " updates of the same shapes"
     )
 
 

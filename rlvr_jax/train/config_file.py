@@ -98,8 +98,8 @@ def _with_config_of_run(argv: list[str]) -> list[str]:
   found = next((file for file in files if file.exists()), None)
   if found is None:
     raise ValueError(
-      f"--config is missing, and --checkpoint={checkpoint} is in no run's folder with a {_OF_A_RUN};"
-      " add --config=FILE"
+      f"--config is missing, and --checkpoint={checkpoint} is in no run's folder with a"
+      f" {_OF_A_RUN}; add --config=FILE"
     )
   return [argv[0], f"--config={found}", *argv[1:]]
 

@@ -49,7 +49,9 @@ def _coefficients(name, batch, **hyper):
 def test_an_estimator_has_an_oracle_and_masses(name):
   file = "tests/oracles/advantage_oracles.py"
   assert name in advantages.__all__, f"{file} has {name}, which advantages/__init__.py lacks"
-  assert name in ESTIMATORS, f"write the formula of {name} in plain Python under ESTIMATORS of {file}"
+  assert name in ESTIMATORS, (
+    f"write the formula of {name} in plain Python under ESTIMATORS of {file}"
+  )
   assert name in MASSES, f"write the gradient masses of {name}, or None, under MASSES of {file}"
 
 

@@ -21,7 +21,7 @@ CALLS = [
 
 @pytest.mark.parametrize(("package", "call"), CALLS, ids=[call for _, call in CALLS])
 def test_it_is_the_call_with_every_hyper_parameter(package, call):
-  assert repr(eval(call, vars(package))) == call  # noqa: S307
+  assert repr(eval(call, vars(package))) == call
 
 
 def test_hyper_parameters_of_a_partial_function_and_of_a_state():

@@ -9,8 +9,8 @@ import pytest
 from train import tiny
 
 from rlvr_jax.commands.export import export
-from rlvr_jax.data import HuggingFaceTokenizer
 from rlvr_jax.commands.train import train
+from rlvr_jax.data import HuggingFaceTokenizer
 from rlvr_jax.models.huggingface import load_params
 from rlvr_jax.models.peft import load_adapters
 from rlvr_jax.train import parameters

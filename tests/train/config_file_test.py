@@ -81,7 +81,10 @@ def test_a_value_of_another_type_is_told_the_type(argument, needed):
 RUNS = {  # recipe → what is set on the command line
   "configs/quickstart.py": ("--config.loss=gspo", "--config.batch.prompts=4"),
   "configs/salt_dapo.py": ("--config.evaluation.ks=(1, 2)", "--config.model.overrides.remat=full"),
-  "configs/gsm8k.py": ("--config.task.kwargs.data_dir=2024", "--config.grading.extra=(('a:b', 0.5),)"),
+  "configs/gsm8k.py": (
+    "--config.task.kwargs.data_dir=2024",
+    "--config.grading.extra=(('a:b', 0.5),)",
+  ),
 }
 
 
@@ -113,18 +116,28 @@ def test_an_evaluation_takes_the_configuration_of_the_run(of, tmp_path):
 
 
 def test_no_run_and_no_configuration(tmp_path):
-  for checkpoint, message in {tmp_path / "a/b/c": "in no run's folder", "s3://b/run": "bucket"}.items():
+  for checkpoint, message in {
+    tmp_path / "a/b/c": "in no run's folder",
+    "s3://b/run": "bucket",
+  }.items():
     with pytest.raises(ValueError, match=rf"--checkpoint.*{message}"):
       arguments_for("--mode=export", f"--checkpoint={checkpoint}")
   (tmp_path / "config.json").write_text("{")
-  with pytest.raises(SystemExit, match=r"config\.json cannot be read as a run's configuration: Expec"):
+  with pytest.raises(
+    SystemExit, match=r"config\.json cannot be read as a run's configuration: Expec"
+  ):
     parsed(recipe=tmp_path / "config.json")
 
 
 def test_a_file_that_does_not_exist_is_told_the_recipes(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  names = sorted(p.stem for p in (tmp_path / tiny.ROOT / "configs").glob("*.py") if p.stem[0] != "_")
-  for path, near in {"configs/quickstrt.py": "; did you mean configs/quickstart.py?", "nope.py": "."}.items():
+  names = sorted(
+    p.stem for p in (tmp_path / tiny.ROOT / "configs").glob("*.py") if p.stem[0] != "_"
+  )
+  for path, near in {
+    "configs/quickstrt.py": "; did you mean configs/quickstart.py?",
+    "nope.py": ".",
+  }.items():
     with pytest.raises(SystemExit) as told:
       parsed(recipe=path)
     assert str(told.value) == (
