@@ -44,8 +44,8 @@ COMPILES = remedy(
   "compute with jnp alone: no if, float() or NumPy on values, and no shapes that depend on values."
 )
 LOSS_DTYPES = remedy(
-  "begin with losses.base.prepare, or raise inputs by ops.masked.upcast: statistics are float32, the"
-  " gradient has the dtype of the input."
+  "begin with losses.base.prepare, or raise inputs by ops.masked.upcast: statistics are float32,"
+  " the gradient has the dtype of the input."
 )
 ESTIMATOR_DTYPES = remedy(
   "begin with rewards = as_group(NAME, batch.rewards) of advantages/base.py, which are float32, or"

@@ -134,9 +134,9 @@ def test_a_constant_group_is_exactly_zero(name, dtype):
 
 @pytest.mark.parametrize("name", advantages.__all__)
 @remedy(
-  "begin with rewards = as_group(NAME, batch.rewards) of advantages/base.py, which refuses G = 1, and"
-  " take the mean by group_mean(rewards). If the estimator does not compare the rollouts of a group,"
-  " name it under WITHOUT_GROUP of tests/oracles/advantage_oracles.py."
+  "begin with rewards = as_group(NAME, batch.rewards) of advantages/base.py, which refuses G = 1,"
+  " and take the mean by group_mean(rewards). If the estimator does not compare the rollouts of a"
+  " group, name it under WITHOUT_GROUP of tests/oracles/advantage_oracles.py."
 )
 def test_a_group_of_one(name):
   """What compares rollouts says so; tests/oracles/advantage_oracles.py lists what does not."""

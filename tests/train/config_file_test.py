@@ -116,34 +116,27 @@ def test_an_evaluation_takes_the_configuration_of_the_run(of, tmp_path):
 
 
 def test_no_run_and_no_configuration(tmp_path):
-  for checkpoint, message in {
-    tmp_path / "a/b/c": "in no run's folder",
-    "s3://b/run": "bucket",
-  }.items():
-    with pytest.raises(ValueError, match=rf"--checkpoint.*{message}"):
+  for checkpoint, told in ((tmp_path / "a/b/c", "in no run's folder"), ("s3://b/run", "bucket")):
+    with pytest.raises(ValueError, match=rf"--checkpoint.*{told}"):
       arguments_for("--mode=export", f"--checkpoint={checkpoint}")
   (tmp_path / "config.json").write_text("{")
-  with pytest.raises(
-    SystemExit, match=r"config\.json cannot be read as a run's configuration: Expec"
-  ):
+  with pytest.raises(SystemExit, match=r"config\.json cannot be read as a run's conf.*: Expec"):
     parsed(recipe=tmp_path / "config.json")
 
 
-def test_a_file_that_does_not_exist_is_told_the_recipes(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+  ("path", "near"),
+  [("configs/quickstrt.py", "; did you mean configs/quickstart.py?"), ("nope.py", ".")],
+)
+def test_a_file_that_does_not_exist_is_told_the_recipes(path, near, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  names = sorted(
-    p.stem for p in (tmp_path / tiny.ROOT / "configs").glob("*.py") if p.stem[0] != "_"
+  names = sorted(p.stem for p in (tiny.ROOT / "configs").glob("*.py") if p.stem[0] != "_")
+  with pytest.raises(SystemExit) as told:
+    parsed(recipe=path)
+  assert str(told.value) == (
+    f"error: --config={path}: there is no such file{near} The recipes are configs/NAME.py, NAME one"
+    f" of {', '.join(names)}"
   )
-  for path, near in {
-    "configs/quickstrt.py": "; did you mean configs/quickstart.py?",
-    "nope.py": ".",
-  }.items():
-    with pytest.raises(SystemExit) as told:
-      parsed(recipe=path)
-    assert str(told.value) == (
-      f"error: --config={path}: there is no such file{near} The recipes are configs/NAME.py, NAME"
-      f" one of {', '.join(names)}"
-    )
 
 
 # --- components -----------------------------------------------------------------------------------
