@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import chex
 import jax.numpy as jnp
 
+from rlvr_jax.ops.component_repr import component_repr
 from rlvr_jax.ops.masked import upcast
 from rlvr_jax.types import Array, Metrics, TrainBatch
 
@@ -30,6 +31,9 @@ class Advantage(NamedTuple):
   update: Callable[..., Any]
   metrics: Callable[[Any], Metrics]
   needs_binary: bool = False
+
+  def __repr__(self) -> str:
+    return component_repr(self)
 
 
 def stateless(function: Callable[[TrainBatch], Array], *, needs_binary: bool = False) -> Advantage:

@@ -65,4 +65,6 @@ def pass_at_k(*, k: int = 4, form: str = "unbiased") -> Advantage:
       batch.rewards, batch.correct, alpha=float(k), delta=1.0, name="pass_at_k"
     )
 
-  return stateless(unbiased if form == "unbiased" else plug_in, needs_binary=True)
+  return stateless(
+    lambda batch: (unbiased if form == "unbiased" else plug_in)(batch), needs_binary=True
+  )

@@ -75,7 +75,8 @@ def check(config: ml_collections.ConfigDict, workdir: str) -> None:
       if any(status == FAIL for status, _ in findings):
         failed.append(name)
   if failed:
-    raise PreflightError(f"{len(failed)} checks have failed: {', '.join(failed)}")
+    checks = "1 check" if len(failed) == 1 else f"{len(failed)} checks"
+    raise PreflightError(f"{checks} failed: {', '.join(failed)}")
   if multihost.is_first():
     say("nothing is in the way of this run")
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from rlvr_jax.ops.component_repr import component_repr
 from rlvr_jax.types import Array, Metrics
 
 
@@ -26,6 +27,9 @@ class Reweighting(NamedTuple):
   apply: Callable[[Array, Array | None, Array], tuple[Array, Metrics]]
   needs_gram: bool = False
   scope: str | int = "batch"
+
+  def __repr__(self) -> str:
+    return component_repr(self)
 
   def on_batch(self, coefficients: Array, gram: Array | None, key: Array) -> tuple[Array, Metrics]:
     """Applies it to the blocks of a batch.

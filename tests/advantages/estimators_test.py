@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.advantage_oracles import ESTIMATORS, MASSES, WITHOUT_GROUP
 from oracles.batches import make_batch, metric_value
+from remedy import remedy
 
 from rlvr_jax import advantages
 from rlvr_jax.types import TrainBatch
@@ -43,14 +44,15 @@ def _coefficients(name, batch, **hyper):
   return estimator.apply(estimator.init(jnp.float32(1.0)), batch)
 
 
-def test_every_estimator_has_an_oracle_and_masses():
-  """FADE has a state, and tests of its own."""
-  expected = set(advantages.__all__) - {"fade"}
-  remedy = "in tests/oracles/advantage_oracles.py, for these names:"
-  different = expected ^ set(ESTIMATORS)
-  assert not different, f"write the formula in plain Python under ESTIMATORS {remedy} {different}"
-  different = expected ^ set(MASSES)
-  assert not different, f"write the gradient masses, or None, under MASSES {remedy} {different}"
+# FADE has a state, and tests of its own.
+@pytest.mark.parametrize("name", sorted({*advantages.__all__, *ESTIMATORS, *MASSES} - {"fade"}))
+def test_an_estimator_has_an_oracle_and_masses(name):
+  file = "tests/oracles/advantage_oracles.py"
+  assert name in advantages.__all__, f"{file} has {name}, which advantages/__init__.py lacks"
+  assert name in ESTIMATORS, (
+    f"write the formula of {name} in plain Python under ESTIMATORS of {file}"
+  )
+  assert name in MASSES, f"write the gradient masses of {name}, or None, under MASSES of {file}"
 
 
 @pytest.mark.parametrize("name, hyper", VARIANTS, ids=str)
@@ -116,6 +118,11 @@ def test_gradient_masses_of_shaped_rewards_go_by_the_sign():
 
 @pytest.mark.parametrize("name", ZERO_WHEN_CONSTANT)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, jnp.bfloat16])
+@remedy(
+  "return zero_if_constant(coefficients, rewards) of advantages/base.py: the mean of equal rewards"
+  " need not be exact. If the estimator does not compare the rollouts of a group, name it under"
+  " WITHOUT_GROUP of tests/oracles/advantage_oracles.py."
+)
 def test_a_constant_group_is_exactly_zero(name, dtype):
   with jax.enable_x64(dtype == np.float64):
     values = np.array([0.0, 1.0, 0.1, 0.7, -0.3, 1e-8, 1 / 3])
@@ -126,6 +133,11 @@ def test_a_constant_group_is_exactly_zero(name, dtype):
 
 
 @pytest.mark.parametrize("name", advantages.__all__)
+@remedy(
+  "begin with rewards = as_group(NAME, batch.rewards) of advantages/base.py, which refuses G = 1,"
+  " and take the mean by group_mean(rewards). If the estimator does not compare the rollouts of a"
+  " group, name it under WITHOUT_GROUP of tests/oracles/advantage_oracles.py."
+)
 def test_a_group_of_one(name):
   """What compares rollouts says so; tests/oracles/advantage_oracles.py lists what does not."""
   batch = _batch(np.ones((3, 1), np.float32))

@@ -262,11 +262,18 @@ def abstract_state(
   config: ml_collections.ConfigDict, method: Method, base: Params, mesh: Mesh
 ) -> TrainState:
   """Shapes, dtypes and shardings of the train state; `base`: shapes of the complete network."""
-  settings = make_lora(config)
+  trained = trained_params(config, base)
 
-  def build(key):
-    trained = base if settings is None else lora.init(key, base, settings)
+  def build():
     zeros = lambda x: jnp.zeros(x.shape, x.dtype)
     return initial_state(method, jax.tree.map(zeros, trained), jnp.zeros(()))
 
-  return sharding.placed(jax.eval_shape(build, jax.random.key(0)), mesh)
+  return sharding.placed(jax.eval_shape(build), mesh)
+
+
+def trained_params(config: ml_collections.ConfigDict, base: Params) -> Params:
+  """Shapes and dtypes of the parameters that are trained: `base`, or its adapters."""
+  settings = make_lora(config)
+  if settings is None:
+    return base
+  return jax.eval_shape(lambda key: lora.init(key, base, settings), jax.random.key(0))
