@@ -24,6 +24,8 @@ from rlvr_jax.rollouts.batch import (
   from_shard,
   grades_of,
   may_finish,
+  solve_rate,
+  solve_rates,
   to_shard,
   with_recorded,
 )
@@ -275,7 +277,7 @@ class Generator:
       assert batch.versions is not None
       began = time.perf_counter()
       own = self.collector.finish(flight, batch.versions.tolist()[: self.num_live])
-      solved, after = np.asarray(own.train.correct).mean(axis=1), batch.after
+      solved, after = solve_rates(own.train).astype(np.float32), batch.after
       after["problems"], found = self.problems.observe(batch.draw, solved, after["problems"])
       own = own._replace(statistics=own.statistics | found)
       batch.timings["time/grade_seconds"] = time.perf_counter() - began
@@ -287,8 +289,10 @@ class Generator:
       graded = with_recorded(own, graded) if graded else own
     assert graded is not None  # there are live or recorded groups, or both
     sources: Any = np.repeat(np.arange(len(self.quotas), dtype=np.int32), self.quotas)
-    solve_rate: Any = np.full(sources.shape, graded.train.correct.mean(), np.float32)
-    train = dataclasses.replace(graded.train, sources=sources, solve_rate=solve_rate)
+    assert batch.versions is not None
+    train = dataclasses.replace(
+      graded.train, sources=sources, solve_rate=solve_rate(graded.train, batch.versions)
+    )
     batch.fingerprint = policy.fingerprint()
     mask, found = np.concatenate(sampled), graded._replace(train=train)
     found = self.with_gaps(found, mask, policy)
@@ -323,7 +327,7 @@ class Generator:
             timings=timings,
           )
         )
-    solved = np.mean([part.train.correct.mean() for part in parts])
+    solved = np.mean([part.train.solve_rate[0] for part in parts])
     raise DynamicSamplingError(
       f"dynamic sampling: {limit} batches of {self.config.batch.prompts} prompts at update"
       f" {policy.version} have too few groups that are neither all right nor all wrong (solve"

@@ -89,7 +89,7 @@ def test_gradient_masses_are_those_of_the_formula():
   rewards = np.array([[1.0, 0, 0, 1], [1, 1, 1, 0]], np.float32)
   batch = _batch(rewards)
   a = np.asarray(_coefficients("power_asym", batch))
-  metrics = advantages.gradient_masses(jnp.asarray(a), batch.rewards, batch.correct)
+  metrics = advantages.gradient_masses(jnp.asarray(a), batch.rewards, batch.correct, batch.valid)
   success = np.mean(np.maximum(a, 0) * (rewards == 1))
   failure = np.mean(np.maximum(-a, 0) * (rewards == 0))
   assert metric_value(metrics["advantage/mass_success"]) == pytest.approx(success)
@@ -102,14 +102,18 @@ def test_gradient_masses_are_those_of_the_formula():
 
 def test_gradient_masses_of_a_success_pushed_down_count_for_neither():
   batch = _batch(np.array([[1.0, 0.0]], np.float32))
-  metrics = advantages.gradient_masses(jnp.array([[-2.0, 3.0]]), batch.rewards, batch.correct)
+  metrics = advantages.gradient_masses(
+    jnp.array([[-2.0, 3.0]]), batch.rewards, batch.correct, batch.valid
+  )
   assert metric_value(metrics["advantage/mass_success"]) == 0
   assert metric_value(metrics["advantage/mass_failure"]) == 0
 
 
 def test_gradient_masses_of_shaped_rewards_go_by_the_sign():
   batch = _batch(np.array([[0.3, 0.9]], np.float32), correct=np.ones((1, 2), np.float32))
-  metrics = advantages.gradient_masses(jnp.array([[-0.3, 0.5]]), batch.rewards, batch.correct)
+  metrics = advantages.gradient_masses(
+    jnp.array([[-0.3, 0.5]]), batch.rewards, batch.correct, batch.valid
+  )
   assert metric_value(metrics["advantage/mass_success"]) == pytest.approx(0.25)
   assert metric_value(metrics["advantage/mass_failure"]) == pytest.approx(0.15)
 
