@@ -145,6 +145,35 @@ def test_pass_at_k_beyond_the_group_says_so():
     _coefficients("pass_at_k", _batch(np.eye(4, dtype=np.float32)), k=5)
 
 
+def test_pass_at_k_beyond_the_valid_rollouts_is_zero_and_counted():
+  batch = _batch(np.array([[1.0, 0, 0, 0], [1, 0, 0, 0]]))
+  batch = dataclasses.replace(batch, valid=jnp.array([[True] * 4, [True, True, True, False]]))
+  estimator = advantages.pass_at_k(k=4)
+  result = estimator.apply((), batch)
+  np.testing.assert_allclose(result, [[0, 0, 0, 0], [0, 0, 0, 0]])  # any four hold a success
+  assert metric_value(estimator.metrics((), batch)["advantage/fewer_than_k"]) == 0.5
+  estimator = advantages.pass_at_k(k=3)
+  np.testing.assert_allclose(
+    estimator.apply((), batch)[0], [3 / 4, -1 / 4, -1 / 4, -1 / 4], rtol=1e-6
+  )
+  assert metric_value(estimator.metrics((), batch)["advantage/fewer_than_k"]) == 0
+
+
+def test_pass_at_k_takes_no_fraction_for_correct():
+  batch = _batch(np.array([[1.0, 0.5, 0, 0]]), correct=np.array([[1.0, 0.5, 0, 0]]))
+  whole = _batch(np.array([[1.0, 0, 0, 0]]))
+  np.testing.assert_array_equal(
+    _coefficients("pass_at_k", batch, k=2), _coefficients("pass_at_k", whole, k=2)
+  )
+
+
+def test_weighted_reinforce_goes_by_the_grade_whatever_the_reward():
+  """A right answer with a penalty or a bonus is right; a wrong one with a reward of 1 is wrong."""
+  batch = _batch(np.array([[0.4, 1.5, 1.0, -1.0]]), correct=np.array([[1.0, 1.0, 0.0, 0.0]]))
+  result = _coefficients("weighted_reinforce", batch, success_weight=0.1)
+  np.testing.assert_allclose(result, [[0.1, 0.1, -1.0, -1.0]])
+
+
 def test_which_estimators_need_binary_rewards():
   needing = {name for name in advantages.__all__ if getattr(advantages, name)().needs_binary}
   assert needing == {"maxrl", "pass_at_k", "power", "power_asym", "fade"}
