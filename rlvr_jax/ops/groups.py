@@ -6,6 +6,8 @@ rounded as by the functions of jax.numpy.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 
 from rlvr_jax.ops.masked import masked_fill, upcast
@@ -30,7 +32,7 @@ def group_deviation(x: Array, valid: Array) -> Array:
 
 def varies(x: Array, valid: Array) -> Array:
   """bool[P, 1], whether two valid rollouts of a group differ; never with fewer than two."""
-  kept = dict(axis=1, keepdims=True, where=valid > 0)
+  kept: dict[str, Any] = dict(axis=1, keepdims=True, where=valid > 0)
   x = upcast(x)
   return ~(jnp.max(x, initial=-jnp.inf, **kept) <= jnp.min(x, initial=jnp.inf, **kept))
 

@@ -273,8 +273,8 @@ class Generator:
     """Waits for the grades and assembles the batch."""
     graded, flight, policy = batch.recorded, batch.flight, batch.snapshot
     sampled = [] if graded is None else [graded.train.mask]
+    assert batch.versions is not None
     if flight is not None:
-      assert batch.versions is not None
       began = time.perf_counter()
       own = self.collector.finish(flight, batch.versions.tolist()[: self.num_live])
       solved, after = solve_rates(own.train).astype(np.float32), batch.after
@@ -289,10 +289,8 @@ class Generator:
       graded = with_recorded(own, graded) if graded else own
     assert graded is not None  # there are live or recorded groups, or both
     sources: Any = np.repeat(np.arange(len(self.quotas), dtype=np.int32), self.quotas)
-    assert batch.versions is not None
-    train = dataclasses.replace(
-      graded.train, sources=sources, solve_rate=solve_rate(graded.train, batch.versions)
-    )
+    rate = solve_rate(graded.train, batch.versions)
+    train = dataclasses.replace(graded.train, sources=sources, solve_rate=rate)
     batch.fingerprint = policy.fingerprint()
     mask, found = np.concatenate(sampled), graded._replace(train=train)
     found = self.with_gaps(found, mask, policy)

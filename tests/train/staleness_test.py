@@ -523,7 +523,11 @@ def test_training_on_a_store_alone(on_policy, train, parts):
     (dict(sources__temperature__recorded="exact"), "recorded = 'exact' is unknown.*'raw'"),
     (dict(sources__temperature__recorded="raw"), "recorded = 'raw' has no effect with fraction"),
     (
-      dict(sources__temperature=dict(fraction=0.5, recorded="raw"), policy_temperature=0.7),
+      dict(
+        sources__temperature__fraction=0.5,
+        sources__temperature__recorded="raw",
+        policy_temperature=0.7,
+      ),
       r"'raw' records .* temperature 1, but config.policy_temperature = 0.7 is trained",
     ),
     (dict(sources__checkpoint__fraction=0.5), "workdir = '' has no run"),
