@@ -112,7 +112,7 @@ def _samples(
   """A human-readable record of every rollout; its rewards are None where it has no grade."""
   rollouts, group_size = flight.rollouts, rewards.shape[1]
   completions = [text for index in range(len(rewards)) for text in flight.texts[index]]
-  both = (np.where(valid, x, None).flat for x in (rewards, shaped))
+  both = (np.where(valid, x, np.array(None)).flat for x in (rewards, shaped))
   per_rollout = (*both, rollouts.lengths.flat, rollouts.stopped.flat)
   return [
     {
@@ -176,7 +176,8 @@ def keep_mixed_groups(parts: Sequence[Graded], quotas: Sequence[int]) -> Graded 
   kept = jax.tree.map(lambda x: x[mixed], batch)
   group_size = batch.correct.shape[1]
   num_sampled = sum(part.prompts for part in parts)
-  known = batch.solve_rate[~np.isnan(batch.solve_rate)]
+  rates: Any = batch.solve_rate
+  known = rates[~np.isnan(rates)]
   solved = known.mean(dtype=np.float64) if known.size else np.nan
   statistics = mean_statistics(parts)
   statistics["dynamic_sampling/prompts_per_group"] = num_sampled / num_prompts

@@ -325,7 +325,7 @@ class Generator:
             timings=timings,
           )
         )
-    solved = np.mean([part.train.solve_rate[0] for part in parts])
+    solved = np.nanmean([solve_rates(part.train) for part in parts])
     raise DynamicSamplingError(
       f"dynamic sampling: {limit} batches of {self.config.batch.prompts} prompts at update"
       f" {policy.version} have too few groups that are neither all right nor all wrong (solve"
