@@ -58,6 +58,7 @@ def batch_of(
   tokens: Array | None = None,
   rewards: Array | None = None,
   correct: Array | None = None,
+  valid: Array | None = None,
   behavior_logprobs: Array | None = None,
   proximal_logprobs: Array | None = None,
   lags: Array | None = None,
@@ -69,6 +70,7 @@ def batch_of(
     tokens: i32[P, G, T], the response tokens.
     rewards: f32[P, G].
     correct: f32[P, G] in {0, 1}; the rewards if it is not given.
+    valid: bool[P, G], False for rollouts without a grade; all True if it is not given.
     behavior_logprobs: f32[P, G, T], nats, under the distribution that was sampled from.
     proximal_logprobs: f32[P, G, T], nats; `decoupled_ppo` needs them.
     lags: i32[P, G], updates since the behavior policy.
@@ -82,7 +84,7 @@ def batch_of(
   for name, given in of_tokens.items():
     if given is not None:
       _shaped(name, given, "P", "G", "T", P=P, G=G, T=T)
-  for name, given in dict(rewards=rewards, correct=correct, lags=lags).items():
+  for name, given in dict(rewards=rewards, correct=correct, valid=valid, lags=lags).items():
     if given is not None:
       _shaped(name, given, "P", "G", P=P, G=G)
   mask = jnp.asarray(mask, jnp.promote_types(jnp.asarray(mask).dtype, jnp.float32))
@@ -94,6 +96,7 @@ def batch_of(
     behavior_logprobs=jnp.zeros_like(mask) if behavior_logprobs is None else behavior_logprobs,
     rewards=rewards,
     correct=rewards if correct is None else jnp.asarray(correct),
+    valid=jnp.ones((P, G), bool) if valid is None else jnp.asarray(valid),
     proximal_logprobs=proximal_logprobs,
     lags=lags,
   )
@@ -105,6 +108,7 @@ def advantages_of(
   *,
   mask: Array | None = None,
   correct: Array | None = None,
+  valid: Array | None = None,
   state: Any = (),
 ) -> Array:
   """Coefficients f32[P, G] of an estimator of `rlvr_jax.advantages`.
@@ -114,6 +118,8 @@ def advantages_of(
     rewards: f32[P, G].
     mask: [P, G, T]; `opo` reads the lengths of responses from it.
     correct: f32[P, G] in {0, 1}; the rewards if it is not given.
+    valid: bool[P, G], False for rollouts that your grader has failed on: they get 0, and the others
+      what they would get without them. Set their loss mask to 0, too. None: all are valid.
     state: of `fade` alone: `estimator.init(entropy)` first, then what `estimator.update(state,
       batch_of(…), entropy)` returns.
   Raises:
@@ -123,7 +129,7 @@ def advantages_of(
   _shaped("rewards", rewards, "P", "G")
   rewards = jnp.asarray(rewards)
   mask = jnp.ones((*rewards.shape, 1)) if mask is None else mask
-  return estimator.apply(state, batch_of(mask, rewards=rewards, correct=correct))
+  return estimator.apply(state, batch_of(mask, rewards=rewards, correct=correct, valid=valid))
 
 
 def loss_of(
@@ -253,7 +259,12 @@ def gram_of_gradients(function: Callable[..., Array], params: Any, *rollouts: An
 
 
 def reweighted(
-  rule: Reweighting, coefficients: Array, gram: Array | None = None, *, key: Array | None = None
+  rule: Reweighting,
+  coefficients: Array,
+  gram: Array | None = None,
+  *,
+  valid: Array | None = None,
+  key: Array | None = None,
 ) -> tuple[Array, dict[str, Array]]:
   """(coefficients f32[P, G], metrics by name) of a rule of `rlvr_jax.reweighting`: `salt()`.
 
@@ -262,6 +273,7 @@ def reweighted(
     coefficients: f32[P, G], the advantages.
     gram: f32[B, B], of `gram_of_head` or `gram_of_gradients`, not divided by B; None where the rule
       needs none.
+    valid: bool[P, G], as for `advantages_of`; None: all.
     key: random key; only SALT's ablation `random_subspace` reads it. None for key 0.
   Raises:
     ValueError: the rule is no component, an array has another shape, or the rule needs `gram`.
@@ -271,7 +283,8 @@ def reweighted(
   if gram is not None or rule.needs_gram:
     _check_gram(gram, P * G)
   key = jax.random.key(0) if key is None else key
-  found, metrics = rule.on_batch(coefficients, gram, key)
+  valid = jnp.ones(coefficients.shape, bool) if valid is None else valid
+  found, metrics = rule.on_batch(coefficients, gram, valid, key)
   return found, reductions.values(metrics)
 
 

@@ -316,8 +316,8 @@ def _estimator_run(name):
   def run(state, batch, entropy):
     TRACES[name] += 1
     coefficients = estimator.apply(state, batch)
-    metrics = advantages.gradient_masses(coefficients, batch.rewards, batch.correct)
-    metrics |= estimator.metrics(state)
+    metrics = advantages.gradient_masses(coefficients, batch.rewards, batch.correct, batch.valid)
+    metrics |= estimator.metrics(state, batch)
     return coefficients, reductions.values(metrics), estimator.update(state, batch, entropy)
 
   return run
@@ -393,7 +393,8 @@ def _reweighting_case(seed, dtype=np.float32):
 def _reweighting_run(name):
   def run(coefficients, gram, key):
     TRACES[name] += 1
-    result, metrics = REWEIGHTINGS[name].apply(coefficients, gram, key)
+    valid = jnp.ones(coefficients.shape, bool)
+    result, metrics = REWEIGHTINGS[name].apply(coefficients, gram, valid, key)
     return result, reductions.values(metrics)
 
   return run

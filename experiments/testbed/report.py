@@ -24,6 +24,7 @@ from rlvr_jax.colab.results import curve
 from rlvr_jax.evaluate import compare, curves
 from rlvr_jax.evaluate.run_files import GEOMETRY_FOLDER, read_metrics
 from rlvr_jax.geometry.diagnostics import cosine_gram
+from rlvr_jax.ops.groups import group_mean
 from rlvr_jax.storage.files import replacing
 
 SPANS = 12  # of the updates of a run, over each of which a metric of training is averaged
@@ -107,9 +108,10 @@ def masses(measurements: Sequence[Mapping[str, np.ndarray]]) -> list[tuple[int, 
   found: list[list[tuple[float, float]]] = [[] for _ in RATES[1:]]
   for arrays in measurements:
     A, rewards = np.asarray(arrays["coefficients"]), np.asarray(arrays["rewards"])
-    rates = rewards.mean(axis=1)
-    of_group = lambda a, r: gradient_masses(a[None], r[None], r[None])
-    by_name = jax.vmap(of_group)(jnp.asarray(A), jnp.asarray(rewards))
+    valid = np.asarray(arrays.get("valid", np.ones(rewards.shape, bool)))
+    rates = np.asarray(group_mean(rewards, valid))[:, 0]
+    of_group = lambda a, r, v: gradient_masses(a[None], r[None], r[None], v[None])
+    by_name = jax.vmap(of_group)(*map(jnp.asarray, (A, rewards, valid)))
     mean = lambda metric: np.asarray(metric.total / metric.weight, np.float64)
     success = mean(by_name["advantage/mass_success"])
     failure = mean(by_name["advantage/mass_failure"])

@@ -205,6 +205,12 @@ def _at_other_temperature(
       "config.sources.temperature: recorded = 'raw' has no effect with fraction = 0; set"
       " config.sources.temperature.fraction > 0, or recorded = 'sampled'"
     )
+  if recorded == "raw" and config.policy_temperature != UNHEATED.temperature:
+    raise ValueError(
+      "config.sources.temperature.recorded = 'raw' records log-probabilities at temperature 1, but"
+      f" config.policy_temperature = {config.policy_temperature} is trained, so that all ratios"
+      " would be off; set config.policy_temperature = 1.0, or recorded = 'sampled'"
+    )
   sampling = dataclasses.replace(sampling_of(config.sampling), temperature=temperature)
   check_sampling(sampling, vocab_size)
   check_between("config.sources.temperature", "temperature", temperature, low=0.0, open_low=True)

@@ -241,6 +241,7 @@ def abstract_batch(
     behavior_logprobs=of((P, G, T), jnp.float32),
     rewards=of((P, G), jnp.float32),
     correct=of((P, G), jnp.float32),
+    valid=of((P, G), jnp.bool_),
     lags=of((P, G), jnp.int32),
     sources=of((P,), jnp.int32),
     reference_logprobs=of((P, G, T), jnp.float32) if config.reference.kl_coefficient else None,
