@@ -48,7 +48,7 @@ LOSS_DTYPES = remedy(
   " the gradient has the dtype of the input."
 )
 ESTIMATOR_DTYPES = remedy(
-  "begin with rewards = as_group(NAME, batch.rewards) of advantages/base.py, which are float32, or"
+  "begin with rewards = as_group(NAME, batch.rewards, batch.valid) of advantages/base.py, which are float32, or"
   " raise inputs by ops.masked.upcast; return one coefficient per rollout, [P, G]."
 )
 REWEIGHTING_DTYPES = remedy(
@@ -60,7 +60,7 @@ FINITE = remedy(
 )
 ESTIMATOR_FINITE = remedy(
   "add an epsilon to what divides, or guard it by jnp.maximum: all rewards of a group may be equal,"
-  " and all responses empty. Then return zero_if_constant(coefficients, rewards) of"
+  " and all responses empty. Then return zero_if_constant(coefficients, rewards, batch.valid) of"
   " advantages/base.py."
 )
 MASKED = remedy(

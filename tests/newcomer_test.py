@@ -40,7 +40,7 @@ def test_an_estimator_in_the_dtype_of_its_input(estimator):
   told = told_by(
     contract_test.test_estimator_gives_float32_per_rollout, estimator(centered), jnp.bfloat16
   )
-  assert "as_group(NAME, batch.rewards)" in told and "divides" not in told
+  assert "as_group(NAME, batch.rewards, batch.valid)" in told and "divides" not in told
 
 
 def test_an_estimator_that_divides_by_zero(estimator):
@@ -53,10 +53,13 @@ def test_an_estimator_that_divides_by_zero(estimator):
 def test_an_estimator_without_the_helpers(estimator):
   name = estimator(centered)
   told = told_by(estimators_test.test_a_constant_group_is_exactly_zero, name, jnp.float32)
-  assert "return zero_if_constant(coefficients, rewards)" in told and "WITHOUT_GROUP" in told
+  assert (
+    "return zero_if_constant(coefficients, rewards, batch.valid)" in told
+    and "WITHOUT_GROUP" in told
+  )
   told = told_by(estimators_test.test_a_group_of_one, name)
-  assert "as_group(NAME, batch.rewards)" in told and "refuses G = 1" in told
-  assert "group_mean(rewards)" in told and "WITHOUT_GROUP" in told
+  assert "as_group(NAME, batch.rewards, batch.valid)" in told and "refuses G = 1" in told
+  assert "group_mean(rewards, batch.valid)" in told and "WITHOUT_GROUP" in told
 
 
 SIGNATURES = {"annotated": "(alpha=2.0) -> 'Advantage'", "bare": "(*, alpha=2.0)"}

@@ -15,6 +15,7 @@ from rlvr_jax.rewards import Grade, Outcome, outcome_policy, rewards_from_grades
 from rlvr_jax.rollouts.batch import (
   FOREIGN,
   Graded,
+  Position,
   RolloutBatch,
   batch_from_arrays,
   batch_to_arrays,
@@ -39,7 +40,7 @@ def _groups():
   lengths = np.array([[3, 5], [2, 1]], np.int32)  # the stop token is counted
   stopped = np.array([[True, False], [True, True]])
   logprobs = np.full((P, G, T), -1.0, np.float32)
-  return [Group(p, tokens[p], lengths[p], stopped[p], logprobs[p]) for p in range(P)]
+  return [Group(None, p, tokens[p], lengths[p], stopped[p], logprobs[p]) for p in range(P)]
 
 
 def _collect(grades, **settings):
@@ -62,8 +63,8 @@ def _collect(grades, **settings):
     **settings,
   )
   flight = collector.begin(problems)
-  for index, group in reversed([*enumerate(_groups())]):  # the second is finished first
-    collector.add(flight, index, group)
+  for group in reversed(_groups()):  # the second is finished first
+    collector.add(group._replace(owner=flight))
   return collector.finish(flight, [3, 5]), seen
 
 
@@ -125,7 +126,7 @@ def test_the_length_of_a_crashed_rollout_does_not_move_the_baseline():
   limit, size = 40, 8
   lengths = np.array([[2] * (size - 1) + [limit]], np.int32)
   zeros = np.zeros((1, size, limit))
-  group = Group(0, zeros[0].astype(int), lengths[0], np.ones(size, bool), zeros[0])
+  group = Group(None, 0, zeros[0].astype(int), lengths[0], np.ones(size, bool), zeros[0])
   grades = [Grade(Outcome.WRONG)] * (size - 1) + [Grade(Outcome.CRASHED)]
   collector = Collector(
     tokenizer=ByteTokenizer(),
@@ -136,7 +137,7 @@ def test_the_length_of_a_crashed_rollout_does_not_move_the_baseline():
     overlong_buffer=20,
   )
   flight = collector.begin([Problem("5+7=", "12", "", {})])
-  collector.add(flight, 0, group)
+  collector.add(group._replace(owner=flight))
   batch = jax.tree.map(jnp.asarray, collector.finish(flight, [0]).train)
   for estimator in (advantages.grpo(), advantages.rloo(), advantages.log_mean_exp()):
     assert not np.any(estimator.apply((), batch))
@@ -216,7 +217,8 @@ def test_the_solve_rate_is_a_mean_of_groups_that_this_run_sampled():
 
 def test_a_batch_of_an_earlier_version_is_read_or_refused_by_name(tmp_path):
   graded, _ = _collect(GRADES[:2] + GRADES[:2])
-  batch = RolloutBatch(number=7, version=0, versions=np.zeros(P, np.int32), graded=graded)
+  versions, position = np.zeros(P, np.int32), Position(8, 8, -1, {})
+  batch = RolloutBatch(number=7, version=0, versions=versions, position=position, graded=graded)
   arrays, info = to_shard(batch)
   del arrays["valid"]
   read = from_shard(7, arrays, info).graded.train

@@ -15,7 +15,7 @@ class DynamicSamplingError(RuntimeError):
   """A batch could not be filled with groups that are neither all right nor all wrong."""
 
 
-def filled(
+def fill_with_mixed_groups(
   batches: Iterable[RolloutBatch], quotas: Sequence[int], *, max_batches: int
 ) -> RolloutBatch:
   """One batch of groups that are neither all right nor all wrong; see `keep_mixed_groups`.

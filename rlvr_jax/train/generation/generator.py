@@ -367,7 +367,7 @@ class Generator:
         for complete in self._sample([self._start(policy)], policy):
           yield from map(self._finish, complete)
 
-    batch = dynamic_sampling.filled(
+    batch = dynamic_sampling.fill_with_mixed_groups(
       graded(), self._parts.sources.quotas, max_batches=c.dynamic_sampling.max_batches
     )
     self._counts = self._counts._replace(number=number + 1)
