@@ -48,8 +48,8 @@ LOSS_DTYPES = remedy(
   " the gradient has the dtype of the input."
 )
 ESTIMATOR_DTYPES = remedy(
-  "begin with rewards = as_group(NAME, batch.rewards, batch.valid) of advantages/base.py, which are float32, or"
-  " raise inputs by ops.masked.upcast; return one coefficient per rollout, [P, G]."
+  "begin with rewards = as_group(NAME, batch.rewards, batch.valid) of advantages/base.py, which are"
+  " float32, or raise inputs by ops.masked.upcast; return one coefficient per rollout, [P, G]."
 )
 REWEIGHTING_DTYPES = remedy(
   "begin with ops.masked.upcast(coefficients), and of the Gram matrix; return one per rollout."

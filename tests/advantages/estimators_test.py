@@ -123,9 +123,9 @@ def test_gradient_masses_of_shaped_rewards_go_by_the_sign():
 @pytest.mark.parametrize("name", ZERO_WHEN_CONSTANT)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, jnp.bfloat16])
 @remedy(
-  "return zero_if_constant(coefficients, rewards, batch.valid) of advantages/base.py: the mean of equal rewards"
-  " need not be exact. If the estimator does not compare the rollouts of a group, name it under"
-  " WITHOUT_GROUP of tests/oracles/advantage_oracles.py."
+  "return zero_if_constant(coefficients, rewards, batch.valid) of advantages/base.py: the mean of"
+  " equal rewards need not be exact. If the estimator does not compare the rollouts of a group,"
+  " name it under WITHOUT_GROUP of tests/oracles/advantage_oracles.py."
 )
 def test_a_constant_group_is_exactly_zero(name, dtype):
   with jax.enable_x64(dtype == np.float64):
@@ -138,9 +138,10 @@ def test_a_constant_group_is_exactly_zero(name, dtype):
 
 @pytest.mark.parametrize("name", advantages.__all__)
 @remedy(
-  "begin with rewards = as_group(NAME, batch.rewards, batch.valid) of advantages/base.py, which refuses G = 1,"
-  " and take the mean by group_mean(rewards, batch.valid). If the estimator does not compare the rollouts of a"
-  " group, name it under WITHOUT_GROUP of tests/oracles/advantage_oracles.py."
+  "begin with rewards = as_group(NAME, batch.rewards, batch.valid) of advantages/base.py, which"
+  " refuses G = 1, and take the mean by group_mean(rewards, batch.valid) of ops/groups.py. If the"
+  " estimator does not compare the rollouts of a group, name it under WITHOUT_GROUP of"
+  " tests/oracles/advantage_oracles.py."
 )
 def test_a_group_of_one(name):
   """What compares rollouts says so; tests/oracles/advantage_oracles.py lists what does not."""

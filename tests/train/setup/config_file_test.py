@@ -35,7 +35,7 @@ def parsed(*arguments, recipe="configs/quickstart.py"):
 
 
 def test_a_part_of_a_keyword_that_is_not_there():
-  told = refused("--config.task.name=train.config_file_test:own_task",
+  told = refused("--config.task.name=train.setup.config_file_test:own_task",
                  "--config.task.kwargs.names.first=3")  # fmt: skip
   assert "kwargs.names has no field 'first' yet; set it as a dict, " in told
 
@@ -186,7 +186,7 @@ def test_under_another_task_s_name_the_recipe_s_keywords_are_dropped():
 
 def test_a_task_of_one_s_own():
   c = parsed(
-    "--config.task.name=train.config_file_test:own_task",
+    "--config.task.name=train.setup.config_file_test:own_task",
     "--config.task.kwargs.size=3",
     "--config.task.kwargs.scale=0.5",
     "--config.task.kwargs.names=('a', 'b')",
