@@ -234,9 +234,9 @@ def test_the_checker_sees_a_violation(tmp_path, path, code, reported):
     ("rewards/a.py", "from rlvr_jax.codejudge import sandbox"),
     (
       "colab/a.py",
-      "from rlvr_jax.commands.train import train\nfrom rlvr_jax.evaluate import curves",
+      "from rlvr_jax.train.session import train\nfrom rlvr_jax.evaluate import curves",
     ),
-    ("main.py", "from rlvr_jax.train import loop"),
+    ("main.py", "from rlvr_jax.commands import choose"),
   ],
 )
 def test_the_checker_allows_what_is_allowed(tmp_path, path, code):

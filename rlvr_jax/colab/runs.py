@@ -9,8 +9,9 @@ import tempfile
 
 import ml_collections
 
-from rlvr_jax.commands.train import train
 from rlvr_jax.configs import quickstart, steps
+from rlvr_jax.train.reporting.report import write_report
+from rlvr_jax.train.session import session
 from rlvr_jax.train.setup.build import build
 
 
@@ -28,7 +29,9 @@ def trained(config: ml_collections.ConfigDict, workdir: str = "") -> pathlib.Pat
   folder = pathlib.Path(workdir or tempfile.mkdtemp(prefix="rlvr_jax_"))
   silent = io.StringIO()
   with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
-    train(build(config), folder)
+    with session(build(config), folder) as run:
+      run.trainer.run(run.now)
+      write_report(run.workdir.local, run.workdir.kept)
   return folder
 
 

@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention_kernel as kernels
 
-from rlvr_jax.ops.decoding import Pages
+from rlvr_jax.ops.caches import Pages
 from rlvr_jax.types import Array
 
 _CORES = {"TPU v4": 2, "TPU v5": 2, "TPU v5p": 2}  # of a device; others have one

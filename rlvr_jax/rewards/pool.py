@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from rlvr_jax.rewards.loading import checked_grader
+from rlvr_jax.rewards.by_name import checked_grader
 from rlvr_jax.rewards.outcome import Grade
 from rlvr_jax.rewards.worker_process import KILL_WAIT_S, MAX_LONGER_S, WorkerProcess, request
 
@@ -89,7 +89,7 @@ class GraderPool:
     memory_mib: limit on each worker's address space, MiB; None for no limit.
     environment: variables added to the workers' environment.
     preload: strings of further graders that each worker loads and tests at its start. Graders that
-      only references name (see `combined`) are otherwise loaded within an item's time limit.
+      only references name (see `by_name`) are otherwise loaded within an item's time limit.
     on_grade: called by a thread of the pool at every grade; shows that grading makes progress.
   Raises:
     ValueError: an argument out of range, an unknown grader, or an environment that is not text.

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from rlvr_jax.data import Tokenizer
 from rlvr_jax.models.functional import Model
-from rlvr_jax.ops.decoding import CacheShape, choose_cache
+from rlvr_jax.ops.caches import CacheShape, choose_cache
 from rlvr_jax.rollouts.decoder import slot_bytes
 from rlvr_jax.rollouts.engine import Engine
 from rlvr_jax.train.cluster import compiling, multihost, sharding
