@@ -20,7 +20,6 @@ import numpy as np
 
 from experiments.testbed.arms import GRPO, Arms
 from rlvr_jax.advantages.masses import gradient_masses
-from rlvr_jax.colab.results import curve
 from rlvr_jax.evaluate import compare, curves
 from rlvr_jax.evaluate.run_files import GEOMETRY_FOLDER, read_metrics
 from rlvr_jax.geometry.diagnostics import cosine_gram
@@ -269,7 +268,7 @@ def figure(results: Sequence[Result], panels: Sequence[Panel], path: pathlib.Pat
 def _curves(runs: Sequence[Result], metric: str) -> list[tuple[curves.Floats, curves.Floats]]:
   """The curves of the runs that have the metric."""
   having = [r for r in runs if metric in r["evaluations"] or metric in r["train"]]
-  return [curve(run, metric) for run in having]
+  return [compare.curve_of(run, metric) for run in having]
 
 
 # --- the program ----------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ __all__ = [
   "results",
   "rollouts",
   "runs",
-  "same_rollouts",
   "staleness",
   "toy",
 ]

@@ -12,8 +12,9 @@ import numpy as np
 from rlvr_jax import advantages, losses, parts
 from rlvr_jax.advantages import Advantage
 from rlvr_jax.colab.display import COLORS, legend_outside
-from rlvr_jax.colab.same_rollouts import Comparison
+from rlvr_jax.evaluate.figures import plot_cosines
 from rlvr_jax.losses import Loss
+from rlvr_jax.train.same_rollouts import Comparison
 from rlvr_jax.types import TrainBatch
 
 # --- quantities -----------------------------------------------------------------------------------
@@ -59,18 +60,6 @@ def token_weights(loss: Loss, ratios: np.ndarray, coefficient: float) -> np.ndar
 
 
 # --- drawing --------------------------------------------------------------------------------------
-
-
-def plot_cosines(axes: Any, names: Sequence[str], matrix: np.ndarray) -> Any:
-  """A heat-map of pairwise cosines with their numbers; the image is returned for a color bar."""
-  image = axes.imshow(matrix, vmin=-1, vmax=1, cmap="RdBu")
-  axes.set_xticks(range(len(names)), names, rotation=60, ha="right")
-  axes.set_yticks(range(len(names)), names)
-  axes.grid(visible=False)
-  for (i, j), value in np.ndenumerate(matrix):
-    color = "white" if abs(value) > 0.6 else "black"
-    axes.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color=color)
-  return image
 
 
 def draw_cosines(comparison: Comparison, lag: int) -> None:

@@ -12,8 +12,6 @@ import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
 from rlvr_jax.colab.display import COLORS, legend_outside
 from rlvr_jax.evaluate import compare, curves
 from rlvr_jax.evaluate.compare import Result
@@ -76,24 +74,6 @@ def _measured(run: Result) -> list[str]:
   ]
 
 
-def curve(run: Result, metric: str) -> tuple[curves.Floats, curves.Floats]:
-  """A run's values of a metric, f64[N], after how many updates, f64[N].
-
-  They are those of the evaluations, of the measurements in training, or means over equal spans of
-  the updates, each at the middle of its span.
-
-  Raises:
-    ValueError: the run has no such curve.
-  """
-  if metric in run.get("curves", {}):
-    x, y = np.array(run["curves"][metric], np.float64).T
-    return x, y
-  if metric in run.get("train", {}):
-    y = np.array(run["train"][metric], np.float64)
-    return (np.arange(y.size) + 0.5) / y.size * run["evaluations"]["updates"][-1], y
-  return compare.curve_of(run, metric)
-
-
 def value(run: Result, metric: str) -> float:
   """One number of a run: of a held-out metric the last value, of one in training the mean.
 
@@ -104,7 +84,7 @@ def value(run: Result, metric: str) -> float:
     return compare.final(run, metric)
   if isinstance(run.get(metric), (int, float)):
     return float(run[metric])
-  return float(curve(run, metric)[1].mean())
+  return float(compare.curve_of(run, metric)[1].mean())
 
 
 def by_seed(runs: Sequence[Result], metric: str) -> dict[str, dict[int, float]]:
@@ -246,7 +226,9 @@ def draw_curves(runs: Sequence[Result], metric: str, baseline: str, labels: Sequ
   if unknown or not labels:
     raise ValueError(f"draw_curves: labels = {list(labels)}; choose some of {known}")
   found = compare.by_label(runs)
-  by_label = {label: [curve(run, metric) for run in found[label]] for label in (baseline, *labels)}
+  by_label = {
+    label: [compare.curve_of(run, metric) for run in found[label]] for label in (baseline, *labels)
+  }
   points = [label for label, of_label in by_label.items() if min(x.size for x, _ in of_label) < 2]
   if points:
     raise ValueError(f"draw_curves: {points} have one value of {metric}, which is no curve")

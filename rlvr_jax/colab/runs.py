@@ -6,11 +6,13 @@ import contextlib
 import io
 import pathlib
 import tempfile
+from typing import Any
 
 import ml_collections
 
 from rlvr_jax.configs import quickstart, steps
 from rlvr_jax.train.reporting.report import write_report
+from rlvr_jax.train.same_rollouts import Comparison, compared
 from rlvr_jax.train.session import session
 from rlvr_jax.train.setup.build import build
 
@@ -33,6 +35,21 @@ def trained(config: ml_collections.ConfigDict, workdir: str = "") -> pathlib.Pat
       run.trainer.run(run.now)
       write_report(run.workdir.local, run.workdir.kept)
   return folder
+
+
+def compared_silently(**arguments: Any) -> Comparison:
+  """Calls `same_rollouts.compared` with a temporary workdir, without its output.
+
+  Args:
+    arguments: those of `compared`, without the workdir.
+  """
+  silent = io.StringIO()
+  with (
+    tempfile.TemporaryDirectory() as workdir,
+    contextlib.redirect_stdout(silent),
+    contextlib.redirect_stderr(silent),
+  ):
+    return compared(workdir, **arguments)
 
 
 def sums(*, updates: int, seed: int = 0) -> ml_collections.ConfigDict:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import pathlib
 import re
@@ -155,9 +154,3 @@ def memory(compiled: Any) -> dict[str, float]:
     "temporary": used.temp_size_in_bytes,
     "program": used.generated_code_size_in_bytes,
   }
-
-
-def device_bytes(tree: Any) -> float:
-  """Of every leaf's shard on one device."""
-  leaves = jax.tree.leaves(tree)
-  return float(sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves))

@@ -14,7 +14,7 @@ from rlvr_jax.data.batches import problem_batches
 from rlvr_jax.data.mixture import joined, seed_of
 from rlvr_jax.data.problems import Problem, ProblemSource, Task
 from rlvr_jax.data.sources import Change, Chosen, Concatenated, in_random_order
-from rlvr_jax.data.task_utils import check_within
+from rlvr_jax.ops.checks import check_between, check_choice
 
 _MAX_PROBLEMS = 1_000_000  # whose estimates are kept one by one
 WEIGHTS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -61,13 +61,11 @@ def curriculum(
   """
   if not parts:
     raise ValueError("parts is empty: give at least one, {label: {'name': …, 'kwargs': …}}")
-  for name, value, allowed in (("by", by, ("problem", "part")), ("weight", weight, (*WEIGHTS,))):
-    if value not in allowed:
-      raise ValueError(f"{name} is {value!r}, must be one of {list(allowed)}")
-  check_within("first", first, 0, 1)
-  for name, value in (("rate", rate), ("floor", floor)):
-    if not 0 < value <= 1:
-      raise ValueError(f"{name} is {value}, must be in (0, 1]")
+  check_choice("curriculum", "by", by, ("problem", "part"))
+  check_choice("curriculum", "weight", weight, WEIGHTS)
+  check_between("curriculum", "rate", rate, low=0.0, high=1.0, open_low=True)
+  check_between("curriculum", "first", first, low=0.0, high=1.0)
+  check_between("curriculum", "floor", floor, low=0.0, high=1.0, open_low=True)
   task, train = joined("curriculum", parts)
   if by == "problem" and len(task.train) > _MAX_PROBLEMS:
     raise ValueError(

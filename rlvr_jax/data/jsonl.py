@@ -13,7 +13,8 @@ from rlvr_jax.data.problems import Problem, Task
 from rlvr_jax.data.published.files import PublishedFiles
 from rlvr_jax.data.published.rows import Row
 from rlvr_jax.data.sources import Chosen, QuestionKeys, question_key
-from rlvr_jax.data.task_utils import check_size, fill_template, warn_of_common_answer
+from rlvr_jax.data.task_utils import check_available, fill_template, warn_of_common_answer
+from rlvr_jax.ops.checks import check_integer
 
 NAME = "jsonl"
 
@@ -53,9 +54,8 @@ def jsonl(
     ValueError: a line is not a JSON object or lacks a field (the message names file and line), a
       size is out of range, or nothing is left to train on.
   """
-  # Over 60 lines: half is its arguments and what they mean.
-  check_size("warm_start_size", warm_start_size)
-  check_size("held_out_size", held_out_size, minimum=0 if held_out else 1)
+  check_integer("jsonl", "warm_start_size", warm_start_size, low=0)
+  check_integer("jsonl", "held_out_size", held_out_size, low=0 if held_out else 1)
   if warm_start_size and not solution:
     raise ValueError(
       f"warm_start_size is {warm_start_size}, but there are no demonstrations: set solution to a"
@@ -68,7 +68,7 @@ def jsonl(
   chosen = _held_out(given, read(held_out) if held_out else [], held_out_size, split_seed)
   held_out_problems = Chosen.of(chosen)
   left = Chosen.of(given).without(QuestionKeys(held_out_problems.keys()))
-  check_size("warm_start_size", warm_start_size, maximum=max(len(left) - 1, 0))
+  check_available("jsonl", "warm_start_size", warm_start_size, max(len(left) - 1, 0))
   problems = [left[index] for index in range(len(left))]
   if not problems:
     raise ValueError(f"all {len(given)} problems of {train} are held out; lower held_out_size")
@@ -136,10 +136,10 @@ def _held_out(
   """The held-out problems: of their own file if it has any, or else split off `train`."""
   if own:
     distinct = _distinct(own)
-    check_size("held_out_size", size, maximum=len(distinct))
+    check_available("jsonl", "held_out_size", size, len(distinct))
     return distinct[: size or len(distinct)]
   distinct = _distinct(train)
-  check_size("held_out_size", size, maximum=len(distinct) - 1)
+  check_available("jsonl", "held_out_size", size, len(distinct) - 1)
   place = lambda problem: hashlib.sha256(
     f"{seed} {question_key(problem.question)}".encode()
   ).hexdigest()

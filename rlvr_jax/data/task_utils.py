@@ -41,18 +41,13 @@ def fill_template(what: str, template: str, fields: Mapping[str, Any]) -> str:
     ) from error
 
 
-def check_size(name: str, size: int, *, minimum: int = 0, maximum: int | None = None) -> None:
-  """Raises unless minimum ≤ size ≤ maximum."""
-  if size < minimum:
-    raise ValueError(f"{name} is {size}, must be at least {minimum}")
-  if maximum is not None and size > maximum:
-    raise ValueError(f"{name} is {size}, but there are only {maximum} problems to take it from")
-
-
-def check_within(name: str, value: float, low: float, high: float) -> None:
-  """Raises unless low ≤ value ≤ high."""
-  if not low <= value <= high:
-    raise ValueError(f"{name} is {value}, must be in [{low:g}, {high:g}]")
+def check_available(owner: str, name: str, size: int, available: int) -> None:
+  """Raises ValueError unless `size` problems can be taken from `available` ones."""
+  if size > available:
+    raise ValueError(
+      f"{owner}: {name} = {size}, but there are only {available} problems to take it from;"
+      f" lower {name}"
+    )
 
 
 def graded_alike(graders: Sequence[str]) -> tuple[str, list[Change]]:

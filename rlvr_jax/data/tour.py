@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from rlvr_jax.data.problems import Problem, Task
 from rlvr_jax.data.seeded import seeded_task
-from rlvr_jax.data.task_utils import check_size, check_within
+from rlvr_jax.ops.checks import check_between, check_integer
 
 CELLS = string.ascii_uppercase + string.ascii_lowercase + string.digits + "+/"  # row by row
 _MAX_TRIES = 1000
@@ -51,13 +51,12 @@ def tour(
   Raises:
     ValueError: an argument is out of range, or no problem fits them.
   """
-  # Over 60 lines: more than half is its arguments and what they mean.
-  check_within("width", width, 3, 8)
-  check_size("goals", goals, minimum=1)
-  check_within("walls", walls, 0, width**2 - goals - 1)
-  check_within("slack", slack, 1.0, 60.0)
-  check_size("longest", longest, minimum=goals)
-  check_within("detour_share", detour_share, 0.0, 0.9)
+  check_integer("tour", "width", width, low=3, high=8)
+  check_integer("tour", "goals", goals, low=1)
+  check_integer("tour", "walls", walls, low=0, high=width**2 - goals - 1)
+  check_between("tour", "slack", slack, low=1.0, high=60.0)
+  check_integer("tour", "longest", longest, low=goals)
+  check_between("tour", "detour_share", detour_share, low=0.0, high=0.9)
   draw = functools.partial(
     _problem,
     width=width,

@@ -7,6 +7,7 @@ __all__ = [
   "functional",
   "huggingface",
   "lora",
+  "memory",
   "presets",
   "transformer",
 ]

@@ -148,12 +148,6 @@ def test_a_number_of_a_run_is_its_last_value_its_measurement_or_its_mean():
     results.by_seed(RUNS, "x")
 
 
-def test_a_curve_is_of_evaluations_of_measurements_or_of_spans():
-  np.testing.assert_array_equal(results.curve(RUNS[0], "eval/pass@1"), [[0, 10], [0.1, 0.2]])
-  np.testing.assert_array_equal(results.curve(RUNS[0], "policy/entropy"), [[1, 9], [3, 1]])
-  np.testing.assert_array_equal(results.curve(RUNS[1], "loss/ess"), [[2.5, 7.5], [0.5, 0.7]])
-
-
 def test_differences_have_an_interval_from_two_seeds_on(axes):
   results.plot_differences(axes, RUNS, "eval/pass@1", "a")
   assert [label.get_text() for label in axes.get_yticklabels()] == [
