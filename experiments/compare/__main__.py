@@ -1,4 +1,4 @@
-"""Same rollouts, many methods: what each would do with one recorded batch, fresh and stale.
+"""Comparison of recipes on one recorded batch of rollouts, fresh and stale.
 
   python -m experiments.compare --workdir=runs/compare
 
@@ -75,7 +75,7 @@ def draw(path: pathlib.Path, names: Sequence[str], matrix: np.ndarray, title: st
 
 
 def compare(workdir: pathlib.Path, **arguments: Any) -> dict[int, dict[str, dict[str, float]]]:
-  """Everything that the module's docstring says; returns the numbers by lag and recipe.
+  """Runs the comparison and writes all files; returns the numbers by lag and recipe.
 
   Args:
     workdir: folder for the results.
@@ -106,7 +106,7 @@ def main(argv: list[str]) -> None:
     rollouts=_ROLLOUTS.value,
   )
   say((workdir / "compare.md").read_text())
-  say(f"heat-maps and numbers lie in {workdir}")
+  say(f"heat-maps and numbers: {workdir}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the experiments on the testbed share: what is kept of a run, tables, figures, pages.
+"""Measurements, tables, figures and pages of the experiments on the testbed.
 
   python -m experiments.fade.tables --workdir=runs/evidence
 
@@ -47,7 +47,7 @@ OfRun = Callable[[Result], float | None]
 
 
 def measured(workdir: str) -> dict[str, Any]:
-  """What joins a run's result.
+  """Measurements that are added to a run's result.
 
   Returns:
     train: metric → means over `SPANS` equal spans of the updates; geometry: metric → mean over the
@@ -296,7 +296,7 @@ def results_of(home: pathlib.Path, arms: Arms, argv: Sequence[str] | None) -> li
 
 
 def written_into(page: str, text: str) -> str:
-  """The page with `text` between its two marks.
+  """Inserts `text` between the two marks of a page.
 
   Raises:
     ValueError: the page lacks the marks.

@@ -1,4 +1,4 @@
-"""Pictures of what methods do with the same rollouts."""
+"""Figures that compare methods on the same rollouts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Coefficients(NamedTuple):
 
 
 def coefficients(advantage: Advantage, group_size: int) -> Coefficients:
-  """What an estimator gives in groups of every number of successes; rewards are 0 and 1.
+  """Coefficients of an estimator in groups of 0 … G successes; rewards are 0 and 1.
 
   A stateful estimator is in its first state, with an initial entropy of 1 nat per token.
   """
@@ -43,7 +43,7 @@ def coefficients(advantage: Advantage, group_size: int) -> Coefficients:
 
 
 def token_weights(loss: Loss, ratios: np.ndarray, coefficient: float) -> np.ndarray:
-  """−∂ℓ/∂log π of one-token responses: what multiplies the gradient of a token's log-probability.
+  """Weights −∂ℓ/∂log π of one-token responses, the factors of their log-probabilities' gradients.
 
   Args:
     loss: its statistics, if it has any, are of these tokens together.
@@ -85,7 +85,7 @@ def plot_by_lag(axes: Any, comparison: Comparison, metric: str, label: str) -> N
 
 
 def plot_recorded(axes: Any, batch: TrainBatch) -> None:
-  """How many groups of the batch have how many successes."""
+  """Plots the number of groups by their number of successes."""
   solved = np.asarray(batch.correct).sum(axis=1).astype(int)
   size = batch.correct.shape[1]
   counts = np.bincount(solved, minlength=size + 1)

@@ -1,4 +1,4 @@
-"""The runs that notebooks train where the reader brings none: tiny, and silent."""
+"""Tiny runs, trained without output, for notebooks whose reader has no run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command fits: bytes per chip of a configuration, compiled for TPUs or estimated."""
+"""Bytes per chip of a configuration, compiled for TPUs or estimated: the command fits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def report(parts: Parts, topology: str | None) -> dict[str, Table]:
   compiler's numbers are printed.
 
   Args:
-    parts: from `ahead_of_time.shapes_only`, on the mesh of that topology.
+    parts: from `programs.shapes_only`, on the mesh of that topology.
     topology: kind and shape of the slice, such as "v5e:4x4"; None for the estimate only.
   Returns:
     The tables that were printed, by title.

@@ -16,7 +16,7 @@ from rlvr_jax.data.problems import Problem, ProblemSource, Task
 from rlvr_jax.data.sources import Change, Chosen, Concatenated, in_random_order
 from rlvr_jax.ops.checks import check_between, check_choice
 
-_MAX_PROBLEMS = 1_000_000  # whose estimates are kept one by one
+_MAX_PROBLEMS = 1_000_000  # with an estimate each
 WEIGHTS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
   "learnable": lambda rate: 4 * rate * (1 - rate),
   "hard": lambda rate: 1 - rate,
@@ -46,16 +46,16 @@ def curriculum(
   under `asynchronous` as far as any run does.
 
   Args:
-    parts: as of `mixture`, one or more.
+    parts: one or more, as for `mixture`.
     by: "problem" or "part".
     weight: "learnable", w(p) = 4·p·(1 − p); or "hard", w(p) = 1 − p.
     rate: in (0, 1]; 1 keeps the last group only.
     first: the estimate of a cell that has not been sampled, in [0, 1].
     floor: in (0, 1]; 1 samples uniformly.
-    seed: of the parts' orders and of the samples, beside the run's.
+    seed: of the parts' orders and, together with the run's seed, of the samples.
   Raises:
-    ValueError: a number or name is not allowed, a part is not a task or is empty, or "problem" is
-      asked for more than 1 000 000 of them.
+    ValueError: a number or name is not allowed, a part is not a task or is empty, or "problem"
+      is set with more than 1 000 000 of them.
   Source: learnable: "Learning to Reason at the Frontier of Learnability" (arXiv:2502.12272); hard:
     "Kimi k1.5: Scaling Reinforcement Learning with LLMs" (arXiv:2501.12599), §2.3.
   """
@@ -114,7 +114,7 @@ def problem_draws(source: ProblemSource, *, batch_size: int, seed: int) -> Draws
 
 
 class Draws(Protocol):
-  """Batches of problems, with a position that is saved, and what is observed of them."""
+  """Protocol of batches of problems with a saved position, which may adapt to solve rates."""
 
   def draw(self, draw: int, version: int, /) -> list[Problem]:
     """The problems of a draw, by its number, for a policy of `version` updates."""
@@ -144,7 +144,7 @@ class Draws(Protocol):
 
 
 class ShuffledDraws:
-  """The batches of `problem_batches`, whatever is observed."""
+  """Batches of `problem_batches`, whatever the solve rates."""
 
   def __init__(self, source: ProblemSource, *, batch_size: int, seed: int):
     self._batches = problem_batches(source, batch_size=batch_size, seed=seed)
@@ -185,10 +185,10 @@ class CurriculumDraws:
     self._drawn: dict[int, tuple[int, list[int], dict[str, float]]] = {}
 
   def draw(self, draw: int, version: int) -> list[Problem]:
-    """As of `Draws`.
+    """Samples a draw, see `Draws`.
 
-    What was observed of earlier versions moves the estimates first; of the same version nothing
-    does, so that the draw does not depend on how far grading is.
+    Observations of earlier versions move the estimates first. Those of the same version do not, so
+    that a draw does not depend on how far grading is.
     """
     for _, cells, rates in (seen for seen in self._observed if seen[0] < version):
       for cell, rate in zip(cells, rates, strict=True):
@@ -235,7 +235,7 @@ class CurriculumDraws:
     return self._orders[cell][visit] if self._by_part else self._source[cell]
 
   def _metrics(self, cells: Sequence[int]) -> dict[str, float]:
-    """Of parts: the share of each, and its estimate. Of problems: the mean estimate, the seen."""
+    """Share and estimate of each part; or mean estimate and share of the seen problems."""
     if not self._by_part:
       return {
         "curriculum/estimate": float(np.mean(self._estimates[np.asarray(cells)])),

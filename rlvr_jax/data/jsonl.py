@@ -1,4 +1,4 @@
-"""The task of one's own problems: lines of JSON, one problem each."""
+"""Tasks from a user's own files: lines of JSON, one problem each."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def jsonl(
   answer: str = "answer",
   solution: str = "",
 ) -> Task:
-  """Problems of one's own files. A grader finds every field of a line in its reference.
+  """Makes a task of a user's own files. A grader finds all fields of a line in its reference.
 
   Held-out problems come from a file of their own, or are split off `train`: those whose questions
   have the smallest hashes, so that their order in the file does not matter. No line with a held-out
@@ -39,11 +39,11 @@ def jsonl(
 
   Args:
     train: file or folder of .jsonl, .json or .parquet, .gz included; local, or a URL that fsspec
-      knows: gs://BUCKET/FILE (extra gcs), hf://datasets/OWNER/NAME/FILE (extra hf).
+      supports: gs://BUCKET/FILE (extra gcs), hf://datasets/OWNER/NAME/FILE (extra hf).
     grader: its string, such as "mathematics" or "my_module:function(keyword=1)".
     held_out: likewise, of the held-out problems; "" to split them off `train`.
-    held_out_size: problems; of a file of their own 0 stands for all.
-    split_seed: another one splits other problems off.
+    held_out_size: problems; 0 takes all of the file `held_out`.
+    split_seed: seed of the choice of held-out problems.
     warm_start_size: problems with demonstrations, the first of `train`; needs `solution`. They are
       taken away from those to train on.
     prompt: template of the policy's prompt over the fields of a line, "Q: {question}\\nA:".

@@ -65,9 +65,9 @@ def seeded_task(
   """A task of problems that a function draws; problem i of seed s is always the same.
 
   Args:
-    name, grader: as of `task_of`.
+    name, grader: as for `task_of`.
     draw: a generator of random numbers → a problem with a demonstration.
-    sizes_and_seeds: as of `task_of`; the seeds are all different.
+    sizes_and_seeds: as for `task_of`; the seeds are all different.
   Raises:
     ValueError: equal seeds, sizes out of range, or too few different questions for them.
   """

@@ -1,4 +1,4 @@
-"""What the factories of tasks share: checks, templates, and one grader for several tasks."""
+"""Helpers of the tasks' factories: checks, templates, and one grader for several tasks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlvr_jax.data.sources import Change
 
 BY_REFERENCE = "by_reference"  # the grader that a reference names
 _COMMON_ANSWER_SHARE = 0.1
-_WIDEST = 100_000  # characters of a field; more is a mistake that would fill the memory
+_WIDEST = 100_000  # characters of a field; a wider one is a mistake that would fill the memory
 
 
 def fill_template(what: str, template: str, fields: Mapping[str, Any]) -> str:
@@ -51,7 +51,7 @@ def check_available(owner: str, name: str, size: int, available: int) -> None:
 
 
 def graded_alike(graders: Sequence[str]) -> tuple[str, list[Change]]:
-  """One grader for all tasks, and for each task the change of its problems that this needs."""
+  """Returns one grader for all tasks, and for each task the change of its problems for it."""
   if len(set(graders)) == 1:
     return graders[0], [lambda problem: problem] * len(graders)
   return BY_REFERENCE, [functools.partial(_naming_grader, grader=grader) for grader in graders]

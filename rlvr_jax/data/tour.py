@@ -31,7 +31,7 @@ def tour(
   warm_start_seed: int = 2,
   held_out_seed: int = 3,
 ) -> Task:
-  """Visit goals in order on a square grid; the response lists the cells walked.
+  """Makes a task of walks that visit goals in order on a square grid; a response lists the cells.
 
   A cell is one character of `CELLS`. The question is the start, the goals in order, "|", the walls
   and "=". The response is the cells after the start, to neighbors above, below, left or right, and
@@ -127,7 +127,7 @@ def _places(number: random.Random, width: int, walls: int, goals: int) -> list:
 
 
 class _Grid(NamedTuple):
-  """A grid's geometry; a set of cells is a number that has their bits."""
+  """Neighbors of a grid's cells; a set of cells is an integer with one bit per cell."""
 
   beside: tuple[tuple[int, ...], ...]  # cell → its neighbors: above, below, left, right
   all: int
@@ -161,7 +161,7 @@ def _rings(goal: int, width: int, walls: Collection[int]) -> list[int]:
 
 
 def _steps(cell: int, rings: Sequence[int]) -> int | None:
-  """From a cell to the goal of the rings; None if there is no way."""
+  """Number of steps from a cell to the goal of the rings; None if there is no way."""
   return next((steps for steps, ring in enumerate(rings) if ring >> cell & 1), None)
 
 

@@ -272,7 +272,7 @@ def table(
 
 
 def _cells(found: Difference | None, adjusted: float | None, difference: float) -> list[str]:
-  """What a row says of the difference to the baseline; nothing of one that does not vary."""
+  """Cells of a row on the difference to the baseline; dashes if it does not vary."""
   if found is None:
     return ["–"] * 6
   if adjusted is None:
@@ -289,7 +289,7 @@ def _cells(found: Difference | None, adjusted: float | None, difference: float) 
 
 
 def provenance(results: Iterable[Result]) -> str:
-  """Which commits and devices the results are of, one line each."""
+  """Commits and devices of the results, one line each."""
   of_field = lambda name: collections.Counter(_known(result, name) for result in results)
   lines = [
     f"{title}: " + ", ".join(f"{value} ({count} runs)" for value, count in of_field(name).items())
@@ -309,7 +309,7 @@ def _known(result: Result, name: str) -> str:
 def draw(
   results: Sequence[Result], metric: str, over: str, path: str, *, phase: str = "eval"
 ) -> None:
-  """Saves a figure of the metric's curves by label, their means over seeds and intervals.
+  """Saves a figure of the metric's curves by label, with means over seeds and intervals.
 
   Raises:
     ImportError: matplotlib, the extra `plot`, is missing.

@@ -14,7 +14,7 @@ MEASURED = (
   TIMINGS,
   "memory/",
   "hosts/",
-)  # prefixes of what machines do: only these differ in a rerun
+)  # prefixes of what depends on the machine: only these differ in a rerun
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"

@@ -30,7 +30,7 @@ class Blocks(NamedTuple):
 
   @classmethod
   def of(cls, tokens: int, wanted: int, steps: int) -> Blocks:
-    """Room for so many tokens: one small block, or blocks of `wanted` tokens."""
+    """Blocks with room for `tokens` tokens: one small block, or blocks of `wanted` tokens."""
     multiple = _TILE if tokens > _TILE else steps
     size = wanted if tokens > 2 * _TILE else -(-max(tokens, 1) // multiple) * multiple
     return cls(size, -(-tokens // size))
@@ -95,7 +95,7 @@ class Cache(NamedTuple):
     return cls(jnp.transpose(keys, (3, 1, 0, 4, 2)), jnp.transpose(values, (3, 1, 0, 2, 4)))
 
   def staged(self, key: Array, value: Array, step: Array) -> Cache:
-    """A copy of staged keys and values with those of a token, both [slots, K, H]."""
+    """Copies staged keys and values, with those of one more token, both [slots, K, H]."""
     put = jax.lax.dynamic_update_slice_in_dim
     one = lambda x, like: jnp.swapaxes(x, 0, 1).astype(like.dtype)
     return Cache(
@@ -105,7 +105,9 @@ class Cache(NamedTuple):
 
   def flushed(self, staged: Cache, slot: Array, start: Array) -> Cache:
     """A copy with what a slot has staged written after its `start` tokens of response."""
-    at = lambda *index: [jnp.asarray(i, jnp.int32) for i in index]  # of one type, also with x64
+    at = lambda *index: [
+      jnp.asarray(i, jnp.int32) for i in index
+    ]  # one integer dtype, with x64 too
     put = jax.lax.dynamic_update_slice
     size = self.values.shape[3]
     block, offset = start // size, start % size
@@ -144,11 +146,11 @@ class Pages(NamedTuple):
     return Pages(*(put(x, part, at) for x, part in zip(self, new, strict=True)))
 
 
-Part = Cache | Pages  # of what a layer has cached: of the prompts, or of the responses
+Part = Cache | Pages  # the cached prompts, or the cached responses, of one layer
 
 
 class Reach(NamedTuple):
-  """How far the slots' caches are filled at the start of a burst."""
+  """Lengths of the slots' caches at the start of a burst."""
 
   prompt: Array  # i32[slots], cached tokens of the prompt
   response: Array  # i32[slots], cached tokens of the response
@@ -157,14 +159,14 @@ class Reach(NamedTuple):
 
   @classmethod
   def of(cls, shape: CacheShape, prompt: Array, response: Array, running: Array) -> Reach:
-    """Of a slot that is not running nothing is read."""
+    """Lengths and numbers of blocks to read; slots that are not running count as empty."""
     prompt, response = (jnp.where(running, lengths, 0) for lengths in (prompt, response))
     blocks = lambda lengths, part: -(-jnp.max(lengths) // part.size)
     return cls(prompt, response, blocks(prompt, shape.prompt), blocks(response, shape.response))
 
 
 def choose_cache(wanted: str, *, platform: str, head_dim: int, dtype: str, plain: bool) -> str:
-  """How keys are cached and read; `auto` takes a TPU's kernel where it can, and says where not.
+  """Chooses how keys are cached and read; `auto` takes a TPU's kernel if it can, or warns.
 
   Args:
     wanted: one of `KINDS`, config.sampling.cache.

@@ -124,7 +124,7 @@ def _with_blocks(
 
 
 def _with_pages(sums: _Sums, queries: Array, part: Pages, length: Array) -> _Sums:
-  """The same, of every slot's own pages."""
+  """The sums with those of every slot's own pages, up to its own length."""
   from rlvr_jax.ops.paged import paged_sums  # experimental in jax: only where it is used
 
   return sums.join(_Sums(*paged_sums(queries, part, length))) if part.keys.size else sums

@@ -74,7 +74,7 @@ def test_claims_are_read_with_their_papers(checkout, capsys):
   [
     ("| it wins | **not** |", "| it wins |", r"6 cells in '\| P1 .*, which needs 7"),
     ("| it wins | **not** |", "| it wins | **won** |", "P1 has the verdict 'won'; known are"),
-    ("| P1 |", "| S1 |", r"\['S1'\] are there more than once"),
+    ("| P1 |", "| S1 |", r"\['S1'\] occur more than once"),
     ("| id |", "| name |", r"no table has the columns \['id', 'claim'"),
   ],
 )
