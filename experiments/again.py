@@ -1,4 +1,4 @@
-"""One arm of every experiment on the testbed runs again; its numbers against the committed ones.
+"""Repeats one arm of every experiment on the testbed and compares with the committed numbers.
 
   python -m rlvr_jax.main --mode=sweep --config=experiments/testbed/config.py \\
     --sweep=experiments/again.py --workdir=runs/again
@@ -41,7 +41,7 @@ def get_sweep() -> list[dict[str, Any]]:
 
 
 def numbers(result: Mapping[str, Any]) -> dict[str, Any]:
-  """Path → value, of all that a run computes; without the seconds that it took."""
+  """Path → value of everything that a run computes, without its seconds."""
   computed = {name: x for name, x in result.items() if name not in _OF_THE_MACHINE}
   leaves = jax.tree.leaves_with_path(json.loads(json.dumps(computed)), is_leaf=lambda x: x is None)
   by_path = {jax.tree_util.keystr(path): value for path, value in leaves}
@@ -55,7 +55,7 @@ def different(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None, home: pathlib.Path = EXPERIMENTS) -> int:
-  """Prints the table; 1 if any number differs.
+  """Prints the table; returns 1 if any number differs.
 
   Args:
     argv: the command line; None for that of the process.

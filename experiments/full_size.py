@@ -40,7 +40,7 @@ COMMON = {
 
 
 def of_arm(fields: dict[str, Any]) -> dict[str, Any]:
-  """An arm's fields at this number of rollouts."""
+  """Fields of an arm at this number of rollouts."""
   fields = COMMON | fields
   if "batch.group_size" in fields:
     fields["batch.prompts"] = ROLLOUTS // fields["batch.group_size"]

@@ -12,7 +12,9 @@ import rlvr_jax
 
 PACKAGE = pathlib.Path(rlvr_jax.__file__).parent
 STAGES = {"advantages", "reweighting", "geometry", "losses"}
-BELOW_THE_LOOP = {"types", "specs", "sampling", "storage", "ops", "models", "data", "rewards"}
+# Checks of arguments need the standard library only, so that any room may use them.
+PURE = {"types", "ops", "ops.checks"}
+BELOW_THE_LOOP = {"specs", "sampling", "storage", "models", "data", "rewards"} | PURE
 BELOW_THE_LOOP |= {"rollouts", "update"} | STAGES
 
 # The rooms of train, the lowest first: each may import those before it, and the loop all of them.
@@ -24,15 +26,16 @@ ALLOWED = {
   "": set(),  # rlvr_jax/__init__.py
   **{leaf: set() for leaf in ("specs", "sampling", "storage", "codejudge", "launch", "console")},
   "types": {"sampling"},
-  "ops": {"types", "sampling"},
-  **{stage: {"types", "ops"} for stage in STAGES},
-  "update": {"types", "ops"},
-  "update.diagnostics": {"types", "ops", "geometry", "update"},
-  "parts": {"types", "ops"} | STAGES,
-  "models": {"types", "ops", "storage"},
-  "data": {"types", "specs", "storage"},
-  "rewards": {"specs", "codejudge"},
-  "rollouts": {"types", "ops", "storage", "data", "rewards"},
+  "ops.checks": set(),
+  "ops": {"types", "sampling", "ops.checks"},
+  **{stage: PURE for stage in STAGES},
+  "update": PURE,
+  "update.diagnostics": {"geometry", "update"} | PURE,
+  "parts": PURE | STAGES,
+  "models": {"storage"} | PURE,
+  "data": {"types", "specs", "storage", "ops.checks"},
+  "rewards": {"specs", "codejudge", "ops.checks"},
+  "rollouts": {"storage", "data", "rewards"} | PURE,
   "evaluate": BELOW_THE_LOOP - {"update"},
   **{
     f"train.{name}": BELOW_TRAIN | {f"train.{lower}" for lower in TRAIN[:index]}
@@ -43,7 +46,7 @@ ALLOWED = {
   "commands": BELOW_TRAIN | {"costs", "train", *(f"train.{name}" for name in TRAIN)},
   # What notebooks call; nothing imports it.
   "colab": BELOW_TRAIN | {"parts", "train", "configs", *(f"train.{name}" for name in TRAIN)},
-  "integrations": {"types", "ops"} | STAGES,  # other frameworks' plug-ins; nothing imports them
+  "integrations": PURE | STAGES,  # other frameworks' plug-ins; nothing imports them
   "main": {"commands", "train.cluster", "train.setup"},
 }
 JAX = {"jax", "jaxlib", "chex", "flax", "optax", "orbax"}
@@ -186,6 +189,8 @@ def test_a_circle_is_seen(tmp_path):
     ("losses/a.py", "def f():\n  import rlvr_jax.advantages.grpo", "imports rlvr_jax.advantages"),
     ("rewards/a.py", "import jax.numpy as jnp", "never load jax"),
     ("rewards/a.py", "from rlvr_jax.types import Array", "imports rlvr_jax.types"),
+    ("rewards/a.py", "from rlvr_jax.ops import keys", "imports rlvr_jax.ops"),
+    ("ops/checks.py", "from rlvr_jax.types import Array", "imports rlvr_jax.types"),
     ("codejudge/a.py", "import numpy", "codejudge has the standard library only"),
     ("codejudge/harness/a.py", "import absl.flags", "codejudge has the standard library only"),
     ("codejudge/a.py", "from .. import storage", "imports rlvr_jax.storage"),
@@ -232,6 +237,7 @@ def test_the_checker_sees_a_violation(tmp_path, path, code, reported):
     ("launch/a.py", "import json\nfrom rlvr_jax.launch import local"),
     ("codejudge/a.py", "import json\nfrom . import cgroups\nfrom .harness import messages"),
     ("rewards/a.py", "from rlvr_jax.codejudge import sandbox"),
+    ("rewards/a.py", "from rlvr_jax.ops.checks import check_between"),
     (
       "colab/a.py",
       "from rlvr_jax.train.session import session\nfrom rlvr_jax.evaluate import curves",

@@ -102,8 +102,6 @@ MISTAKES = [
   (dict(grading__grader="mathematic"), r"grading\.grader = 'mathematic': .*'mathematics'\?"),
   (dict(evaluation__grader="code(rewrd='all')"), r"evaluation\.grader = .*'rewrd'; .*'reward'"),
   (dict(grading__grader="pattern"), r"grading\.grader = 'pattern': .* required .* 'regex'"),
-  (dict(grading__grader="rlvr_jax.rewards.code:code(reward='all')"),
-   r"grading\.grader = .* is an old spelling; write \"code\(reward='all'\)\""),
   (dict(grading__extra=(("boxd", 0.1),)), r"config\.grading\.extra = 'boxd': .*'boxed'\?"),
   (dict(grading__unsandboxed_code="yes"), r"unsandboxed_code = 'yes': leave it empty, or set"),
   (dict(grading__extra=(("a:b",),)), r"grading\.extra has \('a:b',\), expected pairs"),

@@ -7,7 +7,7 @@ FOLDER holds mbpp/mbpp.jsonl and humaneval/HumanEval.jsonl.gz as published. With
 every reference has to be graded correct and every corrupted copy wrong: the program ends with an
 error otherwise. Rates are of the pool with so many workers, from submission to the last grade,
 divided by the cores they can use. The table is printed and written to results/code_grading.md, its
-numbers to the .json beside. The load is the mean number of processes that ran or waited in the
+numbers to a .json next to it. The load is the mean number of processes that ran or waited in the
 minute before the start: where it is not near 0, others took some of the cores, and rates are too
 low.
 """
@@ -97,19 +97,19 @@ def _humaneval_problem(row: Mapping[str, Any]) -> Problem:
 
 
 def corrupted(problem: Problem) -> str:
-  """The solution, with another value in place of each that its function returns."""
+  """Replaces each value that the solution's function returns by another one."""
   start = problem.reference.get("prompt", "")
   return start + problem.solution + _WRONG.format(name=problem.function)
 
 
 def spread(problems: Sequence[Problem], size: int | None) -> list[Problem]:
-  """So many of the problems, evenly spread over all; all of them for None."""
+  """Selects `size` problems, evenly spread over all; None: all of them."""
   size = len(problems) if size is None else min(size, len(problems))
   return [problems[index * len(problems) // size] for index in range(size)]
 
 
 def load(folder: pathlib.Path) -> dict[str, list[Problem]]:
-  """The data sets there are in a folder."""
+  """Loads the data sets that a folder contains."""
   return {
     "MBPP": mbpp(folder / "mbpp" / "mbpp.jsonl"),
     "HumanEval": humaneval(folder / "humaneval" / "HumanEval.jsonl.gz"),
@@ -119,7 +119,7 @@ def load(folder: pathlib.Path) -> dict[str, list[Problem]]:
 def measure(
   pool: GraderPool, texts: Sequence[str], problems: Sequence[Problem], cores: int
 ) -> tuple[Row, list[str]]:
-  """Counts and rate of grading the texts; and what was graded, problem by problem."""
+  """Grades the texts; returns counts, the rate, and the grades by problem."""
   began = time.perf_counter()
   grades = pool.grade(texts, [problem.reference for problem in problems])
   seconds = time.perf_counter() - began
@@ -154,7 +154,7 @@ def main(argv: list[str]) -> None:
 
 
 def write(folder: pathlib.Path, rows: Sequence[Row], conditions: Mapping[str, Any]) -> None:
-  """Prints the table and writes it, and the numbers beside it."""
+  """Prints and writes the table, and writes the numbers."""
   folder.mkdir(parents=True, exist_ok=True)
   results = {"conditions": conditions, "rows": rows}
   (folder / "code_grading.json").write_text(json.dumps(results, indent=1) + "\n")

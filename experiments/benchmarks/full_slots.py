@@ -46,7 +46,7 @@ _ROUNDS = flags.DEFINE_integer("rounds", 5, "Measured ones, after one to warm up
 
 
 def until_drain(engine: Engine, params, asked) -> tuple[Usage, np.ndarray]:
-  """What the slots did while requests were waiting, and its seconds: of a clock, of processors."""
+  """Usage of the slots while requests were waiting, with wall-clock and processor seconds."""
   usage, began = Usage(), clocks()
   found = usage, clocks() - began
   for _ in engine.serve(params, asked, usage):
@@ -61,7 +61,7 @@ def clocks() -> np.ndarray:
 
 
 def endless(engine: Engine) -> Engine:
-  """The same with responses that all have the greatest length."""
+  """Measures as `until_drain`, with responses that all have maximum length."""
   settings = engine.settings
   return Engine(
     settings.model,

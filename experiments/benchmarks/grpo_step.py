@@ -1,4 +1,4 @@
-"""One GRPO step, timed: rollout and update, as the training loop itself does them.
+"""Times one GRPO step: rollout and update, by the functions of the training loop.
 
   python experiments/benchmarks/grpo_step.py --workload=w1 --steps=8
 
@@ -14,8 +14,8 @@ TensorBoard.
 
 The last line is one JSON object; seconds are medians over the steps after two warm-up steps.
 `slot_steps_of_lockstep` are decoding steps times slots, divided by those of rows that all go on
-until the longest response ends. Quote ratios against another system measured beside it, not single
-times.
+until the longest response ends. Quote ratios to another system measured in the same session, not
+single times.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ _SLOTS = flags.DEFINE_integer("slots", 0, "Responses decoded at a time; 0: all a
 
 
 class EndlessTokenizer(ByteTokenizer):
-  """Its stop token is outside the model's vocabulary, so that every response has full length."""
+  """Tokenizer with a stop token outside the model's vocabulary: all responses have full length."""
 
   vocab_size = 512
   stop_ids = (512,)
 
 
 class StoppingTokenizer(ByteTokenizer):
-  """Its stop token is one of 128 that the untrained model samples about equally often."""
+  """Tokenizer with a stop token among 128 that an untrained model samples about equally often."""
 
   vocab_size = 128
   pad_id = 126
@@ -131,7 +131,7 @@ def make_task() -> Task:
 
 
 def measured(trainer: Trainer, now: Progress, num_steps: int) -> dict[str, list[float]]:
-  """Of every step: seconds of all of it, of rollout and update; response tokens; slot-steps."""
+  """Seconds of every step, of its rollout and its update; its response tokens; its slot-steps."""
   found: dict[str, list[float]] = {
     name: [] for name in ("steps", "rollouts", "updates", "tokens", "of_lockstep")
   }

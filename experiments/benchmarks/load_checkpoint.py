@@ -9,7 +9,7 @@ that cache. On a CPU parameters are themselves host memory, so what counts is th
 process's private memory (RssAnon, sampled) beyond what it had before and the final parameters;
 pages of mapped files are the system's to drop. At most twice the largest tensor of the file is
 allowed.
-The table is printed and written to results/load_checkpoint_BACKEND.md, with the .json beside it.
+The table is printed and written to results/load_checkpoint_BACKEND.md, with a .json next to it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def abstract_params(config: TransformerConfig) -> Params:
 
 
 def write(directory: pathlib.Path, config: TransformerConfig, max_shard_bytes: int) -> None:
-  """A checkpoint of random weights, a block at a time."""
+  """Writes a checkpoint of random weights, a block at a time."""
   shapes = published_shapes(abstract_params(config))
   pool = np.random.default_rng(0).standard_normal(_POOL, np.float32).astype(ml_dtypes.bfloat16)
 
@@ -100,7 +100,7 @@ def private_bytes() -> int:
 
 
 def load(directory: str) -> Row:
-  """Loads to float32; seconds and bytes."""
+  """Loads to float32; returns seconds and bytes."""
   abstract = abstract_params(checkpoint_config(directory))
   jax.block_until_ready(jax.numpy.zeros(8) + 1)  # the backend is up
   before = peak = private_bytes()
@@ -133,7 +133,7 @@ def load(directory: str) -> Row:
 
 
 def drop_from_cache(directory: pathlib.Path) -> None:
-  """Of written and synchronized files, so that the next reading is from the disk."""
+  """Drops written files from the page cache, so that the next reading is from the disk."""
   for path in directory.iterdir():
     with open(path, "rb") as file:
       os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -158,7 +158,7 @@ def measure(config: TransformerConfig, shard_mib: int, scratch: pathlib.Path) ->
 
 
 def report(rows: list[Row], folder: pathlib.Path, command: str) -> str:
-  """Writes the table and the numbers; the table."""
+  """Writes the table and the numbers; returns the table."""
   folder.mkdir(parents=True, exist_ok=True)
   path = folder / f"load_checkpoint_{jax.default_backend()}"
   setting = {"hardware": hardware(), "jax": jax.__version__, "command": command}

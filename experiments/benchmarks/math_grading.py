@@ -60,7 +60,7 @@ _BOMBS = (
 
 
 def items(section: str, size: int) -> list[tuple[str, str, tuple[Outcome, ...]]]:
-  """Completions, gold answers and the outcomes that are right."""
+  """Completions, gold answers and expected outcomes."""
   found = []
   for i in range(size):
     gold, answer = (text.format(n=i + 8) for text in _INNOCENT[i % len(_INNOCENT)])
@@ -75,7 +75,7 @@ def items(section: str, size: int) -> list[tuple[str, str, tuple[Outcome, ...]]]
 
 
 def measure(section: str, workers: int) -> tuple[Row, list[str]]:
-  """Counts and rate of a section, and the items whose grade is not as expected."""
+  """Grades a section; returns counts, the rate, and the items with unexpected grades."""
   warm, measured = items("innocent", 8 * workers), items(section, _ITEMS.value)
   settings = dict(num_workers=workers, timeout_s=_LIMIT_S.value, memory_mib=2048)
   with GraderPool(f"{slow_grader.__name__}:mathematics", **settings) as graders:

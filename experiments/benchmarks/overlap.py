@@ -1,20 +1,20 @@
-"""What overlapping generation and updates gains; what hand-over and compilation cost over a run.
+"""Gain from overlapping generation and updates; cost of weight syncs and compilation over a run.
 
   python experiments/benchmarks/overlap.py
   python experiments/benchmarks/overlap.py --updates=12 --repeats=1 --run_updates=8 --run_repeats=1
 
 The model is the quickstart's, from scratch: 8 prompts × 8 rollouts of at most 32 tokens in the
 first section, the quickstart's own shapes in the second. Two tables, printed and written to
-results/overlap_BACKEND.md, with every repeat in the .json beside it:
+results/overlap_BACKEND.md, with every repeat in a .json next to it:
 
   overlap  seconds per update, on-policy and asynchronous, in turn. Grading sleeps: --stretch times
            what generation and update take together in an on-policy run without sleep
-  run      hand-overs, agreement checks and compilation over whole runs: ordinary GRPO and μ-GRPO,
+  run      weight syncs, agreement checks and compilation over whole runs: ordinary GRPO and μ-GRPO,
            each built anew, after jax has forgotten what it had compiled
 
 Seconds of phases are those of the runs' own metrics.jsonl, means over the updates but the first
 `_SKIPPED`, which compile, and the last. In an on-policy run phases and idle time add up to the
-whole; in an asynchronous one generation and grading go on beside the trainer's phases, and of
+whole; in an asynchronous one generation and grading overlap the trainer's phases, and of
 grading only what was waited for is written. Ratios are taken within each repeat.
 """
 
@@ -103,7 +103,7 @@ _FOLDER = flags.DEFINE_string(
 def make_config(
   recipe: Any, schedule: str, num_updates: int, *, own_device: bool
 ) -> ml_collections.ConfigDict:
-  """A recipe from scratch that does nothing between updates but what every update needs."""
+  """A recipe from scratch that does only what every update needs."""
   c = recipe.get_config()
   c.schedule = schedule
   c.num_updates = num_updates
@@ -117,7 +117,7 @@ def make_config(
 
 
 def run(parts: Parts) -> list[dict[str, Any]]:
-  """Trains; the records of the updates."""
+  """Trains; returns the records of the updates."""
   with tempfile.TemporaryDirectory() as workdir, contextlib.redirect_stdout(sys.stderr):
     runs.train(parts, workdir)
     return [record for record in read_metrics(workdir) if record["phase"] == "train"]
@@ -134,7 +134,7 @@ def seconds_of(records: Sequence[Mapping[str, Any]]) -> Row:
 
 
 def with_ratios(row: Row, sequential: Row) -> Row:
-  """What the schedule takes against the sequential one, and what the longest phase would."""
+  """Ratios to the sequential schedule, of the seconds and of those of the longest phase."""
   alone = max(sequential[phase] for phase in PHASES) / sum(sequential[phase] for phase in PHASES)
   ratio = row["s per update"] / sequential["s per update"]
   saving = None if row is sequential else (1 - ratio) / (1 - alone)
@@ -144,7 +144,7 @@ def with_ratios(row: Row, sequential: Row) -> Row:
 def overlap_section(
   num_updates: int, repeats: int, stretch: float, own_device: bool
 ) -> dict[str, list[Row]]:
-  """By schedule, a row of each repeat."""
+  """Measures each schedule; a row for each repeat."""
   config = make_config(quickstart, "on_policy", num_updates, own_device=own_device)
   config.batch.prompts, config.max_response_length = 8, 32
   parts = build(config)
@@ -164,7 +164,7 @@ def overlap_section(
 
 
 def run_section(num_updates: int, repeats: int, own_device: bool) -> dict[str, list[Row]]:
-  """By kind of run, a row of each repeat."""
+  """Measures each kind of run; a row for each repeat."""
   config = lambda name: make_config(*RUNS[name], num_updates, own_device=own_device)
   return in_turn(RUNS, lambda name: costs(config(name)), repeats)
 
@@ -182,7 +182,7 @@ def in_turn(
 
 
 def costs(config: ml_collections.ConfigDict) -> Row:
-  """Hand-overs, agreement checks and compilation of one run, nothing compiled beforehand."""
+  """Weight syncs, agreement checks and compilation of one run, nothing compiled beforehand."""
   jax.clear_caches()
   began = time.perf_counter()
   with compilations() as compiling:
@@ -222,7 +222,7 @@ def seconds_of_hand_over(parts: Parts) -> float:
 
 
 class Timed:
-  """A function whose calls are waited for; `seconds` of each."""
+  """A function that waits for its results, and the `seconds` of each call."""
 
   def __init__(self, function: Callable):
     self.function = function
@@ -265,15 +265,15 @@ def medians(found: Mapping[str, Sequence[Row]], label: str) -> list[Row]:
 
 
 def write(folder: pathlib.Path, found: Mapping[str, Mapping[str, list[Row]]], command: str) -> str:
-  """Writes every repeat and the tables of medians; the tables."""
+  """Writes every repeat and the tables of medians; returns the tables."""
   folder.mkdir(parents=True, exist_ok=True)
   path = folder / f"overlap_{jax.default_backend()}"
   setting = {"hardware": hardware(), "jax": jax.__version__, "command": command}
   results = {"conditions": setting, "repeats": found}
   path.with_suffix(".json").write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-  told = "; ".join(f"{name}: {value}" for name, value in setting.items())
+  conditions = "; ".join(f"{name}: {value}" for name, value in setting.items())
   parts = ["# Overlap of generation and updates; weight syncs and compilation over a run"]
-  parts += [f"Conditions: {told}."]
+  parts += [f"Conditions: {conditions}."]
   for section, rows in found.items():
     label = "schedule" if section == "overlap" else "run"
     parts += [f"## {section}", _NOTES[section], table(medians(rows, label))]

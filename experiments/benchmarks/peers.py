@@ -1,9 +1,9 @@
-"""A GRPO step of TRL or of Tunix on the workloads of `grpo_step.py`, timed.
+"""Times a GRPO step of TRL or of Tunix on the workloads of `grpo_step.py`.
 
   python -m venv .peers && .peers/bin/pip install torch google-tunix trl transformers
   .peers/bin/python experiments/benchmarks/peers.py --peer=trl --workload=w3 --steps=4
 
-Run it beside `grpo_step.py`, in turns, and compare only seconds of one sitting. The model has the
+Run it and `grpo_step.py` in turns, and compare only seconds from one session. The model has the
 same shape and random weights; prompts have 24 to 32 tokens of one character each. Both peers get
 their best settings on a CPU: freed memory is kept, TRL computes without bf16 and without gradient
 checkpointing, Tunix's cache is just long enough. Their own methods are wrapped by timers:
@@ -60,7 +60,7 @@ class Timer:
 
 
 def make_assets(folder: str, shape: dict) -> list[str]:
-  """Writes a model and its tokenizer into a folder; the prompts."""
+  """Writes a model and its tokenizer into a folder; returns the prompts."""
   import tokenizers
   import torch
   import transformers
@@ -170,7 +170,7 @@ def run_trl(folder: str, prompts: list[str], shape: dict, steps: int, timer: Tim
 
 
 def tunix_model(folder: str, shape: dict):
-  """(model, mesh of one device)."""
+  """Returns (model, mesh of one device)."""
   import jax
   import jax.numpy as jnp
   from tunix.models.qwen3 import model as qwen3

@@ -1,4 +1,4 @@
-"""What SALT adds to an update step: floating-point operations, seconds, memory.
+"""Cost of SALT in an update step: floating-point operations, seconds, memory.
 
   python experiments/benchmarks/salt_overhead.py
   python experiments/benchmarks/salt_overhead.py --sections=wall,extrapolated --rounds=15
@@ -11,7 +11,7 @@ without reweighting. Shapes: P prompts of 256 tokens with 8 responses of 1024 to
 prompt, which is computed once for its 8 responses, comes 3 % of the trunk's work; a longer one
 makes every ratio smaller.
 
-Sections, each a table in results/salt_overhead_BACKEND.md, numbers in the .json beside it; one that
+Sections, each a table in results/salt_overhead_BACKEND.md, numbers in a .json next to it; one that
 is not run keeps its last table:
 
   flops         of matrix products, from the jaxpr on shapes alone, against the limits
@@ -139,7 +139,7 @@ class Update(NamedTuple):
 
 
 def materialized() -> GramFn:
-  """The authors' way: every rollout's gradient of the head's kernel, f32[B, D·V], then F Fᵀ.
+  """The authors' Gram matrix: all gradients F of the head's kernel, f32[B, D·V], then F Fᵀ.
 
   As favorable to it as can be: hidden states are those of the update's own forward pass, and one
   rollout's logits exist at a time.
@@ -188,7 +188,7 @@ def abstract_update(config: ml_collections.ConfigDict, route: str) -> Update:
 
 
 def abstract_batch(config: ml_collections.ConfigDict) -> TrainBatch:
-  """Of full responses, each in a row of its own: how many operations they take is in the shapes."""
+  """A batch of full responses, each in a row of its own; operations depend on shapes alone."""
   mesh = sharding.make_mesh(**config.mesh)
   layout = programs.make_row_layout(config, "reference", mesh)
   return dataclasses.replace(programs.abstract_batch(config, layout, mesh), packed=None)
@@ -206,7 +206,7 @@ def published_config(
 
 
 def compute_dtype() -> str:
-  """A CPU multiplies bfloat16 by way of float32, with a copy of its own."""
+  """The dtype to time in: a CPU multiplies bfloat16 in float32, with an additional copy."""
   return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
@@ -244,7 +244,7 @@ def verdict(model: str, rollouts: int, remat: str, route: str, products: float, 
 
 
 def check_section() -> list[Row]:
-  """Layers unrolled, one chunk of the head, one block of the vocabulary: no loop runs twice."""
+  """Checks counts with unrolled layers, one chunk and one block: no loop runs twice."""
   c = base.get_config()
   shape = dict(vocab_size=2048, width=256, num_heads=4, head_dim=64, mlp_width=1024)
   c.model.overrides = dict(**shape, num_layers=2, unroll_layers=2, remat="full")
@@ -283,7 +283,7 @@ def wall_section(rounds: int) -> list[Row]:
 
 
 def stepping(update: Update, batch: TrainBatch) -> Callable[[], Any]:
-  """Each call is one update, jitted and with the state donated as in training."""
+  """A function that runs one update per call, jitted and with a donated state as in training."""
   step = jax.jit(update.step, donate_argnums=0)
   build = lambda key: initial_state(update.method, update.method.model.init(key), jnp.zeros(()))
   state = jax.jit(build)(jax.random.key(0))
@@ -331,7 +331,7 @@ def interleaved(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str
 def extrapolated_section(
   names: Sequence[str], *, tokens: int, columns: int, rounds: int
 ) -> list[Row]:
-  """Seconds of a whole update, L·t_block + t_head + t_gram, each scaled by its operations."""
+  """Seconds of a complete update, L·t_block + t_head + t_gram, each scaled by its operations."""
   rows = []
   for name in names:
     whole, block, head, gram = (published_config(name) for _ in range(4))
@@ -401,7 +401,7 @@ def block_part(config: ml_collections.ConfigDict) -> Part:
 
 
 def head_part(config: ml_collections.ConfigDict, route: str) -> Part:
-  """Log-probabilities, what the route accumulates beside them, and back."""
+  """Log-probabilities, what the route accumulates besides, and the backward pass."""
   method, params, batch = without_trunk(config, route)
 
   def gradient(params, batch):
@@ -413,7 +413,7 @@ def head_part(config: ml_collections.ConfigDict, route: str) -> Part:
 
 
 def gram_part(config: ml_collections.ConfigDict, route: str) -> Part:
-  """The Gram matrix, given what the forward pass left behind."""
+  """The Gram matrix from the results of the forward pass."""
   method, params, batch = without_trunk(config, route)
   gram = lambda params, *rest: method.gram.gram(params, {}, *rest, method.gram_context)
   forward_pass = functools.partial(policy_forward, method=method)
@@ -450,7 +450,7 @@ def without_trunk(
 
 
 def concrete(part: Part) -> tuple[Any, ...]:
-  """Numbers that are cheap to make: time does not depend on them."""
+  """Arrays with numbers that are cheap to generate: time does not depend on them."""
   params, batch, *rest = part.args
   wave = lambda x: 0.02 * jnp.sin(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
   fill = lambda: jax.tree.map(lambda x: wave(x).astype(x.dtype), (params, *rest))
@@ -490,7 +490,7 @@ def gibibytes_of(compiled: Any) -> dict[str, float]:
 
 
 def report(results: Mapping[str, Any]) -> str:
-  """Markdown of the sections that there are."""
+  """Markdown of the available sections."""
   conditions = "; ".join(f"{name}: {value}" for name, value in results["conditions"].items())
   parts = ["# What SALT adds to an update step", f"Conditions: {conditions}."]
   for name in _NOTES:
@@ -500,7 +500,7 @@ def report(results: Mapping[str, Any]) -> str:
 
 
 def write(folder: pathlib.Path, sections: Mapping[str, list[Row]]) -> str:
-  """Puts the sections in place of their last versions; those of other conditions go."""
+  """Replaces the sections by new versions; drops those measured under other conditions."""
   folder.mkdir(parents=True, exist_ok=True)
   path = folder / f"salt_overhead_{jax.default_backend()}"
   results = {"conditions": conditions(), "sections": dict(sections)}

@@ -32,7 +32,7 @@ GROUP = 16  # rollouts per prompt, for lockstep: 32 prompts at a time
 
 
 def simulated(lengths: np.ndarray, slots: int, steps: int = STEPS) -> Usage:
-  """What the slots do with responses of these lengths, in this order."""
+  """Usage of the slots for responses of these lengths, in this order."""
   usage, left, waiting = Usage(), np.zeros(slots, int), list(lengths[::-1])
   while True:
     for slot in np.flatnonzero(left == 0):

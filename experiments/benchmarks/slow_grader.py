@@ -13,13 +13,13 @@ ENDLESS = "no end"  # the completion that `mathematics` grades indefinitely
 
 
 def slow(completion: str, reference: Mapping[str, Any]) -> Grade:
-  """As `graders.reasoning_gym`, after a sleep."""
+  """Grades as `graders.reasoning_gym`, after a sleep."""
   time.sleep(float(os.environ[SECONDS]))
   return graders.reasoning_gym(completion, reference)
 
 
 def mathematics(completion: str, reference: Mapping[str, Any]) -> Grade:
-  """As the grader of that name, but for one completion."""
+  """Grades as the grader of that name, except for one completion."""
   while completion == ENDLESS:
     pass
   return real.mathematics(completion, reference)

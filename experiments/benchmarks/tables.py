@@ -1,4 +1,4 @@
-"""What the benchmarks share: Markdown tables, and what to call the hardware."""
+"""Markdown tables of the benchmarks, and a description of the hardware."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Row = dict[str, Any]
 
 
 def table(rows: Sequence[Row]) -> str:
-  """Markdown; a column for every key that there is."""
+  """A Markdown table with a column for every key of the rows."""
   columns = list(dict.fromkeys(column for row in rows for column in row))
   lines = [columns, ["---"] * len(columns)]
   lines += [[cell(row.get(column)) for column in columns] for row in rows]
@@ -30,7 +30,7 @@ def cell(value: Any) -> str:
 
 
 def hardware() -> str:
-  """Of the first device; on a CPU how many cores, of which kind."""
+  """Kind of the first device; on a CPU the number of cores and the processor's name."""
   if jax.default_backend() != "cpu":
     return jax.devices()[0].device_kind
   return f"{os.cpu_count()} cores of {processor()}, no accelerator"

@@ -1,4 +1,4 @@
-"""Same rollouts, many methods: what each would do with one recorded batch, fresh and stale.
+"""Comparison of recipes on one recorded batch of rollouts, fresh and stale.
 
   python -m experiments.compare --workdir=runs/compare
 
@@ -25,10 +25,10 @@ import numpy as np
 from absl import app, flags
 
 from experiments.recipes.sweep import RECIPES
-from rlvr_jax.colab.methods import plot_cosines
-from rlvr_jax.colab.same_rollouts import compared, recipe
+from rlvr_jax.evaluate.figures import plot_cosines
 from rlvr_jax.rollouts.batch import write_batch
 from rlvr_jax.train.reporting.writer import say
+from rlvr_jax.train.same_rollouts import compared, recipe
 
 COLUMNS = {  # heading → metric
   "loss": "loss",
@@ -75,7 +75,7 @@ def draw(path: pathlib.Path, names: Sequence[str], matrix: np.ndarray, title: st
 
 
 def compare(workdir: pathlib.Path, **arguments: Any) -> dict[int, dict[str, dict[str, float]]]:
-  """Everything that the module's docstring says; returns the numbers by lag and recipe.
+  """Runs the comparison and writes all files; returns the numbers by lag and recipe.
 
   Args:
     workdir: folder for the results.
@@ -106,7 +106,7 @@ def main(argv: list[str]) -> None:
     rollouts=_ROLLOUTS.value,
   )
   say((workdir / "compare.md").read_text())
-  say(f"heat-maps and numbers lie in {workdir}")
+  say(f"heat-maps and numbers: {workdir}")
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def mass_table(results: Sequence[Result], labels: Sequence[str]) -> str:
 
 
 def _mass_cell(rows: np.ndarray) -> str:
-  """Of f64[runs, 3]: groups, m_S, m_F."""
+  """Mean m_S and m_F of rows f64[runs, 3]: groups, m_S, m_F."""
   groups = rows[:, 0]
   if not groups.sum():
     return "–"

@@ -1,4 +1,4 @@
-"""What a hand-over would have to cost for stages to be the faster way: the curve over its price.
+"""Price of a hand-over above which stages are faster: a curve over the price.
 
   python -m experiments.mu_grpo.hand_over
 
@@ -40,7 +40,7 @@ GRID = tuple(float(price) for price in np.geomspace(0.01, 100, 41))
 
 
 class Cost(NamedTuple):
-  """What a run took to reach a level."""
+  """Cost of a run until it reaches a level."""
 
   updates: float
   seconds: float  # without its hand-overs, which are nearly free where it ran
@@ -49,7 +49,7 @@ class Cost(NamedTuple):
 
 
 class Curve(NamedTuple):
-  """Seconds of GRPO over those of stages, by the price of a hand-over; of one seed."""
+  """Seconds of GRPO over those of stages, by the price of a hand-over; for one seed."""
 
   seed: int
   prices: tuple[float, ...]  # in updates
@@ -75,12 +75,12 @@ def cost_to(result: Mapping[str, Any], level: float, mu: int) -> Cost | None:
 
 
 def _refreshes(updates: float, mu: int) -> int:
-  """⌈u/μ⌉, but for what interpolation rounds."""
+  """⌈u/μ⌉, up to the rounding of an interpolation."""
   return math.ceil(updates / mu - 1e-6)
 
 
 def recorded_cost(result: Mapping[str, Any], mu: int) -> Cost | None:
-  """As `cost_to` a rise of `RISE`, of a result of results.json, which has these numbers itself."""
+  """Cost of a rise of `RISE`, as from `cost_to`, that a result of results.json contains."""
   cost = result["cost"]
   if cost["updates"] is None or cost["seconds"] is None:
     return None
@@ -134,7 +134,7 @@ def of_quickstart(prices: Sequence[float] = GRID) -> list[Curve]:
 
 
 def prices_of_7b() -> dict[str, float]:
-  """What a hand-over of 7B costs, in updates of the full-size recipe at its chips' peak.
+  """Prices of a hand-over of 7B, in updates of the full-size recipe at its chips' peak.
 
   Resharding: every chip receives the weights in bfloat16 that it does not hold, at the peak of its
   links. An update is bound by its slowest of compute, memory and links. Both seconds are lower

@@ -40,7 +40,7 @@ LAST = 16  # updates over which the entropy at the end is averaged
 
 
 def measured(workdir: str) -> dict:
-  """What the tables and plots say of a finished run, besides its held-out curve."""
+  """Measurements of a finished run for the tables and plots, besides its held-out curve."""
   records = list(read_metrics(workdir))
   train = [r for r in records if r["phase"] == "train"]
   mean = lambda name, of=train: statistics.mean(r[name] for r in of)
@@ -119,7 +119,7 @@ def veto_table(results: Mapping[str, Sequence[dict]]) -> str:
 
 
 def cost_table(results: Mapping[str, Sequence[dict]]) -> str:
-  """What a run took, and took until it reached the level."""
+  """Costs of a run in all, and until it reached the level."""
   header = [f"{name} to a rise of {RISE:g}" for name in COSTS.values()]
   header += ["weight syncs", "their seconds", "first update's extra seconds, each seed"]
   header += ["generating", "updating", "in all, seconds"]

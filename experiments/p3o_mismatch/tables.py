@@ -33,7 +33,7 @@ HERE = pathlib.Path(__file__).parent
 
 
 def measured(workdir: str) -> dict:
-  """What the tables say of a finished run, besides its held-out curve."""
+  """Measurements of a finished run for the tables, besides its held-out curve."""
   train = [r for r in read_metrics(workdir) if r["phase"] == "train"]
   names = dict(ess="behavior/ess", clip="loss/clip_fraction", kl="behavior/kl_k3")
   found = {name: statistics.mean(r[metric] for r in train) for name, metric in names.items()}

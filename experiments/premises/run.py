@@ -1,9 +1,9 @@
-"""Which premise of which paper a task has: two runs of GRPO for a task, and their tables.
+"""Premises of the papers that a task meets: two runs of GRPO for a task, and their tables.
 
   python -m experiments.premises.run --task=steps --size=small --minutes=100
 
 Run it from the repository root. It stops after the given minutes and continues when it is called
-again; finished runs are not repeated. At the end it writes results/TASK_SIZE.json beside this file
+again; finished runs are not repeated. At the end it writes results/TASK_SIZE.json next to this file
 and prints the tables. Seed 100, which no reported run uses, so that a task's settings may be chosen
 by what this shows. It trains on the platform that jax chooses.
 """
@@ -58,7 +58,7 @@ def commands(task: str, size: str, root: pathlib.Path) -> dict[str, list[str]]:
 
 
 def finish(command: Sequence[str], deadline: float) -> bool:
-  """Whether a run has finished; one that has not by then is asked to save and end."""
+  """Returns whether a run has finished; requests a shutdown of one that has not."""
   process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
   try:
     status = process.wait(timeout=max(deadline - time.monotonic(), 0))
@@ -71,7 +71,7 @@ def finish(command: Sequence[str], deadline: float) -> bool:
   return True
 
 
-# --- what the runs say ----------------------------------------------------------------------------
+# --- results of the runs --------------------------------------------------------------------------
 
 
 def by_scope(
@@ -158,7 +158,7 @@ def summary(on_policy: pathlib.Path, stale: pathlib.Path) -> dict[str, Any]:
 
 
 def premises(found: Mapping[str, Any]) -> Iterator[tuple[str, str, bool, str]]:
-  """(paper, premise, whether the task has it, the figures that say so)."""
+  """Rows of (paper, premise, whether the task meets it, the figures behind that)."""
   geometry_of = found["geometry"]
   for feature in ("score", "sampled"):
     rows = {name: row for name, row in geometry_of.items() if name.startswith(feature)}

@@ -17,13 +17,13 @@ HERE = pathlib.Path(__file__).parent
 
 
 def standard_error(result: dict, index: int) -> float:
-  """Of one evaluation, over problems."""
+  """Standard error of one evaluation, over problems."""
   limits = (result["evaluations"][f"{METRIC}_{side}"][index] for side in ("low", "high"))
   return standard_error_of_interval(*limits)
 
 
 def rise_in_standard_errors(result: dict) -> float:
-  """How far the end lies above the start; the two evaluations taken as independent."""
+  """Rise from start to end in standard errors, with independent evaluations."""
   error = (standard_error(result, 0) ** 2 + standard_error(result, -1) ** 2) ** 0.5
   return rise(result) / error
 

@@ -9,7 +9,7 @@ COMPARED = 8  # group size of the runs whose Gram is compared with the last bloc
 
 
 def fields(recipe, group_size, **more):
-  """Of one run; four updates per refresh, so that clipping can happen."""
+  """Fields of one run, with four updates per refresh, so that clipping can happen."""
   return {
     "config": f"configs/{recipe}.py",
     "num_updates": 100,

@@ -72,7 +72,7 @@ def average(result: dict, metric: str) -> float | None:
 
 
 def cell(values: Sequence[float | None]) -> str:
-  """As `compare.cell`, of the runs that report it."""
+  """Formats the runs' values as `compare.cell` does, without those that are missing."""
   numbers = [value for value in values if value is not None]
   return compare.cell(numbers) if numbers else "–"
 
@@ -121,7 +121,7 @@ def plot_training(results: Sequence[dict], path: pathlib.Path) -> None:
 
 
 def plot_scaling(results: Sequence[dict], path: pathlib.Path) -> None:
-  """What a larger group gives at the same number of rollouts, means with 95 % intervals."""
+  """Plots effects of the group size at the same number of rollouts, means with 95 % intervals."""
   panels = {
     "rise of held-out pass@1": rise,
     "participation ratio": lambda r: average(r, "geometry/participation_ratio"),

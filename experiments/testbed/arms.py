@@ -35,7 +35,7 @@ def runs(arms: Arms) -> list[dict[str, Any]]:
 
 
 def merged(groups: Iterable[Arms]) -> Arms:
-  """The arms of several experiments, those that they share once.
+  """Arms of several experiments, shared ones once.
 
   Raises:
     ValueError: a label stands for two things.

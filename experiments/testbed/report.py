@@ -1,4 +1,4 @@
-"""What the experiments on the testbed share: what is kept of a run, tables, figures, pages.
+"""Measurements, tables, figures and pages of the experiments on the testbed.
 
   python -m experiments.fade.tables --workdir=runs/evidence
 
@@ -20,7 +20,6 @@ import numpy as np
 
 from experiments.testbed.arms import GRPO, Arms
 from rlvr_jax.advantages.masses import gradient_masses
-from rlvr_jax.colab.results import curve
 from rlvr_jax.evaluate import compare, curves
 from rlvr_jax.evaluate.run_files import GEOMETRY_FOLDER, read_metrics
 from rlvr_jax.geometry.diagnostics import cosine_gram
@@ -49,7 +48,7 @@ OfRun = Callable[[Result], float | None]
 
 
 def measured(workdir: str) -> dict[str, Any]:
-  """What joins a run's result.
+  """Measurements that are added to a run's result.
 
   Returns:
     train: metric → means over `SPANS` equal spans of the updates; geometry: metric → mean over the
@@ -273,7 +272,7 @@ def figure(results: Sequence[Result], panels: Sequence[Panel], path: pathlib.Pat
 def _curves(runs: Sequence[Result], metric: str) -> list[tuple[curves.Floats, curves.Floats]]:
   """The curves of the runs that have the metric."""
   having = [r for r in runs if metric in r["evaluations"] or metric in r["train"]]
-  return [curve(run, metric) for run in having]
+  return [compare.curve_of(run, metric) for run in having]
 
 
 # --- the program ----------------------------------------------------------------------------------
@@ -301,7 +300,7 @@ def results_of(home: pathlib.Path, arms: Arms, argv: Sequence[str] | None) -> li
 
 
 def written_into(page: str, text: str) -> str:
-  """The page with `text` between its two marks.
+  """Inserts `text` between the two marks of a page.
 
   Raises:
     ValueError: the page lacks the marks.

@@ -16,7 +16,7 @@ SINGLE = {  # label as in the papers' own experiments, so that the runs are shar
 
 
 def together(parts):
-  """All fields of some of them; P3O's loss takes the place of the relaxed clip, under the veto."""
+  """Fields of several methods together; P3O's loss replaces the relaxed clip, under the veto."""
   fields = {}
   for label in (f"suffix, μ = {MU}", "FADE", "SALT, sampled", "P3O"):
     fields |= SINGLE[label] if label in parts else {}

@@ -1,4 +1,4 @@
-"""What the cells of the notebooks in colabs/ call; a notebook holds no logic of its own."""
+"""Functions for the notebooks in colabs/, which hold no logic of their own."""
 
 __all__ = [
   "display",
@@ -11,7 +11,6 @@ __all__ = [
   "results",
   "rollouts",
   "runs",
-  "same_rollouts",
   "staleness",
   "toy",
 ]

@@ -1,4 +1,4 @@
-"""What all notebooks share: the look of their figures, the colors, sliders."""
+"""Style of the notebooks' figures, their colors, and sliders."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def setup() -> None:
       "font.size": 11.0,
       "axes.titlesize": 11.0,
       "legend.frameon": False,
-      "mathtext.fontset": "cm",  # formulas as in the text beside them
+      "mathtext.fontset": "cm",  # formulas look as in the text
     }
   )
   if "IPython" in sys.modules:
@@ -84,8 +84,8 @@ def span(low: float, high: float, *, step: float, start: float) -> Control:
 def sliders(draw: Callable[..., Any], *args: Any, **controls: Control) -> None:
   """Draws `draw(*args, **values)`, where each keyword has a slider.
 
-  Where nobody can move a slider, the picture is static: `draw` at the sliders' start, with a line
-  that names these values. That is so without ipywidgets, and where a program runs the notebook.
+  Without an interactive front end the figure is static: `draw` at the sliders' start, with a line
+  that names these values. That holds without ipywidgets, and if a program runs the notebook.
 
   Args:
     draw: makes one figure by pyplot.
@@ -117,7 +117,7 @@ def sliders(draw: Callable[..., Any], *args: Any, **controls: Control) -> None:
 
 
 def is_live() -> bool:
-  """Whether ipywidgets is installed and a person's front end runs the cell.
+  """Returns whether ipywidgets is installed and an interactive front end runs the cell.
 
   A front end lets a cell ask for input; nbclient and nbconvert, which run whole notebooks, do not.
   """

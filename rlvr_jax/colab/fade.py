@@ -1,4 +1,4 @@
-"""What colabs/fade.ipynb draws: gradient masses, FADE's controller, and the rank of the update."""
+"""Figures of colabs/fade.ipynb: gradient masses, FADE's controller, and the rank of the update."""
 
 from __future__ import annotations
 

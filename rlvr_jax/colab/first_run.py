@@ -47,7 +47,7 @@ def _integer(text: str) -> int:
 
 
 def draw_errors(rollouts: Sequence[Rollout], batch: int, width: int = 10) -> None:
-  """Makes the figure of the errors of `width` batches from `batch` on, beside the run's first.
+  """Makes the figure of the errors of `width` batches from `batch` on, next to those of the first.
 
   Raises:
     ValueError: there is no such batch.

@@ -1,4 +1,4 @@
-"""What colabs/geometry.ipynb draws beside `evaluate.geometry_plots`: sliders, runs, completions."""
+"""Figures of colabs/geometry.ipynb that `evaluate.geometry_plots` lacks."""
 
 from __future__ import annotations
 
@@ -260,7 +260,8 @@ def draw_block(run: Run, update: int, prompt: int = 1, other: int = 1) -> None:
       tick.set_color(COLORS["success"] if rewards[index] > 0 else COLORS["failure"])
       tick.set_fontfamily("monospace")
   axes.set(
-    ylabel=_asked(samples, found.rows[0], prompt), xlabel=_asked(samples, found.columns[0], other)
+    ylabel=_prompt_title(samples, found.rows[0], prompt),
+    xlabel=_prompt_title(samples, found.columns[0], other),
   )
   axes.grid(False)
   figure.colorbar(image, ax=axes, label=r"$\cos(g_i, g_j)$", shrink=0.8)
@@ -271,7 +272,7 @@ def _label(samples: Sequence[Mapping[str, Any]], index: int) -> str:
   return _short(samples[index]["completion"], 24) if samples else f"rollout {index}"
 
 
-def _asked(samples: Sequence[Mapping[str, Any]], index: int, prompt: int) -> str:
+def _prompt_title(samples: Sequence[Mapping[str, Any]], index: int, prompt: int) -> str:
   """The prompt, after its number."""
   text = _short(samples[index]["prompt"], 48) if samples else "its rollouts were not kept"
   return f"prompt {prompt}: {text}"

@@ -1,4 +1,4 @@
-"""Pictures of what methods do with the same rollouts."""
+"""Figures that compare methods on the same rollouts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import numpy as np
 from rlvr_jax import advantages, losses, parts
 from rlvr_jax.advantages import Advantage
 from rlvr_jax.colab.display import COLORS, legend_outside
-from rlvr_jax.colab.same_rollouts import Comparison
+from rlvr_jax.evaluate.figures import plot_cosines
 from rlvr_jax.losses import Loss
+from rlvr_jax.train.same_rollouts import Comparison
 from rlvr_jax.types import TrainBatch
 
 # --- quantities -----------------------------------------------------------------------------------
@@ -27,7 +28,7 @@ class Coefficients(NamedTuple):
 
 
 def coefficients(advantage: Advantage, group_size: int) -> Coefficients:
-  """What an estimator gives in groups of every number of successes; rewards are 0 and 1.
+  """Coefficients of an estimator in groups of 0 … G successes; rewards are 0 and 1.
 
   A stateful estimator is in its first state, with an initial entropy of 1 nat per token.
   """
@@ -42,7 +43,7 @@ def coefficients(advantage: Advantage, group_size: int) -> Coefficients:
 
 
 def token_weights(loss: Loss, ratios: np.ndarray, coefficient: float) -> np.ndarray:
-  """−∂ℓ/∂log π of one-token responses: what multiplies the gradient of a token's log-probability.
+  """Weights −∂ℓ/∂log π of one-token responses, the factors of their log-probabilities' gradients.
 
   Args:
     loss: its statistics, if it has any, are of these tokens together.
@@ -59,18 +60,6 @@ def token_weights(loss: Loss, ratios: np.ndarray, coefficient: float) -> np.ndar
 
 
 # --- drawing --------------------------------------------------------------------------------------
-
-
-def plot_cosines(axes: Any, names: Sequence[str], matrix: np.ndarray) -> Any:
-  """A heat-map of pairwise cosines with their numbers; the image is returned for a color bar."""
-  image = axes.imshow(matrix, vmin=-1, vmax=1, cmap="RdBu")
-  axes.set_xticks(range(len(names)), names, rotation=60, ha="right")
-  axes.set_yticks(range(len(names)), names)
-  axes.grid(visible=False)
-  for (i, j), value in np.ndenumerate(matrix):
-    color = "white" if abs(value) > 0.6 else "black"
-    axes.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color=color)
-  return image
 
 
 def draw_cosines(comparison: Comparison, lag: int) -> None:
@@ -96,7 +85,7 @@ def plot_by_lag(axes: Any, comparison: Comparison, metric: str, label: str) -> N
 
 
 def plot_recorded(axes: Any, batch: TrainBatch) -> None:
-  """How many groups of the batch have how many successes."""
+  """Plots the number of groups by their number of successes."""
   solved = np.asarray(batch.correct).sum(axis=1).astype(int)
   size = batch.correct.shape[1]
   counts = np.bincount(solved, minlength=size + 1)

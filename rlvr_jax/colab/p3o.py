@@ -1,4 +1,4 @@
-"""What colabs/p3o.ipynb draws: effective sample size, the weights that follow from it, and heat."""
+"""Figures of colabs/p3o.ipynb: effective sample size, its weights, and higher temperatures."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def ess(case: Case, drifts: Array) -> Ess:
 
 
 class Forces(NamedTuple):
-  """What a loss does to each token's log-probability; f32[tokens] each."""
+  """Force of a loss on each token's log-probability; f32[tokens] each."""
 
   ratios: Array  # ρ
   forces: Array  # −n·∂L/∂log π, of n tokens: above 0 a token becomes likelier
@@ -138,7 +138,7 @@ def directions(case: Case, loss: Loss, drifts: Array, *, seeds: int = 8) -> Dire
 
 
 def _gradient(toy: Toy, recipe: Recipe, kernel: Array, batch: TrainBatch) -> Array:
-  """Of the recipe's loss by the kernel, f32[D·V]."""
+  """Gradient of the recipe's loss with respect to the kernel, f32[D·V]."""
   A = parts.advantages_of(recipe.advantage, batch.rewards)
 
   def value(kernel: Array) -> Array:
@@ -191,7 +191,7 @@ def draw_ratios(case: Case, drift: float = 0.6) -> None:
 
 
 def draw_forces(case: Case, drift: float = 0.6) -> None:
-  """What three losses do to each token, against its ratio."""
+  """Draws the forces of three losses on each token, against its ratio."""
   _, panels = plt.subplots(1, 3, figsize=(11, 3.6), sharey=True)
   for axes, name in zip(panels, (CLIP, CAP, P3O), strict=True):
     found = jax.tree.map(np.asarray, forces(case, drift, LOSSES[name]))
@@ -208,7 +208,7 @@ def draw_forces(case: Case, drift: float = 0.6) -> None:
 
 
 def draw_directions(case: Case) -> None:
-  """How far a loss's update on stale rollouts agrees with that of fresh ones, over the drift."""
+  """Draws the agreement of updates on stale and on fresh rollouts, over the drift."""
   _, panels = plt.subplots(1, 2, figsize=(11, 3.6))
   for name, loss in LOSSES.items():
     found = directions(case, loss, jnp.asarray(DRIFTS))

@@ -1,4 +1,4 @@
-"""Pictures of docs/reproduction.md: what became of each claim of the papers."""
+"""Figures of docs/reproduction.md: the verdict on each claim of the papers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from rlvr_jax.colab.display import COLORS, legend_outside
 
 COLUMNS = ("id", "claim", "verdict", "evidence", "conditions", "link", "queued")  # of the page
-# Verdict → how its squares look, from held to open; gray and empty ones are no findings.
+# Verdict → how its squares look, from held to open; gray and empty ones are not findings.
 STYLES: dict[str, dict[str, Any]] = {
   "reproduced": dict(facecolor=COLORS["success"], edgecolor=COLORS["success"]),
   "in part": dict(facecolor="#99C7E0", edgecolor=COLORS["success"]),  # a tint of the one above
@@ -40,12 +40,12 @@ def read_claims(root: str | os.PathLike[str]) -> list[Claim]:
   """The claims of docs/reproduction.md, in its order.
 
   Raises:
-    FileNotFoundError: `root` is no checkout.
-    ValueError: there are no claims, or a row has other cells, another verdict or another's id.
+    FileNotFoundError: `root` is not a checkout.
+    ValueError: there are no claims, or a row has wrong cells, an unknown verdict or a duplicate id.
   """
   path = pathlib.Path(root) / "docs" / "reproduction.md"
   if not path.is_file():
-    raise FileNotFoundError(f"{path} is not there; set root to the folder of a checkout")
+    raise FileNotFoundError(f"{path} does not exist; set root to the folder of a checkout")
   paper, claims = "", []
   for block in re.split(r"\n\s*\n", path.read_text(encoding="utf-8")):
     first, *lines = block.strip().splitlines() or [""]
@@ -57,7 +57,7 @@ def read_claims(root: str | os.PathLike[str]) -> list[Claim]:
     raise ValueError(f"{path}: no table has the columns {list(COLUMNS)}; {_REMEDY}")
   twice = [name for name, n in collections.Counter(c.name for c in claims).items() if n > 1]
   if twice:
-    raise ValueError(f"{path}: {twice} are there more than once; {_REMEDY}")
+    raise ValueError(f"{path}: {twice} occur more than once; {_REMEDY}")
   return claims
 
 

@@ -1,4 +1,4 @@
-"""Pictures of the runs behind the reproduction page: differences, curves.
+"""Figures of the runs behind the reproduction page: differences and curves.
 
 They are read from experiments/*/results.json and testbed.json, under the folder of a checkout,
 which functions take as `root`.
@@ -12,21 +12,19 @@ import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
 from rlvr_jax.colab.display import COLORS, legend_outside
 from rlvr_jax.evaluate import compare, curves
 from rlvr_jax.evaluate.compare import Result
 
 _FILES = ("results.json", "testbed.json")
-_NOT_MEASURED = {"seed", "number"}  # fields with numbers that are no measurements
+_NOT_MEASURED = {"seed", "number"}  # numeric fields that are not measurements
 
 
 def files(root: str | os.PathLike[str]) -> list[str]:
   """Files of runs under experiments/, such as "mu_grpo/results.json".
 
   Raises:
-    FileNotFoundError: `root` is no checkout.
+    FileNotFoundError: `root` is not a checkout.
   """
   folder = pathlib.Path(root) / "experiments"
   found = sorted(path for name in _FILES for path in folder.glob(f"*/{name}") if _has_runs(path))
@@ -62,7 +60,7 @@ def overview(root: str | os.PathLike[str]) -> str:
 
 
 def metrics(runs: Iterable[Result]) -> list[str]:
-  """What was measured of the runs: names that `value` takes."""
+  """Names of the runs' metrics, which `value` takes."""
   return sorted({name for run in runs for name in _measured(run)})
 
 
@@ -76,24 +74,6 @@ def _measured(run: Result) -> list[str]:
   ]
 
 
-def curve(run: Result, metric: str) -> tuple[curves.Floats, curves.Floats]:
-  """A run's values of a metric, f64[N], after how many updates, f64[N].
-
-  They are those of the evaluations, of the measurements in training, or means over equal spans of
-  the updates, each at the middle of its span.
-
-  Raises:
-    ValueError: the run has no such curve.
-  """
-  if metric in run.get("curves", {}):
-    x, y = np.array(run["curves"][metric], np.float64).T
-    return x, y
-  if metric in run.get("train", {}):
-    y = np.array(run["train"][metric], np.float64)
-    return (np.arange(y.size) + 0.5) / y.size * run["evaluations"]["updates"][-1], y
-  return compare.curve_of(run, metric)
-
-
 def value(run: Result, metric: str) -> float:
   """One number of a run: of a held-out metric the last value, of one in training the mean.
 
@@ -104,7 +84,7 @@ def value(run: Result, metric: str) -> float:
     return compare.final(run, metric)
   if isinstance(run.get(metric), (int, float)):
     return float(run[metric])
-  return float(curve(run, metric)[1].mean())
+  return float(compare.curve_of(run, metric)[1].mean())
 
 
 def by_seed(runs: Sequence[Result], metric: str) -> dict[str, dict[int, float]]:
@@ -140,10 +120,10 @@ def others(runs: Sequence[Result], baseline: str) -> list[str]:
 
 
 def plot_differences(axes: Any, runs: Sequence[Result], metric: str, baseline: str) -> None:
-  """Differences to the baseline, paired by seed: a row for each label, in the order of the runs.
+  """Plots differences to the baseline, paired by seed: a row per label, in the order of the runs.
 
-  A row has a dot for each seed, and the mean with its 95 % interval by Student's t. With one seed
-  that both have there is the dot alone, with none an empty row.
+  A row has a dot for each seed, and the mean with its 95 % interval by Student's t. With one
+  shared seed there is only the dot, without one the row is empty.
 
   Raises:
     ValueError: see `by_seed` and `others`.
@@ -188,7 +168,7 @@ def draw_file(root: str | os.PathLike[str], metric: str, file: str) -> None:
 
 
 def plot_pairs(axes: Any, runs: Sequence[Result], metric: str, baseline: str, label: str) -> None:
-  """The values of a label beside the baseline's, each seed a line.
+  """Plots the values of a label next to the baseline's, a line per seed.
 
   Raises:
     ValueError: see `by_seed` and `others`; or they share no seed.
@@ -228,7 +208,7 @@ def draw_pairs(runs: Sequence[Result], metric: str, baseline: str, label: str) -
 
 
 def draw_curves(runs: Sequence[Result], metric: str, baseline: str, labels: Sequence[str]) -> None:
-  """Makes the figure of a metric over updates, a panel for each label beside the baseline.
+  """Makes the figure of a metric over updates, a panel for each label with the baseline.
 
   A panel has the means over seeds with their 95 % intervals, and single seeds.
 
@@ -246,10 +226,12 @@ def draw_curves(runs: Sequence[Result], metric: str, baseline: str, labels: Sequ
   if unknown or not labels:
     raise ValueError(f"draw_curves: labels = {list(labels)}; choose some of {known}")
   found = compare.by_label(runs)
-  by_label = {label: [curve(run, metric) for run in found[label]] for label in (baseline, *labels)}
+  by_label = {
+    label: [compare.curve_of(run, metric) for run in found[label]] for label in (baseline, *labels)
+  }
   points = [label for label, of_label in by_label.items() if min(x.size for x, _ in of_label) < 2]
   if points:
-    raise ValueError(f"draw_curves: {points} have one value of {metric}, which is no curve")
+    raise ValueError(f"draw_curves: {points} have one value of {metric}, which is not a curve")
   columns = min(3, len(labels))
   rows = -(-len(labels) // columns)
   size = (1.5 + 3.6 * columns, 0.4 + 2.9 * rows)

@@ -26,7 +26,7 @@ KINDS = {
   "wrong": COLORS["failure"],
   "unparseable": COLORS["behavior"],
   "cut off": COLORS["plain"],
-  "not graded": COLORS["reference"],  # the grader crashed, or took too long
+  "not graded": COLORS["reference"],  # the grader crashed or timed out
 }
 ANY = "any"
 
@@ -176,7 +176,7 @@ def plot_kinds(axes: Any, rollouts: Sequence[Rollout]) -> None:
 
 
 def plot_lengths(axes: Any, rollouts: Sequence[Rollout]) -> None:
-  """How many rollouts of each kind have each length."""
+  """Plots the number of rollouts of each kind and length."""
   present = [kind for kind in KINDS if chosen(rollouts, kind=kind)]
   data = [[r.length for r in chosen(rollouts, kind=kind)] for kind in present]
   edges = np.arange(min(map(min, data)), max(map(max, data)) + 2) - 0.5

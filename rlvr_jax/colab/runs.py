@@ -1,4 +1,4 @@
-"""The runs that notebooks train where the reader brings none: tiny, and silent."""
+"""Tiny runs, trained without output, for notebooks whose reader has no run."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import contextlib
 import io
 import pathlib
 import tempfile
+from typing import Any
 
 import ml_collections
 
-from rlvr_jax.commands.train import train
 from rlvr_jax.configs import quickstart, steps
+from rlvr_jax.train.reporting.report import write_report
+from rlvr_jax.train.same_rollouts import Comparison, compared
+from rlvr_jax.train.session import session
 from rlvr_jax.train.setup.build import build
 
 
@@ -28,8 +31,25 @@ def trained(config: ml_collections.ConfigDict, workdir: str = "") -> pathlib.Pat
   folder = pathlib.Path(workdir or tempfile.mkdtemp(prefix="rlvr_jax_"))
   silent = io.StringIO()
   with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
-    train(build(config), folder)
+    with session(build(config), folder) as run:
+      run.trainer.run(run.now)
+      write_report(run.workdir.local, run.workdir.kept)
   return folder
+
+
+def compared_silently(**arguments: Any) -> Comparison:
+  """Calls `same_rollouts.compared` with a temporary workdir, without its output.
+
+  Args:
+    arguments: those of `compared`, without the workdir.
+  """
+  silent = io.StringIO()
+  with (
+    tempfile.TemporaryDirectory() as workdir,
+    contextlib.redirect_stdout(silent),
+    contextlib.redirect_stderr(silent),
+  ):
+    return compared(workdir, **arguments)
 
 
 def sums(*, updates: int, seed: int = 0) -> ml_collections.ConfigDict:

@@ -1,4 +1,4 @@
-"""What colabs/staleness.ipynb draws: lags of schedules, and the negative-advantage veto."""
+"""Figures of colabs/staleness.ipynb: lags of schedules, and the negative-advantage veto."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Stages(NamedTuple):
 
   @property
   def ages(self) -> list[int]:
-    """Some ages of the last stage's rollouts, from 0 to the largest."""
+    """Selected ages of the last stage's rollouts, from 0 to the largest."""
     return sorted({round(age) for age in np.linspace(0, self.length - 1, 6)})
 
 
@@ -148,7 +148,7 @@ def draw_stages(found: Stages) -> None:
 def veto_states(
   ratios: Array, mask: Array, coefficients: Array, *, threshold: float, scope: str
 ) -> np.ndarray:
-  """What the veto makes of every token: KEPT, TRIGGER, EXCLUDED or EXCLUDED_TRIGGER.
+  """Effect of the veto on every token: KEPT, TRIGGER, EXCLUDED or EXCLUDED_TRIGGER.
 
   Args:
     ratios: f32[P, G, T], ρ.

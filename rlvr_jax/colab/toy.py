@@ -116,7 +116,7 @@ def rewards(toy: Toy, tokens: Array) -> Array:
 
 
 class Recipe(NamedTuple):
-  """What an update is made of."""
+  """Components and settings of an update."""
 
   loss: Loss
   advantage: Advantage = grpo_mean()
@@ -149,7 +149,7 @@ def train(
 ) -> Runs:
   """Trains one policy per seed, from the kernel `first`, f32[D, V]; None for uniform policies.
 
-  Metrics beside the package's own: `solve_rate` of fresh rollouts of the policy that is updated,
+  Metrics besides the package's own: `solve_rate` of fresh rollouts of the policy that is updated,
   as many as a batch has; `lag`; `gradient_norm`; `head/rank_one_fraction` of the kernel's change
   so far.
 

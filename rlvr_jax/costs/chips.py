@@ -19,12 +19,12 @@ def _two_devices(chip: Chip) -> Chip:
   return Chip(*(peak / 2 for peak in chip))
 
 
-# Of one device, by the first part of a topology's name.
+# Peaks of one device, by the first part of a topology's name.
 # Source: the pages of each version in Google Cloud's TPU documentation
 # (docs.cloud.google.com/tpu/docs/v5p and so on), read in November 2026. They give the interconnect
-# in both directions together, 1200 GB/s for a v5p; half of it is received. That of v4 is 6 links of
+# in both directions together, 1200 GB/s for a v5p; half of it is received. A v4 has 6 links of
 # 50 GB/s each way: "TPU v4: An Optically Reconfigurable Supercomputer", arXiv 2304.01433. A v5e has
-# 16 GiB, of which libtpu says that a program may use 15.75.
+# 16 GiB, of which a program may use 15.75 according to libtpu.
 CHIPS = {
   "v4": _two_devices(Chip(275e12, 1200e9, 300e9, 32)),
   "v5e": Chip(197e12, 819e9, 200e9, 15.75),

@@ -1,11 +1,11 @@
-"""What a compiled program costs on every device, counted from its text, loops included.
+"""Costs of a compiled program on every device, counted from its text, loops included.
 
-XLA's own `cost_analysis()` counts the body of a loop once, and a Pallas call as nothing. Here the
-text of the optimized program (`jax.stages.Compiled.as_text()`, of one device) is walked from its
-entry. The body of a loop counts as often as the loop runs, at most. Of a conditional the most
-expensive branch counts: the one with the most operations, then the most bytes. A loop whose length
-only the data tell counts as often as the caller says, or else as one iteration, and is then an item
-of its own.
+XLA's own `cost_analysis()` counts the body of a loop once, and a Pallas call as nothing. `walk`
+reads the text of the optimized program (`jax.stages.Compiled.as_text()`, for one device) from its
+entry. The body of a loop counts once per iteration, at most. The most expensive branch of a
+conditional counts: the one with the most operations, then the most bytes. A loop whose length
+depends on the data counts as often as the caller says, or else once, and is then an item of its
+own.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ COLLECTIVES = (
   "ragged-all-to-all",
   "collective-permute",
 )
-OTHER = "other"  # the part of what no named scope covers
+OTHER = "other"  # part of instructions that no named scope covers
 OPEN_LOOP = "while"
 
 _BRANCH = re.compile(r"(?:true_computation|false_computation)=%?([\w.\-]+)")
-# They move nothing, or it is counted at the instruction that starts the move.
+# Instructions that move nothing, or whose move counts at the instruction that starts it.
 _FREE = {
   *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "domain"),
   *("partition-id", "replica-id", "optimization-barrier", "opt-barrier", "get-dimension-size"),
@@ -53,13 +53,13 @@ _SCALAR: dict[str, Callable[..., int]] = {
 }
 _IN_PLACE = {"bitcast", "copy", "convert", "reshape"}  # seen through, for slices of an operand
 
-_UNKNOWN_CYCLES = 2.0**62  # newer compilers say the largest integer where they have no estimate
+_UNKNOWN_CYCLES = 2.0**62  # newer compilers write the largest integer if they have no estimate
 
 
 class Item(NamedTuple):
-  """One instruction, as often as it runs; bytes and operations are those of all its runs."""
+  """One instruction; its bytes and operations are those of all its runs together."""
 
-  part: str  # by the innermost of the scopes asked for; `OTHER`: it is in none
+  part: str  # the innermost of the given scopes; `OTHER`: it is in none
   opcode: str  # of a collective, one of COLLECTIVES; OPEN_LOOP: see `walk`
   name: str
   times: int
@@ -73,12 +73,12 @@ class Item(NamedTuple):
   shapes: tuple[str, ...]  # of its operands
 
 
-# Of a tuple's elements, or of a fusion's parameters: the integers that are known.
+# Known integers among a tuple's elements or a fusion's parameters; None if unknown.
 _Values = list[int | None]
 
 
 class _Loop(NamedTuple):
-  length: int | None  # iterations; None: only the data tell
+  length: int | None  # iterations; None: depends on the data
   inside: _Values  # of its tuple, what stays
   ended: _Values  # of its tuple, when it has ended
 
@@ -111,7 +111,7 @@ class _Program:
   # --- the walk -----------------------------------------------------------------------------------
 
   def items(self, computation: str, times: int, part: str, known: _Values | None) -> Iterator[Item]:
-    """Of a computation that runs `times` times; `known` are elements of its tuple parameter."""
+    """Items of a computation that runs `times` times; `known`: elements of its tuple parameter."""
     for i in self.computations[computation].values():
       here = next((x.lastgroup for x in reversed([*self.parts.finditer(i.op_name)])), None) or part
       if i.opcode == "while":
@@ -203,7 +203,7 @@ class _Program:
     """Names of the collectives that a fusion carries on or ends, next to its own work.
 
     Some TPUs' compilers run a collective piece by piece within fusions between its start and its
-    end. Each of them holds the whole instruction; it counts at the start.
+    end. Each of them contains the complete instruction, which counts at its start.
     """
     inside = self.computations[computation].values()
     if any(_ASYNC_START in i.text for i in inside):
@@ -218,7 +218,7 @@ class _Program:
       return int(iota.group(1))
     named = re.search(r"replica_groups=@?mesh\w*\[([^\]]*)\][^{]*\{([^}]*)\}", i.text)
     if not named:
-      raise ValueError(f"replica groups of {i.name} are not understood: {i.text[:200]}")
+      raise ValueError(f"replica groups of {i.name} have an unknown form: {i.text[:200]}")
     sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", named.group(1))}
     axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", named.group(2))
     return math.prod(int(part) if part else sizes[axis] for axis, part in axes)
@@ -292,7 +292,7 @@ class _Program:
   # --- loops --------------------------------------------------------------------------------------
 
   def _loop(self, computation: str, i: Instruction, known: _Values | None) -> _Loop:
-    """Of a `while`; remembered, since a loop may need the results of the loops before it."""
+    """The length and results of a `while`; cached, since later loops may depend on them."""
     key = (computation, i.name, None if known is None else tuple(known))
     if key not in self.loops:
       before, after = self._first_iteration(computation, i, known)
@@ -344,7 +344,7 @@ class _Program:
         yield sign * a, sign * b + (direction in ("LE", "GE")), step
 
   def _elements(self, computation: str, name: str, known: _Values | None) -> _Values:
-    """What is known of a tuple's elements."""
+    """Known values of a tuple's elements."""
     i = self.computations[computation][name]
     if i.opcode == "tuple":
       return [self._value(computation, x, known) for x in i.operands]

@@ -51,12 +51,12 @@ def parsed(text: str) -> tuple[dict[str, Computation], str]:
     elif current is not None and (found := _INSTRUCTION.match(line)):
       current[found.group(2)] = _instruction(found.group(2), found.group(3), bool(found.group(1)))
   if not entry:
-    raise ValueError("the text is no HLO program: it has no ENTRY computation")
+    raise ValueError("the text is not an HLO program: it has no ENTRY computation")
   return computations, entry
 
 
 def _lines(text: str) -> list[str]:
-  """The lines, an instruction's in one: attributes of a Pallas call go over several."""
+  """Splits a text into lines, one per instruction: attributes of a Pallas call span several."""
   lines: list[str] = []
   for line in text.splitlines():
     if lines and line[:1] in ('"', "}") and line.rstrip() != "}":
@@ -67,12 +67,12 @@ def _lines(text: str) -> list[str]:
 
 
 def _instruction(name: str, text: str, root: bool) -> Instruction:
-  """From the text after the equals sign: shape, opcode, operands, attributes."""
+  """Parses the text after the equals sign: shape, opcode, operands, attributes."""
   end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
   shape, rest = text[:end], text[end:].strip()
   opening = rest.index("(")
   arguments = rest[opening + 1 : _closing(rest, opening)]
-  # Some printers put an operand's shape before its name.
+  # Some versions print an operand's shape before its name.
   operands = re.findall(r"%([\w.\-]+)", arguments)
   return Instruction(name, shape, rest[:opening], tuple(operands), arguments, rest, root)
 
@@ -88,7 +88,7 @@ def _closing(text: str, opening: int) -> int:
 
 
 def array_bytes(shape: str, *, hbm: bool = False) -> int:
-  """Of all arrays in a shape; `hbm`: only of those in the chip's main memory, S(0)."""
+  """Bytes of all arrays in a shape; with `hbm` only of those in the chip's main memory, S(0)."""
   total = 0
   for kind, sizes, layout in _SHAPE.findall(shape):
     elements = math.prod(_sizes(sizes))
@@ -103,13 +103,13 @@ def arrays(shape: str) -> list[str]:
 
 
 def dtype(shape: str) -> str:
-  """Of a shape's first array."""
+  """Dtype of a shape's first array; "" without one."""
   found = _SHAPE.search(shape)
   return found.group(1) if found else ""
 
 
 def dimensions(shape: str) -> list[int]:
-  """Of a shape's first array."""
+  """Sizes of a shape's first array; [] without one."""
   found = _SHAPE.search(shape)
   return _sizes(found.group(2)) if found else []
 
@@ -119,7 +119,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def _bits(kind: str) -> int:
-  """Of one element: the number in its name, as in bf16, s4, c64 and f8e4m3fn."""
+  """Bits of one element: the number in its dtype's name, as in bf16, s4, c64 and f8e4m3fn."""
   digits = re.match(r"[a-z]+(\d+)", kind)
   return int(digits.group(1)) if digits else {"pred": 8}.get(kind, 0)
 

@@ -1,16 +1,12 @@
-"""The command fits: bytes per chip of a configuration, compiled for TPUs or estimated."""
+"""Bytes per chip of a configuration, compiled for TPUs or estimated: the command fits."""
 
 from __future__ import annotations
 
 import math
 
-import jax
-import jax.numpy as jnp
-
 from rlvr_jax.costs import programs
 from rlvr_jax.costs.chips import chip_of
-from rlvr_jax.costs.programs import device_bytes, memory
-from rlvr_jax.ops.logprobs import default_chunk_rows
+from rlvr_jax.models import memory
 from rlvr_jax.rollouts.decoder import slot_bytes
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.reporting.writer import say
@@ -30,7 +26,7 @@ def report(parts: Parts, topology: str | None) -> dict[str, Table]:
   compiler's numbers are printed.
 
   Args:
-    parts: from `ahead_of_time.shapes_only`, on the mesh of that topology.
+    parts: from `programs.shapes_only`, on the mesh of that topology.
     topology: kind and shape of the slice, such as "v5e:4x4"; None for the estimate only.
   Returns:
     The tables that were printed, by title.
@@ -48,11 +44,13 @@ def report(parts: Parts, topology: str | None) -> dict[str, Table]:
 def compiled(parts: Parts) -> dict[str, Table]:
   """Bytes per chip of the update and of generation, as XLA compiles them for the mesh."""
   # The optimizer's state stays in memory while rollouts are sampled.
-  resident = {"generation": {"optimizer, resident": device_bytes(parts.abstract_state.opt_state)}}
+  resident = {
+    "generation": {"optimizer, resident": memory.shard_bytes(parts.abstract_state.opt_state)}
+  }
   tables = {}
   for name, lower in programs.programs(parts).items():
     program = programs.compiled(name, lower)
-    taken = memory(program) if program else {"more than the compiler has": math.inf}
+    taken = programs.memory(program) if program else {"more than the compiler has": math.inf}
     tables[f"{name}, compiled"] = resident.get(name, {}) | taken
   return tables
 
@@ -62,73 +60,34 @@ def compiled(parts: Parts) -> dict[str, Table]:
 
 def estimated(parts: Parts) -> dict[str, Table]:
   """Bytes per chip by arithmetic, without the compiler's temporary buffers."""
-  state = parts.abstract_state
-  of_state = {"parameters": device_bytes(state.params), "optimizer": device_bytes(state.opt_state)}
+  state, network, layout = parts.abstract_state, parts.model.config, parts.row_layout
+  in_memory = {
+    "parameters": memory.shard_bytes(state.params),
+    "optimizer": memory.shard_bytes(state.opt_state),
+  }
   if parts.lora is not None:
-    of_state["frozen base"] = device_bytes(parts.abstract_frozen)
-  accumulated = 2 if parts.row_layout.max_micro_batches > 1 else 1  # the sum and the newest
+    in_memory["frozen base"] = memory.shard_bytes(parts.abstract_frozen)
+  accumulated = 2 if layout.max_micro_batches > 1 else 1  # the sum and the newest
+  tokens = layout.rows_per_device * layout.length
+  tensor = parts.mesh.shape["tensor"]
+  engine = parts.programs.engine.settings
+  mesh = engine.model.mesh  # that of config.generation_mesh, if it is set
+  slots = engine.slots // (mesh.shape["data"] * mesh.shape["fsdp"])
+  generating = sharding.placed(parts.abstract_base, mesh)
   return {
-    "update, estimated": of_state
+    "update, estimated": in_memory
     | {
-      "gradients": accumulated * device_bytes(state.params),
-      "activations": _activations(parts),
-      "output head": _head(parts),
+      "gradients": accumulated * memory.shard_bytes(state.params),
+      "activations": memory.activation_bytes(network, tokens, tensor),
+      "output head": memory.output_head_bytes(network, tokens, tensor),
     },
-    "generation, estimated": of_state
+    "generation, estimated": in_memory
     | {
-      "parameters to decode with": _decoding_parameters(parts),
-      "keys and values": _keys_and_values(parts),
-      "logits of a token": _local_slots(parts) * parts.model.config.vocab_size * 4 * 2,
+      "parameters to decode with": memory.decoding_copy_bytes(generating, network.compute_dtype),
+      "keys and values": float(slots * slot_bytes(network, engine.shape, mesh.shape["tensor"])),
+      "logits of a token": memory.sampling_bytes(network, slots),
     },
   }
-
-
-def _local_slots(parts: Parts) -> int:
-  settings = parts.programs.engine.settings
-  mesh = settings.model.mesh  # that of config.generation_mesh, if it is set
-  return settings.slots // (mesh.shape["data"] * mesh.shape["fsdp"])
-
-
-def _decoding_parameters(parts: Parts) -> float:
-  """Bytes of the copy to sample with: in the compute dtype, not sharded along fsdp."""
-  size = jnp.dtype(parts.model.config.compute_dtype).itemsize
-  mesh = parts.programs.engine.settings.model.mesh
-
-  def leaf(x, placed):
-    spec = [None if axis == "fsdp" else axis for axis in placed.spec]
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
-    return math.prod(whole.shard_shape(x.shape)) * size
-
-  shardings = sharding.state_shardings(parts.abstract_base, mesh)
-  return float(sum(jax.tree.leaves(jax.tree.map(leaf, parts.abstract_base, shardings))))
-
-
-def _head(parts: Parts) -> float:
-  """Of the output head: a chunk's float32 logits and their gradient, the kernel, its gradient."""
-  c, layout = parts.model.config, parts.row_layout
-  rows = min(default_chunk_rows(c.vocab_size), layout.rows_per_device * layout.length)
-  kernel = c.width * (jnp.dtype(c.compute_dtype).itemsize + 4)
-  return float((2 * 4 * rows + kernel) * c.vocab_size / parts.mesh.shape["tensor"])
-
-
-def _keys_and_values(parts: Parts) -> float:
-  """Bytes of the slots' caches, and of what a burst stages."""
-  settings = parts.programs.engine.settings
-  tensor = settings.model.mesh.shape["tensor"]
-  of_slot = slot_bytes(parts.model.config, settings.shape, tensor)
-  return float(_local_slots(parts) * of_slot)
-
-
-def _activations(parts: Parts) -> float:
-  """Bytes that the forward pass saves for the backward pass, and twice those of one layer."""
-  c = parts.model.config
-  tokens = parts.row_layout.rows_per_device * parts.row_layout.length
-  heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
-  products = heads + 2 * c.width + 2 * c.mlp_width  # q, k, v; output, down; gate, up
-  layer = c.width + products
-  kept = {"full": c.width, "dots": layer, "none": 2 * layer}[c.remat]
-  size = jnp.dtype(c.compute_dtype).itemsize
-  return tokens * (c.num_layers * kept + 4 * layer) * size / parts.mesh.shape["tensor"]
 
 
 # --- output ---------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import pathlib
 import re
@@ -47,8 +46,8 @@ def topology_devices(name: str) -> list[Any]:
     return list(topology.devices)
   except Exception as error:  # libtpu has no common class of errors
     raise ValueError(
-      f"cannot compile for --topology={name}: {str(error)[:300]}. Names are such as v5e:4x4 or"
-      ' v5p:2x2x4 (16 chips each); the compiler comes with pip install -e ".[tpu]". Without'
+      f"cannot compile for --topology={name}: {str(error)[:300]}. Examples of names: v5e:4x4,"
+      ' v5p:2x2x4 (16 chips each); pip install -e ".[tpu]" installs the compiler. Without'
       " --topology --mode=fits gives an estimate"
     ) from error
 
@@ -101,7 +100,7 @@ def programs(parts: Parts) -> dict[str, Any]:
   jitted: Any = parts.programs
   number = int(packed_at_full_length(parts).num_micro_batches)
 
-  def update(state, frozen, batch):  # with a number that the compiled program shows
+  def update(state, frozen, batch):  # a constant, which the compiled program shows
     packed = batch.packed._replace(num_micro_batches=jnp.int32(number))
     return jitted.train_step(state, frozen, dataclasses.replace(batch, packed=packed))
 
@@ -121,7 +120,7 @@ def packed_at_full_length(parts: Parts) -> Packed:
 
 
 def compiled(name: str, lower: Callable[[], Any], **options: Any) -> Any:
-  """A `jax.stages.Compiled`; None where the compiler sees that memory does not suffice."""
+  """A `jax.stages.Compiled`; None if the compiler finds that memory does not suffice."""
   began = time.perf_counter()
   try:
     program = lower().compile(compiler_options=options)
@@ -135,10 +134,10 @@ def compiled(name: str, lower: Callable[[], Any], **options: Any) -> Any:
 
 
 def compiled_with_text(name: str, lower: Callable[[], Any]) -> tuple[Any, str]:
-  """What `compiled` returns for a TPU, and the text of the optimized program; "" with None.
+  """Compiles for a TPU as `compiled` does; also returns the text of the optimized program.
 
-  The text is the compiler's own: `as_text()` reads a program anew, and jaxlib cannot read all that
-  a newer compiler writes.
+  The text is the compiler's own, "" if the program is None: `as_text()` parses a program again, and
+  jaxlib cannot parse all that a newer compiler writes.
   """
   with tempfile.TemporaryDirectory() as folder:
     program = compiled(name, lower, xla_dump_to=folder, xla_dump_hlo_as_text=True)
@@ -155,9 +154,3 @@ def memory(compiled: Any) -> dict[str, float]:
     "temporary": used.temp_size_in_bytes,
     "program": used.generated_code_size_in_bytes,
   }
-
-
-def device_bytes(tree: Any) -> float:
-  """Of every leaf's shard on one device."""
-  leaves = jax.tree.leaves(tree)
-  return float(sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves))

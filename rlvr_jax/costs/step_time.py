@@ -1,4 +1,4 @@
-"""What an update and a generation cost on every chip, read from the programs that XLA compiles."""
+"""Costs of an update and of generation on every chip, read from the programs that XLA compiles."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from rlvr_jax.storage.files import local_path
 from rlvr_jax.train.reporting.writer import say
 from rlvr_jax.train.setup.build import Parts
 
-# By `jax.named_scope`s of the network, the head, the Gram matrix and the step, and by parameters.
+# Patterns of `jax.named_scope`s (network, head, Gram matrix, step) and of parameters' names.
 PARTS = {
   "layers": "layers|blocks",
   "attention": "attention",
@@ -59,10 +59,10 @@ def report(
   workdir: str | None,
   kernels: Mapping[str, KernelCost] | None = None,
 ) -> dict[str, Cost]:
-  """Compiles the update and the generation, prints what they cost, and writes it down.
+  """Compiles the update and the generation, prints their costs, and writes them to files.
 
   Args:
-    parts: of `ahead_of_time.shapes_only`, on the mesh of that topology.
+    parts: from `programs.shapes_only`, on the mesh of that topology.
     topology: kind and shape of the slice, such as "v5p:2x2x4".
     workdir: folder for costs_TOPOLOGY.json and .md; None writes nothing.
     kernels: pattern of an operation's name → analytic count of the Pallas kernel it names; None:
@@ -99,7 +99,7 @@ def program_cost(
   kernels: Mapping[str, KernelCost] | None = None,
   lengths: Mapping[str, int] | None = None,
 ) -> Cost | None:
-  """`cost` of one of `ahead_of_time.programs`; None where the chip's memory does not suffice."""
+  """Computes `cost` of one of `programs.programs`; None if it does not fit into the memory."""
   program, text = compiled_with_text(name, lower)
   if program is None:
     return None
@@ -117,7 +117,7 @@ def write(folder: pathlib.Path, conditions: Mapping[str, Any], costs: Mapping[st
 
 
 def useful_flops(parts: Parts) -> dict[str, float]:
-  """Per chip, of prompts and responses that are all as long as they may be."""
+  """Model FLOPs per chip, of prompts and responses of maximum length."""
   config, network = parts.config, parts.model.config
   prompts = np.full(config.batch.prompts, config.max_prompt_length)
   responses = np.full((len(prompts), config.batch.group_size), config.max_response_length)
@@ -130,7 +130,7 @@ def useful_flops(parts: Parts) -> dict[str, float]:
 
 
 def _burst_flops(parts: Parts) -> float:
-  """Of the last burst of responses that are as long as they may be."""
+  """FLOPs of the last burst of responses of maximum length."""
   settings, network = parts.programs.engine.settings, parts.model.config
   prompts = np.full(settings.slots, parts.config.max_prompt_length)
   until = lambda length: forward_flops(network, prompts, np.full((settings.slots, 1), length))
@@ -153,7 +153,7 @@ def loops_at_full_length(parts: Parts) -> dict[str, int]:
 def attention_kernels(parts: Parts) -> dict[str, KernelCost]:
   """Analytic counts of attention's kernels: in rows of an update, over pages in generation.
 
-  Prompts and responses are as long as they may be, and there is no sliding window. A call computes
+  Prompts and responses have maximum length, and there is no sliding window. A call computes
   a row of an update, counted as the mean of its rows, or one token of every slot.
   """
   network, tensor = parts.model.config, parts.mesh.shape["tensor"]
@@ -177,7 +177,7 @@ def attention_kernels(parts: Parts) -> dict[str, KernelCost]:
 
 
 def _paged_cost(item: Item) -> tuple[float, float]:
-  """Of a call: its queries and pages are operands 4 and 5, after lengths, table and two flags."""
+  """FLOPs and bytes of a call; operands 4 and 5 of the kernel are its queries and its pages."""
   from rlvr_jax.ops.paged import paged_flops  # experimental in jax: only where it is used
 
   return paged_flops(*map(dimensions, item.shapes[4:6])), item.hbm_bytes / item.times
@@ -229,7 +229,7 @@ def cost(
 
 
 def _by(items: Iterable[Item], keys: tuple[str, ...], sums: tuple[str, ...]) -> list[dict]:
-  """Rows of sums, one for every value of the keys; those with the most of the first come first."""
+  """Rows of sums, one for every value of the keys, in descending order of the first sum."""
   found: dict[tuple, collections.Counter] = {}
   for item in items:
     row = found.setdefault(tuple(getattr(item, key) for key in keys), collections.Counter())

@@ -14,9 +14,9 @@ from rlvr_jax.data.batches import problem_batches
 from rlvr_jax.data.mixture import joined, seed_of
 from rlvr_jax.data.problems import Problem, ProblemSource, Task
 from rlvr_jax.data.sources import Change, Chosen, Concatenated, in_random_order
-from rlvr_jax.data.task_utils import check_within
+from rlvr_jax.ops.checks import check_between, check_choice
 
-_MAX_PROBLEMS = 1_000_000  # whose estimates are kept one by one
+_MAX_PROBLEMS = 1_000_000  # with an estimate each
 WEIGHTS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
   "learnable": lambda rate: 4 * rate * (1 - rate),
   "hard": lambda rate: 1 - rate,
@@ -46,28 +46,26 @@ def curriculum(
   under `asynchronous` as far as any run does.
 
   Args:
-    parts: as of `mixture`, one or more.
+    parts: one or more, as for `mixture`.
     by: "problem" or "part".
     weight: "learnable", w(p) = 4·p·(1 − p); or "hard", w(p) = 1 − p.
     rate: in (0, 1]; 1 keeps the last group only.
     first: the estimate of a cell that has not been sampled, in [0, 1].
     floor: in (0, 1]; 1 samples uniformly.
-    seed: of the parts' orders and of the samples, beside the run's.
+    seed: of the parts' orders and, together with the run's seed, of the samples.
   Raises:
-    ValueError: a number or name is not allowed, a part is not a task or is empty, or "problem" is
-      asked for more than 1 000 000 of them.
+    ValueError: a number or name is not allowed, a part is not a task or is empty, or "problem"
+      is set with more than 1 000 000 of them.
   Source: learnable: "Learning to Reason at the Frontier of Learnability" (arXiv:2502.12272); hard:
     "Kimi k1.5: Scaling Reinforcement Learning with LLMs" (arXiv:2501.12599), §2.3.
   """
   if not parts:
     raise ValueError("parts is empty: give at least one, {label: {'name': …, 'kwargs': …}}")
-  for name, value, allowed in (("by", by, ("problem", "part")), ("weight", weight, (*WEIGHTS,))):
-    if value not in allowed:
-      raise ValueError(f"{name} is {value!r}, must be one of {list(allowed)}")
-  check_within("first", first, 0, 1)
-  for name, value in (("rate", rate), ("floor", floor)):
-    if not 0 < value <= 1:
-      raise ValueError(f"{name} is {value}, must be in (0, 1]")
+  check_choice("curriculum", "by", by, ("problem", "part"))
+  check_choice("curriculum", "weight", weight, WEIGHTS)
+  check_between("curriculum", "rate", rate, low=0.0, high=1.0, open_low=True)
+  check_between("curriculum", "first", first, low=0.0, high=1.0)
+  check_between("curriculum", "floor", floor, low=0.0, high=1.0, open_low=True)
   task, train = joined("curriculum", parts)
   if by == "problem" and len(task.train) > _MAX_PROBLEMS:
     raise ValueError(
@@ -116,7 +114,7 @@ def problem_draws(source: ProblemSource, *, batch_size: int, seed: int) -> Draws
 
 
 class Draws(Protocol):
-  """Batches of problems, with a position that is saved, and what is observed of them."""
+  """Protocol of batches of problems with a saved position, which may adapt to solve rates."""
 
   def draw(self, draw: int, version: int, /) -> list[Problem]:
     """The problems of a draw, by its number, for a policy of `version` updates."""
@@ -147,7 +145,7 @@ class Draws(Protocol):
 
 
 class ShuffledDraws:
-  """The batches of `problem_batches`, whatever is observed."""
+  """Batches of `problem_batches`, whatever the solve rates."""
 
   def __init__(self, source: ProblemSource, *, batch_size: int, seed: int):
     self._batches = problem_batches(source, batch_size=batch_size, seed=seed)
@@ -188,10 +186,10 @@ class CurriculumDraws:
     self._drawn: dict[int, tuple[int, list[int], dict[str, float]]] = {}
 
   def draw(self, draw: int, version: int) -> list[Problem]:
-    """As of `Draws`.
+    """Samples a draw, see `Draws`.
 
-    What was observed of earlier versions moves the estimates first; of the same version nothing
-    does, so that the draw does not depend on how far grading is.
+    Observations of earlier versions move the estimates first. Those of the same version do not, so
+    that a draw does not depend on how far grading is.
     """
     for _, cells, rates in (seen for seen in self._observed if seen[0] < version):
       for cell, rate in zip(cells, rates, strict=True):
@@ -239,7 +237,7 @@ class CurriculumDraws:
     return self._orders[cell][visit] if self._by_part else self._source[cell]
 
   def _metrics(self, cells: Sequence[int]) -> dict[str, float]:
-    """Of parts: the share of each, and its estimate. Of problems: the mean estimate, the seen."""
+    """Share and estimate of each part; or mean estimate and share of the seen problems."""
     if not self._by_part:
       return {
         "curriculum/estimate": float(np.mean(self._estimates[np.asarray(cells)])),

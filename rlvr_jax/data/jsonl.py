@@ -1,4 +1,4 @@
-"""The task of one's own problems: lines of JSON, one problem each."""
+"""Tasks from a user's own files: lines of JSON, one problem each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from rlvr_jax.data.problems import Problem, Task
 from rlvr_jax.data.published.files import PublishedFiles
 from rlvr_jax.data.published.rows import Row
 from rlvr_jax.data.sources import Chosen, QuestionKeys, question_key
-from rlvr_jax.data.task_utils import check_size, fill_template, warn_of_common_answer
+from rlvr_jax.data.task_utils import check_available, fill_template, warn_of_common_answer
+from rlvr_jax.ops.checks import check_integer
 
 NAME = "jsonl"
 
@@ -30,7 +31,7 @@ def jsonl(
   answer: str = "answer",
   solution: str = "",
 ) -> Task:
-  """Problems of one's own files. A grader finds every field of a line in its reference.
+  """Makes a task of a user's own files. A grader finds all fields of a line in its reference.
 
   Held-out problems come from a file of their own, or are split off `train`: those whose questions
   have the smallest hashes, so that their order in the file does not matter. No line with a held-out
@@ -38,11 +39,11 @@ def jsonl(
 
   Args:
     train: file or folder of .jsonl, .json or .parquet, .gz included; local, or a URL that fsspec
-      knows: gs://BUCKET/FILE (extra gcs), hf://datasets/OWNER/NAME/FILE (extra hf).
+      supports: gs://BUCKET/FILE (extra gcs), hf://datasets/OWNER/NAME/FILE (extra hf).
     grader: its string, such as "mathematics" or "my_module:function(keyword=1)".
     held_out: likewise, of the held-out problems; "" to split them off `train`.
-    held_out_size: problems; of a file of their own 0 stands for all.
-    split_seed: another one splits other problems off.
+    held_out_size: problems; 0 takes all of the file `held_out`.
+    split_seed: seed of the choice of held-out problems.
     warm_start_size: problems with demonstrations, the first of `train`; needs `solution`. They are
       taken away from those to train on.
     prompt: template of the policy's prompt over the fields of a line, "Q: {question}\\nA:".
@@ -53,9 +54,8 @@ def jsonl(
     ValueError: a line is not a JSON object or lacks a field (the message names file and line), a
       size is out of range, or nothing is left to train on.
   """
-  # Over 60 lines: half is its arguments and what they mean.
-  check_size("warm_start_size", warm_start_size)
-  check_size("held_out_size", held_out_size, minimum=0 if held_out else 1)
+  check_integer("jsonl", "warm_start_size", warm_start_size, low=0)
+  check_integer("jsonl", "held_out_size", held_out_size, low=0 if held_out else 1)
   if warm_start_size and not solution:
     raise ValueError(
       f"warm_start_size is {warm_start_size}, but there are no demonstrations: set solution to a"
@@ -68,7 +68,7 @@ def jsonl(
   chosen = _held_out(given, read(held_out) if held_out else [], held_out_size, split_seed)
   held_out_problems = Chosen.of(chosen)
   left = Chosen.of(given).without(QuestionKeys(held_out_problems.keys()))
-  check_size("warm_start_size", warm_start_size, maximum=max(len(left) - 1, 0))
+  check_available("jsonl", "warm_start_size", warm_start_size, max(len(left) - 1, 0))
   problems = [left[index] for index in range(len(left))]
   if not problems:
     raise ValueError(f"all {len(given)} problems of {train} are held out; lower held_out_size")
@@ -136,10 +136,10 @@ def _held_out(
   """The held-out problems: of their own file if it has any, or else split off `train`."""
   if own:
     distinct = _distinct(own)
-    check_size("held_out_size", size, maximum=len(distinct))
+    check_available("jsonl", "held_out_size", size, len(distinct))
     return distinct[: size or len(distinct)]
   distinct = _distinct(train)
-  check_size("held_out_size", size, maximum=len(distinct) - 1)
+  check_available("jsonl", "held_out_size", size, len(distinct) - 1)
   place = lambda problem: hashlib.sha256(
     f"{seed} {question_key(problem.question)}".encode()
   ).hexdigest()

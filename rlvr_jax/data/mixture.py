@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlvr_jax import specs
+from rlvr_jax.data import plain_tasks
 from rlvr_jax.data.problems import Task
 from rlvr_jax.data.sources import Chosen, Concatenated, Generated, Mixed, QuestionKeys
-from rlvr_jax.data.task_utils import check_size, graded_alike, warn_of_common_answer
+from rlvr_jax.data.task_utils import graded_alike, warn_of_common_answer
+from rlvr_jax.ops.checks import check_between, check_integer
 
 
 def mixture(
@@ -40,9 +42,8 @@ def mixture(
   if not parts or set(parts) != set(weights):
     raise ValueError(f"weights are for {sorted(weights)} but the parts are {sorted(parts)}")
   for label, weight in weights.items():
-    if not 0 < weight < math.inf:
-      raise ValueError(f"the weight of part {label!r} is {weight}, must be above 0 and finite")
-  check_size("size", size)
+    check_between("mixture", f"weights[{label!r}]", weight, low=0.0, open_low=True)
+  check_integer("mixture", "size", size, low=0)
   task, train = joined("mixture", parts)
   shares = [weights[label] / sum(weights.values()) for label in parts]
   once = max(math.ceil(len(s) / share) for s, share in zip(train, shares, strict=True))
@@ -95,15 +96,13 @@ def joined(kind: str, parts: Mapping[str, Mapping[str, Any]]) -> tuple[Task, lis
 
 
 def _make_part(kind: str, label: str, part: Mapping[str, Any]) -> Task:
-  from rlvr_jax.data import tasks  # here, as it imports this module
-
   owner = f"part {label!r} of the {kind}"
   if set(part) != {"name", "kwargs"} or part["name"] in ("mixture", "curriculum"):
     raise ValueError(
       f"{owner} is {dict(part)}, expected the name of a task, but not of a mixture or a"
       " curriculum, and its kwargs"
     )
-  task = specs.call(owner, tasks, specs.Spec(part["name"], part["kwargs"]), Task)
+  task = specs.call(owner, plain_tasks, specs.Spec(part["name"], part["kwargs"]), Task)
   if not all(
     isinstance(s, Chosen | Generated) for s in (task.train, task.warm_start, task.held_out)
   ):

@@ -57,7 +57,6 @@ def reasoning_gym(
     ValueError: an unknown dataset, setting or template field, equal seeds, sizes out of range, or
       too few distinct questions for the sizes.
   """
-  # Over 60 lines: half is its arguments and what they mean.
   settings = dict(settings or {})
   _check_seeds(train_seed, warm_start_seed, held_out_seed)
   _check_dataset(dataset, settings)
@@ -105,7 +104,7 @@ def reasoning_gym(
 
 
 def _create_dataset(dataset: str, settings: Mapping[str, Any], *, seed: int, size: int):
-  # Imported here: it takes a second, which a run on another task need not spend.
+  # Imported here: the import takes a second, and other tasks do not need it.
   from reasoning_gym.factory import create_dataset
 
   try:

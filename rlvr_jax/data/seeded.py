@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from rlvr_jax.data.problems import Problem, Task
 from rlvr_jax.data.sources import Candidates, Chosen, Generated
-from rlvr_jax.data.task_utils import check_size, warn_of_common_answer
+from rlvr_jax.data.task_utils import warn_of_common_answer
+from rlvr_jax.ops.checks import check_integer
 
 
 def task_of(
@@ -37,9 +38,9 @@ def task_of(
   Raises:
     ValueError: sizes out of range, or too few different questions for them.
   """
-  check_size("train_size", train_size, minimum=1)
-  check_size("warm_start_size", warm_start_size)
-  check_size("held_out_size", held_out_size, minimum=1)
+  check_integer(name, "train_size", train_size, low=1)
+  check_integer(name, "warm_start_size", warm_start_size, low=0)
+  check_integer(name, "held_out_size", held_out_size, low=1)
   held_out = candidates(held_out_seed, held_out_size).distinct()
   taken = frozenset(problem.question for problem in held_out)
   warm_start: tuple[Problem, ...] = ()
@@ -64,9 +65,9 @@ def seeded_task(
   """A task of problems that a function draws; problem i of seed s is always the same.
 
   Args:
-    name, grader: as of `task_of`.
+    name, grader: as for `task_of`.
     draw: a generator of random numbers → a problem with a demonstration.
-    sizes_and_seeds: as of `task_of`; the seeds are all different.
+    sizes_and_seeds: as for `task_of`; the seeds are all different.
   Raises:
     ValueError: equal seeds, sizes out of range, or too few different questions for them.
   """

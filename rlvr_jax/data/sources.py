@@ -13,7 +13,7 @@ import numpy as np
 
 from rlvr_jax.data.problems import Problem, ProblemSource
 
-_MAX_TRIES = 1000  # candidates tried for a question that is not taken; enough if there is one
+_MAX_TRIES = 1000  # candidates tried to find a question that is not taken
 
 Change = Callable[[Problem], Problem]
 
@@ -40,7 +40,7 @@ class QuestionKeys(Collection[str]):
 
 
 class _Indexed:
-  """Random access with bounds."""
+  """Random access to problems, with checked bounds."""
 
   def __len__(self) -> int:
     raise NotImplementedError

@@ -7,7 +7,7 @@ import random
 
 from rlvr_jax.data.problems import Problem, Task
 from rlvr_jax.data.seeded import seeded_task
-from rlvr_jax.data.task_utils import check_size, check_within
+from rlvr_jax.ops.checks import check_between, check_integer
 
 _ERRORS = (-10, -2, -1, 1, 2, 10)
 
@@ -39,9 +39,9 @@ def steps(
   Raises:
     ValueError: an argument is out of range, or there are too few different questions.
   """
-  check_size("terms", terms, minimum=2)
-  check_within("product_share", product_share, 0.0, 1.0)
-  check_within("wrong_step_share", wrong_step_share, 0.0, 1.0)
+  check_integer("steps", "terms", terms, low=2)
+  check_between("steps", "product_share", product_share, low=0.0, high=1.0)
+  check_between("steps", "wrong_step_share", wrong_step_share, low=0.0, high=1.0)
   draw = functools.partial(
     _problem, terms=terms, product_share=product_share, wrong_step_share=wrong_step_share
   )

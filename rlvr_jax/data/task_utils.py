@@ -1,4 +1,4 @@
-"""What the factories of tasks share: checks, templates, and one grader for several tasks."""
+"""Helpers of the tasks' factories: checks, templates, and one grader for several tasks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlvr_jax.data.sources import Change
 
 BY_REFERENCE = "by_reference"  # the grader that a reference names
 _COMMON_ANSWER_SHARE = 0.1
-_WIDEST = 100_000  # characters of a field; more is a mistake that would fill the memory
+_WIDEST = 100_000  # characters of a field; a wider one is a mistake that would fill the memory
 
 
 def fill_template(what: str, template: str, fields: Mapping[str, Any]) -> str:
@@ -41,22 +41,17 @@ def fill_template(what: str, template: str, fields: Mapping[str, Any]) -> str:
     ) from error
 
 
-def check_size(name: str, size: int, *, minimum: int = 0, maximum: int | None = None) -> None:
-  """Raises unless minimum ≤ size ≤ maximum."""
-  if size < minimum:
-    raise ValueError(f"{name} is {size}, must be at least {minimum}")
-  if maximum is not None and size > maximum:
-    raise ValueError(f"{name} is {size}, but there are only {maximum} problems to take it from")
-
-
-def check_within(name: str, value: float, low: float, high: float) -> None:
-  """Raises unless low ≤ value ≤ high."""
-  if not low <= value <= high:
-    raise ValueError(f"{name} is {value}, must be in [{low:g}, {high:g}]")
+def check_available(owner: str, name: str, size: int, available: int) -> None:
+  """Raises ValueError unless `size` problems can be taken from `available` ones."""
+  if size > available:
+    raise ValueError(
+      f"{owner}: {name} = {size}, but there are only {available} problems to take it from;"
+      f" lower {name}"
+    )
 
 
 def graded_alike(graders: Sequence[str]) -> tuple[str, list[Change]]:
-  """One grader for all tasks, and for each task the change of its problems that this needs."""
+  """Returns one grader for all tasks, and for each task the change of its problems for it."""
   if len(set(graders)) == 1:
     return graders[0], [lambda problem: problem] * len(graders)
   return BY_REFERENCE, [functools.partial(_naming_grader, grader=grader) for grader in graders]

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class Tokenizer(Protocol):
-  """What the rest of the package needs of a tokenizer.
+  """Protocol of a tokenizer.
 
   A prompt is encoded once. The ids of a completion are decoded for graders and readers, and that
   text is never encoded again.

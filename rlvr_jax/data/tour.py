@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from rlvr_jax.data.problems import Problem, Task
 from rlvr_jax.data.seeded import seeded_task
-from rlvr_jax.data.task_utils import check_size, check_within
+from rlvr_jax.ops.checks import check_between, check_integer
 
 CELLS = string.ascii_uppercase + string.ascii_lowercase + string.digits + "+/"  # row by row
 _MAX_TRIES = 1000
@@ -31,7 +31,7 @@ def tour(
   warm_start_seed: int = 2,
   held_out_seed: int = 3,
 ) -> Task:
-  """Visit goals in order on a square grid; the response lists the cells walked.
+  """Makes a task of walks that visit goals in order on a square grid; a response lists the cells.
 
   A cell is one character of `CELLS`. The question is the start, the goals in order, "|", the walls
   and "=". The response is the cells after the start, to neighbors above, below, left or right, and
@@ -51,13 +51,12 @@ def tour(
   Raises:
     ValueError: an argument is out of range, or no problem fits them.
   """
-  # Over 60 lines: more than half is its arguments and what they mean.
-  check_within("width", width, 3, 8)
-  check_size("goals", goals, minimum=1)
-  check_within("walls", walls, 0, width**2 - goals - 1)
-  check_within("slack", slack, 1.0, 60.0)
-  check_size("longest", longest, minimum=goals)
-  check_within("detour_share", detour_share, 0.0, 0.9)
+  check_integer("tour", "width", width, low=3, high=8)
+  check_integer("tour", "goals", goals, low=1)
+  check_integer("tour", "walls", walls, low=0, high=width**2 - goals - 1)
+  check_between("tour", "slack", slack, low=1.0, high=60.0)
+  check_integer("tour", "longest", longest, low=goals)
+  check_between("tour", "detour_share", detour_share, low=0.0, high=0.9)
   draw = functools.partial(
     _problem,
     width=width,
@@ -128,7 +127,7 @@ def _places(number: random.Random, width: int, walls: int, goals: int) -> list:
 
 
 class _Grid(NamedTuple):
-  """A grid's geometry; a set of cells is a number that has their bits."""
+  """Neighbors of a grid's cells; a set of cells is an integer with one bit per cell."""
 
   beside: tuple[tuple[int, ...], ...]  # cell → its neighbors: above, below, left, right
   all: int
@@ -162,7 +161,7 @@ def _rings(goal: int, width: int, walls: Collection[int]) -> list[int]:
 
 
 def _steps(cell: int, rings: Sequence[int]) -> int | None:
-  """From a cell to the goal of the rings; None if there is no way."""
+  """Number of steps from a cell to the goal of the rings; None if there is no way."""
   return next((steps for steps, ring in enumerate(rings) if ring >> cell & 1), None)
 
 

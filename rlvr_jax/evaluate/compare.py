@@ -19,6 +19,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from rlvr_jax.evaluate import curves
 from rlvr_jax.evaluate.paired import (
   Difference,
@@ -121,11 +123,22 @@ def by_label(results: Iterable[Result]) -> dict[str, list[Result]]:
 def curve_of(
   result: Result, metric: str = METRIC, over: str = "updates", phase: str = "eval"
 ) -> tuple[curves.Floats, curves.Floats]:
-  """A run's values of a metric and their positions, as `curves.curve`; a result alone has "eval".
+  """The positions of a run's values of a metric, and the values; f64[N] both, as `curves.curve`.
+
+  Evaluations are in every result, metrics of training in the run's workdir. Results of experiments
+  may also have metrics of training over updates: `curves`, metric → pairs (update, value), and
+  `train`, metric → means over equal spans of the updates, each at the middle of its span.
 
   Raises:
     ValueError: see `curves.curve`; the message begins with the run.
   """
+  if over == "updates" and metric in result.get("curves", {}):
+    x, y = np.array(result["curves"][metric], np.float64).T
+    return x, y
+  if over == "updates" and metric in result.get("train", {}):
+    means = np.array(result["train"][metric], np.float64)
+    middles = (np.arange(means.size) + 0.5) / means.size
+    return middles * result["evaluations"]["updates"][-1], means
   try:
     if phase == "eval":
       return curves.curve(_records(result["evaluations"]), metric, over)
@@ -269,7 +282,7 @@ def table(
 
 
 def _cells(found: Difference | None, adjusted: float | None, difference: float) -> list[str]:
-  """What a row says of the difference to the baseline; nothing of one that does not vary."""
+  """Cells of a row on the difference to the baseline; dashes if it does not vary."""
   if found is None:
     return ["–"] * 6
   if adjusted is None:
@@ -286,7 +299,7 @@ def _cells(found: Difference | None, adjusted: float | None, difference: float) 
 
 
 def provenance(results: Iterable[Result]) -> str:
-  """Which commits and devices the results are of, one line each."""
+  """Commits and devices of the results, one line each."""
   of_field = lambda name: collections.Counter(_known(result, name) for result in results)
   lines = [
     f"{title}: " + ", ".join(f"{value} ({count} runs)" for value, count in of_field(name).items())
@@ -306,7 +319,7 @@ def _known(result: Result, name: str) -> str:
 def draw(
   results: Sequence[Result], metric: str, over: str, path: str, *, phase: str = "eval"
 ) -> None:
-  """Saves a figure of the metric's curves by label, their means over seeds and intervals.
+  """Saves a figure of the metric's curves by label, with means over seeds and intervals.
 
   Raises:
     ImportError: matplotlib, the extra `plot`, is missing.

@@ -78,7 +78,7 @@ def curve(
 
 
 def _spent(records: Sequence[Record], over: str) -> Floats:
-  """x of each record."""
+  """Position of each record on the axis, f64[records]."""
   for record in records:
     missing = [field for field in AXES[over][1] if field not in record]
     if missing:
@@ -225,7 +225,7 @@ def plot_curves(
   *,
   colors: Sequence[Any] | None = None,
 ) -> None:
-  """As `plot`, of curves by label; intervals are clipped to the metric's range.
+  """Plots curves by label as `plot` does; intervals are clipped to the metric's range.
 
   Args:
     axes, metric, over: as for `plot`.
@@ -256,11 +256,11 @@ def figure_of(
   size: tuple[float, float] = (6.4, 4),
   dpi: int = 120,
 ) -> Iterator[Any]:
-  """The axes of a figure that is saved at the end, in the format of the path's extension.
+  """Context with the axes of a figure that is saved at its end, in the format of the extension.
 
   Args:
     path: of the file.
-    rows, columns: of the panels; with more than one, an array of axes as of `pyplot.subplots`.
+    rows, columns: of the panels; with more than one, an array of axes as from `pyplot.subplots`.
     size: width and height, inches.
     dpi: dots per inch.
   Raises:

@@ -1,8 +1,11 @@
-"""What figures share: the colors, and legends off the data."""
+"""Colors, legends and heat-maps that figures share."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 # One color, one meaning, in all figures: the palette of Okabe and Ito, for the color-blind too.
 COLORS = {
@@ -25,3 +28,21 @@ def legend_outside(axes: Any, **options: Any) -> None:
       **options,
     }
   )  # fmt: skip
+
+
+def plot_cosines(axes: Any, names: Sequence[str], matrix: np.ndarray) -> Any:
+  """Plots a heat-map of pairwise cosines with their numbers; returns the image, for a color bar.
+
+  Args:
+    axes: of matplotlib.
+    names: of the M vectors.
+    matrix: f[M, M], in [−1, 1].
+  """
+  image = axes.imshow(matrix, vmin=-1, vmax=1, cmap="RdBu")
+  axes.set_xticks(range(len(names)), names, rotation=60, ha="right")
+  axes.set_yticks(range(len(names)), names)
+  axes.grid(visible=False)
+  for (i, j), value in np.ndenumerate(matrix):
+    color = "white" if abs(value) > 0.6 else "black"
+    axes.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=7, color=color)
+  return image

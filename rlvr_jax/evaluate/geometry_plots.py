@@ -30,7 +30,7 @@ _energies = jax.jit(diagnostics.energies)
 _update_norms = jax.jit(diagnostics.update_norms)
 
 REWARD_COLORS = "coolwarm_r"  # failures red, successes blue
-# One meaning each, as in the notebooks: A, A', effective counts, and what they are compared with.
+# One color per meaning, as in the notebooks: A, A', effective counts, and references.
 PLAIN, RESULT, EFFECTIVE, REFERENCE = "#000000", "#009E73", "#56B4E9", "#8C8C8C"
 
 
@@ -363,7 +363,7 @@ def plot_coefficients(axes: Any, measurement: Measurement, salt: Reweighting) ->
 
 
 def _legend_below(axes: Any) -> None:
-  """Off the data, under the label of x."""
+  """Puts the legend below the label of the x-axis, off the data."""
   axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
 
 

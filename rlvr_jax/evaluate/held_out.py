@@ -58,7 +58,7 @@ def evaluated(
   """
   flights: collections.deque[Flight] = collections.deque()
 
-  def asked() -> Iterator[Request[Flight]]:
+  def stream() -> Iterator[Request[Flight]]:
     for start in range(0, len(problems), batch_size)[first_batch:]:
       chosen = range(start, min(start + batch_size, len(problems)))
       flight = collector.begin([problems[index] for index in chosen])
@@ -71,8 +71,8 @@ def evaluated(
     rows = [samples[start : start + num_samples] for start in range(0, len(samples), num_samples)]
     return Evaluated(rows, flight.prompts.lengths, flight.rollouts.lengths)
 
-  for _ in serve_graded(engine, params, asked(), collector):
-    # The first batch is graded when the second one has been sampled.
+  for _ in serve_graded(engine, params, stream(), collector):
+    # The first batch has its grades when the second one has been sampled.
     while len(flights) > 1 and flights[0].sampled and flights[1].sampled:
       yield finish(flights.popleft())
   yield from map(finish, flights)

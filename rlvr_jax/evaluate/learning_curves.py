@@ -1,4 +1,4 @@
-"""The pictures of one run over its updates: those that a reader is told to watch.
+"""Figures of one run over its updates: the curves to watch during training.
 
 Every function plots into matplotlib's `axes` from the records of `read_metrics`. A quantity that a
 run does not have is left out.
@@ -16,7 +16,7 @@ from rlvr_jax.evaluate.figures import COLORS, legend_outside
 
 Record = Mapping[str, Any]
 
-# Scales begin at least so wide: below, a curve is rounding noise and has to look like 0.
+# Smallest range of each scale: below it, a curve is rounding noise and has to look like 0.
 SMALLEST_KL = 1e-3  # nats per token
 SMALLEST_FRACTION = 0.02
 
@@ -146,7 +146,7 @@ def _band(
 
 
 def _at_least(axes: Any, least: float) -> None:
-  """A scale up to `least` or more, from a little below 0, so that a line at 0 is seen."""
+  """Scales an axis up to `least` or more, from a little below 0, so that a line at 0 is visible."""
   top = max(least, axes.get_ylim()[1])
   axes.set_ylim(-0.03 * top, top)
 

@@ -68,7 +68,7 @@ def paired_difference(values: BySeed, baseline: BySeed) -> Difference:
 
 
 def _p(data: npt.NDArray[np.float64]) -> float:
-  """Of the two-sided t-test that the mean is 0."""
+  """The p-value of the two-sided t-test that the mean is 0."""
   mean, error = abs(data.mean()), _error_of_mean(data)
   if error == 0:
     return 1.0 if mean == 0 else 0.0
@@ -120,7 +120,7 @@ def seeds_needed(deviation: float, difference: float = 0.02, power: float = 0.8)
 
 
 def _power(n: int, effect: float) -> float:
-  """Of the two-sided t-test at the 5 % level with n values; `effect` is mean over deviation."""
+  """Power of the two-sided t-test at the 5 % level; `effect` is mean over deviation of n values."""
   limit, shift = special.stdtrit(n - 1, 0.975), effect * np.sqrt(n)
   above = 1.0 - special.nctdtr(n - 1, shift, limit)
   below = special.nctdtr(n - 1, shift, -limit)

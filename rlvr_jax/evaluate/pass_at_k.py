@@ -31,7 +31,7 @@ def pass_at_k(num_samples: npt.ArrayLike, num_correct: npt.ArrayLike, k: int) ->
   if n.size and not 1 <= k <= n.min():
     raise ValueError(
       f"pass@k with k = {k} and n = {n.min()} samples: k must be between 1 and n; "
-      "draw more samples per problem or ask for a smaller k."
+      "draw more samples per problem or choose a smaller k"
     )
   if np.any((c < 0) | (c > n)):
     raise ValueError("num_correct must lie between 0 and num_samples.")
@@ -147,9 +147,9 @@ def wilson_interval(
 def interval_over_problems(scores: npt.ArrayLike, *, seed: int) -> tuple[float, float]:
   """The 95 % interval of a mean of scores in [0, 1].
 
-  By bootstrap over problems, which knows how the scores are spread. Where all problems have the
-  same score, such as 0 of n or n of n, every resample is alike and the bootstrap would say that
-  there is no uncertainty: then by Wilson.
+  The interval is the bootstrap's over problems, which takes the spread of the scores into account.
+  If all problems have the same score, such as 0 of n or n of n, all resamples are equal and the
+  bootstrap would report no uncertainty: then the interval is Wilson's.
 
   Args:
     scores: f[problems], in [0, 1].

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from rlvr_jax.storage.files import DamagedFileError, records_of
@@ -14,7 +14,7 @@ MEASURED = (
   TIMINGS,
   "memory/",
   "hosts/",
-)  # prefixes of what machines do: only these differ in a rerun
+)  # prefixes of what depends on the machine: only these differ in a rerun
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -33,8 +33,3 @@ def read_metrics(workdir: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
       if type(record.get("step")) is not int or not isinstance(record.get("phase"), str):
         raise DamagedFileError(f"{path}, line {number} has no step and phase; remove that line.")
       yield {key: float(v) if v in ("nan", "inf", "-inf") else v for key, v in record.items()}
-
-
-def without_timings(record: Mapping[str, Any]) -> dict[str, Any]:
-  """The record without what was measured on the machine: identical in every rerun."""
-  return {name: value for name, value in record.items() if not name.startswith(MEASURED)}

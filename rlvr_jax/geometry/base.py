@@ -14,7 +14,7 @@ FEATURES = ("score", "sampled")
 class GramContext(NamedTuple):
   """Properties of the run that a `GramFn` needs."""
 
-  model: Any  # as of `Method`, with `config.tied_head`; without sharding constraints
+  model: Any  # as in `Method`, with `config.tied_head`; without sharding constraints
   temperature: float = 1.0  # of the target policy
   mesh: Any = None  # jax.sharding.Mesh with axes (data, fsdp, tensor); None: one device
 

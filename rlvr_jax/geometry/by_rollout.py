@@ -1,4 +1,4 @@
-"""Where the rollouts of a batch lie in the rows of a forward pass, and sums over their places."""
+"""Positions of a batch's rollouts in the rows of a forward pass, and sums over them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TILE = 512  # places of a rollout, at most, that are multiplied at once
 
 
 class Places(NamedTuple):
-  """Of M micro-batches of R rows of L places; see `types.Packed`."""
+  """Positions in M micro-batches of R rows of L tokens; see `types.Packed`."""
 
   targets: Array  # i32[M, R, L], the response token that a place predicts
   kept: Array  # bool[M, R, L], whether that token counts in the loss
@@ -33,7 +33,7 @@ class Spans(NamedTuple):
 
 
 def places_of(batch: TrainBatch) -> Places:
-  """Where the rollouts of a batch lie; of one that is not packed, each is a row of T places."""
+  """Finds the positions of a batch's rollouts; without packing, each is a row of T positions."""
   P, G, T = batch.tokens.shape
   B, mask = P * G, batch.mask > 0
   if batch.packed is None:

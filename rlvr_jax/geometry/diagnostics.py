@@ -76,7 +76,6 @@ def diagnose(
       geometry/update_norm, …_reweighted, geometry/update_norm_bound: see `update_norms`; the bound
         is under A.
   """
-  # Over 60 lines: more than half says what each of the numbers means.
   coefficients, reweighted = coefficients.reshape(-1), reweighted.reshape(-1)
   chex.assert_shape([coefficients, reweighted], gram.shape[:1])
   valid = jnp.ones(gram.shape[0], bool) if valid is None else valid.reshape(-1)

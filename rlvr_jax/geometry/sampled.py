@@ -1,6 +1,6 @@
 """The Gram matrix of the sampled tokens' part of the output head's gradients.
 
-Of g_i = Σ_t h[i,t] ⊗ d[i,t] the softmax is left out. With ĥ = m·h·∂(z_y/τ)/∂(h·W_y) and y = y[i,t],
+The softmax of g_i = Σ_t h[i,t] ⊗ d[i,t] is left out. With ĥ = m·h·∂(z_y/τ)/∂(h·W_y) and y = y[i,t],
 
     K_ij = Σ_{t,s} [y_it = y_js] ĥ_it · ĥ_js = Σ_v u_iv · u_jv,    u_iv = Σ_{t: y_it = v} ĥ_it.
 
@@ -40,7 +40,7 @@ class _Pairs(NamedTuple):
 
 
 class Sizes(NamedTuple):
-  """Of one Gram matrix, from shapes alone."""
+  """Sizes of the computation of one Gram matrix, from shapes alone."""
 
   tile: int  # pairs
   tiles: int  # at most
@@ -50,7 +50,7 @@ class Sizes(NamedTuple):
 def sizes_of(
   rollouts: int, hidden: Any, vocabulary: int, block_elements: int, devices: int
 ) -> Sizes:
-  """How the work is cut, for hidden states [M, R, L, D] whose width is split over devices."""
+  """Sizes of tiles for hidden states [M, R, L, D] whose width is split over devices."""
   tile = max(rollouts, _LANES)
   tiles = -(-min(math.prod(hidden.shape[:-1]), rollouts * vocabulary) // tile)
   own = -(-hidden.shape[-1] // devices)
@@ -77,7 +77,7 @@ def sampled_gram(
     total = sums(forward.hidden, pairs, count)
   else:
     total = _on_mesh(sums, forward.hidden, pairs, count, mesh)
-  return total + total.T  # exactly symmetric
+  return total + total.T  # makes it exactly symmetric
 
 
 def head_products(
@@ -99,7 +99,7 @@ def bytes_moved(hidden: Any, mesh: Any, *, rollouts: int) -> float:
   """Bytes that each device receives in one of these Gram matrices.
 
   These are its part of the width of the hidden states on other devices, [M, R, L, D] in all, and
-  two rounds of a ring for the final sum. Tokens and masks are small beside them.
+  two rounds of a ring for the final sum. Tokens and masks are small in comparison.
   """
   if mesh is None or mesh.size == 1:
     return 0.0
@@ -140,7 +140,7 @@ def _weights(forward: Forward, head: Head, temperature: float) -> Array:
 
 
 def _on_mesh(sums, hidden, pairs, count, mesh):
-  """Rows of hidden states exchanged for a part of their width, on each device."""
+  """Exchanges rows of hidden states for a part of their width, on each device."""
   hidden = jnp.pad(hidden, [(0, 0)] * 3 + [(0, -hidden.shape[-1] % mesh.size)])
 
   def on_device(hidden, pairs, count):
@@ -150,12 +150,12 @@ def _on_mesh(sums, hidden, pairs, count, mesh):
     hidden = jax.lax.all_to_all(hidden, _BATCH_AXES, split_axis=3, concat_axis=1, tiled=True)
     return jax.lax.psum(sums(hidden, pairs, count), (*_BATCH_AXES, "tensor"))
 
-  whole = PartitionSpec()
+  replicated = PartitionSpec()
   return jax.shard_map(
     on_device,
     mesh=mesh,
-    in_specs=(PartitionSpec(None, _BATCH_AXES), whole, whole),
-    out_specs=whole,
+    in_specs=(PartitionSpec(None, _BATCH_AXES), replicated, replicated),
+    out_specs=replicated,
     check_vma=False,  # a loop that starts from zeros on every device counts as replicated
   )(hidden, pairs, count)
 

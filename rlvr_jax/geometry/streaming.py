@@ -34,7 +34,7 @@ _VOCABULARY_AXES = (*_COLUMN_AXES, "fsdp")
 
 
 class _Tokens(NamedTuple):
-  """Of M micro-batches of R rows; one micro-batch's are flat, [R·L, ...]."""
+  """Tokens of M micro-batches of R rows; those of one micro-batch are flat, [R·L, ...]."""
 
   hidden: Array  # [M, R, L, D]
   log_normalizers: Array  # f32[M, R, L]
@@ -180,7 +180,7 @@ def bytes_moved(
 
 
 def _on_mesh(sums, tokens, spans, count, head, mesh):
-  """The vocabulary split over all devices, tokens gathered for each."""
+  """Splits the vocabulary over all devices, each of which gathers the tokens."""
   vocabulary = head.kernel.shape[1]
   kernel = head.kernel.astype(tokens.hidden.dtype)
   kernel = jnp.pad(kernel, [(0, 0), (0, -vocabulary % mesh.size)])
@@ -196,12 +196,12 @@ def _on_mesh(sums, tokens, spans, count, head, mesh):
     return jax.lax.psum(partial, _VOCABULARY_AXES)
 
   where = ("fsdp", _COLUMN_AXES) if rows_split else (None, _VOCABULARY_AXES)
-  whole = PartitionSpec()
+  replicated = PartitionSpec()
   return jax.shard_map(
     on_device,
     mesh=mesh,
-    in_specs=(PartitionSpec(None, _BATCH_AXES), whole, whole, PartitionSpec(*where)),
-    out_specs=whole,
+    in_specs=(PartitionSpec(None, _BATCH_AXES), replicated, replicated, PartitionSpec(*where)),
+    out_specs=replicated,
     check_vma=False,  # a loop that starts from zeros on every device counts as replicated
   )(tokens, spans, count, kernel)
 

@@ -7,13 +7,14 @@ __all__ = [
   "functional",
   "huggingface",
   "lora",
+  "memory",
   "presets",
   "transformer",
 ]
 
 
 def cannot_import(flax_version: str, jax_version: str, cause: Exception) -> str:
-  """What to tell where flax does not find in jax what it builds on, and what helps."""
+  """A message for a flax that this version of jax cannot support, with the remedy."""
   return (
     f"flax {flax_version} cannot be imported with jax {jax_version} ({cause}): a release of flax"
     " goes with the releases of jax of its time. Take the newest flax for this jax:"

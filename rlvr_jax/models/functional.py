@@ -38,7 +38,7 @@ class Model(NamedTuple):
   decode: Callable  # (decoding params, tokens, tables, attend), see `Transformer`
   # (trained, frozen) → the parameters that the functions above take; see `lora.adapted`.
   combine: Callable[[Params, Params], Params] = all_trained
-  mesh: Mesh | None = None  # over which its batches are split
+  mesh: Mesh | None = None  # mesh over which its batches are split
 
 
 def transformer(config: TransformerConfig, layout: Layout = ONE_DEVICE) -> Model:
@@ -59,7 +59,7 @@ def transformer(config: TransformerConfig, layout: Layout = ONE_DEVICE) -> Model
     cast = lambda path, w: w if path[-1].key == "scale" else w.astype(config.compute_dtype)
     params = layout.gather(jax.tree_util.tree_map_with_path(cast, merged(params)))
     layer = lambda i: jax.tree.map(lambda w: w[i], params["blocks"])
-    layers = len(jax.tree.leaves(params["blocks"])[0])  # all of them, or those of a part
+    layers = len(jax.tree.leaves(params["blocks"])[0])  # of all layers, or of some of them
     return {**params, "blocks": tuple(layer(i) for i in range(layers))}
 
   def on_layers(method):

@@ -194,7 +194,7 @@ def _pieces(
   tensors: Mapping[str, Tensor],
   block_bytes: int,
 ) -> Iterator[dict[jax.Device, tuple[tuple[int, ...], np.ndarray]]]:
-  """For every block to read: device → the part of its shard and the part of the block for it."""
+  """Yields for every block to read: device → the part of its shard, and the part of the block."""
   # Devices that need the same rows of a published tensor share one read.
   by_rows: dict[Any, list[jax.Device]] = {}
   for device, bounds in shards.items():

@@ -224,7 +224,7 @@ def _soft_cap(c: Mapping[str, Any], name: str, owner: str) -> float | None:
 
 
 def _sliding_layers(family: str, c: Mapping[str, Any], owner: str) -> tuple[bool, ...] | None:
-  """Which layers use sliding-window attention; None if none does."""
+  """The layers that use sliding-window attention, one bool each; None if none does."""
   count = _size(owner, "num_hidden_layers", c["num_hidden_layers"])
   if family == "llama":
     return None
@@ -250,7 +250,10 @@ def _sliding_layers(family: str, c: Mapping[str, Any], owner: str) -> tuple[bool
   if not any(layers):
     return None
   if window is None:
-    raise ValueError(f"{owner}: layers slide, but sliding_window is null or use_sliding_window off")
+    raise ValueError(
+      f"{owner}: some layers use a sliding window, but sliding_window is null or"
+      " use_sliding_window is false"
+    )
   return layers
 
 

@@ -52,7 +52,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def leaves_of(params: Params) -> list[Leaf]:
-  """One for each parameter, in the order in which they are written."""
+  """Leaves of all parameters, in the order in which they are written."""
   blocks = params["blocks"]
   norms = _NORMS | (_FOUR_NORMS if "post_mlp_norm" in blocks else _TWO_NORMS)
   layer_tensors: dict[tuple[str, ...], str] = {
@@ -100,10 +100,12 @@ def value_of(params: Params, leaf: Leaf) -> Any:
   return functools.reduce(lambda tree, key: tree[key], leaf.path, params)
 
 
-_UNUSED = re.compile(  # tables that older versions saved; what is not the text model's
-  r"(^|\.)rotary_emb\.|^(model\.)?(vision_tower|multi_modal_projector)\."
+_UNUSED = (
+  re.compile(  # tables that old releases of transformers saved; tensors outside of the text model
+    r"(^|\.)rotary_emb\.|^(model\.)?(vision_tower|multi_modal_projector)\."
+  )
 )
-_PREFIXES = (  # of a text model within another, and of one saved without its head
+_PREFIXES = (  # prefixes of a text model within another model, and of one saved without its head
   (re.compile(r"^(language_model\.model|model\.language_model)\."), "model."),
   (re.compile(r"^language_model\.lm_head\."), "lm_head."),
   (re.compile(r"^(?=(embed_tokens|layers|norm)\.)"), "model."),
@@ -120,6 +122,6 @@ def usual_names(tensors: Mapping[str, Tensor], directory: Any) -> dict[str, Tens
     for pattern, prefix in _PREFIXES:
       usual = pattern.sub(prefix, usual)
     if usual in found:
-      raise ValueError(f"{directory}: {name!r} and {found[usual].name!r} are one tensor's names")
+      raise ValueError(f"{directory}: {name!r} and {found[usual].name!r} name the same tensor")
     found[usual] = tensor
   return found

@@ -1,4 +1,4 @@
-"""How a network lies on devices."""
+"""Placement of a network on devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def same(x: Array) -> Array:
 
 
 class Residual(NamedTuple):
-  """How the residual stream [R, L, D] of training lies on devices; the default is one device."""
+  """Placement of the residual stream [R, L, D] in training; by default on one device."""
 
   keep: Callable[[Array], Array] = same  # of the stream between blocks
   gather: Callable[[Array], Array] = same  # of all its tokens, before kernels multiply them
@@ -23,7 +23,7 @@ class Residual(NamedTuple):
 
 
 class Layout(NamedTuple):
-  """How a network lies on devices; the default is one device.
+  """Placement of a network on devices; by default on one device.
 
   `train.cluster.sharding.layout` makes one.
   """

@@ -176,7 +176,3 @@ def model_settings(model: Mapping[str, Any]) -> TransformerConfig:
       " checkpoint's, or change one of the two"
     )
   return chosen
-
-
-def preset_names() -> list[str]:
-  return sorted(_PRESETS)

@@ -64,12 +64,12 @@ def dequantized(params: Params) -> Params:
 
 
 def for_quantized(model: Model) -> Model:
-  """`model` as functions of whole parameters of which some, or none, are quantized.
+  """Adapts `model` to parameters of which some, or none, are quantized.
 
   Raises:
     ImportError: qwix, the extra `quantized`, is missing.
   """
-  _qwix()  # told before anything is compiled
+  _qwix()  # fails before anything is compiled
   taking = lambda function: lambda params, *args: function(dequantized(params), *args)
   return model._replace(
     combine=all_trained,

@@ -64,7 +64,7 @@ def inverse_frequencies(
 
 
 def _yarn_indices(head_dim: int, theta: float, scaling: YarnScaling) -> tuple[float, float]:
-  """Where interpolation begins and where it ends, as indices of frequencies."""
+  """First and last interpolated frequency, as indices."""
 
   def index(rotations: float) -> float:
     wavelength = scaling.original_length / (2 * math.pi * rotations)
@@ -97,13 +97,13 @@ class RotaryTables(NamedTuple):
   sliding: tuple[Array, Array] | None  # of layers that slide; None: the same
 
   def of_layer(self, slides: Array | bool) -> tuple[Array, Array]:
-    """Those of a layer; whether it slides may be traced."""
+    """Selects the tables of a layer; whether it slides may be traced."""
     if self.sliding is None:
       return self.full
     return jax.tree.map(lambda near, far: jnp.where(slides, near, far), self.sliding, self.full)
 
   def at(self, index: Array) -> RotaryTables:
-    """Those of tokens at `index` of the first axis, i32[...]."""
+    """Selects the tables of tokens at `index` of the first axis, i32[...]."""
     return jax.tree.map(lambda x: jnp.take(x, index, axis=0, mode="clip"), self)
 
 

@@ -2,12 +2,12 @@
 
 A file is the length of its header (8 bytes, little-endian), the header (JSON: name → dtype, shape,
 data_offsets), and the tensors' bytes in the header's order, without gaps. A checkpoint is one such
-file, or shards and an index that says which tensor is in which.
+file, or shards and an index from tensors to shards.
 Source: huggingface.co/docs/safetensors.
 """
 
-# Not with the safetensors library: it opens local files only, while this module reads byte ranges
-# of remote files, and it writes a file only from tensors that are all in memory.
+# The safetensors library is not used: it opens local files only, while this module reads byte
+# ranges of remote files, and it writes a file only from tensors that are all in memory.
 
 from __future__ import annotations
 

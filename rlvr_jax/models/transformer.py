@@ -33,7 +33,7 @@ _ACTIVATIONS = {
   "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
   "gelu": lambda x: jax.nn.gelu(x, approximate=False),
 }
-# Names kept for the backward pass beside a layer's input. Attention's output is as small as that,
+# Names saved for the backward pass besides a layer's input. Attention's output is as small as that,
 # and computing it again is not; `none` keeps everything.
 _REMAT: dict[str, tuple[str, ...]] = {
   "none": (),
@@ -214,7 +214,7 @@ class Transformer(nnx.Module):
     if not c.tied_head:
       self.head_kernel = _kernel(rngs, c, (c.width, c.vocab_size))
 
-  # What the rest of the project calls, through functional.py.
+  # Methods that the rest of the package calls through functional.py.
 
   def head(self) -> Head:
     """The output head, kernel [D, V] in the parameters' dtype."""
@@ -273,7 +273,7 @@ class Transformer(nnx.Module):
 
     c = self.config
     window = c.sliding_window if any(c.sliding_layers or ()) else None
-    kind = "reference" if c.attention == "auto" else c.attention  # a run has chosen before
+    kind = "reference" if c.attention == "auto" else c.attention  # a run has chosen it before
     settings = dict(self._attention_settings(window), kind=kind, mesh=self.layout.mesh)
 
     def attend(slides):
@@ -286,7 +286,7 @@ class Transformer(nnx.Module):
 
     Args:
       blocks: the layers.
-      tokens: i32[R, S], right-padded; what is computed for padding is to be ignored.
+      tokens: i32[R, S], right-padded; results at padding have no meaning.
     Returns:
       Per layer, keys and values [R, S, K, H].
     """
@@ -309,7 +309,7 @@ class Transformer(nnx.Module):
   def decode(
     self, blocks: Sequence[Block], tokens: Array, tables: RotaryTables, attend: Callable
   ) -> tuple[Array, list]:
-    """One token of every slot through the network.
+    """Runs the network on one token of every slot.
 
     Args:
       blocks: the layers, split here once so that no decoding step repeats it.

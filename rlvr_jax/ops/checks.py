@@ -53,7 +53,7 @@ def check_choice(owner: str, name: str, value: Any, allowed: Collection[Any]) ->
 
 
 def described(value: Any) -> str:
-  """What a function returned, for messages: "(float32[8, 16], dict)"."""
+  """Describes what a function returned, for messages: "(float32[8, 16], dict)"."""
   if isinstance(value, (tuple, list)):
     return f"({', '.join(described(part) for part in value)})"
   if hasattr(value, "shape") and hasattr(value, "dtype"):

@@ -32,7 +32,7 @@ def check_sampling(sampling: Sampling, vocab_size: int) -> None:
 
 
 def is_truncated(sampling: Sampling) -> bool:
-  """Whether settings such as top-k exclude tokens, which biases ratios to this distribution."""
+  """Returns whether settings such as top-k exclude tokens, which biases ratios."""
   return dataclasses.replace(sampling, temperature=1.0) != _PLAIN
 
 
@@ -149,7 +149,7 @@ def token_statistics(
   mesh: Mesh | None = None,
   chunk_rows: int | None = None,
 ) -> TokenStatistics:
-  """`token_logprobs`, with the terms that the Gram matrix of the head's gradients needs.
+  """Computes `token_logprobs`, with the terms that the Gram matrix of the head's gradients needs.
 
   Args:
     projection: [V, R], rows R_v; None omits `projected`. Only where none is excluded.
@@ -171,7 +171,7 @@ def default_chunk_rows(vocab_size: int) -> int:
 
 
 class _Setting(NamedTuple):
-  """What is fixed when the pass is compiled."""
+  """Settings that are fixed when the pass is compiled."""
 
   sampling: Sampling
   scale: float
@@ -310,7 +310,7 @@ _WHOLE = PartitionSpec()
 
 
 def _over_devices(setting, function, in_specs):
-  """Each device its rows; along `tensor` the compiler splits the vocabulary of each chunk."""
+  """Runs each device on its own rows; along `tensor` the compiler splits a chunk's vocabulary."""
   if setting.mesh is None or setting.mesh.size == 1:
     return function
   return jax.shard_map(
@@ -324,7 +324,7 @@ def _over_devices(setting, function, in_specs):
 
 
 def _placed(setting, kernel, rows_axis):
-  """A kernel [D, V] whose rows lie split over an axis, or are everywhere where that is None."""
+  """A kernel [D, V] whose rows are split over an axis, or replicated if the axis is None."""
   if setting.mesh is None or setting.mesh.size == 1:
     return kernel
   fits = lambda size, axis: axis if axis and size % setting.mesh.shape[axis] == 0 else None

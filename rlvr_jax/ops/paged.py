@@ -1,13 +1,13 @@
-"""Attention over cached keys on TPUs, of every slot up to its own length: jax's paged kernel.
+"""Attention over cached keys on TPUs by jax's paged kernel: each slot reads up to its own length.
 
-The one module that builds on `jax.experimental.pallas.ops.tpu.paged_attention`, whose functions may
-change with any release; tested with jax 0.10.2.
+It builds on `jax.experimental.pallas.ops.tpu.paged_attention`, whose functions may change with any
+release; tested with jax 0.10.2.
 
-What the library's own wrapper returns is normalised, without the softmax's peak and total. A slot's
+The library's own wrapper returns normalized outputs, without the softmax's peak and total. A slot's
 prompt, its response and what it has staged lie in three places, and these two numbers join them. So
-the kernel is called here with all three of its outputs. A page is a block of the cache, and a slot
-has its own: the table of pages is computed from their numbers. (What sharing a prompt's pages
-among its rollouts would save is in experiments/benchmarks/README.md.)
+the kernel is called directly, for all three of its outputs. A page is a block of the cache, and a
+slot has its own pages: the table of pages is computed from their numbers. (For what sharing a
+prompt's pages among its rollouts would save, see experiments/benchmarks/README.md.)
 
 The library's `ragged_paged_attention` has windows and soft caps, but returns its output alone, with
 peak and total in its scratch memory. It cannot be joined with what is staged.
@@ -25,16 +25,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention_kernel as kernels
 
-from rlvr_jax.ops.decoding import Pages
+from rlvr_jax.ops.caches import Pages
 from rlvr_jax.types import Array
 
-_CORES = {"TPU v4": 2, "TPU v5": 2, "TPU v5p": 2}  # of a device; others have one
+_CORES = {"TPU v4": 2, "TPU v5": 2, "TPU v5p": 2}  # cores per device; other TPUs have one
 
 
 def paged_sums(queries: Array, pages: Pages, lengths: Array) -> tuple[Array, Array, Array]:
   """The softmax of every slot's query over the first tokens of its pages, not yet divided.
 
-  Keys and values are rounded to bfloat16, which they are in already where a network computes in it.
+  Keys and values are rounded to bfloat16; a network that computes in bfloat16 loses nothing.
 
   Args:
     queries: [slots, N, H], times the scale of the scores.
@@ -48,7 +48,7 @@ def paged_sums(queries: Array, pages: Pages, lengths: Array) -> tuple[Array, Arr
   K, blocks, _, block, _ = pages.keys.shape
   numbers = jnp.arange(blocks) * slots + jnp.arange(slots)[:, None]  # of every slot's pages
   first_buffer, is_first = jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32)
-  # Heads that do not fill tiles of 8 rows take one each, as the kernel's wrapper has it.
+  # Heads that do not fill tiles of 8 rows take one tile each, as in the kernel's wrapper.
   rows = (slots, N, H) if N // K % 8 == 0 else (slots, N, 1, H)
   flat = lambda x: x.reshape(K, blocks * slots, block, H)
   results = _program(rows, pages)(
@@ -68,7 +68,7 @@ def paged_sums(queries: Array, pages: Pages, lengths: Array) -> tuple[Array, Arr
 
 
 def paged_flops(queries: Sequence[int], pages: Sequence[int]) -> float:
-  """What the kernel computes where all pages are full: 4·N·H for every cached token of a slot.
+  """FLOPs of the kernel if all pages are full: 4·N·H for every cached token of a slot.
 
   Args:
     queries: the shape [slots, N, …, H].
@@ -116,6 +116,6 @@ def _program(rows: tuple[int, ...], pages: Pages) -> Callable[..., Any]:
 
 
 def _cores(slots: int) -> int:
-  """Over which a device splits its slots."""
+  """Number of cores over which a device splits its slots."""
   cores = _CORES.get(jax.devices()[0].device_kind, 1)
   return cores if slots % cores == 0 else 1

@@ -80,7 +80,7 @@ def normalized_ess(log_weights: Array, mask: Array, axis: int | None = None) -> 
 
 
 def behavior_metrics(policy_logprobs: Array, batch: TrainBatch) -> Metrics:
-  """How far the policy has moved from β, over the loss tokens of a batch or micro-batch.
+  """Distance of the policy from β, over the loss tokens of a batch or micro-batch.
 
   The tokens come from β, so the KL is KL(β‖π), of which k1 and k3 are unbiased estimates.
 
@@ -142,7 +142,7 @@ def lag_metrics(batch: TrainBatch) -> Metrics:
 
 
 def source_metrics(policy_logprobs: Array, batch: TrainBatch, names: Sequence[str]) -> Metrics:
-  """By source: the share of loss tokens, the solve rate, and how far the policy is from it.
+  """Share of loss tokens, solve rate and distance of the policy, by source.
 
   The solve rate is that of `update_metrics.batch_metrics`.
 

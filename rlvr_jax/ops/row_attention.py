@@ -2,7 +2,7 @@
 
 `reference` is XLA's own operations on any platform: float32 scores, in long rows block by block,
 and only blocks in which a query sees a key. `splash` is the flash kernel for TPUs, `cudnn` that of
-NVIDIA GPUs, which computes a row's whole triangle of scores under a mask.
+NVIDIA GPUs, which computes a row's full triangle of scores under a mask.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlvr_jax.ops.row_blocks import LONGEST_ROW, NO_WINDOW, TILE, sees, visible_
 from rlvr_jax.types import Array, Rows
 
 KINDS = ("auto", "reference", "splash", "cudnn")
-RESIDUALS = "attention"  # checkpoint_name of what the backward pass needs beside its inputs
+RESIDUALS = "attention"  # checkpoint_name of what the backward pass needs besides its inputs
 
 _BLOCK = TILE  # of queries and of keys, in the reference
 _LONG = 1024  # tokens of a row from which on the reference skips blocks
@@ -94,7 +94,7 @@ def choose_attention(
   dtype: str,
   soft_cap: float | None = None,
 ) -> str:
-  """The implementation to use; `auto` takes a TPU's kernel where it can, and says where not.
+  """Chooses the implementation; `auto` takes a TPU's kernel if it can, or warns.
 
   Args:
     wanted: one of `KINDS`, config.model.overrides.attention.
@@ -130,7 +130,7 @@ def choose_attention(
 
 
 def row_alignment(kind: str) -> int:
-  """A prompt ends, and a rollout begins, at a multiple of this in a row."""
+  """Number of tokens at whose multiples a prompt ends and a rollout begins in a row."""
   return TILE if kind == "splash" else 1
 
 
@@ -190,7 +190,7 @@ def _splash(queries, keys, values, rows, slides, *, scale, window, soft_cap):
 
 
 def _with_window(attend: Callable, window: int | None, slides: Array) -> Array:
-  """One kernel knows one window: whether the layer slides chooses between two."""
+  """Chooses between two kernels, with and without the window: a kernel has one fixed window."""
   if window is None:
     return attend(window=None)
   return jax.lax.cond(slides, lambda: attend(window=window), lambda: attend(window=None))
@@ -223,7 +223,7 @@ def _reference(queries, keys, values, rows, slides, *, scale, window, soft_cap):
 
 
 def _dense(queries, keys, values, rows, window, scale, soft_cap):
-  """All rows at once, for queries block by block: those see no keys behind their block."""
+  """Attends in all rows at once, block by block of queries: no key behind a block is visible."""
   R, L, N, H = queries.shape
   K = keys.shape[2]
   # The queries that share a key head become the rows of one matrix: [R, K, L·n, H], n = N/K.
@@ -255,7 +255,7 @@ def _window(window: int | None, slides: Array) -> Array | None:
 
 
 def _seen(rows: Rows, queries: slice, keys: slice, window: Array | None) -> Array:
-  """Which keys a part of the queries sees, bool[R, queries, keys]; padding sees none."""
+  """Visibility of keys to a part of the queries, bool[R, queries, keys]; padding sees none."""
   index = jnp.arange(rows.prompts.shape[1])
   prompts, _, starts, ends = (field[:, queries, None] for field in rows)
   seen = sees(index[queries, None], starts, ends, index[keys], window)
@@ -264,7 +264,7 @@ def _seen(rows: Rows, queries: slice, keys: slice, window: Array | None) -> Arra
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _attend(queries, keys, values, row, window, scale, soft_cap):
-  """[L, N, H] of one row. The softmax is built block by block of keys, and again backwards."""
+  """Attends in one row, [L, N, H], block by block of keys; the backward pass recomputes them."""
   return _attend_forward(queries, keys, values, row, window, scale, soft_cap)[0]
 
 
@@ -339,9 +339,9 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _scores(q, k, of_queries, of_keys, *, dtype, window, scale, soft_cap):
-  """Of a block of queries [K, n·B, H] and one of keys [K, B, H]: scores, who sees, ∂/∂(q·kᵀ·scale).
+  """Scores of a block of queries and one of keys, their visibility, and ∂/∂(q·kᵀ·scale).
 
-  All [K, n·B, B].
+  Queries are [K, n·B, H], keys [K, B, H], results [K, n·B, B].
   """
   score, slope = _product(q, k.mT) * scale, 1
   if soft_cap is not None:
@@ -366,7 +366,7 @@ def _visits(row: Rows, window: Array) -> tuple[Array, Array]:
 
 
 def _split_tokens(row: Rows) -> tuple[Array, ...]:
-  """Of each token its prompt, start, prompt's end and index, each [blocks, B]."""
+  """Prompt, start, prompt's end and index of each token, each [blocks, B]."""
   index = jnp.arange(row.prompts.shape[0], dtype=row.prompts.dtype)
   fields = (row.prompts, row.starts, row.prompt_ends, index)
   return tuple(x.reshape(-1, _BLOCK) for x in fields)

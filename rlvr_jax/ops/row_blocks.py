@@ -1,4 +1,4 @@
-"""Which keys of a row of packed sequences a query sees: token by token, and block by block."""
+"""Visibility of keys in a row of packed sequences: token by token, and block by block."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NO_WINDOW = 2**30
 def sees(
   query: Array, starts: Array, prompt_ends: Array, key: Array, window: Array | int | None
 ) -> Array:
-  """Whether a query sees a key of its own prompt; all arguments broadcast.
+  """Returns whether a query sees a key of its own prompt; all arguments broadcast.
 
   Args:
     query, key: i32, indices in the row.
@@ -34,7 +34,7 @@ def sees(
 def visible_blocks(
   rows: Rows, query_block: int, key_block: int, window: Array | int | None
 ) -> Array:
-  """Which blocks of keys hold a key that some query of a block of queries sees.
+  """Finds the blocks of keys with a key that some query of a block of queries sees.
 
   Args:
     rows: arrays [..., L].

@@ -27,7 +27,7 @@ class Spectrum(NamedTuple):
 
 
 def is_usable(gram: Array) -> Array:
-  """bool[]: whether a Gram matrix f32[B, B] and its trace are finite and not zero."""
+  """Returns whether a Gram matrix f32[B, B] and its trace are finite and not zero, bool[]."""
   gram = upcast(gram)
   trace = jnp.trace(gram)
   normal = (trace >= jnp.finfo(gram.dtype).tiny) & jnp.isfinite(trace)
@@ -84,7 +84,7 @@ def _energies(coefficients: Array, gram: Array) -> tuple[Array, Array]:
 
 
 def carries_gradient(coefficients: Array, gram: Array) -> Array:
-  """bool[]: whether Σ A_i² K_ii > 0, for A f32[B] and a usable Gram f32[B, B].
+  """Returns whether Σ A_i² K_ii > 0, bool[], for A f32[B] and a usable Gram f32[B, B].
 
   If not, A and K do not determine the update: n_eff and what follows from it are undefined.
   """

@@ -1,7 +1,7 @@
 """Flash attention on TPUs: the splash kernel that ships with jax, over rows of packed sequences.
 
-The one module that builds on `jax.experimental.pallas.ops.tpu.splash_attention`, whose constructors
-may change with any release; tested with jax 0.7.2 and 0.10.2.
+It builds on `jax.experimental.pallas.ops.tpu.splash_attention`, whose constructors may change with
+any release; tested with jax 0.7.2 and 0.10.2.
 
 The kernel's own segment ids test equality only, which hides a prompt from its rollouts. So a
 segment is a prompt with all its rollouts, and a mask computed in the kernel from the query's
@@ -104,7 +104,7 @@ def _q_sequence(row: Rows) -> Array:
 
 
 class _Plan(NamedTuple):
-  """What a kernel does with each pair of a block of queries and one of keys."""
+  """Work of a kernel for each pair of a block of queries and a block of keys."""
 
   q: int  # tokens per block of queries
   kv: int  # of keys
@@ -122,7 +122,7 @@ class _Plan(NamedTuple):
 
 
 def _forward_plan(row: Rows, window: int | None) -> _Plan:
-  """Steps go by blocks of keys; one that does not run fetches for the next that does."""
+  """Plans steps by blocks of keys; a skipped step prefetches for the next one that runs."""
   q, kv, runs = _runs(row, window, *_FORWARD)
   step = jnp.arange(runs.size, dtype=jnp.int32)
   following = jax.lax.cummin(jnp.where(runs.ravel(), step, runs.size - 1), reverse=True)
@@ -130,7 +130,7 @@ def _forward_plan(row: Rows, window: int | None) -> _Plan:
 
 
 def _backward_plan(row: Rows, window: int | None) -> _Plan:
-  """Steps go by blocks of queries; those after the last that runs keep what it fetched."""
+  """Plans steps by blocks of queries; steps after the last one that runs keep its blocks."""
   q, kv, runs = _runs(row, window, *_BACKWARD)
   index = jnp.arange(runs.shape[0], dtype=jnp.int32)[:, None]
   following = jax.lax.cummin(jnp.where(runs, index, runs.shape[0]), axis=0, reverse=True)
@@ -138,7 +138,7 @@ def _backward_plan(row: Rows, window: int | None) -> _Plan:
 
 
 def _runs(row: Rows, window: int | None, most_q: int, most_kv: int) -> tuple[int, int, Array]:
-  """Blocks that share something, and the diagonal: there padding sees itself."""
+  """Pairs of blocks with a visible key, and the diagonal, where padding sees itself."""
   L = row.prompts.shape[0]
   q, kv = _block(L, most_q), _block(L, most_kv)
   first_query, first_key = jnp.arange(0, L, q)[:, None], jnp.arange(0, L, kv)
@@ -147,12 +147,12 @@ def _runs(row: Rows, window: int | None, most_q: int, most_kv: int) -> tuple[int
 
 
 def _block(length: int, most: int) -> int:
-  """The largest multiple of 128 up to `most` that divides `length`, itself one."""
+  """The largest multiple of 128 up to `most` that divides `length`, itself a multiple of 128."""
   return max(size for size in range(TILE, most + 1, TILE) if length % size == 0)
 
 
 class SplashCost(NamedTuple):
-  """Of one layer's attention over some rows, in the forward pass and in the backward pass."""
+  """Cost of one layer's attention over some rows, in the forward and in the backward pass."""
 
   forward_flops: float
   backward_flops: float
@@ -170,7 +170,7 @@ def splash_cost(
   window: int | None = None,
   item_bytes: int = 2,
 ) -> SplashCost:
-  """What the kernels compute and move for these rows, from the steps of their grids.
+  """Counts what the kernels compute and move for these rows, from the steps of their grids.
 
   A block is fetched where its index differs from the step before, and written once per visit. The
   conversions around the kernels count where they are as large as an operand: the output's layout
@@ -187,7 +187,7 @@ def splash_cost(
   R, L = rows.prompts.shape
   N, K, H = num_heads, num_kv_heads, head_dim
   of_queries, of_keys = N * L * H * item_bytes, K * L * H * item_bytes
-  lanes, sublanes = 128 * 4, 8 * 4  # bytes per token of what kernels read beside the heads
+  lanes, sublanes = 128 * 4, 8 * 4  # bytes per token of what kernels read besides the heads
   total = np.zeros(4)
   for runs, fetched in zip(*forward, strict=True):
     q, kv = L // runs.shape[0], L // runs.shape[1]

@@ -38,7 +38,7 @@ def batch_metrics(batch: TrainBatch) -> Metrics:
 
 
 def _row_metrics(packed: Packed) -> Metrics:
-  """How many micro-batches a batch takes, and how many of their places hold a token."""
+  """Number of micro-batches of a batch, and the share of their positions that is not padding."""
   count = jnp.asarray(packed.num_micro_batches, jnp.float32)
   held = (packed.rows.prompts >= 0).astype(jnp.float32).sum()
   places = count * math.prod(packed.tokens.shape[1:])
@@ -55,7 +55,7 @@ def policy_metrics(
   coefficients: Array,
   sources: tuple[str, ...],
 ) -> Metrics:
-  """How the policy and the behavior policy of one micro-batch differ, and the policy's entropy.
+  """Differences of the policy and the behavior policy of one micro-batch, and the entropy.
 
   Args:
     logprobs, entropy: f32[P, G, T], of the policy.

@@ -17,16 +17,36 @@ hyper-parameters that its signature names. It should raise if the grader cannot 
 imports belong there, since no item's time limit applies.
 
 Write your own grader as "my_module:function(keyword=1)"; only the workers import it.
+
+`by_reference` and `weighted` call other graders, which the reference names by their strings. A
+worker loads such a part and runs its self-test when an item first needs it, within that item's time
+limit. With the part in the pool's `preload`, this happens at the worker's start instead. With
+`weighted`, set the reward policy of "wrong" and "unparseable" to "score": by default they are worth
+0, and the other parts would count for right answers only.
 """
 
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import math
+import numbers
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlvr_jax import specs
 from rlvr_jax.rewards.code import code
-from rlvr_jax.rewards.combined import by_reference, weighted
 from rlvr_jax.rewards.formats import boxed, pattern, think_answer
 from rlvr_jax.rewards.graders import gsm8k, reasoning_gym
 from rlvr_jax.rewards.mathematics import mathematics
+from rlvr_jax.rewards.outcome import Grade, Outcome
 from rlvr_jax.rewards.tour import tour
 
-__all__ = [
+__all__ = [  # the graders that a string can name without a module
   "boxed",
   "by_reference",
   "code",
@@ -38,3 +58,161 @@ __all__ = [
   "tour",
   "weighted",
 ]
+
+Grader = Callable[[str, Mapping[str, Any]], Grade]
+
+_NOT_PLAIN = (
+  inspect.iscoroutinefunction,
+  inspect.isasyncgenfunction,
+  inspect.isgeneratorfunction,
+)
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+# --- from a string to a grader --------------------------------------------------------------------
+
+
+def checked_grader(field: str, text: str) -> specs.Spec:
+  """The parsed string of a grader; a user's module is not imported here, only by the workers.
+
+  Args:
+    field: begins the messages, such as "config.grading.grader".
+    text: the string.
+  Raises:
+    ValueError: not a component's string, an unknown name, or hyper-parameters that the grader does
+      not take.
+  """
+  spec = specs.parse(field, text)
+  if ":" not in spec.name:
+    _function(f"{field} = {text!r}", spec)
+  return spec
+
+
+def load_tested(text: str) -> Grader:
+  """The grader that a string names, after its self-test, whose exceptions pass through.
+
+  Raises:
+    ValueError: as `checked_grader`; or the module or function does not exist, or is not a plain
+      function of (completion, reference) and the hyper-parameters given.
+  """
+  spec = checked_grader("grader", text)
+  function = _function(f"grader = {text!r}", spec)
+  _self_test(function, spec)
+  return lambda completion, reference: as_grade(function(completion, reference, **spec.arguments))
+
+
+def _function(owner: str, spec: specs.Spec) -> Callable[..., Any]:
+  function = specs.find(owner, sys.modules[__name__], spec.name)
+  if any(is_kind(function) for is_kind in _NOT_PLAIN):
+    raise ValueError(
+      f"{owner}: {spec.name} is a coroutine or generator function; a grader returns its grade"
+    )
+  try:
+    signature = inspect.signature(function)
+  except ValueError:
+    return function  # some functions written in C have no signature
+  of_items = [p.name for p in signature.parameters.values() if p.kind in _POSITIONAL][:2]
+  specs.check_keywords(owner, spec.name, function, spec.arguments, of_items)
+  try:
+    signature.bind("completion", {}, **spec.arguments)
+  except TypeError as error:
+    raise ValueError(
+      f"{owner}: {spec.name} has the signature {signature}, but is called with (completion,"
+      f" reference) and the keywords of the string: {error}"
+    ) from error
+  return function
+
+
+def _self_test(function: Callable[..., Any], spec: specs.Spec) -> None:
+  module, _, name = spec.name.rpartition(":")
+  owner = importlib.import_module(module or function.__module__)
+  test = getattr(owner, f"{name}_self_test", None)
+  if test is not None:
+    accepted = inspect.signature(test).parameters
+    test(**{keyword: value for keyword, value in spec.arguments.items() if keyword in accepted})
+
+
+def as_grade(value: Any) -> Grade:
+  """Converts what a grader returned; a number is a score: correct at 1 or more, wrong below.
+
+  Raises:
+    TypeError: it is neither a Grade with an Outcome nor a number.
+    ValueError: the score is not finite.
+  """
+  if isinstance(value, numbers.Real | np.bool_):
+    outcome = Outcome.CORRECT if float(value) >= 1 else Outcome.WRONG
+    value = Grade(outcome, float(value))
+  if not isinstance(value, Grade) or not isinstance(value.outcome, Outcome):
+    raise TypeError(f"the grader returned {value!r:.200}, expected a Grade or a number")
+  try:
+    score = float(value.score)
+  except (TypeError, ValueError):
+    score = math.nan
+  if not math.isfinite(score):
+    raise ValueError(f"the grader returned score {value.score!r:.200}, expected a finite number")
+  return Grade(value.outcome, score, str(value.detail), str(value.answer))
+
+
+# --- graders that call others --------------------------------------------------------------------
+
+
+@functools.cache
+def _part(text: str) -> tuple[str, Grader]:
+  """(name of the grader's function, for `Grade.detail`; the grader)."""
+  return specs.parse("grader", text).name.rpartition(":")[2], load_tested(text)
+
+
+def by_reference(completion: str, reference: Mapping[str, Any]) -> Grade:
+  """Calls the grader that the reference names; for mixtures of tasks.
+
+  Args:
+    completion: text.
+    reference: "grader" (its string) and "reference" (passed on to that grader).
+  """
+  _, grader = _part(reference["grader"])
+  return grader(completion, reference["reference"])
+
+
+def weighted(completion: str, reference: Mapping[str, Any]) -> Grade:
+  """Adds the weighted scores of several graders, Σ w·score; the first decides what is correct.
+
+  Args:
+    completion: text.
+    reference: "parts", at least one {"grader": its string, "weight": w, "reference": {…}}.
+  Returns:
+    The first part's outcome and answer, with the sum as the score whatever the outcome; crashed if
+    any part crashed, since the sum would then miss a term.
+  Raises:
+    ValueError: there are no parts.
+  """
+  parts = reference["parts"]
+  if not parts:
+    raise ValueError("'parts' is empty, expected at least one grader with weight and reference")
+  grades = [by_reference(completion, part) for part in parts]
+  score = sum(part["weight"] * grade.score for part, grade in zip(parts, grades, strict=True))
+  crashed = any(grade.outcome is Outcome.CRASHED for grade in grades)
+  detail = "; ".join(
+    f"{_part(part['grader'])[0]}: {grade.outcome} {grade.score:g} {grade.detail}".rstrip()
+    for part, grade in zip(parts, grades, strict=True)
+  )
+  if crashed:
+    return Grade(Outcome.CRASHED, detail=detail)
+  return Grade(grades[0].outcome, score, detail, grades[0].answer)
+
+
+def weighted_reference(
+  grader: str, reference: Mapping[str, Any], extra: Sequence[tuple[str, float]] = ()
+) -> dict[str, Any]:
+  """A reference for `weighted`: the main grader's score plus w·score of each extra grader.
+
+  Args:
+    grader: string of the main grader, with weight 1; it decides what is correct.
+    reference: passed to all graders.
+    extra: (string, weight w) of each other grader.
+  """
+  pairs = [(grader, 1.0), *extra]
+  return {
+    "parts": [
+      {"grader": text, "weight": weight, "reference": dict(reference)} for text, weight in pairs
+    ]
+  }

@@ -12,7 +12,8 @@ from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from rlvr_jax.rewards.loading import checked_grader
+from rlvr_jax.ops.checks import check_between, check_integer
+from rlvr_jax.rewards.by_name import checked_grader
 from rlvr_jax.rewards.outcome import Grade
 from rlvr_jax.rewards.worker_process import KILL_WAIT_S, MAX_LONGER_S, WorkerProcess, request
 
@@ -95,7 +96,7 @@ class GraderPool:
     memory_mib: limit on each worker's address space, MiB; None for no limit.
     environment: variables added to the workers' environment.
     preload: strings of further graders that each worker loads and tests at its start. Graders that
-      only references name (see `combined`) are otherwise loaded within an item's time limit.
+      only references name (see `by_name`) are otherwise loaded within an item's time limit.
     on_grade: called by a thread of the pool at every grade; shows that grading makes progress.
   Raises:
     ValueError: an argument out of range, an unknown grader, or an environment that is not text.
@@ -319,10 +320,8 @@ def _check_environment(environment: Mapping[str, str]) -> None:
 def _check_arguments(
   num_workers: int, timeout_s: float, startup_timeout_s: float, memory_mib: int | None
 ) -> None:
-  if num_workers < 1:
-    raise ValueError(f"num_workers is {num_workers}, must be at least 1")
-  for name, value in (("timeout_s", timeout_s), ("startup_timeout_s", startup_timeout_s)):
-    if not (math.isfinite(value) and value > 0):
-      raise ValueError(f"{name} is {value}, must be a positive, finite number of seconds")
-  if memory_mib is not None and memory_mib < 1:
-    raise ValueError(f"memory_mib is {memory_mib}, must be at least 1, or None for no limit")
+  check_integer("GraderPool", "num_workers", num_workers, low=1)
+  check_between("GraderPool", "timeout_s", timeout_s, low=0.0, open_low=True)
+  check_between("GraderPool", "startup_timeout_s", startup_timeout_s, low=0.0, open_low=True)
+  if memory_mib is not None:
+    check_integer("GraderPool", "memory_mib", memory_mib, low=1)

@@ -22,7 +22,7 @@ import sys
 from typing import Any, BinaryIO
 
 from rlvr_jax.rewards import deadlines
-from rlvr_jax.rewards.loading import Grader, load_tested
+from rlvr_jax.rewards.by_name import Grader, load_tested
 from rlvr_jax.rewards.outcome import Grade, Outcome
 
 MAX_DETAIL = 1000  # characters; a detail is human-readable

@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rlvr_jax.ops.decoding import Blocks, Cache, CacheShape, Pages, Part, Reach, cached_attention
+from rlvr_jax.ops.caches import Blocks, Cache, CacheShape, Pages, Part, Reach
+from rlvr_jax.ops.decoding import cached_attention
 from rlvr_jax.ops.logprobs import distribution, head_logits
 from rlvr_jax.types import Array, Params, Sampling
 

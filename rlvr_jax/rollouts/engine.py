@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlvr_jax.ops.decoding import CacheShape, Part
+from rlvr_jax.ops.caches import CacheShape, Part
 from rlvr_jax.ops.precision import with_matmul_precision
 from rlvr_jax.rollouts import decoder
 from rlvr_jax.rollouts.decoder import Emitted, Fresh, Settings

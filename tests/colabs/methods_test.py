@@ -5,7 +5,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from rlvr_jax import advantages, losses, parts
-from rlvr_jax.colab import methods, same_rollouts
+from rlvr_jax.colab import methods
+from rlvr_jax.train import same_rollouts
 
 
 def test_coefficients_are_those_of_the_formula():

@@ -204,7 +204,7 @@ def test_bytes_that_a_device_receives(groups):
 
 
 def test_replica_groups_that_are_not_understood_are_refused():
-  with pytest.raises(ValueError, match="replica groups of r are not understood"):
+  with pytest.raises(ValueError, match="replica groups of r have an unknown form"):
     items(["%x = f32[8] parameter(0)", "ROOT %r = f32[8] all-reduce(%x), replica_groups=new"])
 
 

@@ -135,11 +135,11 @@ def test_a_source_that_is_none_is_shuffled_as_ever():
 @pytest.mark.parametrize(
   ("change", "message"),
   [
-    (dict(by="level"), r"by is 'level', must be one of \['problem', 'part'\]"),
-    (dict(weight="easy"), r"weight is 'easy', must be one of \['learnable', 'hard'\]"),
-    (dict(rate=0.0), r"rate is 0\.0, must be in \(0, 1\]"),
-    (dict(floor=0.0), r"floor is 0\.0, must be in \(0, 1\]"),
-    (dict(first=2.0), r"first is 2\.0"),
+    (dict(by="level"), r"by = 'level' is unknown; choose one of \['part', 'problem'\]"),
+    (dict(weight="easy"), r"weight = 'easy' is unknown; choose one of \['hard', 'learnable'\]"),
+    (dict(rate=0.0), r"rate = 0\.0 is not a number in \(0, 1\]"),
+    (dict(floor=0.0), r"floor = 0\.0 is not a number in \(0, 1\]"),
+    (dict(first=2.0), r"first = 2\.0 is not a number in \[0, 1\]"),
     (dict(parts={}), "parts is empty"),
     (dict(parts={"a": {"name": "curriculum", "kwargs": {}}}), "'a' of the curriculum is .*not of"),
     (dict(parts={"a": {"name": "reasoning_gym", "kwargs": SETTINGS | {"train_size": 2_000_000}}}),

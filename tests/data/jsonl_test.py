@@ -103,10 +103,10 @@ def test_no_answer_where_the_grader_needs_none(write):
       r"line 1 does not fit: .* a template whose fields may be \['Level'",
     ),
     (dict(prompt=" "), r"line 1 has an empty prompt"),
-    (dict(held_out_size=20), r"held_out_size is 20, but there are only 19"),
-    (dict(held_out_size=0), r"held_out_size is 0, must be at least 1"),
+    (dict(held_out_size=20), r"held_out_size = 20, but there are only 19"),
+    (dict(held_out_size=0), r"held_out_size = 0 is not an integer ≥ 1"),
     (dict(warm_start_size=2), r"no demonstrations: set solution to a template"),
-    (dict(warm_start_size=15, solution="{steps}"), r"warm_start_size is 15, but there are only 14"),
+    (dict(warm_start_size=15, solution="{steps}"), r"warm_start_size = 15, but there are only 14"),
   ],
 )
 def test_mistakes_name_the_line_and_the_remedy(write, change, message):

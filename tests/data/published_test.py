@@ -348,7 +348,7 @@ def test_a_pickle_of_anything_but_a_text_is_never_loaded(tmp_path, protocol):
     ("livecodebench", _livecodebench(_encoded(HIDDEN)[:40]), "line 2 has private_.* cut off"),
     ("livecodebench", _livecodebench('[{"in'), "line 2 has private_test_cases that cannot be deco"),
     ("livecodebench", _livecodebench("[1]"), "line 2 has private_test_cases that is not a list of"),
-    ("livecodebench", _livecodebench("", metadata="{}"), "line 2 .* metadata name no func_name"),
+    ("livecodebench", _livecodebench("", metadata="{}"), "line 2 .* metadata lacks func_name"),
     (
       "livecodebench",
       _livecodebench([{"input": "", "output": "", "testtype": "stdin"}]),

@@ -144,11 +144,11 @@ def test_what_is_wrong_with_a_walk_is_said(walk, outcome, detail):
 @pytest.mark.parametrize(
   ("name", "kwargs", "message"),
   [
-    ("steps", dict(terms=1), "terms is 1, must be at least 2"),
-    ("steps", dict(wrong_step_share=1.5), r"wrong_step_share is 1\.5, must be in \[0, 1\]"),
-    ("tour", dict(width=9), r"width is 9, must be in \[3, 8\]"),
-    ("tour", dict(walls=60), r"walls is 60, must be in \[0, 59\]"),
-    ("tour", dict(slack=0.5), r"slack is 0\.5, must be in \[1, 60\]"),
+    ("steps", dict(terms=1), "terms = 1 is not an integer ≥ 2"),
+    ("steps", dict(wrong_step_share=1.5), r"wrong_step_share = 1\.5 is not a number in \[0, 1\]"),
+    ("tour", dict(width=9), r"width = 9 is not an integer in \[3, 8\]"),
+    ("tour", dict(walls=60), r"walls = 60 is not an integer in \[0, 59\]"),
+    ("tour", dict(slack=0.5), r"slack = 0\.5 is not a number in \[1, 60\]"),
     ("tour", dict(longest=4, walls=30), "no problem with width = 8, walls = 30 and goals = 4"),
   ],
 )

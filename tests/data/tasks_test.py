@@ -116,9 +116,9 @@ def test_solutions_are_graded_correct_after_json(dataset):
     ({"settings": {"min_terms": 5, "max_terms": 2}}, "refuses settings .*max_terms must be >="),
     ({"held_out_seed": 1}, "held_out_seed is 1, train_seed 1 .*must differ"),
     ({"held_out_seed": 2}, "held_out_seed is 2.*warm_start_seed 2"),
-    ({"train_size": 0}, "train_size is 0, must be at least 1"),
-    ({"held_out_size": 0}, "held_out_size is 0"),
-    ({"warm_start_size": -1}, "warm_start_size is -1"),
+    ({"train_size": 0}, "train_size = 0 is not an integer ≥ 1"),
+    ({"held_out_size": 0}, "held_out_size = 0"),
+    ({"warm_start_size": -1}, "warm_start_size = -1"),
     ({"prompt": "{qestion}"}, "no field 'qestion', only .*; did you mean 'question'"),
     ({"prompt": "{answer}"}, "prompt is '{answer}'"),
     ({"solution": "{"}, "solution is '{', a template"),
@@ -284,7 +284,7 @@ def test_published_warm_start_takes_problems_with_solutions(math):
   task = _published(math, dataset="math", warm_start_size=2)
   assert [p.answer for p in _all(task.warm_start)] == ["1", "3"]
   assert [p.answer for p in _all(task.train)] == ["0", "2", "4", "5"]
-  with pytest.raises(ValueError, match="warm_start_size is 4, but there are only 3"):
+  with pytest.raises(ValueError, match="warm_start_size = 4, but there are only 3"):
     _published(math, dataset="math", warm_start_size=4)
 
 
@@ -314,11 +314,11 @@ def test_published_programs(tmp_path):
 @pytest.mark.parametrize(
   ("kwargs", "message"),
   [
-    ({"held_out_size": 9}, "held_out_size is 9, but there are only 8"),
-    ({"held_out_size": -1}, "held_out_size is -1, must be at least 0"),
-    ({"warm_start_size": 20}, "warm_start_size is 20, but there are only 19"),
-    ({"warm_start_size": -1}, "warm_start_size is -1"),
-    ({"max_question_characters": -1}, "max_question_characters is -1"),
+    ({"held_out_size": 9}, "held_out_size = 9, but there are only 8"),
+    ({"held_out_size": -1}, "held_out_size = -1 is not an integer ≥ 0"),
+    ({"warm_start_size": 20}, "warm_start_size = 20, but there are only 19"),
+    ({"warm_start_size": -1}, "warm_start_size = -1"),
+    ({"max_question_characters": -1}, "max_question_characters = -1"),
     ({"split": "", "warm_start_size": 1}, 'warm_start_size is given but split is ""'),
     ({"split": "test"}, "split and held_out_split are both 'test' of gsm8k: nothing would be left"),
     ({"split": "validation"}, r"gsm8k has no split 'validation' .*only \['test', 'train'\]"),

@@ -16,7 +16,7 @@ from experiments.p3o_mismatch import testbed as p3o_testbed
 from experiments.testbed import config as testbed_config
 from experiments.testbed import report
 from experiments.testbed.arms import SEEDS, committed
-from rlvr_jax.ops import decoding
+from rlvr_jax.ops import caches
 
 # Digits that are conditions, not results: they are of the arms, the claims and the methods.
 CONDITION = re.compile(
@@ -200,7 +200,7 @@ def test_what_has_finished_is_no_longer_queued(tmp_path):
 
 
 def test_hours_on_hardware_are_those_of_the_compiled_programs():
-  assert full_size.BURST == decoding._STEPS
+  assert full_size.BURST == caches._STEPS
   path = full_size.COSTS / "gsm8k_qwen25_15b_lora" / "costs_v5e_1x1.json"
   report = json.loads(path.read_text(encoding="utf-8"))
   update, burst = (max(report["costs"][x]["seconds"].values()) for x in ("update", "generation"))

@@ -71,6 +71,20 @@ def test_curves_of_a_result_over_its_axes():
   assert compare.final(RESULTS[1]) == 0.5 and compare.rise(RESULTS[1]) == pytest.approx(0.3)
 
 
+def test_curves_of_training_are_pairs_or_means_over_equal_spans():
+  result = RESULTS[0] | {
+    "curves": {"policy/entropy": [[1, 3.0], [9, 1.0]]},
+    "train": {"loss/ess": [0.5, 0.7]},
+  }
+  np.testing.assert_array_equal(compare.curve_of(result, "policy/entropy"), [[1, 9], [3, 1]])
+  end = result["evaluations"]["updates"][-1]
+  expected = [[end / 4, 3 * end / 4], [0.5, 0.7]]
+  np.testing.assert_array_equal(compare.curve_of(result, "loss/ess"), expected)
+  assert compare.final(result, "loss/ess", phase="train") == 0.7
+  with pytest.raises(ValueError, match=r"grpo, seed 0: a file of results has evaluations alone"):
+    compare.curve_of(result, "loss/ess", over="seconds", phase="train")
+
+
 def test_evaluations_have_every_axis():
   flops = dict.fromkeys(("generate", "score", "optimise"), 2.0)
   counters = {f"counter/flops_{name}": value for name, value in flops.items()}

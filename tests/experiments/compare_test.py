@@ -8,9 +8,9 @@ import program_flags
 import pytest
 from absl import flags
 
-from rlvr_jax.colab import same_rollouts
 from rlvr_jax.configs import base
 from rlvr_jax.rollouts.batch import read_batch
+from rlvr_jax.train import same_rollouts
 
 _FILE = pathlib.Path(__file__).parents[2] / "experiments" / "compare" / "__main__.py"
 

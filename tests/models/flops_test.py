@@ -14,7 +14,7 @@ from rlvr_jax.models.flops import forward_flops, update_flops
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.presets import preset
 from rlvr_jax.models.transformer import TransformerConfig
-from rlvr_jax.ops.decoding import Blocks, Cache, CacheShape, Reach
+from rlvr_jax.ops.caches import Blocks, Cache, CacheShape, Reach
 from rlvr_jax.ops.logprobs import head_logits
 from rlvr_jax.rollouts import decoder
 from rlvr_jax.types import Prompts, Sampling

@@ -14,7 +14,7 @@ from oracles.sampling import sample
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.huggingface import load_params
 from rlvr_jax.models.huggingface_config import checkpoint_config
-from rlvr_jax.ops.decoding import Blocks, Cache, CacheShape, Reach
+from rlvr_jax.ops.caches import Blocks, Cache, CacheShape, Reach
 from rlvr_jax.ops.logprobs import head_logits
 from rlvr_jax.rollouts import decoder
 from rlvr_jax.rollouts.engine import Engine

@@ -451,7 +451,7 @@ def without(*names):
     (changed(**{"model.embed_tokens.weight": np.ones((32, 16), np.float32)}),
      r"embed_tokens.weight' in .* has shape \(32, 16\), the model's \(24, 16\)"),
     (changed(**{"model.norm.weight": np.ones(16, np.int8)}), "'model.norm.weight' has dtype I8"),
-    (changed(**{"norm.weight": np.ones(16, np.float32)}), "are one tensor's names"),
+    (changed(**{"norm.weight": np.ones(16, np.float32)}), "name the same tensor"),
   ],
 )  # fmt: skip
 def test_tensors_that_are_not_the_models_are_named_before_reading(

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlvr_jax.ops.decoding import Blocks, Cache, CacheShape, Reach, cached_attention
+from rlvr_jax.ops.caches import Blocks, Cache, CacheShape, Reach
+from rlvr_jax.ops.decoding import cached_attention
 
 N, K, H = 4, 2, 6
 SHAPE = CacheShape(prompt=Blocks(size=3, number=3), response=Blocks(size=4, number=3), steps=2)

@@ -10,7 +10,8 @@ from oracles.sampling import sample
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.layout import ONE_DEVICE
 from rlvr_jax.models.transformer import TransformerConfig
-from rlvr_jax.ops.decoding import Cache, Pages, Reach, cached_attention, choose_cache
+from rlvr_jax.ops.caches import Cache, Pages, Reach, choose_cache
+from rlvr_jax.ops.decoding import cached_attention
 from rlvr_jax.ops.logprobs import token_logprobs
 from rlvr_jax.rollouts.engine import Engine
 from rlvr_jax.train.cluster import sharding

@@ -10,7 +10,7 @@ from rlvr_jax.rewards import (
   outcome_policy,
   rewards_from_grades,
 )
-from rlvr_jax.rewards.combined import by_reference, weighted, weighted_reference
+from rlvr_jax.rewards.by_name import by_reference, weighted, weighted_reference
 
 GSM8K = "gsm8k"
 MATHEMATICS = "mathematics"

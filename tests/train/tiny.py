@@ -187,9 +187,14 @@ def flip(path):
 # --- what it left ---------------------------------------------------------------------------------
 
 
+def without_timings(record):
+  """The record without what was measured on the machine: identical in every rerun."""
+  return {name: x for name, x in record.items() if not name.startswith(run_files.MEASURED)}
+
+
 def records(workdir, phase=None):
   """The records of metrics.jsonl without what a clock measured."""
-  found = [run_files.without_timings(record) for record in run_files.read_metrics(workdir)]
+  found = [without_timings(record) for record in run_files.read_metrics(workdir)]
   return [record for record in found if phase in (None, record["phase"])]
 
 

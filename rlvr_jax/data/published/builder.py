@@ -50,7 +50,7 @@ class Published(tfds.core.GeneratorBasedBuilder):
     data_dir: folder for the prepared records.
   """
 
-  VERSION = tfds.core.Version("1.1.0")  # raise it when the same file gives other records
+  VERSION = tfds.core.Version("1.1.0")  # increase it when the same file gives other records
   BUILDER_CONFIGS: ClassVar = list(DATASETS.values())
 
   def __init__(self, *, source: PublishedFiles, paths: dict[str, list[str]], **kwargs):
@@ -196,7 +196,7 @@ def prepare(
     raise ValueError(f"unknown data set {name!r}; choose one of {sorted(DATASETS)}")
   source = PublishedFiles(data_dir)
   files = DATASETS[name].files
-  if source.is_one and len(files) == 1:  # then its name says nothing
+  if source.is_one and len(files) == 1:  # then its name is arbitrary
     files = dict.fromkeys(files, (tuple(source.names()),))
   found = {split: source.of_layout(layouts) for split, layouts in files.items()}
   paths = {split: of_split for split, of_split in found.items() if of_split}
@@ -217,11 +217,15 @@ def prepare(
       return Published(source=source, paths=paths, config=name, data_dir=folder)
 
   builder = make_builder()
-  if not builder.info.splits:  # asked of the builder: another process may finish after it looked
+  if (
+    not builder.info.splits
+  ):  # as the builder sees it: another process may have finished in the meantime
     logging.info("preparing %s from %s in %s", name, data_dir, folder)
     with reporting_full_disk(folder), _locked(folder):
-      builder = make_builder()  # prepared meanwhile, perhaps
-      with contextlib.redirect_stdout(io.StringIO()):  # it claims to download, but does not
+      builder = make_builder()  # another process may have prepared it in the meantime
+      with contextlib.redirect_stdout(
+        io.StringIO()
+      ):  # the library logs a download, but there is none
         builder.download_and_prepare()
   return Prepared(builder, data_dir)
 

@@ -17,7 +17,7 @@ Layouts = tuple[tuple[str, ...], ...]
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Dataset(tfds.core.BuilderConfig):
-  """Where the files of a published data set are and how a row of them is read."""
+  """Description of a published data set: its files, and how a row becomes a problem."""
 
   # Split → its layouts; the first one that is complete is read. If rows name their split, the key
   # "" has the files of all splits.

@@ -42,9 +42,9 @@ class PublishedFiles:
 
     Args:
       data_dir: folder or file, local or a URL such as gs://bucket/folder.
-      own: the user wrote the files: messages say to mend them, not to fetch them again.
+      own: the user wrote the files: messages say to fix them, not to download them again.
     Raises:
-      FileNotFoundError: there is no data file; its text has names in the folder that are near.
+      FileNotFoundError: there is no data file; the message has similar names in the folder.
       ValueError: `data_dir` is empty, or the kind of URL is unknown.
     """
     if not os.fspath(data_dir):

@@ -12,7 +12,13 @@ from absl import logging
 
 from rlvr_jax.data.problems import Problem, Task
 from rlvr_jax.data.sources import Chosen
-from rlvr_jax.data.task_utils import check_size, fill_template, graded_alike, warn_of_common_answer
+from rlvr_jax.data.task_utils import (
+  check_available,
+  fill_template,
+  graded_alike,
+  warn_of_common_answer,
+)
+from rlvr_jax.ops.checks import check_integer
 
 if TYPE_CHECKING:
   from rlvr_jax.data.published.builder import Records
@@ -66,11 +72,10 @@ def published(
       prepared records are damaged, a name or template field is unknown, a size is out of range, or
       no problem is left.
   """
-  # Over 60 lines: more than half is its arguments and what they mean.
   held_out_dataset, held_out_data_dir = held_out_dataset or dataset, held_out_data_dir or data_dir
-  check_size("warm_start_size", warm_start_size)
-  check_size("held_out_size", held_out_size)
-  check_size("max_question_characters", max_question_characters)
+  check_integer("published", "warm_start_size", warm_start_size, low=0)
+  check_integer("published", "held_out_size", held_out_size, low=0)
+  check_integer("published", "max_question_characters", max_question_characters, low=0)
   if (dataset, str(data_dir), split) == (held_out_dataset, str(held_out_data_dir), held_out_split):
     raise ValueError(
       f"split and held_out_split are both {split!r} of {dataset}: nothing would be left to train "
@@ -85,7 +90,7 @@ def published(
 
   held_out_set = prepare(held_out_dataset, held_out_data_dir, prepared_dir)
   records = held_out_set.records(held_out_split)
-  check_size("held_out_size", held_out_size, maximum=len(records))
+  check_available("published", "held_out_size", held_out_size, len(records))
   held_out = problems(records, np.arange(held_out_size or len(records)))
   held_out[0]  # checks the template
   train = warm_start = Chosen.of(())
@@ -98,7 +103,8 @@ def published(
       records, min_difficulty, max_difficulty, max_question_characters, held_out.keys()
     )
     solved = chosen[records.has_solution[chosen]]
-    check_size("warm_start_size", warm_start_size, maximum=min(len(solved), len(chosen) - 1))
+    available = min(len(solved), len(chosen) - 1)
+    check_available("published", "warm_start_size", warm_start_size, available)
     warm_start = problems(records, solved[:warm_start_size])
     train = problems(records, chosen[~np.isin(chosen, solved[:warm_start_size])])
     train_grader = grader or records.dataset.grader

@@ -40,7 +40,7 @@ _TEXT_PICKLE = re.compile(
 
 
 def interface(reference: Mapping[str, Any]) -> str:
-  """The part of a prompt that says how the program will be called; "" if the question says it.
+  """Part of a prompt on how the program will be called; "" if the question contains that.
 
   Args:
     reference: the reference of a problem; only programming problems have an interface.
@@ -64,7 +64,7 @@ def _code_block(code: str) -> str:
 
 def _check_python(row: Row, field: str, code: str) -> None:
   try:
-    with warnings.catch_warnings(action="ignore"):  # of odd escapes in texts
+    with warnings.catch_warnings(action="ignore"):  # on odd escapes in texts
       ast.parse(code)
   except (SyntaxError, ValueError) as error:
     raise row.error(f"has a {field} that is not Python ({error}): {code[:80]!r}") from error
@@ -208,7 +208,7 @@ def _function_reference(row: Row, cases: list[Mapping[str, Any]]) -> dict[str, A
     ]
   except (AttributeError, KeyError, TypeError, ValueError) as error:
     raise row.error(
-      "is to be a function, but its metadata name no func_name or a test case is not JSON: "
+      "needs a function, but its metadata lacks func_name or a test case is not JSON: "
       f"{type(error).__name__} {error}"
     ) from error
   starter = row.text("starter_code", default="")

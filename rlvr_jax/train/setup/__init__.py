@@ -8,7 +8,6 @@ __all__ = [
   "config_file",
   "engines",
   "grading",
-  "old_spellings",
   "problem_filters",
   "programs",
   "tokenizers",

@@ -24,7 +24,6 @@ from ml_collections.config_flags import config_flags
 import rlvr_jax
 from rlvr_jax import specs
 from rlvr_jax.storage.places import place
-from rlvr_jax.train.setup import old_spellings
 
 # Where the component of a field is looked up, and the keywords that a run gives it.
 _COMPONENTS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -194,10 +193,7 @@ def _needed_type(message: str) -> str:
 
 
 class Parser(config_flags.ConfigFileFlagParser):
-  """Reads a recipe; besides its fields, the command line can set every keyword of the task.
-
-  An old spelling, in the recipe or on the command line, ends the process and prints the new one.
-  """
+  """Reads a recipe; besides its fields, the command line can set every keyword of the task."""
 
   def __init__(self, name: str, argv: Sequence[str]):
     """`name` is the flag's name, `argv` the complete command line."""
@@ -206,21 +202,12 @@ class Parser(config_flags.ConfigFileFlagParser):
 
   def parse(self, path: str) -> Any:
     path = installed_recipe(path)
-    try:
-      config = self._of_run(path) if path.endswith(".json") else super().parse(_existing(path))
-    except (AttributeError, TypeError, ValueError) as error:
-      if message := old_spellings.of_recipe(error):
-        sys.exit(f"error: {message}")
-      raise
+    config = self._of_run(path) if path.endswith(".json") else super().parse(_existing(path))
     if config is None:
       sys.exit(f"error: get_config() of {path} returns None; end it with: return c")
     if not isinstance(config, ConfigDict):  # which is reported when it is used
       return config
-    if message := old_spellings.of_config(config):
-      sys.exit(f"error: {path}: {message}")
     given = overrides(self.name, self._argv)
-    if message := old_spellings.of_flags(self.name, config, given):
-      sys.exit(f"error: {message}")
     if message := _inside_a_string(self.name, config, given):
       sys.exit(f"error: {message}")
     if "task" in config:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,13 +10,14 @@ import ml_collections
 from jax.sharding import AbstractMesh, Mesh
 
 from rlvr_jax.data import Tokenizer
+from rlvr_jax.models import memory
 from rlvr_jax.models.functional import Model
-from rlvr_jax.ops.decoding import CacheShape, choose_cache
+from rlvr_jax.ops.caches import CacheShape, choose_cache
 from rlvr_jax.rollouts.decoder import slot_bytes
 from rlvr_jax.rollouts.engine import Engine
 from rlvr_jax.train.cluster import multihost, sharding
 from rlvr_jax.train.cluster.process import ends_after
-from rlvr_jax.types import Sampling
+from rlvr_jax.types import Params, Sampling
 
 _USABLE = 0.85  # of a device's memory; the rest is for temporary buffers
 _TRAINED_BYTES = 12  # per parameter: the float32 master and two moments, as the trainer has them
@@ -93,15 +93,15 @@ def choose_slots(
   limit, given = limit or _memory(model.mesh), config.sampling.slots
   if limit is None:
     return given or responses
-  shapes = jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0)))
-  parameters = sum(math.prod(x.shape) for x in shapes)
-  sizes = dict(model.mesh.shape) if model.mesh else dict(data=1, fsdp=1, tensor=1)
+  mesh = sharding.make_mesh() if model.mesh is None else model.mesh
+  base = sharding.placed(jax.eval_shape(model.init, jax.random.key(0)), mesh)
   shape = CacheShape.of(config.max_prompt_length, config.max_response_length)
+  decoded = memory.decoding_copy_bytes(base, model.config.compute_dtype)
   # A number that the user has chosen need not leave room for temporary buffers.
   usable = limit if given else _USABLE * limit
-  free = max(0, usable - parameters * _bytes_per_parameter(config, model, sizes))
-  of_slot = slot_bytes(model.config, shape, sizes["tensor"])
-  slots = int(free // of_slot) * sizes["data"] * sizes["fsdp"]
+  free = max(0, usable - decoded - _resident_bytes(config, model, base))
+  of_slot = slot_bytes(model.config, shape, mesh.shape["tensor"])
+  slots = int(free // of_slot) * mesh.shape["data"] * mesh.shape["fsdp"]
   if slots < (given or 1):
     wanted = f"config.sampling.slots = {given}: {slots} of them fit" if given else ""
     too_long = f"config.max_response_length = {config.max_response_length}: none fits"
@@ -114,19 +114,22 @@ def choose_slots(
   return given or min(slots, responses)
 
 
-def _bytes_per_parameter(
-  config: ml_collections.ConfigDict, model: Model, sizes: Mapping[str, int]
-) -> float:
-  """Of a device of a mesh that generates: the copy to decode with, and what else lies there."""
-  size = lambda dtype: jax.numpy.dtype(dtype).itemsize
-  decoded = size(model.config.compute_dtype) / sizes["tensor"]
+def _resident_bytes(config: ml_collections.ConfigDict, model: Model, base: Params) -> float:
+  """Bytes on a device that generates, besides the copy to decode with and the KV cache.
+
+  Args:
+    config, model: as for `choose_slots`.
+    base: all parameters on the mesh that generates.
+  """
   other = config.generation_mesh
   apart = max(other.data, other.fsdp, other.tensor) and not other.same_devices
-  if apart and sizes != dict(config.mesh):  # the weights that were synced, without an optimizer
-    return decoded + size(model.config.param_dtype) / (sizes["fsdp"] * sizes["tensor"])
+  training_sizes = config.mesh.to_dict()
+  if apart and model.mesh is not None and dict(model.mesh.shape) != training_sizes:
+    return memory.shard_bytes(base)  # the weights that were synced, without an optimizer
   frozen = config.lora.rank > 0  # adapters are small
-  trained = size(model.config.param_dtype) if frozen else _TRAINED_BYTES
-  return decoded + trained / (config.mesh.fsdp * config.mesh.tensor)
+  size = jax.numpy.dtype(model.config.param_dtype).itemsize if frozen else _TRAINED_BYTES
+  parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(base))
+  return parameters * size / (training_sizes["fsdp"] * training_sizes["tensor"])
 
 
 def _memory(mesh: Any) -> int | None:

@@ -16,8 +16,7 @@ from rlvr_jax.data import Problem, ProblemSource, Task
 from rlvr_jax.data.curriculum import Curriculum
 from rlvr_jax.data.task_utils import BY_REFERENCE
 from rlvr_jax.ops.checks import check_between
-from rlvr_jax.rewards.combined import weighted_reference
-from rlvr_jax.rewards.loading import checked_grader
+from rlvr_jax.rewards.by_name import checked_grader, weighted_reference
 from rlvr_jax.rewards.outcome import MASK, Outcome, OutcomePolicy, outcome_policy
 from rlvr_jax.rewards.pool import GraderPool, default_workers
 from rlvr_jax.rewards.worker_process import GraderStartError

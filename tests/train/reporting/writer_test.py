@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
+from train.tiny import without_timings
 
 from rlvr_jax.evaluate import run_files
 from rlvr_jax.storage import files
@@ -104,8 +105,8 @@ def test_only_timings_differ_between_runs(tmp_path):
   write_run(tmp_path / "b", range(1, 4), clock=100.0)
   a, b = list(run_files.read_metrics(tmp_path / "a")), list(run_files.read_metrics(tmp_path / "b"))
   assert a != b
-  assert [*map(run_files.without_timings, a)] == [*map(run_files.without_timings, b)]
-  assert "reward/mean" in run_files.without_timings(a[-1])
+  assert [*map(without_timings, a)] == [*map(without_timings, b)]
+  assert "reward/mean" in without_timings(a[-1])
 
 
 def test_beginning_again_drops_everything_but_a_cached_warm_start(tmp_path):

@@ -1,4 +1,4 @@
-"""What a command line may set, and how spellings of earlier versions are answered."""
+"""What a command line and a recipe may set, and how their mistakes are answered."""
 
 import pathlib
 import subprocess
@@ -9,9 +9,8 @@ from absl import flags
 from ml_collections import config_flags
 from train import tiny
 
-from configs import base, dapo, quickstart
-from rlvr_jax import specs
-from rlvr_jax.train.setup import config_file, old_spellings
+from configs import quickstart
+from rlvr_jax.train.setup import config_file
 from rlvr_jax.train.setup.build import make_task
 
 # Of ml_collections' import of a configuration.
@@ -139,6 +138,21 @@ def test_a_file_that_does_not_exist_is_told_the_recipes(path, near, tmp_path, mo
   )
 
 
+@pytest.mark.parametrize(
+  ("argument", "message"),
+  [
+    ("batch.promts=8", "the configuration has no field 'promts'; did you mean \"prompts\""),
+    ("batch.micro_batches=4", "the configuration has no field 'micro_batches' ("),
+    ("promts=8", "the configuration has no field 'promts';"),
+  ],
+)
+def test_an_unknown_field_is_named(argument, message):
+  recipe = f"--config={tiny.ROOT / 'configs/quickstart.py'}"
+  with pytest.raises(ValueError) as told:
+    config_file.read([recipe, f"--config.{argument}"])
+  assert message in str(told.value) and "\n" not in str(told.value)
+
+
 # --- components -----------------------------------------------------------------------------------
 
 
@@ -246,78 +260,7 @@ def test_a_field_of_a_string(argument, message):
   assert message in refused(argument)
 
 
-# --- spellings of earlier versions ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-  ("arguments", "new"),
-  [
-    (["--config.advantage.name=fade", "--config.advantage.kwargs.alpha_max=2.0"],
-     '--config.advantage="fade(alpha_max=2.0)"'),
-    (["--config.optimizer.name=lion"], '--config.optimizer="lion"'),
-    (["--config.loss.kwargs.epsilon_low=0.1"],
-     '--config.loss="ppo_clip(epsilon_high=0.28, epsilon_low=0.1)"'),
-    (["--config.loss.name", "p3o", "--config.loss.kwargs.cap=none"],
-     "--config.loss=\"p3o(cap='none')\""),
-    (["--config.loss.aggregation=constant"], '--config.aggregation="constant"'),
-    (["--config.reweighting.name=salt"], '--config.reweighting="salt"'),
-    (["--config.gram.kwargs.block_elements=2"], '--config.gram="streaming(block_elements=2)"'),
-    (["--config.batch.micro_batches=4"], '--config.batch.tokens_per_micro_batch="832"'),
-    (["--config.schedule.kwargs.epochs=2"],
-     '--config.schedule="updates_per_refresh(batches=4, epochs=2)"'),
-    (["--config.schedule.proximal_every=3"], '--config.proximal_every="3"'),
-    (["--config.schedule.kwargs.deadline_s=5.0"], '--config.generation_deadline_s="5.0"'),
-    (["--config.optimizer.learning_rate=1e-3", "--config.optimizer.warmup_updates=0"],
-     '--config.learning_rate="linear(peak=0.001, warmup=0)"'),
-    (["--config.optimizer.decay=constant", "--config.optimizer.final_fraction=0.5"],
-     '--config.learning_rate="constant(peak=0.0002)"'),
-    (["--config.optimizer.weight_decay=0.1"], '--config.optimizer="adamw(weight_decay=0.1)"'),
-    (["--config.optimizer.max_gradient_norm=0.5"], '--config.max_gradient_norm="0.5"'),
-    (["--config.warm_start.optimizer.learning_rate=0.01"],
-     '--config.warm_start.learning_rate="constant(peak=0.01)"'),
-  ],
-)  # fmt: skip
-def test_an_old_flag_prints_the_new_one(arguments, new):
-  told = refused(*arguments, recipe="configs/dapo.py")
-  assert told.startswith(f"error: {arguments[0].partition('=')[0]}") and told.endswith(new), told
-  # What is printed is understood.
-  parsed(new.replace('"', ""), recipe="configs/dapo.py")
-
-
-@pytest.mark.parametrize(
-  ("lines", "new"),
-  [
-    ('c.advantage = dict(\n    name="fade",\n    kwargs=dict(alpha_max=2.0),\n  )',
-     'config.advantage = "fade(alpha_max=2.0)"'),
-    ('c.advantage.name = "maxrl"', 'config.advantage = "maxrl"'),
-    ('c.reweighting = {"name": "salt", "kwargs": {}}', 'config.reweighting = "salt"'),
-    ("c.loss.kwargs = dict(epsilon_low=1.0)", 'config.loss = "ppo_clip(epsilon_low=1.0)"'),
-    ("c.loss.kwargs.epsilon_high = 0.28", 'config.loss = "ppo_clip(epsilon_high=0.28)"'),
-    ('c.loss.aggregation = "constant"', 'config.aggregation = "constant"'),
-    ('c.schedule = dict(name="stages", kwargs=dict(count=4), proximal_every=0)',
-     'config.schedule = "stages(count=4)" and config.proximal_every = 0'),
-    ("c.schedule.kwargs.batches = 4", 'config.schedule = "updates_per_refresh(batches=4)"'),
-    ("c.optimizer.learning_rate = 2e-4", 'config.learning_rate = "constant(peak=0.0002)"'),
-    ("c.warm_start.optimizer.b1 = 0.8", 'config.warm_start.optimizer = "adamw(b1=0.8)"'),
-    ("c.optimizer.max_gradient_norm = 0.5", "config.max_gradient_norm = 0.5"),
-  ],
-)  # fmt: skip
-def test_an_old_recipe_prints_the_new_line(lines, new, tmp_path):
-  recipe = tmp_path / "mine.py"
-  recipe.write_text(RECIPE.format(lines))
-  told = refused(recipe=str(recipe))
-  assert told.startswith(f"error: {recipe}, line 5: config."), told
-  assert told.endswith(f"; write {new}"), told
-  recipe.write_text(RECIPE.format(new.replace(" and ", "; ").replace("config.", "c.")))
-  parsed(recipe=str(recipe))
-
-
-def test_the_reward_of_programs_is_a_hyper_parameter_of_their_grader():
-  told = refused("--config.task.kwargs.code_reward=fraction", recipe="configs/gsm8k.py")
-  new = "--config.task.kwargs.grader=\"code(reward='fraction')\""
-  assert told.startswith("error: --config.task.kwargs.code_reward: ") and told.endswith(new), told
-  c = parsed(new.replace('"', ""), recipe="configs/gsm8k.py")
-  assert c.task.kwargs.grader == "code(reward='fraction')"
+# --- recipes -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("more", [(), ("--config.num_updates=2",)])
@@ -337,6 +280,7 @@ def test_a_recipe_that_returns_nothing(more, tmp_path):
       "the configuration has no field 'group_size'; a recipe that sets",
     ),
     ("c.batch.promts = 8", "no field 'promts'; did you mean 'prompts'? ("),
+    ("c.loss.name = 'p3o'", "'str' object has no attribute 'name' ("),
   ],
 )
 def test_a_recipe_that_lacks_or_invents_a_field(line, message, tmp_path):
@@ -357,20 +301,3 @@ def test_other_mistakes_of_a_recipe_stay_as_they_are(tmp_path):
   recipe.write_text("def get_config():\n  return 1 + None\n")
   with pytest.raises(flags.IllegalFlagValueError, match="unsupported operand"):
     parsed(recipe=str(recipe))
-
-
-def test_what_old_fields_do_not_say_is_the_recipe_s():
-  found = old_spellings.respelled(dapo.get_config(), {"loss.kwargs.dual_clip": None})
-  assert found == {}
-  found = old_spellings.respelled(base.get_config(), {"loss.name": "ppo_clip"})
-  assert found == {"loss": specs.Spec("ppo_clip", {})}
-
-
-def test_a_section_of_an_old_recipe_prints_the_new_line(tmp_path):
-  """Four prompts of 96 tokens, each with 4 responses of 16: a micro-batch of 640 tokens."""
-  recipe = tmp_path / "mine.py"
-  recipe.write_text(RECIPE.format("c.batch = dict(prompts=8, group_size=4, micro_batches=2)"))
-  told = refused(recipe=str(recipe))
-  new = "config.batch.tokens_per_micro_batch = 640"
-  assert told.startswith(f"error: {recipe}: config.batch.micro_batches:"), told
-  assert told.endswith(f"; write {new}"), told

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from rlvr_jax.rewards import GraderPool, GraderStartError, by_name
-from rlvr_jax.rewards.loading import checked_grader, load_tested
+from rlvr_jax.rewards.by_name import checked_grader, load_tested
 
 OWN = """
 import os
@@ -71,7 +71,6 @@ def test_what_a_user_s_module_lacks_is_told_when_workers_start(own, text, messag
     ("code(rewards='all')", r"code takes no 'rewards'; code takes \['reward'\]"),
     ("gsm8k(reference={})", "reference of gsm8k comes from the run"),
     ("pattern", "missing a required argument: 'regex'"),
-    ("rlvr_jax.rewards.formats:boxed", "an old spelling; write 'boxed'"),
     ("", "is not a component"),
     (None, "is not a component"),
   ],

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib
-import io
 import os
 import pathlib
-import tempfile
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -187,14 +184,3 @@ def compared(
     to_grpo = zip(names, matrices[lag][0].tolist(), strict=True)
     numbers[lag] = {name: {**found[name][lag][0], "cosine": cosine} for name, cosine in to_grpo}
   return Comparison(names, sorted(params), numbers, matrices, batch)
-
-
-def compared_silently(**arguments: Any) -> Comparison:
-  """`compared` in a temporary folder, without a word."""
-  silent = io.StringIO()
-  with (
-    tempfile.TemporaryDirectory() as workdir,
-    contextlib.redirect_stdout(silent),
-    contextlib.redirect_stderr(silent),
-  ):
-    return compared(workdir, **arguments)

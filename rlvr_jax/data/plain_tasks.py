@@ -1,0 +1,9 @@
+"""Tasks that hold no others, by name: what a mixture or a curriculum can be made of."""
+
+from rlvr_jax.data.jsonl import jsonl
+from rlvr_jax.data.published.from_files import published
+from rlvr_jax.data.reasoning_gym import reasoning_gym
+from rlvr_jax.data.steps import steps
+from rlvr_jax.data.tour import tour
+
+__all__ = ["jsonl", "published", "reasoning_gym", "steps", "tour"]

@@ -1,0 +1,74 @@
+"""Bytes that training and sampling a network take on one device, by arithmetic.
+
+The temporary buffers of the compiler are not counted. The KV cache is that of
+`rollouts.decoder.slot_bytes`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlvr_jax.models.transformer import TransformerConfig
+from rlvr_jax.ops.logprobs import default_chunk_rows
+
+
+def shard_bytes(tree: Any) -> float:
+  """Bytes of the shards of all leaves on one device.
+
+  Args:
+    tree: of arrays, or of `jax.ShapeDtypeStruct`s with shardings.
+  """
+  leaves = jax.tree.leaves(tree)
+  return float(sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves))
+
+
+def decoding_copy_bytes(base: Any, compute_dtype: str) -> float:
+  """Bytes of the copy of the parameters that decoding reads: not sharded along fsdp.
+
+  Args:
+    base: all parameters, as for `shard_bytes`, on the mesh that generates.
+    compute_dtype: the dtype of the copy.
+  """
+
+  def leaf(x: Any) -> jax.ShapeDtypeStruct:
+    spec = [None if axis == "fsdp" else axis for axis in x.sharding.spec]
+    gathered = jax.sharding.NamedSharding(x.sharding.mesh, jax.sharding.PartitionSpec(*spec))
+    return jax.ShapeDtypeStruct(x.shape, jnp.dtype(compute_dtype), sharding=gathered)
+
+  return shard_bytes(jax.tree.map(leaf, base))
+
+
+def activation_bytes(config: TransformerConfig, tokens: int, tensor: int) -> float:
+  """Bytes that the forward pass saves for the backward pass, and twice those of one layer.
+
+  Args:
+    config: the network's settings.
+    tokens: of a micro-batch on one device.
+    tensor: devices that share a layer.
+  """
+  heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+  products = heads + 2 * config.width + 2 * config.mlp_width  # q, k, v; output, down; gate, up
+  layer = config.width + products
+  saved = {"full": config.width, "dots": layer, "none": 2 * layer}[config.remat]
+  size = jnp.dtype(config.compute_dtype).itemsize
+  return tokens * (config.num_layers * saved + 4 * layer) * size / tensor
+
+
+def output_head_bytes(config: TransformerConfig, tokens: int, tensor: int) -> float:
+  """Bytes of a chunk's float32 logits and their gradient, the kernel and its gradient.
+
+  Args:
+    config, tokens, tensor: see `activation_bytes`.
+  """
+  rows = min(default_chunk_rows(config.vocab_size), tokens)
+  kernel = config.width * (jnp.dtype(config.compute_dtype).itemsize + 4)
+  return float((2 * 4 * rows + kernel) * config.vocab_size / tensor)
+
+
+def sampling_bytes(config: TransformerConfig, slots: int) -> float:
+  """Bytes of one token's float32 logits of every slot on a device, and of a copy of them."""
+  return float(slots * config.vocab_size * 4 * 2)
