@@ -183,7 +183,7 @@ def make_method(
 def abstract_update(config: ml_collections.ConfigDict, route: str) -> Update:
   method = make_method(config, route)
   base = jax.eval_shape(method.model.init, jax.random.key(0))
-  state = programs.abstract_state(config, method, base, sharding.make_mesh(**config.mesh))
+  state = programs.abstract_state(method, base, sharding.make_mesh(**config.mesh))
   return Update(method, state, abstract_batch(config))
 
 

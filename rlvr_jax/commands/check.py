@@ -230,7 +230,7 @@ class Preflight:
   def make_task(self) -> Finding:
     """The data can be read: the first problem of each part."""
     tokenizer = _made(self.tokenizer, "the tokenizer has failed")
-    self.task = make_task(self.config)
+    self.task = make_task(self.config.task)
     of_task = self.task
     sources = (of_task.train, of_task.warm_start, of_task.held_out)
     parts = dict(zip(("training", "warm-start", "held-out"), sources, strict=True))
@@ -248,25 +248,25 @@ class Preflight:
     """Everything that a run finds out before it compiles."""
     task, tokenizer = _made(self.task, "the data has failed"), self.tokenizer
     self.parts = build(self.config, task=task, tokenizer=tokenizer)
-    count = sum(math.prod(x.shape) for x in jax.tree.leaves(self.parts.abstract_base))
+    count = sum(math.prod(x.shape) for x in jax.tree.leaves(self.parts.placement.base))
     return Finding(
-      OK, f"{count / 1e6:,.1f} M parameters on a mesh of {dict(self.parts.mesh.shape)}"
+      OK, f"{count / 1e6:,.1f} M parameters on a mesh of {dict(self.parts.placement.mesh.shape)}"
     )
 
   def checkpoint(self) -> Finding:
     """The first policy's checkpoint is there, with the network's tensors; weights are not read."""
     parts = _made(self.parts, "the configuration has failed")
-    parameters.check_start(self.config, self.workdir)
+    parameters.check_start(self.config.start, self.config.lora.adapters, self.workdir)
     folder = self.config.model.checkpoint
     if not folder:
       return Finding(OK, "none: the parameters are initialized")
-    found = checked_tensors(folder, parts.abstract_base)
+    found = checked_tensors(folder, parts.placement.base)
     return Finding(OK, f"{folder} has all {len(found)} tensors")
 
   def space(self) -> Finding:
     """The workdir's disk has room for the checkpoints that are kept at a time."""
     parts = _made(self.parts, "the configuration has failed")
-    state = jax.tree.leaves(parts.abstract_state)
+    state = jax.tree.leaves(parts.placement.state)
     size = sum(math.prod(x.shape) * x.dtype.itemsize for x in state)
     kept = self.config.checkpoint.keep + 2  # the best, and the one that is being written
     if in_bucket(self.workdir):

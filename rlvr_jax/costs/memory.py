@@ -33,7 +33,8 @@ def report(parts: Parts, topology: str | None) -> dict[str, Table]:
   """
   limit = chip_of(topology).hbm_gib if topology else None
   tables = estimated(parts) | (compiled(parts) if topology else {})
-  title = f"{topology or 'a mesh'} of {dict(parts.mesh.shape)} ({parts.mesh.size} chips)"
+  mesh = parts.placement.mesh
+  title = f"{topology or 'a mesh'} of {dict(mesh.shape)} ({mesh.size} chips)"
   say(_text(title, tables, limit))
   return tables
 
@@ -45,7 +46,7 @@ def compiled(parts: Parts) -> dict[str, Table]:
   """Bytes per chip of the update and of generation, as XLA compiles them for the mesh."""
   # The optimizer's state stays in memory while rollouts are sampled.
   resident = {
-    "generation": {"optimizer, resident": memory.shard_bytes(parts.abstract_state.opt_state)}
+    "generation": {"optimizer, resident": memory.shard_bytes(parts.placement.state.opt_state)}
   }
   tables = {}
   for name, lower in programs.programs(parts).items():
@@ -60,20 +61,20 @@ def compiled(parts: Parts) -> dict[str, Table]:
 
 def estimated(parts: Parts) -> dict[str, Table]:
   """Bytes per chip by arithmetic, without the compiler's temporary buffers."""
-  state, network, layout = parts.abstract_state, parts.model.config, parts.row_layout
+  state, network, layout = parts.placement.state, parts.model.config, parts.placement.row_layout
   in_memory = {
     "parameters": memory.shard_bytes(state.params),
     "optimizer": memory.shard_bytes(state.opt_state),
   }
   if parts.lora is not None:
-    in_memory["frozen base"] = memory.shard_bytes(parts.abstract_frozen)
+    in_memory["frozen base"] = memory.shard_bytes(parts.placement.frozen)
   accumulated = 2 if layout.max_micro_batches > 1 else 1  # the sum and the newest
   tokens = layout.rows_per_device * layout.length
-  tensor = parts.mesh.shape["tensor"]
+  tensor = parts.placement.mesh.shape["tensor"]
   engine = parts.programs.engine.settings
   mesh = engine.model.mesh  # that of config.generation_mesh, if it is set
   slots = engine.slots // (mesh.shape["data"] * mesh.shape["fsdp"])
-  generating = sharding.placed(parts.abstract_base, mesh)
+  generating = sharding.placed(parts.placement.base, mesh)
   return {
     "update, estimated": in_memory
     | {

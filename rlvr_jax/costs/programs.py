@@ -93,10 +93,10 @@ def programs(parts: Parts) -> dict[str, Any]:
   Returns:
     Functions without arguments that return a `jax.stages.Lowered`; see `compiled`.
   """
-  config, mesh, state = parts.config, parts.mesh, parts.abstract_state
-  frozen = parts.abstract_frozen
+  config, mesh, state = parts.config, parts.placement.mesh, parts.placement.state
+  frozen = parts.placement.frozen
   needs_proximal = parts.method.loss.needs_proximal
-  batch = abstract_batch(config, parts.row_layout, mesh, needs_proximal=needs_proximal)
+  batch = abstract_batch(config, parts.placement.row_layout, mesh, needs_proximal=needs_proximal)
   jitted: Any = parts.programs
   number = int(packed_at_full_length(parts).num_micro_batches)
 
@@ -116,7 +116,7 @@ def packed_at_full_length(parts: Parts) -> Packed:
   shape, longest = (config.batch.prompts, config.batch.group_size), config.max_response_length
   zeros = lambda *sizes: np.zeros(sizes, np.int32)
   prompts = zeros(shape[0], config.max_prompt_length), np.full(shape[0], config.max_prompt_length)
-  return pack(*prompts, zeros(*shape, longest), np.full(shape, longest), parts.row_layout)
+  return pack(*prompts, zeros(*shape, longest), np.full(shape, longest), parts.placement.row_layout)
 
 
 def compiled(name: str, lower: Callable[[], Any], **options: Any) -> Any:

@@ -121,11 +121,11 @@ def useful_flops(parts: Parts) -> dict[str, float]:
   config, network = parts.config, parts.model.config
   prompts = np.full(config.batch.prompts, config.max_prompt_length)
   responses = np.full((len(prompts), config.batch.group_size), config.max_response_length)
-  adapters = parts.abstract_state.params if parts.lora is not None else None
+  adapters = parts.placement.state.params if parts.lora is not None else None
   update = update_flops(network, prompts, responses, adapters=adapters)
   return {
-    "update": update / parts.mesh.size,
-    "generation": _burst_flops(parts) / parts.mesh.size,
+    "update": update / parts.placement.mesh.size,
+    "generation": _burst_flops(parts) / parts.placement.mesh.size,
   }
 
 
@@ -156,7 +156,7 @@ def attention_kernels(parts: Parts) -> dict[str, KernelCost]:
   Prompts and responses have maximum length, and there is no sliding window. A call computes
   a row of an update, counted as the mean of its rows, or one token of every slot.
   """
-  network, tensor = parts.model.config, parts.mesh.shape["tensor"]
+  network, tensor = parts.model.config, parts.placement.mesh.shape["tensor"]
   paged: dict[str, KernelCost] = {"paged_attention": _paged_cost}
   if network.attention != "splash":
     return paged
@@ -243,10 +243,11 @@ def _by(items: Iterable[Item], keys: tuple[str, ...], sums: tuple[str, ...]) -> 
 
 def _conditions(parts: Parts, topology: str) -> dict[str, Any]:
   config = parts.config
+  devices = parts.placement.mesh.devices.flat
   return {
     "topology": topology,
     "peaks of a chip": chip_of(topology)._asdict(),
-    "mesh": dict(parts.mesh.shape),
+    "mesh": dict(parts.placement.mesh.shape),
     "model": config.model.checkpoint or config.model.preset,
     "layers": parts.model.config.num_layers,
     "remat": parts.model.config.remat,
@@ -256,7 +257,7 @@ def _conditions(parts: Parts, topology: str) -> dict[str, Any]:
     "prompt_tokens": config.max_prompt_length,
     "response_tokens": config.max_response_length,
     "jax": jax.__version__,
-    "compiler": next((d.client.platform_version for d in parts.mesh.devices.flat[:1]), ""),
+    "compiler": next((device.client.platform_version for device in devices[:1]), ""),
   }
 
 

@@ -44,9 +44,9 @@ class Flight:
 
   def add(self, group: Group, texts: list[str], grades: Submission) -> None:
     """Adds a sampled group, whose texts have been submitted to the graders."""
-    self.groups[group.index] = group
-    self.texts[group.index] = texts
-    self.grades[group.index] = grades
+    self.groups[group.prompt_index] = group
+    self.texts[group.prompt_index] = texts
+    self.grades[group.prompt_index] = grades
 
   @property
   def sampled(self) -> bool:
@@ -122,7 +122,7 @@ class BatchInFlight:
   position: Position
   dispatched: float
   flight: Flight | None
-  requests: Sequence[Sequence[Request[BatchInFlight]]]
+  requests: Sequence[Sequence[Request[Flight]]]
   recorded: Graded | None
   timings: Mapping[str, float] = dataclasses.field(default_factory=dict)
 

@@ -46,7 +46,7 @@ class Collector:
 
   def add(self, group: Group[Flight]) -> None:
     """Adds a sampled group to its flight and submits it to the graders; does not wait for them."""
-    flight, index = group.owner, group.index
+    flight, index = group.owner, group.prompt_index
     # The prompt that the policy reads: a chat template may end with "<think>".
     length = flight.prompts.lengths[index]
     prompt = self.tokenizer.decode(flight.prompts.tokens[index][-length:].tolist())

@@ -28,7 +28,7 @@ class Request(NamedTuple, Generic[Owner]):
   """A prompt and the keys of its rollouts."""
 
   owner: Owner
-  index: int  # of the prompt in the owner's batch
+  prompt_index: int  # in the owner's batch
   prompt: np.ndarray  # i32[n], n ≥ 1 tokens
   keys: np.ndarray  # u32[G, 2], data of one PRNG key per rollout
 
@@ -37,7 +37,7 @@ class Group(NamedTuple, Generic[Owner]):
   """The rollouts of a request; NumPy."""
 
   owner: Owner
-  index: int
+  prompt_index: int
   tokens: np.ndarray  # i32[G, T], right-padded
   lengths: np.ndarray  # i32[G], 1 ≤ length ≤ T
   stopped: np.ndarray  # bool[G], ended by a stop token
@@ -305,7 +305,7 @@ class Engine:
         G = len(request.keys)
         group = Group(
           owner=request.owner,
-          index=request.index,
+          prompt_index=request.prompt_index,
           tokens=np.full((G, T), self._pad_token, np.int32),
           lengths=np.zeros(G, np.int32),
           stopped=np.zeros(G, bool),

@@ -85,7 +85,7 @@ def _to_json(group: Group) -> dict[str, Any]:
   arrays = {name: x for name, x in (group._asdict() | cut).items() if name in _ARRAYS}
   described = {name: [x.dtype.name, list(x.shape), text(x)] for name, x in arrays.items()}
   padding = [T - longest, int(group.tokens[0, -1])]
-  return {"index": group.index, "arrays": described, "padding": padding}
+  return {"index": group.prompt_index, "arrays": described, "padding": padding}
 
 
 def from_json(content: dict[str, Any], owner: Owner) -> Group[Owner]:
@@ -95,4 +95,4 @@ def from_json(content: dict[str, Any], owner: Owner) -> Group[Owner]:
   columns, token = content["padding"]
   for name, value in (("tokens", token), ("behavior_logprobs", 0)):
     arrays[name] = np.pad(arrays[name], ((0, 0), (0, columns)), constant_values=value)
-  return Group(owner=owner, index=content["index"], **arrays)
+  return Group(owner=owner, prompt_index=content["index"], **arrays)

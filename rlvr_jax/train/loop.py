@@ -182,18 +182,19 @@ class Trainer:
     with multihost.phase("an update"):
       self.queue.check_fingerprint(number)
       rollouts = multihost.together(lambda: self.queue.load(number))
-      assert rollouts.graded is not None
+      assert rollouts.graded is not None  # a loaded batch has its contents
+      statistics = rollouts.graded.statistics
       rollouts, batch = self.scorer.prepare(rollouts, now.state, now.step)
       self.queue.update(rollouts)
       dispatched = time.perf_counter()
-      on_devices = parts.batch_to_devices(batch)
+      on_devices = parts.placement.batch_to_devices(batch)
       measured, arrays = self.scorer.measure(now.state, on_devices, now.step)
       state, metrics = programs.train_step(now.state, self.frozen, on_devices)
       if measured:
         entropy = programs.mean_entropy(state.params, self.frozen, on_devices)
         metrics |= measured | {"policy/entropy_change": entropy - metrics["policy/entropy"]}
       self.log.count_trained(batch, state.params if parts.lora else None)
-      host = self.log.host_metrics(rollouts.graded.statistics, now.step)
+      host = self.log.host_metrics(statistics, now.step)
       self.queue.release(number)
       now = now._replace(step=now.step + 1, state=state)
       # No batch that generation has ready is of an older version.

@@ -104,7 +104,7 @@ def directions(
     name: of the recipe.
     parts, batch, params, reference, entropy: see `train_and_record`.
   """
-  method: Method = make_method(recipe(name), parts.model, parts.mesh)
+  method: Method = make_method(recipe(name), parts.model, parts.placement.mesh)
   limit = parts.config.max_response_length
   method = method._replace(max_response_length=limit)
   logprobs = jax.jit(lambda p, b: policy_logprobs(p, {}, b, method=method)[0])

@@ -82,7 +82,7 @@ def session(
     data_use.announce(parts.config, parts.task, parts.schedule, parts.sources.num_live)
     frozen = parameters.load_frozen(parts)
     warm_starts = enter(Checkpointer(folder.kept / "warm_start", keep=1, workdir=folder))
-    warm = warm_starts.restore(parts.abstract_state.params)
+    warm = warm_starts.restore(parts.placement.state.params)
     keep = parts.config.checkpoint.keep
     checkpointer = enter(Checkpointer(folder.kept / "checkpoints", keep=keep, workdir=folder))
     store = _open_store(folder, enter)
@@ -131,7 +131,7 @@ def _check_config(workdir: Workdir, files: StartFiles, parts: Parts) -> None:
   workdir.fetch()
   allowed = checks.may_differ(parts.config, parts.schedule)
   files.check_config(parts.config.to_json_best_effort(), allowed)  # now a failure leaves nothing
-  parameters.check_start(parts.config, workdir.kept)
+  parameters.check_start(parts.config.start, parts.config.lora.adapters, workdir.kept)
   warm_start_cache.check(parts.config)
   with replacing(workdir.local / LAYOUT_FILE) as file:
     file.write((json.dumps(layout_of(parts)) + "\n").encode())
@@ -152,7 +152,8 @@ def _open_writer(
   tracked_by: Sequence[str],
 ) -> MetricWriter:
   """The writer of a run that continues after these records, see `records_of`."""
-  used = [trackers.Tracker(name, workdir.local, parts.config) for name in tracked_by]
+  config = json.loads(parts.config.to_json_best_effort())
+  used = [trackers.Tracker(name, workdir.local, config) for name in tracked_by]
   return MetricWriter(
     workdir.local,
     *records,

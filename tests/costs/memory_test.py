@@ -54,7 +54,7 @@ def test_a_full_size_recipe_is_initialised_and_sharded_as_shapes(name, chips, te
   for batch, field in ((config.batch, "prompts"), (config.evaluation, "batch_prompts")):
     batch[field] = max(batch[field], config.mesh.fsdp)
   parts = programs.shapes_only(config, programs.mesh_of(config, None))
-  params = jax.tree.leaves(parts.abstract_base)
+  params = jax.tree.leaves(parts.placement.base)
   assert sum(math.prod(x.shape) for x in params) == PARAMETERS[name]
   # All but norms and biases is split over every chip that its dimensions allow.
   of_matrices = [x for x in params if x.ndim > 1 and math.prod(x.shape) > 1e6]
@@ -84,7 +84,7 @@ def test_the_estimate_counts_what_is_there():
   """Against arrays that exist: the parts of a tiny run, on one device."""
   config = tiny.config(batch__tokens_per_micro_batch=64)
   parts = programs.shapes_only(config, sharding.make_mesh())
-  state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), parts.abstract_state)
+  state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), parts.placement.state)
   size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
   tables = memory.estimated(parts)
   update, generation = tables["update, estimated"], tables["generation, estimated"]
@@ -115,7 +115,7 @@ def test_the_compiler_s_figures_are_read(capsys):
   """On devices that are there; a topology of TPUs goes the same way."""
   parts = programs.shapes_only(tiny.config(mesh__data=2), sharding.make_mesh(data=2))
   tables = memory.compiled(parts)
-  state = parts.abstract_state
+  state = parts.placement.state
   held = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
   assert tables["update, compiled"]["arguments"] >= held
   assert tables["update, compiled"]["temporary"] > 0

@@ -154,7 +154,7 @@ def test_a_missing_file_is_named_first_by_its_field_and_with_near_names(write, t
   kwargs = dict(train=str(tmp_path / "leters.jsonl"), grader="gsm8k", held_out_size=1)
   config.task = dict(name="jsonl", kwargs=kwargs)
   with pytest.raises(ValueError, match="leters") as error:
-    make_task(config)
+    make_task(config.task)
   assert str(error.value) == (
     f"config.task.kwargs.train = {kwargs['train']!r}: there is no such file in {tmp_path};"
     " near it: letters.jsonl"
@@ -163,11 +163,11 @@ def test_a_missing_file_is_named_first_by_its_field_and_with_near_names(write, t
     name="curriculum", kwargs=dict(parts=dict(a=dict(name="jsonl", kwargs=kwargs)))
   )
   with pytest.raises(ValueError, match=r"^config\.task\.kwargs\.parts\.a\.kwargs\.train = "):
-    make_task(config)
+    make_task(config.task)
   kwargs["train"] = str(tmp_path / "nowhere" / "letters.jsonl")
   config.task = dict(name="jsonl", kwargs=kwargs)
   with pytest.raises(ValueError, match=r"jsonl': there is no folder .*/nowhere$"):
-    make_task(config)
+    make_task(config.task)
 
 
 def test_a_url_is_read_as_a_file_is(write):

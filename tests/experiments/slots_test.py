@@ -37,7 +37,9 @@ def test_the_simulation_counts_what_the_engine_counts():
   asked = [Request(None, i, np.asarray([1, 2], np.int32), keys[i]) for i in range(20)]
   usage = Usage()
   groups = [group for served in engine.serve(params, asked, usage) for group in served]
-  lengths = np.concatenate([g.lengths for g in sorted(groups, key=lambda group: group.index)])
+  lengths = np.concatenate(
+    [g.lengths for g in sorted(groups, key=lambda group: group.prompt_index)]
+  )
   assert len(set(lengths)) > 8
   assert slots.simulated(lengths, 3) == usage
 

@@ -91,4 +91,4 @@ def test_every_run_is_one_of_its_own_and_builds(name, tmp_path):
   for label in set(traced.values()):
     build(quick_to_build(configs[label]))
   for config in configs.values():
-    make_veto(config)
+    make_veto(config.veto)

@@ -54,9 +54,9 @@ def parts_of(**fields):
 
 def traced(parts):
   """The programs of a run that multiply, by name, traced with shapes that they are called with."""
-  programs, engine, state = parts.programs, parts.programs.engine, parts.abstract_state
-  frozen, params = parts.abstract_frozen, parts.abstract_state.params
-  batch = abstract_batch(parts.config, parts.row_layout, parts.mesh)
+  programs, engine, state = parts.programs, parts.programs.engine, parts.placement.state
+  frozen, params = parts.placement.frozen, parts.placement.state.params
+  batch = abstract_batch(parts.config, parts.placement.row_layout, parts.placement.mesh)
   rollouts = (params, frozen, batch.prompts, batch.tokens)
   demonstrations = next(supervised_batches(parts))
   loaded, block = engine._loaded(params, frozen), engine.settings.shape.prompt.size
@@ -147,7 +147,7 @@ def test_rounded_products_are_bound_as_those_of_bfloat16():
     config = tiny.config(**{f"model__overrides__{name}": x for name, x in fields.items()})
     network = model_settings(config.model)
     source = behavior_sources.Source("policy", 8, Sampling(), None)
-    assert behavior_sources.max_gap(config, network, source) == expected
+    assert behavior_sources.max_gap(config.max_behavior_gap, network, source) == expected
 
 
 @pytest.mark.parametrize(

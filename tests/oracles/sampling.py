@@ -7,5 +7,5 @@ def sample(engine, trained, frozen, prompts, key, group_size):
   """The `Rollouts` of one batch of prompts; all of it NumPy but the parameters."""
   asked = requests(prompts, key, group_size, owner=None)
   served = engine.serve(engine.load(trained, frozen), asked)
-  groups = {group.index: group for groups in served for group in groups}
-  return joined([groups[request.index] for request in asked])
+  groups = {group.prompt_index: group for groups in served for group in groups}
+  return joined([groups[request.prompt_index] for request in asked])

@@ -207,8 +207,8 @@ def _serve(engine, asked, usage=None):
   found = {}
   for groups in engine.serve(engine.load(_params(), {}), asked, usage):
     for group in groups:
-      assert group.index not in found
-      found[group.index] = copy.deepcopy(group)
+      assert group.prompt_index not in found
+      found[group.prompt_index] = copy.deepcopy(group)
   return found
 
 
@@ -235,7 +235,9 @@ def test_the_order_of_requests_changes_no_bit():
 def test_neighbors_change_no_bit():
   expected = _serve(_few_slots(), _requests())
   for request in _requests()[::3]:
-    _assert_equal(_serve(_few_slots(), [request]), {request.index: expected[request.index]})
+    _assert_equal(
+      _serve(_few_slots(), [request]), {request.prompt_index: expected[request.prompt_index]}
+    )
 
 
 def test_the_number_of_slots_changes_rounding_only():
@@ -250,7 +252,7 @@ def test_the_number_of_slots_changes_rounding_only():
 def test_refilled_slots_have_the_trainers_logprobs():
   groups = _serve(_few_slots(), _requests())
   for request in _requests():
-    group, n = groups[request.index], len(request.prompt)
+    group, n = groups[request.prompt_index], len(request.prompt)
     padded = np.pad(request.prompt, (S - n, 0))[None]
     hidden = _response_hidden(
       _params(), Prompts(tokens=padded, lengths=np.asarray([n])), group.tokens[None]
@@ -302,14 +304,14 @@ def test_prompts_of_like_length_are_prefilled_together():
   groups = _serve(engine, asked)
   for request in asked:
     padded = np.pad(request.prompt, (96 - len(request.prompt), 0))[None]
-    tokens = groups[request.index].tokens[None]
+    tokens = groups[request.prompt_index].tokens[None]
     hidden = _response_hidden(
       _params(), Prompts(tokens=padded, lengths=np.asarray([len(request.prompt)])), tokens
     )
     trainer, _ = token_logprobs(hidden, MODEL.head(_params()), tokens)
-    mask = np.arange(LONG) < groups[request.index].lengths[:, None]
+    mask = np.arange(LONG) < groups[request.prompt_index].lengths[:, None]
     np.testing.assert_allclose(
-      np.where(mask, trainer[0], 0), groups[request.index].behavior_logprobs, atol=2e-5
+      np.where(mask, trainer[0], 0), groups[request.prompt_index].behavior_logprobs, atol=2e-5
     )
   _assert_equal(_serve(engine, asked[::-1]), groups)
 

@@ -12,7 +12,7 @@ def _group(index, T=9, pad=7):
   sampled = np.arange(T) < lengths[:, None]
   return Group(
     owner=None,
-    index=index,
+    prompt_index=index,
     tokens=np.where(sampled, rng.integers(0, 9, (2, T)), pad).astype(np.int32),
     lengths=lengths,
     stopped=rng.random(2) < 0.5,
@@ -22,7 +22,7 @@ def _group(index, T=9, pad=7):
 
 def _read(journal, draw=0, fingerprint="ours"):
   groups = [from_json(line, None) for line in journal.read(draw, fingerprint)]
-  return {group.index: group for group in groups}
+  return {group.prompt_index: group for group in groups}
 
 
 def test_groups_come_back_to_the_bit(tmp_path):

@@ -204,9 +204,9 @@ def test_killed_within_a_refresh(schedule, tmp_path):
       arrays, info = store.read(content["draw"])
       if info["fingerprint"] == content["fingerprint"]:
         group = from_json(content, None)
-        np.testing.assert_array_equal(arrays["tokens"][group.index], group.tokens)
+        np.testing.assert_array_equal(arrays["tokens"][group.prompt_index], group.tokens)
         np.testing.assert_array_equal(
-          arrays["behavior_logprobs"][group.index], group.behavior_logprobs
+          arrays["behavior_logprobs"][group.prompt_index], group.behavior_logprobs
         )
         kept += 1
     assert kept == len(written) or (kept and not in_order)

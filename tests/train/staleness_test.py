@@ -338,7 +338,7 @@ def trainer(parts, on_policy, tmp_path):
     workdir = tmp_path / f"trainer{len(opened)}"
     writer = MetricWriter(workdir, None)
     saved = Checkpointer(workdir / "checkpoints")
-    warm = Checkpointer(on_policy / "warm_start").restore(these.abstract_state.params)
+    warm = Checkpointer(on_policy / "warm_start").restore(these.placement.state.params)
     pool = GraderPool(these.task.grader, num_workers=1, timeout_s=5.0)
     store = RolloutStore(workdir / "rollouts", writable=True)
     these = dataclasses.replace(these, schedule=schedule)
@@ -528,7 +528,7 @@ def test_training_on_a_store_alone(on_policy, train, parts):
   # The update is the same program; the batches come from elsewhere.
   groups = recorded_groups(whole, parts.tokenizer)
   source = Source("recorded", 8, Sampling(), recorded=groups, of_this_run=False)
-  offline = dataclasses.replace(parts, sources=(source,))
+  offline = dataclasses.replace(parts, sources=Sources([source]))
   workdir = train(staleness.on_policy(), "offline", offline)
   # The recorded run began with the same parameters and trained on the same batches.
   left_out = ("counter/", "agreement/", "outcome/", "response/")
@@ -685,8 +685,10 @@ def test_asked_to_end_while_a_stage_is_sampled(trainer, parts, on_policy, staged
 @pytest.mark.slow
 def test_generation_on_devices_of_its_own(train, on_policy):
   apart = build(generation_mesh=dict(data=2, fsdp=1, tensor=1))
-  assert apart.generation_mesh.devices.size == 2
-  assert not set(apart.generation_mesh.devices.flat) & set(apart.mesh.devices.flat)
+  assert apart.placement.generation_mesh.devices.size == 2
+  assert not set(apart.placement.generation_mesh.devices.flat) & set(
+    apart.placement.mesh.devices.flat
+  )
   workdir = train(staleness.on_policy(), "apart", apart)
   for ours, theirs in zip(updates(workdir)[:3], updates(on_policy), strict=False):
     ours.pop("phase"), theirs.pop("phase")

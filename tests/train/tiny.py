@@ -205,7 +205,7 @@ def rollouts(workdir):
 
 @functools.cache
 def abstract_state():
-  return build(get_config()).abstract_state
+  return build(get_config()).placement.state
 
 
 def last_checkpoint(workdir):

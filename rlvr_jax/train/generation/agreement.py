@@ -37,10 +37,10 @@ def behavior_gaps(
   gaps: dict[str, float] = {}
   start = 0
   for source in parts.sources:
-    few = slice(start, start + min(source.prompts, parts.gap_prompts))
+    few = slice(start, start + min(source.prompts, parts.placement.gap_prompts))
     start += source.prompts
     rollouts: Any = (batch.prompts, batch.tokens, mask, batch.behavior_logprobs)
-    here = parts.to_generation(jax.tree.map(lambda x, few=few: x[few], rollouts))
+    here = parts.placement.to_generation(jax.tree.map(lambda x, few=few: x[few], rollouts))
     mean, largest = jax.device_get(
       parts.programs.behavior_gap(policy.params, frozen, *here, sampling=source.sampling)
     )
@@ -53,7 +53,7 @@ def behavior_gaps(
 def _check_gap(parts: Parts, source: Source, gap: float, version: int) -> None:
   """Raises AgreementError if the source must agree with the trainer and does not."""
   network = parts.model.config
-  bound = max_gap(parts.config, network, source)
+  bound = max_gap(parts.config.max_behavior_gap, network, source)
   if not gap <= (bound if source.exact else sys.float_info.max):
     raise AgreementError(
       f"sampler and trainer disagree: the log-probabilities that the {source.name} source"

@@ -66,10 +66,10 @@ def _unheated(
   """f32[P, G, T], log-probabilities of (prompts, tokens) at temperature 1, a few at a time."""
   c = parts.config
   of_group = c.batch.group_size * (c.max_prompt_length + c.max_response_length)
-  size = max(c.batch.tokens_per_micro_batch // of_group, 1) * parts.gap_prompts
+  size = max(c.batch.tokens_per_micro_batch // of_group, 1) * parts.placement.gap_prompts
   found = []
   for first in range(0, len(rollouts[1]), size):
     few = jax.tree.map(operator.itemgetter(slice(first, first + size)), rollouts)
-    logprobs = parts.programs.unheated_logprobs(params, frozen, *parts.to_generation(few))
+    logprobs = parts.programs.unheated_logprobs(params, frozen, *parts.placement.to_generation(few))
     found.append(sharding.to_host(logprobs))
   return np.concatenate(found)

@@ -39,7 +39,7 @@ class Scorer:
 
   def initial_entropy(self, params: Params, collector: Collector) -> float:
     """`measure_entropy` of the initial policy; 0, without measuring, if nothing uses it."""
-    stateful = jax.tree.leaves(self._parts.abstract_state.advantage_state)
+    stateful = jax.tree.leaves(self._parts.placement.state.advantage_state)
     return self.measure_entropy(params, collector) if stateful else 0.0
 
   def measure_entropy(self, params: Params, collector: Collector) -> float:
@@ -56,7 +56,7 @@ class Scorer:
       pass
     batch = collector.finish(flight, [0] * len(problems)).train
     _, entropy = parts.programs.score(
-      params, self._frozen, parts.batch_to_devices(without_scores(batch))
+      params, self._frozen, parts.placement.batch_to_devices(without_scores(batch))
     )
     return float(np.sum(sharding.to_host(entropy) * batch.mask) / max(batch.mask.sum(), 1))
 
@@ -102,7 +102,7 @@ class Scorer:
   def score(self, params: Params, batch: TrainBatch) -> Any:
     """f32[P, G, T], the responses' log-probabilities at the policy's temperature."""
     self._log.count_scored(batch)
-    scored = self._parts.batch_to_devices(without_scores(batch))
+    scored = self._parts.placement.batch_to_devices(without_scores(batch))
     return sharding.to_host(self._parts.programs.score(params, self._frozen, scored)[0])
 
   def measure(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 
@@ -52,7 +53,7 @@ class Streams:
       prompts = jax.tree.map(lambda x, share=share: x[share], flight.prompts)
       key = jax.random.fold_in(others, index) if index else first
       of_source = requests(prompts, key, group_size, owner=flight, first=start)
-      asked.append([request for request in of_source if request.index not in flight.groups])
+      asked.append([request for request in of_source if request.prompt_index not in flight.groups])
       start = share.stop
     return asked
 
@@ -61,8 +62,9 @@ class Streams:
     self._journal.forget(before=before)
 
   def _take_journaled(self, flight: Flight, policy: PolicySnapshot, draw: int) -> None:
+    nothing: list[dict[str, Any]] = []
     read = lambda: self._journal.read(draw, policy.fingerprint())
-    lines = multihost.exchange(multihost.on_first(read, []))[0]
+    lines = multihost.exchange(multihost.on_first(read, nothing))[0]
     for line in lines:
       self._collector.add(from_json(line, flight))
 

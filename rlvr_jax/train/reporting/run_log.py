@@ -325,10 +325,8 @@ class RunLog:
       | self._hosts.metrics(self._stopwatch.updated(done))
     )
     self._warn_of_padding(values["rows/filled"], update.step)
-    if update.step == 1 and (
-      text := first_update_warning(self._run.config, self._run.task, values)
-    ):
-      say(f"warning: {text}")
+    if update.step == 1:
+      self._warn_of_warm_start(values)
     self.writer.write(update.step, "train", values)
     if update.geometry:
       self.writer.write_geometry(update.step - 1, jax.device_get(update.geometry))

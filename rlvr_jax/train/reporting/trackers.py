@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-import ml_collections
 from absl import logging
 
 from rlvr_jax.storage.files import replacing
@@ -22,8 +21,13 @@ RUN_FILE = "tracked.json"  # of a workdir: the run's id, which a resumed run con
 class Tracker:
   """One tracker; what it cannot take is logged once, and does not end the run."""
 
-  def __init__(self, name: str, workdir: pathlib.Path, config: ml_collections.ConfigDict):
+  def __init__(self, name: str, workdir: pathlib.Path, config: Mapping[str, Any]):
     """Opens the run of this workdir, or resumes it.
+
+    Args:
+      name: of the tracker.
+      workdir: of the run.
+      config: the run's configuration; JSON.
 
     Raises:
       ValueError: the tracker is unknown, or not installed.
@@ -39,7 +43,7 @@ class Tracker:
     self._run = module.init(
       project="rlvr_jax",
       resume="allow",
-      config=json.loads(config.to_json_best_effort()),
+      config=dict(config),
       **specific,
     )
 

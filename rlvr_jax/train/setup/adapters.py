@@ -18,9 +18,8 @@ from rlvr_jax.train.cluster import sharding
 from rlvr_jax.types import Params
 
 
-def make_lora(config: ml_collections.ConfigDict) -> lora.LoraSettings | None:
+def make_lora(settings: ml_collections.ConfigDict) -> lora.LoraSettings | None:
   """The settings of `config.lora`; None if all parameters are trained."""
-  settings = config.lora
   check_between("config.lora", "rank", settings.rank, low=0)
   if not settings.rank:
     if settings.adapters:
@@ -36,25 +35,32 @@ def make_lora(config: ml_collections.ConfigDict) -> lora.LoraSettings | None:
 
 
 def first_adapters(
-  config: ml_collections.ConfigDict, network: TransformerConfig, base: Params, mesh: Mesh
+  settings: lora.LoraSettings,
+  folder: str,
+  network: TransformerConfig,
+  base: Params,
+  mesh: Mesh,
+  *,
+  seed: int,
 ) -> Params:
   """The adapters of `config.lora.adapters`, or new ones with no effect yet; sharded.
 
   Args:
+    settings: from `make_lora`.
+    folder: of the adapters; "" for new ones.
     network: settings of the base network.
     base: shapes of the base's parameters.
     mesh: of the trainer.
+    seed: of the run.
   Raises:
     ValueError: the adapters do not match `config.lora` or this network.
     FileNotFoundError: the folder has no adapters.
   """
-  settings, folder = make_lora(config), config.lora.adapters
-  assert settings is not None
   make = lambda key: lora.init(key, base, settings)
   shardings = sharding.state_shardings(jax.eval_shape(make, jax.random.key(0)), mesh)
   if not folder:
     # Index 1: index 0 of this purpose initializes the base.
-    return jax.jit(make, out_shardings=shardings)(key_for(config.seed, "init", 1))
+    return jax.jit(make, out_shardings=shardings)(key_for(seed, "init", 1))
   adapters, found = peft.load_adapters(folder, network)
   if (found.rank, found.alpha) != (settings.rank, settings.alpha):
     raise ValueError(

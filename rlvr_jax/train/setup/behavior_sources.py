@@ -343,10 +343,15 @@ def behavior_gap(
   return gaps.sum() / jnp.maximum(kept.sum(), 1), gaps.max()
 
 
-def max_gap(config: ml_collections.ConfigDict, network: TransformerConfig, source: Source) -> float:
+def max_gap(configured: float | None, network: TransformerConfig, source: Source) -> float:
   """The mean gap, in nats per token, above which a run stops.
 
   Dividing logits by a temperature below 1 also divides their differences by it.
+
+  Args:
+    configured: `config.max_behavior_gap`, at temperature 1; None or 0 for the default.
+    network: settings of the policy's network.
+    source: whose gap it is.
   """
-  bound = config.max_behavior_gap or MAX_GAP[network.precision]
+  bound = configured or MAX_GAP[network.precision]
   return bound / min(1.0, source.sampling.temperature)

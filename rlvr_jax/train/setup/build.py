@@ -24,7 +24,6 @@ from rlvr_jax.ops.aggregate import AGGREGATIONS
 from rlvr_jax.ops.checks import check_between, check_choice
 from rlvr_jax.ops.veto import Veto, negative_advantage_veto
 from rlvr_jax.rollouts import staleness
-from rlvr_jax.rollouts.packing import RowLayout, with_rows
 from rlvr_jax.rollouts.store import StoreError
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup import checks
@@ -32,6 +31,7 @@ from rlvr_jax.train.setup.adapters import make_lora
 from rlvr_jax.train.setup.behavior_sources import Sources, make_sources
 from rlvr_jax.train.setup.engines import make_engine
 from rlvr_jax.train.setup.grading import make_outcome_policy, with_graders
+from rlvr_jax.train.setup.placement import Placement
 from rlvr_jax.train.setup.problem_filters import fitting, warn_of_long_texts
 from rlvr_jax.train.setup.programs import (
   Programs,
@@ -44,68 +44,28 @@ from rlvr_jax.train.setup.programs import (
   trained_params,
 )
 from rlvr_jax.train.setup.tokenizers import make_tokenizer
-from rlvr_jax.types import Params, Prompts, TrainBatch, TrainState
+from rlvr_jax.types import Params, Prompts
 from rlvr_jax.update import learning_rate, optimizer
 from rlvr_jax.update.objective import REFERENCE_KL_ESTIMATORS, Method
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-  """The parts of a run, before anything is placed on a device."""
+  """What a run is; `placement` says where. Nothing is placed on a device yet."""
 
   config: ml_collections.ConfigDict
-  mesh: Mesh
   task: Task
   tokenizer: Tokenizer
   model: Model
+  lora: lora.LoraSettings | None  # of the trained adapters; None if all parameters are trained
   method: Method
   schedule: staleness.Schedule
   sources: Sources  # the policies that sample the rollouts of every batch
-  abstract_state: TrainState  # shapes, dtypes, shardings
+  placement: Placement
   programs: Programs
 
   def encode(self, problems: Sequence[Problem]) -> Prompts:
     return encode_prompts(problems, self.tokenizer, self.config.max_prompt_length)
-
-  def to_devices(self, tree: Any) -> Any:
-    return sharding.to_devices(tree, sharding.batch_sharding(self.mesh))
-
-  def batch_to_devices(self, batch: TrainBatch) -> TrainBatch:
-    """A batch of NumPy arrays, laid into rows."""
-    return sharding.batch_to_devices(with_rows(batch, self.row_layout), self.mesh)
-
-  @functools.cached_property
-  def row_layout(self) -> RowLayout:
-    return make_row_layout(self.config, self.model.config.attention, self.mesh)
-
-  def to_generation(self, tree: Any) -> Any:
-    """As `to_devices`, on the devices that generate rollouts."""
-    return sharding.to_devices(tree, sharding.batch_sharding(self.generation_mesh))
-
-  @functools.cached_property
-  def generation_mesh(self) -> Mesh:
-    """The mesh that generates rollouts: `mesh` itself, or that of `config.generation_mesh`."""
-    return make_generation_mesh(self.config, self.mesh)
-
-  @functools.cached_property
-  def lora(self) -> lora.LoraSettings | None:
-    """Settings of the trained adapters; None if all parameters are trained."""
-    return make_lora(self.config)
-
-  @functools.cached_property
-  def abstract_base(self) -> Params:
-    """Shapes, dtypes and shardings of all parameters of the network."""
-    return abstract_params(self.model, self.mesh)
-
-  @property
-  def abstract_frozen(self) -> Params:
-    """Shapes, dtypes and shardings of the frozen parameters; {} if all are trained."""
-    return {} if self.lora is None else self.abstract_base
-
-  @property
-  def gap_prompts(self) -> int:
-    """Number of groups per source whose log-probabilities are compared."""
-    return self.generation_mesh.shape["data"] * self.generation_mesh.shape["fsdp"]
 
 
 def build(
@@ -138,35 +98,45 @@ def build(
   schedule = make_schedule(config)
   sampler = make_sampler(config, model, mesh, tokenizer)
   sources = sources_of(config, sampler, tokenizer, pins={})
-  method = make_method(config, model, mesh)._replace(sources=tuple(s.name for s in sources))
+  method = make_method(config, model, mesh)
+  method = method._replace(sources=tuple(source.name for source in sources))
+  adapters = make_lora(config.lora)
   base = abstract_params(model, mesh)
-  warm_start = warm_start_optimizer(config)
-  checks.check_optimizers(config, method.optimizer, warm_start, trained_params(config, base))
-  state = abstract_state(config, method, base, mesh)
-  checks.check_update(config, mesh, method, state, {} if make_lora(config) is None else base)
-  checks.check_rewards(config, method, policy, sources)
-  task = fitting(config, with_graders(config, task or make_task(config)), tokenizer)
-  programs = make_programs(
-    config,
-    tokenizer,
-    method,
-    sources,
-    state,
+  trained = trained_params(adapters, base)
+  warm_start = warm_start_optimizer(config.warm_start)
+  checks.check_optimizers(config, method.optimizer, warm_start, trained)
+  state = abstract_state(method, trained, mesh)
+  placement = Placement(
     mesh=mesh,
-    sampler=sampler,
-    warm_start_optimizer=warm_start,
+    generation_mesh=sampler.mesh,
+    row_layout=make_row_layout(config, model.config.attention, mesh),
+    state=state,
+    base=base,
+    frozen={} if adapters is None else base,
   )
+  checks.check_update(config, mesh, method, state, placement.frozen)
+  checks.check_rewards(config, method, policy, sources)
+  task = with_graders(config, task or make_task(config.task))
+  task = fitting(config, task, tokenizer)
   return Parts(
     config=config,
-    mesh=mesh,
     task=task,
     tokenizer=tokenizer,
     model=model,
+    lora=adapters,
     method=method,
     schedule=schedule,
     sources=sources,
-    abstract_state=state,
-    programs=programs,
+    placement=placement,
+    programs=make_programs(
+      config,
+      tokenizer,
+      method,
+      sources,
+      placement,
+      sampler=sampler,
+      warm_start_optimizer=warm_start,
+    ),
   )
 
 
@@ -174,7 +144,7 @@ def make_sampler(
   config: ml_collections.ConfigDict, model: Model, mesh: Mesh, tokenizer: Tokenizer
 ) -> Sampler:
   """The mesh and model that generate rollouts: `mesh` and `model`, or those of another layout."""
-  own = make_generation_mesh(config, mesh)
+  own = make_generation_mesh(config.generation_mesh, mesh)
   if own is not mesh:
     checks.check_sampling_heads("config.generation_mesh", model.config, own.shape["tensor"])
   return Sampler(model if own is mesh else make_model(config, own, tokenizer.vocab_size), own)
@@ -194,7 +164,7 @@ def sources_of(
 def with_sources_as_begun(parts: Parts, pins: Mapping[str, Any]) -> Parts:
   """The parts with the sources pinned as they were when the run began, see `Source.pin`."""
   config, tokenizer = parts.config, parts.tokenizer
-  sampler = make_sampler(config, parts.model, parts.mesh, tokenizer)
+  sampler = make_sampler(config, parts.model, parts.placement.mesh, tokenizer)
   return dataclasses.replace(parts, sources=sources_of(config, sampler, tokenizer, pins))
 
 
@@ -218,12 +188,12 @@ def make_model(config: ml_collections.ConfigDict, mesh: Mesh, vocab_size: int) -
     )
   attention = choose_row_attention(config, settings, mesh)
   model = transformer(dataclasses.replace(settings, attention=attention), sharding.layout(mesh))
-  return lora.adapted(model, make_lora(config))
+  return lora.adapted(model, make_lora(config.lora))
 
 
-def make_task(config: ml_collections.ConfigDict) -> Task:
+def make_task(settings: ml_collections.ConfigDict) -> Task:
   """The task of `config.task`: its problems and its grader."""
-  name, kwargs = config.task.name, config.task.kwargs.to_dict()
+  name, kwargs = settings.name, settings.kwargs.to_dict()
   spec = specs.parse("config.task.name", name)
   if twice := sorted(spec.arguments.keys() & kwargs):
     raise ValueError(
@@ -275,9 +245,8 @@ def make_schedule(config: ml_collections.ConfigDict) -> staleness.Schedule:
   return schedule
 
 
-def make_generation_mesh(config: ml_collections.ConfigDict, mesh: Mesh) -> Mesh:
+def make_generation_mesh(settings: ml_collections.ConfigDict, mesh: Mesh) -> Mesh:
   """The mesh that generates rollouts: `mesh` itself unless `config.generation_mesh` is set."""
-  settings = config.generation_mesh
   sizes: dict[str, Any] = {axis: settings[axis] for axis in sharding.AXES}
   if not any(sizes.values()):
     return mesh
@@ -304,32 +273,30 @@ def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> 
     coefficient_metrics=gradient_masses,
     reweighting=reweighter,
     loss=make("loss", losses, losses.Loss),
-    gram=make_gram(config) if reweighter.needs_gram else None,
-    gram_context=gram_context(config, model, mesh),
+    gram=make_gram(config.gram) if reweighter.needs_gram else None,
+    gram_context=gram_context(model, mesh, config.policy_temperature),
     aggregation=config.aggregation,
     max_response_length=config.max_response_length,
     temperature=config.policy_temperature,
     reference_kl=config.reference.kl_coefficient,
     reference_kl_estimator=config.reference.estimator,
-    veto=make_veto(config),
+    veto=make_veto(config.veto),
     entropy_bonus=config.entropy_bonus,
     seed=config.seed,
   )
 
 
-def gram_context(
-  config: ml_collections.ConfigDict, model: Model, mesh: Mesh
-) -> geometry.GramContext:
+def gram_context(model: Model, mesh: Mesh, temperature: float) -> geometry.GramContext:
   """The properties of the run that a Gram matrix needs."""
   unconstrained = transformer(model.config)  # single rollouts do not split over devices
   unconstrained = unconstrained._replace(combine=model.combine)
-  return geometry.GramContext(unconstrained, config.policy_temperature, mesh)
+  return geometry.GramContext(unconstrained, temperature, mesh)
 
 
-def make_veto(config: ml_collections.ConfigDict) -> Veto | None:
-  settings = config.veto.to_dict()
-  enabled = settings.pop("enabled")
-  veto = negative_advantage_veto(**settings)  # also checks the settings of a veto that is off
+def make_veto(settings: ml_collections.ConfigDict) -> Veto | None:
+  fields = settings.to_dict()
+  enabled = fields.pop("enabled")
+  veto = negative_advantage_veto(**fields)  # also checks the settings of a veto that is off
   return veto if enabled else None
 
 
@@ -355,7 +322,6 @@ def make_optimizer(
   return rate, optimizer.clipped(made, norm)
 
 
-def warm_start_optimizer(config: ml_collections.ConfigDict) -> optax.GradientTransformation:
-  """The optimizer of the supervised phase."""
-  settings = config.warm_start
+def warm_start_optimizer(settings: ml_collections.ConfigDict) -> optax.GradientTransformation:
+  """The optimizer of `config.warm_start`."""
   return make_optimizer("config.warm_start", settings, settings.num_steps)[1]

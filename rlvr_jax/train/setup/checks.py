@@ -26,7 +26,7 @@ from rlvr_jax.rollouts import staleness
 from rlvr_jax.sampling import sampling_of
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup.behavior_sources import Source
-from rlvr_jax.train.setup.programs import abstract_batch, make_measure, make_row_layout
+from rlvr_jax.train.setup.programs import abstract_batch, make_gram, make_measure, make_row_layout
 from rlvr_jax.types import Metric, Params, Sampling, TrainBatch, TrainState
 from rlvr_jax.update import learning_rate, optimizer
 from rlvr_jax.update.objective import Method
@@ -245,7 +245,8 @@ def check_update(
   _check_loss(config, method, batch)
   jax.eval_shape(functools.partial(train_step, method=method), state, frozen, batch)
   if config.diagnostics.every:
-    jax.eval_shape(make_measure(config, method), state, frozen, state.params, batch)
+    measure = make_measure(config.diagnostics, method, make_gram(config.gram))
+    jax.eval_shape(measure, state, frozen, state.params, batch)
 
 
 def _check_advantage(

@@ -31,7 +31,6 @@ from rlvr_jax.rollouts.packing import RowLayout, least_row, row_layout
 from rlvr_jax.sampling import sampling_of
 from rlvr_jax.train.checkpointing.checksums import parameter_checksums
 from rlvr_jax.train.cluster import sharding
-from rlvr_jax.train.setup.adapters import make_lora
 from rlvr_jax.train.setup.behavior_sources import (
   UNHEATED,
   Source,
@@ -39,6 +38,7 @@ from rlvr_jax.train.setup.behavior_sources import (
   response_logprobs,
 )
 from rlvr_jax.train.setup.engines import make_engine
+from rlvr_jax.train.setup.placement import Placement
 from rlvr_jax.types import Packed, Params, Prompts, Rows, TrainBatch, TrainState
 from rlvr_jax.update.accumulate import policy_logprobs
 from rlvr_jax.update.diagnostics import mean_entropy, measure
@@ -51,7 +51,7 @@ class Programs(NamedTuple):
   """The jitted functions of a run, none of them compiled yet."""
 
   train_step: Callable  # (state, frozen, batch) → (state, metrics); the state is donated
-  supervised_step: Callable  # see `update.supervised.supervised_step`
+  supervised_step: Any  # jitted, see `update.supervised.supervised_step`
   engine: Engine  # samples from the policy as in training, on the trainer's devices
   held_out_engine: Engine  # with the evaluation's sampling
   sync_weights: Callable  # see `make_sync_weights`
@@ -76,9 +76,8 @@ def make_programs(
   tokenizer: Tokenizer,
   method: Method,
   sources: Sequence[Source],
-  state: TrainState,
+  placement: Placement,
   *,
-  mesh: Mesh,
   sampler: Sampler,
   warm_start_optimizer: optax.GradientTransformation,
 ) -> Programs:
@@ -86,13 +85,12 @@ def make_programs(
 
   Args:
     sources: the policies that sample.
-    state: from `abstract_state`.
-    mesh: of updates and of the evaluation.
-    sampler: on `mesh` itself, or on separate devices.
+    placement: of the run.
+    sampler: on the mesh of updates, or on separate devices.
     warm_start_optimizer: of the supervised phase.
   """
-  model = method.model
-  shardings = jax.tree.map(lambda x: x.sharding, state)
+  model, mesh = method.model, placement.mesh
+  shardings = jax.tree.map(lambda x: x.sharding, placement.state)
   for_host, replicated = sharding.host_result_sharding(mesh), sharding.replicated(mesh)
   alike = sharding.same_devices(mesh, sampler.mesh)
   engine_of = functools.partial(
@@ -119,11 +117,14 @@ def make_programs(
     ),
     engine=engine,
     held_out_engine=engine if held_out == sampling else engine_of(held_out),
-    sync_weights=make_sync_weights(mesh, sampler.mesh, state.params),
+    sync_weights=make_sync_weights(mesh, sampler.mesh, placement.state.params),
     checksums=jax.jit(parameter_checksums),
     behavior_gap=make_behavior_gap(sampler),
     unheated_logprobs=make_unheated_logprobs(sampler),
-    measure=jax.jit(_bound(make_measure(config, method), model), out_shardings=replicated),
+    measure=jax.jit(
+      _bound(make_measure(config.diagnostics, method, make_gram(config.gram)), model),
+      out_shardings=replicated,
+    ),
     mean_entropy=jax.jit(_bound(mean_entropy, model, method=method), out_shardings=replicated),
     score=jax.jit(_bound(policy_logprobs, model, method=method), out_shardings=for_host),
     merge=jax.jit(lambda trained, frozen: merged(model.combine(trained, frozen))),
@@ -162,22 +163,25 @@ def make_sync_weights(mesh: Mesh, generation_mesh: Mesh, params: Params) -> Call
   return lambda params, copy: copied(params) if copy else params
 
 
-def make_gram(config: ml_collections.ConfigDict) -> geometry.GramFn:
+def make_gram(spec: str) -> geometry.GramFn:
   """The function of `config.gram` that computes the Gram matrix."""
-  return specs.make("config.gram", geometry, config.gram, geometry.GramFn)
+  return specs.make("config.gram", geometry, spec, geometry.GramFn)
 
 
-def make_measure(config: ml_collections.ConfigDict, method: Method) -> Callable:
-  """`update.diagnostics.measure` with everything bound but (state, frozen, initial, batch)."""
-  check_between("config.diagnostics", "every", config.diagnostics.every, low=0)
-  if config.diagnostics.compared:
-    geometry.per_rollout(parameters=config.diagnostics.compared)  # raises unless it is a pattern
-  return functools.partial(
-    measure,
-    method=method,
-    gram=make_gram(config),
-    compared=config.diagnostics.compared,
-  )
+def make_measure(
+  settings: ml_collections.ConfigDict, method: Method, gram: geometry.GramFn
+) -> Callable:
+  """`update.diagnostics.measure` with everything bound but (state, frozen, initial, batch).
+
+  Args:
+    settings: `config.diagnostics`.
+    method: of the run.
+    gram: from `make_gram`.
+  """
+  check_between("config.diagnostics", "every", settings.every, low=0)
+  if settings.compared:
+    geometry.per_rollout(parameters=settings.compared)  # raises unless it is a pattern
+  return functools.partial(measure, method=method, gram=gram, compared=settings.compared)
 
 
 def choose_row_attention(
@@ -259,11 +263,8 @@ def abstract_batch(
   return jax.tree.map(place, shapes, sharding.batch_shardings(shapes, mesh))
 
 
-def abstract_state(
-  config: ml_collections.ConfigDict, method: Method, base: Params, mesh: Mesh
-) -> TrainState:
-  """Shapes, dtypes and shardings of the train state; `base`: shapes of the complete network."""
-  trained = trained_params(config, base)
+def abstract_state(method: Method, trained: Params, mesh: Mesh) -> TrainState:
+  """Shapes, dtypes and shardings of the train state; `trained`: from `trained_params`."""
 
   def build():
     zeros = lambda x: jnp.zeros(x.shape, x.dtype)
@@ -272,9 +273,8 @@ def abstract_state(
   return sharding.placed(jax.eval_shape(build), mesh)
 
 
-def trained_params(config: ml_collections.ConfigDict, base: Params) -> Params:
+def trained_params(adapters: lora.LoraSettings | None, base: Params) -> Params:
   """Shapes and dtypes of the parameters that are trained: `base`, or its adapters."""
-  settings = make_lora(config)
-  if settings is None:
+  if adapters is None:
     return base
-  return jax.eval_shape(lambda key: lora.init(key, base, settings), jax.random.key(0))
+  return jax.eval_shape(lambda key: lora.init(key, base, adapters), jax.random.key(0))

@@ -32,7 +32,7 @@ def first_params(
 
 def load_from_other_run(parts: Parts, writer: MetricWriter, checkpointer: Checkpointer) -> Params:
   """The policy of `config.start`, saved: a resumed run does not need the other run any more."""
-  folder = parameters.start_folder(parts.config)
+  folder = parameters.start_folder(parts.config.start.checkpoint)
   params, step = parameters.chosen_params(parts, folder)
   moments = " and its optimizer's moments" if parts.config.start.optimizer else ""
   say(f"starts with the policy of {folder}, after {step} updates there{moments}")
@@ -58,18 +58,18 @@ def warm_start(
     EndRequestedError: the process was asked to end meanwhile; the phase begins again then.
   """
   with multihost.phase("the warm start"), contextlib.ExitStack() as stack:
-    entry = None
-    if parts.config.warm_start.cache:
+    if not parts.config.warm_start.cache:
+      trained = train_on_demonstrations(parts, state, frozen, writer)
+    else:
       entry = warm_start_cache.Entry(parts, state, frozen)
       stack.enter_context(entry.claimed())
-    trained = entry.load() if entry else None
-    if trained:
-      say(f"uses the cached warm start {entry.path}")
-      for index, loss in trained.losses:
-        _record(writer, index, loss)
-    else:
-      trained = train_on_demonstrations(parts, state, frozen, writer)
-      if entry:
+      cached = entry.load()
+      if cached:
+        say(f"uses the cached warm start {entry.path}")
+        for index, loss in cached.losses:
+          _record(writer, index, loss)
+      trained = cached or train_on_demonstrations(parts, state, frozen, writer)
+      if not cached:
         entry.save(trained)
   checkpointer.save(
     parts.config.warm_start.num_steps, trained.params, host={"written": writer.written(0)}
@@ -96,7 +96,7 @@ def train_on_demonstrations(
     params = supervised.warm_start(
       state,
       frozen,
-      map(parts.to_devices, parameters.supervised_batches(parts)),
+      map(parts.placement.to_devices, parameters.supervised_batches(parts)),
       parts.programs.supervised_step,
       num_steps=num_steps,
       report=report,

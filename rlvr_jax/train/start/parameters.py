@@ -46,10 +46,10 @@ def network_params(parts: Parts) -> Params:
   checkpoint = parts.config.model.checkpoint
   if checkpoint:
     try:
-      return load_params(checkpoint, parts.abstract_base)
+      return load_params(checkpoint, parts.placement.base)
     except ValueError as error:
       raise CheckpointError(f"config.model.checkpoint = {checkpoint!r}: {error}") from error
-  shardings = jax.tree.map(lambda x: x.sharding, parts.abstract_base)
+  shardings = jax.tree.map(lambda x: x.sharding, parts.placement.base)
   init = jax.jit(parts.model.init, out_shardings=shardings)
   return init(key_for(parts.config.seed, "init"))
 
@@ -59,9 +59,10 @@ def load_frozen(parts: Parts) -> Frozen:
   if parts.lora is None:
     return Frozen({}, {})
   base = network_params(parts)
-  if sharding.same_devices(parts.generation_mesh, parts.mesh):
+  mesh, generation_mesh = parts.placement.mesh, parts.placement.generation_mesh
+  if sharding.same_devices(generation_mesh, mesh):
     return Frozen(base, base)
-  shardings = jax.tree.map(lambda x: x.sharding, sharding.placed(base, parts.generation_mesh))
+  shardings = jax.tree.map(lambda x: x.sharding, sharding.placed(base, generation_mesh))
   return Frozen(base, jax.device_put(base, shardings))
 
 
@@ -70,20 +71,27 @@ def initial_params(parts: Parts) -> Params:
   if parts.lora is None:
     return network_params(parts)
   try:
-    return first_adapters(parts.config, parts.model.config, parts.abstract_base, parts.mesh)
+    return first_adapters(
+      parts.lora,
+      parts.config.lora.adapters,
+      parts.model.config,
+      parts.placement.base,
+      parts.placement.mesh,
+      seed=parts.config.seed,
+    )
   except ValueError as error:
     raise CheckpointError(str(error)) from error
 
 
 def first_state(parts: Parts, params: Params, initial_entropy: float) -> TrainState:
   """The train state before the first update; `initial_entropy` in nats per token."""
-  shardings = jax.tree.map(lambda x: x.sharding, parts.abstract_state)
+  shardings = jax.tree.map(lambda x: x.sharding, parts.placement.state)
   build_state = jax.jit(functools.partial(initial_state, parts.method), out_shardings=shardings)
   state = build_state(params, jnp.float32(initial_entropy))
   if not parts.config.start.optimizer:
     return state
-  folder = start_folder(parts.config)
-  moments = read_field("opt_state", folder, parts.abstract_state.opt_state)
+  folder = start_folder(parts.config.start.checkpoint)
+  moments = read_field("opt_state", folder, parts.placement.state.opt_state)
   return dataclasses.replace(state, opt_state=_with_first_rate(moments, state.opt_state))
 
 
@@ -97,9 +105,11 @@ def _with_first_rate(moments: Any, first: Any) -> Any:
 def supervised_state(parts: Parts) -> tuple[Params, Any]:
   """Parameters and optimizer state before the warm start."""
   params = initial_params(parts)
-  optimizer = warm_start_optimizer(parts.config)
+  optimizer = warm_start_optimizer(parts.config.warm_start)
   shapes = jax.eval_shape(optimizer.init, params)
-  init = jax.jit(optimizer.init, out_shardings=sharding.state_shardings(shapes, parts.mesh))
+  init = jax.jit(
+    optimizer.init, out_shardings=sharding.state_shardings(shapes, parts.placement.mesh)
+  )
   return params, init(params)
 
 
@@ -117,27 +127,32 @@ def supervised_batches(parts: Parts) -> Iterator[tuple[Prompts, np.ndarray, np.n
 # --- parameters of a checkpoint -------------------------------------------------------------------
 
 
-def check_start(config: ml_collections.ConfigDict, workdir: Path) -> None:
-  """Raises CheckpointError unless `config.start` can be used, or its policy is in the workdir."""
-  start = config.start
+def check_start(start: ml_collections.ConfigDict, adapters: str, workdir: Path) -> None:
+  """Raises CheckpointError unless `config.start` can be used, or its policy is in the workdir.
+
+  Args:
+    start: `config.start`.
+    adapters: `config.lora.adapters`.
+    workdir: of the run.
+  """
   if start.optimizer and not start.checkpoint:
     raise CheckpointError(
       "config.start.optimizer = True has no effect without config.start.checkpoint; set that to"
       " another run's WORKDIR/checkpoints/STEP"
     )
-  if start.checkpoint and config.lora.adapters:
+  if start.checkpoint and adapters:
     raise CheckpointError(
       f"config.start.checkpoint = {start.checkpoint!r} and config.lora.adapters ="
-      f" {config.lora.adapters!r} both give the first parameters; set one of them to ''"
+      f" {adapters!r} both give the first parameters; set one of them to ''"
     )
   if start.checkpoint and not (workdir / "checkpoints").exists():
-    start_folder(config)
+    start_folder(start.checkpoint)
 
 
-def start_folder(config: ml_collections.ConfigDict) -> Path:
-  """The checkpoint of another run that `config.start` names; CheckpointError if there is none."""
+def start_folder(checkpoint: str) -> Path:
+  """The folder of `config.start.checkpoint`; CheckpointError if there is none."""
   try:
-    return checkpoint_folder(config.start.checkpoint, field="config.start.checkpoint")
+    return checkpoint_folder(checkpoint, field="config.start.checkpoint")
   except ValueError as error:
     raise CheckpointError(str(error)) from error
 
@@ -175,7 +190,7 @@ def chosen_params(parts: Parts, folder: Path | None) -> tuple[Params, int]:
   if folder is None:
     return initial_params(parts), 0
   _check_same_policy(parts, folder.parent.parent / "config.json")
-  return read_params(folder, parts.abstract_state.params), int(folder.name)
+  return read_params(folder, parts.placement.state.params), int(folder.name)
 
 
 def _check_same_policy(parts: Parts, path: Path) -> None:

@@ -88,7 +88,7 @@ def resumable(checkpointer: Checkpointer, parts: Parts, store: RolloutStore) -> 
     StoreError: no checkpoint is old enough to sample the damaged batches again.
   """
   for step in reversed(checkpointer.steps()):
-    restored = checkpointer.restore(parts.abstract_state, step=step)
+    restored = checkpointer.restore(parts.placement.state, step=step)
     assert restored is not None  # the step exists
     host = _host_state(restored, checkpointer)
     pending = [int(number) for number in host.queue["pending"]]
@@ -117,7 +117,7 @@ def resumable(checkpointer: Checkpointer, parts: Parts, store: RolloutStore) -> 
 def layout_of(parts: Parts) -> dict[str, Any]:
   """What changes a run's results by rounding alone: its machine, and how work is laid out there."""
   c = parts.config
-  meshes = {"mesh": parts.mesh, "generation_mesh": parts.generation_mesh}
+  meshes = {"mesh": parts.placement.mesh, "generation_mesh": parts.placement.generation_mesh}
   return {
     "processes": jax.process_count(),
     "device": jax.devices()[0].device_kind,

@@ -70,7 +70,7 @@ class Entry:
 
   def __init__(self, parts: Parts, state: Any, frozen: Params):
     """Computes its name; `state` and `frozen` as of `supervised_step`, before its first call."""
-    self._abstract = parts.abstract_state.params
+    self._abstract = parts.placement.state.params
     self._made_of = made_of(parts, state, frozen)
     name = hashlib.sha256(json.dumps(self._made_of, sort_keys=True).encode()).hexdigest()[:32]
     folder = local_path("config.warm_start.cache", parts.config.warm_start.cache).absolute()
@@ -124,9 +124,9 @@ def made_of(parts: Parts, state: Any, frozen: Params) -> dict[str, Any]:
   for batch in itertools.islice(parameters.supervised_batches(parts), steps):
     for array in jax.tree.leaves(batch):
       batches.update(memoryview(array).cast("B"))
-  first = parts.to_devices(next(parameters.supervised_batches(parts)))
+  first = parts.placement.to_devices(next(parameters.supervised_batches(parts)))
   program = parts.programs.supervised_step.lower(state, frozen, *first).as_text()
-  device = parts.mesh.devices.flat[0]
+  device = parts.placement.mesh.devices.flat[0]
   # On a CPU the order of a sum depends on the number of threads.
   cpu = f"{usable_cores()} cores of {processor()}"
   return {

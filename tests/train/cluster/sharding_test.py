@@ -339,9 +339,9 @@ def test_sampling_has_a_layout_of_its_own():
     evaluation__batch_prompts=8,
   )
   parts, one = build(config), build(tiny.config())
-  assert dict(parts.generation_mesh.shape) == dict(data=4, fsdp=1, tensor=2)
+  assert dict(parts.placement.generation_mesh.shape) == dict(data=4, fsdp=1, tensor=2)
   init = lambda parts: jax.jit(
-    parts.model.init, out_shardings=jax.tree.map(lambda x: x.sharding, parts.abstract_base)
+    parts.model.init, out_shardings=jax.tree.map(lambda x: x.sharding, parts.placement.base)
   )(jax.random.key(0))
   prompts = one.encode([one.task.train[i] for i in range(8)])
   engine = parts.programs.engine

@@ -8,7 +8,6 @@ import textwrap
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import pytest
 from train import tiny
 
@@ -149,7 +148,7 @@ def installed(tmp_path, monkeypatch):
     sys.modules.pop(name, None)
 
 
-CONFIG = ml_collections.ConfigDict({"seed": 1, "ks": (1, 4)})
+CONFIG = {"seed": 1, "ks": [1, 4]}
 
 
 @pytest.mark.parametrize("name", trackers.TRACKERS)

@@ -76,7 +76,7 @@ def test_export_writes_the_merged_policy_and_the_adapters(run, parts, tmp_path):
   export(parts, str(folder), run / "checkpoints" / "4")
   params, _ = chosen_params(parts, run / "checkpoints" / "4")
   whole = parts.programs.merge(params, parameters.load_frozen(parts).trainer)
-  loaded = load_params(folder, parts.abstract_base)
+  loaded = load_params(folder, parts.placement.base)
   jax.tree.map(np.testing.assert_array_equal, loaded, whole)
   adapters, settings = load_adapters(folder / "adapter", parts.model.config)
   jax.tree.map(np.testing.assert_array_equal, adapters, jax.device_get(params))

@@ -188,7 +188,7 @@ def test_under_another_task_s_name_the_recipe_s_keywords_are_dropped():
   with pytest.raises(
     ValueError, match=r"config\.task\.kwargs\.data_dir = '7': there is no such file in /"
   ):
-    make_task(c)
+    make_task(c.task)
   settings = {"min_terms": 2, "max_terms": 2}
   c = parsed("--config.task.name=reasoning_gym", f"--config.task.kwargs.settings={settings}",
              "--config.task.kwargs.dataset=chain_sum", recipe="configs/gsm8k.py")  # fmt: skip
@@ -211,11 +211,11 @@ def test_a_task_of_one_s_own():
 def test_arguments_of_a_task_may_stand_in_its_name():
   name = "train.sums:sums(held_out_size=3)"
   c = parsed(f"--config.task.name={name}", "--config.task.kwargs.train_size=7")
-  task = make_task(c)
+  task = make_task(c.task)
   assert (len(task.train), len(task.held_out)) == (7, 3)
   c = parsed(f"--config.task.name={name}", "--config.task.kwargs.held_out_size=7")
   with pytest.raises(ValueError, match=r"config\.task\.kwargs both set held_out_size; set it in"):
-    make_task(c)
+    make_task(c.task)
 
 
 def own_task(*, size: int, scale: float = 1.0, names=None):

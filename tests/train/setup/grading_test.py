@@ -150,7 +150,7 @@ def test_a_thought_that_the_prompt_opens_is_no_answer():
   rows = [np.resize([*text.encode(), 257] + [256] * 24, 24) for text in texts]
   group = Group(
     owner=None,
-    index=0,
+    prompt_index=0,
     tokens=np.array(rows, np.int32),
     lengths=np.array([len(text) for text in texts], np.int32),
     stopped=np.ones(2, bool),
@@ -161,7 +161,7 @@ def test_a_thought_that_the_prompt_opens_is_no_answer():
     problems = [parts.task.train[0], parts.task.train[1]]
     flight = collector.begin(problems)
     for index in range(2):
-      collector.add(group._replace(owner=flight, index=index))
+      collector.add(group._replace(owner=flight, prompt_index=index))
     samples = collector.finish(flight, [0, 0]).samples
   assert [s["outcome"] for s in samples] == ["unparseable", "correct", "correct", "correct"]
   assert [s["reward"] for s in samples] == [0.0, 1.5, 1.0, 1.0]

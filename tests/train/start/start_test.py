@@ -43,7 +43,7 @@ def starting(parts, **start):
 def saved(parts, workdir, step):
   folder = workdir / "checkpoints" / str(step)
   read = lambda field: checkpoint_files.read_field(
-    field, folder, getattr(parts.abstract_state, field)
+    field, folder, getattr(parts.placement.state, field)
   )
   return jax.device_get((read("params"), read("opt_state")))
 
@@ -104,7 +104,7 @@ def test_the_optimizers_moments_go_on_and_the_learning_rate_begins_anew(parts, o
 def test_another_method_may_go_on(other, tmp_path):
   """Whose state is not in the checkpoint."""
   fade = build(tiny.config(advantage="fade", start__checkpoint=str(other), start__optimizer=True))
-  folder = parameters.start_folder(fade.config)
+  folder = parameters.start_folder(fade.config.start.checkpoint)
   params, step = parameters.chosen_params(fade, folder)
   assert step == UPDATES
   state = parameters.first_state(fade, params, 0.5)
@@ -139,4 +139,4 @@ def test_a_start_that_does_not_fit(parts, other, tmp_path):
   both = parts.config.copy_and_resolve_references()
   both.start.checkpoint, both.lora.adapters = str(other), "adapters"
   with pytest.raises(checkpoint_files.CheckpointError, match="both give the first parameters"):
-    parameters.check_start(both, tmp_path)
+    parameters.check_start(both.start, both.lora.adapters, tmp_path)

@@ -1,0 +1,50 @@
+"""Where a run is: its meshes, and how its arrays lie on them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jax.sharding import Mesh
+
+from rlvr_jax.rollouts.packing import RowLayout, with_rows
+from rlvr_jax.train.cluster import sharding
+from rlvr_jax.types import Params, TrainBatch, TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+  """The devices of a run, and the shapes, dtypes and shardings of what lies on them.
+
+  Attributes:
+    mesh: that makes updates and evaluates.
+    generation_mesh: that generates rollouts; `mesh` itself, or that of `config.generation_mesh`.
+    row_layout: of the rollouts of a training batch.
+    state: the train state, as shapes, dtypes and shardings.
+    base: all parameters of the network, likewise.
+    frozen: the parameters that are not trained, likewise; {} if all are trained.
+  """
+
+  mesh: Mesh
+  generation_mesh: Mesh
+  row_layout: RowLayout
+  state: TrainState
+  base: Params
+  frozen: Params
+
+  def to_devices(self, tree: Any) -> Any:
+    """Places NumPy arrays of a batch on the devices that make updates."""
+    return sharding.to_devices(tree, sharding.batch_sharding(self.mesh))
+
+  def to_generation(self, tree: Any) -> Any:
+    """As `to_devices`, on the devices that generate."""
+    return sharding.to_devices(tree, sharding.batch_sharding(self.generation_mesh))
+
+  def batch_to_devices(self, batch: TrainBatch) -> TrainBatch:
+    """Packs a batch of NumPy arrays into rows, and places it for an update."""
+    return sharding.batch_to_devices(with_rows(batch, self.row_layout), self.mesh)
+
+  @property
+  def gap_prompts(self) -> int:
+    """Number of groups per source whose log-probabilities are compared."""
+    return self.generation_mesh.shape["data"] * self.generation_mesh.shape["fsdp"]
