@@ -52,10 +52,10 @@ def test_a_run_that_takes_it_is_the_run_that_trains_it(parts, tmp_path, capsys):
   cache = tmp_path / "cache"
   runs.train(parts, tmp_path / "alone")
   runs.train(sharing(parts, cache), tmp_path / "first")
-  assert "takes the warm start" not in capsys.readouterr().out
+  assert "uses the cached warm start" not in capsys.readouterr().out
   runs.train(sharing(parts, cache), tmp_path / "second")
   (saved,) = [path for path in cache.iterdir() if path.is_dir()]
-  assert f"takes the warm start {saved}" in capsys.readouterr().out
+  assert f"uses the cached warm start {saved}" in capsys.readouterr().out
   alone = tiny.outcome(tmp_path / "alone")
   assert len([r for r in alone["metrics"] if r["phase"] == "warm_start"]) == 4
   assert tiny.outcome(tmp_path / "first") == tiny.outcome(tmp_path / "second") == alone
