@@ -88,30 +88,6 @@ def write_results(path: pathlib.Path, results: Iterable[Result]) -> None:
     file.write("\n".join(["[", ",\n".join(map(json.dumps, kept)), "]\n"]).encode())
 
 
-def of_experiment(
-  path: pathlib.Path,
-  measure: Callable[[str], dict[str, Any]] = lambda workdir: {},
-  argv: Sequence[str] | None = None,
-) -> tuple[list[dict[str, Any]], bool]:
-  """The results of an experiment, and whether they are new; reads its command line.
-
-  They are those of `path`, or with --workdir those of that sweep, which are written to `path`.
-
-  Args:
-    path: file of results.
-    measure: workdir of a run → what joins its result.
-    argv: the command line; None for that of the process.
-  """
-  parser = argparse.ArgumentParser()
-  parser.add_argument("--workdir", help=f"of the sweep; by default {path} is read")
-  workdir = parser.parse_args(argv).workdir
-  if workdir is None:
-    return read_results(path), False
-  results = [result | measure(result["workdir"]) for result in read_results(workdir)]
-  write_results(path, results)
-  return results, True
-
-
 def by_label(results: Iterable[Result]) -> dict[str, list[Result]]:
   """The results of every label, in the order of the results."""
   found: dict[str, list[Result]] = {}
