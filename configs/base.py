@@ -53,6 +53,10 @@ def get_config() -> ConfigDict:
     checkpoint="",
     overrides=dict(
       compute_dtype=placeholder(str),  # float32, bfloat16
+      # Precision of float32 products on TPUs and GPUs. highest: exact; None means the same.
+      # default: inputs are rounded to bfloat16 or TF32, which is several times faster. The bound of
+      # max_behavior_gap is then that of bfloat16. bfloat16 networks have default only.
+      matmul_precision=placeholder(str),
       param_dtype=placeholder(str),
       remat=placeholder(str),  # none, dots, full
       unroll_layers=placeholder(int),

@@ -70,13 +70,19 @@ def mean(runs: Sequence[Result], of_run: OfRun) -> str:
   return compare.cell([of_run(run) for run in runs])
 
 
-def paired(found: Mapping[str, Sequence[Result]], label: str, baseline: str, of_run: OfRun) -> str:
-  """Mean difference by seed, with Student's 95 % interval."""
+def paired(
+  found: Mapping[str, Sequence[Result]],
+  label: str,
+  baseline: str,
+  of_run: OfRun,
+  digits: int = 3,
+) -> str:
+  """Mean difference by seed, with Student's 95 % interval, to so many decimal digits."""
   runs = [*found[baseline], *found[label]]
   difference = compare.differences(runs, baseline, of_run)[label]
   if difference is None:
     raise ValueError(f"{label!r} and {baseline!r} share fewer than two seeds; run more of both")
-  return f"{difference.mean:+.3f} [{difference.low:+.3f}, {difference.high:+.3f}]"
+  return compare.difference_cell(difference, digits)
 
 
 def number(value: float) -> str:
@@ -108,8 +114,10 @@ from committed files of results. Claims that did not hold stay.
 """
 _RULES = """
 "A minus B" is paired by seed, with Student's 95 % interval in brackets; after ± stands half of
-that interval. Intervals are not adjusted for their number; the linked pages have Holm's p. Where
-only two seeds have run, both stand there, as "A and B", without an interval.
+that interval; both are left out where all seeds are equal. Intervals are not adjusted for their
+number. The pages of the runs on `steps` have Holm's p, for each of their tables; those of the
+quickstart have none. Where only two seeds have run, both stand there, as "A and B", without an
+interval.
 
 * Tasks: the quickstart is sums of three numbers below ten, answered in at most four bytes.
   [`steps`](../experiments/premises/README.md) has longer responses; its runs have 192 updates of
@@ -122,7 +130,9 @@ only two seeds have run, both stand there, as "A and B", without an interval.
   softmax, as the authors' code appears to. n_eff is 0 where weighted gradients cancel, 1 where they
   are orthogonal, and PR counts directions. A′ = P A + α (I − P) A⁺ is the coefficient in the loss:
   P projects on the shared directions, α = 1 − n_eff or 0, A⁺ is the positive part of A.
-* [P3O](methods/p3o.md): ε is GRPO's clip. [FADE](methods/fade.md): masses are the weights of
+* [P3O](methods/p3o.md): ε is GRPO's clip. Runs "with four updates per refresh" train on rollouts of
+  the policy itself that are zero to three updates old; P3O's baselines are such runs, none is
+  on-policy. [FADE](methods/fade.md): masses are the weights of
   successes and failures, α and δ its controllers, H* its target entropy.
 * [μ-GRPO](methods/mu_grpo.md): tight is GRPO's interval of ρ, relaxed is [0, 5]. The veto drops
   tokens behind a trigger (suffix), a token with A < 0 and ρ below κ. The higher learning rate is

@@ -82,11 +82,17 @@ _REWEIGHTED = _average("geometry/effective_rollouts_reweighted")
 _RESIDUAL = _average("geometry/residual_energy")
 _CLIP = _average("loss/clip_fraction")
 _RANK_ONE = report.of_geometry("head_rank_one_fraction", when="last")
+_ENTROPY = report.over_training("policy/entropy")
 _AGREEMENT = ("correlation", "permutation_quantile", "noise_quantile")
+_ALPHAS = (  # at G = 4, at G = 8, at all larger G
+  *(mean(_SALT[f"SALT, G = {size}"], _average("reweighting/alpha")) for size in (4, 8)),
+  mean([r for G in (16, 32, 64) for r in _SALT[f"SALT, G = {G}"]], _average("reweighting/alpha")),
+)
 _HEAD_SHARE = report.of_geometry("head_share", when="last")
-_MASSES = (GRPO, "success-heavy", "failure-heavy")
+_MASSES = (GRPO, "FADE", "success-heavy", "failure-heavy")
 _LAST_ENTROPY = report.end("policy/entropy")
 _HOT = "temperature 1.5"
+_ON_POLICY = ("GRPO, on-policy", "P3O, on-policy")
 _LATE = report.late()
 _EPSILON = "GRPO, ε = 0.2"
 _AT = (0.0, *hand_over.prices_of_7b().values())
@@ -124,8 +130,15 @@ def _each(label: str, of_run: OfRun = _LATE, less: str | None = None) -> str:
   return " and ".join(f"{values[seed] - others[seed]:+.3f}" for seed in values if seed in others)
 
 
+def _lower(label: str, baseline: str, of_run: OfRun) -> str:
+  """How many seeds on `steps` have a lower value than the other arm's same seed."""
+  others = {run["seed"]: of_run(run) for run in _ON_STEPS[baseline]}
+  lower = [of_run(run) < others[run["seed"]] for run in _ON_STEPS[label]]
+  return f"{sum(lower)} of {len(lower)}"
+
+
 def _cost_of(setting: str, method: str) -> str:
-  """Final pass@1 less that of the matched run."""
+  """Final pass@1 less that of the run with four updates per refresh and nothing else."""
   return paired(_P3O, f"{setting}: {method}", f"matched: {method}", final)
 
 
@@ -197,7 +210,7 @@ _OF_SALT = {
     "a fixed α is brittle, the adaptive one is not",
     "not",
     "SALT minus GRPO in pass@1: {} with α fixed at 1, {} with α fixed at 0, {} adaptive. The"
-    " adaptive α is 0 in nearly every update, so that it is as good as the worst fixed one.",
+    " adaptive α is 0 in every measured update, so that it is as good as the worst fixed one.",
     tuple(
       paired(_SALT, label, "GRPO, G = 16", final)
       for label in ("SALT, α = 1.0, G = 16", "SALT, α = 0.0, G = 16", "SALT, G = 16")
@@ -210,12 +223,13 @@ _OF_SALT = {
     "at a fixed budget SALT uses larger groups better",
     "not",
     "SALT minus GRPO in pass@1: {} at G = 4 and {} at G = 64, where neither learns: pass@1 rises by"
-    " {} with SALT and {} with GRPO. α is 0 at every G, so that SALT's residual is off. On `steps`,"
-    " with `sampled`, where α is positive: {} at G = 8, {} at G = 32. At G = 32 minus that at G = 8"
-    " it is {} with GRPO, {} with SALT.",
+    " {} with SALT and {} with GRPO. α is {} at G = 4, {} at G = 8 and {} from G = 16 on, so that"
+    " SALT's residual is nearly or wholly off. On `steps`, with `sampled`, where α is positive: {}"
+    " at G = 8, {} at G = 32. At G = 32 minus that at G = 8 it is {} with GRPO, {} with SALT.",
     (
       *(paired(_SALT, f"SALT, G = {size}", f"GRPO, G = {size}", final) for size in (4, 64)),
       *(mean(_SALT[label], rise) for label in ("SALT, G = 64", "GRPO, G = 64")),
+      *_ALPHAS,
       paired(_ON_STEPS, "SALT, sampled", GRPO, _LATE),
       _each("SALT, sampled, G = 32", less="GRPO, G = 32"),
       _each("GRPO, G = 32", less=GRPO),
@@ -227,11 +241,13 @@ _OF_SALT = {
     also=_SALT_STEPS_LINK,
   ),
   "S6": Verdict(
-    "with G shared energy falls and the residual's rises; the bound stays, the norm falls",
+    "with G shared energy falls and the residual's rises; the bound stays, the norm falls; across"
+    " prompts the norm follows the bound",
     "not",
     "GRPO's residual energy at G = 64 minus that at G = 4: {}. On `steps`, with `sampled`, at G ="
     " 32 minus that at G = 8: {}. So no rise is found. There the bound of the update's norm is {}"
-    " at G = 8 and {} at G = 32, the norm {} and {}: both grow.",
+    " at G = 8 and {} at G = 32, the norm {} and {}: both grow. Norms of single prompts' groups"
+    " have not been measured.",
     (
       paired(_SALT, "GRPO, G = 64", "GRPO, G = 4", _RESIDUAL),
       _each("GRPO, G = 32", report.of_geometry("residual_energy", "sampled"), GRPO),
@@ -282,10 +298,11 @@ _OF_SALT = {
   "S10": Verdict(
     "α adapts with G; the clip fraction stays low",
     "in part",
-    "On the quickstart α is 0 in nearly every update at every G; the clip fraction is {} with SALT"
-    " and {} without. On `steps`, with `sampled`, α is {} at G = 8, {} at G = 32; the clip"
-    " fractions are {} with SALT and {} without.",
+    "On the quickstart α is {} at G = 4, {} at G = 8 and {} from G = 16 on; the clip fraction is {}"
+    " with SALT and {} without. On `steps`, with `sampled`, α is {} at G = 8, {} at G = 32; the"
+    " clip fractions are {} with SALT and {} without.",
     (
+      *_ALPHAS,
       *(mean(_SALT[label], _CLIP) for label in ("SALT, G = 16", "GRPO, G = 16")),
       mean(_ON_STEPS["SALT, sampled"], report.over_training("reweighting/alpha")),
       _each("SALT, sampled, G = 32", report.over_training("reweighting/alpha")),
@@ -294,7 +311,7 @@ _OF_SALT = {
         for label in ("SALT, sampled", GRPO)
       ),
     ),
-    f"{_QUICKSTART}, G = 16; {_STEPS_RUNS}, 2 with G = 32",
+    f"{_QUICKSTART}, G = 16 for the clip fraction; {_STEPS_RUNS}, 2 with G = 32",
     _SALT_LINK,
     ("SALT, sampled", "SALT, sampled, G = 32", "SALT, sampled, G = 16", "SALT, sampled, G = 64"),
     also=_SALT_STEPS_LINK,
@@ -329,8 +346,9 @@ _OF_P3O = {
   "P1": Verdict(
     "one P3O run matches or beats the best of GRPO with ε = 0.2, 0.4, 0.6",
     "not",
-    "P3O minus GRPO in pass@1, with rollouts of the policy itself: {} with ε = 0.2, {} with ε ="
-    " 0.4, {} with ε = 0.6. On `steps`: {} with ε = 0.2, {} with ε = 0.6.",
+    "P3O minus GRPO in pass@1, both with four updates per refresh: {} with ε = 0.2, {} with ε ="
+    " 0.4, {} with ε = 0.6. On `steps`: {} with ε = 0.2, {} with ε = 0.6. On-policy runs are"
+    " queued.",
     (
       *(
         paired(_P3O, "matched: P3O", f"matched: GRPO, ε = {epsilon}", final)
@@ -340,16 +358,17 @@ _OF_P3O = {
     ),
     f"{_MISMATCH}; {_TWO_SEEDS}",
     _P3O_LINK,
-    (GRPO, "P3O", "GRPO, ε = 0.6", "GRPO, ε = 0.4"),
+    (GRPO, "P3O", "GRPO, ε = 0.6", "GRPO, ε = 0.4", *_ON_POLICY),
     also=_P3O_STEPS_LINK,
   ),
   "P2": Verdict(
     "robust to rollouts sampled at another temperature",
-    "not",
+    "in part",
     "Sampled at temperature 1.5, log-probabilities exact, minus its run without this: P3O {}, a"
     " collapse through its KL term, without which it ends at {}; GRPO {}. Log-probabilities"
     " recorded as those of the policy itself, on `steps`: GRPO, minus its run without this, {}; P3O"
-    " minus GRPO {}; P3O, minus its run without this, {}.",
+    " minus GRPO {}; P3O, minus its run without this, {}. So P3O is robust where the"
+    " log-probabilities do not see the temperature, as GRPO is, and not where they do.",
     (
       _cost_of(_HOT, "P3O"),
       mean(_P3O[f"{_HOT}: P3O without its KL term"], final),
@@ -371,11 +390,14 @@ _OF_P3O = {
   "P3": Verdict(
     "robust to bf16 training with fp8 rollouts, where GRPO degrades",
     "not",
-    "int8 rollouts, minus the run without them: P3O {}, GRPO {}. Neither degrades. fp8 rollouts on"
-    " `steps`, minus the run without them: P3O {}, GRPO {}. P3O loses more. Training in"
-    " bfloat16 has not run.",
+    "int8 rollouts and a policy that computes in bfloat16, minus the run with neither: P3O {},"
+    " GRPO {}. Neither degrades. The difference is of both changes, and of the warm start, which"
+    " is in bfloat16 too: it ends at {} instead of {}. fp8 rollouts on `steps`, with training in"
+    " float32, minus the run without them: P3O {}, GRPO {}. P3O loses more. fp8 rollouts with"
+    " training in bfloat16 are queued.",
     (
       *(_cost_of("int8 rollouts", method) for method in ("P3O", _EPSILON)),
+      *(mean(_P3O[f"{setting}: P3O"], _start) for setting in ("int8 rollouts", "matched")),
       *(_each(f"{method}, fp8 rollouts", less=method) for method in ("P3O", GRPO)),
     ),
     f"{_MISMATCH}, ε = 0.2; {_TWO_SEEDS}",
@@ -405,14 +427,19 @@ _OF_P3O = {
   "P5": Verdict(
     "better and steadier than GRPO in one- and two-step asynchronous pipelines",
     "in part",
-    "P3O minus GRPO: {} at lag 1, {} at lag 2. GRPO minus its run without lag: {} and {}. These"
-    " lags are hardly a mismatch: the effective sample size is {} and {}. On `steps` at lag 8 it is"
-    " {}, and P3O is better than GRPO: pass@1 {}, pass@16 {}. Minus their runs without lag: GRPO"
-    " {}, P3O {}.",
+    "P3O minus GRPO: {} at lag 1, {} at lag 2. These lags are hardly a mismatch: GRPO's effective"
+    " sample size is {} and {}, the KL to the policy that sampled {} and {}. GRPO minus four"
+    " updates per refresh: {} and {}; but that baseline lags by up to three updates, with {} and"
+    " {}, more than lag 1. On `steps` at lag 8 the effective sample size is {}, and P3O is better"
+    " than GRPO: pass@1 {}, pass@16 {}. Minus four updates per refresh: GRPO {}, P3O {}. What a"
+    " lag costs against on-policy runs is queued.",
     (
       *(_against(setting) for setting in ("lag 1", "lag 2")),
-      *(_cost_of(setting, _EPSILON) for setting in ("lag 1", "lag 2")),
       *(_ess(setting) for setting in ("lag 1", "lag 2")),
+      *(mean(_P3O[f"{setting}: {_EPSILON}"], _field("kl")) for setting in ("lag 1", "lag 2")),
+      *(_cost_of(setting, _EPSILON) for setting in ("lag 1", "lag 2")),
+      _ess("matched"),
+      mean(_P3O[f"matched: {_EPSILON}"], _field("kl")),
       _each("GRPO, lag 8", report.over_training("behavior/ess")),
       *(_each("P3O, lag 8", f, "GRPO, lag 8") for f in (_LATE, report.late("eval/pass@16"))),
       *(_each(f"{method}, lag 8", less=method) for method in (GRPO, "P3O")),
@@ -420,6 +447,7 @@ _OF_P3O = {
     f"{_MISMATCH}, ε = 0.2; {_TWO_SEEDS}",
     _P3O_LINK,
     (
+      *_ON_POLICY,
       *("GRPO, lag 8", "P3O, lag 8", "GRPO, lag 1", "P3O, lag 1", "GRPO, lag 2", "P3O, lag 2"),
       *("GRPO, lag 8, learning rate 1e-3", "P3O, lag 8, learning rate 1e-3"),
     ),
@@ -429,7 +457,9 @@ _OF_P3O = {
     "robust to half of the rollouts from another model",
     "not",
     "Minus the run without them: P3O {}, GRPO {}; on `steps` P3O {}, GRPO {}. P3O loses"
-    " more. The effective sample size is {}, on `steps` {}.",
+    " more. The effective sample size is {}, on `steps` {}. The paper's other model is another and"
+    " larger one. Ours is the same network, a finished run of another seed, which stays as it is"
+    " while the policy goes on: an equal that falls behind.",
     (
       *(_cost_of("half from another policy", method) for method in ("P3O", _EPSILON)),
       *(_each(f"{method}, half from another policy", less=method) for method in ("P3O", GRPO)),
@@ -443,10 +473,10 @@ _OF_P3O = {
   ),
   "P7": Verdict(
     "a second anchor, to the reference, collapses at temperature 1.2; P3O does not",
-    "not",
-    "Neither collapses: with rollouts at temperature 1.2, recorded raw, P3O ends at {}, with the"
-    " second anchor at {}. The paper's formula is not in what we have; ours is P3O with a KL to the"
-    " first policy.",
+    "in part",
+    "P3O does not, but neither does the other: with rollouts at temperature 1.2, recorded raw, P3O"
+    " ends at {}, with the second anchor at {}. The paper's formula is not in what we have; ours"
+    " is P3O with a KL to the first policy.",
     tuple(_each(f"{label}, temperature 1.2, raw") for label in ("P3O", "P3O, two anchors")),
     _TWO_SEEDS,
     _P3O_STEPS_LINK,
@@ -456,44 +486,71 @@ _OF_P3O = {
 _OF_FADE = {
   "F1": Verdict(
     "success-heavy mass collapses entropy",
-    "not",
-    "Under GRPO, of equal masses, entropy falls from {} to {} nats. Minus GRPO at the end:"
-    " success-heavy entropy {} nats, pass@1 {}; failure-heavy {} and {}. So entropy falls with all"
-    " masses.",
+    "in part",
+    "Under GRPO, of equal masses, entropy falls from {} to {} nats, with a mean over the run of {}."
+    " Success-heavy masses lower this mean: minus GRPO {}, with {} seeds, minus FADE, which is"
+    " nearer to r − r̄, {}, with {}. Failure-heavy ones raise it: {} and {}. At the end,"
+    " minus GRPO: success-heavy entropy {} nats, pass@1 {}; failure-heavy {} and {}. So the"
+    " direction is the paper's; but the change is small, and entropy falls with all masses. The"
+    " control, `grpo_mean`, is queued.",
     (
-      *(mean(_ON_STEPS[GRPO], f) for f in (_first_entropy, _LAST_ENTROPY)),
+      *(mean(_ON_STEPS[GRPO], f) for f in (_first_entropy, _LAST_ENTROPY, _ENTROPY)),
       *(
-        paired(_ON_STEPS, label, GRPO, f)
+        value
+        for label in (GRPO, "FADE")
+        for value in (
+          paired(_ON_STEPS, "success-heavy", label, _ENTROPY, 5),
+          _lower("success-heavy", label, _ENTROPY),
+        )
+      ),
+      *(paired(_ON_STEPS, "failure-heavy", label, _ENTROPY, 5) for label in (GRPO, "FADE")),
+      *(
+        paired(_ON_STEPS, label, GRPO, f, digits)
         for label in ("success-heavy", "failure-heavy")
-        for f in (_LAST_ENTROPY, report.late())
+        for f, digits in ((_LAST_ENTROPY, 5), (_LATE, 3))
       ),
     ),
     f"{_STEPS_RUNS}, ratios of masses of 4 and 1/4",
     _FADE_LINK,
-    (GRPO, "success-heavy", "failure-heavy", "successes alone", "failures mostly, λ = 0.1"),
+    (
+      GRPO,
+      "grpo_mean",
+      "success-heavy",
+      "failure-heavy",
+      "successes alone",
+      "failures mostly, λ = 0.1",
+    ),
   ),
   "F2": Verdict(
     "failure-heavy mass drives the head's update to rank one",
     "not",
-    "The share of the output head's change that lies along one direction (σ₁²/Σσ²) is {} with GRPO."
-    " Minus GRPO: failure-heavy {}, success-heavy {}. So it rises with the other kind. The head's"
-    " share of the squares of all changes is {} with GRPO, {} success-heavy, {} failure-heavy.",
+    "The share of the output head's change that lies along one direction (σ₁²/Σσ²) is {} with GRPO"
+    " and {} with FADE. Minus GRPO: failure-heavy {}, success-heavy {}. But GRPO divides by the"
+    " group's deviation too. Minus FADE, which is nearer to r − r̄: {} and {}. So it rises more"
+    " with the other kind, and whether it rises with this one is open: the control, `grpo_mean`,"
+    " is queued. The head's share of the squares of all changes is {} with GRPO, {} with FADE, {}"
+    " success-heavy, {} failure-heavy.",
     (
-      mean(_ON_STEPS[GRPO], _RANK_ONE),
-      *(paired(_ON_STEPS, label, GRPO, _RANK_ONE) for label in ("failure-heavy", "success-heavy")),
+      *(mean(_ON_STEPS[label], _RANK_ONE) for label in (GRPO, "FADE")),
+      *(
+        paired(_ON_STEPS, label, baseline, _RANK_ONE)
+        for baseline in (GRPO, "FADE")
+        for label in ("failure-heavy", "success-heavy")
+      ),
       *(mean(_ON_STEPS[label], _HEAD_SHARE) for label in _MASSES),
     ),
     f"{_STEPS_RUNS}, ratios of masses of 4 and 1/4",
     _FADE_LINK,
-    (GRPO, "success-heavy", "failure-heavy"),
+    (GRPO, "grpo_mean", "success-heavy", "failure-heavy"),
   ),
   "F3": Verdict(
     "peaks earlier in pass@1 than the best static estimator, with the best pass@k curve",
     "not",
     "FADE minus GRPO: peak {}, its update {}, pass@16 {}. Minus success-heavy: {}, {} and {}. So no"
     " difference is found. δ cannot act here: by the relative target it stays above one minus half"
-    " of the initial entropy, which is small. On the quickstart, minus GRPO in pass@1: FADE {},"
-    " pass@4 training {}. With an absolute target δ can act; minus GRPO: peak {},"
+    " of the initial entropy, which is small. On the quickstart, minus the recipe `grpo` in pass@1:"
+    " FADE {}, pass@4 training {}; but that recipe alone has a KL term, and averages the loss by"
+    " response instead of by token. With an absolute target δ can act; minus GRPO: peak {},"
     " pass@16 {}.",
     (
       *(
@@ -504,7 +561,7 @@ _OF_FADE = {
       *(paired(_RECIPES, label, "grpo", final) for label in ("fade", "pass_at_k")),
       *(_each("FADE, H* = 0.5", f, GRPO) for f in (report.peak(), report.late("eval/pass@16"))),
     ),
-    f"{_STEPS_RUNS}, 2 with H* = 0.5, evaluated every 32; quickstart, 3 seeds, 64 updates",
+    f"{_STEPS_RUNS}, 2 with H* = 0.5, evaluated every 32; quickstart, 3 seeds, 64 updates, μ = 1",
     _FADE_LINK,
     (
       *(GRPO, "FADE", "FADE, H* = 0.5", "pass@4 training", "success-heavy", "failure-heavy"),
@@ -628,27 +685,31 @@ VERDICTS_BY_ID = {**_OF_SALT, **_OF_P3O, **_OF_FADE, **_OF_MU}
 IN_SHORT = {  # of each paper: what held, what did not, and why as far as the runs tell
   "S": (
     "What held: the geometry. Gradients are of low rank, the output head's represent those of the"
-    " last block, and SALT raises n_eff. What did not: no gain of PR or accuracy is found. With the"
-    " paper's feature gradients do not cancel here, n_eff is above 1, so that the adaptive α is 0"
-    " and costs accuracy. With `sampled` they share a direction that centered advantages cancel."
-    " SALT then drops nearly all of its shared part and keeps most of the rest, of the positive"
-    " advantages; accuracy is that of GRPO within its interval. Larger groups and shared energy did"
-    " not go as claimed on either task, a fixed α not on the quickstart, whose answers have four"
-    " bytes."
+    " last block, and SALT raises n_eff. What did not: no gain of PR or accuracy is found. With"
+    " the paper's feature gradients do not cancel here, n_eff is above 1, so that the adaptive α"
+    " is 0 or nearly so, and costs accuracy. With `sampled` they share a direction that centered"
+    " advantages cancel. SALT then drops nearly all of its shared part and keeps most of the rest,"
+    " of the positive advantages; accuracy is that of GRPO within its interval. Larger groups and"
+    " shared energy did not go as claimed on either task, a fixed α not on the quickstart, whose"
+    " answers have four bytes."
   ),
   "P": (
-    "What held: int8 rollouts harm neither method, and where rollouts lag by several updates P3O is"
-    " better than GRPO, with both seeds. What did not: it is not better where rollouts are the"
-    " policy's own. Where the mismatch is larger (another policy's rollouts, fp8) it loses more,"
-    " with both seeds on `steps`. At temperature 1.5 it collapses through its KL term on the"
-    " quickstart. Lags of an update or two are hardly a mismatch for policies of this size: the"
-    " effective sample size stays near its maximum."
+    "What held: int8 rollouts with bfloat16 training harm neither method, hotter rollouts do not"
+    " where log-probabilities are recorded raw, and where rollouts lag by several updates P3O is"
+    " better than GRPO, with both seeds. What did not: it is not better with four updates per"
+    " refresh of the policy's own rollouts. Where the mismatch is larger (another policy's"
+    " rollouts, fp8) it loses more, with both seeds on `steps`. At temperature 1.5 it collapses"
+    " through its KL term on the quickstart. Lags of an update or two are hardly a mismatch for"
+    " policies of this size: the effective sample size stays near its maximum."
   ),
   "F": (
-    "None of the three held. Entropy is low after the warm start, and falls under every estimator,"
-    " so that there is little to keep. FADE's δ cannot act on so low an entropy, and its α falls to"
-    " its lower bound; so F3 is a weak test. With an absolute target two seeds gain nothing either."
-    " Unequal masses do raise the output head's share of the change."
+    "What held: success-heavy masses lower entropy over the run, with every seed, by a little."
+    " What did not: the head's update does not come nearer to rank one by failure-heavy masses"
+    " more than by others, and FADE gains nothing. Entropy is low after the warm start, and falls"
+    " under every estimator, so that there is little to keep. FADE's δ cannot act on so low an"
+    " entropy, and its α falls to its lower bound; so F3 is a weak test. With an absolute target"
+    " two seeds gain nothing either. Unequal masses do raise the output head's share of the"
+    " change."
   ),
   "M": (
     "What held: with the tight interval large μ costs accuracy. The relaxed one falls below its"

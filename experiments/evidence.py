@@ -13,7 +13,7 @@ _ALL = merged([CLAIMS, *(experiment.ABLATIONS for experiment in EXPERIMENTS)])
 _DECISIVE = (  # one comparison of each paper, with five seeds before anything else
   *("GRPO", "SALT, sampled"),
   *("GRPO, temperature 1.5, raw", "P3O, temperature 1.5, raw"),
-  *("FADE", "success-heavy", "failure-heavy"),
+  *("FADE", "success-heavy", "failure-heavy", "grpo_mean"),
   *("tight, μ = 96", "suffix, μ = 96"),
   "all four",
 )

@@ -40,14 +40,24 @@ _STOPPED_STATUS = flags.DEFINE_integer(
   "stopped_status", 0, "Exit status of a training run that a signal has ended before its end.", 0
 )
 _PARENT = flags.DEFINE_integer("parent", None, "Process whose end asks this one to end.")
-flags.mark_flags_as_required(["config"])
+
+_HELP = """rlvr_jax trains, evaluates and exports policies, for instance by
+
+  rlvr_jax --config=configs/quickstart.py --workdir=runs/quickstart
+
+  --config=FILE        the recipe; any field can be set, such as --config.seed=1
+  --workdir=FOLDER     for all output files; the same command resumes a run
+  --mode=MODE          train (without it), check, eval, export, fits, costs or sweep
+  --checkpoint=RUN     the run to evaluate or to export
+
+All flags: rlvr_jax --help. A first run, explained: docs/first_run.md"""
 
 
 def main(argv: list[str]) -> int:
   if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments: {argv[1:]}; write --config.field=value")
+    sys.exit(f"error: unexpected arguments: {argv[1:]}; write --config.field=value")
   if not _WORKDIR.value and _MODE.value not in ("fits", "costs"):
-    raise app.UsageError("--workdir is missing")
+    sys.exit("error: --workdir is missing; add --workdir=FOLDER, such as runs/mine")
   if _STOPPED_STATUS.value:  # under launch, which outlives the terminal
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
   if _PARENT.value:
@@ -59,7 +69,7 @@ def main(argv: list[str]) -> int:
   coordinates = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
   if _DISTRIBUTED.value or coordinates != (None, None, None):
     if _MODE.value == "sweep":
-      raise app.UsageError("the runs of a sweep take one process each: leave out --distributed")
+      sys.exit("error: the runs of a sweep take one process each: leave out --distributed")
     try:
       multihost.initialize(*coordinates)
     except (ValueError, RuntimeError) as error:
@@ -81,7 +91,7 @@ def run() -> int:
     of_sweep = (_SWEEP.value, sys.argv, _MINUTES.value)
     action = choose.prepared(_MODE.value, _CONFIG.value, *given, *of_sweep)
   except (ImportError, ValueError, OSError) as error:
-    sys.exit(f"error: {error}")
+    sys.exit(f"error: {process.described(error)}")
   except (AttributeError, KeyError) as error:
     if message := config_file.missing_field(error):
       sys.exit(f"error: {message}")
@@ -96,11 +106,17 @@ def run() -> int:
     multihost.end_in_order(_STOPPED_STATUS.value)
   except (*FAILURES, PreflightError, SweepError) as error:
     multihost.leave(f"failed ({error})")
-    process.exit_immediately(f"error: {error}")
+    process.exit_immediately(f"error: {process.described(error)}")
   except KeyboardInterrupt:
     sys.exit("interrupted; rerun the same command to resume")
   return 0
 
 
+def parse_flags(argv: list[str]) -> list[str]:
+  """As `config_file.parse_flags`; a command without any flag prints the few that one needs."""
+  return config_file.parse_flags(argv) if len(argv) > 1 else sys.exit(_HELP)
+
+
 if __name__ == "__main__":
-  app.run(main, flags_parser=config_file.parse_flags)
+  process.open_closed_streams()
+  app.run(main, flags_parser=parse_flags)

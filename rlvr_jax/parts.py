@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 
@@ -28,9 +27,10 @@ from rlvr_jax.geometry.streaming import streaming
 from rlvr_jax.losses import Loss
 from rlvr_jax.ops import reductions
 from rlvr_jax.ops.aggregate import aggregate
+from rlvr_jax.ops.checks import described
 from rlvr_jax.ops.logprobs import token_logprobs, token_statistics
+from rlvr_jax.ops.precision import EXACT
 from rlvr_jax.ops.ratios import log_ratios, mean_log_ratios, normalized_ess, sequence_log_ratios
-from rlvr_jax.ops.spectral import EXACT
 from rlvr_jax.ops.veto import Veto, negative_advantage_veto
 from rlvr_jax.reweighting import Reweighting
 from rlvr_jax.types import Array, Forward, Head, Prompts, Sampling, TrainBatch
@@ -58,6 +58,7 @@ def batch_of(
   tokens: Array | None = None,
   rewards: Array | None = None,
   correct: Array | None = None,
+  valid: Array | None = None,
   behavior_logprobs: Array | None = None,
   proximal_logprobs: Array | None = None,
   lags: Array | None = None,
@@ -69,18 +70,25 @@ def batch_of(
     tokens: i32[P, G, T], the response tokens.
     rewards: f32[P, G].
     correct: f32[P, G] in {0, 1}; the rewards if it is not given.
+    valid: bool[P, G], False for rollouts without a grade; all True if it is not given.
     behavior_logprobs: f32[P, G, T], nats, under the distribution that was sampled from.
     proximal_logprobs: f32[P, G, T], nats; `decoupled_ppo` needs them.
     lags: i32[P, G], updates since the behavior policy.
+  Raises:
+    ValueError: an array has another shape.
   """
-  chex.assert_rank(mask, 3)
-  mask = jnp.asarray(mask, jnp.promote_types(jnp.asarray(mask).dtype, jnp.float32))
-  P, G, _ = mask.shape
-  rewards = jnp.zeros((P, G), mask.dtype) if rewards is None else jnp.asarray(rewards)
-  chex.assert_shape([rewards] + ([] if correct is None else [correct]), (P, G))
-  for given in (tokens, behavior_logprobs, proximal_logprobs):
+  P, G, T = _shaped("mask", mask, "P", "G", "T")
+  of_tokens = dict(
+    tokens=tokens, behavior_logprobs=behavior_logprobs, proximal_logprobs=proximal_logprobs
+  )
+  for name, given in of_tokens.items():
     if given is not None:
-      chex.assert_equal_shape([given, mask])
+      _shaped(name, given, "P", "G", "T", P=P, G=G, T=T)
+  for name, given in dict(rewards=rewards, correct=correct, valid=valid, lags=lags).items():
+    if given is not None:
+      _shaped(name, given, "P", "G", P=P, G=G)
+  mask = jnp.asarray(mask, jnp.promote_types(jnp.asarray(mask).dtype, jnp.float32))
+  rewards = jnp.zeros((P, G), mask.dtype) if rewards is None else jnp.asarray(rewards)
   return TrainBatch(
     prompts=Prompts(tokens=jnp.zeros((P, 1), jnp.int32), lengths=jnp.ones(P, jnp.int32)),
     tokens=jnp.zeros(mask.shape, jnp.int32) if tokens is None else jnp.asarray(tokens),
@@ -88,6 +96,7 @@ def batch_of(
     behavior_logprobs=jnp.zeros_like(mask) if behavior_logprobs is None else behavior_logprobs,
     rewards=rewards,
     correct=rewards if correct is None else jnp.asarray(correct),
+    valid=jnp.ones((P, G), bool) if valid is None else jnp.asarray(valid),
     proximal_logprobs=proximal_logprobs,
     lags=lags,
   )
@@ -99,6 +108,7 @@ def advantages_of(
   *,
   mask: Array | None = None,
   correct: Array | None = None,
+  valid: Array | None = None,
   state: Any = (),
 ) -> Array:
   """Coefficients f32[P, G] of an estimator of `rlvr_jax.advantages`.
@@ -108,12 +118,18 @@ def advantages_of(
     rewards: f32[P, G].
     mask: [P, G, T]; `opo` reads the lengths of responses from it.
     correct: f32[P, G] in {0, 1}; the rewards if it is not given.
+    valid: bool[P, G], False for rollouts that your grader has failed on: they get 0, and the others
+      what they would get without them. Set their loss mask to 0, too. None: all are valid.
     state: of `fade` alone: `estimator.init(entropy)` first, then what `estimator.update(state,
       batch_of(…), entropy)` returns.
+  Raises:
+    ValueError: the estimator is no component, or an array has another shape.
   """
+  _check_component("estimator", estimator, Advantage, "advantages")
+  _shaped("rewards", rewards, "P", "G")
   rewards = jnp.asarray(rewards)
   mask = jnp.ones((*rewards.shape, 1)) if mask is None else mask
-  return estimator.apply(state, batch_of(mask, rewards=rewards, correct=correct))
+  return estimator.apply(state, batch_of(mask, rewards=rewards, correct=correct, valid=valid))
 
 
 def loss_of(
@@ -142,8 +158,15 @@ def loss_of(
     proximal_logprobs: f32[P, G, T], nats; `decoupled_ppo` needs them.
     veto: of `negative_advantage_veto`.
   Raises:
-    ValueError: the loss needs `proximal_logprobs`, or the aggregation is unknown.
+    ValueError: the loss is no component or needs `proximal_logprobs`, an array has another shape,
+      or the aggregation is unknown.
   """
+  _check_component("loss", loss, Loss, "losses")
+  if veto is negative_advantage_veto:
+    raise ValueError("veto is a function that makes one; call it: negative_advantage_veto()")
+  P, G, T = _shaped("mask", mask, "P", "G", "T")
+  _shaped("policy_logprobs", policy_logprobs, "P", "G", "T", P=P, G=G, T=T)
+  _shaped("coefficients", coefficients, "P", "G", P=P, G=G)
   if loss.needs_proximal and proximal_logprobs is None:
     raise ValueError("this loss needs proximal_logprobs, those of its proximal policy; give them")
   batch = batch_of(mask, behavior_logprobs=behavior_logprobs, proximal_logprobs=proximal_logprobs)
@@ -183,14 +206,17 @@ def gram_of_head(
     route: `streaming()`, exact, which None stands for; or `sketch()`, of `rlvr_jax.geometry`.
     temperature: of the policy.
   Raises:
-    ValueError: the route runs the model again, as `per_rollout` does; use `gram_of_gradients`.
+    ValueError: the route runs the model again, as `per_rollout` does; use `gram_of_gradients`. Or
+      it is no component, or an array has another shape.
   """
   route = streaming() if route is None else route
+  _check_component("route", route, GramFn, "geometry")
+  D, _ = _shaped("kernel", kernel, "D", "V")
+  P, G, T = _shaped("mask", mask, "P", "G", "T")
+  _shaped("hidden", hidden, "P", "G", "T", "D", P=P, G=G, T=T, D=D)
   if not route.needs_forward:
     raise ValueError("this route runs a model again; use gram_of_gradients, or streaming()")
   batch, head = batch_of(mask, tokens=tokens), Head(kernel)
-  P, G, T = batch.tokens.shape
-  chex.assert_shape(hidden, (P, G, T, kernel.shape[0]))
   flat = hidden.reshape(P * G, T, -1)
   projection = None if route.projection is None else route.projection(kernel.shape[1])
   sampling = Sampling(temperature=temperature)
@@ -233,7 +259,12 @@ def gram_of_gradients(function: Callable[..., Array], params: Any, *rollouts: An
 
 
 def reweighted(
-  rule: Reweighting, coefficients: Array, gram: Array | None = None, *, key: Array | None = None
+  rule: Reweighting,
+  coefficients: Array,
+  gram: Array | None = None,
+  *,
+  valid: Array | None = None,
+  key: Array | None = None,
 ) -> tuple[Array, dict[str, Array]]:
   """(coefficients f32[P, G], metrics by name) of a rule of `rlvr_jax.reweighting`: `salt()`.
 
@@ -242,9 +273,67 @@ def reweighted(
     coefficients: f32[P, G], the advantages.
     gram: f32[B, B], of `gram_of_head` or `gram_of_gradients`, not divided by B; None where the rule
       needs none.
+    valid: bool[P, G], as for `advantages_of`; None: all.
     key: random key; only SALT's ablation `random_subspace` reads it. None for key 0.
+  Raises:
+    ValueError: the rule is no component, an array has another shape, or the rule needs `gram`.
   """
-  chex.assert_rank(coefficients, 2)
+  _check_component("rule", rule, Reweighting, "reweighting")
+  P, G = _shaped("coefficients", coefficients, "P", "G")
+  if gram is not None or rule.needs_gram:
+    _check_gram(gram, P * G)
   key = jax.random.key(0) if key is None else key
-  found, metrics = rule.on_batch(coefficients, gram, key)
+  valid = jnp.ones(coefficients.shape, bool) if valid is None else valid
+  found, metrics = rule.on_batch(coefficients, gram, valid, key)
   return found, reductions.values(metrics)
+
+
+# --- what a caller may have confused --------------------------------------------------------------
+
+
+def _check_component(name: str, given: Any, kind: type, room: str) -> None:
+  """Raises ValueError for a factory that was not called, a string, or anything else."""
+  if isinstance(given, kind):
+    return
+  if isinstance(given, str):
+    factory = given.partition("(")[0].strip()
+    how = f"from rlvr_jax.{room} import {factory}, and pass {factory}(…)"
+    raise ValueError(f"{name} = {given!r} is a string; import the factory and call it: {how}")
+  if factory := getattr(given, "__name__", ""):
+    raise ValueError(f"{name} is the factory {factory}, not what it returns; call it: {factory}()")
+  raise ValueError(
+    f"{name} is {described(given)}; pass what a factory of rlvr_jax.{room} returns, a"
+    f" {kind.__name__}"
+  )
+
+
+def _shaped(name: str, given: Any, *axes: str, **sizes: int) -> tuple[int, ...]:
+  """The shape of an array; ValueError unless it has these axes, of the sizes that are known."""
+  shape = jnp.shape(given)
+  if len(shape) == len(axes) and all(
+    sizes.get(axis, size) == size for axis, size in zip(axes, shape, strict=True)
+  ):
+    return shape
+  known = [str(sizes.get(axis, axis)) for axis in axes]
+  expected = f"[{', '.join(axes)}]" + (f" = [{', '.join(known)}]" if sizes else "")
+  message = f"{name} is {described(given)}; it must be {expected}"
+  if axes[0] == "P":
+    message += ", for P prompts with G rollouts each"
+    if len(shape) == len(axes) - 1:  # [B, …]: rollouts without the axis of their groups
+      message += f"; reshape it: {name}.reshape({', '.join((*known[:2], *map(str, shape[1:])))})"
+  raise ValueError(message)
+
+
+def _check_gram(gram: Any, size: int) -> None:
+  """Raises ValueError unless it is a matrix of inner products, [B, B]."""
+  if gram is None:
+    raise ValueError(
+      "this rule needs gram, the inner products of the rollouts' gradients: give gram_of_head(…) or"
+      " gram_of_gradients(…)"
+    )
+  if not hasattr(gram, "shape") or gram.shape != (size, size):
+    raise ValueError(
+      f"gram is {described(gram)}; it must be [B, B] = [{size}, {size}], inner products of the"
+      " rollouts' gradients: of gradients [B, N] it is gradients @ gradients.T, else use"
+      " gram_of_head or gram_of_gradients"
+    )

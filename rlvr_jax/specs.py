@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import glob
 import importlib
 import inspect
 import os
@@ -145,7 +146,8 @@ def find(owner: str, package: types.ModuleType, name: str) -> Callable[..., Any]
   if not colon:
     if name not in package.__all__:
       raise ValueError(
-        f"{owner}: {name!r} is unknown; {_did_you_mean(near(name, package.__all__))} To use your"
+        f"{owner}: {name!r} is unknown;"
+        f" {_not_exported(package, name) or _did_you_mean(near(name, package.__all__))} To use your"
         " own, write my_module:function"
       )
     return getattr(package, name)
@@ -169,6 +171,20 @@ def find(owner: str, package: types.ModuleType, name: str) -> Callable[..., Any]
   return factory
 
 
+def _not_exported(package: types.ModuleType, name: str) -> str:
+  """A remedy if a file of the package has a factory of this name that it does not export."""
+  for folder in getattr(package, "__path__", ()):
+    for file in sorted(glob.glob(os.path.join(glob.escape(folder), "*.py"))):
+      with open(file, encoding="utf-8") as lines:
+        if re.search(rf"^def {re.escape(name)}\(\s*[*)]", lines.read(), re.MULTILINE):
+          room, module = os.path.basename(folder), os.path.basename(file)
+          return (
+            f"{room}/{module} exists but is not exported: import {name} in {room}/__init__.py and"
+            " name it in __all__."
+          )
+  return ""
+
+
 def takes(field: str, package: types.ModuleType, text: str, parameter: str) -> bool:
   """Whether the factory that a string names has the parameter."""
   factory = find(f"{field} = {text!r}", package, parse(field, text).name)
@@ -186,7 +202,8 @@ def check_keywords(
   parameters = inspect.signature(factory).parameters
   if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
     return
-  settable = [parameter for parameter in parameters if parameter not in of_run]
+  by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+  settable = [n for n, p in parameters.items() if p.kind in by_keyword and n not in of_run]
   for keyword in given:
     if keyword in of_run and keyword in parameters:
       raise ValueError(f"{owner}: {keyword} of {name} comes from the run; leave it out")

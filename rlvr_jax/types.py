@@ -58,11 +58,15 @@ class TrainBatch:
   tokens: Array  # i32[P, G, T]
   mask: Array  # f32[P, G, T], 1 on response tokens that count in the loss (stop token included)
   behavior_logprobs: Array  # f32[P, G, T]
-  rewards: Array  # f32[P, G]
-  correct: Array  # f32[P, G] in {0, 1}
+  rewards: Array  # f32[P, G], 0 where not valid
+  correct: Array  # f32[P, G] in {0, 1}, 0 where not valid
+  # bool[P, G], False: without a grade, as where a grader crashed; no result depends on such a
+  # rollout. One that the loss leaves out for another reason, such as its length, is valid.
+  valid: Array
   reference_logprobs: Array | None = None  # f32[P, G, T], None without a reference policy
   proximal_logprobs: Array | None = None  # f32[P, G, T], None unless the loss is decoupled
-  solve_rate: Array | None = None  # f32[P], all equal: mean correctness before any filter of groups
+  # f32[P], all equal: see `rollouts.batch.solve_rate`, before any filter of groups
+  solve_rate: Array | None = None
   lags: Array | None = None  # i32[P, G], updates since the behavior policy; −1: not of this run
   sources: Array | None = None  # i32[P], index of the source that sampled the group
   packed: Packed | None = None  # the rollouts in rows; None: padded, [P, G, S + T]

@@ -12,7 +12,8 @@ from docs import tables
 from experiments.recipes.sweep import RECIPES
 from rlvr_jax.configs import base
 from rlvr_jax.models.presets import model_settings
-from rlvr_jax.train.setup.build import build
+from rlvr_jax.rollouts import staleness
+from rlvr_jax.train.setup.build import build, make_schedule
 
 ROOT = pathlib.Path(__file__).parents[1]
 FOLDER = ROOT / "configs"
@@ -96,6 +97,19 @@ def test_states_a_difference(name):
   free = ("model.over", "task.kwargs.")
   unknown = {path for path in changes if path not in fields and not path.startswith(free)}
   assert not unknown, f"configs/{name}.py sets fields that base.py does not have: {unknown}"
+
+
+def test_p3o_at_full_size_has_the_authors_settings():
+  """1,024 rollouts of 256 problems and one update per refresh, 500 updates, a tenth to warm up."""
+  config = _module("full_size.p3o_qwen3_4b").get_config()
+  assert (config.batch.prompts, config.batch.group_size, config.num_updates) == (256, 4, 500)
+  assert staleness.plan(make_schedule(config), 3) == [(0, 0), (1, 1), (2, 2)]
+  assert config.learning_rate == "cosine(peak=1e-5, warmup=50)"
+
+
+def test_salt_at_full_size_replaces_groups_as_the_authors_do():
+  config = _module("full_size.salt_qwen25_math_7b").get_config()
+  assert config.dynamic_sampling.to_dict() == dict(enabled=True, max_batches=30)
 
 
 def test_named_cards_exist():

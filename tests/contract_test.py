@@ -6,7 +6,9 @@ A failure says what to do about it.
 import collections
 import dataclasses
 import functools
+import importlib
 import inspect
+import pkgutil
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.batches import evaluate, poison, random_case
+from remedy import remedy
 
-from rlvr_jax import advantages, losses, reweighting
+from rlvr_jax import advantages, geometry, losses, reweighting
 from rlvr_jax.ops import reductions
 from rlvr_jax.ops.aggregate import aggregate
 from rlvr_jax.ops.veto import negative_advantage_veto
@@ -37,33 +40,28 @@ def _with_defaults(package):
   return made
 
 
-def remedy(what_to_do):
-  """Adds to a failure of a test what the author of a new component has to do."""
-
-  def decorate(test):
-    @functools.wraps(test)
-    def run(*args, **kwargs):
-      try:
-        return test(*args, **kwargs)
-      except Exception as error:
-        error.add_note(f"Remedy: {what_to_do}")
-        raise
-
-    return run
-
-  return decorate
-
-
 COMPILES = remedy(
   "compute with jnp alone: no if, float() or NumPy on values, and no shapes that depend on values."
 )
-DTYPES = remedy(
-  "begin a loss with losses.base.prepare and an estimator with advantages.base.as_group, or raise"
-  " inputs by ops.masked.upcast: statistics are float32, gradients have the dtype of the input."
+LOSS_DTYPES = remedy(
+  "begin with losses.base.prepare, or raise inputs by ops.masked.upcast: statistics are float32,"
+  " the gradient has the dtype of the input."
+)
+ESTIMATOR_DTYPES = remedy(
+  "begin with rewards = as_group(NAME, batch.rewards, batch.valid) of advantages/base.py, which are"
+  " float32, or raise inputs by ops.masked.upcast; return one coefficient per rollout, [P, G]."
+)
+REWEIGHTING_DTYPES = remedy(
+  "begin with ops.masked.upcast(coefficients), and of the Gram matrix; return one per rollout."
 )
 FINITE = remedy(
   "guard each division and logarithm, in the branch that jnp.where does not take as well, since its"
   " gradient counts: ops/masked.py has means and counts that allow for an empty mask."
+)
+ESTIMATOR_FINITE = remedy(
+  "add an epsilon to what divides, or guard it by jnp.maximum: all rewards of a group may be equal,"
+  " and all responses empty. Then return zero_if_constant(coefficients, rewards, batch.valid) of"
+  " advantages/base.py."
 )
 MASKED = remedy(
   "read tokens from losses.base.prepare, which clears what is masked, and reduce by ops/masked.py."
@@ -113,16 +111,54 @@ def _loss_jit(name):
   return jax.jit(_loss_run(name))
 
 
-@pytest.mark.parametrize("package", [advantages, losses, reweighting])
+def _takes_only_keywords(factory):
+  kinds = {parameter.kind for parameter in inspect.signature(factory).parameters.values()}
+  return kinds <= {inspect.Parameter.KEYWORD_ONLY}
+
+
+KINDS = {
+  advantages: advantages.Advantage,
+  losses: losses.Loss,
+  reweighting: reweighting.Reweighting,
+  geometry: geometry.GramFn,
+}
+FOR_FACTORIES = ("stateless", "token_loss")  # they make a component of a function
+
+
+def _factories(package, kind):
+  """Names of the functions in a package's files that are factories, with or without annotations."""
+  for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+    for name, value in vars(importlib.import_module(found.name)).items():
+      if not inspect.isfunction(value) or value.__module__ != found.name or name[0] == "_":
+        continue
+      returns = value.__annotations__.get("return", kind if _takes_only_keywords(value) else None)
+      if returns in (kind, kind.__name__) and name not in FOR_FACTORIES:
+        yield name
+
+
+WRITTEN = [(package, name) for package, kind in KINDS.items() for name in _factories(package, kind)]
+EXPORTED = [(package, name) for package in KINDS for name in package.__all__]
+named = lambda pairs: [f"{package.__name__}.{name}" for package, name in pairs]
+
+
+@pytest.mark.parametrize(("package", "name"), WRITTEN, ids=named(WRITTEN))
+def test_a_factory_that_is_written_is_exported(package, name):
+  """A component without an export is found by no configuration and by no test of this file."""
+  folder = package.__name__.replace(".", "/")
+  assert name in package.__all__, (
+    f"{name} is written but not exported: import it in {folder}/__init__.py and name it in __all__;"
+    " if it is a helper and no component, begin its name with _"
+  )
+
+
+@pytest.mark.parametrize(("package", "name"), EXPORTED, ids=named(EXPORTED))
 @remedy(
   "write def NAME(*, hyper_parameter=default), with a docstring of formula, symbols and source."
 )
-def test_exports_are_documented_factories_with_keyword_only_arguments(package):
-  for name in package.__all__:
-    factory = getattr(package, name)
-    assert inspect.isfunction(factory) and factory.__name__ == name and factory.__doc__
-    kinds = {p.kind for p in inspect.signature(factory).parameters.values()}
-    assert kinds <= {inspect.Parameter.KEYWORD_ONLY}
+def test_an_export_is_a_documented_factory_with_keyword_only_arguments(package, name):
+  factory = getattr(package, name)
+  assert inspect.isfunction(factory) and factory.__name__ == name and factory.__doc__
+  assert _takes_only_keywords(factory)
 
 
 @each_loss
@@ -142,7 +178,7 @@ def test_loss_under_jit(name):
 
 @each_loss
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-@DTYPES
+@LOSS_DTYPES
 def test_loss_dtypes(name, dtype):
   """Statistics in float32, the gradient in the dtype of what came in, all finite."""
   policy, batch, coefficients = random_case(3, dtype=np.float32)
@@ -280,8 +316,8 @@ def _estimator_run(name):
   def run(state, batch, entropy):
     TRACES[name] += 1
     coefficients = estimator.apply(state, batch)
-    metrics = advantages.gradient_masses(coefficients, batch.rewards, batch.correct)
-    metrics |= estimator.metrics(state)
+    metrics = advantages.gradient_masses(coefficients, batch.rewards, batch.correct, batch.valid)
+    metrics |= estimator.metrics(state, batch)
     return coefficients, reductions.values(metrics), estimator.update(state, batch, entropy)
 
   return run
@@ -302,24 +338,35 @@ def test_estimator_under_jit(name):
   jax.tree.map(near, compiled, _estimator_run(name)(state, first, entropy))
 
 
-@each_estimator
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-@FINITE
-def test_estimator_is_finite_in_float32_on_any_group(name, dtype):
+def _degenerate_groups(dtype):
   """All wrong, all right, one right, one wrong; every response empty."""
   rewards = np.array([[0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 0, 0], [1, 1, 0, 1]])
   _, batch, _ = random_case(0, (4, 4, 3), dtype=np.float32)
-  batch = dataclasses.replace(
+  return dataclasses.replace(
     batch,
     rewards=jnp.asarray(rewards, dtype),
     correct=jnp.asarray(rewards, dtype),
     mask=jnp.zeros_like(batch.mask, dtype),
   )
-  estimator = ESTIMATORS[name]
-  state = estimator.init(jnp.asarray(0.0, dtype))
+
+
+@each_estimator
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@ESTIMATOR_DTYPES
+def test_estimator_gives_float32_per_rollout(name, dtype):
+  batch, entropy = _degenerate_groups(dtype), jnp.asarray(0.0, dtype)
+  coefficients, *_ = _estimator_jit(name)(ESTIMATORS[name].init(entropy), batch, entropy)
+  assert coefficients.shape == (4, 4) and coefficients.dtype == jnp.float32
+
+
+@each_estimator
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@ESTIMATOR_FINITE
+def test_estimator_is_finite_on_any_group(name, dtype):
+  batch, entropy = _degenerate_groups(dtype), jnp.asarray(0.0, dtype)
+  state = ESTIMATORS[name].init(entropy)
   for _ in range(3):
-    coefficients, metrics, state = _estimator_jit(name)(state, batch, jnp.asarray(0.0, dtype))
-    assert coefficients.shape == (4, 4) and coefficients.dtype == jnp.float32
+    coefficients, metrics, state = _estimator_jit(name)(state, batch, entropy)
     assert _finite((coefficients, metrics, state))
 
 
@@ -346,7 +393,8 @@ def _reweighting_case(seed, dtype=np.float32):
 def _reweighting_run(name):
   def run(coefficients, gram, key):
     TRACES[name] += 1
-    result, metrics = REWEIGHTINGS[name].apply(coefficients, gram, key)
+    valid = jnp.ones(coefficients.shape, bool)
+    result, metrics = REWEIGHTINGS[name].apply(coefficients, gram, valid, key)
     return result, reductions.values(metrics)
 
   return run
@@ -372,6 +420,16 @@ def test_reweighting_under_jit(name):
 
 @each_reweighting
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@REWEIGHTING_DTYPES
+def test_reweighting_gives_float32_per_rollout(name, dtype):
+  coefficients, gram = _reweighting_case(2, dtype)
+  result, _ = _reweighting_jit(name)(coefficients, gram, jax.random.key(0))
+  assert result.shape == coefficients.shape
+  assert name == "none" or result.dtype == jnp.float32
+
+
+@each_reweighting
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 @FINITE
 def test_reweighting_of_degenerate_batches_is_finite(name, dtype):
   """Gram: none, not finite, identical and orthogonal rollouts. Coefficients: none, of one sign."""
@@ -380,8 +438,6 @@ def test_reweighting_of_degenerate_batches_is_finite(name, dtype):
   for k in (gram, 0 * gram, jnp.full_like(gram, jnp.nan), identical, orthogonal):
     for a in (coefficients, jnp.zeros_like(coefficients), jnp.abs(coefficients)):
       result, metrics = _reweighting_jit(name)(a, k, jax.random.key(0))
-      assert result.shape == coefficients.shape
-      assert name == "none" or result.dtype == jnp.float32
       assert _finite((result, metrics))
       if not jnp.any(a):
         assert not jnp.any(result)

@@ -43,12 +43,14 @@ def test_a_package_says_what_it_is_and_what_it_exports(package):
   assert found and len(found) == len(importlib.import_module(package).__all__)
   assert not [name for name, value in found.items() if not inspect.getdoc(value)]
   functions = {n: v for n, v in found.items() if isinstance(v, types.FunctionType)}
-  assert not {n: untyped(v) for n, v in functions.items() if untyped(v)}
+  missing = {name: untyped(value) for name, value in functions.items() if untyped(value)}
+  assert not missing, f"annotate these parameters and results in their def: {missing}"
 
 
 def test_parts_are_typed_with_a_docstring_that_names_every_argument():
   for name, function in exported(parts.__name__).items():
-    assert not untyped(function), name
+    missing = untyped(function)
+    assert not missing, f"annotate these parameters and results of {name}: {missing}"
     if function.__module__ == parts.__name__:
       named = [n for n in inspect.signature(function).parameters if n not in function.__doc__]
       assert not named, name

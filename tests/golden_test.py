@@ -230,7 +230,7 @@ def _salt(case, **changed):
 
   @jax.jit
   def run(a, gram):
-    result = salt_coefficients(a, gram, jax.random.key(0), **hyper)
+    result = salt_coefficients(a, gram, np.ones(a.shape, bool), jax.random.key(0), **hyper)
     return result, spectral.spectrum(gram).eigenvalues
 
   return run(arrays["advantages"], gram)

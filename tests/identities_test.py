@@ -182,7 +182,7 @@ def test_power_asym_joins_power_and_asym():
 def test_no_reweighting_returns_what_it_gets():
   rule = reweighting.none()
   coefficients = jnp.arange(6.0).reshape(2, 3)
-  result, metrics = rule.apply(coefficients, None, jax.random.key(0))
+  result, metrics = rule.apply(coefficients, None, jnp.ones((2, 3), bool), jax.random.key(0))
   assert result is coefficients
   assert metrics == {}
   assert not rule.needs_gram
@@ -190,7 +190,8 @@ def test_no_reweighting_returns_what_it_gets():
 
 @functools.cache
 def _salt_jit(**hyper):
-  return jax.jit(reweighting.salt(**hyper).apply)
+  apply = reweighting.salt(**hyper).apply
+  return jax.jit(lambda a, gram, key: apply(a, gram, jnp.ones(a.shape, bool), key))
 
 
 def _salt(coefficients, features, **hyper):

@@ -240,9 +240,9 @@ def test_the_checker_sees_a_violation(tmp_path, path, code, reported):
     ("rewards/a.py", "from rlvr_jax.ops.checks import check_between"),
     (
       "colab/a.py",
-      "from rlvr_jax.train.session import train\nfrom rlvr_jax.evaluate import curves",
+      "from rlvr_jax.train.session import session\nfrom rlvr_jax.evaluate import curves",
     ),
-    ("main.py", "from rlvr_jax.commands import choose"),
+    ("main.py", "from rlvr_jax.commands import train"),
   ],
 )
 def test_the_checker_allows_what_is_allowed(tmp_path, path, code):

@@ -8,6 +8,8 @@ import os
 import pathlib
 import re
 import signal
+import subprocess
+import sys
 import time
 
 import jax
@@ -228,7 +230,7 @@ CONFIG_FILES = [  # get_config's body, what follows --config=FILE, the message
   ("import ml_collections as m; return m.ConfigDict({'seed': 1})", [""],
    r"returns has no num_updates, task, .*; start from"),
   ("", [":unknown"], r"wrong\.py:unknown: TypeError: get_config\(\) takes 0 .* 1 was given"),
-  ("", ["x"], r"wrong\.pyx: OSError: \[Errno 2\] No such file or directory: '.*wrong\.pyx'"),
+  ("", ["x"], r"--config=.*wrong\.pyx: there is no such file\. The recipes are configs/NAME\.py, "),
   ("", ["", "--config.batch.prompts=abc"], r"batch\.prompts=abc: needs an integer, such"),
   ("", ["", "--config.model.overrides.width=3"], r"overrides\.width=3: .* no field 'width' "),
 ]  # fmt: skip
@@ -246,7 +248,25 @@ def test_a_wrong_configuration_file_has_one_line(tmp_path, body, flags, message)
 
 def test_an_empty_workdir_is_none():
   """It would be the folder that the program happens to be started in."""
-  assert "--workdir is missing" in tiny.run("", expect=1)
+  output = tiny.run("", expect=1)
+  assert output == "error: --workdir is missing; add --workdir=FOLDER, such as runs/mine\n"
+
+
+@pytest.mark.parametrize(
+  ("flags", "first"),
+  [
+    ([], "rlvr_jax trains, evaluates and exports policies, for instance by"),
+    (["--config.seed=2", "--wrkdir=x"], "error: --config is missing; add --config=FILE"),
+    (["--workdir=x", "--mode=eval"], "error: --config is missing; add --config=FILE"),
+  ],
+  ids=["none", "unknown", "eval"],
+)
+def test_what_is_missing_comes_first(flags, first):
+  command = [sys.executable, "-m", "rlvr_jax.main", *flags]
+  done = subprocess.run(command, capture_output=True, text=True, env=tiny.environment())
+  lines = done.stderr.splitlines()
+  assert done.returncode == 1 and lines[0].startswith(first) and not done.stdout
+  assert len(lines) == (10 if not flags else 1)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Parts on plain arrays give what the same parts give in an update."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +53,7 @@ def test_advantages_of_rewards_lengths_and_a_state():
   fade = advantages.fade(alpha_max=2.0)
   state = fade.init(jnp.float32(1.0))
   assert parts.advantages_of(fade, rewards, state=state).shape == (2, 4)
-  with pytest.raises(AssertionError, match="shape"):
+  with pytest.raises(ValueError, match=r"rewards is .*\[1, 4\]; it must be \[P, G\] = \[2, 4\]"):
     parts.batch_of(mask, rewards=rewards[:1])
 
 
@@ -110,3 +111,83 @@ def test_log_probabilities_of_a_head_and_their_ratio():
   np.testing.assert_allclose(logprobs, plain, rtol=1e-4, atol=1e-5)
   assert entropy.shape == mask.shape
   assert float(parts.normalized_ess(parts.log_ratios(logprobs, logprobs, mask), mask)) == 1.0
+
+
+def of_loss(loss=None, **changed):
+  """`loss_of` with one argument changed."""
+  policy, batch, coefficients = random_case(1, (P, G, T), dtype=np.float32)
+  given = dict(policy_logprobs=policy, behavior_logprobs=batch.behavior_logprobs)
+  given |= dict(coefficients=coefficients, mask=batch.mask) | changed
+  return parts.loss_of(losses.p3o() if loss is None else loss, **given)
+
+
+def of_salt(gram, rule=None):
+  return parts.reweighted(reweighting.salt() if rule is None else rule, np.ones((P, G)), gram)
+
+
+flat = np.ones((P * G, T), np.float32)
+MISTAKES = {
+  "factory": (
+    lambda: parts.advantages_of(advantages.grpo, np.ones((P, G))),
+    "estimator is the factory grpo, not what it returns; call it: grpo()",
+  ),
+  "loss-factory": (lambda: of_loss(losses.p3o), "loss is the factory p3o, .*; call it: p3o()"),
+  "rule-factory": (lambda: of_salt(None, reweighting.salt), "factory salt, .*; call it: salt()"),
+  "route-factory": (
+    lambda: parts.gram_of_head(*head_case(), route=geometry.sketch),
+    "route is the factory sketch, .*; call it: sketch()",
+  ),
+  "veto-factory": (
+    lambda: of_loss(veto=parts.negative_advantage_veto),
+    "call it: negative_advantage_veto()",
+  ),
+  "string": (
+    lambda: parts.advantages_of("grpo(epsilon=0.1)", np.ones((P, G))),
+    "estimator = 'grpo(epsilon=0.1)' is a string; import the factory and call it: from"
+    " rlvr_jax.advantages import grpo, and pass grpo(…)",
+  ),
+  "other-component": (
+    lambda: of_loss(advantages.grpo()),
+    "loss is .*; pass what a factory of rlvr_jax.losses returns, a Loss",
+  ),
+  "flat-rewards": (
+    lambda: parts.advantages_of(advantages.grpo(), np.ones(P * G, np.float32)),
+    "rewards is float32[12]; it must be [P, G], .*; reshape it: rewards.reshape(P, G)",
+  ),
+  "flat-mask": (
+    lambda: of_loss(mask=flat),
+    "mask is float32[12, 5]; it must be [P, G, T], .*; reshape it: mask.reshape(P, G, 5)",
+  ),
+  "flat-logprobs": (
+    lambda: of_loss(policy_logprobs=flat),
+    "policy_logprobs is float32[12, 5]; it must be [P, G, T] = [3, 4, 5], .*"
+    " policy_logprobs.reshape(3, 4, 5)",
+  ),
+  "flat-coefficients": (
+    lambda: of_loss(coefficients=flat[:, 0]),
+    "coefficients is float32[12]; it must be [P, G] = [3, 4], .*: coefficients.reshape(3, 4)",
+  ),
+  "flat-hidden": (
+    lambda: parts.gram_of_head(np.ones((P * G, T, D), np.float32), *head_case()[1:]),
+    "hidden is float32[12, 5, 8]; .* reshape it: hidden.reshape(3, 4, 5, 8)",
+  ),
+  "kernel": (
+    lambda: parts.gram_of_head(head_case()[0], np.ones(D, np.float32), *head_case()[2:]),
+    "kernel is float32[8]; it must be [D, V]",
+  ),
+  "gradients": (
+    lambda: of_salt(np.ones((P * G, 40), np.float32)),
+    "gram is float32[12, 40]; it must be [B, B] = [12, 12], .* gradients @ gradients.T, else use"
+    " gram_of_head or gram_of_gradients",
+  ),
+  "gradient-tree": (lambda: of_salt({"kernel": np.ones((P * G, 40))}), "gram is dict; it must be"),
+  "no-gram": (lambda: of_salt(None), "this rule needs gram, .* give gram_of_head(…) or"),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), MISTAKES.values(), ids=list(MISTAKES))
+def test_a_mistake_has_one_line_that_says_what_to_do(call, message):
+  pattern = re.escape(message).replace(r"\.\*", ".*")
+  with pytest.raises(ValueError, match=pattern) as told:
+    call()
+  assert "\n" not in str(told.value)

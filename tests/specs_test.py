@@ -133,6 +133,34 @@ def test_what_is_refused_and_how_it_is_told(text, message):
   assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("signature", ["(*, by=1)", "()", "(\n  *,\n  by=1,\n)"])
+def test_a_file_of_the_package_that_is_not_exported(signature, tmp_path):
+  (tmp_path / "mine.py").write_text(f"import os\n\n\ndef mine{signature}:\n  pass\n")
+  (tmp_path / "helper.py").write_text("def helper(x, *, by=1):\n  pass\n")
+  package = types.SimpleNamespace(__all__=["scale"], scale=scale, __path__=[str(tmp_path)])
+  room = tmp_path.name
+  with pytest.raises(ValueError) as told:
+    specs.make("config.thing", package, "mine(by=2)", tuple)
+  assert str(told.value) == (
+    f"config.thing = 'mine(by=2)': 'mine' is unknown; {room}/mine.py exists but is not exported:"
+    f" import mine in {room}/__init__.py and name it in __all__. To use your own, write"
+    " my_module:function"
+  )
+  with pytest.raises(ValueError, match="'helper' is unknown; did you mean 'scale'"):
+    specs.make("config.thing", package, "helper", tuple)
+
+
+def positional(by, /, *args, text=""):
+  return by, args, text
+
+
+def test_no_keyword_is_suggested_that_would_be_refused():
+  with pytest.raises(ValueError, match=r"takes no 'arg'; .* takes \['text'\]$"):
+    make(f"{__name__}:positional(arg=1)")
+  with pytest.raises(ValueError, match=r"takes no 'by'; .* takes \['text'\]$"):
+    make(f"{__name__}:positional(by=1)")
+
+
 def test_what_is_lacking_or_of_another_kind():
   with pytest.raises(ValueError, match=r"config\.thing = 'scale': scale needs a value of seed"):
     specs.make("config.thing", PACKAGE, "scale", tuple)

@@ -4,7 +4,8 @@ Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization 
 Matter" (arXiv:2606.05800); the authors' repository trains by the DAPO 7B recipe of verl with SALT
 switched on (ρ_s = 1, 1 ≤ k ≤ 64, 0 ≤ α ≤ 1): 512 problems × 16 rollouts per refresh, 32 problems
 per update, 16 updates; AdamW at 1e-6 after 10 warm-up updates, decay 0.1; clip 0.2 and 0.28;
-prompts up to 2048 tokens, responses up to 8192, a linear penalty over their last 4096. **open**:
+prompts up to 2048 tokens, responses up to 8192, a linear penalty over their last 4096; groups that
+are all right or all wrong are replaced, out of at most 30 times as many prompts. **open**:
 the number of updates, here 100 refreshes; and how the authors went beyond the 4096 tokens that
 Qwen2.5-Math-7B was made for (its config.json), of which the run warns.
 
@@ -41,6 +42,8 @@ def get_config() -> ConfigDict:
   c.max_prompt_length = 2048
   c.max_response_length = 8192
   c.schedule = "updates_per_refresh(batches=16)"
+  # At most 10 batches of 3 × 512 prompts for 512 there; here 32 prompts are filled at a time.
+  c.dynamic_sampling = dict(enabled=True, max_batches=30)
   c.overlong.buffer = 4096
   c.loss = "ppo_clip(epsilon_high=0.28)"
   c.reweighting = "salt"

@@ -171,7 +171,7 @@ def main(argv: list[str]) -> None:
     params = parameters.initial_params(parts)
     frozen = parameters.load_frozen(parts)
     num_parameters = sum(x.size for x in jax.tree.leaves(params))
-    log = RunLog(parts.config, parts.model.config, parts.schedule, writer)
+    log = RunLog(parts.config, parts.task, parts.model.config, parts.schedule, writer)
     trainer = make_trainer(parts, frozen, log, checkpointer, pool, store, initial=params)
     state = jax.block_until_ready(parameters.first_state(parts, params, 0.0))
     now = Progress(0, state, trainer.generator.position())

@@ -309,6 +309,7 @@ def random_batch(key: Array, shapes: TrainBatch, vocabulary: int) -> TrainBatch:
     behavior_logprobs=jnp.full(shapes.mask.shape, -math.log(vocabulary)),
     rewards=rewards,
     correct=rewards,
+    valid=jnp.ones(rewards.shape, bool),
     solve_rate=rewards.mean(axis=1),
   )
 

@@ -30,12 +30,15 @@ LEARNING = {
   "update of the peak": peak_update,
   "pass@16": late("eval/pass@16"),
 }
+ENTROPY = over_training("policy/entropy")
+RANK_ONE = report.of_geometry("head_rank_one_fraction", when="last")
 MASS = {
   "m_S": over_training("advantage/mass_success"),
   "m_F": over_training("advantage/mass_failure"),
+  "entropy over the run": ENTROPY,
   "entropy at the end": end("policy/entropy"),
   "ΔH against its prediction, correlation": drift_correlation,
-  "head's rank-1 fraction at the end": report.of_geometry("head_rank_one_fraction", when="last"),
+  "head's rank-1 fraction at the end": RANK_ONE,
   "head's share of ‖ΔW‖²": report.of_geometry("head_share", when="last"),
 }
 CONTROL = {
@@ -81,6 +84,18 @@ def tables(results: Sequence[Result]) -> str:
     "Learning": report.table(results, on_steps, LEARNING, compared=late()),
     "pass@16, paired": report.table(results, on_steps, {}, compared=late("eval/pass@16")),
     "Masses, entropy, the head's update": report.table(results, on_steps, MASS),
+    **{
+      f"Entropy over the run, against {baseline}": report.table(
+        results, list(CLAIMS), {}, compared=ENTROPY, baseline=baseline, digits=5
+      )
+      for baseline in (GRPO, "FADE")
+    },
+    **{
+      f"Head's rank-1 fraction at the end, against {baseline}": report.table(
+        results, list(CLAIMS), {}, compared=RANK_ONE, baseline=baseline
+      )
+      for baseline in (GRPO, "FADE")
+    },
     "m_S, m_F by the solve rate of a group": mass_table(results, on_steps),
     "FADE's controllers": report.table(
       results, [label for label in on_steps if "FADE" in label], CONTROL

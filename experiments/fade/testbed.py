@@ -4,6 +4,7 @@ from experiments.testbed.arms import BASE, GRPO, TOUR, runs
 
 FADE = {"advantage": "fade"}
 PASS_AT_K = {"advantage": "pass_at_k"}
+GRPO_MEAN = {"advantage": "grpo_mean"}  # r − r̄: of the next two, with δ = 1
 SUCCESS_HEAVY = {"advantage": "asym(delta=4.0)"}  # m_S / m_F = 4
 FAILURE_HEAVY = {"advantage": "asym(delta=0.25)"}  # m_S / m_F = 1/4
 
@@ -20,6 +21,7 @@ CLAIMS = {
   "success-heavy": SUCCESS_HEAVY,
   "failure-heavy": FAILURE_HEAVY,
   "FADE, H* = 0.5": with_target(0.5),
+  "grpo_mean": GRPO_MEAN,
 }
 ON_TOUR = {
   f"tour: {label}": {**TOUR, **fields}

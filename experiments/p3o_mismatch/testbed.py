@@ -39,6 +39,7 @@ CLAIMS = {
   **both("half from another policy", HALF),
   **both("fp8 rollouts", quantized("float8_e4m3fn")),
   **both("lag 8", {"schedule": "fixed_lag(lag=8)"}),
+  **both("on-policy", {"schedule": "on_policy"}),
 }
 ABLATIONS = {
   "GRPO, ε = 0.4": clip(0.4),

@@ -23,6 +23,7 @@ from rlvr_jax.advantages.masses import gradient_masses
 from rlvr_jax.evaluate import compare, curves
 from rlvr_jax.evaluate.run_files import GEOMETRY_FOLDER, read_metrics
 from rlvr_jax.geometry.diagnostics import cosine_gram
+from rlvr_jax.ops.groups import group_mean
 from rlvr_jax.storage.files import replacing
 
 SPANS = 12  # of the updates of a run, over each of which a metric of training is averaged
@@ -106,9 +107,10 @@ def masses(measurements: Sequence[Mapping[str, np.ndarray]]) -> list[tuple[int, 
   found: list[list[tuple[float, float]]] = [[] for _ in RATES[1:]]
   for arrays in measurements:
     A, rewards = np.asarray(arrays["coefficients"]), np.asarray(arrays["rewards"])
-    rates = rewards.mean(axis=1)
-    of_group = lambda a, r: gradient_masses(a[None], r[None], r[None])
-    by_name = jax.vmap(of_group)(jnp.asarray(A), jnp.asarray(rewards))
+    valid = np.asarray(arrays.get("valid", np.ones(rewards.shape, bool)))
+    rates = np.asarray(group_mean(rewards, valid))[:, 0]
+    of_group = lambda a, r, v: gradient_masses(a[None], r[None], r[None], v[None])
+    by_name = jax.vmap(of_group)(*map(jnp.asarray, (A, rewards, valid)))
     mean = lambda metric: np.asarray(metric.total / metric.weight, np.float64)
     success = mean(by_name["advantage/mass_success"])
     failure = mean(by_name["advantage/mass_failure"])
@@ -213,6 +215,7 @@ def table(
   *,
   compared: OfRun | None = None,
   baseline: str = GRPO,
+  digits: int = 3,
 ) -> str:
   """Markdown: a row for each label that has runs, with its paired difference to the baseline.
 
@@ -220,6 +223,7 @@ def table(
     columns: heading → value of a run; cells are means over seeds.
     compared: the value whose difference is taken, by seed; p is adjusted by Holm's procedure for
       the rows of this table.
+    digits: decimal ones of the difference.
   """
   found = {label: runs for label, runs in compare.by_label(results).items() if label in labels}
   found = {label: found[label] for label in labels if label in found}
@@ -238,7 +242,7 @@ def table(
     for label in rows:
       d = differences.get(label)
       p = f"{adjusted[label]:.2g}" if label in adjusted else "–"
-      rows[label] += [f"{d.mean:+.3f} [{d.low:+.3f}, {d.high:+.3f}]" if d else "–", p]
+      rows[label] += [compare.difference_cell(d, digits) if d else "–", p]
   return compare.markdown(header, rows)
 
 

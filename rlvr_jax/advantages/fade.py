@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from rlvr_jax.advantages.base import Advantage
 from rlvr_jax.advantages.power import power_asym_advantages
 from rlvr_jax.ops.checks import check_between, check_choice
+from rlvr_jax.ops.groups import group_mean
 from rlvr_jax.ops.masked import upcast
 from rlvr_jax.types import Array, Mean, Metrics, TrainBatch
 
@@ -127,21 +128,24 @@ def fade(
   def apply(state: FadeState, batch: TrainBatch) -> Array:
     alpha, delta = exponents(state)
     return power_asym_advantages(
-      batch.rewards, batch.correct, alpha=alpha, delta=delta, name="fade"
+      batch.rewards, batch.correct, batch.valid, alpha=alpha, delta=delta, name="fade"
     )
 
   def update(
     state: FadeState, batch: TrainBatch, entropy: Array, solve_rate: Array | None = None
   ) -> FadeState:
     if solve_rate is None:
-      solve_rate = jnp.mean(upcast(batch.correct))
+      known = jnp.any(batch.valid > 0, axis=1)  # NaN where no group is
+      solve_rate = jnp.mean(group_mean(batch.correct, batch.valid)[:, 0], where=known)
+    moved = _moving_average(state.solve_rate, solve_rate, smoothing)
     return state._replace(
-      solve_rate=_moving_average(state.solve_rate, solve_rate, smoothing),
+      solve_rate=jnp.where(jnp.isnan(solve_rate), state.solve_rate, moved),
       entropy=_moving_average(state.entropy, entropy, smoothing),
       updates=state.updates + 1,
     )
 
-  def metrics(state: FadeState) -> Metrics:
+  def metrics(state: FadeState, batch: TrainBatch) -> Metrics:
+    del batch
     values = {
       **exponents(state)._asdict(),
       "solve_rate": state.solve_rate,

@@ -2,44 +2,45 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
-
-from rlvr_jax.advantages.base import Advantage, as_group, group_mean, stateless, zero_if_constant
+from rlvr_jax.advantages.base import Advantage, as_group, stateless, zero_if_constant
 from rlvr_jax.ops.checks import check_between
+from rlvr_jax.ops.groups import group_deviation, group_mean
 from rlvr_jax.types import Array
 
 
-def grpo_advantages(rewards: Array, *, epsilon: float) -> Array:
+def grpo_advantages(rewards: Array, valid: Array, *, epsilon: float) -> Array:
   """A = (r − r̄)/(std + ε), std unbiased.
 
   Args:
     rewards: f32[P, G].
+    valid: bool[P, G].
     epsilon: added to the deviation, in units of reward.
   Returns:
     f32[P, G]; gradient masses √(pq) on successes and on failures.
   Source: "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models"
     (arXiv:2402.03300).
   """
-  rewards = as_group("grpo", rewards)
-  deviation = jnp.std(rewards, axis=1, keepdims=True, ddof=1)
-  return zero_if_constant((rewards - group_mean(rewards)) / (deviation + epsilon), rewards)
+  rewards = as_group("grpo", rewards, valid)
+  centered = rewards - group_mean(rewards, valid)
+  deviation = group_deviation(rewards, valid)
+  return zero_if_constant(centered / (deviation + epsilon), rewards, valid)
 
 
-def grpo_mean_advantages(rewards: Array) -> Array:
-  """A = r − r̄: f32[P, G] → f32[P, G]; gradient masses pq and pq.
+def grpo_mean_advantages(rewards: Array, valid: Array) -> Array:
+  """A = r − r̄: f32[P, G], bool[P, G] → f32[P, G]; gradient masses pq and pq.
 
   Source: "Understanding R1-Zero-Like Training: A Critical Perspective" (arXiv:2503.20783).
   """
-  rewards = as_group("grpo_mean", rewards)
-  return zero_if_constant(rewards - group_mean(rewards), rewards)
+  rewards = as_group("grpo_mean", rewards, valid)
+  return zero_if_constant(rewards - group_mean(rewards, valid), rewards, valid)
 
 
 def grpo(*, epsilon: float = 1e-6) -> Advantage:
   """A = (r − r̄)/(std + ε); see `grpo_advantages`."""
   check_between("grpo", "epsilon", epsilon, low=0.0)
-  return stateless(lambda batch: grpo_advantages(batch.rewards, epsilon=epsilon))
+  return stateless(lambda batch: grpo_advantages(batch.rewards, batch.valid, epsilon=epsilon))
 
 
 def grpo_mean() -> Advantage:
   """A = r − r̄; see `grpo_mean_advantages`."""
-  return stateless(lambda batch: grpo_mean_advantages(batch.rewards))
+  return stateless(lambda batch: grpo_mean_advantages(batch.rewards, batch.valid))

@@ -6,26 +6,28 @@ import jax
 
 from rlvr_jax.advantages.base import Advantage, as_group, stateless, zero_if_constant
 from rlvr_jax.ops.checks import check_between
+from rlvr_jax.ops.groups import count_valid
 from rlvr_jax.types import Array
 
 
-def log_mean_exp_advantages(rewards: Array, *, eta: float) -> Array:
+def log_mean_exp_advantages(rewards: Array, valid: Array, *, eta: float) -> Array:
   """A = (e^{ηr}/mean e^{ηr} − 1)/η.
 
   Args:
     rewards: f32[P, G].
+    valid: bool[P, G].
     eta: η > 0, in units of 1/reward; larger seeks the best rollouts.
   Returns:
     f32[P, G]; gradient masses pq(e^η − 1)/(η(p·e^η + q)) and the same.
   Source: "Risk-Sensitive RL for Alleviating Exploration Dilemmas in Large Language Models"
     (arXiv:2509.24261).
   """
-  rewards = as_group("log_mean_exp", rewards)
-  shares = jax.nn.softmax(eta * rewards, axis=1)
-  return zero_if_constant((rewards.shape[1] * shares - 1) / eta, rewards)
+  rewards = as_group("log_mean_exp", rewards, valid)
+  shares = jax.nn.softmax(eta * rewards, axis=1, where=valid > 0)
+  return zero_if_constant((count_valid(valid) * shares - 1) / eta, rewards, valid)
 
 
 def log_mean_exp(*, eta: float = 1.0) -> Advantage:
   """A = (e^{ηr}/mean e^{ηr} − 1)/η; see `log_mean_exp_advantages`."""
   check_between("log_mean_exp", "eta", eta, low=0.0, open_low=True)
-  return stateless(lambda batch: log_mean_exp_advantages(batch.rewards, eta=eta))
+  return stateless(lambda batch: log_mean_exp_advantages(batch.rewards, batch.valid, eta=eta))

@@ -6,28 +6,34 @@ import chex
 import jax.numpy as jnp
 
 from rlvr_jax.advantages.base import Advantage, as_group, stateless, zero_if_constant
-from rlvr_jax.ops.masked import masked_count, upcast
+from rlvr_jax.ops.masked import masked_count, masked_fill, upcast
 from rlvr_jax.types import Array
 
 
-def opo_advantages(rewards: Array, lengths: Array) -> Array:
+def opo_advantages(rewards: Array, lengths: Array, valid: Array) -> Array:
   """A = r − Σ len·r/Σ len, the baseline of least variance if |∇log π|² is proportional to length.
 
   Args:
     rewards: f32[P, G].
     lengths: [P, G], tokens; a group without tokens has the baseline 0.
+    valid: bool[P, G].
   Returns:
     f32[P, G].
   Source: "On-Policy RL with Optimal Reward Baseline" (arXiv:2505.23585).
   """
-  rewards = as_group("opo", rewards)
+  rewards = as_group("opo", rewards, valid)
   chex.assert_equal_shape([rewards, lengths])
   lengths = upcast(lengths)
-  total = jnp.sum(lengths, axis=1, keepdims=True)
+  total = jnp.sum(masked_fill(lengths, valid), axis=1, keepdims=True)
   baseline = jnp.sum(lengths * rewards, axis=1, keepdims=True) / jnp.maximum(total, 1)
-  return zero_if_constant(rewards - baseline, rewards)
+  return zero_if_constant(rewards - baseline, rewards, valid)
 
 
 def opo() -> Advantage:
-  """A = r − Σ len·r/Σ len, len in loss tokens: filtered rollouts do not affect the baseline."""
-  return stateless(lambda batch: opo_advantages(batch.rewards, masked_count(batch.mask, axis=-1)))
+  """A = r − Σ len·r/Σ len, len in loss tokens.
+
+  A rollout that `config.overlong.filter` leaves out has none: its gradient is 0, and so is its
+  weight in the baseline of least variance. In the other estimators' baselines it counts.
+  """
+  lengths = lambda batch: masked_count(batch.mask, axis=-1)
+  return stateless(lambda batch: opo_advantages(batch.rewards, lengths(batch), batch.valid))

@@ -5,22 +5,25 @@ from __future__ import annotations
 import chex
 import jax.numpy as jnp
 
-from rlvr_jax.advantages.base import Advantage, as_group, group_mean, stateless, zero_if_constant
+from rlvr_jax.advantages.base import Advantage, as_group, stateless, zero_if_constant
 from rlvr_jax.advantages.power import power_asym_advantages
 from rlvr_jax.ops.checks import check_choice, check_integer
-from rlvr_jax.ops.masked import upcast
-from rlvr_jax.types import Array, TrainBatch
+from rlvr_jax.ops.groups import count_valid, group_mean
+from rlvr_jax.ops.masked import masked_fill
+from rlvr_jax.types import Array, Mean, Metrics, TrainBatch
 
 
-def pass_at_k_advantages(rewards: Array, correct: Array, *, k: int) -> Array:
-  """A = k(w − w̄), w = 1 if correct else 1 − C(G−1−c, k−1)/C(G−1, k−1): unbiased at finite G.
+def pass_at_k_advantages(rewards: Array, correct: Array, valid: Array, *, k: int) -> Array:
+  """A = k(w − w̄), w = 1 if correct else 1 − C(n−1−c, k−1)/C(n−1, k−1): unbiased at finite n.
 
   w is the probability that k rollouts, this one and k−1 others sampled without replacement, contain
-  a correct one; c is the number of correct rollouts.
+  a correct one; n is the number of valid rollouts of the group and c that of correct ones. A group
+  with n < k gets 0: such a probability is not known there.
 
   Args:
     rewards: f32[P, G].
-    correct: f32[P, G] in {0, 1}.
+    correct: f32[P, G] in {0, 1}; anything but 1 is not correct.
+    valid: bool[P, G].
     k: 1 ≤ k ≤ G.
   Returns:
     f32[P, G]; gradient masses k·p·q^k and the same as G → ∞.
@@ -30,7 +33,7 @@ def pass_at_k_advantages(rewards: Array, correct: Array, *, k: int) -> Array:
     (arXiv:2505.15201); "Pass@k Training for Adaptively Balancing Exploration and Exploitation of
     Large Reasoning Models" (arXiv:2508.10751).
   """
-  rewards = as_group("pass_at_k", rewards)
+  rewards = as_group("pass_at_k", rewards, valid)
   chex.assert_equal_shape([rewards, correct])
   size = rewards.shape[1]
   if k > size:
@@ -38,13 +41,22 @@ def pass_at_k_advantages(rewards: Array, correct: Array, *, k: int) -> Array:
       f"advantage 'pass_at_k' with k = {k} needs at least k rollouts per prompt, got G = {size};"
       f" lower k or raise the group size"
     )
-  correct = upcast(correct)
-  others_wrong = size - 1 - jnp.sum(correct, axis=1, keepdims=True)
-  # C(n, k−1)/C(G−1, k−1) as a product of k−1 factors within [0, 1].
-  drawn = jnp.arange(k - 1, dtype=correct.dtype)
-  factors = jnp.maximum(others_wrong[..., None] - drawn, 0) / (size - 1 - drawn)
-  weights = jnp.where(correct > 0, 1.0, 1 - jnp.prod(factors, axis=-1))
-  return zero_if_constant(k * (weights - group_mean(weights)), rewards)
+  right = masked_fill(correct, valid) == 1
+  others = count_valid(valid).astype(rewards.dtype)[..., None] - 1
+  others_wrong = others - jnp.sum(right, axis=1, keepdims=True)[..., None]
+  # C(n−1−c, k−1)/C(n−1, k−1) as a product of k−1 factors within [0, 1].
+  drawn = jnp.arange(k - 1, dtype=rewards.dtype)
+  factors = jnp.maximum(others_wrong - drawn, 0) / jnp.maximum(others - drawn, 1)
+  weights = jnp.where(right, 1.0, 1 - jnp.prod(factors, axis=-1))
+  coefficients = k * (weights - group_mean(weights, valid))
+  coefficients = jnp.where(count_valid(valid) < k, 0.0, coefficients)
+  return zero_if_constant(coefficients, rewards, valid)
+
+
+def too_few_for(k: int, valid: Array) -> Metrics:
+  """advantage/fewer_than_k: the share of groups with fewer than k valid rollouts, which get 0."""
+  fewer = count_valid(valid) < k
+  return {"advantage/fewer_than_k": Mean(jnp.sum(fewer), jnp.asarray(fewer.size, jnp.float32))}
 
 
 def pass_at_k(*, k: int = 4, form: str = "unbiased") -> Advantage:
@@ -58,11 +70,18 @@ def pass_at_k(*, k: int = 4, form: str = "unbiased") -> Advantage:
   check_integer("pass_at_k", "k", k, low=1)
 
   def unbiased(batch: TrainBatch) -> Array:
-    return pass_at_k_advantages(batch.rewards, batch.correct, k=k)
+    return pass_at_k_advantages(batch.rewards, batch.correct, batch.valid, k=k)
 
   def plug_in(batch: TrainBatch) -> Array:
     return k * power_asym_advantages(
-      batch.rewards, batch.correct, alpha=float(k), delta=1.0, name="pass_at_k"
+      batch.rewards, batch.correct, batch.valid, alpha=float(k), delta=1.0, name="pass_at_k"
     )
 
-  return stateless(unbiased if form == "unbiased" else plug_in, needs_binary=True)
+  def counted(batch: TrainBatch) -> Metrics:
+    return too_few_for(k, batch.valid) if form == "unbiased" else {}
+
+  return stateless(
+    lambda batch: (unbiased if form == "unbiased" else plug_in)(batch),
+    needs_binary=True,
+    metrics=counted,
+  )

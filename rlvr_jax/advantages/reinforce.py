@@ -5,50 +5,64 @@ from __future__ import annotations
 import chex
 import jax.numpy as jnp
 
-from rlvr_jax.advantages.base import Advantage, group_mean, stateless
+from rlvr_jax.advantages.base import Advantage, stateless
 from rlvr_jax.ops.checks import check_between
-from rlvr_jax.ops.masked import upcast
+from rlvr_jax.ops.groups import group_mean
+from rlvr_jax.ops.masked import masked_fill, upcast
 from rlvr_jax.types import Array
 
 
-def weighted_reinforce_advantages(rewards: Array, *, success_weight: float) -> Array:
-  """A = λ if r = 1 else −1: f32[P, G] → f32[P, G]; gradient masses λp and q.
+def weighted_reinforce_advantages(correct: Array, valid: Array, *, success_weight: float) -> Array:
+  """A = λ if correct else −1; gradient masses λp and q.
+
+  It reads the grade, not the reward: an overlong penalty or a bonus does not change it.
+
+  Args:
+    correct: f32[P, G] in {0, 1}.
+    valid: bool[P, G].
+    success_weight: λ.
+  Returns:
+    f32[P, G].
 
   Source: "The Surprising Effectiveness of Negative Reinforcement in LLM Reasoning"
     (arXiv:2506.01347).
   """
-  chex.assert_rank(rewards, 2)
-  return jnp.where(upcast(rewards) == 1, success_weight, -1.0)
+  chex.assert_rank([correct, valid], 2)
+  return masked_fill(jnp.where(upcast(correct) == 1, success_weight, -1.0), valid)
 
 
-def asymmetric_reinforce_advantages(rewards: Array, *, baseline_shift: float) -> Array:
-  """A = r − (r̄ + δV): f32[P, G] → f32[P, G]; masses p(q − δV) and q·max(p + δV, 0).
+def asymmetric_reinforce_advantages(
+  rewards: Array, valid: Array, *, baseline_shift: float
+) -> Array:
+  """A = r − (r̄ + δV): f32[P, G], bool[P, G] → f32[P, G]; masses p(q − δV) and q·max(p + δV, 0).
 
   A constant group keeps −δV, and a group of one is allowed.
 
   Source: "Asymmetric REINFORCE for off-Policy Reinforcement Learning: Balancing positive and
     negative rewards" (arXiv:2506.20520).
   """
-  chex.assert_rank(rewards, 2)
-  rewards = upcast(rewards)
-  return rewards - (group_mean(rewards) + baseline_shift)
+  chex.assert_rank([rewards, valid], 2)
+  rewards = masked_fill(rewards, valid)
+  return masked_fill(rewards - (group_mean(rewards, valid) + baseline_shift), valid)
 
 
 def reinforce() -> Advantage:
   """A = r; gradient masses p and 0. Williams 1992."""
-  return stateless(lambda batch: upcast(batch.rewards))
+  return stateless(lambda batch: masked_fill(batch.rewards, batch.valid))
 
 
 def reinforce_signed() -> Advantage:
   """A = 2r − 1; gradient masses p and q."""
-  return stateless(lambda batch: 2 * upcast(batch.rewards) - 1)
+  return stateless(lambda batch: masked_fill(2 * upcast(batch.rewards) - 1, batch.valid))
 
 
 def weighted_reinforce(*, success_weight: float = 0.1) -> Advantage:
-  """A = λ if r = 1 else −1, λ = `success_weight` ≥ 0; see `weighted_reinforce_advantages`."""
+  """A = λ if correct else −1, λ = `success_weight` ≥ 0; see `weighted_reinforce_advantages`."""
   check_between("weighted_reinforce", "success_weight", success_weight, low=0.0)
   return stateless(
-    lambda batch: weighted_reinforce_advantages(batch.rewards, success_weight=success_weight)
+    lambda batch: weighted_reinforce_advantages(
+      batch.correct, batch.valid, success_weight=success_weight
+    )
   )
 
 
@@ -56,5 +70,7 @@ def asymmetric_reinforce(*, baseline_shift: float = -0.1) -> Advantage:
   """A = r − (r̄ + δV), δV = `baseline_shift` ≤ 0; see `asymmetric_reinforce_advantages`."""
   check_between("asymmetric_reinforce", "baseline_shift", baseline_shift, high=0.0)
   return stateless(
-    lambda batch: asymmetric_reinforce_advantages(batch.rewards, baseline_shift=baseline_shift)
+    lambda batch: asymmetric_reinforce_advantages(
+      batch.rewards, batch.valid, baseline_shift=baseline_shift
+    )
   )

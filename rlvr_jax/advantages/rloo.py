@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from rlvr_jax.advantages.base import Advantage, as_group, group_mean, stateless, zero_if_constant
+import jax.numpy as jnp
+
+from rlvr_jax.advantages.base import Advantage, as_group, stateless, zero_if_constant
+from rlvr_jax.ops.groups import count_valid, group_mean
 from rlvr_jax.types import Array
 
 
-def rloo_advantages(rewards: Array) -> Array:
+def rloo_advantages(rewards: Array, valid: Array) -> Array:
   """A = G/(G−1)·(r − r̄), the reward minus the mean of the *other* rollouts.
 
   Args:
     rewards: f32[P, G].
+    valid: bool[P, G].
   Returns:
     f32[P, G]; gradient masses pq and pq in expectation at any G.
   Source: "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback
     in LLMs" (arXiv:2402.14740).
   """
-  rewards = as_group("rloo", rewards)
-  size = rewards.shape[1]
-  return zero_if_constant(size / (size - 1) * (rewards - group_mean(rewards)), rewards)
+  rewards = as_group("rloo", rewards, valid)
+  size = count_valid(valid).astype(rewards.dtype)
+  of_others = size / jnp.maximum(size - 1, 1) * (rewards - group_mean(rewards, valid))
+  return zero_if_constant(of_others, rewards, valid)
 
 
 def rloo() -> Advantage:
   """A = G/(G−1)·(r − r̄); see `rloo_advantages`."""
-  return stateless(lambda batch: rloo_advantages(batch.rewards))
+  return stateless(lambda batch: rloo_advantages(batch.rewards, batch.valid))

@@ -11,7 +11,7 @@ gives an item (one program with its tests):
 * only the system calls of a list (`harness.system_calls`), which excludes calls that create memory
   that belongs to no process, calls by which items could communicate, and calls not needed
 * a control group, if one is available (`cgroups`), that limits memory, processes and cores (to one)
-* a limit of processor time, and a deadline at `WALL_CLOCK_FACTOR` times that limit, at which
+* a limit of processor time, the same limit of time asleep, and a deadline (`deadline_s`); at each
   everything is killed, as it is when the process that waits for the item dies
 """
 
@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from . import cgroups
@@ -40,9 +40,10 @@ NONE = "none"  # separate processes and limits, but no isolation
 UNSANDBOXED = "RLVR_JAX_UNSANDBOXED_CODE"
 ACCEPTED = "I accept that generated code runs with my rights"
 
-# The deadline is this multiple of the limit of processor time, so that a busy machine does not
-# change grades, and a program that sleeps is ended.
-WALL_CLOCK_FACTOR = 4.0
+# The deadline is this multiple of the limit of processor time, so that a machine on which a program
+# waits long for a core does not change grades. A program that sleeps is ended at the limit itself.
+WALL_CLOCK_FACTOR = 20.0
+_LONGEST_S = 480.0  # the deadline of every item
 _START_S = 20.0  # time for the launcher to start
 _MARGIN_S = 5.0  # time after an item's deadline in which its end is detected
 _LAST_WORDS = 1000  # characters of the output of a launcher that does not start
@@ -52,9 +53,18 @@ class SandboxError(RuntimeError):
   """The sandbox does not work; this says nothing about the code to run in it."""
 
 
+def deadline_s(time_limit_s: float) -> float:
+  """Seconds of wall clock after which an item with that limit of processor time is ended."""
+  return min(WALL_CLOCK_FACTOR * time_limit_s, _LONGEST_S)
+
+
 def longest_s(time_limit_s: float) -> float:
   """Seconds of wall clock after which an item with that limit must have a verdict."""
-  return WALL_CLOCK_FACTOR * time_limit_s + _MARGIN_S
+  return deadline_s(time_limit_s) + _MARGIN_S
+
+
+def _ignore() -> None:
+  pass
 
 
 class Sandbox:
@@ -103,16 +113,18 @@ class Sandbox:
     *,
     time_limit_s: float,
     memory_mib: int,
+    on_asleep: Callable[[], None] = _ignore,
   ) -> dict[str, Any]:
     """Judges one program.
 
     Args:
       program: "mode" ("calls" or "cases") and "sources", see `harness`.
       task: the tests, see `harness.judge.judge`; they never come near the program.
-      time_limit_s: total processor time of all processes, seconds. The wall-clock limit is
-        `WALL_CLOCK_FACTOR` times that, or equal to it without isolation, where processor time is
-        not measured.
+      time_limit_s: total processor time of all processes, seconds; also the limit of the time in
+        which none of them runs, or waits for a core or the disk. Without isolation, where neither
+        is measured, the limit of wall-clock time.
       memory_mib: address space of each process, and total memory of all processes, MiB.
+      on_asleep: called at most once, when the program sleeps: its core is free for others.
     Returns:
       The judge's verdict; or {"timeout": true}; or {"memory": true} if all processes together
       used more than `memory_mib`; or {"died": status} if the judge was killed.
@@ -122,7 +134,7 @@ class Sandbox:
     isolated = self.mechanism != NONE
     settings = {
       "time_limit_s": time_limit_s,
-      "deadline_s": time_limit_s * (WALL_CLOCK_FACTOR if isolated else 1),
+      "deadline_s": deadline_s(time_limit_s) if isolated else time_limit_s,
       "memory_mib": memory_mib,
       "isolated": isolated,
     }
@@ -139,7 +151,9 @@ class Sandbox:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # killed before it read
           messages.send(item, program)
           messages.send(item, task)
-        verdict = messages.receive(item)
+        if "asleep" in (verdict := messages.receive(item)):
+          on_asleep()
+          verdict = messages.receive(item)
         item.settimeout(max(0.001, deadline - time.monotonic()))
         with contextlib.suppress(ConnectionResetError):  # killed before it read its tests
           while item.recv(2**12):  # until nothing of the item is left

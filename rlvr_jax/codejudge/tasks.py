@@ -9,8 +9,8 @@ Tests are a JSON object with a "style" and the fields of that style:
     of arguments, and "output"; "setup", executed before the program.
   "stdin": "cases", each with "input" and "output", texts; "setup", executed before the program.
 Tests, setups and prompts import from the standard library only. Optional:
-  "time_limit_s": total processor time of the program's processes for all tests, seconds; the
-    deadline is `sandbox.WALL_CLOCK_FACTOR` times that.
+  "time_limit_s": total processor time of the program's processes for all tests, seconds; also the
+    limit of the time in which they all sleep.
   "memory_mib": total memory of its processes, MiB.
 """
 
@@ -22,7 +22,7 @@ import functools
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from .harness.scripts import MAX_INPUT, MAX_OUTPUT
@@ -49,6 +49,8 @@ def check(tests: Mapping[str, Any]) -> None:
     for test in tests["tests"]:
       _statements("test", test)
   _statements("setup", tests.get("setup", ""))
+  if style == "asserts":
+    _check_modules(tuple(tests["tests"]), tests.get("setup", ""))
   if style == "stdin":
     _check_sizes(tests["cases"])
   seconds, memory = time_limit_s(tests), tests.get("memory_mib")
@@ -90,6 +92,27 @@ def _statements(kind: str, text: str) -> list[ast.stmt]:
   return tree.body
 
 
+@functools.lru_cache(maxsize=1024)
+def _check_modules(tests: Sequence[str], setup: str) -> None:
+  """Raises for a test that uses a module, such as `np`, which nobody imports.
+
+  A program could define one of that name, and so what the test compares by. A module is taken to be
+  what has a name in lower case, of which tests use attributes only.
+  """
+  names, _ = names_used(tests)
+  nodes = [node for test in tests for node in ast.walk(ast.parse(test))]
+  bases = {node.value for node in nodes if isinstance(node, ast.Attribute)}
+  others = {node.id for node in nodes if isinstance(node, ast.Name) and node not in bases}
+  absent = set(filter(str.islower, names)) - others - _defined(ast.walk(ast.parse(setup)))
+  if absent:
+    name = min(absent)
+    raise ValueError(
+      f"a test uses {name!r} as a module, which nothing imports, so that a program could define it:"
+      f" import it in the setup (standard library only); if {name!r} is an object of the program,"
+      " assign it there"
+    )
+
+
 def _imported(node: ast.AST) -> set[str]:
   """The packages that an import statement names; empty for any other node."""
   if isinstance(node, ast.Import):
@@ -108,9 +131,16 @@ def _check_sizes(cases: Sequence[Mapping[str, Any]]) -> None:
 _Prepared: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 
 
-def judge(sandbox: Sandbox, source: str, tests: Mapping[str, Any]) -> dict[str, Any]:
+def judge(
+  sandbox: Sandbox, source: str, tests: Mapping[str, Any], **options: Any
+) -> dict[str, Any]:
   """Runs a program against tests that `check` has passed.
 
+  Args:
+    sandbox: opened, see `open_sandbox`.
+    source: the program.
+    tests: see above.
+    options: further arguments of `Sandbox.run`, such as `on_asleep`.
   Returns:
     As `Sandbox.run`: "passed" and "total" tests, and "failure", a text about the first that failed;
     or {"timeout": true}; or {"memory": true}; or {"died": status} if the judge was killed.
@@ -123,6 +153,7 @@ def judge(sandbox: Sandbox, source: str, tests: Mapping[str, Any]) -> dict[str, 
     {**task, "style": tests["style"]},
     time_limit_s=time_limit_s(tests),
     memory_mib=tests.get("memory_mib") or MEMORY_MIB,
+    **options,
   )
 
 
@@ -200,11 +231,7 @@ def names_used(tests: Sequence[str]) -> tuple[list[str], list[str]]:
   """
   nodes = [node for test in tests for node in ast.walk(ast.parse(test))]
   names = [node for node in nodes if isinstance(node, ast.Name)]
-  own = {node.id for node in names if not isinstance(node.ctx, ast.Load)}
-  own |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-  own |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-  own |= {(node.asname or node.name).split(".")[0] for node in nodes if isinstance(node, ast.alias)}
-  free = {node.id for node in names} - own
+  free = {node.id for node in names} - _defined(nodes)
   bases = {
     node.value.id
     for node in nodes
@@ -216,6 +243,20 @@ def names_used(tests: Sequence[str]) -> tuple[list[str], list[str]]:
     called = [node.func for node in nodes if isinstance(node, ast.Call)]
     wanted = {function.id for function in called if isinstance(function, ast.Name)} & free
   return sorted(wanted), sorted(modules)
+
+
+def _defined(nodes: Iterable[ast.AST]) -> set[str]:
+  """Names that these nodes bind, in any scope."""
+  found = set()
+  for node in nodes:
+    match node:
+      case ast.Name(name, ast.Store() | ast.Del()) | ast.arg(name):
+        found.add(name)
+      case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
+        found.add(name)
+      case ast.alias(name, asname):
+        found.add((asname or name).partition(".")[0])
+  return found
 
 
 def is_python(text: str) -> bool:

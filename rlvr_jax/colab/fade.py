@@ -51,7 +51,9 @@ def masses(advantage: Advantage, *, group_size: int = 64) -> Masses:
 
   def of_group(rewards: Array) -> tuple[Array, Array]:
     group = rewards[None]
-    found = reductions.values(gradient_masses(advantages_of(advantage, group), group, group))
+    every = jnp.ones(group.shape, bool)
+    A = advantages_of(advantage, group)
+    found = reductions.values(gradient_masses(A, group, group, every))
     return found["advantage/mass_success"], found["advantage/mass_failure"]
 
   return Masses(jnp.arange(G + 1) / G, *jax.vmap(of_group)(rewards))

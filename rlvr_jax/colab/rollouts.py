@@ -40,7 +40,7 @@ class Rollout(NamedTuple):
   completion: str
   answer: str  # the reference
   kind: str  # one of KINDS
-  reward: float
+  reward: float | None  # before the penalty for length; None without a grade
   length: int  # tokens, stop token included
   age: int  # updates between the policy that sampled it and the update that first trains on it
   surprisals: np.ndarray  # f32[length], −log β of each token, nats
@@ -293,5 +293,6 @@ def show(rollouts: Sequence[Rollout], count: int = 6) -> None:
   """Prints `count` of the rollouts, spread evenly over them."""
   for index in np.unique(np.linspace(0, len(rollouts) - 1, count).astype(int)) if rollouts else ():
     r = rollouts[index]
-    print(f"batch {r.batch:3}  age {r.age}  {r.length:3} tokens  reward {r.reward:g}  {r.kind}")
+    reward = "none" if r.reward is None else f"{r.reward:g}"
+    print(f"batch {r.batch:3}  age {r.age}  {r.length:3} tokens  reward {reward}  {r.kind}")
     print(f"    {r.prompt!r} → {r.completion!r}   (answer {r.answer})")

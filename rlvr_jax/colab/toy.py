@@ -217,8 +217,8 @@ def _updated(toy: Toy, recipe: Recipe, kernel: Array, state: Any, batch: TrainBa
 
   gradient, (found, metrics) = jax.grad(loss, has_aux=True)(kernel)
   own = policy_metrics(found.logprobs, found.entropy, batch, coefficients, ())
-  own |= batch_metrics(batch) | recipe.advantage.metrics(state)
-  own |= gradient_masses(coefficients, batch.rewards, batch.correct)
+  own |= batch_metrics(batch) | recipe.advantage.metrics(state, batch)
+  own |= gradient_masses(coefficients, batch.rewards, batch.correct, batch.valid)
   metrics = {**metrics, **reductions.values(own)}
   metrics["gradient_norm"] = jnp.linalg.norm(gradient)
   state = recipe.advantage.update(state, batch, metrics["policy/entropy"])

@@ -31,10 +31,12 @@ from rlvr_jax.models.huggingface import checked_tensors
 from rlvr_jax.storage.files import listing, located, replacing
 from rlvr_jax.storage.places import BucketFiles, LocalFiles, files_in, in_bucket, place
 from rlvr_jax.train.cluster import multihost
+from rlvr_jax.train.reporting.data_use import warm_start_warning
 from rlvr_jax.train.reporting.writer import say
 from rlvr_jax.train.setup.build import Parts, build, make_task
 from rlvr_jax.train.setup.grading import check_first_grade, grader_pool
 from rlvr_jax.train.setup.tokenizers import make_tokenizer
+from rlvr_jax.train.start import parameters
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 MAX_SKEW_S = 5.0  # between the clocks of hosts
@@ -73,7 +75,8 @@ def check(config: ml_collections.ConfigDict, workdir: str) -> None:
       if any(status == FAIL for status, _ in findings):
         failed.append(name)
   if failed:
-    raise PreflightError(f"{len(failed)} checks have failed: {', '.join(failed)}")
+    checks = "1 check" if len(failed) == 1 else f"{len(failed)} checks"
+    raise PreflightError(f"{checks} failed: {', '.join(failed)}")
   if multihost.is_first():
     say("nothing is in the way of this run")
 
@@ -236,9 +239,10 @@ class Preflight:
     for source in parts.values():
       if len(source):
         tokenizer.encode_prompt(source[0].question)
-    return Finding(
-      OK, ", ".join(f"{len(source)} {name} problems" for name, source in parts.items())
-    )
+    text = ", ".join(f"{len(source)} {name} problems" for name, source in parts.items())
+    if warning := warm_start_warning(self.config, self.task):
+      return Finding(WARN, f"{text}; {warning}")
+    return Finding(OK, text)
 
   def build(self) -> Finding:
     """Everything that a run finds out before it compiles."""
@@ -250,8 +254,9 @@ class Preflight:
     )
 
   def checkpoint(self) -> Finding:
-    """The first policy's checkpoint has the network's tensors; the weights are not read."""
+    """The first policy's checkpoint is there, with the network's tensors; weights are not read."""
     parts = _made(self.parts, "the configuration has failed")
+    parameters.check_start(self.config, self.workdir)
     folder = self.config.model.checkpoint
     if not folder:
       return Finding(OK, "none: the parameters are initialized")
@@ -294,7 +299,7 @@ class Preflight:
     text += f", of {limit / _GIB:.1f} on each device"
     compiled = [size for name, size in needs.items() if name.endswith("compiled")]
     if max(compiled or needs.values()) > limit:
-      cure = "raise config.batch.micro_batches or config.mesh, or lower the lengths"
+      cure = "lower config.batch.tokens_per_micro_batch or the lengths, or raise config.mesh"
       return Finding(FAIL, f"{text}: {cure} (docs/models.md)")
     return Finding(OK, text)
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rlvr_jax.evaluate.held_out import Sample, accuracy, evaluated
-from rlvr_jax.storage.files import JsonLines, keep_records, read_records, replacing
+from rlvr_jax.storage.files import (
+  DamagedFileError,
+  JsonLines,
+  is_as_written,
+  read_records,
+  replacing,
+  with_crc32,
+)
 from rlvr_jax.storage.places import Workdir
 from rlvr_jax.train.checkpointing.workdir import StartFiles, opened
 from rlvr_jax.train.cluster import multihost
@@ -44,7 +51,8 @@ def evaluate_checkpoint(parts: Parts, workdir: str | Path, folder: Path | None) 
     whole, files = opened(workdir, enter)
     workdir = whole.local
     multihost.on_first(lambda: _check_config(whole, files, parts, folder), None)
-    done = multihost.exchange(_complete_problems(workdir, num_problems, c.batch_prompts))[0]
+    count = lambda: _complete_problems(workdir, num_problems, c.batch_prompts, whole.kept)
+    done = multihost.exchange(multihost.on_first(count, 0))[0]
     if done < num_problems:
       pool = multihost.together(lambda: enter(grader_pool(parts.config, parts.task)))
       lines = multihost.on_first(lambda: enter(_continued(workdir, done)), None)
@@ -72,7 +80,7 @@ def evaluate_checkpoint(parts: Parts, workdir: str | Path, folder: Path | None) 
           bar.update(len(batch.samples))
     if not multihost.is_first():
       return {}
-    samples = [record["samples"] for record in read_records(workdir / PROBLEMS_FILE)]
+    samples = [record["samples"] for record in _as_written(workdir / PROBLEMS_FILE)]
     values = accuracy(samples, ks=c.ks, seed=c.seed)
     with replacing(workdir / RESULT_FILE) as file:
       file.write((json.dumps(values, indent=2) + "\n").encode())
@@ -87,31 +95,56 @@ def _check_config(workdir: Workdir, files: StartFiles, parts: Parts, folder: Pat
   files.check_config(json.dumps(about), _MAY_DIFFER)
 
 
-def _complete_problems(workdir: Path, num_problems: int, batch_size: int) -> int:
-  """The number of problems in complete batches; an incomplete batch is sampled again."""
-  path = workdir / PROBLEMS_FILE
-  records = enumerate(read_records(path)) if path.exists() else iter(())
-  found = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1]["problem"], records))
-  return found if found == num_problems else found // batch_size * batch_size
+def _complete_problems(workdir: Path, num_problems: int, batch_size: int, kept: Path) -> int:
+  """The number of problems in complete batches; an incomplete batch is sampled again.
+
+  So are a line that was changed and those behind it, which is printed; `kept` is the workdir there.
+  """
+  lines = _lines(workdir / PROBLEMS_FILE)
+  found = sum(1 for _ in _as_written(workdir / PROBLEMS_FILE))
+  done = found if found == num_problems else found // batch_size * batch_size
+  if found < len([line for line in lines if line.endswith(b"\n")]):
+    say(
+      f"{kept / PROBLEMS_FILE}, line {found + 1} is not as it was written, or not the one that"
+      f" belongs there: problems from {done} on are sampled again, to the same answers"
+    )
+  return done
 
 
 def _continued(workdir: Path, done: int) -> JsonLines:
   """Opens the file of problems, truncated to the first `done` problems."""
-  numbers = itertools.count()
-  keep_records(workdir / PROBLEMS_FILE, lambda record: next(numbers) < done)
-  return JsonLines(workdir / PROBLEMS_FILE)
+  path = workdir / PROBLEMS_FILE
+  lines = _lines(path)
+  if lines[done:]:
+    with replacing(path) as file:
+      file.writelines(lines[:done])
+  return JsonLines(path)
+
+
+def _lines(path: Path) -> list[bytes]:
+  return path.read_bytes().splitlines(keepends=True) if path.exists() else []
+
+
+def _as_written(path: Path) -> Iterator[dict[str, Any]]:
+  """The records of a file of problems, up to the first that is not as it was written."""
+  with contextlib.suppress(FileNotFoundError, DamagedFileError):
+    for number, record in enumerate(read_records(path)):
+      if record.get("problem") != number or not is_as_written(record):
+        return
+      yield record
 
 
 def _record(number: int, samples: list[Sample]) -> dict[str, Any]:
   """The record of a problem in problems.jsonl; fields that differ by sample are lists."""
   first = samples[0]
   of_each = ("completion", "outcome", "extracted", "reward", "tokens", "stopped")
-  return {
+  record = {
     "problem": number,
     "prompt": first["prompt"],
     "answer": first["answer"],
     "samples": [{name: sample[name] for name in of_each} for sample in samples],
   }
+  return with_crc32(record)
 
 
 def _table(values: dict[str, float], num_problems: int, num_samples: int, workdir: Path) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 
+from rlvr_jax.data import ByteTokenizer, Tokenizer
 from rlvr_jax.models.huggingface import save_checkpoint
 from rlvr_jax.models.peft import save_adapters
 from rlvr_jax.train.cluster import multihost, sharding
@@ -16,8 +17,15 @@ from rlvr_jax.train.start.parameters import chosen_params, load_frozen
 ADAPTER = "adapter"
 
 
+def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
+  """Files of the byte tokenizer; those of a checkpoint are copied with it."""
+  return tokenizer.huggingface_files() if isinstance(tokenizer, ByteTokenizer) else {}
+
+
 def export(parts: Parts, directory: str, folder: Path | None) -> None:
   """Writes a policy as a folder that `transformers` loads, in its compute dtype.
+
+  It has the tokenizer: a copy of the one of `config.model.checkpoint`, or that of bytes.
 
   Trained adapters are merged, and also written separately, in PEFT's format, to the subfolder
   `adapter`.
@@ -37,6 +45,7 @@ def export(parts: Parts, directory: str, folder: Path | None) -> None:
     parts.model.config,
     dtype="float32" if dtype == "float64" else dtype,
     source=source,
+    further_files=_tokenizer_files(parts.tokenizer),
   )
   if parts.lora is not None:
     adapters = jax.tree.map(sharding.to_host, params)

@@ -127,7 +127,8 @@ class Draws(Protocol):
 
     Args:
       draw: its number.
-      solve_rates: [P], in the order of its problems.
+      solve_rates: [P], in the order of its problems; NaN for a group without a grade, which tells
+        nothing.
       state: `get_state()` right after the draw.
     Returns:
       (the state in which the next draw of a resumed run begins, metrics of the draw).
@@ -204,7 +205,8 @@ class CurriculumDraws:
     self, draw: int, solve_rates: np.ndarray, state: dict[str, Any]
   ) -> tuple[dict[str, Any], dict[str, float]]:
     version, cells, metrics = self._drawn.pop(draw)
-    self._observed.append([version, cells, [float(rate) for rate in solve_rates]])
+    pairs = [(c, float(rate)) for c, rate in zip(cells, solve_rates, strict=True) if rate == rate]
+    self._observed.append([version, [c for c, _ in pairs], [rate for _, rate in pairs]])
     return {**state, "observed": list(self._observed)}, metrics
 
   def get_state(self) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Tokenizer(Protocol):
@@ -50,3 +51,47 @@ class ByteTokenizer:
   def decode(self, ids: Iterable[int]) -> str:
     """Returns the text of the byte ids; other ids are dropped, invalid UTF-8 becomes U+FFFD."""
     return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+  def huggingface_files(self) -> dict[str, bytes]:
+    """Files by which Hugging Face's libraries have this tokenizer, name → content.
+
+    Ids and texts are the same, but for a text that spells a special token, "<|pad|>" or "<|end|>":
+    there it is one id unless `split_special_tokens` is set, here it is its bytes.
+    """
+    pad, end = "<|pad|>", "<|end|>"
+    special = {pad: self.pad_id, end: self.stop_ids[0]}
+    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+    by_bytes = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=False, use_regex=False)
+    tokenizer = {
+      "version": "1.0",
+      "added_tokens": [{"id": i, "content": text, **flags} for text, i in special.items()],
+      "pre_tokenizer": by_bytes,
+      "decoder": by_bytes,
+      "model": {"type": "BPE", "vocab": _letters_of_bytes() | special, "merges": []},
+    }
+    settings: dict[str, Any] = {
+      "tokenizer_class": "PreTrainedTokenizerFast",
+      "pad_token": pad,
+      "eos_token": end,
+      "clean_up_tokenization_spaces": False,
+      "padding_side": "left",
+    }
+    ids = {"pad_token_id": self.pad_id, "eos_token_id": list(self.stop_ids)}
+    files = {
+      "tokenizer.json": tokenizer,
+      "tokenizer_config.json": settings,
+      "generation_config.json": ids,
+    }
+    return {name: json.dumps(content, indent=2).encode() for name, content in files.items()}
+
+
+def _letters_of_bytes() -> dict[str, int]:
+  """The letter that stands for each byte in a byte-level tokenizer.json → the byte.
+
+  Printable letters of Latin-1 stand for themselves, the others are those from U+0100 on.
+  Source: "Language Models are Unsupervised Multitask Learners" (Radford et al. 2019), its code.
+  """
+  printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+  others = [byte for byte in range(256) if byte not in printable]
+  letters = {chr(byte): byte for byte in sorted(printable)}
+  return letters | {chr(0x100 + i): byte for i, byte in enumerate(others)}

@@ -158,9 +158,19 @@ def markdown(header: Sequence[str], rows: Mapping[str, Sequence[str]], first: st
 
 
 def cell(values: Sequence[float]) -> str:
-  """Mean over seeds with half of its 95 % interval."""
+  """Mean over seeds with half of its 95 % interval; the mean alone where all seeds are equal."""
   mean, half = mean_and_half_width(values)
-  return f"{mean:.3g} ± {half:.1g}"
+  return f"{mean:.3g} ± {half:.1g}" if half else f"{mean:.3g}"
+
+
+def difference_cell(found: Difference, digits: int = 3) -> str:
+  """Mean difference by seed with its 95 % interval.
+
+  The mean alone where the interval has no width at these decimal digits: seeds that are equal by
+  chance, two of them for instance, say nothing of how much others would differ.
+  """
+  mean, low, high = (f"{x:+.{digits}f}" for x in (found.mean, found.low, found.high))
+  return mean if low == high else f"{mean} [{low}, {high}]"
 
 
 def interval(result: Result, index: int, metric: str = METRIC) -> str:
@@ -195,9 +205,8 @@ def differences(
   if baseline not in found:
     raise ValueError(f"no run has the label {baseline!r}; choose one of {list(found)}")
   reference = found.pop(baseline)
-  shared = lambda values: len(values.keys() & reference.keys())
   return {
-    label: paired_difference(values, reference) if shared(values) > 1 else None
+    label: paired_difference(values, reference) if len(values.keys() & reference) > 1 else None
     for label, values in found.items()
   }
 
@@ -266,11 +275,12 @@ def _cells(found: Difference | None, adjusted: float | None, difference: float) 
 
 def provenance(results: Iterable[Result]) -> str:
   """Commits and devices of the results, one line each."""
-  of_field = lambda name: collections.Counter(_known(result, name) for result in results)
-  lines = [
-    f"{title}: " + ", ".join(f"{value} ({count} runs)" for value, count in of_field(name).items())
-    for title, name in (("commit", "commit"), ("device", "device"))
-  ]
+  results = list(results)
+  lines = []
+  for field in ("commit", "device"):
+    counts = collections.Counter(_known(result, field) for result in results)
+    runs = ", ".join(f"{value} ({count} runs)" for value, count in counts.items())
+    lines.append(f"{field}: {runs}")
   return "\n".join(lines)
 
 

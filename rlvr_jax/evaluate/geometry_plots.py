@@ -43,6 +43,7 @@ class Measurement(NamedTuple):
   reweighted: Array  # f32[P, G], as used in training; equal to A without a reweighting
   rewards: Array  # f32[P, G]
   lengths: Array  # f32[P, G], tokens
+  valid: Array  # bool[P, G], False: without a grade
   gram_compared: Array | None = None  # f32[B, B], for config.diagnostics.compared
   gram_sampled: Array | None = None  # f32[B, B], of the feature that is not config.gram's
   gram_score: Array | None = None
@@ -69,7 +70,10 @@ def load_geometry(workdir: str | os.PathLike[str]) -> list[Measurement]:
 
 def _read(path: pathlib.Path) -> Measurement:
   with path.open("rb") as stream, np.load(stream) as file:
-    return Measurement(update=int(path.stem), **file)
+    arrays = dict(file)
+  # Files of earlier versions have none: a rollout without a grade had its group's mean reward.
+  arrays.setdefault("valid", np.ones(arrays["rewards"].shape, bool))
+  return Measurement(update=int(path.stem), **arrays)
 
 
 # --- quantities -----------------------------------------------------------------------------------
@@ -90,14 +94,15 @@ def salted(measurement: Measurement, salt: Reweighting) -> Salted:
   A = measurement.coefficients
   # The key is used by an ablation only, the random subspace.
   key = jax.random.key(measurement.update)
-  reweighted, metrics = jax.jit(salt.apply)(A.reshape(1, -1), measurement.gram[None], key)
-  value = lambda name: reductions.value(metrics[f"reweighting/{name}"]).item()
+  blocks = A.reshape(1, -1), measurement.gram[None], measurement.valid.reshape(1, -1)
+  reweighted, metrics = jax.jit(salt.apply)(*blocks, key)
+  values = {name: value.item() for name, value in reductions.values(metrics).items()}
   return Salted(
     reweighted.reshape(A.shape),
-    value("participation_ratio"),
-    round(value("rank")),
-    value("effective_rollouts"),
-    value("alpha"),
+    values["reweighting/participation_ratio"],
+    round(values["reweighting/rank"]),
+    values["reweighting/effective_rollouts"],
+    values["reweighting/alpha"],
   )
 
 
@@ -171,14 +176,15 @@ def _subsampled(
   everyone = np.broadcast_to(np.arange(G), (num_samples, P, G))
   chosen = rng.permuted(everyone, axis=-1)[..., :size] + G * np.arange(P)[:, None]
   gram = jnp.asarray(measurement.gram)
-  rewards, lengths = (jnp.ravel(x) for x in (measurement.rewards, measurement.lengths))
+  of_rollouts = (measurement.rewards, measurement.lengths, measurement.valid)
+  rewards, lengths, valid = (jnp.ravel(x) for x in of_rollouts)
   positions = jnp.arange(int(measurement.lengths.max()))
   unread: Any = None  # by any estimator
 
   def of_sample(indices):
     mask = (positions < lengths[indices][..., None]).astype(jnp.float32)
     r = rewards[indices]
-    batch = TrainBatch(unread, unread, mask, unread, rewards=r, correct=r)
+    batch = TrainBatch(unread, unread, mask, unread, rewards=r, correct=r, valid=valid[indices])
     A = advantage.apply(advantage.init(jnp.zeros(())), batch).reshape(-1)
     K = gram[indices.reshape(-1)][:, indices.reshape(-1)]
     ratio, n_eff = spectral.participation_ratio(K), spectral.effective_rollouts(A, K)
@@ -221,7 +227,7 @@ class UpdateNorms(NamedTuple):
   """Norms over the measurements of a run, in units of a gradient; f64[M] each."""
 
   updates: np.ndarray
-  norm: np.ndarray  # ‖Σ A_i g_i‖/B
+  norm: np.ndarray  # ‖Σ A_i g_i‖/B, of B valid rollouts
   reweighted: np.ndarray  # the same of A'
   residual: np.ndarray  # norm of the part of Σ A_i g_i outside the top k eigenvectors
   bound: np.ndarray  # √(λ_{k+1}/B)·‖(I − P_k)A‖ ≥ residual
@@ -233,8 +239,9 @@ def update_norms(measurements: Sequence[Measurement], salt: Reweighting) -> Upda
   for measurement in measurements:
     A, result = measurement.coefficients.reshape(-1), salted(measurement, salt)
     spectrum, rank = _spectrum(measurement.gram), jnp.int32(result.rank)
-    norm, bound = _update_norms(A, spectrum, rank)
-    reweighted, _ = _update_norms(result.coefficients.reshape(-1), spectrum, rank)
+    count = jnp.sum(measurement.valid).astype(A.dtype)
+    norm, bound = _update_norms(A, spectrum, rank, count)
+    reweighted, _ = _update_norms(result.coefficients.reshape(-1), spectrum, rank, count)
     _, residual = _energies(A, spectrum, rank)
     rows.append((measurement.update, norm, reweighted, norm * residual**0.5, bound))
   return UpdateNorms(*np.array(rows, float).T)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from rlvr_jax.geometry.diagnostics import cosine_gram, distinct_pairs
 from rlvr_jax.ops import spectral
 from rlvr_jax.ops.masked import masked_count, masked_mean
+from rlvr_jax.ops.precision import EXACT
 from rlvr_jax.types import Array
 
 
@@ -95,4 +96,4 @@ def _gaussian_cosines(key: Array, rollouts: int, dim: int, dtype) -> Array:
   diagonal = jax.random.chisquare(diagonal_key, freedom, dtype=dtype)
   factor = below + jnp.pad(jnp.diag(jnp.sqrt(diagonal)), [(0, rollouts - width), (0, 0)])
   factor = factor / jnp.linalg.norm(factor, axis=1, keepdims=True)
-  return jnp.matmul(factor, factor.T, precision=spectral.EXACT)
+  return jnp.matmul(factor, factor.T, precision=EXACT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from rlvr_jax.ops.component_repr import component_repr
 from rlvr_jax.types import Array, Forward, Metrics, Params, TrainBatch
 
 FEATURES = ("score", "sampled")
@@ -45,3 +46,6 @@ class GramFn(NamedTuple):
   cost: Callable[[TrainBatch, Array, Array, GramContext], Metrics] = lambda *_: {}
   error: Callable[[Params, Params, TrainBatch, Forward | None, GramContext], Array] | None = None
   feature: str = "score"
+
+  def __repr__(self) -> str:
+    return component_repr(self)

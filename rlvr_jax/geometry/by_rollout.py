@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rlvr_jax.ops.spectral import EXACT
+from rlvr_jax.ops.precision import EXACT
 from rlvr_jax.types import Array, TrainBatch
 
 ROLLOUTS, TILES = "rollouts", "tiles"  # names of loops whose lengths the batch decides

@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from rlvr_jax.ops import spectral
-from rlvr_jax.ops.masked import masked_mean, upcast
+from rlvr_jax.ops.masked import masked_count, masked_mean, upcast
+from rlvr_jax.ops.precision import EXACT
 from rlvr_jax.types import Array
 
 _EDGES = (0.5, 1.0, 2.0, 4.0)
@@ -42,6 +43,7 @@ def diagnose(
   reweighted: Array,
   num_prompts: int,
   *,
+  valid: Array | None = None,
   rank_scale: float = 1.0,
   min_rank: int = 1,
   max_rank: int = 64,
@@ -53,6 +55,8 @@ def diagnose(
     coefficients: f32[P, G] or f32[B], A, from the advantage estimator.
     reweighted: the same shape, A', as given to the loss; equal to A without a reweighting.
     num_prompts: P.
+    valid: bool[P, G] or bool[B], rollouts that have a grade; the others' gradients and coefficients
+      are 0, and nothing depends on their number. None: all.
     rank_scale, min_rank, max_rank: ρ_s, k_min and k_max of the shared subspace. A run uses SALT's
       defaults, whatever its reweighting, so that runs can be compared.
   Returns:
@@ -74,18 +78,22 @@ def diagnose(
   """
   coefficients, reweighted = coefficients.reshape(-1), reweighted.reshape(-1)
   chex.assert_shape([coefficients, reweighted], gram.shape[:1])
+  valid = jnp.ones(gram.shape[0], bool) if valid is None else valid.reshape(-1)
+  count = masked_count(valid)
   bounds: dict[str, Any] = dict(scale=rank_scale, minimum=min_rank, maximum=max_rank)
   spectrum = spectral.spectrum(gram)
   ratio = spectral.participation_ratio(gram)
-  rank = spectral.subspace_rank(spectrum.eigenvalues, ratio, **bounds)
+  rank = spectral.subspace_rank(spectrum.eigenvalues, ratio, count, **bounds)
   shared, residual = energies(coefficients, spectrum, rank)
-  norm, bound = update_norms(coefficients, spectrum, rank)
-  norm_reweighted, _ = update_norms(reweighted, spectrum, rank)
+  norm, bound = update_norms(coefficients, spectrum, rank, count)
+  norm_reweighted, _ = update_norms(reweighted, spectrum, rank, count)
   group_ratios, groups_usable = group_participation_ratios(gram, num_prompts)
   of_groups, counted = group_effective_rollouts(coefficients, gram, num_prompts)
   of_group = functools.partial(_shared_energy, bounds=bounds)
   group_shared = jax.vmap(of_group)(
-    coefficients.reshape(num_prompts, -1), _group_grams(gram, num_prompts)
+    coefficients.reshape(num_prompts, -1),
+    _group_grams(gram, num_prompts),
+    valid.reshape(num_prompts, -1),
   )
   pairs = redundancy(gram, num_prompts)
   values = {
@@ -176,7 +184,7 @@ def energies(coefficients: Array, spectrum: spectral.Spectrum, rank: Array) -> t
 
 
 def update_norms(
-  coefficients: Array, spectrum: spectral.Spectrum, rank: Array
+  coefficients: Array, spectrum: spectral.Spectrum, rank: Array, count: Array
 ) -> tuple[Array, Array]:
   """Norm ‖Σ A_i g_i‖/B of the update, and a bound on the part of it outside the top-k subspace.
 
@@ -191,6 +199,7 @@ def update_norms(
     coefficients: f32[B], A.
     spectrum: of the Gram matrix g_i · g_j, not divided by B, `ops.spectral.spectrum`.
     rank: i32[], k.
+    count: f32[], B: the number of valid rollouts.
   Returns:
     norm and bound, f32[] ≥ 0, in units of a gradient; the bound is on the residual part only.
   Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make
@@ -201,7 +210,7 @@ def update_norms(
   # The largest eigenvalue outside the subspace; 0 if there is none.
   following = jnp.max(jnp.where(outside, _relative(spectrum.eigenvalues), 0.0))
   bound = jnp.sqrt(following) * jnp.linalg.norm(jnp.where(outside, unit, 0.0))
-  norms = jnp.stack([jnp.sqrt(jnp.sum(energy)), bound]) * scale / energy.size
+  norms = jnp.stack([jnp.sqrt(jnp.sum(energy)), bound]) * scale / count
   norm, bound = jnp.where(spectrum.usable, norms, 0.0)
   return norm, bound
 
@@ -259,14 +268,15 @@ def effective_rollouts_histogram(values: Array, counted: Array) -> dict[str, Arr
   return dict(zip(names, shares, strict=True))
 
 
-def _shared_energy(coefficients: Array, gram: Array, bounds: dict[str, Any]) -> Array:
+def _shared_energy(coefficients: Array, gram: Array, valid: Array, bounds: dict[str, Any]) -> Array:
   """Shared energy of one group, 0 for a group of one rollout."""
   if gram.shape[0] < 2:
     return jnp.zeros(())
   spectrum = spectral.spectrum(gram)
   ratio = spectral.participation_ratio(gram)
-  rank = spectral.subspace_rank(spectrum.eigenvalues, ratio, **bounds)
-  return energies(coefficients, spectrum, rank)[0]
+  count = masked_count(valid)
+  rank = spectral.subspace_rank(spectrum.eigenvalues, ratio, count, **bounds)
+  return jnp.where(count < 2, 0.0, energies(coefficients, spectrum, rank)[0])
 
 
 def _blocks(gram: Array, num_prompts: int) -> Array:
@@ -305,7 +315,7 @@ def _energy(coefficients: Array, spectrum: spectral.Spectrum) -> tuple[Array, Ar
   """
   coefficients = upcast(coefficients)
   largest = spectral.largest(coefficients)
-  unit = jnp.matmul(spectrum.vectors.T, coefficients / largest, precision=spectral.EXACT)
+  unit = jnp.matmul(spectrum.vectors.T, coefficients / largest, precision=EXACT)
   return (
     _relative(spectrum.eigenvalues) * unit**2,
     unit,

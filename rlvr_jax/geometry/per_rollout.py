@@ -12,6 +12,7 @@ from rlvr_jax.geometry.base import FEATURES, GramContext, GramFn
 from rlvr_jax.ops.checks import check_choice
 from rlvr_jax.ops.logprobs import head_logits, token_logprobs
 from rlvr_jax.ops.masked import upcast
+from rlvr_jax.ops.precision import EXACT
 from rlvr_jax.types import Array, Forward, Head, Params, Prompts, Sampling, TrainBatch
 
 _PATTERNS = {"last_block": r"^blocks/", "all": ""}
@@ -57,8 +58,7 @@ def per_rollout(*, parameters: str = "head", feature: str = "score") -> GramFn:
     total = 0.0
     for leaf in _gradients(trained, frozen, batch, context, parameters, feature):
       rows = leaf.reshape(*leaf.shape[:2], -1)
-      highest = jax.lax.Precision.HIGHEST
-      total += jnp.einsum("gpn,hqn->pgqh", rows, rows, precision=highest)
+      total += jnp.einsum("gpn,hqn->pgqh", rows, rows, precision=EXACT)
     B = batch.tokens.shape[0] * batch.tokens.shape[1]
     return jnp.reshape(total, (B, B))
 

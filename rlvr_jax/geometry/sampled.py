@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from rlvr_jax.geometry.base import GramContext
 from rlvr_jax.geometry.by_rollout import Places, places_of
 from rlvr_jax.ops.logprobs import through_head
-from rlvr_jax.ops.spectral import EXACT
+from rlvr_jax.ops.precision import EXACT
 from rlvr_jax.types import Array, Forward, Head, TrainBatch
 
 _LANES = 128  # columns that an accelerator multiplies at once

@@ -11,7 +11,7 @@ from rlvr_jax.geometry.base import GramContext, GramFn
 from rlvr_jax.geometry.by_rollout import outer_sums, places_of, tile_of
 from rlvr_jax.ops.checks import check_integer
 from rlvr_jax.ops.masked import masked_fill
-from rlvr_jax.ops.spectral import EXACT
+from rlvr_jax.ops.precision import EXACT
 from rlvr_jax.types import Array, Forward, Mean, Metrics, Params, TrainBatch
 
 

@@ -22,7 +22,7 @@ from rlvr_jax.geometry.base import FEATURES, GramContext, GramFn
 from rlvr_jax.geometry.by_rollout import Spans, outer_sums, places_of, tile_of
 from rlvr_jax.ops.checks import check_choice, check_integer
 from rlvr_jax.ops.logprobs import head_logits, through_head
-from rlvr_jax.ops.spectral import EXACT
+from rlvr_jax.ops.precision import EXACT
 from rlvr_jax.types import Array, Forward, Head, Mean, Metrics, Params, Sum, TrainBatch
 
 _LANES = 128  # columns that an accelerator multiplies at once

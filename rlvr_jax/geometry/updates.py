@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from rlvr_jax.ops import spectral
 from rlvr_jax.ops.masked import masked_mean, upcast
+from rlvr_jax.ops.precision import EXACT
 from rlvr_jax.types import Array, Params
 
 
@@ -31,7 +32,7 @@ def rank_one_fraction(update: Array) -> Array:
   update = upcast(update)
   update = update / spectral.largest(update)
   wide = update if update.shape[0] <= update.shape[1] else update.T
-  gram = jnp.matmul(wide, wide.T, precision=spectral.EXACT)
+  gram = jnp.matmul(wide, wide.T, precision=EXACT)
   largest = jnp.linalg.eigvalsh(spectral.or_identity(gram))[-1] / gram.shape[0]
   return jnp.where(spectral.is_usable(gram), jnp.clip(largest, 0.0, 1.0), 0.0)
 

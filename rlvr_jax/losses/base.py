@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from rlvr_jax.ops.checks import described
+from rlvr_jax.ops.component_repr import component_repr
 from rlvr_jax.ops.masked import masked_fill, mean_metric, upcast
 from rlvr_jax.ops.ratios import log_ratios
 from rlvr_jax.types import Array, Metrics, TrainBatch
@@ -30,6 +31,9 @@ class Loss(NamedTuple):
   per_token: Callable[[Array, TrainBatch, Array, Any], tuple[Array, Metrics]]
   statistics: Callable[[Array, TrainBatch, Array], Any] | None = None
   needs_proximal: bool = False
+
+  def __repr__(self) -> str:
+    return component_repr(self)
 
 
 class Tokens(NamedTuple):

@@ -262,6 +262,7 @@ def save_checkpoint(
   *,
   dtype: str = "bfloat16",
   source: str | os.PathLike[str] | None = None,
+  further_files: dict[str, bytes] | None = None,
   max_shard_bytes: int = safetensors.MAX_SHARD_BYTES,
   block_bytes: int = BLOCK_BYTES,
 ) -> None:
@@ -277,6 +278,7 @@ def save_checkpoint(
     dtype: dtype of the written weights: bfloat16, float16 or float32.
     source: a checkpoint directory of the same family whose tokenizer, generation_config.json and
       further settings, such as the stop tokens, are copied.
+    further_files: name → content, such as those of a tokenizer; in place of copied ones.
     max_shard_bytes: limit on the size of a file.
     block_bytes: bytes of a tensor that are on the host at a time.
   Raises:
@@ -304,10 +306,9 @@ def save_checkpoint(
         blocks,
         max_shard_bytes=max_shard_bytes,
       )
-      if source is not None:
-        _copy(source, system, folder)
       text = json.dumps(published, indent=2, allow_nan=False).encode()
-      safetensors.write_bytes(system, posixpath.join(folder, CONFIG), text)
+      for name, content in (_copied(source) | (further_files or {}) | {CONFIG: text}).items():
+        safetensors.write_bytes(system, posixpath.join(folder, name), content)
   else:
     for _ in blocks:  # the other processes take part in gathering
       pass
@@ -346,8 +347,10 @@ def _taking(stacked: bool, transposed: bool, dtype: np.dtype, replicated: Any):
   return take
 
 
-def _copy(source: str | os.PathLike[str], system: Any, folder: str) -> None:
-  origin, origin_folder = located(source)
-  for name in sorted(set(COPIED) & set(listing(source))):
-    content = origin.cat_file(posixpath.join(origin_folder, name))
-    safetensors.write_bytes(system, posixpath.join(folder, name), content)
+def _copied(source: str | os.PathLike[str] | None) -> dict[str, bytes]:
+  """Name → content of the small files of a checkpoint that an export takes over."""
+  if source is None:
+    return {}
+  origin, folder = located(source)
+  names = sorted(set(COPIED) & set(listing(source)))
+  return {name: origin.cat_file(posixpath.join(folder, name)) for name in names}

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from rlvr_jax.ops.precision import EXACT
 from rlvr_jax.types import Array, Params
 
 PRODUCT = "product"  # names a product for remat; of a `LowRank`, the sum and not its terms
@@ -31,7 +32,7 @@ def merged(params: Params) -> Params:
   def leaf(x):
     if not isinstance(x, LowRank):
       return x
-    change = jnp.matmul(x.a, x.b, precision=jax.lax.Precision.HIGHEST)
+    change = jnp.matmul(x.a, x.b, precision=EXACT)
     return x.kernel.astype(change.dtype) + change
 
   return jax.tree.map(leaf, params, is_leaf=lambda x: isinstance(x, LowRank))

@@ -102,7 +102,10 @@ _PRESETS: dict[str, dict[str, Any]] = {
 
 
 # Fields that change how a network is computed and stored, but not the function that it computes.
-_OF_COMPUTING = ("compute_dtype", "param_dtype", "remat", "unroll_layers", "attention")
+_OF_COMPUTING = (
+  *("compute_dtype", "matmul_precision", "param_dtype"),
+  *("remat", "unroll_layers", "attention"),
+)
 
 
 def preset(name: str, **overrides: Any) -> TransformerConfig:

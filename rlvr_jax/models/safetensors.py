@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import itertools
 import json
 import math
@@ -29,7 +30,14 @@ import ml_dtypes
 import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
-from rlvr_jax.storage.files import TEMPORARY, listing, located, reporting_full_disk, sync_folder
+from rlvr_jax.storage.files import (
+  TEMPORARY,
+  listing,
+  located,
+  reporting_full_disk,
+  sync_folder,
+  writing_to,
+)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 2 * 2**30
@@ -42,6 +50,7 @@ DTYPES: dict[str, np.dtype] = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit
 _ALIGNMENT = 8  # bytes, of the offset at which the tensors begin
+_LOCK = ".lock"  # in a directory that is being written
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -308,10 +317,12 @@ def new_directory(
 ) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
   """A file system and a folder in it to fill; a local `directory` appears when it is complete.
 
-  Object stores cannot rename: there, write the file that marks the directory as complete last.
+  Object stores can neither rename nor lock: there, write the file that marks the directory as
+  complete last.
 
   Raises:
-    FileExistsError: `directory` is not empty.
+    FileExistsError: `directory` is not empty, or another process is writing it.
+    OSError: a local `directory` cannot be created.
   """
   check_vacant(directory)
   system, path = located(directory)
@@ -321,16 +332,38 @@ def new_directory(
     return
   target = pathlib.Path(path)
   temporary = target.with_name(target.name + TEMPORARY)
-  shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
-  temporary.mkdir(parents=True)
-  try:
-    yield system, str(temporary)
-    sync_folder(temporary)
-    temporary.rename(target)
-    sync_folder(target.parent)
-  except BaseException:
-    shutil.rmtree(temporary, ignore_errors=True)
-    raise
+  with writing_to(str(directory)):
+    temporary.mkdir(parents=True, exist_ok=True)
+  with _locked(temporary, directory):
+    try:
+      yield system, str(temporary)
+      (temporary / _LOCK).unlink()
+      sync_folder(temporary)
+      temporary.rename(target)
+      sync_folder(target.parent)
+    except BaseException:
+      shutil.rmtree(temporary, ignore_errors=True)
+      raise
+
+
+@contextlib.contextmanager
+def _locked(temporary: pathlib.Path, directory: str | os.PathLike[str]) -> Iterator[None]:
+  """Empties the folder that becomes `directory`; within it no other process writes there."""
+  path = temporary / _LOCK
+  with contextlib.ExitStack() as stack:
+    try:
+      file = stack.enter_context(open(path, "a"))
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+        raise FileNotFoundError  # its owner has finished, or failed, meanwhile
+    except (BlockingIOError, FileNotFoundError):
+      raise FileExistsError(
+        f"{directory} is being written by another process: wait for it, or choose another directory"
+      ) from None
+    for left in temporary.iterdir():  # by a process that was killed
+      if left != path:
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+    yield
 
 
 def check_vacant(directory: str | os.PathLike[str]) -> None:

@@ -24,6 +24,7 @@ from rlvr_jax.models.rotary import (
   rotate,
 )
 from rlvr_jax.ops.attention import Keys, attention
+from rlvr_jax.ops.precision import PRECISIONS
 from rlvr_jax.ops.row_attention import KINDS, RESIDUALS, row_attention
 from rlvr_jax.types import Array, Head, Prompts, Rows
 
@@ -70,6 +71,7 @@ class TransformerConfig:
   zero_centered_norm: bool = False  # norm weights are stored as w, applied as 1 + w (Gemma)
   post_norm: bool = False  # a norm after attention and after the MLP as well (Gemma)
   compute_dtype: str = "float32"
+  matmul_precision: str = "auto"  # of float32 products, as `ops.precision` has it; see `precision`
   param_dtype: str = "float32"
   remat: str = "none"  # computed again backwards: none; dots: all but products; full: a layer
   unroll_layers: int = 1  # layers per iteration of the layer scan; num_layers unrolls it whole
@@ -86,6 +88,13 @@ class TransformerConfig:
       yield f"remat={self.remat!r}; allowed: {list(_REMAT)}"
     if self.attention not in KINDS:
       yield f"attention={self.attention!r}; allowed: {list(KINDS)}"
+    if self.matmul_precision not in (allowed := ["auto", *PRECISIONS]):
+      yield f"matmul_precision={self.matmul_precision!r}; allowed: {allowed}"
+    if self.matmul_precision == "highest" and self.compute_dtype == "bfloat16":
+      yield (
+        "matmul_precision='highest' has no effect with compute_dtype='bfloat16', whose products"
+        " have no digits to lose; choose 'auto', or compute_dtype='float32'"
+      )
     sizes = "vocab_size width num_layers num_heads num_kv_heads head_dim mlp_width unroll_layers"
     for name in sizes.split():
       size = getattr(self, name)
@@ -106,6 +115,12 @@ class TransformerConfig:
       yield f"sliding_layers names {len(self.sliding_layers)} layers, num_layers={self.num_layers}"
     if self.sliding_window is None and any(self.sliding_layers or ()):
       yield "sliding_layers are set but sliding_window is None"
+
+  @property
+  def precision(self) -> str:
+    """Of all products in programs that use the network, one of `ops.precision.PRECISIONS`."""
+    of_dtype = "default" if self.compute_dtype == "bfloat16" else "highest"
+    return of_dtype if self.matmul_precision == "auto" else self.matmul_precision
 
 
 class RMSNorm(nnx.Module):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from rlvr_jax.ops import kl
+from rlvr_jax.ops.groups import group_mean
 from rlvr_jax.ops.masked import (
   masked_count,
   masked_fill,
@@ -141,7 +142,9 @@ def lag_metrics(batch: TrainBatch) -> Metrics:
 
 
 def source_metrics(policy_logprobs: Array, batch: TrainBatch, names: Sequence[str]) -> Metrics:
-  """Share of loss tokens, mean correctness and distance of the policy, by source.
+  """Share of loss tokens, solve rate and distance of the policy, by source.
+
+  The solve rate is that of `update_metrics.batch_metrics`.
 
   Args:
     policy_logprobs: f32[P, G, T], nats, under the parameters being updated.
@@ -156,11 +159,10 @@ def source_metrics(policy_logprobs: Array, batch: TrainBatch, names: Sequence[st
   for number, name in enumerate(names):
     groups = jnp.asarray(batch.sources) == number
     kept = (batch.mask > 0) & groups[:, None, None]
+    graded = groups & jnp.any(batch.valid > 0, axis=1)
     metrics |= {
       f"source/{name}/token_share": mean_metric(kept, batch.mask),
-      f"source/{name}/pass_rate": mean_metric(
-        batch.correct, jnp.broadcast_to(groups[:, None], batch.correct.shape)
-      ),
+      f"source/{name}/pass_rate": mean_metric(group_mean(batch.correct, batch.valid)[:, 0], graded),
       f"source/{name}/ratio_mean": mean_metric(jnp.exp(log_ratio), kept),
       f"source/{name}/ess": effective_sample_size(jnp.exp(log_ratio), kept),
       f"source/{name}/kl_k3": mean_metric(divergence, kept),

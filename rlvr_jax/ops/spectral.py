@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from rlvr_jax.ops.masked import upcast
+from rlvr_jax.ops.precision import EXACT
 from rlvr_jax.types import Array
 
 NULL = 1e-6  # eigenvalues below this times the largest are rounding errors
-# By default, accelerators multiply float32 matrices in bfloat16 or TF32.
-EXACT = jax.lax.Precision.HIGHEST
 
 
 class Spectrum(NamedTuple):
@@ -77,7 +76,8 @@ def _energies(coefficients: Array, gram: Array) -> tuple[Array, Array]:
   # The squares of A itself may leave float32's range.
   largest = jnp.max(jnp.abs(coefficients))
   unit = coefficients / jnp.where(largest > 0, largest, 1.0)
-  together = unit @ jnp.matmul(scaled, unit, precision=EXACT)
+  along = jnp.matmul(scaled, unit, precision=EXACT)
+  together = jnp.dot(unit, along, precision=EXACT)
   separate = jnp.sum(unit**2 * jnp.diagonal(scaled))
   usable = is_usable(gram)
   return jnp.where(usable, jnp.maximum(together, 0.0), 0.0), jnp.where(usable, separate, 0.0)
@@ -109,22 +109,23 @@ def effective_rollouts(coefficients: Array, gram: Array) -> Array:
 
 
 def subspace_rank(
-  eigenvalues: Array, ratio: Array, *, scale: float, minimum: int, maximum: int
+  eigenvalues: Array, ratio: Array, count: Array, *, scale: float, minimum: int, maximum: int
 ) -> Array:
-  """k = clip(round(scale·PR), minimum, min(maximum, B−1, eigenvalues above 1e-6·λ_max)).
+  """k = clip(round(scale·PR), minimum, min(maximum, n−1, eigenvalues above 1e-6·λ_max)).
 
   If the lower bound exceeds the upper bound, the upper bound applies.
 
   Args:
     eigenvalues: f32[B], descending.
     ratio: f32[], the participation ratio.
+    count: f32[], n, the number of valid rollouts; the others' gradients are 0.
   Returns:
-    i32[], data-dependent; at least 1 and at most B − 1 for B ≥ 2.
+    i32[], data-dependent; at least 1 and at most n − 1 for n ≥ 2.
   Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make
     Them Matter" (arXiv:2606.05800), §3, and the authors' code.
   """
   positive = jnp.sum(eigenvalues > NULL * eigenvalues[0])
-  ceiling = jnp.clip(positive, 1, min(maximum, eigenvalues.shape[0] - 1))
+  ceiling = jnp.maximum(jnp.minimum(positive, jnp.minimum(maximum, count - 1)), 1)
   # Bounded as a float: a large scale would leave the range of i32.
   wanted = jnp.maximum(jnp.round(scale * ratio), minimum)
   return jnp.minimum(wanted, ceiling).astype(jnp.int32)
@@ -143,9 +144,13 @@ def project(vectors: Array, rank: Array, x: Array) -> Array:
   return jnp.matmul(vectors, along, precision=EXACT)
 
 
-def random_basis(key: Array, size: int, dtype: Any) -> Array:
-  """Orthonormal columns [size, size], uniform among all such bases up to sign."""
-  return jnp.linalg.qr(jax.random.normal(key, (size, size), dtype))[0]
+def random_basis(key: Array, valid: Array, dtype: Any) -> Array:
+  """Orthonormal columns f32[B, B]; the first n, of n valid rollouts bool[B], are 0 at the others.
+
+  These are uniform among all such bases up to sign.
+  """
+  random = jax.random.normal(key, (valid.size, valid.size), dtype)
+  return jnp.linalg.qr(jnp.where(valid[:, None] > 0, random, 0.0))[0]
 
 
 def largest(x: Array) -> Array:

@@ -6,23 +6,30 @@ import math
 
 import jax.numpy as jnp
 
+from rlvr_jax.ops.groups import group_mean, varies
 from rlvr_jax.ops.masked import mean_metric
 from rlvr_jax.ops.ratios import behavior_metrics, lag_metrics, ratios_by_sign, source_metrics
 from rlvr_jax.types import Array, Mean, Metrics, Packed, TrainBatch
 
 
 def batch_metrics(batch: TrainBatch) -> Metrics:
-  """Rewards, groups and lengths of a full batch."""
-  count = jnp.float32(batch.rewards.shape[0])
-  share = lambda groups: Mean(total=groups.astype(jnp.float32).sum(), weight=count)
-  solved = batch.correct.mean(axis=1)
+  """Rewards, groups and lengths of a full batch.
+
+  Rewards and solve rates are means over the groups, of the mean over a group's valid rollouts.
+  Groups without any do not count.
+  """
+  valid = batch.valid > 0
+  counted = jnp.any(valid, axis=1)
+  count = counted.astype(jnp.float32).sum()
+  share = lambda groups: Mean(total=(groups & counted).astype(jnp.float32).sum(), weight=count)
+  of_groups = lambda x: Mean(total=group_mean(x, valid).sum(), weight=count)
   answered = jnp.any(batch.mask > 0, axis=-1).astype(jnp.float32)
   metrics: Metrics = {
-    "reward/mean": Mean(total=batch.rewards.mean(axis=1).sum(), weight=count),
-    "reward/pass_rate": Mean(total=solved.sum(), weight=count),
-    "groups/effective": share(jnp.any(batch.rewards != batch.rewards[:, :1], axis=1)),
-    "groups/all_correct": share(solved == 1),
-    "groups/all_wrong": share(solved == 0),
+    "reward/mean": of_groups(batch.rewards),
+    "reward/pass_rate": of_groups(batch.correct),
+    "groups/effective": share(varies(batch.rewards, valid)[:, 0]),
+    "groups/all_correct": share(jnp.all(batch.correct == 1, axis=1, where=valid)),
+    "groups/all_wrong": share(jnp.all(batch.correct == 0, axis=1, where=valid)),
     "response/length": Mean(total=batch.mask.sum(), weight=answered.sum()),
   }
   if batch.packed is not None:

@@ -1,9 +1,9 @@
 r"""The normal form of a mathematical answer: text → Answer → text.
 
 The normal form is LaTeX without formatting: plain numbers as exact fractions ("0.50", r"$\dfrac12$"
-and "50/100" are "1/2"; r"2^{10}" and r"\sqrt{16}" are numbers too), without thousands separators,
-currencies, degree signs and periods, with words in lower case in \text{}, and with lists and sets
-sorted. Formulas stay as they are written, without spaces.
+and "50/100" are "1/2"; r"2^{10}" and r"\sqrt{16}" are numbers too), without thousands separators
+and periods, with words in lower case in \text{}, and with lists and sets sorted. Formulas stay
+as they are written, without spaces but those between two digits: "7 2" is not 72.
 """
 
 from __future__ import annotations
@@ -14,9 +14,16 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from rlvr_jax.rewards.plain_numbers import parse_plain_number
+from rlvr_jax.rewards.units import (
+  FUNCTIONS,
+  NUMBER_WORDS,
+  SIGNS,
+  TEXT,
+  scaled,
+  split_sign,
+  split_unit,
+)
 
-FUNCTIONS = "sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|pi|max|min"  # words that are formulas
-TEXT = r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}"
 SET = r"\{\}"
 
 _NTH = "(?:st|nd|rd|th)"
@@ -30,8 +37,8 @@ _FORMATTING = [
   (re.compile(pattern, re.DOTALL), replacement)
   for pattern, replacement in (
     ("[−–]", "-"), ("π", r"\\pi "), ("∞", r"\\infty "), ("≤", r"\\leq "), ("≥", r"\\geq "),
-    ("∪", r"\\cup "), ("∅", r"\\emptyset "), ("√", r"\\sqrt "), ("×", r"\\times "),
-    ("[·⋅]", r"\\cdot "), ("²", "^2"), ("³", "^3"),
+    ("ℝ", r"\\mathbb{R}"), ("∪", r"\\cup "), ("∅", r"\\emptyset "), ("√", r"\\sqrt "),
+    ("×", r"\\times "), ("[·⋅]", r"\\cdot "), ("²", "^2"), ("³", "^3"),
     (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|textstyle)(?![a-zA-Z])", ""),
     (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"), (r"\\le(?:qslant)?(?![a-zA-Z])", r"\\leq"),
     (r"\\ge(?:qslant)?(?![a-zA-Z])", r"\\geq"), (r"\\ne(?![a-zA-Z])", r"\\neq"),
@@ -39,58 +46,27 @@ _FORMATTING = [
     (rf"(?<=\d){_NTH}(?![A-Za-z])", ""),
     (rf"(?<=\d)\s*\^\s*(?:{_NTH_TEXT}|\{{\s*(?:{_NTH_TEXT}|{_NTH})\s*\}})", ""),
     (r"(?<=\d)\s*\\[lc]?dots\s*\Z", ""),
-    (r"(?<=\d)(?:\\,|\\ |~)(?=\d{3}(?!\d))", ","),
-    (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-zA-Z])", " "), (r"\\?\$|[€£]", ""),
+    (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-zA-Z])", " "),
+    (r"(?<!\\)\$\$?([^$]*)(?<!\\)\$\$?", r"\1"),  # around a formula; other dollars are money
+    (r"(?<![\\\d}])(?<![\d}] )\\?\$(?!\s?[-+]?\s?(?:[\d.]|\\frac|\\sqrt))", ""),
+    (r"\\?\$", r"\\$"),
     (r"(?<!\\)\\[()\[\]]", ""), (r"\\varnothing(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset "),
-    (r"\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})|°|\\degree(?![a-zA-Z])", ""),
+    (r"\^\s*(?:\\circ(?![a-zA-Z])|\{\s*\\circ\s*\})|[º˚]|\\degree(?![a-zA-Z])", "°"),
+    (r"\\(?:R|reals|mathbb\s*R)(?![a-zA-Z])", r"\\mathbb{R}"),
     (r"\s*(?:\\text(?:rm)?\s*\{\s*,?\s*(?:and|or)\s*\}|(?:,\s*|\s)(?:and|or)\s)\s*", ","),
     (r"\\frac\s*(\w)\s*(?=[\w{])", r"\\frac{\1}"),
     (r"\\frac\s*(\{[^{}]*\})\s*(\w)", r"\\frac\1{\2}"),
     (r"\\sqrt\s*(\w)", r"\\sqrt{\1}"), (r"([_^])\s*\{\s*(\w)\s*\}", r"\1\2"), (r"\s+", " "),
+    # Groups of three digits, separated by spaces: "12 345", "3.141 592".
+    (r"(?:(?<=(?<![\w.,/^])\d)|(?<=(?<![\w.,/^])\d\d)|(?<=(?<![\w.,/^])\d{3})) "
+     r"(?=\d{3}(?!\d| ?/))", ""),
+    (r"(?:(?<=\.\d{3})|(?<=\.\d{3} \d{3})) (?=\d{1,3}(?!\d| ?/))", ""),
   )
 ]  # fmt: skip
 
+_BASES = {word: str(number) for number, word in enumerate(NUMBER_WORDS)}
 _IN_BASE = re.compile(
   r"\(?([0-9]+)\)?(?:\s?_\s?\{?\s?\(?|\s?(?:in )?(?=base))(?:base )?([0-9]+|[a-z]+)\)?\s?\}?"
-)
-
-_UNIT_NAMES = {
-  "mm": "millimeter millimetre", "cm": "centimeter centimetre", "m": "meter metre",
-  "km": "kilometer kilometre", "in": "inch", "ft": "foot feet", "yd": "yard", "mi": "mile",
-  "mg": "milligram", "g": "gram", "kg": "kilogram", "lb": "pound", "oz": "ounce",
-  "ml": "milliliter millilitre", "l": "liter litre", "gal": "gallon",
-  "s": "sec second", "min": "minute", "h": "hr hour", "day": "", "week": "", "month": "",
-  "year": "yr", "%": "percent", "cent": "", "dollar": "", "degree": "", "rad": "radian",
-  "unit": "", "square": "sq", "cubic": "cu", "/": "per",
-}  # fmt: skip
-_UNITS = {alias: unit for unit, names in _UNIT_NAMES.items() for alias in (unit, *names.split())}
-_POWERS = {"square": "^2", "cubic": "^3"}
-_UNIT_TEXT = re.compile(r"\s*([A-Za-z][A-Za-z /().-]*?)\s?(\^[23])?[\s.]*")
-_WRAPPED_UNIT = re.compile(rf"(.*[^\s\\])\s?{TEXT}\s?((?:\^[23])?)")
-_PERCENT = re.compile(r"(.*[^\s\\%])(?:\s?\\?%)+")
-_BARE_UNIT = re.compile(r"(.*[\d}.])(\s?)([A-Za-z][A-Za-z. /-]*(?:\^[23])?)")
-_UNIT_OF_FORMULA = re.compile(
-  r"(?=.*[\d\\])([^,;=<>]*?[^\s,;=<>])\s([A-Za-z]{2}[A-Za-z. /]*(?:\^[23])?)"
-)
-_NO_UNIT = re.compile(rf"\b(?:{FUNCTIONS}|to|if|for|when|is|not)\b|(?<![A-Za-z])[A-Za-z]{{1,2}}\b")
-_SCALES = {
-  "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12
-}  # fmt: skip
-_SCALED = re.compile(
-  rf"(.*[\d}}.])\s?((?:\\[a-z]+\s?\{{)?)\s?({'|'.join(_SCALES)})s?(?![A-Za-z])\s?(.*)",
-  re.IGNORECASE,
-)
-_NUMBER_WORDS = (
-  "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
-  " sixteen seventeen eighteen nineteen twenty"
-).split()
-_BASES = {word: str(number) for number, word in enumerate(_NUMBER_WORDS)}
-_CHANGES_VALUE = re.compile(
-  rf"\b(?:{'|'.join((*_NUMBER_WORDS, *_SCALES))}|thirty|forty|fifty|sixty|seventy|eighty|ninety"
-  rf"|(?:ten|{'|'.join(_SCALES)})ths?|(?:four|fif|six|seven|eigh|nin)ths|thirds|halves"
-  r"|half|over)\b(?!-)|\b(?:plus|minus|divided|modulo|factorial)"
-  r"|\A\s*(?:squared|cubed|doubled|tripled|halved)\b",
-  re.IGNORECASE,
 )
 
 _CHOICE = re.compile(r"\(([A-J])\)|([A-J])[).:]?")
@@ -104,23 +80,53 @@ _SAME_WORDS = {
     ("none", "no solution", "no solutions", "no real solution", "no real solutions", "empty set",
      "the empty set"), r"\emptyset",
   ),
+  **dict.fromkeys(
+    ("all real numbers", "all reals", "all real values", "any real number", "real numbers", "reals",
+     "the real numbers", "the reals", "the set of real numbers", "the set of all real numbers"),
+    r"\mathbb{R}",
+  ),
 }  # fmt: skip
 _LETTERS = re.compile(r"[A-Za-z][A-Za-z' .-]*")
 _WORDS = re.compile(
   rf"(?i:yes|no)\Z|(?=.*[A-Za-z]{{4}}|.*[A-Za-z]{{2,}} [A-Za-z]{{2,}})(?!{FUNCTIONS})"
 )
 _CLOCK = re.compile(
-  r"([0-9]{1,2}(?::[0-9]{2})?)\s?(?:\\text\s*\{)?\s?([ap])\.?\s?m[.}]*", re.IGNORECASE
+  r"0?([0-9]{1,2}(?::[0-9]{2})?)\s?(?:\\(?:text|textrm|mathrm)\s*\{)?\s?([ap])\.?\s?m[.}]*",
+  re.IGNORECASE,
+)
+# Words before a number that make it a bound, and words that leave it as it is.
+_BOUND_SIGNS = {
+  r"\leq": "at most|(?:no|not) (?:more|greater|larger) than|up to",
+  r"\geq": "at least|(?:no|not) (?:less|fewer|smaller) than",
+  "<": "(?:less|fewer|smaller|lower) than|under|below|almost|nearly",
+  ">": "(?:more|greater|larger|higher) than|over|above|exceeding",
+  "": "about|approximately|roughly|around|exactly",
+}
+BOUNDS = "|".join(_BOUND_SIGNS.values())
+_BOUND = re.compile(
+  rf"(?:\\(?:text|mathrm)\s?\{{)?\s?(?:{'|'.join(f'({words})' for words in _BOUND_SIGNS.values())})"
+  r"\s?\}?\s?(?=[-+.\d\\(])(.+)", re.IGNORECASE,
+)  # fmt: skip
+_RATIO = re.compile(r"[\d.]+(?:\s?(?:to|\\text\s?\{\s?to\s?\}|:)\s?[\d.]+)+")
+_SET_BUILDER = re.compile(
+  r"\\\{\s?([A-Za-z])\s?(?:\\in\s?\\mathbb\{R\}\s?)?(?:\\mid(?![A-Za-z])|\\vert(?![A-Za-z])|[|:])"
+  r"\s?([^,;|]*(?:[<>]|\\[lg]eq)[^,;|]*)\\\}"
+)
+FIGURE = re.compile(
+  r"(\\(?:angle|measuredangle|triangle|overline|overleftrightarrow|overrightarrow|vec))\s?"
+  r"(?:([A-Z]{2,4})|\{\s?([A-Z]{2,4})\s?\})"
 )
 _MEMBER_OF = re.compile(r"[A-Za-z]\s?\\in(?![A-Za-z])\s?(.+)")
 _NAME = re.compile(
-  r"([A-Za-z](?:_\w|_\{\w+\})?'?(?:\([a-z](?:,\s?[a-z])*\))?|\\[a-z]+|[A-Za-z][A-Za-z ]{1,20}?)\s?"
-  r"(?:=|\\approx(?![A-Za-z]))([^<>]+)"
+  r"([A-Za-z](?:_\w|_\{\w+\})?'?(?:\([a-z](?:,\s?[a-z])*\))?|\\(?!pi(?![a-z]))[a-z]+"
+  r"|[A-Za-z][A-Za-z ]{1,20}?)\s?(?:=|\\approx(?![A-Za-z]))([^<>]+)"
 )
 _NAME_LAST = re.compile(r"([^=<>]+)=\s?([A-Za-z](?:_\w|_\{\w+\})?)")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _COLUMN = re.compile(r"\\begin\s?\{([pb])matrix\}([^&]*)\\end\s?\{\1matrix\}")
 _BRACKET = re.compile(r"\\.|[()\[\]{},;]")
+_SIGN = re.compile("|".join(map(re.escape, SIGNS)))
+_SPACE = re.compile(r"(\\[A-Za-z]+ (?=[A-Za-z])|(?<=\d) (?=\d)|(?<=[A-Za-z]) (?=[A-Za-z ]+\}))|\s")
 _OPEN, _CLOSE = ("(", "[", "{", r"\{"), (")", "]", "}", r"\}")
 
 
@@ -184,7 +190,7 @@ def parse_answer(text: str) -> Answer:
 
 
 def _parse(text: str) -> Answer:
-  text, wrapped = text.strip(), False
+  text, wrapped = text.strip().rstrip(" ."), False
   while match := re.fullmatch(TEXT, text):
     text, wrapped = match[1].strip(), True
   if match := _CHOICE.fullmatch(text):
@@ -192,16 +198,25 @@ def _parse(text: str) -> Answer:
   if match := _CHOICE_AND_VALUE.fullmatch(text):
     return _parse(match[2] or match[4])._replace(choice=match[1] or match[3])
   if match := _CLOCK.fullmatch(text):
-    return Answer(value=f"{match[1]} {match[2].lower()}m", words=True)
+    return _parse(match[1].removesuffix(":00"))._replace(unit=f"{match[2].lower()}m")
   if (number := parse_plain_number(text)) is not None:
     return Answer(number=number)
-  if (scaled := _scaled(text)) is not None:
-    return _parse(scaled)
+  if match := _RATIO.fullmatch(text):
+    return Answer(value=re.sub(r"\s?(?:to|\\text\s?\{\s?to\s?\}|:)\s?", ":", text))
+  if match := _BOUND.fullmatch(text):
+    sign = next(sign for sign, words in zip(_BOUND_SIGNS, match.groups(), strict=False) if words)
+    return _parse(f"{sign} {match[len(_BOUND_SIGNS) + 1]}")
+  if (number_of_all := scaled(text)) is not None:
+    return _parse(number_of_all)
+  amount, unit = split_sign(text)
+  if unit and not (signed := _parse(amount)).items:
+    rate = f"{unit} {signed.unit}" if signed.unit.startswith("/") else ""  # "$5 per hour"
+    return signed._replace(unit=rate or signed.unit or unit)
   if match := _IN_BASE.fullmatch(re.sub(TEXT, r"\1", text)):
     base = _BASES.get(match[2], match[2])
     if base.isdecimal():
       return Answer(number=Fraction(match[1]), unit=f"base {base}")
-  before, unit = _split_unit(text)
+  before, unit = split_unit(text)
   if before != text:
     return _parse(before)._replace(unit="" if unit.startswith("unit") else unit)
   if _LETTERS.fullmatch(text):
@@ -215,6 +230,10 @@ def _parse(text: str) -> Answer:
     entries = [entry for entry in map(str.strip, match[2].split(r"\\")) if entry]
     if len(entries) > 1:
       return Answer(items=tuple(map(_parse, entries)), brackets="()")
+  if (match := _SET_BUILDER.fullmatch(text)) and match[1] in match[2]:
+    return _parse(match[2])
+  if match := FIGURE.fullmatch(text):
+    return Answer(value=figure(match[1], match[2] or match[3]))
   brackets, elements = _split_list(text)
   if len(elements) > 1:
     return Answer(items=tuple(map(_parse, elements)), brackets=brackets)
@@ -227,59 +246,6 @@ def _parse(text: str) -> Answer:
   if (match := _NAME_LAST.fullmatch(text)) and is_computed(match[1]):
     return _parse(match[1])._replace(name=_compact(match[2]))
   return Answer(value=_compact(text))
-
-
-def _split_unit(text: str) -> tuple[str, str]:
-  r"""(text before the unit, the unit), or (text, "") without one.
-
-  Words after a plain number are dropped if they are not a known unit ("5 apples") and do not change
-  its value ("5 squared"). A single letter directly after a number is a variable ("5m"); after a
-  space or in \text{} it may be a unit. After a formula, a bare unit has at least two letters.
-  """
-  if match := _PERCENT.fullmatch(text):
-    return match[1], "%"
-  if match := _WRAPPED_UNIT.fullmatch(text):
-    unit = _unit(match[2] + match[3])
-    if unit or (unit is not None and parse_plain_number(match[1]) is not None):
-      return match[1], unit
-  if (match := _BARE_UNIT.fullmatch(text)) and parse_plain_number(match[1]) is not None:
-    unit = _unit(match[3])
-    if unit and (match[2] or len(match[3]) > 1):
-      return match[1], unit
-    if unit is not None and match[2] and not _NO_UNIT.search(match[3]):
-      return match[1], ""
-  if (match := _UNIT_OF_FORMULA.fullmatch(text)) and (unit := _unit(match[2])):
-    return match[1], unit
-  return text, ""
-
-
-def _scaled(text: str) -> str | None:
-  """ "5 million people" → "5000000 people"; None without a plain number before such a word."""
-  match = _SCALED.fullmatch(text)
-  number = parse_plain_number(match[1].strip()) if match else None
-  if match is None or number is None:
-    return None
-  rest = match[4][1:] if match[4].startswith("}") else match[2] + match[4]
-  return f"{number * _SCALES[match[3].lower()]} {rest}"
-
-
-def _unit(text: str) -> str | None:
-  """ "square inches" → "in^2"; "" for words that are not a known unit.
-
-  None for text other than words, or for words that change the value of the number before them.
-  """
-  match = _UNIT_TEXT.fullmatch(text)
-  if not match or _CHANGES_VALUE.search(text):
-    return None
-  words = re.findall("[a-z]+|/", match[1].lower())
-  stems = ((word, word.removesuffix("s"), word.removesuffix("es")) for word in words)
-  units = [next((_UNITS[stem] for stem in three if stem in _UNITS), "") for three in stems]
-  if not all(units):
-    return ""
-  power = match[2] or ""
-  if units[0] in _POWERS:
-    power = _POWERS[units.pop(0)]
-  return " ".join(units) + power
 
 
 def _split_list(text: str) -> tuple[str, list[str]]:
@@ -327,6 +293,16 @@ def is_computed(text: str) -> bool:
   return not re.search("[A-Za-z]", _COMMAND.sub("", text))
 
 
+def figure(command: str, points: str) -> str:
+  r"""\angle ABC is also \angle CBA; a triangle and a segment have their points in any order."""
+  if command in (r"\triangle", r"\overline", r"\overleftrightarrow"):
+    points = "".join(sorted(points))
+  elif command.endswith("angle"):
+    points = min(points, points[::-1])
+  return f"{command} {points}"
+
+
 def _compact(text: str) -> str:
-  r"""Removes spaces, except for one that ends a command before a letter ("\pi r")."""
-  return re.sub(r"(\\[A-Za-z]+) (?=[A-Za-z])|\s", lambda m: f"{m[1]} " if m[1] else "", text)
+  r"""Removes signs of units, and spaces but those after a command ("\pi r") and between digits."""
+  text = _SIGN.sub("", text)
+  return _SPACE.sub(lambda match: match[1] or "", text)

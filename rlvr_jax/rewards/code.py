@@ -114,7 +114,7 @@ def _verdict(source: str, tests: Mapping[str, Any]) -> dict[str, Any]:
     _sandbox = sandboxes.open_sandbox()
   deadlines.announce(sandboxes.longest_s(tasks.time_limit_s(tests)))
   try:
-    return tasks.judge(_sandbox, source, tests)
+    return tasks.judge(_sandbox, source, tests, on_asleep=deadlines.asleep)
   except sandboxes.SandboxError:
     _sandbox.close()
     _sandbox = None  # the next item gets a new one

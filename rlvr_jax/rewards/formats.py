@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from rlvr_jax.rewards.extraction import boxes
 from rlvr_jax.rewards.graders import THINK_CLOSE, THINK_OPEN, after_thinking
-from rlvr_jax.rewards.mathematics import boxes
 from rlvr_jax.rewards.outcome import Grade, Outcome
 
 

@@ -33,6 +33,7 @@ _BINOMIAL = re.compile(r"\\[dt]?binom")
 _FUNCTIONS = re.compile(
   r"\\(?:(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|log|ln|lg|exp|max|min|gcd|operatorname)"
 )
+_LOGARITHM = re.compile(r"\\(?:log|ln|lg)(?![A-Za-z])")
 _UNEQUAL = re.compile(r"[<>]|\\[lgn]eq(?![A-Za-z])")
 _CONSTANTS = ("e", r"\pi")
 
@@ -57,19 +58,7 @@ def formula_size(latex: str) -> float:
   Args:
     latex: without significant spaces, \\left and \\right.
   """
-  tokens = [(match.lastgroup or "", match[0]) for match in _TOKEN.finditer(latex)]
-  depth = deepest = 0
-  for kind, _ in tokens:
-    depth = max(0, depth + (kind == _OPEN) - (kind == _CLOSE))
-    deepest = max(deepest, depth)
-  if deepest > _MAX_DEPTH:
-    return math.inf
-  size, reader = _ONE, _Reader(tokens)
-  try:
-    while reader.left():  # what follows an unmatched closing bracket is another factor
-      size = _product(size, reader.sum())
-  except RecursionError:  # fractions of fractions without a bracket
-    return math.inf
+  size = _size(latex)
   if size.digits > _MAX_DIGITS:
     return math.inf
   # Bars can be paired in this many ways; an inequality is solved by finding its roots.
@@ -77,6 +66,34 @@ def formula_size(latex: str) -> float:
   if _UNEQUAL.search(latex):
     ways *= _INEQUALITY * max(1, size.degree / _SOLVED_DEGREE)
   return size.terms * ways
+
+
+def _size(latex: str) -> _Size:
+  tokens = [(match.lastgroup or "", match[0]) for match in _TOKEN.finditer(latex)]
+  depth = deepest = 0
+  for kind, _ in tokens:
+    depth = max(0, depth + (kind == _OPEN) - (kind == _CLOSE))
+    deepest = max(deepest, depth)
+  if deepest > _MAX_DEPTH:
+    return _ENDLESS
+  size, reader = _ONE, _Reader(tokens)
+  try:
+    while reader.left():  # what follows an unmatched closing bracket is another factor
+      size = _product(size, reader.sum())
+  except RecursionError:  # fractions of fractions without a bracket
+    return _ENDLESS
+  return size
+
+
+def number_digits(latex: str) -> float:
+  """Rough upper bound on the digits of the largest number in a formula."""
+  return max(_size(latex).digits, len(latex))
+
+
+def makes_huge_power(*formulas: str) -> bool:
+  r"""Whether simplifying their difference may make a huge power: n·log(a) is written log(aⁿ)."""
+  text = "+".join(f"({formula})" for formula in formulas)
+  return bool(_LOGARITHM.search(text)) and _size(text).digits > _MAX_EXPONENT
 
 
 def _product(a: _Size, b: _Size) -> _Size:

@@ -20,6 +20,7 @@ DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _SIGN = r"(?:(?<![\w)])[-+]\$?|\$[-+]?)?"
 NUMBER = rf"{_SIGN}(?:{DIGITS}(?:\.[0-9]+)?|\.[0-9]+)"
 _ANY_NUMBER = re.compile(NUMBER)
+_ANSWER_MARKS = re.compile(rf"{ANSWER_MARK}|\\(?:boxed|fbox)")
 _MARKED_NUMBER = re.compile(rf"{ANSWER_MARK}\s*({NUMBER})")
 
 
@@ -34,12 +35,26 @@ def after_thinking(completion: str) -> str | None:
   return None if THINK_OPEN in rest else rest
 
 
+def answer_part(completion: str) -> tuple[str | None, bool]:
+  """(what `after_thinking` returns, or the content of its last answer tag; whether it is a tag's).
+
+  A tag is "<answer>5</answer>", or "<answer>5" at the end. A box or "####" after it counts instead.
+  """
+  text = after_thinking(completion)
+  _, tag, content = (text or "").rpartition("<answer>")
+  inside, _, after = content.partition("</answer>")
+  if not tag or not inside.strip() or _ANSWER_MARKS.search(after):
+    return text, False
+  return inside, True
+
+
 def final_answer(completion: str) -> str:
   """The stripped text after the last "####", or all stripped text without one.
 
-  Thoughts are left out; the answer is empty while a "<think>" is open.
+  Thoughts are left out; the answer is empty while a "<think>" is open. Of an answer tag only the
+  content counts.
   """
-  return (after_thinking(completion) or "").rpartition(ANSWER_MARK)[2].strip()
+  return (answer_part(completion)[0] or "").rpartition(ANSWER_MARK)[2].strip()
 
 
 @functools.lru_cache(maxsize=64)
@@ -100,7 +115,7 @@ def plain_decimal(value: decimal.Decimal) -> str:
 
 
 def _last_number(completion: str) -> str | None:
-  text = after_thinking(completion) or ""
+  text = answer_part(completion)[0] or ""
   found = _MARKED_NUMBER.findall(text) or _ANY_NUMBER.findall(text)
   return found[-1] if found else None
 

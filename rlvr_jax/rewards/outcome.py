@@ -16,10 +16,10 @@ import numpy as np
 
 class Outcome(enum.StrEnum):
   CORRECT = "correct"
-  WRONG = "wrong"
+  WRONG = "wrong"  # also if the completion exhausts the grader's memory or recursion
   UNPARSEABLE = "unparseable"  # the completion has no answer
   TIMEOUT = "timeout"  # grading took longer than the limit
-  CRASHED = "crashed"  # the grader failed, which does not depend on the completion's quality
+  CRASHED = "crashed"  # a fault of the grader or the host, not what a completion can cause
 
 
 @dataclasses.dataclass(frozen=True)

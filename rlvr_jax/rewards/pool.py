@@ -19,6 +19,7 @@ from rlvr_jax.rewards.worker_process import KILL_WAIT_S, MAX_LONGER_S, WorkerPro
 
 _MAX_CHUNK = 32  # items sent to a worker at a time: enough to hide the round trip
 _MAX_DEFAULT_WORKERS = 32  # each keeps in memory what its grader imports
+_MAX_ASLEEP = 3  # workers whose items sleep, per worker that grades meanwhile
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
@@ -74,16 +75,21 @@ class GraderPool:
   """Grades completions in separate processes, each item under a wall-clock limit.
 
   A worker that exceeds the limit is killed with its process group and replaced, and its item is
-  graded `timeout`. A worker that dies is replaced, and its item is `crashed`. An exception in the
-  grader, or a return value that is not a grade, is `crashed` too, and the worker goes on. Workers
-  are new interpreters (never forks of this process), without jax. They end when this process does.
+  graded `timeout`. A worker that dies is replaced, and its item is `crashed`, or `wrong` if the
+  text can have caused it (see `outcome`). An exception in the grader, or a return value that is not
+  a grade, is `crashed` too, and the worker goes on. Workers are new interpreters (never forks of
+  this process), without jax. They end when this process does.
 
   A replacement is started once an item has taken half its limit, so that the remaining items need
   not wait for it to load the grader. If that item finishes in time, the replacement is kept.
 
+  A worker whose item sleeps (see `deadlines`) does not hold a core back: another one, which is
+  started where there is none, gets the items that wait. So there may be 4 times `num_workers`
+  processes, of which `num_workers` grade at a time.
+
   Args:
     grader: string of a grader, "name(keyword=value)" or "my_module:function"; see `by_name`.
-    num_workers: number of processes, ≥ 1.
+    num_workers: number of processes that grade at a time, ≥ 1.
     timeout_s: wall-clock limit per item, seconds. A grader with its own limit, such as that of
       programs, may ask for more; see `deadlines`.
     startup_timeout_s: limit for a worker to start and load the grader, seconds.
@@ -126,6 +132,9 @@ class GraderPool:
     self._failure: Exception | None = None
     self._workers = [WorkerProcess(self._settings, self._environment) for _ in range(num_workers)]
     self._replacements: dict[int, WorkerProcess] = {}  # by slot
+    self._num_workers = num_workers
+    self._free = num_workers  # how many more workers may grade now
+    self._asleep: set[int] = set()  # slots whose item sleeps
     try:
       for worker in self._workers:
         worker.wait_ready(startup_timeout_s)
@@ -133,10 +142,7 @@ class GraderPool:
       for worker in self._workers:
         worker.close()
       raise
-    self._threads = [
-      threading.Thread(target=self._dispatch, args=(slot,), name=f"grading-{slot}", daemon=True)
-      for slot in range(num_workers)
-    ]
+    self._threads = [self._new_thread(slot) for slot in range(num_workers)]
     for thread in self._threads:
       thread.start()
 
@@ -168,7 +174,7 @@ class GraderPool:
       if lines:
         self._in_progress.add(future)
         self._queue.extend(_Item(future, position, line) for position, line in enumerate(lines))
-        self._changed.notify_all()
+        self._call_workers()
     return future
 
   def grade(
@@ -216,31 +222,63 @@ class GraderPool:
     try:
       while (items := self._take(slot)) is not None:
         lines, slow = [item.line for item in items], functools.partial(self._prepare, slot)
-        grades = self._workers[slot].grades(lines, self._timeout_s, slow)
-        graded = 0
-        for item, grade in zip(items, grades, strict=False):
-          graded += 1
-          self._deliver(item, grade)
+        asleep = functools.partial(self._fall_asleep, slot, items)
+        for grade in self._workers[slot].grades(lines, self._timeout_s, slow, asleep):
+          self._deliver(items.popleft(), grade)
         with self._changed:
-          if self._failure is None:
-            self._queue.extendleft(reversed(items[graded:]))
-            self._changed.notify_all()
+          if slot not in self._asleep:
+            self._free += 1
+          self._asleep.discard(slot)
+          self._put_back(items)
     except Exception as error:  # without this, callers would wait for a result indefinitely
       self._fail(error)
 
-  def _take(self, slot: int) -> list[_Item] | None:
-    """Waits for items and a live worker; None when the pool has ended."""
+  def _fall_asleep(self, slot: int, items: collections.deque[_Item]) -> None:
+    """Lets another worker grade while the first of these items sleeps in this one."""
     with self._changed:
-      while not self._queue and self._failure is None:
+      sleeper = items.popleft()
+      self._free += 1
+      self._asleep.add(slot)
+      self._put_back(items)
+      items.append(sleeper)
+
+  def _put_back(self, items: collections.deque[_Item]) -> None:
+    """Moves items to the queue's start, and wakes the workers."""
+    if self._failure is None:
+      self._queue.extendleft(reversed(items))
+      self._call_workers()
+    items.clear()
+
+  def _call_workers(self) -> None:
+    """Wakes those that wait; starts another if items wait and too many workers are asleep."""
+    most = min(self._num_workers + len(self._asleep), (1 + _MAX_ASLEEP) * self._num_workers)
+    while self._queue and (slot := len(self._workers)) < most:
+      self._workers.append(WorkerProcess(self._settings, self._environment))
+      self._threads.append(self._new_thread(slot))
+      self._threads[slot].start()
+    self._changed.notify_all()
+
+  def _new_thread(self, slot: int) -> threading.Thread:
+    return threading.Thread(
+      target=self._dispatch, args=(slot,), name=f"grading-{slot}", daemon=True
+    )
+
+  def _take(self, slot: int) -> collections.deque[_Item] | None:
+    """Waits for a live worker, a core and items; None when the pool has ended."""
+    self._workers[slot].wait_ready(self._startup_timeout_s)  # one that has just been started
+    with self._changed:
+      while self._failure is None and not (self._queue and self._free):
         self._changed.wait()
+      self._free -= 1
     if not self._workers[slot].alive():
       self._replace(slot)
     with self._changed:
       if self._failure is not None:
         return None
       # Only a share of the queue, so that no worker keeps slow items while others are idle.
-      share = math.ceil(len(self._queue) / (2 * len(self._workers)))
-      return [self._queue.popleft() for _ in range(min(share, _MAX_CHUNK))]
+      share = math.ceil(len(self._queue) / (2 * self._num_workers))
+      size = min(share, _MAX_CHUNK)
+      return collections.deque(self._queue.popleft() for _ in range(size))
 
   def _prepare(self, slot: int) -> None:
     """Starts the replacement of a worker, unless it has one already."""

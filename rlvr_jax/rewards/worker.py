@@ -3,7 +3,12 @@
 Started by `GraderPool` as `python -m rlvr_jax.rewards.worker SETTINGS`. It first writes
 {"ready": true} or {"error": text}. Then it answers each {"completion", "reference"} line, in order,
 with {"outcome", "score", "detail", "answer"}. Before an answer, {"longer_s"} lines may announce
-that the item takes that many seconds more than the limit. It ends when its stdin does.
+that the item takes that many seconds more than the limit. An {"asleep"} line says that the item
+uses no core: other workers get the items after it, which this one drops, up to `deadlines.GO_ON`.
+It ends when its stdin does.
+
+What the text can cause is a grade of the text: a grader that runs out of memory below the limit of
+`memory_mib`, or of recursion, makes it wrong. Any other exception is the grader's own: crashed.
 """
 
 from __future__ import annotations
@@ -28,10 +33,6 @@ def _describe(error: BaseException) -> str:
   return f"{type(error).__name__}: {error}"
 
 
-def _crashed(detail: str) -> dict[str, Any]:
-  return _reply(Grade(Outcome.CRASHED, detail=detail))
-
-
 def _short(answer: str) -> str:
   """The answer, if long with a hash, so that answers that differ only late stay different votes."""
   if len(answer) <= MAX_DETAIL:
@@ -48,12 +49,19 @@ def _reply(grade: Grade) -> dict[str, Any]:
   }
 
 
-def _grade_line(grader: Grader, line: bytes) -> dict[str, Any]:
-  item = json.loads(line)
+def _grade_line(grader: Grader, line: bytes, memory_mib: int | None) -> dict[str, Any]:
   try:
+    item = json.loads(line)
     return _reply(grader(item["completion"], item["reference"]))
+  except RecursionError as error:
+    outcome, detail = Outcome.WRONG, f"recursion limit exceeded ({error})"
+  except MemoryError as error:
+    # Without a limit of this process it is the machine's memory that is exhausted.
+    outcome = Outcome.CRASHED if memory_mib is None else Outcome.WRONG
+    detail = f"memory limit exceeded ({_describe(error)})"
   except BaseException as error:  # sys.exit() in a grader is a crash of that item as well
-    return _crashed(_describe(error))
+    outcome, detail = Outcome.CRASHED, _describe(error)
+  return _reply(Grade(outcome, detail=detail))
 
 
 def _send(stream: BinaryIO, message: dict[str, Any]) -> None:
@@ -102,10 +110,20 @@ def main() -> int:
     end_after(limit_s + seconds)
     _send(replies, {"longer_s": seconds})
 
-  deadlines.announce = announce
+  dropping = False
+
+  def asleep() -> None:
+    nonlocal dropping
+    dropping = True
+    _send(replies, {"asleep": True})
+
+  deadlines.announce, deadlines.asleep = announce, asleep
   for line in requests:
+    if dropping:
+      dropping = line != deadlines.GO_ON
+      continue
     end_after(limit_s)
-    reply = _grade_line(grader, line)
+    reply = _grade_line(grader, line, settings["memory_mib"])
     faulthandler.cancel_dump_traceback_later()
     _send(replies, reply)
   return 0

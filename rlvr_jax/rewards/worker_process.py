@@ -14,8 +14,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from rlvr_jax.rewards.deadlines import GO_ON
 from rlvr_jax.rewards.outcome import Grade, Outcome
 
+_DIED = "the grader's process ended"
 _MAX_REPLY = 2**20  # bytes; longer than any valid reply
 MAX_LONGER_S = 600.0  # additional seconds that a grader may ask for per item
 KILL_WAIT_S = 5.0  # for the kernel to end a process after SIGKILL
@@ -33,6 +35,11 @@ class _WorkerDiedError(Exception):
   """The worker's process ended, or broke the protocol."""
 
 
+# How a process ends whose text takes more than the grader's libraries in C can give: their stack is
+# full, or an allocation fails.
+_CAUSED_BY_TEXT = (-signal.SIGSEGV, -signal.SIGABRT)
+
+
 def request(completion: str, reference: Mapping[str, Any]) -> bytes:
   """Line that asks for an item's grade; TypeError unless the reference is JSON-serializable."""
   try:
@@ -47,7 +54,7 @@ class WorkerProcess:
   """One grading process and the two pipes to it. Used by one thread, except for `kill`."""
 
   def __init__(self, settings: Mapping[str, Any], environment: Mapping[str, str]):
-    self._grader = settings["grader"]
+    self._grader, self._memory_mib = settings["grader"], settings["memory_mib"]
     self._stderr = tempfile.TemporaryFile()
     # With our sys.path, the worker imports a user's grader exactly as this process would. The fixed
     # hash seed makes graders that iterate over sets give the same grade every time.
@@ -67,6 +74,7 @@ class WorkerProcess:
     self._selector.register(self._stdout, selectors.EVENT_READ)
     self._outgoing = b""
     self._incoming = bytearray()
+    self._is_ready = False
 
   @property
   def pid(self) -> int:
@@ -76,11 +84,14 @@ class WorkerProcess:
     return self._process.poll() is None
 
   def wait_ready(self, timeout_s: float) -> None:
-    """Waits until the worker has loaded its grader.
+    """Waits until the worker has loaded its grader; returns at once if it has done so before.
 
     Raises:
       GraderStartError: loading failed or took too long; the worker has been closed.
     """
+    if self._is_ready:
+      return
+    self._is_ready = True
     try:
       message = json.loads(self._next_line(time.monotonic() + timeout_s))
       problem = message.get("error")
@@ -92,48 +103,70 @@ class WorkerProcess:
       problem = f"{error}\n{last_words}".strip()
     if problem is not None:
       self.close()
-      raise GraderStartError(
-        f"the grading worker for {self._grader!r} did not start: {problem}. Name your own grader"
-        " 'my_module:function'; its module is in the current folder, in one of PYTHONPATH, or"
-        " installed."
-      )
+      if self._memory_mib is not None and problem.startswith(("MemoryError", _DIED)):
+        problem += (
+          f" (its address space may have {self._memory_mib} MiB; if that is too little, raise"
+          " memory_mib, which is config.grading.memory_mib)"
+        )
+      raise GraderStartError(f"the grading worker for {self._grader!r} did not start: {problem}")
 
   def grades(
-    self, lines: Sequence[bytes], timeout_s: float, slow: Callable[[], None]
+    self,
+    lines: Sequence[bytes],
+    timeout_s: float,
+    slow: Callable[[], None],
+    asleep: Callable[[], None],
   ) -> Iterator[Grade]:
     """Yields the grades of the items in order, each as soon as it is known.
 
-    Ends early, after a `timeout` or `crashed` grade, if that item ended the worker; the items after
-    it have not been graded.
+    Ends early after an item that ended the worker, or was asleep; the items after it have not been
+    graded.
 
     Args:
       lines: of `request`, one per item.
       timeout_s: limit per item, seconds.
       slow: called whenever an item has taken half its limit.
+      asleep: called when an item uses no core; it is the last that is graded.
     """
-    self._outgoing = b"".join(lines)
+    self._outgoing += b"".join(lines)
+    is_last = False
+
+    def fall_asleep() -> None:
+      nonlocal is_last
+      is_last = True
+      self._outgoing += GO_ON
+      asleep()
+
     for _ in lines:
       # The worker goes from one item to the next without a pause, so an item's time starts when
       # the previous reply was read, which is never before the item really started.
       try:
-        grade = _parse_reply(self._next_reply(timeout_s, slow))
+        grade = _parse_reply(self._next_reply(timeout_s, slow, fall_asleep))
       except TimeoutError:
         grade = Grade(Outcome.TIMEOUT, detail=f"no grade within {timeout_s:g} s")
         self.kill()
       except _WorkerDiedError as error:
-        grade = Grade(Outcome.CRASHED, detail=str(error))
         self.kill()
+        of_text = self._process.returncode in _CAUSED_BY_TEXT
+        grade = Grade(Outcome.WRONG if of_text else Outcome.CRASHED, detail=str(error))
       yield grade
-      if not self.alive():
+      if is_last or not self.alive():
         return
 
-  def _next_reply(self, timeout_s: float, slow: Callable[[], None]) -> bytes:
+  def _next_reply(
+    self, timeout_s: float, slow: Callable[[], None], asleep: Callable[[], None]
+  ) -> bytes:
     """As `_next_line`, with the additional time that a grader announced; see `deadlines`."""
     deadline = time.monotonic() + timeout_s
     last = deadline + MAX_LONGER_S
-    while (line := self._reply_or_slow(deadline, timeout_s / 2, slow)).startswith(b'{"longer_s"'):
-      deadline = min(last, deadline + json.loads(line)["longer_s"])
-    return line
+    while True:
+      line = self._reply_or_slow(deadline, timeout_s / 2, slow)
+      if line.startswith(b'{"longer_s"'):
+        deadline = min(last, deadline + json.loads(line)["longer_s"])
+      elif line.startswith(b'{"asleep"'):
+        asleep()
+      else:
+        return line
 
   def _reply_or_slow(
     self, deadline: float, second_half_s: float, slow: Callable[[], None]
@@ -148,7 +181,8 @@ class WorkerProcess:
     """Waits for a line; sends pending output meanwhile.
 
     Raises:
-      TimeoutError: the deadline has passed and the pipe is empty.
+      TimeoutError: the deadline has passed and the pipe is empty. After it a worker ends by itself,
+        which is seen first where this process had to wait for a core.
       _WorkerDiedError: the process has ended, or has sent a line of over `_MAX_REPLY` bytes.
     """
     while (end := self._incoming.find(b"\n")) < 0:
@@ -161,8 +195,10 @@ class WorkerProcess:
       for key, _ in ready:
         if key.fileobj is self._stdin:
           self._send_some()
-        else:
-          self._receive_some()
+        elif not self._receive_some():
+          if time.monotonic() > deadline:
+            raise TimeoutError
+          raise _WorkerDiedError(f"{_DIED}: {_exit_reason(self._process)}")
     line = bytes(self._incoming[:end])
     del self._incoming[: end + 1]
     return line
@@ -183,12 +219,13 @@ class WorkerProcess:
       sent = len(self._outgoing)  # the worker has died or is dying; reading will report it
     self._outgoing = self._outgoing[sent:]
 
-  def _receive_some(self) -> None:
+  def _receive_some(self) -> bool:
+    """Reads what there is; False if the worker has ended, or closed its pipe and is killed."""
     data = os.read(self._stdout.fileno(), 65536)
     if not data:
       self.kill()
-      raise _WorkerDiedError(f"the grader's process ended: {_exit_reason(self._process)}")
     self._incoming += data
+    return bool(data)
 
   def kill(self) -> None:
     """Kills the worker's process group; safe at any time, from any thread."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from rlvr_jax.ops.component_repr import component_repr
 from rlvr_jax.types import Array, Metrics
 
 
@@ -18,22 +19,29 @@ class Reweighting(NamedTuple):
   (N = 1), a group, or a number of rollouts that follow one another in the batch.
 
   Attributes:
-    apply: (coefficients f32[N, b], gram f32[N, b, b] or None, key) → (f32[N, b], metrics).
+    apply: (coefficients f32[N, b], gram f32[N, b, b] or None, valid bool[N, b], key) →
+      (f32[N, b], metrics). Rollouts that are not valid have the coefficient 0, before and after.
     needs_gram: whether `apply` reads the Gram matrix; if not, None may be passed.
     scope: the block: "batch", "group", or a number of rollouts.
   """
 
-  apply: Callable[[Array, Array | None, Array], tuple[Array, Metrics]]
+  apply: Callable[[Array, Array | None, Array, Array], tuple[Array, Metrics]]
   needs_gram: bool = False
   scope: str | int = "batch"
 
-  def on_batch(self, coefficients: Array, gram: Array | None, key: Array) -> tuple[Array, Metrics]:
+  def __repr__(self) -> str:
+    return component_repr(self)
+
+  def on_batch(
+    self, coefficients: Array, gram: Array | None, valid: Array, key: Array
+  ) -> tuple[Array, Metrics]:
     """Applies it to the blocks of a batch.
 
     Args:
       coefficients: f32[P, G].
       gram: f32[B, B], g_i · g_j, rollouts in the order of coefficients.reshape(B); None where
         `needs_gram` is False.
+      valid: bool[P, G].
       key: random key.
     Returns:
       (coefficients f32[P, G], constant for differentiation; metrics).
@@ -45,7 +53,7 @@ class Reweighting(NamedTuple):
     if gram is not None:
       gram = jnp.diagonal(gram.reshape(count, size, count, size), axis1=0, axis2=2)
       gram = jnp.moveaxis(gram, -1, 0)
-    reweighted, metrics = self.apply(blocks, gram, key)
+    reweighted, metrics = self.apply(blocks, gram, valid.reshape(blocks.shape), key)
     return jax.lax.stop_gradient(reweighted.reshape(coefficients.shape)), metrics
 
   def _block_size(self, P: int, G: int) -> int:

@@ -7,4 +7,6 @@ from rlvr_jax.reweighting.base import Reweighting
 
 def none() -> Reweighting:
   """Returns the coefficients unchanged."""
-  return Reweighting(apply=lambda coefficients, gram, key: (coefficients, {}), needs_gram=False)
+  return Reweighting(
+    apply=lambda coefficients, gram, valid, key: (coefficients, {}), needs_gram=False
+  )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from rlvr_jax.ops import spectral
 from rlvr_jax.ops.checks import check_between, check_choice, check_integer, check_order
-from rlvr_jax.ops.masked import mean_metric, upcast
+from rlvr_jax.ops.masked import masked_count, masked_fill, mean_metric, upcast
 from rlvr_jax.reweighting.base import Reweighting
 from rlvr_jax.types import Array, Metrics
 
@@ -28,13 +28,15 @@ class SaltResult(NamedTuple):
   rank: Array  # i32[], k
   participation_ratio: Array  # f32[]
   effective_rollouts: Array  # f32[], n_eff
-  usable: Array  # bool[], the Gram is finite and not all zero
+  several: Array  # bool[], two valid rollouts or more
+  usable: Array  # bool[], several, and the Gram is finite and not all zero
   acts: Array  # bool[], usable and Σ A² K_ii > 0; elsewhere A' = A
 
 
 def salt_coefficients(
   coefficients: Array,
   gram: Array,
+  valid: Array,
   key: Array,
   *,
   rank_scale: float,
@@ -50,17 +52,20 @@ def salt_coefficients(
 
   Args:
     coefficients: f32[b], A, b ≥ 2.
-    gram: f32[b, b], inner products of per-rollout gradient features, in any unit.
+    gram: f32[b, b], inner products of per-rollout gradient features, in any unit; 0 where not
+      valid.
+    valid: bool[b]; A' is 0 elsewhere.
     key: key for a random subspace; not used otherwise.
   """
+  coefficients, count = masked_fill(coefficients, valid), masked_count(valid)
   spectrum = spectral.spectrum(gram)
   ratio = spectral.participation_ratio(gram)
   rank = spectral.subspace_rank(
-    spectrum.eigenvalues, ratio, scale=rank_scale, minimum=min_rank, maximum=max_rank
+    spectrum.eigenvalues, ratio, count, scale=rank_scale, minimum=min_rank, maximum=max_rank
   )
   vectors = spectrum.vectors
   if random_subspace:
-    vectors = spectral.random_basis(key, gram.shape[0], vectors.dtype)
+    vectors = spectral.random_basis(key, valid, vectors.dtype)
   n_eff = spectral.effective_rollouts(coefficients, gram)
   alpha = jnp.clip(1 - n_eff, alpha_min, alpha_max)
 
@@ -72,16 +77,19 @@ def salt_coefficients(
     "shared": shared,
     "residual": alpha * residual,
   }[channels]
-  acts = spectral.carries_gradient(coefficients, gram)
+  several = count >= 2
+  acts = several & spectral.carries_gradient(coefficients, gram)
+  reweighted = masked_fill(jnp.where(acts, reweighted, coefficients), valid)
   return SaltResult(
-    coefficients=jnp.where(acts, reweighted, coefficients).astype(coefficients.dtype),
+    coefficients=reweighted.astype(coefficients.dtype),
     shared=shared,
     residual=residual,
     alpha=alpha,
     rank=rank,
     participation_ratio=ratio,
     effective_rollouts=n_eff,
-    usable=spectrum.usable,
+    several=several,
+    usable=several & spectrum.usable,
     acts=acts,
   )
 
@@ -90,7 +98,8 @@ def salt_metrics(coefficients: Array, result: SaltResult) -> Metrics:
   """Metrics of N blocks, from A f32[N, b] and SALT's result.
 
   Metrics of the Gram matrix are means over the blocks in which it is usable, metrics of A over
-  those in which SALT acts, so that groups without a signal do not dilute them.
+  those in which SALT acts, so that groups without a signal do not dilute them. Blocks with fewer
+  than two valid rollouts do not count.
   """
   # In units of the largest coefficient, whose square may exceed float32's range.
   largest = jnp.max(jnp.abs(coefficients), axis=-1, keepdims=True)
@@ -109,7 +118,7 @@ def salt_metrics(coefficients: Array, result: SaltResult) -> Metrics:
   }
   metrics = {name: mean_metric(x, result.usable) for name, x in of_gram.items()}
   metrics |= {name: mean_metric(x, result.acts) for name, x in of_coefficients.items()}
-  metrics["unusable_gram"] = mean_metric(~result.usable, jnp.ones_like(result.usable))
+  metrics["unusable_gram"] = mean_metric(~result.usable, result.several)
   return {f"reweighting/{name}": metric for name, metric in metrics.items()}
 
 
@@ -128,10 +137,12 @@ def salt(
   """A' = P_k A + α (I − P_k) A⁺: full weight on shared directions, weight α on the residual.
 
   P_k projects onto the top k eigenvectors of the Gram matrix K of a block's gradient features,
-  k = clip(round(rank_scale·PR), min_rank, min(max_rank, b−1, eigenvalues above 1e-6·λ_max));
+  k = clip(round(rank_scale·PR), min_rank, min(max_rank, n−1, eigenvalues above 1e-6·λ_max)), with
+  n valid rollouts;
   PR is the participation ratio of K (`ops.spectral`), n_eff the effective number of rollouts,
   α = clip(1 − n_eff, alpha_min, alpha_max), and A⁺ = max(A, 0). Scaling all gradients changes
-  nothing. If K is zero or not finite, or no rollout with a coefficient has a gradient, A' = A.
+  nothing. If K is zero or not finite, no rollout with a coefficient has a gradient, or n < 2,
+  A' = A.
 
   Ablations: a fixed α is alpha_min = alpha_max, a fixed k is min_rank = max_rank; the others are
   the last four arguments.
@@ -181,7 +192,9 @@ def salt(
     random_subspace=random_subspace,
   )
 
-  def apply(coefficients: Array, gram: Array | None, key: Array) -> tuple[Array, Metrics]:
+  def apply(
+    coefficients: Array, gram: Array | None, valid: Array, key: Array
+  ) -> tuple[Array, Metrics]:
     chex.assert_rank(coefficients, 2)
     blocks, size = coefficients.shape
     if size < 2:
@@ -194,7 +207,7 @@ def salt(
     # Constants for differentiation; eigenvectors have no derivative where eigenvalues coincide.
     coefficients, gram = jax.lax.stop_gradient((upcast(coefficients), upcast(gram)))
     keys = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(blocks))
-    result = jax.vmap(block)(coefficients, gram, keys)
+    result = jax.vmap(block)(coefficients, gram, valid, keys)
     return result.coefficients, salt_metrics(coefficients, result)
 
   return Reweighting(apply, needs_gram=True, scope=scope)

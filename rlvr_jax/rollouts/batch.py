@@ -16,6 +16,7 @@ import numpy as np
 
 from rlvr_jax.data import Problem
 from rlvr_jax.rollouts.engine import Group, Request, joined
+from rlvr_jax.rollouts.shards import StoreError
 from rlvr_jax.types import Params, Prompts, Rollouts, TrainBatch
 
 FOREIGN = -1  # version of rollouts that were not sampled by a policy of this run
@@ -206,14 +207,39 @@ def to_shard(batch: RolloutBatch, **about: Any) -> tuple[dict[str, np.ndarray], 
 def from_shard(
   number: int, arrays: Mapping[str, np.ndarray], info: Mapping[str, Any]
 ) -> RolloutBatch:
-  """The inverse of `to_shard`."""
+  """The inverse of `to_shard`.
+
+  Raises:
+    StoreError: an earlier version wrote the batch, which does not say which rollouts have a grade.
+  """
   fields = dict(arrays)
+  if "valid" not in fields:
+    fields["valid"] = _valid_before(f"batch {number} of the store", fields["mask"])
   versions, samples = fields.pop("versions"), json.loads(fields.pop("samples").tobytes())
   train = batch_from_arrays(fields)
   graded = Graded(train=train, samples=samples, **{name: info[name] for name in _INFO_OF_GRADED})
   position = Position(**info["after"])
   rest = {name: info[name] for name in _INFO}
   return RolloutBatch(number=number, versions=versions, position=position, graded=graded, **rest)
+
+
+def _valid_before(what: str, mask: np.ndarray) -> np.ndarray:
+  """bool[P, G], which rollouts are valid, for a batch of a version that did not record it.
+
+  A rollout with a token in the loss is. One without was too long, or had no grade and its group's
+  mean as a reward: which of the two is not known.
+
+  Raises:
+    StoreError: there is a rollout without a token in the loss.
+  """
+  valid = np.any(mask > 0, axis=-1)
+  if not valid.all():
+    raise StoreError(
+      f"{what} was written by a version of rlvr_jax that did not record which rollouts have a"
+      f" grade, and {np.sum(~valid)} of its rollouts are not in the loss; read it with that version"
+      " (before 'valid' in rlvr_jax/types.py), or sample it again in another --workdir"
+    )
+  return valid
 
 
 def batch_to_arrays(batch: TrainBatch) -> dict[str, Any]:
@@ -237,7 +263,9 @@ def write_batch(path: str | os.PathLike[str], batch: TrainBatch) -> None:
 def read_batch(path: str | os.PathLike[str]) -> TrainBatch:
   """The inverse of `write_batch`."""
   with np.load(path) as file:
-    return batch_from_arrays(dict(file))
+    arrays = dict(file)
+  arrays.setdefault("valid", _valid_before(f"the batch {path}", arrays["mask"]))
+  return batch_from_arrays(arrays)
 
 
 # --- arrays of batches ----------------------------------------------------------------------------
@@ -254,6 +282,27 @@ def without_scores(batch: TrainBatch) -> TrainBatch:
   return dataclasses.replace(batch, sampled_logprobs=None, lags=None, sources=None)
 
 
+def solve_rates(batch: TrainBatch) -> np.ndarray:
+  """f64[P], the share of correct among each group's valid rollouts; NaN in a group without any."""
+  right, graded = (x.sum(axis=1) for x in (batch.correct * batch.valid, batch.valid))
+  return np.where(graded > 0, right / np.maximum(graded, 1), np.nan)
+
+
+def solve_rate(batch: TrainBatch, versions: np.ndarray) -> Any:
+  """f32[P], all equal: the policy's solve rate, a mean over groups of `solve_rates`.
+
+  Over the groups that policies of this run sampled, and over all where there are none. Groups
+  without a valid rollout do not count; NaN if no other is left.
+
+  Args:
+    versions: i32[P], `FOREIGN` for groups that this run did not sample.
+  """
+  own = versions != FOREIGN
+  rates = solve_rates(batch)[own if own.any() else slice(None)]
+  known = rates[~np.isnan(rates)]
+  return np.full(len(own), known.mean() if known.size else np.nan, np.float32)
+
+
 def response_lengths(batch: TrainBatch) -> np.ndarray:
   """i32[P, G], number of tokens up to the last one in the loss."""
   positions = np.arange(1, batch.mask.shape[-1] + 1)
@@ -261,12 +310,17 @@ def response_lengths(batch: TrainBatch) -> np.ndarray:
 
 
 def permute_rewards(batch: TrainBatch, rng: np.random.Generator) -> TrainBatch:
-  """Shuffles rewards, and correctness with them, over all rollouts; for control experiments.
+  """Shuffles rewards, and correctness with them, over valid rollouts; for control experiments.
 
   The batch keeps its distribution of rewards, but they no longer depend on the rollouts.
   """
-  order = rng.permutation(batch.rewards.size)
-  shuffle = lambda x: x.reshape(-1)[order].reshape(x.shape)
+  order = rng.permutation(np.count_nonzero(batch.valid))
+
+  def shuffle(x: Any) -> Any:
+    shuffled = np.array(x)
+    shuffled[batch.valid] = x[batch.valid][order]
+    return shuffled
+
   return dataclasses.replace(batch, rewards=shuffle(batch.rewards), correct=shuffle(batch.correct))
 
 

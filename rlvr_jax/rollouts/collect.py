@@ -13,7 +13,7 @@ from rlvr_jax.data import Problem, Tokenizer, encode_prompts
 from rlvr_jax.ops.overlong import overlong_filter, overlong_penalty
 from rlvr_jax.rewards.graders import opened_thought
 from rlvr_jax.rewards.outcome import Grade, Outcome, OutcomePolicy, rewards_from_grades
-from rlvr_jax.rollouts.batch import Flight, Graded, Submission, join
+from rlvr_jax.rollouts.batch import Flight, Graded, Submission, join, solve_rate
 from rlvr_jax.rollouts.engine import Engine, Group, Request, Usage
 from rlvr_jax.types import Params, Rollouts, TrainBatch
 
@@ -68,23 +68,24 @@ class Collector:
     rewards, keep, correct, counts = rewards_from_grades(grades, self.outcome_policy)
     P, G, T = rollouts.tokens.shape
     mask = np.arange(T) < rollouts.lengths[..., None]
-    rewards, correct, kept = (np.reshape(x, (P, G)) for x in (rewards, correct, keep))
-    mask = (mask & kept[..., None]).astype(np.float32)
-    if self.overlong_filter:
+    rewards, correct, valid = (np.reshape(x, (P, G)) for x in (rewards, correct, keep))
+    mask = (mask & valid[..., None]).astype(np.float32)
+    if self.overlong_filter:  # these have a grade: they stay valid
       mask = np.asarray(overlong_filter(mask, rollouts.stopped))
-    rewards, correct = fill_masked(rewards, kept), fill_masked(correct, kept)
+    shaped = self._shaped(rewards, rollouts)
     batch = TrainBatch(
       prompts=flight.prompts,
       tokens=rollouts.tokens,
       mask=mask,
       behavior_logprobs=rollouts.behavior_logprobs,
-      rewards=self._shaped(rewards, rollouts),
-      correct=correct,
-      solve_rate=np.full(P, np.mean(correct), np.float32),
+      rewards=np.where(valid, shaped, np.float32(0)),
+      correct=np.where(valid, correct, np.float32(0)),
+      valid=valid,
     )
+    batch = dataclasses.replace(batch, solve_rate=solve_rate(batch, np.asarray(versions)))
     statistics = {f"outcome/{name}": count / (P * G) for name, count in counts.items()}
     statistics |= length_statistics(rollouts)
-    samples = _samples(flight, grades, rewards, versions)
+    samples = _samples(flight, grades, rewards, shaped, valid, versions)
     return Graded(batch, int(rollouts.lengths.sum()), P, statistics, samples)
 
   def _shaped(self, rewards: np.ndarray, rollouts: Rollouts) -> Any:
@@ -127,12 +128,18 @@ def serve_graded(
 
 
 def _samples(
-  flight: Flight, grades: Sequence[Grade], rewards: np.ndarray, versions: Sequence[int]
+  flight: Flight,
+  grades: Sequence[Grade],
+  rewards: np.ndarray,
+  shaped: np.ndarray,
+  valid: np.ndarray,
+  versions: Sequence[int],
 ) -> list[dict[str, Any]]:
-  """A human-readable record of every rollout."""
+  """A human-readable record of every rollout; its rewards are None where it has no grade."""
   rollouts, group_size = flight.rollouts, rewards.shape[1]
   completions = [text for index in range(len(rewards)) for text in flight.texts[index]]
-  per_rollout = (rewards.flat, rollouts.lengths.flat, rollouts.stopped.flat)
+  both = (np.where(valid, x, np.array(None)).flat for x in (rewards, shaped))
+  per_rollout = (*both, rollouts.lengths.flat, rollouts.stopped.flat)
   return [
     {
       "version": int(versions[i // group_size]),
@@ -141,12 +148,13 @@ def _samples(
       "answer": flight.problems[i // group_size].answer,
       "outcome": grade.outcome.value,
       "extracted": grade.answer,
-      "reward": float(reward),
+      "reward": reward,  # of the outcome
+      "shaped_reward": after,  # after the penalty for length: what is trained on
       "tokens": int(length),
       "stopped": bool(stopped),
       **({"detail": grade.detail} if grade.outcome is Outcome.CRASHED else {}),
     }
-    for i, (completion, grade, reward, length, stopped) in enumerate(
+    for i, (completion, grade, reward, after, length, stopped) in enumerate(
       zip(completions, grades, *per_rollout, strict=True)
     )
   ]
@@ -160,22 +168,6 @@ def length_statistics(rollouts: Rollouts) -> dict[str, float]:
   return named | {"response/truncated": float(1 - rollouts.stopped.mean())}
 
 
-def fill_masked(values: np.ndarray, keep: np.ndarray) -> np.ndarray:
-  """Gives rollouts left out of the loss their group's mean, so that they do not affect the others.
-
-  Args:
-    values: f32[P, G], rewards or correctness.
-    keep: bool[P, G]; a group that keeps no rollout is left unchanged.
-  """
-  filled = values.copy()
-  for row, kept in zip(filled, keep, strict=True):
-    if kept.any() and not kept.all():
-      others = row[kept]
-      # The value itself if all agree: the mean of equal floats may differ from them.
-      row[~kept] = others[0] if (others == others[0]).all() else others.mean()
-  return filled
-
-
 def mean_statistics(parts: Sequence[Graded]) -> dict[str, float]:
   """The mean of each of `Graded.statistics`, over the batches that have it."""
   names = dict.fromkeys(name for part in parts for name in part.statistics)
@@ -186,8 +178,9 @@ def mean_statistics(parts: Sequence[Graded]) -> dict[str, float]:
 def keep_mixed_groups(parts: Sequence[Graded], quotas: Sequence[int]) -> Graded | None:
   """DAPO's filter: a full batch of groups that are neither all right nor all wrong, or None.
 
-  The filter looks at correctness (not at a shaped reward) and takes groups in the order sampled;
-  groups beyond a full batch are dropped. Tokens and prompts include those of dropped groups.
+  The filter looks at the correctness (not at a shaped reward) of valid rollouts and takes groups in
+  the order sampled; groups beyond a full batch are dropped. Tokens and prompts include those of
+  dropped groups, and so does the solve rate, the mean of the parts'.
 
   Args:
     parts: batches sampled so far for one training batch.
@@ -198,8 +191,8 @@ def keep_mixed_groups(parts: Sequence[Graded], quotas: Sequence[int]) -> Graded 
     (arXiv:2503.14476).
   """
   batch = join([part.train for part in parts])
-  solved = batch.correct.mean(axis=1)
-  mixed = (solved > 0) & (solved < 1)
+  any_of = lambda chosen: np.any(chosen & batch.valid, axis=1)
+  mixed = any_of(batch.correct == 1) & any_of(batch.correct != 1)
   found = [
     np.flatnonzero(mixed & (batch.sources == source))[:quota] for source, quota in enumerate(quotas)
   ]
@@ -209,11 +202,14 @@ def keep_mixed_groups(parts: Sequence[Graded], quotas: Sequence[int]) -> Graded 
   kept = jax.tree.map(lambda x: x[mixed], batch)
   group_size = batch.correct.shape[1]
   num_sampled = sum(part.prompts for part in parts)
+  rates: Any = batch.solve_rate
+  known = rates[~np.isnan(rates)]
+  solved = known.mean(dtype=np.float64) if known.size else np.nan
   statistics = mean_statistics(parts)
   statistics["dynamic_sampling/prompts_per_group"] = num_sampled / num_prompts
   samples = [sample for part in parts for sample in part.samples]
   return Graded(
-    dataclasses.replace(kept, solve_rate=np.full(num_prompts, solved.mean(), np.float32)),
+    dataclasses.replace(kept, solve_rate=np.full(num_prompts, solved, np.float32)),
     sum(part.tokens for part in parts),
     num_sampled,
     statistics,

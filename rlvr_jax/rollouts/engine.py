@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlvr_jax.ops.caches import CacheShape, Part
+from rlvr_jax.ops.precision import with_matmul_precision
 from rlvr_jax.rollouts import decoder
 from rlvr_jax.rollouts.decoder import Emitted, Fresh, Settings
 from rlvr_jax.types import Array, Params, Prompts, Rollouts, Sampling
@@ -133,12 +134,24 @@ class _Row(NamedTuple):
     return count
 
 
+class Programs(NamedTuple):
+  """The jitted functions of `rollouts.decoder`, with an engine's settings bound."""
+
+  take_layer: Callable[..., Any]
+  load_layer: Callable[..., Any]
+  load_others: Callable[..., Any]
+  empty: Callable[..., Any]
+  prefill: Callable[..., Any]
+  insert: Callable[..., Any]
+  burst: Callable[..., Any]
+
+
 class Engine:
   """The functions of `rollouts.decoder`, for one policy, one distribution and a number of slots.
 
   Attributes:
     settings: what is compiled in.
-    take_layer, load_layer, load_others: the programs that `load` runs.
+    programs: what `load` and `serve` run.
   """
 
   def __init__(
@@ -154,7 +167,6 @@ class Engine:
     pad_token: int,
     cache: str = "blocks",
     to_host: Callable[[Any], Any] = jax.device_get,
-    jit: Callable[..., Any] = jax.jit,
   ):
     """Binds the functions; nothing is compiled yet.
 
@@ -166,9 +178,8 @@ class Engine:
       max_prompt_length, max_new_tokens: S and T, tokens.
       stop_tokens: any of them ends a response.
       pad_token: fills responses after their end.
-      cache: "blocks" or "pages", as `decoding.choose_cache` returned it.
+      cache: "blocks" or "pages", as `caches.choose_cache` returned it.
       to_host: device arrays → NumPy; called once per burst.
-      jit: `jax.jit`, or what behaves like it.
     """
     devices = 1 if model.mesh is None else model.mesh.shape["data"] * model.mesh.shape["fsdp"]
     split_evenly = lambda rows: -(-rows // devices) * devices
@@ -185,22 +196,26 @@ class Engine:
       min(prefill_rows, max(_PREFILL_TOKENS // length, 1))
     )
     self._pad_token, self._to_host = pad_token, to_host
-    bound = lambda function: functools.partial(function, settings=self.settings)
+    exactly = functools.partial(with_matmul_precision, precision=model.config.precision)
+    bound = lambda function: exactly(functools.partial(function, settings=self.settings))
     state, host = decoder.shardings(self.settings)
-    of_model = lambda function: jit(functools.partial(function, model=model))
-    self.take_layer, self.load_layer = of_model(decoder.take_layer), of_model(decoder.load_layer)
-    self.load_others = of_model(decoder.load_others)
-    self._empty = jit(bound(decoder.empty), out_shardings=state)
-    self._prefill = jit(bound(decoder.prefill))
-    self._insert = jit(bound(decoder.insert), donate_argnums=0, out_shardings=state)
-    self._burst = jit(bound(decoder.burst), donate_argnums=1, out_shardings=(state, host))
+    of_model = lambda function: jax.jit(exactly(functools.partial(function, model=model)))
+    self.programs = Programs(
+      take_layer=of_model(decoder.take_layer),
+      load_layer=of_model(decoder.load_layer),
+      load_others=of_model(decoder.load_others),
+      empty=jax.jit(bound(decoder.empty), out_shardings=state),
+      prefill=jax.jit(bound(decoder.prefill)),
+      insert=jax.jit(bound(decoder.insert), donate_argnums=0, out_shardings=state),
+      burst=jax.jit(bound(decoder.burst), donate_argnums=1, out_shardings=(state, host)),
+    )
 
   def load(self, trained: Params, frozen: Params) -> Params:
     """The parameters that `serve` takes, in the layout of the mesh that generates."""
     layers = range(self.settings.model.config.num_layers)
-    taken = (self.take_layer(trained, frozen, np.int32(layer)) for layer in layers)
-    blocks = tuple(map(self.load_layer, taken))
-    return {**self.load_others(trained, frozen), "blocks": blocks}
+    taken = (self.programs.take_layer(trained, frozen, np.int32(layer)) for layer in layers)
+    blocks = tuple(map(self.programs.load_layer, taken))
+    return {**self.programs.load_others(trained, frozen), "blocks": blocks}
 
   def lowered(self, trained: Params, frozen: Params) -> Any:
     """A `jax.stages.Lowered` for shapes: a burst whose slots are all nearly full.
@@ -209,11 +224,12 @@ class Engine:
     """
     settings = self.settings
     state, host = decoder.shardings(settings)
-    shapes = jax.eval_shape(self._empty)
+    shapes = jax.eval_shape(self.programs.empty)
     shapes = shapes if state is None else jax.tree.map(_placed, shapes, state)
     run = lambda trained, frozen, params, state: decoder.burst(
       params, decoder.full(state, settings=settings), settings=settings
     )
+    run = with_matmul_precision(run, settings.model.config.precision)
     jitted = jax.jit(run, donate_argnums=3, out_shardings=(state, host), keep_unused=True)
     return jitted.lower(trained, frozen, self._loaded(trained, frozen), shapes)
 
@@ -225,9 +241,9 @@ class Engine:
       return jax.tree.map(_placed, lowered.out_info, lowered.compile().output_shardings)
 
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    layer = of(self.load_layer, of(self.take_layer, trained, frozen, number))
+    layer = of(self.programs.load_layer, of(self.programs.take_layer, trained, frozen, number))
     layers = self.settings.model.config.num_layers
-    return {**of(self.load_others, trained, frozen), "blocks": (layer,) * layers}
+    return {**of(self.programs.load_others, trained, frozen), "blocks": (layer,) * layers}
 
   def serve(
     self, params: Params, asked: Iterable[Request[Owner]], usage: Usage | None = None
@@ -239,20 +255,20 @@ class Engine:
       asked: taken as slots become free.
       usage: counts what the slots do.
     """
-    state, usage = self._empty(), usage or Usage()
+    state, usage = self.programs.empty(), usage or Usage()
     slots: list[_Row | None] = [None] * self.settings.slots
     rows = self._rows(params, asked)
     while True:
       free = [slot for slot, row in enumerate(slots) if row is None]
       new = dict(zip(free, rows, strict=False))  # in this order: a row is taken for a slot only
       for batch, fresh in self._fresh(new):
-        state = self._insert(state, batch, fresh)
+        state = self.programs.insert(state, batch, fresh)
       for slot, row in new.items():
         slots[slot] = row
       busy = {slot: row for slot, row in enumerate(slots) if row is not None}
       if not busy:
         return
-      state, emitted = self._burst(params, state)
+      state, emitted = self.programs.burst(params, state)
       emitted = self._to_host(emitted)
       tokens = sum(row.take(emitted, slot) for slot, row in busy.items())
       usage.add(int(emitted.steps) * len(slots), tokens, drain=len(busy) < len(slots))
@@ -284,7 +300,7 @@ class Engine:
       tokens = np.full((size, length), self._pad_token, np.int32)
       for index, request in enumerate(chosen):
         tokens[index, : len(request.prompt) - 1] = request.prompt[:-1]
-      batch = self._prefill(params, tokens)
+      batch = self.programs.prefill(params, tokens)
       for row, request in enumerate(chosen):
         G = len(request.keys)
         group = Group(

@@ -8,8 +8,8 @@ In a bucket a shard is read back before it is put, and there as soon as it is wr
 in the run's staging folder, and in the bucket up to the last checkpoint.
 
 A shard is NUMBER.array_record, see `shards`. Index line: {"crc32", "content": {"format", "number",
-"state", "file", "bytes", "crc32", "info"}}; the last line of a batch counts. A damaged line loses
-nothing, since the shards have the same information.
+"state", "file", "bytes", "crc32", "info"}}; the last line of a batch counts. A damaged or lost line
+loses no batch, since the shards have the same information.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+from absl import logging
 
 from rlvr_jax.ops.checks import check_integer
 from rlvr_jax.rollouts.shards import (
@@ -82,7 +83,7 @@ class RolloutStore:
       directory: has the store and nothing else; a folder, or gs://BUCKET/FOLDER.
       writable: whether to create the folder if needed and repair what a killed writer left: remove
         temporary files and a torn last line of the index, add intact shards that the index lacks,
-        and move corrupted ones into the folder `torn`.
+        and move corrupted ones into the folder `torn`. A reader finds the intact ones too.
       workdir: of the run whose store it is; a writable one in a bucket needs it.
     Raises:
       StoreError: not a store, of another format, or opened for writing by another process.
@@ -105,6 +106,8 @@ class RolloutStore:
       if writable:
         self._index = self._claim()
         self._repair()
+      elif not self._runs_ahead:
+        self._find_unlisted()
 
   def append(self, number: int, arrays: Mapping[str, np.ndarray], info: Mapping[str, Any]) -> None:
     """Writes one batch; it is on disk when this returns.
@@ -314,13 +317,34 @@ class RolloutStore:
       path.unlink()
     assert isinstance(self._tail, LocalTail)  # that of a writer
     os.truncate(self.local / INDEX, self._tail.size)
+    last, listed, damaged = max(self._entries, default=-1), list[int](), list[int]()
     for number, path in self._unlisted().items():
       if self._state(number) == "removed":
         self._files.delete(path.name)
       elif entry := self._entry_of(number):
         self._writer().append([with_checksum(entry)])
+        listed.append(number)
       else:
         self._move_away(path)
+        damaged.append(number)
+    if in_bucket(self.directory):  # whose index is as old as the last checkpoint
+      listed = [number for number in listed if number < last]
+    self._warn(listed, "listed again")
+    self._warn(damaged, f"damaged, moved into {TORN_FOLDER}")
+
+  def _find_unlisted(self) -> None:
+    """As `_repair`, for a reader, who changes no file."""
+    found = {n: self._entry_of(n) for n in self._unlisted() if self._state(n) != "removed"}
+    self._refresh()  # a writer may just have listed its last batch
+    lost = {n: entry for n, entry in found.items() if self._state(n) != "stored"}
+    self._entries.update((n, entry) for n, entry in lost.items() if entry)
+    self._warn([n for n in lost if lost[n]], "found by their shards")
+    self._warn([n for n in lost if not lost[n]], "damaged, left out")
+
+  def _warn(self, numbers: list[int], what: str) -> None:
+    """Says which batches the index lacks, and what has become of them."""
+    if numbers:
+      logging.warning("%s does not list the batches %s: %s", self.directory / INDEX, numbers, what)
 
   # --- the index ------------------------------------------------------------------------------
 
@@ -335,9 +359,7 @@ class RolloutStore:
           if self._state(number) != "removed":  # the rest of its entry is read when it is asked for
             self._entries[number] = {"number": number, "state": "stored", "file": path.name}
       elif None in entries and not self._writable:  # a writer lists them when it opens the store
-        for number in self._unlisted():
-          if self._state(number) != "removed" and (found := self._entry_of(number)):
-            self._entries[number] = found
+        self._find_unlisted()
 
   def _state(self, number: int) -> str:
     return self._entries[number]["state"] if number in self._entries else "not listed"

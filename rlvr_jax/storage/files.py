@@ -13,13 +13,16 @@ import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import IO, Any
 
 import fsspec
 
 TEMPORARY = ".tmp"  # ends the name of a file that is being written
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_UNWRITABLE = (
+  *(errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EROFS, errno.EACCES, errno.EPERM),
+)
 
 
 class DamagedFileError(ValueError):
@@ -117,10 +120,20 @@ def disk_full(path: pathlib.Path, detail: str = "") -> DiskFullError:
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-  """True if the error or one of its causes is a full disk; some libraries say so in text only."""
+  """Whether the error or one of its causes is a full disk."""
+  return _is_of(error, _FULL)
+
+
+def is_out_of_descriptors(error: BaseException | None) -> bool:
+  """Whether the error or one of its causes is the limit on open files."""
+  return _is_of(error, (errno.EMFILE, errno.ENFILE))
+
+
+def _is_of(error: BaseException | None, codes: Collection[int]) -> bool:
+  """Whether the error or one of its causes has such an errno; some libraries have its text only."""
   while error is not None:
     text = str(error)
-    if getattr(error, "errno", None) in _FULL or any(os.strerror(code) in text for code in _FULL):
+    if getattr(error, "errno", None) in codes or any(os.strerror(code) in text for code in codes):
       return True
     error = error.__cause__ or error.__context__
   return False
@@ -132,6 +145,25 @@ def shortage(folder: pathlib.Path, need: int) -> str | None:
   if free >= need:
     return None
   return f"{free / 2**20:.1f} MiB free, {need / 2**20:.1f} MiB needed"
+
+
+@contextlib.contextmanager
+def writing_to(what: str, error_type: type[Exception] = OSError) -> Iterator[None]:
+  """Turns an error of creating or opening a folder on a disk into one that says how to fix it.
+
+  Args:
+    what: the folder, for the message.
+    error_type: of the error.
+  """
+  try:
+    yield
+  except OSError as error:
+    if error.errno not in _UNWRITABLE:
+      raise
+    raise error_type(
+      f"{what} cannot be written: {error.strerror}. Choose a folder that this user can write, with"
+      " names of at most 255 bytes"
+    ) from error
 
 
 # --- atomic replacement ---------------------------------------------------------------------------
@@ -275,27 +307,23 @@ def records_of(lines: Iterable[str], path: str | os.PathLike[str]) -> Iterator[d
     yield record
 
 
-def keep_records(path: pathlib.Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:
-  """Rewrites the file with the records to keep, atomically; lines are kept byte for byte."""
-  if not path.exists():
-    return
-  data = path.read_bytes()
-  # What follows the last newline is an incomplete line, written by a killed process.
-  lines = data.splitlines(keepends=True) if data.endswith(b"\n") else data.splitlines(True)[:-1]
-  records = read_records(path)
-  kept = b"".join(line for line, record in zip(lines, records, strict=True) if keep(record))
-  if kept == data:
-    return
-  with replacing(path) as file:
-    file.write(kept)
-
-
 # --- checksums ------------------------------------------------------------------------------------
 
 
 def json_crc32(value: Any) -> int:
   """Checksum of a JSON value, which stays the same when the value is written and read back."""
   return zlib.crc32(json.dumps(json.loads(json.dumps(value)), sort_keys=True).encode())
+
+
+def with_crc32(record: Mapping[str, Any]) -> dict[str, Any]:
+  """A record and, as its field "crc32", its checksum; for `is_as_written`."""
+  return {**record, "crc32": json_crc32(record)}
+
+
+def is_as_written(record: Mapping[str, Any]) -> bool:
+  """Whether a record of `with_crc32` still matches its checksum; False if it has none."""
+  content = {name: value for name, value in record.items() if name != "crc32"}
+  return record.get("crc32") == json_crc32(content)
 
 
 def file_crc32(path: pathlib.Path) -> int:

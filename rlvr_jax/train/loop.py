@@ -190,7 +190,7 @@ class Trainer:
       measured, arrays = self.scorer.measure(now.state, on_devices, now.step)
       state, metrics = programs.train_step(now.state, self.frozen, on_devices)
       if measured:
-        entropy = programs.mean_entropy.jitted(state.params, self.frozen, on_devices)
+        entropy = programs.mean_entropy(state.params, self.frozen, on_devices)
         metrics |= measured | {"policy/entropy_change": entropy - metrics["policy/entropy"]}
       self.log.count_trained(batch, state.params if parts.lora else None)
       host = self.log.host_metrics(rollouts.graded.statistics, now.step)

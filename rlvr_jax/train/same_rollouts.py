@@ -113,7 +113,7 @@ def directions(
     batch = dataclasses.replace(batch, reference_logprobs=logprobs(reference, batch))
   state = method.advantage.init(jnp.float32(entropy))
   coefficients = method.advantage.apply(state, batch)
-  masses = method.coefficient_metrics(coefficients, batch.rewards, batch.correct)
+  masses = method.coefficient_metrics(coefficients, batch.rewards, batch.correct, batch.valid)
   key = key_for(parts.config.seed, "reweighting")
   gradient_of = jax.jit(functools.partial(update_gradient, method=method))
   found = {}

@@ -18,7 +18,7 @@ from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import EndRequestedError, deadline
 from rlvr_jax.train.generation import raw_logprobs
 from rlvr_jax.train.loop import Progress, Trainer, make_trainer
-from rlvr_jax.train.reporting import machines, trackers
+from rlvr_jax.train.reporting import data_use, machines, trackers
 from rlvr_jax.train.reporting.run_log import RunLog
 from rlvr_jax.train.reporting.writer import MetricWriter, say
 from rlvr_jax.train.setup import checks
@@ -79,6 +79,7 @@ def session(
     parts = as_begun(parts, folder.local)
     raw_logprobs.announce(parts)
     announce_partial_credit(parts.config, parts.task)
+    data_use.announce(parts.config, parts.task, parts.schedule, parts.sources.num_live)
     frozen = parameters.load_frozen(parts)
     warm_starts = enter(Checkpointer(folder.kept / "warm_start", keep=1, workdir=folder))
     warm = warm_starts.restore(parts.abstract_state.params)
@@ -102,6 +103,7 @@ def session(
       params = warm_start(parts, params, frozen.trainer, records_to, warm_starts)
     log = RunLog(
       parts.config,
+      parts.task,
       parts.model.config,
       parts.schedule,
       writer,
@@ -127,10 +129,10 @@ def _saying_why() -> Iterator[None]:
 def _check_config(workdir: Workdir, files: StartFiles, parts: Parts) -> None:
   """Raises unless the workdir is new, or of a run of this configuration."""
   workdir.fetch()
+  allowed = checks.may_differ(parts.config, parts.schedule)
+  files.check_config(parts.config.to_json_best_effort(), allowed)  # now a failure leaves nothing
   parameters.check_start(parts.config, workdir.kept)
   warm_start_cache.check(parts.config)
-  allowed = checks.may_differ(parts.config, parts.schedule)
-  files.check_config(parts.config.to_json_best_effort(), allowed)
   with replacing(workdir.local / LAYOUT_FILE) as file:
     file.write((json.dumps(layout_of(parts)) + "\n").encode())
 

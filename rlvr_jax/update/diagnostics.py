@@ -44,7 +44,8 @@ def measure(
   Returns:
     scalars, see `geometry.diagnostics`, those of the feature that is not `gram`'s with its name
     behind; and arrays: the Gram matrices f32[B, B] of rollout gradients (g_i · g_j, not divided by
-    B = P·G), and f32[P, G] coefficients before and after the reweighting, rewards and lengths.
+    B = P·G), and f32[P, G] coefficients before and after the reweighting, rewards, lengths, and
+    bool[P, G] valid.
   """
   params, context = state.params, method.gram_context
   coefficients = method.advantage.apply(state.advantage_state, batch)
@@ -53,7 +54,9 @@ def measure(
   read = method._replace(gram=gram._replace(needs_forward=True))
   (logprobs, _), forward = batch_forward(params, frozen, batch, method=read)
   P = batch.rewards.shape[0]
-  diagnose = lambda matrix: diagnostics.diagnose(matrix, coefficients, reweighted, P)
+  diagnose = lambda matrix: diagnostics.diagnose(
+    matrix, coefficients, reweighted, P, valid=batch.valid
+  )
   matrix = gram.gram(params, frozen, batch, forward, context)
   scalars = diagnose(matrix)
   (other,) = set(FEATURES) - {gram.feature}
@@ -67,7 +70,7 @@ def measure(
     scalars["geometry/gram_relative_error"] = gram.error(params, frozen, batch, forward, context)
   arrays = {"gram": matrix, f"gram_{other}": of_other}
   arrays |= {"coefficients": coefficients, "reweighted": reweighted}
-  arrays |= {"rewards": batch.rewards, "lengths": batch.mask.sum(axis=-1)}
+  arrays |= {"rewards": batch.rewards, "valid": batch.valid, "lengths": batch.mask.sum(axis=-1)}
   if compared:
     of_compared = per_rollout(parameters=compared, feature=gram.feature).gram(
       params, frozen, batch, None, context

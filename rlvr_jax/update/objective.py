@@ -37,7 +37,7 @@ class Method(NamedTuple):
     optimizer: an optax transformation.
     learning_rate: the optimizer's, as a function of the number of updates; used for metrics only.
     advantage: rewards → coefficients, see `advantages.Advantage`.
-    coefficient_metrics: (coefficients, rewards, correct) → metrics.
+    coefficient_metrics: (coefficients, rewards, correct, valid) → metrics.
     reweighting: coefficients → coefficients, see `reweighting.Reweighting`.
     loss: per-token loss, see `losses.Loss`.
     aggregation: how per-token losses become one number, see `ops.aggregate`.
@@ -57,7 +57,7 @@ class Method(NamedTuple):
   optimizer: optax.GradientTransformation
   learning_rate: optax.Schedule
   advantage: Any
-  coefficient_metrics: Callable[[Array, Array, Array], Metrics]
+  coefficient_metrics: Callable[[Array, Array, Array, Array], Metrics]
   reweighting: Any
   loss: Any
   aggregation: str
@@ -170,7 +170,9 @@ def reweight(
     with jax.named_scope("gram"):
       gram = method.gram.gram(trained, frozen, batch, forward, method.gram_context)
     metrics = _gram_metrics(trained, frozen, batch, forward, method)
-  reweighted, reweighting_metrics = method.reweighting.on_batch(coefficients, gram, key)
+  reweighted, reweighting_metrics = method.reweighting.on_batch(
+    coefficients, gram, batch.valid, key
+  )
   return reweighted, {**metrics, **reweighting_metrics}
 
 

@@ -53,10 +53,10 @@ def train_step(
     state.params, frozen, batch, coefficients, key, method=method
   )
   values = reductions.values(
-    method.coefficient_metrics(coefficients, batch.rewards, batch.correct)
+    method.coefficient_metrics(coefficients, batch.rewards, batch.correct, batch.valid)
     | metrics
     | batch_metrics(batch)
-    | method.advantage.metrics(state.advantage_state)
+    | method.advantage.metrics(state.advantage_state, batch)
   )
 
   solve_rate = None if batch.solve_rate is None else jnp.mean(batch.solve_rate)

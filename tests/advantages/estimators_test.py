@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.advantage_oracles import ESTIMATORS, MASSES, WITHOUT_GROUP
 from oracles.batches import make_batch, metric_value
+from remedy import remedy
 
 from rlvr_jax import advantages
 from rlvr_jax.types import TrainBatch
@@ -43,14 +44,15 @@ def _coefficients(name, batch, **hyper):
   return estimator.apply(estimator.init(jnp.float32(1.0)), batch)
 
 
-def test_every_estimator_has_an_oracle_and_masses():
-  """FADE has a state, and tests of its own."""
-  expected = set(advantages.__all__) - {"fade"}
-  remedy = "in tests/oracles/advantage_oracles.py, for these names:"
-  different = expected ^ set(ESTIMATORS)
-  assert not different, f"write the formula in plain Python under ESTIMATORS {remedy} {different}"
-  different = expected ^ set(MASSES)
-  assert not different, f"write the gradient masses, or None, under MASSES {remedy} {different}"
+# FADE has a state, and tests of its own.
+@pytest.mark.parametrize("name", sorted({*advantages.__all__, *ESTIMATORS, *MASSES} - {"fade"}))
+def test_an_estimator_has_an_oracle_and_masses(name):
+  file = "tests/oracles/advantage_oracles.py"
+  assert name in advantages.__all__, f"{file} has {name}, which advantages/__init__.py lacks"
+  assert name in ESTIMATORS, (
+    f"write the formula of {name} in plain Python under ESTIMATORS of {file}"
+  )
+  assert name in MASSES, f"write the gradient masses of {name}, or None, under MASSES of {file}"
 
 
 @pytest.mark.parametrize("name, hyper", VARIANTS, ids=str)
@@ -89,7 +91,7 @@ def test_gradient_masses_are_those_of_the_formula():
   rewards = np.array([[1.0, 0, 0, 1], [1, 1, 1, 0]], np.float32)
   batch = _batch(rewards)
   a = np.asarray(_coefficients("power_asym", batch))
-  metrics = advantages.gradient_masses(jnp.asarray(a), batch.rewards, batch.correct)
+  metrics = advantages.gradient_masses(jnp.asarray(a), batch.rewards, batch.correct, batch.valid)
   success = np.mean(np.maximum(a, 0) * (rewards == 1))
   failure = np.mean(np.maximum(-a, 0) * (rewards == 0))
   assert metric_value(metrics["advantage/mass_success"]) == pytest.approx(success)
@@ -102,20 +104,29 @@ def test_gradient_masses_are_those_of_the_formula():
 
 def test_gradient_masses_of_a_success_pushed_down_count_for_neither():
   batch = _batch(np.array([[1.0, 0.0]], np.float32))
-  metrics = advantages.gradient_masses(jnp.array([[-2.0, 3.0]]), batch.rewards, batch.correct)
+  metrics = advantages.gradient_masses(
+    jnp.array([[-2.0, 3.0]]), batch.rewards, batch.correct, batch.valid
+  )
   assert metric_value(metrics["advantage/mass_success"]) == 0
   assert metric_value(metrics["advantage/mass_failure"]) == 0
 
 
 def test_gradient_masses_of_shaped_rewards_go_by_the_sign():
   batch = _batch(np.array([[0.3, 0.9]], np.float32), correct=np.ones((1, 2), np.float32))
-  metrics = advantages.gradient_masses(jnp.array([[-0.3, 0.5]]), batch.rewards, batch.correct)
+  metrics = advantages.gradient_masses(
+    jnp.array([[-0.3, 0.5]]), batch.rewards, batch.correct, batch.valid
+  )
   assert metric_value(metrics["advantage/mass_success"]) == pytest.approx(0.25)
   assert metric_value(metrics["advantage/mass_failure"]) == pytest.approx(0.15)
 
 
 @pytest.mark.parametrize("name", ZERO_WHEN_CONSTANT)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, jnp.bfloat16])
+@remedy(
+  "return zero_if_constant(coefficients, rewards, batch.valid) of advantages/base.py: the mean of"
+  " equal rewards need not be exact. If the estimator does not compare the rollouts of a group,"
+  " name it under WITHOUT_GROUP of tests/oracles/advantage_oracles.py."
+)
 def test_a_constant_group_is_exactly_zero(name, dtype):
   with jax.enable_x64(dtype == np.float64):
     values = np.array([0.0, 1.0, 0.1, 0.7, -0.3, 1e-8, 1 / 3])
@@ -126,6 +137,12 @@ def test_a_constant_group_is_exactly_zero(name, dtype):
 
 
 @pytest.mark.parametrize("name", advantages.__all__)
+@remedy(
+  "begin with rewards = as_group(NAME, batch.rewards, batch.valid) of advantages/base.py, which"
+  " refuses G = 1, and take the mean by group_mean(rewards, batch.valid) of ops/groups.py. If the"
+  " estimator does not compare the rollouts of a group, name it under WITHOUT_GROUP of"
+  " tests/oracles/advantage_oracles.py."
+)
 def test_a_group_of_one(name):
   """What compares rollouts says so; tests/oracles/advantage_oracles.py lists what does not."""
   batch = _batch(np.ones((3, 1), np.float32))
@@ -139,6 +156,35 @@ def test_a_group_of_one(name):
 def test_pass_at_k_beyond_the_group_says_so():
   with pytest.raises(ValueError, match=r"k = 5.*G = 4"):
     _coefficients("pass_at_k", _batch(np.eye(4, dtype=np.float32)), k=5)
+
+
+def test_pass_at_k_beyond_the_valid_rollouts_is_zero_and_counted():
+  batch = _batch(np.array([[1.0, 0, 0, 0], [1, 0, 0, 0]]))
+  batch = dataclasses.replace(batch, valid=jnp.array([[True] * 4, [True, True, True, False]]))
+  estimator = advantages.pass_at_k(k=4)
+  result = estimator.apply((), batch)
+  np.testing.assert_allclose(result, [[0, 0, 0, 0], [0, 0, 0, 0]])  # any four hold a success
+  assert metric_value(estimator.metrics((), batch)["advantage/fewer_than_k"]) == 0.5
+  estimator = advantages.pass_at_k(k=3)
+  np.testing.assert_allclose(
+    estimator.apply((), batch)[0], [3 / 4, -1 / 4, -1 / 4, -1 / 4], rtol=1e-6
+  )
+  assert metric_value(estimator.metrics((), batch)["advantage/fewer_than_k"]) == 0
+
+
+def test_pass_at_k_takes_no_fraction_for_correct():
+  batch = _batch(np.array([[1.0, 0.5, 0, 0]]), correct=np.array([[1.0, 0.5, 0, 0]]))
+  whole = _batch(np.array([[1.0, 0, 0, 0]]))
+  np.testing.assert_array_equal(
+    _coefficients("pass_at_k", batch, k=2), _coefficients("pass_at_k", whole, k=2)
+  )
+
+
+def test_weighted_reinforce_goes_by_the_grade_whatever_the_reward():
+  """A right answer with a penalty or a bonus is right; a wrong one with a reward of 1 is wrong."""
+  batch = _batch(np.array([[0.4, 1.5, 1.0, -1.0]]), correct=np.array([[1.0, 1.0, 0.0, 0.0]]))
+  result = _coefficients("weighted_reinforce", batch, success_weight=0.1)
+  np.testing.assert_allclose(result, [[0.1, 0.1, -1.0, -1.0]])
 
 
 def test_which_estimators_need_binary_rewards():

@@ -16,7 +16,7 @@ def _batch(rewards=REWARDS):
 
 
 def _exponents(estimator, state):
-  metrics = estimator.metrics(state)
+  metrics = estimator.metrics(state, _batch())
   return [metric_value(metrics[f"advantage/fade_{name}"]) for name in ("alpha", "delta")]
 
 
@@ -59,6 +59,8 @@ def test_an_unfiltered_solve_rate_replaces_the_batch_s():
   state = estimator.init(jnp.float32(1.0))
   state = estimator.update(state, _batch(), jnp.float32(1.0), solve_rate=jnp.float32(0.1))
   assert float(state.solve_rate) == pytest.approx(0.3)
+  state = estimator.update(state, _batch(), jnp.float32(1.0), solve_rate=jnp.float32(np.nan))
+  assert float(state.solve_rate) == pytest.approx(0.3)  # no rollout had a grade
 
 
 def test_target_entropy_relative_and_absolute():

@@ -1,5 +1,7 @@
 """The walls around generated code, as root and as an ordinary user."""
 
+import contextlib
+import functools
 import os
 import pathlib
 import platform
@@ -164,6 +166,7 @@ def f(names, places):
     "os.posix_fadvise(os.open(os.__file__, 0), 0, 0, os.POSIX_FADV_DONTNEED)",
     "check(libc.mincore(None, 0, iov))",
     "os.utime('/dev/null')",
+    "os.nice(1)",
     "open('/dev/x', 'w')",
     "open('/proc/self/oom_score_adj', 'w').write('0')",
     "subprocess.run(['/bin/sh', '-c', 'echo 0 > /proc/self/oom_score_adj'], check=True)",
@@ -357,6 +360,92 @@ def f():
   assert _run(sandbox, many, expected=0, memory_mib=300) == {"memory": True}
   assert time.monotonic() - began < 50  # nobody slept to the end
   wait_until(lambda: descendants(sandbox._process.pid) <= before)
+
+
+@pytest.mark.parametrize("threads", ["stay", "are replaced"])
+def test_memory_of_processes_whose_main_threads_have_exited(sandbox, threads):
+  """What the kernel says of such a process has no memory; that of its threads has."""
+  program = f"""
+import ctypes, os, threading, time
+def hold():
+  while "Z" not in open(f"/proc/{{os.getpid()}}/stat").read().rpartition(")")[2].split()[0]:
+    time.sleep(0.01)
+  global held
+  held = b"x" * (160 << 20)
+  live()
+def live():
+  if {threads == "stay"}: time.sleep(60)
+  threading.Thread(target=live).start()
+def f():
+  for _ in range(4):
+    if not os.fork():
+      threading.Thread(target=hold).start()
+      ctypes.CDLL(None).syscall({60 if platform.machine() == "x86_64" else 93}, 0)
+  time.sleep(3)
+"""
+  assert _run(sandbox, program, expected=None, memory_mib=256) == {"memory": True}
+
+
+def test_a_program_that_sleeps_says_so_and_one_that_works_does_not(sandbox):
+  calls = []
+  task = lambda expected: {"cases": [{"input": [], "output": expected}], "total": 1,
+                           "style": "function", "entry_point": "f"}  # fmt: skip
+  naps = "import time\ndef f(): time.sleep(0.6)"
+  works = "import time\ndef f():\n  while time.process_time() < 0.5: pass"
+  for program in (works, naps, naps.replace("0.6", "60"), works):
+    verdict = sandbox.run(
+      {"mode": "calls", "sources": [program]}, task(None), time_limit_s=1.0, memory_mib=512,
+      on_asleep=lambda program=program: calls.append(program),
+    )  # fmt: skip
+    assert verdict.get("passed", "timeout" in verdict) == 1, verdict
+  assert calls == [naps, naps.replace("0.6", "60")]
+
+
+@contextlib.contextmanager
+def _on_a_busy_core():
+  """What is started within has one core, which four other programs use, too."""
+  allowed = os.sched_getaffinity(0)
+  os.sched_setaffinity(0, {max(allowed)})
+  try:  # each in a session of its own, as some kernels share a core among sessions
+    command = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(command, start_new_session=True) for _ in range(4)]
+    yield
+  finally:
+    os.sched_setaffinity(0, allowed)
+    for other in others:
+      other.kill()
+      other.wait()
+
+
+ON_A_BUSY_CORE = {
+  "import time\ndef f():\n  while time.process_time() < 0.85: pass\n  return 1": 1,
+  "def f(): return 1": 1,
+  "def f(): return 2": 0,
+  "import time\ndef f():\n  time.sleep(0.3)\n  return 1": 1,
+  "import os\ndef f():\n  for _ in range(9): os.system('true')\n  return 1": 1,
+  "def f():\n  while True: pass": "timeout",
+  "import time\ndef f(): time.sleep(60)": "timeout",
+}
+
+
+@pytest.mark.slow
+def test_no_verdict_changes_where_four_programs_use_the_core():
+  with _on_a_busy_core():
+    busy = Sandbox(NAMESPACES)
+    try:
+      for program, expected in ON_A_BUSY_CORE.items():
+        asleep = []
+        case = {"input": [], "output": 1}
+        verdict = busy.run(
+          {"mode": "calls", "sources": [program]},
+          {"style": "function", "entry_point": "f", "cases": [case], "total": 1},
+          time_limit_s=1.0, memory_mib=512, on_asleep=functools.partial(asleep.append, True),
+        )  # fmt: skip
+        got = verdict.get("passed", "timeout" if "timeout" in verdict else None)
+        assert got == expected, (program, verdict)
+        assert bool(asleep) == ("sleep" in program), program
+    finally:
+      busy.close()
 
 
 def test_nothing_outlives_the_process_that_waits():

@@ -26,7 +26,8 @@ def measurement(update):
   features = np.random.default_rng(update).normal(size=(6, 4)).astype(np.float32)
   coefficients = REWARDS - REWARDS.mean(1, keepdims=True)
   lengths = np.ones((2, 3), np.float32)
-  return Measurement(update, features @ features.T, coefficients, coefficients, REWARDS, lengths)
+  arrays = (features @ features.T, coefficients, coefficients, REWARDS, lengths)
+  return Measurement(update, *arrays, np.ones((2, 3), bool))
 
 
 @pytest.fixture
@@ -52,6 +53,7 @@ def run(tmp_path):
       behavior_logprobs=zeros,
       rewards=rewards,
       correct=rewards,
+      valid=np.ones((2, 3), bool),
     )
     batch = RolloutBatch(
       number=number, version=number, versions=np.full(2, number), fingerprint="f",

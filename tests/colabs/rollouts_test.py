@@ -26,11 +26,12 @@ def graded(version):
     behavior_logprobs=logprobs,
     rewards=np.array([[1, 0], [0, 0]], np.float32),
     correct=np.array([[1, 0], [0, 0]], np.float32),
+    valid=np.array([[True, True], [True, False]]),
   )
   samples = [
     dict(
       version=version, prompt=f"p{i // 2}", completion=str(i), answer="0", outcome=outcome,
-      reward=float(i == 0), tokens=int(LENGTHS.flat[i]), stopped=i != 1,
+      reward=None if i == 3 else float(i == 0), tokens=int(LENGTHS.flat[i]), stopped=i != 1,
     )
     for i, outcome in enumerate(OUTCOMES)
   ]  # fmt: skip

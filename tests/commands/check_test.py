@@ -54,6 +54,8 @@ def test_a_run_that_will_work(capsys, tmp_path):
      "/nowhere"),
     ("tokenizer", dict(tokenizer="/nowhere"), "config.tokenizer = '/nowhere' is not"),
     ("config", dict(**MESH, loss="ppo_clap"), "config.loss = 'ppo_clap'"),
+    ("checkpoint", dict(**MESH, start__checkpoint="/nonexistent"),
+     "config.start.checkpoint=/nonexistent has no checkpoint; give"),
     ("grader", dict(**MESH, grading__grader="rewards.faulty_graders:faulty"),
      "crashed on the answer"),
   ],
@@ -61,7 +63,7 @@ def test_a_run_that_will_work(capsys, tmp_path):
 def test_what_fails_is_named_with_its_remedy(capsys, tmp_path, name, fields, text):
   lines, message = found(capsys, tmp_path / "run", **fields)
   assert lines[name][0] == FAIL and text in lines[name][1], lines
-  assert name in message and "checks have failed: " in message
+  assert name in message and re.search(r"\d checks? failed: ", message)
   later = NAMES.split()[NAMES.split().index(name) + 1 :]
   if name in ("tokenizer", "data", "config"):  # what is built on it says why it was not checked
     assert all(lines[n][0] == WARN and "not checked: " in lines[n][1] for n in later), lines
@@ -74,7 +76,14 @@ def test_a_checkpoint_without_its_weights(capsys, tmp_path):
   fields = dict(model__checkpoint=str(tmp_path), model__preset="", **MESH)
   lines, message = found(capsys, tmp_path / "run", **fields)
   assert lines["checkpoint"][0] == FAIL and str(tmp_path) in lines["checkpoint"][1], lines
-  assert lines["config"][0] == OK and message == "1 checks have failed: checkpoint"
+  assert lines["config"][0] == OK and message == "1 check failed: checkpoint"
+
+
+def test_a_warm_start_of_many_passes_is_warned_of(capsys, tmp_path):
+  lines, message = found(capsys, tmp_path / "run", **MESH, warm_start__num_steps=150)
+  assert lines["data"][0] == WARN and not message
+  assert "150 batches of 16 are 30 passes over 80 demonstrations" in lines["data"][1]
+  assert "lower it to at most 100" in lines["data"][1]
 
 
 def test_a_workdir_that_cannot_be_written(capsys, tmp_path):
@@ -121,7 +130,7 @@ def test_the_program_ends_with_a_status(tmp_path):
   output = tiny.run(
     tmp_path / "run", "--mode=check", *ON_MESH, "--config.batch.prompts=0", expect=1
   )
-  assert output.strip().splitlines()[-1] == "error: 1 checks have failed: config"
+  assert output.strip().splitlines()[-1] == "error: 1 check failed: config"
 
 
 APART = """
@@ -156,4 +165,4 @@ def test_hosts_that_do_not_agree_are_told_apart(tmp_path):
     "ok    grader      rewards.user_graders:unhurried works",
   ):
     assert re.search(f"(?m)^{line}", outputs[0]), (line, outputs[0])
-  assert "checks have failed: processes, clocks, workdir" in outputs[0]
+  assert "checks failed: processes, clocks, workdir" in outputs[0]

@@ -28,7 +28,7 @@ def run(parts, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_has_the_accuracy_that_the_loop_found(run, parts, tmp_path):
+def test_a_checkpoint_has_the_accuracy_that_the_loop_found(run, parts, tmp_path, capsys):
   workdir, of_loop = run
   folder = workdir / "checkpoints" / "1"
   values = evaluate_checkpoint(parts, tmp_path, folder)
@@ -47,6 +47,17 @@ def test_a_checkpoint_has_the_accuracy_that_the_loop_found(run, parts, tmp_path)
   (tmp_path / PROBLEMS_FILE).write_text("\n".join(lines[:5] + lines[6:]) + "\n")
   assert evaluate_checkpoint(parts, tmp_path, folder) == values
   assert (tmp_path / PROBLEMS_FILE).read_text().splitlines() == lines
+  # A line that was edited, cut to fewer samples, or is no JSON is sampled again, which is said.
+  edited = lines[2].replace('"outcome": "wrong"', '"outcome": "correct"', 1)
+  fewer = json.dumps(records[2] | {"samples": records[2]["samples"][:1]})
+  for line in (edited, fewer, "no JSON"):
+    assert line != lines[2]
+    capsys.readouterr()
+    (tmp_path / PROBLEMS_FILE).write_text("\n".join([*lines[:2], line, *lines[3:]]) + "\n")
+    assert evaluate_checkpoint(parts, tmp_path, folder) == values
+    assert (tmp_path / PROBLEMS_FILE).read_text().splitlines() == lines
+    said = "problems.jsonl, line 3 is not as it was written, or not the one that belongs there: pro"
+    assert said in capsys.readouterr().out
   # Another policy, or another question, is another evaluation.
   with pytest.raises(WorkdirError, match="evaluated"):
     evaluate_checkpoint(parts, tmp_path, workdir / "checkpoints" / "0")
@@ -101,3 +112,19 @@ def test_a_run_is_evaluated_as_the_network_it_was(run):
 def test_the_command_says_what_it_lacks(tmp_path):
   said = tiny.run(tmp_path / "a", "--mode=eval", f"--checkpoint={tmp_path}", expect=1)
   assert "has no checkpoint; give the --workdir of a run" in said
+
+
+@pytest.mark.parametrize(
+  ("text", "error", "message"),
+  [
+    ("garbage", WorkdirError, r"config\.json is not JSON"),
+    ("[]", WorkdirError, r"config\.json has list in place of the fields"),
+    ("{}", CheckpointError, r"config\.json is not the configuration of a run .*'tokenizer'"),
+    ('{"model": 3}', CheckpointError, r"config\.json is not the configuration of a run"),
+  ],
+)
+def test_a_run_with_a_damaged_configuration_is_refused(parts, tmp_path, text, error, message):
+  """Also by --mode=export, which takes the policy from the same function."""
+  (tmp_path / "config.json").write_text(text)
+  with pytest.raises(error, match=message):
+    chosen_params(parts, tmp_path / "checkpoints" / "1")

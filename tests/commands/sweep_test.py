@@ -163,7 +163,9 @@ def test_the_commit_is_that_of_the_code(monkeypatch):
 
 def test_a_run_ends_with_the_process_that_started_it():
   """It starts another, which watches it, prints its number and is killed with it."""
-  watches = "import os, time; from rlvr_jax.train.cluster import process as host; host.end_with(os.getppid());"
+  watches = (
+    "import os, time; from rlvr_jax.train.cluster import process; process.end_with(os.getppid());"
+  )
   watches += "print(os.getpid(), flush=True); time.sleep(60)"
   starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {watches!r}])"
   environment = tiny.environment()

@@ -4,6 +4,8 @@ What an update may move between chips and through HBM is asserted here, so that 
 collective of the weights' size back unseen.
 """
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -155,3 +157,25 @@ def test_blocks_scatter_and_gather_tokens_over_tensor():
     "all-gather": "bf16",
     "reduce-scatter": "bf16",
   }  # an all-reduce receives twice half
+
+
+@pytest.mark.parametrize(
+  ("dtype", "attention"),
+  [
+    ("float32", "reference"),
+    pytest.param("float32", "splash", marks=pytest.mark.slow),
+    pytest.param("bfloat16", "splash", marks=pytest.mark.slow),
+  ],
+)
+def test_every_product_has_the_precision_of_the_configuration(dtype, attention):
+  """Those in kernels are in tests/ops/precision_test.py; here they compile."""
+  network = dict(compute_dtype=dtype, attention=attention, head_dim=128)
+  fields = {f"model__overrides__{name}": value for name, value in network.items()}
+  config = tiny.config(**fields, reference__kl_coefficient=0.0)
+  parts = programs.shapes_only(config, programs.mesh_of(config, "v5e:1x1"))
+  for name, lower in programs.programs(parts).items():
+    _, text = programs.compiled_with_text(name, lower)
+    products = [line for line in text.splitlines() if re.search(r" (convolution|dot)\(", line)]
+    exact = ["operand_precision={highest,highest}" in line for line in products]
+    assert len(products) > 5
+    assert exact == [dtype == "float32"] * len(products), name

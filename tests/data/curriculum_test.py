@@ -55,6 +55,15 @@ def test_what_is_always_or_never_solved_is_sampled_less_by_the_factor_of_the_flo
   assert per_problem[0] == pytest.approx(per_problem[2], rel=0.25)
 
 
+def test_a_group_without_a_grade_tells_nothing(lines):
+  draws = problem_draws(tasks.curriculum(parts=lines).train, batch_size=4, seed=0)
+  draws.draw(0, 0)
+  rates = np.array([np.nan, 1.0, np.nan, 0.0], np.float32)
+  state, _ = draws.observe(0, rates, draws.get_state())
+  [(version, cells, observed)] = state["observed"]
+  assert version == 0 and len(cells) == 2 and observed == [1.0, 0.0]
+
+
 def test_levels_follow_the_policy(lines):
   task = tasks.curriculum(parts={"one": level(1), "two": level(2)}, by="part", weight="hard")
   draws = problem_draws(task.train, batch_size=10, seed=0)

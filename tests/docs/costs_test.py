@@ -1,5 +1,6 @@
 """The table of costs in docs/models.md is that of the committed reports."""
 
+import importlib
 import json
 import pathlib
 
@@ -53,6 +54,17 @@ def test_a_recipe_keeps_to_its_limits(name):
   for cost in report["costs"].values():
     assert sum(cost["memory_bytes"].values()) / 2**30 <= limit
   assert report["costs"]["update"]["model_flops_utilization"] >= 0.4
+
+
+@pytest.mark.parametrize("name", sorted(reports()))
+def test_a_report_is_of_its_recipe_as_it_is(name):
+  config = importlib.import_module(f"rlvr_jax.configs.full_size.{name[0]}").get_config()
+  conditions = reports()[name]["conditions"]
+  assert conditions["prompts"] == config.batch.prompts
+  assert conditions["group_size"] == config.batch.group_size
+  assert conditions["prompt_tokens"] == config.max_prompt_length
+  assert conditions["response_tokens"] == config.max_response_length
+  assert conditions["too_large"] == []
 
 
 def test_collectives_of_an_update_are_near_the_least():

@@ -1,23 +1,32 @@
 """docs/reproduction.md: every claim once, no number of a result written by hand, up to date."""
 
+import importlib
 import json
 import re
+import statistics
 
 import pytest
 
 from docs import reproduction
 from docs.verdicts import IN_SHORT, VERDICTS_BY_ID
 from experiments import evidence, full_size
+from experiments.p3o_mismatch import config as p3o_config
+from experiments.p3o_mismatch import sweep as p3o_sweep
+from experiments.p3o_mismatch import testbed as p3o_testbed
+from experiments.testbed import config as testbed_config
+from experiments.testbed import report
 from experiments.testbed.arms import SEEDS, committed
 from rlvr_jax.ops import caches
 
 # Digits that are conditions, not results: they are of the arms, the claims and the methods.
 CONDITION = re.compile(
   r"\b[GUS] = \d+|[εκμα] = [\d.]+|pass@\d+|α is 0\b|above 1\b|α fixed at [01]|int8|fp8|bf(loat)?16"
-  r"|(temperature|bonus of|rise of|lag) [\d.]+|95 %|1024|256 rollouts|\[0, 5\]|of (a )?7B"
+  r"|float32|(temperature|bonus of|rise of|lag) [\d.]+|95 %|1024|256 rollouts|\[0, 5\]|of (a )?7B"
   r"|\b[SPFM]\d\b|P3O|30 or 60 s"
 )
 PAGE = reproduction.PAGE.read_text(encoding="utf-8")
+_P3O = reproduction.results("p3o_mismatch")
+SETTINGS = tuple(p3o_sweep.SETTINGS)
 
 
 def test_the_page_is_up_to_date():
@@ -66,10 +75,119 @@ def test_values_are_those_of_the_runs():
     "b": [run("b", seed, 0.4 + 0.1 * seed) for seed in range(3)],
   }
   final = lambda result: result["evaluations"]["eval/pass@1"][-1]
-  assert reproduction.paired(found, "a", "b", final) == "+0.100 [+0.100, +0.100]"
+  assert reproduction.paired(found, "a", "b", final) == "+0.100"  # an interval without width
+  found["a"][2] = run("a", 2, 0.72)
+  assert reproduction.paired(found, "a", "b", final) == "+0.107 [+0.078, +0.135]"
+  assert reproduction.paired(found, "a", "b", final, 5) == "+0.10667 [+0.07798, +0.13535]"
+  found["a"][2] = run("a", 2, 0.7)
   assert reproduction.mean(found["a"], final) == "0.6 ± 0.2"
   with pytest.raises(ValueError, match="share fewer than two seeds"):
     reproduction.paired({"a": found["a"][:1], "b": found["b"][1:]}, "a", "b", final)
+
+
+def settings(recipe):
+  """What the page says of a recipe: KL term, average of the loss, updates per refresh."""
+  config = importlib.import_module(f"rlvr_jax.configs.{recipe}").get_config()
+  return config.reference.kl_coefficient > 0, config.aggregation, config.schedule
+
+
+def test_f3_names_what_the_quickstart_recipes_differ_in():
+  evidence = VERDICTS_BY_ID["F3"].evidence
+  assert "that recipe alone has a KL term, and averages the loss by response" in evidence
+  assert settings("grpo") == (True, "sequence_mean", "updates_per_refresh")
+  for recipe in ("fade", "pass_at_k"):
+    assert settings(recipe) == (False, "token_mean", "updates_per_refresh")
+  assert "μ = 1" in VERDICTS_BY_ID["F3"].conditions
+
+
+def test_p3_names_what_the_int8_runs_differ_in():
+  """Their policy computes in bfloat16, from the warm start on; no other setting changes it."""
+  evidence = VERDICTS_BY_ID["P3"].evidence
+  assert "int8 rollouts and a policy that computes in bfloat16" in evidence
+  dtype = "model.overrides.compute_dtype"
+  found = {name: fields.get(dtype) for name, (_, fields) in p3o_sweep.SETTINGS.items()}
+  assert found.pop("int8 rollouts") == "bfloat16" and set(found.values()) == {None}
+  starts = {
+    name: [r["evaluations"]["eval/pass@1"][0] for r in _P3O[f"{name}: P3O"]] for name in SETTINGS
+  }
+  assert starts.pop("int8 rollouts") != starts["matched"]
+  assert all(start == starts["matched"] for start in starts.values())
+  of_steps = {**p3o_testbed.CLAIMS, **p3o_testbed.ABLATIONS}
+  assert dtype not in of_steps["P3O, fp8 rollouts"]
+  assert "P3O, fp8 rollouts, bf16 training" in VERDICTS_BY_ID["P3"].arms
+
+
+def test_p5_and_p1_name_a_baseline_that_lags():
+  """Until on-policy runs are there: rollouts of the baselines are up to three updates old."""
+  assert "without lag" not in PAGE and "the policy's own" not in VERDICTS_BY_ID["P1"].evidence
+  on_steps = testbed_config.get_config().schedule
+  on_quickstart = p3o_config.get_config("grpo,refresh").schedule
+  assert on_steps == on_quickstart == "updates_per_refresh(batches=4)"
+  ess = {name: [r["ess"] for r in _P3O[f"{name}: GRPO, ε = 0.2"]] for name in SETTINGS}
+  assert all(a < b for a, b in zip(ess["matched"], ess["lag 1"], strict=True))
+  arms = {**p3o_testbed.CLAIMS, **p3o_testbed.ABLATIONS}
+  for name in ("P1", "P5"):
+    assert {"GRPO, on-policy", "P3O, on-policy"} <= set(VERDICTS_BY_ID[name].arms)
+  assert {arms[f"{method}, on-policy"]["schedule"] for method in ("GRPO", "P3O")} == {"on_policy"}
+  done = {label for label, _ in committed()}
+  assert not {"GRPO, on-policy", "P3O, on-policy", "grpo_mean"} & done, (
+    "these runs are there now: change the verdicts P1, P5, F1 and F2, which call them queued"
+  )
+
+
+def test_f1_is_over_the_complete_run():
+  """An independent computation from the committed spans, of success-heavy against GRPO and FADE."""
+  runs = json.loads((reproduction.EXPERIMENTS / "fade" / "testbed.json").read_text("utf-8"))
+  entropy = {
+    (r["label"], r["seed"]): sum(r["train"]["policy/entropy"]) / report.SPANS for r in runs
+  }
+  for baseline, expected in (
+    ("GRPO", (-0.00137, -0.00201, -0.00072)),
+    ("FADE", (-0.00159, -0.00196, -0.00123)),
+  ):
+    gaps = [entropy["success-heavy", s] - entropy[baseline, s] for s in SEEDS]
+    mean = statistics.mean(gaps)
+    half = 2.776445 * statistics.stdev(gaps) / len(gaps) ** 0.5  # t of 4 degrees of freedom
+    assert [round(x, 5) for x in (mean, mean - half, mean + half)] == list(expected)
+    assert max(gaps) < 0
+    text = "{:+.5f} [{:+.5f}, {:+.5f}]".format(*expected)
+    assert f"{text}, with 5 of 5" in VERDICTS_BY_ID["F1"].evidence.format(
+      *VERDICTS_BY_ID["F1"].values
+    )
+
+
+def test_a_claim_in_part_or_not_keeps_to_the_legend():
+  """P2 and P7: a part of the claim, P3O's, holds."""
+  assert {VERDICTS_BY_ID[name].verdict for name in ("P2", "P7", "F1")} == {"in part"}
+  assert "across prompts" in VERDICTS_BY_ID["S6"].claim
+  assert "have not been measured" in VERDICTS_BY_ID["S6"].evidence
+
+
+def test_s5_and_s10_have_the_alpha_of_each_group_size():
+  runs = json.loads((reproduction.EXPERIMENTS / "salt_geometry/results.json").read_text("utf-8"))
+  found = {}
+  for r in runs:
+    if re.fullmatch(r"SALT, G = \d+", r["label"]):
+      alphas = [alpha for _, alpha in r["curves"]["reweighting/alpha"]]
+      found.setdefault(int(r["label"].split()[-1]), []).append(statistics.mean(alphas))
+  assert all(min(found[size]) > 0 for size in (4,)) and max(found[8]) > 0
+  assert all(max(found[size]) == 0 for size in (16, 32, 64))
+  four, eight, larger = VERDICTS_BY_ID["S10"].values[:3]
+  assert four.startswith(f"{statistics.mean(found[4]):.3g} ±") and larger == "0"
+  assert eight.startswith(f"{statistics.mean(found[8]):.3g} ±")
+  assert "every G" not in PAGE
+
+
+def test_only_pages_that_have_holm_s_p_are_said_to():
+  of_steps = ["fade/README.md", "together/README.md"]
+  of_steps += [f"{name}/TESTBED.md" for name in ("salt_geometry", "p3o_mismatch", "mu_grpo")]
+  of_quickstart = [f"{name}/README.md" for name in ("salt_geometry", "p3o_mismatch", "mu_grpo")]
+  has = {
+    name: "p, Holm" in (reproduction.EXPERIMENTS / name).read_text("utf-8")
+    for name in (*of_steps, *of_quickstart, "recipes/README.md")
+  }
+  assert {name for name, holm in has.items() if holm} == set(of_steps)
+  assert "The pages of the runs on `steps` have Holm's p" in PAGE
 
 
 def test_what_has_finished_is_no_longer_queued(tmp_path):

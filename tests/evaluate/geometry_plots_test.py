@@ -28,6 +28,7 @@ def measurement(update=0, seed=0, common=3.0, **fields):
     "reweighted": rng.normal(size=(P, G)),
     "rewards": REWARDS,
     "lengths": rng.integers(1, 9, (P, G)).astype(float),
+    "valid": np.ones((P, G), bool),
   }
   return Measurement(update=update, **arrays | fields), features
 

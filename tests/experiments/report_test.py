@@ -163,7 +163,15 @@ def test_differences_are_paired_by_seed():
   lines = table.splitlines()
   assert lines[0] == "| run | seeds | pass@1 | less GRPO's, paired | p, Holm |"
   assert lines[2].startswith("| GRPO | 3 |") and lines[2].endswith("| – | – |")
-  assert "| +0.083 [+0.083, +0.083] |" in lines[3] and len(lines) == 4
+  assert "| +0.083 |" in lines[3] and len(lines) == 4  # the same for all seeds: no interval
+  assert report.cell([0.5, 0.5]) == "0.5" and report.cell([0.5, 0.6]) == "0.55 ± 0.6"
+  runs[-1] = result("FADE", 2, 0.92)
+  found = [
+    report.table(runs, ["GRPO", "FADE"], {}, compared=report.late(), digits=digits).splitlines()[3]
+    for digits in (3, 4)
+  ]
+  assert found[0].startswith("| FADE | 3 | +0.089 [+0.065, +0.113] |")
+  assert found[1].startswith("| FADE | 3 | +0.0889 [+0.0650, +0.1128] |")
   assert report.table([], ["GRPO"], {}) == "No run of these arms has finished."
 
 

@@ -42,7 +42,7 @@ def test_seeds_are_the_outer_loop_of_each_part():
   in_order = [(label, seed) for part in parts for seed in SEEDS for label in part]
   in_order.insert(len(evidence.DECISIVE) * len(SEEDS), ("other policy", 1000))
   assert found == in_order
-  assert [len(part) for part in parts] == [10, 16, 73]  # as ORDER.md says
+  assert [len(part) for part in parts] == [11, 18, 73]  # as ORDER.md says
   assert found[0] == (GRPO, 0) and list(SEEDS) == [0, 1, 2, 3, 4]
   folders = {sweep.Run(label, seed, ()).name for label, seed in found}
   assert len(folders) == len(found)

@@ -98,7 +98,7 @@ def test_energies_and_update_norms_are_those_of_the_features(batch, rank):
     residual, np.sum((features.T @ outside) ** 2) / np.sum(update**2), rtol=1e-10, atol=1e-14
   )
 
-  norm, bound = update_norms(A, modes, rank)
+  norm, bound = update_norms(A, modes, rank, B)
   np.testing.assert_allclose(norm, np.linalg.norm(update) / B, rtol=1e-10)
   following = np.append(singular**2, np.zeros(B))[rank] / B  # of K divided by B
   expected = np.sqrt(following / B) * np.linalg.norm(outside)
@@ -109,7 +109,7 @@ def test_energies_and_update_norms_are_those_of_the_features(batch, rank):
 def test_the_bound_is_reached_by_the_first_direction_left_out(batch):
   features, _ = batch
   modes = modes_of(features @ features.T)
-  norm, bound = update_norms(-3 * modes.vectors[:, 2], modes, 2)
+  norm, bound = update_norms(-3 * modes.vectors[:, 2], modes, 2, B)
   np.testing.assert_allclose(norm, bound, rtol=1e-12)
 
 
@@ -194,7 +194,7 @@ def test_diagnose_says_what_its_parts_say(batch):
   }
   parts = {
     ("shared_energy", "residual_energy"): energies(A, modes, rank),
-    ("update_norm", "update_norm_bound"): update_norms(A, modes, rank),
+    ("update_norm", "update_norm_bound"): update_norms(A, modes, rank, B),
     tuple(f"redundancy_{name}" for name in diagnostics.Redundancy._fields): (redundancy(gram, P)),
   }
   for names, values in parts.items():

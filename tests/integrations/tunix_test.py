@@ -164,7 +164,7 @@ def own_salt(graphdef, params, example, method, temperature=1.0):
   blocks = features.reshape(-1, {"batch": len(features), "group": G}[method.scope], kernel.size)
   grams = jnp.einsum("nid,njd->nij", blocks, blocks, precision="highest")
   A = example.advantages.reshape(blocks.shape[:2])
-  return method.apply(A, grams, jax.random.key(0))[0].reshape(-1)
+  return method.apply(A, grams, jnp.ones(A.shape, bool), jax.random.key(0))[0].reshape(-1)
 
 
 def config_for(loss, **changes):

@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 import json
 import struct
+import subprocess
+import sys
 import weakref
 
 import fsspec
@@ -270,6 +272,34 @@ def test_a_directory_is_there_whole_or_not_at_all(tmp_path):
     assert not target.exists()
     raise RuntimeError
   assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_is_written_by_one_process_at_a_time(tmp_path):
+  target, code = tmp_path / "out", (
+    "import sys; from rlvr_jax.models.safetensors import new_directory\n"
+    "with new_directory(sys.argv[1]) as (system, folder):\n"
+    "  system.pipe_file(f'{folder}/first', b'1'); print('in', flush=True); sys.stdin.read()"
+  )  # fmt: skip
+  command = [sys.executable, "-c", code, str(target)]
+  pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+  for ended in ("killed", "finished"):
+    first = subprocess.Popen(command, **pipes)
+    assert first.stdout.readline() == "in\n"
+    refused = r"out is being written by another process: wait for it, or choose another"
+    with pytest.raises(FileExistsError, match=refused), new_directory(target):
+      pass
+    if ended == "killed":
+      first.kill()
+    first.communicate()
+  # What the killed one left is gone, and the other's is whole.
+  assert [path.name for path in tmp_path.iterdir()] == ["out"]
+  assert [path.name for path in target.iterdir()] == ["first"]
+
+
+@pytest.mark.parametrize("folder", ["/proc/x", "/tmp/" + 300 * "x"])
+def test_a_directory_that_cannot_be_has_a_remedy(folder):
+  with pytest.raises(OSError, match=r"cannot be written: .*Choose a folder"), new_directory(folder):
+    pass
 
 
 @pytest.mark.parametrize("remote", [False, True])

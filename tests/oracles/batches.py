@@ -21,6 +21,7 @@ def make_batch(mask, behavior_logprobs=None, rewards=None, **fields):
     behavior_logprobs=np.zeros_like(mask) if behavior_logprobs is None else behavior_logprobs,
     rewards=rewards,
     correct=rewards,
+    valid=np.ones((prompts, group), bool),
   )
   return jax.tree.map(jnp.asarray, TrainBatch(mask=mask, **plain | fields))
 

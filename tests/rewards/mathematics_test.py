@@ -11,13 +11,9 @@ import pytest
 
 from rlvr_jax.rewards import GraderPool, Outcome
 from rlvr_jax.rewards.answers import parse_answer
+from rlvr_jax.rewards.extraction import MAX_ANSWER, extract
 from rlvr_jax.rewards.graders import gsm8k
-from rlvr_jax.rewards.mathematics import (
-  MAX_ANSWER,
-  extract,
-  mathematics,
-  mathematics_self_test,
-)
+from rlvr_jax.rewards.mathematics import mathematics, mathematics_self_test
 
 LIMIT_S = 2.0
 PATH = "mathematics"

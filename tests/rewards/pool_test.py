@@ -14,6 +14,7 @@ from codejudge.processes import descendants, running, wait_until
 
 from rlvr_jax.rewards import GraderPool, GraderStartError, Outcome
 from rlvr_jax.rewards.pool import default_workers
+from rlvr_jax.rewards.worker_process import WorkerProcess, request
 
 FAULTY = "faulty_graders:faulty"
 HERE = pathlib.Path(__file__).parent
@@ -165,11 +166,73 @@ def test_functions_that_are_no_graders_do_not_start(tmp_path, monkeypatch, code,
     GraderPool("own_grader:grade")
 
 
-def test_memory_limit():
-  with _pool(timeout_s=5, memory_mib=2048) as pool:
-    grades = pool.grade(["eat", "ok"], [{}] * 2)
-  assert _outcomes(grades) == ["crashed", "correct"]
-  assert "MemoryError" in grades[0].detail
+@pytest.mark.parametrize(
+  ("completion", "outcome", "detail"),
+  [
+    ("eat", "wrong", "memory limit exceeded (MemoryError"),
+    ("recursion", "wrong", "recursion limit exceeded"),
+    # A full stack of C; an allocation in C that fails, as in GMP.
+    (f"signal {signal.SIGSEGV.value}", "wrong", "signal SIGSEGV"),
+    (f"signal {signal.SIGABRT.value}", "wrong", "signal SIGABRT"),
+    ("hang", "timeout", "no grade within 2 s"),
+    # The kernel without memory, or a person; what is written into the replies; a fault.
+    (f"signal {signal.SIGKILL.value}", "crashed", "signal SIGKILL"),
+    (f"signal {signal.SIGTERM.value}", "crashed", "signal SIGTERM"),
+    ("exit 3", "crashed", "exit status 3"),
+    ("raise odd", "crashed", "ValueError: odd"),
+  ],
+)
+def test_what_a_text_can_cause_is_not_a_crash(completion, outcome, detail):
+  """Else a policy could learn to have its worst rollouts left out."""
+  with _pool(timeout_s=2, memory_mib=2048) as pool:
+    grades = pool.grade([completion, "ok"], [{}] * 2)
+  assert _outcomes(grades) == [outcome, "correct"]
+  assert detail in grades[0].detail and grades[0].score == 0.0
+
+
+def test_without_a_limit_it_is_the_machine_that_has_no_memory():
+  with _pool(timeout_s=5) as pool:
+    assert _outcomes(pool.grade(["no-memory"], [{}])) == ["crashed"]
+
+
+def test_a_worker_that_ends_itself_after_the_limit_is_a_timeout():
+  """Where this process waits for a core, the worker's own clock ends it first."""
+  worker = WorkerProcess(
+    {"grader": FAULTY, "timeout_s": 0.4, "memory_mib": None, "preload": []}, {}
+  )
+  try:
+    worker.wait_ready(60)
+    late = lambda: wait_until(lambda: not worker.alive())
+    (grade,) = worker.grades([request("hang", {})], 0.4, late, lambda: None)
+  finally:
+    worker.close()
+  assert grade.outcome is Outcome.TIMEOUT, grade
+
+
+def test_a_sleeper_holds_no_core_back():
+  graded = []
+  with _pool(timeout_s=60, on_grade=lambda: graded.append(1)) as pool:
+    sleeper = pool.submit(["nap 60"], [{}])
+    others = pool.submit([f"ok {i}" for i in range(50)], [{}] * 50)
+    assert [grade.detail for grade in others.result(30)] == [str(i) for i in range(50)]
+    assert not sleeper.done() and len(graded) == 50
+
+
+def test_a_sleeper_gives_back_the_items_behind_it():
+  completions = ["nap 0.5", *(f"ok {i}" for i in range(40))] * 3
+  graded = []
+  with _pool(timeout_s=60, on_grade=lambda: graded.append(1)) as pool:
+    for _ in range(2):  # those that slept go on grading
+      grades = pool.grade(completions, [{}] * len(completions))
+      assert [grade.detail for grade in grades] == [text.split()[1] for text in completions]
+  assert len(graded) == 2 * len(completions)
+
+
+def test_there_are_only_so_many_sleepers():
+  with _pool(timeout_s=60) as pool:
+    pool.submit(["nap 60"] * 12, [{}] * 12)
+    wait_until(lambda: len(pool._asleep) >= 4)
+    assert len(pool.worker_pids()) == 4
 
 
 def test_worker_has_no_jax_and_one_thread():
@@ -276,6 +339,21 @@ def test_close_ends_everything():
 def test_start_errors(grader, message):
   with pytest.raises(GraderStartError, match=message):
     GraderPool(grader, startup_timeout_s=1 if "stuck" in grader else 60)
+
+
+@pytest.mark.parametrize(
+  ("grader", "memory_mib", "told"),
+  [
+    ("gsm8k", 1, r"MemoryError:  \(its address space may have 1 MiB; .*raise memory_mib"),
+    ("faulty_graders:dead_at_start", 2048, r"(?s)status 7\nlast words \(its .* 2048 MiB; if that"),
+    ("code(reward=1)", 2048, r"ValueError: reward is 1, allowed: \['all', 'fraction'\]$"),
+    ("faulty_graders:untestable", 2048, "no licence for this grader$"),
+  ],
+)
+def test_a_start_error_has_the_remedy_of_its_cause(grader, memory_mib, told):
+  """More memory where it may be that; no word of modules where the module was found."""
+  with pytest.raises(GraderStartError, match=told):
+    GraderPool(grader, memory_mib=memory_mib)
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def _oracle(a, features, **hyper):
 @functools.cache
 def _jit(**hyper):
   rule = reweighting.salt(**hyper)
-  return jax.jit(lambda a, gram, key: rule.apply(a, gram, key))
+  return jax.jit(lambda a, gram, key: rule.apply(a, gram, jnp.ones(a.shape, bool), key))
 
 
 def _apply(a, gram, key=0, **hyper):
@@ -277,7 +277,8 @@ def test_nothing_else_depends_on_the_key():
 
 def test_the_result_is_a_constant_for_differentiation_where_eigenvalues_coincide():
   rule = reweighting.salt()
-  total = lambda a, gram: jnp.sum(rule.apply(a, gram, jax.random.key(0))[0] ** 2)
+  valid, key = jnp.ones((1, 4), bool), jax.random.key(0)
+  total = lambda a, gram: jnp.sum(rule.apply(a, gram, valid, key)[0] ** 2)
   gradients = jax.jit(jax.grad(total, argnums=(0, 1)))(jnp.ones((1, 4)), jnp.eye(4)[None])
   assert all(np.all(np.asarray(g) == 0) for g in gradients)
 
@@ -285,7 +286,8 @@ def test_the_result_is_a_constant_for_differentiation_where_eigenvalues_coincide
 def test_one_rollout_is_an_error_with_a_remedy():
   rule = reweighting.salt(scope="group")
   with pytest.raises(ValueError, match=r"scope = 'group' got blocks of 1 .*set scope to 'batch'"):
-    jax.jit(rule.apply)(jnp.ones((4, 1)), jnp.ones((4, 1, 1)), jax.random.key(0))
+    blocks = jnp.ones((4, 1)), jnp.ones((4, 1, 1)), jnp.ones((4, 1), bool)
+    jax.jit(rule.apply)(*blocks, jax.random.key(0))
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,37 @@
 """Collection: masks, shaping, DAPO's filter, and the way into a checkpoint."""
 
 import dataclasses
+import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracles.batches import make_host_batch
 
+from rlvr_jax import advantages
 from rlvr_jax.data import ByteTokenizer, Problem
 from rlvr_jax.rewards import Grade, Outcome, outcome_policy, rewards_from_grades
-from rlvr_jax.rollouts.batch import Graded, batch_from_arrays, batch_to_arrays
-from rlvr_jax.rollouts.collect import Collector, fill_masked, keep_mixed_groups
+from rlvr_jax.rollouts.batch import (
+  FOREIGN,
+  Graded,
+  Position,
+  RolloutBatch,
+  batch_from_arrays,
+  batch_to_arrays,
+  from_shard,
+  read_batch,
+  solve_rate,
+  solve_rates,
+  to_shard,
+)
+from rlvr_jax.rollouts.collect import Collector, keep_mixed_groups
 from rlvr_jax.rollouts.engine import Group
+from rlvr_jax.rollouts.shards import StoreError
 from rlvr_jax.types import Prompts
 
 P, G, T = 2, 2, 5
+ARRAYS = batch_to_arrays(make_host_batch(np.ones((1, 1, 1))))
 
 
 def _groups():
@@ -22,7 +40,7 @@ def _groups():
   lengths = np.array([[3, 5], [2, 1]], np.int32)  # the stop token is counted
   stopped = np.array([[True, False], [True, True]])
   logprobs = np.full((P, G, T), -1.0, np.float32)
-  return [Group(p, tokens[p], lengths[p], stopped[p], logprobs[p]) for p in range(P)]
+  return [Group(None, p, tokens[p], lengths[p], stopped[p], logprobs[p]) for p in range(P)]
 
 
 def _collect(grades, **settings):
@@ -45,8 +63,8 @@ def _collect(grades, **settings):
     **settings,
   )
   flight = collector.begin(problems)
-  for index, group in reversed([*enumerate(_groups())]):  # the second is finished first
-    collector.add(flight, index, group)
+  for group in reversed(_groups()):  # the second is finished first
+    collector.add(group._replace(owner=flight))
   return collector.finish(flight, [3, 5]), seen
 
 
@@ -84,28 +102,52 @@ def test_a_batch_holds_what_was_generated_and_graded():
     "outcome": "wrong",
     "extracted": "",
     "reward": 0.0,
+    "shaped_reward": 0.0,
     "tokens": 5,
     "stopped": False,
   }
 
 
-def test_a_rollout_left_out_does_not_move_its_groups_baseline():
+def test_a_rollout_without_a_grade_is_not_valid_and_has_no_reward():
   grades = [Grade(Outcome.CORRECT, 1.0), Grade(Outcome.CRASHED), *GRADES[1:2], GRADES[2]]
-  graded, _ = _collect(grades)
-  np.testing.assert_array_equal(graded.train.rewards, [[1, 1], [0, 0]])
-  np.testing.assert_array_equal(graded.train.correct, [[1, 1], [0, 0]])
+  graded, _ = _collect(grades, overlong_buffer=4)
+  np.testing.assert_array_equal(graded.train.valid, [[True, False], [True, False]])
+  np.testing.assert_array_equal(graded.train.rewards, [[0.5, 0], [-0.25, 0]])
+  np.testing.assert_array_equal(graded.train.correct, [[1, 0], [0, 0]])
   np.testing.assert_array_equal(graded.train.mask.sum(-1), [[3, 0], [2, 0]])
-  values = np.array([[0.1, 0.1, 0.1, 0.0], [1.0, 0.0, 0.5, 0.9]], np.float32)
-  keep = np.array([[True, True, True, False], [True, True, False, False]])
-  filled = fill_masked(values, keep)
-  assert (filled[0] == np.float32(0.1)).all()  # exactly constant still
-  np.testing.assert_array_equal(filled[1], [1.0, 0.0, 0.5, 0.5])
+  np.testing.assert_array_equal(graded.train.solve_rate, [0.5, 0.5])
+  named = [(s["reward"], s["shaped_reward"]) for s in graded.samples]
+  assert named == [(1.0, 0.5), (None, None), (0.0, -0.25), (None, None)]
+  json.dumps(graded.samples)  # plain values
+
+
+def test_the_length_of_a_crashed_rollout_does_not_move_the_baseline():
+  """Seven wrong answers, none overlong, and one at the limit whose grader crashed: A = 0."""
+  limit, size = 40, 8
+  lengths = np.array([[2] * (size - 1) + [limit]], np.int32)
+  zeros = np.zeros((1, size, limit))
+  group = Group(None, 0, zeros[0].astype(int), lengths[0], np.ones(size, bool), zeros[0])
+  grades = [Grade(Outcome.WRONG)] * (size - 1) + [Grade(Outcome.CRASHED)]
+  collector = Collector(
+    tokenizer=ByteTokenizer(),
+    max_prompt_length=6,
+    submit=lambda completions, references: grades,
+    results=lambda parts: [grade for part in parts for grade in part],
+    outcome_policy=outcome_policy(),
+    overlong_buffer=20,
+  )
+  flight = collector.begin([Problem("5+7=", "12", "", {})])
+  collector.add(group._replace(owner=flight))
+  batch = jax.tree.map(jnp.asarray, collector.finish(flight, [0]).train)
+  for estimator in (advantages.grpo(), advantages.rloo(), advantages.log_mean_exp()):
+    assert not np.any(estimator.apply((), batch))
 
 
 def test_overlong_responses_are_shaped_in_tokens_and_filtered():
   graded, _ = _collect(GRADES, overlong_buffer=4, overlong_filter=True)
   # T = 5: the penalty is (length − 1)/4.
-  np.testing.assert_allclose(graded.train.rewards, [[1 - 0.5, -1.0], [-0.25, 0.0]])
+  np.testing.assert_allclose(graded.train.rewards, [[1 - 0.5, -1.0], [0.0, 0.0]])
+  np.testing.assert_array_equal(graded.train.valid, [[True, True], [False, True]])
   np.testing.assert_array_equal(graded.train.correct, [[1, 0], [0, 0]])
   np.testing.assert_array_equal(graded.train.mask.sum(-1), [[3, 0], [0, 1]])
 
@@ -151,6 +193,44 @@ def test_dynamic_sampling_looks_at_correctness_not_at_the_shaped_reward():
   assert keep_mixed_groups([shaped], [1]) is None
 
 
+def test_dynamic_sampling_looks_at_valid_rollouts_alone():
+  """A group whose only right, or only wrong, answer has no grade is not mixed."""
+  first = _sampled([[1, 0], [1, 0], [0, 1]], first=10)
+  valid = np.array([[True, False], [False, True], [True, True]])
+  train = dataclasses.replace(first.train, valid=valid)
+  kept = keep_mixed_groups([first._replace(train=train)], [1])
+  np.testing.assert_array_equal(kept.train.prompts.tokens[:, 0], [12])
+  np.testing.assert_array_equal(kept.train.valid, [[True, True]])
+
+
+def test_the_solve_rate_is_a_mean_of_groups_that_this_run_sampled():
+  correct = np.array([[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]], np.float32)
+  valid = np.array([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]], bool)
+  batch = make_host_batch(np.ones((4, 4, 1)), correct=correct, valid=valid)
+  np.testing.assert_array_equal(solve_rates(batch), [0.5, 0.5, np.nan, 1.0])
+  rate = lambda *versions: solve_rate(batch, np.array(versions)).tolist()
+  assert rate(3, 3, 3, FOREIGN) == [0.5] * 4
+  assert rate(3, 3, 3, 3) == [np.float32(2 / 3)] * 4
+  assert rate(*[FOREIGN] * 4) == [np.float32(2 / 3)] * 4  # no other is known
+  assert np.isnan(rate(FOREIGN, FOREIGN, 3, FOREIGN)).all()  # none of this run's has a grade
+
+
+def test_a_batch_of_an_earlier_version_is_read_or_refused_by_name(tmp_path):
+  graded, _ = _collect(GRADES[:2] + GRADES[:2])
+  versions, position = np.zeros(P, np.int32), Position(8, 8, -1, {})
+  batch = RolloutBatch(number=7, version=0, versions=versions, position=position, graded=graded)
+  arrays, info = to_shard(batch)
+  del arrays["valid"]
+  read = from_shard(7, arrays, info).graded.train
+  np.testing.assert_array_equal(read.valid, np.ones((P, G), bool))
+  mask = arrays["mask"].copy()
+  mask[0, 1] = 0
+  with pytest.raises(StoreError, match=r"batch 7 of the store.*a grade, and 1 of its rollouts"):
+    from_shard(7, arrays | {"mask": mask}, info)
+  np.savez(tmp_path / "batch.npz", **{k: v for k, v in arrays.items() if k in ARRAYS})
+  assert read_batch(tmp_path / "batch.npz").valid.all()
+
+
 def test_dynamic_sampling_keeps_the_sources_shares():
   first = _sampled([[1, 0], [1, 0], [0, 0]], first=10, sources=[0, 0, 1])
   assert keep_mixed_groups([first], [1, 1]) is None
@@ -162,9 +242,10 @@ def test_dynamic_sampling_keeps_the_sources_shares():
 
 def test_a_batch_survives_the_way_through_nested_dicts():
   graded, _ = _collect(GRADES)
+  assert not graded.train.valid.all()
   again = batch_from_arrays(batch_to_arrays(graded.train))
   assert again.reference_logprobs is None
-  for field in ("tokens", "mask", "behavior_logprobs", "rewards", "correct", "solve_rate"):
+  for field in ("tokens", "mask", "behavior_logprobs", "rewards", "correct", "valid", "solve_rate"):
     np.testing.assert_array_equal(getattr(again, field), getattr(graded.train, field))
   np.testing.assert_array_equal(again.prompts.tokens, graded.train.prompts.tokens)
 

@@ -356,7 +356,11 @@ def test_a_burst_of_longer_responses_is_no_longer_program():
   def lines(length):
     engine = _engine(stop_tokens=(3,), slots=3, length=length)
     params = jax.eval_shape(engine.load, _params(), {})
-    return engine._burst.lower(params, jax.eval_shape(engine._empty)).as_text().count("\n")
+    return (
+      engine.programs.burst.lower(params, jax.eval_shape(engine.programs.empty))
+      .as_text()
+      .count("\n")
+    )
 
   assert lines(1024) == lines(65_536) > 500
 
@@ -366,8 +370,8 @@ def test_the_caches_are_written_in_place():
   """No instruction of the compiled burst copies a layer's keys or values."""
   engine = _few_slots()
   params = engine.load(_params(), {})
-  state = jax.eval_shape(engine._empty)
-  program = engine._burst.lower(params, state).compile().as_text()
+  state = jax.eval_shape(engine.programs.empty)
+  program = engine.programs.burst.lower(params, state).compile().as_text()
   size = [x.shape for x in jax.tree.leaves(state.responses[0])]
   of_cache = "|".join(",".join(map(str, shape)) for shape in size)
   assert re.search(rf"= f32\[({of_cache})\]\S* dynamic-update-slice", program)

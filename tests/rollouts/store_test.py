@@ -252,6 +252,39 @@ def test_seeded_damage_anywhere_in_the_index(filled):
     index.write_bytes(whole)
 
 
+@pytest.mark.parametrize("left", [0, 2])
+def test_an_index_that_was_cut_loses_nothing_silently(filled, left, caplog):
+  """Whoever opens the store says which lines are gone."""
+  filled.close()
+  index = filled.directory / INDEX
+  index.write_bytes(b"".join(index_lines(filled)[:left]))
+  lost = list(range(left, 4))
+  opened = RolloutStore(filled.directory, writable=False)
+  assert opened.numbers() == [0, 1, 2, 3]
+  for number in range(4):
+    assert_same(opened.read(number), make_batch(number))
+  assert len(index_lines(filled)) == left  # a reader changes nothing
+  assert f"index.jsonl does not list the batches {lost}: found by their shards" in caplog.text
+  caplog.clear()
+  RolloutStore(filled.directory, writable=True).close()
+  assert f"index.jsonl does not list the batches {lost}: listed again" in caplog.text
+  caplog.clear()
+  RolloutStore(filled.directory, writable=False)
+  assert not caplog.text and len(index_lines(filled)) == 4
+
+
+def test_damaged_shards_behind_a_cut_are_named(filled, caplog):
+  filled.close()
+  index = filled.directory / INDEX
+  index.write_bytes(b"".join(index_lines(filled)[:2]))
+  clear(shard(filled, 3))
+  assert RolloutStore(filled.directory, writable=False).numbers() == [0, 1, 2]
+  assert "index.jsonl does not list the batches [3]: damaged, left out" in caplog.text
+  with RolloutStore(filled.directory, writable=True) as opened:
+    assert opened.numbers() == [0, 1, 2]
+  assert "index.jsonl does not list the batches [3]: damaged, moved into torn" in caplog.text
+
+
 def test_a_lost_index_is_made_again(filled):
   filled.close()
   (filled.directory / INDEX).unlink()

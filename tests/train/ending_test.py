@@ -4,20 +4,17 @@ The program of its own, with SIGTERM and with two processes, is in `preemption_t
 """
 
 import contextlib
-import dataclasses
-import itertools
 import re
 import threading
 import time
 
-import jax
 import pytest
 from rewards.user_graders import SECONDS
 from train import tiny
 
 from rlvr_jax.commands.train import train
 from rlvr_jax.rollouts.store import GROUPS_FOLDER
-from rlvr_jax.train.cluster import compiling, multihost, process
+from rlvr_jax.train.cluster import multihost, process
 from rlvr_jax.train.setup.build import build
 
 
@@ -94,21 +91,6 @@ def test_wherever_it_is_it_ends_and_goes_on_as_if_it_had_not(
   assert (step, state["evaluated"]) == (5, 0)
   assert not tiny.has_record(workdir, 5, "eval")()
 
-  # Update 8 needs a program that takes long to compile; updates 6 and 7 are not saved yet.
-  calls = itertools.count()
-
-  def compiled_for_long(*args):
-    process.ask()
-    time.sleep(1.0)
-    return parts.programs.train_step.jitted(*args)
-
-  slow = compiling.jit(compiled_for_long)
-  step = lambda *args: (slow if next(calls) == 2 else parts.programs.train_step)(*args)
-  slowed = dataclasses.replace(parts, programs=parts.programs._replace(train_step=step))
-  output = ended(slowed, workdir, capsys)
-  assert "asked to end during an update; saving" in output
-  assert tiny.last_checkpoint(workdir)[0] == 7
-
   # The last update is made and saved; its evaluation is not finished, and then no update follows.
   with asked_when(after(12)):
     output = ended(parts, workdir, capsys)
@@ -122,38 +104,10 @@ def test_wherever_it_is_it_ends_and_goes_on_as_if_it_had_not(
   assert found["checkpoint"] == undisturbed["checkpoint"]
 
 
-# --- programs -------------------------------------------------------------------------------------
-
-
-def test_a_program_computes_what_the_function_does_and_compiles_once():
-  traced = []
-
-  def scaled(x, *, by):
-    traced.append(by)
-    return {"y": x["x"] * by}
-
-  program = compiling.jit(scaled, static_argnames="by", donate_argnums=0)
-  for _ in range(2):
-    assert program({"x": jax.numpy.float32(3)}, by=2)["y"] == 6
-  with multihost.ending_in_order():
-    for by in (2, 5, 5):
-      assert program({"x": jax.numpy.float32(3)}, by=by)["y"] == 3 * by
-  assert traced == [2, 5]
-
-
-def test_an_error_in_a_program_is_raised_where_it_is_called():
-  def wrong(x):
-    raise ValueError(f"a shape of {x.shape} is not what it needs")
-
-  with multihost.ending_in_order(), pytest.raises(ValueError, match=r"a shape of \(3,\)"):
-    compiling.jit(wrong)(jax.numpy.ones(3))
-
-
 def test_nothing_ends_what_does_not_end_in_order():
   process.ask()
   try:
     multihost.end_if_asked()
-    assert compiling.jit(lambda x: x + 1)(1) == 2
     with (
       multihost.ending_in_order(),
       pytest.raises(process.EndRequestedError, match="asked to end"),

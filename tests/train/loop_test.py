@@ -274,6 +274,15 @@ def test_permuted_rewards_keep_their_multiset_and_their_correctness():
   np.testing.assert_array_equal(dealt.rewards, repeated.rewards)
 
 
+def test_rewards_are_permuted_among_valid_rollouts():
+  valid = np.arange(24).reshape(6, 4) % 3 > 0
+  rewards = np.where(valid, np.arange(24.0).reshape(6, 4), -1.0)
+  batch = make_host_batch(np.ones((6, 4, 1)), rewards=rewards, valid=valid)
+  dealt = permute_rewards(batch, np.random.default_rng(1))
+  assert (dealt.rewards[~valid] == -1).all() and not np.array_equal(dealt.rewards, rewards)
+  np.testing.assert_array_equal(np.sort(dealt.rewards[valid]), np.sort(rewards[valid]))
+
+
 @pytest.mark.slow
 def test_a_control_run_has_the_same_rewards_on_other_rollouts(run, parts, workdirs):
   workdir = workdirs / "control"

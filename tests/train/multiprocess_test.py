@@ -238,7 +238,7 @@ PROGRAM = """
   import json, sys, time
   import jax
   from jax.experimental import multihost_utils
-  from rlvr_jax.train.cluster import multihost, process as host
+  from rlvr_jax.train.cluster import multihost, process
 
   me = int(sys.argv[2])
   multihost.initialize(sys.argv[1], 2, me)
@@ -269,10 +269,10 @@ PROGRAM = """
     with multihost.ending_in_order(), multihost.phase("generation"):
       multihost.end_if_asked()
       if me == 1:
-        host.ask()
+        process.ask()
       try:
         report("ended", multihost.end_if_asked())
-      except host.EndRequestedError as request:
+      except process.EndRequestedError as request:
         report("ended", str(request))
     try:
       report("together", multihost.together(failing))

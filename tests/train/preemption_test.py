@@ -115,25 +115,13 @@ def test_sigterm_in_every_phase(undisturbed, workdirs):
   assert "asked to end during grading; saving" in output
   assert tiny.last_checkpoint(workdir)[0] == 4 and batches(workdir) == 4
 
-  # The last program is the update's: it is compiled once all is sampled and graded.
-  begun = []
-
-  def compiling(_):
-    if batches(workdir) == 8 and not begun:
-      begun.append(time.monotonic())
-    return begun and time.monotonic() - begun[0] > 10
-
-  output = preempted_when(workdir, count, compiling, **{preempted.SLOW: "1"})
-  assert "asked to end during an update; saving" in output
-  assert tiny.last_checkpoint(workdir)[0] == 4
-
   finished(workdir, count)
   assert tiny.outcome(workdir) == expected
 
 
 @pytest.mark.soak
 def test_sigterm_at_random_moments(undisturbed, workdirs):
-  """Twenty, over whole runs; every fourth run compiles for minutes where it is then."""
+  """Twenty, over whole runs."""
   count, _, expected = undisturbed
   rng, stops = np.random.default_rng(0), 0
   with running(workdirs("first"), count) as processes:
@@ -143,9 +131,8 @@ def test_sigterm_at_random_moments(undisturbed, workdirs):
     duration = time.monotonic() - began
   while stops < 20:
     workdir = workdirs(f"after{stops}")
-    for index, after in enumerate(rng.uniform(0, duration, 4)):
-      slow = {preempted.SLOW: "1"} if index == 3 else {}
-      with running(workdir, count, **slow) as processes:
+    for after in rng.uniform(0, duration, 4):
+      with running(workdir, count) as processes:
         last = processes.processes[-1]
         # Before the run has its workdir, a signal ends the process as it ends any other.
         tiny.wait_for(tiny.holds(workdir, processes.processes[0]), last)

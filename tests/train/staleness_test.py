@@ -343,7 +343,7 @@ def trainer(parts, on_policy, tmp_path):
     store = RolloutStore(workdir / "rollouts", writable=True)
     these = dataclasses.replace(these, schedule=schedule)
     frozen = parameters.load_frozen(these)
-    log = RunLog(these.config, these.model.config, schedule, writer)
+    log = RunLog(these.config, these.task, these.model.config, schedule, writer)
     made = loop.make_trainer(these, frozen, log, saved, pool, store, initial=warm.state)
     steps = Steps(made, made.begin(warm.state))
     if submit:
@@ -467,6 +467,9 @@ def test_sources_share_a_batch(on_policy, train):
     np.testing.assert_array_equal(arrays["sources"], [0, 0, 1, 1, 2, 2, 3, 4])
     np.testing.assert_array_equal(arrays["versions"], [version] * 6 + [-1, -1])
     assert info["version"] == version
+    # FADE's p̂ is of groups that policies of this run sampled: no checkpoint's, no store's.
+    np.testing.assert_array_equal(arrays["valid"], np.ones(arrays["rewards"].shape, bool))
+    assert arrays["solve_rate"].tolist() == [np.float32(arrays["correct"][:6].mean())] * 8
     theirs, _ = recorded.read(0)
     for name in ("tokens", "behavior_logprobs", "rewards", "prompts.tokens"):
       np.testing.assert_array_equal(arrays[name][7], theirs[name][number])
@@ -554,6 +557,14 @@ def test_training_on_a_store_alone(on_policy, train, parts):
     ),
     (dict(sources__temperature__recorded="exact"), "recorded = 'exact' is unknown.*'raw'"),
     (dict(sources__temperature__recorded="raw"), "recorded = 'raw' has no effect with fraction"),
+    (
+      dict(
+        sources__temperature__fraction=0.5,
+        sources__temperature__recorded="raw",
+        policy_temperature=0.7,
+      ),
+      r"'raw' records .* temperature 1, but config.policy_temperature = 0.7 is trained",
+    ),
     (dict(sources__checkpoint__fraction=0.5), "workdir = '' has no run"),
     (dict(sources__recorded__fraction=0.5), "recorded.store is empty; set it to"),
     (

@@ -124,20 +124,21 @@ def test_larger_micro_batches_leave_more_rows_empty(tokens, low, high):
 
 
 def test_a_row_of_p3o_holds_a_usual_prompt_and_its_responses():
-  """On 16 chips, `tensor` = 2: one micro-batch, with a row for each of the 8 devices."""
+  """On 16 chips: 16 micro-batches of 256 problems, with a row for each device."""
   config = p3o_qwen3_4b.get_config()
-  layout = make_row_layout(config, "splash", jax.sharding.AbstractMesh((1, 8, 2), sharding.AXES))
-  prompts, lengths = np.full(8, 150), np.full((8, 4), 2048)
+  layout = make_row_layout(config, "splash", jax.sharding.AbstractMesh((1, 16, 1), sharding.AXES))
+  problems = config.batch.prompts
+  prompts, lengths = np.full(problems, 150), np.full((problems, config.batch.group_size), 2048)
   packed = packed_as(layout, prompts, lengths)
-  assert int(packed.num_micro_batches) == 1 and packed.tokens[0].shape == (8, 9216)
+  assert int(packed.num_micro_batches) == 16 and packed.tokens[0].shape == (16, 9216)
   useful = prompts.sum() + lengths.sum()
-  assert packed.tokens[0].size / useful == pytest.approx(1.10, abs=0.006)
+  assert 16 * packed.tokens[0].size / useful == pytest.approx(1.10, abs=0.006)
   held = (packed.rows.prompts >= 0).sum()
   batch = dataclasses.replace(make_batch(), packed=packed)
   metrics = values(batch_metrics(batch))
-  assert metrics["rows/micro_batches"] == 1
-  assert metrics["rows/filled"] == pytest.approx(held / (8 * 9216), rel=1e-6)
-  assert held == useful - 8  # the last token of a prompt is in its rollouts
+  assert metrics["rows/micro_batches"] == 16
+  assert metrics["rows/filled"] == pytest.approx(held / (16 * 16 * 9216), rel=1e-6)
+  assert held == useful - problems  # the last token of a prompt is in its rollouts
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("splash", 2**15), ("cudnn", 2**14)])

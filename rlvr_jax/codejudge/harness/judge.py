@@ -113,9 +113,9 @@ def _text_check(text: str, namespace: dict[str, Any]) -> _Check:
 class _GoingOn(ast.NodeTransformer):
   """Makes a test continue after a failing assert, which `Failures` keeps.
 
-  All parts of a conjunction and all elements of `all` are evaluated, even if the first is false. A
-  message that is not a constant is removed, since it could call the program. An assert within `try`
-  is not changed, since the handlers may expect its exception.
+  What a passing assert evaluates is evaluated by every one, see `_conjuncts`. A message that is not
+  a constant is removed, since it could call the program. An assert within `try` is not changed,
+  since the handlers may expect its exception.
   """
 
   def visit_Assert(self, node: ast.Assert) -> list[ast.With]:
@@ -132,13 +132,49 @@ class _GoingOn(ast.NodeTransformer):
   visit_TryStar = visit_Try
 
 
-def _conjuncts(test: ast.expr) -> list[ast.expr]:
+def _conjuncts(test: ast.expr, wanted: bool = True) -> list[ast.expr]:
+  """Expressions that are all true where the truth of `test` is `wanted`.
+
+  Their evaluation makes all the calls that are needed to show it, whatever comes back: those of
+  each part of a conjunction, of all elements of `all`, or of `any` under a `not`, and of each
+  operand in a chain of comparisons.
+  """
   match test:
-    case ast.BoolOp(ast.And(), parts):
-      return [conjunct for part in parts for conjunct in _conjuncts(part)]
-    case ast.Call(ast.Name("all"), [ast.GeneratorExp() as elements], []):
-      test.args = [ast.ListComp(elements.elt, elements.generators)]
-  return [test]
+    case ast.BoolOp(operator, parts) if isinstance(operator, ast.And) == wanted:
+      return [conjunct for part in parts for conjunct in _conjuncts(part, wanted)]
+    case ast.UnaryOp(ast.Not(), operand):
+      return _conjuncts(operand, not wanted)
+    case ast.Compare(
+      ast.Call(ast.Name("all" | "any")) | ast.UnaryOp(ast.Not()) as part,
+      [ast.Eq() | ast.Is()],
+      [ast.Constant(bool() as value)],
+    ):
+      return _conjuncts(part, value == wanted)
+    case ast.Compare(left, [_, _, *_], others):
+      return [_signed(_all_operands_first(test, [left, *others]), wanted)]
+    case ast.Call(ast.Name("all" | "any" as name), [elements], []) if wanted == (name == "all"):
+      if isinstance(elements, ast.GeneratorExp | ast.ListComp):
+        elements.elt = _called("all", _conjuncts(elements.elt, wanted))
+        return [_called("all", [ast.Starred(elements, ast.Load())])]
+      test = _called(name, [ast.Starred(elements, ast.Load())])
+  return [_signed(test, wanted)]
+
+
+def _signed(test: ast.expr, wanted: bool) -> ast.expr:
+  return test if wanted else ast.UnaryOp(ast.Not(), test)
+
+
+def _called(name: str, elements: list[ast.expr]) -> ast.expr:
+  """A call with one list, whose elements are thereby all evaluated."""
+  return ast.Call(ast.Name(name, ast.Load()), [ast.List(elements, ast.Load())], [])
+
+
+def _all_operands_first(chain: ast.Compare, operands: list[ast.expr]) -> ast.expr:
+  """`(lambda a, b, c: a < b < c)(first, second, third)`."""
+  names = [f"__operand_{number}__" for number in range(len(operands))]
+  taken = ast.arguments([], [ast.arg(name) for name in names], None, [], [], None, [])
+  values: list[ast.expr] = [ast.Name(name, ast.Load()) for name in names]
+  return ast.Call(ast.Lambda(taken, ast.Compare(values[0], chain.ops, values[1:])), operands, [])
 
 
 def _defined(values: Mapping[str, Any], name: str) -> Any:

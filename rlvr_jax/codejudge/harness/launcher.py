@@ -8,6 +8,7 @@ import functools
 import gc
 import importlib
 import json
+import math
 import os
 import re
 import select
@@ -16,7 +17,7 @@ import socket
 import sys
 import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from .handles import Program, UnsupportedTestError
@@ -40,6 +41,11 @@ from .system_calls import filter_system_calls, prepared_filter
 PRELOADED = ("bisect", "copy", "heapq", "random", "re", "statistics", "string", "typing")
 
 WATCH_S = 0.05  # between checks of an item's memory and time
+ASLEEP_S = 0.2  # of sleep, after which an item is reported to be asleep
+# What a second counts as sleep, by the state of a thread. One that runs or waits for a core does
+# not sleep. State D is a wait for the disk, or one that a program arranges (vfork): it ends too.
+_SLEEP = {"R": 0.0, "D": 0.25}
+_MAX_RACES = 100  # with threads that end while they are counted
 # KiB: what lies in memory, is swapped out, and what it takes to find both.
 _HELD = re.compile(r"^(?:RssAnon|RssShmem|VmSwap|VmPTE):\s+(\d+)", re.MULTILINE)
 _MAX_SETTINGS = 4096  # bytes of what comes with an item's socket
@@ -109,14 +115,20 @@ def _watch(first: int, item: socket.socket, settings: Mapping[str, Any]) -> dict
   poll = select.poll()
   poll.register(os.pidfd_open(first), select.POLLIN)
   poll.register(item, 0)  # hanging up is always reported
-  deadline = time.monotonic() + settings["deadline_s"]
+  deadline, limit_s = time.monotonic() + settings["deadline_s"], settings["time_limit_s"]
   spent, held = _processor_seconds(), _memory_mib()  # before the item: the launcher's and its own
+  sleep = Sleep(others={"/proc/1", f"/proc/{os.getpid()}"})
   while (left := deadline - time.monotonic()) > 0:
     if poll.poll(1000 * min(left, WATCH_S)):
       return None
-    if settings["isolated"] and _memory_mib() - held > settings["memory_mib"]:
+    if not settings["isolated"]:
+      continue
+    if _memory_mib() - held > settings["memory_mib"]:
       return {"memory": True}
-    if settings["isolated"] and _processor_seconds() - spent > settings["time_limit_s"]:
+    before, now = sleep.seconds, sleep.measure()
+    if before < ASLEEP_S <= now:
+      send(item, {"asleep": True})
+    if now > limit_s or _processor_seconds() - spent > limit_s:
       break
   return {"timeout": True}
 
@@ -157,17 +169,42 @@ def _processes() -> list[str]:
   return [f"/proc/{name}" for name in os.listdir("/proc") if name.isdigit()]
 
 
+def _threads(process: str) -> list[str]:
+  """Folders of all threads of a process."""
+  return [f"{process}/task/{name}" for name in os.listdir(f"{process}/task")]
+
+
 def _memory_mib() -> float:
   """Memory of all processes and sockets, files apart, MiB.
 
   Shared memory counts for each process, and every socket counts as full, including sockets that no
   process has: they wait to be accepted, or are being sent to another process.
   """
-  kib = 0
+  kib = 0.0
   for process in _processes():
     with contextlib.suppress(OSError):  # it has just ended
-      kib += sum(map(int, _HELD.findall(_read(f"{process}/status"))))
+      kib += _held_kib(process)
   return kib / 1024 + (_read("/proc/net/unix").count("\n") - 1) * _socket_mib()
+
+
+def _held_kib(process: str) -> float:
+  """Memory of a process, KiB; OSError if it has ended.
+
+  A main thread that has exited has none to show, while other threads live. Infinite for a process
+  whose threads keep being replaced before they are read.
+  """
+  found = _HELD.findall(_read(f"{process}/status"))
+  for _ in range(_MAX_RACES):
+    if found:
+      return sum(map(int, found))
+    threads = _threads(process)
+    try:
+      statuses = [_read(f"{thread}/status") for thread in threads]
+    except OSError:  # a thread has just ended
+      continue
+    if not (found := _HELD.findall(next(filter(_HELD.search, statuses), ""))):
+      return 0.0  # no thread lives
+  return math.inf
 
 
 @functools.cache
@@ -175,6 +212,44 @@ def _socket_mib() -> float:
   """Memory of a full socket: the last message may have half its size, and is accepted fully."""
   with socket.socket(socket.AF_UNIX) as any_socket:
     return 1.5 * any_socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) / 2**20
+
+
+class Sleep:
+  """Counts the seconds in which no thread of an item ran, or waited for a core or the disk."""
+
+  def __init__(self, others: Collection[str]):
+    """Begins; `others` are the folders of processes that are not the item's."""
+    self.seconds = 0.0
+    self._others = others
+    self._last = time.monotonic()
+    self._awake: dict[str, float] = {}  # by thread
+
+  def measure(self) -> float:
+    """Adds the time since the last call; returns `seconds`.
+
+    What the kernel counts (schedstat) is exact, but has a wait for a core only once it is over, and
+    nothing of a core that the host gives to another machine. So the states count as well.
+    """
+    states, awake = set(), {}
+    for process in set(_processes()).difference(self._others):
+      with contextlib.suppress(OSError):  # it has just ended
+        for thread in _threads(process):
+          states.add(_read(f"{thread}/stat").rpartition(")")[2].split()[0])
+          awake[thread] = _awake_s(thread)
+    now = time.monotonic()
+    known = sum(seconds - self._awake.get(thread, 0.0) for thread, seconds in awake.items())
+    weight = min((_SLEEP.get(state, 1.0) for state in states), default=1.0)
+    self.seconds += weight * max(0.0, now - self._last - known)
+    self._last, self._awake = now, awake
+    return self.seconds
+
+
+def _awake_s(thread: str) -> float:
+  """Seconds that a thread has run, or waited for a core; 0 where the kernel does not count them."""
+  try:
+    return sum(map(int, _read(f"{thread}/schedstat").split()[:2])) / 1e9
+  except FileNotFoundError:
+    return 0.0
 
 
 def _processor_seconds() -> float:

@@ -97,6 +97,8 @@ def encode(value: Any, refer: Callable[[Any], list]) -> Any:
     return [name, str(value)]
   if kind is complex:
     return ["complex", [value.real, value.imag]]
+  if kind is datetime.timezone:
+    return [name, [encode(part, refer) for part in value.__getinitargs__()]]
   if name in _AS_PARTS and _AS_PARTS[name][0] is kind:
     return [name, [encode(getattr(value, part), refer) for part in _AS_PARTS[name][1]]]
   if kind is type and value in _TYPE_NAMES:
@@ -132,6 +134,8 @@ def decode(data: Any, resolve: Callable[[str, Any], Any]) -> Any:
     return getattr(_AS_TEXT[tag], "fromisoformat", _AS_TEXT[tag])(content)
   if tag == "complex":
     return complex(*content)
+  if tag == "timezone":
+    return datetime.timezone(*[decode(part, resolve) for part in content])
   if tag in _AS_PARTS:
     return _AS_PARTS[tag][0](*[decode(part, resolve) for part in content])
   return resolve(tag, content)

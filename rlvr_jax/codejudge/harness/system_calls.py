@@ -12,7 +12,8 @@ from typing import Any
 # The standard library, a shell and the C library need no others. Do not add the following, which
 # are left out on purpose: calls that create memory that belongs to no process (memfd_create,
 # shmget, msgget, vmsplice, splice, tee, sendfile), calls by which items could communicate (flock,
-# inotify, fanotify, fadvise, readahead, mincore, cachestat, keyrings), and ways into the kernel.
+# inotify, fanotify, fadvise, readahead, mincore, cachestat, keyrings), ways into the kernel, and
+# ways to wait longer for a core than others (setpriority, sched_setscheduler).
 _ALLOWED = """
   read write readv writev pread64 pwrite64 preadv pwritev open openat creat close close_range stat
   fstat lstat newfstatat statx lseek access faccessat faccessat2 readlink readlinkat getcwd chdir
@@ -27,7 +28,7 @@ _ALLOWED = """
   pidfd_open pidfd_send_signal set_tid_address set_robust_list get_robust_list rseq futex
   futex_waitv futex_wake futex_wait futex_requeue arch_prctl capget uname getrandom
   sched_yield sched_getaffinity sched_setaffinity sched_getparam sched_getscheduler
-  sched_get_priority_max sched_get_priority_min sched_rr_get_interval getcpu getpriority setpriority
+  sched_get_priority_max sched_get_priority_min sched_rr_get_interval getcpu getpriority
   nanosleep clock_nanosleep clock_gettime clock_getres gettimeofday time times getrusage getrlimit
   setrlimit sysinfo
   rt_sigprocmask rt_sigpending rt_sigtimedwait rt_sigsuspend rt_sigreturn sigaltstack pause alarm

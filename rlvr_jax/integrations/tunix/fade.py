@@ -104,6 +104,7 @@ class Fade:
       behavior_logprobs=none,
       rewards=grouped,
       correct=grouped,
+      valid=jnp.ones((P, G), bool),
     )
     if self._solve_rate is not None:
       entropy = np.mean(self._entropies) if self._entropies else self.state.entropy

@@ -124,7 +124,7 @@ def train_batch(
     num_generations: G.
     policy_logprobs: f32[B, T], nats, which stand in for log β where Tunix recorded none; None: 0.
   Returns:
-    A batch whose rewards are NaN: Tunix's example does not have them.
+    A batch whose rewards are NaN, since Tunix's example does not have them; all are valid.
   """
   B, T = train_example.completion_ids.shape
   for field in ("segment_ids", "sampler_is_weights"):
@@ -155,4 +155,5 @@ def train_batch(
     behavior_logprobs=grouped(jax.lax.stop_gradient(behavior)),
     rewards=no_rewards,
     correct=no_rewards,
+    valid=jnp.ones(no_rewards.shape, bool),
   )

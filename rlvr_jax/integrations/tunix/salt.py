@@ -143,7 +143,8 @@ def salt_coefficients(
   blocks = inner_products.reshape(B // size, size, B // size, size)
   blocks = jnp.moveaxis(jnp.diagonal(blocks, axis1=0, axis2=2), -1, 0)
   coefficients = train_example.advantages.reshape(-1, size)
-  reweighted, metrics = method.apply(coefficients, blocks, jax.random.key(0))
+  valid = batch.valid.reshape(-1, size)
+  reweighted, metrics = method.apply(coefficients, blocks, valid, jax.random.key(0))
   return reweighted.reshape(B), metrics
 
 

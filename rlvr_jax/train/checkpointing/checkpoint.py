@@ -23,6 +23,7 @@ from rlvr_jax.train.checkpointing.checkpoint_files import (
   COMMITTED,
   MANIFEST,
   CheckpointError,
+  TornCheckpointError,
   items_to_save,
   read_manifest,
   read_state,
@@ -152,7 +153,8 @@ class Checkpointer:
       step: one of `steps()`; None for the latest.
     Raises:
       CheckpointError: there is no checkpoint of this step.
-      TornCheckpointError: files are truncated, changed or missing.
+      TornCheckpointError: files are truncated, changed or missing; the message names all such
+        checkpoints, up to the last one that is intact.
       ForeignCheckpointError: not a checkpoint of this package, or of a state with another
         structure.
     """
@@ -163,15 +165,29 @@ class Checkpointer:
     if step is not None and step not in steps:
       raise CheckpointError(f"{self.directory} has no checkpoint of step {step}, only of {steps}.")
     step = steps[-1] if step is None else step
-    earlier = [s for s in steps if s < step]
-    then = f"fall back to step {max(earlier)}" if earlier else "start from the beginning"
-    state, host, arrays = read_state(
-      self.directory / str(step),
-      abstract_state,
-      if_other="Use the configuration of the run that saved it, or another --workdir.",
-      if_damaged=f"Remove that directory and rerun to {then}.",
-    )
-    return Restored(step, state, host, arrays)
+    try:
+      return self._read(step, abstract_state)
+    except TornCheckpointError as error:
+      damaged = [str(error)]  # not the error, which refers to what has been read
+    then = "start from the beginning"
+    for earlier in reversed([s for s in steps if s < step]):
+      if jax.process_count() > 1:  # of which only this one may have failed
+        then = f"fall back to step {earlier}, unless that is damaged too"
+        break
+      try:
+        self._read(earlier, abstract_state)
+      except CheckpointError as error:
+        damaged.append(str(error))
+      else:
+        then = f"fall back to step {earlier}"
+        break
+    which = "that directory" if len(damaged) == 1 else "these directories"
+    raise TornCheckpointError(f"{'; '.join(damaged)}. Remove {which} and rerun to {then}.")
+
+  def _read(self, step: int, abstract_state: Any) -> Restored:
+    other = "Use the configuration of the run that saved it, or another --workdir."
+    folder = self.directory / str(step)
+    return Restored(step, *read_state(folder, abstract_state, if_other=other))
 
   def discard_after(self, step: int) -> None:
     """Removes the checkpoints later than `step`, the last one first."""

@@ -8,10 +8,13 @@ every leaf, the host's values).
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
 import pathlib
+import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -77,7 +80,7 @@ def items_to_save(
 
 
 def read_state(
-  directory: pathlib.Path, abstract_state: Any, *, if_other: str, if_damaged: str
+  directory: pathlib.Path, abstract_state: Any, *, if_other: str, if_damaged: str = ""
 ) -> tuple[Any, dict[str, Any], Any]:
   """Loads a step directory and verifies every leaf.
 
@@ -147,8 +150,9 @@ def _reporting_damage(directory: pathlib.Path, remedy: str) -> Iterator[None]:
         f"the checkpoint {directory} cannot be read: {short(error)}. Check the network and the"
         " account's role (roles/storage.objectUser), then rerun the same command"
       ) from error
+    then = f". {remedy}" if remedy else ""
     raise TornCheckpointError(
-      f"the checkpoint {directory} is damaged: {short(error)}. {remedy}"
+      f"the checkpoint {directory} is damaged: {short(error)}{then}"
     ) from error
 
 
@@ -278,7 +282,7 @@ def _with_checksum(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_manifest(directory: pathlib.Path) -> dict[str, Any]:
-  """The manifest of a step directory, its own checksum verified."""
+  """The manifest of a step directory, its own checksum and its step verified."""
   if not (directory / "manifest").exists():
     raise ForeignCheckpointError(
       f"{directory} is not a checkpoint of rlvr_jax (it has no manifest). Use another --workdir, or"
@@ -293,6 +297,8 @@ def read_manifest(directory: pathlib.Path) -> dict[str, Any]:
       f"{directory} has the format {marker!r}, this version reads {MARKER!r}. "
       "Use the version of rlvr_jax that wrote it, or another --workdir."
     )
+  if (step := saved["manifest"]["step"]) != int(directory.name):
+    raise ValueError(f"it is the checkpoint of step {step}, under another number")
   return saved["manifest"]
 
 
@@ -310,9 +316,18 @@ def short(error: BaseException) -> str:
   return text if len(text) <= 200 else f"{text[:200]}…"
 
 
+@functools.cache
 def silence_orbax() -> None:
-  """Drops orbax's log records; problems that matter to users are raised as our errors."""
+  """Drops orbax's log records; problems that matter to users are raised as our errors.
+
+  When a read fails, orbax never awaits some of the others, and closes the loop to which threads of
+  tensorstore deliver the rest: python would print a warning or a traceback for each.
+  """
   logging.getLogger("absl").addFilter(_is_not_of_orbax)
+  warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+  show = sys.unraisablehook
+  of_orbax = lambda raised: str(raised.exc_value) == "Event loop is closed"
+  sys.unraisablehook = lambda raised: None if of_orbax(raised) else show(raised)
 
 
 def _is_not_of_orbax(record: logging.LogRecord) -> bool:

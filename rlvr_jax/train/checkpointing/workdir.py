@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from rlvr_jax.storage.files import replacing
+from rlvr_jax.storage.files import replacing, writing_to
 from rlvr_jax.storage.places import Workdir, in_bucket
 from rlvr_jax.train.checkpointing import claim
 from rlvr_jax.train.checkpointing.claim import BucketClaim, WorkdirError
@@ -98,10 +98,14 @@ def opened(
   """A workdir, claimed by this run, and what becomes of its files if the start fails.
 
   `enter` closes what it gets when the run ends.
+
+  Raises:
+    WorkdirError: another process has it, or nothing can be written there.
   """
   folder = Workdir(workdir)
-  files = StartFiles(folder)
-  multihost.on_first(lambda: enter(claimed(folder)), None)
+  with writing_to(f"--workdir={workdir}", WorkdirError):
+    files = StartFiles(folder)
+    multihost.on_first(lambda: enter(claimed(folder)), None)
   enter(folder)
   enter(files)
   return folder, files
@@ -133,7 +137,7 @@ def check_config(workdir: Workdir, config_json: str, *, may_differ: Collection[s
   path, kept = workdir.local / "config.json", workdir.kept
   new = json.loads(config_json)
   if not path.exists():
-    if left := [name for name in _OF_A_RUN if (path.parent / name).exists()]:
+    if left := left_by_a_run(path.parent):
       raise WorkdirError(
         f"{kept}/config.json is missing, but {kept} has {', '.join(left)} of a run, whose"
         " configuration is unknown without it. Put it back, or use another --workdir."
@@ -142,11 +146,7 @@ def check_config(workdir: Workdir, config_json: str, *, may_differ: Collection[s
     with replacing(path) as file:
       file.write((json.dumps(new, indent=2, sort_keys=True) + "\n").encode())
     return
-  try:
-    old = json.loads(path.read_text())
-  except ValueError as error:
-    message = f"{kept}/config.json is not JSON ({error}). Use another --workdir."
-    raise WorkdirError(message) from error
+  old = read_config(path, f"{kept}/config.json")
   then, now = dict(_flatten(old)), dict(_flatten(new))
   lines = [
     f"  {name}: {then.get(name, 'absent')} in the workdir, {now.get(name, 'absent')} now"
@@ -162,6 +162,29 @@ def check_config(workdir: Workdir, config_json: str, *, may_differ: Collection[s
       f"{_EARLIER if earlier else ''}Use another --workdir, or the configuration of the run that is"
       " there."
     )
+
+
+def read_config(path: pathlib.Path, shown: str = "") -> dict[str, Any]:
+  """The configuration of a run, as JSON values.
+
+  Args:
+    path: of its config.json; `shown` in messages, if that is another one.
+  Raises:
+    WorkdirError: it is not a JSON object.
+  """
+  try:
+    found = json.loads(path.read_text())
+    problem = f"has {type(found).__name__} in place of the fields of a configuration"
+  except ValueError as error:
+    found, problem = None, f"is not JSON ({error})"
+  if not isinstance(found, dict):
+    raise WorkdirError(f"{shown or path} {problem}. Put back a copy, or choose another folder.")
+  return found
+
+
+def left_by_a_run(folder: pathlib.Path) -> list[str]:
+  """Names of what a run has written into its folder after its configuration."""
+  return [name for name in _OF_A_RUN if (folder / name).exists()]
 
 
 def _flatten(node: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

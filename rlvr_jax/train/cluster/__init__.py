@@ -1,7 +1,6 @@
 """Processes, devices and signals: what makes several hosts act as one program."""
 
 __all__ = [
-  "compiling",
   "control",
   "multihost",
   "process",

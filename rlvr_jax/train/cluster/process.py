@@ -10,6 +10,7 @@ import math
 import os
 import pathlib
 import platform
+import resource
 import signal
 import socket
 import sys
@@ -63,6 +64,31 @@ def keep_compiled(workdir: str) -> None:
   if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     jax.config.update("jax_compilation_cache_dir", os.path.join(workdir, "compilation_cache"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def open_closed_streams() -> None:
+  """Opens /dev/null in place of standard streams that the caller has closed, such as by >&-.
+
+  Without this, the next files to be opened would get their descriptors, and what others print.
+  """
+  for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+    if getattr(sys, name) is None:
+      setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # on the lowest free descriptor
+      os.set_inheritable(getattr(sys, name).fileno(), True)
+
+
+def described(error: BaseException) -> str:
+  """The message of an error that ends the program, with the remedy where only the system has it."""
+  # Here, since it loads fsspec, for which --help need not wait.
+  from rlvr_jax.storage.files import is_out_of_descriptors
+
+  if not is_out_of_descriptors(error):
+    return str(error)
+  limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+  return (
+    f"too many open files: this process may have {limit}. Raise the limit, such as with ulimit -n"
+    f" 4096, then rerun the same command ({type(error).__name__}: {str(error)[:100]}…)"
+  )
 
 
 def exit_immediately(message: str) -> NoReturn:

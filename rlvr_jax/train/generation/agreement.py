@@ -52,12 +52,13 @@ def behavior_gaps(
 
 def _check_gap(parts: Parts, source: Source, gap: float, version: int) -> None:
   """Raises AgreementError if the source must agree with the trainer and does not."""
-  dtype = parts.model.config.compute_dtype
-  bound = max_gap(parts.config, dtype, source)
+  network = parts.model.config
+  bound = max_gap(parts.config, network, source)
   if not gap <= (bound if source.exact else sys.float_info.max):
     raise AgreementError(
       f"sampler and trainer disagree: the log-probabilities that the {source.name} source"
       f" recorded under version {version} of the policy differ by {gap:.2g} nats per token on"
-      f" average, allowed are {bound:.2g} in {dtype}. One of the two does not compute the model's"
-      " distribution; if the difference is rounding, raise config.max_behavior_gap"
+      f" average, allowed are {bound:.2g} in {network.compute_dtype}. One of the two does not"
+      " compute the model's distribution; if the difference is rounding, raise"
+      " config.max_behavior_gap"
     )

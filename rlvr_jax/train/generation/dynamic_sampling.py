@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from rlvr_jax.rollouts.batch import RolloutBatch
+from rlvr_jax.rollouts.batch import RolloutBatch, solve_rates
 from rlvr_jax.rollouts.collect import keep_mixed_groups
 
 
@@ -15,7 +15,7 @@ class DynamicSamplingError(RuntimeError):
   """A batch could not be filled with groups that are neither all right nor all wrong."""
 
 
-def filled(
+def fill_with_mixed_groups(
   batches: Iterable[RolloutBatch], quotas: Sequence[int], *, max_batches: int
 ) -> RolloutBatch:
   """One batch of groups that are neither all right nor all wrong; see `keep_mixed_groups`.
@@ -37,7 +37,7 @@ def filled(
     if graded is not None:
       break
     if len(sampled) == max_batches:
-      solved = np.mean([part.train.correct.mean() for part in parts])
+      solved = np.nanmean([solve_rates(part.train) for part in parts])
       raise DynamicSamplingError(
         f"dynamic sampling: {max_batches} batches of {sum(quotas)} prompts at update"
         f" {batch.version} have too few groups that are neither all right nor all wrong (solve"

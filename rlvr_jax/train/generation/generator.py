@@ -25,6 +25,8 @@ from rlvr_jax.rollouts.batch import (
   from_shard,
   grades_of,
   may_finish,
+  solve_rate,
+  solve_rates,
   to_shard,
   with_recorded,
 )
@@ -325,7 +327,7 @@ class Generator:
     if batch.flight is not None:
       began = time.perf_counter()
       own = self._collector.finish(batch.flight, batch.versions.tolist()[: sources.num_live])
-      solved = np.asarray(own.train.correct).mean(axis=1)
+      solved = solve_rates(own.train).astype(np.float32)
       problems, observed = self._problems.observe(batch.draw, solved, position.problems)
       position = position._replace(problems=problems)
       own = own._replace(statistics=own.statistics | observed)
@@ -338,8 +340,8 @@ class Generator:
       graded = with_recorded(own, graded) if graded else own
     assert graded is not None  # there are live or recorded groups, or both
     of_group: Any = np.repeat(np.arange(len(sources), dtype=np.int32), sources.quotas)
-    solve_rate: Any = np.full(of_group.shape, graded.train.correct.mean(), np.float32)
-    train = dataclasses.replace(graded.train, sources=of_group, solve_rate=solve_rate)
+    rate = solve_rate(graded.train, batch.versions)
+    train = dataclasses.replace(graded.train, sources=of_group, solve_rate=rate)
     graded, mask = graded._replace(train=train), np.concatenate(sampled)
     if policy.version != self._counts.checked_version:
       self._counts = self._counts._replace(checked_version=policy.version)
@@ -365,7 +367,7 @@ class Generator:
         for complete in self._sample([self._start(policy)], policy):
           yield from map(self._finish, complete)
 
-    batch = dynamic_sampling.filled(
+    batch = dynamic_sampling.fill_with_mixed_groups(
       graded(), self._parts.sources.quotas, max_batches=c.dynamic_sampling.max_batches
     )
     self._counts = self._counts._replace(number=number + 1)

@@ -112,6 +112,4 @@ class Scorer:
     every = self._parts.config.diagnostics.every
     if not every or step % every:
       return {}, {}
-    # What is computed after the update is compiled before it, while a request to end may stop it.
-    self._parts.programs.mean_entropy.compile(state.params, self._frozen, batch)
     return self._parts.programs.measure(state, self._frozen, self._initial, batch)

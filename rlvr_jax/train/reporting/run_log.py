@@ -12,6 +12,7 @@ import jax
 import ml_collections
 import numpy as np
 
+from rlvr_jax.data import Task
 from rlvr_jax.models.flops import forward_flops, update_flops
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.rollouts.batch import Graded, RolloutBatch, response_lengths, write_batch
@@ -19,6 +20,7 @@ from rlvr_jax.rollouts.staleness import Schedule
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import waiting
 from rlvr_jax.train.reporting import machines
+from rlvr_jax.train.reporting.data_use import first_update_warning
 from rlvr_jax.train.reporting.writer import MetricWriter, compact_line, say, stage_summary
 from rlvr_jax.types import Params, TrainBatch
 
@@ -130,6 +132,7 @@ class _Run(NamedTuple):
   """See `RunLog`."""
 
   config: ml_collections.ConfigDict
+  task: Task
   network: TransformerConfig
   schedule: Schedule
 
@@ -145,6 +148,7 @@ class RunLog:
   def __init__(
     self,
     config: ml_collections.ConfigDict,
+    task: Task,
     network: TransformerConfig,
     schedule: Schedule,
     writer: MetricWriter,
@@ -155,7 +159,7 @@ class RunLog:
     """Starts with all counters at 0.
 
     Args:
-      config: of the run.
+      config, task: of the run.
       network: settings of the policy's network, to count its FLOPs.
       schedule: of the run.
       writer: writes the records.
@@ -164,7 +168,7 @@ class RunLog:
     """
     self.writer = writer
     self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
-    self._run = _Run(config, network, schedule)
+    self._run = _Run(config, task, network, schedule)
     # In real time generation goes on beside the trainer.
     phases = [name for name in _PHASES if not (schedule.real_time and name in _OF_GENERATION)]
     self._stopwatch = Stopwatch(elapsed, phases)
@@ -245,6 +249,11 @@ class RunLog:
         f" lengths), or raise config.batch.prompts = {batch.prompts}"
       )
 
+  def _warn_of_warm_start(self, values: Mapping[str, float]) -> None:
+    """Says what the first update shows of a policy that has little left to learn from."""
+    if text := first_update_warning(self._run.config, self._run.task, values):
+      say(f"warning: {text}")
+
   def count_scored(self, batch: TrainBatch) -> None:
     """Counts a forward pass over the batch."""
     lengths = batch.prompts.lengths, response_lengths(batch)
@@ -258,7 +267,9 @@ class RunLog:
 
   def counted(self) -> dict[str, float]:
     """The counters as metrics."""
-    return {f"counter/{name}": value for name, value in self.counters.items()}
+    passes = self.counters["prompts_sampled"] / len(self._run.task.train)
+    counters = {f"counter/{name}": value for name, value in self.counters.items()}
+    return {**counters, "data/passes": passes}
 
   # --- records ------------------------------------------------------------------------------------
 
@@ -314,6 +325,10 @@ class RunLog:
       | self._hosts.metrics(self._stopwatch.updated(done))
     )
     self._warn_of_padding(values["rows/filled"], update.step)
+    if update.step == 1 and (
+      text := first_update_warning(self._run.config, self._run.task, values)
+    ):
+      say(f"warning: {text}")
     self.writer.write(update.step, "train", values)
     if update.geometry:
       self.writer.write_geometry(update.step - 1, jax.device_get(update.geometry))

@@ -18,6 +18,7 @@ from rlvr_jax.models import quantized
 from rlvr_jax.models.functional import Model, transformer
 from rlvr_jax.models.linear import merged
 from rlvr_jax.models.presets import model_settings
+from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_between, check_choice, check_integer
 from rlvr_jax.ops.logprobs import check_sampling, is_truncated, token_logprobs
 from rlvr_jax.rollouts.engine import Engine
@@ -33,9 +34,9 @@ RECORDED = ("sampled", "raw")
 UNHEATED = Sampling()  # the distribution of "raw"
 
 # Largest mean |Δ log p|, in nats per token at temperature 1, between the two computations of a
-# log-probability (cached decoding, one forward pass). For networks of up to four layers of width
-# 128, `agreement/policy_mean` is 3e-7 in float32 and 2e-3 in bfloat16.
-MAX_GAP = {"float64": 1e-4, "float32": 1e-4, "bfloat16": 5e-2}
+# log-probability (cached decoding, one forward pass), by the precision of products. For networks of
+# up to four layers of width 128, `agreement/policy_mean` is 3e-7 in float32, 2e-3 in bfloat16.
+MAX_GAP = {"highest": 1e-4, "default": 5e-2}
 
 
 class Source(NamedTuple):
@@ -204,6 +205,12 @@ def _at_other_temperature(
       "config.sources.temperature: recorded = 'raw' has no effect with fraction = 0; set"
       " config.sources.temperature.fraction > 0, or recorded = 'sampled'"
     )
+  if recorded == "raw" and config.policy_temperature != UNHEATED.temperature:
+    raise ValueError(
+      "config.sources.temperature.recorded = 'raw' records log-probabilities at temperature 1, but"
+      f" config.policy_temperature = {config.policy_temperature} is trained, so that all ratios"
+      " would be off; set config.policy_temperature = 1.0, or recorded = 'sampled'"
+    )
   sampling = dataclasses.replace(sampling_of(config.sampling), temperature=temperature)
   check_sampling(sampling, vocab_size)
   check_between("config.sources.temperature", "temperature", temperature, low=0.0, open_low=True)
@@ -336,10 +343,10 @@ def behavior_gap(
   return gaps.sum() / jnp.maximum(kept.sum(), 1), gaps.max()
 
 
-def max_gap(config: ml_collections.ConfigDict, compute_dtype: Any, source: Source) -> float:
+def max_gap(config: ml_collections.ConfigDict, network: TransformerConfig, source: Source) -> float:
   """The mean gap, in nats per token, above which a run stops.
 
   Dividing logits by a temperature below 1 also divides their differences by it.
   """
-  bound = config.max_behavior_gap or MAX_GAP[jnp.dtype(compute_dtype).name]
+  bound = config.max_behavior_gap or MAX_GAP[network.precision]
   return bound / min(1.0, source.sampling.temperature)

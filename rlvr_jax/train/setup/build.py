@@ -41,6 +41,7 @@ from rlvr_jax.train.setup.programs import (
   make_gram,
   make_programs,
   make_row_layout,
+  trained_params,
 )
 from rlvr_jax.train.setup.tokenizers import make_tokenizer
 from rlvr_jax.types import Params, Prompts, TrainBatch, TrainState
@@ -137,14 +138,14 @@ def build(
   schedule = make_schedule(config)
   sampler = make_sampler(config, model, mesh, tokenizer)
   sources = sources_of(config, sampler, tokenizer, pins={})
-  method = make_method(config, model, mesh)
-  method = method._replace(sources=tuple(source.name for source in sources))
+  method = make_method(config, model, mesh)._replace(sources=tuple(s.name for s in sources))
   base = abstract_params(model, mesh)
+  warm_start = warm_start_optimizer(config)
+  checks.check_optimizers(config, method.optimizer, warm_start, trained_params(config, base))
   state = abstract_state(config, method, base, mesh)
   checks.check_update(config, mesh, method, state, {} if make_lora(config) is None else base)
   checks.check_rewards(config, method, policy, sources)
-  task = with_graders(config, task or make_task(config))
-  task = fitting(config, task, tokenizer)
+  task = fitting(config, with_graders(config, task or make_task(config)), tokenizer)
   programs = make_programs(
     config,
     tokenizer,
@@ -153,7 +154,7 @@ def build(
     state,
     mesh=mesh,
     sampler=sampler,
-    warm_start_optimizer=warm_start_optimizer(config),
+    warm_start_optimizer=warm_start,
   )
   return Parts(
     config=config,

@@ -13,6 +13,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import ml_collections
+import optax
 from jax.sharding import Mesh
 
 import rlvr_jax
@@ -45,7 +46,7 @@ _AT_LEAST_ONE = {
 # Traceback frames in these folders are not in the module of a user's component.
 _LIBRARIES = (
   os.path.dirname(rlvr_jax.__file__),
-  *(os.path.dirname(str(module.__file__)) for module in (os, jax, chex)),
+  *(os.path.dirname(str(module.__file__)) for module in (os, jax, chex, optax)),
 )
 _REMEDIES: dict[type[Exception], str] = {
   jax.errors.TracerBoolConversionError: "use jnp.where in place of if",
@@ -198,6 +199,36 @@ def shaped_outcomes(policy: OutcomePolicy) -> dict[str, Any]:
   plain = ("mask", "stop", 0.0, 1.0)
   binary = lambda outcome, reward: reward in plain or (outcome, reward) == ("correct", "score")
   return {o.value: reward for o, reward in policy.items() if not binary(o.value, reward)}
+
+
+def check_optimizers(
+  config: ml_collections.ConfigDict,
+  of_updates: optax.GradientTransformation,
+  of_warm_start: optax.GradientTransformation,
+  params: Params,
+) -> None:
+  """Raises ValueError if an optimizer fails on the shapes of the trained parameters, `params`.
+
+  Many of optax look at their hyper-parameters only when they are traced.
+  """
+  _check_optimizer(f"config.optimizer = {config.optimizer!r}", of_updates, params)
+  name = config.warm_start.optimizer
+  _check_optimizer(f"config.warm_start.optimizer = {name!r}", of_warm_start, params)
+
+
+def _check_optimizer(
+  owner: str, transformation: optax.GradientTransformation, params: Params
+) -> None:
+  def updates(params: Params) -> Params:
+    return transformation.update(params, transformation.init(params), params)[0]
+
+  found = _traced(owner, updates, params)
+  shapes = lambda tree: jax.tree.map(lambda x: x.shape, tree)
+  if shapes(found) != shapes(params):
+    raise ValueError(
+      f"{owner}: its updates do not have the shapes of the parameters; it must map gradients to"
+      " updates of the same shapes"
+    )
 
 
 def check_update(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import difflib
+import importlib
 import inspect
+import json
 import os
 import re
 import sys
@@ -20,8 +23,21 @@ from ml_collections.config_flags import config_flags
 
 import rlvr_jax
 from rlvr_jax import specs
+from rlvr_jax.storage.places import place
 
-_COMPONENTS = "advantage reweighting gram loss schedule optimizer learning_rate grader".split()
+# Where the component of a field is looked up, and the keywords that a run gives it.
+_COMPONENTS: dict[str, tuple[str, tuple[str, ...]]] = {
+  "advantage": ("advantages", ()),
+  "reweighting": ("reweighting", ()),
+  "gram": ("geometry", ()),
+  "loss": ("losses", ()),
+  "schedule": ("rollouts.staleness", ("num_updates", "seed")),
+  "optimizer": ("update.optimizer", ("learning_rate", "num_updates")),
+  "learning_rate": ("update.learning_rate", ("num_updates",)),
+  "grader": ("rewards.by_name", ("completion", "reference")),
+}
+_RECIPES = os.path.join(os.path.dirname(rlvr_jax.__file__), "configs")
+_OF_A_RUN = "config.json"
 _TYPES = {kind.__name__: kind for kind in (bool, int, float, str, tuple)}
 
 # Errors of Python and absl on a flag's value, and what the value has to be.
@@ -41,17 +57,50 @@ _LIBRARIES = (
 def parse_flags(argv: list[str]) -> list[str]:
   """Parses all flags; ends the process with a message on an error in them or the configuration.
 
-  The program's flag for the configuration must be called config.
+  The program's flag for the configuration must be called config. An evaluation or an export of a
+  run takes the run's where that flag is missing.
   """
+  try:
+    argv = _with_config_of_run(argv)
+  except (flags.Error, ValueError) as error:  # a file of flags, or the URL of a run
+    sys.exit(f"error: {error}")
   flags.FLAGS["config"].parser = Parser("config", argv)
   try:
     rest = flags.FLAGS(argv)
     config = flags.FLAGS["config"].value
     getattr(config, "seed", None)  # raises if the file was not loaded
   except Exception as error:
-    sys.exit(f"error: {_flag_message(error, argv)}")
+    missing = None if _value_of("config", argv) else _MISSING
+    sys.exit(f"error: {missing or _flag_message(error, argv)}")
+  if config is None:
+    sys.exit(f"error: {_MISSING}")
   _check_is_complete(config)
   return rest
+
+
+_MISSING = (
+  "--config is missing; add --config=FILE, a recipe such as configs/quickstart.py or your own. An"
+  " evaluation or an export of a run needs none with --checkpoint=RUN"
+)
+
+
+def _with_config_of_run(argv: list[str]) -> list[str]:
+  """The arguments, with the configuration of the run that --checkpoint names where none is given.
+
+  Such as --config=RUN/config.json, for RUN, RUN/checkpoints/STEP or RUN/warm_start/STEP.
+  """
+  mode, checkpoint = _value_of("mode", argv), _value_of("checkpoint", argv)
+  if _value_of("config", argv) or not checkpoint or mode not in ("eval", "export"):
+    return argv
+  folder = place("--checkpoint", checkpoint)
+  files = [parent / _OF_A_RUN for parent in (folder, *folder.parents[:2])]
+  found = next((file for file in files if file.exists()), None)
+  if found is None:
+    raise ValueError(
+      f"--config is missing, and --checkpoint={checkpoint} is in no run's folder with a"
+      f" {_OF_A_RUN}; add --config=FILE"
+    )
+  return [argv[0], f"--config={found}", *argv[1:]]
 
 
 def read(arguments: Sequence[str]) -> ConfigDict:
@@ -80,8 +129,6 @@ def read(arguments: Sequence[str]) -> ConfigDict:
 
 def _check_is_complete(config: Any) -> None:
   """Ends the process unless get_config() returned a configuration with the fields of the base."""
-  if config is None:
-    return  # the flag is missing, which is reported elsewhere
   fields = ("seed", "num_updates", "task", "model", "batch", "schedule", "mesh", "evaluation")
   is_one = isinstance(config, ConfigDict)
   missing = [name for name in fields if not is_one or name not in config]
@@ -117,8 +164,7 @@ def _flag_message(error: Exception, argv: list[str]) -> str:
       file = _file_flag(argv)
       users = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
       position = f" ({users[-1].filename}, line {users[-1].lineno})" if users else ""
-      lines = str(cause).strip().splitlines() or [""]
-      text = lines[-1 if isinstance(cause, OSError) else 0].strip()[:200]
+      text = (str(cause).strip().splitlines() or [""])[0].strip()[:200]
       if unknown := re.search(r'Key \\*"([^"\\]+)\\*" does not exist', str(cause)):
         near = re.search(r'Did you mean \\*"([^"\\]+)', str(cause))
         text = f"no field {unknown[1]!r}" + (f"; did you mean {near[1]!r}?" if near else "")
@@ -156,10 +202,10 @@ class Parser(config_flags.ConfigFileFlagParser):
 
   def parse(self, path: str) -> Any:
     path = installed_recipe(path)
-    config = super().parse(path)
+    config = self._of_run(path) if path.endswith(".json") else super().parse(_existing(path))
     if config is None:
       sys.exit(f"error: get_config() of {path} returns None; end it with: return c")
-    if not isinstance(config, ConfigDict):  # not found, which is reported when it is used
+    if not isinstance(config, ConfigDict):  # which is reported when it is used
       return config
     given = overrides(self.name, self._argv)
     if message := _inside_a_string(self.name, config, given):
@@ -170,6 +216,41 @@ class Parser(config_flags.ConfigFileFlagParser):
       except ValueError as error:
         sys.exit(f"error: {error}")
     return config
+
+  def _of_run(self, path: str) -> ConfigDict:
+    """The configuration that a run has written, in the types of the base."""
+    try:
+      values = json.loads(place(f"--{self.name}", path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+      sys.exit(f"error: --{self.name}={path} cannot be read as a run's configuration: {error}")
+    config = super().parse(os.path.join(_RECIPES, "base.py"))
+    config.task.kwargs = ConfigDict()
+    with config.unlocked():
+      _set_fields(config, values)
+    return config
+
+
+def _set_fields(section: ConfigDict, values: Mapping[str, Any]) -> None:
+  """Sets fields, given as JSON, which has lists for tuples."""
+  for name, value in values.items():
+    if isinstance(value, dict) and isinstance(section.get(name), ConfigDict):
+      _set_fields(section[name], value)
+    else:
+      section[name] = tuple(value) if isinstance(value, list) else value
+
+
+def _existing(path: str) -> str:
+  """The path; ends the process if there is no such file, and lists the recipes."""
+  file = path.partition(":")[0]
+  if os.path.exists(file):
+    return path
+  recipes = sorted(name[:-3] for name in os.listdir(_RECIPES) if re.match(r"[a-z]\w*\.py$", name))
+  near = difflib.get_close_matches(os.path.basename(file).removesuffix(".py"), recipes, n=1)
+  hint = f"; did you mean configs/{near[0]}.py?" if near else "."
+  sys.exit(
+    f"error: --config={path}: there is no such file{hint} The recipes are configs/NAME.py, NAME one"
+    f" of {', '.join(recipes)}"
+  )
 
 
 def installed_recipe(path: str) -> str:
@@ -193,6 +274,12 @@ def _flags_like(pattern: str, argv: Sequence[str]) -> Iterator[tuple[re.Match[st
       yield found, value if equals else following
 
 
+def _value_of(flag: str, argv: Sequence[str]) -> str | None:
+  """The last value of a flag of the command line and its flag files; None if it is not given."""
+  argv = flags.FLAGS.read_flags_from_files(list(argv), force_gnu=False)
+  return next((text for _, text in reversed(list(_flags_like(flag, argv)))), None)
+
+
 def _file_flag(argv: Sequence[str]) -> str:
   """The flag that names the configuration file, as the command line has it."""
   return next((f"{name[0]}={path}" for name, path in _flags_like("config", argv)), "--config")
@@ -210,7 +297,7 @@ def _inside_a_string(flag: str, config: ConfigDict, given: Mapping[str, Any]) ->
         remedy = f"set it as one string, --{flag}.{field}=…"
         if name in _COMPONENTS and not deeper and (node or keyword == "name"):
           component = value if keyword == "name" else _with_argument(field, node, keyword, value)
-          remedy = f'write --{flag}.{field}="{component}"'
+          remedy = _refusal(name, str(component)) or f'write --{flag}.{field}="{component}"'
         return f"--{flag}.{path}: config.{field} is a string, {node!r}; {remedy}"
   return None
 
@@ -218,6 +305,19 @@ def _inside_a_string(flag: str, config: ConfigDict, given: Mapping[str, Any]) ->
 def _with_argument(field: str, component: str, keyword: str, value: Any) -> specs.Spec:
   spec = specs.parse(field, component)
   return specs.Spec(spec.name, {**spec.arguments, keyword: value})
+
+
+def _refusal(field: str, component: str) -> str | None:
+  """Why no run would take the component; None if it takes the name and the keywords."""
+  module, of_run = _COMPONENTS[field]
+  package = importlib.import_module(f"rlvr_jax.{module}")
+  try:
+    spec = specs.parse(field, component)
+    factory = specs.find(field, package, spec.name)
+    specs.check_keywords(field, spec.name, factory, spec.arguments, of_run)
+  except ValueError as error:
+    return str(error).removeprefix(f"{field}: ")
+  return None
 
 
 def texts(name: str, argv: Sequence[str]) -> dict[str, str]:

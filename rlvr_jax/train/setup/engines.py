@@ -15,7 +15,7 @@ from rlvr_jax.models.functional import Model
 from rlvr_jax.ops.caches import CacheShape, choose_cache
 from rlvr_jax.rollouts.decoder import slot_bytes
 from rlvr_jax.rollouts.engine import Engine
-from rlvr_jax.train.cluster import compiling, multihost, sharding
+from rlvr_jax.train.cluster import multihost, sharding
 from rlvr_jax.train.cluster.process import ends_after
 from rlvr_jax.types import Params, Sampling
 
@@ -60,7 +60,6 @@ def make_engine(
     pad_token=tokenizer.pad_id,
     cache=_cache(config.sampling.cache, model),
     to_host=to_host,
-    jit=compiling.jit,
   )
 
 

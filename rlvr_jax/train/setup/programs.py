@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from rlvr_jax.models.functional import Model
 from rlvr_jax.models.linear import merged
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_between
+from rlvr_jax.ops.precision import with_matmul_precision
 from rlvr_jax.ops.row_attention import (
   choose_attention,
   longest_row,
@@ -29,7 +30,7 @@ from rlvr_jax.rollouts.engine import Engine
 from rlvr_jax.rollouts.packing import RowLayout, least_row, row_layout
 from rlvr_jax.sampling import sampling_of
 from rlvr_jax.train.checkpointing.checksums import parameter_checksums
-from rlvr_jax.train.cluster import compiling, sharding
+from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup.adapters import make_lora
 from rlvr_jax.train.setup.behavior_sources import (
   UNHEATED,
@@ -47,13 +48,10 @@ from rlvr_jax.update.supervised import supervised_step
 
 
 class Programs(NamedTuple):
-  """The jitted functions of a run, none of them compiled yet.
-
-  Those that compile for long are `compiling.Program`s.
-  """
+  """The jitted functions of a run, none of them compiled yet."""
 
   train_step: Callable  # (state, frozen, batch) → (state, metrics); the state is donated
-  supervised_step: compiling.Program  # see `update.supervised.supervised_step`
+  supervised_step: Callable  # see `update.supervised.supervised_step`
   engine: Engine  # samples from the policy as in training, on the trainer's devices
   held_out_engine: Engine  # with the evaluation's sampling
   sync_weights: Callable  # see `make_sync_weights`
@@ -61,7 +59,7 @@ class Programs(NamedTuple):
   behavior_gap: Callable  # see `train.setup.behavior_sources.behavior_gap`; sampling is static
   unheated_logprobs: Callable  # `train.setup.behavior_sources.response_logprobs` at temperature 1
   measure: Callable  # see `update.diagnostics.measure`
-  mean_entropy: compiling.Program  # (trained, frozen, batch) → f32[], nats per token
+  mean_entropy: Callable  # (trained, frozen, batch) → f32[], nats per token
   score: Callable  # (trained, frozen, batch) → (log-probabilities, entropies) [P, G, T]
   merge: Callable  # (trained, frozen) → all parameters of the network as arrays
 
@@ -110,13 +108,13 @@ def make_programs(
   engine = sources[0].engine if on_policy else engine_of(sampling)
   assert engine is not None  # the policy is not a recorded source
   return Programs(
-    train_step=compiling.jit(
-      functools.partial(train_step, method=method),
+    train_step=jax.jit(
+      _bound(train_step, model, method=method),
       donate_argnums=0,
       out_shardings=(shardings, replicated),
     ),
-    supervised_step=compiling.jit(
-      functools.partial(supervised_step, model=model, optimizer=warm_start_optimizer),
+    supervised_step=jax.jit(
+      _bound(supervised_step, model, model=model, optimizer=warm_start_optimizer),
       donate_argnums=0,
     ),
     engine=engine,
@@ -125,25 +123,30 @@ def make_programs(
     checksums=jax.jit(parameter_checksums),
     behavior_gap=make_behavior_gap(sampler),
     unheated_logprobs=make_unheated_logprobs(sampler),
-    measure=compiling.jit(make_measure(config, method), out_shardings=replicated),
-    mean_entropy=compiling.jit(
-      functools.partial(mean_entropy, method=method), out_shardings=replicated
-    ),
-    score=compiling.jit(functools.partial(policy_logprobs, method=method), out_shardings=for_host),
+    measure=jax.jit(_bound(make_measure(config, method), model), out_shardings=replicated),
+    mean_entropy=jax.jit(_bound(mean_entropy, model, method=method), out_shardings=replicated),
+    score=jax.jit(_bound(policy_logprobs, model, method=method), out_shardings=for_host),
     merge=jax.jit(lambda trained, frozen: merged(model.combine(trained, frozen))),
   )
 
 
-def make_behavior_gap(sampler: Sampler) -> compiling.Program:
+def _bound(function: Callable, network: Model, **arguments: Any) -> Callable:
+  """`function` with some arguments, traced with the precision of the network's products."""
+  return with_matmul_precision(
+    functools.partial(function, **arguments), precision=network.config.precision
+  )
+
+
+def make_behavior_gap(sampler: Sampler) -> Callable:
   """`train.setup.behavior_sources.behavior_gap` of the policy on the sampling devices."""
-  gap = functools.partial(behavior_gap, model=sampler.model)
-  return compiling.jit(gap, static_argnames="sampling")
+  gap = _bound(behavior_gap, sampler.model, model=sampler.model)
+  return jax.jit(gap, static_argnames="sampling")
 
 
 def make_unheated_logprobs(sampler: Sampler) -> Callable:
   """(trained, frozen, prompts, tokens) → f32[P, G, T] for the host, on the sampling devices."""
-  logprobs = functools.partial(response_logprobs, model=sampler.model, sampling=UNHEATED)
-  return compiling.jit(logprobs, out_shardings=sharding.host_result_sharding(sampler.mesh))
+  logprobs = _bound(response_logprobs, sampler.model, model=sampler.model, sampling=UNHEATED)
+  return jax.jit(logprobs, out_shardings=sharding.host_result_sharding(sampler.mesh))
 
 
 def make_sync_weights(mesh: Mesh, generation_mesh: Mesh, params: Params) -> Callable:
@@ -238,6 +241,7 @@ def abstract_batch(
     behavior_logprobs=of((P, G, T), jnp.float32),
     rewards=of((P, G), jnp.float32),
     correct=of((P, G), jnp.float32),
+    valid=of((P, G), jnp.bool_),
     lags=of((P, G), jnp.int32),
     sources=of((P,), jnp.int32),
     reference_logprobs=of((P, G, T), jnp.float32) if config.reference.kl_coefficient else None,
@@ -259,11 +263,18 @@ def abstract_state(
   config: ml_collections.ConfigDict, method: Method, base: Params, mesh: Mesh
 ) -> TrainState:
   """Shapes, dtypes and shardings of the train state; `base`: shapes of the complete network."""
-  settings = make_lora(config)
+  trained = trained_params(config, base)
 
-  def build(key):
-    trained = base if settings is None else lora.init(key, base, settings)
+  def build():
     zeros = lambda x: jnp.zeros(x.shape, x.dtype)
     return initial_state(method, jax.tree.map(zeros, trained), jnp.zeros(()))
 
-  return sharding.placed(jax.eval_shape(build, jax.random.key(0)), mesh)
+  return sharding.placed(jax.eval_shape(build), mesh)
+
+
+def trained_params(config: ml_collections.ConfigDict, base: Params) -> Params:
+  """Shapes and dtypes of the parameters that are trained: `base`, or its adapters."""
+  settings = make_lora(config)
+  if settings is None:
+    return base
+  return jax.eval_shape(lambda key: lora.init(key, base, settings), jax.random.key(0))

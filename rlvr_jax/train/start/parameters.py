@@ -26,6 +26,7 @@ from rlvr_jax.train.checkpointing.checkpoint_files import (
   read_params,
   saved_steps,
 )
+from rlvr_jax.train.checkpointing.workdir import read_config
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup.adapters import first_adapters
 from rlvr_jax.train.setup.build import Parts, warm_start_optimizer
@@ -117,15 +118,15 @@ def supervised_batches(parts: Parts) -> Iterator[tuple[Prompts, np.ndarray, np.n
 
 
 def check_start(config: ml_collections.ConfigDict, workdir: Path) -> None:
-  """Raises ValueError unless `config.start` can be, or has been: its policy is in the workdir."""
+  """Raises CheckpointError unless `config.start` can be used, or its policy is in the workdir."""
   start = config.start
   if start.optimizer and not start.checkpoint:
-    raise ValueError(
+    raise CheckpointError(
       "config.start.optimizer = True has no effect without config.start.checkpoint; set that to"
       " another run's WORKDIR/checkpoints/STEP"
     )
   if start.checkpoint and config.lora.adapters:
-    raise ValueError(
+    raise CheckpointError(
       f"config.start.checkpoint = {start.checkpoint!r} and config.lora.adapters ="
       f" {config.lora.adapters!r} both give the first parameters; set one of them to ''"
     )
@@ -134,8 +135,11 @@ def check_start(config: ml_collections.ConfigDict, workdir: Path) -> None:
 
 
 def start_folder(config: ml_collections.ConfigDict) -> Path:
-  """The checkpoint of another run that `config.start` names."""
-  return checkpoint_folder(config.start.checkpoint, field="config.start.checkpoint")
+  """The checkpoint of another run that `config.start` names; CheckpointError if there is none."""
+  try:
+    return checkpoint_folder(config.start.checkpoint, field="config.start.checkpoint")
+  except ValueError as error:
+    raise CheckpointError(str(error)) from error
 
 
 def checkpoint_folder(checkpoint: str, *, field: str = "--checkpoint") -> Path:
@@ -166,6 +170,7 @@ def chosen_params(parts: Parts, folder: Path | None) -> tuple[Params, int]:
   Raises:
     CheckpointError: the checkpoint is damaged, or of a run with another network, adapters or
       tokenizer.
+    WorkdirError: the run's configuration is damaged.
   """
   if folder is None:
     return initial_params(parts), 0
@@ -177,12 +182,18 @@ def _check_same_policy(parts: Parts, path: Path) -> None:
   """Raises if a run's parameters would compute another function under this configuration."""
   if not path.exists():
     return  # a checkpoint that was copied without its run
-  theirs, ours = json.loads(path.read_text()), json.loads(parts.config.to_json_best_effort())
+  theirs, ours = read_config(path), json.loads(parts.config.to_json_best_effort())
   fields = [("model", name) for name in ("preset", "checkpoint")]
   fields += [("lora", name) for name in ("rank", "alpha", "targets")]
-  found = {f"{a}.{b}": (theirs.get(a, {}).get(b), ours[a][b]) for a, b in fields}
-  found["tokenizer"] = (theirs["tokenizer"], ours["tokenizer"])
-  found["model.overrides"] = (given_overrides(theirs["model"]), given_overrides(ours["model"]))
+  try:
+    found = {f"{a}.{b}": (theirs.get(a, {}).get(b), ours[a][b]) for a, b in fields}
+    found["tokenizer"] = (theirs["tokenizer"], ours["tokenizer"])
+    found["model.overrides"] = (given_overrides(theirs["model"]), given_overrides(ours["model"]))
+  except (AttributeError, KeyError, TypeError, ValueError) as error:
+    raise CheckpointError(
+      f"{path} is not the configuration of a run ({type(error).__name__}: {error}). Put it back, or"
+      " copy the checkpoint to a folder without it"
+    ) from error
   differing = {name: pair for name, pair in found.items() if pair[0] != pair[1]}
   if differing:
     raise CheckpointError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,14 +12,17 @@ import jax
 
 from rlvr_jax.evaluate.run_files import METRICS_FILE, read_metrics
 from rlvr_jax.rollouts.store import RolloutStore, StoreError
-from rlvr_jax.storage.files import replacing
+from rlvr_jax.storage.files import is_as_written, replacing, with_crc32
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer, Restored
 from rlvr_jax.train.checkpointing.checkpoint_files import CheckpointError
 from rlvr_jax.train.checkpointing.host_state import HostState
+from rlvr_jax.train.checkpointing.workdir import WorkdirError, left_by_a_run
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.reporting.writer import progress, say
 from rlvr_jax.train.setup.build import Parts, with_sources_as_begun
 from rlvr_jax.types import TrainState
+
+SOURCES_FILE = "sources.json"
 
 
 def as_begun(parts: Parts, workdir: Path) -> Parts:
@@ -26,19 +30,19 @@ def as_begun(parts: Parts, workdir: Path) -> Parts:
 
   Raises:
     StoreError: they no longer exist.
+    WorkdirError: this run began before, and which ones these are is not known any more.
   """
-  path = workdir / "sources.json"
+  path = workdir / SOURCES_FILE
   pins = {source.name: source.pin for source in parts.sources if source.pin is not None}
   if not pins:
     return parts
 
-  def write() -> None:
-    if not path.exists():
+  def read() -> dict[str, Any]:
+    if not path.exists() and not left_by_a_run(workdir):
       with replacing(path) as file:
-        file.write(json.dumps(pins).encode())
+        file.write(json.dumps(with_crc32(pins)).encode())
+    return _pinned(path, pins.keys())
 
-  multihost.on_first(write, None)
-  read = lambda: json.loads(path.read_text())
   pinned = multihost.exchange(multihost.on_first(read, None))[0]  # only the first may have the file
   if pinned == pins:
     return parts
@@ -46,6 +50,22 @@ def as_begun(parts: Parts, workdir: Path) -> Parts:
     return with_sources_as_begun(parts, pinned)
   except ValueError as error:
     raise StoreError(f"{error} (this run began with what {path} names)") from error
+
+
+def _pinned(path: Path, names: Collection[str]) -> dict[str, Any]:
+  """What sources.json says of the sources of these names; earlier versions wrote no checksum."""
+  try:
+    found = json.loads(path.read_text())
+    if not isinstance(found, dict) or found.keys() - {"crc32"} != set(names):
+      raise ValueError(f"it does not name {', '.join(sorted(names))}")
+    if "crc32" in found and not is_as_written(found):
+      raise ValueError("it does not match its checksum")
+    return {name: found[name] for name in names}
+  except (OSError, ValueError) as error:
+    raise WorkdirError(
+      f"{path}, which says the checkpoint and the batches of other runs that this run began with,"
+      f" cannot be read: {error}. Put back a copy, or start again in another --workdir"
+    ) from error
 
 
 class Resumed(NamedTuple):

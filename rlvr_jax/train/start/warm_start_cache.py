@@ -50,13 +50,16 @@ class Trained(NamedTuple):
 
 
 def check(config: ml_collections.ConfigDict) -> None:
-  """Raises ValueError unless `config.warm_start.cache` can be used."""
+  """Raises CheckpointError unless `config.warm_start.cache` can be used."""
   folder = config.warm_start.cache
   if not folder:
     return
-  local_path("config.warm_start.cache", folder)
+  try:
+    local_path("config.warm_start.cache", folder)
+  except ValueError as error:
+    raise CheckpointError(str(error)) from error
   if jax.process_count() > 1:
-    raise ValueError(
+    raise CheckpointError(
       f"config.warm_start.cache = {folder!r} is for runs of one process, this one has"
       f" {jax.process_count()}; set it to ''"
     )

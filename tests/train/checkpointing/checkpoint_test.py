@@ -1,6 +1,7 @@
 import contextlib
 import gc
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -345,6 +346,55 @@ def test_the_remedy_of_the_message_works(pristine, tmp_path):
     restore(tmp_path / "copy")
 
 
+def test_a_checkpoint_under_another_number_is_refused(pristine, tmp_path):
+  shutil.copytree(pristine[0], tmp_path / "copy")
+  shutil.copytree(pristine[0] / "2", tmp_path / "copy" / "12")
+  said = r"copy/12 is damaged: .*checkpoint of step 2, under another number\. Remove that directory"
+  with pytest.raises(checkpoint_files.TornCheckpointError, match=rf"{said} .* back to step 3\."):
+    restore(tmp_path / "copy")
+  with pytest.raises(checkpoint_files.TornCheckpointError, match="of step 2, under another number"):
+    checkpoint_files.read_params(tmp_path / "copy" / "12", make_state(0).params)
+
+
+def test_only_an_intact_checkpoint_is_promised(pristine, tmp_path):
+  shutil.copytree(pristine[0], tmp_path / "copy")
+  damage("cut", tmp_path / "copy" / "3" / "manifest" / "metadata", None)
+  damage("cut", tmp_path / "copy" / "2" / "manifest" / "metadata", None)
+  both = r"(?s)copy/3 is damaged: .*; the checkpoint \S+copy/2 is damaged: .*Remove these director"
+  with pytest.raises(checkpoint_files.TornCheckpointError, match=both) as caught:
+    restore(tmp_path / "copy")
+  assert str(caught.value).endswith("rerun to start from the beginning.")
+  save_one(tmp_path / "other", 1)
+  shutil.copytree(tmp_path / "other" / "1", tmp_path / "copy" / "1")
+  with pytest.raises(checkpoint_files.TornCheckpointError, match=both) as caught:
+    restore(tmp_path / "copy")
+  assert str(caught.value).endswith("rerun to fall back to step 1.")
+
+
+def test_damage_is_reported_without_tracebacks_of_libraries(pristine, tmp_path):
+  """In a process of its own: pytest takes what a library's thread raises."""
+  shutil.copytree(pristine[0], tmp_path / "copy")
+  (tmp_path / "copy" / "3" / "arrays" / "manifest.ocdbt").unlink()
+  code = """
+    import gc, sys
+    import checkpoint_test
+    try:
+      checkpoint_test.restore(sys.argv[1])
+    except checkpoint_test.checkpoint_files.TornCheckpointError as error:
+      print(error)
+    gc.collect()
+  """
+  done = subprocess.run(
+    [sys.executable, "-c", textwrap.dedent(code), tmp_path / "copy"],
+    env=os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])},
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+  assert done.stderr == ""
+  assert done.stdout.count("\n") == 1 and "rerun to fall back to step 2." in done.stdout
+
+
 # --- parameters alone -----------------------------------------------------------------------------
 
 
@@ -369,14 +419,20 @@ def test_parameters_of_another_shape_are_refused_naming_the_leaf(pristine):
     checkpoint_files.read_params(pristine[0] / "3", make_state(0, width=9).params)
 
 
-@pytest.mark.parametrize("what", ["arrays", "manifest"])
-def test_damaged_parameters_are_refused(pristine, tmp_path, what):
+@pytest.mark.parametrize(
+  ("what", "message"),
+  [
+    ("arrays", r"'params\.\S+' has checksum"),
+    ("manifest", "it is the checkpoint of step 2, under"),
+  ],
+)
+def test_damaged_parameters_are_refused(pristine, tmp_path, what, message):
   """Also where all files are whole, but the values are of another save."""
   shutil.copytree(pristine[0], tmp_path / "copy")
   path = tmp_path / "copy" / "3" / what
   shutil.rmtree(path)
   shutil.copytree(pristine[0] / "2" / what, path)
-  with pytest.raises(checkpoint_files.TornCheckpointError, match=r"'params\.\S+' has checksum"):
+  with pytest.raises(checkpoint_files.TornCheckpointError, match=message):
     checkpoint_files.read_params(tmp_path / "copy" / "3", make_state(0).params)
   params = checkpoint_files.read_params(tmp_path / "copy" / "2", make_state(0).params)
   assert_same_bits(params, make_state(2).params)
@@ -433,7 +489,7 @@ SAVER = """
   import resource, signal, sys
   import jax, jax.numpy as jnp
   from rlvr_jax.storage.files import DiskFullError
-  from rlvr_jax.train import checkpoint
+  from rlvr_jax.train.checkpointing import checkpoint
 
   def make_state(step):
     return {f"leaf-{i}": jnp.sin(jnp.arange(200_000.0) * (i + 1) + step) for i in range(4)}

@@ -83,10 +83,24 @@ def test_the_workdir_of_an_earlier_version(tmp_path):
   assert "another --workdir" in last
 
 
-def test_config_that_is_not_json(tmp_path):
-  (tmp_path / "config.json").write_text("{")
-  with pytest.raises(WorkdirError, match="not JSON"):
-    check_config(Workdir(tmp_path), "{}")
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [("{", "is not JSON"), ("", "is not JSON"), ("[1]", "has list in place of"), ("3", "has int in")],
+)
+def test_config_that_is_none(tmp_path, text, message):
+  (tmp_path / "config.json").write_text(text)
+  with pytest.raises(WorkdirError, match=rf"config\.json {message}.* Put back a copy"):
+    check_config(Workdir(tmp_path), '{"seed": 1}')
+
+
+@pytest.mark.parametrize(
+  ("folder", "why"),
+  [("/proc/x", "No such file or directory"), ("/tmp/" + 300 * "x", "File name too long")],
+)
+def test_a_workdir_that_cannot_be(folder, why):
+  said = rf"--workdir={folder} cannot be written: {why}\. Choose a folder that this user can write"
+  with contextlib.ExitStack() as stack, pytest.raises(WorkdirError, match=said):
+    opened(folder, lambda x: stack.enter_context(contextlib.closing(x)))
 
 
 def started(folder, *, begins):

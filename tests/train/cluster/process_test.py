@@ -1,35 +1,40 @@
 """What hangs ends, and what is alive goes on."""
 
+import os
 import subprocess
 import sys
 
 import pytest
+
+from rlvr_jax.train.checkpointing.checkpoint_files import CheckpointError
+from rlvr_jax.train.cluster import process
 
 
 @pytest.mark.parametrize(
   ("body", "ends"),
   [
     # Native code that keeps the interpreter's lock, as a constructor of a library may.
-    ("with host.deadline(): ctypes.PyDLL(None).sleep(60)", True),
+    ("with process.deadline(): ctypes.PyDLL(None).sleep(60)", True),
     pytest.param("""
-with host.deadline():
+with process.deadline():
   for _ in range(4):
     time.sleep(1.0)
-    host.alive()""", False, marks=pytest.mark.slow),
+    process.alive()""", False, marks=pytest.mark.slow),
     ("""
-with host.deadline():
-  with host.deadline():
+with process.deadline():
+  with process.deadline():
     pass
   time.sleep(60)""", True),
     pytest.param("""
-with host.deadline():
+with process.deadline():
   pass
-host.alive()
+process.alive()
 time.sleep(4.0)""", False, marks=pytest.mark.slow),
   ],
 )  # fmt: skip
 def test_a_wait_without_a_sign_of_life_ends_the_process(body, ends):
-  code = f"import ctypes, time\nfrom rlvr_jax.train.cluster import process as host\nhost.DEADLINE_S = 3.0\n{body}"
+  begins = "import ctypes, time\nfrom rlvr_jax.train.cluster import process\n"
+  code = f"{begins}process.DEADLINE_S = 3.0\n{body}"
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
   assert done.returncode == int(ends)
   assert ("Timeout (0:00:03)!" in done.stderr and "<module>" in done.stderr) == ends
@@ -37,8 +42,8 @@ def test_a_wait_without_a_sign_of_life_ends_the_process(body, ends):
 
 @pytest.mark.parametrize(("seconds", "ends"), [(5.0, True), (0.2, False)])
 def test_a_wait_that_is_too_long_ends_with_a_message(seconds, ends):
-  code = "import time\nfrom rlvr_jax.train.cluster import process as host\nwith host.ends_after(1.0, 'too long'):\n"
-  code += f"  time.sleep({seconds})\ntime.sleep(2.0)"
+  code = "import time\nfrom rlvr_jax.train.cluster import process\n"
+  code += f"with process.ends_after(1.0, 'too long'):\n  time.sleep({seconds})\ntime.sleep(2.0)"
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
   assert (done.returncode, done.stderr) == ((1, "too long\n") if ends else (0, ""))
 
@@ -47,7 +52,7 @@ def test_the_message_is_the_last_word(tmp_path):
   """Threads are writing complaints when the process ends."""
   program = """
 import os, threading, time
-from rlvr_jax.train.cluster import process as host
+from rlvr_jax.train.cluster import process
 
 def complain():
   while True:
@@ -56,7 +61,7 @@ def complain():
 for _ in range(16):
   threading.Thread(target=complain, daemon=True).start()
 time.sleep(0.2)
-host.exit_immediately("error: what to do")
+process.exit_immediately("error: what to do")
 """
   complaints = tmp_path / "stderr"  # unlike a pipe it is never full
   with complaints.open("wb") as stderr:
@@ -67,7 +72,7 @@ host.exit_immediately("error: what to do")
 
 ENDING = """
 import concurrent.futures, hashlib, os, signal, sys, threading, time
-from rlvr_jax.train.cluster import process as host
+from rlvr_jax.train.cluster import process
 
 passed_on = []
 
@@ -75,7 +80,7 @@ def send(*numbers):
   for number in numbers:
     os.kill(os.getpid(), number)
 
-with host.ends_in_order(lambda: passed_on.append(1)):
+with process.ends_in_order(lambda: passed_on.append(1)):
 """
 
 
@@ -87,7 +92,7 @@ with host.ends_in_order(lambda: passed_on.append(1)):
   def watch():
     send(signal.SIGTERM)
     began = time.monotonic()
-    while not host.asked():
+    while not process.asked():
       time.sleep(0.01)
     noted.append(time.monotonic() - began)
   threading.Thread(target=watch).start()
@@ -97,18 +102,18 @@ with host.ends_in_order(lambda: passed_on.append(1)):
   print(noted[0] < took / 2, len(passed_on))""", 0, "True 1"),
     ("""
   send(signal.SIGINT, signal.SIGTERM, signal.SIGTERM)
-  host.wait(concurrent.futures.Future())
-  print(host.asked())""", 0, "True"),
+  process.wait(concurrent.futures.Future())
+  print(process.asked())""", 0, "True"),
     ("""
   send(signal.SIGINT, signal.SIGINT)
   time.sleep(60)""", 130, ""),
     ("""
   send(signal.SIGHUP)
-  host.wait(concurrent.futures.Future())
-  print(host.asked())""", 0, "True"),
+  process.wait(concurrent.futures.Future())
+  print(process.asked())""", 0, "True"),
     ("""
   pass
-print(host.in_order(), host.asked(), flush=True)
+print(process.in_order(), process.asked(), flush=True)
 send(signal.SIGTERM)
 time.sleep(60)""", -15, "False False"),
   ],
@@ -122,9 +127,47 @@ def test_signals_ask_for_an_end_at_once(body, status, printed):
 
 
 def test_a_hangup_that_is_ignored_asks_for_nothing():
-  body = "\n  send(signal.SIGHUP)\n  time.sleep(0.5)\n  print(host.asked())"
+  body = "\n  send(signal.SIGHUP)\n  time.sleep(0.5)\n  print(process.asked())"
   ignored = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)"
   done = subprocess.run(
     [sys.executable, "-c", ignored + ENDING + body], capture_output=True, text=True, timeout=300
   )
   assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr
+
+
+def test_closed_streams_are_open_again_before_any_file(tmp_path):
+  """Or what is printed would go into the first file that is opened."""
+  code = """
+import os, sys
+from rlvr_jax.train.cluster import process
+process.open_closed_streams()
+with open(sys.argv[1], "w") as file:
+  file.write(f"{file.fileno() > 2} {sys.stdin.read()!r} {os.get_inheritable(1)}")
+  print("lost", flush=True)
+  print("lost too", file=sys.stderr, flush=True)
+"""
+  path = tmp_path / "file"
+  closing = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "-", sys.executable, "-c", code, str(path)]
+  assert subprocess.run(closing, timeout=300).returncode == 0
+  assert path.read_text() == "True '' True"
+
+
+def test_the_program_runs_with_closed_streams():
+  program = [sys.executable, "-m", "rlvr_jax.main", "--help"]
+  closing = ["bash", "-c", 'exec "$@" >&-', "-", *program]
+  done = subprocess.run(closing, stderr=subprocess.PIPE, text=True, timeout=300)
+  assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_the_limit_on_open_files_is_named_whoever_met_it():
+  try:
+    try:  # as tensorstore says it, in a long text
+      raise ValueError(f"RESOURCE_EXHAUSTED: {300 * 'x'} [OS error 24: EMFILE Too many open files]")
+    except ValueError as error:
+      raise CheckpointError("saving to checkpoints failed: ValueError: RESOURCE…") from error
+  except CheckpointError as error:
+    said = process.described(error)
+  assert said.startswith("too many open files: this process may have ") and "ulimit -n 4096" in said
+  assert "saving to checkpoints failed" in said
+  assert process.described(OSError(24, os.strerror(24))).startswith("too many open files")
+  assert process.described(ValueError("another")) == "another"

@@ -233,12 +233,12 @@ def test_each_weight_is_gathered_once_and_none_by_a_burst(sizes, tied_head):
   engine, params = engine_on(sizes, config)
   emitted = engine.settings.slots * T  # the host reads it
   assert gathers(engine.lowered(params, {}), larger_than=emitted) == []
-  take = engine.take_layer.lower(params, {}, np.int32(1))
+  take = engine.programs.take_layer.lower(params, {}, np.int32(1))
   assert gathers(take, larger_than=0) == []
   taken = jax.tree.map(placed, take.out_info, take.compile().output_shardings)
-  of_layer = gathers(engine.load_layer.lower(taken), larger_than=P * S)
+  of_layer = gathers(engine.programs.load_layer.lower(taken), larger_than=P * S)
   assert len(of_layer) == 7, of_layer
-  others = gathers(engine.load_others.lower(params, {}), larger_than=P * S)
+  others = gathers(engine.programs.load_others.lower(params, {}), larger_than=P * S)
   assert len(others) == (1 if tied_head else 2), others
 
 
@@ -312,9 +312,9 @@ def test_layers_move_into_another_layout_one_by_one():
   config = TransformerConfig(**vars(CONFIG) | {"num_layers": 16})
   _, params = engine_on(dict(fsdp=8), config)
   engine, _ = engine_on(dict(data=4, tensor=2), config)
-  take = engine.take_layer.lower(params, {}, np.int32(1))
+  take = engine.programs.take_layer.lower(params, {}, np.int32(1))
   taken = jax.tree.map(placed, take.out_info, take.compile().output_shardings)
-  layer = engine.load_layer.lower(taken).compile().memory_analysis()
+  layer = engine.programs.load_layer.lower(taken).compile().memory_analysis()
   size = lambda tree: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
   whole = size(params["blocks"]) / config.num_layers
   assert 0.5 * whole <= layer.output_size_in_bytes < 0.6 * whole  # norms are not split

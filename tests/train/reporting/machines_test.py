@@ -21,10 +21,10 @@ from rlvr_jax.train.reporting.writer import MetricWriter
 
 
 HELD = """
-from rlvr_jax.train.reporting import machines as observe
-before = observe.memory("grade")["memory/grade_host_gib"]
+from rlvr_jax.train.reporting import machines
+before = machines.memory("grade")["memory/grade_host_gib"]
 held = bytearray(b"1") * 2**28
-after = observe.memory("grade")
+after = machines.memory("grade")
 assert 0.24 < after["memory/grade_host_gib"] - before < 0.3, (before, after)
 assert set(after) == {"memory/grade_host_gib"}  # a CPU's device tells nothing
 """

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from oracles.batches import make_host_batch
 from train import tiny
+from train.sums import sums
 
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.rollouts import staleness
@@ -19,7 +20,7 @@ def log(tmp_path):
     vocab_size=8, width=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, mlp_width=8
   )
   with MetricWriter(tmp_path, None) as writer:
-    yield RunLog(tiny.config(), network, staleness.on_policy(), writer)
+    yield RunLog(tiny.config(), sums(), network, staleness.on_policy(), writer)
 
 
 def test_a_grader_that_crashes_is_told_with_its_error_once_until_it_does_not(log, capsys):
@@ -45,11 +46,11 @@ def test_rows_that_are_mostly_padding_are_told_once_until_they_are_not(log, caps
 
 
 def test_an_update_of_mostly_padding_is_told(log, capsys):
-  for step, filled in enumerate([0.9, 0.2], start=1):
+  for step, filled in enumerate([0.9, 0.2], start=2):
     metrics = {"rows/filled": jnp.float32(filled)}
     batch = make_host_batch(np.ones((1, 1, 1)))
     log.write_update(DispatchedUpdate(step, 0.0, metrics, {}, batch, {}))
-    told = "80% of the places that update 2 computed hold no token" in capsys.readouterr().out
+    told = "80% of the places that update 3 computed hold no token" in capsys.readouterr().out
     assert told == (filled < 0.5)
 
 
@@ -60,3 +61,22 @@ def test_responses_that_are_mostly_truncated_are_told_once_until_it_is_less(log,
     log.count_sampled(RolloutBatch(number=step, version=step, graded=graded), step)
     told.append("were cut at config.max_response_length" in capsys.readouterr().out)
   assert told == [False, True, False, False, True]
+
+
+def test_what_the_warm_start_left_is_told_at_the_first_update_alone(log, capsys):
+  values = {"rows/filled": 1.0, "groups/effective": 0.0, "policy/entropy": 0.0}
+  metrics = {name: jnp.float32(value) for name, value in values.items()}
+  told = []
+  for step in (1, 2):
+    batch = make_host_batch(np.ones((1, 1, 1)))
+    log.write_update(DispatchedUpdate(step, 0.0, metrics, {}, batch, {}))
+    told.append("warning: the warm start leaves a policy" in capsys.readouterr().out)
+  assert told == [True, False]
+
+
+def test_passes_are_prompts_by_training_problems(log):
+  """Prompts of the groups that dynamic sampling has dropped included."""
+  for step in range(3):
+    graded = Graded(make_host_batch(np.ones((8, 1, 1))), 1, 125, {}, [])
+    log.count_sampled(RolloutBatch(number=step, version=step, graded=graded), step)
+  assert log.counted()["data/passes"] == 3 * 125 / 1000

@@ -225,7 +225,6 @@ def test_a_full_disk_has_a_message(tmp_path, kind):
   code = """
 import resource, signal, sys
 from rlvr_jax.storage import files
-from rlvr_jax.storage import files
 from rlvr_jax.evaluate import run_files
 from rlvr_jax.train.reporting import writer as metrics
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -10,6 +10,7 @@ from train import tiny
 
 from rlvr_jax.commands.export import export
 from rlvr_jax.commands.train import train
+from rlvr_jax.data import HuggingFaceTokenizer
 from rlvr_jax.models.huggingface import load_params
 from rlvr_jax.models.peft import load_adapters
 from rlvr_jax.train.setup.build import build
@@ -81,6 +82,8 @@ def test_export_writes_the_merged_policy_and_the_adapters(run, parts, tmp_path):
   jax.tree.map(np.testing.assert_array_equal, adapters, jax.device_get(params))
   assert (settings.rank, settings.alpha) == (2, 32.0)
   assert json.loads((folder / "adapter" / "adapter_config.json").read_text())["r"] == 2
+  tokenizer = HuggingFaceTokenizer(folder)  # the policy reads bytes
+  assert tokenizer.encode("1+2") == [49, 43, 50] and tokenizer.stop_ids == (257,)
   # And a run begins with them.
   again = tiny.config(**LORA | dict(lora__adapters=str(folder / "adapter")))
   first = parameters.initial_params(build(again))

@@ -1,10 +1,12 @@
 """What a loss or an advantage of one's own is told when it returns, or does, what it must not."""
 
 import logging
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from train import tiny
 
@@ -73,6 +75,29 @@ def test_a_wrong_component_has_one_line_before_anything_is_compiled(field, name,
   ):
     build(tiny.config(**{field: text}))
   assert "\n" not in str(error.value) and "Compiling jit(train_step)" not in caplog.text
+
+
+def truncated(*, learning_rate):
+  """An optimizer that updates one entry of each parameter."""
+  first = lambda updates, state, params=None: (jax.tree.map(lambda x: x[:1], updates), state)
+  return optax.GradientTransformation(optax.sgd(learning_rate).init, first)
+
+
+OPTIMIZERS = [
+  ("optimizer", "optax:adamw(b1='a')", r"TypeError: unsupported operand type\(s\) for -: "),
+  ("optimizer", "optax:lbfgs", r"TypeError: .* missing 3 required keyword-only arguments"),
+  ("optimizer", f"{__name__}:truncated", r"its updates do not have the shapes of the parameters"),
+  ("warm_start.optimizer", "optax:adamw(weight_decay='x')", r"TypeError: Only integer scalar"),
+]
+
+
+@pytest.mark.parametrize(("field", "text", "message"), OPTIMIZERS, ids=[o[1] for o in OPTIMIZERS])
+def test_an_optimizer_that_fails_where_it_is_traced_has_one_line(field, text, message):
+  with pytest.raises(ValueError) as error:
+    build(tiny.config(**{field.replace(".", "__"): text}))
+  told = str(error.value)
+  assert re.match(rf"{re.escape(f'config.{field} = {text!r}: ')}{message}", told), told
+  assert "\n" not in told
 
 
 def right():

@@ -26,7 +26,7 @@ def get_config():
 
 def parsed(*arguments, recipe="configs/quickstart.py"):
   """The configuration that a command line stands for, read as the program reads it."""
-  values, argv = flags.FlagValues(), ["main", f"--config={tiny.ROOT / recipe}", *arguments]
+  values, argv = flags.FlagValues(), ["main", f"--config={recipe}", *arguments]
   config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
   values["config"].parser = config_file.Parser("config", argv)
   values(argv)
@@ -87,6 +87,70 @@ def test_an_unknown_field_is_named(argument, message):
   with pytest.raises(ValueError) as told:
     config_file.read([recipe, f"--config.{argument}"])
   assert message in str(told.value) and "\n" not in str(told.value)
+
+
+# --- a run's own configuration --------------------------------------------------------------------
+
+
+RUNS = {  # recipe → what is set on the command line
+  "configs/quickstart.py": ("--config.loss=gspo", "--config.batch.prompts=4"),
+  "configs/salt_dapo.py": ("--config.evaluation.ks=(1, 2)", "--config.model.overrides.remat=full"),
+  "configs/gsm8k.py": (
+    "--config.task.kwargs.data_dir=2024",
+    "--config.grading.extra=(('a:b', 0.5),)",
+  ),
+}
+
+
+@pytest.mark.parametrize("recipe", RUNS)
+def test_a_run_s_configuration_is_read_as_it_was(recipe, tmp_path):
+  was = parsed(*RUNS[recipe], recipe=recipe)
+  path = tmp_path / "config.json"
+  path.write_text(was.to_json_best_effort())
+  again = parsed(recipe=path)
+  assert again.to_json_best_effort() == path.read_text() and again.is_locked
+  assert again.task.to_dict() == was.task.to_dict()
+  changed = parsed("--config.seed=7", "--config.model.overrides.unroll_layers=3", recipe=path)
+  assert (changed.seed, changed.model.overrides.unroll_layers) == (7, 3)
+  assert changed.loss == was.loss and changed.evaluation.ks == was.evaluation.ks
+
+
+def arguments_for(*argv):
+  return config_file._with_config_of_run(["main", *argv])[1:]
+
+
+@pytest.mark.parametrize("of", ["", "checkpoints", "checkpoints/3", "warm_start/40"])
+def test_an_evaluation_takes_the_configuration_of_the_run(of, tmp_path):
+  (tmp_path / "config.json").touch()
+  (tmp_path / of).mkdir(parents=True, exist_ok=True)
+  given = ["--mode=eval", "--config.seed=2", "--checkpoint", str(tmp_path / of)]
+  assert arguments_for(*given) == [f"--config={tmp_path}/config.json", *given]
+  for other in (["--config=mine.py", *given], ["--mode=train", *given[1:]], given[:2]):
+    assert arguments_for(*other) == other
+
+
+def test_no_run_and_no_configuration(tmp_path):
+  for checkpoint, told in ((tmp_path / "a/b/c", "in no run's folder"), ("s3://b/run", "bucket")):
+    with pytest.raises(ValueError, match=rf"--checkpoint.*{told}"):
+      arguments_for("--mode=export", f"--checkpoint={checkpoint}")
+  (tmp_path / "config.json").write_text("{")
+  with pytest.raises(SystemExit, match=r"config\.json cannot be read as a run's conf.*: Expec"):
+    parsed(recipe=tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+  ("path", "near"),
+  [("configs/quickstrt.py", "; did you mean configs/quickstart.py?"), ("nope.py", ".")],
+)
+def test_a_file_that_does_not_exist_is_told_the_recipes(path, near, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  names = sorted(p.stem for p in (tiny.ROOT / "configs").glob("*.py") if p.stem[0] != "_")
+  with pytest.raises(SystemExit) as told:
+    parsed(recipe=path)
+  assert str(told.value) == (
+    f"error: --config={path}: there is no such file{near} The recipes are configs/NAME.py, NAME one"
+    f" of {', '.join(names)}"
+  )
 
 
 # --- components -----------------------------------------------------------------------------------
@@ -180,7 +244,10 @@ def test_a_misspelled_keyword_names_the_near_one(arguments, message):
       "--config.learning_rate.peak: config.learning_rate is a string, 'linear(peak=2e-4)'; write"
       ' --config.learning_rate="linear(peak=0.0001)"',
     ),
-    ("--config.loss.foo=1", '--config.loss="ppo_clip(foo=1)"'),
+    ("--config.loss.dual_clip=3.0", 'write --config.loss="ppo_clip(dual_clip=3.0)"'),
+    ("--config.loss.foo=1", "'ppo_clip'; ppo_clip takes no 'foo'; ppo_clip takes ['epsilon_low', "),
+    ("--config.schedule.seed=1", "updates_per_refresh takes no 'seed'; "),
+    ("--config.grading.grader.name=gsm", "gsm8k'?"),
     ("--config.grading.grader.name=gsm8k", '--config.grading.grader="gsm8k"'),
     ("--config.grading.grader.seconds=3", "''; set it as one string, --config.grading.grader=…"),
     (

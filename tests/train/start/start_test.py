@@ -116,13 +116,15 @@ def test_another_method_may_go_on(other, tmp_path):
   ("start", "message"),
   [
     (dict(checkpoint="nowhere"), r"config\.start\.checkpoint=nowhere has no checkpoint; give"),
+    (dict(checkpoint="/nonexistent"), r"config\.start\.checkpoint=/nonexistent has no checkpoint"),
     (dict(optimizer=True), r"start\.optimizer = True has no effect without config\.start\.check"),
   ],
 )
-def test_mistakes_are_named_before_the_workdir_is_taken(parts, tmp_path, start, message):
-  with pytest.raises(ValueError, match=message):
+def test_mistakes_are_named_and_leave_no_workdir(parts, tmp_path, start, message):
+  with pytest.raises(checkpoint_files.CheckpointError, match=message):
     runs.train(starting(parts, **start), tmp_path / "branch")
-  assert not (tmp_path / "branch" / "config.json").exists()
+  assert not (tmp_path / "branch").exists()
+  assert issubclass(checkpoint_files.CheckpointError, runs.FAILURES)  # main prints its message
 
 
 @pytest.mark.slow
@@ -136,5 +138,5 @@ def test_a_start_that_does_not_fit(parts, other, tmp_path):
     runs.train(starting(parts, checkpoint=str(folder)), tmp_path / "branch")
   both = parts.config.copy_and_resolve_references()
   both.start.checkpoint, both.lora.adapters = str(other), "adapters"
-  with pytest.raises(ValueError, match="both give the first parameters"):
+  with pytest.raises(checkpoint_files.CheckpointError, match="both give the first parameters"):
     parameters.check_start(both, tmp_path)

@@ -147,5 +147,7 @@ def test_the_wait_has_an_end(entry, state, monkeypatch, capsys):
 
 
 def test_a_cache_that_is_not_a_folder(parts, tmp_path):
-  with pytest.raises(ValueError, match=r"config\.warm_start\.cache = 'gs://b/c' is a URL"):
+  with pytest.raises(
+    checkpoint_files.CheckpointError, match=r"config\.warm_start\.cache = 'gs://b/c' is a URL"
+  ):
     runs.train(sharing(parts, "gs://b/c"), tmp_path / "run")

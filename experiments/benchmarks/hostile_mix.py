@@ -1,0 +1,198 @@
+"""Grades innocent programs, alone and with 5 % of hostile ones among them.
+
+  python experiments/benchmarks/hostile_mix.py
+  python experiments/benchmarks/hostile_mix.py --items=300 --rounds=1 --time_limit_s=6
+
+One pool grades `--items` programs in each section, in turn: `innocent` has right and wrong
+solutions of small tasks in all styles of tests; in `mixed` every 20th is hostile, of the kinds of
+`HOSTILE` in turn. A round is both sections; before them the first 100 programs of each start the
+workers. Every program has to be graded as it should be: the program ends with an error otherwise.
+Rates are from submission to the last grade; the ratio is of those of a round's sections. The table
+is printed and written to results/hostile_mix.md, its numbers to the .json file next to it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))  # the repository's root
+
+from absl import app, flags
+
+from experiments.benchmarks.tables import Row, hardware, table
+from rlvr_jax.codejudge import tasks
+from rlvr_jax.rewards import GraderPool, Outcome, pool
+
+_ITEMS = flags.DEFINE_integer("items", 400, "Programs of a section.", lower_bound=20)
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "Of both sections.", lower_bound=1)
+_WORKERS = flags.DEFINE_integer("workers", None, "Processes; default a run's.", lower_bound=1)
+_LIMIT_S = flags.DEFINE_float("time_limit_s", tasks.TIME_LIMIT_S, "Of a program.")
+_FOLDER = flags.DEFINE_string(
+  "results_folder", str(pathlib.Path(__file__).parent / "results"), "Of the table."
+)
+_EVERY = 20  # one program of so many is hostile
+
+_SECRET = 928374651928374651  # nothing that a program could come upon by chance
+_ASSERT = {"style": "asserts", "tests": [f"assert f(2) == {_SECRET}"], "memory_mib": 256}
+_SCRIPT = {"style": "stdin", "cases": [{"input": "3", "output": "6"}] * 3}
+_WRONG, _TIMEOUT = (Outcome.WRONG,), (Outcome.TIMEOUT,)
+
+# Program, tests, and the outcomes that are right.
+INNOCENT: Sequence[tuple[str, Mapping[str, Any], tuple[Outcome, ...]]] = (
+  (
+    "def f(n):\n  return sum(d for d in range(1, n) if n % d == 0)",
+    {"style": "asserts", "tests": ["assert f(28) == 28", "assert f(9) == 4", "assert f(1) == 0"]},
+    (Outcome.CORRECT,),
+  ),
+  (
+    "def f(words):\n  return sorted(words, key=len)[-1]",
+    {"style": "function", "entry_point": "f",
+     "cases": [{"input": [["a", "abc"]], "output": "abc"}, {"input": [["x"]], "output": "x"}]},
+    (Outcome.CORRECT,),
+  ),
+  ("print(2 * int(input()))", _SCRIPT, (Outcome.CORRECT,)),
+  ("print(int(input()) + 2)", _SCRIPT, _WRONG),
+  (
+    "from collections import Counter\ndef f(text):\n  return Counter(text).most_common(1)[0][0]",
+    {"style": "check", "entry_point": "f",
+     "test": "def check(c):\n  assert c('abca') == 'a'\n  assert c('zz') == 'z'"},
+    (Outcome.CORRECT,),
+  ),
+  (
+    "def f(n):\n  return n * n",
+    {"style": "asserts", "tests": ["assert f(3) == 9", "assert f(2) == 8"]},
+    _WRONG,
+  ),
+)  # fmt: skip
+
+# Those that take their whole limit come first: the rate of a section includes the wait for its last
+# program, which a stream of programs would not notice.
+HOSTILE: Mapping[str, tuple[str, Mapping[str, Any], tuple[Outcome, ...]]] = {
+  "loop": ("def f(x):\n  while True: pass", _ASSERT, _TIMEOUT),
+  "sleeps": ("import time\ntime.sleep(10**6)", _ASSERT, _TIMEOUT),
+  "deadlock": (
+    "import threading\ndef f(x):\n  lock = threading.Lock()\n  with lock: lock.acquire()",
+    _ASSERT, _TIMEOUT,
+  ),
+  "waits for no one": ("import queue\ndef f(x): return queue.Queue().get()", _ASSERT, _TIMEOUT),
+  "memory": ("def f(x): return [bytearray(2**28) for _ in range(100)]", _ASSERT, _WRONG),
+  "recursion": ("def f(x): return f(x + 1)", _ASSERT, _WRONG),
+  "recursion in C": (
+    "import sys\nsys.setrecursionlimit(10**9)\n"
+    "class A:\n  def __repr__(self): return repr(self)\ndef f(x): return repr(A())",
+    _ASSERT, _WRONG,
+  ),
+  "output": ("while True: print('x' * 2**16)", _SCRIPT, _WRONG),
+  "long answer": ("def f(x): return 'x' * 2**25", _ASSERT, _WRONG),
+  "files": (
+    "import itertools\ndef f(x):\n  for i in itertools.count():\n"
+    "    open(f'/tmp/{i}', 'wb').write(bytes(2**23))",
+    _ASSERT, _WRONG,
+  ),
+  "memory of many": (
+    "import os, time\ndef f(x):\n  for _ in range(25):\n    if not os.fork():\n"
+    "      b = b'x' * 2**28\n      time.sleep(60)\n  time.sleep(60)",
+    _ASSERT, _WRONG,
+  ),
+  "kills everyone": ("import os\nos.kill(-1, 9)", _ASSERT, _WRONG),
+  "equal to all": (
+    "class L:\n  def __eq__(s, o): return True\n  __hash__ = None\ndef f(x): return L()",
+    _ASSERT, _WRONG,
+  ),
+  "nested source": ("f = " + "(" * 10**5 + ")" * 10**5, _ASSERT, _WRONG),
+  "compiled bomb": ("f = lambda x: (1 << 34,) * 2**30", _ASSERT, _WRONG),
+  "shared memory": (
+    "def f(x): open('/dev/shm/x', 'wb').write(bytes(2**26))", _ASSERT, _WRONG,
+  ),
+  "verdict on every descriptor": (
+    "import json, os\nv = json.dumps({'passed': 1, 'total': 1, 'failure': ''}).encode()\n"
+    "for n in range(1000):\n  try: os.write(n, len(v).to_bytes(8, 'big') + v)\n"
+    "  except OSError: pass\ndef f(x): return x",
+    _ASSERT, _WRONG,
+  ),
+  "limits of the judge": (
+    "import resource\nfor k in range(16):\n  try: resource.prlimit(1, k, (0, 0))\n"
+    "  except (OSError, ValueError): pass\ndef f(x): return x",
+    _ASSERT, _WRONG,
+  ),
+  "exits early": ("import os\nos._exit(0)", _ASSERT, _WRONG),
+  "threads": (
+    "import threading, time\ndef f(x):\n  while True:\n"
+    "    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+    _ASSERT, _WRONG,
+  ),
+}  # fmt: skip
+
+
+def items(section: str, size: int) -> list[tuple[str, Mapping[str, Any], tuple[Outcome, ...]]]:
+  """Programs, tests and right outcomes of a section."""
+  hostile, found = list(HOSTILE.values()), []
+  for i in range(size):
+    is_hostile = section == "mixed" and i % _EVERY == _EVERY - 1
+    program, tests, right = (
+      hostile[i // _EVERY % len(hostile)] if is_hostile else INNOCENT[i % len(INNOCENT)]
+    )
+    found.append((f"{program}\n# {i}", {**tests, "time_limit_s": _LIMIT_S.value}, right))
+  return found
+
+
+def measure(graders: GraderPool, section: str, size: int) -> tuple[Row, list[str]]:
+  """Rate of a section, and the items whose grade is not as expected."""
+  programs, references, right = zip(*items(section, size), strict=True)
+  began = time.perf_counter()
+  grades = graders.grade(programs, references)
+  seconds = time.perf_counter() - began
+  row: Row = {"section": section, "items": len(grades), "seconds": seconds}
+  row |= {"items/s": len(grades) / seconds}
+  others = [
+    f"{program}: {grade.outcome} ({grade.detail})"
+    for program, grade, allowed in zip(programs, grades, right, strict=True)
+    if grade.outcome not in allowed
+  ]
+  return row, others
+
+
+def main(argv: list[str]) -> None:
+  del argv
+  workers = _WORKERS.value or pool.default_workers()
+  rows, unexpected = [], []
+  with GraderPool("code", num_workers=workers) as graders:
+    for number in range(_ROUNDS.value + 1):
+      size = _ITEMS.value if number else 100
+      (alone, few), (mixed, more) = (
+        measure(graders, section, size) for section in ("innocent", "mixed")
+      )
+      unexpected += few + more
+      if number:
+        mixed["ratio of rates"] = mixed["items/s"] / alone["items/s"]
+        rows += [{"round": number, **alone}, {"round": number, **mixed}]
+  conditions = {"hardware": hardware(), "python": sys.version.split()[0], "workers": workers}
+  conditions |= {"limit": f"{_LIMIT_S.value:g} s", "load": f"{os.getloadavg()[0]:.1f}"}
+  ratios = [row["ratio of rates"] for row in rows if "ratio of rates" in row]
+  conditions["median ratio"] = f"{statistics.median(ratios):.2f}"
+  given = " ".join(["python experiments/benchmarks/hostile_mix.py", *sys.argv[1:]])
+  write(pathlib.Path(_FOLDER.value), rows, conditions | {"command": given})
+  if unexpected:
+    sys.exit("not graded as they should be:\n" + "\n".join(unexpected))
+
+
+def write(folder: pathlib.Path, rows: Sequence[Row], conditions: Mapping[str, Any]) -> None:
+  """Prints the table and writes it, and the numbers next to it."""
+  folder.mkdir(parents=True, exist_ok=True)
+  results = {"conditions": conditions, "rows": rows}
+  (folder / "hostile_mix.json").write_text(json.dumps(results, indent=1) + "\n")
+  listed = "; ".join(f"{name}: {value}" for name, value in conditions.items())
+  text = f"# Hostile programs among innocent ones\n\nConditions: {listed}.\n\n{table(rows)}\n"
+  (folder / "hostile_mix.md").write_text(text)
+  print(text)
+
+
+if __name__ == "__main__":
+  app.run(main)

@@ -1,0 +1,140 @@
+r"""Finds the final answer in a completion: a box, "####", an answer tag, a stated answer."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from rlvr_jax.rewards.answers import BOUNDS, FUNCTIONS, TEXT, parse_answer
+from rlvr_jax.rewards.graders import ANSWER_MARK, DIGITS, NUMBER, answer_part
+
+MAX_ANSWER = 1000  # characters; longer ones are not answers, and are slow in sympy
+_TAIL = 100_000  # characters at a completion's end that are searched for a box or "####"
+_SHORT = 5  # words of a phrase, or of a tag's content, that are an answer as they stand
+_PROSE = 10_000  # … for an answer in running text
+
+_BOX_TOKEN = re.compile(
+  rf"\\(?:boxed|fbox)\s*\{{|\\(?:boxed|fbox)\s*(?P<bare>[+-]?{NUMBER}(?:/{DIGITS})?)|\\.|[{{}}]",
+  re.DOTALL,
+)
+# Possessive (*+), without backtracking: a completion may have any number of spaces.
+_BETWEEN_BOXES = re.compile(
+  r"[\s$]*+(?:;|,(?!\s*+(?:and|or))|(?:,\s*+)?(?:and|or(?:[\s$]*+[A-Za-z]\s*+=)?))[\s$]*+"
+)
+_ANSWER_IS = re.compile(
+  r"\banswers?\b[^\n.]{0,60}?(?:\b(?:is|are)(?=\b|n['’]t)|[:=])[\s*:]*", re.IGNORECASE
+)
+_NOT_THIS = re.compile(
+  r"(?:\bnot|n['’]t|\bbetween)\b(?:(?!\b(?:but|is|are)\b|[.,;:]\s)[^\n])*\Z", re.IGNORECASE
+)
+_NOT_BEFORE = 60  # characters before a number that may say that it is not the answer
+_BOUND_BEFORE = re.compile(rf"\b(?:{BOUNDS})\s*\Z", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n")
+_MATH = re.compile(
+  r"\$\$.{1,1000}?\$\$|\$[^$\n]{1,1000}\$|\\\(.{1,1000}?\\\)|\\\[.{1,1000}?\\\]", re.DOTALL
+)
+_NUMBER = re.compile(
+  rf"{NUMBER}(?:\s?/\s?{DIGITS})?(?::{DIGITS})*(?:\s?(?:\\?%|[ap]\.?m\b))?", re.IGNORECASE
+)
+_WORD = re.compile(rf"(?<![\\A-Za-z])(?!(?:and|or|{FUNCTIONS})\b)[A-Za-z]{{2,}}")
+
+
+class Box(NamedTuple):
+  start: int
+  end: int
+  content: str
+
+
+def boxes(text: str) -> tuple[list[Box], bool]:
+  r"""(outermost \boxed{…}, \fbox{…} and \boxed 5 in order; whether one is never closed)."""
+  closed: list[tuple[int, int, int, int]] = []  # start and end of the box, then of its content
+  stack: list[tuple[int, int | None]] = []  # of open braces: start; start of a box's content
+  for token in _BOX_TOKEN.finditer(text):
+    if token["bare"]:
+      closed.append((*token.span(), *token.span("bare")))
+    elif token[0] == "}" and stack:
+      start, content = stack.pop()
+      if content is not None:
+        while closed and closed[-1][0] > start:
+          closed.pop()
+        closed.append((start, token.end(), content, token.start()))
+    elif token[0] == "{":
+      stack.append((token.start(), None))
+    elif token[0].endswith("{") and token[0] != r"\{":
+      stack.append((token.start(), token.end()))
+  found = [Box(start, end, text[first:last]) for start, end, first, last in closed]
+  return found, any(content is not None for _, content in stack)
+
+
+def stated_answer(text: str) -> str | None:
+  r"""The last \boxed{…}, else the line after the last "####"; None if there is neither.
+
+  Boxes joined by commas, "and" or "or" are one answer, a list. If no box is ever closed, the answer
+  is empty.
+  """
+  found, unclosed = boxes(text)
+  if found:
+    parts = found[-1:]
+    for box in reversed(found[:-1]):
+      if not _BETWEEN_BOXES.fullmatch(text, box.end, parts[0].start):
+        break
+      parts.insert(0, box)
+    return ", ".join(box.content for box in parts)
+  if unclosed:
+    return ""
+  _, mark, rest = text.rpartition(ANSWER_MARK)
+  return rest.strip().partition("\n")[0] if mark else None
+
+
+def _has_words(text: str) -> bool:
+  return bool(_WORD.search(re.sub(TEXT, " ", _MATH.sub(" ", text))))
+
+
+def _last_expression(text: str) -> str | None:
+  """The formula in $…$, \\(…\\) or \\[…\\], or the number, that ends last.
+
+  With the words before it that make it a bound ("at most"). None if the text says that it is not
+  the answer, or if it is one end of a range.
+  """
+  found = [(m.end(), m.start()) for m in (*_NUMBER.finditer(text), *_MATH.finditer(text))]
+  end, start = max(found, default=(0, 0))
+  before = text[:start][-_NOT_BEFORE:]
+  if start == end or _NOT_THIS.search(before):
+    return None
+  bound = _BOUND_BEFORE.search(before)
+  return (bound[0] if bound else "") + text[start:end]
+
+
+def _phrase_answer(phrase: str) -> str | None:
+  """The answer in "x + 1", "5 apples", "therefore $5$", "Tuesday"; None in longer prose."""
+  parsed = parse_answer(phrase[:MAX_ANSWER])
+  if not _has_words(phrase) or parsed.number is not None or ":" in parsed.value:
+    return phrase
+  return _last_expression(phrase) or (phrase if len(phrase.split()) <= _SHORT else None)
+
+
+def _prose_answer(text: str) -> str | None:
+  text = text[-_PROSE:].strip()
+  announced = list(_ANSWER_IS.finditer(text))
+  if announced:
+    return _phrase_answer(_SENTENCE_END.split(text[announced[-1].end() :], maxsplit=1)[0])
+  if "\n" not in text and (not _has_words(text) or len(text.split()) == 1):
+    return text
+  return _last_expression(text)
+
+
+def extract(completion: str) -> str | None:
+  r"""The text of a completion's final answer, or None.
+
+  In this order: the last \boxed{…}; the line after the last "####"; what follows the last "answer
+  is"; the full text if it is one formula or word; the formula or number that ends last. Only what
+  follows a "</think>" counts, and nothing while a "<think>" is open; of these, an answer tag alone.
+  """
+  text, tagged = answer_part(completion)
+  if text is None:
+    return None
+  answer = stated_answer(text[-_TAIL:])
+  if answer is None:
+    short = tagged and len(text.split()) <= _SHORT and not _ANSWER_IS.search(text)
+    answer = text if short else _prose_answer(text)
+  return (answer or "").strip() or None

@@ -1,0 +1,130 @@
+r"""Units of answers: "5 cm", "5 square inches", r"\$5", "30°", "50 cents", "5 million people"."""
+
+from __future__ import annotations
+
+import re
+
+from rlvr_jax.rewards.plain_numbers import parse_plain_number
+
+FUNCTIONS = "sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|pi|max|min"  # words that are formulas
+TEXT = r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}"
+
+_UNIT_NAMES = {
+  "mm": "millimeter millimetre", "cm": "centimeter centimetre", "m": "meter metre",
+  "km": "kilometer kilometre", "in": "inch", "ft": "foot feet", "yd": "yard", "mi": "mile",
+  "mg": "milligram", "g": "gram", "kg": "kilogram", "lb": "pound", "oz": "ounce",
+  "ml": "milliliter millilitre", "l": "liter litre", "gal": "gallon",
+  "s": "sec second", "min": "minute", "h": "hr hour", "day": "", "week": "", "month": "",
+  "year": "yr", "%": "percent", "cent": "", "dollar": "", "degree": "", "rad": "radian",
+  "euro": "", "k": "", "kelvin": "", "celsius": "centigrade", "fahrenheit": "",
+  "unit": "", "square": "sq", "cubic": "cu", "/": "per",
+}  # fmt: skip
+_UNITS = {alias: unit for unit, names in _UNIT_NAMES.items() for alias in (unit, *names.split())}
+_POWERS = {"square": "^2", "cubic": "^3"}
+_UNIT_TEXT = re.compile(r"\s*([A-Za-z][A-Za-z /().-]*?)\s?(\^[23])?[\s.]*")
+_WRAPPED_UNIT = re.compile(rf"(.*[^\s\\])\s?{TEXT}\s?((?:\^[23])?)")
+_PERCENT = re.compile(r"(.*[^\s\\%])(?:\s?\\?%)+")
+_BARE_UNIT = re.compile(r"(.*[\d}.])(\s?)([A-Za-z][A-Za-z. /-]*(?:\^[23])?)")
+_UNIT_OF_FORMULA = re.compile(
+  r"(?=.*[\d\\])([^,;=<>]*?[^\s,;=<>])\s([A-Za-z]{2}[A-Za-z. /]*(?:\^[23])?)"
+)
+_NO_UNIT = re.compile(rf"\b(?:{FUNCTIONS}|to|if|for|when|is|not)\b|(?<![A-Za-z])[A-Za-z]{{1,2}}\b")
+_SCALES = {
+  "dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6,
+  "billion": 10**9, "trillion": 10**12
+}  # fmt: skip
+_SCALED = re.compile(
+  rf"(.*[\d}}.])\s?((?:\\[a-z]+\s?\{{)?)\s?({'|'.join(_SCALES)})s?(?![A-Za-z])\s?(.*)",
+  re.IGNORECASE,
+)
+NUMBER_WORDS = (
+  "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen"
+  " sixteen seventeen eighteen nineteen twenty"
+).split()
+_CHANGES_VALUE = re.compile(
+  rf"\b(?:{'|'.join((*NUMBER_WORDS, *_SCALES))}|thirty|forty|fifty|sixty|seventy|eighty|ninety"
+  rf"|(?:ten|{'|'.join(_SCALES)})ths?|(?:four|fif|six|seven|eigh|nin)ths|thirds|halves"
+  r"|tens|half|over|at most|at least|(?:less|more|fewer) than)\b(?!-)"
+  r"|\b(?:plus|minus|divided|modulo|factorial)"
+  r"|\A\s*(?:squared|cubed|doubled|tripled|halved)\b",
+  re.IGNORECASE,
+)
+
+# Units with a sign. Where the gold answer has one, the sign may be left out.
+SIGNS = {r"\$": "dollar", "€": "euro", "£": "lb", "¢": "cent", "°": "degree"}
+_SIGN_FIRST = re.compile(r"([-+]?)\s?(\\\$|[€£])\s?([-+]?\s?(?:[\d.]|\\frac|\\sqrt).*)")
+_SIGN_LAST = re.compile(
+  r"(.*[^\s\\{(,;])\s?(?:(\\\$|[€£¢])|(°)(?:\s?([CF])|\s?\\(?:text|mathrm)\s?\{\s?([CF])\s?\})?"
+  r"|\\text\s?\{\s?(°)\s?([CF])?\s?\})"
+)
+_SCALES_OF_DEGREES = {"C": "degree celsius", "F": "degree fahrenheit"}
+_AMOUNT = re.compile(r"(.*\d\.?)\s?(?:\\text\s?\{\s?)?([KkMB])\s?\}?")  # of money
+_AMOUNTS = {"K": "thousand", "k": "thousand", "M": "million", "B": "billion"}
+
+
+def split_sign(text: str) -> tuple[str, str]:
+  r"""(r"-5", "dollar") of r"-\$5", ("30", "degree") of "30°"; (text, "") without a sign."""
+  if match := _SIGN_FIRST.fullmatch(text):
+    amount, unit = match[1] + match[3], SIGNS[match[2]]
+  elif match := _SIGN_LAST.fullmatch(text):
+    unit = SIGNS[match[2] or match[3] or match[6]]
+    scale = match[4] or match[5] or match[7]
+    amount, unit = match[1], _SCALES_OF_DEGREES[scale] if scale else unit
+  else:
+    return text, ""
+  if unit in ("dollar", "euro", "lb") and (match := _AMOUNT.fullmatch(amount)):
+    amount = f"{match[1]} {_AMOUNTS[match[2]]}"
+  return amount, unit
+
+
+def split_unit(text: str) -> tuple[str, str]:
+  r"""(text before the unit, the unit), or (text, "") without one.
+
+  Words after a plain number are dropped if they are not a known unit ("5 apples") and do not change
+  its value ("5 squared"). A single letter directly after a number is a variable ("5m"); after a
+  space or in \text{} it may be a unit. After a formula, a bare unit has at least two letters.
+  """
+  if match := _PERCENT.fullmatch(text):
+    return match[1], "%"
+  if match := _WRAPPED_UNIT.fullmatch(text):
+    unit = _unit(match[2] + match[3])
+    if unit or (unit is not None and parse_plain_number(match[1]) is not None):
+      return match[1], unit
+  if (match := _BARE_UNIT.fullmatch(text)) and parse_plain_number(match[1]) is not None:
+    unit = _unit(match[3])
+    if unit and (match[2] or len(match[3]) > 1):
+      return match[1], unit
+    if unit is not None and match[2] and not _NO_UNIT.search(match[3]):
+      return match[1], ""
+  if (match := _UNIT_OF_FORMULA.fullmatch(text)) and (unit := _unit(match[2])):
+    return match[1], unit
+  return text, ""
+
+
+def scaled(text: str) -> str | None:
+  """ "5 million people" → "5000000 people"; None without a plain number before such a word."""
+  match = _SCALED.fullmatch(text)
+  number = parse_plain_number(match[1].strip()) if match else None
+  if match is None or number is None:
+    return None
+  rest = match[4][1:] if match[4].startswith("}") else match[2] + match[4]
+  return f"{number * _SCALES[match[3].lower()]} {rest}"
+
+
+def _unit(text: str) -> str | None:
+  """ "square inches" → "in^2"; "" for words that are not a known unit.
+
+  None for text other than words, or for words that change the value of the number before them.
+  """
+  match = _UNIT_TEXT.fullmatch(text)
+  if not match or _CHANGES_VALUE.search(text):
+    return None
+  words = re.findall("[a-z]+|/", match[1].lower())
+  stems = ((word, word.removesuffix("s"), word.removesuffix("es")) for word in words)
+  units = [next((_UNITS[stem] for stem in three if stem in _UNITS), "") for three in stems]
+  if not all(units):
+    return ""
+  power = match[2] or ""
+  if units[0] in _POWERS:
+    power = _POWERS[units.pop(0)]
+  return " ".join(units) + power

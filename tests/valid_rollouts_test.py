@@ -1,0 +1,193 @@
+"""A rollout without a grade has no effect, found by walking the exports.
+
+What each estimator, statistic and reweighting gives the others is what it gives them alone. A
+failure says what to do about it.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracles.advantage_oracles import WITHOUT_GROUP
+from oracles.batches import make_batch
+
+from rlvr_jax import advantages, parts, reweighting
+from rlvr_jax.geometry.diagnostics import diagnose
+from rlvr_jax.ops import reductions
+from rlvr_jax.ops.ratios import source_metrics
+from rlvr_jax.ops.update_metrics import batch_metrics
+
+REMEDY = (
+  "reduce over a group by ops/groups.py with batch.valid, and end with"
+  " advantages.base.zero_if_constant, or ops.masked.masked_fill by batch.valid."
+)
+ESTIMATORS = {name: getattr(advantages, name)() for name in advantages.__all__} | {
+  "fade-entropy": advantages.fade(schedule="entropy"),
+  "pass_at_k-2": advantages.pass_at_k(k=2),
+  "pass_at_k-plug_in": advantages.pass_at_k(form="plug_in"),
+}
+REWEIGHTINGS = {name: getattr(reweighting, name)() for name in reweighting.__all__} | {
+  "salt-all": reweighting.salt(rank_scale=100.0),
+  "salt-residual": reweighting.salt(channels="residual", alpha_min=1.0),
+}
+FEWEST = {"pass_at_k": 4}  # valid rollouts for a group to count, where it is neither one nor two
+P, G, T = 6, 7, 5
+each_estimator = pytest.mark.parametrize("name", ESTIMATORS)
+
+
+def _batch(valid, *, shaped=False, spoilt=None):
+  """Random rollouts; `spoilt` stands for reward and correctness where they are not valid."""
+  rng = np.random.default_rng(5)
+  correct = rng.integers(0, 2, (P, G)).astype(np.float32)
+  correct[0] = 1.0
+  rewards = correct - shaped * rng.random((P, G)).astype(np.float32)
+  mask = (np.arange(T) < rng.integers(0, T + 1, (P, G))[..., None]).astype(np.float32)
+  if spoilt is not None:
+    rewards, correct = (np.where(valid, x, np.float32(spoilt)) for x in (rewards, correct))
+    mask = np.where(valid[..., None], mask, np.float32(abs(spoilt) > 1))
+  fields = dict(rewards=rewards, correct=correct, valid=valid, sources=np.arange(P) % 2)
+  return make_batch(mask, -np.ones((P, G, T), np.float32), **fields)
+
+
+def _only(batch, chosen):
+  """The batch of the chosen rollouts, indices [P, n], all of them valid."""
+  take = lambda x: jnp.take_along_axis(x, chosen.reshape(chosen.shape + (1,) * (x.ndim - 2)), 1)
+  fields = ("tokens", "mask", "behavior_logprobs", "rewards", "correct", "valid")
+  return dataclasses.replace(batch, **{name: take(getattr(batch, name)) for name in fields})
+
+
+def _apply(name, batch):
+  estimator = ESTIMATORS[name]
+  return np.asarray(estimator.apply(estimator.init(jnp.float32(0.7)), batch))
+
+
+@each_estimator
+@pytest.mark.parametrize("shaped", [False, True])
+def test_coefficients_are_those_of_the_valid_rollouts_alone(name, shaped):
+  """With 7, 6, 5, 3, 1 and no valid rollouts in a group."""
+  if shaped and ESTIMATORS[name].needs_binary:
+    pytest.skip("for rewards of 0 and 1")
+  rng = np.random.default_rng(0)
+  counts = np.array([7, 6, 5, 3, 1, 0])
+  valid = rng.permuted(np.arange(G) < counts[:, None], axis=1)
+  found = _apply(name, _batch(valid, shaped=shaped))
+  for spoilt in (np.nan, np.inf, -1e30, 0.5):
+    other = _apply(name, _batch(valid, shaped=shaped, spoilt=spoilt))
+    np.testing.assert_array_equal(other, found, REMEDY)
+  assert not np.any(found[~valid]), REMEDY
+  whole = _batch(np.ones((P, G), bool), shaped=shaped)
+  for group, count in enumerate(counts):
+    alone = np.tile(np.flatnonzero(valid[group]), (P, 1))
+    own = found[group, valid[group]]
+    if count >= FEWEST.get(name, 1 if name in WITHOUT_GROUP else 2):
+      expected = _apply(name, _only(whole, alone))[group]
+      np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-6, err_msg=REMEDY)
+    else:
+      assert not np.any(own), REMEDY
+
+
+@each_estimator
+def test_a_rollout_that_only_the_loss_leaves_out_stays_in_the_baseline(name):
+  """As `overlong.filter` does; `opo` alone reads lengths in the loss."""
+  batch = _batch(np.ones((P, G), bool))
+  filtered = dataclasses.replace(batch, mask=batch.mask.at[:, 0].set(0.0))
+  same = np.array_equal(_apply(name, filtered), _apply(name, batch))
+  assert same != (name == "opo"), "take validity from batch.valid, not from the loss mask"
+
+
+@each_estimator
+def test_statistics_are_those_of_the_valid_rollouts_alone(name):
+  """Masses, metrics of batch and sources, and a state: three of seven are left out everywhere."""
+  rng = np.random.default_rng(1)
+  chosen = np.sort(rng.permuted(np.tile(np.arange(G), (P, 1)), axis=1)[:, :4], axis=1)
+  valid = (np.arange(G) == chosen[..., None]).any(axis=1)
+  batch = _batch(valid, spoilt=0.5)
+  # The collector leaves them out of the loss.
+  batch = dataclasses.replace(batch, mask=batch.mask * valid[..., None])
+  estimator = ESTIMATORS[name]
+  state = estimator.init(jnp.float32(0.7))
+
+  def statistics(batch):
+    A = estimator.apply(state, batch)
+    metrics = advantages.gradient_masses(A, batch.rewards, batch.correct, batch.valid)
+    metrics |= batch_metrics(batch) | estimator.metrics(state, batch)
+    metrics |= source_metrics(-0.9 * jnp.ones(batch.mask.shape), batch, ("policy", "other"))
+    return reductions.values(metrics), estimator.update(state, batch, jnp.float32(0.5))
+
+  near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=REMEDY)
+  jax.tree.map(near, statistics(batch), statistics(_only(batch, chosen)))
+
+
+def test_groups_without_a_valid_rollout_do_not_count():
+  valid = np.arange(P)[:, None] * np.ones(G) < 3
+  batch = _batch(valid)
+  batch = dataclasses.replace(batch, mask=batch.mask * valid[..., None])
+  three = jax.tree.map(lambda x: x[:3], batch)
+  near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6)
+  jax.tree.map(near, *(reductions.values(batch_metrics(x)) for x in (batch, three)))
+  fade = advantages.fade()
+  after = lambda batch: fade.update(fade.init(jnp.float32(0.7)), batch, jnp.float32(0.5))
+  jax.tree.map(near, after(batch), after(three))
+  assert after(_batch(np.zeros((P, G), bool))).solve_rate == 0.5  # as it was
+
+
+def test_two_right_and_five_wrong_beside_one_that_crashed():
+  rewards = np.array([[1.0, 1, 0, 0, 0, 0, 0, 0]])
+  valid = np.arange(8)[None] < 7
+  of = lambda estimator: parts.advantages_of(estimator, rewards, valid=valid)[0]
+  np.testing.assert_allclose(of(advantages.grpo())[:7:6], [1.464, -0.586], atol=1e-3)
+  np.testing.assert_allclose(of(advantages.pass_at_k(k=4))[6], -0.229, atol=1e-3)
+  np.testing.assert_allclose(of(advantages.rloo())[:7:6], [5 / 6, -1 / 3], rtol=1e-6)
+
+
+def _gram_case(blocks, size):
+  rng = np.random.default_rng(3)
+  features = rng.normal(size=(blocks, size, 40)).astype(np.float32)
+  coefficients = rng.normal(size=(blocks, size)).astype(np.float32)
+  return coefficients, features
+
+
+@pytest.mark.parametrize("name", REWEIGHTINGS)
+def test_a_reweighting_is_that_of_the_valid_rollouts_alone(name):
+  coefficients, features = _gram_case(3, 6)
+  chosen = np.array([0, 2, 3, 5])
+  valid = np.isin(np.arange(6), chosen) * np.ones((3, 1), bool)
+  gram = np.einsum("nid,njd->nij", *[features * valid[..., None]] * 2)
+  apply, key = REWEIGHTINGS[name].apply, jax.random.key(0)
+  found, metrics = apply(jnp.asarray(coefficients * valid), gram, jnp.asarray(valid), key)
+  few = gram[:, chosen][:, :, chosen]
+  alone = jnp.asarray(coefficients[:, chosen]), few, jnp.ones((3, 4), bool)
+  expected, expected_metrics = apply(*alone, key)
+  assert not np.any(np.asarray(found)[~valid])
+  near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+  near(np.asarray(found)[:, chosen], expected)
+  jax.tree.map(near, *map(reductions.values, (metrics, expected_metrics)))
+
+
+def test_salt_leaves_a_block_of_one_valid_rollout_as_it_is():
+  coefficients, features = _gram_case(2, 3)
+  valid = np.array([[True, False, False], [True, True, True]])
+  gram = np.einsum("nid,njd->nij", *[features * valid[..., None]] * 2)
+  salt, key = reweighting.salt(alpha_max=0.1), jax.random.key(0)
+  found, metrics = salt.apply(coefficients * valid, gram, jnp.asarray(valid), key)
+  np.testing.assert_array_equal(found[0], [coefficients[0, 0], 0, 0])
+  own, expected = salt.apply(coefficients[1:], gram[1:], jnp.ones((1, 3), bool), key)
+  near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+  near(found[1], own[0])
+  jax.tree.map(near, *map(reductions.values, (metrics, expected)))
+
+
+def test_diagnostics_are_those_of_the_valid_rollouts_alone():
+  coefficients, features = _gram_case(3, 6)
+  chosen = np.array([0, 2, 3, 5])
+  valid = np.isin(np.arange(6), chosen) * np.ones((3, 1), bool)
+  A, features = coefficients * valid, features * valid[..., None]
+  whole, few = features.reshape(18, -1), features[:, chosen].reshape(12, -1)
+  bounds = dict(rank_scale=100.0)  # as large as the number of rollouts allows
+  found = diagnose(whole @ whole.T, A, 2 * A, 3, valid=jnp.asarray(valid), **bounds)
+  A = A[:, chosen]
+  expected = diagnose(few @ few.T, A, 2 * A, 3, **bounds)
+  near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+  jax.tree.map(near, found, expected)
