@@ -12,27 +12,15 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import numpy as np
-from matplotlib import pyplot as plt
 
 from experiments.mu_grpo.sweep import AT_HIGHER_RATE, GRPO, HIGHER, RELAXED, SUFFIX, TIGHT
+from experiments.testbed import report
+from experiments.testbed.report import Result
 from rlvr_jax.evaluate import curves
-from rlvr_jax.evaluate.compare import (
-  METRIC,
-  by_label,
-  cell,
-  curve_of,
-  final,
-  markdown,
-  of_experiment,
-  rise,
-)
+from rlvr_jax.evaluate.compare import METRIC, by_label, cell, curve_of, final, markdown, rise
 from rlvr_jax.evaluate.run_files import read_metrics
 
-HERE = pathlib.Path(__file__).parent
 RISE = 0.1  # of held-out pass@1, to which the costs are compared
 COSTS = {"updates": "updates", "seconds": "seconds", "flops": "TFLOPs"}
 BIN = 8  # updates of one point of the plot over ages
@@ -82,8 +70,8 @@ def reached(values: Sequence[float | None], scale: float) -> str:
   return cell(numbers)
 
 
-def learning_table(results: Mapping[str, Sequence[dict]]) -> str:
-  columns: dict[str, Callable[[dict], float]] = {
+def learning_table(results: Mapping[str, Sequence[Result]]) -> str:
+  columns: dict[str, Callable[[Result], float]] = {
     "final pass@1": final,
     "rise": rise,
     "best less final": lambda r: max(r["evaluations"][METRIC]) - final(r),
@@ -103,7 +91,7 @@ def learning_table(results: Mapping[str, Sequence[dict]]) -> str:
   return markdown(header, rows)
 
 
-def veto_table(results: Mapping[str, Sequence[dict]]) -> str:
+def veto_table(results: Mapping[str, Sequence[Result]]) -> str:
   rows, header = {}, ["vetoed tokens"]
   for label, of_label in results.items():
     if "vetoed" not in of_label[0]:
@@ -118,7 +106,7 @@ def veto_table(results: Mapping[str, Sequence[dict]]) -> str:
   return markdown(header, rows)
 
 
-def cost_table(results: Mapping[str, Sequence[dict]]) -> str:
+def cost_table(results: Mapping[str, Sequence[Result]]) -> str:
   """Costs of a run in all, and until it reached the level."""
   header = [f"{name} to a rise of {RISE:g}" for name in COSTS.values()]
   header += ["weight syncs", "their seconds", "first update's extra seconds, each seed"]
@@ -137,7 +125,7 @@ def cost_table(results: Mapping[str, Sequence[dict]]) -> str:
   return markdown(header, rows)
 
 
-def plot_rises(axes: Any, found: Mapping[str, Sequence[Mapping]], over: str) -> None:
+def plot_rises(axes: Any, found: Mapping[str, Sequence[Result]], over: str) -> None:
   """Per label the mean over seeds of held-out pass@1 less its start, with its interval.
 
   The starts differ by more between seeds than the runs of one seed do.
@@ -150,36 +138,32 @@ def plot_rises(axes: Any, found: Mapping[str, Sequence[Mapping]], over: str) -> 
   axes.set(xlabel=curves.AXES[over][0], ylabel="held-out pass@1 less its start", ylim=(-0.3, 0.4))
 
 
-def plot(results: Mapping[str, Sequence[Mapping]], path: pathlib.Path) -> None:
-  """Rises over updates and over seconds, and the trigger rate over the age within a stage."""
-  figure, row = plt.subplots(1, 4, figsize=(17, 4), layout="constrained")
+def draw(results: Sequence[Result], home: pathlib.Path) -> None:
+  """Saves rises over updates and over seconds, and the trigger rate over the age within a stage."""
+  runs = by_label(results)
   higher = [f"{label}{HIGHER}" for label in AT_HIGHER_RATE]
-  for axes, labels, over in (
-    (row[0], (GRPO, TIGHT, RELAXED, SUFFIX), "updates"),
-    (row[1], (GRPO, TIGHT, RELAXED, SUFFIX), "seconds"),
-    (row[2], higher, "updates"),
-  ):
-    plot_rises(axes, {label: results[label] for label in labels}, over)
-  for label, of_label in results.items():
-    if "vetoed" in of_label[0] and label not in higher:
-      rates = np.mean([r["trigger_rate_by_age"] for r in of_label], axis=0)
-      smooth = rates.reshape(-1, BIN).mean(axis=1)
-      row[3].plot(np.arange(len(smooth)) * BIN + BIN / 2, smooth, label=label)
-  row[3].set(xlabel="age within a stage, updates", ylabel="veto/trigger_rate")
-  for axes in row:
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
-  figure.savefig(path, dpi=100)
-  plt.close(figure)
+  shown = (GRPO, TIGHT, RELAXED, SUFFIX)
+  with curves.figure_of(home / "curves.png", 1, 4, size=(17, 4), dpi=100) as row:
+    for axes, labels, over in zip(
+      row[:3], (shown, shown, higher), ("updates", "seconds", "updates"), strict=True
+    ):
+      plot_rises(axes, {label: runs[label] for label in labels}, over)
+    for label, of_label in runs.items():
+      if "vetoed" in of_label[0] and label not in higher:
+        rates = np.mean([r["trigger_rate_by_age"] for r in of_label], axis=0)
+        smooth = rates.reshape(-1, BIN).mean(axis=1)
+        row[3].plot(np.arange(len(smooth)) * BIN + BIN / 2, smooth, label=label)
+    row[3].set(xlabel="age within a stage, updates", ylabel="veto/trigger_rate")
+    for axes in row:
+      axes.grid(alpha=0.3)
+      axes.legend(fontsize="small")
 
 
-def main() -> None:
-  results, are_new = of_experiment(HERE / "results.json", measured)
+def tables(results: Sequence[Result]) -> str:
+  """All tables as Markdown."""
   found = by_label(results)
-  if are_new:
-    plot(found, HERE / "curves.png")
-  print(learning_table(found), veto_table(found), cost_table(found), sep="\n\n")
+  return "\n\n".join([learning_table(found), veto_table(found), cost_table(found)])
 
 
 if __name__ == "__main__":
-  main()
+  report.show(pathlib.Path(__file__).parent, tables, measured, draw)

@@ -11,25 +11,12 @@ import pathlib
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-
 from experiments.p3o_mismatch.sweep import CAP_ONLY, METHODS, OTHER, SETTINGS
+from experiments.testbed import report
+from experiments.testbed.report import Result
 from rlvr_jax.evaluate import curves
-from rlvr_jax.evaluate.compare import (
-  METRIC,
-  by_label,
-  cell,
-  curve_of,
-  final,
-  markdown,
-  of_experiment,
-)
+from rlvr_jax.evaluate.compare import METRIC, by_label, cell, curve_of, final, markdown
 from rlvr_jax.evaluate.run_files import read_metrics
-
-HERE = pathlib.Path(__file__).parent
 
 
 def measured(workdir: str) -> dict:
@@ -44,14 +31,14 @@ def measured(workdir: str) -> dict:
   }
 
 
-def by_setting(results: Mapping[str, Sequence[dict]], of_run: Callable[[dict], float]) -> str:
+def by_setting(results: Mapping[str, Sequence[Result]], of_run: Callable[[Result], float]) -> str:
   """Markdown: settings down, methods across."""
   values = lambda setting, label: [of_run(r) for r in results[f"{setting}: {label}"]]
   rows = {setting: [cell(values(setting, label)) for label in METHODS] for setting in SETTINGS}
   return markdown(list(METHODS), rows, "setting")
 
 
-def learning_table(results: Mapping[str, Sequence[dict]]) -> str:
+def learning_table(results: Mapping[str, Sequence[Result]]) -> str:
   """Final held-out pass@1, and P3O's less the best clip's, which is chosen by its mean."""
   rows = {}
   for setting in SETTINGS:
@@ -66,7 +53,7 @@ def learning_table(results: Mapping[str, Sequence[dict]]) -> str:
   return markdown([*METHODS, "P3O less the best", "the best's ε"], rows, "setting")
 
 
-def cost_table(results: Mapping[str, Sequence[dict]]) -> str:
+def cost_table(results: Mapping[str, Sequence[Result]]) -> str:
   """Final held-out pass@1 less that of the matched run with the same method and seed."""
   ends = lambda setting, label: [final(r) for r in results[f"{setting}: {label}"]]
   rows = {}
@@ -78,33 +65,32 @@ def cost_table(results: Mapping[str, Sequence[dict]]) -> str:
   return markdown(list(METHODS), rows, "setting")
 
 
-def plot(results: Mapping[str, Sequence[dict]], path: pathlib.Path) -> None:
-  """Held-out pass@1 over updates, a panel per setting."""
-  figure, grid = plt.subplots(
-    2, len(SETTINGS) // 2, figsize=(14, 7.5), sharey=True, layout="constrained"
-  )
-  for axes, setting in zip(grid.flat, SETTINGS, strict=True):
-    found = {
-      label: [curve_of(result) for result in results[f"{setting}: {label}"]] for label in METHODS
-    }
-    curves.plot_curves(axes, found, METRIC, "updates")
-    axes.set_title(setting)
-  figure.savefig(path, dpi=90)
-  plt.close(figure)
+def draw(results: Sequence[Result], home: pathlib.Path) -> None:
+  """Saves held-out pass@1 over updates, a panel per setting."""
+  runs = by_label(results)
+  columns = len(SETTINGS) // 2
+  with curves.figure_of(home / "curves.png", 2, columns, size=(14, 7.5), dpi=90) as grid:
+    for axes, setting in zip(grid.flat, SETTINGS, strict=True):
+      found = {
+        label: [curve_of(result) for result in runs[f"{setting}: {label}"]] for label in METHODS
+      }
+      curves.plot_curves(axes, found, METRIC, "updates")
+      axes.sharey(grid.flat[0])
+      axes.set_title(setting)
 
 
-def main() -> None:
-  results, are_new = of_experiment(HERE / "results.json", measured)
+def tables(results: Sequence[Result]) -> str:
+  """All tables as Markdown, and the means of the ablation."""
   found = by_label(result for result in results if result["label"] != OTHER)
-  if are_new:
-    plot(found, HERE / "curves.png")
-  print(learning_table(found), cost_table(found), sep="\n\n")
-  for name in ("ess", "clip", "entropy"):
-    print(f"\n{name}:\n\n{by_setting(found, lambda r, name=name: r[name])}")
+  metrics = ("ess", "clip", "entropy")
+  sections = [learning_table(found), cost_table(found)]
+  for name in metrics:
+    sections.append(f"{name}:\n\n{by_setting(found, lambda r, name=name: r[name])}")
   ablated = found[CAP_ONLY]
-  said = {name: cell([r[name] for r in ablated]) for name in ("ess", "clip", "entropy")}
-  print(f"\n{CAP_ONLY}: final {cell([final(r) for r in ablated])}, {said}")
+  means = {name: cell([r[name] for r in ablated]) for name in metrics}
+  sections.append(f"{CAP_ONLY}: final {cell([final(r) for r in ablated])}, {means}")
+  return "\n\n".join(sections)
 
 
 if __name__ == "__main__":
-  main()
+  report.show(pathlib.Path(__file__).parent, tables, measured, draw)

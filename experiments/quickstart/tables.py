@@ -8,21 +8,20 @@ Run it from the repository root. With a workdir it writes results.json and curve
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Sequence
+from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import numpy as np
-from matplotlib import pyplot as plt
 
 from experiments.quickstart.sweep import RUNS
-from rlvr_jax.evaluate.compare import METRIC, final, interval, of_experiment
+from experiments.testbed import report
+from experiments.testbed.report import Result
+from rlvr_jax.evaluate import curves
+from rlvr_jax.evaluate.compare import METRIC, final, interval
 from rlvr_jax.evaluate.paired import mean_and_half_width
 
-HERE = pathlib.Path(__file__).parent
 
-
-def table(results: list[dict]) -> str:
+def tables(results: Sequence[Result]) -> str:
   """Markdown: a row per run, and per label the rise's mean over seeds with its t interval."""
   # The longer warm starts begin as the quickstart of the same seed does: its first 150 steps.
   starts = {r["seed"]: r for r in results if r["label"] == "quickstart"}
@@ -43,32 +42,27 @@ def table(results: list[dict]) -> str:
   return "\n".join(lines)
 
 
-def plot(results: list[dict], path: pathlib.Path) -> None:
-  """Held-out pass@1 over updates, one line per seed; the warm starts as levels."""
-  figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
+def draw(results: Sequence[Result], home: pathlib.Path) -> None:
+  """Saves held-out pass@1 over updates, one line per seed; the warm starts as levels."""
+  with curves.figure_of(home / "curves.png", size=(6, 3.6), dpi=100) as axes:
+    _plot(axes, results)
+
+
+def _plot(axes: Any, results: Sequence[Result]) -> None:
   for color, label in enumerate(RUNS):
     of_label = [r for r in results if r["label"] == label]
-    name, color = label, f"C{color}"
+    style = dict(color=f"C{color}")
     evaluations = [r["evaluations"] for r in of_label]
     if len(evaluations[0]["updates"]) == 1:  # no updates: where it ended
       end = np.mean([e[METRIC][-1] for e in evaluations])
-      axes.axhline(end, color=color, linestyle="--", label=f"{name} (mean)")
+      axes.axhline(end, linestyle="--", label=f"{label} (mean)", **style)
       continue
-    for found in evaluations:
-      axes.plot(found["updates"], found[METRIC], color=color, label=name, alpha=0.8)
-      name = None
+    for index, found in enumerate(evaluations):
+      name = label if index == 0 else None  # once in the legend
+      axes.plot(found["updates"], found[METRIC], label=name, alpha=0.8, **style)
   axes.set(xlabel="update", ylabel="held-out pass@1", ylim=(0, 1))
   axes.legend(fontsize="small")
-  figure.savefig(path, dpi=100)
-  plt.close(figure)
-
-
-def main() -> None:
-  results, are_new = of_experiment(HERE / "results.json")
-  if are_new:
-    plot(results, HERE / "curves.png")
-  print(table(results))
 
 
 if __name__ == "__main__":
-  main()
+  report.show(pathlib.Path(__file__).parent, tables, draw=draw)

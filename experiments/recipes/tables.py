@@ -8,27 +8,28 @@ Run it from the repository root. With a workdir it writes results.json anew.
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Sequence
 
 from experiments.recipes.sweep import RECIPES
-from rlvr_jax.evaluate.compare import METRIC, by_label, interval, of_experiment, rise
+from experiments.testbed import report
+from experiments.testbed.report import Result
+from rlvr_jax.evaluate.compare import METRIC, by_label, interval, rise
 from rlvr_jax.evaluate.paired import mean_and_half_width, standard_error_of_interval
 
-HERE = pathlib.Path(__file__).parent
 
-
-def standard_error(result: dict, index: int) -> float:
+def standard_error(result: Result, index: int) -> float:
   """Standard error of one evaluation, over problems."""
   limits = (result["evaluations"][f"{METRIC}_{side}"][index] for side in ("low", "high"))
   return standard_error_of_interval(*limits)
 
 
-def rise_in_standard_errors(result: dict) -> float:
+def rise_in_standard_errors(result: Result) -> float:
   """Rise from start to end in standard errors, with independent evaluations."""
   error = (standard_error(result, 0) ** 2 + standard_error(result, -1) ** 2) ** 0.5
   return rise(result) / error
 
 
-def table(results: list[dict]) -> str:
+def tables(results: Sequence[Result]) -> str:
   """Markdown: one row per recipe, one column per seed, the mean rise with its t interval."""
   seeds = sorted({r["seed"] for r in results})
   first = [r for r in results if r["label"] == RECIPES[0]]
@@ -49,10 +50,5 @@ def table(results: list[dict]) -> str:
   return "\n".join(lines)
 
 
-def main() -> None:
-  results, _ = of_experiment(HERE / "results.json")
-  print(table(results))
-
-
 if __name__ == "__main__":
-  main()
+  report.show(pathlib.Path(__file__).parent, tables)

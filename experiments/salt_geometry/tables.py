@@ -11,19 +11,15 @@ import pathlib
 import statistics
 from collections.abc import Sequence
 
-import matplotlib
-
-matplotlib.use("Agg")
 import numpy as np
-from matplotlib import pyplot as plt
 
 from experiments.salt_geometry.sweep import BUDGET, COMPARED, GROUP_SIZES, MIDDLE, runs
-from rlvr_jax.evaluate import compare
+from experiments.testbed import report
+from experiments.testbed.report import Result, cell
+from rlvr_jax.evaluate import curves
 from rlvr_jax.evaluate.compare import markdown, rise
 from rlvr_jax.evaluate.paired import mean_and_half_width
 from rlvr_jax.evaluate.run_files import read_metrics
-
-HERE = pathlib.Path(__file__).parent
 
 COLUMNS = {  # heading → metric, averaged over the updates that report it
   "PR": "geometry/participation_ratio",
@@ -65,23 +61,17 @@ def longest_tenth(path: pathlib.Path) -> float:
   return round(float(squares[: len(squares) // 10].sum() / squares.sum()), 5)
 
 
-def average(result: dict, metric: str) -> float | None:
+def average(result: Result, metric: str) -> float | None:
   """Mean over the run's updates; None where the run does not report it."""
   found = result["curves"].get(metric)
   return statistics.mean(value for _, value in found) if found else None
 
 
-def cell(values: Sequence[float | None]) -> str:
-  """Formats the runs' values as `compare.cell` does, without those that are missing."""
-  numbers = [value for value in values if value is not None]
-  return compare.cell(numbers) if numbers else "–"
-
-
-def of_label(results: Sequence[dict], label: str) -> list[dict]:
+def of_label(results: Sequence[Result], label: str) -> list[Result]:
   return [r for r in results if r["label"] == label]
 
 
-def table(results: Sequence[dict]) -> str:
+def learning_table(results: Sequence[Result]) -> str:
   """Markdown: one row per run, means over seeds."""
   rows = {}
   for label in runs():
@@ -91,7 +81,7 @@ def table(results: Sequence[dict]) -> str:
   return markdown(["rise of pass@1", *COLUMNS], rows)
 
 
-def agreement_table(results: Sequence[dict]) -> str:
+def agreement_table(results: Sequence[Result]) -> str:
   """Markdown: the head's Gram against the last block's."""
   labels = [f"{name}, G = {COMPARED}" for name in ("GRPO", "SALT")]
   averages = lambda label, metric: [average(r, metric) for r in of_label(results, label)]
@@ -99,29 +89,27 @@ def agreement_table(results: Sequence[dict]) -> str:
   return markdown(list(AGREEMENT), rows)
 
 
-def plot_training(results: Sequence[dict], path: pathlib.Path) -> None:
-  """PR, n_eff and entropy over updates, one line per seed."""
+def draw_training(results: Sequence[Result], path: pathlib.Path) -> None:
+  """Saves PR, n_eff and entropy over updates, one line per seed."""
   metrics = {
     "participation ratio": "geometry/participation_ratio",
     "n_eff of the coefficients in the loss": "geometry/effective_rollouts_reweighted",
     "entropy, nats per token": "policy/entropy",
   }
   labels = [f"{name}, G = {MIDDLE}" for name in ("GRPO", "SALT", "GRPO + entropy bonus")]
-  figure, row = plt.subplots(1, len(metrics), figsize=(11, 3.3), layout="constrained")
-  for axes, (title, metric) in zip(row, metrics.items(), strict=True):
-    for color, label in enumerate(labels):
-      for index, result in enumerate(of_label(results, label)):
-        updates, values = zip(*result["curves"][metric], strict=True)
-        name = label if index == 0 else None
-        axes.plot(updates, values, color=f"C{color}", alpha=0.8, label=name)
-    axes.set(xlabel="update", title=title)
-  row[0].legend(fontsize="small")
-  figure.savefig(path, dpi=90)
-  plt.close(figure)
+  with curves.figure_of(path, 1, len(metrics), size=(11, 3.3), dpi=90) as row:
+    for axes, (title, metric) in zip(row, metrics.items(), strict=True):
+      for color, label in enumerate(labels):
+        for index, result in enumerate(of_label(results, label)):
+          updates, values = zip(*result["curves"][metric], strict=True)
+          name = label if index == 0 else None
+          axes.plot(updates, values, color=f"C{color}", alpha=0.8, label=name)
+      axes.set(xlabel="update", title=title)
+    row[0].legend(fontsize="small")
 
 
-def plot_scaling(results: Sequence[dict], path: pathlib.Path) -> None:
-  """Plots effects of the group size at the same number of rollouts, means with 95 % intervals."""
+def draw_scaling(results: Sequence[Result], path: pathlib.Path) -> None:
+  """Saves effects of the group size at the same number of rollouts, means with 95 % intervals."""
   panels = {
     "rise of held-out pass@1": rise,
     "participation ratio": lambda r: average(r, "geometry/participation_ratio"),
@@ -129,29 +117,30 @@ def plot_scaling(results: Sequence[dict], path: pathlib.Path) -> None:
     "α of SALT": lambda r: average(r, "reweighting/alpha"),
     "residual energy": lambda r: average(r, "geometry/residual_energy"),
   }
-  figure, row = plt.subplots(1, len(panels), figsize=(16, 3.3), layout="constrained")
-  for axes, (title, value) in zip(row, panels.items(), strict=True):
-    for color, name in (("C0", "GRPO"), ("C1", "SALT")):
-      found = [of_label(results, f"{name}, G = {group_size}") for group_size in GROUP_SIZES]
-      if any(value(result) is None for of_size in found for result in of_size):
-        continue
-      points = [mean_and_half_width([value(result) for result in of_size]) for of_size in found]
-      means, halves = np.array(points).T
-      axes.errorbar(GROUP_SIZES, means, halves, color=color, marker="o", capsize=3, label=name)
-    axes.set_xscale("log", base=2)
-    axes.set(xlabel=f"group size G, {BUDGET} rollouts in all", title=title)
-  row[0].legend()
-  figure.savefig(path, dpi=80)
-  plt.close(figure)
+  with curves.figure_of(path, 1, len(panels), size=(16, 3.3), dpi=80) as row:
+    for axes, (title, value) in zip(row, panels.items(), strict=True):
+      for color, name in (("C0", "GRPO"), ("C1", "SALT")):
+        found = [of_label(results, f"{name}, G = {group_size}") for group_size in GROUP_SIZES]
+        if any(value(result) is None for of_size in found for result in of_size):
+          continue
+        points = [mean_and_half_width([value(result) for result in of_size]) for of_size in found]
+        means, halves = np.array(points).T
+        axes.errorbar(GROUP_SIZES, means, halves, color=color, marker="o", capsize=3, label=name)
+      axes.set_xscale("log", base=2)
+      axes.set(xlabel=f"group size G, {BUDGET} rollouts in all", title=title)
+    row[0].legend()
 
 
-def main() -> None:
-  results, are_new = compare.of_experiment(HERE / "results.json", measured)
-  if are_new:
-    plot_training(results, HERE / "training.png")
-    plot_scaling(results, HERE / "scaling.png")
-  print(table(results), agreement_table(results), sep="\n\n")
+def draw(results: Sequence[Result], home: pathlib.Path) -> None:
+  """Saves both figures."""
+  draw_training(results, home / "training.png")
+  draw_scaling(results, home / "scaling.png")
+
+
+def tables(results: Sequence[Result]) -> str:
+  """Both tables as Markdown."""
+  return f"{learning_table(results)}\n\n{agreement_table(results)}"
 
 
 if __name__ == "__main__":
-  main()
+  report.show(pathlib.Path(__file__).parent, tables, measured, draw)

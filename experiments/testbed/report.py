@@ -278,25 +278,59 @@ def _curves(runs: Sequence[Result], metric: str) -> list[tuple[curves.Floats, cu
 # --- the program ----------------------------------------------------------------------------------
 
 
-def results_of(home: pathlib.Path, arms: Arms, argv: Sequence[str] | None) -> list[dict[str, Any]]:
-  """The runs of the arms, of `testbed.json`, by arm and seed.
+def results_of(
+  path: pathlib.Path,
+  measure: Callable[[str], dict[str, Any]],
+  labels: Sequence[str] | None = None,
+  argv: Sequence[str] | None = None,
+) -> tuple[list[dict[str, Any]], bool]:
+  """Reads the results of an experiment, and says whether they are new; parses its command line.
 
-  With --workdir of a sweep its finished runs join those of the file, or take their place.
+  With --workdir of a sweep its finished runs are written to the file first.
+
+  Args:
+    path: file of results.
+    measure: workdir of a run → what is added to its result.
+    labels: of the experiment's arms: runs of the sweep join those of the file, or replace them, by
+      label and seed, and other labels are ignored. None: the sweep replaces the file.
+    argv: the command line; None for that of the process.
   """
-  path = home / "testbed.json"
   parser = argparse.ArgumentParser()
-  parser.add_argument("--workdir", help=f"of a sweep, whose runs join those of {path}")
+  parser.add_argument("--workdir", help=f"of a sweep, whose runs are written to {path}")
   workdir = parser.parse_args(argv).workdir
   results = compare.read_results(path) if path.exists() else []
   if workdir is None:
-    return results
-  new = [result for result in compare.read_results(workdir) if result["label"] in arms]
-  by_run = {(r["label"], r["seed"]): r for r in results}
-  by_run |= {(r["label"], r["seed"]): r | measured(r["workdir"]) for r in new}
-  order = list(arms)
-  in_order = sorted(by_run, key=lambda run: (order.index(run[0]), run[1]))
-  compare.write_results(path, [by_run[run] for run in in_order])
-  return compare.read_results(path)
+    return results, False
+  new = [
+    result | measure(result["workdir"])
+    for result in compare.read_results(workdir)
+    if labels is None or result["label"] in labels
+  ]
+  if labels is not None:
+    by_run = {(r["label"], r["seed"]): r for r in [*results, *new]}
+    new = [by_run[run] for run in sorted(by_run, key=lambda run: (labels.index(run[0]), run[1]))]
+  compare.write_results(path, new)
+  return compare.read_results(path), True
+
+
+def show(
+  home: pathlib.Path,
+  tables: Callable[[Sequence[Result]], str],
+  measure: Callable[[str], dict[str, Any]] = lambda workdir: {},
+  draw: Callable[[Sequence[Result], pathlib.Path], None] | None = None,
+) -> None:
+  """Prints the tables of an experiment's results.json; see `results_of` for the command line.
+
+  Args:
+    home: folder of the experiment.
+    tables: results → text.
+    measure: see `results_of`.
+    draw: saves figures of new results in the folder.
+  """
+  results, are_new = results_of(home / "results.json", measure)
+  if are_new and draw is not None:
+    draw(results, home)
+  print(tables(results))
 
 
 def written_into(page: str, text: str) -> str:
@@ -319,7 +353,7 @@ def write(
   argv: Sequence[str] | None = None,
 ) -> None:
   """Prints the tables of an experiment, and writes them and the figure into its page."""
-  results = results_of(page.parent, arms, argv)
+  results, _ = results_of(page.parent / "testbed.json", measured, list(arms), argv)
   text = tables(results) if results else "No run has finished."
   if results:
     figure(results, panels, page.parent / "testbed.png")

@@ -200,11 +200,13 @@ def cost(
   items: list[Item], chip: Chip, *, useful_flops: float, memory: Mapping[str, float]
 ) -> Cost:
   """Sums over a program's instructions, per chip, as numbers and texts alone."""
-  total = lambda name: sum(getattr(item, name) for item in items)
+  flops = sum(item.flops for item in items)
+  hbm_bytes = sum(item.hbm_bytes for item in items)
+  received_bytes = sum(item.received_bytes for item in items)
   seconds = {
-    "compute": total("flops") / chip.flops,
-    "HBM": total("hbm_bytes") / chip.hbm_bytes_per_s,
-    "interconnect": total("received_bytes") / chip.interconnect_bytes_per_s,
+    "compute": flops / chip.flops,
+    "HBM": hbm_bytes / chip.hbm_bytes_per_s,
+    "interconnect": received_bytes / chip.interconnect_bytes_per_s,
   }
   longest = max(seconds, key=lambda name: seconds[name])
   by_part = functools.partial(_by, items, ("part",))
@@ -213,10 +215,10 @@ def cost(
   open_loops = [item for item in items if item.opcode == OPEN_LOOP]
   return {
     "useful_flops": useful_flops,
-    "executed_flops": total("flops"),
-    "hbm_bytes": total("hbm_bytes"),
-    "received_bytes": total("received_bytes"),
-    "cycles": total("cycles"),
+    "executed_flops": flops,
+    "hbm_bytes": hbm_bytes,
+    "received_bytes": received_bytes,
+    "cycles": sum(item.cycles for item in items),
     "memory_bytes": dict(memory),
     "seconds": seconds,
     "bound_by": longest,

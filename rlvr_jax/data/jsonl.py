@@ -61,11 +61,10 @@ def jsonl(
       f"warm_start_size is {warm_start_size}, but there are no demonstrations: set solution to a"
       " template over the fields of a line, such as '{solution}', or warm_start_size to 0"
     )
-  read = lambda path: [
-    _problem(row, prompt, answer, solution if path == train else "") for row in _rows(path)
-  ]
-  given = read(train)
-  chosen = _held_out(given, read(held_out) if held_out else [], held_out_size, split_seed)
+  given = [_problem(row, prompt, answer, solution) for row in _rows(train)]
+  rows = _rows(held_out) if held_out else []
+  own = [_problem(row, prompt, answer, "") for row in rows]
+  chosen = _held_out(given, own, held_out_size, split_seed)
   held_out_problems = Chosen.of(chosen)
   left = Chosen.of(given).without(QuestionKeys(held_out_problems.keys()))
   check_available("jsonl", "warm_start_size", warm_start_size, max(len(left) - 1, 0))
@@ -140,7 +139,8 @@ def _held_out(
     return distinct[: size or len(distinct)]
   distinct = _distinct(train)
   check_available("jsonl", "held_out_size", size, len(distinct) - 1)
-  place = lambda problem: hashlib.sha256(
-    f"{seed} {question_key(problem.question)}".encode()
-  ).hexdigest()
-  return sorted(distinct, key=place)[:size]
+
+  def digest(problem: Problem) -> str:
+    return hashlib.sha256(f"{seed} {question_key(problem.question)}".encode()).hexdigest()
+
+  return sorted(distinct, key=digest)[:size]

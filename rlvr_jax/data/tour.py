@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import string
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from rlvr_jax.data.problems import Problem, Task
@@ -104,20 +104,24 @@ def _problem(
       f"tour: no problem with width = {width}, walls = {walls} and goals = {goals} has a walk of at"
       f" most longest = {longest} cells in {_MAX_TRIES} tries; lower walls or goals"
     )
-  name = lambda cells: "".join(CELLS[cell] for cell in cells)
   return Problem(
-    question=f"{name([start, *stops])}|{name(sorted(blocked))}=",
+    question=f"{_letters([start, *stops])}|{_letters(sorted(blocked))}=",
     answer="",  # many are right
-    solution="\n".join(map(name, legs)),
+    solution="\n".join(map(_letters, legs)),
     reference={
       "dataset": "tour",
       "cells": CELLS[: width**2],
       "start": CELLS[start],
-      "goals": name(stops),
-      "walls": name(sorted(blocked)),
+      "goals": _letters(stops),
+      "walls": _letters(sorted(blocked)),
       "budget": min(int(slack * shortest), longest),
     },
   )
+
+
+def _letters(cells: Iterable[int]) -> str:
+  """The characters of cells."""
+  return "".join(CELLS[cell] for cell in cells)
 
 
 def _places(number: random.Random, width: int, walls: int, goals: int) -> list:

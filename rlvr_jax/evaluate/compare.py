@@ -88,30 +88,6 @@ def write_results(path: pathlib.Path, results: Iterable[Result]) -> None:
     file.write("\n".join(["[", ",\n".join(map(json.dumps, kept)), "]\n"]).encode())
 
 
-def of_experiment(
-  path: pathlib.Path,
-  measure: Callable[[str], dict[str, Any]] = lambda workdir: {},
-  argv: Sequence[str] | None = None,
-) -> tuple[list[dict[str, Any]], bool]:
-  """The results of an experiment, and whether they are new; reads its command line.
-
-  They are those of `path`, or with --workdir those of that sweep, which are written to `path`.
-
-  Args:
-    path: file of results.
-    measure: workdir of a run → what joins its result.
-    argv: the command line; None for that of the process.
-  """
-  parser = argparse.ArgumentParser()
-  parser.add_argument("--workdir", help=f"of the sweep; by default {path} is read")
-  workdir = parser.parse_args(argv).workdir
-  if workdir is None:
-    return read_results(path), False
-  results = [result | measure(result["workdir"]) for result in read_results(workdir)]
-  write_results(path, results)
-  return results, True
-
-
 def by_label(results: Iterable[Result]) -> dict[str, list[Result]]:
   """The results of every label, in the order of the results."""
   found: dict[str, list[Result]] = {}
@@ -229,9 +205,8 @@ def differences(
   if baseline not in found:
     raise ValueError(f"no run has the label {baseline!r}; choose one of {list(found)}")
   reference = found.pop(baseline)
-  shared = lambda values: len(values.keys() & reference.keys())
   return {
-    label: paired_difference(values, reference) if shared(values) > 1 else None
+    label: paired_difference(values, reference) if len(values.keys() & reference) > 1 else None
     for label, values in found.items()
   }
 
@@ -300,11 +275,12 @@ def _cells(found: Difference | None, adjusted: float | None, difference: float) 
 
 def provenance(results: Iterable[Result]) -> str:
   """Commits and devices of the results, one line each."""
-  of_field = lambda name: collections.Counter(_known(result, name) for result in results)
-  lines = [
-    f"{title}: " + ", ".join(f"{value} ({count} runs)" for value, count in of_field(name).items())
-    for title, name in (("commit", "commit"), ("device", "device"))
-  ]
+  results = list(results)
+  lines = []
+  for field in ("commit", "device"):
+    counts = collections.Counter(_known(result, field) for result in results)
+    runs = ", ".join(f"{value} ({count} runs)" for value, count in counts.items())
+    lines.append(f"{field}: {runs}")
   return "\n".join(lines)
 
 

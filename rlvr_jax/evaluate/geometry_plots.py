@@ -96,13 +96,13 @@ def salted(measurement: Measurement, salt: Reweighting) -> Salted:
   key = jax.random.key(measurement.update)
   blocks = A.reshape(1, -1), measurement.gram[None], measurement.valid.reshape(1, -1)
   reweighted, metrics = jax.jit(salt.apply)(*blocks, key)
-  value = lambda name: reductions.value(metrics[f"reweighting/{name}"]).item()
+  values = {name: value.item() for name, value in reductions.values(metrics).items()}
   return Salted(
     reweighted.reshape(A.shape),
-    value("participation_ratio"),
-    round(value("rank")),
-    value("effective_rollouts"),
-    value("alpha"),
+    values["reweighting/participation_ratio"],
+    round(values["reweighting/rank"]),
+    values["reweighting/effective_rollouts"],
+    values["reweighting/alpha"],
   )
 
 

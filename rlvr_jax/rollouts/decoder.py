@@ -36,7 +36,7 @@ class Settings(NamedTuple):
   shape: CacheShape
   max_new_tokens: int  # T
   stop_tokens: tuple[int, ...]  # any of them ends a response; it is part of the response
-  cache: str = "blocks"  # or "pages", as `decoding.choose_cache` returned it
+  cache: str = "blocks"  # or "pages", as `caches.choose_cache` returned it
 
 
 class State(NamedTuple):

@@ -178,7 +178,7 @@ class Engine:
       max_prompt_length, max_new_tokens: S and T, tokens.
       stop_tokens: any of them ends a response.
       pad_token: fills responses after their end.
-      cache: "blocks" or "pages", as `decoding.choose_cache` returned it.
+      cache: "blocks" or "pages", as `caches.choose_cache` returned it.
       to_host: device arrays → NumPy; called once per burst.
     """
     devices = 1 if model.mesh is None else model.mesh.shape["data"] * model.mesh.shape["fsdp"]

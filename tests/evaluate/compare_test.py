@@ -113,13 +113,6 @@ def test_results_of_a_workdir_come_in_the_order_of_the_sweep(tmp_path):
   found = compare.read_results(tmp_path)
   assert [r["label"] for r in found] == ["z_0", "a_0"]
   assert found[0]["workdir"] == str(tmp_path / "z_0")
-  file = tmp_path / "results.json"
-  measure = lambda workdir: {"from": workdir[-3:]}
-  measured, are_new = compare.of_experiment(file, measure, [f"--workdir={tmp_path}"])
-  kept = [{k: v for k, v in r.items() if k != "workdir"} for r in measured]
-  assert [r["from"] for r in kept] == ["z_0", "a_0"]
-  assert are_new and compare.of_experiment(file, argv=[]) == (kept, False)
-  assert len(file.read_text().splitlines()) == 4
   with pytest.raises(ValueError, match="b_0 has no results: give the --workdir of a sweep"):
     compare.read_results(tmp_path / "b_0")
 

@@ -129,13 +129,15 @@ def test_runs_of_another_sitting_join_the_committed_ones(tmp_path):
     run.mkdir(parents=True)
     write_metrics(run)
     (run / "result.json").write_text(json.dumps(result(label, seed, level)))
-  arms = {"A": {}, "B": {}}
-  assert report.results_of(tmp_path, arms, []) == committed
-  found = report.results_of(tmp_path, arms, [f"--workdir={tmp_path / 'sweep'}"])
+  read = lambda *argv: report.results_of(
+    tmp_path / "testbed.json", report.measured, ["A", "B"], argv
+  )
+  assert read() == (committed, False)
+  found, are_new = read(f"--workdir={tmp_path / 'sweep'}")
   ends = {(r["label"], r["seed"]): r["evaluations"]["eval/pass@1"][-1] for r in found}
   assert list(ends.items()) == [(("A", 0), 0.7), (("A", 1), 0.6), (("B", 0), 0.8)]
-  assert found[0]["refreshes"] == 4 and "workdir" not in found[0]  # measured anew
-  assert report.results_of(tmp_path, arms, []) == found
+  assert are_new and found[0]["refreshes"] == 4 and "workdir" not in found[0]  # measured anew
+  assert read() == (found, False)
 
 
 # --- values and tables ----------------------------------------------------------------------------
@@ -200,6 +202,20 @@ def test_the_page_has_the_tables_of_its_results(name):
   else:
     assert between.strip() == "No run has finished."
   assert f"python -m {name}" in page
+
+
+def test_runs_of_a_sweep_replace_a_file_of_results(tmp_path):
+  for number, label in enumerate(("z", "a", "other")):
+    (tmp_path / "sweep" / label).mkdir(parents=True)
+    text = json.dumps({"label": label, "seed": 1, "number": number})
+    (tmp_path / "sweep" / label / "result.json").write_text(text)
+  file, measure = tmp_path / "results.json", lambda workdir: {"from": workdir[-3:]}
+  argv = [f"--workdir={tmp_path / 'sweep'}"]
+  replaced, are_new = report.results_of(file, measure, argv=argv)
+  assert are_new and [r["label"] for r in replaced] == ["z", "a", "other"]
+  assert replaced[0] == {"label": "z", "seed": 1, "number": 0, "from": "p/z"}
+  assert report.results_of(file, measure, argv=[]) == (replaced, False)
+  assert report.results_of(tmp_path / "none.json", measure, argv=[]) == ([], False)
 
 
 def test_tables_are_written_between_the_marks(tmp_path):

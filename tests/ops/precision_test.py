@@ -16,7 +16,7 @@ from train import tiny
 
 from rlvr_jax.models.presets import model_settings, preset
 from rlvr_jax.ops import paged, precision
-from rlvr_jax.ops.decoding import Pages
+from rlvr_jax.ops.caches import Pages
 from rlvr_jax.ops.row_attention import row_attention
 from rlvr_jax.train.setup import behavior_sources
 from rlvr_jax.train.setup.build import build

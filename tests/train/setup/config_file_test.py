@@ -74,6 +74,21 @@ def test_a_value_of_another_type_is_told_the_type(argument, needed):
   assert str(told.value) == f"flag {given}: needs {needed}"
 
 
+@pytest.mark.parametrize(
+  ("argument", "message"),
+  [
+    ("batch.promts=8", "the configuration has no field 'promts'; did you mean \"prompts\""),
+    ("batch.micro_batches=4", "the configuration has no field 'micro_batches' ("),
+    ("promts=8", "the configuration has no field 'promts';"),
+  ],
+)
+def test_an_unknown_field_is_named(argument, message):
+  recipe = f"--config={tiny.ROOT / 'configs/quickstart.py'}"
+  with pytest.raises(ValueError) as told:
+    config_file.read([recipe, f"--config.{argument}"])
+  assert message in str(told.value) and "\n" not in str(told.value)
+
+
 # --- a run's own configuration --------------------------------------------------------------------
 
 
@@ -136,21 +151,6 @@ def test_a_file_that_does_not_exist_is_told_the_recipes(path, near, tmp_path, mo
     f"error: --config={path}: there is no such file{near} The recipes are configs/NAME.py, NAME one"
     f" of {', '.join(names)}"
   )
-
-
-@pytest.mark.parametrize(
-  ("argument", "message"),
-  [
-    ("batch.promts=8", "the configuration has no field 'promts'; did you mean \"prompts\""),
-    ("batch.micro_batches=4", "the configuration has no field 'micro_batches' ("),
-    ("promts=8", "the configuration has no field 'promts';"),
-  ],
-)
-def test_an_unknown_field_is_named(argument, message):
-  recipe = f"--config={tiny.ROOT / 'configs/quickstart.py'}"
-  with pytest.raises(ValueError) as told:
-    config_file.read([recipe, f"--config.{argument}"])
-  assert message in str(told.value) and "\n" not in str(told.value)
 
 
 # --- components -----------------------------------------------------------------------------------

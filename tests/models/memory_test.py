@@ -1,0 +1,48 @@
+"""Bytes of a network on one device, against counts by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from rlvr_jax.models import memory
+from rlvr_jax.models.presets import preset
+from rlvr_jax.train.cluster import sharding
+
+
+@pytest.fixture
+def base():
+  """A kernel [16, 8] over fsdp = 2 and tensor = 4, and a norm that every device has."""
+  mesh = sharding.make_mesh(fsdp=2, tensor=4)
+  place = lambda shape, *spec: jax.ShapeDtypeStruct(
+    shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec))
+  )
+  return {"kernel": place((16, 8), "fsdp", "tensor"), "norm": place((6,), None)}
+
+
+def test_shards_are_counted_on_one_device(base):
+  assert memory.shard_bytes(base) == 8 * 2 * 4 + 6 * 4
+
+
+def test_the_copy_to_decode_with_is_gathered_over_fsdp_alone(base):
+  assert memory.decoding_copy_bytes(base, "bfloat16") == 16 * 2 * 2 + 6 * 2
+
+
+def test_activations_are_those_that_remat_saves():
+  config = preset("tiny", compute_dtype="float32", remat="full")
+  products = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+  products += 2 * config.width + 2 * config.mlp_width
+  layer = config.width + products
+  expected = 64 * (config.num_layers * config.width + 4 * layer) * 4
+  assert memory.activation_bytes(config, tokens=64, tensor=1) == expected
+  assert memory.activation_bytes(config, tokens=64, tensor=2) == expected / 2
+  dots = preset("tiny", compute_dtype="float32", remat="dots")
+  more = 64 * config.num_layers * products * 4
+  assert memory.activation_bytes(dots, tokens=64, tensor=1) == expected + more
+
+
+def test_the_head_takes_a_chunk_of_logits_and_its_kernel():
+  config = preset("tiny", compute_dtype="bfloat16")
+  V, D = config.vocab_size, config.width
+  assert memory.output_head_bytes(config, tokens=5, tensor=1) == 5 * V * 8 + D * V * (2 + 4)
+  assert memory.sampling_bytes(config, slots=3) == 3 * V * 8
