@@ -28,7 +28,7 @@ from experiments.recipes.sweep import RECIPES
 from rlvr_jax.colab.methods import plot_cosines
 from rlvr_jax.colab.same_rollouts import compared, recipe
 from rlvr_jax.rollouts.batch import write_batch
-from rlvr_jax.train.reporting.writer import say
+from rlvr_jax.train.reporting.progress import say
 
 COLUMNS = {  # heading → metric
   "loss": "loss",

@@ -21,7 +21,7 @@ from rlvr_jax.ops import reductions
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.rollouts.batch import Graded, RolloutBatch, from_shard, read_batch
 from rlvr_jax.rollouts.store import RolloutStore
-from rlvr_jax.train.reporting.writer import progress
+from rlvr_jax.train.reporting.progress import progress
 from rlvr_jax.train.session import session
 from rlvr_jax.train.setup.build import Parts, build, make_method
 from rlvr_jax.train.start import parameters

@@ -20,7 +20,7 @@ from rlvr_jax.storage.files import (
 from rlvr_jax.storage.places import Workdir
 from rlvr_jax.train.checkpointing.workdir import StartFiles, opened
 from rlvr_jax.train.cluster import multihost
-from rlvr_jax.train.reporting.writer import progress, say
+from rlvr_jax.train.reporting.progress import progress, say
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.grading import grader_pool, make_collector
 from rlvr_jax.train.start.parameters import chosen_params, load_frozen

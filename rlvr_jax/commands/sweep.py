@@ -29,7 +29,7 @@ from rlvr_jax.storage.files import replacing
 from rlvr_jax.storage.places import Workdir, in_bucket
 from rlvr_jax.train.checkpointing.workdir import LAYOUT_FILE, WorkdirError, WorkdirLock, claimed
 from rlvr_jax.train.cluster import process
-from rlvr_jax.train.reporting.writer import say
+from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup import config_file
 
 LOG_FILE = "output.log"

@@ -26,7 +26,7 @@ from rlvr_jax.geometry import by_rollout
 from rlvr_jax.models.flops import forward_flops, update_flops
 from rlvr_jax.ops.splash import splash_cost
 from rlvr_jax.storage.files import local_path
-from rlvr_jax.train.reporting.writer import say
+from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts
 
 # By `jax.named_scope`s of the network, the head, the Gram matrix and the step, and by parameters.

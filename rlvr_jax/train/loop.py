@@ -33,8 +33,8 @@ from rlvr_jax.train.generation import modes
 from rlvr_jax.train.generation.async_generator import GeneratorStoppedError
 from rlvr_jax.train.generation.generator import Generator, fingerprint_of
 from rlvr_jax.train.generation.scoring import Scorer
+from rlvr_jax.train.reporting.progress import progress, say
 from rlvr_jax.train.reporting.run_log import DispatchedUpdate, RunLog
-from rlvr_jax.train.reporting.writer import progress, say
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.grading import make_collector
 from rlvr_jax.train.start import parameters

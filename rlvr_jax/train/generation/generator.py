@@ -34,8 +34,8 @@ from rlvr_jax.train.cluster import multihost, sharding
 from rlvr_jax.train.generation import agreement, dynamic_sampling, raw_logprobs
 from rlvr_jax.train.generation.streams import Streams
 from rlvr_jax.train.reporting import machines
+from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.reporting.run_log import DeviceClock
-from rlvr_jax.train.reporting.writer import say
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.checks import shaped_outcomes
 from rlvr_jax.train.setup.grading import make_outcome_policy

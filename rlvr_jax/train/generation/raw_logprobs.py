@@ -14,7 +14,7 @@ import numpy as np
 
 from rlvr_jax.rollouts.batch import Graded
 from rlvr_jax.train.cluster import sharding
-from rlvr_jax.train.reporting.writer import say
+from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.types import Params, Prompts
 

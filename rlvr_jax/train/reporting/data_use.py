@@ -8,7 +8,7 @@ import ml_collections
 
 from rlvr_jax.data import Task
 from rlvr_jax.rollouts.staleness import Schedule
-from rlvr_jax.train.reporting.writer import say
+from rlvr_jax.train.reporting.progress import say
 
 MANY_PASSES = 20  # of a warm start over its demonstrations: from there on it memorizes them
 _FEW_GROUPS = 0.1  # share of the groups whose rewards differ

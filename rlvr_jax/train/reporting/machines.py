@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import jax
 
 from rlvr_jax.train.cluster import multihost
-from rlvr_jax.train.reporting.writer import say
+from rlvr_jax.train.reporting.progress import say
 
 PROFILE_FOLDER = "profile"  # of a workdir; TensorBoard and xprof read it
 _GIB = 2**30

@@ -21,7 +21,8 @@ from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import waiting
 from rlvr_jax.train.reporting import machines
 from rlvr_jax.train.reporting.data_use import first_update_warning
-from rlvr_jax.train.reporting.writer import MetricWriter, compact_line, say, stage_summary
+from rlvr_jax.train.reporting.progress import compact_line, say
+from rlvr_jax.train.reporting.writer import MetricWriter, stage_summary
 from rlvr_jax.types import Params, TrainBatch
 
 COUNTERS = (

@@ -24,7 +24,7 @@ from rlvr_jax.rewards.worker_process import GraderStartError
 from rlvr_jax.rollouts.collect import Collector
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import alive
-from rlvr_jax.train.reporting.writer import say
+from rlvr_jax.train.reporting.progress import say
 
 WEIGHTED, _CODE = "weighted", "code"  # by name
 _NUM_INSPECTED = 100  # problems per source whose references are searched for names of graders

@@ -7,7 +7,8 @@ from typing import Any
 
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer, Restored
 from rlvr_jax.train.cluster import multihost
-from rlvr_jax.train.reporting.writer import MetricWriter, progress, say
+from rlvr_jax.train.reporting.progress import progress, say
+from rlvr_jax.train.reporting.writer import MetricWriter
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.start import parameters, warm_start_cache
 from rlvr_jax.types import Params

@@ -18,7 +18,7 @@ from rlvr_jax.train.checkpointing.checkpoint_files import CheckpointError
 from rlvr_jax.train.checkpointing.host_state import HostState
 from rlvr_jax.train.checkpointing.workdir import WorkdirError, left_by_a_run
 from rlvr_jax.train.cluster import multihost
-from rlvr_jax.train.reporting.writer import progress, say
+from rlvr_jax.train.reporting.progress import progress, say
 from rlvr_jax.train.setup.build import Parts, with_sources_as_begun
 from rlvr_jax.types import TrainState
 
