@@ -58,7 +58,7 @@ def train_and_record(
     state = parameters.first_state(trainer.parts, copy(first), entropy)
     now = now._replace(state=state)
     generation = trainer.start_generation()
-    for update in progress(range(before + max(lags) + 1), "training"):
+    for update in progress(range(before + max(lags) + 1), "training", unit="updates"):
       trainer.offer_weights(now, generation)
       now = trainer.collect(now, generation)
       lag = update - before
@@ -179,7 +179,7 @@ def compared(
   names = ["grpo", *(name for name in recipes if name != "grpo")]
   found = {
     name: directions(name, parts, batch, params, reference, entropy)
-    for name in progress(names, "recipes")
+    for name in progress(names, "gradients", unit="recipes")
   }
   numbers, matrices = {}, {}
   for lag in sorted(params):

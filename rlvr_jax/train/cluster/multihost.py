@@ -177,7 +177,7 @@ def end_if_asked() -> None:
   nothing.
   """
   if in_order() and anywhere(asked()):
-    raise EndRequestedError(f"asked to end during {_phase}")
+    raise EndRequestedError(f"shutdown requested during {_phase}")
 
 
 def grades(futures: Sequence[GradingFuture]) -> list[Grade]:

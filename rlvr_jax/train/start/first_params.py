@@ -85,7 +85,7 @@ def train_on_demonstrations(
   """The supervised phase; arguments as of `warm_start`."""
   num_steps = parts.config.warm_start.num_steps
   losses: list[tuple[int, float]] = []
-  with progress(num_steps, "warm start", unit="step") as bar:
+  with progress(num_steps, "warm start", unit="steps") as bar:
 
     def report(index: int, loss: float) -> None:
       bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
