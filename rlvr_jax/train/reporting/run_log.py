@@ -265,8 +265,8 @@ class RunLog:
       share = len(details) / len(graded.samples)
       warn(
         f"the grader crashed on {share:.0%} of the responses sampled for update {step + 1}; the"
-        f" first error is: {details[0]}. config.grading.outcomes.crashed decides what happens to them; by"
-        " default they are left out of the loss"
+        f" first error is: {details[0]}. config.grading.outcomes.crashed decides what happens to"
+        " them; by default they are left out of the loss"
       )
 
   def _warn_of_padding(self, filled: float, step: int) -> None:
@@ -422,6 +422,6 @@ def raise_non_finite(
   raise NonFiniteError(
     f"{values['update/skipped_in_a_row']:.0f} updates in a row, up to update {update.step}, had a"
     " loss or gradient that was not finite; they were skipped and have not changed the parameters."
-    " Lower the peak of config.learning_rate in another --workdir, or inspect the batch of the last one,"
+    " Lower the peak of config.learning_rate in another --workdir, or inspect the last batch,"
     f" {path.name} in the workdir"
   )
