@@ -186,7 +186,7 @@ def draw_ratios(case: Case, drift: float = 0.6) -> None:
   left.axvline(e, color=COLORS["effective"], linewidth=2, label=f"cap $e$ = {e:.2f}")
   left.set(xscale="log", xlabel=r"$\rho = \pi/\beta$ of a token", ylabel="tokens")
   left.set_title(f"{capped.mean():.0%} of the tokens are capped")
-  left.legend(loc="upper left", fontsize="small")
+  left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2, fontsize="small")
   curves = ess(case, jnp.asarray(DRIFTS))
   right.plot(DRIFTS, curves.batch, color=COLORS["effective"], label="$e$ of the batch")
   label = "$e$ of one response, mean"

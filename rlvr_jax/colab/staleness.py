@@ -184,6 +184,7 @@ def draw_scopes(found: Stages, age: int = 31, threshold: float = 0.1, rows: int 
   figure, panels = plt.subplots(1, 1 + len(SCOPES), figsize=(11, 4), sharey=True)
   norm = LogNorm(1e-2, 1e2)
   image = panels[0].imshow(flat(ratios), norm=norm, cmap="PuOr", aspect="auto")
+  figure.suptitle("Tokens that the veto takes out of the loss, by its scope", fontsize="medium")
   figure.colorbar(image, ax=panels[0], label=r"$\rho = \pi/\beta$ of a token", location="left")
   panels[0].set_title("ratios")
   panels[0].set_ylabel("failed rollouts, smallest ratio on top")
@@ -191,9 +192,9 @@ def draw_scopes(found: Stages, age: int = 31, threshold: float = 0.1, rows: int 
   for axes, scope in zip(panels[1:], SCOPES, strict=True):
     states = veto_states(ratios, batch.mask, A, threshold=threshold, scope=scope)
     axes.imshow(flat(states), cmap=colors, vmin=-0.5, vmax=3.5, aspect="auto")
-    axes.set_title(f"veto, scope = {scope!r}")
+    axes.set_title(scope)
   for axes in panels:
-    axes.set(xlabel="position of the token", yticks=[])
+    axes.set(xlabel="token", yticks=[])
     axes.grid(False)
   patches = [Patch(color=color, label=label) for label, color in STATES.items()]
   title = rf"trigger: $A < 0$, $\rho < {threshold:g}$"
