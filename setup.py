@@ -26,7 +26,7 @@ EXTRAS = {
   "torch": ["peft>=0.21", "torch==2.13.0"],  # tests against transformers' own networks
   "tunix": ["google-tunix>=0.1.7"],  # its safetensors < 0.8 is too old for hf and dev
   "plot": PLOT,
-  "docs": ["mkdocs-material>=9.8.1", "mkdocstrings[python]>=1.0.8"],
+  "docs": ["latex2mathml>=3.81", "mkdocs-material>=9.8.1", "mkdocstrings[python]>=1.0.8"],
   "dev": [
     *GCS,
     *HF,

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs.yml: the pages of the API reference, and links that leave docs/."""
+"""Hooks of mkdocs.yml: pages of the API reference, links that leave docs/, and formulas."""
 
 from __future__ import annotations
 
@@ -59,6 +59,31 @@ def api_pages() -> dict[str, str]:
     listed = "\n\n".join(f"::: {name}" for name in names if name.startswith(package))
     pages[f"api/{title}.md"] = f"# rlvr_jax.{title}\n\n{summary}\n\n{listed}\n"
   return pages
+
+
+# --- formulas -------------------------------------------------------------------------------------
+
+
+def formula(source: str, *args: Any, **kwargs: Any) -> str:
+  """A ```math block as MathML, which browsers typeset without a script.
+
+  Args:
+    source: LaTeX, one formula or the lines of an align* environment.
+    args, kwargs: what superfences passes besides; not used.
+  Raises:
+    SuperFencesException: latex2mathml does not know a command.
+  """
+  del args, kwargs
+  from latex2mathml import converter
+  from pymdownx.superfences import SuperFencesException
+
+  try:
+    markup = converter.convert(source, display="block")
+  except Exception as error:  # its exceptions have no common class, and superfences hides them
+    raise SuperFencesException(f"not a formula, {error!r}: {source}") from error
+  if "\\" in markup or "<mi>&</mi>" in markup:  # it copies commands that it does not know
+    raise SuperFencesException(f"latex2mathml does not know a command of this formula: {source}")
+  return f'<div class="math" style="overflow-x: auto">{markup}</div>'
 
 
 # --- links ----------------------------------------------------------------------------------------

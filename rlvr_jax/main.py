@@ -28,18 +28,22 @@ _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.",
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for all output files.")
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A run, or RUN/checkpoints/STEP.")
 _SWEEP = flags.DEFINE_string("sweep", None, "Python file whose get_sweep() lists the runs.")
-_MINUTES = flags.DEFINE_float("minutes", None, "Of this sitting of a sweep; then status 3.", 0.0)
-_TOPOLOGY = flags.DEFINE_string("topology", None, "TPUs to compile for, v5e:4x4 for 16.")
-_DISTRIBUTED = flags.DEFINE_bool("distributed", False, "One of several processes (TPU pod, SLURM).")
-_COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port, a free port of process 0.")
-_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes of the run.", 1)
-_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which of them this is.", 0)
-_PROFILE = flags.DEFINE_string("profile", "", "Updates to trace with jax.profiler, such as 10:13.")
-_TRACKERS = flags.DEFINE_list("trackers", [], "wandb, trackio: copies of the metrics there.")
-_STOPPED_STATUS = flags.DEFINE_integer(
-  "stopped_status", 0, "Exit status of a training run that a signal has ended before its end.", 0
+_MINUTES = flags.DEFINE_float(
+  "minutes", None, "Limit of a sweep; it then exits with status 3.", 0.0
 )
-_PARENT = flags.DEFINE_integer("parent", None, "Process whose end asks this one to end.")
+_TOPOLOGY = flags.DEFINE_string("topology", None, "TPU slice to compile for, such as v5e:4x4.")
+_DISTRIBUTED = flags.DEFINE_bool("distributed", False, "Run in several processes (TPU pod, SLURM).")
+_COORDINATOR = flags.DEFINE_string(
+  "coordinator", None, "host:port, a free port of process 0's host."
+)
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Number of processes of the run.", 1)
+_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Index of this process.", 0)
+_PROFILE = flags.DEFINE_string("profile", "", "Updates to trace with jax.profiler, such as 10:13.")
+_TRACKERS = flags.DEFINE_list("trackers", [], "Where to copy the metrics: wandb, trackio.")
+_STOPPED_STATUS = flags.DEFINE_integer(
+  "stopped_status", 0, "Exit status of a training run that a signal stopped early.", 0
+)
+_PARENT = flags.DEFINE_integer("parent", None, "Process with whose end this one ends.")
 
 _HELP = """rlvr_jax trains, evaluates and exports policies, for instance by
 
@@ -58,7 +62,7 @@ def main(argv: list[str]) -> int:
     sys.exit(f"error: unexpected arguments: {argv[1:]}; write --config.field=value")
   if not _WORKDIR.value and _MODE.value not in ("fits", "costs"):
     sys.exit("error: --workdir is missing; add --workdir=FOLDER, such as runs/mine")
-  if _STOPPED_STATUS.value:  # under launch, which outlives the terminal
+  if _STOPPED_STATUS.value:  # started by launch, which outlives the terminal
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
   if _PARENT.value:
     process.end_with(_PARENT.value)
@@ -69,11 +73,14 @@ def main(argv: list[str]) -> int:
   coordinates = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
   if _DISTRIBUTED.value or coordinates != (None, None, None):
     if _MODE.value == "sweep":
-      sys.exit("error: the runs of a sweep take one process each: leave out --distributed")
+      sys.exit(
+        "error: a run of a sweep has one process: leave out --distributed and the flags of"
+        " processes"
+      )
     try:
       multihost.initialize(*coordinates)
     except (ValueError, RuntimeError) as error:
-      process.exit_immediately(f"error: {error}")  # jax would wait once more, for the others to end
+      process.exit_immediately(f"error: {error}")  # jax would wait for the others to end
   with multihost.exit_on_error():
     return run()
 

@@ -27,7 +27,7 @@ from absl import app, flags
 from experiments.recipes.sweep import RECIPES
 from rlvr_jax.evaluate.figures import plot_cosines
 from rlvr_jax.rollouts.batch import write_batch
-from rlvr_jax.train.reporting.writer import say
+from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.same_rollouts import compared, recipe
 
 COLUMNS = {  # heading → metric

@@ -11,6 +11,7 @@ import numpy as np
 from rlvr_jax.colab.display import COLORS, legend_outside
 from rlvr_jax.colab.rollouts import Rollout, batches
 from rlvr_jax.evaluate.curves import time_table
+from rlvr_jax.evaluate.learning_curves import Panel, with_data
 from rlvr_jax.evaluate.run_files import read_metrics
 
 FARTHEST = 10  # errors beyond are counted at ±10
@@ -30,6 +31,16 @@ def summary(workdir: str | os.PathLike[str]) -> str:
     if r["phase"] == "eval"
   ]
   return "\n".join(lines)
+
+
+def draw_panels(records: Sequence[dict[str, Any]], panels: Iterable[Panel]) -> None:
+  """Makes a figure of those panels of `learning_curves` that have something to show, in a row."""
+  from matplotlib import pyplot
+
+  shown = with_data(records, panels)
+  _, places = pyplot.subplots(1, len(shown), figsize=(13, 3.5), squeeze=False)
+  for axes, panel in zip(places.flat, shown, strict=True):
+    panel(axes, records)
 
 
 def errors(rollouts: Iterable[Rollout]) -> np.ndarray:

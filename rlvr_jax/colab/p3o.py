@@ -175,12 +175,18 @@ def draw_ratios(case: Case, drift: float = 0.6) -> None:
   e = float(parts.normalized_ess(log_ratios, batch.mask))
   ratios = np.exp(np.asarray(log_ratios).ravel())
   bins = np.geomspace(0.02, 50, 61)
-  left.hist(np.clip(ratios, bins[0], bins[-1]), bins=bins, color=COLORS["behavior"])
+  shown = np.clip(ratios, bins[0], bins[-1])
+  capped = ratios > e
+  left.hist(
+    [shown[~capped], shown[capped]], bins=bins, stacked=True,
+    color=[COLORS["behavior"], COLORS["plain"]],
+    label=[r"weight $\rho$: $\rho \leq e$", r"capped, weight $e$: $\rho > e$"],
+  )  # fmt: skip
   left.axvline(1, color=COLORS["reference"], linestyle=":", label=r"$\rho = 1$")
-  left.axvline(e, color=COLORS["effective"], linewidth=2, label=f"$e$ = {e:.2f}")
+  left.axvline(e, color=COLORS["effective"], linewidth=2, label=f"cap $e$ = {e:.2f}")
   left.set(xscale="log", xlabel=r"$\rho = \pi/\beta$ of a token", ylabel="tokens")
-  left.set_title(f"{np.mean(ratios > e):.0%} of the tokens are capped")
-  left.legend(loc="upper left")
+  left.set_title(f"{capped.mean():.0%} of the tokens are capped")
+  left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2, fontsize="small")
   curves = ess(case, jnp.asarray(DRIFTS))
   right.plot(DRIFTS, curves.batch, color=COLORS["effective"], label="$e$ of the batch")
   label = "$e$ of one response, mean"

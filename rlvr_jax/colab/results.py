@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rlvr_jax.colab.display import COLORS, legend_outside
+from rlvr_jax.colab.display import COLORS
 from rlvr_jax.evaluate import compare, curves
 from rlvr_jax.evaluate.compare import Result
 
@@ -102,62 +102,25 @@ def by_seed(runs: Sequence[Result], metric: str) -> dict[str, dict[int, float]]:
   return found
 
 
-def others(runs: Sequence[Result], baseline: str) -> list[str]:
-  """The labels of the runs, but for the baseline's.
-
-  Raises:
-    ValueError: there is no such baseline, or no other label.
-  """
-  labels = list(compare.by_label(runs))
-  if baseline not in labels:
-    raise ValueError(f"no run has the label {baseline!r}; choose one of {labels}")
-  if len(labels) == 1:
-    raise ValueError(f"all runs have the label {baseline!r}: there is nothing to compare it with")
-  return [label for label in labels if label != baseline]
-
-
 # --- drawing --------------------------------------------------------------------------------------
 
 
 def plot_differences(axes: Any, runs: Sequence[Result], metric: str, baseline: str) -> None:
-  """Plots differences to the baseline, paired by seed: a row per label, in the order of the runs.
-
-  A row has a dot for each seed, and the mean with its 95 % interval by Student's t. With one
-  shared seed there is only the dot, without one the row is empty.
+  """`compare.plot_differences` of the runs that have the metric, by `value`.
 
   Raises:
-    ValueError: see `by_seed` and `others`.
+    ValueError: no run has the metric, or see `compare.others`.
   """
-  values = by_seed(runs, metric)
+  by_seed(runs, metric)
   having = [run for run in runs if metric in _measured(run)]
-  labels = others(having, baseline)
-  found = compare.differences(having, baseline, lambda run: value(run, metric))
-  names = []
-  for row, label in enumerate(labels):
-    shared = sorted(values[label].keys() & values[baseline].keys())
-    dots = [values[label][seed] - values[baseline][seed] for seed in shared]
-    below = [row + 0.28] * len(dots)  # off the interval, which would hide them
-    axes.plot(dots, below, "o", markersize=3, color=COLORS["reference"], label="seed")
-    difference = found[label]
-    if difference is not None:
-      axes.errorbar(
-        difference.mean, row, fmt="D", markersize=5, capsize=3, color=COLORS["result"],
-        xerr=[[difference.mean - difference.low], [difference.high - difference.mean]],
-        label="mean, 95 % (t)",
-      )  # fmt: skip
-    names.append(f"{label} ({len(shared)} seed{'s' * (len(shared) != 1)})")
-  axes.axvline(0, color=COLORS["plain"], linewidth=1, zorder=0, label=baseline)
-  axes.set_yticks(range(len(labels)), names)
-  axes.set(ylim=(len(labels) - 0.5, -0.5), xlabel=f"{metric}, less that of the baseline")
-  by_label = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))  # each once
-  legend_outside(axes, handles=list(by_label.values()), labels=list(by_label))
+  compare.plot_differences(axes, having, baseline, lambda run: value(run, metric), name=metric)
 
 
 def draw_differences(runs: Sequence[Result], metric: str, baseline: str) -> None:
   """Makes the figure of `plot_differences`."""
   from matplotlib import pyplot
 
-  _, axes = pyplot.subplots(figsize=(11, 1.2 + 0.27 * len(others(runs, baseline))))
+  _, axes = pyplot.subplots(figsize=(11, 1.2 + 0.27 * len(compare.others(runs, baseline))))
   plot_differences(axes, runs, metric, baseline)
 
 
@@ -171,10 +134,10 @@ def plot_pairs(axes: Any, runs: Sequence[Result], metric: str, baseline: str, la
   """Plots the values of a label next to the baseline's, a line per seed.
 
   Raises:
-    ValueError: see `by_seed` and `others`; or they share no seed.
+    ValueError: see `by_seed` and `compare.others`; or they share no seed.
   """
   values = by_seed(runs, metric)
-  compared = others([run for run in runs if run["label"] in values], baseline)
+  compared = compare.others([run for run in runs if run["label"] in values], baseline)
   if label not in compared:
     raise ValueError(f"plot_pairs: label = {label!r} is unknown; choose one of {compared}")
   shared = sorted(values[baseline].keys() & values[label].keys())
@@ -221,7 +184,7 @@ def draw_curves(runs: Sequence[Result], metric: str, baseline: str, labels: Sequ
   """
   from matplotlib import pyplot
 
-  known = others(runs, baseline)
+  known = compare.others(runs, baseline)
   unknown = [label for label in labels if label not in known]
   if unknown or not labels:
     raise ValueError(f"draw_curves: labels = {list(labels)}; choose some of {known}")

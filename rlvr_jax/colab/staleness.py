@@ -34,9 +34,9 @@ STYLES: dict[str, dict[str, Any]] = {
 }
 KEPT, TRIGGER, EXCLUDED, EXCLUDED_TRIGGER = range(4)
 STATES = {  # by `veto_states`: what a token is, and its color
-  "in the loss": "#E8E8E8",
-  "trigger, in the loss": COLORS["behavior"],
-  "vetoed": COLORS["plain"],
+  "trained on": "#E8E8E8",
+  "trigger, trained on": COLORS["behavior"],
+  "vetoed: out of the loss": COLORS["plain"],
   "trigger, vetoed": COLORS["failure"],
 }
 THRESHOLDS = (1e-3, 1e-2, 1e-1, 0.3)
@@ -184,8 +184,10 @@ def draw_scopes(found: Stages, age: int = 31, threshold: float = 0.1, rows: int 
   figure, panels = plt.subplots(1, 1 + len(SCOPES), figsize=(11, 4), sharey=True)
   norm = LogNorm(1e-2, 1e2)
   image = panels[0].imshow(flat(ratios), norm=norm, cmap="PuOr", aspect="auto")
-  figure.colorbar(image, ax=panels[0], label=r"$\rho = \pi/\beta$", location="left")
-  panels[0].set_title("ratio")
+  figure.suptitle("Tokens that the veto takes out of the loss, by its scope", fontsize="medium")
+  figure.colorbar(image, ax=panels[0], label=r"$\rho = \pi/\beta$ of a token", location="left")
+  panels[0].set_title("ratios")
+  panels[0].set_ylabel("failed rollouts, smallest ratio on top")
   colors = ListedColormap(list(STATES.values()))
   for axes, scope in zip(panels[1:], SCOPES, strict=True):
     states = veto_states(ratios, batch.mask, A, threshold=threshold, scope=scope)
@@ -195,7 +197,8 @@ def draw_scopes(found: Stages, age: int = 31, threshold: float = 0.1, rows: int 
     axes.set(xlabel="token", yticks=[])
     axes.grid(False)
   patches = [Patch(color=color, label=label) for label, color in STATES.items()]
-  legend_outside(panels[-1], handles=patches)
+  title = rf"trigger: $A < 0$, $\rho < {threshold:g}$"
+  legend_outside(panels[-1], handles=patches, title=title)
 
 
 def shares_by_age(

@@ -32,7 +32,7 @@ from rlvr_jax.storage.files import listing, located, replacing
 from rlvr_jax.storage.places import BucketFiles, LocalFiles, files_in, in_bucket, place
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.reporting.data_use import warm_start_warning
-from rlvr_jax.train.reporting.writer import say
+from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts, build, make_task
 from rlvr_jax.train.setup.grading import check_first_grade, grader_pool
 from rlvr_jax.train.setup.tokenizers import make_tokenizer

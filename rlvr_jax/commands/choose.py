@@ -1,4 +1,4 @@
-"""Chooses the command for a mode, and checks the configuration before it begins."""
+"""The command of a mode, with its flags and configuration checked before it starts."""
 
 from __future__ import annotations
 
@@ -50,22 +50,24 @@ def prepared(
     OSError: a file of the data or of the model cannot be read.
   """
   if checkpoint is not None and mode not in ("eval", "export"):
-    raise ValueError(f"--checkpoint goes with --mode=eval and --mode=export, not with {mode}")
+    raise ValueError(f"--checkpoint goes with --mode=eval or --mode=export, not with --mode={mode}")
   if topology is not None and mode not in ("fits", "costs"):
-    raise ValueError(f"--topology goes with --mode=fits and --mode=costs, not with {mode}")
+    raise ValueError(f"--topology goes with --mode=fits or --mode=costs, not with --mode={mode}")
   if profile and mode != "train":
-    raise ValueError(f"--profile goes with --mode=train, not with {mode}")
+    raise ValueError(f"--profile goes with --mode=train, not with --mode={mode}")
   if tracked_by and mode not in ("train", "sweep"):
-    raise ValueError(f"--trackers goes with --mode=train and --mode=sweep, not with {mode}")
-  if (sweep_file is None) == (mode == "sweep"):
-    raise ValueError("--mode=sweep and --sweep=FILE go together")
+    raise ValueError(f"--trackers goes with --mode=train or --mode=sweep, not with --mode={mode}")
+  if sweep_file is None and mode == "sweep":
+    raise ValueError("--mode=sweep needs --sweep=FILE, a Python file whose get_sweep() lists runs")
+  if sweep_file is not None and mode != "sweep":
+    raise ValueError(f"--sweep goes with --mode=sweep, not with --mode={mode}")
   if minutes is not None and mode != "sweep":
-    raise ValueError(f"--minutes goes with --mode=sweep, not with {mode}")
+    raise ValueError(f"--minutes goes with --mode=sweep, not with --mode={mode}")
   if mode in ("fits", "costs"):
     return _ahead_of_time(mode, config, workdir, topology)
-  if mode != "export":  # any file system of fsspec will do for that
+  if mode != "export":  # which can write to any file system of fsspec
     place("--workdir", str(workdir))
-  if mode == "check":  # what else is wrong is what it reports
+  if mode == "check":  # it reports every other error itself
     return functools.partial(check, config, str(workdir))
   machines.Profile(profile, str(workdir))
   for name in tracked_by:
@@ -75,7 +77,10 @@ def prepared(
   folder = checkpoint_folder(checkpoint) if checkpoint else None
   parts = build(config)
   if mode == "train" and not len(parts.task.train):
-    raise ValueError("config.task has nothing to train on; choose a split, or --mode=eval")
+    raise ValueError(
+      "config.task has no training problems; name a split for training in config.task.kwargs, or"
+      " only evaluate with --mode=eval"
+    )
   if mode == "train":
     return functools.partial(train, parts, str(workdir), profile=profile, tracked_by=tracked_by)
   action = evaluate_checkpoint if mode == "eval" else export
@@ -89,7 +94,7 @@ def _sweep(
   tracked_by: Sequence[str],
   minutes: float | None = None,
 ) -> Callable[[], object]:
-  """Every run's configuration is read; what else is wrong with a run it reports itself."""
+  """Reads the configuration of every run; each run reports its other errors itself."""
   given = config_file.texts("config", argv)
   runs = sweep.runs_of(file, config_file.recipe_path(argv), given, workdir)
   more = [f"--trackers={','.join(tracked_by)}"] if tracked_by else []
@@ -99,9 +104,11 @@ def _sweep(
 def _ahead_of_time(
   mode: str, config: ml_collections.ConfigDict, workdir: str | None, topology: str | None
 ) -> Callable[[], object]:
-  """What is known of a run without its texts, its checkpoint and its chips."""
+  """The commands that need a run's shapes only: no texts, no checkpoint and no chips."""
   if mode == "costs" and topology is None:
-    raise ValueError("--mode=costs needs --topology, such as v5p:2x2x4, to compile for")
+    raise ValueError(
+      "--mode=costs needs --topology, the TPU slice to compile for, such as v5p:2x2x4"
+    )
   if mode == "costs" and workdir is not None:
     local_path("--workdir", workdir)
   if topology is not None:

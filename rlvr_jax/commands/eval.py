@@ -20,7 +20,7 @@ from rlvr_jax.storage.files import (
 from rlvr_jax.storage.places import Workdir
 from rlvr_jax.train.checkpointing.workdir import StartFiles, opened
 from rlvr_jax.train.cluster import multihost
-from rlvr_jax.train.reporting.writer import progress, say
+from rlvr_jax.train.reporting.progress import progress, say, warn
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.grading import grader_pool, make_collector
 from rlvr_jax.train.start.parameters import chosen_params, load_frozen
@@ -71,7 +71,7 @@ def evaluate_checkpoint(parts: Parts, workdir: str | Path, folder: Path | None) 
         version=step,
         first_batch=done // c.batch_prompts,
       )
-      with progress(num_problems, "problems", unit="problem", initial=done) as bar:
+      with progress(num_problems, "evaluation", unit="problems", initial=done) as bar:
         for batch in batches:
           if lines is not None:
             lines.append(_record(done + i, row) for i, row in enumerate(batch.samples))
@@ -104,7 +104,7 @@ def _complete_problems(workdir: Path, num_problems: int, batch_size: int, kept: 
   found = sum(1 for _ in _as_written(workdir / PROBLEMS_FILE))
   done = found if found == num_problems else found // batch_size * batch_size
   if found < len([line for line in lines if line.endswith(b"\n")]):
-    say(
+    warn(
       f"{kept / PROBLEMS_FILE}, line {found + 1} is not as it was written, or not the one that"
       f" belongs there: problems from {done} on are sampled again, to the same answers"
     )

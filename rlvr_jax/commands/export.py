@@ -10,7 +10,7 @@ from rlvr_jax.data import ByteTokenizer, Tokenizer
 from rlvr_jax.models.huggingface import save_checkpoint
 from rlvr_jax.models.peft import save_adapters
 from rlvr_jax.train.cluster import multihost, sharding
-from rlvr_jax.train.reporting.writer import say
+from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.start.parameters import chosen_params, load_frozen
 

@@ -29,7 +29,7 @@ from rlvr_jax.storage.files import replacing
 from rlvr_jax.storage.places import Workdir, in_bucket
 from rlvr_jax.train.checkpointing.workdir import LAYOUT_FILE, WorkdirError, WorkdirLock, claimed
 from rlvr_jax.train.cluster import process
-from rlvr_jax.train.reporting.writer import say
+from rlvr_jax.train.reporting.progress import duration, say, warn
 from rlvr_jax.train.setup import config_file
 
 LOG_FILE = "output.log"
@@ -47,7 +47,7 @@ class SweepError(RuntimeError):
 
 
 class SittingOverError(process.EndRequestedError):
-  """The minutes of a sitting are over before all runs have finished; the same command continues."""
+  """The minutes of this sitting are over before all runs have finished."""
 
 
 class Run(NamedTuple):
@@ -88,14 +88,14 @@ def runs_of(sweep: str, recipe: str, given: Mapping[str, str], workdir: str) -> 
   for path in given:
     if len({repr(fields.get(path)) for fields in listed}) > 1:
       raise ValueError(
-        f"--config.{path} is set for all runs, but {owner} sets it to several values; leave it out"
+        f"--config.{path} applies to all runs, but {owner} sets it to several values; leave it out"
       )
   runs = [_run(owner, fields, recipe, given, workdir) for fields in listed]
   repeated = [name for name, count in Counter(run.name for run in runs).items() if count > 1]
   if repeated:
     raise ValueError(
-      f"{owner}: several runs have the name {repeated[0]!r}; give them other seeds or labels,"
-      ' {"label": "…"}'
+      f"{owner}: several runs have the name {repeated[0]!r}; give them different seeds, or labels"
+      ' such as {"label": "…"}'
     )
   _check_labels(owner, runs)
   return runs
@@ -115,8 +115,8 @@ def _check_labels(owner: str, runs: Sequence[Run]) -> None:
     of_folder = lambda flag: "/" in flag and not flag.startswith("--config=")
     if mixed := [flag for flag in changed if not of_seed(flag) and not of_folder(flag)]:
       raise ValueError(
-        f"{owner}: runs with the label {run.label!r} differ by more than the seed: seeds"
-        f" {other.seed} and {run.seed} by {' '.join(mixed)}; give each method a label of its own"
+        f"{owner}: the runs with the label {run.label!r} and seeds {other.seed} and {run.seed}"
+        f" differ by more than the seed: {' '.join(mixed)}; give each method its own label"
       )
 
 
@@ -201,7 +201,8 @@ def sweep(
     enter(claimed(folder))
     enter(folder)
     finished = _finished(runs, folder)
-    say(f"{len(runs)} runs in {folder.kept}, of which {len(finished)} have finished")
+    done = [finished[run.name] for run in runs if run.name in finished]
+    say(f"sweep of {len(runs)} runs in {folder.kept}: {_standing(done, len(runs) - len(done))}")
     stack.enter_context(process.ends_in_order(lambda: None))
     stack.enter_context(_sitting(minutes))
     failures = []
@@ -210,22 +211,52 @@ def sweep(
         continue
       if process.asked():
         raise _ended(run)
-      say(f"run {number + 1} of {len(runs)}: {run.label}, seed {run.seed}")
+      title = f"run {number + 1} of {len(runs)}, {run.label}, seed {run.seed}"
+      say(f"{title}: started, its output is in {folder.kept / run.name / LOG_FILE}")
       if failure := _done(run, number, folder, more):
         failures.append(failure)
-        say(failure.partition("\n")[0])
+        warn(f"{title}: failed")
+      else:
+        done.append(_result(run, folder))
+        left = len(runs) - len(done) - len(failures)
+        say(f"{title}: finished in {duration(done[-1]['seconds'])}; {_standing(done, left)}")
       folder.publish()
   if failures:
     raise SweepError(
-      f"{len(failures)} of {len(runs)} runs have failed; the same command tries them again\n"
+      f"{_runs(len(failures))} of {len(runs)} failed; the same command tries again\n"
       + "\n".join(failures)
     )
   say(f"all runs have finished; compare them: python -m rlvr_jax.evaluate.compare {folder.kept}")
 
 
+def _runs(count: int) -> str:
+  return f"{count} run{'s' * (count != 1)}"
+
+
+def _standing(done: Sequence[Mapping[str, Any]], left: int) -> str:
+  """The last result of a sweep, and the time that its other runs will take.
+
+  Args:
+    done: results of the finished runs, the last one last.
+    left: number of runs that have not been tried.
+  """
+  parts = [_held_out(done[-1])] if done else []
+  seconds = sum(result["seconds"] for result in done) * left / len(done) if done else 0.0
+  parts.append(f"{_runs(left)} left" + (f", about {duration(seconds)}" if seconds else ""))
+  return "; ".join(filter(None, parts))
+
+
+def _held_out(result: Mapping[str, Any]) -> str:
+  """The last held-out accuracy of a run, such as "held-out pass@1 0.431"; "" without any."""
+  for name, values in result["evaluations"].items():
+    if re.fullmatch(r"eval/pass@\d+", name):
+      return f"held-out {name.removeprefix('eval/')} {values[-1]:.3f}"
+  return ""
+
+
 @contextlib.contextmanager
 def _sitting(minutes: float | None) -> Iterator[None]:
-  """Asks this process to end after these minutes, as a signal does, and says so by its error."""
+  """Requests shutdown after these minutes, as a signal does; raises SittingOverError then."""
   if minutes is None:
     yield
     return
@@ -249,25 +280,35 @@ def _sitting(minutes: float | None) -> Iterator[None]:
     timer.join()  # it asks nobody once this has ended
 
 
-def _finished(runs: Sequence[Run], folder: Workdir) -> set[str]:
-  """Names of the runs that have a result."""
-  found = {}
+def _finished(runs: Sequence[Run], folder: Workdir) -> dict[str, dict[str, Any]]:
+  """Name → result of the runs that have finished.
+
+  Raises:
+    WorkdirError: a run has finished with other flags.
+  """
+  finished = {
+    run.name: _result(run, folder)
+    for run in runs
+    if (folder.kept / run.name / RESULT_FILE).exists()
+  }
   for run in runs:
-    path = folder.kept / run.name / RESULT_FILE
-    if path.exists():
-      found[run.name] = shlex.split(json.loads(path.read_text(encoding="utf-8"))["command"])
-  for run in runs:
-    flags = found.get(run.name, ["", "", "", *run.flags, ""])[3:-1]
+    if run.name not in finished:
+      continue
+    flags = shlex.split(finished[run.name]["command"])[3:-1]
     if differing := set(flags) ^ set(run.flags):
       raise WorkdirError(
         f"{folder.kept / run.name} has finished with other flags; these differ:"
         f" {' '.join(sorted(differing))}. Use another --workdir, or another label"
       )
-  return set(found)
+  return finished
+
+
+def _result(run: Run, folder: Workdir) -> dict[str, Any]:
+  return json.loads((folder.kept / run.name / RESULT_FILE).read_text(encoding="utf-8"))
 
 
 def _done(run: Run, number: int, folder: Workdir, more: Sequence[str]) -> str:
-  """Does a run and writes its result; returns what to say if it has failed, or ""."""
+  """Does a run and writes its result; returns a message if it has failed, else ""."""
   home = folder.local / run.name
   home.mkdir(exist_ok=True)
   began = time.perf_counter()
@@ -275,7 +316,7 @@ def _done(run: Run, number: int, folder: Workdir, more: Sequence[str]) -> str:
   try:
     status = _process(run, folder, more)
   except WorkdirError as error:
-    return f"{run.name} has failed: {error}"
+    return f"{run.name} failed: {error}"
   if status == 0:
     _write_result(run, number, folder, seconds=time.perf_counter() - began)
     return ""
@@ -286,12 +327,12 @@ def _done(run: Run, number: int, folder: Workdir, more: Sequence[str]) -> str:
   with open(home / LOG_FILE, encoding="utf-8", errors="replace") as log:
     log.seek(log_size)
     lines = [line.rstrip() for line in log.read().replace("\r", "\n").split("\n") if line.strip()]
-  said = "\n".join(f"  {line}" for line in lines[-_TAIL:])
-  return f"{run.name} has failed with {how}; {folder.kept / run.name / LOG_FILE} ends with\n{said}"
+  tail = "\n".join(f"  {line}" for line in lines[-_TAIL:])
+  return f"{run.name} failed with {how}; {folder.kept / run.name / LOG_FILE} ends with\n{tail}"
 
 
 def _ended(run: Run) -> process.EndRequestedError:
-  message = f"asked to end before {run.name} had finished"
+  message = f"shutdown requested before {run.name} had finished"
   say(f"{message}; rerun the same command to continue")
   return process.EndRequestedError(message)
 
@@ -322,7 +363,7 @@ def _process(run: Run, folder: Workdir, more: Sequence[str]) -> int:
 
 
 def _wait_until_free(workdir: pathlib.Path) -> None:
-  """Waits until no process has the workdir of a run: that of a killed sweep may be saving."""
+  """Waits until no process uses the workdir of a run: one of a killed sweep may be saving."""
   last = time.monotonic() + _GRACE_S
   while True:
     try:

@@ -18,8 +18,8 @@ from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.generation.agreement import AgreementError
 from rlvr_jax.train.generation.async_generator import GeneratorStoppedError
 from rlvr_jax.train.generation.dynamic_sampling import DynamicSamplingError
+from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.reporting.report import write_report
-from rlvr_jax.train.reporting.writer import say
 from rlvr_jax.train.session import session
 from rlvr_jax.train.setup.build import Parts
 

@@ -9,7 +9,7 @@ from rlvr_jax.costs.chips import chip_of
 from rlvr_jax.models import memory
 from rlvr_jax.rollouts.decoder import slot_bytes
 from rlvr_jax.train.cluster import sharding
-from rlvr_jax.train.reporting.writer import say
+from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts
 
 COMPILER_FACTOR = 1.5  # compiled bytes to estimated ones, above 5 GiB, in docs/models.md

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh
 from rlvr_jax.data import ByteTokenizer, Task
 from rlvr_jax.rollouts.packing import pack
 from rlvr_jax.train.cluster import sharding
-from rlvr_jax.train.reporting.writer import say
+from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts, build
 from rlvr_jax.train.setup.programs import abstract_batch
 from rlvr_jax.types import Packed

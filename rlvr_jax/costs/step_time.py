@@ -26,7 +26,7 @@ from rlvr_jax.geometry import by_rollout
 from rlvr_jax.models.flops import forward_flops, update_flops
 from rlvr_jax.ops.splash import splash_cost
 from rlvr_jax.storage.files import local_path
-from rlvr_jax.train.reporting.writer import say
+from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts
 
 # Patterns of `jax.named_scope`s (network, head, Gram matrix, step) and of parameters' names.

@@ -2,6 +2,7 @@
 
   python -m rlvr_jax.evaluate.compare runs/my_sweep --metric=eval/pass@1 --baseline=grpo
   python -m rlvr_jax.evaluate.compare runs/my_sweep --figure=curves.png --over=flops
+  python -m rlvr_jax.evaluate.compare runs/my_sweep --differences=differences.png
 
 A sweep leaves one result per run, WORKDIR/RUN/result.json: label, seed, commit, command, seconds,
 layout, and `evaluations`, a list per axis of `curves.AXES` and per held-out metric. Experiments
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from rlvr_jax.evaluate import curves
+from rlvr_jax.evaluate.figures import COLORS, legend_outside
 from rlvr_jax.evaluate.paired import (
   Difference,
   holm,
@@ -211,6 +213,20 @@ def differences(
   }
 
 
+def others(results: Iterable[Result], baseline: str) -> list[str]:
+  """The labels of the results, without the baseline's.
+
+  Raises:
+    ValueError: there is no such baseline, or no other label.
+  """
+  labels = list(by_label(results))
+  if baseline not in labels:
+    raise ValueError(f"no run has the label {baseline!r}; choose one of {labels}")
+  if len(labels) == 1:
+    raise ValueError(f"all runs have the label {baseline!r}: there is nothing to compare it with")
+  return [label for label in labels if label != baseline]
+
+
 def adjusted_p(found: Mapping[str, Difference | None]) -> dict[str, float]:
   """Label → p, by Holm's procedure for all differences that vary between seeds."""
   p = {label: value.p for label, value in found.items() if value and value.deviation}
@@ -273,6 +289,37 @@ def _cells(found: Difference | None, adjusted: float | None, difference: float) 
   ]
 
 
+def notes(
+  results: Sequence[Result],
+  *,
+  metric: str = METRIC,
+  baseline: str | None = None,
+  phase: str = "eval",
+) -> str:
+  """What the dashes of `table` mean, one line per reason; arguments as there."""
+  baseline = results[0]["label"] if baseline is None else baseline
+  found = differences(results, baseline, lambda result: final(result, metric, phase))
+  labels = by_label(results)
+  reasons = {
+    "the baseline, to which the other rows are compared": [baseline],
+    "no difference, as fewer than two seeds are shared with the baseline": [
+      label for label, value in found.items() if value is None
+    ],
+    "no interval, as the difference is the same for every seed": [
+      label for label, value in found.items() if value and not value.deviation
+    ],
+    "no standard error over seeds, as there is one seed": [
+      label for label, of_label in labels.items() if len(of_label) == 1
+    ],
+    "no standard error over problems, as the metric has no interval over problems": [
+      label for label, of_label in labels.items() if error_over_problems(of_label, metric) is None
+    ],
+  }
+  return "\n".join(
+    f"– {', '.join(chosen)}: {reason}" for reason, chosen in reasons.items() if chosen
+  )
+
+
 def provenance(results: Iterable[Result]) -> str:
   """Commits and devices of the results, one line each."""
   results = list(results)
@@ -289,10 +336,82 @@ def _known(result: Result, name: str) -> str:
   return str(value or "not recorded")
 
 
-# --- the program ----------------------------------------------------------------------------------
+# --- figures --------------------------------------------------------------------------------------
 
 
-def draw(
+def plot_differences(
+  axes: Any,
+  results: Sequence[Result],
+  baseline: str,
+  of_run: Callable[[Result], float] = final,
+  *,
+  name: str = METRIC,
+) -> None:
+  """Differences to the baseline, paired by seed: a row for each label, in the order of the results.
+
+  A row has a dot for each seed that both have, and with two seeds or more their mean, with
+  `curves.SEEDS_FOR_BAND` seeds also its 95 % interval by Student's t.
+
+  Args:
+    axes: of matplotlib.
+    results: from `read_results`.
+    baseline: a label.
+    of_run: what is compared.
+    name: of that, for the axis.
+  Raises:
+    ValueError: see `others`.
+  """
+  labels = others(results, baseline)
+  values = {
+    label: {r["seed"]: of_run(r) for r in of_label} for label, of_label in by_label(results).items()
+  }
+  names = []
+  for row, label in enumerate(labels):
+    shared = sorted(values[label].keys() & values[baseline].keys())
+    dots = [values[label][seed] - values[baseline][seed] for seed in shared]
+    below = [row + 0.28] * len(dots)  # off the interval, which would hide them
+    axes.plot(dots, below, "o", markersize=3, color=COLORS["reference"], label="seed")
+    if len(shared) >= curves.SEEDS_FOR_BAND:
+      difference = paired_difference(values[label], values[baseline])
+      axes.errorbar(
+        difference.mean, row, fmt="D", markersize=5, capsize=3, color=COLORS["result"],
+        xerr=[[difference.mean - difference.low], [difference.high - difference.mean]],
+        label="mean, 95 % (t)",
+      )  # fmt: skip
+    elif len(shared) > 1:
+      mean = statistics.mean(dots)
+      axes.plot(mean, row, "D", markersize=5, color=COLORS["result"], label="mean of two seeds")
+    names.append(f"{label} ({len(shared)} seed{'s' * (len(shared) != 1)})")
+  axes.axvline(0, color=COLORS["plain"], linewidth=1, zorder=0, label=baseline)
+  axes.set_yticks(range(len(labels)), names)
+  axes.set(ylim=(len(labels) - 0.5, -0.5), xlabel=f"{name}, less that of {baseline}")
+  axes.grid(axis="x", alpha=0.3)
+  handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))  # each once
+  legend_outside(axes, handles=list(handles.values()), labels=list(handles), fontsize="small")
+
+
+def draw_differences(
+  results: Sequence[Result],
+  path: str,
+  *,
+  metric: str = METRIC,
+  baseline: str | None = None,
+  phase: str = "eval",
+) -> None:
+  """Saves the figure of `plot_differences` of the metric's last values; arguments as of `table`.
+
+  Raises:
+    ImportError: matplotlib, the extra `plot`, is missing.
+  """
+  baseline = results[0]["label"] if baseline is None else baseline
+  height = 1.2 + 0.35 * len(others(results, baseline))
+  with curves.figure_of(path, size=(8, height)) as axes:
+    plot_differences(
+      axes, results, baseline, lambda result: final(result, metric, phase), name=metric
+    )
+
+
+def draw_curves(
   results: Sequence[Result], metric: str, over: str, path: str, *, phase: str = "eval"
 ) -> None:
   """Saves a figure of the metric's curves by label, with means over seeds and intervals.
@@ -304,8 +423,11 @@ def draw(
     label: [curve_of(result, metric, over, phase) for result in of_label]
     for label, of_label in by_label(results).items()
   }
-  with curves.figure_of(path) as axes:
+  with curves.figure_of(path, size=(8, 4)) as axes:
     curves.plot_curves(axes, found, metric, over)
+
+
+# --- the program ----------------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -320,16 +442,21 @@ def main(argv: Sequence[str] | None = None) -> None:
   parser.add_argument("--difference", type=float, default=0.02, help="to find with enough seeds")
   parser.add_argument("--phase", choices=("eval", "train"), default="eval", help="of the metric")
   parser.add_argument("--figure", help="file for the curves, such as curves.png")
-  parser.add_argument("--over", choices=list(curves.AXES), default="updates", help="of the figure")
+  parser.add_argument("--differences", help="file for a figure of the differences to the baseline")
+  parser.add_argument("--over", choices=list(curves.AXES), default="updates", help="axis of curves")
   args = parser.parse_args(argv)
   try:
     results = [result for path in args.paths for result in read_results(path)]
     of_metric = dict(metric=args.metric, phase=args.phase)
     print(table(results, baseline=args.baseline, difference=args.difference, **of_metric))
+    print(f"\n{notes(results, baseline=args.baseline, **of_metric)}")
     print(f"\n{provenance(results)}")
     if args.figure:
-      draw(results, args.metric, args.over, args.figure, phase=args.phase)
-      print(f"figure: {args.figure}")
+      draw_curves(results, args.metric, args.over, args.figure, phase=args.phase)
+      print(f"curves: {args.figure}")
+    if args.differences:
+      draw_differences(results, args.differences, baseline=args.baseline, **of_metric)
+      print(f"differences: {args.differences}")
   except (ValueError, OSError, ImportError) as error:
     parser.exit(1, f"error: {error}\n")
 

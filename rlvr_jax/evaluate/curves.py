@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
+from rlvr_jax.evaluate.figures import legend_outside, method_style
 from rlvr_jax.evaluate.run_files import TIMINGS, read_metrics
 from rlvr_jax.ops.checks import check_choice
 
@@ -36,6 +37,8 @@ AXES: dict[str, tuple[str, tuple[str, ...]]] = {
   "seconds": ("wall-clock seconds", (ELAPSED,)),
 }
 UNBOUNDED = (-math.inf, math.inf)
+# With two seeds Student's interval extends 12.7 standard errors to each side: it hides the data.
+SEEDS_FOR_BAND = 3
 # Metric, as a regular expression → the range of its values.
 _RANGES = {
   r"eval/.*|groups/.*|outcome/.*|.*/ess|response/truncated": (0.0, 1.0),
@@ -227,24 +230,27 @@ def plot_curves(
 ) -> None:
   """Plots curves by label as `plot` does; intervals are clipped to the metric's range.
 
+  Labels with fewer than `SEEDS_FOR_BAND` seeds have no interval.
+
   Args:
     axes, metric, over: as for `plot`.
     curves: label → (x, y) of its seeds, f64[N] each.
-    colors: one for each label, or more; None for those of matplotlib's cycle.
+    colors: one for each label, or more; None for those of `figures.method_style`.
   """
   for index, (label, of_label) in enumerate(curves.items()):
-    color = f"C{index}" if colors is None else colors[index]
+    style = method_style(index) if colors is None else {"color": colors[index]}
     if len(of_label) == 1:
-      axes.plot(*of_label[0], color=color, label=label)
+      axes.plot(*of_label[0], label=label, **style)
       continue
     for x, y in of_label:
-      axes.plot(x, y, color=color, alpha=0.3, linewidth=0.8)
+      axes.plot(x, y, color=style["color"], alpha=0.3, linewidth=0.8)
     x, mean, low, high = mean_curve(of_label, within=range_of(metric))
-    axes.plot(x, mean, color=color, label=f"{label}, {len(of_label)} seeds")
-    axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0)
+    axes.plot(x, mean, label=f"{label}, {len(of_label)} seeds", **style)
+    if len(of_label) >= SEEDS_FOR_BAND:
+      axes.fill_between(x, low, high, color=style["color"], alpha=0.2, linewidth=0)
   axes.set(xlabel=AXES[over][0], ylabel=metric)
   axes.grid(alpha=0.3)
-  axes.legend(fontsize="small")
+  legend_outside(axes, fontsize="small")
 
 
 @contextlib.contextmanager
@@ -285,7 +291,7 @@ def draw(
   phase: str = "eval",
 ) -> None:
   """Saves the figure of `plot`; raises ImportError as `figure_of` does."""
-  with figure_of(path) as axes:
+  with figure_of(path, size=(8, 4)) as axes:
     plot(axes, runs, metric, over, phase=phase)
 
 

@@ -19,6 +19,17 @@ COLORS = {
   "reference": "#8C8C8C",  # bounds, limits, levels to compare with
 }
 
+# Colors of several methods in one figure, in order, where none of the meanings above applies; after
+# the last one they repeat with another style of line.
+METHODS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7")
+LINES = ("-", "--", ":", "-.")
+
+
+def method_style(index: int) -> dict[str, Any]:
+  """Options of `plot` for the curve of a method, by its place in the figure."""
+  turn, color = divmod(index, len(METHODS))
+  return {"color": METHODS[color], "linestyle": LINES[turn % len(LINES)]}
+
 
 def legend_outside(axes: Any, **options: Any) -> None:
   """Puts the legend of `axes` to its right, off the data; `options` are those of `legend`."""

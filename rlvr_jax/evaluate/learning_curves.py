@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rlvr_jax.evaluate.curves import figure_of
@@ -19,14 +19,16 @@ Record = Mapping[str, Any]
 # Smallest range of each scale: below it, a curve is rounding noise and has to look like 0.
 SMALLEST_KL = 1e-3  # nats per token
 SMALLEST_FRACTION = 0.02
+ROUNDING_KL = 1e-6  # nats per token; below, the policy that sampled is the one that is trained
+OF_K = ("result", "success", "behavior", "entropy")  # colors of pass@k, by ascending k
 
 
 def plot_accuracy(axes: Any, records: Sequence[Record]) -> None:
   """Pass rate of the training rollouts, held-out pass@k of every k with 95 % intervals."""
   color = COLORS["reference"]
   _plot(axes, records, "train", "reward/pass_rate", "training rollouts", color=color, linewidth=1)
-  color = COLORS["result"]
-  for k, marker in zip(_ks(records), itertools.cycle("os^v")):
+  for k, marker, meaning in zip(_ks(records), itertools.cycle("os^v"), itertools.cycle(OF_K)):
+    color = COLORS[meaning]
     name, style = f"eval/pass@{k}", {"marker": marker, "markersize": 4, "color": color}
     _plot(axes, records, "eval", name, f"held-out pass@{k}", **style)
     _band(axes, records, "eval", f"{name}_low", f"{name}_high", color=color)
@@ -68,7 +70,7 @@ def plot_entropy(axes: Any, records: Sequence[Record]) -> None:
 
 
 def plot_shift(axes: Any, records: Sequence[Record]) -> None:
-  """Distance from the policy that sampled: the k3 estimate, and the clipped share of tokens."""
+  """Distance from the policy that sampled: the k3 estimate, and the share of clipped tokens."""
   color, clipped = COLORS["behavior"], COLORS["plain"]
   _plot(axes, records, "train", "behavior/kl_k3", color=color)
   _finish(axes, "Distance from the behavior policy", "k3, nats per token", (0, None))
@@ -76,7 +78,7 @@ def plot_shift(axes: Any, records: Sequence[Record]) -> None:
   _at_least(axes, SMALLEST_KL)
   beside = axes.twinx()
   _plot(beside, records, "train", "loss/clip_fraction", color=clipped, linestyle="--")
-  beside.set_ylabel("clipped share of tokens (dashed)", color=clipped)
+  beside.set_ylabel("clipped or capped tokens (dashed)", color=clipped)
   beside.grid(visible=False)
   _at_least(beside, SMALLEST_FRACTION)
 
@@ -87,7 +89,7 @@ def plot_gradient_norm(axes: Any, records: Sequence[Record]) -> None:
   _finish(axes, "Gradient norm before clipping", "global L2 norm", (0, None))
 
 
-# Panel → the metrics without any of which it would be empty.
+# Panel → metrics; without all of them it is empty.
 PANELS: dict[Callable[[Any, Sequence[Record]], None], set[str]] = {
   plot_accuracy: {"reward/pass_rate", "eval/mean"},
   plot_groups: {"groups/effective"},
@@ -98,6 +100,27 @@ PANELS: dict[Callable[[Any, Sequence[Record]], None], set[str]] = {
 }
 
 
+Panel = Callable[[Any, Sequence[Record]], None]
+
+
+def with_data(records: Sequence[Record], panels: Iterable[Panel] = tuple(PANELS)) -> list[Panel]:
+  """The panels that would show something; rounding noise around 0 is nothing.
+
+  Args:
+    records: of a run.
+    panels: keys of `PANELS`.
+  """
+  names = {name for record in records for name in record}
+  shown = [panel for panel in panels if PANELS[panel] & names]
+  return [panel for panel in shown if panel is not plot_shift or _is_off_policy(records)]
+
+
+def _is_off_policy(records: Sequence[Record]) -> bool:
+  _, kl = _series(records, "train", "behavior/kl_k3")
+  _, clipped = _series(records, "train", "loss/clip_fraction")
+  return any(abs(value) > ROUNDING_KL for value in kl) or any(clipped)
+
+
 def draw(records: Sequence[Record], path: str | os.PathLike[str]) -> bool:
   """Saves a figure of the panels that have data, in the format of the path's extension.
 
@@ -106,8 +129,7 @@ def draw(records: Sequence[Record], path: str | os.PathLike[str]) -> bool:
   Raises:
     ImportError: matplotlib, the extra `plot`, is missing.
   """
-  names = {name for record in records for name in record}
-  panels = [panel for panel, metrics in PANELS.items() if metrics & names]
+  panels = with_data(records)
   if not panels:
     return False
   rows = -(-len(panels) // 2)

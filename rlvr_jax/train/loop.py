@@ -33,8 +33,8 @@ from rlvr_jax.train.generation import modes
 from rlvr_jax.train.generation.async_generator import GeneratorStoppedError
 from rlvr_jax.train.generation.generator import Generator, fingerprint_of
 from rlvr_jax.train.generation.scoring import Scorer
+from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.reporting.run_log import DispatchedUpdate, RunLog
-from rlvr_jax.train.reporting.writer import progress, say
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.grading import make_collector
 from rlvr_jax.train.start import parameters
@@ -84,7 +84,6 @@ class Trainer:
     """
     c, total = self.parts.config, self.parts.config.num_updates
     with contextlib.ExitStack() as stack:
-      bar = stack.enter_context(progress(total, "updates", unit="update", initial=now.step))
       try:
         if self.evaluation_is_due(now):  # the run was asked to end within it
           now = self.evaluate(now)
@@ -96,7 +95,6 @@ class Trainer:
           with self.undone_if_ended():
             now = self.update(self.collect(now, generation))
           self.offer_weights(now, generation)
-          bar.update()
           if due := self.evaluation_is_due(now):
             now = self.evaluate(now)
           if due or now.step % c.checkpoint.every == 0 or self.at_long_refresh(now):
@@ -104,7 +102,7 @@ class Trainer:
       except EndRequestedError as request:
         say(f"{request}; saving")
         self.save(now)
-        raise EndRequestedError(f"asked to end: saved after update {now.step}") from request
+        raise EndRequestedError(f"shutdown requested: saved after update {now.step}") from request
       except GeneratorStoppedError as error:
         say(f"{error}; saving")  # printed first, in case the devices hang too
         self.save(now)
@@ -125,6 +123,7 @@ class Trainer:
     """Continues from a checkpoint."""
     host, position = resumed.host, resumed.host.position
     self.log.rewind(host.counters)
+    self.log.remember_evaluation(host.evaluation)
     missing = self.queue.restore(host.queue, resumed.arrays or {}, resumed.damaged)
     if missing is not None:
       # It is sampled again, so generation goes on after the batch before it.

@@ -18,7 +18,7 @@ from rlvr_jax.ops import reductions
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.rollouts.batch import Graded, RolloutBatch, from_shard, read_batch
 from rlvr_jax.rollouts.store import RolloutStore
-from rlvr_jax.train.reporting.writer import progress
+from rlvr_jax.train.reporting.progress import progress
 from rlvr_jax.train.session import session
 from rlvr_jax.train.setup.build import Parts, build, make_method
 from rlvr_jax.train.start import parameters
@@ -55,7 +55,7 @@ def train_and_record(
     state = parameters.first_state(trainer.parts, copy(first), entropy)
     now = now._replace(state=state)
     generation = trainer.start_generation()
-    for update in progress(range(before + max(lags) + 1), "training"):
+    for update in progress(range(before + max(lags) + 1), "training", unit="updates"):
       trainer.offer_weights(now, generation)
       now = trainer.collect(now, generation)
       lag = update - before
@@ -176,7 +176,7 @@ def compared(
   names = ["grpo", *(name for name in recipes if name != "grpo")]
   found = {
     name: directions(name, parts, batch, params, reference, entropy)
-    for name in progress(names, "recipes")
+    for name in progress(names, "gradients", unit="recipes")
   }
   numbers, matrices = {}, {}
   for lag in sorted(params):

@@ -19,8 +19,9 @@ from rlvr_jax.train.cluster.process import EndRequestedError, deadline
 from rlvr_jax.train.generation import raw_logprobs
 from rlvr_jax.train.loop import Progress, Trainer, make_trainer
 from rlvr_jax.train.reporting import data_use, machines, trackers
+from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.reporting.run_log import RunLog
-from rlvr_jax.train.reporting.writer import MetricWriter, say
+from rlvr_jax.train.reporting.writer import MetricWriter, NoWriter
 from rlvr_jax.train.setup import checks
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.grading import announce_partial_credit, check_first_grade, grader_pool
@@ -87,7 +88,7 @@ def session(
     checkpointer = enter(Checkpointer(folder.kept / "checkpoints", keep=keep, workdir=folder))
     store = _open_store(folder, enter)
     resumed = resumable(checkpointer, parts, store)
-    no_writer = multihost.NoWriter(folder.local)
+    no_writer = NoWriter(folder.local)
     records = records_of(resumed, warm)
     writer = multihost.on_first(
       lambda: enter(_open_writer(folder, parts, records, tracked_by)), no_writer

@@ -82,8 +82,8 @@ def test_a_checkpoint_without_its_weights(capsys, tmp_path):
 def test_a_warm_start_of_many_passes_is_warned_of(capsys, tmp_path):
   lines, message = found(capsys, tmp_path / "run", **MESH, warm_start__num_steps=150)
   assert lines["data"][0] == WARN and not message
-  assert "150 batches of 16 are 30 passes over 80 demonstrations" in lines["data"][1]
-  assert "lower it to at most 100" in lines["data"][1]
+  assert "the warm start makes 30 passes over 80 demonstrations" in lines["data"][1]
+  assert "Lower config.warm_start.num_steps = 150 to at most 100" in lines["data"][1]
 
 
 def test_a_workdir_that_cannot_be_written(capsys, tmp_path):

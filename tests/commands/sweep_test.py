@@ -82,8 +82,8 @@ def test_every_override_becomes_a_run(tmp_path):
     ([{"config": "nowhere.py"}], {}, r"nowhere\.py"),
     ([{"loss": "ppo"}, {"loss": "ppo"}], {}, r"several runs have the name 'tiny_loss"),
     ([{"label": "a", "loss": "ppo_clip"}, {"label": "a", "loss": "reinforce", "seed": 1}], {},
-     r"label 'a' differ by more than the seed: seeds 0 and 1 by --config.loss=ppo_clip --config"),
-    ([{"seed": 0}, {"seed": 1}], {"seed": "3"}, r"--config\.seed is set for all runs, but .*sev"),
+     r"label 'a' and seeds 0 and 1 differ by more than the seed: --config.loss=ppo_clip --config"),
+    ([{"seed": 0}, {"seed": 1}], {"seed": "3"}, r"--config\.seed applies to all runs, but .*sev"),
     ([{"model.overrides": {"width": 8}}], {}, r"'model\.overrides' is a dict; set its fields one"),
     ([], {}, r"get_sweep\(\) returned \[\]; it must be a list of dicts, one per run"),
     ({"seed": 0}, {}, r"it must be a list of dicts, one per run, such as \[\{\"seed\": 0\}"),
@@ -117,10 +117,11 @@ def test_flags_that_do_not_go_together(tmp_path):
   prepared = lambda mode, file, **more: choose.prepared(
     mode, tiny.get_config(), str(tmp_path), None, None, sweep_file=file, **more
   )
-  for mode, file in (("sweep", None), ("train", "sweep.py")):
-    with pytest.raises(ValueError, match="--mode=sweep and --sweep=FILE go together"):
-      prepared(mode, file)
-  with pytest.raises(ValueError, match="--profile goes with --mode=train, not with sweep"):
+  with pytest.raises(ValueError, match="--mode=sweep needs --sweep=FILE"):
+    prepared("sweep", None)
+  with pytest.raises(ValueError, match="--sweep goes with --mode=sweep, not with --mode=train"):
+    prepared("train", "sweep.py")
+  with pytest.raises(ValueError, match="--profile goes with --mode=train, not with --mode=sweep"):
     prepared("sweep", "sweep.py", profile="1:2")
   argv = ["main", f"--config={TINY}", "--config.num_updates", "5", "--workdir=x"]
   action = choose._sweep(written(tmp_path, [{"seed": 4}]), "runs/x", argv, ["wandb", "trackio"])
@@ -136,15 +137,25 @@ def test_flags_that_do_not_go_together(tmp_path):
 def test_a_finished_run_must_have_been_the_same(tmp_path):
   (run,) = runs(tmp_path, [{"seed": 2}])
   folder = Workdir(tmp_path)
-  assert sweep._finished([run], folder) == set()
+  assert sweep._finished([run], folder) == {}
   (tmp_path / run.name).mkdir()
   result = tmp_path / run.name / "result.json"
-  result.write_text(json.dumps({"command": run.command(tmp_path)}))
-  assert sweep._finished([run], folder) == {"tiny_2"}
+  content = {"command": run.command(tmp_path)}
+  result.write_text(json.dumps(content))
+  assert sweep._finished([run], folder) == {"tiny_2": content}
   other = run._replace(flags=(*run.flags, "--config.num_updates=9"))
   expected = r"tiny_2 has finished with other flags; these differ: --config\.num_updates=9\. Use"
   with pytest.raises(WorkdirError, match=expected):
     sweep._finished([other], folder)
+
+
+def test_a_sweep_tells_its_last_result_and_the_time_left():
+  evaluations = {"updates": [0, 9], "eval/pass@1": [0.1, 0.43121], "eval/pass@1_low": [0.0, 0.4]}
+  results = [{"seconds": s, "evaluations": evaluations} for s in (100.0, 140.0)]
+  assert sweep._standing(results, 3) == "held-out pass@1 0.431; 3 runs left, about 6 min"
+  assert sweep._standing([], 3) == "3 runs left"
+  assert sweep._standing(results[:1], 0) == "held-out pass@1 0.431; 0 runs left"
+  assert sweep._standing([{"seconds": 9.0, "evaluations": {}}], 1) == "1 run left, about 9 s"
 
 
 def test_the_commit_is_that_of_the_code(monkeypatch):
@@ -237,14 +248,15 @@ def test_a_failing_run_costs_itself_alone(tmp_path):
   listed = [{"label": "bad", "loss": "no_such_loss"}, {"label": "good", **few}]
   file, workdir = written(tmp_path, listed), tmp_path / "runs"
   status, printed = done(file, workdir)
-  assert status == 1 and "1 of 2 runs have failed; the same command tries them again" in printed
+  assert status == 1 and "1 run of 2 failed; the same command tries again" in printed
   assert "'no_such_loss' is unknown" in printed and "bad_0/output.log ends with" in printed
   (result,) = compare.read_results(workdir)
   assert result["label"] == "good" and result["evaluations"]["updates"] == [0, 1]
   assert result["layout"]["device"] == "cpu"
   finished_at = (workdir / "good_0" / "output.log").stat().st_mtime_ns
   status, printed = done(file, workdir)
-  assert status == 1 and "2 runs in" in printed and "of which 1 have finished" in printed
+  assert status == 1 and "sweep of 2 runs in" in printed
+  assert re.search(r"/runs: held-out pass@\d 0\.\d{3}; 1 run left, about \d+ (s|min)\n", printed)
   assert (workdir / "good_0" / "output.log").stat().st_mtime_ns == finished_at
 
 
@@ -337,8 +349,8 @@ def test_a_killed_run_is_continued_by_the_same_command(tmp_path):
   ask(process, workdir)
   assert process.wait(timeout=tiny.TIMEOUT_S) == 0
   printed = log.read_text()
-  assert "grpo_0 has failed with signal 9" in printed
-  assert "asked to end before rloo_0 had finished; rerun the same command" in printed
+  assert "grpo_0 failed with signal 9" in printed
+  assert "shutdown requested before rloo_0 had finished; rerun the same command" in printed
   status, printed = done(file, workdir)
   assert status == 0, printed
   for result in compare.read_results(workdir):
@@ -370,7 +382,7 @@ def test_a_sitting_asks_to_end_when_its_minutes_are_over():
 
 
 def test_minutes_are_of_a_sweep():
-  with pytest.raises(ValueError, match="--minutes goes with --mode=sweep, not with train"):
+  with pytest.raises(ValueError, match="--minutes goes with --mode=sweep, not with --mode=train"):
     choose.prepared("train", tiny.get_config(), "runs/x", None, None, minutes=5.0)
 
 

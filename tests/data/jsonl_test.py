@@ -139,6 +139,7 @@ def test_the_run_and_its_check_count_the_training_problems_alike(write, caplog):
   config = tiny.get_config()
   kwargs = dict(train=write(LINES), grader="gsm8k", solution="{steps}")
   config.task = dict(name="jsonl", kwargs=kwargs | dict(held_out_size=5, warm_start_size=6))
+  config.warm_start.num_steps = 2  # few passes, of which nothing is said
   preflight = Preflight(config, "unused")
   preflight.make_tokenizer()
   with caplog.at_level(logging.INFO):

@@ -52,6 +52,41 @@ def test_a_difference_that_does_not_vary_has_no_interval():
   assert [row.split("|")[10] for row in rows[3:5]] == [" 0.15 ", " 1 "]
 
 
+def test_every_dash_has_its_reason():
+  same = [result("same", seed, final) for seed, final in enumerate([0.4, 0.5, 0.3])]
+  assert compare.notes([*RESULTS, *same]).splitlines() == [
+    "– grpo: the baseline, to which the other rows are compared",
+    "– fade: no difference, as fewer than two seeds are shared with the baseline",
+    "– same: no interval, as the difference is the same for every seed",
+    "– fade: no standard error over seeds, as there is one seed",
+  ]
+  (only,) = compare.notes(RESULTS[:6], baseline="rloo").splitlines()
+  assert only == "– rloo: the baseline, to which the other rows are compared"
+  columns = {name: x for name, x in RESULTS[0]["evaluations"].items() if "_" not in name}
+  without = [dict(r, evaluations=columns) for r in RESULTS[:3]]
+  assert compare.notes(without).splitlines()[1:] == [
+    "– grpo: no standard error over problems, as the metric has no interval over problems"
+  ]
+
+
+def test_differences_have_an_interval_from_three_seeds_on():
+  axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
+  compare.plot_differences(axes, RESULTS, "grpo")
+  rows = [label.get_text() for label in axes.get_yticklabels()]
+  assert rows == ["rloo (3 seeds)", "cispo (2 seeds)", "fade (1 seed)"]
+  dots = [line.get_xdata() for line in axes.lines if line.get_label() == "seed"]
+  np.testing.assert_allclose(dots[0], [0.1, 0.2, 0.3])
+  np.testing.assert_allclose(dots[1], [-0.01, 0.01])
+  np.testing.assert_allclose(dots[2], [0.0], atol=1e-12)
+  (interval,) = axes.containers  # of rloo alone
+  (segment,) = interval.lines[2][0].get_segments()
+  half = 4.302653 * 0.1 / np.sqrt(3)
+  np.testing.assert_allclose(segment[:, 0], [0.2 - half, 0.2 + half], rtol=1e-5)
+  names = [text.get_text() for text in axes.get_legend().get_texts()]
+  assert sorted(names) == ["grpo", "mean of two seeds", "mean, 95 % (t)", "seed"]
+  assert axes.get_xlabel() == "eval/pass@1, less that of grpo"
+
+
 def test_another_baseline_and_what_is_missing():
   lines = compare.table(RESULTS, baseline="rloo", difference=0.1).splitlines()
   assert "-0.2000" in lines[2] and "seeds for 0.1" in lines[0]
@@ -121,11 +156,13 @@ def test_the_program_prints_a_table_and_saves_a_figure(tmp_path, capsys):
   pytest.importorskip("matplotlib")
   file = tmp_path / "results.json"
   compare.write_results(file, [r for r in RESULTS if r["label"] in ("grpo", "rloo")])
-  compare.main([str(file), f"--figure={tmp_path / 'a.png'}", "--over=flops"])
+  figures = [f"--figure={tmp_path / 'a.png'}", f"--differences={tmp_path / 'b.png'}"]
+  compare.main([str(file), *figures, "--over=flops"])
   printed = capsys.readouterr().out
   assert "| rloo | 3 | 0.6 |" in printed and "commit: abc (6 runs)" in printed
   assert "device: not recorded (6 runs)" in printed
-  assert (tmp_path / "a.png").stat().st_size > 1000
+  assert "– grpo: the baseline" in printed
+  assert all((tmp_path / name).stat().st_size > 1000 for name in ("a.png", "b.png"))
   with pytest.raises(SystemExit):
     compare.main([str(file), "--metric=eval/pass@2"])
   assert "error: grpo, seed 0: curve: none of the 3 records" in capsys.readouterr().err

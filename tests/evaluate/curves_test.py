@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from rlvr_jax.evaluate import curves
+from rlvr_jax.evaluate.figures import METHODS
 from rlvr_jax.train.reporting.writer import MetricWriter
 
 
@@ -171,29 +172,33 @@ def test_time_by_phase_and_its_share_of_the_wall_clock():
 
 @pytest.fixture
 def workdirs(tmp_path):
-  """Two seeds of one method, and one of another."""
-  for name, slope in (("a_0", 0.02), ("a_1", 0.04), ("b_0", 0.08)):
+  """Three seeds of one method, two of another, one of a third."""
+  slopes = {"a_0": 0.0, "a_1": 0.04, "a_2": 0.08, "b_0": 0.08, "c_0": 0.05, "c_1": 0.07}
+  for name, slope in slopes.items():
     with MetricWriter(tmp_path / name, None) as writer:
       for record in run(slope):
         writer.write(record.pop("step"), record.pop("phase"), record)
-  return {"a": [tmp_path / "a_0", tmp_path / "a_1"], "b": [tmp_path / "b_0"]}
+  return {label: sorted(tmp_path.glob(f"{label}_*")) for label in "abc"}
 
 
 def test_what_is_plotted(workdirs):
   axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
   curves.plot(axes, workdirs, "eval/pass@1", "flops")
   lines = {line.get_label(): line for line in axes.lines}
-  x, y = lines["a, 2 seeds"].get_data()
+  x, y = lines["a, 3 seeds"].get_data()
   assert (x[0], x[-1]) == (0, 42_000)
-  np.testing.assert_allclose(y, 0.2 + 0.03 * x / 4200)
+  np.testing.assert_allclose(y, 0.2 + 0.04 * x / 4200)
   np.testing.assert_allclose(lines["b"].get_ydata(), [0.2, 0.6, 1.0])
-  assert len(axes.lines) == 4  # with the two seeds
-  (band,) = axes.collections
+  assert len(axes.lines) == 8  # with the seeds of a and c
+  colors = [lines[name].get_color() for name in ("a, 3 seeds", "b", "c, 2 seeds")]
+  assert colors == list(METHODS[:3])
+  (band,) = axes.collections  # of a; that of two seeds would hide the curves
   x, edges = band.get_paths()[0].vertices.T
   updates = x.max() / 4200 / 199  # of the grid's second point
-  second = edges[np.isclose(x, 4200 * updates)]  # the standard error of 0.02 and 0.04 is 0.01
-  assert second.max() == pytest.approx(0.2 + updates * (0.03 + 12.7062 * 0.01), rel=1e-4)
-  assert second.min() == pytest.approx(0.2 + updates * (0.03 - 12.7062 * 0.01), rel=1e-4)
+  second = edges[np.isclose(x, 4200 * updates)]
+  half = 4.302653 * 0.04 / np.sqrt(3)
+  assert second.max() == pytest.approx(0.2 + updates * (0.04 + half), rel=1e-4)
+  assert second.min() == pytest.approx(0.2 + updates * (0.04 - half), rel=1e-4)
   assert (edges.min(), edges.max()) == (0, 1)  # beyond, it would be no accuracy
   assert "FLOPs" in axes.get_xlabel() and axes.get_ylabel() == "eval/pass@1"
   with pytest.raises(ValueError, match=r"a_0: curve: none of the 3 records .* 'pass@1'"):
@@ -206,5 +211,5 @@ def test_the_picture_has_colored_lines(workdirs, tmp_path):
 
   curves.draw(workdirs, "reward/mean", "seconds", tmp_path / "picture.png", phase="train")
   image = imread(tmp_path / "picture.png")
-  assert image.shape == (480, 768, 4)
+  assert image.shape == (480, 960, 4)
   assert 0.002 < (np.ptp(image[..., :3], axis=-1) > 0.3).mean() < 0.5

@@ -36,6 +36,7 @@ def test_accuracy_has_every_k_with_its_interval():
   np.testing.assert_array_equal(of_train.get_xydata(), [[1, 0.25]])
   np.testing.assert_array_equal(at_1.get_xydata(), [[0, 0.3], [2, 0.3]])
   np.testing.assert_array_equal(at_16.get_ydata(), [0.7, 0.8])
+  assert (at_1.get_color(), at_16.get_color()) == (COLORS["result"], COLORS["success"])
   (band,) = axes.collections  # pass@16 has no interval here
   assert band.get_paths()[0].vertices[:, 1].min() == 0.2
   assert axes.get_ylim() == (0, 1)
@@ -72,6 +73,16 @@ def test_rounding_noise_has_no_scale_of_its_own():
   least = (learning_curves.SMALLEST_KL, learning_curves.SMALLEST_FRACTION)
   assert tops(1e-13, 1e-9) == least
   assert tops(0.25, 0.2) == pytest.approx((0.5125, 0.41))
+
+
+@pytest.mark.parametrize(
+  ("kl", "clip", "shown"), [(1e-13, 0.0, False), (1e-3, 0.0, True), (1e-13, 0.01, True)]
+)
+def test_a_run_on_policy_has_no_panel_of_its_distance(kl, clip, shown):
+  records = [train(1, behavior__kl_k3=kl, loss__clip_fraction=clip, policy__entropy=0.5)]
+  panels = learning_curves.with_data(records)
+  assert panels == [learning_curves.plot_entropy, *[learning_curves.plot_shift] * shown]
+  assert learning_curves.with_data(records, [learning_curves.plot_groups]) == []
 
 
 def test_a_figure_has_the_panels_with_data_alone(tmp_path):

@@ -65,7 +65,8 @@ def test_parts_add_up_to_the_update(module, route):
   of_salt = 0
   if route != "plain":  # it projects coefficients, some B² operations
     shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((1, 16), (1, 16, 16))]
-    jaxpr = jax.make_jaxpr(update.method.reweighting.apply)(*shapes, jax.random.key(0))
+    valid = jax.ShapeDtypeStruct((1, 16), "bool")
+    jaxpr = jax.make_jaxpr(update.method.reweighting.apply)(*shapes, valid, jax.random.key(0))
     of_salt = module.product_flops(jaxpr)
     assert 0 < of_salt < 20 * 16**2
   assert sum(module.of_route(flops, route, 2)) + of_salt == update.flops

@@ -444,7 +444,7 @@ def test_a_local_run_is_stopped_and_killed_and_goes_on(laptop, checkout, undistu
   tiny.wait_for(tiny.has_record(workdir, 1, "train"), process)
   assert call("stop").stdout == "try: stopped\n"
   output = process.communicate(timeout=tiny.TIMEOUT_S)[0]
-  assert process.returncode == 1 and "asked to end: saved after update" in output
+  assert process.returncode == 1 and "shutdown requested: saved after update" in output
   process = start("local", laptop, checkout, workdir)  # with --retries=1
   folder = pathlib.Path(laptop["XDG_STATE_HOME"], "rlvr_jax", "launch", "try")
   wait_for(lambda: "resumed at update" in (folder / "process_0.log").read_text())
@@ -464,7 +464,7 @@ def test_preempted_tpu_vms_come_back_to_the_same_end(cloud, checkout, undisturbe
     output = process.communicate(timeout=tiny.TIMEOUT_S)[0]
   assert process.returncode == 0, output[-5000:]
   assert "try: SUSPENDED" in output and output.count("queued-resources create") == 2
-  assert "asked to end: saved after update" in output and "resumed at update" in output
+  assert "shutdown requested: saved after update" in output and "resumed at update" in output
   assert "held-out after update 6" in output
   # The machines are given back, and the run has not noticed.
   assert not (tmp_path / "cloud" / "resource.json").exists()
@@ -536,7 +536,7 @@ def test_a_run_goes_on_without_its_launcher_until_it_is_stopped(cloud, checkout,
     homes = fakes().read(tmp_path / "cloud" / "resource.json")["homes"]
     assert call("stop").returncode == 0
   logs = [pathlib.Path(homes[0], "units", "rlvr_jax-try.service.log").read_text()]
-  assert "asked to end: saved after update" in logs[0]
+  assert "shutdown requested: saved after update" in logs[0]
   assert not (tmp_path / "cloud" / "resource.json").exists()
 
 

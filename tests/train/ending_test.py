@@ -72,7 +72,7 @@ def test_wherever_it_is_it_ends_and_goes_on_as_if_it_had_not(
   # Between two bursts of the second refresh, which begins after update 4.
   with asked_when(lambda: after(3)() and 0 < journal(workdir)):
     output = ended(parts, workdir, capsys)
-  assert "asked to end during generation; saving" in output
+  assert "shutdown requested during generation; saving" in output
   assert tiny.last_checkpoint(workdir)[0] == 4
   kept = journal(workdir)
   assert 0 < kept < 16
@@ -80,13 +80,13 @@ def test_wherever_it_is_it_ends_and_goes_on_as_if_it_had_not(
   # All 16 groups are sampled, the kept ones were not sampled again, and graders take their time.
   with asked_when(lambda: journal(workdir) == 16):
     output = ended(parts, workdir, capsys)
-  assert "asked to end during grading; saving" in output
+  assert "shutdown requested during grading; saving" in output
   assert tiny.last_checkpoint(workdir)[0] == 4
 
   # Update 5 is made; its evaluation is not finished.
   with asked_when(after(5)):
     output = ended(parts, workdir, capsys)
-  assert re.search("asked to end during (an evaluation|grading); saving", output)
+  assert re.search("shutdown requested during (an evaluation|grading); saving", output)
   step, state, _ = tiny.last_checkpoint(workdir)
   assert (step, state["evaluated"]) == (5, 0)
   assert not tiny.has_record(workdir, 5, "eval")()
@@ -94,7 +94,7 @@ def test_wherever_it_is_it_ends_and_goes_on_as_if_it_had_not(
   # The last update is made and saved; its evaluation is not finished, and then no update follows.
   with asked_when(after(12)):
     output = ended(parts, workdir, capsys)
-  assert re.search("asked to end during (an evaluation|grading); saving", output)
+  assert re.search("shutdown requested during (an evaluation|grading); saving", output)
   assert tiny.last_checkpoint(workdir)[0] == 12
 
   train(parts, workdir)
@@ -110,7 +110,7 @@ def test_nothing_ends_what_does_not_end_in_order():
     multihost.end_if_asked()
     with (
       multihost.ending_in_order(),
-      pytest.raises(process.EndRequestedError, match="asked to end"),
+      pytest.raises(process.EndRequestedError, match="shutdown requested"),
     ):
       multihost.end_if_asked()
   finally:

@@ -148,7 +148,7 @@ def test_stopped_and_killed_pair_ends_identically(undisturbed, tmp_path):
     second.send_signal(signal.SIGTERM)  # one of them is asked; both end, after the same update
     statuses, outputs = pair.ended()
   assert statuses == [0, 0], "\n".join(outputs)[-5000:]
-  assert "asked to end: saved after update" in outputs[0]
+  assert "shutdown requested: saved after update" in outputs[0]
   with training(workdir) as pair:
     tiny.wait_for(tiny.has_record(workdir, 4, "train"), pair.processes[0])
   outputs = train_to_the_end(workdir)
@@ -311,7 +311,7 @@ def test_agreement():
       {"process": 1, "text": "é" * 50, "x": 1.1},
     ]
     assert report["anywhere"] == [True, False]
-    assert report["ended"] == "asked to end during generation"
+    assert report["ended"] == "shutdown requested during generation"
     assert report["collectives"] == [], "a message runs no program on the devices"
     assert report["waits"][0] - report["waits"][1] > 0.5, "who waited for whom"
     outcomes = [outcome for outcome, _ in report["grades"]]

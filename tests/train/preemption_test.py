@@ -103,7 +103,7 @@ def test_sigterm_in_every_phase(undisturbed, workdirs):
   # Updates 1 to 4 are made and not saved; the groups of the next four batches come one by one.
   in_refresh = lambda _: after(4) and groups(workdir)
   output = preempted_when(workdir, count, in_refresh, **{SECONDS: "0.02"})
-  assert "asked to end during generation; saving" in output
+  assert "shutdown requested during generation; saving" in output
   assert tiny.last_checkpoint(workdir)[0] == 4 and batches(workdir) == 4
   kept = groups(workdir)
   assert 0 < kept < 32
@@ -112,7 +112,7 @@ def test_sigterm_in_every_phase(undisturbed, workdirs):
   sampled = 32 if count == 1 else 16
   in_grading = lambda _: groups(workdir) >= sampled
   output = preempted_when(workdir, count, in_grading, **{SECONDS: "4"})
-  assert "asked to end during grading; saving" in output
+  assert "shutdown requested during grading; saving" in output
   assert tiny.last_checkpoint(workdir)[0] == 4 and batches(workdir) == 4
 
   finished(workdir, count)
@@ -145,7 +145,7 @@ def test_sigterm_at_random_moments(undisturbed, workdirs):
         statuses, outputs = processes.ended()
         took = time.monotonic() - began
       stops += 1
-      said = [line for line in outputs[0].splitlines() if "asked to end" in line]
+      said = [line for line in outputs[0].splitlines() if "shutdown requested" in line]
       print(f"stop {stops}: after {after:.1f} of {duration:.1f} s, {took:.1f} s: {said[-1:]}")
       assert took < LIMIT_S
       if 0 in statuses:  # it had just finished
@@ -166,7 +166,7 @@ def test_resumed_with_one_process_instead_of_two(tmp_path):
   flags = ["--config.mesh.data=4", "--config.batch.tokens_per_row=0"]
   output = tiny.run(workdir, *flags, config_file=preempted.__file__)
   said = next(line for line in output.splitlines() if line.startswith("resumed with processes"))
-  assert "processes 2 → 1" in said and "differs by rounding" in said
+  assert "processes 2 → 1" in said and "differ by rounding" in said
   tiny.run(alone, config_file=preempted.__file__)
   found, expected = tiny.records(workdir), tiny.records(alone)
   assert [(r["phase"], r["step"]) for r in found] == [(r["phase"], r["step"]) for r in expected]

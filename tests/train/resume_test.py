@@ -298,7 +298,7 @@ def test_ctrl_c_in_the_warm_start_ends_in_order(tmp_path):
     tiny.wait_for(tiny.has_record(workdir, 10, "warm_start"), process)
     process.send_signal(signal.SIGINT)
     assert process.wait(tiny.TIMEOUT_S) == 0
-  assert "asked to end during the warm start" in workdir.with_name("run.log").read_text()
+  assert "shutdown requested during the warm start" in workdir.with_name("run.log").read_text()
 
 
 def copy_of(workdir, tmp_path):
@@ -315,7 +315,7 @@ def test_sigterm_saves_and_the_rerun_goes_on(stopped, uninterrupted, resume, tmp
   still_used = {0: [], 1: [first, first + 1], 2: [first, first + 1], 3: [first + 1]}
   assert [int(number) for number in host["queue"]["pending"]] == still_used[step % 4]
   log = stopped[0].with_name("run.log")
-  assert f"asked to end: saved after update {step}; rerun the same command" in log.read_text()
+  assert f"shutdown requested: saved after update {step}; rerun the same command" in log.read_text()
   output = resume(workdir)
   assert f"resumed at update {step}: " in output
   assert_same(workdir, uninterrupted[1])

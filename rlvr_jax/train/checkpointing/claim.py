@@ -22,7 +22,7 @@ from typing import Any
 from rlvr_jax.storage.bucket import Bucket, ChangedError
 from rlvr_jax.storage.places import OWNER
 from rlvr_jax.train.cluster.process import exit_immediately
-from rlvr_jax.train.reporting.writer import say
+from rlvr_jax.train.reporting.progress import say
 
 BEAT_S = 10.0  # seconds between two heartbeats
 LIMIT_S = 60.0  # seconds without one after which a claim may be taken over

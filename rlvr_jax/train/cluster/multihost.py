@@ -18,7 +18,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import jax
@@ -41,7 +40,6 @@ from rlvr_jax.train.cluster.process import (
   waited_s,
   waiting,
 )
-from rlvr_jax.train.reporting.writer import MetricWriter
 
 T = TypeVar("T")
 _ADDRESS_BYTES = 1024
@@ -179,7 +177,7 @@ def end_if_asked() -> None:
   nothing.
   """
   if in_order() and anywhere(asked()):
-    raise EndRequestedError(f"asked to end during {_phase}")
+    raise EndRequestedError(f"shutdown requested during {_phase}")
 
 
 def grades(futures: Sequence[GradingFuture]) -> list[Grade]:
@@ -253,29 +251,6 @@ class SharedGrader:
 class _SharedGrades(NamedTuple):
   own: Any  # the future of this process's share
   turns: np.ndarray  # i32[completions], the process that grades each
-
-
-class NoWriter(MetricWriter):
-  """A MetricWriter that writes nothing, for all processes except the first."""
-
-  def __init__(self, workdir: Path):
-    self.workdir = workdir
-
-  def write(self, *args: Any, **kwargs: Any) -> None:
-    pass
-
-  def write_rollouts(self, *args: Any, **kwargs: Any) -> None:
-    pass
-
-  def write_geometry(self, *args: Any, **kwargs: Any) -> None:
-    pass
-
-  def written(self, step: int) -> dict[str, Any]:
-    del step
-    return {}
-
-  def close(self) -> None:
-    pass
 
 
 @contextlib.contextmanager

@@ -36,8 +36,8 @@ from rlvr_jax.train.cluster import multihost, sharding
 from rlvr_jax.train.generation import agreement, dynamic_sampling, raw_logprobs
 from rlvr_jax.train.generation.streams import Streams
 from rlvr_jax.train.reporting import machines
+from rlvr_jax.train.reporting.progress import warn
 from rlvr_jax.train.reporting.run_log import DeviceClock
-from rlvr_jax.train.reporting.writer import say
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.checks import shaped_outcomes
 from rlvr_jax.train.setup.grading import make_outcome_policy
@@ -238,7 +238,7 @@ class Generator:
 
   def _set_aside(self, number: int, why: str) -> None:
     """Moves a batch's shard away in the store, so that the batch can be sampled again."""
-    say(f"{why}; set aside, to be sampled again")
+    warn(f"{why}; it is set aside, and sampled again")
     multihost.on_first(lambda: self._store.set_aside(number), None)
 
   def _keep(self, batch: RolloutBatch) -> RolloutBatch:

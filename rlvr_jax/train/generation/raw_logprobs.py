@@ -14,7 +14,7 @@ import numpy as np
 
 from rlvr_jax.rollouts.batch import Graded
 from rlvr_jax.train.cluster import sharding
-from rlvr_jax.train.reporting.writer import say
+from rlvr_jax.train.reporting.progress import warn
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.types import Params, Prompts
 
@@ -23,10 +23,10 @@ def announce(parts: Parts) -> None:
   """Says at the start of a run that it records raw log-probabilities."""
   for source in parts.sources:
     if source.raw:
-      say(
-        f"warning: config.sources.{source.name}.recorded = raw: the behavior log-probabilities of"
+      warn(
+        f"config.sources.{source.name}.recorded = raw: the behavior log-probabilities of"
         f" rollouts sampled at temperature {source.sampling.temperature:g} are the policy's at"
-        " temperature 1, as some inference servers record them; ratios do not see the temperature"
+        " temperature 1, as some inference servers record them; ratios ignore the temperature"
       )
 
 

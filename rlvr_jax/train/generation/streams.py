@@ -16,7 +16,7 @@ from rlvr_jax.rollouts.engine import Group, Request, Usage, requests
 from rlvr_jax.rollouts.journal import GroupJournal, from_json
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import alive
-from rlvr_jax.train.reporting.writer import say
+from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.behavior_sources import Source
 
 _PRINT_EVERY_S = 30.0

@@ -1,4 +1,4 @@
-"""How often a run sees its training problems and its demonstrations, and what it says of that."""
+"""Passes of a run over its training problems and demonstrations, and warnings about them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import ml_collections
 
 from rlvr_jax.data import Task
 from rlvr_jax.rollouts.staleness import Schedule
-from rlvr_jax.train.reporting.writer import say
+from rlvr_jax.train.reporting.progress import say, warn
 
 MANY_PASSES = 20  # of a warm start over its demonstrations: from there on it memorizes them
 _FEW_GROUPS = 0.1  # share of the groups whose rewards differ
@@ -18,7 +18,7 @@ _LOW_ENTROPY = 0.02  # nats per token; a sound policy with long, regular answers
 def announce(
   config: ml_collections.ConfigDict, task: Task, schedule: Schedule, groups: int
 ) -> None:
-  """Says how often a run will see its problems, and its demonstrations where that is too often.
+  """Prints how often a run will see its problems; warns if it sees its demonstrations too often.
 
   Args:
     config, task, schedule: of the run.
@@ -26,7 +26,7 @@ def announce(
   """
   say(planned_passes(config, task, schedule, groups))
   if warning := warm_start_warning(config, task):
-    say(f"warning: {warning}")
+    warn(warning)
 
 
 def planned_passes(
@@ -38,7 +38,7 @@ def planned_passes(
   batches = total if schedule.real_time else sum(map(schedule.samples, range(total)))
   prompts, least = batches * groups, "at least " if config.dynamic_sampling.enabled else ""
   return (
-    f"{total} updates sample {least}{prompts:,} prompts from {problems:,} training problems:"
+    f"{total} updates sample {least}{prompts:,} prompts from {problems:,} training problems,"
     f" {least}{prompts / problems:.3g} passes over them"
   )
 
@@ -58,10 +58,10 @@ def warm_start_warning(config: ml_collections.ConfigDict, task: Task) -> str | N
     return None
   few = MANY_PASSES * len(task.warm_start) // settings.batch_size
   return (
-    f"config.warm_start.num_steps = {settings.num_steps} batches of {settings.batch_size} are"
-    f" {passes:.0f} passes over {len(task.warm_start)} demonstrations, which the policy memorizes"
-    f" from some {MANY_PASSES} on: lower it to at most {max(few, 1)}, or give more demonstrations"
-    " (the task's warm_start_size)"
+    f"the warm start makes {passes:.0f} passes over {len(task.warm_start)} demonstrations; from"
+    f" about {MANY_PASSES} on the policy memorizes them. Lower config.warm_start.num_steps ="
+    f" {settings.num_steps} to at most {max(few, 1)}, or give more demonstrations (for most tasks,"
+    " config.task.kwargs.warm_start_size)"
   )
 
 
@@ -82,14 +82,14 @@ def first_update_warning(
   steps = f"config.warm_start.num_steps = {config.warm_start.num_steps}"
   if passes > MANY_PASSES or entropy < _LOW_ENTROPY:
     remedy = (
-      f"it repeats what {passes:.0f} passes over {len(task.warm_start)} demonstrations have taught:"
-      f" lower {steps}, or give more demonstrations"
+      f"It repeats what it memorized in {passes:.0f} passes over {len(task.warm_start)}"
+      f" demonstrations. Lower {steps}, or give more demonstrations"
     )
   elif values["groups/all_correct"] > values["groups/all_wrong"]:
-    remedy = f"it solves most problems already: choose harder ones, or lower {steps}"
+    remedy = f"It solves most problems already. Choose harder ones, or lower {steps}"
   else:
-    remedy = f"it seldom succeeds: raise {steps}, or choose easier problems"
+    remedy = f"It seldom succeeds. Raise {steps}, or choose easier problems"
   return (
-    f"the warm start leaves a policy with an entropy of {entropy:.3f} nats per token, and"
-    f" {effective:.0%} of its groups have rewards that differ, from which alone it learns; {remedy}"
+    f"after the warm start the policy has an entropy of {entropy:.3f} nats per token, and"
+    f" {effective:.0%} of its groups have different rewards; it learns from these alone. {remedy}"
   )

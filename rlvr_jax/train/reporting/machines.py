@@ -1,4 +1,4 @@
-"""What a run tells about the machines: memory, how busy each host is, and profiles."""
+"""Measurements of a run's machines: memory, how busy each host is, and profiles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import jax
 
 from rlvr_jax.train.cluster import multihost
-from rlvr_jax.train.reporting.writer import say
+from rlvr_jax.train.reporting.progress import say, warn
 
 PROFILE_FOLDER = "profile"  # of a workdir; TensorBoard and xprof read it
 _GIB = 2**30
@@ -20,10 +20,10 @@ _PATIENCE = 5  # updates in a row before it is named
 
 
 def memory(phase: str) -> dict[str, float]:
-  """GiB in use at the end of a phase: of this process, and of its fullest device.
+  """GiB in use at the end of a phase: RAM of this process, and memory of its fullest device.
 
-  A device's is its greatest use since the run began, so that the first phase that shows a number is
-  the one that needed it. A CPU's device has none.
+  For a device it is the peak since the run began: the first phase with a value is the one that
+  reached it. CPU devices have none.
   """
   values = {f"memory/{phase}_host_gib": _resident() / _GIB}
   stats = [device.memory_stats() or {} for device in jax.local_devices()]
@@ -32,7 +32,7 @@ def memory(phase: str) -> dict[str, float]:
 
 
 def _resident() -> int:
-  """Bytes of this process that are in RAM; 0 where the system does not say."""
+  """Bytes of this process in RAM; 0 where the system does not report them."""
   try:
     pages = pathlib.Path("/proc/self/statm").read_text().split()[1]
   except OSError:
@@ -41,9 +41,9 @@ def _resident() -> int:
 
 
 class Hosts:
-  """How long each process of a run was busy between updates, and which of them holds up the others.
+  """Seconds that each process of a run was busy between updates, and which one is a straggler.
 
-  All wait for the slowest: who waits least has most to do. Time that a process waits for devices or
+  All wait for the slowest, which therefore waits least. Time that a process waits for devices or
   for other processes is measured where it waits, see `multihost.waits`.
   """
 
@@ -59,11 +59,11 @@ class Hosts:
       return {}
     busy = [max(seconds - (now - then), 0.0) for now, then in zip(waits, before, strict=True)]
     if message := self._named(busy):
-      say(message)
+      warn(message)
     return {f"hosts/busy_seconds_{process}": value for process, value in enumerate(busy)}
 
   def _named(self, busy: Sequence[float]) -> str:
-    """A message about a process that was the slowest in many updates in a row."""
+    """A message about a straggler, the slowest process in many updates in a row; "" if none."""
     slowest, median = max(range(len(busy)), key=busy.__getitem__), statistics.median_low(busy)
     slow = busy[slowest] > max(_SLOW * median, median + _SLOW_S)
     same = slow and (not self._slow or self._slow[-1] == slowest)
@@ -71,8 +71,8 @@ class Hosts:
     if len(self._slow) != _PATIENCE:  # said once, as long as it lasts
       return ""
     return (
-      f"process {slowest} holds up the others: busy for {busy[slowest]:.1f} s of the last update,"
-      f" the median is {median:.1f} s. See what else runs on its host, or replace the host"
+      f"process {slowest} is a straggler: it was busy for {busy[slowest]:.1f} s of the last update,"
+      f" the median process for {median:.1f} s. Look for other programs on its host, or replace it"
     )
 
 
@@ -89,8 +89,8 @@ class Profile:
 
     Args:
       updates: the first and the last one.
-      workdir: where this process writes.
-      kept: where that stays, for the message; None for `workdir`.
+      workdir: local folder to which this process writes.
+      kept: folder or bucket that keeps it, for the message; None for `workdir`.
 
     Raises:
       ValueError: it is not of that form.
@@ -98,7 +98,7 @@ class Profile:
     first, _, last = (updates or "0:-1").partition(":")
     if updates and not (first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)):
       raise ValueError(
-        f"--profile={updates}: write the first and the last update, such as 10:13; 1 ≤ first ≤ last"
+        f"--profile={updates}: write the first and the last update, 1 ≤ first ≤ last, such as 10:13"
       )
     self.first, self.last = int(first), int(last)
     self._folder = pathlib.Path(workdir) / PROFILE_FOLDER
@@ -115,7 +115,7 @@ class Profile:
     """Writes the trace once the metrics of its last update have been read."""
     if self._open and update >= self.last:
       self.close()
-      say(f"profile of updates {self.first} to {self.last}: {self._shown}")
+      say(f"the profile of updates {self.first} to {self.last} is in {self._shown}")
 
   def close(self) -> None:
     """Writes the trace if one is open."""

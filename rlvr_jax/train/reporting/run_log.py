@@ -21,7 +21,8 @@ from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import waiting
 from rlvr_jax.train.reporting import machines
 from rlvr_jax.train.reporting.data_use import first_update_warning
-from rlvr_jax.train.reporting.writer import MetricWriter, compact_line, say, stage_summary
+from rlvr_jax.train.reporting.progress import compact_line, say, warn
+from rlvr_jax.train.reporting.writer import MetricWriter, stage_summary
 from rlvr_jax.types import Params, TrainBatch
 
 COUNTERS = (
@@ -83,6 +84,7 @@ class Stopwatch:
     self._phases = phases
     self._began = time.perf_counter() - elapsed
     self._cycle_began = self._updated = time.perf_counter()  # at the last record, the last update
+    self._first: tuple[int, float] | None = None  # update of this process, and when it ended
 
   def spent(self, name: str, amount: float) -> None:
     """Adds to a phase's seconds, or to its memory's maximum, in the next update's record."""
@@ -110,12 +112,38 @@ class Stopwatch:
     seconds, self._updated = now - self._updated, now
     return seconds
 
+  def left(self, step: int, total: int) -> float | None:
+    """Estimate of the seconds from update `step`, the last one, to update `total`.
+
+    The mean of this process's updates after the first one, which compiles, evaluations included;
+    None before there are any.
+    """
+    if self._first is None:
+      self._first = step, self._updated
+    first, ended = self._first
+    return (self._updated - ended) * (total - step) / (step - first) if step > first else None
+
 
 class Notices:
-  """Remembers what was said or written last, so that it is not repeated."""
+  """Remembers what was printed or written last, so that it is repeated only where it helps.
+
+  Attributes:
+    held_out: result of the last evaluation, such as "pass@1 0.431"; "" before the first.
+  """
 
   def __init__(self) -> None:
     self._last: dict[str, object] = {}
+    self.held_out = ""
+
+  def evaluated(self, values: Mapping[str, float], name: str) -> None:
+    """Remembers the result of an evaluation for the lines of the updates after it.
+
+    Args:
+      values: its metrics; may be empty.
+      name: of the one to print, such as "pass@1".
+    """
+    if f"eval/{name}" in values:
+      self.held_out = f"{name} {values[f'eval/{name}']:.3f}"
 
   def begins(self, name: str, holds: bool) -> bool:
     """Whether something holds that did not the last time."""
@@ -193,6 +221,10 @@ class RunLog:
     """Makes these the counters: those of a checkpoint, or of before a phase that was undone."""
     self.counters = dict(counters)
 
+  def remember_evaluation(self, values: Mapping[str, float]) -> None:
+    """Makes this the last evaluation, as a resumed run has it from its checkpoint."""
+    self._notices.evaluated(values, f"pass@{self._run.config.evaluation.ks[0]}")
+
   def spent(self, name: str, amount: float) -> None:
     """Adds to a phase's seconds, or to its memory's maximum, in the next update's record."""
     self._stopwatch.spent(name, amount)
@@ -217,42 +249,42 @@ class RunLog:
       self.writer.write_rollouts(step + 1, samples[: logging.rollouts_per_refresh])
 
   def _warn_of_truncation(self, share: float, step: int) -> None:
-    """Says when more than half of the responses are truncated, once until it is less."""
+    """Warns when more than half of the responses are truncated, once until it is less."""
     if self._notices.begins("truncation", share > 0.5):
       limit = self._run.config.max_response_length
-      say(
-        f"warning: {share:.0%} of the responses sampled before update {step + 1} were cut at"
-        f" config.max_response_length = {limit} tokens, before any answer that they would have"
-        " given; raise it, or shorten responses with config.overlong.buffer"
+      warn(
+        f"{share:.0%} of the responses sampled for update {step + 1} were truncated at"
+        f" config.max_response_length = {limit} tokens, most likely before their answer. Raise it,"
+        " or reward shorter responses with config.overlong.buffer"
       )
 
   def _warn_of_crashes(self, graded: Graded, step: int) -> None:
-    """Says that the grader has failed, and how, once until it does not."""
+    """Warns that the grader has failed, and how, once until it does not."""
     details = [sample["detail"] for sample in graded.samples if "detail" in sample]
     if self._notices.begins("crashes", bool(details)):
       share = len(details) / len(graded.samples)
-      say(
-        f"warning: the grader crashed on {share:.0%} of the responses sampled before update"
-        f" {step + 1}, at first with: {details[0]}. What becomes of them says"
-        " config.grading.outcomes.crashed; by default they are left out of the loss"
+      warn(
+        f"the grader crashed on {share:.0%} of the responses sampled for update {step + 1}; the"
+        f" first error is: {details[0]}. config.grading.outcomes.crashed decides what happens to"
+        " them; by default they are left out of the loss"
       )
 
   def _warn_of_padding(self, filled: float, step: int) -> None:
-    """Says when most places of the rows hold no token, once until they do."""
+    """Warns when more than half of a batch's positions are padding, once until it is less."""
     if self._notices.begins("padding", filled < 0.5):
       batch = self._run.config.batch
-      say(
-        f"warning: {1 - filled:.0%} of the places that update {step} computed hold no token, as its"
-        " rollouts do not fill the rows of a micro-batch for every device; lower"
+      warn(
+        f"{1 - filled:.0%} of the positions in update {step} are padding: its rollouts do not fill"
+        " a micro-batch on every device. Lower"
         f" config.batch.tokens_per_micro_batch = {batch.tokens_per_micro_batch} or"
-        f" config.batch.tokens_per_row = {batch.tokens_per_row} (0: chosen by the greatest"
-        f" lengths), or raise config.batch.prompts = {batch.prompts}"
+        f" config.batch.tokens_per_row = {batch.tokens_per_row} (0: set by the maximum lengths), or"
+        f" raise config.batch.prompts = {batch.prompts}"
       )
 
   def _warn_of_warm_start(self, values: Mapping[str, float]) -> None:
-    """Says what the first update shows of a policy that has little left to learn from."""
+    """Warns when the first update shows that the warm start has left little to learn from."""
     if text := first_update_warning(self._run.config, self._run.task, values):
-      say(f"warning: {text}")
+      warn(text)
 
   def count_scored(self, batch: TrainBatch) -> None:
     """Counts a forward pass over the batch."""
@@ -330,15 +362,20 @@ class RunLog:
     self.writer.write(update.step, "train", values)
     if update.geometry:
       self.writer.write_geometry(update.step - 1, jax.device_get(update.geometry))
-    last = update.step == self._run.config.num_updates
-    if update.step % self._run.config.logging.print_every == 0 or last:
-      say(compact_line(update.step, self._run.config.num_updates, values))
+    self._print(update.step, values)
     stage = self._run.schedule.stage_length
     if stage and update.step % stage == 0 and multihost.is_first():
       summary = stage_summary(self.writer.workdir, update.step, stage)
       self.writer.write(update.step, "stage", summary)
     self._profile.after(update.step)
     return values
+
+  def _print(self, step: int, values: Mapping[str, float]) -> None:
+    """Prints the line of an update, if it is due."""
+    total = self._run.config.num_updates
+    left = self._stopwatch.left(step, total)
+    if step % self._run.config.logging.print_every == 0 or step == total:
+      say(compact_line(step, total, values, held_out=self._notices.held_out, seconds_left=left))
 
   def write_evaluation(
     self,
@@ -372,6 +409,7 @@ class RunLog:
       for name in (f"pass@{k}" for k in self._run.config.evaluation.ks)
     )
     say(f"held-out after update {step}: {shown}")
+    self.remember_evaluation(values)
 
 
 def raise_non_finite(
@@ -382,8 +420,8 @@ def raise_non_finite(
   if multihost.is_first():
     write_batch(path, update.batch)
   raise NonFiniteError(
-    f"{values['update/skipped_in_a_row']:.0f} updates in a row, the last being {update.step}, had a"
-    f" loss or gradient that was not finite; its batch is in {path.name} of the workdir. Lower"
-    " config.learning_rate's peak (in another --workdir), or inspect that batch; skipped"
-    " updates have not changed the parameters"
+    f"{values['update/skipped_in_a_row']:.0f} updates in a row, up to update {update.step}, had a"
+    " loss or gradient that was not finite; they were skipped and have not changed the parameters."
+    " Lower the peak of config.learning_rate in another --workdir, or inspect the last batch,"
+    f" {path.name} in the workdir"
   )

@@ -10,16 +10,15 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from absl import logging
-
 from rlvr_jax.storage.files import replacing
+from rlvr_jax.train.reporting.progress import warn
 
 TRACKERS = ("trackio", "wandb")  # the extras of the same names
 RUN_FILE = "tracked.json"  # of a workdir: the run's id, which a resumed run continues
 
 
 class Tracker:
-  """One tracker; what it cannot take is logged once, and does not end the run."""
+  """One tracker; its first error is printed, ends the copies and not the run."""
 
   def __init__(self, name: str, workdir: pathlib.Path, config: Mapping[str, Any]):
     """Opens the run of this workdir, or resumes it.
@@ -57,10 +56,10 @@ class Tracker:
       self._run.log(named)
     except Exception as error:  # of the tracker's network, disk or site
       self._failed = True
-      logging.warning("%s gets no more metrics: %s; metrics.jsonl has all", self.name, error)
+      warn(f"{self.name} gets no more metrics of this run: {error}; metrics.jsonl has all of them")
 
   def close(self) -> None:
-    """Waits until what was logged is sent."""
+    """Waits until all that was logged has been sent."""
     self._run.finish()
 
 

@@ -23,7 +23,7 @@ from rlvr_jax.rewards.worker_process import GraderStartError
 from rlvr_jax.rollouts.collect import Collector
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import alive
-from rlvr_jax.train.reporting.writer import say
+from rlvr_jax.train.reporting.progress import warn
 
 WEIGHTED, _CODE = "weighted", "code"  # by name
 _NUM_INSPECTED = 100  # problems per source whose references are searched for names of graders
@@ -192,7 +192,7 @@ def announce_partial_credit(config: ml_collections.ConfigDict, task: Task) -> No
   partly = [text for text in dict.fromkeys(named) if _may_score_partly(text)]
   partly = ["config.grading.extra" if text == WEIGHTED else text for text in partly]
   if partly:
-    say(
+    warn(
       f"a wrong answer's reward is {reward:g}, also where {', '.join(partly)} scores it between 0"
       " and 1; for partial credit set config.grading.outcomes.wrong = score"
     )

@@ -7,7 +7,8 @@ from typing import Any
 
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer, Restored
 from rlvr_jax.train.cluster import multihost
-from rlvr_jax.train.reporting.writer import MetricWriter, progress, say
+from rlvr_jax.train.reporting.progress import progress, say
+from rlvr_jax.train.reporting.writer import MetricWriter
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.start import parameters, warm_start_cache
 from rlvr_jax.types import Params
@@ -84,7 +85,7 @@ def train_on_demonstrations(
   """The supervised phase; arguments as of `warm_start`."""
   num_steps = parts.config.warm_start.num_steps
   losses: list[tuple[int, float]] = []
-  with progress(num_steps, "warm start", unit="step") as bar:
+  with progress(num_steps, "warm start", unit="steps") as bar:
 
     def report(index: int, loss: float) -> None:
       bar.set_postfix(loss=f"{loss:.3f}", refresh=False)

@@ -18,7 +18,7 @@ from rlvr_jax.train.checkpointing.checkpoint_files import CheckpointError
 from rlvr_jax.train.checkpointing.host_state import HostState
 from rlvr_jax.train.checkpointing.workdir import WorkdirError, left_by_a_run
 from rlvr_jax.train.cluster import multihost
-from rlvr_jax.train.reporting.writer import progress, say
+from rlvr_jax.train.reporting.progress import progress, say, warn
 from rlvr_jax.train.setup.build import Parts, with_sources_as_begun
 from rlvr_jax.types import TrainState
 
@@ -101,9 +101,9 @@ def resumable(checkpointer: Checkpointer, parts: Parts, store: RolloutStore) -> 
       multihost.on_first(functools.partial(_report_damaged, store, host), None)
       _report_move(host, parts)
       return Resumed(step, restored.state, host, restored.arrays, damaged)
-    say(
-      f"rollouts {damaged} of {store.directory}, pending at update {step}, are damaged or missing:"
-      " going back to an earlier checkpoint, to sample them again"
+    warn(
+      f"rollouts {damaged} of {store.directory}, pending at update {step}, are damaged or missing;"
+      " the run continues from an earlier checkpoint, to sample them again"
     )
   if checkpointer.steps():
     raise StoreError(
@@ -147,8 +147,8 @@ def _report_move(host: HostState, parts: Parts) -> None:
   ]
   if changed:
     say(
-      f"resumed with {', '.join(changed)}: what follows differs by rounding from the run that would"
-      " have gone on as before"
+      f"resumed with {', '.join(changed)}: from here on results differ by rounding from those of a"
+      " run that was not moved"
     )
 
 
@@ -162,12 +162,12 @@ def records_of(resumed: Resumed | None, warm: Restored | None) -> tuple[int | No
 def _report_damaged(store: RolloutStore, host: HostState) -> None:
   """Reports damaged batches of the store that were trained on; the run no longer needs them."""
   numbers = range(min(map(int, host.queue["pending"]), default=host.position.number))
-  with progress(numbers, "checking the store", unit="batch") as bar:
+  with progress(numbers, "checking the store", unit="batches") as bar:
     damaged = [*store.damaged(bar)]
   if damaged:
-    say(
+    warn(
       f"rollouts {damaged} of {store.directory}, on which this run has trained, are damaged or"
-      " missing: put back a copy if you still need them; the run continues without them"
+      " missing; the run continues without them. Restore a copy if you still need them"
     )
 
 

@@ -30,7 +30,7 @@ from rlvr_jax.train.checkpointing.checkpoint_files import CheckpointError, read_
 from rlvr_jax.train.checkpointing.checksums import parameter_checksums
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import alive, processor, usable_cores
-from rlvr_jax.train.reporting.writer import say
+from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.start import parameters
 from rlvr_jax.types import Params

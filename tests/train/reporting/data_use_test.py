@@ -18,20 +18,20 @@ def test_a_run_begins_with_both(capsys):
   data_use.announce(parts.config, parts.task, parts.schedule, parts.sources.num_live)
   assert capsys.readouterr().out.splitlines() == [
     # Two batches of 8 prompts at every fourth of 12 updates.
-    "12 updates sample 48 prompts from 1,000 training problems: 0.048 passes over them",
-    "warning: config.warm_start.num_steps = 150 batches of 64 are 160 passes over 60"
-    " demonstrations, which the policy memorizes from some 20 on: lower it to at most 18, or give"
-    " more demonstrations (the task's warm_start_size)",
+    "12 updates sample 48 prompts from 1,000 training problems, 0.048 passes over them",
+    "warning: the warm start makes 160 passes over 60 demonstrations; from about 20 on the policy"
+    " memorizes them. Lower config.warm_start.num_steps = 150 to at most 18, or give more"
+    " demonstrations (for most tasks, config.task.kwargs.warm_start_size)",
   ]
 
 
 @pytest.mark.parametrize(
   ("fields", "expected"),
   [
-    (dict(schedule="on_policy", num_updates=250), "250 updates sample 2,000 prompts .*: 20 passes"),
-    (dict(schedule="asynchronous", num_updates=25), "25 updates sample 200 prompts .*: 2 passes"),
+    (dict(schedule="on_policy", num_updates=250), "250 updates sample 2,000 prompts .*, 20 passes"),
+    (dict(schedule="asynchronous", num_updates=25), "25 updates sample 200 prompts .*, 2 passes"),
     (dict(schedule="on_policy", dynamic_sampling__enabled=True),
-     "12 updates sample at least 96 prompts from 100 training problems: at least 0.96 passes"),
+     "12 updates sample at least 96 prompts from 100 training problems, at least 0.96 passes"),
   ],
 )  # fmt: skip
 def test_planned_passes(fields, expected):
@@ -64,13 +64,13 @@ GOOD = {
     (15, {"policy/entropy": 0.05}, None),  # of long regular answers
     (15, {"dynamic_sampling/prompts_per_group": 4.0}, None),
     (150, {"groups/effective": 0.03, "policy/entropy": 0.05},
-     "an entropy of 0.050 nats per token, and 3% of its groups .*; it repeats what 160 passes over"
-     " 60 demonstrations have taught: lower config.warm_start.num_steps = 150, or give more"),
-    (15, {"policy/entropy": 0.01}, "it repeats what 16 passes over 60 .*: lower config.warm_start"),
+     "an entropy of 0.050 nats per token, and 3% of its groups .* memorized in 160 passes over 60"
+     " demonstrations. Lower config.warm_start.num_steps = 150, or give more"),
+    (15, {"policy/entropy": 0.01}, "memorized in 16 passes over 60 .*. Lower config.warm_start"),
     (15, {"groups/effective": 0.05, "groups/all_wrong": 0.95},
-     "5% of its groups .*; it seldom succeeds: raise config.warm_start.num_steps = 15"),
+     "5% of its groups .* It seldom succeeds. Raise config.warm_start.num_steps = 15"),
     (15, {"groups/effective": 0.05, "groups/all_correct": 0.9},
-     "it solves most problems already: choose harder ones"),
+     "It solves most problems already. Choose harder ones"),
     (15, {"groups/effective": 1.0, "dynamic_sampling/prompts_per_group": 20.0}, "5% of its groups"),
     (0, {"groups/effective": 0.0, "policy/entropy": 0.0}, None),
   ],

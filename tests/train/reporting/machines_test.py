@@ -76,7 +76,7 @@ def test_a_process_that_stays_behind_is_named(waited, capsys, slow, named):
   lines = capsys.readouterr().out.splitlines()
   assert len(lines) == named
   if lines:
-    assert lines[0].startswith("process 1 holds up the others: busy for 8.0 s of the last update")
+    assert lines[0].startswith("warning: process 1 is a straggler: it was busy for 8.0 s")
 
 
 # --- profiles -------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def test_a_profile_has_the_updates_that_were_asked_for(tmp_path, capsys):
     profile.after(update)
   profile.close()
   assert list((tmp_path / "profile").rglob("*.xplane.pb"))
-  assert "profile of updates 2 to 3: " in capsys.readouterr().out
+  assert "the profile of updates 2 to 3 is in " in capsys.readouterr().out
 
 
 def test_a_run_that_ends_early_writes_its_profile(tmp_path):
@@ -110,7 +110,7 @@ def test_a_profile_of_no_updates_is_refused(updates, tmp_path):
 
 @pytest.mark.parametrize("flags", [dict(profile="1:2"), dict(tracked_by=["wandb"])])
 def test_these_flags_belong_to_training(flags, tmp_path):
-  with pytest.raises(ValueError, match=r"goes with --mode=train.*, not with eval"):
+  with pytest.raises(ValueError, match=r"goes with --mode=train.*, not with --mode=eval"):
     choose.prepared("eval", tiny.get_config(), str(tmp_path), None, None, **flags)
 
 
@@ -173,13 +173,14 @@ def test_a_tracker_gets_the_numbers_and_goes_on_after_a_resume(installed, name, 
   assert given[0].get("id", given[0]["name"]).endswith(identity)
 
 
-def test_a_tracker_that_fails_does_not_end_the_run(installed, tmp_path, capsys, caplog):
+def test_a_tracker_that_fails_does_not_end_the_run(installed, tmp_path, capsys):
   tracker = trackers.Tracker("wandb", tmp_path, CONFIG)
   tracker.log(1, "train", {"fails": 1})
   tracker.log(2, "train", {"x": 1})
   tracker.close()
-  assert "log" not in capsys.readouterr().out.replace("init", "")
-  assert "wandb gets no more metrics: the site is down" in caplog.text
+  out = capsys.readouterr().out
+  assert "\nlog " not in out
+  assert out.count("warning: wandb gets no more metrics of this run: the site is down") == 1
 
 
 def test_a_tracker_that_is_unknown_or_absent_is_refused(tmp_path, monkeypatch):

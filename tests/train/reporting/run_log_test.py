@@ -1,5 +1,7 @@
 """What is told of the batches that are sampled and trained on."""
 
+import re
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from train.sums import sums
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.rollouts import staleness
 from rlvr_jax.rollouts.batch import Graded, RolloutBatch
-from rlvr_jax.train.reporting.run_log import DispatchedUpdate, RunLog
+from rlvr_jax.train.reporting.run_log import DispatchedUpdate, RunLog, Stopwatch
 from rlvr_jax.train.reporting.writer import MetricWriter
 
 
@@ -31,7 +33,7 @@ def test_a_grader_that_crashes_is_told_with_its_error_once_until_it_does_not(log
     log.count_sampled(RolloutBatch(number=step, version=step, graded=graded), step)
     out = capsys.readouterr().out
     told.append(out.partition("crashed on ")[2].partition(" of the")[0])
-    assert not crashed or not told[-1] or f"at first with: KeyError: {crashed[0]}" in out
+    assert not crashed or not told[-1] or f"the first error is: KeyError: {crashed[0]}" in out
   assert told == ["", "50%", "", "", "25%"]
 
 
@@ -40,8 +42,8 @@ def test_rows_that_are_mostly_padding_are_told_once_until_they_are_not(log, caps
   for step, filled in enumerate([0.5, 0.49, 0.1, 0.9, 0.25]):
     log._warn_of_padding(filled, step)
     out = capsys.readouterr().out
-    told.append(out.partition("warning: ")[2].partition(" of the places")[0])
-    assert not told[-1] or "lower config.batch.tokens_per_micro_batch = " in out
+    told.append(out.partition("warning: ")[2].partition(" of the positions")[0])
+    assert not told[-1] or "Lower config.batch.tokens_per_micro_batch = " in out
   assert told == ["", "51%", "", "", "75%"]
 
 
@@ -50,7 +52,7 @@ def test_an_update_of_mostly_padding_is_told(log, capsys):
     metrics = {"rows/filled": jnp.float32(filled)}
     batch = make_host_batch(np.ones((1, 1, 1)))
     log.write_update(DispatchedUpdate(step, 0.0, metrics, {}, batch, {}))
-    told = "80% of the places that update 3 computed hold no token" in capsys.readouterr().out
+    told = "80% of the positions in update 3 are padding" in capsys.readouterr().out
     assert told == (filled < 0.5)
 
 
@@ -59,7 +61,7 @@ def test_responses_that_are_mostly_truncated_are_told_once_until_it_is_less(log,
   for step, share in enumerate([0.5, 0.51, 0.9, 0.2, 0.75]):
     graded = Graded(make_host_batch(np.ones((1, 1, 1))), 1, 1, {"response/truncated": share}, [])
     log.count_sampled(RolloutBatch(number=step, version=step, graded=graded), step)
-    told.append("were cut at config.max_response_length" in capsys.readouterr().out)
+    told.append("were truncated at config.max_response_length" in capsys.readouterr().out)
   assert told == [False, True, False, False, True]
 
 
@@ -70,7 +72,9 @@ def test_what_the_warm_start_left_is_told_at_the_first_update_alone(log, capsys)
   for step in (1, 2):
     batch = make_host_batch(np.ones((1, 1, 1)))
     log.write_update(DispatchedUpdate(step, 0.0, metrics, {}, batch, {}))
-    told.append("warning: the warm start leaves a policy" in capsys.readouterr().out)
+    told.append(
+      "warning: after the warm start the policy has an entropy" in capsys.readouterr().out
+    )
   assert told == [True, False]
 
 
@@ -80,3 +84,25 @@ def test_passes_are_prompts_by_training_problems(log):
     graded = Graded(make_host_batch(np.ones((8, 1, 1))), 1, 125, {}, [])
     log.count_sampled(RolloutBatch(number=step, version=step, graded=graded), step)
   assert log.counted()["data/passes"] == 3 * 125 / 1000
+
+
+def test_the_first_update_of_a_process_is_no_measure_of_the_time_left():
+  """It compiles."""
+  watch = Stopwatch(0.0, ())
+  watch.updated(160.0)
+  assert watch.left(3, 12) is None
+  watch.updated(162.0)
+  assert watch.left(4, 12) == 2.0 * 8
+  watch.updated(166.0)
+  assert watch.left(5, 12) == 3.0 * 7
+
+
+def test_the_line_of_an_update_has_the_last_result_and_the_time_left(log, capsys):
+  log.remember_evaluation({"eval/pass@1": 0.43121, "eval/pass@2": 0.5})
+  for step in (2, 3, 12):
+    metrics = {"rows/filled": jnp.float32(1.0)}
+    batch = make_host_batch(np.ones((1, 1, 1)))
+    log.write_update(DispatchedUpdate(step, 0.0, metrics, {}, batch, {}))
+  first, second, last = capsys.readouterr().out.splitlines()
+  assert first.endswith("held-out pass@1 0.431") and last.endswith("held-out pass@1 0.431")
+  assert re.search(r"held-out pass@1 0\.431  \d+ s left$", second)
