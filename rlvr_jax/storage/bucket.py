@@ -67,19 +67,26 @@ def _explained(what: str) -> Iterator[None]:
 
 
 class Bucket:
-  """The objects under a folder of a bucket, each written and read as a whole.
+  """The objects under a folder of a bucket, each written and read as a whole."""
 
-  Attributes:
-    guard: called before every write; raises if this process may not write any more, and returns
-      for how many seconds it certainly may. A write that takes longer is given up.
-  """
+  def __init__(
+    self, folder: str | os.PathLike[str], guard: Callable[[], float] = lambda: math.inf
+  ):
+    """Opens nothing yet.
 
-  def __init__(self, folder: str | os.PathLike[str]):
-    """Opens nothing yet; `folder`: of `place`."""
+    Args:
+      folder: of `place`.
+      guard: called before every write; raises if this process may not write any more, and returns
+        the seconds for which it certainly may. A write that takes longer is given up.
+    """
     self.url = os.fspath(folder).rstrip("/")
     self._bucket, _, self._prefix = self.url.removeprefix("gs://").partition("/")
     self._system: Any = fsspec.filesystem("gcs")
-    self.guard: Callable[[], float] = lambda: math.inf
+    self._guard = guard
+
+  def allowed_s(self) -> float:
+    """Seconds for which this process certainly may write; raises if it may not, see `guard`."""
+    return self._guard()
 
   def names(self, folder: str = "") -> list[str]:
     """Names of the objects, sorted; those whose names begin with `folder`."""
@@ -138,7 +145,7 @@ class Bucket:
       ChangedError: it has another generation, and other bytes.
       UnreachableError: it may be there nevertheless.
     """
-    limit_s = min(deadline_s, self.guard())
+    limit_s = min(deadline_s, self.allowed_s())
     url, what = self._system.base.replace("/storage/", "/upload/storage/"), f"{self.url}/{name}"
     digest = base64.b64encode(hashlib.md5(data).digest()).decode()
     bucket, key = self._key(name)
@@ -171,7 +178,7 @@ class Bucket:
 
   def delete(self, name: str, *, generation: int | None = None) -> None:
     """Removes an object; does nothing if there is none, or with another generation."""
-    limit_s = min(DEADLINE_S, self.guard())
+    limit_s = min(DEADLINE_S, self.allowed_s())
     with contextlib.suppress(FileNotFoundError, ChangedError), _explained(f"{self.url}/{name}"):
       self._call(
         *("DELETE", "b/{}/o/{}", *self._key(name)),

@@ -231,53 +231,35 @@ class Workdir:
   Attributes:
     kept: the folder, of `place`.
     local: the same folder if it is on a disk; for a bucket a new staging folder of this process.
-    guard: see `Bucket`.
   """
 
   def __init__(self, path: str | os.PathLike[str]):
     """Raises ValueError as `place` does."""
     self.kept = self.local = place("--workdir", path)
-    self.guard: Callable[[], float] = lambda: math.inf
-    self._lines: dict[str, Lines] = {}
-    self._put: dict[str, tuple[int, int]] = {}  # size and time of change of other files
-    self._publishing = threading.Lock()
-    self._lock = -1
-    self._due: set[str] = set()  # see `follow`; a set's own operations are atomic
-    self._closing = threading.Event()
-    self._follower = threading.Thread(target=self._follow, name="follower", daemon=True)
+    self._guard: Callable[[], float] = lambda: math.inf
+    self._mirror: _Mirror | None = None
     if in_bucket(self.kept):
       staging, self._lock = own_folder(_STAGING)
       self.local = staging / self.kept.name
       self.local.mkdir()
+      self._mirror = _Mirror(self.local, self.bucket())
+      self._follower = _Follower(self._mirror)
+
+  def guard_by(self, check: Callable[[], float]) -> None:
+    """Has `check` called before every write into the bucket; see `Bucket`."""
+    self._guard = check
 
   def bucket(self, folder: str = "") -> Bucket:
     """A folder of a workdir in a bucket."""
-    bucket = Bucket(self.kept / folder)
-    bucket.guard = lambda: self.guard()
-    return bucket
+    return Bucket(self.kept / folder, lambda: self._guard())
 
   def fetch(self) -> None:
     """Copies what a run reads of its own files into the staging folder; a disk has them already.
 
     These are the files at the top, and all files of lines. Other folders are created empty.
     """
-    if not in_bucket(self.kept):
-      return
-    bucket, names = self.bucket(), self.bucket().names()
-    lines: dict[str, list[int]] = {}
-    for name in names:
-      if match := SEGMENT.fullmatch(name):
-        lines.setdefault(match[1], []).append(int(match[2]))
-      elif "/" in name:
-        (self.local / name.partition("/")[0]).mkdir(exist_ok=True)
-      elif name != OWNER:
-        (self.local / name).write_bytes(bucket.read(name))
-        self._put[name] = _size_and_time(self.local / name)
-    for name, numbers in lines.items():
-      segments = bucket.read_segments(name, numbers)
-      self._lines[name] = Lines(bucket, name, segments)
-      (self.local / name).parent.mkdir(exist_ok=True, parents=True)
-      (self.local / name).write_bytes(b"".join(segment.data for segment in segments))
+    if self._mirror is not None:
+      self._mirror.fetch()
 
   def publish(self, *names: str) -> None:
     """Puts new and changed files of the staging folder into the bucket; all, or those of `names`.
@@ -285,8 +267,65 @@ class Workdir:
     Raises:
       OSError: the bucket cannot be reached.
     """
-    if not in_bucket(self.kept):
-      return
+    if self._mirror is not None:
+      self._mirror.publish(*names)
+
+  def follow(self, path: pathlib.Path) -> None:
+    """Has the bucket follow a file of lines that has grown, or is gone, after some seconds.
+
+    Returns at once. What fails is tried again, until `publish` or `close` raises it.
+    """
+    if self._mirror is not None:
+      self._mirror.note(path.relative_to(self.local).as_posix())
+      self._follower.start()
+
+  def close(self) -> None:
+    """`publish`, then removes the staging folder."""
+    if self._mirror is not None:
+      self._follower.close()
+      self.publish()
+      shutil.rmtree(self.local.parent)
+      os.close(self._lock)
+
+
+class _Mirror:
+  """The files of a staging folder, and what the bucket has of them."""
+
+  def __init__(self, local: pathlib.Path, bucket: Bucket):
+    self._local, self._bucket = local, bucket
+    self._lines: dict[str, Lines] = {}
+    self._put: dict[str, tuple[int, int]] = {}  # size and time of change of other files
+    self._due: set[str] = set()  # see `note`; a set's own operations are atomic
+    self._publishing = threading.Lock()
+
+  def fetch(self) -> None:
+    """See `Workdir.fetch`."""
+    lines: dict[str, list[int]] = {}
+    for name in self._bucket.names():
+      if match := SEGMENT.fullmatch(name):
+        lines.setdefault(match[1], []).append(int(match[2]))
+      elif "/" in name:
+        (self._local / name.partition("/")[0]).mkdir(exist_ok=True)
+      elif name != OWNER:
+        (self._local / name).write_bytes(self._bucket.read(name))
+        self._put[name] = _size_and_time(self._local / name)
+    for name, numbers in lines.items():
+      segments = self._bucket.read_segments(name, numbers)
+      self._lines[name] = Lines(self._bucket, name, segments)
+      (self._local / name).parent.mkdir(exist_ok=True, parents=True)
+      (self._local / name).write_bytes(b"".join(segment.data for segment in segments))
+
+  def note(self, name: str) -> None:
+    """Has the next call of `publish_noted` publish a file."""
+    self._due.add(name)
+
+  def publish_noted(self) -> None:
+    """Publishes the files of `note`."""
+    if due := set(self._due):
+      self.publish(*due)
+
+  def publish(self, *names: str) -> None:
+    """See `Workdir.publish`."""
     due = set(names) or {*self._names(), *self._due}
     self._due -= due
     try:
@@ -296,40 +335,13 @@ class Workdir:
       self._due |= due
       raise
 
-  def follow(self, path: pathlib.Path) -> None:
-    """Has the bucket follow a file of lines that has grown, or is gone, after some seconds.
-
-    Returns at once. What fails is tried again, until `publish` or `close` raises it.
-    """
-    if in_bucket(self.kept):
-      self._due.add(path.relative_to(self.local).as_posix())
-      if not self._follower.ident:
-        self._follower.start()
-
-  def close(self) -> None:
-    """`publish`, then removes the staging folder."""
-    if in_bucket(self.kept):
-      self._closing.set()
-      if self._follower.ident:
-        self._follower.join()
-      self.publish()
-      shutil.rmtree(self.local.parent)
-      os.close(self._lock)
-
-  def _follow(self) -> None:
-    """Runs in a thread."""
-    while not self._closing.wait(FOLLOW_S):
-      with contextlib.suppress(Exception):
-        if due := set(self._due):
-          self.publish(*due)
-
   def _names(self) -> list[str]:
-    files = (path for path in self.local.rglob("*") if path.is_file() and not path.is_symlink())
-    names = (path.relative_to(self.local) for path in files if path.suffix != TEMPORARY)
+    files = (path for path in self._local.rglob("*") if path.is_file() and not path.is_symlink())
+    names = (path.relative_to(self._local) for path in files if path.suffix != TEMPORARY)
     return sorted(name.as_posix() for name in names)
 
   def _publish(self, name: str) -> None:
-    path = self.local / name
+    path = self._local / name
     try:
       file = open(path, "rb")
     except FileNotFoundError:  # such as groups of a batch that is now in the store
@@ -339,10 +351,35 @@ class Workdir:
       return
     with file:
       if path.suffix == ".jsonl":
-        self._lines.setdefault(name, Lines(self.bucket(), name)).publish(file)
+        self._lines.setdefault(name, Lines(self._bucket, name)).publish(file)
       elif self._put.get(name) != (about := _size_and_time(path)):
-        self.bucket().put(name, file.read())
+        self._bucket.put(name, file.read())
         self._put[name] = about
+
+
+class _Follower:
+  """A thread that publishes what a mirror has noted, every few seconds."""
+
+  def __init__(self, mirror: _Mirror):
+    self._mirror = mirror
+    self._closing = threading.Event()
+    self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
+
+  def start(self) -> None:
+    """Starts the thread unless it runs."""
+    if not self._thread.ident:
+      self._thread.start()
+
+  def close(self) -> None:
+    """Ends the thread."""
+    self._closing.set()
+    if self._thread.ident:
+      self._thread.join()
+
+  def _run(self) -> None:
+    while not self._closing.wait(FOLLOW_S):
+      with contextlib.suppress(Exception):
+        self._mirror.publish_noted()
 
 
 def _size_and_time(path: pathlib.Path) -> tuple[int, int]:

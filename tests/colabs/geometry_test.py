@@ -14,7 +14,7 @@ from colabs import notebooks
 from rlvr_jax.colab import geometry
 from rlvr_jax.colab.display import COLORS
 from rlvr_jax.evaluate.geometry_plots import Measurement, salted
-from rlvr_jax.rollouts.batch import Graded, RolloutBatch, to_shard
+from rlvr_jax.rollouts.batch import Graded, Position, RolloutBatch, to_shard
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.train.reporting.writer import MetricWriter
 from rlvr_jax.types import Prompts, TrainBatch
@@ -56,6 +56,7 @@ def run(tmp_path):
     batch = RolloutBatch(
       number=number, version=number, versions=np.full(2, number), fingerprint="f",
       graded=Graded(train, tokens=6, prompts=2, statistics={}, samples=samples),
+      position=Position(number + 1, number + 1, -1, {}),
     )  # fmt: skip
     store.append(number, *to_shard(batch))
   store.close()

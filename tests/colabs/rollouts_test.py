@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from rlvr_jax.colab import first_run, rollouts, runs
 from rlvr_jax.evaluate.pass_at_k import wilson_interval
-from rlvr_jax.rollouts.batch import Graded, RolloutBatch, to_shard
+from rlvr_jax.rollouts.batch import Graded, Position, RolloutBatch, to_shard
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.types import Prompts, TrainBatch
 
@@ -48,7 +48,12 @@ def workdir(tmp_path_factory):
   for number, version in enumerate((0, 0, 2, 2)):
     versions = np.full(2, version)
     batch = RolloutBatch(
-      number=number, version=version, versions=versions, graded=graded(version), fingerprint="f"
+      number=number,
+      version=version,
+      versions=versions,
+      graded=graded(version),
+      fingerprint="f",
+      position=Position(number + 1, number + 1, -1, {}),
     )
     store.append(number, *to_shard(batch))
   store.close()

@@ -118,10 +118,10 @@ def test_without_its_claim_a_process_begins_no_checkpoint(url, folder, emulator)
 
   with contextlib.closing(Workdir(url)) as workdir:
     with contextlib.closing(Checkpointer(f"{url}/checkpoints", workdir=workdir)) as checkpointer:
-      workdir.guard = guard
+      workdir.guard_by(guard)
       with pytest.raises(WorkdirError):
         checkpointer.save(1, state(1), host={})
-      workdir.guard = lambda: 60.0
+      workdir.guard_by(lambda: 60.0)
   assert not emulator.names(folder)
 
 

@@ -119,7 +119,7 @@ def claimed(workdir: Workdir) -> WorkdirLock | BucketClaim:
   if not in_bucket(workdir.kept):
     return WorkdirLock(workdir.kept)
   owner = BucketClaim(workdir.bucket(), beat_s=claim.BEAT_S, limit_s=claim.LIMIT_S)
-  workdir.guard = owner.check
+  workdir.guard_by(owner.check)
   return owner
 
 

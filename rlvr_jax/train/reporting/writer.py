@@ -74,7 +74,7 @@ class MetricWriter:
       publish: puts the files where they stay; called when a checkpoint will name their records.
       kept: that place, for messages; None for `workdir`.
     """
-    self.workdir, self._kept = pathlib.Path(workdir), os.fspath(kept or workdir)
+    self.workdir, shown = pathlib.Path(workdir), os.fspath(kept or workdir)
     self.workdir.mkdir(parents=True, exist_ok=True)
     self._purge_step = 0 if resume_step is None else resume_step + 1
     self._keep_warm_start = written is not None or resume_step is not None
@@ -86,7 +86,7 @@ class MetricWriter:
         names = names_until(path, resume_step)
       records = Records(path, names)
       for message in records.damage:
-        say(message.replace(os.fspath(self.workdir), self._kept))
+        say(message.replace(os.fspath(self.workdir), shown))
       return records
 
     self._metrics, self._rollouts = opened(METRICS_FILE), opened(ROLLOUTS_FILE)
