@@ -13,13 +13,9 @@ import pathlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
-
 from rlvr_jax.rollouts.engine import Group, Owner
-from rlvr_jax.rollouts.shards import MARKER, checked_content, with_checksum
-from rlvr_jax.storage.files import JsonLines
-
-_ARRAYS = ("tokens", "lengths", "stopped", "behavior_logprobs")
+from rlvr_jax.rollouts.shards import MARKER, decode_group, encode_group, read_line
+from rlvr_jax.storage.files import JsonLines, with_crc32
 
 
 class GroupJournal:
@@ -53,7 +49,7 @@ class GroupJournal:
     about = {"format": MARKER, "fingerprint": fingerprint}
     self._directory.mkdir(exist_ok=True)
     with contextlib.closing(JsonLines(self._path(draw))) as lines:
-      lines.append(with_checksum(about | _to_json(group)) for group in groups)
+      lines.append(with_crc32(about | _to_json(group)) for group in groups)
     self._follow(self._path(draw))
 
   def read(self, draw: int, fingerprint: str) -> list[dict[str, Any]]:
@@ -63,8 +59,8 @@ class GroupJournal:
       return []
     data = path.read_bytes()
     os.truncate(path, data.rfind(b"\n") + 1)  # what follows is torn, and would spoil the next line
-    found = [checked_content(line, path) for line in data.splitlines()]
-    return [c for c in found if c is not None and c["fingerprint"] == fingerprint]
+    records = [read_line(line, path) for line in data.splitlines()]
+    return [r for r in records if r is not None and r["fingerprint"] == fingerprint]
 
   def forget(self, *, before: int) -> None:
     """Removes the draws with a lower number."""
@@ -78,21 +74,13 @@ class GroupJournal:
 
 
 def _to_json(group: Group) -> dict[str, Any]:
-  """A line's content: arrays as text, those of tokens without the padding after the longest."""
-  T, longest = group.tokens.shape[1], int(group.lengths.max())
-  cut = {name: getattr(group, name)[:, :longest] for name in ("tokens", "behavior_logprobs")}
-  text = lambda x: base64.b64encode(np.ascontiguousarray(x).tobytes()).decode()
-  arrays = {name: x for name, x in (group._asdict() | cut).items() if name in _ARRAYS}
-  described = {name: [x.dtype.name, list(x.shape), text(x)] for name, x in arrays.items()}
-  padding = [T - longest, int(group.tokens[0, -1])]
-  return {"index": group.index, "arrays": described, "padding": padding}
+  """Index and record of a group; see `encode_group`."""
+  arrays = group._asdict()
+  del arrays["owner"], arrays["index"]
+  return {"index": group.index, "group": base64.b64encode(encode_group(arrays)).decode()}
 
 
-def from_json(content: dict[str, Any], owner: Owner) -> Group[Owner]:
+def from_json(record: dict[str, Any], owner: Owner) -> Group[Owner]:
   """A group that `GroupJournal.read` returned, for the owner of its draw."""
-  array = lambda dtype, shape, text: np.frombuffer(base64.b64decode(text), dtype).reshape(shape)
-  arrays = {name: array(*described) for name, described in content["arrays"].items()}
-  columns, token = content["padding"]
-  for name, value in (("tokens", token), ("behavior_logprobs", 0)):
-    arrays[name] = np.pad(arrays[name], ((0, 0), (0, columns)), constant_values=value)
-  return Group(owner=owner, index=content["index"], **arrays)
+  arrays, _ = decode_group(base64.b64decode(record["group"]))
+  return Group(owner=owner, index=record["index"], **arrays)

@@ -69,9 +69,7 @@ def _explained(what: str) -> Iterator[None]:
 class Bucket:
   """The objects under a folder of a bucket, each written and read as a whole."""
 
-  def __init__(
-    self, folder: str | os.PathLike[str], guard: Callable[[], float] = lambda: math.inf
-  ):
+  def __init__(self, folder: str | os.PathLike[str], guard: Callable[[], float] = lambda: math.inf):
     """Opens nothing yet.
 
     Args:

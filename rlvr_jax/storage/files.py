@@ -316,7 +316,7 @@ def json_crc32(value: Any) -> int:
 
 
 def with_crc32(record: Mapping[str, Any]) -> dict[str, Any]:
-  """A record and, as its field "crc32", its checksum; for `is_as_written`."""
+  """A record and, as its field "crc32", its checksum; for `is_as_written` and `checked_record`."""
   return {**record, "crc32": json_crc32(record)}
 
 
@@ -324,6 +324,17 @@ def is_as_written(record: Mapping[str, Any]) -> bool:
   """Whether a record of `with_crc32` still matches its checksum; False if it has none."""
   content = {name: value for name, value in record.items() if name != "crc32"}
   return record.get("crc32") == json_crc32(content)
+
+
+def checked_record(line: bytes) -> dict[str, Any] | None:
+  """The record, without its checksum, of a line of `with_crc32`; None if it is torn or changed."""
+  try:
+    record = json.loads(line)
+  except ValueError:
+    return None
+  if not isinstance(record, dict) or not is_as_written(record):
+    return None
+  return {name: value for name, value in record.items() if name != "crc32"}
 
 
 def file_crc32(path: pathlib.Path) -> int:

@@ -54,7 +54,7 @@ def run(tmp_path):
       correct=rewards,
     )
     batch = RolloutBatch(
-      number=number, version=number, versions=np.full(2, number), fingerprint="f",
+      number=number, version=number, versions=np.full(2, number, np.int32), fingerprint="f",
       graded=Graded(train, tokens=6, prompts=2, statistics={}, samples=samples),
       position=Position(number + 1, number + 1, -1, {}),
     )  # fmt: skip

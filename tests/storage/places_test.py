@@ -259,7 +259,7 @@ def batch(number):
 def assert_has(store, numbers):
   assert store.numbers() == numbers
   for number in numbers:
-    arrays, info = store.read(number)
+    arrays, info, _ = store.read(number)
     assert np.array_equal(arrays["tokens"], batch(number)[0]["tokens"])
     assert info == batch(number)[1] and store.info(number)["version"] == number
 

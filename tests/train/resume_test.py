@@ -201,7 +201,7 @@ def test_killed_within_a_refresh(schedule, tmp_path):
     assert store.numbers() == list(range(len(stored)))
     kept = 0
     for content in written:
-      arrays, info = store.read(content["draw"])
+      arrays, info, _ = store.read(content["draw"])
       if info["fingerprint"] == content["fingerprint"]:
         group = from_json(content, None)
         np.testing.assert_array_equal(arrays["tokens"][group.index], group.tokens)
@@ -229,7 +229,7 @@ def killed_while_sampling(workdir, draw, groups, *flags):
   if not path.exists() or f"{draw:08d}.array_record" in shards(workdir):
     return []
   lines = path.read_bytes().splitlines(keepends=True)
-  whole = [json.loads(line)["content"] for line in lines if line.endswith(b"\n")]
+  whole = [json.loads(line) for line in lines if line.endswith(b"\n")]
   return [content | {"draw": draw} for content in whole] if len(whole) < 8 else []
 
 
