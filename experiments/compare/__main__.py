@@ -4,14 +4,14 @@
 
 Trains the quickstart's policy for `--before` updates, records one batch of rollouts to
 WORKDIR/rollouts.array_record, and trains on for the largest of `--lags`. For every recipe and lag
-it takes the gradient of the recipe's loss on the recorded batch at the parameters of that lag: loss,
-gradient norm, cosine of the update direction (the negative gradient, before the optimizer) to
+it takes the gradient of the recipe's loss on the recorded batch at the parameters of that lag:
+loss, gradient norm, cosine of the update direction (the negative gradient, before the optimizer) to
 GRPO's, share of clipped or capped tokens, ESS, ratio of the gradient masses mS/mF. Writes
 compare.md, compare.json and one heat-map of all pairwise cosines per lag.
 
-With `--rollouts=FILE.array_record` (as this program or a non-finite stop writes it), or with a run's
-store and the number of a batch, `--rollouts=RUN/rollouts:NUMBER`, the batch is taken from there
-instead, and its lag is measured from the trained policy as it is.
+With `--rollouts=FILE.array_record` (as this program or a non-finite stop writes it), or with a
+run's store and the number of a batch, `--rollouts=RUN/rollouts:NUMBER`, the batch is taken from
+there instead, and its lag is measured from the trained policy as it is.
 """
 
 from __future__ import annotations

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import os
 import pathlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from rlvr_jax.rollouts.engine import Group, Owner
 from rlvr_jax.rollouts.shards import MARKER, decode_group, encode_group, read_line
-from rlvr_jax.storage.files import JsonLines, with_crc32
+from rlvr_jax.storage.files import JsonLines, read_lines, with_crc32
 
 
 class GroupJournal:
@@ -55,11 +54,7 @@ class GroupJournal:
   def read(self, draw: int, fingerprint: str) -> list[dict[str, Any]]:
     """The groups of a draw that this policy has sampled, as JSON; see `from_json`."""
     path = self._path(draw)
-    if not path.exists():
-      return []
-    data = path.read_bytes()
-    os.truncate(path, data.rfind(b"\n") + 1)  # what follows is torn, and would spoil the next line
-    records = [read_line(line, path) for line in data.splitlines()]
+    records = [read_line(line, path) for line in read_lines(path)]
     return [r for r in records if r is not None and r["fingerprint"] == fingerprint]
 
   def forget(self, *, before: int) -> None:

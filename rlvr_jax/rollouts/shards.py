@@ -93,7 +93,7 @@ def encode_group(arrays: Mapping[str, np.ndarray], samples: Sequence[Any] = ()) 
   """
   arrays = {name: _checked(name, array) for name, array in arrays.items()}
   lengths = {axis: _lengths(axis, arrays) for axis in ("response", "turn", "prompt")}
-  described, parts = [], []
+  described, parts = list[dict[str, Any]](), list[bytes]()
   for name, array in arrays.items():
     kind = ARRAYS[name]
     entry = {"name": name, **kind._asdict(), "shape": list(array.shape)}
@@ -171,8 +171,8 @@ def _lengths(axis: str, arrays: Mapping[str, np.ndarray]) -> list[int]:
   if not found:
     return []
   lengths = np.zeros(len(found[0]), np.int64)
-  if (says := _LENGTHS.get(axis)) in arrays:
-    lengths[:] = arrays[says]
+  if axis in _LENGTHS and _LENGTHS[axis] in arrays:
+    lengths[:] = arrays[_LENGTHS[axis]]
   # Floats are padded with 0, tokens with whatever is behind the shortest response.
   for rows in sorted(found, key=lambda rows: rows.dtype.kind == "i"):
     places = np.arange(1, rows.shape[1] + 1)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import errno
-import fcntl
 import os
 import pathlib
 import re
@@ -49,7 +48,7 @@ from rlvr_jax.storage.files import (
   sync_folder,
   with_crc32,
 )
-from rlvr_jax.storage.places import LocalTail, Workdir, files_in, in_bucket, place, tail_of
+from rlvr_jax.storage.places import Workdir, files_in, in_bucket, place, tail_of
 
 if TYPE_CHECKING:
   from rlvr_jax.rollouts.journal import GroupJournal
@@ -311,7 +310,6 @@ class RolloutStore:
     self._refresh()  # first, since it rejects a store of another format
     for path in self.local.glob("*" + TEMPORARY):
       path.unlink()
-    self._index.drop_torn_line()
     last, listed, damaged = max(self._entries, default=-1), list[int](), list[int]()
     for number, path in self._unlisted().items():
       if self._state(number) == "removed":
@@ -408,11 +406,9 @@ class _Index:
     Raises:
       StoreError: another process has it.
     """
-    lines = JsonLines(self._path, fsync=True)
     try:
-      fcntl.flock(lines, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      lines = JsonLines(self._path, fsync=True, exclusive=True)
     except BlockingIOError:
-      lines.close()
       raise StoreError(
         f"another process writes to {directory}. Wait for it, stop it, or choose another folder."
       ) from None
@@ -435,11 +431,6 @@ class _Index:
   def new_entries(self, directory: pathlib.Path) -> list[dict[str, Any] | None]:
     """The entries appended since the last call; None for a damaged line."""
     return [read_line(line, directory) for line in self._tail.new().splitlines()]
-
-  def drop_torn_line(self) -> None:
-    """Removes what follows the last complete line."""
-    assert isinstance(self._tail, LocalTail)  # that of a writer
-    os.truncate(self._path, self._tail.size)
 
   def close(self) -> None:
     """Ends writing."""

@@ -3,7 +3,7 @@
 The only module that knows which of the two it is. A bucket has no locks, renames or appends, but an
 object appears as a whole, and a condition on its generation decides between writers. So a run has
 its files in a folder on this machine, its staging folder, and `Workdir.publish` puts them into the
-bucket; files of lines, which only grow, in `segments`.
+bucket; files of lines, which only grow, in segments.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TextIO, cast
 
-from rlvr_jax.storage.bucket import AT_ONCE, SEGMENT, Bucket
+from rlvr_jax.storage.bucket import MAX_CONCURRENT_REQUESTS, SEGMENT, Bucket, Lines
 from rlvr_jax.storage.files import (
   TEMPORARY,
   own_folder,
@@ -30,7 +30,6 @@ from rlvr_jax.storage.files import (
   reporting_full_disk,
   sync_folder,
 )
-from rlvr_jax.storage.segments import Lines
 
 OWNER = ".owner"  # the object by which a process claims a bucket's folder
 _STAGING = "rlvr_jax_staging_"  # begins the names of staging folders
@@ -38,17 +37,27 @@ FOLLOW_S = 5.0  # seconds between two puts of what `Workdir.follow` has been tol
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+(.*)")
 
 
-def place(owner: str, path: str | os.PathLike[str]) -> pathlib.Path:
-  """`path` to be read: a pathlib.Path, or in a bucket an `etils.epath.Path`, which is alike.
+def place(
+  owner: str, path: str | os.PathLike[str], *, must_be_on_disk: bool = False
+) -> pathlib.Path:
+  """The path that a flag or field names: pathlib's, or in a bucket an `etils.epath.Path`.
 
   Args:
-    owner: the flag or field that sets it, for the message.
+    owner: the flag or field, for the message.
+    path: a folder, or gs://BUCKET/FOLDER; pathlib would take a URL for a folder named "gs:".
+    must_be_on_disk: whether a bucket will not do.
   Raises:
     ValueError: it is a URL of another kind, or gcsfs is not installed.
   """
   text = os.fspath(path)
   if not (url := _URL.match(text)):
     return pathlib.Path(text)
+  if must_be_on_disk:
+    raise ValueError(
+      f"{owner} = {text!r} is a URL, but must be a folder: on a disk, or on a file system that all"
+      " hosts mount, such as Filestore (docs/tpu.md). A mounted bucket will not do, as gcsfuse has"
+      " neither locks nor atomic renames"
+    )
   if url[1] != "gs" or not re.match("[^/]+/+[^/]", url[2]):  # a path has lost a slash of gs://
     raise ValueError(
       f"{owner} = {text!r} must be a folder on a disk, on a file system that all hosts mount, or in"
@@ -329,7 +338,7 @@ class _Mirror:
     due = set(names) or {*self._names(), *self._due}
     self._due -= due
     try:
-      with self._publishing, ThreadPoolExecutor(AT_ONCE) as pool:
+      with self._publishing, ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS) as pool:
         list(pool.map(self._publish, due))
     except BaseException:
       self._due |= due
