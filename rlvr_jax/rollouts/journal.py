@@ -1,7 +1,7 @@
-"""Groups of batches that are still being sampled, so that a kill loses unfinished groups only.
+"""Journal of the finished groups of unfinished batches, so that a kill loses only unfinished ones.
 
-In a bucket a group is there some seconds after it was finished: machines that vanish without notice
-cost the groups of these seconds, and those that were unfinished.
+A bucket has a group some seconds after it was finished. A machine that vanishes without notice
+costs the groups of these seconds and the unfinished ones.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 A shard is written under a temporary name, synced to disk, read back and renamed; then a line is
 appended to index.jsonl. So a kill loses at most the batch being written, and a concurrent reader
-sees complete batches only. Nothing that was written is ever overwritten.
+sees complete batches only. No stored batch is ever overwritten.
 
-In a bucket a shard is read back before it is put, and there as soon as it is written. The index is
-in the run's staging folder, and in the bucket up to the last checkpoint.
+In a bucket a shard is read back before it is put, and is in the bucket when `append` returns. The
+index is in the run's staging folder. The bucket has its lines up to the last checkpoint.
 
 A shard is NUMBER.array_record, see `shards`. Index line: {"format", "number", "state", "file",
 "bytes", "file_crc32", "info", "crc32"}; the last line of a batch counts. A damaged or lost line
@@ -81,7 +81,7 @@ class RolloutStore:
 
     Args:
       directory: has the store and nothing else; a folder, or gs://BUCKET/FOLDER.
-      writable: whether to create the folder if needed and repair what a killed writer left: remove
+      writable: whether to create the folder if needed and repair it after a killed writer: remove
         temporary files and a torn last line of the index, add intact shards that the index lacks,
         and move corrupted ones into the folder `torn`. A reader finds the intact ones too.
       workdir: of the run whose store it is; a writable one in a bucket needs it.
@@ -175,18 +175,18 @@ class RolloutStore:
     return True
 
   def damaged(self, numbers: Iterable[int]) -> Iterator[int]:
-    """Those of the batches, not removed ones, that are missing or damaged.
+    """Numbers of those batches that are missing or damaged, without removed ones.
 
-    Files on a disk are read for that. Of a bucket's objects the sizes are compared.
+    On a disk every file is read. In a bucket only the sizes of objects are compared.
     """
     sizes = self._files.sizes()
     for number in numbers:
       if sizes is None:
-        found = self.is_intact(number)
+        intact = self.is_intact(number)
       else:
         size = sizes.get(self._path(number).name)
-        found = number in self._entries and size == self._entries[number]["bytes"]
-      if not found and not self.removed(number):
+        intact = number in self._entries and size == self._entries[number]["bytes"]
+      if not intact and not self.removed(number):
         yield number
 
   def removed(self, number: int) -> bool:
@@ -245,7 +245,7 @@ class RolloutStore:
         self._files.delete(self._path(number).name)
 
   def journal(self) -> GroupJournal:
-    """The groups that are finished, of batches that are not."""
+    """The journal of finished groups of unfinished batches."""
     from rlvr_jax.rollouts.journal import GroupJournal  # it loads jax, which reading does not need
 
     follow = [self._workdir.follow] if self._workdir else []
@@ -326,7 +326,7 @@ class RolloutStore:
     self._warn(damaged, f"damaged, moved into {TORN_FOLDER}")
 
   def _find_unlisted(self) -> None:
-    """As `_repair`, for a reader, who changes no file."""
+    """Adds the shards that the index lacks, as `_repair` does, and changes no file."""
     found = {n: self._entry_of(n) for n in self._unlisted() if self._state(n) != "removed"}
     self._refresh()  # a writer may just have listed its last batch
     lost = {n: entry for n, entry in found.items() if self._state(n) != "stored"}
@@ -335,7 +335,7 @@ class RolloutStore:
     self._warn([n for n in lost if not lost[n]], "damaged, left out")
 
   def _warn(self, numbers: list[int], what: str) -> None:
-    """Says which batches the index lacks, and what has become of them."""
+    """Logs which batches the index lacks, and what was done about them."""
     if numbers:
       logging.warning("%s does not list the batches %s: %s", self.directory / INDEX, numbers, what)
 

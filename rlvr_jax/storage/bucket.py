@@ -1,7 +1,7 @@
-"""Objects of a bucket of Google Cloud Storage, through gcsfs: written and read as a whole.
+"""Objects of a bucket of Google Cloud Storage, through gcsfs; each is complete or absent.
 
-What fsspec offers for all file systems has no conditions on generations, by which a bucket decides
-between writers; so requests of the JSON API are made here, with the session of gcsfs.
+fsspec has no conditions on generations, by which a bucket decides between writers. So this module
+makes requests of the JSON API itself, with the session of gcsfs.
 
 A file of lines is in parts, its segments: what is appended comes as NAME/00000000, NAME/00000001, …
 One process writes such a file, and each write is on the condition that the bucket has what this
@@ -30,7 +30,7 @@ MAX_CONCURRENT_REQUESTS = 8
 DEADLINE_S = 300.0  # for a request, with its repetitions by gcsfs
 # Listings that gcsfs would keep do not show what other hosts have written since.
 fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
-for _name in ("gcsfs", "fsspec"):  # they tell of every file that is read
+for _name in ("gcsfs", "fsspec"):  # they log every file that is read
   logging.getLogger(_name).setLevel(logging.WARNING)
 
 
@@ -73,7 +73,7 @@ def _explained(what: str) -> Iterator[None]:
 
 
 class Bucket:
-  """The objects under a folder of a bucket, each written and read as a whole."""
+  """The objects under a folder of a bucket; each is written and read in one piece."""
 
   def __init__(self, folder: str | os.PathLike[str], guard: Callable[[], float] = lambda: math.inf):
     """Opens nothing yet.

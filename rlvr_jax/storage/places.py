@@ -1,9 +1,9 @@
 """Where a run's files stay: on a disk, or in a bucket of Google Cloud Storage, gs://BUCKET/FOLDER.
 
-The only module that knows which of the two it is. A bucket has no locks, renames or appends, but an
-object appears as a whole, and a condition on its generation decides between writers. So a run has
-its files in a folder on this machine, its staging folder, and `Workdir.publish` puts them into the
-bucket; files of lines, which only grow, in segments.
+A bucket has no locks, renames or appends. But an object is complete or absent, and a condition on
+its generation decides between writers. So a run whose workdir is in a bucket writes into a folder
+on this machine, its staging folder, and `Workdir.publish` puts the files into the bucket. Files of
+lines, which only grow, are put in segments.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rlvr_jax.storage.files import (
 
 OWNER = ".owner"  # the object by which a process claims a bucket's folder
 _STAGING = "rlvr_jax_staging_"  # begins the names of staging folders
-FOLLOW_S = 5.0  # seconds between two puts of what `Workdir.follow` has been told of
+FOLLOW_S = 5.0  # seconds between two puts of the files of `Workdir.follow`
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+(.*)")
 
 
@@ -85,8 +85,10 @@ def absolute(path: pathlib.Path) -> pathlib.Path:
 
 @contextlib.contextmanager
 def opened_lines(path: pathlib.Path) -> Iterator[TextIO]:
-  """A file of lines to read, of `place`; in a bucket its segments, joined.
+  """Opens a file of lines for reading; in a bucket its segments, joined.
 
+  Args:
+    path: of `place`.
   Raises:
     FileNotFoundError: it does not exist.
   """
@@ -145,7 +147,7 @@ class LocalFiles:
 
 
 class BucketFiles:
-  """The same of a folder in a bucket, through temporary files of this machine."""
+  """Files of a folder in a bucket, through temporary files on this machine; as `LocalFiles`."""
 
   def __init__(self, bucket: Bucket, staging: pathlib.Path | None = None):
     """`staging`: folder for the temporary files; None for that of the system."""
@@ -158,12 +160,12 @@ class BucketFiles:
     return self._bucket.exists(name)
 
   def sizes(self) -> dict[str, int]:
-    """As of `LocalFiles`: a bucket keeps an object as it was put."""
+    """Bytes of the files by name: a bucket keeps an object as it was put."""
     return self._bucket.sizes()
 
   @contextlib.contextmanager
   def writing(self, name: str) -> Iterator[pathlib.Path]:
-    """As of `LocalFiles`, with one put; it never replaces an object."""
+    """A path to write to, which is put as one object at the end; it never replaces an object."""
     with tempfile.TemporaryDirectory(dir=self._staging) as folder:
       path = pathlib.Path(folder) / name
       yield path
@@ -217,7 +219,7 @@ class LocalTail:
 
 
 class BucketTail:
-  """The same of a file of lines in a bucket."""
+  """Reads what is appended to a file of lines in a bucket; as `LocalTail`."""
 
   def __init__(self, bucket: Bucket, name: str):
     self._bucket, self._name, self._next = bucket, name, 0
@@ -255,7 +257,7 @@ class Workdir:
       self._follower = _Follower(self._mirror)
 
   def guard_by(self, check: Callable[[], float]) -> None:
-    """Has `check` called before every write into the bucket; see `Bucket`."""
+    """Calls `check` before every write into the bucket; see `Bucket`."""
     self._guard = check
 
   def bucket(self, folder: str = "") -> Bucket:
@@ -280,9 +282,9 @@ class Workdir:
       self._mirror.publish(*names)
 
   def follow(self, path: pathlib.Path) -> None:
-    """Has the bucket follow a file of lines that has grown, or is gone, after some seconds.
+    """Publishes a file of lines that has grown, or was removed, after some seconds.
 
-    Returns at once. What fails is tried again, until `publish` or `close` raises it.
+    Returns at once. A failed put is tried again, until `publish` or `close` raises its error.
     """
     if self._mirror is not None:
       self._mirror.note(path.relative_to(self.local).as_posix())
@@ -325,7 +327,7 @@ class _Mirror:
       (self._local / name).write_bytes(b"".join(segment.data for segment in segments))
 
   def note(self, name: str) -> None:
-    """Has the next call of `publish_noted` publish a file."""
+    """Adds a file to those that `publish_noted` publishes."""
     self._due.add(name)
 
   def publish_noted(self) -> None:
@@ -367,7 +369,7 @@ class _Mirror:
 
 
 class _Follower:
-  """A thread that publishes what a mirror has noted, every few seconds."""
+  """Publishes the noted files of a mirror every few seconds, in a thread."""
 
   def __init__(self, mirror: _Mirror):
     self._mirror = mirror

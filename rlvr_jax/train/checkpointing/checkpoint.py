@@ -39,7 +39,7 @@ _SPARE_BYTES = 4 * 2**20  # space for the manifest and orbax's own files
 
 
 class Restored(NamedTuple):
-  """What `Checkpointer.restore` returns."""
+  """A checkpoint that `Checkpointer.restore` has read."""
 
   step: int
   state: Any  # as saved, with the shardings of `abstract_state`

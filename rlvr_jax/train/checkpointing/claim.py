@@ -1,9 +1,9 @@
 """Claims a workdir in a bucket for one process, which proves by a heartbeat that it is alive.
 
-The claim is an object that its owner writes again every few seconds, on the condition that nobody
-else has. Who finds one waits until it changes, and is refused, or until it has not changed for as
-long as its owner may be silent, and takes it over. An owner that was silent for so long writes
-nothing any more.
+The claim is an object that its owner writes again every few seconds, on the condition that no other
+process has written it. A process that finds a claim watches it, by its own clock. If the object
+changes, the process is refused. If it does not change for as long as its owner may be silent, the
+process takes it over. An owner that was silent for so long writes nothing any more.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Control messages between the processes of a run, over TCP: no device takes part.
+"""Control messages between the processes of a run, over TCP and without its devices.
 
-Every process has a connection to the first one, which collects what all say in an exchange and
-sends it to each. So a message does not wait for what the devices compute, and as the kernel closes
-the connections of a process that dies, the others know at once.
+Every process has a connection to the first one, which collects the values of an exchange and sends
+all of them to each. So a message does not wait for what the devices compute. The kernel closes the
+connections of a process that dies, so that the others notice at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-_HELLO_S = 10.0  # for a connection to say whose it is
+_HELLO_S = 10.0  # for the first line of a connection
 _RERUN = "Rerun the same command on every host to resume from the last checkpoint"
 # A host that loses power closes nothing: after some 40 s without an answer it counts as dead.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
@@ -32,7 +32,7 @@ class Address(NamedTuple):
 
   hosts: list[str]  # names and numbers of its host, to be tried in this order
   port: int
-  token: str  # tells the processes of this run from strangers
+  token: str  # identifies the processes of this run
 
 
 class _Connection:
@@ -49,7 +49,7 @@ class _Connection:
     self._sending = threading.Lock()
 
   def send(self, *message: Any) -> None:
-    """Sends a message; nothing if the other process is gone, which `receive` finds."""
+    """Sends a message; does nothing if the other process has ended, which `receive` notices."""
     line = json.dumps(message).encode() + b"\n"
     with self._sending, contextlib.suppress(OSError):
       self._socket.sendall(line)
@@ -113,7 +113,7 @@ class Channel:
       process: number of this one.
       count: of all processes.
       connections: by process; of the first process to all others, of others to the first.
-      on_request: called in a thread when another process has been asked to end.
+      on_request: called in a thread when another process has got a request for shutdown.
       on_loss: called in a thread with a message that names a process that has died or failed.
     """
     self.process, self.count = process, count
@@ -159,12 +159,12 @@ class Channel:
     return [value for _, value in said]
 
   def request(self) -> None:
-    """Tells all processes that this one has been asked to end."""
+    """Sends all processes the request for shutdown that this one has got."""
     for connection in self._connections.values():
       connection.send("request")
 
   def leave(self, failure: str = "") -> None:
-    """Says that this process ends now, in order or with a failure that the others should name."""
+    """Announces that this process ends now, in order or with a failure that the others name."""
     with self._leaving:
       self._left |= self._connections.keys()
     for connection in self._connections.values():
@@ -265,7 +265,7 @@ def connect(address: Address, process: int) -> _Connection:
     if _introduced(connected, address.token, process) == 0:
       return _Connection(connected)
     connected.close()
-    failures.append(f"{host}: another program is there")
+    failures.append(f"{host}: another program uses the port")
   raise ControlError(
     f"process {process} cannot reach process 0 at port {address.port} ({'; '.join(failures)}):"
     " allow TCP connections between the hosts"

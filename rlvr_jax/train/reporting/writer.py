@@ -72,7 +72,7 @@ class MetricWriter:
         saved. If None, a new run drops every record, and a resumed run does not look for damage.
       trackers: of `train.reporting.trackers`; they get a copy of every number.
       publish: puts the files where they stay; called when a checkpoint will name their records.
-      kept: that place, for messages; None for `workdir`.
+      kept: the folder where they stay, for messages; None for `workdir`.
     """
     self.workdir, shown = pathlib.Path(workdir), os.fspath(kept or workdir)
     self.workdir.mkdir(parents=True, exist_ok=True)
