@@ -29,7 +29,9 @@ OUTSIDE = {
   "data/huggingface_tokenizer.py": {"self._tokenizer"},
   "integrations/tunix/salt.py": {"trunk"},
   "rewards/worker.py": {"deadlines"},
-  "train/setup/config_file.py": {"task"},
+  "ops/precision.py": {"traced"},
+  "train/checkpointing/checkpoint_files.py": {"sys"},
+  "train/setup/config_file.py": {"task", "flags.FLAGS['config']", "values['config']"},
 }
 THREAD_SETTINGS = {"daemon"}
 

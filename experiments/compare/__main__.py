@@ -3,15 +3,15 @@
   python -m experiments.compare --workdir=runs/compare
 
 Trains the quickstart's policy for `--before` updates, records one batch of rollouts to
-WORKDIR/rollouts.npz, and trains on for the largest of `--lags`. For every recipe and lag it takes
-the gradient of the recipe's loss on the recorded batch at the parameters of that lag: loss,
-gradient norm, cosine of the update direction (the negative gradient, before the optimizer) to
+WORKDIR/rollouts.array_record, and trains on for the largest of `--lags`. For every recipe and lag
+it takes the gradient of the recipe's loss on the recorded batch at the parameters of that lag:
+loss, gradient norm, cosine of the update direction (the negative gradient, before the optimizer) to
 GRPO's, share of clipped or capped tokens, ESS, ratio of the gradient masses mS/mF. Writes
 compare.md, compare.json and one heat-map of all pairwise cosines per lag.
 
-With `--rollouts=FILE.npz` (as this program or a non-finite stop writes it), or with a run's store
-and the number of a batch, `--rollouts=RUN/rollouts:NUMBER`, the batch is taken from there instead,
-and its lag is measured from the trained policy as it is.
+With `--rollouts=FILE.array_record` (as this program or a non-finite stop writes it), or with a
+run's store and the number of a batch, `--rollouts=RUN/rollouts:NUMBER`, the batch is taken from
+there instead, and its lag is measured from the trained policy as it is.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _BASE = flags.DEFINE_string("base", "quickstart", "Recipe that the policy is tra
 _RECIPES = flags.DEFINE_list("recipes", list(RECIPES), "Recipes to compare; grpo is always there.")
 _BEFORE = flags.DEFINE_integer("before", 50, "Updates before the batch is recorded.", lower_bound=0)
 _LAGS = flags.DEFINE_list("lags", ["0", "8", "32"], "Updates between recording and gradient.")
-_ROLLOUTS = flags.DEFINE_string("rollouts", None, "A recorded batch, .npz, to take instead.")
+_ROLLOUTS = flags.DEFINE_string("rollouts", None, "A recorded batch, .array_record, to take.")
 
 
 def table(names: Sequence[str], rows: dict[str, dict[str, float]]) -> str:
@@ -83,7 +83,7 @@ def compare(workdir: pathlib.Path, **arguments: Any) -> dict[int, dict[str, dict
   """
   workdir.mkdir(parents=True, exist_ok=True)
   found = compared(workdir, **arguments)
-  write_batch(workdir / "rollouts.npz", found.batch)
+  write_batch(workdir / "rollouts.array_record", found.batch)
   sections = []
   for lag in found.lags:
     title = f"{lag} updates after recording"

@@ -13,7 +13,6 @@ from rlvr_jax.commands.eval import evaluate_checkpoint
 from rlvr_jax.commands.export import export
 from rlvr_jax.commands.train import train
 from rlvr_jax.costs import chips, memory, programs, step_time
-from rlvr_jax.storage.files import local_path
 from rlvr_jax.storage.places import place
 from rlvr_jax.train.reporting import machines, trackers
 from rlvr_jax.train.setup import config_file
@@ -110,7 +109,7 @@ def _ahead_of_time(
       "--mode=costs needs --topology, the TPU slice to compile for, such as v5p:2x2x4"
     )
   if mode == "costs" and workdir is not None:
-    local_path("--workdir", workdir)
+    place("--workdir", workdir, must_be_on_disk=True)
   if topology is not None:
     chips.chip_of(topology)
   parts = programs.shapes_only(config, programs.mesh_of(config, topology))

@@ -13,7 +13,9 @@ from rlvr_jax.storage.files import (
   DamagedFileError,
   JsonLines,
   is_as_written,
+  read_lines,
   read_records,
+  replace_lines,
   replacing,
   with_crc32,
 )
@@ -100,7 +102,7 @@ def _complete_problems(workdir: Path, num_problems: int, batch_size: int, kept: 
 
   So are a line that was changed and those behind it, which is printed; `kept` is the workdir there.
   """
-  lines = _lines(workdir / PROBLEMS_FILE)
+  lines = read_lines(workdir / PROBLEMS_FILE)
   found = sum(1 for _ in _as_written(workdir / PROBLEMS_FILE))
   done = found if found == num_problems else found // batch_size * batch_size
   if found < len([line for line in lines if line.endswith(b"\n")]):
@@ -114,15 +116,8 @@ def _complete_problems(workdir: Path, num_problems: int, batch_size: int, kept: 
 def _continued(workdir: Path, done: int) -> JsonLines:
   """Opens the file of problems, truncated to the first `done` problems."""
   path = workdir / PROBLEMS_FILE
-  lines = _lines(path)
-  if lines[done:]:
-    with replacing(path) as file:
-      file.writelines(lines[:done])
+  replace_lines(path, read_lines(path)[:done])
   return JsonLines(path)
-
-
-def _lines(path: Path) -> list[bytes]:
-  return path.read_bytes().splitlines(keepends=True) if path.exists() else []
 
 
 def _as_written(path: Path) -> Iterator[dict[str, Any]]:

@@ -25,7 +25,7 @@ from rlvr_jax.costs.programs import (
 from rlvr_jax.geometry import by_rollout
 from rlvr_jax.models.flops import forward_flops, update_flops
 from rlvr_jax.ops.splash import splash_cost
-from rlvr_jax.storage.files import local_path
+from rlvr_jax.storage.places import place
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts
 
@@ -86,7 +86,7 @@ def report(
   conditions = _conditions(parts, topology) | {"too_large": sorted(useful.keys() - costs.keys())}
   say(markdown(conditions, costs))
   if workdir is not None:
-    write(local_path("--workdir", workdir), conditions, costs)
+    write(place("--workdir", workdir, must_be_on_disk=True), conditions, costs)
   return costs
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import os
+import pathlib
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -16,7 +15,8 @@ import numpy as np
 
 from rlvr_jax.data import Problem
 from rlvr_jax.rollouts.engine import Group, Request, joined
-from rlvr_jax.rollouts.shards import StoreError
+from rlvr_jax.rollouts.shards import StoreError, make_shard, read_shard, write_shard
+from rlvr_jax.storage.files import replacing_path
 from rlvr_jax.types import Params, Prompts, Rollouts, TrainBatch
 
 FOREIGN = -1  # version of rollouts that were not sampled by a policy of this run
@@ -187,8 +187,10 @@ _INFO = ("version", "fingerprint", "draws", "flops")
 _INFO_OF_GRADED = ("tokens", "prompts", "statistics")
 
 
-def to_shard(batch: RolloutBatch, **about: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-  """(arrays, JSON values) for `RolloutStore.append`, without the timings.
+def to_shard(
+  batch: RolloutBatch, **about: Any
+) -> tuple[dict[str, np.ndarray], dict[str, Any], list[dict[str, Any]]]:
+  """(arrays, JSON values, samples) for `RolloutStore.append`, without the timings.
 
   Args:
     batch: a graded batch.
@@ -196,26 +198,22 @@ def to_shard(batch: RolloutBatch, **about: Any) -> tuple[dict[str, np.ndarray], 
   """
   graded = batch.graded
   assert graded is not None and batch.versions is not None and batch.position is not None
-  samples = np.frombuffer(json.dumps(graded.samples).encode(), np.uint8)
-  arrays = batch_to_arrays(graded.train) | {"versions": batch.versions, "samples": samples}
+  arrays = batch_to_arrays(graded.train) | {"versions": batch.versions}
   info = {name: getattr(batch, name) for name in _INFO}
   info |= {name: getattr(graded, name) for name in _INFO_OF_GRADED}
   info |= {"after": batch.position._asdict(), "groups": len(batch.versions)}
-  return arrays, info | about
+  return arrays, info | about, graded.samples
 
 
 def from_shard(
-  number: int, arrays: Mapping[str, np.ndarray], info: Mapping[str, Any]
+  number: int,
+  arrays: Mapping[str, np.ndarray],
+  info: Mapping[str, Any],
+  samples: list[dict[str, Any]],
 ) -> RolloutBatch:
-  """The inverse of `to_shard`.
-
-  Raises:
-    StoreError: an earlier version wrote the batch, which does not say which rollouts have a grade.
-  """
+  """The inverse of `to_shard`."""
   fields = dict(arrays)
-  if "valid" not in fields:
-    fields["valid"] = _valid_before(f"batch {number} of the store", fields["mask"])
-  versions, samples = fields.pop("versions"), json.loads(fields.pop("samples").tobytes())
+  versions = fields.pop("versions")
   train = batch_from_arrays(fields)
   graded = Graded(train=train, samples=samples, **{name: info[name] for name in _INFO_OF_GRADED})
   position = Position(**info["after"])
@@ -223,49 +221,39 @@ def from_shard(
   return RolloutBatch(number=number, versions=versions, position=position, graded=graded, **rest)
 
 
-def _valid_before(what: str, mask: np.ndarray) -> np.ndarray:
-  """bool[P, G], which rollouts are valid, for a batch of a version that did not record it.
+def batch_to_arrays(batch: TrainBatch) -> dict[str, np.ndarray]:
+  """Name → array for the fields that are not None, with `prompts.tokens` and `prompts.lengths`."""
+  fields = {f"prompts.{name}": value for name, value in vars(batch.prompts).items()}
+  fields |= {name: value for name, value in vars(batch).items() if name != "prompts"}
+  return {name: np.asarray(value) for name, value in fields.items() if value is not None}
 
-  A rollout with a token in the loss is. One without was too long, or had no grade and its group's
-  mean as a reward: which of the two is not known.
+
+def batch_from_arrays(arrays: Mapping[str, np.ndarray]) -> TrainBatch:
+  """The inverse of `batch_to_arrays`.
 
   Raises:
-    StoreError: there is a rollout without a token in the loss.
+    StoreError: there is an array that a batch of this version does not have.
   """
-  valid = np.any(mask > 0, axis=-1)
-  if not valid.all():
-    raise StoreError(
-      f"{what} was written by a version of rlvr_jax that did not record which rollouts have a"
-      f" grade, and {np.sum(~valid)} of its rollouts are not in the loss; read it with that version"
-      " (before 'valid' in rlvr_jax/types.py), or sample it again in another --workdir"
-    )
-  return valid
-
-
-def batch_to_arrays(batch: TrainBatch) -> dict[str, Any]:
-  """Name → array for the fields that are not None, with `prompts.tokens` and `prompts.lengths`."""
-  prompts = {f"prompts.{name}": value for name, value in vars(batch.prompts).items()}
-  return prompts | {k: v for k, v in vars(batch).items() if v is not None and k != "prompts"}
-
-
-def batch_from_arrays(arrays: Mapping[str, Any]) -> TrainBatch:
-  """The inverse of `batch_to_arrays`."""
-  fields = dict(arrays)
+  fields: dict[str, Any] = dict(arrays)
   prompts = {name: fields.pop(f"prompts.{name}") for name in ("tokens", "lengths")}
+  if unknown := fields.keys() - {field.name for field in dataclasses.fields(TrainBatch)}:
+    raise StoreError(
+      f"the rollouts have the arrays {sorted(unknown)}, which this version of rlvr_jax does not"
+      " know; use the version that wrote them"
+    )
   return TrainBatch(prompts=Prompts(**prompts), **fields)
 
 
-def write_batch(path: str | os.PathLike[str], batch: TrainBatch) -> None:
-  """Writes one batch as an .npz file, with one array per field."""
-  np.savez(path, **batch_to_arrays(batch))
+def write_batch(path: pathlib.Path, batch: TrainBatch) -> None:
+  """Writes one batch as a shard; see `rollouts.shards`."""
+  shard = make_shard(0, batch_to_arrays(batch), info={})
+  with replacing_path(path) as temporary:
+    write_shard(temporary, shard)
 
 
-def read_batch(path: str | os.PathLike[str]) -> TrainBatch:
+def read_batch(path: pathlib.Path) -> TrainBatch:
   """The inverse of `write_batch`."""
-  with np.load(path) as file:
-    arrays = dict(file)
-  arrays.setdefault("valid", _valid_before(f"the batch {path}", arrays["mask"]))
-  return batch_from_arrays(arrays)
+  return batch_from_arrays(read_shard(path, 0).arrays)
 
 
 # --- arrays of batches ----------------------------------------------------------------------------

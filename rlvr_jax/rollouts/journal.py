@@ -1,25 +1,20 @@
-"""Groups of batches that are still being sampled, so that a kill loses unfinished groups only.
+"""Journal of the finished groups of unfinished batches, so that a kill loses only unfinished ones.
 
-In a bucket a group is there some seconds after it was finished: machines that vanish without notice
-cost the groups of these seconds, and those that were unfinished.
+A bucket has a group some seconds after it was finished. A machine that vanishes without notice
+costs the groups of these seconds and the unfinished ones.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
-import os
 import pathlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
-
 from rlvr_jax.rollouts.engine import Group, Owner
-from rlvr_jax.rollouts.shards import MARKER, checked_content, with_checksum
-from rlvr_jax.storage.files import JsonLines
-
-_ARRAYS = ("tokens", "lengths", "stopped", "behavior_logprobs")
+from rlvr_jax.rollouts.shards import MARKER, decode_group, encode_group, read_line
+from rlvr_jax.storage.files import JsonLines, read_lines, with_crc32
 
 
 class GroupJournal:
@@ -53,18 +48,14 @@ class GroupJournal:
     about = {"format": MARKER, "fingerprint": fingerprint}
     self._directory.mkdir(exist_ok=True)
     with contextlib.closing(JsonLines(self._path(draw))) as lines:
-      lines.append(with_checksum(about | _to_json(group)) for group in groups)
+      lines.append(with_crc32(about | _to_json(group)) for group in groups)
     self._follow(self._path(draw))
 
   def read(self, draw: int, fingerprint: str) -> list[dict[str, Any]]:
     """The groups of a draw that this policy has sampled, as JSON; see `from_json`."""
     path = self._path(draw)
-    if not path.exists():
-      return []
-    data = path.read_bytes()
-    os.truncate(path, data.rfind(b"\n") + 1)  # what follows is torn, and would spoil the next line
-    found = [checked_content(line, path) for line in data.splitlines()]
-    return [c for c in found if c is not None and c["fingerprint"] == fingerprint]
+    records = [read_line(line, path) for line in read_lines(path)]
+    return [r for r in records if r is not None and r["fingerprint"] == fingerprint]
 
   def forget(self, *, before: int) -> None:
     """Removes the draws with a lower number."""
@@ -78,21 +69,13 @@ class GroupJournal:
 
 
 def _to_json(group: Group) -> dict[str, Any]:
-  """A line's content: arrays as text, those of tokens without the padding after the longest."""
-  T, longest = group.tokens.shape[1], int(group.lengths.max())
-  cut = {name: getattr(group, name)[:, :longest] for name in ("tokens", "behavior_logprobs")}
-  text = lambda x: base64.b64encode(np.ascontiguousarray(x).tobytes()).decode()
-  arrays = {name: x for name, x in (group._asdict() | cut).items() if name in _ARRAYS}
-  described = {name: [x.dtype.name, list(x.shape), text(x)] for name, x in arrays.items()}
-  padding = [T - longest, int(group.tokens[0, -1])]
-  return {"index": group.prompt_index, "arrays": described, "padding": padding}
+  """Index and record of a group; see `encode_group`."""
+  arrays = group._asdict()
+  del arrays["owner"], arrays["prompt_index"]
+  return {"index": group.prompt_index, "group": base64.b64encode(encode_group(arrays)).decode()}
 
 
-def from_json(content: dict[str, Any], owner: Owner) -> Group[Owner]:
+def from_json(record: dict[str, Any], owner: Owner) -> Group[Owner]:
   """A group that `GroupJournal.read` returned, for the owner of its draw."""
-  array = lambda dtype, shape, text: np.frombuffer(base64.b64decode(text), dtype).reshape(shape)
-  arrays = {name: array(*described) for name, described in content["arrays"].items()}
-  columns, token = content["padding"]
-  for name, value in (("tokens", token), ("behavior_logprobs", 0)):
-    arrays[name] = np.pad(arrays[name], ((0, 0), (0, columns)), constant_values=value)
-  return Group(owner=owner, prompt_index=content["index"], **arrays)
+  arrays, _ = decode_group(base64.b64decode(record["group"]))
+  return Group(owner=owner, prompt_index=record["index"], **arrays)

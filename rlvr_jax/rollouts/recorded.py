@@ -22,8 +22,8 @@ class RecordedGroups:
 
   Attributes:
     numbers: of the batches.
-    truncated: whether top-k, top-p or min-p truncated a distribution that they were sampled from.
-    shaped: whether their rewards may be other than 0 and 1.
+    truncated: whether top-k, top-p or min-p truncated a distribution that sampled them.
+    shaped: whether their rewards may differ from 0 and 1.
   """
 
   def __init__(

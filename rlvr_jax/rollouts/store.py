@@ -2,13 +2,13 @@
 
 A shard is written under a temporary name, synced to disk, read back and renamed; then a line is
 appended to index.jsonl. So a kill loses at most the batch being written, and a concurrent reader
-sees complete batches only. Nothing that was written is ever overwritten.
+sees complete batches only. No stored batch is ever overwritten.
 
-In a bucket a shard is read back before it is put, and there as soon as it is written. The index is
-in the run's staging folder, and in the bucket up to the last checkpoint.
+In a bucket a shard is read back before it is put, and is in the bucket when `append` returns. The
+index is in the run's staging folder. The bucket has its lines up to the last checkpoint.
 
-A shard is NUMBER.array_record, see `shards`. Index line: {"crc32", "content": {"format", "number",
-"state", "file", "bytes", "crc32", "info"}}; the last line of a batch counts. A damaged or lost line
+A shard is NUMBER.array_record, see `shards`. Index line: {"format", "number", "state", "file",
+"bytes", "file_crc32", "info", "crc32"}; the last line of a batch counts. A damaged or lost line
 loses no batch, since the shards have the same information.
 """
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import errno
-import fcntl
 import os
 import pathlib
 import re
@@ -29,12 +28,12 @@ from absl import logging
 
 from rlvr_jax.ops.checks import check_integer
 from rlvr_jax.rollouts.shards import (
+  Stored,
   StoreError,
-  checked_content,
   entry_of,
-  header_of,
+  make_shard,
+  read_line,
   read_shard,
-  with_checksum,
   write_shard,
 )
 from rlvr_jax.storage.bucket import UnreachableError
@@ -47,8 +46,9 @@ from rlvr_jax.storage.files import (
   reporting_full_disk,
   shortage,
   sync_folder,
+  with_crc32,
 )
-from rlvr_jax.storage.places import LocalTail, Workdir, files_in, in_bucket, place, tail_of
+from rlvr_jax.storage.places import Workdir, files_in, in_bucket, place, tail_of
 
 if TYPE_CHECKING:
   from rlvr_jax.rollouts.journal import GroupJournal
@@ -81,66 +81,73 @@ class RolloutStore:
 
     Args:
       directory: has the store and nothing else; a folder, or gs://BUCKET/FOLDER.
-      writable: whether to create the folder if needed and repair what a killed writer left: remove
+      writable: whether to create the folder if needed and repair it after a killed writer: remove
         temporary files and a torn last line of the index, add intact shards that the index lacks,
         and move corrupted ones into the folder `torn`. A reader finds the intact ones too.
       workdir: of the run whose store it is; a writable one in a bucket needs it.
     Raises:
       StoreError: not a store, of another format, or opened for writing by another process.
     """
-    self.directory, self._writable = place("the folder of rollouts", directory), writable
+    self.directory = place("the folder of rollouts", directory)
     self.local = workdir.local / self.directory.name if workdir else self.directory
     self._workdir = workdir
     self._files = files_in(self.directory, workdir)
-    # A reader of a bucket has shards that the index does not list yet.
-    self._runs_ahead = in_bucket(self.directory) and not writable
-    self._tail = tail_of((self.local if writable else self.directory) / INDEX)
+    self._index = _Index((self.local if writable else self.directory) / INDEX, writable)
     self._entries: dict[int, dict[str, Any]] = {}  # the last line of each batch
     self._reading, self._writing = threading.RLock(), threading.RLock()
-    self._index: JsonLines | None = None
     with reporting_full_disk(self.local):
       if writable and not self.local.exists():
         self.local.mkdir(parents=True)
         sync_folder(self.local.parent)
       self._check_is_store(writable)
       if writable:
-        self._index = self._claim()
+        self._index.claim(self.directory)
         self._repair()
       elif not self._runs_ahead:
         self._find_unlisted()
 
-  def append(self, number: int, arrays: Mapping[str, np.ndarray], info: Mapping[str, Any]) -> None:
+  def append(
+    self,
+    number: int,
+    arrays: Mapping[str, np.ndarray],
+    info: Mapping[str, Any],
+    samples: Sequence[Any] = (),
+  ) -> None:
     """Writes one batch; it is on disk when this returns.
 
     Args:
       number: of the batch, ≥ 0.
-      arrays: by name; booleans, integers, floats or complex numbers of NumPy's own types.
+      arrays: by name, with axes and dtypes as in `shards.ARRAYS` behind a first axis of P groups.
       info: JSON values, finite; without the names "bytes" and "removed".
+      samples: one JSON value per rollout, in order; or none.
     Raises:
       ValueError, TypeError: the number exists already, or arrays or info are not as above.
       DiskFullError: no space is left; earlier batches are untouched.
     """
     check_integer("RolloutStore.append", "number", number, low=0)
-    header = header_of(number, arrays, info)
+    shard = make_shard(number, arrays, info, samples)
     with self._writing:
-      index, path = self._writer(), self._path(number)
+      self._check_writable()
+      path = self._path(number)
       if number in self.numbers() or self._files.exists(path.name):
         raise ValueError(
           f"batch {number} is in {self.directory} already and is not overwritten; `set_aside` it"
           " first"
         )
-      need = sum(array.nbytes for array in arrays.values()) + _SPARE_BYTES
+      need = sum(map(len, shard.groups)) + _SPARE_BYTES
       if lacking := shortage(self.local, need):
         raise disk_full(path, lacking)
       with self._files.writing(path.name) as temporary:
-        write_shard(temporary, header, arrays)
+        write_shard(temporary, shard)
         entry = entry_of(temporary, number)  # finds failures that the library did not report
         if entry is None:
           raise OSError(errno.EIO, f"{path} does not read back as written; check the disk")
-      index.append([with_checksum(entry | {"file": path.name})])
+      self._index.append([entry | {"file": path.name}])
 
-  def read(self, number: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The arrays and the info of a batch, bit for bit as they were given to `append`.
+  def read(self, number: int) -> Stored:
+    """Arrays, info and samples of a batch, bit for bit as they were given to `append`.
+
+    Arrays that a later version has written, which `shards.ARRAYS` lacks, come by their names.
 
     Raises:
       TornShardError: the batch is missing or not as it was written.
@@ -151,14 +158,13 @@ class RolloutStore:
         size, checksum = path.stat().st_size, file_crc32(path)
         if size != entry.get("bytes", size):
           raise ValueError(f"it has {size} bytes and was written with {entry['bytes']}")
-        if checksum != entry.get("crc32", checksum):
-          raise ValueError(f"its bytes have checksum {checksum}, written with {entry['crc32']}")
-        header, arrays = read_shard(path, number)
+        if checksum != entry.get("file_crc32", checksum):
+          raise ValueError(f"its bytes have checksum {checksum}, not {entry['file_crc32']}")
+        return read_shard(path, number)
     except (StoreError, UnreachableError, DiskFullError):
       raise
     except Exception as error:
       raise _torn(self.directory / entry["file"], number, str(error)) from error
-    return arrays, header["info"]
 
   def is_intact(self, number: int) -> bool:
     """Whether `read` succeeds; reads the full batch."""
@@ -169,18 +175,18 @@ class RolloutStore:
     return True
 
   def damaged(self, numbers: Iterable[int]) -> Iterator[int]:
-    """Those of the batches, not removed ones, that are missing or damaged.
+    """Numbers of those batches that are missing or damaged, without removed ones.
 
-    Files on a disk are read for that. Of a bucket's objects the sizes are compared.
+    On a disk every file is read. In a bucket only the sizes of objects are compared.
     """
     sizes = self._files.sizes()
     for number in numbers:
       if sizes is None:
-        found = self.is_intact(number)
+        intact = self.is_intact(number)
       else:
         size = sizes.get(self._path(number).name)
-        found = number in self._entries and size == self._entries[number]["bytes"]
-      if not found and not self.removed(number):
+        intact = number in self._entries and size == self._entries[number]["bytes"]
+      if not intact and not self.removed(number):
         yield number
 
   def removed(self, number: int) -> bool:
@@ -218,7 +224,7 @@ class RolloutStore:
       The shard's new path; None if there was no shard.
     """
     with self._writing:
-      self._writer()
+      self._check_writable()
       moved = self._move_away(self._path(number))
       self._retire([number], "set aside")
     return moved
@@ -230,7 +236,7 @@ class RolloutStore:
       KeyError: the store does not have one of them.
     """
     with self._writing:
-      self._writer()
+      self._check_writable()
       if missing := set(numbers).difference(self.numbers()):
         raise KeyError(f"batch {min(missing)} is not in {self.directory}")
       # The line first: a kill in between leaves a file to delete, not a missing batch.
@@ -239,7 +245,7 @@ class RolloutStore:
         self._files.delete(self._path(number).name)
 
   def journal(self) -> GroupJournal:
-    """The groups that are finished, of batches that are not."""
+    """The journal of finished groups of unfinished batches."""
     from rlvr_jax.rollouts.journal import GroupJournal  # it loads jax, which reading does not need
 
     follow = [self._workdir.follow] if self._workdir else []
@@ -248,15 +254,18 @@ class RolloutStore:
   def close(self) -> None:
     """Ends writing, so that another process may open the store for writing. Reading still works."""
     with self._writing:
-      if self._index is not None:
-        self._index.close()
-        self._index = None
+      self._index.close()
 
   def __enter__(self) -> Self:
     return self
 
   def __exit__(self, *_: object) -> None:
     self.close()
+
+  @property
+  def _runs_ahead(self) -> bool:
+    """Whether there are shards that the index does not list yet: for a reader of a bucket."""
+    return in_bucket(self.directory) and not self._index.writable
 
   def _path(self, number: int) -> pathlib.Path:
     return self.directory / f"{number:08d}.array_record"
@@ -287,7 +296,7 @@ class RolloutStore:
     indexed = (folder / INDEX).exists()
     if indexed:
       self._refresh()
-      ours = self._tail.is_empty() or self._entries or self._shards()
+      ours = self._index.is_empty() or self._entries or self._shards()
     else:
       shards = all(_SHARD.fullmatch(name) for name in names - {TORN_FOLDER, GROUPS_FOLDER})
       ours = shards and (writable or self._runs_ahead)
@@ -297,32 +306,16 @@ class RolloutStore:
         f"{'has other contents' if indexed else 'is missing'}). Choose another folder."
       )
 
-  def _claim(self) -> JsonLines:
-    """The index, opened for appending and locked until the process ends or closes it."""
-    index = JsonLines(self.local / INDEX, fsync=True)
-    try:
-      fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-      index.close()
-      raise StoreError(
-        f"another process writes to {self.directory}. Wait for it, stop it, or choose another "
-        "folder."
-      ) from None
-    sync_folder(self.local)
-    return index
-
   def _repair(self) -> None:
     self._refresh()  # first, since it rejects a store of another format
     for path in self.local.glob("*" + TEMPORARY):
       path.unlink()
-    assert isinstance(self._tail, LocalTail)  # that of a writer
-    os.truncate(self.local / INDEX, self._tail.size)
     last, listed, damaged = max(self._entries, default=-1), list[int](), list[int]()
     for number, path in self._unlisted().items():
       if self._state(number) == "removed":
         self._files.delete(path.name)
       elif entry := self._entry_of(number):
-        self._writer().append([with_checksum(entry)])
+        self._index.append([entry])
         listed.append(number)
       else:
         self._move_away(path)
@@ -333,7 +326,7 @@ class RolloutStore:
     self._warn(damaged, f"damaged, moved into {TORN_FOLDER}")
 
   def _find_unlisted(self) -> None:
-    """As `_repair`, for a reader, who changes no file."""
+    """Adds the shards that the index lacks, as `_repair` does, and changes no file."""
     found = {n: self._entry_of(n) for n in self._unlisted() if self._state(n) != "removed"}
     self._refresh()  # a writer may just have listed its last batch
     lost = {n: entry for n, entry in found.items() if self._state(n) != "stored"}
@@ -342,7 +335,7 @@ class RolloutStore:
     self._warn([n for n in lost if not lost[n]], "damaged, left out")
 
   def _warn(self, numbers: list[int], what: str) -> None:
-    """Says which batches the index lacks, and what has become of them."""
+    """Logs which batches the index lacks, and what was done about them."""
     if numbers:
       logging.warning("%s does not list the batches %s: %s", self.directory / INDEX, numbers, what)
 
@@ -351,14 +344,15 @@ class RolloutStore:
   def _refresh(self) -> None:
     """Reads the lines appended to the index since the last call."""
     with self._reading:
-      lines = self._tail.new().splitlines()
-      entries = [checked_content(line, self.directory) for line in lines]
+      entries = self._index.new_entries(self.directory)
       self._entries.update((entry["number"], entry) for entry in entries if entry is not None)
       if self._runs_ahead:
         for number, path in self._unlisted().items():
           if self._state(number) != "removed":  # the rest of its entry is read when it is asked for
             self._entries[number] = {"number": number, "state": "stored", "file": path.name}
-      elif None in entries and not self._writable:  # a writer lists them when it opens the store
+      elif (
+        None in entries and not self._index.writable
+      ):  # a writer lists them when it opens the store
         self._find_unlisted()
 
   def _state(self, number: int) -> str:
@@ -378,18 +372,71 @@ class RolloutStore:
     """Appends lines with the new state of batches, without those that are not listed."""
     listed = set(self.numbers()).intersection(numbers)
     if retired := [self._entries[number] | {"state": state} for number in sorted(listed)]:
-      self._writer().append(map(with_checksum, retired))
+      self._index.append(retired)
       if self._workdir is not None:
         self._workdir.publish(f"{self.directory.name}/{INDEX}")
 
-  def _writer(self) -> JsonLines:
-    if self._index is None:
+  def _check_writable(self) -> None:
+    if not self._index.is_open():
       raise StoreError(f"{self.directory} is not open for writing; open it with writable=True")
-    return self._index
 
   def _move_away(self, path: pathlib.Path) -> pathlib.Path | None:
     """Moves a shard into the folder `torn`, under an unused name."""
     return self._files.move(path.name, TORN_FOLDER) if self._files.exists(path.name) else None
+
+
+class _Index:
+  """The lines of a store's index.
+
+  Attributes:
+    writable: whether it was opened for writing.
+  """
+
+  def __init__(self, path: pathlib.Path, writable: bool):
+    """Opens nothing yet; `path`: of `place`."""
+    self.writable = writable
+    self._path, self._tail = path, tail_of(path)
+    self._lines: JsonLines | None = None
+
+  def claim(self, directory: pathlib.Path) -> None:
+    """Opens it for appending, and locks it until the process ends or closes it.
+
+    Args:
+      directory: of the store, for the message.
+    Raises:
+      StoreError: another process has it.
+    """
+    try:
+      lines = JsonLines(self._path, fsync=True, exclusive=True)
+    except BlockingIOError:
+      raise StoreError(
+        f"another process writes to {directory}. Wait for it, stop it, or choose another folder."
+      ) from None
+    sync_folder(self._path.parent)
+    self._lines = lines
+
+  def is_open(self) -> bool:
+    """Whether `append` is possible."""
+    return self._lines is not None
+
+  def is_empty(self) -> bool:
+    """Whether it has no bytes."""
+    return self._tail.is_empty()
+
+  def append(self, entries: Sequence[Mapping[str, Any]]) -> None:
+    """Appends lines; they are on disk when this returns."""
+    assert self._lines is not None  # the store has checked
+    self._lines.append(map(with_crc32, entries))
+
+  def new_entries(self, directory: pathlib.Path) -> list[dict[str, Any] | None]:
+    """The entries appended since the last call; None for a damaged line."""
+    return [read_line(line, directory) for line in self._tail.new().splitlines()]
+
+  def close(self) -> None:
+    """Ends writing."""
+    if self._lines is not None:
+      self._lines.close()
+      self._lines = None
 
 
 def _torn(path: pathlib.Path, number: int, what: str) -> TornShardError:

@@ -4,5 +4,4 @@ __all__ = [
   "bucket",
   "files",
   "places",
-  "segments",
 ]

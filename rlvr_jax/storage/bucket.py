@@ -1,7 +1,11 @@
-"""Objects of a bucket of Google Cloud Storage, through gcsfs: written and read as a whole.
+"""Objects of a bucket of Google Cloud Storage, through gcsfs; each is complete or absent.
 
-What fsspec offers for all file systems has no conditions on generations, by which a bucket decides
-between writers; so requests of the JSON API are made here, with the session of gcsfs.
+fsspec has no conditions on generations, by which a bucket decides between writers. So this module
+makes requests of the JSON API itself, with the session of gcsfs.
+
+A file of lines is in parts, its segments: what is appended comes as NAME/00000000, NAME/00000001, …
+One process writes such a file, and each write is on the condition that the bucket has what this
+process knows of. So one that has lost its claim cannot change what its successor has written.
 """
 
 from __future__ import annotations
@@ -9,22 +13,24 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import itertools
 import logging
 import math
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import fsspec
 
 SEGMENT = re.compile(r"(.+\.jsonl)/(\d{8,})")  # a segment of a file of lines
-AT_ONCE = 8  # requests
+MAX_CONCURRENT_REQUESTS = 8
 DEADLINE_S = 300.0  # for a request, with its repetitions by gcsfs
 # Listings that gcsfs would keep do not show what other hosts have written since.
 fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
-for _name in ("gcsfs", "fsspec"):  # they tell of every file that is read
+for _name in ("gcsfs", "fsspec"):  # they log every file that is read
   logging.getLogger(_name).setLevel(logging.WARNING)
 
 
@@ -67,19 +73,24 @@ def _explained(what: str) -> Iterator[None]:
 
 
 class Bucket:
-  """The objects under a folder of a bucket, each written and read as a whole.
+  """The objects under a folder of a bucket; each is written and read in one piece."""
 
-  Attributes:
-    guard: called before every write; raises if this process may not write any more, and returns
-      for how many seconds it certainly may. A write that takes longer is given up.
-  """
+  def __init__(self, folder: str | os.PathLike[str], guard: Callable[[], float] = lambda: math.inf):
+    """Opens nothing yet.
 
-  def __init__(self, folder: str | os.PathLike[str]):
-    """Opens nothing yet; `folder`: of `place`."""
+    Args:
+      folder: of `place`.
+      guard: called before every write; raises if this process may not write any more, and returns
+        the seconds for which it certainly may. A write that takes longer is given up.
+    """
     self.url = os.fspath(folder).rstrip("/")
     self._bucket, _, self._prefix = self.url.removeprefix("gs://").partition("/")
     self._system: Any = fsspec.filesystem("gcs")
-    self.guard: Callable[[], float] = lambda: math.inf
+    self._guard = guard
+
+  def allowed_s(self) -> float:
+    """Seconds for which this process certainly may write; raises if it may not, see `guard`."""
+    return self._guard()
 
   def names(self, folder: str = "") -> list[str]:
     """Names of the objects, sorted; those whose names begin with `folder`."""
@@ -138,7 +149,7 @@ class Bucket:
       ChangedError: it has another generation, and other bytes.
       UnreachableError: it may be there nevertheless.
     """
-    limit_s = min(deadline_s, self.guard())
+    limit_s = min(deadline_s, self.allowed_s())
     url, what = self._system.base.replace("/storage/", "/upload/storage/"), f"{self.url}/{name}"
     digest = base64.b64encode(hashlib.md5(data).digest()).decode()
     bucket, key = self._key(name)
@@ -171,7 +182,7 @@ class Bucket:
 
   def delete(self, name: str, *, generation: int | None = None) -> None:
     """Removes an object; does nothing if there is none, or with another generation."""
-    limit_s = min(DEADLINE_S, self.guard())
+    limit_s = min(DEADLINE_S, self.allowed_s())
     with contextlib.suppress(FileNotFoundError, ChangedError), _explained(f"{self.url}/{name}"):
       self._call(
         *("DELETE", "b/{}/o/{}", *self._key(name)),
@@ -181,7 +192,7 @@ class Bucket:
 
   def delete_all(self, names: Iterable[str]) -> None:
     """Removes these objects, in any order."""
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS) as pool:
       list(pool.map(self.delete, names))
 
   def segments(self, name: str, *, first: int = 0) -> list[Segment]:
@@ -193,7 +204,7 @@ class Bucket:
   def read_segments(self, name: str, numbers: Sequence[int]) -> list[Segment]:
     """These segments."""
     read = lambda number: Segment(number, *self.read_generation(segment_name(name, number)))
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS) as pool:
       return list(pool.map(read, numbers))
 
   def _key(self, name: str) -> tuple[str, str]:
@@ -206,3 +217,88 @@ class Bucket:
 
 def segment_name(name: str, number: int) -> str:
   return f"{name}/{number:08d}"
+
+
+# --- files of lines -------------------------------------------------------------------------------
+
+
+class _Published(NamedTuple):
+  """A segment in the bucket."""
+
+  number: int
+  size: int
+  checksum: int
+  generation: int
+
+
+class Lines:
+  """A local file of lines, and its segments in the bucket."""
+
+  def __init__(self, bucket: Bucket, name: str, found: Sequence[Segment] = ()):
+    """`found`: the segments that there are."""
+    self._bucket, self._name = bucket, name
+    self._segments = [_published(*segment) for segment in found]
+    self._inode = -1  # of the file when it was last compared with the segments
+
+  def publish(self, file: IO[bytes]) -> None:
+    """Puts the file's lines that are not in the bucket yet.
+
+    Raises:
+      OSError: the bucket cannot be reached; what was not put is put by the next call.
+      ChangedError: another process has written segments.
+    """
+    if self._inode != (inode := os.fstat(file.fileno()).st_ino):  # was replaced by a resumed run
+      self._replace_changed(file)
+      self._inode = inode
+    file.seek(sum(segment.size for segment in self._segments))
+    self._put(_complete(file.read()))
+
+  def remove(self) -> None:
+    """Removes all segments."""
+    self._bucket.delete_all(segment_name(self._name, part.number) for part in self._segments)
+    self._segments = []
+
+  def _replace_changed(self, file: IO[bytes]) -> None:
+    """Replaces the segments that the file does not begin with.
+
+    The last one goes first, and the first of them is replaced: a kill in between leaves too many
+    lines, which the next resume drops, but not too few.
+    """
+    same = lambda segment: zlib.crc32(file.read(segment.size)) == segment.checksum
+    kept = len(list(itertools.takewhile(same, self._segments)))
+    while len(self._segments) > kept + 1:
+      last = self._segments[-1]
+      self._bucket.delete(segment_name(self._name, last.number), generation=last.generation)
+      self._segments.pop()
+    if len(self._segments) > kept:
+      number, *_, generation = self._segments[-1]
+      file.seek(sum(segment.size for segment in self._segments[:kept]))
+      data = _complete(file.read())
+      name = segment_name(self._name, number)
+      generation = self._bucket.put(name, data, generation=generation)
+      self._segments[-1] = _published(number, data, generation)
+
+  def _put(self, data: bytes) -> None:
+    """Puts lines as the next segment."""
+    if not data:
+      return
+    number = self._segments[-1].number + 1 if self._segments else 0
+    name, there = segment_name(self._name, number), data
+    try:
+      generation = self._bucket.put(name, data, generation=0)
+    except ChangedError:
+      # A put whose answer was lost is there, without the lines that have come since.
+      there, generation = self._bucket.read_generation(name)
+      if not (there and data.startswith(there)):
+        raise
+    self._segments.append(_published(number, there, generation))
+    self._put(data[len(there) :])
+
+
+def _published(number: int, data: bytes, generation: int) -> _Published:
+  return _Published(number, len(data), zlib.crc32(data), generation)
+
+
+def _complete(data: bytes) -> bytes:
+  """The complete lines; another thread may be writing the rest."""
+  return data[: data.rfind(b"\n") + 1]

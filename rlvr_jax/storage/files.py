@@ -9,11 +9,10 @@ import json
 import os
 import pathlib
 import posixpath
-import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 import fsspec
@@ -52,24 +51,6 @@ def located(path: str | os.PathLike[str]) -> tuple[fsspec.AbstractFileSystem, st
       f"{text!r} cannot be opened: {error}. Paths are local, or URLs that fsspec knows; for gs:// "
       'install pip install -e ".[gcs]"'
     ) from error
-
-
-def local_path(owner: str, path: str | os.PathLike[str]) -> pathlib.Path:
-  """`path`, which must not be a URL: pathlib would take gs://bucket for a folder named "gs:".
-
-  Args:
-    owner: the flag or field that sets it, for the message.
-  Raises:
-    ValueError: it is a URL, or was one before pathlib removed a slash.
-  """
-  text = os.fspath(path)
-  if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", text):
-    raise ValueError(
-      f"{owner} = {text!r} is a URL, but must be a folder: on a disk, or on a file system that all"
-      " hosts mount, such as Filestore (docs/tpu.md). A mounted bucket will not do, as gcsfuse has"
-      " neither locks nor atomic renames"
-    )
-  return pathlib.Path(text)
 
 
 def listing(directory: str | os.PathLike[str]) -> list[str]:
@@ -243,13 +224,31 @@ def _locked(folder: pathlib.Path) -> int:
 
 
 class JsonLines:
-  """Appends JSON lines; after each call the operating system has all of them."""
+  """Appends JSON lines to a file; after each call the operating system has all of them.
 
-  def __init__(self, path: pathlib.Path, *, fsync: bool = False):
-    """Opens `path`, created if needed; with `fsync` each call also waits for the disk."""
+  Opening it removes a torn last line, which a kill within a call leaves.
+  """
+
+  def __init__(self, path: pathlib.Path, *, fsync: bool = False, exclusive: bool = False):
+    """Opens a file.
+
+    Args:
+      path: of the file, which is created if needed.
+      fsync: whether each call also waits for the disk.
+      exclusive: whether to lock the file until it is closed or the process ends.
+    Raises:
+      BlockingIOError: another process has locked it.
+    """
     self._path, self._fsync = path, fsync
     # Unbuffered: a buffer would keep the bytes of a failed write and write them again on close.
     self._file = open(path, "ab", buffering=0)
+    try:
+      if exclusive:
+        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      self._file.truncate(_complete_size(path))
+    except BaseException:
+      self._file.close()
+      raise
 
   def append(self, records: Iterable[Mapping[str, Any]]) -> list[bytes]:
     """Appends one line per record.
@@ -283,6 +282,40 @@ class JsonLines:
     self._file.close()
 
 
+def _complete_size(path: pathlib.Path) -> int:
+  """Bytes of a file up to the end of its last complete line."""
+  with open(path, "rb") as file:
+    size = file.seek(0, os.SEEK_END)
+    while size:
+      start = max(size - 2**16, 0)
+      file.seek(start)
+      if end := file.read(size - start).rfind(b"\n") + 1:
+        return start + end
+      size = start
+  return 0
+
+
+def read_lines(path: pathlib.Path) -> list[bytes]:
+  """The lines of a file, of which the last one may be torn; none if the file does not exist."""
+  return path.read_bytes().splitlines(keepends=True) if path.exists() else []
+
+
+def replace_lines(path: pathlib.Path, lines: Sequence[bytes]) -> None:
+  """Makes these the lines of a file, atomically; does not write if it has them already."""
+  if not path.exists() or read_lines(path) != list(lines):
+    with replacing(path) as file:
+      file.writelines(lines)
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+  """The record in a line; None if it is not a JSON object."""
+  try:
+    record = json.loads(line)
+  except ValueError:
+    return None
+  return record if isinstance(record, dict) else None
+
+
 def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
   """As `records_of`, of a local file."""
   with open(path, encoding="utf-8", errors="replace") as lines:
@@ -298,11 +331,8 @@ def records_of(lines: Iterable[str], path: str | os.PathLike[str]) -> Iterator[d
   for number, line in enumerate(lines, start=1):
     if not line.endswith("\n"):
       return
-    try:
-      record = json.loads(line)
-    except ValueError:
-      record = None
-    if not isinstance(record, dict):
+    record = parse_line(line.encode(errors="surrogateescape"))
+    if record is None:
       raise DamagedFileError(f"{path}, line {number} is not a JSON object; remove that line.")
     yield record
 
@@ -316,7 +346,7 @@ def json_crc32(value: Any) -> int:
 
 
 def with_crc32(record: Mapping[str, Any]) -> dict[str, Any]:
-  """A record and, as its field "crc32", its checksum; for `is_as_written`."""
+  """A record and, as its field "crc32", its checksum; for `is_as_written` and `checked_record`."""
   return {**record, "crc32": json_crc32(record)}
 
 
@@ -324,6 +354,14 @@ def is_as_written(record: Mapping[str, Any]) -> bool:
   """Whether a record of `with_crc32` still matches its checksum; False if it has none."""
   content = {name: value for name, value in record.items() if name != "crc32"}
   return record.get("crc32") == json_crc32(content)
+
+
+def checked_record(line: bytes) -> dict[str, Any] | None:
+  """The record, without its checksum, of a line of `with_crc32`; None if it is torn or changed."""
+  record = parse_line(line)
+  if record is None or not is_as_written(record):
+    return None
+  return {name: value for name, value in record.items() if name != "crc32"}
 
 
 def file_crc32(path: pathlib.Path) -> int:

@@ -1,9 +1,9 @@
 """Where a run's files stay: on a disk, or in a bucket of Google Cloud Storage, gs://BUCKET/FOLDER.
 
-The only module that knows which of the two it is. A bucket has no locks, renames or appends, but an
-object appears as a whole, and a condition on its generation decides between writers. So a run has
-its files in a folder on this machine, its staging folder, and `Workdir.publish` puts them into the
-bucket; files of lines, which only grow, in `segments`.
+A bucket has no locks, renames or appends. But an object is complete or absent, and a condition on
+its generation decides between writers. So a run whose workdir is in a bucket writes into a folder
+on this machine, its staging folder, and `Workdir.publish` puts the files into the bucket. Files of
+lines, which only grow, are put in segments.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TextIO, cast
 
-from rlvr_jax.storage.bucket import AT_ONCE, SEGMENT, Bucket
+from rlvr_jax.storage.bucket import MAX_CONCURRENT_REQUESTS, SEGMENT, Bucket, Lines
 from rlvr_jax.storage.files import (
   TEMPORARY,
   own_folder,
@@ -30,25 +30,34 @@ from rlvr_jax.storage.files import (
   reporting_full_disk,
   sync_folder,
 )
-from rlvr_jax.storage.segments import Lines
 
 OWNER = ".owner"  # the object by which a process claims a bucket's folder
 _STAGING = "rlvr_jax_staging_"  # begins the names of staging folders
-FOLLOW_S = 5.0  # seconds between two puts of what `Workdir.follow` has been told of
+FOLLOW_S = 5.0  # seconds between two puts of the files of `Workdir.follow`
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+(.*)")
 
 
-def place(owner: str, path: str | os.PathLike[str]) -> pathlib.Path:
-  """`path` to be read: a pathlib.Path, or in a bucket an `etils.epath.Path`, which is alike.
+def place(
+  owner: str, path: str | os.PathLike[str], *, must_be_on_disk: bool = False
+) -> pathlib.Path:
+  """The path that a flag or field names: pathlib's, or in a bucket an `etils.epath.Path`.
 
   Args:
-    owner: the flag or field that sets it, for the message.
+    owner: the flag or field, for the message.
+    path: a folder, or gs://BUCKET/FOLDER; pathlib would take a URL for a folder named "gs:".
+    must_be_on_disk: whether a bucket will not do.
   Raises:
     ValueError: it is a URL of another kind, or gcsfs is not installed.
   """
   text = os.fspath(path)
   if not (url := _URL.match(text)):
     return pathlib.Path(text)
+  if must_be_on_disk:
+    raise ValueError(
+      f"{owner} = {text!r} is a URL, but must be a folder: on a disk, or on a file system that all"
+      " hosts mount, such as Filestore (docs/tpu.md). A mounted bucket will not do, as gcsfuse has"
+      " neither locks nor atomic renames"
+    )
   if url[1] != "gs" or not re.match("[^/]+/+[^/]", url[2]):  # a path has lost a slash of gs://
     raise ValueError(
       f"{owner} = {text!r} must be a folder on a disk, on a file system that all hosts mount, or in"
@@ -76,8 +85,10 @@ def absolute(path: pathlib.Path) -> pathlib.Path:
 
 @contextlib.contextmanager
 def opened_lines(path: pathlib.Path) -> Iterator[TextIO]:
-  """A file of lines to read, of `place`; in a bucket its segments, joined.
+  """Opens a file of lines for reading; in a bucket its segments, joined.
 
+  Args:
+    path: of `place`.
   Raises:
     FileNotFoundError: it does not exist.
   """
@@ -136,7 +147,7 @@ class LocalFiles:
 
 
 class BucketFiles:
-  """The same of a folder in a bucket, through temporary files of this machine."""
+  """Files of a folder in a bucket, through temporary files on this machine; as `LocalFiles`."""
 
   def __init__(self, bucket: Bucket, staging: pathlib.Path | None = None):
     """`staging`: folder for the temporary files; None for that of the system."""
@@ -149,12 +160,12 @@ class BucketFiles:
     return self._bucket.exists(name)
 
   def sizes(self) -> dict[str, int]:
-    """As of `LocalFiles`: a bucket keeps an object as it was put."""
+    """Bytes of the files by name: a bucket keeps an object as it was put."""
     return self._bucket.sizes()
 
   @contextlib.contextmanager
   def writing(self, name: str) -> Iterator[pathlib.Path]:
-    """As of `LocalFiles`, with one put; it never replaces an object."""
+    """A path to write to, which is put as one object at the end; it never replaces an object."""
     with tempfile.TemporaryDirectory(dir=self._staging) as folder:
       path = pathlib.Path(folder) / name
       yield path
@@ -208,7 +219,7 @@ class LocalTail:
 
 
 class BucketTail:
-  """The same of a file of lines in a bucket."""
+  """Reads what is appended to a file of lines in a bucket; as `LocalTail`."""
 
   def __init__(self, bucket: Bucket, name: str):
     self._bucket, self._name, self._next = bucket, name, 0
@@ -231,53 +242,35 @@ class Workdir:
   Attributes:
     kept: the folder, of `place`.
     local: the same folder if it is on a disk; for a bucket a new staging folder of this process.
-    guard: see `Bucket`.
   """
 
   def __init__(self, path: str | os.PathLike[str]):
     """Raises ValueError as `place` does."""
     self.kept = self.local = place("--workdir", path)
-    self.guard: Callable[[], float] = lambda: math.inf
-    self._lines: dict[str, Lines] = {}
-    self._put: dict[str, tuple[int, int]] = {}  # size and time of change of other files
-    self._publishing = threading.Lock()
-    self._lock = -1
-    self._due: set[str] = set()  # see `follow`; a set's own operations are atomic
-    self._closing = threading.Event()
-    self._follower = threading.Thread(target=self._follow, name="follower", daemon=True)
+    self._guard: Callable[[], float] = lambda: math.inf
+    self._mirror: _Mirror | None = None
     if in_bucket(self.kept):
       staging, self._lock = own_folder(_STAGING)
       self.local = staging / self.kept.name
       self.local.mkdir()
+      self._mirror = _Mirror(self.local, self.bucket())
+      self._follower = _Follower(self._mirror)
+
+  def guard_by(self, check: Callable[[], float]) -> None:
+    """Calls `check` before every write into the bucket; see `Bucket`."""
+    self._guard = check
 
   def bucket(self, folder: str = "") -> Bucket:
     """A folder of a workdir in a bucket."""
-    bucket = Bucket(self.kept / folder)
-    bucket.guard = lambda: self.guard()
-    return bucket
+    return Bucket(self.kept / folder, lambda: self._guard())
 
   def fetch(self) -> None:
     """Copies what a run reads of its own files into the staging folder; a disk has them already.
 
     These are the files at the top, and all files of lines. Other folders are created empty.
     """
-    if not in_bucket(self.kept):
-      return
-    bucket, names = self.bucket(), self.bucket().names()
-    lines: dict[str, list[int]] = {}
-    for name in names:
-      if match := SEGMENT.fullmatch(name):
-        lines.setdefault(match[1], []).append(int(match[2]))
-      elif "/" in name:
-        (self.local / name.partition("/")[0]).mkdir(exist_ok=True)
-      elif name != OWNER:
-        (self.local / name).write_bytes(bucket.read(name))
-        self._put[name] = _size_and_time(self.local / name)
-    for name, numbers in lines.items():
-      segments = bucket.read_segments(name, numbers)
-      self._lines[name] = Lines(bucket, name, segments)
-      (self.local / name).parent.mkdir(exist_ok=True, parents=True)
-      (self.local / name).write_bytes(b"".join(segment.data for segment in segments))
+    if self._mirror is not None:
+      self._mirror.fetch()
 
   def publish(self, *names: str) -> None:
     """Puts new and changed files of the staging folder into the bucket; all, or those of `names`.
@@ -285,51 +278,81 @@ class Workdir:
     Raises:
       OSError: the bucket cannot be reached.
     """
-    if not in_bucket(self.kept):
-      return
+    if self._mirror is not None:
+      self._mirror.publish(*names)
+
+  def follow(self, path: pathlib.Path) -> None:
+    """Publishes a file of lines that has grown, or was removed, after some seconds.
+
+    Returns at once. A failed put is tried again, until `publish` or `close` raises its error.
+    """
+    if self._mirror is not None:
+      self._mirror.note(path.relative_to(self.local).as_posix())
+      self._follower.start()
+
+  def close(self) -> None:
+    """`publish`, then removes the staging folder."""
+    if self._mirror is not None:
+      self._follower.close()
+      self.publish()
+      shutil.rmtree(self.local.parent)
+      os.close(self._lock)
+
+
+class _Mirror:
+  """The files of a staging folder, and what the bucket has of them."""
+
+  def __init__(self, local: pathlib.Path, bucket: Bucket):
+    self._local, self._bucket = local, bucket
+    self._lines: dict[str, Lines] = {}
+    self._put: dict[str, tuple[int, int]] = {}  # size and time of change of other files
+    self._due: set[str] = set()  # see `note`; a set's own operations are atomic
+    self._publishing = threading.Lock()
+
+  def fetch(self) -> None:
+    """See `Workdir.fetch`."""
+    lines: dict[str, list[int]] = {}
+    for name in self._bucket.names():
+      if match := SEGMENT.fullmatch(name):
+        lines.setdefault(match[1], []).append(int(match[2]))
+      elif "/" in name:
+        (self._local / name.partition("/")[0]).mkdir(exist_ok=True)
+      elif name != OWNER:
+        (self._local / name).write_bytes(self._bucket.read(name))
+        self._put[name] = _size_and_time(self._local / name)
+    for name, numbers in lines.items():
+      segments = self._bucket.read_segments(name, numbers)
+      self._lines[name] = Lines(self._bucket, name, segments)
+      (self._local / name).parent.mkdir(exist_ok=True, parents=True)
+      (self._local / name).write_bytes(b"".join(segment.data for segment in segments))
+
+  def note(self, name: str) -> None:
+    """Adds a file to those that `publish_noted` publishes."""
+    self._due.add(name)
+
+  def publish_noted(self) -> None:
+    """Publishes the files of `note`."""
+    if due := set(self._due):
+      self.publish(*due)
+
+  def publish(self, *names: str) -> None:
+    """See `Workdir.publish`."""
     due = set(names) or {*self._names(), *self._due}
     self._due -= due
     try:
-      with self._publishing, ThreadPoolExecutor(AT_ONCE) as pool:
+      with self._publishing, ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS) as pool:
         list(pool.map(self._publish, due))
     except BaseException:
       self._due |= due
       raise
 
-  def follow(self, path: pathlib.Path) -> None:
-    """Has the bucket follow a file of lines that has grown, or is gone, after some seconds.
-
-    Returns at once. What fails is tried again, until `publish` or `close` raises it.
-    """
-    if in_bucket(self.kept):
-      self._due.add(path.relative_to(self.local).as_posix())
-      if not self._follower.ident:
-        self._follower.start()
-
-  def close(self) -> None:
-    """`publish`, then removes the staging folder."""
-    if in_bucket(self.kept):
-      self._closing.set()
-      if self._follower.ident:
-        self._follower.join()
-      self.publish()
-      shutil.rmtree(self.local.parent)
-      os.close(self._lock)
-
-  def _follow(self) -> None:
-    """Runs in a thread."""
-    while not self._closing.wait(FOLLOW_S):
-      with contextlib.suppress(Exception):
-        if due := set(self._due):
-          self.publish(*due)
-
   def _names(self) -> list[str]:
-    files = (path for path in self.local.rglob("*") if path.is_file() and not path.is_symlink())
-    names = (path.relative_to(self.local) for path in files if path.suffix != TEMPORARY)
+    files = (path for path in self._local.rglob("*") if path.is_file() and not path.is_symlink())
+    names = (path.relative_to(self._local) for path in files if path.suffix != TEMPORARY)
     return sorted(name.as_posix() for name in names)
 
   def _publish(self, name: str) -> None:
-    path = self.local / name
+    path = self._local / name
     try:
       file = open(path, "rb")
     except FileNotFoundError:  # such as groups of a batch that is now in the store
@@ -339,10 +362,35 @@ class Workdir:
       return
     with file:
       if path.suffix == ".jsonl":
-        self._lines.setdefault(name, Lines(self.bucket(), name)).publish(file)
+        self._lines.setdefault(name, Lines(self._bucket, name)).publish(file)
       elif self._put.get(name) != (about := _size_and_time(path)):
-        self.bucket().put(name, file.read())
+        self._bucket.put(name, file.read())
         self._put[name] = about
+
+
+class _Follower:
+  """Publishes the noted files of a mirror every few seconds, in a thread."""
+
+  def __init__(self, mirror: _Mirror):
+    self._mirror = mirror
+    self._closing = threading.Event()
+    self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
+
+  def start(self) -> None:
+    """Starts the thread unless it runs."""
+    if not self._thread.ident:
+      self._thread.start()
+
+  def close(self) -> None:
+    """Ends the thread."""
+    self._closing.set()
+    if self._thread.ident:
+      self._thread.join()
+
+  def _run(self) -> None:
+    while not self._closing.wait(FOLLOW_S):
+      with contextlib.suppress(Exception):
+        self._mirror.publish_noted()
 
 
 def _size_and_time(path: pathlib.Path) -> tuple[int, int]:

@@ -75,16 +75,18 @@ def graded(batch: RolloutBatch) -> Graded:
 
 
 def recorded_batch(place: str) -> TrainBatch:
-  """A batch of FILE.npz, or of a run's store and a number, STORE:NUMBER.
+  """A batch of FILE.array_record, or of a run's store and a number, STORE:NUMBER.
 
   Raises:
     ValueError: `place` is neither.
   """
-  if place.endswith(".npz"):
-    return read_batch(place)
+  if place.endswith(".array_record"):
+    return read_batch(pathlib.Path(place))
   directory, _, number = place.rpartition(":")
   if not number.isdigit():
-    raise ValueError(f"rollouts = {place!r}: give FILE.npz, or a store and a batch, STORE:NUMBER")
+    raise ValueError(
+      f"rollouts = {place!r}: give FILE.array_record, or a store and a batch, STORE:NUMBER"
+    )
   store = RolloutStore(directory, writable=False)
   batch = graded(from_shard(int(number), *store.read(int(number)))).train
   return dataclasses.replace(batch, sources=None)

@@ -56,9 +56,9 @@ def run(tmp_path):
       valid=np.ones((2, 3), bool),
     )
     batch = RolloutBatch(
-      number=number, version=number, versions=np.full(2, number), fingerprint="f",
-      position=Position(number + 1, number + 1, -1, {}),
+      number=number, version=number, versions=np.full(2, number, np.int32), fingerprint="f",
       graded=Graded(train, tokens=6, prompts=2, statistics={}, samples=samples),
+      position=Position(number + 1, number + 1, -1, {}),
     )  # fmt: skip
     store.append(number, *to_shard(batch))
   store.close()

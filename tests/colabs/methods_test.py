@@ -95,5 +95,7 @@ def test_a_batch_is_counted_by_successes():
 
 
 def test_a_place_of_rollouts_is_a_file_or_a_numbered_batch():
-  with pytest.raises(ValueError, match=r"rollouts = 'a/store': give FILE.npz, or a store and"):
+  with pytest.raises(
+    ValueError, match=r"rollouts = 'a/store': give FILE.array_record, or a store and"
+  ):
     same_rollouts.recorded_batch("a/store")

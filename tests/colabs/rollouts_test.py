@@ -47,7 +47,7 @@ def workdir(tmp_path_factory):
   (folder / "config.json").write_text(config.to_json_best_effort())
   store = RolloutStore(folder / "rollouts", writable=True)
   for number, version in enumerate((0, 0, 2, 2)):
-    versions = np.full(2, version)
+    versions = np.full(2, version, np.int32)
     batch = RolloutBatch(
       number=number,
       version=version,

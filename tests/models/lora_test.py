@@ -19,7 +19,7 @@ from rlvr_jax.models.linear import merged
 from rlvr_jax.models.lora import LoraSettings, adapted, combine, init, target_kernels
 from rlvr_jax.ops.logprobs import head_logits, token_logprobs
 from rlvr_jax.rollouts.engine import Engine
-from rlvr_jax.train.checkpointing.checksums import parameter_checksums
+from rlvr_jax.train.checkpointing.checkpoint_files import parameter_checksums
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.types import Sampling
 from rlvr_jax.update.accumulate import update_gradient

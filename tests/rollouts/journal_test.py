@@ -56,7 +56,7 @@ def test_a_torn_or_damaged_line_loses_its_group_only(tmp_path):
   journal.append(0, "ours", [_group(index) for index in range(3)])
   (path,) = (tmp_path / "groups").iterdir()
   lines = path.read_bytes().splitlines(keepends=True)
-  lines[1] = lines[1].replace(b"int32", b"int23")
+  lines[1] = lines[1].replace(b'"index": 1', b'"index": 7')
   path.write_bytes(b"".join(lines)[:-40])
   assert _read(journal).keys() == {0}
   journal.append(0, "ours", [_group(2)])  # after the torn line

@@ -208,13 +208,13 @@ def test_versions_that_no_queue_gives_are_refused(versions, message):
 
 def test_a_recorded_run_is_replayed_exactly(tmp_path):
   """Whatever the seed; the index still lists a deleted batch, and one that was sampled again."""
-  recorded = [0, 0, 0, 1, 3, 3]
+  recorded, rewards = [0, 0, 0, 1, 3, 3], {"rewards": np.zeros((1, 2), np.float32)}
   with RolloutStore(tmp_path / "rollouts", writable=True) as store:
     for number, version in enumerate([0, 0, 0, 1, 2, 3]):
-      store.append(number, {"rewards": np.zeros(2)}, {"version": version})
+      store.append(number, rewards, {"version": version})
     store.remove(1)
     store.set_aside(4)
-    store.append(4, {"rewards": np.zeros(2)}, {"version": 3})
+    store.append(4, rewards, {"version": 3})
   for seed, updates in [(0, 6), (1, 6), (0, 4)]:
     schedule = simulated(seed, max_lag=2, updates=updates, recorded=str(tmp_path))
     assert plan(schedule, updates) == list(enumerate(recorded))[:updates]

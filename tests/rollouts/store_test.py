@@ -15,7 +15,7 @@ from array_record.python.array_record_module import ArrayRecordReader, ArrayReco
 
 from rlvr_jax.rollouts import shards
 from rlvr_jax.rollouts.store import INDEX, RolloutStore, StoreError, TornShardError
-from rlvr_jax.storage.files import DiskFullError, json_crc32
+from rlvr_jax.storage.files import DiskFullError, with_crc32
 
 
 def make_batch(number, size=6):
@@ -30,7 +30,7 @@ def make_batch(number, size=6):
 
 
 def assert_same(read, written):
-  assert read[1] == written[1]
+  assert tuple(read[1:]) == (written[1], list(*written[2:]))
   assert list(read[0]) == list(written[0])
   for name, array in written[0].items():
     found = read[0][name]
@@ -66,23 +66,28 @@ def damage(path, bit):
 
 
 def test_arrays_and_info_read_back_bit_for_bit(store):
+  P, G, T, S = 3, 4, 6, 5
   rng = np.random.default_rng(0)
-  raw = lambda dtype: np.frombuffer(rng.bytes(240), dtype)  # NaNs of every kind among them
-  names = ("float16", "float32", "float64", "complex64", "int8", "uint64")
+  raw = lambda dtype, *shape: np.frombuffer(rng.bytes(4 * int(np.prod(shape))), dtype).reshape(
+    shape
+  )  # NaNs of every kind among them
   arrays = {
-    **{name: raw(name) for name in names},
-    "bool": rng.random((3, 4)) < 0.5,
-    "scalar": np.array(-0.0, np.float32),
-    "empty": np.zeros((2, 0, 5), np.int64),
-    "transposed": np.arange(12).reshape(3, 4).T,
-    "large": rng.normal(size=(300, 1000)),
+    "prompts.tokens": raw("i4", P, S),
+    "prompts.lengths": np.array([1, S, 3], np.int32),
+    "tokens": raw("i4", T, P, G).transpose(1, 2, 0),
+    "stopped": rng.random((P, G)) < 0.5,
+    "behavior_logprobs": raw("f4", P, G, T),
+    "mask": np.full((P, G, T), -0.0, np.float32),
+    "rewards": raw("f4", P, G),
+    "solve_rate": np.array([-0.0, np.nan, np.inf], np.float32),
   }
   info = {"loss": 0.1 + 0.2, "none": None, "nested": {"text": "ü\n", "list": [1, [True]]}}
-  store.append(7, arrays, info)
-  assert_same(store.read(7), (arrays, info))
-  assert_same(RolloutStore(store.directory, writable=False).read(7), (arrays, info))
+  samples = [{"completion": "ü\n", "reward": 0.1 + 0.2 + k} for k in range(P * G)]
+  store.append(7, arrays, info, samples)
+  assert_same(store.read(7), (arrays, info, samples))
+  assert_same(RolloutStore(store.directory, writable=False).read(7), (arrays, info, samples))
   assert store.info(7) == info | {"bytes": shard(store, 7).stat().st_size}
-  store.read(7)[0]["large"][:] = 0  # the caller's own
+  store.read(7)[0]["rewards"][:] = 0  # the caller's own
   store.info(7)["nested"]["list"].clear()
   assert store.info(7)["nested"] == info["nested"]
 
@@ -132,20 +137,21 @@ def test_a_number_that_is_there_is_not_overwritten(filled):
   ("number", "array", "info", "error", "message"),
   [
     (-1, np.zeros(1), {}, ValueError, "number = -1 .* 0 or more"),
-    (1, np.zeros(1, ml_dtypes.bfloat16), {}, TypeError, "'x' is of type bfloat16.*float32"),
-    (1, np.array(["a"]), {}, TypeError, "'x' is of type <U1"),
-    (1, np.zeros(1, ">f4"), {}, TypeError, "'x' is of type >f4"),
-    (1, [1.0], {}, TypeError, "'x' is of type list; the store takes NumPy arrays"),
-    (1, np.zeros(1), {"a": float("nan")}, ValueError, "batch 1: info must be finite JSON"),
-    (1, np.zeros(1), {"a": np.float32(1)}, TypeError, "batch 1: info must be finite JSON"),
-    (1, np.zeros(1), {"bytes": 1}, ValueError, "info has .'bytes'.*rename"),
+    (1, np.zeros((1, 2), ml_dtypes.bfloat16), {}, TypeError, "is of type bfloat16.*float32"),
+    (1, np.array([["a"]]), {}, TypeError, "batch 1: 'rewards' is of type <U1"),
+    (1, np.zeros((1, 2), ">f4"), {}, TypeError, "'rewards' is of type >f4"),
+    (1, np.zeros((1, 2)), {}, TypeError, "of type float64, must be a NumPy array of float32"),
+    (1, np.float32(0), {}, ValueError, "one number of groups as first axis"),
+    (1, np.zeros((1, 2), "f4"), {"a": float("nan")}, ValueError, "info must be finite JSON"),
+    (1, np.zeros((1, 2), "f4"), {"a": np.float32(1)}, TypeError, "batch 1: info must be finite"),
+    (1, np.zeros((1, 2), "f4"), {"bytes": 1}, ValueError, "info has .'bytes'.*rename"),
   ],
 )
 def test_bad_input_is_refused_before_anything_is_written(
   store, number, array, info, error, message
 ):
   with pytest.raises(error, match=message):
-    store.append(number, {"x": array}, info)
+    store.append(number, {"rewards": array}, info)
   assert os.listdir(store.directory) == [INDEX] and store.numbers() == []
 
 
@@ -302,9 +308,10 @@ def forge(source, target):
   reader = ArrayRecordReader(str(source))
   header, *records = reader.read_all()
   number = int(target.name[:8])
-  sealed = json.loads(header)["content"] | {"number": number}
+  sealed = json.loads(header) | {"number": number}
+  del sealed["crc32"]
   writer = ArrayRecordWriter(str(target), "group_size:1")
-  writer.write(json.dumps({"content": sealed, "crc32": json_crc32(sealed)}).encode())
+  writer.write(json.dumps(with_crc32(sealed)).encode())
   for record in [records[0][:-1] + b"?", *records[1:]]:
     writer.write(record)
   writer.close()
@@ -371,7 +378,7 @@ def test_nothing_that_was_written_is_lost_or_doubled_by_kills(tmp_path):
   assert len(returned) > 5 and set(returned) <= set(found) and len(found) <= len(returned) + 5
   for number in found:
     assert_same(store.read(number), make_batch(number, size=2000))
-  listed = [json.loads(line)["content"]["number"] for line in index_lines(store)]
+  listed = [json.loads(line)["number"] for line in index_lines(store)]
   assert listed == found
   files = {path.name for path in store.directory.iterdir()}
   assert files == {INDEX} | {shard(store, number).name for number in found}
@@ -422,14 +429,14 @@ print(store.numbers())
   store = RolloutStore(folder, writable=True)
   assert store.numbers() == [0, 1, 2, 3, 4]  # the last was whole, its line did not fit
   for number in store.numbers():
-    assert_same((store.read(number)[0], None), (make_batch(number)[0], None))
+    assert_same((store.read(number).arrays, None, []), (make_batch(number)[0], None))
 
 
 def test_too_little_space_is_seen_before_writing(filled, monkeypatch):
   usage = shutil.disk_usage(filled.directory)
   monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2**20))
   with pytest.raises(DiskFullError, match=r"00000004.* \(1\.0 MiB free, 1\.5 MiB needed\)\. Free"):
-    filled.append(4, {"x": np.zeros(2**16)}, {})
+    filled.append(4, {"behavior_logprobs": np.ones((1, 1, 2**17), np.float32)}, {})
   monkeypatch.undo()
   filled.append(4, *make_batch(4))
   assert filled.numbers() == [0, 1, 2, 3, 4]
@@ -438,12 +445,12 @@ def test_too_little_space_is_seen_before_writing(filled, monkeypatch):
 def test_what_the_library_loses_in_silence_is_not_stored(filled, monkeypatch):
   class Forgetful(ArrayRecordWriter):
     def write(self, record):
-      if len(record) != 100:
+      if b"lost" not in record:
         super().write(record)
 
   monkeypatch.setattr(shards, "ArrayRecordWriter", Forgetful)
   with pytest.raises(OSError, match=r"00000004\.array_record does not read back as written"):
-    filled.append(4, {"a": np.zeros(3), "lost": np.zeros(100, np.int8)}, {})
+    filled.append(4, {"rewards": np.zeros((2, 1), np.float32)}, {}, ["there", "lost"])
   assert filled.numbers() == [0, 1, 2, 3] and len(os.listdir(filled.directory)) == 5
 
 
@@ -472,10 +479,10 @@ def test_a_folder_that_is_not_there_is_not_made_for_reading(tmp_path):
 
 def test_another_format_is_named(filled, monkeypatch):
   filled.close()
-  monkeypatch.setattr(shards, "MARKER", "rlvr_jax rollouts 2")
+  monkeypatch.setattr(shards, "MARKER", "rlvr_jax rollouts 3")
   before = index_lines(filled)
   for writable in (False, True):
-    with pytest.raises(StoreError, match=r"format 'rlvr_jax rollouts 1', this version reads .* 2'"):
+    with pytest.raises(StoreError, match=r"format 'rlvr_jax rollouts 2', this version reads .* 3'"):
       RolloutStore(filled.directory, writable=writable)
   assert index_lines(filled) == before
 
@@ -506,7 +513,7 @@ store = RolloutStore(sys.argv[1], writable=True)
 size = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size + 300 * 2**20,) * 2)
 try:
-  store.append(0, {"x": np.zeros(3)}, {})
+  store.append(0, {"rewards": np.zeros((1, 3), np.float32)}, {})
 except StoreError as error:
   print(error)
 resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)

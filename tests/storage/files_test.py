@@ -95,6 +95,29 @@ def test_a_torn_last_line_is_left_out_and_a_damaged_one_named(tmp_path):
     list(files.read_records(path))
 
 
+def test_opening_removes_a_torn_last_line_alone(tmp_path):
+  path = tmp_path / "a.jsonl"
+  for whole in (b"", b'{"x": 1}\n', b"no record\n" * 20_000):
+    for torn in (b"", b'{"x', b"y" * 200_000):
+      path.write_bytes(whole + torn)
+      lines = files.JsonLines(path)
+      lines.append([{"x": 2}])
+      lines.close()
+      assert path.read_bytes() == whole + b'{"x": 2}\n'
+
+
+def test_a_locked_file_is_left_as_it_is(tmp_path):
+  path = tmp_path / "a.jsonl"
+  first = files.JsonLines(path, exclusive=True)
+  path.write_bytes(b"being writ")
+  with pytest.raises(BlockingIOError):
+    files.JsonLines(path, exclusive=True)
+  assert path.read_bytes() == b"being writ"
+  first.close()
+  files.JsonLines(path, exclusive=True).close()
+  assert path.read_bytes() == b""
+
+
 @pytest.mark.parametrize(
   ("error", "full"),
   [

@@ -103,8 +103,7 @@ def hanging(emulator):
 
 
 def test_a_write_ends_with_the_time_that_its_claim_certainly_has(url, hanging):
-  bucket = Bucket(url)
-  bucket.guard = lambda: 0.3
+  bucket = Bucket(url, lambda: 0.3)
   began = time.monotonic()
   with hanging(), pytest.raises(UnreachableError, match=f"{url}/a cannot .*no answer in time"):
     bucket.put("a", b"one")
@@ -172,10 +171,10 @@ def test_lines_whose_put_was_not_answered_are_there_once(url, names, hanging):
   with opened(url) as workdir:
     lines = JsonLines(workdir.local / "metrics.jsonl")
     lines.append([{"step": 0, "phase": "train"}])
-    workdir.guard = lambda: 0.3
+    workdir.guard_by(lambda: 0.3)
     with hanging(), pytest.raises(UnreachableError):
       workdir.publish()
-    workdir.guard = lambda: 60.0
+    workdir.guard_by(lambda: 60.0)
     lines.append([{"step": 1, "phase": "train"}])
   assert names() == ["metrics.jsonl/00000000", "metrics.jsonl/00000001"]
   assert [record["step"] for record in read_metrics(url)] == [0, 1]
@@ -260,7 +259,7 @@ def batch(number):
 def assert_has(store, numbers):
   assert store.numbers() == numbers
   for number in numbers:
-    arrays, info = store.read(number)
+    arrays, info, _ = store.read(number)
     assert np.array_equal(arrays["tokens"], batch(number)[0]["tokens"])
     assert info == batch(number)[1] and store.info(number)["version"] == number
 
@@ -318,7 +317,7 @@ def test_finished_groups_survive_their_machine(url, names, monkeypatch):
     *(np.full((2, 3), k, "i4"), np.full(2, 3, "i4")),
     *(np.full(2, True), np.full((2, 3), k, "f4")),
   )
-  group = lambda k: Group(k, *arrays(k))
+  group = lambda k: Group(None, k, *arrays(k))
   vanished = Workdir(url)  # it never closes
   with RolloutStore(f"{url}/rollouts", writable=True, workdir=vanished) as store:
     for draw in range(2):
@@ -328,9 +327,9 @@ def test_finished_groups_survive_their_machine(url, names, monkeypatch):
   with opened(url) as workdir:
     with RolloutStore(f"{url}/rollouts", writable=True, workdir=workdir) as store:
       journal = store.journal()
-      found = [from_json(content) for content in journal.read(1, "ours")]
+      found = [from_json(content, None) for content in journal.read(1, "ours")]
       for expected, one in zip([group(0), group(1)], found, strict=True):
-        for array, other in zip(expected[1:], one[1:], strict=True):
+        for array, other in zip(expected[2:], one[2:], strict=True):
           assert np.array_equal(array, other) and array.dtype == other.dtype
       journal.append(1, "ours", [group(2)])
       wait_until(lambda: names() == [*objects, "rollouts/groups/00000001.jsonl/00000001"])

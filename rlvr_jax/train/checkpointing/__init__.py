@@ -3,7 +3,6 @@
 __all__ = [
   "checkpoint",
   "checkpoint_files",
-  "checksums",
   "claim",
   "workdir",
 ]

@@ -39,7 +39,7 @@ _SPARE_BYTES = 4 * 2**20  # space for the manifest and orbax's own files
 
 
 class Restored(NamedTuple):
-  """What `Checkpointer.restore` returns."""
+  """A checkpoint that `Checkpointer.restore` has read."""
 
   step: int
   state: Any  # as saved, with the shardings of `abstract_state`
@@ -130,8 +130,8 @@ class Checkpointer:
     values, manifest = items_to_save(step, state, host=host, arrays=arrays, metric=metric)
     self._check_space(values)
     if self._bucket is not None:
-      self._bucket.guard()  # orbax, which writes the objects, knows nothing of claims
-    self._policy.keep_at_or_before = keep_at_or_before
+      self._bucket.allowed_s()  # orbax, which writes the objects, knows nothing of claims
+    self._policy.keep_for_return(keep_at_or_before)
     # Orbax does not accept arrays without elements; the manifest has their shape and dtype.
     stored = {name: value for name, value in values.items() if value.size}
     with self._reporting_failures():
@@ -303,8 +303,13 @@ class _Preservation(ocp.checkpoint_managers.PreservationPolicy):
 
   def __init__(self, keep: int, scores: dict[int, float | None], *, by_orbax: bool):
     """`by_orbax`: whether orbax removes the others; see `Checkpointer._remove_objects`."""
-    self.keep, self.scores, self.by_orbax = keep, scores, by_orbax
-    self.keep_at_or_before: int | None = None  # of the last save; nothing is removed without one
+    self.scores = scores
+    self._keep, self._by_orbax = keep, by_orbax
+    self._return_to: int | None = None  # of the last save; nothing is removed without one
+
+  def keep_for_return(self, at_or_before: int | None) -> None:
+    """Keeps the greatest step ≤ this one, until the next call; see `Checkpointer.save`."""
+    self._return_to = at_or_before
 
   def best(self, steps: Sequence[int]) -> int | None:
     scores = ((self.scores.get(step), step) for step in steps)
@@ -314,14 +319,14 @@ class _Preservation(ocp.checkpoint_managers.PreservationPolicy):
   def should_preserve(self, checkpoints, *, context) -> list[bool]:
     del context
     steps = [info.step for info in checkpoints]
-    kept = self.kept(steps) if self.by_orbax else steps
+    kept = self.kept(steps) if self._by_orbax else steps
     return [step in kept for step in steps]
 
   def kept(self, steps: Sequence[int]) -> set[int | None]:
     """Those of the saved steps that are kept."""
-    kept = {*sorted(steps)[-self.keep :], self.best(steps)}
-    if self.keep_at_or_before is not None:
-      kept.add(max((step for step in steps if step <= self.keep_at_or_before), default=None))
+    kept = {*sorted(steps)[-self._keep :], self.best(steps)}
+    if self._return_to is not None:
+      kept.add(max((step for step in steps if step <= self._return_to), default=None))
     return kept
 
 

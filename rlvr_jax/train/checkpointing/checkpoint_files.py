@@ -15,6 +15,7 @@ import os
 import pathlib
 import sys
 import warnings
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,7 +27,7 @@ import orbax.checkpoint as ocp
 from rlvr_jax.storage.bucket import UnreachableError
 from rlvr_jax.storage.files import json_crc32
 from rlvr_jax.storage.places import absolute, in_bucket
-from rlvr_jax.train.checkpointing.checksums import device_checksums, host_checksum
+from rlvr_jax.train.cluster.sharding import to_host
 from rlvr_jax.types import Params
 
 MARKER = "rlvr_jax checkpoint 1"
@@ -272,6 +273,46 @@ def _join_arrays(skeleton: Any, arrays: Mapping[str, np.ndarray]) -> Any:
     case {"list": children}:
       return [_join_arrays(child, arrays) for child in children]
   raise ValueError(f"unknown node {skeleton!r} in the manifest")
+
+
+# --- checksums of arrays --------------------------------------------------------------------------
+
+_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
+
+
+@jax.jit
+def _checksums(leaves: list[jax.Array]) -> list[jax.Array]:
+  """Σ bits·(2·index + 1) mod 2³² of each leaf, index = row-major position; u32[] each.
+
+  Integer arithmetic is exact in any order, so the sums do not depend on the sharding. The weights
+  are odd, so that any change of one element changes the sum, and differ, so that order matters.
+  """
+
+  def checksum(x: jax.Array) -> jax.Array:
+    if x.dtype == jnp.bool_:
+      x = x.astype(jnp.uint8)
+    bits = jax.lax.bitcast_convert_type(x, _UNSIGNED[x.dtype.itemsize]).astype(jnp.uint32)
+    weight, stride = jnp.ones((), jnp.uint32), 2
+    for axis in reversed(range(bits.ndim)):
+      index = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+      weight, stride = weight + index * jnp.uint32(stride % 2**32), stride * bits.shape[axis]
+    return jnp.sum(bits * weight, dtype=jnp.uint32)
+
+  return [checksum(x) for x in leaves]
+
+
+def parameter_checksums(params: Any) -> jax.Array:
+  """`_checksums` of all leaves, u32[leaves]; independent of the sharding."""
+  return jnp.stack(_checksums(jax.tree.leaves(params)))
+
+
+def device_checksums(leaves: Mapping[str, jax.Array]) -> dict[str, int]:
+  sums = to_host(_checksums(list(leaves.values())))
+  return {name: int(s) for name, s in zip(leaves, sums, strict=True)}
+
+
+def host_checksum(array: np.ndarray) -> int:
+  return zlib.crc32(array.tobytes())
 
 
 # --- manifest -------------------------------------------------------------------------------------

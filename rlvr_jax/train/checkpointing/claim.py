@@ -1,9 +1,9 @@
 """Claims a workdir in a bucket for one process, which proves by a heartbeat that it is alive.
 
-The claim is an object that its owner writes again every few seconds, on the condition that nobody
-else has. Who finds one waits until it changes, and is refused, or until it has not changed for as
-long as its owner may be silent, and takes it over. An owner that was silent for so long writes
-nothing any more.
+The claim is an object that its owner writes again every few seconds, on the condition that no other
+process has written it. A process that finds a claim watches it, by its own clock. If the object
+changes, the process is refused. If it does not change for as long as its owner may be silent, the
+process takes it over. An owner that was silent for so long writes nothing any more.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlvr_jax.storage.bucket import Bucket, ChangedError
 from rlvr_jax.storage.places import OWNER
@@ -30,6 +30,17 @@ LIMIT_S = 60.0  # seconds without one after which a claim may be taken over
 
 class WorkdirError(RuntimeError):
   """The workdir belongs to another configuration or to a running process."""
+
+
+class _Owner(NamedTuple):
+  """The process that has a claim; JSON."""
+
+  id: str  # of the claim
+  host: str
+  process: int
+  began: str | None  # when the process began, see `_began`
+  machine: str  # see `_machine`
+  limit_s: float  # seconds without a heartbeat after which others may take over
 
 
 class BucketClaim:
@@ -55,18 +66,16 @@ class BucketClaim:
     Raises:
       WorkdirError: another process has the folder.
     """
-    self._bucket, self._beat_s, self._limit_s, self._on_loss = bucket, beat_s, limit_s, on_loss
+    self._bucket = bucket
+    self._owner = _Owner(
+      id=uuid.uuid4().hex,
+      host=socket.gethostname(),
+      process=os.getpid(),
+      began=_began(os.getpid()),
+      machine=_machine() if machine is None else machine,
+      limit_s=limit_s,
+    )
     self._beats = 0
-    self._machine = _machine() if machine is None else machine
-    self._id = uuid.uuid4().hex
-    self._about = {
-      "id": self._id,
-      "host": socket.gethostname(),
-      "process": os.getpid(),
-      "began": _began(os.getpid()),
-      "machine": self._machine,
-      "limit_s": limit_s,
-    }
     generation = self._free_generation()
     self._confirmed = _now()
     try:
@@ -74,7 +83,7 @@ class BucketClaim:
     except ChangedError:
       raise WorkdirError(self._in_use()) from None
     self._ended = threading.Event()
-    self._thread = threading.Thread(target=self._beat, daemon=True)
+    self._thread = threading.Thread(target=self._beat, args=(beat_s, on_loss), daemon=True)
     self._thread.start()
 
   def check(self) -> float:
@@ -84,7 +93,7 @@ class BucketClaim:
       WorkdirError: another process may have taken over.
     """
     silent = _now() - self._confirmed
-    left = 0.9 * self._limit_s - silent
+    left = 0.9 * self._owner.limit_s - silent
     if left <= 0:
       raise WorkdirError(
         f"{self._bucket.url} has had no heartbeat of this process for {silent:.0f} s, so that"
@@ -101,7 +110,7 @@ class BucketClaim:
 
   def _content(self) -> bytes:
     self._beats += 1
-    return (json.dumps(self._about | {"beats": self._beats}) + "\n").encode()
+    return (json.dumps(self._owner._asdict() | {"beats": self._beats}) + "\n").encode()
 
   def _free_generation(self) -> int:
     """The generation of a claim that has no living owner; 0 if there is no claim."""
@@ -109,17 +118,16 @@ class BucketClaim:
       data, first = self._bucket.read_generation(OWNER)
     except FileNotFoundError:
       return 0
-    owner = self._owner(data)
-    if owner["machine"] == self._machine and _began(owner["process"]) != owner["began"]:
+    owner = self._parse(data)
+    if owner.machine == self._owner.machine and _began(owner.process) != owner.began:
       return first
-    limit_s = owner["limit_s"]
     say(
-      f"{self._bucket.url} is claimed by process {owner['process']} on {owner['host']}: waiting for"
-      f" up to {limit_s:.0f} s for a heartbeat, to see whether it is alive"
+      f"{self._bucket.url} is claimed by process {owner.process} on {owner.host}: waiting for"
+      f" up to {owner.limit_s:.0f} s for a heartbeat, to see whether it is alive"
     )
     seen = _now()
-    while _now() - seen < limit_s:
-      time.sleep(min(1.0, limit_s / 20))
+    while _now() - seen < owner.limit_s:
+      time.sleep(min(1.0, owner.limit_s / 20))
       try:
         _, generation = self._bucket.read_generation(OWNER)
       except FileNotFoundError:
@@ -128,10 +136,11 @@ class BucketClaim:
         raise WorkdirError(self._in_use())
     return first
 
-  def _owner(self, data: bytes) -> dict[str, Any]:
+  def _parse(self, data: bytes) -> _Owner:
+    """The owner that a claim names."""
     try:
-      owner = json.loads(data)
-      return {name: owner[name] for name in self._about}
+      content = json.loads(data)
+      return _Owner(**{name: content[name] for name in _Owner._fields})
     except (ValueError, KeyError, TypeError):
       raise WorkdirError(
         f"{self._bucket.url}/{OWNER} is not a claim of this version of rlvr_jax; remove it if no"
@@ -141,25 +150,26 @@ class BucketClaim:
   def _in_use(self) -> str:
     who = "another process"
     with contextlib.suppress(FileNotFoundError):  # it has just ended
-      owner = self._owner(self._bucket.read(OWNER))
-      who = f"process {owner['process']} on {owner['host']}"
+      owner = self._parse(self._bucket.read(OWNER))
+      who = f"process {owner.process} on {owner.host}"
     return f"{self._bucket.url} is in use by {who}. Wait for it, stop it, or use another --workdir."
 
-  def _beat(self) -> None:
-    while not self._ended.wait(self._beat_s):
+  def _beat(self, beat_s: float, on_loss: Callable[[str], Any]) -> None:
+    """Runs in a thread; arguments as of `__init__`."""
+    while not self._ended.wait(beat_s):
       began = _now()
       try:
         self.check()
         self._generation = self._proven()
         self._confirmed = began
       except ChangedError:
-        self._on_loss(
+        on_loss(
           f"error: another process has taken over {self._bucket.url}, since this one was silent for"
-          f" more than {self._limit_s:.0f} s; this one has stopped writing"
+          f" more than {self._owner.limit_s:.0f} s; this one has stopped writing"
         )
         return
       except WorkdirError as error:
-        self._on_loss(f"error: {error}")
+        on_loss(f"error: {error}")
         return
       except OSError:
         pass  # tried again until the limit
@@ -171,13 +181,13 @@ class BucketClaim:
     except ChangedError:
       with contextlib.suppress(FileNotFoundError):
         data, generation = self._bucket.read_generation(OWNER)
-        if self._id.encode() in data:  # an earlier heartbeat, whose answer was lost
+        if self._owner.id.encode() in data:  # an earlier heartbeat, whose answer was lost
           return self._put(generation)
       raise
 
   def _put(self, generation: int) -> int:
     # A connection that hangs must not cost the claim: several are tried within the limit.
-    limit_s = self._limit_s / 5
+    limit_s = self._owner.limit_s / 5
     content = self._content()
     return self._bucket.put(OWNER, content, generation=generation, deadline_s=limit_s)
 

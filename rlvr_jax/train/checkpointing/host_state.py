@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds beside the train state and the arrays of pending batches."""
+"""The host's part of a checkpoint, without the train state and the arrays of pending batches."""
 
 from __future__ import annotations
 

@@ -18,10 +18,6 @@ from rlvr_jax.train.checkpointing.claim import BucketClaim, WorkdirError
 from rlvr_jax.train.cluster import multihost
 
 LAYOUT_FILE = "layout.json"  # the machine of the process that began or resumed a run last
-_EARLIER = (
-  "That run is of an earlier version, which had components as name and kwargs; this version cannot"
-  " resume it. "
-)
 # What a run writes after its configuration. Without warm_start, which users may copy there.
 _OF_A_RUN = ("checkpoints", "rollouts", "metrics.jsonl", "problems.jsonl")
 
@@ -71,7 +67,7 @@ class StartFiles:
     self._removed_unless_begun = False
 
   def check_config(self, config_json: str, may_differ: Collection[str]) -> None:
-    """As `check_config`, for the process that has the claim."""
+    """Calls `check_config`, in the process that has the claim."""
     self._removed_unless_begun = not (self._workdir.local / "config.json").exists()
     check_config(self._workdir, config_json, may_differ=may_differ)
 
@@ -119,7 +115,7 @@ def claimed(workdir: Workdir) -> WorkdirLock | BucketClaim:
   if not in_bucket(workdir.kept):
     return WorkdirLock(workdir.kept)
   owner = BucketClaim(workdir.bucket(), beat_s=claim.BEAT_S, limit_s=claim.LIMIT_S)
-  workdir.guard = owner.check
+  workdir.guard_by(owner.check)
   return owner
 
 
@@ -154,13 +150,10 @@ def check_config(workdir: Workdir, config_json: str, *, may_differ: Collection[s
     if then.get(name) != now.get(name)
     and not any(name == field or name.startswith(f"{field}.") for field in may_differ)
   ]
-  # Earlier versions had groups of fields that are now one string.
-  earlier = any(isinstance(old.get(name), dict) for name, v in new.items() if isinstance(v, str))
   if lines:
     raise WorkdirError(
       f"{kept} belongs to a run with another configuration:\n" + "\n".join(lines) + "\n"
-      f"{_EARLIER if earlier else ''}Use another --workdir, or the configuration of the run that is"
-      " there."
+      "Use another --workdir, or the configuration of the run that is there."
     )
 
 

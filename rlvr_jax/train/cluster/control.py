@@ -1,8 +1,8 @@
-"""Control messages between the processes of a run, over TCP: no device takes part.
+"""Control messages between the processes of a run, over TCP and without its devices.
 
-Every process has a connection to the first one, which collects what all say in an exchange and
-sends it to each. So a message does not wait for what the devices compute, and as the kernel closes
-the connections of a process that dies, the others know at once.
+Every process has a connection to the first one, which collects the values of an exchange and sends
+all of them to each. So a message does not wait for what the devices compute. The kernel closes the
+connections of a process that dies, so that the others notice at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-_HELLO_S = 10.0  # for a connection to say whose it is
+_HELLO_S = 10.0  # for the first line of a connection
 _RERUN = "Rerun the same command on every host to resume from the last checkpoint"
 # A host that loses power closes nothing: after some 40 s without an answer it counts as dead.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
@@ -32,7 +32,7 @@ class Address(NamedTuple):
 
   hosts: list[str]  # names and numbers of its host, to be tried in this order
   port: int
-  token: str  # tells the processes of this run from strangers
+  token: str  # identifies the processes of this run
 
 
 class _Connection:
@@ -49,7 +49,7 @@ class _Connection:
     self._sending = threading.Lock()
 
   def send(self, *message: Any) -> None:
-    """Sends a message; nothing if the other process is gone, which `receive` finds."""
+    """Sends a message; does nothing if the other process has ended, which `receive` notices."""
     line = json.dumps(message).encode() + b"\n"
     with self._sending, contextlib.suppress(OSError):
       self._socket.sendall(line)
@@ -61,6 +61,38 @@ class _Connection:
     except OSError:
       return None
     return json.loads(line) if line.endswith(b"\n") else None
+
+
+class _Exchanges:
+  """Values of all processes by exchange; any thread may add to them.
+
+  Attributes:
+    phase: of the last exchange that this process began.
+  """
+
+  def __init__(self, count: int):
+    """`count`: of all processes."""
+    self.phase = "the start"
+    self._count, self._number = count, 0
+    self._changed = threading.Condition()  # guards `_said`
+    self._said: dict[int, dict[int, tuple[str, Any]]] = collections.defaultdict(dict)
+
+  def begin(self, phase: str) -> int:
+    """The number of the next exchange."""
+    self.phase, self._number = phase, self._number + 1
+    return self._number
+
+  def hear(self, number: int, said: Mapping[int, tuple[str, Any]]) -> None:
+    """Adds (phase, value) by process to an exchange."""
+    with self._changed:
+      self._said[number].update(said)
+      self._changed.notify_all()
+
+  def wait(self, number: int, deadline_s: float) -> dict[int, tuple[str, Any]]:
+    """(phase, value) of all processes, or of those that have come within the deadline."""
+    with self._changed:
+      self._changed.wait_for(lambda: len(self._said[number]) == self._count, deadline_s)
+      return self._said.pop(number)
 
 
 class Channel:
@@ -81,16 +113,15 @@ class Channel:
       process: number of this one.
       count: of all processes.
       connections: by process; of the first process to all others, of others to the first.
-      on_request: called in a thread when another process has been asked to end.
+      on_request: called in a thread when another process has got a request for shutdown.
       on_loss: called in a thread with a message that names a process that has died or failed.
     """
     self.process, self.count = process, count
     self._connections = connections
     self._on_request, self._on_loss = on_request, on_loss
-    self._changed = threading.Condition()  # guards what follows
-    self._said: dict[int, dict[int, tuple[str, Any]]] = collections.defaultdict(dict)
+    self._exchanges = _Exchanges(count)
     self._left: set[int] = set()  # processes that have ended in order
-    self._number, self._phase = 0, "the start"
+    self._leaving = threading.Lock()  # guards `_left`
     for other, connection in connections.items():
       threading.Thread(
         target=self._read, args=(other, connection), name=f"control-{other}", daemon=True
@@ -106,22 +137,18 @@ class Channel:
     Raises:
       ControlError: one did not call in time, or called in another phase; it is named.
     """
-    self._phase, self._number = phase, self._number + 1
-    number = self._number
+    number = self._exchanges.begin(phase)
     if self.process:
       self._connections[0].send("value", number, phase, value)
     else:
-      self._hear(number, {0: (phase, value)})
-    with self._changed:
-      heard = lambda: len(self._said[number]) == self.count
-      if not self._changed.wait_for(heard, deadline_s):
-        silent = sorted(set(range(self.count)) - self._said[number].keys() - {self.process})
-        raise ControlError(
-          f"process {', '.join(map(str, silent))} of {self.count} did not reach {phase!r} within"
-          f" {deadline_s:g} s; see what it printed. {_RERUN}"
-        )
-      said = [self._said[number][process] for process in range(self.count)]
-      del self._said[number]
+      self._exchanges.hear(number, {0: (phase, value)})
+    heard = self._exchanges.wait(number, deadline_s)
+    if silent := sorted(set(range(self.count)) - heard.keys() - {self.process}):
+      raise ControlError(
+        f"process {', '.join(map(str, silent))} of {self.count} did not reach {phase!r} within"
+        f" {deadline_s:g} s; see what it printed. {_RERUN}"
+      )
+    said = [heard[process] for process in range(self.count)]
     for connection in self._connections.values() if not self.process else ():
       connection.send("values", number, said)
     if phases := {other: p for other, (p, _) in enumerate(said) if p != phase}:
@@ -132,21 +159,16 @@ class Channel:
     return [value for _, value in said]
 
   def request(self) -> None:
-    """Tells all processes that this one has been asked to end."""
+    """Sends all processes the request for shutdown that this one has got."""
     for connection in self._connections.values():
       connection.send("request")
 
   def leave(self, failure: str = "") -> None:
-    """Says that this process ends now, in order or with a failure that the others should name."""
-    with self._changed:
+    """Announces that this process ends now, in order or with a failure that the others name."""
+    with self._leaving:
       self._left |= self._connections.keys()
     for connection in self._connections.values():
       connection.send("leave", self.process, failure)
-
-  def _hear(self, number: int, said: Mapping[int, tuple[str, Any]]) -> None:
-    with self._changed:
-      self._said[number].update(said)
-      self._changed.notify_all()
 
   def _read(self, other: int, connection: _Connection) -> None:
     """Runs in a thread: what one process says, until it has left."""
@@ -154,10 +176,10 @@ class Channel:
       kind, *content = message
       if kind == "value":
         number, phase, value = content
-        self._hear(number, {other: (phase, value)})
+        self._exchanges.hear(number, {other: (phase, value)})
       elif kind == "values":
         number, said = content
-        self._hear(number, dict(enumerate(map(tuple, said))))
+        self._exchanges.hear(number, dict(enumerate(map(tuple, said))))
       elif kind == "request":
         self._on_request()
         self._tell_others(other, "request")
@@ -167,7 +189,7 @@ class Channel:
 
   def _lost(self, other: int, process: int, failure: str) -> None:
     """A process has ended; `other` is the one that said so, or the process itself."""
-    with self._changed:
+    with self._leaving:
       known = bool({other, process} & self._left)
       self._left.add(process)
     if known or not failure:
@@ -175,7 +197,7 @@ class Channel:
     self._tell_others(other, "leave", process, failure)
     self._on_loss(
       f"process {process} of {self.count} {failure}; process {self.process} was at"
-      f" {self._phase!r}. See what it printed. {_RERUN}"
+      f" {self._exchanges.phase!r}. See what it printed. {_RERUN}"
     )
 
   def _tell_others(self, source: int, *message: Any) -> None:
@@ -243,7 +265,7 @@ def connect(address: Address, process: int) -> _Connection:
     if _introduced(connected, address.token, process) == 0:
       return _Connection(connected)
     connected.close()
-    failures.append(f"{host}: another program is there")
+    failures.append(f"{host}: another program uses the port")
   raise ControlError(
     f"process {process} cannot reach process 0 at port {address.port} ({'; '.join(failures)}):"
     " allow TCP connections between the hosts"

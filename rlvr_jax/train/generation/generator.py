@@ -255,11 +255,11 @@ class Generator:
       max_response_length=c.max_response_length,
       sources=[source.name for source in sources],
     )
-    arrays, info = to_shard(batch, **about)
+    arrays, info, samples = to_shard(batch, **about)
     draws = info["after"]["draws"]
 
     def write() -> None:
-      self._store.append(batch.number, arrays, info)
+      self._store.append(batch.number, arrays, info, samples)
       self._streams.forget(before=draws)
 
     multihost.on_first(write, None)

@@ -1,46 +1,49 @@
-"""A run's JSON-lines files: the names of records that checkpoints store, and repair."""
+"""A run's files of records: a resumed run keeps those up to its checkpoint, and checks them."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import pathlib
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from rlvr_jax.storage.files import JsonLines, replacing
+from rlvr_jax.storage.files import JsonLines, parse_line, read_lines, replace_lines
+
+WARM_START = "warm_start"  # a phase with its own counter of steps
+BEFORE_FIRST_STEP = -1  # keeps the records of the warm start
 
 
 class Records:
-  """Appends records to a file and to a hidden copy of it.
+  """Appends records to a file.
 
-  Checkpoints store the names of the records, such as "train 12 1c291ca3" (phase, step, checksum of
-  the line). A resumed run has exactly the records that its checkpoint names: records that the file
-  has lost are restored from the copy, and `damage` reports them.
+  A checkpoint stores how many records of each phase there are up to its step, and their checksum.
+  A resumed run keeps the records up to that step. It drops later ones, since it writes them again.
 
   Attributes:
-    names: of the records in the file, in order.
-    damage: messages on differences between the file and `names`; empty if there are none.
+    damage: says how the file differs from what the checkpoint stores; "" if it does not.
   """
 
-  def __init__(self, path: pathlib.Path, names: Sequence[str]):
-    """Opens or creates the file and keeps the records in `names`; later ones are dropped."""
-    copy = path.with_name(f".{path.name}")
-    found, spare = _lines(path), _lines(copy)
-    lines = {_name(line): line for line in spare + found}
-    self.names = [name for name in names if name in lines]
-    self.damage: list[str] = []
-    if [_name(line) for line in found[: len(names)]] != list(names):
-      self.damage.append(_keep_damaged(path, names, [*map(_name, found)], lines.keys()))
-    text = b"".join(lines[name] for name in self.names)
-    for file, before in ((path, found), (copy, spare)):
-      if not file.exists() or b"".join(before) != text:
-        with replacing(file) as new:
-          new.write(text)
-    self._files = [JsonLines(path), JsonLines(copy)]
+  def __init__(self, path: pathlib.Path, step: int | None, written: Mapping[str, Any] | None):
+    """Opens or creates the file.
+
+    Args:
+      path: of the file.
+      step: the last one whose records are kept; None to keep no record.
+      written: what `written` returned when the checkpoint was saved; None not to compare.
+    """
+    lines = [line for line in read_lines(path) if line.endswith(b"\n")]  # others are torn
+    found = [(line, _parse(line)) for line in lines]
+    kept = [(line, r) for line, r in found if r is not None and _is_until(r, step)]
+    self._records = [record for _, record in kept]
+    self.damage = ""
+    if written is not None:
+      strangers = sum(record is None for _, record in found)
+      self.damage = _compare(path, _summary(self._records), written, strangers)
+    replace_lines(path, [line for line, _ in kept])
+    self._lines = JsonLines(path)
 
   def append(self, records: Iterable[Mapping[str, Any]]) -> None:
     """Appends one line per record; each has "step" and "phase".
@@ -49,90 +52,71 @@ class Records:
       DiskFullError: no space is left.
     """
     records = list(records)
-    for file in self._files:
-      lines = file.append(records)
-    self.names += map(_name, lines)
+    for record, line in zip(records, self._lines.append(records), strict=True):
+      self._records.append(_Record(record["phase"], record["step"], zlib.crc32(line)))
 
-  def sync(self) -> None:
-    """Syncs the files to disk; call it before saving a checkpoint that names the records."""
-    for file in self._files:
-      os.fsync(file.fileno())
+  def written(self, step: int) -> dict[str, Any]:
+    """Syncs the file to disk; returns what a checkpoint stores of records up to a step; JSON."""
+    os.fsync(self._lines.fileno())
+    return _summary([record for record in self._records if _is_until(record, step)])
 
   def close(self) -> None:
-    """Closes the files."""
-    for file in self._files:
-      file.close()
+    """Closes the file."""
+    self._lines.close()
 
 
-def names_until(path: pathlib.Path, step: int) -> list[str]:
-  """Names of a file's records up to a step, for a checkpoint that does not have them."""
-  return until([name for name in map(_name, _lines(path)) if name], step)
+class _Record(NamedTuple):
+  phase: str
+  step: int
+  checksum: int  # of its line
 
 
-def until(names: Iterable[str], step: int) -> list[str]:
-  """Those of the names that are of no later step."""
-  warm_start = "warm_start "  # has its own step counter
-  return [n for n in names if n.startswith(warm_start) or int(n.split()[1]) <= step]
+def _parse(line: bytes) -> _Record | None:
+  """The record in a line; None if it has none."""
+  record = parse_line(line) or {}
+  phase, step = record.get("phase"), record.get("step")
+  if not isinstance(phase, str) or type(step) is not int:
+    return None
+  return _Record(phase, step, zlib.crc32(line))
 
 
-def _lines(path: pathlib.Path) -> list[bytes]:
-  return path.read_bytes().splitlines(keepends=True) if path.exists() else []
+def _is_until(record: _Record, step: int | None) -> bool:
+  return step is not None and (record.phase == WARM_START or record.step <= step)
 
 
-def _name(line: bytes) -> str:
-  """ "phase step checksum" of a record's line; "" for a line that is not a record."""
-  try:
-    record = json.loads(line)
-    phase, step = record["phase"], record["step"]
-  except (ValueError, KeyError, TypeError):
-    return ""
-  complete = line.endswith(b"\n") and isinstance(phase, str) and type(step) is int
-  return f"{phase} {step} {zlib.crc32(line):08x}" if complete else ""
+def _summary(records: Sequence[_Record]) -> dict[str, Any]:
+  """Number of records by phase, and a checksum of all of them in their order."""
+  sums = b"".join(record.checksum.to_bytes(4, "little") for record in records)
+  return {"records": dict(Counter(r.phase for r in records)), "crc32": zlib.crc32(sums)}
 
 
-def _keep_damaged(
-  path: pathlib.Path, names: Sequence[str], found: Sequence[str], available: Iterable[str]
+def _compare(
+  path: pathlib.Path, found: Mapping[str, Any], written: Mapping[str, Any], strangers: int
 ) -> str:
-  """Renames a damaged file, and returns a message about it.
+  """A message if a file is damaged, which is then renamed; "" if it is not.
 
   Args:
-    names: of the records that the checkpoint has.
-    found: names of the file's lines.
-    available: names of the records in the file or its copy.
+    path: of the file.
+    found: `_summary` of its records up to the checkpoint's step.
+    written: the same when the checkpoint was saved.
+    strangers: number of its lines that are not records.
   """
-  missing = list((Counter(names) - Counter(found)).elements())
-  lost = [name for name in names if name not in set(available)]
-  known, labels = set(names), {_label(name) for name in names}
-  repeated = [name for name in (Counter(found) - Counter(names)).elements() if name in known]
-  # Records of later steps are expected: the resumed run writes them again.
-  unknown = [name for name in found if name not in known and (not name or _label(name) in labels)]
-  parts = {
-    f"records missing or changed: {_listed(missing)}": missing,
-    f"records repeated: {_listed(repeated)}": repeated,
-    f"lines that are not its records: {len(unknown)}": unknown,
-  }
-  what = "; ".join(text for text, some in parts.items() if some) or "records in another order"
-  done = f"lost permanently: {_listed(lost)}" if lost else "all were restored from a copy"
+  if found == written and not strangers:
+    return ""
+  counts, expected = found["records"], written["records"]
+  problems = [
+    f"{counts.get(phase, 0)} of {expected.get(phase, 0)} {phase} records"
+    for phase in dict.fromkeys((*expected, *counts))
+    if counts.get(phase, 0) != expected.get(phase, 0)
+  ]
+  if strangers:
+    problems.append(f"{strangers} lines that are not records")
+  what = f"it has {', '.join(problems)}" if problems else "records were changed or moved"
   if not path.exists():
-    return f"{path} was removed ({what}); {done}"
+    return f"{path} was removed: {what}. The run goes on without them"
   candidates = (path.with_name(f"{path.name}.damaged-{k}") for k in itertools.count(1))
-  kept = path.rename(next(candidate for candidate in candidates if not candidate.exists()))
-  return f"{path} differs from the checkpoint's records ({what}); {done}; the old file is {kept}"
-
-
-def _label(name: str) -> str:
-  return name.rpartition(" ")[0]
-
-
-def _listed(names: Sequence[str]) -> str:
-  """ "train 3-5, 8; eval 5": steps by phase."""
-  steps: dict[str, set[int]] = {}
-  for phase, step, _ in (name.rsplit(" ", 2) for name in names):
-    steps.setdefault(phase, set()).add(int(step))
-  parts = []
-  for phase, of_phase in steps.items():
-    runs = itertools.groupby(enumerate(sorted(of_phase)), lambda pair: pair[1] - pair[0])
-    spans = [[step for _, step in run] for _, run in runs]
-    texts = [f"{s[0]}-{s[-1]}" if len(s) > 1 else f"{s[0]}" for s in spans]
-    parts.append(f"{phase} {', '.join(texts)}")
-  return f"{len(names)} ({'; '.join(parts)})"
+  moved = path.rename(next(candidate for candidate in candidates if not candidate.exists()))
+  return (
+    f"{path} differs from what the checkpoint recorded: {what}. The run goes on with the records"
+    f" that are left; the old file is {moved}"
+  )

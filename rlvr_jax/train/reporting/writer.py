@@ -24,22 +24,22 @@ from rlvr_jax.evaluate.run_files import (
 )
 from rlvr_jax.storage.files import replacing, reporting_full_disk
 from rlvr_jax.train.reporting.progress import say
-from rlvr_jax.train.reporting.records import Records, names_until, until
+from rlvr_jax.train.reporting.records import BEFORE_FIRST_STEP, Records
 
 
 class MetricWriter:
   """Appends the records of a run, so that a killed and resumed run ends with the same files.
 
   Write every record of step N before saving the checkpoint of step N, which stores what `written`
-  returns. Resuming from it keeps these records, drops later ones and a torn last line, and repairs
-  and reports later damage.
+  returns. Resuming from it keeps the records up to step N, drops later ones and a torn last line,
+  and reports damage.
   """
 
   def __init__(
     self,
     workdir: str | os.PathLike[str],
     resume_step: int | None,
-    written: Mapping[str, Sequence[str]] | None = None,
+    written: Mapping[str, Any] | None = None,
     trackers: Sequence[Any] = (),
     publish: Callable[[], None] = lambda: None,
     kept: str | os.PathLike[str] | None = None,
@@ -50,27 +50,24 @@ class MetricWriter:
       workdir: created if needed.
       resume_step: the restored step; None for a new run.
       written: what `written` returned when the checkpoint, or the warm start of a new run, was
-        saved. If None, a new run drops every record, and a resumed run keeps records as they are.
+        saved. If None, a new run drops every record, and a resumed run does not look for damage.
       trackers: of `train.reporting.trackers`; they get a copy of every number.
       publish: puts the files where they stay; called when a checkpoint will name their records.
-      kept: that place, for messages; None for `workdir`.
+      kept: the folder where they stay, for messages; None for `workdir`.
     """
-    self.workdir, self._kept = pathlib.Path(workdir), os.fspath(kept or workdir)
+    self.workdir, shown = pathlib.Path(workdir), os.fspath(kept or workdir)
     self.workdir.mkdir(parents=True, exist_ok=True)
     self._purge_step = 0 if resume_step is None else resume_step + 1
     self._keep_warm_start = written is not None or resume_step is not None
+    last_step = BEFORE_FIRST_STEP if resume_step is None and written is not None else resume_step
 
-    def opened(name: str) -> Records:
-      path = self.workdir / name
-      names = written[name] if written else []
-      if written is None and resume_step is not None:
-        names = names_until(path, resume_step)
-      records = Records(path, names)
-      for message in records.damage:
-        say(message.replace(os.fspath(self.workdir), self._kept))
+    def open_records(name: str) -> Records:
+      records = Records(self.workdir / name, last_step, written and written[name])
+      if records.damage:
+        say(records.damage.replace(os.fspath(self.workdir), shown))
       return records
 
-    self._metrics, self._rollouts = opened(METRICS_FILE), opened(ROLLOUTS_FILE)
+    self._metrics, self._rollouts = open_records(METRICS_FILE), open_records(ROLLOUTS_FILE)
     self._boards: dict[str, _Board] = {}
     self._trackers, self._publish = trackers, publish
 
@@ -112,15 +109,14 @@ class MetricWriter:
       np.savez(file, **arrays)
 
   def written(self, step: int) -> dict[str, Any]:
-    """Syncs the records to disk; returns their names by file, for a checkpoint; JSON.
+    """Syncs the records to disk; returns what a checkpoint stores of those up to a step; JSON.
 
-    Without those of later steps: they were written in preparing an update that was not made.
+    Later ones were written in preparing an update that was not made.
     """
     files = {METRICS_FILE: self._metrics, ROLLOUTS_FILE: self._rollouts}
-    for records in files.values():
-      records.sync()
+    written = {name: records.written(step) for name, records in files.items()}
     self._publish()
-    return {name: until(records.names, step) for name, records in files.items()}
+    return written
 
   def close(self) -> None:
     """Closes the files."""

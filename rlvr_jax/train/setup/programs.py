@@ -29,7 +29,7 @@ from rlvr_jax.ops.row_attention import (
 from rlvr_jax.rollouts.engine import Engine
 from rlvr_jax.rollouts.packing import RowLayout, least_row, row_layout
 from rlvr_jax.sampling import sampling_of
-from rlvr_jax.train.checkpointing.checksums import parameter_checksums
+from rlvr_jax.train.checkpointing.checkpoint_files import parameter_checksums
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup.behavior_sources import (
   UNHEATED,

@@ -24,10 +24,14 @@ import jax
 import jaxlib
 import ml_collections
 
-from rlvr_jax.storage.files import TEMPORARY, local_path, sync_folder
+from rlvr_jax.storage.files import TEMPORARY, sync_folder
+from rlvr_jax.storage.places import place
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
-from rlvr_jax.train.checkpointing.checkpoint_files import CheckpointError, read_state
-from rlvr_jax.train.checkpointing.checksums import parameter_checksums
+from rlvr_jax.train.checkpointing.checkpoint_files import (
+  CheckpointError,
+  parameter_checksums,
+  read_state,
+)
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import alive, processor, usable_cores
 from rlvr_jax.train.reporting.progress import say
@@ -55,7 +59,7 @@ def check(config: ml_collections.ConfigDict) -> None:
   if not folder:
     return
   try:
-    local_path("config.warm_start.cache", folder)
+    place("config.warm_start.cache", folder, must_be_on_disk=True)
   except ValueError as error:
     raise CheckpointError(str(error)) from error
   if jax.process_count() > 1:
@@ -73,7 +77,8 @@ class Entry:
     self._abstract = parts.placement.state.params
     self._made_of = made_of(parts, state, frozen)
     name = hashlib.sha256(json.dumps(self._made_of, sort_keys=True).encode()).hexdigest()[:32]
-    folder = local_path("config.warm_start.cache", parts.config.warm_start.cache).absolute()
+    cache = parts.config.warm_start.cache
+    folder = place("config.warm_start.cache", cache, must_be_on_disk=True).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     self.path, self._lock = folder / name, folder / f"{name}.lock"
 

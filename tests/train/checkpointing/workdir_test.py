@@ -55,8 +55,6 @@ def test_config_of_the_workdir(tmp_path):
   assert "ks" not in message and "another --workdir" in message
   assert json.loads((workdir / "config.json").read_text()) == config
 
-  assert "earlier version" not in message
-
   wider = {**config, "mesh": {"data": 8}}
   check_config(Workdir(workdir), json.dumps(wider), may_differ=["mesh"])
   with pytest.raises(WorkdirError, match=r"mesh\.data"):
@@ -69,18 +67,6 @@ def test_a_run_whose_configuration_is_gone_is_not_resumed_under_another(tmp_path
   with pytest.raises(WorkdirError, match=rf"config\.json is missing, but .* has {left} of"):
     check_config(Workdir(tmp_path), json.dumps({"seed": 7}))
   assert not (tmp_path / "config.json").exists()
-
-
-def test_the_workdir_of_an_earlier_version(tmp_path):
-  """There, components were groups of fields."""
-  old = {"seed": 0, "loss": {"name": "ppo_clip", "kwargs": {}, "aggregation": "token_mean"}}
-  check_config(Workdir(tmp_path), json.dumps(old))
-  new = json.dumps({"seed": 0, "loss": "ppo_clip", "aggregation": "token_mean"})
-  with pytest.raises(WorkdirError) as caught:
-    check_config(Workdir(tmp_path), new)
-  last = str(caught.value).splitlines()[-1]
-  assert "of an earlier version" in last and "cannot resume" in last
-  assert "another --workdir" in last
 
 
 @pytest.mark.parametrize(

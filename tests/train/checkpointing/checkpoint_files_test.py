@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlvr_jax.train.checkpointing.checksums import device_checksums
+from rlvr_jax.train.checkpointing.checkpoint_files import device_checksums
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32, jnp.int8, jnp.bool_])
