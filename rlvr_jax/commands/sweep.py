@@ -215,7 +215,7 @@ def sweep(
       say(f"{title}: started, its output is in {folder.kept / run.name / LOG_FILE}")
       if failure := _done(run, number, folder, more):
         failures.append(failure)
-        warn(f"{title}: failed")
+        warn(f"{title}: {failure.partition(';')[0]}")
       else:
         done.append(_result(run, folder))
         left = len(runs) - len(done) - len(failures)

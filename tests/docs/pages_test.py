@@ -20,6 +20,7 @@ from rlvr_jax.configs import base
 from rlvr_jax.train.setup import config_file
 
 ROOT = pathlib.Path(__file__).parents[2]
+CARDS = sorted(path for path in (ROOT / "docs" / "methods").glob("[a-z]*.md"))
 PAGES = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
 PROGRAM = re.compile(r"(python -m rlvr_jax\.main|rlvr_jax) ")
 COMMANDS = [
@@ -157,3 +158,23 @@ def test_the_navigation_has_every_page():
   (models, more) = config.nav[1]["Guides"]
   assert models == {"Models": "models.md"} and {"index.md", "models.md"}.isdisjoint(more["More"])
   assert {"index.md", "models.md", *more["More"]} == set(PAGES)
+
+
+# --- formulas -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.stem)
+def test_a_card_has_one_formula_that_mathml_can_show(card):
+  pytest.importorskip("latex2mathml")  # the extra docs
+  (source,) = re.findall(r"^```math\n(.*?)^```$", card.read_text(), re.DOTALL | re.MULTILINE)
+  markup = website.formula(source)
+  rows = source.count(r"\\") + 1 if "align*" in source else 1
+  assert "<math" in markup and max(markup.count("<mtr>"), 1) >= rows
+
+
+def test_a_command_that_mathml_does_not_have_fails_the_build():
+  pytest.importorskip("latex2mathml")
+  superfences = pytest.importorskip("pymdownx.superfences")
+  for source in (r"\no_such_command{x}", r"\begin{aligned} A &= b \end{aligned}"):
+    with pytest.raises(superfences.SuperFencesException, match="command of this formula"):
+      website.formula(source)
