@@ -16,11 +16,12 @@ ROOMS = ("update", "rollouts", "storage", "costs", "commands", "environments", "
 LARGE = {
   "data/curriculum.py: CurriculumDraws": "estimates and visits of cells, and what was observed",
   "data/huggingface_tokenizer.py: HuggingFaceTokenizer": "constants of the loaded tokenizer",
+  "rewards/pool.py: GraderPool": "one condition guards queue, workers and their places",
 }
 # Objects of libraries, of the standard library and of the sandbox's own syntax trees, which take
 # their settings as attributes; configurations; and a module's hook.
 OUTSIDE = {
-  "codejudge/harness/judge.py": {"node", "test"},
+  "codejudge/harness/judge.py": {"node", "test", "elements"},
   "codejudge/harness/processes.py": {"raw"},
   "codejudge/harness/system_calls.py": {"library"},
   "colab": {"c"},
@@ -31,7 +32,7 @@ OUTSIDE = {
   "rewards/worker.py": {"deadlines"},
   "ops/precision.py": {"traced"},
   "train/checkpointing/checkpoint_files.py": {"sys"},
-  "train/setup/config_file.py": {"task", "flags.FLAGS['config']", "values['config']"},
+  "train/setup/config_file.py": {"config", "task", "flags.FLAGS['config']", "values['config']"},
 }
 THREAD_SETTINGS = {"daemon"}
 

@@ -71,6 +71,17 @@ class _Item(NamedTuple):
   line: bytes
 
 
+class _Options(NamedTuple):
+  """Arguments of a pool; `settings` are those of its workers."""
+
+  settings: Mapping[str, Any]
+  environment: Mapping[str, str]
+  on_grade: Callable[[], None]
+  num_workers: int
+  timeout_s: float
+  startup_timeout_s: float
+
+
 class GraderPool:
   """Grades completions in separate processes, each item under a wall-clock limit.
 
@@ -119,20 +130,18 @@ class GraderPool:
     _check_environment(environment)
     for text in (grader, *preload):
       checked_grader("grader", text)
-    self._settings = {
+    settings = {
       "grader": grader, "timeout_s": timeout_s, "memory_mib": memory_mib, "preload": [*preload],
     }  # fmt: skip
-    self._environment = dict(environment)
-    self._on_grade = on_grade
-    self._timeout_s = timeout_s
-    self._startup_timeout_s = startup_timeout_s
+    self._options = _Options(
+      settings, dict(environment), on_grade, num_workers, timeout_s, startup_timeout_s
+    )
     self._changed = threading.Condition()  # guards everything below
     self._queue: collections.deque[_Item] = collections.deque()
     self._in_progress: set[GradingFuture] = set()
     self._failure: Exception | None = None
-    self._workers = [WorkerProcess(self._settings, self._environment) for _ in range(num_workers)]
+    self._workers = [WorkerProcess(settings, environment) for _ in range(num_workers)]
     self._replacements: dict[int, WorkerProcess] = {}  # by slot
-    self._num_workers = num_workers
     self._free = num_workers  # how many more workers may grade now
     self._asleep: set[int] = set()  # slots whose item sleeps
     try:
@@ -169,7 +178,7 @@ class GraderPool:
         raise self._failure
       # Each item (queued, in progress or new) costs at most its limit and a replaced worker.
       waiting = len(self._queue) + len(lines) + _MAX_CHUNK * len(self._workers)
-      item_s = self._timeout_s + MAX_LONGER_S + self._startup_timeout_s
+      item_s = self._options.timeout_s + MAX_LONGER_S + self._options.startup_timeout_s
       future = GradingFuture(len(lines), waiting * item_s)
       if lines:
         self._in_progress.add(future)
@@ -223,7 +232,7 @@ class GraderPool:
       while (items := self._take(slot)) is not None:
         lines, slow = [item.line for item in items], functools.partial(self._prepare, slot)
         asleep = functools.partial(self._fall_asleep, slot, items)
-        for grade in self._workers[slot].grades(lines, self._timeout_s, slow, asleep):
+        for grade in self._workers[slot].grades(lines, self._options.timeout_s, slow, asleep):
           self._deliver(items.popleft(), grade)
         with self._changed:
           if slot not in self._asleep:
@@ -251,9 +260,11 @@ class GraderPool:
 
   def _call_workers(self) -> None:
     """Wakes those that wait; starts another if items wait and too many workers are asleep."""
-    most = min(self._num_workers + len(self._asleep), (1 + _MAX_ASLEEP) * self._num_workers)
+    most = min(
+      self._options.num_workers + len(self._asleep), (1 + _MAX_ASLEEP) * self._options.num_workers
+    )
     while self._queue and (slot := len(self._workers)) < most:
-      self._workers.append(WorkerProcess(self._settings, self._environment))
+      self._workers.append(WorkerProcess(self._options.settings, self._options.environment))
       self._threads.append(self._new_thread(slot))
       self._threads[slot].start()
     self._changed.notify_all()
@@ -265,7 +276,9 @@ class GraderPool:
 
   def _take(self, slot: int) -> collections.deque[_Item] | None:
     """Waits for a live worker, a core and items; None when the pool has ended."""
-    self._workers[slot].wait_ready(self._startup_timeout_s)  # one that has just been started
+    self._workers[slot].wait_ready(
+      self._options.startup_timeout_s
+    )  # one that has just been started
     with self._changed:
       while self._failure is None and not (self._queue and self._free):
         self._changed.wait()
@@ -276,7 +289,7 @@ class GraderPool:
       if self._failure is not None:
         return None
       # Only a share of the queue, so that no worker keeps slow items while others are idle.
-      share = math.ceil(len(self._queue) / (2 * self._num_workers))
+      share = math.ceil(len(self._queue) / (2 * self._options.num_workers))
       size = min(share, _MAX_CHUNK)
       return collections.deque(self._queue.popleft() for _ in range(size))
 
@@ -284,7 +297,7 @@ class GraderPool:
     """Starts the replacement of a worker, unless it has one already."""
     with self._changed:
       if self._failure is None and slot not in self._replacements:
-        self._replacements[slot] = WorkerProcess(self._settings, self._environment)
+        self._replacements[slot] = WorkerProcess(self._options.settings, self._options.environment)
 
   def _replace(self, slot: int) -> None:
     with self._changed:
@@ -295,12 +308,12 @@ class GraderPool:
       if replacement is None or not replacement.alive():
         if replacement is not None:
           replacement.close()
-        replacement = WorkerProcess(self._settings, self._environment)
+        replacement = WorkerProcess(self._options.settings, self._options.environment)
       self._workers[slot] = replacement
-    self._workers[slot].wait_ready(self._startup_timeout_s)
+    self._workers[slot].wait_ready(self._options.startup_timeout_s)
 
   def _deliver(self, item: _Item, grade: Grade) -> None:
-    self._on_grade()
+    self._options.on_grade()
     item.future.deliver(item.position, grade)
     if item.future.done():
       with self._changed:

@@ -78,10 +78,21 @@ def _protected_streams() -> tuple[BinaryIO, BinaryIO]:
   return requests, replies
 
 
+def _address_space() -> int:
+  """Bytes of this process's address space; 0 where the system does not say."""
+  try:
+    with open("/proc/self/statm", encoding="ascii") as file:
+      return int(file.read().split()[0]) * resource.getpagesize()
+  except OSError:
+    return 0
+
+
 def _prepare(settings: dict[str, Any]) -> Grader:
   if settings["memory_mib"] is not None:
     limit = settings["memory_mib"] * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    if _address_space() >= limit:  # else the first item would end the process
+      raise MemoryError(f"without an item it takes {_address_space() / 2**20:.0f} MiB")
   grader = load_tested(settings["grader"])
   for text in settings["preload"]:
     load_tested(text)

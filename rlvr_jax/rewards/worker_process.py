@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 from rlvr_jax.rewards.deadlines import GO_ON
 from rlvr_jax.rewards.outcome import Grade, Outcome
@@ -50,12 +50,21 @@ def request(completion: str, reference: Mapping[str, Any]) -> bytes:
     ) from error
 
 
+class _Pipes(NamedTuple):
+  """To and from a worker."""
+
+  stdin: IO[bytes]
+  stdout: IO[bytes]
+  stderr: IO[bytes]  # a file: what it says is read when it has died
+  selector: selectors.BaseSelector
+
+
 class WorkerProcess:
   """One grading process and the two pipes to it. Used by one thread, except for `kill`."""
 
   def __init__(self, settings: Mapping[str, Any], environment: Mapping[str, str]):
     self._grader, self._memory_mib = settings["grader"], settings["memory_mib"]
-    self._stderr = tempfile.TemporaryFile()
+    stderr = tempfile.TemporaryFile()
     # With our sys.path, the worker imports a user's grader exactly as this process would. The fixed
     # hash seed makes graders that iterate over sets give the same grade every time.
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
@@ -63,15 +72,16 @@ class WorkerProcess:
     environment = os.environ | _SINGLE_THREADED | dict(environment) | fixed
     command = [sys.executable, "-P", "-m", "rlvr_jax.rewards.worker", json.dumps(settings)]
     self._process = subprocess.Popen(
-      command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr,
+      command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
       env=environment, start_new_session=True, bufsize=0,
     )  # fmt: skip
     assert self._process.stdin and self._process.stdout
-    self._stdin, self._stdout = self._process.stdin, self._process.stdout
-    os.set_blocking(self._stdin.fileno(), False)
-    os.set_blocking(self._stdout.fileno(), False)
-    self._selector = selectors.DefaultSelector()
-    self._selector.register(self._stdout, selectors.EVENT_READ)
+    self._pipes = _Pipes(
+      self._process.stdin, self._process.stdout, stderr, selectors.DefaultSelector()
+    )
+    os.set_blocking(self._pipes.stdin.fileno(), False)
+    os.set_blocking(self._pipes.stdout.fileno(), False)
+    self._pipes.selector.register(self._pipes.stdout, selectors.EVENT_READ)
     self._outgoing = b""
     self._incoming = bytearray()
     self._is_ready = False
@@ -98,8 +108,8 @@ class WorkerProcess:
     except TimeoutError:
       problem = f"it was not ready within startup_timeout_s = {timeout_s:g} s"
     except (_WorkerDiedError, ValueError) as error:
-      self._stderr.seek(0)
-      last_words = self._stderr.read().decode(errors="replace").strip()[-2000:]
+      self._pipes.stderr.seek(0)
+      last_words = self._pipes.stderr.read().decode(errors="replace").strip()[-2000:]
       problem = f"{error}\n{last_words}".strip()
     if problem is not None:
       self.close()
@@ -189,11 +199,11 @@ class WorkerProcess:
       if len(self._incoming) > _MAX_REPLY:
         raise _WorkerDiedError(f"the grader's process sent a reply of over {_MAX_REPLY} bytes")
       self._watch_stdin(bool(self._outgoing))
-      ready = self._selector.select(max(0.0, deadline - time.monotonic()))
+      ready = self._pipes.selector.select(max(0.0, deadline - time.monotonic()))
       if not ready:
         raise TimeoutError
       for key, _ in ready:
-        if key.fileobj is self._stdin:
+        if key.fileobj is self._pipes.stdin:
           self._send_some()
         elif not self._receive_some():
           if time.monotonic() > deadline:
@@ -204,15 +214,15 @@ class WorkerProcess:
     return line
 
   def _watch_stdin(self, watch: bool) -> None:
-    watched = self._stdin in self._selector.get_map()
+    watched = self._pipes.stdin in self._pipes.selector.get_map()
     if watch and not watched:
-      self._selector.register(self._stdin, selectors.EVENT_WRITE)
+      self._pipes.selector.register(self._pipes.stdin, selectors.EVENT_WRITE)
     elif watched and not watch:
-      self._selector.unregister(self._stdin)
+      self._pipes.selector.unregister(self._pipes.stdin)
 
   def _send_some(self) -> None:
     try:
-      sent = os.write(self._stdin.fileno(), self._outgoing[:65536])
+      sent = os.write(self._pipes.stdin.fileno(), self._outgoing[:65536])
     except BlockingIOError:
       return
     except BrokenPipeError:
@@ -221,7 +231,7 @@ class WorkerProcess:
 
   def _receive_some(self) -> bool:
     """Reads what there is; False if the worker has ended, or closed its pipe and is killed."""
-    data = os.read(self._stdout.fileno(), 65536)
+    data = os.read(self._pipes.stdout.fileno(), 65536)
     if not data:
       self.kill()
     self._incoming += data
@@ -238,8 +248,8 @@ class WorkerProcess:
   def close(self) -> None:
     """Kills the worker and closes its pipes."""
     self.kill()
-    self._selector.close()
-    for stream in (self._stdin, self._stdout, self._stderr):
+    self._pipes.selector.close()
+    for stream in (self._pipes.stdin, self._pipes.stdout, self._pipes.stderr):
       stream.close()
 
 

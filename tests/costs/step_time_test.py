@@ -14,6 +14,7 @@ from rlvr_jax.costs.hlo import Item
 from rlvr_jax.models.flops import forward_flops, update_flops
 from rlvr_jax.ops.splash import splash_cost
 from rlvr_jax.train.cluster import sharding
+from rlvr_jax.train.setup.programs import make_row_layout
 
 CHIP = Chip(flops=100.0, hbm_bytes_per_s=10.0, interconnect_bytes_per_s=2.0, hbm_gib=1.0)
 CONDITIONS = dict(
@@ -87,7 +88,11 @@ def test_a_call_on_a_row_counts_as_the_mean_of_the_rows_that_run():
   config = tiny.config(**{f"batch__{name}": size for name, size in batch.items()})
   parts = programs.shapes_only(config, sharding.make_mesh())
   network = dataclasses.replace(parts.model.config, attention="splash")
-  parts = dataclasses.replace(parts, model=parts.model._replace(config=network))
+  layout = make_row_layout(config, "splash", parts.placement.mesh)
+  placement = dataclasses.replace(parts.placement, row_layout=layout)
+  parts = dataclasses.replace(
+    parts, model=parts.model._replace(config=network), placement=placement
+  )
   packed = programs.packed_at_full_length(parts)
   count = int(packed.num_micro_batches)
   sizes = {name: getattr(network, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
@@ -154,7 +159,7 @@ def test_what_a_report_needs(topology, message):
 
 
 def test_other_modes_take_no_topology():
-  with pytest.raises(ValueError, match="--topology goes with --mode=fits and --mode=costs, not"):
+  with pytest.raises(ValueError, match="--topology goes with --mode=fits or --mode=costs, not"):
     choose.prepared("train", tiny.get_config(), "runs/x", None, "v5e:2x2")
 
 

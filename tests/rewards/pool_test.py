@@ -344,7 +344,7 @@ def test_start_errors(grader, message):
 @pytest.mark.parametrize(
   ("grader", "memory_mib", "told"),
   [
-    ("gsm8k", 1, r"MemoryError:  \(its address space may have 1 MiB; .*raise memory_mib"),
+    ("gsm8k", 1, r"MemoryError: .*\d MiB \(its address space may have 1 MiB; .*raise memory_mib"),
     ("faulty_graders:dead_at_start", 2048, r"(?s)status 7\nlast words \(its .* 2048 MiB; if that"),
     ("code(reward=1)", 2048, r"ValueError: reward is 1, allowed: \['all', 'fraction'\]$"),
     ("faulty_graders:untestable", 2048, "no licence for this grader$"),

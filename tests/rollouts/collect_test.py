@@ -1,5 +1,6 @@
 """Collection: masks, shaping, DAPO's filter, and the way into a checkpoint."""
 
+import contextlib
 import dataclasses
 import json
 
@@ -20,14 +21,13 @@ from rlvr_jax.rollouts.batch import (
   batch_from_arrays,
   batch_to_arrays,
   from_shard,
-  read_batch,
   solve_rate,
   solve_rates,
   to_shard,
 )
 from rlvr_jax.rollouts.collect import Collector, keep_mixed_groups
 from rlvr_jax.rollouts.engine import Group
-from rlvr_jax.rollouts.shards import StoreError
+from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.types import Prompts
 
 P, G, T = 2, 2, 5
@@ -215,20 +215,15 @@ def test_the_solve_rate_is_a_mean_of_groups_that_this_run_sampled():
   assert np.isnan(rate(FOREIGN, FOREIGN, 3, FOREIGN)).all()  # none of this run's has a grade
 
 
-def test_a_batch_of_an_earlier_version_is_read_or_refused_by_name(tmp_path):
-  graded, _ = _collect(GRADES[:2] + GRADES[:2])
+def test_valid_rollouts_survive_a_store(tmp_path):
+  graded, _ = _collect(GRADES)
   versions, position = np.zeros(P, np.int32), Position(8, 8, -1, {})
   batch = RolloutBatch(number=7, version=0, versions=versions, position=position, graded=graded)
-  arrays, info = to_shard(batch)
-  del arrays["valid"]
-  read = from_shard(7, arrays, info).graded.train
-  np.testing.assert_array_equal(read.valid, np.ones((P, G), bool))
-  mask = arrays["mask"].copy()
-  mask[0, 1] = 0
-  with pytest.raises(StoreError, match=r"batch 7 of the store.*a grade, and 1 of its rollouts"):
-    from_shard(7, arrays | {"mask": mask}, info)
-  np.savez(tmp_path / "batch.npz", **{k: v for k, v in arrays.items() if k in ARRAYS})
-  assert read_batch(tmp_path / "batch.npz").valid.all()
+  with contextlib.closing(RolloutStore(tmp_path / "rollouts", writable=True)) as store:
+    store.append(7, *to_shard(batch))
+    again = from_shard(7, *store.read(7)).graded.train
+  assert not again.valid.all()
+  np.testing.assert_array_equal(again.valid, graded.train.valid)
 
 
 def test_dynamic_sampling_keeps_the_sources_shares():

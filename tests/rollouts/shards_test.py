@@ -124,7 +124,8 @@ def batch():
   arrays = {name: np.stack([one[name] for one in groups]) for name in groups[0]}
   prompts = Prompts(arrays.pop("prompts.tokens"), arrays.pop("prompts.lengths"))
   del arrays["versions"]
-  return TrainBatch(prompts=prompts, correct=np.zeros((2, 2), np.float32), **arrays)
+  correct, valid = np.zeros((2, 2), np.float32), np.array([[True, False], [True, True]])
+  return TrainBatch(prompts=prompts, correct=correct, valid=valid, **arrays)
 
 
 def test_a_batch_in_a_file(tmp_path):
