@@ -2,6 +2,7 @@
 
 __all__ = [
   "accumulate",
+  "agreement",
   "diagnostics",
   "learning_rate",
   "objective",

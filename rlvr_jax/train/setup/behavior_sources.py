@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import ml_collections
 from jax.sharding import Mesh
 
@@ -20,7 +19,7 @@ from rlvr_jax.models.linear import merged
 from rlvr_jax.models.presets import model_settings
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_between, check_choice, check_integer
-from rlvr_jax.ops.logprobs import check_sampling, is_truncated, token_logprobs
+from rlvr_jax.ops.logprobs import check_sampling, is_truncated
 from rlvr_jax.rollouts.engine import Engine
 from rlvr_jax.rollouts.recorded import RecordedGroups
 from rlvr_jax.rollouts.store import StoreError
@@ -28,7 +27,7 @@ from rlvr_jax.sampling import sampling_of
 from rlvr_jax.storage.places import place
 from rlvr_jax.train.checkpointing.checkpoint_files import read_params, saved_steps
 from rlvr_jax.train.cluster import sharding
-from rlvr_jax.types import Array, Params, Prompts, Sampling
+from rlvr_jax.types import Params, Sampling
 
 RECORDED = ("sampled", "raw")
 UNHEATED = Sampling()  # the distribution of "raw"
@@ -292,55 +291,6 @@ def other_policy(
   abstract = sharding.placed(jax.eval_shape(other.init, jax.random.key(0)), mesh)
   read = lambda: read_params(workdir / "checkpoints" / str(step), abstract)
   return other, step, functools.cache(read)
-
-
-def response_logprobs(
-  trained: Params,
-  frozen: Params,
-  prompts: Prompts,
-  tokens: Array,
-  *,
-  model: Model,
-  sampling: Sampling,
-) -> Array:
-  """f32[P, G, T], log-probabilities of responses by one forward pass over prompt and response.
-
-  Args:
-    trained, frozen: parameters of the policy that sampled the rollouts.
-    prompts: P prompts.
-    tokens: i32[P, G, T].
-    model: provides `combine`, `response_hidden` and `head`.
-    sampling: the distribution.
-  """
-  params = model.combine(trained, frozen)
-  hidden = model.response_hidden(params, prompts, tokens)
-  return token_logprobs(hidden, model.head(params), tokens, sampling, mesh=model.mesh)[0]
-
-
-def behavior_gap(
-  trained: Params,
-  frozen: Params,
-  prompts: Prompts,
-  tokens: Array,
-  mask: Array,
-  behavior_logprobs: Array,
-  *,
-  model: Model,
-  sampling: Sampling,
-) -> tuple[Array, Array]:
-  """(mean, maximum) of |log p − behavior_logprobs| over the tokens of rollouts, f32[] nats; pure.
-
-  p is the probability that the trainer computes, see `response_logprobs`. Under truncated sampling,
-  a token at the edge of the kept set may have p = 0 because of rounding; such tokens are left out.
-
-  Args:
-    tokens, mask, behavior_logprobs: [P, G, T].
-    sampling: the distribution they were sampled from.
-  """
-  logprobs = response_logprobs(trained, frozen, prompts, tokens, model=model, sampling=sampling)
-  kept = (mask > 0) & (jnp.isfinite(logprobs) if is_truncated(sampling) else True)
-  gaps = jnp.where(kept, jnp.abs(logprobs - behavior_logprobs), 0.0)
-  return gaps.sum() / jnp.maximum(kept.sum(), 1), gaps.max()
 
 
 def max_gap(configured: float | None, network: TransformerConfig, source: Source) -> float:

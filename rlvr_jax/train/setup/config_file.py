@@ -236,7 +236,12 @@ def _set_fields(section: ConfigDict, values: Mapping[str, Any]) -> None:
     if isinstance(value, dict) and isinstance(section.get(name), ConfigDict):
       _set_fields(section[name], value)
     else:
-      section[name] = tuple(value) if isinstance(value, list) else value
+      section[name] = _with_tuples(value)
+
+
+def _with_tuples(value: Any) -> Any:
+  """A JSON value with tuples for lists, at any depth."""
+  return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
 def _existing(path: str) -> str:

@@ -34,13 +34,12 @@ from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup.behavior_sources import (
   UNHEATED,
   Source,
-  behavior_gap,
-  response_logprobs,
 )
 from rlvr_jax.train.setup.engines import make_engine
 from rlvr_jax.train.setup.placement import Placement
 from rlvr_jax.types import Packed, Params, Prompts, Rows, TrainBatch, TrainState
 from rlvr_jax.update.accumulate import policy_logprobs
+from rlvr_jax.update.agreement import behavior_gap, response_logprobs
 from rlvr_jax.update.diagnostics import mean_entropy, measure
 from rlvr_jax.update.objective import Method
 from rlvr_jax.update.step import initial_state, train_step
@@ -56,8 +55,8 @@ class Programs(NamedTuple):
   held_out_engine: Engine  # with the evaluation's sampling
   sync_weights: Callable  # see `make_sync_weights`
   checksums: Callable  # params → u32[leaves]
-  behavior_gap: Callable  # see `train.setup.behavior_sources.behavior_gap`; sampling is static
-  unheated_logprobs: Callable  # `train.setup.behavior_sources.response_logprobs` at temperature 1
+  behavior_gap: Callable  # see `update.agreement.behavior_gap`; sampling is static
+  unheated_logprobs: Callable  # `update.agreement.response_logprobs` at temperature 1
   measure: Callable  # see `update.diagnostics.measure`
   mean_entropy: Callable  # (trained, frozen, batch) → f32[], nats per token
   score: Callable  # (trained, frozen, batch) → (log-probabilities, entropies) [P, G, T]
@@ -139,7 +138,7 @@ def _bound(function: Callable, network: Model, **arguments: Any) -> Callable:
 
 
 def make_behavior_gap(sampler: Sampler) -> Callable:
-  """`train.setup.behavior_sources.behavior_gap` of the policy on the sampling devices."""
+  """`update.agreement.behavior_gap` of the policy on the sampling devices."""
   gap = _bound(behavior_gap, sampler.model, model=sampler.model)
   return jax.jit(gap, static_argnames="sampling")
 

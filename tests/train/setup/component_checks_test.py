@@ -52,7 +52,7 @@ MISTAKES = [
     "loss",
     "branch",
     r"TracerBoolConversionError: Attempted boolean conversion .*component_checks_test\.py, line"
-    r" 28\); use jnp\.where in place of if$",
+    rf" {branching.__code__.co_firstlineno + 2}\); use jnp\.where in place of if$",
   ),
   ("loss", "numpys", r"TracerArrayConversionError: .*; use jax\.numpy in place of numpy$"),
   ("loss", "misspelled", r"AttributeError: 'Tokens' object has no attribute 'ratio' \(.*, line"),

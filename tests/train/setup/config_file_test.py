@@ -110,6 +110,7 @@ def test_a_run_s_configuration_is_read_as_it_was(recipe, tmp_path):
   again = parsed(recipe=path)
   assert again.to_json_best_effort() == path.read_text() and again.is_locked
   assert again.task.to_dict() == was.task.to_dict()
+  assert again.grading.to_dict() == was.grading.to_dict()  # tuples within tuples too
   changed = parsed("--config.seed=7", "--config.model.overrides.unroll_layers=3", recipe=path)
   assert (changed.seed, changed.model.overrides.unroll_layers) == (7, 3)
   assert changed.loss == was.loss and changed.evaluation.ks == was.evaluation.ks

@@ -1,0 +1,59 @@
+"""Log-probabilities of responses by one forward pass, and how far a sampler's are from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from rlvr_jax.ops.logprobs import is_truncated, token_logprobs
+from rlvr_jax.types import Array, Params, Prompts, Sampling
+
+
+def response_logprobs(
+  trained: Params,
+  frozen: Params,
+  prompts: Prompts,
+  tokens: Array,
+  *,
+  model: Any,
+  sampling: Sampling,
+) -> Array:
+  """f32[P, G, T], log-probabilities of responses by one forward pass over prompt and response.
+
+  Args:
+    trained, frozen: parameters of the policy that sampled the rollouts.
+    prompts: P prompts.
+    tokens: i32[P, G, T].
+    model: provides `combine`, `response_hidden` and `head`.
+    sampling: the distribution.
+  """
+  params = model.combine(trained, frozen)
+  hidden = model.response_hidden(params, prompts, tokens)
+  return token_logprobs(hidden, model.head(params), tokens, sampling, mesh=model.mesh)[0]
+
+
+def behavior_gap(
+  trained: Params,
+  frozen: Params,
+  prompts: Prompts,
+  tokens: Array,
+  mask: Array,
+  behavior_logprobs: Array,
+  *,
+  model: Any,
+  sampling: Sampling,
+) -> tuple[Array, Array]:
+  """(mean, maximum) of |log p − behavior_logprobs| over the tokens of rollouts, f32[] nats; pure.
+
+  p is the probability that the trainer computes, see `response_logprobs`. Under truncated sampling,
+  a token at the edge of the kept set may have p = 0 because of rounding; such tokens are left out.
+
+  Args:
+    tokens, mask, behavior_logprobs: [P, G, T].
+    sampling: the distribution they were sampled from.
+  """
+  logprobs = response_logprobs(trained, frozen, prompts, tokens, model=model, sampling=sampling)
+  kept = (mask > 0) & (jnp.isfinite(logprobs) if is_truncated(sampling) else True)
+  gaps = jnp.where(kept, jnp.abs(logprobs - behavior_logprobs), 0.0)
+  return gaps.sum() / jnp.maximum(kept.sum(), 1), gaps.max()
