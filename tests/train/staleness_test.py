@@ -366,8 +366,8 @@ def test_parameters_changed_without_a_weight_sync_trip_the_fingerprint(trainer):
   made.trainer.offer_weights(made.now, made.generation)
   params = dict(made.now.state.params)
   params["embedding"] = bias(params["embedding"])
-  made.now = made.now._replace(state=dataclasses.replace(made.now.state, params=params))
-  made.collect()
+  made.generation.offer(made.trainer.generator.sync_weights(params, made.now.step))
+  made.now = made.trainer.collect(made.now, made.generation)
   with pytest.raises(queue.FingerprintError, match=r"rollouts 2 of version 2 .* weight sync"):
     made.update()
   assert made.now.step == 2
