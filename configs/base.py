@@ -13,7 +13,6 @@ from rlvr_jax.sampling import Sampling
 
 
 def get_config() -> ConfigDict:
-  # Over 60 lines: it is the table of all fields.
   c = ConfigDict()
   c.seed = 0  # of parameters, data order and sampling
   c.num_updates = 200  # of the policy, in all

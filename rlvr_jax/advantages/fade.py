@@ -97,7 +97,6 @@ def fade(
     An estimator with `FadeState`, for binary rewards.
   Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490).
   """
-  # Over 60 lines: half is its arguments and what they mean; its parts close over them.
   check_between("fade", "alpha_max", alpha_max, low=1.0)
   check_between("fade", "delta_min", delta_min, low=0.0, high=1.0, open_low=True)
   check_between("fade", "smoothing", smoothing, low=0.0, high=1.0, open_low=True)

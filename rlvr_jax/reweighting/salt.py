@@ -164,7 +164,6 @@ def salt(
   Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make
     Them Matter" (arXiv:2606.05800), §3, and the authors' code.
   """
-  # Over 60 lines: half is its arguments and what they mean.
   check_between("salt", "rank_scale", rank_scale, low=0.0, open_low=True)
   check_integer("salt", "min_rank", min_rank, low=1)
   check_integer("salt", "max_rank", max_rank, low=1)
