@@ -16,6 +16,7 @@ import numpy as np
 
 from rlvr_jax.ops import reductions
 from rlvr_jax.ops.keys import key_for
+from rlvr_jax.ops.precision import with_matmul_precision
 from rlvr_jax.rollouts.batch import Graded, RolloutBatch, from_shard, read_batch
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.train.reporting.progress import progress
@@ -109,7 +110,9 @@ def directions(
   method: Method = make_method(recipe(name), parts.model, parts.placement.mesh)
   limit = parts.config.max_response_length
   method = method._replace(max_response_length=limit)
-  logprobs = jax.jit(lambda p, b: policy_logprobs(p, {}, b, method=method)[0])
+  # As precise as the products of the run itself.
+  exactly = functools.partial(with_matmul_precision, precision=parts.model.config.precision)
+  logprobs = jax.jit(exactly(lambda p, b: policy_logprobs(p, {}, b, method=method)[0]))
   batch = dataclasses.replace(batch, reference_logprobs=None, proximal_logprobs=None)
   if method.reference_kl:
     batch = dataclasses.replace(batch, reference_logprobs=logprobs(reference, batch))
@@ -117,7 +120,7 @@ def directions(
   coefficients = method.advantage.apply(state, batch)
   masses = method.coefficient_metrics(coefficients, batch.rewards, batch.correct, batch.valid)
   key = key_for(parts.config.seed, "reweighting")
-  gradient_of = jax.jit(functools.partial(update_gradient, method=method))
+  gradient_of = jax.jit(exactly(functools.partial(update_gradient, method=method)))
   found = {}
   for lag, at in params.items():
     # π_prox is the policy when the batch is first trained on, which is now.
