@@ -283,7 +283,9 @@ def reweighted(
   if gram is not None or rule.needs_gram:
     _check_gram(gram, P * G)
   key = jax.random.key(0) if key is None else key
-  valid = jnp.ones(coefficients.shape, bool) if valid is None else valid
+  if valid is not None:
+    _shaped("valid", valid, "P", "G", P=P, G=G)
+  valid = jnp.ones((P, G), bool) if valid is None else jnp.asarray(valid)
   found, metrics = rule.on_batch(coefficients, gram, valid, key)
   return found, reductions.values(metrics)
 

@@ -1,7 +1,7 @@
 """Every product of a run's programs has the precision that the configuration asks for.
 
 Read off what tracing leaves, kernels' bodies included, and off what is lowered for NVIDIA's GPUs.
-What is compiled for TPUs is in tests/commands/costs_tpu_test.py.
+What is compiled for TPUs is in tests/costs/costs_tpu_test.py.
 """
 
 import functools

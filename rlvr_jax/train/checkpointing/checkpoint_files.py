@@ -51,7 +51,7 @@ class ForeignCheckpointError(CheckpointError):
 
 
 def saved_steps(directory: pathlib.Path) -> list[int]:
-  """The steps that have a checkpoint in `directory`, of `storage.place`, ascending."""
+  """The steps that have a checkpoint in `directory`, of `storage.places.place`, ascending."""
   found = [path for path in directory.glob("*") if path.name.isdigit()]
   if in_bucket(directory):  # where a killed save leaves a directory of this name
     found = [path for path in found if (path / COMMITTED).exists()]
