@@ -163,6 +163,10 @@ MISTAKES = {
     "policy_logprobs is float32[12, 5]; it must be [P, G, T] = [3, 4, 5], .*"
     " policy_logprobs.reshape(3, 4, 5)",
   ),
+  "flat-valid": (
+    lambda: parts.reweighted(reweighting.none(), np.ones((P, G)), valid=np.ones(P * G, bool)),
+    "valid is bool[12]; it must be [P, G] = [3, 4], .*: valid.reshape(3, 4)",
+  ),
   "flat-coefficients": (
     lambda: of_loss(coefficients=flat[:, 0]),
     "coefficients is float32[12]; it must be [P, G] = [3, 4], .*: coefficients.reshape(3, 4)",
