@@ -36,6 +36,9 @@ _FULLWIDTH = {0xFF00 + code: 0x20 + code for code in range(1, 0x5F)}
 _FORMATTING = [
   (re.compile(pattern, re.DOTALL), replacement)
   for pattern, replacement in (
+    # "n!=5" is an inequality, "5!=120" has a factorial.
+    ("<=", r"\\leq "), (">=", r"\\geq "),
+    (r"≠|\\not\s?=|(?:(?<=[A-Za-z])|\s)!=", r"\\neq "),
     ("[−–]", "-"), ("π", r"\\pi "), ("∞", r"\\infty "), ("≤", r"\\leq "), ("≥", r"\\geq "),
     ("ℝ", r"\\mathbb{R}"), ("∪", r"\\cup "), ("∅", r"\\emptyset "), ("√", r"\\sqrt "),
     ("×", r"\\times "), ("[·⋅]", r"\\cdot "), ("²", "^2"), ("³", "^3"),

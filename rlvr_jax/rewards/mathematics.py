@@ -99,7 +99,7 @@ def reduced_to(gold: Answer, answer: Answer) -> Answer:
     words=any(part.words for part in golds),
     numbers=gold.number is not None,
     variables=bool(gold.value) and not (gold.words or gold.unit),
-    units=frozenset(part.unit for part in golds) - {"", "%"},
+    units=frozenset(part.unit for part in golds) - {""},
   )
   if (drawn := FIGURE.match(gold.value)) and re.fullmatch("[A-Z]{2,4}", answer.value):
     answer = Answer(value=figure(drawn[1], answer.value))  # ABC is the angle ABC
@@ -171,7 +171,7 @@ def _in_units(answer: Answer, form: _Form) -> Answer:
     number, unit = number * 1000, ""
   elif unit in ("k", "kelvin"):
     unit = next(iter(units & {"k", "kelvin"}), unit)
-  said = unit.partition(" ")[0] in SIGNS.values() and any(
+  said = unit.partition(" ")[0] in (*SIGNS.values(), "%") and any(
     f"{one} ".startswith(f"{other} ")
     for gold in units
     for one, other in ((gold, unit), (unit, gold))

@@ -137,6 +137,27 @@ $5 | 5 cents | !
 x \leq 5 | at most 5 | =
 x \leq 5 | at least 5 | !
 x < 5 | less than 5 | =
+5 | n<=5 | !
+5 | n>=5 | !
+5 | n!=5 | !
+5 | n != 5 | !
+5 | x\not=5 | !
+5 | x≠5 | !
+120 | 5!=120 | =
+(-\infty,5] | x<=5 | =
+[5,\infty) | x >= 5 | =
+(-\infty,5] | x>=5 | !
+x \neq 5 | x != 5 | =
+# percents
+5\% | 5 | =
+5\% | 5 percent | =
+5\% | 0.05 | =
+5\% | 5 percent per year | =
+5\% | \$5 | !
+5\% | 5 cents | !
+5\% | 5^\circ | !
+50\% | 50 cm | !
+20\% | 20 minutes | !
 # roundings
 2\sqrt{3} | 2\sqrt{3}\approx 3.46 | =
 2\sqrt{3} | x = 2\sqrt{3}\approx 3.46 | =
