@@ -36,6 +36,24 @@ _MATH = re.compile(
 _NUMBER = re.compile(
   rf"{NUMBER}(?:\s?/\s?{DIGITS})?(?::{DIGITS})*(?:\s?(?:\\?%|[ap]\.?m\b))?", re.IGNORECASE
 )
+# What makes a number part of a formula, a range or a calculation in words.
+_CHANGED_BEFORE = re.compile(
+  r"(?:[0-9)}] ?[-+*/×÷·^_]|[A-Za-z][\^_]|\\sqrt ?|√|\b(?:half|third|quarter|fifth|tenth) of"
+  r"|\b(?:twice|thrice|double|triple|plus|times)|\\[dt]?frac\s?\{[^{}]*\}|[0-9]+ to|[0-9]+ )"
+  r" ?[({]*\Z",
+  re.IGNORECASE,
+)
+_CHANGED_AFTER = re.compile(
+  r",? (?:or (?:more|less|fewer|greater|above|below|over)|and (?:above|up|over|below)"
+  r"|at (?:most|least)|halves|thirds|fourths|fifths|tenths|hundredths|squared|cubed)\b|\}?[\^_]\w",
+  re.IGNORECASE,
+)
+_NEGATED = re.compile(r"(?:(?<![\w)])-|\b(?:minus|negative) )\Z", re.IGNORECASE)
+_UNIT_AFTER = re.compile(
+  r"(?: (?:dozen|hundred|thousand|million|billion|trillion)s?\b)?"
+  r"(?: (?:dollars?|cents?|degrees?|radians?)\b|°|¢)?",
+  re.IGNORECASE,
+)
 _WORD = re.compile(rf"(?<![\\A-Za-z])(?!(?:and|or|{FUNCTIONS})\b)[A-Za-z]{{2,}}")
 
 
@@ -99,10 +117,17 @@ def _last_expression(text: str) -> str | None:
   found = [(m.end(), m.start()) for m in (*_NUMBER.finditer(text), *_MATH.finditer(text))]
   end, start = max(found, default=(0, 0))
   before = text[:start][-_NOT_BEFORE:]
-  if start == end or _NOT_THIS.search(before):
+  if start == end or _NOT_THIS.search(before) or _CHANGED_AFTER.match(text, end):
+    return None
+  sign = _NEGATED.search(before)
+  if sign:
+    before = before[: sign.start()]
+  if _CHANGED_BEFORE.search(before) or (sign and re.search(r"[0-9)}] ?\Z", before)):
     return None
   bound = _BOUND_BEFORE.search(before)
-  return (bound[0] if bound else "") + text[start:end]
+  unit = _UNIT_AFTER.match(text, end)
+  assert unit  # it may be empty
+  return (bound[0] if bound else "") + ("-" if sign else "") + text[start:end] + unit[0]
 
 
 def _phrase_answer(phrase: str) -> str | None:
@@ -114,7 +139,7 @@ def _phrase_answer(phrase: str) -> str | None:
 
 
 def _prose_answer(text: str) -> str | None:
-  text = text[-_PROSE:].strip()
+  text = re.sub("[−–]", "-", text[-_PROSE:]).strip()
   announced = list(_ANSWER_IS.finditer(text))
   if announced:
     return _phrase_answer(_SENTENCE_END.split(text[announced[-1].end() :], maxsplit=1)[0])

@@ -47,6 +47,8 @@ _APPROXIMATES = re.compile(r"\\approx(?![A-Za-z])")
 _RELATION = re.compile(r"[=<>]|\\[lgn]eq")
 _EQUALS = re.compile(r"=|\\approx(?![A-Za-z])")
 
+_OF_VARIABLE = re.compile(r"[\d^/+-]|\\(?:frac|sqrt|log|ln|lg|exp|sin|cos|tan)(?![A-Za-z])")
+
 
 class UnparseableGoldError(ValueError):
   """A gold answer that cannot be compared with anything."""
@@ -271,11 +273,25 @@ def _ends_in(gold: Answer, answer: Answer) -> bool:
       equal(gold, reduced_to(gold, parse_answer(side))._replace(name="")) for side in either
     )
   *sides, last = _EQUALS.split(answer.value)
+  if not answer.name and _of_one_variable(sides[0]):
+    return False
   end = reduced_to(gold, parse_answer(last))
   if not equal(gold, end._replace(unit=end.unit or answer.unit)):
     return False
   formula = str(gold._replace(name="", unit=""))
   return all(equal_formulas(formula, side) for side in sides if side and is_computed(side))
+
+
+def _of_one_variable(side: str) -> bool:
+  r"""Whether "2x", "x^2" or r"\log x", so that 2x=5 is still to be solved; not m+n, f(2), x_1."""
+  letters = re.findall("[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", side))
+  is_value = re.search(r"[_'|]|[A-Za-z]\(|\\(?:text|mathrm)", side)
+  return (
+    len(set(letters)) == 1
+    and letters[0] in "xyz"  # unknowns by convention; s^2=25 is an area
+    and not is_value
+    and bool(_OF_VARIABLE.search(side))
+  )
 
 
 def _letters(text: str) -> str:

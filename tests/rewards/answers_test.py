@@ -158,6 +158,37 @@ x \neq 5 | x != 5 | =
 5\% | 5^\circ | !
 50\% | 50 cm | !
 20\% | 20 minutes | !
+# neighbors of a number in running text
+5 | @I get 5 dozen. | !
+60 | @I get 5 dozen. | =
+5 | @They sold 5 thousand. | !
+5000 | @They sold 5 thousand. | =
+5 | @The total is $5$ million | !
+5 | @so we need 5 or more. | !
+5 | @it takes 5 at most | !
+5 | @It is −5 | !
+-5 | @It is −5 | =
+5 | @It is minus 5 | !
+-5 | @It is negative 5 | =
+5 | @It is half of 5 | !
+\$5 | @It costs 5 cents. | !
+30^\circ | @The angle is 30 radians. | !
+3 | @It is \frac{1}{3} | !
+3 | @It is \sqrt{3} | !
+3 | @It is 5^3 | !
+345 | @It is 12 345. | !
+2 | @The ratio is 1 to 2. | !
+5 | @So 2 + 3 = 5. | =
+5 | @It is **5**. | =
+# equations to be solved
+5 | 2x=5 | !
+5 | -x=5 | !
+5 | x^2=5 | !
+5 | 1/x=5 | !
+2 | \log x=2 | !
+5 | x=5 | =
+5 | f(2)=5 | =
+5 | m+n=5 | =
 # roundings
 2\sqrt{3} | 2\sqrt{3}\approx 3.46 | =
 2\sqrt{3} | x = 2\sqrt{3}\approx 3.46 | =
