@@ -28,7 +28,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))  # the repository's r
 
 from absl import app, flags
 
-from experiments.benchmarks.tables import Row, hardware, table
+from experiments.benchmarks.tables import Row, hardware, write_results
 from rlvr_jax.codejudge import tasks
 from rlvr_jax.rewards import GraderPool, Outcome
 
@@ -148,20 +148,10 @@ def main(argv: list[str]) -> None:
   conditions |= {"load": round(busy, 1), "limit": f"{tasks.TIME_LIMIT_S:g} s of processor time"}
   given = " ".join(sys.argv[1:]).replace(_DATA.value, "FOLDER")
   conditions["command"] = f"python experiments/benchmarks/code_grading.py {given}"
-  write(pathlib.Path(_FOLDER.value), rows, conditions)
+  path = pathlib.Path(_FOLDER.value) / "code_grading"
+  print(write_results(path, "Grading programs in the sandbox", rows, conditions))
   if unexpected:
     sys.exit("not graded as they should be:\n" + "\n".join(unexpected))
-
-
-def write(folder: pathlib.Path, rows: Sequence[Row], conditions: Mapping[str, Any]) -> None:
-  """Prints and writes the table, and writes the numbers."""
-  folder.mkdir(parents=True, exist_ok=True)
-  results = {"conditions": conditions, "rows": rows}
-  (folder / "code_grading.json").write_text(json.dumps(results, indent=1) + "\n")
-  told = "; ".join(f"{name}: {value}" for name, value in conditions.items())
-  text = f"# Grading programs in the sandbox\n\nConditions: {told}.\n\n{table(rows)}\n"
-  (folder / "code_grading.md").write_text(text)
-  print(text)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ is printed and written to results/hostile_mix.md, its numbers to the .json file 
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import statistics
@@ -26,7 +25,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))  # the repository's r
 
 from absl import app, flags
 
-from experiments.benchmarks.tables import Row, hardware, table
+from experiments.benchmarks.tables import Row, hardware, write_results
 from rlvr_jax.codejudge import tasks
 from rlvr_jax.rewards import GraderPool, Outcome, pool
 
@@ -178,20 +177,11 @@ def main(argv: list[str]) -> None:
   ratios = [row["ratio of rates"] for row in rows if "ratio of rates" in row]
   conditions["median ratio"] = f"{statistics.median(ratios):.2f}"
   given = " ".join(["python experiments/benchmarks/hostile_mix.py", *sys.argv[1:]])
-  write(pathlib.Path(_FOLDER.value), rows, conditions | {"command": given})
+  conditions |= {"command": given}
+  path = pathlib.Path(_FOLDER.value) / "hostile_mix"
+  print(write_results(path, "Hostile programs among innocent ones", rows, conditions))
   if unexpected:
     sys.exit("not graded as they should be:\n" + "\n".join(unexpected))
-
-
-def write(folder: pathlib.Path, rows: Sequence[Row], conditions: Mapping[str, Any]) -> None:
-  """Prints the table and writes it, and the numbers next to it."""
-  folder.mkdir(parents=True, exist_ok=True)
-  results = {"conditions": conditions, "rows": rows}
-  (folder / "hostile_mix.json").write_text(json.dumps(results, indent=1) + "\n")
-  listed = "; ".join(f"{name}: {value}" for name, value in conditions.items())
-  text = f"# Hostile programs among innocent ones\n\nConditions: {listed}.\n\n{table(rows)}\n"
-  (folder / "hostile_mix.md").write_text(text)
-  print(text)
 
 
 if __name__ == "__main__":

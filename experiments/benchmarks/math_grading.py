@@ -13,20 +13,17 @@ printed and written to results/math_grading.md, its numbers to the .json file ne
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))  # the repository's root
 
 from absl import app, flags
 
 from experiments.benchmarks import slow_grader
-from experiments.benchmarks.tables import Row, hardware, table
+from experiments.benchmarks.tables import Row, hardware, write_results
 from rlvr_jax.rewards import GraderPool, Outcome, pool
 
 _SECTIONS = flags.DEFINE_list("sections", ["innocent", "bombs", "endless"], "Which to run.")
@@ -107,20 +104,11 @@ def main(argv: list[str]) -> None:
   conditions = {"hardware": hardware(), "python": sys.version.split()[0], "workers": workers}
   conditions |= {"limit": f"{_LIMIT_S.value:g} s", "load": f"{os.getloadavg()[0]:.1f}"}
   given = " ".join(["python experiments/benchmarks/math_grading.py", *sys.argv[1:]])
-  write(pathlib.Path(_FOLDER.value), rows, conditions | {"command": given})
+  conditions |= {"command": given}
+  path = pathlib.Path(_FOLDER.value) / "math_grading"
+  print(write_results(path, "Grading mathematics", rows, conditions))
   if unexpected:
     sys.exit("not graded as they should be:\n" + "\n".join(unexpected))
-
-
-def write(folder: pathlib.Path, rows: Sequence[Row], conditions: Mapping[str, Any]) -> None:
-  """Prints the table and writes it, and the numbers next to it."""
-  folder.mkdir(parents=True, exist_ok=True)
-  results = {"conditions": conditions, "rows": rows}
-  (folder / "math_grading.json").write_text(json.dumps(results, indent=1) + "\n")
-  listed = "; ".join(f"{name}: {value}" for name, value in conditions.items())
-  text = f"# Grading mathematics\n\nConditions: {listed}.\n\n{table(rows)}\n"
-  (folder / "math_grading.md").write_text(text)
-  print(text)
 
 
 if __name__ == "__main__":

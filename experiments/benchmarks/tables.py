@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+import pathlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,3 +36,16 @@ def hardware() -> str:
   if jax.default_backend() != "cpu":
     return jax.devices()[0].device_kind
   return f"{os.cpu_count()} cores of {processor()}, no accelerator"
+
+
+def write_results(
+  path: pathlib.Path, title: str, rows: Sequence[Row], conditions: Mapping[str, Any]
+) -> str:
+  """Writes the table to PATH.md and the numbers to PATH.json; returns the table with its title."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  results = {"conditions": conditions, "rows": rows}
+  path.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+  listed = "; ".join(f"{name}: {value}" for name, value in conditions.items())
+  text = f"# {title}\n\nConditions: {listed}.\n\n{table(rows)}\n"
+  path.with_suffix(".md").write_text(text)
+  return text
