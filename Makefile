@@ -10,7 +10,7 @@ TESTS ?=
 OF_THEN := 'protobuf>=5.29.1,<6' 'tensorflow-metadata>=1.17,<1.18'
 # A module stays in one process, for what its tests share.
 # Tests start programs, which find their modules compiled.
-PYTEST = JAX_PLATFORMS=cpu PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadscope --no-loadscope-reorder
+PYTEST = JAX_PLATFORMS=cpu PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses=4 --dist=loadscope --no-loadscope-reorder
 
 .PHONY: quickstart test test-slow test-soak test-lowest test-torch test-tunix test-tpu lint docs
 

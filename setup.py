@@ -71,7 +71,7 @@ setuptools.setup(
     "jax>=0.7.2",
     "ml-collections>=1.1.0",
     "numpy>=2.1",
-    "optax>=0.2.5",
+    "optax>=0.2.7",
     "orbax-checkpoint>=0.12.4",
     "reasoning-gym>=0.1.25",
     "scipy>=1.15",

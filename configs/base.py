@@ -137,6 +137,13 @@ def get_config() -> ConfigDict:
   # Another layout for sampling, over separate devices or over those of mesh; all 0: as mesh.
   c.generation_mesh = dict(data=0, fsdp=0, tensor=0, same_devices=False)
 
+  # Options of XLA's compiler as "name=value name=value", such as
+  # "xla_tpu_enable_windowed_einsum_for_all_gather=false"; they may change rounding.
+  c.compiler_options = dict(
+    training="",  # of updates, and of other programs on the same devices
+    generation="",  # of sampling
+  )
+
   c.start = dict(  # begin with another run's policy, in place of a warm start
     checkpoint="",  # WORKDIR/checkpoints/STEP of the run; its WORKDIR: the last one
     optimizer=False,  # with the optimizer's moments too; the learning rate begins anew
@@ -162,7 +169,7 @@ def get_config() -> ConfigDict:
     num_workers=0,  # processes; 0: one for each core, at most 32
     timeout_s=5.0,  # per completion, wall-clock
     memory_mib=2048,  # address space of a worker
-    grader="",  # likewise, for the training rewards
+    grader="",  # for training problems, likewise a component; "": the task's
     # Pairs (grader, weight), such as ("boxed", 0.1): their scores are added to the training
     # rewards. For wrong answers too, set outcomes.wrong and .unparseable to "score".
     extra=(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import io
 import pathlib
+import re
 import tokenize
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -48,7 +49,9 @@ class Comments:
       line -= 1
     behind = [self._after[n] for n in range(first, last + 1) if n in self._after]
     sentences = [" ".join(part) for part in (above, behind) if part]
-    return " ".join(s[:1].upper() + s[1:] for s in sentences)
+    # A list of values, such as "adamw, lion", is spelled as it is set.
+    values = re.compile(r"[a-z_]+, [a-z_]+[,;]")
+    return " ".join(s if values.match(s) else s[:1].upper() + s[1:] for s in sentences)
 
 
 class Field(NamedTuple):

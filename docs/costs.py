@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from docs.tables import between_marks
-from rlvr_jax.evaluate.compare import markdown
+from rlvr_jax.evaluate.compare import markdown_table
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models.md"
@@ -35,7 +35,7 @@ def table() -> str:
       rows[f"`{recipe}`, {where}"] = _row(report["conditions"], report["costs"])
   header = ["problems × responses × tokens", "mesh", "micro-batches", "update, GiB"]
   header += ["generation, GiB", "received GB", "compute, HBM, links: s", "MFU at most"]
-  return markdown(header, rows, "recipe, slice")
+  return markdown_table(header, rows, "recipe, slice")
 
 
 def _row(conditions: Mapping[str, Any], costs: Mapping[str, Any]) -> list[str]:

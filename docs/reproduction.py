@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from experiments import evidence, full_size
-from experiments.testbed.arms import SEEDS, committed
+from experiments.testbed.arms import SEEDS, committed_runs
 from rlvr_jax.evaluate import compare
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -62,12 +62,14 @@ class Verdict(NamedTuple):
 def results(name: str) -> dict[str, list[Result]]:
   """Label → runs, of experiments/NAME."""
   path = EXPERIMENTS / name
-  return compare.by_label(compare.read_results(path if path.suffix else path / "results.json"))
+  return compare.group_by_label(
+    compare.read_results(path if path.suffix else path / "results.json")
+  )
 
 
 def mean(runs: Sequence[Result], of_run: OfRun) -> str:
   """Mean over seeds with half of Student's 95 % interval."""
-  return compare.cell([of_run(run) for run in runs])
+  return compare.mean_cell([of_run(run) for run in runs])
 
 
 def paired(
@@ -165,7 +167,7 @@ def _table(prefix: str, verdicts: Mapping[str, Verdict], done: set[tuple[str, in
         f"{runs} runs, {hours(runs)} h" if runs else "–",
       ]
   header = ["claim", "verdict", "evidence", "conditions", "link", "queued"]
-  return compare.markdown(header, rows, "id")
+  return compare.markdown_table(header, rows, "id")
 
 
 def _queue(done: set[tuple[str, int]]) -> str:
@@ -200,7 +202,7 @@ the peaks, which is an assumption. Evaluations come on top.
 def page() -> str:
   from docs.verdicts import IN_SHORT, VERDICTS_BY_ID  # which imports this module
 
-  done = committed()
+  done = committed_runs()
   meanings = "\n".join(f"| {name} | {meaning} |" for name, meaning in VERDICTS.items())
   parts = [_INTRODUCTION + meanings, _RULES.strip()]
   for prefix, paper in PAPERS.items():

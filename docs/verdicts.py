@@ -11,10 +11,10 @@ from experiments.fade.testbed import ON_TOUR
 from experiments.mu_grpo import hand_over
 from experiments.mu_grpo.testbed_tables import SUFFIX as _SUFFIX
 from experiments.mu_grpo.testbed_tables import TIGHT as _TIGHT
-from experiments.mu_grpo.testbed_tables import after_a_stage, price_curves
+from experiments.mu_grpo.testbed_tables import price_curves, value_after_first_stage
 from experiments.testbed import report
 from experiments.testbed.arms import GRPO
-from rlvr_jax.evaluate.compare import final, rise
+from rlvr_jax.evaluate.compare import final_value, rise
 
 _SALT = results("salt_geometry")
 _P3O = results("p3o_mismatch")
@@ -63,7 +63,7 @@ def _of_stage(metric: str, stage: int):
 
 def _start(run: Result) -> float:
   """Held-out pass@1 before the first update."""
-  return final(run) - rise(run)
+  return final_value(run) - rise(run)
 
 
 def _field(name: str):
@@ -81,22 +81,22 @@ _N_EFF = _average("geometry/effective_rollouts")
 _REWEIGHTED = _average("geometry/effective_rollouts_reweighted")
 _RESIDUAL = _average("geometry/residual_energy")
 _CLIP = _average("loss/clip_fraction")
-_RANK_ONE = report.of_geometry("head_rank_one_fraction", when="last")
-_ENTROPY = report.over_training("policy/entropy")
+_RANK_ONE = report.geometry_value("head_rank_one_fraction", when="last")
+_ENTROPY = report.training_mean("policy/entropy")
 _AGREEMENT = ("correlation", "permutation_quantile", "noise_quantile")
 _ALPHAS = (  # at G = 4, at G = 8, at all larger G
   *(mean(_SALT[f"SALT, G = {size}"], _average("reweighting/alpha")) for size in (4, 8)),
   mean([r for G in (16, 32, 64) for r in _SALT[f"SALT, G = {G}"]], _average("reweighting/alpha")),
 )
-_HEAD_SHARE = report.of_geometry("head_share", when="last")
+_HEAD_SHARE = report.geometry_value("head_share", when="last")
 _MASSES = (GRPO, "FADE", "success-heavy", "failure-heavy")
-_LAST_ENTROPY = report.end("policy/entropy")
+_LAST_ENTROPY = report.end_mean("policy/entropy")
 _HOT = "temperature 1.5"
 _ON_POLICY = ("GRPO, on-policy", "P3O, on-policy")
-_LATE = report.late()
+_LATE = report.late_mean()
 _EPSILON = "GRPO, ε = 0.2"
 _AT = (0.0, *hand_over.prices_of_7b().values())
-_PRICES = hand_over.of_quickstart(_AT)
+_PRICES = hand_over.quickstart_curves(_AT)
 _PRICES_ON_STEPS = price_curves([run for runs in _ON_STEPS.values() for run in runs], _AT)
 
 
@@ -118,7 +118,7 @@ def _ess(setting: str) -> str:
 
 def _against(setting: str) -> str:
   """P3O less GRPO with ε = 0.2 in a setting."""
-  return paired(_P3O, f"{setting}: P3O", f"{setting}: {_EPSILON}", final)
+  return paired(_P3O, f"{setting}: P3O", f"{setting}: {_EPSILON}", final_value)
 
 
 def _each(label: str, of_run: OfRun = _LATE, less: str | None = None) -> str:
@@ -139,7 +139,7 @@ def _lower(label: str, baseline: str, of_run: OfRun) -> str:
 
 def _cost_of(setting: str, method: str) -> str:
   """Final pass@1 less that of the run with four updates per refresh and nothing else."""
-  return paired(_P3O, f"{setting}: {method}", f"matched: {method}", final)
+  return paired(_P3O, f"{setting}: {method}", f"matched: {method}", final_value)
 
 
 _OF_SALT = {
@@ -152,7 +152,7 @@ _OF_SALT = {
     (
       *(mean(_SALT["GRPO, G = 16"], column) for column in (_PR, _N_EFF)),
       *(
-        mean(_ON_STEPS[GRPO], report.of_geometry(metric, feature))
+        mean(_ON_STEPS[GRPO], report.geometry_value(metric, feature))
         for feature in ("score", "sampled")
         for metric in ("participation_ratio", "effective_rollouts")
       ),
@@ -169,15 +169,15 @@ _OF_SALT = {
     " since n_eff is above 1. On `steps`, with `sampled`: α is {}, the shared part has {} of ‖A‖²;"
     " n_eff of A′ {}, PR {}, pass@1 {}. So n_eff rises; no gain of PR or accuracy is found.",
     (
-      *(paired(_SALT, "SALT, G = 16", "GRPO, G = 16", f) for f in (_REWEIGHTED, _PR, final)),
-      mean(_ON_STEPS["SALT, sampled"], report.over_training("reweighting/alpha")),
-      mean(_ON_STEPS["SALT, sampled"], report.over_training("reweighting/shared_share")),
+      *(paired(_SALT, "SALT, G = 16", "GRPO, G = 16", f) for f in (_REWEIGHTED, _PR, final_value)),
+      mean(_ON_STEPS["SALT, sampled"], report.training_mean("reweighting/alpha")),
+      mean(_ON_STEPS["SALT, sampled"], report.training_mean("reweighting/shared_share")),
       *(
         paired(_ON_STEPS, "SALT, sampled", GRPO, f)
         for f in (
-          report.of_geometry("effective_rollouts_reweighted", "sampled"),
-          report.of_geometry("participation_ratio", "sampled"),
-          report.late(),
+          report.geometry_value("effective_rollouts_reweighted", "sampled"),
+          report.geometry_value("participation_ratio", "sampled"),
+          report.late_mean(),
         )
       ),
     ),
@@ -195,9 +195,9 @@ _OF_SALT = {
     (
       *(
         paired(_SALT, "SALT, G = 16", "SALT, random subspace, G = 16", f)
-        for f in (_REWEIGHTED, _PR, final)
+        for f in (_REWEIGHTED, _PR, final_value)
       ),
-      paired(_SALT, "SALT, α = 1.0, G = 16", "SALT, G = 16", final),
+      paired(_SALT, "SALT, α = 1.0, G = 16", "SALT, G = 16", final_value),
     ),
     f"{_QUICKSTART}, G = 16",
     _SALT_LINK,
@@ -212,7 +212,7 @@ _OF_SALT = {
     "SALT minus GRPO in pass@1: {} with α fixed at 1, {} with α fixed at 0, {} adaptive. The"
     " adaptive α is 0 in every measured update, so that it is as good as the worst fixed one.",
     tuple(
-      paired(_SALT, label, "GRPO, G = 16", final)
+      paired(_SALT, label, "GRPO, G = 16", final_value)
       for label in ("SALT, α = 1.0, G = 16", "SALT, α = 0.0, G = 16", "SALT, G = 16")
     ),
     f"{_QUICKSTART}, G = 16",
@@ -227,7 +227,7 @@ _OF_SALT = {
     " SALT's residual is nearly or wholly off. On `steps`, with `sampled`, where α is positive: {}"
     " at G = 8, {} at G = 32. At G = 32 minus that at G = 8 it is {} with GRPO, {} with SALT.",
     (
-      *(paired(_SALT, f"SALT, G = {size}", f"GRPO, G = {size}", final) for size in (4, 64)),
+      *(paired(_SALT, f"SALT, G = {size}", f"GRPO, G = {size}", final_value) for size in (4, 64)),
       *(mean(_SALT[label], rise) for label in ("SALT, G = 64", "GRPO, G = 64")),
       *_ALPHAS,
       paired(_ON_STEPS, "SALT, sampled", GRPO, _LATE),
@@ -250,13 +250,13 @@ _OF_SALT = {
     " have not been measured.",
     (
       paired(_SALT, "GRPO, G = 64", "GRPO, G = 4", _RESIDUAL),
-      _each("GRPO, G = 32", report.of_geometry("residual_energy", "sampled"), GRPO),
+      _each("GRPO, G = 32", report.geometry_value("residual_energy", "sampled"), GRPO),
       *(
         value
         for metric in ("update_norm_bound", "update_norm")
         for value in (
-          mean(_ON_STEPS[GRPO], report.of_geometry(metric, "sampled")),
-          _each("GRPO, G = 32", report.of_geometry(metric, "sampled")),
+          mean(_ON_STEPS[GRPO], report.geometry_value(metric, "sampled")),
+          _each("GRPO, G = 32", report.geometry_value(metric, "sampled")),
         )
       ),
     ),
@@ -273,7 +273,7 @@ _OF_SALT = {
     " the signs of the largest tenth agree in a share of {}; by chance it would be {}.",
     (
       *(mean(_SALT["GRPO, G = 8"], _average(f"geometry/agreement_{name}")) for name in _AGREEMENT),
-      *(mean(_ON_STEPS[GRPO], report.of_geometry(f"agreement_{name}")) for name in _AGREEMENT),
+      *(mean(_ON_STEPS[GRPO], report.geometry_value(f"agreement_{name}")) for name in _AGREEMENT),
       *(mean(_ON_STEPS[GRPO], _field(name)) for name in ("signs", "signs_by_chance")),
     ),
     f"{_QUICKSTART}, G = 8; {_STEPS_RUNS}",
@@ -304,10 +304,10 @@ _OF_SALT = {
     (
       *_ALPHAS,
       *(mean(_SALT[label], _CLIP) for label in ("SALT, G = 16", "GRPO, G = 16")),
-      mean(_ON_STEPS["SALT, sampled"], report.over_training("reweighting/alpha")),
-      _each("SALT, sampled, G = 32", report.over_training("reweighting/alpha")),
+      mean(_ON_STEPS["SALT, sampled"], report.training_mean("reweighting/alpha")),
+      _each("SALT, sampled, G = 32", report.training_mean("reweighting/alpha")),
       *(
-        mean(_ON_STEPS[label], report.over_training("loss/clip_fraction"))
+        mean(_ON_STEPS[label], report.training_mean("loss/clip_fraction"))
         for label in ("SALT, sampled", GRPO)
       ),
     ),
@@ -330,8 +330,8 @@ _OF_SALT = {
       *(
         _each("entropy bonus 0.05", f, GRPO)
         for f in (
-          report.of_geometry("participation_ratio"),
-          report.of_geometry("effective_rollouts"),
+          report.geometry_value("participation_ratio"),
+          report.geometry_value("effective_rollouts"),
           _LAST_ENTROPY,
         )
       ),
@@ -351,7 +351,7 @@ _OF_P3O = {
     " queued.",
     (
       *(
-        paired(_P3O, "matched: P3O", f"matched: GRPO, ε = {epsilon}", final)
+        paired(_P3O, "matched: P3O", f"matched: GRPO, ε = {epsilon}", final_value)
         for epsilon in (0.2, 0.4, 0.6)
       ),
       *(_each("P3O", less=label) for label in (GRPO, "GRPO, ε = 0.6")),
@@ -371,10 +371,10 @@ _OF_P3O = {
     " log-probabilities do not see the temperature, as GRPO is, and not where they do.",
     (
       _cost_of(_HOT, "P3O"),
-      mean(_P3O[f"{_HOT}: P3O without its KL term"], final),
+      mean(_P3O[f"{_HOT}: P3O without its KL term"], final_value),
       _cost_of(_HOT, _EPSILON),
-      paired(_ON_STEPS, f"GRPO, {_HOT}, raw", GRPO, report.late()),
-      paired(_ON_STEPS, f"P3O, {_HOT}, raw", f"GRPO, {_HOT}, raw", report.late()),
+      paired(_ON_STEPS, f"GRPO, {_HOT}, raw", GRPO, report.late_mean()),
+      paired(_ON_STEPS, f"P3O, {_HOT}, raw", f"GRPO, {_HOT}, raw", report.late_mean()),
       _each(f"P3O, {_HOT}, raw", less="P3O"),
     ),
     f"{_MISMATCH}, GRPO with ε = 0.2; {_STEPS_RUNS}, 2 of P3O's own",
@@ -415,10 +415,10 @@ _OF_P3O = {
     " rollouts {}. With these the last evaluation of pass@1 is {} with GRPO, and {} with P3O: it is"
     " P3O of which a seed collapses. ε = 0.4 has not run.",
     (
-      _each("P3O", report.late("eval/pass@16"), GRPO),
-      _each("P3O", report.late("eval/pass@16"), "GRPO, ε = 0.6"),
-      _each("P3O, fp8 rollouts", report.late("eval/pass@16"), "GRPO, fp8 rollouts"),
-      *(_each(f"{method}, fp8 rollouts", final) for method in (GRPO, "P3O")),
+      _each("P3O", report.late_mean("eval/pass@16"), GRPO),
+      _each("P3O", report.late_mean("eval/pass@16"), "GRPO, ε = 0.6"),
+      _each("P3O, fp8 rollouts", report.late_mean("eval/pass@16"), "GRPO, fp8 rollouts"),
+      *(_each(f"{method}, fp8 rollouts", final_value) for method in (GRPO, "P3O")),
     ),
     _TWO_SEEDS,
     _P3O_STEPS_LINK,
@@ -440,8 +440,8 @@ _OF_P3O = {
       *(_cost_of(setting, _EPSILON) for setting in ("lag 1", "lag 2")),
       _ess("matched"),
       mean(_P3O[f"matched: {_EPSILON}"], _field("kl")),
-      _each("GRPO, lag 8", report.over_training("behavior/ess")),
-      *(_each("P3O, lag 8", f, "GRPO, lag 8") for f in (_LATE, report.late("eval/pass@16"))),
+      _each("GRPO, lag 8", report.training_mean("behavior/ess")),
+      *(_each("P3O, lag 8", f, "GRPO, lag 8") for f in (_LATE, report.late_mean("eval/pass@16"))),
       *(_each(f"{method}, lag 8", less=method) for method in (GRPO, "P3O")),
     ),
     f"{_MISMATCH}, ε = 0.2; {_TWO_SEEDS}",
@@ -464,7 +464,7 @@ _OF_P3O = {
       *(_cost_of("half from another policy", method) for method in ("P3O", _EPSILON)),
       *(_each(f"{method}, half from another policy", less=method) for method in ("P3O", GRPO)),
       _ess("half from another policy"),
-      _each("GRPO, half from another policy", report.over_training("behavior/ess")),
+      _each("GRPO, half from another policy", report.training_mean("behavior/ess")),
     ),
     f"{_MISMATCH}, ε = 0.2; {_TWO_SEEDS}; another seed's policy",
     _P3O_LINK,
@@ -556,10 +556,13 @@ _OF_FADE = {
       *(
         paired(_ON_STEPS, "FADE", label, f)
         for label in (GRPO, "success-heavy")
-        for f in (report.peak(), peak_update, report.late("eval/pass@16"))
+        for f in (report.peak_value(), peak_update, report.late_mean("eval/pass@16"))
       ),
-      *(paired(_RECIPES, label, "grpo", final) for label in ("fade", "pass_at_k")),
-      *(_each("FADE, H* = 0.5", f, GRPO) for f in (report.peak(), report.late("eval/pass@16"))),
+      *(paired(_RECIPES, label, "grpo", final_value) for label in ("fade", "pass_at_k")),
+      *(
+        _each("FADE, H* = 0.5", f, GRPO)
+        for f in (report.peak_value(), report.late_mean("eval/pass@16"))
+      ),
     ),
     f"{_STEPS_RUNS}, 2 with H* = 0.5, evaluated every 32; quickstart, 3 seeds, 64 updates, μ = 1",
     _FADE_LINK,
@@ -581,7 +584,7 @@ _OF_MU = {
     (
       *(*_speedups(_PRICES), *_break_even(_PRICES)),
       *(*_speedups(_PRICES_ON_STEPS), *_break_even(_PRICES_ON_STEPS)),
-      paired(_ON_STEPS, _SUFFIX, GRPO, report.late()),
+      paired(_ON_STEPS, _SUFFIX, GRPO, report.late_mean()),
     ),
     f"{_STEPWISE}; {_STEPS_RUNS}; suffix veto, κ = 0.1",
     _PRICE_LINK,
@@ -596,11 +599,17 @@ _OF_MU = {
     " rate with {}. On `steps` it has {} after the first stage, {} at its best and {} at the last"
     " evaluation, from {} at the start.",
     (
-      paired(_MU, "tight clip", "GRPO, μ = 4", final),
-      paired(_ON_STEPS, _TIGHT, GRPO, report.late()),
-      *(mean(_ON_STEPS[_TIGHT], f) for f in (after_a_stage, report.peak(), final)),
+      paired(_MU, "tight clip", "GRPO, μ = 4", final_value),
+      paired(_ON_STEPS, _TIGHT, GRPO, report.late_mean()),
+      *(
+        mean(_ON_STEPS[_TIGHT], f)
+        for f in (value_after_first_stage, report.peak_value(), final_value)
+      ),
       *(_collapsed(label) for label in ("relaxed clip", "relaxed clip, higher rate")),
-      *(_each("relaxed, μ = 96", f) for f in (after_a_stage, report.peak(), final, _start)),
+      *(
+        _each("relaxed, μ = 96", f)
+        for f in (value_after_first_stage, report.peak_value(), final_value, _start)
+      ),
     ),
     f"{_STEPWISE}; {_STEPS_RUNS}, 2 of the relaxed interval",
     _MU_LINK,
@@ -619,18 +628,18 @@ _OF_MU = {
     " alone {}, then {}; without a veto {}, then {}.",
     (
       *(
-        paired(_MU, f"veto {scope}, κ = 0.1, higher rate", "relaxed clip, higher rate", final)
+        paired(_MU, f"veto {scope}, κ = 0.1, higher rate", "relaxed clip, higher rate", final_value)
         for scope in ("trigger", "suffix", "trigger_and_suffix")
       ),
       *(
-        paired(_MU, f"veto {scope}, κ = 0.1", "relaxed clip", final)
+        paired(_MU, f"veto {scope}, κ = 0.1", "relaxed clip", final_value)
         for scope in ("trigger", "suffix", "trigger_and_suffix", "response")
       ),
-      *(mean(_ON_STEPS[_SUFFIX], f) for f in (after_a_stage, final)),
+      *(mean(_ON_STEPS[_SUFFIX], f) for f in (value_after_first_stage, final_value)),
       *(
         _each(f"{veto}, μ = 96", f)
         for veto in ("trigger", "relaxed")
-        for f in (after_a_stage, final)
+        for f in (value_after_first_stage, final_value)
       ),
     ),
     f"{_STEPWISE}; {_STEPS_RUNS}, 2 with triggers alone and without a veto; κ = 0.1",

@@ -1,12 +1,12 @@
-"""The claims' arms of the testbed on a published checkpoint, on a GPU or a TPU slice.
+"""The testbed's arms of `CLAIMS` on a published checkpoint, on a GPU or a TPU slice.
 
   python -m rlvr_jax.main --mode=sweep --config=configs/full_size/gsm8k_qwen25_05b.py \\
     --sweep=experiments/full_size.py --workdir=runs/evidence_05b \\
     --config.model.checkpoint=Qwen2.5-0.5B-Instruct --config.task.kwargs.data_dir=GSM8K
 
-The recipe of the command line gives task, model, lengths and learning rate; another one is
-`configs/full_size/gsm8k_qwen25_15b_lora.py`. Before, `--mode=costs --topology=v5e:2x4` compiles the
-recipe ahead of time, without a chip. `python -m experiments.full_size` prints the hours.
+The recipe on the command line sets task, model, lengths and learning rate; another recipe is
+`configs/full_size/gsm8k_qwen25_15b_lora.py`. `--mode=costs --topology=v5e:2x4` compiles the recipe
+ahead of time, without a chip. `python -m experiments.full_size` prints the estimated hours.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ TOPOLOGIES = ("v5e_1x1", "v5e_2x4")
 ROLLOUTS = 256  # per update, as in these recipes
 SEEDS = range(3)
 BURST = 16  # decoding steps of one generation program
-SLOTS = {("gsm8k_qwen25_15b_lora", "v5e_1x1"): 128}  # responses at a time, where not all of them
-OF_PEAK = 1 / 3  # share of the chips' peaks that is taken to be reached: an assumption
+SLOTS = {("gsm8k_qwen25_15b_lora", "v5e_1x1"): 128}  # slots, if fewer than all rollouts
+OF_PEAK = 1 / 3  # assumed utilization of the chips' peaks
 COMMON = {
   "num_updates": UPDATES,
   "schedule": "updates_per_refresh(batches=4)",
@@ -39,8 +39,8 @@ COMMON = {
 }
 
 
-def of_arm(fields: dict[str, Any]) -> dict[str, Any]:
-  """Fields of an arm at this number of rollouts."""
+def arm_fields(fields: dict[str, Any]) -> dict[str, Any]:
+  """Fields of an arm at `ROLLOUTS` rollouts per update."""
   fields = COMMON | fields
   if "batch.group_size" in fields:
     fields["batch.prompts"] = ROLLOUTS // fields["batch.group_size"]
@@ -50,17 +50,17 @@ def of_arm(fields: dict[str, Any]) -> dict[str, Any]:
 def get_sweep() -> list[dict[str, Any]]:
   first = [{**run, **COMMON} for run in FIRST]
   return first + [
-    {"label": label, "seed": seed, **of_arm(dict(fields))}
+    {"label": label, "seed": seed, **arm_fields(dict(fields))}
     for seed in SEEDS
     for label, fields in evidence.CLAIMS.items()
   ]
 
 
 def hours(recipe: str, topology: str) -> float:
-  """Hours of one run: updates and generation by the compiled programs, at `OF_PEAK` of the peaks.
+  """Estimates the hours of one run from the compiled programs, at `OF_PEAK` of the peaks.
 
-  A program takes as long as the slowest of compute, memory and links; responses are taken to be as
-  long as they may be; evaluation, grading and compilation come on top.
+  A program takes as long as the slowest of compute, memory and links. Responses have maximum
+  length. Evaluation, grading and compilation are not included.
   """
   path = COSTS / recipe / f"costs_{topology}.json"
   report = json.loads(path.read_text(encoding="utf-8"))
@@ -72,7 +72,7 @@ def hours(recipe: str, topology: str) -> float:
 
 
 def table() -> str:
-  """Markdown: hours of one run, and of all of them."""
+  """Returns a Markdown table with the hours of one run, and of all runs."""
   runs = len(get_sweep())
   rows = {
     f"{recipe}, {topology.replace('_', ':')}": [
@@ -83,7 +83,7 @@ def table() -> str:
     for recipe in RECIPES
     for topology in TOPOLOGIES
   }
-  return compare.markdown(["hours a run", "runs", "hours in all"], rows, "recipe and slice")
+  return compare.markdown_table(["hours a run", "runs", "hours in all"], rows, "recipe and slice")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for all output files.")
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A run, or RUN/checkpoints/STEP.")
 _SWEEP = flags.DEFINE_string("sweep", None, "Python file whose get_sweep() lists the runs.")
 _MINUTES = flags.DEFINE_float(
-  "minutes", None, "Limit of a sweep; it then exits with status 3.", 0.0
+  "minutes", None, "Time limit of a sweep, after which it exits with status 3.", 0.0
 )
 _TOPOLOGY = flags.DEFINE_string("topology", None, "TPU slice to compile for, such as v5e:4x4.")
 _DISTRIBUTED = flags.DEFINE_bool("distributed", False, "Run in several processes (TPU pod, SLURM).")
@@ -41,9 +41,9 @@ _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Index of this process.",
 _PROFILE = flags.DEFINE_string("profile", "", "Updates to trace with jax.profiler, such as 10:13.")
 _TRACKERS = flags.DEFINE_list("trackers", [], "Where to copy the metrics: wandb, trackio.")
 _STOPPED_STATUS = flags.DEFINE_integer(
-  "stopped_status", 0, "Exit status of a training run that a signal stopped early.", 0
+  "stopped_status", 0, "Exit status of a training run that a signal stops early.", 0
 )
-_PARENT = flags.DEFINE_integer("parent", None, "Process with whose end this one ends.")
+_PARENT = flags.DEFINE_integer("parent", None, "Process whose end also ends this one.")
 
 _HELP = """rlvr_jax trains, evaluates and exports policies, for instance by
 
@@ -51,7 +51,7 @@ _HELP = """rlvr_jax trains, evaluates and exports policies, for instance by
 
   --config=FILE        the recipe; any field can be set, such as --config.seed=1
   --workdir=FOLDER     for all output files; the same command resumes a run
-  --mode=MODE          train (without it), check, eval, export, fits, costs or sweep
+  --mode=MODE          train (the default), check, eval, export, fits, costs or sweep
   --checkpoint=RUN     the run to evaluate or to export
 
 All flags: rlvr_jax --help. A first run, explained: docs/first_run.md"""
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
   if _STOPPED_STATUS.value:  # started by launch, which outlives the terminal
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
   if _PARENT.value:
-    process.end_with(_PARENT.value)
+    process.end_with_parent(_PARENT.value)
   process.keep_freed_memory()  # before jax allocates anything
   # Imported here, so that --help and a misspelled field answer immediately.
   from rlvr_jax.train.cluster import multihost
@@ -74,13 +74,12 @@ def main(argv: list[str]) -> int:
   if _DISTRIBUTED.value or coordinates != (None, None, None):
     if _MODE.value == "sweep":
       sys.exit(
-        "error: a run of a sweep has one process: leave out --distributed and the flags of"
-        " processes"
+        "error: a run of a sweep has one process: leave out --distributed and the process flags"
       )
     try:
       multihost.initialize(*coordinates)
     except (ValueError, RuntimeError) as error:
-      process.exit_immediately(f"error: {error}")  # jax would wait for the others to end
+      process.exit_immediately(f"error: {error}")  # jax would wait for the other processes
   with multihost.exit_on_error():
     return run()
 
@@ -90,37 +89,39 @@ def run() -> int:
   try:
     from rlvr_jax.commands import choose
     from rlvr_jax.commands.check import PreflightError
-    from rlvr_jax.commands.sweep import TO_DO, SittingOverError, SweepError
+    from rlvr_jax.commands.sweep import UNFINISHED_STATUS, SweepError, TimeLimitError
     from rlvr_jax.commands.train import FAILURES
     from rlvr_jax.train.cluster import multihost
 
-    given = (_WORKDIR.value, _CHECKPOINT.value, _TOPOLOGY.value, _PROFILE.value, _TRACKERS.value)
-    of_sweep = (_SWEEP.value, sys.argv, _MINUTES.value)
-    action = choose.prepared(_MODE.value, _CONFIG.value, *given, *of_sweep)
+    run_flags = (_WORKDIR.value, _CHECKPOINT.value, _TOPOLOGY.value, _PROFILE.value)
+    sweep_flags = (_SWEEP.value, sys.argv, _MINUTES.value)
+    action = choose.prepare_command(
+      _MODE.value, _CONFIG.value, *run_flags, _TRACKERS.value, *sweep_flags
+    )
   except (ImportError, ValueError, OSError) as error:
-    sys.exit(f"error: {process.described(error)}")
+    sys.exit(f"error: {process.describe_error(error)}")
   except (AttributeError, KeyError) as error:
     if message := config_file.missing_field(error):
       sys.exit(f"error: {message}")
     raise
   if _MODE.value in ("train", "check", "eval"):  # an export is read by other programs
-    process.keep_compiled(str(_WORKDIR.value))
+    process.enable_compilation_cache(str(_WORKDIR.value))
   try:
     action()
-  except SittingOverError:
-    multihost.end_in_order(TO_DO)
+  except TimeLimitError:
+    multihost.exit_together(UNFINISHED_STATUS)
   except process.EndRequestedError:
-    multihost.end_in_order(_STOPPED_STATUS.value)
+    multihost.exit_together(_STOPPED_STATUS.value)
   except (*FAILURES, PreflightError, SweepError) as error:
     multihost.leave(f"failed ({error})")
-    process.exit_immediately(f"error: {process.described(error)}")
+    process.exit_immediately(f"error: {process.describe_error(error)}")
   except KeyboardInterrupt:
     sys.exit("interrupted; rerun the same command to resume")
   return 0
 
 
 def parse_flags(argv: list[str]) -> list[str]:
-  """As `config_file.parse_flags`; a command without any flag prints the few that one needs."""
+  """Like `config_file.parse_flags`; without any flag, prints a short help and exits."""
   return config_file.parse_flags(argv) if len(argv) > 1 else sys.exit(_HELP)
 
 

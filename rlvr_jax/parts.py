@@ -1,8 +1,8 @@
-"""The parts of a method as functions of plain arrays, for a training loop of one's own.
+"""The parts of a method as functions of plain arrays, for your own training loop.
 
 They take log-probabilities, rewards and masks; the model, the sampler and the optimizer are yours.
-All are pure and work under jit. P prompts have G rollouts each, of up to T tokens; B = P·G. Guide,
-with complete loops on a flax model and on one by hand: docs/parts.md.
+All are pure and work under jit. P prompts have G rollouts each, of up to T tokens; B = P·G. The
+guide, docs/parts.md, has complete loops for a flax model and for a hand-written one.
 
   from rlvr_jax import parts
   from rlvr_jax.advantages import grpo
@@ -27,13 +27,13 @@ from rlvr_jax.geometry.streaming import streaming
 from rlvr_jax.losses import Loss
 from rlvr_jax.ops import reductions
 from rlvr_jax.ops.aggregate import aggregate
-from rlvr_jax.ops.checks import described
+from rlvr_jax.ops.checks import describe
 from rlvr_jax.ops.logprobs import token_logprobs, token_statistics
 from rlvr_jax.ops.precision import EXACT
 from rlvr_jax.ops.ratios import log_ratios, mean_log_ratios, normalized_ess, sequence_log_ratios
 from rlvr_jax.ops.veto import Veto, negative_advantage_veto
 from rlvr_jax.reweighting import Reweighting
-from rlvr_jax.types import Array, Forward, Head, Prompts, Sampling, TrainBatch
+from rlvr_jax.types import Array, Forward, Head, Params, Prompts, Sampling, TrainBatch
 
 __all__ = [
   "advantages_of",
@@ -63,7 +63,7 @@ def batch_of(
   proximal_logprobs: Array | None = None,
   lags: Array | None = None,
 ) -> TrainBatch:
-  """A batch of what is given, for functions that take one; the rest is 0.
+  """Makes a batch of the given arrays, for functions that take a batch; other fields are 0.
 
   Args:
     mask: [P, G, T], 1 on response tokens that count in the loss, the stop token included.
@@ -77,16 +77,16 @@ def batch_of(
   Raises:
     ValueError: an array has another shape.
   """
-  P, G, T = _shaped("mask", mask, "P", "G", "T")
-  of_tokens = dict(
+  P, G, T = _check_shape("mask", mask, "P", "G", "T")
+  per_token = dict(
     tokens=tokens, behavior_logprobs=behavior_logprobs, proximal_logprobs=proximal_logprobs
   )
-  for name, given in of_tokens.items():
-    if given is not None:
-      _shaped(name, given, "P", "G", "T", P=P, G=G, T=T)
-  for name, given in dict(rewards=rewards, correct=correct, valid=valid, lags=lags).items():
-    if given is not None:
-      _shaped(name, given, "P", "G", P=P, G=G)
+  for name, array in per_token.items():
+    if array is not None:
+      _check_shape(name, array, "P", "G", "T", P=P, G=G, T=T)
+  for name, array in dict(rewards=rewards, correct=correct, valid=valid, lags=lags).items():
+    if array is not None:
+      _check_shape(name, array, "P", "G", P=P, G=G)
   mask = jnp.asarray(mask, jnp.promote_types(jnp.asarray(mask).dtype, jnp.float32))
   rewards = jnp.zeros((P, G), mask.dtype) if rewards is None else jnp.asarray(rewards)
   return TrainBatch(
@@ -111,22 +111,22 @@ def advantages_of(
   valid: Array | None = None,
   state: Any = (),
 ) -> Array:
-  """Coefficients f32[P, G] of an estimator of `rlvr_jax.advantages`.
+  """Coefficients f32[P, G] by an estimator of `rlvr_jax.advantages`.
 
   Args:
     estimator: such as `grpo()`.
     rewards: f32[P, G].
     mask: [P, G, T]; `opo` reads the lengths of responses from it.
     correct: f32[P, G] in {0, 1}; the rewards if it is not given.
-    valid: bool[P, G], False for rollouts that your grader has failed on: they get 0, and the others
-      what they would get without them. Set their loss mask to 0, too. None: all are valid.
-    state: of `fade` alone: `estimator.init(entropy)` first, then what `estimator.update(state,
-      batch_of(…), entropy)` returns.
+    valid: bool[P, G], False for rollouts that your grader failed on: they get 0 and do not affect
+      the others. Set their loss mask to 0, too. None: all are valid.
+    state: for `fade` only: `estimator.init(entropy)` first, then the result of
+      `estimator.update(state, batch_of(…), entropy)`.
   Raises:
-    ValueError: the estimator is no component, or an array has another shape.
+    ValueError: the estimator is not a component, or an array has another shape.
   """
   _check_component("estimator", estimator, Advantage, "advantages")
-  _shaped("rewards", rewards, "P", "G")
+  _check_shape("rewards", rewards, "P", "G")
   rewards = jnp.asarray(rewards)
   mask = jnp.ones((*rewards.shape, 1)) if mask is None else mask
   return estimator.apply(state, batch_of(mask, rewards=rewards, correct=correct, valid=valid))
@@ -148,8 +148,8 @@ def loss_of(
 
   Args:
     loss: of `rlvr_jax.losses`, such as `p3o()`.
-    policy_logprobs: f32[P, G, T], nats, of the policy that is trained, by `token_logprobs` or by
-      your own model.
+    policy_logprobs: f32[P, G, T], nats, of the trained policy, by `token_logprobs` or your own
+      model.
     behavior_logprobs: f32[P, G, T], nats, under the distribution that was sampled from.
     coefficients: f32[P, G], the advantages; constant for differentiation.
     mask: [P, G, T], 1 on response tokens that count.
@@ -158,29 +158,29 @@ def loss_of(
     proximal_logprobs: f32[P, G, T], nats; `decoupled_ppo` needs them.
     veto: of `negative_advantage_veto`.
   Raises:
-    ValueError: the loss is no component or needs `proximal_logprobs`, an array has another shape,
-      or the aggregation is unknown.
+    ValueError: the loss is not a component or needs `proximal_logprobs`, an array has another
+      shape, or the aggregation is unknown.
   """
   _check_component("loss", loss, Loss, "losses")
   if veto is negative_advantage_veto:
     raise ValueError("veto is a function that makes one; call it: negative_advantage_veto()")
-  P, G, T = _shaped("mask", mask, "P", "G", "T")
-  _shaped("policy_logprobs", policy_logprobs, "P", "G", "T", P=P, G=G, T=T)
-  _shaped("coefficients", coefficients, "P", "G", P=P, G=G)
+  P, G, T = _check_shape("mask", mask, "P", "G", "T")
+  _check_shape("policy_logprobs", policy_logprobs, "P", "G", "T", P=P, G=G, T=T)
+  _check_shape("coefficients", coefficients, "P", "G", P=P, G=G)
   if loss.needs_proximal and proximal_logprobs is None:
     raise ValueError("this loss needs proximal_logprobs, those of its proximal policy; give them")
   batch = batch_of(mask, behavior_logprobs=behavior_logprobs, proximal_logprobs=proximal_logprobs)
   statistics = None
   if loss.statistics is not None:
-    of_batch = loss.statistics(jax.lax.stop_gradient(policy_logprobs), batch, coefficients)
-    statistics = jax.lax.stop_gradient(of_batch)
+    statistics = loss.statistics(jax.lax.stop_gradient(policy_logprobs), batch, coefficients)
+    statistics = jax.lax.stop_gradient(statistics)
   losses, metrics = loss.per_token(policy_logprobs, batch, coefficients, statistics)
-  kept = batch.mask
+  loss_mask = batch.mask
   if veto is not None:
-    losses, kept, found = veto(losses, policy_logprobs, batch, coefficients)
-    metrics = {**metrics, **found}
+    losses, loss_mask, veto_metrics = veto(losses, policy_logprobs, batch, coefficients)
+    metrics = {**metrics, **veto_metrics}
   length = max_response_length or batch.mask.shape[-1]
-  pair = aggregate(losses, kept, how=aggregation, max_response_length=length)
+  pair = aggregate(losses, loss_mask, how=aggregation, max_response_length=length)
   return reductions.value(pair), jax.lax.stop_gradient(reductions.values(metrics))
 
 
@@ -195,25 +195,25 @@ def gram_of_head(
 ) -> Array:
   """Inner products f32[B, B] of the rollouts' gradients with respect to the output head.
 
-  Of the features g_i = ∇(−Σ_t m log π) with respect to a kernel that logits = hidden @ kernel
-  share, without an array of the size of one gradient per rollout.
+  The gradients are g_i = ∇(−Σ_t m log π) with respect to `kernel`, where logits = hidden @ kernel.
+  They are never stored, one per rollout.
 
   Args:
     hidden: [P, G, T, D], the final hidden states that predict `tokens`.
     kernel: [D, V].
     tokens: i32[P, G, T].
     mask: [P, G, T].
-    route: `streaming()`, exact, which None stands for; or `sketch()`, of `rlvr_jax.geometry`.
+    route: of `rlvr_jax.geometry`: `streaming()`, which is exact and the default, or `sketch()`.
     temperature: of the policy.
   Raises:
     ValueError: the route runs the model again, as `per_rollout` does; use `gram_of_gradients`. Or
-      it is no component, or an array has another shape.
+      it is not a component, or an array has another shape.
   """
   route = streaming() if route is None else route
   _check_component("route", route, GramFn, "geometry")
-  D, _ = _shaped("kernel", kernel, "D", "V")
-  P, G, T = _shaped("mask", mask, "P", "G", "T")
-  _shaped("hidden", hidden, "P", "G", "T", "D", P=P, G=G, T=T, D=D)
+  D, _ = _check_shape("kernel", kernel, "D", "V")
+  P, G, T = _check_shape("mask", mask, "P", "G", "T")
+  _check_shape("hidden", hidden, "P", "G", "T", "D", P=P, G=G, T=T, D=D)
   if not route.needs_forward:
     raise ValueError("this route runs a model again; use gram_of_gradients, or streaming()")
   batch, head = batch_of(mask, tokens=tokens), Head(kernel)
@@ -221,35 +221,35 @@ def gram_of_head(
   projection = None if route.projection is None else route.projection(kernel.shape[1])
   sampling = Sampling(temperature=temperature)
   targets = batch.tokens.reshape(P * G, T)
-  found = token_statistics(flat, head, targets, sampling, projection=projection)
-  of_rows = (flat, found.log_normalizers, found.projected, found.logprobs)
-  forward = Forward(*jax.tree.map(lambda x: x[None], of_rows))
-  context = GramContext(_HeadAlone(head), temperature)
+  statistics = token_statistics(flat, head, targets, sampling, projection=projection)
+  fields = (flat, statistics.log_normalizers, statistics.projected, statistics.logprobs)
+  forward = Forward(*jax.tree.map(lambda x: x[None], fields))
+  context = GramContext(_HeadOnly(head), temperature)
   gram = route.gram(head, {}, batch, jax.lax.stop_gradient(forward), context)
   return jax.lax.stop_gradient(gram)
 
 
-class _HeadAlone:
-  """A model of which there is only the head, which is its parameters."""
+class _HeadOnly:
+  """A model that has an output head only, which is also its parameters."""
 
   def __init__(self, head: Head):
     self._head = head
 
-  def combine(self, trained: Any, frozen: Any) -> Any:
+  def combine(self, trained: Params, frozen: Params) -> Params:
     return trained
 
-  def head(self, params: Any) -> Head:
+  def head(self, params: Params) -> Head:
     return self._head
 
 
-def gram_of_gradients(function: Callable[..., Array], params: Any, *rollouts: Any) -> Array:
+def gram_of_gradients(function: Callable[..., Array], params: Params, *rollouts: Any) -> Array:
   """Inner products f32[B, B] of the gradients of a function of one rollout; for small models.
 
   Stores all gradients, [B, N] for N parameters.
 
   Args:
-    function: (params, *one rollout's arrays) → f32[], such as −Σ_t m log π.
-    params: a tree of arrays: those to differentiate by.
+    function: (params, *arrays of one rollout) → f32[], such as −Σ_t m log π.
+    params: a tree of the arrays to differentiate by.
     rollouts: trees of arrays [B, ...], in the order of coefficients.reshape(B).
   """
   axes = (None, *(0 for _ in rollouts))
@@ -271,63 +271,63 @@ def reweighted(
   Args:
     rule: the reweighting.
     coefficients: f32[P, G], the advantages.
-    gram: f32[B, B], of `gram_of_head` or `gram_of_gradients`, not divided by B; None where the rule
-      needs none.
+    gram: f32[B, B], of `gram_of_head` or `gram_of_gradients`, not divided by B; None if the rule
+      does not need it.
     valid: bool[P, G], as for `advantages_of`; None: all.
     key: random key; only SALT's ablation `random_subspace` reads it. None for key 0.
   Raises:
-    ValueError: the rule is no component, an array has another shape, or the rule needs `gram`.
+    ValueError: the rule is not a component, an array has another shape, or the rule needs `gram`.
   """
   _check_component("rule", rule, Reweighting, "reweighting")
-  P, G = _shaped("coefficients", coefficients, "P", "G")
+  P, G = _check_shape("coefficients", coefficients, "P", "G")
   if gram is not None or rule.needs_gram:
     _check_gram(gram, P * G)
   key = jax.random.key(0) if key is None else key
   if valid is not None:
-    _shaped("valid", valid, "P", "G", P=P, G=G)
+    _check_shape("valid", valid, "P", "G", P=P, G=G)
   valid = jnp.ones((P, G), bool) if valid is None else jnp.asarray(valid)
-  found, metrics = rule.on_batch(coefficients, gram, valid, key)
-  return found, reductions.values(metrics)
+  coefficients, metrics = rule.on_batch(coefficients, gram, valid, key)
+  return coefficients, reductions.values(metrics)
 
 
-# --- what a caller may have confused --------------------------------------------------------------
+# --- checks of arguments --------------------------------------------------------------------------
 
 
-def _check_component(name: str, given: Any, kind: type, room: str) -> None:
-  """Raises ValueError for a factory that was not called, a string, or anything else."""
-  if isinstance(given, kind):
+def _check_component(name: str, value: Any, kind: type, room: str) -> None:
+  """Raises ValueError for a factory that was not called, a string, or any other value."""
+  if isinstance(value, kind):
     return
-  if isinstance(given, str):
-    factory = given.partition("(")[0].strip()
+  if isinstance(value, str):
+    factory = value.partition("(")[0].strip()
     how = f"from rlvr_jax.{room} import {factory}, and pass {factory}(…)"
-    raise ValueError(f"{name} = {given!r} is a string; import the factory and call it: {how}")
-  if factory := getattr(given, "__name__", ""):
+    raise ValueError(f"{name} = {value!r} is a string; import the factory and call it: {how}")
+  if factory := getattr(value, "__name__", ""):
     raise ValueError(f"{name} is the factory {factory}, not what it returns; call it: {factory}()")
   raise ValueError(
-    f"{name} is {described(given)}; pass what a factory of rlvr_jax.{room} returns, a"
+    f"{name} is {describe(value)}; pass what a factory of rlvr_jax.{room} returns, a"
     f" {kind.__name__}"
   )
 
 
-def _shaped(name: str, given: Any, *axes: str, **sizes: int) -> tuple[int, ...]:
-  """The shape of an array; ValueError unless it has these axes, of the sizes that are known."""
-  shape = jnp.shape(given)
+def _check_shape(name: str, value: Any, *axes: str, **sizes: int) -> tuple[int, ...]:
+  """Returns an array's shape; raises ValueError unless it has these axes, of any given sizes."""
+  shape = jnp.shape(value)
   if len(shape) == len(axes) and all(
     sizes.get(axis, size) == size for axis, size in zip(axes, shape, strict=True)
   ):
     return shape
   known = [str(sizes.get(axis, axis)) for axis in axes]
   expected = f"[{', '.join(axes)}]" + (f" = [{', '.join(known)}]" if sizes else "")
-  message = f"{name} is {described(given)}; it must be {expected}"
+  message = f"{name} is {describe(value)}; it must be {expected}"
   if axes[0] == "P":
     message += ", for P prompts with G rollouts each"
-    if len(shape) == len(axes) - 1:  # [B, …]: rollouts without the axis of their groups
+    if len(shape) == len(axes) - 1:  # [B, …]: rollouts without the group axis
       message += f"; reshape it: {name}.reshape({', '.join((*known[:2], *map(str, shape[1:])))})"
   raise ValueError(message)
 
 
 def _check_gram(gram: Any, size: int) -> None:
-  """Raises ValueError unless it is a matrix of inner products, [B, B]."""
+  """Raises ValueError unless `gram` is a matrix of inner products, [B, B]."""
   if gram is None:
     raise ValueError(
       "this rule needs gram, the inner products of the rollouts' gradients: give gram_of_head(…) or"
@@ -335,7 +335,7 @@ def _check_gram(gram: Any, size: int) -> None:
     )
   if not hasattr(gram, "shape") or gram.shape != (size, size):
     raise ValueError(
-      f"gram is {described(gram)}; it must be [B, B] = [{size}, {size}], inner products of the"
-      " rollouts' gradients: of gradients [B, N] it is gradients @ gradients.T, else use"
+      f"gram is {describe(gram)}; it must be [B, B] = [{size}, {size}], inner products of the"
+      " rollouts' gradients: for gradients [B, N] it is gradients @ gradients.T, else use"
       " gram_of_head or gram_of_gradients"
     )

@@ -1,4 +1,4 @@
-"""The settings of sampling, apart from `types`, so that a configuration is read without jax."""
+"""The settings of sampling, separate from `types` so that configurations are read without jax."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ class Sampling:
 
 
 def sampling_of(settings: Mapping[str, Any]) -> Sampling:
-  """The distribution that fields such as `config.sampling` describe; other fields are ignored."""
+  """The distribution that a section such as `config.sampling` sets; other fields are ignored."""
   return Sampling(**{field.name: settings[field.name] for field in dataclasses.fields(Sampling)})

@@ -1,9 +1,8 @@
 """Components named by strings: "fade(alpha_max=3.0)", "my_package.module:factory(x=1)".
 
-The hyper-parameters are literals, read by `ast.literal_eval`: no code in a string is evaluated. But
-the function that a string names is called, whatever module it is in: run only configurations that
-you trust.
-This module needs the standard library only.
+Hyper-parameters are literals, read by `ast.literal_eval`: no code in a string is evaluated. But the
+function that a string names is called, whatever its module: run only configurations that you trust.
+This module imports the standard library only.
 """
 
 from __future__ import annotations
@@ -46,30 +45,30 @@ def parse(field: str, text: str) -> Spec:
     field: field of the configuration, such as "config.advantage", for messages.
     text: the string.
   Raises:
-    ValueError: the string does not have this form.
+    ValueError: the string does not have the form of a component.
   """
-  found = _FORM.fullmatch(text) if isinstance(text, str) else None
-  if found is None:
+  match = _FORM.fullmatch(text) if isinstance(text, str) else None
+  if match is None:
     raise ValueError(f"{field} = {text!r} is not a component: {_RULE}")
-  name, arguments = found.groups()
+  name, inner = match.groups()
   try:
-    call = ast.parse(f"f{arguments or '()'}", mode="eval").body
+    call = ast.parse(f"f{inner or '()'}", mode="eval").body
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
       raise ValueError("the text in parentheses is not a list of keyword=value")
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for keyword in call.keywords:
       if keyword.arg is None:
         raise ValueError("** is not a keyword")
-      if keyword.arg in given:
+      if keyword.arg in arguments:
         raise ValueError(f"{keyword.arg} is given twice")
-      given[keyword.arg] = _literal(keyword)
+      arguments[keyword.arg] = _parse_literal(keyword)
   except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
     reason = error.msg if isinstance(error, SyntaxError) else error
     raise ValueError(f"{field} = {text!r}: {reason or type(error).__name__}; {_RULE}") from error
-  return Spec(name, given)
+  return Spec(name, arguments)
 
 
-def _literal(keyword: ast.keyword) -> Any:
+def _parse_literal(keyword: ast.keyword) -> Any:
   try:
     return ast.literal_eval(keyword.value)
   except (ValueError, TypeError) as error:
@@ -86,72 +85,74 @@ def make(field: str, package: types.ModuleType, text: str, kind: Any, **of_run: 
     package: its `__all__` lists the factories that can be named.
     text: the string.
     kind: required class of the result.
-    of_run: values of the run; a factory with a parameter of that name gets the value, and no string
-      can set it.
+    of_run: values of the run; a factory with a parameter of that name gets the value, and a string
+      cannot set it.
   Raises:
     ValueError: the string or the name is invalid, hyper-parameters are unknown or missing, or the
       factory raises it.
   """
   owner = f"{field} = {text!r}"
   try:
-    return call(owner, package, parse(field, text), kind, **of_run)
+    return make_from_spec(owner, package, parse(field, text), kind, **of_run)
   except ValueError as error:
     if str(error).startswith(owner):
       raise
     raise ValueError(f"{owner}: {error}") from error
 
 
-def call(owner: str, package: types.ModuleType, spec: Spec, kind: Any, **of_run: Any) -> Any:
-  """As `make`, for a name and arguments; messages begin with `owner`."""
-  factory = find(owner, package, spec.name)
+def make_from_spec(
+  owner: str, package: types.ModuleType, spec: Spec, kind: Any, **of_run: Any
+) -> Any:
+  """Makes the component of a parsed string, as `make` does; messages begin with `owner`."""
+  factory = find_factory(owner, package, spec.name)
   parameters = inspect.signature(factory).parameters
   check_keywords(owner, spec.name, factory, spec.arguments, of_run)
   arguments = {**spec.arguments, **{k: v for k, v in of_run.items() if k in parameters}}
   variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-  lacking = [
+  missing = [
     name
     for name, parameter in parameters.items()
     if name not in arguments and parameter.default is parameter.empty
     and parameter.kind not in variable
   ]  # fmt: skip
-  if lacking:
+  if missing:
     rule = ""
-    if any(parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY for name in lacking):
-      # The name may be of the component itself, such as a loss, a function of tokens.
+    if any(parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY for name in missing):
+      # The name may be that of the component, such as a loss function, instead of its factory.
       rule = (
         "; the name must be of a factory, whose parameters are hyper-parameters and which returns"
         f" {kind.__name__}"
       )
-    raise ValueError(f"{owner}: {spec.name} needs a value of {', '.join(lacking)}{rule}")
+    raise ValueError(f"{owner}: {spec.name} needs a value of {', '.join(missing)}{rule}")
   try:
-    made = factory(**arguments)
+    component = factory(**arguments)
   except (ValueError, ImportError, OSError):
     raise
   except Exception as error:
-    raise ValueError(f"{owner}: {spec.name} raised {_one_line(error)}") from error
-  if not isinstance(made, kind):
+    raise ValueError(f"{owner}: {spec.name} raised {_describe_error(error)}") from error
+  if not isinstance(component, kind):
     raise ValueError(
-      f"{owner}: {spec.name} returned {type(made).__name__}, expected {kind.__name__}"
+      f"{owner}: {spec.name} returned {type(component).__name__}, expected {kind.__name__}"
     )
-  return made
+  return component
 
 
-def find(owner: str, package: types.ModuleType, name: str) -> Callable[..., Any]:
+def find_factory(owner: str, package: types.ModuleType, name: str) -> Callable[..., Any]:
   """Finds the factory of a name, among a package's exports or in the user's module.
 
   Raises:
-    ValueError: there is no such factory.
+    ValueError: no factory has this name.
   """
   module_name, colon, function = name.partition(":")
   if not colon:
     if name not in package.__all__:
       raise ValueError(
         f"{owner}: {name!r} is unknown;"
-        f" {_not_exported(package, name) or _did_you_mean(near(name, package.__all__))} To use your"
-        " own, write my_module:function"
+        f" {_suggest_export(package, name) or _did_you_mean(similar_names(name, package.__all__))}"
+        " To use your own, write my_module:function"
       )
     return getattr(package, name)
-  if os.getcwd() not in sys.path:  # as it is for a program started by python -m
+  if os.getcwd() not in sys.path:  # `python -m` adds it, an installed command does not
     sys.path.append(os.getcwd())
   try:
     module = importlib.import_module(module_name)
@@ -161,22 +162,30 @@ def find(owner: str, package: types.ModuleType, name: str) -> Callable[..., Any]
         f"{owner}: {error}; start the program in the folder of {module_name.partition('.')[0]!r},"
         " set PYTHONPATH=FOLDER, or install it"
       ) from error
-    raise ValueError(f"{owner}: importing {module_name} raised {_one_line(error)}") from error
+    raise ValueError(f"{owner}: importing {module_name} raised {_describe_error(error)}") from error
   factory = getattr(module, function, None)
   if not callable(factory):
+    functions = [n for n in dir(module) if callable(getattr(module, n))]
     raise ValueError(
       f"{owner}: {module_name} has no function {function!r};"
-      f" {_did_you_mean(near(function, [n for n in dir(module) if callable(getattr(module, n))]))}"
+      f" {_did_you_mean(similar_names(function, functions))}"
     )
   return factory
 
 
-def _not_exported(package: types.ModuleType, name: str) -> str:
-  """A remedy if a file of the package has a factory of this name that it does not export."""
+def _suggest_export(package: types.ModuleType, name: str) -> str:
+  """A remedy if the package has a factory of this name that is not exported, or ""."""
+  factory = getattr(package, name, None)
+  is_module = isinstance(package, types.ModuleType) and not hasattr(package, "__path__")
+  if is_module and inspect.isfunction(factory) and factory.__module__ == package.__name__:
+    file = f"{package.__name__.rpartition('.')[2]}.py"
+    return f"{file} has it but does not export it: name {name} in its __all__."
   for folder in getattr(package, "__path__", ()):
     for file in sorted(glob.glob(os.path.join(glob.escape(folder), "*.py"))):
       with open(file, encoding="utf-8") as lines:
-        if re.search(rf"^def {re.escape(name)}\(\s*[*)]", lines.read(), re.MULTILINE):
+        if re.search(
+          rf"^def {re.escape(name)}\(\s*(?:[*)]|\w+[^,=()]*=)", lines.read(), re.MULTILINE
+        ):
           room, module = os.path.basename(folder), os.path.basename(file)
           return (
             f"{room}/{module} exists but is not exported: import {name} in {room}/__init__.py and"
@@ -185,9 +194,9 @@ def _not_exported(package: types.ModuleType, name: str) -> str:
   return ""
 
 
-def takes(field: str, package: types.ModuleType, text: str, parameter: str) -> bool:
+def has_parameter(field: str, package: types.ModuleType, text: str, parameter: str) -> bool:
   """Whether the factory that a string names has the parameter."""
-  factory = find(f"{field} = {text!r}", package, parse(field, text).name)
+  factory = find_factory(f"{field} = {text!r}", package, parse(field, text).name)
   return parameter in inspect.signature(factory).parameters
 
 
@@ -208,13 +217,13 @@ def check_keywords(
     if keyword in of_run and keyword in parameters:
       raise ValueError(f"{owner}: {keyword} of {name} comes from the run; leave it out")
     if keyword not in settable:
-      alike = near(keyword, settable)
-      hint = f" {_did_you_mean(alike)}" if len(alike) < len(settable) else ""
+      similar = similar_names(keyword, settable)
+      hint = f" {_did_you_mean(similar)}" if len(similar) < len(settable) else ""
       raise ValueError(f"{owner}: {name} takes no {keyword!r};{hint} {name} takes {settable}")
 
 
-def _one_line(error: Exception) -> str:
-  """The error, and the line of the program where it was raised."""
+def _describe_error(error: Exception) -> str:
+  """The error in one line, with the line of the program that raised it."""
   frames = traceback.extract_tb(error.__traceback__)
   text = " ".join(str(error).split())
   position = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
@@ -222,13 +231,15 @@ def _one_line(error: Exception) -> str:
 
 
 def _did_you_mean(names: Sequence[str]) -> str:
-  """A question; ten names at most."""
+  """A question, or a list where many names are allowed."""
   if len(names) == 1:
     return f"did you mean {names[0]!r}?"
-  return f"did you mean one of {list(names[:10])}{', …' if len(names) > 10 else ''}?"
+  if len(names) > 10:
+    return f"known are {', '.join(names)}."
+  return f"did you mean one of {list(names)}?"
 
 
-def near(name: str, allowed: Collection[str]) -> list[str]:
+def similar_names(name: str, allowed: Collection[str]) -> list[str]:
   """The allowed names that are most similar to `name`; all of them if none is similar."""
   containing = [full for full in allowed if name and name in full]
   return containing or difflib.get_close_matches(name, allowed) or sorted(allowed)

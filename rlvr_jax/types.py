@@ -23,6 +23,20 @@ Array = jax.Array
 Params = Any  # nested dict of arrays
 
 
+class BatchShape(NamedTuple):
+  """The largest batch of a run."""
+
+  prompts: int  # P
+  group_size: int  # G
+  max_prompt_length: int  # S, tokens
+  max_response_length: int  # T, tokens
+
+  @property
+  def responses(self) -> int:
+    """P·G."""
+    return self.prompts * self.group_size
+
+
 class Head(NamedTuple):
   """Output head: logits = soft_cap(hidden @ kernel · scale)."""
 

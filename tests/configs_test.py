@@ -103,7 +103,8 @@ def test_p3o_at_full_size_has_the_authors_settings():
   """1,024 rollouts of 256 problems and one update per refresh, 500 updates, a tenth to warm up."""
   config = _module("full_size.p3o_qwen3_4b").get_config()
   assert (config.batch.prompts, config.batch.group_size, config.num_updates) == (256, 4, 500)
-  assert staleness.plan(make_schedule(config), 3) == [(0, 0), (1, 1), (2, 2)]
+  schedule = make_schedule(config.schedule, num_updates=config.num_updates, seed=config.seed)
+  assert staleness.plan(schedule, 3) == [(0, 0), (1, 1), (2, 2)]
   assert config.learning_rate == "cosine(peak=1e-5, warmup=50)"
 
 

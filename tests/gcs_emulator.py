@@ -205,7 +205,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
       self.close_connection = True
       return
     except Refusal as refusal:
-      status, content, headers = refusal.args[0], {"error": {"code": refusal.args[0]}}, {}
+      status, content, headers = (
+        refusal.args[0],
+        {"error": {"code": refusal.args[0], "message": "refused"}},
+        {},
+      )
     if not isinstance(content, bytes):
       content, headers = (
         json.dumps(content).encode(),

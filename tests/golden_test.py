@@ -13,7 +13,7 @@ import pytest
 from oracles.batches import make_batch
 
 from rlvr_jax import advantages, geometry, losses
-from rlvr_jax.models.functional import all_trained
+from rlvr_jax.models.functional import take_trained
 from rlvr_jax.ops import spectral
 from rlvr_jax.ops.aggregate import aggregate
 from rlvr_jax.reweighting.salt import salt_coefficients
@@ -286,7 +286,7 @@ def test_lm_head_gram(case):
     )
     batch = dataclasses.replace(batch, prompts=of_rollout, tokens=arrays["labels"][:, None])
     model = SimpleNamespace(
-      combine=all_trained,
+      combine=take_trained,
       head=lambda params: Head(params["kernel"]),
       response_hidden=lambda params, prompts, _: params["hidden"][prompts.tokens],
     )

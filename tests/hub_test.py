@@ -15,7 +15,7 @@ from models.huggingface_test import SETTINGS, assert_equal, load, published_tens
 
 from rlvr_jax.data.huggingface_tokenizer import HuggingFaceTokenizer
 from rlvr_jax.data.published import builder
-from rlvr_jax.storage.files import listing
+from rlvr_jax.storage.files import list_files
 
 hub = pytest.importorskip("huggingface_hub", reason='pip install -e ".[hf]"')
 SHA = "0" * 40  # of the only commit
@@ -100,10 +100,10 @@ def root(tmp_path, monkeypatch):
 def test_a_checkpoint_of_a_hub(root):
   (root / "models" / "qwen").mkdir(parents=True)
   local = write(root / "models" / "qwen" / "tiny", published_tensors(SETTINGS))
-  assert listing("hf://qwen/tiny") == ["config.json", "model.safetensors"]
+  assert list_files("hf://qwen/tiny") == ["config.json", "model.safetensors"]
   assert_equal(load("hf://qwen/tiny"), load(local))
   with pytest.raises(FileNotFoundError, match="absent"):
-    listing("hf://qwen/absent")
+    list_files("hf://qwen/absent")
 
 
 def test_data_of_a_hub(root):

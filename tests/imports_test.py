@@ -195,7 +195,7 @@ def test_a_circle_is_seen(tmp_path):
     ("codejudge/harness/a.py", "import absl.flags", "codejudge has the standard library only"),
     ("codejudge/a.py", "from .. import storage", "imports rlvr_jax.storage"),
     ("launch/a.py", "import absl.flags", "launch has the standard library only"),
-    ("launch/a.py", "from rlvr_jax.storage.files import located", "imports rlvr_jax.storage.files"),
+    ("launch/a.py", "from rlvr_jax.storage.files import locate", "imports rlvr_jax.storage.files"),
     ("train/loop.py", "from rlvr_jax.launch import local", "imports rlvr_jax.launch"),
     ("codejudge/harness/a.py", "from ...rewards import outcome", "imports rlvr_jax.rewards"),
     ("evaluate/a.py", "from rlvr_jax.codejudge import cgroups", "imports rlvr_jax.codejudge"),
@@ -240,7 +240,7 @@ def test_the_checker_sees_a_violation(tmp_path, path, code, reported):
     ("rewards/a.py", "from rlvr_jax.ops.checks import check_between"),
     (
       "colab/a.py",
-      "from rlvr_jax.train.session import session\nfrom rlvr_jax.evaluate import curves",
+      "from rlvr_jax.train.session import open_session\nfrom rlvr_jax.evaluate import curves",
     ),
     ("main.py", "from rlvr_jax.commands import train"),
   ],

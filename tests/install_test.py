@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from train import tiny
 
 import rlvr_jax
-from rlvr_jax.models import cannot_import
+from rlvr_jax.models import describe_import_error
 
 # What Google Colab had installed in November 2026, on Python 3.13.
 COLAB = {
@@ -174,5 +174,5 @@ def test_a_flax_that_jax_has_left_behind(tmp_path):
   last = done.strip().splitlines()[-1]
   assert last.startswith("error: flax ") and "has no attribute 'NoSuchType'" in last
   assert last.endswith(f"pip install --upgrade flax jax=={jax.__version__}")
-  text = cannot_import("0.12.8", "0.11.1", AttributeError("no MutableHiType"))
+  text = describe_import_error("0.12.8", "0.11.1", AttributeError("no MutableHiType"))
   assert text.startswith("flax 0.12.8 cannot be imported with jax 0.11.1 (no MutableHiType): ")

@@ -82,7 +82,7 @@ MISTAKES = [
   (dict(model__overrides={"vocab_size": 10**12}), r"vocab_size=1000000000000 must be .* below 2"),
   (dict(advantage="grpo(3)"), r"config\.advantage = 'grpo\(3\)'"),
   (dict(loss="None"), r"config\.loss = 'None'"),
-  (dict(task__kwargs__prompt="{expression:>3000000000}"), r"asks for 30+ characters; 100000"),
+  (dict(task__kwargs__prompt="{expression:>3000000000}"), r"has a width of 30+; at most 100000"),
   # texts
   (dict(max_prompt_length=4), r"a prompt has \d tokens but config\.max_prompt_length is 4: raise"),
   (dict(max_response_length=2), r"a demonstration has \d tokens, .* max_response_length is 2"),
@@ -289,7 +289,7 @@ def test_no_disk_space_then_some(tmp_path):
   workdir = tmp_path / "run"
   # A half-written entry of the compile cache would be met by other tests.
   output = tiny.run(workdir, file_kib=32, expect=1, JAX_ENABLE_COMPILATION_CACHE="false")
-  assert_error(output, "no space for a checkpoint in .* rerun: it starts from the beginning")
+  assert_error(output, "no space for a checkpoint in .* rerun: the run starts from the beginning")
   train(build(tiny.get_config()), workdir)
   assert tiny.records(workdir)[-1]["step"] == 12
 

@@ -58,8 +58,8 @@ def test_the_factory_gets_what_is_given_and_what_the_run_knows():
   assert make("bare") == ()
   assert make(f"{__name__}:scale(by=1)") == (1, 7, "")
   assert make(f"{__name__}:anything(by=1)") == (("by", 1),)
-  assert specs.takes("config.thing", PACKAGE, "scale(by=1)", "seed")
-  assert not specs.takes("config.thing", PACKAGE, "bare", "seed")
+  assert specs.has_parameter("config.thing", PACKAGE, "scale(by=1)", "seed")
+  assert not specs.has_parameter("config.thing", PACKAGE, "bare", "seed")
 
 
 def test_a_module_of_the_current_directory(tmp_path, monkeypatch):

@@ -11,14 +11,14 @@ from jax.extend import core
 
 
 def product_flops(jaxpr: core.ClosedJaxpr | core.Jaxpr) -> int:
-  """2·M·N·K of every matrix product times the lengths of the scans around it, over all devices.
+  """Sum of 2·M·N·K over all matrix products times the lengths of enclosing scans, over all devices.
 
-  Rematerialized products count again where they are differentiated; of the branches of a `cond` the
-  most expensive counts; in a `shard_map` over all axes of its mesh, the products of one device
-  count for each of them.
+  Rematerialized products count again where they are differentiated; a `cond` counts as its most
+  expensive branch; in a `shard_map` over all axes of its mesh, the products of one device count
+  once per device.
 
   Args:
-    jaxpr: as `jax.make_jaxpr` returns it.
+    jaxpr: result of `jax.make_jaxpr`.
   Raises:
     ValueError: a product is in a `while` loop, whose length is not in the jaxpr.
   """
@@ -28,7 +28,8 @@ def product_flops(jaxpr: core.ClosedJaxpr | core.Jaxpr) -> int:
 
 
 def _equation_flops(equation) -> int:
-  name, params = equation.primitive.name, equation.params
+  name = equation.primitive.name
+  params = equation.params
   if name == "dot_general":
     (contracted, _), _ = params["dimension_numbers"]
     left = equation.invars[0].aval.shape
@@ -37,7 +38,7 @@ def _equation_flops(equation) -> int:
   if name == "cond":
     return max(inner)
   if name == "while" and sum(inner):
-    raise ValueError("product_flops: a while loop of unknown length holds matrix products")
+    raise ValueError("product_flops: a while loop of unknown length contains matrix products")
   if name == "scan":
     return params["length"] * sum(inner)
   if name == "shard_map":

@@ -1,19 +1,18 @@
-"""Times one GRPO step: rollout and update, by the functions of the training loop.
+"""Times one GRPO step, rollout and update, with the functions of the training loop.
 
   python experiments/benchmarks/grpo_step.py --workload=w1 --steps=8
 
 Model: Qwen 3 architecture, width 256, 4 layers, 4 heads, 2 key/value heads of 64, MLP 768,
 vocabulary 512, tied, float32, 3.28 M parameters. w1: 16 prompts × 8 rollouts of 64 tokens; w2:
-4 prompts × 32 rollouts of 128; prompts of 24 to 32 tokens, every response exactly that long (the
-stop token lies outside the vocabulary). w3: 8 prompts × 8 rollouts of up to 512 tokens, with a stop
-token in a vocabulary of 128, so that lengths are nearly geometric; with the weights drawn here
-their mean is 190, so compare it with others by the token. One AdamW
-update per batch, no reference policy, a grader in constant time. What a step includes: data,
-rollout, decoding to text, grading in its worker process, update, metrics to metrics.jsonl and
-TensorBoard.
+4 prompts × 32 rollouts of 128; prompts of 24 to 32 tokens, all responses of full length (the stop
+token is outside the vocabulary). w3: 8 prompts × 8 rollouts of up to 512 tokens, with a stop token
+in a vocabulary of 128, so that lengths are nearly geometric; with these random weights their mean
+is 190, so compare seconds per token. One AdamW update per batch, no reference policy, a grader in
+constant time. A step includes data, rollout, decoding to text, grading in a worker process, the
+update, and metrics in metrics.jsonl and TensorBoard.
 
 The last line is one JSON object; seconds are medians over the steps after two warm-up steps.
-`slot_steps_of_lockstep` are decoding steps times slots, divided by those of rows that all go on
+`slot_steps_of_lockstep` are decoding steps times slots, divided by those of rows that all decode
 until the longest response ends. Quote ratios to another system measured in the same session, not
 single times.
 """
@@ -52,6 +51,7 @@ from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
 from rlvr_jax.train.loop import Progress, Trainer, make_trainer
 from rlvr_jax.train.reporting.run_log import RunLog
 from rlvr_jax.train.reporting.writer import MetricWriter
+from rlvr_jax.train.session import logged_run
 from rlvr_jax.train.setup.build import build
 from rlvr_jax.train.start import parameters
 
@@ -63,21 +63,21 @@ _WORKLOADS = {
 PROMPT_LENGTH = 32
 _WARMUP_STEPS = 2
 
-_WORKLOAD = flags.DEFINE_enum("workload", "w1", sorted(_WORKLOADS), "Which shapes.")
+_WORKLOAD = flags.DEFINE_enum("workload", "w1", sorted(_WORKLOADS), "Shapes of the step.")
 _STEPS = flags.DEFINE_integer("steps", 8, "Measured steps.", lower_bound=1)
-_TOKENS = flags.DEFINE_integer("tokens_per_micro_batch", 1152, "More leave the caches of a CPU.")
-_SLOTS = flags.DEFINE_integer("slots", 0, "Responses decoded at a time; 0: all at once.")
+_TOKENS = flags.DEFINE_integer("tokens_per_micro_batch", 1152, "More exceed the caches of a CPU.")
+_SLOTS = flags.DEFINE_integer("slots", 0, "Responses decoded at a time; 0 for all.")
 
 
 class EndlessTokenizer(ByteTokenizer):
-  """Tokenizer with a stop token outside the model's vocabulary: all responses have full length."""
+  """Tokenizer with a stop token outside the vocabulary, so that all responses have full length."""
 
   vocab_size = 512
   stop_ids = (512,)
 
 
 class StoppingTokenizer(ByteTokenizer):
-  """Tokenizer with a stop token among 128 that an untrained model samples about equally often."""
+  """Tokenizer with a stop token in a vocabulary of 128, sampled about uniformly at first."""
 
   vocab_size = 128
   pad_id = 126
@@ -85,7 +85,7 @@ class StoppingTokenizer(ByteTokenizer):
 
 
 def count_e(completion: str, reference: dict) -> Grade:
-  """A reward in constant time that differs between rollouts."""
+  """Grades in constant time, with rewards that differ between rollouts."""
   del reference
   share = completion.count("e") / max(len(completion), 1)
   return Grade(Outcome.WRONG, share)
@@ -115,12 +115,12 @@ def make_task() -> Task:
   rng = np.random.default_rng(0)
   letters = list(string.ascii_lowercase + " ")
 
-  def problem(index: int) -> Problem:
+  def make_problem(index: int) -> Problem:
     length = PROMPT_LENGTH if index % 4 == 0 else int(rng.integers(24, PROMPT_LENGTH + 1))
     question = "".join(rng.choice(letters, size=length))
     return Problem(question=question, answer="", solution="", reference={})
 
-  problems = [problem(index) for index in range(64)]
+  problems = [make_problem(index) for index in range(64)]
   return Task(
     name="letters",
     train=problems,
@@ -130,29 +130,29 @@ def make_task() -> Task:
   )
 
 
-def measured(trainer: Trainer, now: Progress, num_steps: int) -> dict[str, list[float]]:
-  """Seconds of every step, of its rollout and its update; its response tokens; its slot-steps."""
-  found: dict[str, list[float]] = {
+def measure_steps(trainer: Trainer, now: Progress, num_steps: int) -> dict[str, list[float]]:
+  """Measures seconds, response tokens and slot-steps of every step."""
+  measurements: dict[str, list[float]] = {
     name: [] for name in ("steps", "rollouts", "updates", "tokens", "of_lockstep")
   }
   generation = trainer.start_generation()
   for _ in range(num_steps):
-    began = time.perf_counter()
+    start = time.perf_counter()
     trainer.offer_weights(now, generation)
     now = trainer.collect(now, generation)
     collected = trainer.queue.load(trainer.parts.schedule.batch(now.step))
     lengths = collected.graded.train.mask.sum(axis=-1)
     slot_steps = trainer.log.timings["time/slot_steps"]
-    updating = time.perf_counter()
-    found["rollouts"].append(trainer.log.timings["time/generate_seconds"])
+    update_start = time.perf_counter()
+    measurements["rollouts"].append(trainer.log.timings["time/generate_seconds"])
     now = trainer.update(now)
     trainer.log.read_update()
-    ended = time.perf_counter()
-    found["steps"].append(ended - began)
-    found["updates"].append(ended - updating)
-    found["tokens"].append(int(lengths.sum()))
-    found["of_lockstep"].append(slot_steps / float(lengths.size * lengths.max()))
-  return found
+    end = time.perf_counter()
+    measurements["steps"].append(end - start)
+    measurements["updates"].append(end - update_start)
+    measurements["tokens"].append(int(lengths.sum()))
+    measurements["of_lockstep"].append(slot_steps / float(lengths.size * lengths.max()))
+  return measurements
 
 
 def main(argv: list[str]) -> None:
@@ -171,16 +171,19 @@ def main(argv: list[str]) -> None:
     params = parameters.initial_params(parts)
     frozen = parameters.load_frozen(parts)
     num_parameters = sum(x.size for x in jax.tree.leaves(params))
-    log = RunLog(parts.config, parts.task, parts.model.config, parts.schedule, writer)
+    log = RunLog(logged_run(parts), writer)
     trainer = make_trainer(parts, frozen, log, checkpointer, pool, store, initial=params)
     state = jax.block_until_ready(parameters.first_state(parts, params, 0.0))
     now = Progress(0, state, trainer.generator.position())
-    found = measured(trainer, now, _WARMUP_STEPS + _STEPS.value)
+    measurements = measure_steps(trainer, now, _WARMUP_STEPS + _STEPS.value)
     checkpointer.close()
   shape = _WORKLOADS[_WORKLOAD.value]
   count = shape["prompts"] * shape["group_size"]
-  steps, rollouts, updates, tokens, of_lockstep = found.values()
-  median = lambda values: statistics.median(values[_WARMUP_STEPS:])
+  steps, rollouts, updates, tokens, of_lockstep = measurements.values()
+
+  def median(values: list[float]) -> float:
+    return statistics.median(values[_WARMUP_STEPS:])
+
   result = {
     "workload": _WORKLOAD.value,
     "steps": _STEPS.value,

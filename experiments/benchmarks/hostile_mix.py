@@ -1,14 +1,14 @@
-"""Grades innocent programs, alone and with 5 % of hostile ones among them.
+"""Grades innocent programs, alone and mixed with 5 % hostile programs.
 
   python experiments/benchmarks/hostile_mix.py
   python experiments/benchmarks/hostile_mix.py --items=300 --rounds=1 --time_limit_s=6
 
-One pool grades `--items` programs in each section, in turn: `innocent` has right and wrong
-solutions of small tasks in all styles of tests; in `mixed` every 20th is hostile, of the kinds of
-`HOSTILE` in turn. A round is both sections; before them the first 100 programs of each start the
-workers. Every program has to be graded as it should be: the program ends with an error otherwise.
-Rates are from submission to the last grade; the ratio is of those of a round's sections. The table
-is printed and written to results/hostile_mix.md, its numbers to the .json file next to it.
+One pool grades `--items` programs in each section, in turn: `innocent` has expected and wrong
+solutions of small tasks in all styles of tests; in `mixed` every 20th program is hostile, cycling
+through `HOSTILE`. A round is both sections; before the first, 100 programs of each warm up the
+workers. The benchmark ends with an error unless every program gets its expected grade. Rates are
+from submission to the last grade; the ratio is that of a round's two rates. The table is printed
+and written to results/hostile_mix.md, its numbers to the .json file next to it.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from rlvr_jax.codejudge import tasks
 from rlvr_jax.rewards import GraderPool, Outcome, pool
 
 _ITEMS = flags.DEFINE_integer("items", 400, "Programs of a section.", lower_bound=20)
-_ROUNDS = flags.DEFINE_integer("rounds", 3, "Of both sections.", lower_bound=1)
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds of both sections.", lower_bound=1)
 _WORKERS = flags.DEFINE_integer("workers", None, "Processes; default a run's.", lower_bound=1)
-_LIMIT_S = flags.DEFINE_float("time_limit_s", tasks.TIME_LIMIT_S, "Of a program.")
+_LIMIT_S = flags.DEFINE_float("time_limit_s", tasks.TIME_LIMIT_S, "Limit of a program, seconds.")
 _FOLDER = flags.DEFINE_string(
-  "results_folder", str(pathlib.Path(__file__).parent / "results"), "Of the table."
+  "results_folder", str(pathlib.Path(__file__).parent / "results"), "Folder for the table."
 )
-_EVERY = 20  # one program of so many is hostile
+_EVERY = 20  # one of this many programs is hostile
 
-_SECRET = 928374651928374651  # nothing that a program could come upon by chance
+_SECRET = 928374651928374651  # a value that no program can guess
 _ASSERT = {"style": "asserts", "tests": [f"assert f(2) == {_SECRET}"], "memory_mib": 256}
 _SCRIPT = {"style": "stdin", "cases": [{"input": "3", "output": "6"}] * 3}
 _WRONG, _TIMEOUT = (Outcome.WRONG,), (Outcome.TIMEOUT,)
 
-# Program, tests, and the outcomes that are right.
+# Program, tests, and the expected outcomes.
 INNOCENT: Sequence[tuple[str, Mapping[str, Any], tuple[Outcome, ...]]] = (
   (
     "def f(n):\n  return sum(d for d in range(1, n) if n % d == 0)",
@@ -71,8 +71,8 @@ INNOCENT: Sequence[tuple[str, Mapping[str, Any], tuple[Outcome, ...]]] = (
   ),
 )  # fmt: skip
 
-# Those that take their whole limit come first: the rate of a section includes the wait for its last
-# program, which a stream of programs would not notice.
+# Programs that use all of their limit come first: the rate of a section includes the wait for its
+# last program, which does not matter in a stream of programs.
 HOSTILE: Mapping[str, tuple[str, Mapping[str, Any], tuple[Outcome, ...]]] = {
   "loop": ("def f(x):\n  while True: pass", _ASSERT, _TIMEOUT),
   "sleeps": ("import time\ntime.sleep(10**6)", _ASSERT, _TIMEOUT),
@@ -131,37 +131,39 @@ HOSTILE: Mapping[str, tuple[str, Mapping[str, Any], tuple[Outcome, ...]]] = {
 
 
 def items(section: str, size: int) -> list[tuple[str, Mapping[str, Any], tuple[Outcome, ...]]]:
-  """Programs, tests and right outcomes of a section."""
-  hostile, found = list(HOSTILE.values()), []
+  """Programs, tests and expected outcomes of a section."""
+  hostile = list(HOSTILE.values())
+  section_items = []
   for i in range(size):
     is_hostile = section == "mixed" and i % _EVERY == _EVERY - 1
-    program, tests, right = (
+    program, tests, expected = (
       hostile[i // _EVERY % len(hostile)] if is_hostile else INNOCENT[i % len(INNOCENT)]
     )
-    found.append((f"{program}\n# {i}", {**tests, "time_limit_s": _LIMIT_S.value}, right))
-  return found
+    section_items.append((f"{program}\n# {i}", {**tests, "time_limit_s": _LIMIT_S.value}, expected))
+  return section_items
 
 
 def measure(graders: GraderPool, section: str, size: int) -> tuple[Row, list[str]]:
-  """Rate of a section, and the items whose grade is not as expected."""
-  programs, references, right = zip(*items(section, size), strict=True)
-  began = time.perf_counter()
+  """Grades a section; returns its rate, and the items with unexpected grades."""
+  programs, references, expected = zip(*items(section, size), strict=True)
+  start = time.perf_counter()
   grades = graders.grade(programs, references)
-  seconds = time.perf_counter() - began
+  seconds = time.perf_counter() - start
   row: Row = {"section": section, "items": len(grades), "seconds": seconds}
   row |= {"items/s": len(grades) / seconds}
-  others = [
+  unexpected = [
     f"{program}: {grade.outcome} ({grade.detail})"
-    for program, grade, allowed in zip(programs, grades, right, strict=True)
+    for program, grade, allowed in zip(programs, grades, expected, strict=True)
     if grade.outcome not in allowed
   ]
-  return row, others
+  return row, unexpected
 
 
 def main(argv: list[str]) -> None:
   del argv
   workers = _WORKERS.value or pool.default_workers()
-  rows, unexpected = [], []
+  rows = []
+  unexpected = []
   with GraderPool("code", num_workers=workers) as graders:
     for number in range(_ROUNDS.value + 1):
       size = _ITEMS.value if number else 100
@@ -176,8 +178,8 @@ def main(argv: list[str]) -> None:
   conditions |= {"limit": f"{_LIMIT_S.value:g} s", "load": f"{os.getloadavg()[0]:.1f}"}
   ratios = [row["ratio of rates"] for row in rows if "ratio of rates" in row]
   conditions["median ratio"] = f"{statistics.median(ratios):.2f}"
-  given = " ".join(["python experiments/benchmarks/hostile_mix.py", *sys.argv[1:]])
-  conditions |= {"command": given}
+  command = " ".join(["python experiments/benchmarks/hostile_mix.py", *sys.argv[1:]])
+  conditions |= {"command": command}
   path = pathlib.Path(_FOLDER.value) / "hostile_mix"
   print(write_results(path, "Hostile programs among innocent ones", rows, conditions))
   if unexpected:

@@ -1,15 +1,15 @@
-"""Seconds and host memory of loading a checkpoint directory of published shape, random weights.
+"""Seconds and host memory of loading a checkpoint of published shape with random weights.
 
   python experiments/benchmarks/load_checkpoint.py
   python experiments/benchmarks/load_checkpoint.py --overrides='{"num_layers": 2}' --folder=/tmp/out
 
-Written in bfloat16, as one file and in shards, then loaded to float32 parameters, each time by a
-process of its own: from the disk, its pages dropped from the system's cache, and once more from
-that cache. On a CPU parameters are themselves host memory, so what counts is the peak of the
-process's private memory (RssAnon, sampled) beyond what it had before and the final parameters;
-pages of mapped files are the system's to drop. At most twice the largest tensor of the file is
-allowed.
-The table is printed and written to results/load_checkpoint_BACKEND.md, with a .json next to it.
+The checkpoint is written in bfloat16, as one file and in shards, then loaded to float32 parameters
+by a separate process: first from the disk, with its pages dropped from the system's page cache, and
+then from that cache. On a CPU parameters are themselves host memory, so the benchmark measures the
+peak of the process's private memory (RssAnon, sampled) beyond its initial memory and the final
+parameters; the system can drop pages of mapped files. The limit is twice the largest tensor of the
+file. The table is printed and written to results/load_checkpoint_BACKEND.md, with a .json file next
+to it.
 """
 
 from __future__ import annotations
@@ -51,39 +51,41 @@ from rlvr_jax.models.safetensors import (
   write_checkpoint,
 )
 from rlvr_jax.models.transformer import TransformerConfig
-from rlvr_jax.train.cluster.sharding import make_mesh, placed
+from rlvr_jax.train.cluster.sharding import add_shardings, make_mesh
 from rlvr_jax.types import Params
 
-_LIMIT = 2.0  # largest tensors
-_SAMPLED_S = 0.002
-_POOL = 2**24  # random numbers that all tensors are cut from
+_LIMIT = 2.0  # in largest tensors
+_SAMPLING_INTERVAL_S = 0.002
+_POOL = 2**24  # random numbers of which all tensors are slices
 
-_PRESET = flags.DEFINE_string("preset", "qwen2.5_1.5b", "Of rlvr_jax.models.presets.")
+_PRESET = flags.DEFINE_string("preset", "qwen2.5_1.5b", "A preset of rlvr_jax.models.presets.")
 _OVERRIDES = flags.DEFINE_string("overrides", "{}", "JSON: fields of the preset to replace.")
-_SHARD_MIB = flags.DEFINE_integer("shard_mib", 1024, "Of the sharded checkpoint.", lower_bound=1)
-_SCRATCH = flags.DEFINE_string("scratch", None, "Where checkpoints are written.")
-_LOAD = flags.DEFINE_string("load", None, "Load this directory and print what it took; no table.")
+_SHARD_MIB = flags.DEFINE_integer("shard_mib", 1024, "Shard size, MiB.", lower_bound=1)
+_SCRATCH = flags.DEFINE_string("scratch", None, "Folder where checkpoints are written.")
+_LOAD = flags.DEFINE_string("load", None, "Load this directory and print its cost; no table.")
 _FOLDER = flags.DEFINE_string(
-  "folder", str(pathlib.Path(__file__).parent / "results"), "Of the table."
+  "folder", str(pathlib.Path(__file__).parent / "results"), "Folder for the table."
 )
 
 
 def abstract_params(config: TransformerConfig) -> Params:
   shapes = jax.eval_shape(transformer(config).init, jax.random.key(0))
-  return placed(shapes, make_mesh())
+  return add_shardings(shapes, make_mesh())
 
 
-def write(directory: pathlib.Path, config: TransformerConfig, max_shard_bytes: int) -> None:
+def write_random_checkpoint(
+  directory: pathlib.Path, config: TransformerConfig, max_shard_bytes: int
+) -> None:
   """Writes a checkpoint of random weights, a block at a time."""
   shapes = published_shapes(abstract_params(config))
   pool = np.random.default_rng(0).standard_normal(_POOL, np.float32).astype(ml_dtypes.bfloat16)
 
   def blocks() -> Iterator[np.ndarray]:
     for shape in shapes.values():
-      rest = int(np.prod(shape))
-      while rest:
-        yield pool[:rest]
-        rest -= min(rest, _POOL)
+      remaining = int(np.prod(shape))
+      while remaining:
+        yield pool[:remaining]
+        remaining -= min(remaining, _POOL)
 
   with new_directory(directory) as (system, folder):
     write_checkpoint(system, folder, shapes, pool.dtype, blocks(), max_shard_bytes=max_shard_bytes)
@@ -92,40 +94,40 @@ def write(directory: pathlib.Path, config: TransformerConfig, max_shard_bytes: i
 
 
 def private_bytes() -> int:
-  """Memory of this process that no file backs."""
+  """Anonymous memory of this process, in bytes."""
   for line in pathlib.Path("/proc/self/status").read_text().splitlines():
     if line.startswith("RssAnon:"):
       return int(line.split()[1]) * 1024
-  raise OSError("/proc/self/status tells no RssAnon; this runs on Linux only")
+  raise OSError("/proc/self/status has no RssAnon; this benchmark needs Linux")
 
 
-def load(directory: str) -> Row:
-  """Loads to float32; returns seconds and bytes."""
+def measure_load(directory: str) -> Row:
+  """Loads a checkpoint to float32; returns seconds and bytes."""
   abstract = abstract_params(checkpoint_config(directory))
-  jax.block_until_ready(jax.numpy.zeros(8) + 1)  # the backend is up
+  jax.block_until_ready(jax.numpy.zeros(8) + 1)  # starts the backend
   before = peak = private_bytes()
   done = threading.Event()
 
   def sample() -> None:
     nonlocal peak
-    while not done.wait(_SAMPLED_S):
+    while not done.wait(_SAMPLING_INTERVAL_S):
       peak = max(peak, private_bytes())
 
   sampler = threading.Thread(target=sample)
   sampler.start()
-  started = time.perf_counter()
+  start = time.perf_counter()
   params = jax.block_until_ready(load_params(directory, abstract))
-  seconds = time.perf_counter() - started
+  seconds = time.perf_counter() - start
   done.set()
   sampler.join()
   sizes = [tensor.nbytes for tensor in open_checkpoint(directory).values()]
-  kept = sum(x.nbytes for x in jax.tree.leaves(params))
-  beyond = peak - before - kept
+  parameter_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
+  beyond = peak - before - parameter_bytes
   return {
     "seconds": seconds,
     "GB/s": sum(sizes) / seconds / 1e9,
     "checkpoint GB": sum(sizes) / 1e9,
-    "parameters GB": kept / 1e9,
+    "parameters GB": parameter_bytes / 1e9,
     "peak beyond GB": beyond / 1e9,
     "largest tensor GB": max(sizes) / 1e9,
     "in largest tensors": beyond / max(sizes),
@@ -133,7 +135,7 @@ def load(directory: str) -> Row:
 
 
 def drop_from_cache(directory: pathlib.Path) -> None:
-  """Drops written files from the page cache, so that the next reading is from the disk."""
+  """Drops written files from the page cache, so that the next read is from the disk."""
   for path in directory.iterdir():
     with open(path, "rb") as file:
       os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -144,31 +146,31 @@ def measure(config: TransformerConfig, shard_mib: int, scratch: pathlib.Path) ->
   layouts = {"one file": 2**50, f"shards of {shard_mib} MiB": shard_mib * 2**20}
   for layout, max_shard_bytes in layouts.items():
     directory = scratch / layout.replace(" ", "_")
-    write(directory, config, max_shard_bytes)
+    write_random_checkpoint(directory, config, max_shard_bytes)
     for where in ("disk", "cache"):
       if where == "disk":
         drop_from_cache(directory)
       command = [sys.executable, __file__, f"--load={directory}"]
-      done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-      found = json.loads(done.stdout.splitlines()[-1])
-      rows.append({"layout": layout, "from": where} | found)
+      process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+      measured = json.loads(process.stdout.splitlines()[-1])
+      rows.append({"layout": layout, "from": where} | measured)
     for file in directory.iterdir():
       file.unlink()
   return rows
 
 
-def report(rows: list[Row], folder: pathlib.Path, command: str) -> str:
+def write_report(rows: list[Row], folder: pathlib.Path, command: str) -> str:
   """Writes the table and the numbers; returns the table."""
   folder.mkdir(parents=True, exist_ok=True)
   path = folder / f"load_checkpoint_{jax.default_backend()}"
-  setting = {"hardware": hardware(), "jax": jax.__version__, "command": command}
-  results = {"conditions": setting, "rows": rows}
+  conditions = {"hardware": hardware(), "jax": jax.__version__, "command": command}
+  results = {"conditions": conditions, "rows": rows}
   path.with_suffix(".json").write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-  told = "; ".join(f"{name}: {value}" for name, value in setting.items())
+  description = "; ".join(f"{name}: {value}" for name, value in conditions.items())
   notes = """bfloat16 files to float32 parameters. `peak beyond`: private memory at its peak,
 without what the process had before and without the final parameters. `in largest tensors`: the
 same, in sizes of the checkpoint's largest tensor as it is in the file. At most 2 are allowed."""
-  parts = ["# Loading a checkpoint", f"Conditions: {told}.", notes, table(rows)]
+  parts = ["# Loading a checkpoint", f"Conditions: {description}.", notes, table(rows)]
   text = "\n\n".join(parts) + "\n"
   path.with_suffix(".md").write_text(text)
   return text
@@ -177,13 +179,13 @@ same, in sizes of the checkpoint's largest tensor as it is in the file. At most 
 def main(argv: list[str]) -> None:
   del argv
   if _LOAD.value:
-    print(json.dumps(load(_LOAD.value)))
+    print(json.dumps(measure_load(_LOAD.value)))
     return
   config = preset(_PRESET.value, **json.loads(_OVERRIDES.value))
   with tempfile.TemporaryDirectory(dir=_SCRATCH.value) as scratch:
     rows = measure(config, _SHARD_MIB.value, pathlib.Path(scratch))
   command = " ".join(["python experiments/benchmarks/load_checkpoint.py", *sys.argv[1:]])
-  print(report(rows, pathlib.Path(_FOLDER.value), command))
+  print(write_report(rows, pathlib.Path(_FOLDER.value), command))
   most = max(row["in largest tensors"] for row in rows)
   if most > _LIMIT:
     sys.exit(f"peak private memory beyond the parameters is {most:.2f} largest tensors, above 2")

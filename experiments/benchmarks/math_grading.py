@@ -3,12 +3,12 @@
   python experiments/benchmarks/math_grading.py
   python experiments/benchmarks/math_grading.py --workers=1 --sections=innocent,bombs
 
-Sections have --items completions each, in a separate pool that has graded a few before:
-`innocent` has numbers, formulas, lists and words; in `bombs` one of 20 is a formula that sympy
-could take hours over; in `endless` one of 20 keeps its grader busy indefinitely, so that its worker
-is replaced. Innocent ones have to be graded correct, bombs wrong or timeout, endless ones timeout:
-the program ends with an error otherwise. Rates are from submission to the last grade. The table is
-printed and written to results/math_grading.md, its numbers to the .json file next to it.
+Each section grades --items completions in a separate pool, after a few for warm-up: `innocent` has
+numbers, formulas, lists and words; in `bombs` one of 20 is a formula that could take sympy hours;
+in `endless` one of 20 keeps its grader busy indefinitely, so that its worker is replaced. Innocent
+completions must be graded correct, bombs wrong or timeout, and endless ones timeout, or the program
+ends with an error. Rates are from submission to the last grade. The table is printed and written to
+results/math_grading.md, its numbers to the .json file next to it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import os
 import pathlib
 import sys
 import time
+from collections.abc import Sequence
+from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))  # the repository's root
 
@@ -24,18 +26,18 @@ from absl import app, flags
 
 from experiments.benchmarks import slow_grader
 from experiments.benchmarks.tables import Row, hardware, write_results
-from rlvr_jax.rewards import GraderPool, Outcome, pool
+from rlvr_jax.rewards import Grade, GraderPool, Outcome, pool
 
-_SECTIONS = flags.DEFINE_list("sections", ["innocent", "bombs", "endless"], "Which to run.")
+_SECTIONS = flags.DEFINE_list("sections", ["innocent", "bombs", "endless"], "Sections to run.")
 _ITEMS = flags.DEFINE_integer("items", 1000, "Completions of a section.", lower_bound=100)
 _WORKERS = flags.DEFINE_integer("workers", None, "Processes; default a run's.", lower_bound=1)
-_LIMIT_S = flags.DEFINE_float("timeout_s", 5.0, "Limit of a completion.", lower_bound=0.1)
+_LIMIT_S = flags.DEFINE_float("timeout_s", 5.0, "Limit of a completion, seconds.", lower_bound=0.1)
 _FOLDER = flags.DEFINE_string(
-  "results_folder", str(pathlib.Path(__file__).parent / "results"), "Of the table."
+  "results_folder", str(pathlib.Path(__file__).parent / "results"), "Folder for the table."
 )
-_EVERY = 20  # one item of so many is hostile
+_EVERY = 20  # one of this many items is hostile
 
-# A gold answer and another way to write it, with a number that makes each item another.
+# A gold answer and another way to write it; the number makes every item different.
 _INNOCENT = (
   ("{n}", "{n}.0"),
   (r"\frac{{{n}}}{{7}}", "{n}/7"),
@@ -58,7 +60,7 @@ _BOMBS = (
 
 def items(section: str, size: int) -> list[tuple[str, str, tuple[Outcome, ...]]]:
   """Completions, gold answers and expected outcomes."""
-  found = []
+  section_items = []
   for i in range(size):
     gold, answer = (text.format(n=i + 8) for text in _INNOCENT[i % len(_INNOCENT)])
     item = (rf"So it is $\boxed{{{answer}}}$.", gold, (Outcome.CORRECT,))
@@ -67,44 +69,49 @@ def items(section: str, size: int) -> list[tuple[str, str, tuple[Outcome, ...]]]
       item = (rf"\boxed{{{bomb}}}", "x^2+5", (Outcome.WRONG, Outcome.TIMEOUT))
     elif i % _EVERY == _EVERY - 1 and section == "endless":
       item = (slow_grader.ENDLESS, gold, (Outcome.TIMEOUT,))
-    found.append(item)
-  return found
+    section_items.append(item)
+  return section_items
 
 
 def measure(section: str, workers: int) -> tuple[Row, list[str]]:
   """Grades a section; returns counts, the rate, and the items with unexpected grades."""
-  warm, measured = items("innocent", 8 * workers), items(section, _ITEMS.value)
+  warm_up_items = items("innocent", 8 * workers)
+  section_items = items(section, _ITEMS.value)
   settings = dict(num_workers=workers, timeout_s=_LIMIT_S.value, memory_mib=2048)
   with GraderPool(f"{slow_grader.__name__}:mathematics", **settings) as graders:
-    graders.grade([text for text, *_ in warm], [{"answer": gold} for _, gold, _ in warm])
-    began = time.perf_counter()
-    grades = graders.grade(
-      [text for text, *_ in measured], [{"answer": gold} for _, gold, _ in measured]
-    )
-    seconds = time.perf_counter() - began
-  row: Row = {"section": section, "items": len(measured)}
+    _grade(graders, warm_up_items)
+    start = time.perf_counter()
+    grades = _grade(graders, section_items)
+    seconds = time.perf_counter() - start
+  row: Row = {"section": section, "items": len(section_items)}
   row |= {"timeouts": sum(g.outcome is Outcome.TIMEOUT for g in grades)}
-  row |= {"seconds": seconds, "items/s": len(measured) / seconds}
-  others = [
-    f"{text}: {graded.outcome} ({graded.detail})"
-    for (text, _, right), graded in zip(measured, grades, strict=True)
-    if graded.outcome not in right
+  row |= {"seconds": seconds, "items/s": len(section_items) / seconds}
+  unexpected = [
+    f"{text}: {grade.outcome} ({grade.detail})"
+    for (text, _, expected), grade in zip(section_items, grades, strict=True)
+    if grade.outcome not in expected
   ]
-  return row, others
+  return row, unexpected
+
+
+def _grade(graders: GraderPool, section_items: Sequence[tuple[str, str, Any]]) -> list[Grade]:
+  texts = [text for text, *_ in section_items]
+  return graders.grade(texts, [{"answer": gold} for _, gold, _ in section_items])
 
 
 def main(argv: list[str]) -> None:
   del argv
   workers = _WORKERS.value or pool.default_workers()
-  rows, unexpected = [], []
+  rows = []
+  unexpected = []
   for section in _SECTIONS.value:
-    row, others = measure(section, workers)
+    row, unexpected_items = measure(section, workers)
     rows.append(row)
-    unexpected += others
+    unexpected += unexpected_items
   conditions = {"hardware": hardware(), "python": sys.version.split()[0], "workers": workers}
   conditions |= {"limit": f"{_LIMIT_S.value:g} s", "load": f"{os.getloadavg()[0]:.1f}"}
-  given = " ".join(["python experiments/benchmarks/math_grading.py", *sys.argv[1:]])
-  conditions |= {"command": given}
+  command = " ".join(["python experiments/benchmarks/math_grading.py", *sys.argv[1:]])
+  conditions |= {"command": command}
   path = pathlib.Path(_FOLDER.value) / "math_grading"
   print(write_results(path, "Grading mathematics", rows, conditions))
   if unexpected:

@@ -3,10 +3,10 @@
   python -m venv .peers && .peers/bin/pip install torch google-tunix trl transformers
   .peers/bin/python experiments/benchmarks/peers.py --peer=trl --workload=w3 --steps=4
 
-Run it and `grpo_step.py` in turns, and compare only seconds from one session. The model has the
-same shape and random weights; prompts have 24 to 32 tokens of one character each. Both peers get
-their best settings on a CPU: freed memory is kept, TRL computes without bf16 and without gradient
-checkpointing, Tunix's cache is just long enough. Their own methods are wrapped by timers:
+Run it and `grpo_step.py` in turn, and compare only seconds from one session. The model has the same
+shape and random weights; prompts have 24 to 32 tokens of one character each. Both peers use their
+best settings on a CPU: freed memory is kept, TRL computes without bf16 and without gradient
+checkpointing, Tunix's KV cache is just long enough. Timers wrap the peers' own methods:
 
 * rollout: TRL's `_generate`, Tunix's `RLCluster.generate`
 * update: from the end of TRL's `_prepare_inputs` to the end of its step; Tunix's `update_actor`
@@ -37,7 +37,7 @@ KEEP = dict(MALLOC_MMAP_MAX_="0", MALLOC_ARENA_MAX="1", MALLOC_TRIM_THRESHOLD_=s
 
 
 class Timer:
-  """Seconds that the wrapped methods took, by name."""
+  """Records the seconds of wrapped methods, by name."""
 
   def __init__(self):
     self.seconds: dict[str, list[float]] = {}
@@ -50,10 +50,10 @@ class Timer:
     call = getattr(thing, method)
 
     def timed(*args, **kwargs):
-      began = time.perf_counter()
+      start = time.perf_counter()
       result = call(*args, **kwargs)
       after(result)
-      self.add(name, began)
+      self.add(name, start)
       return result
 
     setattr(thing, method, timed)
@@ -69,7 +69,7 @@ def make_assets(folder: str, shape: dict) -> list[str]:
   stop = shape["stop"] or size  # outside the vocabulary: no response ends early
   pad = size - 2
   letters = string.ascii_lowercase + " "
-  # One token per character; the others never come from text.
+  # One token per character; the other tokens never occur in texts.
   vocabulary = {letter: index for index, letter in enumerate(letters)}
   vocabulary |= {chr(0x4E00 + i): i for i in range(len(letters), size) if i not in (pad, stop)}
   vocabulary |= {"<pad>": pad, "<stop>": stop}
@@ -98,7 +98,7 @@ def count_e(prompts, completions, **_) -> list[float]:
   return [float(text.count("e")) for text in completions]
 
 
-def trl_settings(folder: str, shape: dict, steps: int):
+def make_trl_settings(folder: str, shape: dict, steps: int):
   import trl
 
   return trl.GRPOConfig(
@@ -135,42 +135,42 @@ def run_trl(folder: str, prompts: list[str], shape: dict, steps: int, timer: Tim
   import trl
 
   torch.set_num_threads(os.cpu_count())
-  # Whole batches of prompts, in the same order every time.
+  # Complete batches of prompts, always in the same order.
   rows = [{"prompt": prompts[i % len(prompts)]} for i in range(steps * shape["prompts"])]
 
-  class Steps(transformers.TrainerCallback):
+  class StepTimer(transformers.TrainerCallback):
     def on_step_begin(self, *args, **kwargs):
-      self.began = time.perf_counter()
+      self.start = time.perf_counter()
 
     def on_step_end(self, *args, **kwargs):
       timer.add("update", self.prepared)
-      timer.add("step", self.began)
+      timer.add("step", self.start)
 
-  steps_of = Steps()
+  step_timer = StepTimer()
   trainer = trl.GRPOTrainer(
     model=folder,
     reward_funcs=count_e,
     train_dataset=datasets.Dataset.from_list(rows),
     processing_class=transformers.AutoTokenizer.from_pretrained(folder),
-    callbacks=[steps_of],
-    args=trl_settings(folder, shape, steps),
+    callbacks=[step_timer],
+    args=make_trl_settings(folder, shape, steps),
   )
   lengths = lambda out: timer.lengths.append(statistics.mean(map(len, out[1])))
   timer.wrap(trainer, "_generate", "rollout", lengths)
   prepare = trainer._prepare_inputs
 
-  def prepared(batch):
+  def prepare_and_mark(batch):
     out = prepare(batch)
-    steps_of.prepared = time.perf_counter()
+    step_timer.prepared = time.perf_counter()
     return out
 
-  trainer._prepare_inputs = prepared
+  trainer._prepare_inputs = prepare_and_mark
   trainer.train()
   return {"trl": trl.__version__, "torch": torch.__version__}
 
 
-def tunix_model(folder: str, shape: dict):
-  """Returns (model, mesh of one device)."""
+def load_tunix_model(folder: str, shape: dict):
+  """Loads the model; returns it and a mesh of one device."""
   import jax
   import jax.numpy as jnp
   from tunix.models.qwen3 import model as qwen3
@@ -189,12 +189,13 @@ def tunix_model(folder: str, shape: dict):
     ), mesh
 
 
-def tunix_settings(mesh, shape: dict, steps: int):
+def make_tunix_settings(mesh, shape: dict, steps: int):
   import optax
   from tunix.rl import rl_cluster
   from tunix.rl.rollout import base_rollout
 
-  role, batch = rl_cluster.Role, shape["prompts"]
+  role = rl_cluster.Role
+  batch = shape["prompts"]
   return rl_cluster.ClusterConfig(
     role_to_mesh={r: mesh for r in (role.ACTOR, role.REFERENCE, role.ROLLOUT)},
     rollout_engine="vanilla",
@@ -227,13 +228,13 @@ def run_tunix(folder: str, prompts: list[str], shape: dict, steps: int, timer: T
   from tunix.rl import rl_cluster
   from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 
-  model, mesh = tunix_model(folder, shape)
+  model, mesh = load_tunix_model(folder, shape)
   batch = shape["prompts"]
   cluster = rl_cluster.RLCluster(
     actor=model,
     reference=None,
     tokenizer=transformers.AutoTokenizer.from_pretrained(folder),
-    cluster_config=tunix_settings(mesh, shape, steps),
+    cluster_config=make_tunix_settings(mesh, shape, steps),
   )
   grpo = GRPOConfig(num_generations=shape["group_size"], num_iterations=1, beta=0.0, epsilon=0.2)
   learner = GRPOLearner(rl_cluster=cluster, reward_fns=count_e, algo_config=grpo)
@@ -256,10 +257,11 @@ def main() -> None:
   parser.add_argument("--workload", choices=sorted(WORKLOADS), required=True)
   parser.add_argument("--steps", type=int, default=8)
   args = parser.parse_args()
-  if os.environ.get("MALLOC_MMAP_MAX_") != "0":  # read when a process starts
+  if os.environ.get("MALLOC_MMAP_MAX_") != "0":  # malloc reads these at process start
     os.environ.update(KEEP, JAX_PLATFORMS="cpu", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     os.execv(sys.executable, [sys.executable, *sys.argv])
-  shape, timer = WORKLOADS[args.workload], Timer()
+  shape = WORKLOADS[args.workload]
+  timer = Timer()
   run = {"trl": run_trl, "tunix": run_tunix}[args.peer]
   with tempfile.TemporaryDirectory() as folder:
     versions = run(folder, make_assets(folder, shape), shape, WARMUP + args.steps, timer)
@@ -267,8 +269,8 @@ def main() -> None:
     f"{name}_s_median": round(statistics.median(seconds[WARMUP:]), 4)
     for name, seconds in timer.seconds.items()
   }
-  known = {"peer": args.peer, "workload": args.workload, "versions": versions}
-  print(json.dumps(known | medians | {"mean_length": statistics.mean(timer.lengths[WARMUP:])}))
+  settings = {"peer": args.peer, "workload": args.workload, "versions": versions}
+  print(json.dumps(settings | medians | {"mean_length": statistics.mean(timer.lengths[WARMUP:])}))
 
 
 if __name__ == "__main__":

@@ -3,22 +3,22 @@
   python experiments/benchmarks/salt_overhead.py
   python experiments/benchmarks/salt_overhead.py --sections=wall,extrapolated --rounds=15
 
-The update is `train_step` in one micro-batch, where the network runs once; generation is apart.
-Routes to the Gram matrix: `streaming` (exact, the default of configs/base.py), `sketch` (its
-default sizes), and `materialized`, the authors' way: the gradients of the output head's kernel of
-all rollouts side by side, f32[B, D·V], formed one rollout at a time. `plain` is the same update
-without reweighting. Shapes: P prompts of 256 tokens with 8 responses of 1024 tokens each. Of the
-prompt, which is computed once for its 8 responses, comes 3 % of the trunk's work; a longer one
-makes every ratio smaller.
+The update is `train_step` in one micro-batch, so that the network runs once; generation is not
+included. Routes to the Gram matrix: `streaming` (exact, the default of configs/base.py), `sketch`
+(with its default sizes), and `materialized`, the authors' route: the gradients of the output head's
+kernel of all rollouts side by side, f32[B, D·V], formed one rollout at a time. `plain` is the same
+update without reweighting. Shapes: P prompts of 256 tokens with 8 responses of 1024 tokens each.
+The prompt, computed once for its 8 responses, is 3 % of the trunk's work; longer prompts make all
+ratios smaller.
 
-Sections, each a table in results/salt_overhead_BACKEND.md, numbers in a .json next to it; one that
-is not run keeps its last table:
+Each section is a table in results/salt_overhead_BACKEND.md, with numbers in a .json file next to
+it; a section that is not run keeps its last table:
 
-  flops         of matrix products, from the jaxpr on shapes alone, against the limits
+  flops         FLOPs of matrix products, from the jaxpr on shapes, against the limits
   check         the counter against XLA's count of a small update without loops
-  wall          the W1 model of grpo_step.py, the jitted update itself, routes in turn
-  extrapolated  Qwen 2.5 1.5B and 7B as L·t_block + t_head + t_gram, each timed on a part of it
-  memory        of the compiled update: what it holds at its peak
+  wall          the jitted update of the W1 model of grpo_step.py, routes in turn
+  extrapolated  Qwen 2.5 1.5B and 7B as L·t_block + t_head + t_gram, each part timed on less work
+  memory        peak memory of the compiled update
 """
 
 from __future__ import annotations
@@ -60,20 +60,23 @@ from rlvr_jax.update.step import initial_state, train_step
 ROUTES = ("plain", "streaming", "sketch", "materialized")
 PUBLISHED = ("qwen2.5_1.5b", "qwen2.5_7b")
 _PROMPT_LENGTH, _RESPONSE_LENGTH, _GROUP_SIZE = 256, 1024, 8
-_SLACK = 1.02  # on the products of the size of the head's
-_MOST_SKETCH_PRODUCTS = 0.2
-_MOST_RATIO = {"qwen2.5_1.5b": 1.08, "qwen2.5_7b": 1.045}  # 64 rollouts, full rematerialisation
-_MOST_GROWTH = 0.05  # of the update's memory
-_FEW = 128  # rows of an embedding that is to cost nothing
+_SLACK = 1.02  # on the number of head products
+_MAX_SKETCH_PRODUCTS = 0.2
+_MAX_RATIO = {"qwen2.5_1.5b": 1.08, "qwen2.5_7b": 1.045}  # 64 rollouts, full rematerialisation
+_MAX_GROWTH = 0.05  # of the update's memory
+_FEW = 128  # rows of an embedding of negligible cost
 
-_SECTIONS = flags.DEFINE_list("sections", None, "Which tables to make; all by default.")
-_ROUNDS = flags.DEFINE_integer("rounds", 9, "Of each route, `wall`.", lower_bound=1)
-_LARGE_ROUNDS = flags.DEFINE_integer("large_rounds", 3, "Same, `extrapolated`.", lower_bound=1)
+_SECTIONS = flags.DEFINE_list("sections", None, "Tables to make; all by default.")
+_ROUNDS = flags.DEFINE_integer("rounds", 9, "Rounds of each route in `wall`.", lower_bound=1)
+_LARGE_ROUNDS = flags.DEFINE_integer("large_rounds", 3, "Rounds in `extrapolated`.", lower_bound=1)
 _TOKENS = flags.DEFINE_integer(
-  "tokens", 128, "Of block and head in `extrapolated`; a multiple of 64.", lower_bound=64
+  "tokens", 128, "Tokens of block and head in `extrapolated`; a multiple of 64.", lower_bound=64
 )
 _COLUMNS = flags.DEFINE_integer(
-  "columns", 256, "Of the vocabulary, whose Gram `extrapolated` measures.", lower_bound=128
+  "columns",
+  256,
+  "Columns of the vocabulary whose Gram matrix `extrapolated` measures.",
+  lower_bound=128,
 )
 _RESULTS = flags.DEFINE_string(
   "results", str(pathlib.Path(__file__).parent / "results"), "Folder for the tables."
@@ -117,7 +120,7 @@ then.""",
 
 
 class Update(NamedTuple):
-  """An update on shapes alone."""
+  """An update as shapes, without numbers."""
 
   method: Method
   state: TrainState
@@ -138,20 +141,19 @@ class Update(NamedTuple):
     return 2 * self.batch.tokens.size * settings.width * settings.vocab_size
 
 
-def materialized() -> GramFn:
-  """The authors' Gram matrix: all gradients F of the head's kernel, f32[B, D·V], then F Fᵀ.
+def make_materialized_gram() -> GramFn:
+  """Makes the authors' Gram matrix F Fᵀ from all gradients F of the head's kernel, f32[B, D·V].
 
-  As favorable to it as can be: hidden states are those of the update's own forward pass, and one
-  rollout's logits exist at a time.
+  The implementation favors it: it reuses the hidden states of the update's own forward pass, and
+  has the logits of only one rollout at a time.
   """
 
   def gram(
     trained: Params, frozen: Params, batch: TrainBatch, forward: Forward, setting: GramContext
   ) -> Array:
     head = setting.model.head(setting.model.combine(trained, frozen))
-    flat = lambda x: x.reshape(-1, *x.shape[2:])
 
-    def feature(rollout):
+    def rollout_gradient(rollout):
       hidden, tokens, mask = rollout
 
       def loss(kernel):
@@ -161,8 +163,9 @@ def materialized() -> GramFn:
 
       return jax.grad(loss)(head.kernel).reshape(-1)
 
-    rollouts = forward.hidden[0], flat(batch.tokens), flat(batch.mask)
-    features = jax.lax.map(feature, rollouts)
+    tokens, mask = (x.reshape(-1, *x.shape[2:]) for x in (batch.tokens, batch.mask))
+    rollouts = forward.hidden[0], tokens, mask
+    features = jax.lax.map(rollout_gradient, rollouts)
     return features @ features.T
 
   return GramFn(gram)
@@ -171,13 +174,16 @@ def materialized() -> GramFn:
 def make_method(
   config: ml_collections.ConfigDict, route: str, model: Model | None = None
 ) -> Method:
-  """The method of `config` with SALT by a route, or plain; the model is the configured one."""
+  """Makes the method of `config` with SALT by a route, or plain; None is the configured model."""
   config = ml_collections.ConfigDict(config)
   config.reweighting = "none" if route == "plain" else "salt"
   config.gram = "sketch" if route == "sketch" else "streaming"
   mesh = sharding.make_mesh(**config.mesh)
-  method = build.make_method(config, model or build.make_model(config, mesh, 1), mesh)
-  return method._replace(gram=materialized()) if route == "materialized" else method
+  if model is None:
+    network = build.make_network(config.model, config.tokenizer, 1)
+    model = build.make_model(network, None, build.batch_shape(config), mesh, tokens_per_row=0)
+  method = build.make_method(config, model, mesh)
+  return method._replace(gram=make_materialized_gram()) if route == "materialized" else method
 
 
 def abstract_update(config: ml_collections.ConfigDict, route: str) -> Update:
@@ -188,10 +194,11 @@ def abstract_update(config: ml_collections.ConfigDict, route: str) -> Update:
 
 
 def abstract_batch(config: ml_collections.ConfigDict) -> TrainBatch:
-  """A batch of full responses, each in a row of its own; operations depend on shapes alone."""
+  """Shapes of a batch of full-length responses, each in a separate row."""
   mesh = sharding.make_mesh(**config.mesh)
-  layout = programs.make_row_layout(config, "reference", mesh)
-  return dataclasses.replace(programs.abstract_batch(config, layout, mesh), packed=None)
+  shape = build.batch_shape(config)
+  layout = programs.make_row_layout(config.batch, shape, "reference", mesh)
+  return dataclasses.replace(programs.abstract_batch(shape, layout, mesh), packed=None)
 
 
 def published_config(
@@ -206,7 +213,7 @@ def published_config(
 
 
 def compute_dtype() -> str:
-  """The dtype to time in: a CPU multiplies bfloat16 in float32, with an additional copy."""
+  """The dtype for timing: a CPU multiplies bfloat16 in float32, with an additional copy."""
   return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
@@ -230,38 +237,39 @@ def flops_section(
 
 
 def verdict(model: str, rollouts: int, remat: str, route: str, products: float, **counts) -> Row:
-  """The limits on a row of `flops`, and whether they are met."""
+  """Limits on a row of `flops`, and whether they are met."""
   limits = []
   if route == "streaming":
     limits.append((products, _SLACK * (2 + rollouts / _RESPONSE_LENGTH), " products"))
     if rollouts == 64 and remat == "full":
-      limits.append((counts["ratio"], _MOST_RATIO[model], "×"))
+      limits.append((counts["ratio"], _MAX_RATIO[model], "×"))
   if route == "sketch":
-    limits.append((products, _MOST_SKETCH_PRODUCTS, " products"))
-  text = ", ".join(f"≤ {most:.4g}{unit}" for _, most, unit in limits)
-  met = all(value <= most for value, most, _ in limits)
+    limits.append((products, _MAX_SKETCH_PRODUCTS, " products"))
+  text = ", ".join(f"≤ {limit:.4g}{unit}" for _, limit, unit in limits)
+  met = all(value <= limit for value, limit, _ in limits)
   return {"limit": text or "–", "met": ("yes" if met else "NO") if limits else "–"}
 
 
 def check_section() -> list[Row]:
-  """Checks counts with unrolled layers, one chunk and one block: no loop runs twice."""
+  """Checks counts with unrolled layers, one chunk and one block, so that loops run once."""
   c = base.get_config()
   shape = dict(vocab_size=2048, width=256, num_heads=4, head_dim=64, mlp_width=1024)
   c.model.overrides = dict(**shape, num_layers=2, unroll_layers=2, remat="full")
   c.batch.prompts, c.batch.group_size = 2, 4
   c.max_prompt_length, c.max_response_length = 16, 64
-  rows, first = [], None
-  for route in ROUTES[:-1]:  # the last one loops over rollouts
+  rows = []
+  first_counts = None
+  for route in ROUTES[:-1]:  # the last route loops over rollouts
     update = abstract_update(c, route)
     lowered = jax.jit(update.step).lower(update.state, update.batch)
     compiled = lowered.compile()
-    found = [update.flops, *(x.cost_analysis()["flops"] for x in (lowered, compiled))]
-    first = first or found
-    added = [(x - y) / update.head_product for x, y in zip(found, first, strict=True)]
-    row = {"route": route, "counted": found[0], "lowered": found[1], "compiled": found[2]}
-    row |= {"compiled / counted": found[2] / found[0]}
+    counts = [update.flops, *(x.cost_analysis()["flops"] for x in (lowered, compiled))]
+    first_counts = first_counts or counts
+    added = [(x - y) / update.head_product for x, y in zip(counts, first_counts, strict=True)]
+    row = {"route": route, "counted": counts[0], "lowered": counts[1], "compiled": counts[2]}
+    row |= {"compiled / counted": counts[2] / counts[0]}
     row |= {"head products added, counted": added[0], "added, compiled": added[2]}
-    row |= {"removed by the compiler, head products": (found[1] - found[2]) / update.head_product}
+    row |= {"removed by the compiler, head products": (counts[1] - counts[2]) / update.head_product}
     rows.append(row)
   return rows
 
@@ -270,8 +278,8 @@ def wall_section(rounds: int) -> list[Row]:
   config = grpo_step.make_config("w1")
   batch = random_batch(jax.random.key(0), abstract_batch(config), vocabulary=512)
   updates = {route: abstract_update(config, route) for route in ROUTES}
-  calls = {route: stepping(update, batch) for route, update in updates.items()}
-  times = interleaved(calls, rounds)
+  calls = {route: make_step(update, batch) for route, update in updates.items()}
+  times = time_interleaved(calls, rounds)
   rows = []
   for route in ROUTES:
     ratios = [x / y for x, y in zip(times[route], times["plain"], strict=True)]
@@ -282,11 +290,14 @@ def wall_section(rounds: int) -> list[Row]:
   return rows
 
 
-def stepping(update: Update, batch: TrainBatch) -> Callable[[], Any]:
-  """A function that runs one update per call, jitted and with a donated state as in training."""
+def make_step(update: Update, batch: TrainBatch) -> Callable[[], Any]:
+  """Makes a function that runs one jitted update per call, with a donated state as in training."""
   step = jax.jit(update.step, donate_argnums=0)
-  build = lambda key: initial_state(update.method, update.method.model.init(key), jnp.zeros(()))
-  state = jax.jit(build)(jax.random.key(0))
+
+  def make_state(key: Array) -> TrainState:
+    return initial_state(update.method, update.method.model.init(key), jnp.zeros(()))
+
+  state = jax.jit(make_state)(jax.random.key(0))
 
   def call():
     nonlocal state
@@ -297,14 +308,17 @@ def stepping(update: Update, batch: TrainBatch) -> Callable[[], Any]:
 
 
 def random_batch(key: Array, shapes: TrainBatch, vocabulary: int) -> TrainBatch:
-  """Prompts and responses of full length, rewards of 0 and 1, and a uniform behavior policy."""
+  """Draws a full-length batch with rewards of 0 and 1 and a uniform behavior policy."""
   keys = jax.random.split(key, 3)
-  draw = lambda key, like: jax.random.randint(key, like.shape, 0, vocabulary)
+
+  def draw_tokens(key: Array, like: Any) -> Array:
+    return jax.random.randint(key, like.shape, 0, vocabulary)
+
   rewards = jax.random.bernoulli(keys[2], 0.5, shapes.rewards.shape).astype(jnp.float32)
   P, S = shapes.prompts.tokens.shape
   return TrainBatch(
-    prompts=Prompts(tokens=draw(keys[0], shapes.prompts.tokens), lengths=jnp.full(P, S)),
-    tokens=draw(keys[1], shapes.tokens),
+    prompts=Prompts(tokens=draw_tokens(keys[0], shapes.prompts.tokens), lengths=jnp.full(P, S)),
+    tokens=draw_tokens(keys[1], shapes.tokens),
     mask=jnp.ones(shapes.mask.shape),
     behavior_logprobs=jnp.full(shapes.mask.shape, -math.log(vocabulary)),
     rewards=rewards,
@@ -314,47 +328,51 @@ def random_batch(key: Array, shapes: TrainBatch, vocabulary: int) -> TrainBatch:
   )
 
 
-def interleaved(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-  """Seconds of each call in every round, after one call that compiles; the order rotates."""
+def time_interleaved(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+  """Times each call in every round, after one call that compiles; the order rotates."""
   for call in calls.values():
     jax.block_until_ready(call())
-  names, times = list(calls), {name: [] for name in calls}
+  names = list(calls)
+  times = {name: [] for name in calls}
   for turn in range(rounds):
     shift = turn % len(names)
     for name in names[shift:] + names[:shift]:
-      began = time.perf_counter()
+      start = time.perf_counter()
       jax.block_until_ready(calls[name]())
-      times[name].append(time.perf_counter() - began)
+      times[name].append(time.perf_counter() - start)
   return times
 
 
 def extrapolated_section(
   names: Sequence[str], *, tokens: int, columns: int, rounds: int
 ) -> list[Row]:
-  """Seconds of a complete update, L·t_block + t_head + t_gram, each scaled by its operations."""
+  """Extrapolates seconds of an update, L·t_block + t_head + t_gram, each scaled by its FLOPs."""
   rows = []
   for name in names:
-    whole, block, head, gram = (published_config(name) for _ in range(4))
+    full, block, head, gram = (published_config(name) for _ in range(4))
     block.batch.prompts, block.batch.group_size = 1, 4
     block.max_response_length, block.max_prompt_length = tokens // 4, tokens // 16
     head.max_response_length = tokens // (head.batch.prompts * head.batch.group_size)
     gram.model.overrides.vocab_size = columns
-    wholes, parts = parts_of(whole, whole, whole), parts_of(block, head, gram)
-    calls = {key: functools.partial(jax.jit(x.function), *concrete(x)) for key, x in parts.items()}
-    times = {key: statistics.median(x) for key, x in interleaved(calls, rounds).items()}
-    flops = {key: part.flops for key, part in wholes.items()}
+    full_parts = make_parts(full, full, full)
+    parts = make_parts(block, head, gram)
+    calls = {
+      key: functools.partial(jax.jit(x.function), *make_arguments(x)) for key, x in parts.items()
+    }
+    times = {key: statistics.median(x) for key, x in time_interleaved(calls, rounds).items()}
+    flops = {key: part.flops for key, part in full_parts.items()}
     scaled = {key: times[key] * flops[key] / parts[key].flops for key in parts}
     layers = preset(name).num_layers
-    totals = lambda by_part, layers=layers: {x: sum(of_route(by_part, x, layers)) for x in ROUTES}
-    in_time, in_flops = totals(scaled), totals(flops)
+    total_times = {x: sum(route_costs(scaled, x, layers)) for x in ROUTES}
+    total_flops = {x: sum(route_costs(flops, x, layers)) for x in ROUTES}
     for route in ROUTES:
       row = {"model": name, "route": route}
-      measured = of_route(times, route, 1)
+      measured = route_costs(times, route, 1)
       row |= dict(zip(("t_block s", "t_head s", "t_gram s"), measured, strict=True))
-      extrapolated = of_route(scaled, route, layers)
+      extrapolated = route_costs(scaled, route, layers)
       row |= dict(zip(("trunk s", "head s", "Gram s"), extrapolated, strict=True))
-      row |= {"ratio": in_time[route] / in_time["plain"]}
-      rows.append(row | {"ratio of FLOPs": in_flops[route] / in_flops["plain"]})
+      row |= {"ratio": total_times[route] / total_times["plain"]}
+      rows.append(row | {"ratio of FLOPs": total_flops[route] / total_flops["plain"]})
   return rows
 
 
@@ -362,75 +380,86 @@ class Part(NamedTuple):
   """A part of an update that can be timed alone."""
 
   function: Callable
-  args: tuple[Any, ...]  # shapes; the second one is the batch
+  args: tuple[Any, ...]  # shapes; the second is the batch
 
   @property
   def flops(self) -> int:
     return product_flops(jax.make_jaxpr(self.function)(*self.args))
 
 
-def parts_of(
+def make_parts(
   block: ml_collections.ConfigDict,
   head: ml_collections.ConfigDict,
   gram: ml_collections.ConfigDict,
 ) -> dict[str, Part]:
-  """All parts that updates consist of, each of a configuration of its own."""
-  parts = {"block": block_part(block)}
-  parts |= {f"head, {route}": head_part(head, route) for route in ("plain", "sketch")}
-  return parts | {f"Gram, {route}": gram_part(gram, route) for route in ROUTES[1:]}
+  """Makes all parts of an update, each from its own configuration."""
+  parts = {"block": make_block_part(block)}
+  parts |= {f"head, {route}": make_head_part(head, route) for route in ("plain", "sketch")}
+  return parts | {f"Gram, {route}": make_gram_part(gram, route) for route in ROUTES[1:]}
 
 
-def of_route(by_part: Mapping[str, float], route: str, layers: int) -> tuple[float, float, float]:
-  """Trunk, head and Gram matrix; the forward pass of a sketch projects, that of others does not."""
+def route_costs(
+  by_part: Mapping[str, float], route: str, layers: int
+) -> tuple[float, float, float]:
+  """Costs of trunk, head and Gram matrix; only the forward pass of a sketch projects."""
   head = by_part["head, sketch" if route == "sketch" else "head, plain"]
   return layers * by_part["block"], head, by_part.get(f"Gram, {route}", 0.0)
 
 
-def block_part(config: ml_collections.ConfigDict) -> Part:
-  """One layer forward, again, and backward; its embedding of a few rows costs nothing."""
+def make_block_part(config: ml_collections.ConfigDict) -> Part:
+  """One layer: forward, recomputation and backward, with an embedding of negligible cost."""
   settings = preset(config.model.preset, **config.model.overrides)
   model = transformer(dataclasses.replace(settings, num_layers=1, vocab_size=_FEW))
 
   def gradient(params, batch):
-    hidden_of = lambda params: model.response_hidden(params, batch.prompts, batch.tokens)
-    hidden, pullback = jax.vjp(hidden_of, params)
+    def compute_hidden(params):
+      return model.response_hidden(params, batch.prompts, batch.tokens)
+
+    hidden, pullback = jax.vjp(compute_hidden, params)
     return pullback(hidden)
 
   params = jax.eval_shape(model.init, jax.random.key(0))
   return Part(gradient, (params, abstract_batch(config)))
 
 
-def head_part(config: ml_collections.ConfigDict, route: str) -> Part:
-  """Log-probabilities, what the route accumulates besides, and the backward pass."""
-  method, params, batch = without_trunk(config, route)
+def make_head_part(config: ml_collections.ConfigDict, route: str) -> Part:
+  """Log-probabilities, the route's accumulation, and the backward pass."""
+  method, params, batch = make_trunkless_inputs(config, route)
 
   def gradient(params, batch):
     score = functools.partial(policy_forward, frozen={}, batch=batch, method=method)
-    found, pullback, forward = jax.vjp(score, params, has_aux=True)
-    return pullback(found), forward
+    logprobs, pullback, forward = jax.vjp(score, params, has_aux=True)
+    return pullback(logprobs), forward
 
   return Part(gradient, (params, batch))
 
 
-def gram_part(config: ml_collections.ConfigDict, route: str) -> Part:
+def make_gram_part(config: ml_collections.ConfigDict, route: str) -> Part:
   """The Gram matrix from the results of the forward pass."""
-  method, params, batch = without_trunk(config, route)
-  gram = lambda params, *rest: method.gram.gram(params, {}, *rest, method.gram_context)
+  method, params, batch = make_trunkless_inputs(config, route)
+
+  def gram(params, *rest):
+    return method.gram.gram(params, {}, *rest, method.gram_context)
+
   forward_pass = functools.partial(policy_forward, method=method)
   _, forward = jax.eval_shape(forward_pass, params, {}, batch)
   return Part(gram, (params, batch, forward))
 
 
-def without_trunk(
+def make_trunkless_inputs(
   config: ml_collections.ConfigDict, route: str
 ) -> tuple[Method, Params, TrainBatch]:
-  """The method with a network whose final hidden states are parameters; shapes of its inputs."""
+  """Makes a method whose network has final hidden states as parameters, and its input shapes."""
   settings = preset(config.model.preset, **config.model.overrides)
-  transposed = lambda kernel: kernel.T if settings.tied_head else kernel
+
+  def make_head(params: Params) -> Head:
+    kernel = params["kernel"].T if settings.tied_head else params["kernel"]
+    return Head(kernel, 1.0, settings.final_soft_cap)
+
   model = Model(
     config=settings,
     init=None,
-    head=lambda params: Head(transposed(params["kernel"]), 1.0, settings.final_soft_cap),
+    head=make_head,
     response_hidden=lambda params, prompts, tokens: params["hidden"],
     row_hidden=None,
     decoding_params=None,
@@ -449,12 +478,15 @@ def without_trunk(
   return method._replace(gram_context=GramContext(model)), params, batch
 
 
-def concrete(part: Part) -> tuple[Any, ...]:
-  """Arrays with numbers that are cheap to generate: time does not depend on them."""
+def make_arguments(part: Part) -> tuple[Any, ...]:
+  """Makes arrays of numbers that are cheap to generate; time does not depend on them."""
   params, batch, *rest = part.args
-  wave = lambda x: 0.02 * jnp.sin(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
-  fill = lambda: jax.tree.map(lambda x: wave(x).astype(x.dtype), (params, *rest))
-  params, *rest = jax.jit(fill)()
+
+  def make_array(shape: Any) -> Array:
+    values = 0.02 * jnp.sin(jnp.arange(shape.size, dtype=jnp.float32))
+    return values.reshape(shape.shape).astype(shape.dtype)
+
+  params, *rest = jax.jit(lambda: jax.tree.map(make_array, (params, *rest)))()
   return params, random_batch(jax.random.key(0), batch, _FEW), *rest
 
 
@@ -465,32 +497,33 @@ def memory_section(configs: Mapping[str, ml_collections.ConfigDict]) -> list[Row
     for route in ROUTES:
       update = abstract_update(config, route)
       step = jax.jit(update.step, donate_argnums=0)
-      held = gibibytes_of(step.lower(update.state, update.batch).compile())
-      plain = plain or held
-      growth = {key: held[key] / plain[key] - 1 for key in held}
-      row = {"model": name, "route": route, "GiB, temporary": held["temporary"]}
-      row |= {"growth": growth["temporary"], "GiB with arguments and results": held["all"]}
-      alone = None
+      gib = memory_gib(step.lower(update.state, update.batch).compile())
+      plain = plain or gib
+      growth = {key: gib[key] / plain[key] - 1 for key in gib}
+      row = {"model": name, "route": route, "GiB, temporary": gib["temporary"]}
+      row |= {"growth": growth["temporary"], "GiB with arguments and results": gib["all"]}
+      gram_gib = None
       if route != "plain":
-        part = gram_part(config, route)
-        alone = gibibytes_of(jax.jit(part.function).lower(*part.args).compile())["temporary"]
-      row |= {"growth of all": growth["all"], "GiB, temporary, Gram alone": alone}
+        part = make_gram_part(config, route)
+        gram_gib = memory_gib(jax.jit(part.function).lower(*part.args).compile())["temporary"]
+      row |= {"growth of all": growth["all"], "GiB, temporary, Gram alone": gram_gib}
       if route in ("streaming", "sketch"):
-        met = growth["temporary"] < _MOST_GROWTH
-        row |= {"limit": f"growth < {_MOST_GROWTH:.0%}", "met": "yes" if met else "NO"}
+        met = growth["temporary"] < _MAX_GROWTH
+        row |= {"limit": f"growth < {_MAX_GROWTH:.0%}", "met": "yes" if met else "NO"}
       rows.append(row)
   return rows
 
 
-def gibibytes_of(compiled: Any) -> dict[str, float]:
-  m = compiled.memory_analysis()
-  held = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
-  temporary = m.temp_size_in_bytes
-  return {"temporary": temporary / 2**30, "all": (temporary + held) / 2**30}
+def memory_gib(compiled: Any) -> dict[str, float]:
+  """Memory of a compiled program in GiB: temporary buffers, and all buffers."""
+  usage = compiled.memory_analysis()
+  resident = usage.argument_size_in_bytes + usage.output_size_in_bytes - usage.alias_size_in_bytes
+  temporary = usage.temp_size_in_bytes
+  return {"temporary": temporary / 2**30, "all": (temporary + resident) / 2**30}
 
 
-def report(results: Mapping[str, Any]) -> str:
-  """Markdown of the available sections."""
+def format_report(results: Mapping[str, Any]) -> str:
+  """Returns the available sections as Markdown."""
   conditions = "; ".join(f"{name}: {value}" for name, value in results["conditions"].items())
   parts = ["# What SALT adds to an update step", f"Conditions: {conditions}."]
   for name in _NOTES:
@@ -499,23 +532,23 @@ def report(results: Mapping[str, Any]) -> str:
   return "\n\n".join(parts) + "\n"
 
 
-def write(folder: pathlib.Path, sections: Mapping[str, list[Row]]) -> str:
-  """Replaces the sections by new versions; drops those measured under other conditions."""
+def write_report(folder: pathlib.Path, sections: Mapping[str, list[Row]]) -> str:
+  """Replaces sections by new versions; drops sections measured under other conditions."""
   folder.mkdir(parents=True, exist_ok=True)
   path = folder / f"salt_overhead_{jax.default_backend()}"
-  results = {"conditions": conditions(), "sections": dict(sections)}
+  results = {"conditions": describe_conditions(), "sections": dict(sections)}
   data = path.with_suffix(".json")
   if data.exists():
-    before = json.loads(data.read_text())
-    if before["conditions"] == results["conditions"]:
-      results["sections"] = before["sections"] | results["sections"]
+    previous = json.loads(data.read_text())
+    if previous["conditions"] == results["conditions"]:
+      results["sections"] = previous["sections"] | results["sections"]
   data.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-  text = report(results)
+  text = format_report(results)
   path.with_suffix(".md").write_text(text)
   return text
 
 
-def conditions() -> dict[str, str]:
+def describe_conditions() -> dict[str, str]:
   return {"hardware": hardware(), "jax": jax.__version__, "compute dtype": compute_dtype()}
 
 
@@ -523,7 +556,7 @@ def main(argv: list[str]) -> None:
   del argv
   memory_configs = {"w1": grpo_step.make_config("w1")}
   memory_configs |= {name: published_config(name) for name in PUBLISHED}
-  makers = {
+  section_makers = {
     "flops": flops_section,
     "check": check_section,
     "wall": lambda: wall_section(_ROUNDS.value),
@@ -532,12 +565,14 @@ def main(argv: list[str]) -> None:
     ),
     "memory": lambda: memory_section(memory_configs),
   }
-  chosen = _SECTIONS.value or list(makers)
-  if unknown := set(chosen) - set(makers):
-    raise app.UsageError(f"--sections: {sorted(unknown)} unknown; there are {list(makers)}")
-  for name in chosen:
+  names = _SECTIONS.value or list(section_makers)
+  if unknown := set(names) - set(section_makers):
+    raise app.UsageError(
+      f"--sections: {sorted(unknown)} unknown; choose some of {list(section_makers)}"
+    )
+  for name in names:
     print(f"# {name}", file=sys.stderr, flush=True)
-    text = write(pathlib.Path(_RESULTS.value), {name: makers[name]()})
+    text = write_report(pathlib.Path(_RESULTS.value), {name: section_makers[name]()})
   print(text)
 
 

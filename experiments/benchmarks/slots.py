@@ -2,17 +2,17 @@
 
   python experiments/benchmarks/slots.py
 
-A decoding step costs about the same however few of its slots still decode a response. So what
-counts is slot-steps per sampled token: 1 is ideal, and rows in lockstep take as many steps as the
+A decoding step costs about the same however many of its slots still decode a response. The cost is
+therefore slot-steps per sampled token: 1 is ideal, and rows in lockstep take as many steps as the
 longest response. The simulation follows `rollouts.engine`: a slot takes the next response at the
-first burst after its own has ended. A test compares it with what the engine itself counts.
+first burst after its own has ended. A test compares it with the engine's own counts.
 
-A second table says how many prompts the slots of a device decode responses to at a time, by slot: a
-device that kept each of them once, instead of once per slot, would need room for that many.
+A second table gives the number of distinct prompts in the slots of a device, per slot: a device
+that stored each prompt once, instead of once per slot, would need room for that many.
 
-Lengths: lognormal, mean 1500, σ 0.8, and bimodal, 7 of 8 of about 300 tokens, the others of about
-6000; both end at 8192. And geometric, mean 126, up to 512: those of w3 in `grpo_step.py`. Once no
-response waits, slots drain; that part is reported apart.
+Lengths are lognormal, mean 1500, σ 0.8; bimodal, 7 of 8 about 300 tokens, the others about 6000,
+both up to 8192; and geometric, mean 126, up to 512, as for w3 in `grpo_step.py`. When no response
+waits, slots drain; that part is reported separately.
 """
 
 from __future__ import annotations
@@ -27,25 +27,27 @@ import numpy as np
 from rlvr_jax.rollouts.engine import Usage
 
 CAP = 8192  # tokens
-STEPS = 16  # of a burst
+STEPS = 16  # steps of a burst
 GROUP = 16  # rollouts per prompt, for lockstep: 32 prompts at a time
 
 
-def simulated(lengths: np.ndarray, slots: int, steps: int = STEPS) -> Usage:
-  """Usage of the slots for responses of these lengths, in this order."""
-  usage, left, waiting = Usage(), np.zeros(slots, int), list(lengths[::-1])
+def simulate(lengths: np.ndarray, slots: int, steps: int = STEPS) -> Usage:
+  """Simulates the usage of slots for responses of these lengths, in this order."""
+  usage = Usage()
+  remaining = np.zeros(slots, int)
+  waiting = list(lengths[::-1])
   while True:
-    for slot in np.flatnonzero(left == 0):
-      left[slot] = waiting.pop() if waiting else 0
-    if not left.any():
+    for slot in np.flatnonzero(remaining == 0):
+      remaining[slot] = waiting.pop() if waiting else 0
+    if not remaining.any():
       return usage
-    taken = np.minimum(left, steps)
-    usage.add(int(taken.max()) * slots, int(taken.sum()), drain=bool((left == 0).any()))
-    left -= taken
+    tokens = np.minimum(remaining, steps)
+    usage.add(int(tokens.max()) * slots, int(tokens.sum()), drain=bool((remaining == 0).any()))
+    remaining -= tokens
 
 
-def lockstep(lengths: np.ndarray, rows: int) -> int:
-  """Row-steps of batches in which every row goes on until the longest response has ended."""
+def lockstep_row_steps(lengths: np.ndarray, rows: int) -> int:
+  """Row-steps of batches whose rows all decode until the longest response has ended."""
   batches = [lengths[start : start + rows] for start in range(0, len(lengths), rows)]
   return sum(len(batch) * int(batch.max()) for batch in batches)
 
@@ -53,31 +55,33 @@ def lockstep(lengths: np.ndarray, rows: int) -> int:
 def prompts_per_slot(
   lengths: np.ndarray, slots: int, devices: int, *, queues: bool, steps: int = STEPS
 ) -> tuple[float, float]:
-  """Prompts with a response in the slots of one device, by slot: (mean over bursts, the most).
+  """Distinct prompts in the slots of one device, per slot: (mean over bursts, largest).
 
   Args:
-    lengths: of the responses, group by group.
-    slots, devices: slots in all, split evenly over the devices.
-    queues: whether a group's responses all go to one device, the first that has room for another
-      group; else each goes to the next free slot, as in the engine.
+    lengths: lengths of the responses, group by group.
+    slots, devices: total number of slots, split evenly over the devices.
+    queues: whether a group's responses all go to one device, the first with an empty queue; else
+      each goes to the next free slot, as in the engine.
+    steps: steps of a burst.
   """
-  left, group = np.zeros((devices, slots // devices), int), np.full((devices, slots // devices), -1)
+  remaining = np.zeros((devices, slots // devices), int)
+  group = np.full((devices, slots // devices), -1)
   waiting = [list(range(len(lengths)))[::-1]]
   groups = [list(range(i, i + GROUP))[::-1] for i in range(0, len(lengths), GROUP)][::-1]
-  of_device = [[] for _ in range(devices)] if queues else waiting * devices
+  device_queues = [[] for _ in range(devices)] if queues else waiting * devices
   counts = []
   while True:
-    for device, slot in np.argwhere(left == 0):
-      queue = of_device[device]
+    for device, slot in np.argwhere(remaining == 0):
+      queue = device_queues[device]
       if queues and not queue and groups:
         queue += groups.pop()
       response = queue.pop() if queue else None
-      left[device, slot] = 0 if response is None else lengths[response]
+      remaining[device, slot] = 0 if response is None else lengths[response]
       group[device, slot] = -1 if response is None else response // GROUP
-    if not left.any():
+    if not remaining.any():
       return float(np.mean(counts)), float(np.max(counts))
-    counts.append([len({*of} - {-1}) / len(of) for of in group.tolist()])
-    left -= np.minimum(left, steps)
+    counts.append([len({*prompts} - {-1}) / len(prompts) for prompts in group.tolist()])
+    remaining -= np.minimum(remaining, steps)
 
 
 def lognormal(count: int, rng: np.random.Generator) -> np.ndarray:
@@ -87,7 +91,8 @@ def lognormal(count: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def bimodal(count: int, rng: np.random.Generator) -> np.ndarray:
-  short, long = rng.normal(300, 60, count), rng.normal(6000, 800, count)
+  short = rng.normal(300, 60, count)
+  long = rng.normal(6000, 800, count)
   return np.clip(np.where(rng.random(count) < 7 / 8, short, long), 1, CAP).astype(int)
 
 
@@ -101,14 +106,14 @@ def print_steps() -> None:
   for draw in (lognormal, bimodal, geometric):
     for slots, times in ((16, 4), (64, 4), (64, 16), (512, 4), (512, 16), (2048, 4)):
       lengths = draw(slots * times, np.random.default_rng(0))
-      usage = simulated(lengths, slots)
+      usage = simulate(lengths, slots)
       outside = usage.slot_steps - usage.drain_slot_steps
       tokens = usage.slot_tokens - usage.drain_tokens
       print(
         f"| {draw.__name__} | {slots} | {len(lengths)} | {outside / tokens:.3f}"
         f" | {usage.drain_slot_steps / usage.slot_steps:.1%}"
         f" | {usage.slot_steps / usage.slot_tokens:.2f}"
-        f" | {lockstep(lengths, 32 * GROUP) / lengths.sum():.2f} |"
+        f" | {lockstep_row_steps(lengths, 32 * GROUP) / lengths.sum():.2f} |"
       )
 
 
@@ -118,22 +123,22 @@ def print_prompts() -> None:
   for draw in (lognormal, bimodal):
     for slots, devices in ((128, 1), (512, 4), (512, 16), (2048, 16)):
       lengths = draw(slots * 8, np.random.default_rng(0))
-      each = [prompts_per_slot(lengths, slots, devices, queues=q) for q in (False, True)]
-      found = " | ".join(f"{x:.2f}" for pair in each for x in pair)
-      print(f"| {draw.__name__} | {slots} | {devices} | {found} |")
+      results = [prompts_per_slot(lengths, slots, devices, queues=q) for q in (False, True)]
+      cells = " | ".join(f"{x:.2f}" for pair in results for x in pair)
+      print(f"| {draw.__name__} | {slots} | {devices} | {cells} |")
 
 
-def of_lockstep(draws: int = 50) -> np.ndarray:
+def lockstep_ratios(draws: int = 50) -> np.ndarray:
   """Slot-steps of w3, 64 responses in 16 slots, divided by those of 64 rows in lockstep."""
   lengths = [geometric(64, np.random.default_rng(seed)) for seed in range(draws)]
-  return np.array([simulated(x, 16).slot_steps / lockstep(x, 64) for x in lengths])
+  return np.array([simulate(x, 16).slot_steps / lockstep_row_steps(x, 64) for x in lengths])
 
 
 def main() -> None:
   print_steps()
-  found = of_lockstep()
-  print(f"\nw3 in 16 slots: {found.mean():.2f} of lockstep's row-steps", end="")
-  print(f" ({found.min():.2f} to {found.max():.2f} over {len(found)} draws of lengths)")
+  ratios = lockstep_ratios()
+  print(f"\nw3 in 16 slots: {ratios.mean():.2f} of lockstep's row-steps", end="")
+  print(f" ({ratios.min():.2f} to {ratios.max():.2f} over {len(ratios)} draws of lengths)")
   print()
   print_prompts()
 

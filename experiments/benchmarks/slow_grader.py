@@ -1,4 +1,4 @@
-"""Graders that sleep or never end; in a separate file, since grading processes load no jax."""
+"""Graders that sleep or never end; a separate file, because grading processes do not load jax."""
 
 import os
 import time
@@ -8,18 +8,18 @@ from typing import Any
 from rlvr_jax.rewards import Grade, graders
 from rlvr_jax.rewards import mathematics as real
 
-SECONDS = "SLOW_GRADER_SECONDS"  # environment variable: how long one completion takes
+SECONDS = "SLOW_GRADER_SECONDS"  # environment variable: seconds per completion
 ENDLESS = "no end"  # the completion that `mathematics` grades indefinitely
 
 
 def slow(completion: str, reference: Mapping[str, Any]) -> Grade:
-  """Grades as `graders.reasoning_gym`, after a sleep."""
+  """Grades like `graders.reasoning_gym`, after a sleep."""
   time.sleep(float(os.environ[SECONDS]))
   return graders.reasoning_gym(completion, reference)
 
 
 def mathematics(completion: str, reference: Mapping[str, Any]) -> Grade:
-  """Grades as the grader of that name, except for one completion."""
+  """Grades like the grader of this name, except for `ENDLESS`."""
   while completion == ENDLESS:
     pass
   return real.mathematics(completion, reference)

@@ -1,4 +1,4 @@
-"""Markdown tables of the benchmarks, and a description of the hardware."""
+"""Markdown tables for the benchmarks, and a description of the hardware."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 import jax
 
-from rlvr_jax.train.cluster.process import processor
+from rlvr_jax.train.cluster.process import processor_name
 
 Row = dict[str, Any]
 
 
 def table(rows: Sequence[Row]) -> str:
-  """A Markdown table with a column for every key of the rows."""
+  """Returns a Markdown table with a column for every key of the rows."""
   columns = list(dict.fromkeys(column for row in rows for column in row))
   lines = [columns, ["---"] * len(columns)]
   lines += [[cell(row.get(column)) for column in columns] for row in rows]
@@ -24,6 +24,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def cell(value: Any) -> str:
+  """Returns the text of a value."""
   if value is None:
     return "–"
   if isinstance(value, str) or (isinstance(value, int) and value < 10**6):
@@ -32,20 +33,20 @@ def cell(value: Any) -> str:
 
 
 def hardware() -> str:
-  """Kind of the first device; on a CPU the number of cores and the processor's name."""
+  """Kind of the first device; on a CPU, the number of cores and the processor's name."""
   if jax.default_backend() != "cpu":
     return jax.devices()[0].device_kind
-  return f"{os.cpu_count()} cores of {processor()}, no accelerator"
+  return f"{os.cpu_count()} cores of {processor_name()}, no accelerator"
 
 
 def write_results(
   path: pathlib.Path, title: str, rows: Sequence[Row], conditions: Mapping[str, Any]
 ) -> str:
-  """Writes the table to PATH.md and the numbers to PATH.json; returns the table with its title."""
+  """Writes a table to PATH.md and its numbers to PATH.json; returns the table with its title."""
   path.parent.mkdir(parents=True, exist_ok=True)
   results = {"conditions": conditions, "rows": rows}
   path.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
-  listed = "; ".join(f"{name}: {value}" for name, value in conditions.items())
-  text = f"# {title}\n\nConditions: {listed}.\n\n{table(rows)}\n"
+  description = "; ".join(f"{name}: {value}" for name, value in conditions.items())
+  text = f"# {title}\n\nConditions: {description}.\n\n{table(rows)}\n"
   path.with_suffix(".md").write_text(text)
   return text

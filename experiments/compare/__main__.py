@@ -1,4 +1,4 @@
-"""Comparison of recipes on one recorded batch of rollouts, fresh and stale.
+"""Compares recipes on one recorded batch of rollouts, fresh and stale.
 
   python -m experiments.compare --workdir=runs/compare
 
@@ -7,11 +7,11 @@ WORKDIR/rollouts.array_record, and trains on for the largest of `--lags`. For ev
 it takes the gradient of the recipe's loss on the recorded batch at the parameters of that lag:
 loss, gradient norm, cosine of the update direction (the negative gradient, before the optimizer) to
 GRPO's, share of clipped or capped tokens, ESS, ratio of the gradient masses mS/mF. Writes
-compare.md, compare.json and one heat-map of all pairwise cosines per lag.
+compare.md, compare.json and one heat map of all pairwise cosines per lag.
 
-With `--rollouts=FILE.array_record` (as this program or a non-finite stop writes it), or with a
-run's store and the number of a batch, `--rollouts=RUN/rollouts:NUMBER`, the batch is taken from
-there instead, and its lag is measured from the trained policy as it is.
+`--rollouts` replaces the recorded batch: FILE.array_record, as this program or a non-finite stop
+writes it, or RUN/rollouts:NUMBER, a batch of a run's store. Its lag then counts from the trained
+policy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from experiments.recipes.sweep import RECIPES
 from rlvr_jax.evaluate.figures import plot_cosines
 from rlvr_jax.rollouts.batch import write_batch
 from rlvr_jax.train.reporting.progress import say
-from rlvr_jax.train.same_rollouts import compared, recipe
+from rlvr_jax.train.same_rollouts import compare_gradients, load_recipe
 
 COLUMNS = {  # heading → metric
   "loss": "loss",
@@ -40,16 +40,21 @@ COLUMNS = {  # heading → metric
 }
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the results.", required=True)
-_BASE = flags.DEFINE_string("base", "quickstart", "Recipe that the policy is trained by.")
-_RECIPES = flags.DEFINE_list("recipes", list(RECIPES), "Recipes to compare; grpo is always there.")
+_BASE = flags.DEFINE_string("base", "quickstart", "Recipe by which the policy is trained.")
+_RECIPES = flags.DEFINE_list(
+  "recipes", list(RECIPES), "Recipes to compare; grpo is always included."
+)
 _BEFORE = flags.DEFINE_integer("before", 50, "Updates before the batch is recorded.", lower_bound=0)
 _LAGS = flags.DEFINE_list("lags", ["0", "8", "32"], "Updates between recording and gradient.")
-_ROLLOUTS = flags.DEFINE_string("rollouts", None, "A recorded batch, .array_record, to take.")
+_ROLLOUTS = flags.DEFINE_string("rollouts", None, "A recorded batch to use instead; see above.")
 
 
 def table(names: Sequence[str], rows: dict[str, dict[str, float]]) -> str:
-  """Markdown, one row per recipe."""
-  cell = lambda row, metric: f"{row[metric]:.3g}" if metric in row else "–"
+  """Returns a Markdown table with one row per recipe."""
+
+  def cell(row: dict[str, float], metric: str) -> str:
+    return f"{row[metric]:.3g}" if metric in row else "–"
+
   lines = [f"| recipe | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
   lines += [
     f"| {name} | {' | '.join(cell(rows[name], m) for m in COLUMNS.values())} |" for name in names
@@ -58,7 +63,7 @@ def table(names: Sequence[str], rows: dict[str, dict[str, float]]) -> str:
 
 
 def draw(path: pathlib.Path, names: Sequence[str], matrix: np.ndarray, title: str) -> None:
-  """A heat-map of pairwise cosines with its numbers."""
+  """Saves a heat map of pairwise cosines, with numbers."""
   import matplotlib
 
   matplotlib.use("Agg")
@@ -79,19 +84,19 @@ def compare(workdir: pathlib.Path, **arguments: Any) -> dict[int, dict[str, dict
 
   Args:
     workdir: folder for the results.
-    arguments: of `compared`.
+    arguments: arguments of `compare_gradients`.
   """
   workdir.mkdir(parents=True, exist_ok=True)
-  found = compared(workdir, **arguments)
-  write_batch(workdir / "rollouts.array_record", found.batch)
+  comparison = compare_gradients(workdir, **arguments)
+  write_batch(workdir / "rollouts.array_record", comparison.batch)
   sections = []
-  for lag in found.lags:
+  for lag in comparison.lags:
     title = f"{lag} updates after recording"
-    draw(workdir / f"cosines_lag_{lag}.png", found.names, found.cosines[lag], title)
-    sections.append(f"### {title}\n\n{table(found.names, found.numbers[lag])}")
+    draw(workdir / f"cosines_lag_{lag}.png", comparison.names, comparison.cosines[lag], title)
+    sections.append(f"### {title}\n\n{table(comparison.names, comparison.numbers[lag])}")
   (workdir / "compare.md").write_text("\n\n".join(sections) + "\n")
-  (workdir / "compare.json").write_text(json.dumps(found.numbers, indent=1))
-  return found.numbers
+  (workdir / "compare.json").write_text(json.dumps(comparison.numbers, indent=1))
+  return comparison.numbers
 
 
 def main(argv: list[str]) -> None:
@@ -99,14 +104,14 @@ def main(argv: list[str]) -> None:
   workdir = pathlib.Path(_WORKDIR.value)
   compare(
     workdir,
-    base=recipe(_BASE.value),
+    base=load_recipe(_BASE.value),
     recipes=_RECIPES.value,
     before=_BEFORE.value,
     lags=sorted({int(lag) for lag in _LAGS.value}),
     rollouts=_ROLLOUTS.value,
   )
   say((workdir / "compare.md").read_text())
-  say(f"heat-maps and numbers: {workdir}")
+  say(f"heat maps and numbers: {workdir}")
 
 
 if __name__ == "__main__":

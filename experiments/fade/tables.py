@@ -11,7 +11,14 @@ import numpy as np
 from experiments.fade.testbed import ABLATIONS, CLAIMS, ON_TOUR
 from experiments.testbed import report
 from experiments.testbed.arms import GRPO, Arms
-from experiments.testbed.report import Result, drift_correlation, end, late, over_training, peak
+from experiments.testbed.report import (
+  Result,
+  drift_correlation,
+  end_mean,
+  late_mean,
+  peak_value,
+  training_mean,
+)
 from rlvr_jax.evaluate import compare
 
 PAGE = pathlib.Path(__file__).parent / "README.md"
@@ -19,27 +26,27 @@ ARMS: Arms = {**CLAIMS, **ABLATIONS}
 
 
 def peak_update(result: Result) -> float:
-  """The update of the highest held-out pass@1."""
+  """Update of the highest held-out pass@1."""
   evaluations = result["evaluations"]
   return float(evaluations["updates"][int(np.argmax(evaluations["eval/pass@1"]))])
 
 
 LEARNING = {
-  "pass@1": late(),
-  "its peak": peak(),
+  "pass@1": late_mean(),
+  "its peak": peak_value(),
   "update of the peak": peak_update,
-  "pass@16": late("eval/pass@16"),
+  "pass@16": late_mean("eval/pass@16"),
 }
-ENTROPY = over_training("policy/entropy")
-RANK_ONE = report.of_geometry("head_rank_one_fraction", when="last")
+ENTROPY = training_mean("policy/entropy")
+RANK_ONE = report.geometry_value("head_rank_one_fraction", when="last")
 MASS = {
-  "m_S": over_training("advantage/mass_success"),
-  "m_F": over_training("advantage/mass_failure"),
+  "m_S": training_mean("advantage/mass_success"),
+  "m_F": training_mean("advantage/mass_failure"),
   "entropy over the run": ENTROPY,
-  "entropy at the end": end("policy/entropy"),
+  "entropy at the end": end_mean("policy/entropy"),
   "ΔH against its prediction, correlation": drift_correlation,
   "head's rank-1 fraction at the end": RANK_ONE,
-  "head's share of ‖ΔW‖²": report.of_geometry("head_share", when="last"),
+  "head's share of ‖ΔW‖²": report.geometry_value("head_share", when="last"),
 }
 CONTROL = {
   f"{symbol}, {phase}": (lambda r, name=name, at=at: r["train"].get(name, [None])[at])
@@ -59,18 +66,18 @@ PANELS = (
 
 
 def mass_table(results: Sequence[Result], labels: Sequence[str]) -> str:
-  """m_S and m_F of groups by their solve rate, over all measurements of a label's runs."""
+  """Returns a table of m_S and m_F of groups by solve rate, over all measurements of a label."""
   header = [f"{low:g} to {high:g}" for low, high in itertools.pairwise(report.RATES)]
   rows = {}
-  for label, runs in compare.by_label(results).items():
+  for label, runs in compare.group_by_label(results).items():
     if label in labels:
-      of_bins = zip(*(run["masses"] for run in runs), strict=True)
-      rows[label] = [_mass_cell(np.array(of_bin, np.float64)) for of_bin in of_bins]
-  return compare.markdown(header, rows)
+      bins = zip(*(run["masses"] for run in runs), strict=True)
+      rows[label] = [_mass_cell(np.array(bin_rows, np.float64)) for bin_rows in bins]
+  return compare.markdown_table(header, rows)
 
 
 def _mass_cell(rows: np.ndarray) -> str:
-  """Mean m_S and m_F of rows f64[runs, 3]: groups, m_S, m_F."""
+  """Text of the mean m_S and m_F of rows f64[runs, 3] of groups, m_S, m_F."""
   groups = rows[:, 0]
   if not groups.sum():
     return "–"
@@ -81,8 +88,8 @@ def _mass_cell(rows: np.ndarray) -> str:
 def tables(results: Sequence[Result]) -> str:
   on_steps = [label for label in ARMS if label not in ON_TOUR]
   sections = {
-    "Learning": report.table(results, on_steps, LEARNING, compared=late()),
-    "pass@16, paired": report.table(results, on_steps, {}, compared=late("eval/pass@16")),
+    "Learning": report.table(results, on_steps, LEARNING, compared=late_mean()),
+    "pass@16, paired": report.table(results, on_steps, {}, compared=late_mean("eval/pass@16")),
     "Masses, entropy, the head's update": report.table(results, on_steps, MASS),
     **{
       f"Entropy over the run, against {baseline}": report.table(
@@ -103,8 +110,8 @@ def tables(results: Sequence[Result]) -> str:
     "On tour": report.table(
       results,
       list(ON_TOUR),
-      {"pass@1": late(), **({"pass@64": late("eval/pass@64")}), **MASS},
-      compared=late(),
+      {"pass@1": late_mean(), **({"pass@64": late_mean("eval/pass@64")}), **MASS},
+      compared=late_mean(),
       baseline=f"tour: {GRPO}",
     ),
   }
@@ -112,4 +119,4 @@ def tables(results: Sequence[Result]) -> str:
 
 
 if __name__ == "__main__":
-  report.write(PAGE, ARMS, tables, PANELS)
+  report.write_page(PAGE, ARMS, tables, PANELS)

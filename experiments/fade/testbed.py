@@ -4,13 +4,13 @@ from experiments.testbed.arms import BASE, GRPO, TOUR, runs
 
 FADE = {"advantage": "fade"}
 PASS_AT_K = {"advantage": "pass_at_k"}
-GRPO_MEAN = {"advantage": "grpo_mean"}  # r − r̄: of the next two, with δ = 1
+GRPO_MEAN = {"advantage": "grpo_mean"}  # r − r̄: `asym` with δ = 1
 SUCCESS_HEAVY = {"advantage": "asym(delta=4.0)"}  # m_S / m_F = 4
 FAILURE_HEAVY = {"advantage": "asym(delta=0.25)"}  # m_S / m_F = 1/4
 
 
 def with_target(nats, more=""):
-  """FADE with an absolute H*: half of an initial entropy of 0.06 nats leaves δ at 1."""
+  """FADE with an absolute H*; the relative one, half of the initial 0.06 nats, leaves δ at 1."""
   return {"advantage": f"fade(target_is_relative=False, target_entropy={nats}{more})"}
 
 

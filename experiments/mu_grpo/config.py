@@ -1,4 +1,4 @@
-"""A small policy that writes out its sums; a stage samples all rollouts of its 96 updates.
+"""A small policy that works out sums step by step; each stage samples the rollouts of 96 updates.
 
 The quickstart's sums of three digits, answered step by step ("4-1=3", "3-7=-4", "#### -4"; 19 to 25
 bytes), so that a response has a suffix to veto. The policy has 0.14 M parameters.
@@ -6,7 +6,7 @@ bytes), so that a response has a suffix to veto. The policy has 0.14 M parameter
   --config=experiments/mu_grpo/config.py:stages   two stages, the interval [0, 5], no veto
   --config=experiments/mu_grpo/config.py:refresh  GRPO: four updates per refresh, clip 0.2
 
-Nothing else differs between the two. What is not set below is the recipe's of μ-GRPO.
+Nothing else differs between the two. All other fields are those of the μ-GRPO recipe.
 """
 
 from ml_collections import ConfigDict

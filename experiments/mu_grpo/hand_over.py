@@ -1,10 +1,10 @@
-"""Price of a hand-over above which stages are faster: a curve over the price.
+"""Price of a hand-over (weight sync) above which stages are faster: a curve over the price.
 
   python -m experiments.mu_grpo.hand_over
 
-A hand-over gives new weights to the engine that samples. It is nearly free in one process. Here it
-has a price, in units of a run's own seconds per update, so that it can be compared with systems
-whose updates take minutes. A run of μ updates per refresh pays it ⌈u/μ⌉ times for u updates.
+A hand-over syncs new weights to the sampling engine. Within one process it is nearly free. Here it
+has a price, in units of a run's own seconds per update, so that systems whose updates take minutes
+can be compared. A run with μ updates per refresh pays it ⌈u/μ⌉ times for u updates.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlvr_jax.models.presets import preset
 HERE = pathlib.Path(__file__).parent
 GRPO, STAGES = "GRPO, μ = 4", "veto suffix, κ = 0.1"  # in results.json
 MU = {GRPO: 4, STAGES: 96}
-RISE = 0.1  # of held-out pass@1: the accuracy that both reach
+RISE = 0.1  # of held-out pass@1, to the level that both methods have to reach
 COSTS_7B = (
   HERE.parent
   / "benchmarks"
@@ -35,7 +35,7 @@ COSTS_7B = (
   / "mu_grpo_r1_distill_7b"
   / "costs_v5p_2x2x4.json"
 )
-RESTART_S = (30.0, 60.0)  # of an inference engine of 7B that loads its weights anew: an assumption
+RESTART_S = (30.0, 60.0)  # assumed, for a 7B inference engine that reloads its weights
 GRID = tuple(float(price) for price in np.geomspace(0.01, 100, 41))
 
 
@@ -43,7 +43,7 @@ class Cost(NamedTuple):
   """Cost of a run until it reaches a level."""
 
   updates: float
-  seconds: float  # without its hand-overs, which are nearly free where it ran
+  seconds: float  # measured with hand-overs that are nearly free
   refreshes: int
   seconds_per_update: float
 
@@ -53,92 +53,98 @@ class Curve(NamedTuple):
 
   seed: int
   prices: tuple[float, ...]  # in updates
-  speedup: tuple[float, ...]  # above 1 stages are faster
-  break_even: float  # in updates; ∞: stages are never faster
+  speedup: tuple[float, ...]  # > 1 where stages are faster
+  break_even: float  # in updates; ∞ if stages are never faster
 
 
 def cost_to(result: Mapping[str, Any], level: float, mu: int) -> Cost | None:
-  """Updates and seconds until held-out pass@1 first reaches the level; None if it never does.
+  """Cost until held-out pass@1 first reaches the level; None if it never does.
 
   Args:
-    result: of a run; its evaluations have the axis `seconds`.
-    level: of pass@1.
+    result: result of a run whose evaluations have the axis `seconds`.
+    level: level of pass@1.
     mu: updates per refresh, ≥ 1.
   """
   columns = result["evaluations"]
-  updates = curves.reaching(columns["updates"], columns[compare.METRIC], level)
+  updates = curves.first_crossing(columns["updates"], columns[compare.METRIC], level)
   if math.isnan(updates):
     return None
   seconds = float(np.interp(updates, columns["updates"], columns["seconds"]))
-  each = (columns["seconds"][-1] - columns["seconds"][0]) / columns["updates"][-1]
-  return Cost(updates, seconds, _refreshes(updates, mu), each)
+  seconds_per_update = (columns["seconds"][-1] - columns["seconds"][0]) / columns["updates"][-1]
+  return Cost(updates, seconds, _refreshes(updates, mu), seconds_per_update)
 
 
 def _refreshes(updates: float, mu: int) -> int:
-  """⌈u/μ⌉, up to the rounding of an interpolation."""
+  """⌈u/μ⌉, with a tolerance for rounding of the interpolation."""
   return math.ceil(updates / mu - 1e-6)
 
 
 def recorded_cost(result: Mapping[str, Any], mu: int) -> Cost | None:
-  """Cost of a rise of `RISE`, as from `cost_to`, that a result of results.json contains."""
+  """Cost of a rise of `RISE` that a result of results.json contains; None if it was not reached."""
   cost = result["cost"]
   if cost["updates"] is None or cost["seconds"] is None:
     return None
-  each = result["elapsed_seconds"] / result["evaluations"]["updates"][-1]
-  return Cost(cost["updates"], cost["seconds"], _refreshes(cost["updates"], mu), each)
+  seconds_per_update = result["elapsed_seconds"] / result["evaluations"]["updates"][-1]
+  refreshes = _refreshes(cost["updates"], mu)
+  return Cost(cost["updates"], cost["seconds"], refreshes, seconds_per_update)
 
 
-def total(cost: Cost, price: float) -> float:
+def total_seconds(cost: Cost, price: float) -> float:
   """Seconds if a hand-over costs `price` updates."""
   return cost.seconds + cost.refreshes * price * cost.seconds_per_update
 
 
 def break_even(grpo: Cost, stages: Cost) -> float:
-  """The price, in updates, above which stages are faster: 0 if at any, ∞ if at none."""
-  slower = stages.seconds - grpo.seconds
-  saved = grpo.refreshes * grpo.seconds_per_update - stages.refreshes * stages.seconds_per_update
-  if saved <= 0:
+  """Price, in updates, above which stages are faster: 0 if always, ∞ if never."""
+  extra_seconds = stages.seconds - grpo.seconds
+  saving = grpo.refreshes * grpo.seconds_per_update - stages.refreshes * stages.seconds_per_update
+  if saving <= 0:
     return math.inf
-  return max(slower / saved, 0.0)
+  return max(extra_seconds / saving, 0.0)
 
 
-def curve(seed: int, grpo: Cost, stages: Cost, prices: Sequence[float] = GRID) -> Curve:
-  ratios = tuple(total(grpo, price) / total(stages, price) for price in prices)
+def make_curve(seed: int, grpo: Cost, stages: Cost, prices: Sequence[float] = GRID) -> Curve:
+  ratios = tuple(total_seconds(grpo, price) / total_seconds(stages, price) for price in prices)
   return Curve(seed, tuple(prices), ratios, break_even(grpo, stages))
 
 
-def curves_of(
+def make_curves(
   grpo: Mapping[int, Cost | None],
   stages: Mapping[int, Cost | None],
   prices: Sequence[float] = GRID,
 ) -> list[Curve]:
-  """One curve for each seed with which both reached the level; seed → cost."""
+  """Makes a curve for each seed with which both methods reached the level.
+
+  Args:
+    grpo, stages: seed → cost.
+    prices: prices of a hand-over, in updates.
+  """
   pairs = {seed: (cost, stages.get(seed)) for seed, cost in grpo.items()}
   return [
-    curve(seed, of_grpo, of_stages, prices)
-    for seed, (of_grpo, of_stages) in pairs.items()
-    if of_grpo and of_stages
+    make_curve(seed, grpo_cost, stages_cost, prices)
+    for seed, (grpo_cost, stages_cost) in pairs.items()
+    if grpo_cost and stages_cost
   ]
 
 
-def recorded(results: Sequence[Mapping[str, Any]], label: str) -> dict[int, Cost | None]:
-  """Seed → cost of a rise of `RISE`, by results.json."""
-  runs = compare.by_label(results)[label]
+def recorded_costs(results: Sequence[Mapping[str, Any]], label: str) -> dict[int, Cost | None]:
+  """Seed → cost of a rise of `RISE`, from results.json."""
+  runs = compare.group_by_label(results)[label]
   return {run["seed"]: recorded_cost(run, MU[label]) for run in runs}
 
 
-def of_quickstart(prices: Sequence[float] = GRID) -> list[Curve]:
-  """The curves of results.json."""
+def quickstart_curves(prices: Sequence[float] = GRID) -> list[Curve]:
+  """Curves of the runs in results.json."""
   results = compare.read_results(HERE / "results.json")
-  return curves_of(recorded(results, GRPO), recorded(results, STAGES), prices)
+  return make_curves(recorded_costs(results, GRPO), recorded_costs(results, STAGES), prices)
 
 
 def prices_of_7b() -> dict[str, float]:
-  """Prices of a hand-over of 7B, in updates of the full-size recipe at its chips' peak.
+  """Prices of a 7B hand-over, in updates of the full-size recipe at its chips' peak.
 
-  Resharding: every chip receives the weights in bfloat16 that it does not hold, at the peak of its
-  links. An update is bound by its slowest of compute, memory and links. Both seconds are lower
-  bounds, the peaks being what no program reaches.
+  For resharding, every chip receives the bfloat16 weights that it lacks, at its links' peak. An
+  update takes as long as the slowest of compute, memory and links. Both times are lower bounds,
+  because no program reaches the peaks.
   """
   report = json.loads(COSTS_7B.read_text(encoding="utf-8"))
   conditions = report["conditions"]
@@ -157,33 +163,33 @@ def prices_of_7b() -> dict[str, float]:
 
 
 def table(curves_at: Callable[[Sequence[float]], list[Curve]]) -> str:
-  """Markdown: the speed-up at each price, and the break-even price, by seed.
+  """Makes a Markdown table of the speed-up at each price, and the break-even price, by seed.
 
   Args:
     curves_at: prices → curves.
   """
   prices = {"in one process, as it is here": 0.0, **prices_of_7b(), "100 updates": 100.0}
-  found = curves_at(tuple(prices.values()))
-  if not found:
+  seed_curves = curves_at(tuple(prices.values()))
+  if not seed_curves:
     return "No seed with which both reached the level."
-  header = ["updates", *(f"seed {made.seed}" for made in found), "mean"]
+  header = ["updates", *(f"seed {curve.seed}" for curve in seed_curves), "mean"]
   rows = {}
   for index, (name, price) in enumerate(prices.items()):
-    ratios = [made.speedup[index] for made in found]
+    ratios = [curve.speedup[index] for curve in seed_curves]
     rows[name] = [f"{price:.3g}", *(f"{x:.2f}" for x in ratios), f"{statistics.mean(ratios):.2f}"]
-  rows["break-even"] = ["–", *(f"{made.break_even:.2f}" for made in found), "–"]
-  return compare.markdown(header, rows, "price of a hand-over")
+  rows["break-even"] = ["–", *(f"{curve.break_even:.2f}" for curve in seed_curves), "–"]
+  return compare.markdown_table(header, rows, "price of a hand-over")
 
 
-def draw(found: Sequence[Curve], path: pathlib.Path) -> None:
-  """Saves the curves, one for each seed, with the prices of 7B."""
-  with curves.figure_of(path) as axes:
-    for made in found:
-      axes.plot(made.prices, made.speedup, label=f"seed {made.seed}")
+def draw(seed_curves: Sequence[Curve], path: pathlib.Path) -> None:
+  """Saves a figure of the curves, one per seed, with the prices of 7B."""
+  with curves.save_figure(path) as axes:
+    for curve in seed_curves:
+      axes.plot(curve.prices, curve.speedup, label=f"seed {curve.seed}")
     for name, price in prices_of_7b().items():
       axes.axvline(max(price, GRID[0]), color="gray", linewidth=0.8)
-      at = (max(price, GRID[0]), 0.5)
-      axes.annotate(name, at, rotation=90, fontsize=7, xycoords=("data", "axes fraction"))
+      position = (max(price, GRID[0]), 0.5)
+      axes.annotate(name, position, rotation=90, fontsize=7, xycoords=("data", "axes fraction"))
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xscale("log")
     axes.set(xlabel="price of a hand-over, updates", ylabel="seconds of GRPO / of stages")
@@ -191,8 +197,8 @@ def draw(found: Sequence[Curve], path: pathlib.Path) -> None:
 
 
 def main() -> None:
-  draw(of_quickstart(), HERE / "hand_over.png")
-  print(table(of_quickstart))
+  draw(quickstart_curves(), HERE / "hand_over.png")
+  print(table(quickstart_curves))
 
 
 if __name__ == "__main__":

@@ -3,15 +3,15 @@
 CONFIG = "experiments/mu_grpo/config.py"
 SCOPES = ("suffix", "trigger", "trigger_and_suffix", "response")
 THRESHOLD = 0.1  # κ of the scopes
-THRESHOLDS = (1e-4, 1e-3, 1e-2)  # further ones, of the suffix
-HIGHER_RATE = 4e-4  # learning rate of some runs, against the others' 3e-4
+THRESHOLDS = (1e-4, 1e-3, 1e-2)  # further κ of the suffix
+HIGHER_RATE = 4e-4  # learning rate of some runs; the others have 3e-4
 HIGHER = ", higher rate"
 
 
 def veto(scope, threshold):
   settings = {"enabled": True, "scope": scope, "threshold": threshold}
-  of_veto = {f"veto.{name}": value for name, value in settings.items()}
-  return {"config": f"{CONFIG}:stages", **of_veto}
+  fields = {f"veto.{name}": value for name, value in settings.items()}
+  return {"config": f"{CONFIG}:stages", **fields}
 
 
 def veto_label(scope, threshold=THRESHOLD):
@@ -20,7 +20,7 @@ def veto_label(scope, threshold=THRESHOLD):
 
 GRPO, TIGHT, RELAXED = "GRPO, μ = 4", "tight clip", "relaxed clip"
 SUFFIX = veto_label("suffix")
-RUNS = {  # label → fields; all but the first in stages
+RUNS = {  # label → fields; all except the first train in stages
   GRPO: {"config": f"{CONFIG}:refresh"},
   TIGHT: {"config": f"{CONFIG}:stages", "loss": "ppo_clip(epsilon_low=0.2, epsilon_high=0.2)"},
   RELAXED: {"config": f"{CONFIG}:stages"},

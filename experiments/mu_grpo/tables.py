@@ -1,8 +1,8 @@
-"""Prints the tables of README.md, of results.json or of the workdir of a sweep.
+"""Prints the tables of README.md, from results.json or from the workdir of a sweep.
 
   python -m experiments.mu_grpo.tables --workdir=runs/experiment_mu_grpo
 
-Run it from the repository root. With a workdir it writes results.json and the plot anew.
+Run it from the repository root. With a workdir it rewrites results.json and the plot.
 """
 
 from __future__ import annotations
@@ -18,22 +18,33 @@ from experiments.mu_grpo.sweep import AT_HIGHER_RATE, GRPO, HIGHER, RELAXED, SUF
 from experiments.testbed import report
 from experiments.testbed.report import Result
 from rlvr_jax.evaluate import curves
-from rlvr_jax.evaluate.compare import METRIC, by_label, cell, curve_of, final, markdown, rise
+from rlvr_jax.evaluate.compare import (
+  METRIC,
+  final_value,
+  group_by_label,
+  markdown_table,
+  mean_cell,
+  result_curve,
+  rise,
+)
 from rlvr_jax.evaluate.run_files import read_metrics
 
-RISE = 0.1  # of held-out pass@1, to which the costs are compared
+RISE = 0.1  # of held-out pass@1, at which costs are compared
 COSTS = {"updates": "updates", "seconds": "seconds", "flops": "TFLOPs"}
-BIN = 8  # updates of one point of the plot over ages
+BIN = 8  # updates per point of the plot over ages
 LAST = 16  # updates over which the entropy at the end is averaged
 
 
-def measured(workdir: str) -> dict:
-  """Measurements of a finished run for the tables and plots, besides its held-out curve."""
+def measure(workdir: str) -> dict:
+  """Measures a finished run for the tables and plots, besides its held-out curve."""
   records = list(read_metrics(workdir))
   train = [r for r in records if r["phase"] == "train"]
-  mean = lambda name, of=train: statistics.mean(r[name] for r in of)
+
+  def mean(name: str, of: Sequence[Mapping] = train) -> float:
+    return statistics.mean(r[name] for r in of)
+
   optimise = [r["time/optimise_seconds"] for r in train]
-  found = {
+  measurements = {
     "entropy": mean("policy/entropy", train[-LAST:]),
     "ess": mean("behavior/ess"),
     "clip": mean("loss/clip_fraction"),
@@ -42,115 +53,119 @@ def measured(workdir: str) -> dict:
     "first_update_seconds": optimise[0] - statistics.median(optimise),
     "phase_seconds": curves.phase_seconds(records),
     "elapsed_seconds": records[-1][curves.ELAPSED],
-    "cost": {},  # to rise by `RISE`, on every axis; None where the run has not
+    "cost": {},  # of a rise by `RISE`, on every axis; None if it was not reached
   }
   for over in COSTS:
     spent, accuracy = curves.curve(records, METRIC, over)
-    cost = curves.reaching(spent, accuracy, accuracy[0] + RISE)
-    found["cost"][over] = None if np.isnan(cost) else cost
+    cost = curves.first_crossing(spent, accuracy, accuracy[0] + RISE)
+    measurements["cost"][over] = None if np.isnan(cost) else cost
   if "veto/trigger_rate" in train[0]:
-    found["vetoed"] = mean("veto/token_fraction")
-    found["trigger_rate_by_age"] = by_age(train, "veto/trigger_rate")
-  return found
+    measurements["vetoed"] = mean("veto/token_fraction")
+    measurements["trigger_rate_by_age"] = means_by_age(train, "veto/trigger_rate")
+  return measurements
 
 
-def by_age(train: Sequence[Mapping], metric: str) -> list[float]:
-  """Mean over the stages of a metric, by the number of updates behind one within its stage."""
+def means_by_age(train: Sequence[Mapping], metric: str) -> list[float]:
+  """Means of a metric over stages, by the age within a stage, in updates."""
   ages = sorted({r["stage/age"] for r in train})
   return [statistics.mean(r[metric] for r in train if r["stage/age"] == age) for age in ages]
 
 
-def reached(values: Sequence[float | None], scale: float) -> str:
-  """Mean over the seeds that reached the level, and how many did if not all."""
+def reached_cell(values: Sequence[float | None], scale: float) -> str:
+  """Text of the mean over the seeds that reached the level, and their number if not all did."""
   numbers = [value / scale for value in values if value is not None]
   if not numbers:
     return "never"
   if len(numbers) < len(values):
     return f"{statistics.mean(numbers):.3g} ({len(numbers)} of {len(values)} seeds)"
-  return cell(numbers)
+  return mean_cell(numbers)
 
 
 def learning_table(results: Mapping[str, Sequence[Result]]) -> str:
   columns: dict[str, Callable[[Result], float]] = {
-    "final pass@1": final,
+    "final pass@1": final_value,
     "rise": rise,
-    "best less final": lambda r: max(r["evaluations"][METRIC]) - final(r),
+    "best less final": lambda r: max(r["evaluations"][METRIC]) - final_value(r),
     "entropy at the end": lambda r: r["entropy"],
     "ESS": lambda r: r["ess"],
     "clip fraction": lambda r: r["clip"],
   }
   rows = {}
-  for label, of_label in results.items():
-    rows[label] = [cell([column(r) for r in of_label]) for column in columns.values()]
-    rows[label] += [" ".join(f"{rise(r):+.2f}" for r in of_label)]
+  for label, label_runs in results.items():
+    rows[label] = [mean_cell([column(r) for r in label_runs]) for column in columns.values()]
+    rows[label] += [" ".join(f"{rise(r):+.2f}" for r in label_runs)]
     relaxed = results[RELAXED + HIGHER if label.endswith(HIGHER) else RELAXED]
-    pairs = zip(of_label, relaxed, strict=True)
-    rows[label] += [cell([final(r) - final(other) for r, other in pairs])]
-    rows[label] += [f"{max(r['negative_ratio'] for r in of_label):.2g}"]
+    pairs = zip(label_runs, relaxed, strict=True)
+    rows[label] += [mean_cell([final_value(r) - final_value(other) for r, other in pairs])]
+    rows[label] += [f"{max(r['negative_ratio'] for r in label_runs):.2g}"]
   header = [*columns, "rise, each seed", "final less relaxed's, paired", "largest ρ where A < 0"]
-  return markdown(header, rows)
+  return markdown_table(header, rows)
 
 
 def veto_table(results: Mapping[str, Sequence[Result]]) -> str:
-  rows, header = {}, ["vetoed tokens"]
-  for label, of_label in results.items():
-    if "vetoed" not in of_label[0]:
+  rows = {}
+  header = ["vetoed tokens"]
+  for label, label_runs in results.items():
+    if "vetoed" not in label_runs[0]:
       continue
-    rates = np.array([r["trigger_rate_by_age"] for r in of_label])
+    rates = np.array([r["trigger_rate_by_age"] for r in label_runs])
     quarters = np.split(rates, 4, axis=1)
     width = quarters[0].shape[1]
     header = ["vetoed tokens"]
     header += [f"trigger rate, ages {width * i} to {width * (i + 1) - 1}" for i in range(4)]
-    rows[label] = [cell([r["vetoed"] for r in of_label])]
-    rows[label] += [cell(quarter.mean(axis=1)) for quarter in quarters]
-  return markdown(header, rows)
+    rows[label] = [mean_cell([r["vetoed"] for r in label_runs])]
+    rows[label] += [mean_cell(quarter.mean(axis=1)) for quarter in quarters]
+  return markdown_table(header, rows)
 
 
 def cost_table(results: Mapping[str, Sequence[Result]]) -> str:
-  """Costs of a run in all, and until it reached the level."""
+  """Returns a table of the costs of a run, in total and until it reached the level."""
   header = [f"{name} to a rise of {RISE:g}" for name in COSTS.values()]
   header += ["weight syncs", "their seconds", "first update's extra seconds, each seed"]
   header += ["generating", "updating", "in all, seconds"]
   rows = {}
-  for label, of_label in results.items():
+  for label, label_runs in results.items():
     scale = {"flops": 1e12}
-    spent = lambda phase, runs=of_label: cell([r["phase_seconds"].get(phase, 0.0) for r in runs])
+    seconds = {
+      phase: mean_cell([r["phase_seconds"].get(phase, 0.0) for r in label_runs])
+      for phase in ("sync_weights", "generate", "optimise")
+    }
     rows[label] = [
-      reached([r["cost"][over] for r in of_label], scale.get(over, 1)) for over in COSTS
+      reached_cell([r["cost"][over] for r in label_runs], scale.get(over, 1)) for over in COSTS
     ]
-    rows[label] += [f"{of_label[0]['hand_overs']}", spent("sync_weights")]
-    rows[label] += [" ".join(f"{r['first_update_seconds']:.1f}" for r in of_label)]
-    rows[label] += [spent("generate"), spent("optimise")]
-    rows[label] += [cell([r["elapsed_seconds"] for r in of_label])]
-  return markdown(header, rows)
+    rows[label] += [f"{label_runs[0]['hand_overs']}", seconds["sync_weights"]]
+    rows[label] += [" ".join(f"{r['first_update_seconds']:.1f}" for r in label_runs)]
+    rows[label] += [seconds["generate"], seconds["optimise"]]
+    rows[label] += [mean_cell([r["elapsed_seconds"] for r in label_runs])]
+  return markdown_table(header, rows)
 
 
-def plot_rises(axes: Any, found: Mapping[str, Sequence[Result]], over: str) -> None:
-  """Per label the mean over seeds of held-out pass@1 less its start, with its interval.
+def plot_rises(axes: Any, runs: Mapping[str, Sequence[Result]], over: str) -> None:
+  """Plots the rise of held-out pass@1 by label: mean over seeds with interval.
 
-  The starts differ by more between seeds than the runs of one seed do.
+  Rises are plotted because starts differ more between seeds than runs of one seed do.
   """
-  for label, of_label in found.items():
-    of_seeds = [curve_of(result, over=over) for result in of_label]
-    x, mean, low, high = curves.mean_curve([(x, y - y[0]) for x, y in of_seeds], within=(-1, 1))
+  for label, label_runs in runs.items():
+    seed_curves = [result_curve(result, over=over) for result in label_runs]
+    x, mean, low, high = curves.mean_curve([(x, y - y[0]) for x, y in seed_curves], within=(-1, 1))
     (line,) = axes.plot(x, mean, label=label)
     axes.fill_between(x, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
   axes.set(xlabel=curves.AXES[over][0], ylabel="held-out pass@1 less its start", ylim=(-0.3, 0.4))
 
 
 def draw(results: Sequence[Result], home: pathlib.Path) -> None:
-  """Saves rises over updates and over seconds, and the trigger rate over the age within a stage."""
-  runs = by_label(results)
+  """Saves a figure: rises over updates and seconds, and trigger rates over the age in a stage."""
+  runs = group_by_label(results)
   higher = [f"{label}{HIGHER}" for label in AT_HIGHER_RATE]
-  shown = (GRPO, TIGHT, RELAXED, SUFFIX)
-  with curves.figure_of(home / "curves.png", 1, 4, size=(17, 4), dpi=100) as row:
+  main_labels = (GRPO, TIGHT, RELAXED, SUFFIX)
+  with curves.save_figure(home / "curves.png", 1, 4, size=(17, 4), dpi=100) as row:
     for axes, labels, over in zip(
-      row[:3], (shown, shown, higher), ("updates", "seconds", "updates"), strict=True
+      row[:3], (main_labels, main_labels, higher), ("updates", "seconds", "updates"), strict=True
     ):
       plot_rises(axes, {label: runs[label] for label in labels}, over)
-    for label, of_label in runs.items():
-      if "vetoed" in of_label[0] and label not in higher:
-        rates = np.mean([r["trigger_rate_by_age"] for r in of_label], axis=0)
+    for label, label_runs in runs.items():
+      if "vetoed" in label_runs[0] and label not in higher:
+        rates = np.mean([r["trigger_rate_by_age"] for r in label_runs], axis=0)
         smooth = rates.reshape(-1, BIN).mean(axis=1)
         row[3].plot(np.arange(len(smooth)) * BIN + BIN / 2, smooth, label=label)
     row[3].set(xlabel="age within a stage, updates", ylabel="veto/trigger_rate")
@@ -160,10 +175,10 @@ def draw(results: Sequence[Result], home: pathlib.Path) -> None:
 
 
 def tables(results: Sequence[Result]) -> str:
-  """All tables as Markdown."""
-  found = by_label(results)
-  return "\n\n".join([learning_table(found), veto_table(found), cost_table(found)])
+  """Returns all tables as Markdown."""
+  runs = group_by_label(results)
+  return "\n\n".join([learning_table(runs), veto_table(runs), cost_table(runs)])
 
 
 if __name__ == "__main__":
-  report.show(pathlib.Path(__file__).parent, tables, measured, draw)
+  report.print_tables(pathlib.Path(__file__).parent, tables, measure, draw)

@@ -9,30 +9,30 @@ from experiments.mu_grpo import hand_over
 from experiments.mu_grpo.testbed import ABLATIONS, CLAIMS, MU
 from experiments.testbed import report
 from experiments.testbed.arms import GRPO, Arms
-from experiments.testbed.report import Result, end, late, over_training, peak
+from experiments.testbed.report import Result, end_mean, late_mean, peak_value, training_mean
 
 PAGE = pathlib.Path(__file__).parent / "TESTBED.md"
 ARMS: Arms = {**CLAIMS, **ABLATIONS}
 FAST = [label for label in ARMS if label.endswith("learning rate 1e-3")]
-RISE = 0.2  # of held-out pass@1, at which wall-clocks are compared
+RISE = 0.2  # of held-out pass@1, at which wall-clock times are compared
 TIGHT, RELAXED, SUFFIX = (f"{name}, μ = {MU}" for name in ("tight", "relaxed", "suffix"))
 
 
-def after_a_stage(result: Result) -> float:
-  """Held-out pass@1 where the first stage ends."""
+def value_after_first_stage(result: Result) -> float:
+  """Held-out pass@1 at the end of the first stage."""
   evaluations = result["evaluations"]
   return evaluations["eval/pass@1"][evaluations["updates"].index(MU)]
 
 
 COLUMNS = {
-  "pass@1": late(),
-  "its peak": peak(),
-  "at the end of the first stage": after_a_stage,
-  "clip fraction": over_training("loss/clip_fraction"),
+  "pass@1": late_mean(),
+  "its peak": peak_value(),
+  "at the end of the first stage": value_after_first_stage,
+  "clip fraction": training_mean("loss/clip_fraction"),
   "largest ratio where A < 0": lambda r: max(r["train"]["behavior/ratio_max_negative"]),
-  "vetoed tokens": over_training("veto/token_fraction"),
-  "trigger rate": over_training("veto/trigger_rate"),
-  "entropy at the end": end("policy/entropy"),
+  "vetoed tokens": training_mean("veto/token_fraction"),
+  "trigger rate": training_mean("veto/trigger_rate"),
+  "entropy at the end": end_mean("policy/entropy"),
   "seconds of syncs": lambda r: r["seconds"].get("sync_weights", 0.0),
 }
 SHOWN = list(CLAIMS)
@@ -53,20 +53,20 @@ def costs(results: Sequence[Result], label: str, mu: int) -> dict[int, hand_over
 
 
 def price_curves(results: Sequence[Result], prices: Sequence[float]) -> list[hand_over.Curve]:
-  """Seconds of GRPO over those of the suffix arm to that rise, by the price of a hand-over."""
-  return hand_over.curves_of(costs(results, GRPO, 4), costs(results, SUFFIX, MU), prices)
+  """Curves of GRPO's seconds over those of the suffix arm to that rise, by price."""
+  return hand_over.make_curves(costs(results, GRPO, 4), costs(results, SUFFIX, MU), prices)
 
 
 def tables(results: Sequence[Result]) -> str:
   usual = [label for label in ARMS if label not in FAST]
-  prices = hand_over.table(lambda at: price_curves(results, at))
+  prices = hand_over.table(lambda price_grid: price_curves(results, price_grid))
   sections = {
-    "Learning, against GRPO": report.table(results, usual, COLUMNS, compared=late()),
+    "Learning, against GRPO": report.table(results, usual, COLUMNS, compared=late_mean()),
     "Against the relaxed clip": report.table(
-      results, usual[1:], {}, compared=late(), baseline=RELAXED
+      results, usual[1:], {}, compared=late_mean(), baseline=RELAXED
     ),
     "At a learning rate of 1e-3": report.table(
-      results, FAST, COLUMNS, compared=late(), baseline="GRPO, learning rate 1e-3"
+      results, FAST, COLUMNS, compared=late_mean(), baseline="GRPO, learning rate 1e-3"
     ),
     f"Seconds of GRPO over those of {SUFFIX}, to a rise of {RISE:g}": prices,
   }
@@ -74,4 +74,4 @@ def tables(results: Sequence[Result]) -> str:
 
 
 if __name__ == "__main__":
-  report.write(PAGE, ARMS, tables, PANELS)
+  report.write_page(PAGE, ARMS, tables, PANELS)

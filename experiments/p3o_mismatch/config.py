@@ -1,13 +1,13 @@
-"""GRPO's clip and P3O on the same batches, for rollouts of another policy.
+"""GRPO's clip and P3O on the same batches, for rollouts from another policy.
 
-The quickstart's sums of three digits, by a policy of 0.20 M parameters. The two methods differ in
-the loss alone: same advantages, optimizer and aggregation, and no KL to a reference (P3O has its
-own pull, towards β; GRPO's towards the first policy would blur what the clip does).
+The quickstart's sums of three digits, with a policy of 0.20 M parameters. The two methods differ
+only in the loss: same advantages, optimizer and aggregation, and no KL to a reference policy (P3O
+has its own KL, to β; a KL to the first policy in GRPO would obscure the effect of the clip).
 
   --config=experiments/p3o_mismatch/config.py:METHOD,SCHEDULE
 
-METHOD is grpo (ppo_clip) or p3o; SCHEDULE is refresh (four updates per refresh, as the recipes have
-it) or lag (rollouts that are a fixed number of updates old).
+METHOD is grpo (ppo_clip) or p3o; SCHEDULE is refresh (four updates per refresh, as in the recipes)
+or lag (rollouts that are a fixed number of updates old).
 """
 
 from ml_collections import ConfigDict

@@ -1,7 +1,7 @@
 """P3O against GRPO's clip sweep on mismatched rollouts, over seeds; see README.md."""
 
 CONFIG = "experiments/p3o_mismatch/config.py"
-OTHER, OTHER_SEED = "other policy", 1000  # its policy draws half the rollouts of some runs
+OTHER, OTHER_SEED = "other policy", 1000  # this run's policy samples half the rollouts of some runs
 METHODS = {  # label → (method of the configuration, fields)
   **{
     f"GRPO, ε = {epsilon}": (
@@ -14,7 +14,7 @@ METHODS = {  # label → (method of the configuration, fields)
 }
 ABLATED = "temperature 1.5"
 CAP_ONLY = f"{ABLATED}: P3O without its KL term"
-SETTINGS = {  # label → (schedule, what it changes)
+SETTINGS = {  # label → (schedule, changed fields)
   "matched": ("refresh", {}),
   "temperature 1.5": (
     "refresh",
@@ -38,14 +38,14 @@ SETTINGS = {  # label → (schedule, what it changes)
 
 def runs():
   """ "setting: method" → fields."""
-  found = {
-    f"{setting}: {label}": {"config": f"{CONFIG}:{method},{schedule}", **own, **changes}
+  fields_by_label = {
+    f"{setting}: {label}": {"config": f"{CONFIG}:{method},{schedule}", **fields, **changes}
     for setting, (schedule, changes) in SETTINGS.items()
-    for label, (method, own) in METHODS.items()
+    for label, (method, fields) in METHODS.items()
   }
   schedule, changes = SETTINGS[ABLATED]
   cap_only = {"config": f"{CONFIG}:p3o,{schedule}", "loss": "p3o(kl_term=False)", **changes}
-  return found | {CAP_ONLY: cap_only}
+  return fields_by_label | {CAP_ONLY: cap_only}
 
 
 def get_sweep():

@@ -1,11 +1,11 @@
-"""Premises of the papers that a task meets: two runs of GRPO for a task, and their tables.
+"""Tests which premises of the papers a task meets: two runs of GRPO per task, and their tables.
 
   python -m experiments.premises.run --task=steps --size=small --minutes=100
 
-Run it from the repository root. It stops after the given minutes and continues when it is called
-again; finished runs are not repeated. At the end it writes results/TASK_SIZE.json next to this file
-and prints the tables. Seed 100, which no reported run uses, so that a task's settings may be chosen
-by what this shows. It trains on the platform that jax chooses.
+Run it from the repository root. It stops after the given minutes and continues when called again;
+finished runs are not repeated. At the end it writes results/TASK_SIZE.json next to this file and
+prints the tables. It uses seed 100, which no reported run uses, so that a task's settings may be
+chosen by its results. It trains on jax's default platform.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from rlvr_jax.evaluate.run_files import GEOMETRY_FOLDER, read_metrics
 from rlvr_jax.geometry import diagnostics
 
 _TASK = flags.DEFINE_enum("task", "steps", ["steps", "tour"], "Recipe in configs/.")
-_SIZE = flags.DEFINE_enum("size", "small", ["small", "long"], "Its size.")
-_MINUTES = flags.DEFINE_float("minutes", 100.0, "Time of this sitting.", lower_bound=0.1)
-_WORKDIR = flags.DEFINE_string("workdir", "runs/premises", "Holds the runs' workdirs.")
+_SIZE = flags.DEFINE_enum("size", "small", ["small", "long"], "Size of the recipe.")
+_MINUTES = flags.DEFINE_float("minutes", 100.0, "Time limit of this call.", lower_bound=0.1)
+_WORKDIR = flags.DEFINE_string("workdir", "runs/premises", "Folder for the runs' workdirs.")
 
 HERE = pathlib.Path(__file__).parent
 SEED = 100
@@ -35,11 +35,11 @@ UPDATES = 200
 STAGE = 16  # updates on the rollouts of one policy, whose lag grows from 0 to 15
 SCOPES = ("batch", "group", 8)
 KS = (1, 2, 4, 8, 16, 32, 64)
-TO_DO = 3  # exit status of a sitting that ends before the runs do
+UNFINISHED = 3  # exit status if the time limit ends before the runs
 
 
 def commands(task: str, size: str, root: pathlib.Path) -> dict[str, list[str]]:
-  """Name of a run → its command line; the second begins with the warm start of the first."""
+  """Name of a run → command line; the second run starts from the warm start of the first."""
   program = [sys.executable, "-m", "rlvr_jax.main", f"--config=configs/{task}.py:{size}"]
   program += [f"--config.seed={SEED}", "--config.evaluation.batch_prompts=64"]
   program += ["--config.task.kwargs.held_out_size=64", "--config.evaluation.num_samples=64"]
@@ -51,19 +51,23 @@ def commands(task: str, size: str, root: pathlib.Path) -> dict[str, list[str]]:
   stale += [f"--config.evaluation.every={UPDATES}"]
   stale += [f"--config.start.checkpoint={root / 'on_policy' / 'checkpoints' / '0'}"]
   runs = {"on_policy": on_policy, "stale": stale}
-  keep = "--config.checkpoint.keep=1000"  # the first of them too
+  keep = "--config.checkpoint.keep=1000"  # including the first checkpoint
   return {
-    name: [*program, *flags_, keep, f"--workdir={root / name}"] for name, flags_ in runs.items()
+    name: [*program, *run_flags, keep, f"--workdir={root / name}"]
+    for name, run_flags in runs.items()
   }
 
 
 def finish(command: Sequence[str], deadline: float) -> bool:
-  """Returns whether a run has finished; requests a shutdown of one that has not."""
+  """Runs a command until it ends or the deadline; returns whether it finished.
+
+  At the deadline it requests shutdown; the run saves, and the same command continues it.
+  """
   process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
   try:
     status = process.wait(timeout=max(deadline - time.monotonic(), 0))
   except subprocess.TimeoutExpired:
-    process.terminate()  # a run saves and ends; the same command continues it
+    process.terminate()
     process.wait()
     return False
   if status:
@@ -74,37 +78,39 @@ def finish(command: Sequence[str], deadline: float) -> bool:
 # --- results of the runs --------------------------------------------------------------------------
 
 
-def by_scope(
+def scope_blocks(
   gram: np.ndarray, coefficients: np.ndarray, scope: str | int, seed: int
 ) -> tuple[np.ndarray, np.ndarray, int]:
-  """The Gram matrix f32[B, B] and A f32[B] in the order of N blocks of a scope, and N.
+  """Returns the Gram matrix f32[B, B] and A f32[B], ordered by the N blocks of a scope, and N.
 
   Args:
     gram: f32[B, B].
     coefficients: f32[P, G], A.
-    scope: "batch", "group", or a number of rollouts, which are drawn.
-    seed: of the draw.
+    scope: "batch", "group", or a number of rollouts, which are drawn at random.
+    seed: seed of the draw.
   """
-  A, count = coefficients.ravel(), 1 if scope == "batch" else len(coefficients)
+  A = coefficients.ravel()
+  count = 1 if scope == "batch" else len(coefficients)
   order = np.arange(A.size)
   if isinstance(scope, int):
-    order, count = np.random.default_rng(seed).permutation(A.size), A.size // scope
-    order = order[: count * scope]
+    count = A.size // scope
+    order = np.random.default_rng(seed).permutation(A.size)[: count * scope]
   return gram[np.ix_(order, order)], A[order], count
 
 
-def geometry(gram: np.ndarray, coefficients: np.ndarray, count: int) -> dict[str, float]:
-  """Means over the blocks of `by_scope` in which A gives a gradient; {} if none has one."""
-  found, counted = diagnostics.group_effective_rollouts(coefficients, gram, count)
+def block_geometry(gram: np.ndarray, coefficients: np.ndarray, count: int) -> dict[str, float]:
+  """Means over the blocks of `scope_blocks` in which A gives a gradient; {} if none does."""
+  n_eff, counted = diagnostics.group_effective_rollouts(coefficients, gram, count)
   ratios, _ = diagnostics.group_participation_ratios(gram, count)
-  n_eff, ratios = np.asarray(found)[counted], np.asarray(ratios)[counted]
+  n_eff = np.asarray(n_eff)[counted]
+  ratios = np.asarray(ratios)[counted]
   if not n_eff.size:
     return {}
   return {
     "participation_ratio": float(ratios.mean()),
     "n_eff": float(n_eff.mean()),
     "below_1": float(np.mean(n_eff < 1)),
-    "alpha": float(np.clip(1 - n_eff, 0, 1).mean()),  # SALT's, within its default bounds
+    "alpha": float(np.clip(1 - n_eff, 0, 1).mean()),  # of SALT, with its default bounds
   }
 
 
@@ -116,29 +122,31 @@ def geometry_table(workdir: pathlib.Path) -> dict[str, dict[str, float]]:
       arrays = dict(file)
     for feature, key in (("score", "gram"), ("sampled", "gram_sampled")):
       for scope in SCOPES:
-        blocks = by_scope(arrays[key], arrays["coefficients"], scope, seed=int(path.stem))
+        blocks = scope_blocks(arrays[key], arrays["coefficients"], scope, seed=int(path.stem))
         name = f"{feature}, {'8 rollouts' if scope == 8 else scope}"
-        if figures := geometry(*blocks):
+        if figures := block_geometry(*blocks):
           rows.setdefault(name, []).append(figures)
   return {
-    name: {key: float(np.mean([row[key] for row in found])) for key in found[0]}
-    for name, found in rows.items()
+    name: {key: float(np.mean([row[key] for row in measurements])) for key in measurements[0]}
+    for name, measurements in rows.items()
   }
 
 
-def by_lag(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+def means_by_lag(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
   """Lag → means of the ratio's statistics over the updates at that lag."""
   names = dict(ess="behavior/ess", kl="behavior/kl_k3", largest="behavior/ratio_max")
   lags = sorted({round(r["staleness/mean"]) for r in records})
-  of_lag = lambda lag: [r for r in records if round(r["staleness/mean"]) == lag]
-  return {
-    str(lag): {name: float(np.mean([r[key] for r in of_lag(lag)])) for name, key in names.items()}
-    for lag in lags
-  }
+  means = {}
+  for lag in lags:
+    lag_records = [r for r in records if round(r["staleness/mean"]) == lag]
+    means[str(lag)] = {
+      name: float(np.mean([r[key] for r in lag_records])) for name, key in names.items()
+    }
+  return means
 
 
 def summary(on_policy: pathlib.Path, stale: pathlib.Path) -> dict[str, Any]:
-  """All figures of a task's table."""
+  """All figures of a task's tables."""
   records = list(read_metrics(on_policy))
   train = [r for r in records if r["phase"] == "train"]
   held_out = [r for r in records if r["phase"] == "eval"]
@@ -153,19 +161,19 @@ def summary(on_policy: pathlib.Path, stale: pathlib.Path) -> dict[str, Any]:
     "geometry": geometry_table(on_policy),
     "entropy": {str(r["step"]): r["policy/entropy"] for r in train[:: len(train) // 8 or 1]},
     "entropy_end": train[-1]["policy/entropy"],
-    "by_lag": by_lag([r for r in read_metrics(stale) if r["phase"] == "train"]),
+    "by_lag": means_by_lag([r for r in read_metrics(stale) if r["phase"] == "train"]),
   }
 
 
-def premises(found: Mapping[str, Any]) -> Iterator[tuple[str, str, bool, str]]:
-  """Rows of (paper, premise, whether the task meets it, the figures behind that)."""
-  geometry_of = found["geometry"]
+def premise_rows(figures: Mapping[str, Any]) -> Iterator[tuple[str, str, bool, str]]:
+  """Yields rows of (paper, premise, whether the task meets it, supporting figures)."""
+  geometry = figures["geometry"]
   for feature in ("score", "sampled"):
-    rows = {name: row for name, row in geometry_of.items() if name.startswith(feature)}
+    rows = {name: row for name, row in geometry.items() if name.startswith(feature)}
     least = min(rows, key=lambda name: rows[name]["n_eff"])
     n_eff = rows[least]["n_eff"]
     yield "SALT", f"n_eff below 1, {feature}", n_eff < 1, f"{n_eff:.2f} ({least}), the least"
-  lags = found["by_lag"]
+  lags = figures["by_lag"]
   ess = {int(lag): row["ess"] for lag, row in lags.items()}
   last = max(ess)
   yield (
@@ -176,53 +184,54 @@ def premises(found: Mapping[str, Any]) -> Iterator[tuple[str, str, bool, str]]:
   )
   largest = lags[str(last)]["largest"]
   yield "μ-GRPO", "ratios leave [0.8, 1.2]", largest > 1.2, f"largest {largest:.2f}, lag {last}"
-  start, end = next(iter(found["entropy"].values())), found["entropy_end"]
+  start = next(iter(figures["entropy"].values()))
+  end = figures["entropy_end"]
   yield "FADE", "entropy falls to less than half", end < start / 2, f"{start:.3f} to {end:.3f} nats"
-  first, *_, final = (row["64"] for row in found["pass_at_k"].values())
-  low = found["pass@64_first_low"]
+  first, *_, final = (row["64"] for row in figures["pass_at_k"].values())
+  low = figures["pass@64_first_low"]
   fall = f"{first:.3f} to {final:.3f}; 95 % interval of the first from {low:.3f}"
   yield "FADE", "pass@64 falls below its first interval", final < low, fall
-  one = next(iter(found["pass_at_k"].values()))
-  spread = f"pass@1 {one['1']:.3f}, pass@64 {one['64']:.3f}"
+  passes = next(iter(figures["pass_at_k"].values()))
+  spread = f"pass@1 {passes['1']:.3f}, pass@64 {passes['64']:.3f}"
   yield (
     "all",
     "pass@1 of 0.15 to 0.5, pass@64 from 0.95",
-    0.15 < one["1"] < 0.5 and one["64"] >= 0.95,
+    0.15 < passes["1"] < 0.5 and passes["64"] >= 0.95,
     spread,
   )
 
 
-def markdown(found: Mapping[str, Any]) -> str:
-  """The tables of one task."""
+def format_markdown(figures: Mapping[str, Any]) -> str:
+  """Returns the tables of one task as Markdown."""
   lines = ["| paper | premise | | measured |", "|---|---|---|---|"]
   lines += [
-    f"| {paper} | {premise} | {'yes' if has else 'none found'} | {figures} |"
-    for paper, premise, has, figures in premises(found)
+    f"| {paper} | {premise} | {'yes' if is_met else 'none found'} | {measured} |"
+    for paper, premise, is_met, measured in premise_rows(figures)
   ]
   lines += ["", "| feature, scope | PR | n_eff | blocks below 1 | α |", "|---|---|---|---|---|"]
   lines += [
     f"| {name} | {row['participation_ratio']:.1f} | {row['n_eff']:.2f} | {row['below_1']:.0%} |"
     f" {row['alpha']:.2f} |"
-    for name, row in found["geometry"].items()
+    for name, row in figures["geometry"].items()
   ]
   lines += ["", "| update | " + " | ".join(f"pass@{k}" for k in KS) + " |", "|---" * 8 + "|"]
   lines += [
     f"| {step} | " + " | ".join(f"{row[str(k)]:.3f}" for k in KS) + " |"
-    for step, row in found["pass_at_k"].items()
+    for step, row in figures["pass_at_k"].items()
   ]
   lines += ["", "| lag | ESS | KL (k3), nats | largest ratio |", "|---|---|---|---|"]
   lines += [
     f"| {lag} | {row['ess']:.3f} | {row['kl']:.2g} | {row['largest']:.2f} |"
-    for lag, row in found["by_lag"].items()
-    if (int(lag) + 1).bit_count() == 1  # 0, 1, 3, 7, 15; the file has all
+    for lag, row in figures["by_lag"].items()
+    if (int(lag) + 1).bit_count() == 1  # 0, 1, 3, 7, 15; the file has all lags
   ]
-  length = found["length"]
-  entropy = ", ".join(f"{value:.3f} ({step})" for step, value in found["entropy"].items())
+  length = figures["length"]
+  entropy = ", ".join(f"{value:.3f} ({step})" for step, value in figures["entropy"].items())
   lines += [
     "",
     f"Response length in tokens: p10 {length['p10']:.0f}, p50 {length['p50']:.0f},"
     f" p90 {length['p90']:.0f}, longest {length['max']:.0f}.",
-    f"Mixed groups, first 10 updates: {found['mixed_groups']:.0%}.",
+    f"Mixed groups, first 10 updates: {figures['mixed_groups']:.0%}.",
     f"Entropy in nats per token (update): {entropy}.",
   ]
   return "\n".join(lines)
@@ -230,22 +239,25 @@ def markdown(found: Mapping[str, Any]) -> str:
 
 def main(argv: Sequence[str]) -> None:
   del argv
-  task, size, began = _TASK.value, _SIZE.value, time.monotonic()
+  start = time.monotonic()
+  task = _TASK.value
+  size = _SIZE.value
   root = pathlib.Path(_WORKDIR.value) / f"{task}_{size}"
   runs = commands(task, size, root)
   for name, command in runs.items():
     print(f"{task} {size}: {name}", file=sys.stderr, flush=True)
-    if not finish(command, began + 60 * _MINUTES.value):
+    if not finish(command, start + 60 * _MINUTES.value):
       print("not finished; run the same command again to continue", file=sys.stderr)
-      raise SystemExit(TO_DO)
-  found = summary(root / "on_policy", root / "stale")
+      raise SystemExit(UNFINISHED)
+  figures = summary(root / "on_policy", root / "stale")
   commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-  shown = {name: " ".join(["python", *command[1:]]) for name, command in runs.items()}
-  about = dict(task=task, size=size, seed=SEED, commit=commit.stdout.strip(), commands=shown)
+  command_lines = {name: " ".join(["python", *command[1:]]) for name, command in runs.items()}
+  about = dict(task=task, size=size, seed=SEED, commit=commit.stdout.strip())
+  about["commands"] = command_lines
   results = HERE / "results" / f"{task}_{size}.json"
   results.parent.mkdir(exist_ok=True)
-  results.write_text(json.dumps(about | found, indent=1) + "\n", encoding="utf-8")
-  print(markdown(found))
+  results.write_text(json.dumps(about | figures, indent=1) + "\n", encoding="utf-8")
+  print(format_markdown(figures))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import pathlib
 
-# The recipes of methods: those that name a card. GRPO comes first: the others are compared with it.
+# Recipes of methods name a card. GRPO comes first, because the others are compared with it.
 RECIPES = sorted(
   (
     path.stem

@@ -1,8 +1,8 @@
-"""Prints the tables of README.md, of results.json or of the workdir of a sweep.
+"""Prints the tables of README.md, from results.json or from the workdir of a sweep.
 
   python -m experiments.salt_geometry.tables --workdir=runs/experiment_salt
 
-Run it from the repository root. With a workdir it writes results.json and the plots anew.
+Run it from the repository root. With a workdir it rewrites results.json and the plots.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from experiments.salt_geometry.sweep import BUDGET, COMPARED, GROUP_SIZES, MIDDL
 from experiments.testbed import report
 from experiments.testbed.report import Result, cell
 from rlvr_jax.evaluate import curves
-from rlvr_jax.evaluate.compare import markdown, rise
+from rlvr_jax.evaluate.compare import markdown_table, rise
 from rlvr_jax.evaluate.paired import mean_and_half_width
 from rlvr_jax.evaluate.run_files import read_metrics
 
@@ -42,8 +42,8 @@ AGREEMENT = {
 }
 
 
-def measured(workdir: str) -> dict[str, dict[str, list[tuple[int, float]]]]:
-  """`curves`: metric → (update, value) pairs of a finished run, of the metrics of both tables."""
+def measure(workdir: str) -> dict[str, dict[str, list[tuple[int, float]]]]:
+  """Returns `curves` of a finished run: metric of the tables → (update, value) pairs."""
   train = [record for record in read_metrics(workdir) if record["phase"] == "train"]
   names = [*COLUMNS.values(), *AGREEMENT.values()]
   pairs = {name: [(r["step"], round(r[name], 5)) for r in train if name in r] for name in names}
@@ -51,56 +51,59 @@ def measured(workdir: str) -> dict[str, dict[str, list[tuple[int, float]]]]:
     (int(path.stem) + 1, longest_tenth(path))
     for path in sorted(pathlib.Path(workdir).glob("geometry/*.npz"))
   ]
-  return {"curves": {name: found for name, found in pairs.items() if found}}
+  return {"curves": {name: curve for name, curve in pairs.items() if curve}}
 
 
 def longest_tenth(path: pathlib.Path) -> float:
-  """Share of Σ‖g_i‖² that is in the tenth of the rollouts with the longest gradients."""
+  """Share of Σ‖g_i‖² in the tenth of the rollouts with the longest gradients."""
   with np.load(path) as file:
     squares = np.sort(np.diagonal(file["gram"]))[::-1]
   return round(float(squares[: len(squares) // 10].sum() / squares.sum()), 5)
 
 
 def average(result: Result, metric: str) -> float | None:
-  """Mean over the run's updates; None where the run does not report it."""
-  found = result["curves"].get(metric)
-  return statistics.mean(value for _, value in found) if found else None
+  """Mean over the run's updates; None if the run does not report the metric."""
+  curve = result["curves"].get(metric)
+  return statistics.mean(value for _, value in curve) if curve else None
 
 
-def of_label(results: Sequence[Result], label: str) -> list[Result]:
+def runs_with_label(results: Sequence[Result], label: str) -> list[Result]:
   return [r for r in results if r["label"] == label]
 
 
 def learning_table(results: Sequence[Result]) -> str:
-  """Markdown: one row per run, means over seeds."""
+  """Returns a Markdown table with one row per run, of means over seeds."""
   rows = {}
   for label in runs():
-    found = of_label(results, label)
-    rows[label] = [cell([rise(r) for r in found])]
-    rows[label] += [cell([average(r, metric) for r in found]) for metric in COLUMNS.values()]
-  return markdown(["rise of pass@1", *COLUMNS], rows)
+    label_runs = runs_with_label(results, label)
+    rows[label] = [cell([rise(r) for r in label_runs])]
+    rows[label] += [cell([average(r, metric) for r in label_runs]) for metric in COLUMNS.values()]
+  return markdown_table(["rise of pass@1", *COLUMNS], rows)
 
 
 def agreement_table(results: Sequence[Result]) -> str:
-  """Markdown: the head's Gram against the last block's."""
+  """Returns a Markdown table that compares the head's Gram matrix with the last block's."""
   labels = [f"{name}, G = {COMPARED}" for name in ("GRPO", "SALT")]
-  averages = lambda label, metric: [average(r, metric) for r in of_label(results, label)]
-  rows = {x: [cell(averages(x, metric)) for metric in AGREEMENT.values()] for x in labels}
-  return markdown(list(AGREEMENT), rows)
+  rows = {}
+  for label in labels:
+    label_runs = runs_with_label(results, label)
+    averages = [[average(r, metric) for r in label_runs] for metric in AGREEMENT.values()]
+    rows[label] = [cell(values) for values in averages]
+  return markdown_table(list(AGREEMENT), rows)
 
 
 def draw_training(results: Sequence[Result], path: pathlib.Path) -> None:
-  """Saves PR, n_eff and entropy over updates, one line per seed."""
+  """Saves a figure of PR, n_eff and entropy over updates, one line per seed."""
   metrics = {
     "participation ratio": "geometry/participation_ratio",
     "n_eff of the coefficients in the loss": "geometry/effective_rollouts_reweighted",
     "entropy, nats per token": "policy/entropy",
   }
   labels = [f"{name}, G = {MIDDLE}" for name in ("GRPO", "SALT", "GRPO + entropy bonus")]
-  with curves.figure_of(path, 1, len(metrics), size=(11, 3.3), dpi=90) as row:
+  with curves.save_figure(path, 1, len(metrics), size=(11, 3.3), dpi=90) as row:
     for axes, (title, metric) in zip(row, metrics.items(), strict=True):
       for color, label in enumerate(labels):
-        for index, result in enumerate(of_label(results, label)):
+        for index, result in enumerate(runs_with_label(results, label)):
           updates, values = zip(*result["curves"][metric], strict=True)
           name = label if index == 0 else None
           axes.plot(updates, values, color=f"C{color}", alpha=0.8, label=name)
@@ -109,7 +112,7 @@ def draw_training(results: Sequence[Result], path: pathlib.Path) -> None:
 
 
 def draw_scaling(results: Sequence[Result], path: pathlib.Path) -> None:
-  """Saves effects of the group size at the same number of rollouts, means with 95 % intervals."""
+  """Saves a figure of effects of the group size at equal rollouts: means with 95 % intervals."""
   panels = {
     "rise of held-out pass@1": rise,
     "participation ratio": lambda r: average(r, "geometry/participation_ratio"),
@@ -117,13 +120,14 @@ def draw_scaling(results: Sequence[Result], path: pathlib.Path) -> None:
     "α of SALT": lambda r: average(r, "reweighting/alpha"),
     "residual energy": lambda r: average(r, "geometry/residual_energy"),
   }
-  with curves.figure_of(path, 1, len(panels), size=(16, 3.3), dpi=80) as row:
+  with curves.save_figure(path, 1, len(panels), size=(16, 3.3), dpi=80) as row:
     for axes, (title, value) in zip(row, panels.items(), strict=True):
       for color, name in (("C0", "GRPO"), ("C1", "SALT")):
-        found = [of_label(results, f"{name}, G = {group_size}") for group_size in GROUP_SIZES]
-        if any(value(result) is None for of_size in found for result in of_size):
+        runs_by_size = [runs_with_label(results, f"{name}, G = {size}") for size in GROUP_SIZES]
+        values_by_size = [[value(result) for result in size_runs] for size_runs in runs_by_size]
+        if any(x is None for values in values_by_size for x in values):
           continue
-        points = [mean_and_half_width([value(result) for result in of_size]) for of_size in found]
+        points = [mean_and_half_width(values) for values in values_by_size]
         means, halves = np.array(points).T
         axes.errorbar(GROUP_SIZES, means, halves, color=color, marker="o", capsize=3, label=name)
       axes.set_xscale("log", base=2)
@@ -138,9 +142,9 @@ def draw(results: Sequence[Result], home: pathlib.Path) -> None:
 
 
 def tables(results: Sequence[Result]) -> str:
-  """Both tables as Markdown."""
+  """Returns both tables as Markdown."""
   return f"{learning_table(results)}\n\n{agreement_table(results)}"
 
 
 if __name__ == "__main__":
-  report.show(pathlib.Path(__file__).parent, tables, measured, draw)
+  report.print_tables(pathlib.Path(__file__).parent, tables, measure, draw)

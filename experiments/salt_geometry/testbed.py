@@ -1,6 +1,6 @@
 """SALT on the testbed: feature, group size, channels, α, scope, entropy bonus; see TESTBED.md."""
 
-from experiments.testbed.arms import BASE, in_groups_of, runs
+from experiments.testbed.arms import BASE, group_size_fields, runs
 
 SAMPLED = {"gram": "streaming(feature='sampled')"}
 SALT = {"reweighting": "salt", **SAMPLED}
@@ -16,8 +16,8 @@ CLAIMS = {
   **BASE,
   "SALT, sampled": SALT,
   "SALT, score": {"reweighting": "salt"},
-  f"GRPO, G = {LARGE}": in_groups_of(LARGE),
-  f"SALT, sampled, G = {LARGE}": {**SALT, **in_groups_of(LARGE)},
+  f"GRPO, G = {LARGE}": group_size_fields(LARGE),
+  f"SALT, sampled, G = {LARGE}": {**SALT, **group_size_fields(LARGE)},
   "entropy bonus 0.05": {"entropy_bonus": 0.05},
 }
 ABLATIONS = {
@@ -28,11 +28,11 @@ ABLATIONS = {
   **{f"SALT, α = {x}": salt(f"alpha_min={x}, alpha_max={x}") for x in (0.0, 0.5, 1.0)},
   "SALT, per group": salt("scope='group'"),
   "SALT, as released": salt("scope=8"),
-  **{f"GRPO, G = {size}": in_groups_of(size) for size in (16, 64)},
-  **{f"SALT, sampled, G = {size}": {**SALT, **in_groups_of(size)} for size in (16, 64)},
+  **{f"GRPO, G = {size}": group_size_fields(size) for size in (16, 64)},
+  **{f"SALT, sampled, G = {size}": {**SALT, **group_size_fields(size)} for size in (16, 64)},
   "DAPO": DAPO,
   "SALT on DAPO": {**SALT, **DAPO},
-  f"entropy bonus 0.05, G = {LARGE}": {"entropy_bonus": 0.05, **in_groups_of(LARGE)},
+  f"entropy bonus 0.05, G = {LARGE}": {"entropy_bonus": 0.05, **group_size_fields(LARGE)},
   "entropy bonus 0.01": {"entropy_bonus": 0.01},
 }
 

@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from experiments.salt_geometry.testbed import ABLATIONS, CLAIMS, LARGE
 from experiments.testbed import report
 from experiments.testbed.arms import GRPO, Arms
-from experiments.testbed.report import Result, late, of_geometry, over_training
+from experiments.testbed.report import Result, geometry_value, late_mean, training_mean
 
 PAGE = pathlib.Path(__file__).parent / "TESTBED.md"
 ARMS: Arms = {**CLAIMS, **ABLATIONS}
 LEARNING = {
-  "pass@1": late(),
-  "pass@16": late("eval/pass@16"),
-  "entropy": over_training("policy/entropy"),
-  "clip fraction": over_training("loss/clip_fraction"),
+  "pass@1": late_mean(),
+  "pass@16": late_mean("eval/pass@16"),
+  "entropy": training_mean("policy/entropy"),
+  "clip fraction": training_mean("loss/clip_fraction"),
 }
 BY_FEATURE = {
-  f"{title}, {feature}": of_geometry(metric, feature)
+  f"{title}, {feature}": geometry_value(metric, feature)
   for title, metric in (
     ("PR", "participation_ratio"),
     ("n_eff of A", "effective_rollouts"),
@@ -28,17 +28,17 @@ BY_FEATURE = {
   for feature in ("score", "sampled")
 }
 SPLIT = {
-  "α": over_training("reweighting/alpha"),
-  "shared share of A": over_training("reweighting/shared_share"),
-  "shared energy": of_geometry("shared_energy", "sampled"),
-  "residual energy": of_geometry("residual_energy", "sampled"),
-  "update norm": of_geometry("update_norm", "sampled"),
-  "its bound": of_geometry("update_norm_bound", "sampled"),
+  "α": training_mean("reweighting/alpha"),
+  "shared share of A": training_mean("reweighting/shared_share"),
+  "shared energy": geometry_value("shared_energy", "sampled"),
+  "residual energy": geometry_value("residual_energy", "sampled"),
+  "update norm": geometry_value("update_norm", "sampled"),
+  "its bound": geometry_value("update_norm_bound", "sampled"),
 }
 AGREEMENT = {
-  "correlation": of_geometry("agreement_correlation"),
-  "permutation null, 95 %": of_geometry("agreement_permutation_quantile"),
-  "noise null, 95 %": of_geometry("agreement_noise_quantile"),
+  "correlation": geometry_value("agreement_correlation"),
+  "permutation null, 95 %": geometry_value("agreement_permutation_quantile"),
+  "noise null, 95 %": geometry_value("agreement_noise_quantile"),
   "signs that agree": lambda result: result["signs"],
   "by chance": lambda result: result["signs_by_chance"],
 }
@@ -52,7 +52,7 @@ PANELS = (
 
 def tables(results: Sequence[Result]) -> str:
   sections = {
-    "Learning": report.table(results, list(ARMS), LEARNING, compared=late()),
+    "Learning": report.table(results, list(ARMS), LEARNING, compared=late_mean()),
     "Geometry, by the feature of a rollout": report.table(results, list(ARMS), BY_FEATURE),
     "What SALT splits, by sampled tokens": report.table(results, list(ARMS), SPLIT),
     "The output head against the last block": report.table(results, SHOWN, AGREEMENT),
@@ -61,4 +61,4 @@ def tables(results: Sequence[Result]) -> str:
 
 
 if __name__ == "__main__":
-  report.write(PAGE, ARMS, tables, PANELS)
+  report.write_page(PAGE, ARMS, tables, PANELS)

@@ -3,10 +3,10 @@
   --config=experiments/testbed/config.py          configs/steps.py, small
   --config=experiments/testbed/config.py:tour     configs/tour.py, small
 
-Everything that a run does not set is here, so that the experiments share one baseline and one warm
-start for each seed. 192 is divided by the stages of μ = 32 and 96. 64 held-out problems with 16
-samples each are evaluated every 32 updates; on tour with 64 samples, every 96. The learning rate is
-that of configs/steps.py, which experiments/premises ran with seed 100.
+This file has all fields that runs do not set, so that the experiments share one baseline and one
+warm start per seed. 192 is a multiple of the stage lengths μ = 32 and 96. 64 held-out problems with
+16 samples each are evaluated every 32 updates; on tour with 64 samples, every 96. The learning rate
+is that of configs/steps.py, which experiments/premises ran with seed 100.
 """
 
 from ml_collections import ConfigDict

@@ -2,8 +2,8 @@
 
   python -m experiments.fade.tables --workdir=runs/evidence
 
-adds the finished runs of the experiment's arms to `testbed.json`, writes its tables into the
-experiment's page, and its figure. Without --workdir the tables are those of `testbed.json`.
+adds the finished runs of the experiment's arms to `testbed.json`, and writes the tables and the
+figure of the experiment's page. Without --workdir it uses `testbed.json` as it is.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from rlvr_jax.evaluate import compare, curves
 from rlvr_jax.evaluate.run_files import GEOMETRY_FOLDER, read_metrics
 from rlvr_jax.geometry.diagnostics import cosine_gram
 from rlvr_jax.ops.groups import group_mean
-from rlvr_jax.storage.files import replacing
+from rlvr_jax.storage.files import replace_file
 
-SPANS = 12  # of the updates of a run, over each of which a metric of training is averaged
-LATE = 3  # evaluations at the end, whose mean is compared: single ones are noisier
+SPANS = 12  # spans of a run's updates, over each of which a training metric is averaged
+LATE = 3  # last evaluations, whose mean is compared because single ones are noisy
 HEAD = ("geometry/head_rank_one_fraction", "geometry/head_share")
 DRIFT = ("geometry/advantage_logprob_covariance", "policy/entropy_change")
-RATES = (0.0, 0.25, 0.5, 0.75, 1.0)  # edges of the solve rates of groups, for their masses
+RATES = (0.0, 0.25, 0.5, 0.75, 1.0)  # edges of the bins of groups' solve rates, for the masses
 TRAIN = (
   *("policy/entropy", "loss/clip_fraction", "loss/ess", "behavior/ess", "behavior/ratio_max"),
   *("behavior/kl_k3", "behavior/ratio_max_negative", "reward/pass_rate", "response/length"),
@@ -41,33 +41,34 @@ TRAIN = (
 BEGIN, END = "<!-- tables: written by the command above -->", "<!-- end of tables -->"
 
 Result = Mapping[str, Any]
-OfRun = Callable[[Result], float | None]
+RunValue = Callable[[Result], float | None]
 
 
-# --- what is kept of a run ------------------------------------------------------------------------
+# --- measurements of a run ------------------------------------------------------------------------
 
 
-def measured(workdir: str) -> dict[str, Any]:
-  """Measurements that are added to a run's result.
+def measure_run(workdir: str) -> dict[str, Any]:
+  """Measures a finished run; the measurements are added to its result.
 
   Returns:
     train: metric → means over `SPANS` equal spans of the updates; geometry: metric → mean over the
-    measurements; last: the head's metrics at the last one; drift: pairs of −Cov(A, log π) and the
-    change of entropy by the same update; masses: a row (groups, m_S, m_F) for each bin of solve
-    rates; signs, signs_by_chance: see `sign_agreement`; seconds: of each phase; refreshes: of the
-    rollouts.
+    measurements; last: the head's metrics at the last measurement; drift: pairs of −Cov(A, log π)
+    and the change of entropy by the same update; masses: a row (groups, m_S, m_F) for each bin of
+    solve rates; signs, signs_by_chance: see `sign_agreement`; seconds: seconds of each phase;
+    refreshes: number of refreshes.
   """
   records = list(read_metrics(workdir))
   train = [record for record in records if record["phase"] == "train"]
   names = [name for name in TRAIN if name in train[0]]
   geometry = [record for record in train if "geometry/participation_ratio" in record]
-  of_geometry = [n for n in (geometry[0] if geometry else {}) if n.startswith("geometry/")]
-  arrays = [_load(path) for path in sorted(pathlib.Path(workdir).glob(f"{GEOMETRY_FOLDER}/*.npz"))]
+  geometry_names = [n for n in (geometry[0] if geometry else {}) if n.startswith("geometry/")]
+  paths = sorted(pathlib.Path(workdir).glob(f"{GEOMETRY_FOLDER}/*.npz"))
+  arrays = [_load_arrays(path) for path in paths]
   signs, by_chance = sign_agreement(arrays)
   return {
-    "train": {name: in_spans([record[name] for record in train]) for name in names},
-    "geometry": {n: _rounded(np.mean([r[n] for r in geometry if n in r])) for n in of_geometry},
-    "last": {n: _rounded(geometry[-1][n]) for n in of_geometry if n in HEAD},
+    "train": {name: span_means([record[name] for record in train]) for name in names},
+    "geometry": {n: _rounded(np.mean([r[n] for r in geometry if n in r])) for n in geometry_names},
+    "last": {n: _rounded(geometry[-1][n]) for n in geometry_names if n in HEAD},
     "drift": [[_rounded(r[n]) for n in DRIFT] for r in geometry if all(n in r for n in DRIFT)],
     "masses": masses(arrays),
     "signs": signs,
@@ -77,7 +78,7 @@ def measured(workdir: str) -> dict[str, Any]:
   }
 
 
-def _load(path: pathlib.Path) -> dict[str, np.ndarray]:
+def _load_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
   with np.load(path) as file:
     return dict(file)
 
@@ -86,8 +87,8 @@ def _rounded(value: float) -> float:
   return float(f"{value:.6g}")
 
 
-def in_spans(values: Sequence[float]) -> list[float]:
-  """Means over `SPANS` spans of nearly equal length, fewer where there are fewer values."""
+def span_means(values: Sequence[float]) -> list[float]:
+  """Means over `SPANS` spans of nearly equal length; over single values if there are fewer."""
   spans = np.array_split(np.asarray(values, np.float64), min(SPANS, len(values)))
   return [_rounded(span.mean()) for span in spans]
 
@@ -95,32 +96,40 @@ def in_spans(values: Sequence[float]) -> list[float]:
 def masses(measurements: Sequence[Mapping[str, np.ndarray]]) -> list[tuple[int, float, float]]:
   """Gradient masses m_S and m_F of groups, by their solve rate.
 
-  m_S is the mean over a group of max(A, 0) of its correct rollouts, m_F that of max(−A, 0) of the
-  others; A is the estimator's, before any reweighting.
+  m_S is the mean over a group of max(A, 0) of its correct rollouts, m_F of max(−A, 0) of the other
+  rollouts; A is the estimator's, before any reweighting.
 
   Args:
     measurements: each with coefficients f32[P, G] and rewards f32[P, G], of 0 and 1.
   Returns:
-    For each bin of `RATES`, groups that are all right or all wrong left out: number of groups, mean
-    m_S, mean m_F (0 without a group).
+    For each bin of `RATES`, without groups that are all right or all wrong: number of groups, mean
+    m_S, mean m_F (0 without groups).
   """
-  found: list[list[tuple[float, float]]] = [[] for _ in RATES[1:]]
+  masses_by_bin: list[list[tuple[float, float]]] = [[] for _ in RATES[1:]]
   for arrays in measurements:
-    A, rewards = np.asarray(arrays["coefficients"]), np.asarray(arrays["rewards"])
+    A = np.asarray(arrays["coefficients"])
+    rewards = np.asarray(arrays["rewards"])
     valid = np.asarray(arrays.get("valid", np.ones(rewards.shape, bool)))
     rates = np.asarray(group_mean(rewards, valid))[:, 0]
-    of_group = lambda a, r, v: gradient_masses(a[None], r[None], r[None], v[None])
-    by_name = jax.vmap(of_group)(*map(jnp.asarray, (A, rewards, valid)))
-    mean = lambda metric: np.asarray(metric.total / metric.weight, np.float64)
-    success = mean(by_name["advantage/mass_success"])
-    failure = mean(by_name["advantage/mass_failure"])
-    bins = np.clip(np.searchsorted(RATES, rates, side="left") - 1, 0, len(found) - 1)
+    records = jax.vmap(_group_masses)(*map(jnp.asarray, (A, rewards, valid)))
+    success = _metric_means(records["advantage/mass_success"])
+    failure = _metric_means(records["advantage/mass_failure"])
+    bins = np.clip(np.searchsorted(RATES, rates, side="left") - 1, 0, len(masses_by_bin) - 1)
     for group in np.flatnonzero((rates > 0) & (rates < 1)):
-      found[bins[group]].append((success[group], failure[group]))
+      masses_by_bin[bins[group]].append((success[group], failure[group]))
   return [
     (len(rows), *(_rounded(x) for x in np.mean(rows, axis=0))) if rows else (0, 0.0, 0.0)
-    for rows in found
+    for rows in masses_by_bin
   ]
+
+
+def _group_masses(A: jax.Array, rewards: jax.Array, valid: jax.Array) -> Any:
+  """Records of the gradient masses of one group of G rollouts."""
+  return gradient_masses(A[None], rewards[None], rewards[None], valid[None])
+
+
+def _metric_means(metric: Any) -> np.ndarray:
+  return np.asarray(metric.total / metric.weight, np.float64)
 
 
 def sign_agreement(
@@ -128,69 +137,70 @@ def sign_agreement(
 ) -> tuple[float, float] | tuple[None, None]:
   """Share of the large off-diagonal cosines of two Gram matrices whose signs agree; and by chance.
 
-  Large: the tenth of the entries whose absolute cosines under `gram` are largest. By chance: if the
-  signs were independent, with the shares of positive ones that the two matrices have. Means over
-  the measurements with `gram` and `gram_compared`, f32[B, B] both; None without one.
+  Large cosines are the tenth of the entries with the largest absolute cosines under `gram`. The
+  share by chance assumes independent signs, with each matrix's own share of positive cosines. Both
+  are means over the measurements with `gram` and `gram_compared`, f32[B, B]; None without any.
   """
   shares = []
   for arrays in measurements:
     if "gram_compared" in arrays:
-      above = np.triu_indices(len(arrays["gram"]), k=1)
+      upper = np.triu_indices(len(arrays["gram"]), k=1)
       first, second = (
-        np.asarray(cosine_gram(jnp.asarray(arrays[name])))[above]
+        np.asarray(cosine_gram(jnp.asarray(arrays[name])))[upper]
         for name in ("gram", "gram_compared")
       )
       large = np.abs(first) >= np.quantile(np.abs(first), 0.9)
-      agree = np.mean(np.sign(first[large]) == np.sign(second[large]))
-      a, b = np.mean(first[large] > 0), np.mean(second[large] > 0)
-      shares.append((agree, a * b + (1 - a) * (1 - b)))
+      agreement = np.mean(np.sign(first[large]) == np.sign(second[large]))
+      a = np.mean(first[large] > 0)
+      b = np.mean(second[large] > 0)
+      shares.append((agreement, a * b + (1 - a) * (1 - b)))
   if not shares:
     return None, None
-  agreeing, chance = np.mean(shares, axis=0)
-  return _rounded(agreeing), _rounded(chance)
+  agreement, chance = np.mean(shares, axis=0)
+  return _rounded(agreement), _rounded(chance)
 
 
 # --- values of a run ------------------------------------------------------------------------------
 
 
-def late(metric: str = compare.METRIC) -> OfRun:
+def late_mean(metric: str = compare.METRIC) -> RunValue:
   """Mean of the last `LATE` evaluations."""
   return lambda result: float(np.mean(result["evaluations"][metric][-LATE:]))
 
 
-def peak(metric: str = compare.METRIC) -> OfRun:
-  """The highest evaluation."""
+def peak_value(metric: str = compare.METRIC) -> RunValue:
+  """Highest value over the evaluations."""
   return lambda result: float(np.max(result["evaluations"][metric]))
 
 
-def end(metric: str) -> OfRun:
-  """Mean of a metric of training over its last span; None where the run has no such metric."""
+def end_mean(metric: str) -> RunValue:
+  """Mean of a training metric over the last span; None if the run lacks the metric."""
   return lambda result: result["train"].get(metric, [None])[-1]
 
 
-def over_training(metric: str) -> OfRun:
-  """Mean of a metric of training over the run."""
+def training_mean(metric: str) -> RunValue:
+  """Mean of a training metric over the run; None if the run lacks the metric."""
   return lambda result: (
     float(np.mean(result["train"][metric])) if metric in result["train"] else None
   )
 
 
-def of_geometry(metric: str, feature: str = "score", when: str = "geometry") -> OfRun:
+def geometry_value(metric: str, feature: str = "score", when: str = "geometry") -> RunValue:
   """A metric of the gradient geometry by a feature, `score` or `sampled`.
 
-  A run's own feature has no ending in its metrics, the other one has its name.
+  In a run's metrics, the run's own feature has no suffix; the other feature's suffix is its name.
   """
-  own = f"geometry/{metric}"
+  name = f"geometry/{metric}"
 
   def value(result: Result) -> float | None:
-    found = result[when]
-    return found[f"{own}_{feature}"] if f"{own}_{feature}" in found else found.get(own)
+    values = result[when]
+    return values[f"{name}_{feature}"] if f"{name}_{feature}" in values else values.get(name)
 
   return value
 
 
 def drift_correlation(result: Result) -> float | None:
-  """Correlation over measurements of −Cov(A, log π) with the change of entropy; None below 3."""
+  """Correlation of −Cov(A, log π) with the change of entropy; None for fewer than 3 pairs."""
   pairs = np.array(result["drift"], np.float64)
   if len(pairs) < 3 or not pairs.std(axis=0).all():
     return None
@@ -201,99 +211,106 @@ def drift_correlation(result: Result) -> float | None:
 
 
 def cell(values: Sequence[float | None]) -> str:
-  """Mean with half of its 95 % interval, over the runs that have the value."""
+  """Text of the mean and half of its 95 % interval, over the runs that have the value."""
   numbers = [value for value in values if value is not None]
   if not numbers:
     return "–"
-  return compare.cell(numbers) if len(numbers) > 1 else f"{numbers[0]:.3g}"
+  return compare.mean_cell(numbers) if len(numbers) > 1 else f"{numbers[0]:.3g}"
 
 
 def table(
   results: Sequence[Result],
   labels: Sequence[str],
-  columns: Mapping[str, OfRun],
+  columns: Mapping[str, RunValue],
   *,
-  compared: OfRun | None = None,
+  compared: RunValue | None = None,
   baseline: str = GRPO,
   digits: int = 3,
 ) -> str:
-  """Markdown: a row for each label that has runs, with its paired difference to the baseline.
+  """Makes a Markdown table with a row per label, with its paired difference to the baseline.
 
   Args:
+    results: results of runs; labels without runs are omitted.
+    labels: labels of the rows, in order.
     columns: heading → value of a run; cells are means over seeds.
-    compared: the value whose difference is taken, by seed; p is adjusted by Holm's procedure for
-      the rows of this table.
-    digits: decimal ones of the difference.
+    compared: value whose difference is taken, by seed; p is adjusted by Holm's procedure for the
+      rows of this table. None for no differences.
+    baseline: label of the baseline.
+    digits: decimal places of the difference.
   """
-  found = {label: runs for label, runs in compare.by_label(results).items() if label in labels}
-  found = {label: found[label] for label in labels if label in found}
-  if not found:
+  by_label = compare.group_by_label(results)
+  runs_by_label = {label: by_label[label] for label in labels if label in by_label}
+  if not runs_by_label:
     return "No run of these arms has finished."
-  rows = {label: [str(len(runs))] for label, runs in found.items()}
-  for of_run in columns.values():
-    for label, runs in found.items():
-      rows[label].append(cell([of_run(run) for run in runs]))
+  rows = {label: [str(len(runs))] for label, runs in runs_by_label.items()}
+  for run_value in columns.values():
+    for label, runs in runs_by_label.items():
+      rows[label].append(cell([run_value(run) for run in runs]))
   header = ["seeds", *columns]
-  if compared is not None and baseline in found:
-    flat = [run for runs in found.values() for run in runs]
-    differences = compare.differences(flat, baseline, compared)  # type: ignore[arg-type]
+  if compared is not None and baseline in runs_by_label:
+    all_runs = [run for runs in runs_by_label.values() for run in runs]
+    differences = compare.differences(all_runs, baseline, compared)  # type: ignore[arg-type]
     adjusted = compare.adjusted_p(differences)
     header += [f"less {baseline}'s, paired", "p, Holm"]
     for label in rows:
       d = differences.get(label)
       p = f"{adjusted[label]:.2g}" if label in adjusted else "–"
       rows[label] += [compare.difference_cell(d, digits) if d else "–", p]
-  return compare.markdown(header, rows)
+  return compare.markdown_table(header, rows)
 
 
 # --- figures --------------------------------------------------------------------------------------
 
 
 class Panel(NamedTuple):
-  """Curves over updates of some labels: a held-out metric, or one of training by spans."""
+  """Curves of some labels over updates, of a held-out metric or of a training metric by spans."""
 
   title: str
   metric: str
   labels: Sequence[str]
 
 
-def figure(results: Sequence[Result], panels: Sequence[Panel], path: pathlib.Path) -> None:
-  """Saves a panel for each metric: single seeds, and their means with 95 % intervals."""
-  by_label = compare.by_label(results)
+def draw_panels(results: Sequence[Result], panels: Sequence[Panel], path: pathlib.Path) -> None:
+  """Saves a figure of the panels: single seeds, and their means with 95 % intervals."""
+  by_label = compare.group_by_label(results)
   size = (5.0 * len(panels), 3.6)
-  with curves.figure_of(path, 1, len(panels), size=size, dpi=90) as row:
+  with curves.save_figure(path, 1, len(panels), size=size, dpi=90) as row:
     for axes, panel in zip(np.ravel(row), panels, strict=True):
-      found = {label: _curves(by_label.get(label, []), panel.metric) for label in panel.labels}
-      found = {label: of_label for label, of_label in found.items() if of_label}
-      curves.plot_curves(axes, found, panel.metric, "updates")
+      metric_curves = {
+        label: _metric_curves(by_label.get(label, []), panel.metric) for label in panel.labels
+      }
+      present = {label: pairs for label, pairs in metric_curves.items() if pairs}
+      curves.plot_curves(axes, present, panel.metric, "updates")
       axes.set_title(panel.title)
 
 
-def _curves(runs: Sequence[Result], metric: str) -> list[tuple[curves.Floats, curves.Floats]]:
-  """The curves of the runs that have the metric."""
-  having = [r for r in runs if metric in r["evaluations"] or metric in r["train"]]
-  return [compare.curve_of(run, metric) for run in having]
+def _metric_curves(
+  runs: Sequence[Result], metric: str
+) -> list[tuple[curves.Floats, curves.Floats]]:
+  """Curves of the runs that have the metric."""
+  with_metric = [r for r in runs if metric in r["evaluations"] or metric in r["train"]]
+  return [compare.result_curve(run, metric) for run in with_metric]
 
 
 # --- the program ----------------------------------------------------------------------------------
 
 
-def results_of(
+def load_results(
   path: pathlib.Path,
   measure: Callable[[str], dict[str, Any]],
   labels: Sequence[str] | None = None,
   argv: Sequence[str] | None = None,
 ) -> tuple[list[dict[str, Any]], bool]:
-  """Reads the results of an experiment, and says whether they are new; parses its command line.
+  """Parses the command line, loads the results of an experiment, and returns whether they are new.
 
-  With --workdir of a sweep its finished runs are written to the file first.
+  Given the --workdir of a sweep, writes its finished runs to the file first.
 
   Args:
     path: file of results.
-    measure: workdir of a run → what is added to its result.
-    labels: of the experiment's arms: runs of the sweep join those of the file, or replace them, by
-      label and seed, and other labels are ignored. None: the sweep replaces the file.
-    argv: the command line; None for that of the process.
+    measure: workdir of a run → fields that are added to its result.
+    labels: labels of the experiment's arms; runs of the sweep are added to the file or replace runs
+      with the same label and seed, and other labels are ignored. None: the sweep replaces the file.
+    argv: command line; None for that of the process.
   """
   parser = argparse.ArgumentParser()
   parser.add_argument("--workdir", help=f"of a sweep, whose runs are written to {path}")
@@ -301,40 +318,41 @@ def results_of(
   results = compare.read_results(path) if path.exists() else []
   if workdir is None:
     return results, False
-  new = [
+  sweep_results = [
     result | measure(result["workdir"])
     for result in compare.read_results(workdir)
     if labels is None or result["label"] in labels
   ]
   if labels is not None:
-    by_run = {(r["label"], r["seed"]): r for r in [*results, *new]}
-    new = [by_run[run] for run in sorted(by_run, key=lambda run: (labels.index(run[0]), run[1]))]
-  compare.write_results(path, new)
+    by_run = {(r["label"], r["seed"]): r for r in [*results, *sweep_results]}
+    order = sorted(by_run, key=lambda run: (labels.index(run[0]), run[1]))
+    sweep_results = [by_run[run] for run in order]
+  compare.write_results(path, sweep_results)
   return compare.read_results(path), True
 
 
-def show(
+def print_tables(
   home: pathlib.Path,
   tables: Callable[[Sequence[Result]], str],
   measure: Callable[[str], dict[str, Any]] = lambda workdir: {},
   draw: Callable[[Sequence[Result], pathlib.Path], None] | None = None,
 ) -> None:
-  """Prints the tables of an experiment's results.json; see `results_of` for the command line.
+  """Prints the tables of an experiment's results.json; see `load_results` for the command line.
 
   Args:
     home: folder of the experiment.
     tables: results → text.
-    measure: see `results_of`.
-    draw: saves figures of new results in the folder.
+    measure: see `load_results`.
+    draw: function that saves figures of new results in the folder.
   """
-  results, are_new = results_of(home / "results.json", measure)
+  results, are_new = load_results(home / "results.json", measure)
   if are_new and draw is not None:
     draw(results, home)
   print(tables(results))
 
 
-def written_into(page: str, text: str) -> str:
-  """Inserts `text` between the two marks of a page.
+def insert_text(page: str, text: str) -> str:
+  """Returns the page with `text` between its two marks.
 
   Raises:
     ValueError: the page lacks the marks.
@@ -345,7 +363,7 @@ def written_into(page: str, text: str) -> str:
   return re.sub(pattern, lambda _: f"{BEGIN}\n\n{text}\n\n{END}", page, flags=re.DOTALL)
 
 
-def write(
+def write_page(
   page: pathlib.Path,
   arms: Arms,
   tables: Callable[[Sequence[Result]], str],
@@ -353,12 +371,12 @@ def write(
   argv: Sequence[str] | None = None,
 ) -> None:
   """Prints the tables of an experiment, and writes them and the figure into its page."""
-  results, _ = results_of(page.parent / "testbed.json", measured, list(arms), argv)
+  results, _ = load_results(page.parent / "testbed.json", measure_run, list(arms), argv)
   text = tables(results) if results else "No run has finished."
   if results:
-    figure(results, panels, page.parent / "testbed.png")
+    draw_panels(results, panels, page.parent / "testbed.png")
     text += f"\n\n![{'; '.join(panel.title for panel in panels)}](testbed.png)"
     text += "\n\n" + compare.provenance(results).replace("\n", "; ")
-  with replacing(page) as file:
-    file.write(written_into(page.read_text(encoding="utf-8"), text).encode())
+  with replace_file(page) as file:
+    file.write(insert_text(page.read_text(encoding="utf-8"), text).encode())
   print(text)

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 
 from experiments.testbed import report
 from experiments.testbed.arms import GRPO, Arms
-from experiments.testbed.report import Result, end, late, over_training
+from experiments.testbed.report import Result, end_mean, late_mean, training_mean
 from experiments.together.testbed import ABLATIONS, CLAIMS
 
 PAGE = pathlib.Path(__file__).parent / "README.md"
 ARMS: Arms = {**CLAIMS, **ABLATIONS}
 COLUMNS = {
-  "pass@1": late(),
-  "pass@16": late("eval/pass@16"),
-  "entropy at the end": end("policy/entropy"),
-  "ESS": over_training("behavior/ess"),
+  "pass@1": late_mean(),
+  "pass@16": late_mean("eval/pass@16"),
+  "entropy at the end": end_mean("policy/entropy"),
+  "ESS": training_mean("behavior/ess"),
   "model TFLOPs": lambda result: result["evaluations"]["flops"][-1] / 1e12,
 }
 PANELS = (
@@ -31,12 +31,12 @@ def tables(results: Sequence[Result]) -> str:
   return "\n\n".join(
     [
       "Against GRPO:",
-      report.table(results, list(ARMS), COLUMNS, compared=late()),
+      report.table(results, list(ARMS), COLUMNS, compared=late_mean()),
       "Against all four:",
-      report.table(results, without, {}, compared=late(), baseline="all four"),
+      report.table(results, without, {}, compared=late_mean(), baseline="all four"),
     ]
   )
 
 
 if __name__ == "__main__":
-  report.write(PAGE, ARMS, tables, PANELS)
+  report.write_page(PAGE, ARMS, tables, PANELS)

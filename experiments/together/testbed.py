@@ -7,7 +7,7 @@ from experiments.salt_geometry.testbed import SALT
 from experiments.testbed.arms import BASE, runs
 
 STAGES = {**stages(MU), **veto("suffix")}
-SINGLE = {  # label as in the papers' own experiments, so that the runs are shared
+SINGLE = {  # labels of the papers' own experiments, so that runs are shared
   "FADE": FADE,
   "SALT, sampled": SALT,
   "P3O": P3O,
@@ -15,20 +15,20 @@ SINGLE = {  # label as in the papers' own experiments, so that the runs are shar
 }
 
 
-def together(parts):
-  """Fields of several methods together; P3O's loss replaces the relaxed clip, under the veto."""
+def combine(parts):
+  """Combines fields of several methods; under the veto, P3O's loss replaces the relaxed clip."""
   fields = {}
   for label in (f"suffix, μ = {MU}", "FADE", "SALT, sampled", "P3O"):
     fields |= SINGLE[label] if label in parts else {}
   return fields
 
 
-CLAIMS = {**BASE, **SINGLE, "all four": together(SINGLE)}
+CLAIMS = {**BASE, **SINGLE, "all four": combine(SINGLE)}
 ABLATIONS = {
-  f"all but {label.partition(',')[0] if left_out != STAGES else 'stages'}": together(
+  f"all but {label.partition(',')[0] if fields != STAGES else 'stages'}": combine(
     [other for other in SINGLE if other != label]
   )
-  for label, left_out in SINGLE.items()
+  for label, fields in SINGLE.items()
 }
 
 

@@ -1,4 +1,4 @@
-"""The interface of advantage estimators, and helpers that the group estimators share."""
+"""The interface of advantage estimators, with helpers for group estimators."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Advantage(NamedTuple):
   """An estimator as pure functions; its state is part of the train state.
 
   Attributes:
-    init: (initial_entropy f32[], nats per token) → state, () when there is none.
-    apply: (state, batch) → coefficients f32[P, G], 0 where `batch.valid` is False. They are those
-      of the valid rollouts alone. `state` is the one before this update.
+    init: (initial_entropy f32[], nats per token) → state; () for an estimator without state.
+    apply: (state, batch) → coefficients f32[P, G], 0 where `batch.valid` is False. They depend on
+      the valid rollouts only. `state` is the one before this update.
     update: (state, batch, entropy f32[], solve_rate=None) → next state. `entropy` is the mean
       per-token entropy of the policy over loss tokens, nats. `solve_rate` is the policy's, from
-      *before* any dynamic-sampling filter, NaN if it is unknown; None takes it from the batch.
-    metrics: (state, batch) → metrics of the state, and of how the estimator takes the batch.
-    needs_binary: True if only rewards of 0 and 1 make sense; others are a configuration error.
+      *before* any dynamic-sampling filter, NaN if unknown; None computes it from the batch.
+    metrics: (state, batch) → metrics of the state and of the estimator on the batch.
+    needs_binary: whether rewards must be 0 or 1; others are a configuration error.
   """
 
   init: Callable[[Array], Any]
@@ -44,7 +44,7 @@ def stateless(
   needs_binary: bool = False,
   metrics: Callable[[TrainBatch], Metrics] = lambda batch: {},
 ) -> Advantage:
-  """An estimator that depends on the batch only; arguments as the fields of `Advantage`."""
+  """Makes an estimator without state; arguments as the fields of `Advantage`."""
 
   def update(state: Any, batch: TrainBatch, entropy: Array, solve_rate: Array | None = None) -> Any:
     del batch, entropy, solve_rate
@@ -60,17 +60,17 @@ def stateless(
 
 
 def as_group(name: str, rewards: Array, valid: Array) -> Array:
-  """Rewards [P, G] in at least float32, 0 where not valid.
+  """Rewards [P, G] in at least float32, 0 where not valid; for groups of at least two.
 
   Raises:
-    ValueError: G = 1, at trace time, with the estimator's name.
+    ValueError: at trace time, G = 1; the message names the estimator, `name`.
   """
   chex.assert_rank(rewards, 2)
   chex.assert_equal_shape([rewards, valid])
   if rewards.shape[1] < 2:
     raise ValueError(
       f"advantage {name!r} compares the rollouts of one prompt, but the group size G ="
-      f" {rewards.shape[1]}; set at least 2 rollouts per prompt, or use 'reinforce'"
+      f" {rewards.shape[1]}; set config.batch.group_size ≥ 2, or use 'reinforce'"
     )
   return masked_fill(rewards, valid)
 
@@ -78,7 +78,7 @@ def as_group(name: str, rewards: Array, valid: Array) -> Array:
 def zero_if_constant(coefficients: Array, rewards: Array, valid: Array) -> Array:
   """Coefficients [P, G], exactly 0 in groups whose valid rewards are all equal, or fewer than two.
 
-  And 0 where not valid. By equality: the mean of G copies of 0.1 need not be 0.1, so r − r̄ need not
-  be 0.
+  Also 0 where not valid. Rewards are compared with one another, since r − r̄ may differ from 0: the
+  mean of G copies of 0.1 need not be 0.1.
   """
   return jnp.where(varies(rewards, valid) & (valid > 0), coefficients, 0.0)

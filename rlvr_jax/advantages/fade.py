@@ -47,7 +47,7 @@ def entropy_exponents(state: FadeState, *, alpha_max: float, delta_min: float) -
   """
   span = state.initial_entropy - state.target_entropy
   excess = state.entropy - state.target_entropy
-  # A target at or above the start has been passed already: α = 1.
+  # A target at or above the initial entropy is already reached: α = 1.
   left = jnp.where(span > 0, excess / jnp.where(span > 0, span, 1.0), 0.0)
   return adaptive_exponents(state, alpha_max=alpha_max, delta_min=delta_min)._replace(
     alpha=1 + (alpha_max - 1) * jnp.clip(left, 0.0, 1.0)
@@ -78,9 +78,9 @@ def fade(
 ) -> Advantage:
   """A = (1−r̄)^(α−1)·(r − r̄ if r ≥ r̄ else (r − r̄)/δ), with α and δ from the run so far.
 
-  r̄ is the mean reward of the group. Update t uses the state before t, and then adds its solve rate
-  p̂ and entropy Ĥ to it. Ablations: `alpha_max=1.0` fixes α at 1, `delta_min=1.0` fixes δ at 1, and
-  `schedule` selects other schedules of α and δ.
+  r̄ is the mean reward of the group. Update t uses the state before t, and then updates its moving
+  averages p̂ of the solve rate and Ĥ of the entropy. Ablations: `alpha_max=1.0` fixes α at 1,
+  `delta_min=1.0` fixes δ at 1, and `schedule` selects other schedules of α and δ.
 
   Args:
     alpha_max: ≥ 1.
@@ -134,11 +134,11 @@ def fade(
     state: FadeState, batch: TrainBatch, entropy: Array, solve_rate: Array | None = None
   ) -> FadeState:
     if solve_rate is None:
-      known = jnp.any(batch.valid > 0, axis=1)  # NaN where no group is
-      solve_rate = jnp.mean(group_mean(batch.correct, batch.valid)[:, 0], where=known)
-    moved = _moving_average(state.solve_rate, solve_rate, smoothing)
+      has_valid = jnp.any(batch.valid > 0, axis=1)  # the mean is NaN if no group has a valid one
+      solve_rate = jnp.mean(group_mean(batch.correct, batch.valid)[:, 0], where=has_valid)
+    average = _moving_average(state.solve_rate, solve_rate, smoothing)
     return state._replace(
-      solve_rate=jnp.where(jnp.isnan(solve_rate), state.solve_rate, moved),
+      solve_rate=jnp.where(jnp.isnan(solve_rate), state.solve_rate, average),
       entropy=_moving_average(state.entropy, entropy, smoothing),
       updates=state.updates + 1,
     )
@@ -160,5 +160,5 @@ def fade(
 
 
 def _moving_average(old: Array, new: Array, weight: float) -> Array:
-  # The state's dtype is kept, whatever the batch's: a changed dtype would compile again.
+  # In the state's dtype, whatever the batch's: another dtype would cause a recompilation.
   return ((1 - weight) * old + weight * new).astype(old.dtype)

@@ -1,4 +1,4 @@
-"""MaxRL: division by the solve rate, which is the gradient of the log-likelihood of success."""
+"""MaxRL: division by the solve rate, which gives the gradient of the log-likelihood of success."""
 
 from __future__ import annotations
 

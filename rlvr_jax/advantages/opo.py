@@ -32,7 +32,7 @@ def opo_advantages(rewards: Array, lengths: Array, valid: Array) -> Array:
 def opo() -> Advantage:
   """A = r − Σ len·r/Σ len, len in loss tokens.
 
-  A rollout that `config.overlong.filter` leaves out has none: its gradient is 0, and so is its
+  A rollout excluded by `config.overlong.filter` has no loss token: its gradient is 0, and so is its
   weight in the baseline of least variance. In the other estimators' baselines it counts.
   """
   lengths = lambda batch: masked_count(batch.mask, axis=-1)

@@ -18,7 +18,7 @@ def pass_at_k_advantages(rewards: Array, correct: Array, valid: Array, *, k: int
 
   w is the probability that k rollouts, this one and k−1 others sampled without replacement, contain
   a correct one; n is the number of valid rollouts of the group and c that of correct ones. A group
-  with n < k gets 0: such a probability is not known there.
+  with n < k gets 0, since this probability is undefined.
 
   Args:
     rewards: f32[P, G].
@@ -26,7 +26,7 @@ def pass_at_k_advantages(rewards: Array, correct: Array, valid: Array, *, k: int
     valid: bool[P, G].
     k: 1 ≤ k ≤ G.
   Returns:
-    f32[P, G]; gradient masses k·p·q^k and the same as G → ∞.
+    f32[P, G]; gradient masses k·p·q^k on successes and on failures as G → ∞.
   Raises:
     ValueError: k > G, at trace time.
   Source: "Pass@K Policy Optimization: Solving Harder Reinforcement Learning Problems"
@@ -41,19 +41,19 @@ def pass_at_k_advantages(rewards: Array, correct: Array, valid: Array, *, k: int
       f"advantage 'pass_at_k' with k = {k} needs at least k rollouts per prompt, got G = {size};"
       f" lower k or raise the group size"
     )
-  right = masked_fill(correct, valid) == 1
+  is_correct = masked_fill(correct, valid) == 1
   others = count_valid(valid).astype(rewards.dtype)[..., None] - 1
-  others_wrong = others - jnp.sum(right, axis=1, keepdims=True)[..., None]
+  others_wrong = others - jnp.sum(is_correct, axis=1, keepdims=True)[..., None]
   # C(n−1−c, k−1)/C(n−1, k−1) as a product of k−1 factors within [0, 1].
   drawn = jnp.arange(k - 1, dtype=rewards.dtype)
   factors = jnp.maximum(others_wrong - drawn, 0) / jnp.maximum(others - drawn, 1)
-  weights = jnp.where(right, 1.0, 1 - jnp.prod(factors, axis=-1))
+  weights = jnp.where(is_correct, 1.0, 1 - jnp.prod(factors, axis=-1))
   coefficients = k * (weights - group_mean(weights, valid))
   coefficients = jnp.where(count_valid(valid) < k, 0.0, coefficients)
   return zero_if_constant(coefficients, rewards, valid)
 
 
-def too_few_for(k: int, valid: Array) -> Metrics:
+def fewer_than_k(k: int, valid: Array) -> Metrics:
   """advantage/fewer_than_k: the share of groups with fewer than k valid rollouts, which get 0."""
   fewer = count_valid(valid) < k
   return {"advantage/fewer_than_k": Mean(jnp.sum(fewer), jnp.asarray(fewer.size, jnp.float32))}
@@ -77,11 +77,11 @@ def pass_at_k(*, k: int = 4, form: str = "unbiased") -> Advantage:
       batch.rewards, batch.correct, batch.valid, alpha=float(k), delta=1.0, name="pass_at_k"
     )
 
-  def counted(batch: TrainBatch) -> Metrics:
-    return too_few_for(k, batch.valid) if form == "unbiased" else {}
+  def metrics(batch: TrainBatch) -> Metrics:
+    return fewer_than_k(k, batch.valid) if form == "unbiased" else {}
 
   return stateless(
     lambda batch: (unbiased if form == "unbiased" else plug_in)(batch),
     needs_binary=True,
-    metrics=counted,
+    metrics=metrics,
   )

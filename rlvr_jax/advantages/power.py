@@ -46,7 +46,7 @@ def power_asym_advantages(
     rewards: f32[P, G].
     correct: f32[P, G] in {0, 1}.
     valid: bool[P, G].
-    alpha: α ≥ 1; above 1 hard prompts dominate.
+    alpha: α ≥ 1; above 1, hard prompts dominate.
     delta, name: as for `asym_advantages`.
   Returns:
     f32[P, G]; gradient masses p·q^α and p·q^α/δ.

@@ -1,4 +1,4 @@
-"""REINFORCE: the reward as it is, signed, weighted, or less a shifted baseline."""
+"""REINFORCE: the plain reward, signed, weighted, or minus a shifted baseline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlvr_jax.types import Array
 def weighted_reinforce_advantages(correct: Array, valid: Array, *, success_weight: float) -> Array:
   """A = λ if correct else −1; gradient masses λp and q.
 
-  It reads the grade, not the reward: an overlong penalty or a bonus does not change it.
+  A depends on the correctness, not on the reward: an overlong penalty or a bonus has no effect.
 
   Args:
     correct: f32[P, G] in {0, 1}.
@@ -23,7 +23,6 @@ def weighted_reinforce_advantages(correct: Array, valid: Array, *, success_weigh
     success_weight: λ.
   Returns:
     f32[P, G].
-
   Source: "The Surprising Effectiveness of Negative Reinforcement in LLM Reasoning"
     (arXiv:2506.01347).
   """
@@ -36,7 +35,7 @@ def asymmetric_reinforce_advantages(
 ) -> Array:
   """A = r − (r̄ + δV): f32[P, G], bool[P, G] → f32[P, G]; masses p(q − δV) and q·max(p + δV, 0).
 
-  A constant group keeps −δV, and a group of one is allowed.
+  In a constant group A = −δV, and a group of one is allowed.
 
   Source: "Asymmetric REINFORCE for off-Policy Reinforcement Learning: Balancing positive and
     negative rewards" (arXiv:2506.20520).

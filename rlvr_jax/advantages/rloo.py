@@ -22,8 +22,8 @@ def rloo_advantages(rewards: Array, valid: Array) -> Array:
   """
   rewards = as_group("rloo", rewards, valid)
   size = count_valid(valid).astype(rewards.dtype)
-  of_others = size / jnp.maximum(size - 1, 1) * (rewards - group_mean(rewards, valid))
-  return zero_if_constant(of_others, rewards, valid)
+  advantages = size / jnp.maximum(size - 1, 1) * (rewards - group_mean(rewards, valid))
+  return zero_if_constant(advantages, rewards, valid)
 
 
 def rloo() -> Advantage:

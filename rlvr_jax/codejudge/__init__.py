@@ -1,6 +1,6 @@
-"""Runs and judges untrusted programs. Needs the standard library only; see README.md.
+"""Runs and judges untrusted programs. Needs only the standard library; see README.md.
 
-Imports within this folder are relative, so that it can be copied anywhere.
+Imports within this folder are relative, so the folder can be copied anywhere.
 """
 
 __all__ = [

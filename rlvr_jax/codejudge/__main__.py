@@ -3,8 +3,8 @@
 PROGRAM is a file of Python source; TESTS is a JSON file, whose fields are listed in README.md.
 Prints the verdict as one line of JSON.
 
-Exit status: 0 if all tests pass, 1 if not, 2 if the arguments or the tests are invalid, 3 if there
-is no verdict, which says nothing about the program.
+Exit status: 0 if all tests pass, 1 if not, 2 if the arguments or the tests are invalid, 3 if the
+sandbox gave no verdict, which says nothing about the program.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from .sandbox import SandboxError, open_sandbox
 
 
 def main() -> int:
+  """Runs the command; returns its exit status."""
   parser = argparse.ArgumentParser(
     prog=f"{pathlib.Path(sys.executable).name} -m {__package__}",
     description=__doc__,
@@ -27,9 +28,9 @@ def main() -> int:
   )
   parser.add_argument("program", metavar="PROGRAM", type=pathlib.Path)
   parser.add_argument("tests", metavar="TESTS", type=pathlib.Path)
-  given = parser.parse_args()
+  args = parser.parse_args()
   try:
-    source, text = (path.read_text(encoding="utf-8") for path in (given.program, given.tests))
+    source, text = (path.read_text(encoding="utf-8") for path in (args.program, args.tests))
   except (OSError, UnicodeDecodeError) as error:
     parser.error(f"PROGRAM or TESTS cannot be read: {error}")
   try:
@@ -40,9 +41,9 @@ def main() -> int:
     with contextlib.closing(open_sandbox()) as sandbox:
       verdict = tasks.judge(sandbox, source, tests)
   except KeyError as error:
-    parser.error(f"TESTS {given.tests}: the field {error} is missing")
-  except (AttributeError, TypeError, ValueError) as error:  # also for fields of the wrong type
-    parser.error(f"TESTS {given.tests}: {error}")
+    parser.error(f"TESTS {args.tests}: the field {error} is missing")
+  except (AttributeError, TypeError, ValueError) as error:  # also if fields have a wrong type
+    parser.error(f"TESTS {args.tests}: {error}")
   except (OSError, SandboxError) as error:
     print(f"no verdict: {error}", file=sys.stderr)
     return 3

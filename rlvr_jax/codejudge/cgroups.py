@@ -1,8 +1,9 @@
 """A control group (cgroup v2) around each sandbox: limits by the kernel, if groups are delegated.
 
 Delegated means that below this process's group or one of its ancestors, this process may create
-groups, limit their memory and number of processes, and move processes there. Root may do so, and so
-may a process that a user starts with `systemd-run --user --scope`. No existing process is moved.
+groups, limit their memory and number of processes, and move processes into them. Root may do so,
+and so may a process that a user starts with `systemd-run --user --scope`. No existing process is
+moved.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from collections.abc import Iterator, Sequence
 
 from .harness.isolation import PROCESSES
 
-_PREFIX = "rlvr_jax-"  # of a group's name; followed by the creating process and a count
+_PREFIX = "rlvr_jax-"  # start of a group's name; then the id of its process and a count
 _LAUNCHER_MIB = 16  # for the launcher and an item's supervisor
 _LAUNCHER_PROCESSES = 8
-_REMOVAL_S = 2.0  # time for killed processes to end
+_REMOVAL_S = 2.0  # for killed processes to end
 
 _count = itertools.count()
 
@@ -34,9 +35,10 @@ class Group:
 
   def __init__(self, parent: pathlib.Path):
     """Creates the group below `parent`; raises OSError if that is not delegated."""
-    needed, there = {"memory", "pids"}, (parent / "cgroup.controllers").read_text().split()
-    if not needed <= set(there):
-      raise OSError(f"has the controllers {there}, needs memory and pids")
+    needed = {"memory", "pids"}
+    available = (parent / "cgroup.controllers").read_text().split()
+    if not needed <= set(available):
+      raise OSError(f"has the controllers {available}, needs memory and pids")
     controllers = (parent / "cgroup.subtree_control").read_text().split()
     if not needed <= set(controllers):
       (parent / "cgroup.subtree_control").write_text("+memory +pids")
@@ -47,41 +49,41 @@ class Group:
     self.path = parent / f"{_PREFIX}{os.getpid()}-{next(_count)}"
     self.path.mkdir()
     try:
-      subprocess.run(self.entering(["true"]), check=True, stderr=subprocess.DEVNULL)
+      subprocess.run(self.entering_command(["true"]), check=True, stderr=subprocess.DEVNULL)
       self._write("pids.max", PROCESSES + _LAUNCHER_PROCESSES)
     except (OSError, subprocess.CalledProcessError) as error:
       self.path.rmdir()
-      raise OSError(f"no process can be moved there ({error})") from error
+      raise OSError(f"no process can be moved into it ({error})") from error
     for name, value in (("memory.swap.max", "0"), ("cpu.max", "100000 100000")):
       with contextlib.suppress(OSError):  # no swap here, or no such controller
         self._write(name, value)
 
-  def entering(self, command: Sequence[str]) -> list[str]:
-    """A command that moves itself into the group and then runs `command`."""
+  def entering_command(self, command: Sequence[str]) -> list[str]:
+    """The command that moves itself into the group and then runs `command`."""
     return ["/bin/sh", "-c", 'echo 0 > "$0/cgroup.procs" && exec "$@"', str(self.path), *command]
 
   def limit_memory(self, mebibytes: int) -> None:
     """Limits the memory of an item; the sandbox's own memory is added to the limit."""
     self._write("memory.max", (mebibytes + _LAUNCHER_MIB) * 2**20)
 
-  def out_of_memory(self) -> int:
-    """The number of processes that were killed because the limit was reached."""
+  def count_memory_kills(self) -> int:
+    """Counts the processes that the kernel has killed because the memory limit was reached."""
     events = (self.path / "memory.events").read_text().split()
     return int(events[events.index("oom_kill") + 1])
 
   def close(self) -> None:
     """Kills all processes in the group, and removes it."""
-    with contextlib.suppress(OSError):  # before Linux 5.14; the launcher's end kills them all
+    with contextlib.suppress(OSError):  # before Linux 5.14, where the launcher's end kills them
       self._write("cgroup.kill", 1)
     deadline = time.monotonic() + _REMOVAL_S
-    while not _removed(self.path) and time.monotonic() < deadline:
+    while not _try_remove(self.path) and time.monotonic() < deadline:
       time.sleep(0.005)
 
   def _write(self, name: str, value: object) -> None:
     (self.path / name).write_text(str(value))
 
 
-def why_none() -> str | None:
+def unavailable_reason() -> str | None:
   """The reason why no control group is available; None if one is."""
   try:
     open_group().close()
@@ -108,31 +110,32 @@ def open_group() -> Group:
 def _groups_above() -> Iterator[pathlib.Path]:
   """This process's group and its ancestors, as far as they are mounted."""
   lines = pathlib.Path("/proc/self/cgroup").read_text().splitlines()
-  own = next((line[3:] for line in lines if line.startswith("0::")), None)
+  group = next((line[3:] for line in lines if line.startswith("0::")), None)
   mounts = [line.split() for line in pathlib.Path("/proc/self/mountinfo").read_text().splitlines()]
   mount = next((fields for fields in mounts if fields[fields.index("-") + 1] == "cgroup2"), None)
-  if own is None or mount is None:
+  if group is None or mount is None:
     return
-  below = pathlib.PurePath(own)
-  while below.is_relative_to(mount[3]):
-    yield pathlib.Path(mount[4], below.relative_to(mount[3]))
-    if below == below.parent:
+  path = pathlib.PurePath(group)
+  while path.is_relative_to(mount[3]):
+    yield pathlib.Path(mount[4], path.relative_to(mount[3]))
+    if path == path.parent:
       return
-    below = below.parent
+    path = path.parent
 
 
 def _remove_abandoned(parent: pathlib.Path) -> None:
-  """Removes groups of processes that were killed before they could remove them."""
+  """Removes the groups of processes that were killed before they could remove them."""
   for group in parent.glob(f"{_PREFIX}*"):
     if not os.path.exists(f"/proc/{group.name.removeprefix(_PREFIX).partition('-')[0]}"):
-      _removed(group)
+      _try_remove(group)
 
 
-def _removed(group: pathlib.Path) -> bool:
+def _try_remove(group: pathlib.Path) -> bool:
+  """Removes a group; returns False if a process still runs in it."""
   try:
     group.rmdir()
   except FileNotFoundError:
     return True
-  except OSError:  # something still runs in it
+  except OSError:
     return False
   return True

@@ -1,18 +1,18 @@
 """Runs generated code in a sandbox: isolated from network and files, limited, and always killed.
 
-The package `harness` runs inside, and documents the processes there. It enters namespaces, which
-needs libseccomp and Linux 5.12 or later that permits the user, or root, to create them. The sandbox
-gives an item (one program with its tests):
+The package `harness` runs inside the sandbox, and documents its processes. It enters namespaces,
+which needs libseccomp and Linux 5.12 or later that permits the user, or root, to create them. An
+item (one program with its tests) gets:
 
 * an empty network; no environment variables; at most the rights of an ordinary user
-* of the file system only the system's programs and libraries and the interpreter, read-only; no
+* from the file system only the system's programs and libraries and the interpreter, read-only; no
   home, no working directory; an empty and small /tmp and /dev/shm, deleted with the item
-* its own processes only, limited in number, time, address space and file size
-* only the system calls of a list (`harness.system_calls`), which excludes calls that create memory
-  that belongs to no process, calls by which items could communicate, and calls not needed
+* only its own processes, limited in number, time, address space and file size
+* only the system calls of an allow list (`harness.system_calls`). It excludes calls that create
+  memory that belongs to no process, calls by which items could communicate, and calls not needed
 * a control group, if one is available (`cgroups`), that limits memory, processes and cores (to one)
-* a limit of processor time, the same limit of time asleep, and a deadline (`deadline_s`); at each
-  everything is killed, as it is when the process that waits for the item dies
+* a limit of processor time, the same limit of time asleep, and a deadline (`deadline_s`). At each
+  limit all its processes are killed, and also when the process that waits for the item dies
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from .harness import messages
 NAMESPACES = "namespaces"
 NONE = "none"  # separate processes and limits, but no isolation
 
-# The only way to run generated code without isolation: this variable, with this text.
+# The only way to run generated code without isolation: set this variable to this text.
 UNSANDBOXED = "RLVR_JAX_UNSANDBOXED_CODE"
 ACCEPTED = "I accept that generated code runs with my rights"
 
-# The deadline is this multiple of the limit of processor time, so that a machine on which a program
-# waits long for a core does not change grades. A program that sleeps is ended at the limit itself.
+# The deadline is this multiple of the limit of processor time, so that grades do not change if a
+# program waits long for a core. A program that sleeps is killed at the limit itself.
 WALL_CLOCK_FACTOR = 20.0
-_LONGEST_S = 480.0  # the deadline of every item
+_LONGEST_S = 480.0  # maximum deadline of an item
 _START_S = 20.0  # time for the launcher to start
 _MARGIN_S = 5.0  # time after an item's deadline in which its end is detected
-_LAST_WORDS = 1000  # characters of the output of a launcher that does not start
+_LAST_OUTPUT = 1000  # characters of the output of a launcher that does not start, for the message
 
 
 class SandboxError(RuntimeError):
@@ -54,12 +54,12 @@ class SandboxError(RuntimeError):
 
 
 def deadline_s(time_limit_s: float) -> float:
-  """Seconds of wall clock after which an item with that limit of processor time is ended."""
+  """Wall-clock seconds after which an item with that limit of processor time is killed."""
   return min(WALL_CLOCK_FACTOR * time_limit_s, _LONGEST_S)
 
 
-def longest_s(time_limit_s: float) -> float:
-  """Seconds of wall clock after which an item with that limit must have a verdict."""
+def verdict_deadline_s(time_limit_s: float) -> float:
+  """Wall-clock seconds after which an item with that limit of processor time has a verdict."""
   return deadline_s(time_limit_s) + _MARGIN_S
 
 
@@ -79,11 +79,11 @@ class Sandbox:
   def __init__(self, mechanism: str):
     self.mechanism = mechanism
     self._control, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = _command(mechanism, far_end.fileno())
+    command = _launcher_command(mechanism, far_end.fileno())
     self._group: cgroups.Group | None = None
-    with contextlib.suppress(cgroups.GroupError):  # reported when the run starts
+    with contextlib.suppress(cgroups.GroupError):  # a run warns at its start
       self._group = cgroups.open_group()
-      command = self._group.entering(command)
+      command = self._group.entering_command(command)
     with tempfile.TemporaryFile() as stderr, far_end:
       self._process = subprocess.Popen(
         command, pass_fds=[far_end.fileno()], stdin=subprocess.DEVNULL,
@@ -95,10 +95,11 @@ class Sandbox:
       if problem is not None:
         self.close()
         stderr.seek(0)
-        last_words = stderr.read().decode(errors="replace").strip()[-_LAST_WORDS:]
-        raise SandboxError(f"{mechanism}: {problem} {last_words}".strip())
+        last_output = stderr.read().decode(errors="replace").strip()[-_LAST_OUTPUT:]
+        raise SandboxError(f"{mechanism}: {problem} {last_output}".strip())
 
   def _wait_ready(self) -> str | None:
+    """Waits until the launcher is ready; returns the reason if it fails."""
     self._control.settimeout(_START_S)
     try:
       message = self._control.recv(2**16)
@@ -119,12 +120,12 @@ class Sandbox:
 
     Args:
       program: "mode" ("calls" or "cases") and "sources", see `harness`.
-      task: the tests, see `harness.judge.judge`; they never come near the program.
-      time_limit_s: total processor time of all processes, seconds; also the limit of the time in
-        which none of them runs, or waits for a core or the disk. Without isolation, where neither
-        is measured, the limit of wall-clock time.
+      task: the tests, see `harness.judge.judge`; the program's process never has them.
+      time_limit_s: total processor time of all processes, seconds; also the limit on the time in
+        which none of them runs, or waits for a core or the disk. Without isolation neither is
+        measured, and this is the limit of wall-clock time.
       memory_mib: address space of each process, and total memory of all processes, MiB.
-      on_asleep: called at most once, when the program sleeps: its core is free for others.
+      on_asleep: called at most once, when the program sleeps and leaves its core to others.
     Returns:
       The judge's verdict; or {"timeout": true}; or {"memory": true} if all processes together
       used more than `memory_mib`; or {"died": status} if the judge was killed.
@@ -138,16 +139,16 @@ class Sandbox:
       "memory_mib": memory_mib,
       "isolated": isolated,
     }
-    deadline = time.monotonic() + longest_s(time_limit_s)
+    deadline = time.monotonic() + verdict_deadline_s(time_limit_s)
     if self._group is not None:
       self._group.limit_memory(memory_mib)
-      killed = self._group.out_of_memory()
+      kills_before = self._group.count_memory_kills()
     item, far_end = socket.socketpair()
     with item:
       try:
         with far_end:
           socket.send_fds(self._control, [json.dumps(settings).encode()], [far_end.fileno()])
-        item.settimeout(longest_s(time_limit_s))
+        item.settimeout(verdict_deadline_s(time_limit_s))
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # killed before it read
           messages.send(item, program)
           messages.send(item, task)
@@ -161,14 +162,14 @@ class Sandbox:
       except (OSError, EOFError, ValueError) as error:
         self.close()
         raise SandboxError(f"{self.mechanism}: no verdict came ({error!r})") from error
-    if self._group is not None and self._group.out_of_memory() > killed:
+    if self._group is not None and self._group.count_memory_kills() > kills_before:
       return {"memory": True}
     if "broken" in verdict:
       raise SandboxError(f"{self.mechanism}: {verdict['broken']}")
     return verdict
 
   def close(self) -> None:
-    """Ends the launcher and everything that it runs."""
+    """Kills the launcher and all its processes."""
     self._control.close()
     self._process.kill()
     self._process.wait()
@@ -177,7 +178,7 @@ class Sandbox:
 
 
 # Starts the harness from its folder, the first argument. The package is created here (`__init__.py`
-# has no code), so that nothing outside of that folder is importable at any time.
+# has no code), so nothing outside of that folder is importable at any time.
 _START = """
 import sys
 harness = sys.modules["harness"] = type(sys)("harness")
@@ -188,9 +189,10 @@ main()
 _FOLDER = os.path.dirname(messages.__file__)
 
 
-def _command(mechanism: str, control: int) -> list[str]:
+def _launcher_command(mechanism: str, control: int) -> list[str]:
+  """The command that starts a launcher, with the descriptor of its control socket."""
   interpreter = os.path.realpath(sys.executable)
-  # -P -s -S: nothing but the standard library, wherever the interpreter comes from.
+  # -P -s -S: only the standard library is importable, for any installation of the interpreter.
   python = [interpreter, "-P", "-s", "-S", "-B", "-c", _START]
   devices = [f"/dev/{name}" for name in ("null", "full", "random", "urandom")]
   return [*python, _FOLDER, str(control), mechanism, *visible_paths(), *devices]
@@ -203,9 +205,10 @@ def visible_paths() -> tuple[str, ...]:
   system = [*(f"/usr/{name}" for name in names), *(f"/{name}" for name in names)]
   system += ["/usr/share/zoneinfo", "/etc/ld.so.cache"]
   prefix = pathlib.Path(os.path.realpath(sys.base_prefix))
-  own = [prefix / "lib", prefix / sys.platlibdir, pathlib.Path(os.path.realpath(sys.executable))]
-  own = [path for path in dict.fromkeys(own) if not any(map(path.is_relative_to, system))]
-  return tuple(path for path in [*system, *map(str, own)] if os.path.lexists(path))
+  executable = pathlib.Path(os.path.realpath(sys.executable))
+  candidates = dict.fromkeys([prefix / "lib", prefix / sys.platlibdir, executable])
+  interpreter = [path for path in candidates if not any(map(path.is_relative_to, system))]
+  return tuple(path for path in [*system, *map(str, interpreter)] if os.path.lexists(path))
 
 
 _PROBE = """
@@ -247,13 +250,13 @@ def probe(sandbox: Sandbox) -> None:
   """Runs a program that tests the isolation.
 
   Raises:
-    SandboxError: the isolation has a hole, which the message names; the sandbox is then closed.
+    SandboxError: the isolation has a hole, which the message describes; the sandbox is then closed.
   """
   with (
     tempfile.NamedTemporaryFile() as marker,
     socket.socket(socket.AF_UNIX) as outside,
   ):
-    outside.bind("")  # an abstract address, which the kernel chooses
+    outside.bind("")  # an abstract address that the kernel chooses
     outside.listen()
     address = outside.getsockname().decode()
     case = {"input": [[marker.name, *_hidden_paths()], address], "output": []}
@@ -266,22 +269,22 @@ def probe(sandbox: Sandbox) -> None:
 
 
 def _hidden_paths() -> list[str]:
-  """Paths that no program may see: in the home and current folders, except for interpreters."""
+  """Paths that no program may see: in the home and working directories, except interpreters."""
   visible = [pathlib.Path(os.path.realpath(path)) for path in visible_paths()]
 
-  def leads_in(path: pathlib.Path) -> bool:
-    return any(shown.is_relative_to(path) or path.is_relative_to(shown) for shown in visible)
+  def overlaps_visible(path: pathlib.Path) -> bool:
+    return any(other.is_relative_to(path) or path.is_relative_to(other) for other in visible)
 
-  places = {pathlib.Path.home().resolve(), pathlib.Path.cwd().resolve()} - {pathlib.Path("/")}
-  found = [path for place in places if os.access(place, os.R_OK) for path in place.iterdir()]
-  return ["/etc/shadow", *(str(path) for path in found if not leads_in(path))][:100]
+  folders = {pathlib.Path.home().resolve(), pathlib.Path.cwd().resolve()} - {pathlib.Path("/")}
+  paths = [path for folder in folders if os.access(folder, os.R_OK) for path in folder.iterdir()]
+  return ["/etc/shadow", *(str(path) for path in paths if not overlaps_visible(path))][:100]
 
 
 def open_sandbox() -> Sandbox:
   """Opens a sandbox whose isolation has been tested.
 
   Raises:
-    SandboxError: it does not work here, and `UNSANDBOXED` does not permit to do without it.
+    SandboxError: it does not work here, and `UNSANDBOXED` does not permit running without it.
   """
   try:
     sandbox = Sandbox(NAMESPACES)
@@ -294,6 +297,6 @@ def open_sandbox() -> Sandbox:
       f"generated code is not run here, because the sandbox does not work: {error}. Allow user "
       "namespaces (sysctl kernel.unprivileged_userns_clone=1, "
       "kernel.apparmor_restrict_unprivileged_userns=0, user.max_user_namespaces > 0; in a "
-      "container, a seccomp profile that lets unshare pass). To do without: "
+      "container, a seccomp profile that lets unshare pass). To run it without a sandbox: "
       f"{UNSANDBOXED}={ACCEPTED!r}"
     ) from error

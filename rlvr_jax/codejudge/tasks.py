@@ -1,17 +1,17 @@
-"""Tests of a program as data: their forms, and their conversion to the input of the sandbox.
+"""Tests of a program as data: checks their form, and converts them to input of the sandbox.
 
 Tests are a JSON object with a "style" and the fields of that style:
-  "asserts": "tests", texts to execute separately; "setup", executed after the program. Names that
-    the setup imports are the judge's in tests; its other definitions belong to the program.
+  "asserts": "tests", texts to execute separately; "setup", executed after the program. In tests,
+    names that the setup imports are the judge's; its other definitions belong to the program.
   "check": "test", a text that defines check(candidate); "entry_point", the candidate's name;
-    "prompt", the beginning of the program if it does not define the entry point itself.
+    "prompt", the beginning of a program that does not define the entry point itself.
   "function": "entry_point", a function's name or "Class.method"; "cases", each with "input", a list
     of arguments, and "output"; "setup", executed before the program.
   "stdin": "cases", each with "input" and "output", texts; "setup", executed before the program.
 Tests, setups and prompts import from the standard library only. Optional:
   "time_limit_s": total processor time of the program's processes for all tests, seconds; also the
-    limit of the time in which they all sleep.
-  "memory_mib": total memory of its processes, MiB.
+    limit on the time in which all of them sleep.
+  "memory_mib": total memory of the program's processes, MiB.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from typing import Any, TypeAlias
 from .harness.scripts import MAX_INPUT, MAX_OUTPUT
 from .sandbox import Sandbox
 
-TIME_LIMIT_S = 6.0  # of processor time; the slowest of MBPP's solutions takes nearly 3
+TIME_LIMIT_S = 6.0  # processor time; the slowest of MBPP's solutions takes nearly 3
 MAX_TIME_LIMIT_S = 120.0  # so that no item occupies a worker for more than a few minutes
 MEMORY_MIB = 1024
-LEAST_MEMORY_MIB = 64  # what an interpreter needs for itself
+LEAST_MEMORY_MIB = 64  # needed by the interpreter itself
 STYLES = ("asserts", "check", "function", "stdin")
 
 
 def check(tests: Mapping[str, Any]) -> None:
-  """Raises ValueError or KeyError unless the tests have one of these forms and can be passed."""
+  """Raises ValueError or KeyError unless the tests have a form above and can be passed."""
   style = tests["style"]
   if style not in STYLES:
     raise ValueError(f"style is {style!r}, allowed: {list(STYLES)}")
@@ -47,13 +47,14 @@ def check(tests: Mapping[str, Any]) -> None:
     _check_test(tests["test"], tests.get("prompt", ""))
   if style == "asserts":
     for test in tests["tests"]:
-      _statements("test", test)
-  _statements("setup", tests.get("setup", ""))
+      _parse_statements("test", test)
+  _parse_statements("setup", tests.get("setup", ""))
   if style == "asserts":
     _check_modules(tuple(tests["tests"]), tests.get("setup", ""))
   if style == "stdin":
     _check_sizes(tests["cases"])
-  seconds, memory = time_limit_s(tests), tests.get("memory_mib")
+  seconds = time_limit_s(tests)
+  memory = tests.get("memory_mib")
   if not (isinstance(seconds, (int, float)) and 0 < seconds <= MAX_TIME_LIMIT_S):
     raise ValueError(
       f"time_limit_s is {seconds!r}, must be a positive number of seconds ≤ {MAX_TIME_LIMIT_S:g}"
@@ -64,29 +65,31 @@ def check(tests: Mapping[str, Any]) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def _check_test(test: str, prompt: str) -> None:
-  """Raises for a test that no program can pass."""
-  defined = [getattr(node, "name", "") for node in _statements("test", test)]
-  if "check" not in defined and not re.search(r"^check\s*=", test, re.M):
+  """Raises ValueError for a test that no program can pass."""
+  defined_names = [getattr(node, "name", "") for node in _parse_statements("test", test)]
+  if "check" not in defined_names and not re.search(r"^check\s*=", test, re.M):
     raise ValueError(f"the test does not define check(candidate): {test[:80]!r}")
-  if prompt and not is_python(_completed(prompt)):
+  if prompt and not is_python(_complete_prompt(prompt)):
     raise ValueError(f"the prompt is not the beginning of a program: {prompt[:80]!r}")
-  _statements("prompt", _completed(prompt))
+  _parse_statements("prompt", _complete_prompt(prompt))
 
 
 @functools.lru_cache(maxsize=1024)
-def _statements(kind: str, text: str) -> list[ast.stmt]:
-  """Parses a text of the tests; raises if it is not Python, or imports a missing module.
+def _parse_statements(kind: str, text: str) -> list[ast.stmt]:
+  """Parses a text of the tests.
 
-  A program could provide its own module in place of a missing one.
+  Raises:
+    ValueError: it is not Python, or imports a missing module, for which a program could provide its
+      own.
   """
   try:
     tree = ast.parse(text)
   except SyntaxError as error:
     raise ValueError(f"a {kind} is not Python ({error}): {text[:80]!r}") from error
-  imported = {root for node in ast.walk(tree) for root in _imported(node)}
-  if absent := sorted(imported - sys.stdlib_module_names):
+  packages = {package for node in ast.walk(tree) for package in _imported_packages(node)}
+  if missing := sorted(packages - sys.stdlib_module_names):
     raise ValueError(
-      f"a {kind} imports {absent[0]!r}, but the sandbox has the standard library only: "
+      f"a {kind} imports {missing[0]!r}, but the sandbox has the standard library only: "
       f"{text[:80]!r}"
     )
   return tree.body
@@ -94,60 +97,62 @@ def _statements(kind: str, text: str) -> list[ast.stmt]:
 
 @functools.lru_cache(maxsize=1024)
 def _check_modules(tests: Sequence[str], setup: str) -> None:
-  """Raises for a test that uses a module, such as `np`, which nobody imports.
+  """Raises ValueError for a test that uses a module, such as `np`, which nothing imports.
 
-  A program could define one of that name, and so what the test compares by. A module is taken to be
-  what has a name in lower case, of which tests use attributes only.
+  A program could define a module of that name, and so decide how the test compares. A lower-case
+  name counts as a module if tests use only its attributes.
   """
   names, _ = names_used(tests)
   nodes = [node for test in tests for node in ast.walk(ast.parse(test))]
   bases = {node.value for node in nodes if isinstance(node, ast.Attribute)}
-  others = {node.id for node in nodes if isinstance(node, ast.Name) and node not in bases}
-  absent = set(filter(str.islower, names)) - others - _defined(ast.walk(ast.parse(setup)))
-  if absent:
-    name = min(absent)
+  plain_names = {node.id for node in nodes if isinstance(node, ast.Name) and node not in bases}
+  setup_names = _bound_names(ast.walk(ast.parse(setup)))
+  modules = set(filter(str.islower, names)) - plain_names - setup_names
+  if modules:
+    name = min(modules)
     raise ValueError(
-      f"a test uses {name!r} as a module, which nothing imports, so that a program could define it:"
+      f"a test uses {name!r} as a module, which nothing imports, so a program could define it:"
       f" import it in the setup (standard library only); if {name!r} is an object of the program,"
-      " assign it there"
+      " assign it in the setup"
     )
 
 
-def _imported(node: ast.AST) -> set[str]:
-  """The packages that an import statement names; empty for any other node."""
+def _imported_packages(node: ast.AST) -> set[str]:
+  """The packages that an import statement imports from; empty for any other node."""
   if isinstance(node, ast.Import):
     return {alias.name.partition(".")[0] for alias in node.names}
   return {(node.module or "").partition(".")[0]} if isinstance(node, ast.ImportFrom) else set()
 
 
 def _check_sizes(cases: Sequence[Mapping[str, Any]]) -> None:
+  """Raises ValueError for an input or output that is too large for the sandbox."""
   for case in cases:
     for field, limit in (("input", MAX_INPUT), ("output", MAX_OUTPUT)):
       if (size := len(case[field].encode())) > limit:
         raise ValueError(f"an {field} has {size} bytes, allowed are {limit}: leave that case out")
 
 
-# The program, and the task apart from "style".
+# The program, and the task without "style".
 _Prepared: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 
 
 def judge(
   sandbox: Sandbox, source: str, tests: Mapping[str, Any], **options: Any
 ) -> dict[str, Any]:
-  """Runs a program against tests that `check` has passed.
+  """Runs a program against tests that `check` accepts.
 
   Args:
-    sandbox: opened, see `open_sandbox`.
+    sandbox: from `open_sandbox`.
     source: the program.
-    tests: see above.
+    tests: of a form above.
     options: further arguments of `Sandbox.run`, such as `on_asleep`.
   Returns:
-    As `Sandbox.run`: "passed" and "total" tests, and "failure", a text about the first that failed;
+    As `Sandbox.run`: "passed" and "total" tests, and "failure", a text about the first failed test;
     or {"timeout": true}; or {"memory": true}; or {"died": status} if the judge was killed.
   Raises:
     SandboxError: the sandbox does not work, which says nothing about the program.
   """
-  program, task = _PREPARED[tests["style"]](source, tests)
+  program, task = _PREPARE[tests["style"]](source, tests)
   return sandbox.run(
     program,
     {**task, "style": tests["style"]},
@@ -158,16 +163,17 @@ def judge(
 
 
 def time_limit_s(tests: Mapping[str, Any]) -> float:
+  """The tests' limit of processor time, seconds."""
   return tests.get("time_limit_s", TIME_LIMIT_S)
 
 
-def _asserts(source: str, given: Mapping[str, Any]) -> _Prepared:
-  tests = list(given["tests"])
+def _prepare_asserts(source: str, task_data: Mapping[str, Any]) -> _Prepared:
+  tests = list(task_data["tests"])
   names, modules = names_used(tuple(tests))
-  setup = given.get("setup", "")
+  setup = task_data.get("setup", "")
   sources = [source, setup]
-  # The judge executes these itself: a program could replace what they import by anything.
-  imports = [node for node in _statements("setup", setup) if _imported(node)]
+  # The judge executes the imports itself: a program could replace the imported objects.
+  imports = [node for node in _parse_statements("setup", setup) if _imported_packages(node)]
   prelude = "\n".join(map(ast.unparse, imports))
   task = {
     "tests": tests, "names": names, "modules": modules, "prelude": prelude, "total": len(tests),
@@ -175,93 +181,100 @@ def _asserts(source: str, given: Mapping[str, Any]) -> _Prepared:
   return {"mode": "calls", "sources": sources}, task
 
 
-def _check(source: str, given: Mapping[str, Any]) -> _Prepared:
-  entry, prompt = given["entry_point"], given.get("prompt", "")
-  alone = re.search(rf"^(async\s+def|def|class)\s+{entry}\b|^{entry}\s*=", source, re.M)
+def _prepare_check(source: str, task_data: Mapping[str, Any]) -> _Prepared:
+  entry = task_data["entry_point"]
+  prompt = task_data.get("prompt", "")
+  is_complete = re.search(rf"^(async\s+def|def|class)\s+{entry}\b|^{entry}\s*=", source, re.M)
   # Imports and helpers of the prompt are available to a complete program, too.
-  whole = _completed(prompt)
-  sources = [whole, source] if alone else [_lines(prompt) + source]
+  completed_prompt = _complete_prompt(prompt)
+  sources = [completed_prompt, source] if is_complete else [_end_with_newline(prompt) + source]
   task = {
-    "entry_point": entry, "test": given["test"], "names": [entry], "modules": [],
-    "prelude": whole, "total": 1,
+    "entry_point": entry, "test": task_data["test"], "names": [entry], "modules": [],
+    "prelude": completed_prompt, "total": 1,
   }  # fmt: skip
   return {"mode": "calls", "sources": sources}, task
 
 
 @functools.lru_cache(maxsize=1024)
-def _completed(prompt: str) -> str:
-  """A prompt as a program: if it ends with a function's header, a body is added."""
+def _complete_prompt(prompt: str) -> str:
+  """Completes a prompt to a program: if it ends with a function's header, adds a body."""
   if not prompt.strip() or is_python(prompt):
     return prompt
   header = prompt.rstrip().rpartition("\n")[2]
   return f"{prompt.rstrip()}\n{' ' * (indentation(header) + 1)}pass\n"
 
 
-def _lines(text: str) -> str:
+def _end_with_newline(text: str) -> str:
   return text if text.endswith("\n") or not text else text + "\n"
 
 
-def _function(source: str, given: Mapping[str, Any]) -> _Prepared:
-  cases = list(given["cases"])
-  entry, setup = given["entry_point"], given.get("setup", "")
+def _prepare_function(source: str, task_data: Mapping[str, Any]) -> _Prepared:
+  cases = list(task_data["cases"])
+  entry = task_data["entry_point"]
+  setup = task_data.get("setup", "")
   owner, _, name = entry.rpartition(".")
   if not (owner and re.search(rf"^class\s+{owner}\b", source, re.M)):
-    setup = f"{_lines(setup)}globals().pop({name!r}, None)\n"  # the setup's function is no answer
+    # The setup's own function does not count as the program's.
+    setup = f"{_end_with_newline(setup)}globals().pop({name!r}, None)\n"
   task = {"entry_point": entry, "cases": cases, "total": len(cases)}
   return {"mode": "calls", "sources": [setup, source]}, task
 
 
-def _stdin(source: str, given: Mapping[str, Any]) -> _Prepared:
-  cases = list(given["cases"])
+def _prepare_stdin(source: str, task_data: Mapping[str, Any]) -> _Prepared:
+  cases = list(task_data["cases"])
   task = {"cases": cases, "total": len(cases)}
-  return {"mode": "cases", "sources": [given.get("setup", ""), source]}, task
+  return {"mode": "cases", "sources": [task_data.get("setup", ""), source]}, task
 
 
-_PREPARED: dict[str, Callable[[str, Mapping[str, Any]], _Prepared]] = {
-  "asserts": _asserts, "check": _check, "function": _function, "stdin": _stdin,
-}  # fmt: skip
+_PREPARE: dict[str, Callable[[str, Mapping[str, Any]], _Prepared]] = {
+  "asserts": _prepare_asserts,
+  "check": _prepare_check,
+  "function": _prepare_function,
+  "stdin": _prepare_stdin,
+}
 
 
 @functools.lru_cache(maxsize=1024)
 def names_used(tests: Sequence[str]) -> tuple[list[str], list[str]]:
   """Names that tests use from the program, and modules that they use without importing them.
 
-  A builtin is not taken from the program, so that the program cannot replace `set` or `abs` in a
-  test. The exception are tests that use no other name (one of MBPP's functions is called `sum`).
+  Builtins are not taken from the program, so it cannot replace `set` or `abs` in a test. Tests that
+  use no other name are the exception (one of MBPP's functions is called `sum`).
   """
   nodes = [node for test in tests for node in ast.walk(ast.parse(test))]
-  names = [node for node in nodes if isinstance(node, ast.Name)]
-  free = {node.id for node in names} - _defined(nodes)
+  name_nodes = [node for node in nodes if isinstance(node, ast.Name)]
+  free_names = {node.id for node in name_nodes} - _bound_names(nodes)
   bases = {
     node.value.id
     for node in nodes
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
   }
-  modules = free & bases & sys.stdlib_module_names
-  wanted = {name for name in free - modules if not hasattr(builtins, name)}
-  if not wanted:
-    called = [node.func for node in nodes if isinstance(node, ast.Call)]
-    wanted = {function.id for function in called if isinstance(function, ast.Name)} & free
-  return sorted(wanted), sorted(modules)
+  modules = free_names & bases & sys.stdlib_module_names
+  names = {name for name in free_names - modules if not hasattr(builtins, name)}
+  if not names:
+    functions = [node.func for node in nodes if isinstance(node, ast.Call)]
+    names = {function.id for function in functions if isinstance(function, ast.Name)} & free_names
+  return sorted(names), sorted(modules)
 
 
-def _defined(nodes: Iterable[ast.AST]) -> set[str]:
+def _bound_names(nodes: Iterable[ast.AST]) -> set[str]:
   """Names that these nodes bind, in any scope."""
-  found = set()
+  names = set()
   for node in nodes:
     match node:
       case ast.Name(name, ast.Store() | ast.Del()) | ast.arg(name):
-        found.add(name)
+        names.add(name)
       case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
-        found.add(name)
+        names.add(name)
       case ast.alias(name, asname):
-        found.add((asname or name).partition(".")[0])
-  return found
+        names.add((asname or name).partition(".")[0])
+  return names
 
 
 def is_python(text: str) -> bool:
+  """Whether a text is a Python program that is not empty."""
   try:
-    with warnings.catch_warnings(action="ignore"):  # of odd escapes in texts
+    with warnings.catch_warnings(action="ignore"):  # about invalid escapes in strings
       ast.parse(text)
     return bool(text.strip())
   except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -269,4 +282,5 @@ def is_python(text: str) -> bool:
 
 
 def indentation(line: str) -> int:
+  """The number of spaces and tabs that begin a line."""
   return len(line) - len(line.lstrip(" \t"))

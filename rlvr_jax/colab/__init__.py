@@ -1,4 +1,4 @@
-"""Functions for the notebooks in colabs/, which hold no logic of their own."""
+"""Functions for the notebooks in colabs/, which contain no logic of their own."""
 
 __all__ = [
   "display",

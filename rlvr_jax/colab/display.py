@@ -1,4 +1,4 @@
-"""Style of the notebooks' figures, their colors, and sliders."""
+"""Style and colors of the notebooks' figures, and sliders."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from rlvr_jax.evaluate.figures import COLORS as COLORS
 from rlvr_jax.evaluate.figures import legend_outside as legend_outside
 
-DPI = 72  # of the page; pictures have twice as many dots
+DPI = 72  # of the page; pictures have twice this resolution
 
 
 def setup() -> None:
-  """Sets the figures' look: twice the resolution of the page, legible text, the palette."""
+  """Sets the style of figures: twice the resolution of the page, legible text, the palette."""
   from cycler import cycler
   from matplotlib import rcParams
 
@@ -36,7 +36,7 @@ def setup() -> None:
   if "IPython" in sys.modules:
     from matplotlib_inline import backend_inline
 
-    backend_inline.set_matplotlib_formats("retina")  # double dots, shown at the size of single ones
+    backend_inline.set_matplotlib_formats("retina")  # double resolution, displayed at normal size
 
 
 # --- sliders --------------------------------------------------------------------------------------
@@ -46,18 +46,18 @@ class Control(NamedTuple):
   """A slider over some values."""
 
   values: tuple[Any, ...]
-  start: Any  # one of them: where the slider begins, and what the static picture shows
+  start: Any  # the value at which the slider begins; static figures show it
 
 
 def choice(values: Sequence[Any], start: Any = None) -> Control:
-  """A slider over `values`, which begins at `start`, by default the first.
+  """A slider over `values` that begins at `start`, by default the first value.
 
   Raises:
     ValueError: there are no values, or `start` is not one of them.
   """
   values = tuple(values)
   if not values:
-    raise ValueError("choice: values is empty; give one value or more")
+    raise ValueError("choice: values is empty; give at least one value")
   start = values[0] if start is None else start
   if start not in values:
     raise ValueError(f"choice: start = {start!r} is unknown; choose one of {list(values)}")
@@ -65,7 +65,7 @@ def choice(values: Sequence[Any], start: Any = None) -> Control:
 
 
 def span(low: float, high: float, *, step: float, start: float) -> Control:
-  """A slider over low, low + step, … up to high, which begins at the value nearest to `start`.
+  """A slider over low, low + step, … up to high that begins at the value nearest to `start`.
 
   Raises:
     ValueError: `step` is not positive, or `start` is not within low … high.
@@ -76,21 +76,21 @@ def span(low: float, high: float, *, step: float, start: float) -> Control:
       f" step = {step}, start = {start}"
     )
   count = int((high - low) / step + 1e-9) + 1
-  # Rounded, so that a label reads 0.3 and not 0.30000000000000004.
+  # Rounding makes a label read 0.3 instead of 0.30000000000000004.
   values = tuple(round(low + step * i, 10) for i in range(count))
   return Control(values, min(values, key=lambda value: abs(value - start)))
 
 
-def sliders(draw: Callable[..., Any], *args: Any, **controls: Control) -> None:
-  """Draws `draw(*args, **values)`, where each keyword has a slider.
+def show_sliders(draw: Callable[..., Any], *args: Any, **controls: Control) -> None:
+  """Shows the figure of `draw(*args, **values)`, with a slider for each keyword.
 
-  Without an interactive front end the figure is static: `draw` at the sliders' start, with a line
-  that names these values. That holds without ipywidgets, and if a program runs the notebook.
+  Without ipywidgets or an interactive front end, as when a program runs the notebook, the figure is
+  static: it shows the sliders' start values, which are printed below it.
 
   Args:
-    draw: makes one figure by pyplot.
-    args: its positional arguments.
-    controls: from `choice` or `span`, by keyword.
+    draw: function that makes one figure with pyplot.
+    args: positional arguments of `draw`.
+    controls: keyword of `draw` → result of `choice` or `span`.
   """
   if not is_live():
     draw(*args, **{name: control.start for name, control in controls.items()})
@@ -105,21 +105,21 @@ def sliders(draw: Callable[..., Any], *args: Any, **controls: Control) -> None:
     draw(*args, **values)
     pyplot.show()
 
-  # A picture takes a moment: it is drawn where the slider is let go, not on the way there.
+  # Drawing takes a moment, so the figure is drawn only when the slider is released.
   widgets = {
     name: ipywidgets.SelectionSlider(
       options=control.values, value=control.start, description=name, continuous_update=False
     )
     for name, control in controls.items()
   }
-  shown = ipywidgets.interactive_output(show, widgets)
-  display(ipywidgets.VBox([*widgets.values(), shown]))
+  output = ipywidgets.interactive_output(show, widgets)
+  display(ipywidgets.VBox([*widgets.values(), output]))
 
 
 def is_live() -> bool:
-  """Returns whether ipywidgets is installed and an interactive front end runs the cell.
+  """Whether ipywidgets is installed and an interactive front end runs the cell.
 
-  A front end lets a cell ask for input; nbclient and nbconvert, which run whole notebooks, do not.
+  A front end allows input in a cell; nbclient and nbconvert, which run complete notebooks, do not.
   """
   try:
     import ipywidgets  # noqa: F401

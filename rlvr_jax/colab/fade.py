@@ -37,7 +37,7 @@ STYLES: dict[str, dict[str, Any]] = {
 
 
 class Masses(NamedTuple):
-  """Gradient masses of one prompt, by the number of its rollouts that are right; f32[G + 1]."""
+  """Gradient masses of one prompt, by the number of its correct rollouts; f32[G + 1] each."""
 
   solve_rate: Array  # 0, 1/G, …, 1
   success: Array  # mS
@@ -45,41 +45,41 @@ class Masses(NamedTuple):
 
 
 def masses(advantage: Advantage, *, group_size: int = 64) -> Masses:
-  """mS and mF of a group with 0 … G successes, by a stateless estimator on that group."""
+  """mS and mF of a stateless estimator for groups with 0 … G successes."""
   G = group_size
   rewards = (jnp.arange(G) < jnp.arange(G + 1)[:, None]).astype(jnp.float32)
 
-  def of_group(rewards: Array) -> tuple[Array, Array]:
+  def group_masses(rewards: Array) -> tuple[Array, Array]:
     group = rewards[None]
-    every = jnp.ones(group.shape, bool)
+    valid = jnp.ones(group.shape, bool)
     A = advantages_of(advantage, group)
-    found = reductions.values(gradient_masses(A, group, group, every))
-    return found["advantage/mass_success"], found["advantage/mass_failure"]
+    metrics = reductions.values(gradient_masses(A, group, group, valid))
+    return metrics["advantage/mass_success"], metrics["advantage/mass_failure"]
 
-  return Masses(jnp.arange(G + 1) / G, *jax.vmap(of_group)(rewards))
+  return Masses(jnp.arange(G + 1) / G, *jax.vmap(group_masses)(rewards))
 
 
 def plot_masses(axes: Any, advantage: Advantage) -> None:
-  """mS and mF of an estimator against the solve rate."""
-  found = masses(advantage)
-  axes.plot(found.solve_rate, found.success, color=COLORS["success"], label="successes, $m_S$")
+  """Plots mS and mF of an estimator against the solve rate."""
+  by_rate = masses(advantage)
+  axes.plot(by_rate.solve_rate, by_rate.success, color=COLORS["success"], label="successes, $m_S$")
   axes.plot(
-    found.solve_rate, found.failure, color=COLORS["failure"], linestyle="--",
+    by_rate.solve_rate, by_rate.failure, color=COLORS["failure"], linestyle="--",
     label="failures, $m_F$",
   )  # fmt: skip
   axes.set_xlabel("solve rate of the prompt")
 
 
 def draw_masses(alpha: float = 2.0, delta: float = 0.5) -> None:
-  """Masses of three known estimators, and of FADE's form at α and δ."""
-  made = {
+  """Draws the masses of three known estimators, and of FADE's form at α and δ."""
+  estimators = {
     "GRPO": grpo(),
     "Dr. GRPO": grpo_mean(),
     "MaxRL": maxrl(),
     rf"FADE at $\alpha$ = {alpha:g}, $\delta$ = {delta:g}": power_asym(alpha=alpha, delta=delta),
   }
   _, panels = plt.subplots(1, 4, figsize=(11, 3.2))
-  for axes, (name, advantage) in zip(panels, made.items(), strict=True):
+  for axes, (name, advantage) in zip(panels, estimators.items(), strict=True):
     plot_masses(axes, advantage)
     axes.set(title=name, ylim=(0, None))
   panels[0].set_ylabel("gradient mass")
@@ -99,13 +99,17 @@ def state_at(solve_rate: Array, entropy: Array, target_entropy: float) -> FadeSt
 def draw_controller(
   solve_rate: float = 0.4, entropy: float = 0.8, target_entropy: float = 1.2
 ) -> None:
-  """α over the solve rate, δ over the entropy, and the masses that they give."""
-  exponents = lambda p, H: adaptive_exponents(
-    state_at(p, H, target_entropy), alpha_max=ALPHA_MAX, delta_min=DELTA_MIN
-  )
-  rates, entropies = np.linspace(0, 1, 201), np.linspace(0, 2.5, 201)
-  now = exponents(solve_rate, entropy)
-  alpha, delta = float(now.alpha), float(now.delta)
+  """Draws α over the solve rate, δ over the entropy, and the resulting masses."""
+
+  def exponents(p: Any, H: Any) -> Any:
+    state = state_at(p, H, target_entropy)
+    return adaptive_exponents(state, alpha_max=ALPHA_MAX, delta_min=DELTA_MIN)
+
+  rates = np.linspace(0, 1, 201)
+  entropies = np.linspace(0, 2.5, 201)
+  current = exponents(solve_rate, entropy)
+  alpha = float(current.alpha)
+  delta = float(current.delta)
   _, panels = plt.subplots(1, 3, figsize=(11, 3.4))
   panels[0].plot(rates, exponents(rates, entropy).alpha, color=COLORS["result"])
   panels[0].plot([solve_rate], [alpha], "o", color=COLORS["result"])
@@ -124,10 +128,10 @@ def draw_controller(
 # --- runs -----------------------------------------------------------------------------------------
 
 
-def estimator_runs(
+def train_estimators(
   *, num_updates: int = 320, learning_rate: float = 60.0, seed: int = 0
 ) -> Mapping[str, Runs]:
-  """On-policy runs of the tiny policy by three static estimators and by FADE, over four seeds."""
+  """Trains the tiny policy on-policy with three static estimators and with FADE, on four seeds."""
   toy = toys.make_toy(seed=seed)
   estimators = {SUCCESSES: asym(delta=3.0), EVEN: grpo_mean(), FAILURES: asym(delta=0.3)}
   estimators[FADE] = fade(alpha_max=ALPHA_MAX, delta_min=DELTA_MIN)
@@ -143,7 +147,7 @@ def estimator_runs(
 
 
 def draw_runs(runs: Mapping[str, Runs]) -> None:
-  """Solve rate, entropy and mass difference over the updates."""
+  """Draws solve rate, entropy and mass difference over the updates."""
   labels = {
     "solve_rate": "solve rate of the policy",
     "policy/entropy": "entropy, nats per token",
@@ -155,12 +159,12 @@ def draw_runs(runs: Mapping[str, Runs]) -> None:
 
 
 def draw_funnel(runs: Mapping[str, Runs]) -> None:
-  """The rank-one fraction of the head's change, over the updates and against the entropy."""
+  """Draws the rank-one fraction of the head's change, over updates and against the entropy."""
   _, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), sharey=True)
-  toys.plot_runs(left, runs, STYLES, "head/rank_one_fraction", start=1)  # undefined before
-  for name, of_name in runs.items():
-    entropy = of_name.metrics["policy/entropy"].mean(axis=0)[1:]
-    fraction = of_name.metrics["head/rank_one_fraction"].mean(axis=0)[1:]
+  toys.plot_runs(left, runs, STYLES, "head/rank_one_fraction", start=1)  # undefined at update 0
+  for name, seed_runs in runs.items():
+    entropy = seed_runs.metrics["policy/entropy"].mean(axis=0)[1:]
+    fraction = seed_runs.metrics["head/rank_one_fraction"].mean(axis=0)[1:]
     right.plot(entropy, fraction, label=name, **STYLES[name])
     right.plot(entropy[-1], fraction[-1], "o", **STYLES[name])
   left.set(ylabel=r"$\sigma_1^2/\sum_i\sigma_i^2$ of $W_t - W_0$", ylim=(0, 1))
@@ -169,23 +173,23 @@ def draw_funnel(runs: Mapping[str, Runs]) -> None:
 
 
 def draw_controller_run(runs: Mapping[str, Runs]) -> None:
-  """FADE's state and what follows from it, over the updates of its runs."""
-  of_fade = runs[FADE]
+  """Draws FADE's state and its exponents over the updates of its runs."""
+  fade_runs = runs[FADE]
   _, panels = plt.subplots(1, 3, figsize=(11, 3.4))
-  shown: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+  curves: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("solve_rate", r"$\hat p$", "solve rate", dict(color=COLORS["result"])),
     ("entropy", r"$\hat H$", "entropy, nats per token", dict(color=COLORS["entropy"])),
     ("alpha", r"$\alpha$", "exponents", dict(color=COLORS["result"])),
   )
-  for axes, (name, symbol, label, style) in zip(panels, shown, strict=True):
-    toys.plot_runs(axes, {symbol: of_fade}, {symbol: style}, f"advantage/fade_{name}")
+  for axes, (name, symbol, label, style) in zip(panels, curves, strict=True):
+    toys.plot_runs(axes, {symbol: fade_runs}, {symbol: style}, f"advantage/fade_{name}")
     axes.set_ylabel(label)
-  target = dict(color=COLORS["reference"], linestyle=":")
-  toys.plot_runs(panels[1], {"$H^*$": of_fade}, {"$H^*$": target}, "advantage/fade_target_entropy")
+  target = {"$H^*$": dict(color=COLORS["reference"], linestyle=":")}
+  toys.plot_runs(panels[1], {"$H^*$": fade_runs}, target, "advantage/fade_target_entropy")
   delta = dict(color=COLORS["entropy"])
-  toys.plot_runs(panels[2], {r"$\delta$": of_fade}, {r"$\delta$": delta}, "advantage/fade_delta")
+  toys.plot_runs(panels[2], {r"$\delta$": fade_runs}, {r"$\delta$": delta}, "advantage/fade_delta")
   batch = dict(color=COLORS["reference"], linewidth=0.8)
-  toys.plot_runs(panels[0], {"the batch's": of_fade}, {"the batch's": batch}, "reward/pass_rate")
+  toys.plot_runs(panels[0], {"the batch's": fade_runs}, {"the batch's": batch}, "reward/pass_rate")
   for axes in panels:
     axes.set_ylim(bottom=0)
     legend_outside(axes, loc="lower left", bbox_to_anchor=(0, 1.02), ncols=2)

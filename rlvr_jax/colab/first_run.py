@@ -1,4 +1,4 @@
-"""Reading a first run: its errors, and where its time went."""
+"""Reads a first run: its errors, and its time by phase."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import numpy as np
 from rlvr_jax.colab.display import COLORS, legend_outside
 from rlvr_jax.colab.rollouts import Rollout, batches
 from rlvr_jax.evaluate.curves import time_table
-from rlvr_jax.evaluate.learning_curves import Panel, with_data
+from rlvr_jax.evaluate.learning_curves import Panel, panels_with_data
 from rlvr_jax.evaluate.run_files import read_metrics
 
-FARTHEST = 10  # errors beyond are counted at ±10
+FARTHEST = 10  # larger errors count as ±10
 
 
-def records(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-  """All records of the run's metrics.jsonl, for `evaluate.learning_curves`."""
+def read_records(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+  """Reads all records of the run's metrics.jsonl, for `evaluate.learning_curves`."""
   return list(read_metrics(workdir))
 
 
 def summary(workdir: str | os.PathLike[str]) -> str:
-  """One line per evaluation on the held-out problems."""
+  """Text with one line per evaluation on the held-out problems."""
   lines = [
     f"after {r['step']:3} updates: held-out pass@1 {r['eval/pass@1']:.3f}"
     f" [{r['eval/pass@1_low']:.3f}, {r['eval/pass@1_high']:.3f}]"
@@ -34,45 +34,48 @@ def summary(workdir: str | os.PathLike[str]) -> str:
 
 
 def draw_panels(records: Sequence[dict[str, Any]], panels: Iterable[Panel]) -> None:
-  """Makes a figure of those panels of `learning_curves` that have something to show, in a row."""
+  """Draws a row of those panels of `learning_curves` that have data."""
   from matplotlib import pyplot
 
-  shown = with_data(records, panels)
-  _, places = pyplot.subplots(1, len(shown), figsize=(13, 3.5), squeeze=False)
-  for axes, panel in zip(places.flat, shown, strict=True):
+  panels = panels_with_data(records, panels)
+  _, grid = pyplot.subplots(1, len(panels), figsize=(13, 3.5), squeeze=False)
+  for axes, panel in zip(grid.flat, panels, strict=True):
     panel(axes, records)
 
 
-def errors(rollouts: Iterable[Rollout]) -> np.ndarray:
-  """i64[N], answer less reference of the rollouts whose answer is an integer, within ±FARTHEST."""
-  found = [_integer(r.completion) - int(r.answer) for r in rollouts if _is_integer(r.completion)]
-  return np.clip(np.array(found, int), -FARTHEST, FARTHEST)
+def answer_errors(rollouts: Iterable[Rollout]) -> np.ndarray:
+  """Answer minus reference, i64[N], of the N rollouts with integer answers; within ±FARTHEST."""
+  integers = [r for r in rollouts if _is_integer(r.completion)]
+  errors = [_parse_integer(r.completion) - int(r.answer) for r in integers]
+  return np.clip(np.array(errors, int), -FARTHEST, FARTHEST)
 
 
 def _is_integer(text: str) -> bool:
   return text.strip().removeprefix("-").isdecimal()
 
 
-def _integer(text: str) -> int:
+def _parse_integer(text: str) -> int:
   return int(text.strip())
 
 
 def draw_errors(rollouts: Sequence[Rollout], batch: int, width: int = 10) -> None:
-  """Makes the figure of the errors of `width` batches from `batch` on, next to those of the first.
+  """Draws the errors of `width` batches from `batch` on, and those of the first `width` batches.
 
   Raises:
-    ValueError: there is no such batch.
+    ValueError: the batch does not exist.
   """
   from matplotlib import pyplot
 
-  first, last = batches(rollouts)[0], batches(rollouts)[-1]
+  numbers = batches(rollouts)
+  first = numbers[0]
+  last = numbers[-1]
   if not first <= batch <= last:
     raise ValueError(f"draw_errors: there is no batch {batch}; choose one of {first} to {last}")
   _, axes = pyplot.subplots(figsize=(8, 3.2))
   bins = np.arange(-FARTHEST, FARTHEST + 1)
   for start, meaning, style in ((first, "plain", "--"), (batch, "result", "-")):
-    found = errors(r for r in rollouts if start <= r.batch < start + width)
-    shares = np.bincount(found + FARTHEST, minlength=bins.size) / max(1, found.size)
+    errors = answer_errors(r for r in rollouts if start <= r.batch < start + width)
+    shares = np.bincount(errors + FARTHEST, minlength=bins.size) / max(1, errors.size)
     label = f"batches {start} to {min(start + width - 1, last)}"
     axes.step(bins, shares, where="mid", color=COLORS[meaning], linestyle=style, label=label)
   axes.set(xlabel="answer − correct answer (±10 and beyond)", ylabel="share of the rollouts")
@@ -82,11 +85,11 @@ def draw_errors(rollouts: Sequence[Rollout], batch: int, width: int = 10) -> Non
 
 
 def plot_seconds(axes: Any, run: Sequence[dict[str, Any]]) -> None:
-  """Seconds by phase of the run, as bars with their share of the wall-clock."""
+  """Plots seconds by phase of the run, as bars with their share of the wall-clock time."""
   table = {phase: row for phase, row in time_table(run).items() if row[1] >= 0.005}
   phases = sorted(table, key=lambda phase: table[phase][0])
   bars = axes.barh(phases, [table[phase][0] for phase in phases], color=COLORS["plain"])
   axes.bar_label(bars, [f" {table[phase][1]:.0%}" for phase in phases])
   axes.margins(x=0.12)
-  axes.set(xlabel="seconds, and their share of the wall-clock")
+  axes.set(xlabel="seconds, and their share of the wall-clock time")
   axes.grid(axis="y", visible=False)

@@ -21,49 +21,53 @@ from rlvr_jax.types import TrainBatch
 
 
 class Coefficients(NamedTuple):
-  """A of a success and of a failure, by the successes in the group; NaN where there is none."""
+  """A of a success and of a failure by the number of successes; NaN if the group has none."""
 
   success: np.ndarray  # f32[G + 1], for 0 … G successes
   failure: np.ndarray  # f32[G + 1]
 
 
 def coefficients(advantage: Advantage, group_size: int) -> Coefficients:
-  """Coefficients of an estimator in groups of 0 … G successes; rewards are 0 and 1.
+  """Coefficients of an estimator in groups with 0 … G successes; rewards are 0 and 1.
 
-  A stateful estimator is in its first state, with an initial entropy of 1 nat per token.
+  A stateful estimator is in its initial state, with an initial entropy of 1 nat per token.
   """
   G = group_size
   rewards = (np.arange(G)[None] < np.arange(G + 1)[:, None]).astype(np.float32)
   state = advantage.init(jnp.float32(1.0))
   A = np.asarray(parts.advantages_of(advantage, jnp.asarray(rewards), state=state))
-  nothing = np.float32("nan")
-  success = np.where(rewards[:, 0] == 1, A[:, 0], nothing)
-  failure = np.where(rewards[:, -1] == 0, A[:, -1], nothing)
+  nan = np.float32("nan")
+  success = np.where(rewards[:, 0] == 1, A[:, 0], nan)
+  failure = np.where(rewards[:, -1] == 0, A[:, -1], nan)
   return Coefficients(success, failure)
 
 
 def token_weights(loss: Loss, ratios: np.ndarray, coefficient: float) -> np.ndarray:
-  """Weights −∂ℓ/∂log π of one-token responses, the factors of their log-probabilities' gradients.
+  """Weights −∂ℓ/∂log π of the gradients of one-token responses' log-probabilities.
 
   Args:
-    loss: its statistics, if it has any, are of these tokens together.
+    loss: policy loss; its batch statistics, if any, are of all N tokens.
     ratios: f32[N], ρ = π/β of each token.
-    coefficient: A, of all of them.
+    coefficient: A of all tokens.
   Returns:
     f32[N].
   """
   policy = jnp.log(jnp.asarray(ratios, jnp.float32))[None, :, None]
   A = jnp.full(policy.shape[:2], coefficient, jnp.float32)
-  behavior, mask = jnp.zeros(policy.shape), jnp.ones(policy.shape)
-  mean = lambda logprobs: parts.loss_of(loss, logprobs, behavior, A, mask)[0]
-  return -len(ratios) * np.asarray(jax.grad(mean)(policy)).reshape(-1)
+  behavior = jnp.zeros(policy.shape)
+  mask = jnp.ones(policy.shape)
+
+  def mean_loss(logprobs: Any) -> Any:
+    return parts.loss_of(loss, logprobs, behavior, A, mask)[0]
+
+  return -len(ratios) * np.asarray(jax.grad(mean_loss)(policy)).reshape(-1)
 
 
 # --- drawing --------------------------------------------------------------------------------------
 
 
 def draw_cosines(comparison: Comparison, lag: int) -> None:
-  """Makes the figure of all pairwise cosines at a lag."""
+  """Draws all pairwise cosines at a lag."""
   from matplotlib import pyplot
 
   size = 2.5 + 0.45 * len(comparison.names)
@@ -74,7 +78,7 @@ def draw_cosines(comparison: Comparison, lag: int) -> None:
 
 
 def plot_by_lag(axes: Any, comparison: Comparison, metric: str, label: str) -> None:
-  """A metric of every recipe: a row for each, a darker point for each larger lag."""
+  """Plots a metric of every recipe, one per row; darker points have larger lags."""
   rows = np.arange(len(comparison.names))[::-1]
   shades = np.linspace(0.75, 0.0, len(comparison.lags))
   for lag, shade in zip(comparison.lags, shades, strict=True):
@@ -96,27 +100,28 @@ def plot_recorded(axes: Any, batch: TrainBatch) -> None:
 
 
 def plot_coefficients(axes: Any, advantage: Advantage, group_size: int, title: str) -> None:
-  """A of successes and of failures against the number of successes in the group."""
-  found, counts = coefficients(advantage, group_size), np.arange(group_size + 1)
+  """Plots A of successes and of failures against the number of successes in the group."""
+  A = coefficients(advantage, group_size)
+  counts = np.arange(group_size + 1)
   style = dict(marker="o", markersize=4)
-  axes.plot(counts, found.success, color=COLORS["success"], label="success", **style)
-  axes.plot(counts, found.failure, color=COLORS["failure"], label="failure", **style)
+  axes.plot(counts, A.success, color=COLORS["success"], label="success", **style)
+  axes.plot(counts, A.failure, color=COLORS["failure"], label="failure", **style)
   axes.axhline(0, color=COLORS["reference"], linewidth=1, zorder=0)
   axes.set(title=title, xlabel="successes in the group")
 
 
 def draw_coefficients(specs: Sequence[str], group_size: int) -> None:
-  """Makes a figure with a panel for each estimator of `rlvr_jax.advantages`, by name."""
-  named = {name: getattr(advantages, name)() for name in specs}
-  figure, panels = _panels(len(named))
-  for axes, (name, advantage) in zip(panels, named.items(), strict=True):
+  """Draws a panel for each estimator of `rlvr_jax.advantages`, by name."""
+  by_name = {name: getattr(advantages, name)() for name in specs}
+  figure, panels = _make_panels(len(by_name))
+  for axes, (name, advantage) in zip(panels, by_name.items(), strict=True):
     plot_coefficients(axes, advantage, group_size, name)
   panels[0].set_ylabel("coefficient $A$")
-  _shared_legend(figure, panels[0])
+  _add_shared_legend(figure, panels[0])
 
 
 def plot_token_weights(axes: Any, loss: Loss, title: str, highest: float = 3.0) -> None:
-  """The weight of a token's gradient against its ratio, for A = 1 and A = −1."""
+  """Plots the weight of a token's gradient against its ratio, for A = 1 and A = −1."""
   ratios = np.linspace(0.02, highest, 400)
   for sign, meaning in ((1.0, "success"), (-1.0, "failure")):
     label = f"$A = {sign:+.0f}$"
@@ -126,17 +131,17 @@ def plot_token_weights(axes: Any, loss: Loss, title: str, highest: float = 3.0) 
   axes.set(title=title, xlabel=r"ratio $\rho = \pi/\beta$")
 
 
-def draw_token_weights(named: Mapping[str, Loss]) -> None:
-  """Makes a figure with a panel for each loss."""
-  figure, panels = _panels(len(named))
-  for axes, (name, loss) in zip(panels, named.items(), strict=True):
+def draw_token_weights(by_name: Mapping[str, Loss]) -> None:
+  """Draws a panel for each loss."""
+  figure, panels = _make_panels(len(by_name))
+  for axes, (name, loss) in zip(panels, by_name.items(), strict=True):
     plot_token_weights(axes, loss, name)
   panels[0].set_ylabel(r"$-\partial\ell/\partial\log\pi$")
-  _shared_legend(figure, panels[0])
+  _add_shared_legend(figure, panels[0])
 
 
 def draw_clip(epsilon_low: float, epsilon_high: float) -> None:
-  """Makes the figure of `ppo_clip`'s token weights at these two bounds."""
+  """Draws the token weights of `ppo_clip` at these two bounds."""
   from matplotlib import pyplot
 
   _, axes = pyplot.subplots(figsize=(6, 3.2))
@@ -146,17 +151,17 @@ def draw_clip(epsilon_low: float, epsilon_high: float) -> None:
   legend_outside(axes)
 
 
-def _panels(count: int) -> tuple[Any, list[Any]]:
-  """A figure with `count` panels in rows of three, which share their scale."""
+def _make_panels(count: int) -> tuple[Any, list[Any]]:
+  """Makes a figure with `count` panels in rows of three, with a common y axis."""
   from matplotlib import pyplot
 
   rows = -(-count // 3)
   size = (11, 0.6 + 2.5 * rows)
-  figure, places = pyplot.subplots(rows, 3, figsize=size, sharey=True, squeeze=False)
-  for axes in places.flat[count:]:
+  figure, grid = pyplot.subplots(rows, 3, figsize=size, sharey=True, squeeze=False)
+  for axes in grid.flat[count:]:
     axes.remove()
-  return figure, list(places.flat[:count])
+  return figure, list(grid.flat[:count])
 
 
-def _shared_legend(figure: Any, axes: Any) -> None:
+def _add_shared_legend(figure: Any, axes: Any) -> None:
   figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=4)

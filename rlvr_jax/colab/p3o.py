@@ -1,4 +1,4 @@
-"""Figures of colabs/p3o.ipynb: effective sample size, its weights, and higher temperatures."""
+"""Figures of colabs/p3o.ipynb: effective sample size, P3O's weights, and higher temperatures."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ STYLES: dict[str, dict[str, Any]] = {
 
 
 class Case(NamedTuple):
-  """A policy β, and a direction in which the policy π moves away from it."""
+  """A policy β, and a direction in which the policy π drifts away from β."""
 
   toy: Toy
-  kernel: Array  # f32[D, V], β's
+  kernel: Array  # f32[D, V], of β
   direction: Array  # f32[D, V]; drift 1 changes a logit by about 1 nat
 
 
 def make_case(*, num_updates: int = 80, seed: int = 0) -> Case:
-  """β is a policy after some on-policy updates by GRPO; the direction is random."""
+  """Makes a case: β after some on-policy updates by GRPO, and a random direction."""
   toy = toys.make_toy(seed=seed)
   runs = toys.train(toy, Recipe(ppo_clip()), on_policy(), num_updates=num_updates, seeds=(seed,))
   kernel = jnp.asarray(runs.kernels[0, -1])
@@ -55,12 +55,12 @@ def make_case(*, num_updates: int = 80, seed: int = 0) -> Case:
 
 
 def rollouts(case: Case, policy: Array, *, group_size: int = 16, seed: int = 0) -> TrainBatch:
-  """Graded rollouts of a policy, a kernel f32[D, V], with their log-probabilities under it."""
-  random = jnp.asarray(toys.uniform(case.toy, seed, 0, group_size))
+  """Graded rollouts of the policy with kernel `policy`, f32[D, V], with their log-probabilities."""
+  random = jnp.asarray(toys.uniform_numbers(case.toy, seed, 0, group_size))
   return toys.make_batch(case.toy, Recipe(ppo_clip()), policy, random)
 
 
-def drifted(case: Case, drift: float | Array, batch: TrainBatch) -> Array:
+def drifted_logprobs(case: Case, drift: float | Array, batch: TrainBatch) -> Array:
   """log π of β's rollouts, f32[P, G, T], nats, for π at a distance `drift` from β."""
   return toys.statistics(case.toy, case.kernel + drift * case.direction, batch.tokens).logprobs
 
@@ -79,80 +79,88 @@ def ess(case: Case, drifts: Array) -> Ess:
   """Normalized effective sample sizes of the token ratios."""
   batch = rollouts(case, case.kernel)
 
-  def at(drift: Array) -> Ess:
-    log_ratios = parts.log_ratios(drifted(case, drift, batch), batch.behavior_logprobs, batch.mask)
+  def ess_at(drift: Array) -> Ess:
+    logprobs = drifted_logprobs(case, drift, batch)
+    log_ratios = parts.log_ratios(logprobs, batch.behavior_logprobs, batch.mask)
     by_response = parts.normalized_ess(log_ratios, batch.mask, axis=-1)
     return Ess(parts.normalized_ess(log_ratios, batch.mask), jnp.mean(by_response))
 
-  return jax.jit(jax.vmap(at))(jnp.asarray(drifts))
+  return jax.jit(jax.vmap(ess_at))(jnp.asarray(drifts))
 
 
 class Forces(NamedTuple):
-  """Force of a loss on each token's log-probability; f32[tokens] each."""
+  """Force of a loss on the log-probability of each token; f32[tokens] each."""
 
   ratios: Array  # ρ
-  forces: Array  # −n·∂L/∂log π, of n tokens: above 0 a token becomes likelier
-  coefficients: Array  # A, of ±1
+  forces: Array  # −n·∂L/∂log π for n tokens; > 0 makes a token more likely
+  coefficients: Array  # A, ±1
 
 
 def forces(case: Case, drift: float, loss: Loss) -> Forces:
-  """Computes `Forces` on β's rollouts, for A = 1 of a success and −1 of a failure."""
+  """Computes `Forces` on rollouts of β, with A = 1 for a success and −1 for a failure."""
   batch = rollouts(case, case.kernel)
   A = parts.advantages_of(reinforce_signed(), batch.rewards)
-  logprobs, behavior = drifted(case, drift, batch), batch.behavior_logprobs
-  value = lambda logprobs: parts.loss_of(loss, logprobs, behavior, A, batch.mask)[0]
-  gradient = jax.grad(value)(logprobs)
+  logprobs = drifted_logprobs(case, drift, batch)
+  behavior = batch.behavior_logprobs
+
+  def loss_value(logprobs: Array) -> Array:
+    return parts.loss_of(loss, logprobs, behavior, A, batch.mask)[0]
+
+  gradient = jax.grad(loss_value)(logprobs)
   ratios = jnp.exp(parts.log_ratios(logprobs, behavior, batch.mask))
-  of_tokens = jnp.broadcast_to(A[..., None], ratios.shape)
-  return Forces(ratios.ravel(), -gradient.ravel() * batch.mask.sum(), of_tokens.ravel())
+  token_coefficients = jnp.broadcast_to(A[..., None], ratios.shape)
+  return Forces(ratios.ravel(), -gradient.ravel() * batch.mask.sum(), token_coefficients.ravel())
 
 
 class Directions(NamedTuple):
-  """The update of a loss on β's rollouts, against that of fresh rollouts of π; f32[seeds, N]."""
+  """A loss's update from rollouts of β, against that from fresh rollouts of π; f32[seeds, N]."""
 
   cosine: Array
-  length: Array  # over that of the fresh update
+  length: Array  # relative to the fresh update
 
 
 def directions(case: Case, loss: Loss, drifts: Array, *, seeds: int = 8) -> Directions:
-  """Computes `Directions` by the drift of π; stale batches have 64 rollouts per prompt, fresh 512.
+  """Computes `Directions` by drift; stale batches have 64 rollouts per prompt, fresh ones 512.
 
   Args:
+    case: policy β and direction of the drift.
+    loss: policy loss.
     drifts: f32[N].
-    seeds: number of β's batches.
+    seeds: number of batches of β.
   """
   stale = [rollouts(case, case.kernel, group_size=64, seed=seed) for seed in range(seeds)]
   stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *stale)
-  random = jnp.asarray(toys.uniform(case.toy, seeds, 0, 512))
+  random = jnp.asarray(toys.uniform_numbers(case.toy, seeds, 0, 512))
 
-  def at(case: Case, random: Array, drift: Array, batches: TrainBatch) -> Directions:
+  def compare_updates(case: Case, random: Array, drift: Array, batches: TrainBatch) -> Directions:
     policy = case.kernel + drift * case.direction
     fresh = _gradient(case.toy, FRESH, policy, toys.make_batch(case.toy, FRESH, policy, random))
-    own = jax.vmap(lambda batch: _gradient(case.toy, Recipe(loss), policy, batch))(batches)
-    norms, norm = jnp.linalg.norm(own, axis=-1), jnp.linalg.norm(fresh)
-    return Directions(own @ fresh / (norms * norm), norms / norm)
+    stale = jax.vmap(lambda batch: _gradient(case.toy, Recipe(loss), policy, batch))(batches)
+    stale_norms = jnp.linalg.norm(stale, axis=-1)
+    fresh_norm = jnp.linalg.norm(fresh)
+    return Directions(stale @ fresh / (stale_norms * fresh_norm), stale_norms / fresh_norm)
 
-  run = jax.jit(at)
-  found = [run(case, random, drift, stacked) for drift in jnp.asarray(drifts)]
-  return jax.tree.map(lambda *arrays: jnp.stack(arrays, axis=-1), *found)
+  jitted = jax.jit(compare_updates)
+  by_drift = [jitted(case, random, drift, stacked) for drift in jnp.asarray(drifts)]
+  return jax.tree.map(lambda *arrays: jnp.stack(arrays, axis=-1), *by_drift)
 
 
 def _gradient(toy: Toy, recipe: Recipe, kernel: Array, batch: TrainBatch) -> Array:
   """Gradient of the recipe's loss with respect to the kernel, f32[D·V]."""
   A = parts.advantages_of(recipe.advantage, batch.rewards)
 
-  def value(kernel: Array) -> Array:
+  def loss_value(kernel: Array) -> Array:
     logprobs = toys.statistics(toy, kernel, batch.tokens).logprobs
     return parts.loss_of(recipe.loss, logprobs, batch.behavior_logprobs, A, batch.mask)[0]
 
-  return jax.grad(value)(kernel).ravel()
+  return jax.grad(loss_value)(kernel).ravel()
 
 
-def heated_runs(
+def train_heated(
   case: Case, *, temperature: float = 1.5, num_updates: int = 120
 ) -> Mapping[str, Runs]:
-  """Runs from β whose rollouts are sampled at another temperature, four updates per refresh."""
-  made = {
+  """Trains from β on rollouts sampled at another temperature, with four updates per refresh."""
+  recipes = {
     "P3O, exact": Recipe(p3o(), temperature=temperature),
     "P3O, exact, no KL term": Recipe(p3o(kl_term=False), temperature=temperature),
     "P3O, raw": Recipe(p3o(), temperature=temperature, recorded="raw"),
@@ -161,24 +169,25 @@ def heated_runs(
   train = functools.partial(
     toys.train, case.toy, schedule=updates_per_refresh(batches=4), num_updates=num_updates
   )
-  return {label: train(recipe, first=case.kernel) for label, recipe in made.items()}
+  return {label: train(recipe, first=case.kernel) for label, recipe in recipes.items()}
 
 
 # --- drawing --------------------------------------------------------------------------------------
 
 
 def draw_ratios(case: Case, drift: float = 0.6) -> None:
-  """The ratios of β's tokens at a drift, and e over all drifts."""
+  """Draws the ratios of tokens of β at a drift, and e over all drifts."""
   _, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6))
   batch = rollouts(case, case.kernel)
-  log_ratios = parts.log_ratios(drifted(case, drift, batch), batch.behavior_logprobs, batch.mask)
+  logprobs = drifted_logprobs(case, drift, batch)
+  log_ratios = parts.log_ratios(logprobs, batch.behavior_logprobs, batch.mask)
   e = float(parts.normalized_ess(log_ratios, batch.mask))
   ratios = np.exp(np.asarray(log_ratios).ravel())
   bins = np.geomspace(0.02, 50, 61)
-  shown = np.clip(ratios, bins[0], bins[-1])
+  clipped = np.clip(ratios, bins[0], bins[-1])
   capped = ratios > e
   left.hist(
-    [shown[~capped], shown[capped]], bins=bins, stacked=True,
+    [clipped[~capped], clipped[capped]], bins=bins, stacked=True,
     color=[COLORS["behavior"], COLORS["plain"]],
     label=[r"weight $\rho$: $\rho \leq e$", r"capped, weight $e$: $\rho > e$"],
   )  # fmt: skip
@@ -200,12 +209,13 @@ def draw_forces(case: Case, drift: float = 0.6) -> None:
   """Draws the forces of three losses on each token, against its ratio."""
   _, panels = plt.subplots(1, 3, figsize=(11, 3.6), sharey=True)
   for axes, name in zip(panels, (CLIP, CAP, P3O), strict=True):
-    found = jax.tree.map(np.asarray, forces(case, drift, LOSSES[name]))
-    for sign, of, meaning in ((1, "success", "success, A = 1"), (-1, "failure", "failure, A = −1")):
-      kept = found.coefficients == sign
+    by_token = jax.tree.map(np.asarray, forces(case, drift, LOSSES[name]))
+    for sign, outcome in ((1, "success"), (-1, "failure")):
+      selected = by_token.coefficients == sign
       axes.plot(
-        found.ratios[kept], found.forces[kept], ".", markersize=3, color=COLORS[of], label=meaning
-      )
+        by_token.ratios[selected], by_token.forces[selected], ".", markersize=3,
+        color=COLORS[outcome], label=f"{outcome}, A = {sign}".replace("-", "−"),
+      )  # fmt: skip
     axes.axhline(0, color=COLORS["reference"], linewidth=0.8)
     axes.set(xscale="log", yscale="symlog", xlim=(0.02, 50), title=name)
     axes.set_xlabel(r"$\rho = \pi/\beta$ of a token")
@@ -217,8 +227,8 @@ def draw_directions(case: Case) -> None:
   """Draws the agreement of updates on stale and on fresh rollouts, over the drift."""
   _, panels = plt.subplots(1, 2, figsize=(11, 3.6))
   for name, loss in LOSSES.items():
-    found = directions(case, loss, jnp.asarray(DRIFTS))
-    for axes, values in zip(panels, found, strict=True):
+    by_drift = directions(case, loss, jnp.asarray(DRIFTS))
+    for axes, values in zip(panels, by_drift, strict=True):
       axes.plot(DRIFTS, np.mean(values, axis=0), label=name, **STYLES[name])
   panels[0].set(ylabel="cosine to the update of fresh rollouts", ylim=(-0.2, 1.02))
   panels[1].set(ylabel="length, over that of fresh rollouts", yscale="log")
@@ -228,7 +238,7 @@ def draw_directions(case: Case) -> None:
 
 
 def draw_heat(runs: Mapping[str, Runs]) -> None:
-  """Solve rate, entropy and e over the updates of runs with heated rollouts."""
+  """Draws solve rate, entropy and e over the updates of runs with heated rollouts."""
   styles = dict(zip(runs, (STYLES[name] for name in (P3O, CAP, P3O, CLIP)), strict=True))
   styles["P3O, raw"] = dict(color=COLORS["behavior"])
   labels = {

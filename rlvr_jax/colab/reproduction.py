@@ -13,19 +13,19 @@ from typing import Any, NamedTuple
 from rlvr_jax.colab.display import COLORS, legend_outside
 
 COLUMNS = ("id", "claim", "verdict", "evidence", "conditions", "link", "queued")  # of the page
-# Verdict → how its squares look, from held to open; gray and empty ones are not findings.
+# Verdict → style of its squares, from reproduced to open; gray and empty squares are no findings.
 STYLES: dict[str, dict[str, Any]] = {
   "reproduced": dict(facecolor=COLORS["success"], edgecolor=COLORS["success"]),
-  "in part": dict(facecolor="#99C7E0", edgecolor=COLORS["success"]),  # a tint of the one above
+  "in part": dict(facecolor="#99C7E0", edgecolor=COLORS["success"]),  # a tint of "reproduced"
   "not": dict(facecolor=COLORS["failure"], edgecolor=COLORS["failure"]),
   "not testable": dict(facecolor=COLORS["reference"], edgecolor=COLORS["reference"]),
   "queued": dict(facecolor="white", edgecolor=COLORS["reference"]),
 }
-_REMEDY = "write the page again by `python -m docs.reproduction`"
+_REMEDY = "rewrite the page with `python -m docs.reproduction`"
 
 
 class Claim(NamedTuple):
-  """A row of the page."""
+  """One row of the page."""
 
   name: str  # S1 … M5
   paper: str
@@ -37,36 +37,37 @@ class Claim(NamedTuple):
 
 
 def read_claims(root: str | os.PathLike[str]) -> list[Claim]:
-  """The claims of docs/reproduction.md, in its order.
+  """Reads the claims of docs/reproduction.md, in its order.
 
   Raises:
     FileNotFoundError: `root` is not a checkout.
-    ValueError: there are no claims, or a row has wrong cells, an unknown verdict or a duplicate id.
+    ValueError: there are no claims, or a row has wrong cells, an unknown verdict or a repeated id.
   """
   path = pathlib.Path(root) / "docs" / "reproduction.md"
   if not path.is_file():
     raise FileNotFoundError(f"{path} does not exist; set root to the folder of a checkout")
-  paper, claims = "", []
+  paper = ""
+  claims: list[Claim] = []
   for block in re.split(r"\n\s*\n", path.read_text(encoding="utf-8")):
     first, *lines = block.strip().splitlines() or [""]
     if first.startswith("#"):
       paper = first.lstrip("# ")
-    if tuple(_cells(first)) == COLUMNS:
-      claims += [_claim(line, paper) for line in lines[1:]]  # below the rule
+    if tuple(_split_cells(first)) == COLUMNS:
+      claims += [_parse_claim(line, paper) for line in lines[1:]]  # lines[0] is the rule
   if not claims:
     raise ValueError(f"{path}: no table has the columns {list(COLUMNS)}; {_REMEDY}")
-  twice = [name for name, n in collections.Counter(c.name for c in claims).items() if n > 1]
-  if twice:
-    raise ValueError(f"{path}: {twice} occur more than once; {_REMEDY}")
+  repeated = [name for name, n in collections.Counter(c.name for c in claims).items() if n > 1]
+  if repeated:
+    raise ValueError(f"{path}: {repeated} occur more than once; {_REMEDY}")
   return claims
 
 
-def _cells(line: str) -> list[str]:
+def _split_cells(line: str) -> list[str]:
   return [cell.strip() for cell in line.strip().strip("|").split("|")]
 
 
-def _claim(line: str, paper: str) -> Claim:
-  cells = _cells(line)
+def _parse_claim(line: str, paper: str) -> Claim:
+  cells = _split_cells(line)
   if len(cells) != len(COLUMNS):
     raise ValueError(
       f"reproduction.md: {len(cells)} cells in {line!r}, which needs {len(COLUMNS)}; {_REMEDY}"
@@ -75,8 +76,8 @@ def _claim(line: str, paper: str) -> Claim:
   verdict = row["verdict"].strip("*")
   if verdict not in STYLES:
     raise ValueError(
-      f"reproduction.md: {row['id']} has the verdict {verdict!r}; known are {list(STYLES)}: use one"
-      " of them, or give it a style in rlvr_jax/colab/reproduction.py"
+      f"reproduction.md: {row['id']} has the verdict {verdict!r}; known verdicts are"
+      f" {list(STYLES)}: use one of them, or add a style in rlvr_jax/colab/reproduction.py"
     )
   return Claim(
     row["id"], paper, row["claim"], verdict, row["evidence"], row["conditions"], row["queued"]
@@ -84,14 +85,14 @@ def _claim(line: str, paper: str) -> Claim:
 
 
 def summary(claims: Iterable[Claim]) -> str:
-  """One line per paper: how many claims have which verdict."""
-  of_paper: dict[str, collections.Counter[str]] = {}
+  """Text with one line per paper: the number of claims with each verdict."""
+  counts_by_paper: dict[str, collections.Counter[str]] = {}
   for claim in claims:
-    of_paper.setdefault(claim.paper, collections.Counter())[claim.verdict] += 1
+    counts_by_paper.setdefault(claim.paper, collections.Counter())[claim.verdict] += 1
   lines = [
     f"{paper}: "
     + ", ".join(f"{counts[verdict]} {verdict}" for verdict in STYLES if counts[verdict])
-    for paper, counts in of_paper.items()
+    for paper, counts in counts_by_paper.items()
   ]
   return "\n".join(lines)
 
@@ -102,23 +103,23 @@ def names(claims: Iterable[Claim]) -> list[str]:
 
 
 def show_claim(claims: Iterable[Claim], claim: str) -> None:
-  """Prints a claim by its id, with its verdict, evidence and conditions.
+  """Prints a claim by its id, with verdict, evidence and conditions.
 
   Raises:
-    ValueError: there is no such claim.
+    ValueError: the claim does not exist.
   """
-  by_name = {found.name: found for found in claims}
+  by_name = {item.name: item for item in claims}
   if claim not in by_name:
     raise ValueError(f"show_claim: there is no claim {claim!r}; choose one of {list(by_name)}")
-  found = by_name[claim]
-  text = re.sub(r"\[([^][]*)\]\([^)]*\)", r"\1", found.evidence)  # a link is its text
-  print(f"{claim} ({found.paper}): {found.claim}")
-  print(textwrap.fill(f"{found.verdict.upper()}. {text}", 100))
-  print(f"Conditions: {found.conditions}. Queued: {found.queued}.")
+  row = by_name[claim]
+  text = re.sub(r"\[([^][]*)\]\([^)]*\)", r"\1", row.evidence)  # replaces links by their text
+  print(f"{claim} ({row.paper}): {row.claim}")
+  print(textwrap.fill(f"{row.verdict.upper()}. {text}", 100))
+  print(f"Conditions: {row.conditions}. Queued: {row.queued}.")
 
 
 def draw_claims(claims: Sequence[Claim]) -> None:
-  """Makes the figure with a row for each claim, in the colors of the verdicts."""
+  """Draws one row per claim, in the colors of the verdicts."""
   from matplotlib import pyplot
   from matplotlib.patches import Patch, Rectangle
 

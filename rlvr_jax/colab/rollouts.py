@@ -1,4 +1,4 @@
-"""Reading a run's rollouts: by outcome, length and age."""
+"""Reads a run's rollouts: by outcome, length and age."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rlvr_jax.ops.checks import check_choice
 from rlvr_jax.rollouts.batch import from_shard
 from rlvr_jax.rollouts.staleness import Schedule
 from rlvr_jax.rollouts.store import RolloutStore
-from rlvr_jax.storage.places import place
+from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.setup.build import make_schedule
 
-# Kind of a rollout → its color. A response at the length limit is "cut off", whatever its grade.
+# Kind of a rollout → color. A response at the length limit is "cut off", whatever its grade.
 KINDS = {
   "correct": COLORS["success"],
   "wrong": COLORS["failure"],
@@ -32,68 +32,68 @@ ANY = "any"
 
 
 class Rollout(NamedTuple):
-  """One rollout as the run's store has it."""
+  """One rollout of a run's store."""
 
-  batch: int  # number of its batch
-  group: int  # of its prompt, within the batch
+  batch: int  # number of the batch
+  group: int  # index of the prompt within the batch
   prompt: str
   completion: str
-  answer: str  # the reference
+  answer: str  # reference answer
   kind: str  # one of KINDS
-  reward: float | None  # before the penalty for length; None without a grade
+  reward: float | None  # before the overlong penalty; None without a grade
   length: int  # tokens, stop token included
-  age: int  # updates between the policy that sampled it and the update that first trains on it
+  age: int  # updates between the sampling policy and the first update on this rollout
   surprisals: np.ndarray  # f32[length], −log β of each token, nats
 
 
 def load(workdir: str | os.PathLike[str]) -> list[Rollout]:
-  """All rollouts in a run's store, in the order in which they were sampled.
+  """Loads all rollouts of a run's store, in the order of sampling.
 
   Raises:
     FileNotFoundError: the folder has no run.
-    StoreError: its store cannot be read.
+    StoreError: the store cannot be read.
   """
-  folder = place("the workdir", workdir)
+  folder = parse_path("the workdir", workdir)
   if not (folder / "config.json").exists():
-    raise FileNotFoundError(
-      f"{str(folder)!r} has no config.json: give the --workdir of a run, which has one"
-    )
+    raise FileNotFoundError(f"{str(folder)!r} has no config.json: give the --workdir of a run")
   config = ml_collections.ConfigDict(json.loads((folder / "config.json").read_text()))
-  used_at = _first_used(make_schedule(config), config.num_updates)
+  schedule = make_schedule(config.schedule, num_updates=config.num_updates, seed=config.seed)
+  first_updates = _first_updates(schedule, config.num_updates)
   store = RolloutStore(folder / "rollouts", writable=False)
-  found: list[Rollout] = []
+  rollouts: list[Rollout] = []
   for number in store.numbers():
-    found += _of_batch(from_shard(number, *store.read(number)), used_at)
-  return found
+    rollouts += _batch_rollouts(from_shard(number, *store.read(number)), first_updates)
+  return rollouts
 
 
-def _first_used(schedule: Schedule, num_updates: int) -> dict[int, int]:
-  """Batch → the first update that trains on it."""
+def _first_updates(schedule: Schedule, num_updates: int) -> dict[int, int]:
+  """Number of each batch → the first update on it."""
   return {schedule.batch(t): t for t in reversed(range(num_updates))}
 
 
-def _of_batch(batch: Any, used_at: dict[int, int]) -> list[Rollout]:
-  train, size = batch.graded.train, batch.graded.train.rewards.shape[1]
-  update = used_at.get(batch.number, batch.version)
+def _batch_rollouts(batch: Any, first_updates: dict[int, int]) -> list[Rollout]:
+  train = batch.graded.train
+  group_size = train.rewards.shape[1]
+  update = first_updates.get(batch.number, batch.version)
   logprobs = train.behavior_logprobs.reshape(-1, train.behavior_logprobs.shape[-1])
   return [
     Rollout(
-      batch.number, index // size, sample["prompt"], sample["completion"], sample["answer"],
-      kind_of(sample), sample["reward"], sample["tokens"], update - sample["version"],
+      batch.number, index // group_size, sample["prompt"], sample["completion"], sample["answer"],
+      rollout_kind(sample), sample["reward"], sample["tokens"], update - sample["version"],
       -logprobs[index, : sample["tokens"]],
     )
     for index, sample in enumerate(batch.graded.samples)
   ]  # fmt: skip
 
 
-def kind_of(sample: dict[str, Any]) -> str:
-  """One of KINDS, for a record of a store."""
+def rollout_kind(sample: dict[str, Any]) -> str:
+  """Kind of a stored rollout, one of KINDS."""
   if not sample["stopped"]:
     return "cut off"
   return sample["outcome"] if sample["outcome"] in KINDS else "not graded"
 
 
-def chosen(
+def select(
   rollouts: Iterable[Rollout],
   *,
   kind: str = ANY,
@@ -101,12 +101,12 @@ def chosen(
   longest: int | None = None,
   age: int | str = ANY,
 ) -> list[Rollout]:
-  """The rollouts of a kind, of `shortest` to `longest` tokens (None: no limit), and of an age.
+  """Selects the rollouts of a kind, of `shortest` to `longest` tokens (None: no limit), and an age.
 
   Raises:
     ValueError: the kind is unknown.
   """
-  check_choice("chosen", "kind", kind, [ANY, *KINDS])
+  check_choice("select", "kind", kind, [ANY, *KINDS])
   return [
     r
     for r in rollouts
@@ -118,7 +118,7 @@ def chosen(
 
 
 def ages(rollouts: Iterable[Rollout]) -> list[int]:
-  """The ages that occur, ascending."""
+  """The ages that occur, in updates, ascending."""
   return sorted({r.age for r in rollouts})
 
 
@@ -133,7 +133,7 @@ def lengths(rollouts: Iterable[Rollout]) -> list[int]:
 
 
 class Shares(NamedTuple):
-  """The share of the correct among the rollouts with each value of a property."""
+  """Share of correct rollouts for each of N values of a property."""
 
   values: np.ndarray  # i64[N], ascending
   share: np.ndarray  # f64[N]
@@ -142,15 +142,15 @@ class Shares(NamedTuple):
   counts: np.ndarray  # i64[N], rollouts
 
 
-def correct_by(rollouts: Sequence[Rollout], name: str) -> Shares:
-  """The share of the correct by a field of `Rollout`: "length", "age" or "batch"."""
-  check_choice("correct_by", "name", name, ("length", "age", "batch"))
+def correct_shares(rollouts: Sequence[Rollout], name: str) -> Shares:
+  """Share of correct rollouts by the field "length", "age" or "batch" of `Rollout`."""
+  check_choice("correct_shares", "name", name, ("length", "age", "batch"))
   outcomes: dict[int, list[bool]] = collections.defaultdict(list)
   for rollout in rollouts:
     outcomes[getattr(rollout, name)].append(rollout.kind == "correct")
   rows = [
-    (value, np.mean(of), *wilson_interval(float(np.mean(of)), len(of)), len(of))
-    for value, of in sorted(outcomes.items())
+    (value, np.mean(correct), *wilson_interval(float(np.mean(correct)), len(correct)), len(correct))
+    for value, correct in sorted(outcomes.items())
   ]
   values, share, low, high, counts = np.array(rows, float).reshape(-1, 5).T
   return Shares(values.astype(int), share, low, high, counts.astype(int))
@@ -160,14 +160,14 @@ def correct_by(rollouts: Sequence[Rollout], name: str) -> Shares:
 
 
 def plot_kinds(axes: Any, rollouts: Sequence[Rollout]) -> None:
-  """The share of each kind in every batch, stacked."""
+  """Plots the share of each kind in every batch, stacked."""
   numbers = batches(rollouts)
   counts = {
     kind: collections.Counter(r.batch for r in rollouts if r.kind == kind) for kind in KINDS
   }
   present = [kind for kind in KINDS if counts[kind]]
-  of_batch = collections.Counter(r.batch for r in rollouts)
-  shares = [[counts[kind][n] / of_batch[n] for n in numbers] for kind in present]
+  batch_sizes = collections.Counter(r.batch for r in rollouts)
+  shares = [[counts[kind][n] / batch_sizes[n] for n in numbers] for kind in present]
   colors = [KINDS[kind] for kind in present]
   axes.stackplot(numbers, *shares, labels=present, colors=colors, alpha=0.8, linewidth=0)
   axes.set(xlabel="batch", ylabel="share of the rollouts", ylim=(0, 1))
@@ -177,8 +177,8 @@ def plot_kinds(axes: Any, rollouts: Sequence[Rollout]) -> None:
 
 def plot_lengths(axes: Any, rollouts: Sequence[Rollout]) -> None:
   """Plots the number of rollouts of each kind and length."""
-  present = [kind for kind in KINDS if chosen(rollouts, kind=kind)]
-  data = [[r.length for r in chosen(rollouts, kind=kind)] for kind in present]
+  present = [kind for kind in KINDS if select(rollouts, kind=kind)]
+  data = [[r.length for r in select(rollouts, kind=kind)] for kind in present]
   edges = np.arange(min(map(min, data)), max(map(max, data)) + 2) - 0.5
   colors = [KINDS[kind] for kind in present]
   axes.hist(data, edges, stacked=True, label=present, color=colors, alpha=0.8)
@@ -187,22 +187,22 @@ def plot_lengths(axes: Any, rollouts: Sequence[Rollout]) -> None:
 
 
 def plot_correct(axes: Any, rollouts: Sequence[Rollout], name: str, least: int = 20) -> None:
-  """The share of the correct by "length", "age" or "batch", with 95 % intervals.
+  """Plots the share of correct rollouts by "length", "age" or "batch", with 95 % intervals.
 
-  Values that fewer than `least` rollouts have are left out.
+  Values with fewer than `least` rollouts are omitted.
   """
-  every = correct_by(rollouts, name)
-  found = Shares(*(array[every.counts >= least] for array in every))
-  error = [found.share - found.low, found.high - found.share]
+  all_shares = correct_shares(rollouts, name)
+  shares = Shares(*(array[all_shares.counts >= least] for array in all_shares))
+  error = [shares.share - shares.low, shares.high - shares.share]
   style = dict(fmt="o", color=COLORS["success"], markersize=4, elinewidth=1)
-  axes.errorbar(found.values, found.share, error, **style)
+  axes.errorbar(shares.values, shares.share, error, **style)
   unit = {"length": "response length (tokens)", "age": "age (updates)", "batch": "batch"}
   axes.set(xlabel=unit[name], ylabel="share of the correct", ylim=(-0.03, 1.03))
   axes.xaxis.get_major_locator().set_params(integer=True)
 
 
 def plot_groups(axes: Any, rollouts: Sequence[Rollout], batch: int) -> None:
-  """A square per rollout of a batch; a row is a prompt's group, most correct first."""
+  """Plots a batch with a square per rollout and a row per group; most correct first."""
   from matplotlib.patches import Patch
 
   groups: dict[int, list[Rollout]] = collections.defaultdict(list)
@@ -230,7 +230,7 @@ def plot_groups(axes: Any, rollouts: Sequence[Rollout], batch: int) -> None:
 
 
 def draw_groups(rollouts: Sequence[Rollout], batch: int) -> None:
-  """Makes the figure of `plot_groups`."""
+  """Draws `plot_groups`."""
   from matplotlib import pyplot
 
   _, axes = pyplot.subplots(figsize=(5.5, 5))
@@ -238,7 +238,7 @@ def draw_groups(rollouts: Sequence[Rollout], batch: int) -> None:
 
 
 def draw_surprisals(rollouts: Sequence[Rollout], number: int) -> None:
-  """Makes the figure of `plot_surprisals` of rollouts[number]."""
+  """Draws `plot_surprisals` of rollouts[number]."""
   from matplotlib import pyplot
 
   _, axes = pyplot.subplots(figsize=(11, 2.8))
@@ -252,7 +252,7 @@ def _rgb(color: str) -> tuple[float, float, float]:
 
 
 def plot_surprisals(axes: Any, rollout: Rollout) -> None:
-  """−log β of each token of a rollout, above the token's text where a token is a byte."""
+  """Plots −log β of each token of a rollout, labeled with its text if tokens are bytes."""
   texts = [*rollout.completion.replace("\n", "⏎"), "end"]
   count = len(rollout.surprisals)
   labels = texts[:count] if len(texts) >= count else [str(i + 1) for i in range(count)]
@@ -267,30 +267,30 @@ def explore(
   rollouts: Sequence[Rollout], *, kind: str = ANY, longest: int | None = None, age: int | str = ANY,
   count: int = 6,
 ) -> None:  # fmt: skip
-  """Plots where the chosen rollouts lie among all, and prints some, spread over the run."""
+  """Plots the selected rollouts among all, and prints `count` of them, spread over the run."""
   from matplotlib import pyplot
 
-  found = chosen(rollouts, kind=kind, longest=longest, age=age)
+  selected = select(rollouts, kind=kind, longest=longest, age=age)
   figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3))
-  everything = np.bincount([r.length for r in rollouts])
-  picked = np.bincount([r.length for r in found], minlength=everything.size)
-  left.bar(np.arange(everything.size), everything, color=COLORS["reference"], label="all")
-  left.bar(np.arange(everything.size), picked, color=KINDS.get(kind, COLORS["effective"]),
-           label="chosen")  # fmt: skip
+  all_counts = np.bincount([r.length for r in rollouts])
+  selected_counts = np.bincount([r.length for r in selected], minlength=all_counts.size)
+  color = KINDS.get(kind, COLORS["effective"])
+  left.bar(np.arange(all_counts.size), all_counts, color=COLORS["reference"], label="all")
+  left.bar(np.arange(all_counts.size), selected_counts, color=color, label="chosen")
   left.set(xlabel="response length (tokens)", ylabel="rollouts")
   numbers = batches(rollouts)
-  per_batch = collections.Counter(r.batch for r in found)
-  right.plot(numbers, [per_batch[n] for n in numbers], color=KINDS.get(kind, COLORS["effective"]))
+  per_batch = collections.Counter(r.batch for r in selected)
+  right.plot(numbers, [per_batch[n] for n in numbers], color=color)
   right.set(xlabel="batch", ylabel="chosen rollouts", ylim=(0, None))
   left.set_xlim(left=min(lengths(rollouts)) - 1)
   handles = left.get_legend_handles_labels()
   figure.legend(*handles, loc="outside upper left", ncols=2)
-  print(f"{len(found)} of {len(rollouts)} rollouts")
-  show(found, count)
+  print(f"{len(selected)} of {len(rollouts)} rollouts")
+  show(selected, count)
 
 
 def show(rollouts: Sequence[Rollout], count: int = 6) -> None:
-  """Prints `count` of the rollouts, spread evenly over them."""
+  """Prints `count` of the rollouts, evenly spaced in the sequence."""
   for index in np.unique(np.linspace(0, len(rollouts) - 1, count).astype(int)) if rollouts else ():
     r = rollouts[index]
     reward = "none" if r.reward is None else f"{r.reward:g}"

@@ -1,4 +1,4 @@
-"""Tiny runs, trained without output, for notebooks whose reader has no run."""
+"""Tiny runs, trained without output, for notebook readers without a run."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ import ml_collections
 
 from rlvr_jax.configs import quickstart, steps
 from rlvr_jax.train.reporting.report import write_report
-from rlvr_jax.train.same_rollouts import Comparison, compared
-from rlvr_jax.train.session import session
+from rlvr_jax.train.same_rollouts import Comparison, compare_gradients
+from rlvr_jax.train.session import open_session
 from rlvr_jax.train.setup.build import build
 
 
-def trained(config: ml_collections.ConfigDict, workdir: str = "") -> pathlib.Path:
-  """Trains silently, and returns the folder of the run.
+def train(config: ml_collections.ConfigDict, workdir: str = "") -> pathlib.Path:
+  """Trains without output, and returns the folder of the run.
 
   Args:
-    config: see `configs/base.py`.
-    workdir: folder of the run; one that has the finished run is returned as it is, and a run that
-      was cut off continues. "": a new temporary folder.
+    config: configuration, see `configs/base.py`.
+    workdir: folder of the run; a finished run is not trained again, an interrupted run continues.
+      "" for a new temporary folder.
   Raises:
-    ValueError: what `train.setup.build.build` raises.
+    ValueError: see `train.setup.build.build`.
     WorkdirError: the folder belongs to another configuration.
   """
   folder = pathlib.Path(workdir or tempfile.mkdtemp(prefix="rlvr_jax_"))
   silent = io.StringIO()
   with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
-    with session(build(config), folder) as run:
+    with open_session(build(config), folder) as run:
       run.trainer.run(run.now)
-      write_report(run.workdir.local, run.workdir.kept)
+      write_report(run.workdir.local, run.workdir.path)
   return folder
 
 
-def compared_silently(**arguments: Any) -> Comparison:
-  """Calls `same_rollouts.compared` with a temporary workdir, without its output.
+def compare_silently(**arguments: Any) -> Comparison:
+  """Calls `same_rollouts.compare_gradients` with a temporary workdir, without its output.
 
   Args:
-    arguments: those of `compared`, without the workdir.
+    arguments: those of `compare_gradients`, without the workdir.
   """
   silent = io.StringIO()
   with (
@@ -49,11 +49,11 @@ def compared_silently(**arguments: Any) -> Comparison:
     contextlib.redirect_stdout(silent),
     contextlib.redirect_stderr(silent),
   ):
-    return compared(workdir, **arguments)
+    return compare_gradients(workdir, **arguments)
 
 
-def sums(*, updates: int, seed: int = 0) -> ml_collections.ConfigDict:
-  """The quickstart's task, "7 - 4 + 9 = ", with a policy of 0.1 M parameters."""
+def sums_config(*, updates: int, seed: int = 0) -> ml_collections.ConfigDict:
+  """Configuration of the quickstart's task, "7 - 4 + 9 = ", for a policy of 0.1 M parameters."""
   c = quickstart.get_config()
   c.seed, c.num_updates = seed, updates
   c.model.overrides = dict(num_layers=2, width=64, mlp_width=128, unroll_layers=1)
@@ -64,8 +64,8 @@ def sums(*, updates: int, seed: int = 0) -> ml_collections.ConfigDict:
   return c
 
 
-def worked_sums(*, updates: int, seed: int = 0) -> ml_collections.ConfigDict:
-  """Sums and products of two terms in worked steps: responses of 10 to 40 tokens."""
+def worked_sums_config(*, updates: int, seed: int = 0) -> ml_collections.ConfigDict:
+  """Configuration of sums of two terms in worked steps: responses of 10 to 40 tokens."""
   c = steps.get_config()
   c.seed, c.num_updates = seed, updates
   c.task.kwargs.terms, c.task.kwargs.warm_start_size = 2, 2048

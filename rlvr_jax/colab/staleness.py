@@ -32,8 +32,8 @@ STYLES: dict[str, dict[str, Any]] = {
   RELAXED: dict(color=COLORS["behavior"]),
   VETOED: dict(color=COLORS["result"]),
 }
-KEPT, TRIGGER, EXCLUDED, EXCLUDED_TRIGGER = range(4)
-STATES = {  # by `veto_states`: what a token is, and its color
+TRAINED, TRIGGER, EXCLUDED, EXCLUDED_TRIGGER = range(4)
+STATES = {  # label and color of each state, in the order of `veto_states`
   "trained on": "#E8E8E8",
   "trigger, trained on": COLORS["behavior"],
   "vetoed: out of the loss": COLORS["plain"],
@@ -46,13 +46,13 @@ THRESHOLDS = (1e-3, 1e-2, 1e-1, 0.3)
 
 
 def lags(schedule: Schedule, num_updates: int) -> np.ndarray:
-  """Updates between the policy that sampled an update's batch and that which it updates, i64[U]."""
-  planned = np.array(staleness.plan(schedule, num_updates), int).reshape(-1, 2)
-  return np.arange(num_updates) - planned[:, 1]
+  """Number of updates between the sampling policy and the updated policy, i64[U]."""
+  plan = np.array(staleness.plan(schedule, num_updates), int).reshape(-1, 2)
+  return np.arange(num_updates) - plan[:, 1]
 
 
 def named_schedules(num_updates: int, refresh: int, stages: int, lag: int) -> dict[str, Schedule]:
-  """Schedules that have a plan, by the string that a configuration names them with."""
+  """Schedules with a plan, by their spec in a configuration."""
   return {
     f"updates_per_refresh(batches={refresh})": staleness.updates_per_refresh(batches=refresh),
     f"stages(count={stages})": staleness.stages(count=stages, num_updates=num_updates),
@@ -64,10 +64,10 @@ def named_schedules(num_updates: int, refresh: int, stages: int, lag: int) -> di
 
 
 def draw_lags(num_updates: int = 64, refresh: int = 4, stages: int = 4, lag: int = 4) -> None:
-  """The lag of every update under four schedules."""
+  """Draws the lag of every update under four schedules."""
   _, panels = plt.subplots(2, 2, figsize=(11, 4.6), sharex=True)
-  made = named_schedules(num_updates, refresh, stages, lag)
-  for axes, (name, schedule) in zip(panels.flat, made.items(), strict=True):
+  schedules = named_schedules(num_updates, refresh, stages, lag)
+  for axes, (name, schedule) in zip(panels.flat, schedules.items(), strict=True):
     values = lags(schedule, num_updates)
     axes.step(range(num_updates), values, where="mid", color=COLORS["behavior"])
     axes.axhline(values.mean(), color=COLORS["reference"], linestyle=":", label="mean")
@@ -84,7 +84,7 @@ def draw_lags(num_updates: int = 64, refresh: int = 4, stages: int = 4, lag: int
 
 
 class Stages(NamedTuple):
-  """Runs with stages of stale rollouts, and one without."""
+  """Runs with stages of stale rollouts, and an on-policy run."""
 
   toy: Toy
   runs: Mapping[str, Runs]
@@ -97,7 +97,7 @@ class Stages(NamedTuple):
     return sorted({round(age) for age in np.linspace(0, self.length - 1, 6)})
 
 
-def stage_runs(
+def train_stages(
   *,
   num_updates: int = 128,
   stages: int = 4,
@@ -105,36 +105,37 @@ def stage_runs(
   learning_rate: float = 300.0,
   seed: int = 0,
 ) -> Stages:
-  """Trains the tiny policy on-policy, and in stages with three losses, over four seeds."""
+  """Trains the tiny policy on-policy, and in stages with three losses, on four seeds."""
   toy = toys.make_toy(length=12, allowed=(0.6, 0.9), seed=seed)
-  tight, relaxed = ppo_clip(), ppo_clip(epsilon_low=1.0, epsilon_high=4.0)
+  tight = ppo_clip()
+  relaxed = ppo_clip(epsilon_low=1.0, epsilon_high=4.0)
   veto = parts.negative_advantage_veto(threshold=threshold)
-  staged = staleness.stages(count=stages, num_updates=num_updates)
-  made = {
+  schedule = staleness.stages(count=stages, num_updates=num_updates)
+  settings = {
     FRESH: (Recipe(tight, learning_rate=learning_rate), staleness.on_policy()),
-    TIGHT: (Recipe(tight, learning_rate=learning_rate), staged),
-    RELAXED: (Recipe(relaxed, learning_rate=learning_rate), staged),
-    VETOED: (Recipe(relaxed, veto=veto, learning_rate=learning_rate), staged),
+    TIGHT: (Recipe(tight, learning_rate=learning_rate), schedule),
+    RELAXED: (Recipe(relaxed, learning_rate=learning_rate), schedule),
+    VETOED: (Recipe(relaxed, veto=veto, learning_rate=learning_rate), schedule),
   }
   runs = {
     name: toys.train(toy, recipe, schedule, num_updates=num_updates)
-    for name, (recipe, schedule) in made.items()
+    for name, (recipe, schedule) in settings.items()
   }
   return Stages(toy, runs, num_updates // stages, threshold)
 
 
-def draw_stages(found: Stages) -> None:
-  """Solve rate, effective sample size, and the share of tokens that a bound or the veto drops."""
+def draw_stages(stages: Stages) -> None:
+  """Draws solve rate, effective sample size, and the share of tokens clipped or vetoed."""
   _, panels = plt.subplots(1, 3, figsize=(11, 3.8))
-  toys.plot_runs(panels[0], found.runs, STYLES, "solve_rate")
-  toys.plot_runs(panels[1], found.runs, STYLES, "behavior/ess")
-  dropped = {name: found.runs[name] for name in (FRESH, TIGHT, RELAXED)}
+  toys.plot_runs(panels[0], stages.runs, STYLES, "solve_rate")
+  toys.plot_runs(panels[1], stages.runs, STYLES, "behavior/ess")
+  dropped = {name: stages.runs[name] for name in (FRESH, TIGHT, RELAXED)}
   toys.plot_runs(panels[2], dropped, STYLES, "loss/clip_fraction")
-  toys.plot_runs(panels[2], {VETOED: found.runs[VETOED]}, STYLES, "veto/token_fraction")
+  toys.plot_runs(panels[2], {VETOED: stages.runs[VETOED]}, STYLES, "veto/token_fraction")
   labels = ("solve rate of the policy", "effective sample size", "tokens clipped or vetoed")
   for axes, label in zip(panels, labels, strict=True):
     axes.set(ylabel=label)
-    for start in range(found.length, found.runs[TIGHT].kernels.shape[1] - 1, found.length):
+    for start in range(stages.length, stages.runs[TIGHT].kernels.shape[1] - 1, stages.length):
       axes.axvline(start, color=COLORS["reference"], linewidth=0.6)
   panels[0].set_ylim(0, 1)
   panels[1].set_ylim(0, 1.03)
@@ -148,14 +149,14 @@ def draw_stages(found: Stages) -> None:
 def veto_states(
   ratios: Array, mask: Array, coefficients: Array, *, threshold: float, scope: str
 ) -> np.ndarray:
-  """Effect of the veto on every token: KEPT, TRIGGER, EXCLUDED or EXCLUDED_TRIGGER.
+  """Effect of the veto on every token: TRAINED, TRIGGER, EXCLUDED or EXCLUDED_TRIGGER.
 
   Args:
     ratios: f32[P, G, T], ρ.
-    mask: [P, G, T].
+    mask: f32[P, G, T], 1 for response tokens.
     coefficients: f32[P, G], A.
     threshold: κ > 0.
-    scope: one of `ops.veto.SCOPES`.
+    scope: scope of the veto, one of `ops.veto.SCOPES`.
   Returns:
     i64[P, G, T].
   """
@@ -164,34 +165,38 @@ def veto_states(
   return np.asarray(triggers, int) * TRIGGER + np.asarray(vetoed, int) * EXCLUDED
 
 
-def draw_scopes(found: Stages, age: int = 31, threshold: float = 0.1, rows: int = 24) -> None:
-  """Ratios of failed rollouts of the last stage, and what each scope of the veto excludes.
+def draw_scopes(stages: Stages, age: int = 31, threshold: float = 0.1, rows: int = 24) -> None:
+  """Draws ratios of failed rollouts of the last stage, and the tokens that each scope excludes.
 
   Args:
-    age: updates since the rollouts were sampled, below the length of a stage.
+    stages: result of `train_stages`.
+    age: updates since the rollouts were sampled, less than the length of a stage.
     threshold: κ.
-    rows: number of rollouts, those with the smallest ratios.
+    rows: number of rollouts; those with the smallest ratios are drawn.
   """
-  check_between("draw_scopes", "age", age, low=0, high=found.length - 1)
-  runs = found.runs[RELAXED]
-  start = len(runs.batches) - found.length
-  batch, logprobs = toys.batch_at(found.toy, runs, start, policy=start + age)
+  check_between("draw_scopes", "age", age, low=0, high=stages.length - 1)
+  runs = stages.runs[RELAXED]
+  start = len(runs.batches) - stages.length
+  batch, logprobs = toys.batch_at(stages.toy, runs, start, policy=start + age)
   ratios = jnp.exp(parts.log_ratios(logprobs, batch.behavior_logprobs, batch.mask))
   A = parts.advantages_of(runs.recipe.advantage, batch.rewards)
   smallest = np.where(np.asarray(A) < 0, np.asarray(ratios).min(axis=-1), np.inf).ravel()
-  shown = np.argsort(smallest)[: min(rows, int(np.isfinite(smallest).sum()))]
-  flat = lambda x: np.asarray(x).reshape(smallest.size, -1)[shown]
+  indices = np.argsort(smallest)[: min(rows, int(np.isfinite(smallest).sum()))]
+
+  def select_rows(values: Any) -> np.ndarray:
+    return np.asarray(values).reshape(smallest.size, -1)[indices]
+
   figure, panels = plt.subplots(1, 1 + len(SCOPES), figsize=(11, 4), sharey=True)
   norm = LogNorm(1e-2, 1e2)
-  image = panels[0].imshow(flat(ratios), norm=norm, cmap="PuOr", aspect="auto")
-  figure.suptitle("Tokens that the veto takes out of the loss, by its scope", fontsize="medium")
+  image = panels[0].imshow(select_rows(ratios), norm=norm, cmap="PuOr", aspect="auto")
+  figure.suptitle("Tokens that the veto excludes from the loss, by scope", fontsize="medium")
   figure.colorbar(image, ax=panels[0], label=r"$\rho = \pi/\beta$ of a token", location="left")
   panels[0].set_title("ratios")
   panels[0].set_ylabel("failed rollouts, smallest ratio on top")
   colors = ListedColormap(list(STATES.values()))
   for axes, scope in zip(panels[1:], SCOPES, strict=True):
     states = veto_states(ratios, batch.mask, A, threshold=threshold, scope=scope)
-    axes.imshow(flat(states), cmap=colors, vmin=-0.5, vmax=3.5, aspect="auto")
+    axes.imshow(select_rows(states), cmap=colors, vmin=-0.5, vmax=3.5, aspect="auto")
     axes.set_title(scope)
   for axes in panels:
     axes.set(xlabel="token", yticks=[])
@@ -202,36 +207,37 @@ def draw_scopes(found: Stages, age: int = 31, threshold: float = 0.1, rows: int 
 
 
 def shares_by_age(
-  found: Stages, thresholds: Sequence[float] = THRESHOLDS
+  stages: Stages, thresholds: Sequence[float] = THRESHOLDS
 ) -> tuple[np.ndarray, np.ndarray]:
-  """The veto's share of the loss tokens, and the triggers' of failures' tokens, in the last stage.
+  """Shares of vetoed tokens and of triggers among failures' tokens, by age in the last stage.
 
   Returns:
-    (f64[thresholds, μ], f64[thresholds, μ]), by age.
+    (vetoed share of the loss tokens, trigger share of failures' tokens), f64[thresholds, μ] each.
   """
-  runs = found.runs[RELAXED]
-  start = len(runs.batches) - found.length
-  batch, _ = toys.batch_at(found.toy, runs, start)
+  runs = stages.runs[RELAXED]
+  start = len(runs.batches) - stages.length
+  batch, _ = toys.batch_at(stages.toy, runs, start)
   A = parts.advantages_of(runs.recipe.advantage, batch.rewards)
-  kernels = jnp.asarray(runs.kernels[0, start : start + found.length])
+  kernels = jnp.asarray(runs.kernels[0, start : start + stages.length])
 
-  def at(kernel: Array) -> list[dict[str, Array]]:
-    logprobs = toys.statistics(found.toy, kernel, batch.tokens).logprobs
+  def veto_metrics(kernel: Array) -> list[dict[str, Array]]:
+    logprobs = toys.statistics(stages.toy, kernel, batch.tokens).logprobs
     vetoes = [negative_advantage_veto(threshold=threshold) for threshold in thresholds]
     metrics = [veto(logprobs, logprobs, batch, A)[2] for veto in vetoes]
-    return [reductions.values(of_threshold) for of_threshold in metrics]
+    return [reductions.values(records) for records in metrics]
 
-  by_threshold = jax.jit(jax.vmap(at))(kernels)
-  rows = lambda name: np.array([row[name] for row in by_threshold], float)
-  return rows("veto/token_fraction"), rows("veto/trigger_rate")
+  by_threshold = jax.jit(jax.vmap(veto_metrics))(kernels)
+  vetoed = np.array([row["veto/token_fraction"] for row in by_threshold], float)
+  triggers = np.array([row["veto/trigger_rate"] for row in by_threshold], float)
+  return vetoed, triggers
 
 
-def draw_ages(found: Stages) -> None:
-  """`shares_by_age`, one line per threshold."""
+def draw_ages(stages: Stages) -> None:
+  """Draws `shares_by_age`, with one line per threshold."""
   _, panels = plt.subplots(1, 2, figsize=(11, 3.6))
   labels = ("vetoed share of the loss tokens", "triggers, of failures' tokens")
   strengths = np.linspace(0.25, 1, len(THRESHOLDS))
-  for axes, rows, label in zip(panels, shares_by_age(found), labels, strict=True):
+  for axes, rows, label in zip(panels, shares_by_age(stages), labels, strict=True):
     for threshold, values, strength in zip(THRESHOLDS, rows, strengths, strict=True):
       name = rf"$\kappa$ = {threshold:g}"
       axes.plot(values, color=COLORS["behavior"], alpha=strength, label=name)

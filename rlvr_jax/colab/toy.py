@@ -1,10 +1,10 @@
 """A policy small enough to be trained many times in a notebook, with exact log-probabilities.
 
-Task: an answer of T tokens is right if every token is in the set that its place allows; prompts
-allow sets of different sizes, so that some are hard. Policy: the logits of a place are fixed random
-features of the prompt, the place and the token before, times the kernel of an output head. Only
-the kernel is trained, by plain gradient descent. Advantages, losses, vetoes, schedules and metrics
-are the package's own.
+Task: an answer of T tokens is right if every token is in the set allowed at its position; sets
+differ in size between prompts, so that some prompts are hard. Policy: the logits at a position are
+fixed random features of the prompt, the position and the previous token, times the kernel of an
+output head. Only the kernel is trained, by plain gradient descent. Advantages, losses, vetoes,
+schedules and metrics are those of the package.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlvr_jax import parts
 from rlvr_jax.advantages import Advantage, grpo_mean
 from rlvr_jax.advantages.masses import gradient_masses
 from rlvr_jax.colab.display import legend_outside
-from rlvr_jax.evaluate.curves import mean_curve, range_of
+from rlvr_jax.evaluate.curves import mean_curve, metric_range
 from rlvr_jax.geometry.updates import rank_one_fraction
 from rlvr_jax.losses import Loss
 from rlvr_jax.ops import reductions
@@ -36,8 +36,10 @@ RECORDED = ("sampled", "raw")
 
 
 class Toy(NamedTuple):
-  features: Array  # f32[P, T, D], of prompt and place
-  previous: Array  # f32[V + 1, D], of the token before; the last row stands for none
+  """A task, and the features of its policies."""
+
+  features: Array  # f32[P, T, D], of prompt and position
+  previous: Array  # f32[V + 1, D], of the previous token; the last row is for none
   allowed: Array  # bool[P, T, V]
 
 
@@ -50,64 +52,67 @@ def make_toy(
   allowed: tuple[float, float] = (0.4, 0.8),
   seed: int = 0,
 ) -> Toy:
-  """A task and its features.
+  """Makes a task and its features.
 
   Args:
     prompts, length, vocabulary, width: P, T, V and D.
-    allowed: the share of the tokens that a place allows, of the hardest and of the easiest prompt.
-    seed: of the allowed sets and the features.
+    allowed: share of the tokens allowed per position, for the hardest and the easiest prompt.
+    seed: seed of the allowed sets and the features.
   """
   rng = np.random.default_rng(seed)
   P, T, V, D = prompts, length, vocabulary, width
   counts = np.round(np.linspace(*allowed, P) * V).astype(int)
   ranks = rng.permuted(np.broadcast_to(np.arange(V), (P, T, V)), axis=-1)
-  normal = lambda *shape: jnp.asarray(rng.normal(size=shape) / np.sqrt(D), jnp.float32)
+
+  def normal(*shape: int) -> Array:
+    return jnp.asarray(rng.normal(size=shape) / np.sqrt(D), jnp.float32)
+
   return Toy(normal(P, T, D), normal(V + 1, D) / 2, jnp.asarray(ranks < counts[:, None, None]))
 
 
 def first_kernel(toy: Toy) -> Array:
-  """f32[D, V] of zeros: every token is equally likely."""
+  """Kernel f32[D, V] of the uniform policy: zeros."""
   return jnp.zeros((toy.features.shape[-1], toy.allowed.shape[-1]))
 
 
-def uniform(toy: Toy, seed: int, number: int, group_size: int) -> np.ndarray:
-  """f32[P, G, T], the random numbers that batch `number` of a run is sampled with."""
+def uniform_numbers(toy: Toy, seed: int, number: int, group_size: int) -> np.ndarray:
+  """Uniform random numbers f32[P, G, T] from which batch `number` of a run is sampled."""
   P, T, _ = toy.features.shape
   return np.random.default_rng([seed, number]).random((P, group_size, T), np.float32)
 
 
 def sample(toy: Toy, kernel: Array, random: Array, *, temperature: float = 1.0) -> Array:
-  """Tokens i32[P, G, T] of a policy, from numbers f32[P, G, T] uniform on [0, 1).
+  """Samples tokens i32[P, G, T] from a policy, given numbers f32[P, G, T] uniform on [0, 1).
 
-  Equal numbers give equal answers of equal policies, so that policies can be compared by them.
+  Equal policies with equal numbers give equal answers, so that policies can be compared.
   """
   V = toy.allowed.shape[-1]
-  none = jnp.full(random.shape[:2], V, jnp.int32)
+  no_token = jnp.full(random.shape[:2], V, jnp.int32)
 
-  def place(last, given):
-    features, below = given
+  def sample_position(last, inputs):
+    features, uniform = inputs
     logits = head_logits(features[:, None] + toy.previous[last], Head(kernel))
     probabilities = jnp.exp(distribution(logits, Sampling(temperature=temperature)))
-    reached = jnp.cumsum(probabilities, axis=-1) <= below[..., None]
-    tokens = jnp.minimum(jnp.sum(reached, axis=-1), V - 1)
+    passed = jnp.cumsum(probabilities, axis=-1) <= uniform[..., None]
+    tokens = jnp.minimum(jnp.sum(passed, axis=-1), V - 1)
     return tokens, tokens
 
-  by_place = toy.features.swapaxes(0, 1), jnp.moveaxis(random, -1, 0)
-  return jnp.moveaxis(jax.lax.scan(place, none, by_place)[1], 0, -1)
+  by_position = toy.features.swapaxes(0, 1), jnp.moveaxis(random, -1, 0)
+  return jnp.moveaxis(jax.lax.scan(sample_position, no_token, by_position)[1], 0, -1)
 
 
 def statistics(
   toy: Toy, kernel: Array, tokens: Array, *, temperature: float = 1.0
 ) -> TokenStatistics:
-  """Log-probabilities and entropies f32[P, G, T] of tokens i32[P, G, T], nats, under a policy."""
-  none = jnp.full((*tokens.shape[:2], 1), toy.allowed.shape[-1], tokens.dtype)
-  last = jnp.concatenate([none, tokens[..., :-1]], axis=-1)
+  """Log-probabilities and entropies f32[P, G, T] of tokens i32[P, G, T] under a policy, nats."""
+  no_token = jnp.full((*tokens.shape[:2], 1), toy.allowed.shape[-1], tokens.dtype)
+  last = jnp.concatenate([no_token, tokens[..., :-1]], axis=-1)
   hidden = toy.features[:, None] + toy.previous[last]
   return token_statistics(hidden, Head(kernel), tokens, Sampling(temperature=temperature))
 
 
 def rewards(toy: Toy, tokens: Array) -> Array:
-  """f32[P, G]: 1 where all tokens are allowed, 0 elsewhere."""
+  """Rewards f32[P, G]: 1 if all tokens of an answer are allowed, else 0."""
   allowed = jnp.take_along_axis(toy.allowed[:, None], tokens[..., None], axis=-1)
   return jnp.all(allowed[..., 0], axis=-1).astype(jnp.float32)
 
@@ -116,22 +121,22 @@ def rewards(toy: Toy, tokens: Array) -> Array:
 
 
 class Recipe(NamedTuple):
-  """Components and settings of an update."""
+  """Components and settings of a method."""
 
   loss: Loss
   advantage: Advantage = grpo_mean()
   veto: Veto | None = None
-  temperature: float = 1.0  # of sampling; the policy's own is 1
-  recorded: str = "sampled"  # "raw": log-probabilities at temperature 1, whatever was sampled from
-  learning_rate: float = 60.0  # a token's share of a batch's mean is small
+  temperature: float = 1.0  # of sampling; the policy is trained at temperature 1
+  recorded: str = "sampled"  # log-probabilities at the sampling temperature; "raw": at 1
+  learning_rate: float = 60.0  # large, since each token is a small share of the batch mean
 
 
 class Runs(NamedTuple):
   """N runs that differ in their seed; U updates each."""
 
-  metrics: dict[str, np.ndarray]  # f32[N, U] by name, before each update; on the batch it uses
+  metrics: dict[str, np.ndarray]  # f32[N, U] by name, before each update, on its batch
   kernels: np.ndarray  # f32[N, U + 1, D, V], after 0 … U updates
-  batches: tuple[tuple[int, int], ...]  # by update: number of its batch, version that sampled it
+  batches: tuple[tuple[int, int], ...]  # by update: batch number, version that sampled it
   recipe: Recipe
   seeds: tuple[int, ...]
   group_size: int
@@ -149,9 +154,8 @@ def train(
 ) -> Runs:
   """Trains one policy per seed, from the kernel `first`, f32[D, V]; None for uniform policies.
 
-  Metrics besides the package's own: `solve_rate` of fresh rollouts of the policy that is updated,
-  as many as a batch has; `lag`; `gradient_norm`; `head/rank_one_fraction` of the kernel's change
-  so far.
+  Metrics besides those of the package: `solve_rate` of a batch of fresh rollouts of the updated
+  policy; `lag`; `gradient_norm`; `head/rank_one_fraction` of the kernel's change since the start.
 
   Raises:
     ValueError: `recipe.recorded` is unknown, or the schedule runs in real time.
@@ -159,30 +163,30 @@ def train(
   check_choice("train", "recorded", recipe.recorded, RECORDED)
   batches = tuple(plan(schedule, num_updates))
   random = np.array(
-    [[uniform(toy, seed, n, group_size) for n in range(num_updates + 1)] for seed in seeds]
+    [[uniform_numbers(toy, seed, n, group_size) for n in range(num_updates + 1)] for seed in seeds]
   )
   first = first_kernel(toy) if first is None else jnp.asarray(first)
-  given = jnp.asarray(batches, jnp.int32).reshape(-1, 2)
-  # The toy is an argument: constants would be folded while compiling, which takes longer.
-  of_seeds = jax.vmap(functools.partial(_run, recipe), (None, None, 0, None))
-  kernels, metrics = jax.jit(of_seeds)(toy, first, random, given)
-  found = {name: np.asarray(value) for name, value in metrics.items()}
-  return Runs(found, np.asarray(kernels), batches, recipe, tuple(seeds), group_size)
+  schedule_array = jnp.asarray(batches, jnp.int32).reshape(-1, 2)
+  # The toy is an argument, because folding it as a constant slows down compilation.
+  train_seeds = jax.vmap(functools.partial(_train_seed, recipe), (None, None, 0, None))
+  kernels, metrics = jax.jit(train_seeds)(toy, first, random, schedule_array)
+  arrays = {name: np.asarray(value) for name, value in metrics.items()}
+  return Runs(arrays, np.asarray(kernels), batches, recipe, tuple(seeds), group_size)
 
 
-def _run(recipe: Recipe, toy: Toy, first: Array, random: Array, batches: Array) -> Any:
-  """(kernels f32[U + 1, D, V], metrics f32[U] by name) of one seed."""
+def _train_seed(recipe: Recipe, toy: Toy, first: Array, random: Array, batches: Array) -> Any:
+  """Trains one seed; returns kernels f32[U + 1, D, V] and metrics f32[U] by name."""
   tokens = sample(toy, first, random[0])
   state = recipe.advantage.init(jnp.mean(statistics(toy, first, tokens).entropy))
   num_updates = batches.shape[0]
   kernels = jnp.zeros((num_updates + 1, *first.shape)).at[0].set(first)
 
-  def update(carry, given):
+  def update(carry, inputs):
     kernels, state = carry
-    t, (number, version) = given
+    t, (number, version) = inputs
     batch = make_batch(toy, recipe, kernels[version], random[number])
-    kernel, state, metrics = _updated(toy, recipe, kernels[t], state, batch)
-    # Numbers of the next batch: those of this one would favor the policy that trained on it.
+    kernel, state, metrics = _update_kernel(toy, recipe, kernels[t], state, batch)
+    # Uses the next batch's numbers; this batch's would favor the policy trained on it.
     fresh = sample(toy, kernels[t], random[t + 1])
     metrics |= {"solve_rate": jnp.mean(rewards(toy, fresh)), "lag": t - version}
     return (kernels.at[t + 1].set(kernel), state), metrics
@@ -193,33 +197,32 @@ def _run(recipe: Recipe, toy: Toy, first: Array, random: Array, batches: Array) 
 
 
 def make_batch(toy: Toy, recipe: Recipe, kernel: Array, random: Array) -> TrainBatch:
-  """The batch that a policy samples."""
-  heat = recipe.temperature
-  tokens = sample(toy, kernel, random, temperature=heat)
-  recorded = heat if recipe.recorded == "sampled" else 1.0
-  behavior = statistics(toy, kernel, tokens, temperature=recorded).logprobs
+  """Makes the batch that a policy with kernel f32[D, V] samples from numbers f32[P, G, T]."""
+  tokens = sample(toy, kernel, random, temperature=recipe.temperature)
+  recorded_temperature = recipe.temperature if recipe.recorded == "sampled" else 1.0
+  behavior = statistics(toy, kernel, tokens, temperature=recorded_temperature).logprobs
   return parts.batch_of(
     jnp.ones(tokens.shape), tokens=tokens, rewards=rewards(toy, tokens), behavior_logprobs=behavior
   )
 
 
-def _updated(toy: Toy, recipe: Recipe, kernel: Array, state: Any, batch: TrainBatch) -> Any:
-  """(kernel, state of the advantage, metrics) after one update on a batch."""
+def _update_kernel(toy: Toy, recipe: Recipe, kernel: Array, state: Any, batch: TrainBatch) -> Any:
+  """Makes one update on a batch; returns the kernel, the advantage's state, and metrics."""
   coefficients = recipe.advantage.apply(state, batch)
 
   def loss(kernel):
-    found = statistics(toy, kernel, batch.tokens)
+    stats = statistics(toy, kernel, batch.tokens)
     value, metrics = parts.loss_of(
-      recipe.loss, found.logprobs, batch.behavior_logprobs, coefficients, batch.mask,
-      proximal_logprobs=found.logprobs if recipe.loss.needs_proximal else None, veto=recipe.veto,
+      recipe.loss, stats.logprobs, batch.behavior_logprobs, coefficients, batch.mask,
+      proximal_logprobs=stats.logprobs if recipe.loss.needs_proximal else None, veto=recipe.veto,
     )  # fmt: skip
-    return value, (found, metrics)
+    return value, (stats, metrics)
 
-  gradient, (found, metrics) = jax.grad(loss, has_aux=True)(kernel)
-  own = policy_metrics(found.logprobs, found.entropy, batch, coefficients, ())
-  own |= batch_metrics(batch) | recipe.advantage.metrics(state, batch)
-  own |= gradient_masses(coefficients, batch.rewards, batch.correct, batch.valid)
-  metrics = {**metrics, **reductions.values(own)}
+  gradient, (stats, metrics) = jax.grad(loss, has_aux=True)(kernel)
+  records = policy_metrics(stats.logprobs, stats.entropy, batch, coefficients, ())
+  records |= batch_metrics(batch) | recipe.advantage.metrics(state, batch)
+  records |= gradient_masses(coefficients, batch.rewards, batch.correct, batch.valid)
+  metrics = {**metrics, **reductions.values(records)}
   metrics["gradient_norm"] = jnp.linalg.norm(gradient)
   state = recipe.advantage.update(state, batch, metrics["policy/entropy"])
   return kernel - recipe.learning_rate * gradient, state, metrics
@@ -231,15 +234,18 @@ def batch_at(
   """The batch that an update of a run uses, and log π of its tokens, f32[P, G, T], nats.
 
   Args:
-    policy: updates of the policy π; None for that which is updated.
+    toy: task of the runs.
+    runs: result of `train`.
+    update: number of the update.
+    policy: number of updates of the policy π; None for the policy that is updated.
     run: index of the seed.
   Raises:
-    ValueError: the runs have no such update.
+    ValueError: the update is out of range.
   """
   if not 0 <= update < len(runs.batches):
     raise ValueError(f"batch_at: update = {update}; choose one of 0 to {len(runs.batches) - 1}")
   number, version = runs.batches[update]
-  random = jnp.asarray(uniform(toy, runs.seeds[run], number, runs.group_size))
+  random = jnp.asarray(uniform_numbers(toy, runs.seeds[run], number, runs.group_size))
   kernels = jnp.asarray(runs.kernels[run])
   batch = make_batch(toy, runs.recipe, kernels[version], random)
   current = update if policy is None else policy
@@ -257,19 +263,22 @@ def plot_runs(
   *,
   start: int = 0,
 ) -> None:
-  """A metric over the updates, by label of runs: the mean over seeds and its 95 % interval.
+  """Plots a metric over updates, by label: the mean over seeds and its 95 % interval.
 
   Args:
-    styles: options of the line, by label; runs with only one seed have no interval.
-    start: the first update that is plotted.
+    axes: matplotlib axes.
+    runs: label → runs; runs with one seed have no interval.
+    styles: label → options of the line.
+    metric: name of the metric.
+    start: first update to plot.
   """
-  for label, of_label in runs.items():
-    values = of_label.metrics[metric][:, start:]
+  for label, label_runs in runs.items():
+    values = label_runs.metrics[metric][:, start:]
     updates = start + np.arange(values.shape[1])
     if len(values) == 1:
       axes.plot(updates, values[0], label=label, **styles[label])
       continue
-    band = mean_curve([(updates, row) for row in values], updates.size, within=range_of(metric))
+    band = mean_curve([(updates, row) for row in values], updates.size, within=metric_range(metric))
     (line,) = axes.plot(band.x, band.mean, label=label, **styles[label])
     axes.fill_between(band.x, band.low, band.high, color=line.get_color(), alpha=0.15, linewidth=0)
   axes.set_xlabel("updates")
@@ -280,11 +289,11 @@ def draw_runs(
   styles: Mapping[str, Mapping[str, Any]],
   labels: Mapping[str, str],
 ) -> Any:
-  """Makes a figure with a panel for each metric, and returns its panels.
+  """Draws a panel for each metric, and returns the panels.
 
   Args:
     runs, styles: as for `plot_runs`.
-    labels: metric → what its axis says.
+    labels: metric → label of its axis.
   """
   from matplotlib import pyplot
 

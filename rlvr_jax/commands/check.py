@@ -1,7 +1,7 @@
-"""The command check: looks, on every host, at all that a run will need; one line per check.
+"""The command check: tests everything that a run needs, on every host; prints a line per check.
 
-A line is "ok", "warn" or "FAIL", the check, and what was found; a failure says how to cure it.
-Where hosts differ, each that does not agree has a line of its own.
+A line has a status ("ok", "warn" or "FAIL"), the name of the check, and its finding. A failure says
+how to fix it. Hosts that disagree with the majority have a line each.
 """
 
 from __future__ import annotations
@@ -27,50 +27,50 @@ import ml_collections
 from rlvr_jax.costs import memory
 from rlvr_jax.costs.chips import CHIPS
 from rlvr_jax.data import Task, Tokenizer
-from rlvr_jax.models.huggingface import checked_tensors
-from rlvr_jax.storage.files import listing, located, replacing
-from rlvr_jax.storage.places import BucketFiles, LocalFiles, files_in, in_bucket, place
+from rlvr_jax.models.huggingface import open_tensors
+from rlvr_jax.storage.files import list_files, locate, replace_file
+from rlvr_jax.storage.places import BucketFiles, LocalFiles, in_bucket, open_files, parse_path
 from rlvr_jax.train.cluster import multihost
-from rlvr_jax.train.reporting.data_use import warm_start_warning
+from rlvr_jax.train.reporting.data_use import plan_warm_start, warm_start_warning
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts, build, make_task
-from rlvr_jax.train.setup.grading import check_first_grade, grader_pool
+from rlvr_jax.train.setup.grading import check_first_grade, grader_pool, used_graders
 from rlvr_jax.train.setup.tokenizers import make_tokenizer
 from rlvr_jax.train.start import parameters
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
 MAX_SKEW_S = 5.0  # between the clocks of hosts
 _TPU_FILES = ("/dev/vfio/[0-9]*", "/dev/accel*")
-_BUSY = "see which process has it with sudo lsof /dev/vfio/* /dev/accel*, and end that process"
+_BUSY = "find the process that uses them with sudo lsof /dev/vfio/* /dev/accel*, and end it"
 _GIB = 2**30
 
 
 class PreflightError(RuntimeError):
-  """At least one check has failed."""
+  """At least one check failed."""
 
 
 class Finding(NamedTuple):
-  """What a check found on this host."""
+  """Result of a check on this host."""
 
   status: str
   text: str
 
 
 class _NotCheckedError(Exception):
-  """What a check needs has failed itself."""
+  """A check that this one depends on has failed."""
 
 
 def check(config: ml_collections.ConfigDict, workdir: str) -> None:
-  """Prints the findings; every process of the run must call it.
+  """Runs all checks and prints their findings; every process of the run must call it.
 
   Raises:
-    PreflightError: a check has failed on some host.
+    PreflightError: a check failed on some host.
   """
   failed = []
-  with multihost.only_first_prints():
+  with multihost.silence_all_but_first():
     for name, action in Preflight(config, workdir).checks():
-      findings = multihost.exchange(_finding(action))
-      for line in _lines(name, findings):
+      findings = multihost.exchange(_run_check(action))
+      for line in _format_lines(name, findings):
         say(line)
       if any(status == FAIL for status, _ in findings):
         failed.append(name)
@@ -78,64 +78,66 @@ def check(config: ml_collections.ConfigDict, workdir: str) -> None:
     checks = "1 check" if len(failed) == 1 else f"{len(failed)} checks"
     raise PreflightError(f"{checks} failed: {', '.join(failed)}")
   if multihost.is_first():
-    say("nothing is in the way of this run")
+    say("all checks passed")
 
 
-def _finding(action: Callable[[], Finding]) -> Finding:
+def _run_check(action: Callable[[], Finding]) -> Finding:
+  """The finding of a check; an exception counts as a failure."""
   try:
     return action()
   except _NotCheckedError as reason:
     return Finding(WARN, f"not checked: {reason}")
-  except Exception as error:  # also of libraries: any failure is a finding
+  except Exception as error:  # of any kind, since libraries raise their own
     text = " ".join(str(error).split())
     return Finding(
       FAIL, text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
     )
 
 
-def _lines(name: str, findings: list[Any]) -> Iterator[str]:
-  """One line for what the hosts agree on, with the first host's text; one for each other host."""
+def _format_lines(name: str, findings: list[Any]) -> Iterator[str]:
+  """One line for the most common status, as reported by its first host; one per differing host."""
   common, _ = collections.Counter(status for status, _ in findings).most_common(1)[0]
-  shown = next(i for i, (status, _) in enumerate(findings) if status == common)
+  representative = next(i for i, (status, _) in enumerate(findings) if status == common)
   for process, (status, text) in enumerate(findings):
-    if process == shown or status != common:
-      of = f"process {process}: " if status != common else ""
-      yield f"{status:<5} {name:<11} {of}{text}"
+    if process == representative or status != common:
+      prefix = f"process {process}: " if status != common else ""
+      yield f"{status:<5} {name:<11} {prefix}{text}"
 
 
 class Preflight:
-  """The checks of a run, in order; later ones use what earlier ones have made."""
+  """The checks of a run, in order; later ones use the results of earlier ones."""
 
   def __init__(self, config: ml_collections.ConfigDict, workdir: str):
-    self.config, self.workdir = config, place("--workdir", workdir)
+    self.config = config
+    self.workdir = parse_path("--workdir", workdir)
     self.tokenizer: Tokenizer | None = None
     self.task: Task | None = None
     self.parts: Parts | None = None
 
   def checks(self) -> Iterator[tuple[str, Callable[[], Finding]]]:
-    """(name, function that every process calls)."""
-    yield "devices", self.devices
-    yield "processes", self.processes
-    yield "clocks", self.clocks
-    yield "workdir", self.disk
-    yield "tokenizer", self.make_tokenizer
-    yield "data", self.make_task
-    yield "config", self.build
-    yield "checkpoint", self.checkpoint
-    yield "space", self.space
-    yield "grader", self.grader
-    yield "memory", self.memory
+    """Pairs (name, check); every process calls each check."""
+    yield "devices", self.check_devices
+    yield "processes", self.check_processes
+    yield "clocks", self.check_clocks
+    yield "workdir", self.check_workdir
+    yield "tokenizer", self.check_tokenizer
+    yield "data", self.check_data
+    yield "config", self.check_config
+    yield "checkpoint", self.check_checkpoint
+    yield "space", self.check_space
+    yield "grader", self.check_grader
+    yield "memory", self.check_memory
 
   # --- machines -----------------------------------------------------------------------------------
 
-  def devices(self) -> Finding:
-    """Devices of one kind on all hosts, and as many as the mesh needs."""
+  def check_devices(self) -> Finding:
+    """All hosts have devices of one kind, as many as the mesh needs."""
     kinds = sorted({device.device_kind for device in jax.devices()})
-    files = sorted(path for pattern in _TPU_FILES for path in glob.glob(pattern))
-    if files and jax.default_backend() == "cpu" and os.environ.get("JAX_PLATFORMS") != "cpu":
+    tpu_files = sorted(path for pattern in _TPU_FILES for path in glob.glob(pattern))
+    if tpu_files and jax.default_backend() == "cpu" and os.environ.get("JAX_PLATFORMS") != "cpu":
       return Finding(
         FAIL,
-        f"this machine has TPU chips ({files[0]}), but jax found none: {_BUSY}; or install the"
+        f"this machine has TPU chips ({tpu_files[0]}), but jax found none: {_BUSY}; or install the"
         ' extra with pip install -e ".[tpu]"',
       )
     if len(kinds) > 1:
@@ -153,30 +155,31 @@ class Preflight:
       )
     return Finding(OK, text)
 
-  def processes(self) -> Finding:
-    """All processes meet, with the same configuration and versions."""
-    mine = {
+  def check_processes(self) -> Finding:
+    """All processes have connected, with the same configuration and versions."""
+    local = {
       "config": self.config.to_json_best_effort(),
       "jax": jax.__version__,
       "python": sys.version.split()[0],
     }
-    theirs = multihost.exchange(mine | {"host": socket.gethostname()})
-    if differing := [key for key in mine if mine[key] != theirs[0][key]]:
-      shown = [
-        f"{key} = {mine[key]}, there {theirs[0][key]}" for key in differing if key != "config"
+    by_process = multihost.exchange(local | {"host": socket.gethostname()})
+    first = by_process[0]
+    if differing := [key for key in local if local[key] != first[key]]:
+      details = [
+        f"{key} = {local[key]}, {first[key]} on process 0" for key in differing if key != "config"
       ]
       return Finding(
         FAIL,
-        f"differs from process 0 in {', '.join(differing)}{': ' * bool(shown)}{'; '.join(shown)}."
-        " Start the same command with the same installation on every host",
+        f"differs from process 0 in {', '.join(differing)}{': ' * bool(details)}"
+        f"{'; '.join(details)}. Start the same command with the same installation on every host",
       )
-    hosts = [*dict.fromkeys(other["host"] for other in theirs)]
-    some = ", ".join(hosts[:4]) + (", …" if len(hosts) > 4 else "")
-    return Finding(OK, f"{len(theirs)} met, on {some}")
+    hosts = [*dict.fromkeys(values["host"] for values in by_process)]
+    first_hosts = ", ".join(hosts[:4]) + (", …" if len(hosts) > 4 else "")
+    return Finding(OK, f"{len(by_process)} connected, on {first_hosts}")
 
-  def clocks(self) -> Finding:
-    """The clocks of the hosts agree."""
-    multihost.exchange("all are here")
+  def check_clocks(self) -> Finding:
+    """The clocks of all hosts agree."""
+    multihost.exchange("ready")
     times = multihost.exchange(time.time())
     skew = max(times) - min(times)
     if skew > MAX_SKEW_S:
@@ -185,21 +188,25 @@ class Preflight:
       )
     return Finding(OK, f"equal within {skew:.1f} s")
 
-  def disk(self) -> Finding:
-    """Every host can write, replace, sync and lock files in the workdir, and sees the others'."""
+  def check_workdir(self) -> Finding:
+    """Every host can write, replace, sync and lock files in the workdir, and sees all others'."""
     # Whatever fails here, every process exchanges three times.
     token = multihost.exchange(uuid.uuid4().hex)[0]
-    mine, failure = self.workdir / f".check-{token}-{jax.process_index()}", ""
-    files = files_in(self.workdir)
+    path = self.workdir / f".check-{token}-{jax.process_index()}"
+    failure = ""
+    files = open_files(self.workdir)
     try:
-      _try_files(mine) if isinstance(files, LocalFiles) else _try_object(files, mine.name)
+      if isinstance(files, LocalFiles):
+        _try_local_file(path)
+      else:
+        _try_bucket_object(files, path.name)
     except OSError as error:
       failure = f"{error}. Choose a --workdir that this user can write"
     ready = all(not text for text in multihost.exchange(failure))
     seen = sum(n.startswith(f".check-{token}-") for n in files.names()) if ready else 0
-    multihost.exchange("all have looked")
+    multihost.exchange("listed")
     with contextlib.suppress(OSError):
-      files.delete(mine.name)
+      files.delete(path.name)
     if failure:
       return Finding(FAIL, failure)
     if ready and seen < jax.process_count():
@@ -208,14 +215,16 @@ class Preflight:
         f"{self.workdir} is not shared: this host sees the files of {seen} of {jax.process_count()}"
         " hosts. Mount one file system on all of them; see docs/tpu.md",
       )
-    done = "written, synced and locked" if isinstance(files, LocalFiles) else "written and read"
-    return Finding(OK, f"{self.workdir} can be {done}")
+    actions = "written, synced and locked" if isinstance(files, LocalFiles) else "written and read"
+    return Finding(OK, f"{self.workdir} can be {actions}")
 
   # --- the run's parts ----------------------------------------------------------------------------
 
-  def make_tokenizer(self) -> Finding:
-    """The tokenizer can be read, and its chat template is used if there is one."""
-    self.tokenizer = make_tokenizer(self.config)
+  def check_tokenizer(self) -> Finding:
+    """The tokenizer can be read, and its chat template, if it has one, is used."""
+    self.tokenizer = make_tokenizer(
+      self.config.tokenizer, self.config.prompts, self.config.model.checkpoint
+    )
     text = f"{self.tokenizer.vocab_size} tokens, prompts are {self.config.prompts.format}"
     folder = self.config.tokenizer
     folder = self.config.model.checkpoint if folder == "checkpoint" else folder
@@ -227,95 +236,103 @@ class Preflight:
       )
     return Finding(OK, text)
 
-  def make_task(self) -> Finding:
-    """The data can be read: the first problem of each part."""
-    tokenizer = _made(self.tokenizer, "the tokenizer has failed")
+  def check_data(self) -> Finding:
+    """The first problem of each split can be read and encoded."""
+    tokenizer = _require(self.tokenizer, "the tokenizer has failed")
     self.task = make_task(self.config.task)
-    of_task = self.task
-    sources = (of_task.train, of_task.warm_start, of_task.held_out)
-    parts = dict(zip(("training", "warm-start", "held-out"), sources, strict=True))
+    splits = {
+      "training": self.task.train,
+      "warm-start": self.task.warm_start,
+      "held-out": self.task.held_out,
+    }
     if not len(self.task.train):
-      return Finding(FAIL, "there is nothing to train on; choose a split of config.task")
-    for source in parts.values():
+      return Finding(FAIL, "config.task has no training problems; choose a split for training")
+    for source in splits.values():
       if len(source):
         tokenizer.encode_prompt(source[0].question)
-    text = ", ".join(f"{len(source)} {name} problems" for name, source in parts.items())
-    if warning := warm_start_warning(self.config, self.task):
+    text = ", ".join(f"{len(source)} {name} problems" for name, source in splits.items())
+    warm_start = plan_warm_start(
+      self.config.warm_start, self.task, checkpoint=self.config.start.checkpoint
+    )
+    if warning := warm_start_warning(warm_start):
       return Finding(WARN, f"{text}; {warning}")
     return Finding(OK, text)
 
-  def build(self) -> Finding:
-    """Everything that a run finds out before it compiles."""
-    task, tokenizer = _made(self.task, "the data has failed"), self.tokenizer
+  def check_config(self) -> Finding:
+    """The run can be built from its configuration, up to compilation."""
+    task, tokenizer = _require(self.task, "the data has failed"), self.tokenizer
     self.parts = build(self.config, task=task, tokenizer=tokenizer)
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(self.parts.placement.base))
     return Finding(
       OK, f"{count / 1e6:,.1f} M parameters on a mesh of {dict(self.parts.placement.mesh.shape)}"
     )
 
-  def checkpoint(self) -> Finding:
-    """The first policy's checkpoint is there, with the network's tensors; weights are not read."""
-    parts = _made(self.parts, "the configuration has failed")
+  def check_checkpoint(self) -> Finding:
+    """The first policy's checkpoint has the network's tensors; the weights are not read."""
+    parts = _require(self.parts, "the configuration has failed")
     parameters.check_start(self.config.start, self.config.lora.adapters, self.workdir)
     folder = self.config.model.checkpoint
     if not folder:
       return Finding(OK, "none: the parameters are initialized")
-    found = checked_tensors(folder, parts.placement.base)
-    return Finding(OK, f"{folder} has all {len(found)} tensors")
+    tensors = open_tensors(folder, parts.placement.base)
+    return Finding(OK, f"{folder} has all {len(tensors)} tensors")
 
-  def space(self) -> Finding:
-    """The workdir's disk has room for the checkpoints that are kept at a time."""
-    parts = _made(self.parts, "the configuration has failed")
+  def check_space(self) -> Finding:
+    """The workdir's disk has space for the checkpoints that exist at the same time."""
+    parts = _require(self.parts, "the configuration has failed")
     state = jax.tree.leaves(parts.placement.state)
     size = sum(math.prod(x.shape) * x.dtype.itemsize for x in state)
-    kept = self.config.checkpoint.keep + 2  # the best, and the one that is being written
+    count = self.config.checkpoint.keep + 2  # with the best one, and the one being written
+    needed = size * count
     if in_bucket(self.workdir):
-      return Finding(OK, f"{size * kept / _GIB:.1f} GiB for {kept} checkpoints, in a bucket")
+      return Finding(OK, f"{needed / _GIB:.1f} GiB for {count} checkpoints, in a bucket")
     disk = os.statvfs(self.workdir)
-    free, needed = disk.f_bavail * disk.f_frsize, size * kept
-    text = f"{free / _GIB:.1f} GiB free, {needed / _GIB:.1f} for {kept} checkpoints"
+    free = disk.f_bavail * disk.f_frsize
+    text = f"{free / _GIB:.1f} GiB free, {needed / _GIB:.1f} for {count} checkpoints"
     if free < needed:
-      return Finding(FAIL, f"{text}: free some, or lower config.checkpoint.keep")
+      return Finding(FAIL, f"{text}: free some space, or lower config.checkpoint.keep")
     return Finding(OK, text)
 
-  def grader(self) -> Finding:
-    """The grading processes start, with their self-tests and the sandbox, and grade a problem."""
-    parts = _made(self.parts, "the configuration has failed")
-    with grader_pool(self.config, parts.task) as pool:
-      check_first_grade(self.config, pool, parts.task)
-    return Finding(OK, f"{parts.task.grader} works: the first problem was graded")
+  def check_grader(self) -> Finding:
+    """The grading processes start, pass their self-tests in the sandbox, and grade a problem."""
+    parts = _require(self.parts, "the configuration has failed")
+    with grader_pool(self.config.grading, parts.task) as pool:
+      check_first_grade(parts.outcome_policy, pool, parts.task)
+    names = ", ".join(used_graders(parts.task))
+    return Finding(OK, f"the first problem was graded; graders: {names}")
 
-  def memory(self) -> Finding:
-    """What --mode=fits finds for the devices that are here."""
-    parts = _made(self.parts, "the configuration has failed")
-    limit = _device_limit()
-    tables = memory.estimated(parts)
-    if jax.default_backend() != "cpu":  # compiled into the cache that the run will read
-      tables |= memory.compiled(parts)
-    needs = {name: sum(table.values()) for name, table in tables.items()}
-    text = ", ".join(f"{name}: {size / _GIB:.1f} GiB" for name, size in needs.items())
+  def check_memory(self) -> Finding:
+    """The run fits into the memory of these devices, by the numbers of --mode=fits."""
+    parts = _require(self.parts, "the configuration has failed")
+    limit = _device_memory_limit()
+    tables = memory.estimated_bytes(parts)
+    if jax.default_backend() != "cpu":  # the run will find the compiled programs in the cache
+      tables |= memory.compiled_bytes(parts)
+    totals = {name: sum(table.values()) for name, table in tables.items()}
+    text = ", ".join(f"{name}: {size / _GIB:.1f} GiB" for name, size in totals.items())
     if limit is None:
       return Finding(OK, f"{text} per device, whose limit is unknown")
     text += f", of {limit / _GIB:.1f} on each device"
-    compiled = [size for name, size in needs.items() if name.endswith("compiled")]
-    if max(compiled or needs.values()) > limit:
-      cure = "lower config.batch.tokens_per_micro_batch or the lengths, or raise config.mesh"
-      return Finding(FAIL, f"{text}: {cure} (docs/models.md)")
+    compiled = [size for name, size in totals.items() if name.endswith("compiled")]
+    if max(compiled or totals.values()) > limit:
+      remedy = "lower config.batch.tokens_per_micro_batch or the lengths, or raise config.mesh"
+      return Finding(FAIL, f"{text}: {remedy} (docs/models.md)")
     return Finding(OK, text)
 
 
-def _made(value: Any, reason: str) -> Any:
+def _require(value: Any, reason: str) -> Any:
+  """The value, unless it is None because an earlier check failed."""
   if value is None:
     raise _NotCheckedError(reason)
   return value
 
 
-def _try_files(path: pathlib.Path) -> None:
-  """Does with a file what a run does with its own."""
+def _try_local_file(path: pathlib.Path) -> None:
+  """Writes, replaces, locks and syncs a file, as a run does with its own files."""
   path.parent.mkdir(parents=True, exist_ok=True)
-  with replacing(path) as file:
+  with replace_file(path) as file:
     file.write(b"first")
-  with replacing(path) as file:
+  with replace_file(path) as file:
     file.write(b"second")
   with open(path, "ab") as file:
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -323,31 +340,31 @@ def _try_files(path: pathlib.Path) -> None:
     file.flush()
     os.fsync(file.fileno())
   if path.read_bytes() != b"second and more":
-    raise OSError(f"{path} has not what was written to it")
+    raise OSError(f"{path} does not contain what was written")
 
 
-def _try_object(files: BucketFiles, name: str) -> None:
-  """The same in a bucket."""
-  with files.writing(name) as path:
+def _try_bucket_object(files: BucketFiles, name: str) -> None:
+  """Writes an object and reads it back."""
+  with files.open_to_write(name) as path:
     path.write_bytes(b"first")
-  with files.reading(name) as path:
+  with files.open_to_read(name) as path:
     if path.read_bytes() != b"first":
-      raise OSError(f"{name} has not what was written to it")
+      raise OSError(f"{name} does not contain what was written")
 
 
 def _has_chat_template(folder: str) -> bool:
-  names = listing(folder)
+  names = list_files(folder)
   if "chat_template.jinja" in names:
     return True
   if "tokenizer_config.json" not in names:
     return False
-  system, path = located(folder)
+  system, path = locate(folder)
   with system.open(f"{path.rstrip('/')}/tokenizer_config.json", "rb") as file:
     return bool(json.load(file).get("chat_template"))
 
 
-def _device_limit() -> float | None:
-  """Bytes of a device's memory; None where that is not known."""
+def _device_memory_limit() -> float | None:
+  """Bytes of a device's memory; None if unknown."""
   device = jax.local_devices()[0]
   stats = device.memory_stats() or {}
   if "bytes_limit" in stats:

@@ -1,4 +1,4 @@
-"""The command of a mode, with its flags and configuration checked before it starts."""
+"""Prepares the command of a mode: checks its flags and configuration before it starts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rlvr_jax.commands.eval import evaluate_checkpoint
 from rlvr_jax.commands.export import export
 from rlvr_jax.commands.train import train
 from rlvr_jax.costs import chips, memory, programs, step_time
-from rlvr_jax.storage.places import place
+from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.reporting import machines, trackers
 from rlvr_jax.train.setup import config_file
 from rlvr_jax.train.setup.build import build
 from rlvr_jax.train.start.parameters import checkpoint_folder
 
 
-def prepared(
+def prepare_command(
   mode: str,
   config: ml_collections.ConfigDict,
   workdir: str | None,
@@ -37,13 +37,14 @@ def prepared(
   Args:
     mode: train, check, eval, export, fits, costs, sweep.
     config: see `configs/base.py`.
-    workdir: folder for all output files; fits writes none, and costs none without it.
+    workdir: folder for all output files; optional for costs, and not used by fits.
     checkpoint: for eval and export, see `train.start.parameters.checkpoint_folder`.
-    topology: for fits and costs, see `fits.report`.
-    profile, tracked_by: for train, see there; the latter also for sweep.
-    sweep_file: for sweep, see `sweep.runs_of`.
-    argv: the command line, from which the runs of a sweep take the fields that it sets.
-    minutes: for sweep, see there.
+    topology: for fits and costs, see `costs.memory.report`.
+    profile: for train, see `train.train`.
+    tracked_by: for train and sweep, see `train.train`.
+    sweep_file: for sweep, see `sweep.read_runs`.
+    argv: the command line; the fields that it sets apply to all runs of a sweep.
+    minutes: for sweep, see `sweep.sweep`.
   Raises:
     ValueError: a field is invalid; the message has its value, what is allowed and the remedy.
     OSError: a file of the data or of the model cannot be read.
@@ -63,16 +64,16 @@ def prepared(
   if minutes is not None and mode != "sweep":
     raise ValueError(f"--minutes goes with --mode=sweep, not with --mode={mode}")
   if mode in ("fits", "costs"):
-    return _ahead_of_time(mode, config, workdir, topology)
-  if mode != "export":  # which can write to any file system of fsspec
-    place("--workdir", str(workdir))
-  if mode == "check":  # it reports every other error itself
+    return _prepare_ahead_of_time(mode, config, workdir, topology)
+  if mode != "export":  # an export can go to any file system of fsspec
+    parse_path("--workdir", str(workdir))
+  if mode == "check":  # which reports all other errors itself
     return functools.partial(check, config, str(workdir))
   machines.Profile(profile, str(workdir))
   for name in tracked_by:
     trackers.check(name)
   if mode == "sweep":
-    return _sweep(str(sweep_file), str(workdir), argv, tracked_by, minutes)
+    return _prepare_sweep(str(sweep_file), str(workdir), argv, tracked_by, minutes)
   folder = checkpoint_folder(checkpoint) if checkpoint else None
   parts = build(config)
   if mode == "train" and not len(parts.task.train):
@@ -86,7 +87,7 @@ def prepared(
   return functools.partial(action, parts, str(workdir), folder)
 
 
-def _sweep(
+def _prepare_sweep(
   file: str,
   workdir: str,
   argv: Sequence[str],
@@ -94,25 +95,25 @@ def _sweep(
   minutes: float | None = None,
 ) -> Callable[[], object]:
   """Reads the configuration of every run; each run reports its other errors itself."""
-  given = config_file.texts("config", argv)
-  runs = sweep.runs_of(file, config_file.recipe_path(argv), given, workdir)
+  overrides = config_file.texts("config", argv)
+  runs = sweep.read_runs(file, config_file.recipe_path(argv), overrides, workdir)
   more = [f"--trackers={','.join(tracked_by)}"] if tracked_by else []
   return functools.partial(sweep.sweep, runs, workdir, more=more, minutes=minutes)
 
 
-def _ahead_of_time(
+def _prepare_ahead_of_time(
   mode: str, config: ml_collections.ConfigDict, workdir: str | None, topology: str | None
 ) -> Callable[[], object]:
-  """The commands that need a run's shapes only: no texts, no checkpoint and no chips."""
+  """Prepares fits or costs, which need only the shapes of a run: no data, checkpoint or chips."""
   if mode == "costs" and topology is None:
     raise ValueError(
       "--mode=costs needs --topology, the TPU slice to compile for, such as v5p:2x2x4"
     )
   if mode == "costs" and workdir is not None:
-    place("--workdir", workdir, must_be_on_disk=True)
+    parse_path("--workdir", workdir, must_be_on_disk=True)
   if topology is not None:
-    chips.chip_of(topology)
-  parts = programs.shapes_only(config, programs.mesh_of(config, topology))
+    chips.find_chip(topology)
+  parts = programs.build_shapes_only(config, programs.make_topology_mesh(config, topology))
   if mode == "fits":
     return functools.partial(memory.report, parts, topology)
   return functools.partial(step_time.report, parts, str(topology), workdir)

@@ -1,4 +1,4 @@
-"""The command eval: evaluates any checkpoint on any data set, and can be resumed."""
+"""The command eval: evaluates any checkpoint on any data set; a killed evaluation resumes."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlvr_jax.evaluate.held_out import Sample, accuracy, evaluated
+from rlvr_jax.evaluate.held_out import Sample, accuracy, evaluate_problems
 from rlvr_jax.storage.files import (
   DamagedFileError,
   JsonLines,
   is_as_written,
   read_lines,
   read_records,
+  replace_file,
   replace_lines,
-  replacing,
   with_crc32,
 )
 from rlvr_jax.storage.places import Workdir
-from rlvr_jax.train.checkpointing.workdir import StartFiles, opened
+from rlvr_jax.train.checkpointing.workdir import StartFiles, open_workdir
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.reporting.progress import progress, say, warn
 from rlvr_jax.train.setup.build import Parts
-from rlvr_jax.train.setup.grading import grader_pool, make_collector
-from rlvr_jax.train.start.parameters import chosen_params, load_frozen
+from rlvr_jax.train.setup.grading import grader_pool
+from rlvr_jax.train.start.parameters import load_frozen, load_policy
 
 PROBLEMS_FILE = "problems.jsonl"
 RESULT_FILE = "evaluation.json"
@@ -34,39 +34,40 @@ _MAY_DIFFER = ("grading.num_workers", "evaluation.ks")
 
 
 def evaluate_checkpoint(parts: Parts, workdir: str | Path, folder: Path | None) -> dict[str, float]:
-  """Samples, grades and summarizes; batches that are complete in the workdir are not repeated.
+  """Samples, grades and summarizes; batches that the workdir already has are not repeated.
 
   Writes `problems.jsonl`, one line per problem with all its samples, and `evaluation.json`.
 
   Args:
     parts: result of `build(config)`; `config.evaluation` has the number of samples and how to
       sample.
-    workdir: workdir of the evaluation, or gs://BUCKET/FOLDER.
-    folder: see `train.start.parameters.chosen_params`.
+    workdir: folder of the evaluation, or gs://BUCKET/FOLDER.
+    folder: see `train.start.parameters.load_policy`.
   Returns:
-    Accuracies with intervals, see `accuracy`; on the first of several processes only.
+    Accuracies with intervals, see `accuracy`; {} on all processes but the first.
   """
-  c, num_problems = parts.config.evaluation, len(parts.task.held_out)
+  c = parts.config.evaluation
+  num_problems = len(parts.task.held_out)
   with contextlib.ExitStack() as stack:
     enter = lambda resource: stack.enter_context(contextlib.closing(resource))
-    stack.enter_context(multihost.only_first_prints())
-    whole, files = opened(workdir, enter)
-    workdir = whole.local
-    multihost.on_first(lambda: _check_config(whole, files, parts, folder), None)
-    count = lambda: _complete_problems(workdir, num_problems, c.batch_prompts, whole.kept)
-    done = multihost.exchange(multihost.on_first(count, 0))[0]
+    stack.enter_context(multihost.silence_all_but_first())
+    eval_folder, files = open_workdir(workdir, enter)
+    local = eval_folder.local
+    multihost.run_on_first(lambda: _check_config(eval_folder, files, parts, folder), None)
+    count = lambda: _count_complete_problems(local, num_problems, c.batch_prompts, eval_folder.path)
+    done = multihost.exchange(multihost.run_on_first(count, 0))[0]
     if done < num_problems:
-      pool = multihost.together(lambda: enter(grader_pool(parts.config, parts.task)))
-      lines = multihost.on_first(lambda: enter(_continued(workdir, done)), None)
+      pool = multihost.run_together(lambda: enter(grader_pool(parts.config.grading, parts.task)))
+      lines = multihost.run_on_first(lambda: enter(_reopen_problems(local, done)), None)
       frozen = load_frozen(parts).trainer
-      params, step = chosen_params(parts, folder)
-      multihost.on_first(files.begin, None)
+      params, step = load_policy(parts, folder)
+      multihost.run_on_first(files.keep, None)
       engine = parts.programs.held_out_engine
-      batches = evaluated(
+      batches = evaluate_problems(
         engine,
         engine.load(params, frozen),
         parts.task.held_out,
-        collector=make_collector(parts, pool),
+        collector=parts.make_collector(pool),
         batch_size=c.batch_prompts,
         num_samples=c.num_samples,
         seed=c.seed,
@@ -76,52 +77,53 @@ def evaluate_checkpoint(parts: Parts, workdir: str | Path, folder: Path | None) 
       with progress(num_problems, "evaluation", unit="problems", initial=done) as bar:
         for batch in batches:
           if lines is not None:
-            lines.append(_record(done + i, row) for i, row in enumerate(batch.samples))
-            whole.publish()
+            lines.append(_make_record(done + i, row) for i, row in enumerate(batch.samples))
+            eval_folder.publish()
           done += len(batch.samples)
           bar.update(len(batch.samples))
     if not multihost.is_first():
       return {}
-    samples = [record["samples"] for record in _as_written(workdir / PROBLEMS_FILE)]
+    samples = [record["samples"] for record in _read_intact_records(local / PROBLEMS_FILE)]
     values = accuracy(samples, ks=c.ks, seed=c.seed)
-    with replacing(workdir / RESULT_FILE) as file:
+    with replace_file(local / RESULT_FILE) as file:
       file.write((json.dumps(values, indent=2) + "\n").encode())
-    say(_table(values, num_problems, c.num_samples, whole.kept))
+    say(_format_table(values, num_problems, c.num_samples, eval_folder.path))
     return values
 
 
 def _check_config(workdir: Workdir, files: StartFiles, parts: Parts, folder: Path | None) -> None:
   """Raises WorkdirError unless the workdir is new or belongs to the same evaluation."""
   workdir.fetch()
-  about = json.loads(parts.config.to_json_best_effort()) | {"evaluated": str(folder or "")}
-  files.check_config(json.dumps(about), _MAY_DIFFER)
+  config = json.loads(parts.config.to_json_best_effort()) | {"evaluated": str(folder or "")}
+  files.check_config(json.dumps(config), _MAY_DIFFER)
 
 
-def _complete_problems(workdir: Path, num_problems: int, batch_size: int, kept: Path) -> int:
-  """The number of problems in complete batches; an incomplete batch is sampled again.
+def _count_complete_problems(workdir: Path, num_problems: int, batch_size: int, shown: Path) -> int:
+  """Counts the problems of complete batches; an incomplete batch is sampled again.
 
-  So are a line that was changed and those behind it, which is printed; `kept` is the workdir there.
+  A damaged line, and all lines after it, are sampled again too, with a warning that names the file
+  in `shown`.
   """
   lines = read_lines(workdir / PROBLEMS_FILE)
-  found = sum(1 for _ in _as_written(workdir / PROBLEMS_FILE))
-  done = found if found == num_problems else found // batch_size * batch_size
-  if found < len([line for line in lines if line.endswith(b"\n")]):
+  num_intact = sum(1 for _ in _read_intact_records(workdir / PROBLEMS_FILE))
+  done = num_intact if num_intact == num_problems else num_intact // batch_size * batch_size
+  if num_intact < len([line for line in lines if line.endswith(b"\n")]):
     warn(
-      f"{kept / PROBLEMS_FILE}, line {found + 1} is not as it was written, or not the one that"
-      f" belongs there: problems from {done} on are sampled again, to the same answers"
+      f"{shown / PROBLEMS_FILE}, line {num_intact + 1} is damaged or out of order: problems from"
+      f" {done} on are sampled again, with the same results"
     )
   return done
 
 
-def _continued(workdir: Path, done: int) -> JsonLines:
+def _reopen_problems(workdir: Path, done: int) -> JsonLines:
   """Opens the file of problems, truncated to the first `done` problems."""
   path = workdir / PROBLEMS_FILE
   replace_lines(path, read_lines(path)[:done])
   return JsonLines(path)
 
 
-def _as_written(path: Path) -> Iterator[dict[str, Any]]:
-  """The records of a file of problems, up to the first that is not as it was written."""
+def _read_intact_records(path: Path) -> Iterator[dict[str, Any]]:
+  """The records of a file of problems, up to the first one that is damaged or out of order."""
   with contextlib.suppress(FileNotFoundError, DamagedFileError):
     for number, record in enumerate(read_records(path)):
       if record.get("problem") != number or not is_as_written(record):
@@ -129,20 +131,22 @@ def _as_written(path: Path) -> Iterator[dict[str, Any]]:
       yield record
 
 
-def _record(number: int, samples: list[Sample]) -> dict[str, Any]:
-  """The record of a problem in problems.jsonl; fields that differ by sample are lists."""
+def _make_record(number: int, samples: list[Sample]) -> dict[str, Any]:
+  """The record of a problem in problems.jsonl; `samples` lists the fields that differ by sample."""
   first = samples[0]
-  of_each = ("completion", "outcome", "extracted", "reward", "tokens", "stopped")
+  sample_fields = ("completion", "outcome", "extracted", "reward", "tokens", "stopped")
   record = {
     "problem": number,
     "prompt": first["prompt"],
     "answer": first["answer"],
-    "samples": [{name: sample[name] for name in of_each} for sample in samples],
+    "samples": [{name: sample[name] for name in sample_fields} for sample in samples],
   }
   return with_crc32(record)
 
 
-def _table(values: dict[str, float], num_problems: int, num_samples: int, workdir: Path) -> str:
+def _format_table(
+  values: dict[str, float], num_problems: int, num_samples: int, workdir: Path
+) -> str:
   names = [name for name in values if f"{name}_low" in values]
   rows = [
     f"{name.removeprefix('eval/'):<12} {values[name]:.4f}"

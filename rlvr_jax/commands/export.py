@@ -12,31 +12,30 @@ from rlvr_jax.models.peft import save_adapters
 from rlvr_jax.train.cluster import multihost, sharding
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts
-from rlvr_jax.train.start.parameters import chosen_params, load_frozen
+from rlvr_jax.train.start.parameters import load_frozen, load_policy
 
 ADAPTER = "adapter"
 
 
 def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-  """Files of the byte tokenizer; those of a checkpoint are copied with it."""
+  """Files of the byte tokenizer; {} for a checkpoint's, which `save_checkpoint` copies."""
   return tokenizer.huggingface_files() if isinstance(tokenizer, ByteTokenizer) else {}
 
 
 def export(parts: Parts, directory: str, folder: Path | None) -> None:
   """Writes a policy as a folder that `transformers` loads, in its compute dtype.
 
-  It has the tokenizer: a copy of the one of `config.model.checkpoint`, or that of bytes.
-
-  Trained adapters are merged, and also written separately, in PEFT's format, to the subfolder
-  `adapter`.
+  The folder includes the tokenizer: a copy of that of `config.model.checkpoint`, or the byte
+  tokenizer. Trained adapters are merged, and also written separately, in PEFT's format, to the
+  subfolder `adapter`.
 
   Args:
-    parts: as for `chosen_params`.
-    directory: will be created; local or a URL.
-    folder: as for `chosen_params`.
+    parts: parts of the run.
+    directory: is created; local or a URL.
+    folder: checkpoint of the policy, see `load_policy`.
   """
   frozen = load_frozen(parts).trainer
-  params, step = chosen_params(parts, folder)
+  params, step = load_policy(parts, folder)
   source = parts.config.model.checkpoint or None
   dtype = parts.model.config.compute_dtype
   save_checkpoint(

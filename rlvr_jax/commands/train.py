@@ -20,10 +20,10 @@ from rlvr_jax.train.generation.async_generator import GeneratorStoppedError
 from rlvr_jax.train.generation.dynamic_sampling import DynamicSamplingError
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.reporting.report import write_report
-from rlvr_jax.train.session import session
+from rlvr_jax.train.session import open_session
 from rlvr_jax.train.setup.build import Parts
 
-# Errors that end a run with a message that says how to fix it, not with a traceback.
+# Errors that end a run with a message that says how to fix them, without a traceback.
 FAILURES = (
   AgreementError,
   ChangedError,
@@ -52,18 +52,18 @@ def train(
   Args:
     parts: parts of the run.
     workdir: folder of all files of the run, or gs://BUCKET/FOLDER; after a kill the same call
-      resumes there.
+      resumes the run.
     profile: first and last update of a trace by jax.profiler, such as "10:13"; "" for none.
     tracked_by: names of `trackers.TRACKERS`.
   Returns:
     The values of the last evaluation.
   Raises:
-    EndRequestedError: a signal asked the run to end before its last update; it has been saved.
+    EndRequestedError: a signal requested shutdown before the last update; the run has been saved.
     OtherProcessError: another process of the run failed with one of `FAILURES`.
     NonFiniteError: `config.max_skipped_in_a_row` updates in a row were skipped.
   """
-  with session(parts, workdir, profile=profile, tracked_by=tracked_by) as run:
+  with open_session(parts, workdir, profile=profile, tracked_by=tracked_by) as run:
     now = run.trainer.run(run.now)
     if multihost.is_first():
-      say(write_report(run.workdir.local, run.workdir.kept))
+      say(write_report(run.workdir.local, run.workdir.path))
   return dict(now.evaluation)

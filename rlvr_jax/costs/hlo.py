@@ -1,11 +1,11 @@
 """Costs of a compiled program on every device, counted from its text, loops included.
 
-XLA's own `cost_analysis()` counts the body of a loop once, and a Pallas call as nothing. `walk`
-reads the text of the optimized program (`jax.stages.Compiled.as_text()`, for one device) from its
-entry. The body of a loop counts once per iteration, at most. The most expensive branch of a
-conditional counts: the one with the most operations, then the most bytes. A loop whose length
-depends on the data counts as often as the caller says, or else once, and is then an item of its
-own.
+XLA's own `cost_analysis()` counts the body of a loop once, and a Pallas call as zero. `walk` reads
+the text of the optimized program (`jax.stages.Compiled.as_text()`, for one device) from its entry.
+The body of a loop counts once for each of its maximum number of iterations. A conditional counts as
+its most expensive branch: the one with the most FLOPs, then the most bytes. For a loop whose length
+depends on the data, the caller gives the number of iterations; otherwise its body counts once, and
+the loop is an item of its own.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 from rlvr_jax.costs.hlo_text import (
   Instruction,
   array_bytes,
-  arrays,
+  array_shapes,
   convolution_flops,
   dimensions,
   dtype,
-  parsed,
+  parse_program,
 )
 
 COLLECTIVES = (
@@ -34,11 +34,11 @@ COLLECTIVES = (
   "ragged-all-to-all",
   "collective-permute",
 )
-OTHER = "other"  # part of instructions that no named scope covers
-OPEN_LOOP = "while"
+OTHER = "other"  # part of instructions outside of all named scopes
+OPEN_LOOP = "while"  # opcode of the item of a loop of unknown length
 
 _BRANCH = re.compile(r"(?:true_computation|false_computation)=%?([\w.\-]+)")
-# Instructions that move nothing, or whose move counts at the instruction that starts it.
+# Instructions that move no data, or whose transfer counts at the instruction that starts it.
 _FREE = {
   *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "domain"),
   *("partition-id", "replica-id", "optimization-barrier", "opt-barrier", "get-dimension-size"),
@@ -51,49 +51,49 @@ _SCALAR: dict[str, Callable[..., int]] = {
   **{"add": operator.add, "subtract": operator.sub, "multiply": operator.mul},
   **{"minimum": min, "maximum": max},
 }
-_IN_PLACE = {"bitcast", "copy", "convert", "reshape"}  # seen through, for slices of an operand
+_IN_PLACE = {"bitcast", "copy", "convert", "reshape"}  # ignored in the search for slices
 
-_UNKNOWN_CYCLES = 2.0**62  # newer compilers write the largest integer if they have no estimate
+_UNKNOWN_CYCLES = 2.0**62  # newer compilers write the largest integer if there is no estimate
 
 
 class Item(NamedTuple):
-  """One instruction; its bytes and operations are those of all its runs together."""
+  """One instruction; bytes and operations are sums over all its runs."""
 
-  part: str  # the innermost of the given scopes; `OTHER`: it is in none
-  opcode: str  # of a collective, one of COLLECTIVES; OPEN_LOOP: see `walk`
+  part: str  # the innermost of the given scopes, or `OTHER`
+  opcode: str  # one of COLLECTIVES for a collective; OPEN_LOOP for a loop of unknown length
   name: str
-  times: int
-  flops: float  # of products of matrices, 2·M·N·K each
+  times: int  # number of runs
+  flops: float  # of matrix products, 2·M·N·K each
   hbm_bytes: float  # read and written outside of the chip's fast memory
-  received_bytes: float  # of a collective: by each device, from other devices
-  dtype: str  # of its result
-  cycles: float  # by the compiler's estimate
+  received_bytes: float  # of a collective: received by each device from other devices
+  dtype: str  # of the result
+  cycles: float  # the compiler's estimate
   target: str  # of a custom call
-  op_name: str  # the scopes and the operation it comes from
-  shapes: tuple[str, ...]  # of its operands
+  op_name: str  # named scopes and operation
+  shapes: tuple[str, ...]  # of the operands
 
 
-# Known integers among a tuple's elements or a fusion's parameters; None if unknown.
+# Known integers among the elements of a tuple or the parameters of a fusion; None if unknown.
 _Values = list[int | None]
 
 
 class _Loop(NamedTuple):
-  length: int | None  # iterations; None: depends on the data
-  inside: _Values  # of its tuple, what stays
-  ended: _Values  # of its tuple, when it has ended
+  length: int | None  # iterations; None if it depends on the data
+  constants: _Values  # elements of the loop's tuple that no iteration changes
+  results: _Values  # elements of the loop's tuple after the last iteration
 
 
 def walk(
   text: str, parts: Mapping[str, str], lengths: Mapping[str, int] | None = None
 ) -> list[Item]:
-  """Every instruction of a program that costs anything, and every loop of unknown length.
+  """Lists every instruction of a program with a cost, and every loop of unknown length.
 
   Args:
-    text: optimized HLO, of one device.
-    parts: of the program, by the pattern of a `jax.named_scope` or of a parameter's name.
-    lengths: iterations of loops whose length only the data tell, by a pattern of their op_name.
+    text: optimized HLO of one device.
+    parts: part of the program → pattern of a `jax.named_scope` or of a parameter's name.
+    lengths: iterations of loops whose length depends on the data, by a pattern of their op_name.
   Raises:
-    ValueError: the text holds no program, or unknown replica groups.
+    ValueError: the text is not a program, or has replica groups of unknown form.
   """
   scopes = "|".join(f"(?P<{part}>{pattern})" for part, pattern in parts.items())
   program = _Program(text, re.compile(rf"\b(?:{scopes})\b"), lengths or {})
@@ -101,8 +101,10 @@ def walk(
 
 
 class _Program:
+  """A parsed program, its parts, and the loops found so far."""
+
   def __init__(self, text: str, parts: re.Pattern[str], lengths: Mapping[str, int]):
-    self.computations, self.entry = parsed(text)
+    self.computations, self.entry = parse_program(text)
     self.parts, self.lengths = parts, lengths
     devices = re.search(r"num_partitions=(\d+)", text)
     self.devices = int(devices.group(1)) if devices else 1
@@ -111,7 +113,14 @@ class _Program:
   # --- the walk -----------------------------------------------------------------------------------
 
   def items(self, computation: str, times: int, part: str, known: _Values | None) -> Iterator[Item]:
-    """Items of a computation that runs `times` times; `known`: elements of its tuple parameter."""
+    """Yields the items of a computation that runs `times` times.
+
+    Args:
+      computation: name of the computation.
+      times: number of runs.
+      part: part of the program for instructions outside of all named scopes.
+      known: known elements of the computation's tuple parameter; None if there are none.
+    """
     for i in self.computations[computation].values():
       here = next((x.lastgroup for x in reversed([*self.parts.finditer(i.op_name)])), None) or part
       if i.opcode == "while":
@@ -120,10 +129,10 @@ class _Program:
         if loop.length is None:
           yield Item(here, OPEN_LOOP, i.name, times, 0.0, 0.0, 0.0, "", 0.0, "", i.op_name, ())
         length = 1 if loop.length is None else loop.length
-        yield from self.items(body, times * length, here, loop.inside)
+        yield from self.items(body, times * length, here, loop.constants)
       elif i.opcode == "conditional":
-        listed = re.findall(r"[\w.\-]+", i.attribute(r"branch_computations=\{([^}]*)\}"))
-        branches = listed or _BRANCH.findall(i.text)
+        names = re.findall(r"[\w.\-]+", i.attribute(r"branch_computations=\{([^}]*)\}"))
+        branches = names or _BRANCH.findall(i.text)
         yield from max((list(self.items(b, times, here, None)) for b in branches), key=_cost)
       elif i.opcode in ("call", "async-start") and i.calls:
         yield from self.items(i.calls, times, here, None)
@@ -134,7 +143,8 @@ class _Program:
     target = i.attribute(r'custom_call_target="([^"]*)"')
     if target in _FREE_CALLS:
       return
-    flops, received = float(self._flops(computation, i)), 0.0
+    flops = float(self._flops(computation, i))
+    received = 0.0
     opcode = i.opcode.removesuffix("-start")
     for kind, count in self._collectives(computation, i):
       opcode, received = kind, received + count
@@ -157,10 +167,10 @@ class _Program:
     )
 
   def _shape(self, computation: str, name: str) -> str:
-    found = self.computations[computation].get(name)
-    return found.shape if found else ""
+    instruction = self.computations[computation].get(name)
+    return instruction.shape if instruction else ""
 
-  # --- products -----------------------------------------------------------------------------------
+  # --- FLOPs --------------------------------------------------------------------------------------
 
   def _flops(self, computation: str, i: Instruction) -> int:
     if i.opcode == "fusion":
@@ -174,18 +184,18 @@ class _Program:
       return 2 * math.prod(out) * math.prod(left[int(d)] for d in contracted.split(",") if d)
     return convolution_flops(i, left, right, out)
 
-  # --- devices ------------------------------------------------------------------------------------
+  # --- collectives --------------------------------------------------------------------------------
 
   def _collectives(self, computation: str, i: Instruction) -> Iterator[tuple[str, float]]:
-    """(kind, bytes that each device receives) of an instruction and of what is fused into it."""
+    """Yields (kind, bytes each device receives) for an instruction and those fused into it."""
     if i.opcode == "fusion":
-      scattered = "all-reduce-scatter" in i.name + i.calls
-      continued = self._continued(i.calls)
+      is_reduce_scatter = "all-reduce-scatter" in i.name + i.calls
+      continued = self._continued_names(i.calls)
       for inner in self.computations[i.calls].values():
         if inner.name in continued:
           continue
         for kind, received in self._collectives(i.calls, inner):
-          if scattered and kind == "all-reduce":
+          if is_reduce_scatter and kind == "all-reduce":
             kind, received = "reduce-scatter", received / 2
           yield kind, received
       return
@@ -199,28 +209,28 @@ class _Program:
     n = self._group_size(i)
     yield kind, sent * {"all-gather": n - 1, "all-reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)
 
-  def _continued(self, computation: str) -> set[str]:
-    """Names of the collectives that a fusion carries on or ends, next to its own work.
+  def _continued_names(self, computation: str) -> set[str]:
+    """Names of the collectives that a fusion continues or ends, besides its own work.
 
-    Some TPUs' compilers run a collective piece by piece within fusions between its start and its
-    end. Each of them contains the complete instruction, which counts at its start.
+    Compilers for some TPUs run a collective piece by piece within the fusions between its start and
+    its end. Each of these contains the complete instruction, which counts only at its start.
     """
-    inside = self.computations[computation].values()
-    if any(_ASYNC_START in i.text for i in inside):
+    instructions = self.computations[computation].values()
+    if any(_ASYNC_START in i.text for i in instructions):
       return set()
-    return {i.name for i in inside if "async_collective_fusion_config" in i.text}
+    return {i.name for i in instructions if "async_collective_fusion_config" in i.text}
 
   def _group_size(self, i: Instruction) -> int:
-    """Devices that take part in one collective, by any of XLA's three spellings."""
-    if listed := re.search(r"replica_groups=\{(?:\{([\d,]*)\})?", i.text):
-      return len(listed.group(1).split(",")) if listed.group(1) else self.devices
+    """Number of devices in one group of a collective, in any of XLA's three notations."""
+    if explicit := re.search(r"replica_groups=\{(?:\{([\d,]*)\})?", i.text):
+      return len(explicit.group(1).split(",")) if explicit.group(1) else self.devices
     if iota := re.search(r"replica_groups=\[(?:\d+,)*(\d+)\]<=", i.text):
       return int(iota.group(1))
-    named = re.search(r"replica_groups=@?mesh\w*\[([^\]]*)\][^{]*\{([^}]*)\}", i.text)
-    if not named:
+    by_axes = re.search(r"replica_groups=@?mesh\w*\[([^\]]*)\][^{]*\{([^}]*)\}", i.text)
+    if not by_axes:
       raise ValueError(f"replica groups of {i.name} have an unknown form: {i.text[:200]}")
-    sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", named.group(1))}
-    axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", named.group(2))
+    sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", by_axes.group(1))}
+    axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", by_axes.group(2))
     return math.prod(int(part) if part else sizes[axis] for axis, part in axes)
 
   # --- memory -------------------------------------------------------------------------------------
@@ -230,63 +240,71 @@ class _Program:
     result = array_bytes(i.shape, hbm=True)
     if i.opcode == "fusion":
       read, written = self._fused_bytes(i.calls)
-      operands = [min(whole, read.get(n, whole)) for n, whole in enumerate(operands)]
-      results = [array_bytes(shape, hbm=True) for shape in arrays(i.shape)]
+      operands = [min(size, read.get(n, size)) for n, size in enumerate(operands)]
+      results = [array_bytes(shape, hbm=True) for shape in array_shapes(i.shape)]
       return int(sum(operands) + sum(map(min, results, written)))
-    if i.opcode in ("dynamic-slice", "slice", "gather"):  # of what lies there
+    if i.opcode in ("dynamic-slice", "slice", "gather"):  # reads only the slice
       return min(operands[0], array_bytes(i.shape)) + result
     if i.opcode == "dynamic-update-slice":
       return operands[1] + min(result, array_bytes(self._shape(computation, i.operands[1])))
     if i.opcode == "scatter":
       return sum(operands[1:]) + 2 * operands[-1]
-    if i.opcode.endswith("-start"):  # its result holds its operands
+    if i.opcode.endswith("-start"):  # the result contains the operands
       return result
     return result + sum(operands)
 
   def _fused_bytes(self, computation: str) -> tuple[dict[int, int], list[float]]:
-    """({parameter: bytes read of it, if not all are}, the most bytes written of every result)."""
-    inside, continued = self.computations[computation], self._continued(computation)
+    """Bytes that a fusion reads and writes.
+
+    Returns:
+      (index → bytes read, of each parameter that is read in part, upper bounds of the bytes written
+      for each result).
+    """
+    instructions = self.computations[computation]
+    continued = self._continued_names(computation)
     users: dict[str, list[tuple[Instruction, int]]] = {}
-    for i in inside.values():
+    for i in instructions.values():
       for position, name in enumerate(i.operands):
         users.setdefault(name, []).append((i, position))
 
-    def touched(i: Instruction) -> int | None:
-      """Bytes of a value that its users take; None: all of it."""
+    def bytes_used(i: Instruction) -> int | None:
+      """Bytes of a value that its users read; None for all."""
       total = 0
       for user, position in users.get(i.name, []):
-        taken = None
+        used = None
         if user.opcode in ("dynamic-slice", "slice", "gather") and position == 0:
-          taken = array_bytes(user.shape)
+          used = array_bytes(user.shape)
         elif user.opcode == "dynamic-update-slice" and position == 0:
-          taken = 0
-        elif user.name in continued or (continued and user.root):  # handed on
-          taken = 0
+          used = 0
+        elif user.name in continued or (continued and user.root):  # passed on unread
+          used = 0
         elif user.opcode == "fusion":
-          taken = self._fused_bytes(user.calls)[0].get(position)
+          used = self._fused_bytes(user.calls)[0].get(position)
         elif user.opcode in _IN_PLACE and not user.root:
-          taken = touched(user)
-        if taken is None:
+          used = bytes_used(user)
+        if used is None:
           return None
-        total += taken
+        total += used
       return None if i.root else total
 
     read = {
-      int(i.arguments): taken
-      for i in inside.values()
-      if i.opcode == "parameter" and (taken := touched(i)) is not None
+      int(i.arguments): used
+      for i in instructions.values()
+      if i.opcode == "parameter" and (used := bytes_used(i)) is not None
     }
-    root = next(i for i in inside.values() if i.root)
-    results = [inside[x] for x in root.operands] if root.opcode == "tuple" else [root]
+    root = next(i for i in instructions.values() if i.root)
+    results = [instructions[x] for x in root.operands] if root.opcode == "tuple" else [root]
     written = []
     for result in results:
       while result.opcode in _IN_PLACE and result.operands:
-        result = inside[result.operands[0]]
-      update = result.opcode == "dynamic-update-slice"
-      most = array_bytes(self._shape(computation, result.operands[1])) if update else math.inf
-      handed_on = result.name in continued or (continued and result.opcode == "parameter")
-      most = 0 if handed_on or _ASYNC_DONE in result.text else most
-      written += [most] * len(arrays(result.shape))
+        result = instructions[result.operands[0]]
+      limit: float = math.inf
+      if result.opcode == "dynamic-update-slice":
+        limit = array_bytes(self._shape(computation, result.operands[1]))
+      passed_on = result.name in continued or (continued and result.opcode == "parameter")
+      if passed_on or _ASYNC_DONE in result.text:
+        limit = 0
+      written += [limit] * len(array_shapes(result.shape))
     return read, written
 
   # --- loops --------------------------------------------------------------------------------------
@@ -298,15 +316,16 @@ class _Program:
       before, after = self._first_iteration(computation, i, known)
       length = self._length(i, before, after)
       pairs = list(zip(before, after, strict=True))
-      stays = [a if a == b else None for a, b in pairs]
-      grows = lambda a, b: None if a is None or b is None else a + (b - a) * length
-      ended = stays if length is None else [grows(a, b) for a, b in pairs]
-      self.loops[key] = _Loop(length, stays, ended)
+      constants = [a if a == b else None for a, b in pairs]
+      results = constants
+      if length is not None:
+        results = [None if a is None or b is None else a + (b - a) * length for a, b in pairs]
+      self.loops[key] = _Loop(length, constants, results)
     return self.loops[key]
 
   def _length(self, i: Instruction, before: _Values, after: _Values) -> int | None:
-    if known_count := i.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
-      return int(known_count)
+    if trip_count := i.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
+      return int(trip_count)
     condition = i.attribute(r"condition=%?([\w.\-]+)")
     for first, limit, step in self._bounds(condition, before, after):
       return max(0, -(-(limit - first) // step))
@@ -325,7 +344,7 @@ class _Program:
   def _bounds(
     self, computation: str, before: _Values, after: _Values
   ) -> Iterator[tuple[int, int, int]]:
-    """(first, limit, step) by every comparison of a condition with what grows or falls."""
+    """Yields (first, limit, step) for every comparison with a changing value in a condition."""
     for i in self.computations[computation].values():
       if i.opcode == "fusion":
         inner = [[self._value(computation, x, env) for x in i.operands] for env in (before, after)]
@@ -338,7 +357,7 @@ class _Program:
         continue
       a, a_next, b, b_next = numbers
       direction = i.attribute(r"direction=(\w+)")
-      sign = 1 if direction in ("LT", "LE", "NE") else -1  # a grows up to b, or falls down to it
+      sign = 1 if direction in ("LT", "LE", "NE") else -1  # a grows to b, or falls to b
       step = sign * ((a_next - a) - (b_next - b))
       if step > 0:
         yield sign * a, sign * b + (direction in ("LE", "GE")), step
@@ -351,11 +370,11 @@ class _Program:
     if i.opcode == "parameter":
       return known or []
     if i.opcode == "while":
-      return self._loop(computation, i, known).ended
+      return self._loop(computation, i, known).results
     return self._elements(computation, i.operands[0], known) if i.opcode == "copy" else []
 
   def _value(self, computation: str, name: str, known: _Values | None) -> int | None:
-    """A scalar that does not depend on data, or None."""
+    """The value of an integer scalar that does not depend on data; None if unknown."""
     i = self.computations[computation].get(name)
     if i is None or not re.match(r"[su]\d+\[\]", i.shape):
       return None
@@ -365,7 +384,7 @@ class _Program:
       elements = self._elements(computation, i.operands[0], known)
       index = int(i.attribute(r"index=(\d+)"))
       return elements[index] if index < len(elements) else None
-    if i.opcode == "parameter":  # of a fusion; of a computation it is the tuple
+    if i.opcode == "parameter":  # of a fusion; a computation has a tuple instead
       position = int(i.arguments)
       return known[position] if known and position < len(known) else None
     values = [self._value(computation, x, known) for x in i.operands]

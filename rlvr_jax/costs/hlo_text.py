@@ -1,4 +1,4 @@
-"""The text of a compiled program as data: computations, instructions, shapes, products."""
+"""Parses the text of a compiled program: computations, instructions, shapes, convolutions."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
+  """One instruction of a computation."""
+
   name: str
   shape: str
   opcode: str
   operands: tuple[str, ...]
-  arguments: str  # the text between the brackets
+  arguments: str  # text between the brackets
   text: str  # from the opcode on
-  root: bool
+  root: bool  # whether it is the result of the computation
 
   def attribute(self, pattern: str) -> str:
-    found = re.search(pattern, self.text)
-    return found.group(1) if found else ""
+    """The first group of a pattern in the text; "" without a match."""
+    match = re.search(pattern, self.text)
+    return match.group(1) if match else ""
 
   @property
   def op_name(self) -> str:
@@ -35,28 +38,34 @@ class Instruction:
     return self.attribute(r"(?:calls|to_apply)=%?([\w.\-]+)")
 
 
-Computation = dict[str, Instruction]  # in the order of execution
+Computation = dict[str, Instruction]  # by name, in the order of execution
 
 
-def parsed(text: str) -> tuple[dict[str, Computation], str]:
-  """(computations by name, the entry's name)."""
+def parse_program(text: str) -> tuple[dict[str, Computation], str]:
+  """Parses a program; returns its computations by name, and the name of the entry.
+
+  Raises:
+    ValueError: the text has no ENTRY computation, or a bracket does not close.
+  """
   computations: dict[str, Computation] = {}
-  entry, current = "", None
-  for line in _lines(text):
+  entry = ""
+  current = None
+  for line in _join_lines(text):
     if header := _COMPUTATION.match(line) if "->" in line else None:
       current = computations.setdefault(header.group(2), {})
       entry = header.group(2) if header.group(1) else entry
     elif line.startswith("}"):
       current = None
-    elif current is not None and (found := _INSTRUCTION.match(line)):
-      current[found.group(2)] = _instruction(found.group(2), found.group(3), bool(found.group(1)))
+    elif current is not None and (match := _INSTRUCTION.match(line)):
+      root, name, body = match.groups()
+      current[name] = _parse_instruction(name, body, bool(root))
   if not entry:
     raise ValueError("the text is not an HLO program: it has no ENTRY computation")
   return computations, entry
 
 
-def _lines(text: str) -> list[str]:
-  """Splits a text into lines, one per instruction: attributes of a Pallas call span several."""
+def _join_lines(text: str) -> list[str]:
+  """Splits a text into lines, one per instruction; joins those that a Pallas call spans."""
   lines: list[str] = []
   for line in text.splitlines():
     if lines and line[:1] in ('"', "}") and line.rstrip() != "}":
@@ -66,19 +75,19 @@ def _lines(text: str) -> list[str]:
   return lines
 
 
-def _instruction(name: str, text: str, root: bool) -> Instruction:
+def _parse_instruction(name: str, text: str, root: bool) -> Instruction:
   """Parses the text after the equals sign: shape, opcode, operands, attributes."""
-  end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
+  end = _find_closing_bracket(text, 0) + 1 if text.startswith("(") else text.index(" ")
   shape, rest = text[:end], text[end:].strip()
   opening = rest.index("(")
-  arguments = rest[opening + 1 : _closing(rest, opening)]
+  arguments = rest[opening + 1 : _find_closing_bracket(rest, opening)]
   # Some versions print an operand's shape before its name.
   operands = re.findall(r"%([\w.\-]+)", arguments)
   return Instruction(name, shape, rest[:opening], tuple(operands), arguments, rest, root)
 
 
-def _closing(text: str, opening: int) -> int:
-  """The position of the bracket that closes the one at `opening`."""
+def _find_closing_bracket(text: str, opening: int) -> int:
+  """Returns the position of the bracket that closes the one at `opening`."""
   depth = 0
   for position in range(opening, len(text)):
     depth += {"(": 1, ")": -1}.get(text[position], 0)
@@ -88,7 +97,7 @@ def _closing(text: str, opening: int) -> int:
 
 
 def array_bytes(shape: str, *, hbm: bool = False) -> int:
-  """Bytes of all arrays in a shape; with `hbm` only of those in the chip's main memory, S(0)."""
+  """Bytes of all arrays in a shape; with `hbm`, only of arrays in main memory, S(0)."""
   total = 0
   for kind, sizes, layout in _SHAPE.findall(shape):
     elements = math.prod(_sizes(sizes))
@@ -97,21 +106,21 @@ def array_bytes(shape: str, *, hbm: bool = False) -> int:
   return total
 
 
-def arrays(shape: str) -> list[str]:
+def array_shapes(shape: str) -> list[str]:
   """The shape of every array in a shape."""
-  return [found.group() for found in _SHAPE.finditer(shape)]
+  return [match.group() for match in _SHAPE.finditer(shape)]
 
 
 def dtype(shape: str) -> str:
-  """Dtype of a shape's first array; "" without one."""
-  found = _SHAPE.search(shape)
-  return found.group(1) if found else ""
+  """Dtype of the first array in a shape; "" if there is none."""
+  match = _SHAPE.search(shape)
+  return match.group(1) if match else ""
 
 
 def dimensions(shape: str) -> list[int]:
-  """Sizes of a shape's first array; [] without one."""
-  found = _SHAPE.search(shape)
-  return _sizes(found.group(2)) if found else []
+  """Sizes of the first array in a shape; [] if there is none."""
+  match = _SHAPE.search(shape)
+  return _sizes(match.group(2)) if match else []
 
 
 def _sizes(text: str) -> list[int]:
@@ -125,36 +134,39 @@ def _bits(kind: str) -> int:
 
 
 def convolution_flops(i: Instruction, left: list[int], right: list[int], out: list[int]) -> int:
-  """2 · batch · output features · input features of a group · pairs of a tap and an input.
+  """FLOPs of a convolution: 2 · batch · output features · input features per group · tap pairs.
 
-  A TPU's compiler writes a product's batch dimensions as spatial ones, dilated so that each output
-  meets one input: taps that fall on holes and padding do nothing.
+  TPU compilers write batch dimensions of a matrix product as spatial ones, dilated so that each
+  output meets one input. A tap pairs with an input; taps on holes or padding do not count.
   """
   lhs, rhs, result = re.split(r"_|->", i.attribute(r"dim_labels=([\w>\-]+)"))
   window = dict(re.findall(r"(\w+)=([\d_x\-]+)", i.attribute(r"window=\{([^}]*)\}")))
 
-  def field(name: str, spatial: int) -> int:
+  def window_field(name: str, spatial: int) -> int:
     default = "0" if name == "pad" else "1"
     values = window[name].split("x") if name in window else [default] * (spatial + 1)
     return int(values[spatial].split("_")[0])
 
   pairs = 1
   for digit in sorted(set(result) - {"b", "f"}):
-    settings = [field(name, int(digit)) for name in ("stride", "rhs_dilate", "lhs_dilate", "pad")]
+    settings = [
+      window_field(name, int(digit)) for name in ("stride", "rhs_dilate", "lhs_dilate", "pad")
+    ]
     sizes = (x[labels.index(digit)] for x, labels in ((left, lhs), (right, rhs), (out, result)))
-    pairs *= _pairs(*sizes, *settings)
-  batch, features = out[result.index("b")], out[result.index("f")]
+    pairs *= _count_pairs(*sizes, *settings)
+  batch = out[result.index("b")]
+  features = out[result.index("f")]
   return 2 * batch * features * right[rhs.index("i")] * pairs
 
 
 @functools.cache
-def _pairs(
+def _count_pairs(
   inputs: int, taps: int, outputs: int, stride: int, dilation: int, base_dilation: int, pad: int
 ) -> int:
-  """Pairs (output, tap) along one dimension that meet an input, not a hole or padding."""
+  """Counts the pairs (output, tap) along one dimension that meet an input, no hole or padding."""
   end = (inputs - 1) * base_dilation
   return sum(
-    0 <= (at := y * stride + k * dilation - pad) <= end and at % base_dilation == 0
+    0 <= (position := y * stride + k * dilation - pad) <= end and position % base_dilation == 0
     for y in range(outputs)
     for k in range(taps)
   )

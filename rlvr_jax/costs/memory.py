@@ -1,84 +1,87 @@
-"""Bytes per chip of a configuration, compiled for TPUs or estimated: the command fits."""
+"""Memory per chip of a configuration, compiled for TPUs or estimated: `--mode=fits`."""
 
 from __future__ import annotations
 
 import math
 
 from rlvr_jax.costs import programs
-from rlvr_jax.costs.chips import chip_of
+from rlvr_jax.costs.chips import find_chip
 from rlvr_jax.models import memory
 from rlvr_jax.rollouts.decoder import slot_bytes
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts
 
-COMPILER_FACTOR = 1.5  # compiled bytes to estimated ones, above 5 GiB, in docs/models.md
+COMPILER_FACTOR = 1.5  # compiled bytes over estimated bytes, above 5 GiB, in docs/models.md
 _GIB = 2**30
 
-Table = dict[str, float]  # what → bytes per chip
+Table = dict[str, float]  # kind of memory → bytes per chip
 
 
 def report(parts: Parts, topology: str | None) -> dict[str, Table]:
   """Prints the memory that a configuration needs on every chip, and whether it fits.
 
-  An estimate by arithmetic is always printed. If a topology is given whose compiler is installed
-  (extra `tpu`; no TPU is needed), the update and generation are also compiled for it, and the
-  compiler's numbers are printed.
+  Always prints an estimate by arithmetic. Given a topology, also compiles the update and generation
+  for it and prints the compiler's numbers; this needs the compiler (extra `tpu`), but no TPU.
 
   Args:
-    parts: from `programs.shapes_only`, on the mesh of that topology.
+    parts: result of `programs.build_shapes_only` on the mesh of that topology.
     topology: kind and shape of the slice, such as "v5e:4x4"; None for the estimate only.
   Returns:
     The tables that were printed, by title.
   """
-  limit = chip_of(topology).hbm_gib if topology else None
-  tables = estimated(parts) | (compiled(parts) if topology else {})
+  limit = find_chip(topology).hbm_gib if topology else None
+  tables = estimated_bytes(parts) | (compiled_bytes(parts) if topology else {})
   mesh = parts.placement.mesh
   title = f"{topology or 'a mesh'} of {dict(mesh.shape)} ({mesh.size} chips)"
-  say(_text(title, tables, limit))
+  say(_format_tables(title, tables, limit))
   return tables
 
 
 # --- compiled -------------------------------------------------------------------------------------
 
 
-def compiled(parts: Parts) -> dict[str, Table]:
+def compiled_bytes(parts: Parts) -> dict[str, Table]:
   """Bytes per chip of the update and of generation, as XLA compiles them for the mesh."""
   # The optimizer's state stays in memory while rollouts are sampled.
   resident = {
     "generation": {"optimizer, resident": memory.shard_bytes(parts.placement.state.opt_state)}
   }
   tables = {}
-  for name, lower in programs.programs(parts).items():
-    program = programs.compiled(name, lower)
-    taken = programs.memory(program) if program else {"more than the compiler has": math.inf}
-    tables[f"{name}, compiled"] = resident.get(name, {}) | taken
+  for name, lower in programs.program_lowerings(parts).items():
+    program = programs.compile_program(name, lower)
+    table = {"more than the compiler has": math.inf}
+    if program:
+      table = programs.memory_bytes(program)
+    tables[f"{name}, compiled"] = resident.get(name, {}) | table
   return tables
 
 
 # --- estimated ------------------------------------------------------------------------------------
 
 
-def estimated(parts: Parts) -> dict[str, Table]:
+def estimated_bytes(parts: Parts) -> dict[str, Table]:
   """Bytes per chip by arithmetic, without the compiler's temporary buffers."""
-  state, network, layout = parts.placement.state, parts.model.config, parts.placement.row_layout
+  state = parts.placement.state
+  network = parts.model.config
+  layout = parts.placement.row_layout
   in_memory = {
     "parameters": memory.shard_bytes(state.params),
     "optimizer": memory.shard_bytes(state.opt_state),
   }
   if parts.lora is not None:
     in_memory["frozen base"] = memory.shard_bytes(parts.placement.frozen)
-  accumulated = 2 if layout.max_micro_batches > 1 else 1  # the sum and the newest
+  num_gradients = 2 if layout.max_micro_batches > 1 else 1  # sum and newest micro-batch
   tokens = layout.rows_per_device * layout.length
   tensor = parts.placement.mesh.shape["tensor"]
   engine = parts.programs.engine.settings
-  mesh = engine.model.mesh  # that of config.generation_mesh, if it is set
+  mesh = engine.model.mesh  # of config.generation_mesh, if set
   slots = engine.slots // (mesh.shape["data"] * mesh.shape["fsdp"])
-  generating = sharding.placed(parts.placement.base, mesh)
+  generating = sharding.add_shardings(parts.placement.base, mesh)
   return {
     "update, estimated": in_memory
     | {
-      "gradients": accumulated * memory.shard_bytes(state.params),
+      "gradients": num_gradients * memory.shard_bytes(state.params),
       "activations": memory.activation_bytes(network, tokens, tensor),
       "output head": memory.output_head_bytes(network, tokens, tensor),
     },
@@ -94,13 +97,13 @@ def estimated(parts: Parts) -> dict[str, Table]:
 # --- output ---------------------------------------------------------------------------------------
 
 
-def _text(title: str, tables: dict[str, Table], limit_gib: float | None) -> str:
+def _format_tables(title: str, tables: dict[str, Table], limit_gib: float | None) -> str:
   lines = [title]
   for name, table in tables.items():
     total = sum(table.values()) / _GIB
     needed = total * (COMPILER_FACTOR if name.endswith("estimated") else 1.0)
     lines.append(f"{name}: {total:.2f} GiB per chip{_verdict(total, needed, limit_gib)}")
-    lines += [f"  {what:<28}{size / _GIB:>10.2f} GiB" for what, size in table.items()]
+    lines += [f"  {kind:<28}{size / _GIB:>10.2f} GiB" for kind, size in table.items()]
   lines.append(f"The compiler may need about {COMPILER_FACTOR} times the estimate.")
   return "\n".join(lines)
 

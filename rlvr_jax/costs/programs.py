@@ -1,4 +1,4 @@
-"""A run's programs, compiled for chips that this machine does not have."""
+"""Compiles the programs of a run for chips that this machine does not have."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from rlvr_jax.types import Packed
 
 
 def topology_devices(name: str) -> list[Any]:
-  """Descriptions of the devices of a TPU slice, which this machine does not need to have.
+  """Descriptions of the devices of a TPU slice; the slice itself is not needed.
 
   Raises:
     ValueError: the compiler is not installed, or the slice is unknown.
   """
-  # Without the first, libtpu queries a metadata server that exists on Cloud TPU machines only;
-  # without the second, processes that only compile block one another.
+  # The first setting prevents libtpu from querying a metadata server, which exists on Cloud TPU
+  # machines only; the second lets several processes compile at the same time.
   os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
   os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
   try:
     sizes = [int(size) for size in re.findall(r"\d+", name.partition(":")[2])]
-    of_host = [min(2, size) for size in sizes[:2]] + [1]  # chips; libtpu assumes 2 × 2 × 1
+    host_bounds = [min(2, size) for size in sizes[:2]] + [1]  # chips; libtpu assumes 2 × 2 × 1
     topology = topologies.get_topology_desc(
-      platform="tpu", topology_name=name, chips_per_host_bounds=of_host
+      platform="tpu", topology_name=name, chips_per_host_bounds=host_bounds
     )
     return list(topology.devices)
-  except Exception as error:  # libtpu has no common class of errors
+  except Exception as error:  # libtpu's errors have no common class
     raise ValueError(
       f"cannot compile for --topology={name}: {str(error)[:300]}. Examples of names: v5e:4x4,"
       ' v5p:2x2x4 (16 chips each); pip install -e ".[tpu]" installs the compiler. Without'
@@ -52,13 +52,14 @@ def topology_devices(name: str) -> list[Any]:
     ) from error
 
 
-def mesh_of(config: ml_collections.ConfigDict, topology: str | None) -> Any:
-  """The mesh of `config.mesh` over the devices of a TPU slice, as a run on them builds it.
+def make_topology_mesh(config: ml_collections.ConfigDict, topology: str | None) -> Any:
+  """Makes the mesh of `config.mesh` over the devices of a TPU slice, as a run on it does.
 
   Args:
-    topology: of the slice; None for a mesh without devices.
+    config: configuration of the run.
+    topology: kind and shape of the slice; None for a mesh without devices.
   Raises:
-    ValueError: the topology is unknown, or the mesh has another size.
+    ValueError: the topology is unknown, or its number of devices is not the size of the mesh.
   """
   sizes: dict[str, Any] = {axis: config.mesh[axis] for axis in sharding.AXES}
   if topology is None:
@@ -79,49 +80,65 @@ def mesh_of(config: ml_collections.ConfigDict, topology: str | None) -> Any:
   return mesh
 
 
-def shapes_only(config: ml_collections.ConfigDict, mesh: Mesh) -> Parts:
-  """The parts of a run without problems, on a mesh whose devices this machine may not have."""
-  nothing = Task(name="none", train=(), warm_start=(), held_out=(), grader="none:none")
+def build_shapes_only(config: ml_collections.ConfigDict, mesh: Mesh) -> Parts:
+  """Builds a run without problems, on a mesh whose devices this machine may not have."""
+  empty_task = Task(name="none", train=(), warm_start=(), held_out=(), grader="none:none")
   config = ml_collections.ConfigDict(config)
   config.warm_start.num_steps = 0
-  return build(config, task=nothing, tokenizer=ByteTokenizer(), mesh=mesh)
+  return build(config, task=empty_task, tokenizer=ByteTokenizer(), mesh=mesh)
 
 
-def programs(parts: Parts) -> dict[str, Any]:
-  """The update of a run and a burst of its generation, by name, lowered for the shapes they take.
+def program_lowerings(parts: Parts) -> dict[str, Callable[[], Any]]:
+  """Functions that lower a run's update and one burst of its generation, by name.
 
   Returns:
-    Functions without arguments that return a `jax.stages.Lowered`; see `compiled`.
+    Functions without arguments that return a `jax.stages.Lowered`, as `compile_program` takes them.
   """
-  config, mesh, state = parts.config, parts.placement.mesh, parts.placement.state
-  frozen = parts.placement.frozen
-  needs_proximal = parts.method.loss.needs_proximal
-  batch = abstract_batch(config, parts.placement.row_layout, mesh, needs_proximal=needs_proximal)
+  placement, method = parts.placement, parts.method
+  state, frozen = placement.state, placement.frozen
+  batch = abstract_batch(
+    parts.shape,
+    placement.row_layout,
+    placement.mesh,
+    needs_reference=method.reference_kl > 0,
+    needs_proximal=method.loss.needs_proximal,
+  )
   jitted: Any = parts.programs
-  number = int(packed_at_full_length(parts).num_micro_batches)
+  train_step = jitted.train_step.__wrapped__  # since options belong to the outermost program
+  shardings = jax.tree.map(lambda x: x.sharding, state)
+  num_micro_batches = int(pack_full_length(parts).num_micro_batches)
 
-  def update(state, frozen, batch):  # a constant, which the compiled program shows
-    packed = batch.packed._replace(num_micro_batches=jnp.int32(number))
-    return jitted.train_step(state, frozen, dataclasses.replace(batch, packed=packed))
+  def update(state, frozen, batch):
+    # A constant number shows the length of the loop in the compiled program.
+    packed = batch.packed._replace(num_micro_batches=jnp.int32(num_micro_batches))
+    return train_step(state, frozen, dataclasses.replace(batch, packed=packed))
 
   return {
-    "update": lambda: jax.jit(update, donate_argnums=0).lower(state, frozen, batch),
-    "generation": lambda: jitted.engine.lowered(state.params, frozen),
+    "update": lambda: jax.jit(
+      update,
+      donate_argnums=0,
+      out_shardings=(shardings, sharding.replicated_sharding(placement.mesh)),
+      compiler_options=parts.compiler_options.training,
+    ).lower(state, frozen, batch),
+    "generation": lambda: jitted.engine.lower_burst(state.params, frozen),
   }
 
 
-def packed_at_full_length(parts: Parts) -> Packed:
-  """The rows of a batch whose prompts and responses are as long as they may be; NumPy."""
-  config = parts.config
-  shape, longest = (config.batch.prompts, config.batch.group_size), config.max_response_length
-  zeros = lambda *sizes: np.zeros(sizes, np.int32)
-  prompts = zeros(shape[0], config.max_prompt_length), np.full(shape[0], config.max_prompt_length)
-  return pack(*prompts, zeros(*shape, longest), np.full(shape, longest), parts.placement.row_layout)
+def pack_full_length(parts: Parts) -> Packed:
+  """Packs a batch whose prompts and responses have maximum length, as NumPy arrays."""
+  P, G, S, T = parts.shape
+  return pack(
+    np.zeros((P, S), np.int32),
+    np.full(P, S),
+    np.zeros((P, G, T), np.int32),
+    np.full((P, G), T),
+    parts.placement.row_layout,
+  )
 
 
-def compiled(name: str, lower: Callable[[], Any], **options: Any) -> Any:
-  """A `jax.stages.Compiled`; None if the compiler finds that memory does not suffice."""
-  began = time.perf_counter()
+def compile_program(name: str, lower: Callable[[], Any], **options: Any) -> Any:
+  """Compiles to a `jax.stages.Compiled`; None if the compiler reports too little memory."""
+  start = time.perf_counter()
   try:
     program = lower().compile(compiler_options=options)
   except jax.errors.JaxRuntimeError as error:
@@ -129,28 +146,28 @@ def compiled(name: str, lower: Callable[[], Any], **options: Any) -> Any:
       raise
     say(str(error)[:1000])
     return None
-  say(f"{name}, compiled in {time.perf_counter() - began:.0f} s")
+  say(f"{name}, compiled in {time.perf_counter() - start:.0f} s")
   return program
 
 
-def compiled_with_text(name: str, lower: Callable[[], Any]) -> tuple[Any, str]:
-  """Compiles for a TPU as `compiled` does; also returns the text of the optimized program.
+def compile_with_text(name: str, lower: Callable[[], Any]) -> tuple[Any, str]:
+  """Compiles for a TPU as `compile_program`; also returns the text of the optimized program.
 
-  The text is the compiler's own, "" if the program is None: `as_text()` parses a program again, and
-  jaxlib cannot parse all that a newer compiler writes.
+  The text is the compiler's own dump, "" if the program is None: `as_text()` parses a program
+  again, and jaxlib cannot parse everything that a newer compiler writes.
   """
   with tempfile.TemporaryDirectory() as folder:
-    program = compiled(name, lower, xla_dump_to=folder, xla_dump_hlo_as_text=True)
-    written = sorted(pathlib.Path(folder).glob("*.after_codegen.txt"), key=os.path.getsize)
-    return program, written[-1].read_text(encoding="utf-8") if program else ""
+    program = compile_program(name, lower, xla_dump_to=folder, xla_dump_hlo_as_text=True)
+    dumps = sorted(pathlib.Path(folder).glob("*.after_codegen.txt"), key=os.path.getsize)
+    return program, dumps[-1].read_text(encoding="utf-8") if program else ""
 
 
-def memory(compiled: Any) -> dict[str, float]:
-  """Bytes that a compiled program takes on every device."""
-  used = compiled.memory_analysis()
+def memory_bytes(program: Any) -> dict[str, float]:
+  """Bytes that a compiled program uses on every device, by kind."""
+  usage = program.memory_analysis()
   return {
-    "arguments": used.argument_size_in_bytes,
-    "results": used.output_size_in_bytes - used.alias_size_in_bytes,
-    "temporary": used.temp_size_in_bytes,
-    "program": used.generated_code_size_in_bytes,
+    "arguments": usage.argument_size_in_bytes,
+    "results": usage.output_size_in_bytes - usage.alias_size_in_bytes,
+    "temporary": usage.temp_size_in_bytes,
+    "program": usage.generated_code_size_in_bytes,
   }

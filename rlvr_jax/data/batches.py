@@ -17,11 +17,12 @@ def problem_batches(
 ) -> grain.DatasetIterator[list[Problem]]:
   """Endless batches: every epoch is a new permutation of the source; batches may span two epochs.
 
-  Works in this process, without threads. The position is a counter: `get_state()` returns a small
-  JSON-serializable dict, and `set_state()` on a new iterator continues there without replaying.
+  The iterator works in this process, without threads. Its position is a counter: `get_state()`
+  returns a small JSON-serializable dict, and `set_state()` on a new iterator continues from that
+  position without replaying.
 
   Args:
-    source: must not be empty.
+    source: problems; must not be empty.
     batch_size: problems per batch.
     seed: seed of the order.
   """
@@ -30,8 +31,8 @@ def problem_batches(
   if not len(source):
     raise ValueError("the source of problems is empty: give it at least one problem")
   dataset = grain.MapDataset.source(source).seed(seed).shuffle().repeat()
-  # The stream has no end, so there is no remainder to drop; it keeps grain's count of batches, for
-  # batch_size = 1, within the integers that a length may have.
+  # The stream has no end, hence no remainder. Dropping it keeps grain's count of batches below the
+  # largest allowed length if batch_size is 1.
   batches = dataset.batch(batch_size, drop_remainder=True, batch_fn=list)
   in_process = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
   return iter(batches.to_iter_dataset(in_process))
@@ -53,7 +54,7 @@ def encode_prompts(
   Returns:
     Prompts of NumPy arrays: tokens i32[P, S], lengths i32[P].
   Raises:
-    PromptError: an empty question, or a prompt of no tokens or of more than S.
+    PromptError: a question is empty, or a prompt has no tokens or more than S.
   """
   rows = [tokenizer.encode_prompt(problem.question) for problem in problems]
   for problem, row in zip(problems, rows, strict=True):
@@ -62,17 +63,17 @@ def encode_prompts(
   for target, row in zip(tokens, rows, strict=True):
     target[max_prompt_length - len(row) :] = row
   # NumPy arrays stand for jax arrays until they are placed on devices.
-  return Prompts(tokens=tokens, lengths=_lengths(rows))  # type: ignore[call-arg,arg-type,unused-ignore]
+  return Prompts(tokens=tokens, lengths=_row_lengths(rows))  # type: ignore[call-arg,arg-type,unused-ignore]
 
 
 def check_prompt(problem: Problem, length: int, max_prompt_length: int, where: str = "") -> None:
   """Raises PromptError unless 0 < `length` ≤ `max_prompt_length`, in tokens.
 
   Args:
-    problem: whose question has `length` tokens.
-    length: of the prompt, in tokens.
+    problem: the problem whose question is the prompt.
+    length: tokens in the prompt.
     max_prompt_length: S, in tokens.
-    where: names the problem in the message if the problem does not know its file and line.
+    where: names the problem in the message if it has no file and line of its own.
   """
   owner = problem.where or where
   owner = owner and f"{owner}: "
@@ -99,7 +100,7 @@ def encode_demonstrations(
   Returns:
     tokens i32[P, T], lengths i32[P] (stop token included).
   Raises:
-    ValueError: a problem without a demonstration, or one of more than T tokens.
+    ValueError: a problem has no demonstration, or one of more than T tokens.
   """
   for problem in problems:
     if not problem.solution:
@@ -116,8 +117,8 @@ def encode_demonstrations(
   tokens = np.full((len(rows), max_response_length), tokenizer.pad_id, np.int32)
   for target, row in zip(tokens, rows, strict=True):
     target[: len(row)] = row
-  return tokens, _lengths(rows)
+  return tokens, _row_lengths(rows)
 
 
-def _lengths(rows: list[list[int]]) -> np.ndarray:
+def _row_lengths(rows: list[list[int]]) -> np.ndarray:
   return np.array([len(row) for row in rows], np.int32)

@@ -1,10 +1,10 @@
-"""Trains a byte-level byte-pair encoding on files of text, for runs from scratch.
+"""Trains a byte-level byte-pair encoding on text files, for runs from scratch.
 
   python -m rlvr_jax.data.byte_pairs --input train.jsonl --field question --field answer \\
     --vocab_size 1024 --output tokenizers/gsm8k
 
-The folder that it writes is in Hugging Face's layout, with a chat template: `HuggingFaceTokenizer`
-and `transformers` load it. The same texts give the same bytes.
+The output folder has Hugging Face's layout, with a chat template: `HuggingFaceTokenizer` and
+`transformers` load it. Equal texts give byte-identical files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlvr_jax.storage.files import located
+from rlvr_jax.storage.files import locate
 
 if TYPE_CHECKING:
   import tokenizers
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
 END_OF_TEXT, TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL = (END_OF_TEXT, TURN, END_OF_TURN)  # ids 0, 1, 2
 SMALLEST = -(-(256 + len(SPECIAL)) // 8) * 8
-# Pairs are merged only within these pieces: a word with the space before it, one digit, other signs
-# with the space before them, white space. Every digit is a token, so that numbers are uniform.
+# Pairs are merged only within these pieces: a word with its leading space, one digit, punctuation
+# with its leading space, white space. Every digit is a token, so that numbers split uniformly.
 _PIECES = r" ?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+|\s+(?!\S)|\s+"
-# ChatML, the form of the Qwen models.
+# ChatML, the format of the Qwen models.
 _TEMPLATE = (
   "{% for message in messages %}"
   f"{{{{ '{TURN}' + message.role + '\\n' + message.content + '{END_OF_TURN}\\n' }}}}"
   "{% endfor %}"
   f"{{% if add_generation_prompt %}}{{{{ '{TURN}assistant\\n' }}}}{{% endif %}}"
 )
-_BLOCK = 2**20  # characters read at once
+_BLOCK = 2**20  # characters per read
 
 
 def train_byte_pairs(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
   """Trains an encoding of `vocab_size` tokens: special tokens, the 256 bytes, and frequent pairs.
 
-  Every text can be encoded, and is decoded to itself. Nothing is normalized.
+  Any text can be encoded and decodes to itself; texts are not normalized.
 
   Args:
-    texts: read once; no pair spans two of them.
-    vocab_size: exact; a multiple of 8, so that it can be sharded.
+    texts: training texts, read once; no pair spans two of them.
+    vocab_size: exact number of tokens; a multiple of 8, so that it can be sharded.
   Raises:
     ValueError: the size is not a multiple of 8, is below 264, or is more than the texts support.
     ImportError: tokenizers is not installed.
@@ -52,30 +52,30 @@ def train_byte_pairs(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokeni
     bytes as the alphabet: "Language Models are Unsupervised Multitask Learners" (Radford et al.
     2019).
   """
-  tokenizers = _library()
+  tokenizers = _import_tokenizers()
   if vocab_size % 8 or vocab_size < SMALLEST:
     raise ValueError(
       f"vocab_size = {vocab_size} is not a multiple of 8 ≥ {SMALLEST} (256 bytes and"
       f" {len(SPECIAL)} special tokens); set it to {max(SMALLEST, -(-vocab_size // 8) * 8)}"
     )
-  bytes_of = tokenizers.pre_tokenizers.ByteLevel
+  byte_level = tokenizers.pre_tokenizers.ByteLevel
   pieces = tokenizers.pre_tokenizers.Split(tokenizers.Regex(_PIECES), "isolated")
   tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
   tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
-    [pieces, bytes_of(add_prefix_space=False, use_regex=False)]
+    [pieces, byte_level(add_prefix_space=False, use_regex=False)]
   )
   tokenizer.decoder = tokenizers.decoders.ByteLevel()
   trainer = tokenizers.trainers.BpeTrainer(
     vocab_size=vocab_size,
     special_tokens=list(SPECIAL),
-    initial_alphabet=sorted(bytes_of.alphabet()),
+    initial_alphabet=sorted(byte_level.alphabet()),
     show_progress=False,
   )
   tokenizer.train_from_iterator(texts, trainer)
   if tokenizer.get_vocab_size() < vocab_size:
     raise ValueError(
-      f"the texts give only {tokenizer.get_vocab_size()} tokens, vocab_size is {vocab_size}; give"
-      " more text, or lower it"
+      f"the texts give only {tokenizer.get_vocab_size()} tokens, but vocab_size is {vocab_size};"
+      " give more text, or lower vocab_size"
     )
   return tokenizer
 
@@ -84,14 +84,14 @@ def save(tokenizer: tokenizers.Tokenizer, directory: str | os.PathLike[str]) -> 
   """Writes tokenizer.json, tokenizer_config.json and generation_config.json.
 
   Args:
-    tokenizer: from `train_byte_pairs`.
-    directory: local or a URL; created if needed.
+    tokenizer: result of `train_byte_pairs`.
+    directory: local folder or URL; created if needed.
   Raises:
     ValueError: the directory contains a tokenizer already.
   """
-  filesystem, folder = _free_folder(directory)
-  # Not by save_pretrained: that of transformers 5 names a class that version 4 cannot load, writes
-  # its version into the files, which then differ by version, and writes to local folders only.
+  filesystem, folder = _locate_new_folder(directory)
+  # We do not use save_pretrained: in transformers 5 it names a class that version 4 cannot load,
+  # writes the library's version into the files, and supports local folders only.
   config = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "eos_token": END_OF_TURN,
@@ -110,7 +110,7 @@ def save(tokenizer: tokenizers.Tokenizer, directory: str | os.PathLike[str]) -> 
 
 
 def read_texts(paths: Iterable[str | os.PathLike[str]], fields: Sequence[str]) -> Iterator[str]:
-  """Yields the texts of files, and of all files of folders in the order of their names.
+  """Yields the texts of files, and of all files in folders, ordered by name.
 
   Args:
     paths: local paths or URLs of UTF-8 text or .jsonl files, which may be compressed (.gz).
@@ -120,7 +120,7 @@ def read_texts(paths: Iterable[str | os.PathLike[str]], fields: Sequence[str]) -
     OSError: a file does not exist or cannot be read.
   """
   for path in paths:
-    filesystem, name = located(path)
+    filesystem, name = locate(path)
     for file in sorted(filesystem.find(name)) if filesystem.isdir(name) else [name]:
       try:
         with filesystem.open(file, "rt", encoding="utf-8", newline="", compression="infer") as text:
@@ -149,10 +149,11 @@ def _read_fields(lines: Iterable[str], fields: Sequence[str], file: str) -> Iter
       yield text
 
 
-def _free_folder(directory: str | os.PathLike[str]) -> tuple[Any, str]:
-  filesystem, folder = located(directory)
+def _locate_new_folder(directory: str | os.PathLike[str]) -> tuple[Any, str]:
+  """Locates the output folder; raises ValueError if it already contains a tokenizer."""
+  filesystem, folder = locate(directory)
   if filesystem.exists(f"{folder}/tokenizer.json"):
-    raise ValueError(f"{os.fspath(directory)} contains a tokenizer already; choose another folder")
+    raise ValueError(f"{os.fspath(directory)} already contains a tokenizer; choose another folder")
   return filesystem, folder
 
 
@@ -160,7 +161,7 @@ def _write_json(filesystem: Any, path: str, value: dict[str, Any]) -> None:
   filesystem.write_text(path, json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def _library() -> Any:
+def _import_tokenizers() -> Any:
   try:
     import tokenizers
   except ImportError as error:
@@ -177,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   parser.add_argument("--output", required=True, help="folder to write")
   arguments = parser.parse_args(argv)
   try:
-    _free_folder(arguments.output)  # before the long part
+    _locate_new_folder(arguments.output)  # fails before the long computation
     texts = read_texts(arguments.input, arguments.field)
     save(train_byte_pairs(texts, arguments.vocab_size), arguments.output)
   except (ValueError, OSError, ImportError) as error:

@@ -1,4 +1,4 @@
-"""A curriculum: problems, or levels of them, are sampled by an estimate of their solve rate."""
+"""A curriculum: samples problems, or levels of problems, by an estimate of their solve rate."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from rlvr_jax.data.batches import problem_batches
-from rlvr_jax.data.mixture import joined, seed_of
+from rlvr_jax.data.mixture import join_parts, order_seed
 from rlvr_jax.data.problems import Problem, ProblemSource, Task
-from rlvr_jax.data.sources import Change, Chosen, Concatenated, in_random_order
+from rlvr_jax.data.sources import Change, Chosen, Concatenated, shuffle_endlessly
 from rlvr_jax.ops.checks import check_between, check_choice
 
-_MAX_PROBLEMS = 1_000_000  # with an estimate each
+_MAX_PROBLEMS = 1_000_000  # each has an estimate
 WEIGHTS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
   "learnable": lambda rate: 4 * rate * (1 - rate),
   "hard": lambda rate: 1 - rate,
@@ -33,29 +33,29 @@ def curriculum(
   floor: float = 0.05,
   seed: int = 0,
 ) -> Task:
-  """Samples what the policy solves now and then more often than what it always or never solves.
+  """Samples problems that the policy sometimes solves more often than those always or never solved.
 
   A cell is a problem, or a part (a level, for instance) with all of its problems. Every cell has an
   estimate p of its solve rate, which begins at `first`. A group of rollouts with the solve rate s
-  moves it: p ← p + rate·(s − p). A batch samples cells with probabilities in proportion to
+  updates it: p ← p + rate·(s − p). A batch samples cells with probabilities in proportion to
   max(w(p), floor): problems without repetition within a batch; a part's problems in a random order,
   each once until all have been read.
 
-  An estimate moves when the next policy is synced, so that batches of one refresh are sampled
-  alike. The estimates are saved with every checkpoint: a resumed run repeats itself bit for bit,
-  under `asynchronous` as far as any run does.
+  Estimates are updated when the next policy is synced, so that all batches of one refresh are
+  sampled from the same estimates. They are saved with every checkpoint: a resumed run is bit-exact,
+  under `asynchronous` as far as any run is.
 
   Args:
-    parts: one or more, as for `mixture`.
+    parts: one or more parts, as for `mixture`.
     by: "problem" or "part".
     weight: "learnable", w(p) = 4·p·(1 − p); or "hard", w(p) = 1 − p.
-    rate: in (0, 1]; 1 keeps the last group only.
-    first: the estimate of a cell that has not been sampled, in [0, 1].
-    floor: in (0, 1]; 1 samples uniformly.
-    seed: of the parts' orders and, together with the run's seed, of the samples.
+    rate: step size of an estimate, in (0, 1]; 1 uses only the last group.
+    first: estimate of a cell before its first sample, in [0, 1].
+    floor: lower bound of a weight, in (0, 1]; 1 samples uniformly.
+    seed: seed of the parts' orders and, together with the run's seed, of the samples.
   Raises:
-    ValueError: a number or name is not allowed, a part is not a task or is empty, or "problem"
-      is set with more than 1 000 000 of them.
+    ValueError: a number or name is not allowed, a part is not a task or is empty, or `by` is
+      "problem" and there are more than 1 000 000 problems.
   Source: learnable: "Learning to Reason at the Frontier of Learnability" (arXiv:2502.12272); hard:
     "Kimi k1.5: Scaling Reinforcement Learning with LLMs" (arXiv:2501.12599), §2.3.
   """
@@ -66,11 +66,11 @@ def curriculum(
   check_between("curriculum", "rate", rate, low=0.0, high=1.0, open_low=True)
   check_between("curriculum", "first", first, low=0.0, high=1.0)
   check_between("curriculum", "floor", floor, low=0.0, high=1.0, open_low=True)
-  task, train = joined("curriculum", parts)
+  task, train = join_parts("curriculum", parts)
   if by == "problem" and len(task.train) > _MAX_PROBLEMS:
     raise ValueError(
-      f"the parts have {len(task.train)} problems, but by = 'problem' keeps an estimate of each, of"
-      f" at most {_MAX_PROBLEMS}; set by = 'part', or lower train_size"
+      f"the parts have {len(task.train)} problems, but by = 'problem' estimates the solve rate of"
+      f" each, for at most {_MAX_PROBLEMS}; set by = 'part', or lower train_size"
     )
   settings = Settings(by, weight, rate, first, floor, seed)
   return dataclasses.replace(task, train=Curriculum(dict(zip(parts, train, strict=True)), settings))
@@ -78,7 +78,7 @@ def curriculum(
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """See `curriculum`."""
+  """Arguments of `curriculum`, without the parts."""
 
   by: str
   weight: str
@@ -89,16 +89,16 @@ class Settings:
 
 
 class Curriculum(Concatenated):
-  """The problems of all parts, one after another, and how to sample them."""
+  """The problems of all parts, concatenated, and the settings by which they are sampled."""
 
   def __init__(self, parts: Mapping[str, Any], settings: Settings):
-    """`parts`: label → source; none of them is empty."""
+    """Initializes the curriculum; `parts` maps labels to sources, none of which is empty."""
     super().__init__(list(parts.values()))
     self.parts, self.settings = parts, settings
 
-  def changed(self, change: Change) -> Curriculum:
+  def map(self, change: Change) -> Curriculum:
     """The same problems, each passed through `change` when it is read."""
-    parts = {label: source.changed(change) for label, source in self.parts.items()}
+    parts = {label: source.map(change) for label, source in self.parts.items()}
     return Curriculum(parts, self.settings)
 
   def where(self, condition: Callable[[Problem], bool]) -> Curriculum:
@@ -108,27 +108,27 @@ class Curriculum(Concatenated):
 
 
 def problem_draws(source: ProblemSource, *, batch_size: int, seed: int) -> Draws:
-  """The batches of problems that a run samples for; args are those of `problem_batches`."""
-  make = CurriculumDraws if isinstance(source, Curriculum) else ShuffledDraws
-  return make(source, batch_size=batch_size, seed=seed)  # type: ignore[arg-type]
+  """The batches of problems of a run; the arguments are those of `problem_batches`."""
+  draws_class = CurriculumDraws if isinstance(source, Curriculum) else ShuffledDraws
+  return draws_class(source, batch_size=batch_size, seed=seed)  # type: ignore[arg-type]
 
 
 class Draws(Protocol):
-  """Protocol of batches of problems with a saved position, which may adapt to solve rates."""
+  """Protocol of batches of problems with a restorable position, which may adapt to solve rates."""
 
   def draw(self, draw: int, version: int, /) -> list[Problem]:
-    """The problems of a draw, by its number, for a policy of `version` updates."""
+    """Returns the problems of draw number `draw`, for a policy after `version` updates."""
     ...
 
   def observe(
     self, draw: int, solve_rates: np.ndarray, state: dict[str, Any], /
   ) -> tuple[dict[str, Any], dict[str, float]]:
-    """Takes the solve rate of each of a draw's groups; call it in the order of the draws.
+    """Records the solve rate of each group of a draw; call it in the order of the draws.
 
     Args:
-      draw: its number.
-      solve_rates: [P], in the order of its problems; NaN for a group without a grade, which tells
-        nothing.
+      draw: number of the draw.
+      solve_rates: f[P], in the order of the draw's problems; NaN for a group without a grade, which
+        is ignored.
       state: `get_state()` right after the draw.
     Returns:
       (the state in which the next draw of a resumed run begins, metrics of the draw).
@@ -136,16 +136,16 @@ class Draws(Protocol):
     ...
 
   def get_state(self) -> dict[str, Any]:
-    """The state that determines the next draws; JSON."""
+    """Returns the state that determines the next draws, JSON-serializable."""
     ...
 
   def set_state(self, state: dict[str, Any], /) -> None:
-    """The inverse of `get_state`."""
+    """Restores a state that `get_state` returned."""
     ...
 
 
 class ShuffledDraws:
-  """Batches of `problem_batches`, whatever the solve rates."""
+  """Batches of `problem_batches`, independent of the solve rates."""
 
   def __init__(self, source: ProblemSource, *, batch_size: int, seed: int):
     self._batches = problem_batches(source, batch_size=batch_size, seed=seed)
@@ -161,10 +161,10 @@ class ShuffledDraws:
 
 
 class CurriculumDraws:
-  """Batches of a curriculum's problems, and the estimates that they are sampled by."""
+  """Batches of a curriculum's problems, and the estimates by which they are sampled."""
 
   def __init__(self, source: Curriculum, *, batch_size: int, seed: int):
-    """Args are those of `problem_batches`.
+    """Initializes the draws; the arguments are those of `problem_batches`.
 
     Raises:
       ValueError: there are fewer problems than a batch takes.
@@ -178,8 +178,8 @@ class CurriculumDraws:
         f"a batch takes {batch_size} problems, each once, but the curriculum has {cells}; lower"
         " config.batch.prompts, or set config.task.kwargs.by = 'part'"
       )
-    orders = [(part, seed_of(self._settings.seed, label)) for label, part in source.parts.items()]
-    self._orders = [in_random_order(*pair) for pair in orders] if self._by_part else []
+    seeds = [(part, order_seed(self._settings.seed, label)) for label, part in source.parts.items()]
+    self._orders = [shuffle_endlessly(*pair) for pair in seeds] if self._by_part else []
     self._estimates = np.full(cells, self._settings.first, np.float32)
     self._visits = np.zeros(cells, np.int32)
     self._observed: list[list[Any]] = []  # (version, cells, solve rates)
@@ -188,16 +188,16 @@ class CurriculumDraws:
   def draw(self, draw: int, version: int) -> list[Problem]:
     """Samples a draw, see `Draws`.
 
-    Observations of earlier versions move the estimates first. Those of the same version do not, so
-    that a draw does not depend on how far grading is.
+    Observations of earlier versions update the estimates first. Those of the same version do not,
+    so that a draw does not depend on the progress of grading.
     """
-    for _, cells, rates in (seen for seen in self._observed if seen[0] < version):
+    for _, cells, rates in (entry for entry in self._observed if entry[0] < version):
       for cell, rate in zip(cells, rates, strict=True):
         step = np.float32(self._settings.rate) * (np.float32(rate) - self._estimates[cell])
         self._estimates[cell] += step
-    self._observed = [seen for seen in self._observed if seen[0] >= version]
-    cells = self._sampled(draw)
-    problems = [self._problem(cell) for cell in cells]
+    self._observed = [entry for entry in self._observed if entry[0] >= version]
+    cells = self._sample_cells(draw)
+    problems = [self._next_problem(cell) for cell in cells]
     self._drawn[draw] = version, cells, self._metrics(cells)
     return problems
 
@@ -210,34 +210,34 @@ class CurriculumDraws:
     return {**state, "observed": list(self._observed)}, metrics
 
   def get_state(self) -> dict[str, Any]:
-    arrays = {"estimates": _packed(self._estimates), "visits": _packed(self._visits)}
+    arrays = {"estimates": _encode(self._estimates), "visits": _encode(self._visits)}
     return {**arrays, "observed": list(self._observed)}
 
   def set_state(self, state: dict[str, Any]) -> None:
-    self._estimates = _unpacked(state["estimates"], np.float32)
-    self._visits = _unpacked(state["visits"], np.int32)
+    self._estimates = _decode(state["estimates"], np.float32)
+    self._visits = _decode(state["visits"], np.int32)
     self._observed = list(state["observed"])
 
-  def _sampled(self, draw: int) -> list[int]:
-    """The cells of a draw."""
+  def _sample_cells(self, draw: int) -> list[int]:
+    """Samples the cells of a draw."""
     s = self._settings
     weights = np.maximum(WEIGHTS[s.weight](self._estimates.astype(np.float64)), s.floor)
-    random = np.random.default_rng((s.seed, self._seed, draw))
+    rng = np.random.default_rng((s.seed, self._seed, draw))
     if self._by_part:
       ends = np.cumsum(weights)
-      chosen = np.searchsorted(ends, random.random(self._batch_size) * ends[-1], side="right")
+      chosen = np.searchsorted(ends, rng.random(self._batch_size) * ends[-1], side="right")
       return np.minimum(chosen, len(ends) - 1).tolist()
-    # Without repetition: the largest of log w plus Gumbel noise (arXiv:1903.06059).
-    keys = np.log(weights) + random.gumbel(size=len(weights))
+    # Gumbel top-k samples without repetition (arXiv:1903.06059).
+    keys = np.log(weights) + rng.gumbel(size=len(weights))
     return np.argsort(-keys, kind="stable")[: self._batch_size].tolist()
 
-  def _problem(self, cell: int) -> Problem:
+  def _next_problem(self, cell: int) -> Problem:
     visit = int(self._visits[cell])
     self._visits[cell] += 1
     return self._orders[cell][visit] if self._by_part else self._source[cell]
 
   def _metrics(self, cells: Sequence[int]) -> dict[str, float]:
-    """Share and estimate of each part; or mean estimate and share of the seen problems."""
+    """Share and estimate of each part; or mean estimate and share of problems drawn so far."""
     if not self._by_part:
       return {
         "curriculum/estimate": float(np.mean(self._estimates[np.asarray(cells)])),
@@ -251,11 +251,11 @@ class CurriculumDraws:
     }
 
 
-def _packed(values: np.ndarray) -> str:
+def _encode(values: np.ndarray) -> str:
   little_endian = values.astype(values.dtype.newbyteorder("<"))
   return base64.b64encode(zlib.compress(little_endian.tobytes())).decode()
 
 
-def _unpacked(text: str, dtype: Any) -> np.ndarray:
+def _decode(text: str, dtype: Any) -> np.ndarray:
   data = zlib.decompress(base64.b64decode(text))
   return np.frombuffer(data, np.dtype(dtype).newbyteorder("<")).astype(dtype)

@@ -1,4 +1,4 @@
-"""Step-by-step solutions of reasoning-gym problems, which are published with answers only.
+"""Step-by-step solutions of reasoning-gym problems, whose data sets have only answers.
 
 Each function is named after its dataset and returns the solution of one entry, ending with
 "#### answer". The text is terse, because a policy has to generate its tokens.
@@ -11,10 +11,10 @@ from typing import Any
 
 __all__ = ["chain_sum", "gcd", "letter_counting", "number_sorting", "spell_backward"]
 
-Entry = Mapping[str, Any]  # "question", "answer" and "metadata", as reasoning-gym gives them
+Entry = Mapping[str, Any]  # "question", "answer" and "metadata", as reasoning-gym returns them
 
 
-def _finish(steps: list[str], entry: Entry) -> str:
+def _append_answer(steps: list[str], entry: Entry) -> str:
   return "\n".join([*steps, f"#### {entry['answer']}"])
 
 
@@ -27,7 +27,7 @@ def chain_sum(entry: Entry) -> str:
     result = total + int(term) if operator == "+" else total - int(term)
     steps.append(f"{total}{operator}{term}={result}")
     total = result
-  return _finish(steps, entry)
+  return _append_answer(steps, entry)
 
 
 def gcd(entry: Entry) -> str:
@@ -41,7 +41,7 @@ def gcd(entry: Entry) -> str:
       steps.append(f"{left}%{right}={left % right}")
       left, right = right, left % right
     divisor = left
-  return _finish(steps, entry)
+  return _append_answer(steps, entry)
 
 
 def letter_counting(entry: Entry) -> str:
@@ -52,20 +52,20 @@ def letter_counting(entry: Entry) -> str:
   for word in entry["metadata"]["span"]:
     count += word.lower().count(letter)
     steps.append(f"{word} {count}")
-  return _finish(steps, entry)
+  return _append_answer(steps, entry)
 
 
 def number_sorting(entry: Entry) -> str:
-  """Selection sort, a line per number: the one taken, then those left in their first order."""
-  left = list(entry["metadata"]["original_numbers"])
+  """Selection sort, one line per number: the number, then those not yet taken, in input order."""
+  remaining = list(entry["metadata"]["original_numbers"])
   steps = []
   for number in entry["metadata"]["sorted_numbers"]:
-    left.remove(number)
-    steps.append(f"{number} | {' '.join(left)}".rstrip())
-  return _finish(steps, entry)
+    remaining.remove(number)
+    steps.append(f"{number} | {' '.join(remaining)}".rstrip())
+  return _append_answer(steps, entry)
 
 
 def spell_backward(entry: Entry) -> str:
   """The letters separated by spaces, forward, then backward."""
   word = entry["metadata"]["word"]
-  return _finish([" ".join(word), " ".join(reversed(word))], entry)
+  return _append_answer([" ".join(word), " ".join(reversed(word))], entry)

@@ -1,4 +1,4 @@
-"""Tokenizers of folders in Hugging Face's layout: tokenizer.json, chat template, stop tokens."""
+"""Tokenizers from folders in Hugging Face's layout: tokenizer.json, chat template, stop tokens."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from typing import Any
 
 from absl import logging
 
-from rlvr_jax.storage.files import listing, located
+from rlvr_jax.storage.files import list_files, locate
 
 PROMPT_FORMATS = ("plain", "chat")
-# The only files that are read. Code in the folder, which a configuration may name, is never run.
+# Only these files are read. Code in the folder is never run, even if a configuration names it.
 _FILES = (
   "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
   "generation_config.json",
 )  # fmt: skip
-_THOUGHTS = ("<think>", "</think>")  # graders look for them, special tokens or not
-_ANSWER = "The answer is 42."  # an assistant's turn, to find the token that the template ends it by
+_THOUGHTS = ("<think>", "</think>")  # decoded even if special, because graders look for them
+_ANSWER = "The answer is 42."  # an assistant's turn, to find the end-of-turn token
 
 
 class HuggingFaceTokenizer:
   """The tokenizer that a folder's tokenizer.json describes, whatever class its config names.
 
-  A "plain" prompt is the text with the special tokens that the tokenizer adds (such as a first
-  <bos>). A "chat" prompt is a user's turn in the chat template, up to where the assistant begins.
+  A "plain" prompt is the text with the special tokens that the tokenizer adds (such as a leading
+  <bos>). A "chat" prompt is a user's turn in the chat template, up to the start of the assistant's.
 
-  Control tokens are those marked special, the stop tokens, and those that the template writes
+  Control tokens are tokens marked special, the stop tokens, and tokens that the template writes
   around messages. Only the tokenizer and its template insert them. A text that spells one, such as
   "<|im_end|>", is encoded as letters: a problem cannot end its turn or begin another. Other added
   tokens, such as the "<think>" of many models, are recognized in texts.
 
-  `stop_ids` are the tokenizer's end of text and those of generation_config.json. In the chat format
-  the token that the template writes after an assistant's turn comes first, because a demonstration
-  has to end with it; for a base model it often differs from the end of text.
+  `stop_ids` are the tokenizer's end of text and the ids in generation_config.json. In the chat
+  format the template's end-of-turn token comes first, because demonstrations end with it; for a
+  base model it often differs from the end of text.
   """
 
   def __init__(
@@ -52,17 +52,17 @@ class HuggingFaceTokenizer:
     """Reads the folder. Nothing is downloaded; only the chat template is run, in a sandbox.
 
     Args:
-      directory: local or a URL such as gs://bucket/folder; contains tokenizer.json, and optionally
+      directory: local folder or URL such as gs://bucket/folder, with tokenizer.json and optionally
         tokenizer_config.json, special_tokens_map.json, chat_template.jinja and
         generation_config.json.
       prompt_format: "plain" or "chat".
       system_prompt: message before the user's, in the chat format; none if empty.
-      chat_template: file with a Jinja template that replaces the folder's, local or a URL. It can
-        also set variables, such as {% set enable_thinking = false %} in its first line.
+      chat_template: file, local or a URL, with a Jinja template that replaces the folder's. It can
+        set variables, such as {% set enable_thinking = false %} in its first line.
     Raises:
       OSError: the folder does not exist, or cannot be reached.
-      ValueError: there is no tokenizer.json, stop token or chat template, a file is invalid, or the
-        template rejects the messages.
+      ValueError: tokenizer.json, a stop token or the chat template is missing, a file is invalid,
+        or the template rejects the messages.
       ImportError: transformers or jinja2 is not installed.
     """
     if prompt_format not in PROMPT_FORMATS:
@@ -78,14 +78,14 @@ class HuggingFaceTokenizer:
       )
     self._directory = os.fspath(directory)
     self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    self._tokenizer, stops = _read_folder(self._directory)
+    self._tokenizer, stop_ids = _read_folder(self._directory)
     ids = set(self._tokenizer.get_vocab().values())
     self.vocab_size = 1 + max(ids)
     if self._chat:
       self._choose_template(chat_template)
-      stops = [self._end_of_turn(), *stops]
-    self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in stops if i is not None))
-    self._check_stops(ids)
+      stop_ids = [self._end_of_turn_id(), *stop_ids]
+    self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in stop_ids if i is not None))
+    self._check_stop_ids(ids)
     pad = self._tokenizer.pad_token_id
     self.pad_id: int = self.stop_ids[0] if pad is None else pad
     self._control = self._reserve_control_tokens()
@@ -109,29 +109,29 @@ class HuggingFaceTokenizer:
       ValueError: the chat template rejects it.
     """
     messages = self._messages(text)
-    spelled = [self._control.search(message["content"]) for message in messages]
-    if any(spelled) and not self._warned:
+    matches = [self._control.search(message["content"]) for message in messages]
+    if any(matches) and not self._warned:
       self._warned = True
       logging.warning(
         "a prompt spells the control token %r: it is encoded as text. To put your own control"
         " tokens around problems, use the chat format with a chat_template.",
-        next(found.group() for found in spelled if found),
+        next(match.group() for match in matches if match),
       )
     if not self._chat:
       return self._tokenizer.encode(text, split_special_tokens=True)
-    # Sanitizing is slow with thousands of added tokens, and does nothing to other texts.
+    # Sanitizing is slow with thousands of added tokens, and leaves other texts unchanged.
     return self._apply_template(
-      messages, add_generation_prompt=True, sanitize_control_tokens=any(spelled)
+      messages, add_generation_prompt=True, sanitize_control_tokens=any(matches)
     )
 
   def decode(self, ids: Iterable[int]) -> str:
     """Decodes ids, for graders and readers.
 
-    Special tokens other than those around a thought are dropped, and so are ids without a token.
+    Ids without a token and special tokens, except those around a thought, are dropped.
     """
-    # A model may have more rows than there are tokens.
-    kept = [int(i) for i in ids if i < self.vocab_size and i not in self._silent]
-    return self._tokenizer.decode(kept, clean_up_tokenization_spaces=False)
+    # A model's vocabulary may be larger than the tokenizer's.
+    visible_ids = [int(i) for i in ids if i < self.vocab_size and i not in self._silent]
+    return self._tokenizer.decode(visible_ids, clean_up_tokenization_spaces=False)
 
   def _choose_template(self, chat_template: str | os.PathLike[str]) -> None:
     if chat_template:
@@ -139,7 +139,7 @@ class HuggingFaceTokenizer:
     if not self._tokenizer.chat_template:
       raise ValueError(
         f"{self._directory} has no chat template, neither chat_template.jinja nor chat_template in"
-        ' tokenizer_config.json; set prompt_format to "plain", or chat_template to a file with one'
+        ' tokenizer_config.json; set prompt_format to "plain", or chat_template to a template file'
       )
     first, second = (
       self._apply_template(self._messages(text), add_generation_prompt=True, tokenize=False)
@@ -152,8 +152,8 @@ class HuggingFaceTokenizer:
       )
     if "strftime_now" in str(self._tokenizer.chat_template):
       logging.warning(
-        "the chat template of %s may write today's date, and a run that resumes tomorrow would"
-        " have other prompts: set the date in your own chat_template file.",
+        "the chat template of %s may write today's date, so that a run resumed tomorrow would have"
+        " other prompts: set the date in your own chat_template file.",
         self._directory,
       )
 
@@ -161,25 +161,25 @@ class HuggingFaceTokenizer:
     return [*self._system, {"role": "user", "content": text}]
 
   def _apply_template(self, messages: list[dict[str, str]], **options: Any) -> Any:
-    _, jinja2 = _libraries()
+    _, jinja2 = _import_libraries()
     try:
       return self._tokenizer.apply_chat_template(messages, return_dict=False, **options)
     except (jinja2.TemplateError, TypeError, ValueError) as error:
       roles = " and ".join(message["role"] for message in messages)
       advice = "leave system_prompt empty, or " if self._system else ""
       raise ValueError(
-        f"the chat template of {self._directory} fails on the messages of {roles}: {error};"
+        f"the chat template of {self._directory} fails on messages of {roles}: {error};"
         f" {advice}set chat_template to a file with another template"
       ) from error
 
-  def _end_of_turn(self) -> int | None:
-    """The token that the template writes after an assistant's message; None if there is none."""
+  def _end_of_turn_id(self) -> int | None:
+    """Id of the token that the template writes after an assistant's message; None if none."""
     messages = [*self._messages("6 times 7?"), {"role": "assistant", "content": _ANSWER}]
-    _, found, after = self._apply_template(messages, tokenize=False).rpartition(_ANSWER)
-    ids = self._tokenizer.encode(after.lstrip(), add_special_tokens=False) if found else []
+    _, answer, suffix = self._apply_template(messages, tokenize=False).rpartition(_ANSWER)
+    ids = self._tokenizer.encode(suffix.lstrip(), add_special_tokens=False) if answer else []
     return ids[0] if ids and ids[0] in self._tokenizer.added_tokens_decoder else None
 
-  def _check_stops(self, ids: Collection[int]) -> None:
+  def _check_stop_ids(self, ids: Collection[int]) -> None:
     if not self.stop_ids:
       raise ValueError(
         f"{self._directory} has no stop token: set eos_token in its tokenizer_config.json, or"
@@ -189,38 +189,38 @@ class HuggingFaceTokenizer:
     if unknown:
       raise ValueError(
         f"{self._directory}: eos_token_id of generation_config.json has {unknown}, which the"
-        f" tokenizer, whose ids end at {self.vocab_size - 1}, does not have; correct either file"
+        f" tokenizer lacks (its largest id is {self.vocab_size - 1}); correct either file"
       )
 
-  def _of_template(self) -> list[str]:
+  def _template_tokens(self) -> list[str]:
     """Added tokens that the chat template writes around messages, such as <|user|>."""
     if not self._tokenizer.chat_template:
       return []
     turns = [{"role": "assistant", "content": _ANSWER}, *self._messages("6 times 8?")[-1:]]
     try:
       text = self._apply_template([*self._messages("6 times 7?"), *turns], tokenize=False)
-    except ValueError:  # the template supports one turn only
+    except ValueError:  # the template supports only one turn
       return []
     added = [token.content for token in self._tokenizer.added_tokens_decoder.values()]
-    # Some tokenizers have words and line breaks among their added tokens.
+    # Added tokens of some tokenizers include words and line breaks.
     return [name for name in added if name in text and name[0] == "<" and name[-1] == ">"]
 
   def _reserve_control_tokens(self) -> re.Pattern[str]:
     """Makes all control tokens special; returns the pattern of all special tokens."""
-    transformers, _ = _libraries()
-    control = self._tokenizer.convert_ids_to_tokens(list(self.stop_ids)) + self._of_template()
+    transformers, _ = _import_libraries()
+    control = self._tokenizer.convert_ids_to_tokens(list(self.stop_ids)) + self._template_tokens()
     self._tokenizer.add_tokens(
       [transformers.AddedToken(name, special=True, normalized=False) for name in control],
       special_tokens=True,
     )
-    self._tokenizer.chat_control_tokens = []  # only the special tokens
+    self._tokenizer.chat_control_tokens = []  # only special tokens are control tokens
     added = self._tokenizer.added_tokens_decoder.values()
     special = {*control, *(token.content for token in added if token.special)}
     return re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
 
 
-def _libraries() -> tuple[ModuleType, ModuleType]:
-  # Otherwise it warns on import that models need torch; tokenizers do not.
+def _import_libraries() -> tuple[ModuleType, ModuleType]:
+  # Suppresses a warning that models need torch; tokenizers do not.
   os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
   try:
     import jinja2
@@ -233,12 +233,12 @@ def _libraries() -> tuple[ModuleType, ModuleType]:
 
 
 def _read_folder(directory: str) -> tuple[Any, list[int | None]]:
-  """The tokenizer and its stop tokens: end of text first, then those of generation_config.json."""
-  transformers, _ = _libraries()
-  filesystem, source = located(directory)
+  """Returns the tokenizer and its stop ids: end of text, then those of generation_config.json."""
+  transformers, _ = _import_libraries()
+  filesystem, source = locate(directory)
   with tempfile.TemporaryDirectory() as temporary:
     folder = pathlib.Path(temporary)
-    for name in set(_FILES) & set(listing(directory)):
+    for name in set(_FILES) & set(list_files(directory)):
       filesystem.get_file(f"{source}/{name}", str(folder / name))
     if not (folder / "tokenizer.json").exists():
       raise ValueError(
@@ -246,13 +246,13 @@ def _read_folder(directory: str) -> tuple[Any, list[int | None]]:
         " other files, load and save it with a fast tokenizer of transformers first"
       )
     try:
-      # This class uses tokenizer.json unchanged. AutoTokenizer, which chooses a class by the names
-      # in the configs, may build another tokenizer from the vocabulary, or need the folder's code.
+      # This class uses tokenizer.json unchanged. AutoTokenizer chooses a class by name, which
+      # may build another tokenizer from the vocabulary, or need the folder's code.
       tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
         folder, local_files_only=True, trust_remote_code=False
       )
       generation = _read_eos_ids(folder / "generation_config.json")
-    except Exception as error:  # the library raises its own errors, without a common class
+    except Exception as error:  # the library's errors have no common class
       raise ValueError(
         f"the tokenizer of {directory} cannot be read: {str(error).replace(temporary, directory)}"
       ) from error
@@ -260,7 +260,7 @@ def _read_folder(directory: str) -> tuple[Any, list[int | None]]:
 
 
 def _read_eos_ids(path: pathlib.Path) -> list[int]:
-  """`eos_token_id` of generation_config.json: none, one or several."""
+  """Reads `eos_token_id` of generation_config.json: none, one or several ids."""
   if not path.exists():
     return []
   ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
@@ -271,7 +271,7 @@ def _read_eos_ids(path: pathlib.Path) -> list[int]:
 
 
 def _read_text(path: str | os.PathLike[str]) -> str:
-  filesystem, name = located(path)
+  filesystem, name = locate(path)
   try:
     return filesystem.read_text(name, encoding="utf-8")
   except OSError as error:

@@ -1,4 +1,4 @@
-"""Tasks from a user's own files: lines of JSON, one problem each."""
+"""Tasks from a user's own files of JSON lines, one problem per line."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ def jsonl(
   answer: str = "answer",
   solution: str = "",
 ) -> Task:
-  """Makes a task of a user's own files. A grader finds all fields of a line in its reference.
+  """Makes a task from a user's own files. A problem's reference has all fields of its line.
 
-  Held-out problems come from a file of their own, or are split off `train`: those whose questions
-  have the smallest hashes, so that their order in the file does not matter. No line with a held-out
-  question is trained on, whatever its white space.
+  Held-out problems come from a separate file, or are split off `train`: the problems whose
+  questions have the smallest hashes, so that the order in the file does not matter. No line with a
+  held-out question is trained on, even if its white space differs.
 
   Args:
     train: file or folder of .jsonl, .json or .parquet, .gz included; local, or a URL that fsspec
       supports: gs://BUCKET/FILE (extra gcs), hf://datasets/OWNER/NAME/FILE (extra hf).
-    grader: its string, such as "mathematics" or "my_module:function(keyword=1)".
-    held_out: likewise, of the held-out problems; "" to split them off `train`.
-    held_out_size: problems; 0 takes all of the file `held_out`.
+    grader: spec of the grader, such as "mathematics" or "my_module:function(keyword=1)".
+    held_out: file or folder of the held-out problems; "" to split them off `train`.
+    held_out_size: number of held-out problems; 0 for all in `held_out`.
     split_seed: seed of the choice of held-out problems.
-    warm_start_size: problems with demonstrations, the first of `train`; needs `solution`. They are
-      taken away from those to train on.
+    warm_start_size: number of problems with demonstrations, the first of `train`; needs
+      `solution`. The rest is trained on.
     prompt: template of the policy's prompt over the fields of a line, "Q: {question}\\nA:".
-    answer: the field that becomes the reference's "answer"; "" where the grader needs none.
+    answer: field that becomes the reference's "answer"; "" if the grader needs none.
     solution: template of a demonstration over the fields of a line; "" for none.
   Raises:
     OSError: a file is missing or cannot be read.
@@ -61,16 +61,19 @@ def jsonl(
       f"warm_start_size is {warm_start_size}, but there are no demonstrations: set solution to a"
       " template over the fields of a line, such as '{solution}', or warm_start_size to 0"
     )
-  given = [_problem(row, prompt, answer, solution) for row in _rows(train)]
-  rows = _rows(held_out) if held_out else []
-  own = [_problem(row, prompt, answer, "") for row in rows]
-  chosen = _held_out(given, own, held_out_size, split_seed)
-  held_out_problems = Chosen.of(chosen)
-  left = Chosen.of(given).without(QuestionKeys(held_out_problems.keys()))
-  check_available("jsonl", "warm_start_size", warm_start_size, max(len(left) - 1, 0))
-  problems = [left[index] for index in range(len(left))]
+  train_problems = [_make_problem(row, prompt, answer, solution) for row in _read_rows(train)]
+  held_out_rows = _read_rows(held_out) if held_out else []
+  separate_problems = [_make_problem(row, prompt, answer, "") for row in held_out_rows]
+  held_out_problems = Chosen.of(
+    _choose_held_out(train_problems, separate_problems, held_out_size, split_seed)
+  )
+  remaining = Chosen.of(train_problems).without(QuestionKeys(held_out_problems.keys()))
+  check_available("jsonl", "warm_start_size", warm_start_size, max(len(remaining) - 1, 0))
+  problems = [remaining[index] for index in range(len(remaining))]
   if not problems:
-    raise ValueError(f"all {len(given)} problems of {train} are held out; lower held_out_size")
+    raise ValueError(
+      f"all {len(train_problems)} problems of {train} are held out; lower held_out_size"
+    )
   task = Task(
     name=NAME,
     train=Chosen.of(problems[warm_start_size:]),
@@ -85,14 +88,14 @@ def jsonl(
   return warn_of_common_answer(task)
 
 
-def _rows(path: str | os.PathLike[str]) -> Iterator[Row]:
-  files = PublishedFiles(path, own=True)
+def _read_rows(path: str | os.PathLike[str]) -> Iterator[Row]:
+  files = PublishedFiles(path, user_written=True)
   paths = files.paths()
   return files.rows(paths)
 
 
-def _problem(row: Row, prompt: str, answer: str, solution: str) -> Problem:
-  """The problem of a line; its reference has every field of the line."""
+def _make_problem(row: Row, prompt: str, answer: str, solution: str) -> Problem:
+  """Makes the problem of a line; its reference has every field of the line."""
   reference: dict[str, Any] = {"dataset": NAME, **row.fields}
   if answer:
     if answer not in row.fields:
@@ -101,43 +104,43 @@ def _problem(row: Row, prompt: str, answer: str, solution: str) -> Problem:
         " reference answer, or to '' if the grader needs none"
       )
     reference["answer"] = row.fields[answer]
-  question = _filled(row, "prompt", prompt)
+  question = _fill_from_row(row, "prompt", prompt)
   if not question.strip():
     raise row.error(f"has an empty prompt ({prompt!r})")
-  text = reference.get("answer", "") if answer else ""
+  value = reference.get("answer", "") if answer else ""
   return Problem(
     question=question,
-    answer=text if isinstance(text, str) else str(text),
-    solution=_filled(row, "solution", solution),
+    answer=value if isinstance(value, str) else str(value),
+    solution=_fill_from_row(row, "solution", solution),
     reference=reference,
     where=row.where,
   )
 
 
-def _filled(row: Row, what: str, template: str) -> str:
+def _fill_from_row(row: Row, what: str, template: str) -> str:
   try:
     return fill_template(what, template, row.fields)
   except ValueError as error:
     raise row.error(f"does not fit: {error}") from error
 
 
-def _distinct(problems: Sequence[Problem]) -> list[Problem]:
-  """The first problem of every question."""
-  first: dict[str, Problem] = {}
+def _drop_repeats(problems: Sequence[Problem]) -> list[Problem]:
+  """Returns the first problem of every question."""
+  first_by_key: dict[str, Problem] = {}
   for problem in problems:
-    first.setdefault(question_key(problem.question), problem)
-  return list(first.values())
+    first_by_key.setdefault(question_key(problem.question), problem)
+  return list(first_by_key.values())
 
 
-def _held_out(
-  train: Sequence[Problem], own: Sequence[Problem], size: int, seed: int
+def _choose_held_out(
+  train: Sequence[Problem], separate: Sequence[Problem], size: int, seed: int
 ) -> list[Problem]:
-  """The held-out problems: of their own file if it has any, or else split off `train`."""
-  if own:
-    distinct = _distinct(own)
+  """Chooses the held-out problems: from `separate` if it has any, else by hash from `train`."""
+  if separate:
+    distinct = _drop_repeats(separate)
     check_available("jsonl", "held_out_size", size, len(distinct))
     return distinct[: size or len(distinct)]
-  distinct = _distinct(train)
+  distinct = _drop_repeats(train)
   check_available("jsonl", "held_out_size", size, len(distinct) - 1)
 
   def digest(problem: Problem) -> str:

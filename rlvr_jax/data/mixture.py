@@ -12,7 +12,7 @@ from rlvr_jax import specs
 from rlvr_jax.data import plain_tasks
 from rlvr_jax.data.problems import Task
 from rlvr_jax.data.sources import Chosen, Concatenated, Generated, Mixed, QuestionKeys
-from rlvr_jax.data.task_utils import graded_alike, warn_of_common_answer
+from rlvr_jax.data.task_utils import unify_graders, warn_of_common_answer
 from rlvr_jax.ops.checks import check_between, check_integer
 
 
@@ -23,63 +23,63 @@ def mixture(
   size: int = 0,
   seed: int,
 ) -> Task:
-  """Several tasks in one; every stretch of train contains them in proportion to their weights.
+  """Mixes several tasks; every stretch of train contains them in proportion to their weights.
 
   Each part is read in a random order without repetition until it is exhausted, then again in
   another order. Warm starts and held-out problems are concatenated in the order of the parts. No
-  part trains on a question that another part holds out. Where the parts' graders differ, a
+  part trains on a question that another part holds out. If the parts' graders differ, a
   problem's reference names its grader.
 
   Args:
     parts: label → {"name": name of a task, as in `config.task.name`, "kwargs": its arguments}.
     weights: label → relative frequency, > 0; exact to 1 % of the smallest.
-    size: problems in an epoch of training; 0 for about as many as it takes to read every part once.
-    seed: of the parts' orders; a part's order depends on its label, not on the other parts.
+    size: problems in an epoch of training; 0 for about enough to read every part once.
+    seed: seed of the parts' orders; a part's order depends on its label, not on the other parts.
   Raises:
     ValueError: the labels of parts and weights differ, a weight is not a positive number, a part is
-      not a task or has no problem left to train on; or a part's task raises it.
+      not a task or has no problem left to train on, or the factory of a part raises it.
   """
   if not parts or set(parts) != set(weights):
     raise ValueError(f"weights are for {sorted(weights)} but the parts are {sorted(parts)}")
   for label, weight in weights.items():
     check_between("mixture", f"weights[{label!r}]", weight, low=0.0, open_low=True)
   check_integer("mixture", "size", size, low=0)
-  task, train = joined("mixture", parts)
+  task, train = join_parts("mixture", parts)
   shares = [weights[label] / sum(weights.values()) for label in parts]
-  once = max(math.ceil(len(s) / share) for s, share in zip(train, shares, strict=True))
-  seeds = [seed_of(seed, label) for label in parts]
-  return dataclasses.replace(task, train=Mixed(train, shares, seeds, size or once))
+  epoch_size = max(math.ceil(len(s) / share) for s, share in zip(train, shares, strict=True))
+  seeds = [order_seed(seed, label) for label in parts]
+  return dataclasses.replace(task, train=Mixed(train, shares, seeds, size or epoch_size))
 
 
-def seed_of(seed: int, label: str) -> int:
-  """The seed of a part's order; it does not depend on the other parts."""
+def order_seed(seed: int, label: str) -> int:
+  """Seed of the order of a part; independent of the other parts."""
   return zlib.crc32(f"{seed} {label}".encode())
 
 
-def joined(kind: str, parts: Mapping[str, Mapping[str, Any]]) -> tuple[Task, list[Any]]:
-  """Several tasks as one, and the training problems of each.
+def join_parts(kind: str, parts: Mapping[str, Mapping[str, Any]]) -> tuple[Task, list[Any]]:
+  """Joins several tasks into one; also returns the training problems of each.
 
-  Warm starts and held-out problems are concatenated in the order of the parts, and so is train. No
-  part trains on a question that another part holds out. Where the parts' graders differ, a
-  problem's reference names its grader.
+  Train, warm-start and held-out problems are concatenated in the order of the parts. No part trains
+  on a question that another part holds out. If the parts' graders differ, a problem's reference
+  names its grader.
 
   Args:
-    kind: the task that has the parts, for messages.
+    kind: name of the joining task, for messages.
     parts: see `mixture`.
   Raises:
-    ValueError: a part is not a task or has no problem left to train on; or its task raises it.
+    ValueError: a part is not a task or has no problem left to train on, or its factory raises it.
   """
   tasks = {label: _make_part(kind, label, part) for label, part in parts.items()}
-  grader, changes = graded_alike([task.grader for task in tasks.values()])
+  grader, changes = unify_graders([task.grader for task in tasks.values()])
 
-  def each(phase: str) -> list[Any]:
+  def phase_sources(phase: str) -> list[Any]:
     sources = (getattr(task, phase) for task in tasks.values())
-    return [source.changed(change) for source, change in zip(sources, changes, strict=True)]
+    return [source.map(change) for source, change in zip(sources, changes, strict=True)]
 
-  held_out = each("held_out")
+  held_out = phase_sources("held_out")
   held_out_questions = QuestionKeys(frozenset().union(*(source.keys() for source in held_out)))
   train, warm_start = (
-    [source.without(held_out_questions) for source in each(phase)]
+    [source.without(held_out_questions) for source in phase_sources(phase)]
     for phase in ("train", "warm_start")
   )
   for label, source in zip(tasks, train, strict=True):
@@ -102,7 +102,7 @@ def _make_part(kind: str, label: str, part: Mapping[str, Any]) -> Task:
       f"{owner} is {dict(part)}, expected the name of a task, but not of a mixture or a"
       " curriculum, and its kwargs"
     )
-  task = specs.call(owner, plain_tasks, specs.Spec(part["name"], part["kwargs"]), Task)
+  task = specs.make_from_spec(owner, plain_tasks, specs.Spec(part["name"], part["kwargs"]), Task)
   if not all(
     isinstance(s, Chosen | Generated) for s in (task.train, task.warm_start, task.held_out)
   ):

@@ -1,4 +1,4 @@
-"""Tasks that hold no others, by name: what a mixture or a curriculum can be made of."""
+"""Tasks that contain no other tasks, by name: the possible parts of a mixture or a curriculum."""
 
 from rlvr_jax.data.jsonl import jsonl
 from rlvr_jax.data.published.from_files import published

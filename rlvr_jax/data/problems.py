@@ -11,10 +11,10 @@ from typing import Any, Protocol
 @dataclasses.dataclass(frozen=True)
 class Problem:
   question: str  # the prompt, as the policy reads it
-  answer: str  # the reference answer; "" where many are right and none is given
-  solution: str  # demonstration that the warm start trains on, in the form of a completion
+  answer: str  # the reference answer; "" if many answers are right and none is given
+  solution: str  # demonstration for the warm start, in the form of a completion
   reference: Mapping[str, Any]  # what the grader needs; JSON-serializable
-  where: str = dataclasses.field(default="", compare=False)  # its file and line, for messages
+  where: str = dataclasses.field(default="", compare=False)  # file and line, for messages
 
 
 class ProblemSource(Protocol):
@@ -33,7 +33,7 @@ class Task:
   train: ProblemSource
   warm_start: ProblemSource  # a small, fixed set with demonstrations
   held_out: ProblemSource
-  grader: str  # "name(keyword=value)", or "my_module:function" of one's own
+  grader: str  # "name(keyword=value)", or "my_module:function" for a user's own
 
   def most_common_answer_share(self) -> float:
     """Share of the held-out problems that the best constant answer would solve, in [0, 1]."""

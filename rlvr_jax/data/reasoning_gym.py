@@ -1,4 +1,4 @@
-"""Problems of reasoning-gym, generated on access."""
+"""Tasks of reasoning-gym problems, generated on access."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 from rlvr_jax.data import demonstrations
 from rlvr_jax.data.problems import Problem, Task
-from rlvr_jax.data.seeded import task_of
+from rlvr_jax.data.seeded import make_task
 from rlvr_jax.data.sources import Candidates
 from rlvr_jax.data.task_utils import fill_template
 
-STEPS = "steps"  # the `solution` that stands for the dataset's step-by-step writer
+STEPS = "steps"  # `solution` that selects the dataset's step-by-step solutions
 # reasoning-gym 0.1.25 generates these by iterating over sets of strings.
 _HASH_SEED_DEPENDENT = (
   "isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder",
@@ -35,7 +35,7 @@ def reasoning_gym(
   prompt: str = "{question}",
   solution: str = "{answer}",
 ) -> Task:
-  """Problems of one reasoning-gym dataset, generated on access.
+  """Makes a task from one reasoning-gym dataset, whose problems are generated on access.
 
   The dataset generates problem i of seed s with a generator seeded with s + i. A problem whose
   prompt is held out is replaced by problem i + size, i + 2·size, ... of the same seed. All held-out
@@ -43,31 +43,31 @@ def reasoning_gym(
 
   Args:
     dataset: name, such as "chain_sum".
-    settings: fields of its configuration, except seed and size.
+    settings: fields of the dataset's configuration, except seed and size.
     train_size: problems in an epoch of training; they cost nothing until they are generated.
     warm_start_size: problems with demonstrations; may be 0.
     held_out_size: problems for evaluation.
-    train_seed: generator seed; the held-out one must differ from both others.
-    warm_start_seed: likewise.
-    held_out_seed: likewise.
+    train_seed: seed of the training problems.
+    warm_start_seed: seed of the warm-start problems.
+    held_out_seed: seed of the held-out problems; must differ from the other two.
     prompt: template over {question} and the fields of the entry's metadata, e.g. "{expression}=".
-    solution: template over the same and {answer}, or "steps" for the step-by-step text of
-      `demonstrations`. The grader reads what follows the last "####", or else everything.
+    solution: template over the same fields and {answer}, or "steps" for the step-by-step text of
+      `demonstrations`. The grader reads the text after the last "####", or else all of it.
   Raises:
-    ValueError: an unknown dataset, setting or template field, equal seeds, sizes out of range, or
-      too few distinct questions for the sizes.
+    ValueError: a dataset, setting or template field is unknown, seeds are equal, a size is out of
+      range, or there are too few distinct questions.
   """
   settings = dict(settings or {})
   _check_seeds(train_seed, warm_start_seed, held_out_seed)
   _check_dataset(dataset, settings)
   write_solution = _solution_writer(dataset, solution)
 
-  def candidates(seed: int, size: int) -> Candidates:
+  def make_candidates(seed: int, size: int) -> Candidates:
     entries = _create_dataset(dataset, settings, seed=seed, size=size)
     what = f"reasoning_gym dataset {dataset!r} with settings {settings} and seed {seed}"
-    return Candidates(lambda i: to_problem(entries[i]), size, what)
+    return Candidates(lambda i: make_problem(entries[i]), size, what)
 
-  def to_problem(entry: dict[str, Any]) -> Problem:
+  def make_problem(entry: dict[str, Any]) -> Problem:
     answer = entry["answer"]
     return Problem(
       question=fill_template(
@@ -83,9 +83,9 @@ def reasoning_gym(
       },
     )
 
-  task = task_of(
+  task = make_task(
     dataset,
-    candidates,
+    make_candidates,
     "reasoning_gym",
     train_size=train_size,
     warm_start_size=warm_start_size,
@@ -104,14 +104,14 @@ def reasoning_gym(
 
 
 def _create_dataset(dataset: str, settings: Mapping[str, Any], *, seed: int, size: int):
-  # Imported here: the import takes a second, and other tasks do not need it.
+  # Imported here because the import takes a second and other tasks do not need it.
   from reasoning_gym.factory import create_dataset
 
   try:
     return create_dataset(dataset, **settings, seed=seed, size=size)
   except (AssertionError, TypeError, ValueError) as error:
     raise ValueError(
-      f"reasoning_gym dataset {dataset!r} refuses settings {dict(settings)}: {error}"
+      f"reasoning_gym dataset {dataset!r} rejects settings {dict(settings)}: {error}"
     ) from error
 
 
@@ -120,27 +120,28 @@ def _check_dataset(dataset: str, settings: Mapping[str, Any]) -> None:
 
   if dataset not in DATASETS:
     raise ValueError(
-      f"unknown reasoning_gym dataset {dataset!r}; near names: {_near(dataset, DATASETS)}"
+      f"unknown reasoning_gym dataset {dataset!r}; similar names:"
+      f" {_similar_names(dataset, DATASETS)}"
     )
   hash_seed = os.environ.get("PYTHONHASHSEED", "random")
   if dataset in _HASH_SEED_DEPENDENT and hash_seed == "random":
     raise ValueError(
       f"reasoning_gym dataset {dataset!r} generates other problems in every process unless "
-      "Python's hash seed is fixed, so that a resumed run would not repeat itself: set "
+      "Python's hash seed is fixed, so that a resumed run would not be reproducible: set "
       "PYTHONHASHSEED=0 in the environment"
     )
   fields = {field.name for field in dataclasses.fields(DATASETS[dataset][1])} - {"seed", "size"}
   for name in settings:
     if name in ("seed", "size"):
-      raise ValueError(f"settings has {name!r}: give it by train_{name}, held_out_{name}, ...")
+      raise ValueError(f"settings has {name!r}: set train_{name}, held_out_{name}, ... instead")
     if name not in fields:
       raise ValueError(
-        f"reasoning_gym dataset {dataset!r} has no setting {name!r}; near names: "
-        f"{_near(name, fields)}; all: {sorted(fields)}"
+        f"reasoning_gym dataset {dataset!r} has no setting {name!r}; similar names: "
+        f"{_similar_names(name, fields)}; all: {sorted(fields)}"
       )
 
 
-def _near(name: str, names: Iterable[str]) -> list[str]:
+def _similar_names(name: str, names: Iterable[str]) -> list[str]:
   return difflib.get_close_matches(name, sorted(names), n=5, cutoff=0.4)
 
 
@@ -149,8 +150,8 @@ def _solution_writer(dataset: str, solution: str) -> Callable[[dict[str, Any]], 
     return lambda entry: fill_template("solution", solution, {**entry["metadata"], **entry})
   if dataset not in demonstrations.__all__:
     raise ValueError(
-      f"reasoning_gym dataset {dataset!r} has no step-by-step solutions; those that have: "
-      f"{demonstrations.__all__}. Give `solution` as a template such as '#### {{answer}}'."
+      f"reasoning_gym dataset {dataset!r} has no step-by-step solutions; datasets that have them: "
+      f"{demonstrations.__all__}. Set `solution` to a template such as '#### {{answer}}'."
     )
   return getattr(demonstrations, dataset)
 
@@ -159,12 +160,12 @@ def _check_seeds(train_seed: int, warm_start_seed: int, held_out_seed: int) -> N
   if held_out_seed in (train_seed, warm_start_seed):
     raise ValueError(
       f"held_out_seed is {held_out_seed}, train_seed {train_seed} and warm_start_seed "
-      f"{warm_start_seed}: the held-out one must differ from both others"
+      f"{warm_start_seed}: held_out_seed must differ from the other two"
     )
 
 
 def _check_reference(entries: Any, problem: Problem) -> None:
-  """Raises unless the reference can be sent to the grader as JSON and still scores 1."""
+  """Raises ValueError unless the answer scores 1 with a reference that went through JSON."""
   dataset, answer = problem.reference["dataset"], problem.reference["answer"]
   try:
     reference = json.loads(json.dumps(problem.reference))

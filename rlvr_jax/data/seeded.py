@@ -11,9 +11,9 @@ from rlvr_jax.data.task_utils import warn_of_common_answer
 from rlvr_jax.ops.checks import check_integer
 
 
-def task_of(
+def make_task(
   name: str,
-  candidates: Callable[[int, int], Candidates],
+  make_candidates: Callable[[int, int], Candidates],
   grader: str,
   *,
   train_size: int,
@@ -23,32 +23,33 @@ def task_of(
   warm_start_seed: int,
   held_out_seed: int,
 ) -> Task:
-  """A task whose problems are candidates of three seeds.
+  """Makes a task whose problems are generated from three seeds.
 
   All held-out questions differ, and so do all warm-start questions.
 
   Args:
-    name: of the task.
-    candidates: (seed, number of problems) → the candidates.
-    grader: of the task.
+    name: name of the task.
+    make_candidates: (seed, number of problems) → candidates.
+    grader: grader of the task.
     train_size: problems in an epoch of training; they cost nothing until they are generated.
     warm_start_size: problems with demonstrations; may be 0.
-    held_out_size: problems for evaluation; no other has one of their questions.
-    train_seed, warm_start_seed, held_out_seed: of the problems.
+    held_out_size: problems for evaluation; their questions occur in no other phase.
+    train_seed, warm_start_seed, held_out_seed: seeds of the problems.
   Raises:
-    ValueError: sizes out of range, or too few different questions for them.
+    ValueError: a size is out of range, or there are too few different questions.
   """
   check_integer(name, "train_size", train_size, low=1)
   check_integer(name, "warm_start_size", warm_start_size, low=0)
   check_integer(name, "held_out_size", held_out_size, low=1)
-  held_out = candidates(held_out_seed, held_out_size).distinct()
-  taken = frozenset(problem.question for problem in held_out)
+  held_out = make_candidates(held_out_seed, held_out_size).choose_distinct()
+  held_out_questions = frozenset(problem.question for problem in held_out)
   warm_start: tuple[Problem, ...] = ()
   if warm_start_size:
-    warm_start = candidates(warm_start_seed, warm_start_size).distinct(taken)
+    candidates = make_candidates(warm_start_seed, warm_start_size)
+    warm_start = candidates.choose_distinct(held_out_questions)
   task = Task(
     name=name,
-    train=Generated(candidates(train_seed, train_size), taken),
+    train=Generated(make_candidates(train_seed, train_size), held_out_questions),
     warm_start=Chosen.of(warm_start),
     held_out=Chosen.of(held_out),
     grader=grader,
@@ -56,20 +57,20 @@ def task_of(
   return warn_of_common_answer(task)
 
 
-def seeded_task(
+def make_seeded_task(
   name: str,
   draw: Callable[[random.Random], Problem],
   grader: str,
   **sizes_and_seeds: int,
 ) -> Task:
-  """A task of problems that a function draws; problem i of seed s is always the same.
+  """Makes a task of problems that a function draws; problem i of seed s is always the same.
 
   Args:
-    name, grader: as for `task_of`.
-    draw: a generator of random numbers → a problem with a demonstration.
-    sizes_and_seeds: as for `task_of`; the seeds are all different.
+    name, grader: as for `make_task`.
+    draw: random number generator → problem with a demonstration.
+    sizes_and_seeds: as for `make_task`; the seeds must differ.
   Raises:
-    ValueError: equal seeds, sizes out of range, or too few different questions for them.
+    ValueError: seeds are equal, a size is out of range, or there are too few different questions.
   """
   phases = ("train", "warm_start", "held_out")
   seeds = tuple(sizes_and_seeds[f"{phase}_seed"] for phase in phases)
@@ -79,8 +80,10 @@ def seeded_task(
       " different numbers"
     )
 
-  def candidates(seed: int, size: int) -> Candidates:
-    one = lambda index: draw(random.Random(f"{name} {seed} {index}"))
-    return Candidates(one, size, f"task {name} with seed {seed}")
+  def make_candidates(seed: int, size: int) -> Candidates:
+    def generate(index: int) -> Problem:
+      return draw(random.Random(f"{name} {seed} {index}"))
 
-  return task_of(name, candidates, grader, **sizes_and_seeds)
+    return Candidates(generate, size, f"task {name} with seed {seed}")
+
+  return make_task(name, make_candidates, grader, **sizes_and_seeds)

@@ -1,4 +1,4 @@
-"""Sources of problems: chosen from a list, generated on access, concatenated, and mixed."""
+"""Sources of problems: chosen from a list, generated on access, concatenated, or mixed."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import numpy as np
 
 from rlvr_jax.data.problems import Problem, ProblemSource
 
-_MAX_TRIES = 1000  # candidates tried to find a question that is not taken
+_MAX_TRIES = 1000  # candidates tried to find a question not yet taken
 
 Change = Callable[[Problem], Problem]
 
 
 def question_key(question: str) -> str:
-  """A key of a question; questions that differ only in white space have the same key."""
+  """Key of a question; questions that differ only in white space have the same key."""
   return hashlib.sha256(" ".join(question.split()).encode()).hexdigest()[:16]
 
 
 class QuestionKeys(Collection[str]):
-  """A set of questions by their keys, to be excluded from other sources."""
+  """Set of questions, stored as keys, to be excluded from other sources."""
 
   def __init__(self, keys: Collection[str]):
     self._keys = frozenset(keys)
@@ -63,7 +63,7 @@ class Chosen(_Indexed):
 
     Args:
       read: index in the larger source → problem.
-      indices: i64[n], of the chosen problems, in order.
+      indices: i64[n], of the chosen problems in `read`, in order.
       keys: U16[n], `question_key` of each.
     """
     self._read, self._indices, self._keys = read, indices, keys
@@ -75,13 +75,13 @@ class Chosen(_Indexed):
 
   @classmethod
   def where(cls, condition: Callable[[Problem], bool], source: ProblemSource) -> Chosen:
-    """The problems of `source` that meet a condition; each is read once to check it."""
-    found = [
+    """The problems of `source` that meet a condition; reads each problem once to check it."""
+    matches = [
       (index, question_key(problem.question))
       for index in range(len(source))
       if condition(problem := source[index])
     ]
-    indices, keys = zip(*found, strict=True) if found else ((), ())
+    indices, keys = zip(*matches, strict=True) if matches else ((), ())
     return cls(source.__getitem__, np.array(indices, np.int64), np.array(keys, str))
 
   def __len__(self) -> int:
@@ -91,15 +91,15 @@ class Chosen(_Indexed):
     return self._read(int(self._indices[index]))
 
   def keys(self) -> frozenset[str]:
-    """The keys of their questions."""
+    """The keys of the problems' questions."""
     return frozenset(self._keys.tolist())
 
   def without(self, questions: QuestionKeys) -> Chosen:
     """The problems whose question is not in `questions`."""
-    keep = ~np.isin(self._keys, list(questions))
-    return Chosen(self._read, self._indices[keep], self._keys[keep])
+    remaining = ~np.isin(self._keys, list(questions))
+    return Chosen(self._read, self._indices[remaining], self._keys[remaining])
 
-  def changed(self, change: Change) -> Chosen:
+  def map(self, change: Change) -> Chosen:
     """The same problems, each passed through `change` when it is read."""
     return Chosen(lambda index: change(self._read(index)), self._indices, self._keys)
 
@@ -111,9 +111,9 @@ class Candidates:
     """Initializes the candidates.
 
     Args:
-      generate: index → problem; raises IndexError where there are no more.
+      generate: index → problem; raises IndexError beyond the last problem.
       size: number of problems.
-      what: describes them in messages.
+      what: describes the candidates in messages.
     """
     self._generate = generate
     self._what = what
@@ -133,8 +133,8 @@ class Candidates:
       f"ones ({len(taken)} are taken, tried {k + 1}). Lower the sizes or widen the settings."
     )
 
-  def distinct(self, taken: Collection[str] = ()) -> tuple[Problem, ...]:
-    """`size` problems whose questions differ from one another and from the taken ones."""
+  def choose_distinct(self, taken: Collection[str] = ()) -> tuple[Problem, ...]:
+    """Chooses `size` problems whose questions differ from one another and are not in `taken`."""
     questions = set(taken)
     problems = []
     for index in range(self.size):
@@ -144,7 +144,7 @@ class Candidates:
 
 
 class Generated(_Indexed):
-  """Problems generated on access, never one with an excluded question."""
+  """Problems generated on access; none has an excluded question."""
 
   def __init__(
     self, candidates: Candidates, excluded: Collection[str], change: Change = lambda p: p
@@ -158,10 +158,10 @@ class Generated(_Indexed):
     return self._change(self._candidates.first_not_in(self._excluded, index))
 
   def without(self, questions: QuestionKeys) -> Generated:
-    """The same with `questions` excluded, which must contain those excluded before."""
+    """The same source that excludes `questions`, which must include those excluded so far."""
     return Generated(self._candidates, questions, self._change)
 
-  def changed(self, change: Change) -> Generated:
+  def map(self, change: Change) -> Generated:
     """The same problems, each passed through `change` when it is generated."""
     return Generated(
       self._candidates, self._excluded, lambda problem: change(self._change(problem))
@@ -179,20 +179,17 @@ class Concatenated(_Indexed):
     return self._ends[-1]
 
   def _get(self, index: int) -> Problem:
-    which = bisect.bisect_right(self._ends, index)
-    return self._sources[which][index - ([0] + self._ends)[which]]
+    source_index = bisect.bisect_right(self._ends, index)
+    return self._sources[source_index][index - ([0] + self._ends)[source_index]]
 
 
-def in_random_order(source: ProblemSource, seed: int) -> grain.MapDataset[Problem]:
-  """The problems without repetition, then again in another order, without an end."""
+def shuffle_endlessly(source: ProblemSource, seed: int) -> grain.MapDataset[Problem]:
+  """Repeats the problems without end, in another random order in each pass."""
   return grain.MapDataset.source(source).shuffle(seed=seed).repeat()
 
 
 class Mixed(_Indexed):
-  """Sources interleaved by their weights.
-
-  Each source is read in a random order without repetition, then again in another order.
-  """
+  """Sources interleaved by their weights, each read as by `shuffle_endlessly`."""
 
   def __init__(
     self,
@@ -204,13 +201,13 @@ class Mixed(_Indexed):
     """Initializes the mixture.
 
     Args:
-      sources: none of them empty.
-      weights: above 0; only their ratios matter.
-      seeds: of each source's order, in [0, 2³²).
+      sources: sources of problems; none is empty.
+      weights: weight of each source, > 0; only ratios matter.
+      seeds: seed of each source's order, in [0, 2³²).
       size: number of problems of the mixture.
     """
     self._sources = sources
-    orders = [in_random_order(*pair) for pair in zip(sources, seeds, strict=True)]
+    orders = [shuffle_endlessly(*pair) for pair in zip(sources, seeds, strict=True)]
     self._mixed = grain.MapDataset.mix(orders, list(weights))
     self._size = size
 
@@ -221,8 +218,8 @@ class Mixed(_Indexed):
     return self._mixed[index]
 
 
-def listed(source: ProblemSource) -> list[ProblemSource]:
-  """The lists of problems that a source is made of, without what is generated on access."""
+def listed_sources(source: ProblemSource) -> list[ProblemSource]:
+  """The parts of a source that list their problems; parts generated on access are omitted."""
   if isinstance(source, Concatenated | Mixed):
-    return [part for inner in source._sources for part in listed(inner)]
+    return [part for inner in source._sources for part in listed_sources(inner)]
   return [source] if isinstance(source, Chosen | Sequence) else []

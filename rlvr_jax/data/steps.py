@@ -1,4 +1,4 @@
-"""Sums and products in worked steps: responses of unequal length that are alike in part."""
+"""Sums and products in worked steps: responses differ in length and share some lines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import random
 
 from rlvr_jax.data.problems import Problem, Task
-from rlvr_jax.data.seeded import seeded_task
+from rlvr_jax.data.seeded import make_seeded_task
 from rlvr_jax.ops.checks import check_between, check_integer
 
 _ERRORS = (-10, -2, -1, 1, 2, 10)
@@ -24,18 +24,19 @@ def steps(
   warm_start_seed: int = 2,
   held_out_seed: int = 3,
 ) -> Task:
-  """Sums of one-digit numbers and of products of two, one step in each line.
+  """Sums of one-digit numbers and of products of two, worked out one step per line.
 
-  "3+4*5+6=" is worked as "4*5=20", "3+20=23", "23+6=29", "#### 29". Demonstrations have wrong
-  steps, from which they go on: a policy that imitates them is right now and then, and can be right
-  on every problem. Only the number after "####" is graded.
+  "3+4*5+6=" is worked out as "4*5=20", "3+20=23", "23+6=29", "#### 29". Some steps of
+  demonstrations are wrong, and later steps continue from the wrong result: a policy that imitates
+  them is sometimes right, and can learn to solve every problem. Only the number after "####" is
+  graded.
 
   Args:
-    terms: of a sum, ≥ 2.
+    terms: number of terms in a sum, ≥ 2.
     product_share: probability in [0, 1] that a term is a product.
     wrong_step_share: probability in [0, 1] that a step of a demonstration is wrong.
     train_size, warm_start_size, held_out_size, train_seed, warm_start_seed, held_out_seed: see
-      `seeded_task` and `task_of`.
+      `make_seeded_task` and `make_task`.
   Raises:
     ValueError: an argument is out of range, or there are too few different questions.
   """
@@ -43,9 +44,9 @@ def steps(
   check_between("steps", "product_share", product_share, low=0.0, high=1.0)
   check_between("steps", "wrong_step_share", wrong_step_share, low=0.0, high=1.0)
   draw = functools.partial(
-    _problem, terms=terms, product_share=product_share, wrong_step_share=wrong_step_share
+    _draw_problem, terms=terms, product_share=product_share, wrong_step_share=wrong_step_share
   )
-  return seeded_task(
+  return make_seeded_task(
     "steps",
     draw,
     "gsm8k",
@@ -58,29 +59,31 @@ def steps(
   )
 
 
-def _problem(
-  number: random.Random, *, terms: int, product_share: float, wrong_step_share: float
+def _draw_problem(
+  rng: random.Random, *, terms: int, product_share: float, wrong_step_share: float
 ) -> Problem:
-  drawn = []
+  factors_by_term = []
   for _ in range(terms):
-    factors = 2 if number.random() < product_share else 1
-    drawn.append([number.randint(1, 9) for _ in range(factors)])
-  expression = "+".join("*".join(map(str, factors)) for factors in drawn)
-  answer = sum(factors[0] * factors[-1] if len(factors) > 1 else factors[0] for factors in drawn)
+    num_factors = 2 if rng.random() < product_share else 1
+    factors_by_term.append([rng.randint(1, 9) for _ in range(num_factors)])
+  expression = "+".join("*".join(map(str, factors)) for factors in factors_by_term)
+  answer = sum(
+    factors[0] * factors[-1] if len(factors) > 1 else factors[0] for factors in factors_by_term
+  )
   lines = []
 
-  def worked(text: str, value: int) -> int:
-    if number.random() < wrong_step_share:
-      value = max(value + number.choice(_ERRORS), 0)
+  def write_step(text: str, value: int) -> int:
+    if rng.random() < wrong_step_share:
+      value = max(value + rng.choice(_ERRORS), 0)
     lines.append(f"{text}={value}")
     return value
 
   total = None
-  for factors in drawn:
+  for factors in factors_by_term:
     value = factors[0]
     if len(factors) > 1:
-      value = worked(f"{factors[0]}*{factors[1]}", factors[0] * factors[1])
-    total = value if total is None else worked(f"{total}+{value}", total + value)
+      value = write_step(f"{factors[0]}*{factors[1]}", factors[0] * factors[1])
+    total = value if total is None else write_step(f"{total}+{value}", total + value)
   return Problem(
     question=f"{expression}=",
     answer=str(answer),

@@ -1,4 +1,4 @@
-"""Helpers of the tasks' factories: checks, templates, and one grader for several tasks."""
+"""Helpers for the factories of tasks: checks, templates, and one grader for several tasks."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from absl import logging
 from rlvr_jax.data.problems import Problem, Task
 from rlvr_jax.data.sources import Change
 
-BY_REFERENCE = "by_reference"  # the grader that a reference names
+BY_REFERENCE = "by_reference"  # uses the grader that a reference names
 _COMMON_ANSWER_SHARE = 0.1
-_WIDEST = 100_000  # characters of a field; a wider one is a mistake that would fill the memory
+_MAX_WIDTH = 100_000  # characters of a field; a larger width is a mistake and would fill the memory
 
 
 def fill_template(what: str, template: str, fields: Mapping[str, Any]) -> str:
   """`template.format(**fields)`, with an error that lists the available fields."""
   try:
     specs = " ".join(spec or "" for _, _, spec, _ in string.Formatter().parse(template))
-    widest = max(map(int, re.findall(r"\d+", specs)), default=0)
-    if widest > _WIDEST:
-      raise ValueError(f"it asks for {widest} characters; {_WIDEST} are allowed")
+    width = max(map(int, re.findall(r"\d+", specs)), default=0)
+    if width > _MAX_WIDTH:
+      raise ValueError(f"a field has a width of {width}; at most {_MAX_WIDTH} is allowed")
     return template.format_map(fields)
   except KeyError as error:
-    near = difflib.get_close_matches(str(error.args[0]), fields, n=1)
+    similar_names = difflib.get_close_matches(str(error.args[0]), fields, n=1)
     raise ValueError(
       f"{what} is {template!r}, but there is no field {error}, only {sorted(fields)}"
-      + (f"; did you mean {near[0]!r}?" if near else "")
+      + (f"; did you mean {similar_names[0]!r}?" if similar_names else "")
     ) from error
   except (ValueError, IndexError, AttributeError, TypeError) as error:
     raise ValueError(
@@ -50,21 +50,21 @@ def check_available(owner: str, name: str, size: int, available: int) -> None:
     )
 
 
-def graded_alike(graders: Sequence[str]) -> tuple[str, list[Change]]:
-  """Returns one grader for all tasks, and for each task the change of its problems for it."""
+def unify_graders(graders: Sequence[str]) -> tuple[str, list[Change]]:
+  """Returns one grader for several tasks, and the change that each task's problems need for it."""
   if len(set(graders)) == 1:
     return graders[0], [lambda problem: problem] * len(graders)
-  return BY_REFERENCE, [functools.partial(_naming_grader, grader=grader) for grader in graders]
+  return BY_REFERENCE, [functools.partial(_add_grader_name, grader=grader) for grader in graders]
 
 
-def _naming_grader(problem: Problem, grader: str) -> Problem:
-  """The problem with its grader named in its reference."""
+def _add_grader_name(problem: Problem, grader: str) -> Problem:
+  """Returns the problem with the name of its grader in its reference."""
   if grader == BY_REFERENCE:
     return problem
-  named = {
+  reference = {
     "grader": grader, "reference": problem.reference, "dataset": problem.reference["dataset"]
   }  # fmt: skip
-  return dataclasses.replace(problem, reference=named)
+  return dataclasses.replace(problem, reference=reference)
 
 
 def warn_of_common_answer(task: Task) -> Task:
@@ -73,6 +73,6 @@ def warn_of_common_answer(task: Task) -> Task:
   if share > _COMMON_ANSWER_SHARE:
     logging.warning(
       "task %s: one answer is right for %.0f %% of the held-out problems; a policy that always "
-      "gives it scores that much", task.name, 100 * share,
+      "gives this answer scores that much", task.name, 100 * share,
     )  # fmt: skip
   return task

@@ -16,7 +16,7 @@ class Tokenizer(Protocol):
 
   vocab_size: int  # ids are below it; the model's V is at least this
   pad_id: int
-  stop_ids: tuple[int, ...]  # generation ends at any of them; the first ends a demonstration
+  stop_ids: tuple[int, ...]  # generation ends at any of these; the first ends a demonstration
 
   def encode(self, text: str) -> list[int]:
     """Encodes a text, such as a demonstration, without adding special tokens."""
@@ -45,7 +45,7 @@ class ByteTokenizer:
     return list(text.encode("utf-8"))
 
   def encode_prompt(self, text: str) -> list[int]:
-    """Returns the bytes of the text, as `encode`."""
+    """Returns the bytes of the text, as `encode` does."""
     return self.encode(text)
 
   def decode(self, ids: Iterable[int]) -> str:
@@ -53,21 +53,22 @@ class ByteTokenizer:
     return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
   def huggingface_files(self) -> dict[str, bytes]:
-    """Files by which Hugging Face's libraries have this tokenizer, name → content.
+    """Files from which Hugging Face's libraries load this tokenizer, name → content.
 
-    Ids and texts are the same, but for a text that spells a special token, "<|pad|>" or "<|end|>":
-    there it is one id unless `split_special_tokens` is set, here it is its bytes.
+    Their tokenizer gives the same ids and texts, except for a text that spells a special token,
+    "<|pad|>" or "<|end|>": it encodes that as one id unless `split_special_tokens` is set, and this
+    class as its bytes.
     """
     pad, end = "<|pad|>", "<|end|>"
     special = {pad: self.pad_id, end: self.stop_ids[0]}
     flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
-    by_bytes = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=False, use_regex=False)
+    byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=False, use_regex=False)
     tokenizer = {
       "version": "1.0",
       "added_tokens": [{"id": i, "content": text, **flags} for text, i in special.items()],
-      "pre_tokenizer": by_bytes,
-      "decoder": by_bytes,
-      "model": {"type": "BPE", "vocab": _letters_of_bytes() | special, "merges": []},
+      "pre_tokenizer": byte_level,
+      "decoder": byte_level,
+      "model": {"type": "BPE", "vocab": _byte_letters() | special, "merges": []},
     }
     settings: dict[str, Any] = {
       "tokenizer_class": "PreTrainedTokenizerFast",
@@ -85,11 +86,11 @@ class ByteTokenizer:
     return {name: json.dumps(content, indent=2).encode() for name, content in files.items()}
 
 
-def _letters_of_bytes() -> dict[str, int]:
-  """The letter that stands for each byte in a byte-level tokenizer.json → the byte.
+def _byte_letters() -> dict[str, int]:
+  """Map from the letter that stands for a byte in a byte-level tokenizer.json to the byte.
 
-  Printable letters of Latin-1 stand for themselves, the others are those from U+0100 on.
-  Source: "Language Models are Unsupervised Multitask Learners" (Radford et al. 2019), its code.
+  Printable Latin-1 letters stand for themselves; letters from U+0100 on stand for the other bytes.
+  Source: "Language Models are Unsupervised Multitask Learners" (Radford et al. 2019), code.
   """
   printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
   others = [byte for byte in range(256) if byte not in printable]

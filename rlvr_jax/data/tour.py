@@ -1,4 +1,4 @@
-"""Walks on a grid with walls that visit goals in order: many right answers to every problem."""
+"""Walks on a grid with walls that visit goals in order; every problem has many right answers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from rlvr_jax.data.problems import Problem, Task
-from rlvr_jax.data.seeded import seeded_task
+from rlvr_jax.data.seeded import make_seeded_task
 from rlvr_jax.ops.checks import check_between, check_integer
 
-CELLS = string.ascii_uppercase + string.ascii_lowercase + string.digits + "+/"  # row by row
+CELLS = string.ascii_uppercase + string.ascii_lowercase + string.digits + "+/"  # in row-major order
 _MAX_TRIES = 1000
 
 
@@ -34,20 +34,20 @@ def tour(
   """Makes a task of walks that visit goals in order on a square grid; a response lists the cells.
 
   A cell is one character of `CELLS`. The question is the start, the goals in order, "|", the walls
-  and "=". The response is the cells after the start, to neighbors above, below, left or right, and
-  ends on the last goal. Any such walk counts if it has at most `slack` times the cells of a
-  shortest one; white space does not count. Demonstrations have a line for the way to each goal.
-  They make detours, and may exceed the limit.
+  and "=". The response is the cells after the start, each a neighbor above, below, left or right of
+  the one before, and ends on the last goal. Any such walk is right if it has at most `slack` times
+  the cells of a shortest one; white space is ignored. Demonstrations have one line per goal, make
+  detours, and may exceed the limit.
 
   Args:
-    width: of the grid, 3 … 8.
-    walls: cells that cannot be entered, ≥ 0.
-    goals: ≥ 1.
-    slack: 1 … 60.
-    longest: cells of a response, at most.
-    detour_share: probability in [0, 0.9] that a step of a demonstration goes anywhere.
+    width: width of the grid in cells, 3 … 8.
+    walls: number of cells that cannot be entered, ≥ 0.
+    goals: number of goals, ≥ 1.
+    slack: largest ratio of a right walk's cells to those of a shortest one, 1 … 60.
+    longest: largest number of cells in a response.
+    detour_share: probability in [0, 0.9] that a step of a demonstration goes to a random neighbor.
     train_size, warm_start_size, held_out_size, train_seed, warm_start_seed, held_out_seed: see
-      `seeded_task` and `task_of`.
+      `make_seeded_task` and `make_task`.
   Raises:
     ValueError: an argument is out of range, or no problem fits them.
   """
@@ -58,7 +58,7 @@ def tour(
   check_integer("tour", "longest", longest, low=goals)
   check_between("tour", "detour_share", detour_share, low=0.0, high=0.9)
   draw = functools.partial(
-    _problem,
+    _draw_problem,
     width=width,
     walls=walls,
     goals=goals,
@@ -66,7 +66,7 @@ def tour(
     longest=longest,
     detour_share=detour_share,
   )
-  return seeded_task(
+  return make_seeded_task(
     "tour",
     draw,
     "tour",
@@ -79,8 +79,8 @@ def tour(
   )
 
 
-def _problem(
-  number: random.Random,
+def _draw_problem(
+  rng: random.Random,
   *,
   width: int,
   walls: int,
@@ -90,13 +90,13 @@ def _problem(
   detour_share: float,
 ) -> Problem:
   for _ in range(_MAX_TRIES):
-    blocked, start, *stops = _places(number, width, walls, goals)
-    towards = [_rings(stop, width, blocked) for stop in stops]
-    ways = [_steps(*leg) for leg in zip([start, *stops], towards, strict=False)]
-    shortest = sum(longest + 1 if steps is None else steps for steps in ways)
-    legs = (
-      _legs(number, start, towards, width, detour_share, longest) if shortest <= longest else []
-    )
+    blocked, start, *stops = _draw_cells(rng, width, walls, goals)
+    rings_by_goal = [_rings(stop, width, blocked) for stop in stops]
+    step_counts = [_step_count(*leg) for leg in zip([start, *stops], rings_by_goal, strict=False)]
+    shortest = sum(longest + 1 if steps is None else steps for steps in step_counts)
+    legs: list[list[int]] = []
+    if shortest <= longest:
+      legs = _draw_legs(rng, start, rings_by_goal, width, detour_share, longest)
     if legs:
       break
   else:
@@ -106,7 +106,7 @@ def _problem(
     )
   return Problem(
     question=f"{_letters([start, *stops])}|{_letters(sorted(blocked))}=",
-    answer="",  # many are right
+    answer="",  # many answers are right
     solution="\n".join(map(_letters, legs)),
     reference={
       "dataset": "tour",
@@ -124,16 +124,16 @@ def _letters(cells: Iterable[int]) -> str:
   return "".join(CELLS[cell] for cell in cells)
 
 
-def _places(number: random.Random, width: int, walls: int, goals: int) -> list:
-  """Walls, the start, and the goals: all different."""
-  drawn = number.sample(range(width**2), walls + goals + 1)
-  return [frozenset(drawn[goals + 1 :]), *drawn[: goals + 1]]
+def _draw_cells(rng: random.Random, width: int, walls: int, goals: int) -> list:
+  """Draws the walls, the start, and the goals, all different."""
+  cells = rng.sample(range(width**2), walls + goals + 1)
+  return [frozenset(cells[goals + 1 :]), *cells[: goals + 1]]
 
 
 class _Grid(NamedTuple):
   """Neighbors of a grid's cells; a set of cells is an integer with one bit per cell."""
 
-  beside: tuple[tuple[int, ...], ...]  # cell → its neighbors: above, below, left, right
+  neighbors: tuple[tuple[int, ...], ...]  # cell → its neighbors: above, below, left, right
   all: int
   first_column: int
   last_column: int
@@ -141,57 +141,63 @@ class _Grid(NamedTuple):
 
 @functools.cache
 def _grid(width: int) -> _Grid:
-  def beside(cell: int) -> tuple[int, ...]:
+  def neighbors(cell: int) -> tuple[int, ...]:
     row, column = divmod(cell, width)
-    at = [(row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1)]
-    return tuple(r * width + c for r, c in at if 0 <= r < width and 0 <= c < width)
+    positions = [(row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1)]
+    return tuple(r * width + c for r, c in positions if 0 <= r < width and 0 <= c < width)
 
   first = sum(1 << row * width for row in range(width))
   cells = range(width**2)
-  return _Grid(tuple(map(beside, cells)), (1 << width**2) - 1, first, first << width - 1)
+  return _Grid(tuple(map(neighbors, cells)), (1 << width**2) - 1, first, first << width - 1)
 
 
 def _rings(goal: int, width: int, walls: Collection[int]) -> list[int]:
-  """The cells that are 0, 1, 2, … steps from a goal; as sets, since a task has 80,000 searches."""
+  """Bit sets of the cells 0, 1, 2, … steps from a goal; fast, since a task does 80,000 searches."""
   grid = _grid(width)
-  left = grid.all & ~sum(1 << cell for cell in walls)
-  rings, ring = [], 1 << goal
+  unvisited = grid.all & ~sum(1 << cell for cell in walls)
+  rings = []
+  ring = 1 << goal
   while ring:
     rings.append(ring)
-    left &= ~ring
-    right, leftwards = (ring & ~grid.last_column) << 1, (ring & ~grid.first_column) >> 1
-    ring = (right | leftwards | ring << width | ring >> width) & left
+    unvisited &= ~ring
+    rightwards = (ring & ~grid.last_column) << 1
+    leftwards = (ring & ~grid.first_column) >> 1
+    ring = (rightwards | leftwards | ring << width | ring >> width) & unvisited
   return rings
 
 
-def _steps(cell: int, rings: Sequence[int]) -> int | None:
-  """Number of steps from a cell to the goal of the rings; None if there is no way."""
+def _step_count(cell: int, rings: Sequence[int]) -> int | None:
+  """Number of steps from a cell to the goal of the rings; None if no path exists."""
   return next((steps for steps, ring in enumerate(rings) if ring >> cell & 1), None)
 
 
-def _legs(
-  number: random.Random,
+def _draw_legs(
+  rng: random.Random,
   start: int,
-  towards: Sequence[Sequence[int]],
+  rings_by_goal: Sequence[Sequence[int]],
   width: int,
   detour_share: float,
   longest: int,
 ) -> list[list[int]]:
-  """The ways of a walk to one goal after another; [] if they have more than `longest` cells.
+  """Draws the legs of a walk from goal to goal; [] if they have more than `longest` cells.
 
   Args:
-    towards: `_rings` of the goals; there is a way from the start to them.
+    rings_by_goal: `_rings` of each goal; the start must be connected to all goals.
   """
-  cell, legs, left, grid = start, [], longest, _grid(width)
-  for rings in towards:
-    steps, reachable = _steps(cell, rings) or 0, sum(rings)
+  grid = _grid(width)
+  cell = start
+  remaining = longest
+  legs = []
+  for rings in rings_by_goal:
+    steps = _step_count(cell, rings) or 0
+    reachable = sum(rings)
     legs.append(leg := list[int]())
-    while steps and left:
-      beside = [other for other in grid.beside[cell] if reachable >> other & 1]
-      nearer = [other for other in beside if rings[steps - 1] >> other & 1]
-      cell = number.choice(beside if number.random() < detour_share else nearer)
+    while steps and remaining:
+      neighbors = [other for other in grid.neighbors[cell] if reachable >> other & 1]
+      nearer = [other for other in neighbors if rings[steps - 1] >> other & 1]
+      cell = rng.choice(neighbors if rng.random() < detour_share else nearer)
       steps += -1 if rings[steps - 1] >> cell & 1 else 1  # on a grid no other change is possible
-      left -= 1
+      remaining -= 1
       leg.append(cell)
     if steps:
       return []

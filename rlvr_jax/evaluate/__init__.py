@@ -1,4 +1,4 @@
-"""Accuracies such as pass@k, learning curves, and plots of gradient geometry."""
+"""Accuracies such as pass@k, learning curves, comparisons of runs, and plots of geometry."""
 
 from rlvr_jax.evaluate.pass_at_k import (
   bootstrap_interval,

@@ -4,9 +4,9 @@
   python -m rlvr_jax.evaluate.compare runs/my_sweep --figure=curves.png --over=flops
   python -m rlvr_jax.evaluate.compare runs/my_sweep --differences=differences.png
 
-A sweep leaves one result per run, WORKDIR/RUN/result.json: label, seed, commit, command, seconds,
+A sweep writes one result per run, WORKDIR/RUN/result.json: label, seed, commit, command, seconds,
 layout, and `evaluations`, a list per axis of `curves.AXES` and per held-out metric. Experiments
-commit these results as one file, a run per line, which is read as well.
+commit these results as one file, a run per line, which can be read as well.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from rlvr_jax.evaluate.paired import (
   standard_error_over_seeds,
 )
 from rlvr_jax.evaluate.run_files import read_metrics
-from rlvr_jax.storage.files import replacing
-from rlvr_jax.storage.places import place
+from rlvr_jax.storage.files import replace_file
+from rlvr_jax.storage.places import parse_path
 
 RESULT_FILE = "result.json"
 METRIC = "eval/pass@1"
@@ -45,7 +45,7 @@ Result = Mapping[str, Any]
 
 
 def evaluations(records: Iterable[curves.Record]) -> dict[str, list[float]]:
-  """The evaluations of a run: for every axis and held-out metric the values, in order.
+  """The evaluations of a run: the values of every axis and held-out metric, in order.
 
   Args:
     records: from `read_metrics`.
@@ -54,21 +54,21 @@ def evaluations(records: Iterable[curves.Record]) -> dict[str, list[float]]:
   if not held_out:
     return {}
   axes = {axis: fields for axis, (_, fields) in curves.AXES.items()}
-  found = {axis: [sum(r[f] for f in fields) for r in held_out] for axis, fields in axes.items()}
-  found["seconds"] = [round(x, 2) for x in found["seconds"]]
+  columns = {axis: [sum(r[f] for f in fields) for r in held_out] for axis, fields in axes.items()}
+  columns["seconds"] = [round(x, 2) for x in columns["seconds"]]
   names = [name for name in held_out[-1] if name.startswith("eval/")]
-  return found | {name: [r[name] for r in held_out] for name in names if name in held_out[0]}
+  return columns | {name: [r[name] for r in held_out] for name in names if name in held_out[0]}
 
 
 def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-  """The results of a sweep's workdir, or of a file of results, in the order of the sweep.
+  """Reads the results in a sweep's workdir, or in a file of results, in the order of the sweep.
 
-  Those of a workdir have one more field, `workdir`, the folder of the run.
+  Results from a workdir have one more field, `workdir`: the folder of the run.
 
   Raises:
-    ValueError: there are none.
+    ValueError: there are no results.
   """
-  folder = place("the path", path)
+  folder = parse_path("the path", path)
   if folder.is_file():
     return json.loads(folder.read_text(encoding="utf-8"))
   results = []
@@ -85,27 +85,38 @@ def read_results(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 def write_results(path: pathlib.Path, results: Iterable[Result]) -> None:
   """Writes results to a file, one per line, without the folders of the runs."""
-  kept = [{k: v for k, v in result.items() if k != "workdir"} for result in results]
-  with replacing(path) as file:
-    file.write("\n".join(["[", ",\n".join(map(json.dumps, kept)), "]\n"]).encode())
+  rows = [{k: v for k, v in result.items() if k != "workdir"} for result in results]
+  with replace_file(path) as file:
+    file.write("\n".join(["[", ",\n".join(map(json.dumps, rows)), "]\n"]).encode())
 
 
-def by_label(results: Iterable[Result]) -> dict[str, list[Result]]:
-  """The results of every label, in the order of the results."""
-  found: dict[str, list[Result]] = {}
+def group_by_label(results: Iterable[Result]) -> dict[str, list[Result]]:
+  """Groups results by label, in the order of the results."""
+  groups: dict[str, list[Result]] = {}
   for result in results:
-    found.setdefault(result["label"], []).append(result)
-  return found
+    groups.setdefault(result["label"], []).append(result)
+  return groups
 
 
-def curve_of(
+def values_by_seed(
+  results: Iterable[Result], value_of: Callable[[Result], float]
+) -> dict[str, dict[int, float]]:
+  """Label → seed → value of the run."""
+  return {
+    label: {result["seed"]: value_of(result) for result in group}
+    for label, group in group_by_label(results).items()
+  }
+
+
+def result_curve(
   result: Result, metric: str = METRIC, over: str = "updates", phase: str = "eval"
 ) -> tuple[curves.Floats, curves.Floats]:
-  """The positions of a run's values of a metric, and the values; f64[N] both, as `curves.curve`.
+  """The curve of a metric in one run: positions and values, f64[N] each, as `curves.curve`.
 
-  Evaluations are in every result, metrics of training in the run's workdir. Results of experiments
-  may also have metrics of training over updates: `curves`, metric → pairs (update, value), and
-  `train`, metric → means over equal spans of the updates, each at the middle of its span.
+  Every result has the evaluations; metrics of training are in the run's workdir. Results of
+  experiments may also have metrics of training over updates: `curves`, metric → pairs
+  (update, value), and `train`, metric → means over equal spans of the updates, each at the middle
+  of its span.
 
   Raises:
     ValueError: see `curves.curve`; the message begins with the run.
@@ -119,33 +130,33 @@ def curve_of(
     return middles * result["evaluations"]["updates"][-1], means
   try:
     if phase == "eval":
-      return curves.curve(_records(result["evaluations"]), metric, over)
+      return curves.curve(_to_records(result["evaluations"]), metric, over)
     if "workdir" not in result:
-      raise ValueError("a file of results has evaluations alone; give the workdir of the sweep")
+      raise ValueError("a file of results has only evaluations; give the workdir of the sweep")
     return curves.curve(read_metrics(result["workdir"]), metric, over, phase)
   except ValueError as error:
     raise ValueError(f"{result['label']}, seed {result['seed']}: {error}") from error
 
 
-def _records(columns: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
-  """Evaluations as records, whose first field of an axis has all of it."""
-  renamed = {axis: fields for axis, (_, fields) in curves.AXES.items() if axis in columns}
+def _to_records(columns: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
+  """Converts evaluations to records; the first field of an axis has its value, the others 0."""
+  axes = {axis: fields for axis, (_, fields) in curves.AXES.items() if axis in columns}
   records = []
   for values in zip(*columns.values(), strict=True):
     record: dict[str, Any] = dict(zip(columns, values, strict=True)) | {"phase": "eval"}
-    for axis, (first, *rest) in renamed.items():
+    for axis, (first, *rest) in axes.items():
       record |= {first: record[axis], **dict.fromkeys(rest, 0)}
     records.append(record)
   return records
 
 
-def final(result: Result, metric: str = METRIC, phase: str = "eval") -> float:
+def final_value(result: Result, metric: str = METRIC, phase: str = "eval") -> float:
   """The last value of a metric."""
-  return float(curve_of(result, metric, phase=phase)[1][-1])
+  return float(result_curve(result, metric, phase=phase)[1][-1])
 
 
 def rise(result: Result, metric: str = METRIC) -> float:
-  """The last value of a held-out metric less the first."""
+  """The last value of a held-out metric minus the first."""
   values = result["evaluations"][metric]
   return values[-1] - values[0]
 
@@ -153,83 +164,92 @@ def rise(result: Result, metric: str = METRIC) -> float:
 # --- tables ---------------------------------------------------------------------------------------
 
 
-def markdown(header: Sequence[str], rows: Mapping[str, Sequence[str]], first: str = "run") -> str:
-  """A table with one row per label; `first` is the heading of the labels."""
+def markdown_table(
+  header: Sequence[str], rows: Mapping[str, Sequence[str]], first: str = "run"
+) -> str:
+  """A Markdown table with one row per label; `first` is the heading of the labels."""
   lines = [f"| {first} | {' | '.join(header)} |", "|---" * (len(header) + 1) + "|"]
   return "\n".join(lines + [f"| {label} | {' | '.join(cells)} |" for label, cells in rows.items()])
 
 
-def cell(values: Sequence[float]) -> str:
-  """Mean over seeds with half of its 95 % interval; the mean alone where all seeds are equal."""
+def mean_cell(values: Sequence[float]) -> str:
+  """Mean over seeds with the half-width of its 95 % interval; only the mean if all are equal."""
   mean, half = mean_and_half_width(values)
   return f"{mean:.3g} ± {half:.1g}" if half else f"{mean:.3g}"
 
 
-def difference_cell(found: Difference, digits: int = 3) -> str:
-  """Mean difference by seed with its 95 % interval.
+def difference_cell(difference: Difference, digits: int = 3) -> str:
+  """Mean difference paired by seed, with its 95 % interval.
 
-  The mean alone where the interval has no width at these decimal digits: seeds that are equal by
-  chance, two of them for instance, say nothing of how much others would differ.
+  Only the mean, if the interval has no width at this number of decimal digits: seeds that are equal
+  by chance, for example two of them, do not show how much others would differ.
   """
-  mean, low, high = (f"{x:+.{digits}f}" for x in (found.mean, found.low, found.high))
+  edges = (difference.mean, difference.low, difference.high)
+  mean, low, high = (f"{x:+.{digits}f}" for x in edges)
   return mean if low == high else f"{mean} [{low}, {high}]"
 
 
-def interval(result: Result, index: int, metric: str = METRIC) -> str:
-  """A held-out metric of one evaluation, with its interval over problems."""
+def interval_cell(result: Result, index: int, metric: str = METRIC) -> str:
+  """A held-out metric of one evaluation, with its 95 % interval over problems."""
   value, low, high = (result["evaluations"][f"{metric}{x}"][index] for x in ("", "_low", "_high"))
   return f"{value:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def error_over_problems(results: Sequence[Result], metric: str = METRIC) -> float | None:
-  """Standard error over problems of a metric's last value, the mean over the runs; None if unknown.
+  """Standard error over problems of a metric's last value, mean over the runs; None if unknown.
 
-  All runs have the same problems, so that more seeds make it no smaller.
+  All runs have the same problems, so more seeds do not reduce it.
   """
   names = [f"{metric}_low", f"{metric}_high"]
-  found = [r["evaluations"] for r in results if all(name in r["evaluations"] for name in names)]
-  if len(found) < len(results):
+  with_interval = [
+    r["evaluations"] for r in results if all(name in r["evaluations"] for name in names)
+  ]
+  if len(with_interval) < len(results):
     return None
-  return statistics.mean(standard_error_of_interval(*(e[n][-1] for n in names)) for e in found)
+  return statistics.mean(
+    standard_error_of_interval(*(columns[name][-1] for name in names)) for columns in with_interval
+  )
 
 
 def differences(
-  results: Iterable[Result], baseline: str, of_run: Callable[[Result], float] = final
+  results: Iterable[Result], baseline: str, value_of: Callable[[Result], float] = final_value
 ) -> dict[str, Difference | None]:
-  """Label → its difference to the baseline, paired by seed; None with fewer than two seeds shared.
+  """Label → difference to the baseline, paired by seed; None if they share fewer than two seeds.
 
+  Args:
+    results: from `read_results`.
+    baseline: a label.
+    value_of: result → the value to compare.
   Raises:
     ValueError: no run has the baseline's label.
   """
-  found = {
-    label: {r["seed"]: of_run(r) for r in of_label} for label, of_label in by_label(results).items()
-  }
-  if baseline not in found:
-    raise ValueError(f"no run has the label {baseline!r}; choose one of {list(found)}")
-  reference = found.pop(baseline)
+  values = values_by_seed(results, value_of)
+  if baseline not in values:
+    raise ValueError(f"no run has the label {baseline!r}; choose one of {list(values)}")
+  reference = values.pop(baseline)
   return {
-    label: paired_difference(values, reference) if len(values.keys() & reference) > 1 else None
-    for label, values in found.items()
+    label: paired_difference(by_seed, reference) if len(by_seed.keys() & reference) > 1 else None
+    for label, by_seed in values.items()
   }
 
 
-def others(results: Iterable[Result], baseline: str) -> list[str]:
+def other_labels(results: Iterable[Result], baseline: str) -> list[str]:
   """The labels of the results, without the baseline's.
 
   Raises:
-    ValueError: there is no such baseline, or no other label.
+    ValueError: no run has the baseline's label, or all have it.
   """
-  labels = list(by_label(results))
+  labels = list(group_by_label(results))
   if baseline not in labels:
     raise ValueError(f"no run has the label {baseline!r}; choose one of {labels}")
   if len(labels) == 1:
-    raise ValueError(f"all runs have the label {baseline!r}: there is nothing to compare it with")
+    raise ValueError(f"all runs have the label {baseline!r}: add runs of another method")
   return [label for label in labels if label != baseline]
 
 
-def adjusted_p(found: Mapping[str, Difference | None]) -> dict[str, float]:
-  """Label → p, by Holm's procedure for all differences that vary between seeds."""
-  p = {label: value.p for label, value in found.items() if value and value.deviation}
+def adjusted_p(by_label: Mapping[str, Difference | None]) -> dict[str, float]:
+  """Label → p, adjusted by Holm's procedure over all differences that vary between seeds."""
+  p = {label: value.p for label, value in by_label.items() if value and value.deviation}
   return dict(zip(p, holm(list(p.values())).tolist(), strict=True))
 
 
@@ -239,7 +259,7 @@ HEADER = (
 )
 
 
-def table(
+def comparison_table(
   results: Sequence[Result],
   *,
   metric: str = METRIC,
@@ -247,45 +267,47 @@ def table(
   difference: float = 0.02,
   phase: str = "eval",
 ) -> str:
-  """Markdown: a row per label, with its difference to the baseline's, paired by seed.
+  """A Markdown table with a row per label and its difference to the baseline, paired by seed.
 
   Args:
     results: from `read_results`.
-    metric: whose last value is compared.
+    metric: the metric whose last value is compared.
     baseline: a label; None for that of the first result.
-    difference: the one for which the last column has the number of seeds.
-    phase: of the records with the metric; "train" needs the workdirs of the runs.
+    difference: the difference that the number of seeds in the last column would detect.
+    phase: phase of the records with the metric; "train" needs the workdirs of the runs.
   Raises:
     ValueError: a run lacks the metric, or no run has the baseline's label.
   """
   baseline = results[0]["label"] if baseline is None else baseline
-  found = differences(results, baseline, lambda result: final(result, metric, phase))
-  adjusted = adjusted_p(found)
+  by_label = differences(results, baseline, lambda result: final_value(result, metric, phase))
+  adjusted = adjusted_p(by_label)
   rows = {}
-  for label, of_label in by_label(results).items():
-    values = [final(result, metric, phase) for result in of_label]
-    over_problems = error_over_problems(of_label, metric)
+  for label, group in group_by_label(results).items():
+    values = [final_value(result, metric, phase) for result in group]
+    over_problems = error_over_problems(group, metric)
     rows[label] = [str(len(values)), f"{statistics.mean(values):.4g}"]
     rows[label] += [f"{standard_error_over_seeds(values):.2g}" if len(values) > 1 else "–"]
     rows[label] += ["–" if over_problems is None else f"{over_problems:.2g}"]
-    rows[label] += _cells(found.get(label), adjusted.get(label), difference)
-  return markdown([*HEADER, f"seeds for {difference:g}"], rows)
+    rows[label] += _difference_cells(by_label.get(label), adjusted.get(label), difference)
+  return markdown_table([*HEADER, f"seeds for {difference:g}"], rows)
 
 
-def _cells(found: Difference | None, adjusted: float | None, difference: float) -> list[str]:
-  """Cells of a row on the difference to the baseline; dashes if it does not vary."""
-  if found is None:
+def _difference_cells(
+  measured: Difference | None, adjusted: float | None, difference: float
+) -> list[str]:
+  """Cells on the measured difference to the baseline; dashes if it does not vary."""
+  if measured is None:
     return ["–"] * 6
   if adjusted is None:
-    return [f"{found.mean:+.4f}", *["–"] * 5]
-  needed = seeds_needed(found.deviation, difference)
+    return [f"{measured.mean:+.4f}", *["–"] * 5]
+  num_seeds = seeds_needed(measured.deviation, difference)
   return [
-    f"{found.mean:+.4f}",
-    f"[{found.low:+.4f}, {found.high:+.4f}]",
-    f"[{found.bootstrap_low:+.4f}, {found.bootstrap_high:+.4f}]",
-    f"{found.p:.2g}",
+    f"{measured.mean:+.4f}",
+    f"[{measured.low:+.4f}, {measured.high:+.4f}]",
+    f"[{measured.bootstrap_low:+.4f}, {measured.bootstrap_high:+.4f}]",
+    f"{measured.p:.2g}",
     f"{adjusted:.2g}",
-    f"{needed}",
+    f"{num_seeds}",
   ]
 
 
@@ -296,42 +318,42 @@ def notes(
   baseline: str | None = None,
   phase: str = "eval",
 ) -> str:
-  """What the dashes of `table` mean, one line per reason; arguments as there."""
+  """Explains the dashes of `comparison_table`, one line per reason; arguments as of that."""
   baseline = results[0]["label"] if baseline is None else baseline
-  found = differences(results, baseline, lambda result: final(result, metric, phase))
-  labels = by_label(results)
+  by_label = differences(results, baseline, lambda result: final_value(result, metric, phase))
+  groups = group_by_label(results)
   reasons = {
     "the baseline, to which the other rows are compared": [baseline],
     "no difference, as fewer than two seeds are shared with the baseline": [
-      label for label, value in found.items() if value is None
+      label for label, value in by_label.items() if value is None
     ],
     "no interval, as the difference is the same for every seed": [
-      label for label, value in found.items() if value and not value.deviation
+      label for label, value in by_label.items() if value and not value.deviation
     ],
     "no standard error over seeds, as there is one seed": [
-      label for label, of_label in labels.items() if len(of_label) == 1
+      label for label, group in groups.items() if len(group) == 1
     ],
     "no standard error over problems, as the metric has no interval over problems": [
-      label for label, of_label in labels.items() if error_over_problems(of_label, metric) is None
+      label for label, group in groups.items() if error_over_problems(group, metric) is None
     ],
   }
   return "\n".join(
-    f"– {', '.join(chosen)}: {reason}" for reason, chosen in reasons.items() if chosen
+    f"– {', '.join(labels)}: {reason}" for reason, labels in reasons.items() if labels
   )
 
 
 def provenance(results: Iterable[Result]) -> str:
-  """Commits and devices of the results, one line each."""
+  """The commits and devices of the results, one line each."""
   results = list(results)
   lines = []
   for field in ("commit", "device"):
-    counts = collections.Counter(_known(result, field) for result in results)
+    counts = collections.Counter(_provenance_value(result, field) for result in results)
     runs = ", ".join(f"{value} ({count} runs)" for value, count in counts.items())
     lines.append(f"{field}: {runs}")
   return "\n".join(lines)
 
 
-def _known(result: Result, name: str) -> str:
+def _provenance_value(result: Result, name: str) -> str:
   value = (result.get("layout") or {}).get(name) if name == "device" else result.get(name)
   return str(value or "not recorded")
 
@@ -343,34 +365,32 @@ def plot_differences(
   axes: Any,
   results: Sequence[Result],
   baseline: str,
-  of_run: Callable[[Result], float] = final,
+  value_of: Callable[[Result], float] = final_value,
   *,
   name: str = METRIC,
 ) -> None:
-  """Differences to the baseline, paired by seed: a row for each label, in the order of the results.
+  """Plots differences to the baseline, paired by seed: a row per label, in the given order.
 
-  A row has a dot for each seed that both have, and with two seeds or more their mean, with
-  `curves.SEEDS_FOR_BAND` seeds also its 95 % interval by Student's t.
+  A row has a dot for each shared seed; with two seeds or more, their mean; with
+  `curves.SEEDS_FOR_BAND` seeds or more, its 95 % interval by Student's t.
 
   Args:
-    axes: of matplotlib.
+    axes: axes of matplotlib.
     results: from `read_results`.
     baseline: a label.
-    of_run: what is compared.
-    name: of that, for the axis.
+    value_of: result → the value to compare.
+    name: name of this value, for the axis.
   Raises:
-    ValueError: see `others`.
+    ValueError: see `other_labels`.
   """
-  labels = others(results, baseline)
-  values = {
-    label: {r["seed"]: of_run(r) for r in of_label} for label, of_label in by_label(results).items()
-  }
+  labels = other_labels(results, baseline)
+  values = values_by_seed(results, value_of)
   names = []
   for row, label in enumerate(labels):
     shared = sorted(values[label].keys() & values[baseline].keys())
     dots = [values[label][seed] - values[baseline][seed] for seed in shared]
-    below = [row + 0.28] * len(dots)  # off the interval, which would hide them
-    axes.plot(dots, below, "o", markersize=3, color=COLORS["reference"], label="seed")
+    offset_rows = [row + 0.28] * len(dots)  # off the interval, which would hide them
+    axes.plot(dots, offset_rows, "o", markersize=3, color=COLORS["reference"], label="seed")
     if len(shared) >= curves.SEEDS_FOR_BAND:
       difference = paired_difference(values[label], values[baseline])
       axes.errorbar(
@@ -398,48 +418,50 @@ def draw_differences(
   baseline: str | None = None,
   phase: str = "eval",
 ) -> None:
-  """Saves the figure of `plot_differences` of the metric's last values; arguments as of `table`.
+  """Saves the figure of `plot_differences` for the last values of a metric.
+
+  Arguments as of `comparison_table`.
 
   Raises:
     ImportError: matplotlib, the extra `plot`, is missing.
   """
   baseline = results[0]["label"] if baseline is None else baseline
-  height = 1.2 + 0.35 * len(others(results, baseline))
-  with curves.figure_of(path, size=(8, height)) as axes:
+  height = 1.2 + 0.35 * len(other_labels(results, baseline))
+  with curves.save_figure(path, size=(8, height)) as axes:
     plot_differences(
-      axes, results, baseline, lambda result: final(result, metric, phase), name=metric
+      axes, results, baseline, lambda result: final_value(result, metric, phase), name=metric
     )
 
 
 def draw_curves(
   results: Sequence[Result], metric: str, over: str, path: str, *, phase: str = "eval"
 ) -> None:
-  """Saves a figure of the metric's curves by label, with means over seeds and intervals.
+  """Saves a figure of a metric's curves by label, with means over seeds and intervals.
 
   Raises:
     ImportError: matplotlib, the extra `plot`, is missing.
   """
-  found = {
-    label: [curve_of(result, metric, over, phase) for result in of_label]
-    for label, of_label in by_label(results).items()
+  by_label = {
+    label: [result_curve(result, metric, over, phase) for result in group]
+    for label, group in group_by_label(results).items()
   }
-  with curves.figure_of(path, size=(8, 4)) as axes:
-    curves.plot_curves(axes, found, metric, over)
+  with curves.save_figure(path, size=(8, 4)) as axes:
+    curves.plot_curves(axes, by_label, metric, over)
 
 
 # --- the program ----------------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-  """Prints a table; see the module's docstring."""
+  """Prints a table and saves figures; see the module's docstring."""
   raw = argparse.RawDescriptionHelpFormatter
   parser = argparse.ArgumentParser(
     "rlvr_jax.evaluate.compare", description=__doc__, formatter_class=raw
   )
   parser.add_argument("paths", nargs="+", help="workdirs of sweeps, or files of results")
-  parser.add_argument("--metric", default=METRIC, help=f"by default {METRIC}")
-  parser.add_argument("--baseline", help="label to compare with; by default the first")
-  parser.add_argument("--difference", type=float, default=0.02, help="to find with enough seeds")
+  parser.add_argument("--metric", default=METRIC, help=f"default: {METRIC}")
+  parser.add_argument("--baseline", help="label to compare with; default: the first")
+  parser.add_argument("--difference", type=float, default=0.02, help="to detect with enough seeds")
   parser.add_argument("--phase", choices=("eval", "train"), default="eval", help="of the metric")
   parser.add_argument("--figure", help="file for the curves, such as curves.png")
   parser.add_argument("--differences", help="file for a figure of the differences to the baseline")
@@ -447,15 +469,15 @@ def main(argv: Sequence[str] | None = None) -> None:
   args = parser.parse_args(argv)
   try:
     results = [result for path in args.paths for result in read_results(path)]
-    of_metric = dict(metric=args.metric, phase=args.phase)
-    print(table(results, baseline=args.baseline, difference=args.difference, **of_metric))
-    print(f"\n{notes(results, baseline=args.baseline, **of_metric)}")
+    options = dict(metric=args.metric, phase=args.phase, baseline=args.baseline)
+    print(comparison_table(results, difference=args.difference, **options))
+    print(f"\n{notes(results, **options)}")
     print(f"\n{provenance(results)}")
     if args.figure:
       draw_curves(results, args.metric, args.over, args.figure, phase=args.phase)
       print(f"curves: {args.figure}")
     if args.differences:
-      draw_differences(results, args.differences, baseline=args.baseline, **of_metric)
+      draw_differences(results, args.differences, **options)
       print(f"differences: {args.differences}")
   except (ValueError, OSError, ImportError) as error:
     parser.exit(1, f"error: {error}\n")

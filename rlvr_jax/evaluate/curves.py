@@ -1,7 +1,7 @@
-"""Learning curves over any axis: updates, tokens, model FLOPs, seconds; and where the time went.
+"""Learning curves over any axis (updates, tokens, model FLOPs, seconds), and the time by phase.
 
 They are read from metrics.jsonl. Every record of the phases "train" and "eval" has the totals since
-the run began, including the time before it was resumed.
+the run began, including those before it was resumed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from rlvr_jax.ops.checks import check_choice
 Floats = npt.NDArray[np.float64]
 Record = Mapping[str, Any]
 
-ELAPSED = f"{TIMINGS}elapsed_seconds"  # wall-clock of the run so far
-# Axis → its label, and the fields that add up to it. Evaluation is not counted as a cost.
+ELAPSED = f"{TIMINGS}elapsed_seconds"  # wall-clock time of the run so far
+# Axis → its label, and the fields whose sum it is. Evaluation does not count as a cost.
 AXES: dict[str, tuple[str, tuple[str, ...]]] = {
   "updates": ("updates", ("step",)),
   "generated_tokens": ("generated tokens", ("counter/tokens_generated",)),
@@ -47,16 +47,16 @@ _RANGES = {
 }
 
 
-def range_of(metric: str) -> tuple[float, float]:
-  """The values that a metric can take, where that is known."""
-  found = (limits for pattern, limits in _RANGES.items() if re.fullmatch(pattern, metric))
-  return next(found, UNBOUNDED)
+def metric_range(metric: str) -> tuple[float, float]:
+  """The range of the values of a metric; `UNBOUNDED` if unknown."""
+  matches = (limits for pattern, limits in _RANGES.items() if re.fullmatch(pattern, metric))
+  return next(matches, UNBOUNDED)
 
 
 def curve(
   records: Iterable[Record], metric: str, over: str = "updates", phase: str = "eval"
 ) -> tuple[Floats, Floats]:
-  """The values of a metric, and the position of each on an axis.
+  """The curve of a metric: its values, and the position of each on an axis.
 
   Args:
     records: from `read_metrics`.
@@ -69,27 +69,27 @@ def curve(
     ValueError: the axis is unknown, no record has the metric, or a record with it lacks the axis.
   """
   check_choice("curve", "over", over, AXES)
-  of_phase = [record for record in records if record["phase"] == phase]
-  having = [record for record in of_phase if metric in record]
-  if not having:
-    names = sorted({name for record in of_phase for name in record})
+  phase_records = [record for record in records if record["phase"] == phase]
+  points = [record for record in phase_records if metric in record]
+  if not points:
+    names = sorted({name for record in phase_records for name in record})
     raise ValueError(
-      f"curve: none of the {len(of_phase)} records of phase {phase!r} has the metric {metric!r};"
-      f" they have {names}"
+      f"curve: none of the {len(phase_records)} records of phase {phase!r} has the metric"
+      f" {metric!r}; they have {names}"
     )
-  return _spent(having, over), np.array([record[metric] for record in having], np.float64)
+  return _axis_positions(points, over), np.array([record[metric] for record in points], np.float64)
 
 
-def _spent(records: Sequence[Record], over: str) -> Floats:
-  """Position of each record on the axis, f64[records]."""
+def _axis_positions(records: Sequence[Record], over: str) -> Floats:
+  """The position of each record on the axis, f64[records]."""
   for record in records:
     missing = [field for field in AXES[over][1] if field not in record]
     if missing:
-      known = [axis for axis, (_, fields) in AXES.items() if all(f in record for f in fields)]
+      available = [axis for axis, (_, fields) in AXES.items() if all(f in record for f in fields)]
       raise ValueError(
         f"curve: over = {over!r} needs {missing}, which the {record['phase']} record of step"
-        f" {record['step']} lacks: the run is older than this axis. Choose one of {known}, or run"
-        " it again in another --workdir"
+        f" {record['step']} lacks: the run is older than this axis. Choose one of {available}, or"
+        " run it again in another --workdir"
       )
   return np.array([[r[field] for field in AXES[over][1]] for r in records], np.float64).sum(axis=1)
 
@@ -112,16 +112,17 @@ def mean_curve(
   """Mean over seeds on a common grid, by linear interpolation within the range of all curves.
 
   Args:
-    curves: (x, y) of each seed, x ascending; the last of several points with the same x is used.
+    curves: (x, y) of each seed, x ascending; of several points with the same x, the last is used.
     num: number of points of the grid.
     within: range of y, to which the interval is clipped.
   Raises:
     ValueError: there are fewer than two curves, or they share no range of x.
   """
-  checked = [_checked(x, y) for x, y in curves]
+  checked = [_check_curve(x, y) for x, y in curves]
   if len(checked) < 2:
     raise ValueError(f"mean_curve: {len(checked)} curves have no interval; run two seeds or more")
-  first, last = max(x[0] for x, _ in checked), min(x[-1] for x, _ in checked)
+  first = max(x[0] for x, _ in checked)
+  last = min(x[-1] for x, _ in checked)
   if first > last:
     ranges = ", ".join(f"{x[0]:g} to {x[-1]:g}" for x, _ in checked)
     raise ValueError(f"mean_curve: the curves share no range of x: {ranges}; run them for longer")
@@ -129,11 +130,12 @@ def mean_curve(
   values = np.stack([np.interp(grid, x, y) for x, y in checked])
   n = len(values)
   mean = values.mean(axis=0)
-  half = special.stdtrit(n - 1, 0.975) * values.std(axis=0, ddof=1) / np.sqrt(n)
-  return MeanCurve(grid, mean, *(np.clip(edge, *within) for edge in (mean - half, mean + half)))
+  half_width = special.stdtrit(n - 1, 0.975) * values.std(axis=0, ddof=1) / np.sqrt(n)
+  low, high = (np.clip(edge, *within) for edge in (mean - half_width, mean + half_width))
+  return MeanCurve(grid, mean, low, high)
 
 
-def reaching(x: npt.ArrayLike, y: npt.ArrayLike, level: float) -> float:
+def first_crossing(x: npt.ArrayLike, y: npt.ArrayLike, level: float) -> float:
   """The first x at which y reaches the level, by linear interpolation; NaN if it never does.
 
   Args:
@@ -141,7 +143,7 @@ def reaching(x: npt.ArrayLike, y: npt.ArrayLike, level: float) -> float:
     y: f[points]; values that are not finite are skipped.
     level: in y's unit.
   """
-  x, y = _checked(x, y)
+  x, y = _check_curve(x, y)
   x, y = x[np.isfinite(y)], y[np.isfinite(y)]
   reached = np.flatnonzero(y >= level)
   if not reached.size:
@@ -153,7 +155,8 @@ def reaching(x: npt.ArrayLike, y: npt.ArrayLike, level: float) -> float:
   return float(x[i - 1] + share * (x[i] - x[i - 1]))
 
 
-def _checked(x: npt.ArrayLike, y: npt.ArrayLike) -> tuple[Floats, Floats]:
+def _check_curve(x: npt.ArrayLike, y: npt.ArrayLike) -> tuple[Floats, Floats]:
+  """Returns x and y as f64[points]; raises ValueError if they are not a curve."""
   x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
   if x.ndim != 1 or x.shape != y.shape or not x.size:
     raise ValueError(f"a curve needs as many x as y, at least one; got {x.shape} and {y.shape}")
@@ -167,22 +170,22 @@ def _checked(x: npt.ArrayLike, y: npt.ArrayLike) -> tuple[Floats, Floats]:
 
 def phase_seconds(records: Iterable[Record]) -> dict[str, float]:
   """Seconds by phase of the run, from the fields "time/<phase>_seconds"; phases may overlap."""
-  spent: dict[str, float] = {}
+  seconds: dict[str, float] = {}
   for record in records:
     for name, value in record.items():
       if name.startswith(TIMINGS) and name.endswith("_seconds") and name != ELAPSED:
         phase = name.removeprefix(TIMINGS).removesuffix("_seconds")
-        spent[phase] = spent.get(phase, 0.0) + value
-  return spent
+        seconds[phase] = seconds.get(phase, 0.0) + value
+  return seconds
 
 
 def time_table(records: Iterable[Record]) -> dict[str, tuple[float, float]]:
-  """Phase → its seconds, and their share of the run's wall-clock.
+  """Phase → its seconds, and their share of the run's wall-clock time.
 
   Shares add up to more than 1 if phases overlap, and to less if some time belongs to no phase.
 
   Raises:
-    ValueError: no record has the wall-clock.
+    ValueError: no record has the wall-clock time.
   """
   records = list(records)
   elapsed = max((record[ELAPSED] for record in records if ELAPSED in record), default=0.0)
@@ -205,16 +208,17 @@ def plot(
   *,
   phase: str = "eval",
 ) -> None:
-  """Plots, for each label, the curves of its seeds and their mean with its interval.
+  """Plots, for each label, the curves of its seeds, and their mean with its interval.
 
   Args:
+    axes: axes of matplotlib.
     runs: label → the workdirs of its seeds.
     metric, over, phase: as for `curve`.
   Raises:
     ValueError: see `curve`; the message begins with the workdir.
   """
   curves = {
-    label: [_curve_of(workdir, metric, over, phase) for workdir in workdirs]
+    label: [_read_curve(workdir, metric, over, phase) for workdir in workdirs]
     for label, workdirs in runs.items()
   }
   plot_curves(axes, curves, metric, over)
@@ -228,25 +232,25 @@ def plot_curves(
   *,
   colors: Sequence[Any] | None = None,
 ) -> None:
-  """Plots curves by label as `plot` does; intervals are clipped to the metric's range.
+  """Plots curves by label, as `plot` does; intervals are clipped to the metric's range.
 
   Labels with fewer than `SEEDS_FOR_BAND` seeds have no interval.
 
   Args:
     axes, metric, over: as for `plot`.
     curves: label → (x, y) of its seeds, f64[N] each.
-    colors: one for each label, or more; None for those of `figures.method_style`.
+    colors: a color per label; None for those of `figures.method_style`.
   """
-  for index, (label, of_label) in enumerate(curves.items()):
+  for index, (label, seeds) in enumerate(curves.items()):
     style = method_style(index) if colors is None else {"color": colors[index]}
-    if len(of_label) == 1:
-      axes.plot(*of_label[0], label=label, **style)
+    if len(seeds) == 1:
+      axes.plot(*seeds[0], label=label, **style)
       continue
-    for x, y in of_label:
+    for x, y in seeds:
       axes.plot(x, y, color=style["color"], alpha=0.3, linewidth=0.8)
-    x, mean, low, high = mean_curve(of_label, within=range_of(metric))
-    axes.plot(x, mean, label=f"{label}, {len(of_label)} seeds", **style)
-    if len(of_label) >= SEEDS_FOR_BAND:
+    x, mean, low, high = mean_curve(seeds, within=metric_range(metric))
+    axes.plot(x, mean, label=f"{label}, {len(seeds)} seeds", **style)
+    if len(seeds) >= SEEDS_FOR_BAND:
       axes.fill_between(x, low, high, color=style["color"], alpha=0.2, linewidth=0)
   axes.set(xlabel=AXES[over][0], ylabel=metric)
   axes.grid(alpha=0.3)
@@ -254,7 +258,7 @@ def plot_curves(
 
 
 @contextlib.contextmanager
-def figure_of(
+def save_figure(
   path: str | os.PathLike[str],
   rows: int = 1,
   columns: int = 1,
@@ -262,17 +266,17 @@ def figure_of(
   size: tuple[float, float] = (6.4, 4),
   dpi: int = 120,
 ) -> Iterator[Any]:
-  """Context with the axes of a figure that is saved at its end, in the format of the extension.
+  """Context with the axes of a figure, which is saved at its end in the format of the extension.
 
   Args:
-    path: of the file.
-    rows, columns: of the panels; with more than one, an array of axes as from `pyplot.subplots`.
+    path: path of the file.
+    rows, columns: numbers of panels; with several, the axes are an array as from `pyplot.subplots`.
     size: width and height, inches.
     dpi: dots per inch.
   Raises:
     ImportError: matplotlib, the extra `plot`, is missing.
   """
-  # A separate figure on the file backend: no window, no global state, no import without the extra.
+  # A figure of the file backend: no window, no global state. Imported here, as it is an extra.
   from matplotlib.backends.backend_agg import FigureCanvasAgg
   from matplotlib.figure import Figure
 
@@ -290,14 +294,15 @@ def draw(
   *,
   phase: str = "eval",
 ) -> None:
-  """Saves the figure of `plot`; raises ImportError as `figure_of` does."""
-  with figure_of(path, size=(8, 4)) as axes:
+  """Saves the figure of `plot`; raises ImportError as `save_figure` does."""
+  with save_figure(path, size=(8, 4)) as axes:
     plot(axes, runs, metric, over, phase=phase)
 
 
-def _curve_of(
+def _read_curve(
   workdir: str | os.PathLike[str], metric: str, over: str, phase: str
 ) -> tuple[Floats, Floats]:
+  """The curve of the run in a workdir, see `curve`; errors begin with the workdir."""
   try:
     return curve(read_metrics(workdir), metric, over, phase)
   except ValueError as error:

@@ -1,8 +1,8 @@
 """Plots of a run's gradient geometry, and the quantities that they show.
 
 A run writes a measurement every `config.diagnostics.every` updates. Functions without `axes`
-compute arrays; functions with a matplotlib `axes` plot them. Here A are a measurement's
-coefficients, and A' the coefficients that SALT computes from them, whatever the run used.
+compute arrays; functions with matplotlib's `axes` plot them. A denotes a measurement's
+coefficients, and A' those that SALT computes from them, whether or not the run used SALT.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlvr_jax.evaluate.run_files import GEOMETRY_FOLDER
 from rlvr_jax.geometry import diagnostics
 from rlvr_jax.ops import reductions, spectral
 from rlvr_jax.reweighting import Reweighting
-from rlvr_jax.storage.places import place
+from rlvr_jax.storage.places import parse_path
 from rlvr_jax.types import Array, TrainBatch
 
 _spectrum = jax.jit(spectral.spectrum)
@@ -30,40 +30,40 @@ _energies = jax.jit(diagnostics.energies)
 _update_norms = jax.jit(diagnostics.update_norms)
 
 REWARD_COLORS = "coolwarm_r"  # failures red, successes blue
-# One color per meaning, as in the notebooks: A, A', effective counts, and references.
+# One color per meaning, as in `figures`: A, A', effective counts, and references.
 PLAIN, RESULT, EFFECTIVE, REFERENCE = "#000000", "#009E73", "#56B4E9", "#8C8C8C"
 
 
 class Measurement(NamedTuple):
   """One batch of a run, before the update that uses it; NumPy arrays."""
 
-  update: int  # updates before it
+  update: int  # number of updates before it
   gram: Array  # f32[B, B], g_i · g_j, not divided by B; rollouts of a prompt are adjacent
   coefficients: Array  # f32[P, G], A
   reweighted: Array  # f32[P, G], as used in training; equal to A without a reweighting
   rewards: Array  # f32[P, G]
   lengths: Array  # f32[P, G], tokens
-  valid: Array  # bool[P, G], False: without a grade
+  valid: Array  # bool[P, G], whether the rollout has a grade
   gram_compared: Array | None = None  # f32[B, B], for config.diagnostics.compared
   gram_sampled: Array | None = None  # f32[B, B], of the feature that is not config.gram's
   gram_score: Array | None = None
 
 
 def load_geometry(workdir: str | os.PathLike[str]) -> list[Measurement]:
-  """The measurements of a run, in the order of its updates.
+  """Loads the measurements of a run, in the order of its updates.
 
   Raises:
     FileNotFoundError: the workdir does not exist, or has no measurements.
   """
-  workdir = place("the workdir", workdir)
+  workdir = parse_path("the workdir", workdir)
   if not workdir.is_dir():
     raise FileNotFoundError(f"the workdir {str(workdir)!r} does not exist")
   paths = sorted((workdir / GEOMETRY_FOLDER).glob("*.npz"))
   if not paths:
     raise FileNotFoundError(
       f"{str(workdir)!r} has no {GEOMETRY_FOLDER}/*.npz: the run did not measure its gradient"
-      " geometry. Train in another --workdir with --config.diagnostics.every=10 (updates; 0, the"
-      " default, is never)"
+      " geometry. Train in another --workdir with --config.diagnostics.every=10 (updates; the"
+      " default 0 means never)"
     )
   return [_read(path) for path in paths]
 
@@ -71,7 +71,7 @@ def load_geometry(workdir: str | os.PathLike[str]) -> list[Measurement]:
 def _read(path: pathlib.Path) -> Measurement:
   with path.open("rb") as stream, np.load(stream) as file:
     arrays = dict(file)
-  # Files of earlier versions have none: a rollout without a grade had its group's mean reward.
+  # Files of earlier versions lack it: there, a rollout without a grade has its group's mean reward.
   arrays.setdefault("valid", np.ones(arrays["rewards"].shape, bool))
   return Measurement(update=int(path.stem), **arrays)
 
@@ -79,25 +79,25 @@ def _read(path: pathlib.Path) -> Measurement:
 # --- quantities -----------------------------------------------------------------------------------
 
 
-class Salted(NamedTuple):
+class SaltResult(NamedTuple):
   """SALT's result for one batch."""
 
   coefficients: Array  # f32[P, G], A'
   participation_ratio: float  # in [1, B]
-  rank: int  # k, of the shared subspace; 0 for a Gram that is zero or not finite
+  rank: int  # k, of the shared subspace; 0 if the Gram matrix is zero or not finite
   effective_rollouts: float  # n_eff under A, in [0, B]
   alpha: float  # weight of the residual
 
 
-def salted(measurement: Measurement, salt: Reweighting) -> Salted:
-  """A' = P_k A + α (I − P_k) A⁺ over the full batch; `salt` is `reweighting.salt(...)`."""
+def apply_salt(measurement: Measurement, salt: Reweighting) -> SaltResult:
+  """Computes A' = P_k A + α (I − P_k) A⁺ over the full batch; `salt` is `reweighting.salt(...)`."""
   A = measurement.coefficients
-  # The key is used by an ablation only, the random subspace.
+  # Only an ablation uses the key: the random subspace.
   key = jax.random.key(measurement.update)
   blocks = A.reshape(1, -1), measurement.gram[None], measurement.valid.reshape(1, -1)
   reweighted, metrics = jax.jit(salt.apply)(*blocks, key)
   values = {name: value.item() for name, value in reductions.values(metrics).items()}
-  return Salted(
+  return SaltResult(
     reweighted.reshape(A.shape),
     values["reweighting/participation_ratio"],
     round(values["reweighting/rank"]),
@@ -107,7 +107,7 @@ def salted(measurement: Measurement, salt: Reweighting) -> Salted:
 
 
 def eigenvalue_shares(gram: Array) -> Array:
-  """λ_i/Σλ of a Gram matrix f32[B, B], descending, f32[B]; all 1/B if it is not usable."""
+  """λ_i/Σλ of a Gram matrix f32[B, B]: f32[B], descending; all 1/B if the matrix is not usable."""
   eigenvalues = _spectrum(gram).eigenvalues
   return eigenvalues / eigenvalues.sum()
 
@@ -121,7 +121,7 @@ class OrderedCosines(NamedTuple):
 
 
 def ordered_cosines(measurement: Measurement) -> OrderedCosines:
-  """See `OrderedCosines`; rollouts of equal reward keep their order."""
+  """Computes `OrderedCosines`; rollouts of equal reward keep their order."""
   P, G = measurement.rewards.shape
   within = jnp.argsort(-measurement.rewards, axis=1)
   order = (within + G * jnp.arange(P)[:, None]).reshape(-1)
@@ -150,51 +150,52 @@ def group_sizes(
 ) -> GroupSizes:
   """PR and n_eff of subsamples of every group, at sizes 2, 4, 8, … and G.
 
-  Each sample keeps that many rollouts of every prompt, without replacement, and computes their
-  coefficients with `advantage`. At G every sample is the batch itself. The range is that of the
+  Each sample keeps that many rollouts of every prompt, drawn without replacement, and computes
+  their coefficients with `advantage`. At G every sample is the full batch. The range is over the
   choice among these rollouts; the variation between batches is larger.
 
   Args:
-    measurement: of P groups of G ≥ 2.
+    measurement: a batch of P groups of G ≥ 2.
     advantage: the run's estimator; its state, if any, is initialized with entropy 0.
     num_samples: number of samples per size.
     seed: seed of the samples.
   """
   G = measurement.rewards.shape[1]
   sizes = np.array([*(2**n for n in range(1, 64) if 2**n < G), G])
-  bands = [_subsampled(measurement, advantage, g, num_samples, seed) for g in sizes]
+  bands = [_subsample_bands(measurement, advantage, g, num_samples, seed) for g in sizes]
   ratios, n_effs = (Band(*np.transpose(rows)) for rows in zip(*bands, strict=True))
   return GroupSizes(sizes, ratios, n_effs)
 
 
-def _subsampled(
+def _subsample_bands(
   measurement: Measurement, advantage: Advantage, size: int, num_samples: int, seed: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
   """(mean, low, high) of PR and of n_eff over the samples in which they are defined."""
   P, G = measurement.rewards.shape
   rng = np.random.default_rng([seed, size])
-  everyone = np.broadcast_to(np.arange(G), (num_samples, P, G))
-  chosen = rng.permuted(everyone, axis=-1)[..., :size] + G * np.arange(P)[:, None]
+  all_rollouts = np.broadcast_to(np.arange(G), (num_samples, P, G))
+  samples = rng.permuted(all_rollouts, axis=-1)[..., :size] + G * np.arange(P)[:, None]
   gram = jnp.asarray(measurement.gram)
-  of_rollouts = (measurement.rewards, measurement.lengths, measurement.valid)
-  rewards, lengths, valid = (jnp.ravel(x) for x in of_rollouts)
+  columns = (measurement.rewards, measurement.lengths, measurement.valid)
+  rewards, lengths, valid = (jnp.ravel(x) for x in columns)
   positions = jnp.arange(int(measurement.lengths.max()))
-  unread: Any = None  # by any estimator
+  unused: Any = None  # no estimator reads these fields
 
-  def of_sample(indices):
+  def measure_sample(indices):
     mask = (positions < lengths[indices][..., None]).astype(jnp.float32)
     r = rewards[indices]
-    batch = TrainBatch(unread, unread, mask, unread, rewards=r, correct=r, valid=valid[indices])
+    batch = TrainBatch(unused, unused, mask, unused, rewards=r, correct=r, valid=valid[indices])
     A = advantage.apply(advantage.init(jnp.zeros(())), batch).reshape(-1)
     K = gram[indices.reshape(-1)][:, indices.reshape(-1)]
     ratio, n_eff = spectral.participation_ratio(K), spectral.effective_rollouts(A, K)
     return ratio, spectral.is_usable(K), n_eff, spectral.carries_gradient(A, K)
 
-  ratio, usable, n_eff, counted = map(np.asarray, jax.jit(jax.vmap(of_sample))(chosen))
-  return _band(ratio[usable]), _band(n_eff[counted])
+  ratio, usable, n_eff, defined = map(np.asarray, jax.jit(jax.vmap(measure_sample))(samples))
+  return _band(ratio[usable]), _band(n_eff[defined])
 
 
 def _band(values: np.ndarray) -> tuple[float, ...]:
+  """(mean, low, high) of the values; NaN if there are none."""
   if not values.size:
     return (np.nan,) * 3
   return (values.mean(dtype=np.float64), *np.quantile(values, [0.025, 0.975]))
@@ -203,15 +204,15 @@ def _band(values: np.ndarray) -> tuple[float, ...]:
 class Energies(NamedTuple):
   """Share of ‖Σ A_i g_i‖² inside the top k eigenvectors, for k = 0 … B; f32[B + 1] each."""
 
-  even: Array  # of coefficients without a preferred direction: (λ_1 + … + λ_k)/Σλ
+  even: Array  # for coefficients without a preferred direction: (λ_1 + … + λ_k)/Σλ
   coefficients: Array  # of A
   reweighted: Array  # of A'
   rank: int  # SALT's k: at k the share is the shared energy, and 1 − share the residual energy
 
 
 def energies(measurement: Measurement, salt: Reweighting) -> Energies:
-  """Computes `Energies`; all 0 for coefficients without a gradient."""
-  result = salted(measurement, salt)
+  """Computes `Energies`; all 0 if the coefficients give no gradient."""
+  result = apply_salt(measurement, salt)
   spectrum = _spectrum(measurement.gram)
   ranks = jnp.arange(measurement.gram.shape[0] + 1)
   shared = jax.vmap(lambda A, k: _energies(A, spectrum, k)[0], (None, 0))
@@ -227,8 +228,8 @@ class UpdateNorms(NamedTuple):
   """Norms over the measurements of a run, in units of a gradient; f64[M] each."""
 
   updates: np.ndarray
-  norm: np.ndarray  # ‖Σ A_i g_i‖/B, of B valid rollouts
-  reweighted: np.ndarray  # the same of A'
+  norm: np.ndarray  # ‖Σ A_i g_i‖/B, for B valid rollouts
+  reweighted: np.ndarray  # the same for A'
   residual: np.ndarray  # norm of the part of Σ A_i g_i outside the top k eigenvectors
   bound: np.ndarray  # √(λ_{k+1}/B)·‖(I − P_k)A‖ ≥ residual
 
@@ -237,8 +238,10 @@ def update_norms(measurements: Sequence[Measurement], salt: Reweighting) -> Upda
   """Computes `UpdateNorms`."""
   rows = []
   for measurement in measurements:
-    A, result = measurement.coefficients.reshape(-1), salted(measurement, salt)
-    spectrum, rank = _spectrum(measurement.gram), jnp.int32(result.rank)
+    A = measurement.coefficients.reshape(-1)
+    result = apply_salt(measurement, salt)
+    spectrum = _spectrum(measurement.gram)
+    rank = jnp.int32(result.rank)
     count = jnp.sum(measurement.valid).astype(A.dtype)
     norm, bound = _update_norms(A, spectrum, rank, count)
     reweighted, _ = _update_norms(result.coefficients.reshape(-1), spectrum, rank, count)
@@ -251,13 +254,14 @@ def update_norms(measurements: Sequence[Measurement], salt: Reweighting) -> Upda
 
 
 def plot_eigenspectrum(axes: Any, measurement: Measurement, salt: Reweighting) -> None:
-  """λ_i/Σλ on a logarithmic scale, with PR, k, and the level of B orthogonal rollouts."""
-  result, size = salted(measurement, salt), measurement.gram.shape[0]
-  of = {
+  """Plots λ_i/Σλ on a logarithmic scale, with PR, k, and the level of B orthogonal rollouts."""
+  result = apply_salt(measurement, salt)
+  size = measurement.gram.shape[0]
+  grams = {
     "per-rollout gradients": (measurement.gram, PLAIN),
     "compared parameters": (measurement.gram_compared, REFERENCE),
   }
-  for label, (gram, color) in of.items():
+  for label, (gram, color) in grams.items():
     if gram is not None:
       shares = eigenvalue_shares(gram)
       axes.plot(np.arange(size) + 1, shares, ".-", markersize=4, label=label, color=color)
@@ -276,19 +280,19 @@ def plot_eigenspectrum(axes: Any, measurement: Measurement, salt: Reweighting) -
 
 
 def plot_cosine_gram(axes: Any, measurement: Measurement) -> Any:
-  """cos(g_i, g_j) as an image, which is returned for a color bar, with the rewards to its left."""
+  """Plots cos(g_i, g_j) with the rewards to its left; returns the image, for a color bar."""
   P, G = measurement.rewards.shape
   cosines, rewards, _ = ordered_cosines(measurement)
   image = axes.imshow(cosines, vmin=-1, vmax=1, cmap="RdBu", interpolation="nearest")
   for border in np.arange(1, P) * G - 0.5:
     axes.axhline(border, color="k", linewidth=0.5)
     axes.axvline(border, color="k", linewidth=0.5)
-  beside = axes.inset_axes((-0.05, 0, 0.03, 1), sharey=axes)
-  beside.imshow(rewards[:, None], vmin=0, vmax=1, cmap=REWARD_COLORS, aspect="auto")
+  reward_axes = axes.inset_axes((-0.05, 0, 0.03, 1), sharey=axes)
+  reward_axes.imshow(rewards[:, None], vmin=0, vmax=1, cmap=REWARD_COLORS, aspect="auto")
   middles = np.arange(P) * G + (G - 1) / 2
-  beside.set_xticks([])
-  beside.set_yticks(middles, [f"prompt {p + 1}" for p in range(P)])
-  beside.tick_params(axis="y", length=0)
+  reward_axes.set_xticks([])
+  reward_axes.set_yticks(middles, [f"prompt {p + 1}" for p in range(P)])
+  reward_axes.tick_params(axis="y", length=0)
   axes.set_xticks([])
   axes.tick_params(axis="y", left=False, labelleft=False)
   axes.set_title(_title(measurement))
@@ -296,7 +300,7 @@ def plot_cosine_gram(axes: Any, measurement: Measurement) -> Any:
 
 
 def plot_group_sizes(axes: Any, measurement: Measurement, advantage: Advantage) -> None:
-  """PR and n_eff against the group size, with the range of 95 % of the subsamples."""
+  """Plots PR and n_eff against the group size, with the 95 % range of the subsamples."""
   result = group_sizes(measurement, advantage)
   prompts = measurement.rewards.shape[0]
   axes.plot(result.sizes, prompts * result.sizes, ":", color="0.5", label="rollouts, P·G")
@@ -314,12 +318,12 @@ def plot_group_sizes(axes: Any, measurement: Measurement, advantage: Advantage) 
 
 
 def plot_energies(axes: Any, measurement: Measurement, salt: Reweighting) -> None:
-  """Share of the update's energy inside the top k eigenvectors, against k, under A and A'."""
+  """Plots the share of the update's energy in the top k eigenvectors against k, for A and A'."""
   result = energies(measurement, salt)
   ranks = np.arange(result.even.size)
   axes.plot(ranks, result.even, ":", color="0.5", label="no preference")
-  of = ("A", PLAIN, result.coefficients), ("A'", RESULT, result.reweighted)
-  for label, color, shares in of:
+  lines = ("A", PLAIN, result.coefficients), ("A'", RESULT, result.reweighted)
+  for label, color, shares in lines:
     shared = float(shares[result.rank])
     axes.plot(
       ranks, shares, label=f"{label}: shared {shared:.2f}, residual {1 - shared:.2f}", color=color
@@ -335,7 +339,7 @@ def plot_energies(axes: Any, measurement: Measurement, salt: Reweighting) -> Non
 
 
 def plot_update_norms(axes: Any, measurements: Sequence[Measurement], salt: Reweighting) -> None:
-  """‖Σ A_i g_i‖/B over a run, for A and A', its residual part, and the bound on that part."""
+  """Plots ‖Σ A_i g_i‖/B over a run for A and A', its residual part, and the bound on that part."""
   norms = update_norms(measurements, salt)
   axes.plot(norms.updates, norms.norm, "o-", color=PLAIN, label="update norm, A")
   axes.plot(norms.updates, norms.reweighted, "o-", color=RESULT, label="update norm, A'")
@@ -347,8 +351,8 @@ def plot_update_norms(axes: Any, measurements: Sequence[Measurement], salt: Rewe
 
 
 def plot_coefficients(axes: Any, measurement: Measurement, salt: Reweighting) -> None:
-  """A' against A, one point per rollout, colored by reward."""
-  result = salted(measurement, salt)
+  """Plots A' against A, one point per rollout, colored by reward."""
+  result = apply_salt(measurement, salt)
   A = measurement.coefficients
   axes.axline((0, 0), slope=1, color="0.6", linestyle="--", linewidth=1, label="A' = A")
   axes.axhline(0, color="0.8", linewidth=1, zorder=0)
@@ -363,7 +367,7 @@ def plot_coefficients(axes: Any, measurement: Measurement, salt: Reweighting) ->
 
 
 def _legend_below(axes: Any) -> None:
-  """Puts the legend below the label of the x-axis, off the data."""
+  """Puts the legend below the label of the x-axis, outside the data."""
   axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
 
 

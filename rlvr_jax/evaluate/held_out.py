@@ -1,4 +1,4 @@
-"""Accuracy on the held-out problems: sampling, grading, and pass@k with intervals."""
+"""Accuracy on held-out problems: sampling, grading, and pass@k with intervals."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rlvr_jax.evaluate.pass_at_k import summarize
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.rollouts.batch import Flight
 from rlvr_jax.rollouts.collect import Collector, serve_graded
-from rlvr_jax.rollouts.engine import Engine, Request, requests
+from rlvr_jax.rollouts.engine import Engine, Request, make_requests
 from rlvr_jax.types import Params
 
 Sample = Mapping[str, Any]  # a record of `rollouts.batch.Graded.samples`
 
 
-class Evaluated(NamedTuple):
+class EvaluatedBatch(NamedTuple):
   """A batch of problems with its graded samples."""
 
   samples: list[list[Sample]]  # [problems][samples]
@@ -28,7 +28,7 @@ class Evaluated(NamedTuple):
   response_lengths: np.ndarray  # i32[problems, samples]
 
 
-def evaluated(
+def evaluate_problems(
   engine: Engine,
   params: Params,
   problems: ProblemSource,
@@ -39,40 +39,40 @@ def evaluated(
   seed: int,
   version: int,
   first_batch: int = 0,
-) -> Iterator[Evaluated]:
+) -> Iterator[EvaluatedBatch]:
   """Evaluates problems in order; responses are graded while the devices generate others.
 
-  Every evaluation samples with the same keys, so that two evaluations differ only by the
-  parameters, and a resumed evaluation samples the same responses.
+  Every evaluation samples with the same keys: two evaluations differ only by the parameters, and a
+  resumed evaluation samples the same responses.
 
   Args:
     engine: samples from the policy.
     params: from `engine.load`.
-    problems: all of them are used, as one stream of requests.
+    problems: the problems, all used, as one stream of requests.
     collector: encodes, decodes and grades.
-    batch_size: problems that are encoded, and yielded, together.
-    num_samples: responses to each problem.
+    batch_size: number of problems that are encoded, and yielded, together.
+    num_samples: number of responses to each problem.
     seed: seed of sampling.
     version: number of updates of the parameters, for the sample records.
-    first_batch: index of the batch to begin with.
+    first_batch: index of the first batch to evaluate.
   """
   flights: collections.deque[Flight] = collections.deque()
 
   def stream() -> Iterator[Request[Flight]]:
     for start in range(0, len(problems), batch_size)[first_batch:]:
-      chosen = range(start, min(start + batch_size, len(problems)))
-      flight = collector.begin([problems[index] for index in chosen])
+      indices = range(start, min(start + batch_size, len(problems)))
+      flight = collector.begin([problems[index] for index in indices])
       flights.append(flight)
       key = key_for(seed, "evaluation", start // batch_size)
-      yield from requests(flight.prompts, key, num_samples, owner=flight)
+      yield from make_requests(flight.prompts, key, num_samples, owner=flight)
 
-  def finish(flight: Flight) -> Evaluated:
+  def finish(flight: Flight) -> EvaluatedBatch:
     samples = collector.finish(flight, [version] * len(flight.problems)).samples
     rows = [samples[start : start + num_samples] for start in range(0, len(samples), num_samples)]
-    return Evaluated(rows, flight.prompts.lengths, flight.rollouts.lengths)
+    return EvaluatedBatch(rows, flight.prompts.lengths, flight.rollouts.lengths)
 
   for _ in serve_graded(engine, params, stream(), collector):
-    # The first batch has its grades when the second one has been sampled.
+    # By the time that the second batch is sampled, the first one has its grades.
     while len(flights) > 1 and flights[0].sampled and flights[1].sampled:
       yield finish(flights.popleft())
   yield from map(finish, flights)
@@ -83,24 +83,24 @@ def accuracy(
 ) -> dict[str, float]:
   """pass@k, mean and, if graders extract answers, majority, with 95 % intervals over problems.
 
-  The intervals are those of `pass_at_k.interval_over_problems`. A sample is correct if its grade is
-  correct; if grading failed, it is not. If a grader gives the same answer different grades,
-  majorities are omitted, with a warning.
+  The intervals are those of `pass_at_k.interval_over_problems`. A sample whose grading failed
+  counts as incorrect. If a grader gives the same answer different grades, majorities are omitted,
+  with a warning.
 
   Args:
     samples: [problems][n].
-    ks: the k of pass@k.
-    seed: of the bootstrap.
+    ks: the values of k of pass@k.
+    seed: seed of the bootstrap.
   Returns:
     {"eval/pass@1": …, "eval/pass@1_low": …, …}, the fractions of outcomes, and the fraction of
     responses that were truncated at the length limit.
   """
-  every = [sample for row in samples for sample in row]
+  flat = [sample for row in samples for sample in row]
   correct = [[sample["outcome"] == "correct" for sample in row] for row in samples]
   summary = summarize(correct, ks=ks, seed=seed, answers=_votes(samples))
   for outcome in ("correct", "wrong", "unparseable", "timeout", "crashed"):
-    summary[f"outcome/{outcome}"] = np.mean([s["outcome"] == outcome for s in every]).item()
-  summary["response/truncated"] = np.mean([not s["stopped"] for s in every]).item()
+    summary[f"outcome/{outcome}"] = np.mean([s["outcome"] == outcome for s in flat]).item()
+  summary["response/truncated"] = np.mean([not s["stopped"] for s in flat]).item()
   return {f"eval/{name}": value for name, value in summary.items()}
 
 

@@ -1,7 +1,7 @@
 """Figures of one run over its updates: the curves to watch during training.
 
-Every function plots into matplotlib's `axes` from the records of `read_metrics`. A quantity that a
-run does not have is left out.
+Every function plots records from `read_metrics` into matplotlib's `axes`. Quantities that a run
+does not have are omitted.
 """
 
 from __future__ import annotations
@@ -11,32 +11,35 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rlvr_jax.evaluate.curves import figure_of
+from rlvr_jax.evaluate.curves import save_figure
 from rlvr_jax.evaluate.figures import COLORS, legend_outside
 
 Record = Mapping[str, Any]
 
-# Smallest range of each scale: below it, a curve is rounding noise and has to look like 0.
+# Smallest upper limits of axes: a curve below is rounding noise and should look like 0.
 SMALLEST_KL = 1e-3  # nats per token
 SMALLEST_FRACTION = 0.02
-ROUNDING_KL = 1e-6  # nats per token; below, the policy that sampled is the one that is trained
+ROUNDING_KL = 1e-6  # nats per token; below this, the behavior policy is the trained policy
 OF_K = ("result", "success", "behavior", "entropy")  # colors of pass@k, by ascending k
 
 
 def plot_accuracy(axes: Any, records: Sequence[Record]) -> None:
-  """Pass rate of the training rollouts, held-out pass@k of every k with 95 % intervals."""
+  """Plots the pass rate of the training rollouts, and held-out pass@k with 95 % intervals."""
   color = COLORS["reference"]
   _plot(axes, records, "train", "reward/pass_rate", "training rollouts", color=color, linewidth=1)
-  for k, marker, meaning in zip(_ks(records), itertools.cycle("os^v"), itertools.cycle(OF_K)):
+  for k, marker, meaning in zip(
+    _evaluated_ks(records), itertools.cycle("os^v"), itertools.cycle(OF_K)
+  ):
     color = COLORS[meaning]
-    name, style = f"eval/pass@{k}", {"marker": marker, "markersize": 4, "color": color}
+    name = f"eval/pass@{k}"
+    style = {"marker": marker, "markersize": 4, "color": color}
     _plot(axes, records, "eval", name, f"held-out pass@{k}", **style)
     _band(axes, records, "eval", f"{name}_low", f"{name}_high", color=color)
   _finish(axes, "Accuracy, 95 % intervals", "fraction solved", (0, 1))
 
 
 def plot_groups(axes: Any, records: Sequence[Record]) -> None:
-  """Shares of groups that hold both outcomes, only successes, only failures; they add up to 1."""
+  """Plots the shares of groups with both outcomes, only failures, only successes; sum 1."""
   names = ("groups/all_wrong", "groups/effective", "groups/all_correct")
   if not all(_series(records, "train", name)[0] for name in names):
     return
@@ -52,44 +55,44 @@ def plot_groups(axes: Any, records: Sequence[Record]) -> None:
 
 
 def plot_lengths(axes: Any, records: Sequence[Record]) -> None:
-  """Mean response length and the range of the middle 80 %; the title has the truncated share."""
+  """Plots the mean response length and its middle 80 %; the title has the truncated share."""
   color = COLORS["plain"]
   _plot(axes, records, "train", "response/length", "mean", color=color)
   label = "10th to 90th percentile"
   low, high = "response/length_p10", "response/length_p90"
   _band(axes, records, "train", low, high, color=color, label=label)
   _, truncated = _series(records, "train", "response/truncated")
-  most = f"; truncated: at most {max(truncated):.1%}" if truncated else ""
-  _finish(axes, f"Response length{most}", "tokens", (0, None))
+  suffix = f"; truncated: at most {max(truncated):.1%}" if truncated else ""
+  _finish(axes, f"Response length{suffix}", "tokens", (0, None))
 
 
 def plot_entropy(axes: Any, records: Sequence[Record]) -> None:
-  """Entropy of the policy."""
+  """Plots the entropy of the policy."""
   _plot(axes, records, "train", "policy/entropy", color=COLORS["entropy"])
   _finish(axes, "Policy entropy", "nats per token", (0, None))
 
 
 def plot_shift(axes: Any, records: Sequence[Record]) -> None:
-  """Distance from the policy that sampled: the k3 estimate, and the share of clipped tokens."""
+  """Plots the distance from the behavior policy: the k3 estimate, and the clipped tokens."""
   color, clipped = COLORS["behavior"], COLORS["plain"]
   _plot(axes, records, "train", "behavior/kl_k3", color=color)
   _finish(axes, "Distance from the behavior policy", "k3, nats per token", (0, None))
   axes.yaxis.label.set_color(color)
-  _at_least(axes, SMALLEST_KL)
-  beside = axes.twinx()
-  _plot(beside, records, "train", "loss/clip_fraction", color=clipped, linestyle="--")
-  beside.set_ylabel("clipped or capped tokens (dashed)", color=clipped)
-  beside.grid(visible=False)
-  _at_least(beside, SMALLEST_FRACTION)
+  _set_minimum_range(axes, SMALLEST_KL)
+  right_axes = axes.twinx()
+  _plot(right_axes, records, "train", "loss/clip_fraction", color=clipped, linestyle="--")
+  right_axes.set_ylabel("clipped or capped tokens (dashed)", color=clipped)
+  right_axes.grid(visible=False)
+  _set_minimum_range(right_axes, SMALLEST_FRACTION)
 
 
 def plot_gradient_norm(axes: Any, records: Sequence[Record]) -> None:
-  """Norm of the gradient before clipping."""
+  """Plots the norm of the gradient before clipping."""
   _plot(axes, records, "train", "update/gradient_norm", color=COLORS["plain"])
   _finish(axes, "Gradient norm before clipping", "global L2 norm", (0, None))
 
 
-# Panel → metrics; without all of them it is empty.
+# Panel → metrics; the panel is empty if a run has none of them.
 PANELS: dict[Callable[[Any, Sequence[Record]], None], set[str]] = {
   plot_accuracy: {"reward/pass_rate", "eval/mean"},
   plot_groups: {"groups/effective"},
@@ -103,16 +106,18 @@ PANELS: dict[Callable[[Any, Sequence[Record]], None], set[str]] = {
 Panel = Callable[[Any, Sequence[Record]], None]
 
 
-def with_data(records: Sequence[Record], panels: Iterable[Panel] = tuple(PANELS)) -> list[Panel]:
-  """The panels that would show something; rounding noise around 0 is nothing.
+def panels_with_data(
+  records: Sequence[Record], panels: Iterable[Panel] = tuple(PANELS)
+) -> list[Panel]:
+  """The panels that have data; rounding noise around 0 does not count.
 
   Args:
-    records: of a run.
+    records: records of a run.
     panels: keys of `PANELS`.
   """
   names = {name for record in records for name in record}
-  shown = [panel for panel in panels if PANELS[panel] & names]
-  return [panel for panel in shown if panel is not plot_shift or _is_off_policy(records)]
+  with_metrics = [panel for panel in panels if PANELS[panel] & names]
+  return [panel for panel in with_metrics if panel is not plot_shift or _is_off_policy(records)]
 
 
 def _is_off_policy(records: Sequence[Record]) -> bool:
@@ -125,30 +130,31 @@ def draw(records: Sequence[Record], path: str | os.PathLike[str]) -> bool:
   """Saves a figure of the panels that have data, in the format of the path's extension.
 
   Returns:
-    Whether any panel has data; without, nothing is saved.
+    Whether any panel has data; if not, nothing is saved.
   Raises:
     ImportError: matplotlib, the extra `plot`, is missing.
   """
-  panels = with_data(records)
+  panels = panels_with_data(records)
   if not panels:
     return False
   rows = -(-len(panels) // 2)
-  with figure_of(path, rows, 2, size=(12, 3 * rows), dpi=144) as places:
-    for axes, panel in zip(places.flat, panels, strict=False):
+  with save_figure(path, rows, 2, size=(12, 3 * rows), dpi=144) as grid:
+    for axes, panel in zip(grid.flat, panels, strict=False):
       panel(axes, records)
-    for axes in places.flat[len(panels) :]:
+    for axes in grid.flat[len(panels) :]:
       axes.remove()
   return True
 
 
-def _ks(records: Sequence[Record]) -> list[int]:
+def _evaluated_ks(records: Sequence[Record]) -> list[int]:
   names = {name.removeprefix("eval/pass@") for r in records if r["phase"] == "eval" for name in r}
   return sorted(int(name) for name in names if name.isdigit())
 
 
 def _series(records: Sequence[Record], phase: str, key: str) -> tuple[list[int], list[float]]:
-  having = [record for record in records if record["phase"] == phase and key in record]
-  return [record["step"] for record in having], [record[key] for record in having]
+  """Steps and values of a metric, from the records that have it."""
+  points = [record for record in records if record["phase"] == phase and key in record]
+  return [record["step"] for record in points], [record[key] for record in points]
 
 
 def _plot(
@@ -167,8 +173,8 @@ def _band(
     axes.fill_between(steps, lows, highs, alpha=0.2, linewidth=0, **style)
 
 
-def _at_least(axes: Any, least: float) -> None:
-  """Scales an axis up to `least` or more, from a little below 0, so that a line at 0 is visible."""
+def _set_minimum_range(axes: Any, least: float) -> None:
+  """Sets the y-axis to end at `least` or above, and to begin below 0, so that 0 is visible."""
   top = max(least, axes.get_ylim()[1])
   axes.set_ylim(-0.03 * top, top)
 

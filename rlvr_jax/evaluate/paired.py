@@ -1,7 +1,7 @@
-"""Means over seeds and differences paired by seed, with intervals, tests and the seeds they need.
+"""Means over seeds and differences paired by seed: intervals, tests, and numbers of seeds needed.
 
-Runs of one seed share the parameters' start, the order of the problems and the warm start. So the
-difference of two methods varies less between seeds than either of them does.
+Runs of one seed share the initial parameters, the order of the problems and the warm start. So the
+difference between two methods varies less over seeds than either method does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_SEEDS = 10**6
 
 
 def mean_and_half_width(values: npt.ArrayLike, confidence: float = 0.95) -> tuple[float, float]:
-  """Mean over seeds, and half of its interval by Student's t.
+  """Mean over seeds, and the half-width of its interval by Student's t.
 
   Args:
     values: f[seeds].
@@ -30,9 +30,9 @@ def mean_and_half_width(values: npt.ArrayLike, confidence: float = 0.95) -> tupl
   Raises:
     ValueError: there are fewer than two seeds.
   """
-  data = _seeds(values)
-  half = special.stdtrit(data.size - 1, (1 + confidence) / 2) * _error_of_mean(data)
-  return float(data.mean()), float(half)
+  data = _check_seeds(values)
+  half_width = special.stdtrit(data.size - 1, (1 + confidence) / 2) * _error_of_mean(data)
+  return float(data.mean()), float(half_width)
 
 
 class Difference(NamedTuple):
@@ -42,14 +42,14 @@ class Difference(NamedTuple):
   mean: float
   low: float  # by Student's t
   high: float
-  bootstrap_low: float  # percentile bootstrap over seeds; too narrow with fewer than some eight
+  bootstrap_low: float  # percentile bootstrap over seeds; too narrow below about eight seeds
   bootstrap_high: float
-  deviation: float  # standard deviation over seeds of the difference
+  deviation: float  # standard deviation of the difference over seeds
   p: float  # two-sided paired t-test
 
 
 def paired_difference(values: BySeed, baseline: BySeed) -> Difference:
-  """`values` less `baseline`, over the seeds that both have.
+  """The difference `values` − `baseline`, over the seeds that both have.
 
   Raises:
     ValueError: they share fewer than two seeds.
@@ -58,16 +58,24 @@ def paired_difference(values: BySeed, baseline: BySeed) -> Difference:
   if len(seeds) < 2:
     raise ValueError(
       f"paired_difference: seeds {sorted(values)} and {sorted(baseline)} share {len(seeds)}; run"
-      " two or more seeds of both"
+      " both with two or more equal seeds"
     )
   data = np.array([values[seed] - baseline[seed] for seed in seeds], np.float64)
-  mean, half = mean_and_half_width(data)
-  bootstrap = bootstrap_interval(data, seed=0)
-  deviation = float(data.std(ddof=1))
-  return Difference(len(seeds), mean, mean - half, mean + half, *bootstrap, deviation, _p(data))
+  mean, half_width = mean_and_half_width(data)
+  bootstrap_low, bootstrap_high = bootstrap_interval(data, seed=0)
+  return Difference(
+    num_seeds=len(seeds),
+    mean=mean,
+    low=mean - half_width,
+    high=mean + half_width,
+    bootstrap_low=bootstrap_low,
+    bootstrap_high=bootstrap_high,
+    deviation=float(data.std(ddof=1)),
+    p=_p_value(data),
+  )
 
 
-def _p(data: npt.NDArray[np.float64]) -> float:
+def _p_value(data: npt.NDArray[np.float64]) -> float:
   """The p-value of the two-sided t-test that the mean is 0."""
   mean, error = abs(data.mean()), _error_of_mean(data)
   if error == 0:
@@ -76,10 +84,10 @@ def _p(data: npt.NDArray[np.float64]) -> float:
 
 
 def holm(p_values: npt.ArrayLike) -> npt.NDArray[np.float64]:
-  """p-values adjusted for their number by Holm's step-down procedure.
+  """p-values adjusted for multiple comparisons by Holm's step-down procedure.
 
-  The k-th smallest of m is multiplied by m − k + 1, and is at least the adjusted one before it. To
-  reject where the result is ≤ α keeps the chance of any false rejection below α.
+  The k-th smallest of m is multiplied by m − k + 1, and is at least the adjusted one before it.
+  Rejecting where the result is ≤ α keeps the probability of any false rejection at or below α.
 
   Args:
     p_values: f[comparisons], in [0, 1].
@@ -96,20 +104,20 @@ def holm(p_values: npt.ArrayLike) -> npt.NDArray[np.float64]:
 
 
 def seeds_needed(deviation: float, difference: float = 0.02, power: float = 0.8) -> int:
-  """Seeds with which a paired t-test at the 5 % level finds a difference of this size.
+  """Number of seeds with which a paired t-test at the 5 % level detects a difference.
 
   Args:
-    deviation: standard deviation over seeds of the paired difference, in the metric's unit.
-    difference: the true one, > 0.
-    power: chance to find it, in (0.05, 0.999].
+    deviation: standard deviation of the paired difference over seeds, in the metric's unit.
+    difference: the true difference, > 0.
+    power: probability to detect it, in (0.05, 0.999].
   Returns:
-    The smallest number, from 2; at most a million.
+    The smallest number, between 2 and a million.
   """
   check_between("seeds_needed", "difference", difference, low=0.0, open_low=True)
   check_between("seeds_needed", "power", power, low=0.05, high=0.999, open_low=True)
   if deviation == 0:
     return 2
-  low, high = 1, 2  # too few, and enough once the loop has ended
+  low, high = 1, 2  # too few seeds; enough seeds once the first loop has ended
   while high < _MOST_SEEDS and _power(high, difference / deviation) < power:
     low, high = high, 2 * high
   while high - low > 1:
@@ -120,20 +128,21 @@ def seeds_needed(deviation: float, difference: float = 0.02, power: float = 0.8)
 
 
 def _power(n: int, effect: float) -> float:
-  """Power of the two-sided t-test at the 5 % level; `effect` is mean over deviation of n values."""
-  limit, shift = special.stdtrit(n - 1, 0.975), effect * np.sqrt(n)
+  """Power of the two-sided t-test at the 5 % level on n values; `effect` is mean / deviation."""
+  limit = special.stdtrit(n - 1, 0.975)
+  shift = effect * np.sqrt(n)
   above = 1.0 - special.nctdtr(n - 1, shift, limit)
   below = special.nctdtr(n - 1, shift, -limit)
-  return float(above + np.nan_to_num(below))  # 0 where it is too small for a float
+  return float(above + np.nan_to_num(below))  # NaN if it is too small for a float
 
 
 def standard_error_over_seeds(values: npt.ArrayLike) -> float:
-  """Standard deviation over seeds by the square root of their number; f[seeds], two or more."""
-  return _error_of_mean(_seeds(values))
+  """Standard deviation over seeds divided by √seeds; `values`: f[seeds], two seeds or more."""
+  return _error_of_mean(_check_seeds(values))
 
 
 def standard_error_of_interval(low: float, high: float) -> float:
-  """Standard error that a 95 % interval stands for, such as pass@k's bootstrap over problems."""
+  """Standard error that corresponds to a 95 % interval, such as pass@k's bootstrap interval."""
   return (high - low) / (2 * float(special.ndtri(0.975)))
 
 
@@ -141,8 +150,9 @@ def _error_of_mean(data: npt.NDArray[np.float64]) -> float:
   return float(data.std(ddof=1) / np.sqrt(data.size))
 
 
-def _seeds(values: npt.ArrayLike) -> npt.NDArray[np.float64]:
+def _check_seeds(values: npt.ArrayLike) -> npt.NDArray[np.float64]:
+  """Returns the values as f64[seeds]; raises ValueError if there are fewer than two."""
   data = np.asarray(values, np.float64)
   if data.ndim != 1 or data.size < 2:
-    raise ValueError(f"one value for each of two or more seeds is needed, got shape {data.shape}")
+    raise ValueError(f"values of two or more seeds are needed, got shape {data.shape}")
   return data

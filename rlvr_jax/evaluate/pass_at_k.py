@@ -24,7 +24,7 @@ def pass_at_k(num_samples: npt.ArrayLike, num_correct: npt.ArrayLike, k: int) ->
   Returns:
     f64[...], in [0, 1].
   Raises:
-    ValueError: if k is outside [1, n] or c outside [0, n].
+    ValueError: k is outside [1, n] or c outside [0, n].
   Source: "Evaluating Large Language Models Trained on Code" (arXiv:2107.03374), eq. 1.
   """
   n, c = np.broadcast_arrays(np.asarray(num_samples), np.asarray(num_correct))
@@ -37,7 +37,7 @@ def pass_at_k(num_samples: npt.ArrayLike, num_correct: npt.ArrayLike, k: int) ->
     raise ValueError("num_correct must lie between 0 and num_samples.")
   i = np.arange(k, dtype=np.float64)
   n, c = n[..., None].astype(np.float64), c[..., None].astype(np.float64)
-  # Fewer than k wrong samples: one of the integers n−c−i is 0, and so is the product.
+  # With fewer than k wrong samples, one of the integers n−c−i is 0, and so is the product.
   all_wrong = np.prod((n - c - i) / (n - i), axis=-1)
   return 1.0 - all_wrong
 
@@ -59,7 +59,7 @@ def majority_at_n(answers: Sequence[Sequence[Hashable]], correct: npt.ArrayLike)
   Returns:
     f64[problems], in [0, 1].
   Raises:
-    ValueError: if the shapes differ, or equal answers were graded differently.
+    ValueError: the shapes differ, or equal answers were graded differently.
   """
   correct = np.asarray(correct, bool)
   if correct.shape[:1] != (len(answers),) or any(len(row) != correct.shape[1] for row in answers):
@@ -68,16 +68,17 @@ def majority_at_n(answers: Sequence[Sequence[Hashable]], correct: npt.ArrayLike)
 
 
 def _majority(answers: Sequence[Hashable], correct: npt.NDArray[np.bool_]) -> float:
+  """The expected correctness of the most frequent answer of one problem, see `majority_at_n`."""
   votes: dict[Hashable, int] = {}
-  grade: dict[Hashable, bool] = {}
+  grades: dict[Hashable, bool] = {}
   for answer, is_correct in zip(answers, correct, strict=True):
     if answer is None:
       continue
     votes[answer] = votes.get(answer, 0) + 1
-    if grade.setdefault(answer, bool(is_correct)) != bool(is_correct):
+    if grades.setdefault(answer, bool(is_correct)) != bool(is_correct):
       raise ValueError(f"the answer {answer!r} is graded both correct and wrong for one problem.")
   most = max(votes.values(), default=0)
-  tied = [grade[answer] for answer, count in votes.items() if count == most]
+  tied = [grades[answer] for answer, count in votes.items() if count == most]
   return float(np.mean(tied)) if tied else 0.0
 
 
@@ -108,7 +109,7 @@ def bootstrap_interval(
   if not 0 < confidence < 1:
     raise ValueError(f"confidence must lie in (0, 1), got {confidence}.")
   rng = np.random.default_rng(seed)
-  # One resample at a time, so that memory stays at one row whatever the number of problems.
+  # One resample at a time, so that memory stays at one row.
   means = np.array(
     [data[rng.integers(data.size, size=data.size)].mean() for _ in range(num_resamples)]
   )
@@ -122,7 +123,8 @@ def wilson_interval(
 ) -> tuple[float, float]:
   """Wilson's interval of a share: (p + z²/2n ± z·√(p(1−p)/n + z²/4n²)) / (1 + z²/n).
 
-  It is not empty at the ends: [0, z²/(n + z²)] for 0 of n, z = 1.96 at 95 %.
+  It has a positive width even for shares of 0 and 1: for 0 of n it is [0, z²/(n + z²)], where
+  z = 1.96 at 95 %.
 
   Args:
     share: p, in [0, 1].
@@ -139,21 +141,24 @@ def wilson_interval(
     )
   z, n = float(special.ndtri((1 + confidence) / 2)), num_problems
   center = (share + z**2 / (2 * n)) / (1 + z**2 / n)
-  half = z / (1 + z**2 / n) * float(np.sqrt(share * (1 - share) / n + z**2 / (4 * n**2)))
-  low = 0.0 if share == 0 else max(0.0, center - half)
-  return low, 1.0 if share == 1 else min(1.0, center + half)
+  half_width = z / (1 + z**2 / n) * float(np.sqrt(share * (1 - share) / n + z**2 / (4 * n**2)))
+  low = 0.0 if share == 0 else max(0.0, center - half_width)
+  high = 1.0 if share == 1 else min(1.0, center + half_width)
+  return low, high
 
 
 def interval_over_problems(scores: npt.ArrayLike, *, seed: int) -> tuple[float, float]:
   """The 95 % interval of a mean of scores in [0, 1].
 
-  The interval is the bootstrap's over problems, which takes the spread of the scores into account.
+  The interval is that of the bootstrap over problems, which accounts for the spread of the scores.
   If all problems have the same score, such as 0 of n or n of n, all resamples are equal and the
-  bootstrap would report no uncertainty: then the interval is Wilson's.
+  bootstrap would report no uncertainty; then the interval is Wilson's.
 
   Args:
     scores: f[problems], in [0, 1].
-    seed: of the bootstrap.
+    seed: seed of the bootstrap.
+  Returns:
+    (low, high).
   """
   scores = np.asarray(scores, np.float64)
   if scores.size and np.all(scores == scores.flat[0]):
@@ -172,12 +177,12 @@ def summarize(
 
   Args:
     correct: bool[problems, n].
-    ks: the k of pass@k, each ≤ n.
-    seed: of the bootstrap.
+    ks: the values of k of pass@k, each ≤ n.
+    seed: seed of the bootstrap.
     answers: `[problems][n]`, see `majority_at_n`; None omits majority@n.
   Returns:
     {"pass@1": …, "pass@1_low": …, "pass@1_high": …, …, "mean": …, "majority": …}; `mean` and
-    `majority` carry `_low` and `_high` too.
+    `majority` also have `_low` and `_high`.
   """
   correct = np.asarray(correct, bool)
   if correct.ndim != 2 or not correct.size:

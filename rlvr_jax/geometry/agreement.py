@@ -17,10 +17,10 @@ from rlvr_jax.types import Array
 
 class Agreement(NamedTuple):
   correlation: Array  # f32[], in [−1, 1]
-  permutation_mean: Array  # f32[], of the correlation when rollouts are matched at random
-  permutation_quantile: Array  # f32[], 95 % of those correlations are below
-  noise_mean: Array  # f32[], of the correlation with Gaussian features
-  noise_quantile: Array  # f32[], 95 % of those correlations are below
+  permutation_mean: Array  # f32[], mean correlation when rollouts are matched at random
+  permutation_quantile: Array  # f32[], 95 % quantile of these correlations
+  noise_mean: Array  # f32[], mean correlation with Gaussian features
+  noise_quantile: Array  # f32[], 95 % quantile of these correlations
 
 
 def gram_agreement(
@@ -35,9 +35,9 @@ def gram_agreement(
   The permutation null matches the rollouts of `b` with those of `a` at random, which preserves both
   spectra. The noise null replaces the features of `b` by Gaussian ones. Cosines do not depend on
   the norms, except that zero stays zero, so the features themselves are not needed: their
-  triangular factor is sampled from its distribution (Bartlett), exactly, with B²/2 numbers instead
-  of B·feature_dim. The correlation hardly depends on a dimension well above B, where all cosines
-  shrink as 1/√dimension.
+  triangular factor is sampled exactly from its distribution (Bartlett), with B²/2 numbers instead
+  of B·feature_dim. For a dimension well above B the correlation hardly depends on it, since all
+  cosines shrink as 1/√dimension.
 
   Args:
     gram_a, gram_b: f32[B, B].
@@ -52,32 +52,33 @@ def gram_agreement(
   """
   chex.assert_equal_shape([gram_a, gram_b])
   a, b = cosine_gram(gram_a), cosine_gram(gram_b)
-  alive = jnp.diagonal(b) > 0
+  nonzero = jnp.diagonal(b) > 0
   permutation_key, noise_key = jax.random.split(key)
 
-  def permuted(key):
+  def correlate_permuted(key):
     order = jax.random.permutation(key, b.shape[0])
     return _correlation(a, b[order][:, order])
 
-  def with_noise(key):
+  def correlate_noise(key):
     noise = _gaussian_cosines(key, b.shape[0], feature_dim, b.dtype)
-    return _correlation(a, jnp.where(alive[:, None] & alive, noise, 0.0))
+    return _correlation(a, jnp.where(nonzero[:, None] & nonzero, noise, 0.0))
 
-  def null(sample, key):
+  def summarize(sample, key):
     samples = jax.lax.map(sample, jax.random.split(key, num_permutations))
     return jnp.mean(samples), jnp.quantile(samples, 0.95)
 
-  of_permutations, of_noise = null(permuted, permutation_key), null(with_noise, noise_key)
-  return Agreement(_correlation(a, b), *of_permutations, *of_noise)
+  permutation_null = summarize(correlate_permuted, permutation_key)
+  noise_null = summarize(correlate_noise, noise_key)
+  return Agreement(_correlation(a, b), *permutation_null, *noise_null)
 
 
 def _correlation(a: Array, b: Array) -> Array:
   """Pearson correlation of the off-diagonal entries of two cosine Grams."""
-  kept = distinct_pairs((jnp.diagonal(a) > 0) & (jnp.diagonal(b) > 0))
-  centered = lambda x: jnp.where(kept, x - masked_mean(x, kept), 0.0)
-  a, b = centered(a), centered(b)
+  pairs = distinct_pairs((jnp.diagonal(a) > 0) & (jnp.diagonal(b) > 0))
+  center = lambda x: jnp.where(pairs, x - masked_mean(x, pairs), 0.0)
+  a, b = center(a), center(b)
   norms = jnp.stack([jnp.sqrt(jnp.sum(a**2)), jnp.sqrt(jnp.sum(b**2))])
-  defined = jnp.all(norms > spectral.NULL * jnp.sqrt(masked_count(kept)))
+  defined = jnp.all(norms > spectral.NULL * jnp.sqrt(masked_count(pairs)))
   unit_a, unit_b = a / jnp.where(defined, norms[0], 1.0), b / jnp.where(defined, norms[1], 1.0)
   return jnp.where(defined, jnp.clip(jnp.sum(unit_a * unit_b), -1.0, 1.0), 0.0)
 
@@ -85,7 +86,7 @@ def _correlation(a: Array, b: Array) -> Array:
 def _gaussian_cosines(key: Array, rollouts: int, dim: int, dtype) -> Array:
   """Cosine Gram of Gaussian features [rollouts, dim], without the features.
 
-  Features = L·Q with Q orthonormal: the entries of L below the diagonal are normal, and its i-th
+  The features are L·Q with Q orthonormal: entries of L below the diagonal are normal, and its i-th
   diagonal entry (from 0) is χ-distributed with dim − i degrees of freedom. Source: "On the Theory
   of Statistical Regression" (Bartlett 1933).
   """

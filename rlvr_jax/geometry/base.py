@@ -22,10 +22,10 @@ class GramContext(NamedTuple):
 class GramFn(NamedTuple):
   """A method of computing the inner products of per-rollout gradient features.
 
-  The feature of rollout i is g_i = ∇_φ(−Σ_t m[i,t] log π[i,t]) for a subset φ of the parameters
-  ("score"), or what is left of it where the derivative of log π with respect to the logits loses
-  its softmax term ("sampled"): g_i = ∇_φ(−Σ_t m[i,t] z[i,t]/τ), z the logit of the sampled token.
-  m is the loss mask before any veto.
+  The feature "score" of rollout i is g_i = ∇_φ(−Σ_t m[i,t] log π[i,t]) for a subset φ of the
+  parameters. The feature "sampled" omits the softmax term in the derivative of log π with respect
+  to the logits: g_i = ∇_φ(−Σ_t m[i,t] z[i,t]/τ), z the logit of the sampled token. m is the loss
+  mask before any veto.
 
   Attributes:
     gram: (trained, frozen, batch, forward, context) → f32[B, B], g_i · g_j, not divided by B,
@@ -33,10 +33,11 @@ class GramFn(NamedTuple):
       trained, and `forward` is None if `needs_forward` is False.
     needs_forward: whether `gram` reads `forward`.
     projection: V → f32[V, R], the rows R_v of a random projection of the vocabulary that the
-      forward pass is to accumulate, or None.
+      forward pass accumulates, or None.
     cost: (batch, hidden [M, R, L, D], kernel [D, V], context) → metrics of the cost of one Gram
       matrix, computed from shapes, dtypes and the number of micro-batches only.
-    error: as `gram` → f32[], the estimated error ‖K̂ − K‖_F/‖K‖_F; None if `gram` is exact.
+    error: arguments as for `gram` → f32[], the estimated error ‖K̂ − K‖_F/‖K‖_F; None if `gram` is
+      exact.
     feature: "score" or "sampled".
   """
 

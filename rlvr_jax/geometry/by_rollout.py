@@ -10,30 +10,30 @@ import jax.numpy as jnp
 from rlvr_jax.ops.precision import EXACT
 from rlvr_jax.types import Array, TrainBatch
 
-ROLLOUTS, TILES = "rollouts", "tiles"  # names of loops whose lengths the batch decides
-_TILE = 512  # places of a rollout, at most, that are multiplied at once
+ROLLOUTS, TILES = "rollouts", "tiles"  # names of loops whose lengths depend on the batch
+_TILE = 512  # the most places of a rollout that are multiplied at once
 
 
 class Places(NamedTuple):
   """Positions in M micro-batches of R rows of L tokens; see `types.Packed`."""
 
   targets: Array  # i32[M, R, L], the response token that a place predicts
-  kept: Array  # bool[M, R, L], whether that token counts in the loss
+  in_loss: Array  # bool[M, R, L], whether that token counts in the loss
   spans: Spans
-  num_micro_batches: Array | int  # ≤ M; those behind are empty
+  num_micro_batches: Array | int  # ≤ M; later ones are empty
 
 
 class Spans(NamedTuple):
-  """The rollouts in the order in which they lie; those without a place come last."""
+  """The rollouts in the order of their places; those without a place come last."""
 
   firsts: Array  # i32[B], place of the first token, of M·R·L
-  ends: Array  # i32[B], after the last token
-  slots: Array  # i32[B], number of the rollout in the batch, of P·G
-  bounds: Array  # i32[M + 1], where the rollouts of a micro-batch begin in these lists, and end
+  ends: Array  # i32[B], place after the last token
+  slots: Array  # i32[B], index of the rollout in the batch, of P·G
+  bounds: Array  # i32[M + 1], indices in these lists between the rollouts of two micro-batches
 
 
-def places_of(batch: TrainBatch) -> Places:
-  """Finds the positions of a batch's rollouts; without packing, each is a row of T positions."""
+def find_places(batch: TrainBatch) -> Places:
+  """Finds the places of a batch's rollouts; without packing, each is a row of T places."""
   P, G, T = batch.tokens.shape
   B, mask = P * G, batch.mask > 0
   if batch.packed is None:
@@ -43,7 +43,7 @@ def places_of(batch: TrainBatch) -> Places:
   packed = batch.packed
   size, rows = packed.tokens.size, packed.tokens[0].size
   places = jnp.where(packed.places >= 0, packed.places, size)
-  kept = jnp.zeros(size, bool).at[places].set(mask, mode="drop").reshape(packed.tokens.shape)
+  in_loss = jnp.zeros(size, bool).at[places].set(mask, mode="drop").reshape(packed.tokens.shape)
   firsts = places[..., 0].reshape(B)  # a rollout that has a place has one for its first token
   lengths = jnp.sum(packed.places >= 0, axis=-1, dtype=jnp.int32).reshape(B)
   order = jnp.argsort(firsts)
@@ -51,17 +51,17 @@ def places_of(batch: TrainBatch) -> Places:
   starts = jnp.arange(packed.tokens.shape[0] + 1, dtype=firsts.dtype) * rows
   bounds = jnp.searchsorted(firsts, starts)
   spans = Spans(firsts, firsts + lengths[order], order, bounds)
-  return Places(packed.targets, kept, spans, packed.num_micro_batches)
+  return Places(packed.targets, in_loss, spans, packed.num_micro_batches)
 
 
-def tile_of(batch: TrainBatch) -> tuple[int, int | None]:
-  """(places that are multiplied at once; the number of such tiles, where all rollouts have T)."""
-  width, tiles = tiles_of(batch.tokens.shape[-1])
+def choose_tile(batch: TrainBatch) -> tuple[int, int | None]:
+  """(places multiplied at once, number of such tiles if all rollouts have T places, else None)."""
+  width, tiles = split_into_tiles(batch.tokens.shape[-1])
   return width, None if batch.packed is not None else tiles
 
 
-def tiles_of(length: int) -> tuple[int, int]:
-  """(places of a tile, number of tiles) of the longest rollout."""
+def split_into_tiles(length: int) -> tuple[int, int]:
+  """(places of a tile, number of tiles) for the longest rollout."""
   tiles = -(-length // _TILE)
   return -(-length // tiles), tiles
 
@@ -76,33 +76,33 @@ def outer_sums(
 ) -> Array:
   """Adds Σ_n left[n] ⊗ right[n] of each rollout of one micro-batch, n over its places.
 
-  Places are multiplied in tiles of one rollout, as many as it has: no longer ones are paid for.
+  Places are multiplied in tiles of one rollout, as many as it needs: short rollouts cost less.
 
   Args:
-    sums: [B, X, Y], by number of the rollout.
+    sums: [B, X, Y], by index of the rollout.
     left, right: [R·L, X] and [R·L, Y], 0 at places that do not count.
     index: of the micro-batch.
-    tile: of `tile_of`.
+    tile: from `choose_tile`.
   """
   (width, tiles), size = tile, left.shape[0]
   width = min(width, size)
 
-  def of_rollout(i, sums):
+  def add_rollout(i, sums):
     first, end, slot = (x[i] - offset for x, offset in zip(spans[:3], (base, base, 0), strict=True))
 
-    def of_tile(j, total):
+    def add_tile(j, total):
       start = first + j * width
-      at = jnp.minimum(start, size - width)  # a slice ends within the array
+      at = jnp.minimum(start, size - width)  # a slice must end within the array
       place = at + jnp.arange(width)
-      own = (place >= start) & (place < end)
+      in_tile = (place >= start) & (place < end)
       x, y = (jax.lax.dynamic_slice_in_dim(z, at, width) for z in (left, right))
-      x = jnp.where(own[:, None], x, jnp.zeros((), x.dtype))
+      x = jnp.where(in_tile[:, None], x, jnp.zeros((), x.dtype))
       product = jnp.einsum("nx,ny->xy", x, y, precision=EXACT, preferred_element_type=sums.dtype)
       return total + product
 
     count = -(-(end - first) // width) if tiles is None else tiles
     with jax.named_scope(TILES):
-      total = jax.lax.fori_loop(0, count, of_tile, jnp.zeros(sums.shape[1:], sums.dtype))
+      total = jax.lax.fori_loop(0, count, add_tile, jnp.zeros(sums.shape[1:], sums.dtype))
     return jax.lax.dynamic_update_index_in_dim(sums, total, slot, 0)
 
   base = index * size
@@ -110,4 +110,4 @@ def outer_sums(
   if spans.bounds.shape[0] > 2:  # several micro-batches
     low, high = spans.bounds[index], spans.bounds[index + 1]
   with jax.named_scope(ROLLOUTS):
-    return jax.lax.fori_loop(low, high, of_rollout, sums)
+    return jax.lax.fori_loop(low, high, add_rollout, sums)

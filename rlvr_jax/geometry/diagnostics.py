@@ -1,9 +1,9 @@
 """Diagnostics of a batch from the Gram matrix of its per-rollout gradients.
 
 A Gram matrix here contains the inner products g_i · g_j, f32[B, B], as a `GramFn` returns them: not
-divided by B. Only `update_norms` depends on that; everything else is scale-invariant. Rollouts are
-in the order of [P, G] reshaped to [B], so that the rollouts of a prompt are adjacent. A value that
-is undefined (no pair to compare, all coefficients 0, a Gram that is 0 or not finite) is 0, never
+divided by B. Only `update_norms` depends on that; all other values are scale-invariant. Rollouts
+are in the order of [P, G] reshaped to [B], so that the rollouts of a prompt are adjacent. An
+undefined value (no pair to compare, all coefficients 0, a Gram that is 0 or not finite) is 0, never
 NaN.
 
 Comparisons of two Gram matrices are in `agreement`, statistics of an update in `updates`.
@@ -55,8 +55,8 @@ def diagnose(
     coefficients: f32[P, G] or f32[B], A, from the advantage estimator.
     reweighted: the same shape, A', as given to the loss; equal to A without a reweighting.
     num_prompts: P.
-    valid: bool[P, G] or bool[B], rollouts that have a grade; the others' gradients and coefficients
-      are 0, and nothing depends on their number. None: all.
+    valid: bool[P, G] or bool[B], rollouts that have a grade; the gradients and coefficients of
+      others are 0, and no result depends on their number. None: all.
     rank_scale, min_rank, max_rank: ρ_s, k_min and k_max of the shared subspace. A run uses SALT's
       defaults, whatever its reweighting, so that runs can be compared.
   Returns:
@@ -64,11 +64,11 @@ def diagnose(
       geometry/gram_usable: 0 if the Gram is zero or not finite; the others are then meaningless.
       geometry/participation_ratio: effective number of directions of the batch's gradients, in
         [1, B]. Near 1 all rollouts push in one direction, whatever their number.
-      geometry/group_participation_ratio: its mean over groups, in [1, G].
+      geometry/group_participation_ratio: the mean of the groups' participation ratios, in [1, G].
       geometry/effective_rollouts, …_reweighted: n_eff under A and under A', in [0, B]. Below 1 the
         weighted gradients cancel, and more rollouts help little; independent rollouts give about 1;
         far above 1 the weighted gradients reinforce one another.
-      geometry/group_effective_rollouts/…: see `effective_rollouts_histogram`; and the mean.
+      geometry/group_effective_rollouts/…: the mean over groups; see `effective_rollouts_histogram`.
       geometry/redundancy_within, …_between, each with and without …_positive: see `redundancy`.
       geometry/rank: k, the dimension of the shared subspace.
       geometry/shared_energy, geometry/residual_energy: see `energies`, under A.
@@ -88,9 +88,8 @@ def diagnose(
   norm, bound = update_norms(coefficients, spectrum, rank, count)
   norm_reweighted, _ = update_norms(reweighted, spectrum, rank, count)
   group_ratios, groups_usable = group_participation_ratios(gram, num_prompts)
-  of_groups, counted = group_effective_rollouts(coefficients, gram, num_prompts)
-  of_group = functools.partial(_shared_energy, bounds=bounds)
-  group_shared = jax.vmap(of_group)(
+  group_rollouts, counted = group_effective_rollouts(coefficients, gram, num_prompts)
+  group_shared = jax.vmap(functools.partial(_shared_energy, bounds=bounds))(
     coefficients.reshape(num_prompts, -1),
     _group_grams(gram, num_prompts),
     valid.reshape(num_prompts, -1),
@@ -102,7 +101,7 @@ def diagnose(
     "group_participation_ratio": masked_mean(group_ratios, groups_usable),
     "effective_rollouts": spectral.effective_rollouts(coefficients, gram),
     "effective_rollouts_reweighted": spectral.effective_rollouts(reweighted, gram),
-    "group_effective_rollouts/mean": masked_mean(of_groups, counted),
+    "group_effective_rollouts/mean": masked_mean(group_rollouts, counted),
     "rank": jnp.where(spectrum.usable, rank, 0),
     "shared_energy": shared,
     "residual_energy": residual,
@@ -111,7 +110,7 @@ def diagnose(
     "update_norm_reweighted": norm_reweighted,
     "update_norm_bound": bound,
   }
-  values |= effective_rollouts_histogram(of_groups, counted)
+  values |= effective_rollouts_histogram(group_rollouts, counted)
   values |= {f"redundancy_{name}": value for name, value in pairs._asdict().items()}
   return {f"geometry/{name}": upcast(value) for name, value in values.items()}
 
@@ -121,12 +120,12 @@ def cosine_gram(gram: Array) -> Array:
 
   I for a Gram that is zero or not finite.
   """
-  gram = spectral.or_identity(gram)
+  gram = spectral.normalized_gram(gram)
   norms = jnp.sqrt(jnp.maximum(jnp.diagonal(gram), 0.0))
-  alive = norms > 0
-  safe = jnp.where(alive, norms, 1.0)
-  cosines = jnp.clip(gram / safe[:, None] / safe, -1.0, 1.0)
-  return jnp.where(alive[:, None] & alive, cosines, 0.0)
+  nonzero = norms > 0
+  divisors = jnp.where(nonzero, norms, 1.0)
+  cosines = jnp.clip(gram / divisors[:, None] / divisors, -1.0, 1.0)
+  return jnp.where(nonzero[:, None] & nonzero, cosines, 0.0)
 
 
 def redundancy(gram: Array, num_prompts: int) -> Redundancy:
@@ -147,23 +146,24 @@ def redundancy(gram: Array, num_prompts: int) -> Redundancy:
   Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make
     Them Matter" (arXiv:2606.05800).
   """
-  gram = spectral.or_identity(gram)
+  gram = spectral.normalized_gram(gram)
   blocks = _blocks(gram, num_prompts)
   prompt = jnp.repeat(jnp.arange(num_prompts), blocks.shape[1])
-  own_norms = jnp.diagonal(gram).reshape(num_prompts, -1).mean(axis=1)
-  of_means = blocks.mean(axis=(1, 3))
-  cancelled = jnp.diagonal(of_means) <= spectral.NULL * own_norms
-  of_means = jnp.where(cancelled[:, None] | cancelled, 0.0, of_means)
-  return Redundancy(*_mean_cosines(gram, prompt[:, None] == prompt), *_mean_cosines(of_means, True))
+  mean_squared_norms = jnp.diagonal(gram).reshape(num_prompts, -1).mean(axis=1)
+  prompt_gram = blocks.mean(axis=(1, 3))  # of the prompts' mean gradients
+  cancelled = jnp.diagonal(prompt_gram) <= spectral.NULL * mean_squared_norms
+  prompt_gram = jnp.where(cancelled[:, None] | cancelled, 0.0, prompt_gram)
+  within = _mean_cosines(gram, prompt[:, None] == prompt)
+  return Redundancy(*within, *_mean_cosines(prompt_gram, True))
 
 
 def energies(coefficients: Array, spectrum: spectral.Spectrum, rank: Array) -> tuple[Array, Array]:
   """Shares of the update's squared norm AᵀKA inside and outside the top-k eigenvectors of K.
 
-  P_k is made of eigenvectors of K and commutes with it, so that AᵀP_kKP_kA/(AᵀKA) and the same with
-  I − P_k add up to 1 (**open**: our reading of shared and residual energy). If the shared energy is
-  near 1, the update follows the few directions in which all rollouts agree; if it is near 0, A
-  cancels those, as centered coefficients cancel a common direction.
+  P_k projects onto eigenvectors of K and commutes with it, so that AᵀP_kKP_kA/(AᵀKA) and the same
+  with I − P_k add up to 1 (**open**: our reading of shared and residual energy). If the shared
+  energy is near 1, the update follows the few directions in which all rollouts agree; if it is near
+  0, A cancels them, as centered coefficients cancel a common direction.
 
   Args:
     coefficients: f32[B], A.
@@ -208,8 +208,8 @@ def update_norms(
   energy, unit, scale = _energy(coefficients, spectrum)
   outside = jnp.arange(energy.size) >= rank
   # The largest eigenvalue outside the subspace; 0 if there is none.
-  following = jnp.max(jnp.where(outside, _relative(spectrum.eigenvalues), 0.0))
-  bound = jnp.sqrt(following) * jnp.linalg.norm(jnp.where(outside, unit, 0.0))
+  next_eigenvalue = jnp.max(jnp.where(outside, _relative(spectrum.eigenvalues), 0.0))
+  bound = jnp.sqrt(next_eigenvalue) * jnp.linalg.norm(jnp.where(outside, unit, 0.0))
   norms = jnp.stack([jnp.sqrt(jnp.sum(energy)), bound]) * scale / count
   norm, bound = jnp.where(spectrum.usable, norms, 0.0)
   return norm, bound
@@ -258,7 +258,7 @@ def effective_rollouts_histogram(values: Array, counted: Array) -> dict[str, Arr
     counted: bool[P], the groups to count, from `group_effective_rollouts`.
   Returns:
     group_effective_rollouts/below_0.5, …/0.5_to_1, …/1_to_2, …/2_to_4, …/from_4: f32[] in [0, 1],
-    that add up to 1, or all 0 if no group counts. If most groups are below 0.5, their gradients
+    with the sum 1, or all 0 if no group counts. If most groups are below 0.5, their gradients
     cancel, and larger groups will not help.
   """
   bins = jnp.sum(values[:, None] >= jnp.array(_EDGES), axis=1)
@@ -283,7 +283,9 @@ def _blocks(gram: Array, num_prompts: int) -> Array:
   """[B, B] → [P, G, P, G]."""
   chex.assert_rank(gram, 2)
   if gram.shape[0] % num_prompts:
-    raise ValueError(f"a Gram of {gram.shape[0]} rollouts is not of {num_prompts} equal groups")
+    raise ValueError(
+      f"the {gram.shape[0]} rollouts of a Gram cannot be divided into {num_prompts} equal groups"
+    )
   group_size = gram.shape[0] // num_prompts
   return upcast(gram).reshape(num_prompts, group_size, num_prompts, group_size)
 
@@ -295,15 +297,15 @@ def _group_grams(gram: Array, num_prompts: int) -> Array:
 
 
 def _mean_cosines(gram: Array, pairs: Array | bool) -> tuple[Array, Array]:
-  """Mean of the cosines and of their positive parts over distinct `pairs` that are not zero."""
+  """Means of the cosines and of their positive parts over distinct `pairs` that are not zero."""
   cosines = cosine_gram(gram)
-  kept = distinct_pairs(jnp.diagonal(cosines) > 0) & pairs
-  return masked_mean(cosines, kept), masked_mean(jnp.maximum(cosines, 0.0), kept)
+  counted = distinct_pairs(jnp.diagonal(cosines) > 0) & pairs
+  return masked_mean(cosines, counted), masked_mean(jnp.maximum(cosines, 0.0), counted)
 
 
-def distinct_pairs(alive: Array) -> Array:
-  """bool[B, B]: pairs of two different rollouts whose gradients are both nonzero (`alive`)."""
-  return alive[:, None] & alive & ~jnp.eye(alive.size, dtype=bool)
+def distinct_pairs(nonzero: Array) -> Array:
+  """bool[B, B]: pairs of two different rollouts whose gradients are both nonzero."""
+  return nonzero[:, None] & nonzero & ~jnp.eye(nonzero.size, dtype=bool)
 
 
 def _energy(coefficients: Array, spectrum: spectral.Spectrum) -> tuple[Array, Array, Array]:

@@ -28,10 +28,10 @@ def per_rollout(*, parameters: str = "head", feature: str = "score") -> GramFn:
 
   Args:
     parameters: "head": the output head's kernel, hidden states fixed; "last_block": the last
-      transformer block; "all"; anything else is a regular expression that is searched for in the
+      transformer block; "all"; any other value is a regular expression that is searched for in the
       parameters' paths, such as "blocks/(query|key)$".
-    feature: "score": as above; "sampled": of −Σ_t m z/τ, z the logits of the response's tokens,
-      which is what the gradient is without its softmax term.
+    feature: "score": as above; "sampled": the gradients of −Σ_t m z/τ, z the logits of the
+      response's tokens, that is, without the softmax term.
   Raises:
     ValueError: `parameters` is not a regular expression, or the feature is unknown; when called, no
       path matches `parameters`.
@@ -74,7 +74,7 @@ def per_rollout_features(
   parameters: str = "head",
   feature: str = "score",
 ) -> Array:
-  """The features themselves, f32[B, N]: for small models.
+  """The gradient features themselves, f32[B, N]; for small models.
 
   Args:
     parameters, feature: as for `per_rollout`.
@@ -97,7 +97,7 @@ def _gradients(
 ) -> list[Array]:
   """Per-rollout gradients of the selected leaves, each f32[G, P, *leaf]."""
   model = context.model
-  selected, network = _subset(trained, frozen, context, parameters)
+  selected, network = _select_subset(trained, frozen, context, parameters)
 
   def loss(selected, prompts, tokens, mask):
     trunk, head = network(selected)
@@ -113,24 +113,24 @@ def _gradients(
       values, _ = token_logprobs(hidden, head, tokens, sampling)
     return -jnp.sum(jnp.where(mask > 0, values, 0.0))
 
-  def of_one_rollout_per_prompt(rollouts):
+  def differentiate_one_per_prompt(rollouts):
     gradient = jax.vmap(jax.grad(loss), in_axes=(None, 0, 0, 0))
     return gradient(selected, batch.prompts, *rollouts)
 
-  # Prompts in parallel, as they are sharded; the rollouts of a group in sequence, to save memory.
+  # Prompts in parallel, since they are sharded; rollouts of a group in sequence, to save memory.
   rollouts = (batch.tokens.swapaxes(0, 1), batch.mask.swapaxes(0, 1))
-  return jax.lax.map(of_one_rollout_per_prompt, rollouts)
+  return jax.lax.map(differentiate_one_per_prompt, rollouts)
 
 
 def num_selected(
   trained: Params, frozen: Params, context: GramContext, *, parameters: str = "head"
 ) -> int:
   """N, the number of parameters that `per_rollout` with these `parameters` differentiates by."""
-  selected, _ = _subset(trained, frozen, context, parameters)
+  selected, _ = _select_subset(trained, frozen, context, parameters)
   return sum(leaf.size for leaf in selected)
 
 
-def _subset(
+def _select_subset(
   trained: Params, frozen: Params, context: GramContext, parameters: str
 ) -> tuple[list[Array], Callable[[list[Array]], tuple[Params, Head]]]:
   """The selected leaves, and a function from them to the trunk's parameters and the head."""
@@ -139,42 +139,45 @@ def _subset(
     params = model.combine(trained, frozen)
     fixed = model.head(params)
     return [upcast(fixed.kernel)], lambda selected: (params, fixed._replace(kernel=selected[0]))
-  leaves, insert = _select(trained, parameters)
+  leaves, insert = _select_leaves(trained, parameters)
 
   def network(selected):
-    whole = model.combine(insert(selected), frozen)
-    trunk = _cut_input_lookup(whole) if model.config.tied_head else whole
-    return trunk, model.head(whole)
+    params = model.combine(insert(selected), frozen)
+    trunk = _stop_lookup_gradient(params) if model.config.tied_head else params
+    return trunk, model.head(params)
 
   return leaves, network
 
 
-def _select(params: Params, parameters: str) -> tuple[list[Array], Callable[[list[Array]], Params]]:
+def _select_leaves(
+  params: Params, parameters: str
+) -> tuple[list[Array], Callable[[list[Array]], Params]]:
   """The leaves that `parameters` names, in at least float32, and a function that inserts them."""
   pattern = _PATTERNS.get(parameters, parameters)
   leaves, tree = jax.tree_util.tree_flatten_with_path(params)
   paths = [_name(path) for path, _ in leaves]
-  chosen = [i for i, path in enumerate(paths) if re.search(pattern, path)]
-  if not chosen:
+  indices = [i for i, path in enumerate(paths) if re.search(pattern, path)]
+  if not indices:
     raise ValueError(
       f"per_rollout: parameters={parameters!r} matches none of the parameters' paths:"
       f" {', '.join(paths)}"
     )
-  last = parameters == "last_block"  # layers are stacked on the first axis
+  last_only = parameters == "last_block"  # layers are stacked on the first axis
 
   def insert(selected):
     values = [leaf for _, leaf in leaves]
-    for i, value in zip(chosen, selected, strict=True):
-      values[i] = upcast(values[i]).at[-1].set(value) if last else value
+    for i, value in zip(indices, selected, strict=True):
+      values[i] = upcast(values[i]).at[-1].set(value) if last_only else value
     return jax.tree.unflatten(tree, values)
 
-  whole = [upcast(leaves[i][1]) for i in chosen]
-  return [leaf[-1] for leaf in whole] if last else whole, insert
+  matches = [upcast(leaves[i][1]) for i in indices]
+  return [leaf[-1] for leaf in matches] if last_only else matches, insert
 
 
-def _cut_input_lookup(params: Params) -> Params:
-  cut = lambda path, x: jax.lax.stop_gradient(x) if _name(path) == "embedding" else x
-  return jax.tree_util.tree_map_with_path(cut, params)
+def _stop_lookup_gradient(params: Params) -> Params:
+  """The parameters of the trunk, with an embedding that is constant for differentiation."""
+  stop = lambda path, x: jax.lax.stop_gradient(x) if _name(path) == "embedding" else x
+  return jax.tree_util.tree_map_with_path(stop, params)
 
 
 def _name(path) -> str:

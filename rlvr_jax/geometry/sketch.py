@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from rlvr_jax.geometry.base import GramContext, GramFn
-from rlvr_jax.geometry.by_rollout import outer_sums, places_of, tile_of
+from rlvr_jax.geometry.by_rollout import choose_tile, find_places, outer_sums
 from rlvr_jax.ops.checks import check_integer
 from rlvr_jax.ops.masked import masked_fill
 from rlvr_jax.ops.precision import EXACT
@@ -29,7 +29,7 @@ def sketch(
   vocabulary, at the cost of s·b/D products of the size of the head's product; the rest costs
   s·a/V + s·a·b·(1 + B²/n)/(D·V) of one, n the places of the rows. That is small at the head of a
   large model; with a small width or vocabulary, or many more rollouts than tokens in each,
-  `streaming` may cost less, and of the sampled tokens' feature it always does: this is of "score".
+  `streaming` may cost less. The feature is "score"; for "sampled", `streaming` always costs less.
 
   Args:
     copies: s.
@@ -57,8 +57,8 @@ def sketch(
     used = 1 if batch.packed is None else batch.packed.num_micro_batches
     rollouts, places = batch.mask.shape[0] * batch.mask.shape[1], used * hidden[0, ..., 0].size
     (D, V), pairs = kernel.shape, hidden_size * vocabulary_size
-    of_pairs = pairs * (1 + rollouts**2 / places) / (D * V)
-    products = copies * (vocabulary_size / D + hidden_size / V + of_pairs)
+    pair_products = pairs * (1 + rollouts**2 / places) / (D * V)
+    products = copies * (vocabulary_size / D + hidden_size / V + pair_products)
     return {"gram/head_products": Mean(total=jnp.float32(products), weight=jnp.float32(1))}
 
   return GramFn(
@@ -91,18 +91,20 @@ def sketch_with_error(
   """
   del trained, frozen, context
   assert forward is not None and forward.projected is not None
-  projected, places, tile = forward.projected, places_of(batch), tile_of(batch)
+  projected = forward.projected
+  places = find_places(batch)
+  tile = choose_tile(batch)
   M, _, _, D = forward.hidden.shape
   dtype = jnp.promote_types(forward.hidden.dtype, jnp.float32)
   signs = _signs(seed, "hidden", (D, copies * hidden_size)).astype(forward.hidden.dtype)
-  of_copies = lambda x, size: jnp.swapaxes(x.reshape(-1, copies, size), 0, 1)
+  split_copies = lambda x, size: jnp.swapaxes(x.reshape(-1, copies, size), 0, 1)
 
   def add(index, features):
-    kept = places.kept[index][..., None]
+    in_loss = places.in_loss[index][..., None]
     hidden = forward.hidden[index]
-    hidden = jnp.where(kept, hidden, jnp.zeros((), hidden.dtype)).reshape(-1, D)
-    left = of_copies(jnp.dot(hidden, signs, preferred_element_type=dtype), hidden_size)
-    right = of_copies(masked_fill(projected[index], kept), vocabulary_size)
+    hidden = jnp.where(in_loss, hidden, jnp.zeros((), hidden.dtype)).reshape(-1, D)
+    left = split_copies(jnp.dot(hidden, signs, preferred_element_type=dtype), hidden_size)
+    right = split_copies(masked_fill(projected[index], in_loss), vocabulary_size)
     add_copy = lambda total, x, y: outer_sums(total, x, y, places.spans, index, tile)
     return jax.vmap(add_copy)(features, left, right)
 
@@ -118,6 +120,6 @@ def sketch_with_error(
 
 
 def _signs(seed: int, factor: str, shape: tuple[int, int]) -> Array:
-  """±1 in float32, exact in every dtype."""
+  """Random signs ±1 in float32; exact in every dtype."""
   key = jax.random.fold_in(jax.random.key(seed), ("hidden", "vocabulary").index(factor))
   return jax.random.rademacher(key, shape, jnp.float32)

@@ -2,9 +2,9 @@
 
 Rollout i's gradient with respect to the head's kernel is g_i = Σ_t h[i,t] ⊗ d[i,t], where d is the
 derivative of −log π[y] with respect to the head's product. The vocabulary is processed in blocks:
-for each block, g of all rollouts restricted to the block is formed, and its B×B inner products are
-added to the sum. Hidden states stay in the rows of the forward pass, and a place of a row is
-multiplied once for each block.
+each block forms g of all rollouts restricted to the block, and adds its B×B inner products to the
+sum. Hidden states stay in the rows of the forward pass, and a place of a row is multiplied once for
+each block.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from jax.sharding import PartitionSpec
 
 from rlvr_jax.geometry import sampled
 from rlvr_jax.geometry.base import FEATURES, GramContext, GramFn
-from rlvr_jax.geometry.by_rollout import Spans, outer_sums, places_of, tile_of
+from rlvr_jax.geometry.by_rollout import Spans, choose_tile, find_places, outer_sums
 from rlvr_jax.ops.checks import check_choice, check_integer
-from rlvr_jax.ops.logprobs import head_logits, through_head
+from rlvr_jax.ops.logprobs import head_logits, product_gradient
 from rlvr_jax.ops.precision import EXACT
 from rlvr_jax.types import Array, Forward, Head, Mean, Metrics, Params, Sum, TrainBatch
 
 _LANES = 128  # columns that an accelerator multiplies at once
-_WIDEST = 512  # columns: with so many, reading the hidden states no longer takes the longest
+_WIDEST = 512  # columns; from here on, reading the hidden states is not the bottleneck
 _BATCH_AXES = ("data", "fsdp")
 # The kernel is split along `tensor`: with that axis first, columns stay within their tensor part.
 _COLUMN_AXES = ("tensor", "data")
@@ -39,24 +39,25 @@ class _Tokens(NamedTuple):
   hidden: Array  # [M, R, L, D]
   log_normalizers: Array  # f32[M, R, L]
   targets: Array  # i32[M, R, L]
-  kept: Array  # bool[M, R, L]
+  in_loss: Array  # bool[M, R, L]
 
 
 class _Columns(NamedTuple):
   """Columns of the output head that one device processes."""
 
   head: Callable[[], Head]  # its kernel has only these columns
-  first: Array | int  # the vocabulary index of the first of them
-  vocabulary: int  # V; columns at or past it are padding
+  first: Array | int  # vocabulary index of the first column
+  vocabulary: int  # V; columns from V on are padding
 
 
 def streaming(*, feature: str = "score", block_elements: int = 2**22) -> GramFn:
   """Exact output-head Gram matrix at the cost of 2 + B²/n products of the size of the head's.
 
-  n are the places of the rows, B·T where each rollout is one. One product recomputes a block's
-  logits, whose normalizer is known, one forms the block of g, and B²/n are the inner products. All
-  accumulate in float32 (float64 for float64 models); operands, including g, are in the model's
-  compute dtype. Of the sampled tokens alone it costs about 2B/V products, see `geometry.sampled`.
+  n is the number of places of the rows, B·T if each rollout is a row. One product recomputes a
+  block's logits, whose normalizer is known, one forms the block of g, and B²/n are the inner
+  products. All accumulate in float32 (float64 for float64 models); operands, including g, are in
+  the model's compute dtype. The feature "sampled" costs about 2B/V products, see
+  `geometry.sampled`.
 
   On a mesh the hidden states of one micro-batch at a time are gathered over the data axes in the
   compute dtype, the vocabulary is split over all devices, and the [B, B] results are summed over
@@ -66,8 +67,8 @@ def streaming(*, feature: str = "score", block_elements: int = 2**22) -> GramFn:
     feature: "score": g_i as above; "sampled": Σ_t h ⊗ (−onehot(y)), without the softmax.
     block_elements: numbers in the largest array of a block, [B, v, D] or [R·L, v]; it sets the
       block's width v, of 128 to 512 columns. Each block reads the hidden states, which several
-      micro-batches on a mesh gather anew: on accelerators wide blocks are faster, on a CPU those
-      that fit its caches. Blocks of "sampled" are of the width of the hidden states, [n, d].
+      micro-batches on a mesh gather again: wide blocks are faster on accelerators, blocks that fit
+      the caches on CPUs. Blocks of "sampled" are columns of the hidden states, [n, d].
   Raises:
     ValueError: block_elements is below 1, or the feature is unknown.
   Source: methods of "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How
@@ -75,10 +76,10 @@ def streaming(*, feature: str = "score", block_elements: int = 2**22) -> GramFn:
   """
   check_integer("streaming", "block_elements", block_elements, low=1)
   check_choice("streaming", "feature", feature, FEATURES)
-  return {"score": _of_score, "sampled": _of_sampled}[feature](block_elements)
+  return {"score": _make_score, "sampled": _make_sampled}[feature](block_elements)
 
 
-def _of_score(block_elements: int) -> GramFn:
+def _make_score(block_elements: int) -> GramFn:
   def gram(
     trained: Params,
     frozen: Params,
@@ -87,12 +88,12 @@ def _of_score(block_elements: int) -> GramFn:
     context: GramContext,
   ) -> Array:
     assert forward is not None
-    places = places_of(batch)
-    tokens = _Tokens(forward.hidden, forward.log_normalizers, places.targets, places.kept)
+    places = find_places(batch)
+    tokens = _Tokens(forward.hidden, forward.log_normalizers, places.targets, places.in_loss)
     head = lambda: context.model.head(context.model.combine(trained, frozen))
     sums = functools.partial(
       _sum_over_blocks,
-      tile=tile_of(batch),
+      tile=choose_tile(batch),
       temperature=context.temperature,
       block_elements=block_elements,
     )
@@ -117,7 +118,7 @@ def _of_score(block_elements: int) -> GramFn:
   return GramFn(gram, cost=cost)
 
 
-def _of_sampled(block_elements: int) -> GramFn:
+def _make_sampled(block_elements: int) -> GramFn:
   def gram(
     trained: Params,
     frozen: Params,
@@ -151,8 +152,8 @@ def bytes_moved(
 ) -> Any:
   """Bytes that each device receives in one streaming Gram matrix.
 
-  These are hidden states, log-normalizers, tokens and masks of the other devices, of several
-  micro-batches once per block of the vocabulary; the rows of the head's kernel on other devices
+  These are hidden states, log-normalizers, tokens and masks of the other devices (for several
+  micro-batches, once per block of the vocabulary); the rows of the head's kernel on other devices
   along `fsdp`; and two rounds of a ring for the final sum.
 
   Args:
@@ -169,14 +170,14 @@ def bytes_moved(
   itemsize = jnp.dtype(hidden.dtype).itemsize
   accumulator = jnp.promote_types(hidden.dtype, jnp.float32).itemsize
   shards = mesh.shape["data"] * mesh.shape["fsdp"]
-  of_position = D * itemsize + accumulator + 4 + 1  # hidden, log-normalizer, token, mask
+  bytes_per_place = D * itemsize + accumulator + 4 + 1  # hidden, log-normalizer, token, mask
   columns = -(-kernel.shape[1] // mesh.size)
   width = _block_width(rollouts, R * L, D, columns, block_elements)
   times = 1 if M == 1 else used * -(-columns // width)
-  gathered = times * float(R * L * of_position * (shards - 1) // shards)  # may exceed int32
+  gathered = times * float(R * L * bytes_per_place * (shards - 1) // shards)  # may exceed int32
   rows = D * (mesh.shape["fsdp"] - 1) // mesh.shape["fsdp"]
-  summed = 2 * rollouts**2 * accumulator * (mesh.size - 1) // mesh.size
-  return gathered + float(columns * rows * itemsize + summed)
+  sum_bytes = 2 * rollouts**2 * accumulator * (mesh.size - 1) // mesh.size
+  return gathered + float(columns * rows * itemsize + sum_bytes)
 
 
 def _on_mesh(sums, tokens, spans, count, head, mesh):
@@ -187,7 +188,7 @@ def _on_mesh(sums, tokens, spans, count, head, mesh):
   rows_split = kernel.shape[0] % mesh.shape["fsdp"] == 0
 
   def on_device(tokens, spans, count, kernel):
-    if rows_split:  # for fewer columns, all of their rows
+    if rows_split:  # reshards from some rows of many columns to all rows of fewer columns
       kernel = jax.lax.all_to_all(kernel, "fsdp", split_axis=1, concat_axis=0, tiled=True)
     first = jax.lax.axis_index(_VOCABULARY_AXES) * kernel.shape[1]
     columns = _Columns(lambda: head._replace(kernel=kernel), first, vocabulary)
@@ -195,12 +196,13 @@ def _on_mesh(sums, tokens, spans, count, head, mesh):
     partial = sums(tokens, spans, count, columns, gather)
     return jax.lax.psum(partial, _VOCABULARY_AXES)
 
-  where = ("fsdp", _COLUMN_AXES) if rows_split else (None, _VOCABULARY_AXES)
+  kernel_axes = ("fsdp", _COLUMN_AXES) if rows_split else (None, _VOCABULARY_AXES)
+  kernel_spec = PartitionSpec(*kernel_axes)
   replicated = PartitionSpec()
   return jax.shard_map(
     on_device,
     mesh=mesh,
-    in_specs=(PartitionSpec(None, _BATCH_AXES), replicated, replicated, PartitionSpec(*where)),
+    in_specs=(PartitionSpec(None, _BATCH_AXES), replicated, replicated, kernel_spec),
     out_specs=replicated,
     check_vma=False,  # a loop that starts from zeros on every device counts as replicated
   )(tokens, spans, count, kernel)
@@ -229,25 +231,25 @@ def _sum_over_blocks(
 
   def load(index):
     flat = lambda x: gather(x[index]).reshape(-1, *x.shape[3:])
-    own = jax.tree.map(flat, tokens)
-    hidden = jnp.where(own.kept[:, None], own.hidden, jnp.zeros((), own.hidden.dtype))
-    return own._replace(hidden=hidden)
+    loaded = jax.tree.map(flat, tokens)
+    hidden = jnp.where(loaded.in_loss[:, None], loaded.hidden, jnp.zeros((), loaded.hidden.dtype))
+    return loaded._replace(hidden=hidden)
 
-  only = load(0) if M == 1 else None  # gathered once
-  size = (jax.eval_shape(load, 0) if only is None else only).kept.shape[0]
+  only_batch = load(0) if M == 1 else None  # gathered once
+  size = (jax.eval_shape(load, 0) if only_batch is None else only_batch).in_loss.shape[0]
   num_columns = columns.head().kernel.shape[1]
   width = _block_width(B, size, D, num_columns, block_elements)
 
   def block(start, width):
-    head = columns.head()  # inside the loop, a tied head transposes the block, not the kernel
+    head = columns.head()  # inside the loop, so that a tied head transposes only the block
     part = jax.lax.dynamic_slice_in_dim(head.kernel, start, width, axis=1)
     head = head._replace(kernel=part)
     indices = columns.first + start + jnp.arange(width)
 
     def add(index, g):
-      own = load(index) if only is None else only
-      d = _derivatives(own, head, indices, columns.vocabulary, temperature)
-      return outer_sums(g, d, own.hidden, spans, index, tile)
+      micro_batch = load(index) if only_batch is None else only_batch
+      d = _derivatives(micro_batch, head, indices, columns.vocabulary, temperature)
+      return outer_sums(g, d, micro_batch.hidden, spans, index, tile)
 
     g = jnp.zeros((B, width, D), dtype)
     g = add(0, g) if M == 1 else jax.lax.fori_loop(0, count, add, g)
@@ -261,6 +263,7 @@ def _sum_over_blocks(
 
 
 def _block_width(rollouts: int, places: int, width: int, columns: int, block_elements: int) -> int:
+  """Columns of a block whose largest array has at most `block_elements` numbers, if possible."""
   fitting = block_elements // max(rollouts * width, places) // _LANES * _LANES
   return min(max(fitting, _LANES), _WIDEST, columns)
 
@@ -274,6 +277,6 @@ def _derivatives(
   """
   logits = head_logits(tokens.hidden, head)
   d = jnp.exp(logits / temperature - tokens.log_normalizers[:, None])
-  d = through_head(d - (indices == tokens.targets[:, None]), logits, head, temperature)
-  d = jnp.where(tokens.kept[:, None] & (indices < vocabulary), d, 0.0)
+  d = product_gradient(d - (indices == tokens.targets[:, None]), logits, head, temperature)
+  d = jnp.where(tokens.in_loss[:, None] & (indices < vocabulary), d, 0.0)
   return d.astype(tokens.hidden.dtype)

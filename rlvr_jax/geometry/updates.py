@@ -1,6 +1,6 @@
-"""Diagnostics of an update and its coefficients that need no Gram matrix.
+"""Diagnostics of an update and its coefficients that do not need a Gram matrix.
 
-A value that is undefined is 0, never NaN.
+An undefined value is 0, never NaN.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ def rank_one_fraction(update: Array) -> Array:
   """σ₁²/Σσ² of a matrix, the share of an update that is explained by one outer product.
 
   Intended for the accumulated update W_t − W_0 of the output head. If it rises toward 1 during
-  training, the updates repeat one direction: the collapse that FADE reports when failures dominate
+  training, the updates repeat one direction: the collapse that FADE reports if failures dominate
   the gradient mass. The minimum is 1/min(D, V).
 
   Args:
-    update: [D, V] or [V, D]; the eigenvalues are those of its smaller Gram, never an SVD.
+    update: [D, V] or [V, D]; the σ² are eigenvalues of its smaller Gram matrix, not from an SVD.
   Returns:
     f32[], in [1/min(D, V), 1]; 0 for an update that is zero or not finite.
   Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490).
@@ -33,7 +33,7 @@ def rank_one_fraction(update: Array) -> Array:
   update = update / spectral.largest(update)
   wide = update if update.shape[0] <= update.shape[1] else update.T
   gram = jnp.matmul(wide, wide.T, precision=EXACT)
-  largest = jnp.linalg.eigvalsh(spectral.or_identity(gram))[-1] / gram.shape[0]
+  largest = jnp.linalg.eigvalsh(spectral.normalized_gram(gram))[-1] / gram.shape[0]
   return jnp.where(spectral.is_usable(gram), jnp.clip(largest, 0.0, 1.0), 0.0)
 
 
@@ -41,7 +41,7 @@ def head_share(update: Params, head_path: str) -> Array:
   """Share of ‖ΔW‖² that is in the output head.
 
   Compare it with the head's share of the parameters: if it is far above, the update is mostly in
-  the last projection, which changes token frequencies rather than what the network computes.
+  the last projection, which changes token frequencies rather than the network's computation.
 
   Args:
     update: nested dict of arrays, parameters_t − parameters_0.
@@ -50,17 +50,17 @@ def head_share(update: Params, head_path: str) -> Array:
   Returns:
     f32[], in [0, 1]; 0 for an update that is zero or not finite.
   Raises:
-    ValueError: no parameter has that path.
+    ValueError: no parameter has this path.
   Source: "Don't Let Gains FADE: Breaking Down Policy Gradient Weights in RL" (arXiv:2607.01490).
   """
-  named = {
+  by_path = {
     jax.tree_util.keystr(path, simple=True, separator="/"): upcast(leaf)
     for path, leaf in jax.tree_util.tree_leaves_with_path(update)
   }
-  if head_path not in named:
-    raise ValueError(f"head_share: no parameter {head_path!r}; choose one of {sorted(named)}")
-  largest = spectral.largest(jnp.stack([jnp.max(jnp.abs(leaf)) for leaf in named.values()]))
-  squares = {name: jnp.sum((leaf / largest) ** 2) for name, leaf in named.items()}
+  if head_path not in by_path:
+    raise ValueError(f"head_share: no parameter {head_path!r}; choose one of {sorted(by_path)}")
+  largest = spectral.largest(jnp.stack([jnp.max(jnp.abs(leaf)) for leaf in by_path.values()]))
+  squares = {path: jnp.sum((leaf / largest) ** 2) for path, leaf in by_path.items()}
   total = sum(squares.values())
   defined = jnp.isfinite(total) & (total > 0)
   return jnp.where(defined, squares[head_path] / jnp.where(defined, total, 1.0), 0.0)
@@ -69,8 +69,9 @@ def head_share(update: Params, head_path: str) -> Array:
 def advantage_logprob_covariance(coefficients: Array, logprobs: Array, mask: Array) -> Array:
   """−Cov(A, log π) over loss tokens, an indicator of the change of entropy.
 
-  Negative: likely tokens are pushed up or unlikely ones down, and entropy tends to fall; positive:
-  it tends to rise. This is a heuristic: compare it with the measured change of entropy.
+  If it is negative, likely tokens are pushed up or unlikely ones down, and entropy tends to fall;
+  if it is positive, entropy tends to rise. This is a heuristic: compare it with the measured change
+  of entropy.
 
   Args:
     coefficients: f32[P, G], A, the same for all tokens of a rollout.

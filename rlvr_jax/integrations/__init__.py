@@ -1,1 +1,1 @@
-"""Plug-ins for other frameworks. Each module needs the extra of its name; nothing imports them."""
+"""Plug-ins for other frameworks; each needs the extra of its name. The package imports none."""

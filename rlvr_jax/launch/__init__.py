@@ -1,6 +1,6 @@
 """Starts a run from a laptop: on this machine, on TPU VMs, or on Kubernetes. Guide: docs/tpu.md.
 
-Only the standard library, and nothing else of ours: it also works where jax is not installed.
+Imports only the standard library, and nothing else of rlvr_jax, so it works without jax.
 """
 
 __all__ = [

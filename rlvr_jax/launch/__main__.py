@@ -1,4 +1,4 @@
-"""Launches a run: ships the commit, starts one process per host, and brings the run to its end.
+"""Launches a run: ships the commit, starts one process per host, and supervises the run.
 
   python -m rlvr_jax.launch local start --name=try \\
     -- --config=configs/quickstart.py --workdir=runs/try
@@ -6,8 +6,8 @@
     -- --config=configs/full_size/fade_qwen25_7b.py --workdir=gs://BUCKET/runs/fade
   python -m rlvr_jax.launch tpu_vm status --name=fade --zone=us-west4-a
 
-What follows -- are the program's own flags. With --dry_run nothing is done, and the commands are
-printed. The guide is docs/tpu.md.
+The flags after -- are those of rlvr_jax.main. --dry_run prints the commands without running them.
+The guide is docs/tpu.md.
 """
 
 from __future__ import annotations
@@ -18,53 +18,54 @@ import sys
 from collections.abc import Sequence
 
 from rlvr_jax.launch import jobset, local, tpu_vm, xpk
-from rlvr_jax.launch.package import package_of
-from rlvr_jax.launch.run import Run, check_flags, check_sweep, checked_name, environment_of
+from rlvr_jax.launch.package import make_package
+from rlvr_jax.launch.run import Run, check_flags, check_sweep, parse_environment, parse_name
 from rlvr_jax.launch.shell import LaunchError, Shell, warn
-from rlvr_jax.launch.slices import slice_of
+from rlvr_jax.launch.slices import find_slice
 
 TARGETS = {"local": local, "tpu_vm": tpu_vm, "xpk": xpk, "jobset": jobset}
 VERBS = ("start", "status", "logs", "stop")
 
 
-def parser() -> argparse.ArgumentParser:
-  """The command line before the program's flags."""
+def make_parser() -> argparse.ArgumentParser:
+  """Makes the parser of the command line before the program's flags."""
   raw = argparse.RawDescriptionHelpFormatter
-  top = argparse.ArgumentParser("rlvr_jax.launch", description=__doc__, formatter_class=raw)
-  targets = top.add_subparsers(dest="target", required=True)
+  parser = argparse.ArgumentParser("rlvr_jax.launch", description=__doc__, formatter_class=raw)
+  targets = parser.add_subparsers(dest="target", required=True)
   for name, module in TARGETS.items():
     summary = (module.__doc__ or "").partition("\n")[0]
     target = targets.add_parser(name, help=summary, description=module.__doc__, formatter_class=raw)
     target.add_argument("verb", choices=VERBS)
-    target.add_argument("--name", type=checked_name, required=True, help="of the run")
+    target.add_argument("--name", type=parse_name, required=True, help="name of the run")
     target.add_argument("--dry_run", action="store_true", help="print the commands, run nothing")
     target.add_argument("--allow_dirty", action="store_true", help="ship uncommitted changes too")
     target.add_argument("--retries", type=int, default=20, help="after failures or preemptions")
-    target.add_argument("--env", action="append", default=[], help="NAME=VALUE on every host")
+    target.add_argument("--env", action="append", default=[], help="NAME=VALUE, set on every host")
     module.add_flags(target)
-  return top
+  return parser
 
 
 def main(argv: Sequence[str]) -> None:
   """Runs one verb of one target.
 
   Raises:
-    LaunchError: it cannot go on; the message says how to fix it.
+    LaunchError: the launch cannot continue; the message says how to fix it.
   """
-  split = [*argv, "--"].index("--")
-  args, flags = parser().parse_args(argv[:split]), tuple(argv[split + 1 :])
+  separator = [*argv, "--"].index("--")
+  args = make_parser().parse_args(argv[:separator])
+  flags = tuple(argv[separator + 1 :])
   target = TARGETS[args.target]
   package = None
   if args.verb == "start":
-    package = package_of(pathlib.Path.cwd(), allow_dirty=args.allow_dirty)
+    package = make_package(pathlib.Path.cwd(), allow_dirty=args.allow_dirty)
     check_flags(flags, package, on_hosts=target.ON_HOSTS)
   elif flags:
     raise LaunchError(f"{args.verb} takes no flags of the program: {' '.join(flags)}")
-  run = Run(args.name, flags, environment_of(args.env), args.retries, package)
-  if run.is_sweep and package:  # what is shipped is no checkout, of which it could ask the commit
+  run = Run(args.name, flags, parse_environment(args.env), args.retries, package)
+  if run.is_sweep and package:  # the shipped files are not a checkout that knows its commit
     run = run._replace(environment={"RLVR_JAX_COMMIT": package.version, **run.environment})
     if target.ON_HOSTS:
-      check_sweep(run, slice_of(args.type).hosts * args.num_slices)
+      check_sweep(run, find_slice(args.type).hosts * args.num_slices)
   getattr(target, args.verb)(run, args, Shell(dry_run=args.dry_run))
 
 
@@ -74,5 +75,5 @@ if __name__ == "__main__":
   except LaunchError as error:
     sys.exit(f"error: {error}")
   except KeyboardInterrupt:
-    warn("no longer followed; the run goes on")
+    warn("stopped following the run, which continues")
     sys.exit(130)

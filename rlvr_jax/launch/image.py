@@ -1,4 +1,4 @@
-"""The container image of a commit, built by Cloud Build: nothing is built on the laptop."""
+"""The container image of a commit, built by Cloud Build, not on the laptop."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--image", default="", help=text)
 
 
-def image_of(run: Run, args: argparse.Namespace) -> str:
-  """The image, whose tag is the commit."""
+def image_name(run: Run, args: argparse.Namespace) -> str:
+  """The name of the image, tagged with the commit."""
   assert run.package is not None
   return f"{args.image}:{run.package.version}"
 
 
 def build(run: Run, args: argparse.Namespace, shell: Shell) -> None:
-  """Builds the image from the commit's Dockerfile, unless the registry has it."""
+  """Builds the image from the commit's Dockerfile, unless the registry already has it."""
   assert run.package is not None
-  image = image_of(run, args)
+  image = image_name(run, args)
   try:
-    shell.output(["gcloud", "artifacts", "docker", "images", "describe", image, "--quiet"])
+    shell.capture(["gcloud", "artifacts", "docker", "images", "describe", image, "--quiet"])
     if not shell.dry_run:
-      return say(f"{image} is there already")
+      return say(f"{image} exists already")
   except CommandError:
     pass
   with tempfile.TemporaryDirectory() as folder:

@@ -9,7 +9,7 @@ from rlvr_jax.launch import image, kubernetes
 from rlvr_jax.launch.kubernetes import logs, status  # noqa: F401  (verbs of this target)
 from rlvr_jax.launch.run import SHARED, Run, check_shared
 from rlvr_jax.launch.shell import LaunchError, Shell
-from rlvr_jax.launch.slices import slice_of
+from rlvr_jax.launch.slices import find_slice
 
 ON_HOSTS = True
 
@@ -72,33 +72,33 @@ _SPOT = '\n              cloud.google.com/gke-spot: "true"'
 def add_flags(parser: argparse.ArgumentParser) -> None:
   kubernetes.add_flags(parser)
   image.add_flags(parser)
-  text = f"PersistentVolumeClaim, ReadWriteMany, mounted at {SHARED}: for a workdir that is there"
+  text = f"PersistentVolumeClaim, ReadWriteMany, mounted at {SHARED}: for a workdir below it"
   parser.add_argument("--claim", default="", help=text)
   parser.add_argument("--spot", action="store_true", help="on spot nodes, preempted at any time")
 
 
 def manifest(run: Run, args: argparse.Namespace) -> str:
   """The JobSet as YAML."""
-  wanted = slice_of(args.type)
+  tpu_slice = find_slice(args.type)
   return _YAML.format(
     name=run.name,
     retries=run.retries,
     num_slices=args.num_slices,
-    hosts=wanted.hosts,
-    accelerator=wanted.accelerator,
-    topology=wanted.topology,
+    hosts=tpu_slice.hosts,
+    accelerator=tpu_slice.accelerator,
+    topology=tpu_slice.topology,
     spot=_SPOT if args.spot else "",
-    image=json.dumps(image.image_of(run, args)),
-    command=json.dumps(run.program("python")),
+    image=json.dumps(image.image_name(run, args)),
+    command=json.dumps(run.program_command("python")),
     environment=json.dumps([{"name": k, "value": v} for k, v in run.environment.items()]),
-    chips=wanted.chips_per_host,
+    chips=tpu_slice.chips_per_host,
     mount=_MOUNT if args.claim else "",
     volume=_VOLUME.format(claim=json.dumps(args.claim)) if args.claim else "",
   )
 
 
 def start(run: Run, args: argparse.Namespace, shell: Shell) -> None:
-  """Builds the image, applies the JobSet and follows the run; Ctrl-C ends the following alone."""
+  """Builds the image, applies the JobSet and follows the run; Ctrl-C only stops following."""
   if not args.image:
     raise LaunchError("--image is needed to start; see docs/tpu.md")
   check_shared(run, "--claim", args.claim)
@@ -109,6 +109,6 @@ def start(run: Run, args: argparse.Namespace, shell: Shell) -> None:
 
 
 def stop(run: Run, args: argparse.Namespace, shell: Shell) -> None:
-  """Deletes the JobSet; its processes are asked to save and end first."""
+  """Deletes the JobSet; its processes save before they end."""
   del args
   shell.run(["kubectl", "delete", "jobset", run.name])

@@ -1,4 +1,4 @@
-"""What the targets on Kubernetes share: a JobSet is watched, and its first pod is followed."""
+"""Functions of both targets on Kubernetes: watch a JobSet, and follow its first pod."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
   add = parser.add_argument
   add("--type", default="", help="slice in Cloud's spelling: v5litepod-64, v5p-32; for start")
   add("--num_slices", type=int, default=1, help="of that type; config.mesh.data is a multiple")
-  add("--poll_s", type=float, default=15.0, help="seconds between looks at the JobSet")
+  add("--poll_s", type=float, default=15.0, help="seconds between polls of the JobSet")
 
 
 def logs_command(run: Run) -> list[str]:
-  """Prints the output of process 0 as it comes."""
+  """The command that prints the output of process 0 as it comes."""
   labels = {
     f"{_JOBSET}/jobset-name": run.name,
     f"{_JOBSET}/job-index": "0",
@@ -32,7 +32,7 @@ def logs_command(run: Run) -> list[str]:
 
 
 def state_command(run: Run) -> list[str]:
-  """Prints Completed or Failed, or nothing while the run goes on."""
+  """The command that prints Completed or Failed, or nothing while the run continues."""
   path = "--output=jsonpath={.status.terminalState}"
   return ["kubectl", "get", "jobset", run.name, path]
 
@@ -51,24 +51,24 @@ def logs(run: Run, args: argparse.Namespace, shell: Shell) -> None:
 
 
 def watch(run: Run, args: argparse.Namespace, shell: Shell) -> None:
-  """Follows the run to its end; Kubernetes restarts it, whether or not this program goes on.
+  """Follows the run to its end. Kubernetes restarts the run independently of this program.
 
   Raises:
-    LaunchError: it has failed more often than --retries, or was deleted.
+    LaunchError: the run has failed more often than --retries, or was deleted.
   """
   if shell.dry_run:
     shell.follow(logs_command(run))
     return
   log: subprocess.Popen | None = None
   try:
-    while not (state := shell.output(state_command(run)).strip()):
-      if shells.ended(log):
+    while not (state := shell.capture(state_command(run)).strip()):
+      if shells.has_ended(log):
         log = shell.follow(logs_command(run))
       time.sleep(args.poll_s)
   except CommandError as error:
     raise LaunchError(f"{run.name} can no longer be watched: {error}") from error
   finally:
-    shells.end(log)
+    shells.terminate(log)
   if state != "Completed":
     raise LaunchError(
       f"{run.name} has {state.lower()}, with --retries={run.retries}: see it with logs, and stop it"

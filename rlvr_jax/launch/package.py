@@ -1,4 +1,4 @@
-"""The commit as an archive, which every target ships: what runs is what git has."""
+"""The commit as an archive, which every target ships, so that exactly the commit runs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rlvr_jax.launch.shell import LaunchError
 class Package(NamedTuple):
   """The files of a commit."""
 
-  version: str  # 12 digits of the commit; with changes on top, followed by -dirty-CHECKSUM
+  version: str  # 12 digits of the commit; with uncommitted changes, followed by -dirty-CHECKSUM
   root: pathlib.Path  # of the checkout
-  files: tuple[str, ...]  # relative to it
+  files: tuple[str, ...]  # relative to `root`
 
   def write(self, archive: pathlib.Path) -> pathlib.Path:
-    """Writes the files as `archive`, a .tar.gz, and returns its path."""
+    """Writes the files to `archive`, a .tar.gz, and returns its path."""
     archive.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(archive, "w:gz") as tar:
       for name in self.files:
@@ -27,21 +27,21 @@ class Package(NamedTuple):
     return archive
 
 
-def package_of(folder: pathlib.Path, *, allow_dirty: bool = False) -> Package:
-  """The package of the checkout that contains `folder`.
+def make_package(folder: pathlib.Path, *, allow_dirty: bool = False) -> Package:
+  """Makes the package of the checkout that contains `folder`.
 
   Args:
     folder: in a git checkout of this repository.
-    allow_dirty: whether files may differ from the commit; the version is then marked.
+    allow_dirty: whether files may differ from the commit; the version then says so.
   Raises:
     LaunchError: `folder` is not in a checkout, or files differ from the commit.
   """
   root = pathlib.Path(_git(folder, "rev-parse", "--show-toplevel").strip())
   changes = _git(root, "status", "--porcelain").splitlines()
   if changes and not allow_dirty:
-    listed = [line[3:] for line in changes[:5]] + ["…"] * (len(changes) > 5)
+    names = [line[3:] for line in changes[:5]] + ["…"] * (len(changes) > 5)
     raise LaunchError(
-      f"{root} differs from its commit in {len(changes)} files ({', '.join(listed)}): commit them,"
+      f"{root} differs from its commit in {len(changes)} files ({', '.join(names)}): commit them,"
       " or add --allow_dirty to ship them as they are"
     )
   names = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
@@ -71,5 +71,5 @@ def _git(folder: pathlib.Path, *arguments: str) -> str:
     detail = getattr(error, "stderr", None) or error
     raise LaunchError(
       f"{folder} is not in a git checkout of this repository ({str(detail).strip()}): run launch in"
-      " one"
+      " a checkout"
     ) from error

@@ -1,4 +1,4 @@
-"""What is launched: a name, the package, and the program's flags; and the program's command."""
+"""A run to launch: its name, package and flags, checks of them, and the command on each host."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from typing import NamedTuple
 from rlvr_jax.launch.package import Package
 from rlvr_jax.launch.shell import LaunchError
 
-STOPPED = 143  # 128 + SIGTERM: a run that was asked to end. xpk restarts it, as it does 127 to 255.
-EXTRAS = "tpu,hf,gcs,math"  # of setup.py, installed on TPU machines
-SHARED = "/mnt/rlvr_jax"  # where all hosts mount the file system that they share
+STOPPED = 143  # 128 + SIGTERM, after a requested shutdown; xpk restarts statuses 127 to 255
+EXTRAS = "tpu,hf,gcs,math"  # of setup.py; installed on TPU machines
+SHARED = "/mnt/rlvr_jax"  # mount point of the file system that all hosts share
 
 
 class Run(NamedTuple):
-  """A run to launch, or one that was launched."""
+  """A run to launch, or a launched run."""
 
   name: str
   flags: tuple[str, ...]  # of rlvr_jax.main
   environment: Mapping[str, str]
   retries: int  # after preemptions or failures
-  package: Package | None  # None where nothing is shipped
+  package: Package | None  # None: nothing is shipped
 
   @property
   def is_sweep(self) -> bool:
-    """Whether it is a sweep, which starts a process on its host for each of its runs."""
-    return _given(self.flags).get("mode") == "sweep"
+    """Whether it is a sweep, whose one process starts a process for each of its runs."""
+    return _parse_flags(self.flags).get("mode") == "sweep"
 
-  def program(self, python: str, *place: str) -> list[str]:
+  def program_command(self, python: str, *place: str) -> list[str]:
     """The command that a host runs.
 
     Args:
-      python: the interpreter there.
-      place: flags that tell the processes apart; by default the cluster identifies them.
+      python: the host's interpreter.
+      place: flags that identify the process; by default the cluster identifies it.
     """
     status = f"--stopped_status={STOPPED}"
-    places = () if self.is_sweep else place or ("--distributed",)
-    return [python, "-m", "rlvr_jax.main", *places, status, *self.flags]
+    place_flags = () if self.is_sweep else place or ("--distributed",)
+    return [python, "-m", "rlvr_jax.main", *place_flags, status, *self.flags]
 
 
-def checked_name(name: str) -> str:
-  """A name that systemd, TPU VMs and Kubernetes all accept; for argparse."""
+def parse_name(name: str) -> str:
+  """Parses a run's name, which systemd, TPU VMs and Kubernetes must accept; for argparse."""
   if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", name):
     raise argparse.ArgumentTypeError(
       f"{name!r}: use up to 40 small letters, digits and hyphens, beginning with a letter"
@@ -51,32 +51,32 @@ def checked_name(name: str) -> str:
   return name
 
 
-def environment_of(pairs: list[str]) -> dict[str, str]:
-  """NAME=VALUE pairs of the command line.
+def parse_environment(pairs: list[str]) -> dict[str, str]:
+  """Parses the NAME=VALUE pairs of the command line.
 
   Raises:
-    LaunchError: one is not of that form.
+    LaunchError: a pair has another form.
   """
-  if wrong := [pair for pair in pairs if not re.match(r"[A-Za-z_]\w*=", pair)]:
-    raise LaunchError(f"--env={wrong[0]}: write --env=NAME=VALUE")
+  if invalid_pairs := [pair for pair in pairs if not re.match(r"[A-Za-z_]\w*=", pair)]:
+    raise LaunchError(f"--env={invalid_pairs[0]}: write --env=NAME=VALUE")
   return dict(pair.split("=", 1) for pair in pairs)
 
 
 def check_flags(flags: tuple[str, ...], package: Package, *, on_hosts: bool) -> None:
-  """Raises LaunchError where the program's flags cannot work on the hosts.
+  """Raises LaunchError if the program's flags cannot work on the hosts.
 
   Args:
     flags: of rlvr_jax.main.
-    package: what is shipped.
+    package: the files to ship.
     on_hosts: whether the hosts are other machines, which need an absolute workdir.
   """
-  given = _given(flags)
-  if "config" not in given:
+  values = _parse_flags(flags)
+  if "config" not in values:
     raise LaunchError(
       "--config is missing: give the program's flags after --, such as"
       " -- --config=configs/quickstart.py --workdir=…"
     )
-  path = given["config"].partition(":")[0]
+  path = values["config"].partition(":")[0]
   if not pathlib.PurePath(path).is_absolute() and path not in package.files:
     raise LaunchError(
       f"--config={path} is not in the commit: add it with git, and give its path from the root of"
@@ -84,15 +84,15 @@ def check_flags(flags: tuple[str, ...], package: Package, *, on_hosts: bool) -> 
     )
   if pathlib.PurePath(path).is_absolute() and on_hosts:
     raise LaunchError(f"--config={path}: give its path from the root of the checkout")
-  if "sweep" in given and given["sweep"] not in package.files:
+  if "sweep" in values and values["sweep"] not in package.files:
     raise LaunchError(
-      f"--sweep={given['sweep']} is not in the commit: add it with git, and give its path from the"
+      f"--sweep={values['sweep']} is not in the commit: add it with git, and give its path from the"
       " root of the checkout"
     )
-  workdir = given.get("workdir", SHARED)
-  if "://" in workdir and not workdir.startswith("gs://") and given.get("mode") != "export":
+  workdir = values.get("workdir", SHARED)
+  if "://" in workdir and not workdir.startswith("gs://") and values.get("mode") != "export":
     raise LaunchError(
-      f"--workdir={workdir} is a URL, which --mode=export alone writes: give gs://BUCKET/FOLDER, or"
+      f"--workdir={workdir} is a URL, which only --mode=export writes: give gs://BUCKET/FOLDER, or"
       " a folder of a file system that all hosts share, such as"
       f" {SHARED}/runs/{pathlib.PurePath(workdir).name}"
     )
@@ -107,27 +107,27 @@ def check_sweep(run: Run, hosts: int) -> None:
   """Raises LaunchError if the run is a sweep and would have several hosts."""
   if run.is_sweep and hosts > 1:
     raise LaunchError(
-      f"--mode=sweep runs on one host, these are {hosts}: choose a --type with one, such as"
+      f"--mode=sweep runs on one host, these are {hosts}: choose a --type with one host, such as"
       " v5litepod-8 or v5p-8, or launch each run by itself"
     )
 
 
 def check_shared(run: Run, owner: str, share: str) -> None:
-  """Raises LaunchError if the workdir is where nothing is mounted.
+  """Raises LaunchError if the workdir needs a shared file system that is not mounted.
 
   Args:
     run: to be started.
-    owner: the flag that names what to mount.
-    share: its value; "" for nothing.
+    owner: the flag that names the file system to mount.
+    share: the flag's value; "" for none.
   """
-  workdir = _given(run.flags).get("workdir", "")
+  workdir = _parse_flags(run.flags).get("workdir", "")
   if pathlib.PurePath(workdir).is_relative_to(SHARED) and not share:
     raise LaunchError(
       f"--workdir={workdir} is on a file system that is not mounted: add {owner}, or give a folder"
-      " of a bucket, gs://BUCKET/FOLDER, which needs none"
+      " of a bucket, gs://BUCKET/FOLDER, which needs no mount"
     )
 
 
-def _given(flags: tuple[str, ...]) -> dict[str, str]:
-  """The program's flags by name."""
+def _parse_flags(flags: tuple[str, ...]) -> dict[str, str]:
+  """Parses the program's flags into values by name."""
   return dict(flag[2:].split("=", 1) for flag in flags if re.match("--[a-z_]+=", flag))

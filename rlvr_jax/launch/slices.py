@@ -1,4 +1,4 @@
-"""TPU slices by Cloud's names, and what Kubernetes and TPU VMs call the same.
+"""TPU slices by Cloud's names, with the names that Kubernetes and TPU VMs use.
 
 Source: Google Cloud's documentation of each TPU version, of TPU software versions, and of TPUs in
 GKE, read in November 2026.
@@ -14,7 +14,7 @@ from rlvr_jax.launch.shell import LaunchError
 class _Kind(NamedTuple):
   runtime: str  # software version of TPU VMs
   accelerator: str  # label of GKE's nodes
-  per_chip: int  # what the name counts: 2 cores per chip, or 1 chip
+  per_chip: int  # units that the name counts: 2 cores per chip, or 1 chip
   largest_host: int  # chips of the largest slice with one host
   topologies: tuple[str, ...]
 
@@ -33,7 +33,7 @@ _CHIPS_PER_HOST = 4  # of slices with several hosts
 class Slice(NamedTuple):
   """A TPU slice."""
 
-  name: str  # Cloud's
+  name: str  # in Cloud's spelling
   chips: int
   hosts: int
   topology: str  # such as 2x2x4
@@ -45,13 +45,13 @@ class Slice(NamedTuple):
     return self.chips // self.hosts
 
 
-def slice_of(name: str) -> Slice:
-  """The slice of a name in Cloud's spelling, such as v5litepod-64 or v5p-32.
+def find_slice(name: str) -> Slice:
+  """Finds the slice with a name in Cloud's spelling, such as v5litepod-64 or v5p-32.
 
   Raises:
-    LaunchError: it is unknown; the message has the names that are allowed.
+    LaunchError: the name is unknown; the message has the allowed names.
   """
-  by_name = {s.name: s for kind, k in _KINDS.items() for s in _slices(kind, k)}
+  by_name = {s.name: s for kind, k in _KINDS.items() for s in _make_slices(kind, k)}
   if name in by_name:
     return by_name[name]
   kind = name.partition("-")[0]
@@ -61,13 +61,13 @@ def slice_of(name: str) -> Slice:
   raise LaunchError(f"--type={name} is unknown; allowed: {', '.join(allowed)}")
 
 
-def _slices(name: str, kind: _Kind) -> list[Slice]:
-  found = []
+def _make_slices(name: str, kind: _Kind) -> list[Slice]:
+  slices = []
   for topology in kind.topologies:
     chips = 1
     for length in topology.split("x"):
       chips *= int(length)
     hosts = 1 if chips <= kind.largest_host else chips // _CHIPS_PER_HOST
     label = f"{name}-{chips * kind.per_chip}"
-    found.append(Slice(label, chips, hosts, topology, kind.accelerator, kind.runtime))
-  return found
+    slices.append(Slice(label, chips, hosts, topology, kind.accelerator, kind.runtime))
+  return slices

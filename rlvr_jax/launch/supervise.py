@@ -1,8 +1,8 @@
-"""Runs the processes of a local launch, and starts all again when one fails, up to a limit.
+"""Runs the processes of a local launch, and restarts all if one fails, up to a limit.
 
   python -m rlvr_jax.launch.supervise FOLDER
 
-FOLDER/run.json has the commands; state.json says how it goes. SIGTERM asks the processes to end.
+FOLDER/run.json has the commands, FOLDER/state.json the state. SIGTERM requests a shutdown.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ import sys
 import time
 from typing import Any
 
-PORT = "@PORT@"  # stands in the commands for a port that is free when they start
+PORT = "@PORT@"  # placeholder in the commands for a port that is free when they start
 _RESTART_S = 1.0
-_OTHERS_S = 30.0  # for the others to end by themselves, and to say why, when a process has failed
+_SHUTDOWN_S = 30.0  # for the others to report and end by themselves after a process has failed
 
 
 def supervise(folder: pathlib.Path) -> str:
-  """Runs FOLDER/run.json to its end; returns the last state: finished, stopped or failed."""
+  """Runs the commands of FOLDER/run.json; returns the last state: finished, stopped or failed."""
   run = json.loads((folder / "run.json").read_text())
-  asked: list[int] = []
+  shutdown_requests: list[int] = []
   for number in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(number, lambda *_: asked.append(1))
-  signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the terminal may go
+    signal.signal(number, lambda *_: shutdown_requests.append(1))
+  signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the terminal may close
   for attempt in range(run["retries"] + 1):
-    processes = _started(folder, run)
+    processes = _start_processes(folder, run)
     pids = [process.pid for process in processes]
     write_state(folder, state="running", attempt=attempt, processes=pids)
-    statuses = _waited(processes, asked)
-    if asked or not any(statuses):
-      state = "stopped" if asked else "finished"
+    statuses = _wait_for_processes(processes, shutdown_requests)
+    if shutdown_requests or not any(statuses):
+      state = "stopped" if shutdown_requests else "finished"
       break
     state = "failed"
     time.sleep(_RESTART_S)
@@ -44,13 +44,14 @@ def supervise(folder: pathlib.Path) -> str:
 
 
 def write_state(folder: pathlib.Path, **state: Any) -> None:
-  """Replaces FOLDER/state.json; `pid` is this process."""
+  """Replaces FOLDER/state.json; its `pid` is this process."""
   temporary = folder / "state.json.tmp"
   temporary.write_text(json.dumps({"pid": os.getpid(), **state}))
   temporary.replace(folder / "state.json")
 
 
-def _started(folder: pathlib.Path, run: dict[str, Any]) -> list[subprocess.Popen]:
+def _start_processes(folder: pathlib.Path, run: dict[str, Any]) -> list[subprocess.Popen]:
+  """Starts a run's commands, with a free port; their output is appended to FOLDER."""
   with socket.socket() as probe:
     probe.bind(("127.0.0.1", 0))
     port = str(probe.getsockname()[1])
@@ -70,17 +71,23 @@ def _started(folder: pathlib.Path, run: dict[str, Any]) -> list[subprocess.Popen
   return processes
 
 
-def _waited(processes: list[subprocess.Popen], asked: list[int]) -> list[int]:
-  """Waits for all; passes a request to end on, once. One that fails ends the others."""
-  told, failed = False, 0.0
+def _wait_for_processes(
+  processes: list[subprocess.Popen], shutdown_requests: list[int]
+) -> list[int]:
+  """Waits for all processes and returns their statuses.
+
+  Forwards a shutdown request once. If a process fails, kills the others that do not end in time.
+  """
+  is_forwarded = False
+  failed_at = 0.0
   while None in (statuses := [process.poll() for process in processes]):
-    if any(statuses) and not failed:
-      failed = time.monotonic()
-    if failed and not asked and time.monotonic() - failed > _OTHERS_S:
+    if any(statuses) and not failed_at:
+      failed_at = time.monotonic()
+    if failed_at and not shutdown_requests and time.monotonic() - failed_at > _SHUTDOWN_S:
       for process in processes:
-        process.kill()  # one may wait minutes for another that never came
-    if asked and not told:
-      told = True
+        process.kill()  # it may wait minutes for a process that never connects
+    if shutdown_requests and not is_forwarded:
+      is_forwarded = True
       for process in processes:
         process.send_signal(signal.SIGTERM)
     time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Scripts of a TPU VM: they prepare it, start the process as a service, and tell how it goes."""
+"""Scripts for a TPU VM: prepare it, start the process as a service, and report its state."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import shlex
 from rlvr_jax.launch.run import EXTRAS, SHARED, Run
 
 GRACE_S = 300  # seconds that `stop` gives a run to save; a preemption gives about 30
-HOST_STATE = "rlvr_jax-state"  # begins the line that a host prints about itself
+HOST_STATE = "rlvr_jax-state"  # start of the line in which a host reports its state
 
-# Services of a user are started and asked about through the user's own systemd.
+# Services of a user are started and queried through the user's own systemd.
 _BUS = 'export XDG_RUNTIME_DIR="/run/user/$(id -u)"'
 
 
 def start_script(run: Run, share: str) -> str:
-  """Unpacks, installs what is missing, and starts the process unless it is running.
+  """The script that unpacks and installs the package, and starts the process unless it runs.
 
   Args:
     run: with its package.
@@ -31,7 +31,7 @@ def start_script(run: Run, share: str) -> str:
     'mkdir -p "$code"',
     f'[ ! -e "$HOME/{version}.tar.gz" ] || tar -xzf "$HOME/{version}.tar.gz" -C "$code"',
     f'rm -f "$HOME/{version}.tar.gz" "$base/{run.name}.stopped"',
-    *_mount(share),
+    *_mount_lines(share),
     # Once per machine and setup.py. The machines' own Python may be too old.
     'venv="$base/venv-$(sha256sum < "$code/setup.py" | cut -c1-12)"',
     'if [ ! -e "$venv/ready" ]; then',
@@ -40,19 +40,19 @@ def start_script(run: Run, share: str) -> str:
     f'  python3 -m uv pip install --quiet --python "$venv/bin/python" --editable "$code[{EXTRAS}]"',
     '  touch "$venv/ready"',
     "fi",
-    f"case $(systemctl --user show {unit(run)} --property=SubState --value) in",
-    f"  running|auto-restart) echo '{unit(run)} is running already'; exit 0;;",
+    f"case $(systemctl --user show {unit_name(run)} --property=SubState --value) in",
+    f"  running|auto-restart) echo '{unit_name(run)} is running already'; exit 0;;",
     "esac",
-    f"systemctl --user stop {unit(run)} 2> /dev/null || true",
-    f"systemctl --user reset-failed {unit(run)} 2> /dev/null || true",
-    _service(run),
+    f"systemctl --user stop {unit_name(run)} 2> /dev/null || true",
+    f"systemctl --user reset-failed {unit_name(run)} 2> /dev/null || true",
+    _service_command(run),
   ]
   return "\n".join(lines) + "\n"
 
 
 def state_script(run: Run) -> str:
-  """Prints one line about the process: missing, running, finished, failed or stopped."""
-  show = f"systemctl --user show {unit(run)} --property=SubState,Result --value"
+  """The script that prints the process's state: missing, running, finished, failed or stopped."""
+  show = f"systemctl --user show {unit_name(run)} --property=SubState,Result --value"
   return "\n".join(
     [
       _BUS,
@@ -69,25 +69,25 @@ def state_script(run: Run) -> str:
 
 
 def stop_script(run: Run) -> str:
-  """Asks the process to save and end, and waits until it has."""
+  """The script that requests a shutdown, before which the process saves, and waits for it."""
   return (
     f'{_BUS}\nmkdir -p "$HOME/rlvr_jax"\ntouch "$HOME/rlvr_jax/{run.name}.stopped"\n'
-    f"systemctl --user stop {unit(run)} || true\n"
+    f"systemctl --user stop {unit_name(run)} || true\n"
   )
 
 
 def logs_script(run: Run, lines: str, *, follow: bool) -> str:
-  """Prints the last lines of the process ("all": all), and with `follow` those that come."""
-  command = f"journalctl --user --unit={unit(run)} --output=cat --lines={lines}"
+  """The script that prints the process's last lines, or "all"; with `follow`, also new ones."""
+  command = f"journalctl --user --unit={unit_name(run)} --output=cat --lines={lines}"
   return f"exec {command}{' --follow' if follow else ''}\n"
 
 
-def unit(run: Run) -> str:
+def unit_name(run: Run) -> str:
   """The name of the systemd service."""
   return f"rlvr_jax-{run.name}.service"
 
 
-def _mount(share: str) -> list[str]:
+def _mount_lines(share: str) -> list[str]:
   if not share:
     return []
   return [
@@ -100,23 +100,23 @@ def _mount(share: str) -> list[str]:
   ]
 
 
-def _service(run: Run) -> str:
-  """Starts the service, in the user's own control group: sandboxes can make theirs beside it."""
+def _service_command(run: Run) -> str:
+  """The command that starts the service in the user's control group, where sandboxes add theirs."""
   settings = {
     "Restart": "on-failure",
     "RestartSec": 10,
     "StartLimitIntervalSec": "infinity",
     "StartLimitBurst": run.retries + 1,
-    "RemainAfterExit": "yes",  # its end can be asked for
-    "KillMode": "mixed",  # the graders are needed until the run is saved
+    "RemainAfterExit": "yes",  # so that its end can be queried
+    "KillMode": "mixed",  # graders are needed until the run has saved
     "TimeoutStopSec": GRACE_S,
     "LimitNOFILE": 65536,
   }
   parts = [
-    f"systemd-run --user --unit={unit(run)}",
+    f"systemd-run --user --unit={unit_name(run)}",
     '--working-directory="$code" --setenv=PYTHONPATH="$code"',
     *(f"--setenv={shlex.quote(f'{name}={value}')}" for name, value in run.environment.items()),
     *(f"--property={name}={value}" for name, value in settings.items()),
-    '"$venv/bin/python" ' + shlex.join(run.program("python")[1:]),
+    '"$venv/bin/python" ' + shlex.join(run.program_command("python")[1:]),
   ]
   return " \\\n  ".join(parts)

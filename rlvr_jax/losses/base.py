@@ -1,4 +1,4 @@
-"""The interface of policy losses, and helpers and metrics that all of them share."""
+"""The interface of policy losses, with shared helpers and metrics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from rlvr_jax.ops.checks import described
+from rlvr_jax.ops.checks import describe
 from rlvr_jax.ops.component_repr import component_repr
 from rlvr_jax.ops.masked import masked_fill, mean_metric, upcast
 from rlvr_jax.ops.ratios import log_ratios
@@ -24,7 +24,7 @@ class Loss(NamedTuple):
       (losses f32[P, G, T], metrics). `batch` may be one micro-batch of the global batch. Losses of
       masked tokens are finite but have no meaning; the aggregation drops them.
     statistics: (policy_logprobs, batch, coefficients) of the *global* batch → the `statistics`
-      argument of `per_token`, constant for differentiation; None if there is none.
+      argument of `per_token`, constant for differentiation; None if the loss needs none.
     needs_proximal: whether the batch must contain `proximal_logprobs`.
   """
 
@@ -62,13 +62,12 @@ def prepare(policy_logprobs: Array, batch: TrainBatch, coefficients: Array) -> T
 
 
 def token_loss(function: Callable[[Tokens], tuple[Array, Array]]) -> Loss:
-  """A loss that depends on the tokens' log-probabilities, ratios and coefficients only.
+  """Makes a loss that depends only on the tokens' log-probabilities, ratios and coefficients.
 
   Args:
     function: tokens → (losses f32[P, G, T], clipped [P, G, T] or [P, G, 1], see `clip_metrics`).
-
-  Raises, when the loss is traced:
-    ValueError: the function returns anything else.
+  Raises:
+    ValueError: at trace time, the function returns anything else.
   """
 
   def per_token(
@@ -76,21 +75,23 @@ def token_loss(function: Callable[[Tokens], tuple[Array, Array]]) -> Loss:
   ) -> tuple[Array, Metrics]:
     del statistics
     tokens = prepare(policy_logprobs, batch, coefficients)
-    losses, clipped = _checked_pair(function(tokens), tokens)
+    result = function(tokens)
+    _check_result(result, tokens)
+    losses, clipped = result
     return losses, clip_metrics(clipped, tokens)
 
   return Loss(per_token)
 
 
-def _checked_pair(found: Any, tokens: Tokens) -> tuple[Array, Array]:
-  """`found`, if it is losses [P, G, T] and clipped [P, G, T] or [P, G, 1]; else ValueError."""
+def _check_result(result: Any, tokens: Tokens) -> None:
+  """Raises ValueError unless `result` is losses [P, G, T] and clipped [P, G, T] or [P, G, 1]."""
   P, G, T = tokens.mask.shape
-  if isinstance(found, tuple) and len(found) == 2:
-    losses, clipped = (jnp.shape(part) for part in found)
+  if isinstance(result, tuple) and len(result) == 2:
+    losses, clipped = (jnp.shape(part) for part in result)
     if losses == (P, G, T) and clipped in ((P, G, T), (P, G, 1)):
-      return found
+      return
   raise ValueError(
-    f"the function of token_loss returns {described(found)}; it must return (losses [P, G, T],"
+    f"the function of token_loss returns {describe(result)}; it must return (losses [P, G, T],"
     f" clipped [P, G, T] or [P, G, 1]), here [P, G, T] = {[P, G, T]}"
   )
 
@@ -99,7 +100,7 @@ def clip_metrics(clipped: Array, tokens: Tokens) -> Metrics:
   """Share of loss tokens whose ratio was clipped or capped: of all, with A > 0, and with A < 0.
 
   Args:
-    clipped: [P, G, T] or [P, G, 1], 1 where the bound took effect.
+    clipped: [P, G, T] or [P, G, 1], 1 where the bound takes effect.
   """
   clipped = jnp.broadcast_to(upcast(clipped), tokens.mask.shape)
   signs = {
@@ -128,5 +129,7 @@ def follow(values: Array, log_terms: Array) -> Array:
   Args:
     values: f32[P, G, 1], constant for differentiation.
     log_terms: f32[P, G, T], each token's own contribution.
+  Returns:
+    f32[P, G, T].
   """
   return jax.lax.stop_gradient(values) * jnp.exp(log_terms - jax.lax.stop_gradient(log_terms))

@@ -1,4 +1,4 @@
-"""Decoupled PPO: clip around a recent policy, correct for the one that sampled."""
+"""Decoupled PPO: clips around a recent policy, with importance weights for the sampling policy."""
 
 from __future__ import annotations
 

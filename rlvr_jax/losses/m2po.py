@@ -17,13 +17,13 @@ from rlvr_jax.types import Array, Mean, Metrics, TrainBatch
 class Interval(NamedTuple):
   """The clip interval of ρ for the global batch."""
 
-  low: Array  # f32[], 0 where nothing is clipped
-  high: Array  # f32[], inf where nothing is clipped
+  low: Array  # f32[], 0 if nothing is clipped
+  high: Array  # f32[], inf if nothing is clipped
   second_moment: Array  # f32[], mean (log ρ)² of harmful tokens, nats²
 
 
 def second_moment_threshold(squares: Array, harmful: Array, *, budget: float) -> Array:
-  """t² = the largest Δ² with Σ min(Δ², t²) < τn over the n harmful tokens; 0 if there is none.
+  """t² = the largest Δ² with Σ min(Δ², t²) < τn over the n harmful tokens; 0 if none fits.
 
   Args:
     squares: f32[...], Δ² = (log ρ)², nats².
@@ -32,13 +32,13 @@ def second_moment_threshold(squares: Array, harmful: Array, *, budget: float) ->
   Returns:
     f32[], nats².
   """
-  kept = jnp.sort(jnp.where(harmful, squares, jnp.inf), axis=None)
+  ascending = jnp.sort(jnp.where(harmful, squares, jnp.inf), axis=None)
   count = jnp.sum(harmful)
-  rank = jnp.arange(1, kept.size + 1)
-  kept = jnp.where(rank <= count, kept, 0.0)
-  bounded_sum = jnp.cumsum(kept) + (count - rank) * kept
+  rank = jnp.arange(1, ascending.size + 1)
+  ascending = jnp.where(rank <= count, ascending, 0.0)
+  bounded_sum = jnp.cumsum(ascending) + (count - rank) * ascending
   fits = (rank <= count) & (bounded_sum < budget * count)
-  return jnp.max(jnp.where(fits, kept, 0.0))
+  return jnp.max(jnp.where(fits, ascending, 0.0))
 
 
 def clip_interval(
@@ -49,8 +49,8 @@ def clip_interval(
   squares = jnp.square(tokens.log_ratios)
   second_moment = masked_mean(squares, harmful)
   threshold = second_moment_threshold(squares, harmful, budget=budget)
-  # Just below t², so that the token that sets it is clipped whatever the rounding. The authors'
-  # code subtracts 1e-12.
+  # Just below t², so that the token at t² is clipped whatever the rounding. The authors' code
+  # subtracts 1e-12.
   margin = jnp.maximum(1e-12, 64 * jnp.finfo(threshold.dtype).eps * threshold)
   bound = jnp.sqrt(jnp.maximum(threshold - margin, 0.0))
   within_budget = second_moment <= budget  # also without a harmful token
@@ -104,7 +104,7 @@ def m2po(
       **clip_metrics(clipped, tokens),
       "loss/second_moment": Mean(total=interval.second_moment, weight=one),
       "loss/clip_active": Mean(total=one * active, weight=one),
-      # The mean over the updates that have an interval.
+      # Means over the updates that have an interval.
       "loss/clip_low": Mean(total=interval.low * active, weight=one * active),
       "loss/clip_high": Mean(total=jnp.where(active, interval.high, 0.0), weight=one * active),
     }

@@ -1,4 +1,4 @@
-"""P3O: the effective sample size of the batch caps the weights and sets the pull towards β."""
+"""P3O: the effective sample size of the batch caps the weights and scales the KL term to β."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlvr_jax.ops.masked import mean_metric
 from rlvr_jax.ops.ratios import log_ratios, normalized_ess
 from rlvr_jax.types import Array, Metrics, TrainBatch
 
-# The authors clip log(β/π) to this inside the exponential of k3, nats.
+# The authors clip log(β/π) to ± this inside the exponential of k3, nats.
 K3_LOG_RATIO_BOUND = 10.0
 
 

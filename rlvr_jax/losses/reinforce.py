@@ -13,7 +13,7 @@ def reinforce(*, truncation: float | None = None) -> Loss:
   """ℓ = −sg(w)·A·log π with w = min(ρ, c), ρ = π/β, or w = 1.
 
   Args:
-    truncation: c > 0; None uses w = 1, which ignores how far π is from β.
+    truncation: c > 0; None uses w = 1, which ignores the distance of π from β.
   Source: Williams 1992; truncated weights Ionides 2008, "IMPALA: Scalable Distributed Deep-RL with
     Importance Weighted Actor-Learner Architectures" (arXiv:1802.01561).
   """

@@ -3,7 +3,7 @@
 from importlib.metadata import version
 
 __all__ = [
-  "cannot_import",
+  "describe_import_error",
   "functional",
   "huggingface",
   "lora",
@@ -13,11 +13,11 @@ __all__ = [
 ]
 
 
-def cannot_import(flax_version: str, jax_version: str, cause: Exception) -> str:
-  """A message for a flax that this version of jax cannot support, with the remedy."""
+def describe_import_error(flax_version: str, jax_version: str, cause: Exception) -> str:
+  """A message for a flax that does not work with this version of jax, with the remedy."""
   return (
     f"flax {flax_version} cannot be imported with jax {jax_version} ({cause}): a release of flax"
-    " goes with the releases of jax of its time. Take the newest flax for this jax:"
+    " supports the jax releases of its time. Install the newest flax for this jax:"
     f" pip install --upgrade flax jax=={jax_version}"
   )
 
@@ -25,4 +25,4 @@ def cannot_import(flax_version: str, jax_version: str, cause: Exception) -> str:
 try:
   import flax.nnx  # noqa: F401
 except (AttributeError, ImportError) as error:
-  raise ImportError(cannot_import(version("flax"), version("jax"), error)) from error
+  raise ImportError(describe_import_error(version("flax"), version("jax"), error)) from error

@@ -1,8 +1,7 @@
 """Model FLOPs: the necessary arithmetic of a policy, independent of the implementation.
 
-Matrix products are counted, 2·M·N·K each, over real tokens and the keys that they attend to.
-Padding, masked scores, recomputation by rematerialization and elementwise operations are not
-counted.
+Matrix products count, 2·M·N·K each, over real tokens and the keys that they attend to. Padding,
+masked scores, rematerialization and elementwise operations do not count.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class _Forward(NamedTuple):
 
   kernels: float  # products with weights
   attention: float  # of activations with one another
-  tokens: float  # through the layers, not FLOPs
+  tokens: float  # number of tokens that the layers process
 
 
 def forward_flops(
@@ -35,15 +34,15 @@ def forward_flops(
   """FLOPs of computing the logits of every response token, in generation or in scoring.
 
   With a prompt of s tokens and a response of t, the layers process s + t − 1 tokens, since the last
-  one predicts nothing, and the head is applied at t positions. Generation with a cache costs the
+  one predicts nothing, and the head is applied at t positions. Generation with a KV cache costs the
   same.
 
   Args:
     config: the network's settings.
     prompt_lengths: i32[P], tokens, at least 1.
     response_lengths: i32[P, G], tokens; an empty response costs nothing.
-    shared_prompt: whether a prompt is computed once for its G responses, as in this package, or
-      once for each.
+    shared_prompt: whether a prompt is computed once for its G responses, as in this package;
+      otherwise once for each.
   Returns:
     FLOPs of all P·G responses.
   Raises:
@@ -66,7 +65,7 @@ def update_flops(
   gradient with respect to its input is computed.
 
   Args:
-    config: as in `forward_flops`, as are the lengths.
+    config, prompt_lengths, response_lengths: as in `forward_flops`.
     adapters: low-rank adapters or their shapes, if the kernels are frozen.
   """
   forward = _forward(config, prompt_lengths, response_lengths, shared_prompt=True)
@@ -100,13 +99,13 @@ def _forward(
   ends = prompts + np.maximum(t - 1, 0)
   tokens = copies * s.sum() + np.sum(ends - prompts)
 
-  def attended(window):
-    own = _attended(ends, window) - _attended(prompts, window)
-    return copies * _attended(s, window).sum() + own.sum()
+  def attended_keys(window):
+    by_responses = _attended_keys(ends, window) - _attended_keys(prompts, window)
+    return copies * _attended_keys(s, window).sum() + by_responses.sum()
 
   c = config
   per_key = 4 * c.num_heads * c.head_dim  # q·k and the weighted sum of v
-  attention = sum(per_key * float(attended(window)) for window in _windows(c))
+  attention = sum(per_key * float(attended_keys(window)) for window in _windows(c))
   head = 2.0 * c.width * c.vocab_size * float(t.sum())
   kernels = c.num_layers * _layer_flops_per_token(c) * float(tokens) + head
   return _Forward(kernels, attention, float(tokens))
@@ -119,13 +118,13 @@ def _layer_flops_per_token(c: TransformerConfig) -> float:
   return 2.0 * (attention + 3 * c.width * c.mlp_width)
 
 
-def _attended(lengths: npt.NDArray[np.int64], window: int | None) -> npt.NDArray[np.int64]:
-  """Σ over the first n tokens of the number of keys that each attends to, at most `window`."""
+def _attended_keys(lengths: npt.NDArray[np.int64], window: int | None) -> npt.NDArray[np.int64]:
+  """Number of keys that the first n tokens attend to, each at most `window`, summed over them."""
   near = lengths if window is None else np.minimum(lengths, window)
   return near * (near + 1) // 2 + (lengths - near) * near
 
 
 def _windows(c: TransformerConfig) -> list[int | None]:
-  """The window of each layer's queries, in tokens; None if there is no limit."""
+  """The window of each layer, in tokens; None without a limit."""
   sliding = c.sliding_layers or [False] * c.num_layers
   return [c.sliding_window if slides else None for slides in sliding]

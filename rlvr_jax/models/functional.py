@@ -11,14 +11,14 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from rlvr_jax.models.layout import ONE_DEVICE, Layout
-from rlvr_jax.models.linear import merged
+from rlvr_jax.models.linear import merge_low_rank
 from rlvr_jax.models.rotary import RotaryTables
-from rlvr_jax.models.transformer import Transformer, TransformerConfig, rotary
+from rlvr_jax.models.transformer import Transformer, TransformerConfig, make_rotary_tables
 from rlvr_jax.types import Array, Head, Params, Prompts, Rows
 
 
-def all_trained(trained: Params, frozen: Params) -> Params:
-  """The parameters of a network without frozen parameters."""
+def take_trained(trained: Params, frozen: Params) -> Params:
+  """Combines the parameters of a network without frozen parameters: returns `trained`."""
   del frozen
   return trained
 
@@ -31,42 +31,43 @@ class Model(NamedTuple):
   head: Callable[[Params], Head]
   response_hidden: Callable[[Params, Prompts, Array], Array]
   row_hidden: Callable[[Params, Array, Rows], Array]
-  # → what `prefill`, `decode` and `head` take: cast, gathered, one dict per layer in "blocks"
+  # → decoding params, for `prefill`, `decode` and `head`: cast, gathered, one dict per layer in
+  # "blocks"
   decoding_params: Callable[[Params], Params]
   prefill: Callable  # (decoding params, tokens), see `Transformer`
   rotary: Callable[[Array], RotaryTables]  # of positions i32[..., L]
   decode: Callable  # (decoding params, tokens, tables, attend), see `Transformer`
-  # (trained, frozen) → the parameters that the functions above take; see `lora.adapted`.
-  combine: Callable[[Params, Params], Params] = all_trained
+  # (trained, frozen) → the parameters that the functions above take; see `lora.adapt`.
+  combine: Callable[[Params, Params], Params] = take_trained
   mesh: Mesh | None = None  # mesh over which its batches are split
 
 
 def transformer(config: TransformerConfig, layout: Layout = ONE_DEVICE) -> Model:
   """The transformer of `config` as pure functions; see `Transformer` for shapes."""
   build = lambda key: Transformer(config, nnx.Rngs(key), layout)
-  # Splitting off `Param` alone raises if the module holds any other state.
+  # Splitting off `Param` only raises if the module has any other state.
   graph, _ = nnx.split(jax.eval_shape(build, jax.random.key(0)), nnx.Param)
   bind = lambda params: nnx.merge(graph, params)
-  # One graph describes the stacked layers and a single layer.
-  one_layer = lambda params, layer: bind({**params, "blocks": layer})
+  # The graph of the stacked layers is also that of a single layer.
+  bind_layer = lambda params, layer: bind({**params, "blocks": layer})
 
   def head(params):
     stacked = isinstance(params["blocks"], dict)
-    return (bind(params) if stacked else one_layer(params, params["blocks"][0])).head()
+    return (bind(params) if stacked else bind_layer(params, params["blocks"][0])).head()
 
   def decoding_params(params):
-    # Norm scales stay as they are: training applies them in at least float32.
+    # Norm scales are not cast: training applies them in at least float32.
     cast = lambda path, w: w if path[-1].key == "scale" else w.astype(config.compute_dtype)
-    params = layout.gather(jax.tree_util.tree_map_with_path(cast, merged(params)))
+    params = layout.gather(jax.tree_util.tree_map_with_path(cast, merge_low_rank(params)))
     layer = lambda i: jax.tree.map(lambda w: w[i], params["blocks"])
-    layers = len(jax.tree.leaves(params["blocks"])[0])  # of all layers, or of some of them
+    layers = len(jax.tree.leaves(params["blocks"])[0])  # may be a subset of the layers
     return {**params, "blocks": tuple(layer(i) for i in range(layers))}
 
   def on_layers(method):
-    """A method of `Transformer` that takes the layers, as a function of decoding params."""
+    """Converts a method of `Transformer` that takes layers to a function of decoding params."""
 
     def apply(params, *args):
-      networks = [one_layer(params, layer) for layer in params["blocks"]]
+      networks = [bind_layer(params, layer) for layer in params["blocks"]]
       return method(networks[0], [network.blocks for network in networks], *args)
 
     return apply
@@ -79,7 +80,7 @@ def transformer(config: TransformerConfig, layout: Layout = ONE_DEVICE) -> Model
     row_hidden=lambda params, *args: bind(params).row_hidden(*args),
     decoding_params=decoding_params,
     prefill=on_layers(Transformer.prefill),
-    rotary=functools.partial(rotary, config),
+    rotary=functools.partial(make_rotary_tables, config),
     decode=on_layers(Transformer.decode),
     mesh=layout.mesh,
   )

@@ -28,18 +28,18 @@ from rlvr_jax.models.huggingface_tensors import (
   EMBEDDING,
   HEAD,
   Leaf,
-  leaves_of,
-  shapes_of,
-  usual_names,
-  value_of,
+  find_leaves,
+  leaf_value,
+  rename_tensors,
+  tensor_shapes,
 )
 from rlvr_jax.models.safetensors import Tensor
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_choice
-from rlvr_jax.storage.files import listing, located
+from rlvr_jax.storage.files import list_files, locate
 from rlvr_jax.types import Array, Params
 
-BLOCK_BYTES = 32 * 2**20  # of one tensor on the host at a time
+BLOCK_BYTES = 32 * 2**20  # bytes of a tensor that are on the host at a time
 COPIED = (  # copied from the source of an export
   "generation_config.json",
   "tokenizer.json",
@@ -54,7 +54,7 @@ COPIED = (  # copied from the source of an export
 )
 
 
-# --- in -------------------------------------------------------------------------------------------
+# --- loading --------------------------------------------------------------------------------------
 
 
 def load_params(
@@ -76,33 +76,37 @@ def load_params(
       tensors are missing, unknown or of another shape than the parameters; after that: weights are
       NaN or infinite.
   """
-  leaves = leaves_of(abstract_params)
-  tensors = checked_tensors(directory, abstract_params)
+  leaves = find_leaves(abstract_params)
+  tensors = open_tensors(directory, abstract_params)
   params = jax.tree.map(lambda _: None, abstract_params)
   for leaf in leaves:
     inner = functools.reduce(lambda tree, key: tree[key], leaf.path[:-1], params)
-    wanted = value_of(abstract_params, leaf)
-    inner[leaf.path[-1]] = _load_leaf(leaf, wanted, tensors, block_bytes)
+    abstract = leaf_value(abstract_params, leaf)
+    inner[leaf.path[-1]] = _load_leaf(leaf, abstract, tensors, block_bytes)
   _check_finite(params, leaves, directory)
   return params
 
 
-def checked_tensors(
-  directory: str | os.PathLike[str], abstract_params: Params
-) -> dict[str, Tensor]:
-  """The tensors of a checkpoint directory by their usual names; the weights are not read yet.
+def open_tensors(directory: str | os.PathLike[str], abstract_params: Params) -> dict[str, Tensor]:
+  """Opens and checks the tensors of a checkpoint directory, by their usual names.
 
-  Raises as `load_params` does before it reads the weights.
+  Does not read the weights yet.
+
+  Raises:
+    FileNotFoundError, ValueError: as `load_params`, before it reads the weights.
   """
-  tensors = usual_names(safetensors.open_checkpoint(directory), directory)
-  leaves = leaves_of(abstract_params)
-  _settle_tied_head(tensors, leaves, directory)
+  tensors = rename_tensors(safetensors.open_checkpoint(directory), directory)
+  leaves = find_leaves(abstract_params)
+  _drop_tied_head(tensors, leaves, directory)
   _check_tensors(tensors, leaves, abstract_params, directory)
   return tensors
 
 
-def _settle_tied_head(tensors: dict[str, Tensor], leaves: list[Leaf], directory: Any) -> None:
-  """Drops a tied head that was saved in addition to the embedding, or instead of it."""
+def _drop_tied_head(tensors: dict[str, Tensor], leaves: list[Leaf], directory: Any) -> None:
+  """Drops a tied head that was saved in addition to the embedding, or instead of it.
+
+  Raises ValueError if head and embedding differ.
+  """
   if any(leaf.path == ("head_kernel",) for leaf in leaves) or HEAD not in tensors:
     return
   head = tensors.pop(HEAD)
@@ -119,14 +123,14 @@ def _settle_tied_head(tensors: dict[str, Tensor], leaves: list[Leaf], directory:
 def _check_tensors(
   tensors: Mapping[str, Tensor], leaves: list[Leaf], params: Params, directory: Any
 ) -> None:
-  """Raises, before anything is read, unless the tensors are exactly those of the parameters."""
-  shapes = shapes_of(leaves, params)
+  """Raises ValueError unless the tensors are exactly those of the parameters; reads no weights."""
+  shapes = tensor_shapes(leaves, params)
   problems = []
   if missing := [name for name in shapes if name not in tensors]:
     untied = " (tied embeddings have none: tie_word_embeddings)" if HEAD in missing else ""
-    problems.append(f"{len(missing)} missing: {_some(missing)}{untied}")
+    problems.append(f"{len(missing)} missing: {_first_names(missing)}{untied}")
   if unknown := [tensors[name].name for name in tensors if name not in shapes]:
-    problems.append(f"{len(unknown)} unknown: {_some(unknown)}")
+    problems.append(f"{len(unknown)} unknown: {_first_names(unknown)}")
   for name, shape in shapes.items():
     if name in tensors and tensors[name].shape != shape:
       tensor = tensors[name]
@@ -139,42 +143,43 @@ def _check_tensors(
       f" {CONFIG} belongs to this checkpoint"
     )
   for name in shapes:
-    _ = tensors[name].dtype  # raises if it cannot be read
+    _ = tensors[name].dtype  # raises ValueError if it cannot be read
 
 
 @jax.jit
 def _are_finite(params: Params) -> Params:
-  # isfinite of the sum, to which NaN and infinities propagate, needs no memory, unlike isfinite(x).
+  # NaN and infinities propagate to the sum; unlike isfinite(x), isfinite(sum) needs no memory.
   return jax.tree.map(lambda x: jnp.isfinite(jnp.sum(x)), params)
 
 
 def _check_finite(params: Params, leaves: list[Leaf], directory: Any) -> None:
-  """Raises for a checkpoint with NaN or infinite weights."""
+  """Raises ValueError if weights are NaN or infinite."""
   finite = jax.device_get(_are_finite(params))
-  if ruined := [leaf for leaf in leaves if not value_of(finite, leaf)]:
+  if non_finite := [leaf for leaf in leaves if not leaf_value(finite, leaf)]:
     raise ValueError(
-      f"{directory}: NaN or infinite weights in {len(ruined)} of {len(leaves)} parameters:"
-      f" {_some(['/'.join(leaf.path) for leaf in ruined])}; use an earlier checkpoint"
+      f"{directory}: NaN or infinite weights in {len(non_finite)} of {len(leaves)} parameters:"
+      f" {_first_names(['/'.join(leaf.path) for leaf in non_finite])}; use an earlier checkpoint"
     )
 
 
-def _some(names: list[str]) -> str:
+def _first_names(names: list[str]) -> str:
   return ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
 
 
 def _load_leaf(
-  leaf: Leaf, wanted: jax.ShapeDtypeStruct, tensors: Mapping[str, Tensor], block_bytes: int
+  leaf: Leaf, abstract: jax.ShapeDtypeStruct, tensors: Mapping[str, Tensor], block_bytes: int
 ) -> Array:
-  shape, sharding = wanted.shape, wanted.sharding
+  """Loads one parameter with the shape, dtype and sharding of `abstract`."""
+  shape, sharding = abstract.shape, abstract.sharding
   indices = sharding.addressable_devices_indices_map(shape)
   shards = {device: _bounds(index, shape) for device, index in indices.items()}
-  held_bytes = len(shards) * math.prod(sharding.shard_shape(shape)) * wanted.dtype.itemsize
+  local_bytes = len(shards) * math.prod(sharding.shard_shape(shape)) * abstract.dtype.itemsize
   # A small tensor is assembled on the host: no program to compile for its shape and device.
-  on_host = held_bytes <= block_bytes
+  on_host = local_bytes <= block_bytes
   buffers: dict[jax.Device, Any] = {}
   for device, bounds in shards.items():
     lengths = [stop - start for start, stop in bounds]
-    zeros = functools.partial(np.zeros if on_host else jnp.zeros, lengths, wanted.dtype)
+    zeros = functools.partial(np.zeros if on_host else jnp.zeros, lengths, abstract.dtype)
     buffers[device] = zeros() if on_host else zeros(device=device)
   for pieces in _pieces(leaf, shards, tensors, block_bytes):
     for device, (at, piece) in pieces.items():
@@ -183,7 +188,7 @@ def _load_leaf(
       else:
         piece, at = jax.device_put(piece, device), np.asarray(at, np.int32)
         buffers[device] = _put(buffers[device], piece, at, leaf.transposed)
-    jax.block_until_ready([buffers[device] for device in pieces])  # blocks must not pile up
+    jax.block_until_ready([buffers[device] for device in pieces])  # frees the block's memory
   arrays = [jax.device_put(buffer, device) for device, buffer in buffers.items()]
   return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
@@ -194,7 +199,7 @@ def _pieces(
   tensors: Mapping[str, Tensor],
   block_bytes: int,
 ) -> Iterator[dict[jax.Device, tuple[tuple[int, ...], np.ndarray]]]:
-  """Yields for every block to read: device → the part of its shard, and the part of the block."""
+  """Yields for every block: device → (first index in its shard, the piece of the block)."""
   # Devices that need the same rows of a published tensor share one read.
   by_rows: dict[Any, list[jax.Device]] = {}
   for device, bounds in shards.items():
@@ -220,7 +225,7 @@ def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int
 def _blocks(
   tensor: Tensor, rows: tuple[int, int], block_bytes: int
 ) -> Iterator[tuple[int, np.ndarray]]:
-  """(first row, rows) of each block, all of one size, so that one program serves all of them."""
+  """Yields (first row, rows) of each block, all of one size, so that one program serves all."""
   first, last = rows
   size = _block_rows(tensor.shape, tensor.dtype, last - first, block_bytes)
   for start in range(first, last, size):
@@ -229,30 +234,31 @@ def _blocks(
 
 
 def _block_rows(shape: tuple[int, ...], dtype: np.dtype, rows: int, block_bytes: int) -> int:
+  """Rows of a block: as many as fit in `block_bytes`, at least one."""
   row_bytes = math.prod(shape[1:]) * dtype.itemsize
   return min(rows, max(1, block_bytes // row_bytes))
 
 
 @functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
 def _put(buffer: Array, block: Array, at: Array, transposed: bool) -> Array:
-  block = _turned(block, buffer.ndim, transposed).astype(buffer.dtype)
+  block = _to_parameter_layout(block, buffer.ndim, transposed).astype(buffer.dtype)
   return jax.lax.dynamic_update_slice(buffer, block, tuple(at))
 
 
 def _put_on_host(
   buffer: np.ndarray, block: np.ndarray, at: Iterable[int], transposed: bool
 ) -> None:
-  block = _turned(block, buffer.ndim, transposed)
+  block = _to_parameter_layout(block, buffer.ndim, transposed)
   buffer[tuple(slice(i, i + n) for i, n in zip(at, block.shape, strict=True))] = block
 
 
-def _turned(block: Any, rank: int, transposed: bool) -> Any:
-  """Rows of a published tensor in the layout of the parameter."""
+def _to_parameter_layout(block: Any, rank: int, transposed: bool) -> Any:
+  """Converts rows of a published tensor to the layout of the parameter."""
   block = block.T if transposed else block
   return block.reshape((1,) * (rank - block.ndim) + block.shape)
 
 
-# --- out ------------------------------------------------------------------------------------------
+# --- saving ---------------------------------------------------------------------------------------
 
 
 def save_checkpoint(
@@ -266,10 +272,10 @@ def save_checkpoint(
   max_shard_bytes: int = safetensors.MAX_SHARD_BYTES,
   block_bytes: int = BLOCK_BYTES,
 ) -> None:
-  """Writes a directory that `transformers` loads; all processes call it, the first one writes.
+  """Writes a directory that `transformers` loads; all processes must call it, the first one writes.
 
   Rows of one tensor at a time are copied to the host. A local directory is written atomically; at a
-  URL config.json is written last.
+  URL, config.json is written last.
 
   Args:
     directory: absent or empty; local or a URL such as gs://bucket/folder.
@@ -278,7 +284,7 @@ def save_checkpoint(
     dtype: dtype of the written weights: bfloat16, float16 or float32.
     source: a checkpoint directory of the same family whose tokenizer, generation_config.json and
       further settings, such as the stop tokens, are copied.
-    further_files: name → content, such as those of a tokenizer; in place of copied ones.
+    further_files: name → content, such as a tokenizer's files; replace copied ones.
     max_shard_bytes: limit on the size of a file.
     block_bytes: bytes of a tensor that are on the host at a time.
   Raises:
@@ -287,45 +293,46 @@ def save_checkpoint(
   """
   check_choice("save_checkpoint", "dtype", dtype, ("bfloat16", "float16", "float32"))
   safetensors.check_vacant(directory)
-  leaves = leaves_of(params)
+  leaves = find_leaves(params)
   published = published_config(config, dtype, source)
   file_dtype = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
   blocks = (
     block
     for leaf in leaves
     for layer in range(len(leaf.names))
-    for block in _fetched(value_of(params, leaf), leaf, layer, file_dtype, block_bytes)
+    for block in _fetch_blocks(leaf_value(params, leaf), leaf, layer, file_dtype, block_bytes)
   )
   if jax.process_index() == 0:
     with safetensors.new_directory(directory) as (system, folder):
       safetensors.write_checkpoint(
         system,
         folder,
-        shapes_of(leaves, params),
+        tensor_shapes(leaves, params),
         file_dtype,
         blocks,
         max_shard_bytes=max_shard_bytes,
       )
       text = json.dumps(published, indent=2, allow_nan=False).encode()
-      for name, content in (_copied(source) | (further_files or {}) | {CONFIG: text}).items():
+      files = _read_copied_files(source) | (further_files or {}) | {CONFIG: text}
+      for name, content in files.items():
         safetensors.write_bytes(system, posixpath.join(folder, name), content)
   else:
-    for _ in blocks:  # the other processes take part in gathering
+    for _ in blocks:  # the other processes participate in gathering
       pass
   if jax.process_count() > 1:
     multihost_utils.sync_global_devices(f"save_checkpoint {directory}")
 
 
-def _fetched(
+def _fetch_blocks(
   value: Array, leaf: Leaf, layer: int, dtype: np.dtype, block_bytes: int
 ) -> Iterator[np.ndarray]:
-  """Blocks of the rows of a published tensor, on the host."""
+  """Copies the rows of a published tensor to the host, in blocks."""
   shape = leaf.published(value.shape)[1]
   size = _block_rows(shape, dtype, shape[0], block_bytes)
   replicated = None
   if isinstance(value, jax.Array) and isinstance(value.sharding, jax.sharding.NamedSharding):
     replicated = jax.sharding.NamedSharding(value.sharding.mesh, PartitionSpec())
-  take = _taking(leaf.stacked, leaf.transposed, dtype, replicated)
+  take = _make_take(leaf.stacked, leaf.transposed, dtype, replicated)
   for start in range(0, shape[0], size):
     first = min(start, shape[0] - size)
     block = take(value, layer, first, size)
@@ -333,8 +340,8 @@ def _fetched(
 
 
 @functools.cache
-def _taking(stacked: bool, transposed: bool, dtype: np.dtype, replicated: Any):
-  """A program: (parameter, layer, first row, number of rows) → those rows of the tensor."""
+def _make_take(stacked: bool, transposed: bool, dtype: np.dtype, replicated: Any):
+  """Makes a program: (parameter, layer, first row, number of rows) → these rows of the tensor."""
 
   @functools.partial(jax.jit, static_argnums=3, out_shardings=replicated)
   def take(value, layer, first, size):
@@ -347,10 +354,10 @@ def _taking(stacked: bool, transposed: bool, dtype: np.dtype, replicated: Any):
   return take
 
 
-def _copied(source: str | os.PathLike[str] | None) -> dict[str, bytes]:
-  """Name → content of the small files of a checkpoint that an export takes over."""
+def _read_copied_files(source: str | os.PathLike[str] | None) -> dict[str, bytes]:
+  """Name → content of the small files of a checkpoint that an export copies."""
   if source is None:
     return {}
-  origin, folder = located(source)
-  names = sorted(set(COPIED) & set(listing(source)))
+  origin, folder = locate(source)
+  names = sorted(set(COPIED) & set(list_files(source)))
   return {name: origin.cat_file(posixpath.join(folder, name)) for name in names}

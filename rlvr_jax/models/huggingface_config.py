@@ -1,9 +1,9 @@
 """Reads the network's settings from config.json of Hugging Face checkpoint directories.
 
 Facts about the families, including defaults, are those of the configuration classes of the
-`transformers` library, to which a test compares them. They are not read with `AutoConfig`: a core
-install can read checkpoints without it, version 4 ignores the rope_parameters of a file of
-version 5, and neither version rejects what is not implemented here.
+`transformers` library; a test compares them. They are not read with `AutoConfig`: a core install
+must read checkpoints without it, version 4 ignores the rope_parameters of a file of version 5, and
+neither version rejects settings that are not implemented here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlvr_jax.models import safetensors
 from rlvr_jax.models.rotary import RopeScaling, YarnScaling
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_between, check_choice, check_integer
-from rlvr_jax.storage.files import listing, located
+from rlvr_jax.storage.files import list_files, locate
 
 CONFIG = "config.json"
 
@@ -99,20 +99,20 @@ def checkpoint_config(directory: str | os.PathLike[str], **overrides: Any) -> Tr
   Args:
     directory: local or a URL such as gs://bucket/folder.
     overrides: fields of `TransformerConfig` that replace those of the file, such as the dtypes,
-      which are not read from it.
+      which are not read from the file.
   Raises:
-    FileNotFoundError: there is no config.json.
+    FileNotFoundError: the directory has no config.json.
     ValueError: the family, rotary embedding or activation is not implemented, weights are
       quantized, or values contradict one another.
   """
-  if CONFIG not in listing(directory):
+  if CONFIG not in list_files(directory):
     raise FileNotFoundError(f"{directory} has no {CONFIG}; name the folder of a checkpoint")
   return TransformerConfig(**(config_fields(*read_config(directory)) | overrides))
 
 
 def read_config(directory: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
-  """The content of config.json, and its path for messages."""
-  system, folder = located(directory)
+  """Reads config.json; returns its content, and its path for messages."""
+  system, folder = locate(directory)
   path = posixpath.join(folder, CONFIG)
   return safetensors.read_json(system, path), path
 
@@ -132,17 +132,17 @@ def longest_text(directory: str | os.PathLike[str]) -> int | None:
 
 def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
   """Converts config.json's content to `TransformerConfig` fields; messages begin with `owner`."""
-  family, given = family_settings(published, owner)
-  c = DEFAULTS[family] | given
+  family, settings = family_settings(published, owner)
+  c = DEFAULTS[family] | settings
   gemma = family.startswith("gemma")
-  size = lambda name: _size(owner, name, c[name])
+  size = lambda name: _check_size(owner, name, c[name])
   heads = size("num_attention_heads")
   if c.get("num_key_value_heads") is None:
     c["num_key_value_heads"] = heads
   if c.get("head_dim") is None:
     c["head_dim"] = size("hidden_size") // heads
   activation = c["hidden_activation" if gemma else "hidden_act"]
-  if gemma and activation is None:  # early files have only hidden_act, which was not used
+  if gemma and activation is None:  # early files have only hidden_act, which models ignored
     activation = "gelu_pytorch_tanh"
   check_choice(owner, "hidden activation", activation, tuple(ACTIVATIONS))
   if gemma and c.get("use_bidirectional_attention"):
@@ -152,7 +152,8 @@ def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
   layers = _sliding_layers(family, c, owner)
   ropes = _ropes(family, c, owner)
   theta, scaling = _rope(ropes[0], c, owner)
-  near_theta = _sliding_theta(ropes[1], c, owner) if family == "gemma3_text" and layers else None
+  has_sliding_theta = family == "gemma3_text" and layers
+  sliding_theta = _sliding_theta(ropes[1], c, owner) if has_sliding_theta else None
   biased = family == "qwen2" or bool(c.get("attention_bias"))
   return dict(
     vocab_size=size("vocab_size"),
@@ -163,7 +164,7 @@ def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
     head_dim=size("head_dim"),
     mlp_width=size("intermediate_size"),
     activation=ACTIVATIONS[activation],
-    norm_epsilon=_number(owner, "rms_norm_eps", c.get("rms_norm_eps", 1e-6)),
+    norm_epsilon=_check_positive(owner, "rms_norm_eps", c.get("rms_norm_eps", 1e-6)),
     rope_theta=theta,
     rope_scaling=scaling,
     tied_head=bool(c["tie_word_embeddings"]),
@@ -171,7 +172,7 @@ def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
     qkv_bias=biased,
     output_bias=biased and family != "qwen2",
     mlp_bias=family == "llama" and bool(c.get("mlp_bias")),
-    query_scale=_number(owner, "query_pre_attn_scalar", c["query_pre_attn_scalar"]) ** -0.5
+    query_scale=_check_positive(owner, "query_pre_attn_scalar", c["query_pre_attn_scalar"]) ** -0.5
     if gemma
     else None,
     # Gemma 3 configurations have the field, but its attention does not use it.
@@ -181,7 +182,7 @@ def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
     final_soft_cap=_soft_cap(c, "final_logit_softcapping", owner) if gemma else None,
     sliding_window=size("sliding_window") if layers else None,
     sliding_layers=layers,
-    sliding_rope_theta=near_theta,
+    sliding_rope_theta=sliding_theta,
     scaled_embedding=gemma,
     zero_centered_norm=gemma,
     post_norm=gemma,
@@ -189,7 +190,7 @@ def config_fields(published: Mapping[str, Any], owner: str) -> dict[str, Any]:
 
 
 def family_settings(published: Mapping[str, Any], owner: str) -> tuple[str, dict[str, Any]]:
-  """The family's name, and the text model's settings."""
+  """The family's name and the text model's settings; messages begin with `owner`."""
   kind: Any = published.get("model_type")
   check_choice(owner, "model_type", kind, tuple(ARCHITECTURES))
   for architecture in published.get("architectures") or ():
@@ -209,23 +210,25 @@ def family_settings(published: Mapping[str, Any], owner: str) -> tuple[str, dict
   return "gemma3_text", dict(text) | {"tie_word_embeddings": True} | outer
 
 
-def _size(owner: str, name: str, value: Any) -> int:
+def _check_size(owner: str, name: str, value: Any) -> int:
+  """Returns the value; raises ValueError unless it is an integer of at least 1."""
   check_integer(owner, name, value, low=1)
   return value
 
 
-def _number(owner: str, name: str, value: Any) -> float:
+def _check_positive(owner: str, name: str, value: Any) -> float:
+  """Returns the value; raises ValueError unless it is a number above 0."""
   check_between(owner, name, value, low=0.0, open_low=True)
   return value
 
 
 def _soft_cap(c: Mapping[str, Any], name: str, owner: str) -> float | None:
-  return None if c.get(name) is None else _number(owner, name, c[name])
+  return None if c.get(name) is None else _check_positive(owner, name, c[name])
 
 
 def _sliding_layers(family: str, c: Mapping[str, Any], owner: str) -> tuple[bool, ...] | None:
-  """The layers that use sliding-window attention, one bool each; None if none does."""
-  count = _size(owner, "num_hidden_layers", c["num_hidden_layers"])
+  """Whether each layer uses sliding-window attention; None if none does."""
+  count = _check_size(owner, "num_hidden_layers", c["num_hidden_layers"])
   if family == "llama":
     return None
   window = c["sliding_window"]
@@ -238,7 +241,7 @@ def _sliding_layers(family: str, c: Mapping[str, Any], owner: str) -> tuple[bool
       slides = lambda i: window is not None and i >= c["max_window_layers"]
     else:
       period = 2 if family == "gemma2" else c.get("sliding_window_pattern", 6)
-      _size(owner, "sliding_window_pattern", period)
+      _check_size(owner, "sliding_window_pattern", period)
       slides = lambda i: (i + 1) % period != 0
     layers = tuple(slides(i) for i in range(count))
   else:
@@ -258,7 +261,7 @@ def _sliding_layers(family: str, c: Mapping[str, Any], owner: str) -> tuple[bool
 
 
 def _ropes(family: str, c: Mapping[str, Any], owner: str) -> list[dict[str, Any]]:
-  """Rotary settings, in the new style, of full layers and, for Gemma 3, of sliding layers."""
+  """Rotary settings, in the new style: of full layers and, for Gemma 3, of sliding layers."""
   new, old = c.get("rope_parameters") or {}, c.get("rope_scaling") or {}
   for name, value in (("rope_parameters", new), ("rope_scaling", old)):
     if not isinstance(value, Mapping):
@@ -276,7 +279,7 @@ def _rope(
   rope: Mapping[str, Any], c: Mapping[str, Any], owner: str
 ) -> tuple[float, RopeScaling | YarnScaling | None]:
   """θ and the scaling of the rotary embedding for one kind of layer."""
-  number = lambda name: _number(owner, f"rotary {name}", rope.get(name))
+  number = lambda name: _check_positive(owner, f"rotary {name}", rope.get(name))
   kind = rope.get("rope_type", rope.get("type", "default"))
   check_choice(owner, "rope_type", kind, _ROPE_TYPES)
   if rope.get("partial_rotary_factor", c.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
@@ -288,7 +291,7 @@ def _rope(
     return theta, None
   original = rope.get("original_max_position_embeddings", c["max_position_embeddings"])
   if kind == "yarn":
-    original = _size(owner, "original_max_position_embeddings", original)
+    original = _check_size(owner, "original_max_position_embeddings", original)
     factor = number("factor") if rope.get("factor") else c["max_position_embeddings"] / original
     return theta, YarnScaling(
       factor=factor,
@@ -304,7 +307,7 @@ def _rope(
     factor=number("factor"),
     low_frequency_factor=number("low_freq_factor"),
     high_frequency_factor=number("high_freq_factor"),
-    original_length=_size(owner, "original_max_position_embeddings", original),
+    original_length=_check_size(owner, "original_max_position_embeddings", original),
   )
 
 
@@ -320,8 +323,8 @@ def _sliding_theta(rope: Mapping[str, Any], c: Mapping[str, Any], owner: str) ->
 
 
 def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float | None:
-  above, below = rope.get("mscale"), rope.get("mscale_all_dim")
-  if rope.get("attention_factor") is not None or not (above and below) or factor <= 1:
+  mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+  if rope.get("attention_factor") is not None or not (mscale and mscale_all_dim) or factor <= 1:
     return rope.get("attention_factor")
-  grown = lambda scale: 0.1 * scale * math.log(factor) + 1.0
-  return grown(above) / grown(below)
+  magnitude = lambda scale: 0.1 * scale * math.log(factor) + 1.0
+  return magnitude(mscale) / magnitude(mscale_all_dim)

@@ -28,12 +28,12 @@ def published_config(
   Raises:
     ValueError: no family implements `config`.
   """
-  family = _family_of(config)
+  family = _choose_family(config)
   gemma = family.startswith("gemma")
   sliding = config.sliding_layers or (False,) * config.num_layers
   activations = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
   published = (
-    _taken_over(family, config, source)
+    _inherited_fields(family, config, source)
     | _published_ropes(family, config)
     | {
       "architectures": [ARCHITECTURES[family][0]],
@@ -73,7 +73,7 @@ def published_config(
   return published
 
 
-def _taken_over(
+def _inherited_fields(
   family: str, config: TransformerConfig, source: str | os.PathLike[str] | None
 ) -> dict[str, Any]:
   """Fields that do not describe the network: the source's, or the family's defaults."""
@@ -91,7 +91,7 @@ def _taken_over(
   return base
 
 
-_NOT_COPIED = (  # from the source's config.json
+_NOT_COPIED = (  # fields of the source's config.json
   "auto_map",
   "rope_theta",
   "rope_scaling",
@@ -103,7 +103,7 @@ _NOT_COPIED = (  # from the source's config.json
 )
 
 
-def _family_of(config: TransformerConfig) -> str:
+def _choose_family(config: TransformerConfig) -> str:
   if config.post_norm:
     return "gemma3_text" if config.qk_norm else "gemma2"
   if config.qk_norm:
@@ -112,25 +112,26 @@ def _family_of(config: TransformerConfig) -> str:
 
 
 def _published_ropes(family: str, config: TransformerConfig) -> dict[str, Any]:
+  """Fields for the rotary embeddings, in the new style and the old."""
   full = {"rope_theta": config.rope_theta} | _published_scaling(config.rope_scaling)
-  found: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_parameters": full}
+  fields: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_parameters": full}
   if config.rope_scaling is not None:
-    found["rope_scaling"] = _published_scaling(config.rope_scaling)
+    fields["rope_scaling"] = _published_scaling(config.rope_scaling)
   if family == "gemma3_text":
-    near = config.sliding_rope_theta or 10_000.0  # without sliding layers none is used
-    found["rope_local_base_freq"] = near
-    found["rope_parameters"] = {
+    sliding_theta = config.sliding_rope_theta or 10_000.0  # unused without sliding layers
+    fields["rope_local_base_freq"] = sliding_theta
+    fields["rope_parameters"] = {
       "full_attention": full,
-      "sliding_attention": {"rope_theta": near, "rope_type": "default"},
+      "sliding_attention": {"rope_theta": sliding_theta, "rope_type": "default"},
     }
-  return found
+  return fields
 
 
 def _published_scaling(scaling: RopeScaling | YarnScaling | None) -> dict[str, Any]:
   if scaling is None:
     return {"rope_type": "default"}
   if isinstance(scaling, YarnScaling):
-    found = {
+    fields = {
       "rope_type": "yarn",
       "factor": scaling.factor,
       "original_max_position_embeddings": scaling.original_length,
@@ -139,8 +140,8 @@ def _published_scaling(scaling: RopeScaling | YarnScaling | None) -> dict[str, A
       "truncate": scaling.integer_indices,
     }
     if scaling.attention_factor is not None:
-      found["attention_factor"] = scaling.attention_factor
-    return found
+      fields["attention_factor"] = scaling.attention_factor
+    return fields
   if scaling.low_frequency_factor is None:
     return {"rope_type": "linear", "factor": scaling.factor}
   return {
@@ -153,18 +154,18 @@ def _published_scaling(scaling: RopeScaling | YarnScaling | None) -> dict[str, A
 
 
 def _check_reads_back(published: Mapping[str, Any], config: TransformerConfig) -> None:
-  """Raises if the family's fields cannot represent `config`."""
+  """Raises ValueError if the family's fields cannot represent `config`."""
   sliding = any(config.sliding_layers or ())
-  said = dataclasses.asdict(config) | dict(
+  ours = dataclasses.asdict(config) | dict(
     rope_scaling=config.rope_scaling,
     sliding_layers=config.sliding_layers if sliding else None,
     sliding_window=config.sliding_window if sliding else None,
     sliding_rope_theta=config.sliding_rope_theta if sliding else None,
   )
-  found = config_fields(published, "the exported config.json")
-  for fields in (said, found):
+  theirs = config_fields(published, "the exported config.json")
+  for fields in (ours, theirs):
     fields["query_scale"] = fields["query_scale"] or config.head_dim**-0.5
-  differing = {name: (said[name], value) for name, value in found.items() if value != said[name]}
+  differing = {name: (ours[name], value) for name, value in theirs.items() if value != ours[name]}
   if differing:
     raise ValueError(
       f"no family among {', '.join(DEFAULTS)} computes this network, so transformers cannot load"

@@ -14,20 +14,20 @@ from rlvr_jax.types import Params
 
 
 class Leaf(NamedTuple):
-  """A parameter, and the published tensors that it is made of."""
+  """A parameter and the names of its published tensors."""
 
   path: tuple[str, ...]
-  names: list[str]  # one per layer where layers are stacked on the first axis
+  names: list[str]  # one per layer if layers are stacked on the first axis
   stacked: bool
-  transposed: bool  # kernels are [in, out] here, [out, in] there
+  transposed: bool  # kernels are [in, out] here, [out, in] in published tensors
 
   def published(self, index: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     """Splits a parameter's shape or index into its layers and that of each published tensor."""
-    layers, own = (index[0], index[1:]) if self.stacked else (None, index)
-    return layers, own[::-1] if self.transposed else own
+    layers, rest = (index[0], index[1:]) if self.stacked else (None, index)
+    return layers, rest[::-1] if self.transposed else rest
 
 
-KERNELS = {  # ours: the published module's name, the same in every family
+KERNELS = {  # our name → the published module's, the same in every family
   "query": "self_attn.q_proj",
   "key": "self_attn.k_proj",
   "value": "self_attn.v_proj",
@@ -41,7 +41,7 @@ _NORMS = {
   "query_norm": "self_attn.q_norm",
   "key_norm": "self_attn.k_norm",
 }
-# Gemma has a norm after attention, and another name for the norm before the MLP.
+# Gemma also has a norm after attention, and another name for the norm before the MLP.
 _TWO_NORMS = {"mlp_norm": "post_attention_layernorm"}
 _FOUR_NORMS = {
   "post_attention_norm": "post_attention_layernorm",
@@ -51,8 +51,12 @@ _FOUR_NORMS = {
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
-def leaves_of(params: Params) -> list[Leaf]:
-  """Leaves of all parameters, in the order in which they are written."""
+def find_leaves(params: Params) -> list[Leaf]:
+  """Finds the leaves of all parameters, in the order in which they are written.
+
+  Raises:
+    ValueError: a parameter that no published checkpoint has.
+  """
   blocks = params["blocks"]
   norms = _NORMS | (_FOUR_NORMS if "post_mlp_norm" in blocks else _TWO_NORMS)
   layer_tensors: dict[tuple[str, ...], str] = {
@@ -65,18 +69,18 @@ def leaves_of(params: Params) -> list[Leaf]:
     ("final_norm", "scale"): "model.norm.weight",
     ("head_kernel",): HEAD,
   }
-  found = []
+  leaves = []
   for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
     path = tuple(key.key for key in keys)
     if path in tensors:
-      found.append(Leaf(path, [tensors[path]], False, path == ("head_kernel",)))
+      leaves.append(Leaf(path, [tensors[path]], False, path == ("head_kernel",)))
       continue
     theirs = layer_tensors.get(path[1:]) if path[0] == "blocks" else None
     if theirs is None:
       raise ValueError(f"parameter {'/'.join(path)} is in no published checkpoint")
     names = [f"model.layers.{i}.{theirs}" for i in range(leaf.shape[0])]
-    found.append(Leaf(path, names, True, path[1] in KERNELS))
-  return sorted(found, key=lambda leaf: (leaf.stacked, leaf.path))
+    leaves.append(Leaf(path, names, True, path[1] in KERNELS))
+  return sorted(leaves, key=lambda leaf: (leaf.stacked, leaf.path))
 
 
 def published_shapes(params: Params) -> dict[str, tuple[int, ...]]:
@@ -85,43 +89,47 @@ def published_shapes(params: Params) -> dict[str, tuple[int, ...]]:
   Raises:
     ValueError: a parameter that no published checkpoint has.
   """
-  return shapes_of(leaves_of(params), params)
+  return tensor_shapes(find_leaves(params), params)
 
 
-def shapes_of(leaves: Iterable[Leaf], params: Params) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(leaves: Iterable[Leaf], params: Params) -> dict[str, tuple[int, ...]]:
   """Name and shape of every published tensor of these leaves."""
   return {
-    name: leaf.published(value_of(params, leaf).shape)[1] for leaf in leaves for name in leaf.names
+    name: leaf.published(leaf_value(params, leaf).shape)[1]
+    for leaf in leaves
+    for name in leaf.names
   }
 
 
-def value_of(params: Params, leaf: Leaf) -> Any:
+def leaf_value(params: Params, leaf: Leaf) -> Any:
   """The value at a leaf of a tree with the structure of the parameters."""
   return functools.reduce(lambda tree, key: tree[key], leaf.path, params)
 
 
-_UNUSED = (
-  re.compile(  # tables that old releases of transformers saved; tensors outside of the text model
-    r"(^|\.)rotary_emb\.|^(model\.)?(vision_tower|multi_modal_projector)\."
-  )
-)
-_PREFIXES = (  # prefixes of a text model within another model, and of one saved without its head
+# Tables that old releases of transformers saved, and tensors outside of the text model.
+_UNUSED = re.compile(r"(^|\.)rotary_emb\.|^(model\.)?(vision_tower|multi_modal_projector)\.")
+_PREFIXES = (  # of a text model within another model, and of one saved without its head
   (re.compile(r"^(language_model\.model|model\.language_model)\."), "model."),
   (re.compile(r"^language_model\.lm_head\."), "lm_head."),
   (re.compile(r"^(?=(embed_tokens|layers|norm)\.)"), "model."),
 )
 
 
-def usual_names(tensors: Mapping[str, Tensor], directory: Any) -> dict[str, Tensor]:
-  """The tensors that are used, by the names that they have in most checkpoints."""
-  found: dict[str, Tensor] = {}
+def rename_tensors(tensors: Mapping[str, Tensor], directory: Any) -> dict[str, Tensor]:
+  """Gives tensors the names that they have in most checkpoints, and drops unused ones.
+
+  Raises:
+    ValueError: two names are those of the same tensor.
+  """
+  renamed: dict[str, Tensor] = {}
   for name, tensor in tensors.items():
     if _UNUSED.search(name):
       continue
-    usual = name
+    usual_name = name
     for pattern, prefix in _PREFIXES:
-      usual = pattern.sub(prefix, usual)
-    if usual in found:
-      raise ValueError(f"{directory}: {name!r} and {found[usual].name!r} name the same tensor")
-    found[usual] = tensor
-  return found
+      usual_name = pattern.sub(prefix, usual_name)
+    if usual_name in renamed:
+      other = renamed[usual_name].name
+      raise ValueError(f"{directory}: {name!r} and {other!r} name the same tensor")
+    renamed[usual_name] = tensor
+  return renamed

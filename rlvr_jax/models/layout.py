@@ -10,28 +10,28 @@ from jax.sharding import Mesh
 from rlvr_jax.types import Array, Params
 
 
-def same(x: Array) -> Array:
+def identity(x: Array) -> Array:
   return x
 
 
 class Residual(NamedTuple):
   """Placement of the residual stream [R, L, D] in training; by default on one device."""
 
-  keep: Callable[[Array], Array] = same  # of the stream between blocks
-  gather: Callable[[Array], Array] = same  # of all its tokens, before kernels multiply them
-  scatter: Callable[[Array], Array] = same  # of a product that is to be added to it
+  keep: Callable[[Array], Array] = identity  # shards the stream between blocks
+  gather: Callable[[Array], Array] = identity  # gathers all its tokens, before kernels
+  scatter: Callable[[Array], Array] = identity  # shards a product that is added to the stream
 
 
 class Layout(NamedTuple):
   """Placement of a network on devices; by default on one device.
 
-  `train.cluster.sharding.layout` makes one.
+  `train.cluster.sharding.make_layout` makes one.
   """
 
   mesh: Mesh | None = None  # with axes (data, fsdp, tensor); batches are split over the first two
-  constrain: Callable[[Array], Array] = same  # keeps activations sharded on their first axis
+  constrain: Callable[[Array], Array] = identity  # keeps activations sharded on their first axis
   residual: Residual = Residual()  # in training
-  # Applied to the parameters before a decoding loop: gathers them once, not at every token.
+  # Gathers the parameters once before decoding, not at every token.
   gather: Callable[[Params], Params] = lambda params: params
 
 

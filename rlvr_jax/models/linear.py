@@ -12,38 +12,38 @@ from jax.ad_checkpoint import checkpoint_name
 from rlvr_jax.ops.precision import EXACT
 from rlvr_jax.types import Array, Params
 
-PRODUCT = "product"  # names a product for remat; of a `LowRank`, the sum and not its terms
+PRODUCT = "product"  # names a product for remat; for a `LowRank`, the sum but not its terms
 
 
 class LowRank(NamedTuple):
-  """A kernel W plus a low-rank change A·B, whose sum is never formed; see `models.lora`."""
+  """A kernel W plus a low-rank change A·B; the sum W + A·B is never formed; see `models.lora`."""
 
   kernel: Array  # [D, E]
   a: Array  # [D, R]
   b: Array  # [R, E]
 
 
-def merged(params: Params) -> Params:
-  """The parameters with every `LowRank` kernel as one array, W + A·B.
+def merge_low_rank(params: Params) -> Params:
+  """Merges every `LowRank` kernel into one array, W + A·B.
 
-  It is at least float32: rounded to fewer bits, small changes would be lost.
+  The result is at least float32: rounded to fewer bits, small changes would be lost.
   """
 
-  def leaf(x):
+  def merge(x):
     if not isinstance(x, LowRank):
       return x
     change = jnp.matmul(x.a, x.b, precision=EXACT)
     return x.kernel.astype(change.dtype) + change
 
-  return jax.tree.map(leaf, params, is_leaf=lambda x: isinstance(x, LowRank))
+  return jax.tree.map(merge, params, is_leaf=lambda x: isinstance(x, LowRank))
 
 
 def dense(x: Array, kernel: nnx.Param, bias: nnx.Param | None = None) -> Array:
   """x @ kernel in x's dtype."""
-  # `value` is deprecated since flax 0.12, which brought `get_value`; [...] is for arrays alone.
+  # `value` is deprecated since flax 0.12, which has `get_value`; [...] is for arrays only.
   weights = kernel.get_value() if hasattr(kernel, "get_value") else kernel.value
-  # XLA's CPU backward pass is 3× faster over flattened tokens. bfloat16 is for accelerators, where
-  # a sum over devices that each keep some tokens of every row is half as large unflattened.
+  # XLA's CPU backward pass is 3× faster over flattened tokens. bfloat16 is for accelerators: there,
+  # a sum over devices that each have some tokens of every row is half as large unflattened.
   flat = x if x.dtype == jnp.bfloat16 else x.reshape(-1, x.shape[-1])
   out = _product(flat, weights)
   out = checkpoint_name(out, PRODUCT)
@@ -62,10 +62,10 @@ def _product(x: Array, weights: Array | LowRank) -> Array:
 
 @jax.custom_vjp
 def _narrow_product(x: Array, kernel: Array) -> Array:
-  """[..., D] @ [D, E] in x's dtype, whose gradient with respect to the kernel is in the kernel's.
+  """[..., D] @ [D, E] in x's dtype, with a gradient of the kernel in the kernel's dtype.
 
-  So devices add up float32 terms of a kernel's gradient. Plain differentiation would round each
-  device's term to bfloat16 before that.
+  So devices add up float32 terms of a kernel's gradient. Plain differentiation would first round
+  each device's term to bfloat16.
   """
   return x @ kernel.astype(x.dtype)
 

@@ -22,7 +22,7 @@ from rlvr_jax.types import Array, Params
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraSettings:
-  """Settings of LoRA: which kernels are adapted, and how.
+  """Settings of LoRA.
 
   Attributes:
     rank: R.
@@ -54,7 +54,7 @@ class LoraSettings:
 
 
 def init(key: Array, base: Params, settings: LoraSettings) -> Params:
-  """Initial adapters, which change nothing: A uniform within ±1/√D, B zero.
+  """Initializes adapters to no change: A uniform within ±1/√D, B zero.
 
   Args:
     key: one PRNG key.
@@ -64,11 +64,11 @@ def init(key: Array, base: Params, settings: LoraSettings) -> Params:
     {"blocks": {name: {"a": [L, D, R], "b": [L, R, E]}}}, at least float32.
   Raises:
     ValueError: no kernel is targeted, or a targeted kernel is too small for the rank.
-  Source: "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685), §4.1; A as the
-    PEFT library initializes it.
+  Source: "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685), §4.1; A as in the
+    PEFT library.
   """
 
-  def pair(key, kernel):
+  def init_pair(key, kernel):
     L, D, E = kernel.shape
     dtype = jnp.promote_types(kernel.dtype, jnp.float32)
     a = jax.random.uniform(key, (L, D, settings.rank), dtype, -(D**-0.5), D**-0.5)
@@ -76,7 +76,7 @@ def init(key: Array, base: Params, settings: LoraSettings) -> Params:
 
   kernels = target_kernels(base, settings)
   keys = jax.random.split(key, len(kernels))
-  pairs = map(pair, keys, kernels.values())
+  pairs = map(init_pair, keys, kernels.values())
   return {"blocks": dict(zip(kernels, pairs, strict=True))}
 
 
@@ -90,42 +90,44 @@ def target_kernels(base: Params, settings: LoraSettings) -> dict[str, Any]:
   """
   blocks = base["blocks"]
   kernels = {name: blocks[name] for name in sorted(blocks) if getattr(blocks[name], "ndim", 0) == 3}
-  found = {k: w for k, w in kernels.items() if re.search(settings.targets, f"blocks/{k}")}
-  if not found:
+  targets = {k: w for k, w in kernels.items() if re.search(settings.targets, f"blocks/{k}")}
+  if not targets:
     raise ValueError(
       f"LoraSettings: targets = {settings.targets!r} matches no kernel of the layers; they are"
       f" {[f'blocks/{name}' for name in kernels]}"
     )
-  for name, kernel in found.items():
+  for name, kernel in targets.items():
     if settings.rank > min(kernel.shape[1:]):
       raise ValueError(
         f"LoraSettings: rank = {settings.rank} exceeds the rank of blocks/{name}, a"
         f" {kernel.shape[1]}×{kernel.shape[2]} kernel; set rank to at most"
         f" {min(kernel.shape[1:])}, or leave that kernel out of targets"
       )
-  return found
+  return targets
 
 
 def combine(adapters: Params, base: Params, settings: LoraSettings) -> Params:
-  """The network's parameters: those of the base, with a `LowRank` for each adapted kernel.
+  """Combines the network's parameters: those of the base, with `LowRank`s for adapted kernels.
 
   Scoring adds (α/R)·(x·A)·B to each targeted product and never forms a merged kernel, so that
   gradients are as small as the adapters. Decoding merges once, see `Model.decoding_params`.
 
   Args:
     adapters: the trained parameters.
-    base: the frozen parameters. In a jitted function they must be one of its arguments, since they
-      would otherwise be compiled in as constants.
+    base: the frozen parameters. In a jitted function they must be one of its arguments; otherwise
+      they are compiled in as constants.
     settings: the settings that the adapters were made with.
   """
   blocks = base["blocks"]
-  changed = lambda kernel, a, b: LowRank(kernel, a, b * settings.scale)
-  new = {name: changed(blocks[name], **pair) for name, pair in adapters["blocks"].items()}
-  return {**base, "blocks": {**blocks, **new}}
+  kernels = {
+    name: LowRank(blocks[name], pair["a"], pair["b"] * settings.scale)
+    for name, pair in adapters["blocks"].items()
+  }
+  return {**base, "blocks": {**blocks, **kernels}}
 
 
-def adapted(model: Model, settings: LoraSettings | None) -> Model:
-  """`model` with adapters as its trained parameters; unchanged if `settings` is None."""
+def adapt(model: Model, settings: LoraSettings | None) -> Model:
+  """Makes adapters the trained parameters of `model`; unchanged if `settings` is None."""
   if settings is None:
     return model
   return model._replace(combine=functools.partial(combine, settings=settings))

@@ -1,7 +1,6 @@
 """Bytes that training and sampling a network take on one device, by arithmetic.
 
-The temporary buffers of the compiler are not counted. The KV cache is that of
-`rollouts.decoder.slot_bytes`.
+The compiler's temporary buffers do not count. For the KV cache see `rollouts.decoder.slot_bytes`.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ def shard_bytes(tree: Any) -> float:
 
 
 def decoding_copy_bytes(base: Any, compute_dtype: str) -> float:
-  """Bytes of the copy of the parameters that decoding reads: not sharded along fsdp.
+  """Bytes of the copy of the parameters for decoding, which is not sharded along fsdp.
 
   Args:
     base: all parameters, as for `shard_bytes`, on the mesh that generates.
     compute_dtype: the dtype of the copy.
   """
 
-  def leaf(x: Any) -> jax.ShapeDtypeStruct:
+  def gather(x: Any) -> jax.ShapeDtypeStruct:
     spec = [None if axis == "fsdp" else axis for axis in x.sharding.spec]
     gathered = jax.sharding.NamedSharding(x.sharding.mesh, jax.sharding.PartitionSpec(*spec))
     return jax.ShapeDtypeStruct(x.shape, jnp.dtype(compute_dtype), sharding=gathered)
 
-  return shard_bytes(jax.tree.map(leaf, base))
+  return shard_bytes(jax.tree.map(gather, base))
 
 
 def activation_bytes(config: TransformerConfig, tokens: int, tensor: int) -> float:
-  """Bytes that the forward pass saves for the backward pass, and twice those of one layer.
+  """Bytes that the forward pass saves for the backward pass, plus twice those of one layer.
 
   Args:
     config: the network's settings.
@@ -70,5 +69,5 @@ def output_head_bytes(config: TransformerConfig, tokens: int, tensor: int) -> fl
 
 
 def sampling_bytes(config: TransformerConfig, slots: int) -> float:
-  """Bytes of one token's float32 logits of every slot on a device, and of a copy of them."""
+  """Bytes of the float32 logits of one token per slot on a device, and of a copy of them."""
   return float(slots * config.vocab_size * 4 * 2)

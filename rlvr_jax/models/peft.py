@@ -18,7 +18,7 @@ from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.huggingface_tensors import KERNELS
 from rlvr_jax.models.lora import LoraSettings
 from rlvr_jax.models.transformer import TransformerConfig
-from rlvr_jax.storage.files import located
+from rlvr_jax.storage.files import locate
 from rlvr_jax.types import Params
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -28,8 +28,8 @@ _NAMES = {module: name for name, module in KERNELS.items()}
 _MATRICES = {"a": "lora_A", "b": "lora_B"}
 _TENSOR = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.([\w.]+)\.lora_[AB]\.weight")
 
-# Fields of a configuration that do not affect W + (α/R)·A·B: who made it, how it was trained, and
-# what the tensors' names state as well.
+# Fields of a configuration that do not affect W + (α/R)·A·B: about its origin and its training, or
+# stated by the tensors' names as well.
 _WITHOUT_EFFECT = {
   *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
   *("inference_mode", "lora_dropout", "eva_config", "loftq_config", "ensure_weight_tying"),
@@ -39,7 +39,7 @@ _WITHOUT_EFFECT = {
 _ALLOWED = {
   "peft_type": ("LORA",),
   "bias": ("none",),
-  # Initializations of A and B that do not change the base; PiSSA and others change it.
+  # Initializations of A and B that do not change the base, unlike PiSSA and others.
   "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }
 _UNSET: tuple[Any, ...] = (None, False, [], {})
@@ -53,12 +53,12 @@ def save_adapters(
   *,
   base_model: str = "",
 ) -> None:
-  """Writes adapters as `peft.PeftModel.from_pretrained` reads them.
+  """Writes adapters in the format that `peft.PeftModel.from_pretrained` reads.
 
   Args:
-    directory: will be created; local or a URL.
+    directory: to be created; local or a URL.
     adapters: as `lora.init` returns them, fully on this host.
-    settings: the settings that they were made with.
+    settings: the settings that the adapters were made with.
     config: settings of the base network.
     base_model: folder or name of the base's checkpoint, for users of the adapters.
   Raises:
@@ -108,10 +108,10 @@ def load_adapters(
   Returns:
     Adapters as `lora.init` returns them, NumPy arrays of at least float32.
   Raises:
-    ValueError: they are for another model, or not of the form W + (α/R)·A·B in every layer.
+    ValueError: the adapters are for another model, or not of the form W + (α/R)·A·B in every layer.
     FileNotFoundError: one of the two files is missing.
   """
-  system, folder = located(directory)
+  system, folder = locate(directory)
   path, weights = (posixpath.join(folder, name) for name in (CONFIG_FILE, WEIGHTS_FILE))
   for file in (path, weights):
     if not system.exists(file):
@@ -119,21 +119,22 @@ def load_adapters(
         f"{file} is missing; adapters are read as PEFT's save_pretrained writes them, into"
         f" {CONFIG_FILE} and {WEIGHTS_FILE}, never pickled"
       )
-  description = _checked(safetensors.read_json(system, path), path)
+  description = safetensors.read_json(system, path)
+  _check_description(description, path)
   tensors = safetensors.read_header(system, weights)
   names = _adapted_kernels(tensors, config.num_layers, weights)
 
-  def stacked(name, letter):
+  def stack_layers(name, letter):
     layers = [tensors[_tensor_name(i, name, letter)] for i in range(config.num_layers)]
     matrices = [tensor.rows(0, tensor.shape[0]).T for tensor in layers]
     return np.stack(matrices).astype(np.promote_types(layers[0].dtype, np.float32))
 
   adapters = {
-    "blocks": {name: {letter: stacked(name, letter) for letter in _MATRICES} for name in names}
+    "blocks": {name: {letter: stack_layers(name, letter) for letter in _MATRICES} for name in names}
   }
   try:
     settings = LoraSettings(
-      rank=description.get("r"),  # type: ignore[arg-type]  # checked there
+      rank=description.get("r"),  # type: ignore[arg-type]  # checked by LoraSettings
       alpha=description.get("lora_alpha"),  # type: ignore[arg-type]
       targets=rf"blocks/({'|'.join(names)})$",
     )
@@ -148,16 +149,16 @@ def check_adapters(adapters: Params, settings: LoraSettings, config: Transformer
   key = jax.random.key(0)
   base = jax.eval_shape(transformer(config).init, key)
   needed = _shapes(jax.eval_shape(lambda key: lora.init(key, base, settings), key))
-  found = _shapes(adapters)
+  actual = _shapes(adapters)
   differing = {
-    name: (found.get(name), needed.get(name))
-    for name in sorted(found | needed)
-    if found.get(name) != needed.get(name)
+    name: (actual.get(name), needed.get(name))
+    for name in sorted(actual | needed)
+    if actual.get(name) != needed.get(name)
   }
   if differing:
     raise ValueError(
       f"adapters do not fit the model with rank = {settings.rank} and targets ="
-      f" {settings.targets!r}: {differing} (found, needed; the first axis is the layer's). Take the"
+      f" {settings.targets!r}: {differing} (found, needed; the first axis is the layer's). Use the"
       " base and the settings that they were trained with"
     )
 
@@ -169,7 +170,8 @@ def _shapes(tree: Params) -> dict[str, tuple[int, ...]]:
   }
 
 
-def _checked(description: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+def _check_description(description: Mapping[str, Any], path: str) -> None:
+  """Raises ValueError unless the adapters have the form W + (α/R)·A·B and nothing else."""
   if "peft_type" not in description:
     raise ValueError(f"{path} has no peft_type: it is not a configuration of the PEFT library")
   unsupported = {
@@ -183,20 +185,19 @@ def _checked(description: Mapping[str, Any], path: str) -> Mapping[str, Any]:
       " one α (peft_type LORA), and nothing else may be trained. Merge these into their base with"
       " PEFT's merge_and_unload, and load that"
     )
-  return description
 
 
 def _adapted_kernels(tensors: Mapping[str, Any], num_layers: int, path: str) -> list[str]:
   """Names of the kernels that the file adapts, each in every layer."""
-  parsed = {name: _TENSOR.fullmatch(name) for name in tensors}
-  unknown = [name for name, found in parsed.items() if not found or found[2] not in _NAMES]
-  if unknown or not parsed:
+  matches = {name: _TENSOR.fullmatch(name) for name in tensors}
+  unknown = [name for name, match in matches.items() if not match or match[2] not in _NAMES]
+  if unknown or not matches:
     raise ValueError(
       f"{path} has {unknown[:3] or 'nothing'}, not only adapters of layers' kernels; those are"
       f" base_model.model.model.layers.N.MODULE.lora_A.weight and lora_B.weight for MODULE of"
       f" {sorted(_NAMES)}"
     )
-  names = sorted({_NAMES[found[2]] for found in parsed.values() if found})
+  names = sorted({_NAMES[match[2]] for match in matches.values() if match})
   needed = {
     _tensor_name(i, name, letter)
     for name in names
@@ -206,7 +207,7 @@ def _adapted_kernels(tensors: Mapping[str, Any], num_layers: int, path: str) -> 
   if needed != set(tensors):
     raise ValueError(
       f"{path}: a model of {num_layers} layers has each of {names} adapted in all of them; missing"
-      f" are {sorted(needed - set(tensors))[:3]}, too many {sorted(set(tensors) - needed)[:3]}"
+      f" are {sorted(needed - set(tensors))[:3]}, extra are {sorted(set(tensors) - needed)[:3]}"
     )
   return names
 

@@ -16,7 +16,7 @@ from rlvr_jax.models.transformer import TransformerConfig
 
 _SMALL = dict(activation="silu", qk_norm=True, rope_theta=10_000.0, tied_head=True)
 _QWEN2 = dict(qkv_bias=True, rope_theta=1_000_000.0, norm_epsilon=1e-6, head_dim=128)
-_SHORT = dict(rope_theta=10_000.0)  # Qwen2.5-Math, and what was distilled into it
+_SHORT = dict(rope_theta=10_000.0)  # Qwen2.5-Math, and models distilled into it
 _QWEN3 = dict(
   qk_norm=True, rope_theta=1_000_000.0, norm_epsilon=1e-6, head_dim=128, vocab_size=151_936
 )
@@ -37,7 +37,7 @@ _GEMMA = dict(
   tied_head=True,
 )
 
-# Accelerator presets compute in bfloat16 and keep matrix products only; masters are float32.
+# For accelerators: computes in bfloat16 and saves matrix products only; parameters are float32.
 _LARGE = dict(compute_dtype="bfloat16", remat="dots")
 
 
@@ -101,7 +101,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-# Fields that change how a network is computed and stored, but not the function that it computes.
+# Fields that change how a network is computed and stored, but not its function.
 _OF_COMPUTING = (
   *("compute_dtype", "matmul_precision", "param_dtype"),
   *("remat", "unroll_layers", "attention"),
@@ -115,8 +115,8 @@ def preset(name: str, **overrides: Any) -> TransformerConfig:
     ValueError: the name or a field is unknown; the message suggests similar names.
   """
   if name not in _PRESETS:
-    near = difflib.get_close_matches(name, _PRESETS) or sorted(_PRESETS)
-    raise ValueError(f"config.model.preset = {name!r} is unknown; did you mean one of {near}?")
+    similar = difflib.get_close_matches(name, _PRESETS) or sorted(_PRESETS)
+    raise ValueError(f"config.model.preset = {name!r} is unknown; did you mean one of {similar}?")
   _check_overrides(overrides)
   return TransformerConfig(**{**_PRESETS[name], **overrides})
 
@@ -125,9 +125,9 @@ def _check_overrides(overrides: Mapping[str, Any]) -> None:
   fields = [field.name for field in dataclasses.fields(TransformerConfig)]
   for field in overrides:
     if field not in fields:
-      near = difflib.get_close_matches(field, fields) or fields
+      similar = difflib.get_close_matches(field, fields) or fields
       raise ValueError(
-        f"config.model.overrides.{field} is not a field; did you mean one of {near}?"
+        f"config.model.overrides.{field} is not a field; did you mean one of {similar}?"
       )
 
 
@@ -158,16 +158,17 @@ def model_settings(model: Mapping[str, Any]) -> TransformerConfig:
       f" = {checkpoint!r}; with a checkpoint only {list(_OF_COMPUTING)} may be set"
     )
   try:
-    found = checkpoint_config(checkpoint, **of_computing)
+    of_checkpoint = checkpoint_config(checkpoint, **of_computing)
   except (OSError, ValueError) as error:
     raise ValueError(f"config.model.checkpoint = {checkpoint!r}: {error}") from error
   if not name:
-    return found
-  chosen = preset(name, **overrides)
+    return of_checkpoint
+  of_preset = preset(name, **overrides)
+  fields = [field.name for field in dataclasses.fields(TransformerConfig)]
   differing = {
-    field.name: (getattr(chosen, field.name), getattr(found, field.name))
-    for field in dataclasses.fields(TransformerConfig)
-    if field.name not in _OF_COMPUTING and getattr(chosen, field.name) != getattr(found, field.name)
+    field: (getattr(of_preset, field), getattr(of_checkpoint, field))
+    for field in fields
+    if field not in _OF_COMPUTING and getattr(of_preset, field) != getattr(of_checkpoint, field)
   }
   if differing:
     raise ValueError(
@@ -175,4 +176,4 @@ def model_settings(model: Mapping[str, Any]) -> TransformerConfig:
       f" {checkpoint!r}: {differing} (preset, checkpoint). Set config.model.preset = '' to take the"
       " checkpoint's, or change one of the two"
     )
-  return chosen
+  return of_preset

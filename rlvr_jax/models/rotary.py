@@ -16,8 +16,8 @@ from rlvr_jax.types import Array
 class RopeScaling:
   """Context extension of the rotary frequencies.
 
-  With only `factor`, all frequencies are divided by it (Gemma 3). With `low_frequency_factor`,
-  Llama 3's rule: long wavelengths are divided, short ones kept, those between interpolated.
+  With `factor` only, all frequencies are divided by it (Gemma 3). With `low_frequency_factor`,
+  Llama 3's rule applies: low frequencies are divided, high ones kept, those between interpolated.
   """
 
   factor: float
@@ -41,7 +41,7 @@ class YarnScaling:
   fast_rotations: float = 32.0
   slow_rotations: float = 1.0
   integer_indices: bool = True  # the interpolated range begins and ends at integer indices
-  attention_factor: float | None = None  # on cosines and sines; None is 0.1·ln(factor) + 1
+  attention_factor: float | None = None  # of cosines and sines; None is 0.1·ln(factor) + 1
 
 
 def inverse_frequencies(
@@ -64,7 +64,7 @@ def inverse_frequencies(
 
 
 def _yarn_indices(head_dim: int, theta: float, scaling: YarnScaling) -> tuple[float, float]:
-  """First and last interpolated frequency, as indices."""
+  """Indices of the first and the last interpolated frequency."""
 
   def index(rotations: float) -> float:
     wavelength = scaling.original_length / (2 * math.pi * rotations)
@@ -94,13 +94,13 @@ class RotaryTables(NamedTuple):
   """Cosines and sines of tokens' positions, each [..., L, 1, H/2]."""
 
   full: tuple[Array, Array]
-  sliding: tuple[Array, Array] | None  # of layers that slide; None: the same
+  sliding: tuple[Array, Array] | None  # for sliding layers; None: the same
 
   def of_layer(self, slides: Array | bool) -> tuple[Array, Array]:
     """Selects the tables of a layer; whether it slides may be traced."""
     if self.sliding is None:
       return self.full
-    return jax.tree.map(lambda near, far: jnp.where(slides, near, far), self.sliding, self.full)
+    return jax.tree.map(lambda x, y: jnp.where(slides, x, y), self.sliding, self.full)
 
   def at(self, index: Array) -> RotaryTables:
     """Selects the tables of tokens at `index` of the first axis, i32[...]."""

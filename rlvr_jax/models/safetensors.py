@@ -1,4 +1,4 @@
-"""The safetensors format, by slices: tensors are read by rows, from disks and object stores alike.
+"""The safetensors format, read by slices: rows of tensors, from disks and object stores alike.
 
 A file is the length of its header (8 bytes, little-endian), the header (JSON: name → dtype, shape,
 data_offsets), and the tensors' bytes in the header's order, without gaps. A checkpoint is one such
@@ -7,7 +7,7 @@ Source: huggingface.co/docs/safetensors.
 """
 
 # The safetensors library is not used: it opens local files only, while this module reads byte
-# ranges of remote files, and it writes a file only from tensors that are all in memory.
+# ranges of remote files; and it requires all tensors of a file in memory to write the file.
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from fsspec.implementations.local import LocalFileSystem
 
 from rlvr_jax.storage.files import (
   TEMPORARY,
-  listing,
-  located,
-  reporting_full_disk,
+  list_files,
+  locate,
+  report_full_disk,
+  report_unwritable,
   sync_folder,
-  writing_to,
 )
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -56,7 +56,7 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-  """The location of one tensor in a file; its data is not in memory."""
+  """The location of a tensor in a file; its data is not in memory."""
 
   name: str
   dtype_name: str  # the format's, such as BF16
@@ -67,7 +67,7 @@ class Tensor:
 
   @property
   def dtype(self) -> np.dtype:
-    """Raises ValueError where the numbers are not plain floating-point ones."""
+    """The NumPy dtype; raises ValueError unless the numbers are plain floating-point ones."""
     if self.dtype_name not in DTYPES:
       raise ValueError(
         f"{self.path}: tensor {self.name!r} has dtype {self.dtype_name}, only {', '.join(DTYPES)}"
@@ -80,7 +80,7 @@ class Tensor:
     return math.prod(self.shape) * self.dtype.itemsize
 
   def rows(self, start: int, stop: int) -> np.ndarray:
-    """Reads rows start to stop of the first axis, as a read-only array.
+    """Reads rows [start, stop) of the first axis, as a read-only array.
 
     Local files are memory-mapped, so that the system can drop their pages. From remote files only
     these rows are fetched.
@@ -100,7 +100,7 @@ class Tensor:
 
 
 def open_checkpoint(directory: str | os.PathLike[str]) -> dict[str, Tensor]:
-  """The tensors of a checkpoint directory by name; headers are read and checked, nothing else.
+  """Opens the tensors of a checkpoint directory, by name; reads and checks the headers only.
 
   Args:
     directory: contains model.safetensors, or model.safetensors.index.json and its shards; local or
@@ -110,8 +110,8 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> dict[str, Tensor]:
     OSError: the directory cannot be reached.
     ValueError: the weights are pickled, or a file is truncated or does not match its header.
   """
-  system, folder = located(directory)
-  names = listing(directory)
+  system, folder = locate(directory)
+  names = list_files(directory)
   if SINGLE in names:
     return read_header(system, posixpath.join(folder, SINGLE))
   if INDEX in names:
@@ -131,12 +131,13 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> dict[str, Tensor]:
 def _open_shards(
   system: fsspec.AbstractFileSystem, folder: str, names: Collection[str]
 ) -> dict[str, Tensor]:
+  """Opens the tensors that the index of a folder lists."""
   index_path = posixpath.join(folder, INDEX)
-  placed = read_json(system, index_path).get("weight_map")
-  if not isinstance(placed, dict) or not placed:
+  weight_map = read_json(system, index_path).get("weight_map")
+  if not isinstance(weight_map, dict) or not weight_map:
     raise ValueError(f"{index_path} has no weight_map of tensor names to files")
   shards = {}
-  for file in sorted(set(map(str, placed.values()))):
+  for file in sorted(set(map(str, weight_map.values()))):
     if posixpath.basename(file) != file or not file.endswith(".safetensors"):
       raise ValueError(
         f"{index_path} names {file!r}, which is not a safetensors file in the same folder"
@@ -145,14 +146,14 @@ def _open_shards(
     if file not in names:
       raise FileNotFoundError(f"{path}, named by {INDEX}, is missing: download it again")
     shards[file] = read_header(system, path)
-  for name, file in placed.items():
+  for name, file in weight_map.items():
     if name not in shards[file]:
       raise ValueError(f"{posixpath.join(folder, file)} lacks {name!r}, which {INDEX} says it has")
-  return {name: shards[file][name] for name, file in placed.items()}
+  return {name: shards[file][name] for name, file in weight_map.items()}
 
 
 def read_header(system: fsspec.AbstractFileSystem, path: str) -> dict[str, Tensor]:
-  """The tensors of one safetensors file; ValueError if the header does not match the file."""
+  """Reads the tensors of one safetensors file; ValueError if the header does not match the file."""
   size = system.size(path)
 
   def require(condition: bool, what: str) -> None:
@@ -169,10 +170,10 @@ def read_header(system: fsspec.AbstractFileSystem, path: str) -> dict[str, Tenso
   )
   try:
     header = json.loads(
-      system.cat_file(path, start=8, end=8 + length), object_pairs_hook=_without_repeats
+      system.cat_file(path, start=8, end=8 + length), object_pairs_hook=_make_unique_dict
     )
     header.pop("__metadata__", None)
-    entries = {name: _parsed(entry) for name, entry in header.items()}
+    entries = {name: _parse_entry(entry) for name, entry in header.items()}
   except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
     require(False, f"its header cannot be read ({type(error).__name__}: {error})")
   free = 0  # the first byte that belongs to no tensor
@@ -182,10 +183,10 @@ def read_header(system: fsspec.AbstractFileSystem, path: str) -> dict[str, Tenso
       f"tensor {name!r} should be at {begin}:{end}, the previous one ends at {free}",
     )
     free = end
-    need = math.prod(shape) * DTYPES[dtype].itemsize if dtype in DTYPES else end - begin
+    nbytes = math.prod(shape) * DTYPES[dtype].itemsize if dtype in DTYPES else end - begin
     require(
-      end - begin == need,
-      f"tensor {name!r}, {dtype} of shape {shape}, takes {need} bytes, not {end - begin}",
+      end - begin == nbytes,
+      f"tensor {name!r}, {dtype} of shape {shape}, takes {nbytes} bytes, not {end - begin}",
     )
   require(
     size == 8 + length + free,
@@ -197,24 +198,25 @@ def read_header(system: fsspec.AbstractFileSystem, path: str) -> dict[str, Tenso
   }
 
 
-def _parsed(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-  """A tensor's dtype, shape, first byte and end, relative to the end of the header."""
+def _parse_entry(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+  """Parses a tensor's dtype, shape, first byte and end, relative to the end of the header."""
   dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-  natural = lambda x: isinstance(x, int) and not isinstance(x, bool) and x >= 0
-  if not isinstance(dtype, str) or not all(map(natural, [*shape, begin, end])):
+  is_natural = lambda x: isinstance(x, int) and not isinstance(x, bool) and x >= 0
+  if not isinstance(dtype, str) or not all(map(is_natural, [*shape, begin, end])):
     raise ValueError(f"an entry is {entry!r}")
   return dtype, tuple(shape), begin, end
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-  found = dict(pairs)
-  if len(found) != len(pairs):
+def _make_unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  """Makes a dict; raises ValueError for a repeated name."""
+  entries = dict(pairs)
+  if len(entries) != len(pairs):
     raise ValueError("a name is repeated")
-  return found
+  return entries
 
 
 def read_json(system: fsspec.AbstractFileSystem, path: str) -> dict[str, Any]:
-  """The object in a JSON file; ValueError if it is not an object."""
+  """Reads the object in a JSON file; ValueError if the file is not a JSON object."""
   try:
     value = json.loads(system.cat_file(path))
   except (ValueError, RecursionError) as error:
@@ -261,12 +263,12 @@ def write_checkpoint(
     if count == 1
     else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
   )
-  rest = iter(blocks)
+  remaining = iter(blocks)
   for file, shard in zip(files, shards, strict=True):
-    write_file(system, posixpath.join(folder, file), shard, dtype, rest)
+    write_file(system, posixpath.join(folder, file), shard, dtype, remaining)
   if count > 1:
-    placed = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": placed}
+    weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
     write_bytes(system, posixpath.join(folder, INDEX), json.dumps(index, indent=2).encode())
 
 
@@ -277,7 +279,7 @@ def write_file(
   dtype: np.dtype,
   blocks: Iterator[np.ndarray],
 ) -> None:
-  """Writes one safetensors file; consumes from `blocks` what its tensors need."""
+  """Writes one safetensors file; consumes the blocks of its tensors."""
   sizes = [math.prod(shape) * dtype.itemsize for shape in shapes.values()]
   ends = list(itertools.accumulate(sizes))
   header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by transformers
@@ -285,7 +287,7 @@ def write_file(
     header[name] = dict(dtype=_NAMES[dtype], shape=list(shape), data_offsets=[end - size, end])
   text = json.dumps(header).encode()
   text += b" " * (-len(text) % _ALIGNMENT)
-  with _opened(system, path) as file:
+  with _open_for_writing(system, path) as file:
     file.write(struct.pack("<Q", len(text)) + text)
     for name, size in zip(shapes, sizes, strict=True):
       while size > 0:
@@ -297,14 +299,15 @@ def write_file(
 
 def write_bytes(system: fsspec.AbstractFileSystem, path: str, content: bytes) -> None:
   """Writes a small file."""
-  with _opened(system, path) as file:
+  with _open_for_writing(system, path) as file:
     file.write(content)
 
 
 @contextlib.contextmanager
-def _opened(system: fsspec.AbstractFileSystem, path: str):
+def _open_for_writing(system: fsspec.AbstractFileSystem, path: str):
+  """Opens a file for writing; a local file is synced to disk at the end."""
   local = isinstance(system, LocalFileSystem)
-  with reporting_full_disk(pathlib.Path(path)), system.open(path, "wb") as file:
+  with report_full_disk(pathlib.Path(path)), system.open(path, "wb") as file:
     yield file
     if local:
       file.flush()
@@ -315,26 +318,26 @@ def _opened(system: fsspec.AbstractFileSystem, path: str):
 def new_directory(
   directory: str | os.PathLike[str],
 ) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
-  """A file system and a folder in it to fill; a local `directory` appears when it is complete.
+  """Yields a file system and a folder to fill; a local `directory` appears when it is complete.
 
-  Object stores can neither rename nor lock: there, write the file that marks the directory as
-  complete last.
+  Object stores can neither rename nor lock: write the file that marks the directory as complete
+  last.
 
   Raises:
     FileExistsError: `directory` is not empty, or another process is writing it.
     OSError: a local `directory` cannot be created.
   """
   check_vacant(directory)
-  system, path = located(directory)
+  system, path = locate(directory)
   if not isinstance(system, LocalFileSystem):
     system.makedirs(path, exist_ok=True)
     yield system, path
     return
   target = pathlib.Path(path)
   temporary = target.with_name(target.name + TEMPORARY)
-  with writing_to(str(directory)):
+  with report_unwritable(str(directory)):
     temporary.mkdir(parents=True, exist_ok=True)
-  with _locked(temporary, directory):
+  with _lock_and_empty(temporary, directory):
     try:
       yield system, str(temporary)
       (temporary / _LOCK).unlink()
@@ -347,28 +350,32 @@ def new_directory(
 
 
 @contextlib.contextmanager
-def _locked(temporary: pathlib.Path, directory: str | os.PathLike[str]) -> Iterator[None]:
-  """Empties the folder that becomes `directory`; within it no other process writes there."""
+def _lock_and_empty(temporary: pathlib.Path, directory: str | os.PathLike[str]) -> Iterator[None]:
+  """Locks and empties the folder that becomes `directory`.
+
+  Raises:
+    FileExistsError: another process is writing it.
+  """
   path = temporary / _LOCK
   with contextlib.ExitStack() as stack:
     try:
       file = stack.enter_context(open(path, "a"))
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
       if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
-        raise FileNotFoundError  # its owner has finished, or failed, meanwhile
+        raise FileNotFoundError  # the owner of the lock has finished or failed meanwhile
     except (BlockingIOError, FileNotFoundError):
       raise FileExistsError(
         f"{directory} is being written by another process: wait for it, or choose another directory"
       ) from None
-    for left in temporary.iterdir():  # by a process that was killed
-      if left != path:
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
+    for remnant in temporary.iterdir():  # of a process that was killed
+      if remnant != path:
+        shutil.rmtree(remnant) if remnant.is_dir() else remnant.unlink()
     yield
 
 
 def check_vacant(directory: str | os.PathLike[str]) -> None:
   """Raises FileExistsError unless `directory` is absent or empty."""
-  system, path = located(directory)
+  system, path = locate(directory)
   if system.exists(path) and (not system.isdir(path) or system.ls(path, detail=False)):
     raise FileExistsError(
       f"{directory} is not empty; a checkpoint is written into a new directory: choose another, or"

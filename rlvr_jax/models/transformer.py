@@ -1,7 +1,7 @@
-"""The policy: one decoder-only transformer whose settings span Qwen 2/2.5/3, Llama 3 and Gemma 2/3.
+"""The policy: one decoder-only transformer with settings for Qwen 2/2.5/3, Llama 3 and Gemma 2/3.
 
-Everything but attention is per token, so prompts and responses travel in packed rows: a prompt is
-computed once for all its responses in a row. The engine computes it once for its slots.
+All operations but attention are per token, so prompts and responses are packed into rows: a prompt
+is computed once for all its responses in a row. The engine computes it once for its slots.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _ACTIVATIONS = {
   "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
   "gelu": lambda x: jax.nn.gelu(x, approximate=False),
 }
-# Names saved for the backward pass besides a layer's input. Attention's output is as small as that,
-# and computing it again is not; `none` keeps everything.
+# Names saved for the backward pass besides a layer's input. Attention's output is as small as the
+# input but expensive to recompute. `none` saves everything.
 _REMAT: dict[str, tuple[str, ...]] = {
   "none": (),
   "dots": (PRODUCT, RESIDUALS),
@@ -61,27 +61,28 @@ class TransformerConfig:
   qkv_bias: bool = False  # Qwen 2
   output_bias: bool = False  # of the projection after attention
   mlp_bias: bool = False
-  query_scale: float | None = None  # on the scores; None is 1/√head_dim
+  query_scale: float | None = None  # factor on the scores; None is 1/√head_dim
   attention_soft_cap: float | None = None
   final_soft_cap: float | None = None
   sliding_window: int | None = None  # tokens, of the sliding layers
   sliding_layers: tuple[bool, ...] | None = None  # one per layer; None: no layer slides
-  sliding_rope_theta: float | None = None  # of the sliding layers, unscaled; None: as the others
+  sliding_rope_theta: float | None = None  # of sliding layers, unscaled; None: as other layers
   scaled_embedding: bool = False  # embeddings times √width (Gemma)
   zero_centered_norm: bool = False  # norm weights are stored as w, applied as 1 + w (Gemma)
   post_norm: bool = False  # a norm after attention and after the MLP as well (Gemma)
   compute_dtype: str = "float32"
-  matmul_precision: str = "auto"  # of float32 products, as `ops.precision` has it; see `precision`
+  matmul_precision: str = "auto"  # of float32 products: auto, highest or default; see `precision`
   param_dtype: str = "float32"
-  remat: str = "none"  # computed again backwards: none; dots: all but products; full: a layer
-  unroll_layers: int = 1  # layers per iteration of the layer scan; num_layers unrolls it whole
-  attention: str = "auto"  # of training, one of `ops.row_attention.KINDS`
+  remat: str = "none"  # recomputed in the backward pass: none; dots: all but products; full: layers
+  unroll_layers: int = 1  # layers per iteration of the layer scan; num_layers unrolls it fully
+  attention: str = "auto"  # in training, one of `ops.row_attention.KINDS`
 
   def __post_init__(self):
-    if mistake := next(self._mistakes(), None):
+    if mistake := next(self._find_mistakes(), None):
       raise ValueError(f"TransformerConfig: {mistake}")
 
-  def _mistakes(self) -> Iterator[str]:
+  def _find_mistakes(self) -> Iterator[str]:
+    """Yields what is wrong with the settings, and how to fix it."""
     if self.activation not in _ACTIVATIONS:
       yield f"activation={self.activation!r}; allowed: {sorted(_ACTIVATIONS)}"
     if self.remat not in _REMAT:
@@ -118,9 +119,9 @@ class TransformerConfig:
 
   @property
   def precision(self) -> str:
-    """Of all products in programs that use the network, one of `ops.precision.PRECISIONS`."""
-    of_dtype = "default" if self.compute_dtype == "bfloat16" else "highest"
-    return of_dtype if self.matmul_precision == "auto" else self.matmul_precision
+    """Precision of all products in programs that use the network, of `ops.precision.PRECISIONS`."""
+    default = "default" if self.compute_dtype == "bfloat16" else "highest"
+    return default if self.matmul_precision == "auto" else self.matmul_precision
 
 
 class RMSNorm(nnx.Module):
@@ -137,27 +138,29 @@ class RMSNorm(nnx.Module):
     return (wide * jax.lax.rsqrt(mean_square + self.epsilon) * scale).astype(x.dtype)
 
 
-def _kernel(rngs: nnx.Rngs, config: TransformerConfig, shape: tuple[int, int], gain: float = 1.0):
+def _init_kernel(
+  rngs: nnx.Rngs, config: TransformerConfig, shape: tuple[int, int], gain: float = 1.0
+):
   initializer = jax.nn.initializers.variance_scaling(gain, "fan_in", "normal")
   return nnx.Param(initializer(rngs.params(), shape, jnp.dtype(config.param_dtype)))
 
 
 class Block(nnx.Module):
-  """One layer: attention and a gated MLP, each behind a norm and added to the residual stream."""
+  """One layer: attention and a gated MLP, each after a norm and added to the residual stream."""
 
   def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
     c = self.config = config
     queries, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     residual_gain = 1.0 / (2 * c.num_layers)  # the residual stream's variance stays near 1
     self.attention_norm = RMSNorm(c, c.width)
-    self.query = _kernel(rngs, c, (c.width, queries))
-    self.key = _kernel(rngs, c, (c.width, keys))
-    self.value = _kernel(rngs, c, (c.width, keys))
-    self.output = _kernel(rngs, c, (queries, c.width), residual_gain)
+    self.query = _init_kernel(rngs, c, (c.width, queries))
+    self.key = _init_kernel(rngs, c, (c.width, keys))
+    self.value = _init_kernel(rngs, c, (c.width, keys))
+    self.output = _init_kernel(rngs, c, (queries, c.width), residual_gain)
     self.mlp_norm = RMSNorm(c, c.width)
-    self.gate = _kernel(rngs, c, (c.width, c.mlp_width))
-    self.up = _kernel(rngs, c, (c.width, c.mlp_width))
-    self.down = _kernel(rngs, c, (c.mlp_width, c.width), residual_gain)
+    self.gate = _init_kernel(rngs, c, (c.width, c.mlp_width))
+    self.up = _init_kernel(rngs, c, (c.width, c.mlp_width))
+    self.down = _init_kernel(rngs, c, (c.mlp_width, c.width), residual_gain)
     if c.qkv_bias:
       self.query_bias = nnx.Param(jnp.zeros((queries,), c.param_dtype))
       self.key_bias = nnx.Param(jnp.zeros((keys,), c.param_dtype))
@@ -205,16 +208,16 @@ class Transformer(nnx.Module):
     c = self.config = config
     self.layout = layout
     embedding = jax.random.normal(rngs.params(), (c.vocab_size, c.width), jnp.float32)
-    # Tied: rows are also the head's, so they start with the head's fan-in variance.
+    # Rows of a tied embedding are also the head's, so they start with the head's fan-in variance.
     scale = c.width**-0.5 if c.tied_head else 1.0
     self.embedding = nnx.Param((embedding * scale).astype(c.param_dtype))
     keys = jax.random.split(rngs.params(), c.num_layers)
     self.blocks = jax.vmap(lambda key: Block(c, nnx.Rngs(key)))(keys)
     self.final_norm = RMSNorm(c, c.width)
     if not c.tied_head:
-      self.head_kernel = _kernel(rngs, c, (c.width, c.vocab_size))
+      self.head_kernel = _init_kernel(rngs, c, (c.width, c.vocab_size))
 
-  # Methods that the rest of the package calls through functional.py.
+  # The rest of the package calls these methods through functional.py.
 
   def head(self) -> Head:
     """The output head, kernel [D, V] in the parameters' dtype."""
@@ -243,16 +246,16 @@ class Transformer(nnx.Module):
       window = jnp.where(slides, self.config.sliding_window or _NO_WINDOW, _NO_WINDOW)
 
       def mix(query, key, value):
-        own = lambda y: y[:, S:].reshape(P, G, T - 1, *y.shape[2:])
-        shared = lambda y: y[:, None, :S]
-        prompt = Keys.of(shared(key), shared(value), positions[:, None])
-        response = Keys.of(own(key), own(value), response_positions)
+        in_response = lambda y: y[:, S:].reshape(P, G, T - 1, *y.shape[2:])
+        in_prompt = lambda y: y[:, None, :S]
+        prompt = Keys.of(in_prompt(key), in_prompt(value), positions[:, None])
+        response = Keys.of(in_response(key), in_response(value), response_positions)
         settings = self._attention_settings(window)
-        of_prompt = attention(shared(query), positions[:, None], (prompt,), **settings)[:, 0]
-        of_response = attention(
-          own(query), response_positions, (prompt, response), **settings
+        prompt_out = attention(in_prompt(query), positions[:, None], (prompt,), **settings)[:, 0]
+        response_out = attention(
+          in_response(query), response_positions, (prompt, response), **settings
         ).reshape(P, -1, *query.shape[2:])
-        return jnp.concatenate([of_prompt, of_response], axis=1), None
+        return jnp.concatenate([prompt_out, response_out], axis=1), None
 
       return mix
 
@@ -262,18 +265,17 @@ class Transformer(nnx.Module):
     return jnp.concatenate([first, hidden[:, 1:].reshape(P, G, T - 1, -1)], axis=2)
 
   def row_hidden(self, tokens: Array, rows: Rows) -> Array:
-    """Final hidden states of sequences that lie in rows.
+    """Final hidden states of sequences that are packed into rows.
 
     Args:
       tokens: i32[R, L].
-      rows: which of them belong together; positions below L.
+      rows: the sequences of the tokens; positions below L.
     Returns:
       [R, L, D] in the compute dtype.
     """
-
     c = self.config
     window = c.sliding_window if any(c.sliding_layers or ()) else None
-    kind = "reference" if c.attention == "auto" else c.attention  # a run has chosen it before
+    kind = "reference" if c.attention == "auto" else c.attention  # a run replaces "auto" before
     settings = dict(self._attention_settings(window), kind=kind, mesh=self.layout.mesh)
 
     def attend(slides):
@@ -282,7 +284,7 @@ class Transformer(nnx.Module):
     return self.final_norm(self._scan_blocks(self._embed(tokens), rows.positions, attend))
 
   def prefill(self, blocks: Sequence[Block], tokens: Array) -> list[tuple[Array, Array]]:
-    """Keys and values of prompts.
+    """Computes the keys and values of prompts.
 
     Args:
       blocks: the layers.
@@ -291,8 +293,9 @@ class Transformer(nnx.Module):
       Per layer, keys and values [R, S, K, H].
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    tables = self._looked_up(positions)
-    x, cached = self._embed(tokens), []
+    tables = self._look_up_tables(positions)
+    x = self._embed(tokens)
+    cached = []
     for block, window, slides in zip(blocks, *self._layer_kinds(), strict=True):
 
       def mix(query, key, value, window=window):
@@ -312,7 +315,7 @@ class Transformer(nnx.Module):
     """Runs the network on one token of every slot.
 
     Args:
-      blocks: the layers, split here once so that no decoding step repeats it.
+      blocks: the layers, split once before the decoding loop.
       tokens: i32[slots].
       tables: of these tokens' positions [slots, 1].
       attend: (layer, queries [slots, N, H], keys and values [slots, K, H], settings of attention)
@@ -337,7 +340,7 @@ class Transformer(nnx.Module):
     with jax.named_scope("embedding"):
       x = self.embedding[...][tokens].astype(self.config.compute_dtype)
     if self.config.scaled_embedding:
-      # The factor itself is rounded to the compute dtype, as the published models do.
+      # The factor itself is rounded to the compute dtype, as in the published models.
       x = x * jnp.asarray(self.config.width**0.5, x.dtype)
     return self.layout.constrain(x)
 
@@ -346,16 +349,16 @@ class Transformer(nnx.Module):
     scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
     return dict(scale=scale, window=window, soft_cap=c.attention_soft_cap)
 
-  def _looked_up(self, positions: Array) -> RotaryTables:
-    """Tables of positions i32[R, L] below L, negative ones as 0.
+  def _look_up_tables(self, positions: Array) -> RotaryTables:
+    """Looks up the rotary tables of positions i32[R, L] below L; negative positions count as 0.
 
-    They are looked up because XLA on CPU computes cosines where it uses them: for every head of
+    Without the lookup, XLA on CPU would compute cosines wherever they are used: for every head of
     every layer, forward and backward.
     """
-    return rotary(self.config, jnp.arange(positions.shape[1])).at(positions)
+    return make_rotary_tables(self.config, jnp.arange(positions.shape[1])).at(positions)
 
   def _layer_kinds(self) -> tuple[list[int], list[bool]]:
-    """Window and kind of every layer."""
+    """The window of every layer, and whether it slides."""
     c = self.config
     sliding = list(c.sliding_layers or [False] * c.num_layers)
     window = c.sliding_window or _NO_WINDOW
@@ -363,7 +366,7 @@ class Transformer(nnx.Module):
 
   def _scan_blocks(self, x: Array, positions: Array, attend) -> Array:
     c = self.config
-    tables = self._looked_up(positions)
+    tables = self._look_up_tables(positions)
     _, sliding = self._layer_kinds()
 
     def body(x, layer):
@@ -372,26 +375,26 @@ class Transformer(nnx.Module):
       return self.layout.residual.keep(x), None
 
     if c.remat != "none":
-      kept = jax.checkpoint_policies.save_only_these_names(*_REMAT[c.remat])
-      body = jax.checkpoint(body, policy=kept)
+      policy = jax.checkpoint_policies.save_only_these_names(*_REMAT[c.remat])
+      body = jax.checkpoint(body, policy=policy)
     layers = (self.blocks, jnp.asarray(sliding))
-    with jax.named_scope("layers"):  # what the loop itself does as well
+    with jax.named_scope("layers"):  # including the operations of the loop itself
       x = self.layout.residual.scatter(x)
       x, _ = jax.lax.scan(body, x, layers, unroll=min(c.unroll_layers, c.num_layers))
       return self.layout.constrain(self.layout.residual.gather(x))
 
 
-def rotary(config: TransformerConfig, positions: Array) -> RotaryTables:
-  """The tables of positions i32[..., L], for both kinds of layers."""
+def make_rotary_tables(config: TransformerConfig, positions: Array) -> RotaryTables:
+  """Makes the tables of positions i32[..., L], for both kinds of layers."""
   c = config
   dtype = jnp.promote_types(c.compute_dtype, jnp.float32)
 
-  def table(theta, scaling):
+  def make_table(theta, scaling):
     frequencies = inverse_frequencies(c.head_dim, theta, scaling, dtype)
     return rotary_tables(positions, frequencies, scaling)
 
-  near = None if c.sliding_rope_theta is None else table(c.sliding_rope_theta, None)
-  return RotaryTables(table(c.rope_theta, c.rope_scaling), near)
+  sliding = None if c.sliding_rope_theta is None else make_table(c.sliding_rope_theta, None)
+  return RotaryTables(make_table(c.rope_theta, c.rope_scaling), sliding)
 
 
 def _prompt_positions(prompts: Prompts) -> Array:

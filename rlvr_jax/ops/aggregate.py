@@ -1,4 +1,4 @@
-"""From per-token losses to one number, undivided so that micro-batches and devices add up."""
+"""Aggregation of per-token losses, left undivided so that micro-batches and devices add up."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def aggregate(losses: Array, mask: Array, *, how: str, max_response_length: int)
   without a loss token do not count, except in `constant`.
 
   Args:
-    losses: f32[P, G, T]; anything where masked.
+    losses: f32[P, G, T]; any value where masked.
     mask: [P, G, T], 1 on loss tokens.
     how: one of `AGGREGATIONS`.
     max_response_length: tokens, the limit of the sampler; read by `constant` only.
   Returns:
-    The undivided pair; both 0 when no token is kept (but for `constant`).
+    The undivided pair (total, weight); without loss tokens both are 0 (except in `constant`).
   Raises:
     ValueError: unknown `how`.
   """

@@ -1,7 +1,7 @@
 """Grouped-query attention over a shared prompt and a rollout's own tokens.
 
-It encodes prompts for the engine, and computes unpacked batches. Which key a query may see follows
-from positions alone, so there is one masking rule: padding has a negative position.
+It encodes prompts for the engine, and computes unpacked batches. The mask follows from positions
+only: padding has negative positions.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import jax.numpy as jnp
 
 from rlvr_jax.types import Array
 
-_MASKED = -1e30  # finite, so that a query that sees no key (padding) yields finite garbage, not NaN
+_MASKED = -1e30  # finite, so that a query without a visible key (padding) gives no NaN
 _QUERY_BLOCK = 512  # longer responses are processed in checkpointed blocks of this many queries
 
 
 class Keys(NamedTuple):
-  """Keys and values of one segment; G is 1 where all rollouts of a prompt share the segment.
+  """Keys and values of one segment, in the layout that the matrix products need.
 
-  Stored in the layout that the matrix products need.
+  The axis G has size 1 if all rollouts of a prompt share the segment.
   """
 
   keys: Array  # [P, G or 1, K, H, J]
@@ -46,17 +46,17 @@ def attention(
 ) -> Array:
   """softmax(q·kᵀ·scale) v over the keys of all segments jointly.
 
-  A query sees a key whose position is neither negative (padding), later than its own, nor `window`
-  or more tokens back. Scores and the softmax are at least float32. Above 512 queries the scores
-  exist for one block of queries at a time, in the backward pass too.
+  A key is visible to a query unless its position is negative (padding), later than the query's, or
+  `window` or more tokens earlier. Scores and the softmax are at least float32. Above 512 queries
+  the scores exist for one block of queries at a time, in the backward pass too.
 
   Args:
     queries: [P, G, Q, N, H].
     positions: i32[P, G, Q], of the queries.
     segments: keys and values; a segment with G = 1 is shared by the prompt's rollouts, not copied.
     scale: factor on the scores, usually 1/√H.
-    window: tokens a query looks back, itself included; may be traced.
-    soft_cap: c·tanh(score/c) where given (Gemma 2).
+    window: tokens that a query attends to, itself included; may be traced.
+    soft_cap: c of c·tanh(score/c) (Gemma 2); None for no cap.
   Returns:
     [P, G, Q, N, H] in the queries' dtype.
   """
@@ -85,7 +85,7 @@ def _attend(queries, positions, segments, *, scale, window, soft_cap):
   P, G, Q, N, H = queries.shape
   K = segments[0].keys.shape[2]
   dtype = jnp.promote_types(queries.dtype, jnp.float32)
-  # The queries that share a key head become the rows of one matrix: [P, G, K, Q·n, H], n = N/K.
+  # Queries that share a key head become rows of one matrix: [P, G, K, Q·n, H], n = N/K.
   rows = jnp.transpose(queries.reshape(P, G, Q, K, N // K, H), (0, 1, 3, 2, 4, 5))
   rows = rows.reshape(P, G, K, -1, H)
 
@@ -98,7 +98,7 @@ def _attend(queries, positions, segments, *, scale, window, soft_cap):
     visible = (segment.positions[:, :, None, :] >= 0) & (distance >= 0) & (distance < window)
     scores.append(jnp.where(visible[:, :, None, :, None], score, _MASKED))
 
-  # The softmax over all segments, without concatenating them.
+  # Softmax over all segments, without concatenating them.
   peak = jnp.max(jnp.stack([jnp.max(s, axis=-1) for s in scores]), axis=0)[..., None]
   weights = [jnp.exp(s - jax.lax.stop_gradient(peak)) for s in scores]
   sums = [jnp.sum(w, axis=-1) for w in weights]

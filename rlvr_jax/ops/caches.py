@@ -1,4 +1,4 @@
-"""Caches of keys and values for decoding, one row for every slot, and which kind a device takes.
+"""KV caches for decoding, one row for every slot, and the choice of a kind for a device.
 
 A slot is one row of a batch that decodes. Its cache has three parts: the prompt, the response, and
 the tokens staged since the burst of decoding steps began, which are written to the cache after it.
@@ -18,7 +18,7 @@ from rlvr_jax.types import Array
 KINDS = ("auto", "blocks", "pages")
 
 _LANES = 128  # of a TPU's registers
-_STEPS = 16  # of a burst, at most; divides _TILE
+_STEPS = 16  # the most decoding steps of a burst; divides _TILE
 _TILE = 32  # keys; XLA on CPU multiplies with 48 as slowly as with 96
 
 
@@ -29,10 +29,10 @@ class Blocks(NamedTuple):
   number: int
 
   @classmethod
-  def of(cls, tokens: int, wanted: int, steps: int) -> Blocks:
-    """Blocks with room for `tokens` tokens: one small block, or blocks of `wanted` tokens."""
+  def of(cls, tokens: int, block_size: int, steps: int) -> Blocks:
+    """Blocks with room for `tokens` tokens: one small block, or blocks of `block_size` tokens."""
     multiple = _TILE if tokens > _TILE else steps
-    size = wanted if tokens > 2 * _TILE else -(-max(tokens, 1) // multiple) * multiple
+    size = block_size if tokens > 2 * _TILE else -(-max(tokens, 1) // multiple) * multiple
     return cls(size, -(-tokens // size))
 
   @property
@@ -57,24 +57,24 @@ class CacheShape(NamedTuple):
   def of(cls, max_prompt_length: int, max_new_tokens: int) -> CacheShape:
     """The cache for S prompt and T response tokens: about 16 blocks, of 32 to 512 tokens.
 
-    XLA on CPU copies a block before it reads it, but not where it is the only one of its part.
+    XLA on CPU copies a block before it reads it, unless the block is the only one of its part.
     """
     steps = min(_STEPS, max_new_tokens)
-    wanted = min(max((max_prompt_length + max_new_tokens) // 16 // _TILE, 1) * _TILE, 512)
-    cached_response = (max_new_tokens - 1) // steps * steps  # the last burst's are staged only
-    prompt = Blocks.of(max(max_prompt_length - 1, 1), wanted, steps)
-    return cls(prompt, Blocks.of(cached_response, wanted, steps), steps)
+    block_size = min(max((max_prompt_length + max_new_tokens) // 16 // _TILE, 1) * _TILE, 512)
+    cached_response = (max_new_tokens - 1) // steps * steps  # the last burst is only staged
+    prompt = Blocks.of(max(max_prompt_length - 1, 1), block_size, steps)
+    return cls(prompt, Blocks.of(cached_response, block_size, steps), steps)
 
   @property
   def tokens(self) -> int:
-    """Keys of a slot, staged ones included."""
+    """Number of keys of a slot, including staged ones."""
     return self.prompt.tokens + self.response.tokens + self.steps
 
 
 class Cache(NamedTuple):
   """Keys and values of one layer, as the matrix products need them.
 
-  A block of all slots is contiguous for each head, so that reading it copies nothing else.
+  A block of all slots is contiguous for each head, so that no read copies more than the block.
   """
 
   keys: Array  # [K, blocks, slots, H, block]; staged ones [K, slots, H, steps]
@@ -94,20 +94,19 @@ class Cache(NamedTuple):
     keys, values = (x.reshape(R, S // block, block, K, H).astype(dtype) for x in (keys, values))
     return cls(jnp.transpose(keys, (3, 1, 0, 4, 2)), jnp.transpose(values, (3, 1, 0, 2, 4)))
 
-  def staged(self, key: Array, value: Array, step: Array) -> Cache:
-    """Copies staged keys and values, with those of one more token, both [slots, K, H]."""
+  def stage(self, key: Array, value: Array, step: Array) -> Cache:
+    """Copies staged keys and values, adding those of one more token, both [slots, K, H]."""
     put = jax.lax.dynamic_update_slice_in_dim
-    one = lambda x, like: jnp.swapaxes(x, 0, 1).astype(like.dtype)
+    to_cache = lambda x, like: jnp.swapaxes(x, 0, 1).astype(like.dtype)
     return Cache(
-      put(self.keys, one(key, self.keys)[..., None], step, axis=3),
-      put(self.values, one(value, self.values)[:, :, None], step, axis=2),
+      put(self.keys, to_cache(key, self.keys)[..., None], step, axis=3),
+      put(self.values, to_cache(value, self.values)[:, :, None], step, axis=2),
     )
 
-  def flushed(self, staged: Cache, slot: Array, start: Array) -> Cache:
-    """A copy with what a slot has staged written after its `start` tokens of response."""
-    at = lambda *index: [
-      jnp.asarray(i, jnp.int32) for i in index
-    ]  # one integer dtype, with x64 too
+  def flush(self, staged: Cache, slot: Array, start: Array) -> Cache:
+    """Copies the cache, writing a slot's staged tokens after `start` tokens of its response."""
+    # One integer dtype, also under x64.
+    at = lambda *index: [jnp.asarray(i, jnp.int32) for i in index]
     put = jax.lax.dynamic_update_slice
     size = self.values.shape[3]
     block, offset = start // size, start % size
@@ -119,7 +118,7 @@ class Cache(NamedTuple):
 
 
 class Pages(NamedTuple):
-  """Keys and values of one layer, as the paged kernel reads them; otherwise as `Cache`."""
+  """Keys and values of one layer in the paged kernel's layout; otherwise like `Cache`."""
 
   keys: Array  # [K, blocks, slots, block, H]
   values: Array  # [K, blocks, slots, block, H]
@@ -136,8 +135,8 @@ class Pages(NamedTuple):
     blocks = (x.reshape(R, S // block, block, K, H).astype(dtype) for x in (keys, values))
     return cls(*(jnp.transpose(x, (3, 1, 0, 2, 4)) for x in blocks))
 
-  def flushed(self, staged: Cache, slot: Array, start: Array) -> Pages:
-    """A copy with what a slot has staged written after its `start` tokens of response."""
+  def flush(self, staged: Cache, slot: Array, start: Array) -> Pages:
+    """Copies the cache, writing a slot's staged tokens after `start` tokens of its response."""
     size = self.values.shape[3]
     at = [jnp.asarray(i, jnp.int32) for i in (0, start // size, slot, start % size, 0)]
     of_slot = lambda x: jax.lax.dynamic_index_in_dim(x, slot, 1)[:, None]
@@ -154,29 +153,29 @@ class Reach(NamedTuple):
 
   prompt: Array  # i32[slots], cached tokens of the prompt
   response: Array  # i32[slots], cached tokens of the response
-  prompt_blocks: Array  # i32[], that some running slot has reached
-  response_blocks: Array  # i32[]
+  prompt_blocks: Array  # i32[], number of blocks that a running slot has reached
+  response_blocks: Array  # i32[], the same for responses
 
   @classmethod
   def of(cls, shape: CacheShape, prompt: Array, response: Array, running: Array) -> Reach:
-    """Lengths and numbers of blocks to read; slots that are not running count as empty."""
+    """Counts tokens and blocks to read; slots that are not running count as empty."""
     prompt, response = (jnp.where(running, lengths, 0) for lengths in (prompt, response))
     blocks = lambda lengths, part: -(-jnp.max(lengths) // part.size)
     return cls(prompt, response, blocks(prompt, shape.prompt), blocks(response, shape.response))
 
 
 def choose_cache(wanted: str, *, platform: str, head_dim: int, dtype: str, plain: bool) -> str:
-  """Chooses how keys are cached and read; `auto` takes a TPU's kernel if it can, or warns.
+  """Chooses how keys are cached and read; `auto` chooses a TPU's kernel if possible, or warns.
 
   Args:
-    wanted: one of `KINDS`, config.sampling.cache.
+    wanted: one of `KINDS`, from config.sampling.cache.
     platform: "tpu", "gpu" or "cpu", of the devices that will run it.
     head_dim, dtype: of the network; dtype is the one it computes in.
     plain: whether no layer has a sliding window or a soft cap.
   Returns:
-    "blocks", all read up to the longest slot, or "pages", each slot's up to its own length.
+    "blocks", all read up to the longest slot, or "pages", each slot's read up to its length.
   Raises:
-    ValueError: the kind named does not support this.
+    ValueError: the requested kind does not support this network or platform.
   """
   if wanted not in KINDS:
     raise ValueError(f"config.sampling.cache={wanted!r}; allowed: {list(KINDS)}")
@@ -187,11 +186,12 @@ def choose_cache(wanted: str, *, platform: str, head_dim: int, dtype: str, plain
       " ['auto', 'blocks']"
     )
   if wanted == "auto" and obstacle and platform == "tpu":
-    logging.warning("config.sampling.cache=auto takes the slower blocks: pages need %s", obstacle)
+    logging.warning("config.sampling.cache=auto uses the slower blocks: pages need %s", obstacle)
   return "blocks" if wanted == "blocks" or obstacle else "pages"
 
 
 def _pages_obstacle(platform: str, head_dim: int, dtype: str, plain: bool) -> str | None:
+  """A requirement of pages that is not met, with the actual value; None if all are met."""
   if platform != "tpu":
     return f"a TPU (platform={platform!r})"
   if dtype != "bfloat16":

@@ -1,4 +1,4 @@
-"""Checks of hyper-parameters, run when a component is made, before anything is compiled."""
+"""Checks of hyper-parameters, which run when a component is made, before any compilation."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def check_between(
   high: float = math.inf,
   open_low: bool = False,
 ) -> None:
-  """Raises unless low ≤ value ≤ high (low < value with `open_low`) and value is a real number."""
-  number = isinstance(value, (int, float)) and not isinstance(value, bool) and value < math.inf
-  if not number or not low <= value <= high or (open_low and value == low):
+  """Raises ValueError unless value is a real number in [low, high], or (low, high] if open_low."""
+  is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and value < math.inf
+  if not is_number or not low <= value <= high or (open_low and value == low):
     bracket = "(" if open_low or low == -math.inf else "["
     close = ")" if high == math.inf else "]"
     raise ValueError(
@@ -28,9 +28,9 @@ def check_between(
 
 
 def check_integer(owner: str, name: str, value: int, *, low: int, high: int | None = None) -> None:
-  """Raises unless value is an integer, low ≤ value ≤ high."""
-  integer = isinstance(value, int) and not isinstance(value, bool)
-  if not integer or value < low or (high is not None and value > high):
+  """Raises ValueError unless value is an integer, low ≤ value ≤ high."""
+  is_integer = isinstance(value, int) and not isinstance(value, bool)
+  if not is_integer or value < low or (high is not None and value > high):
     within = f" ≥ {low}; set {name} to {low} or more"
     if high is not None:
       within = f" in [{low}, {high}]; set {name} within it"
@@ -38,7 +38,7 @@ def check_integer(owner: str, name: str, value: int, *, low: int, high: int | No
 
 
 def check_order(owner: str, low: tuple[str, float], high: tuple[str, float]) -> None:
-  """Raises unless the first (name, value) is at most the second."""
+  """Raises ValueError unless the first (name, value) is at most the second."""
   if low[1] > high[1]:
     raise ValueError(
       f"{owner}: {low[0]} = {low[1]!r} is above {high[0]} = {high[1]!r};"
@@ -47,15 +47,15 @@ def check_order(owner: str, low: tuple[str, float], high: tuple[str, float]) -> 
 
 
 def check_choice(owner: str, name: str, value: Any, allowed: Collection[Any]) -> None:
-  """Raises unless `value` is one of `allowed`."""
+  """Raises ValueError unless `value` is one of `allowed`."""
   if value not in allowed:
     raise ValueError(f"{owner}: {name} = {value!r} is unknown; choose one of {sorted(allowed)}")
 
 
-def described(value: Any) -> str:
-  """Describes what a function returned, for messages: "(float32[8, 16], dict)"."""
+def describe(value: Any) -> str:
+  """Describes types and shapes for messages, such as "(float32[8, 16], dict)"."""
   if isinstance(value, (tuple, list)):
-    return f"({', '.join(described(part) for part in value)})"
+    return f"({', '.join(describe(part) for part in value)})"
   if hasattr(value, "shape") and hasattr(value, "dtype"):
     return f"{value.dtype}{list(value.shape)}"
   return type(value).__name__

@@ -1,4 +1,4 @@
-"""What a component prints: the factory that made it, with its hyper-parameters."""
+"""The repr of a component: the call of the factory that made it, with its hyper-parameters."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ from typing import Any
 def component_repr(component: tuple[Any, ...]) -> str:
   """The call that makes an equal component, such as "grpo(epsilon=1e-06)".
 
-  The functions of a component keep its hyper-parameters in their closures, so no factory has to
-  repeat them for this. "…" stands for one that no function keeps under its name.
+  The functions of a component have its hyper-parameters in their closures, so no factory has to
+  repeat them here. "…" stands for a hyper-parameter that no closure has under its name.
 
   Args:
     component: NamedTuple whose fields are the functions that a factory has made, and plain values.
   Returns:
-    The call; the class with its plain values where no function comes from a factory.
+    The call; the class with its plain values if no function comes from a factory.
   """
   functions = [field for field in component if _has_arguments(field)]
   factory: Any = None
-  kept: dict[str, Any] = {}
-  for function in functions:  # grows by the functions in their closures
+  arguments: dict[str, Any] = {}
+  for function in functions:  # the list grows by the functions in their closures
     if isinstance(function, functools.partial):
-      kept = {**function.keywords, **kept}
+      arguments = {**function.keywords, **arguments}
       continue
     name = function.__qualname__.partition(".<locals>")[0]
     maker = function.__globals__.get(name)
     factory = factory or (maker if maker is not function and _is_factory(maker) else None)
     closure = inspect.getclosurevars(function).nonlocals
     if maker is factory:
-      kept |= closure
+      arguments |= closure
     functions += [x for x in closure.values() if _has_arguments(x) and x not in functions]
   if factory is None:
     values = zip(type(component)._fields, component, strict=True)  # type: ignore[attr-defined]
     plain = (f"{name}={value!r}" for name, value in values if not callable(value))
     return f"{type(component).__name__}({', '.join(plain)})"
-  shown = (
-    f"{name}={kept[name]!r}" if name in kept else f"{name}=…"
+  texts = (
+    f"{name}={arguments[name]!r}" if name in arguments else f"{name}=…"
     for name in inspect.signature(factory).parameters
   )
-  return f"{factory.__name__}({', '.join(shown)})"
+  return f"{factory.__name__}({', '.join(texts)})"
 
 
 def _has_arguments(value: Any) -> bool:
-  """Whether it is a function or a partial one, which keep what they were given."""
+  """Whether `value` may contain arguments of a factory: a function or a partial."""
   return inspect.isfunction(value) or isinstance(value, functools.partial)
 
 
 def _is_factory(value: Any) -> bool:
-  """Whether it is a function of keyword-only arguments, such as hyper-parameters, or of none."""
+  """Whether `value` is a function whose arguments, if any, are keyword-only."""
   if not inspect.isfunction(value):
     return False
   parameters = inspect.signature(value).parameters.values()

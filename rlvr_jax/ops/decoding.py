@@ -1,8 +1,8 @@
 """Attention of one query per slot over cached keys, read in blocks up to the longest slot.
 
-The blocks of a slot's prompt are accumulated first, then those of its response, then what it has
-staged (`ops.caches`). A block in which a slot sees no key leaves its sums as they are, to the bit,
-so that a row's result does not depend on how many blocks other rows need.
+The blocks of a slot's prompt are accumulated first, then those of its response, then its staged
+keys (`ops.caches`). A block without a visible key leaves a slot's sums bitwise unchanged, so that a
+row's result does not depend on the number of blocks that other rows need.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Sums(NamedTuple):
   mixed: Array  # [K, slots, n, H], Σ exp(score − peak)·v
 
   def add(self, scores: Array, values: Array) -> _Sums:
-    """The sums with those of scores [K, slots, n, J] and values [K, slots, J, H]."""
+    """Adds scores [K, slots, n, J] and values [K, slots, J, H]."""
     peak = jnp.maximum(self.peak, jnp.max(scores, axis=-1))
     weights, decay = jnp.exp(scores - peak[..., None]), jnp.exp(self.peak - peak)
     mixed = jnp.matmul(weights.astype(values.dtype), values, preferred_element_type=scores.dtype)
@@ -37,11 +37,11 @@ class _Sums(NamedTuple):
     return _Sums(peak, total, self.mixed * decay[..., None] + mixed)
 
   def join(self, other: _Sums) -> _Sums:
-    """The sums over the keys of both."""
+    """Joins the sums over two sets of keys."""
     peak = jnp.maximum(self.peak, other.peak)
-    mine, others = jnp.exp(self.peak - peak), jnp.exp(other.peak - peak)
-    mixed = self.mixed * mine[..., None] + other.mixed * others[..., None]
-    return _Sums(peak, self.total * mine + other.total * others, mixed)
+    decay, other_decay = jnp.exp(self.peak - peak), jnp.exp(other.peak - peak)
+    mixed = self.mixed * decay[..., None] + other.mixed * other_decay[..., None]
+    return _Sums(peak, self.total * decay + other.total * other_decay, mixed)
 
 
 def cached_attention(
@@ -56,7 +56,7 @@ def cached_attention(
   window: int,
   soft_cap: float | None = None,
 ) -> Array:
-  """softmax(q·kᵀ·scale) v over a slot's prompt, its response, and what it has staged.
+  """softmax(q·kᵀ·scale) v over a slot's prompt, its response, and its staged keys.
 
   Scores and sums are at least float32.
 
@@ -65,10 +65,10 @@ def cached_attention(
     prompt, response: of the layer; only blocks that a running slot has reached are read.
     staged: keys and values of the burst's tokens 0 … step.
     reach: of all slots at the start of the burst.
-    step: i32[], number of the query's token in the burst.
+    step: i32[], index of the query's token in the burst.
     scale: factor on the scores, usually 1/√H.
-    window: tokens a query looks back, itself included.
-    soft_cap: c·tanh(score/c) where given (Gemma 2).
+    window: tokens that a query attends to, itself included.
+    soft_cap: c of c·tanh(score/c) (Gemma 2); None for no cap.
   Returns:
     [slots, N, H] in the queries' dtype.
   """
@@ -80,12 +80,12 @@ def cached_attention(
   start = reach.prompt + reach.response  # position of the burst's first token
 
   def scores(keys: Array, positions: Array, exists: Array) -> Array:
-    """[K, slots, n, J] of keys [K, slots, H, J] at positions i32[slots, J]."""
-    found = jnp.matmul(rows, keys, preferred_element_type=dtype) * scale
+    """Scores [K, slots, n, J] of keys [K, slots, H, J] at positions i32[slots, J]."""
+    score = jnp.matmul(rows, keys, preferred_element_type=dtype) * scale
     if soft_cap is not None:
-      found = soft_cap * jnp.tanh(found / soft_cap)
+      score = soft_cap * jnp.tanh(score / soft_cap)
     visible = exists & ((start + step)[:, None] - positions < window)
-    return jnp.where(visible[None, :, None], found, _MASKED)
+    return jnp.where(visible[None, :, None], score, _MASKED)
 
   zeros = jnp.zeros((K, slots, N // K), dtype)
   sums = _Sums(jnp.full_like(zeros, _LOWEST_PEAK), zeros, jnp.zeros((K, slots, N // K, H), dtype))
@@ -94,16 +94,16 @@ def cached_attention(
     (response, reach.response, reach.response_blocks, reach.prompt),
   ):
     if isinstance(part, Pages):
-      sums = _with_pages(sums, queries * scale, part, length)
+      sums = _add_pages(sums, queries * scale, part, length)
     else:
-      sums = _with_blocks(sums, scores, part, blocks, length, first)
+      sums = _add_blocks(sums, scores, part, blocks, length, first)
   index = jnp.arange(staged.values.shape[2])
   sums = sums.add(scores(staged.keys, start[:, None] + index, index <= step), staged.values)
   out = sums.mixed / sums.total[..., None]
   return jnp.transpose(out, (1, 0, 2, 3)).reshape(slots, N, H).astype(queries.dtype)
 
 
-def _with_blocks(
+def _add_blocks(
   sums: _Sums,
   scores: Callable[[Array, Array, Array], Array],
   part: Cache,
@@ -111,7 +111,7 @@ def _with_blocks(
   length: Array,
   first: Array,
 ) -> _Sums:
-  """The sums with those of a part of the cache, whose first tokens are at positions `first`."""
+  """Adds a part of the cache, whose first tokens are at positions `first`."""
   size = part.values.shape[3]
 
   def add_block(j: Array, sums: _Sums) -> _Sums:
@@ -123,8 +123,8 @@ def _with_blocks(
   return jax.lax.fori_loop(0, blocks, add_block, sums) if part.keys.size else sums
 
 
-def _with_pages(sums: _Sums, queries: Array, part: Pages, length: Array) -> _Sums:
-  """The sums with those of every slot's own pages, up to its own length."""
-  from rlvr_jax.ops.paged import paged_sums  # experimental in jax: only where it is used
+def _add_pages(sums: _Sums, queries: Array, part: Pages, length: Array) -> _Sums:
+  """Adds every slot's own pages, up to its own length."""
+  from rlvr_jax.ops.paged import paged_sums  # experimental in jax, so imported only on use
 
   return sums.join(_Sums(*paged_sums(queries, part, length))) if part.keys.size else sums

@@ -1,7 +1,7 @@
 """Reductions over the valid rollouts of each group, [P, G] → [P, 1].
 
-What `x` is at other rollouts does not matter, NaN included. A batch without such rollouts is
-rounded as by the functions of jax.numpy.
+Values of `x` at other rollouts are ignored, NaN included. If all rollouts are valid, results round
+like those of jax.numpy.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ def count_valid(valid: Array) -> Array:
 
 def group_mean(x: Array, valid: Array) -> Array:
   """Mean over the valid rollouts of each group, f32[P, 1]; 0 where none is valid."""
-  return _sum_over(masked_fill(x, valid), valid, less=0)
+  return _sum_over_count(masked_fill(x, valid), valid, ddof=0)
 
 
 def group_deviation(x: Array, valid: Array) -> Array:
-  """Standard deviation over them, f32[P, 1], unbiased: √(Σ(x − x̄)²/(n − 1)); 0 where n < 2."""
+  """Unbiased standard deviation of each group, √(Σ(x − x̄)²/(n − 1)), f32[P, 1]; 0 where n < 2."""
   centered = masked_fill(x - group_mean(x, valid), valid)
-  return jnp.sqrt(_sum_over(jnp.square(centered), valid, less=1))
+  return jnp.sqrt(_sum_over_count(jnp.square(centered), valid, ddof=1))
 
 
 def varies(x: Array, valid: Array) -> Array:
-  """bool[P, 1], whether two valid rollouts of a group differ; never with fewer than two."""
-  kept: dict[str, Any] = dict(axis=1, keepdims=True, where=valid > 0)
+  """Whether two valid rollouts of a group differ, bool[P, 1]; False with fewer than two."""
+  over_valid: dict[str, Any] = dict(axis=1, keepdims=True, where=valid > 0)
   x = upcast(x)
-  return ~(jnp.max(x, initial=-jnp.inf, **kept) <= jnp.min(x, initial=jnp.inf, **kept))
+  return ~(jnp.max(x, initial=-jnp.inf, **over_valid) <= jnp.min(x, initial=jnp.inf, **over_valid))
 
 
-def _sum_over(x: Array, valid: Array, *, less: int) -> Array:
-  """Σ x/(n − less), of x that is 0 where not valid."""
-  size = x.shape[1] - less
-  number = jnp.maximum(count_valid(valid).astype(x.dtype) - less, 1)
-  # XLA rounds a division by the constant `size` otherwise than one by n. The factor is exactly 1
-  # where no rollout is left out.
-  return jnp.sum(x, axis=1, keepdims=True) / size * (size / number)
+def _sum_over_count(x: Array, valid: Array, *, ddof: int) -> Array:
+  """Σ x/(n − ddof), for x that is 0 where not valid."""
+  size = x.shape[1] - ddof
+  count = jnp.maximum(count_valid(valid).astype(x.dtype) - ddof, 1)
+  # XLA rounds a division by the constant `size` differently from one by n. The factor is exactly 1
+  # if all rollouts are valid.
+  return jnp.sum(x, axis=1, keepdims=True) / size * (size / count)

@@ -6,7 +6,7 @@ import jax
 
 from rlvr_jax.types import Array
 
-# The numbers are part of the record: changing one changes every run.
+# Changing a number changes the randomness of every run.
 _PURPOSES = {
   "init": 0,
   "rollout": 1,

@@ -19,7 +19,7 @@ def _log_ratio(p_logprobs: Array, q_logprobs: Array, mask: Array) -> Array:
 
 
 def k1(p_logprobs: Array, q_logprobs: Array, mask: Array) -> Array:
-  """log p − log q: unbiased, of high variance, of either sign.
+  """log p − log q: unbiased, with high variance, of either sign.
 
   Args:
     p_logprobs: f32[...], nats, under the distribution that the tokens were sampled from.
@@ -42,8 +42,8 @@ def k3(
   """q/p − 1 − log(q/p): unbiased, never negative. Arguments as for `k1`.
 
   Args:
-    log_ratio_bound: log(q/p) is clipped to ± this inside the exponential (P3O takes 10);
-      None does not clip.
+    log_ratio_bound: log(q/p) is clipped to ± this inside the exponential (10 in P3O); None does not
+      clip.
   """
   log_ratio = _log_ratio(p_logprobs, q_logprobs, mask)
   exponent = log_ratio

@@ -1,4 +1,4 @@
-"""Logits, the sampled distribution, and token log-probabilities without a [B, T, V] array."""
+"""Logits, the sampling distribution, and token log-probabilities without a [B, T, V] array."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from rlvr_jax.types import Array, Head, Sampling
 _PLAIN = Sampling()
 
 
-def check_sampling(sampling: Sampling, vocab_size: int) -> None:
-  """Raises ValueError if the settings do not define a distribution."""
+def check_sampling(owner: str, sampling: Sampling, vocab_size: int) -> None:
+  """Raises ValueError if the settings of the group of fields `owner` define no distribution."""
   if not 0 <= sampling.temperature < float("inf"):
     raise ValueError(
-      f"sampling.temperature={sampling.temperature}; it must be finite and ≥ 0 (0: greedy)"
+      f"{owner}.temperature={sampling.temperature}; it must be finite and ≥ 0 (0: greedy)"
     )
   if not 0 <= sampling.top_k <= vocab_size:
-    raise ValueError(f"sampling.top_k={sampling.top_k}; allowed: 0 (off) … {vocab_size}")
+    raise ValueError(f"{owner}.top_k={sampling.top_k}; allowed: 0 (off) … {vocab_size}")
   if not 0 < sampling.top_p <= 1:
-    raise ValueError(f"sampling.top_p={sampling.top_p}; allowed: 0 < top_p ≤ 1 (1: off)")
+    raise ValueError(f"{owner}.top_p={sampling.top_p}; allowed: 0 < top_p ≤ 1 (1: off)")
   if not 0 <= sampling.min_p <= 1:
-    raise ValueError(f"sampling.min_p={sampling.min_p}; allowed: 0 (off) ≤ min_p ≤ 1")
+    raise ValueError(f"{owner}.min_p={sampling.min_p}; allowed: 0 (off) ≤ min_p ≤ 1")
 
 
 def is_truncated(sampling: Sampling) -> bool:
-  """Returns whether settings such as top-k exclude tokens, which biases ratios."""
+  """Whether settings such as top-k exclude tokens, which biases ratios."""
   return dataclasses.replace(sampling, temperature=1.0) != _PLAIN
 
 
 def head_logits(hidden: Array, head: Head) -> Array:
-  """soft_cap(hidden @ kernel · scale), at least float32, [..., V] from [..., D]."""
+  """Logits soft_cap(hidden @ kernel · scale), at least float32, [..., V] from [..., D]."""
   dtype = jnp.promote_types(hidden.dtype, jnp.float32)
   flat = hidden.reshape(-1, hidden.shape[-1])
   logits = jnp.dot(flat, head.kernel.astype(hidden.dtype), preferred_element_type=dtype)
@@ -47,8 +47,8 @@ def head_logits(hidden: Array, head: Head) -> Array:
   return logits
 
 
-def through_head(gradient: Array, logits: Array, head: Head, temperature: float) -> Array:
-  """∂/∂(logits/temperature) → ∂/∂(hidden @ kernel): times scale/temperature · (1 − (z/c)²).
+def product_gradient(gradient: Array, logits: Array, head: Head, temperature: float) -> Array:
+  """Gradient with respect to hidden @ kernel: `gradient` · scale/temperature · (1 − (z/c)²).
 
   Args:
     gradient: f32[..., V], with respect to logits/temperature.
@@ -67,9 +67,9 @@ def through_head(gradient: Array, logits: Array, head: Head, temperature: float)
 def distribution(logits: Array, sampling: Sampling) -> Array:
   """Log-probabilities of the distribution that `sampling` describes.
 
-  The one place where temperature, top-k, top-p and min-p act, for the sampler and the trainer
-  alike: temperature first, then the k most probable tokens, then the smallest set of those whose
-  renormalized mass reaches top_p, of these the tokens with at least min_p times the largest
+  Temperature, top-k, top-p and min-p act here only, for the sampler and the trainer alike:
+  temperature first, then the k most probable tokens, then the smallest set of those whose
+  renormalized mass reaches top_p, then of these the tokens with at least min_p times the largest
   probability. Tokens tied with the last one kept are kept too.
 
   Args:
@@ -82,20 +82,52 @@ def distribution(logits: Array, sampling: Sampling) -> Array:
     first = jnp.argmax(logits, axis=-1, keepdims=True)
     return jnp.where(jnp.arange(logits.shape[-1]) == first, 0.0, -jnp.inf)
   logits = logits / sampling.temperature
+  return _log_softmax(logits, _softmax_terms(logits, sampling))
+
+
+class _SoftmaxTerms(NamedTuple):
+  """Terms of log-probabilities z − largest − log_sum, where z = logit/temperature."""
+
+  largest: Array  # [...], max_v z_v
+  log_sum: Array  # [...], log Σ_v exp(z_v − largest) over the tokens that are kept
+  smallest_kept: Array | None  # [...], the smallest z_v that is kept; None if all are
+
+
+def _softmax_terms(logits: Array, sampling: Sampling) -> _SoftmaxTerms:
+  """The terms of logits/temperature, [..., V]."""
+  smallest = _smallest_kept(logits, sampling)
+  if smallest is not None:
+    logits = jnp.where(logits >= smallest[..., None], logits, -jnp.inf)
+  largest = jax.lax.stop_gradient(jnp.max(logits, axis=-1))
+  log_sum = jnp.log(jnp.sum(jnp.exp(logits - largest[..., None]), axis=-1))
+  return _SoftmaxTerms(largest, log_sum, smallest)
+
+
+def _log_softmax(logits: Array, terms: _SoftmaxTerms) -> Array:
+  """Log-probabilities [..., V]; −inf for a token that is not kept."""
+  logprobs = (logits - terms.largest[..., None]) - terms.log_sum[..., None]
+  if terms.smallest_kept is None:
+    return logprobs
+  return jnp.where(logits >= terms.smallest_kept[..., None], logprobs, -jnp.inf)
+
+
+def _smallest_kept(logits: Array, sampling: Sampling) -> Array | None:
+  """The smallest of logits/temperature [..., V] that top-k, top-p and min-p keep; None: all."""
+  smallest = None
   if sampling.top_k:
     smallest = jax.lax.top_k(logits, sampling.top_k)[0][..., -1:]
     logits = jnp.where(logits >= smallest, logits, -jnp.inf)
   if sampling.top_p < 1:
     descending = -jnp.sort(-logits, axis=-1)
     mass = jnp.cumsum(jax.nn.softmax(descending, axis=-1), axis=-1)
-    # A token stays while the mass before it is below top_p; the first always does.
+    # A token stays if the mass before it is below top_p; the first always stays.
     before = jnp.concatenate([jnp.zeros_like(mass[..., :1]), mass[..., :-1]], axis=-1)
-    smallest = jnp.min(jnp.where(before < sampling.top_p, descending, jnp.inf), -1, keepdims=True)
-    logits = jnp.where(logits >= smallest, logits, -jnp.inf)
+    by_mass = jnp.min(jnp.where(before < sampling.top_p, descending, jnp.inf), -1, keepdims=True)
+    smallest = by_mass if smallest is None else jnp.maximum(smallest, by_mass)
   if sampling.min_p:
-    smallest = jnp.max(logits, axis=-1, keepdims=True) + math.log(sampling.min_p)
-    logits = jnp.where(logits >= smallest, logits, -jnp.inf)
-  return jax.nn.log_softmax(logits, axis=-1)
+    by_share = jnp.max(logits, axis=-1, keepdims=True) + math.log(sampling.min_p)
+    smallest = by_share if smallest is None else jnp.maximum(smallest, by_share)
+  return None if smallest is None else jax.lax.stop_gradient(smallest[..., 0])
 
 
 class TokenStatistics(NamedTuple):
@@ -118,9 +150,9 @@ def token_logprobs(
 ) -> tuple[Array, Array]:
   """Log-probability of each token and entropy of the distribution that it was sampled from.
 
-  Works through the tokens in chunks and recomputes their logits in its own backward pass, so that
-  no [B, T, V] array exists in either direction. What top-k, top-p and min-p keep is a constant for
-  differentiation.
+  Works through the tokens in chunks and recomputes their logits in a custom backward pass, so that
+  no [B, T, V] array exists in either direction. The set of tokens that top-k, top-p and min-p keep
+  is constant for differentiation.
 
   On a mesh every device works through its own rows. It gathers the kernel over `fsdp` once for all
   of its chunks, in the dtype of `hidden`, and adds to a float32 gradient that is reduced once.
@@ -152,7 +184,7 @@ def token_statistics(
   """Computes `token_logprobs`, with the terms that the Gram matrix of the head's gradients needs.
 
   Args:
-    projection: [V, R], rows R_v; None omits `projected`. Only where none is excluded.
+    projection: [V, R], rows R_v; None omits `projected`. Only for sampling that excludes no token.
   """
   chex.assert_shape(hidden, (*tokens.shape, None))
   if sampling.temperature == 0:
@@ -163,7 +195,7 @@ def token_statistics(
 
 
 def default_chunk_rows(vocab_size: int) -> int:
-  """Tokens per chunk: 64 MiB of float32 logits, but 2048 rows at least.
+  """Tokens per chunk: 64 MiB of float32 logits, at least 2048 rows.
 
   With fewer rows, reading the kernel and adding to its gradient take longer than the products.
   """
@@ -171,7 +203,7 @@ def default_chunk_rows(vocab_size: int) -> int:
 
 
 class _Setting(NamedTuple):
-  """Settings that are fixed when the pass is compiled."""
+  """Settings that are fixed at compile time."""
 
   sampling: Sampling
   scale: float
@@ -181,48 +213,54 @@ class _Setting(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-@jax.named_scope("head")
 def _statistics(setting, hidden, kernel, tokens, projection):
   """([P, ..., D], [D, V], [P, ...], [V, R]) → statistics [P, ...]."""
+  return _statistics_and_terms(setting, hidden, kernel, tokens, projection)[0]
+
+
+@jax.named_scope("head")
+def _statistics_and_terms(setting, hidden, kernel, tokens, projection):
+  """As `_statistics`, with `_SoftmaxTerms` [P, ...], which spare the backward pass a softmax."""
 
   def on_device(hidden, tokens, kernel, projection):
     chunk = lambda args: _chunk_forward(setting, args[0], kernel, args[1], projection)
     rows = (hidden.reshape(-1, hidden.shape[-1]), tokens.reshape(-1))
-    found = _map(chunk, _split(setting, rows))
+    results = _map(chunk, _split(setting, rows))
     join = lambda x: x.reshape(-1, *x.shape[2:])[: tokens.size].reshape(*tokens.shape, *x.shape[2:])
-    return jax.tree.map(join, found)
+    return jax.tree.map(join, results)
 
-  kernel = _placed(setting, kernel.astype(hidden.dtype), None)
-  run = _over_devices(setting, on_device, (_ROWS, _ROWS, _WHOLE, _WHOLE))
+  kernel = _constrain_kernel(setting, kernel.astype(hidden.dtype), None)
+  run = _on_devices(setting, on_device, (_ROWS, _ROWS, _REPLICATED, _REPLICATED))
   return run(hidden, tokens, kernel, projection)
 
 
 def _statistics_forward(setting, hidden, kernel, tokens, projection):
-  return _statistics(setting, hidden, kernel, tokens, projection), (hidden, kernel, tokens)
+  statistics, terms = _statistics_and_terms(setting, hidden, kernel, tokens, projection)
+  return statistics, (hidden, kernel, tokens, terms, statistics.entropy)
 
 
 @jax.named_scope("head")
 def _statistics_backward(setting, saved, cotangents):
-  hidden, kernel, tokens = saved
+  hidden, kernel, tokens, terms, entropy = saved
   dtype = jnp.promote_types(hidden.dtype, jnp.float32)
 
-  def on_device(hidden, tokens, of_logprobs, of_entropy, kernel):
+  def on_device(hidden, per_token, kernel):
     def chunk(total, args):
-      into_hidden, into_kernel = _chunk_backward(setting, kernel, *args)
+      rows, per_row = args
+      into_hidden, into_kernel = _chunk_backward(setting, kernel, rows, *per_row)
       return total + into_kernel, into_hidden
 
-    rows = (
-      hidden.reshape(-1, hidden.shape[-1]),
-      *map(jnp.ravel, (tokens, of_logprobs, of_entropy)),
-    )
+    rows = (hidden.reshape(-1, hidden.shape[-1]), jax.tree.map(jnp.ravel, per_token))
     total, into_hidden = _scan(chunk, jnp.zeros(kernel.shape, dtype), _split(setting, rows))
-    into_hidden = into_hidden.reshape(-1, hidden.shape[-1])[: tokens.size]
+    num_rows = hidden.size // hidden.shape[-1]
+    into_hidden = into_hidden.reshape(-1, hidden.shape[-1])[:num_rows]
     return into_hidden.reshape(hidden.shape), total[None]
 
-  full = _placed(setting, kernel.astype(hidden.dtype), None)
-  run = _over_devices(setting, on_device, (_ROWS, _ROWS, _ROWS, _ROWS, _WHOLE))
-  into_hidden, totals = run(hidden, tokens, cotangents.logprobs, cotangents.entropy, full)
-  into_kernel = _placed(setting, totals.sum(0), "fsdp").astype(kernel.dtype)
+  gathered = _constrain_kernel(setting, kernel.astype(hidden.dtype), None)
+  run = _on_devices(setting, on_device, (_ROWS, _ROWS, _REPLICATED))
+  per_token = (tokens, terms, entropy, cotangents.logprobs, cotangents.entropy)
+  into_hidden, totals = run(hidden, per_token, gathered)
+  into_kernel = _constrain_kernel(setting, totals.sum(0), "fsdp").astype(kernel.dtype)
   return into_hidden, into_kernel, None, None
 
 
@@ -233,37 +271,47 @@ _statistics.defvjp(_statistics_forward, _statistics_backward)
 
 
 def _chunk_forward(setting, hidden, kernel, tokens, projection):
-  """([n, D], [D, V], [n], [V, R]) → statistics [n]."""
+  """([n, D], [D, V], [n], [V, R]) → statistics and residuals [n]."""
   sampling = setting.sampling
   head = Head(kernel, setting.scale, setting.soft_cap)
   logits = head_logits(hidden, head)
-  logprobs = distribution(logits, sampling)
-  chosen = _select(logprobs, tokens)
-  normalizers = _select(logits, tokens) / sampling.temperature - chosen
+  scaled = logits / sampling.temperature
+  terms = _softmax_terms(scaled, sampling)
+  logprobs = _log_softmax(scaled, terms)
   projected = None
   if projection is not None:
-    hit = jnp.arange(logits.shape[-1]) == tokens[..., None]
-    towards = through_head(jnp.exp(logprobs) - hit, logits, head, sampling.temperature)
+    one_hot = jnp.arange(logits.shape[-1]) == tokens[..., None]
+    gradient = product_gradient(jnp.exp(logprobs) - one_hot, logits, head, sampling.temperature)
     projected = jnp.dot(
-      towards.astype(hidden.dtype),
+      gradient.astype(hidden.dtype),
       projection.astype(hidden.dtype),
       preferred_element_type=logits.dtype,
     )
-  return TokenStatistics(chosen, _entropy(logprobs), normalizers, projected)
+  statistics = TokenStatistics(
+    logprobs=_select(logprobs, tokens),
+    entropy=_entropy(logprobs),
+    log_normalizers=terms.largest + terms.log_sum,
+    projected=projected,
+  )
+  return statistics, terms
 
 
-def _chunk_backward(setting, kernel, hidden, tokens, of_logprob, of_entropy):
+def _chunk_backward(setting, kernel, hidden, tokens, terms, entropy, of_logprob, of_entropy):
   """Gradients of Σ of_logprob·log p[token] + of_entropy·entropy: [n, D] and [D, V]."""
   head = Head(kernel, setting.scale, setting.soft_cap)
   logits = head_logits(hidden, head)
-  logprobs = distribution(logits, setting.sampling)
+  if terms.smallest_kept is not None:
+    # The compiler may round these logits differently from those of the forward pass.
+    slack = jnp.abs(terms.smallest_kept) * 2.0**-20
+    terms = terms._replace(smallest_kept=terms.smallest_kept - slack)
+  logprobs = _log_softmax(logits / setting.sampling.temperature, terms)
   probabilities = jnp.exp(logprobs)
-  hit = jnp.arange(logits.shape[-1]) == tokens[..., None]
+  one_hot = jnp.arange(logits.shape[-1]) == tokens[..., None]
   # ∂ log p[y] = onehot − p;  ∂ entropy = −p (log p + entropy)
-  surprise = jnp.where(logprobs == -jnp.inf, 0.0, logprobs) + _entropy(logprobs)[..., None]
-  gradient = of_logprob[..., None] * (hit - probabilities)
+  surprise = jnp.where(logprobs == -jnp.inf, 0.0, logprobs) + entropy[..., None]
+  gradient = of_logprob[..., None] * (one_hot - probabilities)
   gradient -= of_entropy[..., None] * probabilities * surprise
-  gradient = through_head(gradient, logits, head, setting.sampling.temperature)
+  gradient = product_gradient(gradient, logits, head, setting.sampling.temperature)
   gradient = gradient.astype(hidden.dtype)
   into_kernel = jnp.dot(hidden.T, gradient, preferred_element_type=logits.dtype)
   return jnp.dot(gradient, kernel.T), into_kernel
@@ -271,8 +319,8 @@ def _chunk_backward(setting, kernel, hidden, tokens, of_logprob, of_entropy):
 
 def _select(values, tokens):
   """values[..., tokens]; as a masked sum it stays local when V is sharded."""
-  hit = jnp.arange(values.shape[-1]) == tokens[..., None]
-  return jnp.sum(jnp.where(hit, values, 0.0), axis=-1)
+  one_hot = jnp.arange(values.shape[-1]) == tokens[..., None]
+  return jnp.sum(jnp.where(one_hot, values, 0.0), axis=-1)
 
 
 def _entropy(logprobs):
@@ -283,7 +331,7 @@ def _entropy(logprobs):
 
 
 def _split(setting, rows):
-  """Arrays [N, ...] → [C, n, ...] with n ≤ chunk_rows, padded with as few rows as can be."""
+  """Splits arrays [N, ...] into [C, n, ...] with n ≤ chunk_rows and the least padding."""
   N = rows[0].shape[0]
   chunks = -(-N // setting.chunk_rows)
   length = -(-N // chunks)
@@ -292,11 +340,11 @@ def _split(setting, rows):
 
 
 def _scan(function, start, chunks):
-  """lax.scan, without its loop where there is one chunk."""
+  """lax.scan, without a loop if there is one chunk."""
   if jax.tree.leaves(chunks)[0].shape[0] > 1:
     return jax.lax.scan(function, start, chunks)
-  carry, found = function(start, jax.tree.map(lambda x: x[0], chunks))
-  return carry, jax.tree.map(lambda x: x[None], found)
+  carry, output = function(start, jax.tree.map(lambda x: x[0], chunks))
+  return carry, jax.tree.map(lambda x: x[None], output)
 
 
 def _map(function, chunks):
@@ -306,11 +354,11 @@ def _map(function, chunks):
 # --- devices --------------------------------------------------------------------------------------
 
 _ROWS = PartitionSpec(("data", "fsdp"))
-_WHOLE = PartitionSpec()
+_REPLICATED = PartitionSpec()
 
 
-def _over_devices(setting, function, in_specs):
-  """Runs each device on its own rows; along `tensor` the compiler splits a chunk's vocabulary."""
+def _on_devices(setting, function, in_specs):
+  """`function` on each device's own rows; along `tensor` XLA splits a chunk's vocabulary."""
   if setting.mesh is None or setting.mesh.size == 1:
     return function
   return jax.shard_map(
@@ -323,8 +371,8 @@ def _over_devices(setting, function, in_specs):
   )
 
 
-def _placed(setting, kernel, rows_axis):
-  """A kernel [D, V] whose rows are split over an axis, or replicated if the axis is None."""
+def _constrain_kernel(setting, kernel, rows_axis):
+  """Shards a kernel [D, V]: its rows over an axis, or replicated if the axis is None."""
   if setting.mesh is None or setting.mesh.size == 1:
     return kernel
   fits = lambda size, axis: axis if axis and size % setting.mesh.shape[axis] == 0 else None

@@ -1,7 +1,7 @@
 """Reductions over the entries that a mask keeps.
 
-Masked entries may hold anything, NaN and ±inf included: they are replaced *before* any arithmetic,
-so that they reach neither the value nor the gradient. An empty mask sums to 0.
+Masked entries may have any value, NaN and ±inf included: they are replaced *before* any arithmetic,
+so that they affect neither the value nor the gradient. The sum over an empty mask is 0.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ def masked_count(mask: Array, axis: Axis = None) -> Array:
 
 
 def masked_sum(x: Array, mask: Array, axis: Axis = None) -> Array:
-  """Σ of the kept entries; 0 where none is kept."""
+  """Sum of the kept entries; 0 if none is kept."""
   return jnp.sum(masked_fill(x, mask), axis=axis)
 
 
 def masked_mean(x: Array, mask: Array, axis: Axis = None) -> Array:
-  """Mean of the kept entries of `x`, whose shape is the mask's; 0 where none is kept."""
+  """Mean of the kept entries of `x`, which has the mask's shape; 0 if none is kept."""
   return masked_sum(x, mask, axis) / jnp.maximum(masked_count(mask, axis), 1)
 
 
 def masked_max(x: Array, mask: Array, axis: Axis = None, *, initial: float) -> Array:
-  """Largest of `initial` and the kept entries; `initial` is also the value of an empty mask."""
+  """Largest of `initial` and the kept entries; `initial` if none is kept."""
   return jnp.max(masked_fill(x, mask, initial), axis=axis, initial=initial)
 
 
 def masked_min(x: Array, mask: Array, axis: Axis = None, *, initial: float) -> Array:
-  """Smallest of `initial` and the kept entries; `initial` is also the value of an empty mask."""
+  """Smallest of `initial` and the kept entries; `initial` if none is kept."""
   return jnp.min(masked_fill(x, mask, initial), axis=axis, initial=initial)
 
 

@@ -18,11 +18,11 @@ def overlong_penalty(lengths: Array, *, max_response_length: int, overlong_buffe
   Args:
     lengths: [P, G], response tokens.
     max_response_length: tokens, the sampler's limit.
-    overlong_buffer: tokens before the limit over which the penalty rises, 1 to the limit.
+    overlong_buffer: tokens before the limit over which the penalty rises, from 1 to the limit.
   Returns:
     f32[P, G], in [0, 1], in units of reward.
   Raises:
-    ValueError: the buffer is not in this range.
+    ValueError: the buffer is out of this range.
   Source: "DAPO: An Open-Source LLM Reinforcement Learning System at Scale" (arXiv:2503.14476),
     soft overlong punishment.
   """
@@ -36,11 +36,11 @@ def overlong_penalty(lengths: Array, *, max_response_length: int, overlong_buffe
 
 
 def overlong_filter(mask: Array, stopped: Array) -> Array:
-  """The loss mask without responses that were cut off by the length limit.
+  """Masks responses that were cut off by the length limit.
 
   Args:
-    mask: [P, G, T].
-    stopped: bool[P, G], True where a stop token ended the response.
+    mask: [P, G, T], the loss mask.
+    stopped: bool[P, G], True if a stop token ended the response.
   Returns:
     [P, G, T], in the mask's dtype.
   """

@@ -3,14 +3,14 @@
 It builds on `jax.experimental.pallas.ops.tpu.paged_attention`, whose functions may change with any
 release; tested with jax 0.10.2.
 
-The library's own wrapper returns normalized outputs, without the softmax's peak and total. A slot's
-prompt, its response and what it has staged lie in three places, and these two numbers join them. So
-the kernel is called directly, for all three of its outputs. A page is a block of the cache, and a
-slot has its own pages: the table of pages is computed from their numbers. (For what sharing a
-prompt's pages among its rollouts would save, see experiments/benchmarks/README.md.)
+The library's own wrapper returns normalized outputs, without the softmax's peak and total, which
+are needed to join the sums over a slot's prompt, response and staged keys. So the kernel is called
+directly, for all three of its outputs. A page is a block of the cache, and a slot has its own
+pages: the page table is computed from their indices. (experiments/benchmarks/README.md estimates
+the savings of sharing a prompt's pages among its rollouts.)
 
-The library's `ragged_paged_attention` has windows and soft caps, but returns its output alone, with
-peak and total in its scratch memory. It cannot be joined with what is staged.
+The library's `ragged_paged_attention` has windows and soft caps, but returns only the output and
+keeps peak and total in scratch memory, so that its result cannot be joined with the staged keys.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _CORES = {"TPU v4": 2, "TPU v5": 2, "TPU v5p": 2}  # cores per device; other TPU
 
 
 def paged_sums(queries: Array, pages: Pages, lengths: Array) -> tuple[Array, Array, Array]:
-  """The softmax of every slot's query over the first tokens of its pages, not yet divided.
+  """Undivided softmax of every slot's query over the first tokens of its pages.
 
-  Keys and values are rounded to bfloat16; a network that computes in bfloat16 loses nothing.
+  Keys and values are rounded to bfloat16, without loss for a network that computes in bfloat16.
 
   Args:
     queries: [slots, N, H], times the scale of the scores.
@@ -46,14 +46,14 @@ def paged_sums(queries: Array, pages: Pages, lengths: Array) -> tuple[Array, Arr
   """
   slots, N, H = queries.shape
   K, blocks, _, block, _ = pages.keys.shape
-  numbers = jnp.arange(blocks) * slots + jnp.arange(slots)[:, None]  # of every slot's pages
+  page_table = jnp.arange(blocks) * slots + jnp.arange(slots)[:, None]
   first_buffer, is_first = jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32)
   # Heads that do not fill tiles of 8 rows take one tile each, as in the kernel's wrapper.
   rows = (slots, N, H) if N // K % 8 == 0 else (slots, N, 1, H)
   flat = lambda x: x.reshape(K, blocks * slots, block, H)
-  results = _program(rows, pages)(
+  results = _make_program(rows, pages)(
     lengths,
-    numbers.reshape(-1).astype(jnp.int32),
+    page_table.reshape(-1).astype(jnp.int32),
     first_buffer,
     is_first,
     queries.astype(jnp.float32).reshape(rows),
@@ -77,12 +77,12 @@ def paged_flops(queries: Sequence[int], pages: Sequence[int]) -> float:
   return 4.0 * queries[1] * queries[-1] * pages[1] * pages[2]
 
 
-def _program(rows: tuple[int, ...], pages: Pages) -> Callable[..., Any]:
-  """The kernel for queries of shape `rows`: f32 outputs of that shape, peaks, totals."""
+def _make_program(rows: tuple[int, ...], pages: Pages) -> Callable[..., Any]:
+  """Makes the kernel for queries of shape `rows`: f32 outputs of that shape, peaks, totals."""
   slots, N, H = rows[0], rows[1], rows[-1]
   K, blocks, _, block, _ = pages.keys.shape
   heads, cores, tile = N // K, _cores(slots), [0] * (len(rows) - 2)
-  of_heads = pl.BlockSpec(
+  head_spec = pl.BlockSpec(
     (None, heads, *[None] * (len(rows) - 3), H),
     lambda core, slot, head, *_: (slot * cores + core, head, *tile),
   )
@@ -100,8 +100,8 @@ def _program(rows: tuple[int, ...], pages: Pages) -> Callable[..., Any]:
   )
   grid = pltpu.PrefetchScalarGridSpec(
     num_scalar_prefetch=4,
-    in_specs=[of_heads, in_hbm, None, in_hbm, None],  # None: scales of quantized pages
-    out_specs=[of_heads] * 3,
+    in_specs=[head_spec, in_hbm, None, in_hbm, None],  # None: scales of quantized pages
+    out_specs=[head_spec] * 3,
     grid=(cores, slots // cores, K),
     scratch_shapes=(buffers[0], None, buffers[1], None, *semaphores),
   )

@@ -1,7 +1,7 @@
-"""Precision of float32 matrix products, whose inputs accelerators round unless told otherwise.
+"""Precision of float32 matrix products, whose inputs accelerators round by default.
 
 TPUs round them to bfloat16, with 8 bits of significand, and recent NVIDIA GPUs to TensorFloat-32,
-with 11. CPUs do not. Products of bfloat16 arrays are the same under every setting.
+with 11. CPUs do not round them. Products of bfloat16 arrays are the same under every setting.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Any
 
 import jax
 
-EXACT = jax.lax.Precision.HIGHEST  # of products whose rounding would spoil what is made of them
+EXACT = jax.lax.Precision.HIGHEST  # for products whose rounding would spoil the result
 
-# "highest" rounds nothing, "default" as the platform does. What lies between is left out: kernels
-# for TPUs know these two alone.
+# "highest" does not round, "default" rounds as the platform does. Kernels for TPUs support only
+# these two.
 PRECISIONS = ("highest", "default")
 
 
 def with_matmul_precision(function: Callable[..., Any], precision: str) -> Callable[..., Any]:
-  """`function`, whose products are traced with a precision where they do not give their own.
+  """`function` with a precision for all products that do not specify one.
 
-  That holds for all that tracing reaches: backward passes, loops, and the bodies of Pallas kernels.
+  This includes backward passes, loops, and the bodies of Pallas kernels.
 
   Args:
     function: to be jitted; may be a `functools.partial`.
@@ -34,6 +34,6 @@ def with_matmul_precision(function: Callable[..., Any], precision: str) -> Calla
       return function(*args, **kwargs)
 
   functools.update_wrapper(traced, function)
-  # Names the compiled program; a partial has no name of its own.
+  # The name of the compiled program; a partial has no name.
   traced.__name__ = getattr(function, "func", function).__name__
   return traced

@@ -1,4 +1,4 @@
-"""Ratios ρ = π/β of policy and behavior policy, of tokens and responses, and their statistics."""
+"""Ratios ρ = π/β of the policy and the behavior policy, per token and response, and statistics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlvr_jax.types import Array, EffectiveSampleSize, Max, Metrics, Min, TrainB
 
 
 def log_ratios(logprobs: Array, other_logprobs: Array, mask: Array) -> Array:
-  """log of the token ratio, log π − log β.
+  """Log of the token ratio, log π − log β.
 
   Args:
     logprobs: f32[..., T], nats, of the numerator.
@@ -41,7 +41,7 @@ def sequence_log_ratios(log_ratios: Array, mask: Array) -> Array:
 
 
 def mean_log_ratios(log_ratios: Array, mask: Array) -> Array:
-  """log of the geometric mean of ρ over each response: f32[..., T] → f32[..., 1]."""
+  """Log of the geometric mean of ρ over each response: f32[..., T] → f32[..., 1]."""
   tokens = masked_count(mask, axis=-1)[..., None]
   return sequence_log_ratios(log_ratios, mask) / jnp.maximum(tokens, 1)
 
@@ -56,7 +56,7 @@ def effective_sample_size(weights: Array, mask: Array) -> EffectiveSampleSize:
 
 
 def normalized_ess(log_weights: Array, mask: Array, axis: int | None = None) -> Array:
-  """(Σ w)²/(n·Σ w²) from log w, in [1/n, 1]; 1 where nothing is kept.
+  """(Σ w)²/(n·Σ w²) from log w, in [1/n, 1]; 1 if no entry is kept.
 
   The largest weight is divided out first, so that squares neither overflow nor vanish.
 
@@ -67,12 +67,12 @@ def normalized_ess(log_weights: Array, mask: Array, axis: int | None = None) -> 
   Source: "A Note on Importance Sampling using Standardized Weights" (Kong 1992).
   """
   keepdims = axis is not None
-  kept = mask > 0
+  is_kept = mask > 0
   log_weights = masked_fill(log_weights, mask)
-  largest = jnp.max(log_weights, axis=axis, keepdims=True, where=kept, initial=-jnp.inf)
-  # An empty mask has largest = −inf; its entries are dropped below.
-  weights = jnp.where(kept, jnp.exp(log_weights - jnp.where(kept, largest, 0.0)), 0.0)
-  count = jnp.sum(kept, axis=axis, keepdims=keepdims).astype(weights.dtype)
+  largest = jnp.max(log_weights, axis=axis, keepdims=True, where=is_kept, initial=-jnp.inf)
+  # If no entry is kept, largest = −inf; the entries are dropped below.
+  weights = jnp.where(is_kept, jnp.exp(log_weights - jnp.where(is_kept, largest, 0.0)), 0.0)
+  count = jnp.sum(is_kept, axis=axis, keepdims=keepdims).astype(weights.dtype)
   total = jnp.sum(weights, axis=axis, keepdims=keepdims)
   squares = jnp.sum(jnp.square(weights), axis=axis, keepdims=keepdims)
   empty = count == 0
@@ -106,7 +106,7 @@ def behavior_metrics(policy_logprobs: Array, batch: TrainBatch) -> Metrics:
 
 
 def ratios_by_sign(policy_logprobs: Array, batch: TrainBatch, coefficients: Array) -> Metrics:
-  """ρ of loss tokens by the sign of their coefficient: mean, max (at least 0), min (at most 1).
+  """Statistics of ρ by the sign of the coefficient: mean, max (at least 0), min (at most 1).
 
   Args:
     policy_logprobs: f32[P, G, T], nats, under the parameters being updated.
@@ -118,26 +118,27 @@ def ratios_by_sign(policy_logprobs: Array, batch: TrainBatch, coefficients: Arra
   policy_logprobs = jax.lax.stop_gradient(policy_logprobs)
   ratios = jnp.exp(log_ratios(policy_logprobs, batch.behavior_logprobs, batch.mask))
   metrics: Metrics = {}
-  for sign, chosen in (("positive", coefficients > 0), ("negative", coefficients < 0)):
-    kept = (batch.mask > 0) & chosen[..., None]
+  for sign, by_sign in (("positive", coefficients > 0), ("negative", coefficients < 0)):
+    tokens = (batch.mask > 0) & by_sign[..., None]
     metrics |= {
-      f"behavior/ratio_mean_{sign}": mean_metric(ratios, kept),
-      f"behavior/ratio_max_{sign}": Max(value=masked_max(ratios, kept, initial=0.0)),
-      f"behavior/ratio_min_{sign}": Min(value=masked_min(ratios, kept, initial=1.0)),
+      f"behavior/ratio_mean_{sign}": mean_metric(ratios, tokens),
+      f"behavior/ratio_max_{sign}": Max(value=masked_max(ratios, tokens, initial=0.0)),
+      f"behavior/ratio_min_{sign}": Min(value=masked_min(ratios, tokens, initial=1.0)),
     }
   return metrics
 
 
 def lag_metrics(batch: TrainBatch) -> Metrics:
-  """staleness/mean and staleness/max: updates behind, over the loss tokens of this run's policies.
+  """staleness/mean and staleness/max: lag in updates, over loss tokens sampled by this run.
 
   Both are 0 if there is no such token.
   """
   lags = jnp.broadcast_to(jnp.asarray(batch.lags)[..., None], batch.mask.shape)
-  own, lags = (batch.mask > 0) & (lags >= 0), lags.astype(jnp.float32)
+  from_this_run = (batch.mask > 0) & (lags >= 0)
+  lags = lags.astype(jnp.float32)
   return {
-    "staleness/mean": mean_metric(lags, own),
-    "staleness/max": Max(value=masked_max(lags, own, initial=0.0)),
+    "staleness/mean": mean_metric(lags, from_this_run),
+    "staleness/max": Max(value=masked_max(lags, from_this_run, initial=0.0)),
   }
 
 
@@ -158,13 +159,13 @@ def source_metrics(policy_logprobs: Array, batch: TrainBatch, names: Sequence[st
   metrics: Metrics = {}
   for number, name in enumerate(names):
     groups = jnp.asarray(batch.sources) == number
-    kept = (batch.mask > 0) & groups[:, None, None]
+    tokens = (batch.mask > 0) & groups[:, None, None]
     graded = groups & jnp.any(batch.valid > 0, axis=1)
     metrics |= {
-      f"source/{name}/token_share": mean_metric(kept, batch.mask),
+      f"source/{name}/token_share": mean_metric(tokens, batch.mask),
       f"source/{name}/pass_rate": mean_metric(group_mean(batch.correct, batch.valid)[:, 0], graded),
-      f"source/{name}/ratio_mean": mean_metric(jnp.exp(log_ratio), kept),
-      f"source/{name}/ess": effective_sample_size(jnp.exp(log_ratio), kept),
-      f"source/{name}/kl_k3": mean_metric(divergence, kept),
+      f"source/{name}/ratio_mean": mean_metric(jnp.exp(log_ratio), tokens),
+      f"source/{name}/ess": effective_sample_size(jnp.exp(log_ratio), tokens),
+      f"source/{name}/kl_k3": mean_metric(divergence, tokens),
     }
   return metrics

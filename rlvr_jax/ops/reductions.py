@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from rlvr_jax.types import Array, EffectiveSampleSize, Max, Mean, Metric, Metrics, Min, Sum
 
 
-def _merger(kind: type) -> Callable[[Array, Array], Array]:
-  """The reduction of each field of `kind`."""
+def _field_reduction(kind: type) -> Callable[[Array, Array], Array]:
+  """The function that reduces each field of a metric's kind."""
   if kind is Max:
     return jnp.maximum
   if kind is Min:
@@ -28,22 +28,22 @@ def _merger(kind: type) -> Callable[[Array, Array], Array]:
 
 
 def merge(a: Metric, b: Metric) -> Metric:
-  """The record of two disjoint parts of the data: sums add, Max and Min compare.
+  """Merges the records of two disjoint parts of the data: sums add, Max and Min compare.
 
   Raises:
-    TypeError: if `a` and `b` are of different kinds, or not metrics.
+    TypeError: `a` and `b` are of different kinds, or not metrics.
   """
   if type(a) is not type(b):
     raise TypeError(
       f"cannot merge {type(a).__name__} with {type(b).__name__}: a metric keeps its kind."
     )
-  return jax.tree.map(_merger(type(a)), a, b)
+  return jax.tree.map(_field_reduction(type(a)), a, b)
 
 
 def value(metric: Metric) -> Array:
   """The value of a record.
 
-  Mean: total / weight, 0 where the weight is 0 (nothing was averaged).
+  Mean: total / weight, 0 if the weight is 0.
   EffectiveSampleSize: (Σw)² / (n·Σw²), in [1/n, 1]; 1 if n is 0 or all weights are 0.
   """
   match metric:
@@ -51,7 +51,7 @@ def value(metric: Metric) -> Array:
       return jnp.where(weight == 0, 0.0, total / jnp.where(weight == 0, 1.0, weight))
     case EffectiveSampleSize(total=total, total_squares=squares, count=count):
       empty = (count == 0) | (squares == 0)
-      # Divide before multiplying: Σw² alone may be near the end of float32's range.
+      # Divide before multiplying: Σw² itself may be near the end of float32's range.
       ratio = (total / jnp.where(empty, 1.0, squares)) * (total / jnp.where(empty, 1.0, count))
       return jnp.where(empty, 1.0, ratio)
     case Max(value=result) | Min(value=result) | Sum(value=result):
@@ -60,21 +60,21 @@ def value(metric: Metric) -> Array:
 
 
 def merge_metrics(a: Metrics, b: Metrics) -> Metrics:
-  """`merge` for each name; a name in only one of the two is kept unchanged."""
+  """Merges records by name; a name in only one of the two is kept unchanged."""
   return a | {name: merge(a[name], metric) if name in a else metric for name, metric in b.items()}
 
 
 def empty(metrics: Metrics) -> Metrics:
-  """The records of no data, which `merge` leaves out; of arrays or of their shapes."""
-  bound = {Max: -jnp.inf, Min: jnp.inf}
+  """Records of no data, neutral in `merge`; from metrics of arrays or of their shapes."""
+  neutral = {Max: -jnp.inf, Min: jnp.inf}
 
-  def of(metric: Metric) -> Metric:
-    _merger(type(metric))  # raises for what is not a metric
-    return jax.tree.map(lambda x: jnp.full(x.shape, bound.get(type(metric), 0), x.dtype), metric)
+  def make_empty(metric: Metric) -> Metric:
+    _field_reduction(type(metric))  # raises TypeError unless it is a metric
+    return jax.tree.map(lambda x: jnp.full(x.shape, neutral.get(type(metric), 0), x.dtype), metric)
 
-  return {name: of(metric) for name, metric in metrics.items()}
+  return {name: make_empty(metric) for name, metric in metrics.items()}
 
 
 def values(metrics: Metrics) -> dict[str, Array]:
-  """`value` of every record."""
+  """The value of every record."""
   return {name: value(metric) for name, metric in metrics.items()}

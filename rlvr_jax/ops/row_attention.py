@@ -1,8 +1,8 @@
 """Grouped-query attention within rows of packed sequences: one function, three implementations.
 
-`reference` is XLA's own operations on any platform: float32 scores, in long rows block by block,
-and only blocks in which a query sees a key. `splash` is the flash kernel for TPUs, `cudnn` that of
-NVIDIA GPUs, which computes a row's full triangle of scores under a mask.
+`reference` uses XLA's operations on any platform: float32 scores, in long rows block by block and
+only for blocks with a visible key. `splash` is the flash kernel for TPUs; `cudnn` is that of NVIDIA
+GPUs, which computes a row's full triangle of scores under a mask.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from absl import logging
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
-from rlvr_jax.ops.row_blocks import LONGEST_ROW, NO_WINDOW, TILE, sees, visible_blocks
+from rlvr_jax.ops.row_blocks import LONGEST_ROW, NO_WINDOW, TILE, is_visible, visible_blocks
 from rlvr_jax.types import Array, Rows
 
 KINDS = ("auto", "reference", "splash", "cudnn")
-RESIDUALS = "attention"  # checkpoint_name of what the backward pass needs besides its inputs
+RESIDUALS = "attention"  # checkpoint_name of the backward pass's residuals besides its inputs
 
-_BLOCK = TILE  # of queries and of keys, in the reference
-_LONG = 1024  # tokens of a row from which on the reference skips blocks
-_DENSE_BLOCK = 64  # of queries, in shorter rows
+_BLOCK = TILE  # queries or keys per block, in the reference
+_LONG = 1024  # tokens of a row from which the reference skips blocks
+_DENSE_BLOCK = 64  # queries per block, in shorter rows
 _MASKED = -1e30  # finite, so that no difference of two masked scores is NaN
 _SPLASH_HEADS = (32, 64, 80, 96, 128, 256)  # widths that were compiled for a TPU
-_LONGEST_MASK = 2**14  # tokens of a row; its mask, and the mask's gradient, half a GiB each
+_LONGEST_MASK = 2**14  # tokens of a row; its mask and the mask's gradient take half a GiB each
 
 
 def row_attention(
@@ -51,16 +51,16 @@ def row_attention(
 
   Args:
     queries: [R, L, N, H].
-    keys, values: [R, L, K, H]; each serves N/K heads of queries, not copied.
-    rows: how sequences lie in the rows.
+    keys, values: [R, L, K, H]; each head is shared by N/K heads of queries, not copied.
+    rows: the sequences in the rows.
     scale: factor on the scores, usually 1/√H.
-    window: tokens of its own sequence a query looks back, itself included; None: all.
+    window: tokens of its own sequence that a query attends to, itself included; None: all.
     slides: whether this layer has the window; may be traced, as in a scan over layers.
-    soft_cap: c·tanh(score/c) where given (Gemma 2).
+    soft_cap: c of c·tanh(score/c) (Gemma 2); None for no cap.
     kind: "reference", "splash" or "cudnn", as `choose_attention` returned it.
     mesh: None, or axes (data, fsdp, tensor); tensor divides K, and data · fsdp divides R.
   Returns:
-    [R, L, N, H] in the queries' dtype; for padding finite values that depend on padding alone.
+    [R, L, N, H] in the queries' dtype; at padding, finite values that depend on padding only.
   """
   chex.assert_rank([queries, keys, values, *rows], [4, 4, 4, 2, 2, 2, 2])
   if window is None or slides is False:
@@ -94,15 +94,17 @@ def choose_attention(
   dtype: str,
   soft_cap: float | None = None,
 ) -> str:
-  """Chooses the implementation; `auto` takes a TPU's kernel if it can, or warns.
+  """Chooses the implementation; `auto` chooses a TPU's kernel if possible, or warns.
 
   Args:
-    wanted: one of `KINDS`, config.model.overrides.attention.
+    wanted: one of `KINDS`, from config.model.overrides.attention.
     platform: "tpu", "gpu" or "cpu", of the devices that will run it.
     row_length: L.
     head_dim, dtype, soft_cap: of the network; dtype is the one it computes in.
+  Returns:
+    "reference", "splash" or "cudnn".
   Raises:
-    ValueError: the implementation named does not support this.
+    ValueError: the requested implementation does not support this network or platform.
   """
   if wanted not in KINDS:
     raise ValueError(f"config.model.overrides.attention={wanted!r}; allowed: {list(KINDS)}")
@@ -130,19 +132,19 @@ def choose_attention(
 
 
 def row_alignment(kind: str) -> int:
-  """Number of tokens at whose multiples a prompt ends and a rollout begins in a row."""
+  """Tokens at whose multiples, in a row, a prompt ends and a rollout begins."""
   return TILE if kind == "splash" else 1
 
 
 def row_length(kind: str, least: int) -> int:
-  """`least` tokens, rounded up to what an implementation can cut into its best blocks."""
+  """`least` tokens, rounded up so that an implementation's preferred blocks divide the row."""
   short = _BLOCK if kind == "cudnn" else 1
   multiple = 1024 if kind == "splash" else _BLOCK if least >= _LONG else short
   return -(-least // multiple) * multiple
 
 
 def longest_row(kind: str) -> float:
-  """Tokens of a row, at most; ∞ without a limit."""
+  """The most tokens of a row; ∞ without a limit."""
   return {"splash": LONGEST_ROW, "cudnn": _LONGEST_MASK}.get(kind, math.inf)
 
 
@@ -177,20 +179,20 @@ def _cudnn_obstacle(platform, row_length, head_dim, dtype, soft_cap):
 
 
 def _splash(queries, keys, values, rows, slides, *, scale, window, soft_cap):
-  from rlvr_jax.ops.splash import splash_attention  # experimental in jax: only where it is used
+  from rlvr_jax.ops.splash import splash_attention  # experimental in jax, so imported only on use
 
   kernel = functools.partial(splash_attention, soft_cap=soft_cap, residual_name=RESIDUALS)
 
-  def of_row(row):
+  def attend_row(row):
     q, k, v = (jnp.swapaxes(x, 0, 1) for x in row[:3])
-    of_kind = functools.partial(kernel, (q * scale).astype(q.dtype), k, v, row[3])
-    return jnp.swapaxes(_with_window(of_kind, window, slides), 0, 1)
+    attend = functools.partial(kernel, (q * scale).astype(q.dtype), k, v, row[3])
+    return jnp.swapaxes(_attend_in_window(attend, window, slides), 0, 1)
 
-  return jax.lax.map(of_row, (queries, keys, values, rows))
+  return jax.lax.map(attend_row, (queries, keys, values, rows))
 
 
-def _with_window(attend: Callable, window: int | None, slides: Array) -> Array:
-  """Chooses between two kernels, with and without the window: a kernel has one fixed window."""
+def _attend_in_window(attend: Callable, window: int | None, slides: Array) -> Array:
+  """Attends by a kernel with the window or one without it: a kernel has one fixed window."""
   if window is None:
     return attend(window=None)
   return jax.lax.cond(slides, lambda: attend(window=window), lambda: attend(window=None))
@@ -200,12 +202,12 @@ def _cudnn(queries, keys, values, rows, slides, *, scale, window, soft_cap, impl
   if soft_cap is not None:
     raise ValueError(f"soft_cap={soft_cap}: cuDNN's attention has none; choose 'reference'")
   whole = slice(0, queries.shape[1])
-  seen = _seen(rows, whole, whole, _window(window, slides))
-  seen |= jnp.eye(whole.stop, dtype=bool)  # padding sees itself
+  visible = _visible_keys(rows, whole, whole, _layer_window(window, slides))
+  visible |= jnp.eye(whole.stop, dtype=bool)  # padding attends to itself
   operands = queries, keys, values
-  # Not named for `RESIDUALS`: cuDNN needs more than its output, so keeping that spares nothing.
+  # Not named for `RESIDUALS`: cuDNN needs more than its output, so saving that would not help.
   return jax.nn.dot_product_attention(
-    *operands, mask=seen[:, None], is_causal=True, scale=scale, implementation=implementation
+    *operands, mask=visible[:, None], is_causal=True, scale=scale, implementation=implementation
   )
 
 
@@ -213,53 +215,55 @@ def _cudnn(queries, keys, values, rows, slides, *, scale, window, soft_cap, impl
 
 
 def _reference(queries, keys, values, rows, slides, *, scale, window, soft_cap):
-  window = _window(window, slides)
+  window = _layer_window(window, slides)
   if queries.shape[1] < _LONG:
-    return _dense(queries, keys, values, rows, window, scale, soft_cap)
-  # Row by row, as each has its own blocks to work through.
+    return _attend_densely(queries, keys, values, rows, window, scale, soft_cap)
+  # Row by row, since each has its own blocks to work through.
   window = jnp.asarray(NO_WINDOW) if window is None else window
-  of_row = lambda row: _attend(*row, window, scale, soft_cap)
-  return jax.lax.map(of_row, (queries, keys, values, rows))
+  attend_row = lambda row: _attend(*row, window, scale, soft_cap)
+  return jax.lax.map(attend_row, (queries, keys, values, rows))
 
 
-def _dense(queries, keys, values, rows, window, scale, soft_cap):
-  """Attends in all rows at once, block by block of queries: no key behind a block is visible."""
+def _attend_densely(queries, keys, values, rows, window, scale, soft_cap):
+  """Attends in all rows at once, block by block of queries: keys after a block are not visible."""
   R, L, N, H = queries.shape
   K = keys.shape[2]
-  # The queries that share a key head become the rows of one matrix: [R, K, L·n, H], n = N/K.
+  # Queries that share a key head become rows of one matrix: [R, K, L·n, H], n = N/K.
   grouped = jnp.swapaxes(queries.reshape(R, L, K, N // K, H), 1, 2)
   keys, values = jnp.transpose(keys, (0, 2, 3, 1)), jnp.swapaxes(values, 1, 2)
 
-  def block(first):
-    own, before = slice(first, first + _DENSE_BLOCK), slice(min(first + _DENSE_BLOCK, L))
-    q = grouped[:, :, own]
-    score = _product(q.reshape(R, K, -1, H), keys[..., before]) * scale
+  def attend_block(first):
+    block, until = slice(first, first + _DENSE_BLOCK), slice(min(first + _DENSE_BLOCK, L))
+    q = grouped[:, :, block]
+    score = _product(q.reshape(R, K, -1, H), keys[..., until]) * scale
     if soft_cap is not None:
       score = soft_cap * jnp.tanh(score / soft_cap)
     score = score.reshape(*q.shape[:-1], -1)
-    score = jnp.where(_seen(rows, own, before, window)[:, None, :, None], score, _MASKED)
+    visible = _visible_keys(rows, block, until, window)
+    score = jnp.where(visible[:, None, :, None], score, _MASKED)
     peak = jax.lax.stop_gradient(jnp.max(score, axis=-1, keepdims=True))
-    weights = jnp.exp(score - peak)  # of padding, which sees nothing, all alike
+    weights = jnp.exp(score - peak)  # at padding, without a visible key, all equal
     total = jnp.sum(weights, axis=-1, keepdims=True)
     weights = weights.astype(values.dtype).reshape(R, K, -1, score.shape[-1])
-    mixed = _product(weights, values[:, :, before])
+    mixed = _product(weights, values[:, :, until])
     return mixed.reshape(q.shape) / total
 
-  out = jnp.concatenate([block(first) for first in range(0, L, _DENSE_BLOCK)], axis=2)
+  out = jnp.concatenate([attend_block(first) for first in range(0, L, _DENSE_BLOCK)], axis=2)
   out = jnp.swapaxes(out, 1, 2).reshape(queries.shape).astype(queries.dtype)
   return checkpoint_name(out, RESIDUALS)
 
 
-def _window(window: int | None, slides: Array) -> Array | None:
+def _layer_window(window: int | None, slides: Array) -> Array | None:
+  """The window of a layer; NO_WINDOW if the layer does not slide."""
   return None if window is None else jnp.where(slides, window, NO_WINDOW)
 
 
-def _seen(rows: Rows, queries: slice, keys: slice, window: Array | None) -> Array:
-  """Visibility of keys to a part of the queries, bool[R, queries, keys]; padding sees none."""
+def _visible_keys(rows: Rows, queries: slice, keys: slice, window: Array | None) -> Array:
+  """Whether keys are visible to some of the queries, bool[R, queries, keys]; not at padding."""
   index = jnp.arange(rows.prompts.shape[1])
   prompts, _, starts, ends = (field[:, queries, None] for field in rows)
-  seen = sees(index[queries, None], starts, ends, index[keys], window)
-  return seen & (prompts == rows.prompts[:, None, keys]) & (prompts >= 0)
+  visible = is_visible(index[queries, None], starts, ends, index[keys], window)
+  return visible & (prompts == rows.prompts[:, None, keys]) & (prompts >= 0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -272,55 +276,55 @@ def _attend_forward(queries, keys, values, row, window, scale, soft_cap):
   K = keys.shape[1]
   dtype = jnp.promote_types(queries.dtype, jnp.float32)
   scores = functools.partial(_scores, dtype=dtype, window=window, scale=scale, soft_cap=soft_cap)
-  of_keys, of_values, tokens = _split(keys, K), _split(values, K), _split_tokens(row)
+  key_blocks, value_blocks, tokens = _split(keys, K), _split(values, K), _split_tokens(row)
 
-  def of_queries(block):
-    q, where, visits, count = block
+  def attend_block(block):
+    q, q_tokens, visits, count = block
     n = q.shape[1] // _BLOCK
 
     def visit(t, carry):
       peak, total, mixed = carry
       j = visits[t]
-      score, seen, _ = scores(q, of_keys[j], where, _at(tokens, j))
+      score, visible, _ = scores(q, key_blocks[j], q_tokens, _at(tokens, j))
       higher = jnp.maximum(peak, jnp.max(score, axis=-1, keepdims=True))
-      weights = jnp.where(seen, jnp.exp(score - higher), 0)
-      shrink = jnp.exp(peak - higher)
-      total = total * shrink + jnp.sum(weights, axis=-1, keepdims=True)
-      return higher, total, mixed * shrink + _product(weights.astype(values.dtype), of_values[j])
+      weights = jnp.where(visible, jnp.exp(score - higher), 0)
+      decay = jnp.exp(peak - higher)
+      total = total * decay + jnp.sum(weights, axis=-1, keepdims=True)
+      return higher, total, mixed * decay + _product(weights.astype(values.dtype), value_blocks[j])
 
-    each = (K, n * _BLOCK, 1)
-    start = (jnp.full(each, _MASKED, dtype), jnp.zeros(each, dtype), jnp.zeros(q.shape, dtype))
+    shape = (K, n * _BLOCK, 1)
+    start = (jnp.full(shape, _MASKED, dtype), jnp.zeros(shape, dtype), jnp.zeros(q.shape, dtype))
     peak, total, mixed = jax.lax.fori_loop(0, count, visit, start)
-    total = jnp.where(total > 0, total, 1)  # padding sees nothing
+    total = jnp.where(total > 0, total, 1)  # 0 at padding, without a visible key
     return mixed / total, peak + jnp.log(total)
 
   blocks = (_split(queries, K), tokens, *_visits(row, window))
-  out, normalizers = jax.lax.map(of_queries, blocks)
+  out, normalizers = jax.lax.map(attend_block, blocks)
   out = checkpoint_name(_join(out).astype(queries.dtype), RESIDUALS)
   normalizers = checkpoint_name(normalizers, RESIDUALS)
   return out, (queries, keys, values, row, window, out, normalizers)
 
 
-def _attend_backward(scale, soft_cap, kept, gradient):
-  queries, keys, values, row, window, out, normalizers = kept
+def _attend_backward(scale, soft_cap, residuals, gradient):
+  queries, keys, values, row, window, out, normalizers = residuals
   K, dtype = keys.shape[1], normalizers.dtype
   scores = functools.partial(_scores, dtype=dtype, window=window, scale=scale, soft_cap=soft_cap)
-  of_keys, of_values, tokens = _split(keys, K), _split(values, K), _split_tokens(row)
+  key_blocks, value_blocks, tokens = _split(keys, K), _split(values, K), _split_tokens(row)
   along = jnp.sum(gradient.astype(dtype) * out.astype(dtype), axis=-1, keepdims=True)
 
-  def of_queries(carry, block):
-    q, d_out, along, normalizer, where, visits, count = block
+  def differentiate_block(carry, block):
+    q, d_out, along, normalizer, q_tokens, visits, count = block
 
     def visit(t, carry):
       d_keys, d_values, d_q = carry
       j = visits[t]
-      score, seen, slope = scores(q, of_keys[j], where, _at(tokens, j))
-      weights = jnp.where(seen, jnp.exp(score - normalizer), 0)
-      d_weights = _product(d_out, of_values[j].mT)
+      score, visible, slope = scores(q, key_blocks[j], q_tokens, _at(tokens, j))
+      weights = jnp.where(visible, jnp.exp(score - normalizer), 0)
+      d_weights = _product(d_out, value_blocks[j].mT)
       d_score = (weights * (d_weights - along) * slope * scale).astype(q.dtype)
       d_values = d_values.at[j].add(_product(weights.astype(d_out.dtype).mT, d_out))
       d_keys = d_keys.at[j].add(_product(d_score.mT, q))
-      return d_keys, d_values, d_q + _product(d_score, of_keys[j])
+      return d_keys, d_values, d_q + _product(d_score, key_blocks[j])
 
     start = (*carry, jnp.zeros(q.shape, dtype))
     d_keys, d_values, d_q = jax.lax.fori_loop(0, count, visit, start)
@@ -328,8 +332,8 @@ def _attend_backward(scale, soft_cap, kept, gradient):
 
   split = lambda x: _split(x, K)
   blocks = (split(queries), split(gradient), split(along), normalizers, tokens)
-  start = (jnp.zeros(of_keys.shape, dtype),) * 2
-  gradients, d_queries = jax.lax.scan(of_queries, start, (*blocks, *_visits(row, window)))
+  start = (jnp.zeros(key_blocks.shape, dtype),) * 2
+  gradients, d_queries = jax.lax.scan(differentiate_block, start, (*blocks, *_visits(row, window)))
   join = lambda x, like: _join(x).astype(like.dtype)
   d_keys, d_values = map(join, gradients, (keys, values))
   return join(d_queries, queries), d_keys, d_values, None, None
@@ -338,20 +342,20 @@ def _attend_backward(scale, soft_cap, kept, gradient):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _scores(q, k, of_queries, of_keys, *, dtype, window, scale, soft_cap):
-  """Scores of a block of queries and one of keys, their visibility, and ∂/∂(q·kᵀ·scale).
+def _scores(q, k, q_tokens, k_tokens, *, dtype, window, scale, soft_cap):
+  """Scores of a block of queries and one of keys, their visibility, and ∂score/∂(q·kᵀ·scale).
 
   Queries are [K, n·B, H], keys [K, B, H], results [K, n·B, B].
   """
   score, slope = _product(q, k.mT) * scale, 1
   if soft_cap is not None:
-    bent = jnp.tanh(score / soft_cap)
-    score, slope = soft_cap * bent, 1 - bent**2
-  (of_prompt, starts, prompt_ends, i), (key_prompt, _, _, j) = of_queries, of_keys
-  seen = sees(i[:, None], starts[:, None], prompt_ends[:, None], j, window)
-  seen &= (of_prompt[:, None] == key_prompt) & (key_prompt >= 0)
-  seen = jnp.tile(seen, (q.shape[1] // _BLOCK, 1))
-  return jnp.where(seen, score, _MASKED), seen, slope
+    tanh = jnp.tanh(score / soft_cap)
+    score, slope = soft_cap * tanh, 1 - tanh**2
+  (q_prompt, starts, prompt_ends, i), (k_prompt, _, _, j) = q_tokens, k_tokens
+  visible = is_visible(i[:, None], starts[:, None], prompt_ends[:, None], j, window)
+  visible &= (q_prompt[:, None] == k_prompt) & (k_prompt >= 0)
+  visible = jnp.tile(visible, (q.shape[1] // _BLOCK, 1))
+  return jnp.where(visible, score, _MASKED), visible, slope
 
 
 def _product(x: Array, y: Array) -> Array:
@@ -360,7 +364,7 @@ def _product(x: Array, y: Array) -> Array:
 
 
 def _visits(row: Rows, window: Array) -> tuple[Array, Array]:
-  """Blocks of keys that each block of queries visits, first in [blocks, blocks]; their number."""
+  """Indices [blocks, blocks] of key blocks, visible ones first, by query block; their number."""
   visible = visible_blocks(row, _BLOCK, _BLOCK, window)
   return jnp.argsort(~visible, axis=1, stable=True), jnp.sum(visible, axis=1)
 
@@ -377,7 +381,7 @@ def _at(tree, index):
 
 
 def _split(x: Array, K: int) -> Array:
-  """[L, K·n, H] → [blocks, K, n·B, H]: heads that share a key head are rows of one matrix."""
+  """[L, K·n, H] → [blocks, K, n·B, H]: heads that share a key head become rows of one matrix."""
   L, heads, H = x.shape
   x = x.reshape(-1, _BLOCK, K, heads // K, H)
   return jnp.transpose(x, (0, 2, 3, 1, 4)).reshape(L // _BLOCK, K, -1, H)

@@ -1,4 +1,4 @@
-"""Visibility of keys in a row of packed sequences: token by token, and block by block."""
+"""Visibility of keys in a row of packed sequences: per token and per block."""
 
 from __future__ import annotations
 
@@ -6,57 +6,58 @@ import jax.numpy as jnp
 
 from rlvr_jax.types import Array, Rows
 
-TILE = 128  # for the kernel, prompts end and rollouts start at its multiples
-LONGEST_ROW = 2**15  # tokens, for the kernel that packs indices into bits
+TILE = 128  # tokens; with the splash kernel, prompts end and rollouts start at its multiples
+LONGEST_ROW = 2**15  # tokens, for the splash kernel, which packs indices into bits
 NO_WINDOW = 2**30
 
 
-def sees(
+def is_visible(
   query: Array, starts: Array, prompt_ends: Array, key: Array, window: Array | int | None
 ) -> Array:
-  """Returns whether a query sees a key of its own prompt; all arguments broadcast.
+  """Whether a key of a query's own prompt is visible to the query; all arguments broadcast.
 
   Args:
     query, key: i32, indices in the row.
     starts, prompt_ends: i32, of the query, as in `Rows`.
-    window: tokens of its own sequence a query looks back, itself included; None: all.
+    window: tokens of its own sequence that a query attends to, itself included; None: all.
   Returns:
-    bool; that the key belongs to the query's prompt, and is not padding, is for the caller to ask.
+    bool; the caller must check that the key has the query's prompt and is not padding.
   """
-  of_prompt = key < prompt_ends
-  seen = (key <= query) & (of_prompt | (key >= starts))
+  in_prompt = key < prompt_ends
+  visible = (key <= query) & (in_prompt | (key >= starts))
   if window is None:
-    return seen
-  between = jnp.where(of_prompt, starts - prompt_ends, 0)  # other rollouts of the prompt
-  return seen & (query - key - between < window)
+    return visible
+  between = jnp.where(in_prompt, starts - prompt_ends, 0)  # tokens of the prompt's other rollouts
+  return visible & (query - key - between < window)
 
 
 def visible_blocks(
   rows: Rows, query_block: int, key_block: int, window: Array | int | None
 ) -> Array:
-  """Finds the blocks of keys with a key that some query of a block of queries sees.
+  """Whether a block of keys has a key that is visible to a query of a block of queries.
 
   Args:
     rows: arrays [..., L].
     query_block, key_block: tokens per block, which divide L.
-    window: as for `sees`.
+    window: as for `is_visible`.
   Returns:
     bool[..., L/query_block, L/key_block].
   """
   L = rows.prompts.shape[-1]
   index = jnp.arange(L)
-  # A query sees two intervals: of its prompt and of its own rollout, each from `first` to `last`.
-  of_prompt = rows.positions - (index - rows.starts)  # tokens
-  nearest = 0 if window is None else jnp.maximum(rows.positions - window + 1, 0)
-  first = rows.prompt_ends - of_prompt + nearest
-  last = jnp.minimum(rows.prompt_ends - 1, index)
-  own = jnp.maximum(rows.starts, rows.starts + nearest - of_prompt)
+  # Two intervals are visible to a query: in its prompt, and in its own rollout up to itself.
+  prompt_length = rows.positions - (index - rows.starts)  # tokens
+  oldest = 0 if window is None else jnp.maximum(rows.positions - window + 1, 0)  # position
+  prompt_first = rows.prompt_ends - prompt_length + oldest
+  prompt_last = jnp.minimum(rows.prompt_ends - 1, index)
+  rollout_first = jnp.maximum(rows.starts, rows.starts + oldest - prompt_length)
   blocks = jnp.arange(0, L, key_block)
   column = lambda x: x[..., None]
-  meets = lambda first, last: (
+  overlaps = lambda first, last: (
     (column(jnp.maximum(first, 0)) < blocks + key_block)
     & (column(last) >= blocks)
     & column(first <= last)
   )
-  seen = (meets(first, last) | meets(own, index)) & column(rows.prompts >= 0)
-  return jnp.any(seen.reshape(*seen.shape[:-2], -1, query_block, L // key_block), axis=-2)
+  visible = overlaps(prompt_first, prompt_last) | overlaps(rollout_first, index)
+  visible &= column(rows.prompts >= 0)
+  return jnp.any(visible.reshape(*visible.shape[:-2], -1, query_block, L // key_block), axis=-2)

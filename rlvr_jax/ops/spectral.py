@@ -23,19 +23,19 @@ NULL = 1e-6  # eigenvalues below this times the largest are rounding errors
 class Spectrum(NamedTuple):
   eigenvalues: Array  # f32[B], descending
   vectors: Array  # f32[B, B], columns, in the same order
-  usable: Array  # bool[], False where the Gram was zero or not finite: then the spectrum is of I
+  usable: Array  # bool[], False if the Gram was zero or not finite: the spectrum is that of I
 
 
 def is_usable(gram: Array) -> Array:
-  """Returns whether a Gram matrix f32[B, B] and its trace are finite and not zero, bool[]."""
+  """Whether a Gram matrix f32[B, B] and its trace are finite and not zero, bool[]."""
   gram = upcast(gram)
   trace = jnp.trace(gram)
   normal = (trace >= jnp.finfo(gram.dtype).tiny) & jnp.isfinite(trace)
   return normal & jnp.all(jnp.isfinite(gram))
 
 
-def or_identity(gram: Array) -> Array:
-  """The symmetrised Gram with a mean diagonal of one, or I where it is not usable; f32[B, B]."""
+def normalized_gram(gram: Array) -> Array:
+  """The symmetrized Gram, scaled to a mean diagonal of 1, or I if it is not usable; f32[B, B]."""
   chex.assert_rank(gram, 2)
   gram = upcast(gram)
   # Divide by the trace first: a small trace over B may be a denormal number.
@@ -45,9 +45,9 @@ def or_identity(gram: Array) -> Array:
 
 
 def spectrum(gram: Array) -> Spectrum:
-  """Eigenvalues and eigenvectors of a Gram matrix f32[B, B]; of I where it is not usable."""
+  """Eigenvalues and eigenvectors of a Gram matrix f32[B, B]; those of I if it is not usable."""
   usable = is_usable(gram)
-  eigenvalues, vectors = jnp.linalg.eigh(or_identity(gram))
+  eigenvalues, vectors = jnp.linalg.eigh(normalized_gram(gram))
   mean_diagonal = jnp.where(usable, jnp.trace(upcast(gram)) / gram.shape[0], 1.0)
   return Spectrum(jnp.maximum(eigenvalues[::-1], 0.0) * mean_diagonal, vectors[:, ::-1], usable)
 
@@ -64,7 +64,7 @@ def participation_ratio(gram: Array) -> Array:
   Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make
     Them Matter" (arXiv:2606.05800), §3; Recanatesi et al. 2022.
   """
-  scaled = or_identity(gram)
+  scaled = normalized_gram(gram)
   return jnp.where(is_usable(gram), gram.shape[0] ** 2 / jnp.sum(scaled**2), 0.0)
 
 
@@ -72,8 +72,8 @@ def _energies(coefficients: Array, gram: Array) -> tuple[Array, Array]:
   """(‖Σ A_i g_i‖², Σ A_i² ‖g_i‖²), in units of max A² · mean K_ii; zeros for an unusable Gram."""
   chex.assert_rank([coefficients, gram], [1, 2])
   chex.assert_equal_shape_prefix([coefficients, gram], 1)
-  coefficients, scaled = upcast(coefficients), or_identity(gram)
-  # The squares of A itself may leave float32's range.
+  coefficients, scaled = upcast(coefficients), normalized_gram(gram)
+  # The squares of A itself may exceed float32's range.
   largest = jnp.max(jnp.abs(coefficients))
   unit = coefficients / jnp.where(largest > 0, largest, 1.0)
   along = jnp.matmul(scaled, unit, precision=EXACT)
@@ -84,9 +84,9 @@ def _energies(coefficients: Array, gram: Array) -> tuple[Array, Array]:
 
 
 def carries_gradient(coefficients: Array, gram: Array) -> Array:
-  """Returns whether Σ A_i² K_ii > 0, bool[], for A f32[B] and a usable Gram f32[B, B].
+  """Whether Σ A_i² K_ii > 0, bool[], for A f32[B] and a usable Gram f32[B, B].
 
-  If not, A and K do not determine the update: n_eff and what follows from it are undefined.
+  If not, A and K do not determine the update: n_eff and the values derived from it are undefined.
   """
   return _energies(coefficients, gram)[1] > 0
 
@@ -94,13 +94,13 @@ def carries_gradient(coefficients: Array, gram: Array) -> Array:
 def effective_rollouts(coefficients: Array, gram: Array) -> Array:
   """n_eff = ‖Σ A_i g_i‖² / Σ A_i² ‖g_i‖² = AᵀKA / Σ A_i² K_ii.
 
-  1 when the weighted gradients are orthogonal, 0 when they cancel, B when all are the same.
+  1 if the weighted gradients are orthogonal, 0 if they cancel, B if all are the same.
 
   Args:
     coefficients: f32[B], A.
     gram: f32[B, B].
   Returns:
-    f32[], in [0, B]; 0 where the denominator is 0 or the Gram is not finite.
+    f32[], in [0, B]; 0 if the denominator is 0 or the Gram is not finite.
   Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make
     Them Matter" (arXiv:2606.05800), §3.
   """
@@ -118,7 +118,7 @@ def subspace_rank(
   Args:
     eigenvalues: f32[B], descending.
     ratio: f32[], the participation ratio.
-    count: f32[], n, the number of valid rollouts; the others' gradients are 0.
+    count: f32[], n, the number of valid rollouts; the gradients of others are 0.
   Returns:
     i32[], data-dependent; at least 1 and at most n − 1 for n ≥ 2.
   Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make
@@ -126,9 +126,9 @@ def subspace_rank(
   """
   positive = jnp.sum(eigenvalues > NULL * eigenvalues[0])
   ceiling = jnp.maximum(jnp.minimum(positive, jnp.minimum(maximum, count - 1)), 1)
-  # Bounded as a float: a large scale would leave the range of i32.
-  wanted = jnp.maximum(jnp.round(scale * ratio), minimum)
-  return jnp.minimum(wanted, ceiling).astype(jnp.int32)
+  # Bounded as a float: with a large scale it may exceed the range of i32.
+  rank = jnp.maximum(jnp.round(scale * ratio), minimum)
+  return jnp.minimum(rank, ceiling).astype(jnp.int32)
 
 
 def project(vectors: Array, rank: Array, x: Array) -> Array:
@@ -139,21 +139,22 @@ def project(vectors: Array, rank: Array, x: Array) -> Array:
     rank: i32[], may be data-dependent: columns are chosen by a mask, not by a slice.
     x: f32[B].
   """
-  kept = jnp.arange(vectors.shape[1]) < rank
-  along = jnp.where(kept, jnp.matmul(vectors.T, x, precision=EXACT), 0.0)
+  in_subspace = jnp.arange(vectors.shape[1]) < rank
+  along = jnp.where(in_subspace, jnp.matmul(vectors.T, x, precision=EXACT), 0.0)
   return jnp.matmul(vectors, along, precision=EXACT)
 
 
 def random_basis(key: Array, valid: Array, dtype: Any) -> Array:
-  """Orthonormal columns f32[B, B]; the first n, of n valid rollouts bool[B], are 0 at the others.
+  """A random orthonormal basis, columns of f32[B, B].
 
-  These are uniform among all such bases up to sign.
+  The first n columns, for n valid rollouts bool[B], are 0 at the other rollouts, and uniform among
+  all such bases up to sign.
   """
   random = jax.random.normal(key, (valid.size, valid.size), dtype)
   return jnp.linalg.qr(jnp.where(valid[:, None] > 0, random, 0.0))[0]
 
 
 def largest(x: Array) -> Array:
-  """max|x|, or 1 if x is all zero, for use as a divisor."""
+  """max|x|, or 1 if x is all zero; for use as a divisor."""
   largest = jnp.max(jnp.abs(x))
   return jnp.where(largest > 0, largest, 1.0)

@@ -1,4 +1,4 @@
-"""Metrics that every update reports, whatever its method."""
+"""Metrics that every update reports, independent of the method."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from rlvr_jax.types import Array, Mean, Metrics, Packed, TrainBatch
 def batch_metrics(batch: TrainBatch) -> Metrics:
   """Rewards, groups and lengths of a full batch.
 
-  Rewards and solve rates are means over the groups, of the mean over a group's valid rollouts.
-  Groups without any do not count.
+  Rewards and solve rates are means over groups of the mean over a group's valid rollouts. Groups
+  without a valid rollout do not count.
   """
   valid = batch.valid > 0
-  counted = jnp.any(valid, axis=1)
-  count = counted.astype(jnp.float32).sum()
-  share = lambda groups: Mean(total=(groups & counted).astype(jnp.float32).sum(), weight=count)
-  of_groups = lambda x: Mean(total=group_mean(x, valid).sum(), weight=count)
+  has_valid = jnp.any(valid, axis=1)
+  count = has_valid.astype(jnp.float32).sum()
+  share = lambda groups: Mean(total=(groups & has_valid).astype(jnp.float32).sum(), weight=count)
+  mean_over_groups = lambda x: Mean(total=group_mean(x, valid).sum(), weight=count)
   answered = jnp.any(batch.mask > 0, axis=-1).astype(jnp.float32)
   metrics: Metrics = {
-    "reward/mean": of_groups(batch.rewards),
-    "reward/pass_rate": of_groups(batch.correct),
+    "reward/mean": mean_over_groups(batch.rewards),
+    "reward/pass_rate": mean_over_groups(batch.correct),
     "groups/effective": share(varies(batch.rewards, valid)[:, 0]),
     "groups/all_correct": share(jnp.all(batch.correct == 1, axis=1, where=valid)),
     "groups/all_wrong": share(jnp.all(batch.correct == 0, axis=1, where=valid)),
@@ -38,13 +38,13 @@ def batch_metrics(batch: TrainBatch) -> Metrics:
 
 
 def _row_metrics(packed: Packed) -> Metrics:
-  """Number of micro-batches of a batch, and the share of their positions that is not padding."""
+  """Number of micro-batches of a batch, and the share of their places that is not padding."""
   count = jnp.asarray(packed.num_micro_batches, jnp.float32)
-  held = (packed.rows.prompts >= 0).astype(jnp.float32).sum()
+  filled_places = (packed.rows.prompts >= 0).astype(jnp.float32).sum()
   places = count * math.prod(packed.tokens.shape[1:])
   return {
     "rows/micro_batches": Mean(total=count, weight=jnp.float32(1)),
-    "rows/filled": Mean(total=held, weight=places),
+    "rows/filled": Mean(total=filled_places, weight=places),
   }
 
 
@@ -55,7 +55,7 @@ def policy_metrics(
   coefficients: Array,
   sources: tuple[str, ...],
 ) -> Metrics:
-  """Differences of the policy and the behavior policy of one micro-batch, and the entropy.
+  """Distance of the policy from the behavior policy in one micro-batch, and the entropy.
 
   Args:
     logprobs, entropy: f32[P, G, T], of the policy.

@@ -47,16 +47,16 @@ def trigger_tokens(
 def vetoed_tokens(triggers: Array, mask: Array, *, scope: str) -> Array:
   """The loss tokens that the triggers exclude: bool[P, G, T] → bool[P, G, T].
 
-  With after_t = max_{s<t} trigger_s: `suffix` after·(1 − trigger), `trigger` the triggers alone,
+  With after_t = max_{s<t} trigger_s: `suffix` after·(1 − trigger), `trigger` the triggers only,
   `trigger_and_suffix` both, `response` all tokens of a response with a trigger.
   """
-  seen = jax.lax.cummax(triggers.astype(jnp.int32), axis=triggers.ndim - 1) > 0
-  after = jnp.pad(seen[..., :-1], [(0, 0)] * (triggers.ndim - 1) + [(1, 0)])
+  triggered = jax.lax.cummax(triggers.astype(jnp.int32), axis=triggers.ndim - 1) > 0
+  after = jnp.pad(triggered[..., :-1], [(0, 0)] * (triggers.ndim - 1) + [(1, 0)])
   vetoed = {
     "suffix": after & ~triggers,
     "trigger": triggers,
     "trigger_and_suffix": after | triggers,
-    "response": jnp.broadcast_to(seen[..., -1:], seen.shape),
+    "response": jnp.broadcast_to(triggered[..., -1:], triggered.shape),
   }[scope]
   return vetoed & (mask > 0)
 
@@ -68,14 +68,14 @@ def negative_advantage_veto(
   trigger: str = "below",
   renormalize: bool = False,
 ) -> Veto:
-  """A transform of any loss that excludes tokens of rollouts with negative advantage.
+  """Makes a transform of any loss that excludes tokens of rollouts with negative advantage.
 
   Args:
-    scope: what is vetoed, one of `SCOPES`; the default keeps the triggers themselves.
+    scope: the tokens to veto, one of `SCOPES`; the default keeps the triggers themselves.
     threshold: κ > 0, a ratio. **open**.
     trigger: "below" triggers where ρ < κ, "above" where ρ > κ. **open**.
-    renormalize: whether vetoed tokens also leave the aggregation's denominator, which up-weights
-      the survivors. **open**; by default the mask stays m.
+    renormalize: whether to remove vetoed tokens from the aggregation's denominator too, which
+      gives the remaining tokens more weight. **open**; by default the mask stays m.
   Returns:
     (losses, policy_logprobs, batch, coefficients) → (losses with 0 at vetoed tokens, the mask to
     aggregate with, metrics). Metrics: veto/token_fraction of loss tokens, veto/trigger_rate of

@@ -3,7 +3,7 @@ r"""The normal form of a mathematical answer: text → Answer → text.
 The normal form is LaTeX without formatting: plain numbers as exact fractions ("0.50", r"$\dfrac12$"
 and "50/100" are "1/2"; r"2^{10}" and r"\sqrt{16}" are numbers too), without thousands separators
 and periods, with words in lower case in \text{}, and with lists and sets sorted. Formulas stay
-as they are written, without spaces but those between two digits: "7 2" is not 72.
+as they are written, without spaces except between two digits: "7 2" is not 72.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlvr_jax.rewards.units import (
   NUMBER_WORDS,
   SIGNS,
   TEXT,
-  scaled,
+  apply_scale_word,
   split_sign,
   split_unit,
 )
@@ -29,10 +29,10 @@ SET = r"\{\}"
 _NTH = "(?:st|nd|rd|th)"
 _NTH_TEXT = rf"\\(?:text|textrm|textnormal|mathrm)\s*\{{\s*{_NTH}\s*\}}"
 
-# From fullwidth digits, signs and brackets, as in Chinese and Japanese texts, to ASCII.
+# Fullwidth digits, signs and brackets, as in Chinese and Japanese texts → ASCII.
 _FULLWIDTH = {0xFF00 + code: 0x20 + code for code in range(1, 0x5F)}
 
-# Formatting, in the order of removal. A matrix's "\\" before a space is not a space command.
+# Formatting in the order of its removal. A matrix's "\\" before a space is not a space command.
 _FORMATTING = [
   (re.compile(pattern, re.DOTALL), replacement)
   for pattern, replacement in (
@@ -97,7 +97,7 @@ _CLOCK = re.compile(
   r"0?([0-9]{1,2}(?::[0-9]{2})?)\s?(?:\\(?:text|textrm|mathrm)\s*\{)?\s?([ap])\.?\s?m[.}]*",
   re.IGNORECASE,
 )
-# Words before a number that make it a bound, and words that leave it as it is.
+# Words before a number that make it a bound; "": words that do not change it.
 _BOUND_SIGNS = {
   r"\leq": "at most|(?:no|not) (?:more|greater|larger) than|up to",
   r"\geq": "at least|(?:no|not) (?:less|fewer|smaller) than",
@@ -134,17 +134,17 @@ _OPEN, _CLOSE = ("(", "[", "{", r"\{"), (")", "]", "}", r"\}")
 
 
 class Answer(NamedTuple):
-  r"""An answer in its parts; `str` gives the normal form.
+  r"""The parts of an answer; `str` gives the normal form.
 
   Attributes:
     value: a formula without spaces, or words; "" for a number or a list.
-    number: of a plain number.
-    words: whether `value` is text, to be compared as such.
-    items: elements of a list, set, tuple or interval, at least two.
+    number: exact value of a plain number; None for anything else.
+    words: whether `value` is text, to be compared as text.
+    items: elements of a list, set, tuple or interval, at least two; () for anything else.
     brackets: around the items, "()", "[)", …, or SET; "" for a bare list.
-    unit: such as "%", "cm", "m^2", "base 2"; "" if there is none, or an unknown one.
-    name: the text before "=".
-    choice: the letter of "(B) 5", A to J.
+    unit: such as "%", "cm", "m^2", "base 2"; "" if there is none or it is unknown.
+    name: the text before "="; "" if there is none.
+    choice: the letter of "(B) 5", A to J; "" if there is none.
   """
 
   value: str = ""
@@ -157,7 +157,7 @@ class Answer(NamedTuple):
   choice: str = ""
 
   @property
-  def ordered(self) -> bool:
+  def is_ordered(self) -> bool:
     return self.brackets not in ("", SET)
 
   def __str__(self) -> str:
@@ -165,7 +165,7 @@ class Answer(NamedTuple):
     if self.items:
       texts = [str(item) for item in self.items]
       half = len(self.brackets) // 2
-      inner = ", ".join(texts if self.ordered else sorted(texts))
+      inner = ", ".join(texts if self.is_ordered else sorted(texts))
       text = self.brackets[:half] + inner + self.brackets[half:]
     elif self.number is not None:
       text = str(self.number)
@@ -180,7 +180,7 @@ class Answer(NamedTuple):
 
 
 def strip_formatting(text: str) -> str:
-  r"""LaTeX without what changes only its appearance: \left, \dfrac, $, thin spaces, Unicode …"""
+  r"""Removes what changes only the appearance of LaTeX: \left, \dfrac, $, thin spaces, Unicode …"""
   text = text.translate(_FULLWIDTH)
   for pattern, replacement in _FORMATTING:
     text = pattern.sub(replacement, text)
@@ -188,14 +188,17 @@ def strip_formatting(text: str) -> str:
 
 
 def parse_answer(text: str) -> Answer:
-  """The parts of an answer; never fails, since an unreadable formula becomes `value` as it is."""
+  """Parses an answer; never fails, since an unreadable formula becomes `value` as it is."""
   return _parse(strip_formatting(text))
 
 
 def _parse(text: str) -> Answer:
-  text, wrapped = text.strip().rstrip(" ."), False
+  """Parses an answer without formatting; its forms are tried in order."""
+  text = text.strip().rstrip(" .")
+  is_wrapped = False
   while match := re.fullmatch(TEXT, text):
-    text, wrapped = match[1].strip(), True
+    text = match[1].strip()
+    is_wrapped = True
   if match := _CHOICE.fullmatch(text):
     return Answer(value=match[1] or match[2], words=True)
   if match := _CHOICE_AND_VALUE.fullmatch(text):
@@ -209,12 +212,12 @@ def _parse(text: str) -> Answer:
   if match := _BOUND.fullmatch(text):
     sign = next(sign for sign, words in zip(_BOUND_SIGNS, match.groups(), strict=False) if words)
     return _parse(f"{sign} {match[len(_BOUND_SIGNS) + 1]}")
-  if (number_of_all := scaled(text)) is not None:
-    return _parse(number_of_all)
+  if (scaled_text := apply_scale_word(text)) is not None:
+    return _parse(scaled_text)
   amount, unit = split_sign(text)
-  if unit and not (signed := _parse(amount)).items:
-    rate = f"{unit} {signed.unit}" if signed.unit.startswith("/") else ""  # "$5 per hour"
-    return signed._replace(unit=rate or signed.unit or unit)
+  if unit and not (answer := _parse(amount)).items:
+    rate = f"{unit} {answer.unit}" if answer.unit.startswith("/") else ""  # "$5 per hour"
+    return answer._replace(unit=rate or answer.unit or unit)
   if match := _IN_BASE.fullmatch(re.sub(TEXT, r"\1", text)):
     base = _BASES.get(match[2], match[2])
     if base.isdecimal():
@@ -227,7 +230,7 @@ def _parse(text: str) -> Answer:
     if words in _SAME_WORDS:
       words = _SAME_WORDS[words]
       return Answer(value=words, words=not words.startswith("\\"))
-    if wrapped or _WORDS.match(text):
+    if is_wrapped or _WORDS.match(text):
       return Answer(value=words if len(text) > 1 else text, words=True)
   if match := _COLUMN.fullmatch(text):
     entries = [entry for entry in map(str.strip, match[2].split(r"\\")) if entry]
@@ -236,7 +239,7 @@ def _parse(text: str) -> Answer:
   if (match := _SET_BUILDER.fullmatch(text)) and match[1] in match[2]:
     return _parse(match[2])
   if match := FIGURE.fullmatch(text):
-    return Answer(value=figure(match[1], match[2] or match[3]))
+    return Answer(value=normalize_figure(match[1], match[2] or match[3]))
   brackets, elements = _split_list(text)
   if len(elements) > 1:
     return Answer(items=tuple(map(_parse, elements)), brackets=brackets)
@@ -246,26 +249,33 @@ def _parse(text: str) -> Answer:
     return _parse(match[1])
   if match := _NAME.fullmatch(text):
     return _parse(match[2])._replace(name=_compact(match[1]))
-  if (match := _NAME_LAST.fullmatch(text)) and is_computed(match[1]):
+  if (match := _NAME_LAST.fullmatch(text)) and is_constant(match[1]):
     return _parse(match[1])._replace(name=_compact(match[2]))
   return Answer(value=_compact(text))
 
 
 def _split_list(text: str) -> tuple[str, list[str]]:
-  """(brackets, elements); brackets around a single element are removed, except for [ ]."""
+  """Splits a list into (brackets, elements).
+
+  Brackets around a single element are removed, except for [ ].
+  """
   if r"\begin" in text:
     return "", [text]
-  opening, inner, closing = _inside(text)
-  elements = _at_commas(inner)
+  opening, inner, closing = _split_brackets(text)
+  elements = _split_at_commas(inner)
   if len(elements) > 1:
-    braces = opening in ("{", r"\{")
-    return SET if braces else opening + closing, elements
+    is_set = opening in ("{", r"\{")
+    return SET if is_set else opening + closing, elements
   return "", [text if "[" in opening or "]" in closing else inner]
 
 
-def _inside(text: str) -> tuple[str, str, str]:
-  """(opening bracket, inside, closing bracket) if one pair encloses the full text."""
-  depth, first = 0, ""
+def _split_brackets(text: str) -> tuple[str, str, str]:
+  """Splits a text into (opening bracket, inside, closing bracket).
+
+  The brackets are "" if no pair encloses the full text.
+  """
+  depth = 0
+  first = ""
   for token in _BRACKET.finditer(text):
     depth += (token[0] in _OPEN) - (token[0] in _CLOSE)
     if not first:
@@ -279,9 +289,10 @@ def _inside(text: str) -> tuple[str, str, str]:
   return "", text, ""
 
 
-def _at_commas(text: str) -> list[str]:
+def _split_at_commas(text: str) -> list[str]:
   """Splits at the commas and semicolons outside all brackets; [text] if an element is empty."""
-  depth, cuts = 0, [-1]
+  depth = 0
+  cuts = [-1]
   for token in _BRACKET.finditer(text):
     depth += (token[0] in _OPEN) - (token[0] in _CLOSE)
     if depth == 0 and token[0] in (",", ";"):
@@ -291,13 +302,13 @@ def _at_commas(text: str) -> list[str]:
   return elements if all(elements) else [text]
 
 
-def is_computed(text: str) -> bool:
+def is_constant(text: str) -> bool:
   r"""Whether a formula has no variable: "2+3", "2\sqrt{2}"."""
   return not re.search("[A-Za-z]", _COMMAND.sub("", text))
 
 
-def figure(command: str, points: str) -> str:
-  r"""\angle ABC is also \angle CBA; a triangle and a segment have their points in any order."""
+def normalize_figure(command: str, points: str) -> str:
+  r"""Orders the points of a figure: \angle CBA is \angle ABC; a triangle's points are sorted."""
   if command in (r"\triangle", r"\overline", r"\overleftrightarrow"):
     points = "".join(sorted(points))
   elif command.endswith("angle"):
@@ -306,6 +317,6 @@ def figure(command: str, points: str) -> str:
 
 
 def _compact(text: str) -> str:
-  r"""Removes signs of units, and spaces but those after a command ("\pi r") and between digits."""
+  r"""Removes signs of units, and spaces except after a command ("\pi r") and between digits."""
   text = _SIGN.sub("", text)
   return _SPACE.sub(lambda match: match[1] or "", text)

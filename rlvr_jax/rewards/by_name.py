@@ -7,22 +7,22 @@ A grader is a plain function, run in the pool's workers:
 It is called with the completion's text and the problem's JSON-serializable reference, by position,
 and with the hyper-parameters from its string as keywords. If the prompt ends with "<think>", as in
 some chat templates, the text begins with that tag. A number (or bool) returned instead of a Grade
-is the score: correct at 1 or more, wrong below, where it counts only if
+is the score: correct at 1 or more, wrong below. The score of a wrong answer counts only if
 `config.grading.outcomes.wrong` is "score". An exception, a number that is not finite, or any
-other return value is a crash of that item. Coroutines, generators and functions that cannot take
-two arguments are refused at start-up.
+other return value crashes that item. Coroutines, generators and functions that cannot take two
+arguments are refused at start-up.
 
-If its module also has `<function>_self_test()`, each worker calls that once at start-up, with the
-hyper-parameters that its signature names. It should raise if the grader cannot work here. Slow
-imports belong there, since no item's time limit applies.
+If the grader's module also has `<function>_self_test()`, each worker calls it once at start-up,
+with the hyper-parameters that its signature names. It should raise if the grader cannot work here.
+Put slow imports into it, since no item's time limit applies to it.
 
 Write your own grader as "my_module:function(keyword=1)"; only the workers import it.
 
 `by_reference` and `weighted` call other graders, which the reference names by their strings. A
 worker loads such a part and runs its self-test when an item first needs it, within that item's time
-limit. With the part in the pool's `preload`, this happens at the worker's start instead. With
-`weighted`, set the reward policy of "wrong" and "unparseable" to "score": by default they are worth
-0, and the other parts would count for right answers only.
+limit. A part in the pool's `preload` is loaded at the worker's start instead. With `weighted`, set
+the reward policy of "wrong" and "unparseable" to "score": by default they are worth 0, and the
+other parts would count for correct answers only.
 """
 
 from __future__ import annotations
@@ -72,37 +72,46 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 # --- from a string to a grader --------------------------------------------------------------------
 
 
-def checked_grader(field: str, text: str) -> specs.Spec:
-  """The parsed string of a grader; a user's module is not imported here, only by the workers.
+def parse_grader(field: str, text: str) -> specs.Spec:
+  """Parses and checks the string of a grader; only the workers import a user's module.
 
   Args:
-    field: begins the messages, such as "config.grading.grader".
+    field: start of the error messages, such as "config.grading.grader".
     text: the string.
   Raises:
-    ValueError: not a component's string, an unknown name, or hyper-parameters that the grader does
-      not take.
+    ValueError: it is not a component's string, or has an unknown name, or hyper-parameters that the
+      grader does not take.
   """
   spec = specs.parse(field, text)
   if ":" not in spec.name:
-    _function(f"{field} = {text!r}", spec)
+    _find_function(f"{field} = {text!r}", spec)
   return spec
 
 
-def load_tested(text: str) -> Grader:
-  """The grader that a string names, after its self-test, whose exceptions pass through.
+def load_grader(text: str) -> Grader:
+  """Loads the grader that a string names, and runs its self-test, whose exceptions pass through.
 
   Raises:
-    ValueError: as `checked_grader`; or the module or function does not exist, or is not a plain
-      function of (completion, reference) and the hyper-parameters given.
+    ValueError: as `parse_grader`; or the module or function does not exist, or is not a plain
+      function of (completion, reference) and the given hyper-parameters.
   """
-  spec = checked_grader("grader", text)
-  function = _function(f"grader = {text!r}", spec)
-  _self_test(function, spec)
-  return lambda completion, reference: as_grade(function(completion, reference, **spec.arguments))
+  spec = parse_grader("grader", text)
+  function = _find_function(f"grader = {text!r}", spec)
+  _run_self_test(function, spec)
+
+  def grade(completion: str, reference: Mapping[str, Any]) -> Grade:
+    return convert_to_grade(function(completion, reference, **spec.arguments))
+
+  return grade
 
 
-def _function(owner: str, spec: specs.Spec) -> Callable[..., Any]:
-  function = specs.find(owner, sys.modules[__name__], spec.name)
+def _find_function(owner: str, spec: specs.Spec) -> Callable[..., Any]:
+  """Finds the function that a spec names.
+
+  Raises:
+    ValueError: it cannot grade; the message begins with `owner`.
+  """
+  function = specs.find_factory(owner, sys.modules[__name__], spec.name)
   if any(is_kind(function) for is_kind in _NOT_PLAIN):
     raise ValueError(
       f"{owner}: {spec.name} is a coroutine or generator function; a grader returns its grade"
@@ -111,8 +120,8 @@ def _function(owner: str, spec: specs.Spec) -> Callable[..., Any]:
     signature = inspect.signature(function)
   except ValueError:
     return function  # some functions written in C have no signature
-  of_items = [p.name for p in signature.parameters.values() if p.kind in _POSITIONAL][:2]
-  specs.check_keywords(owner, spec.name, function, spec.arguments, of_items)
+  item_parameters = [p.name for p in signature.parameters.values() if p.kind in _POSITIONAL][:2]
+  specs.check_keywords(owner, spec.name, function, spec.arguments, item_parameters)
   try:
     signature.bind("completion", {}, **spec.arguments)
   except TypeError as error:
@@ -123,17 +132,19 @@ def _function(owner: str, spec: specs.Spec) -> Callable[..., Any]:
   return function
 
 
-def _self_test(function: Callable[..., Any], spec: specs.Spec) -> None:
+def _run_self_test(function: Callable[..., Any], spec: specs.Spec) -> None:
   module, _, name = spec.name.rpartition(":")
   owner = importlib.import_module(module or function.__module__)
-  test = getattr(owner, f"{name}_self_test", None)
-  if test is not None:
-    accepted = inspect.signature(test).parameters
-    test(**{keyword: value for keyword, value in spec.arguments.items() if keyword in accepted})
+  self_test = getattr(owner, f"{name}_self_test", None)
+  if self_test is not None:
+    accepted = inspect.signature(self_test).parameters
+    self_test(
+      **{keyword: value for keyword, value in spec.arguments.items() if keyword in accepted}
+    )
 
 
-def as_grade(value: Any) -> Grade:
-  """Converts what a grader returned; a number is a score: correct at 1 or more, wrong below.
+def convert_to_grade(value: Any) -> Grade:
+  """Converts a grader's return value; a number is a score: correct at 1 or more, wrong below.
 
   Raises:
     TypeError: it is neither a Grade with an Outcome nor a number.
@@ -157,9 +168,9 @@ def as_grade(value: Any) -> Grade:
 
 
 @functools.cache
-def _part(text: str) -> tuple[str, Grader]:
-  """(name of the grader's function, for `Grade.detail`; the grader)."""
-  return specs.parse("grader", text).name.rpartition(":")[2], load_tested(text)
+def _load_part(text: str) -> tuple[str, Grader]:
+  """Loads a grader once; returns (name of its function, for `Grade.detail`; the grader)."""
+  return specs.parse("grader", text).name.rpartition(":")[2], load_grader(text)
 
 
 def by_reference(completion: str, reference: Mapping[str, Any]) -> Grade:
@@ -169,7 +180,7 @@ def by_reference(completion: str, reference: Mapping[str, Any]) -> Grade:
     completion: text.
     reference: "grader" (its string) and "reference" (passed on to that grader).
   """
-  _, grader = _part(reference["grader"])
+  _, grader = _load_part(reference["grader"])
   return grader(completion, reference["reference"])
 
 
@@ -180,10 +191,10 @@ def weighted(completion: str, reference: Mapping[str, Any]) -> Grade:
     completion: text.
     reference: "parts", at least one {"grader": its string, "weight": w, "reference": {…}}.
   Returns:
-    The first part's outcome and answer, with the sum as the score whatever the outcome; crashed if
-    any part crashed, since the sum would then miss a term.
+    The first part's outcome and answer, with the sum as the score for any outcome; crashed if a
+    part crashed, since the sum would then lack a term.
   Raises:
-    ValueError: there are no parts.
+    ValueError: "parts" is empty.
   """
   parts = reference["parts"]
   if not parts:
@@ -192,7 +203,7 @@ def weighted(completion: str, reference: Mapping[str, Any]) -> Grade:
   score = sum(part["weight"] * grade.score for part, grade in zip(parts, grades, strict=True))
   crashed = any(grade.outcome is Outcome.CRASHED for grade in grades)
   detail = "; ".join(
-    f"{_part(part['grader'])[0]}: {grade.outcome} {grade.score:g} {grade.detail}".rstrip()
+    f"{_load_part(part['grader'])[0]}: {grade.outcome} {grade.score:g} {grade.detail}".rstrip()
     for part, grade in zip(parts, grades, strict=True)
   )
   if crashed:
@@ -203,12 +214,12 @@ def weighted(completion: str, reference: Mapping[str, Any]) -> Grade:
 def weighted_reference(
   grader: str, reference: Mapping[str, Any], extra: Sequence[tuple[str, float]] = ()
 ) -> dict[str, Any]:
-  """A reference for `weighted`: the main grader's score plus w·score of each extra grader.
+  """The reference for `weighted` of the main grader's score plus w·score of each extra grader.
 
   Args:
     grader: string of the main grader, with weight 1; it decides what is correct.
     reference: passed to all graders.
-    extra: (string, weight w) of each other grader.
+    extra: (string, weight w) of each extra grader.
   """
   pairs = [(grader, 1.0), *extra]
   return {

@@ -1,4 +1,4 @@
-"""What a grader such as the sandbox's tells the pool: how long it takes, and when it sleeps."""
+"""Hooks by which a grader, such as `code`, extends its deadline and reports that it sleeps."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ def _ignore() -> None:
   pass
 
 
-# A pool's worker sets both.
-# Makes the pool wait this many seconds longer for the current item.
-announce: Callable[[float], None] = _ignore_seconds
-# Tells the pool that the current item uses no core from here on; at most once per item.
-asleep: Callable[[], None] = _ignore
-# The pool's answer, after the items that the worker has and other workers get.
+# A pool's worker sets both hooks.
+# Extends the current item's deadline by this many seconds.
+extend: Callable[[float], None] = _ignore_seconds
+# Reports that the current item uses no core from now on; called at most once per item.
+report_asleep: Callable[[], None] = _ignore
+# The pool's reply to that report. It follows the items that were already sent to the worker, which
+# other workers grade.
 GO_ON = b'{"go_on": true}\n'

@@ -6,18 +6,18 @@ import re
 from typing import NamedTuple
 
 from rlvr_jax.rewards.answers import BOUNDS, FUNCTIONS, TEXT, parse_answer
-from rlvr_jax.rewards.graders import ANSWER_MARK, DIGITS, NUMBER, answer_part
+from rlvr_jax.rewards.graders import ANSWER_MARK, DIGITS, NUMBER, find_answer_part
 
 MAX_ANSWER = 1000  # characters; longer ones are not answers, and are slow in sympy
-_TAIL = 100_000  # characters at a completion's end that are searched for a box or "####"
-_SHORT = 5  # words of a phrase, or of a tag's content, that are an answer as they stand
+_TAIL = 100_000  # characters at the end of a completion that are searched for a box or "####"
 _PROSE = 10_000  # … for an answer in running text
+_SHORT = 5  # words; a phrase or a tag's content of at most this length is an answer as it stands
 
 _BOX_TOKEN = re.compile(
   rf"\\(?:boxed|fbox)\s*\{{|\\(?:boxed|fbox)\s*(?P<bare>[+-]?{NUMBER}(?:/{DIGITS})?)|\\.|[{{}}]",
   re.DOTALL,
 )
-# Possessive (*+), without backtracking: a completion may have any number of spaces.
+# Possessive quantifiers (*+) do not backtrack: a completion may have any number of spaces.
 _BETWEEN_BOXES = re.compile(
   r"[\s$]*+(?:;|,(?!\s*+(?:and|or))|(?:,\s*+)?(?:and|or(?:[\s$]*+[A-Za-z]\s*+=)?))[\s$]*+"
 )
@@ -27,7 +27,7 @@ _ANSWER_IS = re.compile(
 _NOT_THIS = re.compile(
   r"(?:\bnot|n['’]t|\bbetween)\b(?:(?!\b(?:but|is|are)\b|[.,;:]\s)[^\n])*\Z", re.IGNORECASE
 )
-_NOT_BEFORE = 60  # characters before a number that may say that it is not the answer
+_NOT_BEFORE = 60  # characters before a number that are searched for a "not"
 _BOUND_BEFORE = re.compile(rf"\b(?:{BOUNDS})\s*\Z", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n")
 _MATH = re.compile(
@@ -36,7 +36,7 @@ _MATH = re.compile(
 _NUMBER = re.compile(
   rf"{NUMBER}(?:\s?/\s?{DIGITS})?(?::{DIGITS})*(?:\s?(?:\\?%|[ap]\.?m\b))?", re.IGNORECASE
 )
-# What makes a number part of a formula, a range or a calculation in words.
+# Text next to a number that makes it part of a formula, a range or a calculation in words.
 _CHANGED_BEFORE = re.compile(
   r"(?:[0-9)}] ?[-+*/×÷·^_]|[A-Za-z][\^_]|\\sqrt ?|√|\b(?:half|third|quarter|fifth|tenth) of"
   r"|\b(?:twice|thrice|double|triple|plus|times)|\\[dt]?frac\s?\{[^{}]*\}|[0-9]+ to|[0-9]+ )"
@@ -58,15 +58,21 @@ _WORD = re.compile(rf"(?<![\\A-Za-z])(?!(?:and|or|{FUNCTIONS})\b)[A-Za-z]{{2,}}"
 
 
 class Box(NamedTuple):
-  start: int
-  end: int
+  r"""A \boxed{…} or \fbox{…} in a text."""
+
+  start: int  # index of its first character
+  end: int  # index after its last character
   content: str
 
 
-def boxes(text: str) -> tuple[list[Box], bool]:
-  r"""(outermost \boxed{…}, \fbox{…} and \boxed 5 in order; whether one is never closed)."""
-  closed: list[tuple[int, int, int, int]] = []  # start and end of the box, then of its content
-  stack: list[tuple[int, int | None]] = []  # of open braces: start; start of a box's content
+def find_boxes(text: str) -> tuple[list[Box], bool]:
+  r"""Finds the outermost boxes: \boxed{…}, \fbox{…} and \boxed 5.
+
+  Returns:
+    (the boxes in order, whether another one is never closed).
+  """
+  closed: list[tuple[int, int, int, int]] = []  # start and end of each box, then of its content
+  stack: list[tuple[int, int | None]] = []  # per open brace: start; start of a box's content
   for token in _BOX_TOKEN.finditer(text):
     if token["bare"]:
       closed.append((*token.span(), *token.span("bare")))
@@ -80,20 +86,20 @@ def boxes(text: str) -> tuple[list[Box], bool]:
       stack.append((token.start(), None))
     elif token[0].endswith("{") and token[0] != r"\{":
       stack.append((token.start(), token.end()))
-  found = [Box(start, end, text[first:last]) for start, end, first, last in closed]
-  return found, any(content is not None for _, content in stack)
+  boxes = [Box(start, end, text[first:last]) for start, end, first, last in closed]
+  return boxes, any(content is not None for _, content in stack)
 
 
-def stated_answer(text: str) -> str | None:
-  r"""The last \boxed{…}, else the line after the last "####"; None if there is neither.
+def find_stated_answer(text: str) -> str | None:
+  r"""Finds the last \boxed{…}, else the line after the last "####"; None if there is neither.
 
-  Boxes joined by commas, "and" or "or" are one answer, a list. If no box is ever closed, the answer
-  is empty.
+  Boxes joined by commas, "and" or "or" are one answer, a list. If a box is opened but none is ever
+  closed, the answer is empty.
   """
-  found, unclosed = boxes(text)
-  if found:
-    parts = found[-1:]
-    for box in reversed(found[:-1]):
+  boxes, unclosed = find_boxes(text)
+  if boxes:
+    parts = boxes[-1:]
+    for box in reversed(boxes[:-1]):
       if not _BETWEEN_BOXES.fullmatch(text, box.end, parts[0].start):
         break
       parts.insert(0, box)
@@ -105,17 +111,20 @@ def stated_answer(text: str) -> str | None:
 
 
 def _has_words(text: str) -> bool:
+  """Whether a text has words outside of formulas."""
   return bool(_WORD.search(re.sub(TEXT, " ", _MATH.sub(" ", text))))
 
 
-def _last_expression(text: str) -> str | None:
-  """The formula in $…$, \\(…\\) or \\[…\\], or the number, that ends last.
+def _find_last_expression(text: str) -> str | None:
+  """Finds the number, or the formula in $…$, \\(…\\) or \\[…\\], that ends last.
 
-  With the words before it that make it a bound ("at most"). None if the text says that it is not
-  the answer, or if it is one end of a range.
+  Words before it that make it a bound ("at most") are included.
+
+  Returns:
+    The expression; None if the text says that it is not the answer, or if it is one end of a range.
   """
-  found = [(m.end(), m.start()) for m in (*_NUMBER.finditer(text), *_MATH.finditer(text))]
-  end, start = max(found, default=(0, 0))
+  spans = [(m.end(), m.start()) for m in (*_NUMBER.finditer(text), *_MATH.finditer(text))]
+  end, start = max(spans, default=(0, 0))
   before = text[:start][-_NOT_BEFORE:]
   if start == end or _NOT_THIS.search(before) or _CHANGED_AFTER.match(text, end):
     return None
@@ -126,40 +135,50 @@ def _last_expression(text: str) -> str | None:
     return None
   bound = _BOUND_BEFORE.search(before)
   unit = _UNIT_AFTER.match(text, end)
-  assert unit  # it may be empty
+  assert unit  # the pattern also matches an empty text
   return (bound[0] if bound else "") + ("-" if sign else "") + text[start:end] + unit[0]
 
 
-def _phrase_answer(phrase: str) -> str | None:
-  """The answer in "x + 1", "5 apples", "therefore $5$", "Tuesday"; None in longer prose."""
+def _extract_from_phrase(phrase: str) -> str | None:
+  """Extracts the answer from "x + 1", "5 apples", "therefore $5$" or "Tuesday".
+
+  Returns:
+    The answer; None if a longer phrase has no number or formula.
+  """
   parsed = parse_answer(phrase[:MAX_ANSWER])
   if not _has_words(phrase) or parsed.number is not None or ":" in parsed.value:
     return phrase
-  return _last_expression(phrase) or (phrase if len(phrase.split()) <= _SHORT else None)
+  return _find_last_expression(phrase) or (phrase if len(phrase.split()) <= _SHORT else None)
 
 
-def _prose_answer(text: str) -> str | None:
+def _extract_from_prose(text: str) -> str | None:
+  """Extracts the answer from running text: what follows "the answer is", or the last expression."""
   text = re.sub("[−–]", "-", text[-_PROSE:]).strip()
-  announced = list(_ANSWER_IS.finditer(text))
-  if announced:
-    return _phrase_answer(_SENTENCE_END.split(text[announced[-1].end() :], maxsplit=1)[0])
+  announcements = list(_ANSWER_IS.finditer(text))
+  if announcements:
+    phrase = _SENTENCE_END.split(text[announcements[-1].end() :], maxsplit=1)[0]
+    return _extract_from_phrase(phrase)
   if "\n" not in text and (not _has_words(text) or len(text.split()) == 1):
     return text
-  return _last_expression(text)
+  return _find_last_expression(text)
 
 
-def extract(completion: str) -> str | None:
-  r"""The text of a completion's final answer, or None.
+def extract_answer(completion: str) -> str | None:
+  r"""Extracts the text of a completion's final answer.
 
-  In this order: the last \boxed{…}; the line after the last "####"; what follows the last "answer
-  is"; the full text if it is one formula or word; the formula or number that ends last. Only what
-  follows a "</think>" counts, and nothing while a "<think>" is open; of these, an answer tag alone.
+  Tries in this order: the last \boxed{…}; the line after the last "####"; the text after the last
+  "answer is"; the full text if it is one formula or word; the formula or number that ends last.
+  Only the text after any "</think>" counts, and nothing while a "<think>" is open. If that text has
+  an answer tag, only the tag's content counts.
+
+  Returns:
+    The answer; None if there is none.
   """
-  text, tagged = answer_part(completion)
+  text, is_tagged = find_answer_part(completion)
   if text is None:
     return None
-  answer = stated_answer(text[-_TAIL:])
+  answer = find_stated_answer(text[-_TAIL:])
   if answer is None:
-    short = tagged and len(text.split()) <= _SHORT and not _ANSWER_IS.search(text)
-    answer = text if short else _prose_answer(text)
+    is_short = is_tagged and len(text.split()) <= _SHORT and not _ANSWER_IS.search(text)
+    answer = text if is_short else _extract_from_prose(text)
   return (answer or "").strip() or None

@@ -1,6 +1,6 @@
 r"""Estimates how large a LaTeX formula becomes when multiplied out, without evaluating it.
 
-sympy evaluates and expands while it parses, so that a short text can take hours:
+sympy evaluates and expands while it parses, so a short text can take hours:
 r"(9^{9999})^{9999}", r"(x+y+z+w)^{99}", or twenty nested sines. The estimate is a rough worst case:
 a sum adds terms, a product multiplies them, a power expands, and a function or a root multiplies
 the terms of its argument by a constant.
@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 _MAX_DEPTH = 25  # of nested brackets
 _MAX_DIGITS = 15_000  # of an intermediate number
-_MAX_EXPONENT = 6  # digits; of binomials and factorials too …
-_MAX_PRODUCT = 1.3  # … and of those with symbols: sympy writes n!/(n-20)! as a product
+_MAX_EXPONENT = 6  # digits of an exponent, and of a binomial or factorial without symbols
+_MAX_PRODUCT = 1.3  # digits of one with symbols: sympy writes n!/(n-20)! as a product
 _MAX_ROOTED = 300  # digits of a number under a root, which sympy factorizes
 _FUNCTION, _ROOT, _DENOMINATOR, _INEQUALITY = 4, 2, 3, 4  # cost relative to that of the argument
-_SOLVED_DEGREE = 3  # up to this degree an inequality has a fixed cost; above, it grows with it
+_SOLVED_DEGREE = 3  # up to this degree an inequality has a fixed cost; above, a proportional one
 
 _OPEN, _CLOSE = "open", "close"
 _TOKEN = re.compile(
@@ -39,9 +39,11 @@ _CONSTANTS = ("e", r"\pi")
 
 
 class _Size(NamedTuple):
+  """Upper bounds on the size of a formula."""
+
   terms: float  # when multiplied out
   digits: float  # decimal logarithm of the largest intermediate number
-  degree: float = 0  # upper bound, as a polynomial in all names
+  degree: float = 0  # as a polynomial in all names
 
   @property
   def has_symbols(self) -> bool:
@@ -58,7 +60,7 @@ def formula_size(latex: str) -> float:
   Args:
     latex: without significant spaces, \\left and \\right.
   """
-  size = _size(latex)
+  size = _estimate_size(latex)
   if size.digits > _MAX_DIGITS:
     return math.inf
   # Bars can be paired in this many ways; an inequality is solved by finding its roots.
@@ -68,7 +70,8 @@ def formula_size(latex: str) -> float:
   return size.terms * ways
 
 
-def _size(latex: str) -> _Size:
+def _estimate_size(latex: str) -> _Size:
+  """Estimates the size of a formula; infinite if it is nested too deeply."""
   tokens = [(match.lastgroup or "", match[0]) for match in _TOKEN.finditer(latex)]
   depth = deepest = 0
   for kind, _ in tokens:
@@ -76,10 +79,11 @@ def _size(latex: str) -> _Size:
     deepest = max(deepest, depth)
   if deepest > _MAX_DEPTH:
     return _ENDLESS
-  size, reader = _ONE, _Reader(tokens)
+  size = _ONE
+  reader = _Reader(tokens)
   try:
-    while reader.left():  # what follows an unmatched closing bracket is another factor
-      size = _product(size, reader.sum())
+    while reader.has_tokens():  # text after an unmatched closing bracket is another factor
+      size = _product(size, reader.read_sum())
   except RecursionError:  # fractions of fractions without a bracket
     return _ENDLESS
   return size
@@ -87,13 +91,13 @@ def _size(latex: str) -> _Size:
 
 def number_digits(latex: str) -> float:
   """Rough upper bound on the digits of the largest number in a formula."""
-  return max(_size(latex).digits, len(latex))
+  return max(_estimate_size(latex).digits, len(latex))
 
 
 def makes_huge_power(*formulas: str) -> bool:
-  r"""Whether simplifying their difference may make a huge power: n·log(a) is written log(aⁿ)."""
+  r"""Whether simplifying their difference may make a huge power, as n·log(a) becomes log(aⁿ)."""
   text = "+".join(f"({formula})" for formula in formulas)
-  return bool(_LOGARITHM.search(text)) and _size(text).digits > _MAX_EXPONENT
+  return bool(_LOGARITHM.search(text)) and _estimate_size(text).digits > _MAX_EXPONENT
 
 
 def _product(a: _Size, b: _Size) -> _Size:
@@ -119,10 +123,10 @@ def _power(base: _Size, exponent: _Size) -> _Size:
 
 
 def _fraction(top: _Size, bottom: _Size) -> _Size:
-  both = _sum(top, bottom)
-  several = bottom.has_symbols and bottom.terms > 1
-  terms = (both.terms - 1) * (_DENOMINATOR if several else 1)
-  return both._replace(terms=terms, degree=top.degree + bottom.degree)
+  total = _sum(top, bottom)
+  has_sum_below = bottom.has_symbols and bottom.terms > 1
+  terms = (total.terms - 1) * (_DENOMINATOR if has_sum_below else 1)
+  return total._replace(terms=terms, degree=top.degree + bottom.degree)
 
 
 def _factorial(size: _Size) -> _Size:
@@ -132,74 +136,79 @@ def _factorial(size: _Size) -> _Size:
 
 
 def _binomial(top: _Size, bottom: _Size) -> _Size:
-  both = _sum(top, bottom)
-  if both.digits > (_MAX_PRODUCT if both.has_symbols else _MAX_EXPONENT):
+  total = _sum(top, bottom)
+  if total.digits > (_MAX_PRODUCT if total.has_symbols else _MAX_EXPONENT):
     return _ENDLESS
-  return both._replace(digits=10**top.digits * math.log10(2))
+  return total._replace(digits=10**top.digits * math.log10(2))
 
 
 class _Reader:
-  """Reads tokens from left to right; treats all kinds of brackets alike."""
+  """Reads tokens, (kind, text), from left to right; treats all kinds of brackets alike."""
 
   def __init__(self, tokens: list[tuple[str, str]]):
-    self._tokens, self._at = tokens, 0
+    self._tokens = tokens
+    self._position = 0
 
-  def left(self) -> bool:
-    return self._at < len(self._tokens)
+  def has_tokens(self) -> bool:
+    return self._position < len(self._tokens)
 
-  def _next(self) -> tuple[str, str]:
-    self._at += 1
-    return self._tokens[self._at - 1] if self._at <= len(self._tokens) else (_CLOSE, "")
+  def _read_token(self) -> tuple[str, str]:
+    self._position += 1
+    return self._tokens[self._position - 1] if self._position <= len(self._tokens) else (_CLOSE, "")
 
-  def sum(self) -> _Size:
-    """The size of all terms up to the closing bracket or the end."""
-    total, product = None, _ONE
-    while (token := self._next())[0] != _CLOSE:
+  def read_sum(self) -> _Size:
+    """Reads all terms up to the closing bracket or the end; returns the size of their sum."""
+    total = None
+    product = _ONE
+    while (token := self._read_token())[0] != _CLOSE:
       if token[0] == "sum":
         total, product = _sum(total, product) if total else product, _ONE
       else:
-        product = _product(product, self._factor(*token))
+        product = _product(product, self._read_factor(*token))
     return _sum(total, product) if total else product
 
-  def _factor(self, kind: str, text: str) -> _Size:
-    size = self._atom(kind, text)
-    while self.left() and self._tokens[self._at][0] == "post":
-      size = _power(size, self._argument()) if self._next()[1] == "^" else _factorial(size)
+  def _read_factor(self, kind: str, text: str) -> _Size:
+    size = self._read_atom(kind, text)
+    while self.has_tokens() and self._tokens[self._position][0] == "post":
+      is_power = self._read_token()[1] == "^"
+      size = _power(size, self._read_argument()) if is_power else _factorial(size)
     return size
 
-  def _argument(self) -> _Size:
-    return self._atom(*self._next())
+  def _read_argument(self) -> _Size:
+    return self._read_atom(*self._read_token())
 
-  def _atom(self, kind: str, text: str) -> _Size:
+  def _read_atom(self, kind: str, text: str) -> _Size:
     if kind == _OPEN:
-      return self.sum()
+      return self.read_sum()
     if kind == "number":
       return _Size(1, math.log10(max(int(text.replace(".", "")), 1)))
     if kind != "name":
       return _ONE
     if _FRACTION.fullmatch(text):
-      return _fraction(self._argument(), self._argument())
+      return _fraction(self._read_argument(), self._read_argument())
     if _BINOMIAL.fullmatch(text):
-      return _binomial(self._argument(), self._argument())
+      return _binomial(self._read_argument(), self._read_argument())
     if text == r"\sqrt":
-      return self._root()
+      return self._read_root()
     if _FUNCTIONS.fullmatch(text):
-      return self._function()
+      return self._read_function()
     return _Size(1, 0.5 if text in _CONSTANTS else 0, 1)
 
-  def _root(self) -> _Size:
-    if self.left() and self._tokens[self._at][1] == "[":
-      self._argument()
-    inside = self._argument()
+  def _read_root(self) -> _Size:
+    if self.has_tokens() and self._tokens[self._position][1] == "[":
+      self._read_argument()
+    inside = self._read_argument()
     if inside.digits > _MAX_ROOTED:
       return _ENDLESS
     return inside._replace(terms=_ROOT * inside.terms, degree=_ROOT * inside.degree)
 
-  def _function(self) -> _Size:
-    """The size of a function, with its exponent and its base, applied to the next factor."""
+  def _read_function(self) -> _Size:
+    """Reads a function's exponent, base and next factor; returns the size of the application."""
     exponent = _ONE
-    while self.left() and self._tokens[self._at][1] in ("^", "_"):
-      found = self._argument() if self._next()[1] == "^" else self._argument()._replace(digits=0)
-      exponent = _sum(exponent, found) if exponent is not _ONE else found
-    inside = self._factor(*self._next()) if self.left() else _ONE
+    while self.has_tokens() and self._tokens[self._position][1] in ("^", "_"):
+      is_exponent = self._read_token()[1] == "^"
+      size = self._read_argument()
+      size = size if is_exponent else size._replace(digits=0)
+      exponent = _sum(exponent, size) if exponent is not _ONE else size
+    inside = self._read_factor(*self._read_token()) if self.has_tokens() else _ONE
     return _power(inside._replace(terms=_FUNCTION * inside.terms), exponent)

@@ -13,27 +13,27 @@ from typing import Any
 from rlvr_jax.rewards.formula_size import formula_size, makes_huge_power, number_digits
 
 _DIFFERENTIAL = r"(?:d|\\partial|\\mathrm\{d\})"
-_UNEVALUATED = re.compile(  # but \frac{dy}{dx}, a name
+_UNEVALUATED = re.compile(  # \frac{dy}{dx} is a name, and not among these
   r"\\(?:sum|prod|i{0,3}nt|oint|lim)(?![A-Za-z])"
   rf"|\\frac\{{{_DIFFERENTIAL}(?![-+]|\w\}})[^{{}}]*\}}\{{{_DIFFERENTIAL} ?[A-Za-z]"
 )
-_TWO_NUMBERS = re.compile(r"(?<![_^A-Za-z0-9])[0-9]+ [0-9]")  # "7 2", neither 72 nor 14
-_EXACT, _MAX_EXACT = (
-  40,
-  2000,
-)  # digits of values that are compared: more than the largest number has
-_INEXACT, _MARGIN = 15, 3  # … where one is a decimal in a formula; digits that may differ
-_MAX_SIZE = 100  # terms of an answer multiplied out, see `formula_size`; more take seconds
+_TWO_NUMBERS = re.compile(r"(?<![_^A-Za-z0-9])[0-9]+ [0-9]")  # "7 2" is neither 72 nor 14
+_EXACT = 40  # digits of compared values, in addition to those of the largest number
+_MAX_EXACT = 2000  # … of which at most this many count
+_INEXACT = 15  # digits of compared values if a formula has a decimal
+_MARGIN = 3  # last digits that may differ
+_MAX_SIZE = 100  # terms of an answer when multiplied out, see `formula_size`; more take seconds
 _MAX_GOLD_SIZE = 10_000  # … if the gold answer has half as many
 
 
-def parses(latex: str) -> bool:
-  """Whether math-verify can read a formula."""
-  return bool(_math_verify()[0](latex))
+def can_parse(latex: str) -> bool:
+  """Whether math-verify can parse a formula."""
+  return bool(_load_math_verify()[0](latex))
 
 
 @functools.cache
-def _math_verify() -> tuple[Callable[[str], list], Callable[[list, list], bool]]:
+def _load_math_verify() -> tuple[Callable[[str], list], Callable[[list, list], bool]]:
+  """Imports math-verify and returns its functions (parse, verify) with our settings."""
   # GMP aborts the process when memory runs out; Python's own integers raise MemoryError.
   os.environ.setdefault("SYMPY_GROUND_TYPES", "python")
   os.environ.setdefault("MPMATH_NOGMPY", "1")
@@ -45,7 +45,7 @@ def _math_verify() -> tuple[Callable[[str], list], Callable[[list, list], bool]]
       'the mathematics grader needs math-verify: pip install -e ".[math]"'
     ) from error
   logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeout is off
-  # Units are parsed in `answers`: math-verify would read the variable of "5m" as a unit.
+  # Units are parsed in `answers`: math-verify would take the variable of "5m" for a unit.
   normalization = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none",
     equations=False,
@@ -63,27 +63,28 @@ def _math_verify() -> tuple[Callable[[str], list], Callable[[list, list], bool]]
   return functools.lru_cache(maxsize=512)(parse), verify
 
 
-def equal_formulas(gold: str, answer: str) -> bool:
-  """Whether formulas are equal, by math-verify or by their values; False where that is costly."""
-  if _UNEVALUATED.search(answer):  # only the same text is right, which has been compared already
+def formulas_match(gold: str, answer: str) -> bool:
+  """Whether formulas are equal, by math-verify or by value; False if comparing them is costly."""
+  if _UNEVALUATED.search(answer):  # only the same text is correct, which has been compared already
     return False
   if formula_size(answer) > max(_MAX_SIZE, min(2 * formula_size(gold), _MAX_GOLD_SIZE)):
     return False
   if _TWO_NUMBERS.search(answer):
     return False
-  parse, verify = _math_verify()
-  parsed_gold, parsed = parse(gold), parse(answer)
-  if not (parsed_gold and parsed):
+  parse, verify = _load_math_verify()
+  parsed_gold = parse(gold)
+  parsed_answer = parse(answer)
+  if not (parsed_gold and parsed_answer):
     return False
   digits = _EXACT + math.ceil(min(_MAX_EXACT, max(map(number_digits, (gold, answer)))))
-  same = _equal_values(parsed_gold[0], parsed[0], digits)
-  if same is not None:
-    return same
-  return not makes_huge_power(gold, answer) and verify(parsed_gold, parsed)
+  same_value = _values_match(parsed_gold[0], parsed_answer[0], digits)
+  if same_value is not None:
+    return same_value
+  return not makes_huge_power(gold, answer) and verify(parsed_gold, parsed_answer)
 
 
-def _equal_values(gold: Any, answer: Any, digits: int) -> bool | None:
-  r"""Whether two formulas without variables are equal to so many digits; None for other formulas.
+def _values_match(gold: Any, answer: Any, digits: int) -> bool | None:
+  r"""Whether two formulas without variables agree to `digits` digits; None for other formulas.
 
   math-verify would simplify their difference, which costs hours for \log_2 3 and 10^{999}.
   """
@@ -97,15 +98,15 @@ def _equal_values(gold: Any, answer: Any, digits: int) -> bool | None:
     digits = _INEXACT if inexact else digits
     gap, size = (abs(value).evalf(digits) for value in (gold - answer, gold))
     return bool(gap <= 10 ** (_MARGIN - digits) * max(size, 1))
-  except TypeError:  # a function that has no value
+  except TypeError:  # a function without a value
     return None
 
 
-def value_of(text: str) -> float | None:
-  """The value of a real formula without variables; None of another, or of one that is costly."""
+def evaluate_formula(text: str) -> float | None:
+  """Evaluates a real formula without variables; None for any other or costly formula."""
   if _UNEVALUATED.search(text) or formula_size(text) > _MAX_SIZE:
     return None
-  parsed = _math_verify()[0](text)
+  parsed = _load_math_verify()[0](text)
   try:
     return float(parsed[0].evalf(15))
   except (IndexError, AttributeError, TypeError, ValueError, OverflowError):

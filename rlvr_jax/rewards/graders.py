@@ -1,4 +1,4 @@
-"""Graders of reasoning_gym and GSM8K, and what graders share: finding answers, parsing numbers."""
+"""Graders of reasoning_gym and GSM8K; functions of all graders that find answers and numbers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 from rlvr_jax.rewards.outcome import Grade, Outcome
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
-ANSWER_MARK = "####"  # GSM8K's convention: the final answer follows the last one
+ANSWER_MARK = "####"  # GSM8K's convention: the final answer follows the last mark
 
-# Commas only as thousands separators; sign and $ in either order; a minus after a word or another
-# number ("3-4") is an operator or a dash.
+# Commas are thousands separators only. Sign and $ come in either order. A minus after a word or
+# another number ("3-4") is an operator or a dash.
 DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _SIGN = r"(?:(?<![\w)])[-+]\$?|\$[-+]?)?"
 NUMBER = rf"{_SIGN}(?:{DIGITS}(?:\.[0-9]+)?|\.[0-9]+)"
@@ -24,23 +24,27 @@ _ANSWER_MARKS = re.compile(rf"{ANSWER_MARK}|\\(?:boxed|fbox)")
 _MARKED_NUMBER = re.compile(rf"{ANSWER_MARK}\s*({NUMBER})")
 
 
-def opened_thought(prompt: str) -> str:
+def thought_prefix(prompt: str) -> str:
   """The start of a prompt's completions: "<think>" if the prompt ends with it, else ""."""
   return THINK_OPEN if prompt.rstrip().endswith(THINK_OPEN) else ""
 
 
-def after_thinking(completion: str) -> str | None:
-  """The text after the last "</think>" (all of it without one); None while a "<think>" is open."""
-  rest = completion.rpartition(THINK_CLOSE)[2]
-  return None if THINK_OPEN in rest else rest
+def strip_thought(completion: str) -> str | None:
+  """Removes the text up to the last "</think>", if any; returns None while a "<think>" is open."""
+  answer = completion.rpartition(THINK_CLOSE)[2]
+  return None if THINK_OPEN in answer else answer
 
 
-def answer_part(completion: str) -> tuple[str | None, bool]:
-  """(what `after_thinking` returns, or the content of its last answer tag; whether it is a tag's).
+def find_answer_part(completion: str) -> tuple[str | None, bool]:
+  """Finds the part of a completion that has the answer.
 
-  A tag is "<answer>5</answer>", or "<answer>5" at the end. A box or "####" after it counts instead.
+  It is the content of the last answer tag, "<answer>5</answer>" or "<answer>5" at the end. Without
+  a tag, or with a box or "####" after it, it is all text that `strip_thought` returns.
+
+  Returns:
+    (the part, or None while a "<think>" is open; whether it is the content of a tag).
   """
-  text = after_thinking(completion)
+  text = strip_thought(completion)
   _, tag, content = (text or "").rpartition("<answer>")
   inside, _, after = content.partition("</answer>")
   if not tag or not inside.strip() or _ANSWER_MARKS.search(after):
@@ -48,18 +52,18 @@ def answer_part(completion: str) -> tuple[str | None, bool]:
   return inside, True
 
 
-def final_answer(completion: str) -> str:
-  """The stripped text after the last "####", or all stripped text without one.
+def extract_final_answer(completion: str) -> str:
+  """Extracts the stripped text after the last "####", or all stripped text without that mark.
 
-  Thoughts are left out; the answer is empty while a "<think>" is open. Of an answer tag only the
-  content counts.
+  Thoughts are ignored; the answer is empty while a "<think>" is open. If there is an answer tag,
+  only its content counts.
   """
-  return (answer_part(completion)[0] or "").rpartition(ANSWER_MARK)[2].strip()
+  return (find_answer_part(completion)[0] or "").rpartition(ANSWER_MARK)[2].strip()
 
 
 @functools.lru_cache(maxsize=64)
-def _reasoning_gym_scorer(dataset: str, settings: str) -> Callable[[str, dict], float]:
-  # Imported here: it takes a second, which the parent process and other graders need not spend.
+def _load_reasoning_gym_scorer(dataset: str, settings: str) -> Callable[[str, dict], float]:
+  # Imported here because the import takes a second; the parent process and other graders skip it.
   from reasoning_gym.factory import create_dataset
 
   return create_dataset(dataset, **json.loads(settings)).score_answer
@@ -69,18 +73,19 @@ def reasoning_gym(completion: str, reference: Mapping[str, Any]) -> Grade:
   """Scores a completion by the dataset's own `score_answer`.
 
   Args:
-    completion: the answer is the text after the last "####", otherwise all after any "</think>".
-    reference: "dataset" (name), "settings" (its configuration fields; scoring reads some of them),
-      "answer" and "metadata" (of the problem's entry).
+    completion: the answer is the text after the last "####", otherwise all text after any
+      "</think>".
+    reference: "dataset" (name), "settings" (the dataset's configuration fields; scoring reads some
+      of them), "answer" and "metadata" (of the problem's entry).
   Returns:
-    correct at score ≥ 1 (within 1e-9), wrong below, with the score kept; unparseable if empty.
-    `answer` is the stripped text.
+    correct at score ≥ 1 (within 1e-9), wrong below, in both cases with the dataset's score;
+    unparseable if the answer is empty. `answer` is the stripped text.
   """
-  answer = final_answer(completion)
+  answer = extract_final_answer(completion)
   if not answer:
     return Grade(Outcome.UNPARSEABLE, detail="empty answer")
   settings = json.dumps(reference.get("settings", {}), sort_keys=True)
-  score_answer = _reasoning_gym_scorer(reference["dataset"], settings)
+  score_answer = _load_reasoning_gym_scorer(reference["dataset"], settings)
   entry = {"answer": reference["answer"], "metadata": reference["metadata"]}
   score = float(score_answer(answer, entry))
   outcome = Outcome.CORRECT if score >= 1 - 1e-9 else Outcome.WRONG
@@ -90,13 +95,13 @@ def reasoning_gym(completion: str, reference: Mapping[str, Any]) -> Grade:
 def reasoning_gym_self_test() -> None:
   """Raises unless reasoning_gym is installed and tells a right answer from a wrong one."""
   reference = {"dataset": "gcd", "answer": "6", "metadata": {}}
-  got = [reasoning_gym(text, reference).outcome for text in ("#### 6", "7")]
-  if got != [Outcome.CORRECT, Outcome.WRONG]:
-    raise RuntimeError(f"reasoning_gym graded the answers '6' and '7' to gcd = 6 as {got}")
+  outcomes = [reasoning_gym(text, reference).outcome for text in ("#### 6", "7")]
+  if outcomes != [Outcome.CORRECT, Outcome.WRONG]:
+    raise RuntimeError(f"reasoning_gym graded the answers '6' and '7' to gcd = 6 as {outcomes}")
 
 
 def parse_number(text: str) -> decimal.Decimal:
-  """A number as GSM8K writes it ("-$1,234.50") as an exact decimal.
+  """Parses a number as GSM8K writes it, such as "-$1,234.50", into an exact decimal.
 
   Raises:
     ValueError: the text is not one number.
@@ -106,35 +111,35 @@ def parse_number(text: str) -> decimal.Decimal:
   return decimal.Decimal(text.replace(",", "").replace("$", ""))
 
 
-def plain_decimal(value: decimal.Decimal) -> str:
-  """The digits of a number, the same for equal numbers: "72" for 72, 072 and 72.00."""
+def format_decimal(value: decimal.Decimal) -> str:
+  """Formats a number so that equal numbers have the same text: "72" for 72, 072 and 72.00."""
   text = format(value, "f")
   if "." in text:
     text = text.rstrip("0").removesuffix(".")
   return "0" if text == "-0" else text
 
 
-def _last_number(completion: str) -> str | None:
-  text = answer_part(completion)[0] or ""
-  found = _MARKED_NUMBER.findall(text) or _ANY_NUMBER.findall(text)
-  return found[-1] if found else None
+def _find_last_number(completion: str) -> str | None:
+  text = find_answer_part(completion)[0] or ""
+  numbers = _MARKED_NUMBER.findall(text) or _ANY_NUMBER.findall(text)
+  return numbers[-1] if numbers else None
 
 
 def gsm8k(completion: str, reference: Mapping[str, Any]) -> Grade:
   """Compares the final number of a completion with the published one, exactly.
 
   Args:
-    completion: its number is the last "#### number", otherwise the last number in the text; only
-      what follows a "</think>" counts, and nothing while a "<think>" is open.
+    completion: its number is the last "#### number", otherwise the last number in the text. Only
+      the text after any "</think>" counts, and nothing while a "<think>" is open.
     reference: "answer", the final number as published (commas, sign and $ allowed).
   Returns:
-    correct (score 1), wrong (0), or unparseable if the text has no number; `answer` is the number's
-    digits, without commas, $ and trailing zeros.
+    correct (score 1), wrong (0), or unparseable if the text has no number. `answer` is the number
+    without commas, $ and trailing zeros.
   """
-  number = _last_number(completion)
+  number = _find_last_number(completion)
   if number is None:
     return Grade(Outcome.UNPARSEABLE, detail="no number")
   value = parse_number(number)
   outcome = Outcome.CORRECT if value == parse_number(reference["answer"]) else Outcome.WRONG
   score = float(outcome is Outcome.CORRECT)
-  return Grade(outcome, score, detail=number, answer=plain_decimal(value))
+  return Grade(outcome, score, detail=number, answer=format_decimal(value))

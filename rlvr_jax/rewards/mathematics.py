@@ -2,22 +2,21 @@ r"""The mathematics grader: extracts a completion's final answer and compares it
 
 Plain numbers, words, and the structure of lists, tuples, sets and intervals are compared here,
 exactly and without sympy. Formulas are compared by math-verify (pip install -e ".[math]"), without
-its timeout, since the pool limits the time of the item. Units are compared by name where both
-answers have one.
+its timeout, since the pool limits the time of the item. Units are compared by name if both answers
+have one.
 
-A grade depends on the answer's normal form (`Grade.answer`, see `answers`) and the gold answer
-alone, so samples that vote for the same answer get the same grade. Names ("x = 5") and units are
-part of the normal form only if the gold answer has some. Formulas that are equal but written
+A grade depends only on the gold answer and the answer's normal form (`Grade.answer`, see
+`answers`), so samples that vote for the same answer get the same grade. Names ("x = 5") and units
+are part of the normal form only if the gold answer has some. Formulas that are equal but written
 differently ("x+1", "1+x") are two votes.
 
 If the gold answer is a plain number, only a number, or one power or root of a number, equals it;
-another way to compute it does not, since a policy could box the question. A sum, an integral, a
-limit or a derivative in an answer is never evaluated: it is right if the gold answer has the same
-text.
+other expressions do not, since a policy could box the question. A sum, an integral, a limit or a
+derivative in an answer is never evaluated: it is correct only if the gold answer has the same text.
 
-No completion can make this grader crash, which would mask it out of the loss. An answer that is too
-long or too deeply nested is unparseable; one that math-verify cannot parse, or only at a high cost,
-is wrong.
+No completion can make this grader crash, which would mask the completion out of the loss. An answer
+that is too long or too deeply nested is unparseable. An answer that math-verify cannot parse, or
+only at a high cost, is wrong.
 """
 
 from __future__ import annotations
@@ -29,17 +28,24 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from rlvr_jax.rewards.answers import FIGURE, SET, Answer, figure, is_computed, parse_answer
-from rlvr_jax.rewards.extraction import MAX_ANSWER, extract, stated_answer
-from rlvr_jax.rewards.formulas import equal_formulas, parses, value_of
+from rlvr_jax.rewards.answers import (
+  FIGURE,
+  SET,
+  Answer,
+  is_constant,
+  normalize_figure,
+  parse_answer,
+)
+from rlvr_jax.rewards.extraction import MAX_ANSWER, extract_answer, find_stated_answer
+from rlvr_jax.rewards.formulas import can_parse, evaluate_formula, formulas_match
 from rlvr_jax.rewards.outcome import Grade, Outcome
 from rlvr_jax.rewards.plain_numbers import parse_plain_number
 from rlvr_jax.rewards.units import SIGNS
 
-_DECIMALS = 6  # plain numbers are compared to this many places, as in math-verify …
+_DECIMALS = 6  # plain numbers are compared to this many decimal places, as in math-verify …
 _RELATIVE = Fraction(1, 10_000)  # … and to this relative difference, or 1e-7 would equal 0
 
-_THOUSANDS = re.compile(r"(.*[0-9]) ?[Kk]")  # 5K, where there is no variable
+_THOUSANDS = re.compile(r"(.*[0-9]) ?[Kk]")  # 5K, if K is not a variable
 _VARIABLE = re.compile(r"[A-Za-z](?=\\[lg]eq|[<>])")
 _BOUND = re.compile(r"\\[lg]eq|[<>]")
 _CLOCK_TIME = re.compile(r"([0-9]{1,2}):([0-5][0-9])")
@@ -51,25 +57,25 @@ _OF_VARIABLE = re.compile(r"[\d^/+-]|\\(?:frac|sqrt|log|ln|lg|exp|sin|cos|tan)(?
 
 
 class UnparseableGoldError(ValueError):
-  """A gold answer that cannot be compared with anything."""
+  """A gold answer is empty or too long."""
 
 
 @functools.lru_cache(maxsize=4096)
-def _gold(text: str) -> Answer:
-  stated = stated_answer(text)
-  answer = (text if stated is None else stated).strip()
+def _parse_gold(text: str) -> Answer:
+  stated_answer = find_stated_answer(text)
+  answer = (text if stated_answer is None else stated_answer).strip()
   if not answer or len(answer) > MAX_ANSWER:
     raise UnparseableGoldError(f"{text!r:.200} is empty or has over {MAX_ANSWER} characters")
   gold = parse_answer(answer)
-  gold = _spelled(gold._replace(items=tuple(map(_spelled, gold.items))))
-  return _distinct(gold) if gold.brackets == SET else gold
+  gold = _mark_words(gold._replace(items=tuple(map(_mark_words, gold.items))))
+  return _drop_repeated_items(gold) if gold.brackets == SET else gold
 
 
-def _spelled(gold: Answer) -> Answer:
-  """Adjacent letters of a gold answer as a word, unless they are a product.
+def _mark_words(gold: Answer) -> Answer:
+  """Marks adjacent letters of a gold answer as a word, unless they are a product.
 
-  Capitals are a word: ABC is a code, an order or points. Lower-case letters are a product if they
-  are two, have no vowel (lwh), or are in the alphabet's order (abc); others are a word (cat).
+  Capitals are a word: ABC is a code, an order or points. Lower-case letters are a product if there
+  are two, if they have no vowel (lwh), or if they are sorted (abc); others are a word (cat).
   """
   value = gold.value
   is_word = re.fullmatch("[A-Z]{2,}", value) or (
@@ -78,93 +84,98 @@ def _spelled(gold: Answer) -> Answer:
   return gold._replace(value=value.casefold(), words=True) if is_word else gold
 
 
-def _distinct(answer: Answer) -> Answer:
+def _drop_repeated_items(answer: Answer) -> Answer:
   items = tuple({str(item): item for item in answer.items}.values())
   return answer._replace(items=items) if len(items) > 1 else items[0]
 
 
-def reduced_to(gold: Answer, answer: Answer) -> Answer:
-  """The answer in the gold answer's form, without the parts that the gold answer does not have.
+def reduce_to_form_of(gold: Answer, answer: Answer) -> Answer:
+  """Brings an answer into the gold answer's form.
 
-  Left out are names, units, brackets of a list, repeated elements of a set, and, of a choice such
-  as "(B) 5", its letter or its value. Filled in are names: (1,2) is x=1, y=2 if the gold answer
-  names x and y in this order.
+  Removes the parts that the gold answer does not have: names, units, brackets of a list, repeated
+  elements of a set, and the letter or the value of a choice such as "(B) 5". Adds names: (1,2) is
+  x=1, y=2 if the gold answer names x and y in this order.
   """
   if gold.words and answer.choice and re.fullmatch("[A-J]", gold.value):
     return Answer(value=answer.choice, words=True)
   if not gold.choice:
     answer = answer._replace(choice="")
-  golds = (gold, *gold.items)
+  gold_parts = (gold, *gold.items)
   form = _Form(
     text := str(gold._replace(choice="")),
     names=bool(_RELATION.search(text)),
-    words=any(part.words for part in golds),
+    words=any(part.words for part in gold_parts),
     numbers=gold.number is not None,
     variables=bool(gold.value) and not (gold.words or gold.unit),
-    units=frozenset(part.unit for part in golds) - {""},
+    units=frozenset(part.unit for part in gold_parts) - {""},
   )
-  if (drawn := FIGURE.match(gold.value)) and re.fullmatch("[A-Z]{2,4}", answer.value):
-    answer = Answer(value=figure(drawn[1], answer.value))  # ABC is the angle ABC
-  answer = _reduced(_named(gold, answer, form), form)._replace(brackets=_brackets(gold, answer))
+  if (figure := FIGURE.match(gold.value)) and re.fullmatch("[A-Z]{2,4}", answer.value):
+    answer = Answer(value=normalize_figure(figure[1], answer.value))  # ABC is the angle ABC
+  brackets = _choose_brackets(gold, answer)
+  answer = _reduce(_align_names(gold, answer, form), form)._replace(brackets=brackets)
   if (variable := _VARIABLE.match(gold.value)) and _BOUND.match(answer.value):
     answer = answer._replace(value=variable[0] + answer.value)  # "at most 5" is x ≤ 5
   as_set = answer.brackets == SET and (gold.brackets == SET or not gold.items)
-  return _distinct(answer) if as_set else answer
+  return _drop_repeated_items(answer) if as_set else answer
 
 
 class _Form(NamedTuple):
-  """What a gold answer has: its text, names or relations, words, one number, a formula, units."""
+  """The form of a gold answer."""
 
-  text: str
-  names: bool
-  words: bool
-  numbers: bool
-  variables: bool
-  units: frozenset[str]
+  text: str  # its normal form, without its choice
+  names: bool  # whether it has names or relations
+  words: bool  # whether it, or an item, is text
+  numbers: bool  # whether it is one plain number
+  variables: bool  # whether it is a formula
+  units: frozenset[str]  # of it and its items
 
 
-def _named(gold: Answer, answer: Answer, form: _Form) -> Answer:
-  """A list with the gold names, by position; or one sorted by its names, as (1,2) of y=2, x=1."""
-  names, items = _names(gold), answer.items
+def _align_names(gold: Answer, answer: Answer, form: _Form) -> Answer:
+  """Gives a list the gold names, by position; or sorts it by its names: y=2, x=1 is (1,2)."""
+  names = _item_names(gold)
+  answer_names = "".join(sorted(_item_names(answer)))
+  items = answer.items
   if names and len(items) == len(names) and answer.brackets != SET:
     pairs = zip(items, names, strict=True)
     items = tuple(
       item if _RELATION.search(item.value) else item._replace(name=item.name or name)
       for item, name in pairs
     )
-  elif gold.ordered and not form.names and _in_alphabet("".join(sorted(_names(answer)))):
+  elif gold.is_ordered and not form.names and _are_consecutive_letters(answer_names):
     items = tuple(sorted(items, key=lambda item: item.name))
   return answer._replace(items=items)
 
 
-def _names(answer: Answer) -> tuple[str, ...]:
-  """The names of a list's items if they all have one and all differ; else ()."""
+def _item_names(answer: Answer) -> tuple[str, ...]:
+  """The names of a list's items if all have one and all differ; else ()."""
   names = tuple(item.name for item in answer.items)
   return names if all(names) and len(set(names)) == len(names) else ()
 
 
-def _in_alphabet(names: str) -> bool:
+def _are_consecutive_letters(names: str) -> bool:
   return len(names) > 1 and names in "abcdefghijklmnopqrstuvwxyz"
 
 
-def _reduced(answer: Answer, form: _Form) -> Answer:
+def _reduce(answer: Answer, form: _Form) -> Answer:
+  """Reads words, thousands, variables, names and units of an answer as the gold answer has them."""
   if form.words and re.fullmatch("[A-Za-z]{2,}", answer.value):
     answer = answer._replace(value=answer.value.casefold(), words=True)
   if form.numbers and (match := _THOUSANDS.fullmatch(answer.value)):
     answer = Answer(number=parse_plain_number(match[1]), unit="k", name=answer.name)
   if form.variables and answer.number is not None and re.fullmatch("[a-z]", answer.unit):
     answer = Answer(value=f"{answer.number}{answer.unit}", name=answer.name)  # 5 m is 5m
-  answer = answer._replace(items=tuple(_reduced(item, form) for item in answer.items))
-  return _in_units(answer if form.names else answer._replace(name=""), form)
+  answer = answer._replace(items=tuple(_reduce(item, form) for item in answer.items))
+  return _convert_unit(answer if form.names else answer._replace(name=""), form)
 
 
-def _in_units(answer: Answer, form: _Form) -> Answer:
-  """The answer in the gold answer's money or scale, without a unit that may be left out.
+def _convert_unit(answer: Answer, form: _Form) -> Answer:
+  """Converts an answer to the gold answer's currency or scale, and removes an optional unit.
 
-  Dollars and cents are exchanged. 5 K is 5000 unless the gold answer is in kelvin. Units that have
-  a sign ($, °) may be left out, and so may the rest of "$5 per hour" and "30 °C".
+  Dollars and cents are converted. 5 K is 5000 unless the gold answer is in kelvin. Units that have
+  a sign ($, °) are optional, and so is the rest of "$5 per hour" and "30 °C".
   """
-  number, unit, units = answer.number, answer.unit, form.units
+  number, unit = answer.number, answer.unit
+  units = form.units
   if number is not None and unit == "cent" and "dollar" in units:
     number, unit = number / 100, "dollar"
   elif number is not None and unit == "dollar" and "cent" in units and "dollar" not in units:
@@ -173,73 +184,77 @@ def _in_units(answer: Answer, form: _Form) -> Answer:
     number, unit = number * 1000, ""
   elif unit in ("k", "kelvin"):
     unit = next(iter(units & {"k", "kelvin"}), unit)
-  said = unit.partition(" ")[0] in (*SIGNS.values(), "%") and any(
+  is_gold_unit = unit.partition(" ")[0] in (*SIGNS.values(), "%") and any(
     f"{one} ".startswith(f"{other} ")
     for gold in units
     for one, other in ((gold, unit), (unit, gold))
   )
   is_angle = unit == "degree" and r"\pi" in form.text
-  if unit != "%" and (said or not (units or is_angle)):
+  if unit != "%" and (is_gold_unit or not (units or is_angle)):
     unit = ""
   return answer._replace(number=number, unit=unit)
 
 
-def _brackets(gold: Answer, answer: Answer) -> str:
-  """The answer's brackets, or the gold ones if they count as the same.
+def _choose_brackets(gold: Answer, answer: Answer) -> str:
+  """The gold answer's brackets if the answer's are equivalent, else the answer's.
 
   A list may be bare, and a vector may have square brackets; but a pair is neither a set nor [ , ].
   """
-  same_as_bare = ("()",) if _names(gold) else ("()", SET)  # a set does not say which is x
-  same = (
+  # A set does not say which element is x.
+  same_as_bare = ("()",) if _item_names(gold) else ("()", SET)
+  is_equivalent = (
     bool(gold.items and answer.items)
     and (not answer.brackets or (not gold.brackets and answer.brackets in same_as_bare))
   ) or (len(gold.items) > 2 and {gold.brackets, answer.brackets} == {"()", "[]"})
-  return gold.brackets if same else answer.brackets
+  return gold.brackets if is_equivalent else answer.brackets
 
 
-def equal(gold: Answer, answer: Answer) -> bool:
-  """Whether an answer, from `reduced_to`, equals the gold one."""
+def answers_match(gold: Answer, answer: Answer) -> bool:
+  """Whether an answer, from `reduce_to_form_of`, equals the gold answer."""
   if gold.choice:
     if answer.words and answer.value == gold.choice:
       return True
     if answer.choice not in ("", gold.choice):
       return False
     gold, answer = gold._replace(choice=""), answer._replace(choice="")
-  if (angle := _equal_angles(gold, answer)) is not None:
-    return angle
-  names = gold.name and answer.name and gold.name != answer.name
-  units = gold.unit != answer.unit and (answer.unit or gold.unit.startswith("base")) and gold.unit
-  if names or units:
+  if (same_angle := _angles_match(gold, answer)) is not None:
+    return same_angle
+  names_differ = gold.name and answer.name and gold.name != answer.name
+  units_differ = (
+    gold.unit != answer.unit and (answer.unit or gold.unit.startswith("base")) and gold.unit
+  )
+  if names_differ or units_differ:
     return False
   if gold.number is not None and answer.number is not None:
-    return _equal_numbers(gold, answer)
+    return _numbers_match(gold, answer)
   if FIGURE.match(gold.value) or _is_time(gold.value):
     return gold.value == answer.value
   if answer.words and not gold.words and len(gold.value) == 1:
     return gold.value == answer.value  # a name: b is not B
   if gold.words or answer.words:
-    return _letters(gold.value) == _letters(answer.value) != ""
+    return _normalize_words(gold.value) == _normalize_words(answer.value) != ""
   if gold.items and answer.items:
-    return _equal_lists(gold, answer)
+    return _lists_match(gold, answer)
   if not (gold.items or answer.items) and gold.value == answer.value != "":
     return True
-  of_gold = gold.name in ("", answer.name)  # to x = 5, another equation such as "5=5" is wrong
-  if of_gold and _EQUALS.search(answer.value) and not _RELATION.search(gold.value):
+  # If the gold answer is x = 5, another equation such as "5=5" is wrong.
+  same_name = gold.name in ("", answer.name)
+  if same_name and _EQUALS.search(answer.value) and not _RELATION.search(gold.value):
     return _ends_in(gold, answer)
   if gold.number is not None or gold.value == r"\emptyset":  # math-verify reads 0 < 1 as a set
     return False
-  return equal_formulas(str(gold._replace(unit="")), str(answer._replace(unit="")))
+  return formulas_match(str(gold._replace(unit="")), str(answer._replace(unit="")))
 
 
 def _is_time(value: str) -> bool:
-  """Whether "8:30" is a time of day: a ratio would be 4:15."""
+  """Whether "8:30" is a time of day; the ratio 8:30 would be written 4:15."""
   match = _CLOCK_TIME.fullmatch(value)
   if not match:
     return False
   return match[2][0] == "0" or math.gcd(int(match[1]), int(match[2])) > 1
 
 
-def _equal_angles(gold: Answer, answer: Answer) -> bool | None:
+def _angles_match(gold: Answer, answer: Answer) -> bool | None:
   r"""Whether 30° is \frac{\pi}{6}; None unless one is in degrees and the other has a π."""
   degrees, radians = (gold, answer) if gold.unit == "degree" else (answer, gold)
   if degrees.unit != "degree" or degrees.number is None or radians.unit not in ("", "rad"):
@@ -247,12 +262,13 @@ def _equal_angles(gold: Answer, answer: Answer) -> bool | None:
   if r"\pi" not in radians.value:
     return None
   top, bottom = degrees.number.as_integer_ratio()
-  return equal_formulas(rf"\frac{{{top}\pi}}{{{180 * bottom}}}", radians.value)
+  return formulas_match(rf"\frac{{{top}\pi}}{{{180 * bottom}}}", radians.value)
 
 
-def _rounds(exact: str, decimal: str) -> bool:
-  """Whether a decimal, as it is written, is the value of a formula, rounded or cut off."""
-  number, value = parse_plain_number(decimal), value_of(exact)
+def _is_rounded_value(exact: str, decimal: str) -> bool:
+  """Whether a decimal, as it is written, is the value of a formula, rounded or truncated."""
+  number = parse_plain_number(decimal)
+  value = evaluate_formula(exact)
   if number is None or value is None:
     return False
   unit = 10.0 ** -len(decimal.partition(".")[2])
@@ -261,44 +277,46 @@ def _rounds(exact: str, decimal: str) -> bool:
 
 
 def _ends_in(gold: Answer, answer: Answer) -> bool:
-  r"""Whether "2+3=5", "m+n=5" or "x \approx 5" end in the gold answer, and no side is another.
+  r"""Whether "2+3=5", "m+n=5" or "x \approx 5" end in the gold answer, and no side contradicts it.
 
-  In r"2\sqrt{3} \approx 3.46" either side may be the gold one, if the right side is rounded from
-  the left.
+  In r"2\sqrt{3} \approx 3.46" either side may be the gold answer, if the right side is the rounded
+  left side.
   """
   exact, *decimals = _APPROXIMATES.split(answer.value)
-  if exact and decimals and is_computed(exact):
-    either = (exact, decimals[-1])
-    return all(_rounds(_EQUALS.split(exact)[-1], text) for text in decimals) and any(
-      equal(gold, reduced_to(gold, parse_answer(side))._replace(name="")) for side in either
+  if exact and decimals and is_constant(exact):
+    candidates = (exact, decimals[-1])
+    return all(_is_rounded_value(_EQUALS.split(exact)[-1], text) for text in decimals) and any(
+      answers_match(gold, reduce_to_form_of(gold, parse_answer(side))._replace(name=""))
+      for side in candidates
     )
   *sides, last = _EQUALS.split(answer.value)
-  if not answer.name and _of_one_variable(sides[0]):
+  if not answer.name and _has_one_unknown(sides[0]):
     return False
-  end = reduced_to(gold, parse_answer(last))
-  if not equal(gold, end._replace(unit=end.unit or answer.unit)):
+  end = reduce_to_form_of(gold, parse_answer(last))
+  if not answers_match(gold, end._replace(unit=end.unit or answer.unit)):
     return False
   formula = str(gold._replace(name="", unit=""))
-  return all(equal_formulas(formula, side) for side in sides if side and is_computed(side))
+  return all(formulas_match(formula, side) for side in sides if side and is_constant(side))
 
 
-def _of_one_variable(side: str) -> bool:
-  r"""Whether "2x", "x^2" or r"\log x", so that 2x=5 is still to be solved; not m+n, f(2), x_1."""
+def _has_one_unknown(side: str) -> bool:
+  r"""Whether a side is "2x", "x^2" or r"\log x", so that 2x=5 is not solved; not m+n, f(2), x_1."""
   letters = re.findall("[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", side))
-  is_value = re.search(r"[_'|]|[A-Za-z]\(|\\(?:text|mathrm)", side)
+  names_value = re.search(r"[_'|]|[A-Za-z]\(|\\(?:text|mathrm)", side)
   return (
     len(set(letters)) == 1
     and letters[0] in "xyz"  # unknowns by convention; s^2=25 is an area
-    and not is_value
+    and not names_value
     and bool(_OF_VARIABLE.search(side))
   )
 
 
-def _letters(text: str) -> str:
+def _normalize_words(text: str) -> str:
+  """Removes case, spaces and periods."""
   return re.sub(r"[\s.]", "", text.casefold())
 
 
-def _equal_numbers(gold: Answer, answer: Answer) -> bool:
+def _numbers_match(gold: Answer, answer: Answer) -> bool:
   assert gold.number is not None and answer.number is not None
   pairs = []
   if gold.unit == "%" != answer.unit:
@@ -306,68 +324,70 @@ def _equal_numbers(gold: Answer, answer: Answer) -> bool:
   if answer.unit == "%" != gold.unit:
     pairs.append((gold.number, answer.number / 100))
   if not pairs or gold.unit == "%" or abs(gold.number) >= 1:
-    pairs.append((gold.number, answer.number))  # 5 may mean 5 %, but 0.05 not 0.05 %
-  return any(_close(a, b) for a, b in pairs)
+    pairs.append((gold.number, answer.number))  # 5 may mean 5 %, but 0.05 cannot mean 0.05 %
+  return any(_is_close(a, b) for a, b in pairs)
 
 
-def _close(a: Fraction, b: Fraction) -> bool:
+def _is_close(a: Fraction, b: Fraction) -> bool:
   if a == b or (a.denominator == b.denominator == 1):
     return a == b
   return round(a, _DECIMALS) == round(b, _DECIMALS) and abs(a - b) <= _RELATIVE * abs(a)
 
 
-def _equal_lists(gold: Answer, answer: Answer) -> bool:
+def _lists_match(gold: Answer, answer: Answer) -> bool:
   if gold.brackets != answer.brackets or len(gold.items) != len(answer.items):
     return False
-  if gold.ordered:
-    return all(map(equal, gold.items, answer.items))
-  if _names(gold) and not all(item.name for item in answer.items):
+  if gold.is_ordered:
+    return all(map(answers_match, gold.items, answer.items))
+  if _item_names(gold) and not all(item.name for item in answer.items):
     return False
-  rest = list(answer.items)
+  unmatched_items = list(answer.items)
   for item in gold.items:
-    match = next((i for i, other in enumerate(rest) if equal(item, other)), None)
+    match = next((i for i, other in enumerate(unmatched_items) if answers_match(item, other)), None)
     if match is None:
       return False
-    del rest[match]
+    del unmatched_items[match]
   return True
 
 
-def _unparsed(gold: Answer) -> str:
-  """The first formula of a gold answer that math-verify cannot parse; "" if there is none."""
+def _find_unparseable(gold: Answer) -> str:
+  """Finds the first formula of a gold answer that math-verify cannot parse; "" if there is none."""
   if gold.items:
-    return next(filter(None, map(_unparsed, gold.items)), "")
-  if gold.number is not None or gold.words or parses(gold.value):
+    return next(filter(None, map(_find_unparseable, gold.items)), "")
+  if gold.number is not None or gold.words or can_parse(gold.value):
     return ""
   return gold.value
 
 
 def mathematics(completion: str, reference: Mapping[str, Any]) -> Grade:
-  r"""Compares the final answer of a completion with the gold one; see `extract` and `equal`.
+  r"""Compares the final answer of a completion with the gold answer.
+
+  See `extract_answer` and `answers_match`.
 
   Args:
     completion: text.
-    reference: "answer", the gold answer: bare LaTeX or a number, or a text with it in a \boxed{…}
-      or after a "####".
+    reference: "answer", the gold answer: bare LaTeX or a number, or a text that has it in a
+      \boxed{…} or after a "####".
   Returns:
     correct (score 1) or wrong (0) with the extracted answer's normal form as `answer` and `detail`;
-    unparseable without an answer, or with one over MAX_ANSWER characters or nested too deeply;
-    crashed if the gold answer is empty or too long, whatever the completion. If math-verify cannot
-    parse the gold answer, only the same normal form is correct, and `detail` says so.
+    unparseable if there is no answer, or if it has over MAX_ANSWER characters or is nested too
+    deeply; crashed if the gold answer is empty or too long, whatever the completion. If math-verify
+    cannot parse the gold answer, only the same normal form is correct, and `detail` says so.
   """
   try:
-    gold = _gold(str(reference["answer"]))
+    gold = _parse_gold(str(reference["answer"]))
   except (UnparseableGoldError, RecursionError) as error:
     return Grade(Outcome.CRASHED, detail=f"the gold answer: {error}")
   try:
-    text = extract(completion)
+    text = extract_answer(completion)
     if text is None:
       return Grade(Outcome.UNPARSEABLE, detail="no answer")
     if len(text) > MAX_ANSWER:
       return Grade(Outcome.UNPARSEABLE, detail=f"an answer of {len(text)} characters")
-    normal = str(reduced_to(gold, parse_answer(text)))
-    # What is graded is read from the normal form: one normal form, one grade.
-    is_correct = equal(gold, reduced_to(gold, parse_answer(normal)))
-    unparsed = "" if is_correct else _unparsed(gold)
+    normal = str(reduce_to_form_of(gold, parse_answer(text)))
+    # The graded answer is parsed from the normal form: one normal form, one grade.
+    is_correct = answers_match(gold, reduce_to_form_of(gold, parse_answer(normal)))
+    unparsed = "" if is_correct else _find_unparseable(gold)
   except (RecursionError, MemoryError) as error:
     return Grade(Outcome.UNPARSEABLE, detail=f"{type(error).__name__} in comparing the answer")
   outcome = Outcome.CORRECT if is_correct else Outcome.WRONG
@@ -381,6 +401,6 @@ def mathematics_self_test() -> None:
   """Raises unless math-verify is installed and tells a right answer from a wrong one."""
   reference = {"answer": r"\frac{\sqrt{2}}{2}"}
   texts = (r"so \boxed{\frac{1}{\sqrt{2}}}", r"\boxed{\sqrt{2}}")
-  got = [mathematics(text, reference).outcome for text in texts]
-  if got != [Outcome.CORRECT, Outcome.WRONG]:
-    raise RuntimeError(f"mathematics graded a right and a wrong answer to √2/2 as {got}")
+  outcomes = [mathematics(text, reference).outcome for text in texts]
+  if outcomes != [Outcome.CORRECT, Outcome.WRONG]:
+    raise RuntimeError(f"mathematics graded a right and a wrong answer to √2/2 as {outcomes}")

@@ -15,11 +15,13 @@ import numpy as np
 
 
 class Outcome(enum.StrEnum):
+  """The result of grading a completion."""
+
   CORRECT = "correct"
-  WRONG = "wrong"  # also if the completion exhausts the grader's memory or recursion
+  WRONG = "wrong"  # also if the completion exhausts the grader's memory or recursion limit
   UNPARSEABLE = "unparseable"  # the completion has no answer
   TIMEOUT = "timeout"  # grading took longer than the limit
-  CRASHED = "crashed"  # a fault of the grader or the host, not what a completion can cause
+  CRASHED = "crashed"  # the grader or the host failed, and no completion can cause that
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +30,10 @@ class Grade:
 
   Attributes:
     outcome: what happened.
-    score: the grader's own score, normally in [0, 1]; 0 if there is none.
+    score: the grader's own score, normally in [0, 1]; 0 if there is no score.
     detail: human-readable, such as the extracted answer or the exception.
-    answer: normal form of the extracted answer, for majority votes; "" if there is none. For one
-      reference, equal answers have equal outcomes.
+    answer: normal form of the extracted answer, for majority votes; "" if there is no answer. For
+      the same reference, equal answers have equal outcomes.
   """
 
   outcome: Outcome
@@ -47,8 +49,8 @@ class GradingStoppedError(RuntimeError):
 OutcomePolicy = Mapping[Outcome, float | str]
 
 SCORE = "score"  # the reward is the grade's score
-MASK = "mask"  # the rollout is left out of the loss
-STOP = "stop"  # the run ends with a message
+MASK = "mask"  # the rollout is excluded from the loss
+STOP = "stop"  # the run ends with an error message
 _ACTIONS = (SCORE, MASK, STOP)
 
 _DEFAULTS: dict[Outcome, float | str] = {
@@ -56,7 +58,7 @@ _DEFAULTS: dict[Outcome, float | str] = {
   Outcome.WRONG: 0.0,
   Outcome.UNPARSEABLE: 0.0,
   Outcome.TIMEOUT: 0.0,
-  # A crash is the grader's fault, not the policy's: it must not be trained on.
+  # A crash is the grader's fault, not the policy's: never train on it.
   Outcome.CRASHED: MASK,
 }
 
@@ -66,8 +68,8 @@ def outcome_policy(overrides: Mapping[str, float | str] | None = None) -> Outcom
 
   Args:
     overrides: outcome name → a finite number (the reward), "score" (the grade's score), "mask"
-      (leave the rollout out of the loss) or "stop" (end the run). Other outcomes keep the default:
-      correct "score", wrong 0, unparseable 0, timeout 0, crashed "mask".
+      (exclude the rollout from the loss) or "stop" (end the run). Other outcomes keep their
+      default: correct "score", wrong 0, unparseable 0, timeout 0, crashed "mask".
   Returns:
     The complete table, read-only.
   Raises:
@@ -77,14 +79,15 @@ def outcome_policy(overrides: Mapping[str, float | str] | None = None) -> Outcom
   names = [outcome.value for outcome in Outcome]
   for name, action in (overrides or {}).items():
     if name not in names:
-      near = difflib.get_close_matches(str(name), names, n=1)
-      hint = f"; did you mean {near[0]!r}?" if near else ""
+      similar_names = difflib.get_close_matches(str(name), names, n=1)
+      hint = f"; did you mean {similar_names[0]!r}?" if similar_names else ""
       raise ValueError(f"unknown outcome {name!r} in the reward policy, allowed: {names}{hint}")
-    table[Outcome(name)] = _checked_action(name, action)
+    table[Outcome(name)] = _parse_action(name, action)
   return MappingProxyType(table)
 
 
-def _checked_action(name: str, action: float | str) -> float | str:
+def _parse_action(name: str, action: float | str) -> float | str:
+  """The action of one outcome, with numbers as floats; raises ValueError if it is not allowed."""
   if isinstance(action, str) and action in _ACTIONS:
     return action
   is_number = isinstance(action, numbers.Real) and not isinstance(action, bool)
@@ -97,7 +100,7 @@ def _checked_action(name: str, action: float | str) -> float | str:
 
 
 def reward_of(grade: Grade, policy: OutcomePolicy) -> float | None:
-  """The reward of one grade; None if the rollout is to be left out of the loss.
+  """The reward of one grade; None if the rollout is excluded from the loss.
 
   Raises:
     GradingStoppedError: the policy of this outcome is "stop".
@@ -117,15 +120,18 @@ def reward_of(grade: Grade, policy: OutcomePolicy) -> float | None:
 class Rewards(NamedTuple):
   """Grades as arrays; B rollouts in the order of the grades."""
 
-  rewards: np.ndarray  # f32[B]; 0 where not kept
-  keep: np.ndarray  # bool[B], False: leave the rollout out of the loss
+  rewards: np.ndarray  # f32[B]; 0 where `keep` is False
+  keep: np.ndarray  # bool[B]; False excludes the rollout from the loss
   correct: np.ndarray  # f32[B] in {0, 1}
-  counts: dict[str, int]  # outcome → number of rollouts; has every outcome; sums to B
+  counts: dict[str, int]  # outcome → number of rollouts, for every outcome; sums to B
 
 
 def rewards_from_grades(grades: Sequence[Grade], policy: OutcomePolicy) -> Rewards:
-  """Turns B grades into rewards by the table that `outcome_policy` returned.
+  """Rewards of B grades.
 
+  Args:
+    grades: of B rollouts.
+    policy: from `outcome_policy`.
   Raises:
     GradingStoppedError: a grade's policy is "stop".
   """

@@ -13,18 +13,23 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rlvr_jax.ops.checks import check_between, check_integer
-from rlvr_jax.rewards.by_name import checked_grader
+from rlvr_jax.rewards.by_name import parse_grader
 from rlvr_jax.rewards.outcome import Grade
-from rlvr_jax.rewards.worker_process import KILL_WAIT_S, MAX_LONGER_S, WorkerProcess, request
+from rlvr_jax.rewards.worker_process import (
+  KILL_WAIT_S,
+  MAX_LONGER_S,
+  WorkerProcess,
+  encode_request,
+)
 
 _MAX_CHUNK = 32  # items sent to a worker at a time: enough to hide the round trip
-_MAX_DEFAULT_WORKERS = 32  # each keeps in memory what its grader imports
+_MAX_DEFAULT_WORKERS = 32  # each has its own copy of the grader's imports in memory
 _MAX_ASLEEP = 3  # workers whose items sleep, per worker that grades meanwhile
-_NOTHING: Mapping[str, str] = MappingProxyType({})
+_NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
 
 def default_workers() -> int:
-  """One grading process for each core that this process may use, at most 32."""
+  """The number of cores that this process may use, at most 32: one grading process per core."""
   if hasattr(os, "sched_getaffinity"):
     return min(len(os.sched_getaffinity(0)), _MAX_DEFAULT_WORKERS)
   return min(os.cpu_count() or 1, _MAX_DEFAULT_WORKERS)
@@ -34,7 +39,7 @@ class GradingFuture(Future[list[Grade]]):
   """A future of grades; `result(timeout)` returns them in the order of the inputs.
 
   Without a timeout, `result` waits at most `limit_s` seconds. That is longer than grading can take,
-  since every item and every replacement of a worker has its own limit.
+  since every item and every replacement of a worker has its own time limit.
   """
 
   def __init__(self, size: int, limit_s: float):
@@ -43,7 +48,7 @@ class GradingFuture(Future[list[Grade]]):
     self._grades: list[Grade | None] = [None] * size
     self._missing = size
     self._count_lock = threading.Lock()
-    self.set_running_or_notify_cancel()  # cannot be cancelled: workers may have started already
+    self.set_running_or_notify_cancel()  # cannot be canceled: workers may have started already
     if not size:
       self.set_result([])
 
@@ -66,9 +71,11 @@ class GradingFuture(Future[list[Grade]]):
 
 
 class _Item(NamedTuple):
+  """A completion to grade."""
+
   future: GradingFuture
-  position: int
-  line: bytes
+  position: int  # in the future's list of grades
+  line: bytes  # from `encode_request`
 
 
 class _Options(NamedTuple):
@@ -87,27 +94,27 @@ class GraderPool:
 
   A worker that exceeds the limit is killed with its process group and replaced, and its item is
   graded `timeout`. A worker that dies is replaced, and its item is `crashed`, or `wrong` if the
-  text can have caused it (see `outcome`). An exception in the grader, or a return value that is not
-  a grade, is `crashed` too, and the worker goes on. Workers are new interpreters (never forks of
-  this process), without jax. They end when this process does.
+  completion may have caused it (see `outcome`). An exception in the grader, or a return value that
+  is not a grade, is `crashed` too, and the worker continues. Workers are new interpreters (never
+  forks of this process), without jax. They end when this process does.
 
   A replacement is started once an item has taken half its limit, so that the remaining items need
-  not wait for it to load the grader. If that item finishes in time, the replacement is kept.
+  not wait for it to load the grader. If that item finishes in time, the replacement stays ready.
 
-  A worker whose item sleeps (see `deadlines`) does not hold a core back: another one, which is
-  started where there is none, gets the items that wait. So there may be 4 times `num_workers`
-  processes, of which `num_workers` grade at a time.
+  A worker whose item sleeps (see `deadlines`) does not occupy a core: another worker, started if
+  there is none, gets the queued items. So there may be 4 times `num_workers` processes, of which
+  `num_workers` grade at a time.
 
   Args:
     grader: string of a grader, "name(keyword=value)" or "my_module:function"; see `by_name`.
     num_workers: number of processes that grade at a time, ≥ 1.
-    timeout_s: wall-clock limit per item, seconds. A grader with its own limit, such as that of
-      programs, may ask for more; see `deadlines`.
+    timeout_s: wall-clock limit per item, seconds. A grader with its own limit, such as `code`, may
+      extend it; see `deadlines`.
     startup_timeout_s: limit for a worker to start and load the grader, seconds.
     memory_mib: limit on each worker's address space, MiB; None for no limit.
     environment: variables added to the workers' environment.
-    preload: strings of further graders that each worker loads and tests at its start. Graders that
-      only references name (see `by_name`) are otherwise loaded within an item's time limit.
+    preload: strings of further graders that each worker loads and tests at its start. Other graders
+      that references name (see `by_name`) are loaded within an item's time limit.
     on_grade: called by a thread of the pool at every grade; shows that grading makes progress.
   Raises:
     ValueError: an argument out of range, an unknown grader, or an environment that is not text.
@@ -122,14 +129,14 @@ class GraderPool:
     timeout_s: float = 5.0,
     startup_timeout_s: float = 60.0,
     memory_mib: int | None = None,
-    environment: Mapping[str, str] = _NOTHING,
+    environment: Mapping[str, str] = _NO_VARIABLES,
     preload: Sequence[str] = (),
     on_grade: Callable[[], None] = lambda: None,
   ):
     _check_arguments(num_workers, timeout_s, startup_timeout_s, memory_mib)
     _check_environment(environment)
     for text in (grader, *preload):
-      checked_grader("grader", text)
+      parse_grader("grader", text)
     settings = {
       "grader": grader, "timeout_s": timeout_s, "memory_mib": memory_mib, "preload": [*preload],
     }  # fmt: skip
@@ -142,7 +149,7 @@ class GraderPool:
     self._failure: Exception | None = None
     self._workers = [WorkerProcess(settings, environment) for _ in range(num_workers)]
     self._replacements: dict[int, WorkerProcess] = {}  # by slot
-    self._free = num_workers  # how many more workers may grade now
+    self._free = num_workers  # number of further workers that may grade now
     self._asleep: set[int] = set()  # slots whose item sleeps
     try:
       for worker in self._workers:
@@ -151,7 +158,7 @@ class GraderPool:
       for worker in self._workers:
         worker.close()
       raise
-    self._threads = [self._new_thread(slot) for slot in range(num_workers)]
+    self._threads = [self._make_thread(slot) for slot in range(num_workers)]
     for thread in self._threads:
       thread.start()
 
@@ -162,34 +169,34 @@ class GraderPool:
 
     Args:
       completions: texts.
-      references: what the grader needs to judge each one; JSON-serializable.
+      references: the grader's data about the problem of each completion; JSON-serializable.
     Returns:
       A future of the grades, in the order of the completions.
     Raises:
-      ValueError: the two differ in length.
+      ValueError: the lists differ in length.
       TypeError: a reference is not JSON-serializable.
       RuntimeError: the pool is closed, or has failed.
     """
     if len(completions) != len(references):
       raise ValueError(f"{len(completions)} completions but {len(references)} references")
-    lines = [request(*pair) for pair in zip(completions, references, strict=True)]
+    lines = [encode_request(*pair) for pair in zip(completions, references, strict=True)]
     with self._changed:
       if self._failure is not None:
         raise self._failure
-      # Each item (queued, in progress or new) costs at most its limit and a replaced worker.
-      waiting = len(self._queue) + len(lines) + _MAX_CHUNK * len(self._workers)
+      # Each item (queued, in progress or new) takes at most its limit and a worker's replacement.
+      num_items = len(self._queue) + len(lines) + _MAX_CHUNK * len(self._workers)
       item_s = self._options.timeout_s + MAX_LONGER_S + self._options.startup_timeout_s
-      future = GradingFuture(len(lines), waiting * item_s)
+      future = GradingFuture(len(lines), num_items * item_s)
       if lines:
         self._in_progress.add(future)
         self._queue.extend(_Item(future, position, line) for position, line in enumerate(lines))
-        self._call_workers()
+        self._wake_workers()
     return future
 
   def grade(
     self, completions: Sequence[str], references: Sequence[Mapping[str, Any]]
   ) -> list[Grade]:
-    """Grades completions and returns the grades; blocks. See `submit`."""
+    """Grades completions and waits for the grades; see `submit`."""
     return self.submit(completions, references).result()
 
   def worker_pids(self) -> list[int]:
@@ -198,11 +205,11 @@ class GraderPool:
       return [worker.pid for worker in self._workers]
 
   def close(self) -> None:
-    """Kills the workers and fails the unfinished futures. Closing twice is harmless."""
+    """Kills the workers and fails the unfinished futures. A second call has no effect."""
     self._fail(RuntimeError("the grader pool is closed"))
     for thread in self._threads:
       thread.join(KILL_WAIT_S)
-    for worker in self._all():
+    for worker in self._all_workers():
       worker.close()
 
   def __enter__(self) -> GraderPool:
@@ -211,17 +218,17 @@ class GraderPool:
   def __exit__(self, *exception: object) -> None:
     self.close()
 
-  def _all(self) -> list[WorkerProcess]:
+  def _all_workers(self) -> list[WorkerProcess]:
     return [*self._workers, *self._replacements.values()]
 
   def _fail(self, error: Exception) -> None:
-    """Ends the pool: nothing more is graded, and every dispatcher thread returns."""
+    """Shuts the pool down: grading stops, and every dispatcher thread returns."""
     with self._changed:
       self._failure = self._failure or error
       self._queue.clear()
       futures, self._in_progress = self._in_progress, set()
-      for worker in self._all():
-        worker.kill()  # its thread sees the end of the pipe
+      for worker in self._all_workers():
+        worker.kill()  # its thread then reads the end of the pipe
       self._changed.notify_all()
     for future in futures:
       future.fail(self._failure)
@@ -229,90 +236,95 @@ class GraderPool:
   def _dispatch(self, slot: int) -> None:
     """Runs in a thread: sends items to one worker, and replaces the worker when it has ended."""
     try:
-      while (items := self._take(slot)) is not None:
-        lines, slow = [item.line for item in items], functools.partial(self._prepare, slot)
-        asleep = functools.partial(self._fall_asleep, slot, items)
-        for grade in self._workers[slot].grades(lines, self._options.timeout_s, slow, asleep):
-          self._deliver(items.popleft(), grade)
+      while (items := self._take_items(slot)) is not None:
+        lines = [item.line for item in items]
+        grades = self._workers[slot].grade_items(
+          lines,
+          self._options.timeout_s,
+          on_slow=functools.partial(self._start_replacement, slot),
+          on_asleep=functools.partial(self._release_core, slot, items),
+        )
+        for grade in grades:
+          self._deliver_grade(items.popleft(), grade)
         with self._changed:
           if slot not in self._asleep:
             self._free += 1
           self._asleep.discard(slot)
           self._put_back(items)
-    except Exception as error:  # without this, callers would wait for a result indefinitely
+    except Exception as error:  # otherwise callers would wait for a result indefinitely
       self._fail(error)
 
-  def _fall_asleep(self, slot: int, items: collections.deque[_Item]) -> None:
-    """Lets another worker grade while the first of these items sleeps in this one."""
+  def _release_core(self, slot: int, items: collections.deque[_Item]) -> None:
+    """Lets another worker grade while the first of these items sleeps in this worker."""
     with self._changed:
-      sleeper = items.popleft()
+      sleeping_item = items.popleft()
       self._free += 1
       self._asleep.add(slot)
       self._put_back(items)
-      items.append(sleeper)
+      items.append(sleeping_item)
 
   def _put_back(self, items: collections.deque[_Item]) -> None:
-    """Moves items to the queue's start, and wakes the workers."""
+    """Moves items to the start of the queue, and wakes the workers."""
     if self._failure is None:
       self._queue.extendleft(reversed(items))
-      self._call_workers()
+      self._wake_workers()
     items.clear()
 
-  def _call_workers(self) -> None:
-    """Wakes those that wait; starts another if items wait and too many workers are asleep."""
-    most = min(
+  def _wake_workers(self) -> None:
+    """Wakes idle workers, and starts others if items are queued while workers are asleep."""
+    max_workers = min(
       self._options.num_workers + len(self._asleep), (1 + _MAX_ASLEEP) * self._options.num_workers
     )
-    while self._queue and (slot := len(self._workers)) < most:
+    while self._queue and (slot := len(self._workers)) < max_workers:
       self._workers.append(WorkerProcess(self._options.settings, self._options.environment))
-      self._threads.append(self._new_thread(slot))
+      self._threads.append(self._make_thread(slot))
       self._threads[slot].start()
     self._changed.notify_all()
 
-  def _new_thread(self, slot: int) -> threading.Thread:
+  def _make_thread(self, slot: int) -> threading.Thread:
     return threading.Thread(
       target=self._dispatch, args=(slot,), name=f"grading-{slot}", daemon=True
     )
 
-  def _take(self, slot: int) -> collections.deque[_Item] | None:
-    """Waits for a live worker, a core and items; None when the pool has ended."""
-    self._workers[slot].wait_ready(
-      self._options.startup_timeout_s
-    )  # one that has just been started
+  def _take_items(self, slot: int) -> collections.deque[_Item] | None:
+    """Waits for a live worker, a core and items; returns None once the pool is shut down."""
+    # Waits only for a worker that `_wake_workers` has just started.
+    self._workers[slot].wait_ready(self._options.startup_timeout_s)
     with self._changed:
       while self._failure is None and not (self._queue and self._free):
         self._changed.wait()
       self._free -= 1
-    if not self._workers[slot].alive():
-      self._replace(slot)
+    if not self._workers[slot].is_alive():
+      self._replace_worker(slot)
     with self._changed:
       if self._failure is not None:
         return None
-      # Only a share of the queue, so that no worker keeps slow items while others are idle.
+      # Takes only a share of the queue, so that no worker has slow items while others are idle.
       share = math.ceil(len(self._queue) / (2 * self._options.num_workers))
       size = min(share, _MAX_CHUNK)
       return collections.deque(self._queue.popleft() for _ in range(size))
 
-  def _prepare(self, slot: int) -> None:
-    """Starts the replacement of a worker, unless it has one already."""
+  def _start_replacement(self, slot: int) -> None:
+    """Starts the replacement of a worker, unless one is running already."""
     with self._changed:
       if self._failure is None and slot not in self._replacements:
         self._replacements[slot] = WorkerProcess(self._options.settings, self._options.environment)
 
-  def _replace(self, slot: int) -> None:
+  def _replace_worker(self, slot: int) -> None:
+    """Closes a worker that has ended, and waits until its replacement is ready."""
     with self._changed:
       if self._failure is not None:
         return
       self._workers[slot].close()
       replacement = self._replacements.pop(slot, None)
-      if replacement is None or not replacement.alive():
+      if replacement is None or not replacement.is_alive():
         if replacement is not None:
           replacement.close()
         replacement = WorkerProcess(self._options.settings, self._options.environment)
       self._workers[slot] = replacement
     self._workers[slot].wait_ready(self._options.startup_timeout_s)
 
-  def _deliver(self, item: _Item, grade: Grade) -> None:
+  def _deliver_grade(self, item: _Item, grade: Grade) -> None:
     self._options.on_grade()
     item.future.deliver(item.position, grade)
     if item.future.done():
@@ -322,8 +334,8 @@ class GraderPool:
 
 def _check_environment(environment: Mapping[str, str]) -> None:
   for name, value in environment.items():
-    texts = isinstance(name, str) and isinstance(value, str)
-    if not texts or not name or "=" in name or "\0" in name + value:
+    are_texts = isinstance(name, str) and isinstance(value, str)
+    if not are_texts or not name or "=" in name or "\0" in name + value:
       raise ValueError(
         f"environment has {name!r}: {value!r}, expected a name without '=' and a text, such as "
         "{'NAME': '1'}"

@@ -50,7 +50,7 @@ _CHANGES_VALUE = re.compile(
   re.IGNORECASE,
 )
 
-# Units with a sign. Where the gold answer has one, the sign may be left out.
+# Units with a sign. If the gold answer has one, an answer may omit it.
 SIGNS = {r"\$": "dollar", "€": "euro", "£": "lb", "¢": "cent", "°": "degree"}
 _SIGN_FIRST = re.compile(r"([-+]?)\s?(\\\$|[€£])\s?([-+]?\s?(?:[\d.]|\\frac|\\sqrt).*)")
 _SIGN_LAST = re.compile(
@@ -63,7 +63,7 @@ _AMOUNTS = {"K": "thousand", "k": "thousand", "M": "million", "B": "billion"}
 
 
 def split_sign(text: str) -> tuple[str, str]:
-  r"""(r"-5", "dollar") of r"-\$5", ("30", "degree") of "30°"; (text, "") without a sign."""
+  r"""Splits r"-\$5" into ("-5", "dollar"), "30°" into ("30", "degree"), "30" into ("30", "")."""
   if match := _SIGN_FIRST.fullmatch(text):
     amount, unit = match[1] + match[3], SIGNS[match[2]]
   elif match := _SIGN_LAST.fullmatch(text):
@@ -78,43 +78,49 @@ def split_sign(text: str) -> tuple[str, str]:
 
 
 def split_unit(text: str) -> tuple[str, str]:
-  r"""(text before the unit, the unit), or (text, "") without one.
+  r"""Splits a text into (text before the unit, the unit); (text, "") without a unit.
 
-  Words after a plain number are dropped if they are not a known unit ("5 apples") and do not change
+  Words after a plain number are dropped if they are neither a known unit ("5 apples") nor change
   its value ("5 squared"). A single letter directly after a number is a variable ("5m"); after a
   space or in \text{} it may be a unit. After a formula, a bare unit has at least two letters.
   """
   if match := _PERCENT.fullmatch(text):
     return match[1], "%"
   if match := _WRAPPED_UNIT.fullmatch(text):
-    unit = _unit(match[2] + match[3])
+    unit = _parse_unit(match[2] + match[3])
     if unit or (unit is not None and parse_plain_number(match[1]) is not None):
       return match[1], unit
   if (match := _BARE_UNIT.fullmatch(text)) and parse_plain_number(match[1]) is not None:
-    unit = _unit(match[3])
+    unit = _parse_unit(match[3])
     if unit and (match[2] or len(match[3]) > 1):
       return match[1], unit
     if unit is not None and match[2] and not _NO_UNIT.search(match[3]):
       return match[1], ""
-  if (match := _UNIT_OF_FORMULA.fullmatch(text)) and (unit := _unit(match[2])):
+  if (match := _UNIT_OF_FORMULA.fullmatch(text)) and (unit := _parse_unit(match[2])):
     return match[1], unit
   return text, ""
 
 
-def scaled(text: str) -> str | None:
-  """ "5 million people" → "5000000 people"; None without a plain number before such a word."""
+def apply_scale_word(text: str) -> str | None:
+  """Writes out "5 million people" as "5000000 people".
+
+  Returns:
+    The text; None if it has no plain number before a word such as "million".
+  """
   match = _SCALED.fullmatch(text)
   number = parse_plain_number(match[1].strip()) if match else None
   if match is None or number is None:
     return None
-  rest = match[4][1:] if match[4].startswith("}") else match[2] + match[4]
-  return f"{number * _SCALES[match[3].lower()]} {rest}"
+  remaining_text = match[4][1:] if match[4].startswith("}") else match[2] + match[4]
+  return f"{number * _SCALES[match[3].lower()]} {remaining_text}"
 
 
-def _unit(text: str) -> str | None:
-  """ "square inches" → "in^2"; "" for words that are not a known unit.
+def _parse_unit(text: str) -> str | None:
+  """Parses "square inches" into "in^2".
 
-  None for text other than words, or for words that change the value of the number before them.
+  Returns:
+    The unit; "" for words that are not a known unit; None for text that is not words, or words that
+    change the value of the number before them.
   """
   match = _UNIT_TEXT.fullmatch(text)
   if not match or _CHANGES_VALUE.search(text):

@@ -1,4 +1,4 @@
-"""One grading process as the pool sees it: items go in line by line, grades come back."""
+"""The pool's end of one grading process: sends items line by line and receives their grades."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rlvr_jax.rewards.outcome import Grade, Outcome
 
 _DIED = "the grader's process ended"
 _MAX_REPLY = 2**20  # bytes; longer than any valid reply
-MAX_LONGER_S = 600.0  # additional seconds that a grader may ask for per item
+MAX_LONGER_S = 600.0  # seconds by which a grader may extend the limit of an item
 KILL_WAIT_S = 5.0  # for the kernel to end a process after SIGKILL
 _SINGLE_THREADED = dict.fromkeys(
   ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS",
@@ -35,13 +35,13 @@ class _WorkerDiedError(Exception):
   """The worker's process ended, or broke the protocol."""
 
 
-# How a process ends whose text takes more than the grader's libraries in C can give: their stack is
-# full, or an allocation fails.
+# Signals that end a process if a completion overloads the grader's C libraries: their stack
+# overflows, or an allocation fails.
 _CAUSED_BY_TEXT = (-signal.SIGSEGV, -signal.SIGABRT)
 
 
-def request(completion: str, reference: Mapping[str, Any]) -> bytes:
-  """Line that asks for an item's grade; TypeError unless the reference is JSON-serializable."""
+def encode_request(completion: str, reference: Mapping[str, Any]) -> bytes:
+  """Encodes the line that requests a grade; TypeError unless the reference is JSON-serializable."""
   try:
     return json.dumps({"completion": completion, "reference": reference}).encode() + b"\n"
   except (TypeError, ValueError) as error:
@@ -51,25 +51,26 @@ def request(completion: str, reference: Mapping[str, Any]) -> bytes:
 
 
 class _Pipes(NamedTuple):
-  """To and from a worker."""
+  """Pipes to and from a worker."""
 
   stdin: IO[bytes]
   stdout: IO[bytes]
-  stderr: IO[bytes]  # a file: what it says is read when it has died
+  stderr: IO[bytes]  # a file, read after the worker has died
   selector: selectors.BaseSelector
 
 
 class WorkerProcess:
-  """One grading process and the two pipes to it. Used by one thread, except for `kill`."""
+  """One grading process and the pipes to it. Used by one thread, except for `kill`."""
 
   def __init__(self, settings: Mapping[str, Any], environment: Mapping[str, str]):
-    self._grader, self._memory_mib = settings["grader"], settings["memory_mib"]
+    self._grader = settings["grader"]
+    self._memory_mib = settings["memory_mib"]
     stderr = tempfile.TemporaryFile()
     # With our sys.path, the worker imports a user's grader exactly as this process would. The fixed
     # hash seed makes graders that iterate over sets give the same grade every time.
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    fixed = {"PYTHONPATH": path, "PYTHONHASHSEED": "0"}
-    environment = os.environ | _SINGLE_THREADED | dict(environment) | fixed
+    fixed_variables = {"PYTHONPATH": path, "PYTHONHASHSEED": "0"}
+    environment = os.environ | _SINGLE_THREADED | dict(environment) | fixed_variables
     command = [sys.executable, "-P", "-m", "rlvr_jax.rewards.worker", json.dumps(settings)]
     self._process = subprocess.Popen(
       command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
@@ -90,27 +91,27 @@ class WorkerProcess:
   def pid(self) -> int:
     return self._process.pid
 
-  def alive(self) -> bool:
+  def is_alive(self) -> bool:
     return self._process.poll() is None
 
   def wait_ready(self, timeout_s: float) -> None:
-    """Waits until the worker has loaded its grader; returns at once if it has done so before.
+    """Waits until the worker has loaded its grader; a second call returns at once.
 
     Raises:
-      GraderStartError: loading failed or took too long; the worker has been closed.
+      GraderStartError: loading failed or took too long; the worker is closed.
     """
     if self._is_ready:
       return
     self._is_ready = True
     try:
-      message = json.loads(self._next_line(time.monotonic() + timeout_s))
+      message = json.loads(self._read_line(time.monotonic() + timeout_s))
       problem = message.get("error")
     except TimeoutError:
       problem = f"it was not ready within startup_timeout_s = {timeout_s:g} s"
     except (_WorkerDiedError, ValueError) as error:
       self._pipes.stderr.seek(0)
-      last_words = self._pipes.stderr.read().decode(errors="replace").strip()[-2000:]
-      problem = f"{error}\n{last_words}".strip()
+      last_output = self._pipes.stderr.read().decode(errors="replace").strip()[-2000:]
+      problem = f"{error}\n{last_output}".strip()
     if problem is not None:
       self.close()
       if self._memory_mib is not None and problem.startswith(("MemoryError", _DIED)):
@@ -120,80 +121,80 @@ class WorkerProcess:
         )
       raise GraderStartError(f"the grading worker for {self._grader!r} did not start: {problem}")
 
-  def grades(
+  def grade_items(
     self,
     lines: Sequence[bytes],
     timeout_s: float,
-    slow: Callable[[], None],
-    asleep: Callable[[], None],
+    *,
+    on_slow: Callable[[], None],
+    on_asleep: Callable[[], None],
   ) -> Iterator[Grade]:
-    """Yields the grades of the items in order, each as soon as it is known.
+    """Grades items; yields the grades in order, each as soon as it is known.
 
-    Ends early after an item that ended the worker, or was asleep; the items after it have not been
-    graded.
+    Ends early after an item that ended the worker or was asleep; the items after it are not graded.
 
     Args:
-      lines: of `request`, one per item.
+      lines: from `encode_request`, one per item.
       timeout_s: limit per item, seconds.
-      slow: called whenever an item has taken half its limit.
-      asleep: called when an item uses no core; it is the last that is graded.
+      on_slow: called whenever an item has taken half its limit.
+      on_asleep: called when an item uses no core; it is the last item to be graded.
     """
     self._outgoing += b"".join(lines)
     is_last = False
 
-    def fall_asleep() -> None:
+    def end_after_item() -> None:
       nonlocal is_last
       is_last = True
       self._outgoing += GO_ON
-      asleep()
+      on_asleep()
 
     for _ in lines:
-      # The worker goes from one item to the next without a pause, so an item's time starts when
-      # the previous reply was read, which is never before the item really started.
+      # The worker starts each item right after the previous one, so an item's time is counted from
+      # the moment the previous reply was read, which is never before the item started.
       try:
-        grade = _parse_reply(self._next_reply(timeout_s, slow, fall_asleep))
+        grade = _parse_reply(self._read_reply(timeout_s, on_slow, end_after_item))
       except TimeoutError:
         grade = Grade(Outcome.TIMEOUT, detail=f"no grade within {timeout_s:g} s")
         self.kill()
       except _WorkerDiedError as error:
         self.kill()
-        of_text = self._process.returncode in _CAUSED_BY_TEXT
-        grade = Grade(Outcome.WRONG if of_text else Outcome.CRASHED, detail=str(error))
+        is_caused_by_text = self._process.returncode in _CAUSED_BY_TEXT
+        grade = Grade(Outcome.WRONG if is_caused_by_text else Outcome.CRASHED, detail=str(error))
       yield grade
-      if is_last or not self.alive():
+      if is_last or not self.is_alive():
         return
 
-  def _next_reply(
-    self, timeout_s: float, slow: Callable[[], None], asleep: Callable[[], None]
+  def _read_reply(
+    self, timeout_s: float, on_slow: Callable[[], None], on_asleep: Callable[[], None]
   ) -> bytes:
-    """As `_next_line`, with the additional time that a grader announced; see `deadlines`."""
+    """Reads a reply, with the time by which the grader extends its limit; see `deadlines`."""
     deadline = time.monotonic() + timeout_s
-    last = deadline + MAX_LONGER_S
+    last_deadline = deadline + MAX_LONGER_S
     while True:
-      line = self._reply_or_slow(deadline, timeout_s / 2, slow)
+      line = self._read_line_or_report_slow(deadline, timeout_s / 2, on_slow)
       if line.startswith(b'{"longer_s"'):
-        deadline = min(last, deadline + json.loads(line)["longer_s"])
+        deadline = min(last_deadline, deadline + json.loads(line)["longer_s"])
       elif line.startswith(b'{"asleep"'):
-        asleep()
+        on_asleep()
       else:
         return line
 
-  def _reply_or_slow(
-    self, deadline: float, second_half_s: float, slow: Callable[[], None]
+  def _read_line_or_report_slow(
+    self, deadline: float, second_half_s: float, on_slow: Callable[[], None]
   ) -> bytes:
     try:
-      return self._next_line(deadline - second_half_s)
+      return self._read_line(deadline - second_half_s)
     except TimeoutError:
-      slow()
-      return self._next_line(deadline)
+      on_slow()
+      return self._read_line(deadline)
 
-  def _next_line(self, deadline: float) -> bytes:
-    """Waits for a line; sends pending output meanwhile.
+  def _read_line(self, deadline: float) -> bytes:
+    """Waits for a line, and sends pending output meanwhile.
 
     Raises:
-      TimeoutError: the deadline has passed and the pipe is empty. After it a worker ends by itself,
-        which is seen first where this process had to wait for a core.
-      _WorkerDiedError: the process has ended, or has sent a line of over `_MAX_REPLY` bytes.
+      TimeoutError: the deadline has passed and the pipe is empty, or the worker has ended. A worker
+        ends by itself soon after the deadline, and this process may have had to wait for a core.
+      _WorkerDiedError: the worker has ended before, or has sent a line of over `_MAX_REPLY` bytes.
     """
     while (end := self._incoming.find(b"\n")) < 0:
       if len(self._incoming) > _MAX_REPLY:
@@ -208,29 +209,32 @@ class WorkerProcess:
         elif not self._receive_some():
           if time.monotonic() > deadline:
             raise TimeoutError
-          raise _WorkerDiedError(f"{_DIED}: {_exit_reason(self._process)}")
+          raise _WorkerDiedError(f"{_DIED}: {_describe_exit(self._process)}")
     line = bytes(self._incoming[:end])
     del self._incoming[: end + 1]
     return line
 
   def _watch_stdin(self, watch: bool) -> None:
-    watched = self._pipes.stdin in self._pipes.selector.get_map()
-    if watch and not watched:
+    is_watched = self._pipes.stdin in self._pipes.selector.get_map()
+    if watch and not is_watched:
       self._pipes.selector.register(self._pipes.stdin, selectors.EVENT_WRITE)
-    elif watched and not watch:
+    elif is_watched and not watch:
       self._pipes.selector.unregister(self._pipes.stdin)
 
   def _send_some(self) -> None:
     try:
-      sent = os.write(self._pipes.stdin.fileno(), self._outgoing[:65536])
+      num_sent = os.write(self._pipes.stdin.fileno(), self._outgoing[:65536])
     except BlockingIOError:
       return
     except BrokenPipeError:
-      sent = len(self._outgoing)  # the worker has died or is dying; reading will report it
-    self._outgoing = self._outgoing[sent:]
+      num_sent = len(self._outgoing)  # the worker has died or is dying; reading will report it
+    self._outgoing = self._outgoing[num_sent:]
 
   def _receive_some(self) -> bool:
-    """Reads what there is; False if the worker has ended, or closed its pipe and is killed."""
+    """Reads available bytes; returns False if the worker has ended, or closed its pipe.
+
+    A worker that closed its pipe is killed.
+    """
     data = os.read(self._pipes.stdout.fileno(), 65536)
     if not data:
       self.kill()
@@ -239,7 +243,7 @@ class WorkerProcess:
 
   def kill(self) -> None:
     """Kills the worker's process group; safe at any time, from any thread."""
-    if self._process.returncode is None:  # not yet reaped, so the id cannot have been reused
+    if self._process.returncode is None:  # not yet reaped, so its id has not been reused
       with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(self._process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -253,7 +257,7 @@ class WorkerProcess:
       stream.close()
 
 
-def _exit_reason(process: subprocess.Popen) -> str:
+def _describe_exit(process: subprocess.Popen) -> str:
   code = process.returncode
   if code is None:
     return "still running"
@@ -263,6 +267,7 @@ def _exit_reason(process: subprocess.Popen) -> str:
 
 
 def _parse_reply(line: bytes) -> Grade:
+  """Parses a worker's reply; raises _WorkerDiedError if it is broken."""
   try:
     reply = json.loads(line)
     texts = str(reply["detail"]), str(reply["answer"])

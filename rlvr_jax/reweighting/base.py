@@ -16,12 +16,12 @@ class Reweighting(NamedTuple):
   """Coefficients and the Gram matrix of the rollouts' gradient features → coefficients.
 
   It acts on N blocks of b rollouts, each with its own Gram matrix. A block is the full batch
-  (N = 1), a group, or a number of rollouts that follow one another in the batch.
+  (N = 1), a group, or a number of consecutive rollouts of the batch.
 
   Attributes:
     apply: (coefficients f32[N, b], gram f32[N, b, b] or None, valid bool[N, b], key) →
       (f32[N, b], metrics). Rollouts that are not valid have the coefficient 0, before and after.
-    needs_gram: whether `apply` reads the Gram matrix; if not, None may be passed.
+    needs_gram: whether `apply` reads the Gram matrix; otherwise None may be passed.
     scope: the block: "batch", "group", or a number of rollouts.
   """
 
@@ -35,11 +35,11 @@ class Reweighting(NamedTuple):
   def on_batch(
     self, coefficients: Array, gram: Array | None, valid: Array, key: Array
   ) -> tuple[Array, Metrics]:
-    """Applies it to the blocks of a batch.
+    """Applies the reweighting to the blocks of a batch.
 
     Args:
       coefficients: f32[P, G].
-      gram: f32[B, B], g_i · g_j, rollouts in the order of coefficients.reshape(B); None where
+      gram: f32[B, B], g_i · g_j, rollouts in the order of coefficients.reshape(B); may be None if
         `needs_gram` is False.
       valid: bool[P, G].
       key: random key.
@@ -57,7 +57,7 @@ class Reweighting(NamedTuple):
     return jax.lax.stop_gradient(reweighted.reshape(coefficients.shape)), metrics
 
   def _block_size(self, P: int, G: int) -> int:
-    """Rollouts that share a Gram matrix."""
+    """Number of rollouts that share a Gram matrix."""
     scope = self.scope
     if not isinstance(scope, int):
       return {"batch": P * G, "group": G}[scope]

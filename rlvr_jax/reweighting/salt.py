@@ -1,4 +1,4 @@
-"""SALT: coefficients split into a part shared by a batch's gradients and a residual."""
+"""SALT: splits coefficients into a part along a batch's shared gradients and a residual."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHANNELS = ("both", "shared", "residual")
 
 
 class SaltResult(NamedTuple):
-  """SALT's result for the coefficients A of a block; with a leading axis N, of N blocks."""
+  """SALT's result for the coefficients A of a block; with a leading axis N for N blocks."""
 
   coefficients: Array  # f32[b], A'
   shared: Array  # f32[b], P_k A
@@ -28,9 +28,9 @@ class SaltResult(NamedTuple):
   rank: Array  # i32[], k
   participation_ratio: Array  # f32[]
   effective_rollouts: Array  # f32[], n_eff
-  several: Array  # bool[], two valid rollouts or more
+  several: Array  # bool[], whether the block has two valid rollouts or more
   usable: Array  # bool[], several, and the Gram is finite and not all zero
-  acts: Array  # bool[], usable and Σ A² K_ii > 0; elsewhere A' = A
+  acts: Array  # bool[], usable and Σ A² K_ii > 0; otherwise A' = A
 
 
 def salt_coefficients(
@@ -54,8 +54,8 @@ def salt_coefficients(
     coefficients: f32[b], A, b ≥ 2.
     gram: f32[b, b], inner products of per-rollout gradient features, in any unit; 0 where not
       valid.
-    valid: bool[b]; A' is 0 elsewhere.
-    key: key for a random subspace; not used otherwise.
+    valid: bool[b]; A' is 0 where False.
+    key: random key; read for a random subspace only.
   """
   coefficients, count = masked_fill(coefficients, valid), masked_count(valid)
   spectrum = spectral.spectrum(gram)
@@ -70,8 +70,8 @@ def salt_coefficients(
   alpha = jnp.clip(1 - n_eff, alpha_min, alpha_max)
 
   shared = spectral.project(vectors, rank, coefficients)
-  kept = jnp.maximum(coefficients, 0) if positive_part else coefficients
-  residual = kept - spectral.project(vectors, rank, kept)
+  source = jnp.maximum(coefficients, 0) if positive_part else coefficients
+  residual = source - spectral.project(vectors, rank, source)
   reweighted = {
     "both": shared + alpha * residual,
     "shared": shared,
@@ -97,27 +97,27 @@ def salt_coefficients(
 def salt_metrics(coefficients: Array, result: SaltResult) -> Metrics:
   """Metrics of N blocks, from A f32[N, b] and SALT's result.
 
-  Metrics of the Gram matrix are means over the blocks in which it is usable, metrics of A over
-  those in which SALT acts, so that groups without a signal do not dilute them. Blocks with fewer
+  Metrics of the Gram matrix are means over the blocks with a usable one, metrics of A over the
+  blocks in which SALT acts, so that groups without a signal do not dilute them. Blocks with fewer
   than two valid rollouts do not count.
   """
-  # In units of the largest coefficient, whose square may exceed float32's range.
+  # In units of the largest coefficient, since its square may exceed float32's range.
   largest = jnp.max(jnp.abs(coefficients), axis=-1, keepdims=True)
   unit = jnp.where(largest > 0, largest, 1.0)
   norm = lambda x: jnp.linalg.norm(x / unit, axis=-1)
   size = jnp.where(result.acts, norm(coefficients), 1.0)
-  of_gram = {
+  gram_values = {
     "participation_ratio": result.participation_ratio,
     "rank": result.rank,
   }
-  of_coefficients = {
+  coefficient_values = {
     "effective_rollouts": result.effective_rollouts,
     "alpha": result.alpha,
     "coefficient_change": norm(result.coefficients - coefficients) / size,
     "shared_share": (norm(result.shared) / size) ** 2,
   }
-  metrics = {name: mean_metric(x, result.usable) for name, x in of_gram.items()}
-  metrics |= {name: mean_metric(x, result.acts) for name, x in of_coefficients.items()}
+  metrics = {name: mean_metric(x, result.usable) for name, x in gram_values.items()}
+  metrics |= {name: mean_metric(x, result.acts) for name, x in coefficient_values.items()}
   metrics["unusable_gram"] = mean_metric(~result.usable, result.several)
   return {f"reweighting/{name}": metric for name, metric in metrics.items()}
 
@@ -137,12 +137,11 @@ def salt(
   """A' = P_k A + α (I − P_k) A⁺: full weight on shared directions, weight α on the residual.
 
   P_k projects onto the top k eigenvectors of the Gram matrix K of a block's gradient features,
-  k = clip(round(rank_scale·PR), min_rank, min(max_rank, n−1, eigenvalues above 1e-6·λ_max)), with
-  n valid rollouts;
-  PR is the participation ratio of K (`ops.spectral`), n_eff the effective number of rollouts,
-  α = clip(1 − n_eff, alpha_min, alpha_max), and A⁺ = max(A, 0). Scaling all gradients changes
-  nothing. If K is zero or not finite, no rollout with a coefficient has a gradient, or n < 2,
-  A' = A.
+  k = clip(round(rank_scale·PR), min_rank, min(max_rank, n−1, eigenvalues above 1e-6·λ_max)) for n
+  valid rollouts. PR is the participation ratio of K (`ops.spectral`), n_eff the effective number of
+  rollouts, α = clip(1 − n_eff, alpha_min, alpha_max), and A⁺ = max(A, 0). A' does not change if all
+  gradients are scaled. A' = A if K is zero or not finite, if no rollout with a coefficient has a
+  gradient, or if n < 2.
 
   Ablations: a fixed α is alpha_min = alpha_max, a fixed k is min_rank = max_rank; the others are
   the last four arguments.
@@ -153,12 +152,12 @@ def salt(
     max_rank: ≥ min_rank.
     alpha_min: ≥ 0.
     alpha_max: ≥ alpha_min; since n_eff ≥ 0, a value above 1 only permits an alpha_min above 1.
-    positive_part: whether the residual is that of A⁺, or that of A.
-    channels: "both"; "shared": P_k A alone; "residual": α (I − P_k) A⁺ alone.
-    random_subspace: P_k projects onto k random directions, sampled with the key for each call and
-      block.
-    scope: the block that has one Gram matrix: "batch", "group", or a number of rollouts that follow
-      one another in the batch, which divides its size.
+    positive_part: whether the residual is that of A⁺; otherwise it is that of A.
+    channels: "both"; "shared": P_k A only; "residual": α (I − P_k) A⁺ only.
+    random_subspace: whether P_k projects onto k random directions, sampled with the key for each
+      call and block.
+    scope: the block that has one Gram matrix: "batch", "group", or a number of consecutive
+      rollouts, which divides B.
   Raises:
     ValueError: a hyper-parameter is out of range; at trace time, blocks have one rollout.
   Source: "SALT: When More Rollouts Don't Help in Group-Based Policy Optimization and How to Make

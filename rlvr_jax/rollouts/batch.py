@@ -1,4 +1,4 @@
-"""One batch of rollouts, from sampled to trained, and its conversion to and from a store."""
+"""One batch of rollouts, from sampling to its last update, and its conversion for a store."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ import jax
 import numpy as np
 
 from rlvr_jax.data import Problem
-from rlvr_jax.rollouts.engine import Group, Request, joined
+from rlvr_jax.rollouts.engine import Group, Request, stack_groups
 from rlvr_jax.rollouts.shards import StoreError, make_shard, read_shard, write_shard
-from rlvr_jax.storage.files import replacing_path
+from rlvr_jax.storage.files import replace_path
 from rlvr_jax.types import Params, Prompts, Rollouts, TrainBatch
 
 FOREIGN = -1  # version of rollouts that were not sampled by a policy of this run
-Submission = Any  # what the graders' `submit` returns: in one process a future of grades
+Submission = Any  # returned by the graders' `submit`: with one process, a future of grades
 
 
 class PolicySnapshot(NamedTuple):
   """A policy whose weights were synced for sampling rollouts."""
 
   params: Params  # the trained parameters
-  version: int  # its number of updates
-  fingerprint: Callable[[], str]  # of its parameters; waits for them to be computed
-  of_source: tuple[tuple[Params, Params], ...]  # (trained, frozen) that each source samples with
+  version: int  # number of updates before it
+  fingerprint: Callable[[], str]  # of the parameters; waits until they are computed
+  source_params: tuple[tuple[Params, Params], ...]  # (trained, frozen) for sampling, by source
 
 
 @dataclasses.dataclass
@@ -38,44 +38,46 @@ class Flight:
 
   problems: Sequence[Problem]  # P
   prompts: Prompts  # NumPy
-  groups: dict[int, Group] = dataclasses.field(default_factory=dict)  # by index of the problem
-  texts: dict[int, list[str]] = dataclasses.field(default_factory=dict)  # of the responses
+  # By index of the problem:
+  groups: dict[int, Group] = dataclasses.field(default_factory=dict)
+  texts: dict[int, list[str]] = dataclasses.field(default_factory=dict)  # responses
   grades: dict[int, Submission] = dataclasses.field(default_factory=dict)
 
   def add(self, group: Group, texts: list[str], grades: Submission) -> None:
-    """Adds a sampled group, whose texts have been submitted to the graders."""
+    """Adds a sampled group whose texts have been submitted to the graders."""
     self.groups[group.prompt_index] = group
     self.texts[group.prompt_index] = texts
     self.grades[group.prompt_index] = grades
 
   @property
   def sampled(self) -> bool:
-    """Whether all groups are."""
+    """Whether all groups have been sampled."""
     return len(self.groups) == len(self.problems)
 
   @functools.cached_property
   def all_grades(self) -> Future[None]:
-    """A future that is done when all grades are; of a batch that is sampled, in one process."""
+    """A future that is done when all grades are; for a sampled batch, with one process."""
     return when_all(self.grades.values())
 
   @functools.cached_property
   def rollouts(self) -> Rollouts:
-    """Of all groups; NumPy."""
-    return joined([self.groups[index] for index in range(len(self.problems))])
+    """The rollouts of all groups; NumPy."""
+    return stack_groups([self.groups[index] for index in range(len(self.problems))])
 
 
 def when_all(futures: Iterable[Future]) -> Future[None]:
-  """A future that is done when all others are; its result is None."""
-  waiting, lock = [*futures], threading.Lock()
+  """A future that is done when all of the given ones are; its result is None."""
+  awaited = [*futures]
+  lock = threading.Lock()
   combined: Future[None] = Future()
 
-  def check(_: Future) -> None:
+  def set_if_all_done(_: Future) -> None:
     with lock:
-      if not combined.done() and all(future.done() for future in waiting):
+      if not combined.done() and all(future.done() for future in awaited):
         combined.set_result(None)
 
-  for future in waiting:
-    future.add_done_callback(check)
+  for future in awaited:
+    future.add_done_callback(set_if_all_done)
   return combined
 
 
@@ -83,14 +85,14 @@ class Graded(NamedTuple):
   """The contents of a graded batch."""
 
   train: TrainBatch  # NumPy
-  tokens: int  # sampled for this batch, rollouts that were dropped included
-  prompts: int  # sampled for this batch, prompts that were dropped included
+  tokens: int  # sampled for this batch, including dropped rollouts
+  prompts: int  # sampled for this batch, including dropped prompts
   statistics: dict[str, float]  # fraction of each outcome and of truncated responses
   samples: list[dict[str, Any]]  # one JSON-serializable record per rollout, in order
 
 
 class Position(NamedTuple):
-  """Where generation stands between two batches: what determines the next ones."""
+  """State of generation between two batches, which determines the next ones."""
 
   number: int  # of the next batch
   draws: int  # batches of prompts drawn so far
@@ -110,9 +112,9 @@ class BatchInFlight:
     position: of the generator after this batch was started.
     dispatched: time of dispatch, seconds on the host's clock.
     flight: its rollouts in progress; None if all groups are recorded.
-    requests: for every source, those of its groups that are to be sampled.
-    recorded: its groups that come from a store; None without them.
-    timings: seconds by phase, once it is sampled.
+    requests: by source, for the groups still to be sampled.
+    recorded: its groups that come from a store; None if there are none.
+    timings: seconds by phase; empty until the batch is sampled.
   """
 
   number: int
@@ -128,7 +130,7 @@ class BatchInFlight:
 
   @property
   def sampled(self) -> bool:
-    """Whether it has all of its groups."""
+    """Whether all of its groups have been sampled."""
     return self.flight is None or self.flight.sampled
 
 
@@ -165,10 +167,11 @@ class RolloutBatch:
   scored_at: int | None = None
 
 
-def grades_of(batch: BatchInFlight) -> Future[None] | None:
-  """A future that is done when a batch's grades are; None if there are none, or several processes.
+def grades_future(batch: BatchInFlight) -> Future[None] | None:
+  """A future that is done when a batch's grades are; None if nothing is graded.
 
-  Several processes must act in the same order, so they cannot depend on when grades arrive.
+  Also None with several processes: they must act in the same order, so they cannot depend on when
+  grades arrive.
   """
   if batch.flight is None or jax.process_count() > 1:
     return None
@@ -176,9 +179,9 @@ def grades_of(batch: BatchInFlight) -> Future[None] | None:
 
 
 def may_finish(sampled: Sequence[BatchInFlight]) -> bool:
-  """Whether the first batch has its grades; with several processes, whether it is time to wait."""
-  until = grades_of(sampled[0])
-  return len(sampled) > 1 if until is None else until.done()
+  """Whether to finish the first batch: it has its grades, or, without a future, a successor."""
+  grades = grades_future(sampled[0])
+  return len(sampled) > 1 if grades is None else grades.done()
 
 
 # --- to and from a store --------------------------------------------------------------------------
@@ -190,7 +193,7 @@ _INFO_OF_GRADED = ("tokens", "prompts", "statistics")
 def to_shard(
   batch: RolloutBatch, **about: Any
 ) -> tuple[dict[str, np.ndarray], dict[str, Any], list[dict[str, Any]]]:
-  """(arrays, JSON values, samples) for `RolloutStore.append`, without the timings.
+  """Converts a batch to (arrays, JSON values, samples) for `RolloutStore.append`; drops timings.
 
   Args:
     batch: a graded batch.
@@ -222,7 +225,7 @@ def from_shard(
 
 
 def batch_to_arrays(batch: TrainBatch) -> dict[str, np.ndarray]:
-  """Name → array for the fields that are not None, with `prompts.tokens` and `prompts.lengths`."""
+  """Arrays by name, for fields that are not None; `prompts.tokens` and `prompts.lengths` too."""
   fields = {f"prompts.{name}": value for name, value in vars(batch.prompts).items()}
   fields |= {name: value for name, value in vars(batch).items() if name != "prompts"}
   return {name: np.asarray(value) for name, value in fields.items() if value is not None}
@@ -232,7 +235,7 @@ def batch_from_arrays(arrays: Mapping[str, np.ndarray]) -> TrainBatch:
   """The inverse of `batch_to_arrays`.
 
   Raises:
-    StoreError: there is an array that a batch of this version does not have.
+    StoreError: an array is unknown to this version.
   """
   fields: dict[str, Any] = dict(arrays)
   prompts = {name: fields.pop(f"prompts.{name}") for name in ("tokens", "lengths")}
@@ -247,7 +250,7 @@ def batch_from_arrays(arrays: Mapping[str, np.ndarray]) -> TrainBatch:
 def write_batch(path: pathlib.Path, batch: TrainBatch) -> None:
   """Writes one batch as a shard; see `rollouts.shards`."""
   shard = make_shard(0, batch_to_arrays(batch), info={})
-  with replacing_path(path) as temporary:
+  with replace_path(path) as temporary:
     write_shard(temporary, shard)
 
 
@@ -259,63 +262,64 @@ def read_batch(path: pathlib.Path) -> TrainBatch:
 # --- arrays of batches ----------------------------------------------------------------------------
 
 
-def join(parts: Sequence[TrainBatch]) -> TrainBatch:
+def join_batches(batches: Sequence[TrainBatch]) -> TrainBatch:
   """Concatenates the groups of several batches."""
-  return jax.tree.map(lambda *x: np.concatenate(x), *parts)
+  return jax.tree.map(lambda *x: np.concatenate(x), *batches)
 
 
-def without_scores(batch: TrainBatch) -> TrainBatch:
-  """Without the fields that only an update reads, so that every scoring has the same shapes."""
+def drop_scores(batch: TrainBatch) -> TrainBatch:
+  """Drops the fields that only an update reads, so that scoring always has the same shapes."""
   batch = dataclasses.replace(batch, reference_logprobs=None, proximal_logprobs=None)
   return dataclasses.replace(batch, sampled_logprobs=None, lags=None, sources=None)
 
 
 def solve_rates(batch: TrainBatch) -> np.ndarray:
-  """f64[P], the share of correct among each group's valid rollouts; NaN in a group without any."""
-  right, graded = (x.sum(axis=1) for x in (batch.correct * batch.valid, batch.valid))
-  return np.where(graded > 0, right / np.maximum(graded, 1), np.nan)
+  """f64[P], the share of correct among each group's valid rollouts; NaN without a valid one."""
+  num_correct, num_valid = (x.sum(axis=1) for x in (batch.correct * batch.valid, batch.valid))
+  return np.where(num_valid > 0, num_correct / np.maximum(num_valid, 1), np.nan)
 
 
-def solve_rate(batch: TrainBatch, versions: np.ndarray) -> Any:
-  """f32[P], all equal: the policy's solve rate, a mean over groups of `solve_rates`.
+def solve_rate(batch: TrainBatch, versions: np.ndarray) -> np.ndarray:
+  """f32[P], all equal: the policy's solve rate, the mean of `solve_rates` over groups.
 
-  Over the groups that policies of this run sampled, and over all where there are none. Groups
-  without a valid rollout do not count; NaN if no other is left.
+  The mean is over the groups that this run sampled, or over all groups if it sampled none. Groups
+  without a valid rollout do not count; NaN if no group counts.
 
   Args:
     versions: i32[P], `FOREIGN` for groups that this run did not sample.
   """
-  own = versions != FOREIGN
-  rates = solve_rates(batch)[own if own.any() else slice(None)]
-  known = rates[~np.isnan(rates)]
-  return np.full(len(own), known.mean() if known.size else np.nan, np.float32)
+  from_this_run = versions != FOREIGN
+  rates = solve_rates(batch)[from_this_run if from_this_run.any() else slice(None)]
+  defined_rates = rates[~np.isnan(rates)]
+  mean = defined_rates.mean() if defined_rates.size else np.nan
+  return np.full(len(from_this_run), mean, np.float32)
 
 
 def response_lengths(batch: TrainBatch) -> np.ndarray:
-  """i32[P, G], number of tokens up to the last one in the loss."""
+  """i32[P, G], the number of tokens up to the last one in the loss."""
   positions = np.arange(1, batch.mask.shape[-1] + 1)
   return np.max((batch.mask > 0) * positions, axis=-1)
 
 
 def permute_rewards(batch: TrainBatch, rng: np.random.Generator) -> TrainBatch:
-  """Shuffles rewards, and correctness with them, over valid rollouts; for control experiments.
+  """Permutes rewards, and correctness with them, over valid rollouts; for control experiments.
 
-  The batch keeps its distribution of rewards, but they no longer depend on the rollouts.
+  The distribution of rewards in the batch stays, but they no longer depend on the rollouts.
   """
   order = rng.permutation(np.count_nonzero(batch.valid))
 
-  def shuffle(x: Any) -> Any:
-    shuffled = np.array(x)
-    shuffled[batch.valid] = x[batch.valid][order]
-    return shuffled
+  def permute(x: Any) -> Any:
+    permuted = np.array(x)
+    permuted[batch.valid] = x[batch.valid][order]
+    return permuted
 
-  return dataclasses.replace(batch, rewards=shuffle(batch.rewards), correct=shuffle(batch.correct))
+  return dataclasses.replace(batch, rewards=permute(batch.rewards), correct=permute(batch.correct))
 
 
-def with_recorded(graded: Graded, recorded: Graded) -> Graded:
+def append_recorded(graded: Graded, recorded: Graded) -> Graded:
   """Appends recorded groups to a batch; the statistics remain those of the sampled groups."""
   # Fields that depend on the full batch are set later.
-  parts = [
-    dataclasses.replace(part.train, sources=None, solve_rate=None) for part in (graded, recorded)
+  batches = [
+    dataclasses.replace(x.train, sources=None, solve_rate=None) for x in (graded, recorded)
   ]
-  return graded._replace(train=join(parts), samples=graded.samples + recorded.samples)
+  return graded._replace(train=join_batches(batches), samples=graded.samples + recorded.samples)

@@ -1,4 +1,4 @@
-"""From sampled to graded groups: decode (for grading only), grade, pack for training."""
+"""Turns sampled groups into graded ones: decodes them for grading, grades, packs for training."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 
 from rlvr_jax.data import Problem, Tokenizer, encode_prompts
 from rlvr_jax.ops.overlong import overlong_filter, overlong_penalty
-from rlvr_jax.rewards.graders import opened_thought
+from rlvr_jax.rewards.graders import thought_prefix
 from rlvr_jax.rewards.outcome import Grade, Outcome, OutcomePolicy, rewards_from_grades
-from rlvr_jax.rollouts.batch import Flight, Graded, Submission, join, solve_rate
+from rlvr_jax.rollouts.batch import Flight, Graded, Submission, join_batches, solve_rate
 from rlvr_jax.rollouts.engine import Engine, Group, Request, Usage
 from rlvr_jax.types import Params, Rollouts, TrainBatch
 
@@ -29,7 +29,7 @@ class Collector:
     results: futures → their grades, in one list; waits for them.
     outcome_policy: the reward of each outcome of grading.
     overlong_buffer: tokens before the limit over which the reward decreases; 0 turns this off.
-    overlong_filter: whether responses without a stop token are left out of the loss.
+    overlong_filter: whether the loss excludes responses without a stop token.
   """
 
   tokenizer: Tokenizer
@@ -41,38 +41,38 @@ class Collector:
   overlong_filter: bool = False
 
   def begin(self, problems: Sequence[Problem]) -> Flight:
-    """A batch of problems, none of them sampled yet."""
+    """Makes a flight for problems, none of them sampled yet."""
     return Flight(problems, encode_prompts(problems, self.tokenizer, self.max_prompt_length))
 
   def add(self, group: Group[Flight]) -> None:
     """Adds a sampled group to its flight and submits it to the graders; does not wait for them."""
     flight, index = group.owner, group.prompt_index
     # The prompt that the policy reads: a chat template may end with "<think>".
-    length = flight.prompts.lengths[index]
-    prompt = self.tokenizer.decode(flight.prompts.tokens[index][-length:].tolist())
+    prompt_length = flight.prompts.lengths[index]
+    prompt = self.tokenizer.decode(flight.prompts.tokens[index][-prompt_length:].tolist())
     rows = zip(group.tokens, group.lengths, strict=True)
     texts = [self.tokenizer.decode(row[:length].tolist()) for row, length in rows]
-    graded = [opened_thought(prompt) + text for text in texts]
+    completions = [thought_prefix(prompt) + text for text in texts]
     references = [flight.problems[index].reference] * len(texts)
-    flight.add(group, texts, self.submit(graded, references))
+    flight.add(group, texts, self.submit(completions, references))
 
   def finish(self, flight: Flight, versions: Sequence[int]) -> Graded:
-    """Waits for the grades and packs the batch.
+    """Waits for the grades and makes the batch.
 
     Args:
       flight: with all groups sampled.
       versions: P versions, see `RolloutBatch`; recorded in the samples.
     """
-    order, rollouts = range(len(flight.problems)), flight.rollouts
-    grades = self.results([flight.grades[index] for index in order])
+    rollouts = flight.rollouts
+    grades = self.results([flight.grades[index] for index in range(len(flight.problems))])
     rewards, keep, correct, counts = rewards_from_grades(grades, self.outcome_policy)
     P, G, T = rollouts.tokens.shape
     mask = np.arange(T) < rollouts.lengths[..., None]
     rewards, correct, valid = (np.reshape(x, (P, G)) for x in (rewards, correct, keep))
     mask = (mask & valid[..., None]).astype(np.float32)
-    if self.overlong_filter:  # these have a grade: they stay valid
+    if self.overlong_filter:  # excluded responses have a grade: they stay valid
       mask = np.asarray(overlong_filter(mask, rollouts.stopped))
-    shaped = self._shaped(rewards, rollouts)
+    shaped = self._shape_rewards(rewards, rollouts)
     batch = TrainBatch(
       prompts=flight.prompts,
       tokens=rollouts.tokens,
@@ -88,7 +88,7 @@ class Collector:
     samples = _samples(flight, grades, rewards, shaped, valid, versions)
     return Graded(batch, int(rollouts.lengths.sum()), P, statistics, samples)
 
-  def _shaped(self, rewards: np.ndarray, rollouts: Rollouts) -> Any:
+  def _shape_rewards(self, rewards: np.ndarray, rollouts: Rollouts) -> np.ndarray:
     if not self.overlong_buffer:
       return rewards
     return rewards - np.asarray(
@@ -103,24 +103,24 @@ class Collector:
 def serve_graded(
   engine: Engine,
   params: Params,
-  asked: Iterable[Request[Flight]],
+  requests: Iterable[Request[Flight]],
   collector: Collector,
   usage: Usage | None = None,
   record: Callable[[Group[Flight]], None] = lambda group: None,
 ) -> Iterator[int]:
-  """Samples requests; each group goes to the graders as soon as it is finished.
+  """Samples requests; submits each group to the graders as soon as it is finished.
 
   Args:
     engine: samples from the policy.
     params: from `engine.load`.
-    asked: taken as slots become free.
+    requests: consumed as slots become free.
     collector: decodes and grades.
-    usage: counts what the slots do.
-    record: called with every finished group first.
+    usage: counts the steps and tokens of the slots.
+    record: called with every finished group before it is graded.
   Yields:
     After every burst, the number of groups that it has finished.
   """
-  for groups in engine.serve(params, asked, usage):
+  for groups in engine.serve(params, requests, usage):
     for group in groups:
       record(group)
       collector.add(group)
@@ -135,11 +135,12 @@ def _samples(
   valid: np.ndarray,
   versions: Sequence[int],
 ) -> list[dict[str, Any]]:
-  """A human-readable record of every rollout; its rewards are None where it has no grade."""
-  rollouts, group_size = flight.rollouts, rewards.shape[1]
+  """A human-readable record of every rollout; rewards are None for a rollout without a grade."""
+  rollouts = flight.rollouts
+  group_size = rewards.shape[1]
   completions = [text for index in range(len(rewards)) for text in flight.texts[index]]
-  both = (np.where(valid, x, np.array(None)).flat for x in (rewards, shaped))
-  per_rollout = (*both, rollouts.lengths.flat, rollouts.stopped.flat)
+  valid_rewards = (np.where(valid, x, np.array(None)).flat for x in (rewards, shaped))
+  per_rollout = (*valid_rewards, rollouts.lengths.flat, rollouts.stopped.flat)
   return [
     {
       "version": int(versions[i // group_size]),
@@ -149,38 +150,42 @@ def _samples(
       "outcome": grade.outcome.value,
       "extracted": grade.answer,
       "reward": reward,  # of the outcome
-      "shaped_reward": after,  # after the penalty for length: what is trained on
+      "shaped_reward": shaped_reward,  # after the penalty for length, used in training
       "tokens": int(length),
       "stopped": bool(stopped),
       **({"detail": grade.detail} if grade.outcome is Outcome.CRASHED else {}),
     }
-    for i, (completion, grade, reward, after, length, stopped) in enumerate(
+    for i, (completion, grade, reward, shaped_reward, length, stopped) in enumerate(
       zip(completions, grades, *per_rollout, strict=True)
     )
   ]
 
 
 def length_statistics(rollouts: Rollouts) -> dict[str, float]:
-  """How long the responses are, in tokens, and the share that the length limit has cut."""
+  """Percentiles of the response lengths, in tokens, and the share cut off by the length limit."""
   points = {"p10": 10, "p50": 50, "p90": 90, "p99": 99, "max": 100}
   lengths = np.percentile(rollouts.lengths, list(points.values()))
-  named = {f"response/length_{name}": x for name, x in zip(points, lengths.tolist(), strict=True)}
-  return named | {"response/truncated": float(1 - rollouts.stopped.mean())}
+  statistics = {
+    f"response/length_{name}": x for name, x in zip(points, lengths.tolist(), strict=True)
+  }
+  return statistics | {"response/truncated": float(1 - rollouts.stopped.mean())}
 
 
 def mean_statistics(parts: Sequence[Graded]) -> dict[str, float]:
   """The mean of each of `Graded.statistics`, over the batches that have it."""
   names = dict.fromkeys(name for part in parts for name in part.statistics)
-  values = lambda name: [p.statistics[name] for p in parts if name in p.statistics]
-  return {name: float(np.mean(values(name))) for name in names}
+  return {
+    name: float(np.mean([p.statistics[name] for p in parts if name in p.statistics]))
+    for name in names
+  }
 
 
 def keep_mixed_groups(parts: Sequence[Graded], quotas: Sequence[int]) -> Graded | None:
-  """DAPO's filter: a full batch of groups that are neither all right nor all wrong, or None.
+  """Keeps the groups that are neither all right nor all wrong, until they fill a batch (DAPO).
 
-  The filter looks at the correctness (not at a shaped reward) of valid rollouts and takes groups in
-  the order sampled; groups beyond a full batch are dropped. Tokens and prompts include those of
-  dropped groups, and so does the solve rate, the mean of the parts'.
+  The filter reads the correctness of valid rollouts, not a shaped reward, and takes groups in the
+  order sampled; groups beyond a full batch are dropped. Tokens, prompts and the solve rate, the
+  mean of the parts', include dropped groups.
 
   Args:
     parts: batches sampled so far for one training batch.
@@ -190,28 +195,31 @@ def keep_mixed_groups(parts: Sequence[Graded], quotas: Sequence[int]) -> Graded 
   Source: dynamic sampling in "DAPO: An Open-Source LLM Reinforcement Learning System at Scale"
     (arXiv:2503.14476).
   """
-  batch = join([part.train for part in parts])
-  any_of = lambda chosen: np.any(chosen & batch.valid, axis=1)
-  mixed = any_of(batch.correct == 1) & any_of(batch.correct != 1)
-  found = [
-    np.flatnonzero(mixed & (batch.sources == source))[:quota] for source, quota in enumerate(quotas)
+  batch = join_batches([part.train for part in parts])
+  has_correct = np.any((batch.correct == 1) & batch.valid, axis=1)
+  has_wrong = np.any((batch.correct != 1) & batch.valid, axis=1)
+  is_mixed = has_correct & has_wrong
+  by_source = [
+    np.flatnonzero(is_mixed & (batch.sources == source))[:quota]
+    for source, quota in enumerate(quotas)
   ]
-  if any(len(groups) < quota for groups, quota in zip(found, quotas, strict=True)):
+  if any(len(groups) < quota for groups, quota in zip(by_source, quotas, strict=True)):
     return None
-  mixed, num_prompts = np.concatenate(found), sum(quotas)
-  kept = jax.tree.map(lambda x: x[mixed], batch)
+  groups = np.concatenate(by_source)
+  num_prompts = sum(quotas)
+  full_batch = jax.tree.map(lambda x: x[groups], batch)
   group_size = batch.correct.shape[1]
   num_sampled = sum(part.prompts for part in parts)
   rates: Any = batch.solve_rate
-  known = rates[~np.isnan(rates)]
-  solved = known.mean(dtype=np.float64) if known.size else np.nan
+  defined_rates = rates[~np.isnan(rates)]
+  mean_rate = defined_rates.mean(dtype=np.float64) if defined_rates.size else np.nan
   statistics = mean_statistics(parts)
   statistics["dynamic_sampling/prompts_per_group"] = num_sampled / num_prompts
   samples = [sample for part in parts for sample in part.samples]
   return Graded(
-    dataclasses.replace(kept, solve_rate=np.full(num_prompts, solved, np.float32)),
+    dataclasses.replace(full_batch, solve_rate=np.full(num_prompts, mean_rate, np.float32)),
     sum(part.tokens for part in parts),
     num_sampled,
     statistics,
-    [samples[p * group_size + g] for p in mixed for g in range(group_size)],
+    [samples[p * group_size + g] for p in groups for g in range(group_size)],
   )

@@ -3,16 +3,17 @@
 A slot decodes one response. When it has ended, the slot takes the next one, so that short responses
 do not wait for long ones. `rollouts.engine` runs these functions from the host.
 
-A row's bits depend on its prompt, its key and the parameters alone: not on its slot, its neighbors
-or the order of requests. So every product has a fixed number of rows, a burst always begins at a
-multiple of its length, and blocks of the cache are accumulated in order (`ops.decoding`).
+The bits of a rollout depend only on its prompt, its key and the parameters: not on its slot, its
+neighbors or the order of requests. So every product has a fixed number of rows, a burst always
+begins at a multiple of its length, and blocks of the cache are accumulated in order
+(`ops.decoding`).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,28 +26,29 @@ from rlvr_jax.types import Array, Params, Sampling
 
 _SLOTS = ("data", "fsdp")  # axes of the mesh over which the slots are split
 _CACHES: dict[str, Any] = {"blocks": Cache, "pages": Pages}
+_Part = TypeVar("_Part", bound=Part)
 
 
 class Settings(NamedTuple):
-  """What is fixed when the functions are compiled."""
+  """Settings that are fixed when the functions are compiled."""
 
   model: Any  # provides `config`, `mesh`, `prefill`, `rotary`, `decode` and `head`
   sampling: Sampling  # the distribution to sample from
-  slots: int  # responses that are decoded at a time
+  slots: int  # responses decoded at a time
   shape: CacheShape
   max_new_tokens: int  # T
-  stop_tokens: tuple[int, ...]  # any of them ends a response; it is part of the response
+  stop_tokens: tuple[int, ...]  # each ends a response and is part of it
   cache: str = "blocks"  # or "pages", as `caches.choose_cache` returned it
 
 
 class State(NamedTuple):
   """The slots between two bursts."""
 
-  prompts: tuple[Part, ...]  # one per layer
-  responses: tuple[Part, ...]
+  prompts: tuple[Part, ...]  # KV cache of the prompts, one per layer
+  responses: tuple[Part, ...]  # KV cache of the responses, one per layer
   token: Array  # i32[slots], the next token to decode: at first the prompt's last one
-  prompt: Array  # i32[slots], cached tokens of the prompt, all but its last one
-  generated: Array  # i32[slots], tokens of the response
+  prompt: Array  # i32[slots], number of cached tokens of the prompt, all but its last one
+  generated: Array  # i32[slots], number of tokens of the response
   running: Array  # bool[slots]
   keys: Array  # u32[slots, 2], data of the responses' PRNG keys
 
@@ -55,65 +57,66 @@ class Fresh(NamedTuple):
   """New contents of slots; row s is for slot s."""
 
   row: Array  # i32[slots], index of the prompt in its prefilled batch; −1 leaves the slot as it is
-  token: Array  # i32[slots]
-  prompt: Array  # i32[slots]
-  keys: Array  # u32[slots, 2]
+  token: Array  # i32[slots], as in `State`
+  prompt: Array  # i32[slots], as in `State`
+  keys: Array  # u32[slots, 2], as in `State`
 
 
 class Emitted(NamedTuple):
-  """What a burst has sampled; on the host after every burst."""
+  """The results of a burst, copied to the host after it."""
 
   tokens: Array  # i32[slots, steps]
   behavior_logprobs: Array  # f32[slots, steps], exact, under the distribution sampled from
-  generated: Array  # i32[slots], tokens of the response so far
+  generated: Array  # i32[slots], number of tokens of the response so far
   running: Array  # bool[slots]; False after a stop token or T tokens
-  stopped: Array  # bool[slots], the last token was a stop token
+  stopped: Array  # bool[slots], whether the last token was a stop token
   steps: Array  # i32[], decoding steps of this burst
 
 
 def take_layer(trained: Params, frozen: Params, layer: Array, *, model: Any) -> Params:
-  """The parameters of one of the layers, as they lie on the trainer's devices.
+  """Selects the parameters of one layer, sharded as on the trainer's devices.
 
-  Layers are loaded one by one: a program that moved all of them into another layout would hold
-  many of them whole. Nor may `load_layer` take one out, since XLA may then move the others too.
+  Layers are loaded one by one: a program that resharded all of them would hold many of them
+  unsharded. Nor may `load_layer` select the layer, since XLA may then move the others too.
 
   Args:
     trained, frozen: see `Model.combine`.
-    layer: i32[], its number.
+    layer: i32[], index of the layer.
   """
-  return _with_layer(trained, frozen, layer, model)["blocks"]
+  return _select_layer(trained, frozen, layer, model)["blocks"]
 
 
 def load_layer(blocks: Params, *, model: Any) -> Params:
-  """A layer from `take_layer` as `decode` takes it."""
+  """Converts a layer from `take_layer` to the form that `decode` takes."""
   return model.decoding_params({"blocks": blocks})["blocks"][0]
 
 
 def load_others(trained: Params, frozen: Params, *, model: Any) -> Params:
-  """The parameters that `decode` takes, without layers."""
-  return {**model.decoding_params(_with_layer(trained, frozen, 0, model)), "blocks": ()}
+  """Converts all parameters but the layers to the form that `decode` takes."""
+  return {**model.decoding_params(_select_layer(trained, frozen, 0, model)), "blocks": ()}
 
 
-def _with_layer(trained: Params, frozen: Params, layer: Array | int, model: Any) -> Params:
+def _select_layer(trained: Params, frozen: Params, layer: Array | int, model: Any) -> Params:
+  """The combined parameters, with one layer in "blocks"."""
   params = model.combine(trained, frozen)
-  one = lambda stacked: jax.lax.dynamic_slice_in_dim(stacked, layer, 1)
-  return {**params, "blocks": jax.tree.map(one, params["blocks"])}
+  select = lambda stacked: jax.lax.dynamic_slice_in_dim(stacked, layer, 1)
+  return {**params, "blocks": jax.tree.map(select, params["blocks"])}
 
 
-def empty(settings: Settings) -> State:
+def empty_slots(settings: Settings) -> State:
   """Slots without responses; their caches are zero."""
   c, shape, slots = settings.model.config, settings.shape, settings.slots
-  heads = cached_heads(c, _tensor(settings))
+  heads = cached_heads(c, _tensor_size(settings))
 
-  def caches(part: Blocks) -> tuple[Part, ...]:
+  def make_caches(part: Blocks) -> tuple[Part, ...]:
     axes = (heads, part.number, slots)
     zeros = lambda: _CACHES[settings.cache].zeros(axes, part.size, c.head_dim, c.compute_dtype)
-    return tuple(_placed(settings, zeros(), slots=2) for _ in range(c.num_layers))
+    return tuple(_split_over_devices(settings, zeros(), slots=2) for _ in range(c.num_layers))
 
   integers = jnp.zeros(slots, jnp.int32)
   return State(
-    prompts=caches(shape.prompt),
-    responses=caches(shape.response),
+    prompts=make_caches(shape.prompt),
+    responses=make_caches(shape.response),
     token=integers,
     prompt=integers,
     generated=integers,
@@ -123,56 +126,55 @@ def empty(settings: Settings) -> State:
 
 
 def prefill(params: Params, tokens: Array, *, settings: Settings) -> tuple[Part, ...]:
-  """Keys and values of prompts, per layer [K, blocks, R, block, H].
+  """Computes the KV cache of prompts, per layer [K, blocks, R, block, H].
 
   Args:
     params: from `Model.decoding_params`.
     tokens: i32[R, S], right-padded; S is a multiple of the block.
   """
-
   c, block = settings.model.config, settings.shape.prompt.size
-  copies = cached_heads(c, _tensor(settings)) // c.num_kv_heads
-  each = lambda x: jnp.repeat(x, copies, axis=2)
+  copies = cached_heads(c, _tensor_size(settings)) // c.num_kv_heads
+  repeat = lambda x: jnp.repeat(x, copies, axis=2)
   kind = _CACHES[settings.cache]
-  cached = lambda k, v: kind.of_prompts(each(k), each(v), block, c.compute_dtype)
+  to_cache = lambda k, v: kind.of_prompts(repeat(k), repeat(v), block, c.compute_dtype)
   layers = settings.model.prefill(params, tokens)
-  return tuple(_placed(settings, cached(*layer), slots=None) for layer in layers)
+  return tuple(_split_over_devices(settings, to_cache(*layer), slots=None) for layer in layers)
 
 
 def insert(state: State, prefilled: tuple[Part, ...], fresh: Fresh, *, settings: Settings) -> State:
-  """Puts prompts into slots, where they start to run; `state` is to be donated."""
+  """Puts prompts into slots, which start to run; donate `state`."""
   new = fresh.row >= 0
 
   def put(cached, prompts):
     blocks = prompts.shape[1]
-    taken = jnp.take(prompts, jnp.maximum(fresh.row, 0), axis=2)
-    kept = jnp.where(new[:, None, None], taken, cached[:, :blocks])
-    return cached.at[:, :blocks].set(kept)
+    by_slot = jnp.take(prompts, jnp.maximum(fresh.row, 0), axis=2)
+    updated = jnp.where(new[:, None, None], by_slot, cached[:, :blocks])
+    return cached.at[:, :blocks].set(updated)
 
-  either = lambda one, other: jnp.where(new.reshape(-1, *[1] * (other.ndim - 1)), one, other)
+  where_new = lambda x, y: jnp.where(new.reshape(-1, *[1] * (y.ndim - 1)), x, y)
   return State(
     prompts=jax.tree.map(put, state.prompts, prefilled),
     responses=state.responses,
-    token=either(fresh.token, state.token),
-    prompt=either(fresh.prompt, state.prompt),
-    generated=either(0, state.generated),
+    token=where_new(fresh.token, state.token),
+    prompt=where_new(fresh.prompt, state.prompt),
+    generated=where_new(0, state.generated),
     running=new | state.running,
-    keys=either(fresh.keys, state.keys),
+    keys=where_new(fresh.keys, state.keys),
   )
 
 
 def burst(params: Params, state: State, *, settings: Settings) -> tuple[State, Emitted]:
   """Decodes up to `shape.steps` tokens in every slot; ends early when no slot is running.
 
-  The caches do not change within a burst, in which keys and values are staged: so the loop carries
-  little, and nothing is copied. `state` is to be donated.
+  The caches do not change within a burst: its keys and values are staged. So the loop carries
+  little, and nothing is copied. Donate `state`.
   """
   c, shape, slots = settings.model.config, settings.shape, settings.slots
   reach = Reach.of(shape, state.prompt, state.generated, state.running)
   head = settings.model.head(params)
-  axes = (cached_heads(c, _tensor(settings)), slots)
-  empty = lambda: Cache.zeros(axes, shape.steps, c.head_dim, c.compute_dtype)
-  staged = tuple(_placed(settings, empty(), slots=1) for _ in state.prompts)
+  axes = (cached_heads(c, _tensor_size(settings)), slots)
+  zeros = lambda: Cache.zeros(axes, shape.steps, c.head_dim, c.compute_dtype)
+  staged = tuple(_split_over_devices(settings, zeros(), slots=1) for _ in state.prompts)
   emitted = Emitted(
     tokens=jnp.zeros((slots, shape.steps), jnp.int32),
     behavior_logprobs=jnp.zeros((slots, shape.steps), logprobs_dtype(settings)),
@@ -183,27 +185,27 @@ def burst(params: Params, state: State, *, settings: Settings) -> tuple[State, E
   )
 
   caches = tuple(zip(state.prompts, state.responses, strict=True))
-  tables = rotary(reach, settings=settings)
+  tables = rotary_tables(reach, settings=settings)
 
-  def step(loop):
-    token, staged, emitted = loop
+  def step(carry):
+    token, staged, emitted = carry
     now = emitted.steps
     hidden, staged = decode(params, caches, staged, reach, tables, token, now, settings=settings)
     token, logprob = _sample(settings, hidden, head, state.keys, state.generated + now)
-    return token, staged, _recorded(settings, emitted, token, logprob)
+    return token, staged, _record_token(settings, emitted, token, logprob)
 
-  unfinished = lambda loop: (loop[2].steps < shape.steps) & jnp.any(loop[2].running)
-  token, staged, emitted = jax.lax.while_loop(unfinished, step, (state.token, staged, emitted))
+  is_unfinished = lambda carry: (carry[2].steps < shape.steps) & jnp.any(carry[2].running)
+  token, staged, emitted = jax.lax.while_loop(is_unfinished, step, (state.token, staged, emitted))
   responses = state.responses
-  if shape.response.number:  # else every response is a single burst
-    responses = _flushed(settings, responses, staged, state.generated)
+  if shape.response.number:  # otherwise every response is a single burst
+    responses = _flush_staged(settings, responses, staged, state.generated)
   generated, running = emitted.generated, emitted.running
   state = state._replace(responses=responses, token=token, generated=generated, running=running)
   return state, emitted
 
 
-def rotary(reach: Reach, *, settings: Settings) -> Any:
-  """The rotary tables of a burst, by step: once, so that no step and no layer computes cosines."""
+def rotary_tables(reach: Reach, *, settings: Settings) -> Any:
+  """The rotary tables of a burst, by step; computed once, so that no step computes cosines."""
   steps = jnp.arange(settings.shape.steps)[:, None]
   return settings.model.rotary((reach.prompt + reach.response + steps)[..., None])
 
@@ -219,50 +221,51 @@ def decode(
   *,
   settings: Settings,
 ) -> tuple[Array, tuple[Cache, ...]]:
-  """One token of every slot through the network.
+  """Runs one token of every slot through the network.
 
   Args:
     params: from `Model.decoding_params`.
     caches: per layer, of the prompts and of the responses; not changed within a burst.
     staged: per layer, keys and values of the burst's earlier tokens.
     reach: of the caches.
-    tables: from `rotary`.
+    tables: from `rotary_tables`.
     token: i32[slots].
-    step: i32[], number of the token in its burst.
+    step: i32[], index of the token in its burst.
   Returns:
-    Hidden states [slots, D] that predict the next tokens, and `staged` with this one.
+    Hidden states [slots, D], which predict the next tokens, and `staged` with the keys and values
+    of `token`.
   """
-
   network = settings.model.config
-  copies = cached_heads(network, _tensor(settings)) // network.num_kv_heads
-  each = lambda x: jnp.repeat(x, copies, axis=1)
+  copies = cached_heads(network, _tensor_size(settings)) // network.num_kv_heads
+  repeat = lambda x: jnp.repeat(x, copies, axis=1)
 
-  def attend(layer, query, key, value, of_layer):
-    own = staged[layer].staged(each(key), each(value), step)
-    out = _attention(settings, of_layer)(query, *caches[layer], own, reach, step)
-    return out, own
+  def attend(layer, query, key, value, attention_settings):
+    staged_in_layer = staged[layer].stage(repeat(key), repeat(value), step)
+    attention = _make_attention(settings, attention_settings)
+    return attention(query, *caches[layer], staged_in_layer, reach, step), staged_in_layer
 
-  # A slot that has ended goes on like the others, to be ignored: one step serves all slots.
+  # Slots that have ended are computed too and ignored: one step serves all slots.
   hidden, staged = settings.model.decode(params, token, tables.at(step), attend)
   return hidden, tuple(staged)
 
 
-def _attention(settings: Settings, of_layer: dict[str, Any]) -> Callable[..., Array]:
-  """`cached_attention`; a kernel sees the slots and heads of its device."""
-  attend = functools.partial(cached_attention, **of_layer)
+def _make_attention(settings: Settings, attention_settings: dict[str, Any]) -> Callable[..., Array]:
+  """`cached_attention` of a layer; on a mesh, a kernel gets the slots and heads of its device."""
+  attend = functools.partial(cached_attention, **attention_settings)
   mesh = settings.model.mesh
   if settings.cache == "blocks" or mesh is None or mesh.size == 1:
     return attend
-  heads, slots = _heads(settings), PartitionSpec(_SLOTS)
+  heads, slots = _heads_axis(settings), PartitionSpec(_SLOTS)
   queries, cache = PartitionSpec(_SLOTS, heads), PartitionSpec(heads, None, _SLOTS)
   reach: Any = slots, slots, PartitionSpec(), PartitionSpec()
   specs = (queries, cache, cache, PartitionSpec(heads, _SLOTS), Reach(*reach), PartitionSpec())
   return jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=queries, check_vma=False)
 
 
-def full(state: State, *, settings: Settings) -> State:
-  """The same slots before the last burst of the longest responses to the longest prompts."""
-  shape, constant = settings.shape, lambda value: jnp.full(settings.slots, value)
+def fill_slots(state: State, *, settings: Settings) -> State:
+  """Sets the slots to the last burst of the longest responses to the longest prompts."""
+  shape = settings.shape
+  constant = lambda value: jnp.full(settings.slots, value)
   return state._replace(
     prompt=constant(shape.prompt.tokens),
     generated=constant(shape.response.tokens),
@@ -271,31 +274,31 @@ def full(state: State, *, settings: Settings) -> State:
 
 
 def _sample(settings, hidden, head, keys, position):
-  """Tokens i32[slots] and their log-probabilities f32[slots] from hidden [slots, D]."""
+  """Samples tokens i32[slots] from hidden [slots, D]; returns their log-probabilities too."""
   with jax.named_scope("head"):
     logprobs = distribution(head_logits(hidden, head), settings.sampling)
   if settings.sampling.temperature == 0:
     tokens = jnp.argmax(logprobs, axis=-1)
   else:
-    noise = lambda key, t: jax.random.gumbel(jax.random.fold_in(key, t), logprobs.shape[-1:])
-    noise = jax.vmap(noise)(jax.random.wrap_key_data(keys), position)
+    draw_noise = lambda key, t: jax.random.gumbel(jax.random.fold_in(key, t), logprobs.shape[-1:])
+    noise = jax.vmap(draw_noise)(jax.random.wrap_key_data(keys), position)
     tokens = _first_largest(jax.lax.optimization_barrier(logprobs + noise))
-  chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
-  return tokens.astype(jnp.int32), chosen
+  token_logprobs = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
+  return tokens.astype(jnp.int32), token_logprobs
 
 
 def _first_largest(x: Array) -> Array:
   """The argmax of every row of x[R, V], in two reductions that XLA on CPU can vectorize.
 
-  A row with NaN gives V − 1. Where XLA may fuse what computes x, a barrier must keep both
-  reductions from rounding it differently.
+  A row with NaN gives V − 1. If XLA may fuse the computation of x into the reductions, a barrier
+  must prevent that, since they could round x differently.
   """
   last = x.shape[-1] - 1
   return jnp.min(jnp.where(x == jnp.max(x, axis=-1, keepdims=True), jnp.arange(last + 1), last), -1)
 
 
-def _recorded(settings: Settings, emitted: Emitted, token: Array, logprob: Array) -> Emitted:
-  """`emitted` with one more token in every slot that is running."""
+def _record_token(settings: Settings, emitted: Emitted, token: Array, logprob: Array) -> Emitted:
+  """Adds one token of every running slot to `emitted`."""
   now, running = emitted.steps, emitted.running
   put = lambda into, x: jax.lax.dynamic_update_slice_in_dim(into, x[:, None], now, axis=1)
   stop = jnp.any(token[:, None] == jnp.asarray(settings.stop_tokens, jnp.int32), axis=-1)
@@ -312,46 +315,49 @@ def _recorded(settings: Settings, emitted: Emitted, token: Array, logprob: Array
   )
 
 
-def _flushed(
+def _flush_staged(
   settings: Settings, caches: tuple[Part, ...], staged: tuple[Cache, ...], response: Array
 ) -> tuple[Part, ...]:
-  """The responses with what a burst has staged; every device writes its own slots, in place.
+  """Writes staged keys and values to the responses' caches; each device its own slots, in place.
 
   Args:
-    response: i32[slots], tokens of the response that were cached before the burst.
+    response: i32[slots], number of tokens of the response that were cached before the burst.
   """
 
   def on_device(caches, staged, response):
-    def one(slot, caches):
+    def flush_slot(slot, caches):
       start = response[slot]
-      return tuple(cache.flushed(x, slot, start) for cache, x in zip(caches, staged, strict=True))
+      return tuple(cache.flush(x, slot, start) for cache, x in zip(caches, staged, strict=True))
 
-    return jax.lax.fori_loop(0, response.size, one, caches)
+    return jax.lax.fori_loop(0, response.size, flush_slot, caches)
 
   mesh = settings.model.mesh
   if mesh is None or mesh.size == 1:
     return on_device(caches, staged, response)
-  into, new = PartitionSpec(_heads(settings), None, _SLOTS), PartitionSpec(_heads(settings), _SLOTS)
-  specs = (into, new, PartitionSpec(_SLOTS))
-  run = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=into, check_vma=False)
+  heads = _heads_axis(settings)
+  cache_spec, staged_spec = PartitionSpec(heads, None, _SLOTS), PartitionSpec(heads, _SLOTS)
+  specs = (cache_spec, staged_spec, PartitionSpec(_SLOTS))
+  run = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=cache_spec, check_vma=False)
   return run(caches, staged, response)
 
 
 def slot_bytes(network: Any, shape: CacheShape, tensor: int) -> int:
-  """Of a slot's keys and values, staged ones included, on one device of `tensor` that share it.
+  """Bytes of a slot's KV cache, staged keys and values included, on one device.
 
   Args:
     network: `TransformerConfig`.
+    shape: sizes of the cache.
+    tensor: devices that share a slot.
   """
   heads = cached_heads(network, tensor)
-  of_device = heads // tensor if heads % tensor == 0 else heads
-  size = jnp.dtype(network.compute_dtype).itemsize
-  token = network.num_layers * of_device * network.head_dim * 2 * size
-  return token * shape.tokens
+  heads_per_device = heads // tensor if heads % tensor == 0 else heads
+  itemsize = jnp.dtype(network.compute_dtype).itemsize
+  token_bytes = network.num_layers * heads_per_device * network.head_dim * 2 * itemsize
+  return token_bytes * shape.tokens
 
 
 def cached_heads(network: Any, tensor: int) -> int:
-  """Key/value heads in the cache: more than the network's where each of `tensor` devices has one.
+  """Number of key/value heads in the cache: copied if that gives each of `tensor` devices one.
 
   Args:
     network: `TransformerConfig`.
@@ -361,41 +367,43 @@ def cached_heads(network: Any, tensor: int) -> int:
   return tensor if copied else network.num_kv_heads
 
 
-def _tensor(settings: Settings) -> int:
+def _tensor_size(settings: Settings) -> int:
+  """Size of the mesh axis `tensor`."""
   mesh = settings.model.mesh
   return 1 if mesh is None else mesh.shape["tensor"]
 
 
-def logprobs_dtype(settings: Settings) -> Any:
-  """Of the log-probabilities: at least float32."""
+def logprobs_dtype(settings: Settings) -> jnp.dtype:
+  """The dtype of the log-probabilities: at least float32."""
   return jnp.promote_types(settings.model.config.compute_dtype, jnp.float32)
 
 
-def shardings(settings: Settings) -> tuple[Any, Any]:
-  """Where the state lies, and what the host reads; None where there is no mesh.
+def shardings(settings: Settings) -> tuple[State | None, NamedSharding | None]:
+  """Shardings of the state and of the results that the host reads; None without a mesh.
 
-  Slots are split over (data, fsdp), and heads over `tensor` where it divides them.
+  Slots are split over (data, fsdp), and heads over `tensor` if it divides them.
   """
   mesh = settings.model.mesh
   if mesh is None:
     return None, None
-  place: Any = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))
-  rows = place(_SLOTS)
-  cache = place(_heads(settings), None, _SLOTS)
+  sharding: Any = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))
+  rows = sharding(_SLOTS)
+  cache = sharding(_heads_axis(settings), None, _SLOTS)
   caches = (_CACHES[settings.cache](cache, cache),) * settings.model.config.num_layers
-  return State(caches, caches, *[rows] * (len(State._fields) - 2)), place()
+  return State(caches, caches, *[rows] * (len(State._fields) - 2)), sharding()
 
 
-def _heads(settings: Settings) -> str | None:
-  tensor = _tensor(settings)
+def _heads_axis(settings: Settings) -> str | None:
+  """The mesh axis over which the cached heads are split; None if they are replicated."""
+  tensor = _tensor_size(settings)
   return "tensor" if cached_heads(settings.model.config, tensor) % tensor == 0 else None
 
 
-def _placed(settings: Settings, cache: Any, *, slots: int | None) -> Any:
-  """Keys and values [K, ...], with heads and the axis of slots, if any, split over devices."""
+def _split_over_devices(settings: Settings, cache: _Part, *, slots: int | None) -> _Part:
+  """Constrains keys and values [K, ...]: heads, and the axis of slots if any, are split."""
   mesh = settings.model.mesh
   if mesh is None or mesh.size == 1:
     return cache
-  spec = [_heads(settings), *[_SLOTS if axis == slots else None for axis in (1, 2)]]
-  place = NamedSharding(mesh, PartitionSpec(*spec))
-  return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, place), cache)
+  spec = [_heads_axis(settings), *[_SLOTS if axis == slots else None for axis in (1, 2)]]
+  sharding = NamedSharding(mesh, PartitionSpec(*spec))
+  return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), cache)

@@ -1,4 +1,4 @@
-"""The host's side of generation: a stream of requests through slots that are refilled."""
+"""The host's side of generation: a stream of requests, decoded in slots that are refilled."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from rlvr_jax.rollouts import decoder
 from rlvr_jax.rollouts.decoder import Emitted, Fresh, Settings
 from rlvr_jax.types import Array, Params, Prompts, Rollouts, Sampling
 
-_PREFILL_TOKENS = 8192  # of a batch of prompts
+_PREFILL_TOKENS = 8192  # the most tokens of a batch of prompts, padding included
 
 
-Owner = TypeVar("Owner")  # whoever asks for rollouts; it comes back with them
+Owner = TypeVar("Owner")  # of a request; returned with its rollouts
 
 
 class Request(NamedTuple, Generic[Owner]):
@@ -39,28 +39,28 @@ class Group(NamedTuple, Generic[Owner]):
   owner: Owner
   prompt_index: int
   tokens: np.ndarray  # i32[G, T], right-padded
-  lengths: np.ndarray  # i32[G], 1 ≤ length ≤ T
+  lengths: np.ndarray  # i32[G], 1 ≤ length ≤ T; 0 before the first token
   stopped: np.ndarray  # bool[G], ended by a stop token
   behavior_logprobs: np.ndarray  # f32[G, T], under the distribution sampled from; 0 where padded
 
 
-def requests(
+def make_requests(
   prompts: Prompts, key: Array, group_size: int, owner: Owner, first: int = 0
 ) -> list[Request[Owner]]:
-  """A request per prompt; rollout g of prompt p has its own key.
+  """Makes a request per prompt; rollout g of prompt p has its own key.
 
   Args:
     prompts: P prompts, NumPy.
-    key: one PRNG key; equal keys and prompts' numbers give equal noise, whatever else is sampled.
+    key: one PRNG key; equal keys and indices (p, g) give equal noise, whatever else is sampled.
     group_size: G.
     owner: of the requests.
     first: index of the first prompt in the owner's batch.
   """
   keys = np.asarray(_row_keys(key, np.zeros((len(prompts.lengths), group_size), bool)))
-  real = zip(prompts.tokens, prompts.lengths, strict=True)
+  rows = zip(prompts.tokens, prompts.lengths, strict=True)
   return [
-    Request(owner, first + p, np.asarray(row[len(row) - n :]), keys[p])
-    for p, (row, n) in enumerate(real)
+    Request(owner, first + p, np.asarray(row[len(row) - length :]), keys[p])
+    for p, (row, length) in enumerate(rows)
   ]
 
 
@@ -70,12 +70,14 @@ def _row_keys(key: Array, rows: Array) -> Array:
   return jax.random.key_data(jax.random.split(key, rows.shape))
 
 
-def _placed(shape: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+def _add_sharding(
+  shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding
+) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
 
-def joined(groups: Sequence[Group]) -> Rollouts:
-  """The groups of P prompts as one record; NumPy."""
+def stack_groups(groups: Sequence[Group]) -> Rollouts:
+  """Stacks the groups of P prompts into one record; NumPy."""
   stack: Any = lambda name: np.stack([getattr(group, name) for group in groups])
   return Rollouts(
     tokens=stack("tokens"),
@@ -87,12 +89,12 @@ def joined(groups: Sequence[Group]) -> Rollouts:
 
 @dataclasses.dataclass
 class Usage:
-  """What streams have done with their slots.
+  """Counts of the decoding steps and tokens of streams.
 
   Attributes:
     slot_steps: decoding steps times slots, idle slots included.
-    slot_tokens: sampled.
-    drain_slot_steps, drain_tokens: of bursts that began with an idle slot, as no request was left.
+    slot_tokens: sampled tokens.
+    drain_slot_steps, drain_tokens: the same, in bursts with idle slots, when requests had run out.
   """
 
   slot_steps: int = 0
@@ -108,22 +110,22 @@ class Usage:
     self.drain_tokens += tokens * drain
 
   def since(self, earlier: Usage) -> Usage:
-    """What was done after a copy of this one was made."""
+    """The counts since `earlier`, a copy of this record."""
     return Usage(**{name: value - getattr(earlier, name) for name, value in vars(self).items()})
 
 
-class _Row(NamedTuple):
+class _Pending(NamedTuple):
   """One rollout of a group that is being sampled, and its prompt in a prefilled batch."""
 
-  group: Group
-  rollout: int
+  group: Group  # whose arrays are filled in place
+  rollout: int  # index in the group
   prompt: np.ndarray
   key: np.ndarray
-  batch: tuple[Part, ...]
-  row: int
+  prefilled: tuple[Part, ...]  # caches of a batch of prompts
+  prompt_row: int  # of that batch
 
-  def take(self, emitted: Emitted, slot: int) -> int:
-    """Appends what the row's slot has emitted; returns the number of tokens."""
+  def append(self, emitted: Emitted, slot: int) -> int:
+    """Appends the tokens that the rollout's slot has emitted; returns their number."""
     g, lengths = self.rollout, self.group.lengths
     new = slice(int(lengths[g]), int(emitted.generated[slot]))
     count = new.stop - new.start
@@ -137,21 +139,21 @@ class _Row(NamedTuple):
 class Programs(NamedTuple):
   """The jitted functions of `rollouts.decoder`, with an engine's settings bound."""
 
-  take_layer: Callable[..., Any]
-  load_layer: Callable[..., Any]
-  load_others: Callable[..., Any]
-  empty: Callable[..., Any]
-  prefill: Callable[..., Any]
-  insert: Callable[..., Any]
-  burst: Callable[..., Any]
+  take_layer: jax.stages.Wrapped
+  load_layer: jax.stages.Wrapped
+  load_others: jax.stages.Wrapped
+  empty_slots: jax.stages.Wrapped
+  prefill: jax.stages.Wrapped
+  insert: jax.stages.Wrapped
+  burst: jax.stages.Wrapped
 
 
 class Engine:
   """The functions of `rollouts.decoder`, for one policy, one distribution and a number of slots.
 
   Attributes:
-    settings: what is compiled in.
-    programs: what `load` and `serve` run.
+    settings: compiled into the programs.
+    programs: run by `load` and `serve`.
   """
 
   def __init__(
@@ -166,7 +168,8 @@ class Engine:
     stop_tokens: tuple[int, ...],
     pad_token: int,
     cache: str = "blocks",
-    to_host: Callable[[Any], Any] = jax.device_get,
+    to_host: Callable[[Emitted], Emitted] = jax.device_get,
+    compiler_options: dict[str, bool | int | float | str] | None = None,
   ):
     """Binds the functions; nothing is compiled yet.
 
@@ -174,134 +177,148 @@ class Engine:
       model: of the policy, on the mesh that generates.
       sampling: the distribution.
       slots: responses decoded at a time; rounded up to a multiple of the mesh's batch devices.
-      prefill_rows: prompts encoded at a time, at most, and rounded up likewise.
+      prefill_rows: the most prompts encoded at a time; rounded up likewise.
       max_prompt_length, max_new_tokens: S and T, tokens.
-      stop_tokens: any of them ends a response.
+      stop_tokens: each ends a response.
       pad_token: fills responses after their end.
       cache: "blocks" or "pages", as `caches.choose_cache` returned it.
       to_host: device arrays → NumPy; called once per burst.
+      compiler_options: of all programs, as `jax.jit` takes them.
     """
-    devices = 1 if model.mesh is None else model.mesh.shape["data"] * model.mesh.shape["fsdp"]
-    split_evenly = lambda rows: -(-rows // devices) * devices
+    self._batch_devices = (
+      1 if model.mesh is None else model.mesh.shape["data"] * model.mesh.shape["fsdp"]
+    )
+    self._max_prefill_rows = prefill_rows
     self.settings = Settings(
       model=model,
       sampling=sampling,
-      slots=split_evenly(slots),
+      slots=self._round_up(slots),
       shape=CacheShape.of(max_prompt_length, max_new_tokens),
       max_new_tokens=max_new_tokens,
       stop_tokens=stop_tokens,
       cache=cache,
     )
-    self._prefill_rows = lambda length: split_evenly(
-      min(prefill_rows, max(_PREFILL_TOKENS // length, 1))
-    )
-    self._pad_token, self._to_host = pad_token, to_host
-    exactly = functools.partial(with_matmul_precision, precision=model.config.precision)
-    bound = lambda function: exactly(functools.partial(function, settings=self.settings))
+    self._pad_token = pad_token
+    self._to_host = to_host
+    at_precision = functools.partial(with_matmul_precision, precision=model.config.precision)
+    with_model = lambda function: at_precision(functools.partial(function, model=model))
+    bind = lambda function: at_precision(functools.partial(function, settings=self.settings))
     state, host = decoder.shardings(self.settings)
-    of_model = lambda function: jax.jit(exactly(functools.partial(function, model=model)))
+    self._jit = functools.partial(jax.jit, compiler_options=compiler_options)
     self.programs = Programs(
-      take_layer=of_model(decoder.take_layer),
-      load_layer=of_model(decoder.load_layer),
-      load_others=of_model(decoder.load_others),
-      empty=jax.jit(bound(decoder.empty), out_shardings=state),
-      prefill=jax.jit(bound(decoder.prefill)),
-      insert=jax.jit(bound(decoder.insert), donate_argnums=0, out_shardings=state),
-      burst=jax.jit(bound(decoder.burst), donate_argnums=1, out_shardings=(state, host)),
+      take_layer=self._jit(with_model(decoder.take_layer)),
+      load_layer=self._jit(with_model(decoder.load_layer)),
+      load_others=self._jit(with_model(decoder.load_others)),
+      empty_slots=self._jit(bind(decoder.empty_slots), out_shardings=state),
+      prefill=self._jit(bind(decoder.prefill)),
+      insert=self._jit(bind(decoder.insert), donate_argnums=0, out_shardings=state),
+      burst=self._jit(bind(decoder.burst), donate_argnums=1, out_shardings=(state, host)),
     )
 
   def load(self, trained: Params, frozen: Params) -> Params:
-    """The parameters that `serve` takes, in the layout of the mesh that generates."""
+    """Converts parameters to those that `serve` takes, resharded for the mesh that generates."""
     layers = range(self.settings.model.config.num_layers)
-    taken = (self.programs.take_layer(trained, frozen, np.int32(layer)) for layer in layers)
-    blocks = tuple(map(self.programs.load_layer, taken))
-    return {**self.programs.load_others(trained, frozen), "blocks": blocks}
+    blocks = (self.programs.take_layer(trained, frozen, np.int32(layer)) for layer in layers)
+    loaded_blocks = tuple(map(self.programs.load_layer, blocks))
+    return {**self.programs.load_others(trained, frozen), "blocks": loaded_blocks}
 
-  def lowered(self, trained: Params, frozen: Params) -> Any:
-    """A `jax.stages.Lowered` for shapes: a burst whose slots are all nearly full.
+  def lower_burst(self, trained: Params, frozen: Params) -> jax.stages.Lowered:
+    """Lowers the last burst of the longest responses, for parameters or their shapes.
 
     The trainer's parameters are arguments as well, since they stay in memory.
     """
     settings = self.settings
     state, host = decoder.shardings(settings)
-    shapes = jax.eval_shape(self.programs.empty)
-    shapes = shapes if state is None else jax.tree.map(_placed, shapes, state)
+    shapes = jax.eval_shape(self.programs.empty_slots)
+    shapes = shapes if state is None else jax.tree.map(_add_sharding, shapes, state)
     run = lambda trained, frozen, params, state: decoder.burst(
-      params, decoder.full(state, settings=settings), settings=settings
+      params, decoder.fill_slots(state, settings=settings), settings=settings
     )
     run = with_matmul_precision(run, settings.model.config.precision)
-    jitted = jax.jit(run, donate_argnums=3, out_shardings=(state, host), keep_unused=True)
-    return jitted.lower(trained, frozen, self._loaded(trained, frozen), shapes)
+    jitted = self._jit(run, donate_argnums=3, out_shardings=(state, host), keep_unused=True)
+    return jitted.lower(trained, frozen, self._loaded_shapes(trained, frozen), shapes)
 
-  def _loaded(self, trained: Params, frozen: Params) -> Params:
-    """The shapes of what `load` returns, with the shardings that its programs choose."""
+  def _loaded_shapes(self, trained: Params, frozen: Params) -> Params:
+    """The shapes of the parameters that `load` returns, with the shardings XLA chooses."""
 
-    def of(program: Any, *args: Any) -> Any:
+    def output_shapes(program: jax.stages.Wrapped, *args: Any) -> Any:
       lowered = program.lower(*args)
-      return jax.tree.map(_placed, lowered.out_info, lowered.compile().output_shardings)
+      return jax.tree.map(_add_sharding, lowered.out_info, lowered.compile().output_shardings)
 
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-    layer = of(self.programs.load_layer, of(self.programs.take_layer, trained, frozen, number))
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    block = output_shapes(self.programs.take_layer, trained, frozen, index)
+    layer = output_shapes(self.programs.load_layer, block)
     layers = self.settings.model.config.num_layers
-    return {**of(self.programs.load_others, trained, frozen), "blocks": (layer,) * layers}
+    others = output_shapes(self.programs.load_others, trained, frozen)
+    return {**others, "blocks": (layer,) * layers}
 
   def serve(
-    self, params: Params, asked: Iterable[Request[Owner]], usage: Usage | None = None
+    self, params: Params, requests: Iterable[Request[Owner]], usage: Usage | None = None
   ) -> Iterator[list[Group[Owner]]]:
-    """Yields after every burst the groups that it has finished, in any order.
+    """Yields, after every burst, the groups that it has finished, in any order.
 
     Args:
       params: from `load`.
-      asked: taken as slots become free.
-      usage: counts what the slots do.
+      requests: consumed as slots become free.
+      usage: counts the steps and tokens of the slots.
     """
-    state, usage = self.programs.empty(), usage or Usage()
-    slots: list[_Row | None] = [None] * self.settings.slots
-    rows = self._rows(params, asked)
+    state = self.programs.empty_slots()
+    usage = usage or Usage()
+    slots: list[_Pending | None] = [None] * self.settings.slots
+    pending = self._prefill(params, requests)
     while True:
-      free = [slot for slot, row in enumerate(slots) if row is None]
-      new = dict(zip(free, rows, strict=False))  # in this order: a row is taken for a slot only
-      for batch, fresh in self._fresh(new):
+      free = [slot for slot, rollout in enumerate(slots) if rollout is None]
+      # `zip` stops at `free`, its first argument, so that no rollout is consumed without a slot.
+      new = dict(zip(free, pending, strict=False))
+      for batch, fresh in self._by_prefilled_batch(new):
         state = self.programs.insert(state, batch, fresh)
-      for slot, row in new.items():
-        slots[slot] = row
-      busy = {slot: row for slot, row in enumerate(slots) if row is not None}
+      for slot, rollout in new.items():
+        slots[slot] = rollout
+      busy = {slot: rollout for slot, rollout in enumerate(slots) if rollout is not None}
       if not busy:
         return
       state, emitted = self.programs.burst(params, state)
       emitted = self._to_host(emitted)
-      tokens = sum(row.take(emitted, slot) for slot, row in busy.items())
+      tokens = sum(rollout.append(emitted, slot) for slot, rollout in busy.items())
       usage.add(int(emitted.steps) * len(slots), tokens, drain=len(busy) < len(slots))
-      ended = {slot: row for slot, row in busy.items() if not emitted.running[slot]}
+      ended = {slot: rollout for slot, rollout in busy.items() if not emitted.running[slot]}
       for slot in ended:
         slots[slot] = None
-      running = {id(row.group) for slot, row in busy.items() if slot not in ended}
-      groups = {id(row.group): row.group for row in ended.values()}
+      running = {id(rollout.group) for slot, rollout in busy.items() if slot not in ended}
+      groups = {id(rollout.group): rollout.group for rollout in ended.values()}
       yield [group for key, group in groups.items() if key not in running and group.lengths.all()]
 
-  def _rows(self, params: Params, asked: Iterable[Request]) -> Iterator[_Row]:
-    """The rollouts of the requests; their prompts are prefilled in batches of like length.
+  def _round_up(self, rows: int) -> int:
+    """The next multiple of the devices that rows are split over."""
+    return -(-rows // self._batch_devices) * self._batch_devices
 
-    The padded length of a prompt, and the number of rows that it is computed with, depend on its
-    own length alone.
+  def _prefill_rows(self, length: int) -> int:
+    """Prompts of a padded length that are prefilled at a time."""
+    return self._round_up(min(self._max_prefill_rows, max(_PREFILL_TOKENS // length, 1)))
+
+  def _prefill(self, params: Params, requests: Iterable[Request]) -> Iterator[_Pending]:
+    """Yields the rollouts of the requests; prefills prompts in batches of equal padded length.
+
+    A prompt's padded length, and the number of rows of its batch, depend only on its own length.
     """
-    coming = iter(asked)
-    ahead: list[Request] = []
+    remaining = iter(requests)
+    waiting: list[Request] = []
     T = self.settings.max_new_tokens
     while True:
-      ahead += itertools.islice(coming, self._prefill_rows(1) - len(ahead))
-      if not ahead:
+      waiting += itertools.islice(remaining, self._prefill_rows(1) - len(waiting))
+      if not waiting:
         return
-      length = self._padded_length(ahead[0].prompt)
+      length = self._padded_length(waiting[0].prompt)
       size = self._prefill_rows(length)
-      alike = [i for i, r in enumerate(ahead) if self._padded_length(r.prompt) == length][:size]
-      chosen = [ahead[i] for i in alike]
-      ahead = [request for i, request in enumerate(ahead) if i not in alike]
+      same_length = [i for i, r in enumerate(waiting) if self._padded_length(r.prompt) == length]
+      indices = same_length[:size]
+      members = [waiting[i] for i in indices]
+      waiting = [request for i, request in enumerate(waiting) if i not in indices]
       tokens = np.full((size, length), self._pad_token, np.int32)
-      for index, request in enumerate(chosen):
+      for index, request in enumerate(members):
         tokens[index, : len(request.prompt) - 1] = request.prompt[:-1]
       batch = self.programs.prefill(params, tokens)
-      for row, request in enumerate(chosen):
+      for row, request in enumerate(members):
         G = len(request.keys)
         group = Group(
           owner=request.owner,
@@ -312,22 +329,25 @@ class Engine:
           behavior_logprobs=np.zeros((G, T), decoder.logprobs_dtype(self.settings)),
         )
         for g, key in enumerate(request.keys):
-          yield _Row(group, g, request.prompt, key, batch, row)
+          yield _Pending(group, g, request.prompt, key, batch, row)
 
   def _padded_length(self, prompt: np.ndarray) -> int:
-    """A block, doubled until all but the last token fit, or the longest prompt's length."""
-    room = self.settings.shape.prompt
-    length = room.size
+    """A block's size times the least power of two that holds all but the last token, capped."""
+    blocks = self.settings.shape.prompt
+    length = blocks.size
     while length < len(prompt) - 1:
       length *= 2
-    return min(length, room.tokens)
+    return min(length, blocks.tokens)
 
-  def _fresh(self, new: dict[int, _Row]) -> Iterator[tuple[tuple[Part, ...], Fresh]]:
-    """New rows by their slots, as arguments of `engine.insert`, one for each prefilled batch."""
+  def _by_prefilled_batch(
+    self, new: dict[int, _Pending]
+  ) -> Iterator[tuple[tuple[Part, ...], Fresh]]:
+    """Yields arguments of `decoder.insert` for new rollouts by slot, once per prefilled batch."""
     slots = self.settings.slots
-    for _, members in itertools.groupby(new.items(), key=lambda item: id(item[1].batch)):
+    for _, members in itertools.groupby(new.items(), key=lambda item: id(item[1].prefilled)):
       rows: Any = np.full((3, slots), -1, np.int32)
       keys: Any = np.zeros((slots, 2), np.uint32)
-      for slot, row in members:
-        rows[:, slot], keys[slot] = (row.row, row.prompt[-1], len(row.prompt) - 1), row.key
-      yield row.batch, Fresh(row=rows[0], token=rows[1], prompt=rows[2], keys=keys)
+      for slot, rollout in members:
+        rows[:, slot] = (rollout.prompt_row, rollout.prompt[-1], len(rollout.prompt) - 1)
+        keys[slot] = rollout.key
+      yield rollout.prefilled, Fresh(row=rows[0], token=rows[1], prompt=rows[2], keys=keys)

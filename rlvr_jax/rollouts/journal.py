@@ -1,7 +1,7 @@
-"""Journal of the finished groups of unfinished batches, so that a kill loses only unfinished ones.
+"""Journal of the finished groups of unfinished batches, so that a kill does not lose them.
 
-A bucket has a group some seconds after it was finished. A machine that vanishes without notice
-costs the groups of these seconds and the unfinished ones.
+A finished group reaches a bucket some seconds later. If a machine vanishes without notice, the
+groups of these seconds are lost as well.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from rlvr_jax.storage.files import JsonLines, read_lines, with_crc32
 class GroupJournal:
   """One file of finished groups per draw of prompts, removed when its batch is in the store.
 
-  A line may be torn or damaged by a crash of the machine: its group is then sampled again, to the
-  same bits. So nothing waits for the disk.
+  A crash of the machine may tear or damage a line; its group is then sampled again, to the same
+  bits. So writes do not wait for the disk.
   """
 
   def __init__(
@@ -30,13 +30,14 @@ class GroupJournal:
     """Opens nothing yet; the folder is created with the first group.
 
     Args:
-      directory: of the journal alone.
+      directory: for the journal only.
       follow: called with the path of a file that has grown or was removed; see `Workdir.follow`.
     """
-    self._directory, self._follow = directory, follow
+    self._directory = directory
+    self._follow = follow
 
   def append(self, draw: int, fingerprint: str, groups: Iterable[Group]) -> None:
-    """Writes groups of a draw; the operating system has them when this returns.
+    """Writes groups of a draw; they survive a kill of the process when this returns.
 
     Args:
       draw: number of the draw of prompts.
@@ -52,13 +53,13 @@ class GroupJournal:
     self._follow(self._path(draw))
 
   def read(self, draw: int, fingerprint: str) -> list[dict[str, Any]]:
-    """The groups of a draw that this policy has sampled, as JSON; see `from_json`."""
+    """Reads the groups of a draw that this policy has sampled, as JSON; see `from_json`."""
     path = self._path(draw)
     records = [read_line(line, path) for line in read_lines(path)]
     return [r for r in records if r is not None and r["fingerprint"] == fingerprint]
 
   def forget(self, *, before: int) -> None:
-    """Removes the draws with a lower number."""
+    """Removes the files of draws with a number below `before`."""
     for path in self._directory.glob("*.jsonl"):
       if int(path.stem) < before:
         path.unlink()
@@ -69,13 +70,13 @@ class GroupJournal:
 
 
 def _to_json(group: Group) -> dict[str, Any]:
-  """Index and record of a group; see `encode_group`."""
+  """Converts a group to its index and its record in base64; see `encode_group`."""
   arrays = group._asdict()
   del arrays["owner"], arrays["prompt_index"]
   return {"index": group.prompt_index, "group": base64.b64encode(encode_group(arrays)).decode()}
 
 
 def from_json(record: dict[str, Any], owner: Owner) -> Group[Owner]:
-  """A group that `GroupJournal.read` returned, for the owner of its draw."""
+  """Converts a record from `GroupJournal.read` to a group of the draw's owner."""
   arrays, _ = decode_group(base64.b64decode(record["group"]))
   return Group(owner=owner, prompt_index=record["index"], **arrays)

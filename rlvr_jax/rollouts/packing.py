@@ -1,9 +1,9 @@
-"""Lays the rollouts of a batch into rows of a fixed number of tokens, so that padding costs little.
+"""Packs the rollouts of a batch into rows of a fixed number of tokens, to reduce padding.
 
-A row holds the prompts of its rollouts, each once, and the rollouts behind their prompt. The last
-token of a prompt predicts the first token of each of its rollouts, so each rollout begins with a
-copy of it: a prompt of s tokens takes s − 1 places, a rollout of t tokens takes t, and each place
-of a rollout predicts one of its tokens.
+A row has each prompt of its rollouts once, followed by those rollouts. The last token of a prompt
+predicts the first token of each of its rollouts, so each rollout begins with a copy of it: a prompt
+of s tokens takes s − 1 places, a rollout of t tokens takes t, and each place of a rollout predicts
+one of its tokens.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from rlvr_jax.types import Packed, Rows, TrainBatch
 
 
 class RowLayout(NamedTuple):
-  """How rows are cut; the same for every batch of a run."""
+  """Sizes of rows and micro-batches; the same for every batch of a run."""
 
   length: int  # places of a row
   alignment: int  # a prompt ends, and a rollout begins, at a multiple of this
-  devices: int  # that the rows of a micro-batch are split over
-  rows_per_device: int  # of a micro-batch
-  max_micro_batches: int  # that arrays have room for
+  devices: int  # devices that the rows of a micro-batch are split over
+  rows_per_device: int  # rows of a micro-batch on each device
+  max_micro_batches: int  # micro-batches that arrays have room for
 
 
 class Row(NamedTuple):
-  """The rollouts of a row, by prompt in the order in which they lie; (prompt, rollout indices)."""
+  """The rollouts of a row."""
 
-  blocks: dict[int, list[int]]
-  used: int  # places, alignment included
+  blocks: dict[int, list[int]]  # prompt → indices of its rollouts, in their order in the row
+  used: int  # places, including alignment
 
 
 def row_layout(
@@ -46,66 +46,67 @@ def row_layout(
   devices: int,
   tokens_per_micro_batch: int,
 ) -> RowLayout:
-  """The layout in which every batch of these sizes has room.
+  """The layout with room for every batch of these sizes.
 
   Args:
-    length: places of a row, at least `least_row`.
+    length: places of a row, at least `min_row_length`.
     alignment: see `RowLayout`.
-    devices: that rows are split over.
-    tokens_per_micro_batch: places on each device, rounded down to whole rows, but one row at least.
+    devices: devices that rows are split over.
+    tokens_per_micro_batch: places on each device, rounded down to whole rows; at least one row.
   Raises:
     ValueError: no batch of these sizes has a row for every device.
   """
-  prompt, rollout = _up(max_prompt_length - 1, alignment), _up(max_response_length, alignment)
-  # Only rows that hold this many rollouts of a group are too full for another one of it, and no
-  # two rows have room for each other's contents.
-  beside = -(-group_size // ((length - prompt) // rollout))
+  prompt = _round_up(max_prompt_length - 1, alignment)
+  rollout = _round_up(max_response_length, alignment)
+  # A row that cannot take another rollout of a group has so many of them that the group fills at
+  # most this many rows; and no two rows have room for each other's contents.
+  rows_per_group = -(-group_size // ((length - prompt) // rollout))
   total = prompts * group_size * (prompt + rollout)
-  most = prompts * min(beside, group_size)
-  most = min(most, 2 * -(-total // length) + 1)
-  if most < devices:
+  max_rows = prompts * min(rows_per_group, group_size)
+  max_rows = min(max_rows, 2 * -(-total // length) + 1)
+  if max_rows < devices:
     raise ValueError(
-      f"config.batch: {prompts} prompts with {group_size} rollouts each fill at most {most} rows of"
-      f" {length} tokens, fewer than the {devices} devices (config.mesh.data · config.mesh.fsdp);"
-      " raise batch.prompts or batch.group_size, or lower batch.tokens_per_row"
+      f"config.batch: {prompts} prompts with {group_size} rollouts each fill at most {max_rows}"
+      f" rows of {length} tokens, fewer than the {devices} devices (config.mesh.data ·"
+      " config.mesh.fsdp); raise batch.prompts or batch.group_size, or lower batch.tokens_per_row"
     )
-  fitting = max(1, tokens_per_micro_batch // length)
-  rows_per_device = min(fitting, -(-most // devices))
+  fitting_rows = max(1, tokens_per_micro_batch // length)
+  rows_per_device = min(fitting_rows, -(-max_rows // devices))
   return RowLayout(
     length=length,
     alignment=alignment,
     devices=devices,
     rows_per_device=rows_per_device,
-    max_micro_batches=-(-most // (devices * rows_per_device)),
+    max_micro_batches=-(-max_rows // (devices * rows_per_device)),
   )
 
 
-def least_row(max_prompt_length: int, max_response_length: int, *, alignment: int) -> int:
-  """Places that the longest prompt and one rollout of it take."""
-  return _up(max_prompt_length - 1, alignment) + _up(max_response_length, alignment)
+def min_row_length(max_prompt_length: int, max_response_length: int, *, alignment: int) -> int:
+  """Places that the longest prompt and one of its longest rollouts take."""
+  return _round_up(max_prompt_length - 1, alignment) + _round_up(max_response_length, alignment)
 
 
-def assign(
+def assign_rows(
   prompt_lengths: npt.ArrayLike, response_lengths: npt.ArrayLike, *, length: int, alignment: int
 ) -> list[Row]:
-  """Which rollouts share a row; deterministic, and the same whatever the order of equal ones.
+  """Assigns rollouts to rows; deterministic: the order of prompts and rollouts only breaks ties.
 
   Groups come by descending tokens, the rollouts of each by descending length, ties by index. A
-  rollout goes where its prompt lies already, there into the fullest row that has room; else into
-  the fullest row that has room for the prompt too; else into a new row.
+  rollout goes into the fullest row that has its prompt and room; else into the fullest row that has
+  room for both; else into a new row.
 
   Args:
     prompt_lengths: i[P], tokens, at least 1.
-    response_lengths: i[P, G], tokens; a rollout of none takes no place.
+    response_lengths: i[P, G], tokens; an empty rollout takes no place.
     length: places of a row.
     alignment: a prompt ends, and a rollout begins, at a multiple of this.
   Raises:
     ValueError: a rollout and its prompt do not fit in a row.
   """
   prompts, responses = np.asarray(prompt_lengths), np.asarray(response_lengths)
-  of_prompt = _up(prompts - 1, alignment)
-  of_rollout = _up(responses, alignment)
-  if (most := int((of_prompt[:, None] + of_rollout).max())) > length:
+  prompt_places = _round_up(prompts - 1, alignment)
+  rollout_places = _round_up(responses, alignment)
+  if (most := int((prompt_places[:, None] + rollout_places).max())) > length:
     raise ValueError(f"a rollout with its prompt takes {most} places, a row has {length}")
   tokens = prompts + responses.sum(1)
   rows: list[dict[int, list[int]]] = []
@@ -114,11 +115,13 @@ def assign(
     for g in sorted(range(responses.shape[1]), key=lambda g: (-responses[p, g], g)):
       if responses[p, g] == 0:
         continue
-      places, prompt = int(of_rollout[p, g]), int(of_prompt[p])
-      holding = [r for r, row in enumerate(rows) if p in row and used[r] + places <= length]
-      roomy = holding or [r for r in range(len(rows)) if used[r] + prompt + places <= length]
-      if roomy:
-        row = max(roomy, key=lambda r: (used[r], -r))
+      places, prompt = int(rollout_places[p, g]), int(prompt_places[p])
+      with_prompt = [r for r, row in enumerate(rows) if p in row and used[r] + places <= length]
+      candidates = with_prompt or [
+        r for r in range(len(rows)) if used[r] + prompt + places <= length
+      ]
+      if candidates:
+        row = max(candidates, key=lambda r: (used[r], -r))
       else:
         row = len(rows)
         rows.append({})
@@ -131,7 +134,7 @@ def assign(
 def attention_cost(
   row: Row, prompt_lengths: npt.ArrayLike, response_lengths: npt.ArrayLike
 ) -> float:
-  """Pairs of a query and a key it sees, of a row."""
+  """Number of pairs of a query and a visible key in a row."""
   prompts, responses = np.asarray(prompt_lengths), np.asarray(response_lengths)
   pairs = 0.0
   for p, rollouts in row.blocks.items():
@@ -141,10 +144,13 @@ def attention_cost(
 
 
 def deal(costs: Sequence[float], *, devices: int, rows_per_device: int) -> np.ndarray:
-  """Rows → i32[M, devices · rows_per_device], row numbers of each micro-batch, −1 for an empty row.
+  """Deals rows to micro-batches and devices, so that devices always compute rows of similar cost.
 
-  Rows that devices compute at the same time cost about the same. A device's rows of a micro-batch
-  lie together, as a leading axis split over devices has them.
+  Args:
+    costs: of each row.
+  Returns:
+    i32[M, devices · rows_per_device], row numbers of each micro-batch, −1 for an empty row. A
+    device's rows of a micro-batch are adjacent, as when a leading axis is split over devices.
   """
   order = sorted(range(len(costs)), key=lambda row: (-costs[row], row))
   step = devices * rows_per_device
@@ -155,8 +161,8 @@ def deal(costs: Sequence[float], *, devices: int, rows_per_device: int) -> np.nd
   return np.ascontiguousarray(dealt.swapaxes(1, 2)).reshape(micro_batches, step)
 
 
-def with_rows(batch: TrainBatch, layout: RowLayout) -> TrainBatch:
-  """The batch with its rows; tokens that do not count in the loss have no place.
+def pack_batch(batch: TrainBatch, layout: RowLayout) -> TrainBatch:
+  """Adds the packed rows to a batch; responses are packed up to their last loss token.
 
   Args:
     batch: NumPy arrays.
@@ -181,7 +187,7 @@ def pack(
   response_lengths: np.ndarray,
   layout: RowLayout,
 ) -> Packed:
-  """The rows of a batch, in micro-batches of equal shape.
+  """Packs a batch into rows, in micro-batches of equal shape.
 
   Args:
     prompt_tokens: i32[P, S], left-padded.
@@ -191,7 +197,7 @@ def pack(
   """
   P, G, T = tokens.shape
   length, alignment, devices, rows_per_device, max_micro_batches = layout
-  rows = assign(prompt_lengths, response_lengths, length=length, alignment=alignment)
+  rows = assign_rows(prompt_lengths, response_lengths, length=length, alignment=alignment)
   costs = [attention_cost(row, prompt_lengths, response_lengths) for row in rows]
   dealt = deal(costs, devices=devices, rows_per_device=rows_per_device)
   shape = (max(max_micro_batches, len(dealt)), dealt.shape[1], length)
@@ -203,32 +209,32 @@ def pack(
     at = 0
     for p, rollouts in rows[row].blocks.items() if row >= 0 else ():
       s = int(prompt_lengths[p]) - 1
-      end = at + int(_up(s, alignment))
+      end = at + int(_round_up(s, alignment))
       here = slice(end - s, end)
-      known = prompt_tokens[p, prompt_tokens.shape[1] - s - 1 :]  # with its last token
-      inputs[number, here] = known[:-1]
+      prompt = prompt_tokens[p, prompt_tokens.shape[1] - s - 1 :]  # with its last token
+      inputs[number, here] = prompt[:-1]
       positions[number, here] = np.arange(s)
       prompts[number, here], starts[number, here], prompt_ends[number, here] = p, end, end
       at = end
       for g in rollouts:
         t = int(response_lengths[p, g])
         here = slice(at, at + t)
-        inputs[number, here] = np.concatenate([known[-1:], tokens[p, g, : t - 1]])
+        inputs[number, here] = np.concatenate([prompt[-1:], tokens[p, g, : t - 1]])
         targets[number, here] = tokens[p, g, :t]
         positions[number, here] = s + np.arange(t)
         prompts[number, here], starts[number, here], prompt_ends[number, here] = p, at, end
         places[p, g, :t] = number * length + np.arange(at, at + t)
-        at += int(_up(t, alignment))
+        at += int(_round_up(t, alignment))
   fold = lambda x: x.reshape(shape)
   return Packed(
     tokens=fold(inputs),
     targets=fold(targets),
     rows=Rows(*map(fold, (prompts, positions, starts, prompt_ends))),
-    places=places,  # type: ignore[arg-type]  # on the host
+    places=places,  # type: ignore[arg-type]  # NumPy, on the host
     num_micro_batches=np.int32(len(dealt)),  # type: ignore[arg-type]
   )
 
 
-def _up(size, multiple):
-  """The next multiple."""
+def _round_up(size, multiple):
+  """`size`, rounded up to a multiple."""
   return -(-size // multiple) * multiple

@@ -1,4 +1,4 @@
-"""The batches that updates will train on: in memory or in the store, checked by fingerprints."""
+"""Queue of the batches to train on: in memory or in the store, checked by fingerprints."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import numpy as np
 from rlvr_jax.rollouts.batch import RolloutBatch, from_shard
 from rlvr_jax.rollouts.store import RolloutStore
 
-_MAX_CACHED = 16  # batches kept in memory; further ones are read when their update comes
+_MAX_CACHED = 16  # batches kept in memory; the others are read from the store for their update
 _SCORES = ("reference_logprobs", "proximal_logprobs")
 
 
 class FingerprintError(RuntimeError):
-  """Rollouts were not sampled by the policy of their version."""
+  """Rollouts that were not sampled by the policy of their version."""
 
 
 class RolloutQueue:
   """Pending batches by number, and the fingerprints of the policies that may have sampled them.
 
-  Every batch is written to the store first, so that only some of them need to be cached in memory.
+  Every batch is in the store already, so only some of them need to be cached in memory.
 
   Attributes:
-    batches: by number; `graded` is None for those that are not cached, see `load`.
+    batches: by number; `graded` is None if a batch is not cached, see `load`.
     store: has all batches.
   """
 
@@ -43,15 +43,15 @@ class RolloutQueue:
 
   def put(self, batch: RolloutBatch) -> None:
     """Adds a batch that is in the store; the first ones are cached, since they are needed first."""
-    full = self._num_cached() >= _MAX_CACHED
-    self.batches[batch.number] = dataclasses.replace(batch, graded=None) if full else batch
+    is_full = self._num_cached() >= _MAX_CACHED
+    self.batches[batch.number] = dataclasses.replace(batch, graded=None) if is_full else batch
 
   def update(self, batch: RolloutBatch) -> None:
-    """Replaces a pending batch, which now has more log-probabilities."""
+    """Replaces a pending batch by one with further log-probabilities."""
     self.batches[batch.number] = batch
 
   def load(self, number: int) -> RolloutBatch:
-    """A pending batch with its contents, from memory or from the store.
+    """Loads a pending batch with its contents, from memory or from the store.
 
     Raises:
       TornShardError: its shard was damaged after it was written.
@@ -72,32 +72,33 @@ class RolloutQueue:
     return sum(batch.graded is not None for batch in self.batches.values())
 
   def forget(self, *, before: int, versions_before: int) -> None:
-    """Drops batches, and fingerprints of policies, that no later update needs.
+    """Forgets batches, and fingerprints of policies, that no later update needs.
 
     Args:
-      before: batches with a lower number are dropped.
-      versions_before: fingerprints of lower versions are dropped, except those of kept batches.
+      before: batches with a lower number are forgotten.
+      versions_before: so are fingerprints of lower versions, unless a remaining batch needs them.
     """
     self.batches = {n: batch for n, batch in self.batches.items() if n >= before}
     oldest = min([versions_before, *(batch.version for batch in self.batches.values())])
     self._fingerprints = {v: f for v, f in self._fingerprints.items() if v >= oldest}
 
   def record(self, version: int, fingerprint: Callable[[], str]) -> None:
-    """Records the trainer's fingerprint of a version; the function is called when it is needed."""
+    """Records the trainer's fingerprint of a version; the function is called only if needed."""
     self._fingerprints[version] = fingerprint
 
   def check_fingerprint(self, number: int) -> None:
     """Raises FingerprintError unless the policy of the batch's version sampled it."""
     batch = self.batches[number]
-    known = self._fingerprints.get(batch.version)
-    found = known() if known else None
-    if found != batch.fingerprint:
+    trainer_fingerprint = self._fingerprints.get(batch.version)
+    expected = trainer_fingerprint() if trainer_fingerprint else None
+    if expected != batch.fingerprint:
       raise FingerprintError(
         f"rollouts {number} of version {batch.version} were sampled by parameters with fingerprint"
-        f" {batch.fingerprint}; the trainer's parameters of that version have {found}. Parameters"
-        " changed without a weight sync, or the rollouts are of another run; they have not been"
-        f" trained on. They are in {self.store.directory}; if the run was resumed on another kind"
-        " of machine, move that batch and later ones elsewhere and rerun, which samples them again"
+        f" {batch.fingerprint}; the trainer's parameters of that version have {expected}."
+        " Parameters changed without a weight sync, or the rollouts are of another run; they have"
+        f" not been trained on. They are in {self.store.directory}; if the run was resumed on"
+        " another kind of machine, move that batch and later ones elsewhere and rerun, which"
+        " samples them again"
       )
 
   def remove_used(self, *, before: int) -> None:
@@ -105,25 +106,26 @@ class RolloutQueue:
     self.store.remove(*(number for number in self.store.numbers() if number < before))
 
   def oldest_version(self) -> int | None:
-    """The lowest version of the pending batches; None without pending batches."""
+    """The lowest version of the pending batches; None if there are none."""
     return min((batch.version for batch in self.batches.values()), default=None)
 
   def rewind(self, batches: Mapping[int, RolloutBatch]) -> None:
-    """Makes these the pending batches, a copy of `batches` from before."""
+    """Goes back to earlier pending batches, an earlier copy of `batches`."""
     self.batches = dict(batches)
 
   # --- checkpoints --------------------------------------------------------------------------------
 
   def state(self) -> tuple[dict[str, Any], dict[str, dict[str, np.ndarray]]]:
     """(JSON values, arrays) for `restore`, without the contents that the store has."""
-    pending, arrays = {}, {}
+    pending = {}
+    arrays = {}
     for number, batch in sorted(self.batches.items()):
       names = ("version", "fingerprint", "scored_at")
       pending[str(number)] = {name: getattr(batch, name) for name in names}
       scores = {name: getattr(batch, name) for name in _SCORES}
       arrays[str(number)] = {name: x for name, x in scores.items() if x is not None}
-    known = {str(version): of() for version, of in self._fingerprints.items()}
-    return {"pending": pending, "fingerprints": known}, arrays
+    fingerprints = {str(version): compute() for version, compute in self._fingerprints.items()}
+    return {"pending": pending, "fingerprints": fingerprints}, arrays
 
   def restore(
     self,
@@ -131,10 +133,14 @@ class RolloutQueue:
     arrays: Mapping[str, Mapping[str, np.ndarray]],
     damaged: Collection[int] = (),
   ) -> int | None:
-    """Restores what `state` returned, up to the first batch that the store no longer has intact.
+    """Restores what `state` returned, up to the first damaged batch.
 
+    Args:
+      state: JSON values from `state`.
+      arrays: from `state`, by number of the batch.
+      damaged: numbers of the batches that the store no longer has intact.
     Returns:
-      The number of that batch; None if all are restored.
+      The number of the first damaged batch; None if all batches are restored.
     """
     for version, fingerprint in state["fingerprints"].items():
       self.record(int(version), functools.partial(str, fingerprint))

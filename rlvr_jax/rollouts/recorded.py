@@ -1,4 +1,4 @@
-"""The groups of another run's store as a source of rollouts."""
+"""A source of rollouts: the recorded groups of another run's store."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rlvr_jax.types import Prompts
 
 
 class RecordedGroups:
-  """The groups of a store, in its order and repeated from the start after the last one.
+  """The groups of a store, in order, starting again after the last one.
 
   Attributes:
     numbers: of the batches.
     truncated: whether top-k, top-p or min-p truncated a distribution that sampled them.
-    shaped: whether their rewards may differ from 0 and 1.
+    shaped: whether rewards may differ from 0 and 1.
   """
 
   def __init__(
@@ -37,7 +37,7 @@ class RecordedGroups:
     max_prompt_length: int,
     max_response_length: int,
   ):
-    """Opens the store and checks that its rollouts can be trained on here.
+    """Opens the store and checks that this run can train on its rollouts.
 
     Args:
       directory: WORKDIR/rollouts of the run that sampled them.
@@ -47,16 +47,16 @@ class RecordedGroups:
       group_size: G.
       max_prompt_length, max_response_length: S and T, tokens; shorter ones are padded.
     Raises:
-      StoreError: not a store, an empty store, or one with other shapes or another tokenizer.
+      StoreError: the folder is not a store, the store is empty, or its shapes or tokenizer differ.
     """
     self._store = RolloutStore(directory, writable=False)
     self._pad_token = pad_token
     self._lengths = (max_prompt_length, max_response_length)
-    stored = self._store.numbers()
-    if not stored:
+    stored_numbers = self._store.numbers()
+    if not stored_numbers:
       raise StoreError(f"the store {directory} is empty: wait until its run has sampled a batch")
-    self.numbers = stored if numbers is None else list(numbers)
-    if missing := sorted(set(self.numbers) - set(stored)):
+    self.numbers = stored_numbers if numbers is None else list(numbers)
+    if missing := sorted(set(self.numbers) - set(stored_numbers)):
       raise StoreError(f"the store {directory} has lost the batches {missing}; put them back")
     infos = [self._store.info(number) for number in self.numbers]
     self.truncated = any(info["truncated"] for info in infos)
@@ -65,11 +65,11 @@ class RecordedGroups:
     self._last_read: tuple[int, Graded] | None = None  # (index in `numbers`, its batch)
     expected = {"tokenizer": tokenizer, "group_size": group_size}
     for name, value in expected.items():
-      found = sorted({info[name] for info in infos})
-      if found != [value]:
+      stored_values = sorted({info[name] for info in infos})
+      if stored_values != [value]:
         raise StoreError(
-          f"the store {directory} has rollouts of {name} = {found}, this run has {value!r}: set it"
-          " to what the store has, or choose another store"
+          f"the store {directory} has rollouts of {name} = {stored_values}, this run has {value!r}:"
+          " set it to what the store has, or choose another store"
         )
     limits = dict(max_prompt_length=max_prompt_length, max_response_length=max_response_length)
     for name, limit in limits.items():
@@ -81,22 +81,22 @@ class RecordedGroups:
         )
 
   def __len__(self) -> int:
-    """Groups in the store when it was opened."""
+    """Number of groups of the batches in `numbers`."""
     return self._ends[-1]
 
   def take(self, start: int, count: int) -> Graded:
-    """The groups start, …, start + count − 1, modulo the number of groups.
+    """Reads the groups start, …, start + count − 1, modulo the number of groups.
 
     Raises:
-      TornShardError: one of them is in a damaged shard.
+      TornShardError: the shard of a group is damaged.
     """
-    rows = [self._row(index % len(self)) for index in range(start, start + count)]
-    batch = jax.tree.map(lambda *x: np.stack(x), *[row.train for row in rows])
-    samples = [sample for row in rows for sample in row.samples]
+    groups = [self._read_group(index % len(self)) for index in range(start, start + count)]
+    batch = jax.tree.map(lambda *x: np.stack(x), *[group.train for group in groups])
+    samples = [sample for group in groups for sample in group.samples]
     return Graded(batch, tokens=0, prompts=0, statistics={}, samples=samples)
 
-  def _row(self, index: int) -> Graded:
-    """One group, padded; its arrays have no prompt axis."""
+  def _read_group(self, index: int) -> Graded:
+    """Reads one group, padded; its arrays have no prompt axis."""
     shard = bisect.bisect_right(self._ends, index)
     if self._last_read is None or self._last_read[0] != shard:
       number = self.numbers[shard]
@@ -112,13 +112,14 @@ class RecordedGroups:
     left = S - batch.prompts.tokens.shape[1]
     right = [(0, 0), (0, T - batch.tokens.shape[2])]
     tokens: Any = np.pad(group.prompts.tokens, (left, 0), constant_values=self._pad_token)
-    exact = group.behavior_logprobs if group.sampled_logprobs is None else group.sampled_logprobs
+    sampled = group.sampled_logprobs
+    behavior_logprobs = group.behavior_logprobs if sampled is None else sampled
     padded = dataclasses.replace(
       group,
       prompts=Prompts(tokens=tokens, lengths=group.prompts.lengths),
       tokens=np.pad(group.tokens, right, constant_values=self._pad_token),
       mask=np.pad(group.mask, right),
-      behavior_logprobs=np.pad(exact, right),
+      behavior_logprobs=np.pad(behavior_logprobs, right),
       sampled_logprobs=None,
     )
     samples = graded.samples[row * size : (row + 1) * size]

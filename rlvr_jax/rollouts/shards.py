@@ -1,8 +1,8 @@
-"""Rollouts in files: a record per group, with named arrays, and shards of several groups.
+"""File format of rollouts: a record per group, with named arrays, and shards of several groups.
 
 A group's record describes itself: a line of JSON with name, axis, dtype and shape of each array,
-then the arrays' bytes, little-endian. Padding is not stored: an array along responses or prompts
-has the places of their lengths. Shards, the journal of groups and single batches have this format.
+then the arrays' bytes, little-endian. Padding is not stored: arrays along responses or prompts are
+cut to their lengths. Shards, the journal of groups and single batches have this format.
 
 A shard is an ArrayRecord file. Record 0 is JSON with a checksum: format, number, info, and the
 checksums of the groups. Each further record is a group.
@@ -21,12 +21,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
-from rlvr_jax.storage.files import checked_record, file_crc32, with_crc32
+from rlvr_jax.storage.files import file_crc32, parse_checked_line, with_crc32
 
 MARKER = "rlvr_jax rollouts 2"
 _WRITER_OPTIONS = "group_size:1,zstd:1"  # a chunk per record; faster than uncompressed
 _READER_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"
-_READER_THREADS = 64  # threads that the library starts with the first reader, whatever the options
+_READER_THREADS = 64  # the library starts them with the first reader, whatever the options
 
 # What the first axis of a group's array counts, after G for all but "group" and "prompt":
 #   group     nothing: one value of the group               [...]
@@ -44,8 +44,8 @@ class Kind(NamedTuple):
   dtype: str
 
 
-# Every array that a group may have. Axes and dtypes are in the files too, so a new line here needs
-# no new format.
+# Every array that a group may have. The files contain axes and dtypes too, so a new line here does
+# not need a new format.
 ARRAYS: Mapping[str, Kind] = {
   "prompts.tokens": Kind("prompt", "int32"),
   "prompts.lengths": Kind("group", "int32"),
@@ -65,11 +65,11 @@ ARRAYS: Mapping[str, Kind] = {
   "sources": Kind("group", "int32"),
   "versions": Kind("group", "int32"),
 }
-_LENGTHS = {"prompt": "prompts.lengths", "response": "lengths"}  # arrays that say them, by axis
+_LENGTHS = {"prompt": "prompts.lengths", "response": "lengths"}  # axis → array of its lengths
 
 
 class StoreError(RuntimeError):
-  """The folder is not a store, has another format, or is in use by another writer."""
+  """A folder that is not a store, has another format, or is in use by another writer."""
 
 
 class Stored(NamedTuple):
@@ -84,7 +84,7 @@ class Stored(NamedTuple):
 
 
 def encode_group(arrays: Mapping[str, np.ndarray], samples: Sequence[Any] = ()) -> bytes:
-  """The record of one group.
+  """Encodes one group as a record.
 
   Args:
     arrays: by name, with axes and dtypes as in `ARRAYS`; padding may have any value.
@@ -92,45 +92,48 @@ def encode_group(arrays: Mapping[str, np.ndarray], samples: Sequence[Any] = ()) 
   Raises:
     ValueError, TypeError: an array or a sample cannot be stored.
   """
-  arrays = {name: _checked(name, array) for name, array in arrays.items()}
-  lengths = {axis: _lengths(axis, arrays) for axis in ("response", "turn", "prompt")}
-  described, parts = list[dict[str, Any]](), list[bytes]()
+  for name, array in arrays.items():
+    _check_array(name, array)
+  lengths = {axis: _stored_lengths(axis, arrays) for axis in ("response", "turn", "prompt")}
+  entries: list[dict[str, Any]] = []
+  parts: list[bytes] = []
   for name, array in arrays.items():
     kind = ARRAYS[name]
     entry = {"name": name, **kind._asdict(), "shape": list(array.shape)}
     if kind.axis in lengths:
-      of_rows = lengths[kind.axis]
-      entry["padding"] = _padding(_rows(kind.axis, array), of_rows).item()
-      parts += map(_little_endian, _stored_places(kind.axis, array, of_rows))
+      row_lengths = lengths[kind.axis]
+      entry["padding"] = _padding(_rows(kind.axis, array), row_lengths).item()
+      parts += map(_little_endian, _stored_places(kind.axis, array, row_lengths))
     else:
       parts.append(_little_endian(array))
-    described.append(entry)
-  head = {"arrays": described, "lengths": lengths, "samples": list(samples)}
+    entries.append(entry)
+  head = {"arrays": entries, "lengths": lengths, "samples": list(samples)}
   return json.dumps(head).encode() + b"\n" + b"".join(parts)
 
 
 def decode_group(record: bytes) -> tuple[dict[str, np.ndarray], list[Any]]:
-  """(arrays with their padding, samples), bit for bit as they were given to `encode_group`.
+  """Decodes (arrays with their padding, samples), bit for bit as given to `encode_group`.
 
-  Arrays that `ARRAYS` lacks, of a later version, are returned by their names.
+  Arrays of a later version, which `ARRAYS` lacks, are returned by their names.
 
   Raises:
-    Exception: of any kind, if the record is damaged.
+    Exception: of any type, if the record is damaged.
   """
   line, _, data = record.partition(b"\n")
   head = json.loads(line)
-  arrays, offset = {}, 0
+  arrays = {}
+  offset = 0
   for entry in head["arrays"]:
     dtype, shape, axis = np.dtype(entry["dtype"]), entry["shape"], entry["axis"]
-    stored = dtype.newbyteorder("<")
+    stored_dtype = dtype.newbyteorder("<")
     if axis in head["lengths"]:
       array = np.full(shape, entry["padding"], dtype)
-      places = _stored_places(axis, array, head["lengths"][axis])
+      views = _stored_places(axis, array, head["lengths"][axis])
     else:
       array = np.empty(shape, dtype)
-      places = [array]
-    for view in places:
-      view[...] = np.frombuffer(data, stored, view.size, offset).reshape(view.shape)
+      views = [array]
+    for view in views:
+      view[...] = np.frombuffer(data, stored_dtype, view.size, offset).reshape(view.shape)
       offset += view.nbytes
     arrays[entry["name"]] = array
   if offset != len(data):
@@ -138,7 +141,8 @@ def decode_group(record: bytes) -> tuple[dict[str, np.ndarray], list[Any]]:
   return arrays, head["samples"]
 
 
-def _checked(name: str, array: np.ndarray) -> np.ndarray:
+def _check_array(name: str, array: np.ndarray) -> None:
+  """Raises ValueError for an unknown name, TypeError for an array of another dtype."""
   if name not in ARRAYS:
     raise ValueError(
       f"{name!r} is not an array of rollouts: known are {', '.join(ARRAYS)}; add a line to ARRAYS"
@@ -147,35 +151,34 @@ def _checked(name: str, array: np.ndarray) -> np.ndarray:
   dtype = getattr(array, "dtype", type(array).__name__)
   if not isinstance(array, np.ndarray) or dtype != ARRAYS[name].dtype:
     raise TypeError(f"{name!r} is of type {dtype}, must be a NumPy array of {ARRAYS[name].dtype}")
-  return array
 
 
 def _rows(axis: str, array: np.ndarray) -> np.ndarray:
-  """A view [rows, places, ...] with the padding at the end of each row."""
+  """A view [rows, places, ...] whose rows end with their padding."""
   return array[None, ::-1] if axis == "prompt" else array
 
 
 def _stored_places(axis: str, array: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
-  """Views of what is stored of each row."""
+  """Views of the part of each row that is stored."""
   if axis == "prompt":
     (length,) = lengths
     return [array[len(array) - length :]]
   return [row[:length] for row, length in zip(array, lengths, strict=True)]
 
 
-def _lengths(axis: str, arrays: Mapping[str, np.ndarray]) -> list[int]:
-  """Places to store of each row: up to the last one where an array has another value than padding.
+def _stored_lengths(axis: str, arrays: Mapping[str, np.ndarray]) -> list[int]:
+  """Places of each row to store: up to the last one at which an array differs from its padding.
 
-  Where an array says the lengths, they count, and so do values behind them.
+  At least the lengths that an array gives, if there is one for this axis.
   """
-  found = [_rows(axis, array) for name, array in arrays.items() if ARRAYS[name].axis == axis]
-  if not found:
+  all_rows = [_rows(axis, array) for name, array in arrays.items() if ARRAYS[name].axis == axis]
+  if not all_rows:
     return []
-  lengths = np.zeros(len(found[0]), np.int64)
+  lengths = np.zeros(len(all_rows[0]), np.int64)
   if axis in _LENGTHS and _LENGTHS[axis] in arrays:
     lengths[:] = arrays[_LENGTHS[axis]]
-  # Floats are padded with 0, tokens with whatever is behind the shortest response.
-  for rows in sorted(found, key=lambda rows: rows.dtype.kind == "i"):
+  # Floats are padded with 0, integers with the value after the shortest row.
+  for rows in sorted(all_rows, key=lambda rows: rows.dtype.kind == "i"):
     places = np.arange(1, rows.shape[1] + 1)
     differs = _bits(rows) != _bits(_padding(rows, lengths))
     differs = differs.any(axis=tuple(range(2, differs.ndim)))
@@ -184,14 +187,14 @@ def _lengths(axis: str, arrays: Mapping[str, np.ndarray]) -> list[int]:
 
 
 def _padding(rows: np.ndarray, lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-  """The value behind the shortest row; 0 for floats."""
+  """The last value of the shortest row's padding; 0 for floats."""
   if rows.dtype.kind != "i" or not rows.size:
     return np.zeros((), rows.dtype)
   return np.asarray(rows[np.argmin(lengths), -1].flat[0])
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
-  """The bits of numbers as integers: they tell −0.0 from 0.0, and NaN equals itself."""
+  """The bits of numbers as integers, which distinguish −0.0 from 0.0; NaN equals itself."""
   return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}").reshape(array.shape)
 
 
@@ -203,7 +206,7 @@ def _little_endian(array: np.ndarray) -> bytes:
 
 
 def check_format(record: Mapping[str, Any], path: pathlib.Path) -> None:
-  """Raises StoreError if a record, of the file `path`, is of another version's format."""
+  """Raises StoreError if a record of the file `path` has another version's format."""
   if record["format"] != MARKER:
     raise StoreError(
       f"{path} has the format {record['format']!r}, this version reads {MARKER!r}. Use the version"
@@ -212,22 +215,22 @@ def check_format(record: Mapping[str, Any], path: pathlib.Path) -> None:
 
 
 def read_line(line: bytes, path: pathlib.Path) -> dict[str, Any] | None:
-  """The record in a line, or record 0 of a shard, of the file `path`; None if it is damaged.
+  """Reads the record in a line, or record 0 of a shard, of the file `path`; None if damaged.
 
   Raises:
-    StoreError: it has another format.
+    StoreError: the record has another format.
   """
-  record = checked_record(line)
+  record = parse_checked_line(line)
   if record is None:
-    record = _of_first_format(line)
+    record = _read_first_format(line)
   if record is not None and "format" in record:
     check_format(record, path)
     return record
   return None
 
 
-def _of_first_format(line: bytes) -> dict[str, Any] | None:
-  """The content of a line of the first format, so that it is refused by its name."""
+def _read_first_format(line: bytes) -> dict[str, Any] | None:
+  """Reads a line of the first format, so that the error can name it; None for other lines."""
   try:
     content = json.loads(line)["content"]
     return content if content["format"] == "rlvr_jax rollouts 1" else None
@@ -253,19 +256,19 @@ def make_shard(
   Raises:
     ValueError, TypeError: arrays, info or samples cannot be stored.
   """
-  info = _checked_info(number, info)
+  info = _to_json_values(number, info)
   try:
-    groups = [encode_group(*group) for group in _split(arrays, samples)]
+    groups = [encode_group(*group) for group in _split_groups(arrays, samples)]
   except (ValueError, TypeError) as error:
     raise type(error)(f"batch {number}: {error}") from error
-  sums = [zlib.crc32(group) for group in groups]
-  return Shard({"format": MARKER, "number": number, "info": info, "groups": sums}, groups)
+  checksums = [zlib.crc32(group) for group in groups]
+  return Shard({"format": MARKER, "number": number, "info": info, "groups": checksums}, groups)
 
 
-def _split(
+def _split_groups(
   arrays: Mapping[str, np.ndarray], samples: Sequence[Any]
 ) -> list[tuple[dict[str, np.ndarray], Sequence[Any]]]:
-  """(arrays, samples) of each group of a batch."""
+  """Splits a batch into (arrays, samples) of each group."""
   sizes = {name: np.shape(array)[:1] for name, array in arrays.items()}
   if len(set(sizes.values())) != 1 or () in sizes.values():
     raise ValueError(f"arrays must have one number of groups as first axis, they have {sizes}")
@@ -283,7 +286,7 @@ def _split(
 
 
 def write_shard(path: pathlib.Path, shard: Shard) -> None:
-  """Writes a shard; read it back afterwards, since the library does not report all failures."""
+  """Writes a shard; callers must read it back, since the library does not report all failures."""
   writer = ArrayRecordWriter(str(path), _WRITER_OPTIONS)
   try:
     writer.write(json.dumps(with_crc32(shard.header)).encode())
@@ -294,11 +297,11 @@ def write_shard(path: pathlib.Path, shard: Shard) -> None:
 
 
 def read_shard(path: pathlib.Path, number: int) -> Stored:
-  """The contents of a shard, with all checksums verified.
+  """Reads the contents of a shard and verifies all checksums.
 
   Raises:
     StoreError: the shard has another format.
-    Exception: of any kind, if the shard is corrupted.
+    Exception: of any type, if the shard is corrupted.
   """
   _check_threads()
   reader = ArrayRecordReader(str(path), _READER_OPTIONS)
@@ -323,26 +326,26 @@ def read_shard(path: pathlib.Path, number: int) -> Stored:
 @functools.cache
 def _check_threads() -> None:
   """Raises StoreError if ArrayRecord could not start its threads: it would wait indefinitely."""
-  ended = threading.Event()
-  started: list[threading.Thread] = []
+  done = threading.Event()
+  threads: list[threading.Thread] = []
   try:
     for _ in range(_READER_THREADS):
-      started.append(threading.Thread(target=ended.wait))
-      started[-1].start()
+      threads.append(threading.Thread(target=done.wait))
+      threads[-1].start()
   except (RuntimeError, MemoryError) as error:
-    del started[-1:]
+    del threads[-1:]
     raise StoreError(
-      f"rollouts cannot be read: only {len(started)} of {_READER_THREADS} threads could be started"
+      f"rollouts cannot be read: only {len(threads)} of {_READER_THREADS} threads could be started"
       f" ({error}). Allow the process more address space (ulimit -v) or threads (ulimit -u)"
     ) from error
   finally:
-    ended.set()
-    for thread in started:
+    done.set()
+    for thread in threads:
       thread.join()
 
 
-def entry_of(path: pathlib.Path, number: int) -> dict[str, Any] | None:
-  """The index entry of a batch, made from its shard; None if the shard is corrupted."""
+def make_entry(path: pathlib.Path, number: int) -> dict[str, Any] | None:
+  """Makes the index entry of a batch from its shard; None if the shard is corrupted."""
   try:
     stored = read_shard(path, number)
     size, checksum = path.stat().st_size, file_crc32(path)
@@ -361,10 +364,12 @@ def entry_of(path: pathlib.Path, number: int) -> dict[str, Any] | None:
   }
 
 
-def _checked_info(number: int, info: Mapping[str, Any]) -> dict[str, Any]:
-  """The info after a round trip through JSON."""
+def _to_json_values(number: int, info: Mapping[str, Any]) -> dict[str, Any]:
+  """Converts info to JSON values; raises ValueError or TypeError if that is not possible."""
   if reserved := {"bytes", "removed"} & info.keys():
-    raise ValueError(f"batch {number}: info has {sorted(reserved)}, names of the store; rename it")
+    raise ValueError(
+      f"batch {number}: info has {sorted(reserved)}, which the store reserves; rename it"
+    )
   try:
     return json.loads(json.dumps(dict(info), allow_nan=False))
   except (TypeError, ValueError) as error:

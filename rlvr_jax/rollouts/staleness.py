@@ -1,6 +1,6 @@
-"""Staleness as a setting: which policy samples which batch, which batch each update trains on.
+"""Staleness schedules: which policy samples which batch, which batch each update trains on.
 
-Updates t and batches b count from 0. The version v of a policy is the number of updates it has had.
+Updates t and batches b count from 0. The version v of a policy is the number of updates before it.
 The lag of update t is t − v, where v is the version that sampled its batch.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from rlvr_jax.ops.checks import check_integer
 from rlvr_jax.rollouts.store import RolloutStore
-from rlvr_jax.storage.places import place
+from rlvr_jax.storage.places import parse_path
 
 __all__ = [
   "on_policy",
@@ -27,16 +27,19 @@ __all__ = [
 
 
 class Schedule(NamedTuple):
-  """Which policy samples which batch, and which batch each update trains on; t counts from 0."""
+  """Functions that say which policy samples which batch, and which batch each update trains on.
 
-  # t → number of batches sampled from version t before update t; 0 where a clock decides
+  Updates t count from 0.
+  """
+
+  # t → how many batches version t samples before update t; 0 if real_time
   samples: Callable[[int], int]
   batch: Callable[[int], int]  # t → number of the batch that update t trains on
-  first: Callable[[int], int]  # t → lowest number that update t or a later one trains on
+  first: Callable[[int], int]  # t → lowest number of a batch that update t or a later one needs
   max_lag: int | None = None  # with real_time: bound on the lag
-  real_time: bool = False  # a thread samples batches, within max_lag, when it can
+  real_time: bool = False  # whether a thread samples batches as early as max_lag allows
   stage_length: int | None = None  # updates per stage, for the stage metrics
-  open_ended: bool = False  # the first updates' plan is the same for any num_updates
+  open_ended: bool = False  # whether the plan of the first updates is the same for any num_updates
 
   def refreshes(self, update: int) -> bool:
     """Whether the policy before this update may sample batches."""
@@ -44,7 +47,7 @@ class Schedule(NamedTuple):
 
 
 def plan(schedule: Schedule, num_updates: int) -> list[tuple[int, int]]:
-  """For each update, (number of the batch it trains on, version that sampled that batch).
+  """Plans each update: (number of the batch it trains on, version that samples that batch).
 
   Raises:
     ValueError: the schedule runs in real time, so that its plan is not known beforehand; or an
@@ -53,33 +56,34 @@ def plan(schedule: Schedule, num_updates: int) -> list[tuple[int, int]]:
   if schedule.real_time:
     raise ValueError("a real-time schedule has no plan; read the versions of its rollouts")
   sampled_by: list[int] = []
-  kept_from = 0
-  planned = []
+  oldest_batch = 0
+  batches = []
   for t in range(num_updates):
     sampled_by += [t] * schedule.samples(t)
-    kept_from = max(kept_from, schedule.first(t))
+    oldest_batch = max(oldest_batch, schedule.first(t))
     batch = schedule.batch(t)
-    if not kept_from <= batch < len(sampled_by):
+    if not oldest_batch <= batch < len(sampled_by):
       raise ValueError(
-        f"update {t} trains on batch {batch}, but only batches {kept_from} to {len(sampled_by) - 1}"
-        " are sampled and kept by then; fix the schedule's samples, batch or first"
+        f"update {t} trains on batch {batch}, but only batches {oldest_batch} to"
+        f" {len(sampled_by) - 1} are sampled and kept by then; fix the schedule's samples, batch or"
+        " first"
       )
-    planned.append((batch, sampled_by[batch]))
-  return planned
+    batches.append((batch, sampled_by[batch]))
+  return batches
 
 
-def same(update: int) -> int:
-  """Update t trains on batch t: every batch once, in the order sampled."""
+def same_number(update: int) -> int:
+  """The batch with the number of the update, so that every batch is used once, in order."""
   return update
 
 
 def on_policy() -> Schedule:
   """Update t trains on batch t, sampled just before it: b(t) = v(t) = t."""
-  return Schedule(samples=lambda t: 1, batch=same, first=same, open_ended=True)
+  return Schedule(samples=lambda t: 1, batch=same_number, first=same_number, open_ended=True)
 
 
 def updates_per_refresh(*, batches: int = 1, epochs: int = 1) -> Schedule:
-  """Samples `batches` batches every μ = batches·epochs updates, which train on each epochs times.
+  """Samples `batches` batches every μ = batches·epochs updates, which use each one epochs times.
 
   b(t) = r·batches + (t − r·μ) mod batches and v(t) = r·μ, with r = ⌊t/μ⌋ and μ = batches·epochs.
   This is the schedule of GRPO and PPO. A refresh samples all its batches, even if the run ends
@@ -131,7 +135,7 @@ def stages(*, count: int = 4, num_updates: int) -> Schedule:
     )
   length = max(num_updates // count, 1)  # a run without updates has no stage
   samples = lambda t: 0 if t % length else length
-  return Schedule(samples=samples, batch=same, first=same, stage_length=length)
+  return Schedule(samples=samples, batch=same_number, first=same_number, stage_length=length)
 
 
 def fixed_lag(*, lag: int, num_updates: int) -> Schedule:
@@ -148,13 +152,14 @@ def fixed_lag(*, lag: int, num_updates: int) -> Schedule:
   """
   check_integer("fixed_lag", "lag", lag, low=0)
   check_integer("fixed_lag", "num_updates", num_updates, low=0)
-  return once_each([max(0, b - lag) for b in range(num_updates)], open_ended=lag == 0)
+  versions = [max(0, b - lag) for b in range(num_updates)]
+  return schedule_from_versions(versions, open_ended=lag == 0)
 
 
 def simulated_asynchronous(
   *, max_lag: int = 4, recorded: str = "", num_updates: int, seed: int
 ) -> Schedule:
-  """The lags of an asynchronous run, without its dependence on the clock: reproducible.
+  """The lags of an asynchronous run, made reproducible: they do not depend on the clock.
 
   b(t) = t and v(t) = max(0, max_{s ≤ t} (s − l_s)), with l_s uniform on {0, …, L}, since a
   first-in, first-out queue never returns an older policy's batch after a newer one's. So the lag of
@@ -165,10 +170,10 @@ def simulated_asynchronous(
     max_lag: L ≥ 0, updates; also a bound on recorded lags.
     recorded: --workdir of a run, whose batches' versions become v; "" samples random lags.
     num_updates: updates of the run.
-    seed: ≥ 0, of the random lags; the lag of batch b depends on (seed, b) alone.
+    seed: ≥ 0, of the random lags; the lag of batch b depends only on (seed, b).
   Raises:
-    ValueError: a hyper-parameter out of range; a record that lacks a batch, whose versions
-      decrease or come after the update of their batch, or with a lag above max_lag.
+    ValueError: a hyper-parameter is out of range; or the recorded run lacks a batch, its versions
+      decrease or exceed the number of their batch, or a lag exceeds max_lag.
     StoreError: the run has no rollouts.
   """
   owner = "simulated_asynchronous"
@@ -176,12 +181,12 @@ def simulated_asynchronous(
   check_integer(owner, "num_updates", num_updates, low=0)
   check_integer(owner, "seed", seed, low=0)
   if recorded:
-    versions = recorded_versions(recorded, num_updates)
+    versions = read_versions(recorded, num_updates)
     check_versions(f"{owner}: recorded = {recorded!r}", versions, max_lag)
   else:
-    oldest = (b - sampled_lag(seed, b, max_lag) for b in range(num_updates))
-    versions = [max(0, v) for v in itertools.accumulate(oldest, max)]
-  return once_each(versions, open_ended=max_lag == 0)
+    independent = (b - sample_lag(seed, b, max_lag) for b in range(num_updates))
+    versions = [max(0, v) for v in itertools.accumulate(independent, max)]
+  return schedule_from_versions(versions, open_ended=max_lag == 0)
 
 
 def asynchronous(*, max_lag: int = 4) -> Schedule:
@@ -198,33 +203,33 @@ def asynchronous(*, max_lag: int = 4) -> Schedule:
   check_integer("asynchronous", "max_lag", max_lag, low=0)
   return Schedule(
     samples=lambda t: 0,
-    batch=same,
-    first=same,
+    batch=same_number,
+    first=same_number,
     max_lag=max_lag,
     real_time=True,
     open_ended=True,
   )
 
 
-def once_each(versions: Sequence[int], *, open_ended: bool) -> Schedule:
+def schedule_from_versions(versions: Sequence[int], *, open_ended: bool) -> Schedule:
   """Update t trains on batch t, sampled by version `versions[t]`; versions never decrease."""
   counts = np.bincount(np.asarray(versions, int), minlength=1)
   samples = lambda t: int(counts[t]) if t < len(counts) else 0
-  return Schedule(samples=samples, batch=same, first=same, open_ended=open_ended)
+  return Schedule(samples=samples, batch=same_number, first=same_number, open_ended=open_ended)
 
 
-def sampled_lag(seed: int, batch: int, max_lag: int) -> int:
-  """A random lag for a batch, uniform on 0 … max_lag; depends on (seed, batch) alone."""
+def sample_lag(seed: int, batch: int, max_lag: int) -> int:
+  """Samples the lag of a batch, uniform on 0 … max_lag; depends only on (seed, batch)."""
   # A spawn key, because NumPy treats the entropies [seed, b] and [seed, b, 0] as equal, and the
   # loop seeds other generators with such lists.
   entropy = np.random.SeedSequence(seed, spawn_key=(batch,))
   return int(np.random.default_rng(entropy).integers(max_lag + 1))
 
 
-def recorded_versions(workdir: str, num_batches: int) -> list[int]:
-  """The versions of a run's batches 0 … num_batches − 1, including deleted batches."""
+def read_versions(workdir: str, num_batches: int) -> list[int]:
+  """Reads the versions of a run's batches 0 … num_batches − 1, including deleted batches."""
   store = RolloutStore(
-    place("simulated_asynchronous: recorded", workdir) / "rollouts", writable=False
+    parse_path("simulated_asynchronous: recorded", workdir) / "rollouts", writable=False
   )
   infos = []
   for number in range(num_batches):
@@ -239,7 +244,7 @@ def recorded_versions(workdir: str, num_batches: int) -> list[int]:
 
 
 def check_versions(owner: str, versions: Sequence[int], max_lag: int) -> None:
-  """Raises unless the versions never decrease and 0 ≤ b − versions[b] ≤ max_lag for all b."""
+  """Raises ValueError unless versions never decrease and 0 ≤ b − versions[b] ≤ max_lag."""
   previous = 0
   for batch, version in enumerate(versions):
     prefix = f"{owner}: batch {batch} was sampled by version {version}"

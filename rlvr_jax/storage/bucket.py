@@ -1,11 +1,11 @@
 """Objects of a bucket of Google Cloud Storage, through gcsfs; each is complete or absent.
 
-fsspec has no conditions on generations, by which a bucket decides between writers. So this module
-makes requests of the JSON API itself, with the session of gcsfs.
+fsspec has no preconditions on generations, by which a bucket decides between writers. So this
+module makes requests to the JSON API itself, with the session of gcsfs.
 
-A file of lines is in parts, its segments: what is appended comes as NAME/00000000, NAME/00000001, …
-One process writes such a file, and each write is on the condition that the bucket has what this
-process knows of. So one that has lost its claim cannot change what its successor has written.
+A file of lines is stored in segments: appended lines become the objects NAME/00000000,
+NAME/00000001, … One process writes such a file, on the condition that the segments are those that
+it knows. So a process that has lost its claim cannot change what its successor has written.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ import fsspec
 
 SEGMENT = re.compile(r"(.+\.jsonl)/(\d{8,})")  # a segment of a file of lines
 MAX_CONCURRENT_REQUESTS = 8
-DEADLINE_S = 300.0  # for a request, with its repetitions by gcsfs
-# Listings that gcsfs would keep do not show what other hosts have written since.
+DEADLINE_S = 300.0  # for a request, with its retries by gcsfs
+# Cached listings would lack what other hosts have written since.
 fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
-for _name in ("gcsfs", "fsspec"):  # they log every file that is read
+for _name in ("gcsfs", "fsspec"):  # which log every file that they read
   logging.getLogger(_name).setLevel(logging.WARNING)
 
 
 class ChangedError(RuntimeError):
-  """An object has another generation than its writer expects: another process has written it."""
+  """An object does not have the generation that its writer expects: another process wrote it."""
 
 
 class UnreachableError(OSError):
-  """The bucket does not answer, or refuses."""
+  """The bucket does not respond, or refuses."""
 
 
 class Segment(NamedTuple):
-  """An object that has a part of a file of lines."""
+  """An object with a part of a file of lines."""
 
   number: int
   data: bytes
@@ -51,37 +51,37 @@ class Segment(NamedTuple):
 
 
 @contextlib.contextmanager
-def _explained(what: str) -> Iterator[None]:
-  """Converts errors of gcsfs, which have no common class, into OSError."""
+def _explain_errors(url: str) -> Iterator[None]:
+  """Converts errors of gcsfs, which have no common class, into OSError or ChangedError."""
   try:
     yield
   except FileNotFoundError:
     raise
   except Exception as error:
-    # gcsfs has either for status 412, by its version.
+    # Status 412 is one or the other, depending on the version of gcsfs.
     if isinstance(error, FileExistsError) or str(getattr(error, "code", "")) == "412":
       raise ChangedError(
-        f"{what} was changed by another process; rerun the same command when that has ended"
+        f"{url} was changed by another process; rerun the same command when that has ended"
       ) from error
     text = " ".join(f"{type(error).__name__}: {error}".split())
     if isinstance(error, TimeoutError):
-      text = "no answer in time"
+      text = "no response in time"
     raise UnreachableError(
-      f"{what} cannot be reached: {text}. Check the bucket's name, the network and the account's"
+      f"{url} cannot be reached: {text}. Check the bucket's name, the network and the account's"
       " role (roles/storage.objectUser), then rerun the same command"
     ) from error
 
 
 class Bucket:
-  """The objects under a folder of a bucket; each is written and read in one piece."""
+  """The objects under a folder of a bucket; each is written and read as a whole."""
 
   def __init__(self, folder: str | os.PathLike[str], guard: Callable[[], float] = lambda: math.inf):
-    """Opens nothing yet.
+    """Makes no request yet.
 
     Args:
-      folder: of `place`.
-      guard: called before every write; raises if this process may not write any more, and returns
-        the seconds for which it certainly may. A write that takes longer is given up.
+      folder: from `parse_path`.
+      guard: called before every write; raises if this process may no longer write, and returns the
+        seconds for which it certainly may. A write that takes longer is cancelled.
     """
     self.url = os.fspath(folder).rstrip("/")
     self._bucket, _, self._prefix = self.url.removeprefix("gs://").partition("/")
@@ -89,42 +89,42 @@ class Bucket:
     self._guard = guard
 
   def allowed_s(self) -> float:
-    """Seconds for which this process certainly may write; raises if it may not, see `guard`."""
+    """Seconds for which this process certainly may write; raises as `guard` does."""
     return self._guard()
 
-  def names(self, folder: str = "") -> list[str]:
-    """Names of the objects, sorted; those whose names begin with `folder`."""
-    return sorted(self.sizes(folder))
+  def names(self, prefix: str = "") -> list[str]:
+    """Names of the objects that begin with `prefix`, sorted."""
+    return sorted(self.sizes(prefix))
 
-  def sizes(self, folder: str = "") -> dict[str, int]:
-    """Bytes of the same objects, by name."""
-    found: dict[str, int] = {}
+  def sizes(self, prefix: str = "") -> dict[str, int]:
+    """Bytes of the objects whose names begin with `prefix`, by name."""
+    sizes: dict[str, int] = {}
     page: dict[str, Any] | None = None
-    prefix = f"{self._prefix}/"
-    with _explained(self.url):
+    folder = f"{self._prefix}/"
+    with _explain_errors(self.url):
       while page is None or "nextPageToken" in page:
         page = self._call(
           *("GET", "b/{}/o", self._bucket),
-          prefix=prefix + folder,
+          prefix=folder + prefix,
           fields="items(name,size),nextPageToken",
           pageToken=(page or {}).get("nextPageToken"),
           json_out=True,
         )
         for item in page.get("items", ()):
-          found[item["name"].removeprefix(prefix)] = int(item["size"])
-    return found
+          sizes[item["name"].removeprefix(folder)] = int(item["size"])
+    return sizes
 
   def exists(self, name: str) -> bool:
-    """Whether there is an object of this name."""
+    """Whether an object has this name."""
     return name in self.names(name)
 
   def read(self, name: str) -> bytes:
-    """An object's bytes; raises FileNotFoundError if there is none."""
+    """Reads an object; raises FileNotFoundError if it does not exist."""
     return self.read_generation(name)[0]
 
   def read_generation(self, name: str) -> tuple[bytes, int]:
-    """An object's bytes and generation; raises FileNotFoundError if there is none."""
-    with _explained(f"{self.url}/{name}"):
+    """Reads an object and its generation; raises FileNotFoundError if it does not exist."""
+    with _explain_errors(f"{self.url}/{name}"):
       headers, data = self._call("GET", "b/{}/o/{}", *self._key(name), alt="media")
     return data, int(headers["X-Goog-Generation"])
 
@@ -139,24 +139,25 @@ class Bucket:
     """Writes an object, and compares its checksum with the one that the bucket computed.
 
     Args:
-      name: of the object.
+      name: name of the object.
       data: its bytes.
-      generation: the one that it must have; 0 if it must not exist; None for any.
-      deadline_s: seconds after which it is given up.
+      generation: the generation that it must have; 0: it must not exist; None: any.
+      deadline_s: seconds after which the request is cancelled.
     Returns:
-      Its generation.
+      The new generation.
     Raises:
-      ChangedError: it has another generation, and other bytes.
-      UnreachableError: it may be there nevertheless.
+      ChangedError: the object has another generation, and other bytes.
+      UnreachableError: the request failed; the object may have been written nevertheless.
     """
     limit_s = min(deadline_s, self.allowed_s())
-    url, what = self._system.base.replace("/storage/", "/upload/storage/"), f"{self.url}/{name}"
+    upload_url = self._system.base.replace("/storage/", "/upload/storage/")
+    url = f"{self.url}/{name}"
     digest = base64.b64encode(hashlib.md5(data).digest()).decode()
     bucket, key = self._key(name)
     try:
-      with _explained(what):
+      with _explain_errors(url):
         stored = self._call(
-          *("POST", f"{url}b/{bucket}/o"),
+          *("POST", f"{upload_url}b/{bucket}/o"),
           deadline_s=limit_s,
           uploadType="media",
           name=key,
@@ -167,23 +168,26 @@ class Bucket:
         )
     except FileNotFoundError:
       raise UnreachableError(
-        f"{what} cannot be written: there is no bucket {bucket}, or this account does not see it"
+        f"{url} cannot be written: there is no bucket {bucket}, or this account cannot access it"
       ) from None
     except ChangedError:
-      # After a lost answer gcsfs repeats the request, which then finds what it has written.
-      with _explained(what), contextlib.suppress(FileNotFoundError):
+      # After a lost response gcsfs retries the request, which then meets its own object.
+      with _explain_errors(url), contextlib.suppress(FileNotFoundError):
         stored = self._call("GET", "b/{}/o/{}", bucket, key, json_out=True)
         if stored["md5Hash"] == digest:
           return int(stored["generation"])
       raise
     if stored["md5Hash"] != digest:
-      raise OSError(f"{what} arrived damaged in the bucket; check the network and rerun")
+      raise OSError(f"{url} arrived damaged in the bucket; check the network and rerun")
     return int(stored["generation"])
 
   def delete(self, name: str, *, generation: int | None = None) -> None:
-    """Removes an object; does nothing if there is none, or with another generation."""
+    """Removes an object; does nothing if it does not exist or has another generation."""
     limit_s = min(DEADLINE_S, self.allowed_s())
-    with contextlib.suppress(FileNotFoundError, ChangedError), _explained(f"{self.url}/{name}"):
+    with (
+      contextlib.suppress(FileNotFoundError, ChangedError),
+      _explain_errors(f"{self.url}/{name}"),
+    ):
       self._call(
         *("DELETE", "b/{}/o/{}", *self._key(name)),
         ifGenerationMatch=generation,
@@ -202,7 +206,7 @@ class Bucket:
     return self.read_segments(name, [number for number in numbers if number >= first])
 
   def read_segments(self, name: str, numbers: Sequence[int]) -> list[Segment]:
-    """These segments."""
+    """Reads the segments with these numbers, in this order."""
     read = lambda number: Segment(number, *self.read_generation(segment_name(name, number)))
     with ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS) as pool:
       return list(pool.map(read, numbers))
@@ -211,11 +215,12 @@ class Bucket:
     return self._bucket, f"{self._prefix}/{name}"
 
   def _call(self, *request: Any, deadline_s: float = DEADLINE_S, **options: Any) -> Any:
-    """A request of the JSON API, as of gcsfs; it is cancelled at its deadline."""
+    """Makes a request to the JSON API by gcsfs, which cancels it at the deadline."""
     return self._system.call(*request, timeout=deadline_s, **options)
 
 
 def segment_name(name: str, number: int) -> str:
+  """Name of the object of a segment of the file `name`."""
   return f"{name}/{number:08d}"
 
 
@@ -232,26 +237,27 @@ class _Published(NamedTuple):
 
 
 class Lines:
-  """A local file of lines, and its segments in the bucket."""
+  """A local file of lines and its segments in the bucket."""
 
-  def __init__(self, bucket: Bucket, name: str, found: Sequence[Segment] = ()):
-    """`found`: the segments that there are."""
-    self._bucket, self._name = bucket, name
-    self._segments = [_published(*segment) for segment in found]
+  def __init__(self, bucket: Bucket, name: str, segments: Sequence[Segment] = ()):
+    """`segments`: those that exist already."""
+    self._bucket = bucket
+    self._name = name
+    self._segments = [_describe_segment(*segment) for segment in segments]
     self._inode = -1  # of the file when it was last compared with the segments
 
   def publish(self, file: IO[bytes]) -> None:
-    """Puts the file's lines that are not in the bucket yet.
+    """Puts the lines of the file that are not in the bucket yet.
 
     Raises:
-      OSError: the bucket cannot be reached; what was not put is put by the next call.
+      OSError: the bucket cannot be reached; the next call puts the remaining lines.
       ChangedError: another process has written segments.
     """
-    if self._inode != (inode := os.fstat(file.fileno()).st_ino):  # was replaced by a resumed run
+    if self._inode != (inode := os.fstat(file.fileno()).st_ino):  # a resumed run replaced the file
       self._replace_changed(file)
       self._inode = inode
     file.seek(sum(segment.size for segment in self._segments))
-    self._put(_complete(file.read()))
+    self._put(_complete_lines(file.read()))
 
   def remove(self) -> None:
     """Removes all segments."""
@@ -259,46 +265,47 @@ class Lines:
     self._segments = []
 
   def _replace_changed(self, file: IO[bytes]) -> None:
-    """Replaces the segments that the file does not begin with.
+    """Replaces the segments that differ from the file.
 
-    The last one goes first, and the first of them is replaced: a kill in between leaves too many
-    lines, which the next resume drops, but not too few.
+    It removes them from the last one on, and overwrites the first: a kill in between leaves too
+    many lines, which the next resume drops, but not too few.
     """
-    same = lambda segment: zlib.crc32(file.read(segment.size)) == segment.checksum
-    kept = len(list(itertools.takewhile(same, self._segments)))
-    while len(self._segments) > kept + 1:
+    is_same = lambda segment: zlib.crc32(file.read(segment.size)) == segment.checksum
+    num_same = len(list(itertools.takewhile(is_same, self._segments)))
+    while len(self._segments) > num_same + 1:
       last = self._segments[-1]
       self._bucket.delete(segment_name(self._name, last.number), generation=last.generation)
       self._segments.pop()
-    if len(self._segments) > kept:
+    if len(self._segments) > num_same:
       number, *_, generation = self._segments[-1]
-      file.seek(sum(segment.size for segment in self._segments[:kept]))
-      data = _complete(file.read())
+      file.seek(sum(segment.size for segment in self._segments[:num_same]))
+      data = _complete_lines(file.read())
       name = segment_name(self._name, number)
       generation = self._bucket.put(name, data, generation=generation)
-      self._segments[-1] = _published(number, data, generation)
+      self._segments[-1] = _describe_segment(number, data, generation)
 
   def _put(self, data: bytes) -> None:
     """Puts lines as the next segment."""
     if not data:
       return
     number = self._segments[-1].number + 1 if self._segments else 0
-    name, there = segment_name(self._name, number), data
+    name = segment_name(self._name, number)
+    stored = data
     try:
       generation = self._bucket.put(name, data, generation=0)
     except ChangedError:
-      # A put whose answer was lost is there, without the lines that have come since.
-      there, generation = self._bucket.read_generation(name)
-      if not (there and data.startswith(there)):
+      # The response to an earlier put was lost; its object lacks the lines appended since.
+      stored, generation = self._bucket.read_generation(name)
+      if not (stored and data.startswith(stored)):
         raise
-    self._segments.append(_published(number, there, generation))
-    self._put(data[len(there) :])
+    self._segments.append(_describe_segment(number, stored, generation))
+    self._put(data[len(stored) :])
 
 
-def _published(number: int, data: bytes, generation: int) -> _Published:
+def _describe_segment(number: int, data: bytes, generation: int) -> _Published:
   return _Published(number, len(data), zlib.crc32(data), generation)
 
 
-def _complete(data: bytes) -> bytes:
-  """The complete lines; another thread may be writing the rest."""
+def _complete_lines(data: bytes) -> bytes:
+  """The complete lines of `data`; another thread may be writing the rest."""
   return data[: data.rfind(b"\n") + 1]

@@ -35,32 +35,32 @@ class DiskFullError(OSError):
 # --- other file systems ---------------------------------------------------------------------------
 
 
-def located(path: str | os.PathLike[str]) -> tuple[fsspec.AbstractFileSystem, str]:
-  """The file system that contains `path`, and the path in it.
+def locate(path: str | os.PathLike[str]) -> tuple[fsspec.AbstractFileSystem, str]:
+  """Locates a path: returns its file system, and the path within it.
 
   Args:
     path: local (~ is the home folder), or a URL such as gs://bucket/folder.
   Raises:
-    ValueError: the kind of URL is unknown, or its library is not installed.
+    ValueError: the protocol of the URL is unknown, or its library is not installed.
   """
   text = os.fspath(path)
   try:
     return fsspec.url_to_fs(text if "://" in text else os.path.expanduser(text))
   except (ImportError, ValueError) as error:
     raise ValueError(
-      f"{text!r} cannot be opened: {error}. Paths are local, or URLs that fsspec knows; for gs:// "
-      'install pip install -e ".[gcs]"'
+      f"{text!r} cannot be opened: {error}. Give a local path or a URL that fsspec knows; for gs://"
+      ' install pip install -e ".[gcs]"'
     ) from error
 
 
-def listing(directory: str | os.PathLike[str]) -> list[str]:
-  """Names of the files of a directory, sorted.
+def list_files(directory: str | os.PathLike[str]) -> list[str]:
+  """Lists the names of the files of a directory, sorted.
 
   Raises:
     FileNotFoundError: `directory` is not a directory.
-    OSError: it cannot be reached, in which case fsspec's isfile and exists would return False.
+    OSError: the directory cannot be reached; fsspec's isfile and exists would return False.
   """
-  system, folder = located(directory)
+  system, folder = locate(directory)
   try:
     entries = system.ls(folder, detail=True)
   except (FileNotFoundError, NotADirectoryError):
@@ -72,7 +72,7 @@ def listing(directory: str | os.PathLike[str]) -> list[str]:
       f"{directory} is not a directory: give a local one, or a URL such as gs://bucket/folder;"
       " models are not downloaded by their name on a hub"
     )
-  # Hubs' caches are folders of symbolic links, which a local listing calls neither file nor folder.
+  # Caches of hubs consist of symbolic links, which a local listing calls neither file nor folder.
   files = [e["name"] for e in entries if e["type"] == "file" or system.isfile(e["name"])]
   return sorted(posixpath.basename(file) for file in files)
 
@@ -81,18 +81,18 @@ def listing(directory: str | os.PathLike[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def reporting_full_disk(path: pathlib.Path) -> Iterator[None]:
-  """Turns any library's error about a full disk into one that says how to fix it."""
+def report_full_disk(path: pathlib.Path) -> Iterator[None]:
+  """Converts any library's error about a full disk into one that says how to fix it."""
   try:
     yield
   except Exception as error:
     if isinstance(error, DiskFullError) or not is_disk_full(error):
       raise
-    raise disk_full(path) from error
+    raise disk_full_error(path) from error
 
 
-def disk_full(path: pathlib.Path, detail: str = "") -> DiskFullError:
-  """The error of a run that cannot write `path`."""
+def disk_full_error(path: pathlib.Path, detail: str = "") -> DiskFullError:
+  """The error of a run that cannot write `path` because the disk is full."""
   return DiskFullError(
     errno.ENOSPC,
     f"no space left to write {path}{detail and f' ({detail})'}. Free some space and rerun the same "
@@ -101,17 +101,17 @@ def disk_full(path: pathlib.Path, detail: str = "") -> DiskFullError:
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-  """Whether the error or one of its causes is a full disk."""
-  return _is_of(error, _FULL)
+  """Whether the cause of an error is a full disk."""
+  return _has_errno(error, _FULL)
 
 
 def is_out_of_descriptors(error: BaseException | None) -> bool:
-  """Whether the error or one of its causes is the limit on open files."""
-  return _is_of(error, (errno.EMFILE, errno.ENFILE))
+  """Whether the cause of an error is the limit on open files."""
+  return _has_errno(error, (errno.EMFILE, errno.ENFILE))
 
 
-def _is_of(error: BaseException | None, codes: Collection[int]) -> bool:
-  """Whether the error or one of its causes has such an errno; some libraries have its text only."""
+def _has_errno(error: BaseException | None, codes: Collection[int]) -> bool:
+  """Whether an error or one of its causes has one of these errnos, or at least its text."""
   while error is not None:
     text = str(error)
     if getattr(error, "errno", None) in codes or any(os.strerror(code) in text for code in codes):
@@ -129,12 +129,12 @@ def shortage(folder: pathlib.Path, need: int) -> str | None:
 
 
 @contextlib.contextmanager
-def writing_to(what: str, error_type: type[Exception] = OSError) -> Iterator[None]:
-  """Turns an error of creating or opening a folder on a disk into one that says how to fix it.
+def report_unwritable(name: str, error_type: type[Exception] = OSError) -> Iterator[None]:
+  """Converts an error from creating or opening a folder on a disk into one that says how to fix it.
 
   Args:
-    what: the folder, for the message.
-    error_type: of the error.
+    name: the folder, for the message.
+    error_type: class of the new error.
   """
   try:
     yield
@@ -142,7 +142,7 @@ def writing_to(what: str, error_type: type[Exception] = OSError) -> Iterator[Non
     if error.errno not in _UNWRITABLE:
       raise
     raise error_type(
-      f"{what} cannot be written: {error.strerror}. Choose a folder that this user can write, with"
+      f"{name} cannot be written: {error.strerror}. Choose a folder that this user can write, with"
       " names of at most 255 bytes"
     ) from error
 
@@ -151,21 +151,21 @@ def writing_to(what: str, error_type: type[Exception] = OSError) -> Iterator[Non
 
 
 @contextlib.contextmanager
-def replacing(path: pathlib.Path) -> Iterator[IO[bytes]]:
-  """A file to write that replaces `path` atomically: `path` is either the old or the new file."""
-  with replacing_path(path) as temporary, open(temporary, "wb") as file:
+def replace_file(path: pathlib.Path) -> Iterator[IO[bytes]]:
+  """Context with a file to write, which then replaces `path` atomically."""
+  with replace_path(path) as temporary, open(temporary, "wb") as file:
     yield file
 
 
 @contextlib.contextmanager
-def replacing_path(path: pathlib.Path) -> Iterator[pathlib.Path]:
-  """`replacing` for libraries that need a path; on an error the temporary file is removed.
+def replace_path(path: pathlib.Path) -> Iterator[pathlib.Path]:
+  """As `replace_file`, for libraries that need a path; an error removes the temporary file.
 
-  When it returns, the new file is durable: it survives a crash of the machine.
+  At the end of the context the new file is durable: it survives a crash of the machine.
   """
   temporary = path.with_name(path.name + TEMPORARY)
   try:
-    with reporting_full_disk(path):
+    with report_full_disk(path):
       yield temporary
       with open(temporary, "rb+") as file:
         os.fsync(file.fileno())
@@ -188,29 +188,30 @@ def sync_folder(folder: pathlib.Path) -> None:
 # --- temporary folders ----------------------------------------------------------------------------
 
 
-def own_folder(prefix: str) -> tuple[pathlib.Path, int]:
-  """A new temporary folder, and a descriptor whose lock on it ends with this process.
+def make_locked_folder(prefix: str) -> tuple[pathlib.Path, int]:
+  """Makes a temporary folder; returns it with a descriptor whose lock ends with this process.
 
-  Folders with this prefix that killed processes have left are removed.
+  Folders with this prefix that killed processes left behind are removed.
   """
-  for left in pathlib.Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+  for leftover in pathlib.Path(tempfile.gettempdir()).glob(f"{prefix}*"):
     with contextlib.suppress(OSError):  # of another user, or locked
-      descriptor = _locked(left)
+      descriptor = _lock_folder(leftover)
       try:
-        shutil.rmtree(left)
+        shutil.rmtree(leftover)
       finally:
         os.close(descriptor)
   while True:
     folder = pathlib.Path(tempfile.mkdtemp(prefix=prefix))
-    # Until it is locked, another process may take it for one that was left.
+    # Until it is locked, another process may take it for a leftover.
     with contextlib.suppress(BlockingIOError, FileNotFoundError):
-      descriptor = _locked(folder)
+      descriptor = _lock_folder(folder)
       if folder.exists():
         return folder, descriptor
       os.close(descriptor)
 
 
-def _locked(folder: pathlib.Path) -> int:
+def _lock_folder(folder: pathlib.Path) -> int:
+  """Locks a folder; returns the descriptor. Raises OSError if it is locked already."""
   descriptor = os.open(folder, os.O_RDONLY)
   try:
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -224,23 +225,23 @@ def _locked(folder: pathlib.Path) -> int:
 
 
 class JsonLines:
-  """Appends JSON lines to a file; after each call the operating system has all of them.
+  """Appends JSON lines to a file; each call passes them all to the operating system.
 
-  Opening it removes a torn last line, which a kill within a call leaves.
+  Opening the file removes a torn last line, which a kill during a call leaves.
   """
 
   def __init__(self, path: pathlib.Path, *, fsync: bool = False, exclusive: bool = False):
     """Opens a file.
 
     Args:
-      path: of the file, which is created if needed.
+      path: the file, which is created if needed.
       fsync: whether each call also waits for the disk.
       exclusive: whether to lock the file until it is closed or the process ends.
     Raises:
       BlockingIOError: another process has locked it.
     """
     self._path, self._fsync = path, fsync
-    # Unbuffered: a buffer would keep the bytes of a failed write and write them again on close.
+    # Unbuffered: a buffer would hold the bytes of a failed write, and write them again on close.
     self._file = open(path, "ab", buffering=0)
     try:
       if exclusive:
@@ -262,7 +263,7 @@ class JsonLines:
     rest = memoryview(b"".join(lines))
     size = os.fstat(self.fileno()).st_size
     try:
-      with reporting_full_disk(self._path):
+      with report_full_disk(self._path):
         while rest:
           rest = rest[self._file.write(rest) :]
         if self._fsync:
@@ -274,7 +275,7 @@ class JsonLines:
     return lines
 
   def fileno(self) -> int:
-    """The file's descriptor."""
+    """The descriptor of the file."""
     return self._file.fileno()
 
   def close(self) -> None:
@@ -283,7 +284,7 @@ class JsonLines:
 
 
 def _complete_size(path: pathlib.Path) -> int:
-  """Bytes of a file up to the end of its last complete line."""
+  """Number of bytes up to the end of a file's last complete line."""
   with open(path, "rb") as file:
     size = file.seek(0, os.SEEK_END)
     while size:
@@ -296,19 +297,19 @@ def _complete_size(path: pathlib.Path) -> int:
 
 
 def read_lines(path: pathlib.Path) -> list[bytes]:
-  """The lines of a file, of which the last one may be torn; none if the file does not exist."""
+  """Reads the lines of a file, the last of which may be torn; [] if the file does not exist."""
   return path.read_bytes().splitlines(keepends=True) if path.exists() else []
 
 
 def replace_lines(path: pathlib.Path, lines: Sequence[bytes]) -> None:
-  """Makes these the lines of a file, atomically; does not write if it has them already."""
+  """Replaces the lines of a file atomically; does not write if it has these already."""
   if not path.exists() or read_lines(path) != list(lines):
-    with replacing(path) as file:
+    with replace_file(path) as file:
       file.writelines(lines)
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-  """The record in a line; None if it is not a JSON object."""
+  """Parses the record in a line; None if the line is not a JSON object."""
   try:
     record = json.loads(line)
   except ValueError:
@@ -317,16 +318,19 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def read_records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-  """As `records_of`, of a local file."""
+  """Reads the records of a local file, as `parse_records`."""
   with open(path, encoding="utf-8", errors="replace") as lines:
-    yield from records_of(lines, path)
+    yield from parse_records(lines, path)
 
 
-def records_of(lines: Iterable[str], path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-  """The records of a .jsonl file; an incomplete last line is skipped.
+def parse_records(lines: Iterable[str], path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+  """Parses the records of a .jsonl file; an incomplete last line is skipped.
 
+  Args:
+    lines: of the file.
+    path: of the file, for messages.
   Raises:
-    DamagedFileError: if a complete line is not a JSON object.
+    DamagedFileError: a complete line is not a JSON object.
   """
   for number, line in enumerate(lines, start=1):
     if not line.endswith("\n"):
@@ -346,7 +350,7 @@ def json_crc32(value: Any) -> int:
 
 
 def with_crc32(record: Mapping[str, Any]) -> dict[str, Any]:
-  """A record and, as its field "crc32", its checksum; for `is_as_written` and `checked_record`."""
+  """A record with its checksum as the field "crc32"; see `is_as_written`, `parse_checked_line`."""
   return {**record, "crc32": json_crc32(record)}
 
 
@@ -356,8 +360,8 @@ def is_as_written(record: Mapping[str, Any]) -> bool:
   return record.get("crc32") == json_crc32(content)
 
 
-def checked_record(line: bytes) -> dict[str, Any] | None:
-  """The record, without its checksum, of a line of `with_crc32`; None if it is torn or changed."""
+def parse_checked_line(line: bytes) -> dict[str, Any] | None:
+  """Parses a line from `with_crc32`, without its checksum; None if it is torn or changed."""
   record = parse_line(line)
   if record is None or not is_as_written(record):
     return None

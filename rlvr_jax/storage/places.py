@@ -1,9 +1,9 @@
-"""Where a run's files stay: on a disk, or in a bucket of Google Cloud Storage, gs://BUCKET/FOLDER.
+"""The storage of a run: a disk, or a bucket of Google Cloud Storage, gs://BUCKET/FOLDER.
 
 A bucket has no locks, renames or appends. But an object is complete or absent, and a condition on
 its generation decides between writers. So a run whose workdir is in a bucket writes into a folder
 on this machine, its staging folder, and `Workdir.publish` puts the files into the bucket. Files of
-lines, which only grow, are put in segments.
+lines, which only grow, are stored in segments.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from typing import TextIO, cast
 from rlvr_jax.storage.bucket import MAX_CONCURRENT_REQUESTS, SEGMENT, Bucket, Lines
 from rlvr_jax.storage.files import (
   TEMPORARY,
-  own_folder,
-  replacing_path,
-  reporting_full_disk,
+  make_locked_folder,
+  replace_path,
+  report_full_disk,
   sync_folder,
 )
 
 OWNER = ".owner"  # the object by which a process claims a bucket's folder
 _STAGING = "rlvr_jax_staging_"  # begins the names of staging folders
-FOLLOW_S = 5.0  # seconds between two puts of the files of `Workdir.follow`
+FOLLOW_S = 5.0  # seconds between two uploads of the files of `Workdir.follow`
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+(.*)")
 
 
-def place(
+def parse_path(
   owner: str, path: str | os.PathLike[str], *, must_be_on_disk: bool = False
 ) -> pathlib.Path:
-  """The path that a flag or field names: pathlib's, or in a bucket an `etils.epath.Path`.
+  """Parses the path in a flag or field: a `pathlib.Path`, or in a bucket an `etils.epath.Path`.
 
   Args:
     owner: the flag or field, for the message.
-    path: a folder, or gs://BUCKET/FOLDER; pathlib would take a URL for a folder named "gs:".
-    must_be_on_disk: whether a bucket will not do.
+    path: a folder, or gs://BUCKET/FOLDER, which pathlib would take for a folder named "gs:".
+    must_be_on_disk: whether a bucket is refused.
   Raises:
-    ValueError: it is a URL of another kind, or gcsfs is not installed.
+    ValueError: the path is a URL of another kind, or gcsfs is not installed.
   """
   text = os.fspath(path)
   if not (url := _URL.match(text)):
@@ -55,10 +55,10 @@ def place(
   if must_be_on_disk:
     raise ValueError(
       f"{owner} = {text!r} is a URL, but must be a folder: on a disk, or on a file system that all"
-      " hosts mount, such as Filestore (docs/tpu.md). A mounted bucket will not do, as gcsfuse has"
+      " hosts mount, such as Filestore (docs/tpu.md). A mounted bucket does not work: gcsfuse has"
       " neither locks nor atomic renames"
     )
-  if url[1] != "gs" or not re.match("[^/]+/+[^/]", url[2]):  # a path has lost a slash of gs://
+  if url[1] != "gs" or not re.match("[^/]+/+[^/]", url[2]):  # pathlib drops a slash of gs://
     raise ValueError(
       f"{owner} = {text!r} must be a folder on a disk, on a file system that all hosts mount, or in"
       " a bucket of Google Cloud Storage: gs://BUCKET/FOLDER"
@@ -74,23 +74,23 @@ def place(
 
 
 def in_bucket(path: str | os.PathLike[str]) -> bool:
-  """Whether `path`, of `place`, is in a bucket."""
+  """Whether a path from `parse_path` is in a bucket."""
   return os.fspath(path).startswith("gs://")
 
 
-def absolute(path: pathlib.Path) -> pathlib.Path:
-  """The path from the root of its disk, or of its bucket as it is."""
+def make_absolute(path: pathlib.Path) -> pathlib.Path:
+  """Makes a path on a disk absolute; returns one in a bucket unchanged."""
   return path if in_bucket(path) else path.absolute()
 
 
 @contextlib.contextmanager
-def opened_lines(path: pathlib.Path) -> Iterator[TextIO]:
-  """Opens a file of lines for reading; in a bucket its segments, joined.
+def open_lines(path: pathlib.Path) -> Iterator[TextIO]:
+  """Opens a file of lines for reading; in a bucket, its joined segments.
 
   Args:
-    path: of `place`.
+    path: from `parse_path`.
   Raises:
-    FileNotFoundError: it does not exist.
+    FileNotFoundError: the file does not exist.
   """
   if not in_bucket(path):
     with open(path, encoding="utf-8", errors="replace") as file:
@@ -113,30 +113,30 @@ class LocalFiles:
     self._folder = folder
 
   def names(self) -> list[str]:
-    """Names of what is in the folder, sorted."""
+    """Names of the files and folders in the folder, sorted."""
     return sorted(path.name for path in self._folder.iterdir())
 
   def exists(self, name: str) -> bool:
     return (self._folder / name).exists()
 
   def sizes(self) -> dict[str, int] | None:
-    """Bytes of the files by name, where they prove that a file is as it was written; here None."""
+    """Bytes of the files by name if equal sizes prove that a file is intact; on a disk, None."""
     return None
 
-  def writing(self, name: str) -> contextlib.AbstractContextManager[pathlib.Path]:
-    """A path to write to, which becomes the file at the end."""
-    return replacing_path(self._folder / name)
+  def open_to_write(self, name: str) -> contextlib.AbstractContextManager[pathlib.Path]:
+    """Context with a path to write to; its file replaces `name` at the end."""
+    return replace_path(self._folder / name)
 
-  def reading(self, name: str) -> contextlib.AbstractContextManager[pathlib.Path]:
-    """A path to read from."""
+  def open_to_read(self, name: str) -> contextlib.AbstractContextManager[pathlib.Path]:
+    """Context with a path to read from."""
     return contextlib.nullcontext(self._folder / name)
 
   def delete(self, name: str) -> None:
-    """Removes a file, if it is there."""
+    """Removes a file, if it exists."""
     (self._folder / name).unlink(missing_ok=True)
 
   def move(self, name: str, folder: str) -> pathlib.Path:
-    """Moves a file into a folder in this one, as NAME.0, NAME.1, …, the first that is free."""
+    """Moves a file into a subfolder, as NAME.0, NAME.1, …: the first name that is free."""
     target = self._folder / folder
     target.mkdir(exist_ok=True)
     names = (target / f"{name}.{k}" for k in itertools.count())
@@ -147,11 +147,12 @@ class LocalFiles:
 
 
 class BucketFiles:
-  """Files of a folder in a bucket, through temporary files on this machine; as `LocalFiles`."""
+  """Files of a folder in a bucket, by temporary files on this machine; methods as `LocalFiles`."""
 
   def __init__(self, bucket: Bucket, staging: pathlib.Path | None = None):
     """`staging`: folder for the temporary files; None for that of the system."""
-    self._bucket, self._staging = bucket, staging
+    self._bucket = bucket
+    self._staging = staging
 
   def names(self) -> list[str]:
     return sorted({name.partition("/")[0] for name in self._bucket.names()})
@@ -160,22 +161,22 @@ class BucketFiles:
     return self._bucket.exists(name)
 
   def sizes(self) -> dict[str, int]:
-    """Bytes of the files by name: a bucket keeps an object as it was put."""
+    """Bytes of the files by name; equal sizes prove that an object is as it was written."""
     return self._bucket.sizes()
 
   @contextlib.contextmanager
-  def writing(self, name: str) -> Iterator[pathlib.Path]:
-    """A path to write to, which is put as one object at the end; it never replaces an object."""
+  def open_to_write(self, name: str) -> Iterator[pathlib.Path]:
+    """Context with a path to write to; its file is stored at the end and never replaces another."""
     with tempfile.TemporaryDirectory(dir=self._staging) as folder:
       path = pathlib.Path(folder) / name
       yield path
       self._bucket.put(name, path.read_bytes(), generation=0)
 
   @contextlib.contextmanager
-  def reading(self, name: str) -> Iterator[pathlib.Path]:
+  def open_to_read(self, name: str) -> Iterator[pathlib.Path]:
     with tempfile.TemporaryDirectory(dir=self._staging) as folder:
       path = pathlib.Path(folder) / name
-      with reporting_full_disk(path):
+      with report_full_disk(path):
         path.write_bytes(self._bucket.read(name))
       yield path
 
@@ -188,28 +189,29 @@ class BucketFiles:
     target = next(name for name in names if name not in taken)
     self._bucket.put(target, self._bucket.read(name), generation=0)
     self._bucket.delete(name)
-    return place("", f"{self._bucket.url}/{target}")
+    return parse_path("", f"{self._bucket.url}/{target}")
 
 
-# --- lines that others append ---------------------------------------------------------------------
+# --- appended lines -------------------------------------------------------------------------------
 
 
 class LocalTail:
-  """Reads what is appended to a file of lines.
+  """Reads the lines that another process appends to a file.
 
   Attributes:
     size: bytes read so far.
   """
 
   def __init__(self, path: pathlib.Path):
-    self._path, self.size = path, 0
+    self._path = path
+    self.size = 0
 
   def is_empty(self) -> bool:
     """Whether the file has no bytes."""
     return not self._path.stat().st_size
 
-  def new(self) -> bytes:
-    """The complete lines since the last call; the rest is being written, or torn."""
+  def read_new(self) -> bytes:
+    """Reads the complete lines since the last call; the rest is being written, or torn."""
     with open(self._path, "rb") as file:
       file.seek(self.size)
       data = file.read()
@@ -219,17 +221,19 @@ class LocalTail:
 
 
 class BucketTail:
-  """Reads what is appended to a file of lines in a bucket; as `LocalTail`."""
+  """Reads the lines that another process appends to a file in a bucket; methods as `LocalTail`."""
 
   def __init__(self, bucket: Bucket, name: str):
-    self._bucket, self._name, self._next = bucket, name, 0
+    self._bucket = bucket
+    self._name = name
+    self._next_segment = 0
 
   def is_empty(self) -> bool:
     return not self._bucket.names(f"{self._name}/")
 
-  def new(self) -> bytes:
-    segments = self._bucket.segments(self._name, first=self._next)
-    self._next = segments[-1].number + 1 if segments else self._next
+  def read_new(self) -> bytes:
+    segments = self._bucket.segments(self._name, first=self._next_segment)
+    self._next_segment = segments[-1].number + 1 if segments else self._next_segment
     return b"".join(segment.data for segment in segments)
 
 
@@ -237,43 +241,43 @@ class BucketTail:
 
 
 class Workdir:
-  """The folder of a run: where its files stay, and where this process writes them.
+  """The folder of a run: where its files are kept, and where this process writes them.
 
   Attributes:
-    kept: the folder, of `place`.
-    local: the same folder if it is on a disk; for a bucket a new staging folder of this process.
+    path: the folder, from `parse_path`.
+    local: the same folder if it is on a disk; for a bucket, a new staging folder of this process.
   """
 
   def __init__(self, path: str | os.PathLike[str]):
-    """Raises ValueError as `place` does."""
-    self.kept = self.local = place("--workdir", path)
+    """Raises ValueError as `parse_path` does."""
+    self.path = self.local = parse_path("--workdir", path)
     self._guard: Callable[[], float] = lambda: math.inf
     self._mirror: _Mirror | None = None
-    if in_bucket(self.kept):
-      staging, self._lock = own_folder(_STAGING)
-      self.local = staging / self.kept.name
+    if in_bucket(self.path):
+      staging, self._lock = make_locked_folder(_STAGING)
+      self.local = staging / self.path.name
       self.local.mkdir()
       self._mirror = _Mirror(self.local, self.bucket())
       self._follower = _Follower(self._mirror)
 
-  def guard_by(self, check: Callable[[], float]) -> None:
-    """Calls `check` before every write into the bucket; see `Bucket`."""
-    self._guard = check
+  def set_guard(self, guard: Callable[[], float]) -> None:
+    """Sets a function that is called before every write into the bucket; see `Bucket`."""
+    self._guard = guard
 
   def bucket(self, folder: str = "") -> Bucket:
-    """A folder of a workdir in a bucket."""
-    return Bucket(self.kept / folder, lambda: self._guard())
+    """The objects of a folder in the workdir, which must be in a bucket."""
+    return Bucket(self.path / folder, lambda: self._guard())
 
   def fetch(self) -> None:
-    """Copies what a run reads of its own files into the staging folder; a disk has them already.
+    """Copies from a bucket into the staging folder the files of its own that a run reads.
 
-    These are the files at the top, and all files of lines. Other folders are created empty.
+    These are the files at the top level, and all files of lines. Other folders are created empty.
     """
     if self._mirror is not None:
       self._mirror.fetch()
 
   def publish(self, *names: str) -> None:
-    """Puts new and changed files of the staging folder into the bucket; all, or those of `names`.
+    """Puts new and changed files of the staging folder into the bucket: `names`, or all.
 
     Raises:
       OSError: the bucket cannot be reached.
@@ -282,16 +286,16 @@ class Workdir:
       self._mirror.publish(*names)
 
   def follow(self, path: pathlib.Path) -> None:
-    """Publishes a file of lines that has grown, or was removed, after some seconds.
+    """Publishes, within some seconds, a file of lines that has grown or was removed.
 
-    Returns at once. A failed put is tried again, until `publish` or `close` raises its error.
+    Returns at once. A failed upload is retried, until `publish` or `close` raises its error.
     """
     if self._mirror is not None:
       self._mirror.note(path.relative_to(self.local).as_posix())
       self._follower.start()
 
   def close(self) -> None:
-    """`publish`, then removes the staging folder."""
+    """Publishes all files, then removes the staging folder."""
     if self._mirror is not None:
       self._follower.close()
       self.publish()
@@ -300,12 +304,13 @@ class Workdir:
 
 
 class _Mirror:
-  """The files of a staging folder, and what the bucket has of them."""
+  """The files of a staging folder, and the versions of them that are in the bucket."""
 
   def __init__(self, local: pathlib.Path, bucket: Bucket):
-    self._local, self._bucket = local, bucket
+    self._local = local
+    self._bucket = bucket
     self._lines: dict[str, Lines] = {}
-    self._put: dict[str, tuple[int, int]] = {}  # size and time of change of other files
+    self._published: dict[str, tuple[int, int]] = {}  # size and modification time, of other files
     self._due: set[str] = set()  # see `note`; a set's own operations are atomic
     self._publishing = threading.Lock()
 
@@ -319,7 +324,7 @@ class _Mirror:
         (self._local / name.partition("/")[0]).mkdir(exist_ok=True)
       elif name != OWNER:
         (self._local / name).write_bytes(self._bucket.read(name))
-        self._put[name] = _size_and_time(self._local / name)
+        self._published[name] = _size_and_time(self._local / name)
     for name, numbers in lines.items():
       segments = self._bucket.read_segments(name, numbers)
       self._lines[name] = Lines(self._bucket, name, segments)
@@ -331,7 +336,7 @@ class _Mirror:
     self._due.add(name)
 
   def publish_noted(self) -> None:
-    """Publishes the files of `note`."""
+    """Publishes the files added by `note`."""
     if due := set(self._due):
       self.publish(*due)
 
@@ -355,7 +360,7 @@ class _Mirror:
     path = self._local / name
     try:
       file = open(path, "rb")
-    except FileNotFoundError:  # such as groups of a batch that is now in the store
+    except FileNotFoundError:  # such as the journal of a batch that is now in the store
       if name in self._lines:
         self._lines[name].remove()
         del self._lines[name]
@@ -363,9 +368,9 @@ class _Mirror:
     with file:
       if path.suffix == ".jsonl":
         self._lines.setdefault(name, Lines(self._bucket, name)).publish(file)
-      elif self._put.get(name) != (about := _size_and_time(path)):
+      elif self._published.get(name) != (version := _size_and_time(path)):
         self._bucket.put(name, file.read())
-        self._put[name] = about
+        self._published[name] = version
 
 
 class _Follower:
@@ -377,7 +382,7 @@ class _Follower:
     self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
 
   def start(self) -> None:
-    """Starts the thread unless it runs."""
+    """Starts the thread, unless it is running."""
     if not self._thread.ident:
       self._thread.start()
 
@@ -394,28 +399,30 @@ class _Follower:
 
 
 def _size_and_time(path: pathlib.Path) -> tuple[int, int]:
-  about = path.stat()
-  return about.st_size, about.st_mtime_ns
+  status = path.stat()
+  return status.st_size, status.st_mtime_ns
 
 
-def bucket_of(folder: pathlib.Path, workdir: Workdir | None = None) -> Bucket | None:
-  """The objects of a folder, of `place`; None if it is on a disk.
+def open_bucket(folder: pathlib.Path, workdir: Workdir | None = None) -> Bucket | None:
+  """The objects of a folder; None if it is on a disk.
 
-  `workdir`: the one that the folder is in, which guards what is written.
+  Args:
+    folder: from `parse_path`.
+    workdir: the workdir that contains the folder and guards its writes, if any.
   """
   if not in_bucket(folder):
     return None
   return workdir.bucket(folder.name) if workdir else Bucket(folder)
 
 
-def files_in(folder: pathlib.Path, workdir: Workdir | None = None) -> LocalFiles | BucketFiles:
-  """The files of a folder; arguments as of `bucket_of`."""
-  bucket = bucket_of(folder, workdir)
+def open_files(folder: pathlib.Path, workdir: Workdir | None = None) -> LocalFiles | BucketFiles:
+  """The files of a folder; arguments as of `open_bucket`."""
+  bucket = open_bucket(folder, workdir)
   if bucket is None:
     return LocalFiles(folder)
   return BucketFiles(bucket, workdir.local.parent if workdir else None)
 
 
-def tail_of(path: pathlib.Path) -> LocalTail | BucketTail:
-  """Reads what is appended to a file of lines, of `place`."""
+def open_tail(path: pathlib.Path) -> LocalTail | BucketTail:
+  """A reader of the lines appended to a file; `path`: from `parse_path`."""
   return BucketTail(Bucket(path.parent), path.name) if in_bucket(path) else LocalTail(path)

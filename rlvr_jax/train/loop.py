@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rlvr_jax.evaluate.held_out import accuracy, evaluated
+from rlvr_jax.evaluate.held_out import accuracy, evaluate_problems
 from rlvr_jax.rewards.pool import GraderPool
 from rlvr_jax.rollouts.batch import Position
 from rlvr_jax.rollouts.collect import Collector
@@ -28,17 +28,17 @@ from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
 from rlvr_jax.train.checkpointing.host_state import HostState
 from rlvr_jax.train.cluster import multihost
-from rlvr_jax.train.cluster.process import EndRequestedError, alive
+from rlvr_jax.train.cluster.process import EndRequestedError, restart_deadline
 from rlvr_jax.train.generation import modes
 from rlvr_jax.train.generation.async_generator import GeneratorStoppedError
-from rlvr_jax.train.generation.generator import Generator, fingerprint_of
+from rlvr_jax.train.generation.generator import Generator
+from rlvr_jax.train.generation.policies import lazy_fingerprint, sync_weights
 from rlvr_jax.train.generation.scoring import Scorer
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.reporting.run_log import DispatchedUpdate, RunLog
 from rlvr_jax.train.setup.build import Parts
-from rlvr_jax.train.setup.grading import make_collector
 from rlvr_jax.train.start import parameters
-from rlvr_jax.train.start.restore import Resumed, layout_of
+from rlvr_jax.train.start.restore import Resumed, describe_layout
 from rlvr_jax.types import Params, TrainState
 
 
@@ -57,18 +57,18 @@ class Trainer:
   """The phases of the loop, and the objects that they use.
 
   Attributes:
-    parts: of the run.
-    frozen: parameters that are not trained, where updates are made.
+    parts: the run's parts.
+    frozen: the parameters that are not trained.
     generator: makes batches.
     queue: batches that updates will train on.
     scorer: computes log-probabilities of batches.
     collector: encodes, decodes and grades.
     log: counts, and writes records.
-    checkpointer: saves.
+    checkpointer: saves checkpoints.
   """
 
   parts: Parts
-  frozen: Params
+  frozen: parameters.Frozen
   generator: Generator
   queue: RolloutQueue
   scorer: Scorer
@@ -80,19 +80,20 @@ class Trainer:
     """Runs updates until the last one.
 
     Raises:
-      EndRequestedError: the run was asked to end before; it has been saved.
+      EndRequestedError: shutdown was requested before the last update; the run has been saved.
+      GeneratorStoppedError: there was no next batch; the run has been saved.
     """
     c, total = self.parts.config, self.parts.config.num_updates
     with contextlib.ExitStack() as stack:
       try:
-        if self.evaluation_is_due(now):  # the run was asked to end within it
+        if self.evaluation_is_due(now):  # a shutdown has interrupted the last one
           now = self.evaluate(now)
           self.save(now)
         generation = stack.enter_context(contextlib.closing(self.start_generation()))
         self.offer_weights(now, generation)
         for step in range(now.step, total):
           self.log.before_update(step + 1)
-          with self.undone_if_ended():
+          with self.undo_if_interrupted():
             now = self.update(self.collect(now, generation))
           self.offer_weights(now, generation)
           if due := self.evaluation_is_due(now):
@@ -155,18 +156,18 @@ class Trainer:
       return
     # The policy that samples has to match these parameters.
     checksums = self.parts.programs.checksums(now.state.params)
-    self.queue.record(now.step, fingerprint_of(checksums))
+    self.queue.record(now.step, lazy_fingerprint(checksums))
     began = time.perf_counter()
-    policy = self.generator.sync_weights(now.state.params, now.step)
-    self.log.spent("time/sync_weights_seconds", time.perf_counter() - began)
+    policy = sync_weights(self.parts, self.frozen.sampler, now.state.params, now.step)
+    self.log.add_measurement("time/sync_weights_seconds", time.perf_counter() - began)
     generation.offer(policy)
 
   def collect(self, now: Progress, generation: modes.Generation) -> Progress:
     """Takes the graded batches that are due before the next update."""
     position = now.position
     with multihost.phase("generation"):
-      multihost.end_if_asked()
-      # The last update's metrics are read before a wait, which its time does not include.
+      multihost.raise_if_shutdown_requested()
+      # Before a wait the last update's metrics are read, so that its time does not include it.
       for batch in generation.take(self.parts.schedule.batch(now.step), self.log.read_update):
         assert batch.position is not None  # every batch that was generated has one
         self.log.count_sampled(batch, now.step)
@@ -180,7 +181,7 @@ class Trainer:
     number = schedule.batch(now.step)
     with multihost.phase("an update"):
       self.queue.check_fingerprint(number)
-      rollouts = multihost.together(lambda: self.queue.load(number))
+      rollouts = multihost.run_together(lambda: self.queue.load(number))
       assert rollouts.graded is not None  # a loaded batch has its contents
       statistics = rollouts.graded.statistics
       rollouts, batch = self.scorer.prepare(rollouts, now.state, now.step)
@@ -188,24 +189,24 @@ class Trainer:
       dispatched = time.perf_counter()
       on_devices = parts.placement.batch_to_devices(batch)
       measured, arrays = self.scorer.measure(now.state, on_devices, now.step)
-      state, metrics = programs.train_step(now.state, self.frozen, on_devices)
+      state, metrics = programs.train_step(now.state, self.frozen.trainer, on_devices)
       if measured:
-        entropy = programs.mean_entropy(state.params, self.frozen, on_devices)
+        entropy = programs.mean_entropy(state.params, self.frozen.trainer, on_devices)
         metrics |= measured | {"policy/entropy_change": entropy - metrics["policy/entropy"]}
       self.log.count_trained(batch, state.params if parts.lora else None)
       host = self.log.host_metrics(statistics, now.step)
       self.queue.release(number)
       now = now._replace(step=now.step + 1, state=state)
-      # No batch that generation has ready is of an older version.
+      # No batch that is still to come from generation was sampled by an older version.
       oldest = now.step - (schedule.max_lag or 0)
       self.queue.forget(before=schedule.first(now.step), versions_before=oldest)
       self.log.read_update()
-      self.log.dispatched(DispatchedUpdate(now.step, dispatched, metrics, host, batch, arrays))
+      self.log.remember_update(DispatchedUpdate(now.step, dispatched, metrics, host, batch, arrays))
     return now
 
   @contextlib.contextmanager
-  def undone_if_ended(self) -> Iterator[None]:
-    """Within it, an end leaves queue and counters as they were; sampled groups stay on the disk."""
+  def undo_if_interrupted(self) -> Iterator[None]:
+    """Context that restores queue and counters if it is interrupted; sampled groups stay stored."""
     counters, pending = dict(self.log.counters), dict(self.queue.batches)
     try:
       yield
@@ -236,9 +237,9 @@ class Trainer:
     settings, began = self.parts.config.evaluation, time.perf_counter()
     engine, batches = self.parts.programs.held_out_engine, []
     with multihost.phase("an evaluation"):
-      for batch in evaluated(
+      for batch in evaluate_problems(
         engine,
-        engine.load(now.state.params, self.frozen),
+        engine.load(now.state.params, self.frozen.trainer),
         self.parts.task.held_out,
         collector=self.collector,
         batch_size=settings.batch_prompts,
@@ -247,7 +248,7 @@ class Trainer:
         version=now.step,
       ):
         batches.append(batch)
-        alive()
+        restart_deadline()
     samples = [row for batch in batches for row in batch.samples]
     evaluation = accuracy(samples, ks=settings.ks, seed=settings.seed)
     prompts = np.concatenate([batch.prompt_lengths for batch in batches])
@@ -264,7 +265,7 @@ class Trainer:
       counters=self.log.counters,
       evaluation=dict(now.evaluation),
       evaluated=now.evaluated,
-      layout=layout_of(self.parts),
+      layout=describe_layout(self.parts),
       queue=queue,
       written=self.log.writer.written(now.step),
     )
@@ -280,7 +281,7 @@ class Trainer:
     if not c.store.keep_used:
       # Batches that a run resumed from the last checkpoints may train on are kept.
       needed = self.parts.schedule.first(self.checkpointer.steps()[-c.checkpoint.keep :][0])
-      multihost.on_first(lambda: self.queue.remove_used(before=needed), None)
+      multihost.run_on_first(lambda: self.queue.remove_used(before=needed), None)
 
 
 def make_trainer(
@@ -300,11 +301,11 @@ def make_trainer(
     frozen: from `parameters.load_frozen`.
     initial: trained parameters before the first update.
   """
-  collector = make_collector(parts, pool)
+  collector = parts.make_collector(pool)
   clock = modes.clock_of_generation(parts.schedule, log.clock)
   return Trainer(
     parts=parts,
-    frozen=frozen.trainer,
+    frozen=frozen,
     generator=Generator(parts, frozen.sampler, collector, store, clock),
     queue=RolloutQueue(store),
     scorer=Scorer(parts, frozen.trainer, initial, log),

@@ -20,7 +20,7 @@ from rlvr_jax.ops.precision import with_matmul_precision
 from rlvr_jax.rollouts.batch import Graded, RolloutBatch, from_shard, read_batch
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.train.reporting.progress import progress
-from rlvr_jax.train.session import session
+from rlvr_jax.train.session import open_session
 from rlvr_jax.train.setup.build import Parts, build, make_method
 from rlvr_jax.train.start import parameters
 from rlvr_jax.types import Params, TrainBatch
@@ -28,7 +28,7 @@ from rlvr_jax.update.accumulate import policy_logprobs, update_gradient
 from rlvr_jax.update.objective import Method
 
 
-def recipe(name: str) -> Any:
+def load_recipe(name: str) -> Any:
   """The configuration of a recipe by name, such as "grpo"; ImportError for another name."""
   return importlib.import_module(f"rlvr_jax.configs.{name}").get_config()
 
@@ -49,7 +49,7 @@ def train_and_record(
   """
   copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params))
   params: dict[int, Params] = {}
-  with session(build(base), workdir / "training") as run:
+  with open_session(build(base), workdir / "training") as run:
     trainer, now = run.trainer, run.now
     first = copy(now.state.params)
     entropy = trainer.scorer.measure_entropy(first, trainer.collector)
@@ -61,7 +61,7 @@ def train_and_record(
       now = trainer.collect(now, generation)
       lag = update - before
       if lag == 0:
-        recorded = graded(trainer.queue.load(update)).train
+        recorded = contents_of(trainer.queue.load(update)).train
       if lag in lags:
         params[lag] = copy(now.state.params)
       now = trainer.update(now)
@@ -69,13 +69,13 @@ def train_and_record(
   return trainer.parts, recorded, params, first, entropy
 
 
-def graded(batch: RolloutBatch) -> Graded:
+def contents_of(batch: RolloutBatch) -> Graded:
   """The contents of a batch that has its grades."""
   assert batch.graded is not None  # a store and a queue's loaded batches have them
   return batch.graded
 
 
-def recorded_batch(place: str) -> TrainBatch:
+def read_recorded_batch(place: str) -> TrainBatch:
   """A batch of FILE.array_record, or of a run's store and a number, STORE:NUMBER.
 
   Raises:
@@ -89,11 +89,11 @@ def recorded_batch(place: str) -> TrainBatch:
       f"rollouts = {place!r}: give FILE.array_record, or a store and a batch, STORE:NUMBER"
     )
   store = RolloutStore(directory, writable=False)
-  batch = graded(from_shard(int(number), *store.read(int(number)))).train
+  batch = contents_of(from_shard(int(number), *store.read(int(number)))).train
   return dataclasses.replace(batch, sources=None)
 
 
-def directions(
+def measure_gradients(
   name: str,
   parts: Parts,
   batch: TrainBatch,
@@ -107,7 +107,7 @@ def directions(
     name: of the recipe.
     parts, batch, params, reference, entropy: see `train_and_record`.
   """
-  method: Method = make_method(recipe(name), parts.model, parts.placement.mesh)
+  method: Method = make_method(load_recipe(name), parts.model, parts.placement.mesh)
   limit = parts.config.max_response_length
   method = method._replace(max_response_length=limit)
   # As precise as the products of the run itself.
@@ -121,7 +121,7 @@ def directions(
   masses = method.coefficient_metrics(coefficients, batch.rewards, batch.correct, batch.valid)
   key = key_for(parts.config.seed, "reweighting")
   gradient_of = jax.jit(exactly(functools.partial(update_gradient, method=method)))
-  found = {}
+  results = {}
   for lag, at in params.items():
     # π_prox is the policy when the batch is first trained on, which is now.
     proximal = logprobs(at, batch) if method.loss.needs_proximal else None
@@ -130,8 +130,8 @@ def directions(
     vector = np.concatenate([np.ravel(x) for x in jax.tree.leaves(jax.device_get(gradient))])
     numbers = {k: float(v) for k, v in reductions.values({**masses, **metrics}).items()}
     norm = float(np.linalg.norm(vector.astype(np.float64)))
-    found[lag] = ({**numbers, "loss": float(value), "gradient_norm": norm}, vector)
-  return found
+    results[lag] = ({**numbers, "loss": float(value), "gradient_norm": norm}, vector)
+  return results
 
 
 def cosines(vectors: Sequence[np.ndarray]) -> np.ndarray:
@@ -152,7 +152,7 @@ class Comparison(NamedTuple):
   batch: TrainBatch
 
 
-def compared(
+def compare_gradients(
   workdir: str | os.PathLike[str],
   *,
   base: Any,
@@ -168,24 +168,24 @@ def compared(
     base: configuration of the policy that is trained.
     recipes: names of recipes; grpo is always there.
     before, lags: see `train_and_record`.
-    rollouts: a batch to take instead, see `recorded_batch`.
+    rollouts: a batch to take instead, see `read_recorded_batch`.
   Raises:
     ValueError: `rollouts` is no such place.
   """
   if rollouts is not None:
-    batch = recorded_batch(rollouts)
+    batch = read_recorded_batch(rollouts)
   parts, recorded, params, reference, entropy = train_and_record(
     base, pathlib.Path(workdir), before=before, lags=lags
   )
   batch = recorded if rollouts is None else batch
   names = ["grpo", *(name for name in recipes if name != "grpo")]
-  found = {
-    name: directions(name, parts, batch, params, reference, entropy)
+  results = {
+    name: measure_gradients(name, parts, batch, params, reference, entropy)
     for name in progress(names, "gradients", unit="recipes")
   }
   numbers, matrices = {}, {}
   for lag in sorted(params):
-    matrices[lag] = cosines([found[name][lag][1] for name in names])
+    matrices[lag] = cosines([results[name][lag][1] for name in names])
     to_grpo = zip(names, matrices[lag][0].tolist(), strict=True)
-    numbers[lag] = {name: {**found[name][lag][0], "cosine": cosine} for name, cosine in to_grpo}
+    numbers[lag] = {name: {**results[name][lag][0], "cosine": cosine} for name, cosine in to_grpo}
   return Comparison(names, sorted(params), numbers, matrices, batch)

@@ -1,4 +1,4 @@
-"""A run from its first file to its last: what is opened, in which order, and closed at the end."""
+"""Opens a run: its workdir, graders, checkpoints and metrics, in order, closed at the end."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from rlvr_jax.rewards.pool import GraderPool
 from rlvr_jax.rollouts.store import RolloutStore
-from rlvr_jax.storage.files import replacing
+from rlvr_jax.storage.files import replace_file
 from rlvr_jax.storage.places import Workdir
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
-from rlvr_jax.train.checkpointing.workdir import LAYOUT_FILE, StartFiles, opened
+from rlvr_jax.train.checkpointing.workdir import LAYOUT_FILE, StartFiles, open_workdir
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.cluster.process import EndRequestedError, deadline
 from rlvr_jax.train.generation import raw_logprobs
 from rlvr_jax.train.loop import Progress, Trainer, make_trainer
 from rlvr_jax.train.reporting import data_use, machines, trackers
 from rlvr_jax.train.reporting.progress import say
-from rlvr_jax.train.reporting.run_log import RunLog
+from rlvr_jax.train.reporting.run_log import LoggedRun, RunLog
 from rlvr_jax.train.reporting.writer import MetricWriter, NoWriter
 from rlvr_jax.train.setup import checks
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.grading import announce_partial_credit, check_first_grade, grader_pool
 from rlvr_jax.train.start import parameters, warm_start_cache
-from rlvr_jax.train.start.first_params import first_params, warm_start
+from rlvr_jax.train.start.first_params import make_first_params, warm_start
 from rlvr_jax.train.start.restore import (
-  as_begun,
+  describe_layout,
   elapsed_seconds,
-  layout_of,
-  records_of,
-  resumable,
+  find_resumable,
+  last_records,
+  restore_sources,
 )
 
 ROLLOUTS_FOLDER = "rollouts"
@@ -51,65 +51,70 @@ class Closable(Protocol):
 
 
 Resource = TypeVar("Resource", bound=Closable)
-Enter = Callable[[Resource], Resource]  # has a resource closed when the session ends
+Enter = Callable[[Resource], Resource]  # registers a resource to be closed with the session
 
 
 @contextlib.contextmanager
-def session(
+def open_session(
   parts: Parts, workdir: str | Path, *, profile: str = "", tracked_by: Sequence[str] = ()
 ) -> Iterator[Session]:
-  """Starts or resumes a run; within it the run has its workdir, graders and files.
+  """Context in which a run, started or resumed, has its workdir, graders and files open.
 
   Args:
-    parts: of the run.
+    parts: parts of the run.
     workdir: folder of all files of the run, or gs://BUCKET/FOLDER.
     profile: first and last update of a trace by jax.profiler, such as "10:13"; "" for none.
     tracked_by: names of `trackers.TRACKERS`.
   Raises:
-    EndRequestedError: a signal asked the run to end.
+    EndRequestedError: a signal requested shutdown.
     WorkdirError: the workdir belongs to another configuration or process.
     OtherProcessError: another process of the run failed.
   """
   with contextlib.ExitStack() as stack:
     enter = lambda resource: stack.enter_context(contextlib.closing(resource))
-    stack.enter_context(multihost.only_first_prints())
-    stack.enter_context(_saying_why())
+    stack.enter_context(multihost.silence_all_but_first())
+    stack.enter_context(_report_shutdown())
     stack.enter_context(deadline())
-    folder, files = opened(workdir, enter)
-    multihost.on_first(lambda: _check_config(folder, files, parts), None)
-    parts = as_begun(parts, folder.local)
-    raw_logprobs.announce(parts)
-    announce_partial_credit(parts.config, parts.task)
-    data_use.announce(parts.config, parts.task, parts.schedule, parts.sources.num_live)
+    folder, files = open_workdir(workdir, enter)
+    multihost.run_on_first(lambda: _check_config(folder, files, parts), None)
+    parts = restore_sources(parts, folder.local)
+    logged = logged_run(parts)
+    raw_logprobs.announce(parts.sources)
+    announce_partial_credit(parts.outcome_policy, parts.task)
+    data_use.announce(
+      parts.schedule,
+      logged.warm_start,
+      num_updates=logged.num_updates,
+      groups=parts.sources.num_live,
+      problems=len(parts.task.train),
+      dynamic_sampling=parts.config.dynamic_sampling.enabled,
+    )
     frozen = parameters.load_frozen(parts)
-    warm_starts = enter(Checkpointer(folder.kept / "warm_start", keep=1, workdir=folder))
+    warm_starts = enter(Checkpointer(folder.path / "warm_start", keep=1, workdir=folder))
     warm = warm_starts.restore(parts.placement.state.params)
     keep = parts.config.checkpoint.keep
-    checkpointer = enter(Checkpointer(folder.kept / "checkpoints", keep=keep, workdir=folder))
+    checkpointer = enter(Checkpointer(folder.path / "checkpoints", keep=keep, workdir=folder))
     store = _open_store(folder, enter)
-    resumed = resumable(checkpointer, parts, store)
+    resumed = find_resumable(checkpointer, parts, store)
     no_writer = NoWriter(folder.local)
-    records = records_of(resumed, warm)
-    writer = multihost.on_first(
+    records = last_records(resumed, warm)
+    writer = multihost.run_on_first(
       lambda: enter(_open_writer(folder, parts, records, tracked_by)), no_writer
     )
-    pool = multihost.together(lambda: _start_graders(parts, enter))
+    pool = multihost.run_together(lambda: _start_graders(parts, enter))
     # A resumed run whose warm-start folder is gone still has its records.
     records_to = no_writer if resumed else writer
-    params, needs_warm_start = first_params(parts, warm, records_to, warm_starts)
-    multihost.on_first(files.begin, None)
-    # Before this, a signal ends the process at once: there was nothing to save.
-    stack.enter_context(multihost.ending_in_order())
+    params, needs_warm_start = make_first_params(parts, warm, records_to, warm_starts)
+    multihost.run_on_first(files.keep, None)
+    # Until here a signal ends the process at once, since there is nothing to save.
+    stack.enter_context(multihost.share_shutdown_signals())
     if needs_warm_start:
       params = warm_start(parts, params, frozen.trainer, records_to, warm_starts)
     log = RunLog(
-      parts.config,
-      parts.task,
-      parts.model.config,
-      parts.schedule,
+      logged,
       writer,
       elapsed=elapsed_seconds(folder.local),
-      profile=enter(machines.Profile(profile, folder.local, folder.kept)),
+      profile=enter(machines.Profile(profile, folder.local, folder.path)),
     )
     trainer = make_trainer(parts, frozen, log, checkpointer, pool, store, initial=params)
     now = trainer.resume(resumed) if resumed else trainer.begin(params)
@@ -117,9 +122,29 @@ def session(
     yield Session(trainer, now, folder)
 
 
+def logged_run(parts: Parts) -> LoggedRun:
+  """What the log has to know about a run."""
+  config = parts.config
+  warm_start = data_use.plan_warm_start(
+    config.warm_start, parts.task, checkpoint=config.start.checkpoint
+  )
+  return LoggedRun(
+    task=parts.task,
+    network=parts.model.config,
+    schedule=parts.schedule,
+    batch=config.batch,
+    max_response_length=config.max_response_length,
+    warm_start=warm_start,
+    num_updates=config.num_updates,
+    max_skipped_in_a_row=config.max_skipped_in_a_row,
+    ks=config.evaluation.ks,
+    logging=config.logging,
+  )
+
+
 @contextlib.contextmanager
-def _saying_why() -> Iterator[None]:
-  """Prints where the run was when it was asked to end, once its files are closed."""
+def _report_shutdown() -> Iterator[None]:
+  """Prints the phase in which shutdown was requested, after the run's files are closed."""
   try:
     yield
   except EndRequestedError as error:
@@ -128,22 +153,25 @@ def _saying_why() -> Iterator[None]:
 
 
 def _check_config(workdir: Workdir, files: StartFiles, parts: Parts) -> None:
-  """Raises unless the workdir is new, or of a run of this configuration."""
+  """Raises WorkdirError unless the workdir is new or its run has this configuration."""
   workdir.fetch()
   allowed = checks.may_differ(parts.config, parts.schedule)
-  files.check_config(parts.config.to_json_best_effort(), allowed)  # now a failure leaves nothing
-  parameters.check_start(parts.config.start, parts.config.lora.adapters, workdir.kept)
-  warm_start_cache.check(parts.config)
-  with replacing(workdir.local / LAYOUT_FILE) as file:
-    file.write((json.dumps(layout_of(parts)) + "\n").encode())
+  # From here on, a failed start removes the files that it wrote.
+  files.check_config(parts.config.to_json_best_effort(), allowed)
+  parameters.check_start(parts.config.start, parts.config.lora.adapters, workdir.path)
+  warm_start_cache.check(parts.config.warm_start.cache)
+  with replace_file(workdir.local / LAYOUT_FILE) as file:
+    file.write((json.dumps(describe_layout(parts)) + "\n").encode())
 
 
 def _open_store(workdir: Workdir, enter: Enter) -> RolloutStore:
   """The store; the first process repairs the files of a killed run before the others read them."""
-  open_store = lambda writable: enter(
-    RolloutStore(workdir.kept / ROLLOUTS_FOLDER, workdir=workdir, writable=writable)
-  )
-  return multihost.on_first(lambda: open_store(True), None) or open_store(False)
+
+  def open_store(writable: bool) -> RolloutStore:
+    folder = workdir.path / ROLLOUTS_FOLDER
+    return enter(RolloutStore(folder, workdir=workdir, writable=writable))
+
+  return multihost.run_on_first(lambda: open_store(True), None) or open_store(False)
 
 
 def _open_writer(
@@ -152,20 +180,20 @@ def _open_writer(
   records: tuple[int | None, Any],
   tracked_by: Sequence[str],
 ) -> MetricWriter:
-  """The writer of a run that continues after these records, see `records_of`."""
+  """The writer of metrics, which continues after `records`; see `restore.last_records`."""
   config = json.loads(parts.config.to_json_best_effort())
-  used = [trackers.Tracker(name, workdir.local, config) for name in tracked_by]
+  run_trackers = [trackers.Tracker(name, workdir.local, config) for name in tracked_by]
   return MetricWriter(
     workdir.local,
     *records,
-    trackers=used,
+    trackers=run_trackers,
     publish=workdir.publish,
-    kept=workdir.kept,
+    kept=workdir.path,
   )
 
 
 def _start_graders(parts: Parts, enter: Enter) -> GraderPool:
-  """The grading processes, which have graded the first problem."""
-  pool = enter(grader_pool(parts.config, parts.task))
-  check_first_grade(parts.config, pool, parts.task)
+  """Starts the grading processes and checks that they grade the first problem."""
+  pool = enter(grader_pool(parts.config.grading, parts.task))
+  check_first_grade(parts.outcome_policy, pool, parts.task)
   return pool

@@ -1,8 +1,8 @@
 """The gradient of an update, in one micro-batch or accumulated over several.
 
-Phase 1, without gradient: coefficients, and whatever the reweighting and the loss need of the whole
-batch. Phase 2, with gradient: micro-batches receive both as constants and add up undivided sums.
-Where the batch is one micro-batch, one forward pass of the network serves both.
+Phase 1, without gradient: coefficients, and the statistics of the whole batch that the reweighting
+and the loss need. Phase 2, with gradient: micro-batches get both as constants and add up undivided
+sums. If the batch is one micro-batch, one forward pass of the network serves both phases.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlvr_jax.types import Array, Forward, Metrics, Packed, Params, TrainBatch
 from rlvr_jax.update.objective import (
   Constants,
   Method,
-  is_in,
+  in_micro_batch,
   loss_statistics,
   policy_forward,
   reweight,
@@ -41,7 +41,7 @@ def update_gradient(
 
   Args:
     trained: the gradient is with respect to these.
-    frozen: the network's other parameters; {} where all are trained.
+    frozen: the network's other parameters; {} if all are trained.
     coefficients: f32[P, G], before the reweighting.
     key: of the randomness of a reweighting.
   """
@@ -62,7 +62,7 @@ def update_gradient(
   (total, (weight, metrics)), gradient = micro_gradient(
     trained, frozen, batch, 0, constants_of, method=method
   )
-  return divided(total, weight, metrics, gradient, trained)
+  return divide_sums(total, weight, metrics, gradient, trained)
 
 
 def first_phase(
@@ -74,7 +74,7 @@ def first_phase(
   *,
   method: Method,
 ) -> Constants:
-  """Phase 1 under accumulation: a forward pass of its own, where anything needs one."""
+  """Phase 1 under accumulation, with a separate forward pass if anything needs one."""
   logprobs, forward = None, None
   if method.reweighting.needs_gram or method.loss.statistics is not None:
     (logprobs, _), forward = batch_forward(trained, frozen, batch, method=method)
@@ -101,17 +101,17 @@ def batch_forward(
   if packed is None:
     return part()
 
-  def add(index, whole):
-    (tokens, forward), (more, of_rows) = whole, part(index)
+  def add(index, total):
+    (tokens, forward), (more_tokens, more_forward) = total, part(index)
     put = lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, index, 0)
     # A token's values are 0 in every micro-batch but its own.
-    return jax.tree.map(jnp.add, tokens, more), jax.tree.map(put, forward, of_rows)
+    return jax.tree.map(jnp.add, tokens, more_tokens), jax.tree.map(put, forward, more_forward)
 
   tokens, forward = jax.eval_shape(part)
   zeros = lambda x: jnp.zeros(x.shape, x.dtype)
-  all_rows = lambda x: jnp.zeros((packed.tokens.shape[0], *x.shape[1:]), x.dtype)
-  nothing = jax.tree.map(zeros, tokens), jax.tree.map(all_rows, forward)
-  return jax.lax.fori_loop(0, packed.num_micro_batches, add, nothing)
+  zero_rows = lambda x: jnp.zeros((packed.tokens.shape[0], *x.shape[1:]), x.dtype)
+  start = jax.tree.map(zeros, tokens), jax.tree.map(zero_rows, forward)
+  return jax.lax.fori_loop(0, packed.num_micro_batches, add, start)
 
 
 def second_phase(
@@ -128,13 +128,13 @@ def second_phase(
   The sums Σ total and Σ weight are divided once, at the end, so that several micro-batches give the
   gradient of one batch.
   """
-  method = method._replace(gram=None)  # it has done its work
-  here = constants._replace(metrics={})
+  method = method._replace(gram=None)  # phase 1 has used it
+  without_metrics = constants._replace(metrics={})
 
   def micro(index):
-    own = jnp.where(is_in(packed, index), batch.mask, 0)
-    masked = dataclasses.replace(batch, mask=own)
-    return micro_gradient(trained, frozen, masked, index, lambda *_: here, method=method)
+    mask = jnp.where(in_micro_batch(packed, index), batch.mask, 0)
+    masked = dataclasses.replace(batch, mask=mask)
+    return micro_gradient(trained, frozen, masked, index, lambda *_: without_metrics, method=method)
 
   def accumulate(index, sums):
     (total, weight, metrics), gradient = sums
@@ -145,21 +145,21 @@ def second_phase(
 
   (total, (weight, metrics)), _ = jax.eval_shape(micro, 0)
   zeros = lambda x: jnp.zeros(x.shape, x.dtype)
-  wide = lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32))
+  wide_zeros = lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32))
   start = (zeros(total), zeros(weight), reductions.empty(metrics))
   (total, weight, metrics), gradient = jax.lax.fori_loop(
-    0, packed.num_micro_batches, accumulate, (start, jax.tree.map(wide, trained))
+    0, packed.num_micro_batches, accumulate, (start, jax.tree.map(wide_zeros, trained))
   )
-  if method.aggregation == "constant":  # the whole batch's, whatever the mask
+  if method.aggregation == "constant":  # every micro-batch adds the weight of the whole batch
     weight /= packed.num_micro_batches
-  return divided(total, weight, metrics, gradient, trained)
+  return divide_sums(total, weight, metrics, gradient, trained)
 
 
-def divided(
+def divide_sums(
   total: Array, weight: Array, metrics: Metrics, gradient: Params, trained: Params
 ) -> tuple[tuple[Array, Metrics], Params]:
-  """((total/weight, metrics), gradient/weight) of undivided sums over a whole batch."""
-  weight = jnp.where(weight == 0, 1, weight)  # no loss token: the total is 0, and so is the loss
+  """Divides sums over a whole batch: ((total/weight, metrics), gradient/weight)."""
+  weight = jnp.where(weight == 0, 1, weight)  # without loss tokens the total and the loss are 0
   gradient = jax.tree.map(lambda g, p: (g / weight).astype(p.dtype), gradient, trained)
   return (total / weight, metrics), gradient
 
@@ -175,12 +175,13 @@ def micro_gradient(
 ) -> tuple[tuple[Array, tuple[Array, Metrics]], Params]:
   """((Σ total, (Σ weight, metrics)), gradient of Σ total) of one micro-batch.
 
-  The network runs once, forward and back: the constants are made of its log-probabilities before
-  the loss's gradient with respect to these is pulled back through it.
+  The network runs once, forward and back: its log-probabilities give the constants before the
+  loss's gradient with respect to them is pulled back through the network.
 
   Args:
     batch: its mask is 0 for the tokens of other micro-batches.
     index: of the micro-batch.
+    constants_of: (log π, the forward pass that the Gram matrix needs or None) → constants.
   """
   score = lambda trained: policy_forward(trained, frozen, batch, index, method=method)
   (logprobs, entropy), pullback, forward = jax.vjp(score, trained, has_aux=True)

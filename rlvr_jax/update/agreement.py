@@ -1,4 +1,4 @@
-"""Log-probabilities of responses by one forward pass, and how far a sampler's are from them."""
+"""Log-probabilities of responses by one forward pass, and their distance from a sampler's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def response_logprobs(
   model: Any,
   sampling: Sampling,
 ) -> Array:
-  """f32[P, G, T], log-probabilities of responses by one forward pass over prompt and response.
+  """Log-probabilities of responses, f32[P, G, T] nats, by one forward pass.
 
   Args:
     trained, frozen: parameters of the policy that sampled the rollouts.
@@ -47,13 +47,13 @@ def behavior_gap(
   """(mean, maximum) of |log p − behavior_logprobs| over the tokens of rollouts, f32[] nats; pure.
 
   p is the probability that the trainer computes, see `response_logprobs`. Under truncated sampling,
-  a token at the edge of the kept set may have p = 0 because of rounding; such tokens are left out.
+  a token at the edge of the kept set may have p = 0 because of rounding; such tokens are excluded.
 
   Args:
     tokens, mask, behavior_logprobs: [P, G, T].
-    sampling: the distribution they were sampled from.
+    sampling: the distribution that the tokens were sampled from.
   """
   logprobs = response_logprobs(trained, frozen, prompts, tokens, model=model, sampling=sampling)
-  kept = (mask > 0) & (jnp.isfinite(logprobs) if is_truncated(sampling) else True)
-  gaps = jnp.where(kept, jnp.abs(logprobs - behavior_logprobs), 0.0)
-  return gaps.sum() / jnp.maximum(kept.sum(), 1), gaps.max()
+  counted = (mask > 0) & (jnp.isfinite(logprobs) if is_truncated(sampling) else True)
+  gaps = jnp.where(counted, jnp.abs(logprobs - behavior_logprobs), 0.0)
+  return gaps.sum() / jnp.maximum(counted.sum(), 1), gaps.max()

@@ -1,4 +1,4 @@
-"""Diagnostics of the gradient geometry, computed before an update on its batch."""
+"""Diagnostics of the gradient geometry, computed on the batch of an update before the update."""
 
 from __future__ import annotations
 
@@ -32,27 +32,26 @@ def measure(
   gram: GramFn,
   compared: str,
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-  """The diagnostics of the next update of `state` on `batch`; pure.
+  """Measures the geometry of the next update of `state` on `batch`; pure.
 
   Args:
     frozen: the parameters that are not trained; {} if all are.
     initial: the trained parameters before the first update.
     method: the components of the update.
-    gram: computes the Gram matrix; that of the feature which is not its own is of the output head.
+    gram: computes the Gram matrix; the other feature's Gram matrix is that of the output head.
     compared: selects parameters, as in `per_rollout`, whose Gram matrix is compared with that of
       `gram`; "" for no comparison.
   Returns:
-    scalars, see `geometry.diagnostics`, those of the feature that is not `gram`'s with its name
-    behind; and arrays: the Gram matrices f32[B, B] of rollout gradients (g_i · g_j, not divided by
-    B = P·G), and f32[P, G] coefficients before and after the reweighting, rewards, lengths, and
-    bool[P, G] valid.
+    Scalars, see `geometry.diagnostics`, those of the other feature with its name as suffix; and
+    arrays: the Gram matrices f32[B, B] of rollout gradients (g_i · g_j, not divided by B = P·G),
+    f32[P, G] coefficients before and after the reweighting, rewards and lengths, bool[P, G] valid.
   """
   params, context = state.params, method.gram_context
   coefficients = method.advantage.apply(state.advantage_state, batch)
   key = key_for(method.seed, "reweighting", state.step)
   reweighted = first_phase(params, frozen, batch, coefficients, key, method=method).coefficients
-  read = method._replace(gram=gram._replace(needs_forward=True))
-  (logprobs, _), forward = batch_forward(params, frozen, batch, method=read)
+  with_forward = method._replace(gram=gram._replace(needs_forward=True))
+  (logprobs, _), forward = batch_forward(params, frozen, batch, method=with_forward)
   P = batch.rewards.shape[0]
   diagnose = lambda matrix: diagnostics.diagnose(
     matrix, coefficients, reweighted, P, valid=batch.valid
@@ -60,31 +59,31 @@ def measure(
   matrix = gram.gram(params, frozen, batch, forward, context)
   scalars = diagnose(matrix)
   (other,) = set(FEATURES) - {gram.feature}
-  of_other = streaming(feature=other).gram(params, frozen, batch, forward, context)
-  scalars |= {f"{name}_{other}": value for name, value in diagnose(of_other).items()}
+  other_matrix = streaming(feature=other).gram(params, frozen, batch, forward, context)
+  scalars |= {f"{name}_{other}": value for name, value in diagnose(other_matrix).items()}
   scalars["geometry/advantage_logprob_covariance"] = updates.advantage_logprob_covariance(
     coefficients, logprobs, batch.mask
   )
   scalars |= accumulated_update(params, initial, method)
   if gram.error is not None:
     scalars["geometry/gram_relative_error"] = gram.error(params, frozen, batch, forward, context)
-  arrays = {"gram": matrix, f"gram_{other}": of_other}
+  arrays = {"gram": matrix, f"gram_{other}": other_matrix}
   arrays |= {"coefficients": coefficients, "reweighted": reweighted}
   arrays |= {"rewards": batch.rewards, "valid": batch.valid, "lengths": batch.mask.sum(axis=-1)}
   if compared:
-    of_compared = per_rollout(parameters=compared, feature=gram.feature).gram(
+    compared_matrix = per_rollout(parameters=compared, feature=gram.feature).gram(
       params, frozen, batch, None, context
     )
     size = num_selected(params, frozen, context, parameters=compared)
     key = key_for(method.seed, "diagnostics", state.step)
-    agreement = gram_agreement(matrix, of_compared, key, feature_dim=size)
+    agreement = gram_agreement(matrix, compared_matrix, key, feature_dim=size)
     scalars |= {f"geometry/agreement_{k}": value for k, value in agreement._asdict().items()}
-    arrays["gram_compared"] = of_compared
+    arrays["gram_compared"] = compared_matrix
   return scalars, arrays
 
 
 def accumulated_update(params: Params, initial: Params, method: Method) -> dict[str, Array]:
-  """Metrics of the change since the initial parameters: W_t − W_0 of the head, and its share."""
+  """Metrics of the head's change since the initial parameters, W_t − W_0, and its share of all."""
   path = "embedding" if method.model.config.tied_head else "head_kernel"
   if path not in params:
     return {}  # adapters do not change the head

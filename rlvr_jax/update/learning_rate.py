@@ -17,7 +17,7 @@ def constant(*, peak: float, warmup: int = 10) -> optax.Schedule:
     warmup: updates until the peak.
   """
   _check("constant", peak, warmup)
-  return _warmed_up(optax.constant_schedule(peak), peak, warmup)
+  return _prepend_warmup(optax.constant_schedule(peak), peak, warmup)
 
 
 def linear(
@@ -33,7 +33,7 @@ def linear(
   """
   _check("linear", peak, warmup, final_fraction)
   rest = max(num_updates - warmup, 1)
-  return _warmed_up(optax.linear_schedule(peak, peak * final_fraction, rest), peak, warmup)
+  return _prepend_warmup(optax.linear_schedule(peak, peak * final_fraction, rest), peak, warmup)
 
 
 def cosine(
@@ -49,7 +49,8 @@ def cosine(
   """
   _check("cosine", peak, warmup, final_fraction)
   rest = max(num_updates - warmup, 1)
-  return _warmed_up(optax.cosine_decay_schedule(peak, rest, alpha=final_fraction), peak, warmup)
+  decay = optax.cosine_decay_schedule(peak, rest, alpha=final_fraction)
+  return _prepend_warmup(decay, peak, warmup)
 
 
 def _check(owner: str, peak: float, warmup: int, final_fraction: float = 0.0) -> None:
@@ -58,9 +59,9 @@ def _check(owner: str, peak: float, warmup: int, final_fraction: float = 0.0) ->
   check_between(owner, "final_fraction", final_fraction, low=0.0, high=1.0)
 
 
-def _warmed_up(after: optax.Schedule, peak: float, warmup: int) -> optax.Schedule:
+def _prepend_warmup(after: optax.Schedule, peak: float, warmup: int) -> optax.Schedule:
   if not warmup:
     return after
-  # The first update is not wasted: step 0 uses 1/warmup of the peak.
+  # Step 0 uses 1/warmup of the peak: at a rate of 0 the first update would be wasted.
   rising = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
   return optax.join_schedules([rising, after], [warmup])

@@ -1,4 +1,4 @@
-"""The components of an update, and what they compute on one micro-batch."""
+"""The components of an update, and the objective of one micro-batch."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Method(NamedTuple):
     loss: per-token loss, see `losses.Loss`.
     aggregation: how per-token losses become one number, see `ops.aggregate`.
     max_response_length: tokens; the denominator of the `constant` aggregation.
-    temperature: of the target policy π, the one that is trained.
+    temperature: of the trained policy π.
     reference_kl: coefficient of KL(π‖π_reference); 0 leaves the term out.
     reference_kl_estimator: k1, k2 or k3.
-    veto: takes tokens of negative-advantage rollouts out of the loss, see `ops.veto`; or None.
+    veto: excludes tokens of negative-advantage rollouts from the loss, see `ops.veto`; or None.
     entropy_bonus: coefficient of the policy's entropy; 0 leaves the term out.
     gram: computes the Gram matrix that a reweighting needs, see `geometry.GramFn`; or None.
     gram_context: properties of the run that `gram` needs, see `geometry.GramContext`; or None.
@@ -74,13 +74,13 @@ class Method(NamedTuple):
 
 
 def several_micro_batches(batch: TrainBatch) -> Packed | None:
-  """The rows of a batch, where a batch of these shapes may have several micro-batches."""
+  """The packed rows if a batch of these shapes may have several micro-batches, otherwise None."""
   packed = batch.packed
   return packed if packed is not None and packed.tokens.shape[0] > 1 else None
 
 
 class Constants(NamedTuple):
-  """Inputs of the loss that the gradient treats as constants."""
+  """Inputs of the loss that are constant for differentiation."""
 
   coefficients: Array  # f32[P, G], reweighted
   statistics: Any  # of the full batch, see `losses.Loss`; None if the loss needs none
@@ -95,13 +95,13 @@ def policy_forward(
   *,
   method: Method,
 ) -> tuple[tuple[Array, Array], Forward | None]:
-  """One forward pass over one micro-batch.
+  """Runs one forward pass over one micro-batch.
 
   Args:
-    micro_batch: its number; a batch that is not packed is one micro-batch.
+    micro_batch: its index; a batch that is not packed is one micro-batch.
   Returns:
-    (log π, entropy (nats)) of every response token, each f32[P, G, T], 0 for those of other
-    micro-batches; what the Gram matrix needs of this one (M = 1), or None.
+    (log π, entropy (nats)) of every response token, each f32[P, G, T], 0 for tokens of other
+    micro-batches; and the results that the Gram matrix needs (M = 1), or None.
   """
   params = method.model.combine(trained, frozen)
   if batch.packed is None:
@@ -110,42 +110,43 @@ def policy_forward(
     hidden, targets = hidden.reshape(P * G, T, -1), batch.tokens.reshape(P * G, T)
     by_rollout = lambda x: x.reshape(P, G, T)
   else:
-    tokens, targets, rows, by_rollout = rows_of(batch.packed, micro_batch)
+    tokens, targets, rows, by_rollout = select_rows(batch.packed, micro_batch)
     hidden = method.model.row_hidden(params, tokens, rows)
   head, sampling = method.model.head(params), Sampling(temperature=method.temperature)
   project = method.gram.projection if method.gram else None
   projection = None if project is None else project(head.kernel.shape[1])
-  found = token_statistics(
+  statistics = token_statistics(
     hidden, head, targets, sampling, projection=projection, mesh=method.model.mesh
   )
   forward = None
   if method.gram is not None and method.gram.needs_forward:
-    of_rows = (hidden, found.log_normalizers, found.projected, found.logprobs)
-    forward = Forward(*jax.tree.map(lambda x: x[None], of_rows))
-  return (by_rollout(found.logprobs), by_rollout(found.entropy)), forward
+    fields = (hidden, statistics.log_normalizers, statistics.projected, statistics.logprobs)
+    forward = Forward(*jax.tree.map(lambda x: x[None], fields))
+  return (by_rollout(statistics.logprobs), by_rollout(statistics.entropy)), forward
 
 
-def is_in(packed: Packed, micro_batch: Array | int) -> Array:
-  """bool[P, G, T], which response tokens a micro-batch predicts."""
+def in_micro_batch(packed: Packed, micro_batch: Array | int) -> Array:
+  """Whether a micro-batch predicts each response token, bool[P, G, T]."""
   _, R, L = packed.tokens.shape
   return (packed.places >= 0) & (packed.places // (R * L) == micro_batch)
 
 
-def rows_of(
+def select_rows(
   packed: Packed, micro_batch: Array | int
 ) -> tuple[Array, Array, Rows, Callable[[Array], Array]]:
-  """Tokens, targets i32[R, L] and rows of one micro-batch.
+  """Selects the rows of one micro-batch.
 
-  Returns, last: what takes values [R, L] to the response tokens that they belong to, [P, G, T], 0
-  where the token lies in another micro-batch.
+  Returns:
+    Tokens and targets, i32[R, L]; their `Rows`; and a function from values [R, L] to [P, G, T], the
+    values of the response tokens, 0 for tokens of other micro-batches.
   """
   tokens, targets, rows = jax.tree.map(
     lambda x: jax.lax.dynamic_index_in_dim(x, micro_batch, keepdims=False),
     (packed.tokens, packed.targets, packed.rows),
   )
   size = tokens.size
-  own = is_in(packed, micro_batch)
-  places = jnp.where(own, packed.places - micro_batch * size, size)
+  is_inside = in_micro_batch(packed, micro_batch)
+  places = jnp.where(is_inside, packed.places - micro_batch * size, size)
 
   def by_rollout(values):
     return values.reshape(size).at[places].get(mode="fill", fill_value=0)
@@ -163,8 +164,9 @@ def reweight(
   *,
   method: Method,
 ) -> tuple[Array, Metrics]:
-  """(coefficients f32[P, G], metrics), by blocks of the reweighting's scope."""
-  gram, metrics = None, {}
+  """Reweights by blocks of the reweighting's scope; returns (coefficients f32[P, G], metrics)."""
+  gram = None
+  metrics: Metrics = {}
   if method.reweighting.needs_gram:
     forward = jax.lax.stop_gradient(forward)
     with jax.named_scope("gram"):
@@ -180,8 +182,8 @@ def _gram_metrics(
   trained: Params, frozen: Params, batch: TrainBatch, forward: Forward | None, method: Method
 ) -> Metrics:
   """The cost of the Gram matrix as metrics; constant over a run."""
-  own_forward = jnp.float32(several_micro_batches(batch) is not None)
-  metrics: Metrics = {"gram/forward_only_passes": Mean(total=own_forward, weight=jnp.float32(1))}
+  extra_passes = jnp.float32(several_micro_batches(batch) is not None)
+  metrics: Metrics = {"gram/forward_only_passes": Mean(total=extra_passes, weight=jnp.float32(1))}
   if forward is not None:
     kernel = method.model.head(method.model.combine(trained, frozen)).kernel
     metrics |= method.gram.cost(batch, forward.hidden, kernel, method.gram_context)

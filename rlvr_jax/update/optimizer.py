@@ -1,7 +1,7 @@
 """Optimizers by name, for `config.optimizer`: those of optax, with our defaults.
 
-`learning_rate` is that of `config.learning_rate`, a function of the update. Weight decay is
-decoupled, multiplied by the learning rate, and not applied to norms and biases.
+`learning_rate` is the schedule of `config.learning_rate`. Weight decay is decoupled, multiplied by
+the learning rate, and not applied to norms and biases.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import jax
 import optax
 
 from rlvr_jax.ops.checks import check_between, check_choice, check_integer
+from rlvr_jax.types import Params
 
 __all__ = ["adamw", "lion", "muon", "sgd"]
 
@@ -41,7 +42,7 @@ def adamw(
   _check("adamw", b1=b1, b2=b2, weight_decay=weight_decay)
   check_between("adamw", "epsilon", epsilon, low=0.0, open_low=True)
   return optax.adamw(
-    learning_rate, b1=b1, b2=b2, eps=epsilon, weight_decay=weight_decay, mask=decayed
+    learning_rate, b1=b1, b2=b2, eps=epsilon, weight_decay=weight_decay, mask=decay_mask
   )
 
 
@@ -62,7 +63,7 @@ def lion(
   Source: "Symbolic Discovery of Optimization Algorithms" (arXiv:2302.06675).
   """
   _check("lion", b1=b1, b2=b2, weight_decay=weight_decay)
-  return optax.lion(learning_rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=decayed)
+  return optax.lion(learning_rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=decay_mask)
 
 
 def muon(
@@ -83,7 +84,7 @@ def muon(
   about UVᵀ, by the quintic Newton–Schulz iteration. Embedding, head, norms and biases use AdamW.
 
   Args:
-    learning_rate: of the run, for both.
+    learning_rate: of the run, for both optimizers.
     momentum: in [0, 1], decay of the mean of the gradient.
     nesterov: whether to use Nesterov momentum.
     steps: ≥ 1, Newton–Schulz iterations.
@@ -93,7 +94,7 @@ def muon(
     b1: of `adamw`.
     b2: of `adamw`.
     epsilon: of `adamw`.
-    weight_decay: ≥ 0, for both.
+    weight_decay: ≥ 0, for both optimizers.
   Source: K. Jordan, "Muon: An optimizer for hidden layers in neural networks", 2024; `update_rms`:
     "Muon is Scalable for LLM Training" (arXiv:2502.16982), §2.2.
   """
@@ -103,7 +104,7 @@ def muon(
   if update_rms is not None:
     check_between("muon", "update_rms", update_rms, low=0.0, open_low=True)
   last_two = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
-  of_matrices = optax.contrib.muon(
+  matrix_optimizer = optax.contrib.muon(
     learning_rate,
     ns_steps=steps,
     beta=momentum,
@@ -112,13 +113,13 @@ def muon(
     weight_decay=weight_decay,
     muon_weight_dimension_numbers=lambda params: jax.tree.map(lambda _: last_two, params),
   )
-  of_others = adamw(
+  other_optimizer = adamw(
     learning_rate=learning_rate, b1=b1, b2=b2, epsilon=epsilon, weight_decay=weight_decay
   )
   kinds = lambda params: jax.tree.map(
-    lambda matrix: "matrix" if matrix else "other", _named(_MATRIX, params)
+    lambda is_matrix: "matrix" if is_matrix else "other", _match_paths(_MATRIX, params)
   )
-  return optax.partition({"matrix": of_matrices, "other": of_others}, kinds)
+  return optax.partition({"matrix": matrix_optimizer, "other": other_optimizer}, kinds)
 
 
 def sgd(
@@ -142,21 +143,21 @@ def _check(owner: str, *, weight_decay: float = 0.0, **decays: float) -> None:
   check_between(owner, "weight_decay", weight_decay, low=0.0)
 
 
-def clipped(
+def clip_gradients(
   transformation: optax.GradientTransformation, max_gradient_norm: float | None
 ) -> optax.GradientTransformation:
-  """`transformation` after clipping the global gradient norm; None for no clipping."""
+  """Prepends clipping of the global gradient norm to `transformation`; None does not clip."""
   if max_gradient_norm is None:
     return transformation
   return optax.chain(optax.clip_by_global_norm(max_gradient_norm), transformation)
 
 
-def decayed(params: Any) -> Any:
-  """A pytree of bools: whether weight decay applies; to all but norms and biases."""
-  return jax.tree.map(lambda excluded: not excluded, _named(r"norm|bias", params))
+def decay_mask(params: Params) -> Any:
+  """A pytree of bools: whether weight decay applies, that is, to all but norms and biases."""
+  return jax.tree.map(lambda excluded: not excluded, _match_paths(r"norm|bias", params))
 
 
-def _named(pattern: str, params: Any) -> Any:
+def _match_paths(pattern: str, params: Params) -> Any:
   """A pytree of bools: whether the regular expression is found in a parameter's path."""
   name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
   return jax.tree_util.tree_map_with_path(

@@ -2,7 +2,7 @@
 
 Rewards become coefficients. The loss and its gradient are those of the full batch: `accumulate`
 sums over micro-batches, `objective` computes one micro-batch's part. The optimizer proposes new
-parameters, which are used if loss and gradient are finite.
+parameters, which are applied if loss and gradient are finite.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlvr_jax.update.objective import Method
 
 def initial_state(method: Method, trained: Params, initial_entropy: Array) -> TrainState:
   """The state before the first update; `initial_entropy` f32[] in nats per token."""
-  # Distinct arrays: a state that is donated must not have the same buffer twice.
+  # Distinct arrays: a donated state must not have the same buffer twice.
   zero = lambda: jnp.zeros((), jnp.int32)
   return TrainState(
     params=trained,
@@ -36,7 +36,7 @@ def initial_state(method: Method, trained: Params, initial_entropy: Array) -> Tr
 def train_step(
   state: TrainState, frozen: Params, batch: TrainBatch, *, method: Method
 ) -> tuple[TrainState, dict[str, Array]]:
-  """One update on one batch; to be jitted with `method` bound and the state donated.
+  """Performs one update on one batch; jit it with `method` bound and donate the state.
 
   If loss or gradient are not finite, the update is skipped: only its counters change.
 

@@ -25,7 +25,7 @@ def supervised_step(
   model: Any,
   optimizer: optax.GradientTransformation,
 ) -> tuple[tuple[Params, Any], Array]:
-  """One update that minimizes the mean negative log-likelihood of the solutions' tokens; pure.
+  """Performs one update that minimizes the solutions' mean negative log-likelihood; pure.
 
   Args:
     state: (trained parameters, optimizer state).
@@ -62,17 +62,23 @@ def warm_start(
   report: Callable[[int, float], None],
   report_every: int = 10,
 ) -> Params:
-  """Runs `num_steps` of `step` (jitted, donating its state) and returns the parameters.
+  """Runs `step` `num_steps` times and returns the trained parameters.
 
-  `report` is called with a step's number and loss every `report_every` steps. The loss is read one
-  report later, so that the devices are not idle.
-
+  Args:
+    state: (trained parameters, optimizer state).
+    frozen: the network's other parameters; {} if all are trained.
+    batches: (prompts, solutions, lengths), as for `supervised_step`.
+    step: `supervised_step`, jitted and donating its state.
+    num_steps: number of updates.
+    report: called with the number and the loss of a step, one report later than the step, so that
+      the devices are not idle.
+    report_every: steps between reports; the last step is reported too.
   Raises:
     FloatingPointError: the loss is not finite.
   """
   unread: list[tuple[int, Array]] = []
 
-  def read():
+  def report_unread():
     index, value = unread.pop()
     if not math.isfinite(value := float(value)):
       raise FloatingPointError(
@@ -85,8 +91,8 @@ def warm_start(
     state, value = step(state, frozen, *next(batches))
     if index % report_every == 0 or index == num_steps:
       if unread:
-        read()
+        report_unread()
       unread.append((index, value))
   if unread:
-    read()
+    report_unread()
   return state[0]

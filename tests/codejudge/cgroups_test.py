@@ -10,7 +10,7 @@ from codejudge.sandbox_test import _run
 from rlvr_jax.codejudge import cgroups
 from rlvr_jax.codejudge.sandbox import NAMESPACES, NONE, Sandbox
 
-REASON = cgroups.why_none()
+REASON = cgroups.unavailable_reason()
 delegated = pytest.mark.skipif(REASON is not None, reason=f"no cgroup v2 is delegated: {REASON}")
 
 

@@ -315,7 +315,7 @@ def put(name, value):
     if name in space:
       space[name] = value
 """
-TARGETS = ("judge", "_same", "as_builtin", "_checks", "receive", "Program", "Handle")
+TARGETS = ("judge", "_is_equal", "as_builtin", "_make_checks", "receive", "Program", "Handle")
 
 
 def test_programs_do_reach_the_harness_in_their_own_process(pool):

@@ -36,8 +36,8 @@ def _as_ordinary_user(patch):
     pytest.skip(f"an ordinary user has no {SYSTEM_PYTHON} ≥ 3.11, or may not read the harness")
   patch.setattr(sys, "executable", SYSTEM_PYTHON)
   patch.setattr(sys, "base_prefix", "/usr")
-  command = sandboxes._command
-  patch.setattr(sandboxes, "_command", lambda *given: [*ORDINARY_USER, *command(*given)])
+  command = sandboxes._launcher_command
+  patch.setattr(sandboxes, "_launcher_command", lambda *given: [*ORDINARY_USER, *command(*given)])
 
 
 @pytest.fixture(scope="module", params=["as we are", "ordinary user"])

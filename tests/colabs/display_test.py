@@ -28,13 +28,13 @@ def test_a_choice_starts_at_one_of_its_values():
   assert display.choice([0, 8], start=8).start == 8
   with pytest.raises(ValueError, match=r"start = 3 is unknown; choose one of \[0, 8\]"):
     display.choice([0, 8], start=3)
-  with pytest.raises(ValueError, match="give one value or more"):
+  with pytest.raises(ValueError, match="give at least one value"):
     display.choice([])
 
 
 def test_without_a_front_end_the_picture_is_static(capsys):
   drawn = []
-  display.sliders(
+  display.show_sliders(
     lambda *args, **values: drawn.append((args, values)),
     "run",
     lag=display.choice([0, 8], start=8),
@@ -66,7 +66,7 @@ def test_a_front_end_moves_the_picture(monkeypatch):
   monkeypatch.setattr(GET, lambda: Shell(True))
   assert display.is_live()
   monkeypatch.setattr("IPython.display.display", shown.append)
-  display.sliders(lambda lag: drawn.append(lag), lag=display.choice([0, 8, 32], start=8))
+  display.show_sliders(lambda lag: drawn.append(lag), lag=display.choice([0, 8, 32], start=8))
   slider, output = shown[0].children
   assert isinstance(slider, widgets.SelectionSlider) and isinstance(output, widgets.Output)
   assert (slider.description, slider.options, slider.value) == ("lag", (0, 8, 32), 8)

@@ -13,7 +13,7 @@ import pytest
 from colabs import notebooks
 from rlvr_jax.colab import geometry
 from rlvr_jax.colab.display import COLORS
-from rlvr_jax.evaluate.geometry_plots import Measurement, salted
+from rlvr_jax.evaluate.geometry_plots import Measurement, apply_salt
 from rlvr_jax.rollouts.batch import Graded, Position, RolloutBatch, to_shard
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.train.reporting.writer import MetricWriter
@@ -33,7 +33,7 @@ def measurement(update):
 @pytest.fixture
 def run(tmp_path):
   """Measurements before updates 0 and 2, and the rollouts of the batches 0 to 2."""
-  (tmp_path / "config.json").write_text(geometry.tiny().to_json_best_effort())
+  (tmp_path / "config.json").write_text(geometry.tiny_config().to_json_best_effort())
   store = RolloutStore(tmp_path / "rollouts", writable=True)
   for number in range(3):
     rewards = REWARDS if number < 2 else 1 - REWARDS
@@ -76,21 +76,21 @@ def test_a_measurement_is_found_by_its_update(run):
 
 
 def test_completions_are_those_of_the_measured_batch(run, tmp_path):
-  assert [sample["completion"] for sample in geometry.completions(run, 0)] == [
+  assert [sample["completion"] for sample in geometry.load_completions(run, 0)] == [
     "0:0$\n", *(f"0:{i}" for i in range(1, 6))
   ]  # fmt: skip
-  assert geometry.completions(run, 2) == []  # its rewards are others: not the batch measured
-  assert geometry.completions(run._replace(workdir=str(tmp_path / "gone")), 0) == []
+  assert geometry.load_completions(run, 2) == []  # its rewards are others: not the batch measured
+  assert geometry.load_completions(run._replace(workdir=str(tmp_path / "gone")), 0) == []
 
 
 def test_a_block_has_the_best_rewards_first(run):
-  found = geometry.block(run.at(0), 1, 2)
+  found = geometry.cosine_block(run.at(0), 1, 2)
   assert found.rows.tolist() == [1, 0, 2] and found.columns.tolist() == [3, 5, 4]
   gram = run.at(0).gram
   expected = gram[1, 5] / np.sqrt(gram[1, 1] * gram[5, 5])
   np.testing.assert_allclose(found.cosines[0, 1], expected, rtol=1e-5)
   with pytest.raises(ValueError, match="prompt"):
-    geometry.block(run.at(0), 3, 1)
+    geometry.cosine_block(run.at(0), 3, 1)
 
 
 def test_a_block_is_labeled_by_completions_and_colored_by_reward(run):
@@ -106,14 +106,14 @@ def test_a_block_is_labeled_by_completions_and_colored_by_reward(run):
 
 
 def test_alpha_and_rank_are_fixed_by_hand(run):
-  own, fixed = geometry.salt_at(), geometry.salt_at(0.25, 2)
-  result = salted(run.at(0), fixed)
+  own, fixed = geometry.fixed_salt(), geometry.fixed_salt(0.25, 2)
+  result = apply_salt(run.at(0), fixed)
   assert result.rank == 2 and result.alpha == pytest.approx(0.25)
-  assert salted(run.at(0), own).participation_ratio == pytest.approx(result.participation_ratio)
+  assert apply_salt(run.at(0), own).participation_ratio == pytest.approx(result.participation_ratio)
 
 
 def test_statistics_over_training_are_those_of_the_grams(run):
-  found = geometry.over_training(run.measurements)
+  found = geometry.measure_training(run.measurements)
   gram, A = run.at(2).gram.astype(float), run.at(2).coefficients.ravel().astype(float)
   assert found.updates.tolist() == [0, 2]
   np.testing.assert_allclose(
@@ -126,12 +126,12 @@ def test_statistics_over_training_are_those_of_the_grams(run):
 
 
 def test_components_are_named_by_strings():
-  advantage, salt = geometry.components("grpo_mean", "salt(max_rank=1)")
+  advantage, salt = geometry.make_components("grpo_mean", "salt(max_rank=1)")
   assert advantage.needs_binary is False and salt.needs_gram
   with pytest.raises(ValueError, match="ADVANTAGE"):
-    geometry.components("gropo", "salt")
+    geometry.make_components("gropo", "salt")
   with pytest.raises(ValueError, match="set WORKDIR too"):
-    geometry.load("", "other")
+    geometry.load_runs("", "other")
 
 
 # --- the notebook ---------------------------------------------------------------------------------

@@ -98,4 +98,4 @@ def test_a_place_of_rollouts_is_a_file_or_a_numbered_batch():
   with pytest.raises(
     ValueError, match=r"rollouts = 'a/store': give FILE.array_record, or a store and"
   ):
-    same_rollouts.recorded_batch("a/store")
+    same_rollouts.read_recorded_batch("a/store")

@@ -21,7 +21,9 @@ def case():
 def token_ratios(case):
   """ρ of every token, by NumPy."""
   batch = p3o.rollouts(case, case.kernel)
-  return np.exp(np.asarray(p3o.drifted(case, DRIFT, batch) - batch.behavior_logprobs, np.float64))
+  return np.exp(
+    np.asarray(p3o.drifted_logprobs(case, DRIFT, batch) - batch.behavior_logprobs, np.float64)
+  )
 
 
 def test_effective_sample_size_over_the_drift(case):

@@ -73,7 +73,11 @@ def test_claims_are_read_with_their_papers(checkout, capsys):
   ("old", "new", "message"),
   [
     ("| it wins | **not** |", "| it wins |", r"6 cells in '\| P1 .*, which needs 7"),
-    ("| it wins | **not** |", "| it wins | **won** |", "P1 has the verdict 'won'; known are"),
+    (
+      "| it wins | **not** |",
+      "| it wins | **won** |",
+      "P1 has the verdict 'won'; known verdicts are",
+    ),
     ("| P1 |", "| S1 |", r"\['S1'\] occur more than once"),
     ("| id |", "| name |", r"no table has the columns \['id', 'claim'"),
   ],
@@ -143,9 +147,9 @@ def test_a_number_of_a_run_is_its_last_value_its_measurement_or_its_mean():
   assert results.value(RUNS[1], "kl") == 2.0
   assert results.value(RUNS[0], "policy/entropy") == 2.0
   assert results.value(RUNS[1], "loss/ess") == pytest.approx(0.6)
-  assert results.by_seed(RUNS, "kl") == {"a": {0: 1.0, 1: 2.0}, "b": {0: 3.0}}
+  assert results.values_by_seed(RUNS, "kl") == {"a": {0: 1.0, 1: 2.0}, "b": {0: 3.0}}
   with pytest.raises(ValueError, match=r"no run has the metric 'x'; choose one of \['eval/pass@1'"):
-    results.by_seed(RUNS, "x")
+    results.values_by_seed(RUNS, "x")
 
 
 def test_differences_have_a_row_for_each_label(axes):
@@ -164,7 +168,7 @@ def test_differences_have_a_row_for_each_label(axes):
 def test_what_cannot_be_compared_is_named(axes):
   with pytest.raises(ValueError, match=r"no run has the label 'x'; choose one of \['a', 'b'"):
     results.plot_differences(axes, RUNS, "eval/pass@1", "x")
-  with pytest.raises(ValueError, match="all runs have the label 'a': there is nothing to compare"):
+  with pytest.raises(ValueError, match="all runs have the label 'a': add runs of another"):
     results.plot_differences(axes, RUNS, "policy/entropy", "a")
   with pytest.raises(ValueError, match="'a' and 'd' share no seed"):
     results.plot_pairs(axes, RUNS, "eval/pass@1", "a", "d")

@@ -42,7 +42,7 @@ def graded(version):
 def workdir(tmp_path_factory):
   """A run whose policies of versions 0 and 2 sampled two batches each."""
   folder = tmp_path_factory.mktemp("run")
-  config = runs.sums(updates=4)
+  config = runs.sums_config(updates=4)
   config.schedule = "updates_per_refresh(batches=2)"
   (folder / "config.json").write_text(config.to_json_best_effort())
   store = RolloutStore(folder / "rollouts", writable=True)
@@ -83,7 +83,7 @@ def test_a_folder_without_a_run_is_named(tmp_path):
 
 
 def test_rollouts_are_chosen_by_kind_length_and_age(samples):
-  count = lambda **how: len(rollouts.chosen(samples, **how))
+  count = lambda **how: len(rollouts.select(samples, **how))
   assert count() == 16 and count(kind="correct") == 4 and count(age=1) == 8
   assert count(longest=2) == 8 and count(shortest=3) == 8 and count(shortest=2, longest=2) == 4
   assert count(kind="cut off", longest=2) == 0 and count(kind="unparseable", age=0) == 2
@@ -93,14 +93,14 @@ def test_rollouts_are_chosen_by_kind_length_and_age(samples):
 
 
 def test_the_share_of_the_correct_has_an_interval(samples):
-  found = rollouts.correct_by(samples, "length")
+  found = rollouts.correct_shares(samples, "length")
   np.testing.assert_array_equal(found.values, [1, 2, 3])
   np.testing.assert_array_equal(found.counts, [4, 4, 8])
   np.testing.assert_array_equal(found.share, [1, 0, 0])
   np.testing.assert_allclose([found.low[0], found.high[0]], wilson_interval(1.0, 4))
-  np.testing.assert_array_equal(rollouts.correct_by(samples, "age").share, [0.25, 0.25])
+  np.testing.assert_array_equal(rollouts.correct_shares(samples, "age").share, [0.25, 0.25])
   with pytest.raises(ValueError, match="name = 'kind' is unknown"):
-    rollouts.correct_by(samples, "kind")
+    rollouts.correct_shares(samples, "kind")
 
 
 def test_values_with_few_rollouts_are_left_out(samples):
@@ -150,7 +150,7 @@ def test_surprisals_stand_above_their_tokens(samples):
 
 
 def test_some_are_printed_spread_over_all(samples, capsys):
-  rollouts.show(rollouts.chosen(samples, kind="correct"), count=2)
+  rollouts.show(rollouts.select(samples, kind="correct"), count=2)
   lines = capsys.readouterr().out.splitlines()
   assert [line.split()[:4] for line in lines[::2]] == [
     ["batch", "0", "age", "0"], ["batch", "3", "age", "1"]
@@ -181,7 +181,7 @@ def answered(*completions):
 
 
 def test_errors_are_of_integers_alone_and_bounded():
-  found = first_run.errors(answered("5", "-5", "4", "x", "99", " 6"))
+  found = first_run.answer_errors(answered("5", "-5", "4", "x", "99", " 6"))
   np.testing.assert_array_equal(found, [0, -10, -1, 10, 1])
 
 
@@ -206,7 +206,7 @@ def test_seconds_and_the_summary_are_of_the_records(tmp_path):
     | {"time/evaluate_seconds": 2.0, "time/elapsed_seconds": 10.0},
   ]  # fmt: skip
   (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-  found = first_run.records(tmp_path)
+  found = first_run.read_records(tmp_path)
   assert first_run.summary(tmp_path) == "after   1 updates: held-out pass@1 0.500 [0.400, 0.600]"
   axes = axes_of(first_run.plot_seconds, found)
   assert [bar.get_width() for bar in axes.patches] == [2, 6]  # grading is too short to be seen

@@ -46,8 +46,8 @@ def test_the_lags_drawn_are_those_of_the_schedule():
 @pytest.mark.parametrize(
   ("scope", "failed"),
   [
-    ("suffix", [staleness.KEPT, staleness.TRIGGER, staleness.EXCLUDED]),
-    ("trigger", [staleness.KEPT, staleness.EXCLUDED_TRIGGER, staleness.KEPT]),
+    ("suffix", [staleness.TRAINED, staleness.TRIGGER, staleness.EXCLUDED]),
+    ("trigger", [staleness.TRAINED, staleness.EXCLUDED_TRIGGER, staleness.TRAINED]),
     ("trigger_and_suffix", [0, staleness.EXCLUDED_TRIGGER, staleness.EXCLUDED]),
     ("response", [staleness.EXCLUDED, staleness.EXCLUDED_TRIGGER, staleness.EXCLUDED]),
   ],

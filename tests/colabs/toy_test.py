@@ -52,7 +52,7 @@ def test_places_allow_as_many_tokens_as_asked(toy):
 
 
 def test_answers_are_those_of_the_inverse_distribution_function(toy, kernel):
-  random = toys.uniform(toy, 0, 0, G)
+  random = toys.uniform_numbers(toy, 0, 0, G)
   for temperature in (1.0, 2.0):
     tokens = np.asarray(toys.sample(toy, kernel, random, temperature=temperature))
     for p, g in np.ndindex(P, G):
@@ -64,7 +64,7 @@ def test_answers_are_those_of_the_inverse_distribution_function(toy, kernel):
 
 
 def test_log_probabilities_are_those_of_the_policy(toy, kernel):
-  tokens = toys.sample(toy, kernel, toys.uniform(toy, 0, 0, G))
+  tokens = toys.sample(toy, kernel, toys.uniform_numbers(toy, 0, 0, G))
   found = toys.statistics(toy, kernel, tokens, temperature=1.5)
   p = probabilities(toy, kernel, 1, 1, int(tokens[1, 2, 0]), 1.5)
   np.testing.assert_allclose(found.logprobs[1, 2, 1], np.log(p[tokens[1, 2, 1]]), rtol=1e-5)
@@ -101,7 +101,7 @@ def test_a_batch_is_that_of_the_update(toy, runs):
 
 
 def test_raw_log_probabilities_are_those_of_temperature_one(toy, kernel):
-  random = jnp.asarray(toys.uniform(toy, 0, 0, G))
+  random = jnp.asarray(toys.uniform_numbers(toy, 0, 0, G))
   for recorded, temperature in (("sampled", 2.0), ("raw", 1.0)):
     recipe = Recipe(ppo_clip(), temperature=2.0, recorded=recorded)
     batch = toys.make_batch(toy, recipe, kernel, random)

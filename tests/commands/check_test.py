@@ -41,7 +41,7 @@ def test_a_run_that_will_work(capsys, tmp_path):
   assert lines["data"][1] == (
     "1000 training problems, 80 warm-start problems, 10 held-out problems"
   )
-  assert "rewards.user_graders:unhurried works" in lines["grader"][1]
+  assert "graders: rewards.user_graders:unhurried" in lines["grader"][1]
   assert "update, estimated: 0.0 GiB" in lines["memory"][1]
   assert list((tmp_path / "run").iterdir()) == []  # nothing of it is left
 
@@ -123,7 +123,7 @@ def test_a_plain_prompt_for_a_chat_model_is_warned_of(capsys, tmp_path, where):
   ],
 )
 def test_hosts_that_differ_have_lines_of_their_own(findings, lines):
-  assert list(check._lines("disk", findings)) == lines
+  assert list(check._format_lines("disk", findings)) == lines
 
 
 def test_the_program_ends_with_a_status(tmp_path):

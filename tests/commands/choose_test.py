@@ -8,7 +8,7 @@ from train import tiny
 
 from rlvr_jax.commands import choose
 from rlvr_jax.rollouts import staleness
-from rlvr_jax.storage.places import place
+from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.setup.build import build
 
 URL = "s3://bucket/run"
@@ -17,12 +17,12 @@ URL = "s3://bucket/run"
 @pytest.mark.parametrize("path", [URL, "gs://b", "file:///tmp/run", pathlib.Path(URL), "gs:/b"])
 def test_urls_are_no_local_paths(path):
   with pytest.raises(ValueError, match=r"--workdir = '\w+:/.*' is a URL, .* that all hosts mount"):
-    place("--workdir", path, must_be_on_disk=True)
+    parse_path("--workdir", path, must_be_on_disk=True)
 
 
 @pytest.mark.parametrize("path", ["runs/a", "/tmp/a:b/c", "../runs", "a:b", pathlib.Path("~/x")])
 def test_local_paths_stay_as_they_are(path):
-  assert place("--workdir", path, must_be_on_disk=True) == pathlib.Path(path)
+  assert parse_path("--workdir", path, must_be_on_disk=True) == pathlib.Path(path)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_flags(mode, workdir, checkpoint, owner, tmp_path, monkeypatch):
   with pytest.raises(
     ValueError, match=rf"{owner} = '\w+://bucket.*' must be .* gs://BUCKET/FOLDER"
   ):
-    choose.prepared(mode, tiny.get_config(), workdir, checkpoint, None)
+    choose.prepare_command(mode, tiny.get_config(), workdir, checkpoint, None)
   assert os.listdir(tmp_path) == []
 
 

@@ -11,7 +11,7 @@ from rlvr_jax.evaluate.held_out import accuracy
 from rlvr_jax.train.checkpointing.checkpoint_files import CheckpointError
 from rlvr_jax.train.checkpointing.workdir import WorkdirError
 from rlvr_jax.train.setup.build import build
-from rlvr_jax.train.start.parameters import checkpoint_folder, chosen_params
+from rlvr_jax.train.start.parameters import checkpoint_folder, load_policy
 
 FIELDS = dict(num_updates=1, warm_start__num_steps=100, learning_rate="linear(peak=3e-3, warmup=0)")
 
@@ -47,7 +47,7 @@ def test_a_checkpoint_has_the_accuracy_that_the_loop_found(run, parts, tmp_path,
   (tmp_path / PROBLEMS_FILE).write_text("\n".join(lines[:5] + lines[6:]) + "\n")
   assert evaluate_checkpoint(parts, tmp_path, folder) == values
   assert (tmp_path / PROBLEMS_FILE).read_text().splitlines() == lines
-  # A line that was edited, cut to fewer samples, or is no JSON is sampled again, which is said.
+  # A line that was edited, cut to fewer samples, or is not JSON is sampled again, with a warning.
   edited = lines[2].replace('"outcome": "wrong"', '"outcome": "correct"', 1)
   fewer = json.dumps(records[2] | {"samples": records[2]["samples"][:1]})
   for line in (edited, fewer, "no JSON"):
@@ -56,7 +56,7 @@ def test_a_checkpoint_has_the_accuracy_that_the_loop_found(run, parts, tmp_path,
     (tmp_path / PROBLEMS_FILE).write_text("\n".join([*lines[:2], line, *lines[3:]]) + "\n")
     assert evaluate_checkpoint(parts, tmp_path, folder) == values
     assert (tmp_path / PROBLEMS_FILE).read_text().splitlines() == lines
-    said = "problems.jsonl, line 3 is not as it was written, or not the one that belongs there: pro"
+    said = "problems.jsonl, line 3 is damaged or out of order: problems"
     assert said in capsys.readouterr().out
   # Another policy, or another question, is another evaluation.
   with pytest.raises(WorkdirError, match="evaluated"):
@@ -104,7 +104,7 @@ def test_a_run_is_evaluated_as_the_network_it_was(run):
   overrides = {**tiny.get_config().model.overrides, "rope_theta": 5.0}
   other = build(tiny.config(**FIELDS, model__overrides=overrides))
   with pytest.raises(CheckpointError, match=r"another network.*rope_theta"):
-    chosen_params(other, workdir / "checkpoints" / "1")
+    load_policy(other, workdir / "checkpoints" / "1")
   folder = checkpoint_folder(str(workdir))
   assert folder == checkpoint_folder(str(workdir / "checkpoints")) == workdir / "checkpoints" / "1"
 
@@ -118,7 +118,7 @@ def test_the_command_says_what_it_lacks(tmp_path):
   ("text", "error", "message"),
   [
     ("garbage", WorkdirError, r"config\.json is not JSON"),
-    ("[]", WorkdirError, r"config\.json has list in place of the fields"),
+    ("[]", WorkdirError, r"config\.json is a JSON list, not an object with the fields"),
     ("{}", CheckpointError, r"config\.json is not the configuration of a run .*'tokenizer'"),
     ('{"model": 3}', CheckpointError, r"config\.json is not the configuration of a run"),
   ],
@@ -127,4 +127,4 @@ def test_a_run_with_a_damaged_configuration_is_refused(parts, tmp_path, text, er
   """Also by --mode=export, which takes the policy from the same function."""
   (tmp_path / "config.json").write_text(text)
   with pytest.raises(error, match=message):
-    chosen_params(parts, tmp_path / "checkpoints" / "1")
+    load_policy(parts, tmp_path / "checkpoints" / "1")

@@ -32,7 +32,7 @@ def written(tmp_path, listed):
 
 
 def runs(tmp_path, listed, given=None):
-  return sweep.runs_of(written(tmp_path, listed), TINY, given or {}, "runs/x")
+  return sweep.read_runs(written(tmp_path, listed), TINY, given or {}, "runs/x")
 
 
 # --- the list of runs -----------------------------------------------------------------------------
@@ -96,25 +96,25 @@ def test_a_mistake_is_named_before_anything_runs(tmp_path, listed, given, messag
 
 def test_a_file_that_is_no_sweep(tmp_path):
   with pytest.raises(ValueError, match=r"--sweep=none\.py does not exist; give a Python file that"):
-    sweep.runs_of("none.py", TINY, {}, "runs/x")
+    sweep.read_runs("none.py", TINY, {}, "runs/x")
   path = tmp_path / "broken.py"
   path.write_text("def get_sweep():\n  return 1 / 0\n")
   with pytest.raises(ValueError, match=r"broken\.py: ZeroDivisionError: division by zero"):
-    sweep.runs_of(str(path), TINY, {}, "runs/x")
+    sweep.read_runs(str(path), TINY, {}, "runs/x")
 
 
 def test_the_example_of_the_guide_is_a_sweep(tmp_path):
   guide = (tiny.ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8")
   path = tmp_path / "examples.py"
   path.write_text(re.search(r"```python\n(.*?)```", guide, re.DOTALL)[1])
-  found = sweep.runs_of(str(path), QUICKSTART, {}, "runs/examples")
+  found = sweep.read_runs(str(path), QUICKSTART, {}, "runs/examples")
   assert len(found) == 9 and [run.name for run in found[:4]] == [
     *("grpo_0", "rloo_0", "rloo_g_16_0", "grpo_1"),
   ]
 
 
 def test_flags_that_do_not_go_together(tmp_path):
-  prepared = lambda mode, file, **more: choose.prepared(
+  prepared = lambda mode, file, **more: choose.prepare_command(
     mode, tiny.get_config(), str(tmp_path), None, None, sweep_file=file, **more
   )
   with pytest.raises(ValueError, match="--mode=sweep needs --sweep=FILE"):
@@ -124,7 +124,8 @@ def test_flags_that_do_not_go_together(tmp_path):
   with pytest.raises(ValueError, match="--profile goes with --mode=train, not with --mode=sweep"):
     prepared("sweep", "sweep.py", profile="1:2")
   argv = ["main", f"--config={TINY}", "--config.num_updates", "5", "--workdir=x"]
-  action = choose._sweep(written(tmp_path, [{"seed": 4}]), "runs/x", argv, ["wandb", "trackio"])
+  file = written(tmp_path, [{"seed": 4}])
+  action = choose._prepare_sweep(file, "runs/x", argv, ["wandb", "trackio"])
   (run,), workdir = action.args
   expected = (f"--config={TINY}", "--config.seed=4", "--config.num_updates=5")
   assert run.flags == (*expected, "--config.warm_start.cache=runs/x/warm_starts")
@@ -137,35 +138,35 @@ def test_flags_that_do_not_go_together(tmp_path):
 def test_a_finished_run_must_have_been_the_same(tmp_path):
   (run,) = runs(tmp_path, [{"seed": 2}])
   folder = Workdir(tmp_path)
-  assert sweep._finished([run], folder) == {}
+  assert sweep._read_finished([run], folder) == {}
   (tmp_path / run.name).mkdir()
   result = tmp_path / run.name / "result.json"
   content = {"command": run.command(tmp_path)}
   result.write_text(json.dumps(content))
-  assert sweep._finished([run], folder) == {"tiny_2": content}
+  assert sweep._read_finished([run], folder) == {"tiny_2": content}
   other = run._replace(flags=(*run.flags, "--config.num_updates=9"))
-  expected = r"tiny_2 has finished with other flags; these differ: --config\.num_updates=9\. Use"
+  expected = r"tiny_2 finished with other flags; these differ: --config\.num_updates=9\. Use"
   with pytest.raises(WorkdirError, match=expected):
-    sweep._finished([other], folder)
+    sweep._read_finished([other], folder)
 
 
 def test_a_sweep_tells_its_last_result_and_the_time_left():
   evaluations = {"updates": [0, 9], "eval/pass@1": [0.1, 0.43121], "eval/pass@1_low": [0.0, 0.4]}
   results = [{"seconds": s, "evaluations": evaluations} for s in (100.0, 140.0)]
-  assert sweep._standing(results, 3) == "held-out pass@1 0.431; 3 runs left, about 6 min"
-  assert sweep._standing([], 3) == "3 runs left"
-  assert sweep._standing(results[:1], 0) == "held-out pass@1 0.431; 0 runs left"
-  assert sweep._standing([{"seconds": 9.0, "evaluations": {}}], 1) == "1 run left, about 9 s"
+  assert sweep._format_status(results, 3) == "held-out pass@1 0.431; 3 runs left, about 6 min"
+  assert sweep._format_status([], 3) == "3 runs left"
+  assert sweep._format_status(results[:1], 0) == "held-out pass@1 0.431; 0 runs left"
+  assert sweep._format_status([{"seconds": 9.0, "evaluations": {}}], 1) == "1 run left, about 9 s"
 
 
 def test_the_commit_is_that_of_the_code(monkeypatch):
   monkeypatch.setenv(sweep.COMMIT, "0123456789ab")
-  assert sweep.commit() == "0123456789ab"
+  assert sweep.current_commit() == "0123456789ab"
   monkeypatch.delenv(sweep.COMMIT)
   head = subprocess.run(
     ["git", "-C", tiny.ROOT, "rev-parse", "HEAD"], capture_output=True, text=True
   )
-  found = sweep.commit()
+  found = sweep.current_commit()
   if head.returncode:  # not in a checkout
     assert found is None
   else:
@@ -175,7 +176,8 @@ def test_the_commit_is_that_of_the_code(monkeypatch):
 def test_a_run_ends_with_the_process_that_started_it():
   """It starts another, which watches it, prints its number and is killed with it."""
   watches = (
-    "import os, time; from rlvr_jax.train.cluster import process; process.end_with(os.getppid());"
+    "import os, time; from rlvr_jax.train.cluster import process;"
+    " process.end_with_parent(os.getppid());"
   )
   watches += "print(os.getpid(), flush=True); time.sleep(60)"
   starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {watches!r}])"
@@ -248,7 +250,7 @@ def test_a_failing_run_costs_itself_alone(tmp_path):
   listed = [{"label": "bad", "loss": "no_such_loss"}, {"label": "good", **few}]
   file, workdir = written(tmp_path, listed), tmp_path / "runs"
   status, printed = done(file, workdir)
-  assert status == 1 and "1 run of 2 failed; the same command tries again" in printed
+  assert status == 1 and "1 run of 2 failed; the same command retries them" in printed
   assert "'no_such_loss' is unknown" in printed and "bad_0/output.log ends with" in printed
   (result,) = compare.read_results(workdir)
   assert result["label"] == "good" and result["evaluations"]["updates"] == [0, 1]
@@ -330,12 +332,12 @@ def test_a_sweep_killed_five_times_ends_with_the_same_table(tmp_path):
   assert status == 0, printed
   found = compare.read_results(killed)
   assert seen(found) == seen(expected)
-  assert compare.table(found) == compare.table(expected)
+  assert compare.comparison_table(found) == compare.comparison_table(expected)
 
 
 @pytest.mark.slow
 def test_a_killed_run_is_continued_by_the_same_command(tmp_path):
-  """A run that was killed fails, and the next one begins; then the sweep is asked to end."""
+  """A killed run fails, and the next one begins; then shutdown of the sweep is requested."""
   listed = three_by_three(seeds=1)[:2]
   file, workdir = written(tmp_path, listed), tmp_path / "runs"
   log = tmp_path / "log"
@@ -350,7 +352,7 @@ def test_a_killed_run_is_continued_by_the_same_command(tmp_path):
   assert process.wait(timeout=tiny.TIMEOUT_S) == 0
   printed = log.read_text()
   assert "grpo_0 failed with signal 9" in printed
-  assert "shutdown requested before rloo_0 had finished; rerun the same command" in printed
+  assert "shutdown requested before rloo_0 finished; rerun the same command" in printed
   status, printed = done(file, workdir)
   assert status == 0, printed
   for result in compare.read_results(workdir):
@@ -359,23 +361,23 @@ def test_a_killed_run_is_continued_by_the_same_command(tmp_path):
     assert text.count("held-out after update 0") == 1  # the second process went on
 
 
-# --- sittings -------------------------------------------------------------------------------------
+# --- time limit -----------------------------------------------------------------------------------
 
 
 def ended_within(minutes):
-  """What a sweep raises that is asked to end within a sitting."""
-  with pytest.raises(host.EndRequestedError) as raised, host.ends_in_order(lambda: None):
-    with sweep._sitting(minutes):
+  """The error of a sweep that a shutdown request ends within a time limit."""
+  with pytest.raises(host.EndRequestedError) as raised, host.handle_shutdown_signals(lambda: None):
+    with sweep._limit_minutes(minutes):
       last = time.monotonic() + 0.3
-      while not host.asked() and time.monotonic() < last:
+      while not host.shutdown_requested() and time.monotonic() < last:
         time.sleep(0.01)
       raise host.EndRequestedError("before grpo_0 had finished")
   return raised.value
 
 
-def test_a_sitting_asks_to_end_when_its_minutes_are_over():
+def test_shutdown_is_requested_when_the_minutes_are_over():
   over = ended_within(0.001)
-  assert type(over) is sweep.SittingOverError
+  assert type(over) is sweep.TimeLimitError
   assert str(over) == "0.001 minutes are over: before grpo_0 had finished"
   for minutes in (None, 60.0):  # something else asked
     assert type(ended_within(minutes)) is host.EndRequestedError
@@ -383,7 +385,7 @@ def test_a_sitting_asks_to_end_when_its_minutes_are_over():
 
 def test_minutes_are_of_a_sweep():
   with pytest.raises(ValueError, match="--minutes goes with --mode=sweep, not with --mode=train"):
-    choose.prepared("train", tiny.get_config(), "runs/x", None, None, minutes=5.0)
+    choose.prepare_command("train", tiny.get_config(), "runs/x", None, None, minutes=5.0)
 
 
 @pytest.mark.slow
@@ -396,7 +398,7 @@ def test_a_sitting_ends_with_status_3_and_the_next_one_goes_on(tmp_path):
     cwd=tiny.ROOT,
     env=tiny.environment(),
   )
-  assert ended.returncode == sweep.TO_DO == 3, ended.stderr
+  assert ended.returncode == sweep.UNFINISHED_STATUS == 3, ended.stderr
   assert "rerun the same command to continue" in ended.stdout + ended.stderr
   assert not (workdir / "grpo_0" / "result.json").exists()
   status, printed = done(file, workdir)

@@ -14,7 +14,7 @@ from train import tiny
 
 from rlvr_jax.configs.full_size import fade_qwen25_7b
 from rlvr_jax.costs import hlo, programs, step_time
-from rlvr_jax.costs.chips import chip_of
+from rlvr_jax.costs.chips import find_chip
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.logprobs import token_logprobs
@@ -43,7 +43,7 @@ def assert_no_weights_in_a_loop(items, kernel_bytes):
 def test_a_mesh_is_built_as_a_run_builds_it():
   """In jax's order, in which neighbours along an axis are near on the torus; not in that of ids."""
   config = tiny.config(mesh__fsdp=16)
-  mesh = programs.mesh_of(config, TOPOLOGY)
+  mesh = programs.make_topology_mesh(config, TOPOLOGY)
   devices = programs.topology_devices(TOPOLOGY)
   ids = lambda mesh: [device.id for device in mesh.devices.flat]
   assert ids(mesh) == ids(jax.make_mesh((1, 16, 1), sharding.AXES, devices=devices))
@@ -61,7 +61,7 @@ def test_a_mesh_is_built_as_a_run_builds_it():
 )
 def test_the_devices_of_a_slice_have_the_peaks_of_its_chips(topology, chips, flops):
   devices = len(programs.topology_devices(topology))
-  assert devices * chip_of(topology).flops == chips * flops
+  assert devices * find_chip(topology).flops == chips * flops
 
 
 def test_the_head_gathers_its_kernel_once_and_reduces_its_gradient_once():
@@ -85,8 +85,8 @@ def test_the_head_gathers_its_kernel_once_and_reduces_its_gradient_once():
   )
   shardings = tuple(x.sharding for x in arguments[:2])
   both = jax.value_and_grad(loss, argnums=(0, 1))
-  gradient = jax.jit(both, out_shardings=(sharding.replicated(mesh), shardings))
-  _, text = programs.compiled_with_text("head", lambda: gradient.lower(*arguments))
+  gradient = jax.jit(both, out_shardings=(sharding.replicated_sharding(mesh), shardings))
+  _, text = programs.compile_with_text("head", lambda: gradient.lower(*arguments))
   items = hlo.walk(text, step_time.PARTS)
   kernel = 2 * WIDTH * VOCABULARY
   assert_no_weights_in_a_loop(items, kernel)
@@ -94,7 +94,9 @@ def test_the_head_gathers_its_kernel_once_and_reduces_its_gradient_once():
   # `psum_scatter`: a device receives nearly twice the array.
   arrays = [item.received_bytes / (1 + (item.opcode == "all-reduce")) for item in items]
   assert sum(arrays) <= 4e9
-  assert sum(item.hbm_bytes for item in items) <= 600e9
+  # 431 GB and 1.49·10⁹ cycles by libtpu 0.0.42.1; 571 and 1.87 if backward had its own softmax.
+  assert sum(item.hbm_bytes for item in items) <= 500e9
+  assert sum(item.cycles for item in items) <= 1.6e9
   rows = 32 * 16 * 2048 // 16
   assert sum(item.flops for item in items) == 4 * 2 * rows * WIDTH * VOCABULARY
 
@@ -107,8 +109,8 @@ def test_an_update_gathers_a_layer_twice_and_reduces_its_gradient_once():
     config.model.overrides.num_layers = 1
   config.batch.prompts, config.batch.group_size = 16, 8
   config.max_prompt_length, config.max_response_length = 256, 512
-  parts = programs.shapes_only(config, programs.mesh_of(config, TOPOLOGY))
-  update = programs.programs(parts)["update"]
+  parts = programs.build_shapes_only(config, programs.make_topology_mesh(config, TOPOLOGY))
+  update = programs.program_lowerings(parts)["update"]
   cost = step_time.program_cost("update", update, TOPOLOGY, useful_flops=1.0)
   found = {row["part"]: row for row in cost["parts"]}
   attention, mlp = WIDTH * (2 * 28 + 2 * 4) * 128, 3 * WIDTH * 18_944
@@ -119,7 +121,10 @@ def test_an_update_gathers_a_layer_twice_and_reduces_its_gradient_once():
   assert sum(row["received_bytes"] for row in wide) >= 4 * layer * 15 / 16
   assert found["embedding"]["received_bytes"] < 1e9
   assert found["optimizer"]["received_bytes"] + found["other"]["received_bytes"] < 1e7
-  tokens = 256 + 8 * 511  # of a chip's prompt
+  # Places of a chip's rows: 8 rollouts of a prompt, 4 in a row.
+  layout, packed = parts.placement.row_layout, programs.pack_full_length(parts)
+  tokens = int(packed.num_micro_batches) * layout.rows_per_device * layout.length
+  assert tokens == 2 * 3072
   # Forward twice, back once; of the recomputed products the MLP's last has no use.
   assert found["layers"]["flops"] == 2 * tokens * (4 * layer - mlp / 3)
 
@@ -133,11 +138,11 @@ def test_blocks_scatter_and_gather_tokens_over_tensor():
       vocab_size=1024, width=width, num_layers=layers, num_heads=4, num_kv_heads=2, head_dim=128,
       mlp_width=2048, compute_dtype="bfloat16", remat="full",
     ),
-    sharding.layout(mesh),
+    sharding.make_layout(mesh),
   )  # fmt: skip
   rows = sharding.batch_sharding(mesh)
   of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
-  params = sharding.placed(jax.eval_shape(model.init, jax.random.key(0)), mesh)
+  params = sharding.add_shardings(jax.eval_shape(model.init, jax.random.key(0)), mesh)
   inputs = Prompts(of(jnp.int32, P, S), of(jnp.int32, P)), of(jnp.int32, P, 1, T)
 
   def gradient(params, prompts, tokens, cotangent):
@@ -146,7 +151,7 @@ def test_blocks_scatter_and_gather_tokens_over_tensor():
 
   jitted = jax.jit(gradient, out_shardings=(jax.tree.map(lambda x: x.sharding, params),))
   lower = lambda: jitted.lower(params, *inputs, of(jnp.bfloat16, P, 1, T, width))
-  _, text = programs.compiled_with_text("layers", lower)
+  _, text = programs.compile_with_text("layers", lower)
   half = 2 * (P // 8) * (S + T - 1) // 2 * width  # bytes of the tokens that a device keeps
   moved = {
     item.opcode: item.dtype
@@ -172,9 +177,9 @@ def test_every_product_has_the_precision_of_the_configuration(dtype, attention):
   network = dict(compute_dtype=dtype, attention=attention, head_dim=128)
   fields = {f"model__overrides__{name}": value for name, value in network.items()}
   config = tiny.config(**fields, reference__kl_coefficient=0.0)
-  parts = programs.shapes_only(config, programs.mesh_of(config, "v5e:1x1"))
-  for name, lower in programs.programs(parts).items():
-    _, text = programs.compiled_with_text(name, lower)
+  parts = programs.build_shapes_only(config, programs.make_topology_mesh(config, "v5e:1x1"))
+  for name, lower in programs.program_lowerings(parts).items():
+    _, text = programs.compile_with_text(name, lower)
     products = [line for line in text.splitlines() if re.search(r" (convolution|dot)\(", line)]
     exact = ["operand_precision={highest,highest}" in line for line in products]
     assert len(products) > 5

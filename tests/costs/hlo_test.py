@@ -382,6 +382,6 @@ def test_an_instruction_over_several_lines_is_one():
     "ROOT %out = f32[8] negate(%kernel)",
   ])  # fmt: skip
   broken = '{kernel_metadata={\n"a":"{b}"\n}}, metadata={op_name="attention/splash"}'
-  computations, entry = hlo_text.parsed(text.replace("{kernel_metadata={", broken))
+  computations, entry = hlo_text.parse_program(text.replace("{kernel_metadata={", broken))
   assert computations[entry]["kernel"].op_name == "attention/splash"
   assert computations[entry]["out"].root

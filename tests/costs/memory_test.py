@@ -53,7 +53,7 @@ def test_a_full_size_recipe_is_initialised_and_sharded_as_shapes(name, chips, te
   config.mesh = dict(data=1, fsdp=chips // tensor, tensor=tensor)
   for batch, field in ((config.batch, "prompts"), (config.evaluation, "batch_prompts")):
     batch[field] = max(batch[field], config.mesh.fsdp)
-  parts = programs.shapes_only(config, programs.mesh_of(config, None))
+  parts = programs.build_shapes_only(config, programs.make_topology_mesh(config, None))
   params = jax.tree.leaves(parts.placement.base)
   assert sum(math.prod(x.shape) for x in params) == PARAMETERS[name]
   # All but norms and biases is split over every chip that its dimensions allow.
@@ -69,13 +69,13 @@ def test_a_full_size_recipe_takes_all_chips(name):
   mesh = recipe(name).mesh
   assert (mesh.data, mesh.fsdp) == (1, -1)
   with pytest.raises(ValueError, match="without --topology the number of devices is not known"):
-    programs.mesh_of(recipe(name), None)
+    programs.make_topology_mesh(recipe(name), None)
 
 
 def test_a_run_has_the_sizes_that_its_devices_leave():
   """In its own configuration, so that it is not resumed on another mesh unseen."""
   config = tiny.config(mesh__fsdp=-1, mesh__tensor=2)
-  parts = programs.shapes_only(config, sharding.make_mesh(**config.mesh))
+  parts = programs.build_shapes_only(config, sharding.make_mesh(**config.mesh))
   assert parts.config.mesh.to_dict() == dict(data=1, fsdp=4, tensor=2)
   assert config.mesh.fsdp == -1
 
@@ -83,17 +83,17 @@ def test_a_run_has_the_sizes_that_its_devices_leave():
 def test_the_estimate_counts_what_is_there():
   """Against arrays that exist: the parts of a tiny run, on one device."""
   config = tiny.config(batch__tokens_per_micro_batch=64)
-  parts = programs.shapes_only(config, sharding.make_mesh())
+  parts = programs.build_shapes_only(config, sharding.make_mesh())
   state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), parts.placement.state)
   size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-  tables = memory.estimated(parts)
+  tables = memory.estimated_bytes(parts)
   update, generation = tables["update, estimated"], tables["generation, estimated"]
   assert update["parameters"] == generation["parameters"] == size(state.params)
   assert update["optimizer"] == size(state.opt_state)
   assert update["gradients"] == 2 * size(state.params)
   assert generation["parameters to decode with"] == size(state.params)
   slots = parts.programs.engine.settings
-  empty = jax.eval_shape(lambda: decoder.empty(slots))
+  empty = jax.eval_shape(lambda: decoder.empty_slots(slots))
   caches = size((empty.prompts, empty.responses))
   c, steps = parts.model.config, slots.shape.steps
   staged = slots.slots * steps * c.num_layers * c.num_kv_heads * c.head_dim * 2 * 4
@@ -102,7 +102,9 @@ def test_the_estimate_counts_what_is_there():
 
 def test_heads_and_activations_are_split_over_tensor():
   whole, halves = (
-    memory.estimated(programs.shapes_only(tiny.config(), sharding.make_mesh(tensor=tensor)))
+    memory.estimated_bytes(
+      programs.build_shapes_only(tiny.config(), sharding.make_mesh(tensor=tensor))
+    )
     for tensor in (1, 2)
   )
   for table, row in (("generation", "keys and values"), ("update", "activations")):
@@ -113,8 +115,8 @@ def test_heads_and_activations_are_split_over_tensor():
 @pytest.mark.usefixtures("no_compilation_cache")
 def test_the_compiler_s_figures_are_read(capsys):
   """On devices that are there; a topology of TPUs goes the same way."""
-  parts = programs.shapes_only(tiny.config(mesh__data=2), sharding.make_mesh(data=2))
-  tables = memory.compiled(parts)
+  parts = programs.build_shapes_only(tiny.config(mesh__data=2), sharding.make_mesh(data=2))
+  tables = memory.compiled_bytes(parts)
   state = parts.placement.state
   held = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
   assert tables["update, compiled"]["arguments"] >= held
@@ -124,11 +126,11 @@ def test_the_compiler_s_figures_are_read(capsys):
 
 
 def test_an_estimate_just_below_the_limit_is_no_promise(monkeypatch, capsys):
-  parts = programs.shapes_only(tiny.config(), sharding.make_mesh())
-  gib = sum(memory.estimated(parts)["update, estimated"].values()) / 2**30
+  parts = programs.build_shapes_only(tiny.config(), sharding.make_mesh())
+  gib = sum(memory.estimated_bytes(parts)["update, estimated"].values()) / 2**30
   for share, verdict in ((2.0, "fits"), (1.2, "may fit"), (0.9, "DOES NOT FIT")):
     monkeypatch.setitem(chips.CHIPS, "small", chips.CHIPS["v4"]._replace(hbm_gib=share * gib))
-    monkeypatch.setattr(memory, "compiled", lambda parts: {})
+    monkeypatch.setattr(memory, "compiled_bytes", lambda parts: {})
     memory.report(parts, "small:1")
     (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("update, estimated")]
     assert line.endswith(f", {verdict}")

@@ -58,10 +58,10 @@ def test_parts_add_up_and_the_largest_come_first():
 
 def test_a_kernel_counts_by_its_own_formula():
   """From the shapes of its operands, for each of its runs; other calls stay as they are."""
-  counted = step_time.with_kernels(ITEMS, {"flash": lambda i: (10.0 * len(i.shapes), 3.0)})
+  counted = step_time.apply_kernel_costs(ITEMS, {"flash": lambda i: (10.0 * len(i.shapes), 3.0)})
   assert (counted[-1].flops, counted[-1].hbm_bytes) == (20.0, 6.0)
   assert counted[:-1] == ITEMS[:-1]
-  assert step_time.with_kernels(ITEMS, {"other": lambda i: (1.0, 1.0)}) == ITEMS
+  assert step_time.apply_kernel_costs(ITEMS, {"other": lambda i: (1.0, 1.0)}) == ITEMS
   found = step_time.cost(counted, CHIP, useful_flops=1.0, memory={})
   assert found["custom_calls"] == [
     dict(part="attention", target="tpu_custom_call", flops=20.0, hbm_bytes=6.0, times=2)
@@ -70,14 +70,14 @@ def test_a_kernel_counts_by_its_own_formula():
 
 def test_the_paged_kernel_counts_every_cached_token():
   """Three slots, each with two pages of 16 tokens of 2 heads; 8 query heads of 128."""
-  parts = programs.shapes_only(tiny.config(), sharding.make_mesh())
+  parts = programs.build_shapes_only(tiny.config(), sharding.make_mesh())
   numbers = ("s32[3]", "s32[6]", "s32[1]", "s32[1]")
   shapes = (*numbers, "f32[3,8,1,128]", "bf16[2,6,16,128]", "bf16[2,6,16,128]")
   call = item(
     "attention", "custom-call", times=5, hbm=35.0, target="tpu", op_name="paged_attention"
   )
-  (found,) = step_time.with_kernels(
-    [call._replace(shapes=shapes)], step_time.attention_kernels(parts)
+  (found,) = step_time.apply_kernel_costs(
+    [call._replace(shapes=shapes)], step_time.attention_kernel_costs(parts)
   )
   queries_and_values = 2 * 2 * 8 * 128
   assert (found.flops, found.hbm_bytes) == (5 * 3 * 2 * 16 * queries_and_values, 35.0)
@@ -86,14 +86,14 @@ def test_the_paged_kernel_counts_every_cached_token():
 def test_a_call_on_a_row_counts_as_the_mean_of_the_rows_that_run():
   batch = dict(prompts=6, group_size=13, tokens_per_row=3072, tokens_per_micro_batch=3072)
   config = tiny.config(**{f"batch__{name}": size for name, size in batch.items()})
-  parts = programs.shapes_only(config, sharding.make_mesh())
+  parts = programs.build_shapes_only(config, sharding.make_mesh())
   network = dataclasses.replace(parts.model.config, attention="splash")
-  layout = make_row_layout(config, "splash", parts.placement.mesh)
+  layout = make_row_layout(config.batch, parts.shape, "splash", parts.placement.mesh)
   placement = dataclasses.replace(parts.placement, row_layout=layout)
   parts = dataclasses.replace(
     parts, model=parts.model._replace(config=network), placement=placement
   )
-  packed = programs.packed_at_full_length(parts)
+  packed = programs.pack_full_length(parts)
   count = int(packed.num_micro_batches)
   sizes = {name: getattr(network, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
   of_row = [
@@ -101,7 +101,8 @@ def test_a_call_on_a_row_counts_as_the_mean_of_the_rows_that_run():
   ]
   assert 1 < count < len(packed.tokens) and packed.tokens.shape[1:] == (1, 3072)
   assert of_row[0].forward_flops > of_row[-1].forward_flops  # the last row is not full
-  kernels, call = step_time.attention_kernels(parts), item("attention", "custom-call", target="tpu")
+  kernels = step_time.attention_kernel_costs(parts)
+  call = item("attention", "custom-call", target="tpu")
   for name, of in (("fwd", "forward"), ("dkv", "backward")):
     flops, hbm_bytes = kernels[f"splash_mha_{name}"](call)
     assert flops == pytest.approx(sum(getattr(c, f"{of}_flops") for c in of_row) / count)
@@ -112,13 +113,13 @@ def test_a_loop_of_unknown_length_is_listed():
   loop = item("gram", hlo.OPEN_LOOP, times=2, op_name="eigh/while")
   found = step_time.cost([*ITEMS, loop], CHIP, useful_flops=1.0, memory={})
   assert found["loops_of_unknown_length"] == [dict(part="gram", op_name="eigh/while", times=2)]
-  text = step_time.markdown(CONDITIONS, {"update": found})
-  assert "Loops whose length only the data tell" in text and "| gram | eigh/while | 2 |" in text
+  text = step_time.format_markdown(CONDITIONS, {"update": found})
+  assert "Loops whose length depends on the data" in text and "| gram | eigh/while | 2 |" in text
 
 
 def test_useful_work_is_that_of_full_lengths_on_every_chip():
   config = tiny.config(mesh__data=2)
-  parts = programs.shapes_only(config, sharding.make_mesh(data=2))
+  parts = programs.build_shapes_only(config, sharding.make_mesh(data=2))
   network, lengths = parts.model.config, ([8] * 8, [[4] * 4] * 8)
   found = step_time.useful_flops(parts)
   assert found["update"] == update_flops(network, *lengths) / 2
@@ -129,38 +130,38 @@ def test_useful_work_is_that_of_full_lengths_on_every_chip():
 
 def test_the_report_names_its_lengths_and_leaves_out_what_is_small():
   found = step_time.cost(ITEMS, CHIP, useful_flops=1.0, memory={"temporary": 2**31})
-  text = step_time.markdown(CONDITIONS, {"update": found})
+  text = step_time.format_markdown(CONDITIONS, {"update": found})
   assert "8 prompts of 8 tokens, each with 4 responses of 4 tokens" in text
   assert "| head | all-gather | bf16 | 0.005 | 1 |" in text
   assert "| layers | all-gather" not in text
   assert "| update |" in text and "| 2.0 |" in text and "interconnect |" in text
-  assert "Left out, since a chip has too little memory: generation." in text
+  assert "Omitted, too large for a chip's memory: generation." in text
 
 
 def test_numbers_and_tables_are_written(tmp_path):
   found = step_time.cost(ITEMS, CHIP, useful_flops=1.0, memory={"temporary": 2**31})
-  step_time.write(tmp_path / "new", CONDITIONS, {"update": found})
+  step_time.write_report(tmp_path / "new", CONDITIONS, {"update": found})
   written = json.loads((tmp_path / "new" / "costs_v5e_2x2.json").read_text(encoding="utf-8"))
   assert written == {"conditions": CONDITIONS, "costs": {"update": found}}
   text = (tmp_path / "new" / "costs_v5e_2x2.md").read_text(encoding="utf-8")
-  assert text == step_time.markdown(CONDITIONS, {"update": found}) + "\n"
+  assert text == step_time.format_markdown(CONDITIONS, {"update": found}) + "\n"
 
 
 @pytest.mark.parametrize(
   ("topology", "message"),
   [
     (None, "--mode=costs needs --topology"),
-    ("v2:2x2", r"a chip 'v2' .*; allowed: \['tpu7x', 'v4'"),
+    ("v2:2x2", r"chip 'v2' .*; allowed: \['tpu7x', 'v4'"),
   ],
 )
 def test_what_a_report_needs(topology, message):
   with pytest.raises(ValueError, match=message):
-    choose.prepared("costs", tiny.get_config(), None, None, topology)
+    choose.prepare_command("costs", tiny.get_config(), None, None, topology)
 
 
 def test_other_modes_take_no_topology():
   with pytest.raises(ValueError, match="--topology goes with --mode=fits or --mode=costs, not"):
-    choose.prepared("train", tiny.get_config(), "runs/x", None, "v5e:2x2")
+    choose.prepare_command("train", tiny.get_config(), "runs/x", None, "v5e:2x2")
 
 
 def test_the_peaks_are_in_their_units():

@@ -114,7 +114,7 @@ def test_read_texts(tmp_path):
     ("a.jsonl", b'{"q": "Q"', "line 1 is not a JSON object"),
     ("a.jsonl", b'["q"]', "line 1 is not a JSON object"),
     ("a.txt", b"\xff", "is not UTF-8 text"),
-    ("a.txt", b"abab", "the texts give only 261 tokens, vocab_size is 320; give more"),
+    ("a.txt", b"abab", "the texts give only 261 tokens, but vocab_size is 320; give more"),
     ("a.txt", b"", "the texts give only 259 tokens"),
   ],
 )
@@ -135,6 +135,6 @@ def test_bad_arguments(folder, tmp_path):
   with pytest.raises(FileNotFoundError):
     list(read_texts([tmp_path / "none"], []))
   before = (folder / "tokenizer.json").read_bytes()
-  with pytest.raises(SystemExit, match="contains a tokenizer already; choose another folder"):
+  with pytest.raises(SystemExit, match="already contains a tokenizer; choose another folder"):
     main(["--input", str(tmp_path / "none"), "--output", str(folder)])
   assert (folder / "tokenizer.json").read_bytes() == before

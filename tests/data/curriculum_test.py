@@ -117,7 +117,7 @@ def test_a_change_and_a_filter_keep_it_a_curriculum(lines):
   assert task.grader == "by_reference" and len(task.train) == 90
   kept = task.train.where(lambda p: p.question.startswith("q"))
   assert isinstance(kept, Curriculum) and list(kept.parts) == ["mine"] and len(kept) == 40
-  assert kept.changed(lambda p: Problem("x", p.answer, "", {}))[3].question == "x"
+  assert kept.map(lambda p: Problem("x", p.answer, "", {}))[3].question == "x"
 
 
 def test_a_source_that_is_none_is_shuffled_as_ever():

@@ -330,7 +330,7 @@ def test_vocabulary_with_holes(folder):
   folder.write()
   assert folder.load().vocab_size == 301
   folder.write_json("generation_config", {"eos_token_id": [299]})
-  with pytest.raises(ValueError, match=r"has \[299\], which .* whose ids end at 300"):
+  with pytest.raises(ValueError, match=r"has \[299\], which .* \(its largest id is 300\)"):
     folder.load()
 
 
@@ -366,8 +366,8 @@ def test_no_code_of_the_folder_is_run(folder, tmp_path, tokenizer_class):
 @pytest.mark.parametrize(
   ("template", "message"),
   [
-    ("{% for %}", "fails on the messages of user"),
-    ("{{ messages[0].content }}{{ messages[1].content }}", "fails on the messages of user"),
+    ("{% for %}", "fails on messages of user"),
+    ("{{ messages[0].content }}{{ messages[1].content }}", "fails on messages of user"),
     ("hello", "omits the user.s message: 'hello'; set chat_template to a file"),
     ("{{ 1 + messages[0].content }}", "unsupported operand"),
     ("{{ ''.__class__.__mro__ }}", "unsafe"),

@@ -118,14 +118,14 @@ def test_files_that_are_not_what_they_should_be(write, tmp_path):
   with pytest.raises(FileNotFoundError, match="there is no such file in /"):
     tasks.jsonl(train=tmp_path / "no.jsonl", grader="gsm8k", held_out_size=1)
   (tmp_path / "torn.jsonl").write_text('{"prompt": "1", "answer": "1"}\n{"prompt": ')
-  told = r"torn\.jsonl, line 2 is not JSON: Expecting value at character 1\d; fix that line$"
+  told = r"torn\.jsonl, line 2 is not JSON: Expecting value at character 1\d; fix this line$"
   with pytest.raises(ValueError, match=told):
     tasks.jsonl(train=tmp_path / "torn.jsonl", grader="gsm8k", held_out_size=1)
   (tmp_path / "torn.jsonl").write_text('{"prompt": "1", "answer": "1"}\n{"prompt": \n{}\n')
   with pytest.raises(ValueError, match=told):  # the end of the line is not a line of its own
     tasks.jsonl(train=tmp_path / "torn.jsonl", grader="gsm8k", held_out_size=1)
   (tmp_path / "torn.json").write_text('[{"prompt": "1"},\n{"prompt": 1 2}]')
-  with pytest.raises(ValueError, match=r"Expecting .* at line 2, character 14; fix that file$"):
+  with pytest.raises(ValueError, match=r"Expecting .* at line 2, character 14; fix this file$"):
     tasks.jsonl(train=tmp_path / "torn.json", grader="gsm8k", held_out_size=1)
   (tmp_path / "empty.jsonl").write_text("")
   with pytest.raises(ValueError, match=r"empty\.jsonl is empty\. Write the file again\.$"):
@@ -141,9 +141,9 @@ def test_the_run_and_its_check_count_the_training_problems_alike(write, caplog):
   config.task = dict(name="jsonl", kwargs=kwargs | dict(held_out_size=5, warm_start_size=6))
   config.warm_start.num_steps = 2  # few passes, of which nothing is said
   preflight = Preflight(config, "unused")
-  preflight.make_tokenizer()
+  preflight.check_tokenizer()
   with caplog.at_level(logging.INFO):
-    found = preflight.make_task()
+    found = preflight.check_data()
   counts = "9 training problems, 6 warm-start problems, 5 held-out problems"
   assert found.text == counts
   assert f"mine.jsonl: {counts}" in caplog.text
@@ -158,7 +158,7 @@ def test_a_missing_file_is_named_first_by_its_field_and_with_near_names(write, t
     make_task(config.task)
   assert str(error.value) == (
     f"config.task.kwargs.train = {kwargs['train']!r}: there is no such file in {tmp_path};"
-    " near it: letters.jsonl"
+    " similar names: letters.jsonl"
   )
   config.task = dict(
     name="curriculum", kwargs=dict(parts=dict(a=dict(name="jsonl", kwargs=kwargs)))

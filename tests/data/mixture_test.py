@@ -181,7 +181,7 @@ def test_changes_of_a_source_add_up():
   mark = lambda p: dataclasses.replace(p, answer=p.answer + "!")
   task = tasks.reasoning_gym(**SUMS["kwargs"])
   for source in (task.train, task.held_out):
-    assert source.changed(double).changed(mark)[1].answer == source[1].answer * 2 + "!"
+    assert source.map(double).map(mark)[1].answer == source[1].answer * 2 + "!"
 
 
 def test_concatenated_with_empty_sources():

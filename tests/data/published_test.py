@@ -187,7 +187,7 @@ def test_mbpp(tmp_path):
   assert (record.question, record.answer) == ("Write f.", "")
   assert record.solution == "```python\ndef f():\n  return 1\n```"
   assert record.reference == {"style": "asserts", "tests": ["assert f() == 1"], "setup": ""}
-  shown = programs.interface(record.reference)
+  shown = programs.describe_interface(record.reference)
   assert shown == "Your code should pass these tests:\n\nassert f() == 1"
 
 
@@ -197,7 +197,7 @@ def test_sanitized_mbpp_by_the_name_of_its_file(tmp_path):
   records = builder.prepare("mbpp", source, tmp_path / "prepared").records("test")
   assert (len(records), records[0].question) == (1, "Write g.")
   assert records[0].reference["setup"] == "import math"
-  assert "import math\nassert math.isclose" in programs.interface(records[0].reference)
+  assert "import math\nassert math.isclose" in programs.describe_interface(records[0].reference)
 
 
 def test_humaneval(tmp_path):
@@ -207,7 +207,7 @@ def test_humaneval(tmp_path):
   assert record.reference == {
     "style": "check", "entry_point": "f", "test": HUMANEVAL["test"], "prompt": HUMANEVAL["prompt"]
   }  # fmt: skip
-  assert programs.interface(record.reference) == ""
+  assert programs.describe_interface(record.reference) == ""
 
 
 def _encoded(cases, dumps=lambda cases: pickle.dumps(json.dumps(cases))):
@@ -254,7 +254,7 @@ def test_livecodebench_functions(tmp_path, private):
     "starter": FUNCTION,
     "contest_date": "2024-01-06T00:00:00",
   }
-  assert "```python\nclass Solution" in programs.interface(record.reference)
+  assert "```python\nclass Solution" in programs.describe_interface(record.reference)
 
 
 def test_livecodebench_programs_from_several_files(tmp_path):
@@ -266,7 +266,7 @@ def test_livecodebench_programs_from_several_files(tmp_path):
   assert records[0].reference["style"] == "stdin"
   assert records[0].reference["cases"] == [{"input": "1 2\n", "output": "3\n"}]
   assert math.isnan(records[2].difficulty)
-  assert "standard input" in programs.interface(records[0].reference)
+  assert "standard input" in programs.describe_interface(records[0].reference)
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_a_pickle_of_anything_but_a_text_is_never_loaded(tmp_path, protocol):
   mark = tmp_path / "harm"
   for value in (_Harmful(mark), [json.dumps(HIDDEN)], ("a", "b"), {"a": 1}, b"[]"):
     with pytest.raises(ValueError, match=r"which is never loaded; .* convert it to JSON"):
-      programs.pickled_text(pickle.dumps(value, protocol))
+      programs.read_pickled_text(pickle.dumps(value, protocol))
   harmful = _encoded(_Harmful(mark), lambda value: pickle.dumps(value, protocol))
   with pytest.raises(ValueError, match=r"test.jsonl, line 1 has private_test_cases.*never loaded"):
     _prepare("livecodebench", tmp_path, {"test.jsonl": [_livecodebench(harmful)]})
@@ -336,7 +336,7 @@ def test_a_pickle_of_anything_but_a_text_is_never_loaded(tmp_path, protocol):
       {"problem": "p", "answer": "1/2"},
       "line 2 has answer = '1/2', expected an integer",
     ),
-    ("aime_2024", {"problem": "p", "answer": 1, "year": 2023}, "line 2 is of 2023, not 2024"),
+    ("aime_2024", {"problem": "p", "answer": 1, "year": 2023}, "line 2 is from 2023, not 2024"),
     ("mbpp", MBPP | {"task_id": 975}, "line 2 has task_id = 975, expected .* 1 to 974"),
     ("mbpp", MBPP | {"test_list": []}, "line 2 has an empty test_list"),
     ("mbpp", MBPP | {"test_list": "assert"}, "line 2 has test_list = 'assert', expected a list"),
@@ -404,7 +404,9 @@ def test_missing_files_and_splits(tmp_path):
   with pytest.raises(FileNotFoundError, match=r"there is no such file in .*source"):
     _prepare("gsm8k", tmp_path)
   (tmp_path / "source").mkdir()
-  with pytest.raises(FileNotFoundError, match=r"no file of problems \(.jsonl, .*is there.*source"):
+  with pytest.raises(
+    FileNotFoundError, match=r"it contains no file of problems \(.jsonl, .*source"
+  ):
     _prepare("gsm8k", tmp_path)
   expected = "expected train or main/train-00000-of-00001 or train-00000-of-00001; or test or main/"
   with pytest.raises(FileNotFoundError, match=f"no file of gsm8k .*{expected}.*found .'other'"):
@@ -456,14 +458,14 @@ def test_a_folder_of_links(tmp_path):
   blob = _write(tmp_path / "blobs", {"train.jsonl": _gsm8k_rows([1, 2])}) / "train.jsonl"
   (tmp_path / "snapshot/main/train.jsonl").symlink_to(blob.rename(tmp_path / "blobs" / "4f1c"))
   source = PublishedFiles(tmp_path / "snapshot")
-  assert len(list(source.rows(source.of_layout((("main/train",),))))) == 2
+  assert len(list(source.rows(source.layout_paths((("main/train",),))))) == 2
 
 
 def test_one_of_several_formats_and_no_hidden_files(tmp_path):
   files = {"train.jsonl": _gsm8k_rows([1, 2]), "train.parquet": _gsm8k_rows([3]),
            ".cache/train.jsonl": _gsm8k_rows([4])}  # fmt: skip
   source = PublishedFiles(_write(tmp_path, files))
-  assert [pathlib.Path(p).name for p in source.of_layout((("train",),))] == ["train.jsonl"]
+  assert [pathlib.Path(p).name for p in source.layout_paths((("train",),))] == ["train.jsonl"]
   assert source.names() == ["train"]
 
 

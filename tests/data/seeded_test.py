@@ -125,10 +125,10 @@ def test_the_grader_of_walks_agrees_with_an_independent_check():
   [
     ("BCF", "correct", ""),
     (" B\nCF\n", "correct", ""),
-    ("BCFIFCF", "wrong", "7 cells, 6 are allowed"),
+    ("BCFIFCF", "wrong", "7 cells, at most 6 are allowed"),
     ("BCFI", "wrong", "does not end on the last goal"),
     ("BAB", "wrong", "1 goals are not visited"),
-    ("ADGHIF", "wrong", "cell 1 is not beside"),
+    ("ADGHIF", "wrong", "cell 1 is not adjacent"),
     ("DEF", "wrong", "cell 2 is a wall"),
     ("BC!", "unparseable", "not a list of cells"),
     ("  ", "unparseable", "not a list of cells"),

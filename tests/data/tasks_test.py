@@ -110,10 +110,13 @@ def test_solutions_are_graded_correct_after_json(dataset):
 @pytest.mark.parametrize(
   ("kwargs", "message"),
   [
-    ({"dataset": "chainsum"}, "unknown reasoning_gym dataset 'chainsum'; near names: .'chain_sum'"),
-    ({"settings": {"max_term": 3}}, "no setting 'max_term'; near names: .'max_terms'"),
-    ({"settings": {"seed": 3}}, "settings has 'seed': give it by train_seed"),
-    ({"settings": {"min_terms": 5, "max_terms": 2}}, "refuses settings .*max_terms must be >="),
+    (
+      {"dataset": "chainsum"},
+      "unknown reasoning_gym dataset 'chainsum'; similar names: .'chain_sum'",
+    ),
+    ({"settings": {"max_term": 3}}, "no setting 'max_term'; similar names: .'max_terms'"),
+    ({"settings": {"seed": 3}}, "settings has 'seed': set train_seed"),
+    ({"settings": {"min_terms": 5, "max_terms": 2}}, "rejects settings .*max_terms must be >="),
     ({"held_out_seed": 1}, "held_out_seed is 1, train_seed 1 .*must differ"),
     ({"held_out_seed": 2}, "held_out_seed is 2.*warm_start_seed 2"),
     ({"train_size": 0}, "train_size = 0 is not an integer ≥ 1"),

@@ -15,7 +15,7 @@ from experiments.p3o_mismatch import sweep as p3o_sweep
 from experiments.p3o_mismatch import testbed as p3o_testbed
 from experiments.testbed import config as testbed_config
 from experiments.testbed import report
-from experiments.testbed.arms import SEEDS, committed
+from experiments.testbed.arms import SEEDS, committed_runs
 from rlvr_jax.ops import caches
 
 # Digits that are conditions, not results: they are of the arms, the claims and the methods.
@@ -129,7 +129,7 @@ def test_p5_and_p1_name_a_baseline_that_lags():
   for name in ("P1", "P5"):
     assert {"GRPO, on-policy", "P3O, on-policy"} <= set(VERDICTS_BY_ID[name].arms)
   assert {arms[f"{method}, on-policy"]["schedule"] for method in ("GRPO", "P3O")} == {"on_policy"}
-  done = {label for label, _ in committed()}
+  done = {label for label, _ in committed_runs()}
   assert not {"GRPO, on-policy", "P3O, on-policy", "grpo_mean"} & done, (
     "these runs are there now: change the verdicts P1, P5, F1 and F2, which call them queued"
   )
@@ -194,7 +194,7 @@ def test_what_has_finished_is_no_longer_queued(tmp_path):
   assert reproduction.queued(["GRPO", "P3O"], set()) == 2 * len(SEEDS)
   (tmp_path / "fade").mkdir()
   (tmp_path / "fade" / "testbed.json").write_text(json.dumps([run("GRPO", 0, 0.5)]))
-  done = committed(tmp_path)
+  done = committed_runs(tmp_path)
   assert done == {("GRPO", 0)} and reproduction.queued(["GRPO"], done) == len(SEEDS) - 1
   assert reproduction.hours(12) == "1.0"
 

@@ -27,7 +27,7 @@ RESULTS = [
 
 
 def test_a_table_has_paired_differences():
-  lines = compare.table(RESULTS).splitlines()
+  lines = compare.comparison_table(RESULTS).splitlines()
   header, rows = lines[0], {line.split("|")[1].strip(): line for line in lines[2:]}
   assert "p, Holm | seeds for 0.02" in header and list(rows) == ["grpo", "rloo", "cispo", "fade"]
   cells = lambda label: [cell.strip() for cell in rows[label].split("|")[2:-1]]
@@ -45,7 +45,7 @@ def test_a_table_has_paired_differences():
 
 def test_a_difference_that_does_not_vary_has_no_interval():
   same = [result("same", seed, final) for seed, final in enumerate([0.4, 0.5, 0.3])]
-  rows = compare.table([*RESULTS, *same]).splitlines()
+  rows = compare.comparison_table([*RESULTS, *same]).splitlines()
   cells = [cell.strip() for cell in rows[-1].split("|")[2:-1]]
   assert cells[4:] == ["+0.0000", *["–"] * 5]
   # It is no comparison that p-values must be adjusted for.
@@ -88,22 +88,22 @@ def test_differences_have_an_interval_from_three_seeds_on():
 
 
 def test_another_baseline_and_what_is_missing():
-  lines = compare.table(RESULTS, baseline="rloo", difference=0.1).splitlines()
+  lines = compare.comparison_table(RESULTS, baseline="rloo", difference=0.1).splitlines()
   assert "-0.2000" in lines[2] and "seeds for 0.1" in lines[0]
   with pytest.raises(ValueError, match=r"no run has the label 'gpro'; choose one of \['grpo', "):
-    compare.table(RESULTS, baseline="gpro")
+    compare.comparison_table(RESULTS, baseline="gpro")
   with pytest.raises(ValueError, match=r"grpo, seed 0: curve: none of the 3 .* 'eval/pass@8'"):
-    compare.table(RESULTS, metric="eval/pass@8")
-  with pytest.raises(ValueError, match=r"grpo, seed 0: a file of results has evaluations alone"):
-    compare.table(RESULTS, metric="policy/entropy", phase="train")
+    compare.comparison_table(RESULTS, metric="eval/pass@8")
+  with pytest.raises(ValueError, match=r"grpo, seed 0: a file of results has only evaluations"):
+    compare.comparison_table(RESULTS, metric="policy/entropy", phase="train")
 
 
 def test_curves_of_a_result_over_its_axes():
-  x, y = compare.curve_of(RESULTS[0], over="flops")
+  x, y = compare.result_curve(RESULTS[0], over="flops")
   np.testing.assert_allclose((x, y), ([0, 50, 100], [0.2, 0.3, 0.4]))
   with pytest.raises(ValueError, match=r"grpo, seed 0: .* 'seconds' needs .* older than this axis"):
-    compare.curve_of(RESULTS[0], over="seconds")
-  assert compare.final(RESULTS[1]) == 0.5 and compare.rise(RESULTS[1]) == pytest.approx(0.3)
+    compare.result_curve(RESULTS[0], over="seconds")
+  assert compare.final_value(RESULTS[1]) == 0.5 and compare.rise(RESULTS[1]) == pytest.approx(0.3)
 
 
 def test_curves_of_training_are_pairs_or_means_over_equal_spans():
@@ -111,13 +111,13 @@ def test_curves_of_training_are_pairs_or_means_over_equal_spans():
     "curves": {"policy/entropy": [[1, 3.0], [9, 1.0]]},
     "train": {"loss/ess": [0.5, 0.7]},
   }
-  np.testing.assert_array_equal(compare.curve_of(result, "policy/entropy"), [[1, 9], [3, 1]])
+  np.testing.assert_array_equal(compare.result_curve(result, "policy/entropy"), [[1, 9], [3, 1]])
   end = result["evaluations"]["updates"][-1]
   expected = [[end / 4, 3 * end / 4], [0.5, 0.7]]
-  np.testing.assert_array_equal(compare.curve_of(result, "loss/ess"), expected)
-  assert compare.final(result, "loss/ess", phase="train") == 0.7
-  with pytest.raises(ValueError, match=r"grpo, seed 0: a file of results has evaluations alone"):
-    compare.curve_of(result, "loss/ess", over="seconds", phase="train")
+  np.testing.assert_array_equal(compare.result_curve(result, "loss/ess"), expected)
+  assert compare.final_value(result, "loss/ess", phase="train") == 0.7
+  with pytest.raises(ValueError, match=r"grpo, seed 0: a file of results has only evaluations"):
+    compare.result_curve(result, "loss/ess", over="seconds", phase="train")
 
 
 def test_evaluations_have_every_axis():
@@ -135,7 +135,7 @@ def test_evaluations_have_every_axis():
     "eval/pass@1": [0.5],
   }
   for axis in curves.AXES:
-    x, _ = compare.curve_of(dict(label="a", seed=0, evaluations=found), over=axis)
+    x, _ = compare.result_curve(dict(label="a", seed=0, evaluations=found), over=axis)
     assert x.tolist() == found[axis]
   assert compare.evaluations([]) == {}
 

@@ -127,7 +127,7 @@ def test_an_interval_is_clipped_to_the_range_of_the_metric():
     "behavior/kl_k1": (-math.inf, math.inf),
     "reward/mean": (-math.inf, math.inf),
   }
-  assert {metric: curves.range_of(metric) for metric in within} == within
+  assert {metric: curves.metric_range(metric) for metric in within} == within
 
 
 def test_curves_without_a_mean():
@@ -153,7 +153,7 @@ def test_curves_without_a_mean():
   ],
 )
 def test_first_reaching_a_level(y, level, x):
-  found = curves.reaching([0, 10, 20, 40], y, level)
+  found = curves.first_crossing([0, 10, 20, 40], y, level)
   assert found == pytest.approx(x, nan_ok=True)
 
 

@@ -77,12 +77,12 @@ def test_salted_is_the_formula(x64):
   m, features = measurement()
   A = m.coefficients.reshape(-1)
   expected, rank, alpha, _ = salt_of(A, features)
-  found = geometry_plots.salted(m, SALT)
+  found = geometry_plots.apply_salt(m, SALT)
   assert 0 < alpha < 1 and 1 < rank < DIM
   np.testing.assert_allclose(found.coefficients, expected.reshape(P, G), rtol=1e-9)
   assert (found.rank, found.alpha) == (rank, pytest.approx(alpha, rel=1e-9))
   assert found.effective_rollouts == pytest.approx(1 - alpha, rel=1e-9)
-  fixed = geometry_plots.salted(m, reweighting.salt(alpha_min=1.0, min_rank=2, max_rank=2))
+  fixed = geometry_plots.apply_salt(m, reweighting.salt(alpha_min=1.0, min_rank=2, max_rank=2))
   assert (fixed.rank, fixed.alpha) == (2, 1.0)
 
 
@@ -196,7 +196,7 @@ def test_update_norms_over_a_run(x64):
 @pytest.mark.parametrize("gram", [np.zeros((B, B)), np.full((B, B), np.nan)])
 def test_an_unusable_gram_changes_nothing_and_is_named(gram):
   m, _ = measurement(gram=gram)
-  found = geometry_plots.salted(m, SALT)
+  found = geometry_plots.apply_salt(m, SALT)
   np.testing.assert_array_equal(found.coefficients, np.float32(m.coefficients))
   assert found.rank == 0
   np.testing.assert_allclose(geometry_plots.eigenvalue_shares(gram), 1 / B)
@@ -264,7 +264,7 @@ def test_the_coefficients_are_drawn_by_reward(axes):
   m, _ = measurement()
   geometry_plots.plot_coefficients(axes, m, SALT)
   points = axes.collections[0]
-  result = geometry_plots.salted(m, SALT)
+  result = geometry_plots.apply_salt(m, SALT)
   expected = np.stack([m.coefficients.ravel(), jnp.ravel(result.coefficients)], axis=1)
   np.testing.assert_allclose(points.get_offsets(), expected, rtol=1e-6)
   np.testing.assert_array_equal(points.get_array(), REWARDS.ravel())

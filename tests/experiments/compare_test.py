@@ -59,7 +59,7 @@ def test_methods_agree_and_differ_where_they_must(module, tmp_path):
     assert (tmp_path / name).stat().st_size > 0
   again = read_batch(tmp_path / "rollouts.array_record")
   assert again.tokens.shape == (16, 8, 4)
-  stored = same_rollouts.recorded_batch(
+  stored = same_rollouts.read_recorded_batch(
     f"{tmp_path}/training/rollouts:2"
   )  # two updates came before
   np.testing.assert_array_equal(stored.tokens, again.tokens)

@@ -37,20 +37,20 @@ def records(module, *, generate, grade, optimise, between):
 
 def test_ratios_by_hand(module):
   phases = dict(generate=1.0, grade=3.0, optimise=1.0)
-  sequential = module.seconds_of(records(module, **phases, between=5.0))
+  sequential = module.mean_seconds(records(module, **phases, between=5.0))
   assert sequential == pytest.approx(
     {"s per update": 5.0, **phases, "sync_weights": 0.0, "idle": 0.0, "lag": 1.0}
   )
-  other = module.seconds_of(records(module, **phases, between=3.5))
-  found = module.with_ratios(other, sequential)
+  other = module.mean_seconds(records(module, **phases, between=3.5))
+  found = module.add_ratios(other, sequential)
   assert found["of sequential"] == pytest.approx(0.7)
   assert found["longest phase alone"] == pytest.approx(0.6)
   assert found["of the saving"] == pytest.approx(0.75)
-  assert module.with_ratios(sequential, sequential)["of the saving"] is None
+  assert module.add_ratios(sequential, sequential)["of the saving"] is None
 
 
 def test_compilations_are_counted(module):
-  with module.compilations() as inside:
+  with module.record_compilations() as inside:
     double = jax.jit(lambda x: 2 * x)
     double(1.0), double(2.0)
     assert len(inside) == 1 and inside[0] > 0
@@ -67,9 +67,9 @@ def test_rows_are_measured_in_turn_and_kept(module, tmp_path):
     order.append(name)
     return {"ratio": float(len(order)), "none": None, "count": 8}
 
-  found = module.in_turn("ab", measure, repeats=2)
+  found = module.measure_in_turn("ab", measure, repeats=2)
   assert order == [*"abba"]
-  text = module.write(tmp_path, {"overlap": found}, "the command")
+  text = module.write_report(tmp_path, {"overlap": found}, "the command")
   assert "command: the command" in text
   assert "| a | 2.5000 | – | 8 |" in text and "| b | 2.5000 | – | 8 |" in text
   saved = json.loads((tmp_path / "overlap_cpu.json").read_text())["repeats"]["overlap"]

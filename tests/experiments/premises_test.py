@@ -40,7 +40,7 @@ def test_command_lines_build_and_share_the_warm_start(task, size, tmp_path):
 def test_figures_of_a_block_are_those_of_its_features():
   rng = np.random.default_rng(0)
   features, A = rng.normal(size=(P * G, 5)), rng.normal(size=(P, G))
-  found = premises.geometry(*premises.by_scope(features @ features.T, A, "group", seed=0))
+  found = premises.block_geometry(*premises.scope_blocks(features @ features.T, A, "group", seed=0))
   n_eff, ratios = [], []
   for group in range(P):
     g, a = features[group * G : group * G + G], A[group]
@@ -55,7 +55,9 @@ def test_figures_of_a_block_are_those_of_its_features():
 
 def test_blocks_without_a_coefficient_do_not_count():
   A = np.zeros((P, G))
-  of_groups = lambda: premises.geometry(*premises.by_scope(np.eye(P * G), A, "group", seed=0))
+  of_groups = lambda: premises.block_geometry(
+    *premises.scope_blocks(np.eye(P * G), A, "group", seed=0)
+  )
   assert of_groups() == {}
   A[1] = [1, -1, 1, -1]
   found = of_groups()
@@ -64,7 +66,9 @@ def test_blocks_without_a_coefficient_do_not_count():
 
 def test_scopes_are_partitions():
   A = np.arange(P * G)
-  of = lambda scope, seed=0: premises.by_scope(A[:, None] * 100 + A, A.reshape(P, G), scope, seed)
+  of = lambda scope, seed=0: premises.scope_blocks(
+    A[:, None] * 100 + A, A.reshape(P, G), scope, seed
+  )
   assert of("batch")[1:] == (pytest.approx(A), 1) and of("group")[1:] == (pytest.approx(A), P)
   gram, drawn, count = of(8)
   assert count == 2 and sorted(drawn) == list(range(P * G))
@@ -80,7 +84,9 @@ def test_lags_are_averaged_over_the_updates_that_have_them():
     "behavior/kl_k3": 0.1,
     "behavior/ratio_max": 2.0,
   }
-  found = premises.by_lag([record(0.0, 1.0), record(1.0, 0.8), record(0.0, 1.0), record(1.0, 0.6)])
+  found = premises.means_by_lag(
+    [record(0.0, 1.0), record(1.0, 0.8), record(0.0, 1.0), record(1.0, 0.6)]
+  )
   assert found == {
     "0": dict(ess=1.0, kl=0.1, largest=2.0),
     "1": dict(ess=pytest.approx(0.7), kl=0.1, largest=2.0),
@@ -108,7 +114,7 @@ def test_a_premise_is_had_or_none_is_found():
     entropy_end=0.2,
     by_lag={"0": dict(ess=1.0, kl=0.0, largest=1.0), "15": dict(ess=0.95, kl=0.1, largest=2.0)},
   )
-  verdicts = {premise: has for _, premise, has, _ in premises.premises(found)}
+  verdicts = {premise: has for _, premise, has, _ in premises.premise_rows(found)}
   assert verdicts == {
     "n_eff below 1, score": False,
     "n_eff below 1, sampled": True,
@@ -119,8 +125,8 @@ def test_a_premise_is_had_or_none_is_found():
     "pass@1 of 0.15 to 0.5, pass@64 from 0.95": True,
   }
   found["pass@64_first_low"] = 0.88
-  assert not {name: has for _, name, has, _ in premises.premises(found)}[
+  assert not {name: has for _, name, has, _ in premises.premise_rows(found)}[
     "pass@64 falls below its first interval"
   ]
-  table = premises.markdown(found)
+  table = premises.format_markdown(found)
   assert "| SALT | n_eff below 1, score | none found | 3.00 (score, batch), the least |" in table

@@ -51,8 +51,8 @@ def result(label, seed, level, **more):
 
 
 def test_metrics_are_averaged_over_spans():
-  assert report.in_spans(np.arange(24)) == [0.5 + 2 * i for i in range(12)]
-  assert report.in_spans([1.0, 3.0]) == [1.0, 3.0]
+  assert report.span_means(np.arange(24)) == [0.5 + 2 * i for i in range(12)]
+  assert report.span_means([1.0, 3.0]) == [1.0, 3.0]
 
 
 def test_masses_are_those_of_each_group_by_its_solve_rate():
@@ -97,7 +97,7 @@ def write_metrics(workdir):
 
 def test_a_run_is_measured(tmp_path):
   write_metrics(tmp_path)
-  found = report.measured(str(tmp_path))
+  found = report.measure_run(str(tmp_path))
   assert found["train"] == {"policy/entropy": [0.1, 0.2, 0.3, 0.4]}
   assert found["geometry"] == {"geometry/participation_ratio": 4.0}
   assert found["seconds"] == {"sync_weights": 1.0} and found["refreshes"] == 4
@@ -112,7 +112,7 @@ def test_runs_made_again_are_compared_with_the_committed_ones(tmp_path, capsys):
     result = {"label": label, "seed": again.SEED, "number": number, "seconds": number}
     (workdir / "result.json").write_text(json.dumps(result))
     (tmp_path / folder).mkdir()
-    committed = {**result, "number": 9, **report.measured(str(workdir))}
+    committed = {**result, "number": 9, **report.measure_run(str(workdir))}
     compare.write_results(tmp_path / folder / "testbed.json", [committed])
   run = lambda: again.main(["--workdir", str(tmp_path / "sweep")], home=tmp_path)
   assert run() == 0 and "| fade | FADE |" in capsys.readouterr().out
@@ -129,8 +129,8 @@ def test_runs_of_another_sitting_join_the_committed_ones(tmp_path):
     run.mkdir(parents=True)
     write_metrics(run)
     (run / "result.json").write_text(json.dumps(result(label, seed, level)))
-  read = lambda *argv: report.results_of(
-    tmp_path / "testbed.json", report.measured, ["A", "B"], argv
+  read = lambda *argv: report.load_results(
+    tmp_path / "testbed.json", report.measure_run, ["A", "B"], argv
   )
   assert read() == (committed, False)
   found, are_new = read(f"--workdir={tmp_path / 'sweep'}")
@@ -145,11 +145,13 @@ def test_runs_of_another_sitting_join_the_committed_ones(tmp_path):
 
 def test_values_of_a_run():
   run = result("GRPO", 0, 1.0)
-  assert report.late()(run) == pytest.approx(0.9) and report.peak()(run) == 1.0
-  assert report.end("policy/entropy")(run) == pytest.approx(0.2)
-  assert report.end("no/metric")(run) is None and report.over_training("no/metric")(run) is None
-  assert report.of_geometry("participation_ratio", "score")(run) == 5.0
-  assert report.of_geometry("participation_ratio", "sampled")(run) == 2.0
+  assert report.late_mean()(run) == pytest.approx(0.9) and report.peak_value()(run) == 1.0
+  assert report.end_mean("policy/entropy")(run) == pytest.approx(0.2)
+  assert (
+    report.end_mean("no/metric")(run) is None and report.training_mean("no/metric")(run) is None
+  )
+  assert report.geometry_value("participation_ratio", "score")(run) == 5.0
+  assert report.geometry_value("participation_ratio", "sampled")(run) == 2.0
   assert report.drift_correlation(run) == pytest.approx(-1.0)
   assert report.drift_correlation({"drift": [[1, 1], [1, 2]]}) is None
 
@@ -158,7 +160,7 @@ def test_differences_are_paired_by_seed():
   runs = [result("GRPO", seed, 0.6 + 0.1 * seed) for seed in range(3)]
   runs += [result("FADE", seed, 0.7 + 0.1 * seed) for seed in range(3)]
   table = report.table(
-    runs, ["GRPO", "FADE", "none"], {"pass@1": report.late()}, compared=report.late()
+    runs, ["GRPO", "FADE", "none"], {"pass@1": report.late_mean()}, compared=report.late_mean()
   )
   lines = table.splitlines()
   assert lines[0] == "| run | seeds | pass@1 | less GRPO's, paired | p, Holm |"
@@ -167,7 +169,9 @@ def test_differences_are_paired_by_seed():
   assert report.cell([0.5, 0.5]) == "0.5" and report.cell([0.5, 0.6]) == "0.55 ± 0.6"
   runs[-1] = result("FADE", 2, 0.92)
   found = [
-    report.table(runs, ["GRPO", "FADE"], {}, compared=report.late(), digits=digits).splitlines()[3]
+    report.table(
+      runs, ["GRPO", "FADE"], {}, compared=report.late_mean(), digits=digits
+    ).splitlines()[3]
     for digits in (3, 4)
   ]
   assert found[0].startswith("| FADE | 3 | +0.089 [+0.065, +0.113] |")
@@ -182,7 +186,7 @@ def test_every_experiment_makes_its_tables_and_figure(name, tmp_path):
   results = [result(label, seed, 0.8) for label in module.ARMS for seed in range(2)]
   text = module.tables(results)
   assert all(f"| {label} | 2 |" in text for label in module.ARMS)
-  report.figure(results, module.PANELS, tmp_path / "panels.png")
+  report.draw_panels(results, module.PANELS, tmp_path / "panels.png")
   assert (tmp_path / "panels.png").stat().st_size > 10_000
   assert len(module.PANELS) == 3
   for panel in module.PANELS:
@@ -211,26 +215,26 @@ def test_runs_of_a_sweep_replace_a_file_of_results(tmp_path):
     (tmp_path / "sweep" / label / "result.json").write_text(text)
   file, measure = tmp_path / "results.json", lambda workdir: {"from": workdir[-3:]}
   argv = [f"--workdir={tmp_path / 'sweep'}"]
-  replaced, are_new = report.results_of(file, measure, argv=argv)
+  replaced, are_new = report.load_results(file, measure, argv=argv)
   assert are_new and [r["label"] for r in replaced] == ["z", "a", "other"]
   assert replaced[0] == {"label": "z", "seed": 1, "number": 0, "from": "p/z"}
-  assert report.results_of(file, measure, argv=[]) == (replaced, False)
-  assert report.results_of(tmp_path / "none.json", measure, argv=[]) == ([], False)
+  assert report.load_results(file, measure, argv=[]) == (replaced, False)
+  assert report.load_results(tmp_path / "none.json", measure, argv=[]) == ([], False)
 
 
 def test_tables_are_written_between_the_marks(tmp_path):
   page = tmp_path / "README.md"
   page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
   module = MODULES["experiments.together.tables"]
-  report.write(page, module.ARMS, module.tables, module.PANELS, argv=[])
+  report.write_page(page, module.ARMS, module.tables, module.PANELS, argv=[])
   assert page.read_text().splitlines()[0] == "before" and "No run has finished." in page.read_text()
   compare.write_results(tmp_path / "testbed.json", [result("GRPO", 0, 0.8)])
-  report.write(page, module.ARMS, module.tables, module.PANELS, argv=[])
+  report.write_page(page, module.ARMS, module.tables, module.PANELS, argv=[])
   text = page.read_text()
   assert "old" not in text and "| GRPO | 1 |" in text and text.endswith("after\n")
   assert "commit: abc (1 runs)" in text and (tmp_path / "testbed.png").exists()
   with pytest.raises(ValueError, match="the page must have the lines"):
-    report.written_into("no marks", "text")
+    report.insert_text("no marks", "text")
 
 
 # --- the price of a hand-over ---------------------------------------------------------------------
@@ -247,7 +251,7 @@ def test_stages_are_faster_above_the_break_even_price():
   stages = hand_over.Cost(updates=72, seconds=72.0, refreshes=1, seconds_per_update=1.0)
   price = hand_over.break_even(grpo, stages)
   assert price == pytest.approx((72 - 24) / (6 - 1))
-  found = hand_over.curve(0, grpo, stages, (0.0, price, 1e9))
+  found = hand_over.make_curve(0, grpo, stages, (0.0, price, 1e9))
   assert found.speedup == pytest.approx((1 / 3, 1.0, 6.0))
   assert found.break_even == price
   assert hand_over.break_even(stages, grpo) == math.inf  # it pays more and is faster without price
@@ -264,5 +268,5 @@ def test_prices_of_7b_are_those_of_its_cost_report():
 
 
 def test_the_table_of_prices_is_on_the_page():
-  assert hand_over.table(hand_over.of_quickstart) in mu_grpo.PAGE.read_text(encoding="utf-8")
+  assert hand_over.table(hand_over.quickstart_curves) in mu_grpo.PAGE.read_text(encoding="utf-8")
   assert hand_over.table(lambda prices: []) == "No seed with which both reached the level."

@@ -60,7 +60,7 @@ def test_verdict_says_no(module):
 )
 def test_parts_add_up_to_the_update(module, route):
   config = tiny_config(module)
-  flops = {k: part.flops for k, part in module.parts_of(config, config, config).items()}
+  flops = {k: part.flops for k, part in module.make_parts(config, config, config).items()}
   update = module.abstract_update(config, route)
   of_salt = 0
   if route != "plain":  # it projects coefficients, some B² operations
@@ -69,13 +69,13 @@ def test_parts_add_up_to_the_update(module, route):
     jaxpr = jax.make_jaxpr(update.method.reweighting.apply)(*shapes, valid, jax.random.key(0))
     of_salt = module.product_flops(jaxpr)
     assert 0 < of_salt < 20 * 16**2
-  assert sum(module.of_route(flops, route, 2)) + of_salt == update.flops
+  assert sum(module.route_costs(flops, route, 2)) + of_salt == update.flops
 
 
 @pytest.mark.slow
 def test_materialized_is_the_same_matrix(module, x64):
   params, batch, forward, setting = make_case(temperature=0.7)
-  found = module.materialized().gram(params, {}, batch, forward, setting)
+  found = module.make_materialized_gram().gram(params, {}, batch, forward, setting)
   exact = streaming().gram(params, {}, batch, forward, setting)
   np.testing.assert_allclose(found, exact, rtol=1e-10, atol=1e-10)
 
@@ -83,7 +83,7 @@ def test_materialized_is_the_same_matrix(module, x64):
 def test_routes_are_timed_in_turn(module):
   order = []
   calls = {name: lambda name=name: order.append(name) for name in "ab"}
-  times = module.interleaved(calls, rounds=2)
+  times = module.time_interleaved(calls, rounds=2)
   assert order == [*"ab", *"ab", *"ba"]  # compilation, then two rounds
   assert [len(x) for x in times.values()] == [2, 2]
 
@@ -91,9 +91,9 @@ def test_routes_are_timed_in_turn(module):
 @pytest.mark.slow
 def test_parts_run_with_the_numbers_made_for_them(module):
   config = tiny_config(module, layers=1)
-  parts = module.parts_of(config, config, config)
+  parts = module.make_parts(config, config, config)
   for part in (parts["block"], parts["head, sketch"], parts["Gram, sketch"]):
-    out = jax.jit(part.function)(*module.concrete(part))
+    out = jax.jit(part.function)(*module.make_arguments(part))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(out))
 
 
@@ -101,25 +101,25 @@ def test_parts_run_with_the_numbers_made_for_them(module):
 def test_update_runs_on_the_batch_made_for_it(module):
   update = module.abstract_update(tiny_config(module, layers=1), "streaming")
   batch = module.random_batch(jax.random.key(0), update.batch, vocabulary=256)
-  metrics = module.stepping(update, batch)()
+  metrics = module.make_step(update, batch)()
   assert math.isfinite(metrics["loss/surrogate"]) and metrics["update/skipped"] == 0
   assert metrics["gram/head_products"] == 2 + 16 / 8
 
 
 def test_memory_counts_a_donated_argument_once(module):
   x = jax.ShapeDtypeStruct((2**20,), "float32")
-  held = lambda **how: module.gibibytes_of(jax.jit(lambda x: x + 1, **how).lower(x).compile())
+  held = lambda **how: module.memory_gib(jax.jit(lambda x: x + 1, **how).lower(x).compile())
   assert held()["all"] * 2**30 == pytest.approx(2 * 2**22, rel=1e-3)
   assert held(donate_argnums=0)["all"] * 2**30 == pytest.approx(2**22, rel=1e-3)
   assert held()["temporary"] * 2**30 < 2**20
 
 
 def test_sections_are_kept_until_conditions_change(module, tmp_path, monkeypatch):
-  module.write(tmp_path, {"flops": [{"route": "plain", "ratio": 1.0}]})
-  text = module.write(tmp_path, {"check": [{"route": "sketch", "FLOPs": 7.111e14}]})
+  module.write_report(tmp_path, {"flops": [{"route": "plain", "ratio": 1.0}]})
+  text = module.write_report(tmp_path, {"check": [{"route": "sketch", "FLOPs": 7.111e14}]})
   assert "| plain | 1.0000 |" in text and "| sketch | 7.111e+14 |" in text
   assert (tmp_path / "salt_overhead_cpu.md").read_text() == text
-  monkeypatch.setattr(module, "conditions", lambda: {"jax": "another"})
-  module.write(tmp_path, {"check": [{"route": "sketch"}]})
+  monkeypatch.setattr(module, "describe_conditions", lambda: {"jax": "another"})
+  module.write_report(tmp_path, {"check": [{"route": "sketch"}]})
   results = json.loads((tmp_path / "salt_overhead_cpu.json").read_text())
   assert list(results["sections"]) == ["check"]

@@ -41,18 +41,18 @@ def test_the_simulation_counts_what_the_engine_counts():
     [g.lengths for g in sorted(groups, key=lambda group: group.prompt_index)]
   )
   assert len(set(lengths)) > 8
-  assert slots.simulated(lengths, 3) == usage
+  assert slots.simulate(lengths, 3) == usage
 
 
 def test_slots_of_short_responses_are_nearly_full_until_they_drain():
   """64 prompts × 8 in one refresh with 64 slots: at most a tenth of the steps is idle."""
-  usage = slots.simulated(slots.geometric(64 * 8, np.random.default_rng(1)), 64)
+  usage = slots.simulate(slots.geometric(64 * 8, np.random.default_rng(1)), 64)
   outside = usage.slot_steps - usage.drain_slot_steps
   assert outside <= 1.1 * (usage.slot_tokens - usage.drain_tokens)
 
 
 def test_w3_in_16_slots_takes_two_fifths_of_lockstep():
-  assert slots.of_lockstep().mean() <= 0.4
+  assert slots.lockstep_ratios().mean() <= 0.4
 
 
 @pytest.mark.parametrize("draw", [slots.lognormal, slots.bimodal])
@@ -60,7 +60,7 @@ def test_slots_are_busy_until_they_drain(draw):
   """With four responses per slot or more: at most 1.25 slot-steps per token."""
   for count, times in ((64, 4), (256, 4), (64, 16)):
     lengths = draw(count * times, np.random.default_rng(1))
-    usage = slots.simulated(lengths, count)
+    usage = slots.simulate(lengths, count)
     outside = usage.slot_steps - usage.drain_slot_steps
     assert outside <= 1.25 * (usage.slot_tokens - usage.drain_tokens)
-    assert slots.lockstep(lengths, 512) > 1.5 * usage.slot_steps
+    assert slots.lockstep_row_steps(lengths, 512) > 1.5 * usage.slot_steps

@@ -23,7 +23,7 @@ def at_the_root(monkeypatch):
 
 
 def listed(name, workdir="runs/x"):
-  return sweep.runs_of(f"experiments/{name}/sweep.py", "configs/quickstart.py", {}, str(workdir))
+  return sweep.read_runs(f"experiments/{name}/sweep.py", "configs/quickstart.py", {}, str(workdir))
 
 
 def test_no_experiment_is_forgotten():
@@ -76,6 +76,8 @@ def other_policy(tmp_path):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # ml_collections' import of a config
 @pytest.mark.parametrize("name", ["mu_grpo", "p3o_mismatch"])
 def test_every_run_is_one_of_its_own_and_builds(name, tmp_path):
+  if name == "p3o_mismatch":
+    pytest.importorskip("qwix", reason="its 8-bit samplers need the extra quantized")
   other_policy(tmp_path)
   first = [run for run in listed(name, tmp_path) if run.seed == 0]
   configs = {run.label: config_file.read(run.flags) for run in first}

@@ -7,13 +7,26 @@ import pytest
 from train import tiny
 
 from experiments import again, evidence
-from experiments.testbed.arms import BASE, GRPO, SEEDS, committed, in_groups_of, merged
+from experiments.testbed.arms import (
+  BASE,
+  GRPO,
+  SEEDS,
+  committed_runs,
+  group_size_fields,
+  merge_arms,
+)
 from experiments.testbed.config import ROLLOUTS
 from experiments.together import testbed as together
 from rlvr_jax.commands import sweep
 from rlvr_jax.train.cluster.sharding import make_mesh
 from rlvr_jax.train.setup import config_file
-from rlvr_jax.train.setup.build import make_method, make_model, make_schedule
+from rlvr_jax.train.setup.build import (
+  batch_shape,
+  make_method,
+  make_model,
+  make_network,
+  make_schedule,
+)
 
 CONFIG = "experiments/testbed/config.py"
 ARMS = {**evidence.CLAIMS, **evidence.ABLATIONS}
@@ -32,7 +45,7 @@ def _configs(tmp_path_factory):
   path.write_text(f"def get_sweep():\n  return {listed!r}\n")
   with pytest.MonkeyPatch.context() as patch:
     patch.chdir(tiny.ROOT)
-    runs = sweep.runs_of(str(path), CONFIG, {}, "runs/evidence")
+    runs = sweep.read_runs(str(path), CONFIG, {}, "runs/evidence")
   return {run.label: config_file.read(run.flags) for run in runs}
 
 
@@ -51,8 +64,8 @@ def test_seeds_are_the_outer_loop_of_each_part():
 def test_committed_runs_are_not_repeated():
   listed = {(run["label"], run["seed"]) for run in evidence.get_sweep()}
   everything = {(run["label"], run["seed"]) for run in evidence.IN_ORDER}
-  assert listed == everything - committed()
-  assert committed() <= everything
+  assert listed == everything - committed_runs()
+  assert committed_runs() <= everything
 
 
 def test_an_experiment_alone_has_the_same_runs():
@@ -83,11 +96,11 @@ def test_runs_are_the_same_by_their_numbers_but_not_by_their_seconds():
   }
   second = copy.deepcopy(first)
   second["commit"], second["seconds"]["optimise"], second["evaluations"]["seconds"] = "b", 2.0, [2]
-  assert len(again.numbers(first)) == 6 and again.different(first, second) == []
+  assert len(again.numbers(first)) == 6 and again.differing_paths(first, second) == []
   second["evaluations"]["eval/pass@1"][1] = 0.500001
   del second["masses"][0]
   second["signs"] = 0.5
-  assert again.different(first, second) == [
+  assert again.differing_paths(first, second) == [
     "['evaluations']['eval/pass@1'][1]",
     "['masses'][0][0]",
     "['masses'][0][1]",
@@ -108,7 +121,7 @@ def test_runs_of_a_task_have_the_same_updates_rollouts_and_evaluations(configs):
   warm_starts = {(c.task.name, str(c.warm_start)) for c in configs.values()}
   assert len(evaluations) == len(warm_starts) == 2
   with pytest.raises(ZeroDivisionError):
-    in_groups_of(0)
+    group_size_fields(0)
 
 
 @pytest.mark.slow
@@ -122,16 +135,18 @@ def test_arms_build(configs):
     config = config.copy_and_resolve_references()
     config.model.overrides.num_layers = 1
     mesh = make_mesh(**config.mesh)
-    method = make_method(config, make_model(config, mesh, 260), mesh)
-    make_schedule(config)
+    network = make_network(config.model, config.tokenizer, 260)
+    model = make_model(network, None, batch_shape(config), mesh, tokens_per_row=0)
+    method = make_method(config, model, mesh)
+    make_schedule(config.schedule, num_updates=config.num_updates, seed=config.seed)
     assert (method.veto is not None) == config.veto.enabled, label
     assert (method.gram is not None) == (config.reweighting != "none"), label
 
 
 def test_a_label_stands_for_one_thing():
   with pytest.raises(ValueError, match=r"two experiments call an arm 'P3O', but one sets \{'loss'"):
-    merged([BASE, {"P3O": {"loss": "p3o"}}, {"P3O": {"loss": "p3o(kl_term=False)"}}])
-  assert merged([BASE, BASE]) == BASE
+    merge_arms([BASE, {"P3O": {"loss": "p3o"}}, {"P3O": {"loss": "p3o(kl_term=False)"}}])
+  assert merge_arms([BASE, BASE]) == BASE
 
 
 def test_all_four_have_what_each_has():

@@ -27,9 +27,10 @@ from rlvr_jax.configs.full_size import salt_qwen25_math_7b
 from rlvr_jax.costs.hlo import walk
 from rlvr_jax.geometry import GramContext, bytes_moved, per_rollout, streaming
 from rlvr_jax.geometry.by_rollout import ROLLOUTS, TILES
-from rlvr_jax.models.functional import all_trained
+from rlvr_jax.models.functional import take_trained
 from rlvr_jax.ops.masked import upcast
 from rlvr_jax.train.cluster import sharding
+from rlvr_jax.train.setup.build import batch_shape
 from rlvr_jax.train.setup.programs import make_row_layout
 from rlvr_jax.types import Forward, Head
 
@@ -216,7 +217,7 @@ def test_sampled_adds_at_most_a_tenth_of_a_head_product(group):
 class _HeadOnly:
   """A model of which only the head exists."""
 
-  combine = staticmethod(all_trained)
+  combine = staticmethod(take_trained)
 
   @staticmethod
   def head(params):
@@ -359,7 +360,7 @@ def test_the_full_size_recipe_gathers_hidden_states_a_few_times():
   """Every block of the vocabulary gathers them anew; of v5p:2x2x4, which the recipe is for."""
   config = salt_qwen25_math_7b.get_config()
   mesh = AbstractMesh((1, 8, config.mesh.tensor), sharding.AXES)
-  layout = make_row_layout(config, "splash", mesh)
+  layout = make_row_layout(config.batch, batch_shape(config), "splash", mesh)
   rows = (layout.max_micro_batches, layout.devices * layout.rows_per_device, layout.length)
   hidden = jax.ShapeDtypeStruct((*rows, 3584), jnp.bfloat16)
   kernel = jax.ShapeDtypeStruct((3584, 152_064), jnp.bfloat16)

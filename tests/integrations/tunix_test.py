@@ -331,7 +331,7 @@ def test_what_is_not_supported_is_said():
     run("rlvr_jax.p3o", example.replace(segment_ids=example.completion_ids))
   with pytest.raises(ValueError, match="sampler_is_weights"):
     run("rlvr_jax.salt", example.replace(sampler_is_weights=example.old_per_token_logps))
-  with pytest.raises(ValueError, match="7 rollouts is not made of whole groups"):
+  with pytest.raises(ValueError, match="7 rollouts does not consist of complete groups"):
     run("rlvr_jax.p3o", jax.tree.map(lambda x: x[:7], example))
   with pytest.raises(ValueError, match="proximal policy"):
     plugin.policy_loss(losses.decoupled_ppo())
@@ -342,7 +342,7 @@ def test_what_is_not_supported_is_said():
     salt(gram=geometry.per_rollout())
   with pytest.raises(ValueError, match="scope = 3 does not divide the batch of 8"):
     salt(method=reweighting.salt(scope=3))
-  with pytest.raises(ValueError, match="_Module is none of Qwen2"):
+  with pytest.raises(ValueError, match="_Module is not Qwen2"):
     plugin.split_head(type("_Module", (nnx.Module,), {})())
 
 
@@ -369,7 +369,8 @@ def test_the_page_trains_with_fade():
   entropies, solve_rate = [], None
   for number, update in enumerate(updates):
     grouped = jnp.asarray(rewards[number], jnp.float32).reshape(-1, G)
-    batch = types.SimpleNamespace(rewards=grouped, correct=grouped)
+    everywhere = jnp.ones(grouped.shape, bool)
+    batch = types.SimpleNamespace(rewards=grouped, correct=grouped, valid=everywhere)
     if number:
       entropy = entropies[number - 2] if number > 1 else state.entropy
       state = own.update(state, None, entropy, solve_rate)

@@ -25,10 +25,10 @@ from train import tiny
 from rlvr_jax import main as program_of_runs  # noqa: F401  (defines its flags)
 from rlvr_jax.launch import __main__ as command_line
 from rlvr_jax.launch import supervise, tpu_vm
-from rlvr_jax.launch.package import package_of
+from rlvr_jax.launch.package import make_package
 from rlvr_jax.launch.run import EXTRAS, Run
 from rlvr_jax.launch.shell import CommandError, LaunchError, Shell
-from rlvr_jax.launch.slices import slice_of
+from rlvr_jax.launch.slices import find_slice
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 PROGRAM = ["--", "--config=configs/full_size/fade_qwen25_7b.py"]
@@ -139,7 +139,7 @@ def test_the_manifest_is_yaml_that_kubernetes_takes(launch):
     (
       f"tpu_vm start {PLACE} --type=v5p-32",
       ["--", PROGRAM[1], "--workdir=s3://b/fade"],
-      "is a URL, which --mode=export alone writes: give gs://BUCKET/FOLDER, or a folder of a file",
+      "is a URL, which only --mode=export writes: give gs://BUCKET/FOLDER, or a folder of a file",
     ),
     (f"tpu_vm start {PLACE} --type=v5p-32 --env=A", PROGRAM, "--env=A: write --env=NAME=VALUE"),
     (f"tpu_vm logs {PLACE}", PROGRAM, "takes no flags of the program"),
@@ -216,7 +216,7 @@ def test_a_missing_program_is_named(launch, monkeypatch):
   ],
 )
 def test_slices(name, chips, hosts, topology):
-  found = slice_of(name)
+  found = find_slice(name)
   assert (found.chips, found.hosts, found.topology) == (chips, hosts, topology)
   assert found.chips_per_host * hosts == chips
 
@@ -226,21 +226,21 @@ def test_slices(name, chips, hosts, topology):
 
 def test_a_dirty_tree_is_refused_or_marked(checkout, tmp_path):
   root = shutil.copytree(checkout, tmp_path / "copy", symlinks=True)
-  clean = package_of(root)
+  clean = make_package(root)
   assert re.fullmatch("[0-9a-f]{12}", clean.version)
   (root / "new.py").write_text("x = 1\n")
   (root / "setup.py").unlink()
   with pytest.raises(LaunchError, match=r"in 2 files \(setup.py, new.py\): commit them, or add"):
-    package_of(root)
-  dirty = package_of(root, allow_dirty=True)
+    make_package(root)
+  dirty = make_package(root, allow_dirty=True)
   assert re.fullmatch(f"{clean.version}-dirty-[0-9a-f]{{8}}", dirty.version)
   assert set(dirty.files) == {*clean.files, "new.py"} - {"setup.py"}
   (root / "new.py").write_text("x = 2\n")
-  assert package_of(root, allow_dirty=True).version != dirty.version
+  assert make_package(root, allow_dirty=True).version != dirty.version
 
 
 def test_the_archive_has_the_files_of_the_commit(checkout, tmp_path):
-  package = package_of(checkout / "rlvr_jax")
+  package = make_package(checkout / "rlvr_jax")
   subprocess.run(["tar", "-xzf", package.write(tmp_path / "a.tar.gz"), "-C", tmp_path], check=True)
   assert (tmp_path / "rlvr_jax" / "configs").readlink() == pathlib.Path("../configs")
   for name in package.files:
@@ -250,7 +250,7 @@ def test_the_archive_has_the_files_of_the_commit(checkout, tmp_path):
 
 def test_a_folder_outside_git_is_named(tmp_path):
   with pytest.raises(LaunchError, match=f"{tmp_path} is not in a git checkout"):
-    package_of(tmp_path)
+    make_package(tmp_path)
 
 
 def test_the_image_and_the_machines_install_the_same_extras():
@@ -313,7 +313,7 @@ def test_a_request_to_end_reaches_every_process_and_nothing_starts_again(tmp_pat
 
 
 def test_one_that_fails_ends_the_others(tmp_path, monkeypatch):
-  monkeypatch.setattr(supervise, "_OTHERS_S", 0.5)
+  monkeypatch.setattr(supervise, "_SHUTDOWN_S", 0.5)
   program = "import sys, time; sys.exit(3) if sys.argv[1] == '1' else time.sleep(100)"
   supervised(tmp_path, program)
   before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -500,13 +500,13 @@ def test_hosts_that_say_nothing_are_not_taken_for_finished(launch, checkout, tex
   """Their machines would be deleted."""
 
   class Silent(Shell):
-    def output(self, command):
+    def capture(self, command):
       return text
 
   place = argparse.Namespace(zone="here", project="", num_slices=1)
-  watched = tpu_vm._Watch(Run("try", (), {}, 1, None), place, Silent())
-  with pytest.raises(CommandError, match="no host of try has told its state"):
-    watched.host_states()
+  watch = tpu_vm._Watch(Run("try", (), {}, 1, None), place, Silent())
+  with pytest.raises(CommandError, match="no host of try has reported its state"):
+    watch.read_host_states()
 
 
 @pytest.mark.slow

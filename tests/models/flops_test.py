@@ -106,7 +106,7 @@ def test_generation_with_a_cache_costs_the_same(config):
     caches = [(layer, empty) for layer in prompt]
     staged = tuple(zeros() for _ in caches)
     reach = Reach(jnp.full(P * G, S - 1), jnp.zeros(P * G, jnp.int32), 1, 0)
-    tables = decoder.rotary(reach, settings=settings)
+    tables = decoder.rotary_tables(reach, settings=settings)
     token, logits = jnp.ones(P * G, jnp.int32), []
     for t in range(T):
       hidden, staged = decoder.decode(

@@ -18,7 +18,7 @@ from rlvr_jax.ops.caches import Blocks, Cache, CacheShape, Reach
 from rlvr_jax.ops.logprobs import head_logits
 from rlvr_jax.rollouts import decoder
 from rlvr_jax.rollouts.engine import Engine
-from rlvr_jax.train.cluster.sharding import make_mesh, placed
+from rlvr_jax.train.cluster.sharding import add_shardings, make_mesh
 from rlvr_jax.types import Prompts, Sampling
 
 _SHARED = os.environ.get("RLVR_SHARED")
@@ -32,7 +32,7 @@ def case(request):
   model = transformer(checkpoint_config(request.param))
   model = model._replace(response_hidden=jax.jit(model.response_hidden))
   shapes = jax.eval_shape(model.init, jax.random.key(0))
-  params = load_params(request.param, placed(shapes, make_mesh()))
+  params = load_params(request.param, add_shardings(shapes, make_mesh()))
   return model, params, np.load(request.param / "expected.npz")
 
 
@@ -71,7 +71,7 @@ def test_logits_of_cached_decoding_equal_the_published_models(case):
     params = model.decoding_params(params)
     prompts = decoder.prefill(params, unpadded, settings=settings)
     reach = Reach.of(shape, lengths - 1, lengths * 0, lengths > 0)
-    tables = decoder.rotary(reach, settings=settings)
+    tables = decoder.rotary_tables(reach, settings=settings)
     c = model.config
     axes = (c.num_kv_heads, len(ids))
     zeros = lambda: Cache.zeros(axes, shape.steps, c.head_dim, c.compute_dtype)

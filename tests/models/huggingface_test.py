@@ -29,8 +29,8 @@ from rlvr_jax.models.huggingface_export import published_config
 from rlvr_jax.models.rotary import RopeScaling, YarnScaling
 from rlvr_jax.models.safetensors import SINGLE, Tensor
 from rlvr_jax.models.transformer import TransformerConfig
-from rlvr_jax.storage.files import located
-from rlvr_jax.train.cluster.sharding import make_mesh, placed
+from rlvr_jax.storage.files import locate
+from rlvr_jax.train.cluster.sharding import add_shardings, make_mesh
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _SHARED = os.environ.get("RLVR_SHARED")
@@ -94,7 +94,7 @@ def shapes_of(config):
 def load(directory, mesh=None, block_bytes=2**20, **overrides):
   shapes = shapes_of(checkpoint_config(directory, **overrides))
   mesh = make_mesh() if mesh is None else mesh
-  return load_params(directory, placed(shapes, mesh), block_bytes=block_bytes)
+  return load_params(directory, add_shardings(shapes, mesh), block_bytes=block_bytes)
 
 
 def assert_equal(found, expected):
@@ -365,7 +365,7 @@ def test_a_mesh_holds_the_same_bits_in_the_wanted_shardings(tmp_path, sizes, blo
   params = load(tmp_path, mesh, block_bytes=block_bytes)
   assert_equal(params, expected_params(tensors))
   shardings = lambda tree: jax.tree.map(lambda x: x.sharding, tree)
-  assert shardings(params) == shardings(placed(params, mesh))
+  assert shardings(params) == shardings(add_shardings(params, mesh))
   assert not params["blocks"]["gate"].is_fully_replicated
 
 
@@ -506,7 +506,7 @@ def test_exported_weights_load_with_the_same_bits(tmp_path, loaded, max_shard_by
   )
   assert checkpoint_config(target) == config
   assert_equal(load(target), params)
-  system, folder = located(target)
+  system, folder = locate(target)
   shards = [name for name in system.ls(folder, detail=False) if name.endswith(".safetensors")]
   assert (len(shards) > 1) == (max_shard_bytes == 3000)
 
@@ -617,16 +617,16 @@ _TWO_PROCESSES = """
   from rlvr_jax.models.functional import transformer
   from rlvr_jax.models.huggingface import load_params, save_checkpoint
   from rlvr_jax.models.huggingface_config import checkpoint_config
-  from rlvr_jax.train.cluster.sharding import make_mesh, placed, to_host
+  from rlvr_jax.train.cluster.sharding import add_shardings, make_mesh, to_host
 
   coordinator, process, source, out = sys.argv[1:]
   jax.distributed.initialize(coordinator, 2, int(process))
   model = transformer(checkpoint_config(source))
   shapes = jax.eval_shape(model.init, jax.random.key(0))
-  params = load_params(source, placed(shapes, make_mesh(fsdp=2, tensor=2)), block_bytes=3000)
+  params = load_params(source, add_shardings(shapes, make_mesh(fsdp=2, tensor=2)), block_bytes=3000)
   assert not params["blocks"]["gate"].is_fully_addressable
   save_checkpoint(out, params, model.config, dtype="float32", source=source, block_bytes=200)
-  again = load_params(out, placed(shapes, make_mesh(fsdp=4)))
+  again = load_params(out, add_shardings(shapes, make_mesh(fsdp=4)))
   jax.tree.map(np.testing.assert_array_equal, to_host(params), to_host(again))
 """
 

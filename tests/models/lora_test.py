@@ -15,8 +15,8 @@ from oracles.updates import in_rows, make_batch, make_method, relative_distance
 from rlvr_jax import geometry, reweighting
 from rlvr_jax.geometry.per_rollout import per_rollout_features
 from rlvr_jax.models.functional import transformer
-from rlvr_jax.models.linear import merged
-from rlvr_jax.models.lora import LoraSettings, adapted, combine, init, target_kernels
+from rlvr_jax.models.linear import merge_low_rank
+from rlvr_jax.models.lora import LoraSettings, adapt, combine, init, target_kernels
 from rlvr_jax.ops.logprobs import head_logits, token_logprobs
 from rlvr_jax.rollouts.engine import Engine
 from rlvr_jax.train.checkpointing.checkpoint_files import parameter_checksums
@@ -106,7 +106,7 @@ def test_new_adapters_change_nothing():
   params = combine(new, base, EVERYTHING)
   np.testing.assert_array_equal(score(params), score(base))
   np.testing.assert_array_equal(model.head(params).kernel, model.head(base).kernel)
-  jax.tree.map(np.testing.assert_array_equal, merged(params), base)
+  jax.tree.map(np.testing.assert_array_equal, merge_low_rank(params), base)
 
 
 @pytest.mark.slow
@@ -118,7 +118,7 @@ def test_gradients_are_the_chain_rule_of_merged_kernels(x64):
   whole = jax.tree.map(np.array, base)
   for name, pair in adapters["blocks"].items():
     whole["blocks"][name] += scale * np.einsum("ldr,lre->lde", pair["a"], pair["b"])
-  found = jit(lambda *args: merged(combine(*args, SETTINGS)))(adapters, base)
+  found = jit(lambda *args: merge_low_rank(combine(*args, SETTINGS)))(adapters, base)
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-13), found, whole)
 
   def gradient(network, trained):
@@ -131,7 +131,7 @@ def test_gradients_are_the_chain_rule_of_merged_kernels(x64):
     return jit(jax.grad(loss, has_aux=True))(trained)
 
   dense, expected = gradient(model, whole)
-  low, logits = gradient(adapted(model, SETTINGS), adapters)
+  low, logits = gradient(adapt(model, SETTINGS), adapters)
   np.testing.assert_allclose(logits, expected, rtol=1e-10, atol=1e-12)
   assert jax.tree.structure(low) == jax.tree.structure(adapters)
   for name, pair in adapters["blocks"].items():
@@ -157,7 +157,7 @@ def test_merged_sampling_agrees_with_unmerged_scoring(dtype, tied_head, bound):
   model, base, adapters, _ = setup("float32", EVERYTHING, **changes)
   prompts = jax.tree.map(np.asarray, make_batch().prompts)
   engine = Engine(
-    adapted(model, EVERYTHING),
+    adapt(model, EVERYTHING),
     Sampling(),
     slots=4 * len(prompts.lengths),
     prefill_rows=len(prompts.lengths),
@@ -201,9 +201,9 @@ def lora_method(dtype="float64", mesh=None, **changes):
   """An update of adapters by GRPO and SALT."""
   method = make_method(dtype, mesh=mesh, reweighting=reweighting.salt(), **changes)
   config = dataclasses.replace(method.model.config, qkv_bias=True)
-  single = adapted(transformer(config), SETTINGS)
+  single = adapt(transformer(config), SETTINGS)
   return method._replace(
-    model=adapted(transformer(config, sharding.layout(mesh)), SETTINGS),
+    model=adapt(transformer(config, sharding.make_layout(mesh)), SETTINGS),
     gram=geometry.streaming(),
     gram_context=geometry.GramContext(single, method.temperature, mesh),
   )

@@ -17,7 +17,7 @@ from rlvr_jax.models.lora import LoraSettings, combine, init
 from rlvr_jax.models.peft import CONFIG_FILE, WEIGHTS_FILE, load_adapters, save_adapters
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.logprobs import head_logits
-from rlvr_jax.storage.files import located
+from rlvr_jax.storage.files import locate
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.types import Prompts
 
@@ -66,7 +66,7 @@ def test_what_is_saved_is_loaded(tmp_path, url):
   base = jax.eval_shape(transformer(CONFIG).init, jax.random.key(0))
   again = jax.eval_shape(lambda key: init(key, base, settings), jax.random.key(0))
   assert jax.tree.structure(again) == jax.tree.structure(adapters)
-  system, path = located(folder)
+  system, path = locate(folder)
   assert json.loads(system.cat_file(f"{path}/{CONFIG_FILE}"))["base_model_name_or_path"] == (
     "some/base"
   )
@@ -159,7 +159,7 @@ def test_settings_that_do_not_fit_are_refused(tmp_path, description, message):
   ("change", "message"),
   [
     (dict(num_layers=3), r"3 layers .* missing are \['base_model.model.model.layers.2"),
-    (dict(num_layers=1), r"too many \['base_model.model.model.layers.1"),
+    (dict(num_layers=1), r"extra are \['base_model.model.model.layers.1"),
     (dict(width=8, head_dim=4), r"'blocks/query/a': \(\(2, 6, 2\), \(2, 8, 2\)\)"),
   ],
 )
@@ -204,7 +204,7 @@ def test_the_peft_library_computes_the_same_logits(tmp_path, folder):
   config = dataclasses.replace(checkpoint_config(folder), compute_dtype="float32", remat="none")
   model = transformer(config)
   shapes = jax.eval_shape(model.init, jax.random.key(0))
-  base = load_params(folder, sharding.placed(shapes, sharding.make_mesh()))
+  base = load_params(folder, sharding.add_shardings(shapes, sharding.make_mesh()))
   ids = np.load(folder / "expected.npz")["input_ids"]
   load_base = lambda: transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 

@@ -10,7 +10,7 @@ import pytest
 from oracles.sampling import sample
 
 from rlvr_jax.models.functional import transformer
-from rlvr_jax.models.quantized import FORMATS, dequantized, for_quantized, quantized
+from rlvr_jax.models.quantized import FORMATS, adapt_to_quantized, dequantize, quantize
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.logprobs import token_logprobs
 from rlvr_jax.rollouts.engine import Engine
@@ -22,7 +22,7 @@ V, P, G, T = 24, 3, 4, 9
 CASES = list(zip(FORMATS, (True, False), strict=True))  # format, whether the head is tied
 CONTRACTED = {"embedding": 1, "head_kernel": 0}  # of the others, kernels under their layer: 1
 
-quantize = jax.jit(quantized, static_argnums=1)
+jitted_quantize = jax.jit(quantize, static_argnums=1)
 
 
 @functools.cache
@@ -72,8 +72,8 @@ def values_of(format):
 @pytest.mark.parametrize(("format", "tied_head"), CASES)
 def test_every_matrix_is_rounded_to_the_nearest_values(format, tied_head):
   params = make_params(tied_head)
-  copy = quantize(params, format)
-  found, restored = leaves(copy), leaves(jax.jit(dequantized)(copy))
+  copy = jitted_quantize(params, format)
+  found, restored = leaves(copy), leaves(jax.jit(dequantize)(copy))
   grid, bound = values_of(format)
   assert restored.keys() == leaves(params).keys()
   size = lambda arrays: sum(x.nbytes for x in arrays.values())
@@ -107,10 +107,10 @@ def test_a_copy_repeats_and_outlives_the_original():
   """Also without jit and from bfloat16, whose values are rounded in float32."""
   values = jnp.sin(jnp.arange(24.0)).reshape(4, 6).astype(jnp.bfloat16)
   wide = {"embedding": values.astype(jnp.float32), "final_norm": {"scale": jnp.ones(6)}}
-  expected = leaves(quantize(wide, "int8"))
+  expected = leaves(jitted_quantize(wide, "int8"))
   for original in (wide, {**wide, "embedding": values}):
     original = jax.tree.map(jnp.copy, original)
-    copy = quantized(original, "int8")
+    copy = quantize(original, "int8")
     jax.tree.map(lambda x: x.delete(), original)  # as donation does
     for name, found in leaves(copy).items():
       assert (found.dtype, found.tobytes()) == (expected[name].dtype, expected[name].tobytes())
@@ -118,13 +118,13 @@ def test_a_copy_repeats_and_outlives_the_original():
 
 def test_an_unknown_format_is_refused():
   with pytest.raises(ValueError, match=r"format = 'int4' is unknown; choose one of \['float8_e4m"):
-    quantized(make_params(True), "int4")
+    quantize(make_params(True), "int4")
 
 
 @pytest.mark.parametrize(("format", "tied_head"), CASES)
 def test_recorded_logprobs_are_those_of_the_rounded_policy(format, tied_head):
-  model, params = for_quantized(make_model(tied_head, 1)), make_params(tied_head, 1)
-  copy = quantize(params, format)
+  model, params = adapt_to_quantized(make_model(tied_head, 1)), make_params(tied_head, 1)
+  copy = jitted_quantize(params, format)
   rng = np.random.default_rng(0)
   prompts = Prompts(
     tokens=rng.integers(0, V, (P, 6)).astype(np.int32),
@@ -153,13 +153,13 @@ def test_recorded_logprobs_are_those_of_the_rounded_policy(format, tied_head):
     difference = trainer_logprobs(params) - rollouts.behavior_logprobs
     return np.abs(np.asarray(difference))[mask].max()
 
-  assert gap(jax.jit(dequantized)(copy)) < 1e-5
+  assert gap(jax.jit(dequantize)(copy)) < 1e-5
   assert gap(params) > 1e-3
-  np.testing.assert_array_equal(model.head(copy).kernel, model.head(dequantized(copy)).kernel)
+  np.testing.assert_array_equal(model.head(copy).kernel, model.head(dequantize(copy)).kernel)
 
 
 def test_qwix_is_missing(monkeypatch):
   model = make_model(True, 1)
   monkeypatch.setitem(sys.modules, "qwix", None)
   with pytest.raises(ImportError, match=r"config\.sources\.quantized needs qwix: .*\[quantized\]"):
-    for_quantized(model)  # as a run is built, with nothing compiled yet
+    adapt_to_quantized(model)  # as a run is built, with nothing compiled yet

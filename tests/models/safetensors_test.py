@@ -25,7 +25,7 @@ from rlvr_jax.models.safetensors import (
   read_header,
   write_checkpoint,
 )
-from rlvr_jax.storage.files import located
+from rlvr_jax.storage.files import locate
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 _TENSORS = {
@@ -81,7 +81,7 @@ def test_what_is_written_is_what_the_library_reads(tmp_path, dtype, max_shard_by
   with new_directory(target) as (system, folder):
     write_checkpoint(system, folder, shapes, dtype, blocks, max_shard_bytes=max_shard_bytes)
   assert_same(whole(open_checkpoint(target)), tensors)
-  system, folder = located(target)
+  system, folder = locate(target)
   local = tmp_path / "copy"
   system.get(folder, str(local), recursive=True)
   shards = [load_file(file) for file in sorted(local.glob("*.safetensors"))]
@@ -176,7 +176,7 @@ def test_a_file_shorter_than_its_headers_length_is_refused(tmp_path, size):
 def test_every_cut_of_a_file_is_refused(tmp_path):
   save_file(_TENSORS, tmp_path / "whole")
   content = (tmp_path / "whole").read_bytes()
-  system, folder = located(tmp_path)
+  system, folder = locate(tmp_path)
   for size in itertools.chain(range(0, 16), range(16, len(content), 7)):
     (tmp_path / "cut").write_bytes(content[:size])
     with pytest.raises(ValueError, match="not a complete safetensors file"):
@@ -305,7 +305,7 @@ def test_a_directory_that_cannot_be_has_a_remedy(folder):
 @pytest.mark.parametrize("remote", [False, True])
 def test_a_directory_that_holds_something_is_not_written_into(tmp_path, remote):
   target = f"memory://{tmp_path}/out" if remote else str(tmp_path / "out")
-  system, path = located(target)
+  system, path = locate(target)
   system.makedirs(path)
   with new_directory(target) as (_, folder):  # empty: taken
     system.pipe_file(f"{folder}/kept", b"1")

@@ -18,7 +18,7 @@ from rlvr_jax.models.huggingface_config import checkpoint_config, config_fields
 from rlvr_jax.models.rotary import inverse_frequencies, rotary_tables
 from rlvr_jax.models.safetensors import INDEX
 from rlvr_jax.ops.logprobs import head_logits
-from rlvr_jax.train.cluster.sharding import make_mesh, placed
+from rlvr_jax.train.cluster.sharding import add_shardings, make_mesh
 from rlvr_jax.types import Prompts
 
 torch = pytest.importorskip("torch", reason="transformers computes with torch, not installed")
@@ -34,7 +34,7 @@ _PROMPT, _LENGTH = 6, 20  # tokens
 def loaded(directory):
   model = transformer(checkpoint_config(directory))
   shapes = jax.eval_shape(model.init, jax.random.key(0))
-  return model, load_params(directory, placed(shapes, make_mesh()))
+  return model, load_params(directory, add_shardings(shapes, make_mesh()))
 
 
 def their_logits(directory, ids, mask):

@@ -32,9 +32,9 @@ def filled(found):
     for step in range(SHAPE.steps):
       at = np.minimum(PROMPT + start + step, [x.shape[1] - 1 for x in found])
       one = np.stack([x[:, i] for x, i in zip(found, at, strict=True)], axis=1)
-      staged = staged.staged(*map(jnp.asarray, one), jnp.int32(step))
+      staged = staged.stage(*map(jnp.asarray, one), jnp.int32(step))
     for slot in np.flatnonzero(RESPONSE > start):
-      response = response.flushed(staged, jnp.int32(slot), jnp.int32(start))
+      response = response.flush(staged, jnp.int32(slot), jnp.int32(start))
   return prompt, response
 
 
@@ -56,7 +56,7 @@ def test_equals_a_direct_softmax(x64, window, soft_cap):
   staged = Cache.zeros((K, 3), SHAPE.steps, H, jnp.float64)
   for t in range(step + 1):
     one = np.stack([x[:, n + t] for x, n in zip(found, PROMPT + RESPONSE, strict=True)], axis=1)
-    staged = staged.staged(*map(jnp.asarray, one), jnp.int32(t))
+    staged = staged.stage(*map(jnp.asarray, one), jnp.int32(t))
   queries = np.random.default_rng(1).normal(size=(3, N, H))
   reach = Reach.of(SHAPE, *map(jnp.asarray, (PROMPT, RESPONSE, np.ones(3, bool))))
   ours = cached_attention(

@@ -1,5 +1,6 @@
 """Token log-probabilities against full logits: value, gradient, memory, every sampling setting."""
 
+import dataclasses
 import functools
 import re
 
@@ -63,6 +64,19 @@ def test_distribution_equals_a_row_by_row_oracle(x64, sampling):
   np.testing.assert_allclose(np.exp(ours).sum(-1), 1.0, rtol=1e-12)
 
 
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Sampling)])
+def test_every_field_has_an_effect_and_is_tested(field):
+  """`SAMPLINGS` is what the tests of this module compare with oracles."""
+  logits = jnp.asarray(np.random.default_rng(1).normal(size=(64, 30)) * 2)
+  default = getattr(Sampling(), field)
+  others = [sampling for sampling in SAMPLINGS if getattr(sampling, field) != default]
+  assert others, f"add a Sampling with another {field} than {default} to SAMPLINGS"
+  for sampling in others:
+    without = dataclasses.replace(sampling, **{field: default})
+    differ = np.any(distribution(logits, sampling) != distribution(logits, without))
+    assert differ, f"{field} of {sampling} has no effect in `distribution`"
+
+
 def test_greedy_distribution_puts_all_mass_on_the_first_largest():
   logits = jnp.asarray([[1.0, 3.0, 3.0, 0.0]])
   out = distribution(logits, Sampling(temperature=0.0))
@@ -97,6 +111,23 @@ def test_value_and_gradient_equal_those_of_full_logits(x64, sampling, chunk_rows
   np.testing.assert_allclose(value, expected, rtol=1e-10)
   for a, b in zip((*parts, *gradients), (*expected_parts, *expected_gradients), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-10)
+
+
+def test_the_backward_pass_builds_no_mask_and_no_softmax_again():
+  """It takes the maximum, the sum and the smallest kept logit from the forward pass."""
+  hidden, kernel, tokens = _inputs()
+  sampling = Sampling(top_k=12, top_p=0.9, min_p=0.1)
+
+  def statistics(hidden, kernel):
+    return token_logprobs(hidden, Head(kernel), tokens, sampling)
+
+  forward = str(jax.make_jaxpr(statistics)(hidden, kernel))
+  results, backward = jax.vjp(statistics, hidden, kernel)
+  text = str(jax.make_jaxpr(backward)(results))
+  for primitive in ("top_k", "sort", "cumsum", "reduce_max", " log "):
+    assert primitive in forward, primitive
+    assert primitive not in text, primitive
+  assert "dot_general" in text and " exp " in text
 
 
 def test_bfloat16_inputs_give_float32_statistics_near_the_float32_ones():
@@ -172,7 +203,7 @@ def test_no_array_of_tokens_times_vocabulary_at_a_large_vocabulary():
 )
 def test_settings_that_name_no_distribution_are_refused(settings, message):
   with pytest.raises(ValueError, match=message):
-    check_sampling(Sampling(**settings), vocab_size=23)
+    check_sampling("config.sampling", Sampling(**settings), vocab_size=23)
 
 
 def test_greedy_has_no_density_to_train_on():
@@ -205,9 +236,10 @@ def test_vmap_of_grad_gives_each_rows_gradient(x64):
 def test_a_mesh_gives_the_values_and_gradients_of_one_device(x64, sizes, sampling, width):
   """Also where the axis `fsdp` does not divide the kernel's rows, nor `tensor` its columns."""
   rng = np.random.default_rng(3)
-  hidden = jnp.asarray(rng.normal(size=(8, 2, 3, width)))
+  # Five tokens on each of eight devices, in chunks of two: the last chunk is padded.
+  hidden = jnp.asarray(rng.normal(size=(8, 1, 5, width)))
   kernel = jnp.asarray(rng.normal(size=(width, 23)))
-  weights = jnp.asarray(rng.normal(size=(2, 8, 2, 3)))
+  weights = jnp.asarray(rng.normal(size=(2, 8, 1, 5)))
   tokens = jnp.argmax(hidden @ kernel, axis=-1)
   mesh = sharding.make_mesh(**dict(zip(sharding.AXES, sizes, strict=True)))
 

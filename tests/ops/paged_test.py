@@ -59,7 +59,7 @@ def test_what_is_flushed_and_prefilled_lies_in_pages_as_in_blocks():
     empty = kind.zeros((K, 2, 3), BLOCK, H, jnp.float32)
     assert jax.tree.map(jnp.shape, cache) == jax.tree.map(jnp.shape, empty)
     assert not any(map(np.any, empty))
-    found.append(cache.flushed(jax.tree.map(jnp.float32, staged), jnp.int32(1), jnp.int32(48)))
+    found.append(cache.flush(jax.tree.map(jnp.float32, staged), jnp.int32(1), jnp.int32(48)))
   blocks, pages = found
   np.testing.assert_array_equal(pages.keys, jnp.swapaxes(blocks.keys, 3, 4))
   np.testing.assert_array_equal(pages.values, blocks.values)
@@ -72,7 +72,7 @@ def test_an_engine_with_pages_records_the_trainers_logprobs(data):
   network = TransformerConfig(
     vocab_size=24, width=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=H, mlp_width=16
   )
-  layout = ONE_DEVICE if data is None else sharding.layout(sharding.make_mesh(data=data))
+  layout = ONE_DEVICE if data is None else sharding.make_layout(sharding.make_mesh(data=data))
   S, T, model = 40, 40, transformer(network, layout)
   engine = Engine(
     model, Sampling(), slots=2, prefill_rows=2, max_prompt_length=S, max_new_tokens=T,

@@ -56,10 +56,15 @@ def traced(parts):
   """The programs of a run that multiply, by name, traced with shapes that they are called with."""
   programs, engine, state = parts.programs, parts.programs.engine, parts.placement.state
   frozen, params = parts.placement.frozen, parts.placement.state.params
-  batch = abstract_batch(parts.config, parts.placement.row_layout, parts.placement.mesh)
+  batch = abstract_batch(
+    parts.shape,
+    parts.placement.row_layout,
+    parts.placement.mesh,
+    needs_reference=parts.method.reference_kl > 0,
+  )
   rollouts = (params, frozen, batch.prompts, batch.tokens)
   demonstrations = next(supervised_batches(parts))
-  loaded, block = engine._loaded(params, frozen), engine.settings.shape.prompt.size
+  loaded, block = engine._loaded_shapes(params, frozen), engine.settings.shape.prompt.size
   trace = lambda program, *args, **static: program.trace(*args, **static)
   return {
     "update": trace(programs.train_step, state, frozen, batch),
@@ -69,13 +74,13 @@ def traced(parts):
     "gap": trace(
       programs.behavior_gap, *rollouts, batch.mask, batch.behavior_logprobs, sampling=Sampling()
     ),
-    "unheated": trace(programs.unheated_logprobs, *rollouts),
+    "temperature 1": trace(programs.logprobs_at_temperature_1, *rollouts),
     "warm start": trace(
       programs.supervised_step, jax.eval_shape(lambda: supervised_state(parts)), frozen,
       *demonstrations,
     ),
     "prefill": trace(engine.programs.prefill, loaded, jax.ShapeDtypeStruct((4, block), jnp.int32)),
-    "decoding": trace(engine.programs.burst, loaded, jax.eval_shape(engine.programs.empty)),
+    "decoding": trace(engine.programs.burst, loaded, jax.eval_shape(engine.programs.empty_slots)),
   }  # fmt: skip
 
 
@@ -146,8 +151,7 @@ def test_rounded_products_are_bound_as_those_of_bfloat16():
   ):
     config = tiny.config(**{f"model__overrides__{name}": x for name, x in fields.items()})
     network = model_settings(config.model)
-    source = behavior_sources.Source("policy", 8, Sampling(), None)
-    assert behavior_sources.max_gap(config.max_behavior_gap, network, source) == expected
+    assert behavior_sources.max_gap(config.max_behavior_gap, network, Sampling()) == expected
 
 
 @pytest.mark.parametrize(

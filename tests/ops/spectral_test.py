@@ -77,7 +77,7 @@ def test_an_unusable_gram_is_known_and_replaced_by_the_identity(gram):
   assert participation_ratio(gram) == 0
   assert effective_rollouts(a, gram) == 0
   assert not carries_gradient(a, gram)
-  np.testing.assert_array_equal(spectral.or_identity(gram), np.eye(SIZE))
+  np.testing.assert_array_equal(spectral.normalized_gram(gram), np.eye(SIZE))
   spectrum = spectrum_of(gram)
   assert not spectrum.usable
   np.testing.assert_allclose(spectrum.eigenvalues, np.ones(SIZE), rtol=1e-6)
@@ -164,7 +164,7 @@ def test_the_scale_of_gradients_and_of_coefficients_changes_nothing(gram_power, 
   features = _features(4).astype(np.float32)
   gram, a = features @ features.T, features[:, 0]
   scaled_gram, scaled = gram * np.float32(2) ** gram_power, a * np.float32(2) ** power
-  for function in (jax.jit(spectral.or_identity), participation_ratio):
+  for function in (jax.jit(spectral.normalized_gram), participation_ratio):
     np.testing.assert_array_equal(function(scaled_gram), function(gram))
   np.testing.assert_array_equal(
     effective_rollouts(scaled, scaled_gram), effective_rollouts(a, gram)

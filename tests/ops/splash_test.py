@@ -108,7 +108,7 @@ def test_a_block_that_does_not_run_fetches_nothing_of_its_own():
   """Nine tiles, a prompt and eight rollouts: each block of queries meets itself and the prompt."""
   rows = lay_rows(9 * 512, [(500, [512] * 8)])
   row = jax.tree.map(lambda x: jnp.asarray(x[0]), rows)
-  forward, backward = splash._forward_plan(row, None), splash._backward_plan(row, None)
+  forward, backward = splash._plan_forward(row, None), splash._plan_backward(row, None)
   assert (forward.q, forward.kv, backward.q, backward.kv) == (512, 512, 512, 768)
   runs = np.asarray(forward.runs)
   assert runs.sum() == 1 + 8 * 2

@@ -1,7 +1,7 @@
 """Every estimator for one group, in plain Python from its formula.
 
 `ESTIMATORS[name](rewards, lengths, hyper-parameters…) → coefficients` of one group of binary
-rewards; `MASSES[name](p, hyper-parameters…) → (mS, mF)`, the infinite-group limits.
+rewards; `MASSES[name](p, 1 − p, hyper-parameters…) → (mS, mF)`, the infinite-group limits.
 """
 
 import itertools

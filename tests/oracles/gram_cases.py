@@ -8,9 +8,9 @@ import numpy as np
 from oracles import batches
 
 from rlvr_jax.geometry import GramContext
-from rlvr_jax.models.functional import all_trained, transformer
+from rlvr_jax.models.functional import take_trained, transformer
 from rlvr_jax.models.transformer import TransformerConfig
-from rlvr_jax.rollouts.packing import row_layout, with_rows
+from rlvr_jax.rollouts.packing import pack_batch, row_layout
 from rlvr_jax.types import Forward, Head, Prompts
 
 P, G, S, T, D, V = 4, 2, 3, 5, 8, 19
@@ -52,7 +52,7 @@ def make_lookup(*, dtype="float64", scale=1.0, soft_cap=None, vocab_size=V, widt
   }
   model = SimpleNamespace(
     config=SimpleNamespace(tied_head=False),
-    combine=all_trained,
+    combine=take_trained,
     head=lambda params: Head(params["kernel"], scale, soft_cap),
     response_hidden=lambda params, prompts, tokens: params["table"][
       prompts.tokens[:, -1, None, None], tokens
@@ -96,7 +96,7 @@ def in_rows(batch, forward, *, rows=1, length=12, devices=1):
     devices=devices,
     tokens_per_micro_batch=rows * length,
   )
-  packed = with_rows(jax.device_get(batch), layout)
+  packed = pack_batch(jax.device_get(batch), layout)
   places, shape = packed.packed.places, packed.packed.tokens.shape
 
   def lay(x):

@@ -12,7 +12,7 @@ from rlvr_jax import advantages, losses, reweighting
 from rlvr_jax.advantages.masses import gradient_masses
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
-from rlvr_jax.rollouts.packing import row_layout, with_rows
+from rlvr_jax.rollouts.packing import pack_batch, row_layout
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.update.accumulate import update_gradient
 from rlvr_jax.update.objective import Method
@@ -28,7 +28,7 @@ def make_method(dtype="float32", mesh=None, **changes):
   """The same object for the same arguments, so that what is compiled for it is found again."""
   config = dataclasses.replace(CONFIG, compute_dtype=dtype, param_dtype=dtype)
   fields = dict(
-    model=transformer(config, sharding.layout(mesh)),
+    model=transformer(config, sharding.make_layout(mesh)),
     optimizer=optax.adamw(1e-2),
     learning_rate=optax.constant_schedule(1e-2),
     advantage=advantages.grpo(),
@@ -79,7 +79,7 @@ def in_rows(batch, *, rows=10**6, mesh=None, length=12, several=True):
     devices=devices,
     tokens_per_micro_batch=rows * length,
   )
-  found = with_rows(batch, layout)
+  found = pack_batch(batch, layout)
   count = found.packed.num_micro_batches if several else found.packed.tokens.shape[0]
   assert several in (None, bool(count > 1)), layout
   return found if mesh is None else sharding.batch_to_devices(found, mesh)

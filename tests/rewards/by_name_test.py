@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from rlvr_jax.rewards import GraderPool, GraderStartError, by_name
-from rlvr_jax.rewards.by_name import checked_grader, load_tested
+from rlvr_jax.rewards.by_name import load_grader, parse_grader
 
 OWN = """
 import os
@@ -55,7 +55,7 @@ def test_hyper_parameters_reach_a_grader_and_its_self_test_in_the_workers(own):
   ],
 )
 def test_what_a_user_s_module_lacks_is_told_when_workers_start(own, text, message):
-  checked_grader("config.grading.grader", f"{own}:{text}")
+  parse_grader("config.grading.grader", f"{own}:{text}")
   with pytest.raises(GraderStartError, match=message):
     GraderPool(f"{own}:{text}")
   assert own not in sys.modules
@@ -76,7 +76,7 @@ def test_what_a_user_s_module_lacks_is_told_when_workers_start(own, text, messag
   ],
 )
 def test_what_is_refused_before_any_worker_starts(text, message):
-  for use in (lambda: checked_grader("f", text), lambda: GraderPool(text)):
+  for use in (lambda: parse_grader("f", text), lambda: GraderPool(text)):
     with pytest.raises(ValueError, match=message) as error:
       use()
     assert "\n" not in str(error.value)
@@ -85,6 +85,6 @@ def test_what_is_refused_before_any_worker_starts(text, message):
 @pytest.mark.parametrize("name", by_name.__all__)
 def test_every_name_is_a_grader(name):
   text = "pattern(regex='a')" if name == "pattern" else name
-  assert str(checked_grader("f", f" {text} ")) == text
+  assert str(parse_grader("f", f" {text} ")) == text
   if name not in ("code", "reasoning_gym"):  # whose self-tests take a second
-    load_tested(text)
+    load_grader(text)

@@ -7,7 +7,7 @@ import pytest
 
 from experiments.benchmarks import code_grading
 from rlvr_jax.rewards import GraderPool, GraderStartError, Outcome
-from rlvr_jax.rewards.code import code, program_text
+from rlvr_jax.rewards.code import code, extract_program
 
 ADD = "def add(a, b):\n  return a + b\n"
 
@@ -60,7 +60,7 @@ def _passes(program, *tests, **more):
   ],
 )  # fmt: skip
 def test_program_text(completion, program):
-  assert program_text(completion) == program
+  assert extract_program(completion) == program
 
 
 def test_asserts():
@@ -613,11 +613,11 @@ def _published():
 def _grade_published(size):
   with GraderPool("code", num_workers=2) as pool:
     for problems in _published().values():
-      problems = code_grading.spread(problems, size)
+      problems = code_grading.choose_spread(problems, size)
       assert len(problems) >= (size or 100)
       references = [problem.reference for problem in problems]
       right = pool.grade([problem.solution for problem in problems], references)
-      wrong = pool.grade([code_grading.corrupted(problem) for problem in problems], references)
+      wrong = pool.grade([code_grading.corrupt(problem) for problem in problems], references)
       for problem, good, bad in zip(problems, right, wrong, strict=True):
         assert good.outcome is Outcome.CORRECT, (problem.name, good)
         assert bad.outcome is Outcome.WRONG, (problem.name, bad)

@@ -19,7 +19,7 @@ def faulty(completion, reference):
     return Grade(Outcome.CORRECT, 1.0, argument)
   if kind == "longer":  # than the pool's limit, as announced; or longer still
     announced, taken = map(float, argument.split())
-    deadlines.announce(announced)
+    deadlines.extend(announced)
     time.sleep(taken)
     return Grade(Outcome.CORRECT, 1.0)
   if kind == "hang":
@@ -36,7 +36,7 @@ def faulty(completion, reference):
   if kind == "sys.exit":
     sys.exit(argument)
   if kind == "nap":
-    deadlines.asleep()
+    deadlines.report_asleep()
     time.sleep(float(argument))
     return Grade(Outcome.CORRECT, 1.0, argument)
   if kind == "recursion":

@@ -120,7 +120,7 @@ def test_self_test():
   ],
 )
 def test_whether_a_prompt_has_opened_a_thought(prompt, opened):
-  assert graders.opened_thought(prompt) == opened
+  assert graders.thought_prefix(prompt) == opened
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from rlvr_jax.rewards import GraderPool, Outcome
 from rlvr_jax.rewards.answers import parse_answer
-from rlvr_jax.rewards.extraction import MAX_ANSWER, extract
+from rlvr_jax.rewards.extraction import MAX_ANSWER, extract_answer
 from rlvr_jax.rewards.graders import gsm8k
 from rlvr_jax.rewards.mathematics import mathematics, mathematics_self_test
 
@@ -483,7 +483,7 @@ def test_pairs(gold, answer, equal):
   ],
 )
 def test_extraction(completion, answer):
-  assert extract(completion) == answer
+  assert extract_answer(completion) == answer
   grade = _grade(completion, "-17")
   assert grade.outcome is (Outcome.UNPARSEABLE if answer is None else Outcome.WRONG)
   assert bool(grade.answer) == (answer is not None)

@@ -14,7 +14,7 @@ from codejudge.processes import descendants, running, wait_until
 
 from rlvr_jax.rewards import GraderPool, GraderStartError, Outcome
 from rlvr_jax.rewards.pool import default_workers
-from rlvr_jax.rewards.worker_process import WorkerProcess, request
+from rlvr_jax.rewards.worker_process import WorkerProcess, encode_request
 
 FAULTY = "faulty_graders:faulty"
 HERE = pathlib.Path(__file__).parent
@@ -202,8 +202,9 @@ def test_a_worker_that_ends_itself_after_the_limit_is_a_timeout():
   )
   try:
     worker.wait_ready(60)
-    late = lambda: wait_until(lambda: not worker.alive())
-    (grade,) = worker.grades([request("hang", {})], 0.4, late, lambda: None)
+    late = lambda: wait_until(lambda: not worker.is_alive())
+    lines = [encode_request("hang", {})]
+    (grade,) = worker.grade_items(lines, 0.4, on_slow=late, on_asleep=lambda: None)
   finally:
     worker.close()
   assert grade.outcome is Outcome.TIMEOUT, grade

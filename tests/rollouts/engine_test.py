@@ -16,7 +16,7 @@ from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.logprobs import distribution, head_logits, token_logprobs
 from rlvr_jax.rollouts.decoder import _first_largest
-from rlvr_jax.rollouts.engine import Engine, Request, Usage, requests
+from rlvr_jax.rollouts.engine import Engine, Request, Usage, make_requests
 from rlvr_jax.types import Prompts, Sampling
 
 V, P, G, S, T = 24, 3, 4, 6, 9
@@ -199,7 +199,7 @@ def _requests(count=7):
   rng = np.random.default_rng(1)
   lengths = 1 + np.arange(count, dtype=np.int32) % S
   prompts = Prompts(tokens=rng.integers(0, V, (count, S)).astype(np.int32), lengths=lengths)
-  return requests(prompts, jax.random.key(4), 2, owner=None)
+  return make_requests(prompts, jax.random.key(4), 2, owner=None)
 
 
 def _serve(engine, asked, usage=None):
@@ -266,7 +266,7 @@ def test_frequencies_with_refilled_slots_pass_a_chi_square_test():
   """Two prompts of unequal length, 2,048 rollouts each through 512 slots."""
   engine = _engine(stop_tokens=(3, 11), slots=512)
   prompts = jax.tree.map(lambda x: x[:2], _prompts())
-  groups = _serve(engine, requests(prompts, jax.random.key(8), 2048, owner=None))
+  groups = _serve(engine, make_requests(prompts, jax.random.key(8), 2048, owner=None))
   hidden = _response_hidden(_params(), prompts, np.zeros((2, 1, T), np.int32))[:, 0, 0]
   p = np.exp(distribution(head_logits(hidden, MODEL.head(_params())), Sampling()))
   for index, group in groups.items():
@@ -359,7 +359,7 @@ def test_a_burst_of_longer_responses_is_no_longer_program():
     engine = _engine(stop_tokens=(3,), slots=3, length=length)
     params = jax.eval_shape(engine.load, _params(), {})
     return (
-      engine.programs.burst.lower(params, jax.eval_shape(engine.programs.empty))
+      engine.programs.burst.lower(params, jax.eval_shape(engine.programs.empty_slots))
       .as_text()
       .count("\n")
     )
@@ -372,7 +372,7 @@ def test_the_caches_are_written_in_place():
   """No instruction of the compiled burst copies a layer's keys or values."""
   engine = _few_slots()
   params = engine.load(_params(), {})
-  state = jax.eval_shape(engine.programs.empty)
+  state = jax.eval_shape(engine.programs.empty_slots)
   program = engine.programs.burst.lower(params, state).compile().as_text()
   size = [x.shape for x in jax.tree.leaves(state.responses[0])]
   of_cache = "|".join(",".join(map(str, shape)) for shape in size)

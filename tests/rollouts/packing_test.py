@@ -58,8 +58,8 @@ def test_a_prompt_is_paid_once_per_row_and_rows_are_well_filled():
   rng = np.random.default_rng(0)
   lengths = np.minimum(rng.lognormal(np.log(1500) - 0.32, 0.8, (64, 16)), 8192).astype(int)
   prompts = rng.integers(100, 300, 64)
-  length = packing.least_row(1024, 8192, alignment=128)
-  rows = packing.assign(prompts, lengths, length=length, alignment=128)
+  length = packing.min_row_length(1024, 8192, alignment=128)
+  rows = packing.assign_rows(prompts, lengths, length=length, alignment=128)
   assert sorted((p, g) for row in rows for p, gs in row.blocks.items() for g in gs) == [
     (p, g) for p in range(64) for g in range(16)
   ]
@@ -71,8 +71,8 @@ def test_the_layout_does_not_depend_on_the_order_of_unequal_groups():
   _, prompt_lengths, _, lengths = _batch(7)
   lengths[:, 0] += 3 * np.arange(5)  # no two groups of the same number of tokens
   order = np.random.default_rng(1).permutation(5)
-  straight = packing.assign(prompt_lengths, lengths, length=64, alignment=1)
-  shuffled = packing.assign(prompt_lengths[order], lengths[order], length=64, alignment=1)
+  straight = packing.assign_rows(prompt_lengths, lengths, length=64, alignment=1)
+  shuffled = packing.assign_rows(prompt_lengths[order], lengths[order], length=64, alignment=1)
   named = [{int(order[p]): gs for p, gs in row.blocks.items()} for row in shuffled]
   assert named == [row.blocks for row in straight]
 
@@ -85,20 +85,20 @@ def test_rows_that_run_together_cost_about_the_same():
 
 
 def test_rollouts_without_tokens_take_no_place():
-  rows = packing.assign([4, 4], [[0, 3], [0, 0]], length=8, alignment=1)
+  rows = packing.assign_rows([4, 4], [[0, 3], [0, 0]], length=8, alignment=1)
   assert rows == [packing.Row({0: [1]}, 6)]
 
 
 def test_a_rollout_that_fits_no_row_is_refused():
   with pytest.raises(ValueError, match="takes 17 places, a row has 16"):
-    packing.assign([4], [[14]], length=16, alignment=1)
+    packing.assign_rows([4], [[14]], length=16, alignment=1)
 
 
 def test_the_bound_on_rows_holds_for_the_worst_lengths():
   """Rollouts of a little over half a row share none; of a third, two of a group share one."""
   sizes = dict(prompts=3, group_size=4, max_prompt_length=1, length=32, devices=1)
   for length, most in ((17, 12), (11, 6), (16, 6)):
-    rows = packing.assign([1, 1, 1], np.full((3, 4), length), length=32, alignment=1)
+    rows = packing.assign_rows([1, 1, 1], np.full((3, 4), length), length=32, alignment=1)
     layout = _layout(**sizes, max_response_length=length, tokens_per_micro_batch=32)
     assert len(rows) == most == layout.max_micro_batches
 
@@ -108,10 +108,10 @@ def test_the_bound_on_rows_holds_for_random_lengths(seed):
   rng = np.random.default_rng(seed)
   S, T, G = rng.integers(1, 20), rng.integers(1, 40), rng.integers(1, 9)
   sizes = dict(prompts=6, group_size=int(G), max_prompt_length=int(S), max_response_length=int(T))
-  length = packing.least_row(S, T, alignment=4) + int(rng.integers(0, 60))
+  length = packing.min_row_length(S, T, alignment=4) + int(rng.integers(0, 60))
   layout = _layout(**sizes, length=length, alignment=4, devices=1, tokens_per_micro_batch=length)
   prompts, lengths = rng.integers(1, S + 1, 6), rng.integers(0, T + 1, (6, G))
-  rows = packing.assign(prompts, lengths, length=length, alignment=4)
+  rows = packing.assign_rows(prompts, lengths, length=length, alignment=4)
   assert len(rows) <= layout.max_micro_batches
 
 

@@ -12,31 +12,31 @@ from rlvr_jax.storage import files
 @pytest.mark.parametrize("remote", [False, True])
 def test_the_files_of_a_directory(tmp_path, remote):
   folder = f"memory://{tmp_path}" if remote else str(tmp_path)
-  system, path = files.located(folder)
+  system, path = files.locate(folder)
   system.makedirs(f"{path}/sub", exist_ok=True)
   for name in ("b.json", "a.json", "sub/c.json"):
     system.write_text(f"{path}/{name}", "{}")
-  assert files.listing(folder) == ["a.json", "b.json"]
+  assert files.list_files(folder) == ["a.json", "b.json"]
   for wrong in ("a.json", "absent"):
     with pytest.raises(FileNotFoundError, match=f"{wrong} is not a directory"):
-      files.listing(f"{folder}/{wrong}")
+      files.list_files(f"{folder}/{wrong}")
 
 
 def test_what_cannot_be_reached_is_not_said_to_be_empty():
   with pytest.raises(OSError, match=r"127\.0\.0\.1:1/folder cannot be listed: .*refused") as caught:
-    files.listing("webhdfs://127.0.0.1:1/folder")
+    files.list_files("webhdfs://127.0.0.1:1/folder")
   assert not isinstance(caught.value, FileNotFoundError)
 
 
 def test_a_replaced_file_is_the_old_or_the_whole_new_one(tmp_path):
   path = tmp_path / "a.json"
-  with files.replacing(path) as file:
+  with files.replace_file(path) as file:
     file.write(b"old")
-  with files.replacing(path) as file:
+  with files.replace_file(path) as file:
     file.write(b"new" * 10_000)
     assert path.read_bytes() == b"old"
   assert path.read_bytes() == b"new" * 10_000
-  with pytest.raises(KeyboardInterrupt), files.replacing(path) as file:
+  with pytest.raises(KeyboardInterrupt), files.replace_file(path) as file:
     file.write(b"torn")
     raise KeyboardInterrupt
   assert path.read_bytes() == b"new" * 10_000
@@ -48,7 +48,7 @@ def test_a_replaced_file_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch
   monkeypatch.setattr(
     os, "fsync", lambda descriptor: synced.append((os.fstat(descriptor).st_ino, path.exists()))
   )
-  with files.replacing(path) as file:
+  with files.replace_file(path) as file:
     file.write(b"x")
   assert synced == [(path.stat().st_ino, False), (tmp_path.stat().st_ino, True)]
 
@@ -134,7 +134,7 @@ def test_a_full_disk_is_told_from_other_errors(tmp_path, error, full):
   assert files.is_disk_full(error) == files.is_disk_full(wrapped) == full
   with (
     pytest.raises(files.DiskFullError if full else type(error)) as seen,
-    files.reporting_full_disk(tmp_path / "x"),
+    files.report_full_disk(tmp_path / "x"),
   ):
     raise error
   assert isinstance(seen.value, files.DiskFullError) == full
@@ -152,11 +152,11 @@ def test_a_new_folder_that_another_process_took_for_left_is_replaced(tmp_path, m
   def slowly(prefix):
     folder = make(prefix=prefix)
     monkeypatch.setattr(files.tempfile, "mkdtemp", make)
-    others.append(files.own_folder(prefix)[0])  # it looks before this one is locked
+    others.append(files.make_locked_folder(prefix)[0])  # it looks before this one is locked
     return folder
 
   monkeypatch.setattr(files.tempfile, "mkdtemp", slowly)
-  found, _ = files.own_folder("a_")
+  found, _ = files.make_locked_folder("a_")
   assert {found, *others} == set(tmp_path.iterdir()) and found not in others
 
 

@@ -13,7 +13,7 @@ from rlvr_jax.rollouts.journal import from_json
 from rlvr_jax.rollouts.store import INDEX, RolloutStore, TornShardError
 from rlvr_jax.storage import places
 from rlvr_jax.storage.bucket import Bucket, ChangedError, UnreachableError
-from rlvr_jax.storage.files import JsonLines, replacing
+from rlvr_jax.storage.files import JsonLines, replace_file
 from rlvr_jax.storage.places import Workdir
 
 
@@ -105,7 +105,7 @@ def hanging(emulator):
 def test_a_write_ends_with_the_time_that_its_claim_certainly_has(url, hanging):
   bucket = Bucket(url, lambda: 0.3)
   began = time.monotonic()
-  with hanging(), pytest.raises(UnreachableError, match=f"{url}/a cannot .*no answer in time"):
+  with hanging(), pytest.raises(UnreachableError, match=f"{url}/a cannot .*no response in time"):
     bucket.put("a", b"one")
   assert time.monotonic() - began < 30
 
@@ -123,7 +123,7 @@ def test_a_large_object_is_one_put(url, emulator):
 
 def test_a_local_workdir_is_used_as_it_is(tmp_path):
   with contextlib.closing(Workdir(tmp_path / "run")) as workdir:
-    assert workdir.kept == workdir.local == tmp_path / "run"
+    assert workdir.path == workdir.local == tmp_path / "run"
     workdir.fetch()
     workdir.publish()
   assert list(tmp_path.iterdir()) == []
@@ -145,7 +145,7 @@ def test_lines_become_segments_and_are_one_file_again(url, names):
   with opened(url) as workdir:
     assert len((workdir.local / "metrics.jsonl").read_bytes().splitlines()) == 6
   with pytest.raises(FileNotFoundError, match=r"rollouts\.jsonl does not exist"):
-    with places.opened_lines(places.place("", url) / "rollouts.jsonl"):
+    with places.open_lines(places.parse_path("", url) / "rollouts.jsonl"):
       pass
 
 
@@ -158,7 +158,7 @@ def test_a_file_that_a_resumed_run_shortens_is_shortened_in_the_bucket(url, name
       workdir.publish()
   for kept, segments in ((5, 3), (4, 3), (0, 1)):
     with opened(url) as workdir:
-      with replacing(workdir.local / "metrics.jsonl") as file:
+      with replace_file(workdir.local / "metrics.jsonl") as file:
         file.write(b"".join(map(line, range(kept))))
       workdir.publish()
       assert len(names()) == segments
@@ -171,10 +171,10 @@ def test_lines_whose_put_was_not_answered_are_there_once(url, names, hanging):
   with opened(url) as workdir:
     lines = JsonLines(workdir.local / "metrics.jsonl")
     lines.append([{"step": 0, "phase": "train"}])
-    workdir.guard_by(lambda: 0.3)
+    workdir.set_guard(lambda: 0.3)
     with hanging(), pytest.raises(UnreachableError):
       workdir.publish()
-    workdir.guard_by(lambda: 60.0)
+    workdir.set_guard(lambda: 60.0)
     lines.append([{"step": 1, "phase": "train"}])
   assert names() == ["metrics.jsonl/00000000", "metrics.jsonl/00000001"]
   assert [record["step"] for record in read_metrics(url)] == [0, 1]
@@ -286,11 +286,11 @@ def test_rollouts_in_a_bucket(url, folder, names, emulator):
   with opened(url) as workdir, RolloutStore(place, writable=True, workdir=workdir) as store:
     assert_has(store, [0, 1, 2, 3])
     before = len(emulator.requests)
-    assert not [*store.damaged(range(4))] and len(emulator.requests) == before + 1
+    assert not [*store.find_damaged(range(4))] and len(emulator.requests) == before + 1
     store.remove(0, 1)
-    assert not [*store.damaged(range(4))]
+    assert not [*store.find_damaged(range(4))]
     lost = emulator.objects.pop(f"{folder}/rollouts/00000003.array_record")
-    assert [*store.damaged(range(5))] == [3, 4]
+    assert [*store.find_damaged(range(5))] == [3, 4]
     emulator.objects[f"{folder}/rollouts/00000003.array_record"] = lost
     emulator.damage(f"{folder}/rollouts/00000002.array_record")
     with pytest.raises(TornShardError, match=rf"batch 2, {place}/00000002.* put back a copy"):
@@ -306,7 +306,7 @@ def test_rollouts_in_a_bucket(url, folder, names, emulator):
   ]
   with opened(url) as workdir, RolloutStore(place, writable=True, workdir=workdir) as store:
     assert_has(store, [3])
-    assert store.removed(0) and store.removed(1) and not store.removed(2)
+    assert store.is_removed(0) and store.is_removed(1) and not store.is_removed(2)
     store.append(2, *batch(2))
     assert_has(RolloutStore(place, writable=False), [2, 3])
 

@@ -17,12 +17,11 @@ from rlvr_jax.evaluate import curves, run_files
 from rlvr_jax.rollouts import staleness
 from rlvr_jax.rollouts.store import RolloutStore
 from rlvr_jax.storage.bucket import Bucket
-from rlvr_jax.storage.places import OWNER, Workdir, place
+from rlvr_jax.storage.places import OWNER, Workdir, parse_path
 from rlvr_jax.train.checkpointing import claim
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
 from rlvr_jax.train.checkpointing.checkpoint_files import CheckpointError, TornCheckpointError
 from rlvr_jax.train.checkpointing.claim import WorkdirError
-from rlvr_jax.train.setup.behavior_sources import recorded_groups
 from rlvr_jax.train.setup.build import build
 from rlvr_jax.train.start.parameters import checkpoint_folder
 
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 def stored(workdir):
   """The contents of the rollouts that a run keeps, by number, without their timings."""
-  store = RolloutStore(place("", workdir) / "rollouts", writable=False)
+  store = RolloutStore(parse_path("", workdir) / "rollouts", writable=False)
   read = {number: store.read(number)[0] for number in store.numbers()}
   return {
     number: {name: array.tobytes() for name, array in arrays.items()}
@@ -118,10 +117,10 @@ def test_without_its_claim_a_process_begins_no_checkpoint(url, folder, emulator)
 
   with contextlib.closing(Workdir(url)) as workdir:
     with contextlib.closing(Checkpointer(f"{url}/checkpoints", workdir=workdir)) as checkpointer:
-      workdir.guard_by(guard)
+      workdir.set_guard(guard)
       with pytest.raises(WorkdirError):
         checkpointer.save(1, state(1), host={})
-      workdir.guard_by(lambda: 60.0)
+      workdir.set_guard(lambda: 60.0)
   assert not emulator.names(folder)
 
 
@@ -144,15 +143,15 @@ def test_a_run_in_a_bucket_is_read_from_there(url, folder, emulator, parts, caps
   assert OWNER not in names and "learning_curves.png" in names
   assert not any(name.startswith("rollouts/groups") for name in names)
   assert curves.curve(run_files.read_metrics(url), "eval/pass@1")[0].tolist() == [0, 4]
-  assert checkpoint_folder(url) == place("", f"{url}/checkpoints/4")
+  assert checkpoint_folder(url) == parse_path("", f"{url}/checkpoints/4")
   with pytest.raises(WorkdirError, match=f"^{url} belongs to a run with another configuration"):
     train(build(tiny.config(num_updates=4, warm_start__num_steps=4, seed=3)), url)
   train(parts, url)  # it has ended, and changes nothing
   assert outcome(url) == found
   # Other runs use it.
   config = tiny.config(sources__recorded=dict(fraction=0.5, store=f"{url}/rollouts"))
-  assert recorded_groups(config, parts.tokenizer).numbers == [0, 1]
-  assert staleness.recorded_versions(url, 2) == [0, 0]
+  assert tiny.recorded_by(config, parts.tokenizer).numbers == [0, 1]
+  assert staleness.read_versions(url, 2) == [0, 0]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A run that is asked to end, wherever it is, is saved at once and goes on as if it had not been.
+"""A run whose shutdown is requested, at any point, is saved at once and resumes as if undisturbed.
 
 The program of its own, with SIGTERM and with two processes, is in `preemption_test`.
 """
@@ -33,7 +33,7 @@ def undisturbed(parts, tmp_path_factory):
 
 
 def ended(parts, workdir, capsys):
-  """Trains until it is asked to end; returns what it said."""
+  """Trains until shutdown is requested; returns the output."""
   capsys.readouterr()
   with pytest.raises(process.EndRequestedError, match="saved after update"):
     train(parts, workdir)
@@ -47,7 +47,7 @@ def asked_when(moment):
   def ask():
     while not moment():
       time.sleep(0.001)
-    process.ask()
+    process.request_shutdown()
 
   thread = threading.Thread(target=ask)
   thread.start()
@@ -105,14 +105,14 @@ def test_wherever_it_is_it_ends_and_goes_on_as_if_it_had_not(
 
 
 def test_nothing_ends_what_does_not_end_in_order():
-  process.ask()
+  process.request_shutdown()
   try:
-    multihost.end_if_asked()
+    multihost.raise_if_shutdown_requested()
     with (
-      multihost.ending_in_order(),
+      multihost.share_shutdown_signals(),
       pytest.raises(process.EndRequestedError, match="shutdown requested"),
     ):
-      multihost.end_if_asked()
+      multihost.raise_if_shutdown_requested()
   finally:
-    process._asked.clear()
-  assert not process.asked()
+    process._shutdown_requested.clear()
+  assert not process.shutdown_requested()

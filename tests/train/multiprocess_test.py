@@ -203,7 +203,7 @@ def test_the_death_of_one_of_eight_processes_is_named(killed, waiting):
 
 @pytest.mark.slow
 def test_a_process_whose_others_never_come_says_so():
-  program = "from rlvr_jax.train.cluster import multihost as m; m._MEETING_S = 3; import sys; "
+  program = "from rlvr_jax.train.cluster import multihost as m; m._CONNECTING_S = 3; import sys; "
   program += "m.initialize(sys.argv[1], 2, 0)"
   command_of = lambda coordinator, _: [sys.executable, "-c", program, coordinator]
   began = time.monotonic()
@@ -221,7 +221,7 @@ DEATH = """
 
   me, count, killed, waiting = *map(int, sys.argv[2:5]), sys.argv[5]
   multihost.initialize(sys.argv[1], count, me)
-  with multihost.exit_on_error(), multihost.only_first_prints(), multihost.phase("a test"):
+  with multihost.exit_on_error(), multihost.silence_all_but_first(), multihost.phase("a test"):
     multihost.exchange("both are there")
     if me == killed:
       time.sleep(1)
@@ -259,23 +259,23 @@ PROGRAM = """
 
   with multihost.exit_on_error():
     report("exchanged", multihost.exchange({"process": me, "text": "é" * 50 * me, "x": 0.1 + me}))
-    before = multihost.waits()
+    before = multihost.process_waits_s()
     time.sleep(me)  # the first process waits for the second
     multihost.exchange("where they wait")
     multihost.exchange("what is said of it")
-    report("waits", [now - then for now, then in zip(multihost.waits(), before)])
-    report("anywhere", [multihost.anywhere(me == 1), multihost.anywhere(False)])
-    report("on_first", multihost.on_first(lambda: "written", "nothing"))
-    with multihost.ending_in_order(), multihost.phase("generation"):
-      multihost.end_if_asked()
+    report("waits", [now - then for now, then in zip(multihost.process_waits_s(), before)])
+    report("anywhere", [multihost.any_process(me == 1), multihost.any_process(False)])
+    report("on_first", multihost.run_on_first(lambda: "written", "nothing"))
+    with multihost.share_shutdown_signals(), multihost.phase("generation"):
+      multihost.raise_if_shutdown_requested()
       if me == 1:
-        process.ask()
+        process.request_shutdown()
       try:
-        report("ended", multihost.end_if_asked())
+        report("ended", multihost.raise_if_shutdown_requested())
       except process.EndRequestedError as request:
         report("ended", str(request))
     try:
-      report("together", multihost.together(failing))
+      report("together", multihost.run_together(failing))
     except Exception as error:
       report("together", f"{type(error).__name__}: {error}")
     with GraderPool("rewards.faulty_graders:faulty", num_workers=1, timeout_s=1.0) as pool:
@@ -328,10 +328,10 @@ def test_agreement():
 def test_one_process_exchanges_nothing():
   value = object()
   assert multihost.exchange(value) == [value]
-  assert multihost.together(lambda: value) is value
-  assert multihost.is_first() and not multihost.anywhere(np.False_)
+  assert multihost.run_together(lambda: value) is value
+  assert multihost.is_first() and not multihost.any_process(np.False_)
   with pytest.raises(ValueError, match="here"):
-    multihost.together(lambda: (_ for _ in ()).throw(ValueError("here")))
+    multihost.run_together(lambda: (_ for _ in ()).throw(ValueError("here")))
 
 
 @pytest.mark.parametrize("given", [dict(coordinator="a:1"), dict(num_processes=2, process_id=0)])

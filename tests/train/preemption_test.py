@@ -13,7 +13,7 @@ from train.multiprocess_test import Processes
 
 from rlvr_jax.rollouts.store import GROUPS_FOLDER
 from rlvr_jax.storage.bucket import Bucket
-from rlvr_jax.storage.places import files_in, in_bucket, place
+from rlvr_jax.storage.places import in_bucket, open_files, parse_path
 
 STATUS = 143  # what the launcher asks for
 LIMIT_S = 20.0  # a preempted TPU VM gives about 30
@@ -73,7 +73,7 @@ def groups(workdir):
 
 
 def batches(workdir):
-  names = files_in(place("", workdir) / "rollouts").names()
+  names = open_files(parse_path("", workdir) / "rollouts").names()
   return len([name for name in names if name.endswith(".array_record")])
 
 

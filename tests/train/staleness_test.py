@@ -22,13 +22,15 @@ from rlvr_jax.rollouts.store import GROUPS_FOLDER, RolloutStore, StoreError, Tor
 from rlvr_jax.train import loop
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
 from rlvr_jax.train.cluster import multihost, process
+from rlvr_jax.train.generation import policies
 from rlvr_jax.train.generation.agreement import AgreementError
 from rlvr_jax.train.generation.async_generator import GeneratorStoppedError
 from rlvr_jax.train.generation.generator import Generator
 from rlvr_jax.train.reporting.run_log import RunLog
 from rlvr_jax.train.reporting.writer import MetricWriter, stage_summary
+from rlvr_jax.train.session import logged_run
 from rlvr_jax.train.setup import build as building
-from rlvr_jax.train.setup.behavior_sources import Source, Sources, recorded_groups
+from rlvr_jax.train.setup.behavior_sources import Source, Sources
 from rlvr_jax.train.start import parameters, restore
 from rlvr_jax.types import Sampling
 
@@ -251,7 +253,7 @@ def test_going_back_leaves_no_later_checkpoint(staged, parts, tmp_path):
     RolloutStore(workdir / "rollouts", writable=True) as store,
   ):
     assert saved.steps()[-2:] == [4, 6]
-    assert restore.resumable(saved, parts, store).step == saved.steps()[-1] == 4
+    assert restore.find_resumable(saved, parts, store).step == saved.steps()[-1] == 4
 
 
 @pytest.mark.slow
@@ -321,7 +323,7 @@ class Steps:
     """Goes on with graders that are given work by `submit`, and nothing generated."""
     old = self.trainer
     collector = dataclasses.replace(old.collector, submit=submit)
-    generator = Generator(old.parts, old.frozen, collector, old.queue.store, old.log.clock)
+    generator = Generator(old.parts, old.frozen.sampler, collector, old.queue.store, old.log.clock)
     self.trainer = dataclasses.replace(old, collector=collector, generator=generator)
     self.generation = self.trainer.start_generation()
 
@@ -346,7 +348,7 @@ def trainer(parts, on_policy, tmp_path):
     store = RolloutStore(workdir / "rollouts", writable=True)
     these = dataclasses.replace(these, schedule=schedule)
     frozen = parameters.load_frozen(these)
-    log = RunLog(these.config, these.task, these.model.config, schedule, writer)
+    log = RunLog(logged_run(these), writer)
     made = loop.make_trainer(these, frozen, log, saved, pool, store, initial=warm.state)
     steps = Steps(made, made.begin(warm.state))
     if submit:
@@ -369,7 +371,9 @@ def test_parameters_changed_without_a_weight_sync_trip_the_fingerprint(trainer):
   made.trainer.offer_weights(made.now, made.generation)
   params = dict(made.now.state.params)
   params["embedding"] = bias(params["embedding"])
-  made.generation.offer(made.trainer.generator.sync_weights(params, made.now.step))
+  made.generation.offer(
+    policies.sync_weights(made.trainer.parts, made.trainer.frozen.sampler, params, made.now.step)
+  )
   made.now = made.trainer.collect(made.now, made.generation)
   with pytest.raises(queue.FingerprintError, match=r"rollouts 2 of version 2 .* weight sync"):
     made.update()
@@ -521,7 +525,7 @@ def test_raw_log_probabilities_do_not_see_the_temperature(train, capsys):
   config = tiny.config(
     sources__recorded=dict(fraction=1.0, store=str(workdirs["raw"] / "rollouts"))
   )
-  groups = recorded_groups(config, heated["raw"].tokenizer).take(0, 8)
+  groups = tiny.recorded_by(config, heated["raw"].tokenizer).take(0, 8)
   np.testing.assert_array_equal(groups.train.behavior_logprobs, sampled["behavior_logprobs"])
 
 
@@ -529,7 +533,7 @@ def test_raw_log_probabilities_do_not_see_the_temperature(train, capsys):
 def test_training_on_a_store_alone(on_policy, train, parts):
   whole = tiny.config(sources__recorded=dict(fraction=1.0, store=str(on_policy / "rollouts")))
   # The update is the same program; the batches come from elsewhere.
-  groups = recorded_groups(whole, parts.tokenizer)
+  groups = tiny.recorded_by(whole, parts.tokenizer)
   source = Source("recorded", 8, Sampling(), recorded=groups, of_this_run=False)
   offline = dataclasses.replace(parts, sources=Sources([source]))
   workdir = train(staleness.on_policy(), "offline", offline)
@@ -625,17 +629,17 @@ def test_a_resumed_run_keeps_to_what_it_began_with(on_policy, parts, tmp_path):
   pins = lambda these: {source.name: source.pin for source in these.sources}
   before = build(**fields)
   (tmp_path / "run").mkdir()
-  begun = restore.as_begun(before, tmp_path / "run")
+  begun = restore.restore_sources(before, tmp_path / "run")
   assert pins(begun) == {"checkpoint": UPDATES, "recorded": list(range(UPDATES))}
   store = RolloutStore(theirs / "rollouts", writable=True)
   store.append(UPDATES, *store.read(0))
   shutil.copytree(theirs / "checkpoints" / "8", theirs / "checkpoints" / "9")
   after = build(**fields)
   assert pins(after) == {"checkpoint": 9, "recorded": list(range(UPDATES + 1))}
-  assert pins(restore.as_begun(after, tmp_path / "run")) == pins(begun)
+  assert pins(restore.restore_sources(after, tmp_path / "run")) == pins(begun)
   store.remove(3)
   with pytest.raises(StoreError, match=r"has lost the batches \[3\].*sources.json"):
-    restore.as_begun(build(**fields), tmp_path / "run")
+    restore.restore_sources(build(**fields), tmp_path / "run")
 
 
 @pytest.mark.slow
@@ -659,12 +663,12 @@ def test_asked_to_end_while_a_stage_is_sampled(trainer, parts, on_policy, staged
 
   def asks(*work):
     if next(submitted) == 6 * parts.config.batch.prompts:  # the sixth batch, in the second stage
-      process.ask()
+      process.request_shutdown()
     return submit(*work)
 
   made.with_submit(asks)
   with (
-    multihost.ending_in_order(),
+    multihost.share_shutdown_signals(),
     pytest.raises(process.EndRequestedError, match="after update 4"),
   ):
     made.trainer.run(made.now)

@@ -19,9 +19,10 @@ import pytest
 from rlvr_jax.configs import base
 from rlvr_jax.evaluate import run_files
 from rlvr_jax.storage.bucket import Bucket
-from rlvr_jax.storage.places import OWNER, in_bucket, opened_lines, place
+from rlvr_jax.storage.places import OWNER, in_bucket, open_lines, parse_path
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
-from rlvr_jax.train.setup.build import build
+from rlvr_jax.train.setup.behavior_sources import recorded_groups
+from rlvr_jax.train.setup.build import batch_shape, build
 
 ROOT = pathlib.Path(__file__).parents[2]
 TIMEOUT_S = 900  # generous: a busy machine is no failure
@@ -82,6 +83,16 @@ def config(**fields):
 
 
 # --- the program ----------------------------------------------------------------------------------
+
+
+def recorded_by(config, tokenizer):
+  """The groups of the store that a configuration names."""
+  return recorded_groups(
+    config.sources.recorded.store,
+    (config.tokenizer, tokenizer.pad_id),
+    batch_shape(config),
+    allow_truncated=config.allow_truncated_behavior,
+  )
 
 
 def command(workdir, *flags, config_file=__file__):
@@ -164,7 +175,7 @@ def written(workdir):
   """Where a run's first process writes its files now: of a bucket, its staging folder."""
   if not in_bucket(workdir):
     return workdir
-  folders = pathlib.Path(tempfile.gettempdir()).glob(f"*/{place('', workdir).name}")
+  folders = pathlib.Path(tempfile.gettempdir()).glob(f"*/{parse_path('', workdir).name}")
   found = [folder for folder in folders if (folder / "config.json").exists()]
   return max(found, key=lambda folder: folder.stat().st_mtime, default=pathlib.Path("absent"))
 
@@ -199,7 +210,7 @@ def records(workdir, phase=None):
 
 
 def rollouts(workdir):
-  with opened_lines(place("", workdir) / run_files.ROLLOUTS_FILE) as lines:
+  with open_lines(parse_path("", workdir) / run_files.ROLLOUTS_FILE) as lines:
     return lines.read()
 
 
@@ -210,7 +221,7 @@ def abstract_state():
 
 def last_checkpoint(workdir):
   """The last checkpoint of a tiny run: step, host values, and every array as (path, bytes)."""
-  checkpointer = Checkpointer(place("", workdir) / "checkpoints")
+  checkpointer = Checkpointer(parse_path("", workdir) / "checkpoints")
   with contextlib.closing(checkpointer):
     restored = checkpointer.restore(abstract_state())
   del restored.host["written"]  # checksums of records, which are compared without their timings

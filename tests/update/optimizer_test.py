@@ -23,8 +23,9 @@ from rlvr_jax.update import learning_rate, optimizer
 SHAPE = dict(num_layers=2, width=32, mlp_width=64, qkv_bias=True, tied_head=False)
 MODEL = transformer(preset("tiny", **SHAPE))
 ALL = [*optimizer.__all__, "sgd(momentum=0.9)", "optax:adafactor"]
+SLOW = ("lion", "sgd(momentum=0.9)", "optax:adafactor")  # which adamw and muon stand for
 each_optimizer = pytest.mark.parametrize(
-  "name", [n if n in ("adamw", "muon") else pytest.param(n, marks=pytest.mark.slow) for n in ALL]
+  "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in ALL]
 )
 
 
@@ -74,7 +75,7 @@ def test_adamw_is_optax_s_behind_a_clip_and_spares_norms_and_biases():
   params, gradient = case()
   expected = optax.chain(
     optax.clip_by_global_norm(1.0),
-    optax.adamw(lambda step: 1e-2, weight_decay=0.1, mask=optimizer.decayed),
+    optax.adamw(lambda step: 1e-2, weight_decay=0.1, mask=optimizer.decay_mask),
   )
   found = updated(made("adamw(weight_decay=0.1)"), params, gradient, gradient)
   jax.tree.map(np.testing.assert_array_equal, found, updated(expected, params, gradient, gradient))
@@ -119,7 +120,8 @@ def test_muon_orthogonalises_layer_by_layer_and_leaves_the_rest_to_adamw(update_
   for tree in (found, adamw):
     for name in kernels:
       del tree["blocks"][name]
-  jax.tree.map(np.testing.assert_array_equal, found, adamw)
+  # Compiled within another program, which rounds differently in optax 0.2.7.
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), found, adamw)
 
 
 def test_lion_steps_by_the_sign_and_sgd_along_the_gradient():
@@ -193,7 +195,9 @@ def test_the_state_is_sharded_as_its_parameters_and_a_sharded_update_is_the_same
         assert placed.spec == spec, found
         count[end] += 1
   expected = {"adamw": (2, 2), "lion": (1, 1), "muon": (1, 2), "sgd(momentum=0.9)": (1, 1)}
-  assert tuple(count.values()) == expected.get(name, (0, 0))
+  assert tuple(count.values()) == expected.get(name, (0, 0)), (
+    f"name in `expected` how many moments of each parameter {name} has"
+  )
 
   place = lambda tree: jax.device_put(tree, sharding.state_shardings(tree, mesh))
   alone, split = (updated(transformation, params, gradient),

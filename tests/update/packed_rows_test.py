@@ -24,8 +24,9 @@ from rlvr_jax.models.presets import preset
 from rlvr_jax.ops.reductions import values
 from rlvr_jax.ops.splash import splash_cost
 from rlvr_jax.ops.update_metrics import batch_metrics
-from rlvr_jax.rollouts.packing import assign, pack, row_layout
+from rlvr_jax.rollouts.packing import assign_rows, pack, row_layout
 from rlvr_jax.train.cluster import sharding
+from rlvr_jax.train.setup.build import batch_shape
 from rlvr_jax.train.setup.programs import choose_row_attention, make_row_layout
 from rlvr_jax.update.step import initial_state, train_step
 
@@ -84,7 +85,7 @@ def lognormal_case():
   shape = (config.batch.prompts, config.batch.group_size)
   lengths = np.minimum(rng.lognormal(np.log(1500) - 0.32, 0.8, shape), 8192).astype(np.int32)
   prompts = rng.integers(100, 300, shape[0]).astype(np.int32)
-  return make_row_layout(config, "splash", mesh), prompts, lengths
+  return make_row_layout(config.batch, batch_shape(config), "splash", mesh), prompts, lengths
 
 
 def packed_as(layout, prompts, lengths):
@@ -112,13 +113,18 @@ def test_larger_micro_batches_leave_more_rows_empty(tokens, low, high):
   """The figures of docs/models.md: 32 problems × 16 rollouts on 16 devices, five draws."""
   config = base.get_config()
   config.batch.tokens_per_micro_batch = tokens
-  layout = make_row_layout(config, "splash", jax.sharding.AbstractMesh((1, 16, 1), sharding.AXES))
+  layout = make_row_layout(
+    config.batch,
+    batch_shape(config),
+    "splash",
+    jax.sharding.AbstractMesh((1, 16, 1), sharding.AXES),
+  )
   places = layout.devices * layout.rows_per_device * layout.length  # of a micro-batch
   for seed in range(5):
     rng = np.random.default_rng(seed)
     lengths = np.minimum(rng.lognormal(np.log(1500) - 0.32, 0.8, (32, 16)), 8192).astype(np.int32)
     prompts = rng.integers(100, 300, 32)
-    rows = assign(prompts, lengths, length=layout.length, alignment=layout.alignment)
+    rows = assign_rows(prompts, lengths, length=layout.length, alignment=layout.alignment)
     executed = -(-len(rows) * layout.length // places) * places
     assert low < executed / (prompts.sum() + lengths.sum()) < high
 
@@ -126,7 +132,12 @@ def test_larger_micro_batches_leave_more_rows_empty(tokens, low, high):
 def test_a_row_of_p3o_holds_a_usual_prompt_and_its_responses():
   """On 16 chips: 16 micro-batches of 256 problems, with a row for each device."""
   config = p3o_qwen3_4b.get_config()
-  layout = make_row_layout(config, "splash", jax.sharding.AbstractMesh((1, 16, 1), sharding.AXES))
+  layout = make_row_layout(
+    config.batch,
+    batch_shape(config),
+    "splash",
+    jax.sharding.AbstractMesh((1, 16, 1), sharding.AXES),
+  )
   problems = config.batch.prompts
   prompts, lengths = np.full(problems, 150), np.full((problems, config.batch.group_size), 2048)
   packed = packed_as(layout, prompts, lengths)
@@ -147,8 +158,8 @@ def test_rows_are_not_longer_than_the_kernel_allows(kind, limit):
   config.max_prompt_length = config.max_response_length = 4096
   config.batch.tokens_per_micro_batch = 65_536
   mesh = jax.sharding.AbstractMesh((1, 16, 1), sharding.AXES)
-  assert make_row_layout(config, kind, mesh).length == limit
-  assert make_row_layout(config, "reference", mesh).length > 2**15
+  assert make_row_layout(config.batch, batch_shape(config), kind, mesh).length == limit
+  assert make_row_layout(config.batch, batch_shape(config), "reference", mesh).length > 2**15
 
 
 def test_a_soft_cap_keeps_a_network_from_cudnn(monkeypatch):
@@ -156,7 +167,7 @@ def test_a_soft_cap_keeps_a_network_from_cudnn(monkeypatch):
   mesh = jax.sharding.AbstractMesh((1, 16, 1), sharding.AXES)
   network = preset("gemma2_2b", attention="cudnn", compute_dtype="bfloat16", head_dim=128)
   with pytest.raises(ValueError, match=r"needs scores without a soft cap \(attention_soft_cap=50"):
-    choose_row_attention(base.get_config(), network, mesh)
+    choose_row_attention(network, mesh, batch_shape(base.get_config()), tokens_per_row=0)
 
 
 def test_attention_computes_at_most_twice_what_is_needed():

@@ -15,14 +15,14 @@ _VIEWS = (collections.abc.KeysView, collections.abc.ValuesView, collections.abc.
 
 
 class UnsupportedTestError(Exception):
-  """A test uses something that cannot be sent to the program; says nothing about the program."""
+  """A test uses a value that cannot be sent to the program; this says nothing about the program."""
 
 
 class Handle:
   """An object in the program. Every use of it is a request, whose answer is plain data.
 
-  There is deliberately no comparison, arithmetic or `__contains__`: these would send the expected
-  values to the program, and trust its answer.
+  It has no comparison, arithmetic or `__contains__`, which would send expected values to the
+  program and trust its answer.
   """
 
   def __init__(self, program: Program, number: int):
@@ -35,38 +35,38 @@ class Handle:
   def __getattr__(self, name: str) -> Any:
     if name.startswith("__"):
       raise AttributeError(name)
-    return self._program.ask("getattr", self, name)
+    return self._program.request("getattr", self, name)
 
   def __setattr__(self, name: str, value: Any) -> None:
-    self._program.ask("setattr", self, name, value)
+    self._program.request("setattr", self, name, value)
 
   def __getitem__(self, key: Any) -> Any:
-    return self._program.ask("getitem", self, key)
+    return self._program.request("getitem", self, key)
 
   def __setitem__(self, key: Any, value: Any) -> None:
-    self._program.ask("setitem", self, key, value)
+    self._program.request("setitem", self, key, value)
 
   def __iter__(self) -> Iterator[Any]:
-    iterator = self._program.ask("iter", self)
-    while more := self._program.ask("next", iterator):
+    iterator = self._program.request("iter", self)
+    while more := self._program.request("next", iterator):
       yield more[0]
 
   def __next__(self) -> Any:
-    if more := self._program.ask("next", self):
+    if more := self._program.request("next", self):
       return more[0]
     raise StopIteration
 
   def __len__(self) -> int:
-    return self._program.ask("len", self)
+    return self._program.request("len", self)
 
   def __bool__(self) -> bool:
-    return self._program.ask("bool", self)
+    return self._program.request("bool", self)
 
   def __str__(self) -> str:
-    return self._program.ask("str", self)
+    return self._program.request("str", self)
 
   def __repr__(self) -> str:
-    return self._program.ask("repr", self)
+    return self._program.request("repr", self)
 
 
 class Program:
@@ -75,42 +75,42 @@ class Program:
   def __init__(self, channel: socket.socket):
     self._channel: socket.socket | None = channel
     self._handles: dict[int, Handle] = {}
-    self._entries: set[int] = set()  # numbers of the handles that tests name
-    self._lent: list[Callable] = []
-    self._has_given_types = False
+    self._entry_numbers: set[int] = set()  # of the handles that tests name
+    self._callbacks: list[Callable] = []  # functions of tests that were passed to the program
+    self._has_program_types = False
 
-  def started(self) -> None:
-    """Waits until the program's code has run; raises the exception that it raised."""
-    self._answer()
+  def wait_started(self) -> None:
+    """Waits until the program's code has run; raises its exception, if any."""
+    self._receive_answer()
 
-  def define(self, names: Sequence[str]) -> dict[str, Any]:
-    """Handles or values of those of the names that the program defines."""
-    found = self.ask("define", list(names))
-    values = {name: value for name, value in found.items() if name in names}
-    self._entries |= {value._number for value in values.values() if isinstance(value, Handle)}
+  def look_up(self, names: Sequence[str]) -> dict[str, Any]:
+    """Looks up names that the program defines; returns their values or handles."""
+    definitions = self.request("define", list(names))
+    values = {name: value for name, value in definitions.items() if name in names}
+    self._entry_numbers |= {value._number for value in values.values() if isinstance(value, Handle)}
     return values
 
-  def ask(self, operation: str, *operands: Any) -> Any:
+  def request(self, operation: str, *operands: Any) -> Any:
     """Sends a request; returns plain data or a `Handle`, or raises the program's exception."""
-    self._send({"operation": operation, "operands": self._sendable(operands)})
-    return self._decode(self._answer()["value"])
+    self._send({"operation": operation, "operands": self._encode_results(operands)})
+    return self._decode(self._receive_answer()["value"])
 
   def call(self, function: Handle, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """As `ask`, for a call; its changes of mutable arguments are applied to `args`."""
+    """As `request`, for a call; applies its changes of mutable arguments to `args`."""
     operands = [function, list(args), dict(kwargs)]
     # With a type from the program, a test can make an object that cannot be sent back.
-    of_tests = function._number in self._entries and not self._has_given_types
-    sendable = self._encode(operands) if of_tests else self._sendable(operands)
-    self._send({"operation": "call", "operands": sendable})
-    answer = self._answer()
-    for index, data in answer["changed"]:
-      _assign(args[index], self._decode(data))
+    is_tests_own = function._number in self._entry_numbers and not self._has_program_types
+    data = self._encode(operands) if is_tests_own else self._encode_results(operands)
+    self._send({"operation": "call", "operands": data})
+    answer = self._receive_answer()
+    for index, change in answer["changed"]:
+      _copy_into(args[index], self._decode(change))
     return self._decode(answer["value"])
 
-  def case(self, text: str) -> dict[str, Any]:
-    """Runs the program with this standard input; see `run_case`."""
+  def run_case(self, text: str) -> dict[str, Any]:
+    """Runs the program with this standard input; see `scripts.run_case`."""
     self._send({"input": text})
-    return self._answer()
+    return self._receive_answer()
 
   def _send(self, message: Any) -> None:
     if self._channel is None:
@@ -118,9 +118,10 @@ class Program:
     try:
       send(self._channel, message)
     except OSError as error:
-      raise self._gone("the program has ended") from error
+      raise self._mark_ended("the program has ended") from error
 
-  def _answer(self) -> dict[str, Any]:
+  def _receive_answer(self) -> dict[str, Any]:
+    """Receives an answer, and serves callbacks meanwhile; raises the program's exception."""
     while "callback" in (message := self._receive()):
       self._send(self._call_back(message))
     if "error" in message:
@@ -133,29 +134,30 @@ class Program:
     try:
       message = receive(self._channel, MAX_MESSAGE)
     except (EOFError, OSError) as error:
-      raise self._gone("the program has ended") from error
+      raise self._mark_ended("the program has ended") from error
     except (ValueError, RecursionError, MemoryError) as error:
-      raise self._gone(f"the program's answer is unusable: {describe(error)}") from error
+      raise self._mark_ended(f"the program's answer is unusable: {describe(error)}") from error
     if not isinstance(message, dict):
-      raise self._gone("the program's answer is unusable: no object")
+      raise self._mark_ended("the program's answer is unusable: not an object")
     return message
 
-  def _gone(self, reason: str) -> EOFError:
+  def _mark_ended(self, reason: str) -> EOFError:
+    """Ends the use of the channel; returns the exception to raise."""
     self._channel = None  # the next message would not answer the next request
     return EOFError(reason)
 
   def _call_back(self, message: Mapping[str, Any]) -> dict[str, Any]:
     try:
       arguments = [self._decode(data) for data in message["arguments"]]
-      return {"value": self._encode(self._lent[message["callback"]](*arguments))}
+      return {"value": self._encode(self._callbacks[message["callback"]](*arguments))}
     except Exception as error:
       return {"error": [type(error).__name__, str(error)]}
 
   def _encode(self, value: Any) -> Any:
     return encode(value, self._refer)
 
-  def _sendable(self, operands: Any) -> Any:
-    """As `_encode`, for a result of the program; raises TypeError if that is not plain data."""
+  def _encode_results(self, operands: Any) -> Any:
+    """As `_encode`, for operands from the program; raises TypeError if they are not plain data."""
     try:
       return self._encode(operands)
     except UnsupportedTestError as error:
@@ -172,8 +174,8 @@ class Program:
     if isinstance(name, str) and getattr(builtins, name, None) is value:
       return ["builtin", name]
     if callable(value):
-      self._lent.append(value)
-      return ["function", len(self._lent) - 1]
+      self._callbacks.append(value)
+      return ["function", len(self._callbacks) - 1]
     raise UnsupportedTestError(
       f"a test passes a {type(value).__name__} to the program; allowed are plain data, "
       "callables, and objects of the program"
@@ -184,15 +186,15 @@ class Program:
 
   def _resolve(self, tag: str, content: Any) -> Handle | type:
     if tag == "type":
-      self._has_given_types = True
+      self._has_program_types = True
       return TYPES[content]
     if tag != "handle" or type(content) is not int:
       raise ValueError(f"the program's answer is unusable: {tag!r:.50}")
     return self._handles.setdefault(content, Handle(self, content))
 
 
-def _assign(old: Any, new: Any) -> None:
-  """Makes a mutable argument equal to the program's copy of it after the call."""
+def _copy_into(old: Any, new: Any) -> None:
+  """Copies the program's version of a mutable argument after a call into the argument."""
   if isinstance(old, (list, bytearray)):
     old[:] = new
   else:

@@ -1,4 +1,4 @@
-"""Isolation, rights and limits by the kernel: namespaces, mounts and processes."""
+"""Isolation, rights and limits that the kernel enforces: namespaces, mounts and processes."""
 
 from __future__ import annotations
 
@@ -31,28 +31,29 @@ _RECURSIVE_BIND, _PRIVATE, _DETACH = 0x5000, 0x44000, 2
 _READ_ONLY, _NO_SETUID, _NO_DEVICES, _NO_PROGRAMS = 1, 2, 4, 8
 _SET_DEATH_SIGNAL, _SET_DUMPABLE, _SET_CHILD_SUBREAPER, _SET_NO_NEW_PRIVILEGES = 1, 4, 36, 38
 _CAPABILITIES_VERSION = 0x20080522
-_MOUNT_SETATTR = 442  # of every architecture
+_MOUNT_SETATTR = 442  # on every architecture
 _AT_RECURSIVE = 0x8000
 
 
-def _checked(result: int, action: str) -> None:
+def _check_result(result: int, action: str) -> None:
+  """Raises the OSError of a failed call."""
   if result < 0:
     number = ctypes.get_errno()
     raise OSError(number, f"{action}: {os.strerror(number)}")
 
 
 def _system_call(number: int, action: str, *arguments: Any) -> None:
-  _checked(_LIBC.syscall(ctypes.c_long(number), *arguments), action)
+  _check_result(_LIBC.syscall(ctypes.c_long(number), *arguments), action)
 
 
 def _unshare(flags: int) -> None:
-  _checked(_LIBC.unshare(flags), "unshare")
+  _check_result(_LIBC.unshare(flags), "unshare")
 
 
 def _mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
   encoded = [text.encode() if text else None for text in (source, target, kind)]
   arguments = (ctypes.c_ulong(flags), options.encode() or None)
-  _checked(_LIBC.mount(*encoded, *arguments), f"mount {source} on {target}")
+  _check_result(_LIBC.mount(*encoded, *arguments), f"mount {source} on {target}")
 
 
 def _mount_proc(target: str, flags: int = 0, options: str = "") -> None:
@@ -65,7 +66,7 @@ def _mount_scratch(target: str, mebibytes: int) -> None:
 
 
 def die_with_parent() -> None:
-  """Kills this process when its parent dies; a change of user cancels this."""
+  """Makes the kernel kill this process when its parent dies; a change of user cancels that."""
   prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
 
 
@@ -80,8 +81,9 @@ def _write(path: str, text: str) -> None:
 
 
 def _new_user_namespace(flags: int, inside: int) -> None:
-  """Enters new namespaces in which the current user has the id `inside`, with all rights there."""
-  user, group = os.geteuid(), os.getegid()
+  """Enters new namespaces, in which the current user has the id `inside` and all rights."""
+  user = os.geteuid()
+  group = os.getegid()
   _unshare(_NEW_USERS | flags)
   _write("/proc/self/setgroups", "deny")
   _write("/proc/self/uid_map", f"{inside} {user} 1")
@@ -89,17 +91,18 @@ def _new_user_namespace(flags: int, inside: int) -> None:
 
 
 def _become_nobody() -> None:
+  """Changes to the user nobody."""
   os.setgroups([])
   os.setresgid(UNPRIVILEGED, UNPRIVILEGED, UNPRIVILEGED)
   os.setresuid(UNPRIVILEGED, UNPRIVILEGED, UNPRIVILEGED)
-  prctl(_SET_DUMPABLE, 1)  # lost with the user; /proc/self belongs to root without it
+  prctl(_SET_DUMPABLE, 1)  # the change of user cleared it, and root would own /proc/self
 
 
 def enter_namespaces(paths: Sequence[str]) -> None:
-  """Forks this process into new namespaces; returns in the fork.
+  """Forks this process into new namespaces; returns in the child.
 
-  There it has no network, no other processes, an empty root with `paths` in it, all read-only, and
-  the rights of an ordinary user, even if started by root.
+  The child has no network, no other processes, a root that has only `paths`, all read-only, and the
+  rights of an ordinary user, even if root started it.
   """
   flags = _NEW_MOUNTS | _NEW_PROCESSES | _NEW_NETWORK | _NEW_IPC | _NEW_NAMES
   as_root = os.geteuid() == 0
@@ -111,25 +114,25 @@ def enter_namespaces(paths: Sequence[str]) -> None:
       _become_nobody()
   if not as_root:
     _new_user_namespace(flags, os.geteuid())
-  first = os.fork()
-  if first:
+  child = os.fork()
+  if child:
     with never_returning():
-      os._exit(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) & 0xFF)
+      os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
   die_with_parent()
   _build_root(paths)
   if as_root:
     _become_nobody()
-    die_with_parent()  # lost with the user
+    die_with_parent()  # the change of user canceled it
 
 
 def _build_root(paths: Sequence[str]) -> None:
-  """Makes an empty file system with `paths` of the current one the root, and drops the rest."""
-  root = "/sys"  # exists everywhere, and is not needed
+  """Makes a new root that has only `paths` of the current file system, and drops the rest."""
+  root = "/sys"  # exists on every system, and is not needed
   _mount("none", "/", None, _PRIVATE)
   _mount("tmpfs", root, "tmpfs", _NO_SETUID | _NO_DEVICES, "size=1m,mode=755")
   for path in paths:
-    _show(path, root)
-    for packages in glob.glob(f"{root}{path}/python3*/*-packages"):  # not the standard library's
+    _make_visible(path, root)
+    for packages in glob.glob(f"{root}{path}/python3*/*-packages"):  # not the standard library
       _mount("tmpfs", packages, "tmpfs", _READ_ONLY, "size=4k")
   for directory in ("/proc", "/tmp", "/dev/shm"):
     os.makedirs(root + directory, exist_ok=True)
@@ -138,12 +141,12 @@ def _build_root(paths: Sequence[str]) -> None:
   _mount_proc(root + "/proc")
   os.chdir(root)
   _system_call(call_number("pivot_root"), "pivot_root", b".", b".")
-  _checked(_LIBC.umount2(b".", _DETACH), "umount the old root")
+  _check_result(_LIBC.umount2(b".", _DETACH), "umount the old root")
   os.chdir("/")
   _set_mount_attributes("/", _READ_ONLY | _NO_SETUID, recursive=False)
 
 
-def _show(path: str, root: str) -> None:
+def _make_visible(path: str, root: str) -> None:
   """Makes one path of the current file system visible below `root`, read-only."""
   target = root + path
   os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -155,35 +158,35 @@ def _show(path: str, root: str) -> None:
   else:
     _write(target, "")
   _mount(path, target, None, _RECURSIVE_BIND)
-  # A device, too, can be written to where its mount is read-only; only its times stay as they are.
+  # Even on a read-only mount a device can be written to; only its timestamps cannot be changed.
   is_device = path.startswith("/dev/")
   _set_mount_attributes(target, _READ_ONLY | _NO_SETUID | (0 if is_device else _NO_DEVICES))
 
 
 def _set_mount_attributes(path: str, attributes: int, recursive: bool = True) -> None:
-  """Adds attributes to a mount, and to all below it; Linux 5.12 and later."""
-  wanted = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
+  """Adds attributes to a mount, and to all mounts below it; needs Linux 5.12."""
+  settings = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
   flags = _AT_RECURSIVE if recursive else 0
-  arguments = (ctypes.c_int(-100), path.encode(), ctypes.c_uint(flags), wanted)
+  arguments = (ctypes.c_int(-100), path.encode(), ctypes.c_uint(flags), settings)
   _system_call(_MOUNT_SETATTR, "mount_setattr", *arguments, ctypes.c_size_t(32))
 
 
 def enter_item_namespaces() -> None:
-  """Enters the namespaces of one item; the next child is their first process: `isolate`."""
+  """Enters the namespaces of one item; the next child is their first process, see `isolate`."""
   _new_user_namespace(_NEW_PROCESSES | _NEW_IPC, UNPRIVILEGED)
 
 
 def die_first() -> None:
-  """If memory runs out, this process and its descendants are killed first."""
+  """Makes the kernel kill this process and its descendants first if memory runs out."""
   with contextlib.suppress(OSError):
     _write("/proc/self/oom_score_adj", "1000")
 
 
 def isolate() -> None:
-  """For the first process in an item's namespaces: hides everything of other items."""
-  _unshare(_NEW_MOUNTS)  # here, so that the supervisor still sees the launcher's /proc
+  """Hides everything of other items; called by the first process in an item's namespaces."""
+  _unshare(_NEW_MOUNTS)  # not earlier, since the supervisor needs the launcher's /proc
   try:
-    # Read-only, so that it cannot undo `die_first`; without information about the machine.
+    # Read-only, so that the item cannot undo `die_first`; without information about the machine.
     _mount_proc("/proc", _READ_ONLY, "subset=pid")
   except OSError:  # not permitted if parts of the outer /proc are hidden
     _mount("tmpfs", "/proc", "tmpfs", _READ_ONLY)
@@ -192,8 +195,13 @@ def isolate() -> None:
   os.chdir("/tmp")
 
 
-def limit(memory_mib: int, seconds: float) -> None:
-  """Limits of each process from here on, and no way to more rights."""
+def limit_resources(memory_mib: int, seconds: float) -> None:
+  """Limits the resources of this process and its descendants, and drops all rights for good.
+
+  Args:
+    memory_mib: address space of each process, MiB.
+    seconds: processor time of each process.
+  """
   limits = {
     resource.RLIMIT_AS: memory_mib * 2**20,
     resource.RLIMIT_CPU: math.ceil(seconds) + 1,
@@ -205,10 +213,10 @@ def limit(memory_mib: int, seconds: float) -> None:
     resource.RLIMIT_CORE: 0,
   }
   for kind, value in limits.items():
-    hard = resource.getrlimit(kind)[1]
-    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    # Programs may raise their stack's, as contestants do: it counts as address space.
-    resource.setrlimit(kind, (value, hard if kind == resource.RLIMIT_STACK else value))
+    hard_limit = resource.getrlimit(kind)[1]
+    value = value if hard_limit == resource.RLIM_INFINITY else min(value, hard_limit)
+    # Programs may raise the limit of their stack, as contestants do: it counts as address space.
+    resource.setrlimit(kind, (value, hard_limit if kind == resource.RLIMIT_STACK else value))
   prctl(_SET_NO_NEW_PRIVILEGES, 1)
   header = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0)
   _system_call(call_number("capset"), "capset", header, (ctypes.c_uint32 * 6)())

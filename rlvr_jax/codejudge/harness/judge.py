@@ -1,4 +1,4 @@
-"""Evaluates the tests of one item; each sends requests to the program."""
+"""Evaluates the tests of one item, which send requests to the program."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .handles import Program, UnsupportedTestError
 from .messages import MAX_TEXT, describe
 from .processes import execute
 
-# Makes its calls, yields, and then raises where the program has failed; or raises at once.
+# Makes the calls of a test, yields, and then raises if the program failed; or raises at once.
 _Check: TypeAlias = Iterator[None]
 
-_FAILURES, _CANDIDATE = "__failures__", "__candidate__"  # what tests know them by
-# Decimal itself also takes underscores, other scripts' digits, and words.
+_FAILURES, _CANDIDATE = "__failures__", "__candidate__"  # names in the namespace of tests
+# Decimal itself also accepts underscores, digits of other scripts, and words.
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d{1,6})?", re.ASCII | re.IGNORECASE)
 
 
 class Failures:
-  """Keeps the first exception of the blocks that it guards; execution continues after them."""
+  """Records the first exception of the blocks that it guards; execution continues after them."""
 
   first: BaseException | None = None
 
@@ -39,17 +39,17 @@ class Failures:
 def judge(program: Program, task: Mapping[str, Any]) -> dict[str, Any]:
   """Runs the tests of one item: first all calls, whatever their results, then the comparisons.
 
-  If a wrong answer ended the calls, a program could learn from their number which guess is right.
+  If a wrong answer ended the calls, a program could learn from their number which guess is correct.
 
   Args:
-    program: freshly started.
-    task: "style" and its fields, see `_checks`.
+    program: has just been started.
+    task: "style" and its fields, see `_make_checks`.
   Returns:
-    "passed" and "total" tests, and "failure", a text about the first failure.
+    "passed" and "total" tests, and "failure", a text about the first failed test.
   """
   try:
-    program.started()
-    checks = _checks(program, task)
+    program.wait_started()
+    checks = _make_checks(program, task)
   except UnsupportedTestError:
     raise
   except Exception as error:
@@ -57,65 +57,69 @@ def judge(program: Program, task: Mapping[str, Any]) -> dict[str, Any]:
   results = [Failures() for _ in checks]
   for _ in ("calls", "comparisons"):
     for (_, check), failures in zip(checks, results, strict=True):
-      with failures:  # a test that exits has not passed either
+      with failures:  # a test that exits fails, too
         next(check, None)
-  failed = [
+  failed_tests = [
     f"test {number} of {task['total']}, {label}: {describe(failures.first)}"
     for number, ((label, _), failures) in enumerate(zip(checks, results, strict=True), 1)
     if failures.first is not None
   ]
   return {
-    "passed": len(checks) - len(failed), "total": task["total"], "failure": "".join(failed[:1])
-  }  # fmt: skip
+    "passed": len(checks) - len(failed_tests),
+    "total": task["total"],
+    "failure": "".join(failed_tests[:1]),
+  }
 
 
-def _checks(program: Program, task: Mapping[str, Any]) -> list[tuple[str, _Check]]:
-  """Label and check of each test."""
+def _make_checks(program: Program, task: Mapping[str, Any]) -> list[tuple[str, _Check]]:
+  """Makes the label and the check of each test."""
   if task["style"] == "stdin":
     return [(_label(case), _stdin_check(program, case)) for case in task["cases"]]
   if task["style"] == "function":
-    entry = _entry(program, task["entry_point"])
+    entry = _find_entry(program, task["entry_point"])
     return [(_label(case), _call_check(entry, case)) for case in task["cases"]]
   namespace: dict[str, Any] = {"__name__": "tests"}
   for module in task["modules"]:
     namespace[module] = importlib.import_module(module)
   execute(task["prelude"], "<prelude>", namespace)
-  namespace.pop(task.get("entry_point", ""), None)  # a prompt begins it
-  asked = [name for name in task["names"] if name not in namespace]
-  if task["names"] and not asked:
+  namespace.pop(task.get("entry_point", ""), None)  # a prompt defines only its beginning
+  program_names = [name for name in task["names"] if name not in namespace]
+  if task["names"] and not program_names:
     raise UnsupportedTestError(f"the setup imports all that tests use: {task['names']}")
-  namespace |= program.define(asked)
+  namespace |= program.look_up(program_names)
   if task["style"] == "asserts":
-    return [(_short(text), _text_check(text, namespace)) for text in task["tests"]]
-  namespace[_CANDIDATE] = _defined(namespace, task["entry_point"])  # of which tests may have one
+    return [(_shorten(text), _text_check(text, namespace)) for text in task["tests"]]
+  # By a name of its own, since tests may define the entry point's name.
+  namespace[_CANDIDATE] = _look_up(namespace, task["entry_point"])
   return [(task["entry_point"], _text_check(f"{task['test']}\ncheck({_CANDIDATE})", namespace))]
 
 
 def _label(case: Mapping[str, Any]) -> str:
-  return f"input {_short(case['input'])}"
+  return f"input {_shorten(case['input'])}"
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
   text = value if isinstance(value, str) else repr(value)
   return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "…"
 
 
 def _text_check(text: str, namespace: dict[str, Any]) -> _Check:
+  """The check of a test that is a text to execute."""
   namespace[_FAILURES] = failures = Failures()
   with failures:
-    test = ast.fix_missing_locations(_GoingOn().visit(ast.parse(text)))
+    test = ast.fix_missing_locations(_ContinueAfterAsserts().visit(ast.parse(text)))
     execute(test, "<test>", namespace)
   yield
   if failures.first is not None:
     raise failures.first
 
 
-class _GoingOn(ast.NodeTransformer):
-  """Makes a test continue after a failing assert, which `Failures` keeps.
+class _ContinueAfterAsserts(ast.NodeTransformer):
+  """Makes a test continue after a failing assert, whose exception `Failures` records.
 
-  What a passing assert evaluates is evaluated by every one, see `_conjuncts`. A message that is not
-  a constant is removed, since it could call the program. An assert within `try` is not changed,
-  since the handlers may expect its exception.
+  Every assert evaluates what a passing assert evaluates, see `_conjuncts`. A message that is not a
+  constant is removed, since it could call the program. An assert within `try` is not changed, since
+  the handlers may expect its exception.
   """
 
   def visit_Assert(self, node: ast.Assert) -> list[ast.With]:
@@ -132,118 +136,128 @@ class _GoingOn(ast.NodeTransformer):
   visit_TryStar = visit_Try
 
 
-def _conjuncts(test: ast.expr, wanted: bool = True) -> list[ast.expr]:
-  """Expressions that are all true where the truth of `test` is `wanted`.
+def _conjuncts(test: ast.expr, truth: bool = True) -> list[ast.expr]:
+  """Expressions that are all true if and only if the truth value of `test` is `truth`.
 
-  Their evaluation makes all the calls that are needed to show it, whatever comes back: those of
+  Their evaluation makes all the calls that are needed to show this, whatever they return: those of
   each part of a conjunction, of all elements of `all`, or of `any` under a `not`, and of each
   operand in a chain of comparisons.
   """
   match test:
-    case ast.BoolOp(operator, parts) if isinstance(operator, ast.And) == wanted:
-      return [conjunct for part in parts for conjunct in _conjuncts(part, wanted)]
+    case ast.BoolOp(operator, parts) if isinstance(operator, ast.And) == truth:
+      return [conjunct for part in parts for conjunct in _conjuncts(part, truth)]
     case ast.UnaryOp(ast.Not(), operand):
-      return _conjuncts(operand, not wanted)
+      return _conjuncts(operand, not truth)
     case ast.Compare(
       ast.Call(ast.Name("all" | "any")) | ast.UnaryOp(ast.Not()) as part,
       [ast.Eq() | ast.Is()],
       [ast.Constant(bool() as value)],
     ):
-      return _conjuncts(part, value == wanted)
+      return _conjuncts(part, value == truth)
     case ast.Compare(left, [_, _, *_], others):
-      return [_signed(_all_operands_first(test, [left, *others]), wanted)]
-    case ast.Call(ast.Name("all" | "any" as name), [elements], []) if wanted == (name == "all"):
+      return [_negate_unless(truth, _wrap_chain(test, [left, *others]))]
+    case ast.Call(ast.Name("all" | "any" as name), [elements], []) if truth == (name == "all"):
       if isinstance(elements, ast.GeneratorExp | ast.ListComp):
-        elements.elt = _called("all", _conjuncts(elements.elt, wanted))
-        return [_called("all", [ast.Starred(elements, ast.Load())])]
-      test = _called(name, [ast.Starred(elements, ast.Load())])
-  return [_signed(test, wanted)]
+        elements.elt = _call_with_list("all", _conjuncts(elements.elt, truth))
+        return [_call_with_list("all", [ast.Starred(elements, ast.Load())])]
+      test = _call_with_list(name, [ast.Starred(elements, ast.Load())])
+  return [_negate_unless(truth, test)]
 
 
-def _signed(test: ast.expr, wanted: bool) -> ast.expr:
-  return test if wanted else ast.UnaryOp(ast.Not(), test)
+def _negate_unless(truth: bool, test: ast.expr) -> ast.expr:
+  return test if truth else ast.UnaryOp(ast.Not(), test)
 
 
-def _called(name: str, elements: list[ast.expr]) -> ast.expr:
-  """A call with one list, whose elements are thereby all evaluated."""
+def _call_with_list(name: str, elements: list[ast.expr]) -> ast.expr:
+  """The call of a function with a list of the elements, which evaluates all of them."""
   return ast.Call(ast.Name(name, ast.Load()), [ast.List(elements, ast.Load())], [])
 
 
-def _all_operands_first(chain: ast.Compare, operands: list[ast.expr]) -> ast.expr:
-  """`(lambda a, b, c: a < b < c)(first, second, third)`."""
+def _wrap_chain(chain: ast.Compare, operands: list[ast.expr]) -> ast.expr:
+  """The chain as `(lambda a, b, c: a < b < c)(first, second, third)`."""
   names = [f"__operand_{number}__" for number in range(len(operands))]
-  taken = ast.arguments([], [ast.arg(name) for name in names], None, [], [], None, [])
+  parameters = ast.arguments([], [ast.arg(name) for name in names], None, [], [], None, [])
   values: list[ast.expr] = [ast.Name(name, ast.Load()) for name in names]
-  return ast.Call(ast.Lambda(taken, ast.Compare(values[0], chain.ops, values[1:])), operands, [])
+  function = ast.Lambda(parameters, ast.Compare(values[0], chain.ops, values[1:]))
+  return ast.Call(function, operands, [])
 
 
-def _defined(values: Mapping[str, Any], name: str) -> Any:
+def _look_up(values: Mapping[str, Any], name: str) -> Any:
   if name not in values:
     raise NameError(f"the program does not define {name!r}")
   return values[name]
 
 
-def _entry(program: Program, entry_point: str) -> Callable[..., Any]:
-  """The function that a case calls: a function, or "Class.method" of a new object each time.
+def _find_entry(program: Program, entry_point: str) -> Callable[..., Any]:
+  """Finds the function that cases call; "Class.method" is called on a new object each time.
 
   A program without the class may define the method's name as a function.
   """
   owner, _, method = entry_point.rpartition(".")
-  values = program.define([owner, method])
+  values = program.look_up([owner, method])
   if owner in values:
     return lambda *args: getattr(values[owner](), method)(*args)
-  return _defined(values, method)
+  return _look_up(values, method)
 
 
 def _call_check(entry: Callable[..., Any], case: Mapping[str, Any]) -> _Check:
-  got = entry(*json.loads(json.dumps(case["input"])))  # a copy: a program may change its input
+  """The check of a case that calls a function."""
+  output = entry(*json.loads(json.dumps(case["input"])))  # a copy: a program may change its input
   yield
-  if not _same(got, case["output"]):
-    raise AssertionError(f"got {_short(got)}, expected {_short(case['output'])}")
+  if not _is_equal(output, case["output"]):
+    raise AssertionError(f"got {_shorten(output)}, expected {_shorten(case['output'])}")
 
 
-def _same(got: Any, expected: Any) -> bool:
-  """Equality of JSON values; a tuple counts as a list, floats may differ by rounding.
+def _is_equal(actual: Any, expected: Any) -> bool:
+  """Whether JSON values are equal; a tuple counts as a list, and floats may differ by rounding.
 
-  The tolerance is 1e-9 relative to an expected float, or 1e-9 from 0.0; an expected int is exact.
+  The tolerance is 1e-9 relative to an expected float, absolute if that is 0.0; an expected int must
+  match exactly.
   """
-  if isinstance(got, (list, tuple)) and isinstance(expected, list):
-    return len(got) == len(expected) and all(map(_same, got, expected))
-  if isinstance(got, dict) and isinstance(expected, dict):
-    # JSON has text keys only, and two keys of a dictionary may have one text
-    plain = [key for key in got if key is None or isinstance(key, (str, int, float))]
-    named = {key if isinstance(key, str) else json.dumps(key): got[key] for key in plain}
-    if not len(got) == len(plain) == len(expected) or named.keys() != expected.keys():
+  if isinstance(actual, (list, tuple)) and isinstance(expected, list):
+    return len(actual) == len(expected) and all(map(_is_equal, actual, expected))
+  if isinstance(actual, dict) and isinstance(expected, dict):
+    # JSON has only text keys, and two keys of a dictionary may have the same text.
+    plain_keys = [key for key in actual if key is None or isinstance(key, (str, int, float))]
+    by_text = {key if isinstance(key, str) else json.dumps(key): actual[key] for key in plain_keys}
+    if not len(actual) == len(plain_keys) == len(expected) or by_text.keys() != expected.keys():
       return False
-    return all(_same(named[key], expected[key]) for key in named)
-  if isinstance(got, float) and isinstance(expected, float):
-    return math.isclose(got, expected, rel_tol=1e-9, abs_tol=0.0 if expected else 1e-9)
-  return got == expected
+    return all(_is_equal(by_text[key], expected[key]) for key in by_text)
+  if isinstance(actual, float) and isinstance(expected, float):
+    return math.isclose(actual, expected, rel_tol=1e-9, abs_tol=0.0 if expected else 1e-9)
+  return actual == expected
 
 
 def _stdin_check(program: Program, case: Mapping[str, Any]) -> _Check:
-  result = program.case(case["input"])
+  """The check of a case that runs the program as a script."""
+  result = program.run_case(case["input"])
   yield
-  got, status = str(result["output"]), result["status"]
+  output = str(result["output"])
+  status = result["status"]
   if status != 0:
     raise RuntimeError(f"exit status {status}: {str(result['stderr']).strip()}")
-  if not same_output(got, case["output"]):
-    raise AssertionError(f"got {_short(got)!r}, expected {_short(case['output'])!r}")
+  if not is_same_output(output, case["output"]):
+    raise AssertionError(f"got {_shorten(output)!r}, expected {_shorten(case['output'])!r}")
 
 
-def same_output(got: str, expected: str) -> bool:
-  """LiveCodeBench's rule: equal line by line, each stripped, or else as exact decimal numbers."""
-  lines, wanted = ([line.strip() for line in text.strip().split("\n")] for text in (got, expected))
-  return len(lines) == len(wanted) and all(map(_same_line, lines, wanted))
+def is_same_output(actual: str, expected: str) -> bool:
+  """Whether outputs are equal by LiveCodeBench's rule.
+
+  All lines must be equal when stripped, or be equal as exact decimal numbers.
+  """
+  lines, expected_lines = (
+    [line.strip() for line in text.strip().split("\n")] for text in (actual, expected)
+  )
+  return len(lines) == len(expected_lines) and all(map(_is_same_line, lines, expected_lines))
 
 
-def _same_line(got: str, expected: str) -> bool:
-  if got == expected:
+def _is_same_line(actual: str, expected: str) -> bool:
+  if actual == expected:
     return True
-  numbers = _decimals(got)
-  return numbers is not None and numbers == _decimals(expected)
+  numbers = _parse_decimals(actual)
+  return numbers is not None and numbers == _parse_decimals(expected)
 
 
-def _decimals(line: str) -> list[decimal.Decimal] | None:
+def _parse_decimals(line: str) -> list[decimal.Decimal] | None:
   words = line.split()
   return [decimal.Decimal(word) for word in words] if all(map(_NUMBER.fullmatch, words)) else None

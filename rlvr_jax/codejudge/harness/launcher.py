@@ -1,4 +1,4 @@
-"""The launcher, and each item's supervisor and judge, which start, await and end one another."""
+"""The launcher, and the supervisor and judge of each item: how they start and end each other."""
 
 from __future__ import annotations
 
@@ -28,40 +28,41 @@ from .isolation import (
   enter_item_namespaces,
   enter_namespaces,
   isolate,
-  limit,
+  limit_resources,
 )
 from .judge import judge
 from .messages import describe, receive, receive_exactly, send
 from .processes import never_returning
 from .scripts import serve_cases
 from .serving import serve_calls
-from .system_calls import filter_system_calls, prepared_filter
+from .system_calls import compile_filter, filter_system_calls
 
-# What programs import most: loaded once here, instead of in every program.
+# The modules that programs import most are loaded once here, not in every program.
 PRELOADED = ("bisect", "copy", "heapq", "random", "re", "statistics", "string", "typing")
 
-WATCH_S = 0.05  # between checks of an item's memory and time
+WATCH_S = 0.05  # between polls of an item's memory and time
 ASLEEP_S = 0.2  # of sleep, after which an item is reported to be asleep
-# What a second counts as sleep, by the state of a thread. One that runs or waits for a core does
-# not sleep. State D is a wait for the disk, or one that a program arranges (vfork): it ends too.
+# The share of a second that counts as sleep, by the state of a thread; 1 for other states. A thread
+# that runs or waits for a core (R) does not sleep. State D is a wait for the disk, or a wait that a
+# program arranges (vfork), which must be limited, too.
 _SLEEP = {"R": 0.0, "D": 0.25}
-_MAX_RACES = 100  # with threads that end while they are counted
-# KiB: what lies in memory, is swapped out, and what it takes to find both.
-_HELD = re.compile(r"^(?:RssAnon|RssShmem|VmSwap|VmPTE):\s+(\d+)", re.MULTILINE)
-_MAX_SETTINGS = 4096  # bytes of what comes with an item's socket
+_MAX_RACES = 100  # retries if threads end while they are counted
+# KiB of memory, of swap, and of page tables.
+_MEMORY_FIELDS = re.compile(r"^(?:RssAnon|RssShmem|VmSwap|VmPTE):\s+(\d+)", re.MULTILINE)
+_MAX_SETTINGS = 4096  # bytes of the settings that come with an item's socket
 
 
 def launch(control: socket.socket, mechanism: str, paths: Sequence[str]) -> None:
   """Runs the launcher: prepares, reports that it is ready, and starts items until the caller ends.
 
-  An item is received as its settings, a JSON object, and a socket for the program, the tests and
+  It receives an item as its settings, a JSON object, and a socket for the program, the tests and
   the verdict, in this order.
   """
   os.umask(0o022)
-  vars(builtins).update(exit=sys.exit, quit=sys.exit)  # usually there by the module site
+  vars(builtins).update(exit=sys.exit, quit=sys.exit)  # usually added by the module site
   for name in PRELOADED:
     importlib.import_module(name)
-  prepared_filter()
+  compile_filter()
   if mechanism == "namespaces":
     enter_namespaces(paths)
   control.send(json.dumps({"ready": True}).encode())
@@ -94,13 +95,13 @@ def _supervise(item: socket.socket, settings: Mapping[str, Any]) -> None:
     with never_returning():
       die_with_parent()
       os.setsid()
-      _judge_item(item, settings)
+      _run_judge(item, settings)
       os._exit(0)
   verdict = _watch(first, item, settings)
   with contextlib.suppress(ProcessLookupError):
     os.killpg(first, signal.SIGKILL)
     os.kill(first, signal.SIGKILL)
-  # The first process of its namespace takes all others along, and is gone only after them.
+  # The end of a namespace's first process kills all others, and is reported only after theirs.
   status = os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
   if not settings["isolated"]:
     _kill_children()
@@ -111,40 +112,44 @@ def _supervise(item: socket.socket, settings: Mapping[str, Any]) -> None:
 
 
 def _watch(first: int, item: socket.socket, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-  """Waits until the judge ends or its caller hangs up; returns a verdict if neither is in time."""
+  """Waits until the judge ends or its caller hangs up; returns a verdict if a limit comes first."""
   poll = select.poll()
   poll.register(os.pidfd_open(first), select.POLLIN)
   poll.register(item, 0)  # hanging up is always reported
-  deadline, limit_s = time.monotonic() + settings["deadline_s"], settings["time_limit_s"]
-  spent, held = _processor_seconds(), _memory_mib()  # before the item: the launcher's and its own
+  deadline = time.monotonic() + settings["deadline_s"]
+  limit_s = settings["time_limit_s"]
+  # Before the item: of the launcher and of this process.
+  initial_seconds = _processor_seconds()
+  initial_mib = _memory_mib()
   sleep = Sleep(others={"/proc/1", f"/proc/{os.getpid()}"})
-  while (left := deadline - time.monotonic()) > 0:
-    if poll.poll(1000 * min(left, WATCH_S)):
+  while (remaining_s := deadline - time.monotonic()) > 0:
+    if poll.poll(1000 * min(remaining_s, WATCH_S)):
       return None
     if not settings["isolated"]:
       continue
-    if _memory_mib() - held > settings["memory_mib"]:
+    if _memory_mib() - initial_mib > settings["memory_mib"]:
       return {"memory": True}
-    before, now = sleep.seconds, sleep.measure()
-    if before < ASLEEP_S <= now:
+    previous_sleep_s = sleep.seconds
+    sleep_s = sleep.measure()
+    if previous_sleep_s < ASLEEP_S <= sleep_s:
       send(item, {"asleep": True})
-    if now > limit_s or _processor_seconds() - spent > limit_s:
+    if sleep_s > limit_s or _processor_seconds() - initial_seconds > limit_s:
       break
   return {"timeout": True}
 
 
-def _judge_item(item: socket.socket, settings: Mapping[str, Any]) -> None:
-  """Runs the judge, from the program's text to the verdict.
+def _run_judge(item: socket.socket, settings: Mapping[str, Any]) -> None:
+  """Runs the judge: receives the program and the tests, and sends the verdict.
 
-  The program can exhaust the judge's memory. So once it runs, every error here counts as its
-  failure, and nothing more is read.
+  The program can exhaust the judge's memory. So once the program runs, every error here counts as
+  its failure, and nothing more is read.
   """
-  started = False
+  is_started = False
   try:
     die_first()
     if settings["isolated"]:
       isolate()
-    limit(settings["memory_mib"], settings["time_limit_s"])
+    limit_resources(settings["memory_mib"], settings["time_limit_s"])
     filter_system_calls()
     program = receive(item)
     channel, far_end = socket.socketpair()
@@ -154,62 +159,65 @@ def _judge_item(item: socket.socket, settings: Mapping[str, Any]) -> None:
         {"calls": serve_calls, "cases": serve_cases}[program["mode"]](far_end, program["sources"])
     far_end.close()
     task = receive(item)
-    started = True
+    is_started = True
     channel.sendall(b"g")
     verdict = judge(Program(channel), task)
   except BaseException as error:
-    if started and not isinstance(error, UnsupportedTestError):
+    if is_started and not isinstance(error, UnsupportedTestError):
       os._exit(1)  # "died": a verdict that needs no memory
     verdict = {"broken": describe(error)}
   send(item, verdict)
 
 
-def _processes() -> list[str]:
-  """Folders of all processes that this one sees."""
+def _list_processes() -> list[str]:
+  """Lists the folders in /proc of all visible processes."""
   return [f"/proc/{name}" for name in os.listdir("/proc") if name.isdigit()]
 
 
-def _threads(process: str) -> list[str]:
-  """Folders of all threads of a process."""
+def _list_threads(process: str) -> list[str]:
+  """Lists the folders in /proc of all threads of a process."""
   return [f"{process}/task/{name}" for name in os.listdir(f"{process}/task")]
 
 
 def _memory_mib() -> float:
-  """Memory of all processes and sockets, files apart, MiB.
+  """Memory of all processes and sockets, without files, MiB.
 
-  Shared memory counts for each process, and every socket counts as full, including sockets that no
-  process has: they wait to be accepted, or are being sent to another process.
+  Shared memory counts for each process. Every socket counts as full, also those that no process
+  has, since they wait to be accepted or are being sent to another process.
   """
   kib = 0.0
-  for process in _processes():
-    with contextlib.suppress(OSError):  # it has just ended
-      kib += _held_kib(process)
+  for process in _list_processes():
+    with contextlib.suppress(OSError):  # the process has just ended
+      kib += _process_memory_kib(process)
   return kib / 1024 + (_read("/proc/net/unix").count("\n") - 1) * _socket_mib()
 
 
-def _held_kib(process: str) -> float:
-  """Memory of a process, KiB; OSError if it has ended.
+def _process_memory_kib(process: str) -> float:
+  """Memory of a process, KiB; raises OSError if it has ended.
 
-  A main thread that has exited has none to show, while other threads live. Infinite for a process
-  whose threads keep being replaced before they are read.
+  A main thread that has exited reports no memory; then another thread does. Infinite for a process
+  that replaces its threads faster than they are read.
   """
-  found = _HELD.findall(_read(f"{process}/status"))
+  sizes = _MEMORY_FIELDS.findall(_read(f"{process}/status"))
   for _ in range(_MAX_RACES):
-    if found:
-      return sum(map(int, found))
-    threads = _threads(process)
+    if sizes:
+      return sum(map(int, sizes))
+    threads = _list_threads(process)
     try:
       statuses = [_read(f"{thread}/status") for thread in threads]
     except OSError:  # a thread has just ended
       continue
-    if not (found := _HELD.findall(next(filter(_HELD.search, statuses), ""))):
+    if not (sizes := _MEMORY_FIELDS.findall(next(filter(_MEMORY_FIELDS.search, statuses), ""))):
       return 0.0  # no thread lives
   return math.inf
 
 
 @functools.cache
 def _socket_mib() -> float:
-  """Memory of a full socket: the last message may have half its size, and is accepted fully."""
+  """Memory of a full socket, MiB.
+
+  The last message may have half a socket's size, and is accepted completely.
+  """
   with socket.socket(socket.AF_UNIX) as any_socket:
     return 1.5 * any_socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) / 2**20
 
@@ -218,34 +226,37 @@ class Sleep:
   """Counts the seconds in which no thread of an item ran, or waited for a core or the disk."""
 
   def __init__(self, others: Collection[str]):
-    """Begins; `others` are the folders of processes that are not the item's."""
+    """Starts counting; `others` are the folders in /proc of processes that are not the item's."""
     self.seconds = 0.0
     self._others = others
     self._last = time.monotonic()
-    self._awake: dict[str, float] = {}  # by thread
+    self._awake_s: dict[str, float] = {}  # by thread
 
   def measure(self) -> float:
     """Adds the time since the last call; returns `seconds`.
 
-    What the kernel counts (schedstat) is exact, but has a wait for a core only once it is over, and
-    nothing of a core that the host gives to another machine. So the states count as well.
+    The kernel's counters (schedstat) are exact, but include a wait for a core only once it is over,
+    and ignore the time in which the host gives the core to another machine. So the states of
+    threads count as well.
     """
-    states, awake = set(), {}
-    for process in set(_processes()).difference(self._others):
-      with contextlib.suppress(OSError):  # it has just ended
-        for thread in _threads(process):
+    states = set()
+    awake_s = {}
+    for process in set(_list_processes()).difference(self._others):
+      with contextlib.suppress(OSError):  # the process has just ended
+        for thread in _list_threads(process):
           states.add(_read(f"{thread}/stat").rpartition(")")[2].split()[0])
-          awake[thread] = _awake_s(thread)
+          awake_s[thread] = _thread_awake_s(thread)
     now = time.monotonic()
-    known = sum(seconds - self._awake.get(thread, 0.0) for thread, seconds in awake.items())
+    counted_s = sum(seconds - self._awake_s.get(thread, 0.0) for thread, seconds in awake_s.items())
     weight = min((_SLEEP.get(state, 1.0) for state in states), default=1.0)
-    self.seconds += weight * max(0.0, now - self._last - known)
-    self._last, self._awake = now, awake
+    self.seconds += weight * max(0.0, now - self._last - counted_s)
+    self._last = now
+    self._awake_s = awake_s
     return self.seconds
 
 
-def _awake_s(thread: str) -> float:
-  """Seconds that a thread has run, or waited for a core; 0 where the kernel does not count them."""
+def _thread_awake_s(thread: str) -> float:
+  """Seconds that a thread has run or waited for a core; 0 if the kernel does not count them."""
   try:
     return sum(map(int, _read(f"{thread}/schedstat").split()[:2])) / 1e9
   except FileNotFoundError:
@@ -253,17 +264,17 @@ def _awake_s(thread: str) -> float:
 
 
 def _processor_seconds() -> float:
-  """Processor time of all processes, including those that have ended."""
+  """Processor time of all processes, including ended ones, seconds."""
   ticks = 0
-  for process in _processes():
+  for process in _list_processes():
     with contextlib.suppress(OSError):
       fields = _read(f"{process}/stat").rpartition(")")[2].split()
-      ticks += sum(map(int, fields[11:15]))  # its own and its ended children's, user and system
+      ticks += sum(map(int, fields[11:15]))  # user and system; its own, and its ended children's
   return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _kill_children() -> None:
-  """Without a process namespace: kills the processes that have become children of this one."""
+  """Kills the processes that have become children of this one, if there is no process namespace."""
   while children := _read(f"/proc/self/task/{os.getpid()}/children").split():
     for child in map(int, children):
       with contextlib.suppress(ProcessLookupError):
@@ -272,12 +283,12 @@ def _kill_children() -> None:
 
 
 def _read(path: str) -> str:
-  with open(path, errors="replace") as file:  # names in there may be of any bytes
+  with open(path, errors="replace") as file:  # names of processes may have any bytes
     return file.read()
 
 
 def _forget_modules() -> None:
-  """Removes the harness from the interpreter's tables, so that no program can find it by name."""
+  """Removes the harness from the interpreter's tables, so no program can find it by name."""
   for name in [name for name in sys.modules if f"{name}.".startswith(f"{__package__}.")]:
     del sys.modules[name]
   sys.modules["__main__"] = types.ModuleType("__main__")
@@ -285,7 +296,7 @@ def _forget_modules() -> None:
 
 
 def main() -> None:
-  """Runs the interpreter; its arguments are the control descriptor, the mechanism and paths."""
+  """Runs the launcher; the arguments are the control descriptor, the mechanism and the paths."""
   _forget_modules()
   descriptor, mechanism, *paths = sys.argv[1:]
   control = socket.socket(fileno=int(descriptor))

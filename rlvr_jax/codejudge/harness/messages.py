@@ -1,4 +1,4 @@
-"""Messages between two processes: JSON with its length, which encodes values and errors."""
+"""Messages between two processes: JSON after its length; encodes values and errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_MESSAGE = 16 * 2**20  # bytes from a program: one answer, or one case's output
-MAX_TEXT = 500  # characters of a text for people
+MAX_TEXT = 500  # characters of a text for humans
 
 _SEQUENCES: dict[str, type] = {
   kind.__name__: kind for kind in (list, tuple, set, frozenset, collections.deque)
@@ -38,7 +38,7 @@ _PLAIN: tuple[type, ...] = (
 )  # fmt: skip
 _TYPE_NAMES: dict[type, str] = {kind: kind.__name__ for kind in _PLAIN}
 TYPES = {name: kind for kind, name in _TYPE_NAMES.items()}
-# Exact types first, so that a bool is not an int; a subclass counts as its first base listed here.
+# A subclass is encoded as its first base here; bool is listed before its base int.
 _BASES: tuple[type, ...] = (
   bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict,
   collections.deque, fractions.Fraction, decimal.Decimal,
@@ -52,11 +52,11 @@ def send(channel: socket.socket, message: Any) -> None:
 
 
 def receive(channel: socket.socket, limit: int | None = None) -> Any:
-  """The next message.
+  """Receives the next message.
 
   Raises:
     EOFError: the other side has closed the channel.
-    ValueError: longer than `limit` bytes, or not JSON.
+    ValueError: the message is longer than `limit` bytes, or not JSON.
   """
   size = int.from_bytes(receive_exactly(channel, 8), "big")
   if limit is not None and size > limit:
@@ -65,9 +65,10 @@ def receive(channel: socket.socket, limit: int | None = None) -> Any:
 
 
 def receive_exactly(channel: socket.socket, size: int) -> bytes:
+  """Receives `size` bytes; EOFError if the other side closes the channel before."""
   data = bytearray()
   while len(data) < size:
-    # Not more than requested: the rest is for the next reader.
+    # Not more than requested: the following bytes are for the next reader.
     part = channel.recv(min(size - len(data), 2**20))
     if not part:
       raise EOFError
@@ -78,8 +79,8 @@ def receive_exactly(channel: socket.socket, size: int) -> bytes:
 def encode(value: Any, refer: Callable[[Any], list]) -> Any:
   """Encodes plain data as JSON: null, bools, numbers and texts unchanged, others as [tag, content].
 
-  Subclasses of plain types are encoded as their base. `refer` returns the [tag, content] of a value
-  that is not plain data.
+  Subclasses of plain types are encoded as their base. `refer` returns the [tag, content] of values
+  that are not plain data.
   """
   kind = type(value)
   if value is None or kind in (bool, float, str):
@@ -142,7 +143,7 @@ def decode(data: Any, resolve: Callable[[str, Any], Any]) -> Any:
 
 
 def describe(error: BaseException) -> str:
-  """An exception for people: its name and the start of its text."""
+  """Describes an exception for humans: its name and the start of its text."""
   try:
     text = str(error)[:MAX_TEXT]
   except BaseException:
@@ -155,13 +156,13 @@ def error_message(error: BaseException) -> dict[str, Any]:
   names = [kind.__name__ for kind in type(error).__mro__]
   name = next((name for name in names if hasattr(builtins, name)), names[0])
   if name == "KeyError" and len(error.args) == 1 and isinstance(error.args[0], str):
-    return {"error": [name, error.args[0][:MAX_TEXT]]}  # whose text has quotation marks around it
+    return {"error": [name, error.args[0][:MAX_TEXT]]}  # str(error) would add quotation marks
   text = describe(error)
   return {"error": [name, text.removeprefix(f"{name}: ") if text != name else ""]}
 
 
 def as_builtin(name: Any, text: Any) -> Exception:
-  """The builtin exception of that name; RuntimeError for others, and for those that end loops."""
+  """The builtin exception of a name; RuntimeError for other names, and for those that end loops."""
   kind = getattr(builtins, str(name), None)
   ends_a_loop = (StopIteration, StopAsyncIteration)
   if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ends_a_loop):

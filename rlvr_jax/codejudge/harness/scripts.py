@@ -20,15 +20,15 @@ from typing import Any
 
 from .isolation import FILE_MIB
 from .messages import MAX_MESSAGE, MAX_TEXT, receive, send
-from .processes import SOLUTION, execute, never_returning, take_streams
+from .processes import SOLUTION, execute, never_returning, replace_streams
 
-MAX_INPUT = FILE_MIB * 2**20  # bytes of a case: it is a file of the program
-MAX_OUTPUT = MAX_MESSAGE // 8  # bytes of a case: in JSON a byte may take six
+MAX_INPUT = FILE_MIB * 2**20  # bytes per case; the program reads it from a file
+MAX_OUTPUT = MAX_MESSAGE // 8  # bytes per case; in JSON a byte may take six
 
 
 def serve_cases(channel: socket.socket, sources: Sequence[str]) -> None:
   """Runs the program once per request, each time in a separate process."""
-  take_streams(channel)
+  replace_streams(channel)
   send(channel, {"started": True})
   while True:
     send(channel, run_case(receive(channel)["input"], sources))
@@ -38,7 +38,8 @@ def run_case(text: str, sources: Sequence[str]) -> dict[str, Any]:
   """Runs the program as a script.
 
   Returns:
-    "output": its standard output; "status": 0 if it ended well; "stderr": the end of that.
+    "output", its standard output; "status", 0 if it succeeded; "stderr", the end of its standard
+    error.
   """
   with tempfile.TemporaryFile(dir="/tmp") as file:
     file.write(text.encode())
@@ -49,60 +50,66 @@ def run_case(text: str, sources: Sequence[str]) -> dict[str, Any]:
   process = os.fork()
   if not process:
     with never_returning():
-      take_streams(None, stdin, output, error)
+      replace_streams(None, stdin, output, error)
       _run_script(sources)
   for descriptor in (stdin, output, error):
     os.close(descriptor)
   try:
-    printed, complained = _read_until_exit(process, output_end, error_end)
+    stdout, stderr = _read_until_exit(process, output_end, error_end)
   finally:
     os.close(output_end)
     os.close(error_end)
     with contextlib.suppress(ProcessLookupError):
       os.killpg(process, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-  if len(printed) > MAX_OUTPUT:
-    status, complained = -1, b"more than the output limit was printed"
+  if len(stdout) > MAX_OUTPUT:
+    status = -1
+    stderr = b"more than the output limit was printed"
   return {
-    "output": printed[:MAX_OUTPUT].decode(errors="replace"),
+    "output": stdout[:MAX_OUTPUT].decode(errors="replace"),
     "status": status,
-    "stderr": complained[-MAX_TEXT:].decode(errors="replace"),
+    "stderr": stderr[-MAX_TEXT:].decode(errors="replace"),
   }
 
 
 def _read_until_exit(process: int, output: int, error: int) -> tuple[bytes, bytes]:
-  """Reads what a process writes to two pipes, until it ends or prints too much."""
-  printed, complained = bytearray(), bytearray()
+  """Reads two pipes from a process until it ends or prints too much.
+
+  Returns:
+    (bytes of `output`, last bytes of `error`).
+  """
+  stdout = bytearray()
+  stderr = bytearray()
   watch = os.pidfd_open(process)
   poll = select.poll()
   for descriptor in (watch, output, error):
     poll.register(descriptor, select.POLLIN)
   for descriptor in (output, error):
     os.set_blocking(descriptor, False)
-  ended = False
-  while len(printed) <= MAX_OUTPUT:
-    ready = [descriptor for descriptor, _ in poll.poll(0 if ended else None)]
-    if ended and not ready:
+  has_ended = False
+  while len(stdout) <= MAX_OUTPUT:
+    ready = [descriptor for descriptor, _ in poll.poll(0 if has_ended else None)]
+    if has_ended and not ready:
       break
     if watch in ready:
-      ended = True
+      has_ended = True
       poll.unregister(watch)
-    for descriptor, kept in ((output, printed), (error, complained)):
+    for descriptor, content in ((output, stdout), (error, stderr)):
       if descriptor in ready:
         part = os.read(descriptor, 2**16)
-        kept += part
+        content += part
         if not part:
           poll.unregister(descriptor)
-    del complained[:-MAX_TEXT]
+    del stderr[:-MAX_TEXT]
   os.close(watch)
-  return bytes(printed), bytes(complained)
+  return bytes(stdout), bytes(stderr)
 
 
 def _run_script(sources: Sequence[str]) -> None:
   """Runs sources as `__main__`, and ends the process as an interpreter would."""
   module = types.ModuleType("__main__")
   sys.modules["__main__"] = module
-  module.__dict__["__builtins__"] = builtins  # by itself it would be their dict
+  module.__dict__["__builtins__"] = builtins  # as in a script; exec would set the dictionary
   status = 0
   try:
     for source in sources:
@@ -117,7 +124,7 @@ def _run_script(sources: Sequence[str]) -> None:
       thread.join()
   atexit._run_exitfuncs()
   _flush()
-  module.__dict__.clear()  # files that the program has left open are written out
+  module.__dict__.clear()  # flushes files that the program has left open
   gc.collect()
   _flush()
   os._exit(status & 0xFF)
@@ -133,5 +140,5 @@ def _print_error(error: BaseException) -> None:
 
 def _flush() -> None:
   for stream in filter(None, (sys.stdout, sys.__stdout__, sys.stderr)):
-    with contextlib.suppress(Exception):  # it has been closed, or put out of order
+    with contextlib.suppress(Exception):  # the program may have closed or broken it
       stream.flush()

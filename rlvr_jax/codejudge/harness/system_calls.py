@@ -10,7 +10,7 @@ import socket
 from typing import Any
 
 # The standard library, a shell and the C library need no others. Do not add the following, which
-# are left out on purpose: calls that create memory that belongs to no process (memfd_create,
+# are excluded on purpose: calls that create memory that belongs to no process (memfd_create,
 # shmget, msgget, vmsplice, splice, tee, sendfile), calls by which items could communicate (flock,
 # inotify, fanotify, fadvise, readahead, mincore, cachestat, keyrings), ways into the kernel, and
 # ways to wait longer for a core than others (setpriority, sched_setscheduler).
@@ -38,41 +38,42 @@ _ALLOWED = """
   epoll_pwait2 bind connect listen accept accept4 getsockname getpeername getsockopt sendto recvfrom
   sendmsg recvmsg sendmmsg recvmmsg shutdown
 """.split()
-_ABSENT = ("clone3", "openat2")  # the C library then goes on with older ones, whose arguments show
+# The C library then falls back to older calls, whose arguments a filter can see.
+_ABSENT = ("clone3", "openat2")
 
 _ANY = 0xFFFFFFFF  # of an argument of type int, the kernel sees these bits
 _NEW_NAMESPACES = 0x7E020000
 _KIND_OF_SOCKET = ~(socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) & _ANY
 _SHARED_ANONYMOUS = 0x21  # MAP_SHARED and MAP_ANONYMOUS
 _SIGCHLD = 17
-# Allowed where, of the argument with that index, the bits of the mask are one of the values. Every
-# element of the list is a way to be allowed, and asks for all its arguments.
+# Calls that are allowed if one element of their list holds. An element maps the index of an
+# argument to (mask, value), and holds if the masked bits of all its arguments have these values.
 _CONDITIONS: dict[str, list[dict[int, tuple[int, int]]]] = {
-  # Streams only: of datagrams, a socket holds what many have sent, who may be gone.
+  # Streams only: a datagram socket queues messages of many senders, which may have ended.
   "socket": [{0: (_ANY, socket.AF_UNIX), 1: (_KIND_OF_SOCKET, socket.SOCK_STREAM)}],
   "socketpair": [{0: (_ANY, socket.AF_UNIX), 1: (_KIND_OF_SOCKET, socket.SOCK_STREAM)}],
   # SO_REUSEADDR, which multiprocessing sets; no sizes of buffers.
   "setsockopt": [{1: (_ANY, socket.SOL_SOCKET), 2: (_ANY, socket.SO_REUSEADDR)}],
-  # Memory that several share stays when it is unmapped, or its pages are dropped, but for a page.
+  # No shared anonymous memory: it stays even if all of it is unmapped or dropped except one page.
   "mmap": [{3: (_SHARED_ANONYMOUS, bits)} for bits in (0, 0x01, 0x20)],
   "clone": [{0: (_NEW_NAMESPACES, 0)}],
-  # Who ignores its children's ends loses count of their processor time.
+  # A process that ignores the end of its children is not charged with their processor time.
   "rt_sigaction": [
     *({0: (_ANY, number)} for number in range(1, 65) if number != _SIGCHLD),
-    {0: (_ANY, _SIGCHLD), 1: (2**64 - 1, 0)},  # asks, and changes nothing
+    {0: (_ANY, _SIGCHLD), 1: (2**64 - 1, 0)},  # reads the handler, and changes nothing
   ],
-  "prlimit64": [{0: (_ANY, 0)}],  # of itself
-  "preadv2": [{5: (_ANY, 0)}],  # no RWF_NOWAIT, which tells what others have read
+  "prlimit64": [{0: (_ANY, 0)}],  # of the process itself
+  "preadv2": [{5: (_ANY, 0)}],  # no RWF_NOWAIT, which reveals what others have read
   "pwritev2": [{5: (_ANY, 0)}],
-  # Copies of descriptors, and flags; no leases, no notification, no size of a pipe.
+  # Copies and flags of descriptors; no leases, notifications or pipe sizes.
   "fcntl": [{1: (_ANY, command)} for command in (0, 1, 2, 3, 4, 1030)],
-  # FIONREAD, FIONBIO, FIONCLEX, FIOCLEX; TCGETS and TIOCGWINSZ, which say that it is no terminal.
+  # FIONREAD, FIONBIO, FIONCLEX, FIOCLEX; TCGETS and TIOCGWINSZ, which test for a terminal.
   "ioctl": [{1: (_ANY, c)} for c in (0x541B, 0x5421, 0x5450, 0x5451, 0x5401, 0x5413)],
   # Death signal, a thread's name, no new privileges.
   "prctl": [{0: (_ANY, option)} for option in (1, 15, 16, 38, 39)],
 }
-# Locks of files succeed without effect: SQLite needs them, and on files that all items can read
-# real locks would reveal other items.
+# File locks succeed without effect: SQLite needs them, and real locks on files that all items can
+# read would reveal other items.
 _WITHOUT_EFFECT = [{1: (_ANY, 6)}, {1: (_ANY, 7)}]  # F_SETLK, F_SETLKW
 
 _ALLOW, _FAIL = 0x7FFF0000, 0x00050000  # the latter with a number of errno, or 0 for success
@@ -92,13 +93,13 @@ class _Comparison(ctypes.Structure):
   )  # fmt: skip
 
 
-def _checked(result: int, action: str) -> None:
+def _check_result(result: int, action: str) -> None:
   if result < 0:
     raise OSError(-result, f"libseccomp: {action}")
 
 
 @functools.cache
-def _library() -> Any:
+def _load_library() -> Any:
   try:
     library = ctypes.CDLL("libseccomp.so.2")
   except OSError as error:
@@ -108,39 +109,41 @@ def _library() -> Any:
 
 
 def prctl(option: int, *values: int) -> None:
-  given = [ctypes.c_ulong(value) for value in (*values, 0, 0, 0, 0)[:4]]
-  if _LIBC.prctl(option, *given) < 0:
+  """Calls prctl(2); raises OSError if it fails."""
+  arguments = [ctypes.c_ulong(value) for value in (*values, 0, 0, 0, 0)[:4]]
+  if _LIBC.prctl(option, *arguments) < 0:
     raise OSError(ctypes.get_errno(), f"prctl {option}: {os.strerror(ctypes.get_errno())}")
 
 
 def call_number(name: str) -> int:
-  """A system call's number here; negative where there is none."""
-  return _library().seccomp_syscall_resolve_name(name.encode())
+  """The number of a system call on this architecture; negative if it has none."""
+  return _load_library().seccomp_syscall_resolve_name(name.encode())
 
 
 @functools.cache
-def prepared_filter() -> bytes:
-  """The list as a program for the kernel; made once, as that takes longer than to load it.
+def compile_filter() -> bytes:
+  """Compiles the allow list into a program for the kernel, once, since compiling takes long.
 
   Raises:
-    OSError: there is no libseccomp, or it cannot make the filter.
+    OSError: libseccomp is missing or cannot make the filter.
   """
-  library = _library()
+  library = _load_library()
   refuse = _FAIL | errno.EPERM
   context = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(refuse)))
-  # The numbers of other architectures would otherwise kill.
+  # Otherwise calls with the numbers of other architectures would kill the process.
   attributes = ((_BAD_ARCHITECTURE, refuse), (_OPTIMIZE, _BINARY_TREE))
   for attribute, value in attributes:
-    _checked(library.seccomp_attr_set(context, attribute, ctypes.c_uint32(value)), "attributes")
+    result = library.seccomp_attr_set(context, attribute, ctypes.c_uint32(value))
+    _check_result(result, "attributes")
 
   def add(action: int, name: str, condition: dict[int, tuple[int, int]]) -> None:
     if (call := call_number(name)) == -1:
-      return  # newer than this libseccomp
+      return  # the call is newer than this libseccomp
     comparisons = (_Comparison * len(condition))(
       *(_Comparison(i, _MASKED_EQUAL, mask, value) for i, (mask, value) in condition.items())
     )
-    given = (ctypes.c_uint32(action), call, len(condition), comparisons)
-    _checked(library.seccomp_rule_add_array(context, *given), name)
+    arguments = (ctypes.c_uint32(action), call, len(condition), comparisons)
+    _check_result(library.seccomp_rule_add_array(context, *arguments), name)
 
   for name in _ALLOWED:
     add(_ALLOW, name, {})
@@ -151,10 +154,10 @@ def prepared_filter() -> bytes:
       add(_ALLOW, name, condition)
   for condition in _WITHOUT_EFFECT:
     add(_FAIL, "fcntl", condition)
-  read_end, write_end = os.pipe()  # which holds it: 400 instructions
+  read_end, write_end = os.pipe()  # its buffer has room for the program, 400 instructions
   with open(read_end, "rb") as file:
     with open(write_end, "wb"):
-      _checked(library.seccomp_export_bpf(context, write_end), "no filter comes out")
+      _check_result(library.seccomp_export_bpf(context, write_end), "cannot export the filter")
     return file.read()
 
 
@@ -163,7 +166,7 @@ class _Filter(ctypes.Structure):
 
 
 def filter_system_calls() -> None:
-  """Restricts this process and its descendants to the system calls of the list."""
-  program = prepared_filter()
-  given = _Filter(len(program) // _INSTRUCTION, program)
-  prctl(_SET_SECCOMP, _BY_FILTER, ctypes.addressof(given))
+  """Restricts this process and its descendants to the allowed system calls."""
+  program = compile_filter()
+  kernel_filter = _Filter(len(program) // _INSTRUCTION, program)
+  prctl(_SET_SECCOMP, _BY_FILTER, ctypes.addressof(kernel_filter))

@@ -1,6 +1,6 @@
 """Published data sets, read from their files by one tensorflow-datasets builder.
 
-Nothing is imported here: every task imports `from_files`, and tensorflow-datasets loads slowly.
+This file imports nothing: every task imports `from_files`, and tensorflow-datasets loads slowly.
 """
 
 __all__ = [

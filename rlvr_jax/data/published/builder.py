@@ -1,4 +1,4 @@
-"""The tensorflow-datasets builder of all published data sets, and its records."""
+"""The tensorflow-datasets builder for all published data sets, and its records."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import json
 import os
 import pathlib
 from collections.abc import Iterator
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import numpy as np
 import tensorflow_datasets as tfds
 from absl import logging
 
 from rlvr_jax.data.published import mathematics, programs
-from rlvr_jax.data.published.dataset import Dataset, listed
+from rlvr_jax.data.published.dataset import Dataset, describe_layouts
 from rlvr_jax.data.published.files import FORMATS, PublishedFiles
 from rlvr_jax.data.published.rows import Record
 from rlvr_jax.data.sources import question_key
-from rlvr_jax.storage.files import reporting_full_disk
-from rlvr_jax.storage.places import place
+from rlvr_jax.storage.files import report_full_disk
+from rlvr_jax.storage.places import parse_path
 
 DATASETS: dict[str, Dataset] = {
   dataset.name: dataset
@@ -42,16 +42,16 @@ DATASETS: dict[str, Dataset] = {
 
 
 class Published(tfds.core.GeneratorBasedBuilder):
-  """The builder of published data sets, one configuration each, in the published order.
+  """Builder of published data sets, with one configuration each, in the published order.
 
   Args:
-    source: the published files.
+    source: published files.
     paths: split → paths of its files; the key "" has all files if rows name their split.
     config: name of the data set.
     data_dir: folder for the prepared records.
   """
 
-  VERSION = tfds.core.Version("1.1.0")  # increase it when the same file gives other records
+  VERSION = tfds.core.Version("1.1.0")  # increase when equal files give other records
   BUILDER_CONFIGS: ClassVar = list(DATASETS.values())
 
   def __init__(self, *, source: PublishedFiles, paths: dict[str, list[str]], **kwargs):
@@ -65,8 +65,8 @@ class Published(tfds.core.GeneratorBasedBuilder):
         {name: tfds.features.Text() for name in texts}
         | {"difficulty": tfds.features.Scalar(np.float32)}
       ),
-      metadata=tfds.core.MetadataDict(),  # split → columns for choosing problems without reading
-      disable_shuffling=True,  # the order as published: "the first N" means what it says
+      metadata=tfds.core.MetadataDict(),  # split → columns by which problems are chosen
+      disable_shuffling=True,  # published order: "the first N" is well-defined
     )
 
   def _split_generators(self, dl_manager):
@@ -97,11 +97,12 @@ class Records:
   """The records of one split, read on access.
 
   Attributes:
-    dataset: the data set that they belong to.
+    dataset: data set of the records.
+    split: name of the split.
     keys: U16[N], `question_key` of each.
     difficulty: f64[N]; NaN where unknown.
-    characters: i64[N], length of the question.
-    has_solution: bool[N], True where a solution is published.
+    characters: i64[N], length of the question in characters.
+    has_solution: bool[N], whether a solution is published.
   """
 
   def __init__(self, builder: Published, split: str):
@@ -116,7 +117,7 @@ class Records:
       self.has_solution = np.array(columns["has_solution"], bool)
       self._source = builder.as_data_source(split)
       if len(self._source) != len(self.keys):
-        _damaged(f"{len(self._source)} records instead of {len(self.keys)}")
+        raise ValueError(f"{len(self._source)} records instead of {len(self.keys)}")
     for index in {0, len(self) - 1}:
       self[index]
 
@@ -129,7 +130,7 @@ class Records:
       difficulty = float(fields.pop("difficulty"))
       texts = {name: text.decode() for name, text in fields.items()}
       if question_key(texts["question"]) != self.keys[index]:
-        _damaged(f"record {index} is another one")
+        raise ValueError(f"record {index} contains another question")
       reference = json.loads(texts.pop("reference"))
       return Record(**texts, reference=reference, difficulty=difficulty)
 
@@ -139,13 +140,9 @@ class Records:
       yield
 
 
-def _damaged(problem: str) -> NoReturn:
-  raise ValueError(problem)
-
-
 @contextlib.contextmanager
 def reporting_damage(dataset: str, folder: str | os.PathLike[str]) -> Iterator[None]:
-  """Turns any error in reading prepared records into one that says how to fix it."""
+  """Turns any error while reading prepared records into one with a remedy."""
   try:
     yield
   except (AssertionError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
@@ -155,7 +152,7 @@ def reporting_damage(dataset: str, folder: str | os.PathLike[str]) -> Iterator[N
     ) from error
 
 
-class Prepared:
+class PreparedDataset:
   """A published data set, prepared for random access."""
 
   def __init__(self, builder: Published, data_dir: str | os.PathLike[str]):
@@ -171,8 +168,8 @@ class Prepared:
     splits = sorted(self._builder.info.splits)
     if split in splits:
       return Records(self._builder, split)
-    named = self.dataset.files.get(split)
-    remedy = f"name its files {listed(named)}" if named else "choose one of those"
+    layouts = self.dataset.files.get(split)
+    remedy = f"name its files {describe_layouts(layouts)}" if layouts else "choose one of those"
     raise ValueError(
       f"{self.dataset.name} has no split {split!r} in {self._data_dir}, only {splits}: {remedy}"
     )
@@ -180,14 +177,14 @@ class Prepared:
 
 def prepare(
   name: str, data_dir: str | os.PathLike[str], prepared_dir: str | os.PathLike[str]
-) -> Prepared:
-  """Prepares a published data set, unless it is prepared already.
+) -> PreparedDataset:
+  """Prepares a published data set, unless it is already prepared.
 
   Args:
-    name: one of `DATASETS`.
+    name: name of the data set, one of `DATASETS`.
     data_dir: folder or file as published, local or a URL such as gs://bucket/folder.
-    prepared_dir: local folder for the prepared records, with a folder for each content of the
-      files, so that changed files are prepared again. Several processes may share it.
+    prepared_dir: local folder for the prepared records, with a subfolder per content digest, so
+      that changed files are prepared again. Several processes may share it.
   Raises:
     OSError: a file is missing or cannot be read, or the records cannot be written.
     ValueError: the name is unknown, a file is not as published (the message names it, and the line
@@ -197,20 +194,22 @@ def prepare(
     raise ValueError(f"unknown data set {name!r}; choose one of {sorted(DATASETS)}")
   source = PublishedFiles(data_dir)
   files = DATASETS[name].files
-  if source.is_one and len(files) == 1:  # then its name is arbitrary
+  if source.is_single_file and len(files) == 1:  # the name of the file is arbitrary
     files = dict.fromkeys(files, (tuple(source.names()),))
-  found = {split: source.of_layout(layouts) for split, layouts in files.items()}
-  paths = {split: of_split for split, of_split in found.items() if of_split}
+  paths_by_split = {split: source.layout_paths(layouts) for split, layouts in files.items()}
+  paths = {split: split_paths for split, split_paths in paths_by_split.items() if split_paths}
   if not paths:
-    itself = ", or give the file itself as data_dir" if len(files) == 1 else ""
+    alternative = ", or give the file itself as data_dir" if len(files) == 1 else ""
     raise FileNotFoundError(
       errno.ENOENT,
-      f"no file of {name} there: expected {'; or '.join(map(listed, files.values()))} (as"
-      f" {', '.join(FORMATS)}), found {source.names()[:20]}; rename them{itself}",
+      f"no file of {name} in data_dir: expected"
+      f" {'; or '.join(map(describe_layouts, files.values()))} (as {', '.join(FORMATS)}), found"
+      f" {source.names()[:20]}; rename them{alternative}",
       os.fspath(data_dir),
     )
   digest = source.digest([path for split in sorted(paths) for path in paths[split]])
-  folder = place("prepared_dir", os.path.expanduser(prepared_dir), must_be_on_disk=True) / digest
+  root = parse_path("prepared_dir", os.path.expanduser(prepared_dir), must_be_on_disk=True)
+  folder = root / digest
   tfds.disable_progress_bar()
 
   def make_builder() -> Published:
@@ -218,22 +217,19 @@ def prepare(
       return Published(source=source, paths=paths, config=name, data_dir=folder)
 
   builder = make_builder()
-  if (
-    not builder.info.splits
-  ):  # as the builder sees it: another process may have finished in the meantime
+  if not builder.info.splits:
     logging.info("preparing %s from %s in %s", name, data_dir, folder)
-    with reporting_full_disk(folder), _locked(folder):
+    with report_full_disk(folder), _lock_folder(folder):
       builder = make_builder()  # another process may have prepared it in the meantime
-      with contextlib.redirect_stdout(
-        io.StringIO()
-      ):  # the library logs a download, but there is none
+      # The library logs a download, but nothing is downloaded.
+      with contextlib.redirect_stdout(io.StringIO()):
         builder.download_and_prepare()
-  return Prepared(builder, data_dir)
+  return PreparedDataset(builder, data_dir)
 
 
 @contextlib.contextmanager
-def _locked(folder: pathlib.Path) -> Iterator[None]:
-  """Locks the folder for one process at a time; a killed process leaves no lock behind."""
+def _lock_folder(folder: pathlib.Path) -> Iterator[None]:
+  """Locks the folder for one process at a time; the lock ends with the process."""
   folder.mkdir(parents=True, exist_ok=True)
   with open(folder / "lock", "w") as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)

@@ -10,7 +10,7 @@ from rlvr_jax.data.published.rows import Record, Row
 
 _GRADER = "mathematics"
 _PROMPT = "{question}\n\nPlease reason step by step, and put your final answer within \\boxed{{}}."
-_ONLY_FILE = (*split_files("test"), *split_files("train"))  # of a data set with one split
+_ONLY_FILE = (*split_files("test"), *split_files("train"))  # for data sets with one split
 _SUBJECTS = (  # folders of MATH
   "algebra", "counting_and_probability", "geometry", "intermediate_algebra", "number_theory",
   "prealgebra", "precalculus",
@@ -23,7 +23,7 @@ _AIME_ANSWER = re.compile(r"\$?0*(\d{1,3})(?:\^\\circ|\^\{\\circ\})?\$?")
 
 
 def last_boxed(text: str) -> str | None:
-  """The content of the last \\boxed{…} of a text, with balanced braces; None if there is none."""
+  """Content of the last \\boxed{…} in a text, with balanced braces; None if there is none."""
   boxes = list(_BOX.finditer(text))
   if not boxes:
     return None
@@ -39,22 +39,22 @@ def last_boxed(text: str) -> str | None:
   return None
 
 
-def _gsm8k(row: Row) -> Record:
+def _read_gsm8k(row: Row) -> Record:
   solution = row.text("answer")
-  marked = _MARKED_ANSWER.search(solution)
-  if not marked:
+  match = _MARKED_ANSWER.search(solution)
+  if not match:
     raise row.error(f"has an answer ending in {solution[-40:]!r}, expected '#### number'")
   return Record(
     id=row.text("id", default=row.name),
     question=row.text("question"),
-    answer=marked[1],
+    answer=match[1],
     solution=_CALCULATOR_MARK.sub("", solution).strip(),
-    reference={"answer": marked[1]},
+    reference={"answer": match[1]},
   )
 
 
-def _boxed_problem(row: Row) -> Record:
-  """A problem whose answer is a separate field, or the last box of its solution."""
+def _read_boxed(row: Row) -> Record:
+  """Reads a problem whose answer is a separate field, or the last box of its solution."""
   solution = row.text("solution", default="")
   boxed = last_boxed(solution)
   answer = row.text("answer", "final_answer", default=boxed or "").strip()
@@ -73,24 +73,24 @@ def _boxed_problem(row: Row) -> Record:
   )
 
 
-def _aime(row: Row, year: int) -> Record:
-  """AIME answers are integers from 0 to 999."""
-  record = _boxed_problem(row)
+def _read_aime(row: Row, year: int) -> Record:
+  """Reads a problem of AIME, whose answers are integers from 0 to 999."""
+  record = _read_boxed(row)
   answer = _AIME_ANSWER.fullmatch(record.answer)
   if not answer:
     raise row.error(f"has answer = {record.answer!r}, expected an integer from 0 to 999")
   if row.text("year", default=str(year)) != str(year):
-    raise row.error(f"is of {row.text('year')}, not {year}: keep only that year's rows in the file")
+    raise row.error(f"is from {row.text('year')}, not {year}: keep only that year's rows")
   return Record(**{**vars(record), "answer": answer[1], "reference": {"answer": answer[1]}})
 
 
-def _aime_of(year: int) -> Dataset:
+def _make_aime(year: int) -> Dataset:
   halves = (f"aime{year}-I", f"aime{year}-II")
   return Dataset(
     name=f"aime_{year}",
     description=f"American Invitational Mathematics Examination {year}, I and II.",
     files={"test": ((f"aime_{year}_problems",), halves, (f"aime{year % 100}",), *_ONLY_FILE)},
-    read=functools.partial(_aime, year=year),
+    read=functools.partial(_read_aime, year=year),
     grader=_GRADER,
     prompt=_PROMPT,
   )
@@ -100,7 +100,7 @@ GSM8K = Dataset(
   name="gsm8k",
   description="Grade-school word problems. Cobbe et al. 2021, arXiv 2110.14168.",
   files={split: split_files(split, "main") for split in ("train", "test")},
-  read=_gsm8k,
+  read=_read_gsm8k,
   grader="gsm8k",
   prompt="{question}\n",
 )
@@ -119,7 +119,7 @@ MATH = Dataset(
     )
     for split in ("train", "test")
   },
-  read=_boxed_problem,
+  read=_read_boxed,
   grader=_GRADER,
   prompt=_PROMPT,
 )
@@ -127,17 +127,17 @@ MATH_500 = Dataset(
   name="math_500",
   description="500 test problems of MATH. Lightman et al. 2023, arXiv 2305.20050.",
   files={"test": split_files("test")},
-  read=_boxed_problem,
+  read=_read_boxed,
   grader=_GRADER,
   prompt=_PROMPT,
 )
-AIME_2024 = _aime_of(2024)
-AIME_2025 = _aime_of(2025)
+AIME_2024 = _make_aime(2024)
+AIME_2025 = _make_aime(2025)
 AMC = Dataset(
   name="amc",
   description="American Mathematics Competitions 10 and 12, with answers as numbers.",
   files={"test": _ONLY_FILE},
-  read=_boxed_problem,
+  read=_read_boxed,
   grader=_GRADER,
   prompt=_PROMPT,
 )
@@ -145,10 +145,10 @@ DEEPSCALER = Dataset(
   name="deepscaler",
   description=(
     "Competition mathematics with answers, collected for training. Luo et al. 2025, DeepScaleR. "
-    "Any JSON array or lines of {problem, answer, solution} will do."
+    "Any JSON array or lines of {problem, answer, solution} can be used."
   ),
   files={"train": (("deepscaler",), *split_files("train"))},
-  read=_boxed_problem,
+  read=_read_boxed,
   grader=_GRADER,
   prompt=_PROMPT,
 )

@@ -21,7 +21,7 @@ _GRADER = "code"
 _ANSWER = "Answer with the whole program in one Python code block (```python ... ```)."
 _PROMPT = f"{{question}}\n\n{{interface}}\n\n{_ANSWER}"
 _MBPP_SPLITS = {"prompt": (1, 10), "test": (11, 510), "validation": (511, 600), "train": (601, 974)}
-# What contest sites import for every program, as LiveCodeBench does.
+# Modules that contest sites, and LiveCodeBench, import for every program.
 _LIBRARIES = (
   "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random",
   "statistics", "itertools", "functools", "operator", "io", "sys", "json", "typing",
@@ -31,7 +31,7 @@ _PRELUDE = (
   + f"from builtins import *\nimport {', '.join(_LIBRARIES)}\nsys.setrecursionlimit(50_000)\n"
 )
 _LEVELS = {"easy": 1.0, "medium": 2.0, "hard": 3.0}
-_MAX_DECODED = 2**31  # bytes of one problem's tests
+_MAX_TEST_BYTES = 2**31  # of one problem, decoded
 # The opcodes of a pickle of one text; nothing is ever unpickled.
 _TEXT_PICKLE = re.compile(
   r"(PROTO )?(FRAME )?(SHORT_BINUNICODE|BINUNICODE8|BINUNICODE|UNICODE) "
@@ -39,11 +39,11 @@ _TEXT_PICKLE = re.compile(
 )
 
 
-def interface(reference: Mapping[str, Any]) -> str:
-  """Part of a prompt on how the program will be called; "" if the question contains that.
+def describe_interface(reference: Mapping[str, Any]) -> str:
+  """Describes, for the prompt, how the program is called; "" if the question already does.
 
   Args:
-    reference: the reference of a problem; only programming problems have an interface.
+    reference: reference of a problem; only programming problems have an interface.
   """
   style = reference.get("style")
   if style == "asserts":
@@ -64,7 +64,7 @@ def _code_block(code: str) -> str:
 
 def _check_python(row: Row, field: str, code: str) -> None:
   try:
-    with warnings.catch_warnings(action="ignore"):  # on odd escapes in texts
+    with warnings.catch_warnings(action="ignore"):  # about invalid escapes in strings
       ast.parse(code)
   except (SyntaxError, ValueError) as error:
     raise row.error(f"has a {field} that is not Python ({error}): {code[:80]!r}") from error
@@ -73,7 +73,7 @@ def _check_python(row: Row, field: str, code: str) -> None:
 # --- MBPP -----------------------------------------------------------------------------------------
 
 
-def _mbpp(row: Row) -> Record:
+def _read_mbpp(row: Row) -> Record:
   tests = row.texts("test_list")
   imports = "\n".join(row.texts("test_imports", default=[]))
   setup = row.text("test_setup_code", default=imports)
@@ -118,7 +118,7 @@ MBPP = Dataset(
       ),
     )
   },
-  read=_mbpp,
+  read=_read_mbpp,
   split_of=_mbpp_split,
   grader=_GRADER,
   prompt=f"You are an expert Python programmer, and here is your task: {_PROMPT}",
@@ -127,13 +127,15 @@ MBPP = Dataset(
 # --- HumanEval ------------------------------------------------------------------------------------
 
 
-def _humaneval(row: Row) -> Record:
-  prompt, entry_point, test = row.text("prompt"), row.text("entry_point"), row.text("test")
+def _read_humaneval(row: Row) -> Record:
+  prompt = row.text("prompt")
+  entry_point = row.text("entry_point")
+  test = row.text("test")
   if "def check(" not in test:
     raise row.error("has a test without a function check(candidate)")
   _check_python(row, "test", test)
   if f"def {entry_point}(" not in prompt:
-    raise row.error(f"has a prompt that does not begin the function {entry_point!r}")
+    raise row.error(f"has a prompt that does not define the function {entry_point!r}")
   return Record(
     id=row.text("task_id"),
     question=prompt,
@@ -147,7 +149,7 @@ HUMANEVAL = Dataset(
   name="humaneval",
   description="Functions to complete from signature and docstring. Chen et al. 2021, 2107.03374.",
   files={"test": (("HumanEval",), *split_files("test", "openai_humaneval"))},
-  read=_humaneval,
+  read=_read_humaneval,
   grader=_GRADER,
   prompt=f"Complete this Python program.\n\n```python\n{{question}}\n```\n\n{_ANSWER}",
 )
@@ -155,9 +157,10 @@ HUMANEVAL = Dataset(
 # --- LiveCodeBench --------------------------------------------------------------------------------
 
 
-def _livecodebench(row: Row) -> Record:
+def _read_livecodebench(row: Row) -> Record:
   cases = [
-    *_cases(row, "public_test_cases"), *_cases(row, "private_test_cases", "hidden_test_cases")
+    *_read_cases(row, "public_test_cases"),
+    *_read_cases(row, "private_test_cases", "hidden_test_cases"),
   ]  # fmt: skip
   if not cases:
     raise row.error("has no test cases")
@@ -194,12 +197,12 @@ def _stdin_reference(row: Row, cases: list[Mapping[str, Any]]) -> dict[str, Any]
 
 
 def _function_reference(row: Row, cases: list[Mapping[str, Any]]) -> dict[str, Any]:
-  """The reference of a function: arguments are one JSON value per line, the result one value."""
+  """Reference of a function whose inputs have one JSON value per line, and outputs one value."""
   metadata = row.get("metadata", default={})
   try:
     metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
     name = metadata["func_name"]
-    parsed = [
+    json_cases = [
       {
         "input": [json.loads(line) for line in case["input"].splitlines() if line.strip()],
         "output": json.loads(case["output"]),
@@ -215,18 +218,18 @@ def _function_reference(row: Row, cases: list[Mapping[str, Any]]) -> dict[str, A
   return {
     "style": "function",
     "entry_point": f"Solution.{name}" if "class Solution" in starter else name,
-    "cases": parsed,
+    "cases": json_cases,
     "setup": _PRELUDE,
     "starter": starter,
   }
 
 
-def _cases(row: Row, *names: str) -> list[Mapping[str, Any]]:
-  """Test cases: a list, JSON text of one, or base64 of zlib of JSON text or of its pickle."""
+def _read_cases(row: Row, *names: str) -> list[Mapping[str, Any]]:
+  """Reads test cases: a list, its JSON text, or base64 of zlib of the JSON text or its pickle."""
   value = row.get(*names, default=[])
   try:
     if isinstance(value, str) and value.strip():
-      value = json.loads(value if value.lstrip()[0] in "[{" else _decoded(value))
+      value = json.loads(value if value.lstrip()[0] in "[{" else _decode_cases(value))
   except (ValueError, zlib.error) as error:
     raise row.error(f"has {names[0]} that cannot be decoded: {error}") from error
   if not isinstance(value or [], list) or not all(isinstance(case, dict) for case in value or []):
@@ -234,23 +237,23 @@ def _cases(row: Row, *names: str) -> list[Mapping[str, Any]]:
   return value or []
 
 
-def _decoded(text: str) -> str:
+def _decode_cases(text: str) -> str:
   try:
     compressed = base64.b64decode(text, validate=True)
   except binascii.Error as error:
     raise ValueError(f"neither JSON nor base64 ({error}): {text[:40]!r}") from error
   stream = zlib.decompressobj()
-  data = stream.decompress(compressed, _MAX_DECODED)
+  data = stream.decompress(compressed, _MAX_TEST_BYTES)
   if stream.unconsumed_tail or not stream.eof:
-    raise ValueError(f"cut off, or larger than {_MAX_DECODED} bytes")
-  return pickled_text(data) if data[:1] == b"\x80" else data.decode()
+    raise ValueError(f"cut off, or larger than {_MAX_TEST_BYTES} bytes")
+  return read_pickled_text(data) if data[:1] == b"\x80" else data.decode()
 
 
-def pickled_text(data: bytes) -> str:
-  """The text that `data` is the pickle of, found without unpickling anything.
+def read_pickled_text(data: bytes) -> str:
+  """Reads a text from its pickle `data` without unpickling.
 
   Raises:
-    ValueError: `data` is not a pickle, or it is the pickle of something else, which could run code.
+    ValueError: `data` is not the pickle of one text; other pickles could run code.
   """
   opcodes = ""
   texts: list[str] = []
@@ -272,10 +275,10 @@ LIVECODEBENCH = Dataset(
   name="livecodebench",
   description=(
     "Contest problems with hidden tests; functions and programs. Jain et al. 2024, arXiv "
-    "2403.07974. Any rows of the same form will do."
+    "2403.07974. Any rows of the same form can be used."
   ),
   files={"test": (("/",),)},  # a file for each release: test, test2, ...
-  read=_livecodebench,
+  read=_read_livecodebench,
   grader=_GRADER,
   prompt=_PROMPT,
 )

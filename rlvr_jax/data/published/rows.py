@@ -1,4 +1,4 @@
-"""A published row, and the record into which the rows of every data set are converted."""
+"""Published rows, and the record format into which all data sets are converted."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class Record:
 
   id: str
   question: str  # as published, before any prompt template
-  answer: str  # "" where the grader needs more than a text
-  solution: str  # in the form of a completion; "" where none is published
+  answer: str  # "" if the grader needs more than a text
+  solution: str  # in the form of a completion; "" if none is published
   reference: Mapping[str, Any]  # what the grader needs; JSON-serializable
-  difficulty: float = math.nan  # as published: a level or a rate; NaN where unknown
+  difficulty: float = math.nan  # as published: a level or a rate; NaN if unknown
   subject: str = ""
 
 
 class Row:
-  """A published row; a field is found by any of its published names, in upper or lower case.
+  """A published row; fields are found by any of their published names, case-insensitively.
 
   Attributes:
-    fields: as published.
+    fields: fields as published.
     where: file and line or record, for messages.
   """
 
@@ -36,23 +36,23 @@ class Row:
     """Initializes the row.
 
     Args:
-      fields: as published.
+      fields: fields as published.
       where: file and line or record, for messages.
-      name: identifies the row if the publisher does not.
+      name: identifier of the row if the publisher gives none.
     """
     self.fields = fields
     self._fields = {field.lower(): value for field, value in fields.items()}
     self.where, self.name = where, name
 
   def error(self, message: str) -> ValueError:
-    """An error whose message begins with the row's file and line or record."""
+    """Returns an error whose message begins with the row's file and line or record."""
     return ValueError(f"{self.where} {message}")
 
   def get(self, *names: str, default: Any = _MISSING) -> Any:
     """The value of the first of the named fields that is present and not null.
 
     Raises:
-      ValueError: there is none, and no default.
+      ValueError: no such field is present, and there is no default.
     """
     for name in names:
       if self._fields.get(name) is not None:
@@ -65,7 +65,7 @@ class Row:
     """The text of the first of the named fields that is present; a number is converted to text.
 
     Raises:
-      ValueError: there is none, it is blank (unless there is a default), or it is not a text.
+      ValueError: no such field is present, it is blank (without a default), or not a text.
     """
     value = self.get(*names, default=_MISSING if default is None else default)
     if isinstance(value, float) and value.is_integer():
@@ -80,7 +80,7 @@ class Row:
     """The list of texts in the first of the named fields that is present.
 
     Raises:
-      ValueError: there is none, or it is not a list of texts.
+      ValueError: no such field is present, or it is not a list of texts.
     """
     value = self.get(*names, default=_MISSING if default is None else default)
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
@@ -88,7 +88,7 @@ class Row:
     return value
 
   def level(self, *names: str) -> float:
-    """A number, or N for "Level N"; NaN if the field is missing or "?".
+    """The number in a field, or N for "Level N"; NaN if the field is missing or "?".
 
     Raises:
       ValueError: the field has any other value.

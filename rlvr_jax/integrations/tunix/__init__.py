@@ -1,11 +1,11 @@
 """P3O, SALT, FADE and μ-GRPO's loss for the GRPO learner of google-tunix; see docs/tunix.md.
 
 Importing this package registers three policy losses with Tunix, `rlvr_jax.p3o`, `rlvr_jax.mu_grpo`
-and `rlvr_jax.salt`. Others, with other hyper-parameters, are registered with Tunix's own decorator:
+and `rlvr_jax.salt`. Register losses with other hyper-parameters by Tunix's own decorator:
 
     register_policy_loss_fn("p3o_cap_only")(policy_loss(losses.p3o(kl_term=False)))
 
-Axes as in `rlvr_jax.types`; Tunix's arrays have B = P·G rollouts, the groups one after another.
+Axes are as in `rlvr_jax.types`; Tunix's arrays have B = P·G rollouts, ordered by group.
 """
 
 try:

@@ -1,4 +1,4 @@
-"""FADE's advantages as an estimator of Tunix's, with FADE's state."""
+"""FADE's advantages as a stateful advantage estimator for Tunix."""
 
 from __future__ import annotations
 
@@ -18,37 +18,40 @@ from rlvr_jax.types import Prompts, TrainBatch
 
 
 class _TrainingRewards(reward_manager.SequenceRewardManager):
-  """Rewards of 0 and 1 in training; an evaluation, which would change FADE's state, is an error."""
+  """Rewards of 0 and 1 in training; raises in an evaluation, which would change FADE's state."""
 
   def __call__(self, prompts: list[str], completions: list[str], **kwargs: Any) -> dict[str, Any]:
     if kwargs["mode"] != str(Mode.TRAIN):
       raise ValueError(
         "FADE: Tunix passes rewards and entropies of an evaluation to the estimator as if they were"
-        " of training; call train() without eval_ds and evaluate by another learner"
+        " from training; call train() without eval_ds and evaluate with another learner"
       )
-    found = super().__call__(prompts, completions, **kwargs)
-    others = set(np.asarray(found["rewards"]).tolist()) - {0.0, 1.0}
-    if others:
+    result = super().__call__(prompts, completions, **kwargs)
+    invalid_rewards = set(np.asarray(result["rewards"]).tolist()) - {0.0, 1.0}
+    if invalid_rewards:
       raise ValueError(
-        f"FADE: rewards must be 0 or 1, and some are {sorted(others)[:5]}; the sum over all"
-        " reward_fns is one rollout's reward"
+        f"FADE: rewards must be 0 or 1, and some are {sorted(invalid_rewards)[:5]}; a"
+        " rollout's reward is the sum over all reward_fns"
       )
-    return found
+    return result
 
 
 class Fade:
-  """FADE's advantages as an estimator of Tunix's, with FADE's state.
+  """FADE's advantages as a stateful advantage estimator for Tunix.
 
-  `register` names it, `attach` connects it to a learner. Then Tunix calls it once per batch: it
-  adds the previous batch's solve rate and the latest entropy to the state, then returns advantages
-  of that state. Tunix reports an update's entropy at the end of the next update, one later than
-  `rlvr_jax.train` does. `state_dict` has everything to save beside Tunix's checkpoint.
+  `register` registers the estimator by name, and `attach` connects it to a learner. Tunix then
+  calls it once per batch: it updates its state with the previous batch's solve rate and the latest
+  entropy, and returns advantages from that state. Tunix reports an update's entropy at the end of
+  the next update, one update later than `rlvr_jax.train`. Save `state_dict` with each of Tunix's
+  checkpoints.
   """
 
   def __init__(self, *, initial_entropy: float, **hyper_parameters: Any):
-    """Takes the initial policy's entropy, nats per token, and the arguments of `advantages.fade`.
+    """Initializes the estimator.
 
-    `policy_entropy` measures the former.
+    Args:
+      initial_entropy: entropy of the initial policy, nats per token; see `policy_entropy`.
+      hyper_parameters: arguments of `advantages.fade`.
     """
     self._fade = advantages.fade(**hyper_parameters)
     self.state = self._fade.init(jnp.float32(initial_entropy))
@@ -57,17 +60,18 @@ class Fade:
     self._attached = False
 
   def register(self, name: str) -> None:
-    """Registers the estimator, and a reward manager that it needs, both under `name`."""
+    """Registers the estimator, and the reward manager that it needs, under `name`."""
     function_registry.register_advantage_estimator(name)(self)
     function_registry.register_reward_manager(name)(_TrainingRewards)
 
   def attach(self, learner: Any) -> None:
-    """Has the learner report entropies; it logs kl, pg_clipfrac and entropy from now on.
+    """Makes the learner report entropies; it then logs kl, pg_clipfrac and entropy.
 
     Raises:
-      ValueError: the learner's configuration does not fit.
+      ValueError: the learner's configuration is not supported.
     """
-    config, training = learner.algo_config, learner.rl_cluster.cluster_config.training_config
+    config = learner.algo_config
+    training = learner.rl_cluster.cluster_config.training_config
     name = config.advantage_estimator
     if function_registry.get_advantage_estimator(name) is not self:
       raise ValueError(f"Fade.attach: advantage_estimator={name!r} is not this object's name")
@@ -91,47 +95,49 @@ class Fade:
     return np.mean(entropies)
 
   def __call__(self, rewards: Any, num_generations: int) -> np.ndarray:
-    """Rewards of 0 and 1, [B] → advantages f32[B]."""
+    """Computes advantages f32[B] from rewards of 0 and 1, [B]."""
     if not self._attached:
       raise ValueError("Fade: call attach(learner) before learner.train(...)")
     grouped = jnp.asarray(rewards, jnp.float32).reshape(-1, num_generations)
     P, G = grouped.shape
-    none = jnp.zeros((P, G, 0))
+    no_tokens = jnp.zeros((P, G, 0))
     batch = TrainBatch(
       prompts=Prompts(jnp.zeros((P, 0), jnp.int32), jnp.zeros(P, jnp.int32)),
-      tokens=none.astype(jnp.int32),
-      mask=none,
-      behavior_logprobs=none,
+      tokens=no_tokens.astype(jnp.int32),
+      mask=no_tokens,
+      behavior_logprobs=no_tokens,
       rewards=grouped,
       correct=grouped,
       valid=jnp.ones((P, G), bool),
     )
     if self._solve_rate is not None:
       entropy = np.mean(self._entropies) if self._entropies else self.state.entropy
-      rate, self._entropies = jnp.float32(self._solve_rate), []
-      self.state = self._fade.update(self.state, batch, jnp.float32(entropy), rate)
+      self._entropies = []
+      solve_rate = jnp.float32(self._solve_rate)
+      self.state = self._fade.update(self.state, batch, jnp.float32(entropy), solve_rate)
     self._solve_rate = float(jnp.mean(grouped))
     return np.asarray(self._fade.apply(self.state, batch)).reshape(-1)
 
   def state_dict(self) -> dict[str, Any]:
-    """The state as plain numbers, for JSON."""
+    """Returns the state as plain numbers, JSON-serializable."""
     state = {name: value.item() for name, value in self.state._asdict().items()}
     return {"state": state, "solve_rate": self._solve_rate, "entropies": list(self._entropies)}
 
   def load_state_dict(self, saved: dict[str, Any]) -> None:
-    """Takes back what `state_dict` returned."""
+    """Restores a state that `state_dict` returned."""
     dtypes = {name: value.dtype for name, value in self.state._asdict().items()}
     arrays = {name: jnp.asarray(saved["state"][name], dtype) for name, dtype in dtypes.items()}
     self.state = type(self.state)(**arrays)
-    self._solve_rate, self._entropies = saved["solve_rate"], list(saved["entropies"])
+    self._solve_rate = saved["solve_rate"]
+    self._entropies = list(saved["entropies"])
 
 
 def policy_entropy(cluster: Any, prompts: Sequence[str]) -> float:
   """Mean entropy of the actor over the tokens of one sampled response per prompt, nats per token.
 
   Args:
-    cluster: Tunix's RLCluster; it samples as in training.
-    prompts: as in the training data.
+    cluster: Tunix's RLCluster, which samples as in training.
+    prompts: prompts as in the training data.
   """
   config = cluster.get_rollout_config(mode=Mode.TRAIN)
   output = cluster.generate(prompts=list(prompts), mode=Mode.TRAIN)

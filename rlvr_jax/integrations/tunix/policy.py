@@ -1,4 +1,4 @@
-"""Policy losses of rlvr_jax as policy losses of Tunix's."""
+"""Policy losses of rlvr_jax as policy losses for Tunix."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ PolicyLoss = Callable[..., tuple[Array, dict[str, Any]]]
 
 
 def policy_loss(loss: Loss, *, negative_veto: Veto | None = None) -> PolicyLoss:
-  """A policy loss of Tunix's from one of `rlvr_jax.losses`.
+  """Makes a policy loss for Tunix from one of `rlvr_jax.losses`.
 
-  Of Tunix's configuration it reads `loss_agg_mode`, `num_generations`, `beta`, `kl_loss_mode` and
-  `kl_clamp_value`, which act as on Tunix's own loss; `epsilon` and `loss_algo` have no effect. The
-  behavior policy is that of `old_per_token_logps`, which Tunix records if num_iterations > 1.
-  Without them it is the policy itself: all ratios are 1. Batch statistics such as P3O's effective
-  sample size are those of the batch that Tunix passes to the loss: leave `train_micro_batch_size`
-  unset, or set it to `mini_batch_size`.
+  The loss uses Tunix's settings `loss_agg_mode`, `num_generations`, `beta`, `kl_loss_mode` and
+  `kl_clamp_value` like Tunix's own loss; `epsilon` and `loss_algo` have no effect. The behavior
+  policy is that of `old_per_token_logps`, which Tunix records if num_iterations > 1. Without these
+  log-probabilities it is the policy itself, so that all ratios are 1. Batch statistics, such as
+  P3O's effective sample size, are those of the batch that Tunix passes to the loss: leave
+  `train_micro_batch_size` unset, or set it to `mini_batch_size`.
 
   Args:
-    loss: e.g. `losses.p3o()`.
-    negative_veto: e.g. `ops.veto.negative_advantage_veto()`; None leaves it out.
+    loss: policy loss, such as `losses.p3o()`.
+    negative_veto: veto, such as `ops.veto.negative_advantage_veto()`; None for none.
   Returns:
-    A function for Tunix's `register_policy_loss_fn`. Its metrics are those of Tunix's learner, and
-    the loss's own.
+    A function for Tunix's `register_policy_loss_fn`. Its metrics are those of Tunix's learner and
+    those of the loss.
   Raises:
     ValueError: the loss needs log-probabilities that Tunix does not record; at trace time, the
-      batch is packed, has weights of its own, or is not made of whole groups.
+      batch is packed, has importance weights, or does not consist of complete groups.
   """
   if loss.needs_proximal:
     raise ValueError(
       "policy_loss: this loss needs the log-probabilities of a proximal policy, which Tunix does"
-      " not record; use another, such as losses.p3o() or losses.ppo_clip()"
+      " not record; use another loss, such as losses.p3o() or losses.ppo_clip()"
     )
 
   def loss_fn(
     model: Any, train_example: Any, algo_config: Any, pad_id: int, eos_id: int
   ) -> tuple[Array, dict[str, Any]]:
-    call = (model, train_example, algo_config, pad_id, eos_id)
-    return _loss_and_metrics(loss, negative_veto, *call)
+    arguments = (model, train_example, algo_config, pad_id, eos_id)
+    return _loss_and_metrics(loss, negative_veto, *arguments)
 
   return loss_fn
 
@@ -75,7 +75,7 @@ def _loss_and_metrics(
     temperature=algo_config.temperature,
   )
   batch = train_batch(train_example, algo_config.num_generations, logprobs)
-  per_token, mask, values = _per_token(loss, negative_veto, logprobs, batch, train_example)
+  per_token, mask, values = _token_losses(loss, negative_veto, logprobs, batch, train_example)
   aggregate = functools.partial(
     common.aggregate_loss,
     completion_mask=mask.reshape(logprobs.shape),
@@ -84,7 +84,11 @@ def _loss_and_metrics(
   total = aggregate(per_token.reshape(logprobs.shape))
   response_mask = train_example.completion_mask
   entropy = algo_core.masked_mean(algo_core.compute_entropy_from_logits(logits), response_mask)
-  of_tunix = {"pg_loss": total, "pg_clipfrac": values["loss/clip_fraction"], "entropy": entropy}
+  tunix_metrics = {
+    "pg_loss": total,
+    "pg_clipfrac": values["loss/clip_fraction"],
+    "entropy": entropy,
+  }
   kl = jnp.float32(0)
   if algo_config.beta and train_example.ref_per_token_logps is not None:
     divergence = common.compute_kl_divergence(
@@ -95,13 +99,13 @@ def _loss_and_metrics(
     )
     total += algo_config.beta * aggregate(divergence)
     kl = algo_core.masked_mean(divergence, response_mask)
-  return total, {**values, **of_tunix, "kl": kl}
+  return total, {**values, **tunix_metrics, "kl": kl}
 
 
-def _per_token(
+def _token_losses(
   loss: Loss, negative_veto: Veto | None, logprobs: Array, batch: TrainBatch, train_example: Any
 ) -> tuple[Array, Array, dict[str, Array]]:
-  """Losses f32[P, G, T], the mask to aggregate with, and the values of their metrics."""
+  """Losses f32[P, G, T], the mask for their aggregation, and the values of their metrics."""
   coefficients = train_example.advantages.reshape(batch.mask.shape[:2])
   logprobs = logprobs.reshape(batch.mask.shape)
   statistics = None
@@ -110,49 +114,55 @@ def _per_token(
   losses, metrics = loss.per_token(logprobs, batch, coefficients, statistics)
   mask = batch.mask
   if negative_veto is not None:
-    losses, mask, of_veto = negative_veto(losses, logprobs, batch, coefficients)
-    metrics = {**metrics, **of_veto}
+    losses, mask, veto_metrics = negative_veto(losses, logprobs, batch, coefficients)
+    metrics = {**metrics, **veto_metrics}
   return losses, mask, jax.lax.stop_gradient(reductions.values(metrics))
 
 
 def train_batch(
   train_example: Any, num_generations: int, policy_logprobs: Array | None = None
 ) -> TrainBatch:
-  """A training example of Tunix's, [B, T], as a batch with a group axis, [P, G, T].
+  """Converts a training example of Tunix, [B, T], to a batch with a group axis, [P, G, T].
 
   Args:
+    train_example: Tunix's training example.
     num_generations: G.
-    policy_logprobs: f32[B, T], nats, which stand in for log β where Tunix recorded none; None: 0.
+    policy_logprobs: f32[B, T], nats, used for log β if Tunix recorded none; None for 0.
   Returns:
-    A batch whose rewards are NaN, since Tunix's example does not have them; all are valid.
+    A batch of valid rollouts whose rewards are NaN, because Tunix's example has no rewards.
+  Raises:
+    ValueError: the batch is packed, has importance weights, or does not consist of complete groups.
   """
   B, T = train_example.completion_ids.shape
   for field in ("segment_ids", "sampler_is_weights"):
     if getattr(train_example, field, None) is not None:
       remedy = {
         "segment_ids": "leave max_seq_token_per_tpu unset",
-        "sampler_is_weights": "turn that correction off: the loss has weights of its own",
+        "sampler_is_weights": "turn this correction off: the loss has its own weights",
       }[field]
       raise ValueError(
-        f"rlvr_jax.integrations.tunix: the batch has {field}, which are not supported; {remedy}"
+        f"rlvr_jax.integrations.tunix: the batch has {field}, which is not supported; {remedy}"
       )
   if B % num_generations:
     raise ValueError(
-      f"rlvr_jax.integrations.tunix: a batch of {B} rollouts is not made of whole groups of"
+      f"rlvr_jax.integrations.tunix: a batch of {B} rollouts does not consist of complete groups of"
       f" num_generations = {num_generations}"
     )
   behavior = train_example.old_per_token_logps
   if behavior is None:
     behavior = jnp.zeros((B, T)) if policy_logprobs is None else policy_logprobs
-  grouped = lambda x: jnp.asarray(x).reshape(-1, num_generations, *x.shape[1:])
+
+  def group(x: Any) -> Array:
+    return jnp.asarray(x).reshape(-1, num_generations, *x.shape[1:])
+
   no_rewards = jnp.full((B // num_generations, num_generations), jnp.nan)
   prompts = train_example.prompt_ids[::num_generations]
   lengths = jnp.sum(train_example.prompt_mask[::num_generations], axis=-1, dtype=jnp.int32)
   return TrainBatch(
     prompts=Prompts(tokens=prompts, lengths=lengths),
-    tokens=grouped(train_example.completion_ids),
-    mask=grouped(train_example.completion_mask.astype(jnp.float32)),
-    behavior_logprobs=grouped(jax.lax.stop_gradient(behavior)),
+    tokens=group(train_example.completion_ids),
+    mask=group(train_example.completion_mask.astype(jnp.float32)),
+    behavior_logprobs=group(jax.lax.stop_gradient(behavior)),
     rewards=no_rewards,
     correct=no_rewards,
     valid=jnp.ones(no_rewards.shape, bool),

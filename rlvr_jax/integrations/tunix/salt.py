@@ -1,4 +1,4 @@
-"""SALT's coefficients for a batch and a model of Tunix's."""
+"""SALT's coefficients for batches and models of Tunix."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from rlvr_jax.types import Array, Forward, Head, Metrics, Sampling, TrainBatch
 
 # model → (model that returns final hidden states in place of logits, its output head)
 SplitHead = Callable[[Any], tuple[Any, Head]]
-_KNOWN = (Qwen2, Qwen3, Llama3, Gemma, Gemma3)
+_SUPPORTED = (Qwen2, Qwen3, Llama3, Gemma, Gemma3)
 
 
 class _Model(NamedTuple):
-  """What a Gram matrix of the head asks of a model."""
+  """The interface of a model that a Gram matrix of the head needs."""
 
   output_head: Head
 
@@ -40,12 +40,14 @@ class _Model(NamedTuple):
 
 
 class _Identity(nnx.Module):
+  """Stands in for an output head."""
+
   def __call__(self, x: Array) -> Array:
     return x
 
 
 class _EncodeOnly(nnx.Module):
-  """A tied embedding whose output use is left out."""
+  """A tied embedding that embeds tokens but returns hidden states instead of logits."""
 
   def __init__(self, embedder: Any):
     self.embedder = embedder
@@ -58,17 +60,17 @@ class _EncodeOnly(nnx.Module):
 
 
 def split_head(model: Any) -> tuple[Any, Head]:
-  """A copy of one of Tunix's models that returns final hidden states as its logits, and its head.
+  """Splits a model of Tunix into a copy that returns final hidden states as logits, and its head.
 
-  The copy shares the parameters. For Qwen 2 and 3, Llama 3, Gemma 1 to 3, tied or not.
+  The copy shares the parameters. Supports Qwen 2 and 3, Llama 3, Gemma 1 to 3, tied or not.
 
   Raises:
-    ValueError: the model is another, or its head has adapters of its own.
+    ValueError: the model is not supported, or its head has adapters.
   """
-  if not isinstance(model, _KNOWN):
+  if not isinstance(model, _SUPPORTED):
     raise ValueError(
-      f"split_head: {type(model).__name__} is none of Qwen2, Qwen3, Llama3, Gemma and Gemma3; write"
-      " a function from your model to (model that returns final hidden states, rlvr_jax.types.Head)"
+      f"split_head: {type(model).__name__} is not Qwen2, Qwen3, Llama3, Gemma or Gemma3; write a"
+      " function from your model to (model that returns final hidden states, rlvr_jax.types.Head)"
       " and pass it as split_head"
     )
   trunk = nnx.merge(*nnx.split(model))
@@ -103,25 +105,26 @@ def salt_coefficients(
   gram: GramFn | None = None,
   split_head: SplitHead = split_head,
 ) -> tuple[Array, Metrics]:
-  """SALT's coefficients of a batch of Tunix's, which take the place of its advantages.
+  """SALT's coefficients for a batch of Tunix, which replace its advantages.
 
-  It runs the model once without a gradient. The Gram matrix is of the head's per-rollout gradients
-  at the parameters of `model`, over the rollouts of `train_example`.
+  Runs the model once without a gradient. The Gram matrix is that of the head's per-rollout
+  gradients at the parameters of `model`, over the rollouts of `train_example`.
 
   Args:
-    model: a model of Tunix's.
-    train_example: its `advantages`, f32[B], are A.
+    model: a model of Tunix.
+    train_example: Tunix's training example; its `advantages`, f32[B], are A.
     num_generations: G.
-    pad_id, eos_id: of the tokenizer.
-    temperature: of the policy, > 0.
-    method: default `reweighting.salt()`. A random subspace is the same in every batch.
+    pad_id, eos_id: ids of the tokenizer.
+    temperature: temperature of the policy, > 0.
+    method: reweighting; `reweighting.salt()` by default. A random subspace is the same in every
+      batch.
     gram: `geometry.streaming()`, the default, or `geometry.sketch()`.
-    split_head: see `split_head`.
+    split_head: function like `split_head`.
   Returns:
     A', f32[B], and SALT's metrics.
   Raises:
-    ValueError: the Gram matrix is of a route that runs the model itself; the scope of `method` does
-      not divide the batch; see also `train_batch` and `split_head`.
+    ValueError: `gram` runs the model itself; the scope of `method` does not divide the batch; see
+      also `train_batch` and `split_head`.
   """
   method = salt() if method is None else method
   gram = streaming() if gram is None else gram
@@ -159,7 +162,7 @@ def _gram(
   ids: tuple[int, int],
 ) -> Array:
   """Inner products of the head's per-rollout gradients, f32[B, B], by one forward pass."""
-  _, hidden = common.compute_per_token_logps(  # the trunk's logits are hidden states, [B, T, D]
+  _, hidden = common.compute_per_token_logps(  # logits of the trunk are hidden states [B, T, D]
     *nnx.split(trunk),
     prompt_tokens=train_example.prompt_ids,
     completion_tokens=train_example.completion_ids,
@@ -170,12 +173,12 @@ def _gram(
   hidden = jax.lax.stop_gradient(hidden.reshape(*batch.tokens.shape, -1))
   head = head._replace(kernel=jax.lax.stop_gradient(head.kernel))
   projection = None if gram.projection is None else gram.projection(head.kernel.shape[1])
-  found = token_statistics(
+  statistics = token_statistics(
     hidden, head, batch.tokens, Sampling(temperature=temperature), projection=projection
   )
-  of_rows = (hidden, found.log_normalizers, found.projected, found.logprobs)
-  as_rows = lambda x: x.reshape(1, batch.rewards.size, *x.shape[2:])
-  forward = Forward(*jax.tree.map(as_rows, of_rows))
+  fields = (hidden, statistics.log_normalizers, statistics.projected, statistics.logprobs)
+  rows = jax.tree.map(lambda x: x.reshape(1, batch.rewards.size, *x.shape[2:]), fields)
+  forward = Forward(*rows)
   context = GramContext(model=_Model(head), temperature=temperature)
   return gram.gram({}, {}, batch, forward, context)
 
@@ -187,16 +190,17 @@ def salt_loss(
   gram: GramFn | None = None,
   split_head: SplitHead = split_head,
 ) -> PolicyLoss:
-  """Any policy loss of Tunix's, on SALT's coefficients in place of the advantages.
+  """Makes a policy loss for Tunix that uses SALT's coefficients instead of the advantages.
 
-  The coefficients are computed anew at each update, from the current parameters and the batch that
-  Tunix passes to the loss. Arguments as for `salt_coefficients`.
+  Each update computes the coefficients from the current parameters and the batch that Tunix passes
+  to the loss.
 
   Args:
-    loss_fn: Tunix's own, `get_policy_loss_fn("grpo")`, or one of `policy_loss`.
+    loss_fn: loss of Tunix, such as `get_policy_loss_fn("grpo")`, or of `policy_loss`.
+    method, gram, split_head: as for `salt_coefficients`.
   """
 
-  def reweighted(
+  def reweighted_loss(
     model: Any, train_example: Any, algo_config: Any, pad_id: int, eos_id: int
   ) -> tuple[Array, dict[str, Any]]:
     coefficients, metrics = salt_coefficients(
@@ -214,4 +218,4 @@ def salt_loss(
     loss, aux = loss_fn(model, example, algo_config=algo_config, pad_id=pad_id, eos_id=eos_id)
     return loss, {**aux, **reductions.values(metrics)}
 
-  return reweighted
+  return reweighted_loss

@@ -1,8 +1,8 @@
-"""The files of one checkpoint: writing a state, and reading it back with its checksums verified.
+"""The files of one checkpoint: writes a state, and reads it back with its checksums verified.
 
 A checkpoint is one orbax step directory with two items: `arrays` (the state's leaves and the
-extra host arrays, by name) and `manifest` (JSON: format marker, name, shape, dtype and checksum of
-every leaf, the host's values).
+extra host arrays, by name) and `manifest` (JSON: format marker; name, shape, dtype and checksum of
+every leaf; the host's values).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ import orbax.checkpoint as ocp
 
 from rlvr_jax.storage.bucket import UnreachableError
 from rlvr_jax.storage.files import json_crc32
-from rlvr_jax.storage.places import absolute, in_bucket
+from rlvr_jax.storage.places import in_bucket, make_absolute
 from rlvr_jax.train.cluster.sharding import to_host
 from rlvr_jax.types import Params
 
 MARKER = "rlvr_jax checkpoint 1"
 COMMITTED = "commit_success.txt"  # orbax writes it last
 MANIFEST = "manifest/metadata"  # the file of the item of this name
-# What tensorstore and gcsfs say of a bucket that does not answer, or refuses.
+# Parts of the errors of tensorstore and gcsfs for a bucket that does not respond, or refuses.
 _UNREACHABLE = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "UNAUTHENTICATED")
 _UNREACHABLE += ("Forbidden", "Cannot connect")
 
@@ -51,20 +51,20 @@ class ForeignCheckpointError(CheckpointError):
 
 
 def saved_steps(directory: pathlib.Path) -> list[int]:
-  """The steps that have a checkpoint in `directory`, of `storage.places.place`, ascending."""
-  found = [path for path in directory.glob("*") if path.name.isdigit()]
-  if in_bucket(directory):  # where a killed save leaves a directory of this name
-    found = [path for path in found if (path / COMMITTED).exists()]
-  return sorted(int(path.name) for path in found)
+  """The steps with a checkpoint in `directory`, from `storage.places.parse_path`; ascending."""
+  paths = [path for path in directory.glob("*") if path.name.isdigit()]
+  if in_bucket(directory):  # where a killed save also leaves a directory
+    paths = [path for path in paths if (path / COMMITTED).exists()]
+  return sorted(int(path.name) for path in paths)
 
 
 def items_to_save(
   step: int, state: Any, *, host: Mapping[str, Any], arrays: Any, metric: float | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-  """The two items of a step directory; see `Checkpointer.save`.
+  """The two items of a step directory; arguments as of `Checkpointer.save`.
 
   Returns:
-    arrays by name, of jax and of NumPy, and the manifest.
+    The arrays of jax and NumPy by name, and the manifest.
   """
   leaves = _named_leaves(state)
   skeleton, extra = _split_arrays(arrays)
@@ -86,17 +86,19 @@ def read_state(
   """Loads a step directory and verifies every leaf.
 
   Args:
-    directory: of one step.
+    directory: directory of one step.
     abstract_state: see `Checkpointer.restore`.
-    if_other, if_damaged: how to fix these errors, a sentence for the message.
+    if_other: remedy for a ForeignCheckpointError, a sentence.
+    if_damaged: remedy for a TornCheckpointError, a sentence.
   Returns:
-    The state, the host's values and the arrays that were given to `Checkpointer.save`.
+    The state, the host's values and the arrays that were passed to `Checkpointer.save`.
   Raises:
     TornCheckpointError: files are truncated, changed or missing.
-    ForeignCheckpointError: not a checkpoint of this package, or of a state with another structure.
+    ForeignCheckpointError: the checkpoint is of another program, or of a state with another
+      structure.
   """
   expected = _named_leaves(abstract_state)
-  with _reporting_damage(directory, if_damaged):
+  with _report_damage(directory, if_damaged):
     manifest = read_manifest(directory)
     _check_same_leaves(directory, expected, manifest["leaves"], if_other)
     stored = _read_arrays(directory, expected, manifest["leaves"] | manifest["extra"])
@@ -110,22 +112,23 @@ def read_params(directory: pathlib.Path, abstract_params: Params) -> Params:
 
 
 def read_field(field: str, directory: pathlib.Path, abstract: Any) -> Any:
-  """Loads one field of the `TrainState` in a checkpoint of any run; does not write to it.
+  """Loads one field of the `TrainState` in a checkpoint of any run; writes nothing.
 
   Args:
-    field: such as "params"; a checkpoint may have only those.
-    directory: of one step.
-    abstract: the field's structure, as the state's in `Checkpointer.restore`.
+    field: such as "params"; a checkpoint may consist of parameters alone.
+    directory: directory of one step.
+    abstract: the field's structure, as that of the state in `Checkpointer.restore`.
   Returns:
     The field, with the shardings of `abstract`.
   Raises:
     TornCheckpointError: files are truncated, changed or missing.
-    ForeignCheckpointError: of another program, or a field with another structure.
+    ForeignCheckpointError: the checkpoint is of another program, or its field has another
+      structure.
   """
   silence_orbax()
-  directory = absolute(directory)
+  directory = make_absolute(directory)
   leaves = _named_leaves(abstract)
-  with _reporting_damage(directory, "Choose another step or run."):
+  with _report_damage(directory, "Choose another step or run."):
     saved = read_manifest(directory)["leaves"]
     prefix = f"{field}." if any(name.startswith("params.") for name in saved) else ""
     saved = {name: entry for name, entry in saved.items() if name.startswith(prefix)}
@@ -139,8 +142,8 @@ def read_field(field: str, directory: pathlib.Path, abstract: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _reporting_damage(directory: pathlib.Path, remedy: str) -> Iterator[None]:
-  """Converts errors of reading into TornCheckpointError, but for a bucket that does not answer."""
+def _report_damage(directory: pathlib.Path, remedy: str) -> Iterator[None]:
+  """Converts errors of reading into TornCheckpointError, unless the bucket does not respond."""
   try:
     yield
   except ForeignCheckpointError:
@@ -148,12 +151,12 @@ def _reporting_damage(directory: pathlib.Path, remedy: str) -> Iterator[None]:
   except Exception as error:
     if in_bucket(directory) and any(status in str(error) for status in _UNREACHABLE):
       raise UnreachableError(
-        f"the checkpoint {directory} cannot be read: {short(error)}. Check the network and the"
-        " account's role (roles/storage.objectUser), then rerun the same command"
+        f"the checkpoint {directory} cannot be read: {shorten_error(error)}. Check the network and"
+        " the account's role (roles/storage.objectUser), then rerun the same command"
       ) from error
-    then = f". {remedy}" if remedy else ""
+    suffix = f". {remedy}" if remedy else ""
     raise TornCheckpointError(
-      f"the checkpoint {directory} is damaged: {short(error)}{then}"
+      f"the checkpoint {directory} is damaged: {shorten_error(error)}{suffix}"
     ) from error
 
 
@@ -174,7 +177,7 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
   return named
 
 
-def _sharding(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.sharding.Sharding:
+def _sharding_of_leaf(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.sharding.Sharding:
   return leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
 
@@ -191,14 +194,15 @@ def _check_same_leaves(
   saved: Mapping[str, dict[str, Any]],
   remedy: str,
 ) -> None:
-  """Raises ForeignCheckpointError naming the first leaf that differs."""
-  now = {n: f"{jnp.dtype(x.dtype).name}{list(x.shape)}" for n, x in expected.items()}
-  then = {n: f"{e['dtype']}{e['shape']}" for n, e in saved.items()}
-  for name in [*now, *then]:
-    if now.get(name) != then.get(name):
+  """Raises ForeignCheckpointError, which names the first leaf that differs."""
+  in_run = {n: f"{jnp.dtype(x.dtype).name}{list(x.shape)}" for n, x in expected.items()}
+  in_file = {n: f"{e['dtype']}{e['shape']}" for n, e in saved.items()}
+  for name in [*in_run, *in_file]:
+    if in_run.get(name) != in_file.get(name):
       raise ForeignCheckpointError(
         f"the checkpoint {directory} is of another state: leaf {name!r} is "
-        f"{then.get(name, 'absent')} in it and {now.get(name, 'absent')} in this run. {remedy}"
+        f"{in_file.get(name, 'absent')} in it and {in_run.get(name, 'absent')} in this run. "
+        f"{remedy}"
       )
 
 
@@ -207,40 +211,44 @@ def _read_arrays(
 ) -> dict[str, Any]:
   """The arrays of `entries` in a step directory: jax arrays for `on_devices`, else NumPy arrays.
 
-  Raises an error of any kind if files are missing, truncated or changed.
+  Raises errors of any type if files are missing, truncated or changed.
   """
-  target, how = {}, {}
+  target = {}
+  restore_args = {}
   for name, entry in entries.items():
     if 0 in entry["shape"]:
       continue
     target[name] = jax.ShapeDtypeStruct(entry["shape"], jnp.dtype(entry["dtype"]))
     if name in on_devices:
-      how[name] = ocp.ArrayRestoreArgs(sharding=_sharding(on_devices[name]))
+      restore_args[name] = ocp.ArrayRestoreArgs(sharding=_sharding_of_leaf(on_devices[name]))
     else:
-      how[name] = ocp.RestoreArgs(restore_type=np.ndarray)
-  args = ocp.args.PyTreeRestore(item=target, restore_args=how, partial_restore=True)
+      restore_args[name] = ocp.RestoreArgs(restore_type=np.ndarray)
+  args = ocp.args.PyTreeRestore(item=target, restore_args=restore_args, partial_restore=True)
   with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
     stored = dict(handler.restore(directory / "arrays", args=args))
   for name, entry in entries.items():
     if name not in stored:
       empty = np.zeros(entry["shape"], jnp.dtype(entry["dtype"]))
       on_device = name in on_devices
-      stored[name] = jax.device_put(empty, _sharding(on_devices[name])) if on_device else empty
+      stored[name] = (
+        jax.device_put(empty, _sharding_of_leaf(on_devices[name])) if on_device else empty
+      )
   device = {name: stored[name] for name in on_devices}
   host = {name: host_checksum(stored[name]) for name in entries if name not in on_devices}
   _check_sums(device_checksums(device) | host, entries)
   return stored
 
 
-def _check_sums(found: Mapping[str, int], entries: Mapping[str, dict[str, Any]]) -> None:
+def _check_sums(sums: Mapping[str, int], entries: Mapping[str, dict[str, Any]]) -> None:
+  """Raises ValueError if a leaf's checksum differs from that in its entry of the manifest."""
   for name, entry in entries.items():
-    if found[name] != entry["checksum"]:
-      raise ValueError(f"leaf {name!r} has checksum {found[name]}, saved with {entry['checksum']}")
+    if sums[name] != entry["checksum"]:
+      raise ValueError(f"leaf {name!r} has checksum {sums[name]}, saved with {entry['checksum']}")
 
 
 def _split_arrays(tree: Any) -> tuple[Any, dict[str, np.ndarray]]:
-  """(a JSON skeleton of `tree` with {"array": name} in place of arrays, the arrays by name)."""
-  found: dict[str, np.ndarray] = {}
+  """(JSON skeleton of `tree`, with {"array": name} in place of arrays; the arrays by name)."""
+  arrays: dict[str, np.ndarray] = {}
 
   def visit(node: Any) -> Any:
     match node:
@@ -251,18 +259,19 @@ def _split_arrays(tree: Any) -> tuple[Any, dict[str, np.ndarray]]:
       case list() | tuple():
         return {"list": [visit(child) for child in node]}
       case np.ndarray() | np.generic() if np.asarray(node).dtype.kind not in "OSUMm":
-        name = f"extra-{len(found)}"
-        found[name] = np.asarray(node)
+        name = f"extra-{len(arrays)}"
+        arrays[name] = np.asarray(node)
         return {"array": name}
     raise TypeError(
-      f"`arrays` has {type(node).__name__}; it takes dicts with string keys, lists and numeric "
-      "NumPy arrays (from jax.device_get and dataclasses.asdict); pass text as `host`."
+      f"`arrays` contains {type(node).__name__}; it takes dicts with string keys, lists and numeric"
+      " NumPy arrays (from jax.device_get and dataclasses.asdict); pass text as `host`."
     )
 
-  return visit(tree), found
+  return visit(tree), arrays
 
 
 def _join_arrays(skeleton: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+  """The inverse of `_split_arrays`."""
   match skeleton:
     case None:
       return None
@@ -282,7 +291,7 @@ _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
 @jax.jit
 def _checksums(leaves: list[jax.Array]) -> list[jax.Array]:
-  """Σ bits·(2·index + 1) mod 2³² of each leaf, index = row-major position; u32[] each.
+  """Σ bits·(2·index + 1) mod 2³² of each leaf, where index is the row-major position; u32[] each.
 
   Integer arithmetic is exact in any order, so the sums do not depend on the sharding. The weights
   are odd, so that any change of one element changes the sum, and differ, so that order matters.
@@ -307,11 +316,13 @@ def parameter_checksums(params: Any) -> jax.Array:
 
 
 def device_checksums(leaves: Mapping[str, jax.Array]) -> dict[str, int]:
+  """Checksums of arrays on devices by name, see `_checksums`."""
   sums = to_host(_checksums(list(leaves.values())))
   return {name: int(s) for name, s in zip(leaves, sums, strict=True)}
 
 
 def host_checksum(array: np.ndarray) -> int:
+  """CRC-32 of an array's bytes."""
   return zlib.crc32(array.tobytes())
 
 
@@ -323,7 +334,12 @@ def _with_checksum(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_manifest(directory: pathlib.Path) -> dict[str, Any]:
-  """The manifest of a step directory, its own checksum and its step verified."""
+  """Reads the manifest of a step directory, and verifies its checksum and step.
+
+  Raises:
+    ForeignCheckpointError: the directory is of another program or version.
+    ValueError: the manifest is damaged.
+  """
   if not (directory / "manifest").exists():
     raise ForeignCheckpointError(
       f"{directory} is not a checkpoint of rlvr_jax (it has no manifest). Use another --workdir, or"
@@ -335,24 +351,24 @@ def read_manifest(directory: pathlib.Path) -> dict[str, Any]:
   marker = saved["manifest"]["marker"]
   if marker != MARKER:
     raise ForeignCheckpointError(
-      f"{directory} has the format {marker!r}, this version reads {MARKER!r}. "
+      f"{directory} has the format {marker!r}, but this version reads {MARKER!r}. "
       "Use the version of rlvr_jax that wrote it, or another --workdir."
     )
   if (step := saved["manifest"]["step"]) != int(directory.name):
-    raise ValueError(f"it is the checkpoint of step {step}, under another number")
+    raise ValueError(f"it is the checkpoint of step {step}, in a directory of another step")
   return saved["manifest"]
 
 
 def with_metric(manifest: dict[str, Any], host: Mapping[str, Any], metric: float) -> bytes:
-  """The manifest file of a step that was measured after it was saved."""
+  """Content of the manifest file of a step whose metric was measured after it was saved."""
   return json.dumps(_with_checksum(manifest | {"host": dict(host), "metric": metric})).encode()
 
 
 # --- orbax's messages -----------------------------------------------------------------------------
 
 
-def short(error: BaseException) -> str:
-  """The error without the long list of settings that tensorstore adds; its cause has them."""
+def shorten_error(error: BaseException) -> str:
+  """The text of an error, without the long list of settings that tensorstore appends."""
   text = " ".join(f"{type(error).__name__}: {error}".split())
   return text if len(text) <= 200 else f"{text[:200]}…"
 
@@ -361,15 +377,19 @@ def short(error: BaseException) -> str:
 def silence_orbax() -> None:
   """Drops orbax's log records; problems that matter to users are raised as our errors.
 
-  When a read fails, orbax never awaits some of the others, and closes the loop to which threads of
-  tensorstore deliver the rest: python would print a warning or a traceback for each.
+  When a read fails, orbax never awaits some other reads, and closes the event loop to which threads
+  of tensorstore deliver the rest: Python would print a warning or a traceback for each.
   """
-  logging.getLogger("absl").addFilter(_is_not_of_orbax)
+  logging.getLogger("absl").addFilter(_is_not_from_orbax)
   warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-  show = sys.unraisablehook
-  of_orbax = lambda raised: str(raised.exc_value) == "Event loop is closed"
-  sys.unraisablehook = lambda raised: None if of_orbax(raised) else show(raised)
+  default_hook = sys.unraisablehook
+
+  def show_unless_closed(raised: Any) -> None:
+    if str(raised.exc_value) != "Event loop is closed":
+      default_hook(raised)
+
+  sys.unraisablehook = show_unless_closed
 
 
-def _is_not_of_orbax(record: logging.LogRecord) -> bool:
+def _is_not_from_orbax(record: logging.LogRecord) -> bool:
   return f"{os.sep}orbax{os.sep}" not in record.pathname

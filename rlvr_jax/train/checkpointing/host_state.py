@@ -1,4 +1,4 @@
-"""The host's part of a checkpoint, without the train state and the arrays of pending batches."""
+"""The host's state in a checkpoint: all but the train state and the arrays of pending batches."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from rlvr_jax.rollouts.batch import Position
 
 
 class HostState(NamedTuple):
-  """The host's part of a run's state; JSON values but for `position`."""
+  """The host's part of a run's state; JSON values, except `position`."""
 
-  position: Position  # of generation, after the last batch taken
+  position: Position  # of generation, after the last batch that was taken
   counters: dict[str, float]  # of the run log
-  evaluation: dict[str, float]  # the last one
-  evaluated: int  # number of updates before it
-  layout: dict[str, Any]  # machine and layout, see `restore.layout_of`
+  evaluation: dict[str, float]  # values of the last evaluation
+  evaluated: int  # number of updates before the last evaluation
+  layout: dict[str, Any]  # machine and layout, see `restore.describe_layout`
   queue: dict[str, Any]  # pending batches and fingerprints, see `RolloutQueue.state`
   written: dict[str, Any]  # records before this checkpoint, see `MetricWriter.written`
 

@@ -1,4 +1,4 @@
-"""Protects a workdir: one process at a time, and always the same configuration."""
+"""Protects a workdir: one process at a time, always with the same configuration."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import shutil
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from rlvr_jax.storage.files import replacing, writing_to
+from rlvr_jax.storage.files import replace_file, report_unwritable
 from rlvr_jax.storage.places import Workdir, in_bucket
 from rlvr_jax.train.checkpointing import claim
 from rlvr_jax.train.checkpointing.claim import BucketClaim, WorkdirError
 from rlvr_jax.train.cluster import multihost
 
-LAYOUT_FILE = "layout.json"  # the machine of the process that began or resumed a run last
-# What a run writes after its configuration. Without warm_start, which users may copy there.
-_OF_A_RUN = ("checkpoints", "rollouts", "metrics.jsonl", "problems.jsonl")
+LAYOUT_FILE = "layout.json"  # the machine of the process that last started or resumed a run
+# Files that a run writes after its configuration; without warm_start, which users may copy.
+_RUN_FILES = ("checkpoints", "rollouts", "metrics.jsonl", "problems.jsonl")
 
 
 class WorkdirLock:
-  """Locks a workdir until `close`; the kernel frees the lock when the process ends."""
+  """Locks a workdir until `close`; the kernel releases the lock when the process ends."""
 
   def __init__(self, workdir: str | os.PathLike[str]):
     """Raises WorkdirError if another process has the lock."""
@@ -47,137 +47,147 @@ class WorkdirLock:
     self._file.flush()
 
   def close(self) -> None:
-    """Frees the lock."""
+    """Releases the lock."""
     self._file.close()
 
 
 class StartFiles:
-  """The files of a start; `close` removes them unless the run began, so that it can start anew.
+  """The files written by a start, which `close` removes if the start failed.
 
-  Files that were there before are kept, and so is everything where a run had begun before.
+  Earlier files are kept, as is everything in the workdir of a resumed run.
   """
 
   def __init__(self, workdir: Workdir):
-    """Lists what is there; call it before the workdir is claimed."""
+    """Lists the earlier files; call it before the workdir is claimed."""
     self._workdir = workdir
-    on_disk = not in_bucket(workdir.kept)
-    path = pathlib.Path(workdir.kept).absolute() if on_disk else workdir.local
+    on_disk = not in_bucket(workdir.path)
+    path = pathlib.Path(workdir.path).absolute() if on_disk else workdir.local
     self._missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    self._before = {entry.name for entry in path.iterdir()} if path.is_dir() else set[str]()
-    self._removed_unless_begun = False
+    self._earlier = {entry.name for entry in path.iterdir()} if path.is_dir() else set[str]()
+    self._remove_on_close = False
 
   def check_config(self, config_json: str, may_differ: Collection[str]) -> None:
     """Calls `check_config`, in the process that has the claim."""
-    self._removed_unless_begun = not (self._workdir.local / "config.json").exists()
+    self._remove_on_close = not (self._workdir.local / "config.json").exists()
     check_config(self._workdir, config_json, may_differ=may_differ)
 
-  def begin(self) -> None:
-    """The start has succeeded: the files stay."""
-    self._removed_unless_begun = False
+  def keep(self) -> None:
+    """Keeps and publishes the files; call it when the start has succeeded."""
+    self._remove_on_close = False
     self._workdir.publish()
 
   def close(self) -> None:
-    """Removes the files of a start that has failed; folders that it made, if they are empty."""
-    if not self._removed_unless_begun:
+    """Removes the files of a failed start, and the folders that it made if they are empty."""
+    if not self._remove_on_close:
       return
     for entry in self._workdir.local.iterdir():
-      if entry.name not in self._before:
+      if entry.name not in self._earlier:
         shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
-    with contextlib.suppress(OSError):  # not empty any more
+    with contextlib.suppress(OSError):  # not empty
       for folder in self._missing:
         folder.rmdir()
 
 
-def opened(
+def open_workdir(
   workdir: str | os.PathLike[str], enter: Callable[[Any], Any]
 ) -> tuple[Workdir, StartFiles]:
-  """A workdir, claimed by this run, and what becomes of its files if the start fails.
+  """Opens a workdir and claims it for this run.
 
-  `enter` closes what it gets when the run ends.
-
+  Args:
+    workdir: folder of the run, or gs://BUCKET/FOLDER.
+    enter: registers an object to be closed when the run ends; returns it.
+  Returns:
+    The workdir, and the files of this start, which are removed if it fails.
   Raises:
-    WorkdirError: another process has it, or nothing can be written there.
+    WorkdirError: another process has claimed the workdir, or it cannot be written.
   """
   folder = Workdir(workdir)
-  with writing_to(f"--workdir={workdir}", WorkdirError):
+  with report_unwritable(f"--workdir={workdir}", WorkdirError):
     files = StartFiles(folder)
-    multihost.on_first(lambda: enter(claimed(folder)), None)
+    multihost.run_on_first(lambda: enter(claim_workdir(folder)), None)
   enter(folder)
   enter(files)
   return folder, files
 
 
-def claimed(workdir: Workdir) -> WorkdirLock | BucketClaim:
-  """Claims a workdir until `close`; raises WorkdirError if another process has it.
+def claim_workdir(workdir: Workdir) -> WorkdirLock | BucketClaim:
+  """Claims a workdir until `close`; call it in one process per run, the first.
 
-  Call it in one process per run (on several hosts: the first).
+  Raises:
+    WorkdirError: another process has claimed it.
   """
-  if not in_bucket(workdir.kept):
-    return WorkdirLock(workdir.kept)
-  owner = BucketClaim(workdir.bucket(), beat_s=claim.BEAT_S, limit_s=claim.LIMIT_S)
-  workdir.guard_by(owner.check)
-  return owner
+  if not in_bucket(workdir.path):
+    return WorkdirLock(workdir.path)
+  bucket_claim = BucketClaim(workdir.bucket(), beat_s=claim.BEAT_S, limit_s=claim.LIMIT_S)
+  workdir.set_guard(bucket_claim.check)
+  return bucket_claim
 
 
 def check_config(workdir: Workdir, config_json: str, *, may_differ: Collection[str] = ()) -> None:
   """Writes `workdir`/config.json on the first run; later runs must have the same configuration.
 
   Args:
-    workdir: fetched; created if needed.
+    workdir: a workdir after `fetch`; created if needed.
     config_json: the complete configuration, a JSON object.
     may_differ: dotted names of fields (or of groups of fields) that a resumed run may change.
   Raises:
-    WorkdirError: fields differ, which the message lists with both values; or the workdir has a run
+    WorkdirError: fields differ, listed in the message with both values; or the workdir has a run
       without config.json.
   """
-  path, kept = workdir.local / "config.json", workdir.kept
+  path = workdir.local / "config.json"
+  folder = workdir.path
   new = json.loads(config_json)
   if not path.exists():
-    if left := left_by_a_run(path.parent):
+    if names := run_file_names(path.parent):
       raise WorkdirError(
-        f"{kept}/config.json is missing, but {kept} has {', '.join(left)} of a run, whose"
+        f"{folder}/config.json is missing, but {folder} has {', '.join(names)} of a run, whose"
         " configuration is unknown without it. Put it back, or use another --workdir."
       )
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
+    with replace_file(path) as file:
       file.write((json.dumps(new, indent=2, sort_keys=True) + "\n").encode())
     return
-  old = read_config(path, f"{kept}/config.json")
-  then, now = dict(_flatten(old)), dict(_flatten(new))
+  old = read_config(path, f"{folder}/config.json")
+  old_fields = dict(_flatten(old))
+  new_fields = dict(_flatten(new))
   lines = [
-    f"  {name}: {then.get(name, 'absent')} in the workdir, {now.get(name, 'absent')} now"
-    for name in sorted(then.keys() | now.keys())
-    if then.get(name) != now.get(name)
+    f"  {name}: {old_fields.get(name, 'absent')} in the workdir,"
+    f" {new_fields.get(name, 'absent')} now"
+    for name in sorted(old_fields.keys() | new_fields.keys())
+    if old_fields.get(name) != new_fields.get(name)
     and not any(name == field or name.startswith(f"{field}.") for field in may_differ)
   ]
   if lines:
     raise WorkdirError(
-      f"{kept} belongs to a run with another configuration:\n" + "\n".join(lines) + "\n"
-      "Use another --workdir, or the configuration of the run that is there."
+      f"{folder} belongs to a run with another configuration:\n" + "\n".join(lines) + "\n"
+      "Use another --workdir, or the configuration of that run. A field that is absent in the"
+      " workdir is newer than that run, which only its own version can resume."
     )
 
 
 def read_config(path: pathlib.Path, shown: str = "") -> dict[str, Any]:
-  """The configuration of a run, as JSON values.
+  """Reads the configuration of a run, as JSON values.
 
   Args:
-    path: of its config.json; `shown` in messages, if that is another one.
+    path: path of config.json.
+    shown: path for messages, if it is another one.
   Raises:
-    WorkdirError: it is not a JSON object.
+    WorkdirError: the file is not a JSON object.
   """
   try:
-    found = json.loads(path.read_text())
-    problem = f"has {type(found).__name__} in place of the fields of a configuration"
+    config = json.loads(path.read_text())
+    problem = f"is a JSON {type(config).__name__}, not an object with the fields of a configuration"
   except ValueError as error:
-    found, problem = None, f"is not JSON ({error})"
-  if not isinstance(found, dict):
+    config = None
+    problem = f"is not JSON ({error})"
+  if not isinstance(config, dict):
     raise WorkdirError(f"{shown or path} {problem}. Put back a copy, or choose another folder.")
-  return found
+  return config
 
 
-def left_by_a_run(folder: pathlib.Path) -> list[str]:
-  """Names of what a run has written into its folder after its configuration."""
-  return [name for name in _OF_A_RUN if (folder / name).exists()]
+def run_file_names(folder: pathlib.Path) -> list[str]:
+  """Names of the files and folders that a run has written after its configuration."""
+  return [name for name in _RUN_FILES if (folder / name).exists()]
 
 
 def _flatten(node: Any, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Processes, devices and signals: what makes several hosts act as one program."""
+"""Processes, devices and signals: runs several hosts as one program."""
 
 __all__ = [
   "control",

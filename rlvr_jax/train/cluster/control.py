@@ -1,8 +1,8 @@
-"""Control messages between the processes of a run, over TCP and without its devices.
+"""Control messages between the processes of a run, over TCP instead of the devices' network.
 
 Every process has a connection to the first one, which collects the values of an exchange and sends
-all of them to each. So a message does not wait for what the devices compute. The kernel closes the
-connections of a process that dies, so that the others notice at once.
+all of them to each process. So a message does not wait for programs on the devices. The kernel
+closes the connections of a process that dies, so that the others notice at once.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-_HELLO_S = 10.0  # for the first line of a connection
+_HANDSHAKE_S = 10.0  # for the first line of a connection
 _RERUN = "Rerun the same command on every host to resume from the last checkpoint"
-# A host that loses power closes nothing: after some 40 s without an answer it counts as dead.
+# A host that loses power does not close its connections: it counts as dead after 40 s of silence.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
@@ -28,9 +28,9 @@ class ControlError(RuntimeError):
 
 
 class Address(NamedTuple):
-  """Where the first process listens; JSON."""
+  """Address at which the first process listens; JSON."""
 
-  hosts: list[str]  # names and numbers of its host, to be tried in this order
+  hosts: list[str]  # names and IP addresses of its host, to be tried in this order
   port: int
   token: str  # identifies the processes of this run
 
@@ -49,13 +49,13 @@ class _Connection:
     self._sending = threading.Lock()
 
   def send(self, *message: Any) -> None:
-    """Sends a message; does nothing if the other process has ended, which `receive` notices."""
+    """Sends a message; does nothing if the other process has ended, which `receive` reports."""
     line = json.dumps(message).encode() + b"\n"
     with self._sending, contextlib.suppress(OSError):
       self._socket.sendall(line)
 
   def receive(self) -> list[Any] | None:
-    """The next message; None if there will be no more."""
+    """Waits for the next message; None if the connection is closed."""
     try:
       line = self._lines.readline()
     except OSError:
@@ -67,36 +67,38 @@ class _Exchanges:
   """Values of all processes by exchange; any thread may add to them.
 
   Attributes:
-    phase: of the last exchange that this process began.
+    phase: phase of the last exchange that this process began.
   """
 
   def __init__(self, count: int):
-    """`count`: of all processes."""
+    """`count`: number of processes."""
     self.phase = "the start"
-    self._count, self._number = count, 0
-    self._changed = threading.Condition()  # guards `_said`
-    self._said: dict[int, dict[int, tuple[str, Any]]] = collections.defaultdict(dict)
+    self._count = count
+    self._number = 0
+    self._changed = threading.Condition()  # guards `_entries`
+    self._entries: dict[int, dict[int, tuple[str, Any]]] = collections.defaultdict(dict)
 
   def begin(self, phase: str) -> int:
-    """The number of the next exchange."""
-    self.phase, self._number = phase, self._number + 1
+    """Begins the next exchange; returns its number."""
+    self.phase = phase
+    self._number += 1
     return self._number
 
-  def hear(self, number: int, said: Mapping[int, tuple[str, Any]]) -> None:
+  def add(self, number: int, entries: Mapping[int, tuple[str, Any]]) -> None:
     """Adds (phase, value) by process to an exchange."""
     with self._changed:
-      self._said[number].update(said)
+      self._entries[number].update(entries)
       self._changed.notify_all()
 
   def wait(self, number: int, deadline_s: float) -> dict[int, tuple[str, Any]]:
-    """(phase, value) of all processes, or of those that have come within the deadline."""
+    """Waits for (phase, value) of all processes; at the deadline, returns what has arrived."""
     with self._changed:
-      self._changed.wait_for(lambda: len(self._said[number]) == self._count, deadline_s)
-      return self._said.pop(number)
+      self._changed.wait_for(lambda: len(self._entries[number]) == self._count, deadline_s)
+      return self._entries.pop(number)
 
 
 class Channel:
-  """The connections of one process, and a thread for each that reads it."""
+  """The connections of one process, with a thread that reads each."""
 
   def __init__(
     self,
@@ -107,162 +109,167 @@ class Channel:
     on_request: Callable[[], None],
     on_loss: Callable[[str], None],
   ):
-    """Starts to read.
+    """Starts the threads.
 
     Args:
-      process: number of this one.
-      count: of all processes.
-      connections: by process; of the first process to all others, of others to the first.
-      on_request: called in a thread when another process has got a request for shutdown.
+      process: index of this process.
+      count: number of processes.
+      connections: by process; the first process is connected to all others, they only to it.
+      on_request: called in a thread when another process requests shutdown.
       on_loss: called in a thread with a message that names a process that has died or failed.
     """
-    self.process, self.count = process, count
+    self.process = process
+    self.count = count
     self._connections = connections
-    self._on_request, self._on_loss = on_request, on_loss
+    self._on_request = on_request
+    self._on_loss = on_loss
     self._exchanges = _Exchanges(count)
-    self._left: set[int] = set()  # processes that have ended in order
-    self._leaving = threading.Lock()  # guards `_left`
+    self._ended: set[int] = set()  # processes whose end is known
+    self._ended_lock = threading.Lock()
     for other, connection in connections.items():
       threading.Thread(
         target=self._read, args=(other, connection), name=f"control-{other}", daemon=True
       ).start()
 
   def exchange(self, value: Any, phase: str, deadline_s: float) -> list[Any]:
-    """The values of all processes, in order; called by one thread, equally often on each.
+    """Exchanges values; one thread of each process calls it, equally often on all.
 
     Args:
       value: a JSON value; floats are exchanged exactly.
-      phase: what the run is doing, for messages; the same on all.
-      deadline_s: seconds to wait for the others.
+      phase: what the run is doing, for messages; the same on all processes.
+      deadline_s: seconds to wait for the other processes.
+    Returns:
+      The values of all processes, in order.
     Raises:
-      ControlError: one did not call in time, or called in another phase; it is named.
+      ControlError: a process did not call in time, or called in another phase; it is named.
     """
     number = self._exchanges.begin(phase)
     if self.process:
       self._connections[0].send("value", number, phase, value)
     else:
-      self._exchanges.hear(number, {0: (phase, value)})
-    heard = self._exchanges.wait(number, deadline_s)
-    if silent := sorted(set(range(self.count)) - heard.keys() - {self.process}):
+      self._exchanges.add(number, {0: (phase, value)})
+    received = self._exchanges.wait(number, deadline_s)
+    if missing := sorted(set(range(self.count)) - received.keys() - {self.process}):
       raise ControlError(
-        f"process {', '.join(map(str, silent))} of {self.count} did not reach {phase!r} within"
+        f"process {', '.join(map(str, missing))} of {self.count} did not reach {phase!r} within"
         f" {deadline_s:g} s; see what it printed. {_RERUN}"
       )
-    said = [heard[process] for process in range(self.count)]
-    for connection in self._connections.values() if not self.process else ():
-      connection.send("values", number, said)
-    if phases := {other: p for other, (p, _) in enumerate(said) if p != phase}:
+    entries = [received[process] for process in range(self.count)]
+    if not self.process:
+      for connection in self._connections.values():
+        connection.send("values", number, entries)
+    if phases := {other: p for other, (p, _) in enumerate(entries) if p != phase}:
       raise ControlError(
         f"process {self.process} of {self.count} is at {phase!r}, others are at {phases}: they do"
         f" not run the same program, or their configurations differ. {_RERUN}"
       )
-    return [value for _, value in said]
+    return [value for _, value in entries]
 
-  def request(self) -> None:
-    """Sends all processes the request for shutdown that this one has got."""
+  def request_shutdown(self) -> None:
+    """Passes a shutdown request on to all processes."""
     for connection in self._connections.values():
       connection.send("request")
 
   def leave(self, failure: str = "") -> None:
-    """Announces that this process ends now, in order or with a failure that the others name."""
-    with self._leaving:
-      self._left |= self._connections.keys()
+    """Announces that this process ends now, in order or with a failure that the others report."""
+    with self._ended_lock:
+      self._ended |= self._connections.keys()
     for connection in self._connections.values():
       connection.send("leave", self.process, failure)
 
   def _read(self, other: int, connection: _Connection) -> None:
-    """Runs in a thread: what one process says, until it has left."""
+    """Handles the messages from one process until its connection closes; runs in a thread."""
     while (message := connection.receive()) is not None:
       kind, *content = message
       if kind == "value":
         number, phase, value = content
-        self._exchanges.hear(number, {other: (phase, value)})
+        self._exchanges.add(number, {other: (phase, value)})
       elif kind == "values":
-        number, said = content
-        self._exchanges.hear(number, dict(enumerate(map(tuple, said))))
+        number, entries = content
+        self._exchanges.add(number, dict(enumerate(map(tuple, entries))))
       elif kind == "request":
         self._on_request()
-        self._tell_others(other, "request")
+        self._forward(other, "request")
       else:
-        self._lost(other, *content)
-    self._lost(other, other, "has died or cannot be reached")
+        self._handle_end(other, *content)
+    self._handle_end(other, other, "has died or cannot be reached")
 
-  def _lost(self, other: int, process: int, failure: str) -> None:
-    """A process has ended; `other` is the one that said so, or the process itself."""
-    with self._leaving:
-      known = bool({other, process} & self._left)
-      self._left.add(process)
+  def _handle_end(self, other: int, process: int, failure: str) -> None:
+    """Handles the end of a process, reported by `other`: the first process, or `process` itself."""
+    with self._ended_lock:
+      known = bool({other, process} & self._ended)
+      self._ended.add(process)
     if known or not failure:
       return
-    self._tell_others(other, "leave", process, failure)
+    self._forward(other, "leave", process, failure)
     self._on_loss(
       f"process {process} of {self.count} {failure}; process {self.process} was at"
       f" {self._exchanges.phase!r}. See what it printed. {_RERUN}"
     )
 
-  def _tell_others(self, source: int, *message: Any) -> None:
-    """Passes on what a process said; only the first is connected to others."""
+  def _forward(self, source: int, *message: Any) -> None:
+    """Forwards a message from `source` to all others; only the first process has any."""
     for other, connection in self._connections.items():
       if other != source:
         connection.send(*message)
 
 
 class Server:
-  """Where the first process waits for the connections of the others."""
+  """Accepts, in the first process, the connections of all others."""
 
   def __init__(self, count: int, hosts: Sequence[str] = ()):
     """Listens on a free port.
 
     Args:
-      count: of the run's processes.
-      hosts: further names by which the others may know this host, best first.
+      count: number of processes of the run.
+      hosts: further names by which the other processes may reach this host, best first.
     """
     self._count = count
     self._socket = socket.create_server(("", 0), backlog=count)
     port, token = self._socket.getsockname()[1], secrets.token_hex(8)
-    self.address = Address([*hosts, *_names()], port, token)
+    self.address = Address([*hosts, *_host_addresses()], port, token)
 
   def accept(self, deadline_s: float) -> dict[int, _Connection]:
-    """The connections of all others, by process.
+    """Accepts the connections of all other processes; returns them by process.
 
     Raises:
-      ControlError: some did not come in time.
+      ControlError: some processes did not connect in time.
     """
-    found: dict[int, _Connection] = {}
+    connections: dict[int, _Connection] = {}
     deadline = time.monotonic() + deadline_s
     with self._socket:
-      while len(found) < self._count - 1:
+      while len(connections) < self._count - 1:
         self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
         try:
           connected, _ = self._socket.accept()
         except OSError as error:
-          absent = sorted(set(range(1, self._count)) - found.keys())
+          absent = sorted(set(range(1, self._count)) - connections.keys())
           raise ControlError(
             f"processes {absent} of {self._count} did not connect to process 0 at {self.address}"
             f" within {deadline_s:g} s ({error}): allow TCP connections between the hosts"
           ) from error
-        other = _introduced(connected, self.address.token, 0)
+        other = _shake_hands(connected, self.address.token, 0)
         if other is None:
           connected.close()
         else:
-          found[other] = _Connection(connected)
-    return found
+          connections[other] = _Connection(connected)
+    return connections
 
 
 def connect(address: Address, process: int) -> _Connection:
-  """The connection of a process to the first one.
+  """Connects a process to the first one.
 
   Raises:
-    ControlError: it cannot be reached.
+    ControlError: the first process cannot be reached.
   """
   failures = []
   for host in dict.fromkeys(address.hosts):
     try:
-      connected = socket.create_connection((host, address.port), _HELLO_S)
+      connected = socket.create_connection((host, address.port), _HANDSHAKE_S)
     except OSError as error:
       failures.append(f"{host}: {error}")
       continue
-    if _introduced(connected, address.token, process) == 0:
+    if _shake_hands(connected, address.token, process) == 0:
       return _Connection(connected)
     connected.close()
     failures.append(f"{host}: another program uses the port")
@@ -272,23 +279,23 @@ def connect(address: Address, process: int) -> _Connection:
   )
 
 
-def _introduced(connected: socket.socket, token: str, process: int) -> int | None:
-  """Says which process this is; the number of the other one, None if it is none of this run."""
-  connected.settimeout(_HELLO_S)
+def _shake_hands(connected: socket.socket, token: str, process: int) -> int | None:
+  """Sends the index of this process; returns that of the peer, None if it is not of this run."""
+  connected.settimeout(_HANDSHAKE_S)
   line = b""
   with contextlib.suppress(OSError):
     connected.sendall(f"{token} {process}\n".encode())
     while not line.endswith(b"\n") and len(line) < 64 and (byte := connected.recv(1)):
       line += byte
   words = line.decode(errors="replace").split()
-  ours = len(words) == 2 and words[0] == token and words[1].isdigit()
-  return int(words[1]) if ours else None
+  is_of_run = len(words) == 2 and words[0] == token and words[1].isdigit()
+  return int(words[1]) if is_of_run else None
 
 
-def _names() -> list[str]:
-  """Addresses of this host, best first; the last one serves where all processes share a host."""
-  found = [socket.gethostname(), "127.0.0.1"]
+def _host_addresses() -> list[str]:
+  """Addresses of this host, best first; the last one works if all processes share a host."""
+  addresses = [socket.gethostname(), "127.0.0.1"]
   with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-    probe.connect(("192.0.2.1", 9))  # sends nothing: it asks which interface leads outside
-    found.insert(0, probe.getsockname()[0])
-  return found
+    probe.connect(("192.0.2.1", 9))  # sends nothing; chooses the interface to the outside
+    addresses.insert(0, probe.getsockname()[0])
+  return addresses

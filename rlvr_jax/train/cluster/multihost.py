@@ -1,13 +1,14 @@
-"""One run in several processes, as on a TPU pod: exchanging values, grades, signals and failures.
+"""Runs in several processes, as on a TPU pod: exchange of values, grades, signals and failures.
 
 Every process runs the same loop on the same data, so that all dispatch the same device programs in
 the same order. Whatever could differ between them (grades, a signal, a failure) is exchanged before
-it has an effect, over connections of their own (`control`). With one process, nothing here has one.
+it has an effect, over separate connections (`control`). With one process no connection is opened.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import ctypes
 import dataclasses
 import json
@@ -30,30 +31,31 @@ from rlvr_jax.train.cluster import control
 from rlvr_jax.train.cluster.process import (
   DEADLINE_S,
   EndRequestedError,
-  alive,
-  ask,
-  asked,
-  ends_after,
-  ends_in_order,
-  in_order,
-  wait,
-  waited_s,
-  waiting,
+  exit_after,
+  handle_shutdown_signals,
+  handles_shutdown_signals,
+  measure_wait,
+  request_shutdown,
+  restart_deadline,
+  shutdown_requested,
+  total_wait_s,
+  wait_for,
 )
 
 T = TypeVar("T")
 _ADDRESS_BYTES = 1024
-_MEETING_S = 300  # for all processes to connect to the first; they may start minutes apart
-# Shorter than that of the process itself, whose message could not name the one that is missing.
+_CONNECTING_S = 300  # for all processes to connect to the first; they may start minutes apart
+# Shorter than the deadline of the process, whose message could not name the missing process.
 _EXCHANGE_S = 0.9 * DEADLINE_S
 _channel: control.Channel | None = None  # with several processes
-_left = threading.Event()  # set when this process has said that it ends
-_waits: list[float] = []
-_phase = "the start"
+_left = threading.Event()  # set when this process has announced its end
+_process_waits_s: list[float] = []
+# By thread: the one that generates in the background has phases of its own.
+_phase = contextvars.ContextVar("phase", default="the start")
 
 
 class OtherProcessError(RuntimeError):
-  """Another process of the run failed, with this message."""
+  """Another process of the run failed; the message is that of its error."""
 
 
 def initialize(
@@ -64,132 +66,142 @@ def initialize(
   If a process dies, the others end with a message that names it.
 
   Args:
-    coordinator: host:port, a free port of process 0; None, like the other two, if the cluster
+    coordinator: host:port, a free port of process 0. All three arguments are None if the cluster
       identifies the processes (TPU pods, SLURM, Open MPI).
-    num_processes: of the run.
-    process_id: of this process, 0 ≤ id < num_processes.
+    num_processes: number of processes of the run.
+    process_id: index of this process, 0 ≤ id < num_processes.
   Raises:
     ValueError: only some of the three are given, or they are invalid.
-    RuntimeError: the others could not be reached within five minutes (a ControlError, if devices
-      meet and hosts do not).
+    RuntimeError: the other processes could not be reached within five minutes (a ControlError if
+      the devices connected but the hosts did not).
   """
-  given = dict(coordinator=coordinator, num_processes=num_processes, process_id=process_id)
-  missing = [f"--{name}" for name, value in given.items() if value is None]
-  if missing and len(missing) < len(given):
-    raise ValueError(f"--coordinator, --num_processes and --process_id go together: add {missing}")
-  # Its handler of SIGTERM would catch the signal before ours is installed; see `host`.
+  flags = dict(coordinator=coordinator, num_processes=num_processes, process_id=process_id)
+  missing = [f"--{name}" for name, value in flags.items() if value is None]
+  if missing and len(missing) < len(flags):
+    raise ValueError(
+      f"--coordinator, --num_processes and --process_id go together: add {', '.join(missing)}"
+    )
+  # Its handler of SIGTERM would catch signals before the one of `process` is installed.
   if "jax_enable_preemption_service" in jax.config.values:  # not in jax 0.7
     jax.config.update("jax_enable_preemption_service", False)
-  late = (
-    f"error: the processes of the run did not all connect to process 0 within {_MEETING_S} s. Start"
-    " the same command on every host, and allow TCP connections between the hosts"
+  message = (
+    f"error: the processes of the run did not all connect to process 0 within {_CONNECTING_S} s."
+    " Start the same command on every host, and allow TCP connections between the hosts"
   )
-  with ends_after(_MEETING_S, late):  # a little later jax would abort with a stack trace
-    place = (coordinator, num_processes, process_id)
-    jax.distributed.initialize(*place, initialization_timeout=_MEETING_S + 10)
+  with exit_after(_CONNECTING_S, message):  # a little later jax would abort with a stack trace
+    jax.distributed.initialize(
+      coordinator, num_processes, process_id, initialization_timeout=_CONNECTING_S + 10
+    )
   _open_channel(coordinator)
 
 
 def _open_channel(coordinator: str | None) -> None:
-  """Connects the processes by `control`; its address alone comes over the devices."""
+  """Connects the processes by `control`, whose address is broadcast over the devices."""
   global _channel
   process, count = jax.process_index(), jax.process_count()
   if count == 1:
     return
-  known_as = [coordinator.rpartition(":")[0]] if coordinator else []
-  server = control.Server(count, known_as) if is_first() else None
+  hosts = [coordinator.rpartition(":")[0]] if coordinator else []
+  server = control.Server(count, hosts) if is_first() else None
   text = json.dumps(server.address if server else []).encode().ljust(_ADDRESS_BYTES)
-  shared = multihost_utils.broadcast_one_to_all(np.frombuffer(text, np.uint8))
+  broadcast = multihost_utils.broadcast_one_to_all(np.frombuffer(text, np.uint8))
   if server:
-    connections = server.accept(_MEETING_S)
+    connections = server.accept(_CONNECTING_S)
   else:
-    address = control.Address(*json.loads(np.asarray(shared, np.uint8).tobytes()))
+    address = control.Address(*json.loads(np.asarray(broadcast, np.uint8).tobytes()))
     connections = {0: control.connect(address, process)}
-    # When the first process dies, jax aborts this one with nothing but a stack trace. The aborting
-    # thread then calls sleep(6), since SIGABRT is 6, which leaves time for `_end_with`.
+    # When the first process dies, jax aborts this one with nothing but a stack trace. With this
+    # handler the aborting thread calls sleep(6), since SIGABRT is 6: time for `_exit_with`.
     libc = ctypes.CDLL(None)
     libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
-  _channel = control.Channel(process, count, connections, on_request=ask, on_loss=_end_with)
+  _channel = control.Channel(
+    process, count, connections, on_request=request_shutdown, on_loss=_exit_with
+  )
 
 
-def _end_with(message: str) -> None:
-  """Ends this process, as another one has died or failed: what it waits for would not come."""
-  if not _left.wait(1.0):  # a more specific message may be printed meanwhile
+def _exit_with(message: str) -> None:
+  """Ends this process after another one died or failed, for which it would wait forever."""
+  if not _left.wait(1.0):  # meanwhile a more specific message may be printed
     os.write(2, f"error: {message}\n".encode())  # sys.stderr may be silenced
     os._exit(1)
 
 
 def is_first() -> bool:
-  """Whether this is the process that writes metrics and prints."""
+  """Whether this is process 0, which writes metrics and prints."""
   return jax.process_index() == 0
 
 
 def exchange(value: Any) -> list[Any]:
-  """The values of all processes, in order of process id; every process must call it.
+  """Exchanges values; every process must call it.
 
-  Runs no collective, so that it does not wait for what the devices compute.
+  Runs no collective, so it does not wait for programs on the devices.
 
   Args:
     value: a JSON value; floats are exchanged exactly.
+  Returns:
+    The values of all processes, in order of process id.
   Raises:
     ControlError: another process did not call it in time; the message names the phase.
   """
-  alive()
+  restart_deadline()
   if jax.process_count() == 1:
     return [value]
   assert _channel is not None  # `initialize` has opened it
-  with waiting():
-    sent = _channel.exchange([waited_s(), value], _phase, _EXCHANGE_S)
-  _waits[:] = [waits for waits, _ in sent]
-  return [value for _, value in sent]
+  with measure_wait():
+    pairs = _channel.exchange([total_wait_s(), value], _phase.get(), _EXCHANGE_S)
+  _process_waits_s[:] = [wait_s for wait_s, _ in pairs]
+  return [value for _, value in pairs]
 
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-  """Within it, messages say that the run was doing this."""
-  global _phase
-  before, _phase = _phase, name
+  """Context that names what the run is doing, for messages."""
+  token = _phase.set(name)
   try:
     yield
   finally:
-    _phase = before
+    _phase.reset(token)
 
 
-def waits() -> list[float]:
-  """Seconds that each process had waited before it entered the last `exchange`; [] if alone."""
-  return list(_waits)
+def process_waits_s() -> list[float]:
+  """Seconds that each process had waited before the last `exchange`; [] with one process."""
+  return list(_process_waits_s)
 
 
-def anywhere(flag: bool) -> bool:
-  """Whether the flag is set on any process."""
+def any_process(flag: bool) -> bool:
+  """Whether `flag` is true on any process."""
   return any(exchange(flag))
 
 
-def ending_in_order() -> contextlib.AbstractContextManager[None]:
-  """`host.ends_in_order`, for all processes: a signal to one of them asks all."""
-  return ends_in_order(_channel.request if _channel else lambda: None)
+def share_shutdown_signals() -> contextlib.AbstractContextManager[None]:
+  """`process.handle_shutdown_signals` for all processes: a signal to one shuts all down."""
+  return handle_shutdown_signals(_channel.request_shutdown if _channel else lambda: None)
 
 
-def end_if_asked() -> None:
-  """Raises EndRequestedError on all processes if one has been asked to end; all must call it.
+def raise_if_shutdown_requested() -> None:
+  """Raises EndRequestedError on all processes if shutdown was requested; all must call it.
 
-  Call it where a run can be saved as it was before the phase; outside of `ending_in_order` it does
-  nothing.
+  Call it where the state before the phase can still be saved. Outside of `share_shutdown_signals`
+  it does nothing.
   """
-  if in_order() and anywhere(asked()):
-    raise EndRequestedError(f"shutdown requested during {_phase}")
+  if handles_shutdown_signals() and any_process(shutdown_requested()):
+    raise EndRequestedError(f"shutdown requested during {_phase.get()}")
 
 
-def grades(futures: Sequence[GradingFuture]) -> list[Grade]:
-  """Waits for the grades of this process's submissions, in one list; as `end_if_asked`."""
+def wait_for_grades(futures: Sequence[GradingFuture]) -> list[Grade]:
+  """Waits for the grades of this process's submissions; returns them in one list.
+
+  Raises:
+    EndRequestedError: as `raise_if_shutdown_requested`.
+  """
   with phase("grading"):
     for future in futures:
-      wait(future, future.limit_s)
-    end_if_asked()
-  return together(lambda: [grade for future in futures for grade in future.result()])
+      wait_for(future, future.limit_s)
+    raise_if_shutdown_requested()
+  return run_together(lambda: [grade for future in futures for grade in future.result()])
 
 
-def together(action: Callable[[], T]) -> T:
+def run_together(action: Callable[[], T]) -> T:
   """Runs `action` on every process; if it raises on one, all processes raise.
 
   Returns:
@@ -197,7 +209,7 @@ def together(action: Callable[[], T]) -> T:
   Raises:
     OtherProcessError: `action` raised on another process, but not here.
   """
-  alive()
+  restart_deadline()
   if jax.process_count() == 1:
     return action()
   result: Any = None
@@ -215,47 +227,50 @@ def together(action: Callable[[], T]) -> T:
   return result
 
 
-def on_first(action: Callable[[], T], elsewhere: T) -> T:
-  """Runs `action` on the first process, as in `together`; the other processes get `elsewhere`."""
-  return together(action if is_first() else lambda: elsewhere)
+def run_on_first(action: Callable[[], T], elsewhere: T) -> T:
+  """Runs `action` on the first process, as `run_together`; other processes return `elsewhere`."""
+  return run_together(action if is_first() else lambda: elsewhere)
 
 
 class SharedGrader:
-  """Each process grades a share in its own pool; all get the same grades.
+  """Splits grading between the processes; each has its own pool, and all get the same grades.
 
-  Each item is graded by one process, so a timeout on one process applies to all of them.
+  Each item is graded by one process, so a timeout on that process applies to all.
   """
 
   def __init__(self, pool: GraderPool):
-    self._pool, self._submitted = pool, 0
+    self._pool = pool
+    self._num_submitted = 0
 
   def submit(
     self, completions: Sequence[str], references: Sequence[Mapping[str, Any]]
   ) -> _SharedGrades:
     """As `GraderPool.submit`; every process passes all completions, in the same order."""
-    # In turn over all submissions, so that small ones do not all go to the first processes.
-    turns = (self._submitted + np.arange(len(completions))) % jax.process_count()
-    self._submitted += len(completions)
-    mine = np.flatnonzero(turns == jax.process_index()).tolist()
-    own = self._pool.submit([completions[i] for i in mine], [references[i] for i in mine])
-    return _SharedGrades(own, turns)
+    # Round-robin over all submissions, so that small ones do not all go to the first processes.
+    graders = (self._num_submitted + np.arange(len(completions))) % jax.process_count()
+    self._num_submitted += len(completions)
+    local = np.flatnonzero(graders == jax.process_index()).tolist()
+    future = self._pool.submit([completions[i] for i in local], [references[i] for i in local])
+    return _SharedGrades(future, graders)
 
   def results(self, submitted: Sequence[_SharedGrades]) -> list[Grade]:
     """Waits for the grades of several submissions, in one list; every process must call it."""
-    own = grades([share.own for share in submitted])
-    shares = [iter(x) for x in exchange([dataclasses.astuple(grade) for grade in own])]
-    taken = [next(shares[turn]) for share in submitted for turn in share.turns]
-    return [Grade(Outcome(outcome), *rest) for outcome, *rest in taken]
+    local = wait_for_grades([shared.future for shared in submitted])
+    by_process = [iter(x) for x in exchange([dataclasses.astuple(grade) for grade in local])]
+    rows = [next(by_process[grader]) for shared in submitted for grader in shared.graders]
+    return [Grade(Outcome(outcome), *rest) for outcome, *rest in rows]
 
 
 class _SharedGrades(NamedTuple):
-  own: Any  # the future of this process's share
-  turns: np.ndarray  # i32[completions], the process that grades each
+  """One submission to `SharedGrader`."""
+
+  future: GradingFuture  # of the completions that this process grades
+  graders: np.ndarray  # i64[completions], the process that grades each
 
 
 @contextlib.contextmanager
-def only_first_prints() -> Iterator[None]:
-  """Silences the output of the other processes; their exceptions are still raised."""
+def silence_all_but_first() -> Iterator[None]:
+  """Context that silences all processes but the first; their exceptions are still raised."""
   if is_first():
     yield
     return
@@ -268,7 +283,7 @@ def only_first_prints() -> Iterator[None]:
 
 
 def leave(failure: str = "") -> None:
-  """Tells the other processes that this one ends, in order or with a failure, which ends them."""
+  """Announces the end of this process to the others, which end too if it is a failure."""
   _left.set()
   if _channel:
     _channel.leave(failure)
@@ -276,10 +291,10 @@ def leave(failure: str = "") -> None:
 
 @contextlib.contextmanager
 def exit_on_error() -> Iterator[None]:
-  """With several processes, ends this one immediately if an exception is raised within.
+  """Context that, with several processes, ends this one immediately on an exception.
 
   An orderly exit would wait minutes for the other processes, which may be waiting for this one.
-  They are told, and end as well.
+  They receive the failure and end as well.
   """
   try:
     yield
@@ -288,7 +303,7 @@ def exit_on_error() -> Iterator[None]:
     if not _channel:
       raise
     if isinstance(error, Exception):
-      time.sleep(3.0)  # if the cause is another one's death, `_end_with` reports it
+      time.sleep(3.0)  # if the cause is the death of another process, `_exit_with` reports it
     if isinstance(error, SystemExit):
       print(error, file=sys.stderr)
     else:
@@ -299,12 +314,12 @@ def exit_on_error() -> Iterator[None]:
     os._exit(1)
 
 
-def end_in_order(status: int) -> NoReturn:
-  """Ends all processes after each has closed its files, even while it compiles.
+def exit_together(status: int) -> NoReturn:
+  """Ends all processes after each has closed its files, even while they compile.
 
   An orderly exit of the interpreter would wait for the compilation, or abort.
   """
-  if _channel:  # alone, a sweep ends without asking for devices
+  if _channel:  # with one process, `exchange` would initialize devices, which a sweep does not use
     exchange("closed")
   leave()
   sys.stdout.flush()

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from typing import NoReturn
 
-DEADLINE_S = 3600.0  # seconds without a call of `alive`; longer than any one program runs
+DEADLINE_S = 3600.0  # seconds between calls of `restart_deadline`; longer than any program takes
 
 # glibc's <malloc.h>
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
@@ -28,8 +28,8 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 def keep_freed_memory() -> None:
   """Makes glibc reuse freed memory instead of returning it to the kernel.
 
-  XLA on a CPU allocates and frees its buffers at every step, and page faults took up to half of a
-  step. Does nothing with other C libraries.
+  XLA on a CPU allocates and frees its buffers at every step, where page faults took up to half of
+  the time. Does nothing with other C libraries.
   """
   if platform.libc_ver()[0] != "glibc":
     return
@@ -39,8 +39,8 @@ def keep_freed_memory() -> None:
   libc.mallopt(_M_TOP_PAD, 2**26)
 
 
-def processor() -> str:
-  """The name of this machine's processor."""
+def processor_name() -> str:
+  """Name of this machine's processor."""
   info = pathlib.Path("/proc/cpuinfo")
   lines = info.read_text().splitlines() if info.exists() else []
   names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -48,16 +48,16 @@ def processor() -> str:
 
 
 def usable_cores() -> int:
-  """Those that this process may use."""
+  """Number of cores that this process may use."""
   limited = hasattr(os, "sched_getaffinity")
   return len(os.sched_getaffinity(0)) if limited else os.cpu_count() or 1
 
 
-def keep_compiled(workdir: str) -> None:
-  """Puts jax's compilation cache into `workdir`, so that a rerun there compiles nothing again.
+def enable_compilation_cache(workdir: str) -> None:
+  """Puts jax's compilation cache into `workdir`, so that a resumed run does not compile again.
 
-  All hosts of a pod can access the workdir: process 0 writes, all read. Does nothing if
-  JAX_COMPILATION_CACHE_DIR is set; JAX_ENABLE_COMPILATION_CACHE=false turns the cache off.
+  All hosts of a pod access the workdir: process 0 writes, all read. Does nothing if
+  JAX_COMPILATION_CACHE_DIR is set. JAX_ENABLE_COMPILATION_CACHE=false turns the cache off.
   """
   import jax
 
@@ -67,9 +67,9 @@ def keep_compiled(workdir: str) -> None:
 
 
 def open_closed_streams() -> None:
-  """Opens /dev/null in place of standard streams that the caller has closed, such as by >&-.
+  """Opens /dev/null in place of standard streams that the caller closed, such as by >&-.
 
-  Without this, the next files to be opened would get their descriptors, and what others print.
+  Otherwise the next files to be opened would get their descriptors, and printed text with them.
   """
   for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
     if getattr(sys, name) is None:
@@ -77,9 +77,9 @@ def open_closed_streams() -> None:
       os.set_inheritable(getattr(sys, name).fileno(), True)
 
 
-def described(error: BaseException) -> str:
-  """The message of an error that ends the program, with the remedy where only the system has it."""
-  # Here, since it loads fsspec, for which --help need not wait.
+def describe_error(error: BaseException) -> str:
+  """The message of an error that ends the program; adds the remedy to the system's own errors."""
+  # Imported here: it loads fsspec, which --help does not need.
   from rlvr_jax.storage.files import is_out_of_descriptors
 
   if not is_out_of_descriptors(error):
@@ -92,23 +92,23 @@ def described(error: BaseException) -> str:
 
 
 def exit_immediately(message: str) -> NoReturn:
-  """Ends the process after printing the message as its last line; call it after closing files.
+  """Ends the process with the message as its last line; call it after closing files.
 
-  Without this, libraries print more: in an orderly exit, and in threads that are writing right now.
-  So their stderr is redirected to /dev/null before the message is written to a duplicate.
+  Libraries would print more, in an orderly exit and from threads that are still running. So stderr
+  is redirected to /dev/null before the message is written to a duplicate of it.
   """
   sys.stdout.flush()
   sys.stderr.flush()
   terminal = os.dup(sys.stderr.fileno())
   os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
-  time.sleep(0.2)  # writes that have begun still go where they were meant to
+  time.sleep(0.2)  # for writes that have already begun
   os.write(terminal, f"{message}\n".encode(errors="backslashreplace"))
   os._exit(1)
 
 
 @contextlib.contextmanager
-def ends_after(seconds: float, message: str) -> Iterator[None]:
-  """Ends the process with a message if the block takes longer: a wait for devices has no limit."""
+def exit_after(seconds: float, message: str) -> Iterator[None]:
+  """Context that ends the process with a message if it takes longer; devices have no time limit."""
   timer = threading.Timer(seconds, exit_immediately, [message])
   timer.daemon = True
   timer.start()
@@ -123,41 +123,42 @@ _open_deadlines = 0
 
 @contextlib.contextmanager
 def deadline() -> Iterator[None]:
-  """Within it, the process ends with all threads' tracebacks after `DEADLINE_S` without `alive`.
+  """Context with a deadline: `DEADLINE_S` after the last `restart_deadline` the process ends.
 
-  Collectives and the thread pools of libraries have no time limit themselves.
+  It then prints the tracebacks of all threads. Collectives and the thread pools of libraries have
+  no time limit of their own.
   """
   global _open_deadlines
   _open_deadlines += 1
-  alive()
+  restart_deadline()
   try:
     yield
   finally:
     _open_deadlines -= 1
-    alive()
+    restart_deadline()
 
 
-_waited_s = 0.0
+_total_wait_s = 0.0
 
 
 @contextlib.contextmanager
-def waiting() -> Iterator[None]:
-  """As `deadline`, around a wait for devices or other processes, whose time is counted."""
-  global _waited_s
-  began = time.perf_counter()
+def measure_wait() -> Iterator[None]:
+  """Context around a wait for devices or other processes: a `deadline`, whose time is counted."""
+  global _total_wait_s
+  start = time.perf_counter()
   try:
     with deadline():
       yield
   finally:
-    _waited_s += time.perf_counter() - began
+    _total_wait_s += time.perf_counter() - start
 
 
-def waited_s() -> float:
-  """Seconds that this process has waited so far, see `waiting`."""
-  return _waited_s
+def total_wait_s() -> float:
+  """Seconds that this process has spent in `measure_wait` so far."""
+  return _total_wait_s
 
 
-def alive() -> None:
+def restart_deadline() -> None:
   """Restarts the deadline, if one is open."""
   if _open_deadlines:
     # Not a Python thread: native code that hangs may hold the interpreter's lock.
@@ -166,8 +167,8 @@ def alive() -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
-def end_with(parent: int) -> None:
-  """Asks this process to end, as a signal does, once the process that started it has ended."""
+def end_with_parent(parent: int) -> None:
+  """Requests shutdown, by a signal to this process, once the process that started it has ended."""
 
   def watch() -> None:
     while os.getppid() == parent:
@@ -177,80 +178,82 @@ def end_with(parent: int) -> None:
   threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
-# --- the end --------------------------------------------------------------------------------------
+# --- shutdown -------------------------------------------------------------------------------------
 
-_POLL_S = 0.1  # between two looks at whether the process is asked to end
-_asked = threading.Event()
-_in_order = False
+_POLL_S = 0.1  # seconds between two polls for a shutdown request
+_shutdown_requested = threading.Event()
+_handling_signals = False
 
 
 class EndRequestedError(Exception):
-  """The process was asked to end before the end of its work; the same command resumes it."""
+  """Shutdown was requested before the work was finished; the same command resumes it."""
 
 
-def asked() -> bool:
-  """Whether the process has been asked to end: by SIGTERM, as before a preemption, or by Ctrl-C."""
-  return _asked.is_set()
+def shutdown_requested() -> bool:
+  """Whether shutdown was requested: by SIGTERM, as before a preemption, or by Ctrl-C."""
+  return _shutdown_requested.is_set()
 
 
-def ask() -> None:
-  """Asks it, as a signal does."""
-  _asked.set()
+def request_shutdown() -> None:
+  """Requests shutdown, as a signal does."""
+  _shutdown_requested.set()
 
 
-def in_order() -> bool:
-  """Whether the process is within `ends_in_order`."""
-  return _in_order
+def handles_shutdown_signals() -> bool:
+  """Whether the process is within `handle_shutdown_signals`."""
+  return _handling_signals
 
 
-def wait(future: concurrent.futures.Future, limit_s: float = math.inf) -> None:
-  """Waits until the future is done, the process is asked to end, or the time is over."""
-  last = time.monotonic() + limit_s
-  while not (future.done() or asked()) and time.monotonic() < last:
+def wait_for(future: concurrent.futures.Future, limit_s: float = math.inf) -> None:
+  """Waits until the future is done, shutdown is requested, or the time is over."""
+  limit = time.monotonic() + limit_s
+  while not (future.done() or shutdown_requested()) and time.monotonic() < limit:
     concurrent.futures.wait([future], timeout=_POLL_S)
 
 
 @contextlib.contextmanager
-def ends_in_order(pass_on: Callable[[], None]) -> Iterator[None]:
-  """Within it SIGTERM, SIGINT and SIGHUP ask the process to end; works in the main thread.
+def handle_shutdown_signals(pass_on: Callable[[], None]) -> Iterator[None]:
+  """Context in which SIGTERM, SIGINT and SIGHUP request shutdown; works in the main thread.
 
-  A thread notes a signal at once, also while the main thread is in native code. A second Ctrl-C
-  ends the process immediately. SIGHUP stays ignored where it is, as by nohup and under launch.
+  A thread receives signals at once, even while the main thread is in native code. A second Ctrl-C
+  ends the process immediately. If SIGHUP is ignored, as by nohup and under launch, it stays so.
 
   Args:
-    pass_on: called in that thread at each signal, to ask the other processes.
+    pass_on: called in that thread at each signal, to request shutdown of the other processes.
   """
-  global _in_order
+  global _handling_signals
   numbers = [signal.SIGTERM, signal.SIGINT]
   if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
     numbers.append(signal.SIGHUP)
   reader, writer = socket.socketpair()
   writer.setblocking(False)
-  before = [signal.signal(number, lambda *_: None) for number in numbers]
-  fd_before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-  thread = threading.Thread(target=_note, args=(reader, numbers, pass_on), name="signals")
+  old_handlers = [signal.signal(number, lambda *_: None) for number in numbers]
+  old_descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+  thread = threading.Thread(target=_watch_signals, args=(reader, numbers, pass_on), name="signals")
   thread.start()
-  _in_order = True
+  _handling_signals = True
   try:
     yield
   finally:
-    _in_order = False
-    signal.set_wakeup_fd(fd_before)
-    for number, handler in zip(numbers, before, strict=True):
+    _handling_signals = False
+    signal.set_wakeup_fd(old_descriptor)
+    for number, handler in zip(numbers, old_handlers, strict=True):
       signal.signal(number, handler)
-    writer.close()  # which ends the thread
+    writer.close()  # ends the thread
     thread.join()
     reader.close()
-    _asked.clear()
+    _shutdown_requested.clear()
 
 
-def _note(reader: socket.socket, numbers: Collection[int], pass_on: Callable[[], None]) -> None:
-  """Runs in a thread: the interpreter writes the number of every signal that arrives."""
+def _watch_signals(
+  reader: socket.socket, numbers: Collection[int], pass_on: Callable[[], None]
+) -> None:
+  """Runs in a thread; the interpreter writes the number of each signal to the other socket."""
   interrupts = 0
   while received := reader.recv(64):
     interrupts += received.count(signal.SIGINT)
     if interrupts > 1:
       os._exit(128 + signal.SIGINT)
     if set(received) & set(numbers):
-      ask()
+      request_shutdown()
       pass_on()

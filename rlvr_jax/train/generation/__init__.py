@@ -1,8 +1,13 @@
 """Samples, grades and scores the batches that updates train on."""
 
 __all__ = [
+  "agreement",
   "async_generator",
+  "dynamic_sampling",
   "generator",
+  "modes",
+  "on_demand",
+  "policies",
   "raw_logprobs",
   "scoring",
   "streams",

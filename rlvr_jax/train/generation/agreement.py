@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
 from rlvr_jax.rollouts.batch import PolicySnapshot
-from rlvr_jax.train.setup.behavior_sources import Source, max_gap
-from rlvr_jax.train.setup.build import Parts
-from rlvr_jax.types import Params, TrainBatch
+from rlvr_jax.train.setup.behavior_sources import Source, Sources
+from rlvr_jax.train.setup.placement import Placement
+from rlvr_jax.types import Array, Params, TrainBatch
 
 
 class AgreementError(RuntimeError):
@@ -19,16 +19,24 @@ class AgreementError(RuntimeError):
 
 
 def behavior_gaps(
-  parts: Parts, batch: TrainBatch, mask: np.ndarray, policy: PolicySnapshot, frozen: Params
+  batch: TrainBatch,
+  mask: np.ndarray,
+  policy: PolicySnapshot,
+  frozen: Params,
+  *,
+  sources: Sources,
+  placement: Placement,
+  behavior_gap: Callable[..., tuple[Array, Array]],
 ) -> dict[str, float]:
   """Gaps of log-probabilities between sampler and trainer, nats per token, by source.
 
   Args:
-    parts: of the run.
     batch: a few groups of every source are compared.
     mask: f32[P, G, T], 1 for every sampled token, whether or not it is in the loss.
     policy: the one that sampled the batch.
     frozen: the parameters that are not trained, on the devices that generate.
+    sources, placement: of the run.
+    behavior_gap: `Programs.behavior_gap`.
   Returns:
     agreement/SOURCE_mean and agreement/SOURCE_max.
   Raises:
@@ -36,29 +44,26 @@ def behavior_gaps(
   """
   gaps: dict[str, float] = {}
   start = 0
-  for source in parts.sources:
-    few = slice(start, start + min(source.prompts, parts.placement.gap_prompts))
+  for source in sources:
+    few = slice(start, start + min(source.prompts, placement.gap_prompts))
     start += source.prompts
     rollouts: Any = (batch.prompts, batch.tokens, mask, batch.behavior_logprobs)
-    here = parts.placement.to_generation(jax.tree.map(lambda x, few=few: x[few], rollouts))
+    on_devices = placement.to_generation(jax.tree.map(lambda x, few=few: x[few], rollouts))
     mean, largest = jax.device_get(
-      parts.programs.behavior_gap(policy.params, frozen, *here, sampling=source.sampling)
+      behavior_gap(policy.params, frozen, *on_devices, sampling=source.sampling)
     )
     gaps[f"agreement/{source.name}_mean"] = float(mean)
     gaps[f"agreement/{source.name}_max"] = float(largest)
-    _check_gap(parts, source, float(mean), policy.version)
+    _check_gap(source, float(mean), policy.version)
   return gaps
 
 
-def _check_gap(parts: Parts, source: Source, gap: float, version: int) -> None:
-  """Raises AgreementError if the source must agree with the trainer and does not."""
-  network = parts.model.config
-  bound = max_gap(parts.config.max_behavior_gap, network, source)
-  if not gap <= (bound if source.exact else sys.float_info.max):
+def _check_gap(source: Source, gap: float, version: int) -> None:
+  """Raises AgreementError if the gap is larger than the precision of the products explains."""
+  if not gap <= source.max_gap:
     raise AgreementError(
       f"sampler and trainer disagree: the log-probabilities that the {source.name} source"
       f" recorded under version {version} of the policy differ by {gap:.2g} nats per token on"
-      f" average, allowed are {bound:.2g} in {network.compute_dtype}. One of the two does not"
-      " compute the model's distribution; if the difference is rounding, raise"
-      " config.max_behavior_gap"
+      f" average, allowed are {source.max_gap:.2g}. One of the two does not compute the model's"
+      " distribution; if the difference is rounding, raise config.max_behavior_gap"
     )

@@ -45,7 +45,7 @@ class AsyncGenerator:
     """Starts the thread; it waits for the first `offer`.
 
     Args:
-      generator: used by the thread alone from now on.
+      generator: from now on used by the thread alone.
       max_lag: updates.
       deadline_s: seconds that `take` waits for one batch.
       num_batches: of the run; no more are sampled.
@@ -84,13 +84,13 @@ class AsyncGenerator:
     """The next batch.
 
     Raises:
-      EndRequestedError: the process was asked to end meanwhile.
+      EndRequestedError: shutdown was requested meanwhile.
       GeneratorStoppedError: there was no batch within the deadline, or the thread died.
     """
     deadline = time.monotonic() + self._limits.deadline_s
     batch: RolloutBatch | BaseException | None = None
     while batch is None:
-      multihost.end_if_asked()
+      multihost.raise_if_shutdown_requested()
       try:
         batch = self._ready.get(timeout=min(_POLL_S, self._limits.deadline_s))
       except queue.Empty:
@@ -117,21 +117,21 @@ class AsyncGenerator:
   def _run(self) -> None:
     try:
       for batch in itertools.chain(
-        self._generator.stored(), self._generator.batches(self._next_policy)
+        self._generator.recall_stored(), self._generator.batches(self._next_policy)
       ):
         self._ready.put(batch)
     except EndRequestedError:
-      pass  # `take` finds by itself that the process is asked to end
+      pass  # `take` notices the request by itself
     except BaseException as error:  # of any kind: `take` raises it in the trainer
       self._ready.put(error)
 
-  def _next_policy(self, wait: bool, until: Future[None] | None) -> PolicySnapshot | None:
-    graded = lambda: until is not None and until.done()
+  def _next_policy(self, *, wait: bool, until: Future[None] | None) -> PolicySnapshot | None:
+    grades_are_ready = lambda: until is not None and until.done()
     if wait and until is not None:
       until.add_done_callback(lambda _: self._wake())
     with self._changed:
       if wait:
-        self._changed.wait_for(lambda: self._ended() or self._may_begin() or graded())
+        self._changed.wait_for(lambda: self._ended() or self._may_begin() or grades_are_ready())
       return self._newest if self._may_begin() and not self._ended() else None
 
   def _wake(self) -> None:

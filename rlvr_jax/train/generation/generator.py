@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
-import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,20 +17,21 @@ from rlvr_jax.rollouts.batch import (
   FOREIGN,
   BatchInFlight,
   Flight,
+  Graded,
   PolicySnapshot,
   Position,
   RolloutBatch,
+  append_recorded,
   from_shard,
-  grades_of,
+  grades_future,
   may_finish,
   solve_rate,
   solve_rates,
   to_shard,
-  with_recorded,
 )
 from rlvr_jax.rollouts.collect import Collector
 from rlvr_jax.rollouts.store import RolloutStore, TornShardError
-from rlvr_jax.train.cluster import multihost, sharding
+from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.generation import agreement, dynamic_sampling, raw_logprobs
 from rlvr_jax.train.generation.streams import Streams
 from rlvr_jax.train.reporting import machines
@@ -40,30 +39,26 @@ from rlvr_jax.train.reporting.progress import warn
 from rlvr_jax.train.reporting.run_log import DeviceClock
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.setup.checks import shaped_outcomes
-from rlvr_jax.train.setup.grading import make_outcome_policy
-from rlvr_jax.types import Array, Params
-
-_ABSENT, _INTACT = "", "intact"  # states of a batch in the store; others are error messages
-
-# (wait, until) → the policy of the next batch, or None if there is no batch to sample now, which
-# ends the generation if no batch is in flight. `wait`: whether it may wait for a policy; `until`: a
-# future of grades that ends the wait, or None.
-NextPolicy = Callable[[bool, Future[None] | None], PolicySnapshot | None]
+from rlvr_jax.types import Params
 
 
-def fingerprint_of(checksums: Array) -> Callable[[], str]:
-  """A function that returns 16 hexadecimal digits, which identify parameters.
+class NextPolicy(Protocol):
+  """Chooses the policy of the next batch, and counts that batch as begun."""
 
-  Args:
-    checksums: u32[leaves], from `Programs.checksums`; the function waits for them once.
-  """
+  def __call__(self, *, wait: bool, until: Future[None] | None) -> PolicySnapshot | None:
+    """Returns the policy; None: no batch may begin now, or, with none in flight, ever again.
 
-  @functools.cache
-  def fingerprint() -> str:
-    data = np.asarray(sharding.to_host(checksums)).astype("<u4").tobytes()
-    return hashlib.sha256(data).hexdigest()[:16]
+    Args:
+      wait: whether it may wait for a policy.
+      until: a future of grades that ends the wait; None for no such future.
+    """
+    ...
 
-  return fingerprint
+
+class _Stored(NamedTuple):
+  """A batch that the store has."""
+
+  damage: str  # an error message; "" if the batch is intact
 
 
 class _Counts(NamedTuple):
@@ -90,7 +85,7 @@ class Generator:
     """Binds a run's objects; nothing is sampled yet.
 
     Args:
-      parts: of the run.
+      parts: the run's parts.
       frozen: the parameters that are not trained, on the devices that generate.
       collector: decodes and grades.
       store: gets every batch.
@@ -131,95 +126,98 @@ class Generator:
       self._counts.version if version is None else version,
     )
 
-  def sync_weights(self, params: Params, version: int) -> PolicySnapshot:
-    """Syncs the trainer's parameters after `version` updates to the devices that generate."""
-    programs, sources = self._parts.programs, self._parts.sources
-    params = programs.sync_weights(params, self._parts.schedule.real_time)
-    of_source = tuple(source.params_of(params, self._frozen) for source in sources.live)
-    return PolicySnapshot(params, version, fingerprint_of(programs.checksums(params)), of_source)
-
-  def batches(self, next_policy: NextPolicy, last: int | None = None) -> Iterator[RolloutBatch]:
+  def batches(self, next_policy: NextPolicy, end: int | None = None) -> Iterator[RolloutBatch]:
     """Yields batches in order as they are graded; workers grade while the devices generate.
 
     Args:
-      next_policy: see `NextPolicy`.
-      last: number of the batch after the last one, if it is known, for the time left.
+      next_policy: chooses the policy of every batch.
+      end: one past the number of the last batch, for an estimate of the time left; None if it is
+        not known.
     """
     in_flight: collections.deque[BatchInFlight] = collections.deque()  # sampled, being graded
-    graded = lambda: self._keep(self._finish(in_flight.popleft()))
-    ahead: list[PolicySnapshot] = []  # of a batch that did not belong into the last stream
+
+    def finish_oldest() -> RolloutBatch:
+      return self._write(self._assemble(in_flight.popleft()))
+
+    ahead: PolicySnapshot | None = None  # of a batch that could not join the last stream
     while True:
-      # Without waiting for grades if a policy is available, so that graders do not run out of work.
-      until = grades_of(in_flight[0]) if in_flight else None
-      policy = ahead.pop() if ahead else next_policy(not in_flight or until is not None, until)
+      # If a policy is available, the next batch is sampled first: the graders must not run out of
+      # work.
+      until = grades_future(in_flight[0]) if in_flight else None
+      may_wait = not in_flight or until is not None
+      policy = ahead or next_policy(wait=may_wait, until=until)
+      ahead = None
       if policy is None:
         if not in_flight:
           return
-        yield graded()
+        yield finish_oldest()
         continue
-      if (state := self._state_in_store()) != _ABSENT:
+      stored = self._look_up()
+      if stored is not None:
         while in_flight:  # first, so that batches are yielded in order
-          yield graded()
-        if (known := self._recall(state, policy)) is not None:
-          yield known
+          yield finish_oldest()
+        if (recalled := self._recall(stored, policy)) is not None:
+          yield recalled
           continue
       if self._parts.config.dynamic_sampling.enabled:
-        yield self._keep(self._sample_mixed_groups(policy))
+        yield self._write(self._sample_mixed_groups(policy))
         continue
 
-      def of_policy(policy=policy) -> Iterator[BatchInFlight]:
+      def batches_of_policy(policy=policy) -> Iterator[BatchInFlight]:
         """The batches that this policy samples from now on."""
+        nonlocal ahead
         while True:
-          yield self._start(policy)
-          following = next_policy(False, None)
-          if following is not policy or self._state_in_store() != _ABSENT:
-            ahead.extend([] if following is None else [following])
+          yield self._begin_batch(policy)
+          following = next_policy(wait=False, until=None)
+          if following is not policy or self._look_up() is not None:
+            ahead = following
             return
 
-      groups = (last - self.number) * self._parts.sources.num_live if last is not None else None
-      for complete in self._sample(of_policy(), policy, groups):
-        in_flight.extend(complete)
+      groups = (end - self.number) * self._parts.sources.num_live if end is not None else None
+      for sampled in self._sample_batches(batches_of_policy(), policy, groups):
+        in_flight.extend(sampled)
         while in_flight and may_finish(in_flight):
-          yield graded()
+          yield finish_oldest()
 
-  def stored(self) -> Iterator[RolloutBatch]:
+  def recall_stored(self) -> Iterator[RolloutBatch]:
     """The next batches that the store already has, whichever policy sampled them.
 
-    Batches behind a damaged one are set aside: it will be sampled again and differ, so later
-    policies will too.
+    Batches after a damaged or missing one are set aside: its replacement may differ, and so may
+    every later policy.
     """
-    while (state := self._state_in_store()) and (batch := self._recall(state)):
+    while (stored := self._look_up()) and (batch := self._recall(stored)):
       yield batch
     for number in self._store.numbers():
       if number >= self.number:
-        self._set_aside(number, f"rollouts {number} came after a damaged batch")
+        self._set_aside(number, f"rollouts {number} follow a batch that is damaged or missing")
 
   # --- the store ----------------------------------------------------------------------------------
 
-  def _state_in_store(self) -> str:
-    """The next batch's state in the store: `_ABSENT`, `_INTACT`, or an error message.
+  def _look_up(self) -> _Stored | None:
+    """The next batch's state in the store; None if the store does not have it.
 
     The first process reads the store; all processes get the same state.
     """
-    state = _ABSENT
+    damage: str | None = None
     if multihost.is_first() and self.number in self._store.numbers():
       try:
         self._store.read(self.number)
-        state = _INTACT
+        damage = ""
       except TornShardError as error:
-        state = str(error)
-    return multihost.exchange(state)[0]
+        damage = str(error)
+    damage = multihost.exchange(damage)[0]
+    return None if damage is None else _Stored(damage)
 
-  def _recall(self, state: str, policy: PolicySnapshot | None = None) -> RolloutBatch | None:
+  def _recall(self, stored: _Stored, policy: PolicySnapshot | None = None) -> RolloutBatch | None:
     """The next batch from the store; a damaged one is set aside.
 
     Args:
-      state: of the batch, see `_state_in_store`.
+      stored: its state, from `_look_up`.
       policy: the one that must have sampled it; None accepts any policy.
     """
     number = self.number
-    if state != _INTACT:
-      self._set_aside(number, state)
+    if stored.damage:
+      self._set_aside(number, stored.damage)
       return None
     batch = from_shard(number, *self._store.read(number))
     if policy is not None:
@@ -237,39 +235,38 @@ class Generator:
     return batch
 
   def _set_aside(self, number: int, why: str) -> None:
-    """Moves a batch's shard away in the store, so that the batch can be sampled again."""
-    warn(f"{why}; it is set aside, and sampled again")
-    multihost.on_first(lambda: self._store.set_aside(number), None)
+    """Moves a batch's shard away in the store, so that its rollouts can be sampled again."""
+    warn(f"{why}; they are set aside and will be sampled again")
+    multihost.run_on_first(lambda: self._store.set_aside(number), None)
 
-  def _keep(self, batch: RolloutBatch) -> RolloutBatch:
+  def _write(self, batch: RolloutBatch) -> RolloutBatch:
     """Writes the batch to the store and returns it."""
-    c, sources = self._parts.config, self._parts.sources
-    about = dict(
-      tokenizer=c.tokenizer,
+    parts, sources = self._parts, self._parts.sources
+    shaped_by_outcome = bool(shaped_outcomes(parts.outcome_policy))
+    arrays, info, samples = to_shard(
+      batch,
+      tokenizer=parts.config.tokenizer,
       truncated=sources.truncated,
-      shaped=bool(c.overlong.buffer)
-      or bool(shaped_outcomes(make_outcome_policy(c)))
-      or sources.shaped,
-      group_size=c.batch.group_size,
-      max_prompt_length=c.max_prompt_length,
-      max_response_length=c.max_response_length,
+      shaped=bool(parts.config.overlong.buffer) or shaped_by_outcome or sources.shaped,
+      group_size=parts.shape.group_size,
+      max_prompt_length=parts.shape.max_prompt_length,
+      max_response_length=parts.shape.max_response_length,
       sources=[source.name for source in sources],
     )
-    arrays, info, samples = to_shard(batch, **about)
     draws = info["after"]["draws"]
 
     def write() -> None:
       self._store.append(batch.number, arrays, info, samples)
       self._streams.forget(before=draws)
 
-    multihost.on_first(write, None)
+    multihost.run_on_first(write, None)
     return batch
 
   # --- one batch ----------------------------------------------------------------------------------
 
-  def _start(self, policy: PolicySnapshot) -> BatchInFlight:
-    """A batch of problems to be sampled, without groups that a killed process has sampled."""
-    c, sources, counts = self._parts.config, self._parts.sources, self._counts
+  def _begin_batch(self, policy: PolicySnapshot) -> BatchInFlight:
+    """Starts the next batch; groups that a killed process had sampled are not requested again."""
+    sources, counts = self._parts.sources, self._counts
     self._counts = _Counts(
       counts.number + 1, counts.draws + 1, counts.checked_version, policy.version
     )
@@ -278,18 +275,22 @@ class Generator:
     if sources.live:
       flight = self._collector.begin(self._problems.draw(counts.draws, policy.version))
       requests = self._streams.requests(
-        flight, policy, seed=c.seed, draw=counts.draws, group_size=c.batch.group_size
+        flight,
+        policy,
+        seed=self._parts.config.seed,
+        draw=counts.draws,
+        group_size=self._parts.shape.group_size,
       )
     recorded = None
     if sources.recorded is not None:
       first = counts.draws * sources.num_recorded
       recorded = sources.recorded.take(first, sources.num_recorded)
-    of_sources = [policy.version if source.of_this_run else FOREIGN for source in sources]
+    versions = [policy.version if source.of_this_run else FOREIGN for source in sources]
     return BatchInFlight(
       number=counts.number,
       draw=counts.draws,
       snapshot=policy,
-      versions=np.repeat(np.asarray(of_sources, np.int32), sources.quotas),
+      versions=np.repeat(np.asarray(versions, np.int32), sources.quotas),
       position=self.position()._replace(checked_version=policy.version),
       dispatched=time.perf_counter(),
       flight=flight,
@@ -297,7 +298,7 @@ class Generator:
       recorded=recorded,
     )
 
-  def _sample(
+  def _sample_batches(
     self, batches: Iterable[BatchInFlight], policy: PolicySnapshot, groups: int | None = None
   ) -> Iterator[list[BatchInFlight]]:
     """As `Streams.sample`, with the time that each batch has taken."""
@@ -309,7 +310,7 @@ class Generator:
         timings: dict[str, float] = {}
         if batch.flight is not None:
           took = now - max(batch.dispatched, self._clock.free_from)
-          self._clock.freed(now)
+          self._clock.mark_free(now)
           timings = {"time/generate_seconds": took, **machines.memory("generate")}
           if not any(earlier.timings for earlier in timed):
             used = self._streams.usage.since(counted)
@@ -318,35 +319,46 @@ class Generator:
         timed.append(dataclasses.replace(batch, timings=timings))
       yield timed
 
-  def _finish(self, batch: BatchInFlight) -> RolloutBatch:
-    """Waits for the grades and assembles the batch."""
-    parts, sources, policy = self._parts, self._parts.sources, batch.snapshot
-    graded, position, flops = batch.recorded, batch.position, 0.0
-    sampled = [] if graded is None else [graded.train.mask]
+  def _assemble(self, batch: BatchInFlight) -> RolloutBatch:
+    """Waits for the grades and assembles the batch: sampled groups, then recorded ones."""
+    parts, policy = self._parts, batch.snapshot
+    sources, recorded = parts.sources, batch.recorded
+    position = batch.position
     timings = dict(batch.timings)
-    if batch.flight is not None:
+    flops = 0.0
+    if batch.flight is None:
+      assert recorded is not None  # there are live or recorded groups, or both
+      graded = recorded
+      mask: Any = recorded.train.mask
+    else:
       began = time.perf_counter()
-      own = self._collector.finish(batch.flight, batch.versions.tolist()[: sources.num_live])
-      solved = solve_rates(own.train).astype(np.float32)
+      graded = self._collector.finish(batch.flight, batch.versions.tolist()[: sources.num_live])
+      solved = solve_rates(graded.train).astype(np.float32)
       problems, observed = self._problems.observe(batch.draw, solved, position.problems)
       position = position._replace(problems=problems)
-      own = own._replace(statistics=own.statistics | observed)
+      graded = graded._replace(statistics=graded.statistics | observed)
       timings["time/grade_seconds"] = time.perf_counter() - began
       timings |= machines.memory("grade")
       lengths: Any = batch.flight.rollouts.lengths
-      tokens = np.arange(own.train.mask.shape[-1]) < lengths[..., None]
-      sampled.insert(0, tokens.astype(np.float32))
       flops = forward_flops(parts.model.config, batch.flight.prompts.lengths, lengths)
-      graded = with_recorded(own, graded) if graded else own
-    assert graded is not None  # there are live or recorded groups, or both
-    of_group: Any = np.repeat(np.arange(len(sources), dtype=np.int32), sources.quotas)
-    rate = solve_rate(graded.train, batch.versions)
-    train = dataclasses.replace(graded.train, sources=of_group, solve_rate=rate)
-    graded, mask = graded._replace(train=train), np.concatenate(sampled)
-    if policy.version != self._counts.checked_version:
-      self._counts = self._counts._replace(checked_version=policy.version)
-      gaps = agreement.behavior_gaps(parts, graded.train, mask, policy, self._frozen)
-      graded = graded._replace(statistics=graded.statistics | gaps)
+      # Every sampled token, whether or not it is in the loss.
+      mask = (np.arange(graded.train.mask.shape[-1]) < lengths[..., None]).astype(np.float32)
+      if recorded is not None:
+        graded = append_recorded(graded, recorded)
+        mask = np.concatenate([mask, recorded.train.mask])
+    source_of_group: Any = np.repeat(np.arange(len(sources), dtype=np.int32), sources.quotas)
+    rate: Any = solve_rate(graded.train, batch.versions)
+    train = dataclasses.replace(graded.train, sources=source_of_group, solve_rate=rate)
+    graded = self._check_agreement(graded._replace(train=train), mask, policy)
+    graded = raw_logprobs.replace_with_raw(
+      graded,
+      mask,
+      policy.params,
+      self._frozen,
+      sources=sources,
+      placement=parts.placement,
+      logprobs_at_temperature_1=parts.programs.logprobs_at_temperature_1,
+    )
     return RolloutBatch(
       number=batch.number,
       version=policy.version,
@@ -355,20 +367,36 @@ class Generator:
       position=position,
       flops=flops,
       timings=timings,
-      graded=raw_logprobs.with_raw(graded, mask, parts, policy.params, self._frozen),
+      graded=graded,
     )
+
+  def _check_agreement(self, graded: Graded, mask: np.ndarray, policy: PolicySnapshot) -> Graded:
+    """Compares log-probabilities of sampler and trainer on a policy's first batch; adds metrics."""
+    if policy.version == self._counts.checked_version:
+      return graded
+    self._counts = self._counts._replace(checked_version=policy.version)
+    gaps = agreement.behavior_gaps(
+      graded.train,
+      mask,
+      policy,
+      self._frozen,
+      sources=self._parts.sources,
+      placement=self._parts.placement,
+      behavior_gap=self._parts.programs.behavior_gap,
+    )
+    return graded._replace(statistics=graded.statistics | gaps)
 
   def _sample_mixed_groups(self, policy: PolicySnapshot) -> RolloutBatch:
     """One batch of groups that are neither all right nor all wrong."""
-    c, number = self._parts.config, self.number
+    number, settings = self.number, self._parts.config.dynamic_sampling
 
-    def graded() -> Iterator[RolloutBatch]:
+    def sample_and_grade() -> Iterator[RolloutBatch]:
       while True:
-        for complete in self._sample([self._start(policy)], policy):
-          yield from map(self._finish, complete)
+        for complete in self._sample_batches([self._begin_batch(policy)], policy):
+          yield from map(self._assemble, complete)
 
     batch = dynamic_sampling.fill_with_mixed_groups(
-      graded(), self._parts.sources.quotas, max_batches=c.dynamic_sampling.max_batches
+      sample_and_grade(), self._parts.sources.quotas, max_batches=settings.max_batches
     )
     self._counts = self._counts._replace(number=number + 1)
     return batch

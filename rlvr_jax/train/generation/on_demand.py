@@ -38,8 +38,8 @@ class OnDemand:
     before_waiting()
     count = self._schedule.samples(policy.version)
     policies = iter([policy] * count)
-    last = self._generator.number + count
-    yield from self._generator.batches(lambda *_: next(policies, None), last)
+    end = self._generator.number + count
+    yield from self._generator.batches(lambda **_: next(policies, None), end)
 
   def close(self) -> None:
     """Does nothing: nothing runs in the background."""

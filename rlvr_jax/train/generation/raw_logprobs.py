@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,13 +16,14 @@ import numpy as np
 from rlvr_jax.rollouts.batch import Graded
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.reporting.progress import warn
-from rlvr_jax.train.setup.build import Parts
-from rlvr_jax.types import Params, Prompts
+from rlvr_jax.train.setup.behavior_sources import Sources
+from rlvr_jax.train.setup.placement import Placement
+from rlvr_jax.types import Array, Params, Prompts
 
 
-def announce(parts: Parts) -> None:
-  """Says at the start of a run that it records raw log-probabilities."""
-  for source in parts.sources:
+def announce(sources: Sources) -> None:
+  """Warns at the start of a run that it records raw log-probabilities."""
+  for source in sources:
     if source.raw:
       warn(
         f"config.sources.{source.name}.recorded = raw: the behavior log-probabilities of"
@@ -30,46 +32,53 @@ def announce(parts: Parts) -> None:
       )
 
 
-def with_raw(
-  graded: Graded, mask: np.ndarray, parts: Parts, params: Params, frozen: Params
+def replace_with_raw(
+  graded: Graded,
+  mask: np.ndarray,
+  params: Params,
+  frozen: Params,
+  *,
+  sources: Sources,
+  placement: Placement,
+  logprobs_at_temperature_1: Callable[..., Array],
 ) -> Graded:
-  """Makes raw log-probabilities the behavior policy's, for the sources that are to record those.
+  """Makes raw log-probabilities the behavior policy's, for the sources that record those.
 
   The batch keeps both. What was sampled from has been compared with the trainer before.
 
   Args:
     graded: of all sources.
     mask: f32[P, G, T], 1 for every sampled token, whether or not it is in the loss.
-    parts: of the run.
     params, frozen: of the policy that sampled the batch, on the devices that generate.
+    sources, placement: of the run.
+    logprobs_at_temperature_1: that function of `Programs`.
   """
-  if not any(source.raw for source in parts.sources):
+  if not any(source.raw for source in sources):
     return graded
-  batch, gaps, end = graded.train, {}, 0
-  recorded: Any = np.array(batch.behavior_logprobs)
-  for source in parts.sources:
+
+  def raw_of(prompts: Prompts, tokens: Array) -> np.ndarray:
+    """f32[P, G, T], raw log-probabilities of some groups, computed a few at a time."""
+    parts = []
+    for first in range(0, len(tokens), placement.scored_groups):
+      few = operator.itemgetter(slice(first, first + placement.scored_groups))
+      on_devices = placement.to_generation(jax.tree.map(few, (prompts, tokens)))
+      parts.append(sharding.to_host(logprobs_at_temperature_1(params, frozen, *on_devices)))
+    return np.concatenate(parts)
+
+  batch = graded.train
+  behavior: Any = np.array(batch.behavior_logprobs)
+  gaps = {}
+  end = 0
+  for source in sources:
     start, end = end, end + source.prompts
+    groups = slice(start, end)
     if source.raw:
-      own = jax.tree.map(operator.itemgetter(slice(start, end)), (batch.prompts, batch.tokens))
-      raw = np.where(mask[start:end] > 0, _unheated(own, parts, params, frozen), 0.0)
-      difference = np.abs(raw - recorded[start:end]).sum()
-      gaps[f"source/{source.name}/raw_gap"] = float(difference / mask[start:end].sum())
-      recorded[start:end] = raw
-  exact = batch.behavior_logprobs
-  train = dataclasses.replace(batch, behavior_logprobs=recorded, sampled_logprobs=exact)
+      prompts = jax.tree.map(operator.itemgetter(groups), batch.prompts)
+      raw = np.where(mask[groups] > 0, raw_of(prompts, batch.tokens[groups]), 0.0)
+      difference = np.abs(raw - behavior[groups]).sum()
+      gaps[f"source/{source.name}/raw_gap"] = float(difference / mask[groups].sum())
+      behavior[groups] = raw
+  train = dataclasses.replace(
+    batch, behavior_logprobs=behavior, sampled_logprobs=batch.behavior_logprobs
+  )
   return graded._replace(train=train, statistics=graded.statistics | gaps)
-
-
-def _unheated(
-  rollouts: tuple[Prompts, Any], parts: Parts, params: Params, frozen: Params
-) -> np.ndarray:
-  """f32[P, G, T], log-probabilities of (prompts, tokens) at temperature 1, a few at a time."""
-  c = parts.config
-  of_group = c.batch.group_size * (c.max_prompt_length + c.max_response_length)
-  size = max(c.batch.tokens_per_micro_batch // of_group, 1) * parts.placement.gap_prompts
-  found = []
-  for first in range(0, len(rollouts[1]), size):
-    few = jax.tree.map(operator.itemgetter(slice(first, first + size)), rollouts)
-    logprobs = parts.programs.unheated_logprobs(params, frozen, *parts.placement.to_generation(few))
-    found.append(sharding.to_host(logprobs))
-  return np.concatenate(found)

@@ -10,9 +10,9 @@ import numpy as np
 
 from rlvr_jax.data import problem_batches
 from rlvr_jax.ops.keys import key_for
-from rlvr_jax.rollouts.batch import RolloutBatch, permute_rewards, without_scores
+from rlvr_jax.rollouts.batch import RolloutBatch, drop_scores, permute_rewards
 from rlvr_jax.rollouts.collect import Collector, serve_graded
-from rlvr_jax.rollouts.engine import requests
+from rlvr_jax.rollouts.engine import make_requests
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.reporting.run_log import RunLog
 from rlvr_jax.train.setup.build import Parts
@@ -51,12 +51,12 @@ class Scorer:
     problems = next(problem_batches(parts.task.train, batch_size=c.batch.prompts, seed=c.seed))
     key = key_for(c.seed, "initial_entropy")
     flight, engine = collector.begin(problems), parts.programs.engine
-    asked = requests(flight.prompts, key, c.batch.group_size, owner=flight)
-    for _ in serve_graded(engine, engine.load(params, self._frozen), asked, collector):
+    pending = make_requests(flight.prompts, key, c.batch.group_size, owner=flight)
+    for _ in serve_graded(engine, engine.load(params, self._frozen), pending, collector):
       pass
     batch = collector.finish(flight, [0] * len(problems)).train
     _, entropy = parts.programs.score(
-      params, self._frozen, parts.placement.batch_to_devices(without_scores(batch))
+      params, self._frozen, parts.placement.batch_to_devices(drop_scores(batch))
     )
     return float(np.sum(sharding.to_host(entropy) * batch.mask) / max(batch.mask.sum(), 1))
 
@@ -102,7 +102,7 @@ class Scorer:
   def score(self, params: Params, batch: TrainBatch) -> Any:
     """f32[P, G, T], the responses' log-probabilities at the policy's temperature."""
     self._log.count_scored(batch)
-    scored = self._parts.placement.batch_to_devices(without_scores(batch))
+    scored = self._parts.placement.batch_to_devices(drop_scores(batch))
     return sharding.to_host(self._parts.programs.score(params, self._frozen, scored)[0])
 
   def measure(

@@ -12,10 +12,10 @@ import jax
 from rlvr_jax.ops.keys import key_for
 from rlvr_jax.rollouts.batch import BatchInFlight, Flight, PolicySnapshot
 from rlvr_jax.rollouts.collect import Collector, serve_graded
-from rlvr_jax.rollouts.engine import Group, Request, Usage, requests
+from rlvr_jax.rollouts.engine import Group, Request, Usage, make_requests
 from rlvr_jax.rollouts.journal import GroupJournal, from_json
 from rlvr_jax.train.cluster import multihost
-from rlvr_jax.train.cluster.process import alive
+from rlvr_jax.train.cluster.process import restart_deadline
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.behavior_sources import Source
 
@@ -36,7 +36,7 @@ class Streams:
     """Requests for every source's share of a draw of prompts.
 
     Groups that a killed process has sampled with this policy are in the journal: they join the
-    flight, and are not asked for.
+    flight, and are not requested.
 
     Args:
       flight: of the draw.
@@ -47,15 +47,17 @@ class Streams:
     """
     self._take_journaled(flight, policy, draw)
     first, others = (key_for(seed, purpose, draw) for purpose in ("rollout", "source"))
-    asked, start = [], 0
+    pending, start = [], 0
     for index, source in enumerate(self._sources):
       share = slice(start, start + source.prompts)
       prompts = jax.tree.map(lambda x, share=share: x[share], flight.prompts)
       key = jax.random.fold_in(others, index) if index else first
-      of_source = requests(prompts, key, group_size, owner=flight, first=start)
-      asked.append([request for request in of_source if request.prompt_index not in flight.groups])
+      of_source = make_requests(prompts, key, group_size, owner=flight, first=start)
+      pending.append(
+        [request for request in of_source if request.prompt_index not in flight.groups]
+      )
       start = share.stop
-    return asked
+    return pending
 
   def forget(self, *, before: int) -> None:
     """Removes the journal of draws with a lower number: their batches are in the store."""
@@ -64,7 +66,7 @@ class Streams:
   def _take_journaled(self, flight: Flight, policy: PolicySnapshot, draw: int) -> None:
     nothing: list[dict[str, Any]] = []
     read = lambda: self._journal.read(draw, policy.fingerprint())
-    lines = multihost.exchange(multihost.on_first(read, nothing))[0]
+    lines = multihost.exchange(multihost.run_on_first(read, nothing))[0]
     for line in lines:
       self._collector.add(from_json(line, flight))
 
@@ -97,18 +99,18 @@ class Streams:
         num_complete += 1
       return started[first:num_complete]
 
-    for index, (source, params) in enumerate(zip(self._sources, policy.of_source, strict=True)):
+    for index, (source, params) in enumerate(zip(self._sources, policy.source_params, strict=True)):
       assert source.engine is not None  # a source without one is recorded
-      asked = (
+      pending = (
         request for batch in (started if index else taken()) for request in batch.requests[index]
       )
       loaded = source.engine.load(*params)
       record = self._recorder(started)
       for finished in serve_graded(
-        source.engine, loaded, asked, self._collector, self.usage, record
+        source.engine, loaded, pending, self._collector, self.usage, record
       ):
         progress.after(finished, source.engine.settings.slots)
-        alive()
+        restart_deadline()
         yield complete()
     for _ in taken():  # those without a group to sample
       pass

@@ -44,7 +44,7 @@ class Hosts:
   """Seconds that each process of a run was busy between updates, and which one is a straggler.
 
   All wait for the slowest, which therefore waits least. Time that a process waits for devices or
-  for other processes is measured where it waits, see `multihost.waits`.
+  for other processes is measured where it waits, see `multihost.process_waits_s`.
   """
 
   def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Hosts:
 
   def metrics(self, seconds: float) -> dict[str, float]:
     """Seconds that each process was busy in the last `seconds`; {} with one process."""
-    waits = multihost.waits()
+    waits = multihost.process_waits_s()
     before, self._before = self._before, waits
     if len(before) < 2:
       return {}

@@ -35,14 +35,14 @@ class Records:
       written: what `written` returned when the checkpoint was saved; None not to compare.
     """
     lines = [line for line in read_lines(path) if line.endswith(b"\n")]  # others are torn
-    found = [(line, _parse(line)) for line in lines]
-    kept = [(line, r) for line, r in found if r is not None and _is_until(r, step)]
-    self._records = [record for _, record in kept]
+    parsed = [(line, _parse(line)) for line in lines]
+    valid = [(line, r) for line, r in parsed if r is not None and _is_until(r, step)]
+    self._records = [record for _, record in valid]
     self.damage = ""
     if written is not None:
-      strangers = sum(record is None for _, record in found)
+      strangers = sum(record is None for _, record in parsed)
       self.damage = _compare(path, _summary(self._records), written, strangers)
-    replace_lines(path, [line for line, _ in kept])
+    replace_lines(path, [line for line, _ in valid])
     self._lines = JsonLines(path)
 
   def append(self, records: Iterable[Mapping[str, Any]]) -> None:
@@ -91,19 +91,19 @@ def _summary(records: Sequence[_Record]) -> dict[str, Any]:
 
 
 def _compare(
-  path: pathlib.Path, found: Mapping[str, Any], written: Mapping[str, Any], strangers: int
+  path: pathlib.Path, present: Mapping[str, Any], written: Mapping[str, Any], strangers: int
 ) -> str:
   """A message if a file is damaged, which is then renamed; "" if it is not.
 
   Args:
     path: of the file.
-    found: `_summary` of its records up to the checkpoint's step.
+    present: `_summary` of its records up to the checkpoint's step.
     written: the same when the checkpoint was saved.
     strangers: number of its lines that are not records.
   """
-  if found == written and not strangers:
+  if present == written and not strangers:
     return ""
-  counts, expected = found["records"], written["records"]
+  counts, expected = present["records"], written["records"]
   problems = [
     f"{counts.get(phase, 0)} of {expected.get(phase, 0)} {phase} records"
     for phase in dict.fromkeys((*expected, *counts))

@@ -18,9 +18,9 @@ from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.rollouts.batch import Graded, RolloutBatch, response_lengths, write_batch
 from rlvr_jax.rollouts.staleness import Schedule
 from rlvr_jax.train.cluster import multihost
-from rlvr_jax.train.cluster.process import waiting
+from rlvr_jax.train.cluster.process import measure_wait
 from rlvr_jax.train.reporting import machines
-from rlvr_jax.train.reporting.data_use import first_update_warning
+from rlvr_jax.train.reporting.data_use import WarmStart, first_update_warning
 from rlvr_jax.train.reporting.progress import compact_line, say, warn
 from rlvr_jax.train.reporting.writer import MetricWriter, stage_summary
 from rlvr_jax.types import Params, TrainBatch
@@ -42,7 +42,7 @@ class DeviceClock:
 
   free_from: float = 0.0
 
-  def freed(self, now: float) -> None:
+  def mark_free(self, now: float) -> None:
     """Notes that the devices have become free."""
     self.free_from = now
 
@@ -86,12 +86,12 @@ class Stopwatch:
     self._cycle_began = self._updated = time.perf_counter()  # at the last record, the last update
     self._first: tuple[int, float] | None = None  # update of this process, and when it ended
 
-  def spent(self, name: str, amount: float) -> None:
+  def add_measurement(self, name: str, amount: float) -> None:
     """Adds to a phase's seconds, or to its memory's maximum, in the next update's record."""
     before = self.timings.get(name, 0.0)
     self.timings[name] = before + amount if name.startswith("time/") else max(before, amount)
 
-  def sampled(self, tokens: int) -> None:
+  def count_tokens(self, tokens: int) -> None:
     """Counts tokens that were sampled since the last update."""
     self.fresh_tokens += tokens
 
@@ -107,7 +107,7 @@ class Stopwatch:
     idle = cycle - sum(phases[name] for name in self._phases if name in phases)
     return {"time/idle_seconds": max(idle, 0.0), "time/elapsed_seconds": now - self._began}
 
-  def updated(self, now: float) -> float:
+  def end_update(self, now: float) -> float:
     """Seconds between the last update and this one, which ends `now`."""
     seconds, self._updated = now - self._updated, now
     return seconds
@@ -135,7 +135,7 @@ class Notices:
     self._last: dict[str, object] = {}
     self.held_out = ""
 
-  def evaluated(self, values: Mapping[str, float], name: str) -> None:
+  def remember_evaluation(self, values: Mapping[str, float], name: str) -> None:
     """Remembers the result of an evaluation for the lines of the updates after it.
 
     Args:
@@ -156,13 +156,19 @@ class Notices:
     return changes
 
 
-class _Run(NamedTuple):
-  """See `RunLog`."""
+class LoggedRun(NamedTuple):
+  """What the log of a run has to know about it."""
 
-  config: ml_collections.ConfigDict
   task: Task
   network: TransformerConfig
   schedule: Schedule
+  batch: ml_collections.ConfigDict  # that section of the configuration
+  max_response_length: int  # tokens
+  warm_start: WarmStart
+  num_updates: int
+  max_skipped_in_a_row: int
+  ks: Sequence[int]  # of pass@k
+  logging: ml_collections.ConfigDict  # that section, too
 
 
 class RunLog:
@@ -175,10 +181,7 @@ class RunLog:
 
   def __init__(
     self,
-    config: ml_collections.ConfigDict,
-    task: Task,
-    network: TransformerConfig,
-    schedule: Schedule,
+    run: LoggedRun,
     writer: MetricWriter,
     *,
     elapsed: float = 0.0,
@@ -187,18 +190,16 @@ class RunLog:
     """Starts with all counters at 0.
 
     Args:
-      config, task: of the run.
-      network: settings of the policy's network, to count its FLOPs.
-      schedule: of the run.
+      run: that is logged.
       writer: writes the records.
       elapsed: seconds that the run had taken before it was resumed.
       profile: of some updates; None for none.
     """
     self.writer = writer
     self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
-    self._run = _Run(config, task, network, schedule)
+    self._run = run
     # In real time generation goes on beside the trainer.
-    phases = [name for name in _PHASES if not (schedule.real_time and name in _OF_GENERATION)]
+    phases = [name for name in _PHASES if not (run.schedule.real_time and name in _OF_GENERATION)]
     self._stopwatch = Stopwatch(elapsed, phases)
     self._notices = Notices()
     self._hosts = machines.Hosts()
@@ -223,11 +224,11 @@ class RunLog:
 
   def remember_evaluation(self, values: Mapping[str, float]) -> None:
     """Makes this the last evaluation, as a resumed run has it from its checkpoint."""
-    self._notices.evaluated(values, f"pass@{self._run.config.evaluation.ks[0]}")
+    self._notices.remember_evaluation(values, f"pass@{self._run.ks[0]}")
 
-  def spent(self, name: str, amount: float) -> None:
+  def add_measurement(self, name: str, amount: float) -> None:
     """Adds to a phase's seconds, or to its memory's maximum, in the next update's record."""
-    self._stopwatch.spent(name, amount)
+    self._stopwatch.add_measurement(name, amount)
 
   def count_sampled(self, batch: RolloutBatch, step: int) -> None:
     """Counts a graded batch and writes some of its rollouts; `step`: number of updates so far."""
@@ -238,20 +239,20 @@ class RunLog:
     self.counters["tokens_generated"] += graded.tokens
     self.counters["flops_generate"] += batch.flops
     for phase, seconds in batch.timings.items():
-      self.spent(phase, seconds)
-    self._stopwatch.sampled(graded.tokens if batch.timings else 0)
+      self.add_measurement(phase, seconds)
+    self._stopwatch.count_tokens(graded.tokens if batch.timings else 0)
     self._warn_of_truncation(graded.statistics.get("response/truncated", 0.0), step)
     self._warn_of_crashes(graded, step)
-    logging = self._run.config.logging
+    logging = self._run.logging
     # Once, however many batches are sampled before this update.
     if step % logging.rollouts_every == 0 and self._notices.changes("rollouts", step):
-      samples = graded.samples[:: self._run.config.batch.group_size]
+      samples = graded.samples[:: self._run.batch.group_size]
       self.writer.write_rollouts(step + 1, samples[: logging.rollouts_per_refresh])
 
   def _warn_of_truncation(self, share: float, step: int) -> None:
     """Warns when more than half of the responses are truncated, once until it is less."""
     if self._notices.begins("truncation", share > 0.5):
-      limit = self._run.config.max_response_length
+      limit = self._run.max_response_length
       warn(
         f"{share:.0%} of the responses sampled for update {step + 1} were truncated at"
         f" config.max_response_length = {limit} tokens, most likely before their answer. Raise it,"
@@ -272,7 +273,7 @@ class RunLog:
   def _warn_of_padding(self, filled: float, step: int) -> None:
     """Warns when more than half of a batch's positions are padding, once until it is less."""
     if self._notices.begins("padding", filled < 0.5):
-      batch = self._run.config.batch
+      batch = self._run.batch
       warn(
         f"{1 - filled:.0%} of the positions in update {step} are padding: its rollouts do not fill"
         " a micro-batch on every device. Lower"
@@ -283,7 +284,7 @@ class RunLog:
 
   def _warn_of_warm_start(self, values: Mapping[str, float]) -> None:
     """Warns when the first update shows that the warm start has left little to learn from."""
-    if text := first_update_warning(self._run.config, self._run.task, values):
+    if text := first_update_warning(self._run.warm_start, values):
       warn(text)
 
   def count_scored(self, batch: TrainBatch) -> None:
@@ -297,7 +298,7 @@ class RunLog:
     self.counters["tokens_trained"] += int(batch.mask.sum())
     self.counters["flops_optimise"] += update_flops(self._run.network, *lengths, adapters=adapters)
 
-  def counted(self) -> dict[str, float]:
+  def counter_metrics(self) -> dict[str, float]:
     """The counters as metrics."""
     passes = self.counters["prompts_sampled"] / len(self._run.task.train)
     counters = {f"counter/{name}": value for name, value in self.counters.items()}
@@ -311,7 +312,7 @@ class RunLog:
 
   def host_metrics(self, statistics: Mapping[str, float], step: int) -> dict[str, float]:
     """The host's metrics of the update after `step` others; restarts the timings."""
-    host = {**statistics, **self.counted(), **self.timings}
+    host = {**statistics, **self.counter_metrics(), **self.timings}
     if seconds := self.timings.get("time/generate_seconds"):
       host["time/rollout_tokens_per_second"] = self._stopwatch.fresh_tokens / seconds
     if host.get("time/slot_steps"):
@@ -322,7 +323,7 @@ class RunLog:
     self._stopwatch.restart()
     return host
 
-  def dispatched(self, update: DispatchedUpdate) -> None:
+  def remember_update(self, update: DispatchedUpdate) -> None:
     """Remembers an update, whose metrics `read_update` will read."""
     self._unread = update
 
@@ -336,16 +337,16 @@ class RunLog:
       return
     update, self._unread = self._unread, None
     values = self.write_update(update)
-    if values["update/skipped_in_a_row"] >= self._run.config.max_skipped_in_a_row:
+    if values["update/skipped_in_a_row"] >= self._run.max_skipped_in_a_row:
       raise_non_finite(update, values, self.writer.workdir)
 
   def write_update(self, update: DispatchedUpdate) -> dict[str, float]:
     """Waits for the update's metrics, writes its record and returns it."""
-    with waiting():
+    with measure_wait():
       values = {name: float(value) for name, value in jax.device_get(update.metrics).items()}
     done = time.perf_counter()
     seconds = done - max(update.dispatched, self.clock.free_from)
-    self.clock.freed(done)
+    self.clock.mark_free(done)
     tokens = float(update.batch.prompts.lengths.sum() + update.batch.mask.sum())
     values |= update.host | {
       "time/optimise_seconds": seconds,
@@ -354,7 +355,7 @@ class RunLog:
     values |= (
       self._stopwatch.times(values)
       | machines.memory("optimise")
-      | self._hosts.metrics(self._stopwatch.updated(done))
+      | self._hosts.metrics(self._stopwatch.end_update(done))
     )
     self._warn_of_padding(values["rows/filled"], update.step)
     if update.step == 1:
@@ -372,9 +373,9 @@ class RunLog:
 
   def _print(self, step: int, values: Mapping[str, float]) -> None:
     """Prints the line of an update, if it is due."""
-    total = self._run.config.num_updates
+    total = self._run.num_updates
     left = self._stopwatch.left(step, total)
-    if step % self._run.config.logging.print_every == 0 or step == total:
+    if step % self._run.logging.print_every == 0 or step == total:
       say(compact_line(step, total, values, held_out=self._notices.held_out, seconds_left=left))
 
   def write_evaluation(
@@ -395,18 +396,18 @@ class RunLog:
       lengths: (of prompts, of responses), in tokens.
       began: when the evaluation began, seconds on the host's clock.
     """
-    self.clock.freed(time.perf_counter())
+    self.clock.mark_free(time.perf_counter())
     self.counters["tokens_evaluated"] += int(lengths[1].sum())
     self.counters["flops_evaluate"] += forward_flops(self._run.network, *lengths)
     timings = {"time/evaluate_seconds": self.clock.free_from - began}
     timings |= self._stopwatch.times(timings) | machines.memory("evaluate")
-    self.writer.write(step, "eval", {**values, **self.counted(), **timings})
-    first = [row[0] for row in samples[: self._run.config.logging.rollouts_per_refresh]]
+    self.writer.write(step, "eval", {**values, **self.counter_metrics(), **timings})
+    first = [row[0] for row in samples[: self._run.logging.rollouts_per_refresh]]
     self.writer.write_rollouts(step, first, phase="eval")
     shown = ", ".join(
       f"{name} {values[f'eval/{name}']:.3f}"
       f" [{values[f'eval/{name}_low']:.3f}, {values[f'eval/{name}_high']:.3f}]"
-      for name in (f"pass@{k}" for k in self._run.config.evaluation.ks)
+      for name in (f"pass@{k}" for k in self._run.ks)
     )
     say(f"held-out after update {step}: {shown}")
     self.remember_evaluation(values)

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from rlvr_jax.storage.files import replacing
+from rlvr_jax.storage.files import replace_file
 from rlvr_jax.train.reporting.progress import warn
 
 TRACKERS = ("trackio", "wandb")  # the extras of the same names
@@ -74,6 +74,6 @@ def check(name: str) -> None:
 def _run_id(workdir: pathlib.Path) -> str:
   path = workdir / RUN_FILE
   if not path.exists():
-    with replacing(path) as file:
+    with replace_file(path) as file:
       file.write(json.dumps({"id": uuid.uuid4().hex[:8]}).encode())
   return json.loads(path.read_text())["id"]

@@ -22,7 +22,7 @@ from rlvr_jax.evaluate.run_files import (
   TENSORBOARD_FOLDER,
   read_metrics,
 )
-from rlvr_jax.storage.files import replacing, reporting_full_disk
+from rlvr_jax.storage.files import replace_file, report_full_disk
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.reporting.records import BEFORE_FIRST_STEP, Records
 
@@ -85,7 +85,7 @@ class MetricWriter:
     values = {name: _plain(value) for name, value in values.items()}
     self._metrics.append([{"step": step, "phase": phase, **values}])
     numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
-    with reporting_full_disk(self.workdir / TENSORBOARD_FOLDER):
+    with report_full_disk(self.workdir / TENSORBOARD_FOLDER):
       self._board(phase).append(step, numbers)
     for tracker in self._trackers:
       tracker.log(step, phase, numbers)
@@ -103,9 +103,9 @@ class MetricWriter:
       DiskFullError: no space is left.
     """
     path = self.workdir / GEOMETRY_FOLDER / f"{step:06d}.npz"
-    with reporting_full_disk(path):
+    with report_full_disk(path):
       path.parent.mkdir(exist_ok=True)
-    with replacing(path) as file:
+    with replace_file(path) as file:
       np.savez(file, **arrays)
 
   def written(self, step: int) -> dict[str, Any]:

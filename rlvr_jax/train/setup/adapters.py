@@ -61,11 +61,11 @@ def first_adapters(
   if not folder:
     # Index 1: index 0 of this purpose initializes the base.
     return jax.jit(make, out_shardings=shardings)(key_for(seed, "init", 1))
-  adapters, found = peft.load_adapters(folder, network)
-  if (found.rank, found.alpha) != (settings.rank, settings.alpha):
+  adapters, loaded = peft.load_adapters(folder, network)
+  if (loaded.rank, loaded.alpha) != (settings.rank, settings.alpha):
     raise ValueError(
-      f"config.lora.adapters = {folder!r} have rank {found.rank} and alpha {found.alpha}, not those"
-      f" of config.lora, {settings.rank} and {settings.alpha}; set these to the former"
+      f"config.lora.adapters = {folder!r} have rank {loaded.rank} and alpha {loaded.alpha}, not"
+      f" those of config.lora, {settings.rank} and {settings.alpha}; set these to the former"
     )
   try:
     peft.check_adapters(adapters, settings, network)

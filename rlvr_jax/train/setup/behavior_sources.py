@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from jax.sharding import Mesh
 from rlvr_jax.data import Tokenizer
 from rlvr_jax.models import quantized
 from rlvr_jax.models.functional import Model, transformer
-from rlvr_jax.models.linear import merged
+from rlvr_jax.models.linear import merge_low_rank
 from rlvr_jax.models.presets import model_settings
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_between, check_choice, check_integer
@@ -24,13 +25,14 @@ from rlvr_jax.rollouts.engine import Engine
 from rlvr_jax.rollouts.recorded import RecordedGroups
 from rlvr_jax.rollouts.store import StoreError
 from rlvr_jax.sampling import sampling_of
-from rlvr_jax.storage.places import place
+from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.checkpointing.checkpoint_files import read_params, saved_steps
 from rlvr_jax.train.cluster import sharding
-from rlvr_jax.types import Params, Sampling
+from rlvr_jax.train.setup.engines import EngineOf
+from rlvr_jax.types import BatchShape, Params, Sampling
 
 RECORDED = ("sampled", "raw")
-UNHEATED = Sampling()  # the distribution of "raw"
+AT_TEMPERATURE_1 = Sampling()  # the distribution of "raw"
 
 # Largest mean |Δ log p|, in nats per token at temperature 1, between the two computations of a
 # log-probability (cached decoding, one forward pass), by the precision of products. For networks of
@@ -51,7 +53,9 @@ class Source(NamedTuple):
   # The checkpoint step or the batch numbers that a resumed run must use again; JSON.
   pin: Any = None
   of_this_run: bool = True  # whether its parameters derive from the trained policy's
-  exact: bool = False  # whether they are equal, so that log-probabilities must agree
+  # Mean gap of log-probabilities, in nats per token, above which a run stops. Only a source that
+  # samples with the policy's own parameters must agree with the trainer; others must be finite.
+  max_gap: float = sys.float_info.max
   raw: bool = False  # records log-probabilities at temperature 1 as the behavior policy's
 
   @property
@@ -136,38 +140,51 @@ def make_sources(
   model: Model,
   mesh: Mesh,
   tokenizer: Tokenizer,
-  engine_of: Callable[..., Engine],
+  shape: BatchShape,
+  engine_of: EngineOf,
   pins: Mapping[str, Any],
 ) -> Sources:
   """The sources that `config.sources` describes; all errors are found before compilation.
 
   Args:
+    config: of the run.
     model: of the trained policy, as functions on `mesh`.
     mesh: of generation.
     tokenizer: of the run.
-    engine_of: (model, sampling, prompts=) → an engine.
+    shape: of a training batch.
+    engine_of: makes their engines.
     pins: `Source.pin` by name when the run began; empty for a new run.
   Raises:
     ValueError: with the field, its value, what is allowed and how to fix it.
   """
   settings, sampling = config.sources, sampling_of(config.sampling)
   check_choice("config.sources.quantized", "format", settings.quantized.format, quantized.FORMATS)
-  shifted, raw = _at_other_temperature(config, model.config.vocab_size)
+  shifted = dataclasses.replace(sampling, temperature=settings.temperature.temperature)
+  _check_recorded_temperature(settings.temperature, config.policy_temperature)
+  owner = "config.sources.temperature"
+  check_sampling(owner, shifted, model.config.vocab_size)
+  check_between(owner, "temperature", shifted.temperature, low=0.0, open_low=True)
+  raw = settings.temperature.recorded == "raw"
 
   def exact(name: str, prompts: int, sampling: Sampling, *, raw: bool = False) -> Source:
     engine = engine_of(model, sampling, prompts=prompts)
-    return Source(name, prompts, sampling, engine, exact=True, raw=raw)
+    gap = max_gap(config.max_behavior_gap, model.config, sampling)
+    return Source(name, prompts, sampling, engine, max_gap=gap, raw=raw)
 
   def rounded(name: str, prompts: int) -> Source:
     @jax.jit
     def copy(trained, frozen):
-      return quantized.quantized(merged(model.combine(trained, frozen)), settings.quantized.format)
+      return quantized.quantize(
+        merge_low_rank(model.combine(trained, frozen)), settings.quantized.format
+      )
 
-    engine = engine_of(quantized.for_quantized(model), sampling, prompts=prompts)
+    engine = engine_of(quantized.adapt_to_quantized(model), sampling, prompts=prompts)
     return Source(name, prompts, sampling, engine, params_of=lambda *policy: (copy(*policy), {}))
 
   def checkpoint(name: str, prompts: int) -> Source:
-    other, step, params = other_policy(config, model, mesh, pins.get(name))
+    other, step, params = other_policy(
+      settings.checkpoint, config.tokenizer, model, mesh, pins.get(name)
+    )
     engine = engine_of(other, sampling, prompts=prompts)
     source = Source(name, prompts, sampling, engine, of_this_run=False)
     return source._replace(params_of=lambda *_: (params(), {}), pin=step)
@@ -175,7 +192,13 @@ def make_sources(
   def recorded(name: str, prompts: int) -> Source:
     # How it was sampled is not known here; its gap is measured to the target policy.
     target = Sampling(temperature=config.policy_temperature)
-    groups = recorded_groups(config, tokenizer, pins.get(name))
+    groups = recorded_groups(
+      settings.recorded.store,
+      (config.tokenizer, tokenizer.pad_id),
+      shape,
+      allow_truncated=config.allow_truncated_behavior,
+      numbers=pins.get(name),
+    )
     return Source(name, prompts, target, None, groups, pin=groups.numbers, of_this_run=False)
 
   make: dict[str, Callable[..., Source]] = dict(
@@ -186,62 +209,71 @@ def make_sources(
     recorded=recorded,
   )
   fractions = {name: settings[name].fraction for name in make if name != "policy"}
-  found = groups_by_source(fractions, config.batch.prompts)
-  for name, prompts in found.items():
+  groups = groups_by_source(fractions, shape.prompts)
+  for name, prompts in groups.items():
     sharding.check_batch(f"groups of config.sources.{name}", prompts, mesh)
-  return Sources(make[name](name, prompts) for name, prompts in found.items())
+  return Sources(make[name](name, prompts) for name, prompts in groups.items())
 
 
-def _at_other_temperature(
-  config: ml_collections.ConfigDict, vocab_size: int
-) -> tuple[Sampling, bool]:
-  """The distribution of the source, and whether it records other log-probabilities."""
-  settings = config.sources.temperature
-  temperature, recorded = settings.temperature, settings.recorded
-  check_choice("config.sources.temperature", "recorded", recorded, RECORDED)
-  if recorded == "raw" and not settings.fraction:
+def _check_recorded_temperature(
+  settings: ml_collections.ConfigDict, policy_temperature: float
+) -> None:
+  """Raises ValueError if the source cannot record the log-probabilities that it should.
+
+  Args:
+    settings: `config.sources.temperature`.
+    policy_temperature: `config.policy_temperature`.
+  """
+  owner = "config.sources.temperature"
+  check_choice(owner, "recorded", settings.recorded, RECORDED)
+  if settings.recorded == "raw" and not settings.fraction:
     raise ValueError(
-      "config.sources.temperature: recorded = 'raw' has no effect with fraction = 0; set"
-      " config.sources.temperature.fraction > 0, or recorded = 'sampled'"
+      f"{owner}: recorded = 'raw' has no effect with fraction = 0; set {owner}.fraction > 0, or"
+      " recorded = 'sampled'"
     )
-  if recorded == "raw" and config.policy_temperature != UNHEATED.temperature:
+  if settings.recorded == "raw" and policy_temperature != AT_TEMPERATURE_1.temperature:
     raise ValueError(
-      "config.sources.temperature.recorded = 'raw' records log-probabilities at temperature 1, but"
-      f" config.policy_temperature = {config.policy_temperature} is trained, so that all ratios"
-      " would be off; set config.policy_temperature = 1.0, or recorded = 'sampled'"
+      f"{owner}.recorded = 'raw' records log-probabilities at temperature 1, but"
+      f" config.policy_temperature = {policy_temperature} is trained, so that all ratios would be"
+      " off; set config.policy_temperature = 1.0, or recorded = 'sampled'"
     )
-  sampling = dataclasses.replace(sampling_of(config.sampling), temperature=temperature)
-  check_sampling(sampling, vocab_size)
-  check_between("config.sources.temperature", "temperature", temperature, low=0.0, open_low=True)
-  return sampling, recorded == "raw"
 
 
 def recorded_groups(
-  config: ml_collections.ConfigDict, tokenizer: Tokenizer, numbers: Sequence[int] | None = None
+  store: str,
+  tokenizer: tuple[str, int],
+  shape: BatchShape,
+  *,
+  allow_truncated: bool,
+  numbers: Sequence[int] | None = None,
 ) -> RecordedGroups:
-  """The groups of the store of `config.sources.recorded`.
+  """The groups of another run's store.
 
   Args:
+    store: `config.sources.recorded.store`.
+    tokenizer: `config.tokenizer`, and the token that pads.
+    shape: of this run's largest batch.
+    allow_truncated: `config.allow_truncated_behavior`.
     numbers: of the batches to use; None for all that the store has now.
   Raises:
     ValueError: there is no store, or its rollouts do not fit this run.
   """
-  store = config.sources.recorded.store
   if not store:
     raise ValueError("config.sources.recorded.store is empty; set it to WORKDIR/rollouts of a run")
+  name, pad_token = tokenizer
   try:
     groups = RecordedGroups(
-      place("config.sources.recorded.store", store),
+      parse_path("config.sources.recorded.store", store),
       numbers=numbers,
-      tokenizer=config.tokenizer,
-      pad_token=tokenizer.pad_id,
-      group_size=config.batch.group_size,
-      max_prompt_length=config.max_prompt_length,
-      max_response_length=config.max_response_length,
+      tokenizer=name,
+      pad_token=pad_token,
+      group_size=shape.group_size,
+      max_prompt_length=shape.max_prompt_length,
+      max_response_length=shape.max_response_length,
     )
   except StoreError as error:
     raise ValueError(f"config.sources.recorded.store: {error}") from error
-  if groups.truncated and not config.allow_truncated_behavior:
+  if groups.truncated and not allow_truncated:
     raise ValueError(
       f"config.sources.recorded.store = {store!r} has rollouts of truncated sampling, which bias"
       " the ratio; choose another, or set config.allow_truncated_behavior = True to allow it"
@@ -250,20 +282,21 @@ def recorded_groups(
 
 
 def other_policy(
-  config: ml_collections.ConfigDict, model: Model, mesh: Mesh, step: int | None
+  settings: ml_collections.ConfigDict, tokenizer: str, model: Model, mesh: Mesh, step: int | None
 ) -> tuple[Model, int, Callable[[], Params]]:
   """(another run's model, the step of its checkpoint, a function that loads its parameters once).
 
   Args:
-    config: `sources.checkpoint` has the `workdir` of the run, and the `step`, −1 for the last one.
+    settings: `config.sources.checkpoint`, with the `workdir` of that run, and the `step`, −1 for
+      the last one.
+    tokenizer: `config.tokenizer`, which both runs must have.
     model: of this run.
     mesh: of generation.
     step: the step when this run began; None for a new run.
   Raises:
     ValueError: no run in that folder, no checkpoint of that step, or another tokenizer.
   """
-  settings = config.sources.checkpoint
-  workdir = place("config.sources.checkpoint.workdir", settings.workdir)
+  workdir = parse_path("config.sources.checkpoint.workdir", settings.workdir)
   try:
     theirs = json.loads((workdir / "config.json").read_text())
     model_config = model_settings(theirs["model"])
@@ -273,10 +306,10 @@ def other_policy(
       f"config.sources.checkpoint.workdir = {settings.workdir!r} has no run with a config.json"
       f" ({error}); set it to the --workdir of a run"
     ) from error
-  if tokens != (config.tokenizer, model.config.vocab_size):
+  if tokens != (tokenizer, model.config.vocab_size):
     raise ValueError(
       f"config.sources.checkpoint.workdir = {settings.workdir!r}: its tokenizer and vocab_size are"
-      f" {tokens}, this run's {(config.tokenizer, model.config.vocab_size)}; choose a run with the"
+      f" {tokens}, this run's {(tokenizer, model.config.vocab_size)}; choose a run with the"
       " same"
     )
   check_integer("config.sources.checkpoint", "step", settings.step, low=-1)
@@ -287,21 +320,21 @@ def other_policy(
     raise ValueError(
       f"config.sources.checkpoint: {workdir} has no checkpoint of step {step}; it has {steps}"
     )
-  other = transformer(model_config, sharding.layout(mesh))
-  abstract = sharding.placed(jax.eval_shape(other.init, jax.random.key(0)), mesh)
+  other = transformer(model_config, sharding.make_layout(mesh))
+  abstract = sharding.add_shardings(jax.eval_shape(other.init, jax.random.key(0)), mesh)
   read = lambda: read_params(workdir / "checkpoints" / str(step), abstract)
   return other, step, functools.cache(read)
 
 
-def max_gap(configured: float | None, network: TransformerConfig, source: Source) -> float:
-  """The mean gap, in nats per token, above which a run stops.
+def max_gap(configured: float | None, network: TransformerConfig, sampling: Sampling) -> float:
+  """`Source.max_gap` of a source that samples with the policy's own parameters.
 
   Dividing logits by a temperature below 1 also divides their differences by it.
 
   Args:
     configured: `config.max_behavior_gap`, at temperature 1; None or 0 for the default.
     network: settings of the policy's network.
-    source: whose gap it is.
+    sampling: the source's distribution.
   """
   bound = configured or MAX_GAP[network.precision]
-  return bound / min(1.0, source.sampling.temperature)
+  return bound / min(1.0, sampling.temperature)

@@ -20,31 +20,43 @@ from rlvr_jax.data import Problem, Task, Tokenizer, encode_prompts, tasks
 from rlvr_jax.models import lora
 from rlvr_jax.models.functional import Model, transformer
 from rlvr_jax.models.presets import model_settings
+from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.aggregate import AGGREGATIONS
 from rlvr_jax.ops.checks import check_between, check_choice
 from rlvr_jax.ops.veto import Veto, negative_advantage_veto
+from rlvr_jax.rewards.outcome import OutcomePolicy
+from rlvr_jax.rewards.pool import GraderPool
 from rlvr_jax.rollouts import staleness
+from rlvr_jax.rollouts.collect import Collector
+from rlvr_jax.rollouts.engine import Engine
 from rlvr_jax.rollouts.store import StoreError
+from rlvr_jax.sampling import sampling_of
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup import checks
 from rlvr_jax.train.setup.adapters import make_lora
 from rlvr_jax.train.setup.behavior_sources import Sources, make_sources
-from rlvr_jax.train.setup.engines import make_engine
-from rlvr_jax.train.setup.grading import make_outcome_policy, with_graders
+from rlvr_jax.train.setup.compiler_options import (
+  CompilerOptions,
+  check_compiler_options,
+  parse_compiler_options,
+)
+from rlvr_jax.train.setup.engines import EngineOf, TrainerLayout, make_engine
+from rlvr_jax.train.setup.grading import make_collector, make_outcome_policy, with_graders
 from rlvr_jax.train.setup.placement import Placement
-from rlvr_jax.train.setup.problem_filters import fitting, warn_of_long_texts
+from rlvr_jax.train.setup.problem_filters import limit_lengths, warn_of_long_texts
 from rlvr_jax.train.setup.programs import (
   Programs,
   Sampler,
   abstract_state,
   choose_row_attention,
   make_gram,
+  make_measure,
   make_programs,
   make_row_layout,
   trained_params,
 )
 from rlvr_jax.train.setup.tokenizers import make_tokenizer
-from rlvr_jax.types import Params, Prompts
+from rlvr_jax.types import BatchShape, Params, Prompts, Sampling
 from rlvr_jax.update import learning_rate, optimizer
 from rlvr_jax.update.objective import REFERENCE_KL_ESTIMATORS, Method
 
@@ -54,18 +66,32 @@ class Parts:
   """What a run is; `placement` says where. Nothing is placed on a device yet."""
 
   config: ml_collections.ConfigDict
+  shape: BatchShape  # of a training batch
   task: Task
   tokenizer: Tokenizer
+  outcome_policy: OutcomePolicy  # the rewards of outcomes
   model: Model
   lora: lora.LoraSettings | None  # of the trained adapters; None if all parameters are trained
   method: Method
   schedule: staleness.Schedule
+  sampler: Sampler  # the policy where rollouts are generated
   sources: Sources  # the policies that sample the rollouts of every batch
   placement: Placement
+  compiler_options: CompilerOptions
   programs: Programs
 
   def encode(self, problems: Sequence[Problem]) -> Prompts:
-    return encode_prompts(problems, self.tokenizer, self.config.max_prompt_length)
+    return encode_prompts(problems, self.tokenizer, self.shape.max_prompt_length)
+
+  def make_collector(self, pool: GraderPool) -> Collector:
+    """Makes the collector, which encodes problems and has responses graded by `pool`."""
+    return make_collector(
+      self.tokenizer,
+      pool,
+      self.outcome_policy,
+      self.config.overlong,
+      max_prompt_length=self.shape.max_prompt_length,
+    )
 
 
 def build(
@@ -87,108 +113,224 @@ def build(
   """
   mesh = mesh or sharding.make_mesh(**config.mesh)
   config = config.copy_and_resolve_references()
-  config.mesh.update(mesh.shape)  # a run is resumed with the sizes that -1 had when it began
+  config.mesh.update(mesh.shape)  # in place of -1, so that a resumed run has the same mesh
   checks.check_shapes(config, mesh)
-  policy = make_outcome_policy(config)
-  tokenizer = tokenizer or make_tokenizer(config)
-  model = make_model(config, mesh, tokenizer.vocab_size)
+  shape = batch_shape(config)
+  outcome_policy = make_outcome_policy(config.grading.outcomes)
+  tokenizer = tokenizer or make_tokenizer(config.tokenizer, config.prompts, config.model.checkpoint)
+  adapters = make_lora(config.lora)
+  network = make_network(config.model, config.tokenizer, tokenizer.vocab_size)
+  make_model_on = functools.partial(
+    make_model, network, adapters, shape, tokens_per_row=config.batch.tokens_per_row
+  )
+  model = make_model_on(mesh)
   checks.check_heads(model.config, mesh)
-  warn_of_long_texts(config)
-  checks.check_samplings(config, model.config.vocab_size)
-  schedule = make_schedule(config)
-  sampler = make_sampler(config, model, mesh, tokenizer)
-  sources = sources_of(config, sampler, tokenizer, pins={})
+  warn_of_long_texts(config.model.checkpoint, shape)
+  sampling = sampling_of(config.sampling)
+  held_out_sampling = sampling_of(config.evaluation.sampling)
+  checks.check_samplings(
+    sampling,
+    held_out_sampling,
+    model.config.vocab_size,
+    allow_truncated=config.allow_truncated_behavior,
+  )
+  schedule = make_schedule(config.schedule, num_updates=config.num_updates, seed=config.seed)
+  check_real_time(config.schedule, schedule, config.mesh, config.generation_mesh)
+  sampler = make_sampler(config.generation_mesh, model, mesh, make_model_on)
+  compiler_options = parse_compiler_options(config.compiler_options)
+  check_compiler_options("config.compiler_options.training", compiler_options.training, mesh)
+  check_compiler_options(
+    "config.compiler_options.generation", compiler_options.generation, sampler.mesh
+  )
+  engine_of = make_engine_factory(config, shape, tokenizer, mesh)
+  sources = make_sources(config, *sampler, tokenizer, shape, engine_of, pins={})
   method = make_method(config, model, mesh)
   method = method._replace(sources=tuple(source.name for source in sources))
-  adapters = make_lora(config.lora)
   base = abstract_params(model, mesh)
   trained = trained_params(adapters, base)
   warm_start = warm_start_optimizer(config.warm_start)
-  checks.check_optimizers(config, method.optimizer, warm_start, trained)
-  state = abstract_state(method, trained, mesh)
+  checks.check_optimizer("config", config.optimizer, method.optimizer, trained)
+  checks.check_optimizer("config.warm_start", config.warm_start.optimizer, warm_start, trained)
   placement = Placement(
     mesh=mesh,
     generation_mesh=sampler.mesh,
-    row_layout=make_row_layout(config, model.config.attention, mesh),
-    state=state,
+    row_layout=make_row_layout(config.batch, shape, model.config.attention, mesh),
+    state=abstract_state(method, trained, mesh),
     base=base,
     frozen={} if adapters is None else base,
+    scored_groups=scored_groups(config.batch.tokens_per_micro_batch, shape, sampler.mesh),
   )
-  checks.check_update(config, mesh, method, state, placement.frozen)
-  checks.check_rewards(config, method, policy, sources)
-  task = with_graders(config, task or make_task(config.task))
-  task = fitting(config, task, tokenizer)
+  diagnose = make_measure(config.diagnostics, method, make_gram(config.gram))
+  checks.check_update(
+    method,
+    placement,
+    shape,
+    advantage=config.advantage,
+    loss=config.loss,
+    diagnose=diagnose if config.diagnostics.every else None,
+  )
+  checks.check_rewards(config, method, outcome_policy, sources)
+  task = with_graders(config.grading, config.evaluation.grader, task or make_task(config.task))
+  task = limit_lengths(
+    task,
+    tokenizer,
+    shape,
+    too_long=config.prompts.too_long,
+    warm_starts=config.warm_start.num_steps > 0,
+  )
   return Parts(
     config=config,
+    shape=shape,
     task=task,
     tokenizer=tokenizer,
+    outcome_policy=outcome_policy,
     model=model,
     lora=adapters,
     method=method,
     schedule=schedule,
+    sampler=sampler,
     sources=sources,
     placement=placement,
+    compiler_options=compiler_options,
     programs=make_programs(
-      config,
-      tokenizer,
       method,
       sources,
       placement,
       sampler=sampler,
+      engine_of=engine_of,
+      sampling=sampling,
+      held_out_sampling=held_out_sampling,
+      diagnose=diagnose,
       warm_start_optimizer=warm_start,
+      compiler_options=compiler_options,
     ),
   )
 
 
+def batch_shape(config: ml_collections.ConfigDict) -> BatchShape:
+  """The shape of the largest training batch."""
+  return BatchShape(
+    config.batch.prompts,
+    config.batch.group_size,
+    config.max_prompt_length,
+    config.max_response_length,
+  )
+
+
+def scored_groups(tokens_per_micro_batch: int, shape: BatchShape, mesh: Mesh) -> int:
+  """`Placement.scored_groups`: groups of full length that fill a micro-batch on every device."""
+  group = shape.group_size * (shape.max_prompt_length + shape.max_response_length)
+  return max(tokens_per_micro_batch // group, 1) * mesh.shape["data"] * mesh.shape["fsdp"]
+
+
 def make_sampler(
-  config: ml_collections.ConfigDict, model: Model, mesh: Mesh, tokenizer: Tokenizer
+  settings: ml_collections.ConfigDict,
+  model: Model,
+  mesh: Mesh,
+  make_model_on: Callable[[Mesh], Model],
 ) -> Sampler:
-  """The mesh and model that generate rollouts: `mesh` and `model`, or those of another layout."""
-  own = make_generation_mesh(config.generation_mesh, mesh)
-  if own is not mesh:
-    checks.check_sampling_heads("config.generation_mesh", model.config, own.shape["tensor"])
-  return Sampler(model if own is mesh else make_model(config, own, tokenizer.vocab_size), own)
+  """The model and mesh that generate rollouts: the arguments, or those of another layout.
+
+  Args:
+    settings: `config.generation_mesh`.
+    model, mesh: those of updates.
+    make_model_on: the model on another mesh.
+  """
+  generation_mesh = make_generation_mesh(settings, mesh)
+  if generation_mesh is mesh:
+    return Sampler(model, mesh)
+  tensor = generation_mesh.shape["tensor"]
+  checks.check_sampling_heads("config.generation_mesh", model.config, tensor)
+  return Sampler(make_model_on(generation_mesh), generation_mesh)
 
 
-def sources_of(
-  config: ml_collections.ConfigDict,
-  sampler: Sampler,
-  tokenizer: Tokenizer,
-  pins: Mapping[str, Any],
-) -> Sources:
-  """The sources of the rollouts of every batch; see `make_sources`."""
-  engine_of = functools.partial(make_engine, config, tokenizer, group_size=config.batch.group_size)
-  return make_sources(config, *sampler, tokenizer, engine_of, pins)
+def generates_separately(settings: ml_collections.ConfigDict) -> bool:
+  """Whether `config.generation_mesh` has devices of its own."""
+  return any(settings[axis] for axis in sharding.AXES) and not settings.get("same_devices", False)
 
 
-def with_sources_as_begun(parts: Parts, pins: Mapping[str, Any]) -> Parts:
-  """The parts with the sources pinned as they were when the run began, see `Source.pin`."""
-  config, tokenizer = parts.config, parts.tokenizer
-  sampler = make_sampler(config, parts.model, parts.placement.mesh, tokenizer)
-  return dataclasses.replace(parts, sources=sources_of(config, sampler, tokenizer, pins))
+def make_engine_factory(
+  config: ml_collections.ConfigDict, shape: BatchShape, tokenizer: Tokenizer, mesh: Mesh
+) -> EngineOf:
+  """Returns a function that makes the engines of a run; `mesh`: the one on which updates run."""
+  separate = generates_separately(config.generation_mesh)
+  trainer = TrainerLayout(mesh, separate, frozen=config.lora.rank > 0)
+
+  def engine_of(model: Model, sampling: Sampling, prompts: int | None = None) -> Engine:
+    return make_engine(
+      config.sampling,
+      shape if prompts is None else shape._replace(prompts=prompts),
+      model,
+      sampling,
+      tokenizer,
+      deadline_s=config.generation_deadline_s,
+      trainer=trainer,
+      compiler_options=parse_compiler_options(config.compiler_options).generation,
+    )
+
+  return engine_of
+
+
+def pin_sources(parts: Parts, pins: Mapping[str, Any]) -> Parts:
+  """The parts with the sources as they were when the run began, see `Source.pin`."""
+  config, shape, tokenizer = parts.config, parts.shape, parts.tokenizer
+  engine_of = make_engine_factory(config, shape, tokenizer, parts.placement.mesh)
+  sources = make_sources(config, *parts.sampler, tokenizer, shape, engine_of, pins)
+  return dataclasses.replace(parts, sources=sources)
 
 
 def abstract_params(model: Model, mesh: Mesh) -> Params:
   """Shapes, dtypes and shardings of all parameters of the network."""
-  return sharding.placed(jax.eval_shape(model.init, jax.random.key(0)), mesh)
+  return sharding.add_shardings(jax.eval_shape(model.init, jax.random.key(0)), mesh)
 
 
-def make_model(config: ml_collections.ConfigDict, mesh: Mesh, vocab_size: int) -> Model:
-  settings = model_settings(config.model)
-  if settings.vocab_size < vocab_size and config.model.checkpoint:
+def make_network(
+  settings: ml_collections.ConfigDict, tokenizer: str, vocab_size: int
+) -> TransformerConfig:
+  """The network of `config.model`.
+
+  Args:
+    settings: `config.model`.
+    tokenizer: `config.tokenizer`, for messages.
+    vocab_size: of the tokenizer.
+  Raises:
+    ValueError: it has no embedding for some tokens.
+  """
+  network = model_settings(settings)
+  if network.vocab_size < vocab_size and settings.checkpoint:
     raise ValueError(
-      f"config.tokenizer = {config.tokenizer!r} has {vocab_size} tokens, config.model.checkpoint ="
-      f" {config.model.checkpoint!r} only {settings.vocab_size}, so they do not match; set"
+      f"config.tokenizer = {tokenizer!r} has {vocab_size} tokens, config.model.checkpoint ="
+      f" {settings.checkpoint!r} only {network.vocab_size}, so they do not match; set"
       " config.tokenizer = 'checkpoint', or to the folder of that model's tokenizer"
     )
-  if settings.vocab_size < vocab_size:
+  if network.vocab_size < vocab_size:
     raise ValueError(
-      f"config.model: vocab_size = {settings.vocab_size} is smaller than the tokenizer's"
+      f"config.model: vocab_size = {network.vocab_size} is smaller than the tokenizer's"
       f" {vocab_size}; set config.model.overrides.vocab_size = {vocab_size}"
     )
-  attention = choose_row_attention(config, settings, mesh)
-  model = transformer(dataclasses.replace(settings, attention=attention), sharding.layout(mesh))
-  return lora.adapted(model, make_lora(config.lora))
+  return network
+
+
+def make_model(
+  network: TransformerConfig,
+  adapters: lora.LoraSettings | None,
+  shape: BatchShape,
+  mesh: Mesh,
+  *,
+  tokens_per_row: int,
+) -> Model:
+  """The policy's functions on a mesh.
+
+  Args:
+    network: from `make_network`.
+    adapters: from `make_lora`.
+    shape: of a training batch.
+    mesh: of updates, or of generation.
+    tokens_per_row: `config.batch.tokens_per_row`.
+  """
+  attention = choose_row_attention(network, mesh, shape, tokens_per_row=tokens_per_row)
+  network = dataclasses.replace(network, attention=attention)
+  return lora.adapt(transformer(network, sharding.make_layout(mesh)), adapters)
 
 
 def make_task(settings: ml_collections.ConfigDict) -> Task:
@@ -202,7 +344,7 @@ def make_task(settings: ml_collections.ConfigDict) -> Task:
     )
   spec = spec._replace(arguments={**kwargs, **spec.arguments})
   try:
-    return specs.call(f"config.task.name = {name!r}", tasks, spec, Task)
+    return specs.make_from_spec(f"config.task.name = {name!r}", tasks, spec, Task)
   except OSError as error:
     field = _field_of(error.filename, "config.task.kwargs", kwargs)
     missing = f"{field} = {error.filename!r}: {error.strerror}"
@@ -211,38 +353,49 @@ def make_task(settings: ml_collections.ConfigDict) -> Task:
 
 def _field_of(value: Any, owner: str, fields: Mapping[str, Any]) -> str:
   """The dotted name of the field that has this text; "" if none has it."""
-  for name, own in fields.items():
-    if isinstance(own, Mapping) and (found := _field_of(value, f"{owner}.{name}", own)):
-      return found
-    if isinstance(own, str | os.PathLike) and os.fspath(own) == value:
+  for name, field in fields.items():
+    if isinstance(field, Mapping) and (path := _field_of(value, f"{owner}.{name}", field)):
+      return path
+    if isinstance(field, str | os.PathLike) and os.fspath(field) == value:
       return f"{owner}.{name}"
   return ""
 
 
-def make_schedule(config: ml_collections.ConfigDict) -> staleness.Schedule:
-  """The staleness schedule of `config.schedule`."""
-  prefix = f"config.schedule = {config.schedule!r}"
-  of_run = dict(num_updates=config.num_updates, seed=config.seed)
+def make_schedule(name: str, *, num_updates: int, seed: int) -> staleness.Schedule:
+  """The staleness schedule of `config.schedule`, for a run."""
+  run_values = dict(num_updates=num_updates, seed=seed)
   try:
-    schedule = specs.make(
-      "config.schedule", staleness, config.schedule, staleness.Schedule, **of_run
-    )
+    return specs.make("config.schedule", staleness, name, staleness.Schedule, **run_values)
   except StoreError as error:
-    raise ValueError(f"{prefix}: {error}") from error
-  if schedule.real_time and jax.process_count() > 1:
+    raise ValueError(f"config.schedule = {name!r}: {error}") from error
+
+
+def check_real_time(
+  name: str,
+  schedule: staleness.Schedule,
+  mesh: ml_collections.ConfigDict,
+  generation_mesh: ml_collections.ConfigDict,
+) -> None:
+  """Raises ValueError if generation would run beside updates on the same devices of a mesh.
+
+  Args:
+    name: `config.schedule`.
+    schedule: of the run.
+    mesh, generation_mesh: those sections of the configuration.
+  """
+  if not schedule.real_time:
+    return
+  if jax.process_count() > 1:
     raise ValueError(
-      f"{prefix} needs all devices in one process, this run has {jax.process_count()}; choose"
-      " simulated_asynchronous, or run one process"
+      f"config.schedule = {name!r} needs all devices in one process, this run has"
+      f" {jax.process_count()}; choose simulated_asynchronous, or run one process"
     )
-  own = config.generation_mesh
-  separate = any(own[axis] for axis in sharding.AXES) and not own.get("same_devices")
-  if schedule.real_time and math.prod(config.mesh.to_dict().values()) > 1 and not separate:
+  if math.prod(mesh.to_dict().values()) > 1 and not generates_separately(generation_mesh):
     # Two threads could dispatch programs that wait for each other on the same devices.
     raise ValueError(
-      f"{prefix} on config.mesh = {config.mesh.to_dict()} needs separate devices for generation;"
-      " set config.generation_mesh, for example config.generation_mesh.data = 1"
+      f"config.schedule = {name!r} on config.mesh = {mesh.to_dict()} needs separate devices for"
+      " generation; set config.generation_mesh, for example config.generation_mesh.data = 1"
     )
-  return schedule
 
 
 def make_generation_mesh(settings: ml_collections.ConfigDict, mesh: Mesh) -> Mesh:
@@ -251,12 +404,13 @@ def make_generation_mesh(settings: ml_collections.ConfigDict, mesh: Mesh) -> Mes
   if not any(sizes.values()):
     return mesh
   sizes = {axis: size or 1 for axis, size in sizes.items()}
-  if settings.get("same_devices"):
-    return sharding.rearranged(mesh, field="generation_mesh", **sizes)
+  if settings.get("same_devices", False):
+    return sharding.rearrange(mesh, field="generation_mesh", **sizes)
   return sharding.make_mesh(**sizes, field="generation_mesh", skipped=mesh.size)
 
 
 def make_method(config: ml_collections.ConfigDict, model: Model, mesh: Mesh) -> Method:
+  """The components of an update that the configuration names, and its settings."""
   rate, transformation = make_optimizer("config", config, config.num_updates)
   check_choice("config", "aggregation", config.aggregation, AGGREGATIONS)
   check_choice("config.reference", "estimator", config.reference.estimator, REFERENCE_KL_ESTIMATORS)
@@ -294,6 +448,7 @@ def gram_context(model: Model, mesh: Mesh, temperature: float) -> geometry.GramC
 
 
 def make_veto(settings: ml_collections.ConfigDict) -> Veto | None:
+  """The veto of `config.veto`; None if it is off."""
   fields = settings.to_dict()
   enabled = fields.pop("enabled")
   veto = negative_advantage_veto(**fields)  # also checks the settings of a veto that is off
@@ -309,17 +464,17 @@ def make_optimizer(
     f"{owner}.learning_rate", learning_rate, settings.learning_rate, Callable,
     num_updates=num_updates,
   )  # fmt: skip
-  if not specs.takes(field, optimizer, name, "learning_rate"):
+  if not specs.has_parameter(field, optimizer, name, "learning_rate"):
     raise ValueError(
       f"{field} = {name!r} has no parameter learning_rate, so {owner}.learning_rate would have no"
       " effect; add that parameter, a function of the update"
     )
-  of_run = dict(learning_rate=rate, num_updates=num_updates)
-  made = specs.make(field, optimizer, name, optax.GradientTransformation, **of_run)
+  run_values = dict(learning_rate=rate, num_updates=num_updates)
+  made = specs.make(field, optimizer, name, optax.GradientTransformation, **run_values)
   norm = settings.max_gradient_norm
   if norm is not None:
     check_between(owner, "max_gradient_norm", norm, low=0.0, open_low=True)
-  return rate, optimizer.clipped(made, norm)
+  return rate, optimizer.clip_gradients(made, norm)
 
 
 def warm_start_optimizer(settings: ml_collections.ConfigDict) -> optax.GradientTransformation:

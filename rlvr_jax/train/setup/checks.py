@@ -19,15 +19,15 @@ from jax.sharding import Mesh
 import rlvr_jax
 from rlvr_jax import specs
 from rlvr_jax.models.transformer import TransformerConfig
-from rlvr_jax.ops.checks import check_between, check_integer, described
+from rlvr_jax.ops.checks import check_between, check_integer, describe
 from rlvr_jax.ops.logprobs import check_sampling, is_truncated
 from rlvr_jax.rewards.outcome import OutcomePolicy
 from rlvr_jax.rollouts import staleness
-from rlvr_jax.sampling import sampling_of
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup.behavior_sources import Source
-from rlvr_jax.train.setup.programs import abstract_batch, make_gram, make_measure, make_row_layout
-from rlvr_jax.types import Metric, Params, Sampling, TrainBatch, TrainState
+from rlvr_jax.train.setup.placement import Placement
+from rlvr_jax.train.setup.programs import abstract_batch
+from rlvr_jax.types import BatchShape, Metric, Params, Sampling, TrainBatch, TrainState
 from rlvr_jax.update import learning_rate, optimizer
 from rlvr_jax.update.objective import Method
 from rlvr_jax.update.step import train_step
@@ -131,16 +131,23 @@ def check_sampling_heads(owner: str, network: TransformerConfig, tensor: int) ->
     )
 
 
-def check_samplings(config: ml_collections.ConfigDict, vocab_size: int) -> None:
-  """Raises ValueError if sampling is greedy, or truncated without being allowed."""
-  sampling = sampling_of(config.sampling)
-  for settings in (sampling, sampling_of(config.evaluation.sampling)):
-    check_sampling(settings, vocab_size)
+def check_samplings(
+  sampling: Sampling, held_out: Sampling, vocab_size: int, *, allow_truncated: bool
+) -> None:
+  """Raises ValueError if sampling is greedy, or truncated without being allowed.
+
+  Args:
+    sampling, held_out: the distributions of training and of evaluation.
+    vocab_size: V.
+    allow_truncated: `config.allow_truncated_behavior`.
+  """
+  check_sampling("config.sampling", sampling, vocab_size)
+  check_sampling("config.evaluation.sampling", held_out, vocab_size)
   if sampling.temperature == 0:
     raise ValueError(
       "config.sampling.temperature = 0: greedy rollouts have no density to train on; set it > 0"
     )
-  if is_truncated(sampling) and not config.allow_truncated_behavior:
+  if is_truncated(sampling) and not allow_truncated:
     plain = dataclasses.replace(Sampling(), temperature=sampling.temperature)
     changed = [name for name, value in vars(sampling).items() if value != getattr(plain, name)]
     named = lambda s: ", ".join(f"{name} = {getattr(s, name)}" for name in changed)
@@ -179,8 +186,8 @@ def check_rewards(
     " another advantage": config.grading.extra,
     f"config.grading.outcomes has {shaped}": shaped,
   }
-  for why, found in not_binary.items():
-    if method.advantage.needs_binary and found:
+  for why, applies in not_binary.items():
+    if method.advantage.needs_binary and applies:
       raise ValueError(
         f"config.advantage = {config.advantage!r} needs rewards that are 0 or 1, but {why}"
       )
@@ -201,30 +208,25 @@ def shaped_outcomes(policy: OutcomePolicy) -> dict[str, Any]:
   return {o.value: reward for o, reward in policy.items() if not binary(o.value, reward)}
 
 
-def check_optimizers(
-  config: ml_collections.ConfigDict,
-  of_updates: optax.GradientTransformation,
-  of_warm_start: optax.GradientTransformation,
-  params: Params,
+def check_optimizer(
+  owner: str, name: str, transformation: optax.GradientTransformation, params: Params
 ) -> None:
-  """Raises ValueError if an optimizer fails on the shapes of the trained parameters, `params`.
+  """Raises ValueError if an optimizer fails on shapes: many of optax's are checked when traced.
 
-  Many of optax look at their hyper-parameters only when they are traced.
+  Args:
+    owner: group of fields of the configuration, such as "config.warm_start".
+    name: its `optimizer`.
+    transformation: from `build.make_optimizer`.
+    params: shapes and dtypes of the trained parameters.
   """
-  _check_optimizer(f"config.optimizer = {config.optimizer!r}", of_updates, params)
-  name = config.warm_start.optimizer
-  _check_optimizer(f"config.warm_start.optimizer = {name!r}", of_warm_start, params)
+  owner = f"{owner}.optimizer = {name!r}"
 
-
-def _check_optimizer(
-  owner: str, transformation: optax.GradientTransformation, params: Params
-) -> None:
   def updates(params: Params) -> Params:
     return transformation.update(params, transformation.init(params), params)[0]
 
-  found = _traced(owner, updates, params)
+  changes = _trace(owner, updates, params)
   shapes = lambda tree: jax.tree.map(lambda x: x.shape, tree)
-  if shapes(found) != shapes(params):
+  if shapes(changes) != shapes(params):
     raise ValueError(
       f"{owner}: its updates do not have the shapes of the parameters; it must map gradients to"
       " updates of the same shapes"
@@ -232,39 +234,51 @@ def _check_optimizer(
 
 
 def check_update(
-  config: ml_collections.ConfigDict,
-  mesh: Mesh,
   method: Method,
-  state: TrainState,
-  frozen: Params,
+  placement: Placement,
+  shape: BatchShape,
+  *,
+  advantage: str,
+  loss: str,
+  diagnose: Callable[..., Any] | None,
 ) -> None:
-  """Traces one update on shapes, so that errors in components are raised before compilation."""
-  layout = make_row_layout(config, method.model.config.attention, mesh)
-  batch = abstract_batch(config, layout, mesh, needs_proximal=method.loss.needs_proximal)
-  _check_advantage(config, method, state, batch)
-  _check_loss(config, method, batch)
+  """Traces one update on shapes, so that errors in components are raised before compilation.
+
+  Args:
+    method, placement: of the run.
+    shape: of a training batch.
+    advantage, loss: `config.advantage` and `config.loss`, for messages.
+    diagnose: `programs.make_measure`, if the run measures its gradient geometry.
+  """
+  state, frozen = placement.state, placement.frozen
+  batch = abstract_batch(
+    shape,
+    placement.row_layout,
+    placement.mesh,
+    needs_reference=method.reference_kl > 0,
+    needs_proximal=method.loss.needs_proximal,
+  )
+  _check_advantage(advantage, method, state, batch)
+  _check_loss(loss, method, batch)
   jax.eval_shape(functools.partial(train_step, method=method), state, frozen, batch)
-  if config.diagnostics.every:
-    measure = make_measure(config.diagnostics, method, make_gram(config.gram))
-    jax.eval_shape(measure, state, frozen, state.params, batch)
+  if diagnose is not None:
+    jax.eval_shape(diagnose, state, frozen, state.params, batch)
 
 
-def _check_advantage(
-  config: ml_collections.ConfigDict, method: Method, state: TrainState, batch: TrainBatch
-) -> None:
-  """Raises ValueError if the advantage fails, or its coefficients are not [P, G]."""
-  owner = f"config.advantage = {config.advantage!r}"
-  found = _traced(owner, method.advantage.apply, state.advantage_state, batch)
-  if getattr(found, "shape", None) != batch.rewards.shape:
+def _check_advantage(name: str, method: Method, state: TrainState, batch: TrainBatch) -> None:
+  """Raises ValueError if `config.advantage` fails, or its coefficients are not [P, G]."""
+  owner = f"config.advantage = {name!r}"
+  coefficients = _trace(owner, method.advantage.apply, state.advantage_state, batch)
+  if getattr(coefficients, "shape", None) != batch.rewards.shape:
     raise ValueError(
-      f"{owner}: the advantage returns {described(found)}; it must return coefficients [P, G],"
-      f" here {list(batch.rewards.shape)}"
+      f"{owner}: the advantage returns {describe(coefficients)}; it must return coefficients"
+      f" [P, G], here {list(batch.rewards.shape)}"
     )
 
 
-def _check_loss(config: ml_collections.ConfigDict, method: Method, batch: TrainBatch) -> None:
-  """Raises ValueError if the loss fails, or does not return (losses [P, G, T], metrics)."""
-  owner, loss = f"config.loss = {config.loss!r}", method.loss
+def _check_loss(name: str, method: Method, batch: TrainBatch) -> None:
+  """Raises ValueError if `config.loss` fails, or does not return (losses [P, G, T], metrics)."""
+  owner, loss = f"config.loss = {name!r}", method.loss
 
   def losses_of(logprobs, batch, coefficients):
     statistics = loss.statistics and loss.statistics(logprobs, batch, coefficients)
@@ -272,22 +286,22 @@ def _check_loss(config: ml_collections.ConfigDict, method: Method, batch: TrainB
 
   shape = batch.tokens.shape
   logprobs, coefficients = (jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape, shape[:2]))
-  found = _traced(owner, losses_of, logprobs, batch, coefficients)
-  pair = found if isinstance(found, tuple) and len(found) == 2 else (None, None)
+  returned = _trace(owner, losses_of, logprobs, batch, coefficients)
+  pair = returned if isinstance(returned, tuple) and len(returned) == 2 else (None, None)
   if getattr(pair[0], "shape", None) != shape or not isinstance(pair[1], dict):
     raise ValueError(
-      f"{owner}: per_token returns {described(found)}; it must return (losses f32[P, G, T],"
+      f"{owner}: per_token returns {describe(returned)}; it must return (losses f32[P, G, T],"
       f" metrics), here [P, G, T] = {list(shape)}"
     )
   for name, metric in pair[1].items():
     if not isinstance(metric, Metric):
       raise ValueError(
-        f"{owner}: its metric {name!r} is {described(metric)}; it must be a Mean, Max, Min or Sum"
+        f"{owner}: its metric {name!r} is {describe(metric)}; it must be a Mean, Max, Min or Sum"
         " of rlvr_jax.types"
       )
 
 
-def _traced(owner: str, function: Callable[..., Any], *shapes: Any) -> Any:
+def _trace(owner: str, function: Callable[..., Any], *shapes: Any) -> Any:
   """Shapes of what a component returns; an error in it is a ValueError of one line."""
   try:
     return jax.eval_shape(function, *shapes)
@@ -304,7 +318,7 @@ def _traced(owner: str, function: Callable[..., Any], *shapes: Any) -> Any:
 def may_differ(config: ml_collections.ConfigDict, schedule: staleness.Schedule) -> list[str]:
   """Names of fields that may change when a run is resumed, since they do not affect its results.
 
-  Those of the machine change rounding, which `restore.resumable` says.
+  Those of the machine change rounding, which `restore.find_resumable` says.
   """
   fields = ["checkpoint", "logging", "grading.num_workers", "grading.timeout_s", "diagnostics"]
   fields += ["grading.memory_mib", "grading.unsandboxed_code"]
@@ -313,7 +327,7 @@ def may_differ(config: ml_collections.ConfigDict, schedule: staleness.Schedule) 
   fields += ["batch.tokens_per_row", "batch.tokens_per_micro_batch"]
   # A decaying learning rate, and some schedules, depend on num_updates.
   may_end_elsewhere = schedule.open_ended and not any(
-    specs.takes(f"config.{field}", package, config[field], "num_updates")
+    specs.has_parameter(f"config.{field}", package, config[field], "num_updates")
     for field, package in (("learning_rate", learning_rate), ("optimizer", optimizer))
   )
   return [*fields, "num_updates"] if may_end_elsewhere else fields

@@ -23,7 +23,7 @@ from ml_collections.config_flags import config_flags
 
 import rlvr_jax
 from rlvr_jax import specs
-from rlvr_jax.storage.places import place
+from rlvr_jax.storage.places import parse_path
 
 # Where the component of a field is looked up, and the keywords that a run gives it.
 _COMPONENTS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -92,15 +92,15 @@ def _with_config_of_run(argv: list[str]) -> list[str]:
   mode, checkpoint = _value_of("mode", argv), _value_of("checkpoint", argv)
   if _value_of("config", argv) or not checkpoint or mode not in ("eval", "export"):
     return argv
-  folder = place("--checkpoint", checkpoint)
+  folder = parse_path("--checkpoint", checkpoint)
   files = [parent / _OF_A_RUN for parent in (folder, *folder.parents[:2])]
-  found = next((file for file in files if file.exists()), None)
-  if found is None:
+  recipe = next((file for file in files if file.exists()), None)
+  if recipe is None:
     raise ValueError(
       f"--config is missing, and --checkpoint={checkpoint} is in no run's folder with a"
       f" {_OF_A_RUN}; add --config=FILE"
     )
-  return [argv[0], f"--config={found}", *argv[1:]]
+  return [argv[0], f"--config={recipe}", *argv[1:]]
 
 
 def read(arguments: Sequence[str]) -> ConfigDict:
@@ -179,15 +179,15 @@ def _flag_message(error: Exception, argv: list[str]) -> str:
   given = next((arg for arg in argv if arg.partition("=")[0].endswith(f".{name}")), "--config")
   return (
     f"{given}: the configuration has no field {near} (configs/base.py and the recipe list them;"
-    " add others under kwargs or overrides to the recipe)"
+    " only kwargs and overrides take fields of your own)"
   )
 
 
 def _needed_type(message: str) -> str:
   """The flag libraries' message, with what the value has to be in place of Python's error."""
   for pythons, needed in _NEEDED:
-    before, found, _ = message.partition(f": {pythons}")
-    if found:
+    before, separator, _ = message.partition(f": {pythons}")
+    if separator:
       return f"{before}: needs {needed}"
   return message
 
@@ -220,7 +220,7 @@ class Parser(config_flags.ConfigFileFlagParser):
   def _of_run(self, path: str) -> ConfigDict:
     """The configuration that a run has written, in the types of the base."""
     try:
-      values = json.loads(place(f"--{self.name}", path).read_text(encoding="utf-8"))
+      values = json.loads(parse_path(f"--{self.name}", path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
       sys.exit(f"error: --{self.name}={path} cannot be read as a run's configuration: {error}")
     config = super().parse(os.path.join(_RECIPES, "base.py"))
@@ -275,8 +275,8 @@ def _flags_like(pattern: str, argv: Sequence[str]) -> Iterator[tuple[re.Match[st
   """(match of its name, value) of each flag whose name matches, as `--name=value` or apart."""
   for argument, following in zip(argv, [*argv[1:], ""], strict=True):
     name, equals, value = argument.partition("=")
-    if found := re.fullmatch(rf"--?{pattern}", name):
-      yield found, value if equals else following
+    if match := re.fullmatch(rf"--?{pattern}", name):
+      yield match, value if equals else following
 
 
 def _value_of(flag: str, argv: Sequence[str]) -> str | None:
@@ -318,7 +318,7 @@ def _refusal(field: str, component: str) -> str | None:
   package = importlib.import_module(f"rlvr_jax.{module}")
   try:
     spec = specs.parse(field, component)
-    factory = specs.find(field, package, spec.name)
+    factory = specs.find_factory(field, package, spec.name)
     specs.check_keywords(field, spec.name, factory, spec.arguments, of_run)
   except ValueError as error:
     return str(error).removeprefix(f"{field}: ")
@@ -365,7 +365,7 @@ def open_task(config: ConfigDict, given: Mapping[str, Any]) -> None:
   from rlvr_jax.data import tasks  # here, so that other command lines do not wait for the import
 
   owner = f"config.task.name = {name!r}"
-  factory = specs.find(owner, tasks, specs.parse("config.task.name", name).name)
+  factory = specs.find_factory(owner, tasks, specs.parse("config.task.name", name).name)
   specs.check_keywords(owner, name, factory, missing)
   for keyword, *inner in paths:
     if inner and keyword in missing:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import ml_collections
@@ -16,34 +16,59 @@ from rlvr_jax.ops.caches import CacheShape, choose_cache
 from rlvr_jax.rollouts.decoder import slot_bytes
 from rlvr_jax.rollouts.engine import Engine
 from rlvr_jax.train.cluster import multihost, sharding
-from rlvr_jax.train.cluster.process import ends_after
-from rlvr_jax.types import Params, Sampling
+from rlvr_jax.train.cluster.process import exit_after
+from rlvr_jax.train.setup.compiler_options import Options
+from rlvr_jax.types import BatchShape, Params, Sampling
 
 _USABLE = 0.85  # of a device's memory; the rest is for temporary buffers
 _TRAINED_BYTES = 12  # per parameter: the float32 master and two moments, as the trainer has them
 
 
+class TrainerLayout(NamedTuple):
+  """What determines the memory that the trainer takes where rollouts are generated."""
+
+  mesh: Mesh | AbstractMesh
+  separate: bool  # whether rollouts are generated on other devices
+  frozen: bool  # whether only adapters are trained, which are small
+
+
+class EngineOf(Protocol):
+  """Makes an engine of a run; `prompts`: in its batches, by default those of a training batch."""
+
+  def __call__(self, model: Model, sampling: Sampling, prompts: int | None = None) -> Engine: ...
+
+
 def make_engine(
-  config: ml_collections.ConfigDict,
-  tokenizer: Tokenizer,
+  settings: ml_collections.ConfigDict,
+  shape: BatchShape,
   model: Model,
   sampling: Sampling,
+  tokenizer: Tokenizer,
   *,
-  prompts: int,
-  group_size: int,
+  deadline_s: float,
+  trainer: TrainerLayout,
+  compiler_options: Options | None = None,
 ) -> Engine:
-  """The engine for batches of `prompts` prompts; `model`: on the mesh that generates.
+  """An engine for batches of a shape.
 
+  Args:
+    settings: `config.sampling`, with the number of slots and the kind of cache.
+    shape: of the largest batch.
+    model: on the mesh that generates.
+    sampling: the distribution to sample from.
+    tokenizer: of the run.
+    deadline_s: seconds without progress after which the process ends.
+    trainer: of the run.
+    compiler_options: of generation.
   Raises:
     ValueError: the devices have no memory for a slot.
   """
-  limit_s = config.generation_deadline_s
 
   def to_host(tree: Any) -> Any:
-    multihost.end_if_asked()  # meanwhile the devices compute the burst
-    with ends_after(
-      limit_s,
-      f"error: sampling has made no progress for {limit_s:g} s, so a device or another process"
+    multihost.raise_if_shutdown_requested()  # meanwhile the devices compute the burst
+    with exit_after(
+      deadline_s,
+      f"error: sampling has made no progress for {deadline_s:g} s, so a device or another process"
       " hangs. What was sampled is kept: rerun the same command to continue, with a larger"
       " config.generation_deadline_s if the devices are that slow",
     ):
@@ -52,14 +77,15 @@ def make_engine(
   return Engine(
     model,
     sampling,
-    slots=choose_slots(config, model, prompts * group_size),
-    prefill_rows=prompts,
-    max_prompt_length=config.max_prompt_length,
-    max_new_tokens=config.max_response_length,
+    slots=choose_slots(settings.slots, shape, model, trainer),
+    prefill_rows=shape.prompts,
+    max_prompt_length=shape.max_prompt_length,
+    max_new_tokens=shape.max_response_length,
     stop_tokens=tokenizer.stop_ids,
     pad_token=tokenizer.pad_id,
-    cache=_cache(config.sampling.cache, model),
+    cache=_cache(settings.cache, model),
     to_host=to_host,
+    compiler_options=compiler_options,
   )
 
 
@@ -78,58 +104,56 @@ def _cache(wanted: str, model: Model) -> str:
 
 
 def choose_slots(
-  config: ml_collections.ConfigDict, model: Model, responses: int, limit: int | None = None
+  configured: int, shape: BatchShape, model: Model, trainer: TrainerLayout, limit: int | None = None
 ) -> int:
-  """config.sampling.slots; where that is 0, one per response, or fewer if the memory is too small.
+  """The configured slots; if there are none, one per response, or fewer if the memory is too small.
 
   Args:
-    config: of the run, with the sizes of its mesh.
+    configured: `config.sampling.slots`; 0: not configured.
+    shape: of the largest batch.
     model: on the mesh that generates.
-    responses: of a batch.
+    trainer: of the run.
     limit: bytes of a device; None: as the device says, without a limit if it does not.
   Raises:
     ValueError: the devices have no memory for a slot, or for as many as are configured.
   """
-  limit, given = limit or _memory(model.mesh), config.sampling.slots
+  limit = limit or _memory(model.mesh)
   if limit is None:
-    return given or responses
+    return configured or shape.responses
   mesh = sharding.make_mesh() if model.mesh is None else model.mesh
-  base = sharding.placed(jax.eval_shape(model.init, jax.random.key(0)), mesh)
-  shape = CacheShape.of(config.max_prompt_length, config.max_response_length)
+  base = sharding.add_shardings(jax.eval_shape(model.init, jax.random.key(0)), mesh)
+  cache = CacheShape.of(shape.max_prompt_length, shape.max_response_length)
   decoded = memory.decoding_copy_bytes(base, model.config.compute_dtype)
   # A number that the user has chosen need not leave room for temporary buffers.
-  usable = limit if given else _USABLE * limit
-  free = max(0, usable - decoded - _resident_bytes(config, model, base))
-  of_slot = slot_bytes(model.config, shape, mesh.shape["tensor"])
-  slots = int(free // of_slot) * mesh.shape["data"] * mesh.shape["fsdp"]
-  if slots < (given or 1):
-    wanted = f"config.sampling.slots = {given}: {slots} of them fit" if given else ""
-    too_long = f"config.max_response_length = {config.max_response_length}: none fits"
+  usable = limit if configured else _USABLE * limit
+  free = max(0, usable - decoded - _resident_bytes(model, base, trainer))
+  per_slot = slot_bytes(model.config, cache, mesh.shape["tensor"])
+  slots = int(free // per_slot) * mesh.shape["data"] * mesh.shape["fsdp"]
+  if slots < (configured or 1):
+    too_many = f"config.sampling.slots = {configured}: {slots} of them fit" if configured else ""
+    too_long = f"config.max_response_length = {shape.max_response_length}: none fits"
     raise ValueError(
-      f"{wanted or too_long}. A response takes {of_slot / 2**30:.2f} GiB of keys and values, a"
+      f"{too_many or too_long}. A response takes {per_slot / 2**30:.2f} GiB of keys and values, a"
       f" device has {free / 2**30:.2f} of {limit / 2**30:.0f} GiB free beside the parameters. Lower"
       " the field, or raise config.mesh.fsdp or config.mesh.tensor; --mode=fits shows what a"
       " configuration takes"
     )
-  return given or min(slots, responses)
+  return configured or min(slots, shape.responses)
 
 
-def _resident_bytes(config: ml_collections.ConfigDict, model: Model, base: Params) -> float:
+def _resident_bytes(model: Model, base: Params, trainer: TrainerLayout) -> float:
   """Bytes on a device that generates, besides the copy to decode with and the KV cache.
 
   Args:
-    config, model: as for `choose_slots`.
+    model, trainer: as for `choose_slots`.
     base: all parameters on the mesh that generates.
   """
-  other = config.generation_mesh
-  apart = max(other.data, other.fsdp, other.tensor) and not other.same_devices
-  training_sizes = config.mesh.to_dict()
-  if apart and model.mesh is not None and dict(model.mesh.shape) != training_sizes:
+  sizes = dict(trainer.mesh.shape)
+  if trainer.separate and model.mesh is not None and dict(model.mesh.shape) != sizes:
     return memory.shard_bytes(base)  # the weights that were synced, without an optimizer
-  frozen = config.lora.rank > 0  # adapters are small
-  size = jax.numpy.dtype(model.config.param_dtype).itemsize if frozen else _TRAINED_BYTES
+  size = jax.numpy.dtype(model.config.param_dtype).itemsize if trainer.frozen else _TRAINED_BYTES
   parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(base))
-  return parameters * size / (training_sizes["fsdp"] * training_sizes["tensor"])
+  return parameters * size / (sizes["fsdp"] * sizes["tensor"])
 
 
 def _memory(mesh: Any) -> int | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from rlvr_jax.rollouts.packing import RowLayout, with_rows
+from rlvr_jax.rollouts.packing import RowLayout, pack_batch
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.types import Params, TrainBatch, TrainState
 
@@ -23,6 +23,7 @@ class Placement:
     state: the train state, as shapes, dtypes and shardings.
     base: all parameters of the network, likewise.
     frozen: the parameters that are not trained, likewise; {} if all are trained.
+    scored_groups: groups that a forward pass on the devices that generate takes at most.
   """
 
   mesh: Mesh
@@ -31,6 +32,7 @@ class Placement:
   state: TrainState
   base: Params
   frozen: Params
+  scored_groups: int
 
   def to_devices(self, tree: Any) -> Any:
     """Places NumPy arrays of a batch on the devices that make updates."""
@@ -42,7 +44,7 @@ class Placement:
 
   def batch_to_devices(self, batch: TrainBatch) -> TrainBatch:
     """Packs a batch of NumPy arrays into rows, and places it for an update."""
-    return sharding.batch_to_devices(with_rows(batch, self.row_layout), self.mesh)
+    return sharding.batch_to_devices(pack_batch(batch, self.row_layout), self.mesh)
 
   @property
   def gap_prompts(self) -> int:

@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import ml_collections
 from absl import logging
 
 from rlvr_jax.data import (
@@ -19,58 +18,72 @@ from rlvr_jax.data import (
 )
 from rlvr_jax.data.batches import check_prompt
 from rlvr_jax.data.curriculum import Curriculum
-from rlvr_jax.data.sources import Chosen, listed
+from rlvr_jax.data.sources import Chosen, listed_sources
 from rlvr_jax.models.huggingface_config import longest_text
 from rlvr_jax.ops.checks import check_choice
+from rlvr_jax.types import BatchShape
 
 _OF_TRAINING = ("train", "warm_start")
 _MAX_MEASURED = 1_000_000  # problems whose length is measured before a run begins
 
 
-def warn_of_long_texts(config: ml_collections.ConfigDict) -> None:
-  """Logs a warning if prompts and responses may be longer than the checkpoint supports."""
-  longest = longest_text(config.model.checkpoint) if config.model.checkpoint else None
-  needed = config.max_prompt_length + config.max_response_length
+def warn_of_long_texts(checkpoint: str, shape: BatchShape) -> None:
+  """Logs a warning if prompts and responses may be longer than the checkpoint supports.
+
+  Args:
+    checkpoint: `config.model.checkpoint`.
+    shape: of the largest batch.
+  """
+  longest = longest_text(checkpoint) if checkpoint else None
+  needed = shape.max_prompt_length + shape.max_response_length
   if longest is not None and needed > longest:
     logging.warning(
       "config.model.checkpoint = %r was made for %d tokens (max_position_embeddings), but"
       " config.max_prompt_length + config.max_response_length = %d. Lower them, or change its"
       " config.json, including the rotary settings",
-      config.model.checkpoint,
+      checkpoint,
       longest,
       needed,
     )
 
 
-def fitting(config: ml_collections.ConfigDict, task: Task, tokenizer: Tokenizer) -> Task:
+def limit_lengths(
+  task: Task, tokenizer: Tokenizer, shape: BatchShape, *, too_long: str, warm_starts: bool
+) -> Task:
   """The task without prompts beyond the limit, if the configuration says to drop them.
 
   Held-out problems are dropped by "drop_everywhere" only, since that changes the benchmark.
 
+  Args:
+    task, tokenizer: of the run.
+    shape: with the limits on length.
+    too_long: `config.prompts.too_long`.
+    warm_starts: whether the run trains on demonstrations.
   Raises:
     ValueError: a prompt or a demonstration is too long and is not to be dropped, or none fits.
       Of training problems that are generated when sampled only the first 100 are checked here.
   """
-  choice, limit = config.prompts.too_long, config.max_prompt_length
+  limit = shape.max_prompt_length
   phases = {"error": (), "drop": _OF_TRAINING, "drop_everywhere": (*_OF_TRAINING, "held_out")}
-  check_choice("config.prompts", "too_long", choice, phases)
-  if phases[choice]:
+  check_choice("config.prompts", "too_long", too_long, phases)
+  if phases[too_long]:
     fits = lambda problem: 0 < len(tokenizer.encode_prompt(problem.question)) <= limit
-    kept: dict[str, Any] = {p: _kept(p, getattr(task, p), fits, limit) for p in phases[choice]}
-    task = dataclasses.replace(task, **kept)
+    sources = {phase: getattr(task, phase) for phase in phases[too_long]}
+    short: Any = {phase: _drop(phase, source, fits, limit) for phase, source in sources.items()}
+    task = dataclasses.replace(task, **short)
   check = functools.partial(_check_prompts, tokenizer=tokenizer, limit=limit)
   check("held-out", task.held_out)
-  for source in listed(task.train) if choice == "error" else []:  # what is kept has been measured
+  for source in listed_sources(task.train) if too_long == "error" else []:  # else all were measured
     check("training", source)
   check("training", task.train, most=100)
-  if config.warm_start.num_steps:
+  if warm_starts:
     if not len(task.warm_start):
       raise ValueError(
         "config.warm_start.num_steps > 0 but the task has no demonstrations; set the task's"
         " warm_start_size, or config.warm_start.num_steps = 0"
       )
     check("warm-start", task.warm_start)
-    encode_demonstrations(_all(task.warm_start), tokenizer, config.max_response_length)
+    encode_demonstrations(_all(task.warm_start), tokenizer, shape.max_response_length)
   return task
 
 
@@ -88,24 +101,25 @@ def _check_prompts(
     check_prompt(problem, length, limit, f"{phase} problem {index}")
 
 
-def _kept(
+def _drop(
   name: str, source: ProblemSource, fits: Callable[[Problem], bool], limit: int
 ) -> ProblemSource:
+  """The problems of a phase that fit."""
   if len(source) > _MAX_MEASURED:
     raise ValueError(
       f"config.prompts.too_long would have to measure {len(source)} problems of {name}"
       f" before the run; at most {_MAX_MEASURED} are allowed; set it to 'error'"
     )
-  kept: Any = source.where(fits) if isinstance(source, Curriculum) else Chosen.where(fits, source)
-  if len(source) and not len(kept):
+  short: Any = source.where(fits) if isinstance(source, Curriculum) else Chosen.where(fits, source)
+  if len(source) and not len(short):
     raise ValueError(
       f"none of the {len(source)} prompts of {name} has at most config.max_prompt_length = {limit}"
       " tokens; raise it"
     )
-  if len(kept) < len(source):
+  if len(short) < len(source):
     logging.info(
       "%d of %d problems of %s are left out: their prompts have more than %d tokens",
-      len(source) - len(kept), len(source), name, limit,
+      len(source) - len(short), len(source), name, limit,
     )  # fmt: skip
-    return kept
+    return short
   return source

@@ -13,10 +13,9 @@ import optax
 from jax.sharding import Mesh
 
 from rlvr_jax import geometry, specs
-from rlvr_jax.data import Tokenizer
 from rlvr_jax.models import lora
 from rlvr_jax.models.functional import Model
-from rlvr_jax.models.linear import merged
+from rlvr_jax.models.linear import merge_low_rank
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.ops.checks import check_between
 from rlvr_jax.ops.precision import with_matmul_precision
@@ -27,17 +26,23 @@ from rlvr_jax.ops.row_attention import (
   row_length,
 )
 from rlvr_jax.rollouts.engine import Engine
-from rlvr_jax.rollouts.packing import RowLayout, least_row, row_layout
-from rlvr_jax.sampling import sampling_of
+from rlvr_jax.rollouts.packing import RowLayout, min_row_length, row_layout
 from rlvr_jax.train.checkpointing.checkpoint_files import parameter_checksums
 from rlvr_jax.train.cluster import sharding
-from rlvr_jax.train.setup.behavior_sources import (
-  UNHEATED,
-  Source,
-)
-from rlvr_jax.train.setup.engines import make_engine
+from rlvr_jax.train.setup.behavior_sources import AT_TEMPERATURE_1, Source
+from rlvr_jax.train.setup.compiler_options import CompilerOptions, Options
+from rlvr_jax.train.setup.engines import EngineOf
 from rlvr_jax.train.setup.placement import Placement
-from rlvr_jax.types import Packed, Params, Prompts, Rows, TrainBatch, TrainState
+from rlvr_jax.types import (
+  BatchShape,
+  Packed,
+  Params,
+  Prompts,
+  Rows,
+  Sampling,
+  TrainBatch,
+  TrainState,
+)
 from rlvr_jax.update.accumulate import policy_logprobs
 from rlvr_jax.update.agreement import behavior_gap, response_logprobs
 from rlvr_jax.update.diagnostics import mean_entropy, measure
@@ -56,7 +61,7 @@ class Programs(NamedTuple):
   sync_weights: Callable  # see `make_sync_weights`
   checksums: Callable  # params → u32[leaves]
   behavior_gap: Callable  # see `update.agreement.behavior_gap`; sampling is static
-  unheated_logprobs: Callable  # `update.agreement.response_logprobs` at temperature 1
+  logprobs_at_temperature_1: Callable  # `update.agreement.response_logprobs` at temperature 1
   measure: Callable  # see `update.diagnostics.measure`
   mean_entropy: Callable  # (trained, frozen, batch) → f32[], nats per token
   score: Callable  # (trained, frozen, batch) → (log-probabilities, entropies) [P, G, T]
@@ -71,62 +76,61 @@ class Sampler(NamedTuple):
 
 
 def make_programs(
-  config: ml_collections.ConfigDict,
-  tokenizer: Tokenizer,
   method: Method,
   sources: Sequence[Source],
   placement: Placement,
   *,
   sampler: Sampler,
+  engine_of: EngineOf,
+  sampling: Sampling,
+  held_out_sampling: Sampling,
+  diagnose: Callable[..., Any],
   warm_start_optimizer: optax.GradientTransformation,
+  compiler_options: CompilerOptions,
 ) -> Programs:
   """The jitted functions of a run.
 
   Args:
+    method, placement: of the run.
     sources: the policies that sample.
-    placement: of the run.
     sampler: on the mesh of updates, or on separate devices.
+    engine_of: makes the engines.
+    sampling, held_out_sampling: the distributions of training and of evaluation.
+    diagnose: from `make_measure`.
     warm_start_optimizer: of the supervised phase.
+    compiler_options: by kind of program.
   """
   model, mesh = method.model, placement.mesh
   shardings = jax.tree.map(lambda x: x.sharding, placement.state)
-  for_host, replicated = sharding.host_result_sharding(mesh), sharding.replicated(mesh)
-  alike = sharding.same_devices(mesh, sampler.mesh)
-  engine_of = functools.partial(
-    make_engine,
-    config,
-    tokenizer,
-    sampler.model if alike else model,
-    prompts=config.batch.prompts,
-    group_size=config.batch.group_size,
-  )
-  sampling, held_out = sampling_of(config.sampling), sampling_of(config.evaluation.sampling)
+  for_host, replicated = sharding.host_result_sharding(mesh), sharding.replicated_sharding(mesh)
+  alike = sharding.has_same_devices(mesh, sampler.mesh)
+  # Evaluation samples where updates are made.
+  evaluated = sampler.model if alike else model
   on_policy = sources[0].name == "policy" and alike
-  engine = sources[0].engine if on_policy else engine_of(sampling)
+  engine = sources[0].engine if on_policy else engine_of(evaluated, sampling)
   assert engine is not None  # the policy is not a recorded source
+  one_sampling = held_out_sampling == sampling
+  jit = functools.partial(jax.jit, compiler_options=compiler_options.training)
   return Programs(
-    train_step=jax.jit(
+    train_step=jit(
       _bound(train_step, model, method=method),
       donate_argnums=0,
       out_shardings=(shardings, replicated),
     ),
-    supervised_step=jax.jit(
+    supervised_step=jit(
       _bound(supervised_step, model, model=model, optimizer=warm_start_optimizer),
       donate_argnums=0,
     ),
     engine=engine,
-    held_out_engine=engine if held_out == sampling else engine_of(held_out),
+    held_out_engine=engine if one_sampling else engine_of(evaluated, held_out_sampling),
     sync_weights=make_sync_weights(mesh, sampler.mesh, placement.state.params),
     checksums=jax.jit(parameter_checksums),
-    behavior_gap=make_behavior_gap(sampler),
-    unheated_logprobs=make_unheated_logprobs(sampler),
-    measure=jax.jit(
-      _bound(make_measure(config.diagnostics, method, make_gram(config.gram)), model),
-      out_shardings=replicated,
-    ),
-    mean_entropy=jax.jit(_bound(mean_entropy, model, method=method), out_shardings=replicated),
-    score=jax.jit(_bound(policy_logprobs, model, method=method), out_shardings=for_host),
-    merge=jax.jit(lambda trained, frozen: merged(model.combine(trained, frozen))),
+    behavior_gap=make_behavior_gap(sampler, compiler_options.generation),
+    logprobs_at_temperature_1=make_logprobs_at_temperature_1(sampler, compiler_options.generation),
+    measure=jit(with_matmul_precision(diagnose, model.config.precision), out_shardings=replicated),
+    mean_entropy=jit(_bound(mean_entropy, model, method=method), out_shardings=replicated),
+    score=jit(_bound(policy_logprobs, model, method=method), out_shardings=for_host),
+    merge=jax.jit(lambda trained, frozen: merge_low_rank(model.combine(trained, frozen))),
   )
 
 
@@ -137,16 +141,22 @@ def _bound(function: Callable, network: Model, **arguments: Any) -> Callable:
   )
 
 
-def make_behavior_gap(sampler: Sampler) -> Callable:
+def make_behavior_gap(sampler: Sampler, compiler_options: Options | None) -> Callable:
   """`update.agreement.behavior_gap` of the policy on the sampling devices."""
   gap = _bound(behavior_gap, sampler.model, model=sampler.model)
-  return jax.jit(gap, static_argnames="sampling")
+  return jax.jit(gap, static_argnames="sampling", compiler_options=compiler_options)
 
 
-def make_unheated_logprobs(sampler: Sampler) -> Callable:
+def make_logprobs_at_temperature_1(sampler: Sampler, compiler_options: Options | None) -> Callable:
   """(trained, frozen, prompts, tokens) → f32[P, G, T] for the host, on the sampling devices."""
-  logprobs = _bound(response_logprobs, sampler.model, model=sampler.model, sampling=UNHEATED)
-  return jax.jit(logprobs, out_shardings=sharding.host_result_sharding(sampler.mesh))
+  logprobs = _bound(
+    response_logprobs, sampler.model, model=sampler.model, sampling=AT_TEMPERATURE_1
+  )
+  return jax.jit(
+    logprobs,
+    out_shardings=sharding.host_result_sharding(sampler.mesh),
+    compiler_options=compiler_options,
+  )
 
 
 def make_sync_weights(mesh: Mesh, generation_mesh: Mesh, params: Params) -> Callable:
@@ -155,7 +165,7 @@ def make_sync_weights(mesh: Mesh, generation_mesh: Mesh, params: Params) -> Call
   An update donates the trainer's parameters, so sampling during an update needs a copy. Engines on
   the same devices move the parameters into a layout of their own, once per refresh.
   """
-  if not sharding.same_devices(mesh, generation_mesh):
+  if not sharding.has_same_devices(mesh, generation_mesh):
     moved = sharding.state_shardings(params, generation_mesh)
     return lambda params, copy: jax.device_put(params, moved)
   copied = jax.jit(lambda params: jax.tree.map(jnp.copy, params))
@@ -184,55 +194,75 @@ def make_measure(
 
 
 def choose_row_attention(
-  config: ml_collections.ConfigDict, settings: TransformerConfig, mesh: Mesh
+  network: TransformerConfig, mesh: Mesh, shape: BatchShape, *, tokens_per_row: int
 ) -> str:
-  """The implementation of attention within rows, for the devices of a mesh."""
-  sizes = config.max_prompt_length, config.max_response_length
-  least = max(least_row(*sizes, alignment=row_alignment("splash")), config.batch.tokens_per_row)
+  """The implementation of attention within rows, for the devices of a mesh.
+
+  Args:
+    network: with the implementation that is configured, or "auto".
+    mesh: that makes updates.
+    shape: of the largest batch.
+    tokens_per_row: `config.batch.tokens_per_row`.
+  """
+  sizes = shape.max_prompt_length, shape.max_response_length
+  least = max(min_row_length(*sizes, alignment=row_alignment("splash")), tokens_per_row)
   has_devices = isinstance(mesh, Mesh)  # else it is for estimates
   return choose_attention(
-    settings.attention,
+    network.attention,
     platform=mesh.devices.flat[0].platform if has_devices else jax.default_backend(),
     row_length=row_length("splash", least),
-    head_dim=settings.head_dim,
-    dtype=settings.compute_dtype,
-    soft_cap=settings.attention_soft_cap,
+    head_dim=network.head_dim,
+    dtype=network.compute_dtype,
+    soft_cap=network.attention_soft_cap,
   )
 
 
-def make_row_layout(config: ml_collections.ConfigDict, kind: str, mesh: Mesh) -> RowLayout:
+def make_row_layout(
+  settings: ml_collections.ConfigDict, shape: BatchShape, kind: str, mesh: Mesh
+) -> RowLayout:
   """How the rollouts of a training batch lie in rows, for an implementation of attention.
 
   By default a row has room for eight times as many response tokens as prompt tokens: a prompt is
   computed once in each row that has rollouts of it.
+
+  Args:
+    settings: `config.batch`, with the tokens of a row and of a micro-batch.
+    shape: of the largest batch.
+    kind: implementation of attention, from `choose_row_attention`.
+    mesh: that makes updates.
   """
-  batch, alignment = config.batch, row_alignment(kind)
-  S, T = config.max_prompt_length, config.max_response_length
-  of = functools.partial(least_row, alignment=alignment)
-  longest, prompt = of(S, T), of(S, 0)
+  alignment = row_alignment(kind)
+  longest = min_row_length(shape.max_prompt_length, shape.max_response_length, alignment=alignment)
+  prompt = min_row_length(shape.max_prompt_length, 0, alignment=alignment)
   devices = mesh.shape["data"] * mesh.shape["fsdp"]
-  beside = min(-(-8 * prompt // (longest - prompt)), batch.group_size)
-  beside = max(1, min(beside, batch.prompts * batch.group_size // devices))  # a row for each
+  beside = min(-(-8 * prompt // (longest - prompt)), shape.group_size)
+  beside = max(1, min(beside, shape.responses // devices))  # a row for each device
   several = prompt + beside * (longest - prompt)
-  several = min(several, batch.tokens_per_micro_batch, longest_row(kind))
+  several = min(several, settings.tokens_per_micro_batch, longest_row(kind))
   return row_layout(
-    prompts=batch.prompts,
-    group_size=batch.group_size,
-    max_prompt_length=S,
-    max_response_length=T,
-    length=row_length(kind, int(max(longest, batch.tokens_per_row or several))),
+    **shape._asdict(),
+    length=row_length(kind, int(max(longest, settings.tokens_per_row or several))),
     alignment=alignment,
     devices=devices,
-    tokens_per_micro_batch=batch.tokens_per_micro_batch,
+    tokens_per_micro_batch=settings.tokens_per_micro_batch,
   )
 
 
 def abstract_batch(
-  config: ml_collections.ConfigDict, layout: RowLayout, mesh: Mesh, *, needs_proximal: bool = False
+  shape: BatchShape,
+  layout: RowLayout,
+  mesh: Mesh,
+  *,
+  needs_reference: bool = False,
+  needs_proximal: bool = False,
 ) -> TrainBatch:
-  """Shapes, dtypes and shardings of a training batch."""
-  P, G = config.batch.prompts, config.batch.group_size
-  S, T = config.max_prompt_length, config.max_response_length
+  """Shapes, dtypes and shardings of a training batch.
+
+  Args:
+    shape, layout, mesh: of the run.
+    needs_reference, needs_proximal: whether it has the log-probabilities of those policies.
+  """
+  P, G, S, T = shape
   of = jax.ShapeDtypeStruct
   rows = of(
     (layout.max_micro_batches, layout.devices * layout.rows_per_device, layout.length), jnp.int32
@@ -247,7 +277,7 @@ def abstract_batch(
     valid=of((P, G), jnp.bool_),
     lags=of((P, G), jnp.int32),
     sources=of((P,), jnp.int32),
-    reference_logprobs=of((P, G, T), jnp.float32) if config.reference.kl_coefficient else None,
+    reference_logprobs=of((P, G, T), jnp.float32) if needs_reference else None,
     proximal_logprobs=of((P, G, T), jnp.float32) if needs_proximal else None,
     solve_rate=of((P,), jnp.float32),
     packed=Packed(
@@ -269,7 +299,7 @@ def abstract_state(method: Method, trained: Params, mesh: Mesh) -> TrainState:
     zeros = lambda x: jnp.zeros(x.shape, x.dtype)
     return initial_state(method, jax.tree.map(zeros, trained), jnp.zeros(()))
 
-  return sharding.placed(jax.eval_shape(build), mesh)
+  return sharding.add_shardings(jax.eval_shape(build), mesh)
 
 
 def trained_params(adapters: lora.LoraSettings | None, base: Params) -> Params:

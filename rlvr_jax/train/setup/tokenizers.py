@@ -9,36 +9,39 @@ from rlvr_jax.data.huggingface_tokenizer import HuggingFaceTokenizer
 from rlvr_jax.ops.checks import check_choice
 
 
-def make_tokenizer(config: ml_collections.ConfigDict) -> Tokenizer:
-  """The tokenizer of `config.tokenizer`.
+def make_tokenizer(name: str, prompts: ml_collections.ConfigDict, checkpoint: str) -> Tokenizer:
+  """The tokenizer of a run.
 
+  Args:
+    name: `config.tokenizer`.
+    prompts: `config.prompts`.
+    checkpoint: `config.model.checkpoint`.
   Raises:
     ValueError: it does not exist, or has no chat template although one is needed.
   """
-  settings, name = config.prompts, config.tokenizer
-  check_choice("config.prompts", "format", settings.format, ("plain", "chat"))
+  check_choice("config.prompts", "format", prompts.format, ("plain", "chat"))
   if name == "bytes":
     for field, plain in (("format", "plain"), ("system", ""), ("template", "")):
-      if settings[field] != plain:
+      if prompts[field] != plain:
         raise ValueError(
-          f"config.prompts.{field} = {settings[field]!r} needs a chat template, but"
+          f"config.prompts.{field} = {prompts[field]!r} needs a chat template, but"
           f" config.tokenizer = 'bytes' has none; set it to {plain!r}, or choose another tokenizer"
         )
     return ByteTokenizer()
-  if name == "checkpoint" and not config.model.checkpoint:
+  if name == "checkpoint" and not checkpoint:
     raise ValueError(
       "config.tokenizer = 'checkpoint', but config.model.checkpoint is empty; set it to a folder"
       " in Hugging Face's layout, or set config.tokenizer = 'bytes'"
     )
   try:
     return HuggingFaceTokenizer(
-      config.model.checkpoint if name == "checkpoint" else name,
-      prompt_format=settings.format,
-      system_prompt=settings.system,
-      chat_template=settings.template,
+      checkpoint if name == "checkpoint" else name,
+      prompt_format=prompts.format,
+      system_prompt=prompts.system,
+      chat_template=prompts.template,
     )
   except (ImportError, OSError, ValueError) as error:
     raise ValueError(
       f"config.tokenizer = {name!r} is not 'bytes', 'checkpoint' or the folder of a tokenizer that"
-      f" can be used with config.prompts = {settings.to_dict()}: {error}"
+      f" can be used with config.prompts = {prompts.to_dict()}: {error}"
     ) from error

@@ -15,7 +15,7 @@ from rlvr_jax.types import Params
 from rlvr_jax.update import supervised
 
 
-def first_params(
+def make_first_params(
   parts: Parts, warm: Restored | None, writer: MetricWriter, warm_starts: Checkpointer
 ) -> tuple[Params | tuple[Params, Any], bool]:
   """The trained parameters before the first update, and whether a warm start is still to be done.
@@ -34,7 +34,7 @@ def first_params(
 def load_from_other_run(parts: Parts, writer: MetricWriter, checkpointer: Checkpointer) -> Params:
   """The policy of `config.start`, saved: a resumed run does not need the other run any more."""
   folder = parameters.start_folder(parts.config.start.checkpoint)
-  params, step = parameters.chosen_params(parts, folder)
+  params, step = parameters.load_policy(parts, folder)
   moments = " and its optimizer's moments" if parts.config.start.optimizer else ""
   say(f"starts with the policy of {folder}, after {step} updates there{moments}")
   checkpointer.save(step, params, host={"written": writer.written(0)})
@@ -56,14 +56,14 @@ def warm_start(
   Args:
     state: from `parameters.supervised_state`.
   Raises:
-    EndRequestedError: the process was asked to end meanwhile; the phase begins again then.
+    EndRequestedError: shutdown was requested meanwhile; the phase starts again in the next process.
   """
   with multihost.phase("the warm start"), contextlib.ExitStack() as stack:
     if not parts.config.warm_start.cache:
       trained = train_on_demonstrations(parts, state, frozen, writer)
     else:
       entry = warm_start_cache.Entry(parts, state, frozen)
-      stack.enter_context(entry.claimed())
+      stack.enter_context(entry.lock())
       cached = entry.load()
       if cached:
         say(f"uses the cached warm start {entry.path}")
@@ -92,7 +92,7 @@ def train_on_demonstrations(
       bar.update(index - bar.n)
       losses.append((index, loss))
       _record(writer, index, loss)
-      multihost.end_if_asked()
+      multihost.raise_if_shutdown_requested()
 
     params = supervised.warm_start(
       state,

@@ -19,7 +19,7 @@ from rlvr_jax.data import encode_demonstrations, problem_batches
 from rlvr_jax.models.huggingface import load_params
 from rlvr_jax.models.presets import given_overrides
 from rlvr_jax.ops.keys import key_for
-from rlvr_jax.storage.places import place
+from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.checkpointing.checkpoint_files import (
   CheckpointError,
   read_field,
@@ -60,9 +60,9 @@ def load_frozen(parts: Parts) -> Frozen:
     return Frozen({}, {})
   base = network_params(parts)
   mesh, generation_mesh = parts.placement.mesh, parts.placement.generation_mesh
-  if sharding.same_devices(generation_mesh, mesh):
+  if sharding.has_same_devices(generation_mesh, mesh):
     return Frozen(base, base)
-  shardings = jax.tree.map(lambda x: x.sharding, sharding.placed(base, generation_mesh))
+  shardings = jax.tree.map(lambda x: x.sharding, sharding.add_shardings(base, generation_mesh))
   return Frozen(base, jax.device_put(base, shardings))
 
 
@@ -163,7 +163,7 @@ def checkpoint_folder(checkpoint: str, *, field: str = "--checkpoint") -> Path:
   Raises:
     ValueError: there is no checkpoint, or the path is not local.
   """
-  folder = place(field, checkpoint)
+  folder = parse_path(field, checkpoint)
   of_run = folder if folder.name == "checkpoints" else folder / "checkpoints"
   if of_run.is_dir():
     steps = saved_steps(of_run)
@@ -176,7 +176,7 @@ def checkpoint_folder(checkpoint: str, *, field: str = "--checkpoint") -> Path:
   return folder
 
 
-def chosen_params(parts: Parts, folder: Path | None) -> tuple[Params, int]:
+def load_policy(parts: Parts, folder: Path | None) -> tuple[Params, int]:
   """(trained parameters of a policy, its number of updates).
 
   Args:
@@ -201,15 +201,15 @@ def _check_same_policy(parts: Parts, path: Path) -> None:
   fields = [("model", name) for name in ("preset", "checkpoint")]
   fields += [("lora", name) for name in ("rank", "alpha", "targets")]
   try:
-    found = {f"{a}.{b}": (theirs.get(a, {}).get(b), ours[a][b]) for a, b in fields}
-    found["tokenizer"] = (theirs["tokenizer"], ours["tokenizer"])
-    found["model.overrides"] = (given_overrides(theirs["model"]), given_overrides(ours["model"]))
+    values = {f"{a}.{b}": (theirs.get(a, {}).get(b), ours[a][b]) for a, b in fields}
+    values["tokenizer"] = (theirs["tokenizer"], ours["tokenizer"])
+    values["model.overrides"] = (given_overrides(theirs["model"]), given_overrides(ours["model"]))
   except (AttributeError, KeyError, TypeError, ValueError) as error:
     raise CheckpointError(
       f"{path} is not the configuration of a run ({type(error).__name__}: {error}). Put it back, or"
       " copy the checkpoint to a folder without it"
     ) from error
-  differing = {name: pair for name, pair in found.items() if pair[0] != pair[1]}
+  differing = {name: pair for name, pair in values.items() if pair[0] != pair[1]}
   if differing:
     raise CheckpointError(
       f"the run of {path.parent} has another network, adapters or tokenizer: {differing} (in the"

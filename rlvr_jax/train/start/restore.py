@@ -12,20 +12,20 @@ import jax
 
 from rlvr_jax.evaluate.run_files import METRICS_FILE, read_metrics
 from rlvr_jax.rollouts.store import RolloutStore, StoreError
-from rlvr_jax.storage.files import is_as_written, replacing, with_crc32
+from rlvr_jax.storage.files import is_as_written, replace_file, with_crc32
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer, Restored
 from rlvr_jax.train.checkpointing.checkpoint_files import CheckpointError
 from rlvr_jax.train.checkpointing.host_state import HostState
-from rlvr_jax.train.checkpointing.workdir import WorkdirError, left_by_a_run
+from rlvr_jax.train.checkpointing.workdir import WorkdirError, run_file_names
 from rlvr_jax.train.cluster import multihost
 from rlvr_jax.train.reporting.progress import progress, say, warn
-from rlvr_jax.train.setup.build import Parts, with_sources_as_begun
+from rlvr_jax.train.setup.build import Parts, pin_sources
 from rlvr_jax.types import TrainState
 
 SOURCES_FILE = "sources.json"
 
 
-def as_begun(parts: Parts, workdir: Path) -> Parts:
+def restore_sources(parts: Parts, workdir: Path) -> Parts:
   """The parts with the checkpoint and the batches of other runs that this run began with.
 
   Raises:
@@ -38,29 +38,30 @@ def as_begun(parts: Parts, workdir: Path) -> Parts:
     return parts
 
   def read() -> dict[str, Any]:
-    if not path.exists() and not left_by_a_run(workdir):
-      with replacing(path) as file:
+    if not path.exists() and not run_file_names(workdir):
+      with replace_file(path) as file:
         file.write(json.dumps(with_crc32(pins)).encode())
-    return _pinned(path, pins.keys())
+    return _read_pins(path, pins.keys())
 
-  pinned = multihost.exchange(multihost.on_first(read, None))[0]  # only the first may have the file
+  # Only the first process may have the file.
+  pinned = multihost.exchange(multihost.run_on_first(read, None))[0]
   if pinned == pins:
     return parts
   try:
-    return with_sources_as_begun(parts, pinned)
+    return pin_sources(parts, pinned)
   except ValueError as error:
     raise StoreError(f"{error} (this run began with what {path} names)") from error
 
 
-def _pinned(path: Path, names: Collection[str]) -> dict[str, Any]:
+def _read_pins(path: Path, names: Collection[str]) -> dict[str, Any]:
   """What sources.json says of the sources of these names; earlier versions wrote no checksum."""
   try:
-    found = json.loads(path.read_text())
-    if not isinstance(found, dict) or found.keys() - {"crc32"} != set(names):
+    pins = json.loads(path.read_text())
+    if not isinstance(pins, dict) or pins.keys() - {"crc32"} != set(names):
       raise ValueError(f"it does not name {', '.join(sorted(names))}")
-    if "crc32" in found and not is_as_written(found):
+    if "crc32" in pins and not is_as_written(pins):
       raise ValueError("it does not match its checksum")
-    return {name: found[name] for name in names}
+    return {name: pins[name] for name in names}
   except (OSError, ValueError) as error:
     raise WorkdirError(
       f"{path}, which says the checkpoint and the batches of other runs that this run began with,"
@@ -78,7 +79,7 @@ class Resumed(NamedTuple):
   damaged: list[int]  # pending batches that are to be sampled again
 
 
-def resumable(checkpointer: Checkpointer, parts: Parts, store: RolloutStore) -> Resumed | None:
+def find_resumable(checkpointer: Checkpointer, parts: Parts, store: RolloutStore) -> Resumed | None:
   """The latest checkpoint whose pending rollouts are intact; None if there is no checkpoint.
 
   Later checkpoints are removed. From an earlier checkpoint the run repeats itself bit for bit: it
@@ -93,12 +94,12 @@ def resumable(checkpointer: Checkpointer, parts: Parts, store: RolloutStore) -> 
     host = _host_state(restored, checkpointer)
     pending = [int(number) for number in host.queue["pending"]]
     torn = lambda pending=pending: [n for n in pending if not store.is_intact(n)]
-    damaged = multihost.exchange(multihost.on_first(torn, []))[0]
+    damaged = multihost.exchange(multihost.run_on_first(torn, []))[0]
     # In real time any policy may sample the damaged batches again.
     if not damaged or parts.schedule.real_time:
       # The next resume would use later ones, although their records are gone.
       checkpointer.discard_after(step)
-      multihost.on_first(functools.partial(_report_damaged, store, host), None)
+      multihost.run_on_first(functools.partial(_report_damaged, store, host), None)
       _report_move(host, parts)
       return Resumed(step, restored.state, host, restored.arrays, damaged)
     warn(
@@ -114,7 +115,7 @@ def resumable(checkpointer: Checkpointer, parts: Parts, store: RolloutStore) -> 
   return None
 
 
-def layout_of(parts: Parts) -> dict[str, Any]:
+def describe_layout(parts: Parts) -> dict[str, Any]:
   """What changes a run's results by rounding alone: its machine, and how work is laid out there."""
   c = parts.config
   meshes = {"mesh": parts.placement.mesh, "generation_mesh": parts.placement.generation_mesh}
@@ -140,7 +141,7 @@ def _host_state(restored: Restored, checkpointer: Checkpointer) -> HostState:
 
 def _report_move(host: HostState, parts: Parts) -> None:
   """Says whether the checkpoint was saved on another machine, or with another layout."""
-  now = layout_of(parts)
+  now = describe_layout(parts)
   then = host.layout
   changed = [
     f"{name} {then.get(name)} → {now[name]}" for name in now if then.get(name) != now[name]
@@ -152,7 +153,7 @@ def _report_move(host: HostState, parts: Parts) -> None:
     )
 
 
-def records_of(resumed: Resumed | None, warm: Restored | None) -> tuple[int | None, Any]:
+def last_records(resumed: Resumed | None, warm: Restored | None) -> tuple[int | None, Any]:
   """(step, `MetricWriter.written`) of the checkpoint to resume, or (None, that of a warm start)."""
   if resumed:
     return resumed.step, resumed.host.written
@@ -163,7 +164,7 @@ def _report_damaged(store: RolloutStore, host: HostState) -> None:
   """Reports damaged batches of the store that were trained on; the run no longer needs them."""
   numbers = range(min(map(int, host.queue["pending"]), default=host.position.number))
   with progress(numbers, "checking the store", unit="batches") as bar:
-    damaged = [*store.damaged(bar)]
+    damaged = [*store.find_damaged(bar)]
   if damaged:
     warn(
       f"rollouts {damaged} of {store.directory}, on which this run has trained, are damaged or"

@@ -22,10 +22,9 @@ from typing import IO, Any, NamedTuple
 
 import jax
 import jaxlib
-import ml_collections
 
 from rlvr_jax.storage.files import TEMPORARY, sync_folder
-from rlvr_jax.storage.places import place
+from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.checkpointing.checkpoint import Checkpointer
 from rlvr_jax.train.checkpointing.checkpoint_files import (
   CheckpointError,
@@ -33,7 +32,7 @@ from rlvr_jax.train.checkpointing.checkpoint_files import (
   read_state,
 )
 from rlvr_jax.train.cluster import multihost
-from rlvr_jax.train.cluster.process import alive, processor, usable_cores
+from rlvr_jax.train.cluster.process import processor_name, restart_deadline, usable_cores
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts
 from rlvr_jax.train.start import parameters
@@ -53,13 +52,12 @@ class Trained(NamedTuple):
   losses: Losses
 
 
-def check(config: ml_collections.ConfigDict) -> None:
+def check(folder: str) -> None:
   """Raises CheckpointError unless `config.warm_start.cache` can be used."""
-  folder = config.warm_start.cache
   if not folder:
     return
   try:
-    place("config.warm_start.cache", folder, must_be_on_disk=True)
+    parse_path("config.warm_start.cache", folder, must_be_on_disk=True)
   except ValueError as error:
     raise CheckpointError(str(error)) from error
   if jax.process_count() > 1:
@@ -75,20 +73,20 @@ class Entry:
   def __init__(self, parts: Parts, state: Any, frozen: Params):
     """Computes its name; `state` and `frozen` as of `supervised_step`, before its first call."""
     self._abstract = parts.placement.state.params
-    self._made_of = made_of(parts, state, frozen)
+    self._made_of = describe_inputs(parts, state, frozen)
     name = hashlib.sha256(json.dumps(self._made_of, sort_keys=True).encode()).hexdigest()[:32]
     cache = parts.config.warm_start.cache
-    folder = place("config.warm_start.cache", cache, must_be_on_disk=True).absolute()
+    folder = parse_path("config.warm_start.cache", cache, must_be_on_disk=True).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     self.path, self._lock = folder / name, folder / f"{name}.lock"
 
   @contextlib.contextmanager
-  def claimed(self) -> Iterator[None]:
+  def lock(self) -> Iterator[None]:
     """Within it no other run trains or saves this warm start; waits for one that does.
 
     Raises:
       CheckpointError: another run has not finished it in `WAIT_S`.
-      EndRequestedError: the process was asked to end meanwhile.
+      EndRequestedError: shutdown was requested meanwhile.
     """
     with open(self._lock, "a+", encoding="utf-8") as file:
       _wait_for(file, f"the warm start {self.path}")
@@ -123,7 +121,7 @@ class Entry:
     sync_folder(self.path.parent)
 
 
-def made_of(parts: Parts, state: Any, frozen: Params) -> dict[str, Any]:
+def describe_inputs(parts: Parts, state: Any, frozen: Params) -> dict[str, Any]:
   """All that the result of a warm start depends on, as JSON values."""
   steps, batches = parts.config.warm_start.num_steps, hashlib.sha256()
   for batch in itertools.islice(parameters.supervised_batches(parts), steps):
@@ -133,7 +131,7 @@ def made_of(parts: Parts, state: Any, frozen: Params) -> dict[str, Any]:
   program = parts.programs.supervised_step.lower(state, frozen, *first).as_text()
   device = parts.placement.mesh.devices.flat[0]
   # On a CPU the order of a sum depends on the number of threads.
-  cpu = f"{usable_cores()} cores of {processor()}"
+  cpu = f"{usable_cores()} cores of {processor_name()}"
   return {
     "program": hashlib.sha256(program.encode()).hexdigest(),  # shapes and precision too
     "steps": steps,
@@ -141,7 +139,10 @@ def made_of(parts: Parts, state: Any, frozen: Params) -> dict[str, Any]:
     "begins_with": [int(x) for x in jax.device_get(parameter_checksums((state, frozen)))],
     "compiler": [jax.__version__, jaxlib.__version__, device.client.platform_version],
     "device": cpu if device.platform == "cpu" else device.device_kind,
-    "flags": {name: os.environ.get(name, "") for name in _ENVIRONMENT},
+    "flags": {
+      **{name: os.environ.get(name, "") for name in _ENVIRONMENT},
+      **(parts.compiler_options.training or {}),
+    },
   }
 
 
@@ -163,6 +164,6 @@ def _wait_for(file: IO[str], what: str) -> None:
         f"{what} has not been finished by {holder} in {WAIT_S / 3600:g} hours; end that run, or set"
         " config.warm_start.cache = '' to train it here"
       )
-    alive()
-    multihost.end_if_asked()
+    restart_deadline()
+    multihost.raise_if_shutdown_requested()
     time.sleep(_POLL_S)

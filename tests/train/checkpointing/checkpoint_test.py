@@ -349,10 +349,12 @@ def test_the_remedy_of_the_message_works(pristine, tmp_path):
 def test_a_checkpoint_under_another_number_is_refused(pristine, tmp_path):
   shutil.copytree(pristine[0], tmp_path / "copy")
   shutil.copytree(pristine[0] / "2", tmp_path / "copy" / "12")
-  said = r"copy/12 is damaged: .*checkpoint of step 2, under another number\. Remove that directory"
+  said = r"copy/12 is damaged: .*step 2, in a directory of another step\. Remove that directory"
   with pytest.raises(checkpoint_files.TornCheckpointError, match=rf"{said} .* back to step 3\."):
     restore(tmp_path / "copy")
-  with pytest.raises(checkpoint_files.TornCheckpointError, match="of step 2, under another number"):
+  with pytest.raises(
+    checkpoint_files.TornCheckpointError, match="of step 2, in a directory of another step"
+  ):
     checkpoint_files.read_params(tmp_path / "copy" / "12", make_state(0).params)
 
 
@@ -423,7 +425,7 @@ def test_parameters_of_another_shape_are_refused_naming_the_leaf(pristine):
   ("what", "message"),
   [
     ("arrays", r"'params\.\S+' has checksum"),
-    ("manifest", "it is the checkpoint of step 2, under"),
+    ("manifest", "it is the checkpoint of step 2, in"),
   ],
 )
 def test_damaged_parameters_are_refused(pristine, tmp_path, what, message):

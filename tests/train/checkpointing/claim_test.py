@@ -12,7 +12,7 @@ from rlvr_jax.storage.bucket import Bucket
 from rlvr_jax.storage.places import OWNER, Workdir
 from rlvr_jax.train.checkpointing import claim
 from rlvr_jax.train.checkpointing.claim import BucketClaim, WorkdirError
-from rlvr_jax.train.checkpointing.workdir import claimed
+from rlvr_jax.train.checkpointing.workdir import claim_workdir
 
 
 def owner_of(url, *, beat_s=10.0, limit_s=3600.0, **options):
@@ -82,7 +82,7 @@ def test_a_heartbeat_whose_answer_was_lost_is_no_other_process(url):
   owner = owner_of(url, beat_s=1000)
   about = json.loads(Bucket(url).read(OWNER))
   arrived = Bucket(url).put(OWNER, json.dumps(about | {"beats": 2}).encode())
-  assert owner._proven() > arrived
+  assert owner._send_heartbeat() > arrived
   owner.close()
 
 
@@ -110,7 +110,7 @@ def test_a_heartbeat_that_fails_is_repeated_until_the_limit(url, emulator, monke
 
 def test_a_workdir_writes_nothing_without_its_claim(url, folder, emulator, monkeypatch):
   workdir = Workdir(url)
-  with contextlib.closing(claimed(workdir)):
+  with contextlib.closing(claim_workdir(workdir)):
     (workdir.local / "config.json").write_bytes(b"{}")
     monkeypatch.setattr(claim, "_now", lambda: time.clock_gettime(time.CLOCK_BOOTTIME) + 100)
     with pytest.raises(WorkdirError, match="no heartbeat"):

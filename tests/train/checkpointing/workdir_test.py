@@ -11,7 +11,7 @@ from rlvr_jax.train.checkpointing.workdir import (
   WorkdirError,
   WorkdirLock,
   check_config,
-  opened,
+  open_workdir,
 )
 
 
@@ -71,7 +71,12 @@ def test_a_run_whose_configuration_is_gone_is_not_resumed_under_another(tmp_path
 
 @pytest.mark.parametrize(
   ("text", "message"),
-  [("{", "is not JSON"), ("", "is not JSON"), ("[1]", "has list in place of"), ("3", "has int in")],
+  [
+    ("{", "is not JSON"),
+    ("", "is not JSON"),
+    ("[1]", "is a JSON list, not"),
+    ("3", "is a JSON int"),
+  ],
 )
 def test_config_that_is_none(tmp_path, text, message):
   (tmp_path / "config.json").write_text(text)
@@ -86,18 +91,18 @@ def test_config_that_is_none(tmp_path, text, message):
 def test_a_workdir_that_cannot_be(folder, why):
   said = rf"--workdir={folder} cannot be written: {why}\. Choose a folder that this user can write"
   with contextlib.ExitStack() as stack, pytest.raises(WorkdirError, match=said):
-    opened(folder, lambda x: stack.enter_context(contextlib.closing(x)))
+    open_workdir(folder, lambda x: stack.enter_context(contextlib.closing(x)))
 
 
 def started(folder, *, begins):
   """What a start does to a workdir; `begins`: whether it succeeds."""
   with contextlib.ExitStack() as stack:
-    workdir, files = opened(folder, lambda x: stack.enter_context(contextlib.closing(x)))
+    workdir, files = open_workdir(folder, lambda x: stack.enter_context(contextlib.closing(x)))
     files.check_config("{}", ())
     (workdir.local / "rollouts").mkdir(exist_ok=True)
     (workdir.local / "sources.json").write_text("new")
     if begins:
-      files.begin()
+      files.keep()
 
 
 def test_a_start_that_fails_leaves_nothing(tmp_path):

@@ -42,7 +42,7 @@ class Ends:
 
   def die(self, process):
     """What the kernel does with the connections of a process that is killed, which says nothing."""
-    self.channels[process]._left |= self.connections[process].keys()
+    self.channels[process]._ended |= self.connections[process].keys()
     for connection in self.connections[process].values():
       connection._socket.shutdown(socket.SHUT_RDWR)
 
@@ -65,7 +65,7 @@ def test_all_get_the_values_of_all():
 @pytest.mark.parametrize("process", [0, 2])
 def test_a_request_reaches_all_others(process):
   ends = Ends(4)
-  ends.channels[process].request()
+  ends.channels[process].request_shutdown()
   expected = [int(k != process) for k in range(4)]
   wait_until(lambda: ends.requests == expected)
 

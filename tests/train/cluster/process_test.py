@@ -19,7 +19,7 @@ from rlvr_jax.train.cluster import process
 with process.deadline():
   for _ in range(4):
     time.sleep(1.0)
-    process.alive()""", False, marks=pytest.mark.slow),
+    process.restart_deadline()""", False, marks=pytest.mark.slow),
     ("""
 with process.deadline():
   with process.deadline():
@@ -28,7 +28,7 @@ with process.deadline():
     pytest.param("""
 with process.deadline():
   pass
-process.alive()
+process.restart_deadline()
 time.sleep(4.0)""", False, marks=pytest.mark.slow),
   ],
 )  # fmt: skip
@@ -43,7 +43,7 @@ def test_a_wait_without_a_sign_of_life_ends_the_process(body, ends):
 @pytest.mark.parametrize(("seconds", "ends"), [(5.0, True), (0.2, False)])
 def test_a_wait_that_is_too_long_ends_with_a_message(seconds, ends):
   code = "import time\nfrom rlvr_jax.train.cluster import process\n"
-  code += f"with process.ends_after(1.0, 'too long'):\n  time.sleep({seconds})\ntime.sleep(2.0)"
+  code += f"with process.exit_after(1.0, 'too long'):\n  time.sleep({seconds})\ntime.sleep(2.0)"
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
   assert (done.returncode, done.stderr) == ((1, "too long\n") if ends else (0, ""))
 
@@ -80,7 +80,7 @@ def send(*numbers):
   for number in numbers:
     os.kill(os.getpid(), number)
 
-with process.ends_in_order(lambda: passed_on.append(1)):
+with process.handle_shutdown_signals(lambda: passed_on.append(1)):
 """
 
 
@@ -92,7 +92,7 @@ with process.ends_in_order(lambda: passed_on.append(1)):
   def watch():
     send(signal.SIGTERM)
     began = time.monotonic()
-    while not process.asked():
+    while not process.shutdown_requested():
       time.sleep(0.01)
     noted.append(time.monotonic() - began)
   threading.Thread(target=watch).start()
@@ -102,18 +102,18 @@ with process.ends_in_order(lambda: passed_on.append(1)):
   print(noted[0] < took / 2, len(passed_on))""", 0, "True 1"),
     ("""
   send(signal.SIGINT, signal.SIGTERM, signal.SIGTERM)
-  process.wait(concurrent.futures.Future())
-  print(process.asked())""", 0, "True"),
+  process.wait_for(concurrent.futures.Future())
+  print(process.shutdown_requested())""", 0, "True"),
     ("""
   send(signal.SIGINT, signal.SIGINT)
   time.sleep(60)""", 130, ""),
     ("""
   send(signal.SIGHUP)
-  process.wait(concurrent.futures.Future())
-  print(process.asked())""", 0, "True"),
+  process.wait_for(concurrent.futures.Future())
+  print(process.shutdown_requested())""", 0, "True"),
     ("""
   pass
-print(process.in_order(), process.asked(), flush=True)
+print(process.handles_shutdown_signals(), process.shutdown_requested(), flush=True)
 send(signal.SIGTERM)
 time.sleep(60)""", -15, "False False"),
   ],
@@ -127,7 +127,7 @@ def test_signals_ask_for_an_end_at_once(body, status, printed):
 
 
 def test_a_hangup_that_is_ignored_asks_for_nothing():
-  body = "\n  send(signal.SIGHUP)\n  time.sleep(0.5)\n  print(process.asked())"
+  body = "\n  send(signal.SIGHUP)\n  time.sleep(0.5)\n  print(process.shutdown_requested())"
   ignored = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)"
   done = subprocess.run(
     [sys.executable, "-c", ignored + ENDING + body], capture_output=True, text=True, timeout=300
@@ -166,8 +166,8 @@ def test_the_limit_on_open_files_is_named_whoever_met_it():
     except ValueError as error:
       raise CheckpointError("saving to checkpoints failed: ValueError: RESOURCE…") from error
   except CheckpointError as error:
-    said = process.described(error)
+    said = process.describe_error(error)
   assert said.startswith("too many open files: this process may have ") and "ulimit -n 4096" in said
   assert "saving to checkpoints failed" in said
-  assert process.described(OSError(24, os.strerror(24))).startswith("too many open files")
-  assert process.described(ValueError("another")) == "another"
+  assert process.describe_error(OSError(24, os.strerror(24))).startswith("too many open files")
+  assert process.describe_error(ValueError("another")) == "another"

@@ -145,7 +145,7 @@ def test_round_trip(sizes):
 
 def gradient_of_hidden(config, mesh):
   """A jitted function: (parameters, prompts, tokens) → (a loss, its gradient) on a mesh."""
-  model = transformer(config, sharding.layout(mesh))
+  model = transformer(config, sharding.make_layout(mesh))
   loss = lambda *args: jnp.sum(jnp.sin(model.response_hidden(*args)))
   return jax.jit(jax.value_and_grad(loss))
 
@@ -192,7 +192,7 @@ def test_blocks_keep_their_own_tokens_for_the_backward_pass():
 def engine_on(sizes, config=CONFIG):
   """An engine on a mesh, and its parameters as shapes with shardings."""
   mesh = sharding.make_mesh(**sizes)
-  model = transformer(config, sharding.layout(mesh))
+  model = transformer(config, sharding.make_layout(mesh))
   engine = Engine(
     model,
     Sampling(),
@@ -232,7 +232,7 @@ def test_each_weight_is_gathered_once_and_none_by_a_burst(sizes, tied_head):
   config = CONFIG if tied_head else TransformerConfig(**vars(CONFIG) | {"tied_head": False})
   engine, params = engine_on(sizes, config)
   emitted = engine.settings.slots * T  # the host reads it
-  assert gathers(engine.lowered(params, {}), larger_than=emitted) == []
+  assert gathers(engine.lower_burst(params, {}), larger_than=emitted) == []
   take = engine.programs.take_layer.lower(params, {}, np.int32(1))
   assert gathers(take, larger_than=0) == []
   taken = jax.tree.map(placed, take.out_info, take.compile().output_shardings)
@@ -327,7 +327,7 @@ def test_layers_move_into_another_layout_one_by_one():
 def test_a_burst_compiles_beside_parameters_in_another_layout():
   _, params = engine_on(dict(fsdp=8))
   engine, _ = engine_on(dict(data=4, tensor=2))
-  assert engine.lowered(params, {}).compile() is not None
+  assert engine.lower_burst(params, {}).compile() is not None
 
 
 @pytest.mark.slow

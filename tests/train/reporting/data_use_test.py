@@ -15,7 +15,14 @@ def test_a_run_begins_with_both(capsys):
   fields = dict(num_steps=150, batch_size=64)
   config = tiny.config(**{f"warm_start__{name}": x for name, x in fields.items()})
   parts = build(config, task=sums(warm_start_size=60))
-  data_use.announce(parts.config, parts.task, parts.schedule, parts.sources.num_live)
+  data_use.announce(
+    parts.schedule,
+    data_use.plan_warm_start(config.warm_start, parts.task, checkpoint=""),
+    num_updates=config.num_updates,
+    groups=parts.sources.num_live,
+    problems=len(parts.task.train),
+    dynamic_sampling=False,
+  )
   assert capsys.readouterr().out.splitlines() == [
     # Two batches of 8 prompts at every fourth of 12 updates.
     "12 updates sample 48 prompts from 1,000 training problems, 0.048 passes over them",
@@ -36,19 +43,27 @@ def test_a_run_begins_with_both(capsys):
 )  # fmt: skip
 def test_planned_passes(fields, expected):
   config = tiny.config(**fields)
-  line = data_use.planned_passes(config, sums(train_size=100), make_schedule(config), 8)
+  line = data_use.planned_passes(
+    make_schedule(config.schedule, num_updates=config.num_updates, seed=config.seed),
+    num_updates=config.num_updates,
+    groups=8,
+    problems=100,
+    dynamic_sampling=config.dynamic_sampling.enabled,
+  )
   assert re.match(expected, line)
 
 
 def test_more_than_twenty_passes_are_warned_of():
-  def told(steps, **of_run):
-    config = tiny.config(warm_start__num_steps=steps, warm_start__batch_size=64, **of_run)
-    return data_use.warm_start_warning(config, sums(warm_start_size=60)) is not None
+  def warns(steps, checkpoint=""):
+    config = tiny.config(warm_start__num_steps=steps, warm_start__batch_size=64)
+    task = sums(warm_start_size=60)
+    warm_start = data_use.plan_warm_start(config.warm_start, task, checkpoint=checkpoint)
+    return data_use.warm_start_warning(warm_start) is not None
 
-  assert not told(18)  # 19.2 passes
-  assert told(19)  # 20.3
-  assert not told(0)
-  assert not told(150, start__checkpoint="another run's")  # in place of the warm start
+  assert not warns(18)  # 19.2 passes
+  assert warns(19)  # 20.3
+  assert not warns(0)
+  assert not warns(150, checkpoint="another run's")  # in place of the warm start
 
 
 GOOD = {
@@ -58,7 +73,7 @@ GOOD = {
 
 
 @pytest.mark.parametrize(
-  ("steps", "values", "found"),
+  ("steps", "values", "expected"),
   [
     (150, {}, None),
     (15, {"policy/entropy": 0.05}, None),  # of long regular answers
@@ -75,7 +90,6 @@ GOOD = {
     (0, {"groups/effective": 0.0, "policy/entropy": 0.0}, None),
   ],
 )  # fmt: skip
-def test_what_a_warm_start_leaves_is_judged_by_the_first_update(steps, values, found):
-  config = tiny.config(warm_start__num_steps=steps, warm_start__batch_size=64)
-  text = data_use.first_update_warning(config, sums(warm_start_size=60), GOOD | values)
-  assert re.search(found, text) if found else text is None
+def test_what_a_warm_start_leaves_is_judged_by_the_first_update(steps, values, expected):
+  text = data_use.first_update_warning(data_use.WarmStart(steps, 64, 60), GOOD | values)
+  assert re.search(expected, text) if expected else text is None

@@ -37,8 +37,8 @@ def test_memory_of_a_process():
 @pytest.fixture
 def waited(monkeypatch):
   """Sets what each process has waited, as the last exchange would have."""
-  monkeypatch.setattr(multihost, "_waits", [])
-  return lambda *seconds: multihost._waits.__setitem__(slice(None), seconds)
+  monkeypatch.setattr(multihost, "_process_waits_s", [])
+  return lambda *seconds: multihost._process_waits_s.__setitem__(slice(None), seconds)
 
 
 def test_the_host_that_waits_least_is_the_busiest(waited):
@@ -105,13 +105,13 @@ def test_a_run_that_ends_early_writes_its_profile(tmp_path):
 @pytest.mark.parametrize("updates", ["3", "3:", ":3", "a:b", "5:3", "0:3", "-1:3"])
 def test_a_profile_of_no_updates_is_refused(updates, tmp_path):
   with pytest.raises(ValueError, match=f"--profile={updates}: write the first and the last"):
-    choose.prepared("train", tiny.get_config(), str(tmp_path), None, None, profile=updates)
+    choose.prepare_command("train", tiny.get_config(), str(tmp_path), None, None, profile=updates)
 
 
 @pytest.mark.parametrize("flags", [dict(profile="1:2"), dict(tracked_by=["wandb"])])
 def test_these_flags_belong_to_training(flags, tmp_path):
   with pytest.raises(ValueError, match=r"goes with --mode=train.*, not with --mode=eval"):
-    choose.prepared("eval", tiny.get_config(), str(tmp_path), None, None, **flags)
+    choose.prepare_command("eval", tiny.get_config(), str(tmp_path), None, None, **flags)
 
 
 # --- trackers -------------------------------------------------------------------------------------
@@ -185,7 +185,9 @@ def test_a_tracker_that_fails_does_not_end_the_run(installed, tmp_path, capsys):
 
 def test_a_tracker_that_is_unknown_or_absent_is_refused(tmp_path, monkeypatch):
   with pytest.raises(ValueError, match="--trackers=mlflow is unknown; allowed: trackio, wandb"):
-    choose.prepared("train", tiny.get_config(), str(tmp_path), None, None, tracked_by=["mlflow"])
+    choose.prepare_command(
+      "train", tiny.get_config(), str(tmp_path), None, None, tracked_by=["mlflow"]
+    )
   monkeypatch.setattr(sys, "path", [str(pathlib.Path(tmp_path))])
   monkeypatch.setattr(sys, "path_importer_cache", {})
   with pytest.raises(ValueError, match=r'wandb is not installed: pip install -e "\.\[wandb\]"'):

@@ -12,7 +12,8 @@ from train.sums import sums
 from rlvr_jax.models.transformer import TransformerConfig
 from rlvr_jax.rollouts import staleness
 from rlvr_jax.rollouts.batch import Graded, RolloutBatch
-from rlvr_jax.train.reporting.run_log import DispatchedUpdate, RunLog, Stopwatch
+from rlvr_jax.train.reporting.data_use import WarmStart
+from rlvr_jax.train.reporting.run_log import DispatchedUpdate, LoggedRun, RunLog, Stopwatch
 from rlvr_jax.train.reporting.writer import MetricWriter
 
 
@@ -22,7 +23,19 @@ def log(tmp_path):
     vocab_size=8, width=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, mlp_width=8
   )
   with MetricWriter(tmp_path, None) as writer:
-    yield RunLog(tiny.config(), sums(), network, staleness.on_policy(), writer)
+    run = LoggedRun(
+      task=sums(),
+      network=network,
+      schedule=staleness.on_policy(),
+      batch=tiny.config().batch,
+      max_response_length=tiny.config().max_response_length,
+      warm_start=WarmStart(num_steps=10, batch_size=8, demonstrations=16),
+      num_updates=tiny.config().num_updates,
+      max_skipped_in_a_row=tiny.config().max_skipped_in_a_row,
+      ks=tiny.config().evaluation.ks,
+      logging=tiny.config().logging,
+    )
+    yield RunLog(run, writer)
 
 
 def test_a_grader_that_crashes_is_told_with_its_error_once_until_it_does_not(log, capsys):
@@ -83,17 +96,17 @@ def test_passes_are_prompts_by_training_problems(log):
   for step in range(3):
     graded = Graded(make_host_batch(np.ones((8, 1, 1))), 1, 125, {}, [])
     log.count_sampled(RolloutBatch(number=step, version=step, graded=graded), step)
-  assert log.counted()["data/passes"] == 3 * 125 / 1000
+  assert log.counter_metrics()["data/passes"] == 3 * 125 / 1000
 
 
 def test_the_first_update_of_a_process_is_no_measure_of_the_time_left():
   """It compiles."""
   watch = Stopwatch(0.0, ())
-  watch.updated(160.0)
+  watch.end_update(160.0)
   assert watch.left(3, 12) is None
-  watch.updated(162.0)
+  watch.end_update(162.0)
   assert watch.left(4, 12) == 2.0 * 8
-  watch.updated(166.0)
+  watch.end_update(166.0)
   assert watch.left(5, 12) == 3.0 * 7
 
 

@@ -6,8 +6,8 @@ from train import tiny
 from rlvr_jax.models.functional import transformer
 from rlvr_jax.models.presets import preset
 from rlvr_jax.train.cluster import sharding
-from rlvr_jax.train.setup.build import build
-from rlvr_jax.train.setup.engines import choose_slots
+from rlvr_jax.train.setup.build import batch_shape, build, generates_separately
+from rlvr_jax.train.setup.engines import TrainerLayout, choose_slots
 
 
 def settings(**fields):
@@ -27,17 +27,30 @@ def test_training_and_evaluation_share_an_engine_if_they_sample_alike():
   assert other.held_out_engine is not other.engine
 
 
+def choose_for(config, model, responses, limit):
+  """Slots of a run that is trained on another mesh of as many devices."""
+  trainer = TrainerLayout(
+    sharding.make_mesh(**config.mesh),
+    generates_separately(config.generation_mesh),
+    frozen=config.lora.rank > 0,
+  )
+  shape = batch_shape(config)._replace(prompts=responses, group_size=1)
+  return choose_slots(config.sampling.slots, shape, model, trainer, limit)
+
+
 def test_slots_are_limited_by_the_devices_memory():
   lengths = dict(max_prompt_length=1024, max_response_length=8192)
   config = tiny.config(**lengths, mesh=dict(data=2, fsdp=1, tensor=4))
-  model = transformer(preset("qwen2.5_7b"), sharding.layout(sharding.make_mesh(data=2, tensor=4)))
+  model = transformer(
+    preset("qwen2.5_7b"), sharding.make_layout(sharding.make_mesh(data=2, tensor=4))
+  )
   # 0.13 GiB per slot and device: 4 key/value heads over 4 devices.
-  slots = choose_slots(config, model, responses=4096, limit=95 * 10**9)
+  slots = choose_for(config, model, 4096, 95 * 10**9)
   assert slots == pytest.approx(2 * (0.85 * 95e9 - 7.6e9 * (12 + 2) / 4) / 134e6, rel=0.05)
-  assert choose_slots(config, model, responses=100, limit=95 * 10**9) == 100
-  assert choose_slots(config, model, responses=100, limit=None) == 100  # a CPU has no limit
+  assert choose_for(config, model, 100, 95 * 10**9) == 100
+  assert choose_for(config, model, 100, None) == 100  # a CPU has no limit
   with pytest.raises(ValueError, match=r"max_response_length = 8192.*config\.mesh\.fsdp"):
-    choose_slots(config, model, responses=100, limit=16 * 10**9)
+    choose_for(config, model, 100, 16 * 10**9)
 
 
 @pytest.mark.parametrize(
@@ -54,19 +67,21 @@ def test_memory_holds_what_training_keeps_on_the_devices(fields, kept):
   lengths = dict(max_prompt_length=1024, max_response_length=8192)
   config = tiny.config(**lengths, mesh=dict(data=1, fsdp=8, tensor=1), **fields)
   network = preset("qwen2.5_7b", param_dtype="bfloat16")
-  model = transformer(network, sharding.layout(sharding.make_mesh(data=2, tensor=4)))
-  slots = choose_slots(config, model, responses=4096, limit=95 * 10**9)
+  model = transformer(network, sharding.make_layout(sharding.make_mesh(data=2, tensor=4)))
+  slots = choose_for(config, model, 4096, 95 * 10**9)
   assert slots == pytest.approx(2 * (0.85 * 95e9 - 7.6e9 * (kept + 2 / 4)) / 134e6, rel=0.02)
 
 
 def test_slots_that_do_not_fit_are_refused():
   lengths = dict(max_prompt_length=1024, max_response_length=8192)
-  model = transformer(preset("qwen2.5_7b"), sharding.layout(sharding.make_mesh(data=2, tensor=4)))
+  model = transformer(
+    preset("qwen2.5_7b"), sharding.make_layout(sharding.make_mesh(data=2, tensor=4))
+  )
 
   def choose(slots):
     mesh = dict(data=2, fsdp=1, tensor=4)
     config = tiny.config(**lengths, mesh=mesh, sampling__slots=slots)
-    return choose_slots(config, model, responses=4096, limit=95 * 10**9)
+    return choose_for(config, model, 4096, 95 * 10**9)
 
   # Two times (95 − 7.6 · (12 + 2) / 4) GB beside the parameters, for slots of 0.134 GB.
   assert choose(1000) == 1000  # more than the 800 that leave room for temporary buffers

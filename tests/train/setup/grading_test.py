@@ -17,7 +17,7 @@ from rlvr_jax.train.setup.grading import (
   announce_partial_credit,
   check_first_grade,
   grader_pool,
-  make_collector,
+  make_outcome_policy,
   with_graders,
 )
 
@@ -35,23 +35,31 @@ def task(grader, *references, question="1 and 6?"):
   return Task(name="t", train=problems, warm_start=(), held_out=problems, grader=grader)
 
 
+def graded_task(config, task):
+  return with_graders(config.grading, config.evaluation.grader, task)
+
+
+def policy_of(config):
+  return make_outcome_policy(config.grading.outcomes)
+
+
 WRAPPED = {"grader": GSM8K, "reference": {"answer": "7"}, "dataset": "gsm8k"}
 
 
 def test_a_replaced_grader_and_the_extra_ones_get_what_a_part_of_a_mixture_would():
   mixture = task(BY_REFERENCE, WRAPPED)
-  assert with_graders(tiny.config(), mixture).train[0].reference == WRAPPED
+  assert graded_task(tiny.config(), mixture).train[0].reference == WRAPPED
   both = dict(grading__grader=GSM8K, evaluation__grader=GSM8K)
-  replaced = with_graders(tiny.config(**both), mixture)
+  replaced = graded_task(tiny.config(**both), mixture)
   assert (replaced.grader, replaced.train[0].reference) == (GSM8K, {"answer": "7"})
-  extra = with_graders(tiny.config(grading__extra=((DIGITS, 0.5),)), mixture)
+  extra = graded_task(tiny.config(grading__extra=((DIGITS, 0.5),)), mixture)
   named = extra.train[0].reference
   first, second = named["reference"]["parts"]
   assert (extra.grader, named["grader"]) == (BY_REFERENCE, WEIGHTED)
   assert (first["grader"], first["reference"]) == (BY_REFERENCE, WRAPPED)
   expected = {"grader": DIGITS, "weight": 0.5, "reference": {"answer": "7"}}
   assert second == expected
-  with grader_pool(tiny.config(grading__extra=((DIGITS, 0.5),)), extra) as pool:
+  with grader_pool(tiny.config(grading__extra=((DIGITS, 0.5),)).grading, extra) as pool:
     (grade,) = pool.grade(["#### 7"], [named])
   assert grade.outcome == "correct" and grade.score == pytest.approx(1 + 0.25 / 6)
   assert grade.answer == "7"
@@ -75,8 +83,8 @@ def test_a_replaced_grader_and_the_extra_ones_get_what_a_part_of_a_mixture_would
 )
 def test_held_out_problems_have_a_grader_of_their_own(own, given, fields, training, held_out):
   config = tiny.config(**fields)
-  graded = with_graders(config, task(own, given))
-  with grader_pool(config, graded) as pool:
+  graded = graded_task(config, task(own, given))
+  with grader_pool(config.grading, graded) as pool:
     references = [graded.train[0].reference, graded.held_out[0].reference]
     grades = pool.grade(["7", "7"], references)
   assert [(grade.outcome, grade.score) for grade in grades] == [training, held_out]
@@ -92,7 +100,7 @@ def test_held_out_problems_have_a_grader_of_their_own(own, given, fields, traini
 def test_a_grader_that_only_references_name_is_tried_at_the_start(grader, reference, extra):
   config = tiny.config(grading__extra=extra)
   with pytest.raises(GraderStartError, match="nothere"):
-    grader_pool(config, with_graders(config, task(grader, reference)))
+    grader_pool(config.grading, graded_task(config, task(grader, reference)))
 
 
 OWN_TASK = """
@@ -115,7 +123,7 @@ def test_a_task_with_its_grader_needs_files_of_the_user_s_alone(tmp_path, monkey
   config = tiny.config(task__name="own_letters:letters", warm_start__num_steps=0)
   config.task.kwargs = dict(size=12, letter="o")
   parts = build(config)
-  with grader_pool(config, parts.task) as pool:
+  with grader_pool(config.grading, parts.task) as pool:
     grades = pool.grade(["foo", "oooo"], [parts.task.train[0].reference] * 2)
   assert [(grade.outcome, grade.score) for grade in grades] == [("wrong", 0.5), ("correct", 1.0)]
 
@@ -123,8 +131,8 @@ def test_a_task_with_its_grader_needs_files_of_the_user_s_alone(tmp_path, monkey
 def test_hyper_parameters_of_the_graders_of_a_phase():
   fields = dict(grading__grader=DIGITS, evaluation__grader="pattern(regex='^7$')")
   config = tiny.config(**fields, grading__extra=(("pattern(regex='8')", 2.0),))
-  graded = with_graders(config, task(GSM8K, {"answer": "7"}))
-  with grader_pool(config, graded) as pool:
+  graded = graded_task(config, task(GSM8K, {"answer": "7"}))
+  with grader_pool(config.grading, graded) as pool:
     references = [graded.train[0].reference, graded.held_out[0].reference]
     scores = [[grade.score for grade in pool.grade([text] * 2, references)] for text in "78"]
   assert scores == [[0.5, 1.0], [2.5, 0.0]]
@@ -133,7 +141,7 @@ def test_hyper_parameters_of_the_graders_of_a_phase():
 @pytest.mark.parametrize("text", ["gsm8k()", " gsm8k "])
 def test_the_task_s_own_grader_in_other_words_changes_nothing(text):
   own = task(GSM8K, {"answer": "7"})
-  assert with_graders(tiny.config(grading__grader=text, evaluation__grader=text), own) is own
+  assert graded_task(tiny.config(grading__grader=text, evaluation__grader=text), own) is own
 
 
 def test_a_thought_that_the_prompt_opens_is_no_answer():
@@ -156,8 +164,8 @@ def test_a_thought_that_the_prompt_opens_is_no_answer():
     stopped=np.ones(2, bool),
     behavior_logprobs=np.zeros((2, 24), np.float32),
   )
-  with grader_pool(config, parts.task) as pool:
-    collector = make_collector(parts, pool)
+  with grader_pool(config.grading, parts.task) as pool:
+    collector = parts.make_collector(pool)
     problems = [parts.task.train[0], parts.task.train[1]]
     flight = collector.begin(problems)
     for index in range(2):
@@ -174,8 +182,8 @@ def test_a_run_with_generated_programs_is_told_that_no_control_group_limits_them
   for grader, given in ((GSM8K, {"answer": "7"}), (BY_REFERENCE, wrapped)):
     assert "control group" not in caplog.text
     with caplog.at_level(logging.WARNING):
-      grader_pool(tiny.config(), with_graders(tiny.config(), task(grader, given))).close()
-  assert caplog.text.count("no control group") == (cgroups.why_none() is not None)
+      grader_pool(tiny.config().grading, graded_task(tiny.config(), task(grader, given))).close()
+  assert caplog.text.count("no control group") == (cgroups.unavailable_reason() is not None)
 
 
 @pytest.mark.parametrize(
@@ -191,20 +199,21 @@ def test_a_run_with_generated_programs_is_told_that_no_control_group_limits_them
 )
 def test_partial_credit_that_would_be_lost_is_said(capsys, grader, wrong, said):
   config = tiny.config(grading__outcomes={"wrong": wrong})
-  announce_partial_credit(config, task(grader, {"answer": "7"}))
+  announce_partial_credit(policy_of(config), task(grader, {"answer": "7"}))
   printed = "".join(capsys.readouterr())
   assert said in printed and bool(said) == bool(printed)
 
 
 def test_partial_credit_of_a_part_of_a_mixture_is_said(capsys):
   inner = {**WRAPPED, "grader": "code(reward='fraction')"}
-  announce_partial_credit(tiny.config(), task(BY_REFERENCE, inner))
+  announce_partial_credit(policy_of(tiny.config()), task(BY_REFERENCE, inner))
   assert "where code(reward='fraction') scores" in "".join(capsys.readouterr())
 
 
 def test_a_grader_that_crashes_on_the_first_problem_is_refused_unless_crashes_have_a_reward():
   broken = task("rewards.faulty_graders:faulty", {})
-  with grader_pool(tiny.config(), broken) as pool:
+  with grader_pool(tiny.config().grading, broken) as pool:
     with pytest.raises(GraderStartError, match=r"crashed on the answer 'no answer'.*any text"):
-      check_first_grade(tiny.config(), pool, broken)
-    check_first_grade(tiny.config(grading__outcomes=dict(crashed=0.0)), pool, broken)
+      check_first_grade(policy_of(tiny.config()), pool, broken)
+    rewarded = tiny.config(grading__outcomes=dict(crashed=0.0))
+    check_first_grade(policy_of(rewarded), pool, broken)

@@ -11,8 +11,22 @@ from rlvr_jax.commands.train import FAILURES
 from rlvr_jax.data import ByteTokenizer, Problem, Task, tasks
 from rlvr_jax.data.batches import PromptError
 from rlvr_jax.data.sources import Chosen, Concatenated, Mixed
-from rlvr_jax.train.setup.build import build
-from rlvr_jax.train.setup.problem_filters import fitting, warn_of_long_texts
+from rlvr_jax.train.setup.build import batch_shape, build
+from rlvr_jax.train.setup.problem_filters import limit_lengths, warn_of_long_texts
+
+
+def limit_for(config, task):
+  return limit_lengths(
+    task,
+    ByteTokenizer(),
+    batch_shape(config),
+    too_long=config.prompts.too_long,
+    warm_starts=config.warm_start.num_steps > 0,
+  )
+
+
+def warn_for(config):
+  warn_of_long_texts(config.model.checkpoint, batch_shape(config))
 
 
 def problem(question):
@@ -23,19 +37,19 @@ def test_training_prompts_that_are_too_long_are_left_out_and_held_out_ones_never
   short, long = problem("1+1="), problem("11111+1111=")
   mixed = Task(name="t", train=(long, short, long), warm_start=(), held_out=(short,), grader="a:b")
   config = tiny.config(prompts__too_long="drop", warm_start__num_steps=0)
-  kept = fitting(config, mixed, ByteTokenizer()).train
+  kept = limit_for(config, mixed).train
   assert [kept[i].question for i in range(len(kept))] == ["1+1="]
   assert kept.keys() == Chosen.of([short]).keys()
   held_out = Task(name="t", train=(short,), warm_start=(), held_out=(long,), grader="a:b")
   with pytest.raises(ValueError, match=r"11 tokens but config\.max_prompt_length is 8"):
-    fitting(config, held_out, ByteTokenizer())
+    limit_for(config, held_out)
 
 
 def test_held_out_prompts_are_left_out_where_the_configuration_says_so():
   short, long = problem("1+1="), problem("11111+1111=")
   mixed = Task(name="t", train=(short,), warm_start=(), held_out=(long, short), grader="a:b")
   config = tiny.config(prompts__too_long="drop_everywhere", warm_start__num_steps=0)
-  kept = fitting(config, mixed, ByteTokenizer()).held_out
+  kept = limit_for(config, mixed).held_out
   assert [kept[i].question for i in range(len(kept))] == ["1+1="]
 
 
@@ -59,9 +73,9 @@ def test_a_long_prompt_late_in_a_list_is_found_at_the_start():
   for source in lists.values():
     task = Task("t", train=source, warm_start=(), held_out=(problem("1+1="),), grader="a:b")
     with pytest.raises(PromptError, match=told):
-      fitting(config, task, ByteTokenizer())
+      limit_for(config, task)
     config.prompts.too_long = "drop"
-    assert len(fitting(config, task, ByteTokenizer()).train) < len(source)
+    assert len(limit_for(config, task).train) < len(source)
     config.prompts.too_long = "error"
 
 
@@ -73,7 +87,7 @@ def test_a_long_prompt_of_a_file_is_named_by_its_line(tmp_path):
   held_out.write_text(json.dumps({"prompt": "2-1=", "answer": "1"}) + "\n")
   task = tasks.jsonl(train=path, held_out=held_out, grader="gsm8k")
   with pytest.raises(PromptError, match=r"mine\.jsonl, line 151: a prompt has 11 tokens"):
-    fitting(tiny.config(warm_start__num_steps=0), task, ByteTokenizer())
+    limit_for(tiny.config(warm_start__num_steps=0), task)
 
 
 GENERATED = dict(train_size=10**6, long_from=100)
@@ -108,9 +122,9 @@ def test_longer_texts_than_the_checkpoint_was_made_for_are_told(tmp_path, caplog
   lengths = dict(max_prompt_length=30, max_response_length=longest - 30)
   fields = dict(model__checkpoint=str(tmp_path), model__preset="")
   with caplog.at_level(logging.WARNING):
-    warn_of_long_texts(tiny.config(**fields, **lengths))
-    warn_of_long_texts(tiny.config(**lengths | dict(max_response_length=10**6)))
+    warn_for(tiny.config(**fields, **lengths))
+    warn_for(tiny.config(**lengths | dict(max_response_length=10**6)))
     assert not caplog.text
     lengths["max_response_length"] += 1
-    warn_of_long_texts(tiny.config(**fields, **lengths))
+    warn_for(tiny.config(**fields, **lengths))
   assert f"made for {longest} tokens" in caplog.text and f"= {longest + 1}." in caplog.text

@@ -10,7 +10,7 @@ from rlvr_jax.sampling import Sampling
 from rlvr_jax.train.checkpointing.workdir import WorkdirError
 from rlvr_jax.train.setup.behavior_sources import Source
 from rlvr_jax.train.setup.build import build
-from rlvr_jax.train.start.restore import SOURCES_FILE, as_begun
+from rlvr_jax.train.start.restore import SOURCES_FILE, restore_sources
 
 
 @pytest.fixture(scope="module")
@@ -23,15 +23,15 @@ def parts():
 @pytest.fixture
 def begun(parts, tmp_path):
   """The workdir of the run once it has begun."""
-  assert as_begun(parts, tmp_path) is parts
+  assert restore_sources(parts, tmp_path) is parts
   (tmp_path / "checkpoints").mkdir()
   return tmp_path
 
 
 def test_sources_are_read_as_written_also_by_an_earlier_version(parts, begun):
-  assert as_begun(parts, begun) is parts
+  assert restore_sources(parts, begun) is parts
   (begun / SOURCES_FILE).write_text('{"checkpoint": 5}')
-  assert as_begun(parts, begun) is parts
+  assert restore_sources(parts, begun) is parts
 
 
 @pytest.mark.parametrize(
@@ -54,11 +54,11 @@ def test_a_run_whose_sources_are_not_known_is_not_resumed(parts, begun, text, wh
   with pytest.raises(
     WorkdirError, match=rf"sources\.json, .* cannot be read: .*{why}.* Put back a"
   ):
-    as_begun(parts, begun)
+    restore_sources(parts, begun)
   assert path.exists() == (text is not None)
 
 
 def test_a_start_that_was_killed_before_its_sources_were_written_starts(parts, tmp_path):
   (tmp_path / "config.json").write_text("{}")
-  as_begun(parts, tmp_path)
+  restore_sources(parts, tmp_path)
   assert json.loads((tmp_path / SOURCES_FILE).read_text())["checkpoint"] == 5

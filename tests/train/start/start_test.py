@@ -105,7 +105,7 @@ def test_another_method_may_go_on(other, tmp_path):
   """Whose state is not in the checkpoint."""
   fade = build(tiny.config(advantage="fade", start__checkpoint=str(other), start__optimizer=True))
   folder = parameters.start_folder(fade.config.start.checkpoint)
-  params, step = parameters.chosen_params(fade, folder)
+  params, step = parameters.load_policy(fade, folder)
   assert step == UPDATES
   state = parameters.first_state(fade, params, 0.5)
   assert jax.tree.leaves(state.advantage_state) and state.step == 0

@@ -69,9 +69,9 @@ def test_a_run_that_takes_it_is_the_run_that_trains_it(parts, tmp_path, capsys):
 def test_it_is_named_by_all_that_it_depends_on(parts, state, monkeypatch):
   def changed(**fields):
     other = build(tiny.config(**FIELDS, **fields))
-    return warm_start_cache.made_of(other, parameters.supervised_state(other), {})
+    return warm_start_cache.describe_inputs(other, parameters.supervised_state(other), {})
 
-  ours = warm_start_cache.made_of(parts, state, {})
+  ours = warm_start_cache.describe_inputs(parts, state, {})
   differing = lambda other: {name for name in ours if ours[name] != other[name]}
   assert ours == json.loads(json.dumps(ours))
   # Another method, and other settings of what follows.
@@ -84,12 +84,12 @@ def test_it_is_named_by_all_that_it_depends_on(parts, state, monkeypatch):
   assert differing(changed(model__overrides__compute_dtype="bfloat16")) == {"program"}
   assert differing(changed(task__kwargs__warm_start_size=50)) == {"batches"}
   monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
-  assert differing(warm_start_cache.made_of(parts, state, {})) == {"flags"}
+  assert differing(warm_start_cache.describe_inputs(parts, state, {})) == {"flags"}
 
 
 def test_saved_and_loaded_to_the_bit(entry, state):
   assert entry.load() is None
-  with entry.claimed():
+  with entry.lock():
     left = entry.path.with_name(entry.path.name + TEMPORARY) / "10.of_a_killed_run"
     left.mkdir(parents=True)
     entry.save(result(state))
@@ -101,7 +101,7 @@ def test_saved_and_loaded_to_the_bit(entry, state):
 
 
 def test_damage_is_refused(entry, state):
-  with entry.claimed():
+  with entry.lock():
     entry.save(result(state))
   largest = max((p for p in entry.path.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
   tiny.cut(largest)
@@ -118,11 +118,11 @@ def test_a_second_run_waits_for_the_first(entry, state, capsys):
 
   def second():
     began.set()
-    with entry.claimed():
+    with entry.lock():
       found.append(entry.load())
 
   thread = threading.Thread(target=second)
-  with entry.claimed():
+  with entry.lock():
     thread.start()
     began.wait()
     entry.save(result(state))
@@ -132,15 +132,15 @@ def test_a_second_run_waits_for_the_first(entry, state, capsys):
 
 def test_the_wait_has_an_end(entry, state, monkeypatch, capsys):
   monkeypatch.setattr(warm_start_cache, "WAIT_S", 0.0)
-  with entry.claimed():
+  with entry.lock():
     with pytest.raises(checkpoint_files.CheckpointError, match=r"by process \d+ in 0 hours"):
-      with entry.claimed():
+      with entry.lock():
         pass
     assert "is being trained by process" in capsys.readouterr().out
-    with process.ends_in_order(lambda: None):
-      process.ask()
+    with process.handle_shutdown_signals(lambda: None):
+      process.request_shutdown()
       monkeypatch.setattr(warm_start_cache, "WAIT_S", 60.0)
-      with pytest.raises(process.EndRequestedError), entry.claimed():
+      with pytest.raises(process.EndRequestedError), entry.lock():
         pass
   with open(entry.path.with_suffix(".lock")) as file:  # free again
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
