@@ -8,7 +8,7 @@ TUNIX := $(VENV)-tunix
 TESTS ?=
 # What tensorflow-datasets 4.9.9 runs with; Colab has the same.
 OF_THEN := 'protobuf>=5.29.1,<6' 'tensorflow-metadata>=1.17,<1.18'
-# A module stays in one process, for what its tests share.
+# Four processes, also on two cores: many tests wait. A module stays in one, for what its tests share.
 # Tests start programs, which find their modules compiled.
 PYTEST = JAX_PLATFORMS=cpu PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses=4 --dist=loadscope --no-loadscope-reorder
 

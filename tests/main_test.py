@@ -134,7 +134,7 @@ MISTAKES = [
   (dict(sampling__temperature=-1.0), r"temperature"),
   (dict(sampling__top_p=0.9), r"top_p = 0\.9: .* config\.allow_truncated_behavior = True"),
   (dict(sampling__top_k=5), r"top_k = 5: .* config\.allow_truncated_behavior = True"),
-  (dict(evaluation__sampling__top_p=1.5), r"top_p"),
+  (dict(evaluation__sampling__top_p=1.5), r"^config\.evaluation\.sampling.*top_p"),
   # geometry
   (dict(gram="stream", reweighting="salt"), r"gram = 'stream': .* unknown; .*'streaming'"),
   (dict(reweighting="salt(alpha_min=2.0)"),

@@ -150,6 +150,17 @@ def test_a_file_of_the_package_that_is_not_exported(signature, tmp_path):
     specs.make("config.thing", package, "helper", tuple)
 
 
+def test_a_factory_of_a_module_that_is_not_exported():
+  module = types.ModuleType("rooms.things")
+  exec("def mine(*, by=1): ...\n__all__ = []", vars(module))
+  with pytest.raises(ValueError) as told:
+    specs.make("config.thing", module, "mine(by=2)", tuple)
+  assert str(told.value) == (
+    "config.thing = 'mine(by=2)': 'mine' is unknown; things.py has it but does not export it: name"
+    " mine in its __all__. To use your own, write my_module:function"
+  )
+
+
 def positional(by, /, *args, text=""):
   return by, args, text
 

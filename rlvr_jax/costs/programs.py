@@ -23,7 +23,7 @@ from rlvr_jax.rollouts.packing import pack
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts, build
-from rlvr_jax.train.setup.programs import abstract_batch
+from rlvr_jax.train.setup.programs import abstract_update_batch
 from rlvr_jax.types import Packed
 
 
@@ -96,13 +96,7 @@ def program_lowerings(parts: Parts) -> dict[str, Callable[[], Any]]:
   """
   placement, method = parts.placement, parts.method
   state, frozen = placement.state, placement.frozen
-  batch = abstract_batch(
-    parts.shape,
-    placement.row_layout,
-    placement.mesh,
-    needs_reference=method.reference_kl > 0,
-    needs_proximal=method.loss.needs_proximal,
-  )
+  batch = abstract_update_batch(method, placement, parts.shape)
   jitted: Any = parts.programs
   train_step = jitted.train_step.__wrapped__  # since options belong to the outermost program
   shardings = jax.tree.map(lambda x: x.sharding, state)

@@ -231,11 +231,16 @@ class Engine:
     state, host = decoder.shardings(settings)
     shapes = jax.eval_shape(self.programs.empty_slots)
     shapes = shapes if state is None else jax.tree.map(_add_sharding, shapes, state)
-    run = lambda trained, frozen, params, state: decoder.burst(
-      params, decoder.fill_slots(state, settings=settings), settings=settings
+
+    def last_burst(trained: Params, frozen: Params, params: Params, state: decoder.State) -> Any:
+      return decoder.burst(params, decoder.fill_slots(state, settings=settings), settings=settings)
+
+    jitted = self._jit(
+      with_matmul_precision(last_burst, settings.model.config.precision),
+      donate_argnums=3,
+      out_shardings=(state, host),
+      keep_unused=True,
     )
-    run = with_matmul_precision(run, settings.model.config.precision)
-    jitted = self._jit(run, donate_argnums=3, out_shardings=(state, host), keep_unused=True)
     return jitted.lower(trained, frozen, self._loaded_shapes(trained, frozen), shapes)
 
   def _loaded_shapes(self, trained: Params, frozen: Params) -> Params:

@@ -93,6 +93,21 @@ def test_a_workdir_that_cannot_be_written(capsys, tmp_path):
   assert "workdir" in message
 
 
+def test_all_graders_of_a_mixture_are_named(capsys, tmp_path):
+  parts = {}
+  for name, grader in (("words", "gsm8k"), ("sums", "rewards.user_graders:unhurried")):
+    file = tmp_path / f"{name}.jsonl"
+    lines = ({"prompt": f"{name}{n}?", "answer": str(n)} for n in range(9))
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    parts[name] = dict(name="jsonl", kwargs=dict(train=str(file), held_out_size=2, grader=grader))
+  mixed = dict(parts=parts, weights=dict(words=1.0, sums=1.0), seed=0)
+  fields = dict(**MESH, task=dict(name="mixture", kwargs=mixed), warm_start__num_steps=0)
+  lines, message = found(capsys, tmp_path / "run", **fields)
+  assert not message
+  graders = "rewards.user_graders:unhurried, gsm8k"
+  assert lines["grader"] == (OK, f"the first problem was graded; graders: {graders}")
+
+
 @pytest.mark.parametrize("where", ["tokenizer_config.json", "chat_template.jinja"])
 def test_a_plain_prompt_for_a_chat_model_is_warned_of(capsys, tmp_path, where):
   save(train_byte_pairs(["one and two are three"] * 9, vocab_size=264), tmp_path)
@@ -162,7 +177,7 @@ def test_hosts_that_do_not_agree_are_told_apart(tmp_path):
     r"FAIL  processes   process 1: differs from process 0 in config\. Start the same command",
     r"FAIL  clocks      they differ by 6\d\.\d s: on each host",
     r"FAIL  workdir     .*/0 is not shared: this host sees the files of 1 of 2 hosts",
-    "ok    grader      rewards.user_graders:unhurried works",
+    "ok    grader      the first problem was graded; graders: rewards.user_graders:unhurried",
   ):
-    assert re.search(f"(?m)^{line}", outputs[0]), (line, outputs[0])
+    assert re.search(f"(?m)^{line}", outputs[0]), line + outputs[0]
   assert "checks failed: processes, clocks, workdir" in outputs[0]

@@ -20,7 +20,7 @@ from rlvr_jax.ops.caches import Pages
 from rlvr_jax.ops.row_attention import row_attention
 from rlvr_jax.train.setup import behavior_sources
 from rlvr_jax.train.setup.build import build
-from rlvr_jax.train.setup.programs import abstract_batch
+from rlvr_jax.train.setup.programs import abstract_update_batch
 from rlvr_jax.train.start.parameters import supervised_batches, supervised_state
 from rlvr_jax.types import Sampling
 
@@ -56,12 +56,7 @@ def traced(parts):
   """The programs of a run that multiply, by name, traced with shapes that they are called with."""
   programs, engine, state = parts.programs, parts.programs.engine, parts.placement.state
   frozen, params = parts.placement.frozen, parts.placement.state.params
-  batch = abstract_batch(
-    parts.shape,
-    parts.placement.row_layout,
-    parts.placement.mesh,
-    needs_reference=parts.method.reference_kl > 0,
-  )
+  batch = abstract_update_batch(parts.method, parts.placement, parts.shape)
   rollouts = (params, frozen, batch.prompts, batch.tokens)
   demonstrations = next(supervised_batches(parts))
   loaded, block = engine._loaded_shapes(params, frozen), engine.settings.shape.prompt.size

@@ -120,8 +120,9 @@ def test_muon_orthogonalises_layer_by_layer_and_leaves_the_rest_to_adamw(update_
   for tree in (found, adamw):
     for name in kernels:
       del tree["blocks"][name]
-  # Compiled within another program, which rounds differently in optax 0.2.7.
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), found, adamw)
+  # Compiled within another program, which jax 0.7 rounds differently.
+  rtol = 0 if jax.__version_info__ >= (0, 8) else 1e-12
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol), found, adamw)
 
 
 def test_lion_steps_by_the_sign_and_sgd_along_the_gradient():

@@ -81,7 +81,7 @@ def initialize(
     raise ValueError(
       f"--coordinator, --num_processes and --process_id go together: add {', '.join(missing)}"
     )
-  # Its handler of SIGTERM would catch signals before the one of `process` is installed.
+  # jax's preemption service handles SIGTERM: it would catch signals before `process` does.
   if "jax_enable_preemption_service" in jax.config.values:  # not in jax 0.7
     jax.config.update("jax_enable_preemption_service", False)
   message = (

@@ -37,6 +37,7 @@ from rlvr_jax.train.setup.adapters import make_lora
 from rlvr_jax.train.setup.behavior_sources import Sources, make_sources
 from rlvr_jax.train.setup.compiler_options import (
   CompilerOptions,
+  Options,
   check_compiler_options,
   parse_compiler_options,
 )
@@ -74,7 +75,7 @@ class Parts:
   lora: lora.LoraSettings | None  # of the trained adapters; None if all parameters are trained
   method: Method
   schedule: staleness.Schedule
-  sampler: Sampler  # the policy where rollouts are generated
+  sampling_model: Model  # the policy on the mesh that generates rollouts
   sources: Sources  # the policies that sample the rollouts of every batch
   placement: Placement
   compiler_options: CompilerOptions
@@ -142,7 +143,7 @@ def build(
   check_compiler_options(
     "config.compiler_options.generation", compiler_options.generation, sampler.mesh
   )
-  engine_of = make_engine_factory(config, shape, tokenizer, mesh)
+  engine_of = make_engine_factory(config, shape, tokenizer, mesh, compiler_options.generation)
   sources = make_sources(config, *sampler, tokenizer, shape, engine_of, pins={})
   method = make_method(config, model, mesh)
   method = method._replace(sources=tuple(source.name for source in sources))
@@ -188,7 +189,7 @@ def build(
     lora=adapters,
     method=method,
     schedule=schedule,
-    sampler=sampler,
+    sampling_model=sampler.model,
     sources=sources,
     placement=placement,
     compiler_options=compiler_options,
@@ -250,9 +251,20 @@ def generates_separately(settings: ml_collections.ConfigDict) -> bool:
 
 
 def make_engine_factory(
-  config: ml_collections.ConfigDict, shape: BatchShape, tokenizer: Tokenizer, mesh: Mesh
+  config: ml_collections.ConfigDict,
+  shape: BatchShape,
+  tokenizer: Tokenizer,
+  mesh: Mesh,
+  compiler_options: Options | None,
 ) -> EngineOf:
-  """Returns a function that makes the engines of a run; `mesh`: the one on which updates run."""
+  """Returns a function that makes the engines of a run.
+
+  Args:
+    config, tokenizer: of the run.
+    shape: of a training batch.
+    mesh: on which updates run.
+    compiler_options: of generation.
+  """
   separate = generates_separately(config.generation_mesh)
   trainer = TrainerLayout(mesh, separate, frozen=config.lora.rank > 0)
 
@@ -265,7 +277,7 @@ def make_engine_factory(
       tokenizer,
       deadline_s=config.generation_deadline_s,
       trainer=trainer,
-      compiler_options=parse_compiler_options(config.compiler_options).generation,
+      compiler_options=compiler_options,
     )
 
   return engine_of
@@ -274,8 +286,10 @@ def make_engine_factory(
 def pin_sources(parts: Parts, pins: Mapping[str, Any]) -> Parts:
   """The parts with the sources as they were when the run began, see `Source.pin`."""
   config, shape, tokenizer = parts.config, parts.shape, parts.tokenizer
-  engine_of = make_engine_factory(config, shape, tokenizer, parts.placement.mesh)
-  sources = make_sources(config, *parts.sampler, tokenizer, shape, engine_of, pins)
+  placement, compiler_options = parts.placement, parts.compiler_options.generation
+  engine_of = make_engine_factory(config, shape, tokenizer, placement.mesh, compiler_options)
+  sampler = Sampler(parts.sampling_model, placement.generation_mesh)
+  sources = make_sources(config, *sampler, tokenizer, shape, engine_of, pins)
   return dataclasses.replace(parts, sources=sources)
 
 

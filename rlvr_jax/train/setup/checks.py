@@ -26,7 +26,7 @@ from rlvr_jax.rollouts import staleness
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup.behavior_sources import Source
 from rlvr_jax.train.setup.placement import Placement
-from rlvr_jax.train.setup.programs import abstract_batch
+from rlvr_jax.train.setup.programs import abstract_update_batch
 from rlvr_jax.types import BatchShape, Metric, Params, Sampling, TrainBatch, TrainState
 from rlvr_jax.update import learning_rate, optimizer
 from rlvr_jax.update.objective import Method
@@ -251,13 +251,7 @@ def check_update(
     diagnose: `programs.make_measure`, if the run measures its gradient geometry.
   """
   state, frozen = placement.state, placement.frozen
-  batch = abstract_batch(
-    shape,
-    placement.row_layout,
-    placement.mesh,
-    needs_reference=method.reference_kl > 0,
-    needs_proximal=method.loss.needs_proximal,
-  )
+  batch = abstract_update_batch(method, placement, shape)
   _check_advantage(advantage, method, state, batch)
   _check_loss(loss, method, batch)
   jax.eval_shape(functools.partial(train_step, method=method), state, frozen, batch)

@@ -33,7 +33,7 @@ def parse_compiler_options(settings: ml_collections.ConfigDict) -> CompilerOptio
 
 
 def _parse(field: str, text: str) -> Options | None:
-  """Options by name; None if there are none. Numbers and booleans lose their quotes."""
+  """Options by name, with their values as numbers or booleans if they read so; None if none."""
   options: dict[str, bool | int | float | str] = {}
   for item in text.split():
     name, equals, value = item.partition("=")

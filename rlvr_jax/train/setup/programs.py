@@ -292,6 +292,17 @@ def abstract_batch(
   return jax.tree.map(place, shapes, sharding.batch_shardings(shapes, mesh))
 
 
+def abstract_update_batch(method: Method, placement: Placement, shape: BatchShape) -> TrainBatch:
+  """`abstract_batch` of what an update of a method takes; `shape`: of a training batch."""
+  return abstract_batch(
+    shape,
+    placement.row_layout,
+    placement.mesh,
+    needs_reference=method.reference_kl > 0,
+    needs_proximal=method.loss.needs_proximal,
+  )
+
+
 def abstract_state(method: Method, trained: Params, mesh: Mesh) -> TrainState:
   """Shapes, dtypes and shardings of the train state; `trained`: from `trained_params`."""
 

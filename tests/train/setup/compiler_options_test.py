@@ -4,9 +4,10 @@ import jax
 import pytest
 from train import tiny
 
+from rlvr_jax.costs.programs import program_lowerings
 from rlvr_jax.train.setup.build import build
 from rlvr_jax.train.setup.compiler_options import CompilerOptions, parse_compiler_options
-from rlvr_jax.train.setup.programs import abstract_batch
+from rlvr_jax.train.setup.programs import abstract_update_batch
 
 ACCEPTED = "xla_cpu_enable_fast_math=false"
 
@@ -59,7 +60,18 @@ def test_each_program_gets_those_of_its_kind():
   for kind in CompilerOptions._fields:
     parts = build(tiny.config(**{f"compiler_options__{kind}": ACCEPTED}))
     placement, programs = parts.placement, parts.programs
-    batch = abstract_batch(parts.shape, placement.row_layout, placement.mesh)
+    batch = abstract_update_batch(parts.method, placement, parts.shape)
     update = (placement.state.params, placement.frozen, batch)
     assert has_options(programs.mean_entropy, *update) == (kind == "training")
     assert has_options(programs.engine.programs.empty_slots) == (kind == "generation")
+
+
+@pytest.mark.parametrize("kind", CompilerOptions._fields)
+def test_reports_compile_with_them(kind, tmp_path):
+  """An option that leaves a trace: the compiler writes each program into a folder."""
+  parts = build(tiny.config(**{f"compiler_options__{kind}": f"xla_dump_to={tmp_path}"}))
+  for lower in program_lowerings(parts).values():
+    lower().compile()
+  written = {path.name.split(".")[1] for path in tmp_path.glob("module_*")}
+  expected = {"training": "jit_update", "generation": "jit_last_burst"}
+  assert written & {*expected.values()} == {expected[kind]}

@@ -83,6 +83,9 @@ def test_it_is_named_by_all_that_it_depends_on(parts, state, monkeypatch):
   assert differing(changed(warm_start__num_steps=41)) == {"steps", "batches"}
   assert differing(changed(model__overrides__compute_dtype="bfloat16")) == {"program"}
   assert differing(changed(task__kwargs__warm_start_size=50)) == {"batches"}
+  options = "xla_cpu_enable_fast_math=false"
+  assert differing(changed(compiler_options__training=options)) == {"flags"}
+  assert not differing(changed(compiler_options__generation=options))
   monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
   assert differing(warm_start_cache.describe_inputs(parts, state, {})) == {"flags"}
 
