@@ -22,14 +22,20 @@ from rlvr_jax.train.cluster import process
 from rlvr_jax.train.setup import config_file
 
 _MODE = flags.DEFINE_enum(
-  "mode", "train", ["train", "check", "eval", "export", "fits", "costs", "sweep"], "What to do."
+  "mode",
+  "train",
+  ["train", "check", "eval", "export", "fits", "costs", "tune", "sweep"],
+  "What to do.",
 )
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for all output files.")
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "A run, or RUN/checkpoints/STEP.")
 _SWEEP = flags.DEFINE_string("sweep", None, "Python file whose get_sweep() lists the runs.")
 _MINUTES = flags.DEFINE_float(
-  "minutes", None, "Time limit of a sweep, after which it exits with status 3.", 0.0
+  "minutes", None, "Time limit of sweep and tune, after which they exit with status 3.", 0.0
+)
+_LENGTHS = flags.DEFINE_string(
+  "lengths", None, "Lengths of responses for costs and tune, such as lognormal(mean=600)."
 )
 _TOPOLOGY = flags.DEFINE_string("topology", None, "TPU slice to compile for, such as v5e:4x4.")
 _DISTRIBUTED = flags.DEFINE_bool("distributed", False, "Run in several processes (TPU pod, SLURM).")
@@ -96,7 +102,7 @@ def run() -> int:
     run_flags = (_WORKDIR.value, _CHECKPOINT.value, _TOPOLOGY.value, _PROFILE.value)
     sweep_flags = (_SWEEP.value, sys.argv, _MINUTES.value)
     action = choose.prepare_command(
-      _MODE.value, _CONFIG.value, *run_flags, _TRACKERS.value, *sweep_flags
+      _MODE.value, _CONFIG.value, *run_flags, _TRACKERS.value, *sweep_flags, _LENGTHS.value
     )
   except (ImportError, ValueError, OSError) as error:
     sys.exit(f"error: {process.describe_error(error)}")

@@ -7,17 +7,21 @@ from collections.abc import Callable, Sequence
 
 import ml_collections
 
+from rlvr_jax import specs
 from rlvr_jax.commands import sweep
 from rlvr_jax.commands.check import check
 from rlvr_jax.commands.eval import evaluate_checkpoint
 from rlvr_jax.commands.export import export
 from rlvr_jax.commands.train import train
-from rlvr_jax.costs import chips, memory, programs, step_time
+from rlvr_jax.commands.tune import tune
+from rlvr_jax.costs import chips, memory, programs, step_time, workload
 from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.reporting import machines, trackers
 from rlvr_jax.train.setup import config_file
 from rlvr_jax.train.setup.build import build
 from rlvr_jax.train.start.parameters import checkpoint_folder
+
+_AHEAD_OF_TIME = ("fits", "costs", "tune")
 
 
 def prepare_command(
@@ -31,28 +35,32 @@ def prepare_command(
   sweep_file: str | None = None,
   argv: Sequence[str] = (),
   minutes: float | None = None,
+  lengths: str | None = None,
 ) -> Callable[[], object]:
   """Checks the configuration completely; returns a function that runs the command.
 
   Args:
-    mode: train, check, eval, export, fits, costs, sweep.
+    mode: train, check, eval, export, fits, costs, tune, sweep.
     config: see `configs/base.py`.
     workdir: folder for all output files; optional for costs, and not used by fits.
     checkpoint: for eval and export, see `train.start.parameters.checkpoint_folder`.
-    topology: for fits and costs, see `costs.memory.report`.
+    topology: for fits, costs and tune, see `costs.memory.report`.
     profile: for train, see `train.train`.
     tracked_by: for train and sweep, see `train.train`.
     sweep_file: for sweep, see `sweep.read_runs`.
     argv: the command line; the fields that it sets apply to all runs of a sweep.
-    minutes: for sweep, see `sweep.sweep`.
+    minutes: for sweep and tune, see `sweep.sweep`.
+    lengths: for costs and tune, a component of `costs.workload`; None: the longest.
   Raises:
     ValueError: a field is invalid; the message has its value, what is allowed and the remedy.
     OSError: a file of the data or of the model cannot be read.
   """
   if checkpoint is not None and mode not in ("eval", "export"):
     raise ValueError(f"--checkpoint goes with --mode=eval or --mode=export, not with --mode={mode}")
-  if topology is not None and mode not in ("fits", "costs"):
-    raise ValueError(f"--topology goes with --mode=fits or --mode=costs, not with --mode={mode}")
+  if topology is not None and mode not in _AHEAD_OF_TIME:
+    raise ValueError(f"--topology goes with --mode=fits, costs or tune, not with --mode={mode}")
+  if lengths is not None and mode not in ("costs", "tune"):
+    raise ValueError(f"--lengths goes with --mode=costs or --mode=tune, not with --mode={mode}")
   if profile and mode != "train":
     raise ValueError(f"--profile goes with --mode=train, not with --mode={mode}")
   if tracked_by and mode not in ("train", "sweep"):
@@ -61,10 +69,12 @@ def prepare_command(
     raise ValueError("--mode=sweep needs --sweep=FILE, a Python file whose get_sweep() lists runs")
   if sweep_file is not None and mode != "sweep":
     raise ValueError(f"--sweep goes with --mode=sweep, not with --mode={mode}")
-  if minutes is not None and mode != "sweep":
-    raise ValueError(f"--minutes goes with --mode=sweep, not with --mode={mode}")
-  if mode in ("fits", "costs"):
-    return _prepare_ahead_of_time(mode, config, workdir, topology)
+  if minutes is not None and mode not in ("sweep", "tune"):
+    raise ValueError(f"--minutes goes with --mode=sweep or --mode=tune, not with --mode={mode}")
+  if mode in _AHEAD_OF_TIME:
+    lengths = lengths or "longest"
+    specs.make("--lengths", workload, lengths, workload.Lengths)
+    return _prepare_ahead_of_time(mode, config, workdir, topology, lengths, minutes)
   if mode != "export":  # an export can go to any file system of fsspec
     parse_path("--workdir", str(workdir))
   if mode == "check":  # which reports all other errors itself
@@ -102,18 +112,27 @@ def _prepare_sweep(
 
 
 def _prepare_ahead_of_time(
-  mode: str, config: ml_collections.ConfigDict, workdir: str | None, topology: str | None
+  mode: str,
+  config: ml_collections.ConfigDict,
+  workdir: str | None,
+  topology: str | None,
+  lengths: str,
+  minutes: float | None,
 ) -> Callable[[], object]:
-  """Prepares fits or costs, which need only the shapes of a run: no data, checkpoint or chips."""
-  if mode == "costs" and topology is None:
-    raise ValueError(
-      "--mode=costs needs --topology, the TPU slice to compile for, such as v5p:2x2x4"
-    )
-  if mode == "costs" and workdir is not None:
-    parse_path("--workdir", workdir, must_be_on_disk=True)
+  """Prepares fits, costs or tune, which need only shapes: no data, checkpoint or chips."""
   if topology is not None:
     chips.find_chip(topology)
-  parts = programs.build_shapes_only(config, programs.make_topology_mesh(config, topology))
   if mode == "fits":
-    return functools.partial(memory.report, parts, topology)
-  return functools.partial(step_time.report, parts, str(topology), workdir)
+    mesh = programs.make_topology_mesh(config, topology)
+    return functools.partial(memory.report, programs.build_shapes_only(config, mesh), topology)
+  if topology is None:
+    raise ValueError(
+      f"--mode={mode} needs --topology, the TPU slice to compile for, such as v5p:2x2x4"
+    )
+  if workdir is not None:
+    folder = parse_path("--workdir", workdir, must_be_on_disk=True)
+  mesh = programs.make_topology_mesh(config, topology)
+  if mode == "tune":
+    return functools.partial(tune, config, topology, folder, lengths=lengths, minutes=minutes)
+  parts = programs.build_shapes_only(config, mesh)
+  return functools.partial(step_time.report, parts, topology, workdir, lengths=lengths)

@@ -48,7 +48,8 @@ def compiled_bytes(parts: Parts) -> dict[str, Table]:
     "generation": {"optimizer, resident": memory.shard_bytes(parts.placement.state.opt_state)}
   }
   tables = {}
-  for name, lower in programs.program_lowerings(parts).items():
+  lowerings = programs.program_lowerings(parts, programs.pack_full_length(parts))
+  for name, lower in lowerings.items():
     program = programs.compile_program(name, lower)
     table = {"more than the compiler has": math.inf}
     if program:

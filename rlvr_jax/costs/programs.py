@@ -14,12 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import ml_collections
-import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
+from rlvr_jax.costs.workload import longest, pack_workload
 from rlvr_jax.data import ByteTokenizer, Task
-from rlvr_jax.rollouts.packing import pack
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts, build
@@ -88,9 +87,12 @@ def build_shapes_only(config: ml_collections.ConfigDict, mesh: Mesh) -> Parts:
   return build(config, task=empty_task, tokenizer=ByteTokenizer(), mesh=mesh)
 
 
-def program_lowerings(parts: Parts) -> dict[str, Callable[[], Any]]:
+def program_lowerings(parts: Parts, packed: Packed) -> dict[str, Callable[[], Any]]:
   """Functions that lower a run's update and one burst of its generation, by name.
 
+  Args:
+    parts: of the run.
+    packed: a batch, for the number of its micro-batches.
   Returns:
     Functions without arguments that return a `jax.stages.Lowered`, as `compile_program` takes them.
   """
@@ -100,7 +102,7 @@ def program_lowerings(parts: Parts) -> dict[str, Callable[[], Any]]:
   jitted: Any = parts.programs
   train_step = jitted.train_step.__wrapped__  # since options belong to the outermost program
   shardings = jax.tree.map(lambda x: x.sharding, state)
-  num_micro_batches = int(pack_full_length(parts).num_micro_batches)
+  num_micro_batches = int(packed.num_micro_batches)
 
   def update(state, frozen, batch):
     # A constant number shows the length of the loop in the compiled program.
@@ -120,14 +122,8 @@ def program_lowerings(parts: Parts) -> dict[str, Callable[[], Any]]:
 
 def pack_full_length(parts: Parts) -> Packed:
   """Packs a batch whose prompts and responses have maximum length, as NumPy arrays."""
-  P, G, S, T = parts.shape
-  return pack(
-    np.zeros((P, S), np.int32),
-    np.full(P, S),
-    np.zeros((P, G, T), np.int32),
-    np.full((P, G), T),
-    parts.placement.row_layout,
-  )
+  workload = longest().draw(parts.shape, 0)
+  return pack_workload(workload, parts.shape, parts.placement.row_layout)
 
 
 def compile_program(name: str, lower: Callable[[], Any], **options: Any) -> Any:

@@ -8,26 +8,24 @@ import json
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from rlvr_jax import specs
+from rlvr_jax.costs import workload
 from rlvr_jax.costs.chips import Chip, find_chip
 from rlvr_jax.costs.hlo import COLLECTIVES, OPEN_LOOP, Item, walk
 from rlvr_jax.costs.hlo_text import dimensions
-from rlvr_jax.costs.programs import (
-  compile_with_text,
-  memory_bytes,
-  pack_full_length,
-  program_lowerings,
-)
+from rlvr_jax.costs.programs import compile_with_text, memory_bytes, program_lowerings
 from rlvr_jax.geometry import by_rollout
 from rlvr_jax.models.flops import forward_flops, update_flops
 from rlvr_jax.ops.splash import splash_cost
 from rlvr_jax.storage.places import parse_path
 from rlvr_jax.train.reporting.progress import say
 from rlvr_jax.train.setup.build import Parts
+from rlvr_jax.types import Packed
 
 # Part → pattern of `jax.named_scope`s and of parameters' names.
 PARTS = {
@@ -57,38 +55,74 @@ def report(
   parts: Parts,
   topology: str,
   workdir: str | None,
+  *,
+  lengths: str = "longest",
   kernels: Mapping[str, KernelCost] | None = None,
 ) -> dict[str, Cost]:
   """Compiles the update and the generation, prints their costs, and writes them to files.
+
+  Generation is the last burst of the longest responses.
 
   Args:
     parts: result of `programs.build_shapes_only` on the mesh of that topology.
     topology: kind and shape of the slice, such as "v5p:2x2x4".
     workdir: folder for costs_TOPOLOGY.json and .md; None writes nothing.
+    lengths: component of `costs.workload`: lengths of the prompts and responses of an update.
     kernels: pattern of an operation's name → analytic cost of that Pallas kernel; None for the
       attention kernels.
   Returns:
     `cost` of each program that fits into memory, by name.
   """
   costs = {}
-  useful = useful_flops(parts)
-  kernels = attention_kernel_costs(parts) if kernels is None else kernels
-  for name, lower in program_lowerings(parts).items():
+  counts = count(parts, lengths)
+  for name, lower in program_lowerings(parts, counts.packed).items():
     measured = program_cost(
       name,
       lower,
       topology,
-      useful_flops=useful[name],
-      kernels=kernels,
-      lengths=loop_lengths(parts),
+      useful_flops=counts.useful_flops[name],
+      kernels=counts.kernels if kernels is None else kernels,
+      loops=counts.loops,
     )
     if measured:
       costs[name] = measured
-  conditions = _conditions(parts, topology) | {"too_large": sorted(useful.keys() - costs.keys())}
+  conditions = _conditions(parts, topology) | {
+    "lengths": lengths,
+    "micro_batches": int(counts.packed.num_micro_batches),
+    "too_large": sorted(counts.useful_flops.keys() - costs.keys()),
+  }
   say(format_markdown(conditions, costs))
   if workdir is not None:
     write_report(parse_path("--workdir", workdir, must_be_on_disk=True), conditions, costs)
   return costs
+
+
+class Counts(NamedTuple):
+  """What is known of a run's programs before they are compiled."""
+
+  packed: Packed  # a batch of an update
+  useful_flops: dict[str, float]  # per chip, by program
+  kernels: dict[str, KernelCost]  # by pattern of the name
+  loops: dict[str, int]  # iterations, by pattern of the name
+
+
+def count(parts: Parts, lengths: str) -> Counts:
+  """Counts what depends on the lengths of prompts and responses.
+
+  Args:
+    parts: result of `programs.build_shapes_only`.
+    lengths: component of `costs.workload`.
+  """
+  distribution = specs.make("--lengths", workload, lengths, workload.Lengths)
+  layout = parts.placement.row_layout
+  batch = workload.typical_batch(distribution, parts.shape, layout)
+  packed = workload.pack_workload(batch, parts.shape, layout)
+  return Counts(
+    packed,
+    useful_flops(parts, batch),
+    attention_kernel_costs(parts, packed),
+    loop_lengths(parts, packed),
+  )
 
 
 def program_cost(
@@ -98,13 +132,13 @@ def program_cost(
   *,
   useful_flops: float,
   kernels: Mapping[str, KernelCost] | None = None,
-  lengths: Mapping[str, int] | None = None,
+  loops: Mapping[str, int] | None = None,
 ) -> Cost | None:
   """`cost` of one of `programs.program_lowerings`; None if it does not fit into memory."""
   program, text = compile_with_text(name, lower)
   if program is None:
     return None
-  items = apply_kernel_costs(walk(text, PARTS, lengths), kernels or {})
+  items = apply_kernel_costs(walk(text, PARTS, loops), kernels or {})
   chip = find_chip(topology)
   return cost(items, chip, useful_flops=useful_flops, memory=memory_bytes(program))
 
@@ -120,14 +154,10 @@ def write_report(
   (folder / f"{stem}.md").write_text(format_markdown(conditions, costs) + "\n", encoding="utf-8")
 
 
-def useful_flops(parts: Parts) -> dict[str, float]:
-  """Model FLOPs per chip by program, for prompts and responses of maximum length."""
-  config = parts.config
-  network = parts.model.config
-  prompts = np.full(config.batch.prompts, config.max_prompt_length)
-  responses = np.full((len(prompts), config.batch.group_size), config.max_response_length)
+def useful_flops(parts: Parts, batch: workload.Workload) -> dict[str, float]:
+  """Model FLOPs per chip by program: an update on a batch, and the last burst of the longest."""
   adapters = parts.placement.state.params if parts.lora is not None else None
-  update = update_flops(network, prompts, responses, adapters=adapters)
+  update = update_flops(parts.model.config, batch.prompts, batch.responses, adapters=adapters)
   return {
     "update": update / parts.placement.mesh.size,
     "generation": _burst_flops(parts) / parts.placement.mesh.size,
@@ -147,32 +177,26 @@ def _burst_flops(parts: Parts) -> float:
   return flops_until(end) - flops_until(end - settings.shape.steps)
 
 
-def loop_lengths(parts: Parts) -> dict[str, int]:
-  """Iterations of the Gram matrix's loops over rollouts and tiles, by pattern of their name.
-
-  Responses have maximum length.
-  """
-  config = parts.config
-  micro_batches = int(pack_full_length(parts).num_micro_batches)
-  rollouts = config.batch.prompts * config.batch.group_size
+def loop_lengths(parts: Parts, packed: Packed) -> dict[str, int]:
+  """Iterations of the Gram matrix's loops over rollouts and tiles, by pattern of their name."""
+  shape = parts.shape
   return {
-    rf"{by_rollout.ROLLOUTS}/while$": -(-rollouts // micro_batches),
-    rf"{by_rollout.TILES}/while$": by_rollout.split_into_tiles(config.max_response_length)[1],
+    rf"{by_rollout.ROLLOUTS}/while$": -(-shape.responses // int(packed.num_micro_batches)),
+    rf"{by_rollout.TILES}/while$": by_rollout.split_into_tiles(shape.max_response_length)[1],
   }
 
 
-def attention_kernel_costs(parts: Parts) -> dict[str, KernelCost]:
+def attention_kernel_costs(parts: Parts, packed: Packed) -> dict[str, KernelCost]:
   """Analytic costs of the attention kernels of the update and of generation, by name pattern.
 
-  Prompts and responses have maximum length, without a sliding window. A call computes one row of an
-  update, counted as the mean over rows, or one token of every slot.
+  Without a sliding window. A call computes one row of the packed batch, counted as the mean over
+  its rows, or one token of every slot.
   """
   network = parts.model.config
   tensor = parts.placement.mesh.shape["tensor"]
   paged: dict[str, KernelCost] = {"paged_attention": _paged_cost}
   if network.attention != "splash":
     return paged
-  packed = pack_full_length(parts)
   num_micro_batches = int(packed.num_micro_batches)
   rows = jax.tree.map(lambda x: x[:num_micro_batches].reshape(-1, x.shape[-1]), packed.rows)
   total = splash_cost(
@@ -270,7 +294,6 @@ def _conditions(parts: Parts, topology: str) -> dict[str, Any]:
     "remat": parts.model.config.remat,
     "prompts": config.batch.prompts,
     "group_size": config.batch.group_size,
-    "micro_batches": int(pack_full_length(parts).num_micro_batches),
     "prompt_tokens": config.max_prompt_length,
     "response_tokens": config.max_response_length,
     "jax": jax.__version__,
@@ -286,7 +309,7 @@ def format_markdown(conditions: Mapping[str, Any], costs: Mapping[str, Cost]) ->
     f"# {c['model']} on {c['topology']}, per chip",
     "",
     f"{c['prompts']} prompts of {c['prompt_tokens']} tokens, each with {c['group_size']} responses"
-    f" of {c['response_tokens']} tokens, all of maximum length. Mesh {mesh};"
+    f" of {c['response_tokens']} tokens at most; their lengths: {c['lengths']}. Mesh {mesh};"
     f" {c['micro_batches']} micro-batches; remat {c['remat']}; {c['layers']} layers;"
     f" jax {c['jax']}.",
     "",

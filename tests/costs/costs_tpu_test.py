@@ -110,7 +110,8 @@ def test_an_update_gathers_a_layer_twice_and_reduces_its_gradient_once():
   config.batch.prompts, config.batch.group_size = 16, 8
   config.max_prompt_length, config.max_response_length = 256, 512
   parts = programs.build_shapes_only(config, programs.make_topology_mesh(config, TOPOLOGY))
-  update = programs.program_lowerings(parts)["update"]
+  packed = programs.pack_full_length(parts)
+  update = programs.program_lowerings(parts, packed)["update"]
   cost = step_time.program_cost("update", update, TOPOLOGY, useful_flops=1.0)
   found = {row["part"]: row for row in cost["parts"]}
   attention, mlp = WIDTH * (2 * 28 + 2 * 4) * 128, 3 * WIDTH * 18_944
@@ -122,7 +123,7 @@ def test_an_update_gathers_a_layer_twice_and_reduces_its_gradient_once():
   assert found["embedding"]["received_bytes"] < 1e9
   assert found["optimizer"]["received_bytes"] + found["other"]["received_bytes"] < 1e7
   # Places of a chip's rows: 8 rollouts of a prompt, 4 in a row.
-  layout, packed = parts.placement.row_layout, programs.pack_full_length(parts)
+  layout = parts.placement.row_layout
   tokens = int(packed.num_micro_batches) * layout.rows_per_device * layout.length
   assert tokens == 2 * 3072
   # Forward twice, back once; of the recomputed products the MLP's last has no use.
@@ -178,7 +179,8 @@ def test_every_product_has_the_precision_of_the_configuration(dtype, attention):
   fields = {f"model__overrides__{name}": value for name, value in network.items()}
   config = tiny.config(**fields, reference__kl_coefficient=0.0)
   parts = programs.build_shapes_only(config, programs.make_topology_mesh(config, "v5e:1x1"))
-  for name, lower in programs.program_lowerings(parts).items():
+  packed = programs.pack_full_length(parts)
+  for name, lower in programs.program_lowerings(parts, packed).items():
     _, text = programs.compile_with_text(name, lower)
     products = [line for line in text.splitlines() if re.search(r" (convolution|dot)\(", line)]
     exact = ["operand_precision={highest,highest}" in line for line in products]

@@ -8,7 +8,7 @@ import pytest
 from train import tiny
 
 from rlvr_jax.commands import choose
-from rlvr_jax.costs import hlo, programs, step_time
+from rlvr_jax.costs import hlo, programs, step_time, workload
 from rlvr_jax.costs.chips import CHIPS, Chip
 from rlvr_jax.costs.hlo import Item
 from rlvr_jax.models.flops import forward_flops, update_flops
@@ -16,11 +16,12 @@ from rlvr_jax.ops.splash import splash_cost
 from rlvr_jax.train.cluster import sharding
 from rlvr_jax.train.setup.programs import make_row_layout
 
-CHIP = Chip(flops=100.0, hbm_bytes_per_s=10.0, interconnect_bytes_per_s=2.0, hbm_gib=1.0)
+CHIP = Chip(flops=100.0, hbm_bytes_per_s=10.0, interconnect_bytes_per_s=2.0, hbm_gib=1.0,
+            flops_per_cycle=50.0)  # fmt: skip
 CONDITIONS = dict(
   topology="v5e:2x2", mesh=dict(data=1, fsdp=4, tensor=1), model="tiny", layers=1, remat="full",
-  prompts=8, group_size=4, micro_batches=1, prompt_tokens=8, response_tokens=4, jax="0",
-  compiler="", too_large=["generation"],
+  lengths="longest", prompts=8, group_size=4, micro_batches=1, prompt_tokens=8, response_tokens=4,
+  jax="0", compiler="", too_large=["generation"],
 )  # fmt: skip
 
 
@@ -77,7 +78,8 @@ def test_the_paged_kernel_counts_every_cached_token():
     "attention", "custom-call", times=5, hbm=35.0, target="tpu", op_name="paged_attention"
   )
   (found,) = step_time.apply_kernel_costs(
-    [call._replace(shapes=shapes)], step_time.attention_kernel_costs(parts)
+    [call._replace(shapes=shapes)],
+    step_time.attention_kernel_costs(parts, programs.pack_full_length(parts)),
   )
   queries_and_values = 2 * 2 * 8 * 128
   assert (found.flops, found.hbm_bytes) == (5 * 3 * 2 * 16 * queries_and_values, 35.0)
@@ -101,7 +103,7 @@ def test_a_call_on_a_row_counts_as_the_mean_of_the_rows_that_run():
   ]
   assert 1 < count < len(packed.tokens) and packed.tokens.shape[1:] == (1, 3072)
   assert of_row[0].forward_flops > of_row[-1].forward_flops  # the last row is not full
-  kernels = step_time.attention_kernel_costs(parts)
+  kernels = step_time.attention_kernel_costs(parts, packed)
   call = item("attention", "custom-call", target="tpu")
   for name, of in (("fwd", "forward"), ("dkv", "backward")):
     flops, hbm_bytes = kernels[f"splash_mha_{name}"](call)
@@ -121,7 +123,7 @@ def test_useful_work_is_that_of_full_lengths_on_every_chip():
   config = tiny.config(mesh__data=2)
   parts = programs.build_shapes_only(config, sharding.make_mesh(data=2))
   network, lengths = parts.model.config, ([8] * 8, [[4] * 4] * 8)
-  found = step_time.useful_flops(parts)
+  found = step_time.useful_flops(parts, workload.longest().draw(parts.shape, 0))
   assert found["update"] == update_flops(network, *lengths) / 2
   # One burst in every slot, here the whole of the responses, for prompts that are cached.
   responses = [forward_flops(network, [8] * 32, [[length]] * 32) for length in (4, 0)]

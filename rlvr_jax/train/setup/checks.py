@@ -122,13 +122,19 @@ def check_heads(network: TransformerConfig, mesh: Mesh) -> None:
 
 def check_sampling_heads(owner: str, network: TransformerConfig, tensor: int) -> None:
   """Raises ValueError unless the heads, or copies of key/value heads, split over `tensor`."""
-  heads, of_keys = network.num_heads, network.num_kv_heads
-  fits = lambda n: heads % n == 0 and (of_keys % n == 0 or n % of_keys == 0)
-  if not fits(tensor):
+  if not sampling_splits(network, tensor):
+    heads, of_keys = network.num_heads, network.num_kv_heads
+    allowed = [size for size in range(1, heads + 1) if sampling_splits(network, size)]
     raise ValueError(
       f"{owner}: tensor = {tensor} does not split {heads} query heads and {of_keys} key/value"
-      f" heads; choose one of {[n for n in range(1, heads + 1) if fits(n)]}"
+      f" heads; choose one of {allowed}"
     )
+
+
+def sampling_splits(network: TransformerConfig, tensor: int) -> bool:
+  """Whether the heads, or copies of key/value heads, split over `tensor` devices."""
+  heads, of_keys = network.num_heads, network.num_kv_heads
+  return heads % tensor == 0 and (of_keys % tensor == 0 or tensor % of_keys == 0)
 
 
 def check_samplings(

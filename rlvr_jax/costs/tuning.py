@@ -1,0 +1,278 @@
+"""Settings of a run for a TPU slice: which exist, how they rank, what their programs cost.
+
+An update is chosen first: its mesh, its rows and micro-batches, what its backward pass recomputes,
+and the compiler's options. Then the layout and the slots of generation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import ml_collections
+import numpy as np
+from jax.sharding import Mesh
+
+from rlvr_jax.costs import step_time
+from rlvr_jax.costs.chips import Chip
+from rlvr_jax.costs.generation_time import Seconds, refresh_seconds
+from rlvr_jax.costs.workload import Lengths, pack_workload
+from rlvr_jax.models import memory
+from rlvr_jax.models.flops import forward_flops, update_flops
+from rlvr_jax.ops.caches import CacheShape
+from rlvr_jax.ops.row_attention import longest_row, row_alignment, row_length
+from rlvr_jax.rollouts.decoder import slot_bytes
+from rlvr_jax.rollouts.packing import RowLayout, min_row_length
+from rlvr_jax.rollouts.staleness import Schedule
+from rlvr_jax.train.cluster import sharding
+from rlvr_jax.train.setup.build import Parts
+from rlvr_jax.train.setup.checks import sampling_splits
+from rlvr_jax.train.setup.programs import make_row_layout
+
+Overrides = Mapping[str, Any]  # dotted name of a field of the configuration → value
+
+REMATS = ("full", "dots", "none")
+_GATHERS = "xla_tpu_enable_windowed_einsum_for_all_gather=false"
+_FUSION = "xla_tpu_enable_async_collective_fusion"
+COMPILER_OPTIONS = (  # of `config.compiler_options.training`
+  "",
+  # Gathers as such, instead of many small products between which parts of the array travel.
+  f"{_GATHERS} xla_tpu_enable_windowed_einsum_for_reduce_scatter=false",
+  f"{_GATHERS} xla_enable_async_all_gather=true {_FUSION}=true {_FUSION}_fuse_all_gather=true"
+  f" {_FUSION}_multiple_steps=true",
+)
+USABLE = 0.92  # of a chip's memory; the rest is for what the compiler does not count
+_ROW_LENGTHS = (1, 1.5, 2, 3, 4, 6, 8)  # times the shortest row that is allowed
+_ROWS = (1, 2, 4)  # of a micro-batch on a device
+_DRAWS = 3  # batches that an estimate packs
+_PLANNED = 1000  # updates over which refreshes are counted
+
+
+class Candidate(NamedTuple):
+  """Settings, and an estimate without compilation."""
+
+  overrides: Overrides
+  seconds: Seconds
+  gib: float  # of a chip's memory, without the compiler's buffers
+
+
+# --- updates --------------------------------------------------------------------------------------
+
+
+def update_candidates(
+  parts: Parts, devices: Sequence[jax.Device], lengths: Lengths, chip: Chip
+) -> list[Candidate]:
+  """Settings of the update, fastest first by their estimate; some are too large for the memory.
+
+  Args:
+    parts: of the recipe as it stands, on these devices.
+    devices: of the slice.
+    lengths: of prompts and responses.
+    chip: its peaks.
+  """
+  found = []
+  for data, fsdp, tensor in _meshes(len(devices), parts.model.config.num_kv_heads):
+    mesh = sharding.make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=devices)
+    for rows, layout in _layouts(parts, mesh).items():
+      micro_batches = _mean_micro_batches(parts, layout, lengths)
+      for remat in REMATS:
+        candidate = _estimate_update(parts, mesh, layout, micro_batches, remat, lengths, chip)
+        overrides: dict[str, Any] = {f"mesh.{axis}": size for axis, size in mesh.shape.items()}
+        overrides |= {
+          "batch.tokens_per_row": rows[0],
+          "batch.tokens_per_micro_batch": rows[1],
+          "model.overrides.remat": remat,
+        }
+        found.append(candidate._replace(overrides=overrides))
+  return sorted(found, key=lambda candidate: candidate.seconds)
+
+
+def _meshes(count: int, num_kv_heads: int) -> Iterator[tuple[int, int, int]]:
+  """(data, fsdp, tensor) of all meshes of `count` devices that do not split a key/value head."""
+  for tensor in _divisors(math.gcd(count, num_kv_heads)):
+    for data in _divisors(count // tensor):
+      yield data, count // tensor // data, tensor
+
+
+def _divisors(number: int) -> list[int]:
+  return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _layouts(parts: Parts, mesh: Mesh) -> dict[tuple[int, int], RowLayout]:
+  """Row layouts by (tokens per row, tokens per micro-batch); those without a row per device go."""
+  shape = parts.shape
+  kind = parts.model.config.attention
+  sizes = shape.max_prompt_length, shape.max_response_length
+  least = row_length(kind, min_row_length(*sizes, alignment=row_alignment(kind)))
+  lengths = {row_length(kind, int(factor * least)) for factor in _ROW_LENGTHS}
+  layouts = {}
+  for length in sorted(lengths):
+    if length > longest_row(kind):
+      continue
+    for rows in _ROWS:
+      settings = ml_collections.ConfigDict(
+        dict(tokens_per_row=length, tokens_per_micro_batch=rows * length)
+      )
+      try:
+        layout = make_row_layout(settings, shape, kind, mesh)
+      except ValueError:  # fewer rows than devices
+        continue
+      if layout.rows_per_device == rows:
+        layouts[length, rows * length] = layout
+  return layouts
+
+
+def _mean_micro_batches(parts: Parts, layout: RowLayout, lengths: Lengths) -> float:
+  batches = (lengths.draw(parts.shape, number) for number in range(_DRAWS))
+  packed = (pack_workload(batch, parts.shape, layout) for batch in batches)
+  return float(np.mean([int(batch.num_micro_batches) for batch in packed]))
+
+
+def _estimate_update(
+  parts: Parts,
+  mesh: Mesh,
+  layout: RowLayout,
+  micro_batches: float,
+  remat: str,
+  lengths: Lengths,
+  chip: Chip,
+) -> Candidate:
+  """Seconds and memory of an update by arithmetic; overrides are left empty."""
+  network = dataclasses.replace(parts.model.config, remat=remat)
+  data, fsdp, tensor = mesh.shape.values()
+  batch = lengths.draw(parts.shape, 0)
+  adapters = parts.placement.state.params if parts.lora is not None else None
+  useful = update_flops(network, batch.prompts, batch.responses, adapters=adapters)
+  if remat == "full":
+    useful += forward_flops(network, batch.prompts, batch.responses)
+  tokens = layout.rows_per_device * layout.length  # of a micro-batch on a device
+  places = micro_batches * tokens * layout.devices
+  real = batch.prompts.sum() + batch.responses.sum()
+  flops = useful * max(places / real, 1.0) / mesh.size
+
+  count = sum(math.prod(x.shape) for x in jax.tree.leaves(parts.placement.base))
+  trained = sum(math.prod(x.shape) for x in jax.tree.leaves(parts.placement.state.params))
+  itemsize = np.dtype(network.compute_dtype).itemsize
+  # Weights are gathered twice, gradients are reduced once, in float32.
+  of_weights = (2 * itemsize * count + 4 * trained) / tensor * (1 - 1 / fsdp)
+  of_gradients = 2 * 4 * trained / (fsdp * tensor) * (1 - 1 / data)
+  passes = 3 if remat == "full" else 2
+  of_tokens = (
+    passes * 2 * 2 * network.num_layers * tokens * network.width * itemsize * (1 - 1 / tensor)
+  )
+  received = micro_batches * (of_weights + of_tokens) + of_gradients
+  needed = flops / chip.flops, received / chip.interconnect_bytes_per_s
+
+  bytes_of = lambda tree: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+  state, placement = parts.placement.state, parts.placement
+  shared = bytes_of((state.params, state.opt_state, placement.frozen)) + 4 * trained * (
+    2 if layout.max_micro_batches > 1 else 1
+  )
+  total = shared / (fsdp * tensor)
+  total += memory.activation_bytes(network, tokens, tensor)
+  total += memory.output_head_bytes(network, tokens, tensor)
+  return Candidate({}, Seconds(max(needed), sum(needed)), total / 2**30)
+
+
+# --- generation -----------------------------------------------------------------------------------
+
+
+def generation_candidates(
+  parts: Parts, devices: Sequence[jax.Device], lengths: Lengths, chip: Chip
+) -> list[Candidate]:
+  """Layouts and slots of generation, fastest first; some are too large for the memory.
+
+  Seconds are those of a refresh, see `generation_time.refresh_seconds`.
+
+  Args:
+    parts: with the mesh of updates that was chosen.
+    devices, lengths, chip: as for `update_candidates`.
+  """
+  network, shape, sizes = parts.model.config, parts.shape, parts.placement.mesh.shape
+  batches_per_refresh, _ = refreshes(parts.schedule, parts.config.num_updates)
+  batches = [lengths.draw(shape, number) for number in range(batches_per_refresh)]
+  responses = batches_per_refresh * shape.responses
+  cache = CacheShape.of(shape.max_prompt_length, shape.max_response_length)
+  resident = memory.shard_bytes((parts.placement.state, parts.placement.frozen))
+  found = []
+  for tensor in _divisors(len(devices)):
+    if not sampling_splits(network, tensor):
+      continue
+    groups = len(devices) // tensor
+    overrides: dict[str, Any] = {}
+    mesh = parts.placement.mesh
+    if tensor != sizes["tensor"]:
+      overrides = {"generation_mesh.data": groups, "generation_mesh.fsdp": 1}
+      overrides |= {"generation_mesh.tensor": tensor, "generation_mesh.same_devices": True}
+      mesh = sharding.make_mesh(data=groups, tensor=tensor, devices=devices)
+    base = sharding.add_shardings(
+      jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), parts.placement.base), mesh
+    )
+    weights = memory.decoding_copy_bytes(base, network.compute_dtype)
+    slots = -(-responses // groups) * groups
+    while slots >= groups:
+      on_device = slots // groups
+      total = resident + weights + memory.sampling_bytes(network, on_device)
+      total += on_device * slot_bytes(network, cache, tensor)
+      seconds = refresh_seconds(batches, parts.model, base, mesh, cache, chip, slots=slots)
+      found.append(Candidate({**overrides, "sampling.slots": slots}, seconds, total / 2**30))
+      slots = slots // 2 // groups * groups
+  return sorted(found, key=lambda candidate: candidate.seconds)
+
+
+def refreshes(schedule: Schedule, num_updates: int) -> tuple[int, float]:
+  """Batches that a refresh samples, and refreshes per update; one of each in real time."""
+  if schedule.real_time:
+    return 1, 1.0
+  counts = [schedule.samples(update) for update in range(min(num_updates, _PLANNED))]
+  sampled = [count for count in counts if count]
+  return round(np.mean(sampled)), len(sampled) / len(counts)
+
+
+# --- compiled -------------------------------------------------------------------------------------
+
+
+def compiled_seconds(cost: step_time.Cost, chip: Chip) -> Seconds:
+  """Seconds of a compiled program.
+
+  Computation takes the compiler's cycles, which leave out the kernels other than XLA's; of these,
+  the larger of what their FLOPs and their bytes need.
+
+  Args:
+    cost: from `step_time.cost`.
+    chip: its peaks.
+  """
+  kernels = sum(
+    max(row["flops"] / chip.flops, row["hbm_bytes"] / chip.hbm_bytes_per_s)
+    for row in cost["custom_calls"]
+  )
+  compute = cost["cycles"] / chip.cycles_per_s + kernels
+  needed = compute, cost["seconds"]["HBM"], cost["seconds"]["interconnect"]
+  return Seconds(max(needed), sum(needed))
+
+
+def apply_overrides(
+  config: ml_collections.ConfigDict, overrides: Overrides
+) -> ml_collections.ConfigDict:
+  """A copy of the configuration with fields changed."""
+  changed = ml_collections.ConfigDict(config)
+  for name, value in overrides.items():
+    *path, field = name.split(".")
+    section = changed
+    for group in path:
+      section = section[group]
+    with section.unlocked():
+      section[field] = value
+  return changed
+
+
+def pareto(rows: Sequence[Mapping[str, float]], names: Sequence[str]) -> list[bool]:
+  """Whether no other row is at least as small in every named figure, and smaller in one."""
+
+  def beats(other: Mapping[str, float], row: Mapping[str, float]) -> bool:
+    return all(other[n] <= row[n] for n in names) and any(other[n] < row[n] for n in names)
+
+  return [not any(beats(other, row) for other in rows) for row in rows]
