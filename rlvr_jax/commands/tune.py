@@ -26,7 +26,8 @@ from rlvr_jax.storage.files import replace_file
 from rlvr_jax.train.reporting.progress import duration, say
 from rlvr_jax.train.setup.build import Parts
 
-_MAX_UPDATES = 6  # settings of the update that are compiled, besides other compiler options
+_MAX_UPDATES = 6  # settings of the update that are compiled with the compiler's defaults
+_MAX_WITH_OPTIONS = 2  # of these, with its other options
 _MAX_LAYOUTS = 3  # of generation
 _COMPILE_S = 240  # for a program of 7B on two cores
 _KINDS = {"update": "training", "generation": "generation"}  # program → kind of compiler options
@@ -96,7 +97,8 @@ def tune(
     ValueError: no setting fits into the memory of a chip.
     TimeLimitError: the time is over; what was found until then has been written.
   """
-  count = _MAX_UPDATES + len(tuning.COMPILER_OPTIONS) - 1 + _MAX_LAYOUTS
+  with_options = _MAX_WITH_OPTIONS * (len(tuning.COMPILER_OPTIONS) - 1)
+  count = _MAX_UPDATES + with_options + _MAX_LAYOUTS
   say(
     f"compiles about {count} programs for {topology}, {duration(count * _COMPILE_S)} for 7B on two"
     " cores; the same command continues a search that was stopped"
@@ -112,13 +114,13 @@ def tune(
   updates = _compile_updates(target, target.fitting(candidates), deadline)
   if not updates:
     raise _too_large(target, "setting of the update")
-  update = _fastest(updates)
+  update = updates[0]
   parts = target.build(update.overrides)
   layouts = tuning.generation_candidates(parts, devices, distribution, target.chip)
   generations = _compile_generations(target, update.overrides, target.fitting(layouts))
   if not generations:
     raise _too_large(target, "layout of generation")
-  generation = _fastest(generations)
+  generation = generations[0]
 
   refreshes = tuning.refreshes(parts.schedule, parts.config.num_updates)[1]
   step = Seconds(
@@ -169,8 +171,8 @@ def _too_large(target: Target, what: str) -> ValueError:
   )
 
 
-def _fastest(measured: Sequence[Measured]) -> Measured:
-  return min(measured, key=lambda program: program.seconds)
+def _by_seconds(measured: Sequence[Measured]) -> list[Measured]:
+  return sorted(measured, key=lambda program: program.seconds)
 
 
 # --- compilation ----------------------------------------------------------------------------------
@@ -179,22 +181,25 @@ def _fastest(measured: Sequence[Measured]) -> Measured:
 def _compile_updates(
   target: Target, candidates: Sequence[Candidate], deadline: float
 ) -> list[Measured]:
-  """The first candidate with each of the compiler's options, others with the best of these."""
+  """The first candidates with the compiler's defaults, the fastest of these with other options."""
+  defaults, *others = tuning.COMPILER_OPTIONS.values()
   measured: list[Measured] = []
-  options = tuning.COMPILER_OPTIONS
+
+  def measure(overrides: Overrides, options: str) -> None:
+    if measured and time.monotonic() > deadline:
+      return
+    overrides = {**overrides, "compiler_options.training": options}
+    cost = _compile(target, target.build(overrides), "update")
+    if cost is not None and (gib := _gib(cost)) <= target.usable_gib:
+      seconds = tuning.compiled_seconds(cost, target.chip)
+      measured.append(Measured(overrides, seconds, gib, cost))
+
   for candidate in candidates[:_MAX_UPDATES]:
-    for text in options:
-      if measured and time.monotonic() > deadline:
-        return measured
-      overrides = {**candidate.overrides, "compiler_options.training": text}
-      parts = target.build(overrides)
-      cost = _compile(target, parts, "update")
-      if cost is not None and (gib := _gib(cost)) <= target.usable_gib:
-        seconds = tuning.compiled_seconds(cost, target.chip)
-        measured.append(Measured(overrides, seconds, gib, cost))
-    if measured:
-      options = (_fastest(measured).overrides["compiler_options.training"],)
-  return measured
+    measure(candidate.overrides, defaults)
+  for program in _by_seconds(measured)[:_MAX_WITH_OPTIONS]:
+    for options in others:
+      measure(program.overrides, options)
+  return _by_seconds(measured)
 
 
 def _compile_generations(
@@ -210,7 +215,7 @@ def _compile_generations(
       measured.append(Measured(candidate.overrides, candidate.seconds, gib, cost))
     if len(measured) == _MAX_LAYOUTS:
       break
-  return measured
+  return _by_seconds(measured)
 
 
 def _compile(target: Target, parts: Parts, name: str) -> Cost | None:
@@ -256,9 +261,7 @@ def _format(
   ]
   rows = {}
   best = tuning.pareto(figures, tuple(figures[0]))
-  for program, is_best in sorted(
-    zip(measured, best, strict=True), key=lambda pair: pair[0].seconds
-  ):
+  for program, is_best in zip(measured, best, strict=True):
     cost, seconds = program.cost, program.seconds
     rows[_describe(program.overrides)] = [
       f"{seconds.overlapped:.3g} to {seconds.in_turn:.3g}",
@@ -292,6 +295,8 @@ def _format(
 
 def _describe(overrides: Overrides) -> str:
   """The settings in short, such as "fsdp 16, remat dots"."""
-  return ", ".join(
-    f"{name.rpartition('.')[2]} {value}" for name, value in overrides.items() if value != ""
-  )
+  options = {text: name for name, text in tuning.COMPILER_OPTIONS.items()}
+  values = {name.rpartition(".")[2]: value for name, value in overrides.items()}
+  if "training" in values:
+    values["compiler"] = options[values.pop("training")]
+  return ", ".join(f"{name} {value}" for name, value in values.items())

@@ -37,11 +37,12 @@ def refresh_seconds(
   chip: Chip,
   *,
   slots: int,
+  pages: bool,
 ) -> Seconds:
   """Seconds of sampling all responses of a refresh, its weights and its prompts included.
 
-  Every slot of a device is computed, also an idle one. A slot reads the blocks of its own cache, as
-  with pages. All devices wait for the slowest in every burst. The engine's host takes no time.
+  Every slot of a device is computed, also an idle one. All devices wait for the slowest in every
+  burst. The host takes no time.
 
   Args:
     batches: lengths of the refresh, in the order in which it samples.
@@ -51,6 +52,7 @@ def refresh_seconds(
     cache: of a slot.
     chip: its peaks.
     slots: over all devices of the mesh.
+    pages: whether a slot reads the blocks of its own cache, or all read as far as the longest.
   """
   network, tensor = model.config, mesh.shape["tensor"]
   devices = mesh.shape["data"] * mesh.shape["fsdp"]
@@ -65,6 +67,8 @@ def refresh_seconds(
 
   overlapped = in_turn = 0.0
   for cached, steps in _bursts(batches, cache, slots=per_device * devices):
+    if not pages:
+      cached = np.full_like(cached, cached.max())
     tokens = cached.reshape(devices, per_device).sum(1).max()
     needed = (
       per_device * one_token / tensor / chip.flops,

@@ -37,13 +37,13 @@ Overrides = Mapping[str, Any]  # dotted name of a field of the configuration →
 REMATS = ("full", "dots", "none")
 _GATHERS = "xla_tpu_enable_windowed_einsum_for_all_gather=false"
 _FUSION = "xla_tpu_enable_async_collective_fusion"
-COMPILER_OPTIONS = (  # of `config.compiler_options.training`
-  "",
-  # Gathers as such, instead of many small products between which parts of the array travel.
-  f"{_GATHERS} xla_tpu_enable_windowed_einsum_for_reduce_scatter=false",
-  f"{_GATHERS} xla_enable_async_all_gather=true {_FUSION}=true {_FUSION}_fuse_all_gather=true"
-  f" {_FUSION}_multiple_steps=true",
-)
+COMPILER_OPTIONS = {  # name → `config.compiler_options.training`
+  "defaults": "",
+  # Weights are gathered and gradients scattered at once, not in pieces between small products.
+  "whole collectives": f"{_GATHERS} xla_tpu_enable_windowed_einsum_for_reduce_scatter=false",
+  "fused gathers": f"{_GATHERS} xla_enable_async_all_gather=true {_FUSION}=true"
+  f" {_FUSION}_fuse_all_gather=true {_FUSION}_multiple_steps=true",
+}
 USABLE = 0.92  # of a chip's memory; the rest is for what the compiler does not count
 _ROW_LENGTHS = (1, 1.5, 2, 3, 4, 6, 8)  # times the shortest row that is allowed
 _ROWS = (1, 2, 4)  # of a micro-batch on a device
@@ -197,6 +197,7 @@ def generation_candidates(
   responses = batches_per_refresh * shape.responses
   cache = CacheShape.of(shape.max_prompt_length, shape.max_response_length)
   resident = memory.shard_bytes((parts.placement.state, parts.placement.frozen))
+  pages = parts.programs.engine.settings.cache == "pages"
   found = []
   for tensor in _divisors(len(devices)):
     if not sampling_splits(network, tensor):
@@ -217,7 +218,9 @@ def generation_candidates(
       on_device = slots // groups
       total = resident + weights + memory.sampling_bytes(network, on_device)
       total += on_device * slot_bytes(network, cache, tensor)
-      seconds = refresh_seconds(batches, parts.model, base, mesh, cache, chip, slots=slots)
+      seconds = refresh_seconds(
+        batches, parts.model, base, mesh, cache, chip, slots=slots, pages=pages
+      )
       found.append(Candidate({**overrides, "sampling.slots": slots}, seconds, total / 2**30))
       slots = slots // 2 // groups * groups
   return sorted(found, key=lambda candidate: candidate.seconds)

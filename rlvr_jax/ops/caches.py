@@ -186,7 +186,8 @@ def choose_cache(wanted: str, *, platform: str, head_dim: int, dtype: str, plain
       " ['auto', 'blocks']"
     )
   if wanted == "auto" and obstacle and platform == "tpu":
-    logging.warning("config.sampling.cache=auto uses the slower blocks: pages need %s", obstacle)
+    message = "config.sampling.cache=auto uses the slower blocks: pages need %s"
+    logging.log_first_n(logging.WARNING, message, 1, obstacle)
   return "blocks" if wanted == "blocks" or obstacle else "pages"
 
 

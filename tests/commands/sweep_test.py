@@ -384,7 +384,7 @@ def test_shutdown_is_requested_when_the_minutes_are_over():
 
 
 def test_minutes_are_of_a_sweep():
-  with pytest.raises(ValueError, match="--minutes goes with --mode=sweep, not with --mode=train"):
+  with pytest.raises(ValueError, match="--minutes goes with --mode=sweep or --mode=tune, not"):
     choose.prepare_command("train", tiny.get_config(), "runs/x", None, None, minutes=5.0)
 
 

@@ -1,0 +1,62 @@
+"""Lengths that costs are estimated for."""
+
+import numpy as np
+import pytest
+
+from rlvr_jax import specs
+from rlvr_jax.costs import workload
+from rlvr_jax.rollouts.packing import row_layout
+from rlvr_jax.types import BatchShape
+
+SHAPE = BatchShape(64, 16, 100, 2000)
+LAYOUT = row_layout(
+  prompts=64, group_size=16, max_prompt_length=100, max_response_length=2000, length=4096,
+  alignment=1, devices=2, tokens_per_micro_batch=4096,
+)  # fmt: skip
+
+
+def make(text):
+  return specs.make("--lengths", workload, text, workload.Lengths)
+
+
+def test_lognormal_lengths_have_the_mean_and_the_spread_that_are_named():
+  batch = make("lognormal(mean=400, sigma=0.5, prompt=30)").draw(SHAPE, 0)
+  assert batch.prompts.tolist() == [30] * 64 and batch.responses.shape == (64, 16)
+  assert batch.responses.mean() == pytest.approx(400, rel=0.05)
+  assert np.log(batch.responses).std() == pytest.approx(0.5, rel=0.05)
+
+
+def test_they_end_at_the_greatest_length_and_repeat_by_number():
+  lengths = make("lognormal(mean=1500, sigma=1.0)")
+  first, again, other = (lengths.draw(SHAPE, number) for number in (0, 0, 1))
+  assert first.responses.max() == 2000 and first.responses.min() >= 1
+  assert first.prompts.tolist() == [100] * 64
+  assert np.array_equal(first.responses, again.responses)
+  assert not np.array_equal(first.responses, other.responses)
+
+
+def test_the_typical_batch_has_the_median_of_micro_batches():
+  lengths = make("lognormal(mean=600)")
+  typical = workload.typical_batch(lengths, SHAPE, LAYOUT)
+  count = lambda batch: int(workload.pack_workload(batch, SHAPE, LAYOUT).num_micro_batches)
+  counts = [count(lengths.draw(SHAPE, number)) for number in range(9)]
+  assert count(typical) == np.median(counts) and len(set(counts)) > 1
+  longest = workload.typical_batch(make("longest"), SHAPE, LAYOUT)
+  assert (longest.responses == 2000).all() and count(longest) == 512  # one in a row
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("lognormal", "--lengths = 'lognormal': lognormal needs a value of mean"),
+    ("lognormal(mean=0)", r"mean = 0 is not a number in \[1"),
+    ("normal(mean=5)", "'normal' is unknown; did you mean 'lognormal'"),
+  ],
+)
+def test_what_is_refused(text, message):
+  with pytest.raises(ValueError, match=message):
+    make(text)
+  with pytest.raises(
+    ValueError, match=r"prompt = 101 is more than config\.max_prompt_length = 100"
+  ):
+    make("lognormal(mean=5, prompt=101)").draw(SHAPE, 0)
